@@ -1,0 +1,524 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 */
+/*
+ * vnicd device ABI: what the guest driver and the device (vnicd on the host)
+ * say to each other. The Go mirror is device/abi; a test compiles this header
+ * and compares every size, offset and constant.
+ *
+ * Rules:
+ *  - every multi-byte field is little-endian, except where a comment says
+ *    "network order" (addresses: GIDs, MACs);
+ *  - every field named reserved must be zero; the receiver refuses it otherwise;
+ *  - every address that the guest gives is a guest physical address (PA), never
+ *    a DMA address: the device sits behind no vIOMMU;
+ *  - structures have no implicit padding; sizes are multiples of 8.
+ *
+ * The device is a virtio 1.x device with id 38 or 42 (see VNICD_MAGIC).
+ *
+ * Queues (virtqueues), in this order:
+ *   0                          command queue
+ *   1                          asynchronous event queue (page faults included)
+ *   2 .. 2+num_ceqs-1          completion event queues
+ *   2+num_ceqs .. +num_engines doorbell queues, one per engine
+ *
+ * Work queues and completion queues are not virtqueues. They are rings in guest
+ * memory in the user ABI of rdma_rxe (rdma_user_rxe.h), which the command queue
+ * names: a header (log2_elem_size at 0, index_mask at 4, producer at 128,
+ * consumer at 256) and elements from byte 384 on. The device uses the sizes
+ * given in the command, never those in the shared header.
+ *
+ * SQ elements: struct rxe_send_wqe, followed by SGEs or inline data.
+ * RQ and SRQ elements: struct rxe_recv_wqe, followed by SGEs.
+ * CQ elements: struct ib_uverbs_wc (48 bytes in a 64-byte slot), kernel CQs too.
+ */
+#ifndef VNICD_ABI_H
+#define VNICD_ABI_H
+
+#include <linux/types.h>
+
+#define VNICD_VIRTIO_ID		38	/* also probed: 42 (RDMA), see README */
+#define VNICD_VIRTIO_ID_RDMA	42
+
+#define VNICD_MAGIC		0x64636e76	/* "vncd" as bytes in memory */
+#define VNICD_ABI_VERSION	1
+
+/* Feature bits (virtio device-specific range 0..23). None needed yet. */
+
+/* Device configuration space, read-only for the driver. 128 bytes. */
+struct vnicd_config {
+	__le32 magic;		/* VNICD_MAGIC */
+	__le32 abi_version;	/* VNICD_ABI_VERSION; the driver refuses others */
+	__u8   mac[6];		/* MAC shared with the VM's virtio-net */
+	__le16 num_ceqs;	/* completion event queues, 1..VNICD_MAX_CEQS */
+	__le16 num_engines;	/* doorbell queues, 1..VNICD_MAX_ENGINES */
+	__le16 link_up;		/* 1: the port is up; changes raise a config interrupt */
+	__le32 port_mtu;	/* largest RoCE path MTU in bytes: 256..4096 */
+	__le32 generation;	/* changes whenever the device lost its state */
+	__u8   device_name[32];	/* suggested name, e.g. "vnic0"; NUL-terminated */
+	__u8   fw_version[24];	/* NUL-terminated version of vnicd */
+	__u8   reserved[44];
+};
+
+#define VNICD_MAX_CEQS		8
+#define VNICD_MAX_ENGINES	8
+
+/* ------------------------------------------------------------------ */
+/* Command queue                                                       */
+/* ------------------------------------------------------------------ */
+/*
+ * One descriptor chain per command: device-readable buffers with the request
+ * (header, then payload), then device-writable buffers with the response
+ * (header, then payload). Several commands may be outstanding; they complete
+ * in any order. A request is at most VNICD_CMD_MAX bytes.
+ */
+#define VNICD_CMD_MAX		65536
+
+enum vnicd_opcode {
+	VNICD_CMD_QUERY_DEVICE	= 1,
+	VNICD_CMD_QUERY_PORT	= 2,
+	VNICD_CMD_SET_GID	= 3,
+	VNICD_CMD_CLEAR_GID	= 4,
+	VNICD_CMD_SET_DOORBELLS	= 5,
+	VNICD_CMD_SET_AH_TABLE	= 6,
+	VNICD_CMD_CREATE_PD	= 7,
+	VNICD_CMD_DESTROY_PD	= 8,
+	VNICD_CMD_CREATE_CQ	= 9,
+	VNICD_CMD_RESIZE_CQ	= 10,
+	VNICD_CMD_DESTROY_CQ	= 11,
+	VNICD_CMD_CREATE_SRQ	= 12,
+	VNICD_CMD_MODIFY_SRQ	= 13,
+	VNICD_CMD_QUERY_SRQ	= 14,
+	VNICD_CMD_DESTROY_SRQ	= 15,
+	VNICD_CMD_CREATE_QP	= 16,
+	VNICD_CMD_MODIFY_QP	= 17,
+	VNICD_CMD_QUERY_QP	= 18,
+	VNICD_CMD_DESTROY_QP	= 19,
+	VNICD_CMD_CREATE_MR	= 20,
+	VNICD_CMD_SET_MTT	= 21,
+	VNICD_CMD_DESTROY_MR	= 22,
+	VNICD_CMD_ATTACH_MCAST	= 23,
+	VNICD_CMD_DETACH_MCAST	= 24,
+	VNICD_CMD_QUERY_STATS	= 25,
+};
+
+/* Status of a command; the driver maps them to errno as written. */
+enum vnicd_status {
+	VNICD_OK		= 0,
+	VNICD_EINVAL		= 1,	/* -EINVAL: malformed or contradicting request */
+	VNICD_ENOMEM		= 2,	/* -ENOMEM: a per-VM limit is reached */
+	VNICD_ENOENT		= 3,	/* -ENOENT: no such object */
+	VNICD_EBUSY		= 4,	/* -EBUSY: the object is still in use */
+	VNICD_EOPNOTSUPP	= 5,	/* -EOPNOTSUPP: unknown opcode or capability */
+	VNICD_EFAULT		= 6,	/* -EFAULT: an address outside the guest's memory */
+	VNICD_EPERM		= 7,	/* -EPERM */
+	VNICD_EIO		= 8,	/* -EIO: the device failed; see the host's log */
+};
+
+struct vnicd_req {
+	__le16 opcode;		/* enum vnicd_opcode */
+	__le16 reserved;
+	__le32 length;		/* of the payload that follows, in bytes */
+};
+
+struct vnicd_resp {
+	__le32 status;		/* enum vnicd_status */
+	__le32 length;		/* of the payload that follows, in bytes; 0 on error */
+};
+
+/*
+ * Where a ring lies: npages PAs of (1 << page_shift) bytes each cover length
+ * bytes from the start of the first page. The PA list stands in the request's
+ * payload after the command's fixed part; lists of several rings follow each
+ * other in the order in which the rings stand in the command.
+ */
+struct vnicd_ring {
+	__le64 length;		/* bytes, header (384) included */
+	__le32 npages;		/* 0: no ring */
+	__u8   page_shift;	/* 12..30 */
+	__u8   log2_elem_size;	/* 6..16 */
+	__le16 reserved;
+	__le32 num_elems;	/* power of two; one stays empty */
+	__le32 reserved2;
+};
+
+/* QUERY_DEVICE: no request payload. Limits are those of this VM. */
+struct vnicd_device_attr {
+	__le64 node_guid;	/* network order */
+	__le64 max_mr_size;
+	__le32 max_qp;
+	__le32 max_qp_wr;
+	__le32 max_sge;		/* send and receive */
+	__le32 max_inline;	/* bytes */
+	__le32 max_cq;
+	__le32 max_cqe;
+	__le32 max_mr;
+	__le32 max_mw;
+	__le32 max_pd;
+	__le32 max_srq;
+	__le32 max_srq_wr;
+	__le32 max_srq_sge;
+	__le32 max_ah;		/* entries of the AH table */
+	__le32 max_gid;		/* entries of the GID table, 1..256 */
+	__le32 max_qp_rd_atom;	/* as responder */
+	__le32 max_qp_init_rd_atom;
+	__le32 max_mcast_grp;
+	__le32 max_mcast_qp_attach;
+	__le64 max_mtt;		/* MTT entries (pages) over all MRs */
+	__le64 caps;		/* VNICD_CAP_* */
+	__le32 odp_rc;		/* VNICD_ODP_*: 0 until the device pages on demand */
+	__le32 odp_uc;
+	__le32 odp_ud;
+	__le32 reserved;
+};
+
+#define VNICD_CAP_ATOMIC	(1ULL << 0)
+#define VNICD_CAP_SRQ		(1ULL << 1)
+#define VNICD_CAP_UC		(1ULL << 2)
+#define VNICD_CAP_MCAST		(1ULL << 3)
+#define VNICD_CAP_ROCE_V1	(1ULL << 4)
+#define VNICD_CAP_RESIZE_CQ	(1ULL << 5)
+#define VNICD_CAP_LOCAL_DMA_LKEY (1ULL << 6)	/* RA-1: VNICD_DMA_LKEY works */
+#define VNICD_CAP_MEM_MGT	(1ULL << 7)	/* REG_MR, LOCAL_INV, SEND_WITH_INV */
+#define VNICD_CAP_MW		(1ULL << 8)
+
+/* RA-1: the reserved L_Key that marks a segment as guest-physical. */
+#define VNICD_DMA_LKEY		0
+
+/* QUERY_PORT: no request payload */
+struct vnicd_port_attr {
+	__le32 state;		/* enum ib_port_state: 1 down, 4 active */
+	__le32 max_mtu;		/* bytes */
+	__le32 active_mtu;	/* bytes */
+	__le32 active_speed;	/* IB_SPEED_* bit */
+	__le32 active_width;	/* IB_WIDTH_* bit */
+	__le32 reserved;
+};
+
+enum vnicd_gid_type {
+	VNICD_GID_ROCE_V1 = 1,
+	VNICD_GID_ROCE_V2 = 2,
+};
+
+struct vnicd_set_gid {
+	__le16 index;
+	__u8   type;		/* enum vnicd_gid_type */
+	__u8   reserved;
+	__le16 vlan_id;		/* 0xffff: untagged */
+	__u8   smac[6];		/* source MAC; must be the device's or it is refused */
+	__le32 reserved2;
+	__u8   gid[16];		/* network order; IPv4-mapped for RoCEv2 over IPv4 */
+};
+
+struct vnicd_clear_gid {
+	__le16 index;
+	__le16 reserved[3];
+};
+
+/*
+ * Doorbells: one area per engine, in guest memory, zeroed by the driver and
+ * given to the device by SET_DOORBELLS before the first QP is created.
+ *
+ * Ringing (driver), after the producer index of the SQ is visible:
+ *	set bit (slot % 64) of bits[slot / 64]		(atomic, release)
+ *	set bit (slot / 64 % 64) of summary[slot / 4096]	(atomic, release)
+ *	smp_mb()
+ *	if (READ_ONCE(need_wakeup)) notify the engine's doorbell virtqueue
+ * The doorbell virtqueue never carries a buffer, only notifications.
+ *
+ * Engine (device): exchanges summary words with 0, then the words they name.
+ * Before it sleeps: need_wakeup = 1, full barrier, look once more.
+ */
+#define VNICD_DB_SLOTS		65536
+struct vnicd_doorbells {
+	__le32 need_wakeup;		/* written by the device */
+	__le32 reserved[15];
+	__le64 summary[VNICD_DB_SLOTS / 4096];	/* 16 words at offset 64 */
+	__le64 reserved2[40];
+	__le64 bits[VNICD_DB_SLOTS / 64];	/* 1024 words at offset 512 */
+	__le64 reserved3[448];			/* to 12 KiB: three pages */
+};
+
+struct vnicd_set_doorbells {
+	__le32 engine;
+	__le32 npages;		/* 4 KiB pages: 3 */
+	__le64 pa[3];
+};
+
+/*
+ * Address handles live in a table in guest memory that only the guest kernel
+ * writes; a UD work request names an entry by its number. The device copies an
+ * entry once per use and validates it. Entry 0 is never valid. SET_AH_TABLE
+ * is followed by npages PAs (4 KiB pages); it is given once, before any UD QP.
+ */
+struct vnicd_ah {
+	__le32 valid;		/* 1: in use. Written last, cleared first */
+	__le32 pdn;		/* protection domain */
+	__u8   dgid[16];	/* network order */
+	__u8   dmac[6];		/* network order */
+	__le16 sgid_index;
+	__le16 vlan_id;		/* 0xffff: untagged; must equal the GID's */
+	__u8   traffic_class;
+	__u8   hop_limit;
+	__le32 flow_label;	/* 20 bits */
+	__u8   sl;
+	__u8   reserved[7];
+	__le64 reserved2[2];	/* to 64 bytes */
+};
+
+struct vnicd_set_ah_table {
+	__le32 num_entries;	/* <= max_ah */
+	__le32 npages;
+	/* __le64 pa[npages] */
+};
+
+struct vnicd_handle {		/* generic: create replies, destroy requests */
+	__le32 handle;
+	__le32 reserved;
+};
+/* CREATE_PD: no request payload, reply vnicd_handle. DESTROY_PD: vnicd_handle */
+
+/*
+ * Completion queues. Arming is a word in guest kernel memory, apart from the
+ * ring that a user process can write:
+ *   driver: *arm = VNICD_ARM_*; smp_mb(); if the ring is not empty, say so
+ *   device: write CQE, producer index, full barrier; if *arm asks for this CQE,
+ *           exchange it with 0 and, if it was still set, post one event.
+ */
+#define VNICD_ARM_NONE		0
+#define VNICD_ARM_SOLICITED	1
+#define VNICD_ARM_NEXT		2
+
+struct vnicd_create_cq {
+	struct vnicd_ring ring;
+	__le64 arm_pa;		/* PA of a __le32, 4-byte aligned */
+	__le32 ceq;		/* completion event queue, 0..num_ceqs-1 */
+	__le32 reserved;
+	/* __le64 pa[ring.npages] */
+};	/* reply: vnicd_handle (cqn) */
+
+/*
+ * RESIZE_CQ: the device stops producing, copies unpolled CQEs to the new ring
+ * (in order), sets its producer and consumer, and goes on there. The driver
+ * holds its CQ lock meanwhile. Fails with EINVAL if they do not fit.
+ */
+struct vnicd_resize_cq {
+	__le32 cqn;
+	__le32 reserved;
+	struct vnicd_ring ring;
+	/* __le64 pa[ring.npages] */
+};
+
+struct vnicd_create_srq {
+	__le32 pdn;
+	__le32 max_sge;
+	__le32 limit;
+	__le32 reserved;
+	struct vnicd_ring ring;
+	/* __le64 pa[ring.npages] */
+};	/* reply: vnicd_handle (srqn) */
+
+struct vnicd_modify_srq {
+	__le32 srqn;
+	__le32 flags;		/* VNICD_SRQ_* */
+	__le32 limit;
+	__le32 reserved;
+	struct vnicd_ring ring;	/* VNICD_SRQ_RESIZE: unconsumed WQEs are copied */
+	/* __le64 pa[ring.npages] */
+};
+#define VNICD_SRQ_LIMIT		(1U << 0)
+#define VNICD_SRQ_RESIZE	(1U << 1)
+
+/* QUERY_SRQ: request vnicd_handle, reply: */
+struct vnicd_srq_attr {
+	__le32 limit;
+	__le32 reserved;
+};
+
+enum vnicd_qp_type {
+	VNICD_QPT_GSI	= 1,	/* as enum ib_qp_type */
+	VNICD_QPT_RC	= 2,
+	VNICD_QPT_UC	= 3,
+	VNICD_QPT_UD	= 4,
+};
+
+#define VNICD_QP_SIG_ALL	(1U << 0)	/* every send completes with a CQE */
+#define VNICD_QP_PRIVILEGED	(1U << 1)	/* RA-2: kernel QP, may use VNICD_DMA_LKEY */
+#define VNICD_QP_HAS_SRQ	(1U << 2)
+
+struct vnicd_create_qp {
+	__le32 type;		/* enum vnicd_qp_type */
+	__le32 flags;		/* VNICD_QP_* */
+	__le32 pdn;
+	__le32 send_cqn;
+	__le32 recv_cqn;
+	__le32 srqn;		/* if VNICD_QP_HAS_SRQ */
+	__le32 max_send_sge;
+	__le32 max_recv_sge;
+	__le32 max_inline;
+	__le32 reserved;
+	struct vnicd_ring sq;
+	struct vnicd_ring rq;	/* npages 0 with an SRQ */
+	/* __le64 pa[sq.npages], then pa[rq.npages] */
+};
+
+struct vnicd_create_qp_resp {
+	__le32 qpn;		/* 24 bits; 1 for the GSI QP */
+	__le32 engine;		/* whose doorbell area */
+	__le32 db_slot;		/* which bit */
+	__le32 reserved;
+};
+
+/*
+ * MODIFY_QP and QUERY_QP. attr_mask and the values are those of enum
+ * ib_qp_attr_mask, ib_qp_state, ib_mtu etc. Which attributes a transition needs
+ * and permits is checked by the device as well (IBTA 10.3.1, ib_modify_qp_is_ok).
+ */
+struct vnicd_av {
+	__u8   dgid[16];	/* network order */
+	__u8   dmac[6];
+	__le16 sgid_index;
+	__le16 vlan_id;		/* 0xffff: untagged */
+	__u8   traffic_class;
+	__u8   hop_limit;
+	__le32 flow_label;
+	__u8   sl;
+	__u8   reserved[7];
+};
+
+struct vnicd_qp_attr {
+	__le32 qpn;
+	__le32 attr_mask;	/* enum ib_qp_attr_mask */
+	__u8   qp_state;	/* enum ib_qp_state */
+	__u8   cur_qp_state;
+	__u8   path_mtu;	/* enum ib_mtu: 1 = 256 .. 5 = 4096 */
+	__u8   timeout;		/* 4.096 us * 2^timeout; 0: never */
+	__u8   retry_cnt;	/* 0..7 */
+	__u8   rnr_retry;	/* 0..7, 7: for ever */
+	__u8   min_rnr_timer;	/* 0..31 */
+	__u8   max_rd_atomic;
+	__u8   max_dest_rd_atomic;
+	__u8   en_sqd_async_notify;
+	__u8   sq_draining;	/* QUERY_QP only */
+	__u8   reserved;
+	__le16 pkey_index;
+	__le16 port_num;
+	__le32 access_flags;	/* enum ib_access_flags */
+	__le32 qkey;
+	__le32 dest_qpn;
+	__le32 rq_psn;
+	__le32 sq_psn;
+	__le32 reserved2;
+	struct vnicd_av av;
+};
+/* MODIFY_QP: request vnicd_qp_attr, no reply payload.
+ * QUERY_QP: request vnicd_handle (qpn), reply vnicd_qp_attr. */
+
+/*
+ * Memory regions (stage one: key -> MTT -> PA; PF-1, PF-2). CREATE_MR makes the
+ * region without any page present; SET_MTT fills the table, in as many commands
+ * as it takes. A VNICD_MR_PHYS region has no table: its VAs are PAs.
+ */
+#define VNICD_MR_PHYS		(1U << 0)
+#define VNICD_MR_ON_DEMAND	(1U << 1)	/* reserved for on-demand paging */
+
+struct vnicd_create_mr {
+	__le32 pdn;
+	__le32 access;		/* enum ib_access_flags */
+	__le32 flags;		/* VNICD_MR_* */
+	__u8   page_shift;	/* 12..30 */
+	__u8   reserved[3];
+	__le64 iova;		/* first VA as the keys' holders name it */
+	__le64 length;		/* bytes, > 0 */
+	__le64 offset;		/* of the first byte in the first page */
+	__le64 npages;		/* MTT entries: covers offset + length */
+};
+
+struct vnicd_create_mr_resp {
+	__le32 lkey;
+	__le32 rkey;
+	__le32 handle;
+	__le32 reserved;
+};
+
+struct vnicd_set_mtt {
+	__le32 handle;
+	__le32 count;		/* entries that follow */
+	__le64 first;		/* index of the first entry */
+	/* __le64 pa[count]; an entry with bit 0 set: absent */
+};
+#define VNICD_MTT_ABSENT	1ULL
+
+/* DESTROY_MR: request vnicd_handle. Completes when nothing uses the memory (EP-3). */
+
+struct vnicd_mcast {
+	__le32 qpn;
+	__le32 reserved;
+	__u8   gid[16];		/* network order */
+};
+
+/* QUERY_STATS: no request payload; reply: */
+enum vnicd_stat {
+	VNICD_STAT_TX_PACKETS,
+	VNICD_STAT_TX_BYTES,
+	VNICD_STAT_RX_PACKETS,
+	VNICD_STAT_RX_BYTES,
+	VNICD_STAT_TX_ACKS,
+	VNICD_STAT_TX_NAKS,
+	VNICD_STAT_TX_RNR,
+	VNICD_STAT_RX_RNR,
+	VNICD_STAT_RETRANSMITS,
+	VNICD_STAT_TIMEOUTS,
+	VNICD_STAT_OUT_OF_SEQUENCE,
+	VNICD_STAT_DUPLICATES,
+	VNICD_STAT_ICRC_ERRORS,
+	VNICD_STAT_RX_DROPPED,
+	VNICD_STAT_ACCESS_ERRORS,
+	VNICD_STAT_GUEST_FAULTS,
+	VNICD_STAT_HOST_FAULTS,
+	VNICD_NUM_STATS
+};
+
+struct vnicd_stats {
+	__le64 value[VNICD_NUM_STATS];
+	__le64 reserved;	/* pads to an even count */
+};
+
+/* ------------------------------------------------------------------ */
+/* Event queues                                                        */
+/* ------------------------------------------------------------------ */
+/*
+ * The driver keeps device-writable buffers of sizeof(struct vnicd_event) in the
+ * asynchronous queue, and of sizeof(struct vnicd_ceqe) in each completion event
+ * queue. If none is there, the device keeps the event with its object and posts
+ * it when a buffer appears: no event is lost.
+ */
+struct vnicd_ceqe {
+	__le32 cqn;
+	__le32 reserved;
+};
+
+enum vnicd_event_type {
+	VNICD_EVENT_CQ_ERR		= 1,	/* handle = cqn */
+	VNICD_EVENT_QP_FATAL		= 2,	/* handle = qpn */
+	VNICD_EVENT_QP_REQ_ERR		= 3,
+	VNICD_EVENT_QP_ACCESS_ERR	= 4,
+	VNICD_EVENT_QP_COMM_EST		= 5,
+	VNICD_EVENT_SQ_DRAINED		= 6,
+	VNICD_EVENT_QP_LAST_WQE		= 7,
+	VNICD_EVENT_SRQ_ERR		= 8,	/* handle = srqn */
+	VNICD_EVENT_SRQ_LIMIT		= 9,
+	VNICD_EVENT_PAGE_FAULT		= 16,	/* for on-demand paging */
+};
+
+struct vnicd_event {
+	__le32 type;		/* enum vnicd_event_type */
+	__le32 handle;
+	__le64 va;		/* PAGE_FAULT: first byte */
+	__le64 length;
+	__le32 key;
+	__le32 access;
+	__le32 token;
+	__le32 reserved;
+	__le64 reserved2[3];	/* to 64 bytes */
+};
+
+#endif /* VNICD_ABI_H */

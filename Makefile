@@ -1,0 +1,49 @@
+# vnicd. The two commands to know: `make demo` and `make test`.
+SHELL       := /bin/bash
+GO          ?= go
+BUILD       := build
+VERSION     := $(shell git describe --always --dirty 2>/dev/null || echo dev)
+FUZZTIME    ?= 4s
+PACKAGES    ?=
+export PACKAGES
+
+.PHONY: help build demo test test-unit test-fuzz test-vm bench lint image module deps clean
+
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+build: ## build the daemon: build/vnicd
+	@mkdir -p $(BUILD)
+	$(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o $(BUILD)/vnicd ./cmd/vnicd
+
+deps: ## install what building and testing need (Debian packages)
+	@.ci/deps
+
+image: deps ## build QEMU root and guest image (PACKAGES="…" adds Debian packages to the guest)
+	vm-images/build all
+
+module: deps ## build the guest's kernel module: build/module/vnicd.ko
+	vm-images/build module guestdrv/linux $(BUILD)/module
+
+demo: deps build ## two VMs on two "hosts", RDMA between them
+	$(GO) run ./integration/demo
+
+test: deps lint test-unit test-fuzz test-vm ## everything: what CI runs
+
+test-unit: deps ## unit tests with the race detector
+	$(GO) test -race -timeout 15m $$($(GO) list ./... | grep -v '/integration')
+
+test-fuzz: ## a short fuzz of every decoder (FUZZTIME=4s each)
+	@.ci/fuzz $(FUZZTIME)
+
+test-vm: deps build ## boots VMs: the whole path from guest application to wire
+	$(GO) test -count=1 -timeout 60m -v ./integration/...
+
+bench: deps ## benchmarks of the hot paths
+	$(GO) test -run '^$$' -bench . -benchmem ./translate/... ./device/... ./guestdrv/...
+
+lint: deps ## gofmt, vet, staticcheck and the rules of the house
+	@.ci/lint
+
+clean: ## remove what was built here (downloads and images stay: vm-images/build clean)
+	rm -rf $(BUILD)

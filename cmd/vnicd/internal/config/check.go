@@ -1,0 +1,111 @@
+package config
+
+import (
+	"net/netip"
+	"path/filepath"
+	"regexp"
+)
+
+var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
+
+// check finds what no single key shows: duplicates, references to what is not
+// there, addresses of two families, paths too long for a socket.
+func (c *Config) check(errs *Errors) {
+	c.checkPaths(errs)
+	names, vnis, taps := map[string]int{}, map[uint32]int{}, map[string]int{}
+	for _, n := range c.Networks {
+		checkName(errs, n.Line, "network", n.Name, names)
+		if n.VNI != 0 {
+			if at, dup := vnis[n.VNI]; dup {
+				errs.add(n.Line, "vni %d is already the network's of line %d; each network needs its own", n.VNI, at)
+			} else {
+				vnis[n.VNI] = n.Line
+			}
+		}
+		c.checkPeers(errs, n)
+		if t := n.TAP; t != nil && t.Name != "" {
+			if len(t.Name) > maxInterfaceName || !nameRule.MatchString(t.Name) {
+				errs.add(t.Line, "tap name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", t.Name, maxInterfaceName)
+			}
+			if at, dup := taps[t.Name]; dup {
+				errs.add(t.Line, "tap name %q is already used in line %d", t.Name, at)
+			} else {
+				taps[t.Name] = t.Line
+			}
+		}
+	}
+	c.checkVMs(errs, names)
+}
+
+func (c *Config) checkPaths(errs *Errors) {
+	for _, x := range []struct{ key, path string }{{"run-dir", c.RunDir}, {"control", c.Control}} {
+		if !filepath.IsAbs(x.path) {
+			errs.add(0, "%s must be an absolute path, found %q", x.key, x.path)
+		}
+	}
+	if len(c.Control) > maxUnixSocketPath {
+		errs.add(0, "control is %d bytes long; a unix socket's path has at most %d", len(c.Control), maxUnixSocketPath)
+	}
+}
+
+func (c *Config) checkPeers(errs *Errors, n *Network) {
+	if c.VTEP == nil {
+		if len(n.Peers) > 0 || n.LearnPeers {
+			errs.add(n.Line, "network %q has peers, but there is no `vtep` section with this host's underlay address", n.Name)
+		}
+		return
+	}
+	seen := map[netip.Addr]bool{}
+	for _, a := range n.Peers {
+		switch {
+		case !c.VTEP.Local.IsValid():
+		case a.Is4() != c.VTEP.Local.Is4():
+			errs.add(n.Line, "peer %s of network %q is of another address family than vtep local %s", a, n.Name, c.VTEP.Local)
+		case a == c.VTEP.Local:
+			errs.add(n.Line, "peer %s of network %q is this host itself (vtep local)", a, n.Name)
+		case seen[a]:
+			errs.add(n.Line, "peer %s stands twice in network %q", a, n.Name)
+		}
+		seen[a] = true
+	}
+}
+
+func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
+	type port struct{ network, mac string }
+	names, macs := map[string]int{}, map[port]int{}
+	for _, vm := range c.VMs {
+		checkName(errs, vm.Line, "VM", vm.Name, names)
+		if _, ok := networks[vm.Network]; !ok && vm.Network != "" {
+			var have []string
+			for _, n := range c.Networks {
+				have = append(have, n.Name)
+			}
+			errs.add(vm.Line, "VM %q is in network %q, which is not defined; defined: %s", vm.Name, vm.Network, orNone(have))
+		}
+		// MT-9: two tenants may use one MAC; inside a network it is a mistake.
+		if k := (port{vm.Network, vm.MAC.String()}); vm.MAC != nil {
+			if at, dup := macs[k]; dup {
+				errs.add(vm.Line, "mac %s is already used in network %q by the VM of line %d", vm.MAC, vm.Network, at)
+			} else {
+				macs[k] = vm.Line
+			}
+		}
+		if p := c.NetSocket(vm); len(p) > maxUnixSocketPath {
+			errs.add(vm.Line, "socket path %s is over %d bytes: choose a shorter run-dir or VM name", p, maxUnixSocketPath)
+		}
+	}
+}
+
+func checkName(errs *Errors, line int, what, name string, seen map[string]int) {
+	if name == "" {
+		return // its absence was reported
+	}
+	if len(name) > maxNameLength || !nameRule.MatchString(name) {
+		errs.add(line, "%s name %q must be 1 to %d letters, digits, '_', '.' or '-'", what, name, maxNameLength)
+	}
+	if at, dup := seen[name]; dup {
+		errs.add(line, "%s name %q is already used in line %d", what, name, at)
+		return
+	}
+	seen[name] = line
+}

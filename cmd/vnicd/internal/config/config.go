@@ -1,0 +1,186 @@
+// Package config reads vnicd's configuration file: YAML, checked key by key, so
+// that every mistake is reported with its line, all of them at once.
+//
+// The file has three stages, each in a file of its own: the YAML tree is walked
+// and every key is either known or refused (parse.go), values are converted to
+// the types below, and what only the whole can show (duplicates, references,
+// address families) is checked last (check.go).
+package config
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"sort"
+	"strings"
+	"time"
+)
+
+// Defaults of the optional keys.
+const (
+	DefaultRunDir      = "/run/vnicd"
+	DefaultVXLANPort   = 4789 // RFC 7348 section 5
+	DefaultDSCP        = 26   // AF31 (MT-8)
+	DefaultEngines     = 1
+	DefaultSpin        = 20 * time.Microsecond
+	DefaultSocketMode  = 0o660
+	MaxEngines         = 8 // VNICD_MAX_ENGINES of the device ABI
+	MaxVNI             = 1<<24 - 1
+	maxInterfaceName   = 15 // IFNAMSIZ less the NUL
+	maxUnixSocketPath  = 107
+	maxNameLength      = 32
+	minMTU, maxMTU     = 1280, 9000
+	maxQPs             = 65535
+	maxMRs             = 1 << 20
+	DefaultMaxQPs      = 1024
+	DefaultMaxCQs      = 1024
+	DefaultMaxMRs      = 65536
+	DefaultMaxPages    = 16 << 20 // MTT entries: 64 GiB in 4 KiB pages
+	DefaultMaxMACs     = 4096
+	DefaultMaxPoolBufs = 8192
+)
+
+// Config is one host's configuration.
+type Config struct {
+	// Path of the file it came from, for messages.
+	Path string
+	// Host is this host's name in status output. Default: the system's.
+	Host string
+	// RunDir holds the sockets. Default /run/vnicd.
+	RunDir string
+	// Control is the path of the status socket. Default RunDir/vnicd.sock.
+	Control string
+	// SocketMode is the permission of the VM sockets: who may attach a VM.
+	SocketMode uint32
+	// Engines is the number of data-path threads, 1..8.
+	Engines int
+	// Spin is how long an engine polls after its last work before it sleeps.
+	Spin time.Duration
+	// Buffers is the number of frame buffers.
+	Buffers int
+	// LogLevel is one of trace, debug, info, warn, error.
+	LogLevel string
+	// VTEP is nil on a host without an underlay: its networks are local.
+	VTEP *VTEP
+	// Networks in the order of the file.
+	Networks []*Network
+	// VMs in the order of the file.
+	VMs []*VM
+}
+
+// VTEP is this host's end of the VXLAN tunnels (RFC 7348).
+type VTEP struct {
+	// Local is the underlay address; peers must be of the same family.
+	Local netip.Addr
+	// Port is the UDP port, 4789 by default.
+	Port uint16
+	// DSCP marks the outer header of RoCE frames (MT-8), 0..63.
+	DSCP uint8
+}
+
+// Network is one tenant's L2 segment.
+type Network struct {
+	Line  int
+	Name  string
+	VNI   uint32
+	MTU   int // 0: derived from the underlay
+	Peers []netip.Addr
+	// LearnPeers lets frames from VTEPs that are not listed in.
+	LearnPeers bool
+	TAP        *TAP
+}
+
+// TAP is a host port of a network.
+type TAP struct {
+	Line      int
+	Name      string
+	Addresses []netip.Prefix
+	Bridge    string
+}
+
+// VM is one guest: a MAC that its virtio-net and its HCA share, and limits.
+type VM struct {
+	Line    int
+	Name    string
+	Network string
+	MAC     net.HardwareAddr
+	Limits  Limits
+}
+
+// Limits bound what one VM may make the host keep.
+type Limits struct {
+	QPs   int
+	CQs   int
+	MRs   int
+	Pages uint64 // MTT entries over all regions
+}
+
+// NetSocket is the path of the VM's virtio-net vhost-user socket.
+func (c *Config) NetSocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".net") }
+
+// HCASocket is the path of the VM's HCA vhost-user socket.
+func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
+
+// VM returns the VM of that name, or an error that lists those there are.
+func (c *Config) VM(name string) (*VM, error) {
+	var names []string
+	for _, vm := range c.VMs {
+		if vm.Name == name {
+			return vm, nil
+		}
+		names = append(names, vm.Name)
+	}
+	return nil, fmt.Errorf("no VM %q in %s; it has: %s", name, c.Path, orNone(names))
+}
+
+// Network returns the network of that name, or nil.
+func (c *Config) Network(name string) *Network {
+	for _, n := range c.Networks {
+		if n.Name == name {
+			return n
+		}
+	}
+	return nil
+}
+
+func orNone(names []string) string {
+	if len(names) == 0 {
+		return "none"
+	}
+	return strings.Join(names, ", ")
+}
+
+// Errors is every mistake found in one file, in the order of its lines.
+type Errors struct {
+	Path string
+	List []Error
+}
+
+// Error is one mistake: the line it stands in (1-based; 0: the file as a whole)
+// and what is wrong and what was expected.
+type Error struct {
+	Line int
+	Msg  string
+}
+
+// Error lists the mistakes one per line, as FILE:LINE: MESSAGE.
+func (e *Errors) Error() string {
+	sort.SliceStable(e.List, func(i, j int) bool { return e.List[i].Line < e.List[j].Line })
+	var b strings.Builder
+	for i, x := range e.List {
+		if i > 0 {
+			b.WriteByte('\n')
+		}
+		if x.Line > 0 {
+			fmt.Fprintf(&b, "%s:%d: %s", e.Path, x.Line, x.Msg)
+		} else {
+			fmt.Fprintf(&b, "%s: %s", e.Path, x.Msg)
+		}
+	}
+	return b.String()
+}
+
+func (e *Errors) add(line int, format string, args ...any) {
+	e.List = append(e.List, Error{line, fmt.Sprintf(format, args...)})
+}

@@ -1,0 +1,120 @@
+package config
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+)
+
+const good = `
+host: h1
+run-dir: /run/v
+engines: 2
+spin: 5us
+vtep:
+  local: 192.0.2.1
+  dscp: af41
+networks:
+  - name: blue
+    vni: 100
+    peers: [192.0.2.2, 192.0.2.3]
+    tap: {name: blue0, addresses: [10.0.0.254/24, "fd00::1/64"]}
+  - name: red
+    vni: 0x65
+vms:
+  - {name: a, network: blue, mac: "02:00:00:00:00:01"}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}}
+`
+
+func TestParseGood(t *testing.T) {
+	c, err := Parse("x.yaml", []byte(good))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.VTEP.DSCP != 34 || c.VTEP.Port != 4789 || c.Engines != 2 || c.Spin != 5*time.Microsecond {
+		t.Errorf("VTEP %+v, engines %d, spin %v", c.VTEP, c.Engines, c.Spin)
+	}
+	if n := c.Network("red"); n == nil || n.VNI != 101 {
+		t.Errorf("network red: %+v", n)
+	}
+	b, err := c.VM("b")
+	if err != nil || b.Limits.QPs != 64 || b.Limits.Pages != 1000 || b.Limits.MRs != DefaultMaxMRs {
+		t.Errorf("VM b: %+v, %v", b, err)
+	}
+	if got := c.HCASocket(b); got != "/run/v/b.hca" {
+		t.Errorf("HCA socket %q", got)
+	}
+	if c.Control != "/run/v/vnicd.sock" {
+		t.Errorf("control %q", c.Control)
+	}
+	if _, err := c.VM("z"); err == nil || !strings.Contains(err.Error(), "a, b") {
+		t.Errorf("an unknown VM's error must list the known ones: %v", err)
+	}
+}
+
+// Every mistake has its line and says what was expected.
+func TestParseMistakes(t *testing.T) {
+	for _, tc := range []struct{ name, text, want string }{
+		{"empty", "", "the file is empty"},
+		{"syntax", "a: [1\nb: 2", "x.yaml:"},
+		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
+		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: buffers, control, engines`},
+		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3", `x.yaml:4: unknown key "vlan" in a network`},
+		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
+		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},
+		{"type", "engines: [1]", "x.yaml:1: engines needs a value, found a list"},
+		{"null", "engines:", "engines needs a value, found nothing"},
+		{"spin", "spin: fast", "spin must be a duration"},
+		{"log", "log-level: loud", "log-level must be trace, debug"},
+		{"relative", "run-dir: here", "run-dir must be an absolute path"},
+		{"vni", "networks:\n  - name: a\n    vni: 16777216", "x.yaml:3: vni must be a number from 1 to 16777215"},
+		{"vni missing", "networks:\n  - name: a", "x.yaml:2: a network needs `vni`"},
+		{"vni twice", "networks:\n  - {name: a, vni: 7}\n  - {name: b, vni: 7}", "x.yaml:3: vni 7 is already the network's of line 2"},
+		{"name twice", "networks:\n  - {name: a, vni: 7}\n  - {name: a, vni: 8}", `x.yaml:3: network name "a" is already used in line 2`},
+		{"mac", "vms:\n  - {name: v, network: n, mac: \"01:00:00:00:00:01\"}", "x.yaml:2: mac must be a unicast Ethernet address"},
+		{"mac twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}\n  - {name: w, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:4: mac 02:00:00:00:00:01 is already used in network "n" by the VM of line 3`},
+		{"no network", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:2: VM "v" is in network "n", which is not defined; defined: none`},
+		{"peer family", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [\"2001:db8::1\"]}", "x.yaml:3: peer 2001:db8::1 of network \"a\" is of another address family"},
+		{"peer self", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}", "is this host itself"},
+		{"peer without vtep", "networks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}", "there is no `vtep` section"},
+		{"vtep local", "vtep: {port: 4789}", "vtep needs `local`"},
+		{"dscp", "vtep: {local: 192.0.2.1, dscp: af99}", "dscp must be 0 to 63"},
+		{"tap name", "networks:\n  - {name: a, vni: 1, tap: {name: a-name-far-too-long}}", "is not an interface name"},
+		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}", "an address must be IP/LENGTH"},
+		{"bad VM name", "vms:\n  - {name: ../x, network: n, mac: \"02:00:00:00:00:01\"}", `VM name "../x" must be`},
+		{"long path", "run-dir: /" + strings.Repeat("x", 120), "a unix socket's path has at most 107"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			_, err := Parse("x.yaml", []byte(tc.text))
+			var e *Errors
+			if !errors.As(err, &e) {
+				t.Fatalf("error %v, want *Errors", err)
+			}
+			if !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("got:\n%v\nwant it to contain:\n%s", err, tc.want)
+			}
+		})
+	}
+}
+
+// All mistakes are reported at once, in the order of their lines.
+func TestParseReportsAll(t *testing.T) {
+	_, err := Parse("x.yaml", []byte("vms: 3\nengines: 0\nwhat: 1\n"))
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != 3 || !strings.HasPrefix(lines[0], "x.yaml:1:") || !strings.HasPrefix(lines[2], "x.yaml:3:") {
+		t.Errorf("got:\n%v", err)
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add(good)
+	f.Add("a: &x [*x]")
+	f.Add("vms: [{limits: {<<: 1}}]")
+	f.Fuzz(func(t *testing.T, s string) {
+		c, err := Parse("x", []byte(s))
+		if (c == nil) == (err == nil) {
+			t.Fatalf("config %v with error %v", c, err)
+		}
+	})
+}

@@ -1,0 +1,397 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"regexp"
+	"sort"
+	"strconv"
+	"strings"
+	"time"
+
+	"gopkg.in/yaml.v3"
+)
+
+// maxFileSize bounds what Load reads.
+const maxFileSize = 4 << 20
+
+// Load reads and checks the file at path. A file with mistakes yields *Errors.
+func Load(path string) (*Config, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("cannot read the configuration: %w", err)
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxFileSize+1))
+	if err != nil {
+		return nil, fmt.Errorf("cannot read the configuration %s: %w", path, err)
+	}
+	if len(data) > maxFileSize {
+		return nil, fmt.Errorf("configuration %s is over %d bytes", path, maxFileSize)
+	}
+	return Parse(path, data)
+}
+
+// Parse checks data; path only names it in messages.
+func Parse(path string, data []byte) (*Config, error) {
+	p := parser{errs: Errors{Path: path}}
+	c := &Config{
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines,
+		Spin: DefaultSpin, Buffers: DefaultMaxPoolBufs, LogLevel: "info",
+	}
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	var doc yaml.Node
+	switch err := dec.Decode(&doc); {
+	case errors.Is(err, io.EOF):
+		p.errs.add(0, "the file is empty; it needs at least `networks` and `vms`")
+	case err != nil:
+		p.syntax(err)
+	default:
+		var more yaml.Node
+		if err := dec.Decode(&more); !errors.Is(err, io.EOF) {
+			p.errs.add(0, "the file must hold one YAML document")
+		}
+		p.top(doc.Content[0], c)
+	}
+	if c.Control == "" {
+		c.Control = c.RunDir + "/vnicd.sock"
+	}
+	if c.Host == "" {
+		c.Host, _ = os.Hostname()
+	}
+	c.check(&p.errs)
+	if len(p.errs.List) > 0 {
+		return nil, &p.errs
+	}
+	return c, nil
+}
+
+type parser struct{ errs Errors }
+
+var yamlLine = regexp.MustCompile(`^yaml: line (\d+): (.*)$`)
+
+func (p *parser) syntax(err error) {
+	if m := yamlLine.FindStringSubmatch(err.Error()); m != nil {
+		line, _ := strconv.Atoi(m[1])
+		p.errs.add(line, "not YAML: %s", m[2])
+		return
+	}
+	p.errs.add(0, "not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: "))
+}
+
+// mapping calls the field function of every key; unknown and repeated keys are
+// mistakes, and so is a node that is no mapping. It returns the keys present.
+func (p *parser) mapping(n *yaml.Node, what string, fields map[string]func(*yaml.Node)) map[string]bool {
+	seen := map[string]bool{}
+	if n.Kind == yaml.AliasNode {
+		n = n.Alias
+	}
+	if n.Kind != yaml.MappingNode {
+		p.errs.add(n.Line, "%s must be a mapping of keys, found %s", what, kindName(n))
+		return seen
+	}
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		k, v := n.Content[i], n.Content[i+1]
+		f, ok := fields[k.Value]
+		switch {
+		case !ok:
+			p.errs.add(k.Line, "unknown key %q in %s; known: %s", k.Value, what, knownKeys(fields))
+		case seen[k.Value]:
+			p.errs.add(k.Line, "key %q stands twice in %s", k.Value, what)
+		default:
+			seen[k.Value] = true
+			f(v)
+		}
+	}
+	return seen
+}
+
+func (p *parser) sequence(n *yaml.Node, what string, each func(*yaml.Node)) {
+	if n.Kind == yaml.AliasNode {
+		n = n.Alias
+	}
+	if n.Kind == yaml.ScalarNode && n.Tag == "!!null" {
+		return
+	}
+	if n.Kind != yaml.SequenceNode {
+		p.errs.add(n.Line, "%s must be a list, found %s", what, kindName(n))
+		return
+	}
+	for _, e := range n.Content {
+		each(e)
+	}
+}
+
+func knownKeys(fields map[string]func(*yaml.Node)) string {
+	keys := make([]string, 0, len(fields))
+	for k := range fields {
+		keys = append(keys, k)
+	}
+	sort.Strings(keys)
+	return strings.Join(keys, ", ")
+}
+
+func kindName(n *yaml.Node) string {
+	switch n.Kind {
+	case yaml.MappingNode:
+		return "a mapping"
+	case yaml.SequenceNode:
+		return "a list"
+	case yaml.ScalarNode:
+		if n.Tag == "!!null" {
+			return "nothing"
+		}
+		return fmt.Sprintf("%q", n.Value)
+	}
+	return "something else"
+}
+
+// scalar returns the node's text; other kinds of node are mistakes.
+func (p *parser) scalar(n *yaml.Node, what string) (string, bool) {
+	if n.Kind == yaml.AliasNode {
+		n = n.Alias
+	}
+	if n.Kind != yaml.ScalarNode || n.Tag == "!!null" {
+		p.errs.add(n.Line, "%s needs a value, found %s", what, kindName(n))
+		return "", false
+	}
+	return n.Value, true
+}
+
+func (p *parser) str(what string, dst *string) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		if s, ok := p.scalar(n, what); ok {
+			*dst = s
+		}
+	}
+}
+
+func (p *parser) boolean(what string, dst *bool) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		switch s {
+		case "true", "yes", "on":
+			*dst = true
+		case "false", "no", "off":
+			*dst = false
+		default:
+			p.errs.add(n.Line, "%s must be true or false, found %q", what, s)
+		}
+	}
+}
+
+// number accepts lo..hi in decimal, or with a 0x or 0o prefix.
+func number[T int | uint8 | uint16 | uint32 | uint64](p *parser, what string, lo, hi uint64, dst *T) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		v, err := strconv.ParseUint(s, 0, 64)
+		if err != nil || v < lo || v > hi {
+			p.errs.add(n.Line, "%s must be a number from %d to %d, found %q", what, lo, hi, s)
+			return
+		}
+		*dst = T(v)
+	}
+}
+
+func (p *parser) addr(what string, n *yaml.Node) (netip.Addr, bool) {
+	s, ok := p.scalar(n, what)
+	if !ok {
+		return netip.Addr{}, false
+	}
+	a, err := netip.ParseAddr(s)
+	if err != nil || a.IsUnspecified() || a.IsMulticast() {
+		p.errs.add(n.Line, "%s must be a unicast IP address, found %q", what, s)
+		return netip.Addr{}, false
+	}
+	return a.Unmap(), true
+}
+
+// dscpNames are the names of RFC 2474, 2597 and 3246.
+var dscpNames = func() map[string]uint8 {
+	m := map[string]uint8{"default": 0, "be": 0, "ef": 46}
+	for c := uint8(0); c < 8; c++ {
+		m[fmt.Sprintf("cs%d", c)] = c << 3
+	}
+	for c := uint8(1); c <= 4; c++ {
+		for d := uint8(1); d <= 3; d++ {
+			m[fmt.Sprintf("af%d%d", c, d)] = c<<3 | d<<1
+		}
+	}
+	return m
+}()
+
+func (p *parser) dscp(dst *uint8) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, "dscp")
+		if !ok {
+			return
+		}
+		if v, ok := dscpNames[strings.ToLower(s)]; ok {
+			*dst = v
+			return
+		}
+		v, err := strconv.ParseUint(s, 0, 8)
+		if err != nil || v > 63 {
+			p.errs.add(n.Line, "dscp must be 0 to 63 or a name such as af31, cs3 or ef, found %q", s)
+			return
+		}
+		*dst = uint8(v)
+	}
+}
+
+func (p *parser) top(n *yaml.Node, c *Config) {
+	mode := uint32(c.SocketMode)
+	p.mapping(n, "the configuration", map[string]func(*yaml.Node){
+		"host":        p.str("host", &c.Host),
+		"run-dir":     p.str("run-dir", &c.RunDir),
+		"control":     p.str("control", &c.Control),
+		"socket-mode": number(p, "socket-mode", 0, 0o777, &mode),
+		"engines":     number(p, "engines", 1, MaxEngines, &c.Engines),
+		"buffers":     number(p, "buffers", 256, 1<<20, &c.Buffers),
+		"spin": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "spin")
+			if !ok {
+				return
+			}
+			d, err := time.ParseDuration(s)
+			if err != nil || d < 0 || d > time.Second {
+				p.errs.add(n.Line, "spin must be a duration from 0s to 1s such as 20us, found %q", s)
+				return
+			}
+			c.Spin = d
+		},
+		"log-level": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "log-level")
+			if !ok {
+				return
+			}
+			switch s {
+			case "trace", "debug", "info", "warn", "error":
+				c.LogLevel = s
+			default:
+				p.errs.add(n.Line, "log-level must be trace, debug, info, warn or error, found %q", s)
+			}
+		},
+		"vtep": func(n *yaml.Node) { c.VTEP = p.vtep(n) },
+		"networks": func(n *yaml.Node) {
+			p.sequence(n, "networks", func(e *yaml.Node) { c.Networks = append(c.Networks, p.network(e)) })
+		},
+		"vms": func(n *yaml.Node) { p.sequence(n, "vms", func(e *yaml.Node) { c.VMs = append(c.VMs, p.vm(e)) }) },
+	})
+	c.SocketMode = mode
+}
+
+func (p *parser) vtep(n *yaml.Node) *VTEP {
+	v := &VTEP{Port: DefaultVXLANPort, DSCP: DefaultDSCP}
+	seen := p.mapping(n, "vtep", map[string]func(*yaml.Node){
+		"local": func(n *yaml.Node) { v.Local, _ = p.addr("vtep local", n) },
+		"port":  number(p, "vtep port", 1, 65535, &v.Port),
+		"dscp":  p.dscp(&v.DSCP),
+	})
+	if !seen["local"] {
+		p.errs.add(n.Line, "vtep needs `local`, the underlay address of this host")
+	}
+	return v
+}
+
+func (p *parser) network(n *yaml.Node) *Network {
+	net := &Network{Line: n.Line}
+	seen := p.mapping(n, "a network", map[string]func(*yaml.Node){
+		"name":        p.str("network name", &net.Name),
+		"vni":         number(p, "vni", 1, MaxVNI, &net.VNI),
+		"mtu":         number(p, "mtu", minMTU, maxMTU, &net.MTU),
+		"learn-peers": p.boolean("learn-peers", &net.LearnPeers),
+		"peers": func(n *yaml.Node) {
+			p.sequence(n, "peers", func(e *yaml.Node) {
+				if a, ok := p.addr("a peer", e); ok {
+					net.Peers = append(net.Peers, a)
+				}
+			})
+		},
+		"tap": func(n *yaml.Node) { net.TAP = p.tap(n) },
+	})
+	p.need(n, seen, "a network", "name", "vni")
+	return net
+}
+
+func (p *parser) need(n *yaml.Node, seen map[string]bool, what string, keys ...string) {
+	for _, k := range keys {
+		if !seen[k] {
+			p.errs.add(n.Line, "%s needs `%s`", what, k)
+		}
+	}
+}
+
+func (p *parser) tap(n *yaml.Node) *TAP {
+	t := &TAP{Line: n.Line}
+	seen := p.mapping(n, "tap", map[string]func(*yaml.Node){
+		"name":   p.str("tap name", &t.Name),
+		"bridge": p.str("tap bridge", &t.Bridge),
+		"addresses": func(n *yaml.Node) {
+			p.sequence(n, "addresses", func(e *yaml.Node) {
+				s, ok := p.scalar(e, "an address")
+				if !ok {
+					return
+				}
+				a, err := netip.ParsePrefix(s)
+				if err != nil {
+					p.errs.add(e.Line, "an address must be IP/LENGTH such as 10.0.0.1/24, found %q", s)
+					return
+				}
+				t.Addresses = append(t.Addresses, a)
+			})
+		},
+	})
+	p.need(n, seen, "tap", "name")
+	return t
+}
+
+func (p *parser) vm(n *yaml.Node) *VM {
+	vm := &VM{Line: n.Line, Limits: Limits{DefaultMaxQPs, DefaultMaxCQs, DefaultMaxMRs, DefaultMaxPages}}
+	seen := p.mapping(n, "a VM", map[string]func(*yaml.Node){
+		"name":    p.str("VM name", &vm.Name),
+		"network": p.str("VM network", &vm.Network),
+		"mac": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "mac")
+			if !ok {
+				return
+			}
+			m, err := net.ParseMAC(s)
+			if err != nil || len(m) != 6 || m[0]&1 != 0 || isZero(m) {
+				p.errs.add(n.Line, "mac must be a unicast Ethernet address such as 02:00:00:00:00:01, found %q", s)
+				return
+			}
+			vm.MAC = m
+		},
+		"limits": func(n *yaml.Node) {
+			p.mapping(n, "limits", map[string]func(*yaml.Node){
+				"qps":   number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
+				"cqs":   number(p, "limits cqs", 2, maxQPs, &vm.Limits.CQs),
+				"mrs":   number(p, "limits mrs", 1, maxMRs, &vm.Limits.MRs),
+				"pages": number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
+			})
+		},
+	})
+	p.need(n, seen, "a VM", "name", "network", "mac")
+	return vm
+}
+
+func isZero(b []byte) bool {
+	for _, x := range b {
+		if x != 0 {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,155 @@
+# shellcheck shell=bash
+# Cache directories, locks, host tools and messages, shared by the recipes.
+#
+# An artifact is a directory $CACHE/KIND-HASH. HASH covers the recipe and its parameters, so a changed recipe
+# is another directory. It is built under a temporary name and renamed when complete: what has the final name is whole.
+
+export CACHE=${VNICD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vnicd}
+export RELEASE=${RELEASE:-trixie}
+export PACKAGES=${PACKAGES:-}
+MIRROR=${VNICD_MIRROR:-http://deb.debian.org/debian}
+
+say() { printf 'vm-images: %s\n' "$*" >&2; }
+die() {
+	say "$*"
+	exit 1
+}
+
+json_escape() {
+	local s=${1//\\/\\\\}
+	printf '%s' "${s//\"/\\\"}"
+}
+
+# suite_of RELEASE: the Debian suite that the root is bootstrapped from.
+suite_of() {
+	case $1 in
+	trixie | trixie-backports) echo trixie ;;
+	bookworm) echo bookworm ;;
+	*) die "unknown RELEASE '$1': expected trixie, bookworm or trixie-backports" ;;
+	esac
+}
+
+# recipe_hash PARAMETER... -- FILE...: 12 hex digits over parameters, file names and file contents.
+recipe_hash() {
+	local params=()
+	while [[ $1 != -- ]]; do
+		params+=("$1")
+		shift
+	done
+	shift
+	{
+		printf '%s\0' "${params[@]}"
+		local f
+		while IFS= read -r -d '' f; do
+			printf '%s %s\0' "${f#"$HERE"/}" "$(stat -c %a "$f" | cut -c1)"
+			cat -- "$f"
+		done < <(find "$@" -type f -print0 | LC_ALL=C sort -z)
+	} | sha256sum | cut -c1-12
+}
+
+artifact_ready() { [[ -e $1/.complete ]]; }
+
+# need_tools TOOL=PACKAGE...: install what is missing when we may, else say what to install.
+need_tools() {
+	local spec missing=()
+	for spec in "$@"; do
+		command -v "${spec%%=*}" >/dev/null || missing+=("${spec#*=}")
+	done
+	((${#missing[@]})) || return 0
+	if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+		die "missing on this host: ${missing[*]}. Install with: apt-get install ${missing[*]}"
+	fi
+	say "installing on this host: ${missing[*]}"
+	{
+		DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}" ||
+			{ apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"; }
+	} >"$CACHE/log/apt.log" 2>&1 || die "apt-get install ${missing[*]} failed, see $CACHE/log/apt.log"
+}
+
+need_root() {
+	[[ $(id -u) == 0 ]] || die "building $1 needs root (device nodes and file owners in the image); run: sudo --preserve-env vm-images/build ..."
+}
+
+# artifact DIR WHAT FUNCTION: run FUNCTION TMPDIR unless DIR is complete already. One builder at a time per artifact.
+artifact() {
+	local dir=$1 what=$2 fn=$3 tmp lock start=$SECONDS
+	artifact_ready "$dir" && return 0
+	mkdir -p "$CACHE/log"
+	exec {lock}>"$CACHE/.lock-${dir##*/}"
+	if ! flock -n "$lock"; then
+		say "another build of $what is running, waiting for it"
+		flock "$lock"
+	fi
+	if ! artifact_ready "$dir"; then
+		say "building $what (log: $CACHE/log/${dir##*/}.log)"
+		rm -rf --one-file-system "$dir" "$dir".tmp.*
+		tmp=$(mktemp -d "$dir.tmp.XXXXXX")
+		chmod 755 "$tmp"
+		# A process of its own: bash ignores -e in whatever is called from a condition, even in a subshell.
+		progress "$what" "$CACHE/log/${dir##*/}.log" {lock}>&- &
+		local ticker=$! rc=0
+		"$BASH" "$HERE/build" _recipe "$fn" "$tmp" >"$CACHE/log/${dir##*/}.log" 2>&1 {lock}>&- || rc=$?
+		kill "$ticker" 2>/dev/null || true
+		wait "$ticker" 2>/dev/null || true
+		if ((rc)); then
+			tail -n 15 "$CACHE/log/${dir##*/}.log" >&2 || true
+			rm -rf --one-file-system "$tmp"
+			die "building $what failed, the whole log is in $CACHE/log/${dir##*/}.log"
+		fi
+		touch "$tmp/.complete"
+		mv -T "$tmp" "$dir"
+		say "$what is ready after $((SECONDS - start)) s: $dir ($(du -sh "$dir" | cut -f1))"
+	fi
+	exec {lock}>&-
+}
+
+# progress WHAT LOG: a line every 10 s, so that a long step does not look hung.
+progress() {
+	local t=0
+	while sleep 10; do
+		t=$((t + 10))
+		say "... $1, $t s: $(tail -n 1 "$2" 2>/dev/null | tr -d '\r' | cut -c1-90)"
+	done
+}
+
+# bootstrap SUITE DIR VARIANT PACKAGES [mmdebstrap options]: a Debian root in DIR.
+bootstrap() {
+	local suite=$1 dir=$2 variant=$3 include=$4
+	shift 4
+	local keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+	mmdebstrap --variant="$variant" --include="$include" \
+		--aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Retries "5"' --aptopt='Acquire::Languages "none"' \
+		--dpkgopt=force-confold --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+		--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+		--setup-hook='mkdir -p "$1/etc" && cp -L /etc/resolv.conf /etc/hosts "$1/etc/"' \
+		"$@" "$suite" "$dir" \
+		"deb [signed-by=$keyring] $MIRROR $suite main" \
+		"deb [signed-by=$keyring] $MIRROR $suite-updates main" \
+		"deb [signed-by=$keyring] $MIRROR $suite-backports main" \
+		"deb [signed-by=$keyring] ${VNICD_SECURITY_MIRROR:-${MIRROR%/debian}/debian-security} $suite-security main"
+}
+
+cache_check() {
+	[[ -n $CACHE && $CACHE == /* && $CACHE != / ]] || die "VNICD_CACHE must be an absolute path, got '$CACHE'"
+}
+
+cache_clean() {
+	cache_check
+	local d
+	for d in "$CACHE"/{qemu,guest,module}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
+		[[ -e $d ]] && rm -rf --one-file-system "$d"
+	done
+	rm -rf --one-file-system "$CACHE/log"
+	say "removed the artifacts in $CACHE"
+}
+
+cache_stale() {
+	cache_check
+	local d keep
+	keep=" $(qemu_dir) $(guest_dir) $(module_dir) "
+	for d in "$CACHE"/{qemu,guest,module}-*; do
+		[[ -d $d && $keep != *" $d "* ]] || continue
+		say "removing $d"
+		rm -rf --one-file-system "$d"
+	done
+}

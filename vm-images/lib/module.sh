@@ -1,0 +1,57 @@
+# shellcheck shell=bash
+# The build root: the guest's release with its compiler and the headers of exactly the guest's kernel.
+
+module_dir() {
+	local guest kver=none
+	guest=$(guest_dir)
+	artifact_ready "$guest" && kver=$(cat "$guest/kver")
+	echo "$CACHE/module-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$kver" -- "$HERE/lib/module.sh")"
+}
+
+module_root_build() {
+	local dir
+	dir=$(module_dir)
+	artifact_ready "$dir" && return 0
+	need_root "the module build root"
+	need_tools mmdebstrap=mmdebstrap
+	artifact "$dir" "module build root ($RELEASE, kernel $(cat "$(guest_dir)/kver"))" module_recipe
+}
+
+module_recipe() {
+	local tmp=$1 deb
+	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libssl3,sparse
+	# Unpacked, not installed: as a package the headers depend on the kernel image, which is 300 MB of no use here.
+	for deb in "$(guest_dir)"/headers/*.deb; do
+		dpkg-deb -x "$deb" "$tmp/root"
+	done
+	rm -rf "$tmp"/root/var/{cache,lib/apt}
+	cp "$(guest_dir)/kver" "$tmp/kver"
+}
+
+# module_compile SRC OUT
+module_compile() {
+	local src=$1 out=$2 dir kver work rc=0
+	[[ -d $src ]] || die "no directory '$src' with the module's source"
+	[[ -e $src/Kbuild || -e $src/Makefile ]] || die "'$src' has neither Kbuild nor Makefile"
+	need_root "a module"
+	dir=$(module_dir)
+	kver=$(cat "$dir/kver")
+	# A copy inside the root: nothing is mounted, nothing is left in the source tree, and builds may run side by side.
+	work=$(mktemp -d "$dir/root/build.XXXXXX")
+	cp -rL "$src/." "$work/"
+	find "$work" \( -name '*.o' -o -name '*.ko' -o -name '*.mod' -o -name '*.mod.c' -o -name '.*.cmd' \) -delete
+	chroot "$dir/root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/ \
+		make -C "/lib/modules/$kver/build" M="/${work##*/}" -j"$(nproc)" CONFIG_DEBUG_INFO_BTF_MODULES= \
+		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} modules >&2 || rc=$?
+	if ((rc == 0)) && [[ ! -e $work/vnicd.ko ]]; then
+		say "the build made no vnicd.ko but: $(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')"
+		rc=1
+	fi
+	if ((rc == 0)); then
+		mkdir -p "$out"
+		cp "$work/vnicd.ko" "$out/.vnicd.ko.$$" && mv "$out/.vnicd.ko.$$" "$out/vnicd.ko" || rc=$?
+	fi
+	rm -rf --one-file-system "$work"
+	((rc == 0)) || die "compiling the module in $src for $kver failed"
+	say "built $out/vnicd.ko for $kver"
+}

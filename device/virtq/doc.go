@@ -1,0 +1,28 @@
+// Package virtq is the device's side of a virtio split virtqueue (virtio 1.2,
+// section 2.7) that lies in guest memory: indirect descriptors, event-idx,
+// buffers consumed and returned in any order.
+//
+// Every access goes through translate.Space, so a ring or a buffer that is in
+// no memory slot yields a typed error, never a fault of this process's own. The
+// guest writes rings and descriptors at any time: each word is copied in once,
+// validated, and used from the copy.
+//
+// # Ownership
+//
+// A Queue is used by one goroutine at a time (one loop, or one control
+// goroutine). Only Kick and Fail may be called by others meanwhile. Every method
+// that touches guest memory must run inside an epoch of the queue's space
+// (Queue.Space().Epochs(), EP-1), and on a thread that survives a vanished page
+// (an engine loop, or inside translate.Guard).
+//
+// # Order of use
+//
+//	for {
+//		ok, err := q.Pop(&c)          // take a chain
+//		c.ReadAll(req); c.WriteAll(resp)
+//		q.Push(&c, written)           // stage it as used
+//	}
+//	q.Signal()                        // publish all staged chains, interrupt if wanted
+//
+// To sleep: SetNotify(true), then Pending once more, then wait for Kick's fd.
+package virtq

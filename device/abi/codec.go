@@ -114,11 +114,15 @@ func (c *codec) bytes(p []byte) {
 
 // zero covers n reserved bytes.
 func (c *codec) zero(n int) {
-	for i := c.off; i < c.off+n; i++ {
-		if !c.dec {
-			c.b[i] = 0
-		} else if c.b[i] != 0 && c.bad < 0 {
-			c.bad = i
+	r := c.b[c.off : c.off+n]
+	if !c.dec {
+		clear(r)
+	} else if c.bad < 0 {
+		for i, v := range r {
+			if v != 0 {
+				c.bad = c.off + i
+				break
+			}
 		}
 	}
 	c.off += n

@@ -155,7 +155,8 @@ func WCStatusString(status uint32) string {
 	return "unknown completion status"
 }
 
-// Completion opcodes (enum ib_wc_opcode). WCOpRecv is a bit: every opcode of a receive has it.
+// Completion opcodes (enum ib_wc_opcode, as of Linux 6.12; those from 8 to 12
+// differ between kernels and concern kernel users only). WCOpRecv is a bit: every opcode of a receive has it.
 const (
 	WCOpSend            = 0
 	WCOpRDMAWrite       = 1
@@ -174,7 +175,11 @@ const (
 	WCOpRecvRDMAWithImm = 129
 )
 
-// Flags of a completion (enum ib_wc_flags).
+// Flags of a completion (enum ib_wc_flags). The kernel and libibverbs disagree
+// about two of them: what the kernel calls IB_WC_WITH_INVALIDATE (4) is
+// IBV_WC_IP_CSUM_OK to an application, and IBV_WC_WITH_INV (8) is
+// IB_WC_IP_CSUM_OK to the kernel. Kernel and user CQs have one format here, so a
+// device sets both (WCFlagsInvalidate); the checksum bits mean nothing on RC.
 const (
 	WCFlagGRH            = 1 << 0
 	WCFlagWithImm        = 1 << 1
@@ -183,6 +188,9 @@ const (
 	WCFlagWithSMAC       = 1 << 4
 	WCFlagWithVLAN       = 1 << 5
 	WCFlagNetworkHdrType = 1 << 6
+
+	WCFlagWithInvalidateUser = 1 << 3 // IBV_WC_WITH_INV
+	WCFlagsInvalidate        = WCFlagWithInvalidate | WCFlagWithInvalidateUser
 )
 
 // Port states (enum ib_port_state), speeds and widths (IB_SPEED_*, IB_WIDTH_*).

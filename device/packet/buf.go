@@ -1,0 +1,100 @@
+package packet
+
+import (
+	"fmt"
+	"sync/atomic"
+)
+
+// Buf is one frame buffer: a window [off, off+len) into fixed storage, and a reference count.
+type Buf struct {
+	data  []byte // headroom and capacity; never changes
+	off   int
+	n     int
+	refs  atomic.Int32
+	next  atomic.Uint32 // free list link: index+1, 0 = end
+	index uint32
+	pool  *Pool
+}
+
+// Bytes returns the frame. The slice is valid as long as the caller's reference.
+func (b *Buf) Bytes() []byte { return b.data[b.off : b.off+b.n : b.off+b.n] }
+
+// Len returns the frame's length in bytes.
+func (b *Buf) Len() int { return b.n }
+
+// Room returns all storage from the frame's start to the buffer's end, whatever the length is now: what a receive
+// call fills before SetLen. Only a sole owner may write to it.
+func (b *Buf) Room() []byte { return b.data[b.off:] }
+
+// Cap returns the largest length that SetLen takes.
+func (b *Buf) Cap() int { return len(b.data) - b.off }
+
+// Headroom returns how many bytes Prepend can still add.
+func (b *Buf) Headroom() int { return b.off }
+
+// SetLen makes the frame n bytes long, uncovering or hiding bytes at its end. It returns false, changing nothing,
+// when n is negative or beyond Cap.
+func (b *Buf) SetLen(n int) bool {
+	if n < 0 || n > len(b.data)-b.off {
+		return false
+	}
+	b.n = n
+	return true
+}
+
+// Prepend moves the frame's start n bytes forward and returns the new front, whose contents are undefined. It
+// returns nil, changing nothing, when the headroom is too small or n is negative.
+func (b *Buf) Prepend(n int) []byte {
+	if n < 0 || n > b.off {
+		return nil
+	}
+	b.off -= n
+	b.n += n
+	return b.data[b.off : b.off+n : b.off+n]
+}
+
+// TrimFront removes n bytes from the frame's start; they become headroom. It returns false, changing nothing, when
+// the frame is shorter than that or n is negative.
+func (b *Buf) TrimFront(n int) bool {
+	if n < 0 || n > b.n {
+		return false
+	}
+	b.off += n
+	b.n -= n
+	return true
+}
+
+// Append copies p behind the frame. It returns false, changing nothing, when p does not fit.
+func (b *Buf) Append(p []byte) bool {
+	end := b.off + b.n
+	if len(p) > len(b.data)-end {
+		return false
+	}
+	copy(b.data[end:], p)
+	b.n += len(p)
+	return true
+}
+
+// Reset makes the buffer empty with full headroom again, as Get returns it.
+func (b *Buf) Reset() { b.off, b.n = Headroom, 0 }
+
+// Ref adds a reference; the caller must hold one already.
+func (b *Buf) Ref() {
+	if b.refs.Add(1) <= 1 {
+		panic(fmt.Sprintf("packet: Ref on free buffer %d", b.index))
+	}
+}
+
+// Free gives one reference back; with the last one the buffer returns to its pool. Freeing a free buffer panics:
+// it is a bug that would otherwise show up as one frame's bytes inside another's.
+func (b *Buf) Free() {
+	switch n := b.refs.Add(-1); {
+	case n == 0:
+		b.pool.put(b)
+	case n < 0:
+		panic(fmt.Sprintf("packet: Free on free buffer %d", b.index))
+	}
+}
+
+// Shared tells whether somebody besides the caller holds a reference, so that the frame must not be changed.
+func (b *Buf) Shared() bool { return b.refs.Load() > 1 }

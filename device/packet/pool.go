@@ -1,0 +1,138 @@
+// Package packet holds the frame buffers of the data path: fixed in size, made once, counted by reference and
+// shared by all loops.
+//
+// Ownership. Get returns a buffer with one reference, owned by the caller. Whoever wants to keep a buffer that was
+// lent to it calls Ref, and later Free. A buffer that has more than one owner, or that has been handed to
+// lfe's Input, is read-only: neither its bytes nor its bounds may change, because other ports, perhaps on other
+// loops, look at it too.
+package packet
+
+import (
+	"fmt"
+	"sync/atomic"
+)
+
+// Headroom is the number of bytes that stay free in front of a fresh buffer's data, enough for every header that
+// any layer prepends (outer Ethernet 14 + 802.1Q 4 + IPv6 40 + UDP 8 + VXLAN 8, rounded up to cache lines).
+const Headroom = 128
+
+// DefaultCapacity is the frame capacity used when Config.Capacity is zero: a 9000-byte jumbo frame with all headers.
+const DefaultCapacity = 10 << 10
+
+// DefaultCount is the number of buffers made when Config.Count is zero.
+const DefaultCount = 8192
+
+// Limits of what NewPool accepts. They keep a wrong configuration value from becoming an enormous allocation.
+const (
+	MinCapacity = 256
+	MaxCapacity = 1 << 20
+	MaxCount    = 1 << 20
+)
+
+const cacheLine = 64
+
+// Config describes a pool. Zero values take the defaults.
+type Config struct {
+	// Count is the number of buffers, at most MaxCount.
+	Count int
+	// Capacity is the largest frame in bytes that one buffer holds behind its headroom, MinCapacity to MaxCapacity.
+	Capacity int
+}
+
+// Pool is a fixed set of buffers. All methods are safe on any loop and allocate nothing.
+//
+// The free list is a stack of buffer indices (the most recently used buffer is the warmest in the cache). Its head
+// carries a tag that changes with every operation, so that a pop that was overtaken cannot mistake a recycled
+// index for the one it saw (the ABA problem).
+type Pool struct {
+	_    [cacheLine]byte
+	head atomic.Uint64 // tag<<32 | index+1 of the first free buffer; low half 0 = empty
+	_    [cacheLine - 8]byte
+
+	bufs []Buf
+	cap  int
+
+	exhausted atomic.Uint64
+}
+
+// NewPool makes a pool. The memory comes from the operating system lazily, page by page, as buffers are first used.
+func NewPool(c Config) (*Pool, error) {
+	if c.Count == 0 {
+		c.Count = DefaultCount
+	}
+	if c.Capacity == 0 {
+		c.Capacity = DefaultCapacity
+	}
+	if c.Count < 1 || c.Count > MaxCount {
+		return nil, fmt.Errorf("packet: pool of %d buffers; want 1 to %d", c.Count, MaxCount)
+	}
+	if c.Capacity < MinCapacity || c.Capacity > MaxCapacity {
+		return nil, fmt.Errorf("packet: buffer capacity %d bytes; want %d to %d", c.Capacity, MinCapacity, MaxCapacity)
+	}
+	stride := (Headroom + c.Capacity + cacheLine - 1) &^ (cacheLine - 1)
+	p := &Pool{bufs: make([]Buf, c.Count), cap: stride - Headroom}
+	slab := make([]byte, stride*c.Count)
+	for i := range p.bufs {
+		b := &p.bufs[i]
+		b.pool = p
+		b.index = uint32(i)
+		b.data = slab[i*stride : (i+1)*stride : (i+1)*stride]
+		if i+1 < c.Count {
+			b.next.Store(uint32(i) + 2)
+		}
+	}
+	p.head.Store(1)
+	return p, nil
+}
+
+// Get returns an empty buffer (length 0, Headroom in front) with one reference, or nil when all are in use.
+func (p *Pool) Get() *Buf {
+	for {
+		h := p.head.Load()
+		i := uint32(h)
+		if i == 0 {
+			p.exhausted.Add(1)
+			return nil
+		}
+		b := &p.bufs[i-1]
+		// Another loop may take b now and change next; then head's tag has changed too and the swap fails.
+		if p.head.CompareAndSwap(h, nextTag(h)|uint64(b.next.Load())) {
+			b.refs.Store(1)
+			b.off, b.n = Headroom, 0
+			return b
+		}
+	}
+}
+
+func (p *Pool) put(b *Buf) {
+	for {
+		h := p.head.Load()
+		b.next.Store(uint32(h))
+		if p.head.CompareAndSwap(h, nextTag(h)|uint64(b.index+1)) {
+			return
+		}
+	}
+}
+
+// nextTag returns the upper half of a head word that follows h.
+func nextTag(h uint64) uint64 { return (h>>32 + 1) << 32 }
+
+// Capacity returns the largest frame in bytes that fits behind the headroom (at least what Config asked for).
+func (p *Pool) Capacity() int { return p.cap }
+
+// Count returns the number of buffers, free or in use.
+func (p *Pool) Count() int { return len(p.bufs) }
+
+// Exhausted returns how many times Get found no free buffer.
+func (p *Pool) Exhausted() uint64 { return p.exhausted.Load() }
+
+// InUse counts the buffers that have an owner. It walks all buffers: for status output and leak tests.
+func (p *Pool) InUse() int {
+	n := 0
+	for i := range p.bufs {
+		if p.bufs[i].refs.Load() > 0 {
+			n++
+		}
+	}
+	return n
+}

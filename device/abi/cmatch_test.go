@@ -25,7 +25,7 @@ type cStruct struct {
 var (
 	reStruct = regexp.MustCompile(`(?s)\nstruct (vnicd_\w+) \{(.*?)\n\};`)
 	reField  = regexp.MustCompile(`(?m)^\s+(?:struct )?(\w+)\s+(\w+)\s*(?:\[[^\]]*\])?;`)
-	reDefine = regexp.MustCompile(`(?m)^#define\s+(VNICD_\w+)\s+\S`)
+	reDefine = regexp.MustCompile(`(?m)^#define\s+(VNICD_\w+)[ \t]+\S`)
 	reEnum   = regexp.MustCompile(`(?s)\nenum (vnicd_\w+) \{(.*?)\n\};`)
 	reMember = regexp.MustCompile(`(?m)^\s+(VNICD_\w+)`)
 )

@@ -1,0 +1,186 @@
+package translate
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Epochs tells when memory that was taken out of the tables is no longer in
+// use (EP-1..5). There is one per Space, so one VM never waits for another.
+//
+// How it works. Each slot (one per loop, in cache lines of its own) has a small
+// ring of counters; a reader counts itself in the one that the current epoch
+// selects, and out of the same one. A release is done once every counter has
+// been seen at zero at some moment after the release was asked for: whoever was
+// inside has then left, and whoever enters later finds the tables already
+// changed. That argument does not depend on which counter a reader chose, so a
+// reader that loaded the epoch and was then delayed does no harm and never has
+// to retry. The epoch number only provides progress: a flip moves new readers
+// to a counter that is empty, so the others can only fall (EP-4).
+//
+// Flipping needs an empty counter to move to. If ringSize-1 earlier epochs are
+// all held by slow readers, a release is kept and flips as soon as one is free;
+// it then also waits for readers that came after it, once.
+type Epochs struct {
+	current atomic.Uint64 // read by every Enter, written by flips only
+	_       [120]byte
+
+	slots [epochSlots]epochSlot
+
+	mu      sync.Mutex
+	pending []*Drain // asked for, and not yet flipped
+}
+
+const (
+	epochSlots = 16
+	epochRing  = 8
+)
+
+// epochSlot is 128 bytes: two cache lines, for the adjacent-line prefetcher.
+type epochSlot struct {
+	n [epochRing]atomic.Int64
+	_ [64]byte
+}
+
+// Token is what Enter returned; Leave takes it back, once.
+type Token uint8
+
+// Enter counts a batch of operations into the current epoch. slot is a small
+// number, best Loop.ID; it is taken modulo 16 and may be shared. Host memory
+// that a lookup returns may be used until the matching Leave. An operation that
+// has to wait for anything must leave first (architecture.md, decision 5).
+func (e *Epochs) Enter(slot int) Token {
+	i := e.current.Load() % epochRing
+	e.slots[uint(slot)%epochSlots].n[i].Add(1)
+	return Token(i)
+}
+
+// Leave counts the batch out. It panics when there was no matching Enter.
+func (e *Epochs) Leave(slot int, t Token) {
+	if e.slots[uint(slot)%epochSlots].n[t%epochRing].Add(-1) < 0 {
+		panic("translate: Epochs.Leave without Enter")
+	}
+}
+
+// Drain is one release that waits for earlier readers.
+type Drain struct {
+	e *Epochs
+
+	// Guarded by e.mu.
+	flipped bool
+	waiting [epochSlots]uint8 // bit i: ring counter i not yet seen at zero
+	done    bool
+}
+
+// Flip starts a release: call it after the entries have been removed from the
+// tables (EP-2). It does not block.
+func (e *Epochs) Flip() *Drain {
+	d := &Drain{e: e}
+	for i := range d.waiting {
+		d.waiting[i] = 1<<epochRing - 1
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.pending = append(e.pending, d)
+	e.flipLocked()
+	return d
+}
+
+// flipLocked moves readers on to the next counter if that is empty, for all
+// releases that wait for it.
+func (e *Epochs) flipLocked() {
+	if len(e.pending) == 0 {
+		return
+	}
+	next := e.current.Load() + 1
+	i := next % epochRing
+	for s := range e.slots {
+		if e.slots[s].n[i].Load() != 0 {
+			return
+		}
+	}
+	// Seen at zero just now, which is after each of the pending releases was
+	// asked for: they need not look at this counter again.
+	for _, d := range e.pending {
+		d.flipped = true
+		for s := range d.waiting {
+			d.waiting[s] &^= 1 << i
+		}
+	}
+	clear(e.pending)
+	e.pending = e.pending[:0]
+	e.current.Store(next)
+}
+
+// Done reports whether everything that was inside when the release was asked
+// for has left (EP-3). It never blocks; once true it stays true.
+func (d *Drain) Done() bool {
+	d.e.mu.Lock()
+	defer d.e.mu.Unlock()
+	if d.done {
+		return true
+	}
+	if !d.flipped {
+		d.e.flipLocked()
+	}
+	left := uint8(0)
+	for s := range d.waiting {
+		w := d.waiting[s]
+		for i := range epochRing {
+			if w&(1<<i) != 0 && d.e.slots[s].n[i].Load() == 0 {
+				w &^= 1 << i
+			}
+		}
+		d.waiting[s] = w
+		left |= w
+	}
+	d.done = left == 0
+	if d.done && !d.flipped {
+		// Nobody is inside at all; no flip is needed for this one any more.
+		d.e.dropLocked(d)
+	}
+	return d.done
+}
+
+func (e *Epochs) dropLocked(d *Drain) {
+	for i, p := range e.pending {
+		if p == d {
+			e.pending = append(e.pending[:i], e.pending[i+1:]...)
+			return
+		}
+	}
+}
+
+// Wait blocks until Done or until ctx ends, in which case it returns ctx's
+// error and may be called again. Never call it between Enter and Leave.
+func (d *Drain) Wait(ctx context.Context) error {
+	// Batches last microseconds, so the first looks come without a timer.
+	for range 64 {
+		if d.Done() {
+			return nil
+		}
+		runtime.Gosched()
+	}
+	const longest = 500 * time.Microsecond
+	pause := 5 * time.Microsecond
+	t := time.NewTimer(pause)
+	defer t.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			if d.Done() {
+				return nil
+			}
+			return ctx.Err()
+		case <-t.C:
+		}
+		if d.Done() {
+			return nil
+		}
+		pause = min(2*pause, longest)
+		t.Reset(pause)
+	}
+}

@@ -1,0 +1,88 @@
+package translate
+
+import (
+	"errors"
+	"fmt"
+)
+
+// MissKind says why an address could not be translated.
+type MissKind uint8
+
+// Kinds of misses. GuestFault and HostFault may be cured by their driver
+// (PF-7); all others are errors of whoever asked.
+const (
+	None       MissKind = iota // no miss
+	BadKey                     // no such key, or one that was deregistered
+	BadPD                      // the key belongs to another protection domain
+	BadAccess                  // the region does not grant what the access needs
+	OutOfRange                 // the region does not span the access
+	BadAddress                 // PA in no memory slot, or misaligned for an atomic
+	GuestFault                 // stage one: the MTT entry is absent
+	HostFault                  // stage two: the PA2MA entry is absent
+	Blocked                    // the GVMI's uplink attribute forbids it (PF-3)
+)
+
+var missNames = [...]string{
+	None:       "none",
+	BadKey:     "no such memory key",
+	BadPD:      "memory key of another protection domain",
+	BadAccess:  "access right not granted",
+	OutOfRange: "outside the memory region",
+	BadAddress: "not an address of guest memory",
+	GuestFault: "page absent in the guest",
+	HostFault:  "page absent on the host",
+	Blocked:    "forbidden by the uplink attribute",
+}
+
+// String names the kind in words.
+func (k MissKind) String() string {
+	if int(k) < len(missNames) {
+		return missNames[k]
+	}
+	return fmt.Sprintf("miss kind %d", uint8(k))
+}
+
+// Miss describes a failed translation, by value so that the data path does not
+// allocate. The zero Miss means success. Fields that do not apply are zero.
+type Miss struct {
+	Kind   MissKind
+	Access Access // what the access needed
+	Key    Key    // stage one
+	VA     VA     // stage one: first byte that did not translate
+	PA     PA     // stage two: first byte that did not translate
+	Len    uint64 // bytes asked for, from the start of the access
+}
+
+// OK reports success.
+func (m Miss) OK() bool { return m.Kind == None }
+
+// Fault reports a miss that a driver can cure, after which the access may be
+// tried again (PF-7); every other miss is final.
+func (m Miss) Fault() bool { return m.Kind == GuestFault || m.Kind == HostFault }
+
+// ErrMiss is what every *MissError matches.
+var ErrMiss = errors.New("translation miss")
+
+// MissError is a Miss as an error, for control paths.
+type MissError struct{ Miss Miss }
+
+// Err returns nil for success and a *MissError otherwise.
+func (m Miss) Err() error {
+	if m.OK() {
+		return nil
+	}
+	return &MissError{m}
+}
+
+// Error names the kind and the address.
+func (e *MissError) Error() string {
+	m := e.Miss
+	switch m.Kind {
+	case BadAddress, HostFault, Blocked:
+		return fmt.Sprintf("%v: %v, %d bytes", m.PA, m.Kind, m.Len)
+	}
+	return fmt.Sprintf("key %#x, %v: %v, %d bytes, access %#x", uint32(m.Key), m.VA, m.Kind, m.Len, uint32(m.Access))
+}
+
+// Is matches ErrMiss.
+func (e *MissError) Is(target error) bool { return target == ErrMiss }

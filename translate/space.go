@@ -1,0 +1,180 @@
+package translate
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// Errors of the table writers. Messages that wrap them name the values.
+var (
+	ErrInvalid   = errors.New("invalid argument")
+	ErrOverlap   = errors.New("range overlaps guest memory that is already there")
+	ErrNotMapped = errors.New("range is not guest memory")
+)
+
+// Space is stage two of one guest memory: PA -> host address (PF-1). The host
+// driver alone writes it (PF-2); loops read it without locks, between Enter and
+// Leave of Epochs.
+//
+// The table has one entry per 2 MiB of guest physical memory ("leaf"), used
+// when those 2 MiB are all present and contiguous on the host, else a table of
+// 4 KiB entries beneath it. If that lower table exists it is always right; the
+// leaf is a shortcut beside it. A reader tries the leaf first.
+type Space struct {
+	table  atomic.Pointer[pa2ma]
+	uplink atomic.Uint32 // Uplink: checked with every access (PF-3)
+	gvmi   GVMI
+
+	epochs Epochs
+
+	mu   sync.Mutex        // writers only; guards all below and all table stores
+	live map[PA]spanRecord // what Map was given, by first PA
+}
+
+// spanRecord keeps a mapped slice referenced until it is unmapped.
+type spanRecord struct{ host []byte }
+
+const (
+	leafShift    = 21
+	leafSize     = 1 << leafShift
+	leafPages    = leafSize >> PageShift
+	dirShift     = 32 // guest memory that one dir spans: 4 GiB
+	dirLeaves    = 1 << (dirShift - leafShift)
+	dirLeafMask  = dirLeaves - 1
+	leafPageMask = leafPages - 1
+)
+
+// An entry is a page-aligned host address plus these bits. 0: no memory here.
+const (
+	entryPresent  = 1 // the address may be used
+	entryReserved = 2 // guest memory whose page is absent: a host fault
+)
+
+// pa2ma is the top of the table: an immutable slice of dirs (nil where there is
+// no memory), replaced when it has to change. The dirs themselves are shared by
+// old and new tops and change through atomics.
+type pa2ma struct{ dirs []*paDir }
+
+type paDir struct {
+	leaf  [dirLeaves]atomic.Uint64
+	small [dirLeaves]atomic.Pointer[paTable]
+}
+
+type paTable [leafPages]atomic.Uint64
+
+// NewSpace returns an empty stage-two table for VM g.
+func NewSpace(g GVMI) *Space {
+	s := &Space{gvmi: g, live: make(map[PA]spanRecord)}
+	s.table.Store(&pa2ma{})
+	return s
+}
+
+// GVMI tells whose memory this is.
+func (s *Space) GVMI() GVMI { return s.gvmi }
+
+// Epochs returns the epochs that guard this memory.
+func (s *Space) Epochs() *Epochs { return &s.epochs }
+
+// Reserve declares [pa, pa+n) as guest memory whose pages are all absent:
+// accesses are host faults (PF-7) until Map publishes them. Both are multiples
+// of the page size. ErrOverlap if any of it is guest memory already.
+func (s *Space) Reserve(pa PA, n uint64) error {
+	if err := checkSpan(pa, n); err != nil {
+		return fmt.Errorf("reserve: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if at, ok := s.emptyLocked(pa, n); !ok {
+		return fmt.Errorf("reserve %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
+	}
+	s.eachPageLocked(pa, n, func(e *atomic.Uint64, _ uint64) { e.Store(entryReserved) })
+	return nil
+}
+
+// Map publishes host as the guest memory from pa on. pa, host's address and
+// its length are multiples of the page size; host must be mapped memory that
+// stays so until Unmap (or Withdraw) and a drained epoch. The range must be no
+// guest memory yet, or reserved and absent; ErrOverlap otherwise. Nothing is
+// changed on error.
+func (s *Space) Map(pa PA, host []byte) error {
+	n := uint64(len(host))
+	if err := checkSpan(pa, n); err != nil {
+		return fmt.Errorf("map: %w", err)
+	}
+	base := addrOf(host)
+	if base&pageMask != 0 {
+		return fmt.Errorf("map %v: host address %#x is no multiple of %d: %w", pa, uint64(base), PageSize, ErrInvalid)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if at, ok := s.absentLocked(pa, n); !ok {
+		return fmt.Errorf("map %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
+	}
+	s.fillLocked(pa, uint64(base), n)
+	s.live[pa] = spanRecord{host}
+	return nil
+}
+
+// Withdraw makes [pa, pa+n) absent but keeps it guest memory: later accesses
+// are host faults (PF-14). As with Unmap the caller then drains the epoch
+// before it takes the host memory away.
+func (s *Space) Withdraw(pa PA, n uint64) error {
+	return s.remove("withdraw", pa, n, entryReserved)
+}
+
+// Unmap removes [pa, pa+n), all of which must be guest memory (ErrNotMapped).
+// It only clears entries: the caller drains the epoch (EP-3), then unmaps the
+// host memory.
+func (s *Space) Unmap(pa PA, n uint64) error {
+	return s.remove("unmap", pa, n, 0)
+}
+
+func (s *Space) remove(what string, pa PA, n uint64, entry uint64) error {
+	if err := checkSpan(pa, n); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if at, ok := s.memoryLocked(pa, n); !ok {
+		return fmt.Errorf("%s %v, %d bytes: %v: %w", what, pa, n, at, ErrNotMapped)
+	}
+	s.clearLocked(pa, n, entry)
+	if entry == 0 {
+		for p, r := range s.live {
+			if p >= pa && uint64(p-pa) < n && uint64(p-pa)+uint64(len(r.host)) <= n {
+				delete(s.live, p)
+			}
+		}
+	}
+	return nil
+}
+
+// Contains reports whether all of [pa, pa+n) is guest memory, present or not.
+func (s *Space) Contains(pa PA, n uint64) bool {
+	if n == 0 {
+		return true
+	}
+	first := pa &^ pageMask
+	last, ok := pa.Add(n - 1)
+	if !ok || last >= MaxPA {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, ok = s.memoryLocked(first, uint64(last&^pageMask-first)+PageSize)
+	return ok
+}
+
+func checkSpan(pa PA, n uint64) error {
+	switch end, ok := pa.Add(n); {
+	case n == 0:
+		return fmt.Errorf("%v: empty range: %w", pa, ErrInvalid)
+	case uint64(pa)&pageMask != 0 || n&pageMask != 0:
+		return fmt.Errorf("%v, %d bytes: not multiples of %d: %w", pa, n, PageSize, ErrInvalid)
+	case !ok || end > MaxPA:
+		return fmt.Errorf("%v, %d bytes: ends beyond %v: %w", pa, n, MaxPA, ErrInvalid)
+	}
+	return nil
+}

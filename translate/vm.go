@@ -1,0 +1,261 @@
+package translate
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// Errors of VM.
+var (
+	ErrLimit    = errors.New("limit reached")
+	ErrNoRegion = errors.New("no such memory region")
+)
+
+// absentPA marks an absent page in lists of PAs (VNICD_MTT_ABSENT).
+const absentPA PA = 1
+
+// Limits bound what one VM may make of stage one. Zero fields take defaults.
+type Limits struct {
+	MaxRegions int    // memory regions, 1..2^24-1; default 65536
+	MaxPages   uint64 // MTT entries over all regions; default 2^25 (128 GiB of 4 KiB pages)
+}
+
+// VM is stage one over stage two of one HCA function: the memory protection
+// table, whose index is the upper part of a key, the regions with their MTTs,
+// and the Space that their PAs lie in. A key of one VM means nothing in another
+// (PF-5). Lookups are wait-free and belong between Enter and Leave of
+// Space().Epochs(); the commands that change tables take a mutex of the VM.
+type VM struct {
+	mpt   []atomic.Pointer[mptGroup]
+	space *Space
+	lim   Limits
+
+	mu      sync.Mutex // guards all below and all stores to tables
+	regions int
+	pages   uint64
+	next    uint32   // lowest index never used
+	free    []uint32 // freed indices, oldest first: a variant comes back late
+}
+
+const (
+	mptGroupShift = 10
+	mptGroupSize  = 1 << mptGroupShift
+	mptGroupMask  = mptGroupSize - 1
+)
+
+type mptGroup struct {
+	region  [mptGroupSize]atomic.Pointer[Region]
+	variant [mptGroupSize]uint8 // of the next key; guarded by VM.mu
+}
+
+// NewVM returns a VM without regions over s.
+func NewVM(s *Space, lim Limits) *VM {
+	if lim.MaxRegions <= 0 {
+		lim.MaxRegions = 1 << 16
+	}
+	lim.MaxRegions = min(lim.MaxRegions, maxKeyIndex)
+	if lim.MaxPages == 0 {
+		lim.MaxPages = 1 << 25
+	}
+	return &VM{
+		mpt:   make([]atomic.Pointer[mptGroup], lim.MaxRegions>>mptGroupShift+1),
+		space: s,
+		lim:   lim,
+		next:  1, // index 0 would make key 0, which is reserved (RA-1)
+	}
+}
+
+// Space returns stage two.
+func (vm *VM) Space() *Space { return vm.space }
+
+// Limits returns the limits in force, defaults filled in.
+func (vm *VM) Limits() Limits { return vm.lim }
+
+// Usage returns how many regions and MTT entries are taken.
+func (vm *VM) Usage() (regions int, pages uint64) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	return vm.regions, vm.pages
+}
+
+// CreateRegion makes a region, all of whose pages are absent, and publishes
+// its key. ErrInvalid for a bad spec, ErrLimit if a quota is exhausted.
+func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
+	if err := sp.validate(); err != nil {
+		return nil, err
+	}
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	if vm.regions >= vm.lim.MaxRegions {
+		return nil, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
+	}
+	if sp.NPages > vm.lim.MaxPages-vm.pages {
+		return nil, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, sp.NPages, ErrLimit)
+	}
+	idx := vm.takeIndexLocked()
+	g := vm.mpt[idx>>mptGroupShift].Load()
+	if g == nil {
+		g = newMPTGroup(idx >> mptGroupShift)
+		vm.mpt[idx>>mptGroupShift].Store(g)
+	}
+	r := &Region{
+		key:    Key(idx<<keyVariantBits | uint32(g.variant[idx&mptGroupMask])),
+		pd:     sp.PD,
+		access: sp.Access,
+		shift:  sp.PageShift,
+		phys:   sp.Flags&Phys != 0,
+		demand: sp.Flags&DemandPaging != 0,
+		iova:   sp.IOVA,
+		length: sp.Length,
+		offset: sp.Offset,
+		npages: sp.NPages,
+		mtt:    make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift),
+	}
+	g.variant[idx&mptGroupMask]++
+	vm.regions++
+	vm.pages += sp.NPages
+	g.region[idx&mptGroupMask].Store(r)
+	return r, nil
+}
+
+// newMPTGroup starts variants at values that differ between neighbours, so that
+// a key whose index is off by one does not fit.
+func newMPTGroup(group uint32) *mptGroup {
+	g := new(mptGroup)
+	for i := range g.variant {
+		g.variant[i] = uint8((group*mptGroupSize + uint32(i)) * 2654435761 >> 24)
+	}
+	return g
+}
+
+func (vm *VM) takeIndexLocked() uint32 {
+	if vm.next <= uint32(vm.lim.MaxRegions) {
+		vm.next++
+		return vm.next - 1
+	}
+	idx := vm.free[0]
+	vm.free = vm.free[1:]
+	return idx
+}
+
+// Region returns the region that handle names, or ErrNoRegion.
+func (vm *VM) Region(handle uint32) (*Region, error) {
+	if r := vm.byKey(Key(handle)); r != nil {
+		return r, nil
+	}
+	return nil, fmt.Errorf("handle %#x: %w", handle, ErrNoRegion)
+}
+
+// SetPages fills MTT entries from first on. Each PA is a multiple of the
+// region's page size; bit 0 set makes the entry absent. Nothing is changed on
+// error (ErrNoRegion, ErrInvalid). Replacing present entries does not wait for
+// readers of the old ones: where those pages go away, use ClearPages first.
+func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	r, err := vm.tableLocked(handle, first, uint64(len(pas)))
+	if err != nil {
+		return fmt.Errorf("set pages: %w", err)
+	}
+	mask := PA(1)<<r.shift - 1
+	for i, pa := range pas {
+		if pa&absentPA == 0 && (pa&mask != 0 || pa >= MaxPA) {
+			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa, uint64(mask)+1, MaxPA, ErrInvalid)
+		}
+	}
+	if r.setLocked(first, pas) {
+		r.generation.Add(1)
+	}
+	return nil
+}
+
+// ClearPages makes count entries from first on absent and returns when nothing
+// uses the old ones any more (ODP-5, ODP-6, EP-3). Other pages are untouched.
+// If ctx ends first its error is returned; the entries are absent all the same.
+func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64) error {
+	lost, err := vm.clearPages(handle, first, count)
+	if err != nil || !lost {
+		return err
+	}
+	return vm.space.epochs.Flip().Wait(ctx)
+}
+
+func (vm *VM) clearPages(handle uint32, first, count uint64) (lost bool, err error) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	r, err := vm.tableLocked(handle, first, count)
+	if err != nil {
+		return false, fmt.Errorf("clear pages: %w", err)
+	}
+	lost = r.clearLocked(first, count)
+	if lost {
+		r.generation.Add(1)
+	}
+	return lost, nil
+}
+
+// tableLocked returns the region and checks [first, first+count) against its MTT.
+func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
+	r, err := vm.Region(handle)
+	switch {
+	case err != nil:
+		return nil, err
+	case r.phys:
+		return nil, fmt.Errorf("handle %#x is a physical region, which has no pages: %w", handle, ErrInvalid)
+	case first > r.npages || count > r.npages-first:
+		return nil, fmt.Errorf("handle %#x: pages %d, %d more: region has %d: %w", handle, first, count, r.npages, ErrInvalid)
+	}
+	return r, nil
+}
+
+// DestroyRegion revokes the key at once and returns when no operation uses the
+// region any more (EP-3). If ctx ends first its error is returned; the key is
+// revoked all the same. Never call it between Enter and Leave.
+func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
+	if err := vm.revoke(handle); err != nil {
+		return fmt.Errorf("destroy region: %w", err)
+	}
+	return vm.space.epochs.Flip().Wait(ctx)
+}
+
+func (vm *VM) revoke(handle uint32) error {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	r, err := vm.Region(handle)
+	if err != nil {
+		return err
+	}
+	vm.revokeLocked(r)
+	return nil
+}
+
+func (vm *VM) revokeLocked(r *Region) {
+	idx := r.key.Index()
+	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
+	vm.free = append(vm.free, idx)
+	vm.regions--
+	vm.pages -= r.npages
+	r.generation.Add(1)
+}
+
+// DestroyAll revokes every region and returns when none is in use (device
+// reset, disconnect). ctx as for DestroyRegion.
+func (vm *VM) DestroyAll(ctx context.Context) error {
+	vm.mu.Lock()
+	for i := range vm.mpt {
+		g := vm.mpt[i].Load()
+		if g == nil {
+			continue
+		}
+		for k := range g.region {
+			if r := g.region[k].Load(); r != nil {
+				vm.revokeLocked(r)
+			}
+		}
+	}
+	vm.mu.Unlock()
+	return vm.space.epochs.Flip().Wait(ctx)
+}

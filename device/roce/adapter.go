@@ -1,0 +1,61 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Adapter is a QP's view of the rest of the device: its rings, its CQs, memory,
+// and the network. The transport calls it only from the QP's loop, inside Run,
+// Receive, Timer and Modify, and never after Close. No method may block, and none
+// may call back into the QP.
+//
+// A translate.Miss of kind GuestFault or HostFault means "absent for now"; every
+// other kind is an error of the work request or of the peer.
+type Adapter interface {
+	// FetchSend copies in and validates the send WQE number seq (0, 1, 2, ... since
+	// the last Reset). Called in order and, once it returned Ready or Bad, not again
+	// for that number. w keeps what the transport needs: the slot is not reread.
+	FetchSend(seq uint32, w *WQE) Fetch
+	// CompleteSend finishes WQEs strictly in order: it moves the SQ's consumer index
+	// past w and writes a CQE if w is signalled or c.Status is not success.
+	CompleteSend(w *WQE, c *Completion)
+	// FetchRecv takes (consumes) the next receive WQE from the RQ or SRQ.
+	FetchRecv(w *RecvWQE) Fetch
+	// CompleteRecv always writes a CQE. Receive WQEs complete in the order taken.
+	CompleteRecv(w *RecvWQE, c *Completion)
+
+	// Gather copies len(dst) bytes of w's message, from byte off on, out of w's
+	// segments. Only keys and PD are checked: reading needs no access right.
+	// Not called for inline WQEs.
+	Gather(dst []byte, w *WQE, off uint64) translate.Miss
+	// Scatter copies src into the segments, from byte off of the message on; needs
+	// LocalWrite. off+len(src) never exceeds the sum of the segments' lengths.
+	Scatter(sg []SGE, off uint64, src []byte) translate.Miss
+
+	// CheckRemote checks an R_Key against the QP's PD, its rights and the range.
+	CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss
+	// ReadRemote and WriteRemote check and copy (RemoteRead, RemoteWrite), whole or miss.
+	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss
+	WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss
+	// AtomicRemote executes one 8-byte atomic (RemoteAtomic); va is 8-byte aligned.
+	// Operands and result are host-order integers.
+	AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare, swapAdd uint64) (old uint64, m translate.Miss)
+	// InvalidateRemote revokes the key named by a SEND with Invalidate, before the
+	// receive completes. BadKey or BadPD if it may not be invalidated.
+	InvalidateRemote(key translate.Key) translate.Miss
+
+	// GetBuf gives an empty frame buffer, or nil: out of buffers, ask again later.
+	GetBuf() *packet.Buf
+	// Transmit sends a complete Ethernet frame with ICRC; it takes the reference.
+	Transmit(b *packet.Buf)
+	// ArmTimer replaces the deadline (ns, same clock as now) of the QP's one timer,
+	// upon which the adapter calls QP.Timer. 0 disarms. Early and spurious calls of
+	// Timer are harmless.
+	ArmTimer(deadline int64)
+	// Schedule asks for a call of QP.Run soon, after other QPs had their turn and
+	// packets of the current batch were received.
+	Schedule()
+	// Event raises an asynchronous event of the QP.
+	Event(k EventKind)
+}

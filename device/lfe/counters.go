@@ -1,0 +1,84 @@
+package lfe
+
+import (
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/engine"
+)
+
+// Counters count frames and drops of one port or network. Every loop writes to a part of its own with plain loads and
+// stores, so counting costs no bus traffic; therefore the counting methods are for loop threads only. The zero value
+// is ready.
+type Counters struct {
+	shards [engine.MaxLoops]shard
+}
+
+type shard struct {
+	inFrames, inBytes, outFrames, outBytes, floods atomic.Uint64
+	drops                                          [NumReasons]atomic.Uint64
+	_                                              [(64 - (5+int(NumReasons))*8%64) % 64]byte
+}
+
+func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
+
+// In counts a frame of n bytes that entered the network.
+func (c *Counters) In(l *engine.Loop, n int) {
+	s := &c.shards[l.ID()]
+	add(&s.inFrames, 1)
+	add(&s.inBytes, uint64(n))
+}
+
+// Out counts a frame of n bytes that left the network.
+func (c *Counters) Out(l *engine.Loop, n int) {
+	s := &c.shards[l.ID()]
+	add(&s.outFrames, 1)
+	add(&s.outBytes, uint64(n))
+}
+
+func (c *Counters) flood(l *engine.Loop) { add(&c.shards[l.ID()].floods, 1) }
+
+// Drop counts n frames dropped for a reason.
+func (c *Counters) Drop(l *engine.Loop, r Reason, n int) {
+	add(&c.shards[l.ID()].drops[r], uint64(n))
+}
+
+// Totals are the sums of a Counters at one moment. Drops holds only reasons that occurred, by name.
+type Totals struct {
+	InFrames  uint64            `json:"in_frames"`
+	InBytes   uint64            `json:"in_bytes"`
+	OutFrames uint64            `json:"out_frames"`
+	OutBytes  uint64            `json:"out_bytes"`
+	Floods    uint64            `json:"floods,omitempty"`
+	Drops     map[string]uint64 `json:"drops,omitempty"`
+}
+
+// Dropped returns the sum for one reason.
+func (c *Counters) Dropped(r Reason) uint64 {
+	var n uint64
+	for i := range c.shards {
+		n += c.shards[i].drops[r].Load()
+	}
+	return n
+}
+
+// Totals adds up all loops' parts. Safe from any goroutine.
+func (c *Counters) Totals() Totals {
+	var t Totals
+	for i := range c.shards {
+		s := &c.shards[i]
+		t.InFrames += s.inFrames.Load()
+		t.InBytes += s.inBytes.Load()
+		t.OutFrames += s.outFrames.Load()
+		t.OutBytes += s.outBytes.Load()
+		t.Floods += s.floods.Load()
+	}
+	for r := Reason(0); r < NumReasons; r++ {
+		if n := c.Dropped(r); n > 0 {
+			if t.Drops == nil {
+				t.Drops = make(map[string]uint64)
+			}
+			t.Drops[r.String()] = n
+		}
+	}
+	return t
+}

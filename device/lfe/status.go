@@ -1,0 +1,124 @@
+package lfe
+
+import (
+	"bytes"
+	"slices"
+	"time"
+)
+
+// Entry is one line of the forwarding table.
+type Entry struct {
+	MAC    MAC           `json:"mac"`
+	Port   string        `json:"port"`
+	Kind   string        `json:"kind"`
+	Remote Remote        `json:"remote,omitempty"`
+	Static bool          `json:"static,omitempty"`
+	Idle   time.Duration `json:"idle"` // since the last frame from it, whole seconds
+}
+
+// MarshalText makes a MAC a string in JSON.
+func (m MAC) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
+
+// UnmarshalText is the inverse of MarshalText.
+func (m *MAC) UnmarshalText(b []byte) (err error) {
+	*m, err = ParseMAC(string(b))
+	return err
+}
+
+// PortStatus is a snapshot of one port.
+type PortStatus struct {
+	Name    string `json:"name"`
+	Kind    string `json:"kind"`
+	MACs    []MAC  `json:"macs,omitempty"`
+	Loop    int    `json:"loop"` // -1 = no single one
+	Entries int    `json:"learnt"`
+	Totals
+}
+
+// Status is a snapshot of a network for `vnicd status`.
+type Status struct {
+	VNI     uint32            `json:"vni"`
+	Name    string            `json:"name"`
+	MTU     int               `json:"mtu"`
+	Entries int               `json:"entries"`
+	Static  int               `json:"static"`
+	Moves   uint64            `json:"moves"`
+	Aged    uint64            `json:"aged"`
+	Drops   map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
+	Ports   []PortStatus      `json:"ports"`
+	FDB     []Entry           `json:"fdb"`
+}
+
+// Status returns a snapshot. It walks the whole table: for the control plane.
+func (n *Network) Status() Status {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(), FDB: n.Entries()}
+	var sum Totals
+	sum.merge(n.pastTotals)
+	for _, a := range n.table.Load().flood {
+		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, Loop: -1,
+			Entries: int(a.entries.Load()), Totals: a.Counters.Totals()}
+		if a.cfg.Loop != nil {
+			p.Loop = a.cfg.Loop.ID()
+		}
+		sum.merge(p.Totals)
+		s.Ports = append(s.Ports, p)
+	}
+	s.Drops = sum.Drops
+	for _, e := range s.FDB {
+		s.Entries++
+		if e.Static {
+			s.Static++
+		}
+	}
+	return s
+}
+
+// Entries returns the live part of the forwarding table, ordered by MAC.
+func (n *Network) Entries() []Entry {
+	now := n.seconds()
+	var out []Entry
+	n.fdb.each(func(k uint64, v value) {
+		if e, ok := n.entry(k, v, now); ok {
+			out = append(out, e)
+		}
+	})
+	slices.SortFunc(out, func(a, b Entry) int { return bytes.Compare(a.MAC[:], b.MAC[:]) })
+	return out
+}
+
+// Lookup returns the table's entry for an address. Safe from any goroutine.
+func (n *Network) Lookup(m MAC) (Entry, bool) {
+	_, _, v, ok := n.fdb.find(m.key())
+	if !ok {
+		return Entry{}, false
+	}
+	return n.entry(m.key(), v, n.seconds())
+}
+
+func (n *Network) entry(k uint64, v value, now uint32) (Entry, bool) {
+	a := n.byID(v.port())
+	if a == nil || v.expired(now, n.age) {
+		return Entry{}, false
+	}
+	e := Entry{MAC: keyMAC(k), Port: a.cfg.Name, Kind: a.cfg.Kind.String(), Remote: Remote(v.remote()), Static: v.static()}
+	if idle := int32(now - v.seen()); !e.Static && idle > 0 {
+		e.Idle = time.Duration(idle) * time.Second
+	}
+	return e, true
+}
+
+func (t *Totals) merge(o Totals) {
+	t.InFrames += o.InFrames
+	t.InBytes += o.InBytes
+	t.OutFrames += o.OutFrames
+	t.OutBytes += o.OutBytes
+	t.Floods += o.Floods
+	for k, v := range o.Drops {
+		if t.Drops == nil {
+			t.Drops = make(map[string]uint64)
+		}
+		t.Drops[k] += v
+	}
+}

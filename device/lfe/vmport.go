@@ -1,0 +1,100 @@
+package lfe
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+)
+
+// Face is one of the two devices behind a VMPort. Deliver is as in Port, without a destination.
+type Face interface {
+	Deliver(l *engine.Loop, b *packet.Buf)
+}
+
+// HCAFace is the RDMA device. Up tells whether a driver has brought it up; until then RoCE frames go to the network
+// device, so a software RoCE in the guest works. Up is called for every frame, on any loop.
+type HCAFace interface {
+	Face
+	Up() bool
+}
+
+// VMPort is a VM's port: a network device and an HCA with one MAC between them. RoCE frames (see IsRoCE) for the VM go
+// to the HCA if it is up, everything else to the network device. What one of them sends never goes to the
+// other, except frames to the VM's own MAC, which come back as if they had come from outside (a QP may be connected
+// to a QP of the same VM).
+type VMPort struct {
+	att *Attachment
+	net atomic.Pointer[Face]
+	hca atomic.Pointer[HCAFace]
+	mu  sync.Mutex // serialises SetNet and SetHCA
+}
+
+// VMPortConfig describes a VM's port.
+type VMPortConfig struct {
+	Name string
+	MAC  MAC
+	Loop *engine.Loop
+}
+
+// NewVMPort attaches a VM's port, without faces yet. The MAC is the only source address that it may use.
+func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
+	p := &VMPort{}
+	var err error
+	p.att, err = n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, Loop: c.Loop, Hairpin: true})
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// Attachment returns the port's attachment, for its counters.
+func (p *VMPort) Attachment() *Attachment { return p.att }
+
+// SetNet connects the network device, or with nil disconnects it. Once it has returned, the device that was connected
+// before gets no more frames.
+func (p *VMPort) SetNet(f Face) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if f == nil {
+		p.net.Store(nil)
+	} else {
+		p.net.Store(&f)
+	}
+	p.att.net.quiesce(p.att.cfg.Loop)
+}
+
+// SetHCA connects the HCA, or with nil disconnects it, as SetNet does.
+func (p *VMPort) SetHCA(f HCAFace) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if f == nil {
+		p.hca.Store(nil)
+	} else {
+		p.hca.Store(&f)
+	}
+	p.att.net.quiesce(p.att.cfg.Loop)
+}
+
+// InputNet lets a frame of the network device into the network, as Attachment.Input.
+func (p *VMPort) InputNet(l *engine.Loop, b *packet.Buf) { p.att.Input(l, b, Source{}) }
+
+// InputHCA lets a frame of the HCA into the network, as Attachment.Input.
+func (p *VMPort) InputHCA(l *engine.Loop, b *packet.Buf) { p.att.Input(l, b, Source{}) }
+
+// Deliver implements Port.
+func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {
+	if h := p.hca.Load(); h != nil && IsRoCE(b.Bytes()) && (*h).Up() {
+		(*h).Deliver(l, b)
+		return
+	}
+	if f := p.net.Load(); f != nil {
+		(*f).Deliver(l, b)
+		return
+	}
+	p.att.Counters.Drop(l, NotReady, 1)
+}
+
+// Close takes the port off the network, as Attachment.Close.
+func (p *VMPort) Close() { p.att.Close() }

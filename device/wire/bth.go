@@ -1,0 +1,222 @@
+package wire
+
+import "encoding/binary"
+
+// Sizes of the transport headers in bytes (IBTA 9.2, 9.3).
+const (
+	BTHLen       = 12
+	DETHLen      = 8
+	RETHLen      = 16
+	AtomicLen    = 28
+	AETHLen      = 4
+	AtomicAckLen = 8
+	ImmLen       = 4
+	IETHLen      = 4
+	ICRCLen      = 4
+)
+
+// Field limits.
+const (
+	QPNMask     = 0xffffff
+	PSNMask     = 0xffffff
+	DefaultPKey = 0xffff
+	pkeyOffset  = 2
+)
+
+// BTH is the base transport header (IBTA 9.2). The header version is 0.
+type BTH struct {
+	Opcode    Opcode
+	Solicited bool
+	Migrated  bool  // MigReq: set on every packet unless paths migrate
+	Pad       uint8 // 0..3 bytes after the payload
+	PKey      uint16
+	FECN      bool // congestion bits: not covered by the ICRC
+	BECN      bool
+	DestQP    uint32 // 24 bits
+	AckReq    bool
+	PSN       uint32 // 24 bits
+}
+
+// Decode reads the header at the start of b and returns its size, 12. Reserved
+// bits are ignored (IBTA 9.2.6). ErrVersion unless the version is 0.
+func (h *BTH) Decode(b []byte) (int, error) {
+	if len(b) < BTHLen {
+		return 0, ErrShort
+	}
+	if b[1]&0xf != 0 {
+		return 0, ErrVersion
+	}
+	h.Opcode = Opcode(b[0])
+	h.Solicited, h.Migrated, h.Pad = b[1]&0x80 != 0, b[1]&0x40 != 0, b[1]>>4&3
+	h.PKey = binary.BigEndian.Uint16(b[pkeyOffset:])
+	w := binary.BigEndian.Uint32(b[4:])
+	h.FECN, h.BECN, h.DestQP = w>>31 != 0, w>>30&1 != 0, w&QPNMask
+	w = binary.BigEndian.Uint32(b[8:])
+	h.AckReq, h.PSN = w>>31 != 0, w&PSNMask
+	return BTHLen, nil
+}
+
+// Encode writes the header to b (12 bytes).
+func (h *BTH) Encode(b []byte) int {
+	b = b[:BTHLen]
+	b[0] = byte(h.Opcode)
+	b[1] = bit(h.Solicited, 0x80) | bit(h.Migrated, 0x40) | h.Pad&3<<4
+	binary.BigEndian.PutUint16(b[pkeyOffset:], h.PKey)
+	binary.BigEndian.PutUint32(b[4:], h.DestQP&QPNMask)
+	b[4] = bit(h.FECN, 0x80) | bit(h.BECN, 0x40)
+	binary.BigEndian.PutUint32(b[8:], h.PSN&PSNMask)
+	b[8] = bit(h.AckReq, 0x80)
+	return BTHLen
+}
+
+func bit(on bool, b byte) byte {
+	if on {
+		return b
+	}
+	return 0
+}
+
+// RETH is the RDMA extended transport header (IBTA 9.3.3).
+type RETH struct {
+	VA     uint64
+	RKey   uint32
+	Length uint32 // of the whole message
+}
+
+// Decode reads the header at the start of b and returns its size, 16.
+func (h *RETH) Decode(b []byte) (int, error) {
+	if len(b) < RETHLen {
+		return 0, ErrShort
+	}
+	h.VA = binary.BigEndian.Uint64(b)
+	h.RKey, h.Length = binary.BigEndian.Uint32(b[8:]), binary.BigEndian.Uint32(b[12:])
+	return RETHLen, nil
+}
+
+// Encode writes the header to b (16 bytes).
+func (h *RETH) Encode(b []byte) int {
+	b = b[:RETHLen]
+	binary.BigEndian.PutUint64(b, h.VA)
+	binary.BigEndian.PutUint32(b[8:], h.RKey)
+	binary.BigEndian.PutUint32(b[12:], h.Length)
+	return RETHLen
+}
+
+// AtomicETH is the atomic extended transport header (IBTA 9.3.4).
+type AtomicETH struct {
+	VA      uint64
+	RKey    uint32
+	SwapAdd uint64 // what to store, or to add
+	Compare uint64 // CmpSwap only
+}
+
+// Decode reads the header at the start of b and returns its size, 28.
+func (h *AtomicETH) Decode(b []byte) (int, error) {
+	if len(b) < AtomicLen {
+		return 0, ErrShort
+	}
+	h.VA, h.RKey = binary.BigEndian.Uint64(b), binary.BigEndian.Uint32(b[8:])
+	h.SwapAdd, h.Compare = binary.BigEndian.Uint64(b[12:]), binary.BigEndian.Uint64(b[20:])
+	return AtomicLen, nil
+}
+
+// Encode writes the header to b (28 bytes).
+func (h *AtomicETH) Encode(b []byte) int {
+	b = b[:AtomicLen]
+	binary.BigEndian.PutUint64(b, h.VA)
+	binary.BigEndian.PutUint32(b[8:], h.RKey)
+	binary.BigEndian.PutUint64(b[12:], h.SwapAdd)
+	binary.BigEndian.PutUint64(b[20:], h.Compare)
+	return AtomicLen
+}
+
+// AETH is the ACK extended transport header (IBTA 9.3.5).
+type AETH struct {
+	Syndrome Syndrome
+	MSN      uint32 // 24 bits
+}
+
+// Decode reads the header at the start of b and returns its size, 4.
+func (h *AETH) Decode(b []byte) (int, error) {
+	if len(b) < AETHLen {
+		return 0, ErrShort
+	}
+	w := binary.BigEndian.Uint32(b)
+	h.Syndrome, h.MSN = Syndrome(w>>24), w&0xffffff
+	return AETHLen, nil
+}
+
+// Encode writes the header to b (4 bytes).
+func (h *AETH) Encode(b []byte) int {
+	binary.BigEndian.PutUint32(b[:AETHLen], uint32(h.Syndrome)<<24|h.MSN&0xffffff)
+	return AETHLen
+}
+
+// Syndrome is AETH's syndrome (IBTA 9.7.5.2.1): two bits of kind (the top bit
+// is zero), five of value.
+type Syndrome uint8
+
+// Kinds of syndromes, in the bits of SyndromeKind.
+const (
+	SyndromeACK Syndrome = 0x00 // value: credit count, 0x1f: none given
+	SyndromeRNR Syndrome = 0x20 // value: timer code 0..31 (IBTA table 45)
+	SyndromeNAK Syndrome = 0x60 // value: one of the NAK codes
+
+	SyndromeKind  Syndrome = 0xe0
+	SyndromeValue Syndrome = 0x1f
+	NoCredits     Syndrome = 0x1f
+)
+
+// NAK syndromes (IBTA table 47).
+const (
+	NAKSequence       = SyndromeNAK | 0 // PSN sequence error
+	NAKInvalidRequest = SyndromeNAK | 1
+	NAKRemoteAccess   = SyndromeNAK | 2
+	NAKRemoteOp       = SyndromeNAK | 3
+	NAKInvalidRD      = SyndromeNAK | 4
+)
+
+// Kind returns SyndromeACK, SyndromeRNR or SyndromeNAK; anything else is reserved.
+func (s Syndrome) Kind() Syndrome { return s & SyndromeKind }
+
+// Value returns the low five bits.
+func (s Syndrome) Value() uint8 { return uint8(s & SyndromeValue) }
+
+// DETH is the datagram extended transport header (IBTA 9.3.1... 9.3.2).
+type DETH struct {
+	QKey  uint32
+	SrcQP uint32 // 24 bits
+}
+
+// Decode reads the header at the start of b and returns its size, 8.
+func (h *DETH) Decode(b []byte) (int, error) {
+	if len(b) < DETHLen {
+		return 0, ErrShort
+	}
+	h.QKey, h.SrcQP = binary.BigEndian.Uint32(b), binary.BigEndian.Uint32(b[4:])&QPNMask
+	return DETHLen, nil
+}
+
+// Encode writes the header to b (8 bytes).
+func (h *DETH) Encode(b []byte) int {
+	b = b[:DETHLen]
+	binary.BigEndian.PutUint32(b, h.QKey)
+	binary.BigEndian.PutUint32(b[4:], h.SrcQP&QPNMask)
+	return DETHLen
+}
+
+// PutAtomicAck writes the original value of an atomic (IBTA 9.3.5.3) to b.
+func PutAtomicAck(b []byte, original uint64) int {
+	binary.BigEndian.PutUint64(b[:AtomicAckLen], original)
+	return AtomicAckLen
+}
+
+// PutImm writes immediate data (IBTA 9.3.6) to b: imm is in network order
+// already, as the four bytes that the application gave.
+func PutImm(b []byte, imm [4]byte) int { return copy(b[:ImmLen], imm[:]) }
+
+// PutIETH writes the R_Key to invalidate (IBTA 9.3.7) to b.
+func PutIETH(b []byte, rkey uint32) int {
+	binary.BigEndian.PutUint32(b[:IETHLen], rkey)
+	return IETHLen
+}

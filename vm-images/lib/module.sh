@@ -22,7 +22,8 @@ module_recipe() {
 	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libssl3,sparse
 	# Unpacked, not installed: as a package the headers depend on the kernel image, which is 300 MB of no use here.
 	for deb in "$(guest_dir)"/headers/*.deb; do
-		dpkg-deb -x "$deb" "$tmp/root"
+		# Debian 12 ships /lib/modules where /lib is a link by now: tar must follow it, not replace it.
+		dpkg-deb --fsys-tarfile "$deb" | tar -x --keep-directory-symlink -C "$tmp/root"
 	done
 	rm -rf "$tmp"/root/var/{cache,lib/apt}
 	cp "$(guest_dir)/kver" "$tmp/kver"

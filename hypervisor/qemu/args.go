@@ -1,0 +1,305 @@
+package qemu
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// The generic vhost-user device, as QEMU calls it, and the first release that lets a user create it.
+const (
+	HCADevice        = "vhost-user-test-device-pci"
+	HCADeviceRelease = "10.2"
+)
+
+// VirtioID is the virtio device id the guest sees on the HCA. 42 (RDMA in the virtio specification) makes QEMU 11.1
+// abort, its name table has a hole there; 38 has a name and no Linux driver. The guest driver binds both and then
+// insists on its magic number in config space.
+const VirtioID = 38
+
+// HCA device shape shared with guestdrv/linux/vnicd_abi.h: entries per virtqueue and bytes of struct vnicd_config.
+const (
+	HCAQueueSize  = 256
+	HCAConfigSize = 128
+)
+
+// AgentPort is the virtio-serial port of QEMU's guest agent.
+const AgentPort = "org.qemu.guest_agent.0"
+
+// MemoryArgs makes guest RAM a shared memfd, without which no vhost-user back end can see it. mib is in MiB.
+// The machine option memory-backend=ram must go with it; see MachineType.
+func MemoryArgs(mib int) []string {
+	return []string{"-m", fmt.Sprintf("%dM", mib),
+		"-object", fmt.Sprintf("memory-backend-memfd,id=ram,size=%dM,share=on", mib)}
+}
+
+// MachineType is the argument of -M that goes with MemoryArgs.
+const MachineType = "q35,memory-backend=ram"
+
+// HCAArgs attaches the paravirtual HCA that listens on the vhost-user socket. id distinguishes devices of one VM, vqs is
+// the number of virtqueues (command, events, completion queues, doorbells).
+func HCAArgs(socket, id string, vqs int) []string {
+	return []string{
+		"-chardev", fmt.Sprintf("socket,id=chr-%s,path=%s", id, escape(socket)),
+		"-device", fmt.Sprintf("%s,id=%s,chardev=chr-%s,virtio-id=%d,num_vqs=%d,vq_size=%d,config_size=%d,page-per-vq=on,romfile=",
+			HCADevice, id, id, VirtioID, vqs, HCAQueueSize, HCAConfigSize),
+	}
+}
+
+// NetArgs attaches a virtio-net that is served on the vhost-user socket. mtu is announced to the guest; 0 announces none.
+func NetArgs(socket, id, mac string, mtu int) []string {
+	return []string{
+		"-chardev", fmt.Sprintf("socket,id=chr-%s,path=%s", id, escape(socket)),
+		"-netdev", fmt.Sprintf("vhost-user,id=net-%s,chardev=chr-%s,queues=1", id, id),
+		"-device", netDevice(id, mac, mtu),
+	}
+}
+
+// TapArgs attaches a virtio-net to the existing TAP interface ifname.
+func TapArgs(ifname, id, mac string, mtu int) []string {
+	return []string{
+		"-netdev", fmt.Sprintf("tap,id=net-%s,ifname=%s,script=no,downscript=no", id, escape(ifname)),
+		"-device", netDevice(id, mac, mtu),
+	}
+}
+
+func netDevice(id, mac string, mtu int) string {
+	s := fmt.Sprintf("virtio-net-pci,id=%s,netdev=net-%s,mac=%s,romfile=", id, id, mac)
+	if mtu > 0 {
+		s += ",host_mtu=" + strconv.Itoa(mtu)
+	}
+	return s
+}
+
+// escape protects a value in QEMU's comma-separated options, where a comma is written twice.
+func escape(s string) string { return strings.ReplaceAll(s, ",", ",,") }
+
+// Accel is how the guest's instructions are run.
+type Accel string
+
+// Accelerators; see ProbeAccel.
+const (
+	TCG Accel = "tcg"
+	KVM Accel = "kvm"
+)
+
+func (a Accel) args() []string {
+	if a == KVM {
+		return []string{"-accel", "kvm", "-cpu", "host"}
+	}
+	return []string{"-accel", "tcg,thread=multi", "-cpu", "max"}
+}
+
+// HCA is the paravirtual HCA of a VM.
+type HCA struct {
+	Socket string // vhost-user socket on which vnicd listens
+	Queues int    // number of virtqueues
+}
+
+// NIC is one virtio-net of a VM: exactly one of Socket and Tap is set.
+type NIC struct {
+	Socket string // vhost-user socket
+	Tap    string // existing TAP interface, in the namespace that QEMU runs in
+	MAC    string // 52:54:00:...
+	MTU    int    // announced and set in the guest; 0: the driver's default
+
+	// What the guest configures at boot; all optional.
+	IfName    string // name of the interface in the guest
+	Addresses []netip.Prefix
+	Gateway   netip.Addr
+}
+
+// Config describes a VM. It is not changed by this package.
+type Config struct {
+	Images *Images
+	Name   string // VM and host name: letters, digits and '-'
+	Dir    string // existing directory for sockets, the console log and the throw-away disk overlay
+
+	MemoryMiB int   // default 1024
+	CPUs      int   // default 1
+	Accel     Accel // default TCG
+
+	HCA  *HCA // nil: none
+	NICs []NIC
+
+	HostShare  string   // host directory that the guest sees read-only as /host; "": none
+	Netns      string   // named network namespace in which QEMU runs; "": the caller's
+	KernelArgs []string // more words for the kernel command line
+	ExtraArgs  []string // more arguments for QEMU
+}
+
+func (c *Config) memory() int {
+	if c.MemoryMiB == 0 {
+		return 1024
+	}
+	return c.MemoryMiB
+}
+
+func (c *Config) console() string { return filepath.Join(c.Dir, "console.log") }
+func (c *Config) qmp() string     { return filepath.Join(c.Dir, "qmp.sock") }
+func (c *Config) agent() string   { return filepath.Join(c.Dir, "agent.sock") }
+
+// maxSocketPath is what fits into sun_path with its terminator.
+const maxSocketPath = 107
+
+// Validate reports everything that is wrong with the configuration itself; it does not look at the host.
+func (c *Config) Validate() error {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if c.Images == nil {
+		bad("no images")
+	}
+	if !validName(c.Name) {
+		bad("name %q: expected 1 to 63 letters, digits and '-'", c.Name)
+	}
+	if !filepath.IsAbs(c.Dir) {
+		bad("directory %q: expected an absolute path", c.Dir)
+	} else if p := c.agent(); len(p) > maxSocketPath {
+		bad("directory %q: the socket path %q has %d bytes, at most %d fit", c.Dir, p, len(p), maxSocketPath)
+	}
+	if m := c.memory(); m < 128 || m > 1<<20 {
+		bad("memory of %d MiB: expected 128 to 1048576", m)
+	}
+	if c.CPUs < 0 || c.CPUs > 255 {
+		bad("%d CPUs: expected 1 to 255 (0: 1)", c.CPUs)
+	}
+	switch c.Accel {
+	case "", TCG, KVM:
+	default:
+		bad("accelerator %q: expected %q or %q", c.Accel, TCG, KVM)
+	}
+	if h := c.HCA; h != nil {
+		if h.Socket == "" {
+			bad("HCA: no socket")
+		}
+		if h.Queues < 1 || h.Queues > 1024 {
+			bad("HCA: %d queues: expected 1 to 1024", h.Queues)
+		}
+	}
+	if c.Netns != "" && !validNetns(c.Netns) {
+		bad("network namespace %q: expected a name under /run/netns", c.Netns)
+	}
+	macs := map[string]bool{}
+	for i, n := range c.NICs {
+		if (n.Socket == "") == (n.Tap == "") {
+			bad("NIC %d: expected either a socket or a TAP interface", i)
+		}
+		hw, err := net.ParseMAC(n.MAC)
+		switch {
+		case err != nil || len(hw) != 6:
+			bad("NIC %d: MAC %q: expected six bytes in hexadecimal", i, n.MAC)
+		case hw[0]&1 != 0:
+			bad("NIC %d: MAC %q is a group address", i, n.MAC)
+		case macs[hw.String()]:
+			bad("NIC %d: MAC %q is used twice", i, n.MAC)
+		default:
+			macs[hw.String()] = true
+		}
+		if n.MTU != 0 && (n.MTU < 68 || n.MTU > 65535) {
+			bad("NIC %d: MTU %d: expected 68 to 65535", i, n.MTU)
+		}
+		if strings.ContainsAny(n.IfName, ", /\t\n") || len(n.IfName) > 15 {
+			bad("NIC %d: interface name %q", i, n.IfName)
+		}
+		for _, a := range n.Addresses {
+			if !a.IsValid() {
+				bad("NIC %d: invalid address", i)
+			}
+		}
+	}
+	for _, w := range c.KernelArgs {
+		if strings.ContainsAny(w, " \t\n\"") {
+			bad("kernel argument %q: expected one word", w)
+		}
+	}
+	if len(errs) == 0 {
+		if n := len(c.cmdline()); n > 2047 {
+			bad("kernel command line of %d bytes: at most 2047 fit", n)
+		}
+	}
+	if len(errs) > 0 {
+		return fmt.Errorf("qemu: VM %q: %w", c.Name, errors.Join(errs...))
+	}
+	return nil
+}
+
+func validName(s string) bool {
+	if len(s) == 0 || len(s) > 63 {
+		return false
+	}
+	return strings.IndexFunc(s, func(r rune) bool {
+		return r != '-' && (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z')
+	}) < 0
+}
+
+func validNetns(s string) bool { return s != "." && s != ".." && !strings.ContainsAny(s, "/\x00") }
+
+// cmdline is the guest's kernel command line; vm-images/guest/files/usr/lib/vnicd/boot reads the vnicd.* words.
+func (c *Config) cmdline() string {
+	words := []string{"console=ttyS0", "quiet", "loglevel=4", "panic=-1", "net.ifnames=0", "vnicd.hostname=" + c.Name}
+	for _, n := range c.NICs {
+		hw, _ := net.ParseMAC(n.MAC)
+		w := "vnicd.net=" + hw.String()
+		if n.IfName != "" {
+			w += ",name=" + n.IfName
+		}
+		if n.MTU != 0 {
+			w += ",mtu=" + strconv.Itoa(n.MTU)
+		}
+		for _, a := range n.Addresses {
+			w += "," + a.String()
+		}
+		if n.Gateway.IsValid() {
+			w += ",gw=" + n.Gateway.String()
+		}
+		words = append(words, w)
+	}
+	return strings.Join(append(words, c.KernelArgs...), " ")
+}
+
+// Args is QEMU's command line without the program name. It is a pure function of a valid configuration.
+func (c *Config) Args() []string {
+	accel := c.Accel
+	if accel == "" {
+		accel = TCG
+	}
+	a := []string{"-name", c.Name, "-nodefaults", "-no-user-config", "-display", "none", "-M", MachineType}
+	a = append(a, accel.args()...)
+	a = append(a, "-smp", strconv.Itoa(max(c.CPUs, 1)))
+	a = append(a, MemoryArgs(c.memory())...)
+	a = append(a,
+		"-kernel", c.Images.Kernel, "-initrd", c.Images.Initrd, "-append", c.cmdline(),
+		// The image is shared by all VMs and never written: changes go to an unlinked overlay in Dir.
+		"-drive", fmt.Sprintf("file=%s,format=raw,if=none,id=disk,snapshot=on,cache=unsafe", escape(c.Images.Rootfs)),
+		"-device", "virtio-blk-pci,drive=disk,romfile=",
+		"-chardev", "file,id=console,path="+escape(c.console()),
+		"-serial", "chardev:console",
+		"-chardev", fmt.Sprintf("socket,id=qmp,path=%s,server=on,wait=off", escape(c.qmp())),
+		"-mon", "chardev=qmp,mode=control",
+		"-device", "virtio-serial-pci,romfile=",
+		"-chardev", fmt.Sprintf("socket,id=agent,path=%s,server=on,wait=off", escape(c.agent())),
+		"-device", "virtserialport,chardev=agent,name="+AgentPort,
+	)
+	if c.HostShare != "" {
+		a = append(a,
+			"-fsdev", fmt.Sprintf("local,id=host,path=%s,security_model=none,readonly=on", escape(c.HostShare)),
+			"-device", "virtio-9p-pci,fsdev=host,mount_tag=host,romfile=")
+	}
+	for i, n := range c.NICs {
+		id := fmt.Sprintf("nic%d", i)
+		hw, _ := net.ParseMAC(n.MAC)
+		if n.Tap != "" {
+			a = append(a, TapArgs(n.Tap, id, hw.String(), n.MTU)...)
+		} else {
+			a = append(a, NetArgs(n.Socket, id, hw.String(), n.MTU)...)
+		}
+	}
+	if c.HCA != nil {
+		a = append(a, HCAArgs(c.HCA.Socket, "hca0", c.HCA.Queues)...)
+	}
+	return append(a, c.ExtraArgs...)
+}

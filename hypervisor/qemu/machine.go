@@ -1,0 +1,396 @@
+// Package qemu starts and drives the VMs: command lines, processes, and commands inside the guest.
+//
+// A Machine owns one QEMU process, its monitor and its guest agent. QEMU is a child in the strict sense: it is killed by
+// the kernel when this process ends, however that happens. Whoever calls Boot must call Kill or Shutdown; both join
+// everything, are idempotent and may be called from several goroutines.
+//
+//	Boot ──▶ running ──(Shutdown, Kill, QEMU ends by itself)──▶ ended
+package qemu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/hypervisor/qmp"
+)
+
+// ErrEnded reports that the VM's process has ended.
+var ErrEnded = errors.New("the VM has ended")
+
+// Machine is a VM with its QEMU process.
+type Machine struct {
+	cfg  Config
+	proc *os.Process
+	done chan struct{} // closed when the process was reaped
+
+	exitErr error // written before done is closed
+
+	qmp   *qmp.Client
+	agent *agent
+
+	stopOnce sync.Once
+}
+
+// startTimeout bounds how long QEMU may take to open its sockets.
+const startTimeout = 60 * time.Second
+
+// Boot starts the VM and returns once QEMU runs its guest; WaitReady waits for the guest. On error nothing is left.
+// A QEMU that ends at once (a back end that refuses, an unknown device) is an error with QEMU's own message.
+func Boot(ctx context.Context, cfg Config) (*Machine, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	if err := cfg.checkHost(); err != nil {
+		return nil, err
+	}
+	for _, p := range []string{cfg.qmp(), cfg.agent(), cfg.console()} {
+		if err := os.Remove(p); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return nil, fmt.Errorf("qemu: VM %s: %w", cfg.Name, err)
+		}
+	}
+	m := &Machine{cfg: cfg, done: make(chan struct{})}
+	if err := m.spawn(); err != nil {
+		return nil, fmt.Errorf("qemu: VM %s: %w", cfg.Name, err)
+	}
+	if err := m.connect(ctx); err != nil {
+		m.Kill()
+		return nil, fmt.Errorf("qemu: VM %s: %w", cfg.Name, err)
+	}
+	return m, nil
+}
+
+// checkHost looks for what QEMU would complain about less clearly.
+func (c *Config) checkHost() error {
+	sockets := map[string]string{}
+	if c.HCA != nil {
+		sockets["HCA"] = c.HCA.Socket
+	}
+	for i, n := range c.NICs {
+		if n.Socket != "" {
+			sockets[fmt.Sprintf("NIC %d", i)] = n.Socket
+		}
+	}
+	for what, p := range sockets {
+		st, err := os.Stat(p)
+		if err != nil {
+			return fmt.Errorf("qemu: VM %s: vhost-user socket of the %s: %w (is vnicd running?)", c.Name, what, err)
+		}
+		if st.Mode()&os.ModeSocket == 0 {
+			return fmt.Errorf("qemu: VM %s: vhost-user socket of the %s: %s is no socket", c.Name, what, p)
+		}
+	}
+	if c.Netns != "" {
+		if _, err := os.Stat(filepath.Join("/run/netns", c.Netns)); err != nil {
+			return fmt.Errorf("qemu: VM %s: network namespace %q: %w", c.Name, c.Netns, err)
+		}
+	}
+	if st, err := os.Stat(c.Dir); err != nil {
+		return fmt.Errorf("qemu: VM %s: %w", c.Name, err)
+	} else if !st.IsDir() {
+		return fmt.Errorf("qemu: VM %s: %s is no directory", c.Name, c.Dir)
+	}
+	return nil
+}
+
+// spawn starts QEMU on an OS thread that then waits for it. The thread must live as long as the child, because the
+// parent-death signal is tied to the thread that forked; and it enters the namespace, so it can never be reused.
+func (m *Machine) spawn() error {
+	log, err := os.Create(m.logPath())
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command(m.cfg.Images.QEMU, m.cfg.Args()...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Env = append(os.Environ(), "TMPDIR="+m.cfg.Dir)
+	// A group of its own: the terminal's ^C is for the program that owns the VM, which then decides.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+
+	started := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		defer log.Close()
+		if m.cfg.Netns != "" {
+			if err := enterNetns(m.cfg.Netns); err != nil {
+				started <- err
+				return
+			}
+		}
+		if err := cmd.Start(); err != nil {
+			started <- err
+			return
+		}
+		m.proc = cmd.Process
+		started <- nil
+		m.exitErr = cmd.Wait()
+		close(m.done)
+	}()
+	return <-started
+}
+
+func enterNetns(name string) error {
+	f, err := os.Open(filepath.Join("/run/netns", name))
+	if err != nil {
+		return fmt.Errorf("network namespace: %w", err)
+	}
+	defer f.Close()
+	if err := unix.Setns(int(f.Fd()), unix.CLONE_NEWNET); err != nil {
+		return fmt.Errorf("entering network namespace %s: %w", name, err)
+	}
+	return nil
+}
+
+// connect attaches monitor and agent as soon as QEMU has opened their sockets.
+func (m *Machine) connect(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	conn, err := m.dial(ctx, m.cfg.agent())
+	if err != nil {
+		return err
+	}
+	m.agent = newAgent(conn)
+	// The monitor's socket stands before the agent's on the command line, so it is there by now; its greeting comes
+	// when the machine is complete.
+	m.qmp, err = qmp.Dial(ctx, m.cfg.qmp())
+	if err != nil {
+		// Most likely QEMU has just ended over one of its devices: then it says why.
+		select {
+		case <-m.done:
+			return m.ended()
+		case <-time.After(time.Second):
+		}
+		return err
+	}
+	return nil
+}
+
+func (m *Machine) dial(ctx context.Context, path string) (net.Conn, error) {
+	for {
+		conn, err := net.Dial("unix", path)
+		if err == nil {
+			return conn, nil
+		}
+		select {
+		case <-m.done:
+			return nil, m.ended()
+		case <-ctx.Done():
+			return nil, fmt.Errorf("waiting for %s: %w", path, ctx.Err())
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// ended explains the end of the process by its last words.
+func (m *Machine) ended() error {
+	text, _ := os.ReadFile(m.logPath())
+	words := strings.TrimSpace(tail(string(text), 1500))
+	if m.exitErr != nil {
+		return fmt.Errorf("%w: %v: %s", ErrEnded, m.exitErr, words)
+	}
+	return fmt.Errorf("%w: %s", ErrEnded, words)
+}
+
+func (m *Machine) logPath() string { return filepath.Join(m.cfg.Dir, "qemu.log") }
+
+// Name is the VM's name.
+func (m *Machine) Name() string { return m.cfg.Name }
+
+// PID is the process id of QEMU.
+func (m *Machine) PID() int { return m.proc.Pid }
+
+// Console is the path of the file that collects the guest's serial console.
+func (m *Machine) Console() string { return m.cfg.console() }
+
+// QMP is the VM's monitor, owned by the machine.
+func (m *Machine) QMP() *qmp.Client { return m.qmp }
+
+// Done is closed when QEMU has ended.
+func (m *Machine) Done() <-chan struct{} { return m.done }
+
+// WaitReady waits until the guest has booted and runs commands. A guest that does not come up is reported with the end
+// of its console.
+func (m *Machine) WaitReady(ctx context.Context) error {
+	err := m.agent.ready(ctx)
+	if err == nil {
+		return nil
+	}
+	if errors.Is(err, ErrAgentClosed) {
+		select {
+		case <-m.done:
+			err = m.ended()
+		case <-ctx.Done():
+		}
+	}
+	text, _ := os.ReadFile(m.Console())
+	return fmt.Errorf("qemu: VM %s is not ready: %w; console: %s", m.cfg.Name, err, tail(string(text), 1500))
+}
+
+// Exec runs a program in the guest and waits for it; a status other than 0 is in the result, not an error. When ctx
+// ends first, the command and its children are killed.
+func (m *Machine) Exec(ctx context.Context, argv ...string) (Result, error) {
+	return m.ExecCommand(ctx, Command{Argv: argv})
+}
+
+// ExecCommand is Exec with standard input and environment.
+func (m *Machine) ExecCommand(ctx context.Context, cmd Command) (Result, error) {
+	r, err := m.agent.exec(ctx, cmd)
+	return r, m.wrap(err)
+}
+
+// Shell runs a line of /bin/sh in the guest; otherwise like Exec.
+func (m *Machine) Shell(ctx context.Context, line string) (Result, error) {
+	return m.Exec(ctx, "/bin/sh", "-c", line)
+}
+
+// Run runs a line of /bin/sh and returns its standard output; a status other than 0 is an *ExitError.
+func (m *Machine) Run(ctx context.Context, line string) (string, error) {
+	r, err := m.Shell(ctx, line)
+	if err == nil && r.ExitCode != 0 {
+		err = m.wrap(&ExitError{Command: line, Result: r})
+	}
+	return r.Stdout, err
+}
+
+// Start starts a program in the guest and returns at once.
+func (m *Machine) Start(ctx context.Context, argv ...string) (*Process, error) {
+	p, err := m.agent.start(ctx, Command{Argv: argv})
+	return p, m.wrap(err)
+}
+
+// StartShell starts a line of /bin/sh in the guest and returns at once.
+func (m *Machine) StartShell(ctx context.Context, line string) (*Process, error) {
+	return m.Start(ctx, "/bin/sh", "-c", line)
+}
+
+// WriteFile creates or replaces a file in the guest.
+func (m *Machine) WriteFile(ctx context.Context, path string, data []byte) error {
+	return m.wrap(m.agent.writeFile(ctx, path, data))
+}
+
+// ReadFile reads a guest file of at most 64 MiB. Files under /proc and /sys are better read with Run: cat.
+func (m *Machine) ReadFile(ctx context.Context, path string) ([]byte, error) {
+	data, err := m.agent.readFile(ctx, path, 64<<20)
+	return data, m.wrap(err)
+}
+
+func (m *Machine) wrap(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("VM %s: %w", m.cfg.Name, err)
+}
+
+// Reboot lets the guest shut down in good order and waits until it is up again. Guest processes are lost.
+func (m *Machine) Reboot(ctx context.Context) error {
+	return m.restart(ctx, func() error { return m.poweroff(ctx, "reboot") })
+}
+
+// Reset restarts the guest without asking it and waits until it is up again.
+func (m *Machine) Reset(ctx context.Context) error {
+	return m.restart(ctx, func() error { return m.qmp.Reset(ctx) })
+}
+
+func (m *Machine) restart(ctx context.Context, act func() error) error {
+	events := m.qmp.Events()
+	for stale := true; stale; {
+		select {
+		case _, ok := <-events:
+			stale = ok
+		default:
+			stale = false
+		}
+	}
+	if err := act(); err != nil {
+		return m.wrap(err)
+	}
+	for {
+		select {
+		case e, ok := <-events:
+			if !ok {
+				return m.wrap(ErrEnded)
+			}
+			// Only from here on does an answering agent belong to the new life.
+			if e.Event == "RESET" {
+				return m.WaitReady(ctx)
+			}
+		case <-ctx.Done():
+			return m.wrap(fmt.Errorf("waiting for the guest to reset: %w", ctx.Err()))
+		}
+	}
+}
+
+// poweroff sends guest-shutdown, which has no reply when it succeeds.
+func (m *Machine) poweroff(ctx context.Context, mode string) error {
+	id, reply, err := m.agent.send(ctx, "guest-shutdown", map[string]string{"mode": mode})
+	if err != nil {
+		return err
+	}
+	defer m.agent.forget(id)
+	select {
+	case l := <-reply:
+		return decode("guest-shutdown", l, nil)
+	case <-time.After(200 * time.Millisecond):
+	case <-m.done:
+	case <-ctx.Done():
+	}
+	return nil
+}
+
+// Shutdown lets the guest shut down in good order and waits for QEMU to end. When ctx ends first, or the guest does not
+// take the order, the VM is killed and an error says so.
+func (m *Machine) Shutdown(ctx context.Context) error {
+	var err error
+	select {
+	case <-m.done:
+	default:
+		if err = m.poweroff(ctx, "powerdown"); err == nil {
+			select {
+			case <-m.done:
+			case <-ctx.Done():
+				err = fmt.Errorf("the guest did not shut down: %w", ctx.Err())
+			}
+		}
+	}
+	m.Kill()
+	return m.wrap(err)
+}
+
+// Kill ends QEMU with SIGKILL, as kill -9 would, and joins everything. Idempotent.
+func (m *Machine) Kill() {
+	m.stopOnce.Do(func() {
+		// Fails only if it has ended already.
+		_ = m.proc.Kill()
+		<-m.done
+		if m.agent != nil {
+			m.agent.close()
+		}
+		if m.qmp != nil {
+			_ = m.qmp.Close()
+		}
+	})
+	<-m.done
+}
+
+// Wait waits for QEMU to end by itself and returns how it did: nil for status 0.
+func (m *Machine) Wait(ctx context.Context) error {
+	select {
+	case <-m.done:
+		if m.exitErr != nil {
+			return m.wrap(m.ended())
+		}
+		return nil
+	case <-ctx.Done():
+		return m.wrap(ctx.Err())
+	}
+}

@@ -1,0 +1,116 @@
+package qemu
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// ErrNoDevice reports a QEMU that cannot create the HCA device.
+var ErrNoDevice = errors.New("QEMU lacks the device " + HCADevice)
+
+// Probe reports whether the given QEMU offers the generic vhost-user device; ErrNoDevice says which release has it.
+func Probe(ctx context.Context, qemu string) error {
+	out, err := exec.CommandContext(ctx, qemu, "-device", "help").Output()
+	if err != nil {
+		return fmt.Errorf("qemu: asking %s for its devices: %w", qemu, err)
+	}
+	if bytes.Contains(out, []byte(`"`+HCADevice+`"`)) {
+		return nil
+	}
+	version := "its version is unknown"
+	if v, err := exec.CommandContext(ctx, qemu, "--version").Output(); err == nil {
+		version, _, _ = strings.Cut(string(v), "\n")
+	}
+	return fmt.Errorf("qemu: %s: %w, which QEMU has from %s on (this one: %s); Debian's trixie-backports has such a QEMU, "+
+		"and vm-images/build qemu fetches it", qemu, ErrNoDevice, HCADeviceRelease, version)
+}
+
+// probeMessage is what vm-images/guest/initramfs-init prints when the kernel command line holds vnicd.probe.
+const probeMessage = "vnicd: kernel is up"
+
+// kvmProbeTime is how long a kernel may take under KVM to reach user space; it needs about one second where KVM works.
+const kvmProbeTime = 8 * time.Second
+
+// ProbeAccel says how to run guests here: KVM if a kernel really boots with it, else TCG. That /dev/kvm opens proves
+// nothing (it may be something else, or be nested in a way that hangs). The answer is kept in the cache until the host
+// reboots or QEMU or kernel change. The environment variable VNICD_ACCEL (tcg or kvm) overrides.
+func ProbeAccel(ctx context.Context, img *Images) (Accel, error) {
+	switch v := os.Getenv("VNICD_ACCEL"); v {
+	case "":
+	case string(TCG), string(KVM):
+		return Accel(v), nil
+	default:
+		return "", fmt.Errorf("qemu: VNICD_ACCEL=%q: expected %q or %q", v, TCG, KVM)
+	}
+	f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0)
+	if err != nil {
+		return TCG, nil
+	}
+	f.Close()
+
+	bootID, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("qemu: probing the accelerator: %w", err)
+	}
+	sum := sha256.Sum256([]byte(string(bootID) + "\x00" + img.QEMU + "\x00" + img.Kernel))
+	cached := filepath.Join(img.Cache, "accel-"+hex.EncodeToString(sum[:6]))
+	if b, err := os.ReadFile(cached); err == nil {
+		switch a := Accel(strings.TrimSpace(string(b))); a {
+		case TCG, KVM:
+			return a, nil
+		}
+	}
+	answer := TCG
+	if err := bootProbe(ctx, img, KVM, kvmProbeTime); err == nil {
+		answer = KVM
+	} else if ctx.Err() != nil {
+		return "", fmt.Errorf("qemu: probing the accelerator: %w", ctx.Err())
+	}
+	// Written in one step: several probes may run at once. Without the cache the next run probes again, that is all.
+	tmp := fmt.Sprintf("%s.%d", cached, os.Getpid())
+	if err := os.WriteFile(tmp, []byte(answer+"\n"), 0o644); err == nil {
+		_ = os.Rename(tmp, cached)
+	}
+	return answer, nil
+}
+
+// bootProbe boots the guest's kernel as far as its initramfs.
+func bootProbe(ctx context.Context, img *Images, accel Accel, limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	args := []string{"-nodefaults", "-no-user-config", "-display", "none", "-M", "q35", "-m", "256M", "-no-reboot",
+		"-kernel", img.Kernel, "-initrd", img.Initrd, "-append", "console=ttyS0 quiet panic=-1 vnicd.probe",
+		"-chardev", "stdio,id=c", "-serial", "chardev:c"}
+	cmd := exec.CommandContext(ctx, img.QEMU, append(args, accel.args()...)...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = time.Second
+	var out []byte
+	var err error
+	finished := make(chan struct{})
+	go func() {
+		// The parent-death signal is tied to this thread; see Machine.spawn.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		defer close(finished)
+		out, err = cmd.CombinedOutput()
+	}()
+	<-finished
+	if bytes.Contains(out, []byte(probeMessage)) {
+		return nil
+	}
+	if ctx.Err() != nil {
+		err = ctx.Err()
+	}
+	return fmt.Errorf("no kernel booted with %s: %w: %s", accel, err, tail(string(out), 500))
+}

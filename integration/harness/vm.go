@@ -1,0 +1,164 @@
+package harness
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+)
+
+// BootTimeout is how long a guest may take from start to its first command: 6 s under emulation on an idle machine.
+const BootTimeout = 3 * time.Minute
+
+// Env is what booting VMs needs: artifacts, accelerator, source tree and a scratch directory.
+type Env struct {
+	Root    string // source tree
+	Builder *qemu.Builder
+	Images  *qemu.Images
+	Accel   qemu.Accel
+	Dir     string // short path under the system's temporary directory, holds sockets and logs
+}
+
+// Prepare finds the images, building what is missing, and probes the accelerator. Progress goes to log (may be nil).
+func Prepare(ctx context.Context, log io.Writer) (*Env, error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("harness: VMs with network namespaces need root")
+	}
+	script, err := qemu.FindScript(".")
+	if err != nil {
+		return nil, err
+	}
+	e := &Env{Root: filepath.Dir(filepath.Dir(script)), Builder: &qemu.Builder{Script: script, Log: log}}
+	if e.Images, err = e.Builder.Build(ctx); err != nil {
+		return nil, err
+	}
+	if err := qemu.Probe(ctx, e.Images.QEMU); err != nil {
+		return nil, err
+	}
+	if e.Accel, err = qemu.ProbeAccel(ctx, e.Images); err != nil {
+		return nil, err
+	}
+	if e.Dir, err = os.MkdirTemp("", "vnicd-"); err != nil {
+		return nil, err
+	}
+	return e, nil
+}
+
+// Close removes the scratch directory, logs included.
+func (e *Env) Close() error { return os.RemoveAll(e.Dir) }
+
+// Module compiles guestdrv/linux for the guest's kernel and returns the directory that holds vnicd.ko. Given to a VM as
+// HostShare, the module is /host/vnicd.ko there.
+func (e *Env) Module(ctx context.Context) (string, error) {
+	out := filepath.Join(e.Dir, "module")
+	if err := e.Builder.Module(ctx, filepath.Join(e.Root, "guestdrv", "linux"), out); err != nil {
+		return "", err
+	}
+	return out, nil
+}
+
+// Boot starts a VM and waits until it runs commands. Images and accelerator are filled in, and a directory
+// Dir/NAME unless one is given. On error nothing runs any more.
+func (e *Env) Boot(ctx context.Context, cfg qemu.Config) (*qemu.Machine, error) {
+	cfg.Images = e.Images
+	if cfg.Accel == "" {
+		cfg.Accel = e.Accel
+	}
+	if cfg.Dir == "" {
+		cfg.Dir = filepath.Join(e.Dir, cfg.Name)
+		if err := os.MkdirAll(cfg.Dir, 0o755); err != nil {
+			return nil, err
+		}
+	}
+	m, err := qemu.Boot(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, BootTimeout)
+	defer cancel()
+	if err := m.WaitReady(ctx); err != nil {
+		m.Kill()
+		return nil, err
+	}
+	return m, nil
+}
+
+// BootAll boots several VMs at once; all or none.
+func (e *Env) BootAll(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine, error) {
+	ms := make([]*qemu.Machine, len(cfgs))
+	errs := make([]error, len(cfgs))
+	var wg sync.WaitGroup
+	for i := range cfgs {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			ms[i], errs[i] = e.Boot(ctx, cfgs[i])
+		}()
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		for _, m := range ms {
+			if m != nil {
+				m.Kill()
+			}
+		}
+		return nil, err
+	}
+	return ms, nil
+}
+
+// LoadModule loads a kernel module file in the guest after the RDMA stack it builds on. There is no udev in the guest,
+// so the user-space interfaces (uverbs, rdma_cm, umad) are loaded here too.
+func LoadModule(ctx context.Context, m *qemu.Machine, file string, params ...string) error {
+	_, err := m.Run(ctx, "modprobe -a ib_uverbs rdma_ucm ib_umad && insmod "+file+" "+strings.Join(params, " "))
+	return err
+}
+
+// AddRXE makes a Linux SoftRoCE device on a guest's interface.
+func AddRXE(ctx context.Context, m *qemu.Machine, name, ifname string) error {
+	_, err := m.Run(ctx, fmt.Sprintf("modprobe -a ib_uverbs rdma_ucm ib_umad rdma_rxe && rdma link add %s type rxe netdev %s", name, ifname))
+	return err
+}
+
+// WaitGuest waits until a shell condition holds in the guest. The loop runs there, so it costs no round trips.
+func WaitGuest(ctx context.Context, m *qemu.Machine, cond string) error {
+	if _, err := m.Run(ctx, "until { "+cond+" ; } >/dev/null 2>&1; do sleep 0.05; done"); err != nil {
+		return fmt.Errorf("waiting for %q: %w", cond, err)
+	}
+	return nil
+}
+
+// complaint matches what a kernel prints when something in it went wrong.
+var complaint = regexp.MustCompile(`\b(WARNING:|BUG:|Oops|general protection fault|[Kk]ernel panic|Call Trace:|` +
+	`refcount_t:|UBSAN:|KASAN:|KCSAN:|INFO: task .* blocked|soft lockup|rcu: INFO|unregister_netdevice: waiting|leaked|Tainted: .*W)`)
+
+// KernelLog is the guest's kernel log.
+func KernelLog(ctx context.Context, m *qemu.Machine) (string, error) { return m.Run(ctx, "dmesg") }
+
+// KernelComplaints returns the lines of the guest's kernel log that report a defect, empty when there is none.
+func KernelComplaints(ctx context.Context, m *qemu.Machine) ([]string, error) {
+	text, err := KernelLog(ctx, m)
+	if err != nil {
+		return nil, err
+	}
+	return Complaints(text), nil
+}
+
+// Complaints picks the lines that report a defect out of a kernel log or console log.
+func Complaints(log string) []string {
+	var bad []string
+	for l := range strings.Lines(log) {
+		if complaint.MatchString(l) {
+			bad = append(bad, strings.TrimRight(l, "\n"))
+		}
+	}
+	return bad
+}

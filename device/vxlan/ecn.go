@@ -1,0 +1,52 @@
+package vxlan
+
+import "encoding/binary"
+
+// Codepoints of the ECN field (RFC 3168).
+const (
+	ecnMask = 3
+	ecnNot  = 0 // not ECN-capable
+	ecnCE   = 3 // congestion experienced
+)
+
+// outerTOS is the outer header's traffic class: our DSCP for RoCE (MT-8), best effort for the rest, and the
+// inner ECN field (RFC 6040, section 4.1, normal mode).
+func outerTOS(fl flow, dscp uint8) uint8 {
+	tos := fl.tos & ecnMask
+	if fl.roce {
+		tos |= dscp << 2
+	}
+	return tos
+}
+
+// decapECN combines the outer ECN field with the inner header's (RFC 6040, section 4.2): a congestion mark on the outer
+// header goes over to the inner one. It returns false when the frame must be dropped: congestion was marked on a flow
+// that would not understand the mark. Only the sole owner of the frame may call this, before anybody else sees it.
+func decapECN(f []byte, outer uint8) bool {
+	if outer&ecnMask != ecnCE {
+		return true
+	}
+	fl := classify(f)
+	if fl.ip == 0 {
+		return true // nothing to mark
+	}
+	switch fl.tos & ecnMask {
+	case ecnNot:
+		return false
+	case ecnCE:
+		return true
+	}
+	p := f[fl.ip:]
+	if p[0]>>4 == 6 {
+		p[1] |= ecnCE << 4 // the low half of the traffic class is the high half of this byte
+		return true
+	}
+	// RFC 1624: HC' = ~(~HC + ~m + m') over the 16-bit word that changed.
+	old := binary.BigEndian.Uint16(p)
+	p[1] |= ecnCE
+	sum := uint32(^binary.BigEndian.Uint16(p[10:])) + uint32(^old) + uint32(binary.BigEndian.Uint16(p))
+	sum = sum&0xffff + sum>>16
+	sum = sum&0xffff + sum>>16
+	binary.BigEndian.PutUint16(p[10:], ^uint16(sum))
+	return true
+}

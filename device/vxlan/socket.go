@@ -1,0 +1,209 @@
+package vxlan
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	rcvBuf = 8 << 20
+	sndBuf = 4 << 20
+
+	// Source ports come from the dynamic range (RFC 7348, section 5; RFC 6335).
+	firstPort = 49152
+	lastPort  = 65535
+)
+
+// sockAddr makes the address that bind takes.
+func sockAddr(a netip.AddrPort) (unix.Sockaddr, error) {
+	if a.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}, nil
+	}
+	scope, err := scopeOf(a.Addr())
+	if err != nil {
+		return nil, err
+	}
+	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16(), ZoneId: scope}, nil
+}
+
+// scopeOf returns the interface index of a link-local address' zone, 0 = none.
+func scopeOf(a netip.Addr) (uint32, error) {
+	if a.Zone() == "" {
+		return 0, nil
+	}
+	link, err := netlink.LinkByName(a.Zone())
+	if err != nil {
+		return 0, fmt.Errorf("vxlan: address %v: interface %q: %w", a, a.Zone(), err)
+	}
+	return uint32(link.Attrs().Index), nil
+}
+
+type option struct {
+	level, opt, value int
+	name              string
+}
+
+// openSocket makes a UDP socket with everything set but its address.
+func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
+	family := unix.AF_INET
+	opts := []option{
+		// DF; the kernel refuses what is too large with EMSGSIZE instead of fragmenting (RFC 7348, section 4.3).
+		{unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO, "IP_MTU_DISCOVER"},
+		{unix.IPPROTO_IP, unix.IP_RECVTOS, 1, "IP_RECVTOS"},
+		// Checksum zero: the inner frame has its own (RFC 7348, section 5).
+		{unix.SOL_SOCKET, unix.SO_NO_CHECK, 1, "SO_NO_CHECK"},
+	}
+	if local.Is6() {
+		family = unix.AF_INET6
+		zero := 0
+		if zeroChecksum6 {
+			zero = 1
+		}
+		opts = []option{
+			{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1, "IPV6_V6ONLY"},
+			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER"},
+			{unix.IPPROTO_IPV6, unix.IPV6_DONTFRAG, 1, "IPV6_DONTFRAG"},
+			{unix.IPPROTO_IPV6, unix.IPV6_RECVTCLASS, 1, "IPV6_RECVTCLASS"},
+			// RFC 6935 allows zero for tunnels: accept it, send it only if asked to.
+			{unix.SOL_UDP, unix.UDP_NO_CHECK6_RX, 1, "UDP_NO_CHECK6_RX"},
+			{unix.SOL_UDP, unix.UDP_NO_CHECK6_TX, zero, "UDP_NO_CHECK6_TX"},
+		}
+	}
+	fd, err = unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
+	if err != nil {
+		return -1, fmt.Errorf("vxlan: socket: %w", err)
+	}
+	for _, o := range opts {
+		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
+			unix.Close(fd)
+			return -1, fmt.Errorf("vxlan: setsockopt %s: %w", o.name, err)
+		}
+	}
+	return fd, nil
+}
+
+// setBuffer asks for a large buffer, beyond the system's limit if privileged.
+func setBuffer(fd, force, plain, size int) {
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, force, size) != nil {
+		// As large as net.core.[rw]mem_max allows; the kernel clamps and does not fail.
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, plain, size)
+	}
+}
+
+// openReceivers makes n sockets that share local through SO_REUSEPORT, so that the kernel spreads flows over loops.
+func openReceivers(local netip.AddrPort, n int) (fds []int, err error) {
+	defer func() {
+		if err != nil {
+			closeAll(fds)
+			fds = nil
+		}
+	}()
+	sa, err := sockAddr(local)
+	if err != nil {
+		return nil, err
+	}
+	// SO_REUSEPORT would let another daemon of the same user in on the port, and each would get half of the frames.
+	// A socket without it finds out.
+	probe, err := openSocket(local.Addr(), false)
+	if err != nil {
+		return nil, err
+	}
+	err = unix.Bind(probe, sa)
+	unix.Close(probe)
+	if err != nil {
+		return nil, bindError(local, err)
+	}
+	for range n {
+		fd, err := openSocket(local.Addr(), false)
+		if err != nil {
+			return fds, err
+		}
+		fds = append(fds, fd)
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
+			return fds, fmt.Errorf("vxlan: setsockopt SO_REUSEPORT: %w", err)
+		}
+		setBuffer(fd, unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, rcvBuf)
+		if err := unix.Bind(fd, sa); err != nil {
+			return fds, bindError(local, err)
+		}
+	}
+	return fds, nil
+}
+
+func bindError(local netip.AddrPort, err error) error {
+	switch {
+	case errors.Is(err, unix.EADDRINUSE):
+		return fmt.Errorf("vxlan: UDP %v is in use (another daemon, or a kernel vxlan device?): %w", local, err)
+	case errors.Is(err, unix.EADDRNOTAVAIL):
+		return fmt.Errorf("vxlan: %v is not an address of this host: %w", local.Addr(), err)
+	}
+	return fmt.Errorf("vxlan: bind UDP %v: %w", local, err)
+}
+
+// openSender makes a socket for sending only, on some port of the dynamic range. Whatever somebody sends to it
+// is filtered out before it is queued.
+func openSender(local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err error) {
+	fd, err = openSocket(local, zeroChecksum6)
+	if err != nil {
+		return -1, 0, err
+	}
+	setBuffer(fd, unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sndBuf)
+	filter := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
+		unix.Close(fd)
+		return -1, 0, fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
+	}
+	const tries = 64
+	for range tries {
+		port = uint16(firstPort + rand.IntN(lastPort-firstPort+1))
+		var sa unix.Sockaddr
+		if sa, err = sockAddr(netip.AddrPortFrom(local, port)); err != nil {
+			break
+		}
+		if err = unix.Bind(fd, sa); err == nil {
+			return fd, port, nil
+		}
+		if !errors.Is(err, unix.EADDRINUSE) {
+			break
+		}
+	}
+	unix.Close(fd)
+	return -1, 0, fmt.Errorf("vxlan: no source port of %v from %d up: %w", local, firstPort, err)
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+}
+
+// underlayMTU returns the MTU of the interface that has the address, and its name.
+func underlayMTU(local netip.Addr) (mtu int, dev string, err error) {
+	family := netlink.FAMILY_V4
+	if local.Is6() {
+		family = netlink.FAMILY_V6
+	}
+	addrs, err := netlink.AddrList(nil, family)
+	if err != nil {
+		return 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
+	}
+	for _, a := range addrs {
+		ip, ok := netip.AddrFromSlice(a.IP)
+		if !ok || ip.Unmap() != local.WithZone("") {
+			continue
+		}
+		link, err := netlink.LinkByIndex(a.LinkIndex)
+		if err != nil {
+			return 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
+		}
+		if local.Zone() == "" || local.Zone() == link.Attrs().Name {
+			return link.Attrs().MTU, link.Attrs().Name, nil
+		}
+	}
+	return 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
+}

@@ -1,0 +1,58 @@
+package vxlan
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/vnicd/vnicd/device/lfe"
+)
+
+// PeerStatus is one peer of one network.
+type PeerStatus struct {
+	Addr   netip.Addr `json:"addr"`
+	Remote lfe.Remote `json:"remote"` // the number in the forwarding table's entries
+	Learnt bool       `json:"learnt,omitempty"`
+}
+
+// NetworkStatus is one network of a VTEP.
+type NetworkStatus struct {
+	VNI   uint32       `json:"vni"`
+	Name  string       `json:"name"`
+	Learn bool         `json:"learn_peers,omitempty"`
+	Peers []PeerStatus `json:"peers"`
+}
+
+// Status is a snapshot of a VTEP for `vnicd status`. What the tunnel port of a network dropped is in that network's
+// own status; Totals has what belongs to none.
+type Status struct {
+	Local       netip.Addr      `json:"local"`
+	Port        uint16          `json:"port"`
+	Device      string          `json:"device"`
+	MTU         int             `json:"mtu"` // for tenants
+	SourcePorts []uint16        `json:"source_ports"`
+	Networks    []NetworkStatus `json:"networks"`
+	lfe.Totals
+}
+
+// Status returns a snapshot.
+func (vt *VTEP) Status() Status {
+	vt.mu.Lock()
+	defer vt.mu.Unlock()
+	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals()}
+	for _, t := range vt.tx {
+		if t != nil {
+			for _, k := range t.socks {
+				s.SourcePorts = append(s.SourcePorts, k.port)
+			}
+		}
+	}
+	for vni, p := range *vt.nets.Load() {
+		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn}
+		for _, x := range p.peers.Load().list {
+			n.Peers = append(n.Peers, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt})
+		}
+		s.Networks = append(s.Networks, n)
+	}
+	slices.SortFunc(s.Networks, func(a, b NetworkStatus) int { return int(a.VNI) - int(b.VNI) })
+	return s
+}

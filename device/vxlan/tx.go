@@ -1,0 +1,144 @@
+package vxlan
+
+import (
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+)
+
+// txBatch is how many datagrams one socket sends with one call.
+const txBatch = 64
+
+// sender is the sending half of one loop.
+type sender struct {
+	vt    *VTEP
+	l     *engine.Loop
+	hook  *engine.Hook
+	socks []*txSocket
+	dirty []*txSocket // those with something to send
+}
+
+// txSocket is one source port and its batch. Segmentation offload (UDP_SEGMENT) will merge neighbours for the same
+// peer here, in flush: they are in order already.
+type txSocket struct {
+	fd    int
+	port  uint16
+	n     int
+	msgs  [txBatch]mmsghdr
+	iovs  [txBatch][2]unix.Iovec
+	ctrls [txBatch]control
+	bufs  [txBatch]*packet.Buf // one reference each
+	ports [txBatch]*port
+	peers [txBatch]*peer // keeps the address that msgs points to
+}
+
+func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
+	s := &sender{vt: vt, l: l}
+	for range vt.cfg.SourcePorts {
+		fd, port, err := openSender(vt.cfg.Local, vt.cfg.ZeroChecksum6)
+		if err != nil {
+			for _, k := range s.socks {
+				unix.Close(k.fd)
+			}
+			return nil, err
+		}
+		k := &txSocket{fd: fd, port: port}
+		for i := range k.msgs {
+			k.msgs[i].setIov(k.iovs[i][:])
+		}
+		s.socks = append(s.socks, k)
+	}
+	s.dirty = make([]*txSocket, 0, len(s.socks))
+	s.hook = l.AtFlush(s.flush, engine.Name("vxlan send"))
+	return s, nil
+}
+
+// push appends a frame to the batch of its flow's socket.
+func (s *sender) push(b *packet.Buf, p *port, x *peer, fl flow) {
+	k := s.socks[uint64(fl.hash)*uint64(len(s.socks))>>32]
+	if k.n == 0 {
+		s.dirty = append(s.dirty, k)
+	}
+	i := k.n
+	b.Ref()
+	k.bufs[i], k.ports[i], k.peers[i] = b, p, x
+	m := &k.msgs[i]
+	m.setName(&x.raw, x.rawLen)
+	setIovec(&k.iovs[i][0], p.header[:])
+	setIovec(&k.iovs[i][1], b.Bytes())
+	tos := outerTOS(fl, s.vt.dscp)
+	if tos != 0 {
+		k.ctrls[i].putTOS(tos, s.vt.v6)
+	}
+	m.setControl(&k.ctrls[i], tos != 0)
+	if k.n++; k.n == txBatch {
+		s.send(k) // stays on the dirty list, empty
+	}
+}
+
+// flush sends all batches; it runs at the end of each iteration of the loop.
+func (s *sender) flush() {
+	for i, k := range s.dirty {
+		s.send(k)
+		s.dirty[i] = nil
+	}
+	s.dirty = s.dirty[:0]
+}
+
+// send hands one socket's batch to the kernel and gives up the references, whatever becomes of the frames.
+func (s *sender) send(k *txSocket) {
+	for done := 0; done < k.n; {
+		n, errno := sendmmsg(k.fd, k.msgs[done:k.n])
+		switch errno {
+		case 0:
+			for i := done; i < done+n; i++ {
+				s.vt.Counters.Out(s.l, k.bufs[i].Len())
+			}
+			done += n
+			if n == 0 { // cannot be; never loop for ever on it
+				s.drop(k, done, k.n, lfe.SendError)
+				done = k.n
+			}
+		case unix.EINTR:
+		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
+			s.drop(k, done, k.n, lfe.QueueFull)
+			done = k.n
+		default:
+			// The error is that of the first datagram; the others may fare better.
+			s.drop(k, done, done+1, sendReason(errno))
+			done++
+		}
+	}
+	for i := range k.n {
+		k.bufs[i].Free()
+		k.bufs[i], k.ports[i], k.peers[i] = nil, nil, nil
+	}
+	k.n = 0
+}
+
+func sendReason(errno unix.Errno) lfe.Reason {
+	switch errno {
+	case unix.EMSGSIZE:
+		return lfe.UnderlayTooBig
+	case unix.ENETUNREACH, unix.EHOSTUNREACH, unix.ENETDOWN, unix.EHOSTDOWN, unix.ECONNREFUSED:
+		return lfe.Unreachable
+	}
+	return lfe.SendError
+}
+
+func (s *sender) drop(k *txSocket, from, to int, r lfe.Reason) {
+	for i := from; i < to; i++ {
+		k.ports[i].att.Counters.Drop(s.l, r, 1)
+	}
+}
+
+// stop sends what is batched and closes the sockets. No Deliver runs any more.
+func (s *sender) stop() {
+	s.l.Do(s.flush)
+	s.hook.Close()
+	for _, k := range s.socks {
+		unix.Close(k.fd)
+	}
+}

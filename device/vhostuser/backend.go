@@ -1,0 +1,88 @@
+package vhostuser
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+)
+
+// backend is the channel on which the back end speaks first. It sends without
+// ever waiting: notices may come from a loop.
+type backend struct {
+	offered bool // the device has a configuration space
+
+	mu      sync.Mutex
+	fd      int // valid if open
+	open    bool
+	closed  bool
+	pending bool // a change that could not be told yet
+}
+
+// set takes over fd, a connected stream socket.
+func (b *backend) set(fd int, log hclog.Logger) error {
+	domain, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN)
+	if err == nil {
+		var typ int
+		typ, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE)
+		if err == nil && (domain != unix.AF_UNIX || typ != unix.SOCK_STREAM) {
+			err = fmt.Errorf("domain %d type %d", domain, typ)
+		}
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return protoErr("back-end channel is no Unix stream socket: %v", err)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.open {
+		_ = unix.Close(b.fd)
+	}
+	b.fd, b.open = fd, true
+	if b.pending {
+		b.sendLocked(log)
+	}
+	return nil
+}
+
+func (b *backend) configChanged(log hclog.Logger) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed || !b.offered {
+		return
+	}
+	if !b.open {
+		b.pending = true
+		return
+	}
+	b.sendLocked(log)
+}
+
+func (b *backend) sendLocked(log hclog.Logger) {
+	msg := Header{Request: BackendConfigChange, Flags: FlagVersion}.Append(nil)
+	err := unix.Sendto(b.fd, msg, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, nil)
+	switch {
+	case err == nil:
+		b.pending = false
+	case errors.Is(err, unix.EAGAIN):
+		// The front end has not read the notices before this one; they make it
+		// look at the configuration, and it will find this change too.
+		b.pending = false
+	default:
+		log.Warn("front end's back-end channel failed", "error", err)
+		_ = unix.Close(b.fd)
+		b.open = false
+	}
+}
+
+func (b *backend) close() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.closed = true
+	if b.open {
+		_ = unix.Close(b.fd)
+		b.open = false
+	}
+}

@@ -1,0 +1,155 @@
+package vhostuser
+
+import (
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+)
+
+// mapped is a region that the host driver has, and the file it came from.
+type mapped struct {
+	Region
+	file fileID
+}
+
+func fileOf(fd int) (fileID, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fileID{}, fmt.Errorf("memory file: %w", err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return fileID{}, protoErr("memory file has mode %#o, want a regular file", st.Mode)
+	}
+	return fileID{st.Dev, st.Ino}, nil
+}
+
+// setMemTable replaces the memory. Regions that both tables have (same place,
+// same file) are left in use, so rings and work queues in them run on; a front
+// end sends the whole table for each change of a part. Rings in withdrawn
+// memory are stopped first and started again if the new table has them.
+func (se *session) setMemTable(m *Message) error {
+	table, err := ParseMemTable(m.Body, len(m.FDs))
+	if err != nil {
+		return err
+	}
+	next := make([]mapped, len(table))
+	for i, r := range table {
+		id, err := fileOf(m.FDs[i])
+		if err != nil {
+			return err
+		}
+		next[i] = mapped{r, id}
+	}
+	// Everything that can be checked has been; now change, old before new,
+	// since a region may take another's place.
+	old := slices.Clone(se.regions)
+	removed := false
+	for _, r := range old {
+		if !slices.Contains(next, r) {
+			if err := se.withdraw(r); err != nil {
+				return err
+			}
+			removed = true
+		}
+	}
+	for i, r := range next {
+		if slices.Contains(se.regions, r) {
+			continue
+		}
+		if err := se.admit(r, m.FDs[i]); err != nil {
+			return se.undo(old, removed, err)
+		}
+	}
+	se.startReady()
+	return nil
+}
+
+// undo returns to the table before a failed change, if that is possible: what
+// was withdrawn cannot be had back without its file, and a device that lost
+// memory unnoticed is worse than a closed connection.
+func (se *session) undo(old []mapped, removed bool, cause error) error {
+	if removed {
+		return fmt.Errorf("memory table half changed, cannot go on: %w", cause)
+	}
+	for _, r := range slices.Clone(se.regions) {
+		if !slices.Contains(old, r) {
+			if err := se.withdraw(r); err != nil {
+				return err
+			}
+		}
+	}
+	return fmt.Errorf("%w: %w", errRefused, cause)
+}
+
+func (se *session) addMemReg(m *Message) error {
+	r, err := ParseMemReg(m.Body)
+	if err != nil {
+		return err
+	}
+	id, err := fileOf(m.FDs[0])
+	if err != nil {
+		return err
+	}
+	if len(se.regions) >= MaxMemSlots {
+		return refuse("memory region at PA %#x: %d regions are there, want at most %d", r.GuestPA, len(se.regions), MaxMemSlots)
+	}
+	for _, o := range se.regions {
+		if r.overlaps(o.Region) {
+			return refuse("memory region PA %#x size %#x user address %#x overlaps the one at PA %#x size %#x user address %#x",
+				r.GuestPA, r.Size, r.UserAddr, o.GuestPA, o.Size, o.UserAddr)
+		}
+	}
+	if err := se.admit(mapped{r, id}, m.FDs[0]); err != nil {
+		return fmt.Errorf("%w: %w", errRefused, err)
+	}
+	se.startReady()
+	return nil
+}
+
+func (se *session) remMemReg(m *Message) error {
+	r, err := ParseMemReg(m.Body)
+	if err != nil {
+		return err
+	}
+	for _, o := range se.regions {
+		// "Identified by its guest address, user address and size."
+		if o.GuestPA == r.GuestPA && o.UserAddr == r.UserAddr && o.Size == r.Size {
+			return se.withdraw(o)
+		}
+	}
+	return refuse("no memory region at PA %#x, size %#x, user address %#x", r.GuestPA, r.Size, r.UserAddr)
+}
+
+// admit maps a region. fd stays the caller's.
+func (se *session) admit(r mapped, fd int) error {
+	err := se.mem.AddSlot(hostdriver.Slot{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, FD: fd, Offset: r.Offset})
+	if err != nil {
+		return err
+	}
+	se.regions = append(se.regions, r)
+	return nil
+}
+
+// withdraw stops the rings that lie in a region and unmaps it; the host driver
+// waits until nobody uses it any more (EP-3).
+func (se *session) withdraw(r mapped) error {
+	for i := range se.rings {
+		if se.rings[i].q == nil {
+			continue
+		}
+		for _, a := range se.rings[i].areas {
+			if uint64(a.pa) < r.GuestPA+r.Size && r.GuestPA < uint64(a.pa)+a.n {
+				se.stop(i)
+				break
+			}
+		}
+	}
+	if err := se.mem.RemoveSlot(r.GuestPA, r.Size, r.UserAddr); err != nil {
+		return err
+	}
+	se.regions = slices.DeleteFunc(se.regions, func(o mapped) bool { return o == r })
+	return nil
+}

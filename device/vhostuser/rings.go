@@ -1,0 +1,266 @@
+package vhostuser
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// controlSlot is the epoch reader slot of connections' goroutines (EP-1). Loops
+// count from 0.
+const controlSlot = 15
+
+// ring is what a front end has said about one virtqueue.
+//
+//	          complete: size, address in memory,
+//	          kick seen, enabled, features accepted
+//	stopped ──────────────────────────────────────────▶ running (q != nil)
+//	   ▲                                                   │
+//	   └───────────────────────────────────────────────────┘
+//	    GET_VRING_BASE, disabled, reset, memory withdrawn
+//
+// vhost-user lets a ring be started and yet disabled; such a ring is not handed
+// to the device at all, so buffers stay in it until it is enabled.
+type ring struct {
+	num     uint32 // 0: not said
+	base    uint16
+	addr    VringAddr
+	hasAddr bool
+	started bool // SET_VRING_KICK came and GET_VRING_BASE has not
+	enabled bool
+	kick    int // -1: none
+	call    *virtq.Notifier
+	err     *virtq.Notifier
+
+	q     *virtq.Queue // set while the device has it
+	areas [3]area      // of q, in guest memory
+}
+
+type area struct {
+	pa translate.PA
+	n  uint64
+}
+
+func (r *ring) init() {
+	*r = ring{kick: -1, call: virtq.NewNotifier(), err: virtq.NewNotifier()}
+}
+
+// reset forgets what describes the ring, not whom to notify.
+func (r *ring) reset() {
+	r.dropKick()
+	*r = ring{kick: -1, call: r.call, err: r.err}
+}
+
+func (r *ring) close() {
+	r.dropKick()
+	r.call.Close()
+	r.err.Close()
+}
+
+func (r *ring) dropKick() {
+	if r.kick >= 0 {
+		_ = unix.Close(r.kick)
+		r.kick = -1
+	}
+	r.started = false
+}
+
+// ring looks up a ring by the index in a message.
+func (se *session) ring(i uint32) (*ring, error) {
+	if uint64(i) >= uint64(len(se.rings)) {
+		return nil, protoErr("ring %d, device has %d", i, len(se.rings))
+	}
+	return &se.rings[i], nil
+}
+
+func (se *session) vringState(req Request, r *ring, s VringState) ([]byte, error) {
+	i := int(s.Index)
+	switch req {
+	case ReqSetVringNum:
+		if s.Num == 0 || s.Num > virtq.MaxSize || s.Num&(s.Num-1) != 0 {
+			return nil, protoErr("ring %d: %d entries, want a power of two up to %d", i, s.Num, virtq.MaxSize)
+		}
+		if r.q != nil && s.Num != r.num {
+			return nil, protoErr("ring %d: size changes while it runs", i)
+		}
+		r.num = s.Num
+	case ReqSetVringBase:
+		if s.Num > 0xffff {
+			return nil, protoErr("ring %d: base %#x, want 16 bits", i, s.Num)
+		}
+		if r.q != nil {
+			return nil, protoErr("ring %d: base set while it runs", i)
+		}
+		r.base = uint16(s.Num)
+	case ReqGetVringBase:
+		se.stop(i)
+		r.dropKick()
+		return VringState{Index: s.Index, Num: uint32(r.base)}.Append(nil), nil
+	case ReqSetVringEnable:
+		if s.Num > 1 {
+			return nil, protoErr("ring %d: enable value %d, want 0 or 1", i, s.Num)
+		}
+		r.enabled = s.Num == 1
+		if !se.isEnabled(r) {
+			se.stop(i)
+			return nil, nil
+		}
+	}
+	return nil, se.start(i)
+}
+
+// isEnabled: without PROTOCOL_FEATURES rings have no disabled state.
+func (se *session) isEnabled(r *ring) bool {
+	return r.enabled || se.features&FeatureProtocolFeatures == 0
+}
+
+func (se *session) setVringAddr(r *ring, a VringAddr) error {
+	i := int(a.Index)
+	if r.q != nil && a != r.addr {
+		se.stop(i)
+	}
+	r.addr, r.hasAddr = a, true
+	return se.start(i)
+}
+
+func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
+	i, fd := int(f.Index), -1
+	if !f.NoFD {
+		fd = m.FDs[0]
+		if err := checkEventFD(fd); err != nil {
+			return fmt.Errorf("ring %d: %w", i, err)
+		}
+	}
+	switch m.Request {
+	case ReqSetVringCall:
+		if err := r.call.Set(fd); err != nil {
+			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
+		}
+		// A front end that masks an interrupt diverts it and looks for what
+		// came meanwhile once, when it unmasks: what arrives between its look
+		// and this message would be lost. One interrupt too many is harmless.
+		if r.q != nil {
+			r.call.Signal()
+		}
+	case ReqSetVringErr:
+		if err := r.err.Set(fd); err != nil {
+			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
+		}
+	case ReqSetVringKick:
+		se.stop(i)
+		r.dropKick()
+		if fd >= 0 {
+			r.kick = m.TakeFD(0)
+		}
+		r.started = true
+		return se.start(i)
+	}
+	return nil
+}
+
+// startReady starts every ring for which everything is known now. A ring that
+// cannot start is logged and left alone: the message that made it try, a memory
+// table say, has succeeded, and the front end may be about to move the ring.
+func (se *session) startReady() {
+	for i := range se.rings {
+		if err := se.start(i); err != nil {
+			se.log.Warn("ring does not start", "ring", i, "reason", err)
+		}
+	}
+}
+
+// start hands ring i to the device if it is complete. A ring that lies in no
+// memory yet waits for it; the order of addresses and memory is the front
+// end's to choose.
+func (se *session) start(i int) error {
+	r := &se.rings[i]
+	if r.q != nil || !r.started || !r.hasAddr || r.num == 0 || !se.negotiated || !se.isEnabled(r) || len(se.regions) == 0 {
+		return nil
+	}
+	n := int(r.num)
+	var areas [3]area
+	for k, a := range []struct {
+		name string
+		user uint64
+		n    uint64
+	}{
+		{"descriptor table", r.addr.Desc, virtq.DescBytes(n)},
+		{"available ring", r.addr.Avail, virtq.AvailBytes(n)},
+		{"used ring", r.addr.Used, virtq.UsedBytes(n)},
+	} {
+		pa, ok := se.mem.UserToPA(a.user, a.n)
+		if !ok {
+			r.err.Signal()
+			return fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, i, a.name, a.user, a.n)
+		}
+		areas[k] = area{pa, a.n}
+	}
+	q, err := virtq.New(se.space, virtq.Config{
+		Index: i, Size: n, Desc: areas[0].pa, Avail: areas[1].pa, Used: areas[2].pa, Base: r.base,
+		EventIdx: se.features&FeatureEventIdx != 0, Indirect: se.features&FeatureIndirectDesc != 0,
+		Kick: r.kick, Call: r.call, Err: r.err,
+	})
+	if err != nil {
+		r.err.Signal()
+		return fmt.Errorf("%w: %w", errAdvisory, err)
+	}
+	if err := se.resume(q); err != nil {
+		r.err.Signal()
+		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
+	}
+	r.q, r.areas = q, areas
+	if err := se.dev.StartQueue(i, q); err != nil {
+		r.q = nil
+		r.err.Signal()
+		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
+	}
+	return nil
+}
+
+// resume brings q to where the ring in memory stands.
+func (se *session) resume(q *virtq.Queue) error {
+	return translate.Guard(func() error {
+		ep := se.space.Epochs()
+		tok := ep.Enter(controlSlot)
+		defer ep.Leave(controlSlot, tok)
+		from := q.Base()
+		changed, err := q.Resume()
+		if changed {
+			se.log.Debug("ring continues from its used index", "ring", q.Index(), "base", from, "used", q.Base())
+		}
+		return err
+	})
+}
+
+// stop takes ring i from the device, if it has it, and remembers where it
+// stands. The description stays, so start can take it up again.
+func (se *session) stop(i int) {
+	r := &se.rings[i]
+	if r.q == nil {
+		return
+	}
+	se.dev.StopQueue(i)
+	if n := r.q.InFlight(); n > 0 {
+		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)
+	}
+	r.base = r.q.Base() - uint16(r.q.InFlight())
+	r.q = nil
+	r.areas = [3]area{}
+}
+
+func (se *session) stopAll() {
+	for i := range se.rings {
+		se.stop(i)
+	}
+}
+
+func (se *session) disableAll() {
+	for i := range se.rings {
+		se.stop(i)
+		se.rings[i].dropKick()
+		se.rings[i].enabled = false
+	}
+}

@@ -1,0 +1,216 @@
+// Package lab builds what the VM tests and `make demo` share: "hosts" (network
+// namespaces with an underlay address and a running vnicd) and VMs on them.
+//
+// Everything goes through what a user has: the vnicd binary, its configuration
+// file, its control socket, stock programs in the guest. Close undoes all of it.
+package lab
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+)
+
+// Lab holds the images, the binary and the module, and cleans up.
+type Lab struct {
+	*harness.Env
+	harness.Cleanup
+	// VNICD is the path of the daemon's binary.
+	VNICD string
+	// Share is the directory that guests see as /host; vnicd.ko lies in it.
+	Share string
+}
+
+// New prepares images, module and binary; progress goes to log.
+func New(ctx context.Context, log io.Writer) (*Lab, error) {
+	env, err := harness.Prepare(ctx, log)
+	if err != nil {
+		return nil, err
+	}
+	l := &Lab{Env: env}
+	l.Add(func() { _ = env.Close() })
+	if err := l.prepare(ctx); err != nil {
+		l.Run()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (l *Lab) prepare(ctx context.Context) (err error) {
+	l.VNICD = filepath.Join(l.Env.Root, "build", "vnicd")
+	if _, err = os.Stat(l.VNICD); err != nil {
+		return fmt.Errorf("no vnicd binary; run `make build` first: %w", err)
+	}
+	l.Share, err = l.Module(ctx)
+	return err
+}
+
+// Host is a "host": a namespace, an underlay address, a vnicd.
+type Host struct {
+	lab *Lab
+	// Name is short; it is part of interface and directory names.
+	Name string
+	NS   *harness.Namespace
+	// Dir holds configuration, sockets and log.
+	Dir  string
+	Proc *harness.Process
+}
+
+// Host makes a host without links and without vnicd.
+func (l *Lab) Host(name string) (*Host, error) {
+	ns, err := harness.NewNamespace("vnicd-" + name)
+	if err != nil {
+		return nil, err
+	}
+	l.Add(func() { _ = ns.Close() })
+	h := &Host{lab: l, Name: name, NS: ns, Dir: filepath.Join(l.Dir, name)}
+	return h, os.MkdirAll(h.Dir, 0o755)
+}
+
+// Underlay joins two hosts by a veth pair named "ul" at both ends.
+func (l *Lab) Underlay(a *Host, addrA netip.Prefix, b *Host, addrB netip.Prefix, mtu int) error {
+	if err := harness.AddVeth(a.NS, "ul", b.NS, "ul", mtu); err != nil {
+		return err
+	}
+	if err := a.NS.AddAddress("ul", addrA); err != nil {
+		return err
+	}
+	return b.NS.AddAddress("ul", addrB)
+}
+
+// Run writes the configuration (run-dir is added) and starts vnicd on the host;
+// it returns when the daemon answers.
+func (h *Host) Run(ctx context.Context, yaml string) error {
+	path := filepath.Join(h.Dir, "vnicd.yaml")
+	text := fmt.Sprintf("host: %s\nrun-dir: %s\n%s", h.Name, h.Dir, yaml)
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		return err
+	}
+	return h.Start(ctx)
+}
+
+// Start starts vnicd with the configuration that Run wrote.
+func (h *Host) Start(ctx context.Context) error {
+	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
+	if err != nil {
+		return err
+	}
+	h.Proc = p
+	h.lab.Add(p.Kill)
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	for {
+		if _, err := h.Status(ctx); err == nil {
+			return nil
+		}
+		select {
+		case <-p.Done():
+			return fmt.Errorf("vnicd on %s ended: %s", h.Name, p.LogTail())
+		case <-ctx.Done():
+			return fmt.Errorf("vnicd on %s does not answer: %s", h.Name, p.LogTail())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// Stop ends vnicd in good order and reports a bad exit status.
+func (h *Host) Stop(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	return h.Proc.Stop(ctx)
+}
+
+// CLI runs a vnicd sub-command on the host.
+func (h *Host) CLI(ctx context.Context, args ...string) (string, error) {
+	return h.NS.Run(ctx, append([]string{h.lab.VNICD, "-c", filepath.Join(h.Dir, "vnicd.yaml")}, args...)...)
+}
+
+// Status is `vnicd status -j`, decoded loosely.
+func (h *Host) Status(ctx context.Context) (map[string]any, error) {
+	out, err := h.CLI(ctx, "status", "-j")
+	if err != nil {
+		return nil, err
+	}
+	var m map[string]any
+	return m, json.Unmarshal([]byte(out), &m)
+}
+
+// Log is the daemon's log so far.
+func (h *Host) Log() string {
+	b, err := os.ReadFile(filepath.Join(h.Dir, "vnicd.log"))
+	if err != nil {
+		return err.Error()
+	}
+	return string(b)
+}
+
+// VM describes a guest that is attached to a host's vnicd.
+type VM struct {
+	Name string
+	MAC  string
+	Addr string // IP/LENGTH of eth0
+	MTU  int    // 0: 1450
+	CPUs int
+	// NoHCA leaves the HCA away: virtio-net only.
+	NoHCA bool
+	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.
+	Tap string
+}
+
+// Config is the QEMU configuration of a guest on h. queues comes from
+// `vnicd qemu-args`, so that the printed arguments are what is tried.
+func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
+	if v.MTU == 0 {
+		v.MTU = 1450
+	}
+	nic := qemu.NIC{MAC: v.MAC, MTU: v.MTU, IfName: "eth0"}
+	if v.Addr != "" {
+		p, err := netip.ParsePrefix(v.Addr)
+		if err != nil {
+			return qemu.Config{}, err
+		}
+		nic.Addresses = []netip.Prefix{p}
+	}
+	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name}
+	if v.Tap != "" {
+		nic.Tap = v.Tap
+		cfg.NICs = []qemu.NIC{nic}
+		return cfg, nil
+	}
+	nic.Socket = filepath.Join(h.Dir, v.Name+".net")
+	cfg.NICs = []qemu.NIC{nic}
+	if !v.NoHCA {
+		// The device's arguments are taken from the command a user would run.
+		out, err := h.CLI(ctx, "qemu-args", v.Name, "--no-memory", "--lines")
+		if err != nil {
+			return cfg, err
+		}
+		for line := range strings.Lines(out) {
+			if opt, arg, ok := strings.Cut(strings.TrimSpace(line), " "); ok && strings.Contains(arg, "-hca") {
+				cfg.ExtraArgs = append(cfg.ExtraArgs, opt, arg)
+			}
+		}
+		if len(cfg.ExtraArgs) != 4 {
+			return cfg, fmt.Errorf("`vnicd qemu-args` printed no chardev and device for the HCA:\n%s", out)
+		}
+	}
+	return cfg, nil
+}
+
+// Boot starts the guests, in parallel, and waits until they answer.
+func (l *Lab) Boot(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine, error) {
+	ms, err := l.BootAll(ctx, cfgs...)
+	for _, m := range ms {
+		l.Add(m.Kill)
+	}
+	return ms, err
+}

@@ -1,0 +1,230 @@
+// Package wirefault is a wire with faults: it relays Ethernet frames between two
+// interfaces and loses, reorders or duplicates a share of them. The kernel of the
+// build machine has no netem; this also makes the faults repeatable (a seed).
+package wirefault
+
+import (
+	"fmt"
+	"math/rand"
+	"net"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// Policy says which share of the UDP frames suffers, in parts per thousand.
+// Other frames (ARP, ND) pass untouched, so that the hosts find each other.
+type Policy struct {
+	Drop, Reorder, Duplicate int
+	// Distance is how many frames overtake a reordered one (default 3).
+	Distance int
+	Seed     int64
+}
+
+// Counters of one relay, both directions together.
+type Counters struct{ Frames, Dropped, Reordered, Duplicated atomic.Uint64 }
+
+// Wire is a running relay.
+type Wire struct {
+	Counters
+	policy atomic.Pointer[Policy]
+	fds    [2]int
+	stop   int
+	wg     sync.WaitGroup
+	once   sync.Once
+}
+
+// Start relays between interfaces a and b of the named network namespace. Both
+// must be up. Close ends it.
+func Start(ns, a, b string, p Policy) (*Wire, error) {
+	w := &Wire{fds: [2]int{-1, -1}, stop: -1}
+	w.SetPolicy(p)
+	if err := inNamespace(ns, func() error {
+		for i, name := range []string{a, b} {
+			fd, err := packetSocket(name)
+			if err != nil {
+				return err
+			}
+			w.fds[i] = fd
+		}
+		return nil
+	}); err != nil {
+		w.closeFDs()
+		return nil, fmt.Errorf("wirefault: %s-%s in %s: %w", a, b, ns, err)
+	}
+	var err error
+	if w.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+		w.closeFDs()
+		return nil, fmt.Errorf("wirefault: eventfd: %w", err)
+	}
+	for i := range w.fds {
+		w.wg.Add(1)
+		go func() {
+			defer w.wg.Done()
+			w.relay(w.fds[i], w.fds[1-i], int64(i))
+		}()
+	}
+	return w, nil
+}
+
+// SetPolicy changes the faults while the relay runs.
+func (w *Wire) SetPolicy(p Policy) {
+	if p.Distance == 0 {
+		p.Distance = 3
+	}
+	w.policy.Store(&p)
+}
+
+// Close stops the relay and waits for it. It may be called twice.
+func (w *Wire) Close() error {
+	w.once.Do(func() {
+		_, _ = unix.Write(w.stop, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+		w.wg.Wait()
+		w.closeFDs()
+	})
+	return nil
+}
+
+func (w *Wire) closeFDs() {
+	for _, fd := range []int{w.fds[0], w.fds[1], w.stop} {
+		if fd >= 0 {
+			_ = unix.Close(fd)
+		}
+	}
+}
+
+// inNamespace runs f on a thread of that namespace and throws the thread away.
+func inNamespace(ns string, f func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+		h, err := netns.GetFromName(ns)
+		if err != nil {
+			done <- fmt.Errorf("namespace %s: %w", ns, err)
+			return
+		}
+		defer h.Close()
+		if err := netns.Set(h); err != nil {
+			done <- fmt.Errorf("enter namespace %s: %w", ns, err)
+			return
+		}
+		done <- f()
+	}()
+	return <-done
+}
+
+func packetSocket(name string) (int, error) {
+	ifi, err := net.InterfaceByName(name)
+	if err != nil {
+		return -1, err
+	}
+	const ethPAll = 0x0300 // ETH_P_ALL in network order
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, ethPAll)
+	if err != nil {
+		return -1, fmt.Errorf("packet socket: %w", err)
+	}
+	fail := func(what string, err error) (int, error) {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("%s on %s: %w", what, name, err)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: ethPAll, Ifindex: ifi.Index}); err != nil {
+		return fail("bind", err)
+	}
+	if err := unix.SetsockoptPacketMreq(fd, unix.SOL_PACKET, unix.PACKET_ADD_MEMBERSHIP,
+		&unix.PacketMreq{Ifindex: int32(ifi.Index), Type: unix.PACKET_MR_PROMISC}); err != nil {
+		return fail("promiscuous mode", err)
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_PACKET, unix.PACKET_IGNORE_OUTGOING, 1); err != nil {
+		return fail("PACKET_IGNORE_OUTGOING", err)
+	}
+	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 16<<20)
+	return fd, nil
+}
+
+// held is a frame that later ones overtake.
+type held struct {
+	frame []byte
+	left  int
+}
+
+func (w *Wire) relay(from, to int, dir int64) {
+	rnd := rand.New(rand.NewSource(w.policy.Load().Seed*2 + dir))
+	buf := make([]byte, 65536+64)
+	var late []held
+	send := func(f []byte) {
+		for {
+			err := unix.Send(to, f, 0)
+			if err != unix.EAGAIN && err != unix.ENOBUFS {
+				return
+			}
+			_, _ = unix.Poll([]unix.PollFd{{Fd: int32(to), Events: unix.POLLOUT}}, 10)
+		}
+	}
+	for {
+		fds := []unix.PollFd{{Fd: int32(from), Events: unix.POLLIN}, {Fd: int32(w.stop), Events: unix.POLLIN}}
+		// A held frame must not wait for ever for others to overtake it.
+		timeout := -1
+		if len(late) > 0 {
+			timeout = 5
+		}
+		n, err := unix.Poll(fds, timeout)
+		if err != nil && err != unix.EINTR {
+			return
+		}
+		if fds[1].Revents != 0 {
+			return
+		}
+		if n == 0 {
+			for _, h := range late {
+				send(h.frame)
+			}
+			late = late[:0]
+			continue
+		}
+		k, _, err := unix.Recvfrom(from, buf, 0)
+		if err != nil {
+			continue
+		}
+		w.Frames.Add(1)
+		frame, p := buf[:k], w.policy.Load()
+		if isUDP(frame) {
+			if rnd.Intn(1000) < p.Drop {
+				w.Dropped.Add(1)
+				continue
+			}
+			if rnd.Intn(1000) < p.Reorder {
+				w.Reordered.Add(1)
+				late = append(late, held{append([]byte(nil), frame...), p.Distance})
+				continue
+			}
+			if rnd.Intn(1000) < p.Duplicate {
+				w.Duplicated.Add(1)
+				send(frame)
+			}
+		}
+		send(frame)
+		keep := late[:0]
+		for _, h := range late {
+			if h.left--; h.left <= 0 {
+				send(h.frame)
+			} else {
+				keep = append(keep, h)
+			}
+		}
+		late = keep
+	}
+}
+
+// isUDP tells IPv4 and IPv6 frames that carry UDP (the tunnels).
+func isUDP(f []byte) bool {
+	switch {
+	case len(f) >= 34 && f[12] == 0x08 && f[13] == 0x00:
+		return f[23] == unix.IPPROTO_UDP
+	case len(f) >= 54 && f[12] == 0x86 && f[13] == 0xdd:
+		return f[20] == unix.IPPROTO_UDP
+	}
+	return false
+}

@@ -26,7 +26,7 @@ func MaxPeers(n int) NetworkOption { return func(p *port) { p.maxPeers = n } }
 type port struct {
 	vt       *VTEP
 	net      *lfe.Network
-	att      *lfe.Attachment
+	att      atomic.Pointer[lfe.Attachment] // nil for a moment while AddNetwork attaches it
 	header   [HeaderLen]byte // the same for all frames of the network
 	learn    bool
 	maxPeers int
@@ -55,6 +55,13 @@ func newPort(vt *VTEP, net *lfe.Network) *port {
 	putHeader(&p.header, net.VNI())
 	p.peers.Store(newPeerSet([]*peer{nil}))
 	return p
+}
+
+// drop counts frames that were lost in this port.
+func (p *port) drop(l *engine.Loop, r lfe.Reason, n int) {
+	if a := p.att.Load(); a != nil {
+		a.Counters.Drop(l, r, n)
+	}
 }
 
 // newPeerSet builds the indices over the numbered peers.
@@ -166,7 +173,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 	// A handler in progress may still teach lfe a number that was taken away.
 	p.vt.barrier()
 	for _, x := range retired {
-		p.net.FlushRemote(p.att, x.id)
+		p.net.FlushRemote(p.att.Load(), x.id)
 	}
 	for {
 		old := p.peers.Load()
@@ -209,7 +216,7 @@ func (p *port) learnPeer(a netip.Addr) *peer {
 func (p *port) Deliver(l *engine.Loop, b *packet.Buf, to lfe.Destination) {
 	s := p.vt.tx[l.ID()]
 	if s == nil || s.l != l {
-		p.att.Counters.Drop(l, lfe.NotReady, 1) // a loop that the VTEP was not told of
+		p.drop(l, lfe.NotReady, 1) // a loop that the VTEP was not told of
 		return
 	}
 	set := p.peers.Load()
@@ -220,11 +227,11 @@ func (p *port) Deliver(l *engine.Loop, b *packet.Buf, to lfe.Destination) {
 				return
 			}
 		}
-		p.att.Counters.Drop(l, lfe.UnknownPeer, 1)
+		p.drop(l, lfe.UnknownPeer, 1)
 		return
 	}
 	if len(set.list) == 0 {
-		p.att.Counters.Drop(l, lfe.NoPeers, 1)
+		p.drop(l, lfe.NoPeers, 1)
 		return
 	}
 	fl := classify(b.Bytes())

@@ -137,16 +137,16 @@ func (r *receiver) datagram(i int) {
 			x = p.learnPeer(r.lastIP)
 		}
 		if x == nil {
-			p.att.Counters.Drop(r.l, lfe.UnknownPeer, 1)
+			p.drop(r.l, lfe.UnknownPeer, 1)
 			return
 		}
 	}
 	b.TrimFront(HeaderLen)
 	if !decapECN(b.Bytes(), r.ctrls[i].tos(uint64(m.hdr.Controllen))) {
-		p.att.Counters.Drop(r.l, lfe.ECNDrop, 1)
+		p.drop(r.l, lfe.ECNDrop, 1)
 		return
 	}
-	p.att.Input(r.l, b, lfe.Source{Remote: x.id})
+	p.att.Load().Input(r.l, b, lfe.Source{Remote: x.id})
 }
 
 // onFault runs when a port that a frame went to hit a hole in its VM's memory. The frame is lost, the rest of the

@@ -130,7 +130,7 @@ func sendReason(errno unix.Errno) lfe.Reason {
 
 func (s *sender) drop(k *txSocket, from, to int, r lfe.Reason) {
 	for i := from; i < to; i++ {
-		k.ports[i].att.Counters.Drop(s.l, r, 1)
+		k.ports[i].drop(s.l, r, 1)
 	}
 }
 

@@ -244,7 +244,7 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	if err != nil {
 		return err
 	}
-	p.att = att
+	p.att.Store(att)
 	net.SetUnderlayMTU(vt.mtu)
 	m := maps.Clone(old)
 	m[net.VNI()] = p
@@ -267,7 +267,7 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	m := maps.Clone(*vt.nets.Load())
 	delete(m, vni)
 	vt.nets.Store(&m)
-	p.att.Close()
+	p.att.Load().Close()
 	p.net.SetUnderlayMTU(0)
 	return nil
 }
@@ -288,7 +288,7 @@ func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 // the number that Remote gives).
 func (vt *VTEP) Attachment(vni uint32) *lfe.Attachment {
 	if p := (*vt.nets.Load())[vni]; p != nil {
-		return p.att
+		return p.att.Load()
 	}
 	return nil
 }

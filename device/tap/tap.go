@@ -1,0 +1,349 @@
+// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames a loop
+// reads and to which any loop writes.
+//
+// The descriptor. water opens it as an os.File, which belongs to Go's own poller. We take a duplicate, close water's
+// File, and from then on the duplicate is ours alone: non-blocking and watched by the loop's epoll only. The
+// interface is not persistent, so it goes with the descriptor, whatever happens to the daemon.
+package tap
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/songgao/water"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+)
+
+// Errors that callers test for.
+var (
+	ErrExists     = errors.New("tap: interface exists already")
+	ErrPermission = errors.New("tap: creating an interface needs root or CAP_NET_ADMIN")
+)
+
+// Config describes a host port.
+type Config struct {
+	// Name of the interface, 1 to 15 characters.
+	Name    string
+	Network *lfe.Network
+	// Loop reads the interface.
+	Loop *engine.Loop
+	Pool *packet.Pool
+	// MTU of the interface in bytes; zero = the network's.
+	MTU int
+	// MAC of the interface; zero = the kernel picks one.
+	MAC lfe.MAC
+	// Addrs are the host's addresses in the tenant's network, with their prefix lengths.
+	Addrs []netip.Prefix
+	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge then.
+	Bridge string
+	Log    hclog.Logger
+}
+
+// TAP is an open host port.
+type TAP struct {
+	cfg   Config
+	fd    int
+	index int
+	mac   lfe.MAC
+	att   *lfe.Attachment
+	watch *engine.Watch
+	log   hclog.Logger
+
+	cur *packet.Buf // the loop's: frame being handed to the network
+
+	mu     sync.Mutex
+	closed bool
+}
+
+func (c *Config) check() error {
+	switch {
+	case c.Network == nil || c.Loop == nil || c.Pool == nil:
+		return errors.New("tap: network, loop and pool are required")
+	case c.Name == "" || len(c.Name) >= unix.IFNAMSIZ || strings.ContainsAny(c.Name, "/:% \t\n") || c.Name == "." || c.Name == "..":
+		return fmt.Errorf("tap: %q is not an interface name; want 1 to %d characters without / : %% or blanks", c.Name, unix.IFNAMSIZ-1)
+	case c.Bridge != "" && len(c.Addrs) > 0:
+		return fmt.Errorf("tap: %s: a member of bridge %s has no addresses of its own; give them to the bridge", c.Name, c.Bridge)
+	case c.MAC.IsGroup():
+		return fmt.Errorf("tap: %s: %v is a group address", c.Name, c.MAC)
+	}
+	for _, a := range c.Addrs {
+		if !a.IsValid() {
+			return fmt.Errorf("tap: %s: invalid address", c.Name)
+		}
+	}
+	if c.MTU == 0 {
+		c.MTU = c.Network.MTU()
+	}
+	// A frame that fills the buffer to the last byte cannot be told from one that was cut off, hence the 1.
+	if limit := min(c.Network.MTU(), c.Pool.Capacity()-lfe.HeaderLen-8-1); c.MTU < 68 || c.MTU > limit {
+		return fmt.Errorf("tap: %s: MTU %d; want 68 to %d", c.Name, c.MTU, limit)
+	}
+	if c.Log == nil {
+		c.Log = hclog.NewNullLogger()
+	}
+	return nil
+}
+
+// Open creates the interface, configures it, brings it up and connects it to the network. It works in the network
+// namespace of the calling thread.
+func Open(c Config) (*TAP, error) {
+	if err := c.check(); err != nil {
+		return nil, err
+	}
+	// water would attach to an existing persistent interface and clear its persistence.
+	if _, err := netlink.LinkByName(c.Name); err == nil {
+		return nil, fmt.Errorf("%w: %s", ErrExists, c.Name)
+	}
+	fd, err := openDevice(c.Name)
+	if err != nil {
+		return nil, err
+	}
+	t := &TAP{cfg: c, fd: fd, log: c.Log}
+	if err := t.configure(); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("tap: %s: %w", c.Name, err)
+	}
+	if err := t.connect(); err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	return t, nil
+}
+
+// openDevice makes the interface and returns a descriptor that only the caller owns.
+func openDevice(name string) (int, error) {
+	ifce, err := water.New(water.Config{DeviceType: water.TAP, PlatformSpecificParams: water.PlatformSpecificParams{Name: name}})
+	switch {
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
+		return -1, fmt.Errorf("%w: %s: %w", ErrPermission, name, err)
+	case errors.Is(err, unix.EBUSY):
+		return -1, fmt.Errorf("%w: %s: %w", ErrExists, name, err)
+	case err != nil:
+		return -1, fmt.Errorf("tap: create %s: %w", name, err)
+	}
+	defer ifce.Close()
+	file, ok := ifce.ReadWriteCloser.(*os.File)
+	if !ok {
+		return -1, fmt.Errorf("tap: water gave a %T; want an *os.File", ifce.ReadWriteCloser)
+	}
+	// SyscallConn and not Fd, which may switch the file to blocking.
+	raw, err := file.SyscallConn()
+	if err != nil {
+		return -1, fmt.Errorf("tap: %s: %w", name, err)
+	}
+	fd := -1
+	var dupErr error
+	if err := raw.Control(func(f uintptr) { fd, dupErr = unix.FcntlInt(f, unix.F_DUPFD_CLOEXEC, 3) }); err != nil {
+		return -1, fmt.Errorf("tap: %s: %w", name, err)
+	}
+	if dupErr != nil {
+		return -1, fmt.Errorf("tap: %s: dup: %w", name, dupErr)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("tap: %s: O_NONBLOCK: %w", name, err)
+	}
+	return fd, nil
+}
+
+func (t *TAP) configure() error {
+	c := &t.cfg
+	link, err := netlink.LinkByName(c.Name)
+	if err != nil {
+		return err
+	}
+	if !c.MAC.IsZero() {
+		if err := netlink.LinkSetHardwareAddr(link, c.MAC[:]); err != nil {
+			return fmt.Errorf("set MAC %v: %w", c.MAC, err)
+		}
+	}
+	if err := netlink.LinkSetMTU(link, c.MTU); err != nil {
+		return fmt.Errorf("set MTU %d: %w", c.MTU, err)
+	}
+	if c.Bridge != "" {
+		master, err := netlink.LinkByName(c.Bridge)
+		if err != nil {
+			return fmt.Errorf("bridge %q: %w", c.Bridge, err)
+		}
+		if master.Type() != "bridge" {
+			return fmt.Errorf("%q is a %s, not a bridge", c.Bridge, master.Type())
+		}
+		if err := netlink.LinkSetMaster(link, master); err != nil {
+			return fmt.Errorf("put into bridge %q: %w", c.Bridge, err)
+		}
+	}
+	for _, a := range c.Addrs {
+		addr, err := netlink.ParseAddr(a.String())
+		if err != nil {
+			return err
+		}
+		if a.Addr().Is6() {
+			addr.Flags |= unix.IFA_F_NODAD // usable at once; the operator vouches for it
+		}
+		if err := netlink.AddrAdd(link, addr); err != nil {
+			return fmt.Errorf("add address %v: %w", a, err)
+		}
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return fmt.Errorf("bring up: %w", err)
+	}
+	if link, err = netlink.LinkByName(c.Name); err != nil {
+		return err
+	}
+	t.index = link.Attrs().Index
+	if hw := link.Attrs().HardwareAddr; len(hw) == len(t.mac) {
+		t.mac = lfe.MAC(hw)
+	}
+	return nil
+}
+
+func (t *TAP) connect() error {
+	var err error
+	t.att, err = t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop})
+	if err != nil {
+		return err
+	}
+	t.watch, err = t.cfg.Loop.Watch(t.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
+	if err != nil {
+		t.att.Close()
+		return err
+	}
+	return nil
+}
+
+// Name returns the interface's name.
+func (t *TAP) Name() string { return t.cfg.Name }
+
+// Index returns the interface's index.
+func (t *TAP) Index() int { return t.index }
+
+// MAC returns the interface's address.
+func (t *TAP) MAC() lfe.MAC { return t.mac }
+
+// Attachment returns the port in the network, for its counters.
+func (t *TAP) Attachment() *lfe.Attachment { return t.att }
+
+// SetMTU changes the interface's MTU, for when the network's has changed.
+func (t *TAP) SetMTU(mtu int) error {
+	link, err := netlink.LinkByIndex(t.index)
+	if err != nil {
+		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
+	}
+	if err := netlink.LinkSetMTU(link, mtu); err != nil {
+		return fmt.Errorf("tap: %s: set MTU %d: %w", t.cfg.Name, mtu, err)
+	}
+	return nil
+}
+
+// readBatch bounds one visit, so that a busy host leaves time for the loop's other ports.
+const readBatch = 64
+
+// ready reads frames from the interface into the network.
+func (t *TAP) ready() {
+	l := t.cfg.Loop
+	for range readBatch {
+		if t.cur == nil {
+			t.cur = t.cfg.Pool.Get()
+		}
+		b := t.cur
+		if b == nil {
+			// The frame must leave the queue all the same, or the loop would spin on it.
+			var lost [lfe.HeaderLen]byte
+			if _, err := unix.Read(t.fd, lost[:]); err != nil {
+				return
+			}
+			t.att.Counters.Drop(l, lfe.NoBuffer, 1)
+			continue
+		}
+		room := b.Room()
+		n, err := unix.Read(t.fd, room)
+		switch {
+		case err == unix.EINTR:
+			continue
+		case err != nil: // EAGAIN; EBADFD when somebody deleted the interface
+			t.gone(err)
+			return
+		case n >= len(room) || !b.SetLen(n):
+			t.att.Counters.Drop(l, lfe.Truncated, 1)
+			continue
+		}
+		t.att.Input(l, b, lfe.Source{})
+		t.done()
+	}
+}
+
+// done takes our reference back: the buffer serves again if nobody else kept it.
+func (t *TAP) done() {
+	if t.cur.Shared() {
+		t.cur.Free()
+		t.cur = nil
+	} else {
+		t.cur.Reset()
+	}
+}
+
+// gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
+func (t *TAP) gone(err error) {
+	if err != unix.EAGAIN {
+		t.log.Error("host port is gone; no more frames from it", "interface", t.cfg.Name, "error", err)
+		t.watch.Close()
+	}
+}
+
+// onFault runs when a port that a frame went to hit a hole in its VM's memory: that frame is lost.
+func (t *TAP) onFault(engine.Fault) {
+	if t.cur != nil {
+		t.done()
+	}
+}
+
+// Deliver implements lfe.Port: it writes the frame to the interface, on any loop.
+func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
+	for {
+		_, err := unix.Write(t.fd, b.Bytes())
+		switch err {
+		case nil:
+		case unix.EINTR:
+			continue
+		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
+			t.att.Counters.Drop(l, lfe.QueueFull, 1)
+		case unix.EIO: // interface is down
+			t.att.Counters.Drop(l, lfe.NotReady, 1)
+		default:
+			t.att.Counters.Drop(l, lfe.SendError, 1)
+		}
+		return
+	}
+}
+
+// Close takes the port off the network and removes the interface. Twice is harmless.
+func (t *TAP) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.closed = true
+	t.watch.Close()
+	t.att.Close()
+	t.cfg.Loop.Do(func() {
+		if t.cur != nil {
+			t.cur.Free()
+			t.cur = nil
+		}
+	})
+	if err := unix.Close(t.fd); err != nil {
+		return fmt.Errorf("tap: close %s: %w", t.cfg.Name, err)
+	}
+	return nil
+}

@@ -1,0 +1,122 @@
+package hca
+
+import (
+	"errors"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Commands about protection domains and memory regions (stage one, PF-1, PF-2).
+
+func createPD(c *cmd) error {
+	if n := len(c.t.pds); n >= c.d.lim.PDs {
+		return &limitError{what: "protection domains", n: uint64(n) + 1, max: uint64(c.d.lim.PDs)}
+	}
+	n := newID(c.t.pds, &c.t.lastPD)
+	c.t.pds[n] = &pd{}
+	(&abi.Handle{Handle: n}).Encode(c.reply(abi.SizeHandle))
+	return nil
+}
+
+func destroyPD(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	p, err := c.t.pd(n)
+	if err != nil {
+		return err
+	}
+	if p.refs > 0 {
+		return refuse(abi.StatusBusy, "protection domain %d is used by %d objects", n, p.refs)
+	}
+	delete(c.t.pds, n)
+	return nil
+}
+
+// handle decodes a request that is nothing but a handle.
+func (c *cmd) handle() (uint32, error) {
+	var h abi.Handle
+	err := h.Decode(c.in)
+	return h.Handle, err
+}
+
+func createMR(c *cmd) error {
+	var r abi.CreateMR
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	p, err := c.t.pd(r.PDN)
+	switch {
+	case err != nil:
+		return err
+	case r.Flags&^uint32(abi.MRPhys) != 0 || r.Access&abi.AccessOnDemand != 0:
+		return refuse(abi.StatusUnsupported, "region flags %#x, access %#x: on-demand paging is not offered", r.Flags, r.Access)
+	case r.Length > c.d.lim.MRSize:
+		return &limitError{what: "bytes of a memory region", n: r.Length, max: c.d.lim.MRSize}
+	}
+	reg, err := c.d.vm.CreateRegion(translate.RegionSpec{
+		PD: translate.PD(r.PDN), Access: translate.Access(r.Access), Flags: translate.RegionFlags(r.Flags), PageShift: r.PageShift,
+		IOVA: translate.VA(r.IOVA), Length: r.Length, Offset: r.Offset, NPages: r.NPages,
+	})
+	if err != nil {
+		return memoryError(err)
+	}
+	p.refs++
+	c.t.mrs[reg.Handle()] = r.PDN
+	resp := abi.CreateMRResp{LKey: uint32(reg.LKey()), RKey: uint32(reg.RKey()), Handle: reg.Handle()}
+	resp.Encode(c.reply(abi.SizeCreateMRResp))
+	return nil
+}
+
+// memoryError gives translate's errors the status that the guest sees.
+func memoryError(err error) error {
+	s := abi.StatusInvalid
+	switch {
+	case errors.Is(err, translate.ErrLimit):
+		s = abi.StatusNoMemory
+	case errors.Is(err, translate.ErrNoRegion):
+		s = abi.StatusNotFound
+	case errors.Is(err, translate.ErrNotMapped):
+		s = abi.StatusFault
+	}
+	return &statusError{status: s, msg: err.Error()}
+}
+
+func setMTT(c *cmd) error {
+	var r abi.SetMTT
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeSetMTT, r.Count)
+	if err != nil {
+		return err
+	}
+	if err := c.d.vm.SetPages(r.Handle, r.First, decodePAs(list)); err != nil {
+		return memoryError(err)
+	}
+	return nil
+}
+
+// destroyMR revokes the key at once and answers when nothing uses the memory any
+// more (EP-3). If the command queue is stopped meanwhile, the key stays revoked.
+func destroyMR(c *cmd) error {
+	h, err := c.handle()
+	if err != nil {
+		return err
+	}
+	pdn, ok := c.t.mrs[h]
+	if !ok {
+		return notFound("memory region", h)
+	}
+	delete(c.t.mrs, h)
+	c.t.pds[pdn].refs--
+	if err := c.d.vm.DestroyRegion(c.ctx, h); err != nil {
+		if errors.Is(err, translate.ErrNoRegion) {
+			return memoryError(err)
+		}
+		return err
+	}
+	return nil
+}

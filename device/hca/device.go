@@ -1,0 +1,406 @@
+package hca
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/vhostuser"
+	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+var le = binary.LittleEndian
+
+var (
+	errEventBuffer = errors.New("event buffer is too small")
+	errReadOnly    = errors.New("hca: the configuration space is read-only")
+)
+
+// drainTimeout is how long a reset waits for users of guest memory before it says
+// so. Batches last microseconds; only a stuck loop gets here.
+const drainTimeout = 10 * time.Second
+
+// Config describes an adapter.
+type Config struct {
+	// Name appears in the log and, as a suggestion for the RDMA device's name, in
+	// the configuration space (at most 31 bytes).
+	Name string
+	// MAC is shared with the VM's virtio-net device; unicast.
+	MAC [6]byte
+	// Loops run the data path; the first abi.MaxEngines of them are used. At least
+	// one, not closed before the device is.
+	Loops []*engine.Loop
+	// Pool supplies frame buffers. Its capacity must hold a 4096-byte path MTU.
+	Pool *packet.Pool
+	// MTU gives the tenant network's MTU in bytes (Ethernet payload). Called from
+	// any goroutine. Nil: 1500.
+	MTU func() int
+	// CEQs is the number of completion event queues, 1..abi.MaxCEQs; 0: one per loop.
+	CEQs int
+	// Limits of this VM; zero fields take defaults.
+	Limits Limits
+	// Version is shown to the driver (at most 23 bytes).
+	Version string
+	// Log may be nil.
+	Log hclog.Logger
+}
+
+// Device is the HCA of one VM. It implements vhostuser.Device (methods for the
+// connection's goroutine) and the HCA face of an lfe.VMPort (Deliver, Up: any
+// loop). States:
+//
+//	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
+//	        connected: down <-> up (queue 0 runs and DRIVER_OK was set)
+type Device struct {
+	cfg Config
+	lim Limits
+	log hclog.Logger
+
+	lanes  []*lane
+	byLoop [engine.MaxLoops]*lane
+	async  *eventQueue
+	ceqs   []*eventQueue
+
+	// Read by loops.
+	uplink     atomic.Pointer[func(l *engine.Loop, b *packet.Buf)]
+	up         atomic.Bool
+	link       atomic.Bool
+	broken     atomic.Bool // the guest's memory vanished: nothing is done until a reset
+	gids       gidTable
+	ahs        atomic.Pointer[ahTable]
+	groups     atomic.Pointer[mcastTable]
+	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
+	cqFailures atomic.Uint64
+	warned     rateLimit
+
+	generation atomic.Uint32
+
+	// Of the connection; set by Connected before any queue or object exists.
+	mem atomic.Pointer[translate.Space]
+	vm  *translate.VM
+	// Of the connection's goroutine.
+	conn     vhostuser.Conn
+	commands *commandLoop
+	status   uint8
+	hasStat  bool
+	closed   bool
+
+	mu     sync.Mutex // guards the tables below; one command, reset or status query at a time
+	tables tables
+}
+
+var (
+	_ vhostuser.Device        = (*Device)(nil)
+	_ vhostuser.StatusWatcher = (*Device)(nil)
+)
+
+// New makes an adapter and puts it on its loops. Errors wrap ErrConfig.
+func New(cfg Config) (*Device, error) {
+	d := &Device{cfg: cfg, lim: cfg.Limits, log: cfg.Log}
+	if d.log == nil {
+		d.log = hclog.NewNullLogger()
+	}
+	if err := d.lim.complete(); err != nil {
+		return nil, err
+	}
+	switch {
+	case cfg.Name == "" || len(cfg.Name) > 31:
+		return nil, fmt.Errorf("%w: name %q must have 1..31 bytes", ErrConfig, cfg.Name)
+	case len(cfg.Version) > 23:
+		return nil, fmt.Errorf("%w: version %q has more than 23 bytes", ErrConfig, cfg.Version)
+	case cfg.MAC[0]&1 != 0 || cfg.MAC == [6]byte{}:
+		return nil, fmt.Errorf("%w: MAC %x is not a unicast address", ErrConfig, cfg.MAC)
+	case len(cfg.Loops) == 0:
+		return nil, fmt.Errorf("%w: no loops", ErrConfig)
+	case cfg.Pool == nil:
+		return nil, fmt.Errorf("%w: no pool", ErrConfig)
+	case cfg.CEQs < 0 || cfg.CEQs > abi.MaxCEQs:
+		return nil, fmt.Errorf("%w: %d completion event queues, must be 1..%d", ErrConfig, cfg.CEQs, abi.MaxCEQs)
+	}
+	if n := 4096 + frameOverhead; cfg.Pool.Capacity() < n {
+		return nil, fmt.Errorf("%w: buffers of %d bytes, need %d", ErrConfig, cfg.Pool.Capacity(), n)
+	}
+	loops := cfg.Loops[:min(len(cfg.Loops), abi.MaxEngines)]
+	if d.cfg.CEQs == 0 {
+		d.cfg.CEQs = len(loops)
+	}
+	if d.cfg.MTU == nil {
+		d.cfg.MTU = func() int { return 1500 }
+	}
+	for i, l := range loops {
+		if d.byLoop[l.ID()] != nil {
+			return nil, fmt.Errorf("%w: two loops have ID %d", ErrConfig, l.ID())
+		}
+		ln := newLane(d, i, l)
+		d.lanes = append(d.lanes, ln)
+		d.byLoop[l.ID()] = ln
+	}
+	d.async = d.newEventQueue(abi.EventQueue)
+	for i := range d.cfg.CEQs {
+		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
+	}
+	d.qps = make([]atomic.Pointer[qp], d.lim.QPs+firstQPIndex)
+	d.link.Store(true)
+	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
+	d.tables.reset(d)
+	for _, l := range d.lanes {
+		l.start()
+	}
+	return d, nil
+}
+
+// newEventQueue makes the event queue of virtqueue i and gives it to its lane.
+func (d *Device) newEventQueue(i int) *eventQueue {
+	l := d.lanes[i%len(d.lanes)]
+	e := &eventQueue{dev: d, index: i, lane: l}
+	l.events = append(l.events, e)
+	return e
+}
+
+// Close takes the device off its loops. The front end must be disconnected and
+// the port detached from its network: Deliver must not be called any more.
+func (d *Device) Close() {
+	if d.closed {
+		return
+	}
+	d.closed = true
+	if d.conn != nil {
+		d.Disconnected()
+	}
+	for _, l := range d.lanes {
+		l.stop()
+	}
+}
+
+// SetUplink names where frames go: input is called on the sending QP's loop and
+// only borrows b. Nil: nowhere.
+func (d *Device) SetUplink(input func(l *engine.Loop, b *packet.Buf)) {
+	if input == nil {
+		d.uplink.Store(nil)
+		return
+	}
+	d.uplink.Store(&input)
+}
+
+// SetLink sets the port's state and tells the driver. From any goroutine but loops.
+func (d *Device) SetLink(up bool) {
+	if d.link.Swap(up) != up {
+		d.PortChanged()
+	}
+}
+
+// PortChanged tells the driver to look at the port again: the MTU is another.
+func (d *Device) PortChanged() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.tables.conn != nil {
+		d.tables.conn.ConfigChanged()
+	}
+}
+
+// Up tells whether a driver runs the device: frames for it are the HCA's then.
+func (d *Device) Up() bool { return d.up.Load() }
+
+// MAC returns the device's address.
+func (d *Device) MAC() [6]byte { return d.cfg.MAC }
+
+// setUp recomputes Up; connection goroutine.
+func (d *Device) setUp() {
+	d.up.Store(d.commands != nil && (!d.hasStat || d.status&vhostuser.StatusDriverOK != 0) && !d.broken.Load())
+}
+
+func (d *Device) space() *translate.Space { return d.mem.Load() }
+
+// qpAt returns the QP at an index of the table, nil if there is none.
+func (d *Device) qpAt(i int) *qp {
+	if i < 0 || i >= len(d.qps) {
+		return nil
+	}
+	return d.qps[i].Load()
+}
+
+// wakeAll makes every lane look at what concerns all.
+func (d *Device) wakeAll() {
+	for _, l := range d.lanes {
+		l.wake()
+	}
+}
+
+// Features implements vhostuser.Device: the ABI has no feature bits yet.
+func (d *Device) Features() uint64 { return 0 }
+
+// NumQueues implements vhostuser.Device.
+func (d *Device) NumQueues() int { return abi.NumQueues(len(d.ceqs), len(d.lanes)) }
+
+// ConfigSize implements vhostuser.Device.
+func (d *Device) ConfigSize() int { return abi.SizeConfig }
+
+// SetFeatures implements vhostuser.Device.
+func (d *Device) SetFeatures(uint64) error { return nil }
+
+// ReadConfig implements vhostuser.Device.
+func (d *Device) ReadConfig(dst []byte, off uint32) error {
+	var b [abi.SizeConfig]byte
+	c := abi.Config{
+		Magic: abi.Magic, ABIVersion: abi.Version, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.ceqs)),
+		NumEngines: uint16(len(d.lanes)), PortMTU: uint32(d.portMTU()), Generation: d.generation.Load(),
+	}
+	if d.link.Load() {
+		c.LinkUp = 1
+	}
+	copy(c.DeviceName[:31], d.cfg.Name)
+	copy(c.FWVersion[:23], d.cfg.Version)
+	c.Encode(b[:])
+	if uint64(off)+uint64(len(dst)) > abi.SizeConfig {
+		return fmt.Errorf("hca: configuration read of %d bytes at %d, there are %d", len(dst), off, abi.SizeConfig)
+	}
+	copy(dst, b[off:])
+	return nil
+}
+
+// WriteConfig implements vhostuser.Device.
+func (d *Device) WriteConfig(uint32, []byte) error { return errReadOnly }
+
+// SetStatus implements vhostuser.StatusWatcher.
+func (d *Device) SetStatus(s uint8) {
+	d.status, d.hasStat = s, true
+	d.setUp()
+}
+
+// Connected implements vhostuser.Device.
+func (d *Device) Connected(c vhostuser.Conn) {
+	d.conn = c
+	s := c.Space()
+	d.mem.Store(s)
+	d.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
+	for _, l := range d.lanes {
+		l.loop.Do(func() { l.space = s })
+	}
+	d.mu.Lock()
+	d.tables.conn, d.tables.vm = c, d.vm
+	d.mu.Unlock()
+	d.log.Info("front end connected")
+}
+
+// Disconnected implements vhostuser.Device.
+func (d *Device) Disconnected() {
+	d.Reset()
+	d.mu.Lock()
+	d.tables.conn, d.tables.vm = nil, nil
+	d.mu.Unlock()
+	for _, l := range d.lanes {
+		l.loop.Do(func() { l.space = nil })
+	}
+	d.mem.Store(nil)
+	d.vm, d.conn = nil, nil
+	d.hasStat, d.status = false, 0
+	d.log.Info("front end disconnected")
+}
+
+// Reset implements vhostuser.Device: everything the guest made is destroyed, in
+// the order in which things use each other. The other VMs are not told; their
+// QPs run into their timeouts.
+func (d *Device) Reset() {
+	d.up.Store(false)
+	for i := range d.NumQueues() {
+		d.StopQueue(i) // stopped already, as the contract says; harmless then
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	qps := d.tables.qps
+	// QPs first: with them go all users of rings, CQs and memory on the loops.
+	for _, l := range d.lanes {
+		l.loop.Do(func() {
+			for _, q := range d.tables.qpList {
+				if q.lane == l {
+					d.qps[q.index].Store(nil)
+					q.close()
+				}
+			}
+			l.armed = false
+			l.db = doorbells{}
+		})
+	}
+	// Nobody posts events any more; what is pending concerns objects that are gone.
+	for _, l := range d.lanes {
+		l.loop.Do(func() {
+			for _, e := range l.events {
+				e.clear()
+			}
+		})
+	}
+	d.ahs.Store(nil)
+	if d.vm != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
+		defer cancel()
+		if err := d.vm.DestroyAll(ctx); err != nil {
+			d.log.Error("memory regions are still in use after a reset", "error", err)
+		}
+	}
+	if qps > 0 {
+		d.log.Info("device reset", "qps", qps)
+	}
+	d.tables.reset(d)
+	d.broken.Store(false)
+	d.status = 0
+	d.generation.Add(1)
+}
+
+// StartQueue implements vhostuser.Device.
+func (d *Device) StartQueue(i int, q *virtq.Queue) error {
+	if i < 0 || i >= d.NumQueues() {
+		return fmt.Errorf("hca: queue %d, the device has %d", i, d.NumQueues())
+	}
+	if i == abi.CommandQueue {
+		c, err := d.startCommands(q)
+		if err != nil {
+			return err
+		}
+		d.commands = c
+		d.setUp()
+		return nil
+	}
+	if e := d.eventQueueAt(i); e != nil {
+		return e.start(q)
+	}
+	return d.lanes[i-abi.DoorbellQueue(len(d.ceqs), 0)].startDoorbells(q)
+}
+
+// StopQueue implements vhostuser.Device.
+func (d *Device) StopQueue(i int) {
+	switch {
+	case i < 0 || i >= d.NumQueues():
+	case i == abi.CommandQueue:
+		if d.commands != nil {
+			d.up.Store(false)
+			d.commands.stop()
+			d.commands = nil
+		}
+	default:
+		if e := d.eventQueueAt(i); e != nil {
+			e.stop()
+			return
+		}
+		d.lanes[i-abi.DoorbellQueue(len(d.ceqs), 0)].stopDoorbells()
+	}
+}
+
+func (d *Device) eventQueueAt(i int) *eventQueue {
+	if i == abi.EventQueue {
+		return d.async
+	}
+	if n := i - abi.CEQQueue(0); n < len(d.ceqs) {
+		return d.ceqs[n]
+	}
+	return nil
+}

@@ -1,0 +1,21 @@
+// Package hca is the adapter of one virtual machine: the device that the guest's
+// driver talks to through device/abi. It owns rings, tables, commands, doorbells
+// and events; the transport (PSNs, acknowledgements, retries) is device/roce's.
+//
+// # Who runs what
+//
+// The data path runs on loops (device/engine). An engine is this device's share
+// of one loop: the doorbell area, the QPs placed there, their run list, the
+// frames that arrived for them. A QP lives on one engine for good.
+//
+// Commands run in one goroutine per device, fed by virtqueue 0, never on a loop.
+// It alone changes the tables; loops see new objects through atomic pointers and
+// are told of removals through Loop.Do, after which they hold no reference.
+//
+// # Lock order
+//
+// Device.mu (tables, held for one command) before cq.mu and srq.mu (leaves).
+// cq.mu and srq.mu are taken on the data path only by an object that QPs of
+// several loops share; one that serves a single loop is that loop's own.
+// Nothing waits for a loop, an epoch or the guest while it holds a leaf.
+package hca

@@ -1,0 +1,320 @@
+package hca
+
+import (
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+const (
+	// inboxFrames bounds the frames that wait for a lane. Senders keep at most a
+	// window of packets per QP in flight, so an overflow is a burst of many QPs,
+	// which the transport repairs as any loss.
+	inboxFrames = 2048
+	// A poll gives each QP of the run list qpBudget packets or work requests in
+	// turn, until pollBudget is used up: every VM of a loop, and every QP of a VM,
+	// gets its share whatever the others do.
+	qpBudget   = 16
+	pollBudget = 128
+	// QPs that may consume nothing of pollBudget still cost a turn each.
+	pollTurns = 64
+	// At most one notice is outstanding.
+	noticeSlots = 2
+)
+
+// lane is the device's share of one loop: an engine of the ABI. All fields that
+// are not marked otherwise belong to the loop.
+//
+// The pipeline of an iteration, in the order of the loop's pollers:
+//
+//	inbox    frames for QPs of this lane: parse, ICRC, roce.QP.Receive
+//	lane     doorbells -> run list -> roce.QP.Run -> WQEs in, frames out, CQEs
+//	notices  events for the driver -> event virtqueues
+//
+// Deliver never calls into a QP: a frame that a QP sends may come back to a QP of
+// the same loop within the same call, through the switch, and the transport is
+// not re-entrant. So every frame goes through an inbox.
+type lane struct {
+	dev  *Device
+	id   int // engine number of the ABI
+	loop *engine.Loop
+
+	inbox   *engine.Mailbox[*packet.Buf]
+	notices *engine.Mailbox[struct{}]
+	events  []*eventQueue // fixed; those whose virtqueue is served here
+
+	armed   bool // SET_DOORBELLS was given and the memory is there
+	db      doorbells
+	dbWatch *engine.Watch
+	kick    [8]byte
+	ringFn  func(slot int)
+
+	first, last *qp // run list
+	cur         *qp // whose turn it is
+	qps         int // QPs that live here
+	cqSeen      uint64
+
+	rx      wire.RoCE
+	stats   roce.Stats
+	icrc    uint64 // frames whose ICRC did not hold
+	unknown uint64 // frames for no QP or address of ours
+
+	inboxFull atomic.Uint64 // any thread
+	noted     atomic.Bool   // any thread: a notice is on its way
+	space     *translate.Space
+}
+
+func newLane(d *Device, id int, loop *engine.Loop) *lane {
+	l := &lane{dev: d, id: id, loop: loop}
+	l.ringFn = l.ring
+	return l
+}
+
+// start puts the lane on its loop.
+func (l *lane) start() {
+	fault := l.fault()
+	l.inbox = engine.NewMailbox(l.loop, inboxFrames, l.receive, (*packet.Buf).Free, engine.Name("hca inbox"), fault)
+	l.loop.AddPoller(l, engine.Name("hca"), fault)
+	l.notices = engine.NewMailbox(l.loop, noticeSlots, l.notice, nil, engine.Name("hca events"), fault)
+}
+
+// stop takes the lane off its loop; no QP lives here any more.
+func (l *lane) stop() {
+	l.inbox.Close()
+	l.loop.RemovePoller(l)
+	l.notices.Close()
+}
+
+// fault makes memory faults in a handler the lane's business.
+func (l *lane) fault() engine.Option { return engine.OnFault(l.onFault) }
+
+// onFault hears that a handler of this lane met memory that is not there. If it
+// was another VM's (a frame was on its way into it), the QP whose turn it was just
+// gets another turn. If it was this guest's, the device stops until a reset: its
+// rings may be half written.
+func (l *lane) onFault(f engine.Fault) {
+	q := l.cur
+	l.cur = nil
+	if f.Foreign {
+		if q != nil {
+			l.push(q)
+		}
+		return
+	}
+	if !l.dev.broken.Swap(true) {
+		l.dev.up.Store(false)
+		l.dev.log.Error("the guest's memory vanished; the device stops until it is reset", "fault", f)
+	}
+}
+
+// enter begins a batch that touches guest memory. False: the device has no guest,
+// or one whose memory vanished.
+func (l *lane) enter() (translate.Token, bool) {
+	if l.space == nil || l.dev.broken.Load() {
+		return 0, false
+	}
+	return l.space.Epochs().Enter(l.loop.ID()), true
+}
+
+func (l *lane) leave(t translate.Token) { l.space.Epochs().Leave(l.loop.ID(), t) }
+
+// Poll implements engine.Poller.
+func (l *lane) Poll(now int64) bool {
+	if !l.armed && l.qps == 0 {
+		return false
+	}
+	t, ok := l.enter()
+	if !ok {
+		return false
+	}
+	defer l.leave(t)
+	busy := false
+	if l.armed {
+		any, m := l.db.scan(l.ringFn)
+		if !m.OK() && !m.Fault() {
+			l.dev.warn("doorbell area is gone", "engine", l.id, "miss", m)
+			l.armed = false
+		}
+		busy = any
+	}
+	if n := l.dev.cqFailures.Load(); n != l.cqSeen {
+		l.cqSeen = n
+		l.failQPs()
+	}
+	budget := pollBudget
+	for turns := 0; l.first != nil && turns < pollTurns && budget > 0; turns++ {
+		q := l.pop()
+		l.cur = q
+		n := l.stats.TxPackets
+		if q.run(now, min(qpBudget, budget)) {
+			l.push(q)
+		}
+		l.cur = nil
+		budget -= int(l.stats.TxPackets-n) + 1
+		busy = true
+	}
+	return busy
+}
+
+// Prepare implements engine.Poller: need_wakeup, then one more look.
+func (l *lane) Prepare() bool {
+	if l.first != nil || l.dev.cqFailures.Load() != l.cqSeen {
+		return true
+	}
+	if !l.armed {
+		return false
+	}
+	t, ok := l.enter()
+	if !ok {
+		return false
+	}
+	defer l.leave(t)
+	l.db.setWakeup(true)
+	return l.db.rung()
+}
+
+// Resume implements engine.Poller.
+func (l *lane) Resume() {
+	if !l.armed {
+		return
+	}
+	if t, ok := l.enter(); ok {
+		defer l.leave(t)
+		l.db.setWakeup(false)
+	}
+}
+
+// ring puts the QP of a doorbell slot on the run list.
+func (l *lane) ring(slot int) {
+	if q := l.dev.qpAt(slot); q != nil && q.lane == l {
+		l.push(q)
+	}
+}
+
+// push appends q to the run list unless it is there.
+func (l *lane) push(q *qp) {
+	if q.listed || q.dead {
+		return
+	}
+	q.listed = true
+	q.next = nil
+	if l.last == nil {
+		l.first = q
+	} else {
+		l.last.next = q
+	}
+	l.last = q
+}
+
+func (l *lane) pop() *qp {
+	q := l.first
+	l.first = q.next
+	if l.first == nil {
+		l.last = nil
+	}
+	q.next, q.listed = nil, false
+	return q
+}
+
+// unlist takes q off the run list.
+func (l *lane) unlist(q *qp) {
+	if !q.listed {
+		return
+	}
+	var prev *qp
+	for x := l.first; x != nil; prev, x = x, x.next {
+		if x != q {
+			continue
+		}
+		if prev == nil {
+			l.first = q.next
+		} else {
+			prev.next = q.next
+		}
+		if l.last == q {
+			l.last = prev
+		}
+		break
+	}
+	q.next, q.listed = nil, false
+}
+
+// failQPs sends the QPs of failed CQs to the error state. It walks all QPs of the
+// lane; a CQ fails once, and costs its VM as much as its VM has QPs.
+func (l *lane) failQPs() {
+	for i := range l.dev.qps {
+		if q := l.dev.qps[i].Load(); q != nil && q.lane == l && (q.scq.failed.Load() || q.rcq.failed.Load()) {
+			q.fail("its completion queue failed")
+		}
+	}
+}
+
+// wake makes the lane look at its event queues and run list, from any thread.
+func (l *lane) wake() {
+	if !l.noted.Swap(true) {
+		l.notices.Put(struct{}{})
+	}
+}
+
+// notice serves the event queues of the lane.
+func (l *lane) notice(struct{}) {
+	l.noted.Store(false)
+	l.runEvents()
+}
+
+func (l *lane) runEvents() {
+	t, ok := l.enter()
+	if !ok {
+		return
+	}
+	defer l.leave(t)
+	for _, e := range l.events {
+		if e.first != nil || e.pending() {
+			e.run()
+		}
+	}
+}
+
+// receive handles a frame from the inbox.
+func (l *lane) receive(b *packet.Buf) {
+	t, ok := l.enter()
+	if !ok {
+		return
+	}
+	defer l.leave(t)
+	frame := b.Bytes()
+	p := &l.rx
+	if err := wire.ParseRoCE(frame, p); err != nil {
+		l.unknown++
+		return
+	}
+	if !wire.CheckICRC(frame, p) {
+		l.icrc++
+		return
+	}
+	l.dispatch(p)
+	*p = wire.RoCE{} // no reference to the buffer outlives the call
+}
+
+// statistics adds the lane's counters to s.
+func (l *lane) statistics(s *abi.Stats) {
+	r := &l.stats
+	for _, x := range []struct {
+		i abi.Stat
+		n uint64
+	}{
+		{abi.StatTxPackets, r.TxPackets}, {abi.StatTxBytes, r.TxBytes}, {abi.StatRxPackets, r.RxPackets},
+		{abi.StatRxBytes, r.RxBytes}, {abi.StatTxAcks, r.TxAcks}, {abi.StatTxNaks, r.TxNaks}, {abi.StatTxRNR, r.TxRNR},
+		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
+		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates}, {abi.StatICRCErrors, l.icrc},
+		{abi.StatRxDropped, r.RxDropped + l.unknown + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
+		{abi.StatGuestFaults, r.Faults},
+	} {
+		s.Value[x.i] += x.n
+	}
+}

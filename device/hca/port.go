@@ -1,0 +1,134 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/wire"
+)
+
+const (
+	// frameOverhead is what a RoCE frame has around its payload at most: Ethernet
+	// with one tag, IPv6, UDP, BTH, the largest extension headers (AtomicETH), ICRC.
+	frameOverhead = 18 + mtuOverhead
+	// mtuOverhead is the same seen from the network's MTU. Linux's rxe reckons with
+	// the same sum (iboe_get_mtu), so that both ends come to the same path MTU.
+	mtuOverhead = 40 + 8 + wire.BTHLen + 4 + wire.AtomicLen + wire.ICRCLen
+)
+
+// portMTU is the largest path MTU that the tenant's network carries: 256..4096.
+// A network too small even for 256 bytes still gets that: the frames are dropped
+// where they do not fit, as on any link.
+func (d *Device) portMTU() int {
+	return abi.MTUBytes(max(abi.MTUFromBytes(d.cfg.MTU()-mtuOverhead), abi.MTU256))
+}
+
+// Deliver takes a RoCE frame that arrived for this VM (lfe.HCAFace). It runs on
+// any loop and only lends b; the frame goes to the inbox of the lane whose QP it
+// is for. Frames that nobody can use are dropped and counted there.
+func (d *Device) Deliver(l *engine.Loop, b *packet.Buf) {
+	if !d.up.Load() {
+		return
+	}
+	if len(d.lanes) == 1 {
+		d.lanes[0].put(b)
+		return
+	}
+	home := d.byLoop[l.ID()]
+	if home == nil {
+		home = d.lanes[0]
+	}
+	var p wire.RoCE
+	if err := wire.ParseRoCE(b.Bytes(), &p); err != nil {
+		home.put(b) // it counts what is wrong
+		return
+	}
+	if p.BTH.DestQP == mcastQPN {
+		for _, ln := range d.lanes {
+			if d.groups.Load().on(&p.DstIP, ln) {
+				ln.put(b)
+			}
+		}
+		return
+	}
+	if q := d.qpFor(p.BTH.DestQP); q != nil {
+		home = q.lane
+	}
+	home.put(b)
+}
+
+// put hands a frame to the lane; any thread.
+func (l *lane) put(b *packet.Buf) {
+	b.Ref()
+	if !l.inbox.Put(b) {
+		b.Free()
+		l.inboxFull.Add(1)
+	}
+}
+
+// on tells whether a group has members on a lane.
+func (t *mcastTable) on(gid *[16]byte, l *lane) bool {
+	for _, q := range t.groups[*gid] {
+		if q.lane == l {
+			return true
+		}
+	}
+	return false
+}
+
+// qpFor finds a QP by its number.
+func (d *Device) qpFor(n uint32) *qp {
+	if q := d.qpAt(int(n & qpIndexMask)); q != nil && q.n == n {
+		return q
+	}
+	return nil
+}
+
+// dispatch gives a parsed frame, whose ICRC holds, to its QP or group (MT-6: what
+// arrives is for this VM's MAC, one of its GIDs, and a QP of it, or is dropped).
+func (l *lane) dispatch(p *wire.RoCE) {
+	d := l.dev
+	vlan := p.VLAN
+	if vlan == 0 {
+		vlan = abi.NoVLAN // priority tag (802.1Q): no VLAN
+	}
+	if p.BTH.DestQP == mcastQPN {
+		n := 0
+		for _, q := range d.groups.Load().groups[p.DstIP] {
+			if q.lane == l && !q.dead {
+				l.receiveOn(q, p)
+				n++
+			}
+		}
+		if n == 0 {
+			l.unknown++
+		}
+		return
+	}
+	q := d.qpFor(p.BTH.DestQP)
+	if q == nil || q.lane != l || p.DMAC != wire.MAC(d.cfg.MAC) || !d.gids.has(&p.DstIP, p.V1, vlan) {
+		l.unknown++
+		return
+	}
+	l.receiveOn(q, p)
+}
+
+func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
+	l.cur = q
+	q.t.Receive(l.loop.Now(), p)
+	l.cur = nil
+}
+
+// transmit lets a frame of q into the network. A datagram to a group also goes to
+// the members on this port, which the switch, rightly, does not send it back to
+// (IBTA 10.5.2.1); the sender itself hears it too, as with Linux's rxe.
+func (d *Device) transmit(l *lane, b *packet.Buf) {
+	up := d.uplink.Load()
+	if up == nil || !d.link.Load() {
+		return
+	}
+	if f := b.Bytes(); len(f) > 0 && f[0]&1 != 0 && len(d.groups.Load().groups) > 0 {
+		d.Deliver(l.loop, b)
+	}
+	(*up)(l.loop, b)
+}

@@ -1,0 +1,331 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// qp is a queue pair: rings and memory on this side, the transport's state in t.
+// It implements roce.Adapter. After it is published everything in it belongs to
+// its lane's loop, but for mcast and what never changes.
+type qp struct {
+	dev   *Device
+	lane  *lane
+	n     uint32 // QP number
+	index int    // place in Device.qps, doorbell slot
+	typ   roce.Type
+	pd    translate.PD
+
+	privileged bool // RA-2: may use abi.DMALKey
+	sigAll     bool
+	maxSendSGE int
+	maxRecvSGE int
+	maxInline  int
+
+	sq, rq   workRing
+	hasRQ    bool
+	srq      *srq
+	scq, rcq *cq
+
+	t     *roce.QP
+	timer *engine.Timer
+
+	listed bool // on the lane's run list
+	next   *qp
+	doomed bool // to be sent to the error state at the next turn
+	dead   bool // destroyed
+
+	asyn    eventNode
+	scratch []byte // one element of SQ or RQ
+	ah      [abi.SizeAH]byte
+	wc      abi.WC
+
+	mcast int // groups; command goroutine only
+}
+
+var _ roce.Adapter = (*qp)(nil)
+
+// run gives the transport a turn. True: it wants another.
+func (q *qp) run(now int64, budget int) bool {
+	if q.doomed {
+		q.doomed = false
+		if err := q.t.Modify(now, &roce.Attr{State: roce.Err}, roce.MaskState); err == nil {
+			q.Event(roce.EventFatal)
+		}
+	}
+	return q.t.Run(now, budget)
+}
+
+// fail sends the QP to the error state, not at once, for the caller may be inside
+// the transport, but at its next turn.
+func (q *qp) fail(why string) {
+	if q.doomed || q.dead || q.t.State() == roce.Err || q.t.State() == roce.Reset {
+		return
+	}
+	q.dev.warn("queue pair failed", "qp", q.n, "reason", why)
+	q.doomed = true
+	q.lane.push(q)
+}
+
+// ringMiss judges a miss on ring memory: absent for now, or gone.
+func (q *qp) ringMiss(what string, m translate.Miss) roce.Fetch {
+	if isFault(m) {
+		return roce.FetchFault
+	}
+	q.fail(what + " is not in guest memory")
+	return roce.FetchEmpty
+}
+
+// isFault tells misses that are cured by time from those that are not (PF-7).
+func isFault(m translate.Miss) bool {
+	return m.Kind == translate.GuestFault || m.Kind == translate.HostFault
+}
+
+// FetchSend implements roce.Adapter.
+func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
+	if q.sq.have == 0 {
+		n, m, err := q.sq.posted()
+		switch {
+		case !m.OK():
+			return q.ringMiss("send queue", m)
+		case err != nil:
+			q.fail("send queue: " + err.Error())
+			return roce.FetchEmpty
+		case n == 0:
+			return roce.FetchEmpty
+		}
+	}
+	w.Seq = seq
+	return q.fetchSend(w)
+}
+
+// CompleteSend implements roce.Adapter. The consumer index goes first: whoever
+// polls the completion may post again at once.
+func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
+	if m := q.sq.release(); !m.OK() && !isFault(m) {
+		q.fail("send queue is not in guest memory")
+	}
+	if !w.Signaled && c.Status == roce.StatusSuccess {
+		return
+	}
+	q.wc = abi.WC{
+		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, PortNum: 1,
+		VendorErr: vendorErr(c.Status),
+	}
+	q.scq.post(&q.wc, c.Status != roce.StatusSuccess)
+}
+
+// vendorErr gives failed completions a number that tells vnicd's from others'.
+func vendorErr(s roce.Status) uint32 {
+	if s == roce.StatusSuccess {
+		return 0
+	}
+	return 0x764e00 | uint32(s)
+}
+
+// FetchRecv implements roce.Adapter.
+func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
+	if q.srq != nil {
+		return q.srq.fetch(w)
+	}
+	if !q.hasRQ {
+		return roce.FetchEmpty
+	}
+	if q.rq.have == 0 {
+		n, m, err := q.rq.posted()
+		switch {
+		case !m.OK():
+			return q.ringMiss("receive queue", m)
+		case err != nil:
+			q.fail("receive queue: " + err.Error())
+			return roce.FetchEmpty
+		case n == 0:
+			return roce.FetchEmpty
+		}
+	}
+	f, m := fetchRecv(&q.rq, q.scratch, q.maxRecvSGE, w)
+	if !m.OK() {
+		return q.ringMiss("receive queue", m)
+	}
+	return f
+}
+
+// CompleteRecv implements roce.Adapter.
+func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
+	q.wc = abi.WC{
+		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, SrcQP: c.SrcQP,
+		Flags: c.Flags & (roce.FlagGRH | roce.FlagImm), SL: c.SL, PortNum: 1, VendorErr: vendorErr(c.Status),
+	}
+	switch {
+	case c.Flags&roce.FlagImm != 0:
+		q.wc.Ex = c.Imm
+	case c.Flags&roce.FlagInv != 0:
+		q.wc.Flags |= abi.WCFlagsInvalidate
+		le.PutUint32(q.wc.Ex[:], uint32(c.InvKey))
+	}
+	q.rcq.post(&q.wc, c.Solicited || c.Status != roce.StatusSuccess)
+}
+
+// phys tells whether a local segment skips stage one: the reserved key of a
+// privileged QP names guest-physical memory (RA-1, RA-2); elsewhere it is no key.
+func (q *qp) phys(k translate.Key) bool { return k == abi.DMALKey && q.privileged }
+
+// Gather implements roce.Adapter.
+func (q *qp) Gather(dst []byte, w *roce.WQE, off uint64) translate.Miss {
+	for i := range w.SGEs {
+		s := &w.SGEs[i]
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		n := min(uint64(len(dst)), uint64(s.Length)-off)
+		if m := q.readLocal(dst[:n], s, off); !m.OK() {
+			return m
+		}
+		if dst = dst[n:]; len(dst) == 0 {
+			return translate.Miss{}
+		}
+		off = 0
+	}
+	if len(dst) > 0 {
+		return translate.Miss{Kind: translate.OutOfRange, Len: uint64(len(dst))}
+	}
+	return translate.Miss{}
+}
+
+func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
+	va, ok := s.VA.Add(off)
+	if !ok {
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, VA: s.VA, Len: uint64(s.Length)}
+	}
+	if q.phys(s.Key) {
+		return q.lane.space.Read(dst, translate.PA(va))
+	}
+	return q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
+}
+
+// Scatter implements roce.Adapter.
+func (q *qp) Scatter(sg []roce.SGE, off uint64, src []byte) translate.Miss {
+	for i := range sg {
+		s := &sg[i]
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		n := min(uint64(len(src)), uint64(s.Length)-off)
+		if m := q.writeLocal(s, off, src[:n]); !m.OK() {
+			return m
+		}
+		if src = src[n:]; len(src) == 0 {
+			return translate.Miss{}
+		}
+		off = 0
+	}
+	if len(src) > 0 {
+		return translate.Miss{Kind: translate.OutOfRange, Len: uint64(len(src))}
+	}
+	return translate.Miss{}
+}
+
+func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
+	va, ok := s.VA.Add(off)
+	if !ok {
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, VA: s.VA, Len: uint64(s.Length)}
+	}
+	if q.phys(s.Key) {
+		return q.lane.space.Write(translate.PA(va), src)
+	}
+	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
+}
+
+// CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3).
+func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss {
+	return q.dev.vm.Check(key, q.pd, va, n, need)
+}
+
+// ReadRemote implements roce.Adapter.
+func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
+	return q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+}
+
+// WriteRemote implements roce.Adapter.
+func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
+	return q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+}
+
+// AtomicRemote implements roce.Adapter. It is atomic against the guest's own
+// processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
+func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
+	p, m := q.dev.vm.Uint64(key, q.pd, va, translate.RemoteAtomic)
+	if !m.OK() {
+		return 0, m
+	}
+	if op == roce.AtomicCompareSwap {
+		return translate.CompareSwap(p, compare, swapAdd), m
+	}
+	return translate.FetchAdd(p, swapAdd), m
+}
+
+// InvalidateRemote implements roce.Adapter. Keys that may be invalidated come
+// with fast registration and memory windows, which are not offered.
+func (q *qp) InvalidateRemote(key translate.Key) translate.Miss {
+	return translate.Miss{Kind: translate.BadKey, Key: key}
+}
+
+// GetBuf implements roce.Adapter.
+func (q *qp) GetBuf() *packet.Buf { return q.dev.cfg.Pool.Get() }
+
+// Transmit implements roce.Adapter.
+func (q *qp) Transmit(b *packet.Buf) {
+	defer b.Free() // also when the frame hits a hole in the receiver's memory
+	q.dev.transmit(q.lane, b)
+}
+
+// ArmTimer implements roce.Adapter.
+func (q *qp) ArmTimer(deadline int64) {
+	if deadline == 0 {
+		q.timer.Stop()
+		return
+	}
+	q.timer.Arm(deadline)
+}
+
+// onTimer is the timer's function.
+func (q *qp) onTimer(now int64) {
+	if q.dead {
+		return
+	}
+	t, ok := q.lane.enter()
+	if !ok {
+		return
+	}
+	defer q.lane.leave(t)
+	q.lane.cur = q
+	q.t.Timer(now)
+	q.lane.cur = nil
+}
+
+// Schedule implements roce.Adapter.
+func (q *qp) Schedule() { q.lane.push(q) }
+
+var eventTypes = [...]abi.EventType{
+	roce.EventFatal: abi.EventQPFatal, roce.EventReqErr: abi.EventQPReqErr, roce.EventAccessErr: abi.EventQPAccessErr,
+	roce.EventCommEst: abi.EventQPCommEst, roce.EventSQDrained: abi.EventSQDrained, roce.EventLastWQE: abi.EventQPLastWQE,
+}
+
+// Event implements roce.Adapter.
+func (q *qp) Event(k roce.EventKind) {
+	q.dev.async.post(&q.asyn, 1<<eventTypes[k])
+}
+
+// close ends the QP: loop only. Nothing of it is left on the loop afterwards.
+func (q *qp) close() {
+	q.dead = true
+	q.t.Close()
+	q.timer.Stop()
+	q.lane.unlist(q)
+	q.lane.qps--
+}

@@ -1,0 +1,129 @@
+package hca
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// srq is a shared receive queue. Who may consume from it, and when mu is needed,
+// is as with cq.
+type srq struct {
+	dev    *Device
+	n      uint32
+	pd     translate.PD
+	maxSGE int
+	owner  *lane // command goroutine only
+
+	shared  bool
+	mu      sync.Mutex
+	wr      workRing
+	limit   uint32 // 0: disarmed (IBTA 10.2.9.1)
+	scratch []byte
+
+	failed atomic.Bool
+	asyn   eventNode
+	refs   int // QPs; command goroutine only
+}
+
+func newSRQ(d *Device, n uint32, pd translate.PD, maxSGE int, limit uint32, r ring) *srq {
+	s := &srq{dev: d, n: n, pd: pd, maxSGE: maxSGE, limit: limit, wr: workRing{ring: r}}
+	s.scratch = make([]byte, recvWQESize(maxSGE))
+	s.asyn.init(n, nodeSRQ)
+	return s
+}
+
+// fetch takes the next receive request.
+func (s *srq) fetch(w *roce.RecvWQE) roce.Fetch {
+	if s.shared {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+	}
+	if s.failed.Load() {
+		return roce.FetchEmpty
+	}
+	if s.wr.have == 0 {
+		n, m, err := s.wr.posted()
+		switch {
+		case isFault(m):
+			return roce.FetchFault
+		case !m.OK() || err != nil:
+			return s.fail(m)
+		case n == 0:
+			return roce.FetchEmpty
+		}
+	}
+	f, m := fetchRecv(&s.wr, s.scratch, s.maxSGE, w)
+	switch {
+	case isFault(m):
+		return roce.FetchFault
+	case !m.OK():
+		return s.fail(m)
+	}
+	if s.limit != 0 {
+		s.checkLimit()
+	}
+	return f
+}
+
+// checkLimit raises the limit event once when fewer than limit requests are left.
+func (s *srq) checkLimit() {
+	if s.wr.have >= s.limit {
+		return
+	}
+	if n, m, err := s.wr.posted(); m.OK() && err == nil && n < s.limit {
+		s.limit = 0
+		s.dev.async.post(&s.asyn, 1<<abi.EventSRQLimit)
+	}
+}
+
+// fail stops the SRQ: its memory is gone or its indices are garbage.
+func (s *srq) fail(m translate.Miss) roce.Fetch {
+	if !s.failed.Swap(true) {
+		s.dev.warn("shared receive queue failed", "srq", s.n, "miss", m)
+		s.dev.async.post(&s.asyn, 1<<abi.EventSRQErr)
+	}
+	return roce.FetchEmpty
+}
+
+// resize moves the requests that are not consumed yet to a new ring; called like cq.resize.
+func (s *srq) resize(r ring) error {
+	if s.shared {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+	}
+	prod, m := s.wr.index(abi.RingProducerOff)
+	if !m.OK() {
+		return &faultError{what: "the old ring", miss: m}
+	}
+	n := (prod - s.wr.next) & s.wr.mask
+	if n > r.mask {
+		return refuse(abi.StatusInvalid, "%d requests are posted, the new ring holds %d", n, r.mask)
+	}
+	tmp := make([]byte, recvWQESize(s.maxSGE))
+	if _, m := s.wr.move(&r, s.wr.next, prod, tmp); !m.OK() {
+		return &faultError{what: "moving requests to the new ring", miss: m}
+	}
+	s.wr = workRing{ring: r}
+	return nil
+}
+
+// setLimit arms the limit event; called like resize.
+func (s *srq) setLimit(n uint32) {
+	if s.shared {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+	}
+	s.limit = n
+}
+
+func (s *srq) getLimit() uint32 {
+	if s.shared {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+	}
+	return s.limit
+}

@@ -212,6 +212,9 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 		t.byID = append(t.byID, nil)
 	}
 	t.byID[id] = a
+	if pc.Attached != nil {
+		pc.Attached(a)
+	}
 	// The port must be in the table before an entry points to it.
 	n.table.Store(t)
 	for i, m := range a.cfg.MACs {

@@ -67,6 +67,8 @@ type PortConfig struct {
 	Loop *engine.Loop
 	// Hairpin delivers frames back to the port that they came from if the table says that their destination is there.
 	Hairpin bool
+	// Attached, if set, is called with the attachment before the first Deliver, so that the port knows it by then.
+	Attached func(*Attachment)
 }
 
 // Attachment is a port's connection to a network.

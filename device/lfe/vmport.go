@@ -41,8 +41,8 @@ type VMPortConfig struct {
 // NewVMPort attaches a VM's port, without faces yet. The MAC is the only source address that it may use.
 func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
-	var err error
-	p.att, err = n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, Loop: c.Loop, Hairpin: true})
+	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, Loop: c.Loop, Hairpin: true,
+		Attached: func(a *Attachment) { p.att = a }})
 	if err != nil {
 		return nil, err
 	}

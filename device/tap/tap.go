@@ -209,11 +209,15 @@ func (t *TAP) configure() error {
 
 func (t *TAP) connect() error {
 	var err error
-	t.att, err = t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop})
+	_, err = t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop,
+		Attached: func(a *lfe.Attachment) { t.att = a }})
 	if err != nil {
 		return err
 	}
-	t.watch, err = t.cfg.Loop.Watch(t.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
+	// On the loop, so that ready does not run before watch is known.
+	t.cfg.Loop.Do(func() {
+		t.watch, err = t.cfg.Loop.Watch(t.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
+	})
 	if err != nil {
 		t.att.Close()
 		return err

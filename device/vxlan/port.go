@@ -26,7 +26,7 @@ func MaxPeers(n int) NetworkOption { return func(p *port) { p.maxPeers = n } }
 type port struct {
 	vt       *VTEP
 	net      *lfe.Network
-	att      atomic.Pointer[lfe.Attachment] // nil for a moment while AddNetwork attaches it
+	att      *lfe.Attachment
 	header   [HeaderLen]byte // the same for all frames of the network
 	learn    bool
 	maxPeers int
@@ -59,9 +59,7 @@ func newPort(vt *VTEP, net *lfe.Network) *port {
 
 // drop counts frames that were lost in this port.
 func (p *port) drop(l *engine.Loop, r lfe.Reason, n int) {
-	if a := p.att.Load(); a != nil {
-		a.Counters.Drop(l, r, n)
-	}
+	p.att.Counters.Drop(l, r, n)
 }
 
 // newPeerSet builds the indices over the numbered peers.
@@ -173,7 +171,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 	// A handler in progress may still teach lfe a number that was taken away.
 	p.vt.barrier()
 	for _, x := range retired {
-		p.net.FlushRemote(p.att.Load(), x.id)
+		p.net.FlushRemote(p.att, x.id)
 	}
 	for {
 		old := p.peers.Load()

@@ -146,7 +146,7 @@ func (r *receiver) datagram(i int) {
 		p.drop(r.l, lfe.ECNDrop, 1)
 		return
 	}
-	p.att.Load().Input(r.l, b, lfe.Source{Remote: x.id})
+	p.att.Input(r.l, b, lfe.Source{Remote: x.id})
 }
 
 // onFault runs when a port that a frame went to hit a hole in its VM's memory. The frame is lost, the rest of the

@@ -240,11 +240,10 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	if err := p.setPeersLocked(peers); err != nil {
 		return err
 	}
-	att, err := net.Attach(p, lfe.PortConfig{Name: "vxlan " + vt.cfg.Local.String(), Kind: lfe.KindVTEP})
-	if err != nil {
+	if _, err := net.Attach(p, lfe.PortConfig{Name: "vxlan " + vt.cfg.Local.String(), Kind: lfe.KindVTEP,
+		Attached: func(a *lfe.Attachment) { p.att = a }}); err != nil {
 		return err
 	}
-	p.att.Store(att)
 	net.SetUnderlayMTU(vt.mtu)
 	m := maps.Clone(old)
 	m[net.VNI()] = p
@@ -267,7 +266,7 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	m := maps.Clone(*vt.nets.Load())
 	delete(m, vni)
 	vt.nets.Store(&m)
-	p.att.Load().Close()
+	p.att.Close()
 	p.net.SetUnderlayMTU(0)
 	return nil
 }
@@ -288,7 +287,7 @@ func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 // the number that Remote gives).
 func (vt *VTEP) Attachment(vni uint32) *lfe.Attachment {
 	if p := (*vt.nets.Load())[vni]; p != nil {
-		return p.att.Load()
+		return p.att
 	}
 	return nil
 }

@@ -1,0 +1,141 @@
+package guestdrv
+
+import (
+	"fmt"
+	"net/netip"
+	"sync"
+
+	"github.com/vnicd/vnicd/device/abi"
+)
+
+// GID is a port address, in network order.
+type GID [16]byte
+
+// IPGID is the GID of an IP address as RoCEv2 forms it: IPv6 as it is, IPv4 mapped (annex A17.4.5).
+func IPGID(a netip.Addr) GID { return a.As16() }
+
+// GIDOptions of SetGID; the zero value is untagged RoCEv2.
+type GIDOptions struct {
+	RoCEv1 bool
+	VLAN   uint16 // 1..4094; 0: untagged
+}
+
+// SetGID writes an entry of the GID table, 0..Attr().MaxGID-1.
+func (d *Device) SetGID(index int, gid GID, o GIDOptions) error {
+	if index < 0 || int64(index) >= int64(d.attr.MaxGID) {
+		return invalid("GID index %d, expected 0..%d", index, int64(d.attr.MaxGID)-1)
+	}
+	req := abi.SetGID{Index: uint16(index), Type: abi.GIDRoCEv2, VLANID: vlanID(o.VLAN), SMAC: d.conf.MAC, GID: gid}
+	if o.RoCEv1 {
+		req.Type = abi.GIDRoCEv1
+	}
+	return d.do(abi.CmdSetGID, &req, abi.SizeSetGID, nil)
+}
+
+// ClearGID empties an entry of the GID table.
+func (d *Device) ClearGID(index int) error {
+	return d.do(abi.CmdClearGID, &abi.ClearGID{Index: uint16(index)}, abi.SizeClearGID, nil)
+}
+
+func vlanID(v uint16) uint16 {
+	if v == 0 {
+		return abi.NoVLAN
+	}
+	return v
+}
+
+// Path says how to reach a port. The driver does not resolve addresses: MAC is
+// that of the GID's holder.
+type Path struct {
+	GID          GID
+	MAC          [6]byte
+	SGIDIndex    uint16
+	VLAN         uint16 // that of the source GID; 0: untagged
+	TrafficClass uint8
+	HopLimit     uint8 // 0 means 64
+	FlowLabel    uint32
+	SL           uint8
+}
+
+func (p *Path) hopLimit() uint8 {
+	if p.HopLimit == 0 {
+		return 64
+	}
+	return p.HopLimit
+}
+
+// ahTable is the address handle table in shared memory. Entry 0 is never used.
+type ahTable struct {
+	mu   sync.Mutex
+	buf  *Buffer
+	free []uint32
+}
+
+func (d *Device) setupAHs() error {
+	n := min(d.cfg.AHEntries, int(min(d.attr.MaxAH, 1<<20)))
+	if n < 2 {
+		return nil
+	}
+	buf, err := d.mem.alloc(uint64(n)*abi.SizeAH, pageSize)
+	if err != nil {
+		return fmt.Errorf("address handle table: %w", err)
+	}
+	pas := buf.pagePAs()
+	req := abi.SetAHTable{NumEntries: uint32(n), NPages: uint32(len(pas))}
+	if err := d.do(abi.CmdSetAHTable, &req, abi.SizeSetAHTable, nil, pas...); err != nil {
+		return err
+	}
+	d.ahs.buf = buf
+	for i := n - 1; i > 0; i-- {
+		d.ahs.free = append(d.ahs.free, uint32(i))
+	}
+	return nil
+}
+
+// AH is an address handle, for UD requests.
+type AH struct {
+	d   *Device
+	num uint32
+}
+
+// CreateAH makes an address handle. It fails with ErrNoMemory if the table (Config.AHEntries) is full.
+func (p *PD) CreateAH(path Path) (*AH, error) {
+	t := &p.d.ahs
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.free) == 0 {
+		return nil, fmt.Errorf("%w: no free address handle", ErrNoMemory)
+	}
+	n := t.free[len(t.free)-1]
+	t.free = t.free[:len(t.free)-1]
+	e := abi.AH{
+		PDN: p.num, DGID: path.GID, DMAC: path.MAC, SGIDIndex: path.SGIDIndex, VLANID: vlanID(path.VLAN),
+		TrafficClass: path.TrafficClass, HopLimit: path.hopLimit(), FlowLabel: path.FlowLabel, SL: path.SL,
+	}
+	b := t.buf.data[n*abi.SizeAH:][:abi.SizeAH]
+	e.Encode(b)
+	atomic32(b, 0).Store(1) // valid: written last
+	return &AH{p.d, n}, nil
+}
+
+// Number is the handle's entry in the table.
+func (a *AH) Number() uint32 { return a.num }
+
+// Destroy frees the handle. Requests that name it must have completed.
+func (a *AH) Destroy() {
+	t := &a.d.ahs
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	atomic32(t.buf.data, int(a.num)*abi.SizeAH).Store(0)
+	t.free = append(t.free, a.num)
+}
+
+// AttachMulticast makes a UD QP a member of a multicast group.
+func (q *QP) AttachMulticast(gid GID) error {
+	return q.d.do(abi.CmdAttachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
+}
+
+// DetachMulticast ends the membership.
+func (q *QP) DetachMulticast(gid GID) error {
+	return q.d.do(abi.CmdDetachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
+}

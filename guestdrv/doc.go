@@ -1,0 +1,39 @@
+// Package guestdrv is a user-space driver for the vnicd HCA: what the kernel
+// module in guestdrv/linux does in a guest, for programs on the host (PF-4,
+// MT-10). It speaks the same device ABI (guestdrv/linux/vnicd_abi.h) over the
+// same vhost-user socket, as the front end, with a sealed memfd of its own in
+// the place of guest memory.
+//
+// The interface resembles verbs. A minimal RC sender:
+//
+//	dev, err := guestdrv.Open("/run/vnicd/app.hca", guestdrv.Config{})
+//	dev.SetGID(0, guestdrv.IPGID(netip.MustParseAddr("10.0.0.5")), guestdrv.GIDOptions{})
+//	pd, err := dev.AllocPD()
+//	buf, err := dev.Alloc(1 << 20)
+//	mr, err := pd.Register(buf, abi.AccessLocalWrite)
+//	cq, err := dev.CreateCQ(256, guestdrv.CQOptions{})
+//	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 64, MaxRecvWR: 64})
+//	err = qp.Connect(peer, guestdrv.ConnectOptions{}) // peer: QPN, GID, MAC of the other side
+//	err = qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 4096)}})
+//	n, err := cq.PollWait(ctx, wcs)
+//
+// # Memory
+//
+// Data that the device touches must lie in a Buffer from Device.Alloc. Its VA,
+// which work requests name, is the address of its bytes in this process; its PA
+// is its place in the memfd. They differ on purpose, as they do in a guest. A
+// Buffer's bytes must not be used after Device.Close.
+//
+// # Concurrency
+//
+// Commands (creation, modification, queries, destruction) may be issued from any
+// goroutine, several at once. Posting and polling take no lock: at most one
+// goroutine at a time posts sends on a QP, one posts receives on it (or on an
+// SRQ), one polls a CQ. They never allocate and never block.
+//
+// # Lifetime
+//
+// Open starts one goroutine per command, event and completion event queue;
+// Device.Close stops and joins them. When vnicd goes away, commands and waits
+// fail with ErrDisconnected.
+package guestdrv

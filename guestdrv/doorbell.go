@@ -1,0 +1,35 @@
+package guestdrv
+
+import (
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+)
+
+// doorbell is one engine's doorbell area and its virtqueue, which carries
+// nothing but notifications.
+type doorbell struct {
+	engine int
+	buf    *Buffer
+	q      *frontend.Queue
+}
+
+func newDoorbell(d *Device, engine int) (*doorbell, error) {
+	buf, err := d.mem.alloc(abi.DoorbellSize, pageSize)
+	if err != nil {
+		return nil, err
+	}
+	return &doorbell{engine: engine, buf: buf, q: d.fe.Queue(abi.DoorbellQueue(int(d.conf.NumCEQs), engine))}, nil
+}
+
+// ring tells the engine that the QP in slot has new work, whose producer index
+// has been stored before. Go's atomics are sequentially consistent, so the load
+// of need_wakeup comes after the bits are visible: either the device's last look
+// before it sleeps sees them, or this sees its flag.
+func (db *doorbell) ring(slot uint32) {
+	b := db.buf.data
+	atomic64(b, abi.DoorbellBitsOff+int(slot/64)*8).Or(1 << (slot % 64))
+	atomic64(b, abi.DoorbellSummaryOff+int(slot/4096)*8).Or(1 << (slot / 64 % 64))
+	if atomic32(b, abi.DoorbellNeedWakeupOff).Load() != 0 {
+		db.q.Notify()
+	}
+}

@@ -1,0 +1,283 @@
+package vnet
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/vhostuser"
+	"github.com/vnicd/vnicd/device/virtq"
+)
+
+// Virtio-net feature bits (virtio 1.2, 5.1.3).
+const (
+	FeatureMTU      = 1 << 3  // VIRTIO_NET_F_MTU
+	FeatureMrgRxbuf = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
+	FeatureMQ       = 1 << 22 // VIRTIO_NET_F_MQ
+)
+
+// MaxPairs bounds the queue pairs of one device.
+const MaxPairs = 8
+
+// Port is where the device's frames go: a *lfe.VMPort.
+type Port interface {
+	InputNet(l *engine.Loop, b *packet.Buf)
+	Attachment() *lfe.Attachment
+}
+
+// Config describes a device.
+type Config struct {
+	Name  string
+	MAC   lfe.MAC // of the VM's port; for announcements and status only, the guest gets it from the front end
+	Pairs int     // queue pairs, 1..MaxPairs; 0 is 1
+	Loops []*engine.Loop
+	Pool  *packet.Pool
+	Port  Port         // the device adds its drops to the attachment's counters
+	Log   hclog.Logger // nil: silent
+}
+
+// Device implements vhostuser.Device, vhostuser.NetDevice and lfe.Face. Create
+// it, give it to lfe.VMPort.SetNet and to vhostuser.Listen; take it back in the
+// opposite order, then Close it.
+type Device struct {
+	cfg   Config
+	log   hclog.Logger
+	pairs []*pair
+	owner *engine.Owner
+
+	// The connection's goroutine writes these, status readers look.
+	connected atomic.Bool
+	features  atomic.Uint64
+	active    atomic.Int32 // pairs that receive, for spreading flows
+	broken    atomic.Pointer[string]
+}
+
+var (
+	_ vhostuser.Device    = (*Device)(nil)
+	_ vhostuser.NetDevice = (*Device)(nil)
+	_ lfe.Face            = (*Device)(nil)
+)
+
+// New makes a device without a guest. Pair i lives on Loops[i % len(Loops)].
+func New(cfg Config) (*Device, error) {
+	if cfg.Pairs == 0 {
+		cfg.Pairs = 1
+	}
+	switch {
+	case cfg.Pairs < 0 || cfg.Pairs > MaxPairs:
+		return nil, fmt.Errorf("vnet: %s: %d queue pairs, want 1 to %d", cfg.Name, cfg.Pairs, MaxPairs)
+	case len(cfg.Loops) == 0 || cfg.Pool == nil || cfg.Port == nil:
+		return nil, fmt.Errorf("vnet: %s: needs loops, a buffer pool and a port", cfg.Name)
+	}
+	if cfg.Log == nil {
+		cfg.Log = hclog.NewNullLogger()
+	}
+	d := &Device{cfg: cfg, log: cfg.Log}
+	d.owner = engine.NewOwner(d.fault)
+	for i := range cfg.Pairs {
+		d.pairs = append(d.pairs, newPair(d, i, cfg.Loops[i%len(cfg.Loops)]))
+	}
+	return d, nil
+}
+
+// Close takes the device off its loops. No front end is connected and no frame
+// is delivered to it any more.
+func (d *Device) Close() {
+	for _, p := range d.pairs {
+		p.close()
+	}
+}
+
+// Features implements vhostuser.Device.
+func (d *Device) Features() uint64 {
+	f := uint64(FeatureMrgRxbuf | FeatureMTU)
+	if len(d.pairs) > 1 {
+		f |= FeatureMQ
+	}
+	return f
+}
+
+// NumQueues implements vhostuser.Device: receive and transmit by turns.
+func (d *Device) NumQueues() int { return 2 * len(d.pairs) }
+
+// ConfigSize implements vhostuser.Device: the front end keeps MAC, status and MTU.
+func (d *Device) ConfigSize() int { return 0 }
+
+// ReadConfig implements vhostuser.Device; there is nothing to read.
+func (d *Device) ReadConfig([]byte, uint32) error { return errNoConfig }
+
+// WriteConfig implements vhostuser.Device.
+func (d *Device) WriteConfig(uint32, []byte) error { return errNoConfig }
+
+var errNoConfig = errors.New("vnet: the front end keeps the configuration space")
+
+// Connected implements vhostuser.Device.
+func (d *Device) Connected(vhostuser.Conn) {
+	d.broken.Store(nil)
+	d.connected.Store(true)
+}
+
+// Disconnected implements vhostuser.Device.
+func (d *Device) Disconnected() {
+	d.Reset()
+	d.connected.Store(false)
+}
+
+// Reset implements vhostuser.Device. Queues, the only state, are stopped.
+func (d *Device) Reset() {
+	d.features.Store(0)
+	d.broken.Store(nil)
+}
+
+// SetFeatures implements vhostuser.Device.
+func (d *Device) SetFeatures(f uint64) error {
+	d.features.Store(f)
+	return nil
+}
+
+// StartQueue implements vhostuser.Device.
+func (d *Device) StartQueue(i int, q *virtq.Queue) error {
+	p := d.pairs[i/2]
+	if i%2 == 0 {
+		p.startRx(q, d.features.Load()&FeatureMrgRxbuf != 0)
+		d.recount()
+		return nil
+	}
+	return p.startTx(q)
+}
+
+// StopQueue implements vhostuser.Device.
+func (d *Device) StopQueue(i int) {
+	p := d.pairs[i/2]
+	if i%2 == 0 {
+		p.stopRx()
+		d.recount()
+	} else {
+		p.stopTx()
+	}
+}
+
+// recount finds how many pairs, from the first on, can receive.
+func (d *Device) recount() {
+	n := 0
+	for n < len(d.pairs) && d.pairs[n].receiving.Load() {
+		n++
+	}
+	d.active.Store(int32(n))
+}
+
+// SetMTU implements vhostuser.NetDevice: the guest must not be told more than
+// the network carries.
+func (d *Device) SetMTU(mtu uint16) error {
+	if max := d.cfg.Port.Attachment().Network().MTU(); int(mtu) > max {
+		return fmt.Errorf("vnet: %s: the front end tells the guest an MTU of %d, the network carries %d", d.cfg.Name, mtu, max)
+	}
+	return nil
+}
+
+// SendRARP implements vhostuser.NetDevice: a reverse ARP request from the
+// guest's address, so that switches learn where it is now.
+func (d *Device) SendRARP(mac [6]byte) {
+	p := d.pairs[0]
+	p.loop.Post(func() {
+		b := d.cfg.Pool.Get()
+		if b == nil {
+			return
+		}
+		defer b.Free()
+		if b.Append(rarp(mac)) {
+			d.cfg.Port.InputNet(p.loop, b)
+		}
+	})
+}
+
+// rarp is a reverse ARP request (RFC 903) for mac itself, padded to Ethernet's
+// least length.
+func rarp(mac [6]byte) []byte {
+	f := make([]byte, 0, 60)
+	f = append(f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff)
+	f = append(f, mac[:]...)
+	f = append(f, 0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3) // RARP, Ethernet, IPv4, lengths, request reverse
+	f = append(f, mac[:]...)
+	f = append(f, 0, 0, 0, 0)
+	f = append(f, mac[:]...)
+	f = append(f, 0, 0, 0, 0)
+	return f[:60]
+}
+
+// Deliver implements lfe.Face: on any loop, on several at once.
+func (d *Device) Deliver(l *engine.Loop, b *packet.Buf) {
+	p := d.pairs[0]
+	if n := d.active.Load(); n > 1 {
+		p = d.pairs[flowHash(b.Bytes())%uint32(n)]
+	}
+	if p.loop == l {
+		p.receive(b)
+		return
+	}
+	b.Ref()
+	if !p.mail.Put(b) {
+		b.Free()
+		d.drop(l, lfe.QueueFull)
+	}
+}
+
+func (d *Device) drop(l *engine.Loop, r lfe.Reason) {
+	d.cfg.Port.Attachment().Counters.Drop(l, r, 1)
+}
+
+// fault hears that this VM's memory has gone under some loop's hands
+// (architecture.md, decision 4). The device stops; the VM has lost its memory.
+func (d *Device) fault(f engine.Fault) {
+	for _, p := range d.pairs {
+		p.failAll(f)
+	}
+}
+
+// fail records why a queue broke; the guest's driver sees a dead queue, the
+// operator a log line.
+func (d *Device) fail(what string, pair int, err error) {
+	s := fmt.Sprintf("%s queue of pair %d: %v", what, pair, err)
+	if d.broken.CompareAndSwap(nil, &s) {
+		d.log.Error("guest's network queue is broken and stays stopped until the guest resets the device", "vm", d.cfg.Name, "queue", what, "pair", pair, "reason", err)
+	}
+}
+
+// Status is a snapshot for `vnicd status`. Frames, bytes and drops are in the
+// port's counters.
+type Status struct {
+	Connected bool     `json:"connected"`
+	Features  string   `json:"features,omitempty"`
+	Pairs     []string `json:"pairs"` // "stopped", "rx", "tx" or "rx+tx", each
+	Broken    string   `json:"broken,omitempty"`
+}
+
+// Describe returns a snapshot. Safe from any goroutine.
+func (d *Device) Describe() Status {
+	s := Status{Connected: d.connected.Load()}
+	if f := d.features.Load(); f != 0 {
+		s.Features = fmt.Sprintf("%#x", f)
+	}
+	if b := d.broken.Load(); b != nil {
+		s.Broken = *b
+	}
+	for _, p := range d.pairs {
+		rx, tx := p.receiving.Load(), p.sending.Load()
+		switch {
+		case rx && tx:
+			s.Pairs = append(s.Pairs, "rx+tx")
+		case rx:
+			s.Pairs = append(s.Pairs, "rx")
+		case tx:
+			s.Pairs = append(s.Pairs, "tx")
+		default:
+			s.Pairs = append(s.Pairs, "stopped")
+		}
+	}
+	return s
+}

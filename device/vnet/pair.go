@@ -1,0 +1,191 @@
+package vnet
+
+import (
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+const (
+	mailboxSize = 512 // frames on their way from other loops
+	txBudget    = 64  // chains per pair and iteration
+	pollPeriod  = int64(time.Millisecond)
+)
+
+// pair is a receive and a transmit queue on one loop.
+type pair struct {
+	d    *Device
+	i    int
+	loop *engine.Loop
+	mail *engine.Mailbox[*packet.Buf]
+	hook *engine.Hook
+
+	// For other goroutines to see.
+	receiving, sending atomic.Bool
+
+	// Loop's own from here on.
+	rx, tx           *virtq.Queue
+	mergeable        bool
+	rxDirty, txDirty bool // pushed, not yet signalled
+	rxc              [maxMerge]virtq.Chain
+	txc              virtq.Chain
+	txOpen           bool        // txc is popped and not pushed
+	cur              *packet.Buf // what Poll is sending
+	watch            *engine.Watch
+	timer            *engine.Timer // instead of watch, when the driver never kicks
+}
+
+func newPair(d *Device, i int, l *engine.Loop) *pair {
+	p := &pair{d: d, i: i, loop: l}
+	p.mail = engine.NewMailbox(l, mailboxSize, p.receive, (*packet.Buf).Free, engine.Name("vnet mailbox"), engine.OnFault(d.ownFault))
+	p.hook = l.AtFlush(p.flush, engine.Name("vnet flush"), engine.OnFault(d.ownFault))
+	return p
+}
+
+func (p *pair) close() {
+	p.mail.Close()
+	p.hook.Close()
+}
+
+// ownFault is fault for the device's own handlers, which also hear of other
+// VMs' memory that was hit on their way; those have been told already.
+func (d *Device) ownFault(f engine.Fault) {
+	if !f.Foreign {
+		d.fault(f)
+	}
+}
+
+// guarded runs f on the pair's loop. It may touch guest memory.
+func (p *pair) guarded(f func()) {
+	if err := translate.Guard(func() error { p.loop.Do(f); return nil }); err != nil {
+		p.d.fail("control", p.i, err)
+	}
+}
+
+func (p *pair) startRx(q *virtq.Queue, mergeable bool) {
+	p.guarded(func() {
+		p.rx, p.mergeable = q, mergeable
+		p.receiving.Store(true)
+		// Buffers are looked for when a frame needs one; kicks are of no use.
+		p.inEpoch(q, func() error { return q.SetNotify(false) })
+	})
+}
+
+func (p *pair) stopRx() {
+	p.guarded(func() {
+		q := p.rx
+		p.rx = nil
+		p.receiving.Store(false)
+		if p.rxDirty {
+			p.rxDirty = false
+			p.inEpoch(q, q.Signal)
+		}
+	})
+}
+
+func (p *pair) startTx(q *virtq.Queue) error {
+	if fd := q.KickFD(); fd >= 0 {
+		// The poller does the work; the kick only wakes the loop for it.
+		var b [8]byte
+		w, err := p.loop.Watch(fd, func() { _, _ = unix.Read(fd, b[:]) }, engine.Name("vnet kick"))
+		if err != nil {
+			return err
+		}
+		p.watch = w
+	} else {
+		// The driver asks to be polled (SET_VRING_KICK without a descriptor).
+		// Once a millisecond is the compromise with an idle host's processor.
+		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, engine.Name("vnet poll timer"))
+	}
+	p.guarded(func() {
+		p.tx = q
+		p.sending.Store(true)
+		if p.timer != nil {
+			p.timer.Arm(p.loop.Now() + pollPeriod)
+		}
+	})
+	p.loop.AddPoller(p, engine.Name("vnet transmit"), engine.OnFault(p.txFault))
+	p.loop.Wake() // what is in the ring already was announced to nobody
+	return nil
+}
+
+func (p *pair) stopTx() {
+	p.loop.RemovePoller(p)
+	if p.watch != nil {
+		p.watch.Close()
+		p.watch = nil
+	}
+	p.guarded(func() {
+		if p.timer != nil {
+			p.timer.Stop()
+			p.timer = nil
+		}
+		q := p.tx
+		p.tx = nil
+		p.sending.Store(false)
+		if p.txDirty {
+			p.txDirty = false
+			p.inEpoch(q, q.Signal)
+		}
+	})
+}
+
+// inEpoch runs one operation on a ring outside the data path's own stretches.
+func (p *pair) inEpoch(q *virtq.Queue, f func() error) {
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	if err := f(); err != nil {
+		p.broke(q, err)
+	}
+}
+
+// broke takes note of an error of a ring. What the host can repair is tried
+// again by whoever comes next.
+func (p *pair) broke(q *virtq.Queue, err error) {
+	if virtq.IsRepairable(err) {
+		return
+	}
+	what := "transmit"
+	if q.Index()%2 == 0 {
+		what = "receive"
+	}
+	if q.Broken() == nil {
+		q.Fail(err)
+	}
+	p.d.fail(what, p.i, q.Broken())
+}
+
+// failAll stops the data path of the pair, from whatever loop noticed.
+func (p *pair) failAll(err error) {
+	mark := func() {
+		for _, q := range []*virtq.Queue{p.rx, p.tx} {
+			if q != nil {
+				p.broke(q, err)
+			}
+		}
+	}
+	if p.loop.OnLoop() {
+		mark()
+	} else {
+		p.loop.Post(mark)
+	}
+}
+
+// flush ends an iteration: one publication and at most one interrupt per queue.
+func (p *pair) flush() {
+	if p.rxDirty {
+		p.rxDirty = false
+		p.inEpoch(p.rx, p.rx.Signal)
+	}
+	if p.txDirty {
+		p.txDirty = false
+		p.inEpoch(p.tx, p.tx.Signal)
+	}
+}

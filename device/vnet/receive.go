@@ -1,0 +1,165 @@
+package vnet
+
+import (
+	"encoding/binary"
+
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/virtq"
+)
+
+// maxMerge bounds the guest buffers that one frame may be spread over: 64 KiB
+// in buffers of a page each take 17.
+const maxMerge = 32
+
+// emptyHeader is the virtio header of a received frame: no offload has touched
+// it, and it stands in one buffer (5.1.6.4.1).
+var emptyHeader = [headerLen]byte{10: 1}
+
+// receive copies a frame into the guest's buffers. On the pair's loop; the
+// frame stays the caller's.
+func (p *pair) receive(b *packet.Buf) {
+	q := p.rx
+	if q == nil || q.Broken() != nil {
+		p.d.drop(p.loop, lfe.NotReady)
+		return
+	}
+	// The caller may be another VM's transmit: if this guest's memory has
+	// vanished, it is this device that stops.
+	prev := p.loop.Blame(p.d.owner)
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer func() {
+		ep.Leave(p.loop.ID(), t)
+	}()
+	p.put(q, b.Bytes())
+	p.loop.Blame(prev)
+}
+
+func (p *pair) put(q *virtq.Queue, frame []byte) {
+	n, ok := p.gather(q, uint64(len(frame))+headerLen)
+	if !ok {
+		return
+	}
+	h := emptyHeader
+	if p.mergeable {
+		binary.LittleEndian.PutUint16(h[10:12], uint16(n))
+	}
+	for i := range n {
+		c := &p.rxc[i]
+		room := c.WritableLen()
+		off := uint64(0)
+		if i == 0 {
+			if !p.fill(q, c, h[:], 0) {
+				return
+			}
+			off = headerLen
+		}
+		part := frame
+		if uint64(len(part)) > room-off {
+			part = part[:room-off]
+		}
+		if !p.fill(q, c, part, off) {
+			return
+		}
+		frame = frame[len(part):]
+		if err := q.Push(c, uint32(off)+uint32(len(part))); err != nil {
+			p.broke(q, err)
+			return
+		}
+	}
+	p.rxDirty = true
+}
+
+// gather pops buffers for n bytes, as many as that takes, into rxc. If there
+// are too few it gives them back and counts the frame as dropped.
+func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, ok bool) {
+	var room uint64
+	limit := 1
+	if p.mergeable {
+		limit = maxMerge
+	}
+	for room < n {
+		if bufs == limit {
+			p.giveBack(q, bufs, lfe.Truncated)
+			return 0, false
+		}
+		c := &p.rxc[bufs]
+		got, err := q.Pop(c)
+		if err != nil {
+			p.giveBack(q, bufs, lfe.NoBuffer)
+			p.broke(q, err)
+			return 0, false
+		}
+		if !got {
+			p.giveBack(q, bufs, lfe.QueueFull)
+			return 0, false
+		}
+		bufs++
+		// 5.1.6.3.1: at least a header must fit, or no frame ever would.
+		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
+			p.giveBack(q, bufs, lfe.NoBuffer)
+			p.broke(q, &BufferError{Queue: q.Index(), Readable: c.ReadableLen(), Writable: c.WritableLen()})
+			return 0, false
+		}
+		room += c.WritableLen()
+	}
+	return bufs, true
+}
+
+func (p *pair) giveBack(q *virtq.Queue, n int, why lfe.Reason) {
+	p.d.drop(p.loop, why)
+	if err := q.Unpop(n); err != nil {
+		p.broke(q, err)
+	}
+}
+
+// fill writes to a buffer of the guest's; src fits. A page that the host can
+// bring back costs the frame (PF-11 holds for Ethernet as for datagrams), an
+// address outside the guest's memory the queue.
+func (p *pair) fill(q *virtq.Queue, c *virtq.Chain, src []byte, off uint64) bool {
+	_, m := c.WriteAt(src, off)
+	if m.OK() {
+		return true
+	}
+	if m.Fault() {
+		p.giveBack(q, q.InFlight(), lfe.Unreachable)
+		return false
+	}
+	p.d.drop(p.loop, lfe.Unreachable)
+	p.broke(q, m.Err())
+	return false
+}
+
+// flowHash spreads flows over pairs so that one flow stays in order: addresses
+// and ports of IPv4 and IPv6, the MAC addresses of everything else.
+func flowHash(f []byte) uint32 {
+	const (
+		basis = 2166136261 // FNV-1a
+		prime = 16777619
+	)
+	lo, hi := 0, 12
+	if len(f) >= 14 {
+		switch binary.BigEndian.Uint16(f[12:14]) {
+		case 0x0800:
+			lo, hi = 26, 34
+			// Ports only where no fragment can lack them.
+			if len(f) >= 38 && f[14] == 0x45 && binary.BigEndian.Uint16(f[20:22])&0x3fff == 0 && (f[23] == 6 || f[23] == 17) {
+				hi = 38
+			}
+		case 0x86dd:
+			lo, hi = 22, 54
+			if len(f) >= 58 && (f[20] == 6 || f[20] == 17) {
+				hi = 58
+			}
+		}
+	}
+	if hi > len(f) {
+		lo, hi = 0, min(12, len(f))
+	}
+	h := uint32(basis)
+	for _, c := range f[lo:hi] {
+		h = (h ^ uint32(c)) * prime
+	}
+	return h
+}

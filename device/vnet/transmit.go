@@ -1,0 +1,151 @@
+package vnet
+
+import (
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/virtq"
+)
+
+// headerLen is struct virtio_net_hdr_v1, the same in both directions and
+// whatever was negotiated beside VERSION_1 (virtio 1.2, 5.1.6).
+const headerLen = 12
+
+// Poll implements engine.Poller: the guest's frames, a bounded number of them.
+func (p *pair) Poll(int64) bool {
+	q := p.tx
+	if q == nil || q.Broken() != nil {
+		return false
+	}
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	n := 0
+	for n < txBudget && p.transmit(q) {
+		n++
+	}
+	return n > 0
+}
+
+// Prepare implements engine.Poller.
+func (p *pair) Prepare() bool {
+	q := p.tx
+	if q == nil || q.Broken() != nil {
+		return false
+	}
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	err := q.SetNotify(true)
+	n := 0
+	if err == nil {
+		n, err = q.Pending()
+	}
+	if err != nil {
+		p.broke(q, err)
+		return false
+	}
+	return n > 0
+}
+
+// Resume implements engine.Poller.
+func (p *pair) Resume() {
+	if q := p.tx; q != nil && q.Broken() == nil {
+		p.inEpoch(q, func() error { return q.SetNotify(false) })
+	}
+}
+
+// transmit takes one chain and sends its frame. False: there was none, or the
+// queue is broken.
+func (p *pair) transmit(q *virtq.Queue) bool {
+	ok, err := q.Pop(&p.txc)
+	if err != nil {
+		p.broke(q, err)
+		return false
+	}
+	if !ok {
+		return false
+	}
+	p.txOpen = true
+	p.send(q)
+	p.done(q)
+	return true
+}
+
+// send copies the frame in and lets it into the network. Whatever is wrong with
+// it is the guest's loss alone: dropped and counted.
+func (p *pair) send(q *virtq.Queue) {
+	c := &p.txc
+	n := c.ReadableLen()
+	switch {
+	case n < headerLen+lfe.HeaderLen || c.WritableLen() != 0:
+		p.d.drop(p.loop, lfe.ShortFrame)
+		return
+	case n-headerLen > uint64(p.d.cfg.Pool.Capacity()):
+		p.d.drop(p.loop, lfe.TooBig)
+		return
+	}
+	b := p.d.cfg.Pool.Get()
+	if b == nil {
+		p.d.drop(p.loop, lfe.NoBuffer)
+		return
+	}
+	p.cur = b
+	// Header and frame in one go; the header is looked at in the copy and then
+	// trimmed off.
+	if !b.SetLen(int(n)) {
+		p.release()
+		p.d.drop(p.loop, lfe.TooBig)
+		return
+	}
+	if _, m := c.ReadAll(b.Bytes()); !m.OK() {
+		p.release()
+		p.d.drop(p.loop, lfe.Unreachable)
+		if !m.Fault() {
+			p.broke(q, m.Err())
+		}
+		return
+	}
+	// flags and gso_type: without offloads the driver sets both to zero
+	// (5.1.6.2.1). The rest then has no meaning.
+	if h := b.Bytes(); h[0] != 0 || h[1] != 0 {
+		p.release()
+		p.d.drop(p.loop, lfe.BadHeader)
+		return
+	}
+	b.TrimFront(headerLen)
+	p.d.cfg.Port.InputNet(p.loop, b)
+	p.release()
+}
+
+func (p *pair) release() {
+	b := p.cur
+	p.cur = nil
+	b.Free()
+}
+
+// done gives the chain back.
+func (p *pair) done(q *virtq.Queue) {
+	p.txOpen = false
+	if err := q.Push(&p.txc, 0); err != nil {
+		p.broke(q, err)
+		return
+	}
+	p.txDirty = true
+}
+
+// txFault cleans up after a memory fault cut Poll short. If the hole was in
+// another VM's memory, on the frame's way, this VM's frame counts as sent.
+func (p *pair) txFault(f engine.Fault) {
+	if p.cur != nil {
+		p.release()
+	}
+	open := p.txOpen
+	p.txOpen = false
+	if !f.Foreign {
+		p.d.fault(f)
+		return
+	}
+	if q := p.tx; open && q != nil {
+		p.inEpoch(q, func() error { p.done(q); return nil })
+	}
+}

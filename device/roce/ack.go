@@ -1,0 +1,266 @@
+package roce
+
+import (
+	"encoding/binary"
+
+	"github.com/vnicd/vnicd/device/wire"
+)
+
+// Responses as the requester sees them (IBTA 9.7.5.1.9, 9.7.5.2). A response with
+// PSN p also acknowledges every SEND and WRITE packet before p; a READ or atomic
+// before p that has no response yet means that its response was lost, which counts
+// as a NAK for a sequence error (9.7.5.1.10: implied NAK).
+
+// receiveResponse handles an ACKNOWLEDGE, READ response or ATOMIC acknowledge.
+func (q *QP) receiveResponse(p *wire.RoCE) {
+	if q.state != RTS && q.state != SQD {
+		q.stats.RxDropped++
+		return
+	}
+	psn := extend(q.una, p.BTH.PSN)
+	if psn < q.una || psn >= q.sent {
+		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
+		q.stats.Duplicates++
+		return
+	}
+	switch p.Info.Op {
+	case wire.Ack:
+		q.receiveAck(psn, p.AETH().Syndrome)
+	case wire.AtomicAck:
+		q.receiveAtomicAck(psn, p)
+	default:
+		q.receiveReadResponse(psn, p)
+	}
+	if q.blocked || q.nxt < q.sent {
+		q.wake()
+	}
+	q.checkDrained()
+}
+
+func (q *QP) receiveAck(psn uint64, syn wire.Syndrome) {
+	switch syn.Kind() {
+	case wire.SyndromeACK:
+		if !q.ackTo(psn+1) && q.live() && psn >= q.slot(q.head).end {
+			q.lost()
+		}
+	case wire.SyndromeRNR:
+		q.stats.RxRNR++
+		if !q.ackTo(psn) {
+			q.lost()
+			return
+		}
+		q.receiverNotReady(syn.Value())
+	case wire.SyndromeNAK:
+		reached := q.ackTo(psn)
+		if !q.live() {
+			return
+		}
+		if syn == wire.NAKSequence || !reached {
+			q.lost()
+			return
+		}
+		switch syn {
+		case wire.NAKInvalidRequest:
+			q.failHead(StatusRemInvReq)
+		case wire.NAKRemoteAccess:
+			q.failHead(StatusRemAccess)
+		case wire.NAKRemoteOp:
+			q.failHead(StatusRemOp)
+		default:
+			q.stats.RxDropped++ // reserved code
+		}
+	default:
+		q.stats.RxDropped++
+	}
+}
+
+// live tells whether the requester still runs: completing a WQE may have met a
+// failed one behind it.
+func (q *QP) live() bool { return q.state == RTS || q.state == SQD }
+
+// ackTo takes everything before PSN to as acknowledged, as far as no unanswered
+// READ or atomic stands in the way, and reports whether una got there.
+func (q *QP) ackTo(to uint64) bool {
+	start := q.una
+	for q.una < to {
+		s := q.slot(q.head)
+		if s.info.kind.answered() {
+			break
+		}
+		if to < s.end {
+			q.una = to
+			break
+		}
+		q.una = s.end
+		q.completeHead(StatusSuccess)
+	}
+	q.progress(start)
+	return q.una == to && q.live()
+}
+
+// progress does what is due when una has moved on from start.
+func (q *QP) progress(start uint64) {
+	n := q.una - start
+	if n == 0 {
+		return
+	}
+	q.retryLeft, q.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
+	q.recovering = false
+	if q.nxt < q.una {
+		q.nxt, q.cur = q.una, q.head
+	}
+	q.retireRequests()
+	q.rtxAt = 0
+	if q.nxt > q.una && q.timeout != 0 {
+		q.rtxAt = q.now + q.timeout
+	}
+	if q.acked += uint32(min(n, maxWindow)); q.acked >= q.cwnd {
+		q.acked = 0
+		q.cwnd = min(q.cwnd+minWindow, uint32(q.cfg.Window))
+	}
+	if q.head != q.tail && q.slot(q.head).failed {
+		q.failHead(q.slot(q.head).w.Status)
+	}
+}
+
+// received moves una past the response just consumed.
+func (q *QP) received(s *sendSlot) {
+	start := q.una
+	q.una++
+	if q.una == s.end {
+		q.completeHead(StatusSuccess)
+	}
+	q.progress(start)
+}
+
+// answers tells whether psn is the response that slot head of this kind waits
+// for; if not, a gap is dealt with.
+func (q *QP) answers(psn uint64, kind opKind) (*sendSlot, bool) {
+	if !q.ackTo(psn) {
+		if q.live() {
+			q.lost()
+		}
+		return nil, false
+	}
+	s := q.slot(q.head)
+	if s.info.kind != kind {
+		q.stats.RxDropped++
+		return nil, false
+	}
+	return s, true
+}
+
+func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
+	if p.AETH().Syndrome.Kind() != wire.SyndromeACK { // MIDDLE has none, which reads as 0
+		q.stats.RxDropped++
+		return
+	}
+	s, ok := q.answers(psn, kindRead)
+	if !ok {
+		return
+	}
+	// Responders differ in whether a repeated part starts with FIRST or goes on
+	// with MIDDLE (rxe), so the position alone decides the length.
+	off := (psn - s.first) * uint64(q.mtu)
+	if want := min(s.w.Length-off, uint64(q.mtu)); uint64(len(p.Payload)) != want {
+		q.failHead(StatusBadResp)
+		return
+	}
+	if q.scatterResult(s, off, p.Payload) {
+		q.received(s)
+	}
+}
+
+func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
+	if p.AETH().Syndrome.Kind() != wire.SyndromeACK {
+		q.stats.RxDropped++
+		return
+	}
+	s, ok := q.answers(psn, kindAtomic)
+	if !ok {
+		return
+	}
+	// The result is an integer in the guest's byte order, which is little-endian.
+	binary.LittleEndian.PutUint64(q.result[:], p.AtomicAck())
+	if q.scatterResult(s, 0, q.result[:]) {
+		q.received(s)
+	}
+}
+
+// scatterResult stores response data; a miss stalls or fails the WQE. Absent
+// memory costs a repetition: the response is dropped (PF-10).
+func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
+	if len(data) == 0 {
+		return true
+	}
+	m := q.a.Scatter(s.w.SGEs, off, data)
+	switch {
+	case m.OK():
+		return true
+	case m.Fault():
+		q.stats.Faults++
+		q.stallAt = q.now + faultDelay
+		q.goBack()
+	default:
+		q.stats.LocalErrors++
+		q.failHead(StatusLocProt)
+	}
+	return false
+}
+
+// lost reacts to a gap: go back once, and count it (IBTA 9.7.6.1.3, 9.7.5.2.4).
+func (q *QP) lost() {
+	if q.recovering || q.rnrAt != 0 {
+		return
+	}
+	q.retry()
+}
+
+// retry goes back, or gives up when retry_cnt is used up.
+func (q *QP) retry() {
+	if q.retryLeft == 0 {
+		q.failHead(StatusRetryExc)
+		return
+	}
+	q.retryLeft--
+	q.cwnd = max(q.cwnd/2, minWindow)
+	q.acked = 0
+	q.goBack()
+}
+
+// goBack makes una the next PSN to send.
+func (q *QP) goBack() {
+	q.nxt, q.cur = q.una, q.head
+	q.recovering = true
+	q.rtxAt = 0
+	q.wake()
+}
+
+// timedOut is called when no response came in time (IBTA 9.7.6.1.3).
+func (q *QP) timedOut() {
+	switch {
+	case !q.live() || q.sent == q.una:
+	case q.rnrAt != 0 || q.stallAt != 0:
+		// It is us who are silent: the peer may owe nothing yet.
+		q.rtxAt = q.now + q.timeout
+	default:
+		q.stats.Timeouts++
+		q.retry()
+	}
+}
+
+// receiverNotReady waits as the peer's RNR NAK asks (IBTA 9.7.5.2.8).
+func (q *QP) receiverNotReady(timer uint8) {
+	if q.rnrAt != 0 {
+		return // a copy of the NAK
+	}
+	if q.attr.RNRRetry != 7 {
+		if q.rnrLeft == 0 {
+			q.failHead(StatusRNRRetryExc)
+			return
+		}
+		q.rnrLeft--
+	}
+	q.goBack()
+	q.rnrAt = q.now + rnrTimer[timer]
+}

@@ -1,0 +1,57 @@
+package roce
+
+// Flushing (IBTA 10.3.1.8, 10.8.6): in ERROR everything posted completes with
+// StatusFlush, also what is posted later; in SQE the send queue only.
+
+// Posting a receive rings no doorbell, so a QP in ERROR looks for them itself,
+// ever more seldom.
+const (
+	flushDelayMin = 1e6
+	flushDelayMax = 256e6
+)
+
+func (q *QP) flush(budget int) (more bool) {
+	if q.flushSends(&budget) {
+		return true
+	}
+	if q.haveWQE {
+		q.failRecv(StatusFlush)
+	}
+	if q.cfg.HasSRQ {
+		// Receives in an SRQ belong to other QPs as well (IBTA 10.2.9.3).
+		if !q.lastWQE {
+			q.lastWQE = true
+			q.a.Event(EventLastWQE)
+		}
+		return false
+	}
+	found := false
+	for ; budget > 0; budget-- {
+		if v := q.takeRecv(); v != vOK && v != vRecvBad {
+			q.pollFlush(found)
+			return false
+		}
+		found = true
+		q.failRecv(StatusFlush)
+	}
+	return true
+}
+
+func (q *QP) pollFlush(found bool) {
+	if found || q.flushDelay == 0 {
+		q.flushDelay = flushDelayMin
+	}
+	q.flushAt = q.now + q.flushDelay
+	q.flushDelay = min(q.flushDelay*2, flushDelayMax)
+}
+
+// flushSends completes send WQEs, at most *budget, and counts them off.
+func (q *QP) flushSends(budget *int) (more bool) {
+	for ; *budget > 0; *budget-- {
+		if q.head == q.tail && !q.fetchInto(q.slot(q.tail)) {
+			return false
+		}
+		q.completeHead(StatusFlush)
+	}
+	return true
+}

@@ -1,0 +1,70 @@
+package roce
+
+import "github.com/vnicd/vnicd/device/wire"
+
+// READ and atomic requests, requester's side.
+
+// sendReadAtomic sends the request for slot cur from PSN nxt on. The number in
+// flight is bounded by max_rd_atomic (IBTA 9.7.8.1).
+func (q *QP) sendReadAtomic(s *sendSlot) bool {
+	end, ok := q.requestEnd(s)
+	if !ok {
+		q.blocked = true
+		return false
+	}
+	w := &s.w
+	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true}
+	ext := wire.RETHLen
+	if s.info.kind == kindAtomic {
+		ext = wire.AtomicLen
+	}
+	buf, hdr, _ := q.frame(&q.tx, &t, ext, 0)
+	if buf == nil {
+		q.stallAt = q.now + bufferDelay
+		return false
+	}
+	if s.info.kind == kindRead {
+		off := (q.nxt - s.first) * uint64(q.mtu)
+		n := min(w.Length-off, (end-q.nxt)*uint64(q.mtu))
+		r := wire.RETH{VA: uint64(w.RemoteVA) + off, RKey: uint32(w.RKey), Length: uint32(n)}
+		r.Encode(hdr)
+	} else {
+		r := wire.AtomicETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), SwapAdd: w.SwapAdd}
+		if w.Opcode == WRCompareSwap {
+			r.Compare = w.Compare
+		}
+		r.Encode(hdr)
+	}
+	if q.nxt >= q.sent {
+		q.rd[q.rdTail&uint32(len(q.rd)-1)] = end
+		q.rdTail++
+	}
+	q.unasked = 0
+	q.advanceNxt(s, end)
+	q.send(&q.tx, buf)
+	return true
+}
+
+// requestEnd returns where the request that starts at nxt ends: as far as last
+// time if it is a repetition, else a new part. ok is false if as many as allowed
+// are in flight.
+func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
+	if q.nxt < q.sent {
+		for i := q.rdHead; i != q.rdTail; i++ {
+			if e := q.rd[i&uint32(len(q.rd)-1)]; e > q.nxt {
+				return e, true
+			}
+		}
+	}
+	if q.rdTail-q.rdHead >= uint32(q.attr.MaxRdAtomic) {
+		return 0, false
+	}
+	return min(s.end, q.nxt+min(readChunk, uint64(q.cwnd))), true
+}
+
+// retireRequests forgets the requests that were answered in full.
+func (q *QP) retireRequests() {
+	for q.rdHead != q.rdTail && q.rd[q.rdHead&uint32(len(q.rd)-1)] <= q.una {
+		q.rdHead++
+	}
+}

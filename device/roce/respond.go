@@ -1,0 +1,259 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// READs and atomics at the responder, and the sending of all that it owes.
+
+// newAnswer takes the next place among those remembered. It fails if that one
+// still owes responses: the requester has more in flight than agreed.
+func (q *QP) newAnswer() *answer {
+	if len(q.memory) == 0 {
+		return nil
+	}
+	r := &q.memory[q.answered%uint32(len(q.memory))]
+	if r.pending {
+		return nil
+	}
+	return r
+}
+
+// acceptRead notes a READ request that is in sequence (IBTA 9.7.5.1.8).
+func (q *QP) acceptRead(p *wire.RoCE) verdict {
+	if q.msg != 0 || q.attr.Access&translate.RemoteRead == 0 {
+		return vInvReq
+	}
+	h := p.RETH()
+	va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
+	r := q.newAnswer()
+	if r == nil || n > maxMessage {
+		return vInvReq
+	}
+	if n > 0 {
+		if m := q.a.CheckRemote(key, va, n, translate.RemoteRead); !m.OK() {
+			return q.remoteMiss(m)
+		}
+	}
+	end := q.epsn + packets(n, q.mtu)
+	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, va: va, key: key, length: n}
+	q.accepted(r)
+	return vOK
+}
+
+// acceptAtomic executes an atomic that is in sequence, at once and only once: a
+// duplicate gets the remembered result (IBTA 9.7.5.1.3).
+func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
+	if q.msg != 0 || q.attr.Access&translate.RemoteAtomic == 0 {
+		return vInvReq
+	}
+	h := p.AtomicETH()
+	va, key := translate.VA(h.VA), translate.Key(h.RKey)
+	r := q.newAnswer()
+	if r == nil || va&7 != 0 {
+		return vInvReq
+	}
+	kind := AtomicCompareSwap
+	if p.Info.Op == wire.FetchAdd {
+		kind = AtomicFetchAdd
+	}
+	old, m := q.a.AtomicRemote(key, va, kind, h.Compare, h.SwapAdd)
+	if !m.OK() {
+		return q.remoteMiss(m)
+	}
+	end := q.epsn + 1
+	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, atomic: true}
+	q.accepted(r)
+	return vOK
+}
+
+func (q *QP) accepted(r *answer) {
+	q.answered++
+	r.pending = true
+	q.pending++
+	q.epsn = r.end
+	q.msn++
+	q.nakSent, q.nak = false, 0
+	q.ackPending = false // the response acknowledges what was before
+	q.wake()
+}
+
+// duplicate answers a request that was executed before (IBTA 9.7.4.2.2,
+// 9.7.5.1.2-3). What does not match the original is dropped.
+func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
+	if op := p.Info.Op; op == wire.Send || op == wire.Write {
+		q.ackPending = true
+		q.wake()
+		return
+	}
+	r := q.remembered(psn)
+	if r == nil || r.atomic != (p.Info.Op != wire.ReadRequest) {
+		q.stats.RxDropped++
+		return
+	}
+	stop := r.end
+	if !r.atomic {
+		h := p.RETH()
+		va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
+		off := (psn - r.first) * uint64(q.mtu)
+		if key != r.key || va != r.va+translate.VA(off) || off > r.length || n > r.length-off {
+			q.stats.RxDropped++
+			return
+		}
+		stop = psn + packets(n, q.mtu)
+		if n < r.length-off && n%uint64(q.mtu) != 0 {
+			q.stats.RxDropped++ // would end inside a packet of the original
+			return
+		}
+	}
+	if r.pending && r.next <= psn && stop <= r.stop {
+		return // not sent yet: the original response will do
+	}
+	r.start, r.next, r.stop = psn, psn, stop
+	if !r.pending {
+		r.pending = true
+		q.pending++
+	}
+	q.wake()
+}
+
+// remembered finds the READ or atomic that psn belongs to.
+func (q *QP) remembered(psn uint64) *answer {
+	n := uint32(len(q.memory))
+	for i := uint32(1); i <= min(n, q.answered); i++ {
+		r := &q.memory[(q.answered-i)%n]
+		if psn >= r.first && psn < r.end {
+			return r
+		}
+	}
+	return nil
+}
+
+// oldestPending returns the first answer that owes responses. pending is not 0.
+func (q *QP) oldestPending() *answer {
+	n := uint32(len(q.memory))
+	for i := min(n, q.answered); i > 0; i-- {
+		if r := &q.memory[(q.answered-i)%n]; r.pending {
+			return r
+		}
+	}
+	return nil
+}
+
+// respond sends up to budget packets of what the responder owes.
+func (q *QP) respond(budget int) (more bool) {
+	if q.respStallAt != 0 {
+		return false
+	}
+	for q.pending > 0 {
+		if budget--; budget < 0 {
+			return true
+		}
+		if !q.answerNext(q.oldestPending()) {
+			break
+		}
+	}
+	if q.respStallAt != 0 {
+		return false
+	}
+	syn, psn := q.fatal.syndrome, q.fatal.psn
+	switch {
+	case syn != 0:
+	case q.nak != 0:
+		syn, psn = q.nak, q.epsn
+	case q.ackPending:
+		syn, psn = wire.NoCredits, q.ackPSN
+	default:
+		return false
+	}
+	if !q.sendAck(syn, psn) {
+		return false
+	}
+	q.ackPending, q.nak = false, 0
+	if f := q.fatal; f.syndrome != 0 {
+		q.fatal = failure{}
+		q.failRecv(f.status)
+		if f.event != 0 {
+			q.a.Event(f.event)
+		}
+		q.toErr()
+	}
+	return false
+}
+
+func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
+	t := bth{opcode: wire.OpRCAck, qpn: q.attr.DestQPN, psn: psn}
+	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
+	if buf == nil {
+		q.respStallAt = q.now + bufferDelay
+		return false
+	}
+	h := wire.AETH{Syndrome: syn, MSN: q.msn}
+	h.Encode(hdr)
+	switch syn.Kind() {
+	case wire.SyndromeACK:
+		q.stats.TxAcks++
+	case wire.SyndromeRNR:
+		q.stats.TxRNR++
+	default:
+		q.stats.TxNaks++
+	}
+	q.send(&q.tx, buf)
+	return true
+}
+
+// answerNext sends the next packet of r. It returns false if that could not be
+// done: stalled, or failed for good.
+func (q *QP) answerNext(r *answer) bool {
+	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: r.next}
+	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
+	if !r.atomic {
+		first, last := r.next == r.start, r.next+1 == r.stop
+		t.opcode = readOps.pick(first, last)
+		if ext = 0; first || last {
+			ext = wire.AETHLen
+		}
+		n = int(min(r.length-(r.next-r.first)*uint64(q.mtu), uint64(q.mtu)))
+	}
+	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
+	if buf == nil {
+		q.respStallAt = q.now + bufferDelay
+		return false
+	}
+	if ext != 0 {
+		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
+		h.Encode(hdr)
+	}
+	if r.atomic {
+		wire.PutAtomicAck(hdr[wire.AETHLen:], r.value)
+	} else if n > 0 {
+		m := q.a.ReadRemote(data, r.key, r.va+translate.VA((r.next-r.first)*uint64(q.mtu)))
+		if !m.OK() {
+			buf.Free()
+			q.readMiss(r, m)
+			return false
+		}
+	}
+	r.next++
+	if r.next == r.stop {
+		r.pending = false
+		q.pending--
+	}
+	q.send(&q.tx, buf)
+	return true
+}
+
+// readMiss: absent memory delays the response without a message (PF-10); a key
+// that has gone meanwhile ends the connection.
+func (q *QP) readMiss(r *answer, m translate.Miss) {
+	if m.Fault() {
+		q.stats.Faults++
+		q.respStallAt = q.now + faultDelay
+		return
+	}
+	psn := r.next
+	q.stats.AccessErrors++
+	q.respClear()
+	q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn}
+}

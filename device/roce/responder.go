@@ -1,0 +1,337 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The responder (IBTA 9.7.4, 9.7.5). Requests execute on arrival; what is to be
+// answered is noted, and Run sends it: READ responses and atomic results in PSN
+// order, then one acknowledgement for all that came meanwhile. So acknowledgements
+// coalesce per batch, and never overtake a READ response before them, which the
+// requester would take for a loss.
+type responder struct {
+	epsn uint64 // expected PSN
+	msn  uint32
+
+	// The message in progress.
+	msg     wire.Operation // Send, Write or 0: between messages
+	off     uint64         // bytes placed
+	va      translate.VA
+	rkey    translate.Key
+	length  uint64  // announced by RETH
+	wqe     RecvWQE // the receive in use
+	haveWQE bool
+	dropMsg bool // UC: the rest of this message is ignored
+
+	memory   []answer // ring of max_dest_rd_atomic
+	answered uint32   // READs and atomics accepted so far
+	pending  int      // answers with something to send
+
+	ackPending bool
+	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
+	// name the PSN of a READ or atomic, which some requesters would complete by it
+	nak     wire.Syndrome // to send, 0: none
+	nakSent bool          // everything ahead of epsn is dropped in silence (IBTA 9.7.5.2.4)
+	fatal   failure
+
+	respStallAt int64
+	rcomp       Completion
+	grh         [40]byte // UD: on its way to memory
+}
+
+// answer is a READ or atomic, remembered so that a duplicate can be answered
+// again (IBTA 9.7.5.1.2-3).
+type answer struct {
+	first, end uint64 // PSNs of the whole request
+	// The response being sent: next of the request for [start, stop).
+	start, next, stop uint64
+	va                translate.VA
+	key               translate.Key
+	length            uint64
+	value             uint64
+	atomic            bool
+	pending           bool
+}
+
+// failure ends the responder once its NAK is out.
+type failure struct {
+	syndrome wire.Syndrome // 0: none
+	status   Status
+	event    EventKind
+	psn      uint64
+}
+
+// verdict is the outcome of executing a request packet.
+type verdict uint8
+
+const (
+	vOK        verdict = iota
+	vNotReady          // no receive WQE, or absent memory
+	vInvReq            // malformed or not permitted on this QP
+	vRemAccess         // R_Key violation
+	vRecvShort         // the receive WQE is too small
+	vRecvProt          // the receive WQE's segments are not accessible
+	vRecvBad           // the receive WQE is malformed; its Status says how
+)
+
+func (q *QP) resetResponder() {
+	q.responder = responder{wqe: RecvWQE{SGEs: q.wqe.SGEs[:0]}}
+	q.startResponder(0)
+}
+
+func (q *QP) startResponder(psn uint32) {
+	q.epsn = psnBase + uint64(psn)
+	q.ackPSN = q.epsn - 1
+}
+
+// resizeResources sets how many READs and atomics are remembered; those known
+// are forgotten. Allowed before RTR and in SQD, when none is in flight.
+func (q *QP) resizeResources(n int) {
+	q.memory = make([]answer, n)
+	q.answered, q.pending = 0, 0
+}
+
+// respClear drops all that was to be sent.
+func (q *QP) respClear() {
+	for i := range q.memory {
+		q.memory[i].pending = false
+	}
+	q.pending = 0
+	q.ackPending, q.nak = false, 0
+	q.fatal = failure{}
+}
+
+func (q *QP) receiveRC(p *wire.RoCE) {
+	if p.Info.Is(wire.Response) {
+		q.receiveResponse(p)
+		return
+	}
+	if q.fatal.syndrome != 0 {
+		q.stats.RxDropped++
+		return
+	}
+	psn := extend(q.epsn, p.BTH.PSN)
+	switch {
+	case psn > q.epsn:
+		q.stats.OutOfSequence++
+		if !q.nakSent {
+			q.nakSent, q.nak = true, wire.NAKSequence
+			q.wake()
+		}
+		return
+	case psn < q.epsn:
+		q.stats.Duplicates++
+		q.duplicate(p, psn)
+		return
+	}
+	switch p.Info.Op {
+	case wire.ReadRequest:
+		q.verdictRC(q.acceptRead(p))
+	case wire.CompareSwap, wire.FetchAdd:
+		q.verdictRC(q.acceptAtomic(p))
+	default:
+		v := q.execute(p)
+		if v == vOK {
+			q.ackPSN = q.epsn
+			q.epsn++
+			if p.Info.Is(wire.Last) {
+				q.msn++
+			}
+			q.nakSent, q.nak = false, 0
+			if p.BTH.AckReq {
+				q.ackPending = true
+				q.wake()
+			}
+		}
+		q.verdictRC(v)
+	}
+}
+
+// verdictRC turns a failure into its NAK (IBTA 9.9.3, table 60).
+func (q *QP) verdictRC(v verdict) {
+	switch v {
+	case vOK:
+		return
+	case vNotReady:
+		q.nak, q.nakSent = wire.SyndromeRNR|wire.Syndrome(q.attr.MinRNRTimer&0x1f), true
+	case vInvReq:
+		q.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusRemInvReq, event: EventReqErr}
+	case vRemAccess:
+		q.stats.AccessErrors++
+		q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr}
+	case vRecvShort:
+		q.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusLocLen}
+	case vRecvProt:
+		q.fatal = failure{syndrome: wire.NAKRemoteOp, status: StatusLocProt}
+	case vRecvBad:
+		q.fatal = failure{syndrome: wire.NAKRemoteOp, status: q.wqe.Status}
+	}
+	if q.fatal.syndrome != 0 {
+		q.fatal.psn = q.epsn
+	}
+	q.wake()
+}
+
+// execute carries out a SEND or WRITE packet that is in sequence, RC or UC. On
+// any verdict but vOK nothing has changed that a repetition of the packet would
+// not find as it was.
+func (q *QP) execute(p *wire.RoCE) verdict {
+	n := uint64(len(p.Payload))
+	first, last := p.Info.Is(wire.First), p.Info.Is(wire.Last)
+	// Opcode sequence (IBTA 9.7.4.1.2) and packet length (9.7.4.1.6).
+	if first && q.msg != 0 || !first && q.msg != p.Info.Op {
+		return vInvReq
+	}
+	if n > uint64(q.mtu) || !last && n != uint64(q.mtu) || last && !first && n == 0 {
+		return vInvReq
+	}
+	if p.Info.Op == wire.Write {
+		if v := q.executeWrite(p, n); v != vOK {
+			return v
+		}
+	} else if v := q.executeSend(p, n); v != vOK {
+		return v
+	}
+	if p.Info.Is(wire.HasIETH) {
+		if m := q.a.InvalidateRemote(translate.Key(p.InvKey())); !m.OK() {
+			return vRemAccess
+		}
+	}
+	if !last {
+		q.msg = p.Info.Op
+		q.off += n
+		return vOK
+	}
+	if p.Info.Op == wire.Send || p.Info.Is(wire.HasImm) {
+		q.completeRecv(p, q.off+n)
+	}
+	q.msg, q.off = 0, 0
+	return vOK
+}
+
+// executeSend places payload in the receive buffers, taking a receive WQE for
+// the first packet.
+func (q *QP) executeSend(p *wire.RoCE, n uint64) verdict {
+	if v := q.takeRecv(); v != vOK {
+		return v
+	}
+	if q.off+n > q.wqe.Length {
+		q.stats.LocalErrors++
+		return vRecvShort
+	}
+	if n == 0 {
+		return vOK
+	}
+	return q.place(q.off, p.Payload)
+}
+
+// place copies data into the receive WQE's segments.
+func (q *QP) place(off uint64, data []byte) verdict {
+	m := q.a.Scatter(q.wqe.SGEs, off, data)
+	if m.OK() {
+		return vOK
+	}
+	if m.Fault() {
+		q.stats.Faults++
+		return vNotReady
+	}
+	q.stats.LocalErrors++
+	return vRecvProt
+}
+
+// takeRecv makes sure that a receive WQE is at hand.
+func (q *QP) takeRecv() verdict {
+	if q.haveWQE {
+		return vOK
+	}
+	q.wqe = RecvWQE{SGEs: q.wqe.SGEs[:0]}
+	switch q.a.FetchRecv(&q.wqe) {
+	case FetchReady:
+		q.haveWQE = true
+		return vOK
+	case FetchBad:
+		if q.wqe.Status == StatusSuccess {
+			q.wqe.Status = StatusLocQPOp
+		}
+		q.haveWQE = true
+		return vRecvBad
+	case FetchFault:
+		q.stats.Faults++
+	}
+	return vNotReady
+}
+
+func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
+	last := p.Info.Is(wire.Last)
+	if p.Info.Is(wire.First) {
+		if q.attr.Access&translate.RemoteWrite == 0 {
+			return vInvReq
+		}
+		r := p.RETH()
+		va, key, length := translate.VA(r.VA), translate.Key(r.RKey), uint64(r.Length)
+		if length > maxMessage || last && length != n || !last && length <= n {
+			return vInvReq
+		}
+		if length > 0 { // a zero-length WRITE names no memory (IBTA 9.7.4.1.5)
+			if m := q.a.CheckRemote(key, va, length, translate.RemoteWrite); !m.OK() {
+				return q.remoteMiss(m)
+			}
+		}
+		q.va, q.rkey, q.length, q.off = va, key, length, 0
+	}
+	left := q.length - q.off
+	if last && n != left || !last && n >= left {
+		return vInvReq
+	}
+	if p.Info.Is(wire.HasImm) {
+		// Before the data: a repetition after RNR must not have to undo anything.
+		if v := q.takeRecv(); v != vOK {
+			return v
+		}
+	}
+	if n > 0 {
+		if m := q.a.WriteRemote(q.rkey, q.va+translate.VA(q.off), p.Payload); !m.OK() {
+			return q.remoteMiss(m)
+		}
+	}
+	return vOK
+}
+
+// remoteMiss: absent memory suspends the sender (PF-8), all else is its error.
+func (q *QP) remoteMiss(m translate.Miss) verdict {
+	if m.Fault() {
+		q.stats.Faults++
+		return vNotReady
+	}
+	return vRemAccess
+}
+
+// completeRecv finishes the receive in use with the packet that ends it.
+func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
+	c := &q.rcomp
+	*c = Completion{Opcode: WCRecv, ByteLen: uint32(n), SrcQP: q.attr.DestQPN, Solicited: p.BTH.Solicited, VLAN: NoVLAN}
+	if p.Info.Op == wire.Write {
+		c.Opcode = WCRecvWithImm
+	}
+	if p.Info.Is(wire.HasImm) {
+		c.Flags |= FlagImm
+		c.Imm = p.Imm()
+	}
+	if p.Info.Is(wire.HasIETH) {
+		c.Flags |= FlagInv
+		c.InvKey = translate.Key(p.InvKey())
+	}
+	q.haveWQE = false
+	q.a.CompleteRecv(&q.wqe, c)
+}
+
+// failRecv completes the receive in use, if any, with an error.
+func (q *QP) failRecv(st Status) {
+	if !q.haveWQE {
+		return
+	}
+	q.haveWQE = false
+	q.rcomp = Completion{Status: st, Opcode: WCRecv, VLAN: NoVLAN}
+	q.a.CompleteRecv(&q.wqe, &q.rcomp)
+}

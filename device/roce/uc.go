@@ -1,0 +1,81 @@
+package roce
+
+import "github.com/vnicd/vnicd/device/wire"
+
+// Unreliable connection (IBTA 9.8.2): messages like RC's SEND and WRITE, never
+// acknowledged. A message with a gap is dropped as a whole, the next one starts
+// afresh.
+
+// runUC sends up to budget packets.
+func (q *QP) runUC(budget int) (more bool) {
+	for ; budget > 0; budget-- {
+		s := q.nextUnacked()
+		if s == nil {
+			return q.state == SQE
+		}
+		buf := q.sendPacket(s, q.nxt-s.first)
+		if buf == nil {
+			return q.state == SQE
+		}
+		q.nxt++
+		done := q.nxt == s.end
+		q.send(&q.tx, buf)
+		if done {
+			q.una, q.sent = q.nxt, q.nxt
+			q.completeHead(StatusSuccess)
+		}
+	}
+	return true
+}
+
+// nextUnacked returns the WQE being sent by an unacknowledged service, fetching
+// one if there is none; nil if there is nothing to do now.
+func (q *QP) nextUnacked() *sendSlot {
+	if q.state != RTS && q.state != SQD || q.stallAt != 0 {
+		return nil
+	}
+	if q.head == q.tail && !q.fetch() {
+		return nil
+	}
+	s := q.slot(q.head)
+	if s.failed {
+		q.failHead(s.w.Status)
+		return nil
+	}
+	return s
+}
+
+func (q *QP) receiveUC(p *wire.RoCE) {
+	psn := extend(q.epsn, p.BTH.PSN)
+	if p.Info.Is(wire.First) {
+		// A new message; whatever was in progress is abandoned, and its receive
+		// WQE serves the next.
+		q.msg, q.off, q.dropMsg = 0, 0, false
+	} else if q.dropMsg || psn != q.epsn || q.msg == 0 {
+		q.abandon(p, psn)
+		return
+	}
+	switch v := q.execute(p); v {
+	case vOK:
+		q.epsn = psn + 1
+	case vRecvProt:
+		q.failRecv(StatusLocProt)
+		q.toErr()
+	case vRecvBad:
+		q.failRecv(q.wqe.Status)
+		q.toErr()
+	default:
+		if v == vRemAccess {
+			q.stats.AccessErrors++
+		}
+		q.abandon(p, psn)
+	}
+}
+
+// abandon drops a packet and the rest of its message.
+func (q *QP) abandon(p *wire.RoCE, psn uint64) {
+	q.stats.RxDropped++
+	q.msg, q.off = 0, 0
+	q.dropMsg = !p.Info.Is(wire.Last)
+	q.epsn = psn + 1
+}

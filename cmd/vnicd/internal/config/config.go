@@ -19,26 +19,21 @@ import (
 
 // Defaults of the optional keys.
 const (
-	DefaultRunDir      = "/run/vnicd"
-	DefaultVXLANPort   = 4789 // RFC 7348 section 5
-	DefaultDSCP        = 26   // AF31 (MT-8)
-	DefaultEngines     = 1
-	DefaultSpin        = 20 * time.Microsecond
-	DefaultSocketMode  = 0o660
-	MaxEngines         = 8 // VNICD_MAX_ENGINES of the device ABI
-	MaxVNI             = 1<<24 - 1
-	maxInterfaceName   = 15 // IFNAMSIZ less the NUL
-	maxUnixSocketPath  = 107
-	maxNameLength      = 32
-	minMTU, maxMTU     = 1280, 9000
-	maxQPs             = 65535
-	maxMRs             = 1 << 20
-	DefaultMaxQPs      = 1024
-	DefaultMaxCQs      = 1024
-	DefaultMaxMRs      = 65536
-	DefaultMaxPages    = 16 << 20 // MTT entries: 64 GiB in 4 KiB pages
-	DefaultMaxMACs     = 4096
-	DefaultMaxPoolBufs = 8192
+	DefaultRunDir     = "/run/vnicd"
+	DefaultVXLANPort  = 4789 // RFC 7348 section 5
+	DefaultDSCP       = 26   // AF31 (MT-8)
+	DefaultEngines    = 1
+	DefaultSpin       = 20 * time.Microsecond
+	DefaultSocketMode = 0o660
+	MaxEngines        = 8 // VNICD_MAX_ENGINES of the device ABI
+	MaxVNI            = 1<<24 - 1
+	maxInterfaceName  = 15 // IFNAMSIZ less the NUL
+	maxUnixSocketPath = 107
+	maxNameLength     = 32
+	minMTU, maxMTU    = 1280, 9000
+	maxQPs            = 65535
+	maxMRs            = 1 << 20
+	DefaultBuffers    = 8192
 )
 
 // Config is one host's configuration.
@@ -108,7 +103,7 @@ type VM struct {
 	Limits  Limits
 }
 
-// Limits bound what one VM may make the host keep.
+// Limits bound what one VM may make the host keep. Zero: the device's default.
 type Limits struct {
 	QPs   int
 	CQs   int

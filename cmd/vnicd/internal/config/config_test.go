@@ -39,7 +39,7 @@ func TestParseGood(t *testing.T) {
 		t.Errorf("network red: %+v", n)
 	}
 	b, err := c.VM("b")
-	if err != nil || b.Limits.QPs != 64 || b.Limits.Pages != 1000 || b.Limits.MRs != DefaultMaxMRs {
+	if err != nil || b.Limits.QPs != 64 || b.Limits.Pages != 1000 || b.Limits.MRs != 0 {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {

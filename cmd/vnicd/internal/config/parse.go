@@ -42,7 +42,7 @@ func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
 		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines,
-		Spin: DefaultSpin, Buffers: DefaultMaxPoolBufs, LogLevel: "info",
+		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
@@ -358,7 +358,7 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{Line: n.Line, Limits: Limits{DefaultMaxQPs, DefaultMaxCQs, DefaultMaxMRs, DefaultMaxPages}}
+	vm := &VM{Line: n.Line}
 	seen := p.mapping(n, "a VM", map[string]func(*yaml.Node){
 		"name":    p.str("VM name", &vm.Name),
 		"network": p.str("VM network", &vm.Network),

@@ -1,0 +1,165 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+)
+
+func (a *app) statusCmd() *cobra.Command {
+	var control string
+	var asJSON bool
+	c := &cobra.Command{
+		Use:   "status [VM]",
+		Short: "Show what a running vnicd does",
+		Long: `Asks the running daemon over its control socket. Without an argument: tunnels,
+networks with their ports, VMs. With a VM: its two devices, queue pairs and
+counters. -j prints everything as JSON.
+
+The socket is that of --control, else the configuration's, else
+` + config.DefaultRunDir + `/vnicd.sock.`,
+		Args: args(cobra.MaximumNArgs(1)),
+		RunE: func(cmd *cobra.Command, argv []string) error {
+			path := control
+			if path == "" {
+				path = config.DefaultRunDir + "/vnicd.sock"
+				if cfg, err := config.Load(a.config); err == nil {
+					path = cfg.Control
+				} else if cmd.Flags().Changed("config") {
+					return usageError{err}
+				}
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+			defer cancel()
+			s, err := daemon.Query(ctx, path)
+			if err != nil {
+				return err
+			}
+			if len(argv) == 1 {
+				vm, err := findVM(s, argv[0])
+				if err != nil {
+					return err
+				}
+				if asJSON {
+					return a.printJSON(vm)
+				}
+				showVM(a.out, vm)
+				return nil
+			}
+			if asJSON {
+				return a.printJSON(s)
+			}
+			showAll(a.out, s)
+			return nil
+		},
+	}
+	c.Flags().StringVar(&control, "control", "", "control socket `path`")
+	c.Flags().BoolVarP(&asJSON, "json", "j", false, "JSON output")
+	return c
+}
+
+func (a *app) printJSON(v any) error {
+	e := json.NewEncoder(a.out)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}
+
+func findVM(s *daemon.Status, name string) (*daemon.VMStatus, error) {
+	var names []string
+	for i := range s.VMs {
+		if s.VMs[i].Name == name {
+			return &s.VMs[i], nil
+		}
+		names = append(names, s.VMs[i].Name)
+	}
+	return nil, fmt.Errorf("no VM %q; there are: %s", name, strings.Join(names, ", "))
+}
+
+func table(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
+
+func showAll(w io.Writer, s *daemon.Status) {
+	fmt.Fprintf(w, "vnicd %s on %s, pid %d, up %s, %d engine(s)\n", s.Version, s.Host, s.PID,
+		time.Duration(s.Uptime*float64(time.Second)).Round(time.Second), len(s.Engines))
+	if v := s.VTEP; v != nil {
+		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames, v.OutFrames, drops(v.Drops))
+		for _, n := range v.Networks {
+			for _, p := range n.Peers {
+				how := "static"
+				if p.Learnt {
+					how = "learnt"
+				}
+				fmt.Fprintf(w, "    vni %d peer %s %s\n", n.VNI, p.Addr, how)
+			}
+		}
+	}
+	for _, n := range s.Networks {
+		fmt.Fprintf(w, "network %s vni %d mtu %d, %d addresses%s\n", n.Name, n.VNI, n.MTU, n.Entries, drops(n.Drops))
+		t := table(w)
+		for _, p := range n.Ports {
+			fmt.Fprintf(t, "    %s\t%s\trx %d (%d B)\ttx %d (%d B)%s\n", p.Kind, p.Name, p.InFrames, p.InBytes, p.OutFrames, p.OutBytes, drops(p.Drops))
+		}
+		t.Flush()
+	}
+	t := table(w)
+	for _, v := range s.VMs {
+		fmt.Fprintf(t, "vm %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs\n", v.Name, v.Network, v.MAC,
+			state(v.Net.Connected, slices.Contains(v.Net.Pairs, "rx+tx")), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs)
+	}
+	t.Flush()
+}
+
+func showVM(w io.Writer, v *daemon.VMStatus) {
+	fmt.Fprintf(w, "vm %s network %s mac %s\n", v.Name, v.Network, v.MAC)
+	fmt.Fprintf(w, "net %s socket %s\n", state(v.Net.Connected, slices.Contains(v.Net.Pairs, "rx+tx")), v.NetSocket)
+	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
+	fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs, v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
+	for _, g := range v.HCA.GIDs {
+		fmt.Fprintf(w, "    gid %s\n", g)
+	}
+	t := table(w)
+	for _, q := range v.HCA.QPs {
+		fmt.Fprintf(t, "    qp %#06x\t%s\t%s\tengine %d", q.QPN, q.Type, q.State, q.Engine)
+		if q.Path != "" {
+			fmt.Fprintf(t, "\tto %#06x at %s", q.Dest, q.Path)
+		}
+		fmt.Fprintln(t)
+	}
+	for _, k := range slices.Sorted(maps.Keys(v.HCA.Stats)) {
+		fmt.Fprintf(t, "    %s\t%d\n", k, v.HCA.Stats[k])
+	}
+	t.Flush()
+}
+
+func state(connected, up bool) string {
+	switch {
+	case up:
+		return "up"
+	case connected:
+		return "attached"
+	}
+	return "down"
+}
+
+func drops(m map[string]uint64) string {
+	var parts []string
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		if m[k] > 0 {
+			parts = append(parts, fmt.Sprintf("%s %d", k, m[k]))
+		}
+	}
+	if len(parts) == 0 {
+		return ""
+	}
+	return ", dropped: " + strings.Join(parts, ", ")
+}

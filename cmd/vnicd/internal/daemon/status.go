@@ -1,0 +1,58 @@
+package daemon
+
+import (
+	"os"
+	"time"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/vnet"
+	"github.com/vnicd/vnicd/device/vxlan"
+)
+
+// Status is what `vnicd status` shows and `vnicd status -j` prints.
+type Status struct {
+	Host     string         `json:"host"`
+	Version  string         `json:"version"`
+	PID      int            `json:"pid"`
+	Uptime   float64        `json:"uptime_seconds"`
+	Engines  []engine.Stats `json:"engines"`
+	VTEP     *vxlan.Status  `json:"vtep,omitempty"`
+	Networks []lfe.Status   `json:"networks"`
+	VMs      []VMStatus     `json:"vms"`
+}
+
+// VMStatus is one guest: its two sockets and what is behind them.
+type VMStatus struct {
+	Name      string      `json:"name"`
+	Network   string      `json:"network"`
+	MAC       string      `json:"mac"`
+	NetSocket string      `json:"net_socket"`
+	HCASocket string      `json:"hca_socket"`
+	Net       vnet.Status `json:"net"`
+	HCA       hca.Status  `json:"hca"`
+}
+
+// Status gathers a snapshot. It waits for loops and for commands in progress.
+func (d *Daemon) Status() *Status {
+	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds()}
+	for _, l := range d.loops {
+		s.Engines = append(s.Engines, l.Stats())
+	}
+	if d.vtep != nil {
+		v := d.vtep.Status()
+		s.VTEP = &v
+	}
+	for _, n := range d.cfg.Networks {
+		s.Networks = append(s.Networks, d.nets[n.Name].Status())
+	}
+	for _, v := range d.vms {
+		s.VMs = append(s.VMs, VMStatus{
+			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(),
+			NetSocket: d.cfg.NetSocket(v.cfg), HCASocket: d.cfg.HCASocket(v.cfg),
+			Net: v.net.Describe(), HCA: v.hca.Describe(),
+		})
+	}
+	return s
+}

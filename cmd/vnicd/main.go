@@ -1,0 +1,14 @@
+// Command vnicd is the host daemon that gives QEMU VMs a paravirtual RDMA NIC,
+// and the operator's tool to look into it. See `vnicd --help`.
+package main
+
+import (
+	"os"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/cli"
+)
+
+// version is set by the linker (Makefile).
+var version = "dev"
+
+func main() { os.Exit(cli.Main(version, os.Args[1:], os.Stdout, os.Stderr)) }

@@ -112,23 +112,6 @@ progress() {
 	done
 }
 
-# bootstrap SUITE DIR VARIANT PACKAGES [mmdebstrap options]: a Debian root in DIR.
-bootstrap() {
-	local suite=$1 dir=$2 variant=$3 include=$4
-	shift 4
-	local keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-	mmdebstrap --variant="$variant" --include="$include" \
-		--aptopt='APT::Install-Recommends "false"' --aptopt='Acquire::Retries "5"' --aptopt='Acquire::Languages "none"' \
-		--dpkgopt=force-confold --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
-		--dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-		--setup-hook='mkdir -p "$1/etc" && cp -L /etc/resolv.conf /etc/hosts "$1/etc/"' \
-		"$@" "$suite" "$dir" \
-		"deb [signed-by=$keyring] $MIRROR $suite main" \
-		"deb [signed-by=$keyring] $MIRROR $suite-updates main" \
-		"deb [signed-by=$keyring] $MIRROR $suite-backports main" \
-		"deb [signed-by=$keyring] ${VNICD_SECURITY_MIRROR:-${MIRROR%/debian}/debian-security} $suite-security main"
-}
-
 cache_check() {
 	[[ -n $CACHE && $CACHE == /* && $CACHE != / ]] || die "VNICD_CACHE must be an absolute path, got '$CACHE'"
 }
@@ -143,12 +126,14 @@ cache_clean() {
 	say "removed the artifacts in $CACHE"
 }
 
+# cache_stale: what other recipes of the current RELEASE left; images with other PACKAGES count as such.
 cache_stale() {
 	cache_check
-	local d keep
+	local d name keep
 	keep=" $(qemu_dir) $(guest_dir) $(module_dir) "
 	for d in "$CACHE"/{qemu,guest,module}-*; do
-		[[ -d $d && $keep != *" $d "* ]] || continue
+		name=${d##*/}
+		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(guest|module)-$RELEASE)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
 		say "removing $d"
 		rm -rf --one-file-system "$d"
 	done

@@ -7,7 +7,7 @@ guest_packages() {
 }
 
 guest_dir() {
-	echo "$CACHE/guest-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$(guest_packages)" -- "$HERE/guest" "$HERE/lib/guest.sh")"
+	echo "$CACHE/guest-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$(guest_packages)" -- "$HERE/guest" "$HERE/lib/bootstrap.sh" "$HERE/lib/guest.sh")"
 }
 
 guest_build() {

@@ -5,7 +5,7 @@ module_dir() {
 	local guest kver=none
 	guest=$(guest_dir)
 	artifact_ready "$guest" && kver=$(cat "$guest/kver")
-	echo "$CACHE/module-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$kver" -- "$HERE/lib/module.sh")"
+	echo "$CACHE/module-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$kver" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/module.sh")"
 }
 
 module_root_build() {
@@ -19,7 +19,7 @@ module_root_build() {
 
 module_recipe() {
 	local tmp=$1 deb
-	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libssl3,sparse
+	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libssl3,pahole,sparse
 	# Unpacked, not installed: as a package the headers depend on the kernel image, which is 300 MB of no use here.
 	for deb in "$(guest_dir)"/headers/*.deb; do
 		# Debian 12 ships /lib/modules where /lib is a link by now: tar must follow it, not replace it.
@@ -41,7 +41,8 @@ module_compile() {
 	work=$(mktemp -d "$dir/root/build.XXXXXX")
 	cp -rL "$src/." "$work/"
 	find "$work" \( -name '*.o' -o -name '*.ko' -o -name '*.mod' -o -name '*.mod.c' -o -name '.*.cmd' \) -delete
-	chroot "$dir/root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/ \
+	# /proc, in a mount namespace that goes with the command: objtool of recent kernels reads its stack limit there.
+	unshare --mount sh -ec 'mount -t proc proc "$0/proc"; exec chroot "$@"' "$dir/root" "$dir/root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/ \
 		make -C "/lib/modules/$kver/build" M="/${work##*/}" -j"$(nproc)" CONFIG_DEBUG_INFO_BTF_MODULES= \
 		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} modules >&2 || rc=$?
 	if ((rc == 0)) && [[ ! -e $work/vnicd.ko ]]; then

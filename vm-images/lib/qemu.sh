@@ -3,7 +3,7 @@
 
 QEMU_DEVICE=vhost-user-test-device-pci
 
-qemu_dir() { echo "$CACHE/qemu-$(recipe_hash "$MIRROR" -- "$HERE/lib/qemu.sh")"; }
+qemu_dir() { echo "$CACHE/qemu-$(recipe_hash "$MIRROR" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/qemu.sh")"; }
 
 qemu_has_device() { "$1" -device help 2>/dev/null | grep -q "\"$QEMU_DEVICE\""; }
 

@@ -45,25 +45,30 @@ func (p *pair) put(q *virtq.Queue, frame []byte) {
 	if p.mergeable {
 		binary.LittleEndian.PutUint16(h[10:12], uint16(n))
 	}
+	// Write everything before the first push: a frame reaches the guest whole
+	// or not at all.
+	var written [maxMerge]uint32
 	for i := range n {
 		c := &p.rxc[i]
-		room := c.WritableLen()
 		off := uint64(0)
 		if i == 0 {
-			if !p.fill(q, c, h[:], 0) {
+			if !p.fill(q, c, h[:], 0, n) {
 				return
 			}
 			off = headerLen
 		}
 		part := frame
-		if uint64(len(part)) > room-off {
-			part = part[:room-off]
+		if room := c.WritableLen() - off; uint64(len(part)) > room {
+			part = part[:room]
 		}
-		if !p.fill(q, c, part, off) {
+		if !p.fill(q, c, part, off, n) {
 			return
 		}
 		frame = frame[len(part):]
-		if err := q.Push(c, uint32(off)+uint32(len(part))); err != nil {
+		written[i] = uint32(off) + uint32(len(part))
+	}
+	for i := range n {
+		if err := q.Push(&p.rxc[i], written[i]); err != nil {
 			p.broke(q, err)
 			return
 		}
@@ -114,20 +119,19 @@ func (p *pair) giveBack(q *virtq.Queue, n int, why lfe.Reason) {
 	}
 }
 
-// fill writes to a buffer of the guest's; src fits. A page that the host can
+// fill writes to a buffer of the guest's; src fits. If that fails it gives all
+// popped buffers back. A page that the host can
 // bring back costs the frame (PF-11 holds for Ethernet as for datagrams), an
 // address outside the guest's memory the queue.
-func (p *pair) fill(q *virtq.Queue, c *virtq.Chain, src []byte, off uint64) bool {
+func (p *pair) fill(q *virtq.Queue, c *virtq.Chain, src []byte, off uint64, popped int) bool {
 	_, m := c.WriteAt(src, off)
 	if m.OK() {
 		return true
 	}
-	if m.Fault() {
-		p.giveBack(q, q.InFlight(), lfe.Unreachable)
-		return false
+	p.giveBack(q, popped, lfe.Unreachable)
+	if !m.Fault() {
+		p.broke(q, m.Err())
 	}
-	p.d.drop(p.loop, lfe.Unreachable)
-	p.broke(q, m.Err())
 	return false
 }
 

@@ -90,9 +90,9 @@ func (p *pair) send(q *virtq.Queue) {
 		return
 	}
 	p.cur = b
-	// Header and frame in one go; the header is looked at in the copy and then
-	// trimmed off.
-	if !b.SetLen(int(n)) {
+	// Header and frame are copied in one go, the header into the headroom; it
+	// is looked at in the copy and then trimmed off.
+	if !b.SetLen(int(n-headerLen)) || b.Prepend(headerLen) == nil {
 		p.release()
 		p.d.drop(p.loop, lfe.TooBig)
 		return

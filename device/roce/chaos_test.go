@@ -1,0 +1,268 @@
+package roce
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/rand"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Mixed operations in random order over a bad network, against a naive model.
+//
+// The model executes each request at once. That is what the transport promises
+// as long as no request touches bytes that one in flight before it also touches,
+// unless ordering rules cover the pair (writes and atomics run in order). So every
+// WQE gets its own source or result area; writes and sends share a small target
+// and may overlap each other; READs use an area of their own; atomics a few words.
+
+type impair struct {
+	name   string
+	loss   float64
+	every  int // every k-th frame is lost
+	dup    float64
+	jitter int64
+	flip   float64
+}
+
+var impairments = []impair{
+	{name: "clean"},
+	{name: "loss1", loss: 0.01},
+	{name: "loss20", loss: 0.20},
+	{name: "every3", every: 3},
+	{name: "every2", every: 2},
+	{name: "dup", dup: 0.3},
+	{name: "reorder", jitter: 40e3},
+	{name: "corrupt", flip: 0.05},
+	{name: "all", loss: 0.05, dup: 0.05, jitter: 30e3, flip: 0.02},
+	{name: "slow", jitter: 60e6}, // beyond the timeout
+}
+
+func (f *fabric) impair(im impair) {
+	n := 0
+	f.dup, f.jitter, f.flip = im.dup, im.jitter, im.flip
+	f.loss = func(*wire.RoCE) bool {
+		n++
+		if f.rng.Intn(8) == 0 {
+			n++ // else the repetitions may fall into step with the losses for ever
+		}
+		return im.every != 0 && n%im.every == 0 || f.rng.Float64() < im.loss
+	}
+}
+
+func TestRCChaos(t *testing.T) {
+	for i, im := range impairments {
+		for seed := range int64(4) {
+			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i)) })
+		}
+	}
+}
+
+// chaosSide is one direction: requests from x act on y's memory.
+type chaosSide struct {
+	x, y     *node
+	want     []byte // model of y's target area
+	wantRead map[int][]byte
+	wantAt   map[int]uint64
+	recvs    []cqe
+	recvData map[int][]byte
+}
+
+const (
+	chTarget  = 0x100000 // writes: 32 KiB
+	chAtomics = 0x200000 // 4 words
+	chSource  = 0x300000 // READs take from here, never written: 128 KiB
+	chLocal   = 0x800000 // per WQE: 128 KiB
+	chRecv    = 0x4000000
+	chPer     = 1 << 17
+	chRecvPer = 1 << 15
+)
+
+func chaos(t *testing.T, im impair, seed int64) {
+	f := newFabric(t, seed)
+	rng := rand.New(rand.NewSource(seed + 7))
+	o := opts()
+	o.retry = 7
+	o.mtu = uint8(1 + rng.Intn(5))
+	o.rd = uint8(1 + rng.Intn(8))
+	o.destRd = o.rd + uint8(rng.Intn(3))
+	o.psnA, o.psnB = psnMask-uint32(rng.Intn(300)), psnMask-uint32(rng.Intn(300))
+	o.outstanding = 1 << rng.Intn(7)
+	o.win = 8 << rng.Intn(5)
+	o.minRNR = 10
+	a, b := f.pair(o)
+	// Chaos may exceed any retry count; what is tested is the data.
+	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.retryLeft, b.q.retryLeft = 255, 255, 255, 255
+	f.budget = 1 + rng.Intn(100)
+	const count = 25
+	for _, n := range []*node{a, b} {
+		n.reg(1, chTarget, 32<<10, allAccess)
+		n.reg(2, chAtomics, 32, allAccess)
+		n.reg(3, chSource, chPer, allAccess)
+		n.reg(4, chLocal, count*chPer, allAccess)
+		n.reg(5, chRecv, count*chRecvPer, allAccess)
+	}
+	sides := []*chaosSide{{x: a, y: b}, {x: b, y: a}}
+	for _, s := range sides {
+		s.build(rng, count)
+	}
+	f.impair(im)
+	late := rng.Intn(2) == 0 // some receives come late: RNR
+	for _, s := range sides {
+		if late {
+			all := s.y.rq
+			s.y.rq = nil
+			f.settle(3e6)
+			s.y.rq = all
+		}
+	}
+	f.until("chaos", 600e9, func() bool { return len(a.sends) == count && len(b.sends) == count })
+	f.loss, f.dup, f.flip = nil, 0, 0
+	f.settle(1e9)
+	for _, s := range sides {
+		s.check(t)
+	}
+}
+
+func (s *chaosSide) build(rng *rand.Rand, count int) {
+	s.wantRead, s.wantAt, s.recvData = map[int][]byte{}, map[int]uint64{}, map[int][]byte{}
+	s.want = append([]byte{}, s.y.regions[1].buf...)
+	words := append([]byte{}, s.y.regions[2].buf...)
+	local := s.x.regions[4]
+	size := func(limit int) int {
+		switch rng.Intn(5) {
+		case 0:
+			return rng.Intn(9)
+		case 1:
+			return 256 << rng.Intn(5)
+		case 2:
+			return rng.Intn(limit + 1)
+		}
+		return rng.Intn(3000)
+	}
+	for i := range count {
+		base := uint64(chLocal + i*chPer)
+		area := local.buf[i*chPer : (i+1)*chPer]
+		w := WQE{Fence: rng.Intn(8) == 0, Solicited: rng.Intn(2) == 0}
+		split := func(n int) (sg []SGE) {
+			at := 0
+			for k := rng.Intn(4); k > 0 && n-at > 1; k-- {
+				l := rng.Intn(n - at)
+				sg = append(sg, sge(4, base+uint64(at), l))
+				at += l
+			}
+			return append(sg, sge(4, base+uint64(at), n-at))
+		}
+		recv := func(n int, imm bool, write bool) {
+			r := uint64(chRecv + len(s.recvs)*chRecvPer)
+			s.y.postRecv(sge(5, r, n/2), sge(5, r+uint64(n/2), chRecvPer-n/2))
+			c := cqe{id: uint64(5000 + len(s.recvs)), c: Completion{Opcode: WCRecv, ByteLen: uint32(n), SrcQP: s.x.q.QPN(), VLAN: NoVLAN, Solicited: w.Solicited}}
+			if write {
+				c.c.Opcode = WCRecvWithImm
+			} else {
+				s.recvData[len(s.recvs)] = append([]byte{}, area[:n]...)
+			}
+			if imm {
+				c.c.Flags, c.c.Imm = FlagImm, w.Imm
+			}
+			s.recvs = append(s.recvs, c)
+		}
+		switch k := rng.Intn(8); k {
+		case 0, 1: // WRITE
+			n := size(32 << 10)
+			off := rng.Intn(32<<10 - n + 1)
+			w.Opcode, w.RKey, w.RemoteVA = WRWrite, 1, vaOf(chTarget+off)
+			w.SGEs = split(n)
+			copy(s.want[off:], area[:n])
+			if k == 1 {
+				w.Opcode = WRWriteImm
+				rng.Read(w.Imm[:])
+				recv(n, true, true)
+			}
+		case 2: // inline WRITE
+			n := rng.Intn(257)
+			off := rng.Intn(32<<10 - n)
+			w.Opcode, w.RKey, w.RemoteVA = WRWrite, 1, vaOf(chTarget+off)
+			w.Inline, w.InlineData = true, append([]byte{}, area[:n]...)
+			copy(s.want[off:], area[:n])
+		case 3, 4: // SEND
+			n := size(chRecvPer / 2)
+			w.Opcode = WRSend
+			w.SGEs = split(n)
+			if k == 4 {
+				w.Opcode = WRSendImm
+				rng.Read(w.Imm[:])
+			}
+			recv(n, k == 4, false)
+		case 5: // READ
+			n := size(100 << 10)
+			off := rng.Intn(chPer - n)
+			w.Opcode, w.RKey, w.RemoteVA = WRRead, 3, vaOf(chSource+off)
+			w.SGEs = split(n)
+			s.wantRead[i] = append([]byte{}, s.y.regions[3].buf[off:off+n]...)
+		default: // atomics
+			o := rng.Intn(4) * 8
+			w.RKey, w.RemoteVA = 2, vaOf(chAtomics+o)
+			w.SGEs = split(8)
+			v := binary.LittleEndian.Uint64(words[o:])
+			s.wantAt[i] = v
+			if k == 6 {
+				w.Opcode, w.SwapAdd = WRFetchAdd, rng.Uint64()
+				v += w.SwapAdd
+			} else {
+				w.Opcode, w.Compare, w.SwapAdd = WRCompareSwap, v, rng.Uint64()
+				if rng.Intn(3) == 0 {
+					w.Compare++
+				} else {
+					v = w.SwapAdd
+				}
+			}
+			binary.LittleEndian.PutUint64(words[o:], v)
+		}
+		s.x.post(w)
+	}
+	s.wantAt[-1] = binary.LittleEndian.Uint64(words)
+	s.wantAt[-2] = binary.LittleEndian.Uint64(words[24:])
+}
+
+func (s *chaosSide) check(t *testing.T) {
+	t.Helper()
+	for i, c := range s.x.sends {
+		if c.c.Status != 0 || c.id != uint64(1000+i) {
+			t.Fatalf("%s: WQE %d (opcode %d): completion %+v", s.x.name, i, s.x.sq[i].Opcode, c)
+		}
+	}
+	same(t, s.y.name+" written memory", s.y.regions[1].buf, s.want)
+	for i, want := range s.wantRead {
+		same(t, fmt.Sprintf("%s READ %d", s.x.name, i), s.x.regions[4].buf[i*chPer:i*chPer+len(want)], want)
+	}
+	for i, want := range s.wantAt {
+		var got uint64
+		switch i {
+		case -1:
+			got = binary.LittleEndian.Uint64(s.y.regions[2].buf)
+		case -2:
+			got = binary.LittleEndian.Uint64(s.y.regions[2].buf[24:])
+		default:
+			got = binary.LittleEndian.Uint64(s.x.regions[4].buf[i*chPer:])
+		}
+		if got != want {
+			t.Fatalf("%s: atomic %d is %#x, want %#x", s.x.name, i, got, want)
+		}
+	}
+	if len(s.y.recvs) != len(s.recvs) {
+		t.Fatalf("%s: %d receive completions, want %d", s.y.name, len(s.y.recvs), len(s.recvs))
+	}
+	for i, want := range s.recvs {
+		if s.y.recvs[i] != want {
+			t.Fatalf("%s: receive %d is %+v, want %+v", s.y.name, i, s.y.recvs[i], want)
+		}
+		if d, ok := s.recvData[i]; ok {
+			same(t, "received data", s.y.regions[5].buf[i*chRecvPer:i*chRecvPer+len(d)], d)
+		}
+	}
+}
+
+func vaOf(n int) translate.VA { return translate.VA(n) }

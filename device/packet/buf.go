@@ -10,7 +10,8 @@ type Buf struct {
 	data  []byte // headroom and capacity; never changes
 	off   int
 	n     int
-	refs  atomic.Int32
+	refs  atomic.Int32  // owners; 1 while free, so that taking and freeing a sole reference writes nothing shared
+	free  bool          // in the free list; handed on with the buffer by the list's compare-and-swap
 	next  atomic.Uint32 // free list link: index+1, 0 = end
 	index uint32
 	pool  *Pool
@@ -80,7 +81,7 @@ func (b *Buf) Reset() { b.off, b.n = Headroom, 0 }
 
 // Ref adds a reference; the caller must hold one already.
 func (b *Buf) Ref() {
-	if b.refs.Add(1) <= 1 {
+	if b.refs.Add(1) <= 1 || b.free {
 		panic(fmt.Sprintf("packet: Ref on free buffer %d", b.index))
 	}
 }
@@ -88,12 +89,20 @@ func (b *Buf) Ref() {
 // Free gives one reference back; with the last one the buffer returns to its pool. Freeing a free buffer panics:
 // it is a bug that would otherwise show up as one frame's bytes inside another's.
 func (b *Buf) Free() {
-	switch n := b.refs.Add(-1); {
-	case n == 0:
-		b.pool.put(b)
-	case n < 0:
+	if b.refs.Load() != 1 {
+		switch n := b.refs.Add(-1); {
+		case n > 0:
+			return
+		case n < 0:
+			panic(fmt.Sprintf("packet: Free on free buffer %d", b.index))
+		}
+		b.refs.Store(1)
+	}
+	if b.free {
 		panic(fmt.Sprintf("packet: Free on free buffer %d", b.index))
 	}
+	b.free = true
+	b.pool.put(b)
 }
 
 // Shared tells whether somebody besides the caller holds a reference, so that the frame must not be changed.

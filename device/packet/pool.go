@@ -74,7 +74,8 @@ func NewPool(c Config) (*Pool, error) {
 	slab := make([]byte, stride*c.Count)
 	for i := range p.bufs {
 		b := &p.bufs[i]
-		b.pool = p
+		b.pool, b.free = p, true
+		b.refs.Store(1)
 		b.index = uint32(i)
 		b.data = slab[i*stride : (i+1)*stride : (i+1)*stride]
 		if i+1 < c.Count {
@@ -97,7 +98,7 @@ func (p *Pool) Get() *Buf {
 		b := &p.bufs[i-1]
 		// Another loop may take b now and change next; then head's tag has changed too and the swap fails.
 		if p.head.CompareAndSwap(h, nextTag(h)|uint64(b.next.Load())) {
-			b.refs.Store(1)
+			b.free = false
 			b.off, b.n = Headroom, 0
 			return b
 		}
@@ -126,13 +127,19 @@ func (p *Pool) Count() int { return len(p.bufs) }
 // Exhausted returns how many times Get found no free buffer.
 func (p *Pool) Exhausted() uint64 { return p.exhausted.Load() }
 
-// InUse counts the buffers that have an owner. It walks all buffers: for status output and leak tests.
+// InUse counts the buffers that have an owner, for status output and leak tests. It walks the free list, again and
+// again if loops change it meanwhile, and after some tries settles for an estimate.
 func (p *Pool) InUse() int {
-	n := 0
-	for i := range p.bufs {
-		if p.bufs[i].refs.Load() > 0 {
-			n++
+	free := 0
+	for range 16 {
+		h := p.head.Load()
+		free = 0
+		for i := uint32(h); i != 0 && free < len(p.bufs); free++ {
+			i = p.bufs[i-1].next.Load()
+		}
+		if p.head.Load() == h {
+			break
 		}
 	}
-	return n
+	return len(p.bufs) - free
 }

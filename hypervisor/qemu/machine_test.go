@@ -1,0 +1,204 @@
+package qemu
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// TestMain lets the test binary play QEMU: as a real child process with the two sockets that Boot expects.
+func TestMain(m *testing.M) {
+	if mode := os.Getenv("VNICD_TEST_QEMU"); mode != "" {
+		fakeQEMU(mode)
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
+
+func fakeQEMU(mode string) {
+	if mode == "refuse" {
+		fmt.Fprintln(os.Stderr, "qemu-system-x86_64: -device x: cannot connect to the back end")
+		os.Exit(1)
+	}
+	var qmpSock, agentSock net.Listener
+	for _, a := range os.Args {
+		for _, o := range strings.Split(a, ",") {
+			p, ok := strings.CutPrefix(o, "path=")
+			if !ok {
+				continue
+			}
+			var err error
+			switch filepath.Base(p) {
+			case "qmp.sock":
+				qmpSock, err = net.Listen("unix", p)
+			case "agent.sock":
+				agentSock, err = net.Listen("unix", p)
+			}
+			if err != nil {
+				panic(err)
+			}
+		}
+	}
+	events := make(chan string, 10)
+	go func() {
+		conn, err := agentSock.Accept()
+		if err != nil {
+			panic(err)
+		}
+		sc := bufio.NewScanner(conn)
+		for sc.Scan() {
+			line := strings.TrimLeft(sc.Text(), "\xff")
+			var req struct {
+				Execute   string `json:"execute"`
+				ID        int64  `json:"id"`
+				Arguments struct {
+					Mode string `json:"mode"`
+				} `json:"arguments"`
+			}
+			if err := json.Unmarshal([]byte(line), &req); err != nil {
+				panic(err)
+			}
+			switch {
+			case req.Execute == "guest-sync-delimited":
+				fmt.Fprintf(conn, "\xff{\"return\": 1, \"id\": %d}\n", req.ID)
+			case req.Execute == "guest-shutdown" && mode == "stubborn":
+			case req.Execute == "guest-shutdown" && req.Arguments.Mode == "reboot":
+				events <- "RESET"
+			case req.Execute == "guest-shutdown":
+				os.Exit(0)
+			}
+		}
+	}()
+	conn, err := qmpSock.Accept()
+	if err != nil {
+		panic(err)
+	}
+	fmt.Fprintln(conn, `{"QMP": {"version": {"qemu": {"major": 11}}, "capabilities": []}}`)
+	go func() {
+		for e := range events {
+			fmt.Fprintf(conn, `{"timestamp": {}, "event": %q}`+"\n", e)
+		}
+	}()
+	sc := bufio.NewScanner(conn)
+	for sc.Scan() {
+		fmt.Fprintln(conn, `{"return": {}}`)
+		if strings.Contains(sc.Text(), "system_reset") {
+			events <- "RESET"
+		}
+	}
+	select {} // the monitor went, the machine runs on
+}
+
+func bootFake(t *testing.T, mode string) (*Machine, error) {
+	t.Helper()
+	t.Setenv("VNICD_TEST_QEMU", mode)
+	img := testImages()
+	img.QEMU = os.Args[0]
+	m, err := Boot(testCtx(t), Config{Images: img, Name: "vm", Dir: t.TempDir()})
+	if m != nil {
+		t.Cleanup(m.Kill)
+	}
+	return m, err
+}
+
+func TestBootRefused(t *testing.T) {
+	_, err := bootFake(t, "refuse")
+	if !errors.Is(err, ErrEnded) || !strings.Contains(err.Error(), "cannot connect to the back end") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestBootAndShutdown(t *testing.T) {
+	m, err := bootFake(t, "normal")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := testCtx(t)
+	if err := m.WaitReady(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Reset(ctx); err != nil {
+		t.Error(err)
+	}
+	if err := m.Reboot(ctx); err != nil {
+		t.Error(err)
+	}
+	if err := m.Shutdown(ctx); err != nil {
+		t.Error(err)
+	}
+	if err := m.Wait(ctx); err != nil {
+		t.Error(err)
+	}
+	m.Kill() // again: harmless
+	if _, err := m.Run(ctx, "true"); !errors.Is(err, ErrAgentClosed) {
+		t.Errorf("a command after the end: %v", err)
+	}
+}
+
+func TestShutdownOfStubbornGuest(t *testing.T) {
+	m, err := bootFake(t, "stubborn")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	defer cancel()
+	if err := m.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
+	}
+	if err := syscall.Kill(m.PID(), 0); !errors.Is(err, syscall.ESRCH) {
+		t.Errorf("process %d is still there: %v", m.PID(), err)
+	}
+}
+
+func TestKilledFromOutside(t *testing.T) {
+	m, err := bootFake(t, "normal")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(m.PID(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	ctx := testCtx(t)
+	if err := m.Wait(ctx); !errors.Is(err, ErrEnded) {
+		t.Errorf("wait: %v", err)
+	}
+	if err := m.WaitReady(ctx); !errors.Is(err, ErrEnded) && !errors.Is(err, ErrAgentClosed) {
+		t.Errorf("ready: %v", err)
+	}
+}
+
+func TestBootHostChecks(t *testing.T) {
+	dir := t.TempDir()
+	plain := filepath.Join(dir, "file")
+	if err := os.WriteFile(plain, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		change func(*Config)
+		want   string
+	}{
+		{func(c *Config) { c.HCA = &HCA{filepath.Join(dir, "none"), 4} }, "is vnicd running?"},
+		{func(c *Config) { c.NICs = []NIC{{Socket: plain, MAC: "52:54:00:00:00:01"}} }, "is no socket"},
+		{func(c *Config) { c.Netns = "vnicd-no-such" }, `network namespace "vnicd-no-such"`},
+		{func(c *Config) { c.Dir = filepath.Join(dir, "none") }, "no such file"},
+		{func(c *Config) { c.Dir = plain }, "is no directory"},
+		{func(c *Config) { c.Images.QEMU = "/nonexistent/qemu" }, "/nonexistent/qemu"},
+	} {
+		c := Config{Images: testImages(), Name: "vm", Dir: dir}
+		tc.change(&c)
+		if _, err := Boot(testCtx(t), c); err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("expected %q, got %v", tc.want, err)
+		}
+	}
+}

@@ -130,9 +130,9 @@ func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words 
 	select {
 	case s = <-d.cmds.slots:
 	case <-d.ctx.Done():
-		return fmt.Errorf("%v: %w", op, ErrClosed)
+		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-d.fe.Gone():
-		return fmt.Errorf("%v: %w", op, ErrDisconnected)
+		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-timeout.C:
 		return fmt.Errorf("%v: %w", op, ErrTimeout)
 	}
@@ -150,9 +150,9 @@ func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words 
 	select {
 	case written = <-s.done:
 	case <-d.ctx.Done():
-		return fmt.Errorf("%v: %w", op, ErrClosed)
+		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-d.fe.Gone():
-		return fmt.Errorf("%v: %w", op, ErrDisconnected)
+		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-timeout.C:
 		// The slot is lost: its buffers may still be written to.
 		d.fail(ErrTimeout)

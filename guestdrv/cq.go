@@ -102,10 +102,9 @@ func (c *CQ) Wait(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-c.d.ctx.Done():
-		return ErrClosed
 	case <-c.d.fe.Gone():
-		return ErrDisconnected
 	}
+	return c.d.closing()
 }
 
 // PollWait is Poll that waits, by arming the CQ, until at least one completion is there.

@@ -269,10 +269,9 @@ func (d *Device) NextEvent(ctx context.Context) (abi.Event, error) {
 	case <-ctx.Done():
 		return abi.Event{}, ctx.Err()
 	case <-d.ctx.Done():
-		return abi.Event{}, ErrClosed
 	case <-d.fe.Gone():
-		return abi.Event{}, ErrDisconnected
 	}
+	return abi.Event{}, d.closing()
 }
 
 // MAC is the address that the HCA shares with the VM's NIC.
@@ -339,6 +338,9 @@ func (d *Device) closing() error {
 	select {
 	case <-d.ctx.Done():
 		return ErrClosed
+	default:
+	}
+	select {
 	case <-d.fe.Gone():
 		return ErrDisconnected
 	default:

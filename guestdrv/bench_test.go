@@ -1,0 +1,142 @@
+package guestdrv_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// benchRig has a network that carries the largest path MTU, and loops that spin
+// as a configured daemon's would.
+func benchRig(b *testing.B, loops int) (x, y *end) {
+	b.Helper()
+	r := newRig(b, rigConfig{loops: loops, mtu: 9000, spin: 50 * time.Microsecond, driver: guestdrv.Config{Memory: 128 << 20}})
+	c := qpDefaults()
+	c.MaxSendWR = 256
+	return connect(b, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
+}
+
+// pollOne spins until there are completions and checks them.
+func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []abi.WC) int {
+	for {
+		if n := cq.Poll(wcs); n > 0 {
+			for i := range n {
+				if wcs[i].Status != abi.WCSuccess {
+					b.Fatalf("completion %+v (%s)", wcs[i], abi.WCStatusString(wcs[i].Status))
+				}
+			}
+			return n
+		}
+	}
+}
+
+// BenchmarkWrite keeps 16 WRITEs in flight.
+func BenchmarkWrite(b *testing.B) {
+	for _, size := range []int{8, 4096, 64 << 10, 1 << 20} {
+		b.Run(fmt.Sprint(size), func(b *testing.B) {
+			x, y := benchRig(b, 1)
+			_, smr := x.h.region(b, size, 0)
+			dst, dmr := y.h.region(b, size, allAccess)
+			wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
+			wcs := make([]abi.WC, 16)
+			flying := 0
+			b.SetBytes(int64(size))
+			b.ReportAllocs()
+			for b.Loop() {
+				if flying == 16 {
+					flying -= pollSome(b, x.scq, wcs)
+				}
+				if err := x.qp.PostSend(&wr); err != nil {
+					b.Fatal(err)
+				}
+				flying++
+			}
+			for flying > 0 {
+				flying -= pollSome(b, x.scq, wcs)
+			}
+		})
+	}
+}
+
+// BenchmarkWriteRate posts 8-byte WRITEs in batches of 32, of which one is signalled.
+func BenchmarkWriteRate(b *testing.B) {
+	x, y := benchRig(b, 1)
+	_, smr := x.h.region(b, 4096, 0)
+	dst, dmr := y.h.region(b, 4096, allAccess)
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
+	wcs := make([]abi.WC, 16)
+	const batch, most = 32, 4
+	i, flying := 0, 0
+	b.ReportAllocs()
+	for b.Loop() {
+		i++
+		wr.Flags = 0
+		if i%batch == 0 {
+			wr.Flags = abi.SendSignaled
+			if flying == most {
+				flying -= pollSome(b, x.scq, wcs)
+			}
+			flying++
+		}
+		if err := x.qp.QueueSend(&wr); err != nil {
+			b.Fatal(err)
+		}
+		if i%batch == 0 {
+			x.qp.Ring()
+		}
+	}
+	for flying > 0 {
+		flying -= pollSome(b, x.scq, wcs)
+	}
+}
+
+// BenchmarkWriteLatency bounces 8 bytes between two hosts: each WRITEs once it
+// sees the other's. One operation is one way.
+func BenchmarkWriteLatency(b *testing.B) {
+	x, y := benchRig(b, 1)
+	xb, xm := x.h.region(b, 4096, allAccess)
+	yb, ym := y.h.region(b, 4096, allAccess)
+	to := func(e *end, mr *guestdrv.MR, far *guestdrv.Buffer, key *guestdrv.MR) guestdrv.SendWR {
+		return guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8), RemoteAddr: far.Addr(), RKey: key.RKey()}
+	}
+	xw, yw := to(x, xm, yb, ym), to(y, ym, xb, xm)
+	bounce := func(e *end, wr *guestdrv.SendWR, seen func() uint64, n uint64) {
+		le.PutUint64(wr.Inline, n)
+		if err := e.qp.PostSend(wr); err != nil {
+			b.Fatal(err)
+		}
+		for seen() != n {
+		}
+	}
+	n := uint64(0)
+	b.ReportAllocs()
+	for b.Loop() {
+		n++
+		if n%2 == 1 {
+			bounce(x, &xw, func() uint64 { return guestdrv.Load64(yb) }, n)
+		} else {
+			bounce(y, &yw, func() uint64 { return guestdrv.Load64(xb) }, n)
+		}
+	}
+}
+
+// BenchmarkDatapathCalls measures the driver's own part, without a device that
+// takes part: posting and polling must not allocate.
+func BenchmarkDatapathCalls(b *testing.B) {
+	r := newRig(b, rigConfig{hosts: 1})
+	e := r.hosts[0].end(b, qpDefaults(), 0)
+	_, mr := r.hosts[0].region(b, 4096, allAccess)
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{mr.SGE(0, 8)}}
+	wcs := make([]abi.WC, 4)
+	b.ReportAllocs()
+	for b.Loop() {
+		e.qp.SendIndices(0, 0)
+		if err := e.qp.QueueSend(&wr); err != nil {
+			b.Fatal(err)
+		}
+		e.scq.Poll(wcs)
+	}
+}

@@ -1,0 +1,19 @@
+package guestdrv
+
+// Armed is the CQ's arm word.
+func (c *CQ) Armed() uint32 { return c.arm.Load() }
+
+// RingGeometry changes the geometry in the shared header of the send queue, which the device must not believe.
+func (q *QP) RingGeometry(log2, mask uint32) {
+	le.PutUint32(q.sq.buf.data[0:], log2)
+	le.PutUint32(q.sq.buf.data[4:], mask)
+}
+
+// SendIndices sets the send queue's indices.
+func (q *QP) SendIndices(prod, cons uint32) {
+	q.sq.prod.Store(prod)
+	q.sq.cons.Store(cons)
+}
+
+// Load64 reads the first word of b, which a device may be writing.
+func Load64(b *Buffer) uint64 { return atomic64(b.data, 0).Load() }

@@ -1,0 +1,302 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/vhostuser"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// TestReopen closes a driver in the midst of traffic, many times; the other side
+// goes on, and nothing is left behind.
+func TestReopen(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 3})
+	ha, hb, hc := r.hosts[0], r.hosts[1], r.hosts[2]
+	// A connection between two others that must not notice.
+	x, y := connect(t, ha, hc, qpDefaults(), guestdrv.ConnectOptions{})
+	_, xm := ha.region(t, 1<<20, allAccess)
+	_, ym := hc.region(t, 1<<20, allAccess)
+	fds, maps := countFDs(t), countMaps(t)
+	for range 5 {
+		// Patient enough for a busy machine: the first WRITE must succeed.
+		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 14, RetryCnt: 2})
+		_, bm := hb.region(t, 1<<20, allAccess)
+		for i := range 20 {
+			wr := &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{xm.SGE(0, 1<<20)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
+			a.post(t, wr)
+			wr.RemoteAddr, wr.RKey = ym.Addr(), ym.RKey()
+			x.post(t, wr)
+		}
+		expect(t, a.scq, 0, abi.WCSuccess, abi.WCOpRDMAWrite)
+		_ = b
+		if err := hb.Device.Close(); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 20 {
+			expect(t, x.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+		}
+		// Whatever had not arrived fails: first by too many retries, then flushed.
+		failed := false
+		for _, wc := range await(t, a.scq, 19) {
+			switch {
+			case !failed && wc.Status == abi.WCSuccess:
+			case !failed && (wc.Status == abi.WCRetryExcErr || wc.Status == abi.WCRemAccessErr):
+				failed = true
+			case failed && wc.Status == abi.WCWRFlushErr:
+			default:
+				t.Fatalf("completion %+v (%s)", wc, abi.WCStatusString(wc.Status))
+			}
+		}
+		destroy(t, a)
+		r.open(hb)
+	}
+	_ = y
+	if n := countFDs(t); n > fds {
+		t.Errorf("%d file descriptors are open, %d were", n, fds)
+	}
+	if n := countMaps(t); n > maps+4 { // the runtime's own may grow a little
+		t.Errorf("%d mappings, %d were", n, maps)
+	}
+}
+
+func countFDs(tb testing.TB) int {
+	tb.Helper()
+	e, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return len(e)
+}
+
+// countMaps counts the mappings of memory files.
+func countMaps(tb testing.TB) int {
+	tb.Helper()
+	b, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return strings.Count(string(b), "/memfd:")
+}
+
+// TestDaemonGone stops the server under a driver that waits for a completion.
+func TestDaemonGone(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	h := r.hosts[0]
+	cq := h.cq(t, 10)
+	done := make(chan error, 2)
+	go func() {
+		_, err := cq.PollWait(context.Background(), make([]abi.WC, 1))
+		done <- err
+	}()
+	go func() {
+		_, err := h.NextEvent(context.Background())
+		done <- err
+	}()
+	if err := h.srv.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := <-done; !errors.Is(err, guestdrv.ErrDisconnected) {
+			t.Errorf("waiting ended with %v", err)
+		}
+	}
+	if _, err := h.AllocPD(); !errors.Is(err, guestdrv.ErrDisconnected) {
+		t.Errorf("command without a device: %v", err)
+	}
+	if err := h.Device.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := h.AllocPD(); !errors.Is(err, guestdrv.ErrClosed) {
+		t.Errorf("command on a closed device: %v", err)
+	}
+}
+
+// TestConcurrentCommands creates and destroys from several goroutines at once.
+func TestConcurrentCommands(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	h := r.hosts[0]
+	var wg sync.WaitGroup
+	for g := range 6 {
+		wg.Go(func() {
+			for i := range 15 {
+				b, err := h.Alloc(4096 * (1 + (g+i)%5))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				mr, err := h.pd.Register(b, allAccess)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				cq, err := h.CreateCQ(10, guestdrv.CQOptions{CEQ: i % int(h.Config().NumCEQs)})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				qp, err := h.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for _, f := range []func() error{qp.Destroy, cq.Destroy, mr.Deregister} {
+					if err := f(); err != nil {
+						t.Error(err)
+					}
+				}
+				b.Free()
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// TestLargeRegion needs several SET_MTT commands, out-of-order pages, and crosses pages in its accesses.
+func TestLargeRegion(t *testing.T) {
+	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 192 << 20}})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	const pages = 20000
+	buf, err := b.h.Alloc(pages << 12)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Pages in reverse: VA page i is the buffer's page pages-1-i.
+	pas := make([]uint64, pages)
+	for i := range pas {
+		pas[i] = buf.PA() + uint64(pages-1-i)<<12
+	}
+	const iova, offset = 0x1230000000, 100
+	mr, err := b.h.pd.RegisterPages(guestdrv.PageSpec{IOVA: iova, Length: pages<<12 - offset, Offset: offset, PageShift: 12, PAs: pas, Access: allAccess})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src, smr := a.h.region(t, 3<<12, abi.AccessLocalWrite)
+	fill(src.Bytes(), 1)
+	for _, off := range []int{0, 5000, 8189<<12 - 50, 8190<<12 - 150, (pages-3)<<12 - 200} {
+		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 3<<12)}, RemoteAddr: iova + uint64(off), RKey: mr.RKey()})
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		var got []byte
+		for p := off + offset; len(got) < 3<<12; {
+			page, in := p>>12, p&4095
+			n := min(4096-in, 3<<12-len(got))
+			got = append(got, buf.Bytes()[(pages-1-page)<<12+in:][:n]...)
+			p += n
+		}
+		if !bytes.Equal(got, src.Bytes()) {
+			t.Fatalf("offset %d: data differ", off)
+		}
+	}
+}
+
+// TestPrivileged checks who may name real addresses (RA-1..3).
+func TestPrivileged(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	c := qpDefaults()
+	c.Privileged = true
+	a, b := connect(t, r.hosts[0], r.hosts[1], c, quick)
+	src, _ := a.h.region(t, 8192, 0)
+	dst, dmr := b.h.region(t, 8192, allAccess)
+	fill(src.Bytes(), 1)
+	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{{Addr: src.PA() + 1, Length: 6000}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	if !bytes.Equal(src.Bytes()[1:6001], dst.Bytes()[:6000]) {
+		t.Fatal("data differ")
+	}
+	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{{Addr: 1 << 60, Length: 6}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 2, abi.WCLocProtErr, 0)
+}
+
+// TestHostileRing spoils what a guest's user space can reach: the geometry in the
+// ring header and the indices. The device must not follow, nor harm anybody else.
+func TestHostileRing(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	dst, dmr := b.h.region(t, 4096, allAccess)
+	a.qp.RingGeometry(31, 0xffffffff)
+	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: []byte("x"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+
+	x, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
+	x.qp.SendIndices(0xfffffff0, 0x12345678)
+	x.qp.Ring()
+	// Whatever x does with that, the neighbour goes on.
+	for i := range 100 {
+		a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+	}
+	if err := x.qp.Destroy(); err != nil {
+		t.Error(err)
+	}
+}
+
+// wrongDevice is another virtio device behind the socket.
+type wrongDevice struct {
+	vhostuser.Device
+	patch func([]byte)
+}
+
+func (w wrongDevice) ReadConfig(dst []byte, off uint32) error {
+	if err := w.Device.ReadConfig(dst, off); err != nil {
+		return err
+	}
+	if off == 0 {
+		w.patch(dst)
+	}
+	return nil
+}
+
+// TestOpenErrors opens what is no vnicd HCA.
+func TestOpenErrors(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	if err := r.hosts[0].Device.Close(); err != nil {
+		t.Fatal(err)
+	}
+	open := func(patch func([]byte)) error {
+		path := filepath.Join(t.TempDir(), "s")
+		srv, err := vhostuser.Listen(vhostuser.Config{Path: path}, wrongDevice{r.hosts[0].hca, patch}, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer srv.Close()
+		d, err := guestdrv.Open(path, guestdrv.Config{})
+		if err == nil {
+			d.Close()
+		}
+		return err
+	}
+	if err := open(func(b []byte) { b[0] ^= 1 }); !errors.Is(err, guestdrv.ErrNotVNICD) {
+		t.Errorf("wrong magic: %v", err)
+	}
+	if err := open(func(b []byte) { b[4] = 99 }); !errors.Is(err, guestdrv.ErrVersion) || !strings.Contains(err.Error(), "99") {
+		t.Errorf("wrong version: %v", err)
+	}
+	if err := open(func(b []byte) { b[abi.SizeConfig-1] = 1 }); !errors.Is(err, abi.ErrReserved) {
+		t.Errorf("reserved byte: %v", err)
+	}
+	if err := open(func(b []byte) { b[14] = 0 }); err == nil || !strings.Contains(err.Error(), "completion event queues") {
+		t.Errorf("no completion event queues: %v", err)
+	}
+	if _, err := guestdrv.Open(filepath.Join(t.TempDir(), "none"), guestdrv.Config{}); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("no socket: %v", err)
+	}
+	var ne *net.OpError
+	path := filepath.Join(t.TempDir(), "dead")
+	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln.SetUnlinkOnClose(false)
+	ln.Close()
+	if _, err := guestdrv.Open(path, guestdrv.Config{}); !errors.As(err, &ne) {
+		t.Errorf("dead socket: %v", err)
+	}
+}

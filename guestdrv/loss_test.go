@@ -1,0 +1,219 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// impairment spoils the network behind an HCA: of 1000 frames it drops, doubles,
+// corrupts and holds back (until a few others have passed) so many.
+type impairment struct {
+	drop, double, corrupt, delay int
+}
+
+type impaired struct {
+	impairment
+	next func(l *engine.Loop, b *packet.Buf)
+
+	mu   sync.Mutex // several loops send
+	rng  *rand.Rand
+	held []heldFrame
+	pool *packet.Pool
+}
+
+type heldFrame struct {
+	b    *packet.Buf
+	left int // frames that may still pass it
+}
+
+// impair puts the impairment behind host h.
+func (r *rig) impair(h *host, i impairment, seed uint64) {
+	im := &impaired{impairment: i, next: h.port.InputHCA, rng: rand.New(rand.NewPCG(seed, 1)), pool: r.pool}
+	h.hca.SetUplink(im.input)
+	r.tb.Cleanup(func() {
+		im.mu.Lock()
+		defer im.mu.Unlock()
+		for _, f := range im.held {
+			f.b.Free()
+		}
+		im.held = nil
+	})
+}
+
+func (im *impaired) input(l *engine.Loop, b *packet.Buf) {
+	im.mu.Lock()
+	n := im.rng.IntN(1000)
+	var out []*packet.Buf
+	take := func(share int) bool {
+		hit := n >= 0 && n < share
+		n -= share
+		return hit
+	}
+	switch {
+	case take(im.drop):
+	case take(im.double):
+		b.Ref()
+		b.Ref()
+		out = append(out, b, b)
+	case take(im.corrupt):
+		// The frame is the sender's: spoil a copy, anywhere behind the Ethernet header.
+		if c := im.pool.Get(); c != nil {
+			c.Append(b.Bytes())
+			f := c.Bytes()
+			f[14+im.rng.IntN(len(f)-14)] ^= 1 << im.rng.IntN(8)
+			out = append(out, c)
+		}
+	case take(im.delay) && len(im.held) < 32:
+		b.Ref()
+		im.held = append(im.held, heldFrame{b, 1 + im.rng.IntN(8)})
+	default:
+		b.Ref()
+		out = append(out, b)
+	}
+	rest := im.held[:0]
+	for _, f := range im.held {
+		if f.left--; f.left < 0 {
+			out = append(out, f.b)
+		} else {
+			rest = append(rest, f)
+		}
+	}
+	im.held = rest
+	im.mu.Unlock()
+	for _, o := range out {
+		im.next(l, o)
+		o.Free()
+	}
+}
+
+// TestImpairedNetwork runs all operations over networks that lose, double,
+// corrupt and reorder. Every completion must be a success and all data right.
+func TestImpairedNetwork(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		i    impairment
+	}{
+		{"loss", impairment{drop: 20}},
+		{"duplication", impairment{double: 200}},
+		{"corruption", impairment{corrupt: 20}},
+		{"reordering", impairment{delay: 50}},
+		{"all", impairment{drop: 10, double: 20, corrupt: 10, delay: 20}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			r := newRig(t, rigConfig{})
+			for i, h := range r.hosts {
+				r.impair(h, tc.i, uint64(i))
+			}
+			// A short timeout: the end of a message has nothing behind it that would show its loss.
+			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 9})
+			mixedTraffic(t, a, b, 150)
+			st, err := a.h.Stats()
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("requester: retransmits %d, timeouts %d, icrc errors %d", st.Value[abi.StatRetransmits], st.Value[abi.StatTimeouts], st.Value[abi.StatICRCErrors])
+		})
+	}
+}
+
+// mixedTraffic runs n operations of all kinds and random sizes from a to b, several at once, and compares
+// both memories with a model at the end.
+func mixedTraffic(t *testing.T, a, b *end, n int) {
+	t.Helper()
+	const slots, slotSize = 16, 20000
+	rng := rand.New(rand.NewPCG(1, 2))
+	local, lmr := a.h.region(t, 2*slots*slotSize, abi.AccessLocalWrite)
+	remote, rmr := b.h.region(t, 2*slots*slotSize, allAccess)
+	fill(local.Bytes(), 1)
+	fill(remote.Bytes(), 2)
+	wantL, wantR := append([]byte{}, local.Bytes()...), append([]byte{}, remote.Bytes()...)
+
+	// The lower half of each memory is the source, the upper half the target, so
+	// that the order among concurrent READs and WRITEs does not matter; each
+	// target slot is used by one operation at a time because RC executes in order.
+	ctx := ctxFor(t)
+	type recv struct{ off, n int }
+	var recvs []recv
+	var counter uint64
+	const counterOff = 2*slots*slotSize - 8
+	le.PutUint64(remote.Bytes()[counterOff:], 0)
+	wcs := make([]abi.WC, 8)
+	done, received := 0, 0
+	collect := func() {
+		k := a.scq.Poll(wcs)
+		for _, wc := range wcs[:k] {
+			if wc.Status != abi.WCSuccess || wc.ID != uint64(done) {
+				t.Fatalf("completion %+v (%s), want id %d", wc, abi.WCStatusString(wc.Status), done)
+			}
+			done++
+		}
+		k = b.rcq.Poll(wcs)
+		for _, wc := range wcs[:k] {
+			if wc.Status != abi.WCSuccess || wc.ID != uint64(received) || int(wc.ByteLen) != recvs[received].n {
+				t.Fatalf("receive %+v (%s), want id %d, %+v", wc, abi.WCStatusString(wc.Status), received, recvs[received])
+			}
+			received++
+		}
+		if ctx.Err() != nil {
+			t.Fatalf("%d of %d requests completed", done, n)
+		}
+	}
+	for i := range n {
+		slot, size := rng.IntN(slots-1), rng.IntN(slotSize)
+		if rng.IntN(3) == 0 {
+			size %= 300
+		}
+		from, to := slot*slotSize, (slots+slot)*slotSize
+		wr := guestdrv.SendWR{ID: uint64(i), Flags: abi.SendSignaled, SGL: []abi.SGE{lmr.SGE(from, size)}, RemoteAddr: remote.Addr() + uint64(to), RKey: rmr.RKey()}
+		switch rng.IntN(6) {
+		case 0, 1:
+			wr.Opcode = abi.WRRDMAWrite
+			copy(wantR[to:], wantL[from:from+size])
+		case 2:
+			wr.Opcode = abi.WRRDMAWriteWithImm
+			copy(wantR[to:], wantL[from:from+size])
+			for b.qp.PostRecv(&guestdrv.RecvWR{ID: uint64(len(recvs))}) != nil {
+				collect()
+			}
+			recvs = append(recvs, recv{0, size})
+		case 3:
+			wr.Opcode = abi.WRRDMARead
+			wr.SGL = []abi.SGE{lmr.SGE(to, size/2), lmr.SGE(to+size/2, size-size/2)}
+			wr.RemoteAddr = remote.Addr() + uint64(from)
+			copy(wantL[to:], wantR[from:from+size])
+		case 4:
+			wr.Opcode = abi.WRSend
+			for b.qp.PostRecv(&guestdrv.RecvWR{ID: uint64(len(recvs)), SGL: []abi.SGE{rmr.SGE(to, slotSize)}}) != nil {
+				collect()
+			}
+			recvs = append(recvs, recv{to, size})
+			copy(wantR[to:], wantL[from:from+size])
+		case 5:
+			wr.Opcode, wr.CompareAdd = abi.WRAtomicFetchAndAdd, uint64(i)
+			wr.SGL = []abi.SGE{lmr.SGE(counterOff, 8)}
+			wr.RemoteAddr = remote.Addr() + counterOff
+			le.PutUint64(wantL[counterOff:], counter)
+			counter += uint64(i)
+		}
+		for a.qp.PostSend(&wr) == guestdrv.ErrFull {
+			collect()
+		}
+	}
+	for done < n || received < len(recvs) {
+		collect()
+	}
+	le.PutUint64(wantR[counterOff:], counter)
+	if !bytes.Equal(local.Bytes(), wantL) {
+		t.Error("requester's memory differs from the model")
+	}
+	if !bytes.Equal(remote.Bytes(), wantR) {
+		t.Error("responder's memory differs from the model")
+	}
+}

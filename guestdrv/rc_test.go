@@ -1,0 +1,411 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+var le = binary.LittleEndian
+
+// sizes that hit every packet boundary case: none, one byte, around one MTU,
+// several packets, and far more than fits into any window.
+var messageSizes = []int{0, 1, 2, 3, 4, 7, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 65536, 100001, 1 << 20, 8 << 20}
+
+func TestRCWrite(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	const room = 8<<20 + 64
+	src, smr := a.h.region(t, room, 0)
+	dst, dmr := b.h.region(t, room, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	for i, n := range messageSizes {
+		off := i % 5 // unaligned at both ends, and differently
+		fill(src.Bytes(), uint64(i))
+		clear(dst.Bytes())
+		a.post(t, &guestdrv.SendWR{
+			ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(off, n)},
+			RemoteAddr: dst.Addr() + 8, RKey: dmr.RKey(),
+		})
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+		if !bytes.Equal(dst.Bytes()[8:8+n], src.Bytes()[off:off+n]) {
+			t.Fatalf("%d bytes: data differ", n)
+		}
+		if !allZero(dst.Bytes()[:8]) || !allZero(dst.Bytes()[8+n:]) {
+			t.Fatalf("%d bytes: wrote outside the range", n)
+		}
+	}
+}
+
+func allZero(b []byte) bool {
+	for len(b) >= 8 {
+		if le.Uint64(b) != 0 {
+			return false
+		}
+		b = b[8:]
+	}
+	for _, c := range b {
+		if c != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func TestRCRead(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	const room = 8<<20 + 64
+	dst, dmr := a.h.region(t, room, abi.AccessLocalWrite)
+	src, smr := b.h.region(t, room, abi.AccessRemoteRead)
+	for i, n := range messageSizes {
+		off := i % 5
+		fill(src.Bytes(), uint64(i))
+		clear(dst.Bytes())
+		a.post(t, &guestdrv.SendWR{
+			ID: uint64(i), Opcode: abi.WRRDMARead, Flags: abi.SendSignaled, SGL: []abi.SGE{dmr.SGE(8, n)},
+			RemoteAddr: src.Addr() + uint64(off), RKey: smr.RKey(),
+		})
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMARead)
+		if !bytes.Equal(dst.Bytes()[8:8+n], src.Bytes()[off:off+n]) {
+			t.Fatalf("%d bytes: data differ", n)
+		}
+		if !allZero(dst.Bytes()[:8]) || !allZero(dst.Bytes()[8+n:]) {
+			t.Fatalf("%d bytes: wrote outside the range", n)
+		}
+	}
+}
+
+func TestRCSend(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	const room = 8<<20 + 64
+	src, smr := a.h.region(t, room, 0)
+	dst, dmr := b.h.region(t, room, abi.AccessLocalWrite)
+	imm := [4]byte{0xde, 0xad, 0xbe, 0xef}
+	for i, n := range messageSizes {
+		fill(src.Bytes(), uint64(i))
+		clear(dst.Bytes())
+		b.recv(t, uint64(100+i), dmr.SGE(3, room-3))
+		wr := &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(1, n)}}
+		if i%2 == 1 {
+			wr.Opcode, wr.Imm = abi.WRSendWithImm, imm
+		}
+		a.post(t, wr)
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpSend)
+		wc := expect(t, b.rcq, uint64(100+i), abi.WCSuccess, abi.WCOpRecv)
+		if int(wc.ByteLen) != n || wc.QPN != b.qp.Number() {
+			t.Fatalf("%d bytes: completion %+v", n, wc)
+		}
+		if withImm := wc.Flags&abi.WCFlagWithImm != 0; withImm != (i%2 == 1) || (withImm && wc.Ex != imm) {
+			t.Fatalf("%d bytes: flags %#x, immediate %x", n, wc.Flags, wc.Ex)
+		}
+		if !bytes.Equal(dst.Bytes()[3:3+n], src.Bytes()[1:1+n]) || !allZero(dst.Bytes()[3+n:]) {
+			t.Fatalf("%d bytes: data differ", n)
+		}
+	}
+}
+
+func TestRCWriteWithImm(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 1<<20, 0)
+	dst, dmr := b.h.region(t, 1<<20, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	for i, n := range []int{0, 1, 1024, 1025, 1 << 20} {
+		fill(src.Bytes(), uint64(i))
+		b.recv(t, uint64(i)) // no SGEs: the data go elsewhere
+		a.post(t, &guestdrv.SendWR{
+			ID: uint64(i), Opcode: abi.WRRDMAWriteWithImm, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)},
+			Imm: [4]byte{0, 0, 0, byte(i)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+		})
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+		wc := expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecvRDMAWithImm)
+		if wc.Flags&abi.WCFlagWithImm == 0 || wc.Ex != [4]byte{0, 0, 0, byte(i)} || int(wc.ByteLen) != n {
+			t.Fatalf("%d bytes: completion %+v", n, wc)
+		}
+		if !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+			t.Fatalf("%d bytes: data differ", n)
+		}
+	}
+}
+
+func TestRCInline(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	dst, dmr := b.h.region(t, 4096, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	data := make([]byte, 128)
+	for _, n := range []int{0, 1, 5, 63, 64, 127, 128} {
+		fill(data, uint64(n))
+		clear(dst.Bytes())
+		a.post(t, &guestdrv.SendWR{
+			ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: data[:n], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+		})
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		b.recv(t, 2, dmr.SGE(1024, 1024))
+		a.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRSend, Flags: abi.SendSignaled | abi.SendInline, Inline: data[:n]})
+		expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpSend)
+		expect(t, b.rcq, 2, abi.WCSuccess, abi.WCOpRecv)
+		if !bytes.Equal(dst.Bytes()[:n], data[:n]) || !bytes.Equal(dst.Bytes()[1024:1024+n], data[:n]) || !allZero(dst.Bytes()[n:1024]) {
+			t.Fatalf("%d bytes: data differ", n)
+		}
+	}
+}
+
+// TestRCScatterGather cuts the data into uneven pieces, empty ones included, at both ends.
+func TestRCScatterGather(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 64<<10, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 64<<10, allAccess)
+	fill(src.Bytes(), 1)
+	gather := []abi.SGE{smr.SGE(40000, 777), smr.SGE(1, 4096), smr.SGE(9, 0), smr.SGE(20000, 3333)}
+	var want []byte
+	for _, s := range gather {
+		off := s.Addr - src.Addr()
+		want = append(want, src.Bytes()[off:][:s.Length]...)
+	}
+	scatter := []abi.SGE{dmr.SGE(50000, 1), dmr.SGE(0, 1500), dmr.SGE(30000, 0), dmr.SGE(9999, 20000)}
+
+	b.recv(t, 1, scatter...)
+	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: gather})
+	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
+	if wc := expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv); int(wc.ByteLen) != len(want) {
+		t.Fatalf("%d bytes received of %d", wc.ByteLen, len(want))
+	}
+	got := append([]byte{}, dst.Bytes()[50000])
+	got = append(got, dst.Bytes()[:1500]...)
+	got = append(got, dst.Bytes()[9999:9999+len(want)-1501]...)
+	if !bytes.Equal(got, want) {
+		t.Fatal("SEND: data differ")
+	}
+
+	a.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: gather, RemoteAddr: dst.Addr() + 5, RKey: dmr.RKey()})
+	expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+	if !bytes.Equal(dst.Bytes()[5:5+len(want)], want) {
+		t.Fatal("WRITE: data differ")
+	}
+
+	fill(dst.Bytes(), 2)
+	clear(src.Bytes())
+	back := []abi.SGE{smr.SGE(3, 1025), smr.SGE(10000, 2), smr.SGE(30001, 5000)}
+	a.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRRDMARead, Flags: abi.SendSignaled, SGL: back, RemoteAddr: dst.Addr() + 7, RKey: dmr.RKey()})
+	expect(t, a.scq, 4, abi.WCSuccess, abi.WCOpRDMARead)
+	got = append([]byte{}, src.Bytes()[3:3+1025]...)
+	got = append(got, src.Bytes()[10000:10002]...)
+	got = append(got, src.Bytes()[30001:35001]...)
+	if !bytes.Equal(got, dst.Bytes()[7:7+6027]) {
+		t.Fatal("READ: data differ")
+	}
+}
+
+func TestRCAtomics(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	if r.hosts[0].Attr().Caps&abi.CapAtomic == 0 {
+		t.Fatal("device has no atomics")
+	}
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	old, omr := a.h.region(t, 4096, abi.AccessLocalWrite)
+	word, wmr := b.h.region(t, 4096, abi.AccessLocalWrite|abi.AccessRemoteAtomic)
+	target := word.Bytes()[16:24]
+	le.PutUint64(target, 100)
+	do := func(op uint32, compareAdd, swap, wantOld, wantNew uint64) {
+		t.Helper()
+		wcop := uint32(abi.WCOpFetchAdd)
+		if op == abi.WRAtomicCmpAndSwp {
+			wcop = abi.WCOpCompSwap
+		}
+		a.post(t, &guestdrv.SendWR{
+			ID: 9, Opcode: op, Flags: abi.SendSignaled, SGL: []abi.SGE{omr.SGE(32, 8)}, RemoteAddr: word.Addr() + 16, RKey: wmr.RKey(),
+			CompareAdd: compareAdd, Swap: swap,
+		})
+		expect(t, a.scq, 9, abi.WCSuccess, wcop)
+		if o, n := le.Uint64(old.Bytes()[32:]), le.Uint64(target); o != wantOld || n != wantNew {
+			t.Fatalf("old %d, new %d, want %d, %d", o, n, wantOld, wantNew)
+		}
+	}
+	do(abi.WRAtomicFetchAndAdd, 11, 0, 100, 111)
+	do(abi.WRAtomicCmpAndSwp, 111, 7, 111, 7)
+	do(abi.WRAtomicCmpAndSwp, 111, 8, 7, 7)
+	do(abi.WRAtomicFetchAndAdd, ^uint64(0), 0, 7, 6)
+
+	// More than may be in flight at once; each is done exactly once.
+	const adds = 200
+	for i := range adds {
+		wr := guestdrv.SendWR{
+			ID: uint64(i), Opcode: abi.WRAtomicFetchAndAdd, SGL: []abi.SGE{omr.SGE(8*(i%8), 8)},
+			RemoteAddr: word.Addr() + 16, RKey: wmr.RKey(), CompareAdd: 1,
+		}
+		if i == adds-1 {
+			wr.Flags = abi.SendSignaled
+		}
+		a.postWhenRoom(t, &wr)
+	}
+	expect(t, a.scq, adds-1, abi.WCSuccess, abi.WCOpFetchAdd)
+	if got := le.Uint64(target); got != 6+adds {
+		t.Fatalf("counter at %d, want %d", got, 6+adds)
+	}
+	if got := le.Uint64(old.Bytes()[8*((adds-1)%8):]); got != 6+adds-1 {
+		t.Fatalf("last old value %d, want %d", got, 6+adds-1)
+	}
+}
+
+// TestRCOrder posts a long mixed sequence, mostly unsignalled, and checks the
+// order of completions and that a fenced WRITE sees the READ before it.
+func TestRCOrder(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	local, lmr := a.h.region(t, 1<<20, abi.AccessLocalWrite)
+	remote, rmr := b.h.region(t, 1<<20, allAccess)
+	const n = 300
+	const piece = 3000
+	fill(remote.Bytes()[:piece], 5)
+	want := 0
+	buf := make([]abi.WC, 16)
+	collect := func() {
+		for i := range a.scq.Poll(buf) {
+			wc := buf[i]
+			if wc.Status != abi.WCSuccess || wc.ID != uint64(want) {
+				t.Fatalf("completion %+v, want id %d", wc, want)
+			}
+			want += 10
+		}
+	}
+	ctx := ctxFor(t)
+	for i := range n {
+		// Piece i is read into local i+1, then written, fenced, to remote i+1.
+		slot := (i/2)%100 + 1
+		wr := guestdrv.SendWR{ID: uint64(i), SGL: []abi.SGE{lmr.SGE(slot*piece, piece)}, RKey: rmr.RKey()}
+		if i%2 == 0 {
+			wr.Opcode, wr.RemoteAddr = abi.WRRDMARead, remote.Addr()+uint64((slot-1)*piece)
+		} else {
+			wr.Opcode, wr.RemoteAddr, wr.Flags = abi.WRRDMAWrite, remote.Addr()+uint64(slot*piece), abi.SendFence
+		}
+		if i%10 == 0 {
+			wr.Flags |= abi.SendSignaled
+		}
+		for {
+			err := a.qp.PostSend(&wr)
+			collect()
+			if err == nil {
+				break
+			}
+			if err != guestdrv.ErrFull || ctx.Err() != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	a.postWhenRoom(t, &guestdrv.SendWR{ID: n, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled})
+	for want <= n {
+		collect()
+		if ctx.Err() != nil {
+			t.Fatalf("completions up to %d of %d", want, n)
+		}
+	}
+	for i := 1; i <= 100; i++ {
+		if !bytes.Equal(remote.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) || !bytes.Equal(local.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) {
+			t.Fatalf("piece %d differs", i)
+		}
+	}
+}
+
+// postWhenRoom posts as soon as there is room.
+func (e *end) postWhenRoom(tb testing.TB, wr *guestdrv.SendWR) {
+	tb.Helper()
+	ctx := ctxFor(tb)
+	for {
+		err := e.qp.PostSend(wr)
+		if err == nil {
+			return
+		}
+		if err != guestdrv.ErrFull || ctx.Err() != nil {
+			tb.Fatal(err)
+		}
+	}
+}
+
+// TestMTUs runs every path MTU, with networks that carry it.
+func TestMTUs(t *testing.T) {
+	for mtu := uint8(abi.MTU256); mtu <= abi.MTU4096; mtu++ {
+		t.Run(fmt.Sprint(abi.MTUBytes(mtu)), func(t *testing.T) {
+			r := newRig(t, rigConfig{mtu: 9000})
+			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{MTU: mtu})
+			src, smr := a.h.region(t, 100000, abi.AccessLocalWrite)
+			dst, dmr := b.h.region(t, 100000, allAccess)
+			fill(src.Bytes(), uint64(mtu))
+			for _, n := range []int{abi.MTUBytes(mtu) - 1, abi.MTUBytes(mtu), abi.MTUBytes(mtu) + 1, 99999} {
+				clear(dst.Bytes())
+				a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+				expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+				if !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+					t.Fatalf("%d bytes: data differ", n)
+				}
+			}
+		})
+	}
+}
+
+// TestLoopback connects two QPs of one HCA, and a QP with itself.
+func TestLoopback(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	a, b := connect(t, r.hosts[0], r.hosts[0], qpDefaults(), guestdrv.ConnectOptions{})
+	self := r.hosts[0].end(t, qpDefaults(), 77)
+	if err := self.qp.Connect(guestdrv.Peer{QPN: self.qp.Number(), PSN: self.psn, Path: self.h.at()}, guestdrv.ConnectOptions{PSN: self.psn}); err != nil {
+		t.Fatal(err)
+	}
+	src, smr := a.h.region(t, 100000, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 100000, allAccess)
+	for i, e := range []*end{a, b, self} {
+		fill(src.Bytes(), uint64(i))
+		e.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 99999)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, e.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		if !bytes.Equal(dst.Bytes()[:99999], src.Bytes()[:99999]) {
+			t.Fatal("data differ")
+		}
+	}
+}
+
+// TestManyQPs keeps many connections busy at once.
+func TestManyQPs(t *testing.T) {
+	const qps, rounds, size = 64, 8, 20000
+	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 256 << 20}})
+	ha, hb := r.hosts[0], r.hosts[1]
+	src, smr := ha.region(t, qps*size, 0)
+	dst, dmr := hb.region(t, qps*size, allAccess)
+	fill(src.Bytes(), 3)
+	cq := ha.cq(t, qps*rounds)
+	var ends []*end
+	for range qps {
+		c := qpDefaults()
+		c.SendCQ = cq
+		a := ha.end(t, c, 5)
+		b := hb.end(t, qpDefaults(), 6)
+		join(t, a, b, guestdrv.ConnectOptions{})
+		ends = append(ends, a)
+	}
+	for range rounds {
+		for i, e := range ends {
+			e.post(t, &guestdrv.SendWR{
+				ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(i*size, size)},
+				RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey(),
+			})
+		}
+	}
+	seen := make([]int, qps)
+	for _, wc := range await(t, cq, qps*rounds) {
+		if wc.Status != abi.WCSuccess {
+			t.Fatalf("completion %+v", wc)
+		}
+		seen[wc.ID]++
+	}
+	for i, n := range seen {
+		if n != rounds {
+			t.Errorf("QP %d: %d completions", i, n)
+		}
+	}
+	if !bytes.Equal(src.Bytes(), dst.Bytes()) {
+		t.Error("data differ")
+	}
+}

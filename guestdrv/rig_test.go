@@ -1,0 +1,303 @@
+package guestdrv_test
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"go.uber.org/goleak"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/vhostuser"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience bounds every wait: generous, for a busy machine under the race
+// detector; no test waits that long unless something is broken.
+const patience = 60 * time.Second
+
+// rigConfig describes a rig. The zero value: two hosts, two loops, MTU 1500.
+type rigConfig struct {
+	hosts  int
+	loops  int
+	mtu    int
+	limits hca.Limits
+	driver guestdrv.Config
+	spin   time.Duration
+}
+
+// rig is a network with several HCAs, each with a driver, all in this process
+// but with the real sockets between driver and device.
+type rig struct {
+	tb    testing.TB
+	cfg   rigConfig
+	dir   string
+	log   hclog.Logger
+	loops []*engine.Loop
+	pool  *packet.Pool
+	net   *lfe.Network
+	hosts []*host
+}
+
+// host is one HCA and its driver.
+type host struct {
+	*guestdrv.Device
+	hca  *hca.Device
+	srv  *vhostuser.Server
+	port *lfe.VMPort
+	path string
+	mac  [6]byte
+	gid  guestdrv.GID
+	pd   *guestdrv.PD
+}
+
+func newRig(tb testing.TB, cfg rigConfig) *rig {
+	tb.Helper()
+	if cfg.hosts == 0 {
+		cfg.hosts = 2
+	}
+	if cfg.loops == 0 {
+		cfg.loops = 2
+	}
+	if cfg.mtu == 0 {
+		cfg.mtu = 1500
+	}
+	r := &rig{tb: tb, cfg: cfg, dir: tb.TempDir()}
+	level := hclog.Warn
+	if os.Getenv("VNICD_TEST_LOG") != "" {
+		level = hclog.Trace
+	}
+	r.log = hclog.New(&hclog.LoggerOptions{Name: "rig", Level: level})
+	var err error
+	if r.pool, err = packet.NewPool(packet.Config{Count: 4096}); err != nil {
+		tb.Fatal(err)
+	}
+	for i := range cfg.loops {
+		l, err := engine.New(engine.Config{ID: i, SpinFor: cfg.spin, Log: r.log})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		if err := l.Start(); err != nil {
+			tb.Fatal(err)
+		}
+		tb.Cleanup(l.Close)
+		r.loops = append(r.loops, l)
+	}
+	if r.net, err = lfe.NewNetwork(lfe.Config{VNI: 7, Name: "tenant", MTU: cfg.mtu}); err != nil {
+		tb.Fatal(err)
+	}
+	for i := range cfg.hosts {
+		h := r.attach(i)
+		r.open(h)
+		r.hosts = append(r.hosts, h)
+	}
+	return r
+}
+
+// attach makes HCA i and puts it on the network.
+func (r *rig) attach(i int) *host {
+	r.tb.Helper()
+	h := &host{
+		path: filepath.Join(r.dir, fmt.Sprintf("h%d", i)),
+		mac:  [6]byte{2, 0, 0, 0, 0, byte(i + 1)},
+		gid:  guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
+	}
+	var err error
+	h.port, err = lfe.NewVMPort(r.net, lfe.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: lfe.MAC(h.mac), Loop: r.loops[i%len(r.loops)]})
+	if err != nil {
+		r.tb.Fatal(err)
+	}
+	h.hca, err = hca.New(hca.Config{
+		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: r.loops, Pool: r.pool, MTU: r.net.MTU, Limits: r.cfg.limits,
+		Version: "test", Log: r.log.Named(fmt.Sprintf("h%d", i)),
+	})
+	if err != nil {
+		r.tb.Fatal(err)
+	}
+	h.hca.SetUplink(h.port.InputHCA)
+	h.port.SetHCA(h.hca)
+	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost")}, h.hca, 0)
+	if err != nil {
+		r.tb.Fatal(err)
+	}
+	r.tb.Cleanup(func() {
+		if err := h.srv.Close(); err != nil {
+			r.tb.Error(err)
+		}
+		h.port.SetHCA(nil)
+		h.hca.Close()
+		h.port.Close()
+	})
+	return h
+}
+
+// open connects a driver to h and gives it an address and a PD.
+func (r *rig) open(h *host) {
+	r.tb.Helper()
+	d, err := guestdrv.Open(h.path, r.cfg.driver)
+	if err != nil {
+		r.tb.Fatal(err)
+	}
+	r.tb.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			r.tb.Error(err)
+		}
+	})
+	h.Device = d
+	if err := d.SetGID(0, h.gid, guestdrv.GIDOptions{}); err != nil {
+		r.tb.Fatal(err)
+	}
+	if h.pd, err = d.AllocPD(); err != nil {
+		r.tb.Fatal(err)
+	}
+}
+
+func (h *host) at() guestdrv.Path { return guestdrv.Path{GID: h.gid, MAC: h.mac} }
+
+const allAccess = abi.AccessLocalWrite | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic
+
+// region allocates and registers n bytes.
+func (h *host) region(tb testing.TB, n int, access uint32) (*guestdrv.Buffer, *guestdrv.MR) {
+	tb.Helper()
+	b, err := h.Alloc(n)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	mr, err := h.pd.Register(b, access)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return b, mr
+}
+
+func (h *host) cq(tb testing.TB, n int) *guestdrv.CQ {
+	tb.Helper()
+	cq, err := h.CreateCQ(n, guestdrv.CQOptions{})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return cq
+}
+
+// end is one end of a connection, with a CQ for each direction.
+type end struct {
+	h        *host
+	qp       *guestdrv.QP
+	scq, rcq *guestdrv.CQ
+	psn      uint32
+}
+
+// qpDefaults are generous enough for most tests.
+func qpDefaults() guestdrv.QPConfig {
+	return guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 128}
+}
+
+func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
+	tb.Helper()
+	e := &end{h: h, psn: psn}
+	if c.SendCQ == nil {
+		c.SendCQ = h.cq(tb, 512)
+	}
+	if c.RecvCQ == nil {
+		c.RecvCQ = h.cq(tb, 512)
+	}
+	e.scq, e.rcq = c.SendCQ, c.RecvCQ
+	var err error
+	if e.qp, err = h.pd.CreateQP(c); err != nil {
+		tb.Fatal(err)
+	}
+	return e
+}
+
+// connect makes a pair of connected QPs between two hosts (which may be the same).
+func connect(tb testing.TB, ha, hb *host, c guestdrv.QPConfig, o guestdrv.ConnectOptions) (a, b *end) {
+	tb.Helper()
+	// PSNs near the top, so that most tests wrap around.
+	a, b = ha.end(tb, c, 0xfffff0), hb.end(tb, c, 0xfffffe)
+	join(tb, a, b, o)
+	return a, b
+}
+
+// join connects two ends.
+func join(tb testing.TB, a, b *end, o guestdrv.ConnectOptions) {
+	tb.Helper()
+	for _, x := range [][2]*end{{a, b}, {b, a}} {
+		o := o
+		o.PSN = x[0].psn
+		if err := x[0].qp.Connect(guestdrv.Peer{QPN: x[1].qp.Number(), PSN: x[1].psn, Path: x[1].h.at()}, o); err != nil {
+			tb.Fatal(err)
+		}
+	}
+}
+
+func ctxFor(tb testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	tb.Cleanup(cancel)
+	return ctx
+}
+
+// await returns the next n completions of cq, by completion events.
+func await(tb testing.TB, cq *guestdrv.CQ, n int) []abi.WC {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	out := make([]abi.WC, 0, n)
+	buf := make([]abi.WC, n)
+	for len(out) < n {
+		k, err := cq.PollWait(ctx, buf[:n-len(out)])
+		if err != nil {
+			tb.Fatalf("waiting for %d completions, got %d (%v): %v", n, len(out), out, err)
+		}
+		out = append(out, buf[:k]...)
+	}
+	return out
+}
+
+// expect returns the next completion of cq and checks it.
+func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status, opcode uint32) abi.WC {
+	tb.Helper()
+	wc := await(tb, cq, 1)[0]
+	if wc.ID != id || wc.Status != status || (status == abi.WCSuccess && wc.Opcode != opcode) {
+		tb.Fatalf("completion %+v (%s), want id %d, %q, opcode %d", wc, abi.WCStatusString(wc.Status), id, abi.WCStatusString(status), opcode)
+	}
+	return wc
+}
+
+// post is PostSend that must succeed.
+func (e *end) post(tb testing.TB, wr *guestdrv.SendWR) {
+	tb.Helper()
+	if err := e.qp.PostSend(wr); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+func (e *end) recv(tb testing.TB, id uint64, sgl ...abi.SGE) {
+	tb.Helper()
+	if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: id, SGL: sgl}); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// fill writes a pattern that depends on seed and on every offset.
+func fill(b []byte, seed uint64) {
+	x := seed*0x9e3779b97f4a7c15 + 1
+	for i := range b {
+		if i%8 == 0 {
+			x ^= x << 13
+			x ^= x >> 7
+			x ^= x << 17
+		}
+		b[i] = byte(x >> (8 * (i % 8)))
+	}
+}

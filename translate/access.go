@@ -2,24 +2,31 @@ package translate
 
 import "sync/atomic"
 
-// find looks up one address: where it is on the host, and how many bytes from
-// there on are contiguous at least.
-func (s *Space) find(pa PA) (host hostAddr, run uint64, kind MissKind) {
-	t := s.table.Load()
+// leaf looks up an address that a leaf covers: where it is on the host, and
+// how many bytes from there on are contiguous at least; run is 0 where there is
+// no leaf. Small enough to be inlined.
+func (s *Space) leaf(pa PA) (h hostAddr, run uint64) {
+	dirs := s.table.Load().dirs
+	if i := uint64(pa >> dirShift); i < uint64(len(dirs)) {
+		if w := dirs[i].leaf[uint64(pa>>leafShift)&dirLeafMask].Load(); w != 0 {
+			o := uint64(pa) & (leafSize - 1)
+			return hostAddr(w - entryPresent + o), leafSize - o
+		}
+	}
+	return 0, 0
+}
+
+// find is leaf, and where there is none the 4 KiB entry.
+func (s *Space) find(pa PA) (h hostAddr, run uint64, kind MissKind) {
+	if h, run = s.leaf(pa); run != 0 {
+		return h, run, None
+	}
+	dirs := s.table.Load().dirs
 	i := uint64(pa >> dirShift)
-	if i >= uint64(len(t.dirs)) {
+	if i >= uint64(len(dirs)) {
 		return 0, 0, BadAddress
 	}
-	d := t.dirs[i]
-	if d == nil {
-		return 0, 0, BadAddress
-	}
-	j := uint64(pa>>leafShift) & dirLeafMask
-	if w := d.leaf[j].Load(); w != 0 {
-		o := uint64(pa) & (leafSize - 1)
-		return hostAddr(w - entryPresent + o), leafSize - o, None
-	}
-	small := d.small[j].Load()
+	small := dirs[i].small[uint64(pa>>leafShift)&dirLeafMask].Load()
 	if small == nil {
 		return 0, 0, BadAddress
 	}
@@ -36,23 +43,23 @@ func (s *Space) find(pa PA) (host hostAddr, run uint64, kind MissKind) {
 
 // span looks up [pa, pa+n), n > 0: the host address of pa, and how many of the
 // n bytes are contiguous there (at least one).
-func (s *Space) span(pa PA, n uint64) (host hostAddr, got uint64, kind MissKind) {
-	host, run, kind := s.find(pa)
+func (s *Space) span(pa PA, n uint64) (h hostAddr, got uint64, kind MissKind) {
+	h, run, kind := s.find(pa)
 	if kind != None || run >= n {
-		return host, n, kind
+		return h, n, kind
 	}
 	for run < n {
 		next, ok := pa.Add(run)
 		if !ok {
 			break
 		}
-		h, more, kind := s.find(next)
-		if kind != None || h != host+hostAddr(run) {
+		h2, more, kind := s.find(next)
+		if kind != None || h2 != h+hostAddr(run) {
 			break
 		}
 		run += more
 	}
-	return host, min(run, n), None
+	return h, min(run, n), None
 }
 
 // permit checks the uplink attribute (PF-3).
@@ -63,19 +70,43 @@ func (s *Space) permit(write bool) MissKind {
 	return None
 }
 
+// fast is permit and find where the attribute permits everything and a leaf
+// covers all n bytes.
+func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
+	h, run := s.leaf(pa)
+	return h, run >= n && s.uplink.Load() == 0
+}
+
 // Host returns host memory for reading and writing, from pa on: at least one
 // byte and at most n, as far as it is contiguous. The bytes are the guest's own,
 // which it may change at any time, and may be used only until the caller leaves
-// its epoch. n must not be negative; n == 0 yields nil.
-func (s *Space) Host(pa PA, n int) ([]byte, Miss) { return s.host(pa, n, true) }
+// its epoch. n == 0 yields nil; a negative n is OutOfRange.
+func (s *Space) Host(pa PA, n int) ([]byte, Miss) {
+	if n > 0 {
+		if h, ok := s.fast(pa, uint64(n)); ok {
+			return hostBytes(h, n), Miss{}
+		}
+	}
+	return s.hostSlow(pa, n, true)
+}
 
 // HostRead is Host for reading only: it works for a VM that the uplink
 // attribute makes read-only. The result must not be written to.
-func (s *Space) HostRead(pa PA, n int) ([]byte, Miss) { return s.host(pa, n, false) }
+func (s *Space) HostRead(pa PA, n int) ([]byte, Miss) {
+	if n > 0 {
+		if h, ok := s.fast(pa, uint64(n)); ok {
+			return hostBytes(h, n), Miss{}
+		}
+	}
+	return s.hostSlow(pa, n, false)
+}
 
-func (s *Space) host(pa PA, n int, write bool) ([]byte, Miss) {
+func (s *Space) hostSlow(pa PA, n int, write bool) ([]byte, Miss) {
 	if n <= 0 {
-		return s.nothing(pa, n)
+		if n < 0 {
+			return nil, Miss{Kind: OutOfRange, Where: Where{PA: pa}}
+		}
+		return nil, Miss{}
 	}
 	kind := s.permit(write)
 	if kind == None {
@@ -85,75 +116,65 @@ func (s *Space) host(pa PA, n int, write bool) ([]byte, Miss) {
 			return hostBytes(h, int(got)), Miss{}
 		}
 	}
-	return nil, Miss{Kind: kind, PA: pa, Len: uint64(n)}
-}
-
-func (s *Space) nothing(pa PA, n int) ([]byte, Miss) {
-	if n < 0 {
-		return nil, Miss{Kind: OutOfRange, PA: pa}
-	}
-	return nil, Miss{}
+	return nil, Miss{Kind: kind, Where: Where{PA: pa}, Len: uint64(n)}
 }
 
 // Read copies len(dst) bytes from pa on, across pages and slots. On a miss
 // dst's contents are undefined.
 func (s *Space) Read(dst []byte, pa PA) Miss {
-	if kind := s.permit(false); kind != None {
-		return Miss{Kind: kind, PA: pa, Len: uint64(len(dst))}
+	n := uint64(len(dst))
+	if h, ok := s.fast(pa, n); ok {
+		copy(dst, hostBytes(h, len(dst)))
+		return Miss{}
 	}
-	total := uint64(len(dst))
+	if n == 0 {
+		return Miss{}
+	}
+	if kind := s.permit(false); kind != None {
+		return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
+	}
 	for len(dst) > 0 {
-		h, n, kind := s.span(pa, uint64(len(dst)))
+		h, got, kind := s.span(pa, uint64(len(dst)))
 		if kind != None {
-			return Miss{Kind: kind, PA: pa, Len: total}
+			return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
 		}
-		copy(dst, hostBytes(h, int(n)))
-		dst, pa = dst[n:], pa+PA(n)
+		copy(dst, hostBytes(h, int(got)))
+		dst, pa = dst[got:], pa+PA(got)
 	}
 	return Miss{}
 }
 
 // Write copies src to pa on, across pages and slots: all of it, or nothing and
 // a miss. (Only if pages are withdrawn during the very call may a part have
-// been written when it reports the miss.) An 8-byte aligned word that src
-// covers is never seen half written.
+// been written when it reports the miss.) An 8-byte word that is aligned and
+// that src covers is never seen half written.
 func (s *Space) Write(pa PA, src []byte) Miss {
-	total := uint64(len(src))
-	if total == 0 {
+	n := uint64(len(src))
+	if h, ok := s.fast(pa, n); ok {
+		copy(hostBytes(h, len(src)), src)
 		return Miss{}
 	}
-	kind := s.permit(true)
-	if kind != None {
-		return Miss{Kind: kind, PA: pa, Len: total}
-	}
-	h, n, kind := s.span(pa, total)
-	if kind == None && n == total {
-		copy(hostBytes(h, int(n)), src)
+	if n == 0 {
 		return Miss{}
 	}
-	if m := s.probe(pa, total); !m.OK() {
-		return m
+	if kind := s.permit(true); kind != None {
+		return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
+	}
+	// Look first whether everything is there, then write.
+	for at, left := pa, n; left > 0; {
+		_, got, kind := s.span(at, left)
+		if kind != None {
+			return Miss{Kind: kind, Where: Where{PA: at}, Len: n}
+		}
+		at, left = at+PA(got), left-got
 	}
 	for len(src) > 0 {
-		h, n, kind := s.span(pa, uint64(len(src)))
+		h, got, kind := s.span(pa, uint64(len(src)))
 		if kind != None {
-			return Miss{Kind: kind, PA: pa, Len: total}
+			return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
 		}
-		copy(hostBytes(h, int(n)), src)
-		src, pa = src[n:], pa+PA(n)
-	}
-	return Miss{}
-}
-
-// probe walks [pa, pa+n) without touching it.
-func (s *Space) probe(pa PA, n uint64) Miss {
-	for left := n; left > 0; {
-		_, got, kind := s.span(pa, left)
-		if kind != None {
-			return Miss{Kind: kind, PA: pa, Len: n}
-		}
-		left -= got
-		pa += PA(got)
+		copy(hostBytes(h, int(got)), src)
+		src, pa = src[got:], pa+PA(got)
 	}
 	return Miss{}
 }
@@ -161,32 +182,29 @@ func (s *Space) probe(pa PA, n uint64) Miss {
 // Uint32 returns the 4-byte aligned word at pa for atomic use. The pointer is
 // valid within the epoch, like Host's. A misaligned pa is a BadAddress.
 func (s *Space) Uint32(pa PA) (*atomic.Uint32, Miss) {
-	h, m := s.word(pa, 4)
-	if !m.OK() {
-		return nil, m
+	h, kind := s.word(pa, 4)
+	if kind != None {
+		return nil, Miss{Kind: kind, Where: Where{PA: pa}, Len: 4}
 	}
 	return hostUint32(h), Miss{}
 }
 
 // Uint64 is Uint32 for 8 bytes.
 func (s *Space) Uint64(pa PA) (*atomic.Uint64, Miss) {
-	h, m := s.word(pa, 8)
-	if !m.OK() {
-		return nil, m
+	h, kind := s.word(pa, 8)
+	if kind != None {
+		return nil, Miss{Kind: kind, Where: Where{PA: pa}, Len: 8}
 	}
 	return hostUint64(h), Miss{}
 }
 
-func (s *Space) word(pa PA, size uint64) (hostAddr, Miss) {
+func (s *Space) word(pa PA, size uint64) (hostAddr, MissKind) {
 	if uint64(pa)&(size-1) != 0 {
-		return 0, Miss{Kind: BadAddress, PA: pa, Len: size}
+		return 0, BadAddress
 	}
-	kind := s.permit(true)
-	if kind == None {
-		var h hostAddr
-		if h, _, kind = s.find(pa); kind == None {
-			return h, Miss{}
-		}
+	if kind := s.permit(true); kind != None {
+		return 0, kind
 	}
-	return 0, Miss{Kind: kind, PA: pa, Len: size}
+	h, _, kind := s.find(pa)
+	return h, kind
 }

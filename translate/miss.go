@@ -44,13 +44,21 @@ func (k MissKind) String() string {
 
 // Miss describes a failed translation, by value so that the data path does not
 // allocate. The zero Miss means success. Fields that do not apply are zero.
+//
+// Its shape is a matter of speed: up to four fields and 32 bytes the compiler
+// keeps a value in registers; beyond that each check for success costs a round
+// trip through the stack, more than the translation itself.
 type Miss struct {
-	Kind   MissKind
-	Access Access // what the access needed
-	Key    Key    // stage one
-	VA     VA     // stage one: first byte that did not translate
-	PA     PA     // stage two: first byte that did not translate
-	Len    uint64 // bytes asked for, from the start of the access
+	Kind MissKind
+	Key  Key // stage one
+	Where
+	Len uint64 // bytes asked for, from the start of the access
+}
+
+// Where is the first byte that did not translate.
+type Where struct {
+	VA VA // stage one
+	PA PA // stage two
 }
 
 // OK reports success.
@@ -81,7 +89,7 @@ func (e *MissError) Error() string {
 	case BadAddress, HostFault, Blocked:
 		return fmt.Sprintf("%v: %v, %d bytes", m.PA, m.Kind, m.Len)
 	}
-	return fmt.Sprintf("key %#x, %v: %v, %d bytes, access %#x", uint32(m.Key), m.VA, m.Kind, m.Len, uint32(m.Access))
+	return fmt.Sprintf("key %#x, %v: %v, %d bytes", uint32(m.Key), m.VA, m.Kind, m.Len)
 }
 
 // Is matches ErrMiss.

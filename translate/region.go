@@ -80,12 +80,16 @@ type Region struct {
 	key    Key
 	pd     PD
 	access Access
-	shift  uint8
+	shift  uint8 // log2 of the page size
 	phys   bool
 	iova   VA
 	length uint64
 	offset uint64
-	mtt    []mttGroup
+	mtt    []mttGroup // empty if phys
+
+	groupShift uint8  // log2 of the bytes that an mttGroup covers
+	groupMask  uint64 // those bytes - 1
+	pageMask   uint64 // page size - 1
 
 	npages     uint64
 	demand     bool

@@ -45,23 +45,76 @@ func (vm *VM) lookup(key Key, pd PD, va VA, n uint64, need Access) (r *Region, o
 // does with the first packet of a message. n may be 0.
 func (vm *VM) Check(key Key, pd PD, va VA, n uint64, need Access) Miss {
 	if _, _, kind := vm.lookup(key, pd, va, n, need); kind != None {
-		return Miss{Kind: kind, Key: key, VA: va, Len: n, Access: need}
+		return Miss{kind, key, Where{VA: va}, n}
 	}
 	return Miss{}
+}
+
+// locate is lookup and both stages in one piece, for the common case that all
+// n bytes are contiguous in each: calls between the steps would cost as much as
+// the steps. Whatever else there is, misses included, it leaves to the long way
+// by returning false. n > 0.
+func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bool) {
+	r := vm.byKey(key)
+	if r == nil || r.pd != pd || r.access&need != need {
+		return 0, false
+	}
+	off := uint64(va) - uint64(r.iova)
+	if off > r.length || n > r.length-off {
+		return 0, false
+	}
+	off += r.offset
+	g := off >> (r.groupShift & 63)
+	if g >= uint64(len(r.mtt)) { // no table: a physical region
+		return 0, false
+	}
+	in, size := off&r.groupMask, r.groupMask+1
+	w := r.mtt[g].run.Load()
+	if w == 0 {
+		if t := r.mtt[g].entries.Load(); t != nil {
+			w = t[in>>(r.shift&63)&mttGroupMask].Load()
+		}
+		in, size = off&r.pageMask, r.pageMask+1
+	}
+	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 {
+		return 0, false
+	}
+	h, run := vm.space.leaf(PA(w - mttPresent + in))
+	return h, run >= n
+}
+
+// both translates offset off of r, which has been checked, n > 0: the host
+// address and how many of the n bytes are contiguous there.
+func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
+	pa, got, ok := r.toPA(off, n)
+	if !ok {
+		return 0, 0, Miss{GuestFault, r.key, Where{VA: r.iova + VA(off)}, n}
+	}
+	kind := vm.space.permit(need.writes())
+	if kind == None {
+		h, got, kind = vm.space.span(pa, got)
+	}
+	if kind != None {
+		return 0, 0, Miss{kind, r.key, Where{r.iova + VA(off), pa}, n}
+	}
+	return h, got, Miss{}
 }
 
 // Resolve translates both stages: host bytes for va, at least one and at most
 // n, as far as they are contiguous on the host. The whole of [va, va+n) must lie
 // in the region. Bytes may be used until Leave, and written only if need
-// contains a write. n == 0 yields nil without a lookup (IBTA 9.7.5.2.4.: a
-// zero-length access needs no valid key).
+// contains a write. n == 0 yields nil without a lookup: a zero-length access
+// needs no valid key (IBTA 9.7.4.1.4).
 func (vm *VM) Resolve(key Key, pd PD, va VA, n uint64, need Access) ([]byte, Miss) {
 	if n == 0 {
 		return nil, Miss{}
 	}
+	if h, ok := vm.locate(key, pd, va, n, need); ok {
+		return hostBytes(h, int(n)), Miss{}
+	}
 	r, off, kind := vm.lookup(key, pd, va, n, need)
 	if kind != None {
-		return nil, Miss{Kind: kind, Key: key, VA: va, Len: n, Access: need}
+		return nil, Miss{kind, key, Where{VA: va}, n}
 	}
 	h, got, m := vm.both(r, off, n, need)
 	if !m.OK() {
@@ -70,31 +123,19 @@ func (vm *VM) Resolve(key Key, pd PD, va VA, n uint64, need Access) ([]byte, Mis
 	return hostBytes(h, int(got)), Miss{}
 }
 
-// both translates offset off of r, which has been checked, n > 0.
-func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
-	pa, got, ok := r.toPA(off, n)
-	if !ok {
-		return 0, 0, Miss{Kind: GuestFault, Key: r.key, VA: r.iova + VA(off), Len: n, Access: need}
-	}
-	kind := vm.space.permit(need.writes())
-	if kind == None {
-		h, got, kind = vm.space.span(pa, got)
-	}
-	if kind != None {
-		return 0, 0, Miss{Kind: kind, Key: r.key, VA: r.iova + VA(off), PA: pa, Len: n, Access: need}
-	}
-	return h, got, Miss{}
-}
-
 // Read copies len(dst) bytes from va on. On a miss dst's contents are undefined.
 func (vm *VM) Read(dst []byte, key Key, pd PD, va VA, need Access) Miss {
 	n := uint64(len(dst))
 	if n == 0 {
 		return Miss{}
 	}
+	if h, ok := vm.locate(key, pd, va, n, need); ok {
+		copy(dst, hostBytes(h, len(dst)))
+		return Miss{}
+	}
 	r, off, kind := vm.lookup(key, pd, va, n, need)
 	if kind != None {
-		return Miss{Kind: kind, Key: key, VA: va, Len: n, Access: need}
+		return Miss{kind, key, Where{VA: va}, n}
 	}
 	for len(dst) > 0 {
 		h, got, m := vm.both(r, off, uint64(len(dst)), need)
@@ -110,52 +151,63 @@ func (vm *VM) Read(dst []byte, key Key, pd PD, va VA, need Access) Miss {
 
 // Write copies src to va on: all of it, or nothing and a miss. (Only if pages
 // are removed during the very call may a part have been written when it
-// reports the miss.)
+// reports the miss.) An 8-byte word that is aligned and that src covers is
+// never seen half written.
 func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	n := uint64(len(src))
 	if n == 0 {
 		return Miss{}
 	}
-	r, off, kind := vm.lookup(key, pd, va, n, need)
-	if kind != None {
-		return Miss{Kind: kind, Key: key, VA: va, Len: n, Access: need}
-	}
-	h, got, m := vm.both(r, off, n, need)
-	if m.OK() && got == n {
-		copy(hostBytes(h, int(got)), src)
+	if h, ok := vm.locate(key, pd, va, n, need); ok {
+		copy(hostBytes(h, len(src)), src)
 		return Miss{}
 	}
-	for o := uint64(0); m.OK(); {
-		if o += got; o == n {
-			break
+	r, off, kind := vm.lookup(key, pd, va, n, need)
+	if kind != None {
+		return Miss{kind, key, Where{VA: va}, n}
+	}
+	// Look first whether everything is there, then write.
+	for o := uint64(0); o < n; {
+		_, got, m := vm.both(r, off+o, n-o, need)
+		if !m.OK() {
+			m.Len = n
+			return m
 		}
-		_, got, m = vm.both(r, off+o, n-o, need)
+		o += got
 	}
-	for len(src) > 0 && m.OK() {
-		if h, got, m = vm.both(r, off, uint64(len(src)), need); m.OK() {
-			copy(hostBytes(h, int(got)), src)
-			src, off = src[got:], off+got
+	for len(src) > 0 {
+		h, got, m := vm.both(r, off, uint64(len(src)), need)
+		if !m.OK() {
+			m.Len = n
+			return m
 		}
+		copy(hostBytes(h, int(got)), src)
+		src, off = src[got:], off+got
 	}
-	if !m.OK() {
-		m.Len = n
-	}
-	return m
+	return Miss{}
 }
 
 // Uint64 returns the 8-byte word at va for atomic use within the epoch. A word
-// that is not aligned in guest physical memory is a BadAddress.
+// that is not 8-byte aligned in guest physical memory is a BadAddress.
 func (vm *VM) Uint64(key Key, pd PD, va VA, need Access) (*atomic.Uint64, Miss) {
-	r, off, kind := vm.lookup(key, pd, va, 8, need)
-	if kind != None {
-		return nil, Miss{Kind: kind, Key: key, VA: va, Len: 8, Access: need}
+	const size = 8
+	h, ok := vm.locate(key, pd, va, size, need)
+	if !ok {
+		r, off, kind := vm.lookup(key, pd, va, size, need)
+		if kind != None {
+			return nil, Miss{kind, key, Where{VA: va}, size}
+		}
+		var got uint64
+		var m Miss
+		if h, got, m = vm.both(r, off, size, need); !m.OK() {
+			return nil, m
+		}
+		if got < size {
+			h = 1 // crosses pages, so it cannot be aligned
+		}
 	}
-	h, got, m := vm.both(r, off, 8, need)
-	if !m.OK() {
-		return nil, m
-	}
-	if got != 8 || h&7 != 0 {
-		return nil, Miss{Kind: BadAddress, Key: key, VA: va, Len: 8, Access: need}
+	if h%size != 0 {
+		return nil, Miss{BadAddress, key, Where{VA: va}, size}
 	}
 	return hostUint64(h), Miss{}
 }

@@ -64,7 +64,7 @@ func (r *Ring) inside(off, n uint64) bool { return off <= r.length && n <= r.len
 // Miss's VA is then the offset.
 func (r *Ring) Read(dst []byte, off uint64) Miss {
 	if !r.inside(off, uint64(len(dst))) {
-		return Miss{Kind: OutOfRange, VA: VA(off), Len: uint64(len(dst))}
+		return Miss{Kind: OutOfRange, Where: Where{VA: VA(off)}, Len: uint64(len(dst))}
 	}
 	for len(dst) > 0 {
 		pa, n := r.at(off)
@@ -80,7 +80,7 @@ func (r *Ring) Read(dst []byte, off uint64) Miss {
 // Write copies src to byte off on, like Read.
 func (r *Ring) Write(off uint64, src []byte) Miss {
 	if !r.inside(off, uint64(len(src))) {
-		return Miss{Kind: OutOfRange, VA: VA(off), Len: uint64(len(src))}
+		return Miss{Kind: OutOfRange, Where: Where{VA: VA(off)}, Len: uint64(len(src))}
 	}
 	for len(src) > 0 {
 		pa, n := r.at(off)
@@ -97,7 +97,7 @@ func (r *Ring) Write(off uint64, src []byte) Miss {
 // epoch.
 func (r *Ring) Uint32(off uint64) (*atomic.Uint32, Miss) {
 	if off&3 != 0 || !r.inside(off, 4) {
-		return nil, Miss{Kind: OutOfRange, VA: VA(off), Len: 4}
+		return nil, Miss{Kind: OutOfRange, Where: Where{VA: VA(off)}, Len: 4}
 	}
 	pa, _ := r.at(off)
 	return r.space.Uint32(pa)

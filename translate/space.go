@@ -52,10 +52,13 @@ const (
 	entryReserved = 2 // guest memory whose page is absent: a host fault
 )
 
-// pa2ma is the top of the table: an immutable slice of dirs (nil where there is
-// no memory), replaced when it has to change. The dirs themselves are shared by
-// old and new tops and change through atomics.
+// pa2ma is the top of the table: an immutable slice of dirs (noDir where there
+// is no memory), replaced when it has to change. The dirs themselves are shared
+// by old and new tops and change through atomics.
 type pa2ma struct{ dirs []*paDir }
+
+// noDir is never written.
+var noDir = new(paDir)
 
 type paDir struct {
 	leaf  [dirLeaves]atomic.Uint64

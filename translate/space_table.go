@@ -12,7 +12,7 @@ import "sync/atomic"
 // dirLocked returns the dir that covers pa, or nil.
 func (s *Space) dirLocked(pa PA) *paDir {
 	t := s.table.Load()
-	if i := uint64(pa >> dirShift); i < uint64(len(t.dirs)) {
+	if i := uint64(pa >> dirShift); i < uint64(len(t.dirs)) && t.dirs[i] != noDir {
 		return t.dirs[i]
 	}
 	return nil
@@ -26,7 +26,9 @@ func (s *Space) makeDirLocked(pa PA) *paDir {
 	old := s.table.Load()
 	i := int(pa >> dirShift)
 	dirs := make([]*paDir, max(len(old.dirs), i+1))
-	copy(dirs, old.dirs)
+	for k := copy(dirs, old.dirs); k < len(dirs); k++ {
+		dirs[k] = noDir
+	}
 	dirs[i] = new(paDir)
 	s.table.Store(&pa2ma{dirs})
 	return dirs[i]

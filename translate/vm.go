@@ -113,6 +113,10 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 		offset: sp.Offset,
 		npages: sp.NPages,
 		mtt:    make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift),
+
+		groupShift: sp.PageShift + mttGroupShift,
+		groupMask:  1<<(sp.PageShift+mttGroupShift) - 1,
+		pageMask:   1<<sp.PageShift - 1,
 	}
 	g.variant[idx&mptGroupMask]++
 	vm.regions++

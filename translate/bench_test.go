@@ -1,0 +1,196 @@
+package translate
+
+import (
+	"fmt"
+	"runtime"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// benchVM returns a VM with one region of n 4 KiB pages. Scattered pages have
+// no contiguous neighbours; otherwise the region is one physical run.
+func benchVM(b *testing.B, n uint64, scattered bool) (*VM, *Region) {
+	b.Helper()
+	s := NewSpace(1)
+	mustMap(b, s, 1<<32, hostMem(b, int(n)<<PageShift))
+	vm := NewVM(s, Limits{})
+	r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic, PageShift: 12,
+		IOVA: 0x7f0000000000, Length: n << PageShift, NPages: n})
+	if err != nil {
+		b.Fatal(err)
+	}
+	const step = 1 << 12
+	pas := make([]PA, 0, step)
+	for first := uint64(0); first < n; first += uint64(len(pas)) {
+		pas = pas[:0]
+		for p := first; p < min(first+step, n); p++ {
+			at := p
+			if scattered {
+				at = p * 7919 % n // a permutation: n is no multiple of this prime
+			}
+			pas = append(pas, 1<<32+PA(at<<PageShift))
+		}
+		if err := vm.SetPages(r.Handle(), first, pas); err != nil {
+			b.Fatal(err)
+		}
+	}
+	return vm, r
+}
+
+var sink byte
+
+// cpuTime reports the processor time per operation beside the elapsed time,
+// which on a shared machine says little.
+func cpuTime(b *testing.B) (stop func()) {
+	now := func() int64 {
+		var r unix.Rusage
+		if err := unix.Getrusage(unix.RUSAGE_THREAD, &r); err != nil {
+			b.Fatal(err)
+		}
+		return r.Utime.Nano() + r.Stime.Nano()
+	}
+	runtime.LockOSThread()
+	b.ReportAllocs()
+	b.ResetTimer()
+	start := now()
+	return func() {
+		b.ReportMetric(float64(now()-start)/float64(b.N), "cpu-ns/op")
+		runtime.UnlockOSThread()
+	}
+}
+
+// BenchmarkResolve is the whole way from key and VA to host bytes. "set"
+// is how many distinct pages, spread evenly over the region, are in use;
+// addresses are pseudo-random among them.
+func BenchmarkResolve(b *testing.B) {
+	for _, layout := range []string{"contiguous", "scattered"} {
+		for _, n := range []uint64{1, 1000, 100_000, 1_000_000, 10_000_000} {
+			vm, r := (*VM)(nil), (*Region)(nil)
+			for _, set := range []uint64{1024, n} {
+				if set > n || set == n && n <= 1024 {
+					set = min(n, 1024)
+				}
+				b.Run(fmt.Sprintf("%s/pages=%d/set=%d", layout, n, set), func(b *testing.B) {
+					if vm == nil {
+						vm, r = benchVM(b, n, layout == "scattered")
+					}
+					stride := n / set
+					defer cpuTime(b)()
+					x := uint64(1)
+					for range b.N {
+						x = x*6364136223846793005 + 1442695040888963407
+						p := (x >> 32) * set >> 32 * stride
+						h, m := vm.Resolve(r.key, 1, 0x7f0000000000+VA(p<<PageShift)+64, 64, RemoteWrite)
+						if !m.OK() {
+							b.Fatal(m.Err())
+						}
+						sink += byte(len(h))
+					}
+				})
+				vm = nil // the memory goes with the sub-benchmark
+			}
+		}
+	}
+}
+
+func BenchmarkHost(b *testing.B) {
+	s := NewSpace(1)
+	mustMap(b, s, 0, hostMem(b, 1<<30))
+	defer cpuTime(b)()
+	x := uint64(1)
+	for range b.N {
+		x = x*6364136223846793005 + 1442695040888963407
+		h, m := s.Host(PA(x>>34), 64)
+		if !m.OK() {
+			b.Fatal(m.Err())
+		}
+		sink += byte(len(h))
+	}
+}
+
+func BenchmarkWrite(b *testing.B) {
+	for _, n := range []int{8, 64, 1024, 4096, 65536} {
+		for _, layout := range []string{"contiguous", "scattered"} {
+			b.Run(fmt.Sprintf("%s/%d", layout, n), func(b *testing.B) {
+				vm, r := benchVM(b, 64, layout == "scattered")
+				src := make([]byte, n)
+				b.SetBytes(int64(n))
+				defer cpuTime(b)()
+				for i := range b.N {
+					va := 0x7f0000000000 + VA(i%2*65536)
+					if m := vm.Write(r.key, 1, va, src, RemoteWrite); !m.OK() {
+						b.Fatal(m.Err())
+					}
+				}
+			})
+		}
+	}
+}
+
+func BenchmarkEnterLeave(b *testing.B) {
+	var e Epochs
+	defer cpuTime(b)()
+	for range b.N {
+		e.Leave(1, e.Enter(1))
+	}
+}
+
+func BenchmarkEnterLeaveParallel(b *testing.B) {
+	var e Epochs
+	var next atomic.Int32
+	b.ReportAllocs()
+	b.RunParallel(func(pb *testing.PB) {
+		slot := int(next.Add(1))
+		for pb.Next() {
+			e.Leave(slot, e.Enter(slot))
+		}
+	})
+}
+
+func BenchmarkRingRead(b *testing.B) {
+	s := NewSpace(1)
+	mustMap(b, s, 0, hostMem(b, 1<<21))
+	r, err := NewRing(s, []PA{0x3000, 0x1000}, 12, 8192)
+	if err != nil {
+		b.Fatal(err)
+	}
+	var wqe [208]byte
+	defer cpuTime(b)()
+	for i := range b.N {
+		if m := r.Read(wqe[:], uint64(i)%16*256); !m.OK() {
+			b.Fatal(m.Err())
+		}
+	}
+}
+
+// BenchmarkRegister is creating, filling and destroying a region of 1 GiB.
+func BenchmarkRegister(b *testing.B) {
+	s := NewSpace(1)
+	vm := NewVM(s, Limits{})
+	const n = 1 << 18
+	pas := make([]PA, n)
+	for i := range pas {
+		pas[i] = PA(i) << PageShift
+	}
+	for _, fill := range []bool{false, true} {
+		b.Run(fmt.Sprintf("fill=%v", fill), func(b *testing.B) {
+			b.ReportAllocs()
+			for range b.N {
+				r, err := vm.CreateRegion(RegionSpec{PageShift: 12, Length: n << 12, NPages: n})
+				if err != nil {
+					b.Fatal(err)
+				}
+				if fill {
+					if err := vm.SetPages(r.Handle(), 0, pas); err != nil {
+						b.Fatal(err)
+					}
+				}
+				if err := vm.DestroyRegion(b.Context(), r.Handle()); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

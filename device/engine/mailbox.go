@@ -35,8 +35,7 @@ func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...O
 	return m
 }
 
-// Put hands v over; false when the mailbox is full, and v remains the caller's. Safe from any thread. A value that
-// is put while or after Close runs is released by the Put or Close that finds it.
+// Put hands v over; false when the mailbox is full, and v remains the caller's. Safe from any thread.
 func (m *Mailbox[T]) Put(v T) bool {
 	if !m.q.put(v) {
 		return false

@@ -123,7 +123,7 @@ func (h *timerHeap) due(now int64) *Timer {
 		if t.key > now {
 			return nil
 		}
-		if t.when > now {
+		if t.when != t.key {
 			t.key = t.when
 			h.down(0)
 			continue

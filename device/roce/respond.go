@@ -13,7 +13,7 @@ func (q *QP) newAnswer() *answer {
 	if len(q.memory) == 0 {
 		return nil
 	}
-	r := &q.memory[q.answered%uint32(len(q.memory))]
+	r := &q.memory[q.answered%uint64(len(q.memory))]
 	if r.pending {
 		return nil
 	}
@@ -120,8 +120,8 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 
 // remembered finds the READ or atomic that psn belongs to.
 func (q *QP) remembered(psn uint64) *answer {
-	n := uint32(len(q.memory))
-	for i := uint32(1); i <= min(n, q.answered); i++ {
+	n := uint64(len(q.memory))
+	for i := uint64(1); i <= min(n, q.answered); i++ {
 		r := &q.memory[(q.answered-i)%n]
 		if psn >= r.first && psn < r.end {
 			return r
@@ -132,7 +132,7 @@ func (q *QP) remembered(psn uint64) *answer {
 
 // oldestPending returns the first answer that owes responses. pending is not 0.
 func (q *QP) oldestPending() *answer {
-	n := uint32(len(q.memory))
+	n := uint64(len(q.memory))
 	for i := min(n, q.answered); i > 0; i-- {
 		if r := &q.memory[(q.answered-i)%n]; r.pending {
 			return r

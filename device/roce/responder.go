@@ -25,7 +25,7 @@ type responder struct {
 	dropMsg bool // UC: the rest of this message is ignored
 
 	memory   []answer // ring of max_dest_rd_atomic
-	answered uint32   // READs and atomics accepted so far
+	answered uint64   // READs and atomics accepted so far
 	pending  int      // answers with something to send
 
 	ackPending bool
@@ -85,11 +85,23 @@ func (q *QP) startResponder(psn uint32) {
 	q.ackPSN = q.epsn - 1
 }
 
-// resizeResources sets how many READs and atomics are remembered; those known
-// are forgotten. Allowed before RTR and in SQD, when none is in flight.
+// resizeResources sets how many READs and atomics are remembered. The newest of
+// those known are kept: SQD, where this may change, does not stop the responder.
 func (q *QP) resizeResources(n int) {
+	if n == len(q.memory) {
+		return
+	}
+	old := q.memory
 	q.memory = make([]answer, n)
-	q.answered, q.pending = 0, 0
+	q.pending = 0
+	known := min(q.answered, uint64(len(old)), uint64(n))
+	for i := uint64(1); i <= known; i++ {
+		r := old[(q.answered-i)%uint64(len(old))]
+		q.memory[(q.answered-i)%uint64(n)] = r
+		if r.pending {
+			q.pending++
+		}
+	}
 }
 
 // respClear drops all that was to be sent.

@@ -13,14 +13,17 @@ func (q *QP) runUC(budget int) (more bool) {
 		if s == nil {
 			return q.state == SQE
 		}
-		buf := q.sendPacket(s, q.nxt-s.first)
-		if buf == nil {
-			return q.state == SQE
+		// In this order, so that a memory fault that the engine catches inside
+		// Transmit finds the message as sent.
+		if q.nxt != s.end {
+			buf := q.sendPacket(s, q.nxt-s.first)
+			if buf == nil {
+				return q.state == SQE
+			}
+			q.nxt++
+			q.send(&q.tx, buf)
 		}
-		q.nxt++
-		done := q.nxt == s.end
-		q.send(&q.tx, buf)
-		if done {
+		if q.nxt == s.end {
 			q.una, q.sent = q.nxt, q.nxt
 			q.completeHead(StatusSuccess)
 		}

@@ -35,7 +35,7 @@ type heldFrame struct {
 
 // impair puts the impairment behind host h.
 func (r *rig) impair(h *host, i impairment, seed uint64) {
-	im := &impaired{impairment: i, next: h.port.InputHCA, rng: rand.New(rand.NewPCG(seed, 1)), pool: r.pool}
+	im := &impaired{impairment: i, next: h.port.InputHCA, rng: rand.New(rand.NewPCG(seed, 1)), pool: h.site.pool}
 	h.hca.SetUplink(im.input)
 	r.tb.Cleanup(func() {
 		im.mu.Lock()

@@ -18,6 +18,8 @@ import (
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vhostuser"
+	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/device/vxlan/nstest"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -27,32 +29,39 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // detector; no test waits that long unless something is broken.
 const patience = 60 * time.Second
 
-// rigConfig describes a rig. The zero value: two hosts, two loops, MTU 1500.
+// rigConfig describes a rig. The zero value: two hosts on one site with two loops, MTU 1500.
 type rigConfig struct {
 	hosts  int
-	loops  int
+	loops  int // per site
 	mtu    int
+	vxlan  bool // two hosts on a site each, joined by VXLAN between network namespaces; needs root
 	limits hca.Limits
 	driver guestdrv.Config
 	spin   time.Duration
 }
 
 // rig is a network with several HCAs, each with a driver, all in this process
-// but with the real sockets between driver and device.
+// but with the real sockets between driver and device, and between sites.
 type rig struct {
 	tb    testing.TB
 	cfg   rigConfig
 	dir   string
 	log   hclog.Logger
+	sites []*site
+	hosts []*host
+}
+
+// site is what one vnicd has: loops, buffers and its part of the tenant's network.
+type site struct {
 	loops []*engine.Loop
 	pool  *packet.Pool
 	net   *lfe.Network
-	hosts []*host
 }
 
 // host is one HCA and its driver.
 type host struct {
 	*guestdrv.Device
+	site *site
 	hca  *hca.Device
 	srv  *vhostuser.Server
 	port *lfe.VMPort
@@ -74,52 +83,100 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 		cfg.mtu = 1500
 	}
 	r := &rig{tb: tb, cfg: cfg, dir: tb.TempDir()}
-	level := hclog.Warn
+	level := hclog.Error // refused commands and the like are warnings, and meant here
 	if os.Getenv("VNICD_TEST_LOG") != "" {
 		level = hclog.Trace
 	}
 	r.log = hclog.New(&hclog.LoggerOptions{Name: "rig", Level: level})
-	var err error
-	if r.pool, err = packet.NewPool(packet.Config{Count: 4096}); err != nil {
-		tb.Fatal(err)
+	sites := 1
+	if cfg.vxlan {
+		sites = cfg.hosts
 	}
-	for i := range cfg.loops {
-		l, err := engine.New(engine.Config{ID: i, SpinFor: cfg.spin, Log: r.log})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		if err := l.Start(); err != nil {
-			tb.Fatal(err)
-		}
-		tb.Cleanup(l.Close)
-		r.loops = append(r.loops, l)
+	for range sites {
+		r.sites = append(r.sites, r.newSite())
 	}
-	if r.net, err = lfe.NewNetwork(lfe.Config{VNI: 7, Name: "tenant", MTU: cfg.mtu}); err != nil {
-		tb.Fatal(err)
+	if cfg.vxlan {
+		r.joinSites()
 	}
 	for i := range cfg.hosts {
-		h := r.attach(i)
+		h := r.attach(i, r.sites[i%sites])
 		r.open(h)
 		r.hosts = append(r.hosts, h)
 	}
 	return r
 }
 
-// attach makes HCA i and puts it on the network.
-func (r *rig) attach(i int) *host {
+func (r *rig) newSite() *site {
+	r.tb.Helper()
+	s := &site{}
+	var err error
+	if s.pool, err = packet.NewPool(packet.Config{Count: 4096}); err != nil {
+		r.tb.Fatal(err)
+	}
+	r.tb.Cleanup(func() {
+		if n := s.pool.InUse(); n != 0 {
+			r.tb.Errorf("%d frame buffers leaked", n)
+		}
+	})
+	for i := range r.cfg.loops {
+		l, err := engine.New(engine.Config{ID: i, SpinFor: r.cfg.spin, Log: r.log})
+		if err != nil {
+			r.tb.Fatal(err)
+		}
+		if err := l.Start(); err != nil {
+			r.tb.Fatal(err)
+		}
+		r.tb.Cleanup(l.Close)
+		s.loops = append(s.loops, l)
+	}
+	if s.net, err = lfe.NewNetwork(lfe.Config{VNI: 7, Name: "tenant", MTU: r.cfg.mtu}); err != nil {
+		r.tb.Fatal(err)
+	}
+	return s
+}
+
+// joinSites gives every site a network namespace, an underlay address and a VTEP
+// in it, and joins the namespaces by a veth pair. There are two sites.
+func (r *rig) joinSites() {
+	r.tb.Helper()
+	var ns []*nstest.NS
+	for range r.sites {
+		ns = append(ns, nstest.New(r.tb, "guestdrv"))
+	}
+	const overhead = 50 // of VXLAN over IPv4
+	nstest.Pair(ns[0], ns[1], "underlay", r.cfg.mtu+overhead)
+	addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
+	for i, s := range r.sites {
+		ns[i].Addr("underlay", addr(i).String()+"/24")
+		ns[i].Do(func() {
+			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, Log: r.log})
+			if err != nil {
+				r.tb.Fatal(err)
+			}
+			r.tb.Cleanup(vt.Close)
+			if err := vt.AddNetwork(s.net, []netip.Addr{addr(1 - i)}); err != nil {
+				r.tb.Fatal(err)
+			}
+		})
+	}
+}
+
+// attach makes HCA i and puts it on a site's network.
+func (r *rig) attach(i int, s *site) *host {
 	r.tb.Helper()
 	h := &host{
+		site: s,
 		path: filepath.Join(r.dir, fmt.Sprintf("h%d", i)),
 		mac:  [6]byte{2, 0, 0, 0, 0, byte(i + 1)},
 		gid:  guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
 	}
 	var err error
-	h.port, err = lfe.NewVMPort(r.net, lfe.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: lfe.MAC(h.mac), Loop: r.loops[i%len(r.loops)]})
+	h.port, err = lfe.NewVMPort(s.net, lfe.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: lfe.MAC(h.mac), Loop: s.loops[i%len(s.loops)]})
 	if err != nil {
 		r.tb.Fatal(err)
 	}
 	h.hca, err = hca.New(hca.Config{
-		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: r.loops, Pool: r.pool, MTU: r.net.MTU, Limits: r.cfg.limits,
+		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits,
 		Version: "test", Log: r.log.Named(fmt.Sprintf("h%d", i)),
 	})
 	if err != nil {

@@ -74,7 +74,8 @@ const (
 	MaxMemSlots     = 128 // regions altogether, with ADD_MEM_REG
 	MaxQueues       = 256 // the index has eight bits in SET_VRING_KICK
 
-	maxPayload = tableHeader + MaxTableRegions*regionSize
+	maxTable   = tableHeader + MaxTableRegions*regionSize
+	maxPayload = max(maxTable, configHeader+MaxConfigSize)
 )
 
 // ErrProtocol marks a message that no correct front end sends. The connection
@@ -132,7 +133,7 @@ var rules = map[Request]rule{
 	ReqSetFeatures:         {name: "SET_FEATURES", minSize: 8, maxSize: 8},
 	ReqSetOwner:            {name: "SET_OWNER"},
 	ReqResetOwner:          {name: "RESET_OWNER"},
-	ReqSetMemTable:         {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxPayload, maxFDs: MaxTableRegions},
+	ReqSetMemTable:         {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxTable, maxFDs: MaxTableRegions},
 	ReqSetVringNum:         {name: "SET_VRING_NUM", minSize: stateSize, maxSize: stateSize},
 	ReqSetVringAddr:        {name: "SET_VRING_ADDR", minSize: addrSize, maxSize: addrSize},
 	ReqSetVringBase:        {name: "SET_VRING_BASE", minSize: stateSize, maxSize: stateSize},

@@ -76,15 +76,15 @@ func (se *session) ring(i uint32) (*ring, error) {
 	return &se.rings[i], nil
 }
 
-func (se *session) vringState(req Request, r *ring, s VringState) ([]byte, error) {
+func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error) {
 	i := int(s.Index)
-	switch req {
+	switch m.Request {
 	case ReqSetVringNum:
 		if s.Num == 0 || s.Num > virtq.MaxSize || s.Num&(s.Num-1) != 0 {
 			return nil, protoErr("ring %d: %d entries, want a power of two up to %d", i, s.Num, virtq.MaxSize)
 		}
 		if r.q != nil && s.Num != r.num {
-			return nil, protoErr("ring %d: size changes while it runs", i)
+			return nil, refuse("ring %d: size changes from %d to %d while it runs", i, r.num, s.Num)
 		}
 		r.num = s.Num
 	case ReqSetVringBase:
@@ -92,7 +92,7 @@ func (se *session) vringState(req Request, r *ring, s VringState) ([]byte, error
 			return nil, protoErr("ring %d: base %#x, want 16 bits", i, s.Num)
 		}
 		if r.q != nil {
-			return nil, protoErr("ring %d: base set while it runs", i)
+			return nil, refuse("ring %d: base set while it runs", i)
 		}
 		r.base = uint16(s.Num)
 	case ReqGetVringBase:
@@ -103,13 +103,23 @@ func (se *session) vringState(req Request, r *ring, s VringState) ([]byte, error
 		if s.Num > 1 {
 			return nil, protoErr("ring %d: enable value %d, want 0 or 1", i, s.Num)
 		}
+		was := r.enabled
 		r.enabled = s.Num == 1
 		if !se.isEnabled(r) {
 			se.stop(i)
 			return nil, nil
 		}
+		if err := se.start(i); err != nil {
+			// Who hears that it failed will ask again; for who does not, the
+			// ring starts when what is missing comes.
+			if se.wantsAck(m) {
+				r.enabled = was
+			}
+			return nil, err
+		}
 	}
-	return nil, se.start(i)
+	se.tryStart(i)
+	return nil, nil
 }
 
 // isEnabled: without PROTOCOL_FEATURES rings have no disabled state.
@@ -119,11 +129,18 @@ func (se *session) isEnabled(r *ring) bool {
 
 func (se *session) setVringAddr(r *ring, a VringAddr) error {
 	i := int(a.Index)
-	if r.q != nil && a != r.addr {
+	if r.q != nil {
+		if a == r.addr {
+			return nil
+		}
+		if _, err := se.resolve(a, int(r.num)); err != nil {
+			return err // the ring runs on where it is
+		}
 		se.stop(i)
 	}
 	r.addr, r.hasAddr = a, true
-	return se.start(i)
+	se.tryStart(i)
+	return nil
 }
 
 func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
@@ -156,7 +173,7 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 			r.kick = m.TakeFD(0)
 		}
 		r.started = true
-		return se.start(i)
+		se.tryStart(i)
 	}
 	return nil
 }
@@ -166,10 +183,34 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 // table say, has succeeded, and the front end may be about to move the ring.
 func (se *session) startReady() {
 	for i := range se.rings {
-		if err := se.start(i); err != nil {
-			se.log.Warn("ring does not start", "ring", i, "reason", err)
-		}
+		se.tryStart(i)
 	}
+}
+
+func (se *session) tryStart(i int) {
+	if err := se.start(i); err != nil {
+		se.log.Warn("ring does not start yet", "ring", i, "reason", err)
+	}
+}
+
+// resolve finds a ring with n entries in guest memory.
+func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
+	for k, a := range [3]struct {
+		name string
+		user uint64
+		n    uint64
+	}{
+		{"descriptor table", addr.Desc, virtq.DescBytes(n)},
+		{"available ring", addr.Avail, virtq.AvailBytes(n)},
+		{"used ring", addr.Used, virtq.UsedBytes(n)},
+	} {
+		pa, ok := se.mem.UserToPA(a.user, a.n)
+		if !ok {
+			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, addr.Index, a.name, a.user, a.n)
+		}
+		areas[k] = area{pa, a.n}
+	}
+	return areas, nil
 }
 
 // start hands ring i to the device if it is complete. A ring that lies in no
@@ -181,22 +222,10 @@ func (se *session) start(i int) error {
 		return nil
 	}
 	n := int(r.num)
-	var areas [3]area
-	for k, a := range []struct {
-		name string
-		user uint64
-		n    uint64
-	}{
-		{"descriptor table", r.addr.Desc, virtq.DescBytes(n)},
-		{"available ring", r.addr.Avail, virtq.AvailBytes(n)},
-		{"used ring", r.addr.Used, virtq.UsedBytes(n)},
-	} {
-		pa, ok := se.mem.UserToPA(a.user, a.n)
-		if !ok {
-			r.err.Signal()
-			return fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, i, a.name, a.user, a.n)
-		}
-		areas[k] = area{pa, a.n}
+	areas, err := se.resolve(r.addr, n)
+	if err != nil {
+		r.err.Signal()
+		return err
 	}
 	q, err := virtq.New(se.space, virtq.Config{
 		Index: i, Size: n, Desc: areas[0].pa, Avail: areas[1].pa, Used: areas[2].pa, Base: r.base,

@@ -109,7 +109,7 @@ func (se *session) handle(m *Message) error {
 		se.log.Trace("vhost-user", "request", m.Request, "size", m.Size, "fds", len(m.FDs), "flags", m.Flags)
 	}
 	reply, err := se.dispatch(m)
-	wantAck := m.NeedReply() && se.proto&ProtoReplyAck != 0
+	wantAck := se.wantsAck(m)
 	switch {
 	case err != nil && !errors.Is(err, errRefused):
 		return fmt.Errorf("%v: %w", m.Request, err)
@@ -133,6 +133,11 @@ func (se *session) handle(m *Message) error {
 		return nil
 	}
 	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply)
+}
+
+// wantsAck tells whether the sender of m will learn how it went.
+func (se *session) wantsAck(m *Message) bool {
+	return m.NeedReply() && se.proto&ProtoReplyAck != 0
 }
 
 // dispatch is the last stage: the request's own checks, then the change.
@@ -188,7 +193,7 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		if err != nil {
 			return nil, err
 		}
-		return se.vringState(m.Request, r, s)
+		return se.vringState(m, r, s)
 	case ReqSetVringAddr:
 		a, err := ParseVringAddr(m.Body)
 		if err != nil {
@@ -253,7 +258,7 @@ func (se *session) setFeatures(v uint64) error {
 	}
 	for i := range se.rings {
 		if se.rings[i].q != nil {
-			return protoErr("features change from %#x to %#x while ring %d runs", se.features, v, i)
+			return refuse("features change from %#x to %#x while ring %d runs", se.features, v, i)
 		}
 	}
 	se.features, se.negotiated = v, false

@@ -97,12 +97,13 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 			return perr
 		}
 		switch {
+		case k == 0 && (err == nil || errors.Is(err, io.EOF)):
+			if n == 0 {
+				return io.EOF
+			}
+			return protoErr("connection closed within a header, after %d bytes", n)
 		case err != nil:
 			return fmt.Errorf("reading a header: %w", err)
-		case k == 0 && n == 0:
-			return io.EOF
-		case k == 0:
-			return protoErr("connection closed within a header, after %d bytes", n)
 		case flags&unix.MSG_CTRUNC != 0 || len(m.FDs) > maxRecvFDs:
 			return protoErr("more than %d file descriptors in one message", maxRecvFDs-1)
 		}

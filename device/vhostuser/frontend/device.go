@@ -83,7 +83,7 @@ func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
 		d.queues = append(d.queues, q)
 	}
 	for i := range d.queues {
-		if err := d.startQueue(i); err != nil {
+		if err := d.StartQueue(i); err != nil {
 			return nil, fmt.Errorf("frontend: starting queue %d: %w", i, err)
 		}
 	}
@@ -174,12 +174,14 @@ func (d *Device) setMemory() error {
 	return d.client.SetMemTable(regions, fds...)
 }
 
-func (d *Device) startQueue(i int) error {
+// StartQueue describes queue i to the device and starts it where the ring
+// stands. Open has done so already: this is for after a reset or StopQueue.
+func (d *Device) StartQueue(i int) error {
 	q, c := d.queues[i], d.client
 	if err := c.SetVringNum(i, uint32(q.size)); err != nil {
 		return err
 	}
-	if err := c.SetVringBase(i, q.seen); err != nil {
+	if err := c.SetVringBase(i, uint16(le32(q.uIdx.Load())>>16)); err != nil {
 		return err
 	}
 	err := c.SetVringAddr(vhostuser.VringAddr{
@@ -271,7 +273,7 @@ func (d *Device) Gone() <-chan struct{} { return d.gone }
 // ReadConfig reads the configuration space.
 func (d *Device) ReadConfig(dst []byte, off uint32) error { return d.client.GetConfig(dst, off) }
 
-// StopQueue stops queue i in the device. RestartQueue resumes it.
+// StopQueue stops queue i in the device. StartQueue resumes it.
 func (d *Device) StopQueue(i int) error {
 	if err := d.client.SetVringEnable(i, false); err != nil {
 		return err
@@ -284,18 +286,6 @@ func (d *Device) StopQueue(i int) error {
 		return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x used", i, base, q.kicked, uint16(le32(q.uIdx.Load())>>16))
 	}
 	return nil
-}
-
-// RestartQueue starts queue i again where it stopped.
-func (d *Device) RestartQueue(i int) error {
-	used := uint16(le32(d.queues[i].uIdx.Load()) >> 16)
-	if err := d.client.SetVringBase(i, used); err != nil {
-		return err
-	}
-	if err := d.client.SetVringKick(i, d.queues[i].kickFD); err != nil {
-		return err
-	}
-	return d.client.SetVringEnable(i, true)
 }
 
 // closePatience is how long Close waits for the back end to let go.

@@ -11,14 +11,14 @@ func (q *QP) runUC(budget int) (more bool) {
 	for ; budget > 0; budget-- {
 		s := q.nextUnacked()
 		if s == nil {
-			return q.state == SQE
+			return false
 		}
 		// In this order, so that a memory fault that the engine catches inside
 		// Transmit finds the message as sent.
 		if q.nxt != s.end {
 			buf := q.sendPacket(s, q.nxt-s.first)
 			if buf == nil {
-				return q.state == SQE
+				return false
 			}
 			q.nxt++
 			q.send(&q.tx, buf)

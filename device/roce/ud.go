@@ -16,7 +16,7 @@ func (q *QP) runUD(budget int) (more bool) {
 	for ; budget > 0; budget-- {
 		s := q.nextUnacked()
 		if s == nil || !q.sendDatagram(s) {
-			return q.state == SQE
+			return false
 		}
 	}
 	return true

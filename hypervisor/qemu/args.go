@@ -240,7 +240,7 @@ func validNetns(s string) bool { return s != "." && s != ".." && !strings.Contai
 
 // cmdline is the guest's kernel command line; vm-images/guest/files/usr/lib/vnicd/boot reads the vnicd.* words.
 func (c *Config) cmdline() string {
-	words := []string{"console=ttyS0", "quiet", "loglevel=4", "panic=-1", "net.ifnames=0", "vnicd.hostname=" + c.Name}
+	words := []string{"console=ttyS0", "quiet", "loglevel=5", "panic=-1", "net.ifnames=0", "vnicd.hostname=" + c.Name}
 	for _, n := range c.NICs {
 		hw, _ := net.ParseMAC(n.MAC)
 		w := "vnicd.net=" + hw.String()

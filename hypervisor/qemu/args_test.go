@@ -37,7 +37,7 @@ func TestArgs(t *testing.T) {
 		"-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2",
 		"-m", "512M", "-object", "memory-backend-memfd,id=ram,size=512M,share=on",
 		"-kernel", "/c/vmlinuz", "-initrd", "/c/initrd",
-		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 net.ifnames=0 vnicd.hostname=vm1 " +
+		"-append", "console=ttyS0 quiet loglevel=5 panic=-1 net.ifnames=0 vnicd.hostname=vm1 " +
 			"vnicd.net=52:54:00:00:00:0a,mtu=1450,10.0.0.1/24,fd00::1/64 vnicd.net=52:54:00:00:00:0b,name=mgmt,gw=10.1.0.1 vnicd.shell",
 		"-drive", "file=/c/root,,fs.ext4,format=raw,if=none,id=disk,snapshot=on,cache=unsafe",
 		"-device", "virtio-blk-pci,drive=disk,romfile=",

@@ -49,11 +49,11 @@ recipe_hash() {
 
 artifact_ready() { [[ -e $1/.complete ]]; }
 
-# need_tools TOOL=PACKAGE...: install what is missing when we may, else say what to install.
+# need_tools TOOL=PACKAGE...: (TOOL: a command or an absolute file name) install what is missing when we may, else say what to install.
 need_tools() {
 	local spec missing=()
 	for spec in "$@"; do
-		command -v "${spec%%=*}" >/dev/null || missing+=("${spec#*=}")
+		[[ $spec == /* && -r ${spec%%=*} ]] || command -v "${spec%%=*}" >/dev/null || missing+=("${spec#*=}")
 	done
 	((${#missing[@]})) || return 0
 	if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
@@ -64,6 +64,14 @@ need_tools() {
 		DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}" ||
 			{ apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"; }
 	} >"$CACHE/log/apt.log" 2>&1 || die "apt-get install ${missing[*]} failed, see $CACHE/log/apt.log"
+}
+
+KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
+
+# need_bootstrap TOOL=PACKAGE...: what every root needs, and more.
+need_bootstrap() {
+	mkdir -p "$CACHE/log"
+	need_tools mmdebstrap=mmdebstrap "$KEYRING=debian-archive-keyring" "$@"
 }
 
 need_root() {
@@ -85,10 +93,11 @@ artifact() {
 		rm -rf --one-file-system "$dir" "$dir".tmp.*
 		tmp=$(mktemp -d "$dir.tmp.XXXXXX")
 		chmod 755 "$tmp"
-		# A process of its own: bash ignores -e in whatever is called from a condition, even in a subshell.
+		# A process of its own: bash ignores -e in whatever is called from a condition, even in a subshell. It keeps the
+		# lock, so that nobody starts over while it works on after this one was killed.
 		progress "$what" "$CACHE/log/${dir##*/}.log" {lock}>&- &
 		local ticker=$! rc=0
-		"$BASH" "$HERE/build" _recipe "$fn" "$tmp" >"$CACHE/log/${dir##*/}.log" 2>&1 {lock}>&- || rc=$?
+		"$BASH" "$HERE/build" _recipe "$fn" "$tmp" >"$CACHE/log/${dir##*/}.log" 2>&1 || rc=$?
 		kill "$ticker" 2>/dev/null || true
 		wait "$ticker" 2>/dev/null || true
 		if ((rc)); then
@@ -103,10 +112,11 @@ artifact() {
 	exec {lock}>&-
 }
 
-# progress WHAT LOG: a line every 10 s, so that a long step does not look hung.
+# progress WHAT LOG: a line every 10 s, so that a long step does not look hung. Ends with this process, however it ends.
 progress() {
 	local t=0
-	while sleep 10; do
+	# A sleep that outlives its shell must not hold the caller's pipes open.
+	while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
 		t=$((t + 10))
 		say "... $1, $t s: $(tail -n 1 "$2" 2>/dev/null | tr -d '\r' | cut -c1-90)"
 	done

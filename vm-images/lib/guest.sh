@@ -16,8 +16,7 @@ guest_build() {
 	dir=$(guest_dir)
 	artifact_ready "$dir" && return 0
 	need_root guest
-	mkdir -p "$CACHE/log"
-	need_tools mmdebstrap=mmdebstrap mke2fs=e2fsprogs cpio=cpio xz=xz-utils modprobe=kmod
+	need_bootstrap mke2fs=e2fsprogs cpio=cpio xz=xz-utils modprobe=kmod
 	artifact "$dir" "guest image ($RELEASE${PACKAGES:+, with $PACKAGES})" guest_recipe
 }
 

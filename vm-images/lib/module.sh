@@ -13,7 +13,7 @@ module_root_build() {
 	dir=$(module_dir)
 	artifact_ready "$dir" && return 0
 	need_root "the module build root"
-	need_tools mmdebstrap=mmdebstrap
+	need_bootstrap
 	artifact "$dir" "module build root ($RELEASE, kernel $(cat "$(guest_dir)/kver"))" module_recipe
 }
 

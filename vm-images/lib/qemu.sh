@@ -32,8 +32,7 @@ qemu_find() {
 qemu_build() {
 	if qemu_find; then return 0; fi
 	need_root qemu
-	mkdir -p "$CACHE/log"
-	need_tools mmdebstrap=mmdebstrap
+	need_bootstrap
 	artifact "$(qemu_dir)" "QEMU from trixie-backports" qemu_recipe
 	qemu_find
 }

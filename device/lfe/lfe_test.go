@@ -420,7 +420,7 @@ func TestTableModel(t *testing.T) {
 		e, ok := model[m]
 		return e, ok && (e.static || now()-e.seen <= age)
 	}
-	for step := range 30000 {
+	for step := range 15000 {
 		p := ports[rng.IntN(len(ports))]
 		name := p.att.Config().Name
 		m, r := mac(rng.IntN(300)+1), Remote(rng.IntN(3))
@@ -545,7 +545,7 @@ func TestConcurrent(t *testing.T) {
 	for i := range loops {
 		wg.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(i), 8))
-			for range 300 {
+			for range 200 {
 				ls[i].Do(func() {
 					b := pool.Get()
 					for range 40 {

@@ -41,6 +41,12 @@ const (
 	MaxVNI             = 1<<24 - 1
 )
 
+// How many buckets are swept between two frames: once per second, and for each frame whose source did not fit.
+const (
+	maxSweep  = 1024
+	fullSweep = 4
+)
+
 // HeaderLen is the length of an untagged Ethernet header.
 const HeaderLen = 14
 
@@ -135,8 +141,9 @@ func NewNetwork(c Config) (*Network, error) {
 	if n.clock == nil {
 		n.clock = monotonic{}
 	}
-	// One second's share of the table, so that all of it is swept once per ageing time.
-	n.sweepBy = len(n.fdb.buckets)/int(n.age) + 1
+	// One second's share of the table, so that all of it is swept once per ageing time; bounded, because it happens
+	// between two frames.
+	n.sweepBy = min(len(n.fdb.buckets)/int(n.age)+1, maxSweep)
 	n.table.Store(&portTable{})
 	n.applyMTULocked()
 	return n, nil
@@ -492,7 +499,7 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 		return true
 	}
 	if n.entries.Add(1) > int64(n.cfg.MaxEntries) {
-		n.sweepSome(now, n.sweepBy) // make room for the next one
+		n.sweepSome(now, fullSweep) // make room for the next one
 		if n.entries.Load() > int64(n.cfg.MaxEntries) {
 			n.entries.Add(-1)
 			a.entries.Add(-1)

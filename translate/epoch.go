@@ -21,7 +21,7 @@ import (
 // to retry. The epoch number only provides progress: a flip moves new readers
 // to a counter that is empty, so the others can only fall (EP-4).
 //
-// Flipping needs an empty counter to move to. If ringSize-1 earlier epochs are
+// Flipping needs an empty counter to move to. If epochRing-1 earlier epochs are
 // all held by slow readers, a release is kept and flips as soon as one is free;
 // it then also waits for readers that came after it, once.
 type Epochs struct {
@@ -30,8 +30,8 @@ type Epochs struct {
 
 	slots [epochSlots]epochSlot
 
-	mu      sync.Mutex
-	pending []*Drain // asked for, and not yet flipped
+	mu     sync.Mutex
+	drains []*Drain // not done yet, oldest first; guarded by mu
 }
 
 const (
@@ -70,7 +70,7 @@ type Drain struct {
 	e *Epochs
 
 	// Guarded by e.mu.
-	flipped bool
+	flipped bool              // readers have been moved on since it was asked for
 	waiting [epochSlots]uint8 // bit i: ring counter i not yet seen at zero
 	done    bool
 }
@@ -84,35 +84,9 @@ func (e *Epochs) Flip() *Drain {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.pending = append(e.pending, d)
-	e.flipLocked()
+	e.drains = append(e.drains, d)
+	e.advanceLocked()
 	return d
-}
-
-// flipLocked moves readers on to the next counter if that is empty, for all
-// releases that wait for it.
-func (e *Epochs) flipLocked() {
-	if len(e.pending) == 0 {
-		return
-	}
-	next := e.current.Load() + 1
-	i := next % epochRing
-	for s := range e.slots {
-		if e.slots[s].n[i].Load() != 0 {
-			return
-		}
-	}
-	// Seen at zero just now, which is after each of the pending releases was
-	// asked for: they need not look at this counter again.
-	for _, d := range e.pending {
-		d.flipped = true
-		for s := range d.waiting {
-			d.waiting[s] &^= 1 << i
-		}
-	}
-	clear(e.pending)
-	e.pending = e.pending[:0]
-	e.current.Store(next)
 }
 
 // Done reports whether everything that was inside when the release was asked
@@ -120,37 +94,47 @@ func (e *Epochs) flipLocked() {
 func (d *Drain) Done() bool {
 	d.e.mu.Lock()
 	defer d.e.mu.Unlock()
-	if d.done {
-		return true
-	}
-	if !d.flipped {
-		d.e.flipLocked()
-	}
-	left := uint8(0)
-	for s := range d.waiting {
-		w := d.waiting[s]
-		for i := range epochRing {
-			if w&(1<<i) != 0 && d.e.slots[s].n[i].Load() == 0 {
-				w &^= 1 << i
-			}
-		}
-		d.waiting[s] = w
-		left |= w
-	}
-	d.done = left == 0
-	if d.done && !d.flipped {
-		// Nobody is inside at all; no flip is needed for this one any more.
-		d.e.dropLocked(d)
+	if !d.done {
+		d.e.advanceLocked()
 	}
 	return d.done
 }
 
-func (e *Epochs) dropLocked(d *Drain) {
-	for i, p := range e.pending {
-		if p == d {
-			e.pending = append(e.pending[:i], e.pending[i+1:]...)
-			return
+// advanceLocked looks at every counter once, on behalf of all releases, and
+// flips for those that still need it. A counter that readers are about to be
+// moved to is among those seen at zero, so no release waits for readers who
+// come after its flip.
+func (e *Epochs) advanceLocked() {
+	next := e.current.Load() + 1
+	canFlip, wantFlip := true, false
+	var zero [epochSlots]uint8
+	for s := range e.slots {
+		for i := range epochRing {
+			if e.slots[s].n[i].Load() == 0 {
+				zero[s] |= 1 << i
+			}
 		}
+		canFlip = canFlip && zero[s]&(1<<(next%epochRing)) != 0
+	}
+	left := e.drains[:0]
+	for _, d := range e.drains {
+		rest := uint8(0)
+		for s := range zero {
+			d.waiting[s] &^= zero[s]
+			rest |= d.waiting[s]
+		}
+		if d.done = rest == 0; !d.done {
+			left = append(left, d)
+			wantFlip = wantFlip || !d.flipped
+		}
+	}
+	clear(e.drains[len(left):])
+	e.drains = left
+	if wantFlip && canFlip {
+		for _, d := range e.drains {
+			d.flipped = true
+		}
+		e.current.Store(next)
 	}
 }
 

@@ -1,0 +1,219 @@
+package translate
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+// modelReader and modelDrain are the naive model: a drain is done when the
+// readers that were inside at its flip have left.
+type modelReader struct {
+	slot int
+	tok  Token
+}
+
+type modelDrain struct {
+	d      *Drain
+	before map[*modelReader]bool
+	done   bool
+}
+
+func (m *modelDrain) leave(r *modelReader) { delete(m.before, r) }
+
+// EP-2, EP-3, EP-4: never too early; and, as long as fewer epochs than the ring
+// holds are open, never too late either.
+func TestEpochsModel(t *testing.T) {
+	for seed := range uint64(200) {
+		rng := rand.New(rand.NewPCG(seed, 1))
+		var e Epochs
+		var readers []*modelReader
+		var drains []*modelDrain
+		limit := 3 + int(seed%20) // drains at once: beyond epochRing-1 some are late
+		for range 400 {
+			switch rng.IntN(4) {
+			case 0:
+				r := &modelReader{slot: rng.IntN(40)}
+				r.tok = e.Enter(r.slot)
+				readers = append(readers, r)
+			case 1:
+				if len(readers) == 0 {
+					break
+				}
+				i := rng.IntN(len(readers))
+				r := readers[i]
+				readers = append(readers[:i], readers[i+1:]...)
+				e.Leave(r.slot, r.tok)
+				for _, d := range drains {
+					d.leave(r)
+				}
+			case 2:
+				if len(drains) >= limit {
+					break
+				}
+				m := &modelDrain{before: map[*modelReader]bool{}}
+				for _, r := range readers {
+					m.before[r] = true
+				}
+				m.d = e.Flip()
+				drains = append(drains, m)
+			case 3:
+				kept := drains[:0]
+				for _, m := range drains {
+					done := m.d.Done()
+					if done && len(m.before) > 0 {
+						t.Fatalf("seed %d: done with %d readers inside", seed, len(m.before))
+					}
+					if !done && len(m.before) == 0 && limit < epochRing-1 {
+						t.Fatalf("seed %d: not done, nobody is inside", seed)
+					}
+					if !done {
+						kept = append(kept, m)
+					}
+				}
+				drains = kept
+			}
+		}
+		for _, r := range readers {
+			e.Leave(r.slot, r.tok)
+		}
+		for _, m := range drains {
+			if !m.d.Done() {
+				t.Fatalf("seed %d: not done after the last reader left", seed)
+			}
+			if !m.d.Done() {
+				t.Fatal("done is not final")
+			}
+		}
+		if len(e.drains) != 0 {
+			t.Fatalf("seed %d: %d releases kept for ever", seed, len(e.drains))
+		}
+	}
+}
+
+// EP-4: readers that keep coming, with no moment without one, starve nobody.
+func TestEpochsNoStarvation(t *testing.T) {
+	var e Epochs
+	tok := e.Enter(0)
+	for i := range 1000 {
+		d := e.Flip()
+		next := e.Enter(0) // overlaps the one before
+		e.Leave(0, tok)
+		tok = next
+		if !d.Done() {
+			t.Fatalf("release %d starves", i)
+		}
+	}
+	e.Leave(0, tok)
+}
+
+// More releases than counters while one reader stays: none is lost.
+func TestEpochsManyReleases(t *testing.T) {
+	var e Epochs
+	var tokens []Token
+	var drains []*Drain
+	for range 5 * epochRing {
+		tokens = append(tokens, e.Enter(1))
+		drains = append(drains, e.Flip())
+	}
+	for _, d := range drains {
+		if d.Done() {
+			t.Fatal("done with a reader inside")
+		}
+	}
+	late := e.Enter(1) // after all flips were asked for
+	for _, tok := range tokens {
+		e.Leave(1, tok)
+	}
+	for _, d := range drains {
+		d.Done() // lets those flip that could not yet
+	}
+	later := e.Enter(2)
+	e.Leave(1, late)
+	for i, d := range drains {
+		if !d.Done() {
+			t.Fatalf("release %d hangs on a reader that came after it flipped", i)
+		}
+	}
+	e.Leave(2, later)
+}
+
+func TestEpochsWait(t *testing.T) {
+	var e Epochs
+	if err := e.Flip().Wait(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	tok := e.Enter(5)
+	d := e.Flip()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := d.Wait(ctx); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	waited := make(chan error)
+	go func() { waited <- d.Wait(context.Background()) }()
+	e.Leave(5, tok)
+	if err := <-waited; err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Wait(ctx); err != nil {
+		t.Fatalf("a drained epoch does not need ctx: %v", err)
+	}
+}
+
+func TestLeaveWithoutEnter(t *testing.T) {
+	defer func() {
+		if recover() == nil {
+			t.Fatal("no panic")
+		}
+	}()
+	var e Epochs
+	e.Leave(0, 0)
+}
+
+// Readers use objects that writers replace, release and then spoil with plain
+// stores: the race detector and the check both see a release that is too early.
+func TestEpochsConcurrent(t *testing.T) {
+	type object struct{ valid int }
+	var e Epochs
+	var table [4]atomic.Pointer[object]
+	for i := range table {
+		table[i].Store(&object{valid: 1})
+	}
+	var stop atomic.Bool
+	var readers, writers sync.WaitGroup
+	for g := range 2 {
+		readers.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 2))
+			for !stop.Load() {
+				tok := e.Enter(g)
+				for range rng.IntN(8) {
+					if o := table[rng.IntN(len(table))].Load(); o.valid != 1 {
+						t.Error("used after release")
+						stop.Store(true)
+					}
+				}
+				e.Leave(g, tok)
+				runtime.Gosched() // two cores may be all there is
+			}
+		})
+	}
+	for i := range table {
+		writers.Go(func() {
+			for range 2000 {
+				old := table[i].Swap(&object{valid: 1})
+				if err := e.Flip().Wait(context.Background()); err != nil {
+					t.Error(err)
+				}
+				old.valid = 0
+			}
+		})
+	}
+	writers.Wait()
+	stop.Store(true)
+	readers.Wait()
+}

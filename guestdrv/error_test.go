@@ -30,7 +30,7 @@ func TestRCErrors(t *testing.T) {
 	src, smr := ha.region(t, 8192, abi.AccessLocalWrite)
 	_, ro := ha.region(t, 8192, 0)
 	dst, dmr := hb.region(t, 8192, allAccess)
-	hole, err := hb.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0x10000, Length: 8192, PageShift: 12, PAs: []uint64{dst.PA(), 12345 << 12}, Access: allAccess})
+	absent, err := hb.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0x10000, Length: 8192, PageShift: 12, PAs: []uint64{dst.PA(), abi.MTTAbsent}, Access: allAccess})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,7 +84,7 @@ func TestRCErrors(t *testing.T) {
 		{name: "write with a stale key", wr: write(gone, 0, 100), status: abi.WCRemAccessErr},
 		{name: "write with key 0", wr: &guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 64)}, RemoteAddr: dst.PA()}, status: abi.WCRemAccessErr},
 		{name: "write of several packets beyond the end", wr: write(dmr, 8192-5000, 5001), status: abi.WCRemAccessErr},
-		{name: "write outside the guest's memory", wr: write(hole, 4096, 100), status: abi.WCRemAccessErr},
+		{name: "write to an absent page that stays so", wr: write(absent, 4096, 100), status: abi.WCRNRRetryExcErr},
 		{name: "write, QP forbids", wr: write(dmr, 0, 100), access: abi.AccessRemoteRead, status: abi.WCRemInvReqErr},
 		{name: "read beyond the end", wr: read(dmr, 8000, 500), status: abi.WCRemAccessErr},
 		{name: "read without right", wr: read(local, 0, 100), status: abi.WCRemAccessErr},
@@ -260,6 +260,8 @@ func TestCommandErrors(t *testing.T) {
 	}
 	check("PD in use", h.pd.Destroy(), abi.StatusBusy)
 	check("CQ in use", cq.Destroy(), abi.StatusBusy)
+	_, err = h.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 12, PAs: []uint64{12345 << 12}, Access: allAccess})
+	check("PA outside memory", err, abi.StatusFault)
 	_, err = h.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0, Length: 8192, PageShift: 12, PAs: []uint64{buf.PA()}, Access: allAccess})
 	check("too few pages", err, abi.StatusInvalid)
 	_, err = h.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 11, PAs: []uint64{buf.PA()}, Access: allAccess})

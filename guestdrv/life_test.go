@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/vhostuser"
@@ -21,17 +22,18 @@ import (
 func TestReopen(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 3})
 	ha, hb, hc := r.hosts[0], r.hosts[1], r.hosts[2]
+	const size = 200000
 	// A connection between two others that must not notice.
 	x, y := connect(t, ha, hc, qpDefaults(), guestdrv.ConnectOptions{})
-	_, xm := ha.region(t, 1<<20, allAccess)
-	_, ym := hc.region(t, 1<<20, allAccess)
+	_, xm := ha.region(t, size, allAccess)
+	_, ym := hc.region(t, size, allAccess)
 	fds, maps := countFDs(t), countMaps(t)
 	for range 5 {
 		// Patient enough for a busy machine: the first WRITE must succeed.
 		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 14, RetryCnt: 2})
-		_, bm := hb.region(t, 1<<20, allAccess)
+		_, bm := hb.region(t, size, allAccess)
 		for i := range 20 {
-			wr := &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{xm.SGE(0, 1<<20)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
+			wr := &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{xm.SGE(0, size)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
 			a.post(t, wr)
 			wr.RemoteAddr, wr.RKey = ym.Addr(), ym.RKey()
 			x.post(t, wr)
@@ -252,6 +254,37 @@ func (w wrongDevice) ReadConfig(dst []byte, off uint32) error {
 		w.patch(dst)
 	}
 	return nil
+}
+
+// TestIdle leaves QPs in every state behind and sees that the loops sleep.
+func TestIdle(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
+	_, smr := a.h.region(t, 4096, allAccess)
+	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, SGL: []abi.SGE{smr.SGE(0, 1)}}) // RNR: ends in ERR
+	expect(t, a.scq, 1, abi.WCRNRRetryExcErr, 0)
+	_ = b
+	u := a.h.udEnd(t, udConfig(), 5)
+	ah := a.h.ah(t, b.h)
+	u.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, SGL: []abi.SGE{smr.SGE(0, 4000)}, AH: ah, RemoteQPN: 77, QKey: 5}) // ends in SQE
+	expect(t, u.scq, 2, abi.WCLocLenErr, 0)
+	sqd, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
+	if err := sqd.qp.Modify(abi.QPAttr{QPState: abi.QPSQD, EnSQDAsyncNotify: 1}, abi.QPAttrState|abi.QPAttrEnSQDAsyncNotify); err != nil {
+		t.Fatal(err)
+	}
+	a.h.wantEvent(t, abi.EventSQDrained, sqd.qp.Number())
+	// A loop that works for nothing makes tens of thousands of rounds in this time.
+	// ERR QPs look for receives to flush now and then, ever more rarely.
+	var before [2]uint64
+	for i, l := range r.sites[0].loops {
+		before[i] = l.Stats().Rounds
+	}
+	time.Sleep(200 * time.Millisecond)
+	for i, l := range r.sites[0].loops {
+		if n := l.Stats().Rounds - before[i]; n > 200 {
+			t.Errorf("loop %d made %d rounds while idle", i, n)
+		}
+	}
 }
 
 // TestOpenErrors opens what is no vnicd HCA.

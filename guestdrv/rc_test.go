@@ -41,18 +41,7 @@ func TestRCWrite(t *testing.T) {
 }
 
 func allZero(b []byte) bool {
-	for len(b) >= 8 {
-		if le.Uint64(b) != 0 {
-			return false
-		}
-		b = b[8:]
-	}
-	for _, c := range b {
-		if c != 0 {
-			return false
-		}
-	}
-	return true
+	return len(b) == 0 || b[0] == 0 && bytes.Equal(b[1:], b[:len(b)-1])
 }
 
 func TestRCRead(t *testing.T) {

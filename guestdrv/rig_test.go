@@ -349,12 +349,13 @@ func (e *end) recv(tb testing.TB, id uint64, sgl ...abi.SGE) {
 // fill writes a pattern that depends on seed and on every offset.
 func fill(b []byte, seed uint64) {
 	x := seed*0x9e3779b97f4a7c15 + 1
+	for ; len(b) >= 8; b = b[8:] {
+		x ^= x << 13
+		x ^= x >> 7
+		x ^= x << 17
+		le.PutUint64(b, x)
+	}
 	for i := range b {
-		if i%8 == 0 {
-			x ^= x << 13
-			x ^= x >> 7
-			x ^= x << 17
-		}
-		b[i] = byte(x >> (8 * (i % 8)))
+		b[i] = byte(x>>(8*i)) ^ 0x55
 	}
 }

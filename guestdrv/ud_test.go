@@ -138,6 +138,15 @@ func TestUDErrors(t *testing.T) {
 		a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, SGL: []abi.SGE{smr.SGE(0, 1)}, AH: ah, RemoteQPN: 77, QKey: 5})
 		expect(t, a.scq, 1, tc.status, 0)
 		expect(t, a.scq, 2, abi.WCWRFlushErr, 0)
+		// A failed send of an unreliable service stops the send queue only (IBTA 10.3.1.7).
+		if s := a.state(t); s != abi.QPSQE {
+			t.Errorf("%s: QP is in state %d, want SQE", tc.name, s)
+		}
+		if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState); err != nil {
+			t.Fatal(err)
+		}
+		a.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 1)}, AH: ah, RemoteQPN: 77, QKey: 5})
+		expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpSend)
 		if err := a.qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRSend}); !errors.Is(err, guestdrv.ErrInvalid) {
 			t.Errorf("post without address handle: %v", err)
 		}

@@ -58,7 +58,7 @@ func fakeQEMU(mode string) {
 		}
 		sc := bufio.NewScanner(conn)
 		for sc.Scan() {
-			line := strings.TrimLeft(sc.Text(), "\xff")
+			line := strings.TrimPrefix(sc.Text(), "\xff")
 			var req struct {
 				Execute   string `json:"execute"`
 				ID        int64  `json:"id"`

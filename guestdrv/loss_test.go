@@ -113,7 +113,7 @@ func TestImpairedNetwork(t *testing.T) {
 			}
 			// A short timeout: the end of a message has nothing behind it that would show its loss.
 			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 9})
-			mixedTraffic(t, a, b, 150)
+			mixedTraffic(t, a, b, 150, 1)
 			st, err := a.h.Stats()
 			if err != nil {
 				t.Fatal(err)
@@ -125,10 +125,10 @@ func TestImpairedNetwork(t *testing.T) {
 
 // mixedTraffic runs n operations of all kinds and random sizes from a to b, several at once, and compares
 // both memories with a model at the end.
-func mixedTraffic(t *testing.T, a, b *end, n int) {
+func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 	t.Helper()
 	const slots, slotSize = 16, 20000
-	rng := rand.New(rand.NewPCG(1, 2))
+	rng := rand.New(rand.NewPCG(seed, 2))
 	local, lmr := a.h.region(t, 2*slots*slotSize, abi.AccessLocalWrite)
 	remote, rmr := b.h.region(t, 2*slots*slotSize, allAccess)
 	fill(local.Bytes(), 1)

@@ -28,7 +28,7 @@ func TestAcrossVXLAN(t *testing.T) {
 			t.Fatalf("READ of %d bytes: data differ", n)
 		}
 	}
-	mixedTraffic(t, b, a, 150)
+	mixedTraffic(t, b, a, 150, 1)
 
 	ua, ub := r.hosts[0].udEnd(t, udConfig(), 5), r.hosts[1].udEnd(t, udConfig(), 5)
 	ub.recv(t, 1, dmr.SGE(0, 4096))

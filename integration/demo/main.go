@@ -51,7 +51,7 @@ type demo struct {
 
 func run(ctx context.Context) error {
 	step("preparing QEMU, guest image and kernel module (the first time takes minutes)")
-	l, err := lab.New(ctx, os.Stderr)
+	l, err := lab.New(ctx, os.Stderr, true)
 	if err != nil {
 		return err
 	}

@@ -8,6 +8,7 @@ package lab
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -30,28 +31,26 @@ type Lab struct {
 	Share string
 }
 
-// New prepares images, module and binary; progress goes to log.
-func New(ctx context.Context, log io.Writer) (*Lab, error) {
+// New prepares images, binary and, if asked for, the kernel module; progress goes
+// to log.
+func New(ctx context.Context, log io.Writer, module bool) (*Lab, error) {
 	env, err := harness.Prepare(ctx, log)
 	if err != nil {
 		return nil, err
 	}
 	l := &Lab{Env: env}
 	l.Add(func() { _ = env.Close() })
-	if err := l.prepare(ctx); err != nil {
+	l.VNICD = filepath.Join(env.Root, "build", "vnicd")
+	if _, err = os.Stat(l.VNICD); err != nil {
+		err = fmt.Errorf("no vnicd binary; run `make build` first: %w", err)
+	} else if module {
+		l.Share, err = l.Module(ctx)
+	}
+	if err != nil {
 		l.Run()
 		return nil, err
 	}
 	return l, nil
-}
-
-func (l *Lab) prepare(ctx context.Context) (err error) {
-	l.VNICD = filepath.Join(l.Env.Root, "build", "vnicd")
-	if _, err = os.Stat(l.VNICD); err != nil {
-		return fmt.Errorf("no vnicd binary; run `make build` first: %w", err)
-	}
-	l.Share, err = l.Module(ctx)
-	return err
 }
 
 // Host is a "host": a namespace, an underlay address, a vnicd.
@@ -81,10 +80,16 @@ func (l *Lab) Underlay(a *Host, addrA netip.Prefix, b *Host, addrB netip.Prefix,
 	if err := harness.AddVeth(a.NS, "ul", b.NS, "ul", mtu); err != nil {
 		return err
 	}
-	if err := a.NS.AddAddress("ul", addrA); err != nil {
-		return err
-	}
-	return b.NS.AddAddress("ul", addrB)
+	return errors.Join(a.NS.AddAddress("ul", addrA), b.NS.AddAddress("ul", addrB), a.RealWire(), b.RealWire())
+}
+
+// RealWire makes the host's underlay interface treat frames as a network card does
+// that leaves nothing undone on the wire: a veth pair otherwise hands over frames
+// larger than the MTU, and inner TCP checksums that nobody has computed.
+func (h *Host) RealWire() error {
+	_, err := h.NS.Run(context.Background(), "ethtool", "-K", "ul",
+		"tso", "off", "gso", "off", "gro", "off", "tx-udp-segmentation", "off", "tx", "off")
+	return err
 }
 
 // Run writes the configuration (run-dir is added) and starts vnicd on the host;

@@ -50,8 +50,9 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 	return strconv.Atoi(fields[0])
 }
 
-// Pair runs a server program in one guest, waits until it listens on the TCP port,
-// runs the client in the other (same guest permitted), and waits for both.
+// Pair runs a server program in one guest, waits until it listens on the TCP port
+// (0: an rdma_cm listener), runs the client in the other (same guest permitted), and
+// waits for both.
 func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
 	p, err := server.StartShell(ctx, "exec "+serverCmd)
 	if err != nil {
@@ -69,7 +70,11 @@ func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *q
 	wctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	// Ends early if the server does.
-	cond := fmt.Sprintf("until ss -ltnH | grep -q :%d; do kill -0 %d 2>/dev/null || exit 9; sleep 0.05; done", port, p.PID())
+	listens := fmt.Sprintf("ss -ltnH | grep -q :%d", port)
+	if port == 0 {
+		listens = "rdma resource show cm_id | grep -q 'state LISTEN'"
+	}
+	cond := fmt.Sprintf("until %s; do kill -0 %d 2>/dev/null || exit 9; sleep 0.05; done", listens, p.PID())
 	if r, werr := server.Shell(wctx, cond); werr != nil || r.ExitCode != 0 {
 		sr, _ := finish()
 		return sr.Stdout, "", fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), serverCmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)

@@ -1,0 +1,173 @@
+package integration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// TestMain fails the run if namespaces, TAPs or processes are left behind.
+func TestMain(m *testing.M) {
+	before := leftovers()
+	code := m.Run()
+	for what := range leftovers() {
+		if !before[what] {
+			fmt.Fprintf(os.Stderr, "left behind by the tests: %s\n", what)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+// leftovers names every network namespace, TAP and VXLAN interface, and process of
+// QEMU and vnicd.
+func leftovers() map[string]bool {
+	found := map[string]bool{}
+	none := &harness.Namespace{}
+	for what, line := range map[string]string{
+		"namespace": "ip netns list | cut -d' ' -f1",
+		"interface": "ip -o link show type tun | cut -d: -f2; ip -o link show type vxlan | cut -d: -f2",
+		"process":   "pgrep -a 'qemu-system|vnicd' || true; pgrep -af 'ld-linux.*qemu-system' | grep -v pgrep || true",
+	} {
+		out, err := none.Shell(context.Background(), line)
+		if err != nil {
+			found[err.Error()] = true
+		}
+		for l := range strings.Lines(out) {
+			if l = strings.TrimSpace(l); l != "" && !strings.Contains(l, "pgrep") {
+				found[what+" "+l] = true
+			}
+		}
+	}
+	return found
+}
+
+// testTimeout bounds one top-level test under TCG on a busy machine.
+const testTimeout = 25 * time.Minute
+
+func newLab(t *testing.T) (*lab.Lab, context.Context) {
+	t.Helper()
+	return makeLab(t, true)
+}
+
+// newLabWithoutModule is for tests whose guests need no RDMA.
+func newLabWithoutModule(t *testing.T) (*lab.Lab, context.Context) {
+	t.Helper()
+	return makeLab(t, false)
+}
+
+func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	t.Cleanup(cancel)
+	l, err := lab.New(ctx, os.Stderr, module)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.Run)
+	return l, ctx
+}
+
+func must[T any](t *testing.T) func(v T, err error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+func check(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// run runs a shell line in a guest and fails the test if it fails.
+func run(ctx context.Context, t *testing.T, m *qemu.Machine, line string) string {
+	t.Helper()
+	out, err := m.Run(ctx, line)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// quietKernels fails the test if a guest's kernel log has a complaint.
+func quietKernels(ctx context.Context, t *testing.T, ms ...*qemu.Machine) {
+	t.Helper()
+	for _, m := range ms {
+		bad, err := harness.KernelComplaints(ctx, m)
+		if err != nil {
+			t.Error(err)
+		} else if len(bad) > 0 {
+			t.Errorf("kernel log of %s:\n%s", m.Name(), strings.Join(bad, "\n"))
+		}
+	}
+}
+
+// dumpOnFailure shows what a person would look at first.
+func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
+	t.Cleanup(func() {
+		if !t.Failed() {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		for _, h := range hosts {
+			s, _ := h.CLI(ctx, "status")
+			t.Logf("host %s:\n%s\n%s", h.Name, s, tail(h.Log(), 4000))
+		}
+		for _, m := range *ms {
+			if r, err := m.Shell(ctx, "dmesg | tail -30"); err == nil {
+				t.Logf("kernel log of %s:\n%s", m.Name(), r.Stdout)
+			}
+		}
+	})
+}
+
+func tail(s string, n int) string {
+	if len(s) > n {
+		return "…" + s[len(s)-n:]
+	}
+	return s
+}
+
+// both runs f for two things at once.
+func both(f, g func() error) error {
+	var wg sync.WaitGroup
+	var e1, e2 error
+	wg.Add(2)
+	go func() { defer wg.Done(); e1 = f() }()
+	go func() { defer wg.Done(); e2 = g() }()
+	wg.Wait()
+	return errors.Join(e1, e2)
+}
+
+// eventually waits for a condition, generously.
+func eventually(ctx context.Context, t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(3 * time.Minute)
+	for !cond() {
+		if time.Now().After(deadline) || ctx.Err() != nil {
+			t.Fatalf("waited in vain: %s", what)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}

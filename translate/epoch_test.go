@@ -111,6 +111,35 @@ func TestEpochsNoStarvation(t *testing.T) {
 	e.Leave(0, tok)
 }
 
+// Releases that had to wait for a free counter are not starved by readers that
+// keep coming once the slow one has left.
+func TestEpochsNoStarvationWhenFull(t *testing.T) {
+	var e Epochs
+	slow := e.Enter(0)
+	var drains []*Drain
+	for range 3 * epochRing {
+		drains = append(drains, e.Flip())
+	}
+	tok := e.Enter(0)
+	e.Leave(0, slow)
+	left := len(drains)
+	for range epochRing {
+		left = 0
+		for _, d := range drains {
+			if !d.Done() {
+				left++
+			}
+		}
+		next := e.Enter(0)
+		e.Leave(0, tok)
+		tok = next
+	}
+	if left != 0 {
+		t.Fatalf("%d releases starve", left)
+	}
+	e.Leave(0, tok)
+}
+
 // More releases than counters while one reader stays: none is lost.
 func TestEpochsManyReleases(t *testing.T) {
 	var e Epochs

@@ -72,6 +72,9 @@ func TestSpaceModel(t *testing.T) {
 				first = first &^ 511 // line up with leaves sometimes
 				first += uint64(leafSize-base%leafSize) >> PageShift
 			}
+			if rng.IntN(4) == 0 { // exactly one leaf
+				first, n = uint64(leafSize-base%leafSize)>>PageShift, leafPages
+			}
 			n = min(n, pages-min(first, pages-1))
 			return base + PA(first<<PageShift), n
 		}
@@ -256,6 +259,32 @@ func TestSpaceWriteWhole(t *testing.T) {
 	}
 }
 
+// Whatever the order in which pages come, a whole leaf ends up as one entry,
+// and goes back to pages when one of them leaves.
+func TestSpaceLeaves(t *testing.T) {
+	s := NewSpace(1)
+	mem := hostMem(t, leafSize)
+	for _, i := range rand.New(rand.NewPCG(7, 7)).Perm(leafPages) {
+		if _, run := s.leaf(leafSize); run != 0 {
+			t.Fatal("leaf too early")
+		}
+		mustMap(t, s, leafSize+PA(i<<PageShift), mem[i<<PageShift:(i+1)<<PageShift])
+	}
+	if h, run := s.leaf(leafSize + 5); run != leafSize-5 || h != addrOf(mem)+5 {
+		t.Fatal("no leaf", run)
+	}
+	if err := s.Withdraw(leafSize+PageSize, PageSize); err != nil {
+		t.Fatal(err)
+	}
+	if b, m := s.Host(leafSize, leafSize); !m.OK() || len(b) != PageSize {
+		t.Fatal(len(b), m.Err())
+	}
+	mustMap(t, s, leafSize+PageSize, mem[PageSize:2*PageSize])
+	if _, run := s.leaf(leafSize); run != leafSize {
+		t.Fatal("no leaf again")
+	}
+}
+
 // DPDK's virtio-user and the like use their own virtual addresses as PAs.
 func TestSpaceHighAddresses(t *testing.T) {
 	s := NewSpace(0)
@@ -269,10 +298,12 @@ func TestSpaceHighAddresses(t *testing.T) {
 
 func TestGVMTable(t *testing.T) {
 	tab := NewGVMTable(3)
-	mem := hostMem(t, PageSize)
+	mem := hostMem(t, leafSize) // and the first page of the next leaf, in 4 KiB entries
+	small := hostMem(t, PageSize)
 	a, b, host := NewSpace(5), NewSpace(5), NewSpace(HostGVMI)
 	for _, s := range []*Space{a, b, host} {
 		mustMap(t, s, 0, mem)
+		mustMap(t, s, leafSize, small)
 		if err := tab.Bind(s); err != nil {
 			t.Fatal(err)
 		}
@@ -288,20 +319,22 @@ func TestGVMTable(t *testing.T) {
 	}
 	buf := make([]byte, 8)
 	for _, s := range []*Space{a, b} { // PF-3: checked where the access is made, all of the VM's functions
-		if m := s.Write(0, buf); m.Kind != Blocked {
-			t.Error(m)
-		}
-		if m := s.Read(buf, 0); !m.OK() {
-			t.Error(m)
-		}
-		if _, m := s.Host(0, 8); m.Kind != Blocked {
-			t.Error(m)
-		}
-		if _, m := s.HostRead(0, 8); !m.OK() {
-			t.Error(m)
-		}
-		if _, m := s.Uint32(0); m.Kind != Blocked {
-			t.Error(m)
+		for _, pa := range []PA{0, leafSize, leafSize - 4} {
+			if m := s.Write(pa, buf); m.Kind != Blocked {
+				t.Error(pa, m)
+			}
+			if m := s.Read(buf, pa); !m.OK() {
+				t.Error(pa, m)
+			}
+			if _, m := s.Host(pa, 8); m.Kind != Blocked {
+				t.Error(pa, m)
+			}
+			if _, m := s.HostRead(pa, 8); !m.OK() {
+				t.Error(pa, m)
+			}
+			if _, m := s.Uint32(pa); m.Kind != Blocked {
+				t.Error(pa, m)
+			}
 		}
 	}
 	if m := host.Write(0, buf); !m.OK() { // PF-4

@@ -133,7 +133,7 @@ func TestVMModel(t *testing.T) {
 		for range 400 {
 			switch r := pick(); rng.IntN(6) {
 			case 0:
-				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))], PageShift: uint8(12 + rng.IntN(10)),
+				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))], PageShift: uint8(12 + max(0, rng.IntN(20)-10)),
 					IOVA: VA(rng.Uint64() >> rng.IntN(20)), Length: 1 + rng.Uint64N(8<<20)}
 				if rng.IntN(8) == 0 {
 					sp = RegionSpec{PD: sp.PD, Access: sp.Access, Flags: Phys, IOVA: VA(base) - VA(rng.IntN(4096)), Length: sp.Length}
@@ -168,6 +168,9 @@ func TestVMModel(t *testing.T) {
 				}
 				first := rng.Uint64N(r.spec.NPages)
 				n := 1 + rng.Uint64N(r.spec.NPages-first)
+				if rng.IntN(2) == 0 {
+					first, n = 0, r.spec.NPages
+				}
 				pas := make([]PA, n)
 				at := base + PA(rng.IntN(pages))<<PageShift
 				run := rng.IntN(3) > 0
@@ -181,13 +184,19 @@ func TestVMModel(t *testing.T) {
 					pas[i] &^= 1<<r.spec.PageShift - 2
 					at += 1 << r.spec.PageShift
 				}
+				gen, lost := r.r.Generation(), false
 				if err := vm.SetPages(r.r.Handle(), first, pas); err != nil {
 					t.Fatal(err)
 				}
 				for i, pa := range pas {
+					old, had := r.pages[first+uint64(i)]
+					lost = lost || had && old != pa
 					if r.pages[first+uint64(i)] = pa; pa&1 != 0 {
 						delete(r.pages, first+uint64(i))
 					}
+				}
+				if lost != (r.r.Generation() != gen) {
+					t.Fatal("generation does not tell")
 				}
 			case 4:
 				if r == nil || r.spec.NPages == 0 {

@@ -11,15 +11,15 @@ import (
 
 // benchRig has a network that carries the largest path MTU, and loops that spin
 // as a configured daemon's would.
-func benchRig(b *testing.B, loops int) (x, y *end) {
+func benchRig(b *testing.B, vxlan bool) (x, y *end) {
 	b.Helper()
-	r := newRig(b, rigConfig{loops: loops, mtu: 9000, spin: 50 * time.Microsecond, driver: guestdrv.Config{Memory: 128 << 20}})
+	r := newRig(b, rigConfig{loops: 1, mtu: 9000, vxlan: vxlan, spin: 50 * time.Microsecond, driver: guestdrv.Config{Memory: 32 << 20}})
 	c := qpDefaults()
 	c.MaxSendWR = 256
 	return connect(b, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
 }
 
-// pollOne spins until there are completions and checks them.
+// pollSome spins until there are completions and checks them.
 func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []abi.WC) int {
 	for {
 		if n := cq.Poll(wcs); n > 0 {
@@ -33,11 +33,16 @@ func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []abi.WC) int {
 	}
 }
 
-// BenchmarkWrite keeps 16 WRITEs in flight.
-func BenchmarkWrite(b *testing.B) {
-	for _, size := range []int{8, 4096, 64 << 10, 1 << 20} {
+// BenchmarkWrite keeps 16 WRITEs in flight between two HCAs of one daemon.
+func BenchmarkWrite(b *testing.B) { benchWrite(b, false, 8, 4096, 64<<10, 1<<20) }
+
+// BenchmarkWriteVXLAN does so between two sites with a veth pair between them, MTU 9000.
+func BenchmarkWriteVXLAN(b *testing.B) { benchWrite(b, true, 64<<10, 1<<20) }
+
+func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
+	for _, size := range sizes {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
-			x, y := benchRig(b, 1)
+			x, y := benchRig(b, vxlan)
 			_, smr := x.h.region(b, size, 0)
 			dst, dmr := y.h.region(b, size, allAccess)
 			wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
@@ -63,7 +68,7 @@ func BenchmarkWrite(b *testing.B) {
 
 // BenchmarkWriteRate posts 8-byte WRITEs in batches of 32, of which one is signalled.
 func BenchmarkWriteRate(b *testing.B) {
-	x, y := benchRig(b, 1)
+	x, y := benchRig(b, false)
 	_, smr := x.h.region(b, 4096, 0)
 	dst, dmr := y.h.region(b, 4096, allAccess)
 	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
@@ -96,7 +101,7 @@ func BenchmarkWriteRate(b *testing.B) {
 // BenchmarkWriteLatency bounces 8 bytes between two hosts: each WRITEs once it
 // sees the other's. One operation is one way.
 func BenchmarkWriteLatency(b *testing.B) {
-	x, y := benchRig(b, 1)
+	x, y := benchRig(b, false)
 	xb, xm := x.h.region(b, 4096, allAccess)
 	yb, ym := y.h.region(b, 4096, allAccess)
 	to := func(e *end, mr *guestdrv.MR, far *guestdrv.Buffer, key *guestdrv.MR) guestdrv.SendWR {

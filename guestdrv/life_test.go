@@ -240,6 +240,91 @@ func TestHostileRing(t *testing.T) {
 	}
 }
 
+// TestDatapathAllocs posts and polls on a live connection without one allocation.
+func TestDatapathAllocs(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	_, smr := a.h.region(t, 4096, 0)
+	_, dmr := b.h.region(t, 4096, abi.AccessLocalWrite)
+	wr := guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 64)}}
+	rwr := guestdrv.RecvWR{ID: 2, SGL: []abi.SGE{dmr.SGE(0, 64)}}
+	wcs := make([]abi.WC, 1)
+	ctx := ctxFor(t)
+	// The whole process is counted: driver, device and loops.
+	n := testing.AllocsPerRun(200, func() {
+		if b.qp.PostRecv(&rwr) != nil || a.qp.PostSend(&wr) != nil {
+			t.Fatal("post failed")
+		}
+		for b.rcq.Poll(wcs) == 0 || wcs[0].Status != abi.WCSuccess {
+			if ctx.Err() != nil {
+				t.Fatal("no completion")
+			}
+		}
+		for a.scq.Poll(wcs) == 0 || wcs[0].Status != abi.WCSuccess {
+			if ctx.Err() != nil {
+				t.Fatal("no completion")
+			}
+		}
+	})
+	if n > allocsAllowed {
+		t.Errorf("%v allocations per message", n)
+	}
+}
+
+// TestPhysRegion registers a range of physical addresses: VAs are PAs.
+func TestPhysRegion(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 20000, 0)
+	dst, err := b.h.Alloc(20000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mr, err := b.h.pd.RegisterPages(guestdrv.PageSpec{IOVA: dst.PA(), Length: 20000, PageShift: 12, Access: allAccess, Flags: abi.MRPhys})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fill(src.Bytes(), 1)
+	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 19000)}, RemoteAddr: dst.PA() + 1000, RKey: mr.RKey()})
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	if !bytes.Equal(dst.Bytes()[1000:], src.Bytes()[:19000]) {
+		t.Error("data differ")
+	}
+}
+
+// TestSecondDriver connects while another driver has the device.
+func TestSecondDriver(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	d, err := guestdrv.Open(r.hosts[0].path, guestdrv.Config{Timeout: patience})
+	if err == nil {
+		_ = d.Close()
+		t.Fatal("two drivers at once")
+	}
+	t.Log(err)
+	if _, err := r.hosts[0].AllocPD(); err != nil {
+		t.Errorf("the first driver was disturbed: %v", err)
+	}
+}
+
+// TestQueryQP reads back what was set.
+func TestQueryQP(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: abi.MTU512, Access: abi.AccessRemoteRead}
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), o)
+	q, err := a.qp.Query()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if q.QPN != a.qp.Number() || q.QPState != abi.QPRTS || q.PathMTU != abi.MTU512 || q.Timeout != 13 || q.RetryCnt != 5 || q.RNRRetry != 4 ||
+		q.MinRNRTimer != 9 || q.MaxRdAtomic != 3 || q.MaxDestRdAtomic != 3 || q.AccessFlags != abi.AccessRemoteRead || q.DestQPN != b.qp.Number() ||
+		q.RQPSN != b.psn || q.SQPSN != a.psn || q.AV.DGID != b.h.gid || q.AV.DMAC != b.h.mac || q.AV.HopLimit != 64 || q.AV.VLANID != abi.NoVLAN {
+		t.Errorf("attributes %+v", q)
+	}
+	if p, err := a.h.Port(); err != nil || p.State != abi.PortActive || p.ActiveMTU != 1024 || p.ActiveSpeed == 0 || p.ActiveWidth == 0 {
+		t.Errorf("port %+v, %v", p, err)
+	}
+}
+
 // wrongDevice is another virtio device behind the socket.
 type wrongDevice struct {
 	vhostuser.Device

@@ -1,0 +1,176 @@
+package guestdrv
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+)
+
+func testMemory(t *testing.T, size uint64) *memory {
+	t.Helper()
+	m, err := newMemory(size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	return m
+}
+
+// TestMemory hands out and takes back at random and compares with a model: buffers
+// are zeroed, aligned, within the memory and apart from each other.
+func TestMemory(t *testing.T) {
+	const pages = 256
+	m := testMemory(t, pages<<pageShift)
+	rng := rand.New(rand.NewPCG(1, 1))
+	owner := [pages]int{}
+	zeros, ones := make([]byte, 21*pageSize), bytes.Repeat([]byte{0xff}, 21*pageSize)
+	live := map[int]*Buffer{}
+	for id := 1; id < 5000; id++ {
+		if len(live) > 0 && rng.IntN(2) == 0 {
+			for k, b := range live {
+				first := (b.PA() - uint64(paBase)) >> pageShift
+				for i := range b.size >> pageShift {
+					if owner[first+uint64(i)] != k {
+						t.Fatalf("page %d belongs to two buffers", first+uint64(i))
+					}
+					owner[first+uint64(i)] = 0
+				}
+				copy(b.Bytes(), ones)
+				b.Free()
+				b.Free() // twice is harmless
+				delete(live, k)
+				break
+			}
+			continue
+		}
+		n, align := uint64(1+rng.IntN(20*pageSize)), uint64(pageSize)<<rng.IntN(4)
+		b, err := m.alloc(n, align)
+		if errors.Is(err, ErrNoMemory) {
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if uint64(b.Len()) != n || b.PA()%align != 0 || b.PA() < uint64(paBase) || b.PA()+n > uint64(paBase)+pages<<pageShift {
+			t.Fatalf("asked for %d bytes aligned to %#x, got %d at %#x", n, align, b.Len(), b.PA())
+		}
+		if !bytes.Equal(b.Bytes(), zeros[:n]) {
+			t.Fatal("buffer is not zeroed")
+		}
+		live[id] = b
+		first := (b.PA() - uint64(paBase)) >> pageShift
+		for i := range b.size >> pageShift {
+			owner[first+uint64(i)] = id
+		}
+	}
+	for _, b := range live {
+		b.Free()
+	}
+	if _, err := m.alloc(pages<<pageShift, pageSize); err != nil {
+		t.Errorf("all was freed, yet: %v", err)
+	}
+}
+
+// TestRing compares a ring with a slice under random operations.
+func TestRing(t *testing.T) {
+	m := testMemory(t, 1<<20)
+	for _, n := range []int{1, 2, 3, 4, 100, 127, 128} {
+		r, err := newRing(m, n, 100, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d := r.desc()
+		if int(d.NumElems) <= n || d.NumElems&(d.NumElems-1) != 0 || d.Log2ElemSize != 7 || d.Length != abi.RingLength(d.NumElems, 7) ||
+			uint64(d.NPages) != (d.Length+pageSize-1)/pageSize || len(r.pages()) != int(d.NPages) {
+			t.Fatalf("ring for %d elements: %+v", n, d)
+		}
+		rng := rand.New(rand.NewPCG(1, uint64(n)))
+		var model []byte
+		for i := range 2000 {
+			if rng.IntN(2) == 0 {
+				e := r.room()
+				if full := len(model) == int(r.mask); full != (e == nil) {
+					t.Fatalf("%d elements of %d, room %v", len(model), r.mask, e != nil)
+				}
+				if e != nil {
+					if len(e) != 128 {
+						t.Fatalf("slot of %d bytes", len(e))
+					}
+					e[127] = byte(i)
+					r.publish()
+					model = append(model, byte(i))
+				}
+			} else if len(model) > 0 {
+				c := r.cons.Load()
+				if r.elem(c)[127] != model[0] {
+					t.Fatal("wrong element")
+				}
+				r.cons.Store((c + 1) & r.mask)
+				model = model[1:]
+			}
+			if r.pending() != len(model) {
+				t.Fatalf("%d pending, want %d", r.pending(), len(model))
+			}
+		}
+		// Whatever the device writes into its index, the driver stays inside the ring.
+		for _, c := range []uint32{0xffffffff, 0x80000000, r.mask + 1} {
+			r.cons.Store(c)
+			r.room()
+			if p := r.pending(); p < 0 || p > int(r.mask) {
+				t.Fatalf("%d pending with consumer %#x", p, c)
+			}
+			_ = r.elem(c)
+		}
+	}
+}
+
+func TestParseResponse(t *testing.T) {
+	resp := func(status abi.Status, length uint32, payload ...byte) []byte {
+		b := make([]byte, abi.SizeResp+len(payload), 64)
+		(&abi.Resp{Status: status, Length: length}).Encode(b)
+		copy(b[abi.SizeResp:], payload)
+		return b
+	}
+	handle := make([]byte, abi.SizeHandle)
+	(&abi.Handle{Handle: 77}).Encode(handle)
+	var h abi.Handle
+	parse := func(b []byte) error { return parseResponse(abi.CmdCreatePD, b, uint32(len(b)), &h) }
+	if err := parse(resp(abi.StatusOK, abi.SizeHandle, handle...)); err != nil || h.Handle != 77 {
+		t.Errorf("good response: %v, %+v", err, h)
+	}
+	var ce *CommandError
+	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, abi.StatusNoMemory) || !errors.As(err, &ce) || ce.Op != abi.CmdCreatePD {
+		t.Errorf("refusal: %v", err)
+	} else if err.Error() != "CREATE_PD: limit reached" {
+		t.Errorf("refusal reads %q", err)
+	}
+	for name, b := range map[string][]byte{
+		"nothing":          nil,
+		"half a header":    make([]byte, 4),
+		"no payload":       resp(abi.StatusOK, 0),
+		"payload cut":      resp(abi.StatusOK, abi.SizeHandle, handle[:4]...),
+		"length too large": resp(abi.StatusOK, 1000, handle...),
+	} {
+		if err := parse(b); err == nil {
+			t.Errorf("%s: accepted", name)
+		}
+	}
+	if err := parseResponse(abi.CmdCreatePD, make([]byte, 16), 17, &h); err == nil {
+		t.Error("more written than the buffer holds: accepted")
+	}
+}
+
+// FuzzResponse: whatever the device answers, the driver does not panic.
+func FuzzResponse(f *testing.F) {
+	f.Add([]byte{}, uint32(0))
+	f.Add(make([]byte, 64), uint32(64))
+	f.Add([]byte{0, 0, 0, 0, 120, 0, 0, 0}, uint32(8))
+	f.Fuzz(func(t *testing.T, b []byte, written uint32) {
+		for _, d := range []decoder{nil, new(abi.Handle), new(abi.DeviceAttr), new(abi.QPAttr), new(abi.Stats)} {
+			_ = parseResponse(abi.CmdQueryQP, b, written, d)
+		}
+	})
+}

@@ -1,0 +1,6 @@
+//go:build !race
+
+package guestdrv_test
+
+// allocsAllowed per message.
+const allocsAllowed = 0

@@ -422,11 +422,11 @@ func (f *fabric) until(what string, limit int64, done func() bool) {
 
 // settle steps until nothing happens for a while or nothing is left.
 func (f *fabric) settle(limit int64) {
-	for end := f.now + limit; f.now < end && f.step(); {
-	}
 	f.t.Helper()
-	if f.steps > 20e6 {
-		f.t.Fatal("does not settle")
+	for end := f.now + limit; f.now < end && f.step(); {
+		if f.steps > 20e6 {
+			f.t.Fatal("does not settle")
+		}
 	}
 }
 

@@ -205,10 +205,10 @@ func (q *QP) runRC(budget int) (more bool) {
 			if q.cur == q.head {
 				q.failHead(s.w.Status)
 			}
-			return q.state == Err
+			return false
 		}
 		if !q.sendRC(s) {
-			return q.state == Err
+			return false
 		}
 	}
 	return true

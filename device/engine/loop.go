@@ -94,7 +94,6 @@ type Loop struct {
 	timers     timerHeap
 	pollers    []*pollerEntry
 	hooks      []*Hook
-	sleepUntil int64
 
 	// Shared.
 	posts    *ring[post]
@@ -343,6 +342,7 @@ func (l *Loop) Step() {
 		old := debug.SetPanicOnFault(true)
 		defer debug.SetPanicOnFault(old)
 		l.stage = stageEvents
+		l.idleRounds = epollEvery // look at descriptors in every step
 		for !l.pass(false) {
 		}
 	})

@@ -21,6 +21,11 @@ func (s *Space) find(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	if h, run = s.leaf(pa); run != 0 {
 		return h, run, None
 	}
+	return s.page(pa)
+}
+
+// page looks up the 4 KiB entry of an address that no leaf covers.
+func (s *Space) page(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	dirs := s.table.Load().dirs
 	i := uint64(pa >> dirShift)
 	if i >= uint64(len(dirs)) {
@@ -70,10 +75,13 @@ func (s *Space) permit(write bool) MissKind {
 	return None
 }
 
-// fast is permit and find where the attribute permits everything and a leaf
+// fast is permit and find where the attribute permits everything and one entry
 // covers all n bytes.
 func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
 	h, run := s.leaf(pa)
+	if run < n {
+		h, run, _ = s.page(pa)
+	}
 	return h, run >= n && s.uplink.Load() == 0
 }
 

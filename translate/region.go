@@ -208,7 +208,7 @@ func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 				e.Store(w)
 			}
 		}
-		g.summariseLocked(r.shift)
+		g.summariseLocked(r.shift, r.npages-(first-i))
 		first, pas = first+n, pas[n:]
 	}
 	return lost
@@ -234,12 +234,13 @@ func (r *Region) clearLocked(first, count uint64) (lost bool) {
 	return lost
 }
 
-// summariseLocked makes run agree with the entries.
-func (g *mttGroup) summariseLocked(shift uint8) {
+// summariseLocked makes run agree with the entries, of which the region has n
+// (the last group may be short; nobody looks beyond).
+func (g *mttGroup) summariseLocked(shift uint8, n uint64) {
 	t := g.entries.Load()
 	w := t[0].Load()
-	for k := range t {
-		if w == 0 || t[k].Load() != w+uint64(k)<<shift {
+	for k := range min(n, mttGroupSize) {
+		if w == 0 || t[k].Load() != w+k<<shift {
 			w = 0
 			break
 		}

@@ -79,7 +79,11 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 {
 		return 0, false
 	}
-	h, run := vm.space.leaf(PA(w - mttPresent + in))
+	pa := PA(w - mttPresent + in)
+	h, run := vm.space.leaf(pa)
+	if run < n {
+		h, run, _ = vm.space.page(pa)
+	}
 	return h, run >= n
 }
 

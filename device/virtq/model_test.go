@@ -28,7 +28,6 @@ type model struct {
 	done   []*offered // published, not collected
 	avail  uint16
 	seen   uint16
-	nbuf   int
 }
 
 type offered struct {

@@ -94,7 +94,6 @@ type vm struct {
 
 type txRing struct {
 	pa   translate.PA
-	next int
 	free []int
 }
 

@@ -127,9 +127,14 @@ func (a *agent) send(ctx context.Context, command string, args any) (int64, <-ch
 		buf = append([]byte{delimiter}, buf...)
 	}
 	// A guest that does not read must not block us past ctx.
-	stop := context.AfterFunc(ctx, func() { _ = a.conn.SetWriteDeadline(time.Unix(1, 0)) })
+	expired := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(expired)
+		_ = a.conn.SetWriteDeadline(time.Unix(1, 0))
+	})
 	n, err := a.conn.Write(buf)
 	if !stop() {
+		<-expired // else it might set the deadline after we have lifted it
 		_ = a.conn.SetWriteDeadline(time.Time{})
 	}
 	if err != nil {

@@ -35,6 +35,7 @@ type rigConfig struct {
 	loops  int // per site
 	mtu    int
 	vxlan  bool // two hosts on a site each, joined by VXLAN between network namespaces; needs root
+	pool   int  // frame buffers per site; 0: 4096
 	limits hca.Limits
 	driver guestdrv.Config
 	spin   time.Duration
@@ -82,6 +83,9 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 	if cfg.mtu == 0 {
 		cfg.mtu = 1500
 	}
+	if cfg.pool == 0 {
+		cfg.pool = 4096
+	}
 	r := &rig{tb: tb, cfg: cfg, dir: tb.TempDir()}
 	level := hclog.Error // refused commands and the like are warnings, and meant here
 	if os.Getenv("VNICD_TEST_LOG") != "" {
@@ -110,7 +114,7 @@ func (r *rig) newSite() *site {
 	r.tb.Helper()
 	s := &site{}
 	var err error
-	if s.pool, err = packet.NewPool(packet.Config{Count: 4096}); err != nil {
+	if s.pool, err = packet.NewPool(packet.Config{Count: r.cfg.pool}); err != nil {
 		r.tb.Fatal(err)
 	}
 	r.tb.Cleanup(func() {

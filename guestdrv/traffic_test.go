@@ -1,0 +1,176 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// TestBothWays runs mixed traffic in both directions of one connection at once,
+// on one loop and on two, with plenty of buffers and with hardly any.
+func TestBothWays(t *testing.T) {
+	for _, tc := range []rigConfig{{loops: 1}, {loops: 2}, {loops: 1, pool: 24}, {loops: 2, pool: 24}} {
+		t.Run(fmt.Sprintf("%d loops, %d buffers", tc.loops, tc.pool), func(t *testing.T) {
+			r := newRig(t, tc)
+			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 10})
+			t.Run("both", func(t *testing.T) {
+				t.Run("there", func(t *testing.T) {
+					t.Parallel()
+					mixedTraffic(t, a, b, 200, 1)
+				})
+				t.Run("back", func(t *testing.T) {
+					t.Parallel()
+					mixedTraffic(t, b, a, 200, 2)
+				})
+			})
+		})
+	}
+}
+
+// TestSizesOfRequests uses as many SGEs and as much inline data as the device allows.
+func TestSizesOfRequests(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	at := r.hosts[0].Attr()
+	c := qpDefaults()
+	c.MaxSendSGE, c.MaxRecvSGE, c.MaxInline = int(at.MaxSGE), int(at.MaxSGE), int(at.MaxInline)
+	a, b := connect(t, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 100000, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 100000, allAccess)
+	fill(src.Bytes(), 1)
+	var gather, scatter []abi.SGE
+	var want []byte
+	for i := range c.MaxSendSGE {
+		n, off := 1+i*97%700, i*1000+i
+		gather = append(gather, smr.SGE(off, n))
+		want = append(want, src.Bytes()[off:off+n]...)
+	}
+	per := len(want)/c.MaxRecvSGE + 1
+	for i := range c.MaxRecvSGE {
+		scatter = append(scatter, dmr.SGE((c.MaxRecvSGE-1-i)*2000, per))
+	}
+	b.recv(t, 1, scatter...)
+	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: gather})
+	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
+	if wc := expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv); int(wc.ByteLen) != len(want) {
+		t.Fatalf("%d bytes received of %d", wc.ByteLen, len(want))
+	}
+	var got []byte
+	for i := range c.MaxRecvSGE {
+		got = append(got, dst.Bytes()[(c.MaxRecvSGE-1-i)*2000:][:per]...)
+	}
+	if !bytes.Equal(got[:len(want)], want) {
+		t.Error("data differ")
+	}
+
+	a.post(t, &guestdrv.SendWR{
+		ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: src.Bytes()[:c.MaxInline], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+	})
+	expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+	if !bytes.Equal(dst.Bytes()[:c.MaxInline], src.Bytes()[:c.MaxInline]) {
+		t.Error("inline data differ")
+	}
+
+	// More than the queue was made for is refused before it reaches the device.
+	if err := a.qp.PostSend(&guestdrv.SendWR{SGL: make([]abi.SGE, c.MaxSendSGE+1)}); err == nil {
+		t.Error("too many SGEs were accepted")
+	}
+	if err := a.qp.PostSend(&guestdrv.SendWR{Flags: abi.SendInline, Inline: make([]byte, c.MaxInline+1)}); err == nil {
+		t.Error("too much inline data was accepted")
+	}
+	if err := b.qp.PostRecv(&guestdrv.RecvWR{SGL: make([]abi.SGE, c.MaxRecvSGE+1)}); err == nil {
+		t.Error("too many receive SGEs were accepted")
+	}
+}
+
+// TestDrain stops a send queue in the midst of its work and lets it go on.
+func TestDrain(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 1<<20, 0)
+	dst, dmr := b.h.region(t, 1<<20, allAccess)
+	fill(src.Bytes(), 1)
+	const n = 40
+	for i := range n {
+		a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	}
+	if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPSQD, EnSQDAsyncNotify: 1}, abi.QPAttrState|abi.QPAttrEnSQDAsyncNotify); err != nil {
+		t.Fatal(err)
+	}
+	a.h.wantEvent(t, abi.EventSQDrained, a.qp.Number())
+	q, err := a.qp.Query()
+	if err != nil || q.QPState != abi.QPSQD || q.SQDraining != 0 {
+		t.Fatalf("drained: %+v, %v", q, err)
+	}
+	left := a.qp.Outstanding()
+	if left == 0 {
+		t.Fatalf("%d MiB were written before the queue could be told to stop", n)
+	}
+	if got := a.scqPolled(t, n-left); got != n-left {
+		t.Fatalf("%d completions, %d of %d requests are left", got, left, n)
+	}
+	if a.qp.Outstanding() != left {
+		t.Fatal("a drained queue went on")
+	}
+	if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState); err != nil {
+		t.Fatal(err)
+	}
+	for i := n - left; i < n; i++ {
+		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+	}
+	if !bytes.Equal(src.Bytes(), dst.Bytes()) {
+		t.Error("data differ")
+	}
+}
+
+// scqPolled polls n completions at most, which must be there, in order and good.
+func (e *end) scqPolled(tb testing.TB, n int) int {
+	tb.Helper()
+	wcs := make([]abi.WC, n+1)
+	got := e.scq.Poll(wcs)
+	for i := range got {
+		if wcs[i].ID != uint64(i) || wcs[i].Status != abi.WCSuccess {
+			tb.Fatalf("completion %+v", wcs[i])
+		}
+	}
+	return got
+}
+
+// TestLink takes the port down and up; the driver is told.
+func TestLink(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	h := r.hosts[0]
+	ctx := ctxFor(t)
+	for _, up := range []bool{false, true} {
+		h.hca.SetLink(up)
+		select {
+		case <-h.ConfigChanged():
+		case <-ctx.Done():
+			t.Fatal("the driver was not told")
+		}
+		c, err := h.ReadConfig()
+		if err != nil || (c.LinkUp == 1) != up {
+			t.Errorf("link %d, %v; want up %v", c.LinkUp, err, up)
+		}
+		want := uint32(abi.PortDown)
+		if up {
+			want = abi.PortActive
+		}
+		if p, err := h.Port(); err != nil || p.State != want {
+			t.Errorf("port state %d, %v; want %d", p.State, err, want)
+		}
+	}
+}
+
+// TestPlain uses virtqueues without indirect descriptors and event indices.
+func TestPlain(t *testing.T) {
+	r := newRig(t, rigConfig{driver: guestdrv.Config{Plain: true}})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	mixedTraffic(t, a, b, 50, 1)
+	b.recv(t, 1)
+	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled})
+	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
+	expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv)
+}

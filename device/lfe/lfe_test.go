@@ -3,8 +3,10 @@ package lfe
 import (
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -18,7 +20,14 @@ import (
 	"github.com/vnicd/vnicd/device/packet"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	flag.Parse()
+	// The fuzzing engine's own goroutines may outlive the run by a moment.
+	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {
+		os.Exit(m.Run())
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // bench is a network, a loop that is not started, a clock and buffers.
 type bench struct {

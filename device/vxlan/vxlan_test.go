@@ -3,9 +3,11 @@ package vxlan
 import (
 	"encoding/binary"
 	"errors"
+	"flag"
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -19,7 +21,14 @@ import (
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	flag.Parse()
+	// The fuzzing engine's own goroutines may outlive the run by a moment.
+	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {
+		os.Exit(m.Run())
+	}
+	goleak.VerifyTestMain(m)
+}
 
 const (
 	localIP  = "192.0.2.1"

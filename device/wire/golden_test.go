@@ -1,0 +1,307 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"strings"
+	"testing"
+)
+
+// unhex turns spaced hexadecimal digits into bytes.
+func unhex(t testing.TB, s string) []byte {
+	t.Helper()
+	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// codec is what all fixed headers have in common.
+type codec interface {
+	Decode([]byte) (int, error)
+	Encode([]byte) int
+}
+
+// Literal bytes from the header diagrams of the specifications, both ways.
+func TestGoldenHeaders(t *testing.T) {
+	for name, c := range map[string]struct {
+		bytes string
+		want  codec
+		empty func() codec
+	}{
+		"Ethernet": {"ffffffffffff 020000000001 0806",
+			&Ethernet{Dst: Broadcast, Src: MAC{2, 0, 0, 0, 0, 1}, Type: TypeARP, VLAN: NoVLAN}, func() codec { return new(Ethernet) }},
+		"802.1Q": {"020000000002 020000000001 8100 b123 0800",
+			&Ethernet{Dst: MAC{2, 0, 0, 0, 0, 2}, Src: MAC{2, 0, 0, 0, 0, 1}, Type: TypeIPv4, VLAN: 0x123, PCP: 5, DEI: true}, func() codec { return new(Ethernet) }},
+		"ARP": {"0001 0800 06 04 0002 020000000001 0a000001 020000000002 0a000002",
+			&ARP{ARPReply, MAC{2, 0, 0, 0, 0, 1}, MAC{2, 0, 0, 0, 0, 2}, [4]byte{10, 0, 0, 1}, [4]byte{10, 0, 0, 2}}, func() codec { return new(ARP) }},
+		// The example of many textbooks, checksum b861.
+		"IPv4": {"45000073 00004000 4011b861 c0a80001 c0a800c7" + strings.Repeat("00", 0x73-20),
+			&IPv4{TotalLen: 0x73, DontFrag: true, TTL: 64, Protocol: 17, Checksum: 0xb861, Src: [4]byte{192, 168, 0, 1}, Dst: [4]byte{192, 168, 0, 199}}, func() codec { return new(IPv4) }},
+		"IPv6": {"668abcde 0002 11 3f 20010db8000000000000000000000001 20010db8000000000000000000000002 0000",
+			&IPv6{0x68, 0xabcde, 2, ProtoUDP, 63, [16]byte{0x20, 1, 0xd, 0xb8, 15: 1}, [16]byte{0x20, 1, 0xd, 0xb8, 15: 2}}, func() codec { return new(IPv6) }},
+		"UDP": {"c001 12b7 000a beef 0000", &UDP{0xc001, 4791, 10, 0xbeef}, func() codec { return new(UDP) }},
+		// RFC 7348, figure 1.
+		"VXLAN": {"08000000 123456 00", &VXLAN{0x123456}, func() codec { return new(VXLAN) }},
+		"BTH": {"0a f0 8001 c0 123456 80 abcdef",
+			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true, DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
+		"RETH": {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324}, func() codec { return new(RETH) }},
+		"AtomicETH": {"0102030405060708 11121314 2122232425262728 3132333435363738",
+			&AtomicETH{0x0102030405060708, 0x11121314, 0x2122232425262728, 0x3132333435363738}, func() codec { return new(AtomicETH) }},
+		"AETH": {"62 00abcd", &AETH{NAKRemoteAccess, 0xabcd}, func() codec { return new(AETH) }},
+		"DETH": {"80010000 00 000001", &DETH{0x80010000, 1}, func() codec { return new(DETH) }},
+	} {
+		b := unhex(t, c.bytes)
+		got := c.empty()
+		n, err := got.Decode(b)
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if a, w := deref(got), deref(c.want); a != w {
+			t.Errorf("%s: decoded %+v, expected %+v", name, a, w)
+		}
+		out := make([]byte, n)
+		if m := c.want.Encode(out); m != n || !bytes.Equal(out, b[:n]) {
+			t.Errorf("%s: encoded %x, expected %x", name, out, b[:n])
+		}
+		for short := range n { // every truncation is noticed
+			if _, err := c.empty().Decode(b[:short]); !errors.Is(err, ErrShort) {
+				t.Errorf("%s: %d of %d bytes: %v", name, short, n, err)
+			}
+		}
+	}
+}
+
+// deref gives comparable values.
+func deref(c codec) any {
+	switch h := c.(type) {
+	case *Ethernet:
+		return *h
+	case *ARP:
+		return *h
+	case *IPv4:
+		return *h
+	case *IPv6:
+		return *h
+	case *UDP:
+		return *h
+	case *VXLAN:
+		return *h
+	case *BTH:
+		return *h
+	case *RETH:
+		return *h
+	case *AtomicETH:
+		return *h
+	case *AETH:
+		return *h
+	case *DETH:
+		return *h
+	}
+	panic("unknown codec")
+}
+
+func TestDecodersRefuse(t *testing.T) {
+	ip4 := "45000014 00004000 4011b8c0 c0a80001 c0a800c7"
+	for name, c := range map[string]struct {
+		h     codec
+		bytes string
+		want  error
+	}{
+		"IPv4 version":   {new(IPv4), "65" + ip4[2:], ErrVersion},
+		"IPv4 short IHL": {new(IPv4), "44" + ip4[2:], ErrLength},
+		"IPv4 long IHL":  {new(IPv4), "46" + ip4[2:], ErrLength},
+		"IPv4 total":     {new(IPv4), "45000015" + ip4[8:], ErrLength},
+		"IPv4 total < h": {new(IPv4), "45000013" + ip4[8:], ErrLength},
+		"IPv4 checksum":  {new(IPv4), strings.Replace(ip4, "b8c0", "b8c1", 1), ErrChecksum},
+		"IPv6 version":   {new(IPv6), "4" + strings.Repeat("0", 79), ErrVersion},
+		"IPv6 length":    {new(IPv6), "60000000 0001 11 40" + strings.Repeat("00", 32), ErrLength},
+		"UDP length 7":   {new(UDP), "0001 0002 0007 0000", ErrLength},
+		"UDP length 9":   {new(UDP), "0001 0002 0009 0000", ErrLength},
+		"VXLAN no VNI":   {new(VXLAN), "00000000 12345600", ErrVersion},
+		"BTH version":    {new(BTH), "04 01 ffff 00000001 00000001", ErrVersion},
+		"ARP hardware":   {new(ARP), "0006" + "0800 06 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
+		"ARP protocol":   {new(ARP), "0001 86dd 06 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
+		"ARP lengths":    {new(ARP), "0001 0800 08 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
+	} {
+		if _, err := c.h.Decode(unhex(t, c.bytes)); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, expected %v", name, err, c.want)
+		}
+	}
+}
+
+// VXLAN receivers ignore reserved bits and other flags (RFC 7348, 5).
+func TestVXLANReserved(t *testing.T) {
+	var h VXLAN
+	if _, err := h.Decode(unhex(t, "ffffffff abcdefff")); err != nil || h.VNI != 0xabcdef {
+		t.Error(h, err)
+	}
+}
+
+func TestNeighborGolden(t *testing.T) {
+	src, dst := [16]byte{0xfe, 0x80, 15: 1}, [16]byte{0xfe, 0x80, 15: 2}
+	for name, c := range map[string]struct {
+		n     Neighbor
+		bytes string
+	}{
+		"solicitation": {Neighbor{Target: dst, Link: MAC{2, 0, 0, 0, 0, 1}, HasLink: true},
+			"8700 7a1b 00000000 fe800000000000000000000000000002 0101 020000000001"},
+		"advertisement": {Neighbor{Advert: true, Router: true, Solicited: true, Override: true, Target: dst, Link: MAC{2, 0, 0, 0, 0, 2}, HasLink: true},
+			"8800 9819 e0000000 fe800000000000000000000000000002 0201 020000000002"},
+		"without option": {Neighbor{Advert: true, Solicited: true, Target: dst},
+			"8800 3c25 40000000 fe800000000000000000000000000002"},
+	} {
+		b := make([]byte, c.n.Len())
+		c.n.Encode(b, src, dst)
+		if want := unhex(t, c.bytes); !bytes.Equal(b, want) {
+			t.Errorf("%s: %x, expected %x", name, b, want)
+		}
+		var got Neighbor
+		if err := got.Decode(b, src, dst); err != nil || got != c.n {
+			t.Errorf("%s: %+v, %v", name, got, err)
+		}
+		if err := got.Decode(b, src, src); !errors.Is(err, ErrChecksum) {
+			t.Errorf("%s: wrong address: %v", name, err)
+		}
+		for short := range len(b) {
+			if got.Decode(b[:short], src, dst) == nil {
+				t.Errorf("%s: %d bytes accepted", name, short)
+			}
+		}
+	}
+	seal := func(b []byte) []byte {
+		b[2], b[3] = 0, 0
+		sum := Checksum(b, PseudoSum6(src, dst, ProtoICMPv6, uint32(len(b))))
+		b[2], b[3] = byte(sum>>8), byte(sum)
+		return b
+	}
+	fixed := "8700 0000 00000000 fe800000000000000000000000000002"
+	for name, c := range map[string]struct {
+		bytes string
+		want  error
+	}{
+		"option of length 0":  {fixed + "0100 020000000001", ErrLength},
+		"option too long":     {fixed + "0102 020000000001", ErrLength},
+		"half an option":      {fixed + "01", ErrLength},
+		"too many options":    {fixed + strings.Repeat("0e01 000000000000", 20), ErrLength},
+		"router solicitation": {"85" + fixed[2:], ErrType},
+		"code 1":              {"8701" + fixed[4:], ErrType},
+	} {
+		var got Neighbor
+		if err := got.Decode(seal(unhex(t, c.bytes)), src, dst); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	var got Neighbor
+	if err := got.Decode(seal(unhex(t, fixed+"0e01 000000000000 0101 020000000009")), src, dst); err != nil || got.Link != (MAC{2, 0, 0, 0, 0, 9}) {
+		t.Error("unknown options are skipped:", err)
+	}
+}
+
+func TestChecksum(t *testing.T) {
+	slow := func(b []byte, sum uint32) uint16 { // RFC 1071, 4.1
+		s := uint64(sum)
+		for i, x := range b {
+			s += uint64(x) << (8 * (1 - i&1))
+		}
+		for s>>16 != 0 {
+			s = s&0xffff + s>>16
+		}
+		return ^uint16(s)
+	}
+	for n := range 200 {
+		for _, fill := range []byte{0, 1, 0x80, 0xff} {
+			b := bytes.Repeat([]byte{fill}, n)
+			for i := range b {
+				b[i] ^= byte(i*i) & (fill + 1)
+			}
+			for _, init := range []uint32{0, 1, 0xffff, 0x1fffe, 0xffffffff} {
+				if got, want := Checksum(b, init), slow(b, init); got != want {
+					t.Fatalf("%d bytes of %#x, %#x: %#x, expected %#x", n, fill, init, got, want)
+				}
+			}
+		}
+	}
+	if got := Checksum(unhex(t, "0001 f203 f4f5 f6f7"), 0); got != ^uint16(0xddf2) { // RFC 1071, 3
+		t.Errorf("%#x", got)
+	}
+}
+
+// Frames as others sent them: what they computed as ICRC must be what we do.
+func TestForeignICRC(t *testing.T) {
+	for name, c := range map[string]struct{ frame string }{
+		// Linux rxe, UC SEND Only, 18 bytes and 2 of pad (from Scapy's test suite).
+		"rxe": {`248a07a8fa22 248a07a8fa22 0800  4501 0040 0478 4000 4011 b4d5 c0a80007 c0a80007  c000 12b7 002c aca2
+			24 60 ffff 000000d3 00cf1710  4630818be28935d90e9a95505401be885e50 0000  78f353f3`},
+		// ConnectX-4 Lx, a congestion notification (likewise).
+		"ConnectX-4": {`e41d2dab2bc2 7cfe90643b32 0800 45c2 003c 718c 4000 4011 9161 0a001101 0a001201 0000 12b7 0028 0000
+			8100 ffff 40000118 00000000 00000000 00000000 00000000 00000000 82fd002a`},
+	} {
+		f := unhex(t, c.frame)
+		g := bytes.Clone(f)
+		clear(g[len(g)-4:])
+		if err := SealICRC(g); err != nil || !bytes.Equal(f, g) {
+			t.Errorf("%s: %v, ICRC %x, expected %x", name, err, g[len(g)-4:], f[len(f)-4:])
+		}
+		var p RoCE
+		err := ParseRoCE(f, &p)
+		if name == "ConnectX-4" { // opcode 0x81 is not in the allow-list
+			if !errors.Is(err, ErrOpcode) {
+				t.Error(err)
+			}
+			continue
+		}
+		if err != nil || !CheckICRC(f, &p) {
+			t.Errorf("%s: %v, refused", name, err)
+		}
+		if p.BTH != (BTH{Opcode: OpUCSendOnly, Migrated: true, Pad: 2, PKey: 0xffff, DestQP: 211, PSN: 13571856}) || len(p.Payload) != 18 || p.SrcPort != 49152 {
+			t.Errorf("%+v", p)
+		}
+	}
+}
+
+// Whole frames by hand: what the builder makes of a path, header by header.
+func TestGoldenFrames(t *testing.T) {
+	for kind, want := range map[string]string{
+		"v4": `020000000002 020000000001 0800  4568 0038 0000 4000 3f11 274b 0a000001 0a000002  c123 12b7 0024 0000
+			64 00 ffff 00000011 80000007  11111111 00000012  deadbeef`,
+		"v6": `020000000002 020000000001 86dd  668abcde 0024 11 3f fe800000000000000000000000000001 fe800000000000000000000000000002
+			c123 12b7 0024 0000  64 00 ffff 00000011 80000007  11111111 00000012  deadbeef`,
+		"v1": `020000000002 020000000001 8915  668abcde 001c 1b 3f fe800000000000000000000000000001 fe800000000000000000000000000002
+			64 00 ffff 00000011 80000007  11111111 00000012  deadbeef`,
+		"vlan": `020000000002 020000000001 8100 6064 0800  4568 0038 0000 4000 3f11 274b 0a000001 0a000002  c123 12b7 0024 0000
+			64 00 ffff 00000011 80000007  11111111 00000012  deadbeef`,
+	} {
+		path := testPath(strings.Replace(kind, "vlan", "v4", 1))
+		if kind == "vlan" {
+			path.VLAN, path.PCP = 100, 3
+		}
+		// UD SEND Only, 12 bytes: "deadbeef" and zeros.
+		deth := make([]byte, DETHLen)
+		(&DETH{0x11111111, 0x12}).Encode(deth)
+		f := build(t, path, BTH{Opcode: OpUDSendOnly, PKey: 0xffff, DestQP: 0x11, AckReq: true, PSN: 7}, deth, unhex(t, "deadbeef"))
+		w := unhex(t, want)
+		if len(f) != len(w)+ICRCLen {
+			t.Fatalf("%s: %d bytes, expected %d", kind, len(f), len(w)+ICRCLen)
+		}
+		if !bytes.Equal(f[:len(w)], w) {
+			t.Errorf("%s:\n%x, expected\n%x", kind, f[:len(w)], w)
+		}
+		var p RoCE
+		if err := ParseRoCE(f, &p); err != nil || !CheckICRC(f, &p) || p.DETH() != (DETH{0x11111111, 0x12}) || p.V1 != path.V1 ||
+			p.VLAN != path.VLAN || p.SrcIP != path.SrcIP || p.DstIP != path.DstIP || p.TOS != 0x68 || p.TTL != 63 {
+			t.Errorf("%s: %v, %+v", kind, err, p)
+		}
+		var grh [GRHLen]byte
+		for i := range grh {
+			grh[i] = 0xee
+		}
+		p.GRH(&grh)
+		if net := 40 - len(p.Net); !bytes.Equal(grh[net:], p.Net) || !bytes.Equal(grh[:net], make([]byte, net)) {
+			t.Errorf("%s: GRH %x", kind, grh)
+		}
+	}
+}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // TestWholeDevice goes the way QEMU goes, twice over one server.
@@ -422,4 +423,99 @@ func TestMasking(t *testing.T) {
 		t.Fatal(err)
 	}
 	roundTrip(t, d, m, 0, "unmasked")
+}
+
+// TestQEMUOrder replays what QEMU 11.1 sends for a network device from its
+// start over a guest's boot, a pause, a reset and the next boot (recorded with
+// a Linux guest). Note what it does not send again: memory and error
+// descriptors.
+func TestQEMUOrder(t *testing.T) {
+	dev := newEcho(2)
+	path, _ := serve(t, dev)
+	m := memory(t)
+	c, err := frontend.Dial(testContext(t), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	must := func(errs ...error) {
+		t.Helper()
+		if err := errors.Join(errs...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	kick, call, errfd := eventfd(t), eventfd(t), eventfd(t)
+	r := m.Regions()[0]
+	features, err := c.GetFeatures()
+	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
+	_, err = c.QueueNum()
+	must(err, c.SetOwner())
+	for i := range 2 {
+		must(c.SetVringCall(i, call), c.SetVringErr(i, errfd))
+	}
+	enable := func(on bool) {
+		t.Helper()
+		must(c.SetVringEnable(0, on), c.SetVringEnable(1, on))
+	}
+	must(c.ResetDevice())
+	enable(true)
+	must(c.ResetDevice())
+	enable(true)
+	enable(true)
+	addStatus := func(bits uint8) {
+		t.Helper()
+		s, err := c.GetStatus()
+		must(err, c.SetStatus(s|bits))
+	}
+	base := [2]uint16{}
+	start := func(first bool) {
+		t.Helper()
+		dev.clearCalls()
+		enable(true)
+		must(c.SetFeatures(features))
+		addStatus(vhostuser.StatusFeaturesOK)
+		if first {
+			must(c.AddMemReg(r, m.FD()))
+		}
+		for i := range 2 {
+			at := r.UserAddr + uint64(i)<<14
+			must(c.SetVringNum(i, 256), c.SetVringBase(i, base[i]),
+				c.SetVringAddr(vhostuser.VringAddr{Index: uint32(i), Desc: at, Avail: at + 0x1000, Used: at + 0x2000}),
+				c.SetVringKick(i, kick), c.SetVringCall(i, call))
+		}
+		addStatus(vhostuser.StatusAcknowledge | vhostuser.StatusDriver | vhostuser.StatusDriverOK)
+		calls := dev.calls()
+		if !slices.Contains(calls, "start 0") || !slices.Contains(calls, "start 1") || calls[len(calls)-1] != "status 15" {
+			t.Fatalf("%q", calls)
+		}
+	}
+	stop := func() {
+		t.Helper()
+		for i := range base {
+			var err error
+			base[i], err = c.GetVringBase(i)
+			must(err)
+		}
+		must(c.SetStatus(0))
+	}
+	start(true)
+	stop() // paused
+	start(false)
+	stop() // the guest reboots
+	for range 4 {
+		must(c.ResetDevice())
+		enable(false)
+		enable(true)
+	}
+	start(false)
+	// The error descriptor of the beginning still works.
+	avail, err := m.Bytes(translate.PA(r.GuestPA+0x1002), 2)
+	must(err)
+	avail[1] = 0x7f
+	_, err = unix.Write(kick, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	must(err)
+	fds := []unix.PollFd{{Fd: int32(errfd), Events: unix.POLLIN}}
+	if n, err := unix.Poll(fds, 20000); n != 1 || err != nil {
+		t.Fatal("no error reported", n, err)
+	}
 }

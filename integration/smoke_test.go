@@ -1,4 +1,3 @@
-// Package integration boots VMs and makes network namespaces: the whole path from a guest's application to the wire.
 package integration
 
 import (

@@ -188,7 +188,7 @@ func FuzzReceive(f *testing.F) {
 
 // The same with fixed seeds, so that every test run covers it.
 func TestHostile(t *testing.T) {
-	n := 6000
+	n := 2000
 	if testing.Short() {
 		n = 1000
 	}

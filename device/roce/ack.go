@@ -110,9 +110,10 @@ func (q *QP) progress(start uint64) {
 		q.nxt, q.cur = q.una, q.head
 	}
 	q.retireRequests()
-	q.rtxAt = 0
-	if q.nxt > q.una && q.timeout != 0 {
-		q.rtxAt = q.now + q.timeout
+	q.measure()
+	q.rtxAt, q.fullAt, q.probes = 0, 0, 0
+	if q.nxt > q.una {
+		q.armRetransmit()
 	}
 	if q.acked += uint32(min(n, maxWindow)); q.acked >= q.cwnd {
 		q.acked = 0
@@ -208,47 +209,6 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	return false
 }
 
-// lost reacts to a gap: go back once, and count it (IBTA 9.7.6.1.3, 9.7.5.2.4).
-func (q *QP) lost() {
-	if q.recovering || q.rnrAt != 0 {
-		return
-	}
-	q.retry()
-}
-
-// retry goes back, or gives up when retry_cnt is used up.
-func (q *QP) retry() {
-	if q.retryLeft == 0 {
-		q.failHead(StatusRetryExc)
-		return
-	}
-	q.retryLeft--
-	q.cwnd = max(q.cwnd/2, minWindow)
-	q.acked = 0
-	q.goBack()
-}
-
-// goBack makes una the next PSN to send.
-func (q *QP) goBack() {
-	q.nxt, q.cur = q.una, q.head
-	q.recovering = true
-	q.rtxAt = 0
-	q.wake()
-}
-
-// timedOut is called when no response came in time (IBTA 9.7.6.1.3).
-func (q *QP) timedOut() {
-	switch {
-	case !q.live() || q.sent == q.una:
-	case q.rnrAt != 0 || q.stallAt != 0:
-		// It is us who are silent: the peer may owe nothing yet.
-		q.rtxAt = q.now + q.timeout
-	default:
-		q.stats.Timeouts++
-		q.retry()
-	}
-}
-
 // receiverNotReady waits as the peer's RNR NAK asks (IBTA 9.7.5.2.8).
 func (q *QP) receiverNotReady(timer uint8) {
 	if q.rnrAt != 0 {
@@ -262,5 +222,6 @@ func (q *QP) receiverNotReady(timer uint8) {
 		q.rnrLeft--
 	}
 	q.goBack()
+	q.fullAt, q.probes = 0, 0
 	q.rnrAt = q.now + rnrTimer[timer]
 }

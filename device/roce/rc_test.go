@@ -447,3 +447,55 @@ func TestRCNoDestRdAtomic(t *testing.T) {
 	a.wantSends(StatusRemInvReq)
 	b.wantEvents(EventReqErr)
 }
+
+// A loss that nothing behind it reveals is repaired after a few response times,
+// long before the timeout, and costs no retry; a dead peer is still given the full
+// time of all retries.
+func TestRCProbe(t *testing.T) {
+	f := newFabric(t, 9)
+	o := opts()
+	o.timeout, o.retry = 18, 1 // 1.07 s
+	a, b := f.pair(o)
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	for i := range 3 {
+		for _, op := range []WROpcode{WRWrite, WRRead, WRFetchAdd} {
+			n := 8
+			if op != WRFetchAdd {
+				n = 20000
+			}
+			w := WQE{Opcode: op, RKey: 2, SGEs: []SGE{sge(1, 0, n)}}
+			a.post(w)
+			f.until("warm up", 1e9, func() bool { return len(a.sends) == len(a.sq) })
+			// The last packet to or from b is lost, twice.
+			lost := 0
+			f.loss = func(p *wire.RoCE) bool {
+				if p.Info.Is(wire.Last) && lost < 1+i && p.BTH.DestQP == 0x11+0x11*uint32(i&1) {
+					lost++
+					return true
+				}
+				return false
+			}
+			start := f.now
+			a.post(w)
+			f.until("lost at the end", 2e9, func() bool { return len(a.sends) == len(a.sq) })
+			if took := f.now - start; took > 60e6 {
+				t.Errorf("opcode %d lost %d times: took %d us", op, lost, took/1000)
+			}
+			f.loss = nil
+		}
+	}
+	if s := a.q.Stats(); s.Timeouts != 0 || s.Retransmits == 0 || a.q.retryLeft != 1 {
+		t.Errorf("%+v", s)
+	}
+	f.loss = func(*wire.RoCE) bool { return true }
+	start, frames := f.now, f.frames
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 20000)}})
+	f.until("dead peer", 10e9, func() bool { return len(a.sends) == len(a.sq) })
+	if took, want := f.now-start, 2*timeoutNS(18); took < want || took > want+want/8 {
+		t.Errorf("gave up after %d ms, want %d ms", took/1e6, want/1e6)
+	}
+	if n := f.frames - frames; n > 300 {
+		t.Errorf("%d frames to a dead peer", n)
+	}
+}

@@ -40,7 +40,12 @@ type requester struct {
 	recovering bool
 	blocked    bool // Run stopped for something that an acknowledgement cures
 
-	rtxAt   int64 // retransmission deadline
+	rtxAt   int64  // retransmission deadline: a probe, or the timeout itself
+	fullAt  int64  // when the timeout counts as one (probe.go)
+	srtt    int64  // smoothed time from request to response, ns; 0: not known
+	timed   uint64 // PSN whose response is being timed, 0: none
+	timedAt int64
+	probes  uint8 // sent since the last progress
 	rnrAt   int64 // RNR: silent until then
 	stallAt int64 // no buffer or absent memory: try again then
 
@@ -250,15 +255,15 @@ func (q *QP) fenced() bool {
 func (q *QP) advanceNxt(s *sendSlot, end uint64) {
 	if q.nxt < q.sent {
 		q.stats.Retransmits += min(end, q.sent) - q.nxt
+	} else if q.timed == 0 {
+		q.timed, q.timedAt = q.nxt+1, q.now
 	}
 	q.nxt = end
 	q.sent = max(q.sent, end)
 	if end == s.end {
 		q.cur++
 	}
-	if q.rtxAt == 0 && q.timeout != 0 {
-		q.rtxAt = q.now + q.timeout
-	}
+	q.armRetransmit()
 }
 
 // sendPacket builds packet number i of a SEND or WRITE. It returns nil if there

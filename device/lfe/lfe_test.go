@@ -132,7 +132,17 @@ func TestMTU(t *testing.T) {
 	if b.net.MTU() != DefaultMTU {
 		t.Errorf("MTU %d", b.net.MTU())
 	}
+	var told []int
+	cancel := b.net.OnMTU(func(mtu int) { told = append(told, mtu) })
 	b.net.SetUnderlayMTU(1450)
+	b.net.SetUnderlayMTU(1450)
+	b.net.SetUnderlayMTU(9000)
+	cancel()
+	cancel()
+	b.net.SetUnderlayMTU(1450)
+	if !slices.Equal(told, []int{1450, 9000}) {
+		t.Errorf("told of %v", told)
+	}
 	if b.net.MTU() != 1450 {
 		t.Errorf("MTU %d after the underlay is known", b.net.MTU())
 	}

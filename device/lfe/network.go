@@ -92,9 +92,11 @@ type Network struct {
 
 	readers [engine.MaxLoops]reader
 
-	mu         sync.Mutex // guards the writers of table and pastTotals
-	underlay   int
-	pastTotals Totals
+	mu sync.Mutex // guards the writers of table, and the fields below
+
+	mtuWatchers []*func(int)
+	underlay    int
+	pastTotals  Totals
 }
 
 // portTable is an immutable snapshot of the ports.
@@ -175,9 +177,34 @@ func (n *Network) ConfiguredMTU() int { return n.cfg.MTU }
 // configuration names an MTU, that is the network's.
 func (n *Network) SetUnderlayMTU(mtu int) {
 	n.mu.Lock()
-	defer n.mu.Unlock()
+	before := n.MTU()
 	n.underlay = mtu
 	n.applyMTULocked()
+	after := n.MTU()
+	var tell []func(int)
+	if after != before {
+		for _, w := range n.mtuWatchers {
+			tell = append(tell, *w)
+		}
+	}
+	n.mu.Unlock()
+	for _, f := range tell {
+		f(after)
+	}
+}
+
+// OnMTU calls f with the new MTU whenever it has changed, on the goroutine that changed it, until cancel is called.
+// A call may be under way while cancel returns.
+func (n *Network) OnMTU(f func(mtu int)) (cancel func()) {
+	w := &f
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mtuWatchers = append(n.mtuWatchers, w)
+	return func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.mtuWatchers = slices.DeleteFunc(n.mtuWatchers, func(x *func(int)) bool { return x == w })
+	}
 }
 
 func (n *Network) applyMTULocked() {

@@ -27,6 +27,7 @@ import (
 // Errors that callers test for.
 var (
 	ErrExists     = errors.New("tap: interface exists already")
+	ErrClosed     = errors.New("tap: closed")
 	ErrPermission = errors.New("tap: creating an interface needs root or CAP_NET_ADMIN")
 )
 
@@ -38,7 +39,7 @@ type Config struct {
 	// Loop reads the interface.
 	Loop *engine.Loop
 	Pool *packet.Pool
-	// MTU of the interface in bytes; zero = the network's.
+	// MTU of the interface in bytes; zero = the network's, whenever that changes.
 	MTU int
 	// MAC of the interface; zero = the kernel picks one.
 	MAC lfe.MAC
@@ -58,6 +59,9 @@ type TAP struct {
 	att   *lfe.Attachment
 	watch *engine.Watch
 	log   hclog.Logger
+	nl    *netlink.Handle // in the namespace of the interface
+
+	followed func() // ends following the network's MTU; nil if it does not
 
 	cur *packet.Buf // the loop's: frame being handed to the network
 
@@ -81,11 +85,7 @@ func (c *Config) check() error {
 			return fmt.Errorf("tap: %s: invalid address", c.Name)
 		}
 	}
-	if c.MTU == 0 {
-		c.MTU = c.Network.MTU()
-	}
-	// A frame that fills the buffer to the last byte cannot be told from one that was cut off, hence the 1.
-	if limit := min(c.Network.MTU(), c.Pool.Capacity()-lfe.HeaderLen-8-1); c.MTU < 68 || c.MTU > limit {
+	if limit := min(c.Network.MTU(), c.maxMTU()); c.MTU != 0 && (c.MTU < 68 || c.MTU > limit) {
 		return fmt.Errorf("tap: %s: MTU %d; want 68 to %d", c.Name, c.MTU, limit)
 	}
 	if c.Log == nil {
@@ -94,30 +94,56 @@ func (c *Config) check() error {
 	return nil
 }
 
+// maxMTU is what our buffers hold with two VLAN tags. A frame that fills one to the last byte cannot be told from
+// one that was cut off, hence the 1.
+func (c *Config) maxMTU() int { return c.Pool.Capacity() - lfe.HeaderLen - 8 - 1 }
+
 // Open creates the interface, configures it, brings it up and connects it to the network. It works in the network
 // namespace of the calling thread.
 func Open(c Config) (*TAP, error) {
 	if err := c.check(); err != nil {
 		return nil, err
 	}
-	// water would attach to an existing persistent interface and clear its persistence.
-	if _, err := netlink.LinkByName(c.Name); err == nil {
-		return nil, fmt.Errorf("%w: %s", ErrExists, c.Name)
-	}
-	fd, err := openDevice(c.Name)
+	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("tap: netlink: %w", err)
 	}
-	t := &TAP{cfg: c, fd: fd, log: c.Log}
-	if err := t.configure(); err != nil {
-		unix.Close(fd)
-		return nil, fmt.Errorf("tap: %s: %w", c.Name, err)
-	}
-	if err := t.connect(); err != nil {
-		unix.Close(fd)
+	t := &TAP{cfg: c, nl: nl, log: c.Log}
+	if err := t.open(); err != nil {
+		nl.Close()
 		return nil, err
 	}
 	return t, nil
+}
+
+func (t *TAP) open() (err error) {
+	// water would attach to an existing persistent interface and clear its persistence.
+	if _, err := t.nl.LinkByName(t.cfg.Name); err == nil {
+		return fmt.Errorf("%w: %s", ErrExists, t.cfg.Name)
+	}
+	if t.fd, err = openDevice(t.cfg.Name); err != nil {
+		return err
+	}
+	if err := t.configure(); err != nil {
+		unix.Close(t.fd)
+		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
+	}
+	if err := t.connect(); err != nil {
+		unix.Close(t.fd)
+		return err
+	}
+	if t.cfg.MTU == 0 {
+		t.followed = t.cfg.Network.OnMTU(t.follow)
+		t.follow(t.cfg.Network.MTU()) // it may have changed before that
+	}
+	return nil
+}
+
+// follow adopts the network's MTU.
+func (t *TAP) follow(mtu int) {
+	if err := t.SetMTU(min(mtu, t.cfg.maxMTU())); err != nil && !errors.Is(err, ErrClosed) {
+		t.log.Warn("cannot follow the network's MTU", "interface", t.cfg.Name, "error", err)
+	}
 }
 
 // openDevice makes the interface and returns a descriptor that only the caller owns.
@@ -158,27 +184,31 @@ func openDevice(name string) (int, error) {
 
 func (t *TAP) configure() error {
 	c := &t.cfg
-	link, err := netlink.LinkByName(c.Name)
+	link, err := t.nl.LinkByName(c.Name)
 	if err != nil {
 		return err
 	}
 	if !c.MAC.IsZero() {
-		if err := netlink.LinkSetHardwareAddr(link, c.MAC[:]); err != nil {
+		if err := t.nl.LinkSetHardwareAddr(link, c.MAC[:]); err != nil {
 			return fmt.Errorf("set MAC %v: %w", c.MAC, err)
 		}
 	}
-	if err := netlink.LinkSetMTU(link, c.MTU); err != nil {
-		return fmt.Errorf("set MTU %d: %w", c.MTU, err)
+	mtu := c.MTU
+	if mtu == 0 {
+		mtu = min(c.Network.MTU(), c.maxMTU())
+	}
+	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
+		return fmt.Errorf("set MTU %d: %w", mtu, err)
 	}
 	if c.Bridge != "" {
-		master, err := netlink.LinkByName(c.Bridge)
+		master, err := t.nl.LinkByName(c.Bridge)
 		if err != nil {
 			return fmt.Errorf("bridge %q: %w", c.Bridge, err)
 		}
 		if master.Type() != "bridge" {
 			return fmt.Errorf("%q is a %s, not a bridge", c.Bridge, master.Type())
 		}
-		if err := netlink.LinkSetMaster(link, master); err != nil {
+		if err := t.nl.LinkSetMaster(link, master); err != nil {
 			return fmt.Errorf("put into bridge %q: %w", c.Bridge, err)
 		}
 	}
@@ -190,14 +220,14 @@ func (t *TAP) configure() error {
 		if a.Addr().Is6() {
 			addr.Flags |= unix.IFA_F_NODAD // usable at once; the operator vouches for it
 		}
-		if err := netlink.AddrAdd(link, addr); err != nil {
+		if err := t.nl.AddrAdd(link, addr); err != nil {
 			return fmt.Errorf("add address %v: %w", a, err)
 		}
 	}
-	if err := netlink.LinkSetUp(link); err != nil {
+	if err := t.nl.LinkSetUp(link); err != nil {
 		return fmt.Errorf("bring up: %w", err)
 	}
-	if link, err = netlink.LinkByName(c.Name); err != nil {
+	if link, err = t.nl.LinkByName(c.Name); err != nil {
 		return err
 	}
 	t.index = link.Attrs().Index
@@ -237,13 +267,18 @@ func (t *TAP) MAC() lfe.MAC { return t.mac }
 // Attachment returns the port in the network, for its counters.
 func (t *TAP) Attachment() *lfe.Attachment { return t.att }
 
-// SetMTU changes the interface's MTU, for when the network's has changed.
+// SetMTU changes the interface's MTU.
 func (t *TAP) SetMTU(mtu int) error {
-	link, err := netlink.LinkByIndex(t.index)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return ErrClosed
+	}
+	link, err := t.nl.LinkByIndex(t.index)
 	if err != nil {
 		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
 	}
-	if err := netlink.LinkSetMTU(link, mtu); err != nil {
+	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
 		return fmt.Errorf("tap: %s: set MTU %d: %w", t.cfg.Name, mtu, err)
 	}
 	return nil
@@ -338,6 +373,10 @@ func (t *TAP) Close() error {
 		return nil
 	}
 	t.closed = true
+	if t.followed != nil {
+		t.followed()
+	}
+	defer t.nl.Close()
 	t.watch.Close()
 	t.att.Close()
 	t.cfg.Loop.Do(func() {

@@ -155,6 +155,30 @@ func TestConfigured(t *testing.T) {
 	}
 }
 
+// The interface's MTU follows the network's, unless it was configured.
+func TestFollowsMTU(t *testing.T) {
+	r := newRig(t)
+	n, err := lfe.NewNetwork(lfe.Config{VNI: 6, Name: "six"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := r.open(tap.Config{Name: "follows", Network: n, Loop: r.loop, Pool: r.pool})
+	r.open(tap.Config{Name: "fixed", Network: n, Loop: r.loop, Pool: r.pool, MTU: 1000})
+	n.SetUnderlayMTU(1430)
+	for dev, want := range map[string]string{"follows": "mtu 1430", "fixed": "mtu 1000"} {
+		if out := r.ns.IP("link", "show", dev); !strings.Contains(out, want) {
+			t.Errorf("want %s:\n%s", want, out)
+		}
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	n.SetUnderlayMTU(1420) // tells nobody
+	if err := p.SetMTU(1000); !errors.Is(err, tap.ErrClosed) {
+		t.Errorf("SetMTU after Close: %v", err)
+	}
+}
+
 // ARP is answered by the host's own stack, through both directions.
 func TestFrames(t *testing.T) {
 	r := newRig(t)

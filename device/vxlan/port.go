@@ -111,7 +111,7 @@ func (vt *VTEP) newPeer(a netip.Addr, learnt bool) (*peer, error) {
 			zoned = a.WithZone(vt.cfg.Local.Zone())
 		}
 		var err error
-		if scope, err = scopeOf(zoned); err != nil {
+		if scope, err = scopeOf(vt.nl, zoned); err != nil {
 			return nil, err
 		}
 	}

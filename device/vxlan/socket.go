@@ -20,11 +20,11 @@ const (
 )
 
 // sockAddr makes the address that bind takes.
-func sockAddr(a netip.AddrPort) (unix.Sockaddr, error) {
+func sockAddr(nl *netlink.Handle, a netip.AddrPort) (unix.Sockaddr, error) {
 	if a.Addr().Is4() {
 		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}, nil
 	}
-	scope, err := scopeOf(a.Addr())
+	scope, err := scopeOf(nl, a.Addr())
 	if err != nil {
 		return nil, err
 	}
@@ -32,11 +32,11 @@ func sockAddr(a netip.AddrPort) (unix.Sockaddr, error) {
 }
 
 // scopeOf returns the interface index of a link-local address' zone, 0 = none.
-func scopeOf(a netip.Addr) (uint32, error) {
+func scopeOf(nl *netlink.Handle, a netip.Addr) (uint32, error) {
 	if a.Zone() == "" {
 		return 0, nil
 	}
-	link, err := netlink.LinkByName(a.Zone())
+	link, err := nl.LinkByName(a.Zone())
 	if err != nil {
 		return 0, fmt.Errorf("vxlan: address %v: interface %q: %w", a, a.Zone(), err)
 	}
@@ -96,14 +96,14 @@ func setBuffer(fd, force, plain, size int) {
 }
 
 // openReceivers makes n sockets that share local through SO_REUSEPORT, so that the kernel spreads flows over loops.
-func openReceivers(local netip.AddrPort, n int) (fds []int, err error) {
+func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int) (fds []int, err error) {
 	defer func() {
 		if err != nil {
 			closeAll(fds)
 			fds = nil
 		}
 	}()
-	sa, err := sockAddr(local)
+	sa, err := sockAddr(nl, local)
 	if err != nil {
 		return nil, err
 	}
@@ -147,7 +147,7 @@ func bindError(local netip.AddrPort, err error) error {
 
 // openSender makes a socket for sending only, on some port of the dynamic range. Whatever somebody sends to it
 // is filtered out before it is queued.
-func openSender(local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err error) {
+func openSender(nl *netlink.Handle, local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err error) {
 	fd, err = openSocket(local, zeroChecksum6)
 	if err != nil {
 		return -1, 0, err
@@ -162,7 +162,7 @@ func openSender(local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err 
 	for range tries {
 		port = uint16(firstPort + rand.IntN(lastPort-firstPort+1))
 		var sa unix.Sockaddr
-		if sa, err = sockAddr(netip.AddrPortFrom(local, port)); err != nil {
+		if sa, err = sockAddr(nl, netip.AddrPortFrom(local, port)); err != nil {
 			break
 		}
 		if err = unix.Bind(fd, sa); err == nil {
@@ -182,28 +182,28 @@ func closeAll(fds []int) {
 	}
 }
 
-// underlayMTU returns the MTU of the interface that has the address, and its name.
-func underlayMTU(local netip.Addr) (mtu int, dev string, err error) {
+// underlayMTU returns the MTU and the index of the interface that has the address, and its name.
+func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu, index int, dev string, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {
 		family = netlink.FAMILY_V6
 	}
-	addrs, err := netlink.AddrList(nil, family)
+	addrs, err := nl.AddrList(nil, family)
 	if err != nil {
-		return 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
+		return 0, 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
 	}
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		if !ok || ip.Unmap() != local.WithZone("") {
 			continue
 		}
-		link, err := netlink.LinkByIndex(a.LinkIndex)
+		link, err := nl.LinkByIndex(a.LinkIndex)
 		if err != nil {
-			return 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
+			return 0, 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
 		}
 		if local.Zone() == "" || local.Zone() == link.Attrs().Name {
-			return link.Attrs().MTU, link.Attrs().Name, nil
+			return link.Attrs().MTU, link.Attrs().Index, link.Attrs().Name, nil
 		}
 	}
-	return 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
+	return 0, 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
 }

@@ -37,7 +37,7 @@ type txSocket struct {
 func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
 	s := &sender{vt: vt, l: l}
 	for range vt.cfg.SourcePorts {
-		fd, port, err := openSender(vt.cfg.Local, vt.cfg.ZeroChecksum6)
+		fd, port, err := openSender(vt.nl, vt.cfg.Local, vt.cfg.ZeroChecksum6)
 		if err != nil {
 			for _, k := range s.socks {
 				unix.Close(k.fd)

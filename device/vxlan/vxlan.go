@@ -24,6 +24,8 @@ import (
 	"sync/atomic"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
@@ -86,7 +88,7 @@ type VTEP struct {
 	dscp uint8
 	v6   bool
 	log  hclog.Logger
-	dev  string
+	nl   *netlink.Handle // in the namespace that the VTEP was made in
 
 	nets atomic.Pointer[map[uint32]*port]
 	rx   []*receiver
@@ -95,9 +97,13 @@ type VTEP struct {
 	// Counters count what belongs to no network: In and Out are datagrams, drops such as unknown VNIs.
 	Counters lfe.Counters
 
-	mu     sync.Mutex // guards the writers of nets and of ports' peers, mtu, closed
+	mu     sync.Mutex // guards the writers of nets and of ports' peers, and the fields below
 	mtu    int
+	dev    string
+	index  int // of dev
 	closed bool
+
+	stopWatch func() // ends following the underlay device's MTU
 }
 
 // New opens the sockets and starts to receive.
@@ -134,13 +140,19 @@ func New(c Config) (*VTEP, error) {
 	}
 	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log}
 	vt.nets.Store(&map[uint32]*port{})
+	var err error
+	if vt.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+		return nil, fmt.Errorf("vxlan: netlink: %w", err)
+	}
 	if err := vt.refreshMTULocked(); err != nil {
+		vt.shutdown()
 		return nil, err
 	}
 	if err := vt.open(); err != nil {
 		vt.shutdown()
 		return nil, err
 	}
+	vt.followMTU()
 	return vt, nil
 }
 
@@ -155,7 +167,7 @@ func (vt *VTEP) open() error {
 		}
 		vt.tx[l.ID()] = s
 	}
-	fds, err := openReceivers(netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops))
+	fds, err := openReceivers(vt.nl, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops))
 	if err != nil {
 		return err
 	}
@@ -181,7 +193,8 @@ func (vt *VTEP) MTU() int {
 	return vt.mtu
 }
 
-// RefreshMTU reads the underlay device's MTU again and passes it on to the networks.
+// RefreshMTU reads the underlay device's MTU again and passes it on to the networks. The VTEP does so by itself when the
+// device changes.
 func (vt *VTEP) RefreshMTU() error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -192,7 +205,7 @@ func (vt *VTEP) RefreshMTU() error {
 }
 
 func (vt *VTEP) refreshMTULocked() error {
-	under, dev, err := underlayMTU(vt.cfg.Local)
+	under, index, dev, err := underlayMTU(vt.nl, vt.cfg.Local)
 	if err != nil {
 		return err
 	}
@@ -205,7 +218,10 @@ func (vt *VTEP) refreshMTULocked() error {
 	if mtu < lfe.MinMTU {
 		return fmt.Errorf("vxlan: interface %s has MTU %d, which leaves %d for tenants; want at least %d", dev, under, mtu, lfe.MinMTU)
 	}
-	vt.mtu, vt.dev = mtu, dev
+	if vt.mtu != 0 && vt.mtu != mtu {
+		vt.log.Info("underlay's MTU has changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
+	}
+	vt.mtu, vt.dev, vt.index = mtu, dev, index
 	for _, p := range *vt.nets.Load() {
 		if want := p.net.ConfiguredMTU(); want > mtu {
 			vt.log.Warn("underlay's MTU fell below what a network is configured for", "vni", p.net.VNI(), "mtu", want, "possible", mtu)
@@ -312,6 +328,13 @@ func (vt *VTEP) barrier() {
 // Close removes the VTEP from all networks, sends nothing more and closes the sockets. Twice is harmless.
 func (vt *VTEP) Close() {
 	vt.mu.Lock()
+	stop := vt.stopWatch
+	vt.stopWatch = nil
+	vt.mu.Unlock()
+	if stop != nil {
+		stop() // it may be waiting for mu
+	}
+	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	if vt.closed {
 		return
@@ -332,4 +355,5 @@ func (vt *VTEP) shutdown() {
 			s.stop()
 		}
 	}
+	vt.nl.Close()
 }

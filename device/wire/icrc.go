@@ -14,16 +14,47 @@ import (
 // lrhCRC is the CRC-32 of eight bytes of ones, which stand for the LRH.
 const lrhCRC = 0x2144df1c
 
-// icrcHead is how much of a packet is copied aside to be masked. The masked
-// part is 40 (IPv4: 20+8+12) to 60 bytes; some more lets CRC-32 run in wide
-// steps of 64 bytes or more, then 16.
-const icrcHead = 80
+// The masked part of a packet, 40 (IPv4: 20+8+12) to 60 bytes, is copied aside,
+// with some more behind it. CRC-32 in hardware takes at least 64 bytes in steps
+// of 16 and leaves the rest to tables, so zeros are put in front until the
+// length is such: seeds[k] is the start value that k zeros turn into lrhCRC.
+// Short packets are copied whole, and cost one call.
+const (
+	icrcStep  = 16
+	icrcMin   = 64
+	icrcHead  = 80  // of a long packet, zeros included: more than 60 + 15
+	icrcShort = 160 // up to here, zeros included, a packet is short
+)
+
+var seeds = makeSeeds()
+
+// makeSeeds runs CRC-32 backwards over zeros.
+func makeSeeds() (seeds [icrcMin]uint32) {
+	var byTop [256]int // the table's entries differ in their top bytes
+	for i, w := range crc32.IEEETable {
+		byTop[w>>24] = i
+	}
+	state := ^uint32(lrhCRC)
+	for k := range seeds {
+		seeds[k] = ^state
+		i := byTop[state>>24]
+		state = (state^crc32.IEEETable[i])<<8 | uint32(i)
+	}
+	return seeds
+}
 
 // icrcAt computes the ICRC of frame, whose network header begins at net, BTH
 // at bth and ICRC at end.
 func icrcAt(frame []byte, net, bth, end int, v6, v1 bool) uint32 {
-	var head [icrcHead]byte
-	n := copy(head[:], frame[net:end])
+	var buf [icrcShort]byte
+	n := end - net
+	k := max(icrcMin-n, -n&(icrcStep-1))
+	size := k + n
+	if size > icrcShort {
+		size = icrcHead
+	}
+	head := buf[k:size]
+	copy(head, frame[net:end])
 	if v6 {
 		head[0] |= 0x0f // traffic class, flow label
 		head[1], head[2], head[3] = 0xff, 0xff, 0xff
@@ -38,9 +69,9 @@ func icrcAt(frame []byte, net, bth, end int, v6, v1 bool) uint32 {
 		head[b-2], head[b-1] = 0xff, 0xff // UDP checksum
 	}
 	head[b+4] = 0xff // FECN, BECN, reserved
-	crc := crc32.Update(lrhCRC, crc32.IEEETable, noescape(&head)[:n])
-	if net+n < end {
-		crc = crc32.Update(crc, crc32.IEEETable, frame[net+n:end])
+	crc := crc32.Update(seeds[k], crc32.IEEETable, noescape(&buf)[:size])
+	if rest := net + size - k; rest < end {
+		crc = crc32.Update(crc, crc32.IEEETable, frame[rest:end])
 	}
 	return crc
 }

@@ -2,14 +2,14 @@ package wire
 
 import "unsafe"
 
-// noescape returns head as a slice that the compiler's escape analysis does not
+// noescape returns buf as a slice that the compiler's escape analysis does not
 // follow. crc32.Update calls through a function variable, so its argument would
 // move to the heap, an allocation per packet, though no implementation of it
 // keeps the slice.
 //
 //go:nosplit
 //go:nocheckptr
-func noescape(head *[icrcHead]byte) []byte {
-	x := uintptr(unsafe.Pointer(head))
-	return (*[icrcHead]byte)(unsafe.Add(unsafe.Pointer(nil), x))[:]
+func noescape(buf *[icrcShort]byte) []byte {
+	x := uintptr(unsafe.Pointer(buf))
+	return (*[icrcShort]byte)(unsafe.Add(unsafe.Pointer(nil), x))[:]
 }

@@ -2,6 +2,7 @@ package wire
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"net/netip"
 )
 
@@ -53,10 +54,28 @@ func (h *IPv4) Decode(b []byte) (int, error) {
 	h.TTL, h.Protocol = b[8], b[9]
 	h.Checksum = binary.BigEndian.Uint16(b[10:])
 	h.Src, h.Dst = [4]byte(b[12:16]), [4]byte(b[16:20])
-	if Checksum(b[:n], 0) != 0 {
+	if n == IPv4Len && headerSum(b) != 0xffff || n != IPv4Len && Checksum(b[:n], 0) != 0 {
 		return 0, ErrChecksum
 	}
 	return n, nil
+}
+
+// headerSum is the sum over 20 bytes, not complemented: 0xffff if they contain
+// their checksum.
+func headerSum(b []byte) uint16 {
+	b = b[:IPv4Len]
+	sum := uint64(binary.BigEndian.Uint32(b)) + uint64(binary.BigEndian.Uint32(b[4:])) + uint64(binary.BigEndian.Uint32(b[8:])) +
+		uint64(binary.BigEndian.Uint32(b[12:])) + uint64(binary.BigEndian.Uint32(b[16:]))
+	return fold(sum)
+}
+
+// fold adds the 16-bit words of a one's complement sum.
+func fold(sum uint64) uint16 {
+	sum = sum>>32 + sum&0xffffffff
+	sum = sum>>32 + sum&0xffffffff
+	sum = sum>>16 + sum&0xffff
+	sum = sum>>16 + sum&0xffff
+	return uint16(sum)
 }
 
 // Encode writes the header with its checksum to b (20 bytes).
@@ -159,27 +178,18 @@ func (h *UDP) Encode(b []byte) int {
 func Checksum(b []byte, initial uint32) uint16 {
 	// Eight bytes at a time; what overflows comes round again, as one's
 	// complement wants it.
-	sum := uint64(initial)
+	sum, carry := uint64(initial), uint64(0)
 	for len(b) >= 8 {
-		w := binary.BigEndian.Uint64(b)
-		sum += w
-		if sum < w {
-			sum++
-		}
+		sum, carry = bits.Add64(sum, binary.BigEndian.Uint64(b), carry)
 		b = b[8:]
 	}
-	var tail [8]byte
-	copy(tail[:], b)
-	w := binary.BigEndian.Uint64(tail[:])
-	sum += w
-	if sum < w {
-		sum++
+	if len(b) > 0 {
+		var tail [8]byte
+		copy(tail[:], b)
+		sum, carry = bits.Add64(sum, binary.BigEndian.Uint64(tail[:]), carry)
 	}
-	sum = sum>>32 + sum&0xffffffff
-	sum = sum>>32 + sum&0xffffffff
-	sum = sum>>16 + sum&0xffff
-	sum = sum>>16 + sum&0xffff
-	return ^uint16(sum)
+	sum, carry = bits.Add64(sum, 0, carry)
+	return ^fold(sum + carry)
 }
 
 // PseudoSum4 is the sum over the IPv4 pseudo-header for length bytes of

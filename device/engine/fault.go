@@ -89,17 +89,20 @@ func (l *Loop) recoverFault() {
 		panic(r)
 	}
 	l.faults.Add(1)
+	f := Fault{Addr: a.Addr(), Where: "Do"}
+	if h != nil {
+		f.Where = h.name
+	}
+	if blamed != nil && blamed.onFault != nil {
+		blamed.onFault(f)
+		f.Foreign = true
+	}
 	if d := l.doing; d != nil {
-		// As if f had been called directly: the fault belongs to the goroutine that called Do.
+		// As if f had been called directly: the fault belongs to the goroutine that called Do, too.
 		l.doing = nil
 		d.fault = a
 		close(d.done)
 		return
-	}
-	f := Fault{Addr: a.Addr(), Where: h.name}
-	if blamed != nil && blamed.onFault != nil {
-		blamed.onFault(f)
-		f.Foreign = true
 	}
 	switch {
 	case h.onFault != nil:

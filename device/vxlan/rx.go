@@ -31,7 +31,7 @@ type receiver struct {
 	bufs      [rxBatch]*packet.Buf // nil where the pool was empty
 	lost      [rxBatch][HeaderLen]byte
 
-	resume func()
+	resume *engine.Timer // continues a batch that a memory fault has cut short
 
 	// The sender of the datagram before, most often this one's too.
 	lastAddr rawAddr
@@ -43,7 +43,7 @@ func newReceiver(vt *VTEP, l *engine.Loop, fd int) *receiver {
 	for i := range r.msgs {
 		r.msgs[i].setIov(r.iovs[i : i+1])
 	}
-	r.resume = r.batch
+	r.resume = l.NewTimer(func(int64) { r.batch() }, engine.Name("vxlan receive"), engine.OnFault(r.onFault))
 	return r
 }
 
@@ -155,8 +155,7 @@ func (r *receiver) onFault(engine.Fault) {
 	if r.pos > 0 {
 		r.done(r.pos - 1)
 	}
-	// If the post does not fit in, the next datagram brings the rest along.
-	r.l.Post(r.resume)
+	r.resume.Arm(r.l.Now()) // one step per fault: this very function may be followed by the next one
 }
 
 func (r *receiver) stop() {
@@ -165,6 +164,7 @@ func (r *receiver) stop() {
 	}
 	unix.Close(r.fd)
 	r.l.Do(func() {
+		r.resume.Stop()
 		r.have, r.pos = 0, 0
 		for i, b := range r.bufs {
 			if b != nil {

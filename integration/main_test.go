@@ -15,38 +15,44 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestMain fails the run if namespaces, TAPs or processes are left behind.
+// TestMain fails the run if the tests leave namespaces, interfaces or processes
+// behind. It looks only at what can be theirs: other runs on the machine are none of
+// its business.
 func TestMain(m *testing.M) {
-	before := leftovers()
+	before := interfaces()
 	code := m.Run()
-	for what := range leftovers() {
-		if !before[what] {
-			fmt.Fprintf(os.Stderr, "left behind by the tests: %s\n", what)
-			code = 1
+	var left []string
+	for what := range interfaces() {
+		if !before[what] && strings.Contains(what, "vnicd") {
+			left = append(left, what)
 		}
+	}
+	pid := os.Getpid()
+	left = append(left, lines("namespace", fmt.Sprintf("ip netns list | cut -d' ' -f1 | grep -e '-%d-' || true", pid))...)
+	left = append(left, lines("process", fmt.Sprintf("pgrep -a -P %d | grep -E 'qemu|vnicd' || true", pid))...)
+	for _, what := range left {
+		fmt.Fprintf(os.Stderr, "left behind by the tests: %s\n", what)
+		code = 1
 	}
 	os.Exit(code)
 }
 
-// leftovers names every network namespace, TAP and VXLAN interface, and process of
-// QEMU and vnicd.
-func leftovers() map[string]bool {
+// interfaces names the TAP and VXLAN interfaces outside of namespaces.
+func interfaces() map[string]bool {
 	found := map[string]bool{}
-	none := &harness.Namespace{}
-	for what, line := range map[string]string{
-		"namespace": "ip netns list | cut -d' ' -f1",
-		"interface": "ip -o link show type tun | cut -d: -f2; ip -o link show type vxlan | cut -d: -f2",
-		"process":   "pgrep -a 'qemu-system|vnicd' || true; pgrep -af 'ld-linux.*qemu-system' | grep -v pgrep || true",
-	} {
-		out, err := none.Shell(context.Background(), line)
-		if err != nil {
-			found[err.Error()] = true
-		}
-		for l := range strings.Lines(out) {
-			if l = strings.TrimSpace(l); l != "" && !strings.Contains(l, "pgrep") {
-				found[what+" "+l] = true
-			}
-		}
+	for _, l := range lines("interface", "ip -o link show type tun; ip -o link show type vxlan") {
+		found[l] = true
+	}
+	return found
+}
+
+func lines(what, shell string) (found []string) {
+	out, err := (&harness.Namespace{}).Shell(context.Background(), shell)
+	if err != nil {
+		return []string{err.Error()}
+	}
+	for l := range strings.Lines(out) {
+		found = append(found, what+" "+strings.TrimSpace(l))
 	}
 	return found
 }

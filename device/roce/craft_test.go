@@ -252,6 +252,25 @@ func TestResponderReadReplay(t *testing.T) {
 	b.wantEvents(EventAccessErr)
 }
 
+// A repetition that comes while the response is under way: from where it asks, if
+// that part has gone out already; and responses of a later READ stay behind.
+func TestResponderReadReplayUnderWay(t *testing.T) {
+	o := opts()
+	o.mtu, o.psnA, o.destRd = 1, 10, 2
+	_, b, sent := lone(t, o)
+	b.reg(2, 0x1000, 1<<16, allAccess)
+	read := func(psn uint32, va uint64, n uint32) craft {
+		return craft{op: wire.OpRCReadRequest, psn: psn, key: 2, va: va, length: n}
+	}
+	r := func(op wire.Opcode, psn uint32) resp { return resp{op, psn, wire.NoCredits} }
+	b.inject(read(10, 0x1000, 1024)) // 10..13
+	b.inject(read(14, 0x1000, 8))
+	b.q.Run(b.f.now, 6) // half of it for responses: 10, 11, 12
+	b.inject(read(11, 0x1100, 768))
+	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 10), r(wire.OpRCReadResponseMid, 11), r(wire.OpRCReadResponseMid, 12),
+		r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12), r(wire.OpRCReadResponseLast, 13), r(wire.OpRCReadResponseOnly, 14))
+}
+
 func TestResponderAtomicReplay(t *testing.T) {
 	o := opts()
 	o.psnA, o.destRd = psnMask, 2
@@ -552,4 +571,26 @@ func TestRequesterHeaders(t *testing.T) {
 	if translate.Key((*sent)[0].RETH().RKey) != 0x1234 {
 		t.Error()
 	}
+}
+
+// After an RNR NAK what follows is dropped in silence until the request is repeated
+// (IBTA 9.7.5.2.8); the wait named is min_rnr_timer's code.
+func TestResponderNotReady(t *testing.T) {
+	o := opts()
+	o.psnA, o.minRNR = 20, 17
+	_, b, sent := lone(t, o)
+	b.reg(2, 0, 4096, allAccess)
+	s := func(psn uint32) craft { return craft{op: wire.OpRCSendOnly, psn: psn, ack: true, data: []byte{1}} }
+	b.inject(s(20))
+	b.wantResp(sent, nakOf(20, wire.SyndromeRNR|17))
+	b.inject(s(21))
+	b.inject(s(22))
+	b.wantResp(sent)
+	b.postRecv(sge(2, 0, 8))
+	b.postRecv(sge(2, 0, 8))
+	b.inject(s(20))
+	b.inject(s(21))
+	b.inject(s(22))
+	b.wantResp(sent, nakOf(22, wire.SyndromeRNR|17))
+	b.wantRecvs(0, 0)
 }

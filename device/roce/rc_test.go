@@ -138,6 +138,19 @@ func TestRCSizesAndMTUs(t *testing.T) {
 	}
 }
 
+// Zero-length requests name no memory: key and address do not matter.
+func TestRCZeroLength(t *testing.T) {
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	b.postRecv()
+	for _, op := range []WROpcode{WRWrite, WRRead, WRSend} {
+		a.post(WQE{Opcode: op, RKey: 0x99, RemoteVA: 1 << 63})
+	}
+	f.until("zero length", 1e9, func() bool { return len(a.sends) == 3 })
+	a.wantSends(0, 0, 0)
+	b.wantRecvs(0)
+}
+
 // 8 MiB each way, SEND, WRITE and READ.
 func TestRCLarge(t *testing.T) {
 	f := newFabric(t, 1)

@@ -231,25 +231,36 @@ func TestFlush(t *testing.T) {
 	}
 }
 
-// A receive in use by a message in progress is flushed first.
+// A receive in use by a message in progress is flushed first; with an SRQ it is
+// the only one.
 func TestFlushInUse(t *testing.T) {
-	f := newFabric(t, 2)
-	a, b := f.pair(opts())
-	a.reg(1, 0, 4096, allAccess)
-	b.reg(2, 0, 4096, allAccess)
-	b.postRecv(sge(2, 0, 4096))
-	b.postRecv(sge(2, 0, 4096))
-	f.loss = func(p *wire.RoCE) bool { return p.Info.Op == wire.Send && p.Info.Flags&wire.Last != 0 }
-	a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 4000)}})
-	f.settle(10e6)
-	if !b.q.haveWQE {
-		t.Fatal("no receive in use")
-	}
-	b.modify(Attr{State: Err}, MaskState)
-	f.settle(10e6)
-	b.wantRecvs(StatusFlush, StatusFlush)
-	if b.recvs[0].id != 5000 || b.recvs[1].id != 5001 {
-		t.Error(b.recvs)
+	for _, srq := range []bool{false, true} {
+		f := newFabric(t, 2)
+		o := opts()
+		o.srq = srq
+		a, b := f.pair(o)
+		a.reg(1, 0, 4096, allAccess)
+		b.reg(2, 0, 4096, allAccess)
+		b.postRecv(sge(2, 0, 4096))
+		b.postRecv(sge(2, 0, 4096))
+		f.loss = func(p *wire.RoCE) bool { return p.Info.Op == wire.Send && p.Info.Flags&wire.Last != 0 }
+		a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 4000)}})
+		f.settle(10e6)
+		if !b.q.haveWQE {
+			t.Fatal("no receive in use")
+		}
+		b.modify(Attr{State: Err}, MaskState)
+		f.settle(10e6)
+		if srq {
+			b.wantRecvs(StatusFlush)
+			b.wantEvents(EventLastWQE)
+			continue
+		}
+		b.wantRecvs(StatusFlush, StatusFlush)
+		b.wantEvents()
+		if b.recvs[0].id != 5000 || b.recvs[1].id != 5001 {
+			t.Error(b.recvs)
+		}
 	}
 }
 

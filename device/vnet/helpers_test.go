@@ -88,6 +88,7 @@ type vm struct {
 	mem  *frontend.Memory
 	fe   *frontend.Device
 
+	plain  bool // without EVENT_IDX and INDIRECT_DESC
 	rxSize int
 	tx     [MaxPairs]txRing
 }
@@ -141,7 +142,7 @@ func (v *vm) boot(features uint64, rxSize, rxCount int) *vm {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features, NumQueues: v.dev.NumQueues(), QueueSize: 128})
+	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features, NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -93,7 +93,14 @@ func setMTT(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	if err := c.d.vm.SetPages(r.Handle, r.First, decodePAs(list)); err != nil {
+	pas := decodePAs(list)
+	for i, pa := range pas {
+		// Every access is checked again; this tells the driver of its mistake at once.
+		if pa&abi.MTTAbsent == 0 && !c.d.space().Contains(pa, translate.PageSize) {
+			return refuse(abi.StatusFault, "page %d at %v is not in guest memory", r.First+uint64(i), pa)
+		}
+	}
+	if err := c.d.vm.SetPages(r.Handle, r.First, pas); err != nil {
 		return memoryError(err)
 	}
 	return nil

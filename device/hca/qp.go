@@ -199,7 +199,7 @@ func (q *qp) Gather(dst []byte, w *roce.WQE, off uint64) translate.Miss {
 func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
 	va, ok := s.VA.Add(off)
 	if !ok {
-		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, VA: s.VA, Len: uint64(s.Length)}
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
 	}
 	if q.phys(s.Key) {
 		return q.lane.space.Read(dst, translate.PA(va))
@@ -233,7 +233,7 @@ func (q *qp) Scatter(sg []roce.SGE, off uint64, src []byte) translate.Miss {
 func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 	va, ok := s.VA.Add(off)
 	if !ok {
-		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, VA: s.VA, Len: uint64(s.Length)}
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
 	}
 	if q.phys(s.Key) {
 		return q.lane.space.Write(translate.PA(va), src)

@@ -44,7 +44,7 @@ func (sp *RegionSpec) validate() error {
 	case sp.Access&^accessKnown != 0:
 		return bad("unknown access flags %#x", uint32(sp.Access&^accessKnown))
 	case sp.Access&(RemoteWrite|RemoteAtomic) != 0 && sp.Access&LocalWrite == 0:
-		// IBTA 10.6.3.1: remote write or atomic requires local write.
+		// IBTA 10.6: remote write or atomic requires local write.
 		return bad("access %#x has remote write or atomic without local write", uint32(sp.Access))
 	case sp.Flags&^regionFlagsKnown != 0:
 		return bad("unknown flags %#x", uint32(sp.Flags&^regionFlagsKnown))

@@ -20,7 +20,7 @@ func (vm *VM) byKey(key Key) *Region {
 }
 
 // lookup finds the key's region and checks rights and range, in the order of
-// IBTA 10.6.3: key, protection domain, rights, bounds.
+// IBTA 10.6: key, protection domain, rights, bounds.
 func (vm *VM) lookup(key Key, pd PD, va VA, n uint64, need Access) (r *Region, off uint64, kind MissKind) {
 	r = vm.byKey(key)
 	if r == nil {
@@ -108,7 +108,7 @@ func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint6
 // n, as far as they are contiguous on the host. The whole of [va, va+n) must lie
 // in the region. Bytes may be used until Leave, and written only if need
 // contains a write. n == 0 yields nil without a lookup: a zero-length access
-// needs no valid key (IBTA 9.7.4.1.4).
+// needs no valid key (IBTA chapter 9).
 func (vm *VM) Resolve(key Key, pd PD, va VA, n uint64, need Access) ([]byte, Miss) {
 	if n == 0 {
 		return nil, Miss{}

@@ -52,7 +52,7 @@ func TestConcurrentRelease(t *testing.T) {
 		pas[i] = slotPA + PA(i<<PageShift)
 	}
 	rng := rand.New(rand.NewPCG(1, 5))
-	for round := range 60 {
+	for round := range 30 {
 		host, err := unix.Mmap(-1, 0, slotSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANONYMOUS|unix.MAP_PRIVATE)
 		if err != nil {
 			t.Fatal(err)

@@ -95,7 +95,7 @@ func TestVMModel(t *testing.T) {
 	host := hostMem(t, pages*PageSize)
 	rng := rand.New(rand.NewPCG(9, 9))
 	rights := []Access{0, LocalWrite, LocalWrite | RemoteWrite, LocalWrite | RemoteRead | RemoteAtomic, RemoteRead, LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic}
-	for round := range 3 {
+	for round := range 2 {
 		s, ms := NewSpace(1), naiveSpace{}
 		for first := uint64(0); first < pages; { // pieces, with reserved and missing ones between
 			n := min(uint64(1+rng.IntN(900)), pages-first)
@@ -130,7 +130,7 @@ func TestVMModel(t *testing.T) {
 			}
 			return nil
 		}
-		for range 400 {
+		for range 350 {
 			switch r := pick(); rng.IntN(6) {
 			case 0:
 				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))], PageShift: uint8(12 + max(0, rng.IntN(20)-10)),

@@ -38,7 +38,7 @@ type BTH struct {
 }
 
 // Decode reads the header at the start of b and returns its size, 12. Reserved
-// bits are ignored (IBTA 9.2.6). ErrVersion unless the version is 0.
+// bits are ignored. ErrVersion unless the version is 0.
 func (h *BTH) Decode(b []byte) (int, error) {
 	if len(b) < BTHLen {
 		return 0, ErrShort
@@ -152,14 +152,14 @@ func (h *AETH) Encode(b []byte) int {
 	return AETHLen
 }
 
-// Syndrome is AETH's syndrome (IBTA 9.7.5.2.1): two bits of kind (the top bit
+// Syndrome is AETH's syndrome (IBTA 9.3.5): two bits of kind (the top bit
 // is zero), five of value.
 type Syndrome uint8
 
 // Kinds of syndromes, in the bits of SyndromeKind.
 const (
 	SyndromeACK Syndrome = 0x00 // value: credit count, 0x1f: none given
-	SyndromeRNR Syndrome = 0x20 // value: timer code 0..31 (IBTA table 45)
+	SyndromeRNR Syndrome = 0x20 // value: timer code 0..31
 	SyndromeNAK Syndrome = 0x60 // value: one of the NAK codes
 
 	SyndromeKind  Syndrome = 0xe0
@@ -167,13 +167,13 @@ const (
 	NoCredits     Syndrome = 0x1f
 )
 
-// NAK syndromes (IBTA table 47).
+// NAK syndromes (IBTA 9.7.5.2).
 const (
-	NAKSequence       = SyndromeNAK | 0 // PSN sequence error
-	NAKInvalidRequest = SyndromeNAK | 1
-	NAKRemoteAccess   = SyndromeNAK | 2
-	NAKRemoteOp       = SyndromeNAK | 3
-	NAKInvalidRD      = SyndromeNAK | 4
+	NAKSequence       Syndrome = 0x60 // PSN sequence error
+	NAKInvalidRequest Syndrome = 0x61
+	NAKRemoteAccess   Syndrome = 0x62
+	NAKRemoteOp       Syndrome = 0x63
+	NAKInvalidRD      Syndrome = 0x64
 )
 
 // Kind returns SyndromeACK, SyndromeRNR or SyndromeNAK; anything else is reserved.
@@ -182,7 +182,7 @@ func (s Syndrome) Kind() Syndrome { return s & SyndromeKind }
 // Value returns the low five bits.
 func (s Syndrome) Value() uint8 { return uint8(s & SyndromeValue) }
 
-// DETH is the datagram extended transport header (IBTA 9.3.1... 9.3.2).
+// DETH is the datagram extended transport header (IBTA 9.3).
 type DETH struct {
 	QKey  uint32
 	SrcQP uint32 // 24 bits
@@ -205,17 +205,17 @@ func (h *DETH) Encode(b []byte) int {
 	return DETHLen
 }
 
-// PutAtomicAck writes the original value of an atomic (IBTA 9.3.5.3) to b.
+// PutAtomicAck writes the original value of an atomic (IBTA 9.3) to b.
 func PutAtomicAck(b []byte, original uint64) int {
 	binary.BigEndian.PutUint64(b[:AtomicAckLen], original)
 	return AtomicAckLen
 }
 
-// PutImm writes immediate data (IBTA 9.3.6) to b: imm is in network order
+// PutImm writes immediate data (IBTA 9.3) to b: imm is in network order
 // already, as the four bytes that the application gave.
 func PutImm(b []byte, imm [4]byte) int { return copy(b[:ImmLen], imm[:]) }
 
-// PutIETH writes the R_Key to invalidate (IBTA 9.3.7) to b.
+// PutIETH writes the R_Key to invalidate (IBTA 9.3) to b.
 func PutIETH(b []byte, rkey uint32) int {
 	binary.BigEndian.PutUint32(b[:IETHLen], rkey)
 	return IETHLen

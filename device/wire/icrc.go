@@ -5,7 +5,7 @@ import (
 	"hash/crc32"
 )
 
-// The invariant CRC (IBTA 7.8.1, A17.3.3): CRC-32 as Ethernet's over the packet
+// The invariant CRC (IBTA 7.8.1, A17): CRC-32 as Ethernet's over the packet
 // from the (absent, all ones) LRH to the pad, with fields that may change on
 // the way taken as ones: TOS or traffic class, TTL or hop limit, flow label, IP
 // and UDP checksum, and the byte before BTH's DestQP (congestion bits). It goes

@@ -121,7 +121,7 @@ func hex8(b uint8) string {
 	return string([]byte{'0', 'x', digits[b>>4], digits[b&0xf]})
 }
 
-// opcodes is the allow-list (IBTA table 38): what is not here is refused.
+// opcodes is the allow-list (IBTA 9.2.1): what is not here is refused.
 var opcodes = makeOpcodes()
 
 func makeOpcodes() (t [256]OpInfo) {

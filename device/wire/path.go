@@ -80,7 +80,7 @@ func (t *Template) Len() int { return int(t.n) }
 
 // Put writes the headers to frame for a packet of transport bytes from BTH to
 // ICRC, both included, and returns Len. transport is at most 65,000. The UDP
-// checksum is 0 (A17.3.1: the ICRC covers more).
+// checksum is 0 (A17: the ICRC covers more).
 func (t *Template) Put(frame []byte, transport int) int {
 	n := int(t.n)
 	frame = frame[:n]
@@ -105,7 +105,7 @@ func (t *Template) Put(frame []byte, transport int) int {
 }
 
 // SourcePort picks the UDP source port of a connection: in 0xc000..0xffff
-// (A17.3.1 leaves it to the sender), the same for all packets of a pair of QPs,
+// (A17 leaves it to the sender), the same for all packets of a pair of QPs,
 // so that equal-cost paths keep them in order, and spread over pairs.
 func SourcePort(localQP, remoteQP uint32) uint16 {
 	h := (uint64(localQP&QPNMask)<<24 | uint64(remoteQP&QPNMask)) * 0x9e3779b97f4a7c15

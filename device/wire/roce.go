@@ -37,7 +37,7 @@ type RoCE struct {
 // ParseRoCE takes frame apart into p and validates every length against the
 // others. It does not check the ICRC (CheckICRC), P_Key or addresses. Bytes
 // behind the network header's length are ignored (Ethernet padding). The UDP
-// checksum is ignored, as A17.3.1 lets senders leave it out. p is undefined on
+// checksum is ignored, as A17 lets senders leave it out. p is undefined on
 // error.
 func ParseRoCE(frame []byte, p *RoCE) error {
 	n, err := p.network(frame)
@@ -198,8 +198,8 @@ func (p *RoCE) InvKey() uint32 {
 }
 
 // GRH fills the 40 bytes that precede a datagram in its receive buffer: the
-// GRH or IPv6 header, or zeros and then the IPv4 header (A17.4.5.2... as Linux
-// has it: struct rdma_network_hdr).
+// GRH or IPv6 header, or zeros and then the IPv4 header, as Linux has it (union
+// rdma_network_hdr).
 func (p *RoCE) GRH(dst *[GRHLen]byte) {
 	n := len(p.Net)
 	clear(dst[:GRHLen-n])

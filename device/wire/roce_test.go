@@ -25,7 +25,7 @@ func slowCRC(b []byte) uint32 {
 }
 
 // slowICRC computes the ICRC of an untagged frame from the text of IBTA 7.8.1
-// and A17.3.3.
+// and A17.
 func slowICRC(frame []byte) []byte {
 	b := bytes.Repeat([]byte{0xff}, 8)
 	b = append(b, frame[14:len(frame)-4]...)

@@ -100,6 +100,10 @@ type AH struct {
 
 // CreateAH makes an address handle. It fails with ErrNoMemory if the table (Config.AHEntries) is full.
 func (p *PD) CreateAH(path Path) (*AH, error) {
+	if err := p.d.users.enter(); err != nil {
+		return nil, err
+	}
+	defer p.d.users.leave()
 	t := &p.d.ahs
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -123,6 +127,10 @@ func (a *AH) Number() uint32 { return a.num }
 
 // Destroy frees the handle. Requests that name it must have completed.
 func (a *AH) Destroy() {
+	if a.d.users.enter() != nil {
+		return // the table is gone
+	}
+	defer a.d.users.leave()
 	t := &a.d.ahs
 	t.mu.Lock()
 	defer t.mu.Unlock()

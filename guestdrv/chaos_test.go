@@ -14,14 +14,14 @@ import (
 // TestChaos runs mixed traffic between all pairs of three HCAs at once, over a bad
 // network, while objects come and go on the same devices.
 func TestChaos(t *testing.T) {
-	r := newRig(t, rigConfig{hosts: 3, driver: guestdrv.Config{Memory: 256 << 20}})
+	r := newRig(t, rigConfig{hosts: 3, driver: guestdrv.Config{Memory: 64 << 20}})
 	for i, h := range r.hosts {
 		r.impair(h, impairment{drop: 3, double: 5, corrupt: 3, delay: 10}, uint64(i))
 	}
 	t.Run("group", func(t *testing.T) {
 		for i, ha := range r.hosts {
 			for k, hb := range r.hosts {
-				a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 10})
+				a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 14})
 				t.Run(fmt.Sprint(i, k), func(t *testing.T) {
 					t.Parallel()
 					mixedTraffic(t, a, b, 100, uint64(10*i+k))

@@ -117,6 +117,10 @@ func (c *commander) submit(s *cmdSlot, n int) error {
 // do issues a command: fixed is encoded into size bytes, words follow it as a
 // page list. It returns the response's payload in resp, if that is not nil.
 func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
+	if err := d.users.enter(); err != nil {
+		return fmt.Errorf("%v: %w", op, err)
+	}
+	defer d.users.leave()
 	n := size + 8*len(words)
 	if abi.SizeReq+n > abi.CmdMax {
 		return invalid("%v with %d words is longer than %d bytes", op, len(words), abi.CmdMax)

@@ -25,6 +25,10 @@ type CQOptions struct {
 // CreateCQ makes a CQ for at least n completions that are not yet polled. If more
 // arrive, the device raises a CQ error event and the CQ is of no more use.
 func (d *Device) CreateCQ(n int, o CQOptions) (*CQ, error) {
+	if err := d.users.enter(); err != nil {
+		return nil, err
+	}
+	defer d.users.leave()
 	if n < 1 || int64(n) > int64(d.attr.MaxCQE) {
 		return nil, invalid("CQ of %d entries, expected 1..%d", n, d.attr.MaxCQE)
 	}
@@ -110,10 +114,11 @@ func (c *CQ) Wait(ctx context.Context) error {
 // PollWait is Poll that waits, by arming the CQ, until at least one completion is there.
 func (c *CQ) PollWait(ctx context.Context, wcs []abi.WC) (int, error) {
 	for {
-		if n := c.Poll(wcs); n > 0 || len(wcs) == 0 {
-			return n, nil
+		n, again, err := c.pollArm(wcs)
+		if n > 0 || len(wcs) == 0 || err != nil {
+			return n, err
 		}
-		if c.Arm(false) {
+		if again {
 			continue
 		}
 		if err := c.Wait(ctx); err != nil {
@@ -122,8 +127,24 @@ func (c *CQ) PollWait(ctx context.Context, wcs []abi.WC) (int, error) {
 	}
 }
 
+// pollArm polls, and arms the CQ if there was nothing; again says that there now is.
+func (c *CQ) pollArm(wcs []abi.WC) (n int, again bool, err error) {
+	if err := c.d.users.enter(); err != nil {
+		return 0, false, err
+	}
+	defer c.d.users.leave()
+	if n = c.Poll(wcs); n == 0 {
+		again = c.Arm(false)
+	}
+	return n, again, nil
+}
+
 // Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile.
 func (c *CQ) Resize(n int) error {
+	if err := c.d.users.enter(); err != nil {
+		return err
+	}
+	defer c.d.users.leave()
 	if n < 1 || int64(n) > int64(c.d.attr.MaxCQE) {
 		return invalid("CQ of %d entries, expected 1..%d", n, c.d.attr.MaxCQE)
 	}

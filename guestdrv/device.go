@@ -43,6 +43,7 @@ type Device struct {
 	mu  sync.Mutex
 	cqs map[uint32]*CQ // by number, for completion events
 
+	users  users
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
@@ -147,10 +148,12 @@ func (d *Device) startQueues() error {
 }
 
 // Close ends the connection, which destroys everything made through the device,
-// and frees the memory: no Buffer's bytes may be used any more. It is idempotent.
+// and unmaps the memory. Commands and waits under way end with ErrClosed; posting,
+// polling and the use of a Buffer's bytes must have ended. It is idempotent.
 func (d *Device) Close() error {
 	var err error
 	d.once.Do(func() {
+		idle := d.users.close()
 		d.cancel()
 		if d.fe != nil {
 			err = d.fe.Close()
@@ -159,6 +162,7 @@ func (d *Device) Close() error {
 			_ = d.cmds.call.Close()
 		}
 		d.wg.Wait()
+		<-idle
 		if d.mem != nil {
 			d.mem.Close()
 		}
@@ -330,6 +334,10 @@ func (d *Device) AllocAligned(n, align int) (*Buffer, error) {
 	if n <= 0 || align < pageSize || align&(align-1) != 0 {
 		return nil, invalid("allocation of %d bytes aligned to %d: expected a positive size and a power of two from %d on", n, align, pageSize)
 	}
+	if err := d.users.enter(); err != nil {
+		return nil, err
+	}
+	defer d.users.leave()
 	return d.mem.alloc(uint64(n), uint64(align))
 }
 

@@ -34,6 +34,7 @@
 // # Lifetime
 //
 // Open starts one goroutine per command, event and completion event queue;
-// Device.Close stops and joins them. When vnicd goes away, commands and waits
-// fail with ErrDisconnected.
+// Device.Close stops and joins them, and unmaps the memory: stop posting, polling
+// and using buffers first. Commands and waits may be under way; they fail with
+// ErrClosed. When vnicd goes away, they fail with ErrDisconnected.
 package guestdrv

@@ -122,6 +122,53 @@ func TestDaemonGone(t *testing.T) {
 	}
 }
 
+// TestCloseUnderUse closes a driver while other goroutines wait and issue commands.
+func TestCloseUnderUse(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	h := r.hosts[0]
+	for range 20 {
+		d, pd := h.Device, h.pd
+		cq := h.cq(t, 4)
+		var wg sync.WaitGroup
+		check := func(err error) bool {
+			if err != nil && !errors.Is(err, guestdrv.ErrClosed) && !errors.Is(err, guestdrv.ErrDisconnected) {
+				t.Error(err)
+			}
+			return err == nil
+		}
+		started := make(chan struct{}, 3)
+		wg.Go(func() {
+			started <- struct{}{}
+			_, err := cq.PollWait(context.Background(), make([]abi.WC, 1))
+			check(err)
+		})
+		for range 2 {
+			wg.Go(func() {
+				started <- struct{}{}
+				for {
+					b, err := d.Alloc(4096)
+					if !check(err) {
+						return
+					}
+					mr, err := pd.Register(b, 0)
+					if !check(err) || !check(mr.Deregister()) {
+						return
+					}
+					b.Free()
+				}
+			})
+		}
+		for range 3 {
+			<-started
+		}
+		if err := d.Close(); err != nil {
+			t.Fatal(err)
+		}
+		wg.Wait()
+		r.open(h)
+	}
+}
+
 // TestConcurrentCommands creates and destroys from several goroutines at once.
 func TestConcurrentCommands(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})

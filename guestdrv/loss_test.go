@@ -112,7 +112,7 @@ func TestImpairedNetwork(t *testing.T) {
 				r.impair(h, tc.i, uint64(i))
 			}
 			// A short timeout: the end of a message has nothing behind it that would show its loss.
-			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 9})
+			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 12})
 			mixedTraffic(t, a, b, 150, 1)
 			st, err := a.h.Stats()
 			if err != nil {

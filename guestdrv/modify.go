@@ -10,6 +10,10 @@ import (
 // refuses what the QP's state and type do not permit (IBTA 10.3.1) with
 // abi.StatusInvalid.
 func (q *QP) Modify(attr abi.QPAttr, mask uint32) error {
+	if err := q.d.users.enter(); err != nil {
+		return err
+	}
+	defer q.d.users.leave()
 	attr.QPN, attr.AttrMask = q.num, mask
 	if err := q.d.do(abi.CmdModifyQP, &attr, abi.SizeQPAttr, nil); err != nil {
 		return fmt.Errorf("QP %d: %w", q.num, err)

@@ -33,6 +33,10 @@ type QP struct {
 
 // CreateQP makes a QP in state RESET.
 func (p *PD) CreateQP(c QPConfig) (*QP, error) {
+	if err := p.d.users.enter(); err != nil {
+		return nil, err
+	}
+	defer p.d.users.leave()
 	d := p.d
 	if c.SendCQ == nil || c.RecvCQ == nil {
 		return nil, invalid("a QP needs a send and a receive CQ")

@@ -359,7 +359,7 @@ func TestLoopback(t *testing.T) {
 // TestManyQPs keeps many connections busy at once.
 func TestManyQPs(t *testing.T) {
 	const qps, rounds, size = 64, 8, 20000
-	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 256 << 20}})
+	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 64 << 20}})
 	ha, hb := r.hosts[0], r.hosts[1]
 	src, smr := ha.region(t, qps*size, 0)
 	dst, dmr := hb.region(t, qps*size, allAccess)

@@ -83,6 +83,9 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 	if cfg.mtu == 0 {
 		cfg.mtu = 1500
 	}
+	if cfg.driver.Memory == 0 {
+		cfg.driver.Memory = 24 << 20 // the device makes all of it resident
+	}
 	if cfg.pool == 0 {
 		cfg.pool = 4096
 	}

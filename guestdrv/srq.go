@@ -58,6 +58,10 @@ type SRQConfig struct {
 
 // CreateSRQ makes a shared receive queue.
 func (p *PD) CreateSRQ(c SRQConfig) (*SRQ, error) {
+	if err := p.d.users.enter(); err != nil {
+		return nil, err
+	}
+	defer p.d.users.leave()
 	a := &p.d.attr
 	if c.MaxWR < 1 || int64(c.MaxWR) > int64(a.MaxSRQWR) || c.MaxSGE < 0 || int64(c.MaxSGE) > int64(a.MaxSRQSGE) {
 		return nil, invalid("SRQ of %d requests with %d SGEs, at most %d with %d", c.MaxWR, c.MaxSGE, a.MaxSRQWR, a.MaxSRQSGE)
@@ -94,6 +98,10 @@ func (s *SRQ) Limit() (uint32, error) {
 
 // Resize moves the SRQ to a ring for at least n requests. Nobody may post meanwhile.
 func (s *SRQ) Resize(n int) error {
+	if err := s.d.users.enter(); err != nil {
+		return err
+	}
+	defer s.d.users.leave()
 	if n < 1 || int64(n) > int64(s.d.attr.MaxSRQWR) {
 		return invalid("SRQ of %d requests, expected 1..%d", n, s.d.attr.MaxSRQWR)
 	}

@@ -78,7 +78,7 @@ func TestSpaceModel(t *testing.T) {
 			n = min(n, pages-min(first, pages-1))
 			return base + PA(first<<PageShift), n
 		}
-		for range 300 {
+		for range 200 {
 			pa, n := span()
 			free, memory := true, true
 			for i := range n {

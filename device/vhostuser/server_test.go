@@ -444,7 +444,7 @@ func TestQEMUOrder(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	kick, call, errfd := eventfd(t), eventfd(t), eventfd(t)
+	kicks, call, errfd := [2]int{eventfd(t), eventfd(t)}, eventfd(t), eventfd(t)
 	r := m.Regions()[0]
 	features, err := c.GetFeatures()
 	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
@@ -481,7 +481,7 @@ func TestQEMUOrder(t *testing.T) {
 			at := r.UserAddr + uint64(i)<<14
 			must(c.SetVringNum(i, 256), c.SetVringBase(i, base[i]),
 				c.SetVringAddr(vhostuser.VringAddr{Index: uint32(i), Desc: at, Avail: at + 0x1000, Used: at + 0x2000}),
-				c.SetVringKick(i, kick), c.SetVringCall(i, call))
+				c.SetVringKick(i, kicks[i]), c.SetVringCall(i, call))
 		}
 		addStatus(vhostuser.StatusAcknowledge | vhostuser.StatusDriver | vhostuser.StatusDriverOK)
 		calls := dev.calls()
@@ -512,7 +512,7 @@ func TestQEMUOrder(t *testing.T) {
 	avail, err := m.Bytes(translate.PA(r.GuestPA+0x1002), 2)
 	must(err)
 	avail[1] = 0x7f
-	_, err = unix.Write(kick, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	_, err = unix.Write(kicks[0], []byte{1, 0, 0, 0, 0, 0, 0, 0})
 	must(err)
 	fds := []unix.PollFd{{Fd: int32(errfd), Events: unix.POLLIN}}
 	if n, err := unix.Poll(fds, 20000); n != 1 || err != nil {

@@ -108,6 +108,8 @@ func chaos(t *testing.T, im impair, seed int64) {
 	for _, s := range sides {
 		s.build(rng, count)
 	}
+	watchAcks(t, a, b)
+	watchAcks(t, b, a)
 	f.impair(im)
 	late := rng.Intn(2) == 0 // some receives come late: RNR
 	for _, s := range sides {
@@ -123,6 +125,37 @@ func chaos(t *testing.T, im impair, seed int64) {
 	f.settle(1e9)
 	for _, s := range sides {
 		s.check(t)
+	}
+}
+
+// watchAcks fails when y's ACKs would mislead a requester that is as trusting as
+// Linux rxe: an ACK must not carry the PSN of a READ or atomic, and no ACK or NAK
+// may overtake the answer to one before it.
+func watchAcks(t *testing.T, x, y *node) {
+	answered := map[uint32]bool{}
+	before := x.onTx
+	x.onTx = func(p *wire.RoCE, frame []byte) bool {
+		switch p.Info.Op {
+		case wire.ReadRequest:
+			for i := range uint32(packets(uint64(p.RETH().Length), x.q.mtu)) {
+				answered[(p.BTH.PSN+i)&psnMask] = true
+			}
+		case wire.CompareSwap, wire.FetchAdd:
+			answered[p.BTH.PSN] = true
+		}
+		return before != nil && before(p, frame)
+	}
+	other := y.onTx
+	y.onTx = func(p *wire.RoCE, frame []byte) bool {
+		if p.Info.Op == wire.Ack {
+			if p.AETH().Syndrome.Kind() == wire.SyndromeACK && answered[p.BTH.PSN] {
+				t.Errorf("ACK for the PSN %#x of a READ or atomic", p.BTH.PSN)
+			}
+			if y.q.pending != 0 {
+				t.Errorf("%v sent before %d answers", p.BTH.Opcode, y.q.pending)
+			}
+		}
+		return other != nil && other(p, frame)
 	}
 }
 

@@ -113,7 +113,7 @@ func setAHTable(c *cmd) error {
 	}
 	mem, err := translate.NewRing(c.d.space(), decodePAs(list), 12, uint64(r.NumEntries)*abi.SizeAH)
 	if err != nil {
-		return err
+		return memoryError(err)
 	}
 	c.d.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
 	return nil

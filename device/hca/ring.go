@@ -48,7 +48,7 @@ func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElem
 	}
 	mem, err := translate.NewRing(space, pas, a.PageShift, a.Length)
 	if err != nil {
-		return ring{}, err
+		return ring{}, memoryError(err)
 	}
 	r := ring{mem: mem, mask: a.NumElems - 1, shift: a.Log2ElemSize}
 	for _, off := range []uint64{abi.RingProducerOff, abi.RingConsumerOff} {

@@ -25,6 +25,10 @@ type Config struct {
 	UID  int          // owner; 0 or less leaves the daemon's own
 	GID  int          // likewise
 	Log  hclog.Logger // nil: silent
+	// VMs, if set, is the host's GVM identifier table: the memory of each
+	// connection is bound there while it lasts, so that it carries its GVMI's
+	// uplink attribute (PF-1, PF-3).
+	VMs *translate.GVMTable
 }
 
 // takeoverPatience is how long a new front end waits for the one before it to

@@ -61,6 +61,12 @@ func newSession(s *Server, c *net.UnixConn) *session {
 // closed it in good order.
 func (se *session) run() error {
 	defer se.t.Close()
+	if t := se.srv.cfg.VMs; t != nil {
+		if err := t.Bind(se.space); err != nil {
+			return err
+		}
+		defer t.Release(se.space)
+	}
 	se.backend.offered = se.dev.ConfigSize() > 0
 	se.dev.Connected(se)
 	defer se.teardown()

@@ -17,6 +17,7 @@ import (
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // bufferSize holds the largest frame: MTU 9000, Ethernet header and VLAN tags,
@@ -35,6 +36,7 @@ type Daemon struct {
 	vtep  *vxlan.VTEP // nil without an underlay
 	nets  map[string]*lfe.Network
 	vms   []*vm
+	gvms  *translate.GVMTable // the memory of every connected front end
 
 	undo []func() // in the order of making; Close goes backwards
 }
@@ -46,7 +48,7 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 // Start makes everything in cfg and serves it until Close. On an error nothing
 // is left behind.
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
-	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*lfe.Network{}}
+	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*lfe.Network{}, gvms: translate.NewGVMTable(2 * len(cfg.VMs))}
 	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeNetworks, d.makeTAPs, d.makeVMs, d.serve} {
 		if err := step(); err != nil {
 			_ = d.Close()

@@ -57,7 +57,7 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 		dev  vhostuser.Device
 	}{{d.cfg.NetSocket(c), v.net}, {d.cfg.HCASocket(c), v.hca}} {
 		srv, err := vhostuser.Listen(vhostuser.Config{
-			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log,
+			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms,
 		}, s.dev, translate.GVMI(gvmi))
 		if err != nil {
 			return nil, fmt.Errorf("socket %s: %w", s.path, err)

@@ -99,20 +99,24 @@ func (c *cq) post(wc *abi.WC, solicited bool) {
 	}
 }
 
-// full looks whether one more element would fill the ring; the consumer index is
-// reread only when the last known one says so.
+// full looks whether one more element would fill the ring. The consumer index, a
+// cache line that the guest writes at every poll, is reread only when the last
+// known one makes the ring look more than half full.
+//
+// A consumer moves from where it was at most up to the producer. Some releases of
+// the rxe provider step one over it (rdma-core 44, end_poll after a failed
+// next_poll). Seen from the middle of the ring that cannot be taken for a full
+// one; the guest expects the next completion there, so that is where it goes.
 func (c *cq) full() (bool, translate.Miss) {
-	if (c.prod+1)&c.r.mask != c.cons {
+	used := (c.prod - c.cons) & c.r.mask
+	if used <= c.r.mask/2 {
 		return false, translate.Miss{}
 	}
 	v, m := c.r.index(abi.RingConsumerOff)
 	if !m.OK() {
 		return false, m
 	}
-	// A consumer moves from where it was towards the producer. Some releases of the
-	// rxe provider step one over it (rdma-core before v45, end_poll after a failed
-	// next_poll); the guest then expects the next completion there.
-	if (v-c.cons)&c.r.mask > (c.prod-c.cons)&c.r.mask {
+	if (v-c.cons)&c.r.mask > used {
 		c.prod = v
 	}
 	c.cons = v

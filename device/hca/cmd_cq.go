@@ -176,7 +176,7 @@ func modifySRQ(c *cmd) error {
 			}
 		}
 		if r.Flags&abi.SRQLimit != 0 {
-			s.setLimit(r.Limit)
+			s.limit = r.Limit
 		}
 		return nil
 	})
@@ -193,7 +193,7 @@ func querySRQ(c *cmd) error {
 	}
 	var a abi.SRQAttr
 	err = c.onOwner(s.owner, func() error {
-		a.Limit = s.getLimit()
+		a.Limit = s.limit
 		return nil
 	})
 	a.Encode(c.reply(abi.SizeSRQAttr))

@@ -165,37 +165,36 @@ func (c *cmd) place(p qpParts) *lane {
 	return l
 }
 
-// share counts a QP on lane l as a user of its CQs and SRQ, and makes those that
+// share counts a QP on lane l as a user of its CQs and SRQ, and makes CQs that
 // another lane uses too take their lock from now on.
 func (c *cmd) share(p *qpParts, l *lane) {
-	use := func(owner **lane, refs *int, shared *bool) {
-		*refs++
+	for _, q := range []*cq{p.scq, p.rcq} {
+		q.refs++
 		switch {
-		case *owner == nil:
-			*owner = l
-		case *owner != l && !*shared:
+		case q.owner == nil:
+			q.owner = l
+		case q.owner != l && !q.shared:
 			// On the owner's loop it takes effect before the other loop's QP exists.
-			(*owner).loop.Do(func() { *shared = true })
+			q.owner.loop.Do(func() { q.shared = true })
 		}
 	}
-	use(&p.scq.owner, &p.scq.refs, &p.scq.shared)
-	use(&p.rcq.owner, &p.rcq.refs, &p.rcq.shared)
 	if p.srq != nil {
-		use(&p.srq.owner, &p.srq.refs, &p.srq.shared)
+		p.srq.refs++
+		p.srq.owner = l
 	}
 }
 
 // unshare is the opposite. An object without users has no owner and no lock.
 func (c *cmd) unshare(p *qpParts) {
-	drop := func(owner **lane, refs *int, shared *bool) {
-		if *refs--; *refs == 0 {
-			*owner, *shared = nil, false
+	for _, q := range []*cq{p.scq, p.rcq} {
+		if q.refs--; q.refs == 0 {
+			q.owner, q.shared = nil, false
 		}
 	}
-	drop(&p.scq.owner, &p.scq.refs, &p.scq.shared)
-	drop(&p.rcq.owner, &p.rcq.refs, &p.rcq.shared)
 	if p.srq != nil {
-		drop(&p.srq.owner, &p.srq.refs, &p.srq.shared)
+		if p.srq.refs--; p.srq.refs == 0 {
+			p.srq.owner = nil
+		}
 	}
 }
 

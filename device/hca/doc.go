@@ -14,8 +14,8 @@
 //
 // # Lock order
 //
-// Device.mu (tables, held for one command) before cq.mu and srq.mu (leaves).
-// cq.mu and srq.mu are taken on the data path only by an object that QPs of
-// several loops share; one that serves a single loop is that loop's own.
-// Nothing waits for a loop, an epoch or the guest while it holds a leaf.
+// Device.mu (tables, held for one command) before cq.mu (a leaf). cq.mu is taken
+// on the data path only by a CQ that QPs of several loops share; one that serves
+// a single loop is that loop's own. Nothing waits for a loop, an epoch or the
+// guest while it holds cq.mu.
 package hca

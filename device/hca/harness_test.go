@@ -36,6 +36,7 @@ type guest struct {
 	w     *world
 	tb    testing.TB
 	mem   []byte
+	memfd int
 	space *translate.Space
 	next  translate.PA
 	resp  [abi.SizeResp + maxReply]byte
@@ -113,10 +114,18 @@ func (c fakeConn) ConfigChanged()          { c.g.notes++ }
 // connect gives the device a fresh memory and what every driver sets up first.
 func (g *guest) connect() {
 	g.tb.Helper()
-	mem, err := unix.Mmap(-1, 0, memSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
+	fd, err := unix.MemfdCreate("guest", unix.MFD_CLOEXEC)
 	if err != nil {
 		g.tb.Fatal(err)
 	}
+	if err := unix.Ftruncate(fd, memSize); err != nil {
+		g.tb.Fatal(err)
+	}
+	mem, err := unix.Mmap(fd, 0, memSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		g.tb.Fatal(err)
+	}
+	g.memfd = fd
 	g.mem, g.next = mem, memBase
 	g.space = translate.NewSpace(1)
 	if err := g.space.Map(memBase, mem); err != nil {
@@ -168,6 +177,7 @@ func (g *guest) disconnect() {
 	if err := unix.Munmap(g.mem); err != nil {
 		g.tb.Error(err)
 	}
+	unix.Close(g.memfd)
 	g.mem = nil
 }
 

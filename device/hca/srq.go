@@ -1,7 +1,6 @@
 package hca
 
 import (
-	"sync"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -9,17 +8,15 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// srq is a shared receive queue. Who may consume from it, and when mu is needed,
-// is as with cq.
+// srq is a shared receive queue. All its QPs live on its owner's lane (place sees
+// to that), so it needs no lock.
 type srq struct {
 	dev    *Device
 	n      uint32
 	pd     translate.PD
 	maxSGE int
-	owner  *lane // command goroutine only
+	owner  *lane // nil until the first QP uses it; command goroutine only
 
-	shared  bool
-	mu      sync.Mutex
 	wr      workRing
 	limit   uint32 // 0: disarmed (IBTA 10.2.9.1)
 	scratch []byte
@@ -38,10 +35,6 @@ func newSRQ(d *Device, n uint32, pd translate.PD, maxSGE int, limit uint32, r ri
 
 // fetch takes the next receive request.
 func (s *srq) fetch(w *roce.RecvWQE) roce.Fetch {
-	if s.shared {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-	}
 	if s.failed.Load() {
 		return roce.FetchEmpty
 	}
@@ -89,12 +82,9 @@ func (s *srq) fail(m translate.Miss) roce.Fetch {
 	return roce.FetchEmpty
 }
 
-// resize moves the requests that are not consumed yet to a new ring; called like cq.resize.
+// resize moves the requests that are not consumed yet to a new ring; called where no
+// QP consumes: on the owner's loop, or before there is one.
 func (s *srq) resize(r ring) error {
-	if s.shared {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-	}
 	prod, m := s.wr.index(abi.RingProducerOff)
 	if !m.OK() {
 		return &faultError{what: "the old ring", miss: m}
@@ -109,21 +99,4 @@ func (s *srq) resize(r ring) error {
 	}
 	s.wr = workRing{ring: r}
 	return nil
-}
-
-// setLimit arms the limit event; called like resize.
-func (s *srq) setLimit(n uint32) {
-	if s.shared {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-	}
-	s.limit = n
-}
-
-func (s *srq) getLimit() uint32 {
-	if s.shared {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-	}
-	return s.limit
 }

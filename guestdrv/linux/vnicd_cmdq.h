@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * Command queue: mechanics only. It knows chains, slots and time-outs, and no
+ * command by name (those are in vnicd_cmd.c).
+ */
+#ifndef VNICD_CMDQ_H
+#define VNICD_CMDQ_H
+
+#include <linux/completion.h>
+#include <linux/list.h>
+#include <linux/spinlock.h>
+#include <linux/types.h>
+#include <linux/wait.h>
+
+struct virtqueue;
+struct vnicd_dev;
+
+/*
+ * A slot is one command under way. Its two pages are allocated once: a destroy
+ * command must not fail for want of memory.
+ *
+ *	free -> busy -> done -> free
+ *	          \-> orphan (the waiter gave up) -> free when the device answers
+ *
+ * An orphan's pages stay the device's; they return only after a reset.
+ */
+enum vnicd_slot_state {
+	VNICD_SLOT_FREE,
+	VNICD_SLOT_BUSY,
+	VNICD_SLOT_DONE,
+	VNICD_SLOT_ORPHAN,
+};
+
+struct vnicd_slot {
+	struct list_head list;		/* in vnicd_cmdq.free */
+	struct completion done;
+	enum vnicd_slot_state state;
+	u32 written;			/* bytes the device says it wrote */
+	void *req;			/* one page */
+	void *resp;			/* one page */
+};
+
+#define VNICD_CMDQ_SLOTS 16
+
+struct vnicd_cmdq {
+	struct vnicd_dev *vd;
+	struct virtqueue *vq;
+	wait_queue_head_t wait;		/* for a free slot */
+	unsigned int num_slots;
+
+	spinlock_t lock;		/* guards what follows, and vq */
+	bool dead;
+	struct list_head free;
+	struct vnicd_slot slots[VNICD_CMDQ_SLOTS];
+};
+
+int vnicd_cmdq_init(struct vnicd_cmdq *q, struct vnicd_dev *vd,
+		    struct virtqueue *vq);
+/* Only after the device was reset. */
+void vnicd_cmdq_free(struct vnicd_cmdq *q);
+
+/*
+ * Sends one command and waits for its answer. May sleep, and cannot be
+ * interrupted; returns within a bounded time in any case.
+ *
+ * @req, @req_len: fixed part of the payload, copied
+ * @list, @list_len: more payload, or NULL; physically contiguous
+ * @resp, @resp_len: where the payload of the answer goes; the device must give
+ *	exactly so many bytes
+ *
+ * 0, or the errno of the device's status, or -EIO: the device is dead.
+ */
+int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
+		    const void *req, size_t req_len,
+		    const void *list, size_t list_len,
+		    void *resp, size_t resp_len);
+
+/* From now on every command, those under way too, ends with -EIO at once. */
+void vnicd_cmdq_kill(struct vnicd_cmdq *q);
+
+/* Virtqueue callback: collects answers. */
+void vnicd_cmdq_irq(struct vnicd_cmdq *q);
+
+#endif /* VNICD_CMDQ_H */

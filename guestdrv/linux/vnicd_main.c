@@ -1,0 +1,579 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Probe and remove, failure and recovery.
+ *
+ *	            probe                 remove
+ *	(unbound) --------> alive -----------------> (unbound)
+ *	                      |                        ^  |
+ *	       vnicd_fail()   v    remove              |  | probe
+ *	                    dead ----------------------+  v
+ *	                      |   config space tells of a new
+ *	                      +-> generation: unbind, reset, bind
+ *
+ * Death: every command fails at once from then on, kernel consumers get flush
+ * completions, ib_core is told, and the RDMA device is unregistered, which
+ * disassociates the processes. What the device has not confirmed to have let go
+ * of stays allocated until it is reset, which remove does.
+ */
+#include <linux/ctype.h>
+#include <linux/etherdevice.h>
+#include <linux/pci.h>
+#include <linux/slab.h>
+#include <linux/virtio_config.h>
+#include <linux/virtio_pci.h>
+
+#include "vnicd.h"
+
+/* Recovery outlives the struct vnicd_dev that asks for it. */
+static struct workqueue_struct *vnicd_recovery_wq;
+
+struct vnicd_recovery {
+	struct work_struct work;
+	struct device *dev;		/* held */
+};
+
+static void vnicd_recover_work(struct work_struct *work)
+{
+	struct vnicd_recovery *rec = container_of(work, struct vnicd_recovery, work);
+
+	/* Calls remove, which resets the device, then probe. */
+	if (device_reprobe(rec->dev) < 0)
+		dev_err(rec->dev, "did not come back after its reset\n");
+	put_device(rec->dev);
+	kfree(rec);
+}
+
+static void vnicd_recover(struct vnicd_dev *vd)
+{
+	struct vnicd_recovery *rec;
+
+	if (test_and_set_bit(VNICD_F_RECOVERING, &vd->flags))
+		return;
+	rec = kzalloc(sizeof(*rec), GFP_KERNEL);
+	if (!rec)
+		return;
+	INIT_WORK(&rec->work, vnicd_recover_work);
+	rec->dev = get_device(&vd->vdev->dev);
+	queue_work(vnicd_recovery_wq, &rec->work);
+}
+
+void vnicd_fail(struct vnicd_dev *vd, const char *why)
+{
+	if (test_and_set_bit(VNICD_F_DEAD, &vd->flags))
+		return;
+	dev_err(&vd->vdev->dev, "device lost: %s\n", why);
+	vnicd_cmdq_kill(&vd->cmdq);
+	queue_work(vd->wq, &vd->flush_work);
+	/* Not on vd->wq: unregistering waits for what runs there. */
+	queue_work(system_long_wq, &vd->fail_work);
+}
+
+static void vnicd_fail_work(struct work_struct *work)
+{
+	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, fail_work);
+	struct ib_device *ibdev = &vd->ib->base;
+	struct ib_event ev = { .device = ibdev, .event = IB_EVENT_DEVICE_FATAL };
+
+	if (READ_ONCE(vd->removing))
+		return;
+	if (ib_device_try_get(ibdev)) {
+		ev.element.port_num = VNICD_PORT;
+		ib_dispatch_event(&ev);
+		ib_device_put(ibdev);
+	}
+	vnicd_ib_unregister(vd);
+	dev_err(&vd->vdev->dev,
+		"RDMA is off until the device reports a new generation, or unbind and bind %s\n",
+		dev_name(&vd->vdev->dev));
+}
+
+void vnicd_check_config(struct vnicd_dev *vd)
+{
+	queue_work(vd->wq, &vd->config_work);
+}
+
+static void vnicd_config_work(struct work_struct *work)
+{
+	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, config_work);
+	u32 generation;
+	u16 link_up;
+
+	virtio_cread_le(vd->vdev, struct vnicd_config, link_up, &link_up);
+	virtio_cread_le(vd->vdev, struct vnicd_config, generation, &generation);
+
+	/* All ones, or zeros: nobody there who answers. */
+	if (!generation || generation == U32_MAX)
+		return;
+	if (generation != vd->generation) {
+		vnicd_fail(vd, "it has lost its state (new generation)");
+		vnicd_recover(vd);
+		return;
+	}
+	WRITE_ONCE(vd->link_up, link_up == 1);
+	vnicd_port_update(vd);
+}
+
+void vnicd_bury(struct vnicd_dev *vd, struct vnicd_grave *grave,
+		void (*release)(struct vnicd_grave *grave))
+{
+	unsigned long flags;
+
+	grave->release = release;
+	spin_lock_irqsave(&vd->grave_lock, flags);
+	list_add(&grave->list, &vd->graves);
+	spin_unlock_irqrestore(&vd->grave_lock, flags);
+}
+
+/* Only after the device was reset. */
+static void vnicd_empty_graves(struct vnicd_dev *vd)
+{
+	struct vnicd_grave *grave, *next;
+
+	list_for_each_entry_safe(grave, next, &vd->graves, list) {
+		list_del(&grave->list);
+		grave->release(grave);
+	}
+}
+
+/*
+ * Reading past the end of config space is a BUG() in virtio_pci, and a foreign
+ * device with our id may have less of it. Only PCI can tell the length.
+ */
+static bool vnicd_config_present(struct virtio_device *vdev)
+{
+	struct pci_dev *pdev;
+	int pos;
+
+	if (!vdev->config->get)
+		return false;
+	if (!vdev->dev.parent || !dev_is_pci(vdev->dev.parent))
+		return true;
+	pdev = to_pci_dev(vdev->dev.parent);
+	for (pos = pci_find_capability(pdev, PCI_CAP_ID_VNDR); pos;
+	     pos = pci_find_next_capability(pdev, pos, PCI_CAP_ID_VNDR)) {
+		u8 type;
+		u32 len;
+
+		pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, cfg_type),
+				     &type);
+		if (type != VIRTIO_PCI_CAP_DEVICE_CFG)
+			continue;
+		pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_cap, length),
+				      &len);
+		return len >= sizeof(struct vnicd_config);
+	}
+	return false;
+}
+
+/* Runs before feature negotiation. */
+static int vnicd_validate(struct virtio_device *vdev)
+{
+	u32 magic, version;
+
+	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
+		dev_err(&vdev->dev, "not a virtio 1.x device\n");
+		return -ENODEV;
+	}
+	if (!vnicd_config_present(vdev)) {
+		dev_info(&vdev->dev, "not a vnicd HCA: config space is too small\n");
+		return -ENODEV;
+	}
+	virtio_cread_le(vdev, struct vnicd_config, magic, &magic);
+	if (magic != VNICD_MAGIC) {
+		dev_info(&vdev->dev, "not a vnicd HCA: magic %#x, expected %#x\n",
+			 magic, VNICD_MAGIC);
+		return -ENODEV;
+	}
+	virtio_cread_le(vdev, struct vnicd_config, abi_version, &version);
+	if (version != VNICD_ABI_VERSION) {
+		dev_err(&vdev->dev,
+			"the device speaks ABI version %u, this module version %u: install the guest module that belongs to the host's vnicd\n",
+			version, VNICD_ABI_VERSION);
+		return -EPROTONOSUPPORT;
+	}
+	/* Everything we name to the device is a guest physical address. */
+	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
+	return 0;
+}
+
+/* At least one character, all of them harmless in file names and messages. */
+static bool vnicd_text_ok(const char *s, bool spaces)
+{
+	if (!*s)
+		return false;
+	for (; *s; s++)
+		if (!isalnum(*s) && !strchr("-_.+~", *s) && !(spaces && strchr(" ():/", *s)))
+			return false;
+	return true;
+}
+
+static int vnicd_read_config(struct vnicd_dev *vd)
+{
+	struct device *dev = &vd->vdev->dev;
+	struct vnicd_config cfg;
+
+	virtio_cread_bytes(vd->vdev, 0, &cfg, sizeof(cfg));
+
+	memcpy(vd->mac, cfg.mac, sizeof(vd->mac));
+	vd->num_ceqs = le16_to_cpu(cfg.num_ceqs);
+	vd->num_engines = le16_to_cpu(cfg.num_engines);
+	vd->link_up = le16_to_cpu(cfg.link_up) == 1;
+	vd->port_mtu = le32_to_cpu(cfg.port_mtu);
+	vd->generation = le32_to_cpu(cfg.generation);
+
+	if (!is_valid_ether_addr(vd->mac)) {
+		dev_err(dev, "config space: %pM is not a usable MAC address\n", vd->mac);
+		return -EINVAL;
+	}
+	if (!vd->num_ceqs || vd->num_ceqs > VNICD_MAX_CEQS) {
+		dev_err(dev, "config space: %u completion event queues, expected 1..%u\n",
+			vd->num_ceqs, VNICD_MAX_CEQS);
+		return -EINVAL;
+	}
+	if (!vd->num_engines || vd->num_engines > VNICD_MAX_ENGINES) {
+		dev_err(dev, "config space: %u engines, expected 1..%u\n",
+			vd->num_engines, VNICD_MAX_ENGINES);
+		return -EINVAL;
+	}
+	if (vd->port_mtu < 256 || vd->port_mtu > 4096) {
+		dev_err(dev, "config space: path MTU %u, expected 256..4096\n", vd->port_mtu);
+		return -EINVAL;
+	}
+	if (memchr_inv(cfg.reserved, 0, sizeof(cfg.reserved))) {
+		dev_err(dev, "config space: reserved bytes are set\n");
+		return -EINVAL;
+	}
+
+	memcpy(vd->fw_version, cfg.fw_version, sizeof(cfg.fw_version));
+	if (!vnicd_text_ok(vd->fw_version, true))
+		strscpy(vd->fw_version, "unknown", sizeof(vd->fw_version));
+	/* The suggestion is taken unless it is none. */
+	memcpy(vd->name, cfg.device_name, sizeof(cfg.device_name));
+	if (!vnicd_text_ok(vd->name, false))
+		strscpy(vd->name, "vnic%d", sizeof(vd->name));
+	return 0;
+}
+
+static void vnicd_cmd_irq(struct virtqueue *vq)
+{
+	struct vnicd_dev *vd = vq->vdev->priv;
+
+	vnicd_cmdq_irq(&vd->cmdq);
+}
+
+/* In the order of vnicd_abi.h; see vnicd_ceq_irq, which counts on it. */
+static int vnicd_find_queues(struct vnicd_dev *vd)
+{
+	unsigned int i, n = 2 + vd->num_ceqs + vd->num_engines;
+	struct virtqueue_info *info;
+	int err;
+
+	vd->vqs = kcalloc(n, sizeof(*vd->vqs), GFP_KERNEL);
+	info = kcalloc(n, sizeof(*info), GFP_KERNEL);
+	if (!vd->vqs || !info) {
+		err = -ENOMEM;
+		goto out;
+	}
+	info[0].name = "commands";
+	info[0].callback = vnicd_cmd_irq;
+	info[1].name = "events";
+	info[1].callback = vnicd_aeq_irq;
+	for (i = 0; i < vd->num_ceqs; i++) {
+		info[2 + i].name = "completions";
+		info[2 + i].callback = vnicd_ceq_irq;
+	}
+	for (i = 0; i < vd->num_engines; i++)
+		info[2 + vd->num_ceqs + i].name = "doorbells";
+
+	err = vnicd_find_vqs(vd->vdev, n, vd->vqs, info);
+	if (err)
+		dev_err(&vd->vdev->dev, "cannot set up its %u queues: %d\n", n, err);
+	else
+		for (i = 0; i < vd->num_engines; i++)
+			vd->engines[i].vq = vd->vqs[2 + vd->num_ceqs + i];
+out:
+	kfree(info);
+	if (err) {
+		kfree(vd->vqs);
+		vd->vqs = NULL;
+	}
+	return err;
+}
+
+static int vnicd_start_events(struct vnicd_dev *vd)
+{
+	unsigned int i;
+	int err;
+
+	err = vnicd_eq_start(&vd->aeq, vd->vqs[1], true);
+	for (i = 0; i < vd->num_ceqs && !err; i++)
+		err = vnicd_eq_start(&vd->ceqs[i], vd->vqs[2 + i], false);
+	return err;
+}
+
+static void vnicd_stop_events(struct vnicd_dev *vd)
+{
+	unsigned int i;
+
+	vnicd_eq_stop(&vd->aeq);
+	for (i = 0; i < vd->num_ceqs; i++)
+		vnicd_eq_stop(&vd->ceqs[i]);
+}
+
+/* Limits, doorbells, the AH table: what the device has to know before the rest. */
+static int vnicd_start_device(struct vnicd_dev *vd)
+{
+	struct device *dev = &vd->vdev->dev;
+	unsigned int i;
+	int err;
+
+	err = vnicd_cmd_query_device(vd, &vd->lim);
+	if (err) {
+		dev_err(dev, "cannot query the device: %d\n", err);
+		return err;
+	}
+	if (!(vd->lim.caps & VNICD_CAP_LOCAL_DMA_LKEY)) {
+		dev_err(dev, "the device has no local DMA key, which this module needs\n");
+		return -EOPNOTSUPP;
+	}
+
+	for (i = 0; i < vd->num_engines; i++) {
+		struct vnicd_engine *e = &vd->engines[i];
+
+		e->db = alloc_pages_exact(sizeof(*e->db), GFP_KERNEL | __GFP_ZERO);
+		if (!e->db)
+			return -ENOMEM;
+		err = vnicd_cmd_set_doorbells(vd, i, e->db);
+		if (err) {
+			dev_err(dev, "cannot set doorbells of engine %u: %d\n", i, err);
+			return err;
+		}
+	}
+
+	err = vnicd_ah_table_init(vd);
+	if (err)
+		return err;
+	err = vnicd_cmd_set_ah_table(vd, vd->ah_table, vd->ah_entries, vd->ah_table_size);
+	if (err)
+		dev_err(dev, "cannot set the address handle table: %d\n", err);
+	return err;
+}
+
+static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
+{
+	unsigned int i;
+
+	vd->vdev = vdev;
+	mutex_init(&vd->reg_lock);
+	xa_init_flags(&vd->qps, XA_FLAGS_LOCK_IRQ);
+	xa_init_flags(&vd->cqs, XA_FLAGS_LOCK_IRQ);
+	xa_init_flags(&vd->srqs, XA_FLAGS_LOCK_IRQ);
+	xa_init_flags(&vd->phys_keys, XA_FLAGS_LOCK_IRQ);
+	spin_lock_init(&vd->ah_lock);
+	spin_lock_init(&vd->grave_lock);
+	INIT_LIST_HEAD(&vd->graves);
+	INIT_WORK(&vd->fail_work, vnicd_fail_work);
+	INIT_WORK(&vd->config_work, vnicd_config_work);
+	INIT_WORK(&vd->flush_work, vnicd_flush_work);
+	vnicd_netdev_init(vd);
+	vnicd_eq_setup(vd, &vd->aeq, true);
+	for (i = 0; i < VNICD_MAX_CEQS; i++)
+		vnicd_eq_setup(vd, &vd->ceqs[i], false);
+}
+
+/*
+ * Takes down whatever is there, so it serves remove and a probe that failed.
+ * Order: no consumers, no netdev, no events, no device, no memory.
+ */
+static void vnicd_teardown(struct vnicd_dev *vd)
+{
+	struct virtio_device *vdev = vd->vdev;
+	unsigned int i;
+
+	WRITE_ONCE(vd->removing, true);
+	vnicd_ib_unregister(vd);
+	vnicd_netdev_stop(vd);
+	vnicd_stop_events(vd);
+
+	virtio_reset_device(vdev);
+	/* The interrupt is quiet; now nothing queues work any more. */
+	cancel_work_sync(&vd->fail_work);
+	if (vd->wq) {
+		cancel_work_sync(&vd->config_work);
+		cancel_work_sync(&vd->flush_work);
+		cancel_work_sync(&vd->port_work);
+		destroy_workqueue(vd->wq);
+	}
+	if (vd->vqs)
+		vdev->config->del_vqs(vdev);
+	kfree(vd->vqs);
+
+	vnicd_empty_graves(vd);
+	vnicd_ah_table_free(vd);
+	for (i = 0; i < vd->num_engines; i++)
+		if (vd->engines[i].db)
+			free_pages_exact(vd->engines[i].db, sizeof(*vd->engines[i].db));
+	vnicd_eq_free(&vd->aeq);
+	for (i = 0; i < vd->num_ceqs; i++)
+		vnicd_eq_free(&vd->ceqs[i]);
+	vnicd_cmdq_free(&vd->cmdq);
+
+	xa_destroy(&vd->qps);
+	xa_destroy(&vd->cqs);
+	xa_destroy(&vd->srqs);
+	xa_destroy(&vd->phys_keys);
+	vdev->priv = NULL;
+	/* Last: what was buried refers to it. */
+	if (vd->ib)
+		put_device(&vd->ib->base.dev);
+	kfree(vd);
+}
+
+static int vnicd_probe(struct virtio_device *vdev)
+{
+	struct vnicd_dev *vd;
+	int err;
+
+	vd = kzalloc(sizeof(*vd), GFP_KERNEL);
+	if (!vd)
+		return -ENOMEM;
+	vnicd_init(vd, vdev);
+	err = vnicd_read_config(vd);
+	if (err) {
+		kfree(vd);
+		return err;
+	}
+	vdev->priv = vd;
+
+	err = -ENOMEM;
+	vd->wq = alloc_ordered_workqueue("vnicd/%s", 0, dev_name(&vdev->dev));
+	if (!vd->wq)
+		goto err;
+	vd->ib = ib_alloc_device(vnicd_ibdev, base);
+	if (!vd->ib)
+		goto err;
+	vd->ib->vd = vd;
+	get_device(&vd->ib->base.dev);
+
+	err = vnicd_find_queues(vd);
+	if (err)
+		goto err_ib;
+	err = vnicd_cmdq_init(&vd->cmdq, vd, vd->vqs[0]);
+	if (err)
+		goto err_ib;
+	virtio_device_ready(vdev);
+	err = vnicd_start_events(vd);
+	if (err)
+		goto err_ib;
+	err = vnicd_start_device(vd);
+	if (err)
+		goto err_ib;
+	err = vnicd_netdev_start(vd);
+	if (err)
+		goto err_ib;
+	err = vnicd_ib_register(vd);
+	if (err)
+		goto err_ib;
+	return 0;
+
+err_ib:
+	WRITE_ONCE(vd->removing, true);
+	/* Never registered, so ib_core has not let go of it by itself. */
+	ib_dealloc_device(&vd->ib->base);
+err:
+	vnicd_teardown(vd);
+	return err;
+}
+
+static void vnicd_remove(struct virtio_device *vdev)
+{
+	vnicd_teardown(vdev->priv);
+}
+
+static void vnicd_config_changed(struct virtio_device *vdev)
+{
+	struct vnicd_dev *vd = vdev->priv;
+
+	if (vd)
+		vnicd_check_config(vd);
+}
+
+#ifdef CONFIG_PM_SLEEP
+/* The device's state cannot be saved, nor that of the peers. */
+static int vnicd_freeze(struct virtio_device *vdev)
+{
+	dev_err(&vdev->dev, "cannot be suspended: unbind it or unload vnicd first\n");
+	return -EBUSY;
+}
+
+static int vnicd_restore(struct virtio_device *vdev)
+{
+	return -EIO;
+}
+#endif
+
+static const struct virtio_device_id vnicd_id_table[] = {
+	{ VNICD_VIRTIO_ID, VIRTIO_DEV_ANY_ID },
+	{ VNICD_VIRTIO_ID_RDMA, VIRTIO_DEV_ANY_ID },
+	{ 0 },
+};
+MODULE_DEVICE_TABLE(virtio, vnicd_id_table);
+
+static struct virtio_driver vnicd_driver = {
+	.driver.name = KBUILD_MODNAME,
+	.driver.owner = THIS_MODULE,
+	.id_table = vnicd_id_table,
+	.validate = vnicd_validate,
+	.probe = vnicd_probe,
+	.remove = vnicd_remove,
+	.config_changed = vnicd_config_changed,
+#ifdef CONFIG_PM_SLEEP
+	.freeze = vnicd_freeze,
+	.restore = vnicd_restore,
+#endif
+};
+
+/* Sizes that the device's author counts on; offsets are compared by a test. */
+static void __maybe_unused vnicd_check_abi(void)
+{
+	BUILD_BUG_ON(sizeof(struct vnicd_config) != 128);
+	BUILD_BUG_ON(sizeof(struct vnicd_ring) != 24);
+	BUILD_BUG_ON(sizeof(struct vnicd_doorbells) != 3 * SZ_4K);
+	BUILD_BUG_ON(sizeof(struct vnicd_ah) != 64);
+	BUILD_BUG_ON(sizeof(struct vnicd_event) != 64);
+	BUILD_BUG_ON(offsetof(struct rxe_queue_buf, producer_index) != 128);
+	BUILD_BUG_ON(offsetof(struct rxe_queue_buf, consumer_index) != 256);
+	BUILD_BUG_ON(offsetof(struct rxe_queue_buf, data) != 384);
+	BUILD_BUG_ON(sizeof(struct rxe_send_wqe) != 208);
+	BUILD_BUG_ON(sizeof(struct rxe_recv_wqe) != 40);
+}
+
+static int __init vnicd_module_init(void)
+{
+	int err;
+
+	vnicd_recovery_wq = alloc_workqueue("vnicd_recovery", WQ_UNBOUND, 0);
+	if (!vnicd_recovery_wq)
+		return -ENOMEM;
+	err = register_virtio_driver(&vnicd_driver);
+	if (err)
+		destroy_workqueue(vnicd_recovery_wq);
+	return err;
+}
+
+static void __exit vnicd_module_exit(void)
+{
+	unregister_virtio_driver(&vnicd_driver);
+	/* Waits for a recovery under way; it finds no driver to bind. */
+	destroy_workqueue(vnicd_recovery_wq);
+}
+
+module_init(vnicd_module_init);
+module_exit(vnicd_module_exit);
+
+MODULE_DESCRIPTION("vnicd paravirtual RDMA HCA");
+MODULE_AUTHOR("The vnicd authors");
+MODULE_LICENSE("GPL");
+MODULE_VERSION("0.1");
+/* ib_core unregisters by driver id; without uverbs nobody could use us anyway. */
+MODULE_SOFTDEP("pre: ib_uverbs");

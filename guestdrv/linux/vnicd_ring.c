@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Memory of work rings: allocation, description to the device, mapping into
+ * processes.
+ *
+ * A ring is ordinary memory with one reference per page. A process's mapping
+ * holds references of its own (vm_insert_page), so a process that destroys a QP
+ * and unmaps the ring later, as rdma-core does, or never, keeps nothing alive
+ * but those pages, and the driver need not track mappings. Before the rings are
+ * freed the device has confirmed that it let go of them; otherwise they are
+ * buried until the device is reset.
+ */
+#include <linux/io.h>
+#include <linux/log2.h>
+#include <linux/slab.h>
+#include <linux/vmalloc.h>
+
+#include "vnicd.h"
+
+/* The mmap size in rxe's ABI is 32 bits wide; the rest is plain prudence. */
+#define VNICD_RING_MAX BIT(30)
+
+static void vnicd_ring_free(struct vnicd_ring_mem *ring)
+{
+	if (ring->contiguous)
+		free_pages_exact(ring->buf, ring->alloc_size);
+	else
+		vfree(ring->buf);
+	kfree(ring);
+}
+
+static void vnicd_ring_unbury(struct vnicd_grave *grave)
+{
+	vnicd_ring_free(container_of(grave, struct vnicd_ring_mem, grave));
+}
+
+static void vnicd_ring_drop(struct vnicd_ring_mem *ring)
+{
+	if (ring->buried)
+		vnicd_bury(ring->vd, &ring->grave, vnicd_ring_unbury);
+	else
+		vnicd_ring_free(ring);
+}
+
+/*
+ * One span if it can be had cheaply: the device then maps the ring as one.
+ * alloc_pages_exact gives naturally aligned memory, so one large "page" names it.
+ */
+static int vnicd_ring_alloc(struct vnicd_ring_mem *ring)
+{
+	ring->alloc_size = PAGE_ALIGN(ring->size);
+	if (get_order(ring->size) <= VNICD_MAX_ORDER) {
+		ring->buf = alloc_pages_exact(ring->alloc_size,
+					      GFP_KERNEL_ACCOUNT | __GFP_ZERO |
+					      __GFP_NOWARN | __GFP_NORETRY);
+		if (ring->buf) {
+			ring->contiguous = true;
+			ring->page_shift = get_order(ring->size) + PAGE_SHIFT;
+			ring->npages = 1;
+			return 0;
+		}
+	}
+
+	ring->buf = vmalloc_user(ring->alloc_size);
+	if (!ring->buf)
+		return -ENOMEM;
+	ring->page_shift = PAGE_SHIFT;
+	ring->npages = ring->alloc_size >> PAGE_SHIFT;
+	return 0;
+}
+
+struct vnicd_ring_mem *vnicd_ring_create(struct vnicd_dev *vd, u32 num_elems,
+					 u32 elem_size, struct ib_udata *udata)
+{
+	struct vnicd_ring_mem *ring;
+	u64 size;
+	int err;
+
+	elem_size = roundup_pow_of_two(max(elem_size, 64U));
+	size = sizeof(struct rxe_queue_buf) + (u64)num_elems * elem_size;
+	if (!is_power_of_2(num_elems) || elem_size > SZ_64K || size > VNICD_RING_MAX)
+		return ERR_PTR(-EINVAL);
+
+	ring = kzalloc(sizeof(*ring), GFP_KERNEL);
+	if (!ring)
+		return ERR_PTR(-ENOMEM);
+	ring->vd = vd;
+	ring->size = size;
+	ring->num_elems = num_elems;
+	ring->log2_elem_size = ilog2(elem_size);
+	err = vnicd_ring_alloc(ring);
+	if (err) {
+		kfree(ring);
+		return ERR_PTR(err);
+	}
+
+	/* For the process; the device goes by its command, never by this. */
+	ring->buf->log2_elem_size = ring->log2_elem_size;
+	ring->buf->index_mask = num_elems - 1;
+
+	if (udata) {
+		struct vnicd_ucontext *uc =
+			rdma_udata_to_drv_context(udata, struct vnicd_ucontext, base);
+
+		err = rdma_user_mmap_entry_insert(&uc->base, &ring->entry, ring->size);
+		if (err) {
+			vnicd_ring_free(ring);
+			return ERR_PTR(err);
+		}
+		ring->mapped = true;
+	}
+	return ring;
+}
+
+void vnicd_ring_destroy(struct vnicd_ring_mem *ring, bool released)
+{
+	if (!ring)
+		return;
+	ring->buried = !released;
+	/* With an offset an mmap() may be under way: the last one out frees. */
+	if (ring->mapped)
+		rdma_user_mmap_entry_remove(&ring->entry);
+	else
+		vnicd_ring_drop(ring);
+}
+
+void vnicd_mmap_free(struct rdma_user_mmap_entry *entry)
+{
+	vnicd_ring_drop(container_of(entry, struct vnicd_ring_mem, entry));
+}
+
+void vnicd_ring_describe(const struct vnicd_ring_mem *ring, struct vnicd_ring *out)
+{
+	out->length = cpu_to_le64(ring->size);
+	out->npages = cpu_to_le32(ring->npages);
+	out->page_shift = ring->page_shift;
+	out->log2_elem_size = ring->log2_elem_size;
+	out->num_elems = cpu_to_le32(ring->num_elems);
+}
+
+static struct page *vnicd_ring_page(const struct vnicd_ring_mem *ring, u32 i)
+{
+	void *va = (void *)ring->buf + ((size_t)i << PAGE_SHIFT);
+
+	return ring->contiguous ? virt_to_page(va) : vmalloc_to_page(va);
+}
+
+void vnicd_ring_pages(const struct vnicd_ring_mem *ring, __le64 *pas)
+{
+	u32 i;
+
+	for (i = 0; i < ring->npages; i++)
+		pas[i] = cpu_to_le64(page_to_phys(vnicd_ring_page(ring, i)));
+}
+
+void vnicd_ring_mminfo(const struct vnicd_ring_mem *ring, struct mminfo *mi)
+{
+	mi->offset = rdma_user_mmap_get_offset(&ring->entry);
+	mi->size = ring->size;
+	mi->pad = 0;
+}
+
+int vnicd_mmap(struct ib_ucontext *ctx, struct vm_area_struct *vma)
+{
+	struct rdma_user_mmap_entry *entry;
+	struct vnicd_ring_mem *ring;
+	unsigned long i, n;
+	int err = 0;
+
+	/* A private mapping would part from the device at the first write. */
+	if (!(vma->vm_flags & VM_SHARED))
+		return -EINVAL;
+
+	/* Looks in this context only, and insists on the exact length. */
+	entry = rdma_user_mmap_entry_get(ctx, vma);
+	if (!entry)
+		return -EINVAL;
+	ring = container_of(entry, struct vnicd_ring_mem, entry);
+
+	vnicd_vm_flags_set(vma, VM_DONTEXPAND | VM_DONTDUMP);
+	n = ring->alloc_size >> PAGE_SHIFT;
+	for (i = 0; i < n && !err; i++)
+		err = vm_insert_page(vma, vma->vm_start + (i << PAGE_SHIFT),
+				     vnicd_ring_page(ring, i));
+	/* On error the caller of mmap unmaps what is there. */
+	rdma_user_mmap_entry_put(entry);
+	return err;
+}

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: GPL-2.0
+/* The device, its port, GIDs, contexts, protection domains, counters. */
+#include <linux/etherdevice.h>
+#include <rdma/ib_addr.h>
+#include <rdma/ib_cache.h>
+#include <rdma/ib_mad.h>
+
+#include "vnicd.h"
+
+/* Neither rxe's provider nor anybody else has anything to tell us here. */
+int vnicd_udata_empty(struct ib_udata *udata)
+{
+	if (udata && udata->inlen && !ib_is_udata_cleared(udata, 0, udata->inlen))
+		return -EINVAL;
+	return 0;
+}
+
+static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *attr,
+			      struct ib_udata *udata)
+{
+	struct vnicd_dev *vd = to_vd(ibdev);
+	const struct vnicd_limits *lim = &vd->lim;
+	int err = vnicd_udata_empty(udata);
+
+	if (err)
+		return err;
+
+	memset(attr, 0, sizeof(*attr));
+	attr->sys_image_guid = lim->node_guid;
+	attr->max_mr_size = lim->max_mr_size;
+	attr->page_size_cap = GENMASK(30, 12);
+	attr->vendor_part_id = vd->vdev->id.device;
+	attr->device_cap_flags = IB_DEVICE_RC_RNR_NAK_GEN | IB_DEVICE_PORT_ACTIVE_EVENT |
+				 IB_DEVICE_SYS_IMAGE_GUID;
+	if (lim->caps & VNICD_CAP_SRQ)
+		attr->device_cap_flags |= IB_DEVICE_SRQ_RESIZE;
+	attr->kernel_cap_flags = IBK_LOCAL_DMA_LKEY;
+	attr->max_qp = lim->max_qp;
+	attr->max_qp_wr = lim->max_qp_wr;
+	attr->max_send_sge = lim->max_sge;
+	attr->max_recv_sge = lim->max_sge;
+	attr->max_sge_rd = lim->max_sge;
+	attr->max_cq = lim->max_cq;
+	attr->max_cqe = lim->max_cqe;
+	attr->max_mr = lim->max_mr;
+	attr->max_pd = lim->max_pd;
+	attr->max_ah = vd->ah_entries - 1;	/* entry 0 is never used */
+	attr->max_qp_rd_atom = lim->max_qp_rd_atom;
+	attr->max_res_rd_atom = min_t(u64, (u64)lim->max_qp * lim->max_qp_rd_atom, INT_MAX);
+	attr->max_qp_init_rd_atom = lim->max_qp_init_rd_atom;
+	attr->atomic_cap = lim->caps & VNICD_CAP_ATOMIC ? IB_ATOMIC_HCA : IB_ATOMIC_NONE;
+	if (lim->caps & VNICD_CAP_SRQ) {
+		attr->max_srq = lim->max_srq;
+		attr->max_srq_wr = lim->max_srq_wr;
+		attr->max_srq_sge = lim->max_srq_sge;
+	}
+	if (lim->caps & VNICD_CAP_MCAST) {
+		attr->max_mcast_grp = lim->max_mcast_grp;
+		attr->max_mcast_qp_attach = lim->max_mcast_qp_attach;
+		attr->max_total_mcast_qp_attach =
+			min_t(u64, (u64)lim->max_mcast_grp * lim->max_mcast_qp_attach, INT_MAX);
+	}
+	attr->max_pkeys = 1;
+	attr->local_ca_ack_delay = 15;
+	return 0;
+}
+
+static void vnicd_get_dev_fw_str(struct ib_device *ibdev, char *str)
+{
+	strscpy(str, to_vd(ibdev)->fw_version, IB_FW_VERSION_NAME_MAX);
+}
+
+static enum rdma_link_layer vnicd_get_link_layer(struct ib_device *ibdev, u32 port)
+{
+	return IB_LINK_LAYER_ETHERNET;
+}
+
+static int vnicd_get_port_immutable(struct ib_device *ibdev, u32 port,
+				    struct ib_port_immutable *im)
+{
+	struct vnicd_dev *vd = to_vd(ibdev);
+
+	if (port != VNICD_PORT)
+		return -EINVAL;
+	im->core_cap_flags = RDMA_CORE_PORT_IBA_ROCE_UDP_ENCAP;
+	if (vd->lim.caps & VNICD_CAP_ROCE_V1)
+		im->core_cap_flags |= RDMA_CORE_PORT_IBA_ROCE;
+	im->pkey_tbl_len = 1;
+	im->gid_tbl_len = vd->lim.max_gid;
+	im->max_mad_size = IB_MGMT_MAD_SIZE;
+	return 0;
+}
+
+static int vnicd_query_pkey(struct ib_device *ibdev, u32 port, u16 index, u16 *pkey)
+{
+	if (index)
+		return -EINVAL;
+	*pkey = VNICD_PKEY;
+	return 0;
+}
+
+static int vnicd_add_gid(const struct ib_gid_attr *attr, void **context)
+{
+	struct vnicd_dev *vd = to_vd(attr->device);
+	u8 smac[ETH_ALEN] = {};
+	u16 vlan = 0xffff;
+	u8 type;
+	int err;
+
+	switch (attr->gid_type) {
+	case IB_GID_TYPE_ROCE:
+		type = VNICD_GID_ROCE_V1;
+		break;
+	case IB_GID_TYPE_ROCE_UDP_ENCAP:
+		type = VNICD_GID_ROCE_V2;
+		break;
+	default:
+		return -EOPNOTSUPP;
+	}
+	err = rdma_read_gid_l2_fields(attr, &vlan, smac);
+	if (err)
+		return err;
+	return vnicd_cmd_set_gid(vd, attr->index, type, vlan, smac, &attr->gid);
+}
+
+static int vnicd_del_gid(const struct ib_gid_attr *attr, void **context)
+{
+	struct vnicd_dev *vd = to_vd(attr->device);
+	int err = vnicd_cmd_clear_gid(vd, attr->index);
+
+	/* A dead device has none. */
+	return vnicd_dead(vd) ? 0 : err;
+}
+
+/* The VLAN of the source GID of an address vector; its MAC is the device's. */
+int vnicd_gid_l2(const struct rdma_ah_attr *attr, u16 *vlan)
+{
+	const struct ib_gid_attr *sgid = attr->grh.sgid_attr;
+
+	*vlan = 0xffff;
+	/* RoCE has no packets without a global address (IBTA A17.4.5.1). */
+	if (attr->type != RDMA_AH_ATTR_TYPE_ROCE || !sgid ||
+	    !(rdma_ah_get_ah_flags(attr) & IB_AH_GRH))
+		return -EINVAL;
+	return rdma_read_gid_l2_fields(sgid, vlan, NULL);
+}
+
+/* All of it except the VLAN. */
+void vnicd_fill_av(struct vnicd_av *av, const struct rdma_ah_attr *attr)
+{
+	const struct ib_global_route *grh = rdma_ah_read_grh(attr);
+
+	memset(av, 0, sizeof(*av));
+	memcpy(av->dgid, grh->dgid.raw, sizeof(av->dgid));
+	memcpy(av->dmac, attr->roce.dmac, sizeof(av->dmac));
+	av->sgid_index = cpu_to_le16(grh->sgid_index);
+	av->traffic_class = grh->traffic_class;
+	av->hop_limit = grh->hop_limit;
+	av->flow_label = cpu_to_le32(grh->flow_label & 0xfffff);
+	av->sl = rdma_ah_get_sl(attr);
+}
+
+static int vnicd_alloc_ucontext(struct ib_ucontext *ctx, struct ib_udata *udata)
+{
+	return vnicd_udata_empty(udata);
+}
+
+static void vnicd_dealloc_ucontext(struct ib_ucontext *ctx)
+{
+}
+
+/*
+ * Its presence lets ib_core take a process's objects away while the process
+ * still runs. There is nothing to do: what remains mapped is ordinary memory.
+ */
+static void vnicd_disassociate_ucontext(struct ib_ucontext *ctx)
+{
+}
+
+static int vnicd_alloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
+{
+	return vnicd_cmd_create_pd(to_vd(ibpd->device), &to_vpd(ibpd)->pdn);
+}
+
+static int vnicd_dealloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
+{
+	/* No memory hangs on it, and it is unused, says ib_core. */
+	vnicd_cmd_destroy(to_vd(ibpd->device), VNICD_CMD_DESTROY_PD, to_vpd(ibpd)->pdn);
+	return 0;
+}
+
+static int vnicd_mcast(struct ib_qp *ibqp, union ib_gid *gid, bool attach)
+{
+	struct vnicd_dev *vd = to_vd(ibqp->device);
+
+	if (!(vd->lim.caps & VNICD_CAP_MCAST))
+		return -EOPNOTSUPP;
+	return vnicd_cmd_mcast(vd, attach, to_vqp(ibqp)->qpn, gid);
+}
+
+static int vnicd_attach_mcast(struct ib_qp *ibqp, union ib_gid *gid, u16 lid)
+{
+	return vnicd_mcast(ibqp, gid, true);
+}
+
+static int vnicd_detach_mcast(struct ib_qp *ibqp, union ib_gid *gid, u16 lid)
+{
+	int err = vnicd_mcast(ibqp, gid, false);
+
+	/* Must work: nothing is attached to a dead device. */
+	return vnicd_dead(to_vd(ibqp->device)) ? 0 : err;
+}
+
+/* One table makes the counters' names; its order is that of enum vnicd_stat. */
+static const struct rdma_stat_desc vnicd_stat_descs[VNICD_NUM_STATS] = {
+	[VNICD_STAT_TX_PACKETS].name = "tx_packets",
+	[VNICD_STAT_TX_BYTES].name = "tx_bytes",
+	[VNICD_STAT_RX_PACKETS].name = "rx_packets",
+	[VNICD_STAT_RX_BYTES].name = "rx_bytes",
+	[VNICD_STAT_TX_ACKS].name = "tx_acks",
+	[VNICD_STAT_TX_NAKS].name = "tx_naks",
+	[VNICD_STAT_TX_RNR].name = "tx_rnr_naks",
+	[VNICD_STAT_RX_RNR].name = "rx_rnr_naks",
+	[VNICD_STAT_RETRANSMITS].name = "retransmits",
+	[VNICD_STAT_TIMEOUTS].name = "timeouts",
+	[VNICD_STAT_OUT_OF_SEQUENCE].name = "out_of_sequence",
+	[VNICD_STAT_DUPLICATES].name = "duplicates",
+	[VNICD_STAT_ICRC_ERRORS].name = "icrc_errors",
+	[VNICD_STAT_RX_DROPPED].name = "rx_dropped",
+	[VNICD_STAT_ACCESS_ERRORS].name = "access_errors",
+	[VNICD_STAT_GUEST_FAULTS].name = "guest_faults",
+	[VNICD_STAT_HOST_FAULTS].name = "host_faults",
+};
+
+static struct rdma_hw_stats *vnicd_alloc_hw_port_stats(struct ib_device *ibdev, u32 port)
+{
+	return rdma_alloc_hw_stats_struct(vnicd_stat_descs, VNICD_NUM_STATS,
+					  RDMA_HW_STATS_DEFAULT_LIFESPAN);
+}
+
+static int vnicd_get_hw_stats(struct ib_device *ibdev, struct rdma_hw_stats *stats,
+			      u32 port, int index)
+{
+	int err;
+
+	if (port != VNICD_PORT || !stats)
+		return -EINVAL;
+	err = vnicd_cmd_query_stats(to_vd(ibdev), stats->value,
+				    min_t(unsigned int, stats->num_counters, VNICD_NUM_STATS));
+	return err ? err : stats->num_counters;
+}
+
+/*
+ * ib_core lets go of the device: on our request, or because rdma_rxe was
+ * unloaded, which takes every device with its driver id along. In that case the
+ * virtio device stays bound, quiet, until it is probed again.
+ */
+static void vnicd_dealloc_driver(struct ib_device *ibdev)
+{
+	struct vnicd_dev *vd = to_vd(ibdev);
+
+	if (!READ_ONCE(vd->removing) && !vnicd_dead(vd))
+		dev_warn(&vd->vdev->dev,
+			 "RDMA device %s was unregistered by someone else, probably by unloading rdma_rxe (we share its driver id); unbind and bind %s to get it back\n",
+			 dev_name(&ibdev->dev), dev_name(&vd->vdev->dev));
+}
+
+static const struct ib_device_ops vnicd_dev_ops = {
+	.owner = THIS_MODULE,
+	.driver_id = RDMA_DRIVER_RXE,
+	.uverbs_abi_ver = VNICD_UVERBS_ABI,
+
+	.add_gid = vnicd_add_gid,
+	.alloc_hw_port_stats = vnicd_alloc_hw_port_stats,
+	.alloc_pd = vnicd_alloc_pd,
+	.alloc_ucontext = vnicd_alloc_ucontext,
+	.attach_mcast = vnicd_attach_mcast,
+	.create_ah = vnicd_create_ah,
+	.create_cq = vnicd_create_cq,
+	.create_qp = vnicd_create_qp,
+	.create_user_ah = vnicd_create_ah,
+	.dealloc_driver = vnicd_dealloc_driver,
+	.dealloc_pd = vnicd_dealloc_pd,
+	.dealloc_ucontext = vnicd_dealloc_ucontext,
+	.del_gid = vnicd_del_gid,
+	.dereg_mr = vnicd_dereg_mr,
+	.destroy_ah = vnicd_destroy_ah,
+	.destroy_cq = vnicd_destroy_cq,
+	.destroy_qp = vnicd_destroy_qp,
+	.detach_mcast = vnicd_detach_mcast,
+	.disassociate_ucontext = vnicd_disassociate_ucontext,
+	.get_dev_fw_str = vnicd_get_dev_fw_str,
+	.get_dma_mr = vnicd_get_dma_mr,
+	.get_hw_stats = vnicd_get_hw_stats,
+	.get_link_layer = vnicd_get_link_layer,
+	.get_netdev = vnicd_get_netdev,
+	.get_port_immutable = vnicd_get_port_immutable,
+	.mmap = vnicd_mmap,
+	.mmap_free = vnicd_mmap_free,
+	.modify_qp = vnicd_modify_qp,
+	.poll_cq = vnicd_poll_cq,
+	.post_recv = vnicd_post_recv,
+	.post_send = vnicd_post_send,
+	.query_ah = vnicd_query_ah,
+	.query_device = vnicd_query_device,
+	.query_pkey = vnicd_query_pkey,
+	.query_port = vnicd_query_port,
+	.query_qp = vnicd_query_qp,
+	.reg_user_mr = vnicd_reg_user_mr,
+	.req_notify_cq = vnicd_req_notify_cq,
+
+	INIT_RDMA_OBJ_SIZE(ib_ah, vnicd_ah_obj, base),
+	INIT_RDMA_OBJ_SIZE(ib_cq, vnicd_cq, base),
+	INIT_RDMA_OBJ_SIZE(ib_pd, vnicd_pd, base),
+	INIT_RDMA_OBJ_SIZE(ib_qp, vnicd_qp, base),
+	INIT_RDMA_OBJ_SIZE(ib_ucontext, vnicd_ucontext, base),
+};
+
+static const struct ib_device_ops vnicd_srq_ops = {
+	.create_srq = vnicd_create_srq,
+	.destroy_srq = vnicd_destroy_srq,
+	.modify_srq = vnicd_modify_srq,
+	.post_srq_recv = vnicd_post_srq_recv,
+	.query_srq = vnicd_query_srq,
+
+	INIT_RDMA_OBJ_SIZE(ib_srq, vnicd_srq, base),
+};
+
+static const struct ib_device_ops vnicd_resize_ops = {
+#ifdef VNICD_HAVE_RESIZE_USER_CQ
+	.resize_user_cq = vnicd_resize_cq,
+#else
+	.resize_cq = vnicd_resize_cq,
+#endif
+};
+
+/* vd->ib is allocated and holds a reference of ours. */
+int vnicd_ib_register(struct vnicd_dev *vd)
+{
+	struct ib_device *ibdev = &vd->ib->base;
+	int err;
+
+	strscpy(ibdev->node_desc, "vnicd paravirtual HCA", sizeof(ibdev->node_desc));
+	ibdev->node_type = RDMA_NODE_IB_CA;
+	ibdev->phys_port_cnt = 1;
+	ibdev->num_comp_vectors = vd->num_ceqs;
+	ibdev->local_dma_lkey = VNICD_DMA_LKEY;
+	ibdev->node_guid = vd->lim.node_guid;
+	/* The virtio, not the PCI device: else udev would rename it. */
+	ibdev->dev.parent = &vd->vdev->dev;
+	/* These two are off unless asked for; rxe's provider uses both. */
+	ibdev->uverbs_cmd_mask |= BIT_ULL(IB_USER_VERBS_CMD_POST_SEND) |
+				  BIT_ULL(IB_USER_VERBS_CMD_REQ_NOTIFY_CQ);
+
+	ib_set_device_ops(ibdev, &vnicd_dev_ops);
+	if (vd->lim.caps & VNICD_CAP_SRQ)
+		ib_set_device_ops(ibdev, &vnicd_srq_ops);
+	if (vd->lim.caps & VNICD_CAP_RESIZE_CQ)
+		ib_set_device_ops(ibdev, &vnicd_resize_ops);
+
+	/* Held against vnicd_fail(), which would unregister what is half there. */
+	mutex_lock(&vd->reg_lock);
+	/* No DMA device: segments carry kernel addresses, see vnicd_verbs_post.c. */
+	err = ib_register_device(ibdev, vd->name, NULL);
+	if (err == -ENFILE) {
+		dev_notice(&vd->vdev->dev, "the name %s is taken, using another\n",
+			   vd->name);
+		err = ib_register_device(ibdev, "vnic%d", NULL);
+	}
+	vd->ib_registered = !err;
+	mutex_unlock(&vd->reg_lock);
+	if (err) {
+		dev_err(&vd->vdev->dev, "cannot register the RDMA device: %d\n", err);
+		return err;
+	}
+	dev_info(&vd->vdev->dev, "RDMA device %s, firmware %s\n",
+		 dev_name(&ibdev->dev), vd->fw_version);
+	/* What happened to the netdev meanwhile has not reached ib_core. */
+	vnicd_port_update(vd);
+	return 0;
+}
+
+/*
+ * Returns when nobody uses the device any more. Harmless if someone else has
+ * unregistered it already: the reference of ours keeps the structure.
+ */
+void vnicd_ib_unregister(struct vnicd_dev *vd)
+{
+	mutex_lock(&vd->reg_lock);
+	if (vd->ib_registered)
+		ib_unregister_device(&vd->ib->base);
+	vd->ib_registered = false;
+	mutex_unlock(&vd->reg_lock);
+}

@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Completion queues. The device writes CQEs in the layout of ib_uverbs_wc, for
+ * kernel consumers too; those get them translated, each field judged, because
+ * the ring could hold anything.
+ *
+ * When the device is dead, polling a kernel CQ yields what is still in the
+ * ring, then a flush completion for every work request outstanding on its QPs,
+ * so that ib_drain_qp() and friends come to an end.
+ */
+#include <linux/slab.h>
+#include <rdma/ib_user_verbs.h>
+
+#include "vnicd.h"
+
+/* wc_flags as libibverbs names them (IBV_WC_*); the kernel's INVALIDATE differs. */
+#define VNICD_WC_GRH	BIT(0)
+#define VNICD_WC_IMM	BIT(1)
+#define VNICD_WC_INV	BIT(3)
+
+/* Events that a CQ's consumer can be owed. */
+#define VNICD_MAX_ARMED 65536
+
+static void vnicd_arm_unbury(struct vnicd_grave *grave)
+{
+	kfree(container_of(grave, struct vnicd_arm, grave));
+}
+
+static void vnicd_arm_destroy(struct vnicd_dev *vd, struct vnicd_arm *arm, bool released)
+{
+	if (released)
+		kfree(arm);
+	else
+		vnicd_bury(vd, &arm->grave, vnicd_arm_unbury);
+}
+
+struct vnicd_cq *vnicd_cq_get(struct vnicd_dev *vd, u32 cqn)
+{
+	struct vnicd_cq *cq;
+	unsigned long flags;
+
+	xa_lock_irqsave(&vd->cqs, flags);
+	cq = xa_load(&vd->cqs, cqn);
+	if (cq && !refcount_inc_not_zero(&cq->refs))
+		cq = NULL;
+	xa_unlock_irqrestore(&vd->cqs, flags);
+	return cq;
+}
+
+void vnicd_cq_put(struct vnicd_cq *cq)
+{
+	if (refcount_dec_and_test(&cq->refs))
+		complete(&cq->unused);
+}
+
+/*
+ * Every request for notification permits one event, no matter how many the
+ * device sends. Counted, not flagged: the event of one request may still be
+ * under way when the consumer makes the next.
+ */
+void vnicd_cq_event(struct vnicd_cq *cq)
+{
+	if (atomic_dec_if_positive(&cq->armed) >= 0 && cq->base.comp_handler)
+		cq->base.comp_handler(&cq->base, cq->base.cq_context);
+}
+
+/* Ring size for at least @cqe entries; one slot stays empty. 0: too many. */
+static u32 vnicd_cq_elems(struct vnicd_dev *vd, unsigned int cqe)
+{
+	if (!cqe || cqe > vd->lim.max_cqe)
+		return 0;
+	return roundup_pow_of_two(cqe + 1);
+}
+
+int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
+		    vnicd_cq_attrs attrs)
+{
+	struct ib_udata *udata = vnicd_cq_udata(attrs);
+	struct vnicd_dev *vd = to_vd(ibcq->device);
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	struct rxe_create_cq_resp resp = {};
+	u32 elems;
+	int err;
+
+	if (attr->flags)
+		return -EOPNOTSUPP;
+	if (udata && udata->outlen < sizeof(resp))
+		return -EINVAL;
+	elems = vnicd_cq_elems(vd, attr->cqe);
+	if (!elems)
+		return -EINVAL;
+
+	refcount_set(&cq->refs, 1);
+	init_completion(&cq->unused);
+	mutex_init(&cq->resize_lock);
+	spin_lock_init(&cq->lock);
+	INIT_LIST_HEAD(&cq->send_qps);
+	INIT_LIST_HEAD(&cq->recv_qps);
+	atomic_set(&cq->armed, 0);
+	cq->user = udata;
+
+	cq->arm = kzalloc(sizeof(*cq->arm), GFP_KERNEL);
+	if (!cq->arm)
+		return -ENOMEM;
+	cq->ring = vnicd_ring_create(vd, elems, sizeof(struct ib_uverbs_wc), udata);
+	if (IS_ERR(cq->ring)) {
+		err = PTR_ERR(cq->ring);
+		kfree(cq->arm);
+		return err;
+	}
+
+	err = vnicd_cmd_create_cq(vd, cq->ring, &cq->arm->word,
+				  attr->comp_vector % vd->num_ceqs, &cq->cqn);
+	if (err)
+		goto err_ring;
+	ibcq->cqe = elems - 1;
+
+	err = xa_insert_irq(&vd->cqs, cq->cqn, cq, GFP_KERNEL);
+	if (err) {
+		if (err == -EBUSY)
+			vnicd_fail(vd, "it gave a CQ number that is in use");
+		goto err_destroy;
+	}
+
+	if (udata) {
+		vnicd_ring_mminfo(cq->ring, &resp.mi);
+		err = ib_copy_to_udata(udata, &resp, sizeof(resp));
+		if (err) {
+			vnicd_destroy_cq(ibcq, udata);
+			return err;
+		}
+	}
+	return 0;
+
+err_destroy:
+	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_CQ, cq->cqn);
+err_ring:
+	vnicd_ring_destroy(cq->ring, !vnicd_dead(vd));
+	vnicd_arm_destroy(vd, cq->arm, !vnicd_dead(vd));
+	return err;
+}
+
+int vnicd_destroy_cq(struct ib_cq *ibcq, struct ib_udata *udata)
+{
+	struct vnicd_dev *vd = to_vd(ibcq->device);
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	bool released;
+
+	/* Out of the table first: the device may reuse the number at once. */
+	xa_erase_irq(&vd->cqs, cq->cqn);
+	vnicd_cq_put(cq);
+	wait_for_completion(&cq->unused);
+
+	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_CQ, cq->cqn);
+	vnicd_ring_destroy(cq->ring, released);
+	vnicd_arm_destroy(vd, cq->arm, released);
+	return 0;
+}
+
+/*
+ * Only for processes. rxe's provider holds its own lock meanwhile, so nobody
+ * polls; the device moves the CQEs. The old ring stays mapped until the process
+ * unmaps it.
+ */
+#ifdef VNICD_HAVE_RESIZE_USER_CQ
+int vnicd_resize_cq(struct ib_cq *ibcq, unsigned int cqe, struct ib_udata *udata)
+#else
+int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata)
+#endif
+{
+	struct vnicd_dev *vd = to_vd(ibcq->device);
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	struct rxe_resize_cq_resp resp = {};
+	struct vnicd_ring_mem *ring, *old;
+	u32 elems;
+	int err;
+
+	if (!udata || !cq->user)
+		return -EOPNOTSUPP;
+	if (udata->outlen < sizeof(resp))
+		return -EINVAL;
+	elems = vnicd_cq_elems(vd, cqe);
+	if (!elems)
+		return -EINVAL;
+
+	ring = vnicd_ring_create(vd, elems, sizeof(struct ib_uverbs_wc), udata);
+	if (IS_ERR(ring))
+		return PTR_ERR(ring);
+	vnicd_ring_mminfo(ring, &resp.mi);
+	/* Before the step that cannot be undone; no harm if that one fails. */
+	err = ib_copy_to_udata(udata, &resp, sizeof(resp));
+	if (err) {
+		vnicd_ring_destroy(ring, true);
+		return err;
+	}
+
+	mutex_lock(&cq->resize_lock);
+	err = vnicd_cmd_resize_cq(vd, cq->cqn, ring);
+	old = ring;
+	if (!err) {
+		old = cq->ring;
+		cq->ring = ring;
+		ibcq->cqe = elems - 1;
+	}
+	mutex_unlock(&cq->resize_lock);
+	/* Either the device has left it for good, or it has never known it. */
+	vnicd_ring_destroy(old, !vnicd_dead(vd));
+	return err;
+}
+
+/* The consumer's wr_id for a token, if that is one the QP has outstanding. */
+static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
+{
+	u32 cookie = token >> 32 & VNICD_COOKIE_MASK;
+	struct vnicd_wq *wq;
+	u32 n = token;
+
+	switch (token >> 62) {
+	case VNICD_TOKEN_SRQ:
+		return qp->srq && vnicd_srq_complete(qp->srq, n, wr_id);
+	case VNICD_TOKEN_SEND:
+		wq = &qp->sq;
+		break;
+	case VNICD_TOKEN_RECV:
+		wq = &qp->rq;
+		break;
+	default:
+		return false;
+	}
+	if (cookie != qp->cookie || !wq->ring)
+		return false;
+	/* Completions come in order; those before it were not signalled. */
+	if (n - wq->polled >= smp_load_acquire(&wq->posted) - wq->polled)
+		return false;
+	*wr_id = wq->wr_ids[n & (wq->ring->num_elems - 1)];
+	/* After that the slot may be posted to again. */
+	smp_store_release(&wq->polled, n + 1);
+	return true;
+}
+
+/* The status and opcode values of user space and of the kernel are the same. */
+static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *cqe,
+			      struct ib_wc *wc)
+{
+	struct vnicd_qp *qp;
+
+	/*
+	 * The QP cannot go away: destroying it takes the CQ's lock, which we
+	 * hold, after it was taken out of the table.
+	 */
+	qp = xa_load(&vd->qps, cqe->qp_num);
+	if (!qp || qp->user)
+		return false;
+
+	memset(wc, 0, sizeof(*wc));
+	if (!vnicd_wc_wr_id(qp, cqe->wr_id, &wc->wr_id))
+		return false;
+	wc->qp = &qp->base;
+	wc->status = cqe->status > IB_WC_GENERAL_ERR ? IB_WC_GENERAL_ERR : cqe->status;
+	wc->opcode = cqe->opcode & 0xff;
+	wc->vendor_err = cqe->vendor_err;
+	wc->byte_len = cqe->byte_len;
+	if (cqe->wc_flags & VNICD_WC_GRH)
+		wc->wc_flags |= IB_WC_GRH;
+	if (cqe->wc_flags & VNICD_WC_IMM) {
+		wc->wc_flags |= IB_WC_WITH_IMM;
+		wc->ex.imm_data = cqe->ex.imm_data;
+	} else if (cqe->wc_flags & VNICD_WC_INV) {
+		wc->wc_flags |= IB_WC_WITH_INVALIDATE;
+		wc->ex.invalidate_rkey = cqe->ex.invalidate_rkey;
+	}
+	wc->src_qp = cqe->src_qp & 0xffffff;
+	wc->slid = cqe->slid;
+	wc->pkey_index = 0;
+	wc->sl = cqe->sl & 0xf;
+	wc->port_num = VNICD_PORT;
+	return true;
+}
+
+static u32 vnicd_cq_prod(const struct vnicd_cq *cq)
+{
+	return virt_load_acquire(&cq->ring->buf->producer_index) &
+	       (cq->ring->num_elems - 1);
+}
+
+static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
+{
+	struct vnicd_dev *vd = to_vd(cq->base.device);
+	u32 mask = cq->ring->num_elems - 1;
+	u32 prod = vnicd_cq_prod(cq);
+	struct ib_uverbs_wc cqe;
+	bool moved = false;
+	int n = 0;
+
+	/* One pass over the ring at most: prod is read once. */
+	while (n < num && cq->cons != prod) {
+		memcpy(&cqe, vnicd_ring_elem(cq->ring, cq->cons), sizeof(cqe));
+		cq->cons = (cq->cons + 1) & mask;
+		moved = true;
+		/* Those of a QP that is no more are dropped here. */
+		if (vnicd_wc_from_cqe(vd, &cqe, &wc[n]))
+			n++;
+	}
+	if (moved)
+		virt_store_release(&cq->ring->buf->consumer_index, cq->cons);
+	return n;
+}
+
+static int vnicd_flush_wq(struct vnicd_qp *qp, struct vnicd_wq *wq, bool recv,
+			  int num, struct ib_wc *wc)
+{
+	int n = 0;
+
+	while (wq->ring && n < num && wq->polled != smp_load_acquire(&wq->posted)) {
+		memset(&wc[n], 0, sizeof(wc[n]));
+		wc[n].wr_id = wq->wr_ids[wq->polled & (wq->ring->num_elems - 1)];
+		wc[n].status = IB_WC_WR_FLUSH_ERR;
+		wc[n].opcode = recv ? IB_WC_RECV : IB_WC_SEND;
+		wc[n].qp = &qp->base;
+		smp_store_release(&wq->polled, wq->polled + 1);
+		n++;
+	}
+	return n;
+}
+
+static int vnicd_flush_cq(struct vnicd_cq *cq, int num, struct ib_wc *wc)
+{
+	struct vnicd_qp *qp;
+	int n = 0;
+
+	list_for_each_entry(qp, &cq->send_qps, send_node)
+		n += vnicd_flush_wq(qp, &qp->sq, false, num - n, wc + n);
+	list_for_each_entry(qp, &cq->recv_qps, recv_node)
+		n += vnicd_flush_wq(qp, &qp->rq, true, num - n, wc + n);
+	return n;
+}
+
+int vnicd_poll_cq(struct ib_cq *ibcq, int num, struct ib_wc *wc)
+{
+	struct vnicd_dev *vd = to_vd(ibcq->device);
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	unsigned long flags;
+	int n;
+
+	if (cq->user)
+		return -EINVAL;
+	spin_lock_irqsave(&cq->lock, flags);
+	n = vnicd_poll_ring(cq, num, wc);
+	if (n < num && vnicd_dead(vd))
+		n += vnicd_flush_cq(cq, num - n, wc + n);
+	spin_unlock_irqrestore(&cq->lock, flags);
+	return n;
+}
+
+/*
+ * The arm word is shared with the device, which exchanges it with 0 when it
+ * posts the event. A request for any completion is not weakened by a later one
+ * for solicited completions only.
+ */
+int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags)
+{
+	struct vnicd_dev *vd = to_vd(ibcq->device);
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	__le32 *word = &cq->arm->word;
+	unsigned long irq_flags;
+	int missed = 0;
+
+	spin_lock_irqsave(&cq->lock, irq_flags);
+	/* A process may ask as often as it likes. */
+	atomic_add_unless(&cq->armed, 1, VNICD_MAX_ARMED);
+	if ((flags & IB_CQ_SOLICITED_MASK) != IB_CQ_SOLICITED)
+		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_NEXT));
+	else if (!READ_ONCE(*word))
+		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_SOLICITED));
+	virt_mb();
+	/* A process looks itself. */
+	if ((flags & IB_CQ_REPORT_MISSED_EVENTS) && !cq->user)
+		missed = cq->cons != vnicd_cq_prod(cq);
+	spin_unlock_irqrestore(&cq->lock, irq_flags);
+
+	/* No event will come of a dead device; there may be something to flush. */
+	if (vnicd_dead(vd) && !cq->user)
+		queue_work(vd->wq, &vd->flush_work);
+	return missed;
+}
+
+/* Death: consumers of kernel CQs come and collect their flush completions. */
+void vnicd_flush_work(struct work_struct *work)
+{
+	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, flush_work);
+	struct vnicd_cq *cq;
+	unsigned long cqn, flags;
+	bool pending;
+
+	xa_for_each(&vd->cqs, cqn, cq) {
+		struct vnicd_qp *qp;
+
+		/* What xa_for_each found may be gone; look again, with a reference. */
+		cq = vnicd_cq_get(vd, cqn);
+		if (!cq)
+			continue;
+		pending = false;
+		spin_lock_irqsave(&cq->lock, flags);
+		if (!cq->user)
+			pending = cq->cons != vnicd_cq_prod(cq);
+		list_for_each_entry(qp, &cq->send_qps, send_node)
+			pending |= qp->sq.polled != smp_load_acquire(&qp->sq.posted);
+		list_for_each_entry(qp, &cq->recv_qps, recv_node)
+			pending |= qp->rq.polled != smp_load_acquire(&qp->rq.posted);
+		spin_unlock_irqrestore(&cq->lock, flags);
+		if (pending)
+			vnicd_cq_event(cq);
+		vnicd_cq_put(cq);
+	}
+}

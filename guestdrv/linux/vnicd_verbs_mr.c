@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Memory regions. The driver writes stage one of the translation, key to page
+ * to guest physical address (PF-1, PF-2); what lies behind that is the host's.
+ */
+#include <linux/io.h>
+#include <linux/log2.h>
+#include <linux/slab.h>
+
+#include "vnicd.h"
+
+#define VNICD_MR_ACCESS (IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE | \
+			 IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC | \
+			 IB_ACCESS_MW_BIND)
+
+/* Addresses per command: 32 KiB, if such a piece of memory is to be had. */
+#define VNICD_MTT_BATCH 4096
+
+static int vnicd_mr_create(struct vnicd_mr *mr, struct vnicd_create_mr *cmd)
+{
+	struct vnicd_dev *vd = to_vd(mr->base.device);
+	struct vnicd_create_mr_resp resp;
+	int err;
+
+	err = vnicd_cmd_create_mr(vd, cmd, &resp);
+	if (err)
+		return err;
+	mr->handle = le32_to_cpu(resp.handle);
+	mr->base.lkey = le32_to_cpu(resp.lkey);
+	mr->base.rkey = le32_to_cpu(resp.rkey);
+	return 0;
+}
+
+static void vnicd_mr_free(struct vnicd_mr *mr)
+{
+	ib_umem_release(mr->umem);
+	kfree(mr);
+}
+
+static void vnicd_mr_unbury(struct vnicd_grave *grave)
+{
+	vnicd_mr_free(container_of(grave, struct vnicd_mr, grave));
+}
+
+/* Pages stay pinned until the device has confirmed that nothing uses them (EP-3). */
+static void vnicd_mr_destroy(struct vnicd_mr *mr)
+{
+	struct vnicd_dev *vd = to_vd(mr->base.device);
+
+	if (vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_MR, mr->handle))
+		vnicd_mr_free(mr);
+	else
+		vnicd_bury(vd, &mr->grave, vnicd_mr_unbury);
+}
+
+/*
+ * Only for local use. The core would hand out the key of a remotely accessible
+ * one together with kernel addresses, which the device cannot resolve.
+ */
+struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
+{
+	struct vnicd_dev *vd = to_vd(ibpd->device);
+	struct vnicd_create_mr cmd = {};
+	struct vnicd_mr *mr;
+	int err;
+
+	if (access & ~(IB_ACCESS_LOCAL_WRITE | IB_ACCESS_OPTIONAL))
+		return ERR_PTR(-EOPNOTSUPP);
+
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	mr->base.device = ibpd->device;
+	mr->phys = true;
+
+	cmd.pdn = cpu_to_le32(to_vpd(ibpd)->pdn);
+	cmd.access = cpu_to_le32(access & IB_ACCESS_LOCAL_WRITE);
+	cmd.flags = cpu_to_le32(VNICD_MR_PHYS);
+	cmd.page_shift = PAGE_SHIFT;
+	cmd.length = cpu_to_le64(min_t(u64, vd->lim.max_mr_size, BIT_ULL(52)));
+	err = vnicd_mr_create(mr, &cmd);
+	if (err) {
+		kfree(mr);
+		return ERR_PTR(err);
+	}
+	/* Posting has to turn addresses into physical ones for this key. */
+	err = xa_insert_irq(&vd->phys_keys, mr->base.lkey, mr, GFP_KERNEL);
+	if (err) {
+		vnicd_mr_destroy(mr);
+		return ERR_PTR(err);
+	}
+	return &mr->base;
+}
+
+/*
+ * The umem's DMA addresses are kernel addresses of the pages (no DMA device);
+ * blocks keep their alignment in the linear map, so they stay physical blocks.
+ */
+static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
+{
+	struct vnicd_dev *vd = to_vd(mr->base.device);
+	struct vnicd_set_mtt *buf;
+	struct ib_block_iter biter;
+	u32 batch = VNICD_MTT_BATCH;
+	u64 first = 0;
+	u32 count = 0;
+	__le64 *pas;
+	int err = 0;
+
+	batch = min_t(size_t, batch, ib_umem_num_dma_blocks(mr->umem, pgsz));
+	buf = kzalloc(sizeof(*buf) + batch * sizeof(*pas), GFP_KERNEL | __GFP_NOWARN);
+	if (!buf) {
+		batch = min_t(u32, batch, (PAGE_SIZE - sizeof(*buf)) / sizeof(*pas));
+		buf = kzalloc(sizeof(*buf) + batch * sizeof(*pas), GFP_KERNEL);
+		if (!buf)
+			return -ENOMEM;
+	}
+	pas = (__le64 *)(buf + 1);
+
+	rdma_umem_for_each_dma_block(mr->umem, &biter, pgsz) {
+		void *va = vnicd_dma_to_ptr(rdma_block_iter_dma_address(&biter));
+
+		pas[count++] = cpu_to_le64(virt_to_phys(va));
+		if (count < batch)
+			continue;
+		err = vnicd_cmd_set_mtt(vd, buf, mr->handle, first, count);
+		if (err)
+			break;
+		first += count;
+		count = 0;
+		cond_resched();
+	}
+	if (!err && count)
+		err = vnicd_cmd_set_mtt(vd, buf, mr->handle, first, count);
+	kfree(buf);
+	return err;
+}
+
+#ifdef VNICD_HAVE_DMAH
+struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
+				u64 iova, int access, struct ib_dmah *dmah,
+				struct ib_udata *udata)
+#else
+struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
+				u64 iova, int access, struct ib_udata *udata)
+#endif
+{
+	struct vnicd_dev *vd = to_vd(ibpd->device);
+	struct vnicd_create_mr cmd = {};
+	struct vnicd_mr *mr;
+	unsigned long pgsz;
+	int err;
+
+#ifdef VNICD_HAVE_DMAH
+	if (dmah)
+		return ERR_PTR(-EOPNOTSUPP);
+#endif
+	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_OPTIONAL))
+		return ERR_PTR(-EOPNOTSUPP);
+	if (!length || length > vd->lim.max_mr_size)
+		return ERR_PTR(-EINVAL);
+
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	mr->base.device = ibpd->device;	/* the core sets it only afterwards */
+
+	mr->umem = vnicd_umem_get(ibpd->device, start, length, access);
+	if (IS_ERR(mr->umem)) {
+		err = PTR_ERR(mr->umem);
+		goto err_free;
+	}
+	pgsz = ib_umem_find_best_pgsz(mr->umem, GENMASK(30, PAGE_SHIFT), iova);
+	if (!pgsz) {
+		err = -EINVAL;
+		goto err_umem;
+	}
+
+	cmd.pdn = cpu_to_le32(to_vpd(ibpd)->pdn);
+	cmd.access = cpu_to_le32(access & VNICD_MR_ACCESS);
+	cmd.page_shift = ilog2(pgsz);
+	cmd.iova = cpu_to_le64(iova);
+	cmd.length = cpu_to_le64(length);
+	cmd.offset = cpu_to_le64(iova & (pgsz - 1));
+	cmd.npages = cpu_to_le64(ib_umem_num_dma_blocks(mr->umem, pgsz));
+	err = vnicd_mr_create(mr, &cmd);
+	if (err)
+		goto err_umem;
+
+	err = vnicd_mr_fill(mr, pgsz);
+	if (err) {
+		vnicd_mr_destroy(mr);
+		return ERR_PTR(err);
+	}
+	return &mr->base;
+
+err_umem:
+	/* A device that never answered does not know the pages yet. */
+	ib_umem_release(mr->umem);
+err_free:
+	kfree(mr);
+	return ERR_PTR(err);
+}
+
+int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
+{
+	struct vnicd_mr *mr = to_vmr(ibmr);
+
+	if (mr->phys)
+		xa_erase_irq(&to_vd(ibmr->device)->phys_keys, ibmr->lkey);
+	vnicd_mr_destroy(mr);
+	return 0;
+}

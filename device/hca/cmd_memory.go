@@ -123,7 +123,7 @@ func destroyMR(c *cmd) error {
 		if errors.Is(err, translate.ErrNoRegion) {
 			return memoryError(err)
 		}
-		return err
+		return refuse(abi.StatusIO, "the key is revoked, the memory may still be in use: %v", err)
 	}
 	return nil
 }

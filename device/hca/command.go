@@ -59,9 +59,7 @@ func (d *Device) execute(ctx context.Context, req, out []byte, room uint64) int 
 	s := statusOf(err)
 	if err != nil {
 		n = 0
-		if !errors.Is(err, context.Canceled) {
-			d.warn("command refused", "command", op, "status", s, "reason", err)
-		}
+		d.warn("command refused", "command", op, "status", s, "reason", err)
 	}
 	(&abi.Resp{Status: s, Length: uint32(n)}).Encode(out)
 	return abi.SizeResp + n

@@ -45,13 +45,13 @@ type guest struct {
 
 const (
 	memBase = translate.PA(0x40000000)
-	memSize = 32 << 20
+	memSize = 16 << 20
 )
 
 func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 	tb.Helper()
 	w := &world{tb: tb, clock: engine.NewManualClock(int64(time.Hour))}
-	pool, err := packet.NewPool(packet.Config{Count: 2048})
+	pool, err := packet.NewPool(packet.Config{Count: 1024})
 	if err != nil {
 		tb.Fatal(err)
 	}

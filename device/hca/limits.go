@@ -12,7 +12,7 @@ var ErrConfig = errors.New("hca: configuration")
 
 // Limits bound what one VM can make the device hold. They are reported by
 // QUERY_DEVICE and enforced by every command. A zero field takes its default;
-// the bounds of each field are those of the table in limitBounds.
+// the bounds of each field are those that bounds lists.
 type Limits struct {
 	QPs          int // queue pairs, the GSI QP included
 	QPWRs        int // elements of a send or receive ring
@@ -34,16 +34,19 @@ type Limits struct {
 	McastMembers int // QPs of one group
 }
 
-// DefaultLimits suit a VM that runs a few hundred connections.
+// DefaultLimits suit a VM that runs a few hundred connections. What a guest can
+// make the host allocate is about 80 KiB per QP (the transport's copies of work
+// requests) and 8 bytes per MTT entry: 300 MiB at most with these; rings and the
+// address handle table are the guest's own memory.
 func DefaultLimits() Limits {
 	return Limits{
-		QPs: 4096, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 8192, CQEs: 1 << 20, MRs: 65536, MRSize: 1 << 46,
-		MTTs: 1 << 26, PDs: 4096, SRQs: 1024, SRQWRs: 32768, SRQSGEs: 32, AHs: 16384, GIDs: 256, RdAtomic: 16,
+		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 20, MRs: 65536, MRSize: 1 << 46,
+		MTTs: 1 << 24, PDs: 4096, SRQs: 1024, SRQWRs: 32768, SRQSGEs: 32, AHs: 16384, GIDs: 256, RdAtomic: 16,
 		McastGroups: 256, McastMembers: 64,
 	}
 }
 
-// limitBounds lists every limit with the range that the tables, the ABI and the
+// bounds lists every limit with the range that the tables, the ABI and the
 // memory of the host allow.
 func (l *Limits) bounds() []struct {
 	name     string

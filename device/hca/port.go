@@ -27,7 +27,7 @@ func (d *Device) portMTU() int {
 // any loop and only lends b; the frame goes to the inbox of the lane whose QP it
 // is for. Frames that nobody can use are dropped and counted there.
 func (d *Device) Deliver(l *engine.Loop, b *packet.Buf) {
-	if !d.up.Load() {
+	if !d.up.Load() || !d.link.Load() {
 		return
 	}
 	if len(d.lanes) == 1 {

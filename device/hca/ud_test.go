@@ -205,7 +205,7 @@ func TestDMAKey(t *testing.T) {
 		t.Fatalf("PA outside memory: %+v", wc)
 	}
 	// As R_Key it is no key, not even for kernel QPs.
-	a, b = pair(abi.QPPrivileged)
+	a, _ = pair(abi.QPPrivileged)
 	s = a.wqe()
 	s.SetRequest(3, abi.WRRDMAWrite, abi.SendSignaled)
 	s.SetRDMA(uint64(dst), abi.DMALKey)

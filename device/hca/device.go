@@ -60,7 +60,7 @@ type Config struct {
 // loop). States:
 //
 //	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
-//	        connected: down <-> up (queue 0 runs and DRIVER_OK was set)
+//	        connected: down <-> up (queue 0 runs)
 type Device struct {
 	cfg Config
 	lim Limits
@@ -91,8 +91,6 @@ type Device struct {
 	// Of the connection's goroutine.
 	conn     vhostuser.Conn
 	commands *commandLoop
-	status   uint8
-	hasStat  bool
 	closed   bool
 
 	mu     sync.Mutex // guards the tables below; one command, reset or status query at a time
@@ -100,8 +98,7 @@ type Device struct {
 }
 
 var (
-	_ vhostuser.Device        = (*Device)(nil)
-	_ vhostuser.StatusWatcher = (*Device)(nil)
+	_ vhostuser.Device = (*Device)(nil)
 )
 
 // New makes an adapter and puts it on its loops. Errors wrap ErrConfig.
@@ -214,9 +211,11 @@ func (d *Device) Up() bool { return d.up.Load() }
 // MAC returns the device's address.
 func (d *Device) MAC() [6]byte { return d.cfg.MAC }
 
-// setUp recomputes Up; connection goroutine.
+// setUp recomputes Up; connection goroutine. A running command queue is the sign of a
+// driver: front ends start queues when the driver sets DRIVER_OK, and QEMU does not
+// pass the status itself on for its generic device.
 func (d *Device) setUp() {
-	d.up.Store(d.commands != nil && (!d.hasStat || d.status&vhostuser.StatusDriverOK != 0) && !d.broken.Load())
+	d.up.Store(d.commands != nil && !d.broken.Load())
 }
 
 func (d *Device) space() *translate.Space { return d.mem.Load() }
@@ -271,12 +270,6 @@ func (d *Device) ReadConfig(dst []byte, off uint32) error {
 // WriteConfig implements vhostuser.Device.
 func (d *Device) WriteConfig(uint32, []byte) error { return errReadOnly }
 
-// SetStatus implements vhostuser.StatusWatcher.
-func (d *Device) SetStatus(s uint8) {
-	d.status, d.hasStat = s, true
-	d.setUp()
-}
-
 // Connected implements vhostuser.Device.
 func (d *Device) Connected(c vhostuser.Conn) {
 	d.conn = c
@@ -294,7 +287,7 @@ func (d *Device) Connected(c vhostuser.Conn) {
 
 // Disconnected implements vhostuser.Device.
 func (d *Device) Disconnected() {
-	d.Reset()
+	d.teardown()
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
@@ -303,21 +296,31 @@ func (d *Device) Disconnected() {
 	}
 	d.mem.Store(nil)
 	d.vm, d.conn = nil, nil
-	d.hasStat, d.status = false, 0
 	d.log.Info("front end disconnected")
 }
 
-// Reset implements vhostuser.Device: everything the guest made is destroyed, in
-// the order in which things use each other. The other VMs are not told; their
-// QPs run into their timeouts.
+// Reset implements vhostuser.Device. If there was state to lose the driver is
+// told to look at the generation: the reset may not have been its own idea (QEMU
+// also resets the device when the VM is stopped and goes on).
 func (d *Device) Reset() {
+	if d.teardown() && d.conn != nil {
+		d.conn.ConfigChanged()
+	}
+}
+
+// teardown destroys everything the guest made, in the order in which things use
+// each other, and tells whether there was anything. The other VMs are not told;
+// their QPs run into their timeouts.
+func (d *Device) teardown() (lost bool) {
 	d.up.Store(false)
 	for i := range d.NumQueues() {
 		d.StopQueue(i) // stopped already, as the contract says; harmless then
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	qps := d.tables.qps
+	t := &d.tables
+	qps := t.qps
+	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0
 	// QPs first: with them go all users of rings, CQs and memory on the loops.
 	for _, l := range d.lanes {
 		l.loop.Do(func() {
@@ -352,7 +355,6 @@ func (d *Device) Reset() {
 	}
 	d.tables.reset(d)
 	d.broken.Store(false)
-	d.status = 0
 	d.generation.Add(1)
 }
 

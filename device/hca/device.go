@@ -356,6 +356,7 @@ func (d *Device) teardown() (lost bool) {
 	d.tables.reset(d)
 	d.broken.Store(false)
 	d.generation.Add(1)
+	return lost
 }
 
 // StartQueue implements vhostuser.Device.

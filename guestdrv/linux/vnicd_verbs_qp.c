@@ -60,11 +60,11 @@ static int vnicd_qp_check_caps(struct vnicd_dev *vd, const struct ib_qp_init_att
 	return 0;
 }
 
-/* A queue is never empty of slots: rxe's provider maps it in any case. */
+/* A queue has two slots at least: rxe's provider maps it in any case. */
 static int vnicd_wq_init(struct vnicd_dev *vd, struct vnicd_wq *wq, u32 max_wr,
 			 u32 elem_size, struct ib_udata *udata)
 {
-	u32 elems = roundup_pow_of_two(max_wr + 1);
+	u32 elems = roundup_pow_of_two(max(max_wr, 1U) + 1);
 
 	spin_lock_init(&wq->lock);
 	wq->max_wr = elems - 1;

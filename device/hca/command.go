@@ -110,9 +110,6 @@ type commandLoop struct {
 
 // startCommands starts the goroutine.
 func (d *Device) startCommands(q *virtq.Queue) (*commandLoop, error) {
-	if d.commands != nil {
-		return nil, fmt.Errorf("hca: the command queue runs already")
-	}
 	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 	if err != nil {
 		return nil, fmt.Errorf("hca: eventfd: %w", err)

@@ -312,15 +312,21 @@ func (d *Device) Reset() {
 // each other, and tells whether there was anything. The other VMs are not told;
 // their QPs run into their timeouts.
 func (d *Device) teardown() (lost bool) {
-	d.up.Store(false)
 	for i := range d.NumQueues() {
 		d.StopQueue(i) // stopped already, as the contract says; harmless then
 	}
+	d.up.Store(false)
+	d.generation.Add(1)
+	return d.wipe()
+}
+
+// wipe is teardown without the queues.
+func (d *Device) wipe() (lost bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := &d.tables
 	qps := t.qps
-	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0
+	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.ahs.Load() != nil
 	// QPs first: with them go all users of rings, CQs and memory on the loops.
 	for _, l := range d.lanes {
 		l.loop.Do(func() {
@@ -355,7 +361,6 @@ func (d *Device) teardown() (lost bool) {
 	}
 	d.tables.reset(d)
 	d.broken.Store(false)
-	d.generation.Add(1)
 	return lost
 }
 
@@ -365,18 +370,35 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 		return fmt.Errorf("hca: queue %d, the device has %d", i, d.NumQueues())
 	}
 	if i == abi.CommandQueue {
-		c, err := d.startCommands(q)
-		if err != nil {
-			return err
-		}
-		d.commands = c
-		d.setUp()
-		return nil
+		return d.startCommandQueue(q)
 	}
 	if e := d.eventQueueAt(i); e != nil {
 		return e.start(q)
 	}
 	return d.lanes[i-abi.DoorbellQueue(len(d.ceqs), 0)].startDoorbells(q)
+}
+
+// startCommandQueue makes the device run. A queue that begins at its beginning has
+// a new driver: if what an older one made is still there, the front end did not
+// say that the device was reset (it may only have stopped the queues). The
+// generation stays: the new driver has read it already, and has lost nothing.
+func (d *Device) startCommandQueue(q *virtq.Queue) error {
+	if d.commands != nil {
+		return errors.New("hca: the command queue runs already")
+	}
+	if q.Base() == 0 && d.wipe() {
+		d.log.Info("a new driver: what the last one left is dropped")
+	}
+	c, err := d.startCommands(q)
+	if err != nil {
+		return err
+	}
+	d.commands = c
+	for _, l := range d.lanes {
+		l.loop.Do(l.thaw)
+	}
+	d.setUp()
+	return nil
 }
 
 // StopQueue implements vhostuser.Device.
@@ -388,6 +410,9 @@ func (d *Device) StopQueue(i int) {
 			d.up.Store(false)
 			d.commands.stop()
 			d.commands = nil
+			for _, l := range d.lanes {
+				l.loop.Do(l.freeze)
+			}
 		}
 	default:
 		if e := d.eventQueueAt(i); e != nil {

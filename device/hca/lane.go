@@ -64,6 +64,7 @@ type lane struct {
 	icrc    uint64 // frames whose ICRC did not hold
 	unknown uint64 // frames for no QP or address of ours
 
+	frozen    bool          // no driver: guest memory is left alone
 	inboxFull atomic.Uint64 // any thread
 	noted     atomic.Bool   // any thread: a notice is on its way
 	space     *translate.Space
@@ -113,9 +114,9 @@ func (l *lane) onFault(f engine.Fault) {
 }
 
 // enter begins a batch that touches guest memory. False: the device has no guest,
-// or one whose memory vanished.
+// or one that is paused or whose memory vanished.
 func (l *lane) enter() (translate.Token, bool) {
-	if l.space == nil || l.dev.broken.Load() {
+	if l.space == nil || l.frozen || l.dev.broken.Load() {
 		return 0, false
 	}
 	return l.space.Epochs().Enter(l.loop.ID()), true
@@ -163,17 +164,17 @@ func (l *lane) Poll(now int64) bool {
 
 // Prepare implements engine.Poller: need_wakeup, then one more look.
 func (l *lane) Prepare() bool {
+	t, ok := l.enter()
+	if !ok {
+		return false // whatever is on the lists waits for thaw or the end
+	}
+	defer l.leave(t)
 	if l.first != nil || l.dev.cqFailures.Load() != l.cqSeen {
 		return true
 	}
 	if !l.armed {
 		return false
 	}
-	t, ok := l.enter()
-	if !ok {
-		return false
-	}
-	defer l.leave(t)
 	l.db.setWakeup(true)
 	return l.db.rung()
 }
@@ -186,6 +187,30 @@ func (l *lane) Resume() {
 	if t, ok := l.enter(); ok {
 		defer l.leave(t)
 		l.db.setWakeup(false)
+	}
+}
+
+// freeze stops the lane at the guest's memory: the front end has stopped the
+// command queue, so the VM is paused (its memory must not change any more) or the
+// driver is gone (its memory is somebody else's soon).
+func (l *lane) freeze() { l.frozen = true }
+
+// thaw goes on: timers and bells that came meanwhile are made up for.
+func (l *lane) thaw() {
+	l.frozen = false
+	t, ok := l.enter()
+	if !ok {
+		return
+	}
+	defer l.leave(t)
+	for i := range l.dev.qps {
+		if q := l.dev.qps[i].Load(); q != nil && q.lane == l {
+			q.t.Timer(l.loop.Now())
+			l.push(q)
+		}
+	}
+	for _, e := range l.events {
+		e.run()
 	}
 }
 

@@ -123,7 +123,7 @@ func (c *cq) full() (bool, translate.Miss) {
 	return (c.prod+1)&c.r.mask == c.cons, m
 }
 
-// fail stops the CQ for good (IBTA 10.10.2.3, 11.6.3.1: CQ error). The QPs that
+// fail stops the CQ for good (IBTA 11.6.3: CQ error). The QPs that
 // use it go to the error state, each on its own loop.
 func (c *cq) fail(why string, m translate.Miss) {
 	if c.failed.Swap(true) {

@@ -286,7 +286,7 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 	var steadyDone int
 	var steadyLast uint32
 	wg.Go(func() { steadyDone, steadyLast = steady.write(sctx, steadyPeer) })
-	for range 6 {
+	for range 4 {
 		c := s.open(2)
 		in, out := a.end(t), a.end(t)
 		cin, cout := c.end(t), c.end(t)

@@ -57,7 +57,7 @@ func attachMcast(c *cmd) error {
 	m, known := t.groups[gid]
 	switch {
 	case slices.Contains(m, q):
-		return nil // attached already (IBTA 11.3.1: success)
+		return nil // attached already: success, as verbs have it
 	case !known && len(t.groups) >= c.d.lim.McastGroups:
 		return &limitError{what: "multicast groups", n: uint64(len(t.groups)) + 1, max: uint64(c.d.lim.McastGroups)}
 	case len(m) >= c.d.lim.McastMembers:

@@ -121,7 +121,7 @@ func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
 
 // transmit lets a frame of q into the network. A datagram to a group also goes to
 // the members on this port, which the switch, rightly, does not send it back to
-// (IBTA 10.5.2.1); the sender itself hears it too, as with Linux's rxe.
+// (IBTA 10.5). A sender that is a member hears itself.
 func (d *Device) transmit(l *lane, b *packet.Buf) {
 	up := d.uplink.Load()
 	if up == nil || !d.link.Load() {

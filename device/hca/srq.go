@@ -18,7 +18,7 @@ type srq struct {
 	owner  *lane // nil until the first QP uses it; command goroutine only
 
 	wr      workRing
-	limit   uint32 // 0: disarmed (IBTA 10.2.9.1)
+	limit   uint32 // 0: disarmed (IBTA 10.2.9)
 	scratch []byte
 
 	failed atomic.Bool

@@ -12,8 +12,8 @@ import (
 // QP numbers. The low 16 bits are the index in Device.qps, which is also the
 // doorbell slot; the upper 8 count how often the index was used, so that a packet
 // or an event for a QP that is gone does not meet its successor. 0xff is left out
-// there: 0xffffff is the multicast QP number (IBTA 9.6.1.4). QP 0 does not exist
-// with Ethernet, QP 1 is the GSI QP (IBTA A16.4.6).
+// there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
+// with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
 const (
 	qpIndexes    = 1 << 16
 	qpIndexMask  = qpIndexes - 1

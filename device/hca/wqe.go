@@ -12,7 +12,7 @@ import (
 // not read at all; dma.length serves inline data only, because some releases
 // miscompute it for gather lists.
 
-// opAllowed says which operations a QP type carries (IBTA 10.7.2.1, table 84).
+// opAllowed says which operations a QP type carries (IBTA 10.7.2).
 // What is missing here (memory windows, fast registration, invalidation) is not
 // offered in the capabilities and completes with a local QP operation error.
 var opAllowed = [...]uint16{
@@ -103,8 +103,7 @@ func decodeTail(tail []byte, w *roce.WQE) {
 }
 
 // decodeSGEs appends the segments in b to sg, those of length zero left out:
-// nothing is accessed there, so their keys do not matter (IBTA C10-... zero-length
-// segments). It returns the sum of the lengths, which cannot overflow.
+// nothing is accessed there, so their keys do not matter. It returns the sum of the lengths, which cannot overflow.
 func decodeSGEs(b []byte, sg []roce.SGE) ([]roce.SGE, uint64) {
 	total := uint64(0)
 	for ; len(b) >= abi.SizeSGE; b = b[abi.SizeSGE:] {

@@ -157,6 +157,7 @@ struct vnicd_dev {
 	unsigned long flags;
 #define VNICD_F_DEAD		0
 #define VNICD_F_RECOVERING	1
+#define VNICD_F_REVIVE		2
 	struct work_struct fail_work;
 	struct work_struct config_work;
 	struct work_struct flush_work;
@@ -321,6 +322,8 @@ static inline bool vnicd_dead(struct vnicd_dev *vd)
 void vnicd_fail(struct vnicd_dev *vd, const char *why);
 /* Has a look at config space soon: link, generation. Any context. */
 void vnicd_check_config(struct vnicd_dev *vd);
+/* A device that was given up answers. Any context. */
+void vnicd_revive(struct vnicd_dev *vd);
 void vnicd_bury(struct vnicd_dev *vd, struct vnicd_grave *grave,
 		void (*release)(struct vnicd_grave *grave));
 

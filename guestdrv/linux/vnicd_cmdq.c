@@ -99,7 +99,9 @@ static void vnicd_cmdq_collect_locked(struct vnicd_cmdq *q)
 			slot->state = VNICD_SLOT_DONE;
 			complete(&slot->done);
 		} else {
+			/* Given up long ago: the device lives after all. */
 			vnicd_slot_put_locked(q, slot);
+			vnicd_revive(q->vd);
 		}
 	}
 }

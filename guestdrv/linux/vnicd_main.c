@@ -7,8 +7,8 @@
  *	                      |                        ^  |
  *	       vnicd_fail()   v    remove              |  | probe
  *	                    dead ----------------------+  v
- *	                      |   config space tells of a new
- *	                      +-> generation: unbind, reset, bind
+ *	                      |   a new generation in config space, or a
+ *	                      +-> late answer: unbind, reset, bind
  *
  * Death: every command fails at once from then on, kernel consumers get flush
  * completions, ib_core is told, and the RDMA device is unregistered, which
@@ -47,7 +47,7 @@ static void vnicd_recover(struct vnicd_dev *vd)
 {
 	struct vnicd_recovery *rec;
 
-	if (test_and_set_bit(VNICD_F_RECOVERING, &vd->flags))
+	if (READ_ONCE(vd->removing) || test_and_set_bit(VNICD_F_RECOVERING, &vd->flags))
 		return;
 	rec = kzalloc(sizeof(*rec), GFP_KERNEL);
 	if (!rec)
@@ -83,7 +83,7 @@ static void vnicd_fail_work(struct work_struct *work)
 	}
 	vnicd_ib_unregister(vd);
 	dev_err(&vd->vdev->dev,
-		"RDMA is off until the device reports a new generation, or unbind and bind %s\n",
+		"RDMA is off until the device shows signs of life, or unbind and bind %s\n",
 		dev_name(&vd->vdev->dev));
 }
 
@@ -92,12 +92,23 @@ void vnicd_check_config(struct vnicd_dev *vd)
 	queue_work(vd->wq, &vd->config_work);
 }
 
+/* A device that was given up has given a sign of life. */
+void vnicd_revive(struct vnicd_dev *vd)
+{
+	if (vnicd_dead(vd) && !test_and_set_bit(VNICD_F_REVIVE, &vd->flags))
+		queue_work(vd->wq, &vd->config_work);
+}
+
 static void vnicd_config_work(struct work_struct *work)
 {
 	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, config_work);
 	u32 generation;
 	u16 link_up;
 
+	if (test_bit(VNICD_F_REVIVE, &vd->flags)) {
+		vnicd_recover(vd);
+		return;
+	}
 	virtio_cread_le(vd->vdev, struct vnicd_config, link_up, &link_up);
 	virtio_cread_le(vd->vdev, struct vnicd_config, generation, &generation);
 

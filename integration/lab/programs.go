@@ -50,11 +50,14 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 	return strconv.Atoi(fields[0])
 }
 
+// limited ends a program that hangs (status 124): no test waits for one for ever.
+const limited = "exec timeout -k 5 240 "
+
 // Pair runs a server program in one guest, waits until it listens on the TCP port
 // (0: an rdma_cm listener), runs the client in the other (same guest permitted), and
 // waits for both.
 func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
-	p, err := server.StartShell(ctx, "exec "+serverCmd)
+	p, err := server.StartShell(ctx, limited+serverCmd)
 	if err != nil {
 		return "", "", err
 	}
@@ -79,7 +82,7 @@ func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *q
 		sr, _ := finish()
 		return sr.Stdout, "", fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), serverCmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
 	}
-	cr, cerr := client.Shell(ctx, "exec "+clientCmd)
+	cr, cerr := client.Shell(ctx, limited+clientCmd)
 	if cerr != nil || cr.ExitCode != 0 {
 		_ = p.Signal(ctx, "TERM")
 	}

@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 	}
 	pid := os.Getpid()
 	left = append(left, lines("namespace", fmt.Sprintf("ip netns list | cut -d' ' -f1 | grep -e '-%d-' || true", pid))...)
-	left = append(left, lines("process", fmt.Sprintf("pgrep -a -P %d | grep -E 'qemu|vnicd' || true", pid))...)
+	left = append(left, lines("process", fmt.Sprintf("pgrep -a -P %d | grep -v pgrep | grep -E 'qemu|vnicd' || true", pid))...)
 	for _, what := range left {
 		fmt.Fprintf(os.Stderr, "left behind by the tests: %s\n", what)
 		code = 1

@@ -49,6 +49,8 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 	v.hca.SetUplink(port.InputHCA)
 	port.SetNet(v.net)
 	port.SetHCA(v.hca)
+	// The path MTU follows the network's; the driver looks again.
+	d.onClose(network.OnMTU(func(int) { v.hca.PortChanged() }))
 	// Undone before the devices close: nothing is delivered to a closed device.
 	d.onClose(func() { port.SetHCA(nil); port.SetNet(nil) })
 

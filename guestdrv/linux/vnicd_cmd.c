@@ -103,7 +103,8 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 		return vnicd_bad_answer(vd, "max_ah", lim->max_ah);
 	/* ... and what is merely generous is trimmed: all these are ints there. */
 	lim->max_qp_wr = min(lim->max_qp_wr, 1U << 20);
-	lim->max_cqe = min(lim->max_cqe, 1U << 22);
+	/* The page list of a larger ring does not fit into a command. */
+	lim->max_cqe = min(lim->max_cqe, (1U << 18) - 1);
 	lim->max_srq_wr = min(lim->max_srq_wr, 1U << 20);
 	lim->max_sge = min(lim->max_sge, 256U);
 	lim->max_srq_sge = min(lim->max_srq_sge, 256U);

@@ -218,7 +218,16 @@ func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
 // end's to choose.
 func (se *session) start(i int) error {
 	r := &se.rings[i]
-	if r.q != nil || !r.started || !r.hasAddr || r.num == 0 || !se.negotiated || !se.isEnabled(r) || len(se.regions) == 0 {
+	if r.q != nil || !r.started || !r.hasAddr || r.num == 0 || !se.negotiated || !se.isEnabled(r) {
+		return nil
+	}
+	if len(se.regions) == 0 {
+		// Legal, memory may follow; but QEMU leaves memory out that it cannot share.
+		if !se.warnedMemory {
+			se.warnedMemory = true
+			se.log.Warn("the front end starts rings without sharing any guest memory; QEMU needs " +
+				"-object memory-backend-memfd,id=ram,size=SIZE,share=on with -M memory-backend=ram (see `vnicd qemu-args`)")
+		}
 		return nil
 	}
 	n := int(r.num)

@@ -31,6 +31,8 @@ type session struct {
 	status     uint8
 	rings      []ring
 
+	warnedMemory bool // said that no memory was shared
+
 	backend backend
 }
 

@@ -97,6 +97,7 @@ func TestTwoHosts(t *testing.T) {
 	})
 	pingpongs(ctx, t, a, b)
 	perftests(ctx, t, a, b)
+	t.Run("verified", func(t *testing.T) { verifiedRDMA(ctx, t, a, b) })
 	t.Run("capture", func(t *testing.T) { capture(ctx, t, w, a, b) })
 	t.Run("faults", func(t *testing.T) { wireFaults(ctx, t, w, a, b) })
 	quietKernels(ctx, t, w.vms...)
@@ -205,6 +206,7 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_read_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_send_bw", "-s", "65536", "-n", "100"))
+			verifiedRDMA(ctx, t, a, b)
 			if n := x.count() - before; n == 0 {
 				t.Error("the wire did no harm: the test shows nothing")
 			} else {
@@ -212,6 +214,13 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 			}
 		})
 	}
+}
+
+// verifiedRDMA moves data by READ and WRITE and compares what came back (rping -V).
+func verifiedRDMA(ctx context.Context, t *testing.T, a, b lab.End) {
+	t.Helper()
+	_, _, err := lab.Pair(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", a.VM, "rping -c -a "+b.Addr+" -V -S 60000 -C 30", 0)
+	check(t, err)
 }
 
 // TestRXE: a VM with our HCA and a VM with Linux' SoftRoCE over plain virtio-net in

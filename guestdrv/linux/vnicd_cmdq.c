@@ -247,27 +247,34 @@ static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	u32 status, length;
 
 	if (slot->written < sizeof(hdr) || slot->written > sizeof(hdr) + resp_len) {
-		dev_err_ratelimited(dev, "command %u: answer of %u bytes, expected %zu\n",
-				    opcode, slot->written, sizeof(hdr) + resp_len);
-		return -EIO;
+		dev_err(dev, "command %u: answer of %u bytes, expected %zu\n",
+			opcode, slot->written, sizeof(hdr) + resp_len);
+		goto malformed;
 	}
 	memcpy(&hdr, slot->resp, sizeof(hdr));
 	status = le32_to_cpu(hdr.status);
 	length = le32_to_cpu(hdr.length);
+	if (status > VNICD_EIO) {
+		dev_err(dev, "command %u: unknown status %u\n", opcode, status);
+		goto malformed;
+	}
 	if (status != VNICD_OK) {
 		dev_dbg(dev, "command %u: status %u\n", opcode, status);
-		if (status > VNICD_EIO)
-			dev_err_ratelimited(dev, "command %u: unknown status %u\n",
-					    opcode, status);
 		return vnicd_status_errno(status);
 	}
 	if (length != resp_len || slot->written != sizeof(hdr) + resp_len) {
-		dev_err_ratelimited(dev, "command %u: payload of %u bytes (%u written), expected %zu\n",
-				    opcode, length, slot->written, resp_len);
-		return -EIO;
+		dev_err(dev, "command %u: payload of %u bytes (%u written), expected %zu\n",
+			opcode, length, slot->written, resp_len);
+		goto malformed;
 	}
-	memcpy(resp, slot->resp + sizeof(hdr), resp_len);
+	if (resp_len)
+		memcpy(resp, slot->resp + sizeof(hdr), resp_len);
 	return 0;
+
+malformed:
+	/* Nobody knows now what it has done, and with whose memory. */
+	vnicd_fail(q->vd, "it answered nonsense");
+	return -EIO;
 }
 
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,

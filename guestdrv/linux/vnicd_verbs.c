@@ -15,6 +15,18 @@ int vnicd_udata_empty(struct ib_udata *udata)
 	return 0;
 }
 
+/* "1.2.3" in the form that libibverbs prints; 0 for anything else. */
+static u64 vnicd_fw_number(const char *version)
+{
+	unsigned int major, minor = 0, patch = 0;
+
+	if (*version == 'v')
+		version++;
+	if (sscanf(version, "%u.%u.%u", &major, &minor, &patch) < 1)
+		return 0;
+	return (u64)(major & 0xffff) << 32 | (minor & 0xffff) << 16 | (patch & 0xffff);
+}
+
 static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *attr,
 			      struct ib_udata *udata)
 {
@@ -29,6 +41,8 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 	attr->sys_image_guid = lim->node_guid;
 	attr->max_mr_size = lim->max_mr_size;
 	attr->page_size_cap = GENMASK(30, 12);
+	attr->fw_ver = vnicd_fw_number(vd->fw_version);
+	attr->vendor_id = vd->vdev->id.vendor & 0xffffff;
 	attr->vendor_part_id = vd->vdev->id.device;
 	attr->device_cap_flags = IB_DEVICE_RC_RNR_NAK_GEN | IB_DEVICE_PORT_ACTIVE_EVENT |
 				 IB_DEVICE_SYS_IMAGE_GUID;

@@ -256,6 +256,26 @@ struct vnicd_wq {
 	u64 *wr_ids;			/* by slot; kernel QPs only */
 };
 
+/* What was written to slots below this number is visible to the caller. */
+static inline u32 vnicd_wq_posted(const struct vnicd_wq *wq)
+{
+	/* Pairs with the release in vnicd_wq_publish(). */
+	return smp_load_acquire(&wq->posted);
+}
+
+static inline u32 vnicd_wq_polled(const struct vnicd_wq *wq)
+{
+	/* Pairs with the release in vnicd_wq_retire(). */
+	return smp_load_acquire(&wq->polled);
+}
+
+/* Slots below @n may be posted to again; their wr_id has been read. */
+static inline void vnicd_wq_retire(struct vnicd_wq *wq, u32 n)
+{
+	/* Pairs with the acquire in vnicd_wq_polled(). */
+	smp_store_release(&wq->polled, n);
+}
+
 struct vnicd_srq {
 	struct ib_srq base;
 	refcount_t refs;

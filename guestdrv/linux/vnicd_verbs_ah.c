@@ -89,6 +89,7 @@ static void vnicd_ah_publish(struct vnicd_ah *e, u32 pdn, const struct rdma_ah_a
 	e->hop_limit = av.hop_limit;
 	e->flow_label = av.flow_label;
 	e->sl = av.sl;
+	/* The entry before the word that makes it valid. */
 	virt_wmb();
 	WRITE_ONCE(e->valid, cpu_to_le32(1));
 }

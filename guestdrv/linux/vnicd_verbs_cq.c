@@ -230,11 +230,10 @@ static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
 	if (cookie != qp->cookie || !wq->ring)
 		return false;
 	/* Completions come in order; those before it were not signalled. */
-	if (n - wq->polled >= smp_load_acquire(&wq->posted) - wq->polled)
+	if (n - wq->polled >= vnicd_wq_posted(wq) - wq->polled)
 		return false;
 	*wr_id = wq->wr_ids[n & (wq->ring->num_elems - 1)];
-	/* After that the slot may be posted to again. */
-	smp_store_release(&wq->polled, n + 1);
+	vnicd_wq_retire(wq, n + 1);
 	return true;
 }
 
@@ -279,6 +278,7 @@ static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *c
 
 static u32 vnicd_cq_prod(const struct vnicd_cq *cq)
 {
+	/* The index before the CQEs that it announces. */
 	return virt_load_acquire(&cq->ring->buf->producer_index) &
 	       (cq->ring->num_elems - 1);
 }
@@ -301,8 +301,10 @@ static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
 		if (vnicd_wc_from_cqe(vd, &cqe, &wc[n]))
 			n++;
 	}
-	if (moved)
+	if (moved) {
+		/* The CQEs were read before the device may overwrite them. */
 		virt_store_release(&cq->ring->buf->consumer_index, cq->cons);
+	}
 	return n;
 }
 
@@ -311,13 +313,13 @@ static int vnicd_flush_wq(struct vnicd_qp *qp, struct vnicd_wq *wq, bool recv,
 {
 	int n = 0;
 
-	while (wq->ring && n < num && wq->polled != smp_load_acquire(&wq->posted)) {
+	while (wq->ring && n < num && wq->polled != vnicd_wq_posted(wq)) {
 		memset(&wc[n], 0, sizeof(wc[n]));
 		wc[n].wr_id = wq->wr_ids[wq->polled & (wq->ring->num_elems - 1)];
 		wc[n].status = IB_WC_WR_FLUSH_ERR;
 		wc[n].opcode = recv ? IB_WC_RECV : IB_WC_SEND;
 		wc[n].qp = &qp->base;
-		smp_store_release(&wq->polled, wq->polled + 1);
+		vnicd_wq_retire(wq, wq->polled + 1);
 		n++;
 	}
 	return n;
@@ -372,6 +374,7 @@ int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags)
 		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_NEXT));
 	else if (!READ_ONCE(*word))
 		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_SOLICITED));
+	/* Arm, then look; the device writes its CQE, then looks at the word. */
 	virt_mb();
 	/* A process looks itself. */
 	if ((flags & IB_CQ_REPORT_MISSED_EVENTS) && !cq->user)
@@ -404,9 +407,9 @@ void vnicd_flush_work(struct work_struct *work)
 		if (!cq->user)
 			pending = cq->cons != vnicd_cq_prod(cq);
 		list_for_each_entry(qp, &cq->send_qps, send_node)
-			pending |= qp->sq.polled != smp_load_acquire(&qp->sq.posted);
+			pending |= qp->sq.polled != vnicd_wq_posted(&qp->sq);
 		list_for_each_entry(qp, &cq->recv_qps, recv_node)
-			pending |= qp->rq.polled != smp_load_acquire(&qp->rq.posted);
+			pending |= qp->rq.polled != vnicd_wq_posted(&qp->rq);
 		spin_unlock_irqrestore(&cq->lock, flags);
 		if (pending)
 			vnicd_cq_event(cq);

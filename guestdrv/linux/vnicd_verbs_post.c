@@ -13,19 +13,22 @@
 
 #include "vnicd.h"
 
-/* The WQE and the producer index come before the bits; these before the look. */
+/* The protocol is described at struct vnicd_doorbells. */
 static void vnicd_ring_doorbell(struct vnicd_qp *qp)
 {
 	struct vnicd_doorbells *db = qp->engine->db;
 
+	/* WQE and index, a process's too, before the bit. */
 	virt_mb();
 #ifdef __LITTLE_ENDIAN
 	vnicd_shared_set_bit(qp->db_slot, (unsigned long *)db->bits);
+	/* The bit before the one that makes the engine look at it. */
 	virt_mb();
 	vnicd_shared_set_bit(qp->db_slot / 64, (unsigned long *)db->summary);
 #else
 #error "the rings of rxe's ABI are in host order, the device expects little-endian"
 #endif
+	/* Both before the look; the engine says that it sleeps, then looks at them. */
 	virt_mb();
 	if (READ_ONCE(db->need_wakeup))
 		virtqueue_notify(qp->engine->vq);
@@ -180,6 +183,7 @@ static void vnicd_wq_publish(struct vnicd_wq *wq)
 {
 	u32 posted = wq->posted + 1;
 
+	/* The slot's wr_id before the count, the WQE before the index. */
 	smp_store_release(&wq->posted, posted);
 	virt_store_release(&wq->ring->buf->producer_index,
 			   posted & (wq->ring->num_elems - 1));
@@ -187,7 +191,7 @@ static void vnicd_wq_publish(struct vnicd_wq *wq)
 
 static bool vnicd_wq_full(const struct vnicd_wq *wq)
 {
-	return wq->posted - smp_load_acquire(&wq->polled) >= wq->max_wr;
+	return wq->posted - vnicd_wq_polled(wq) >= wq->max_wr;
 }
 
 static int vnicd_post_one_send(struct vnicd_dev *vd, struct vnicd_qp *qp,

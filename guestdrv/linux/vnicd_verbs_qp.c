@@ -358,10 +358,10 @@ static void vnicd_qp_forget(struct vnicd_dev *vd, struct vnicd_qp *qp)
 		return;
 	spin_lock_irq(&qp->send_cq->lock);
 	qp->cookie = vnicd_new_cookie(vd);
-	smp_store_release(&qp->sq.polled, READ_ONCE(qp->sq.posted));
+	vnicd_wq_retire(&qp->sq, vnicd_wq_posted(&qp->sq));
 	spin_unlock_irq(&qp->send_cq->lock);
 	spin_lock_irq(&qp->recv_cq->lock);
-	smp_store_release(&qp->rq.polled, READ_ONCE(qp->rq.posted));
+	vnicd_wq_retire(&qp->rq, vnicd_wq_posted(&qp->rq));
 	spin_unlock_irq(&qp->recv_cq->lock);
 }
 

@@ -208,7 +208,6 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_read_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_send_bw", "-s", "65536", "-n", "100"))
-			verifiedRDMA(ctx, t, a, b)
 			if n := x.count() - before; n == 0 {
 				t.Error("the wire did no harm: the test shows nothing")
 			} else {

@@ -86,8 +86,8 @@ func chaos(t *testing.T, im impair, seed int64) {
 	o := opts()
 	o.retry = 7
 	o.mtu = uint8(1 + rng.Intn(5))
-	o.rd = uint8(1 + rng.Intn(8))
-	o.destRd = o.rd + uint8(rng.Intn(3))
+	o.rd = uint8(1) << rng.Intn(4)
+	o.destRd = o.rd + uint8(max(0, rng.Intn(6)-3)) // mostly just what the requester uses
 	o.psnA, o.psnB = psnMask-uint32(rng.Intn(300)), psnMask-uint32(rng.Intn(300))
 	o.outstanding = 1 << rng.Intn(7)
 	o.win = 8 << rng.Intn(5)

@@ -271,6 +271,46 @@ func TestResponderReadReplayUnderWay(t *testing.T) {
 		r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12), r(wire.OpRCReadResponseLast, 13), r(wire.OpRCReadResponseOnly, 14))
 }
 
+// A late copy of an answered READ or atomic must not stand in the way of the next
+// one: with max_dest_rd_atomic 1 both want the same place.
+func TestResponderReplayGivesWay(t *testing.T) {
+	o := opts()
+	o.mtu, o.psnA, o.destRd = 1, 10, 1
+	_, b, sent := lone(t, o)
+	b.reg(2, 0x1000, 1<<16, allAccess)
+	read := func(psn uint32, n uint32) craft {
+		return craft{op: wire.OpRCReadRequest, psn: psn, key: 2, va: 0x1000, length: n}
+	}
+	add := func(psn uint32) craft {
+		return craft{op: wire.OpRCFetchAdd, psn: psn, key: 2, va: 0x1000, swap: 1}
+	}
+	r := func(op wire.Opcode, psn uint32) resp { return resp{op, psn, wire.NoCredits} }
+	b.inject(read(10, 512))
+	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 10), r(wire.OpRCReadResponseLast, 11))
+	b.inject(read(10, 512))
+	b.inject(add(12))
+	b.wantResp(sent, r(wire.OpRCAtomicAck, 12))
+	b.inject(add(12))
+	b.inject(read(13, 8))
+	b.wantResp(sent, r(wire.OpRCReadResponseOnly, 13))
+	// Even if the repetition is under way; but not if it is the first response.
+	b.inject(read(14, 1024)) // 14..17
+	b.runAll()
+	*sent = nil
+	b.inject(read(14, 1024))
+	b.q.Run(b.f.now, 4)
+	b.inject(read(18, 1024)) // 18..21
+	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 14), r(wire.OpRCReadResponseMid, 15),
+		r(wire.OpRCReadResponseFirst, 18), r(wire.OpRCReadResponseMid, 19), r(wire.OpRCReadResponseMid, 20), r(wire.OpRCReadResponseLast, 21))
+	b.inject(read(22, 1024)) // 22..25
+	b.q.Run(b.f.now, 4)
+	*sent = nil
+	b.inject(read(26, 8))
+	b.runAll()
+	b.wantState(Err)
+	b.wantEvents(EventReqErr)
+}
+
 func TestResponderAtomicReplay(t *testing.T) {
 	o := opts()
 	o.psnA, o.destRd = psnMask, 2

@@ -8,14 +8,21 @@ import (
 // READs and atomics at the responder, and the sending of all that it owes.
 
 // newAnswer takes the next place among those remembered. It fails if that one
-// still owes responses: the requester has more in flight than agreed.
+// still owes its first response: the requester has more in flight than agreed.
+// If it only repeats one, for a duplicate, the repetition is dropped: a requester
+// that keeps to the agreement asks for more only after what it had asked for has
+// arrived.
 func (q *QP) newAnswer() *answer {
 	if len(q.memory) == 0 {
 		return nil
 	}
 	r := &q.memory[q.answered%uint64(len(q.memory))]
 	if r.pending {
-		return nil
+		if r.sent < r.end {
+			return nil
+		}
+		r.pending = false
+		q.pending--
 	}
 	return r
 }
@@ -236,6 +243,7 @@ func (q *QP) answerNext(r *answer) bool {
 		}
 	}
 	r.next++
+	r.sent = max(r.sent, r.next)
 	if r.next == r.stop {
 		r.pending = false
 		q.pending--

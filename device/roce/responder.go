@@ -46,6 +46,7 @@ type answer struct {
 	first, end uint64 // PSNs of the whole request
 	// The response being sent: next of the request for [start, stop).
 	start, next, stop uint64
+	sent              uint64 // how far responses have ever been sent
 	va                translate.VA
 	key               translate.Key
 	length            uint64

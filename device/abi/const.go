@@ -63,6 +63,8 @@ const (
 	CmdAttachMcast  Opcode = 23
 	CmdDetachMcast  Opcode = 24
 	CmdQueryStats   Opcode = 25
+	CmdClearMTT     Opcode = 26
+	CmdResumeFault  Opcode = 27
 )
 
 var opcodeNames = [...]string{
@@ -72,7 +74,7 @@ var opcodeNames = [...]string{
 	CmdModifySRQ: "MODIFY_SRQ", CmdQuerySRQ: "QUERY_SRQ", CmdDestroySRQ: "DESTROY_SRQ", CmdCreateQP: "CREATE_QP",
 	CmdModifyQP: "MODIFY_QP", CmdQueryQP: "QUERY_QP", CmdDestroyQP: "DESTROY_QP", CmdCreateMR: "CREATE_MR",
 	CmdSetMTT: "SET_MTT", CmdDestroyMR: "DESTROY_MR", CmdAttachMcast: "ATTACH_MCAST", CmdDetachMcast: "DETACH_MCAST",
-	CmdQueryStats: "QUERY_STATS",
+	CmdQueryStats: "QUERY_STATS", CmdClearMTT: "CLEAR_MTT", CmdResumeFault: "RESUME_FAULT",
 }
 
 func (o Opcode) String() string {
@@ -122,6 +124,17 @@ const (
 	CapLocalDMALKey = 1 << 6 // RA-1: DMALKey works
 	CapMemMgt       = 1 << 7 // REG_MR, LOCAL_INV, SEND_WITH_INV
 	CapMW           = 1 << 8
+)
+
+// What on-demand paging covers, per transport: DeviceAttr.ODPRC and its like
+// (ODP-2; the bits of enum ib_odp_transport_cap_bits).
+const (
+	ODPSend    = 1 << 0
+	ODPRecv    = 1 << 1
+	ODPWrite   = 1 << 2
+	ODPRead    = 1 << 3
+	ODPAtomic  = 1 << 4
+	ODPSRQRecv = 1 << 5
 )
 
 // DMALKey is the reserved L_Key that marks a segment as guest-physical (RA-1).
@@ -176,11 +189,17 @@ const (
 	QPHasSRQ     = 1 << 2
 )
 
-// Flags of CreateMR, and the mark of an absent entry in SetMTT's list.
+// Flags of CreateMR.
 const (
 	MRPhys     = 1 << 0 // VAs are PAs; the region has no table
-	MROnDemand = 1 << 1
-	MTTAbsent  = 1
+	MROnDemand = 1 << 1 // pages come by page fault events, go by CLEAR_MTT
+	MRImplicit = 1 << 2 // with MROnDemand: the whole address space
+)
+
+// Marks in the low bits of SetMTT's entries.
+const (
+	MTTAbsent   = 1
+	MTTReadOnly = 2 // on demand only: writes fault
 )
 
 // Stat indexes Stats.Value (enum vnicd_stat).
@@ -203,14 +222,19 @@ const (
 	StatICRCErrors
 	StatRxDropped
 	StatAccessErrors
-	StatGuestFaults
-	StatHostFaults
+	StatGuestFaults   // raised to the guest's driver (PF-7)
+	StatHostFaults    // raised to the host's driver
+	StatInvalidations // CLEAR_MTT
+	StatFaultsResumed // guest faults answered: go on
+	StatFaultsFailed  // guest faults answered: no such address
+	StatFaultDrops    // packets dropped for a fault (PF-8, PF-11)
 	NumStats
 )
 
 var statNames = [NumStats]string{
 	"tx_packets", "tx_bytes", "rx_packets", "rx_bytes", "tx_acks", "tx_naks", "tx_rnr", "rx_rnr", "retransmits",
 	"timeouts", "out_of_sequence", "duplicates", "icrc_errors", "rx_dropped", "access_errors", "guest_faults", "host_faults",
+	"invalidations", "faults_resumed", "faults_failed", "fault_drops",
 }
 
 func (s Stat) String() string {

@@ -14,7 +14,7 @@ const (
 	SizeAH           = 64
 	SizeSetAHTable   = 8
 	SizeHandle       = 8
-	SizeStats        = 144
+	SizeStats        = 176
 	SizeCEQE         = 8
 	SizeEvent        = 64
 )

@@ -14,6 +14,8 @@ const (
 	SizeCreateMR     = 48
 	SizeCreateMRResp = 16
 	SizeSetMTT       = 16
+	SizeClearMTT     = 24
+	SizeResumeFault  = 8
 	SizeMcast        = 24
 )
 
@@ -371,7 +373,7 @@ func (x *QPAttr) Decode(b []byte) error {
 type CreateMR struct {
 	PDN       uint32 `c:"pdn"`
 	Access    uint32 `c:"access"`     // Access... bits
-	Flags     uint32 `c:"flags"`      // MRPhys, MROnDemand
+	Flags     uint32 `c:"flags"`      // MRPhys, MROnDemand, MRImplicit
 	PageShift uint8  `c:"page_shift"` // 12..30
 	IOVA      uint64 `c:"iova"`       // first VA as the keys' holders name it
 	Length    uint64 `c:"length"`     // bytes, > 0
@@ -440,7 +442,7 @@ func (x *CreateMRResp) Decode(b []byte) error {
 	return c.end("vnicd_create_mr_resp")
 }
 
-// SetMTT is the request of SET_MTT; Count PAs follow, bit 0 (MTTAbsent) set for absent ones
+// SetMTT is the request of SET_MTT; Count PAs follow, MTTAbsent or MTTReadOnly in their low bits
 // (struct vnicd_set_mtt).
 type SetMTT struct {
 	Handle uint32 `c:"handle"`
@@ -469,6 +471,67 @@ func (x *SetMTT) Decode(b []byte) error {
 	}
 	x.fields(&c)
 	return c.end("vnicd_set_mtt")
+}
+
+// ClearMTT is the request of CLEAR_MTT
+// (struct vnicd_clear_mtt).
+type ClearMTT struct {
+	Handle uint32 `c:"handle"`
+	First  uint64 `c:"first"` // index of the first entry
+	Count  uint64 `c:"count"`
+}
+
+func (x *ClearMTT) fields(c *codec) {
+	c.u32(&x.Handle)
+	c.zero(4)
+	c.u64(&x.First)
+	c.u64(&x.Count)
+}
+
+// Encode writes SizeClearMTT bytes to b; it panics if b is shorter.
+func (x *ClearMTT) Encode(b []byte) {
+	c := encoder("vnicd_clear_mtt", b, SizeClearMTT)
+	x.fields(&c)
+}
+
+// Decode reads SizeClearMTT bytes from b. It fails with a *DecodeError if b is
+// shorter or a reserved field is not zero.
+func (x *ClearMTT) Decode(b []byte) error {
+	c, ok := decoder(b, SizeClearMTT)
+	if !ok {
+		return short("vnicd_clear_mtt", b, SizeClearMTT)
+	}
+	x.fields(&c)
+	return c.end("vnicd_clear_mtt")
+}
+
+// ResumeFault is the request of RESUME_FAULT
+// (struct vnicd_resume_fault).
+type ResumeFault struct {
+	Token  uint32 `c:"token"`  // of the event
+	Status Status `c:"status"` // StatusOK: try again; others: the address is not valid
+}
+
+func (x *ResumeFault) fields(c *codec) {
+	c.u32(&x.Token)
+	c.u32((*uint32)(&x.Status))
+}
+
+// Encode writes SizeResumeFault bytes to b; it panics if b is shorter.
+func (x *ResumeFault) Encode(b []byte) {
+	c := encoder("vnicd_resume_fault", b, SizeResumeFault)
+	x.fields(&c)
+}
+
+// Decode reads SizeResumeFault bytes from b. It fails with a *DecodeError if b is
+// shorter or a reserved field is not zero.
+func (x *ResumeFault) Decode(b []byte) error {
+	c, ok := decoder(b, SizeResumeFault)
+	if !ok {
+		return short("vnicd_resume_fault", b, SizeResumeFault)
+	}
+	x.fields(&c)
+	return c.end("vnicd_resume_fault")
 }
 
 // Mcast is the request of ATTACH_MCAST and DETACH_MCAST

@@ -98,6 +98,8 @@ enum vnicd_opcode {
 	VNICD_CMD_ATTACH_MCAST	= 23,
 	VNICD_CMD_DETACH_MCAST	= 24,
 	VNICD_CMD_QUERY_STATS	= 25,
+	VNICD_CMD_CLEAR_MTT	= 26,
+	VNICD_CMD_RESUME_FAULT	= 27,
 };
 
 /* Status of a command; the driver maps them to errno as written. */
@@ -164,7 +166,7 @@ struct vnicd_device_attr {
 	__le32 max_mcast_qp_attach;
 	__le64 max_mtt;		/* MTT entries (pages) over all MRs */
 	__le64 caps;		/* VNICD_CAP_* */
-	__le32 odp_rc;		/* VNICD_ODP_*: 0 until the device pages on demand */
+	__le32 odp_rc;		/* VNICD_ODP_*; 0: no on-demand paging */
 	__le32 odp_uc;
 	__le32 odp_ud;
 	__le32 reserved;
@@ -179,6 +181,14 @@ struct vnicd_device_attr {
 #define VNICD_CAP_LOCAL_DMA_LKEY (1ULL << 6)	/* RA-1: VNICD_DMA_LKEY works */
 #define VNICD_CAP_MEM_MGT	(1ULL << 7)	/* REG_MR, LOCAL_INV, SEND_WITH_INV */
 #define VNICD_CAP_MW		(1ULL << 8)
+
+/* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
+#define VNICD_ODP_SEND		(1U << 0)
+#define VNICD_ODP_RECV		(1U << 1)
+#define VNICD_ODP_WRITE		(1U << 2)
+#define VNICD_ODP_READ		(1U << 3)
+#define VNICD_ODP_ATOMIC	(1U << 4)
+#define VNICD_ODP_SRQ_RECV	(1U << 5)
 
 /* RA-1: the reserved L_Key that marks a segment as guest-physical. */
 #define VNICD_DMA_LKEY		0
@@ -416,9 +426,17 @@ struct vnicd_qp_attr {
  * Memory regions (stage one: key -> MTT -> PA; PF-1, PF-2). CREATE_MR makes the
  * region without any page present; SET_MTT fills the table, in as many commands
  * as it takes. A VNICD_MR_PHYS region has no table: its VAs are PAs.
+ *
+ * On demand (ODP-1): page_shift is 12. Pages come by SET_MTT, mostly in answer to
+ * a page fault event, and go by CLEAR_MTT; both act on parts. A write to an entry
+ * that is read-only is a fault, too: the driver makes the page writable first.
+ * The limit max_mtt counts what is populated, not what is spanned.
  */
 #define VNICD_MR_PHYS		(1U << 0)
-#define VNICD_MR_ON_DEMAND	(1U << 1)	/* reserved for on-demand paging */
+#define VNICD_MR_ON_DEMAND	(1U << 1)	/* pages come by page fault events, go by CLEAR_MTT */
+#define VNICD_MR_IMPLICIT	(1U << 2)	/* with ON_DEMAND: the whole address space: iova 0,
+						 * offset 0, page_shift 12, length = npages << 12,
+						 * at most 2^57 */
 
 struct vnicd_create_mr {
 	__le32 pdn;
@@ -443,9 +461,32 @@ struct vnicd_set_mtt {
 	__le32 handle;
 	__le32 count;		/* entries that follow */
 	__le64 first;		/* index of the first entry */
-	/* __le64 pa[count]; an entry with bit 0 set: absent */
+	/* __le64 pa[count], VNICD_MTT_* in the low bits */
 };
 #define VNICD_MTT_ABSENT	1ULL
+#define VNICD_MTT_READ_ONLY	2ULL		/* on demand only: writes fault */
+
+/*
+ * CLEAR_MTT: entries become absent; answered when nothing uses the pages any
+ * more (ODP-5, EP-3). Commands behind it are not delayed.
+ */
+struct vnicd_clear_mtt {
+	__le32 handle;
+	__le32 reserved;
+	__le64 first;		/* index of the first entry */
+	__le64 count;
+};
+
+/*
+ * RESUME_FAULT answers a page fault event, exactly once. A token that is unknown
+ * or stale is answered ENOENT and harmless.
+ */
+struct vnicd_resume_fault {
+	__le32 token;
+	__le32 status;		/* VNICD_OK: the pages are in the table, try again;
+				 * VNICD_EFAULT: the address is not valid (PF-13);
+				 * others: as EFAULT */
+};
 
 /* DESTROY_MR: request vnicd_handle. Completes when nothing uses the memory (EP-3). */
 
@@ -472,8 +513,12 @@ enum vnicd_stat {
 	VNICD_STAT_ICRC_ERRORS,
 	VNICD_STAT_RX_DROPPED,
 	VNICD_STAT_ACCESS_ERRORS,
-	VNICD_STAT_GUEST_FAULTS,
-	VNICD_STAT_HOST_FAULTS,
+	VNICD_STAT_GUEST_FAULTS,	/* raised to the guest's driver (PF-7) */
+	VNICD_STAT_HOST_FAULTS,		/* raised to the host's driver */
+	VNICD_STAT_INVALIDATIONS,	/* CLEAR_MTT */
+	VNICD_STAT_FAULTS_RESUMED,	/* guest faults answered: go on */
+	VNICD_STAT_FAULTS_FAILED,	/* guest faults answered: no such address */
+	VNICD_STAT_FAULT_DROPS,		/* packets dropped for a fault (PF-8, PF-11) */
 	VNICD_NUM_STATS
 };
 
@@ -506,17 +551,21 @@ enum vnicd_event_type {
 	VNICD_EVENT_QP_LAST_WQE		= 7,
 	VNICD_EVENT_SRQ_ERR		= 8,	/* handle = srqn */
 	VNICD_EVENT_SRQ_LIMIT		= 9,
-	VNICD_EVENT_PAGE_FAULT		= 16,	/* for on-demand paging */
+	VNICD_EVENT_PAGE_FAULT		= 16,	/* handle = qpn; 0: none */
 };
 
+/*
+ * A page fault (PF-7) suspends one side of one QP until RESUME_FAULT names its
+ * token; if no buffer is posted, it waits with its QP until there is one.
+ */
 struct vnicd_event {
 	__le32 type;		/* enum vnicd_event_type */
 	__le32 handle;
 	__le64 va;		/* PAGE_FAULT: first byte */
-	__le64 length;
+	__le64 length;		/* bytes wanted from va on: 1..1 MiB, within the region */
 	__le32 key;
-	__le32 access;
-	__le32 token;
+	__le32 access;		/* enum ib_access_flags needed; 0: read for local use */
+	__le32 token;		/* names the operation that waits */
 	__le32 reserved;
 	__le64 reserved2[3];	/* to 64 bytes */
 };

@@ -244,6 +244,10 @@ static const struct rdma_stat_desc vnicd_stat_descs[VNICD_NUM_STATS] = {
 	[VNICD_STAT_ACCESS_ERRORS].name = "access_errors",
 	[VNICD_STAT_GUEST_FAULTS].name = "guest_faults",
 	[VNICD_STAT_HOST_FAULTS].name = "host_faults",
+	[VNICD_STAT_INVALIDATIONS].name = "invalidations",
+	[VNICD_STAT_FAULTS_RESUMED].name = "faults_resumed",
+	[VNICD_STAT_FAULTS_FAILED].name = "faults_failed",
+	[VNICD_STAT_FAULT_DROPS].name = "fault_drops",
 };
 
 static struct rdma_hw_stats *vnicd_alloc_hw_port_stats(struct ib_device *ibdev, u32 port)

@@ -2,6 +2,7 @@ package translate
 
 import (
 	"context"
+	"fmt"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -30,8 +31,17 @@ type Epochs struct {
 
 	slots [epochSlots]epochSlot
 
-	mu     sync.Mutex
-	drains []*Drain // not done yet, oldest first; guarded by mu
+	mu     sync.Mutex // guards all below
+	drains []*Drain   // not done yet, oldest first
+	namer  func(slot int) string
+	stats  EpochStats
+}
+
+// EpochStats counts releases.
+type EpochStats struct {
+	Flips   uint64        // times the epoch moved on; one may serve several releases
+	Drains  uint64        // releases that are done
+	Longest time.Duration // that one of them took
 }
 
 const (
@@ -67,7 +77,8 @@ func (e *Epochs) Leave(slot int, t Token) {
 
 // Drain is one release that waits for earlier readers.
 type Drain struct {
-	e *Epochs
+	e     *Epochs
+	since time.Time
 
 	// Guarded by e.mu.
 	flipped bool              // readers have been moved on since it was asked for
@@ -78,7 +89,7 @@ type Drain struct {
 // Flip starts a release: call it after the entries have been removed from the
 // tables (EP-2). It does not block.
 func (e *Epochs) Flip() *Drain {
-	d := &Drain{e: e}
+	d := &Drain{e: e, since: time.Now()}
 	for i := range d.waiting {
 		d.waiting[i] = 1<<epochRing - 1
 	}
@@ -123,7 +134,10 @@ func (e *Epochs) advanceLocked() {
 			d.waiting[s] &^= zero[s]
 			rest |= d.waiting[s]
 		}
-		if d.done = rest == 0; !d.done {
+		if d.done = rest == 0; d.done {
+			e.stats.Drains++
+			e.stats.Longest = max(e.stats.Longest, time.Since(d.since))
+		} else {
 			left = append(left, d)
 			wantFlip = wantFlip || !d.flipped
 		}
@@ -135,6 +149,7 @@ func (e *Epochs) advanceLocked() {
 			d.flipped = true
 		}
 		e.current.Store(next)
+		e.stats.Flips++
 	}
 }
 
@@ -167,4 +182,60 @@ func (d *Drain) Wait(ctx context.Context) error {
 		pause = min(2*pause, longest)
 		t.Reset(pause)
 	}
+}
+
+// WaitWarn is Wait that calls warn whenever the release has taken patience,
+// twice that, four times that and so on, with the time since Flip and what Held
+// returns then.
+func (d *Drain) WaitWarn(ctx context.Context, patience time.Duration, warn func(since time.Duration, held []string)) error {
+	for patience = max(patience, time.Millisecond); ; patience *= 2 {
+		turn, cancel := context.WithDeadline(ctx, d.since.Add(patience))
+		err := d.Wait(turn)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		warn(time.Since(d.since), d.Held())
+	}
+}
+
+// Held names the slots that the release still waits for; none if it is done.
+func (d *Drain) Held() []string {
+	d.e.mu.Lock()
+	namer := d.e.namer
+	var slots []int
+	if !d.done {
+		d.e.advanceLocked()
+		for s, waiting := range d.waiting {
+			if waiting != 0 {
+				slots = append(slots, s)
+			}
+		}
+	}
+	d.e.mu.Unlock()
+	names := make([]string, len(slots))
+	for i, s := range slots {
+		if names[i] = fmt.Sprintf("slot %d", s); namer != nil {
+			names[i] = namer(s)
+		}
+	}
+	return names
+}
+
+// SetNamer has name called when Held wants to name a slot, which is in 0..15.
+// It may be called at any time, on any goroutine.
+func (e *Epochs) SetNamer(name func(slot int) string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.namer = name
+}
+
+// Stats returns the counters.
+func (e *Epochs) Stats() EpochStats {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.stats
 }

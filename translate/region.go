@@ -12,9 +12,13 @@ type RegionFlags uint32
 const (
 	Phys         RegionFlags = 1 << 0 // no table: VAs are PAs
 	DemandPaging RegionFlags = 1 << 1 // pages come and go (on-demand paging)
+	Implicit     RegionFlags = 1 << 2 // with DemandPaging: an address space from VA 0 on (ODP-1)
 
-	regionFlagsKnown = Phys | DemandPaging
+	regionFlagsKnown = Phys | DemandPaging | Implicit
 )
+
+// MaxImplicit bounds the length of an implicit region, in bytes.
+const MaxImplicit = 1 << 57
 
 // Bounds of a region's page size.
 const (
@@ -54,10 +58,15 @@ func (sp *RegionSpec) validate() error {
 		return bad("IOVA %#x and length %#x wrap around", uint64(sp.IOVA), sp.Length)
 	}
 	if sp.Flags&Phys != 0 {
-		if sp.Offset != 0 || sp.NPages != 0 || sp.Flags&DemandPaging != 0 {
+		if sp.Offset != 0 || sp.NPages != 0 || sp.Flags != Phys {
 			return bad("physical region with offset %d, %d pages, flags %#x, expected 0, 0, %#x", sp.Offset, sp.NPages, uint32(sp.Flags), uint32(Phys))
 		}
 		return nil
+	}
+	if sp.Flags&Implicit != 0 && (sp.Flags&DemandPaging == 0 || sp.IOVA != 0 || sp.Offset != 0 || sp.PageShift != PageShift ||
+		sp.Length > MaxImplicit || sp.NPages != sp.Length>>PageShift || sp.Length&pageMask != 0) {
+		return bad("implicit region with flags %#x, IOVA %#x, offset %#x, page shift %d, length %#x, %d pages, expected %#x, 0, 0, %d, at most %#x, length in pages",
+			sp.Flags, uint64(sp.IOVA), sp.Offset, sp.PageShift, sp.Length, sp.NPages, DemandPaging|Implicit, PageShift, uint64(MaxImplicit))
 	}
 	if sp.PageShift < MinPageShift || sp.PageShift > MaxPageShift {
 		return bad("page shift %d, expected %d..%d", sp.PageShift, MinPageShift, MaxPageShift)
@@ -124,7 +133,7 @@ func (r *Region) Generation() uint64 { return r.generation.Load() }
 
 // The MTT: one word per page in groups of 512, made when first written, so that
 // creating a region costs 16 bytes per 512 pages however large it is. An entry
-// is PA | 1 when present, else 0. If all pages of a group are physically
+// is PA | 1 when present, | 2 if it must not be written through, else 0. If all pages of a group are physically
 // contiguous, run holds the first entry: then a lookup skips the group, and a
 // region of 10 million such pages is described by 300 KiB. run is a shortcut
 // beside entries that are always right.
@@ -133,6 +142,8 @@ const (
 	mttGroupSize  = 1 << mttGroupShift
 	mttGroupMask  = mttGroupSize - 1
 	mttPresent    = 1
+	mttReadOnly   = 2
+	mttFlags      = mttPresent | mttReadOnly
 )
 
 type mttGroup struct {
@@ -157,8 +168,8 @@ func (r *Region) page(p uint64) (entry, contiguous uint64) {
 
 // toPA translates off, an offset into the region that has been checked, and
 // says how many of the n bytes from there on are physically contiguous (at
-// least 1). ok is false when the page is absent.
-func (r *Region) toPA(off, n uint64) (pa PA, got uint64, ok bool) {
+// least 1). ok is false when the page is absent, or read-only and to be written.
+func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
 	if r.phys {
 		return PA(uint64(r.iova) + off), n, true
 	}
@@ -167,10 +178,10 @@ func (r *Region) toPA(off, n uint64) (pa PA, got uint64, ok bool) {
 	p := off >> shift
 	in := off & (1<<shift - 1)
 	w, pages := r.page(p)
-	if w&mttPresent == 0 {
+	if w == 0 || write && w&mttReadOnly != 0 {
 		return 0, 0, false
 	}
-	pa = PA(w - mttPresent + in)
+	pa = PA(w&^mttFlags + in)
 	got = pages<<shift - in
 	for got < n {
 		p += pages
@@ -186,7 +197,8 @@ func (r *Region) toPA(off, n uint64) (pa PA, got uint64, ok bool) {
 }
 
 // setLocked stores pas from page first on; ranges have been checked. It
-// reports whether a present entry was changed or removed.
+// reports whether a present entry was changed or removed: the same page made
+// writable is no change for those who read it.
 func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 	for len(pas) > 0 {
 		g := &r.mtt[first>>mttGroupShift]
@@ -200,11 +212,11 @@ func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 		for k, pa := range pas[:n] {
 			w := uint64(0)
 			if pa&absentPA == 0 {
-				w = uint64(pa) | mttPresent
+				w = uint64(pa) | mttPresent // bit 1 is readOnlyPA
 			}
 			e := &t[i+uint64(k)]
 			if old := e.Load(); old != w {
-				lost = lost || old != 0
+				lost = lost || old != 0 && old != w|mttReadOnly
 				e.Store(w)
 			}
 		}

@@ -76,10 +76,10 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 		}
 		in, size = off&r.pageMask, r.pageMask+1
 	}
-	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 {
+	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 || w&mttReadOnly != 0 && need.writes() {
 		return 0, false
 	}
-	pa := PA(w - mttPresent + in)
+	pa := PA(w&^mttFlags + in)
 	h, run := vm.space.leaf(pa)
 	if run < n {
 		h, run, _ = vm.space.page(pa)
@@ -90,7 +90,7 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 // both translates offset off of r, which has been checked, n > 0: the host
 // address and how many of the n bytes are contiguous there.
 func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
-	pa, got, ok := r.toPA(off, n)
+	pa, got, ok := r.toPA(off, n, need.writes())
 	if !ok {
 		return 0, 0, Miss{GuestFault, r.key, Where{VA: r.iova + VA(off)}, n}
 	}

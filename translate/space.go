@@ -28,6 +28,7 @@ type Space struct {
 	gvmi   GVMI
 
 	epochs Epochs
+	faults FaultQueue
 
 	mu   sync.Mutex        // writers only; guards all below and all table stores
 	live map[PA]spanRecord // what Map was given, by first PA

@@ -14,8 +14,12 @@ var (
 	ErrNoRegion = errors.New("no such memory region")
 )
 
-// absentPA marks an absent page in lists of PAs (VNICD_MTT_ABSENT).
-const absentPA PA = 1
+// Marks in lists of PAs: an absent page (VNICD_MTT_ABSENT), and, in regions that
+// page on demand, one whose writes are guest faults (VNICD_MTT_READ_ONLY).
+const (
+	absentPA   PA = 1
+	readOnlyPA PA = mttReadOnly
+)
 
 // Limits bound what one VM may make of stage one. Zero fields take defaults.
 type Limits struct {
@@ -154,7 +158,8 @@ func (vm *VM) Region(handle uint32) (*Region, error) {
 }
 
 // SetPages fills MTT entries from first on. Each PA is a multiple of the
-// region's page size; bit 0 set makes the entry absent. Nothing is changed on
+// region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
+// paging only): a write to it is a GuestFault. Nothing is changed on
 // error (ErrNoRegion, ErrInvalid). Replacing present entries does not wait for
 // readers of the old ones: where those pages go away, use ClearPages first.
 func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
@@ -165,9 +170,12 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 		return fmt.Errorf("set pages: %w", err)
 	}
 	mask := PA(1)<<r.shift - 1
+	if r.demand {
+		mask &^= readOnlyPA
+	}
 	for i, pa := range pas {
 		if pa&absentPA == 0 && (pa&mask != 0 || pa >= MaxPA) {
-			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa, uint64(mask)+1, MaxPA, ErrInvalid)
+			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa, uint64(1)<<r.shift, MaxPA, ErrInvalid)
 		}
 	}
 	if r.setLocked(first, pas) {
@@ -180,25 +188,27 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 // uses the old ones any more (ODP-5, ODP-6, EP-3). Other pages are untouched.
 // If ctx ends first its error is returned; the entries are absent all the same.
 func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64) error {
-	lost, err := vm.clearPages(handle, first, count)
-	if err != nil || !lost {
+	d, err := vm.StartClear(handle, first, count)
+	if err != nil || d == nil {
 		return err
 	}
-	return vm.space.epochs.Flip().Wait(ctx)
+	return d.Wait(ctx)
 }
 
-func (vm *VM) clearPages(handle uint32, first, count uint64) (lost bool, err error) {
+// StartClear is ClearPages that does not wait: nothing uses the old entries any
+// more when the Drain is done. It is nil if there was nothing to remove.
+func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	r, err := vm.tableLocked(handle, first, count)
 	if err != nil {
-		return false, fmt.Errorf("clear pages: %w", err)
+		return nil, fmt.Errorf("clear pages: %w", err)
 	}
-	lost = r.clearLocked(first, count)
-	if lost {
-		r.generation.Add(1)
+	if !r.clearLocked(first, count) {
+		return nil, nil
 	}
-	return lost, nil
+	r.generation.Add(1)
+	return vm.space.epochs.Flip(), nil
 }
 
 // tableLocked returns the region and checks [first, first+count) against its MTT.
@@ -219,21 +229,24 @@ func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
 // region any more (EP-3). If ctx ends first its error is returned; the key is
 // revoked all the same. Never call it between Enter and Leave.
 func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
-	if err := vm.revoke(handle); err != nil {
-		return fmt.Errorf("destroy region: %w", err)
+	d, err := vm.StartDestroy(handle)
+	if err != nil {
+		return err
 	}
-	return vm.space.epochs.Flip().Wait(ctx)
+	return d.Wait(ctx)
 }
 
-func (vm *VM) revoke(handle uint32) error {
+// StartDestroy is DestroyRegion that does not wait: no operation uses the
+// region any more when the Drain is done.
+func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	r, err := vm.Region(handle)
 	if err != nil {
-		return err
+		return nil, fmt.Errorf("destroy region: %w", err)
 	}
 	vm.revokeLocked(r)
-	return nil
+	return vm.space.epochs.Flip(), nil
 }
 
 func (vm *VM) revokeLocked(r *Region) {

@@ -1,0 +1,281 @@
+package translate
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+func TestFaultOrder(t *testing.T) {
+	var q FaultQueue
+	var done []*Fault
+	var errs []error
+	note := func(f *Fault, err error) {
+		if f.Waiting() {
+			t.Error("Done is called while the fault waits")
+		}
+		done, errs = append(done, f), append(errs, err)
+	}
+	a, b, c := &Fault{Done: note}, &Fault{Done: note}, &Fault{Done: note}
+	if q.TryNext() != nil {
+		t.Fatal("an empty queue has a fault")
+	}
+	if !q.Raise(a) || !q.Raise(b) || q.Raise(a) || !a.Waiting() {
+		t.Fatal("raise")
+	}
+	if q.TryNext() != a || !q.Raise(c) || q.Raise(a) {
+		t.Fatal("the oldest comes first, and waits until it is finished")
+	}
+	gone := errors.New("gone")
+	q.Finish(a, nil)
+	if !q.Raise(a) { // behind the others
+		t.Fatal("raise again")
+	}
+	for _, want := range []*Fault{b, c, a} {
+		f, err := q.Next(t.Context())
+		if err != nil || f != want {
+			t.Fatal("order", err)
+		}
+		q.Finish(f, gone)
+	}
+	if len(done) != 4 || done[0] != a || errs[0] != nil || done[3] != a || errs[3] != gone {
+		t.Fatal(done, errs)
+	}
+	st := q.Stats()
+	if st.Raised != 4 || st.Served != 1 || st.Failed != 3 || st.Waiting != 0 || st.Time.Count != 4 || q.Estimate() <= 0 || q.Estimate() > st.Time.Max {
+		t.Fatalf("%+v, estimate %v", st, q.Estimate())
+	}
+	q.Raise(a)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := q.Next(ctx); !errors.Is(err, context.Canceled) {
+		t.Error("Next serves although its context ended:", err)
+	}
+	if st := q.Stats(); st.Waiting != 1 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// The naive model of a queue with many raisers and servers: for each fault a
+// count of raises and one of Dones. Nothing is lost, nothing comes twice, each
+// raiser's faults come in its order, and no server sleeps while faults wait:
+// every raiser waits for all of its own before it ends, so a lost wake-up hangs.
+func TestFaultQueueModel(t *testing.T) {
+	const raisers, perRaiser, rounds = 6, 5, 400
+	for _, servers := range []int{1, 3} {
+		var q FaultQueue
+		type waiter struct {
+			Fault
+			raised, done, failed atomic.Int64
+			number               int // of the raise, within its raiser
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		var serving, raising sync.WaitGroup
+		for s := range servers {
+			serving.Go(func() {
+				rng := rand.New(rand.NewPCG(uint64(s), 1))
+				for {
+					// Servers come and go: contexts that end take tokens along.
+					turn, end := context.WithTimeout(ctx, time.Duration(rng.IntN(300))*time.Microsecond)
+					f, err := q.Next(turn)
+					end()
+					if err != nil {
+						if ctx.Err() != nil {
+							return
+						}
+						continue
+					}
+					if rng.IntN(4) == 0 {
+						time.Sleep(time.Duration(rng.IntN(30)) * time.Microsecond)
+					}
+					if f.Write {
+						err = ErrMemoryGone
+					}
+					q.Finish(f, err)
+				}
+			})
+		}
+		for i := range raisers {
+			raising.Go(func() {
+				rng := rand.New(rand.NewPCG(uint64(i), 2))
+				wake := make(chan struct{}, perRaiser)
+				all := make([]*waiter, perRaiser)
+				last := -1 // of those served, if one server keeps the order
+				for k := range all {
+					w := new(waiter)
+					w.Done = func(f *Fault, err error) {
+						if f != &w.Fault || (err != nil) != f.Write {
+							t.Error("Done of another fault")
+						}
+						if servers == 1 {
+							if w.number < last {
+								t.Errorf("raise %d was served after %d", w.number, last)
+							}
+							last = w.number
+						}
+						w.done.Add(1)
+						wake <- struct{}{}
+					}
+					all[k] = w
+				}
+				number := 0
+				for range rounds {
+					n := 0
+					for _, k := range rng.Perm(perRaiser)[:1+rng.IntN(perRaiser)] {
+						w := all[k]
+						w.Write, w.number = rng.IntN(5) == 0, number
+						number++
+						n++
+						if !q.Raise(&w.Fault) {
+							t.Error("an idle fault is not taken")
+							return
+						}
+						w.raised.Add(1)
+					}
+					for range n {
+						<-wake
+					}
+				}
+				for _, w := range all {
+					if w.raised.Load() != w.done.Load() || w.Waiting() {
+						t.Errorf("%d raises, %d served", w.raised.Load(), w.done.Load())
+					}
+				}
+			})
+		}
+		raising.Wait()
+		cancel()
+		serving.Wait()
+		if st := q.Stats(); st.Waiting != 0 || st.Raised != st.Time.Count || st.Failed == 0 || q.TryNext() != nil {
+			t.Errorf("%+v", st)
+		}
+	}
+}
+
+// Many raise the same fault: it is taken once until it is served.
+func TestFaultRaisedByMany(t *testing.T) {
+	var q FaultQueue
+	var taken, served atomic.Int64
+	f := &Fault{Done: func(*Fault, error) { served.Add(1) }}
+	ctx, cancel := context.WithCancel(t.Context())
+	var raising, serving sync.WaitGroup
+	serving.Go(func() {
+		for {
+			f, err := q.Next(ctx)
+			if err != nil {
+				return
+			}
+			q.Finish(f, nil)
+		}
+	})
+	for range 4 {
+		raising.Go(func() {
+			for range 5000 {
+				if q.Raise(f) {
+					taken.Add(1)
+				}
+			}
+		})
+	}
+	raising.Wait()
+	for f.Waiting() {
+		time.Sleep(time.Millisecond)
+	}
+	cancel()
+	serving.Wait()
+	if taken.Load() != served.Load() || taken.Load() == 0 {
+		t.Errorf("%d taken, %d served", taken.Load(), served.Load())
+	}
+}
+
+func TestRaiseAllocatesNothing(t *testing.T) {
+	var q FaultQueue
+	f := &Fault{Done: func(*Fault, error) {}}
+	if n := testing.AllocsPerRun(100, func() {
+		q.Raise(f)
+		q.Finish(q.TryNext(), nil)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+func TestFetch(t *testing.T) {
+	s := NewSpace(1)
+	if err := s.Reserve(0x1000, 4096); err != nil {
+		t.Fatal(err)
+	}
+	var buf [8]byte
+	absent := s.Read(buf[:], 0x1000)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var server sync.WaitGroup
+	gone := false
+	mem := hostMem(t, 4096)
+	server.Go(func() {
+		for {
+			f, err := s.Faults().Next(ctx)
+			if err != nil {
+				return
+			}
+			if f.Miss != absent || !f.Write {
+				t.Errorf("%+v", f.Miss)
+			}
+			if !gone {
+				gone = true
+				s.Faults().Finish(f, ErrMemoryGone)
+				continue
+			}
+			mustMap(t, s, 0x1000, mem)
+			s.Faults().Finish(f, nil)
+		}
+	})
+	if err := s.Fetch(ctx, absent, true); !errors.Is(err, ErrMemoryGone) {
+		t.Error(err)
+	}
+	if err := s.Fetch(ctx, absent, true); err != nil {
+		t.Error(err)
+	}
+	if m := s.Read(buf[:], 0x1000); !m.OK() {
+		t.Error(m.Err())
+	}
+	if err := s.Fetch(ctx, s.Read(buf[:], 0x5000), true); !errors.Is(err, ErrMiss) {
+		t.Error("an address outside guest memory:", err)
+	}
+	if err := s.Fetch(ctx, Miss{}, true); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	server.Wait()
+	if err := s.Fetch(ctx, absent, true); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
+func TestHistogram(t *testing.T) {
+	var h Histogram
+	for _, d := range []time.Duration{-1, 0, 999, time.Microsecond, 3 * time.Microsecond, 1000 * time.Microsecond, time.Hour} {
+		h.add(d)
+	}
+	for i, want := range map[int]uint64{0: 3, 1: 1, 2: 1, 10: 1, HistogramBuckets - 1: 1} {
+		if h.Buckets[i] != want {
+			t.Errorf("bucket %d: %d, expected %d", i, h.Buckets[i], want)
+		}
+	}
+	if h.Count != 7 || h.Max != time.Hour || h.Sum < time.Hour || h.Mean() < h.Sum/8 {
+		t.Errorf("%+v", h)
+	}
+	if q := h.Quantile(0.5); q != 2*time.Microsecond {
+		t.Error("median", q)
+	}
+	if q := h.Quantile(1); q != time.Hour {
+		t.Error("all", q)
+	}
+	var none Histogram
+	if none.Mean() != 0 || none.Quantile(0.99) != 0 {
+		t.Error("empty")
+	}
+}

@@ -48,6 +48,9 @@ type qp struct {
 
 var _ roce.Adapter = (*qp)(nil)
 
+// faultDelay is the expected service time of a fault in ns, as long as none is measured.
+const faultDelay = 200e3
+
 // run gives the transport a turn. True: it wants another.
 func (q *qp) run(now int64, budget int) bool {
 	if q.doomed {
@@ -274,6 +277,13 @@ func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, 
 func (q *qp) InvalidateRemote(key translate.Key) translate.Miss {
 	return translate.Miss{Kind: translate.BadKey, Key: key}
 }
+
+// Fault implements roce.Adapter. Nobody serves faults yet: the transport tries
+// again by its timer.
+func (q *qp) Fault(roce.Side, translate.Miss, bool) {}
+
+// FaultDelay implements roce.Adapter.
+func (q *qp) FaultDelay() int64 { return faultDelay }
 
 // GetBuf implements roce.Adapter.
 func (q *qp) GetBuf() *packet.Buf { return q.dev.cfg.Pool.Get() }

@@ -201,6 +201,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	case m.Fault():
 		q.stats.Faults++
 		q.stallAt = q.now + faultDelay
+		q.a.Fault(Requester, m, true)
 		q.goBack()
 	default:
 		q.stats.LocalErrors++

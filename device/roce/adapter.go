@@ -5,6 +5,16 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
+// Side is one of the two halves of a QP that wait for faults independently of each
+// other (PF-16).
+type Side uint8
+
+// Sides.
+const (
+	Requester Side = iota
+	Responder
+)
+
 // Adapter is a QP's view of the rest of the device: its rings, its CQs, memory,
 // and the network. The transport calls it only from the QP's loop, inside Run,
 // Receive, Timer and Modify, and never after Close. No method may block, and none
@@ -21,6 +31,9 @@ type Adapter interface {
 	// past w and writes a CQE if w is signalled or c.Status is not success.
 	CompleteSend(w *WQE, c *Completion)
 	// FetchRecv takes (consumes) the next receive WQE from the RQ or SRQ.
+	//
+	// FetchSend and FetchRecv that return FetchFault have raised the fault
+	// themselves: FetchSend on the Requester's side, FetchRecv on the Responder's.
 	FetchRecv(w *RecvWQE) Fetch
 	// CompleteRecv always writes a CQE. Receive WQEs complete in the order taken.
 	CompleteRecv(w *RecvWQE, c *Completion)
@@ -44,6 +57,15 @@ type Adapter interface {
 	// InvalidateRemote revokes the key named by a SEND with Invalidate, before the
 	// receive completes. BadKey or BadPD if it may not be invalidated.
 	InvalidateRemote(key translate.Key) translate.Miss
+
+	// Fault says that side waits for m, which is one of m.Fault(). m.Len is how many
+	// bytes from m.Where on the transport knows to be needed, 1 to 1 MiB. The adapter
+	// raises the fault, at most one per side at a time, and calls QP.Resume from the
+	// QP's loop when it is served; while one waits, another call on the same side does
+	// nothing.
+	Fault(side Side, m translate.Miss, write bool)
+	// FaultDelay is how long a fault is expected to take now, ns (PF-8).
+	FaultDelay() int64
 
 	// GetBuf gives an empty frame buffer, or nil: out of buffers, ask again later.
 	GetBuf() *packet.Buf

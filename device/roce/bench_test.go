@@ -69,6 +69,8 @@ func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss { return tran
 func (n *benchNode) GetBuf() *packet.Buf                           { return n.pool.Get() }
 func (n *benchNode) Transmit(b *packet.Buf)                        { n.out = append(n.out, b) }
 func (n *benchNode) ArmTimer(int64)                                {}
+func (n *benchNode) Fault(Side, translate.Miss, bool)              {}
+func (n *benchNode) FaultDelay() int64                             { return 200e3 }
 func (n *benchNode) Schedule()                                     { n.run = true }
 func (n *benchNode) Event(EventKind)                               {}
 

@@ -309,9 +309,11 @@ func (n *node) GetBuf() *packet.Buf {
 	return n.f.pool.Get()
 }
 
-func (n *node) Schedule()         { n.run = true }
-func (n *node) ArmTimer(at int64) { n.timer = at; n.maxTimer = max(n.maxTimer, at-n.f.now) }
-func (n *node) Event(k EventKind) { n.events = append(n.events, k) }
+func (n *node) Fault(Side, translate.Miss, bool) {}
+func (n *node) FaultDelay() int64                { return 200e3 }
+func (n *node) Schedule()                        { n.run = true }
+func (n *node) ArmTimer(at int64)                { n.timer = at; n.maxTimer = max(n.maxTimer, at-n.f.now) }
+func (n *node) Event(k EventKind)                { n.events = append(n.events, k) }
 
 func (n *node) Transmit(b *packet.Buf) {
 	f := n.f

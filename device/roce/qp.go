@@ -297,6 +297,22 @@ func (q *QP) Run(now int64, budget int) (more bool) {
 	return more
 }
 
+// Resume says that the fault which side waits for was served: the operation goes
+// on. !ok: the address is not valid, and the operation fails as its table says
+// (PF-13). A late Resume, for an operation that went away meanwhile, is harmless.
+func (q *QP) Resume(now int64, side Side, ok bool) {
+	if q.closed {
+		return
+	}
+	q.now = now
+	if side == Requester {
+		q.stallAt = 0
+	} else {
+		q.respStallAt = 0
+	}
+	q.wake()
+}
+
 // Timer is called when the deadline given to ArmTimer has passed.
 func (q *QP) Timer(now int64) {
 	q.timerAt = 0

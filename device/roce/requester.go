@@ -333,6 +333,7 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	case m.Fault():
 		q.stats.Faults++
 		q.stallAt = q.now + faultDelay
+		q.a.Fault(Requester, m, false)
 	default:
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)

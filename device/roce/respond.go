@@ -258,6 +258,7 @@ func (q *QP) readMiss(r *answer, m translate.Miss) {
 	if m.Fault() {
 		q.stats.Faults++
 		q.respStallAt = q.now + faultDelay
+		q.a.Fault(Responder, m, false)
 		return
 	}
 	psn := r.next

@@ -247,6 +247,7 @@ func (q *QP) place(off uint64, data []byte) verdict {
 	}
 	if m.Fault() {
 		q.stats.Faults++
+		q.a.Fault(Responder, m, true)
 		return vNotReady
 	}
 	q.stats.LocalErrors++
@@ -315,6 +316,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 func (q *QP) remoteMiss(m translate.Miss) verdict {
 	if m.Fault() {
 		q.stats.Faults++
+		q.a.Fault(Responder, m, true)
 		return vNotReady
 	}
 	return vRemAccess

@@ -1,10 +1,13 @@
-# vnicd. The two commands to know: `make demo` and `make test`.
+# vnicd. The commands to know: `make demo`, `make test`, `make bench`.
 SHELL       := /bin/bash
 GO          ?= go
 BUILD       := build
 VERSION     := $(shell git describe --always --dirty 2>/dev/null || echo dev)
 FUZZTIME    ?= 4s
 PACKAGES    ?=
+ONLY        ?=
+ROUNDS      ?= 5
+TIME        ?= 1s
 export PACKAGES
 
 .PHONY: help build demo test test-unit test-fuzz test-vm bench lint image module deps clean
@@ -39,8 +42,9 @@ test-fuzz: ## a short fuzz of every decoder (FUZZTIME=4s each)
 test-vm: image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v ./integration
 
-bench: deps ## benchmarks of the hot paths
-	$(GO) test -run '^$$' -bench . -benchmem ./translate/... ./device/... ./guestdrv/...
+bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
+	@.ci/deps ucx_perftest=ucx-utils
+	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME)
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house
 	@.ci/lint

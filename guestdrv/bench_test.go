@@ -121,9 +121,9 @@ func BenchmarkWriteLatency(b *testing.B) {
 	for b.Loop() {
 		n++
 		if n%2 == 1 {
-			bounce(x, &xw, func() uint64 { return guestdrv.Load64(yb) }, n)
+			bounce(x, &xw, func() uint64 { return yb.Load64(0) }, n)
 		} else {
-			bounce(y, &yw, func() uint64 { return guestdrv.Load64(xb) }, n)
+			bounce(y, &yw, func() uint64 { return xb.Load64(0) }, n)
 		}
 	}
 }

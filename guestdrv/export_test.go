@@ -14,6 +14,3 @@ func (q *QP) SendIndices(prod, cons uint32) {
 	q.sq.prod.Store(prod)
 	q.sq.cons.Store(cons)
 }
-
-// Load64 reads the first word of b, which a device may be writing.
-func Load64(b *Buffer) uint64 { return atomic64(b.data, 0).Load() }

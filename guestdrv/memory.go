@@ -70,6 +70,10 @@ func (b *Buffer) Addr() uint64 { return b.va }
 // PA is the buffer's physical address.
 func (b *Buffer) PA() uint64 { return b.pa }
 
+// Load64 reads the word at off, a multiple of 8, for programs that watch memory which
+// peers write: later reads of what was written before it see that.
+func (b *Buffer) Load64(off int) uint64 { return atomic64(b.data, off).Load() }
+
 // pagePAs returns the PAs of the buffer's 4 KiB pages.
 func (b *Buffer) pagePAs() []uint64 {
 	pas := make([]uint64, (len(b.data)+pageSize-1)>>pageShift)

@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// ucx runs ucx_perftest (Debian's ucx-utils) between two processes over shared
+// memory and returns the last line of its figures by column name.
+func (b *Bench) ucx(ctx context.Context, test string, size, iterations int) (map[string]float64, error) {
+	port, err := freePort()
+	if err != nil {
+		return nil, err
+	}
+	env := []string{"UCX_TLS=sm,self", "UCX_WARN_UNUSED_ENV_VARS=n"}
+	var here *harness.Namespace
+	server, err := here.Start(filepath.Join(b.Dir, "ucx.log"), env, "ucx_perftest", "-p", port)
+	if err != nil {
+		return nil, err
+	}
+	defer server.Kill()
+	args := []string{"127.0.0.1", "-p", port, "-t", test, "-s", strconv.Itoa(size), "-n", strconv.Itoa(iterations), "-f", "-v"}
+	for {
+		c := exec.CommandContext(ctx, "ucx_perftest", args...)
+		c.Env = append(os.Environ(), env...)
+		out, err := c.CombinedOutput()
+		if err == nil {
+			return parseCSV(string(out))
+		}
+		// The server may not listen yet; it says nothing when it does.
+		select {
+		case <-server.Done():
+			return nil, fmt.Errorf("ucx_perftest: %s", server.LogTail())
+		case <-ctx.Done():
+			return nil, fmt.Errorf("ucx_perftest: %w: %s", ctx.Err(), out)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// freePort is a TCP port of the loopback that nothing listens on.
+func freePort() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	return port, errors.Join(err, l.Close())
+}
+
+// parseCSV takes a header line and the last line of values beneath it.
+func parseCSV(s string) (map[string]float64, error) {
+	var head, last []string
+	for l := range strings.Lines(s) {
+		f := strings.Split(strings.TrimSpace(l), ",")
+		switch {
+		case f[0] == "iterations":
+			head = f
+		case head != nil && len(f) == len(head):
+			last = f
+		}
+	}
+	if last == nil {
+		return nil, fmt.Errorf("no figures in the output %q", s)
+	}
+	m := map[string]float64{}
+	for i, k := range head {
+		v, err := strconv.ParseFloat(last[i], 64)
+		if err != nil {
+			return nil, fmt.Errorf("figure %s: %w", k, err)
+		}
+		m[k] = v
+	}
+	return m, nil
+}
+
+// iperfServer runs iperf3 on h; it ends with the row.
+func (b *Bench) iperfServer(h *lab.Host) error {
+	p, err := h.NS.Start(filepath.Join(h.Dir, "iperf3.log"), nil, "iperf3", "-s")
+	if err != nil {
+		return err
+	}
+	b.Add(p.Kill)
+	return nil
+}
+
+// iperf sends from h to addr for d, at least a second, and returns what arrived in
+// bits, packets (UDP only) and the time it took.
+func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args ...string) (r iperfResult, err error) {
+	secs := strconv.Itoa(max(1, int(d.Round(time.Second).Seconds())))
+	argv := append([]string{"iperf3", "-c", addr, "-t", secs, "-J"}, args...)
+	for {
+		out, err := h.NS.Run(ctx, argv...)
+		if err == nil {
+			return r, json.Unmarshal([]byte(out), &r)
+		}
+		// The server may not listen yet, or not be done with the test before.
+		select {
+		case <-ctx.Done():
+			return r, fmt.Errorf("%w: %s", err, out)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+type iperfResult struct {
+	End struct {
+		Received struct { // TCP
+			BitsPerSecond float64 `json:"bits_per_second"`
+		} `json:"sum_received"`
+		Sum struct { // UDP
+			Seconds float64 `json:"seconds"`
+			Packets float64 `json:"packets"`
+			Lost    float64 `json:"lost_packets"`
+		} `json:"sum"`
+	} `json:"end"`
+}

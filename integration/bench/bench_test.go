@@ -1,0 +1,123 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestPick(t *testing.T) {
+	for _, tc := range []struct {
+		only, first string
+		n           int
+	}{
+		{"local_write_1m", "local_write_1m", 1},
+		{"idle_8vms local_write_1m", "local_write_1m", 2},
+		{"local_", "local_write_1m", 3},
+	} {
+		rows, err := pick(tc.only)
+		if err != nil || len(rows) != tc.n || rows[0].Name != tc.first {
+			t.Errorf("pick(%q) = %d rows, %v", tc.only, len(rows), err)
+		}
+	}
+	if _, err := pick("local_write_1m,nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
+		t.Errorf("an unknown row: %v", err)
+	}
+	names := map[string]bool{}
+	for _, r := range registry() {
+		if names[r.Name] || r.What == "" || (r.Section == nil) == (r.Open == nil) {
+			t.Errorf("row %q is wrong", r.Name)
+		}
+		names[r.Name] = true
+	}
+}
+
+func TestStatistics(t *testing.T) {
+	if m := median([]float64{9, 1, 5}); m != 5 {
+		t.Errorf("median of three: %v", m)
+	}
+	if m := median([]float64{4, 1, 9, 2}); m != 3 {
+		t.Errorf("median of four: %v", m)
+	}
+	if s := spread([]float64{8, 10, 12}); s != 0.2 {
+		t.Errorf("spread: %v", s)
+	}
+	r := &Result{Ours: []float64{10, 30, 20}, Anchor: []float64{10, 10, 10}}
+	for _, tc := range []struct {
+		goals []Goal
+		short float64
+	}{
+		{nil, 0},
+		{[]Goal{atLeast(20), ratioAtLeast(2)}, 0},
+		{[]Goal{atLeast(40)}, 0.5},
+		{[]Goal{atMost(10)}, 1},
+		{[]Goal{ratioAtLeast(4), atMost(16)}, 0.5},
+		{[]Goal{ratioAtMost(1)}, 1},
+	} {
+		if got := r.short(tc.goals); got != tc.short {
+			t.Errorf("%+v: short by %v, want %v", tc.goals, got, tc.short)
+		}
+	}
+}
+
+// TestReport checks the table's columns and that every line of the file is JSON.
+func TestReport(t *testing.T) {
+	var out bytes.Buffer
+	path := filepath.Join(t.TempDir(), "sub", "x.jsonl")
+	rep, err := newReport(path, &out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	row := Row{Name: "some_row", What: "speed", Anchor: "light", Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}}
+	rep.add(row, &Result{Ours: []float64{5, 4, 6}, Anchor: []float64{10, 10, 10}, Extra: map[string]float64{"p99": 123456}})
+	rep.add(Row{Name: "idle", What: "nothing", Anchor: "nothing", Unit: "%", Goals: []Goal{atMost(1)}}, &Result{Ours: []float64{0.5}, Anchor: []float64{0}})
+	rep.failure(Row{Name: "broken"}, os.ErrNotExist)
+	if err := rep.close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"some_row", "0.50x", "no, off by 47%", "speed / light", "p99 123k", "<= 1 ", "broken", "FAILED"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, out.String())
+		}
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines []map[string]any
+	for l := range bytes.Lines(b) {
+		var m map[string]any
+		if err := json.Unmarshal(l, &m); err != nil {
+			t.Fatalf("%q: %v", l, err)
+		}
+		lines = append(lines, m)
+	}
+	if len(lines) != 4 || lines[1]["met"] != false || lines[1]["ratio"] != 0.5 || lines[2]["met"] != true {
+		t.Errorf("lines: %v", lines)
+	}
+	if _, has := lines[2]["ratio"]; has {
+		t.Error("a ratio to an anchor of 0")
+	}
+}
+
+func TestParsers(t *testing.T) {
+	m, err := parseCSV("warning\niterations,50.0_percentile_lat,overall_mr\n100,0.5,10\n200,0.159,244517\n")
+	if err != nil || m["50.0_percentile_lat"] != 0.159 || m["overall_mr"] != 244517 {
+		t.Errorf("CSV: %v, %v", m, err)
+	}
+	if _, err := parseCSV("connection refused"); err == nil {
+		t.Error("CSV without figures is no error")
+	}
+	b, ok := parseBenchmark("BenchmarkWrite/64-2   \t  1000\t 1234 ns/op\t 5.5 GB/s\t 0 B/op")
+	if !ok || b.Name != "Write/64-2" || b.N != 1000 || b.Metrics["ns/op"] != 1234 || b.Metrics["B/op"] != 0 {
+		t.Errorf("benchmark line: %+v, %v", b, ok)
+	}
+	for _, l := range []string{"ok  \tgithub.com/x 1.2s", "BenchmarkFoo", "goos: linux", "BenchmarkFoo some words here"} {
+		if _, ok := parseBenchmark(l); ok {
+			t.Errorf("%q is no benchmark", l)
+		}
+	}
+}

@@ -1,0 +1,123 @@
+// Command bench is `make bench`: it measures what vnicd promises about speed, and
+// beside each figure an anchor, something else that this machine does, in the same
+// run. What matters are the ratios: the machine, and who else uses it, differ.
+//
+// A measurement is a Row: a name, a unit, goals, and two closures. Rows of the data
+// path run the vnicd binary as a user would and drive it with package guestdrv,
+// which is the native driver: no VM, so that no CPU emulator is measured.
+//
+// Every round runs the anchor and the measurement one after the other, in turns
+// first; the first round only warms up. The table shows medians, and as spread half
+// the distance between the best and the worst round, in percent of the median.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+)
+
+func main() {
+	var o options
+	flag.StringVar(&o.only, "only", "", "rows to run, separated by commas or spaces; a name also stands for all that begin with it [all]")
+	flag.IntVar(&o.rounds, "rounds", 5, "rounds that count")
+	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
+	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object a line; it is replaced")
+	flag.StringVar(&o.vnicd, "vnicd", "build/vnicd", "the daemon's binary")
+	list := flag.Bool("list", false, "list the rows")
+	flag.Parse()
+	rows, err := pick(o.only)
+	if err == nil && (o.rounds < 1 || o.time <= 0 || flag.NArg() > 0) {
+		err = errors.New("expected at least one round, a positive time and no arguments")
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(2)
+	}
+	if *list {
+		for _, r := range rows {
+			fmt.Printf("%-28s %s\n", r.Name, r.What)
+		}
+		return
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, o, rows); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+type options struct {
+	only, out, vnicd string
+	rounds           int
+	time             time.Duration
+}
+
+// pick returns the rows that only names, in their own order.
+func pick(only string) ([]Row, error) {
+	all := registry()
+	names := strings.FieldsFunc(only, func(r rune) bool { return r == ',' || r == ' ' })
+	if len(names) == 0 {
+		return all, nil
+	}
+	var out []Row
+	used := map[string]bool{}
+	for _, r := range all {
+		wanted := false
+		for _, n := range names {
+			if strings.HasPrefix(r.Name, n) {
+				used[n], wanted = true, true
+			}
+		}
+		if wanted {
+			out = append(out, r)
+		}
+	}
+	for _, n := range names {
+		if !used[n] {
+			return nil, fmt.Errorf("no row %q; -list shows those there are", n)
+		}
+	}
+	return out, nil
+}
+
+// run measures the rows one after the other. A row that fails does not keep the
+// others from running; goals that are missed are results, not errors.
+func run(ctx context.Context, o options, rows []Row) error {
+	rep, err := newReport(o.out, os.Stdout)
+	if err != nil {
+		return err
+	}
+	failed := 0
+	for _, r := range rows {
+		var res *Result
+		if r.Section != nil {
+			err = r.Section(ctx, o, rep)
+		} else {
+			res, err = measure(ctx, o, r)
+		}
+		if ctx.Err() != nil {
+			return errors.Join(ctx.Err(), rep.close())
+		}
+		if err != nil {
+			failed++
+			rep.failure(r, err)
+		} else if res != nil {
+			rep.add(r, res)
+		}
+	}
+	if err := rep.close(); err != nil {
+		return err
+	}
+	if failed > 0 {
+		return fmt.Errorf("%d of %d rows could not be measured", failed, len(rows))
+	}
+	return nil
+}

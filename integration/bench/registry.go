@@ -1,0 +1,48 @@
+package main
+
+import "fmt"
+
+// registry lists the rows in the order of the table.
+func registry() []Row {
+	return []Row{
+		{
+			Name: "local_write_1m", What: "local RDMA WRITE 1 MiB, DRAM to DRAM", Anchor: "memcpy on the same buffers", Unit: "GB/s",
+			Goals: []Goal{ratioAtLeast(0.95)}, Open: localWrite1M,
+		},
+		{
+			Name: "local_write_lat", What: "local RDMA WRITE 8 B, polled, one way, median", Anchor: "ucx_perftest put, shared memory, median", Unit: "ns",
+			Goals: []Goal{atMost(1000), ratioAtMost(8)}, Open: localLatency,
+		},
+		{
+			Name: "local_write_rate", What: "local RDMA WRITE 8 B, one engine", Anchor: "ucx_perftest put, shared memory", Unit: "msg/s",
+			Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
+		},
+		{
+			Name: "remote_write_64k", What: "RDMA WRITE 64 KiB between two hosts, underlay MTU 1500", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
+			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(1500),
+		},
+		{
+			Name: "remote_write_64k_9000", What: "the same, underlay MTU 9000", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
+			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(9000),
+		},
+		{
+			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts", Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s",
+			Open: remotePackets,
+		},
+		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
+		{
+			Name: "idle_8vms", What: "processor share of an idle daemon, 8 VMs attached", Anchor: "none attached", Unit: "% of a core",
+			Goals: []Goal{atMost(1)}, Open: idle,
+		},
+		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQ included", Unit: "KiB", Open: growth(100, 256<<20, makeQPs)},
+		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB", Open: growth(2000, 64<<20, makeMRs)},
+		{Name: "micro", What: "the Go benchmarks of the hot functions, with allocations", Section: micro},
+	}
+}
+
+func translationRow(name string, n uint64, host string) Row {
+	return Row{
+		Name: "translate_" + name, What: fmt.Sprintf("both stages, warm, %s scattered pages, %s pages on the host", number(float64(n)), host),
+		Anchor: "a region of one page", Unit: "ns", Goals: []Goal{atMost(10), ratioAtMost(1.25)}, Open: translation(n, host == "2 MiB"),
+	}
+}

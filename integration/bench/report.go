@@ -1,0 +1,178 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+)
+
+// report prints the table as rows come in and writes the same as JSON lines.
+type report struct {
+	out  io.Writer
+	file *os.File
+	enc  *json.Encoder
+	err  error // first one of writing
+}
+
+// machine says where a run took place.
+type machine struct {
+	Kernel string `json:"kernel"`
+	CPU    string `json:"cpu"`
+	Cores  int    `json:"cores"`
+	Load   string `json:"load"` // when the run began
+	Go     string `json:"go"`
+	Commit string `json:"commit,omitempty"`
+}
+
+func thisMachine() machine {
+	line := func(path string) string {
+		b, _ := os.ReadFile(path) // empty if it cannot be known
+		s, _, _ := strings.Cut(string(b), "\n")
+		return s
+	}
+	m := machine{Kernel: line("/proc/sys/kernel/osrelease"), Cores: runtime.NumCPU(), Load: line("/proc/loadavg"), Go: runtime.Version()}
+	info, _ := os.ReadFile("/proc/cpuinfo")
+	for l := range strings.Lines(string(info)) {
+		if k, v, ok := strings.Cut(l, ":"); ok && strings.TrimSpace(k) == "model name" {
+			m.CPU = strings.TrimSpace(v)
+			break
+		}
+	}
+	if out, err := exec.Command("git", "describe", "--always", "--dirty").Output(); err == nil {
+		m.Commit = strings.TrimSpace(string(out))
+	}
+	return m
+}
+
+// line is one row's JSON.
+type line struct {
+	Row          string             `json:"row"`
+	What         string             `json:"what"`
+	Unit         string             `json:"unit"`
+	Ours         float64            `json:"ours"`
+	AnchorWhat   string             `json:"anchor_what,omitempty"`
+	Anchor       float64            `json:"anchor,omitempty"`
+	Ratio        float64            `json:"ratio,omitempty"`
+	Goal         string             `json:"goal,omitempty"`
+	Met          *bool              `json:"met,omitempty"`
+	Short        float64            `json:"short,omitempty"` // by which part the goal is missed
+	Spread       float64            `json:"spread"`
+	AnchorSpread float64            `json:"anchor_spread,omitempty"`
+	Extra        map[string]float64 `json:"extra,omitempty"`
+	Rounds       []float64          `json:"rounds"`
+	AnchorRounds []float64          `json:"anchor_rounds,omitempty"`
+}
+
+const format = "%-22s %-11s %8s %8s %7s  %-18s %-17s %-11s %s\n"
+
+func newReport(path string, out io.Writer) (*report, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, err
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return nil, err
+	}
+	r := &report{out: out, file: f, enc: json.NewEncoder(f)}
+	r.enc.SetEscapeHTML(false)
+	m := thisMachine()
+	r.json(m)
+	r.printf("%s, %d cores, Linux %s, %s; load %s\n\n", m.CPU, m.Cores, m.Kernel, m.Go, m.Load)
+	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "met?", "spread +-%", "what / anchor")
+	return r, nil
+}
+
+func (r *report) printf(format string, args ...any) {
+	_, err := fmt.Fprintf(r.out, format, args...)
+	r.err = errors.Join(r.err, err)
+}
+
+func (r *report) json(v any) { r.err = errors.Join(r.err, r.enc.Encode(v)) }
+
+func (r *report) add(row Row, res *Result) {
+	l := line{
+		Row: row.Name, What: row.What, Unit: row.Unit, Ours: median(res.Ours), Spread: spread(res.Ours),
+		Extra: res.Extra, Rounds: res.Ours, AnchorRounds: res.Anchor,
+	}
+	what, anchor, ratio, sp := row.What, "", "", percent(l.Spread)
+	if len(res.Anchor) > 0 {
+		l.AnchorWhat, l.Anchor, l.Ratio, l.AnchorSpread = row.Anchor, median(res.Anchor), finite(median(res.ratios())), spread(res.Anchor)
+		what += " / " + row.Anchor
+		anchor, ratio, sp = number(l.Anchor), times(l.Ratio), sp+" "+percent(l.AnchorSpread)
+	}
+	met := ""
+	if len(row.Goals) > 0 {
+		var goals []string
+		for _, g := range row.Goals {
+			goals = append(goals, g.describe())
+		}
+		l.Goal = strings.Join(goals, ", ")
+		l.Short = finite(res.short(row.Goals))
+		ok := l.Short == 0
+		l.Met = &ok
+		if met = "yes"; !ok {
+			met = "no, off by " + percent(l.Short) + "%"
+		}
+	}
+	r.printf(format, row.Name, row.Unit, number(l.Ours), anchor, ratio, l.Goal, met, sp, what)
+	if len(res.Extra) > 0 {
+		var extras []string
+		for k, v := range res.Extra {
+			extras = append(extras, k+" "+number(v))
+		}
+		slices.Sort(extras)
+		r.printf("%-22s %s\n", "", strings.Join(extras, ", "))
+	}
+	r.json(l)
+}
+
+func (r *report) failure(row Row, err error) {
+	r.printf("%-22s FAILED: %v\n", row.Name, err)
+	r.json(map[string]string{"row": row.Name, "error": err.Error()})
+}
+
+func (r *report) close() error { return errors.Join(r.err, r.file.Close()) }
+
+// finite makes 0, which is left out, of what is no number.
+func finite(v float64) float64 {
+	if math.IsInf(v, 0) || math.IsNaN(v) {
+		return 0
+	}
+	return v
+}
+
+func times(ratio float64) string {
+	if ratio == 0 {
+		return "-"
+	}
+	return number(ratio) + "x"
+}
+
+func percent(part float64) string { return fmt.Sprintf("%.0f", 100*part) }
+
+// number writes v with three significant digits, without an exponent.
+func number(v float64) string {
+	switch a := math.Abs(v); {
+	case a >= 1e9:
+		return fmt.Sprintf("%.3gG", v/1e9)
+	case a >= 1e6:
+		return fmt.Sprintf("%.3gM", v/1e6)
+	case a >= 1e4:
+		return fmt.Sprintf("%.3gk", v/1e3)
+	case a >= 100:
+		return fmt.Sprintf("%.0f", v)
+	case a >= 10:
+		return fmt.Sprintf("%.1f", v)
+	case a >= 0.095 || a == 0:
+		return fmt.Sprintf("%.2f", v)
+	}
+	return fmt.Sprintf("%.3f", v)
+}

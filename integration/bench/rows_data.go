@@ -1,0 +1,214 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"runtime"
+	"slices"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+const giga = 1e9
+
+// localWrite1M streams WRITEs of 1 MiB between two VMs of one daemon. Source and
+// destination go round in more memory than caches hold.
+func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
+	const size, slots = 1 << 20, 160
+	_, nodes, err := b.local(ctx, 2, slots*size+16<<20)
+	if err != nil {
+		return m, err
+	}
+	x, _, err := connect(nodes[0], nodes[1])
+	if err != nil {
+		return m, err
+	}
+	src, smr, err := nodes[0].region(slots * size)
+	if err != nil {
+		return m, err
+	}
+	dst, dmr, err := nodes[1].region(slots * size)
+	if err != nil {
+		return m, err
+	}
+	for i := range src.Bytes() {
+		src.Bytes()[i] = byte(i)
+	}
+	clear(dst.Bytes())
+	at := 0
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: make([]abi.SGE, 1), RKey: dmr.RKey()}
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		rate, err := x.stream(ctx, d, 8, 1, &wr, func(int) {
+			at = (at + 1) % slots
+			wr.SGL[0], wr.RemoteAddr = smr.SGE(at*size, size), dmr.Addr()+uint64(at*size)
+		})
+		return Sample{Value: rate * size / giga}, err
+	}
+	m.Anchor = func(_ context.Context, d time.Duration) (Sample, error) {
+		n, start := 0, time.Now()
+		for time.Since(start) < d {
+			at = (at + 1) % slots
+			copy(dst.Bytes()[at*size:][:size], src.Bytes()[at*size:][:size])
+			n++
+		}
+		return Sample{Value: float64(n) * size / giga / time.Since(start).Seconds()}, nil
+	}
+	return m, nil
+}
+
+// localLatency bounces 8 bytes: each side WRITEs once it sees the other's WRITE.
+func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
+	_, nodes, err := b.local(ctx, 2, 16<<20)
+	if err != nil {
+		return m, err
+	}
+	x, y, err := connect(nodes[0], nodes[1])
+	if err != nil {
+		return m, err
+	}
+	var bufs [2]*guestdrv.Buffer
+	var wrs [2]guestdrv.SendWR
+	ends := []*end{x, y}
+	for i, n := range nodes {
+		buf, mr, err := n.region(4096)
+		if err != nil {
+			return m, err
+		}
+		bufs[i] = buf
+		wrs[1-i] = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+	}
+	times := make([]float64, 0, 1<<22)
+	n := uint64(0)
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		times = times[:0]
+		last := time.Now()
+		for stop := last.Add(d); last.Before(stop) && len(times) < cap(times); {
+			for i := range ends {
+				n++
+				binary.LittleEndian.PutUint64(wrs[i].Inline, n)
+				if err := ends[i].qp.PostSend(&wrs[i]); err != nil {
+					return Sample{}, err
+				}
+				for spins := 0; bufs[1-i].Load64(0) != n; spins++ {
+					if spins%65536 == 65535 && ctx.Err() != nil {
+						return Sample{}, errStuck
+					}
+				}
+			}
+			now := time.Now()
+			times = append(times, float64(now.Sub(last))/2)
+			last = now
+		}
+		slices.Sort(times)
+		at := func(q float64) float64 { return times[int(q*float64(len(times)-1))] }
+		return Sample{at(0.5), map[string]float64{"p99": at(0.99), "p99.9": at(0.999), "max": at(1)}}, nil
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		r, err := b.ucx(ctx, "ucp_put_lat", 8, 200_000)
+		return Sample{Value: r["50.0_percentile_lat"] * 1e3}, err
+	}
+	return m, nil
+}
+
+// smallMessages streams WRITEs of 8 bytes in batches of 32, of which one is signalled.
+func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
+	_, nodes, err := b.local(ctx, 2, 16<<20)
+	if err != nil {
+		return m, err
+	}
+	x, _, err := connect(nodes[0], nodes[1])
+	if err != nil {
+		return m, err
+	}
+	_, smr, err := nodes[0].region(4096)
+	if err != nil {
+		return m, err
+	}
+	_, dmr, err := nodes[1].region(4096)
+	if err != nil {
+		return m, err
+	}
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		rate, err := x.stream(ctx, d, depth-depth/8, 32, &wr, nil)
+		return Sample{Value: rate}, err
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		r, err := b.ucx(ctx, "ucp_put_bw", 8, 4_000_000)
+		return Sample{Value: r["overall_mr"]}, err
+	}
+	return m, nil
+}
+
+// remoteWrite streams WRITEs of 64 KiB between VMs of two daemons; the anchor is
+// iperf3's TCP over the kernel's VXLAN, the same wire.
+func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
+	return func(ctx context.Context, b *Bench) (m Meter, err error) {
+		const size = 64 << 10
+		ours, from, err := b.remoteStream(ctx, mtu, size, 16)
+		if err != nil {
+			return m, err
+		}
+		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+			rate, err := ours(ctx, d)
+			return Sample{Value: rate * size * 8 / giga}, err
+		}
+		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+			r, err := iperf(ctx, from, kernelAddr(1), d)
+			return Sample{Value: r.End.Received.BitsPerSecond / giga}, err
+		}
+		return m, nil
+	}
+}
+
+// remotePackets is the same with messages of one packet each, against UDP.
+func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
+	const size = 1024
+	ours, from, err := b.remoteStream(ctx, 1500, size, 128)
+	if err != nil {
+		return m, err
+	}
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		rate, err := ours(ctx, d)
+		return Sample{Value: rate}, err
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		r, err := iperf(ctx, from, kernelAddr(1), d, "-u", "-b", "0", "-l", "1400")
+		return Sample{
+			Value: (r.End.Sum.Packets - r.End.Sum.Lost) / r.End.Sum.Seconds,
+			Extra: map[string]float64{"lost by UDP, %": 100 * r.End.Sum.Lost / r.End.Sum.Packets},
+		}, err
+	}
+	return m, nil
+}
+
+// remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
+// at the far end. It returns the host that sends.
+func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), *lab.Host, error) {
+	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)
+	if err != nil {
+		return nil, nil, err
+	}
+	x, _, err := connect(nodes[0], nodes[1])
+	if err != nil {
+		return nil, nil, err
+	}
+	_, smr, err := nodes[0].region(size)
+	if err != nil {
+		return nil, nil, err
+	}
+	_, dmr, err := nodes[1].region(size)
+	if err != nil {
+		return nil, nil, err
+	}
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+	f := func(ctx context.Context, d time.Duration) (float64, error) {
+		return x.stream(ctx, d, window, 1, &wr, nil)
+	}
+	return f, hosts[0], b.iperfServer(hosts[1])
+}

@@ -1,0 +1,257 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// Bench is a row's stage: daemons, drivers connected to them, and what has to be
+// undone.
+type Bench struct {
+	*lab.Lab
+	count int // of hosts
+}
+
+func newBench(o options) (*Bench, error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("daemons run in network namespaces here: needs root")
+	}
+	vnicd, err := filepath.Abs(o.vnicd)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(vnicd); err != nil {
+		return nil, fmt.Errorf("no daemon; run `make build` first: %w", err)
+	}
+	dir, err := os.MkdirTemp("", "vnicd-bench-")
+	if err != nil {
+		return nil, err
+	}
+	b := &Bench{Lab: &lab.Lab{Env: &harness.Env{Dir: dir}, VNICD: vnicd}}
+	b.Add(func() { _ = os.RemoveAll(dir) })
+	return b, nil
+}
+
+func vmName(i int) string { return fmt.Sprintf("vm%d", i) }
+
+func vmMAC(i int) string { return fmt.Sprintf("02:00:00:00:01:%02x", i) }
+
+// daemon starts a vnicd with one engine that serves VMs first..first+n-1 on one
+// network; vtep is what comes before the VMs in its configuration.
+func (b *Bench) daemon(ctx context.Context, h *lab.Host, first, n int, vtep string) error {
+	var y strings.Builder
+	y.WriteString(vtep)
+	if vtep == "" {
+		y.WriteString("networks: [{name: blue, vni: 100}]\n")
+	}
+	y.WriteString("vms:\n")
+	for i := range n {
+		fmt.Fprintf(&y, "  - {name: %s, network: blue, mac: \"%s\"}\n", vmName(first+i), vmMAC(first+i))
+	}
+	return h.Run(ctx, y.String())
+}
+
+func (b *Bench) host() (*lab.Host, error) {
+	b.count++
+	return b.Host(fmt.Sprintf("h%d", b.count))
+}
+
+// local is one daemon with n VMs and a driver connected to each.
+func (b *Bench) local(ctx context.Context, n int, memory uint64) (*lab.Host, []*node, error) {
+	h, err := b.host()
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := b.daemon(ctx, h, 0, n, ""); err != nil {
+		return nil, nil, err
+	}
+	var nodes []*node
+	for i := range n {
+		nd, err := b.open(h, i, memory)
+		if err != nil {
+			return nil, nil, err
+		}
+		nodes = append(nodes, nd)
+	}
+	return h, nodes, nil
+}
+
+// kernelAddr is where host i's kernel VXLAN device is.
+func kernelAddr(i int) string { return fmt.Sprintf("10.99.0.%d", i+1) }
+
+// remote is two daemons with a VM each, joined by a veth pair of that MTU, over which
+// goes a VXLAN of the kernel's, too.
+func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts [2]*lab.Host, nodes [2]*node, err error) {
+	addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
+	for i := range hosts {
+		if hosts[i], err = b.host(); err != nil {
+			return
+		}
+	}
+	if err = harness.AddVeth(hosts[0].NS, "ul", hosts[1].NS, "ul", mtu); err != nil {
+		return
+	}
+	for i, h := range hosts {
+		if err = h.NS.AddAddress("ul", netip.PrefixFrom(addr(i), 24)); err != nil {
+			return
+		}
+		// Port 4789 belongs to vnicd.
+		if _, err = h.NS.Shell(ctx, fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && ip addr add %s/24 dev kvx && ip link set kvx up",
+			addr(i), addr(1-i), kernelAddr(i))); err != nil {
+			return
+		}
+		vtep := fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", addr(i), addr(1-i))
+		if err = b.daemon(ctx, h, i, 1, vtep); err != nil {
+			return
+		}
+		if nodes[i], err = b.open(h, i, memory); err != nil {
+			return
+		}
+	}
+	return
+}
+
+// node is a driver connected to VM i's HCA.
+type node struct {
+	*guestdrv.Device
+	path guestdrv.Path
+	pd   *guestdrv.PD
+}
+
+func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
+	d, err := guestdrv.Open(filepath.Join(h.Dir, vmName(i)+".hca"), guestdrv.Config{Memory: memory})
+	if err != nil {
+		return nil, err
+	}
+	b.Add(func() { _ = d.Close() })
+	n := &node{Device: d, path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
+	if err := d.SetGID(0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
+		return nil, err
+	}
+	n.pd, err = d.AllocPD()
+	return n, err
+}
+
+const allAccess = abi.AccessLocalWrite | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic
+
+// region allocates and registers size bytes.
+func (n *node) region(size int) (*guestdrv.Buffer, *guestdrv.MR, error) {
+	buf, err := n.Alloc(size)
+	if err != nil {
+		return nil, nil, err
+	}
+	mr, err := n.pd.Register(buf, allAccess)
+	return buf, mr, err
+}
+
+// end is a QP with one CQ.
+type end struct {
+	*node
+	qp  *guestdrv.QP
+	cq  *guestdrv.CQ
+	wcs [32]abi.WC
+}
+
+const depth = 256 // work requests of a queue
+
+// connect makes a connected pair of RC QPs.
+func connect(x, y *node) (a, b *end, err error) {
+	var ends [2]*end
+	for i, n := range []*node{x, y} {
+		e := &end{node: n}
+		ends[i] = e
+		if e.cq, err = n.CreateCQ(2*depth, guestdrv.CQOptions{}); err != nil {
+			return
+		}
+		if e.qp, err = n.pd.CreateQP(guestdrv.QPConfig{
+			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: depth, MaxRecvWR: depth, MaxInline: 128,
+		}); err != nil {
+			return
+		}
+	}
+	a, b = ends[0], ends[1]
+	for _, p := range [][2]*end{{a, b}, {b, a}} {
+		if err = p[0].qp.Connect(guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path}, guestdrv.ConnectOptions{}); err != nil {
+			return
+		}
+	}
+	return
+}
+
+// poll counts and checks completions that are there.
+func (e *end) poll() (int, error) {
+	n := e.cq.Poll(e.wcs[:])
+	for i := range n {
+		if wc := &e.wcs[i]; wc.Status != abi.WCSuccess {
+			return n, fmt.Errorf("completion: %s", abi.WCStatusString(wc.Status))
+		}
+	}
+	return n, nil
+}
+
+// errStuck is what spinning loops end with when the context does.
+var errStuck = errors.New("no completion came")
+
+// spin polls until at least n completions came.
+func (e *end) spin(ctx context.Context, n int) error {
+	for i := 0; n > 0; i++ {
+		got, err := e.poll()
+		if err != nil {
+			return err
+		}
+		n -= got
+		if i%4096 == 4095 && ctx.Err() != nil {
+			return errStuck
+		}
+	}
+	return nil
+}
+
+// stream keeps up to window requests in flight for d and returns how many completed
+// per second. next prepares request i; one in every is signalled.
+func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr *guestdrv.SendWR, next func(i int)) (float64, error) {
+	start := time.Now()
+	end := start.Add(d)
+	posted, done := 0, 0
+	for stop := false; !stop || done < posted; {
+		for !stop && posted-done <= window-every {
+			for range every {
+				if next != nil {
+					next(posted)
+				}
+				posted++
+				wr.Flags &^= abi.SendSignaled
+				if posted%every == 0 {
+					wr.Flags |= abi.SendSignaled
+				}
+				if err := e.qp.QueueSend(wr); err != nil {
+					return 0, err
+				}
+			}
+			e.qp.Ring()
+		}
+		n, err := e.poll()
+		if err != nil {
+			return 0, err
+		}
+		done += n * every
+		if n > 0 || !stop {
+			stop = stop || !time.Now().Before(end)
+		}
+		if stop && ctx.Err() != nil {
+			return 0, errStuck
+		}
+	}
+	return float64(done) / time.Since(start).Seconds(), nil
+}

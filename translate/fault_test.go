@@ -70,8 +70,8 @@ func TestFaultQueueModel(t *testing.T) {
 		var q FaultQueue
 		type waiter struct {
 			Fault
-			raised, done, failed atomic.Int64
-			number               int // of the raise, within its raiser
+			raised, done atomic.Int64
+			number       int // of the raise, within its raiser
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		var serving, raising sync.WaitGroup

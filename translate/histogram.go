@@ -25,6 +25,16 @@ func (h *Histogram) add(d time.Duration) {
 	h.Max = max(h.Max, d)
 }
 
+// Merge adds what o counted.
+func (h *Histogram) Merge(o *Histogram) {
+	for i, n := range o.Buckets {
+		h.Buckets[i] += n
+	}
+	h.Count += o.Count
+	h.Sum += o.Sum
+	h.Max = max(h.Max, o.Max)
+}
+
 // Mean returns the average, 0 if nothing was counted.
 func (h *Histogram) Mean() time.Duration {
 	if h.Count == 0 {

@@ -13,6 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -110,6 +111,12 @@ type fakeConn struct{ g *guest }
 
 func (c fakeConn) Space() *translate.Space { return c.g.space }
 func (c fakeConn) ConfigChanged()          { c.g.notes++ }
+
+// Hold: all of the guest's memory is mapped for good.
+func (c fakeConn) Hold(context.Context, translate.PA, uint64) (release func(), err error) {
+	return func() {}, nil
+}
+func (c fakeConn) Memory() hostdriver.Status { return hostdriver.Status{} }
 
 // connect gives the device a fresh memory and what every driver sets up first.
 func (g *guest) connect() {

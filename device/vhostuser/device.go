@@ -1,7 +1,10 @@
 package vhostuser
 
 import (
+	"context"
+
 	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -65,6 +68,17 @@ type Device interface {
 type Conn interface {
 	// Space is the guest's memory under this connection.
 	Space() *translate.Space
+
+	// Hold makes [pa, pa+n) present and keeps it so until release, which may be
+	// called on any goroutine, also after the memory or the connection is gone.
+	// It may wait for the host's swap device, so never on a loop; ctx ends the
+	// wait. The error is a *translate.MissError for what is no guest memory,
+	// hostdriver.ErrBudget when too much is held, or that of the memory. The
+	// server itself holds the rings of running queues.
+	Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error)
+
+	// Memory tells what is resident of the VM's memory.
+	Memory() hostdriver.Status
 
 	// ConfigChanged tells the driver that the configuration space changed, if
 	// the front end has a back-end channel. It never blocks; notices that

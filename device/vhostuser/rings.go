@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -37,6 +38,7 @@ type ring struct {
 
 	q     *virtq.Queue // set while the device has it
 	areas [3]area      // of q, in guest memory
+	holds [3]*hostdriver.Hold
 }
 
 type area struct {
@@ -245,17 +247,41 @@ func (se *session) start(i int) error {
 		r.err.Signal()
 		return fmt.Errorf("%w: %w", errAdvisory, err)
 	}
-	if err := se.resume(q); err != nil {
+	r.areas = areas
+	err = se.hold(r)
+	if err == nil {
+		err = se.resume(q)
+	}
+	if err == nil {
+		err = se.dev.StartQueue(i, q)
+	}
+	if err != nil {
+		r.release()
 		r.err.Signal()
 		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
 	}
-	r.q, r.areas = q, areas
-	if err := se.dev.StartQueue(i, q); err != nil {
-		r.q = nil
-		r.err.Signal()
-		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
+	r.q = q
+	return nil
+}
+
+// hold makes the ring present until release: a loop looks at it all the time.
+func (se *session) hold(r *ring) (err error) {
+	for k, a := range r.areas {
+		if r.holds[k], err = se.mem.Hold(se.srv.ctx, a.pa, a.n); err != nil {
+			return err
+		}
 	}
 	return nil
+}
+
+// release gives the ring's memory back.
+func (r *ring) release() {
+	for k, h := range r.holds {
+		if h != nil {
+			h.Release()
+		}
+		r.holds[k], r.areas[k] = nil, area{}
+	}
 }
 
 // resume brings q to where the ring in memory stands.
@@ -286,7 +312,7 @@ func (se *session) stop(i int) {
 	}
 	r.base = r.q.Base() - uint16(r.q.InFlight())
 	r.q = nil
-	r.areas = [3]area{}
+	r.release()
 }
 
 func (se *session) stopAll() {

@@ -1,6 +1,7 @@
 package vhostuser
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -12,6 +13,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -29,6 +31,9 @@ type Config struct {
 	// connection is bound there while it lasts, so that it carries its GVMI's
 	// uplink attribute (PF-1, PF-3).
 	VMs *translate.GVMTable
+	// Budget, if set, bounds what the device keeps resident of the guest's
+	// memory (PF-15); the servers of one VM share it.
+	Budget *hostdriver.Budget
 }
 
 // takeoverPatience is how long a new front end waits for the one before it to
@@ -51,8 +56,9 @@ type Server struct {
 	queues int
 
 	patience time.Duration
-	slot     chan struct{} // holds a token while a connection is served
-	stop     chan struct{}
+	slot     chan struct{}   // holds a token while a connection is served
+	ctx      context.Context // ends with Close
+	cancel   context.CancelFunc
 	wg       sync.WaitGroup
 	once     sync.Once
 
@@ -89,8 +95,8 @@ func Listen(cfg Config, dev Device, gvmi translate.GVMI) (*Server, error) {
 		patience: takeoverPatience,
 		slot:     make(chan struct{}, 1),
 		file:     id,
-		stop:     make(chan struct{}),
 	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
 	if dev.ConfigSize() > 0 {
 		s.protos |= ProtoConfig
 	}
@@ -168,7 +174,7 @@ func clearStale(path string) error {
 // the device has been disconnected. Idempotent.
 func (s *Server) Close() error {
 	s.once.Do(func() {
-		close(s.stop)
+		s.cancel()
 		// Only remove what is still ours: another daemon may have replaced it.
 		if s.ours() {
 			_ = os.Remove(s.cfg.Path)
@@ -220,7 +226,7 @@ func (s *Server) accept() {
 		case <-t.C:
 			s.log.Warn("front end turned away: the device is in use by another", "socket", s.cfg.Path, "peer", peer(c))
 			_ = c.Close()
-		case <-s.stop:
+		case <-s.ctx.Done():
 			_ = c.Close()
 		}
 		t.Stop()
@@ -233,7 +239,7 @@ func (s *Server) pause(d time.Duration) bool {
 	select {
 	case <-t.C:
 		return true
-	case <-s.stop:
+	case <-s.ctx.Done():
 		return false
 	}
 }
@@ -247,7 +253,7 @@ func (s *Server) serve(c *net.UnixConn) {
 		<-s.slot
 	}()
 	select {
-	case <-s.stop: // Close may have come before conn was known
+	case <-s.ctx.Done(): // Close may have come before conn was known
 		_ = c.Close()
 		return
 	default:

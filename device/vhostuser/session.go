@@ -1,6 +1,7 @@
 package vhostuser
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -51,7 +52,7 @@ var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 
 func newSession(s *Server, c *net.UnixConn) *session {
 	se := &session{srv: s, dev: s.dev, log: s.log, t: NewTransport(c), space: translate.NewSpace(s.gvmi)}
-	se.mem = hostdriver.New(se.space, s.log)
+	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Populate: true})
 	se.rings = make([]ring, s.queues)
 	for i := range se.rings {
 		se.rings[i].init()
@@ -103,6 +104,18 @@ func (se *session) teardown() {
 
 // Space implements Conn.
 func (se *session) Space() *translate.Space { return se.space }
+
+// Hold implements Conn.
+func (se *session) Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error) {
+	h, err := se.mem.Hold(ctx, pa, n)
+	if err != nil {
+		return nil, err
+	}
+	return h.Release, nil
+}
+
+// Memory implements Conn.
+func (se *session) Memory() hostdriver.Status { return se.mem.Status() }
 
 // ConfigChanged implements Conn.
 func (se *session) ConfigChanged() { se.backend.configChanged(se.log) }

@@ -1,7 +1,9 @@
 // Package hostdriver owns stage two (PF-2): it maps the memory that a front end
-// hands over, makes it resident, and only then publishes it in the VM's
-// translate.Space; when memory is taken away it removes the entries, waits until
-// no loop uses them, and only then unmaps (EP-2, EP-3).
+// hands over, and when the device asks for a page (PF-7) makes it resident, keeps
+// it so, and only then publishes it in the VM's translate.Space. When memory is
+// taken away, or has to be given back because the VM's budget is used up, it
+// removes the entries, waits until no loop uses them, and only then lets go
+// (PF-14, EP-2, EP-3).
 package hostdriver
 
 import (
@@ -39,20 +41,25 @@ type Slot struct {
 // fits reports whether Size bytes from a on do not wrap around.
 func (s *Slot) fits(a uint64) bool { return a+s.Size > a || a+s.Size == 0 }
 
-// region is a mapped Slot.
-type region struct {
-	Slot
-	whole []byte // what mmap returned: may begin before the slot (huge pages)
-	host  []byte // the slot within whole
+// Options of a Driver.
+type Options struct {
+	// Budget bounds what is resident; nil: one without a limit.
+	Budget *Budget
+	// Populate makes slots resident when they are added, as far as the budget
+	// allows, for devices that cannot serve themselves from a fault.
+	Populate bool
 }
 
-// Driver maps the memory of one front end into one Space.
-//
-// The next step, paging on demand, replaces the populating in AddSlot: slots
-// are then reserved at once and published page by page.
+// Driver maps the memory of one front end into one Space and serves that
+// Space's faults.
 type Driver struct {
 	space *translate.Space
 	log   hclog.Logger
+	opts  Options
+
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	servers sync.WaitGroup
 
 	mu       sync.Mutex // guards all below; never held while an epoch drains
 	regions  []*region
@@ -61,47 +68,70 @@ type Driver struct {
 	draining sync.WaitGroup
 }
 
-// New returns a Driver without memory.
-func New(space *translate.Space, log hclog.Logger) *Driver {
-	return &Driver{space: space, log: log.Named("memory")}
+// servers of one Driver: as many faults may wait for the swap device at once.
+const servers = 8
+
+// New returns a Driver without memory, which serves the faults of space until
+// Close.
+func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
+	if opts.Budget == nil {
+		opts.Budget = NewBudget(0)
+	}
+	d := &Driver{space: space, log: log.Named("memory"), opts: opts}
+	d.ctx, d.cancel = context.WithCancel(context.Background())
+	d.opts.Budget.join(d)
+	for range servers {
+		d.servers.Go(d.serve)
+	}
+	return d
 }
 
-// AddSlot maps the slot, makes all of it resident and publishes it. FD is
+// AddSlot maps the slot; its pages become resident and appear in the Space when
+// they are asked for, so the time this takes does not depend on the size. FD is
 // borrowed for the call: it is neither kept nor closed (the mapping keeps the
-// file). It blocks while memory is populated. On error nothing has changed.
+// file). On error nothing has changed.
 func (d *Driver) AddSlot(s Slot) error {
+	r, err := d.add(s)
+	if err != nil {
+		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
+	}
+	d.log.Debug("slot added", "guest_pa", hclog.Fmt("%#x", s.GuestPA), "size", hclog.Fmt("%#x", s.Size))
+	if d.opts.Populate {
+		if err := d.populate(r); err != nil {
+			_ = d.RemoveSlot(s.GuestPA, s.Size, s.UserAddr)
+			return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
+		}
+	}
+	return nil
+}
+
+func (d *Driver) add(s Slot) (*region, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err := d.checkLocked(&s); err != nil {
-		return err
+		return nil, err
 	}
 	f, err := inspect(s.FD)
 	if err != nil {
-		return fmt.Errorf("memory slot at %#x: %w", s.GuestPA, err)
+		return nil, err
 	}
 	if end := s.Offset + s.Size; end < s.Size || end > f.size {
-		return fmt.Errorf("memory slot at %#x: file has %#x bytes, slot needs %#x at offset %#x: %w", s.GuestPA, f.size, s.Size, s.Offset, ErrFile)
+		return nil, fmt.Errorf("file has %#x bytes, slot begins at offset %#x: %w", f.size, s.Offset, ErrFile)
 	}
 	if !f.keepsSize && !d.warned {
 		d.warned = true
 		d.log.Warn("guest memory file is not sealed against shrinking: if it shrinks, the VM loses its device", "guest_pa", hclog.Fmt("%#x", s.GuestPA))
 	}
-	r := &region{Slot: s}
-	r.FD = -1
-	if err := r.mmap(s.FD, f.block); err != nil {
-		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
-	}
-	err = r.populate()
-	if err == nil {
-		err = d.space.Map(translate.PA(s.GuestPA), r.host)
-	}
+	r, err := d.newRegion(s, f)
 	if err != nil {
-		r.munmap(d.log)
-		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
+		return nil, err
+	}
+	if err := d.space.Reserve(translate.PA(s.GuestPA), s.Size); err != nil {
+		r.munmap()
+		return nil, err
 	}
 	d.regions = append(d.regions, r)
-	d.log.Debug("slot added", "guest_pa", hclog.Fmt("%#x", s.GuestPA), "size", hclog.Fmt("%#x", s.Size))
-	return nil
+	return r, nil
 }
 
 func (d *Driver) checkLocked(s *Slot) error {
@@ -110,19 +140,18 @@ func (d *Driver) checkLocked(s *Slot) error {
 	case d.closed:
 		return ErrClosed
 	case len(d.regions) >= MaxSlots:
-		return fmt.Errorf("memory slots: %d exist: %w", len(d.regions), translate.ErrLimit)
+		return fmt.Errorf("%d slots exist: %w", len(d.regions), translate.ErrLimit)
 	case s.Size == 0 || (s.GuestPA|s.Size|s.UserAddr|s.Offset)&mask != 0:
-		return fmt.Errorf("memory slot at %#x: size %#x, user address %#x, offset %#x: expected multiples of %#x, size not 0: %w",
-			s.GuestPA, s.Size, s.UserAddr, s.Offset, translate.PageSize, translate.ErrInvalid)
+		return fmt.Errorf("user address %#x, offset %#x: expected multiples of %#x everywhere, size not 0: %w",
+			s.UserAddr, s.Offset, translate.PageSize, translate.ErrInvalid)
 	case s.GuestPA >= uint64(translate.MaxPA) || s.Size > uint64(translate.MaxPA)-s.GuestPA:
-		return fmt.Errorf("memory slot at %#x: ends beyond %v, size %#x: %w", s.GuestPA, translate.MaxPA, s.Size, translate.ErrInvalid)
+		return fmt.Errorf("ends beyond %v: %w", translate.MaxPA, translate.ErrInvalid)
 	case !s.fits(s.UserAddr):
-		return fmt.Errorf("memory slot at %#x: user address %#x and size %#x wrap around: %w", s.GuestPA, s.UserAddr, s.Size, translate.ErrInvalid)
+		return fmt.Errorf("user address %#x and size wrap around: %w", s.UserAddr, translate.ErrInvalid)
 	}
 	for _, r := range d.regions {
 		if overlap(s.UserAddr, s.Size, r.UserAddr, r.Size) || overlap(s.GuestPA, s.Size, r.GuestPA, r.Size) {
-			return fmt.Errorf("memory slot at %#x (user %#x), %#x bytes, and slot at %#x (user %#x), %#x bytes: %w",
-				s.GuestPA, s.UserAddr, s.Size, r.GuestPA, r.UserAddr, r.Size, translate.ErrOverlap)
+			return fmt.Errorf("user address %#x; there is one at %#x, %#x bytes, user address %#x: %w", s.UserAddr, r.GuestPA, r.Size, r.UserAddr, translate.ErrOverlap)
 		}
 	}
 	return nil
@@ -154,47 +183,57 @@ func (d *Driver) RemoveSlot(guestPA, size, userAddr uint64) error {
 	return fmt.Errorf("memory slot at %#x, %#x bytes, user address %#x: %w", guestPA, size, userAddr, ErrNoSlot)
 }
 
-// Close takes all slots away, as RemoveSlot does. It is idempotent, and when it
-// returns no memory is mapped any more.
+// Close takes all slots away, as RemoveSlot does, and ends the service. Every
+// fault that waits ends with an error. It is idempotent, and when it returns no
+// memory is mapped or locked any more. Whoever raises faults in the Space has to
+// stop before.
 func (d *Driver) Close() {
 	d.mu.Lock()
 	rs := d.regions
 	d.regions, d.closed = nil, true
 	d.mu.Unlock()
+	d.cancel()
 	if len(rs) > 0 {
 		d.release(rs)
 	}
 	d.draining.Wait()
+	d.servers.Wait()
+	for q := d.space.Faults(); ; {
+		f := q.TryNext()
+		if f == nil {
+			break
+		}
+		q.Finish(f, ErrClosed)
+	}
+	d.opts.Budget.leave(d)
+}
+
+// release takes regions out of stage two, waits until nobody uses them, and
+// unmaps them.
+func (d *Driver) release(rs []*region) {
+	if err := d.opts.Budget.withdrawAll(rs); err != nil {
+		// Only this driver writes the table, so this is a bug; the memory
+		// stays mapped rather than be pulled away under a reader.
+		d.log.Error("slot is not in the table", "err", err)
+		return
+	}
+	_ = d.drained(context.Background(), d.space.Epochs().Flip())
+	for _, r := range rs {
+		r.munmap()
+		d.log.Debug("slot removed", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "size", hclog.Fmt("%#x", r.Size))
+	}
+	d.opts.Budget.forgetAll(rs)
 }
 
 // drainPatience is how long an epoch may take before it is reported.
 const drainPatience = time.Second
 
-// release removes regions from stage two, waits, and unmaps them.
-func (d *Driver) release(rs []*region) {
-	for _, r := range rs {
-		if err := d.space.Unmap(translate.PA(r.GuestPA), r.Size); err != nil {
-			// Only this driver writes the table, so this is a bug; the memory
-			// stays mapped rather than be pulled away under a reader.
-			d.log.Error("slot is not in the table", "err", err)
-			return
-		}
-	}
-	drain := d.space.Epochs().Flip()
-	start := time.Now()
-	for wait := drainPatience; ; wait *= 2 {
-		ctx, cancel := context.WithTimeout(context.Background(), wait)
-		err := drain.Wait(ctx)
-		cancel()
-		if err == nil {
-			break
-		}
-		d.log.Warn("memory is still in use by the device, removal waits", "gvmi", d.space.GVMI(), "since", time.Since(start).Round(time.Millisecond))
-	}
-	for _, r := range rs {
-		r.munmap(d.log)
-		d.log.Debug("slot removed", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "size", hclog.Fmt("%#x", r.Size))
-	}
+// drained waits until nobody uses what was taken away before e's flip. A wait
+// that is long is reported, with who holds it, and never cut short but by ctx.
+func (d *Driver) drained(ctx context.Context, e *translate.Drain) error {
+	return e.WaitWarn(ctx, drainPatience, func(since time.Duration, held []string) {
+		d.log.Warn("guest memory that is to be released is still in use", "gvmi", d.space.GVMI(), "since", since.Round(time.Millisecond), "by", held)
+	})
 }
 
 // UserToPA translates an address of the front end, as in vhost-user ring

@@ -47,7 +47,7 @@ func mappings(t *testing.T, name string) int {
 
 func newDriver(t *testing.T) (*Driver, *translate.Space) {
 	s := translate.NewSpace(1)
-	d := New(s, hclog.NewNullLogger())
+	d := New(s, hclog.NewNullLogger(), Options{Populate: true})
 	t.Cleanup(d.Close)
 	return d, s
 }
@@ -241,7 +241,7 @@ func TestRemoveWaitsForReaders(t *testing.T) {
 func TestShrunkFile(t *testing.T) {
 	var log bytes.Buffer
 	s := translate.NewSpace(1)
-	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}))
+	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}), Options{Populate: true})
 	defer d.Close()
 	fd := memfd(t, "vnicd-test-shrink", 1<<20, 0, 0)
 	for i := range uint64(2) {
@@ -291,12 +291,13 @@ func TestHugePages(t *testing.T) {
 
 func TestTouch(t *testing.T) {
 	fd := memfd(t, "vnicd-test-touch", 1<<20, 0, 0)
-	r := &region{Slot: Slot{Size: 1 << 20}}
-	if err := r.mmap(fd, translate.PageSize); err != nil {
+	d, _ := newDriver(t)
+	r, err := d.newRegion(Slot{Size: 1 << 20, FD: fd}, file{block: translate.PageSize})
+	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.munmap(hclog.NewNullLogger())
-	if err := touch(r.host); err != nil {
+	defer r.munmap()
+	if err := touch(r.whole); err != nil {
 		t.Fatal(err)
 	}
 	var st unix.Stat_t
@@ -306,7 +307,7 @@ func TestTouch(t *testing.T) {
 	if err := unix.Ftruncate(fd, 0); err != nil {
 		t.Fatal(err)
 	}
-	if err := touch(r.host); !errors.Is(err, translate.ErrMemoryGone) {
+	if err := touch(r.whole); !errors.Is(err, translate.ErrMemoryGone) {
 		t.Error(err)
 	}
 }

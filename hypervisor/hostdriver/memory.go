@@ -3,6 +3,9 @@ package hostdriver
 import (
 	"errors"
 	"fmt"
+	"math/bits"
+	"os"
+	"strings"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
@@ -14,6 +17,7 @@ import (
 type file struct {
 	size      uint64
 	block     uint64 // mmap granularity: the huge page size on hugetlbfs
+	huge      uint64 // page size that the file prefers, 0: the usual one
 	keepsSize bool   // sealed against shrinking
 }
 
@@ -33,6 +37,11 @@ func inspect(fd int) (file, error) {
 	f := file{size: uint64(st.Size), block: translate.PageSize}
 	if fs.Type == unix.HUGETLBFS_MAGIC {
 		f.block = uint64(fs.Bsize)
+		if f.block < translate.PageSize || f.block&(f.block-1) != 0 {
+			return file{}, fmt.Errorf("fd %d has pages of %#x bytes: %w", fd, f.block, ErrFile)
+		}
+	} else if st.Blksize == hugePage || transparentHuge() {
+		f.huge = hugePage
 	}
 	// EINVAL where the file system has no seals.
 	if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err == nil {
@@ -41,53 +50,177 @@ func inspect(fd int) (file, error) {
 	return f, nil
 }
 
-// mmap maps the slot, with whole blocks around it.
-func (r *region) mmap(fd int, block uint64) error {
-	if block == 0 || block&(block-1) != 0 {
-		return fmt.Errorf("block size %#x: %w", block, ErrFile)
-	}
-	lead := r.Offset & (block - 1)
-	length := (lead + r.Size + block - 1) &^ (block - 1)
+// hugePage is the size of a transparent huge page.
+const hugePage = 2 << 20
+
+// transparentHuge tells whether this kernel makes memory files of huge pages
+// where they are asked for by madvise: QEMU does so. Where it always makes them,
+// fstat shows it.
+func transparentHuge() bool {
+	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+	return err == nil && strings.Contains(string(b), "[advise]")
+}
+
+// region is a mapped Slot, divided into granules.
+type region struct {
+	Slot
+	d     *Driver
+	whole []byte // what mmap returned: may begin before the slot (huge pages)
+	size  uint64 // of whole
+	lead  uint64 // where the slot begins in it
+	base  uint64 // where whole begins in its first granule
+	shift uint
+	huge  bool // of hugetlbfs: never swapped, so neither counted nor evicted
+
+	// Guarded by Budget.mu.
+	granules map[uint64]*granule // all that are not absent
+	users    int                 // who uses the mapping without the mutex
+	gone     bool                // the slot is being removed
+}
+
+// maxGranules bounds the book-keeping: how many granules may be resident at once.
+const maxGranules = 1 << 17
+
+// minGranule is worth a system call.
+const minGranule = 64 << 10
+
+// newRegion maps the slot, with whole blocks around it.
+func (d *Driver) newRegion(s Slot, f file) (*region, error) {
+	lead := s.Offset & (f.block - 1)
+	length := (lead + s.Size + f.block - 1) &^ (f.block - 1)
 	const maxInt = uint64(^uint(0) >> 1)
-	if length < r.Size || length > maxInt || r.Offset > maxInt {
-		return fmt.Errorf("offset %#x is too large: %w", r.Offset, translate.ErrInvalid)
+	if length < s.Size || length > maxInt || s.Offset > maxInt {
+		return nil, fmt.Errorf("offset %#x is too large: %w", s.Offset, translate.ErrInvalid)
 	}
-	b, err := unix.Mmap(fd, int64(r.Offset-lead), int(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
+	b, err := unix.Mmap(s.FD, int64(s.Offset-lead), int(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
 	if err != nil {
-		return fmt.Errorf("mmap of fd %d: %w", fd, err)
+		return nil, fmt.Errorf("mmap of fd %d: %w", s.FD, err)
 	}
-	r.whole = b
-	r.host = b[lead : lead+r.Size : lead+r.Size]
+	s.FD = -1
+	r := &region{Slot: s, d: d, whole: b, size: length, lead: lead, huge: f.block > translate.PageSize, granules: make(map[uint64]*granule)}
+	limit := d.opts.Budget.limit
+	size := f.block
+	if !r.huge {
+		if size = minGranule; f.huge > size && (limit == 0 || f.huge <= limit/maxBatch) {
+			size = f.huge
+		}
+		most := length
+		if limit != 0 {
+			most = min(most, limit)
+		}
+		for most/size > maxGranules {
+			size *= 2
+		}
+	}
+	r.shift = uint(bits.TrailingZeros64(size))
+	r.base = (s.Offset - lead) & (size - 1)
 	// Guest memory has no place in a core dump of ours; huge pages only help.
 	_ = unix.Madvise(b, unix.MADV_DONTDUMP)
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	if !r.huge {
+		if err := lock(b); err != nil {
+			d.opts.Budget.notLocked(d.log, err)
+		}
+	}
+	return r, nil
+}
+
+// lock makes the kernel keep every page of b that is mapped, until it is
+// unmapped: what populate brings in stays, what discard drops may be swapped.
+// Nothing is pinned, pages may still be migrated. Unlike locking pages one by
+// one this makes no mappings (vm.max_map_count), and the mapping is not changed
+// while loops and other VMs use the address space.
+func lock(b []byte) error {
+	// Before Linux 5.18 memory that is locked cannot be dropped page by page.
+	if err := unix.Madvise(b, unix.MADV_DONTNEED_LOCKED); err != nil {
+		return fmt.Errorf("this kernel does not know MADV_DONTNEED_LOCKED (Linux 5.18): %w", err)
+	}
+	err := lockOnFault(b)
+	if err == nil {
+		return nil
+	}
+	var lim unix.Rlimit
+	_ = unix.Getrlimit(unix.RLIMIT_MEMLOCK, &lim)
+	return fmt.Errorf("mlock of %d bytes: %w; RLIMIT_MEMLOCK is %d: give vnicd CAP_IPC_LOCK, or a limit (systemd: LimitMEMLOCK) of twice the memory of all VMs", len(b), err, lim.Cur)
+}
+
+// counted tells whether the region's memory counts against the budget.
+func (r *region) counted() bool { return !r.huge }
+
+// end is the first PA behind the slot.
+func (r *region) end() translate.PA { return translate.PA(r.GuestPA + r.Size) }
+
+// granule returns the index of the one that holds pa, which is in the slot.
+func (r *region) granule(pa translate.PA) uint64 {
+	return (uint64(pa) - r.GuestPA + r.lead + r.base) >> r.shift
+}
+
+// span returns where granule i begins and ends in whole.
+func (r *region) span(i uint64) (from, to uint64) {
+	from, to = i<<r.shift, (i+1)<<r.shift
+	return max(from, r.base) - r.base, min(to-r.base, r.size)
+}
+
+// bytes returns the memory of granule i.
+func (r *region) bytes(i uint64) []byte {
+	from, to := r.span(i)
+	return r.whole[from:to:to]
+}
+
+// slot returns what the slot has of granule i, and where.
+func (r *region) slot(i uint64) (translate.PA, []byte) {
+	from, to := r.span(i)
+	from, to = max(from, r.lead), min(to, r.lead+r.Size)
+	return translate.PA(r.GuestPA + from - r.lead), r.whole[from:to:to]
+}
+
+func (r *region) publish(i uint64) error {
+	pa, b := r.slot(i)
+	return r.d.space.Map(pa, b)
+}
+
+// withdraw is the reverse of publish.
+func (r *region) withdraw(i uint64) {
+	pa, b := r.slot(i)
+	if err := r.d.space.Withdraw(pa, uint64(len(b))); err != nil {
+		r.d.log.Error("memory to withdraw is not in the table", "err", err) // a bug
+	}
+}
+
+// populate makes granule i resident and writable, without ever raising SIGBUS:
+// memory that cannot be had is an error.
+func (r *region) populate(i uint64) error {
+	b := r.bytes(i)
+	err := unix.Madvise(b, unix.MADV_POPULATE_WRITE)
+	for tries := 0; tries < 100 && (errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN)); tries++ {
+		err = unix.Madvise(b, unix.MADV_POPULATE_WRITE)
+	}
+	switch {
+	case errors.Is(err, unix.EINVAL):
+		err = touch(b) // Linux before 5.14
+	case errors.Is(err, unix.EFAULT):
+		err = fmt.Errorf("the file has no memory there (it shrank, or no huge page is left): %w", translate.ErrMemoryGone)
+	case errors.Is(err, unix.EHWPOISON):
+		err = fmt.Errorf("%w: %w", translate.ErrMemoryGone, err)
+	}
+	if err != nil {
+		pa, b := r.slot(i)
+		return fmt.Errorf("%v, %#x bytes cannot be made resident: %w", pa, len(b), err)
+	}
 	return nil
 }
 
-// populateStep is what one system call makes resident, so that a signal or a
-// memory limit is noticed in between.
-const populateStep = 256 << 20
-
-// populate makes the slot resident and writable, without ever raising SIGBUS:
-// memory that cannot be had is an error.
-func (r *region) populate() error {
-	for off := 0; off < len(r.host); off += populateStep {
-		part := r.host[off:min(off+populateStep, len(r.host))]
-		err := unix.Madvise(part, unix.MADV_POPULATE_WRITE)
-		for tries := 0; errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN); tries++ {
-			if tries == 100 {
-				break
-			}
-			err = unix.Madvise(part, unix.MADV_POPULATE_WRITE)
-		}
-		if errors.Is(err, unix.EINVAL) {
-			err = touch(part) // Linux before 5.14
-		}
-		if err != nil {
-			return fmt.Errorf("making bytes %#x..%#x resident: %w", off, off+len(part), err)
-		}
+// discard takes granule i out of our page table. The kernel may then swap it;
+// what is in it is the file's and stays.
+func (r *region) discard(i uint64) {
+	b := r.bytes(i)
+	err := unix.Madvise(b, unix.MADV_DONTNEED_LOCKED)
+	if errors.Is(err, unix.EINVAL) {
+		err = unix.Madvise(b, unix.MADV_DONTNEED) // not locked then, see lock
 	}
-	return nil
+	if err != nil {
+		r.d.log.Error("memory cannot be given back", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "granule", i, "err", err)
+	}
 }
 
 // touch is populate by hand. The guest uses its memory meanwhile, so each page
@@ -109,9 +242,9 @@ func touch(b []byte) error {
 	})
 }
 
-func (r *region) munmap(log hclog.Logger) {
+func (r *region) munmap() {
 	if err := unix.Munmap(r.whole); err != nil {
-		log.Error("munmap", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "err", err)
+		r.d.log.Error("munmap", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "err", err)
 	}
-	r.whole, r.host = nil, nil
+	r.whole = nil
 }

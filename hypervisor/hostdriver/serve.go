@@ -1,0 +1,128 @@
+package hostdriver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+var errGone = fmt.Errorf("the slot is being removed: %w", translate.ErrMemoryGone)
+
+// maxAround bounds what one fault brings in, however much it asks for.
+const maxAround = 2 << 20
+
+// serve takes faults until Close, several at a time (servers), so that one that
+// waits for the swap device does not hold up the others. Each VM has its own.
+func (d *Driver) serve() {
+	for q := d.space.Faults(); ; {
+		f, err := q.Next(d.ctx)
+		if err != nil {
+			return
+		}
+		q.Finish(f, d.pageIn(f.Miss))
+	}
+}
+
+// pageIn makes the memory that m asks for present: its first granule, and the
+// others as far as that is possible.
+func (d *Driver) pageIn(m translate.Miss) error {
+	r := d.find(m.PA)
+	if r == nil {
+		return translate.Miss{Kind: translate.BadAddress, Where: m.Where, Len: m.Len}.Err()
+	}
+	around := uint64(maxAround)
+	if limit := d.opts.Budget.limit; limit != 0 {
+		around = min(around, limit/16)
+	}
+	last := m.PA + translate.PA(max(min(m.Len, around, uint64(r.end()-m.PA)), 1)-1)
+	first := r.granule(m.PA)
+	for i := first; i <= r.granule(last); i++ {
+		if _, err := d.opts.Budget.bring(d.ctx, r, i, false); err != nil {
+			if errors.Is(err, context.Canceled) {
+				err = ErrClosed
+			}
+			if i == first {
+				return err
+			}
+			return nil
+		}
+	}
+	return nil
+}
+
+// find returns the region that holds pa, or nil.
+func (d *Driver) find(pa translate.PA) *region {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, r := range d.regions {
+		if uint64(pa) >= r.GuestPA && uint64(pa)-r.GuestPA < r.Size {
+			return r
+		}
+	}
+	return nil
+}
+
+// populate brings a whole region in.
+func (d *Driver) populate(r *region) error {
+	for i := r.granule(translate.PA(r.GuestPA)); i <= r.granule(r.end()-1); i++ {
+		if _, err := d.opts.Budget.bring(d.ctx, r, i, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Hold keeps memory present, see Driver.Hold.
+type Hold struct {
+	b    *Budget
+	once sync.Once
+	gs   []*granule
+}
+
+// Hold makes [pa, pa+n) resident and published, and keeps it so until Release:
+// for what a loop must be able to use without a fault, such as rings. It waits
+// for the memory, or until ctx ends. The range must be guest memory, else the
+// error is a *translate.MissError. At most half of the budget may be held
+// (ErrBudget). Never call it on a loop or inside an epoch. A slot that is
+// removed goes all the same, holds or not.
+func (d *Driver) Hold(ctx context.Context, pa translate.PA, n uint64) (*Hold, error) {
+	h := &Hold{b: d.opts.Budget}
+	end, ok := pa.Add(n)
+	if !ok {
+		return nil, translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: pa}, Len: n}.Err()
+	}
+	for at := pa; at < end; {
+		r := d.find(at)
+		if r == nil {
+			h.Release()
+			return nil, translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: at}, Len: uint64(end - at)}.Err()
+		}
+		to := min(end, r.end())
+		for i := r.granule(at); i <= r.granule(to-1); i++ {
+			g, err := h.b.bring(ctx, r, i, true)
+			if err != nil {
+				h.Release()
+				return nil, fmt.Errorf("holding %v, %d bytes: %w", pa, n, err)
+			}
+			h.gs = append(h.gs, g)
+		}
+		at = to
+	}
+	return h, nil
+}
+
+// Release ends the hold. It never waits; any goroutine, any number of times,
+// also when the memory is gone.
+func (h *Hold) Release() {
+	h.once.Do(func() {
+		h.b.mu.Lock()
+		defer h.b.mu.Unlock()
+		for _, g := range h.gs {
+			h.b.releaseLocked(g)
+		}
+		h.gs = nil
+	})
+}

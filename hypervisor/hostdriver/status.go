@@ -1,0 +1,89 @@
+package hostdriver
+
+import (
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Status is what the host level of one VM's paging does, in bytes and events
+// since the start.
+type Status struct {
+	Budget      uint64 `json:"budget_bytes"`       // 0: no limit
+	Resident    uint64 `json:"resident_bytes"`     // for the device, by all sockets of the VM; at most Budget
+	Inactive    uint64 `json:"inactive_bytes"`     // of these, next to be given back
+	Held        uint64 `json:"held_bytes"`         // of these, not to be given back while in use (rings)
+	HugeTLB     uint64 `json:"hugetlb_bytes"`      // resident besides: never swapped, so not counted
+	Evictions   uint64 `json:"evictions"`          // granules given back for others
+	Withdrawals uint64 `json:"withdrawals"`        // granules that became inactive
+	Refaults    uint64 `json:"refaults"`           // of these, used again: their second chance
+	Discarded   uint64 `json:"discarded"`          // granules that a balloon or an unplugged device took
+	Unlocked    string `json:"unlocked,omitempty"` // why the kernel may swap memory under the device, if it may
+
+	HostFaults   uint64        `json:"host_faults"`   // served, or failed
+	FailedFaults uint64        `json:"failed_faults"` // address invalid, memory gone
+	LongestDrain time.Duration `json:"longest_drain_ns"`
+
+	// Of the faults of sockets that are connected, from raising to service.
+	FaultTime translate.Histogram `json:"fault_time"`
+}
+
+// Status returns the figures of the VM; the fault times are this driver's.
+func (d *Driver) Status() Status {
+	s := d.opts.Budget.Status()
+	s.FaultTime = d.space.Faults().Stats().Time
+	return s
+}
+
+// Status returns the figures of the VM.
+func (b *Budget) Status() Status {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.counters
+	s := Status{
+		Budget: b.limit, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
+		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded, Unlocked: c.unlocked,
+		HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest,
+	}
+	for d := range b.drivers {
+		f := d.space.Faults().Stats()
+		s.HostFaults += f.Served + f.Failed
+		s.FailedFaults += f.Failed
+		s.LongestDrain = max(s.LongestDrain, d.space.Epochs().Stats().Longest)
+		s.FaultTime.Merge(&f.Time)
+	}
+	return s
+}
+
+func (b *Budget) join(d *Driver) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.drivers[d] = struct{}{}
+}
+
+// leave keeps what d has counted.
+func (b *Budget) leave(d *Driver) {
+	f, e := d.space.Faults().Stats(), d.space.Epochs().Stats()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if _, ok := b.drivers[d]; !ok {
+		return
+	}
+	delete(b.drivers, d)
+	b.counters.faults += f.Served + f.Failed
+	b.counters.failed += f.Failed
+	b.counters.longest = max(b.counters.longest, e.Longest)
+}
+
+// notLocked notes, and says once, that the kernel does not keep memory for us.
+func (b *Budget) notLocked(log hclog.Logger, err error) {
+	b.mu.Lock()
+	first := b.counters.unlocked == ""
+	b.counters.unlocked = err.Error()
+	b.mu.Unlock()
+	if first {
+		log.Warn("guest memory cannot be locked: where the host swaps it out, an engine stalls until it is back", "reason", err)
+	}
+}

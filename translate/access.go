@@ -2,13 +2,13 @@ package translate
 
 import "sync/atomic"
 
-// leaf looks up an address that a leaf covers: where it is on the host, and
-// how many bytes from there on are contiguous at least; run is 0 where there is
-// no leaf. Small enough to be inlined.
+// leaf looks up an address that a present leaf covers: where it is on the host,
+// and how many bytes from there on are contiguous at least; run is 0 where there
+// is none. Small enough to be inlined.
 func (s *Space) leaf(pa PA) (h hostAddr, run uint64) {
 	dirs := s.table.Load().dirs
 	if i := uint64(pa >> dirShift); i < uint64(len(dirs)) {
-		if w := dirs[i].leaf[uint64(pa>>leafShift)&dirLeafMask].Load(); w != 0 {
+		if w := dirs[i].leaf[uint64(pa>>leafShift)&dirLeafMask].Load(); w&entryPresent != 0 {
 			o := uint64(pa) & (leafSize - 1)
 			return hostAddr(w - entryPresent + o), leafSize - o
 		}
@@ -24,26 +24,32 @@ func (s *Space) find(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	return s.page(pa)
 }
 
-// page looks up the 4 KiB entry of an address that no leaf covers.
+// page is the whole lookup for an address that no leaf covered a moment ago. It
+// reads the leaf anew, before the table beneath: see space_table.go.
 func (s *Space) page(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	dirs := s.table.Load().dirs
 	i := uint64(pa >> dirShift)
 	if i >= uint64(len(dirs)) {
 		return 0, 0, BadAddress
 	}
-	small := dirs[i].small[uint64(pa>>leafShift)&dirLeafMask].Load()
-	if small == nil {
-		return 0, 0, BadAddress
+	j := uint64(pa>>leafShift) & dirLeafMask
+	size := uint64(leafSize)
+	w := dirs[i].leaf[j].Load()
+	if w == 0 {
+		small := dirs[i].small[j].Load()
+		if small == nil {
+			return 0, 0, BadAddress
+		}
+		w, size = small[uint64(pa>>PageShift)&leafPageMask].Load(), PageSize
 	}
-	w := small[uint64(pa>>PageShift)&leafPageMask].Load()
 	if w&entryPresent == 0 {
 		if w == 0 {
 			return 0, 0, BadAddress
 		}
 		return 0, 0, HostFault
 	}
-	o := uint64(pa) & pageMask
-	return hostAddr(w - entryPresent + o), PageSize - o, None
+	o := uint64(pa) & (size - 1)
+	return hostAddr(w - entryPresent + o), size - o, None
 }
 
 // span looks up [pa, pa+n), n > 0: the host address of pa, and how many of the
@@ -144,7 +150,7 @@ func (s *Space) Read(dst []byte, pa PA) Miss {
 	for len(dst) > 0 {
 		h, got, kind := s.span(pa, uint64(len(dst)))
 		if kind != None {
-			return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
+			return Miss{Kind: kind, Where: Where{PA: pa}, Len: uint64(len(dst))}
 		}
 		copy(dst, hostBytes(h, int(got)))
 		dst, pa = dst[got:], pa+PA(got)
@@ -172,14 +178,14 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 	for at, left := pa, n; left > 0; {
 		_, got, kind := s.span(at, left)
 		if kind != None {
-			return Miss{Kind: kind, Where: Where{PA: at}, Len: n}
+			return Miss{Kind: kind, Where: Where{PA: at}, Len: left}
 		}
 		at, left = at+PA(got), left-got
 	}
 	for len(src) > 0 {
 		h, got, kind := s.span(pa, uint64(len(src)))
 		if kind != None {
-			return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
+			return Miss{Kind: kind, Where: Where{PA: pa}, Len: uint64(len(src))}
 		}
 		copy(hostBytes(h, int(got)), src)
 		src, pa = src[got:], pa+PA(got)

@@ -3,21 +3,31 @@ package translate
 import (
 	"fmt"
 	"runtime"
+	"strings"
 	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
 )
 
-// benchVM returns a VM with one region of n 4 KiB pages. Scattered pages have
-// no contiguous neighbours; otherwise the region is one physical run.
-func benchVM(b *testing.B, n uint64, scattered bool) (*VM, *Region) {
+const benchVA = VA(0x7f0000000000)
+
+// benchVM returns a VM with one region, in which n 4 KiB pages from benchVA on
+// are present. Scattered pages have no contiguous neighbours; otherwise they are
+// one physical run. The region is pinned, or implicit.
+func benchVM(b *testing.B, n uint64, scattered, implicit bool) (*VM, *Region) {
 	b.Helper()
 	s := NewSpace(1)
 	mustMap(b, s, 1<<32, hostMem(b, int(n)<<PageShift))
 	vm := NewVM(s, Limits{})
-	r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic, PageShift: 12,
-		IOVA: 0x7f0000000000, Length: n << PageShift, NPages: n})
+	sp := RegionSpec{PD: 1, Access: LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic, PageShift: 12,
+		IOVA: benchVA, Length: n << PageShift, NPages: n}
+	page0 := uint64(0)
+	if implicit {
+		sp.Flags, sp.IOVA, sp.Length, sp.NPages = DemandPaging|Implicit, 0, MaxImplicit, MaxImplicit>>PageShift
+		page0 = uint64(benchVA) >> PageShift
+	}
+	r, err := vm.CreateRegion(sp)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -32,7 +42,7 @@ func benchVM(b *testing.B, n uint64, scattered bool) (*VM, *Region) {
 			}
 			pas = append(pas, 1<<32+PA(at<<PageShift))
 		}
-		if err := vm.SetPages(r.Handle(), first, pas); err != nil {
+		if err := vm.SetPages(r.Handle(), page0+first, pas); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -65,10 +75,10 @@ func cpuTime(b *testing.B) (stop func()) {
 // of so many 4 KiB pages. "warm" goes at random over 256 pages that are spread
 // evenly over the region; "random" over all of its pages.
 func BenchmarkResolve(b *testing.B) {
-	for _, layout := range []string{"contiguous", "scattered"} {
+	for _, layout := range []string{"contiguous", "scattered", "implicit-contiguous", "implicit-scattered"} {
 		for _, n := range []uint64{1, 1000, 100_000, 1_000_000, 10_000_000} {
 			b.Run(fmt.Sprintf("%s/pages=%d", layout, n), func(b *testing.B) {
-				vm, r := benchVM(b, n, layout == "scattered")
+				vm, r := benchVM(b, n, strings.HasSuffix(layout, "scattered"), strings.HasPrefix(layout, "implicit"))
 				for name, set := range map[string]uint64{"warm": min(n, 256), "random": n} {
 					b.Run(name, func(b *testing.B) {
 						stride := n / set
@@ -77,7 +87,7 @@ func BenchmarkResolve(b *testing.B) {
 						for range b.N {
 							x = x*6364136223846793005 + 1442695040888963407
 							p := (x >> 32) * set >> 32 * stride
-							h, m := vm.Resolve(r.key, 1, 0x7f0000000000+VA(p<<PageShift)+64, 64, RemoteWrite)
+							h, m := vm.Resolve(r.key, 1, benchVA+VA(p<<PageShift)+64, 64, RemoteWrite)
 							if !m.OK() {
 								b.Fatal(m.Err())
 							}
@@ -109,12 +119,12 @@ func BenchmarkWrite(b *testing.B) {
 	for _, n := range []int{8, 64, 1024, 4096, 65536} {
 		for _, layout := range []string{"contiguous", "scattered"} {
 			b.Run(fmt.Sprintf("%s/%d", layout, n), func(b *testing.B) {
-				vm, r := benchVM(b, 64, layout == "scattered")
+				vm, r := benchVM(b, 64, layout == "scattered", false)
 				src := make([]byte, n)
 				b.SetBytes(int64(n))
 				defer cpuTime(b)()
 				for i := range b.N {
-					va := 0x7f0000000000 + VA(i%2*65536)
+					va := benchVA + VA(i%2*65536)
 					if m := vm.Write(r.key, 1, va, src, RemoteWrite); !m.OK() {
 						b.Fatal(m.Err())
 					}
@@ -183,6 +193,82 @@ func BenchmarkRegister(b *testing.B) {
 					}
 				}
 				if err := vm.DestroyRegion(b.Context(), r.Handle()); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkRegisterDemand is creating and destroying an on-demand region: as
+// fast for 1 TiB as for 1 GiB.
+func BenchmarkRegisterDemand(b *testing.B) {
+	for name, size := range map[string]uint64{"1MiB": 1 << 20, "1GiB": 1 << 30, "1TiB": 1 << 40, "implicit": MaxImplicit} {
+		b.Run(name, func(b *testing.B) {
+			vm := NewVM(NewSpace(1), Limits{})
+			b.ReportAllocs()
+			for range b.N {
+				r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: size, NPages: size >> PageShift})
+				if err != nil {
+					b.Fatal(err)
+				}
+				if err := vm.DestroyRegion(b.Context(), r.Handle()); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkFaultPages is what a fault of one page and its invalidation cost the
+// table, in a region in which a million others are present.
+func BenchmarkFaultPages(b *testing.B) {
+	vm, r := benchVM(b, 1_000_000, true, true)
+	for name, page := range map[string]uint64{"beside others": uint64(benchVA)>>PageShift + 77, "alone": 1 << 30} {
+		b.Run(name, func(b *testing.B) {
+			pas := []PA{1 << 32}
+			b.ReportAllocs()
+			for range b.N {
+				if err := vm.SetPages(r.Handle(), page, pas); err != nil {
+					b.Fatal(err)
+				}
+				if err := vm.ClearPages(b.Context(), r.Handle(), page, 1); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkGranule is the host driver's part: 64 KiB taken back and published
+// again, amid memory that is present.
+func BenchmarkGranule(b *testing.B) {
+	const size, granule = 1 << 30, 64 << 10
+	s := NewSpace(1)
+	host := hostMem(b, size)
+	for off := 0; off < size; off += granule {
+		mustMap(b, s, PA(off), host[off:off+granule])
+	}
+	b.ReportAllocs()
+	b.ResetTimer()
+	for i := range b.N {
+		off := i * 7919 % (size / granule) * granule
+		if err := s.Withdraw(PA(off), granule); err != nil {
+			b.Fatal(err)
+		}
+		if err := s.Map(PA(off), host[off:off+granule]); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+// BenchmarkReserve declares a memory slot without any page.
+func BenchmarkReserve(b *testing.B) {
+	for name, size := range map[string]uint64{"1GiB": 1 << 30, "64GiB": 1 << 36} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for range b.N {
+				if err := NewSpace(1).Reserve(0, size); err != nil {
 					b.Fatal(err)
 				}
 			}

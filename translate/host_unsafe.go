@@ -6,8 +6,7 @@ import (
 )
 
 // hostAddr is an address in vnicd's own address space (the MA of the
-// requirements). It names mapped guest memory outside the Go heap; the slices
-// given to Space.Map stay referenced by the Space.
+// requirements). It names mapped guest memory outside the Go heap.
 type hostAddr uintptr
 
 // addrOf returns where b begins. b must not be empty.

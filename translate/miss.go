@@ -52,7 +52,7 @@ type Miss struct {
 	Kind MissKind
 	Key  Key // stage one
 	Where
-	Len uint64 // bytes asked for, from the start of the access
+	Len uint64 // bytes wanted from Where on; of a HostFault, those that follow it in PA
 }
 
 // Where is the first byte that did not translate.

@@ -65,13 +65,18 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 	}
 	off += r.offset
 	g := off >> (r.groupShift & 63)
-	if g >= uint64(len(r.mtt)) { // no table: a physical region
+	var group *mttGroup
+	if g < uint64(len(r.mtt)) {
+		group = &r.mtt[g]
+	} else if r.sparse == nil { // no table: a physical region
+		return 0, false
+	} else if group = r.sparse.find(g); group == nil {
 		return 0, false
 	}
 	in, size := off&r.groupMask, r.groupMask+1
-	w := r.mtt[g].run.Load()
+	w := group.run.Load()
 	if w == 0 {
-		if t := r.mtt[g].entries.Load(); t != nil {
+		if t := group.entries.Load(); t != nil {
 			w = t[in>>(r.shift&63)&mttGroupMask].Load()
 		}
 		in, size = off&r.pageMask, r.pageMask+1
@@ -88,7 +93,7 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 }
 
 // both translates offset off of r, which has been checked, n > 0: the host
-// address and how many of the n bytes are contiguous there.
+// address and how many of the n bytes are contiguous there, at least one.
 func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
 	pa, got, ok := r.toPA(off, n, need.writes())
 	if !ok {
@@ -99,7 +104,7 @@ func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint6
 		h, got, kind = vm.space.span(pa, got)
 	}
 	if kind != None {
-		return 0, 0, Miss{kind, r.key, Where{r.iova + VA(off), pa}, n}
+		return 0, 0, Miss{kind, r.key, Where{r.iova + VA(off), pa}, got}
 	}
 	return h, got, Miss{}
 }
@@ -144,7 +149,6 @@ func (vm *VM) Read(dst []byte, key Key, pd PD, va VA, need Access) Miss {
 	for len(dst) > 0 {
 		h, got, m := vm.both(r, off, uint64(len(dst)), need)
 		if !m.OK() {
-			m.Len = n
 			return m
 		}
 		copy(dst, hostBytes(h, int(got)))
@@ -156,11 +160,15 @@ func (vm *VM) Read(dst []byte, key Key, pd PD, va VA, need Access) Miss {
 // Write copies src to va on: all of it, or nothing and a miss. (Only if pages
 // are removed during the very call may a part have been written when it
 // reports the miss.) An 8-byte word that is aligned and that src covers is
-// never seen half written.
+// never seen half written. A need without a write counts as LocalWrite: no
+// caller can write past a read-only entry.
 func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	n := uint64(len(src))
 	if n == 0 {
 		return Miss{}
+	}
+	if !need.writes() {
+		need |= LocalWrite
 	}
 	if h, ok := vm.locate(key, pd, va, n, need); ok {
 		copy(hostBytes(h, len(src)), src)
@@ -174,7 +182,6 @@ func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	for o := uint64(0); o < n; {
 		_, got, m := vm.both(r, off+o, n-o, need)
 		if !m.OK() {
-			m.Len = n
 			return m
 		}
 		o += got
@@ -182,7 +189,6 @@ func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	for len(src) > 0 {
 		h, got, m := vm.both(r, off, uint64(len(src)), need)
 		if !m.OK() {
-			m.Len = n
 			return m
 		}
 		copy(hostBytes(h, int(got)), src)

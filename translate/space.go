@@ -19,9 +19,11 @@ var (
 // Leave of Epochs.
 //
 // The table has one entry per 2 MiB of guest physical memory ("leaf"), used
-// when those 2 MiB are all present and contiguous on the host, else a table of
-// 4 KiB entries beneath it. If that lower table exists it is always right; the
-// leaf is a shortcut beside it. A reader tries the leaf first.
+// when those 2 MiB are all present and contiguous on the host, or were reserved
+// and nothing of them published yet; else there is a table of 4 KiB entries
+// beneath it. If that lower table exists it is always right; a present leaf is a
+// shortcut beside it. A reader tries the leaf first, and looks beneath a leaf
+// that is 0 only.
 type Space struct {
 	table  atomic.Pointer[pa2ma]
 	uplink atomic.Uint32 // Uplink: checked with every access (PF-3)
@@ -30,12 +32,8 @@ type Space struct {
 	epochs Epochs
 	faults FaultQueue
 
-	mu   sync.Mutex        // writers only; guards all below and all table stores
-	live map[PA]spanRecord // what Map was given, by first PA
+	mu sync.Mutex // writers only; guards all table stores
 }
-
-// spanRecord keeps a mapped slice referenced until it is unmapped.
-type spanRecord struct{ host []byte }
 
 const (
 	leafShift    = 21
@@ -70,7 +68,7 @@ type paTable [leafPages]atomic.Uint64
 
 // NewSpace returns an empty stage-two table for VM g.
 func NewSpace(g GVMI) *Space {
-	s := &Space{gvmi: g, live: make(map[PA]spanRecord)}
+	s := &Space{gvmi: g}
 	s.table.Store(&pa2ma{})
 	return s
 }
@@ -93,13 +91,14 @@ func (s *Space) Reserve(pa PA, n uint64) error {
 	if at, ok := s.emptyLocked(pa, n); !ok {
 		return fmt.Errorf("reserve %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
 	}
-	s.eachPageLocked(pa, n, func(e *atomic.Uint64, _ uint64) { e.Store(entryReserved) })
+	s.reserveLocked(pa, n)
 	return nil
 }
 
 // Map publishes host as the guest memory from pa on. pa, host's address and
-// its length are multiples of the page size; host must be mapped memory that
-// stays so until Unmap (or Withdraw) and a drained epoch. The range must be no
+// its length are multiples of the page size; host must be memory outside the Go
+// heap that stays mapped until Unmap (or Withdraw) and a drained epoch: the
+// Space does not keep it from being collected. The range must be no
 // guest memory yet, or reserved and absent; ErrOverlap otherwise. Nothing is
 // changed on error.
 func (s *Space) Map(pa PA, host []byte) error {
@@ -117,7 +116,6 @@ func (s *Space) Map(pa PA, host []byte) error {
 		return fmt.Errorf("map %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
 	}
 	s.fillLocked(pa, uint64(base), n)
-	s.live[pa] = spanRecord{host}
 	return nil
 }
 
@@ -145,13 +143,6 @@ func (s *Space) remove(what string, pa PA, n uint64, entry uint64) error {
 		return fmt.Errorf("%s %v, %d bytes: %v: %w", what, pa, n, at, ErrNotMapped)
 	}
 	s.clearLocked(pa, n, entry)
-	if entry == 0 {
-		for p, r := range s.live {
-			if p >= pa && uint64(p-pa) < n && uint64(p-pa)+uint64(len(r.host)) <= n {
-				delete(s.live, p)
-			}
-		}
-	}
 	return nil
 }
 

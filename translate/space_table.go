@@ -1,13 +1,16 @@
 package translate
 
-import "sync/atomic"
-
 // The writer's side of the PA2MA table. All of it runs under Space.mu; pa and n
 // have been checked. Stores are ordered so that a reader at any moment finds
 // either the old or the new entry of each page:
-//   - a lower table is filled before its pointer is stored,
+//   - a lower table is filled before its pointer is stored, and its pointer is
+//     stored before the leaf above becomes 0,
 //   - entries are set before the leaf that summarises them,
-//   - and a leaf is cleared only after its lower table is right.
+//   - a leaf is cleared only after its lower table is right,
+//   - and a lower table goes only when nothing there is guest memory any more.
+//
+// So the states of a leaf whose 2 MiB are guest memory are: (reserved, no
+// table), (present, with or without table), (0, table).
 
 // dirLocked returns the dir that covers pa, or nil.
 func (s *Space) dirLocked(pa PA) *paDir {
@@ -35,7 +38,7 @@ func (s *Space) makeDirLocked(pa PA) *paDir {
 }
 
 // tableLocked returns the 4 KiB table beneath leaf j of d, made from the leaf
-// if there is none yet.
+// if there is none yet. Then the caller stores the leaf anew.
 func (d *paDir) tableLocked(j int) *paTable {
 	t := d.small[j].Load()
 	if t != nil {
@@ -43,46 +46,66 @@ func (d *paDir) tableLocked(j int) *paTable {
 	}
 	t = new(paTable)
 	if w := d.leaf[j].Load(); w != 0 {
+		step := uint64(0) // each reserved page looks the same
+		if w&entryPresent != 0 {
+			step = PageSize
+		}
 		for k := range t {
-			t[k].Store(w + uint64(k)<<PageShift)
+			t[k].Store(w + uint64(k)*step)
 		}
 	}
 	d.small[j].Store(t)
 	return t
 }
 
-// entryLocked returns the entry of one page.
-func (s *Space) entryLocked(pa PA) uint64 {
-	d := s.dirLocked(pa)
-	if d == nil {
-		return 0
-	}
-	j := int(pa>>leafShift) & dirLeafMask
-	k := uint64(pa>>PageShift) & leafPageMask
-	if w := d.leaf[j].Load(); w != 0 {
-		return w + k<<PageShift
-	}
-	if t := d.small[j].Load(); t != nil {
-		return t[k].Load()
-	}
-	return 0
+// part is the piece of a range that lies under one leaf.
+type part struct {
+	d    *paDir
+	j    int    // of the leaf
+	k, n uint64 // pages under it: first, count
 }
 
-// allLocked reports whether ok holds for each page's entry, else the first
-// address for which it does not. Whole leaves count as one step.
+func (p *part) whole() bool { return p.n == leafPages }
+
+// partsLocked cuts [pa, pa+size) where leaves begin, and makes missing dirs.
+func (s *Space) partsLocked(pa PA, size uint64, f func(p part)) {
+	for size > 0 {
+		step := min(size, leafSize-uint64(pa)&(leafSize-1))
+		f(part{
+			d: s.makeDirLocked(pa),
+			j: int(pa>>leafShift) & dirLeafMask,
+			k: uint64(pa>>PageShift) & leafPageMask,
+			n: step >> PageShift,
+		})
+		pa, size = pa+PA(step), size-step
+	}
+}
+
+// allLocked reports whether ok holds for each page's entry, of which present
+// ones need not be exact, else the first address for which it does not.
 func (s *Space) allLocked(pa PA, n uint64, ok func(entry uint64) bool) (PA, bool) {
 	for n > 0 {
-		step := uint64(PageSize)
-		if !ok(s.entryLocked(pa)) {
-			return pa, false
+		d := s.dirLocked(pa)
+		if d == nil {
+			if !ok(0) {
+				return pa, false
+			}
+			step := min(n, 1<<dirShift-uint64(pa)&(1<<dirShift-1))
+			pa, n = pa+PA(step), n-step
+			continue
 		}
-		if d := s.dirLocked(pa); d == nil {
-			step = 1<<dirShift - uint64(pa)&(1<<dirShift-1)
-		} else if j := int(pa>>leafShift) & dirLeafMask; d.leaf[j].Load() != 0 || d.small[j].Load() == nil {
-			step = leafSize - uint64(pa)&(leafSize-1)
-		}
-		if step >= n {
-			break
+		step := min(n, leafSize-uint64(pa)&(leafSize-1))
+		j := int(pa>>leafShift) & dirLeafMask
+		if w, t := d.leaf[j].Load(), d.small[j].Load(); w != 0 || t == nil {
+			if !ok(w) {
+				return pa, false
+			}
+		} else {
+			for off := uint64(0); off < step; off += PageSize {
+				if !ok(t[(uint64(pa)+off)>>PageShift&leafPageMask].Load()) {
+					return pa + PA(off), false
+				}
+			}
 		}
 		pa, n = pa+PA(step), n-step
 	}
@@ -101,57 +124,103 @@ func (s *Space) memoryLocked(pa PA, n uint64) (PA, bool) {
 	return s.allLocked(pa, n, func(e uint64) bool { return e != 0 })
 }
 
-// eachPageLocked calls f with each page's 4 KiB entry and its offset from pa,
-// making tables as needed. Leaves are left alone.
-func (s *Space) eachPageLocked(pa PA, n uint64, f func(e *atomic.Uint64, off uint64)) {
-	for off := uint64(0); off < n; off += PageSize {
-		p := pa + PA(off)
-		t := s.makeDirLocked(p).tableLocked(int(p>>leafShift) & dirLeafMask)
-		f(&t[uint64(p>>PageShift)&leafPageMask], off)
-	}
-}
-
-// fillLocked publishes [host, host+n) at pa.
-func (s *Space) fillLocked(pa PA, host, n uint64) {
-	for n > 0 {
-		step := min(n, leafSize-uint64(pa)&(leafSize-1))
-		d := s.makeDirLocked(pa)
-		j := int(pa>>leafShift) & dirLeafMask
-		if step < leafSize || d.small[j].Load() != nil {
-			s.eachPageLocked(pa, step, func(e *atomic.Uint64, off uint64) { e.Store(host + off | entryPresent) })
-			d.summariseLocked(j)
-		} else {
-			d.leaf[j].Store(host | entryPresent)
+// reserveLocked makes [pa, pa+n), which is empty, absent guest memory.
+func (s *Space) reserveLocked(pa PA, n uint64) {
+	s.partsLocked(pa, n, func(p part) {
+		if p.whole() && p.d.small[p.j].Load() == nil {
+			p.d.leaf[p.j].Store(entryReserved)
+			return
 		}
-		pa, host, n = pa+PA(step), host+step, n-step
-	}
+		t := p.d.tableLocked(p.j)
+		for k := p.k; k < p.k+p.n; k++ {
+			t[k].Store(entryReserved)
+		}
+	})
 }
 
-// summariseLocked sets leaf j if its lower table is one contiguous run.
-func (d *paDir) summariseLocked(j int) {
-	t := d.small[j].Load()
+// fillLocked publishes [host, host+n) at pa, where nothing is present.
+func (s *Space) fillLocked(pa PA, host, n uint64) {
+	w := host | entryPresent
+	s.partsLocked(pa, n, func(p part) {
+		if p.whole() && p.d.small[p.j].Load() == nil {
+			p.d.leaf[p.j].Store(w)
+			w += leafSize
+			return
+		}
+		t := p.d.tableLocked(p.j)
+		for k := p.k; k < p.k+p.n; k++ {
+			t[k].Store(w)
+			w += PageSize
+		}
+		p.d.leaf[p.j].Store(t.summary())
+	})
+}
+
+// summary returns the first entry if all are present and contiguous, else 0.
+func (t *paTable) summary() uint64 {
 	w := t[0].Load()
-	if w&entryPresent == 0 {
-		return
+	if w&entryPresent == 0 || t[leafPages-1].Load() != w+(leafPages-1)<<PageShift {
+		return 0
 	}
 	for k := range t {
 		if t[k].Load() != w+uint64(k)<<PageShift {
-			return
+			return 0
 		}
 	}
-	d.leaf[j].Store(w)
+	return w
 }
 
-// clearLocked sets all entries of [pa, pa+n), which are memory, to entry.
+// clearLocked sets all entries of [pa, pa+n), which are memory, to entry:
+// entryReserved, or 0, which also gives the tables back.
 func (s *Space) clearLocked(pa PA, n, entry uint64) {
-	for n > 0 {
-		step := min(n, leafSize-uint64(pa)&(leafSize-1))
-		d := s.makeDirLocked(pa)
-		j := int(pa>>leafShift) & dirLeafMask
-		if step < leafSize || entry != 0 || d.small[j].Load() != nil {
-			s.eachPageLocked(pa, step, func(e *atomic.Uint64, _ uint64) { e.Store(entry) })
+	s.partsLocked(pa, n, func(p part) {
+		if p.whole() && p.d.small[p.j].Load() == nil {
+			p.d.leaf[p.j].Store(entry)
+			return
 		}
-		d.leaf[j].Store(0)
-		pa, n = pa+PA(step), n-step
+		t := p.d.tableLocked(p.j)
+		for k := p.k; k < p.k+p.n; k++ {
+			t[k].Store(entry)
+		}
+		p.d.leaf[p.j].Store(0)
+		if entry == 0 && t.empty() {
+			p.d.small[p.j].Store(nil)
+		}
+	})
+	if entry == 0 {
+		s.dropDirsLocked(pa, n)
 	}
+}
+
+func (t *paTable) empty() bool {
+	for k := range t {
+		if t[k].Load() != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (d *paDir) empty() bool {
+	for j := range d.leaf {
+		if d.leaf[j].Load() != 0 || d.small[j].Load() != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// dropDirsLocked takes out the dirs of [pa, pa+n) that hold nothing any more.
+// Who has found one already sees it empty.
+func (s *Space) dropDirsLocked(pa PA, n uint64) {
+	dirs := append([]*paDir(nil), s.table.Load().dirs...)
+	for i := pa >> dirShift; i <= (pa+PA(n-1))>>dirShift; i++ {
+		if dirs[i].empty() {
+			dirs[i] = noDir
+		}
+	}
+	for len(dirs) > 0 && dirs[len(dirs)-1] == noDir {
+		dirs = dirs[:len(dirs)-1]
+	}
+	s.table.Store(&pa2ma{dirs})
 }

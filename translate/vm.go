@@ -23,8 +23,10 @@ const (
 
 // Limits bound what one VM may make of stage one. Zero fields take defaults.
 type Limits struct {
-	MaxRegions int    // memory regions, 1..2^24-1; default 65536
-	MaxPages   uint64 // MTT entries over all regions; default 2^25 (128 GiB of 4 KiB pages)
+	MaxRegions int // memory regions, 1..2^24-1; default 65536
+	// MTT entries over all regions; default 2^25 (128 GiB of 4 KiB pages). A
+	// demand region counts 512 for each group of 512 pages with a present one.
+	MaxPages uint64
 }
 
 // VM is stage one over stage two of one HCA function: the memory protection
@@ -96,7 +98,8 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
-	if sp.NPages > vm.lim.MaxPages-vm.pages {
+	demand := sp.Flags&DemandPaging != 0
+	if !demand && sp.NPages > vm.lim.MaxPages-vm.pages {
 		return nil, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, sp.NPages, ErrLimit)
 	}
 	idx := vm.takeIndexLocked()
@@ -111,20 +114,24 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 		access: sp.Access,
 		shift:  sp.PageShift,
 		phys:   sp.Flags&Phys != 0,
-		demand: sp.Flags&DemandPaging != 0,
+		demand: demand,
 		iova:   sp.IOVA,
 		length: sp.Length,
 		offset: sp.Offset,
 		npages: sp.NPages,
-		mtt:    make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift),
 
 		groupShift: sp.PageShift + mttGroupShift,
 		groupMask:  1<<(sp.PageShift+mttGroupShift) - 1,
 		pageMask:   1<<sp.PageShift - 1,
 	}
+	if demand {
+		r.sparse = newSparseMTT()
+	} else {
+		r.mtt = make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift)
+	}
 	g.variant[idx&mptGroupMask]++
 	vm.regions++
-	vm.pages += sp.NPages
+	vm.pages += r.chargeLocked()
 	g.region[idx&mptGroupMask].Store(r)
 	return r, nil
 }
@@ -160,7 +167,7 @@ func (vm *VM) Region(handle uint32) (*Region, error) {
 // SetPages fills MTT entries from first on. Each PA is a multiple of the
 // region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
 // paging only): a write to it is a GuestFault. Nothing is changed on
-// error (ErrNoRegion, ErrInvalid). Replacing present entries does not wait for
+// error (ErrNoRegion, ErrInvalid, and ErrLimit for demand regions). Replacing present entries does not wait for
 // readers of the old ones: where those pages go away, use ClearPages first.
 func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.mu.Lock()
@@ -178,9 +185,14 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa, uint64(1)<<r.shift, MaxPA, ErrInvalid)
 		}
 	}
+	if more := r.missingLocked(first, pas); more > vm.lim.MaxPages-vm.pages {
+		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed: %w", vm.pages, vm.lim.MaxPages, more, ErrLimit)
+	}
+	vm.pages -= r.chargeLocked()
 	if r.setLocked(first, pas) {
 		r.generation.Add(1)
 	}
+	vm.pages += r.chargeLocked()
 	return nil
 }
 
@@ -204,7 +216,10 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	if err != nil {
 		return nil, fmt.Errorf("clear pages: %w", err)
 	}
-	if !r.clearLocked(first, count) {
+	vm.pages -= r.chargeLocked()
+	lost := r.clearLocked(first, count)
+	vm.pages += r.chargeLocked()
+	if !lost {
 		return nil, nil
 	}
 	r.generation.Add(1)
@@ -254,7 +269,7 @@ func (vm *VM) revokeLocked(r *Region) {
 	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
 	vm.free = append(vm.free, idx)
 	vm.regions--
-	vm.pages -= r.npages
+	vm.pages -= r.chargeLocked()
 	r.generation.Add(1)
 }
 

@@ -49,17 +49,33 @@ func TestTwoStages(t *testing.T) {
 type naiveRegion struct {
 	spec  RegionSpec
 	r     *Region
-	pages map[uint64]PA
+	pages map[uint64]PA // with readOnlyPA
 }
 
 // pa translates one byte.
-func (n *naiveRegion) pa(va VA) (PA, bool) {
+func (n *naiveRegion) pa(va VA, write bool) (PA, bool) {
 	if n.spec.Flags&Phys != 0 {
 		return PA(va), true
 	}
 	off := uint64(va-n.spec.IOVA) + n.spec.Offset
 	pa, ok := n.pages[off>>n.spec.PageShift]
+	if pa&readOnlyPA != 0 {
+		ok, pa = !write, pa-readOnlyPA
+	}
 	return pa + PA(off&(1<<n.spec.PageShift-1)), ok
+}
+
+// charge is what the region counts against the quota: its pages, or, paging on
+// demand, 512 for each group of 512 that is not empty (ODP-1).
+func (n *naiveRegion) charge() uint64 {
+	if n.spec.Flags&DemandPaging == 0 {
+		return n.spec.NPages
+	}
+	groups := map[uint64]bool{}
+	for p := range n.pages {
+		groups[p/512] = true
+	}
+	return uint64(len(groups)) * 512
 }
 
 // expect says what an access of n bytes must yield: the first miss, by looking
@@ -77,7 +93,7 @@ func expect(regions map[Key]*naiveRegion, s naiveSpace, key Key, pd PD, va VA, n
 		return OutOfRange, va
 	}
 	for o := uint64(0); o < n; {
-		pa, ok := reg.pa(va + VA(o))
+		pa, ok := reg.pa(va+VA(o), need.writes())
 		if !ok {
 			return GuestFault, va + VA(o)
 		}
@@ -130,14 +146,29 @@ func TestVMModel(t *testing.T) {
 			}
 			return nil
 		}
+		usage := func() (n uint64) {
+			for _, r := range model {
+				n += r.charge()
+			}
+			return n
+		}
 		for range 350 {
 			switch r := pick(); rng.IntN(6) {
 			case 0:
 				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))], PageShift: uint8(12 + max(0, rng.IntN(20)-10)),
 					IOVA: VA(rng.Uint64() >> rng.IntN(20)), Length: 1 + rng.Uint64N(8<<20)}
-				if rng.IntN(8) == 0 {
+				switch rng.IntN(8) {
+				case 0:
 					sp = RegionSpec{PD: sp.PD, Access: sp.Access, Flags: Phys, IOVA: VA(base) - VA(rng.IntN(4096)), Length: sp.Length}
-				} else {
+				case 1:
+					sp.Flags, sp.IOVA, sp.PageShift = DemandPaging|Implicit, 0, 12
+					sp.Length = MaxImplicit >> rng.IntN(30)
+					sp.NPages = sp.Length >> 12
+				default:
+					if rng.IntN(2) == 0 {
+						sp.Flags = DemandPaging
+						sp.Length <<= rng.IntN(20)
+					}
 					sp.Offset = rng.Uint64N(1 << sp.PageShift)
 					sp.NPages = (sp.Offset+sp.Length-1)>>sp.PageShift + 1 + uint64(rng.IntN(2))
 				}
@@ -167,9 +198,9 @@ func TestVMModel(t *testing.T) {
 					break
 				}
 				first := rng.Uint64N(r.spec.NPages)
-				n := 1 + rng.Uint64N(r.spec.NPages-first)
+				n := 1 + rng.Uint64N(min(r.spec.NPages-first, 5000))
 				if rng.IntN(2) == 0 {
-					first, n = 0, r.spec.NPages
+					first, n = 0, min(r.spec.NPages, 5000)
 				}
 				pas := make([]PA, n)
 				at := base + PA(rng.IntN(pages))<<PageShift
@@ -182,15 +213,30 @@ func TestVMModel(t *testing.T) {
 						}
 					}
 					pas[i] &^= 1<<r.spec.PageShift - 2
+					if r.spec.Flags&DemandPaging != 0 && (i/100)%3 == 1 {
+						pas[i] |= readOnlyPA
+					}
 					at += 1 << r.spec.PageShift
 				}
 				gen, lost := r.r.Generation(), false
 				if err := vm.SetPages(r.r.Handle(), first, pas); err != nil {
-					t.Fatal(err)
+					more := map[uint64]bool{} // groups that would have come
+					for i, pa := range pas {
+						if pa&absentPA == 0 {
+							more[(first+uint64(i))/512] = true
+						}
+					}
+					for p := range r.pages {
+						delete(more, p/512)
+					}
+					if used := usage(); !errors.Is(err, ErrLimit) || used+512*uint64(len(more)) <= vm.lim.MaxPages {
+						t.Fatalf("%d pages used, %d groups more: %v", used, len(more), err)
+					}
+					break
 				}
 				for i, pa := range pas {
 					old, had := r.pages[first+uint64(i)]
-					lost = lost || had && old != pa
+					lost = lost || had && old != pa && old != pa|readOnlyPA
 					if r.pages[first+uint64(i)] = pa; pa&1 != 0 {
 						delete(r.pages, first+uint64(i))
 					}
@@ -204,14 +250,19 @@ func TestVMModel(t *testing.T) {
 				}
 				first := rng.Uint64N(r.spec.NPages)
 				n := min(rng.Uint64N(r.spec.NPages-first+1), rng.Uint64N(700))
+				if rng.IntN(4) == 0 {
+					first = rng.Uint64N(min(r.spec.NPages, 1500))
+					n = rng.Uint64N(r.spec.NPages - first)
+				}
 				gen, lost := r.r.Generation(), false
 				if err := vm.ClearPages(t.Context(), r.r.Handle(), first, n); err != nil {
 					t.Fatal(err)
 				}
-				for p := first; p < first+n; p++ {
-					_, had := r.pages[p]
-					lost = lost || had
-					delete(r.pages, p)
+				for p := range r.pages {
+					if p >= first && p-first < n {
+						lost = true
+						delete(r.pages, p)
+					}
 				}
 				if lost != (r.r.Generation() != gen) {
 					t.Fatal("generation does not tell")
@@ -224,6 +275,12 @@ func TestVMModel(t *testing.T) {
 				}
 				key, pd, need := r.r.LKey(), r.spec.PD, []Access{0, LocalWrite, RemoteRead, RemoteWrite}[rng.IntN(4)]
 				va, n := r.spec.IOVA+VA(rng.Uint64N(r.spec.Length)), 1+rng.Uint64N(20000)
+				for p := range r.pages { // most often where something is
+					if at := p<<r.spec.PageShift + rng.Uint64N(1<<r.spec.PageShift) - r.spec.Offset; at < r.spec.Length && rng.IntN(4) > 0 {
+						va = r.spec.IOVA + VA(at)
+					}
+					break
+				}
 				switch rng.IntN(12) {
 				case 0:
 					pd++
@@ -244,10 +301,7 @@ func TestVMModel(t *testing.T) {
 			}
 		}
 		regions, used := vm.Usage()
-		want := uint64(0)
-		for _, r := range model {
-			want += r.spec.NPages
-		}
+		want := usage()
 		if regions != len(model) || used != want {
 			t.Fatalf("round %d: usage %d, %d; model %d, %d", round, regions, used, len(model), want)
 		}
@@ -269,10 +323,7 @@ func TestVMModel(t *testing.T) {
 func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace, key Key, pd PD, va VA, n uint64, need Access) {
 	t.Helper()
 	// Large lengths are for keys and ranges; copies are made of small ones.
-	kind, at := expect(model, ms, key, pd, va, min(n, 1<<32), need)
-	if n > 1<<32 && kind != BadKey && kind != BadPD && kind != BadAccess {
-		kind, at = OutOfRange, va
-	}
+	kind, at := expect(model, ms, key, pd, va, n, need)
 	checkKind := kind
 	if kind == GuestFault || kind == HostFault || kind == BadAddress {
 		checkKind = None
@@ -289,7 +340,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 			t.Fatalf("resolve: %d of %d bytes", len(b), n)
 		}
 		for o := 0; ; o = min(o+PageSize, len(b)-1) {
-			pa, ok := model[key].pa(va + VA(o))
+			pa, ok := model[key].pa(va+VA(o), need.writes())
 			h, kind := ms.at(pa)
 			if !ok || kind != None || h != addrOf(b)+hostAddr(o) {
 				t.Fatalf("resolve: byte %d of %d is wrong", o, len(b))
@@ -306,18 +357,26 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 	for i := range src {
 		src[i] = byte(va) + byte(i)
 	}
+	wneed, wkind, wat := need, kind, at
+	if !need.writes() {
+		wneed |= LocalWrite
+		wkind, wat = expect(model, ms, key, pd, va, n, wneed)
+	}
 	m = vm.Write(key, pd, va, src, need)
-	if m.Kind != kind || kind != None && (m.VA != at || m.Len != n || m.Key != key) {
-		t.Fatalf("write %#x %v %d: %+v, model says %v at %v", key, va, n, m, kind, at)
+	if m.Kind != wkind || wkind != None && (m.VA != wat || m.Key != key) {
+		t.Fatalf("write %#x %v %d: %+v, model says %v at %v", key, va, n, m, wkind, wat)
+	}
+	if left := n - uint64(wat-va); wkind != None && m.Len != left && !(m.Len > 0 && m.Len < left && (wkind == HostFault || wkind == BadAddress)) {
+		t.Fatalf("write %#x %v %d: %+v wants %d bytes, model says %d", key, va, n, m, m.Len, left)
 	}
 	dst := make([]byte, n)
 	m = vm.Read(dst, key, pd, va, need)
 	if m.Kind != kind || kind != None && m.VA != at {
 		t.Fatalf("read: %+v, model says %v at %v", m, kind, at)
 	}
-	if kind == None { // the model's byte is where the write put it
+	if wkind == None { // the model's byte is where the write put it
 		for _, o := range []uint64{0, n / 2, n - 1} {
-			pa, _ := model[key].pa(va + VA(o))
+			pa, _ := model[key].pa(va+VA(o), true)
 			var one [1]byte
 			if m := vm.space.Read(one[:], pa); !m.OK() || one[0] != dst[o] {
 				t.Fatalf("byte %d is not at %v", o, pa)
@@ -326,7 +385,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 	}
 	kind, _ = expect(model, ms, key, pd, va, 8, need)
 	if pa, ok := PA(0), false; kind == None {
-		if pa, ok = model[key].pa(va); !ok || pa%8 != 0 {
+		if pa, ok = model[key].pa(va, need.writes()); !ok || pa%8 != 0 {
 			kind = BadAddress
 		}
 	}
@@ -362,6 +421,15 @@ func TestCreateRegionRefuses(t *testing.T) {
 		"atomic, not local":   func(s *RegionSpec) { s.Access = RemoteAtomic },
 		"access bits":         func(s *RegionSpec) { s.Access |= 1 << 9 },
 		"flags":               func(s *RegionSpec) { s.Flags = 1 << 5 },
+		"implicit, pinned":    func(s *RegionSpec) { s.Flags, s.IOVA = Implicit, 0 },
+		"implicit, IOVA":      func(s *RegionSpec) { s.Flags = Implicit | DemandPaging },
+		"implicit, offset":    func(s *RegionSpec) { s.Flags, s.IOVA, s.Offset = Implicit|DemandPaging, 0, 1; s.Length -= 1 },
+		"implicit, shift":     func(s *RegionSpec) { s.Flags, s.IOVA, s.PageShift = Implicit|DemandPaging, 0, 13; s.NPages = 1 },
+		"implicit, pages":     func(s *RegionSpec) { s.Flags, s.IOVA, s.NPages = Implicit|DemandPaging, 0, 3 },
+		"implicit, 2^57 + 1": func(s *RegionSpec) {
+			s.Flags, s.IOVA, s.NPages, s.Length = Implicit|DemandPaging, 0, MaxImplicit>>12+1, MaxImplicit+4096
+		},
+		"implicit, physical":  func(s *RegionSpec) { s.Flags, s.IOVA, s.NPages = Implicit|Phys, 0, 0 },
 		"physical with pages": func(s *RegionSpec) { s.Flags = Phys },
 	} {
 		vm := NewVM(NewSpace(1), Limits{})

@@ -1,0 +1,235 @@
+package translate
+
+import "sync/atomic"
+
+// The MTT: one word per page in groups of 512. An entry is PA | 1 when present,
+// | 2 if it must not be written through, else 0. If all pages of a group are
+// physically contiguous, run holds the first entry: then a lookup skips the
+// entries, and a region of 10 million such pages is described by 300 KiB. run is
+// a shortcut beside entries that are always right.
+//
+// The groups of a pinned region lie in one slice; their entries are made when
+// first written. Those of a demand region lie in a sparseMTT, and exist while
+// one of their pages is present: creating such a region costs the same however
+// large it is.
+const (
+	mttGroupShift = 9
+	mttGroupSize  = 1 << mttGroupShift
+	mttGroupMask  = mttGroupSize - 1
+
+	mttPresent  = 1
+	mttReadOnly = 2
+	mttFlags    = mttPresent | mttReadOnly
+)
+
+type mttGroup struct {
+	run     atomic.Uint64
+	entries atomic.Pointer[mttEntries]
+}
+
+type mttEntries [mttGroupSize]atomic.Uint64
+
+// group returns group n of the table, nil or one without entries if none of its
+// pages is present. n may be beyond the table.
+func (r *Region) group(n uint64) *mttGroup {
+	if n < uint64(len(r.mtt)) {
+		return &r.mtt[n]
+	}
+	if r.sparse == nil {
+		return nil
+	}
+	return r.sparse.find(n)
+}
+
+// page returns the entry of page p, and how many pages from p on are known to
+// be contiguous.
+func (r *Region) page(p uint64) (entry, contiguous uint64) {
+	g := r.group(p >> mttGroupShift)
+	if g == nil {
+		return 0, 0
+	}
+	i := p & mttGroupMask
+	if w := g.run.Load(); w != 0 {
+		return w + i<<(r.shift&63), mttGroupSize - i
+	}
+	t := g.entries.Load()
+	if t == nil {
+		return 0, 0
+	}
+	return t[i].Load(), 1
+}
+
+// toPA translates off, an offset into the region that has been checked, and
+// says how many of the n bytes from there on are physically contiguous (at
+// least 1). ok is false when the page is absent, or read-only and to be written.
+func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
+	if r.phys {
+		return PA(uint64(r.iova) + off), n, true
+	}
+	off += r.offset
+	shift := r.shift & 63
+	p := off >> shift
+	in := off & (1<<shift - 1)
+	w, pages := r.page(p)
+	if w == 0 || write && w&mttReadOnly != 0 {
+		return 0, 0, false
+	}
+	pa = PA(w&^mttFlags + in)
+	got = pages<<shift - in
+	for got < n {
+		p += pages
+		w += pages << shift
+		next, more := r.page(p)
+		if next != w {
+			break
+		}
+		got += more << shift
+		pages = more
+	}
+	return pa, min(got, n), true
+}
+
+// Below: the writer's side, under VM.mu.
+
+// chargeLocked returns what the region counts against Limits.MaxPages.
+func (r *Region) chargeLocked() uint64 {
+	switch {
+	case r.demand:
+		return uint64(r.sparse.live) << mttGroupShift
+	case r.phys:
+		return 0
+	}
+	return r.npages
+}
+
+// eachPart cuts pages [first, first+n) where groups begin: f gets the group's
+// number, the part's first page in it, and the part's place in the whole.
+func eachPart(first, n uint64, f func(group, in, from, to uint64)) {
+	for from := uint64(0); from < n; {
+		in := (first + from) & mttGroupMask
+		to := min(n, from+mttGroupSize-in)
+		f((first+from)>>mttGroupShift, in, from, to)
+		from = to
+	}
+}
+
+// missingLocked returns how much setLocked would add to chargeLocked at most.
+func (r *Region) missingLocked(first uint64, pas []PA) (pages uint64) {
+	if r.demand {
+		eachPart(first, uint64(len(pas)), func(n, _, from, to uint64) {
+			if !r.existsLocked(n) && anyPresent(pas[from:to]) {
+				pages += mttGroupSize
+			}
+		})
+	}
+	return pages
+}
+
+// existsLocked reports whether group n has entries.
+func (r *Region) existsLocked(n uint64) bool {
+	g := r.group(n)
+	return g != nil && g.entries.Load() != nil
+}
+
+func anyPresent(pas []PA) bool {
+	for _, pa := range pas {
+		if pa&absentPA == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// setLocked stores pas from page first on; ranges have been checked. It
+// reports whether a present entry was changed or removed: the same page made
+// writable is no change for those who read it.
+func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
+	eachPart(first, uint64(len(pas)), func(n, in, from, to uint64) {
+		g, part := r.group(n), pas[from:to]
+		if !r.existsLocked(n) {
+			switch {
+			case !anyPresent(part):
+				return
+			case r.demand:
+				g = r.sparse.makeLocked(n)
+			default:
+				g.entries.Store(new(mttEntries))
+			}
+		}
+		t := g.entries.Load()
+		for k, pa := range part {
+			w := uint64(0)
+			if pa&absentPA == 0 {
+				w = uint64(pa) | mttPresent // readOnlyPA is mttReadOnly
+			}
+			e := &t[in+uint64(k)]
+			if old := e.Load(); old != w {
+				lost = lost || old != 0 && old != w|mttReadOnly
+				e.Store(w)
+			}
+		}
+		g.summariseLocked(r.shift, r.npages-n<<mttGroupShift)
+		r.dropEmptyLocked(n, t)
+	})
+	return lost
+}
+
+// clearLocked removes count entries from page first on, in time that depends
+// on what is there. It reports whether there was any.
+func (r *Region) clearLocked(first, count uint64) (lost bool) {
+	clearPart := func(n, in, size uint64) {
+		if !r.existsLocked(n) {
+			return
+		}
+		g := r.group(n)
+		t := g.entries.Load()
+		for k := in; k < in+size; k++ {
+			if t[k].Load() != 0 {
+				lost = true
+				t[k].Store(0)
+			}
+		}
+		g.run.Store(0)
+		r.dropEmptyLocked(n, t)
+	}
+	if r.demand && count>>mttGroupShift > uint64(r.sparse.live) {
+		for _, n := range r.sparse.numbersLocked() {
+			from := max(first, n<<mttGroupShift)
+			to := min(first+count-1, n<<mttGroupShift|mttGroupMask) // the last page, which cannot overflow
+			if from <= to {
+				clearPart(n, from&mttGroupMask, to-from+1)
+			}
+		}
+		return lost
+	}
+	eachPart(first, count, func(n, in, from, to uint64) { clearPart(n, in, to-from) })
+	return lost
+}
+
+// dropEmptyLocked takes group n, whose entries are t, out of a demand region if
+// all of them are absent. Readers that have it still find it empty.
+func (r *Region) dropEmptyLocked(n uint64, t *mttEntries) {
+	if !r.demand {
+		return
+	}
+	for k := range t {
+		if t[k].Load() != 0 {
+			return
+		}
+	}
+	r.sparse.dropLocked(n)
+}
+
+// summariseLocked makes run agree with the entries, of which the region has n
+// (the last group may be short; nobody looks beyond).
+func (g *mttGroup) summariseLocked(shift uint8, n uint64) {
+	t := g.entries.Load()
+	w := t[0].Load()
+	for k := range min(n, mttGroupSize) {
+		if w == 0 || t[k].Load() != w+k<<shift {
+			w = 0
+			break
+		}
+	}
+	g.run.Store(w)
+}

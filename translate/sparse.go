@@ -1,0 +1,161 @@
+package translate
+
+import (
+	"math/bits"
+	"math/rand/v2"
+	"sync/atomic"
+)
+
+// sparseMTT holds the groups of a demand region by number: a hash table, so
+// that its size follows what is present and a lookup in 2^57 bytes of address
+// space costs what one in a small region does.
+//
+// Readers take no lock and never retry: a group is in one of the sparseProbes
+// slots from its home on, before the first that was never used. A slot belongs
+// to one group number for ever, whether that group exists at the moment or not,
+// so that a reader who found the number finds no other group beneath it. When
+// no slot is left within reach, or half of them are used, the writer (under
+// VM.mu) copies what exists to a new table, which replaces the old one. Who
+// still reads the old one is in an epoch that every later release waits for.
+//
+// The multiplier that finds the home is drawn at random for each table, so that
+// no guest can choose numbers that collide.
+type sparseMTT struct {
+	table atomic.Pointer[sparseTable]
+	live  int // groups that exist; guarded by VM.mu
+}
+
+type sparseTable struct {
+	mul   uint64
+	shift uint8 // 64 - log2 of the number of homes
+	slots []sparseSlot
+	used  int // slots that have a number; guarded by VM.mu
+}
+
+// sparseSlot is 32 bytes, so that a lookup needs one cache line of it.
+type sparseSlot struct {
+	tag atomic.Uint64 // group number + 1; 0: never used. Changes once.
+	mttGroup
+	_ uint64
+}
+
+const (
+	sparseProbes  = 16
+	sparseMinBits = 2
+)
+
+func newSparseMTT() *sparseMTT {
+	t := new(sparseMTT)
+	t.table.Store(newSparseTable(sparseMinBits))
+	return t
+}
+
+func newSparseTable(homeBits int) *sparseTable {
+	return &sparseTable{
+		mul:   rand.Uint64() | 1,
+		shift: uint8(64 - homeBits),
+		slots: make([]sparseSlot, 1<<homeBits+sparseProbes),
+	}
+}
+
+// homes returns the number of slots at which a search may begin.
+func (t *sparseTable) homes() int { return len(t.slots) - sparseProbes }
+
+// reach returns the slots in which group n may be.
+func (t *sparseTable) reach(n uint64) []sparseSlot {
+	return t.slots[n*t.mul>>(t.shift&63):][:sparseProbes]
+}
+
+// find returns group n, or nil. A group that no longer exists may be returned
+// too: it is empty.
+func (m *sparseMTT) find(n uint64) *mttGroup {
+	reach := m.table.Load().reach(n)
+	for i := range reach {
+		switch reach[i].tag.Load() {
+		case n + 1:
+			return &reach[i].mttGroup
+		case 0:
+			return nil
+		}
+	}
+	return nil
+}
+
+// put gives group n these entries and this run, and returns it; nil if there
+// is no slot for it.
+func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) *mttGroup {
+	reach := t.reach(n)
+	for i := range reach {
+		s := &reach[i]
+		switch s.tag.Load() {
+		case 0:
+			t.used++
+		case n + 1:
+		default:
+			continue
+		}
+		s.entries.Store(entries)
+		s.run.Store(run)
+		s.tag.Store(n + 1)
+		return &s.mttGroup
+	}
+	return nil
+}
+
+// makeLocked returns group n, which does not exist, with all entries absent.
+func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
+	m.live++
+	entries := new(mttEntries)
+	if t := m.table.Load(); t.used < t.homes()/2 {
+		if g := t.put(n, entries, 0); g != nil {
+			return g
+		}
+	}
+	for {
+		m.rebuildLocked()
+		if g := m.table.Load().put(n, entries, 0); g != nil {
+			return g
+		}
+	}
+}
+
+// dropLocked makes group n, which exists, exist no more.
+func (m *sparseMTT) dropLocked(n uint64) {
+	g := m.find(n)
+	g.run.Store(0)
+	g.entries.Store(nil)
+	m.live--
+	if homes := m.table.Load().homes(); homes > 1<<sparseMinBits && m.live < homes/32 {
+		m.rebuildLocked()
+	}
+}
+
+// rebuildLocked copies what exists to a new table with four to eight homes for
+// each group.
+func (m *sparseMTT) rebuildLocked() {
+	old := m.table.Load().slots
+	homeBits := max(sparseMinBits, bits.Len(uint(4*m.live)))
+build:
+	for try := 1; ; try++ {
+		t := newSparseTable(homeBits + try/4) // more room, should many multipliers be unlucky
+		for i := range old {
+			if e := old[i].entries.Load(); e != nil && t.put(old[i].tag.Load()-1, e, old[i].run.Load()) == nil {
+				continue build
+			}
+		}
+		m.table.Store(t)
+		return
+	}
+}
+
+// numbersLocked returns the numbers of the groups that exist.
+func (m *sparseMTT) numbersLocked() []uint64 {
+	numbers := make([]uint64, 0, m.live)
+	slots := m.table.Load().slots
+	for i := range slots {
+		if slots[i].entries.Load() != nil {
+			numbers = append(numbers, slots[i].tag.Load()-1)
+		}
+	}
+	return numbers
+}

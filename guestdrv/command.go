@@ -13,23 +13,68 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// commander issues commands: up to cmdSlots at once, each with a request and a
-// response buffer of its own. A goroutine waits for answers.
-type commander struct {
-	d     *Device
-	slots chan *cmdSlot // free ones
-	all   [cmdSlots]*cmdSlot
-
-	// call is a duplicate of the queue's eventfd, so that answers are waited for
-	// without mu.
+// sharedQueue is a virtqueue that several goroutines use, one of which waits for
+// what the device returns.
+type sharedQueue struct {
+	// call is a duplicate of the queue's eventfd, so that waiting needs no mu.
 	call *os.File
 
 	mu sync.Mutex
 	q  *frontend.Queue // guarded by mu
 }
 
+func newSharedQueue(q *frontend.Queue) (*sharedQueue, error) {
+	fd, err := unix.FcntlInt(uintptr(q.CallFD()), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("duplicating the eventfd of queue %d: %w", q.Index(), err)
+	}
+	return &sharedQueue{call: os.NewFile(uintptr(fd), "call"), q: q}, nil
+}
+
+// close ends wait. The queue itself belongs to the front end.
+func (s *sharedQueue) close() {
+	if s != nil {
+		_ = s.call.Close()
+	}
+}
+
+// wait returns true when the device has returned something, false once s was closed.
+func (s *sharedQueue) wait() bool {
+	var b [8]byte
+	for {
+		s.mu.Lock()
+		s.q.EnableCall(true)
+		pending := s.q.Pending()
+		s.mu.Unlock()
+		if pending {
+			return true
+		}
+		if _, err := s.call.Read(b[:]); err != nil {
+			return false
+		}
+	}
+}
+
+// get is Queue.Get.
+func (s *sharedQueue) get() (token uint64, n uint32, ok bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.q.Get()
+}
+
+// commander issues commands: up to cmdSlots at once, each with a request and a
+// response buffer of its own. The device begins them in the order of submission
+// and answers in any. A goroutine waits for answers.
+type commander struct {
+	*sharedQueue
+	d     *Device
+	slots chan *cmdSlot // free ones
+	pairs chan struct{} // those who hold a slot and may want another
+	all   [cmdSlots]*cmdSlot
+}
+
 const (
-	cmdSlots    = 8
+	cmdSlots    = 16
 	cmdRespSize = pageSize
 )
 
@@ -37,6 +82,8 @@ type cmdSlot struct {
 	n    int
 	req  *Buffer
 	resp *Buffer
+	op   abi.Opcode
+	size int         // of the request
 	done chan uint32 // bytes that the device wrote
 }
 
@@ -45,7 +92,7 @@ type encoder interface{ Encode([]byte) }
 type decoder interface{ Decode([]byte) error }
 
 func newCommander(d *Device) (*commander, error) {
-	c := &commander{d: d, q: d.fe.Queue(abi.CommandQueue), slots: make(chan *cmdSlot, cmdSlots)}
+	c := &commander{d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
 	for i := range cmdSlots {
 		s := &cmdSlot{n: i, done: make(chan uint32, 1)}
 		var err error
@@ -58,38 +105,18 @@ func newCommander(d *Device) (*commander, error) {
 		c.all[i] = s
 		c.slots <- s
 	}
-	fd, err := unix.FcntlInt(uintptr(c.q.CallFD()), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("duplicating the command queue's eventfd: %w", err)
+	var err error
+	if c.sharedQueue, err = newSharedQueue(d.fe.Queue(abi.CommandQueue)); err != nil {
+		return nil, err
 	}
-	c.call = os.NewFile(uintptr(fd), "command queue call")
 	d.wg.Go(c.run)
 	return c, nil
-}
-
-// wait returns true when an answer is there, false once call was closed.
-func (c *commander) wait() bool {
-	var b [8]byte
-	for {
-		c.mu.Lock()
-		c.q.EnableCall(true)
-		pending := c.q.Pending()
-		c.mu.Unlock()
-		if pending {
-			return true
-		}
-		if _, err := c.call.Read(b[:]); err != nil {
-			return false
-		}
-	}
 }
 
 func (c *commander) run() {
 	for c.wait() {
 		for {
-			c.mu.Lock()
-			token, n, ok, err := c.q.Get()
-			c.mu.Unlock()
+			token, n, ok, err := c.get()
 			if err != nil {
 				c.d.fail(err)
 				return
@@ -102,68 +129,107 @@ func (c *commander) run() {
 	}
 }
 
-// submit hands slot s, whose request is n bytes long, to the device.
-func (c *commander) submit(s *cmdSlot, n int) error {
+// submit hands prepared slots to the device, in order.
+func (c *commander) submit(slots ...*cmdSlot) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	err := c.q.Add(uint64(s.n), []frontend.Buf{{PA: translate.PA(s.req.PA()), Len: uint32(n)}},
-		[]frontend.Buf{{PA: translate.PA(s.resp.PA()), Len: cmdRespSize}})
-	if err == nil {
-		c.q.Kick()
+	for _, s := range slots {
+		if err := c.q.Add(uint64(s.n), []frontend.Buf{{PA: translate.PA(s.req.PA()), Len: uint32(s.size)}},
+			[]frontend.Buf{{PA: translate.PA(s.resp.PA()), Len: cmdRespSize}}); err != nil {
+			return err
+		}
 	}
-	return err
+	c.q.Kick()
+	return nil
 }
 
-// do issues a command: fixed is encoded into size bytes, words follow it as a
-// page list. It returns the response's payload in resp, if that is not nil.
-func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
-	if err := d.users.enter(); err != nil {
-		return fmt.Errorf("%v: %w", op, err)
-	}
-	defer d.users.leave()
-	n := size + 8*len(words)
-	if abi.SizeReq+n > abi.CmdMax {
-		return invalid("%v with %d words is longer than %d bytes", op, len(words), abi.CmdMax)
-	}
+// slot waits for a free slot.
+func (c *commander) slot(op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
+	d := c.d
 	if err := d.closing(); err != nil {
-		return fmt.Errorf("%v: %w", op, err)
+		return nil, fmt.Errorf("%v: %w", op, err)
 	}
-	timeout := time.NewTimer(d.cfg.Timeout)
-	defer timeout.Stop()
-	var s *cmdSlot
 	select {
-	case s = <-d.cmds.slots:
+	case s := <-c.slots:
+		return s, nil
 	case <-d.ctx.Done():
-		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-d.fe.Gone():
-		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-timeout.C:
-		return fmt.Errorf("%v: %w", op, ErrTimeout)
+		return nil, fmt.Errorf("%v: %w", op, ErrTimeout)
 	}
+	return nil, fmt.Errorf("%v: %w", op, d.closing())
+}
+
+// prepare writes a request: fixed is encoded into size bytes, words follow it as a
+// page list.
+func (s *cmdSlot) prepare(op abi.Opcode, fixed encoder, size int, words []uint64) {
+	n := size + 8*len(words)
 	b := s.req.Bytes()
 	(&abi.Req{Opcode: op, Length: uint32(n)}).Encode(b)
 	if fixed != nil {
 		fixed.Encode(b[abi.SizeReq:])
 	}
 	abi.PutPAs(b[abi.SizeReq+size:], words)
-	if err := d.cmds.submit(s, abi.SizeReq+n); err != nil {
-		d.cmds.slots <- s
-		return fmt.Errorf("%v: %w", op, err)
-	}
-	var written uint32
+	s.op, s.size = op, abi.SizeReq+n
+}
+
+// finish waits for the answer to a submitted slot, puts the payload into resp, if
+// that is not nil, and frees the slot.
+func (c *commander) finish(s *cmdSlot, timeout *time.Timer, resp decoder) error {
+	d := c.d
 	select {
-	case written = <-s.done:
+	case written := <-s.done:
+		defer func() { c.slots <- s }()
+		return parseResponse(s.op, s.resp.Bytes(), written, resp)
 	case <-d.ctx.Done():
-		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-d.fe.Gone():
-		return fmt.Errorf("%v: %w", op, d.closing())
 	case <-timeout.C:
 		// The slot is lost: its buffers may still be written to.
 		d.fail(ErrTimeout)
-		return fmt.Errorf("%v: %w", op, ErrTimeout)
+		return fmt.Errorf("%v: %w", s.op, ErrTimeout)
 	}
-	defer func() { d.cmds.slots <- s }()
-	return parseResponse(op, s.resp.Bytes(), written, resp)
+	return fmt.Errorf("%v: %w", s.op, d.closing())
+}
+
+// do issues a command and waits for its answer: fixed is encoded into size bytes,
+// words follow it as a page list. The response's payload is put into resp, if that
+// is not nil.
+func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
+	wait, err := d.begin(op, fixed, size, resp, words...)
+	if err != nil {
+		return err
+	}
+	return wait()
+}
+
+// begin is do in two halves: when it returns, the command is in its place among all
+// others. The caller then calls wait once.
+func (d *Device) begin(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) (wait func() error, err error) {
+	if n := abi.SizeReq + size + 8*len(words); n > abi.CmdMax {
+		return nil, invalid("%v with %d words is longer than %d bytes", op, len(words), abi.CmdMax)
+	}
+	if err := d.users.enter(); err != nil {
+		return nil, fmt.Errorf("%v: %w", op, err)
+	}
+	timeout := time.NewTimer(d.cfg.Timeout)
+	s, err := d.cmds.slot(op, timeout)
+	if err == nil {
+		s.prepare(op, fixed, size, words)
+		if err = d.cmds.submit(s); err != nil {
+			err = fmt.Errorf("%v: %w", op, err)
+			d.cmds.slots <- s
+		}
+	}
+	if err != nil {
+		timeout.Stop()
+		d.users.leave()
+		return nil, err
+	}
+	return func() error {
+		defer d.users.leave()
+		defer timeout.Stop()
+		return d.cmds.finish(s, timeout, resp)
+	}, nil
 }
 
 // parseResponse judges what the device wrote: a header and, on success, a payload.

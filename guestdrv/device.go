@@ -9,7 +9,6 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
-	"github.com/vnicd/vnicd/translate"
 )
 
 var le = binary.LittleEndian
@@ -37,11 +36,13 @@ type Device struct {
 	cmds *commander
 	dbs  []*doorbell
 
-	events chan abi.Event
-	ahs    ahTable
+	async *asyncEvents
+	ahs   ahTable
 
 	mu  sync.Mutex
-	cqs map[uint32]*CQ // by number, for completion events
+	cqs map[uint32]*CQ // by number, for completion events; guarded by mu
+
+	faults faultServer
 
 	users  users
 	ctx    context.Context // ends with Close
@@ -71,7 +72,7 @@ func Open(path string, cfg Config) (_ *Device, err error) {
 	if cfg.AHEntries == 0 {
 		cfg.AHEntries = defaultAHs
 	}
-	d := &Device{cfg: cfg, cqs: map[uint32]*CQ{}, events: make(chan abi.Event)}
+	d := &Device{cfg: cfg, cqs: map[uint32]*CQ{}, faults: faultServer{regions: map[uint32]*OnDemandMR{}}}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {
@@ -129,11 +130,11 @@ func (d *Device) startQueues() error {
 	if d.cmds, err = newCommander(d); err != nil {
 		return err
 	}
-	if err := d.eventQueue(abi.EventQueue, abi.SizeEvent, d.onEvent); err != nil {
+	if d.async, err = newAsyncEvents(d); err != nil {
 		return err
 	}
 	for i := range int(d.conf.NumCEQs) {
-		if err := d.eventQueue(abi.CEQQueue(i), abi.SizeCEQE, d.onCompletion); err != nil {
+		if err := d.completionQueue(abi.CEQQueue(i)); err != nil {
 			return err
 		}
 	}
@@ -159,7 +160,10 @@ func (d *Device) Close() error {
 			err = d.fe.Close()
 		}
 		if d.cmds != nil {
-			_ = d.cmds.call.Close()
+			d.cmds.close()
+		}
+		if d.async != nil {
+			d.async.close()
 		}
 		d.wg.Wait()
 		<-idle
@@ -183,99 +187,6 @@ func (d *Device) err() error {
 	d.failMu.Lock()
 	defer d.failMu.Unlock()
 	return d.failed
-}
-
-// eventQueue fills queue index with device-writable buffers of size bytes and
-// starts the goroutine that hands what arrives in them to handle and gives them
-// back.
-func (d *Device) eventQueue(index, size int, handle func([]byte) bool) error {
-	q := d.fe.Queue(index)
-	bufs, err := d.mem.alloc(uint64(size*queueSize), pageSize)
-	if err != nil {
-		return err
-	}
-	give := func(i int) error {
-		return q.Add(uint64(i), nil, []frontend.Buf{{PA: translate.PA(bufs.PA() + uint64(i*size)), Len: uint32(size)}})
-	}
-	for i := range queueSize {
-		if err := give(i); err != nil {
-			return err
-		}
-	}
-	q.Kick()
-	d.wg.Go(func() {
-		b := make([]byte, size)
-		for q.Wait(d.ctx) == nil {
-			i, n, ok, err := q.Get()
-			if err == nil && ok && n < uint32(size) {
-				err = fmt.Errorf("queue %d: event of %d bytes, expected %d", index, n, size)
-			}
-			if err != nil {
-				d.fail(err)
-				return
-			}
-			if !ok {
-				continue
-			}
-			copy(b, bufs.Bytes()[int(i)*size:])
-			if !handle(b) {
-				return
-			}
-			if err := give(int(i)); err != nil {
-				d.fail(err)
-				return
-			}
-			q.Kick()
-		}
-	})
-	return nil
-}
-
-// onEvent passes an asynchronous event to NextEvent. While nobody takes it, no
-// buffer goes back to the device, which then keeps further events: none is lost.
-func (d *Device) onEvent(b []byte) bool {
-	var e abi.Event
-	if err := e.Decode(b); err != nil {
-		d.fail(err)
-		return false
-	}
-	select {
-	case d.events <- e:
-		return true
-	case <-d.ctx.Done():
-		return false
-	}
-}
-
-func (d *Device) onCompletion(b []byte) bool {
-	var e abi.CEQE
-	if err := e.Decode(b); err != nil {
-		d.fail(err)
-		return false
-	}
-	d.mu.Lock()
-	cq := d.cqs[e.CQN]
-	d.mu.Unlock()
-	if cq != nil { // else: destroyed meanwhile
-		select {
-		case cq.event <- struct{}{}:
-		default:
-		}
-	}
-	return true
-}
-
-// NextEvent waits for an asynchronous event.
-func (d *Device) NextEvent(ctx context.Context) (abi.Event, error) {
-	select {
-	case e := <-d.events:
-		return e, nil
-	case <-ctx.Done():
-		return abi.Event{}, ctx.Err()
-	case <-d.ctx.Done():
-	case <-d.fe.Gone():
-	}
-	return abi.Event{}, d.closing()
 }
 
 // MAC is the address that the HCA shares with the VM's NIC.

@@ -19,7 +19,10 @@ const (
 )
 
 // memory is the driver's "guest memory": a sealed memfd, handed out in pages.
-type memory struct{ *frontend.Memory }
+type memory struct {
+	*frontend.Memory
+	size uint64
+}
 
 func newMemory(size uint64) (*memory, error) {
 	size = (size + pageSize - 1) &^ (pageSize - 1)
@@ -27,7 +30,7 @@ func newMemory(size uint64) (*memory, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%d bytes of memory: %w", size, err)
 	}
-	return &memory{m}, nil
+	return &memory{m, size}, nil
 }
 
 // alloc takes n bytes, rounded up to pages, contiguous in VA and PA, zeroed, and
@@ -47,6 +50,9 @@ func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 	}
 	return &Buffer{mem: m, pa: uint64(pa), size: int(size), data: data[:n:n], va: addressOf(data)}, nil
 }
+
+// has tells whether the page at pa is the driver's.
+func (m *memory) has(pa uint64) bool { return pa-uint64(paBase) < m.size }
 
 // Buffer is memory that both this process and the device can reach: whole pages,
 // contiguous in VA and in PA. It must not be used after Free or Device.Close.

@@ -65,7 +65,7 @@ type PageSpec struct {
 	Length    uint64   // bytes, > 0
 	Offset    uint64   // of the first byte in the first page
 	PageShift uint8    // 12..30
-	PAs       []uint64 // one per page; abi.MTTAbsent set: absent
+	PAs       []uint64 // one per page; abi.MTTAbsent set: absent, faults of which come from NextEvent
 	Access    uint32   // abi.Access bits
 	Flags     uint32   // abi.MRPhys: no PAs, VAs are PAs
 }
@@ -76,16 +76,24 @@ func (p *PD) RegisterPages(s PageSpec) (*MR, error) {
 		PDN: p.num, Access: s.Access, Flags: s.Flags, PageShift: s.PageShift, IOVA: s.IOVA, Length: s.Length,
 		Offset: s.Offset, NPages: uint64(len(s.PAs)),
 	}
-	var resp abi.CreateMRResp
-	if err := p.d.do(abi.CmdCreateMR, &req, abi.SizeCreateMR, &resp); err != nil {
+	mr, err := p.d.createMR(&req)
+	if err != nil {
 		return nil, err
 	}
-	mr := &MR{d: p.d, lkey: resp.LKey, rkey: resp.RKey, handle: resp.Handle, iova: s.IOVA, length: s.Length}
+	p.d.faults.add(mr.lkey, nil)
 	if err := mr.SetPages(0, s.PAs); err != nil {
 		_ = mr.Deregister()
 		return nil, err
 	}
 	return mr, nil
+}
+
+func (d *Device) createMR(req *abi.CreateMR) (*MR, error) {
+	var resp abi.CreateMRResp
+	if err := d.do(abi.CmdCreateMR, req, abi.SizeCreateMR, &resp); err != nil {
+		return nil, err
+	}
+	return &MR{d: d, lkey: resp.LKey, rkey: resp.RKey, handle: resp.Handle, iova: req.IOVA, length: req.Length}, nil
 }
 
 // SetPages replaces the table entries from first on. Large lists take several
@@ -104,7 +112,10 @@ func (m *MR) SetPages(first uint64, pas []uint64) error {
 }
 
 // Deregister returns when nothing uses the memory any more (EP-3).
-func (m *MR) Deregister() error { return m.d.onHandle(abi.CmdDestroyMR, m.handle, nil) }
+func (m *MR) Deregister() error {
+	m.d.faults.forget(m.lkey)
+	return m.d.onHandle(abi.CmdDestroyMR, m.handle, nil)
+}
 
 // LKey is the key for local segments.
 func (m *MR) LKey() uint32 { return m.lkey }

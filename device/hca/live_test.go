@@ -156,7 +156,8 @@ func (c *client) end(t *testing.T) *end {
 
 func join(t *testing.T, a, b *end) {
 	t.Helper()
-	o := guestdrv.ConnectOptions{Timeout: 10, RetryCnt: 3}
+	// A second in all: a busy machine may leave a loop waiting for its turn that long.
+	o := guestdrv.ConnectOptions{Timeout: 15}
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
 		if err := x[0].qp.Connect(p, o); err != nil {

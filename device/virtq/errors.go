@@ -47,3 +47,17 @@ func (e *MissError) Unwrap() error {
 	}
 	return ErrBroken
 }
+
+// Absent returns the miss of an error that the host driver can repair, after
+// which the same call may be repeated; for every other error, and nil, a miss
+// that is OK.
+func Absent(err error) translate.Miss {
+	if err == nil {
+		return translate.Miss{}
+	}
+	var m *MissError
+	if errors.As(err, &m) && m.Miss.Kind == translate.HostFault {
+		return m.Miss
+	}
+	return translate.Miss{}
+}

@@ -2,7 +2,6 @@ package virtq
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"sync/atomic"
 
@@ -395,10 +394,7 @@ func (q *Queue) storeAvailEvent(v uint16) error {
 
 // IsRepairable tells whether err is a miss that the host can repair, after
 // which the same call may be repeated.
-func IsRepairable(err error) bool {
-	var m *MissError
-	return errors.As(err, &m) && m.Miss.Kind == translate.HostFault
-}
+func IsRepairable(err error) bool { return Absent(err).Fault() }
 
 // Resume reads the used index and continues from it. A front end that lost its
 // back end knows only that index and hands it over as the base; where the two

@@ -25,6 +25,8 @@ type pair struct {
 	loop *engine.Loop
 	mail *engine.Mailbox[*packet.Buf]
 	hook *engine.Hook
+	// wakeups carries served faults from the host driver to the loop.
+	wakeups *engine.Mailbox[served]
 
 	// For other goroutines to see.
 	receiving, sending atomic.Bool
@@ -35,8 +37,11 @@ type pair struct {
 	rxDirty, txDirty bool // pushed, not yet signalled
 	rxc              [maxMerge]virtq.Chain
 	txc              virtq.Chain
-	txOpen           bool        // txc is popped and not pushed
-	cur              *packet.Buf // what Poll is sending
+	rxWait, txWait   waiter
+	held             []*packet.Buf // frames for rx while it waits, oldest first
+	txSkip           bool          // the next chain cannot be read, ever
+	txOpen           bool          // txc is popped and not pushed
+	cur              *packet.Buf   // what Poll is sending
 	watch            *engine.Watch
 	timer            *engine.Timer // instead of watch, when the driver never kicks
 }
@@ -44,12 +49,17 @@ type pair struct {
 func newPair(d *Device, i int, l *engine.Loop) *pair {
 	p := &pair{d: d, i: i, loop: l}
 	p.mail = engine.NewMailbox(l, mailboxSize, p.receive, (*packet.Buf).Free, engine.Name("vnet mailbox"), engine.OnFault(d.ownFault))
+	p.held = make([]*packet.Buf, 0, heldFrames)
+	p.rxWait.init(p, p.resumeRx)
+	p.txWait.init(p, p.resumeTx)
+	p.wakeups = engine.NewMailbox(l, 8, p.wakeup, nil, engine.Name("vnet faults"), engine.OnFault(d.ownFault))
 	p.hook = l.AtFlush(p.flush, engine.Name("vnet flush"), engine.OnFault(d.ownFault))
 	return p
 }
 
 func (p *pair) close() {
 	p.mail.Close()
+	p.wakeups.Close()
 	p.hook.Close()
 }
 
@@ -82,6 +92,7 @@ func (p *pair) stopRx() {
 		q := p.rx
 		p.rx = nil
 		p.receiving.Store(false)
+		p.dropHeld()
 		if p.rxDirty {
 			p.rxDirty = false
 			p.inEpoch(q, q.Signal)
@@ -129,6 +140,7 @@ func (p *pair) stopTx() {
 		q := p.tx
 		p.tx = nil
 		p.sending.Store(false)
+		p.txWait.waiting, p.txSkip = false, false
 		if p.txDirty {
 			p.txDirty = false
 			p.inEpoch(q, q.Signal)

@@ -6,6 +6,7 @@ import (
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // maxMerge bounds the guest buffers that one frame may be spread over: 64 KiB
@@ -24,6 +25,17 @@ func (p *pair) receive(b *packet.Buf) {
 		p.d.drop(p.loop, lfe.NotReady)
 		return
 	}
+	if p.rxWait.waiting {
+		p.hold(b)
+		return
+	}
+	if !p.deliver(q, b.Bytes()) {
+		p.hold(b)
+	}
+}
+
+// deliver is put with all that surrounds an access to the guest's memory.
+func (p *pair) deliver(q *virtq.Queue, frame []byte) (done bool) {
 	// The caller may be another VM's transmit: if this guest's memory has
 	// vanished, it is this device that stops.
 	prev := p.loop.Blame(p.d.owner)
@@ -32,14 +44,21 @@ func (p *pair) receive(b *packet.Buf) {
 	defer func() {
 		ep.Leave(p.loop.ID(), t)
 	}()
-	p.put(q, b.Bytes())
+	done = p.put(q, frame)
 	p.loop.Blame(prev)
+	return done
 }
 
-func (p *pair) put(q *virtq.Queue, frame []byte) {
-	n, ok := p.gather(q, uint64(len(frame))+headerLen)
-	if !ok {
-		return
+// put writes a frame to the guest, or drops and counts it. False: the queue
+// waits for an absent page; the frame is for later.
+func (p *pair) put(q *virtq.Queue, frame []byte) (done bool) {
+	n, m := p.gather(q, uint64(len(frame))+headerLen)
+	if m.Fault() {
+		p.rxWait.raise(q.Space(), m, true)
+		return false
+	}
+	if n == 0 {
+		return true
 	}
 	h := emptyHeader
 	if p.mergeable {
@@ -52,8 +71,8 @@ func (p *pair) put(q *virtq.Queue, frame []byte) {
 		c := &p.rxc[i]
 		off := uint64(0)
 		if i == 0 {
-			if !p.fill(q, c, h[:], 0, n) {
-				return
+			if _, m := c.WriteAt(h[:], 0); !m.OK() {
+				return p.missed(q, m, n)
 			}
 			off = headerLen
 		}
@@ -61,8 +80,8 @@ func (p *pair) put(q *virtq.Queue, frame []byte) {
 		if room := c.WritableLen() - off; uint64(len(part)) > room {
 			part = part[:room]
 		}
-		if !p.fill(q, c, part, off, n) {
-			return
+		if _, m := c.WriteAt(part, off); !m.OK() {
+			return p.missed(q, m, n)
 		}
 		frame = frame[len(part):]
 		written[i] = uint32(off) + uint32(len(part))
@@ -70,15 +89,17 @@ func (p *pair) put(q *virtq.Queue, frame []byte) {
 	for i := range n {
 		if err := q.Push(&p.rxc[i], written[i]); err != nil {
 			p.broke(q, err)
-			return
+			return true
 		}
 	}
 	p.rxDirty = true
+	return true
 }
 
 // gather pops buffers for n bytes, as many as that takes, into rxc. If there
-// are too few it gives them back and counts the frame as dropped.
-func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, ok bool) {
+// are too few it gives them back and counts the frame as dropped; if one cannot
+// be reached for now, it returns that miss.
+func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, m translate.Miss) {
 	var room uint64
 	limit := 1
 	if p.mergeable {
@@ -87,52 +108,58 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, ok bool) {
 	for room < n {
 		if bufs == limit {
 			p.giveBack(q, bufs, lfe.Truncated)
-			return 0, false
+			return 0, m
 		}
 		c := &p.rxc[bufs]
 		got, err := q.Pop(c)
+		if m := virtq.Absent(err); m.Fault() {
+			p.unpop(q, bufs)
+			return 0, m
+		}
 		if err != nil {
 			p.giveBack(q, bufs, lfe.NoBuffer)
 			p.broke(q, err)
-			return 0, false
+			return 0, m
 		}
 		if !got {
 			p.giveBack(q, bufs, lfe.QueueFull)
-			return 0, false
+			return 0, m
 		}
 		bufs++
 		// 5.1.6.3.1: at least a header must fit, or no frame ever would.
 		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
 			p.giveBack(q, bufs, lfe.NoBuffer)
 			p.broke(q, &BufferError{Queue: q.Index(), Readable: c.ReadableLen(), Writable: c.WritableLen()})
-			return 0, false
+			return 0, m
 		}
 		room += c.WritableLen()
 	}
-	return bufs, true
+	return bufs, m
+}
+
+// missed gives all popped buffers back because one cannot be written: absent for
+// now, then the queue waits and done is false; or no memory of the guest's,
+// which breaks the queue.
+func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) {
+	if m.Fault() {
+		p.unpop(q, popped)
+		p.rxWait.raise(q.Space(), m, true)
+		return false
+	}
+	p.giveBack(q, popped, lfe.Unreachable)
+	p.broke(q, m.Err())
+	return true
 }
 
 func (p *pair) giveBack(q *virtq.Queue, n int, why lfe.Reason) {
 	p.d.drop(p.loop, why)
+	p.unpop(q, n)
+}
+
+func (p *pair) unpop(q *virtq.Queue, n int) {
 	if err := q.Unpop(n); err != nil {
 		p.broke(q, err)
 	}
-}
-
-// fill writes to a buffer of the guest's; src fits. If that fails it gives all
-// popped buffers back. A page that the host can
-// bring back costs the frame (PF-11 holds for Ethernet as for datagrams), an
-// address outside the guest's memory the queue.
-func (p *pair) fill(q *virtq.Queue, c *virtq.Chain, src []byte, off uint64, popped int) bool {
-	_, m := c.WriteAt(src, off)
-	if m.OK() {
-		return true
-	}
-	p.giveBack(q, popped, lfe.Unreachable)
-	if !m.Fault() {
-		p.broke(q, m.Err())
-	}
-	return false
 }
 
 // flowHash spreads flows over pairs so that one flow stays in order: addresses

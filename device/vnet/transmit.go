@@ -4,6 +4,7 @@ import (
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // headerLen is struct virtio_net_hdr_v1, the same in both directions and
@@ -13,7 +14,7 @@ const headerLen = 12
 // Poll implements engine.Poller: the guest's frames, a bounded number of them.
 func (p *pair) Poll(int64) bool {
 	q := p.tx
-	if q == nil || q.Broken() != nil {
+	if q == nil || q.Broken() != nil || p.txWait.waiting {
 		return false
 	}
 	ep := q.Space().Epochs()
@@ -29,7 +30,7 @@ func (p *pair) Poll(int64) bool {
 // Prepare implements engine.Poller.
 func (p *pair) Prepare() bool {
 	q := p.tx
-	if q == nil || q.Broken() != nil {
+	if q == nil || q.Broken() != nil || p.txWait.waiting {
 		return false
 	}
 	ep := q.Space().Epochs()
@@ -55,9 +56,13 @@ func (p *pair) Resume() {
 }
 
 // transmit takes one chain and sends its frame. False: there was none, or the
-// queue is broken.
+// queue is broken or waits.
 func (p *pair) transmit(q *virtq.Queue) bool {
 	ok, err := q.Pop(&p.txc)
+	if m := virtq.Absent(err); m.Fault() {
+		p.txWait.raise(q.Space(), m, false)
+		return false
+	}
 	if err != nil {
 		p.broke(q, err)
 		return false
@@ -66,28 +71,39 @@ func (p *pair) transmit(q *virtq.Queue) bool {
 		return false
 	}
 	p.txOpen = true
-	p.send(q)
+	if m := p.send(q); m.Fault() {
+		p.txOpen = false
+		p.unpop(q, 1)
+		p.txWait.raise(q.Space(), m, false)
+		return false
+	}
 	p.done(q)
 	return true
 }
 
 // send copies the frame in and lets it into the network. Whatever is wrong with
-// it is the guest's loss alone: dropped and counted.
-func (p *pair) send(q *virtq.Queue) {
+// it is the guest's loss alone: dropped and counted. Only the miss of an absent
+// page is returned: then nothing has happened yet.
+func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 	c := &p.txc
 	n := c.ReadableLen()
+	if p.txSkip {
+		p.txSkip = false
+		p.d.drop(p.loop, lfe.Unreachable)
+		return m
+	}
 	switch {
 	case n < headerLen+lfe.HeaderLen || c.WritableLen() != 0:
 		p.d.drop(p.loop, lfe.ShortFrame)
-		return
+		return m
 	case n-headerLen > uint64(p.d.cfg.Pool.Capacity()):
 		p.d.drop(p.loop, lfe.TooBig)
-		return
+		return m
 	}
 	b := p.d.cfg.Pool.Get()
 	if b == nil {
 		p.d.drop(p.loop, lfe.NoBuffer)
-		return
+		return m
 	}
 	p.cur = b
 	// Header and frame are copied in one go, the header into the headroom; it
@@ -95,26 +111,28 @@ func (p *pair) send(q *virtq.Queue) {
 	if !b.SetLen(int(n-headerLen)) || b.Prepend(headerLen) == nil {
 		p.release()
 		p.d.drop(p.loop, lfe.TooBig)
-		return
+		return m
 	}
 	if _, m := c.ReadAll(b.Bytes()); !m.OK() {
 		p.release()
-		p.d.drop(p.loop, lfe.Unreachable)
-		if !m.Fault() {
-			p.broke(q, m.Err())
+		if m.Fault() {
+			return m
 		}
-		return
+		p.d.drop(p.loop, lfe.Unreachable)
+		p.broke(q, m.Err())
+		return translate.Miss{}
 	}
 	// flags and gso_type: without offloads the driver sets both to zero
 	// (5.1.6.2.1). The rest then has no meaning.
 	if h := b.Bytes(); h[0] != 0 || h[1] != 0 {
 		p.release()
 		p.d.drop(p.loop, lfe.BadHeader)
-		return
+		return m
 	}
 	b.TrimFront(headerLen)
 	p.d.cfg.Port.InputNet(p.loop, b)
 	p.release()
+	return m
 }
 
 func (p *pair) release() {

@@ -1,0 +1,203 @@
+package vnet
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// rawGuest is a guest without vhost-user, whose pages the test takes away and
+// gives back, as the host driver does. Rings lie in the first pages, which stay.
+type rawGuest struct {
+	t     *testing.T
+	mem   []byte
+	space *translate.Space
+}
+
+const (
+	rawSize  = 8       // entries of a ring
+	rawBuf   = 0x10000 // buffers, a page each
+	rawPages = 64      // of the guest
+	rawRing  = 0x1000  // bytes for each ring
+	page     = translate.PageSize
+)
+
+func newRawGuest(t *testing.T, gvmi translate.GVMI) *rawGuest {
+	t.Helper()
+	mem, err := unix.Mmap(-1, 0, rawPages*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Munmap(mem) })
+	g := &rawGuest{t: t, mem: mem, space: translate.NewSpace(gvmi)}
+	if err := g.space.Map(0, mem); err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+func rawArea(queue int) translate.PA { return translate.PA(queue * rawRing) }
+
+func (g *rawGuest) start(d *Device, queue int) {
+	g.t.Helper()
+	a := rawArea(queue)
+	q, err := virtq.New(g.space, virtq.Config{Index: queue, Size: rawSize, Desc: a, Avail: a + 0x400, Used: a + 0x800, Kick: -1})
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	if err := d.StartQueue(queue, q); err != nil {
+		g.t.Fatal(err)
+	}
+}
+
+// offer makes page number n (of the buffers) available as the chain number idx.
+func (g *rawGuest) offer(queue int, idx uint16, n int, length uint32, writable bool) {
+	a, slot := rawArea(queue), int(idx)%rawSize
+	d := g.mem[int(a)+16*slot:]
+	binary.LittleEndian.PutUint64(d, uint64(rawBuf+n*page))
+	binary.LittleEndian.PutUint32(d[8:], length)
+	binary.LittleEndian.PutUint32(d[12:], 0)
+	if writable {
+		d[12] = 2
+	}
+	binary.LittleEndian.PutUint16(g.mem[int(a)+0x404+2*slot:], uint16(slot))
+	w, _ := g.space.Uint32(a + 0x400) // flags and index in one: ordered for the device
+	w.Store(uint32(idx+1) << 16)
+}
+
+func (g *rawGuest) used(queue int) uint16 {
+	w, _ := g.space.Uint32(rawArea(queue) + 0x800)
+	return uint16(w.Load() >> 16)
+}
+
+func (g *rawGuest) buf(n int) []byte { return g.mem[rawBuf+n*page:][:page] }
+
+func (g *rawGuest) withdraw(n int) {
+	g.t.Helper()
+	if err := g.space.Withdraw(translate.PA(rawBuf+n*page), page); err != nil {
+		g.t.Fatal(err)
+	}
+}
+
+// serve waits for a fault and ends it: with the page back, or with err.
+func (g *rawGuest) serve(n int, write bool, err error) {
+	g.t.Helper()
+	var f *translate.Fault
+	waitFor(g.t, "a host fault", func() bool { f = g.space.Faults().TryNext(); return f != nil })
+	if pa := translate.PA(rawBuf + n*page); f.Miss.Kind != translate.HostFault || f.Miss.PA&^(page-1) != pa || f.Write != write {
+		g.t.Errorf("fault %v, write %v; expected page %v, write %v", f.Miss.Err(), f.Write, pa, write)
+	}
+	if err == nil {
+		if err := g.space.Map(translate.PA(rawBuf+n*page), g.buf(n)); err != nil {
+			g.t.Fatal(err)
+		}
+	}
+	g.space.Faults().Finish(f, err)
+}
+
+// A queue whose buffer is absent waits, alone, and loses nothing (PF-17).
+func TestAbsentBuffers(t *testing.T) {
+	h := newHost(t, 1, true)
+	a, b, other := h.vm(1, 1), h.vm(2, 1), h.vm(3, 1).boot(0, 12000, 4)
+	ga, gb := newRawGuest(t, 1), newRawGuest(t, 2)
+	ga.start(a.dev, 1)
+	gb.start(b.dev, 0)
+	defer a.dev.StopQueue(1)
+	defer b.dev.StopQueue(0)
+
+	send := func(idx uint16, f []byte) {
+		copy(ga.buf(int(idx)), append(make([]byte, headerLen), f...))
+		ga.offer(1, idx, int(idx), uint32(headerLen+len(f)), false)
+		h.loops[0].Wake()
+	}
+	fr := func(i int) []byte { return frame(b.mac, a.mac, 200, byte(i)) }
+	for i := range uint16(5) {
+		gb.offer(0, i, int(i), page, true)
+	}
+	check := func(idx uint16) {
+		t.Helper()
+		waitFor(t, "the frame", func() bool { return gb.used(0) > idx })
+		if got := gb.buf(int(idx))[headerLen:][:200]; !bytes.Equal(got, fr(int(idx))) {
+			t.Errorf("frame %d: %x", idx, got[:20])
+		}
+	}
+	send(0, fr(0))
+	check(0)
+
+	// Transmit: the second chain's page is absent. The third, which is not, stays
+	// behind it; another VM is not held up.
+	ga.withdraw(1)
+	send(1, fr(1))
+	send(2, fr(2))
+	otherFrame := frame(other.mac, other.mac, 60, 9)
+	waitFor(t, "the fault", func() bool { return ga.space.Faults().Stats().Waiting == 1 })
+	if n := ga.used(1); n != 1 {
+		t.Errorf("%d chains returned, expected 1", n)
+	}
+	// Receive: the buffer for frame 1 is absent, too.
+	gb.withdraw(1)
+	ga.serve(1, false, nil)
+	gb.serve(1, true, nil)
+	check(1)
+	check(2)
+	waitFor(t, "chains", func() bool { return ga.used(1) == 3 })
+	other.send(0, otherFrame)
+
+	// A page that cannot be had costs the frame that needed it, and no more.
+	ga.withdraw(3)
+	copy(ga.buf(3), append(make([]byte, headerLen), fr(3)...))
+	send(3, fr(3))
+	ga.serve(3, false, errors.New("no memory"))
+	waitFor(t, "the chain", func() bool { return ga.used(1) == 4 })
+	if n := a.dropped(lfe.Unreachable); n != 1 {
+		t.Errorf("%d frames unreachable, expected 1", n)
+	}
+	gb.withdraw(3)
+	ga.offer(1, 4, 4, headerLen+200, false)
+	copy(ga.buf(4)[headerLen:], fr(4))
+	h.loops[0].Wake()
+	gb.serve(3, true, errors.New("no memory"))
+	waitFor(t, "the drop", func() bool { return b.dropped(lfe.Unreachable) == 1 })
+	if n := gb.used(0); n != 3 {
+		t.Errorf("%d buffers returned, expected 3", n)
+	}
+}
+
+// While it waits a receive queue keeps a bounded number of frames; stopping it
+// gives them back, and a fault that is served later does no harm.
+func TestAbsentReceiveIsBounded(t *testing.T) {
+	h := newHost(t, 1, true)
+	a, b := h.vm(1, 1), h.vm(2, 1)
+	gb := newRawGuest(t, 2)
+	gb.start(b.dev, 0)
+	gb.offer(0, 0, 0, page, true)
+	gb.withdraw(0)
+	const sent = heldFrames + 10
+	for i := range sent {
+		h.loops[0].Do(func() {
+			buf := h.pool.Get()
+			defer buf.Free()
+			buf.Append(frame(b.mac, a.mac, 100, byte(i)))
+			a.port.InputNet(h.loops[0], buf)
+		})
+	}
+	waitFor(t, "drops", func() bool { return b.dropped(lfe.QueueFull) == sent-heldFrames })
+	if n := h.pool.InUse(); n != heldFrames {
+		t.Errorf("%d buffers in use, expected %d", n, heldFrames)
+	}
+	b.dev.StopQueue(0)
+	if n := h.pool.InUse(); n != 0 {
+		t.Errorf("%d buffers in use after the stop", n)
+	}
+	gb.start(b.dev, 0)
+	gb.serve(0, true, nil)
+	h.loops[0].Do(func() {})
+	b.dev.StopQueue(0)
+}

@@ -14,9 +14,9 @@ type Counters struct {
 }
 
 type shard struct {
-	inFrames, inBytes, outFrames, outBytes, floods atomic.Uint64
-	drops                                          [NumReasons]atomic.Uint64
-	_                                              [(64 - (5+int(NumReasons))*8%64) % 64]byte
+	inFrames, inBytes, outFrames, outBytes, floods, answers atomic.Uint64
+	drops                                                   [NumReasons]atomic.Uint64
+	_                                                       [(64 - (6+int(NumReasons))*8%64) % 64]byte
 }
 
 func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
@@ -35,6 +35,8 @@ func (c *Counters) Out(l *engine.Loop, n int) {
 	add(&s.outBytes, uint64(n))
 }
 
+func (c *Counters) answered(l *engine.Loop) { add(&c.shards[l.ID()].answers, 1) }
+
 func (c *Counters) flood(l *engine.Loop) { add(&c.shards[l.ID()].floods, 1) }
 
 // Drop counts n frames dropped for a reason.
@@ -44,12 +46,14 @@ func (c *Counters) Drop(l *engine.Loop, r Reason, n int) {
 
 // Totals are the sums of a Counters at one moment. Drops holds only reasons that occurred, by name.
 type Totals struct {
-	InFrames  uint64            `json:"in_frames"`
-	InBytes   uint64            `json:"in_bytes"`
-	OutFrames uint64            `json:"out_frames"`
-	OutBytes  uint64            `json:"out_bytes"`
-	Floods    uint64            `json:"floods,omitempty"`
-	Drops     map[string]uint64 `json:"drops,omitempty"`
+	InFrames  uint64 `json:"in_frames"`
+	InBytes   uint64 `json:"in_bytes"`
+	OutFrames uint64 `json:"out_frames"`
+	OutBytes  uint64 `json:"out_bytes"`
+	Floods    uint64 `json:"floods,omitempty"`
+	// Answered counts requests and errors that the switch answered in place of others.
+	Answered uint64            `json:"answered,omitempty"`
+	Drops    map[string]uint64 `json:"drops,omitempty"`
 }
 
 // Dropped returns the sum for one reason.
@@ -71,6 +75,7 @@ func (c *Counters) Totals() Totals {
 		t.OutFrames += s.outFrames.Load()
 		t.OutBytes += s.outBytes.Load()
 		t.Floods += s.floods.Load()
+		t.Answered += s.answers.Load()
 	}
 	for r := Reason(0); r < NumReasons; r++ {
 		if n := c.Dropped(r); n > 0 {

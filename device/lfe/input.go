@@ -1,7 +1,7 @@
 package lfe
 
 import (
-	"slices"
+	"encoding/binary"
 	"time"
 
 	"github.com/vnicd/vnicd/device/engine"
@@ -24,23 +24,29 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 		return
 	}
 	a.Counters.In(l, len(f))
-	vlan, reason, ok := a.admit(l, f)
-	if !ok {
+	h := parse(f)
+	if reason, ok := a.admit(l, f, &h); !ok {
 		a.Counters.Drop(l, reason, 1)
+		if reason == TooBig {
+			a.tooBig(l, f, &h, n.MTU(), from)
+		}
 		return
 	}
 	now := uint32(l.Now() / int64(time.Second))
 	if n.tick.Load() != now {
 		n.sweep(now)
 	}
-	if a.keys == nil && !n.learn(l, a, macKey(f[6:])|vlan, uint16(from.Remote), now) {
+	if a.keys == nil && !n.learn(l, a, macKey(f[6:])|h.vlan, uint16(from.Remote), now) {
 		a.Counters.Drop(l, StaticMoved, 1)
+		return
+	}
+	if (h.typ == etherARP || h.typ == etherIPv6) && a.resolve(l, f, &h, from, now) {
 		return
 	}
 	dst := macKey(f)
 	t := n.table.Load()
 	if dst&groupBit == 0 {
-		if v, ok := n.find(dst, vlan, now); ok && int(v.port()) < len(t.byID) {
+		if v, ok := n.find(dst, h.vlan, now); ok && int(v.port()) < len(t.byID) {
 			if out := t.byID[v.port()]; out != nil {
 				a.unicast(l, b, out, Destination{Remote: Remote(v.remote())})
 				return
@@ -65,43 +71,50 @@ func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
 	return v, ok && !v.expired(now, n.age)
 }
 
-// admit checks what can be seen without the table, and returns the frame's VLAN as part of a table key.
-func (a *Attachment) admit(l *engine.Loop, f []byte) (vlan uint64, why Reason, ok bool) {
-	if isTag(f[12:]) {
-		if len(f) < HeaderLen+4 {
-			return 0, ShortFrame, false
-		}
-		vlan = uint64(f[14]&15)<<56 | uint64(f[15])<<48
+// parse reads a frame's Ethernet header, of 14 bytes at least, and at most two VLAN tags. Of a frame that ends inside a tag,
+// the tag is the type.
+func parse(f []byte) (h header) {
+	h.l3 = HeaderLen
+	h.typ = binary.BigEndian.Uint16(f[12:])
+	if !isTag(h.typ) || len(f) < HeaderLen+4 {
+		return h
 	}
-	if limit := int(a.net.mtu.Load()) + HeaderLen; len(f) > limit && len(f) > limit+tagLen(f) {
-		return 0, TooBig, false
+	h.vlan = uint64(binary.BigEndian.Uint16(f[14:])&0xfff) << 48
+	for h.l3 < HeaderLen+4*maxTags && len(f) >= h.l3+4 && isTag(h.typ) {
+		h.l3 += 4
+		h.typ = binary.BigEndian.Uint16(f[h.l3-2:])
 	}
-	src := macKey(f[6:])
-	if src == 0 || src&groupBit != 0 {
-		return 0, BadSource, false
-	}
-	if a.keys != nil && !slices.Contains(a.keys, src) {
-		return 0, Spoofed, false
-	}
-	if dst := macKey(f); dst>>4 == 0x0180c2000000>>4 {
-		return 0, Reserved, false
-	}
-	if !a.limits.in.take(l.Now(), 8*len(f)) {
-		return 0, RateLimit, false
-	}
-	return vlan, 0, true
+	return h
 }
 
 // isTag tells whether an Ethernet type announces a VLAN tag.
-func isTag(p []byte) bool { return p[0] == 0x81 && p[1] == 0 || p[0] == 0x88 && p[1] == 0xa8 }
+func isTag(typ uint16) bool { return typ == etherVLAN || typ == etherQinQ }
 
-// tagLen returns the length of the VLAN tags (at most two) in front of the Ethernet type.
-func tagLen(f []byte) int {
-	n := 0
-	for n < 4*maxTags && len(f) >= HeaderLen+n && isTag(f[12+n:]) {
-		n += 4
+// admit checks what can be seen without the tables.
+func (a *Attachment) admit(l *engine.Loop, f []byte, h *header) (why Reason, ok bool) {
+	if isTag(h.typ) && len(f) < h.l3+4 {
+		return ShortFrame, false
 	}
-	return n
+	if len(f) > int(a.net.mtu.Load())+h.l3 {
+		return TooBig, false
+	}
+	src := macKey(f[6:])
+	if src == 0 || src&groupBit != 0 {
+		return BadSource, false
+	}
+	if a.keys != nil && !a.owns(src) {
+		return Spoofed, false
+	}
+	if dst := macKey(f); dst>>4 == 0x0180c2000000>>4 {
+		return Reserved, false
+	}
+	if a.ips != nil && !a.guard(f, h) {
+		return SpoofedIP, false
+	}
+	if !a.limits.in.take(l.Now(), 8*len(f)) {
+		return RateLimit, false
+	}
+	return 0, true
 }
 
 func (a *Attachment) unicast(l *engine.Loop, b *packet.Buf, out *Attachment, to Destination) {

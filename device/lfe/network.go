@@ -26,6 +26,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/packet"
 )
 
 // Defaults and bounds of Config.
@@ -75,6 +76,11 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
+	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
+	MaxNeighbours int
+	// Pool gives buffers for what the switch says itself: answers to ARP and neighbour solicitations, and ICMP errors for
+	// frames beyond the MTU. Nil: it says nothing, requests are flooded.
+	Pool *packet.Pool
 	// Clock must be the clock of the loops; it defaults to the engine's.
 	Clock engine.Clock
 	Log   hclog.Logger
@@ -93,6 +99,7 @@ type Network struct {
 	evicted   atomic.Uint64
 	displaced atomic.Uint64
 	flaps     flaps
+	neigh     neighbours
 	log       hclog.Logger
 	tick      atomic.Uint32
 	mtu       atomic.Int32 // in force
@@ -155,6 +162,10 @@ func NewNetwork(c Config) (*Network, error) {
 	if c.MaxPorts < 1 || c.MaxPorts > maxMaxPorts {
 		return nil, fmt.Errorf("lfe: network %q: %d ports; want 1 to %d", c.Name, c.MaxPorts, maxMaxPorts)
 	}
+	def(&c.MaxNeighbours, DefaultMaxNeighbours)
+	if c.MaxNeighbours < 1 || c.MaxNeighbours > MaxMaxNeighbours {
+		return nil, fmt.Errorf("lfe: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours, MaxMaxNeighbours)
+	}
 	if c.Storm == 0 {
 		c.Storm = DefaultStorm
 	}
@@ -165,6 +176,7 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("lfe: network %q: ageing time %v; want 1s to a year", c.Name, c.Age)
 	}
 	n := &Network{cfg: c, age: uint32(c.Age / time.Second), clock: c.Clock, fdb: newFDB(c.MaxEntries), log: c.Log}
+	n.neigh.init(c.MaxNeighbours)
 	if n.log == nil {
 		n.log = hclog.NewNullLogger()
 	}
@@ -276,6 +288,9 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 	for _, m := range a.cfg.MACs {
 		a.keys = append(a.keys, m.key())
 	}
+	if err := a.setIPs(pc.IPs); err != nil {
+		return nil, fmt.Errorf("lfe: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
+	}
 	byID := slices.Clone(old.byID)
 	if id == len(byID) {
 		byID = append(byID, nil)
@@ -292,6 +307,12 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 			return nil, fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, pc.Name, m, err)
 		}
 	}
+	for _, addr := range pc.IPs {
+		if err := n.setNeighbour(addr, Address{MAC: a.cfg.MACs[0]}, a.id); err != nil {
+			n.detachLocked(a)
+			return nil, fmt.Errorf("port %q: %w", pc.Name, err)
+		}
+	}
 	return a, nil
 }
 
@@ -304,6 +325,7 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.table.Store(t)
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
+	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
 	t = newPortTable(slices.Clone(t.byID), t.flood)
 	t.byID[a.id] = nil
 	n.table.Store(t)

@@ -2,6 +2,7 @@ package lfe
 
 import (
 	"fmt"
+	"net/netip"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/engine"
@@ -72,6 +73,9 @@ type PortConfig struct {
 	// Rate is the port's limit in bits per second, frames counted from destination MAC to payload, in each direction by
 	// itself; what exceeds it is dropped. Zero = none.
 	Rate int64
+	// IPs are the only IP addresses that a port with one MAC may use: as source of IP packets and RoCE, and in ARP and ND.
+	// Link-local IPv6 addresses are free unless some are listed. The switch answers ARP and ND for them. Nil: any.
+	IPs []netip.Addr
 	// Attached, if set, is called with the attachment before the first Deliver, so that the port knows it by then.
 	Attached func(*Attachment)
 }
@@ -92,14 +96,16 @@ func (p *PortConfig) check() error {
 
 // Attachment is a port's connection to a network.
 type Attachment struct {
-	net     *Network
-	port    Port
-	cfg     PortConfig
-	id      uint16
-	keys    []uint64 // MACs, packed
-	limits  limits
-	entries atomic.Int64 // learnt
-	closed  atomic.Bool
+	net       *Network
+	port      Port
+	cfg       PortConfig
+	id        uint16
+	keys      []uint64 // MACs, packed
+	ips       []ip     // nil = any
+	linkLocal bool     // besides ips, any link-local address
+	limits    limits
+	entries   atomic.Int64 // learnt
+	closed    atomic.Bool
 
 	maxEntries int64
 

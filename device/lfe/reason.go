@@ -9,6 +9,8 @@ const (
 	TooBig
 	BadSource
 	Spoofed
+	SpoofedIP
+	SpoofedNeighbour
 	StaticMoved
 	Reserved
 	NoPort
@@ -35,31 +37,33 @@ const (
 )
 
 var reasonNames = [NumReasons]string{
-	ShortFrame:     "short-frame",      // under 14 bytes
-	TooBig:         "too-big",          // beyond the network's MTU
-	BadSource:      "bad-source",       // source MAC is a group address or zero
-	Spoofed:        "spoofed",          // source MAC is not one of the port's
-	StaticMoved:    "static-moved",     // source MAC belongs to a static entry of another port
-	Reserved:       "reserved-group",   // 01:80:c2:00:00:0x is never forwarded (IEEE 802.1Q, 8.6.3)
-	NoPort:         "no-port",          // no port to send it to
-	SplitHorizon:   "split-horizon",    // came from a tunnel or a port and would go back there
-	PortClosed:     "port-closed",      // entered through a port that has been closed
-	TableFull:      "table-full",       // source not learnt: the network's limit
-	PortFull:       "port-table-full",  // source not learnt: the port's limit
-	Storm:          "storm",            // beyond the port's limit of frames for everybody
-	RateLimit:      "rate-limit",       // beyond the port's rate
-	BadHeader:      "bad-header",       // VXLAN header invalid (RFC 7348, 5)
-	UnknownVNI:     "unknown-vni",      // no such network here
-	UnknownPeer:    "unknown-peer",     // the sender is not a peer of that network
-	NoPeers:        "no-peers",         // nobody to flood to
-	Truncated:      "truncated",        // longer than our buffers
-	NoBuffer:       "no-buffer",        // buffer pool or the guest's receive queue exhausted
-	QueueFull:      "queue-full",       // a queue between loops, or a socket's or device's, was full
-	UnderlayTooBig: "underlay-too-big", // EMSGSIZE: encapsulated frame beyond the underlay's MTU
-	Unreachable:    "unreachable",      // no route to the peer
-	SendError:      "send-error",       // any other refusal by the kernel
-	NotReady:       "not-ready",        // the device behind the port is down
-	ECNDrop:        "ecn-not-capable",  // congestion mark on a flow that does not understand it (RFC 6040, 4.2)
+	ShortFrame:       "short-frame",       // under 14 bytes
+	TooBig:           "too-big",           // beyond the network's MTU
+	BadSource:        "bad-source",        // source MAC is a group address or zero
+	Spoofed:          "spoofed",           // source MAC is not one of the port's
+	SpoofedIP:        "spoofed-ip",        // source IP address is not one of the port's
+	SpoofedNeighbour: "spoofed-neighbour", // ARP or ND claims what is another's, or not the port's
+	StaticMoved:      "static-moved",      // source MAC belongs to a static entry of another port
+	Reserved:         "reserved-group",    // 01:80:c2:00:00:0x is never forwarded (IEEE 802.1Q, 8.6.3)
+	NoPort:           "no-port",           // no port to send it to
+	SplitHorizon:     "split-horizon",     // came from a tunnel or a port and would go back there
+	PortClosed:       "port-closed",       // entered through a port that has been closed
+	TableFull:        "table-full",        // source not learnt: the network's limit
+	PortFull:         "port-table-full",   // source not learnt: the port's limit
+	Storm:            "storm",             // beyond the port's limit of frames for everybody
+	RateLimit:        "rate-limit",        // beyond the port's rate
+	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
+	UnknownVNI:       "unknown-vni",       // no such network here
+	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network
+	NoPeers:          "no-peers",          // nobody to flood to
+	Truncated:        "truncated",         // longer than our buffers
+	NoBuffer:         "no-buffer",         // buffer pool or the guest's receive queue exhausted
+	QueueFull:        "queue-full",        // a queue between loops, or a socket's or device's, was full
+	UnderlayTooBig:   "underlay-too-big",  // EMSGSIZE: encapsulated frame beyond the underlay's MTU
+	Unreachable:      "unreachable",       // no route to the peer
+	SendError:        "send-error",        // any other refusal by the kernel
+	NotReady:         "not-ready",         // the device behind the port is down
+	ECNDrop:          "ecn-not-capable",   // congestion mark on a flow that does not understand it (RFC 6040, 4.2)
 }
 
 // String returns the name that status output and metrics use.

@@ -3,6 +3,7 @@ package lfe
 import (
 	"bytes"
 	"cmp"
+	"net/netip"
 	"slices"
 	"time"
 )
@@ -29,11 +30,12 @@ func (m *MAC) UnmarshalText(b []byte) (err error) {
 
 // PortStatus is a snapshot of one port.
 type PortStatus struct {
-	Name    string `json:"name"`
-	Kind    string `json:"kind"`
-	MACs    []MAC  `json:"macs,omitempty"`
-	Loop    int    `json:"loop"` // -1 = no single one
-	Entries int    `json:"learnt"`
+	Name    string       `json:"name"`
+	Kind    string       `json:"kind"`
+	MACs    []MAC        `json:"macs,omitempty"`
+	IPs     []netip.Addr `json:"ips,omitempty"`
+	Loop    int          `json:"loop"` // -1 = no single one
+	Entries int          `json:"learnt"`
 	Totals
 }
 
@@ -49,11 +51,12 @@ type Status struct {
 	// Displaced counts entries that made room for ports with less than their share of a full table.
 	Displaced uint64 `json:"displaced,omitempty"`
 	// Flaps counts addresses that moved to and fro; Flapping names those that do so now.
-	Flaps    uint64            `json:"flaps,omitempty"`
-	Flapping []Flapping        `json:"flapping,omitempty"`
-	Drops    map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
-	Ports    []PortStatus      `json:"ports"`
-	FDB      []Entry           `json:"fdb"`
+	Flaps      uint64            `json:"flaps,omitempty"`
+	Flapping   []Flapping        `json:"flapping,omitempty"`
+	Drops      map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
+	Ports      []PortStatus      `json:"ports"`
+	FDB        []Entry           `json:"fdb"`
+	Neighbours []Neighbour       `json:"neighbours,omitempty"`
 }
 
 // Status returns a snapshot. It walks the whole table: for the control plane.
@@ -61,11 +64,11 @@ func (n *Network) Status() Status {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(),
-		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries()}
+		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(), Neighbours: n.Neighbours()}
 	var sum Totals
 	sum.merge(n.pastTotals)
 	for _, a := range n.table.Load().flood {
-		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, Loop: -1,
+		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, IPs: a.cfg.IPs, Loop: -1,
 			Entries: int(a.entries.Load()), Totals: a.Counters.Totals()}
 		if a.cfg.Loop != nil {
 			p.Loop = a.cfg.Loop.ID()
@@ -129,6 +132,7 @@ func (t *Totals) merge(o Totals) {
 	t.OutFrames += o.OutFrames
 	t.OutBytes += o.OutBytes
 	t.Floods += o.Floods
+	t.Answered += o.Answered
 	for k, v := range o.Drops {
 		if t.Drops == nil {
 			t.Drops = make(map[string]uint64)

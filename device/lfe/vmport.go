@@ -1,6 +1,7 @@
 package lfe
 
 import (
+	"net/netip"
 	"sync"
 	"sync/atomic"
 
@@ -35,13 +36,18 @@ type VMPort struct {
 type VMPortConfig struct {
 	Name string
 	MAC  MAC
-	Loop *engine.Loop
+	// IPs, Storm and Rate are as in PortConfig.
+	IPs   []netip.Addr
+	Storm int
+	Rate  int64
+	Loop  *engine.Loop
 }
 
 // NewVMPort attaches a VM's port, without faces yet. The MAC is the only source address that it may use.
 func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
-	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, Loop: c.Loop, Hairpin: true,
+	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
+		Loop: c.Loop, Hairpin: true,
 		Attached: func(a *Attachment) { p.att = a }})
 	if err != nil {
 		return nil, err

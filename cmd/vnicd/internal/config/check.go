@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"path/filepath"
 	"regexp"
+
+	"github.com/vnicd/vnicd/device/lfe"
 )
 
 var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
@@ -72,7 +74,11 @@ func (c *Config) checkPeers(errs *Errors, n *Network) {
 
 func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 	type port struct{ network, mac string }
-	names, macs := map[string]int{}, map[port]int{}
+	type host struct {
+		network string
+		ip      netip.Addr
+	}
+	names, macs, ips := map[string]int{}, map[port]int{}, map[host]int{}
 	for _, vm := range c.VMs {
 		checkName(errs, vm.Line, "VM", vm.Name, names)
 		if _, ok := networks[vm.Network]; !ok && vm.Network != "" {
@@ -88,6 +94,16 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 				errs.add(vm.Line, "mac %s is already used in network %q by the VM of line %d", vm.MAC, vm.Network, at)
 			} else {
 				macs[k] = vm.Line
+			}
+		}
+		if len(vm.IPs) > lfe.MaxIPs {
+			errs.add(vm.Line, "VM %q has %d ips; it may have %d", vm.Name, len(vm.IPs), lfe.MaxIPs)
+		}
+		for _, a := range vm.IPs {
+			if at, dup := ips[host{vm.Network, a}]; dup {
+				errs.add(vm.Line, "ip %s is already used in network %q by the VM of line %d", a, vm.Network, at)
+			} else {
+				ips[host{vm.Network, a}] = vm.Line
 			}
 		}
 		if p := c.NetSocket(vm); len(p) > maxUnixSocketPath {

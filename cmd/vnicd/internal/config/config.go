@@ -83,7 +83,13 @@ type Network struct {
 	Peers []netip.Addr
 	// LearnPeers lets frames from VTEPs that are not listed in.
 	LearnPeers bool
-	TAP        *TAP
+	// Ageing is how long a learnt address is kept; 0: the switch's default.
+	Ageing time.Duration
+	// MaxEntries bounds the forwarding table; 0: the switch's default.
+	MaxEntries int
+	// Storm bounds each port's frames per second without one known receiver; 0: the switch's default, -1: no limit.
+	Storm int
+	TAP   *TAP
 }
 
 // TAP is a host port of a network.
@@ -100,7 +106,13 @@ type VM struct {
 	Name    string
 	Network string
 	MAC     net.HardwareAddr
-	Limits  Limits
+	// IPs are the only addresses that the VM may use. Nil: any.
+	IPs []netip.Addr
+	// Rate bounds what the VM sends, and what it gets, in bits per second. 0: no limit.
+	Rate int64
+	// Storm is as in Network, for this VM; 0: the network's.
+	Storm  int
+	Limits Limits
 }
 
 // Limits bound what one VM may make the host keep. Zero: the device's default.

@@ -22,9 +22,12 @@ networks:
     tap: {name: blue0, addresses: [10.0.0.254/24, "fd00::1/64"]}
   - name: red
     vni: 0x65
+    ageing: 10s
+    max-entries: 100
+    storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], rate: 10G, storm: 0}
 `
 
 func TestParseGood(t *testing.T) {
@@ -44,6 +47,12 @@ func TestParseGood(t *testing.T) {
 	}
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
 		t.Errorf("HCA socket %q", got)
+	}
+	if len(b.IPs) != 2 || b.Rate != 10_000_000_000 || b.Storm != -1 {
+		t.Errorf("VM b: %+v", b)
+	}
+	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {
+		t.Errorf("network red: %+v", n)
 	}
 	if c.Control != "/run/v/vnicd.sock" {
 		t.Errorf("control %q", c.Control)
@@ -82,6 +91,11 @@ func TestParseMistakes(t *testing.T) {
 		{"dscp", "vtep: {local: 192.0.2.1, dscp: af99}", "dscp must be 0 to 63"},
 		{"tap name", "networks:\n  - {name: a, vni: 1, tap: {name: a-name-far-too-long}}", "is not an interface name"},
 		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}", "an address must be IP/LENGTH"},
+		{"rate", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 10g}", `rate must be bits per second from 64k to 1000G such as 10G, found "10g"`},
+		{"rate range", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 1001G}", "rate must be"},
+		{"ageing", "networks:\n  - {name: a, vni: 1, ageing: 300}", `ageing must be a duration from 1s`},
+		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}", "x.yaml:2: ips must be a unicast IP address"},
+		{"ip twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
 		{"bad VM name", "vms:\n  - {name: ../x, network: n, mac: \"02:00:00:00:00:01\"}", `VM name "../x" must be`},
 		{"long path", "run-dir: /" + strings.Repeat("x", 120), "a unix socket's path has at most 107"},
 	} {

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"gopkg.in/yaml.v3"
+
+	"github.com/vnicd/vnicd/device/lfe"
 )
 
 // maxFileSize bounds what Load reads.
@@ -259,18 +261,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"socket-mode": number(p, "socket-mode", 0, 0o777, &mode),
 		"engines":     number(p, "engines", 1, MaxEngines, &c.Engines),
 		"buffers":     number(p, "buffers", 256, 1<<20, &c.Buffers),
-		"spin": func(n *yaml.Node) {
-			s, ok := p.scalar(n, "spin")
-			if !ok {
-				return
-			}
-			d, err := time.ParseDuration(s)
-			if err != nil || d < 0 || d > time.Second {
-				p.errs.add(n.Line, "spin must be a duration from 0s to 1s such as 20us, found %q", s)
-				return
-			}
-			c.Spin = d
-		},
+		"spin":        p.duration("spin", 0, time.Second, "20us", &c.Spin),
 		"log-level": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "log-level")
 			if !ok {
@@ -305,6 +296,64 @@ func (p *parser) vtep(n *yaml.Node) *VTEP {
 	return v
 }
 
+// duration accepts lo..hi with a unit.
+func (p *parser) duration(what string, lo, hi time.Duration, example string, dst *time.Duration) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		d, err := time.ParseDuration(s)
+		if err != nil || d < lo || d > hi {
+			p.errs.add(n.Line, "%s must be a duration from %v to %v such as %s, found %q", what, lo, hi, example, s)
+			return
+		}
+		*dst = d
+	}
+}
+
+// storm accepts a limit of frames per second; 0 means none, which is -1 inside.
+func (p *parser) storm(dst *int) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		number(p, "storm", 0, lfe.MaxStorm, dst)(n)
+		if *dst == 0 {
+			*dst = lfe.Unlimited
+		}
+	}
+}
+
+// rate accepts bits per second, with k, M or G for a power of 1000.
+func (p *parser) rate(dst *int64) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, "rate")
+		if !ok {
+			return
+		}
+		digits, unit := s, int64(1)
+		for i, suffix := range []string{"k", "M", "G"} {
+			if d, found := strings.CutSuffix(s, suffix); found {
+				digits, unit = d, []int64{1e3, 1e6, 1e9}[i]
+			}
+		}
+		v, err := strconv.ParseInt(digits, 10, 64)
+		if err != nil || v < 1 || v > lfe.MaxRate/unit || v*unit < lfe.MinRate {
+			p.errs.add(n.Line, "rate must be bits per second from 64k to 1000G such as 10G, found %q", s)
+			return
+		}
+		*dst = v * unit
+	}
+}
+
+func (p *parser) addrs(what string, dst *[]netip.Addr) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		p.sequence(n, what, func(e *yaml.Node) {
+			if a, ok := p.addr(what, e); ok {
+				*dst = append(*dst, a)
+			}
+		})
+	}
+}
+
 func (p *parser) network(n *yaml.Node) *Network {
 	net := &Network{Line: n.Line}
 	seen := p.mapping(n, "a network", map[string]func(*yaml.Node){
@@ -312,14 +361,11 @@ func (p *parser) network(n *yaml.Node) *Network {
 		"vni":         number(p, "vni", 1, MaxVNI, &net.VNI),
 		"mtu":         number(p, "mtu", minMTU, maxMTU, &net.MTU),
 		"learn-peers": p.boolean("learn-peers", &net.LearnPeers),
-		"peers": func(n *yaml.Node) {
-			p.sequence(n, "peers", func(e *yaml.Node) {
-				if a, ok := p.addr("a peer", e); ok {
-					net.Peers = append(net.Peers, a)
-				}
-			})
-		},
-		"tap": func(n *yaml.Node) { net.TAP = p.tap(n) },
+		"peers":       p.addrs("peers", &net.Peers),
+		"ageing":      p.duration("ageing", time.Second, 365*24*time.Hour, "300s", &net.Ageing),
+		"max-entries": number(p, "max-entries", 1, lfe.MaxMaxEntries, &net.MaxEntries),
+		"storm":       p.storm(&net.Storm),
+		"tap":         func(n *yaml.Node) { net.TAP = p.tap(n) },
 	})
 	p.need(n, seen, "a network", "name", "vni")
 	return net
@@ -374,6 +420,9 @@ func (p *parser) vm(n *yaml.Node) *VM {
 			}
 			vm.MAC = m
 		},
+		"ips":   p.addrs("ips", &vm.IPs),
+		"rate":  p.rate(&vm.Rate),
+		"storm": p.storm(&vm.Storm),
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
 				"qps":   number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),

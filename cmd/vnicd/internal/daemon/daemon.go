@@ -121,7 +121,9 @@ func (d *Daemon) makeNetworks() error {
 		d.vtep = vt
 	}
 	for _, n := range d.cfg.Networks {
-		net, err := lfe.NewNetwork(lfe.Config{VNI: n.VNI, Name: n.Name, MTU: n.MTU})
+		net, err := lfe.NewNetwork(lfe.Config{
+			VNI: n.VNI, Name: n.Name, MTU: n.MTU, Age: n.Ageing, MaxEntries: n.MaxEntries, Storm: n.Storm, Pool: d.pool, Log: d.log.Named("switch"),
+		})
 		if err != nil {
 			return err
 		}

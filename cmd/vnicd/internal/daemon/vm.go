@@ -25,7 +25,7 @@ type vm struct {
 func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, error) {
 	network := d.nets[c.Network]
 	log := d.log.With("vm", c.Name)
-	port, err := lfe.NewVMPort(network, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), Loop: loop})
+	port, err := lfe.NewVMPort(network, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop})
 	if err != nil {
 		return nil, err
 	}

@@ -21,6 +21,9 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 	if psn < q.una || psn >= q.sent {
 		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
 		q.stats.Duplicates++
+		if psn < q.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
+			q.receiverReady()
+		}
 		return
 	}
 	switch p.Info.Op {
@@ -106,6 +109,11 @@ func (q *QP) progress(start uint64) {
 	}
 	q.retryLeft, q.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
 	q.recovering = false
+	if q.rnrAt != 0 {
+		q.rnrAt = 0 // what was not ready has answered
+		q.wake()
+	}
+	q.calm = 0
 	if q.nxt < q.una {
 		q.nxt, q.cur = q.una, q.head
 	}
@@ -188,7 +196,7 @@ func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
 	}
 }
 
-// scatterResult stores response data; a miss stalls or fails the WQE. Absent
+// scatterResult stores response data; a miss suspends or fails the WQE. Absent
 // memory costs a repetition: the response is dropped (PF-10).
 func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	if len(data) == 0 {
@@ -197,12 +205,15 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	m := q.a.Scatter(s.w.SGEs, off, data)
 	switch {
 	case m.OK():
+		if q.waits.send.cause == atResult {
+			q.waits.send = wait{}
+		}
 		return true
 	case m.Fault():
-		q.stats.Faults++
-		q.stallAt = q.now + faultDelay
-		q.a.Fault(Requester, m, true)
+		m.Len = segmentRest(s.w.SGEs, off, &m)
 		q.goBack()
+		q.fullAt, q.probes = 0, 0
+		q.awaitSend(atResult, q.una, m, true)
 	default:
 		q.stats.LocalErrors++
 		q.failHead(StatusLocProt)
@@ -224,5 +235,24 @@ func (q *QP) receiverNotReady(timer uint8) {
 	}
 	q.goBack()
 	q.fullAt, q.probes = 0, 0
+	// The peer lives, and that it was silent before was no congestion.
+	q.retryLeft = q.attr.RetryCnt
+	if q.calm != 0 {
+		q.cwnd, q.calm = q.calm, 0
+	}
 	q.rnrAt = q.now + rnrTimer[timer]
+}
+
+// receiverReady ends the wait for a receiver: an acknowledgement of nothing new is
+// its sign that it is ready before its time (PF-9). An RNR NAK taken back like that
+// does not count. A late copy of an older ACK does no more harm than another NAK.
+func (q *QP) receiverReady() {
+	if q.rnrAt == 0 {
+		return
+	}
+	q.rnrAt = 0
+	if q.attr.RNRRetry != 7 {
+		q.rnrLeft = min(q.rnrLeft+1, q.attr.RNRRetry)
+	}
+	q.wake()
 }

@@ -17,8 +17,8 @@ const (
 
 // Adapter is a QP's view of the rest of the device: its rings, its CQs, memory,
 // and the network. The transport calls it only from the QP's loop, inside Run,
-// Receive, Timer and Modify, and never after Close. No method may block, and none
-// may call back into the QP.
+// Receive, Timer, Resume and Modify, and never after Close. No method may block, and
+// none may call back into the QP.
 //
 // A translate.Miss of kind GuestFault or HostFault means "absent for now"; every
 // other kind is an error of the work request or of the peer.
@@ -33,7 +33,8 @@ type Adapter interface {
 	// FetchRecv takes (consumes) the next receive WQE from the RQ or SRQ.
 	//
 	// FetchSend and FetchRecv that return FetchFault have raised the fault
-	// themselves: FetchSend on the Requester's side, FetchRecv on the Responder's.
+	// themselves: FetchSend on the Requester's side, FetchRecv on the Responder's. An
+	// invalid address there is fatal to the QP.
 	FetchRecv(w *RecvWQE) Fetch
 	// CompleteRecv always writes a CQE. Receive WQEs complete in the order taken.
 	CompleteRecv(w *RecvWQE, c *Completion)
@@ -58,13 +59,14 @@ type Adapter interface {
 	// receive completes. BadKey or BadPD if it may not be invalidated.
 	InvalidateRemote(key translate.Key) translate.Miss
 
-	// Fault says that side waits for m, which is one of m.Fault(). m.Len is how many
-	// bytes from m.Where on the transport knows to be needed, 1 to 1 MiB. The adapter
-	// raises the fault, at most one per side at a time, and calls QP.Resume from the
-	// QP's loop when it is served; while one waits, another call on the same side does
-	// nothing.
+	// Fault says that side waits for m, which is one of m.Fault(); write tells whether
+	// the access changes memory. m.Len is how many bytes from m.Where on the transport
+	// knows to be needed, 1 to 1 MiB, contiguous in what the work request or the peer
+	// named (m.VA; m.PA if there was no stage one). The adapter raises the fault, at
+	// most one per side at a time, and calls QP.Resume from the QP's loop when it was
+	// served. While one waits, another call on the same side does nothing.
 	Fault(side Side, m translate.Miss, write bool)
-	// FaultDelay is how long a fault is expected to take now, ns (PF-8).
+	// FaultDelay is how long a fault is expected to take now, ns (PF-8); 0: not known.
 	FaultDelay() int64
 
 	// GetBuf gives an empty frame buffer, or nil: out of buffers, ask again later.

@@ -24,7 +24,10 @@ type impair struct {
 	every  int // every k-th frame is lost
 	dup    float64
 	jitter int64
+	late   int64 // a duplicate may come so much later
+	lag    int64 // QPs may run so much later
 	flip   float64
+	reads  bool // short READs and atomics only
 }
 
 var impairments = []impair{
@@ -34,15 +37,19 @@ var impairments = []impair{
 	{name: "every3", every: 3},
 	{name: "every2", every: 2},
 	{name: "dup", dup: 0.3},
+	{name: "late", dup: 0.3, late: 60e3, lag: 20e3},
+	// READs and atomics compete for few places while copies of old ones come in.
+	{name: "late-reads", dup: 0.5, late: 60e3, lag: 20e3, reads: true},
+	{name: "later", dup: 0.3, late: 3e6, lag: 20e3},
 	{name: "reorder", jitter: 40e3},
 	{name: "corrupt", flip: 0.05},
-	{name: "all", loss: 0.05, dup: 0.05, jitter: 30e3, flip: 0.02},
+	{name: "all", loss: 0.05, dup: 0.05, late: 300e3, lag: 10e3, jitter: 30e3, flip: 0.02},
 	{name: "slow", jitter: 60e6}, // beyond the timeout
 }
 
 func (f *fabric) impair(im impair) {
 	n := 0
-	f.dup, f.jitter, f.flip = im.dup, im.jitter, im.flip
+	f.dup, f.late, f.lag, f.jitter, f.flip = im.dup, im.late, im.lag, im.jitter, im.flip
 	f.loss = func(*wire.RoCE) bool {
 		n++
 		if f.rng.Intn(8) == 0 {
@@ -55,7 +62,8 @@ func (f *fabric) impair(im impair) {
 func TestRCChaos(t *testing.T) {
 	for i, im := range impairments {
 		for seed := range int64(3) {
-			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i)) })
+			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i), false) })
+			t.Run(fmt.Sprintf("%s/faults/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i), true) })
 		}
 	}
 }
@@ -80,7 +88,7 @@ const (
 	chRecvPer = 1 << 15
 )
 
-func chaos(t *testing.T, im impair, seed int64) {
+func chaos(t *testing.T, im impair, seed int64, faults bool) {
 	f := newFabric(t, seed)
 	rng := rand.New(rand.NewSource(seed + 7))
 	o := opts()
@@ -96,7 +104,10 @@ func chaos(t *testing.T, im impair, seed int64) {
 	// Chaos may exceed any retry count; what is tested is the data.
 	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.retryLeft, b.q.retryLeft = 255, 255, 255, 255
 	f.budget = 1 + rng.Intn(100)
-	const count = 25
+	count := 25
+	if im.reads {
+		count = 80
+	}
 	for _, n := range []*node{a, b} {
 		n.reg(1, chTarget, 32<<10, allAccess)
 		n.reg(2, chAtomics, 32, allAccess)
@@ -106,7 +117,11 @@ func chaos(t *testing.T, im impair, seed int64) {
 	}
 	sides := []*chaosSide{{x: a, y: b}, {x: b, y: a}}
 	for _, s := range sides {
-		s.build(rng, count)
+		s.build(rng, count, im.reads)
+	}
+	if faults {
+		a.chaosFaults(seed + 1)
+		b.chaosFaults(seed + 2)
 	}
 	watchAcks(t, a, b)
 	watchAcks(t, b, a)
@@ -128,9 +143,29 @@ func chaos(t *testing.T, im impair, seed int64) {
 	}
 }
 
+// chaosFaults makes n's memory come and go at both levels, its work queues too,
+// with service times from nothing to more than the safety net.
+func (n *node) chaosFaults(seed int64) {
+	n.paging(seed, 0.5, 0.01)
+	n.service = func() int64 { return n.rng.Int63n([]int64{1, 20e3, 200e3, 2e6, 20e6, 150e6}[n.rng.Intn(6)]) }
+	n.delay = n.rng.Int63n(1e6)
+	n.fault = func(what string) translate.MissKind {
+		if what == "fetchsend" && n.rng.Intn(10) == 0 {
+			return translate.HostFault
+		}
+		return 0
+	}
+	n.recvMiss = func() Fetch {
+		if n.rng.Intn(10) == 0 {
+			return FetchFault
+		}
+		return FetchReady
+	}
+}
+
 // watchAcks fails when y's ACKs would mislead a requester that is as trusting as
 // Linux rxe: an ACK must not carry the PSN of a READ or atomic, and no ACK or NAK
-// may overtake the answer to one before it.
+// may overtake the answer to one before it, but an RNR NAK for that one itself.
 func watchAcks(t *testing.T, x, y *node) {
 	answered := map[uint32]bool{}
 	before := x.onTx
@@ -148,18 +183,24 @@ func watchAcks(t *testing.T, x, y *node) {
 	other := y.onTx
 	y.onTx = func(p *wire.RoCE, frame []byte) bool {
 		if p.Info.Op == wire.Ack {
-			if p.AETH().Syndrome.Kind() == wire.SyndromeACK && answered[p.BTH.PSN] {
+			kind := p.AETH().Syndrome.Kind()
+			if kind == wire.SyndromeACK && answered[p.BTH.PSN] {
 				t.Errorf("ACK for the PSN %#x of a READ or atomic", p.BTH.PSN)
 			}
 			if y.q.pending != 0 {
-				t.Errorf("%v sent before %d answers", p.BTH.Opcode, y.q.pending)
+				// Only while the oldest READ waits for a page: about what was before it,
+				// and that it is not ready.
+				r, psn := y.q.oldestPending(), extend(y.q.epsn, p.BTH.PSN)
+				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) || y.q.waits.read.psn != r.next {
+					t.Errorf("%v %#x for %#x sent before %d answers", p.BTH.Opcode, p.AETH().Syndrome, psn, y.q.pending)
+				}
 			}
 		}
 		return other != nil && other(p, frame)
 	}
 }
 
-func (s *chaosSide) build(rng *rand.Rand, count int) {
+func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 	s.wantRead, s.wantAt, s.recvData = map[int][]byte{}, map[int]uint64{}, map[int][]byte{}
 	s.want = append([]byte{}, s.y.regions[1].buf...)
 	words := append([]byte{}, s.y.regions[2].buf...)
@@ -202,7 +243,11 @@ func (s *chaosSide) build(rng *rand.Rand, count int) {
 			}
 			s.recvs = append(s.recvs, c)
 		}
-		switch k := rng.Intn(8); k {
+		k := rng.Intn(8)
+		if reads {
+			k = 5 + rng.Intn(3)
+		}
+		switch k {
 		case 0, 1: // WRITE
 			n := size(32 << 10)
 			off := rng.Intn(32<<10 - n + 1)
@@ -231,6 +276,9 @@ func (s *chaosSide) build(rng *rand.Rand, count int) {
 			recv(n, k == 4, false)
 		case 5: // READ
 			n := size(60 << 10)
+			if reads {
+				n = rng.Intn(3000)
+			}
 			off := rng.Intn(chPer - n)
 			w.Opcode, w.RKey, w.RemoteVA = WRRead, 3, vaOf(chSource+off)
 			w.SGEs = split(n)

@@ -56,6 +56,7 @@ type node struct {
 	bad      map[uint32]Status                    // send WQEs that FetchSend finds bad
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
+	pager
 	seen     map[uint32]bool
 	atomics  int
 	maxTimer int64
@@ -65,7 +66,7 @@ type delivery struct {
 	at    int64
 	order int
 	frame []byte
-	to    *node
+	fn    func() // instead of a frame
 }
 
 // deliveries is a heap by time, then order of sending.
@@ -95,6 +96,8 @@ type fabric struct {
 	jitter int64 // reorders
 	loss   func(p *wire.RoCE) bool
 	dup    float64
+	lag    int64   // how long a QP that is scheduled may have to wait for its Run
+	late   int64   // how much later than the original a duplicate may come
 	flip   float64 // corruption
 	frames int
 	bytes  int
@@ -129,6 +132,7 @@ func (n *node) enter() func() {
 
 func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 	if n.fault != nil && n.fault("fetchsend") != 0 {
+		n.raise(Requester, translate.Miss{}, false)
 		return FetchFault
 	}
 	if seq >= uint32(len(n.sq)) {
@@ -162,6 +166,9 @@ func (n *node) CompleteSend(w *WQE, c *Completion) {
 func (n *node) FetchRecv(w *RecvWQE) Fetch {
 	if n.recvMiss != nil {
 		if r := n.recvMiss(); r != FetchReady {
+			if r == FetchFault {
+				n.raise(Responder, translate.Miss{}, false)
+			}
 			return r
 		}
 	}
@@ -183,7 +190,9 @@ func (n *node) CompleteRecv(w *RecvWQE, c *Completion) { n.recvs = append(n.recv
 
 func (n *node) miss(what string) (m translate.Miss) {
 	if n.fault != nil {
-		m.Kind = n.fault(what)
+		if m.Kind = n.fault(what); m.Kind != 0 {
+			m.Len = 8
+		}
 	}
 	return m
 }
@@ -205,6 +214,9 @@ func (n *node) local(sg []SGE, off uint64, b []byte, write bool) translate.Miss 
 		m, ok := r.at(uint64(s.VA)+off, k)
 		if !ok {
 			return translate.Miss{Kind: translate.OutOfRange}
+		}
+		if m := n.touch(s.Key, uint64(s.VA)+off, k, write); !m.OK() {
+			return m
 		}
 		if write {
 			copy(m, b[:k])
@@ -258,6 +270,12 @@ func (n *node) ReadRemote(dst []byte, key translate.Key, va translate.VA) transl
 		return m
 	}
 	b, m := n.remote(key, va, uint64(len(dst)), translate.RemoteRead)
+	if m.OK() {
+		m = n.touch(key, uint64(va), uint64(len(dst)), false)
+	}
+	if !m.OK() {
+		return m
+	}
 	copy(dst, b)
 	return m
 }
@@ -267,6 +285,12 @@ func (n *node) WriteRemote(key translate.Key, va translate.VA, src []byte) trans
 		return m
 	}
 	b, m := n.remote(key, va, uint64(len(src)), translate.RemoteWrite)
+	if m.OK() {
+		m = n.touch(key, uint64(va), uint64(len(src)), true)
+	}
+	if !m.OK() {
+		return m
+	}
 	copy(b, src)
 	return m
 }
@@ -279,6 +303,9 @@ func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, com
 		n.f.t.Fatalf("%s: misaligned atomic reached memory", n.name)
 	}
 	b, m := n.remote(key, va, 8, translate.RemoteAtomic)
+	if m.OK() {
+		m = n.touch(key, uint64(va), 8, true)
+	}
 	if !m.OK() {
 		return 0, m
 	}
@@ -309,11 +336,9 @@ func (n *node) GetBuf() *packet.Buf {
 	return n.f.pool.Get()
 }
 
-func (n *node) Fault(Side, translate.Miss, bool) {}
-func (n *node) FaultDelay() int64                { return 200e3 }
-func (n *node) Schedule()                        { n.run = true }
-func (n *node) ArmTimer(at int64)                { n.timer = at; n.maxTimer = max(n.maxTimer, at-n.f.now) }
-func (n *node) Event(k EventKind)                { n.events = append(n.events, k) }
+func (n *node) Schedule()         { n.run = true }
+func (n *node) ArmTimer(at int64) { n.timer = at; n.maxTimer = max(n.maxTimer, at-n.f.now) }
+func (n *node) Event(k EventKind) { n.events = append(n.events, k) }
 
 func (n *node) Transmit(b *packet.Buf) {
 	f := n.f
@@ -334,15 +359,14 @@ func (n *node) Transmit(b *packet.Buf) {
 	if f.loss != nil && f.loss(&p) {
 		return
 	}
-	to := f.byQPN(p.BTH.DestQP)
-	if to == nil {
+	if f.byQPN(p.BTH.DestQP) == nil {
 		return
 	}
 	copies := 1
 	if f.dup > 0 && f.rng.Float64() < f.dup {
 		copies = 2
 	}
-	for range copies {
+	for i := range copies {
 		g := frame
 		if f.flip > 0 && f.rng.Float64() < f.flip {
 			g = append([]byte(nil), frame...)
@@ -353,8 +377,11 @@ func (n *node) Transmit(b *packet.Buf) {
 		if f.jitter > 0 {
 			at += f.rng.Int63n(f.jitter)
 		}
+		if i > 0 && f.late > 0 {
+			at += f.rng.Int63n(f.late)
+		}
 		f.order++
-		heap.Push(&f.queue, delivery{at, f.order, g, to})
+		heap.Push(&f.queue, delivery{at: at, order: f.order, frame: g})
 	}
 }
 
@@ -367,7 +394,17 @@ func (f *fabric) byQPN(qpn uint32) *node {
 	return nil
 }
 
+// after calls fn once d ns have passed.
+func (f *fabric) after(d int64, fn func()) {
+	f.order++
+	heap.Push(&f.queue, delivery{at: f.now + d, order: f.order, fn: fn})
+}
+
 func (f *fabric) deliver(d *delivery) {
+	if d.fn != nil {
+		d.fn()
+		return
+	}
 	if err := wire.ParseRoCE(d.frame, &f.p); err != nil || !wire.CheckICRC(d.frame, &f.p) {
 		return
 	}
@@ -382,8 +419,10 @@ func (f *fabric) deliver(d *delivery) {
 // nothing will ever happen again.
 func (f *fabric) step() bool {
 	f.steps++
+	// A busy loop: frames that arrive within lag may be received before a QP runs.
+	busy := f.lag > 0 && len(f.queue) > 0 && f.queue[0].at <= f.now+f.lag && f.rng.Intn(2) == 0
 	for _, n := range f.nodes {
-		if n.run {
+		if n.run && !busy {
 			n.run = false
 			leave := n.enter()
 			if n.q.Run(f.now, f.budget) {

@@ -25,6 +25,9 @@ func (q *QP) flush(budget int) (more bool) {
 		}
 		return false
 	}
+	if q.rqGone {
+		return false
+	}
 	found := false
 	for ; budget > 0; budget-- {
 		if v := q.takeRecv(); v != vOK && v != vRecvBad {
@@ -48,7 +51,7 @@ func (q *QP) pollFlush(found bool) {
 // flushSends completes send WQEs, at most *budget, and counts them off.
 func (q *QP) flushSends(budget *int) (more bool) {
 	for ; *budget > 0; *budget-- {
-		if q.head == q.tail && !q.fetchInto(q.slot(q.tail)) {
+		if q.head == q.tail && (q.sqGone || q.waits.send.held() || !q.fetchInto(q.slot(q.tail))) {
 			return false
 		}
 		q.completeHead(StatusFlush)

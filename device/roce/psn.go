@@ -1,5 +1,7 @@
 package roce
 
+import "github.com/vnicd/vnicd/device/wire"
+
 // Packet sequence numbers have 24 bits on the wire and wrap (IBTA 9.7.1). Inside
 // they are 64-bit and never wrap, so that comparisons are plain: extend places a
 // wire number in the window of 2^23 from base on, or as many before it.
@@ -35,6 +37,17 @@ var rnrTimer = [32]int64{
 	160e3, 240e3, 320e3, 480e3, 640e3, 960e3, 1280e3, 1920e3,
 	2560e3, 3840e3, 5120e3, 7680e3, 10240e3, 15360e3, 20480e3, 30720e3,
 	40960e3, 61440e3, 81920e3, 122880e3, 163840e3, 245760e3, 327680e3, 491520e3,
+}
+
+// rnrCode returns the shortest timer field that names a wait of at least d ns, or
+// the longest there is.
+func rnrCode(d int64) wire.Syndrome {
+	for c := 1; c < len(rnrTimer); c++ {
+		if rnrTimer[c] >= d {
+			return wire.Syndrome(c)
+		}
+	}
+	return 0 // 655 ms
 }
 
 // minTimeout bounds the retransmission timeout from below. IBTA 9.7.6.1.3 lets a

@@ -42,6 +42,7 @@ type QP struct {
 
 	requester
 	responder
+	waits
 
 	flushAt    int64 // Err: when to look again for posted receives
 	flushDelay int64
@@ -82,6 +83,7 @@ func (q *QP) reset() {
 	q.flushAt, q.flushDelay = 0, 0
 	q.resetRequester()
 	q.resetResponder()
+	q.waits = waits{out: q.out}
 	if q.timerAt != 0 {
 		q.timerAt = 0
 		q.a.ArmTimer(0)
@@ -243,6 +245,7 @@ func (q *QP) toErr() {
 	}
 	q.state = Err
 	q.respClear()
+	q.waits.send, q.waits.read, q.waits.request = wait{}, wait{}, wait{}
 	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
 	q.flushDelay = flushDelayMin
 	q.wake()
@@ -297,22 +300,6 @@ func (q *QP) Run(now int64, budget int) (more bool) {
 	return more
 }
 
-// Resume says that the fault which side waits for was served: the operation goes
-// on. !ok: the address is not valid, and the operation fails as its table says
-// (PF-13). A late Resume, for an operation that went away meanwhile, is harmless.
-func (q *QP) Resume(now int64, side Side, ok bool) {
-	if q.closed {
-		return
-	}
-	q.now = now
-	if side == Requester {
-		q.stallAt = 0
-	} else {
-		q.respStallAt = 0
-	}
-	q.wake()
-}
-
 // Timer is called when the deadline given to ArmTimer has passed.
 func (q *QP) Timer(now int64) {
 	q.timerAt = 0
@@ -333,6 +320,7 @@ func (q *QP) Timer(now int64) {
 	if due(&q.rtxAt) {
 		q.timedOut()
 	}
+	q.faultTimer()
 	q.armTimer()
 }
 
@@ -341,7 +329,8 @@ func (q *QP) Timer(now int64) {
 // acknowledgement, and a spurious Timer costs less than rearming each time.
 func (q *QP) armTimer() {
 	var t int64
-	for _, d := range [...]int64{q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt} {
+	for _, d := range [...]int64{q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
+		q.waits.send.againAt, q.waits.read.againAt, q.waits.request.againAt} {
 		if d != 0 && (t == 0 || d < t) {
 			t = d
 		}

@@ -31,6 +31,7 @@ type requester struct {
 
 	cwnd      uint32 // packets that may be in flight now, halved by loss
 	acked     uint32 // since cwnd grew
+	calm      uint32 // cwnd before probes and timeouts cut it, 0: they did not
 	unasked   uint32 // packets sent since the last AckReq
 	timeout   int64  // ns, 0: none
 	retryLeft uint8
@@ -47,7 +48,7 @@ type requester struct {
 	timedAt int64
 	probes  uint8 // sent since the last progress
 	rnrAt   int64 // RNR: silent until then
-	stallAt int64 // no buffer or absent memory: try again then
+	stallAt int64 // no buffer: try again then
 
 	// UD: what q.tx was made for
 	udAV     AddressVector
@@ -68,11 +69,9 @@ type sendSlot struct {
 }
 
 const (
-	readChunk = 64 // packets
-	ackEvery  = 32 // packets without AckReq
-	// bufferDelay and faultDelay are the waits before trying again.
-	bufferDelay = 50e3
-	faultDelay  = 200e3
+	readChunk   = 64   // packets
+	ackEvery    = 32   // packets without AckReq
+	bufferDelay = 50e3 // ns before trying again
 )
 
 func (q *QP) slot(n uint32) *sendSlot { return &q.slots[n&uint32(len(q.slots)-1)] }
@@ -147,17 +146,21 @@ func (q *QP) fetch() bool {
 func (q *QP) fetchInto(s *sendSlot) bool {
 	s.w = WQE{Seq: q.tail, SGEs: s.w.SGEs[:0], InlineData: s.w.InlineData[:0]}
 	s.failed = false
-	switch q.a.FetchSend(q.tail, &s.w) {
+	f := q.a.FetchSend(q.tail, &s.w)
+	if f == FetchFault {
+		q.awaitQueue(Requester)
+		return false
+	}
+	if q.waits.send.cause == atQueue {
+		q.waits.send = wait{}
+	}
+	switch f {
 	case FetchReady:
 	case FetchBad:
 		s.failed = true
 		if s.w.Status == StatusSuccess {
 			s.w.Status = StatusLocQPOp
 		}
-	case FetchFault:
-		q.stats.Faults++
-		q.stallAt = q.now + faultDelay
-		return false
 	default:
 		return false
 	}
@@ -199,7 +202,7 @@ func (q *QP) runRC(budget int) (more bool) {
 	}
 	q.blocked = false
 	for ; budget > 0; budget-- {
-		if q.rnrAt != 0 || q.stallAt != 0 {
+		if q.rnrAt != 0 || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
 			return false
 		}
 		if q.cur == q.tail && !q.fetch() {
@@ -317,7 +320,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 	return buf
 }
 
-// gather reads message data; a miss stalls (PF-10) or fails the WQE.
+// gather reads message data; a miss suspends (PF-10) or fails the WQE.
 func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	if len(dst) == 0 {
 		return true
@@ -329,11 +332,13 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	m := q.a.Gather(dst, &s.w, off)
 	switch {
 	case m.OK():
+		if q.waits.send.cause == atGather && q.nxt >= q.waits.send.psn {
+			q.waits.send = wait{}
+		}
 		return true
 	case m.Fault():
-		q.stats.Faults++
-		q.stallAt = q.now + faultDelay
-		q.a.Fault(Requester, m, false)
+		m.Len = segmentRest(s.w.SGEs, off, &m)
+		q.awaitSend(atGather, q.nxt, m, false)
 	default:
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)
@@ -375,6 +380,7 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
+	q.waits.send = wait{}
 	q.wake()
 }
 

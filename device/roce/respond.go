@@ -40,7 +40,7 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	}
 	if n > 0 {
 		if m := q.a.CheckRemote(key, va, n, translate.RemoteRead); !m.OK() {
-			return q.remoteMiss(m)
+			return vRemAccess
 		}
 	}
 	end := q.epsn + packets(n, q.mtu)
@@ -57,21 +57,47 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 	}
 	h := p.AtomicETH()
 	va, key := translate.VA(h.VA), translate.Key(h.RKey)
-	r := q.newAnswer()
-	if r == nil || va&7 != 0 {
+	if va&7 != 0 {
 		return vInvReq
 	}
-	kind := AtomicCompareSwap
+	a := &q.atomic
+	a.va, a.key, a.compare, a.swapAdd = va, key, h.Compare, h.SwapAdd
+	a.op = AtomicCompareSwap
 	if p.Info.Op == wire.FetchAdd {
-		kind = AtomicFetchAdd
+		a.op = AtomicFetchAdd
 	}
-	old, m := q.a.AtomicRemote(key, va, kind, h.Compare, h.SwapAdd)
+	parked := q.waits.request.cause == atAtomic
+	v := q.executeAtomic()
+	if v == vParked && parked {
+		return vFault // its requester asks again: it is told to wait
+	}
+	return v
+}
+
+// executeAtomic executes q.atomic, the request at epsn. If its page is absent, the
+// request stays here, without a message (PF-10). Those behind it must not overtake
+// it: the first to arrive is answered RNR.
+func (q *QP) executeAtomic() verdict {
+	r := q.newAnswer()
+	if r == nil {
+		return vInvReq
+	}
+	a := &q.atomic
+	old, m := q.a.AtomicRemote(a.key, a.va, a.op, a.compare, a.swapAdd)
+	if m.Fault() {
+		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m, true)
+		return vParked
+	}
 	if !m.OK() {
-		return q.remoteMiss(m)
+		return vRemAccess
 	}
+	dropped := q.nak == nakFault // and the peer does not know yet
 	end := q.epsn + 1
 	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, atomic: true}
 	q.accepted(r)
+	if dropped {
+		q.nak, q.nakSent = nakFault, true
+	}
 	return vOK
 }
 
@@ -79,9 +105,9 @@ func (q *QP) accepted(r *answer) {
 	q.answered++
 	r.pending = true
 	q.pending++
-	q.epsn = r.end
+	r.behindSend = q.ackPSN == r.first-1
+	q.advance(r.end)
 	q.msn++
-	q.nakSent, q.nak = false, 0
 	q.ackPending = false // the response acknowledges what was before
 	q.wake()
 }
@@ -90,7 +116,7 @@ func (q *QP) accepted(r *answer) {
 // 9.7.5.1.2-3). What does not match the original is dropped.
 func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
-		q.ackPending = true
+		q.ackPending, q.ackEarly = true, true
 		q.wake()
 		return
 	}
@@ -115,7 +141,12 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 		}
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
-		return // not sent yet: the original response will do
+		// Not sent yet: the original response will do.
+		if w := &q.waits.read; w.held() && r.next == w.psn && r == q.oldestPending() {
+			q.rnrRead = psn
+			q.wake()
+		}
+		return
 	}
 	r.start, r.next, r.stop = psn, psn, stop
 	if !r.pending {
@@ -150,23 +181,26 @@ func (q *QP) oldestPending() *answer {
 
 // respond sends up to budget packets of what the responder owes.
 func (q *QP) respond(budget int) (more bool) {
-	if q.respStallAt != 0 {
-		return false
-	}
-	for q.pending > 0 {
+	for q.pending > 0 && q.respStallAt == 0 {
+		r := q.oldestPending()
+		if w := &q.waits.read; w.held() && r.next == w.psn {
+			q.whileWaiting(r)
+			return false
+		}
 		if budget--; budget < 0 {
 			return true
 		}
-		if !q.answerNext(q.oldestPending()) {
-			break
-		}
+		q.answerNext(r)
 	}
 	if q.respStallAt != 0 {
 		return false
 	}
+	q.ackEarly, q.rnrRead = false, 0
 	syn, psn := q.fatal.syndrome, q.fatal.psn
 	switch {
 	case syn != 0:
+	case q.nak == nakFault:
+		syn, psn = q.rnrFor(&q.waits.request), q.epsn
 	case q.nak != 0:
 		syn, psn = q.nak, q.epsn
 	case q.ackPending:
@@ -176,6 +210,9 @@ func (q *QP) respond(budget int) (more bool) {
 	}
 	if !q.sendAck(syn, psn) {
 		return false
+	}
+	if q.nak == nakFault && q.waits.request.cause != atNothing {
+		q.waits.request.told = true
 	}
 	q.ackPending, q.nak = false, 0
 	if f := q.fatal; f.syndrome != 0 {
@@ -187,6 +224,16 @@ func (q *QP) respond(budget int) (more bool) {
 		q.toErr()
 	}
 	return false
+}
+
+// whileWaiting sends what may be sent while r, the oldest READ, waits for a page.
+func (q *QP) whileWaiting(r *answer) {
+	if q.ackEarly && (!r.behindSend || q.sendAck(wire.NoCredits, r.first-1)) {
+		q.ackEarly = false
+	}
+	if q.rnrRead != 0 && q.respStallAt == 0 && q.sendAck(q.rnrFor(&q.waits.read), q.rnrRead) {
+		q.rnrRead = 0
+	}
 }
 
 func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
@@ -210,9 +257,8 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 	return true
 }
 
-// answerNext sends the next packet of r. It returns false if that could not be
-// done: stalled, or failed for good.
-func (q *QP) answerNext(r *answer) bool {
+// answerNext sends the next packet of r, unless it has to wait or fails.
+func (q *QP) answerNext(r *answer) {
 	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: r.next}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
 	if !r.atomic {
@@ -226,7 +272,7 @@ func (q *QP) answerNext(r *answer) bool {
 	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.respStallAt = q.now + bufferDelay
-		return false
+		return
 	}
 	if ext != 0 {
 		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
@@ -239,7 +285,10 @@ func (q *QP) answerNext(r *answer) bool {
 		if !m.OK() {
 			buf.Free()
 			q.readMiss(r, m)
-			return false
+			return
+		}
+		if q.waits.read.cause != atNothing && q.waits.read.psn == r.next {
+			q.waits.read = wait{}
 		}
 	}
 	r.next++
@@ -249,18 +298,24 @@ func (q *QP) answerNext(r *answer) bool {
 		q.pending--
 	}
 	q.send(&q.tx, buf)
-	return true
 }
 
 // readMiss: absent memory delays the response without a message (PF-10); a key
 // that has gone meanwhile ends the connection.
 func (q *QP) readMiss(r *answer, m translate.Miss) {
-	if m.Fault() {
-		q.stats.Faults++
-		q.respStallAt = q.now + faultDelay
-		q.a.Fault(Responder, m, false)
+	if !m.Fault() {
+		q.failRead(r)
 		return
 	}
+	if r.sent <= r.first {
+		q.ackEarly = true
+	}
+	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), &m)
+	q.await(Responder, &q.waits.read, atRead, r.next, m, false)
+}
+
+// failRead ends the connection at the next response of r.
+func (q *QP) failRead(r *answer) {
 	psn := r.next
 	q.stats.AccessErrors++
 	q.respClear()

@@ -31,11 +31,23 @@ type responder struct {
 	ackPending bool
 	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
 	// name the PSN of a READ or atomic, which some requesters would complete by it
-	nak     wire.Syndrome // to send, 0: none
+	nak     wire.Syndrome // to send, 0: none; may be nakFault
 	nakSent bool          // everything ahead of epsn is dropped in silence (IBTA 9.7.5.2.4)
 	fatal   failure
 
-	respStallAt int64
+	// While the oldest READ waits: an acknowledgement of what was before it, and an
+	// RNR NAK for the PSN where it was asked for again, are due.
+	ackEarly bool
+	rnrRead  uint64 // PSN, 0: none
+
+	atomic struct { // the newest request, to be executed once its page is there
+		va               translate.VA
+		key              translate.Key
+		op               AtomicOp
+		compare, swapAdd uint64
+	}
+
+	respStallAt int64 // no buffer
 	rcomp       Completion
 	grh         [40]byte // UD: on its way to memory
 }
@@ -52,6 +64,7 @@ type answer struct {
 	length            uint64
 	value             uint64
 	atomic            bool
+	behindSend        bool // the PSN before first is a SEND's or WRITE's
 	pending           bool
 }
 
@@ -68,7 +81,9 @@ type verdict uint8
 
 const (
 	vOK        verdict = iota
-	vNotReady          // no receive WQE, or absent memory
+	vNotReady          // no receive WQE
+	vFault             // absent memory
+	vParked            // absent memory, but the request was kept
 	vInvReq            // malformed or not permitted on this QP
 	vRemAccess         // R_Key violation
 	vRecvShort         // the receive WQE is too small
@@ -112,6 +127,7 @@ func (q *QP) respClear() {
 	}
 	q.pending = 0
 	q.ackPending, q.nak = false, 0
+	q.ackEarly, q.rnrRead = false, 0
 	q.fatal = failure{}
 }
 
@@ -130,6 +146,9 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 		q.stats.OutOfSequence++
 		if !q.nakSent {
 			q.nakSent, q.nak = true, wire.NAKSequence
+			if q.waits.request.cause == atAtomic {
+				q.nak = nakFault // nothing was lost
+			}
 			q.wake()
 		}
 		return
@@ -147,11 +166,10 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 		v := q.execute(p)
 		if v == vOK {
 			q.ackPSN = q.epsn
-			q.epsn++
+			q.advance(q.epsn + 1)
 			if p.Info.Is(wire.Last) {
 				q.msn++
 			}
-			q.nakSent, q.nak = false, 0
 			if p.BTH.AckReq {
 				q.ackPending = true
 				q.wake()
@@ -161,11 +179,23 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	}
 }
 
+// advance makes psn the next to be expected.
+func (q *QP) advance(psn uint64) {
+	q.epsn = psn
+	q.nakSent, q.nak = false, 0
+	if q.waits.request.cause != atNothing {
+		q.waits.request = wait{}
+	}
+}
+
 // verdictRC turns a failure into its NAK (IBTA 9.9.3, table 60).
 func (q *QP) verdictRC(v verdict) {
 	switch v {
-	case vOK:
+	case vOK, vParked:
 		return
+	case vFault:
+		q.stats.FaultDrops++
+		q.nak, q.nakSent = nakFault, true
 	case vNotReady:
 		q.nak, q.nakSent = wire.SyndromeRNR|wire.Syndrome(q.attr.MinRNRTimer&0x1f), true
 	case vInvReq:
@@ -236,19 +266,24 @@ func (q *QP) executeSend(p *wire.RoCE, n uint64) verdict {
 	if n == 0 {
 		return vOK
 	}
-	return q.place(q.off, p.Payload)
+	want := q.wqe.Length
+	if p.Info.Is(wire.Last) {
+		want = n
+	}
+	return q.place(q.off, p.Payload, want)
 }
 
-// place copies data into the receive WQE's segments.
-func (q *QP) place(off uint64, data []byte) verdict {
+// place copies data into the receive WQE's segments. If it is absent, up to want
+// bytes from there on are asked for.
+func (q *QP) place(off uint64, data []byte, want uint64) verdict {
 	m := q.a.Scatter(q.wqe.SGEs, off, data)
 	if m.OK() {
 		return vOK
 	}
 	if m.Fault() {
-		q.stats.Faults++
-		q.a.Fault(Responder, m, true)
-		return vNotReady
+		m.Len = min(segmentRest(q.wqe.SGEs, off, &m), want)
+		q.await(Responder, &q.waits.request, atRecv, q.epsn, m, true)
+		return vFault
 	}
 	q.stats.LocalErrors++
 	return vRecvProt
@@ -271,7 +306,8 @@ func (q *QP) takeRecv() verdict {
 		q.haveWQE = true
 		return vRecvBad
 	case FetchFault:
-		q.stats.Faults++
+		q.awaitQueue(Responder)
+		return vFault
 	}
 	return vNotReady
 }
@@ -289,7 +325,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 		}
 		if length > 0 { // a zero-length WRITE names no memory (IBTA 9.7.4.1.5)
 			if m := q.a.CheckRemote(key, va, length, translate.RemoteWrite); !m.OK() {
-				return q.remoteMiss(m)
+				return vRemAccess
 			}
 		}
 		q.va, q.rkey, q.length, q.off = va, key, length, 0
@@ -306,20 +342,15 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 	}
 	if n > 0 {
 		if m := q.a.WriteRemote(q.rkey, q.va+translate.VA(q.off), p.Payload); !m.OK() {
-			return q.remoteMiss(m)
+			if !m.Fault() {
+				return vRemAccess
+			}
+			m.Len = rangeRest(q.va, q.length, &m)
+			q.await(Responder, &q.waits.request, atWrite, q.epsn, m, true) // PF-8
+			return vFault
 		}
 	}
 	return vOK
-}
-
-// remoteMiss: absent memory suspends the sender (PF-8), all else is its error.
-func (q *QP) remoteMiss(m translate.Miss) verdict {
-	if m.Fault() {
-		q.stats.Faults++
-		q.a.Fault(Responder, m, true)
-		return vNotReady
-	}
-	return vRemAccess
 }
 
 // completeRecv finishes the receive in use with the packet that ends it.
@@ -337,8 +368,17 @@ func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
 		c.Flags |= FlagInv
 		c.InvKey = translate.Key(p.InvKey())
 	}
+	q.finishRecv()
+}
+
+// finishRecv completes the receive in use with rcomp. What waited for its memory
+// waits no more.
+func (q *QP) finishRecv() {
 	q.haveWQE = false
-	q.a.CompleteRecv(&q.wqe, c)
+	if q.waits.request.cause == atRecv {
+		q.waits.request = wait{}
+	}
+	q.a.CompleteRecv(&q.wqe, &q.rcomp)
 }
 
 // failRecv completes the receive in use, if any, with an error.
@@ -346,7 +386,6 @@ func (q *QP) failRecv(st Status) {
 	if !q.haveWQE {
 		return
 	}
-	q.haveWQE = false
 	q.rcomp = Completion{Status: st, Opcode: WCRecv, VLAN: NoVLAN}
-	q.a.CompleteRecv(&q.wqe, &q.rcomp)
+	q.finishRecv()
 }

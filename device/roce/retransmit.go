@@ -52,11 +52,20 @@ func (q *QP) timedOut() {
 		q.armRetransmit()
 	case q.now < q.fullAt:
 		q.probes++
+		q.noteCalm()
 		q.cwnd, q.acked = minWindow, 0
 		q.goBack()
 	default:
 		q.stats.Timeouts++
+		q.noteCalm()
 		q.retry()
+	}
+}
+
+// noteCalm keeps cwnd as it was before silence cut it.
+func (q *QP) noteCalm() {
+	if q.calm == 0 {
+		q.calm = q.cwnd
 	}
 }
 

@@ -15,4 +15,6 @@ type Stats struct {
 	AccessErrors       uint64 // R_Key violations as responder
 	LocalErrors        uint64 // local protection and length errors
 	Faults             uint64 // accesses that met an absent page
+	FaultDrops         uint64 // packets dropped for one
+	Resumed, Invalid   uint64 // faults served; those whose address was not valid
 }

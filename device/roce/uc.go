@@ -34,7 +34,7 @@ func (q *QP) runUC(budget int) (more bool) {
 // nextUnacked returns the WQE being sent by an unacknowledged service, fetching
 // one if there is none; nil if there is nothing to do now.
 func (q *QP) nextUnacked() *sendSlot {
-	if q.state != RTS && q.state != SQD || q.stallAt != 0 {
+	if q.state != RTS && q.state != SQD || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
 		return nil
 	}
 	if q.head == q.tail && !q.fetch() {
@@ -68,8 +68,11 @@ func (q *QP) receiveUC(p *wire.RoCE) {
 		q.failRecv(q.wqe.Status)
 		q.toErr()
 	default:
-		if v == vRemAccess {
+		switch v {
+		case vRemAccess:
 			q.stats.AccessErrors++
+		case vFault:
+			q.stats.FaultDrops++
 		}
 		q.abandon(p, psn)
 	}

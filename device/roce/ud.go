@@ -85,10 +85,10 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 	}
 	if v == vOK {
 		p.GRH(&q.grh)
-		v = q.place(0, q.grh[:])
+		v = q.place(0, q.grh[:], wire.GRHLen+n)
 	}
 	if v == vOK && n > 0 {
-		v = q.place(wire.GRHLen, p.Payload)
+		v = q.place(wire.GRHLen, p.Payload, n)
 	}
 	switch v {
 	case vOK:
@@ -101,6 +101,9 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		q.toErr()
 		return
 	default:
+		if v == vFault {
+			q.stats.FaultDrops++ // PF-11
+		}
 		q.stats.RxDropped++
 		return
 	}
@@ -113,6 +116,5 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		c.Flags |= FlagImm
 		c.Imm = p.Imm()
 	}
-	q.haveWQE = false
-	q.a.CompleteRecv(&q.wqe, c)
+	q.finishRecv()
 }

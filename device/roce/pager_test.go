@@ -1,0 +1,162 @@
+package roce
+
+import (
+	"math/rand"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// pager is a node's drivers of both levels: pages are present, or absent in the
+// guest, on the host, or both, and may go again at any time. It checks what the
+// transport asks of it.
+type pager struct {
+	service func() int64                // ns a fault takes; below 0: it is never answered. nil: 200 us
+	refuse  func(m translate.Miss) bool // the address is not valid
+	delay   int64                       // FaultDelay; 0: 200 us
+
+	rng    *rand.Rand // nil: every page is present
+	pages  map[pageID]absence
+	gone   float64 // probability that a page is absent at first, for each level
+	evict  float64 // ... that a page goes with an access
+	raised [2]int
+	served int
+	failed int
+	asked  []translate.Miss
+	open   [2]func(ok bool) // faults that wait for ever, by side
+	busy   [2]bool
+}
+
+const pageBytes = 1024
+
+type pageID struct {
+	key  translate.Key
+	page uint64
+}
+
+type absence uint8
+
+const (
+	guestAbsent absence = 1 << iota
+	hostAbsent
+)
+
+// paging makes n's pages come and go.
+func (n *node) paging(seed int64, gone, evict float64) {
+	n.rng, n.pages, n.gone, n.evict = rand.New(rand.NewSource(seed)), map[pageID]absence{}, gone, evict
+}
+
+func (p *pager) page(id pageID) absence {
+	a, ok := p.pages[id]
+	if !ok {
+		for _, bit := range []absence{guestAbsent, hostAbsent} {
+			if p.rng.Float64() < p.gone {
+				a |= bit
+			}
+		}
+		p.pages[id] = a
+	}
+	return a
+}
+
+// touch translates an access that is within its region.
+func (n *node) touch(key translate.Key, va, k uint64, write bool) translate.Miss {
+	if n.rng == nil || k == 0 {
+		return translate.Miss{}
+	}
+	for at := va; at < va+k; at = (at/pageBytes + 1) * pageBytes {
+		a := n.page(pageID{key, at / pageBytes})
+		m := translate.Miss{Key: key, Where: translate.Where{VA: translate.VA(at)}, Len: k}
+		switch {
+		case a&guestAbsent != 0:
+			m.Kind = translate.GuestFault
+			return m
+		case a&hostAbsent != 0:
+			m.Kind = translate.HostFault
+			m.PA = translate.PA(at ^ 0xff000)
+			return m
+		}
+	}
+	if n.rng.Float64() < n.evict {
+		r := n.regions[key]
+		id := pageID{key, (r.va + uint64(n.rng.Int63n(int64(len(r.buf))))) / pageBytes}
+		n.pages[id] |= absence(1 + n.rng.Intn(3))
+	}
+	return translate.Miss{}
+}
+
+// Fault implements Adapter.
+func (n *node) Fault(side Side, m translate.Miss, write bool) {
+	if !n.inCall {
+		n.f.t.Fatalf("%s: Fault called outside", n.name)
+	}
+	if !m.Fault() || m.Len == 0 || m.Len > maxFault {
+		n.f.t.Fatalf("%s: fault for %+v", n.name, m)
+	}
+	if n.rng != nil && m.Key != 0 {
+		if _, ok := n.regions[m.Key].at(uint64(m.VA), m.Len); !ok {
+			n.f.t.Fatalf("%s: fault for %+v: beyond the region", n.name, m)
+		}
+	}
+	n.asked = append(n.asked, m)
+	n.raise(side, m, write)
+}
+
+// raise is Fault, also for work queues.
+func (n *node) raise(side Side, m translate.Miss, write bool) {
+	if n.busy[side] {
+		return
+	}
+	n.busy[side] = true
+	n.raised[side]++
+	d := int64(200e3)
+	if n.service != nil {
+		d = n.service()
+	}
+	done := func(ok bool) {
+		n.busy[side], n.open[side] = false, nil
+		if ok {
+			n.served++
+			n.pageIn(m)
+		} else {
+			n.failed++
+		}
+		leave := n.enter()
+		n.q.Resume(n.f.now, side, ok)
+		leave()
+	}
+	if d < 0 {
+		n.open[side] = done
+		return
+	}
+	n.f.after(d, func() { done(n.refuse == nil || !n.refuse(m)) })
+}
+
+// pageIn brings in what was asked for, sometimes less, sometimes nothing.
+func (n *node) pageIn(m translate.Miss) {
+	if n.rng == nil || m.Key == 0 {
+		return
+	}
+	end := uint64(m.VA) + m.Len
+	switch n.rng.Intn(8) {
+	case 0:
+		return
+	case 1:
+		end = uint64(m.VA) + 1
+	}
+	bit := guestAbsent
+	if m.Kind == translate.HostFault {
+		bit = hostAbsent
+	}
+	for at := uint64(m.VA); at < end; at = (at/pageBytes + 1) * pageBytes {
+		id := pageID{m.Key, at / pageBytes}
+		n.pages[id] = n.page(id) &^ bit
+	}
+}
+
+// FaultDelay implements Adapter.
+func (n *node) FaultDelay() int64 {
+	if n.delay != 0 {
+		return n.delay
+	}
+	return 200e3
+}

@@ -5,6 +5,8 @@
  * Layers, each calling only downwards:
  *	vnicd_main.c	probe, remove, failure and recovery
  *	vnicd_verbs*.c	the verbs of ib_core, in the user ABI of rdma_rxe
+ *	vnicd_fault.c	page fault events: who works for whom
+ *	vnicd_odp.c	on-demand regions: which pages the device has
  *	vnicd_netdev.c	pairing with the VM's virtio-net, port events
  *	vnicd_eq.c	completion and asynchronous event queues
  *	vnicd_ring.c	memory of work rings, mappings into processes
@@ -21,6 +23,9 @@
  *	vnicd_dev.reg_lock
  *	rtnl_lock, ib_core's locks
  *	vnicd_qp.lock, vnicd_cq.resize_lock, vnicd_srq.resize_lock (mutexes)
+ *	mmap_lock, reclaim, the MMU notifiers' own
+ *	vnicd_odp.gate, then vnicd_part.lock: no allocation that may enter reclaim
+ *	vnicd_odp.lock, vnicd_pager.lock, vnicd_dev.stray_lock (leaves)
  *	vnicd_cq.lock
  *	vnicd_wq.lock
  *	vnicd_dev.netdev_lock, .ah_lock, .grave_lock, xa_lock of the tables,
@@ -48,6 +53,7 @@
 #include "vnicd_abi.h"
 #include "vnicd_cmdq.h"
 #include "vnicd_compat.h"
+#include "vnicd_odp.h"
 
 #define VNICD_UVERBS_ABI	2	/* of rdma_rxe */
 #define VNICD_PORT		1	/* the only one */
@@ -77,6 +83,9 @@ struct vnicd_limits {
 	u32 max_qp_init_rd_atom;
 	u32 max_mcast_grp;
 	u32 max_mcast_qp_attach;
+	u32 odp_rc;			/* enum ib_odp_transport_cap_bits */
+	u32 odp_uc;
+	u32 odp_ud;
 };
 
 /*
@@ -143,6 +152,7 @@ struct vnicd_dev {
 	struct xarray cqs;
 	struct xarray srqs;
 	struct xarray phys_keys;	/* keys of VNICD_MR_PHYS regions */
+	struct xarray odps;		/* on-demand regions by key; process context */
 	atomic_t next_cookie;
 
 	/* Address handles: table in memory shared with the device. */
@@ -165,6 +175,12 @@ struct vnicd_dev {
 
 	spinlock_t grave_lock;		/* guards graves */
 	struct list_head graves;
+
+	/* Page faults in no region. */
+	spinlock_t stray_lock;		/* guards strays and num_strays */
+	struct list_head strays;
+	unsigned int num_strays;
+	struct work_struct stray_work;
 
 	/* Pairing with the VM's virtio-net. */
 	struct notifier_block netdev_nb;
@@ -212,7 +228,8 @@ struct vnicd_ah_obj {
 struct vnicd_mr {
 	struct ib_mr base;
 	struct vnicd_grave grave;
-	struct ib_umem *umem;
+	struct ib_umem *umem;		/* pinned: ... */
+	struct vnicd_odp *odp;		/* ... or on demand */
 	u32 handle;
 	bool phys;
 };
@@ -331,6 +348,16 @@ VNICD_TO(srq, srq)
 VNICD_TO(qp, qp)
 #undef VNICD_TO
 
+/* ODP-2. The table of an on-demand region is one of 4 KiB pages. */
+static inline bool vnicd_odp_supported(const struct vnicd_dev *vd)
+{
+#ifdef VNICD_ODP
+	return PAGE_SHIFT == 12 && (vd->lim.odp_rc || vd->lim.odp_uc || vd->lim.odp_ud);
+#else
+	return false;
+#endif
+}
+
 static inline bool vnicd_dead(struct vnicd_dev *vd)
 {
 	return test_bit(VNICD_F_DEAD, &vd->flags);
@@ -374,8 +401,11 @@ int vnicd_cmd_modify_qp(struct vnicd_dev *vd, const struct vnicd_qp_attr *attr);
 int vnicd_cmd_query_qp(struct vnicd_dev *vd, u32 qpn, struct vnicd_qp_attr *attr);
 int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			struct vnicd_create_mr_resp *resp);
-int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
-		      u64 first, u32 count);
+int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf,
+		      const __le64 *pas, u32 handle, u64 first, u32 count);
+/* These two allocate nothing; a slot is kept for the former. */
+int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
+int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 		    const union ib_gid *gid);
 /*
@@ -448,6 +478,10 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 				u64 iova, int access, struct ib_udata *udata);
 #endif
 int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata);
+int vnicd_advise_mr(struct ib_pd *ibpd, enum ib_uverbs_advise_mr_advice advice,
+		    u32 flags, struct ib_sge *sgl, u32 num_sge,
+		    struct uverbs_attr_bundle *attrs);
+int vnicd_fill_stat_mr_entry(struct sk_buff *msg, struct ib_mr *ibmr);
 
 /* vnicd_verbs_cq.c */
 int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,

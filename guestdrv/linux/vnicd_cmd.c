@@ -9,11 +9,14 @@
 
 #include "vnicd.h"
 
+#define VNICD_ODP_ALL (VNICD_ODP_SEND | VNICD_ODP_RECV | VNICD_ODP_WRITE | \
+		       VNICD_ODP_READ | VNICD_ODP_ATOMIC | VNICD_ODP_SRQ_RECV)
+
 static int vnicd_exec(struct vnicd_dev *vd, u16 opcode, const void *req,
 		      size_t req_len, void *resp, size_t resp_len)
 {
 	return vnicd_cmdq_exec(&vd->cmdq, opcode, req, req_len, NULL, 0,
-			       resp, resp_len);
+			       resp, resp_len, 0);
 }
 
 /* A command that names an object and carries nothing else. */
@@ -47,7 +50,7 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 			vnicd_ring_pages(b, pas + (a ? a->npages : 0));
 	}
 	err = vnicd_cmdq_exec(&vd->cmdq, opcode, req, req_len,
-			      pas, n * sizeof(*pas), resp, resp_len);
+			      pas, n * sizeof(*pas), resp, resp_len, 0);
 	kfree(pas);
 	return err;
 }
@@ -89,6 +92,9 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 	lim->max_qp_init_rd_atom = le32_to_cpu(a.max_qp_init_rd_atom);
 	lim->max_mcast_grp = le32_to_cpu(a.max_mcast_grp);
 	lim->max_mcast_qp_attach = le32_to_cpu(a.max_mcast_qp_attach);
+	lim->odp_rc = le32_to_cpu(a.odp_rc) & VNICD_ODP_ALL;
+	lim->odp_uc = le32_to_cpu(a.odp_uc) & VNICD_ODP_ALL;
+	lim->odp_ud = le32_to_cpu(a.odp_ud) & VNICD_ODP_ALL;
 
 	/* What would break arithmetic here or in ib_core is refused. */
 	if (!lim->max_gid || lim->max_gid > 256)
@@ -193,7 +199,7 @@ int vnicd_cmd_set_ah_table(struct vnicd_dev *vd, struct vnicd_ah *table,
 	for (i = 0; i < npages; i++)
 		pas[i] = cpu_to_le64(pa + (u64)i * SZ_4K);
 	err = vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_AH_TABLE, &req, sizeof(req),
-			      pas, npages * sizeof(*pas), NULL, 0);
+			      pas, npages * sizeof(*pas), NULL, 0, 0);
 	kfree(pas);
 	return err;
 }
@@ -339,15 +345,39 @@ int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			  resp, sizeof(*resp));
 }
 
-/* @buf carries its @count addresses behind the structure, in the same allocation. */
-int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
-		      u64 first, u32 count)
+/* @buf is room for the command; @pas, its @count addresses, are contiguous. */
+int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf,
+		      const __le64 *pas, u32 handle, u64 first, u32 count)
 {
 	buf->handle = cpu_to_le32(handle);
 	buf->count = cpu_to_le32(count);
 	buf->first = cpu_to_le64(first);
 	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, buf, sizeof(*buf),
-			       buf + 1, count * sizeof(__le64), NULL, 0);
+			       pas, count * sizeof(*pas), NULL, 0, 0);
+}
+
+int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
+{
+	struct vnicd_clear_mtt req = {
+		.handle = cpu_to_le32(handle),
+		.first = cpu_to_le64(first),
+		.count = cpu_to_le64(count),
+	};
+
+	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_CLEAR_MTT, &req, sizeof(req),
+			       NULL, 0, NULL, 0, VNICD_EXEC_RESERVED);
+}
+
+/* -ENOENT: whoever waited has given up. */
+int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status)
+{
+	struct vnicd_resume_fault req = {
+		.token = cpu_to_le32(token),
+		.status = cpu_to_le32(status),
+	};
+
+	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_RESUME_FAULT, &req, sizeof(req),
+			       NULL, 0, NULL, 0, VNICD_EXEC_MAY_MISS);
 }
 
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,

@@ -44,6 +44,8 @@ int vnicd_cmdq_init(struct vnicd_cmdq *q, struct vnicd_dev *vd,
 
 	/* A chain has at most three descriptors. */
 	n = min_t(unsigned int, VNICD_CMDQ_SLOTS, virtqueue_get_vring_size(vq) / 3);
+	/* With few there is none to spare. */
+	q->num_reserved = n >= 2 * VNICD_CMDQ_RESERVED ? VNICD_CMDQ_RESERVED : n / 2;
 	if (!n) {
 		dev_err(&vd->vdev->dev, "command queue has %u entries, need 3\n",
 			virtqueue_get_vring_size(vq));
@@ -63,6 +65,7 @@ int vnicd_cmdq_init(struct vnicd_cmdq *q, struct vnicd_dev *vd,
 		init_completion(&slot->done);
 		slot->state = VNICD_SLOT_FREE;
 		list_add_tail(&slot->list, &q->free);
+		q->num_free++;
 	}
 	return 0;
 }
@@ -78,6 +81,7 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q)
 		q->slots[i].resp = NULL;
 	}
 	q->num_slots = 0;
+	q->num_free = 0;
 	INIT_LIST_HEAD(&q->free);
 }
 
@@ -85,6 +89,7 @@ static void vnicd_slot_put_locked(struct vnicd_cmdq *q, struct vnicd_slot *slot)
 {
 	slot->state = VNICD_SLOT_FREE;
 	list_add_tail(&slot->list, &q->free);
+	q->num_free++;
 	wake_up(&q->wait);
 }
 
@@ -132,32 +137,35 @@ void vnicd_cmdq_kill(struct vnicd_cmdq *q)
 	wake_up_all(&q->wait);
 }
 
-static struct vnicd_slot *vnicd_slot_try_get(struct vnicd_cmdq *q, bool *dead)
+static struct vnicd_slot *vnicd_slot_try_get(struct vnicd_cmdq *q, unsigned int keep,
+					     bool *dead)
 {
 	struct vnicd_slot *slot = NULL;
 	unsigned long flags;
 
 	spin_lock_irqsave(&q->lock, flags);
 	*dead = q->dead || virtqueue_is_broken(q->vq);
-	if (!*dead && !list_empty(&q->free)) {
+	if (!*dead && q->num_free > keep) {
 		slot = list_first_entry(&q->free, struct vnicd_slot, list);
 		list_del(&slot->list);
+		q->num_free--;
 	}
 	spin_unlock_irqrestore(&q->lock, flags);
 	return slot;
 }
 
-static struct vnicd_slot *vnicd_slot_get(struct vnicd_cmdq *q)
+static struct vnicd_slot *vnicd_slot_get(struct vnicd_cmdq *q, unsigned int flags)
 {
+	unsigned int keep = flags & VNICD_EXEC_RESERVED ? 0 : q->num_reserved;
 	unsigned long end = jiffies + msecs_to_jiffies(cmd_timeout_ms);
 	struct vnicd_slot *slot = NULL;
 	bool dead = false;
 
-	while (!(slot = vnicd_slot_try_get(q, &dead)) && !dead) {
+	while (!(slot = vnicd_slot_try_get(q, keep, &dead)) && !dead) {
 		if (time_after(jiffies, end))
 			return NULL;
 		wait_event_timeout(q->wait,
-				   (slot = vnicd_slot_try_get(q, &dead)) || dead,
+				   (slot = vnicd_slot_try_get(q, keep, &dead)) || dead,
 				   VNICD_CMD_SLICE);
 		if (slot)
 			return slot;
@@ -280,7 +288,7 @@ malformed:
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    const void *req, size_t req_len,
 		    const void *list, size_t list_len,
-		    void *resp, size_t resp_len)
+		    void *resp, size_t resp_len, unsigned int exec)
 {
 	size_t room = sizeof(struct vnicd_resp) + resp_len;
 	struct vnicd_slot *slot;
@@ -295,7 +303,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	if (sizeof(*hdr) + req_len + list_len > VNICD_CMD_MAX)
 		return -E2BIG;
 
-	slot = vnicd_slot_get(q);
+	slot = vnicd_slot_get(q, exec);
 	if (!slot)
 		return -EIO;
 
@@ -324,7 +332,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	spin_unlock_irqrestore(&q->lock, flags);
 
 	/* Perhaps it has lost its state: look at the generation. */
-	if (err == -EIO || err == -ENOENT)
+	if (err == -EIO || (err == -ENOENT && !(exec & VNICD_EXEC_MAY_MISS)))
 		vnicd_check_config(q->vd);
 	return err;
 }

@@ -40,16 +40,25 @@ struct vnicd_slot {
 	void *resp;			/* one page */
 };
 
-#define VNICD_CMDQ_SLOTS 16
+#define VNICD_CMDQ_SLOTS 32
+/* Of these, only VNICD_EXEC_RESERVED commands get the last ones. */
+#define VNICD_CMDQ_RESERVED 4
+
+/* The kernel cannot go on reclaiming memory before this command is done. */
+#define VNICD_EXEC_RESERVED	(1U << 0)
+/* -ENOENT is an answer like any other, not a sign of lost state. */
+#define VNICD_EXEC_MAY_MISS	(1U << 1)
 
 struct vnicd_cmdq {
 	struct vnicd_dev *vd;
 	struct virtqueue *vq;
 	wait_queue_head_t wait;		/* for a free slot */
 	unsigned int num_slots;
+	unsigned int num_reserved;
 
 	spinlock_t lock;		/* guards what follows, and vq */
 	bool dead;
+	unsigned int num_free;
 	struct list_head free;
 	struct vnicd_slot slots[VNICD_CMDQ_SLOTS];
 };
@@ -67,13 +76,16 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
  * @list, @list_len: more payload, or NULL; physically contiguous
  * @resp, @resp_len: where the payload of the answer goes; the device must give
  *	exactly so many bytes
+ * @flags: VNICD_EXEC_*
+ *
+ * Allocates nothing but what virtio asks for atomically, and does without.
  *
  * 0, or the errno of the device's status, or -EIO: the device is dead.
  */
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    const void *req, size_t req_len,
 		    const void *list, size_t list_len,
-		    void *resp, size_t resp_len);
+		    void *resp, size_t resp_len, unsigned int flags);
 
 /* From now on every command, those under way too, ends with -EIO at once. */
 void vnicd_cmdq_kill(struct vnicd_cmdq *q);

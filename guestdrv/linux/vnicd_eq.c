@@ -162,6 +162,9 @@ static void vnicd_aeq_dispatch(struct vnicd_dev *vd, const struct vnicd_event *e
 		ev.event = IB_EVENT_SRQ_LIMIT_REACHED;
 		vnicd_srq_async(vd, handle, &ev);
 		break;
+	case VNICD_EVENT_PAGE_FAULT:
+		vnicd_fault_event(vd, e);
+		break;
 	default:
 		dev_err_ratelimited(&vd->vdev->dev, "unknown event type %u\n", type);
 	}

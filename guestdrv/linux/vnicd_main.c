@@ -387,6 +387,7 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 	INIT_WORK(&vd->config_work, vnicd_config_work);
 	INIT_WORK(&vd->flush_work, vnicd_flush_work);
 	vnicd_netdev_init(vd);
+	vnicd_fault_start(vd);
 	vnicd_eq_setup(vd, &vd->aeq, true);
 	for (i = 0; i < VNICD_MAX_CEQS; i++)
 		vnicd_eq_setup(vd, &vd->ceqs[i], false);
@@ -405,6 +406,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	vnicd_ib_unregister(vd);
 	vnicd_netdev_stop(vd);
 	vnicd_stop_events(vd);
+	vnicd_fault_stop(vd);
 
 	virtio_reset_device(vdev);
 	/* The interrupt is quiet; now nothing queues work any more. */
@@ -566,9 +568,18 @@ static int __init vnicd_module_init(void)
 	vnicd_recovery_wq = alloc_workqueue("vnicd_recovery", WQ_UNBOUND, 0);
 	if (!vnicd_recovery_wq)
 		return -ENOMEM;
+	err = vnicd_fault_init();
+	if (err)
+		goto err_recovery;
 	err = register_virtio_driver(&vnicd_driver);
 	if (err)
-		destroy_workqueue(vnicd_recovery_wq);
+		goto err_fault;
+	return 0;
+
+err_fault:
+	vnicd_fault_exit();
+err_recovery:
+	destroy_workqueue(vnicd_recovery_wq);
 	return err;
 }
 
@@ -577,6 +588,7 @@ static void __exit vnicd_module_exit(void)
 	unregister_virtio_driver(&vnicd_driver);
 	/* Waits for a recovery under way; it finds no driver to bind. */
 	destroy_workqueue(vnicd_recovery_wq);
+	vnicd_fault_exit();
 }
 
 module_init(vnicd_module_init);

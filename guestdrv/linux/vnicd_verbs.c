@@ -74,6 +74,13 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 		attr->max_total_mcast_qp_attach =
 			min_t(u64, (u64)lim->max_mcast_grp * lim->max_mcast_qp_attach, INT_MAX);
 	}
+	if (vnicd_odp_supported(vd)) {
+		attr->kernel_cap_flags |= IBK_ON_DEMAND_PAGING;
+		attr->odp_caps.general_caps = IB_ODP_SUPPORT | IB_ODP_SUPPORT_IMPLICIT;
+		attr->odp_caps.per_transport_caps.rc_odp_caps = lim->odp_rc;
+		attr->odp_caps.per_transport_caps.uc_odp_caps = lim->odp_uc;
+		attr->odp_caps.per_transport_caps.ud_odp_caps = lim->odp_ud;
+	}
 	attr->max_pkeys = 1;
 	attr->local_ca_ack_delay = 15;
 	return 0;
@@ -344,6 +351,11 @@ static const struct ib_device_ops vnicd_srq_ops = {
 	INIT_RDMA_OBJ_SIZE(ib_srq, vnicd_srq, base),
 };
 
+static const struct ib_device_ops vnicd_odp_ops = {
+	.advise_mr = vnicd_advise_mr,
+	.fill_stat_mr_entry = vnicd_fill_stat_mr_entry,
+};
+
 static const struct ib_device_ops vnicd_resize_ops = {
 #ifdef VNICD_HAVE_RESIZE_USER_CQ
 	.resize_user_cq = vnicd_resize_cq,
@@ -375,6 +387,8 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 		ib_set_device_ops(ibdev, &vnicd_srq_ops);
 	if (vd->lim.caps & VNICD_CAP_RESIZE_CQ)
 		ib_set_device_ops(ibdev, &vnicd_resize_ops);
+	if (vnicd_odp_supported(vd))
+		ib_set_device_ops(ibdev, &vnicd_odp_ops);
 
 	/* Held against vnicd_fail(), which would unregister what is half there. */
 	mutex_lock(&vd->reg_lock);

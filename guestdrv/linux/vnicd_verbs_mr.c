@@ -6,6 +6,9 @@
 #include <linux/io.h>
 #include <linux/log2.h>
 #include <linux/slab.h>
+#include <net/netlink.h>
+#include <rdma/rdma_netlink.h>
+#include <rdma/restrack.h>
 
 #include "vnicd.h"
 
@@ -123,7 +126,7 @@ static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 		pas[count++] = cpu_to_le64(virt_to_phys(va));
 		if (count < batch)
 			continue;
-		err = vnicd_cmd_set_mtt(vd, buf, mr->handle, first, count);
+		err = vnicd_cmd_set_mtt(vd, buf, pas, mr->handle, first, count);
 		if (err)
 			break;
 		first += count;
@@ -131,9 +134,53 @@ static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 		cond_resched();
 	}
 	if (!err && count)
-		err = vnicd_cmd_set_mtt(vd, buf, mr->handle, first, count);
+		err = vnicd_cmd_set_mtt(vd, buf, pas, mr->handle, first, count);
 	kfree(buf);
 	return err;
+}
+
+/* Nothing is pinned, or even looked at: the time does not depend on the size (ODP-1). */
+static struct ib_mr *vnicd_reg_on_demand(struct ib_pd *ibpd, u64 start, u64 length,
+					 u64 iova, int access)
+{
+	struct vnicd_dev *vd = to_vd(ibpd->device);
+	struct vnicd_create_mr cmd = {};
+	struct vnicd_mr *mr;
+	int err;
+
+	if (!vnicd_odp_supported(vd))
+		return ERR_PTR(-EOPNOTSUPP);
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	mr->base.device = ibpd->device;
+
+	mr->odp = vnicd_odp_alloc(vd, ibpd, start, length, iova,
+				  ib_access_writable(access), &cmd);
+	if (IS_ERR(mr->odp)) {
+		err = PTR_ERR(mr->odp);
+		goto err_free;
+	}
+	cmd.pdn = cpu_to_le32(to_vpd(ibpd)->pdn);
+	cmd.access = cpu_to_le32(access & VNICD_MR_ACCESS);
+	err = vnicd_mr_create(mr, &cmd);
+	if (err) {
+		vnicd_odp_put(mr->odp);
+		goto err_free;
+	}
+	mr->odp->handle = mr->handle;
+	mr->odp->lkey = mr->base.lkey;
+	mr->odp->rkey = mr->base.rkey;
+	err = vnicd_odp_publish(mr->odp);
+	if (err) {
+		vnicd_odp_destroy(mr->odp);
+		goto err_free;
+	}
+	return &mr->base;
+
+err_free:
+	kfree(mr);
+	return ERR_PTR(err);
 }
 
 #ifdef VNICD_HAVE_DMAH
@@ -155,8 +202,10 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 	if (dmah)
 		return ERR_PTR(-EOPNOTSUPP);
 #endif
-	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_OPTIONAL))
+	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_ON_DEMAND | IB_ACCESS_OPTIONAL))
 		return ERR_PTR(-EOPNOTSUPP);
+	if (access & IB_ACCESS_ON_DEMAND)
+		return vnicd_reg_on_demand(ibpd, start, length, iova, access);
 	if (!length || length > vd->lim.max_mr_size)
 		return ERR_PTR(-EINVAL);
 
@@ -206,8 +255,78 @@ int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 {
 	struct vnicd_mr *mr = to_vmr(ibmr);
 
+	if (mr->odp) {
+		vnicd_odp_destroy(mr->odp);
+		kfree(mr);
+		return 0;
+	}
 	if (mr->phys)
 		xa_erase_irq(&to_vd(ibmr->device)->phys_keys, ibmr->lkey);
 	vnicd_mr_destroy(mr);
+	return 0;
+}
+
+/* ODP-8. With the flush flag it is done now and may fail, else soon and may not be done. */
+int vnicd_advise_mr(struct ib_pd *ibpd, enum ib_uverbs_advise_mr_advice advice,
+		    u32 flags, struct ib_sge *sgl, u32 num_sge,
+		    struct uverbs_attr_bundle *attrs)
+{
+	unsigned int how = VNICD_FETCH_PREFETCH;
+	int err = 0;
+
+	switch (advice) {
+	case IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH:
+		break;
+	case IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE:
+		how |= VNICD_FETCH_WRITE;
+		break;
+	case IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT:
+		how |= VNICD_FETCH_PRESENT;
+		break;
+	default:
+		return -EOPNOTSUPP;
+	}
+	if (flags & ~IB_UVERBS_ADVISE_MR_FLAG_FLUSH)
+		return -EOPNOTSUPP;
+
+	for (u32 i = 0; i < num_sge && !err; i++) {
+		struct vnicd_odp *odp = vnicd_odp_get(to_vd(ibpd->device), sgl[i].lkey);
+
+		if (!odp)
+			return -ENOENT;
+		if (odp->pd != ibpd)
+			err = -EPERM;
+		else if ((how & VNICD_FETCH_WRITE) && !odp->writable)
+			err = -EPERM;
+		else if (sgl[i].length && flags & IB_UVERBS_ADVISE_MR_FLAG_FLUSH)
+			err = vnicd_odp_fetch(odp, sgl[i].addr, sgl[i].length, how);
+		else if (sgl[i].length)
+			vnicd_fault_prefetch(odp, sgl[i].addr, sgl[i].length, how);
+		vnicd_odp_put(odp);
+	}
+	return err;
+}
+
+/* "rdma statistic show mr". */
+int vnicd_fill_stat_mr_entry(struct sk_buff *msg, struct ib_mr *ibmr)
+{
+	struct vnicd_odp *odp = to_vmr(ibmr)->odp;
+	struct nlattr *table;
+
+	if (!odp)
+		return 0;
+	table = nla_nest_start(msg, RDMA_NLDEV_ATTR_STAT_HWCOUNTERS);
+	if (!table)
+		return -EMSGSIZE;
+	if (rdma_nl_stat_hwcounter_entry(msg, "page_faults",
+					 atomic64_read(&odp->page_faults)) ||
+	    rdma_nl_stat_hwcounter_entry(msg, "page_invalidations",
+					 atomic64_read(&odp->page_invalidations)) ||
+	    rdma_nl_stat_hwcounter_entry(msg, "page_prefetch",
+					 atomic64_read(&odp->page_prefetches))) {
+		nla_nest_cancel(msg, table);
+		return -EMSGSIZE;
+	}
+	nla_nest_end(msg, table);
 	return 0;
 }

@@ -1,0 +1,670 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * On-demand regions: which pages the device has.
+ *
+ * The address space of a region is cut into parts. A part exists once a page in
+ * it was asked for; it watches its addresses (mmu_interval_notifier) and knows
+ * which of its pages were given to the device. So what a process does elsewhere
+ * costs nothing, an implicit region takes memory for what is used only, and an
+ * invalidation disturbs the faults of its own part only.
+ *
+ *	fetch					invalidate
+ *	  seq = mmu_interval_read_begin()	  gate (read), part->lock
+ *	  have the kernel bring the pages in	  mmu_interval_set_seq()
+ *	  look at the page table (hmm)		  pages that were given: CLEAR_MTT
+ *	  gate (read), part->lock		  	(answered when unused, ODP-5)
+ *	  seq unchanged? SET_MTT : from the top
+ *
+ * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
+ * a page stays where it is because the kernel cannot get past the notifier.
+ *
+ * Under gate and part->lock nothing allocates memory in a way that could enter
+ * reclaim, which calls the notifier. Commands do not: their slots are ready, and
+ * CLEAR_MTT has some of its own.
+ *
+ * Dirty pages. The device's writes do not set the dirty bit of a page table
+ * entry, so a page is given writable only if the kernel already thinks that it
+ * has been written to: a fault for writing is handled as a write, which leaves
+ * the entry dirty, within the same sequence number. Nothing makes such an entry
+ * clean again without calling the notifier first. Neighbours that come along are
+ * read-only, unless they are anonymous and have no copy in swap: those would have
+ * to be written there in any case.
+ */
+#include <linux/bitmap.h>
+#include <linux/delay.h>
+#include <linux/hmm.h>
+#include <linux/mm.h>
+#include <linux/mmu_notifier.h>
+#include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
+#include <linux/slab.h>
+
+#include "vnicd.h"
+
+#define VNICD_PART_SHIFT	24		/* 16 MiB: */
+#define VNICD_PART_PAGES	(1U << (VNICD_PART_SHIFT - PAGE_SHIFT))
+/* Pages that one command brings in at most, and what is looked at around them. */
+#define VNICD_FETCH_MAX		256U		/* 1 MiB, as in an event */
+#define VNICD_FETCH_AROUND	64U		/* 256 KiB, aligned */
+/* How often a page that keeps going away is tried before the device is asked again. */
+#define VNICD_FETCH_ROUNDS	16
+/* Unmapped parts that are worth the sweep. */
+#define VNICD_SWEEP		32
+
+struct vnicd_part {
+	struct mmu_interval_notifier notifier;
+	struct vnicd_odp *odp;		/* outlives the notifier */
+	refcount_t refs;		/* the table's, and of who works on it */
+	unsigned long start;		/* address, page-aligned */
+	u64 first;			/* index of its first page in the MTT */
+	unsigned int npages;
+
+	struct mutex lock;		/* guards what follows; orders SET and CLEAR */
+	bool gone;			/* watches no longer */
+	bool unmapped;			/* all of it, by the process */
+	DECLARE_BITMAP(given, VNICD_PART_PAGES);
+};
+
+/* One page: what the kernel says of the pages becomes the command's list in place. */
+struct vnicd_fetch {
+	struct vnicd_set_mtt cmd;
+	union {
+		DECLARE_FLEX_ARRAY(unsigned long, pfns);	/* as HMM has them */
+		DECLARE_FLEX_ARRAY(__le64, ptes);
+	};
+};
+
+#define VNICD_FETCH_ENTRIES \
+	((PAGE_SIZE - sizeof(struct vnicd_fetch)) / sizeof(__le64))
+
+static unsigned long vnicd_odp_base(const struct vnicd_odp *odp)
+{
+	return odp->start & PAGE_MASK;
+}
+
+static u64 vnicd_odp_npages(const struct vnicd_odp *odp)
+{
+	return DIV_ROUND_UP_ULL(odp->length + offset_in_page(odp->start), PAGE_SIZE);
+}
+
+static void vnicd_part_put(struct vnicd_part *part)
+{
+	if (!refcount_dec_and_test(&part->refs))
+		return;
+	mutex_destroy(&part->lock);
+	kfree(part);
+}
+
+/* Out of the table already. Waits for invalidations, so no lock of theirs is held. */
+static void vnicd_part_remove(struct vnicd_part *part)
+{
+	mmu_interval_notifier_remove(&part->notifier);
+	vnicd_part_put(part);
+}
+
+/* The device forgets @count pages of the region from @first on (ODP-5, ODP-6). */
+static void vnicd_odp_clear(struct vnicd_odp *odp, u64 first, u64 count)
+{
+	struct vnicd_dev *vd = odp->vd;
+	int err = vnicd_cmd_clear_mtt(vd, odp->handle, first, count);
+
+	/* A device that has lost its state knows neither region nor pages. */
+	if (err && err != -ENOENT && !vnicd_dead(vd))
+		vnicd_fail(vd, "it does not let go of pages");
+}
+
+/* Both locks are held. False: it would have to sleep, and must not. */
+static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
+					 const struct mmu_notifier_range *range)
+{
+	struct vnicd_odp *odp = part->odp;
+	unsigned long start = max(range->start, part->start);
+	unsigned long end = min(range->end, part->start + part->npages * PAGE_SIZE);
+	unsigned int from, to, last;
+
+	if (range->event == MMU_NOTIFY_UNMAP && end - start == part->npages * PAGE_SIZE &&
+	    !part->unmapped) {
+		part->unmapped = true;
+		atomic_inc(&odp->num_unmapped);
+	}
+	if (!odp->vd || odp->released)
+		return true;
+
+	from = (start - part->start) >> PAGE_SHIFT;
+	to = (end - part->start) >> PAGE_SHIFT;
+	from = find_next_bit(part->given, to, from);
+	if (from >= to)
+		return true;
+	if (!mmu_notifier_range_blockable(range))
+		return false;
+	last = from;
+	for (unsigned int i = from; i < to; i = find_next_bit(part->given, to, i + 1)) {
+		last = i;
+		atomic64_inc(&odp->page_invalidations);
+	}
+
+	if (range->event == MMU_NOTIFY_RELEASE) {
+		/* Every part is about to come: one command for all of them. */
+		vnicd_odp_clear(odp, 0, vnicd_odp_npages(odp));
+		odp->released = true;
+		return true;
+	}
+	vnicd_odp_clear(odp, part->first + from, last - from + 1);
+	bitmap_clear(part->given, from, last - from + 1);
+	return true;
+}
+
+static bool vnicd_part_invalidate(struct mmu_interval_notifier *notifier,
+				  const struct mmu_notifier_range *range,
+				  unsigned long seq)
+{
+	struct vnicd_part *part = container_of(notifier, struct vnicd_part, notifier);
+	struct vnicd_odp *odp = part->odp;
+	bool done;
+
+	if (mmu_notifier_range_blockable(range)) {
+		down_read(&odp->gate);
+		mutex_lock(&part->lock);
+	} else {
+		if (!down_read_trylock(&odp->gate))
+			return false;
+		if (!mutex_trylock(&part->lock)) {
+			up_read(&odp->gate);
+			return false;
+		}
+	}
+	mmu_interval_set_seq(notifier, seq);
+	done = vnicd_part_invalidate_locked(part, range);
+	mutex_unlock(&part->lock);
+	up_read(&odp->gate);
+	return done;
+}
+
+static const struct mmu_interval_notifier_ops vnicd_part_ops = {
+	.invalidate = vnicd_part_invalidate,
+};
+
+/* Parts that the process has unmapped are forgotten: address spaces are large. */
+static void vnicd_odp_sweep(struct vnicd_odp *odp)
+{
+	struct vnicd_part *part;
+	unsigned long index;
+
+	if (atomic_read(&odp->num_unmapped) < VNICD_SWEEP)
+		return;
+	xa_for_each(&odp->parts, index, part) {
+		bool forget;
+
+		xa_lock(&odp->parts);
+		if (xa_load(&odp->parts, index) != part) {
+			xa_unlock(&odp->parts);
+			continue;
+		}
+		refcount_inc(&part->refs);
+		xa_unlock(&odp->parts);
+
+		mutex_lock(&part->lock);
+		forget = part->unmapped && !part->gone &&
+			 bitmap_empty(part->given, part->npages);
+		if (forget) {
+			part->gone = true;
+			atomic_dec(&odp->num_unmapped);
+		}
+		mutex_unlock(&part->lock);
+		if (forget && xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
+			vnicd_part_remove(part);
+		vnicd_part_put(part);
+	}
+}
+
+static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long index)
+{
+	unsigned long base = vnicd_odp_base(odp);
+	unsigned long end = base + vnicd_odp_npages(odp) * PAGE_SIZE;
+	unsigned long start = index << VNICD_PART_SHIFT;
+	struct vnicd_part *part;
+	int err;
+
+	part = kzalloc(sizeof(*part), GFP_KERNEL);
+	if (!part)
+		return ERR_PTR(-EAGAIN);
+	part->odp = odp;
+	part->start = max(start, base);
+	end = min(end, start + (1UL << VNICD_PART_SHIFT));
+	part->npages = (end - part->start) >> PAGE_SHIFT;
+	part->first = (part->start - base) >> PAGE_SHIFT;
+	refcount_set(&part->refs, 1);
+	mutex_init(&part->lock);
+
+	err = mmu_interval_notifier_insert(&part->notifier, odp->mm, part->start,
+					   end - part->start, &vnicd_part_ops);
+	if (err) {
+		vnicd_part_put(part);
+		return ERR_PTR(err == -ENOMEM ? -EAGAIN : err);
+	}
+	return part;
+}
+
+/* The part that @addr lies in, with a reference. The address space is gotten. */
+static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long addr)
+{
+	unsigned long index = addr >> VNICD_PART_SHIFT;
+	struct vnicd_part *part;
+	bool exists, closed;
+	int err;
+
+	xa_lock(&odp->parts);
+	part = xa_load(&odp->parts, index);
+	if (part)
+		refcount_inc(&part->refs);
+	xa_unlock(&odp->parts);
+	if (part)
+		return part;
+
+	/* Addresses that do not exist take no memory, whoever names them. */
+	mmap_read_lock(odp->mm);
+	exists = vma_lookup(odp->mm, addr);
+	mmap_read_unlock(odp->mm);
+	if (!exists)
+		return ERR_PTR(-EFAULT);
+
+	vnicd_odp_sweep(odp);
+	part = vnicd_part_create(odp, index);
+	if (IS_ERR(part))
+		return part;
+	refcount_inc(&part->refs);	/* the caller's */
+	err = xa_insert(&odp->parts, index, part, GFP_KERNEL);
+	if (err) {
+		/* -EBUSY: somebody else was faster. */
+		vnicd_part_remove(part);
+		vnicd_part_put(part);
+		return ERR_PTR(-EAGAIN);
+	}
+
+	/* Either we see that the region has ended, or its end sees the part. */
+	down_read(&odp->gate);
+	closed = !odp->vd;
+	up_read(&odp->gate);
+	if (closed && xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
+		vnicd_part_remove(part);
+	return part;
+}
+
+/*
+ * Whether the kernel counts on this page being written to, so that nothing is
+ * lost if the device does; see Dirty pages above. No sleeping, no allocation:
+ * that is true of anonymous pages only.
+ */
+static bool vnicd_page_dirty(unsigned long pfn)
+{
+	struct folio *folio = page_folio(hmm_pfn_to_page(pfn));
+
+	if (!folio_test_anon(folio) || folio_test_swapcache(folio))
+		return false;
+	folio_mark_dirty(folio);
+	return true;
+}
+
+/* Pages of the part as the process has them now: offsets @from to @to. */
+static int vnicd_part_look(struct vnicd_part *part, struct vnicd_fetch *f,
+			   unsigned long seq, unsigned int from, unsigned int to)
+{
+	struct mm_struct *mm = part->odp->mm;
+	struct hmm_range range = {
+		.notifier = &part->notifier,
+		.notifier_seq = seq,
+		.start = part->start + from * PAGE_SIZE,
+		.end = part->start + to * PAGE_SIZE,
+		.hmm_pfns = f->pfns,
+	};
+	int err;
+
+	memset(f->pfns, 0, (to - from) * sizeof(f->pfns[0]));
+	mmap_read_lock(mm);
+	err = hmm_range_fault(&range);
+	mmap_read_unlock(mm);
+	return err == -EBUSY ? -EAGAIN : err;
+}
+
+static bool vnicd_pfn_ok(unsigned long pfn, bool write)
+{
+	unsigned long need = HMM_PFN_VALID | (write ? HMM_PFN_WRITE : 0);
+
+	return (pfn & (need | HMM_PFN_ERROR)) == need;
+}
+
+/*
+ * Has the kernel bring in @n pages from @addr on, those that @pfns has not got
+ * already. HMM could, but not from a userfaultfd pager. Returns how many can be
+ * had, at least one, or an error.
+ */
+static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
+		       bool write, const unsigned long *pfns)
+{
+	unsigned int flags = FAULT_FLAG_REMOTE | (write ? FAULT_FLAG_WRITE : 0);
+	unsigned int i;
+	int err = 0;
+
+	mmap_read_lock(mm);
+	for (i = 0; i < n; i++) {
+		bool unlocked = false;
+
+		if (pfns && vnicd_pfn_ok(pfns[i], write))
+			continue;
+		err = fixup_user_fault(mm, addr + i * PAGE_SIZE, flags, &unlocked);
+		if (err)
+			break;
+		if (need_resched() && i + 1 < n) {
+			mmap_read_unlock(mm);
+			cond_resched();
+			mmap_read_lock(mm);
+		}
+	}
+	mmap_read_unlock(mm);
+	return i ? i : err;
+}
+
+/*
+ * Gives the device what @f shows of the pages @from to @to, if that is still
+ * true. Returns how many of the @n pages from @want on it has got, at least one.
+ */
+static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
+			   unsigned long seq, unsigned int from, unsigned int to,
+			   unsigned int want, unsigned int n, unsigned int how)
+{
+	struct vnicd_odp *odp = part->odp;
+	unsigned int first = to, last = from, got = want, fresh = 0;
+	int err = -EAGAIN;
+
+	down_read(&odp->gate);
+	if (!odp->vd) {
+		err = -ECANCELED;
+		goto out_gate;
+	}
+	mutex_lock(&part->lock);
+	if (part->gone || mmu_interval_read_retry(&part->notifier, seq))
+		goto out;
+
+	for (unsigned int i = from; i < to; i++) {
+		unsigned long pfn = f->pfns[i - from];
+		bool wanted = i >= want && i < want + n;
+		u64 pte = VNICD_MTT_ABSENT;
+
+		if (vnicd_pfn_ok(pfn, false)) {
+			bool write = odp->writable && (pfn & HMM_PFN_WRITE);
+
+			if (write && !(wanted && (how & VNICD_FETCH_WRITE)))
+				write = vnicd_page_dirty(pfn);
+			pte = PFN_PHYS(pfn & ~HMM_PFN_FLAGS);
+			if (!write)
+				pte |= VNICD_MTT_READ_ONLY;
+			if (i == got && wanted && (write || !(how & VNICD_FETCH_WRITE)))
+				got++;
+			if (first == to)
+				first = i;
+			last = i;
+		}
+		f->ptes[i - from] = cpu_to_le64(pte);
+	}
+	if (got == want && !(how & VNICD_FETCH_PRESENT))
+		goto out;
+	err = n;
+	if (first == to)
+		goto out;
+
+	/* Before the device has them: whatever it answers, they will be cleared. */
+	for (unsigned int i = first; i <= last; i++)
+		if (!(f->ptes[i - from] & cpu_to_le64(VNICD_MTT_ABSENT)))
+			fresh += !__test_and_set_bit(i, part->given);
+	if (part->unmapped) {
+		part->unmapped = false;
+		atomic_dec(&odp->num_unmapped);
+	}
+	atomic64_add(fresh, how & VNICD_FETCH_PREFETCH ? &odp->page_prefetches : &odp->page_faults);
+	err = vnicd_cmd_set_mtt(odp->vd, &f->cmd, f->ptes + (first - from), odp->handle,
+				part->first + first, last - first + 1);
+	if (!err)
+		err = how & VNICD_FETCH_PRESENT ? n : got - want;
+out:
+	mutex_unlock(&part->lock);
+out_gate:
+	up_read(&odp->gate);
+	return err;
+}
+
+/* One try for up to @n pages from @addr on. Returns how many were dealt with, or an errno. */
+static int vnicd_odp_try(struct vnicd_odp *odp, struct vnicd_fetch *f,
+			 unsigned long addr, unsigned int n, unsigned int how)
+{
+	bool write = how & VNICD_FETCH_WRITE;
+	unsigned int want, from, to;
+	struct vnicd_part *part;
+	unsigned long seq;
+	int ret;
+
+	part = vnicd_part_get(odp, addr);
+	if (IS_ERR(part))
+		return PTR_ERR(part);
+
+	want = (addr - part->start) >> PAGE_SHIFT;
+	n = min3(n, part->npages - want, VNICD_FETCH_MAX);
+	from = want & ~(VNICD_FETCH_AROUND - 1);
+	to = min(ALIGN(want + n, VNICD_FETCH_AROUND), part->npages);
+	BUILD_BUG_ON(VNICD_FETCH_MAX + 2 * VNICD_FETCH_AROUND > VNICD_FETCH_ENTRIES);
+
+	seq = mmu_interval_read_begin(&part->notifier);
+	if (write && !(how & VNICD_FETCH_PRESENT)) {
+		/* All of them: also what is writable has to become dirty. */
+		ret = vnicd_touch(odp->mm, addr, n, true, NULL);
+		if (ret < 0)
+			goto out;
+		n = ret;
+	}
+	ret = vnicd_part_look(part, f, seq, from, to);
+	if (ret)
+		goto out;
+	if (!write && !(how & VNICD_FETCH_PRESENT)) {
+		const unsigned long *pfns = f->pfns + (want - from);
+		unsigned int have = 0;
+
+		while (have < n && vnicd_pfn_ok(pfns[have], false))
+			have++;
+		if (have < n) {
+			ret = vnicd_touch(odp->mm, addr, n, false, pfns);
+			if (ret < 0)
+				goto out;
+			n = ret;
+			ret = vnicd_part_look(part, f, seq, from, to);
+			if (ret)
+				goto out;
+		}
+	}
+	/* There, but nothing that could be given away: a device's memory, mostly. */
+	ret = -EFAULT;
+	if (!(how & VNICD_FETCH_PRESENT) && (f->pfns[want - from] & HMM_PFN_ERROR))
+		goto out;
+	ret = vnicd_part_give(part, f, seq, from, to, want, n, how);
+out:
+	vnicd_part_put(part);
+	return ret;
+}
+
+/* The same until it works, or cannot, or has been tried often enough. */
+static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
+				unsigned long addr, unsigned int n, unsigned int how)
+{
+	int ret = -EAGAIN;
+
+	for (unsigned int round = 0; round < VNICD_FETCH_ROUNDS; round++) {
+		if (fatal_signal_pending(current))
+			return -EINTR;
+		if (READ_ONCE(odp->closed))
+			return -ECANCELED;
+		ret = vnicd_odp_try(odp, f, addr, n, how);
+		if (ret != -EAGAIN && ret != -ENOMEM)
+			return ret;
+		/* Under pressure pages go as fast as they come: take fewer. */
+		if (round >= 2) {
+			n = max(n / 2, 1U);
+			usleep_range(50 << min(round, 8U), 100 << min(round, 8U));
+		}
+	}
+	return ret;
+}
+
+int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
+{
+	unsigned long addr, end;
+	struct vnicd_fetch *f;
+	int ret = 0;
+
+	if (va < odp->iova || va - odp->iova >= odp->length)
+		return -EFAULT;
+	length = min(length, odp->length - (va - odp->iova));
+	addr = odp->start + (va - odp->iova);
+	end = PAGE_ALIGN(addr + length);
+	addr &= PAGE_MASK;
+
+	/* Its process is gone, and nobody else has these addresses. */
+	if (!mmget_not_zero(odp->mm))
+		return -EFAULT;
+	f = kmalloc(PAGE_SIZE, GFP_KERNEL);
+	if (!f)
+		ret = -EAGAIN;
+
+	for (bool some = false; !ret && addr < end; some = true) {
+		unsigned int n = min_t(u64, (end - addr) >> PAGE_SHIFT, VNICD_FETCH_MAX);
+
+		ret = vnicd_odp_fetch_some(odp, f, addr, n, how);
+		if (ret > 0) {
+			addr += (unsigned long)ret << PAGE_SHIFT;
+			ret = 0;
+			cond_resched();
+		} else if (some && !(how & VNICD_FETCH_PREFETCH)) {
+			/* The device will come back for the rest, if it needs it. */
+			ret = 0;
+			break;
+		}
+	}
+	kfree(f);
+	mmput(odp->mm);
+	return ret;
+}
+
+struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
+				  u64 start, u64 length, u64 iova, bool writable,
+				  struct vnicd_create_mr *cmd)
+{
+	bool implicit = !start && length == U64_MAX;
+	struct vnicd_odp *odp;
+
+	if (!current->mm)
+		return ERR_PTR(-EINVAL);
+	if (implicit) {
+		if (iova)
+			return ERR_PTR(-EINVAL);
+		length = min_t(u64, current->mm->task_size & PAGE_MASK, BIT_ULL(57));
+	} else if (!length || length > vd->lim.max_mr_size ||
+		   start >= current->mm->task_size ||
+		   length > current->mm->task_size - start ||
+		   offset_in_page(start) != offset_in_page(iova) ||
+		   iova + length < iova) {
+		return ERR_PTR(-EINVAL);
+	}
+
+	odp = kzalloc(sizeof(*odp), GFP_KERNEL);
+	if (!odp)
+		return ERR_PTR(-ENOMEM);
+	odp->pager = vnicd_pager_get(current->mm);
+	if (!odp->pager) {
+		kfree(odp);
+		return ERR_PTR(-ENOMEM);
+	}
+	refcount_set(&odp->refs, 1);
+	odp->vd = vd;
+	odp->mm = current->mm;
+	odp->pd = pd;
+	odp->start = start;
+	odp->length = length;
+	odp->iova = iova;
+	odp->writable = writable;
+	init_rwsem(&odp->gate);
+	xa_init(&odp->parts);
+	spin_lock_init(&odp->lock);
+	INIT_LIST_HEAD(&odp->faults);
+
+	cmd->flags = cpu_to_le32(VNICD_MR_ON_DEMAND | (implicit ? VNICD_MR_IMPLICIT : 0));
+	cmd->page_shift = PAGE_SHIFT;
+	cmd->iova = cpu_to_le64(iova);
+	cmd->length = cpu_to_le64(length);
+	cmd->offset = cpu_to_le64(offset_in_page(start));
+	cmd->npages = cpu_to_le64(vnicd_odp_npages(odp));
+	return odp;
+}
+
+void vnicd_odp_put(struct vnicd_odp *odp)
+{
+	if (!refcount_dec_and_test(&odp->refs))
+		return;
+	WARN_ON(!xa_empty(&odp->parts));
+	xa_destroy(&odp->parts);
+	vnicd_pager_put(odp->pager);
+	kfree(odp);
+}
+
+int vnicd_odp_publish(struct vnicd_odp *odp)
+{
+	struct vnicd_dev *vd = odp->vd;
+	int err;
+
+	err = xa_insert(&vd->odps, odp->lkey, odp, GFP_KERNEL);
+	if (err)
+		return err;
+	if (odp->rkey != odp->lkey) {
+		err = xa_insert(&vd->odps, odp->rkey, odp, GFP_KERNEL);
+		if (err)
+			xa_erase(&vd->odps, odp->lkey);
+	}
+	return err;
+}
+
+struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key)
+{
+	struct vnicd_odp *odp;
+
+	xa_lock(&vd->odps);
+	odp = xa_load(&vd->odps, key);
+	if (odp)
+		refcount_inc(&odp->refs);
+	xa_unlock(&vd->odps);
+	return odp;
+}
+
+void vnicd_odp_destroy(struct vnicd_odp *odp)
+{
+	struct vnicd_dev *vd = odp->vd;
+	struct vnicd_part *part;
+	unsigned long index;
+
+	xa_cmpxchg(&vd->odps, odp->lkey, odp, NULL, 0);
+	xa_cmpxchg(&vd->odps, odp->rkey, odp, NULL, 0);
+
+	spin_lock(&odp->lock);
+	WRITE_ONCE(odp->closed, true);
+	spin_unlock(&odp->lock);
+
+	/*
+	 * Invalidations wait meanwhile: the pages are in use until the answer. A
+	 * device that does not answer is dead, and no invalidation waits for it.
+	 */
+	down_write(&odp->gate);
+	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_MR, odp->handle);
+	vnicd_fault_abandon(odp);
+	odp->vd = NULL;
+	up_write(&odp->gate);
+
+	xa_for_each(&odp->parts, index, part)
+		if (xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
+			vnicd_part_remove(part);
+	vnicd_odp_put(odp);
+}

@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * On-demand paging: regions whose pages come when the device asks for them and
+ * go when the kernel wants them back. See vnicd_odp.c (pages) and vnicd_fault.c
+ * (who works for whom, and how much at once).
+ */
+#ifndef VNICD_ODP_H
+#define VNICD_ODP_H
+
+#include <linux/atomic.h>
+#include <linux/list.h>
+#include <linux/refcount.h>
+#include <linux/rwsem.h>
+#include <linux/spinlock.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+
+struct ib_pd;
+struct mm_struct;
+struct vnicd_create_mr;
+struct vnicd_dev;
+struct vnicd_event;
+struct vnicd_pager;
+
+/*
+ * One region. It may outlive its registration: a page fault that waits for a
+ * userfaultfd pager cannot be interrupted, and neither deregistration nor the
+ * end of a process shall wait for it. What such a fault finds afterwards is
+ * vd == NULL.
+ */
+struct vnicd_odp {
+	refcount_t refs;		/* the registration, and who works on it */
+	struct vnicd_pager *pager;	/* of the process */
+	struct mm_struct *mm;		/* the pager's; grabbed, not gotten */
+	const struct ib_pd *pd;		/* only to compare with */
+	u64 iova;			/* first VA that the device names, */
+	u64 length;			/* bytes, */
+	unsigned long start;		/* ... and the address that it stands for */
+	u32 handle;
+	u32 lkey;
+	u32 rkey;
+	bool writable;
+
+	/*
+	 * Whoever sends a command about the region holds it for reading, whoever
+	 * ends the region holds it for writing until the device has confirmed.
+	 * Taken by the MMU notifier, so no memory is allocated with it.
+	 */
+	struct rw_semaphore gate;
+	struct vnicd_dev *vd;		/* NULL: deregistered */
+	bool released;			/* the address space is gone, and its pages */
+
+	struct xarray parts;		/* struct vnicd_part, by address */
+	atomic_t num_unmapped;		/* parts that could be forgotten */
+
+	spinlock_t lock;		/* guards what follows */
+	bool closed;
+	struct list_head faults;	/* whom the device waits for */
+
+	/* In pages, as other drivers count them. */
+	atomic64_t page_faults;
+	atomic64_t page_invalidations;
+	atomic64_t page_prefetches;
+};
+
+/* How pages are to be fetched. */
+#define VNICD_FETCH_WRITE	(1U << 0)	/* they will be written to */
+#define VNICD_FETCH_PRESENT	(1U << 1)	/* only what is present */
+#define VNICD_FETCH_PREFETCH	(1U << 2)	/* nobody waits; all or an error */
+
+#ifdef VNICD_ODP
+
+/* vnicd_odp.c */
+
+/*
+ * A region of the calling process, of which the device knows nothing yet, and
+ * the description of it for the device. Implicit: start 0, length U64_MAX.
+ */
+struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
+				  u64 start, u64 length, u64 iova, bool writable,
+				  struct vnicd_create_mr *cmd);
+/* The device knows it now, by the numbers that are set: events may come. */
+int vnicd_odp_publish(struct vnicd_odp *odp);
+/* Ends it: the device lets go of every page, pending faults are answered. */
+void vnicd_odp_destroy(struct vnicd_odp *odp);
+/* By key, with a reference; NULL: no such region. May be called in verbs and works. */
+struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key);
+void vnicd_odp_put(struct vnicd_odp *odp);
+/*
+ * Gives the device the pages from @va on. 0 if at least the first one is there
+ * (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be there next
+ * time, another errno if it never will. Sleeps as long as the fault takes.
+ */
+int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
+
+/* vnicd_fault.c */
+int vnicd_fault_init(void);
+/* Waits for faults that are still being worked on. */
+void vnicd_fault_exit(void);
+void vnicd_fault_start(struct vnicd_dev *vd);
+/* No events come any more, and no region exists. */
+void vnicd_fault_stop(struct vnicd_dev *vd);
+void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
+/* Answers whoever still waits; the caller holds the gate for writing. */
+void vnicd_fault_abandon(struct vnicd_odp *odp);
+/* Fetches in the background, if there is not too much of that already. */
+void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
+struct vnicd_pager *vnicd_pager_get(struct mm_struct *mm);
+void vnicd_pager_put(struct vnicd_pager *pager);
+
+#else
+
+static inline struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
+						u64 start, u64 length, u64 iova,
+						bool writable, struct vnicd_create_mr *cmd)
+{
+	return ERR_PTR(-EOPNOTSUPP);
+}
+
+static inline int vnicd_odp_publish(struct vnicd_odp *odp) { return -EOPNOTSUPP; }
+static inline void vnicd_odp_destroy(struct vnicd_odp *odp) {}
+static inline struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key) { return NULL; }
+static inline void vnicd_odp_put(struct vnicd_odp *odp) {}
+
+static inline int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
+{
+	return -EOPNOTSUPP;
+}
+
+static inline int vnicd_fault_init(void) { return 0; }
+static inline void vnicd_fault_exit(void) {}
+static inline void vnicd_fault_start(struct vnicd_dev *vd) {}
+static inline void vnicd_fault_stop(struct vnicd_dev *vd) {}
+static inline void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event) {}
+
+static inline void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length,
+					unsigned int how) {}
+
+#endif /* VNICD_ODP */
+
+#endif /* VNICD_ODP_H */

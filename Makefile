@@ -3,7 +3,7 @@ SHELL       := /bin/bash
 GO          ?= go
 BUILD       := build
 VERSION     := $(shell git describe --always --dirty 2>/dev/null || echo dev)
-FUZZTIME    ?= 4s
+FUZZTIME    ?= 10000x
 PACKAGES    ?=
 ONLY        ?=
 ROUNDS      ?= 5
@@ -36,7 +36,7 @@ test: deps lint test-unit test-fuzz test-vm ## everything: what CI runs
 test-unit: deps ## unit tests with the race detector
 	$(GO) test -race -timeout 15m $$($(GO) list ./... | grep -v '/integration')
 
-test-fuzz: ## a short fuzz of every decoder (FUZZTIME=4s each)
+test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
 test-vm: image build ## boots VMs: the whole path from guest application to wire

@@ -388,6 +388,9 @@ func (b *Budget) withdrawAll(rs []*region) error {
 		}
 		for _, g := range r.granules {
 			g.unlist()
+			if g.holds > 0 && r.counted() {
+				b.held -= g.size() // releases do nothing from now on
+			}
 		}
 	}
 	b.changeLocked()
@@ -405,9 +408,6 @@ func (b *Budget) forgetAll(rs []*region) {
 	defer b.mu.Unlock()
 	for _, r := range rs {
 		for _, g := range r.granules {
-			if g.holds > 0 && r.counted() {
-				b.held -= g.size()
-			}
 			b.forgetLocked(g)
 		}
 	}

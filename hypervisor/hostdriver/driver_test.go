@@ -16,44 +16,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// memfd makes a memory file whose name the mappings of this process show.
-func memfd(t *testing.T, name string, size int64, flags, seals int) int {
-	t.Helper()
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|flags)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = unix.Close(fd) })
-	if err := unix.Ftruncate(fd, size); err != nil {
-		t.Fatal(err)
-	}
-	if seals != 0 {
-		if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return fd
-}
-
-// mappings counts this process's mappings of the memory file.
-func mappings(t *testing.T, name string) int {
-	t.Helper()
-	maps, err := os.ReadFile("/proc/self/maps")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return strings.Count(string(maps), "memfd:"+name)
-}
-
-func newDriver(t *testing.T) (*Driver, *translate.Space) {
-	s := translate.NewSpace(1)
-	d := New(s, hclog.NewNullLogger(), Options{Populate: true})
-	t.Cleanup(d.Close)
-	return d, s
-}
-
 func TestSlotLife(t *testing.T) {
-	d, s := newDriver(t)
+	d, s := newDriver(t, Options{Populate: true})
 	const name = "vnicd-test-life"
 	fd := memfd(t, name, 4<<20, 0, unix.F_SEAL_SHRINK)
 	slot := Slot{GuestPA: 0x100000000, Size: 3 << 20, UserAddr: 0x7f0000000000, FD: fd, Offset: 1 << 20}
@@ -107,7 +71,7 @@ func TestSlotLife(t *testing.T) {
 }
 
 func TestAddSlotRefuses(t *testing.T) {
-	d, s := newDriver(t)
+	d, s := newDriver(t, Options{Populate: true})
 	fd := memfd(t, "vnicd-test-bad", 8<<20, 0, 0)
 	pipe := make([]int, 2)
 	if err := unix.Pipe(pipe); err != nil {
@@ -171,7 +135,7 @@ func TestAddSlotRefuses(t *testing.T) {
 }
 
 func TestSlotLimit(t *testing.T) {
-	d, _ := newDriver(t)
+	d, _ := newDriver(t, Options{Populate: true})
 	fd := memfd(t, "vnicd-test-limit", 4096, 0, 0)
 	for i := uint64(0); ; i++ {
 		err := d.AddSlot(Slot{GuestPA: i << 13, Size: 4096, UserAddr: i << 13, FD: fd})
@@ -189,7 +153,7 @@ func TestSlotLimit(t *testing.T) {
 
 // EP-2, EP-3: memory in use stays mapped, new accesses miss at once.
 func TestRemoveWaitsForReaders(t *testing.T) {
-	d, s := newDriver(t)
+	d, s := newDriver(t, Options{Populate: true})
 	const name = "vnicd-test-wait"
 	fd := memfd(t, name, 2<<20, 0, 0)
 	if err := d.AddSlot(Slot{Size: 2 << 20, FD: fd}); err != nil {
@@ -267,7 +231,7 @@ func TestShrunkFile(t *testing.T) {
 
 // Huge pages that the host does not have are an error, not a SIGBUS.
 func TestHugePages(t *testing.T) {
-	d, s := newDriver(t)
+	d, s := newDriver(t, Options{Populate: true})
 	free, err := os.ReadFile("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 	if err != nil {
 		t.Skip("this kernel has no 2 MiB huge pages")
@@ -291,7 +255,7 @@ func TestHugePages(t *testing.T) {
 
 func TestTouch(t *testing.T) {
 	fd := memfd(t, "vnicd-test-touch", 1<<20, 0, 0)
-	d, _ := newDriver(t)
+	d, _ := newDriver(t, Options{Populate: true})
 	r, err := d.newRegion(Slot{Size: 1 << 20, FD: fd}, file{block: translate.PageSize})
 	if err != nil {
 		t.Fatal(err)

@@ -1,0 +1,195 @@
+package hostdriver
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// waiter is an operation that waits for a fault.
+type waiter struct {
+	translate.Fault
+	done chan error
+}
+
+// raise raises n faults in s, a granule apart, from pa on.
+func raise(s *translate.Space, pa translate.PA, n int) []*waiter {
+	ws := make([]*waiter, n)
+	for i := range ws {
+		w := &waiter{done: make(chan error, 1)}
+		w.Miss = translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa + translate.PA(i*minGranule)}, Len: 1}
+		w.Done = func(_ *translate.Fault, err error) { w.done <- err }
+		s.Faults().Raise(&w.Fault)
+		ws[i] = w
+	}
+	return ws
+}
+
+func eventually(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("timeout:", what)
+		}
+	}
+}
+
+// filling counts the granules that somebody makes resident.
+func fills(b *Budget) (n int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for d := range b.drivers {
+		for _, r := range d.regions {
+			for _, g := range r.granules {
+				if g.state == filling {
+					n++
+				}
+			}
+		}
+	}
+	return n
+}
+
+// Close in the midst of faults: those in the kernel's hands, those that wait for
+// them and those not looked at all end with an error, nothing stays.
+func TestCloseAmidFaults(t *testing.T) {
+	const name = "vnicd-test-amid-close"
+	b := NewBudget(MinBudget)
+	d, s := newDriver(t, Options{Budget: b})
+	slot(t, d, name, 0, 64<<20)
+	release := stall(t, d.regions[0])
+	ws := append(raise(s, 0, 3*servers), raise(s, 0, 2)...)
+	eventually(t, "all servers are stuck", func() bool { return fills(b) == servers })
+	held := make(chan error, 1)
+	go func() {
+		_, err := d.Hold(context.Background(), 0, 1)
+		held <- err
+	}()
+	closed := make(chan struct{})
+	go func() { d.Close(); close(closed) }()
+	eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
+	select {
+	case <-closed:
+		t.Fatal("unmapped while the kernel fills it")
+	default:
+	}
+	release()
+	<-closed
+	for i, w := range ws {
+		if err := <-w.done; !errors.Is(err, ErrClosed) && !errors.Is(err, translate.ErrMemoryGone) && !errors.Is(err, translate.ErrMiss) {
+			t.Errorf("fault %d: %v", i, err)
+		}
+	}
+	if err := <-held; err == nil {
+		t.Error("held memory of a driver that is closed")
+	}
+	if n := mappings(t, name); n != 0 {
+		t.Errorf("%d mappings left", n)
+	}
+	if st := b.Status(); st.Resident != 0 || st.Held != 0 || st.FailedFaults != uint64(len(ws)) {
+		t.Errorf("%+v", st)
+	}
+}
+
+// Removal of a slot in the midst of its faults; those of other slots go on.
+func TestRemoveAmidFaults(t *testing.T) {
+	const name = "vnicd-test-amid-remove"
+	b := NewBudget(0)
+	d, s := newDriver(t, Options{Budget: b})
+	slot(t, d, name, 0, 8<<20)
+	slot(t, d, "vnicd-test-amid-other", 8<<20, 8<<20)
+	release := stall(t, d.regions[0])
+	ws := raise(s, 0, servers-1)
+	eventually(t, "servers are stuck", func() bool { return fills(b) == servers-1 })
+	removed := make(chan error, 1)
+	go func() { removed <- d.RemoveSlot(0, 8<<20, 0x7f0000000000) }()
+	eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
+	if err := fetch(testContext(t), s, 8<<20, 1<<20); err != nil {
+		t.Error("a fault in another slot:", err)
+	}
+	if err := fetch(testContext(t), s, 0, 1); !errors.Is(err, translate.ErrMiss) {
+		t.Error("a fault in the slot that goes:", err)
+	}
+	release()
+	if err := <-removed; err != nil {
+		t.Fatal(err)
+	}
+	for _, w := range ws {
+		if err := <-w.done; !errors.Is(err, translate.ErrMemoryGone) {
+			t.Error(err)
+		}
+	}
+	if n := mappings(t, name); n != 0 {
+		t.Errorf("%d mappings left", n)
+	}
+	if err := audit(b, true); err != nil {
+		t.Error(err)
+	}
+}
+
+// One VM whose memory never comes does not delay another VM (PF-8, PF-16).
+func TestFaultsOfOthers(t *testing.T) {
+	stuckB := NewBudget(MinBudget)
+	stuck, stuckS := newDriver(t, Options{Budget: stuckB})
+	slot(t, stuck, "vnicd-test-others-stuck", 0, 64<<20)
+	release := stall(t, stuck.regions[0])
+	defer release()
+	ws := raise(stuckS, 0, 500)
+	eventually(t, "servers are stuck", func() bool { return fills(stuckB) == servers })
+	d, s := newDriver(t, Options{Budget: NewBudget(MinBudget)})
+	slot(t, d, "vnicd-test-others", 0, 64<<20)
+	ctx := testContext(t)
+	for i := range 1000 {
+		if err := fetch(ctx, s, translate.PA(i*minGranule), 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, w := range ws {
+		if !w.Waiting() {
+			t.Fatal("a fault ended without its memory")
+		}
+	}
+	release()
+	for _, w := range ws {
+		if err := <-w.done; err != nil {
+			t.Fatal(err)
+		}
+	}
+	st := d.Status()
+	t.Logf("service beside a stuck VM: mean %v, 99%% within %v", st.FaultTime.Mean(), st.FaultTime.Quantile(0.99))
+}
+
+// A fault whose waiter has gone away, and many faults for the same memory.
+func TestSameGranule(t *testing.T) {
+	b := NewBudget(0)
+	d, s := newDriver(t, Options{Budget: b})
+	slot(t, d, "vnicd-test-same", 0, 8<<20)
+	release := stall(t, d.regions[0])
+	ctx, cancel := context.WithCancel(context.Background())
+	gone := make(chan error, 1)
+	go func() { gone <- fetch(ctx, s, 1<<20, 1) }()
+	var ws []*waiter
+	for range 100 {
+		ws = append(ws, raise(s, 1<<20, 1)...)
+	}
+	eventually(t, "one server is stuck", func() bool { return fills(b) == 1 })
+	cancel()
+	if err := <-gone; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if s.Faults().Raise(&ws[0].Fault) {
+		t.Error("a fault that waits was raised again")
+	}
+	release()
+	for _, w := range ws {
+		if err := <-w.done; err != nil {
+			t.Error(err)
+		}
+	}
+	if st := b.Status(); st.Resident != minGranule || st.HostFaults != 101 {
+		t.Errorf("%+v", st)
+	}
+}

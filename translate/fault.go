@@ -143,7 +143,7 @@ func (q *FaultQueue) Next(ctx context.Context) (*Fault, error) {
 func (q *FaultQueue) Finish(f *Fault, err error) {
 	took := time.Since(f.raised)
 	q.mu.Lock()
-	q.times.add(took)
+	q.times.Add(took)
 	if err == nil {
 		q.served++
 	} else {

@@ -258,7 +258,7 @@ func TestFetch(t *testing.T) {
 func TestHistogram(t *testing.T) {
 	var h Histogram
 	for _, d := range []time.Duration{-1, 0, 999, time.Microsecond, 3 * time.Microsecond, 1000 * time.Microsecond, time.Hour} {
-		h.add(d)
+		h.Add(d)
 	}
 	for i, want := range map[int]uint64{0: 3, 1: 1, 2: 1, 10: 1, HistogramBuckets - 1: 1} {
 		if h.Buckets[i] != want {

@@ -17,7 +17,8 @@ type Histogram struct {
 	Max     time.Duration
 }
 
-func (h *Histogram) add(d time.Duration) {
+// Add counts d; less than nothing counts as nothing.
+func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
 	h.Buckets[min(bits.Len64(uint64(d/time.Microsecond)), HistogramBuckets-1)]++
 	h.Count++

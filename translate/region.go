@@ -121,6 +121,9 @@ func (r *Region) PD() PD { return r.pd }
 // Access returns the granted rights.
 func (r *Region) Access() Access { return r.access }
 
+// IOVA returns the region's first address.
+func (r *Region) IOVA() VA { return r.iova }
+
 // Length returns the region's size in bytes.
 func (r *Region) Length() uint64 { return r.length }
 

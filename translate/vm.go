@@ -44,6 +44,8 @@ type VM struct {
 	pages   uint64
 	next    uint32   // lowest index never used
 	free    []uint32 // freed indices, oldest first: a variant comes back late
+
+	clearing *Drain // of the last StartClear that removed something
 }
 
 const (
@@ -208,7 +210,8 @@ func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64
 }
 
 // StartClear is ClearPages that does not wait: nothing uses the old entries any
-// more when the Drain is done. It is nil if there was nothing to remove.
+// more when the Drain is done. It is nil if there was nothing to remove and nothing
+// uses what another call removed: whoever finds a page absent may rely on that too.
 func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -219,11 +222,14 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.pages -= r.chargeLocked()
 	lost := r.clearLocked(first, count)
 	vm.pages += r.chargeLocked()
-	if !lost {
-		return nil, nil
+	switch {
+	case lost:
+		r.generation.Add(1)
+		vm.clearing = vm.space.epochs.Flip()
+	case vm.clearing != nil && vm.clearing.Done():
+		vm.clearing = nil
 	}
-	r.generation.Add(1)
-	return vm.space.epochs.Flip(), nil
+	return vm.clearing, nil
 }
 
 // tableLocked returns the region and checks [first, first+count) against its MTT.

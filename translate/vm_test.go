@@ -610,3 +610,35 @@ func TestDestroyContext(t *testing.T) {
 		t.Error("key survives")
 	}
 }
+
+// Who clears pages that another call has just cleared is not told that they are free
+// before that is so.
+func TestClearOfCleared(t *testing.T) {
+	s := NewSpace(1)
+	vm := NewVM(s, Limits{})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 4 << 12, NPages: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := vm.SetPages(r.Handle(), 0, []PA{0x1000, 0x2000, 0x3000, 0x4000}); err != nil {
+		t.Fatal(err)
+	}
+	tok := s.Epochs().Enter(3)
+	for i := range uint64(2) {
+		d, err := vm.StartClear(r.Handle(), i, 2)
+		if err != nil || d == nil || d.Done() {
+			t.Fatalf("clear %d: %v, %v", i, d, err)
+		}
+	}
+	again, err := vm.StartClear(r.Handle(), 0, 3)
+	if err != nil || again == nil || again.Done() {
+		t.Fatalf("clear of what is cleared and still in use: %v, %v", again, err)
+	}
+	s.Epochs().Leave(3, tok)
+	if !again.Done() {
+		t.Error("not done, though nobody is inside")
+	}
+	if d, err := vm.StartClear(r.Handle(), 0, 3); d != nil || err != nil {
+		t.Errorf("clear of what has long been cleared: %v, %v", d, err)
+	}
+}

@@ -23,22 +23,32 @@ func createCQ(c *cmd) error {
 	case r.ArmPA&3 != 0:
 		return refuse(abi.StatusInvalid, "arm word at PA %#x is not 4-byte aligned", r.ArmPA)
 	}
-	return c.epoch(func() error {
-		ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
-		if err != nil {
-			return err
-		}
-		if _, m := c.d.space().Uint32(translate.PA(r.ArmPA)); !m.OK() {
-			return &faultError{what: "arm word", miss: m}
-		}
-		q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
-		if m := q.start(); !m.OK() {
-			return &faultError{what: "completion ring", miss: m}
-		}
-		c.t.cqs[q.n] = q
-		(&abi.Handle{Handle: q.n}).Encode(c.reply(abi.SizeHandle))
-		return nil
-	})
+	ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
+	if err != nil {
+		return err
+	}
+	q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
+	if err = c.holdPages(&q.held, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.hold(&q.held, q.arm, 4)
+	}
+	if err == nil {
+		err = c.epoch(func() error {
+			if _, m := c.d.space().Uint32(q.arm); !m.OK() {
+				return &faultError{what: "arm word", miss: m}
+			}
+			if m := q.start(); !m.OK() {
+				return &faultError{what: "completion ring", miss: m}
+			}
+			return nil
+		})
+	}
+	if err != nil {
+		q.held.release()
+		return err
+	}
+	c.t.cqs[q.n] = q
+	(&abi.Handle{Handle: q.n}).Encode(c.reply(abi.SizeHandle))
+	return nil
 }
 
 // ring makes a ring that a command must name.
@@ -55,7 +65,7 @@ func (c *cmd) onOwner(l *lane, f func() error) error {
 	if l == nil {
 		return c.epoch(f)
 	}
-	return l.on(f)
+	return c.on(l, f)
 }
 
 func resizeCQ(c *cmd) error {
@@ -75,7 +85,21 @@ func resizeCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	return c.onOwner(q.owner, func() error { return q.resize(ring) })
+	// The arm word, held last, stays; what the old ring held goes.
+	var h held
+	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.onOwner(q.owner, func() error { return q.resize(ring) })
+	}
+	if err != nil {
+		h.release()
+		return err
+	}
+	if n := len(q.held); n > 0 {
+		old := q.held[:n-1]
+		q.held = append(h, q.held[n-1])
+		old.release()
+	}
+	return nil
 }
 
 func destroyCQ(c *cmd) error {
@@ -91,14 +115,10 @@ func destroyCQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, q.refs)
 	}
 	delete(c.t.cqs, n)
+	q.held.release()
 	q.ceq.drop(&q.comp)
 	c.d.async.drop(&q.asyn)
 	return nil
-}
-
-// drop forgets an object's events, on the queue's lane.
-func (e *eventQueue) drop(n *eventNode) {
-	e.lane.loop.Do(func() { e.forget(n) })
 }
 
 func createSRQ(c *cmd) error {
@@ -119,23 +139,27 @@ func createSRQ(c *cmd) error {
 	case r.MaxSGE > uint32(c.d.lim.SRQSGEs):
 		return &limitError{what: "segments of an SRQ's work requests", n: uint64(r.MaxSGE), max: uint64(c.d.lim.SRQSGEs)}
 	}
-	return c.epoch(func() error {
-		ring, err := c.ring(&r.Ring, list, recvWQESize(int(r.MaxSGE)), c.d.lim.SRQWRs)
-		if err != nil {
-			return err
-		}
-		if r.Limit > ring.mask {
-			return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
-		}
-		s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), translate.PD(r.PDN), int(r.MaxSGE), r.Limit, ring)
+	ring, err := c.ring(&r.Ring, list, recvWQESize(int(r.MaxSGE)), c.d.lim.SRQWRs)
+	if err != nil {
+		return err
+	}
+	if r.Limit > ring.mask {
+		return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
+	}
+	s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), translate.PD(r.PDN), int(r.MaxSGE), r.Limit, ring)
+	err = c.epoch(func() error {
 		if m := s.wr.start(); !m.OK() {
 			return &faultError{what: "shared receive queue", miss: m}
 		}
-		p.refs++
-		c.t.srqs[s.n] = s
-		(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
 		return nil
 	})
+	if err != nil {
+		return err
+	}
+	p.refs++
+	c.t.srqs[s.n] = s
+	(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
+	return nil
 }
 
 func modifySRQ(c *cmd) error {

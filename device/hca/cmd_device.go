@@ -82,7 +82,14 @@ func setDoorbells(c *cmd) error {
 		db.pages[i] = translate.PA(pa)
 	}
 	l := c.d.lanes[r.Engine]
-	return l.on(func() error {
+	var h held
+	for _, pa := range db.pages {
+		if err := c.hold(&h, pa, 1<<dbPageShift); err != nil {
+			h.release()
+			return err
+		}
+	}
+	err := c.on(l, func() error {
 		if l.qps > 0 {
 			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", l.id, l.qps)
 		}
@@ -92,6 +99,13 @@ func setDoorbells(c *cmd) error {
 		l.db, l.armed = db, true
 		return nil
 	})
+	if err != nil {
+		h.release()
+		return err
+	}
+	c.t.dbHeld[r.Engine].release()
+	c.t.dbHeld[r.Engine] = h
+	return nil
 }
 
 func setAHTable(c *cmd) error {
@@ -114,6 +128,10 @@ func setAHTable(c *cmd) error {
 	mem, err := translate.NewRing(c.d.space(), decodePAs(list), 12, uint64(r.NumEntries)*abi.SizeAH)
 	if err != nil {
 		return memoryError(err)
+	}
+	if err := c.holdPages(&c.t.ahHeld, list, 12, uint64(r.NumEntries)*abi.SizeAH); err != nil {
+		c.t.ahHeld.release()
+		return err
 	}
 	c.d.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
 	return nil

@@ -51,9 +51,13 @@ func createMR(c *cmd) error {
 	switch {
 	case err != nil:
 		return err
-	case r.Flags&^uint32(abi.MRPhys) != 0 || r.Access&abi.AccessOnDemand != 0:
-		return refuse(abi.StatusUnsupported, "region flags %#x, access %#x: on-demand paging is not offered", r.Flags, r.Access)
-	case r.Length > c.d.lim.MRSize:
+	case r.Flags&^uint32(abi.MRPhys|abi.MROnDemand|abi.MRImplicit) != 0:
+		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x", r.Flags, abi.MRPhys|abi.MROnDemand|abi.MRImplicit)
+	case r.Access&abi.AccessOnDemand != 0 && r.Flags&abi.MROnDemand == 0:
+		return refuse(abi.StatusInvalid, "access %#x says on demand, flags %#x do not", r.Access, r.Flags)
+	case r.Flags&abi.MROnDemand != 0 && r.PageShift != translate.PageShift:
+		return refuse(abi.StatusInvalid, "page_shift %d of a region on demand, must be %d", r.PageShift, translate.PageShift)
+	case r.Length > c.d.lim.MRSize && r.Flags&abi.MRImplicit == 0:
 		return &limitError{what: "bytes of a memory region", n: r.Length, max: c.d.lim.MRSize}
 	}
 	reg, err := c.d.vm.CreateRegion(translate.RegionSpec{
@@ -96,7 +100,7 @@ func setMTT(c *cmd) error {
 	pas := decodePAs(list)
 	for i, pa := range pas {
 		// Every access is checked again; this tells the driver of its mistake at once.
-		if pa&abi.MTTAbsent == 0 && !c.d.space().Contains(pa, translate.PageSize) {
+		if pa&abi.MTTAbsent == 0 && !c.d.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
 			return refuse(abi.StatusFault, "page %d at %v is not in guest memory", r.First+uint64(i), pa)
 		}
 	}
@@ -106,8 +110,23 @@ func setMTT(c *cmd) error {
 	return nil
 }
 
-// destroyMR revokes the key at once and answers when nothing uses the memory any
-// more (EP-3). If the command queue is stopped meanwhile, the key stays revoked.
+// clearMTT makes entries absent at once and is answered when nothing uses the pages
+// any more (ODP-5, EP-3): the guest frees them then.
+func clearMTT(c *cmd) error {
+	var r abi.ClearMTT
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	var err error
+	if c.drain, err = c.d.vm.StartClear(r.Handle, r.First, r.Count); err != nil {
+		return memoryError(err)
+	}
+	c.d.invalidations.Add(1)
+	return nil
+}
+
+// destroyMR revokes the key at once and is answered when nothing uses the memory any
+// more (EP-3).
 func destroyMR(c *cmd) error {
 	h, err := c.handle()
 	if err != nil {
@@ -117,13 +136,10 @@ func destroyMR(c *cmd) error {
 	if !ok {
 		return notFound("memory region", h)
 	}
+	if c.drain, err = c.d.vm.StartDestroy(h); err != nil {
+		return memoryError(err)
+	}
 	delete(c.t.mrs, h)
 	c.t.pds[pdn].refs--
-	if err := c.d.vm.DestroyRegion(c.ctx, h); err != nil {
-		if errors.Is(err, translate.ErrNoRegion) {
-			return memoryError(err)
-		}
-		return refuse(abi.StatusIO, "the key is revoked, the memory may still be in use: %v", err)
-	}
 	return nil
 }

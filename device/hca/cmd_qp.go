@@ -102,17 +102,20 @@ func createQP(c *cmd) error {
 	q.scratch = make([]byte, max(sendSize, recvWQESize(recvSGE)))
 	q.lane = c.place(parts)
 
+	if err := c.t.roomForQP(c.d); err != nil {
+		return err
+	}
 	if q.typ == roce.GSI {
 		q.index, q.n = gsiQPN, gsiQPN
-		if c.t.qps >= c.d.lim.QPs {
-			return &limitError{what: "queue pairs", n: uint64(c.t.qps) + 1, max: uint64(c.d.lim.QPs)}
-		}
 	} else if q.index, q.n, err = c.t.takeQPIndex(c.d); err != nil {
 		return err
 	}
 	q.asyn.init(q.n, nodeQP)
+	for i := range q.sides {
+		q.sides[i].init(q, roce.Side(i))
+	}
 	c.share(&parts, q.lane)
-	err = q.lane.on(func() error { return q.start(c.d, recvSGE) })
+	err = c.on(q.lane, func() error { return q.start(c.d, recvSGE) })
 	if err != nil {
 		c.t.giveQPIndex(q.index)
 		c.unshare(&parts)
@@ -231,29 +234,35 @@ func modifyQP(c *cmd) error {
 			return err
 		}
 	}
-	return q.lane.on(func() error {
-		err := q.t.Modify(q.lane.loop.Now(), &a, roce.Mask(r.AttrMask))
-		if err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset {
-			q.discard()
+	err = q.lane.on(func() error { return q.t.Modify(q.lane.loop.Now(), &a, roce.Mask(r.AttrMask)) })
+	switch {
+	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
+		if err := c.on(q.lane, q.discard); err != nil {
+			c.d.warn("work queue could not be emptied", "qp", q.n, "reason", err)
 		}
-		if err != nil && !errors.Is(err, roce.ErrModify) {
-			return &statusError{status: abi.StatusIO, msg: err.Error()}
-		}
-		return err
-	})
+	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
+		return &statusError{status: abi.StatusIO, msg: err.Error()}
+	}
+	return err
 }
 
-// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted).
-func (q *qp) discard() {
+// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
+// forgets what the transport waited for.
+func (q *qp) discard() error {
 	q.doomed = false
-	if m := q.sq.discard(); !m.OK() {
-		q.dev.warn("send queue could not be emptied", "qp", q.n, "miss", m)
+	for i := range q.sides {
+		q.sides[i].unpark()
 	}
+	if m := q.sq.discard(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	q.settleAll()
 	if q.hasRQ {
 		if m := q.rq.discard(); !m.OK() {
-			q.dev.warn("receive queue could not be emptied", "qp", q.n, "miss", m)
+			return &faultError{what: "receive queue", miss: m}
 		}
 	}
+	return nil
 }
 
 func queryQP(c *cmd) error {
@@ -303,7 +312,10 @@ func destroyQP(c *cmd) error {
 		c.d.qps[q.index].Store(nil)
 		q.close()
 	})
-	c.d.async.drop(&q.asyn)
+	c.d.async.drop(&q.asyn, &q.sides[roce.Requester].guest.node, &q.sides[roce.Responder].guest.node)
+	if q.faulting() {
+		c.t.lingering = append(c.t.lingering, q)
+	}
 	delete(c.t.qpList, n)
 	c.t.qps--
 	c.t.giveQPIndex(q.index)

@@ -32,7 +32,7 @@ func TestCommandEnvelope(t *testing.T) {
 		{"length says less", req(8, 0, 0, 8), abi.StatusInvalid},
 		{"huge length", req(8, 0, 0xffffffff, 8), abi.StatusInvalid},
 		{"opcode 0", req(0, 0, 0, 0), abi.StatusUnsupported},
-		{"opcode past the table", req(26, 0, 0, 0), abi.StatusUnsupported},
+		{"opcode past the table", req(uint16(len(commandTable)), 0, 0, 0), abi.StatusUnsupported},
 		{"opcode 65535", req(65535, 0, 0, 0), abi.StatusUnsupported},
 		{"payload too short", req(8, 0, 4, 4), abi.StatusInvalid},
 		{"payload too long", req(8, 0, 16, 16), abi.StatusInvalid},
@@ -44,7 +44,7 @@ func TestCommandEnvelope(t *testing.T) {
 	}
 	// Too little room for the reply: refused before anything happens.
 	b := req(uint16(abi.CmdCreatePD), 0, 0, 0)
-	if n := g.execute(context.Background(), b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
+	if n, _ := g.execute(context.Background(), b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
 		t.Errorf("response of %d bytes", n)
 	}
 	if n := len(g.tables.pds); n != 0 {

@@ -31,6 +31,7 @@ type cq struct {
 
 	failed atomic.Bool // overrun, or its memory is gone: nothing is written any more
 
+	held held      // the ring and the arm word
 	comp eventNode // for the completion event queue
 	asyn eventNode // for the asynchronous event queue
 

@@ -81,7 +81,13 @@ type Device struct {
 	groups     atomic.Pointer[mcastTable]
 	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
 	cqFailures atomic.Uint64
-	warned     rateLimit
+	// CLEAR_MTT commands.
+	invalidations atomic.Uint64
+	faults        guestFaults
+	// faultCounts has a place for each side of each QP index: see guestFault's
+	// token. A place is touched by the lane of the QP that has the index.
+	faultCounts []uint32
+	warned      rateLimit
 
 	generation atomic.Uint32
 
@@ -147,6 +153,7 @@ func New(cfg Config) (*Device, error) {
 		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
 	}
 	d.qps = make([]atomic.Pointer[qp], d.lim.QPs+firstQPIndex)
+	d.faultCounts = make([]uint32, 2*len(d.qps))
 	d.link.Store(true)
 	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
 	d.tables.reset(d)
@@ -154,14 +161,6 @@ func New(cfg Config) (*Device, error) {
 		l.start()
 	}
 	return d, nil
-}
-
-// newEventQueue makes the event queue of virtqueue i and gives it to its lane.
-func (d *Device) newEventQueue(i int) *eventQueue {
-	l := d.lanes[i%len(d.lanes)]
-	e := &eventQueue{dev: d, index: i, lane: l}
-	l.events = append(l.events, e)
-	return e
 }
 
 // Close takes the device off its loops. The front end must be disconnected and
@@ -346,6 +345,7 @@ func (d *Device) wipe() (lost bool) {
 			for _, e := range l.events {
 				e.clear()
 			}
+			l.forgetAnswers()
 		})
 	}
 	d.ahs.Store(nil)

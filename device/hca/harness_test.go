@@ -39,6 +39,7 @@ type guest struct {
 	mem   []byte
 	memfd int
 	space *translate.Space
+	view  *translate.Space // the guest's own view: nothing is ever absent
 	next  translate.PA
 	resp  [abi.SizeResp + maxReply]byte
 	notes int // config change notices
@@ -135,8 +136,11 @@ func (g *guest) connect() {
 	g.memfd = fd
 	g.mem, g.next = mem, memBase
 	g.space = translate.NewSpace(1)
-	if err := g.space.Map(memBase, mem); err != nil {
-		g.tb.Fatal(err)
+	g.view = translate.NewSpace(1)
+	for _, s := range []*translate.Space{g.space, g.view} {
+		if err := s.Map(memBase, mem); err != nil {
+			g.tb.Fatal(err)
+		}
 	}
 	g.Connected(fakeConn{g})
 	g.up.Store(true)
@@ -168,7 +172,7 @@ func (g *guest) disconnect() {
 			g.tb.Errorf("lane %d after disconnect: %d QPs, run list %v, armed %v", i, l.qps, l.first != nil, l.armed)
 		}
 		for _, e := range l.events {
-			if e.first != nil || e.pending() {
+			if e.waiting.first != nil || e.pending() {
 				g.tb.Errorf("queue %d still has events after disconnect", e.index)
 			}
 		}
@@ -208,7 +212,7 @@ func (g *guest) alloc(n int) translate.PA {
 func (g *guest) at(pa translate.PA, n int) []byte { return g.mem[pa-memBase:][:n:n] }
 
 func (g *guest) u32(pa translate.PA) *atomic.Uint32 {
-	p, m := g.space.Uint32(pa)
+	p, m := g.view.Uint32(pa)
 	if !m.OK() {
 		g.tb.Fatal(m)
 	}
@@ -216,7 +220,7 @@ func (g *guest) u32(pa translate.PA) *atomic.Uint32 {
 }
 
 func (g *guest) u64(pa translate.PA) *atomic.Uint64 {
-	p, m := g.space.Uint64(pa)
+	p, m := g.view.Uint64(pa)
 	if !m.OK() {
 		g.tb.Fatal(m)
 	}
@@ -236,7 +240,12 @@ func enc(size int, e encoder, pas ...uint64) []byte {
 
 // raw runs a request as it stands.
 func (g *guest) raw(req []byte) (abi.Status, []byte) {
-	n := g.execute(context.Background(), req, g.resp[:], uint64(len(g.resp)))
+	n, drain := g.execute(context.Background(), req, g.resp[:], uint64(len(g.resp)))
+	if drain != nil {
+		if err := drain.Wait(context.Background()); err != nil {
+			g.tb.Fatal(err)
+		}
+	}
 	var r abi.Resp
 	if err := r.Decode(g.resp[:n]); err != nil || int(r.Length) != n-abi.SizeResp {
 		g.tb.Fatalf("response % x: %v", g.resp[:n], err)

@@ -59,10 +59,16 @@ type lane struct {
 	qps         int // QPs that live here
 	cqSeen      uint64
 
-	rx      wire.RoCE
-	stats   roce.Stats
-	icrc    uint64 // frames whose ICRC did not hold
-	unknown uint64 // frames for no QP or address of ours
+	answers eventStack // to faults: pushed by any thread
+	resume  eventList  // taken from there
+
+	rx     wire.RoCE
+	stats  roce.Stats
+	parked int // sides of QPs that wait for a page
+	// Faults raised (PF-7).
+	hostFaults, guestFaults uint64
+	icrc                    uint64 // frames whose ICRC did not hold
+	unknown                 uint64 // frames for no QP or address of ours
 
 	frozen    bool          // no driver: guest memory is left alone
 	inboxFull atomic.Uint64 // any thread
@@ -105,6 +111,7 @@ func (l *lane) onFault(f engine.Fault) {
 		if q != nil {
 			l.push(q)
 		}
+		l.wake() // for answers behind the one that was cut short
 		return
 	}
 	if !l.dev.broken.Swap(true) {
@@ -209,6 +216,7 @@ func (l *lane) thaw() {
 			l.push(q)
 		}
 	}
+	l.answered()
 	for _, e := range l.events {
 		e.run()
 	}
@@ -279,27 +287,50 @@ func (l *lane) failQPs() {
 	}
 }
 
-// wake makes the lane look at its event queues and run list, from any thread.
+// answer hands the answer to a fault to who waits for it; any thread.
+func (l *lane) answer(n *eventNode, bit uint32) {
+	if l.answers.push(n, bit) {
+		l.wake()
+	}
+}
+
+// answered lets those go on whose faults were served; inside an epoch. They stay on
+// the list until their turn, also when a page that vanished unwinds one of them.
+func (l *lane) answered() {
+	l.resume.collect(&l.answers)
+	for l.resume.first != nil {
+		n := l.resume.pop()
+		n.wake(n.take())
+	}
+}
+
+// forgetAnswers drops the answers that nobody waits for any more.
+func (l *lane) forgetAnswers() {
+	l.resume.collect(&l.answers)
+	for l.resume.first != nil {
+		l.resume.pop().take()
+	}
+}
+
+// wake makes the lane look at its event queues and answers, from any thread.
 func (l *lane) wake() {
 	if !l.noted.Swap(true) {
 		l.notices.Put(struct{}{})
 	}
 }
 
-// notice serves the event queues of the lane.
+// notice lets operations go on whose faults were served, and serves the event
+// queues of the lane.
 func (l *lane) notice(struct{}) {
 	l.noted.Store(false)
-	l.runEvents()
-}
-
-func (l *lane) runEvents() {
 	t, ok := l.enter()
 	if !ok {
 		return
 	}
 	defer l.leave(t)
+	l.answered()
 	for _, e := range l.events {
-		if e.first != nil || e.pending() {
+		if e.waiting.first != nil || e.pending() {
 			e.run()
 		}
 	}
@@ -338,7 +369,8 @@ func (l *lane) statistics(s *abi.Stats) {
 		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
 		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates}, {abi.StatICRCErrors, l.icrc},
 		{abi.StatRxDropped, r.RxDropped + l.unknown + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
-		{abi.StatGuestFaults, r.Faults},
+		{abi.StatGuestFaults, l.guestFaults}, {abi.StatHostFaults, l.hostFaults},
+		{abi.StatFaultDrops, r.FaultDrops},
 	} {
 		s.Value[x.i] += x.n
 	}

@@ -93,6 +93,10 @@ func (l *Limits) complete() error {
 	return nil
 }
 
+// odpUD is what UD pages on demand (ODP-2, ODP-7). On UC and UD what arrives for
+// absent memory is lost until it is there (PF-11).
+const odpUD = abi.ODPSend | abi.ODPRecv | abi.ODPSRQRecv
+
 // attr is QUERY_DEVICE's answer.
 func (d *Device) attr() abi.DeviceAttr {
 	l := &d.lim
@@ -105,6 +109,7 @@ func (d *Device) attr() abi.DeviceAttr {
 		MaxMTT: l.MTTs,
 		Caps: abi.CapAtomic | abi.CapSRQ | abi.CapUC | abi.CapMcast | abi.CapRoCEv1 | abi.CapResizeCQ |
 			abi.CapLocalDMALKey,
+		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
 	}
 }
 

@@ -38,6 +38,14 @@ type qp struct {
 	doomed bool // to be sent to the error state at the next turn
 	dead   bool // destroyed
 
+	sides     [2]side            // by roce.Side: faults
+	need      translate.Access   // of the access that missed last
+	lastFault translate.MissKind // of the responder
+
+	// Completions whose consumer index could not be written yet: the page of the
+	// SQ's header is absent, and who polls a completion counts on its slot.
+	owed []abi.WC
+
 	asyn    eventNode
 	scratch []byte // one element of SQ or RQ
 	ah      [abi.SizeAH]byte
@@ -47,9 +55,6 @@ type qp struct {
 }
 
 var _ roce.Adapter = (*qp)(nil)
-
-// faultDelay is the expected service time of a fault in ns, as long as none is measured.
-const faultDelay = 200e3
 
 // run gives the transport a turn. True: it wants another.
 func (q *qp) run(now int64, budget int) bool {
@@ -73,18 +78,13 @@ func (q *qp) fail(why string) {
 	q.lane.push(q)
 }
 
-// ringMiss judges a miss on ring memory: absent for now, or gone.
-func (q *qp) ringMiss(what string, m translate.Miss) roce.Fetch {
-	if isFault(m) {
-		return roce.FetchFault
+// ringMiss judges a miss on ring memory: absent for now (PF-12), or gone.
+func (q *qp) ringMiss(which roce.Side, what string, m translate.Miss) roce.Fetch {
+	if m.Fault() {
+		return q.ringFault(which, m)
 	}
 	q.fail(what + " is not in guest memory")
 	return roce.FetchEmpty
-}
-
-// isFault tells misses that are cured by time from those that are not (PF-7).
-func isFault(m translate.Miss) bool {
-	return m.Kind == translate.GuestFault || m.Kind == translate.HostFault
 }
 
 // FetchSend implements roce.Adapter.
@@ -93,7 +93,7 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 		n, m, err := q.sq.posted()
 		switch {
 		case !m.OK():
-			return q.ringMiss("send queue", m)
+			return q.ringMiss(roce.Requester, "send queue", m)
 		case err != nil:
 			q.fail("send queue: " + err.Error())
 			return roce.FetchEmpty
@@ -108,9 +108,8 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 // CompleteSend implements roce.Adapter. The consumer index goes first: whoever
 // polls the completion may post again at once.
 func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
-	if m := q.sq.release(); !m.OK() && !isFault(m) {
-		q.fail("send queue is not in guest memory")
-	}
+	q.sq.release()
+	there := q.settle()
 	if !w.Signaled && c.Status == roce.StatusSuccess {
 		return
 	}
@@ -118,7 +117,39 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, PortNum: 1,
 		VendorErr: vendorErr(c.Status),
 	}
-	q.scq.post(&q.wc, c.Status != roce.StatusSuccess)
+	if !there {
+		q.owed = append(q.owed, q.wc) // at most as many as the SQ has elements
+		return
+	}
+	q.postSend(&q.wc)
+}
+
+func (q *qp) postSend(wc *abi.WC) { q.scq.post(wc, wc.Status != uint32(roce.StatusSuccess)) }
+
+// settle writes the SQ's consumer index, if that is due, and then what completions
+// had to wait for it. False: its page is absent, and a fault was raised.
+func (q *qp) settle() bool {
+	if !q.sq.stale {
+		return true
+	}
+	switch m := q.sq.publish(); {
+	case m.Fault():
+		q.sides[roce.Requester].ask(m, true, true)
+		return false
+	case !m.OK():
+		q.fail("send queue is not in guest memory")
+	}
+	q.settleAll()
+	return true
+}
+
+// settleAll posts the completions that waited for the SQ's consumer index.
+func (q *qp) settleAll() {
+	q.sq.stale = false
+	for i := range q.owed {
+		q.postSend(&q.owed[i])
+	}
+	q.owed = q.owed[:0]
 }
 
 // vendorErr gives failed completions a number that tells vnicd's from others'.
@@ -132,7 +163,11 @@ func vendorErr(s roce.Status) uint32 {
 // FetchRecv implements roce.Adapter.
 func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 	if q.srq != nil {
-		return q.srq.fetch(w)
+		f, m := q.srq.fetch(w)
+		if f == roce.FetchFault {
+			return q.ringFault(roce.Responder, m)
+		}
+		return f
 	}
 	if !q.hasRQ {
 		return roce.FetchEmpty
@@ -141,7 +176,7 @@ func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 		n, m, err := q.rq.posted()
 		switch {
 		case !m.OK():
-			return q.ringMiss("receive queue", m)
+			return q.ringMiss(roce.Responder, "receive queue", m)
 		case err != nil:
 			q.fail("receive queue: " + err.Error())
 			return roce.FetchEmpty
@@ -151,7 +186,7 @@ func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 	}
 	f, m := fetchRecv(&q.rq, q.scratch, q.maxRecvSGE, w)
 	if !m.OK() {
-		return q.ringMiss("receive queue", m)
+		return q.ringMiss(roce.Responder, "receive queue", m)
 	}
 	return f
 }
@@ -207,7 +242,11 @@ func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
 	if q.phys(s.Key) {
 		return q.lane.space.Read(dst, translate.PA(va))
 	}
-	return q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
+	m := q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
+	if !m.OK() {
+		q.need = 0
+	}
+	return m
 }
 
 // Scatter implements roce.Adapter.
@@ -241,7 +280,11 @@ func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 	if q.phys(s.Key) {
 		return q.lane.space.Write(translate.PA(va), src)
 	}
-	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
+	m := q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
+	if !m.OK() {
+		q.need = translate.LocalWrite
+	}
+	return m
 }
 
 // CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3).
@@ -251,12 +294,20 @@ func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need tran
 
 // ReadRemote implements roce.Adapter.
 func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
-	return q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+	if !m.OK() {
+		q.need = translate.RemoteRead
+	}
+	return m
 }
 
 // WriteRemote implements roce.Adapter.
 func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
-	return q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+	m := q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+	if !m.OK() {
+		q.need = translate.RemoteWrite
+	}
+	return m
 }
 
 // AtomicRemote implements roce.Adapter. It is atomic against the guest's own
@@ -264,6 +315,7 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
 	p, m := q.dev.vm.Uint64(key, q.pd, va, translate.RemoteAtomic)
 	if !m.OK() {
+		q.need = translate.RemoteAtomic
 		return 0, m
 	}
 	if op == roce.AtomicCompareSwap {
@@ -277,13 +329,6 @@ func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, 
 func (q *qp) InvalidateRemote(key translate.Key) translate.Miss {
 	return translate.Miss{Kind: translate.BadKey, Key: key}
 }
-
-// Fault implements roce.Adapter. Nobody serves faults yet: the transport tries
-// again by its timer.
-func (q *qp) Fault(roce.Side, translate.Miss, bool) {}
-
-// FaultDelay implements roce.Adapter.
-func (q *qp) FaultDelay() int64 { return faultDelay }
 
 // GetBuf implements roce.Adapter.
 func (q *qp) GetBuf() *packet.Buf { return q.dev.cfg.Pool.Get() }
@@ -334,6 +379,9 @@ func (q *qp) Event(k roce.EventKind) {
 // close ends the QP: loop only. Nothing of it is left on the loop afterwards.
 func (q *qp) close() {
 	q.dead = true
+	for i := range q.sides {
+		q.sides[i].unpark()
+	}
 	q.t.Close()
 	q.timer.Stop()
 	q.lane.unlist(q)

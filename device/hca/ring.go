@@ -50,13 +50,7 @@ func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElem
 	if err != nil {
 		return ring{}, memoryError(err)
 	}
-	r := ring{mem: mem, mask: a.NumElems - 1, shift: a.Log2ElemSize}
-	for _, off := range []uint64{abi.RingProducerOff, abi.RingConsumerOff} {
-		if _, m := mem.Uint32(off); !m.OK() {
-			return ring{}, &faultError{what: "ring header", miss: m}
-		}
-	}
-	return r, nil
+	return ring{mem: mem, mask: a.NumElems - 1, shift: a.Log2ElemSize}, nil
 }
 
 // at is the offset of element i.
@@ -90,13 +84,15 @@ type workRing struct {
 	next uint32 // next element to take
 	done uint32 // consumer index: next element to release
 	have uint32 // elements from next on that are known to be posted
+	// The guest does not see done yet.
+	stale bool
 }
 
 // start takes over the indices that the header has: an empty ring normally, or
 // one whose WQEs were posted before the device got it.
 func (w *workRing) start() translate.Miss {
 	c, m := w.index(abi.RingConsumerOff)
-	w.next, w.done, w.have = c, c, 0
+	w.next, w.done, w.have, w.stale = c, c, 0, false
 	return m
 }
 
@@ -125,11 +121,14 @@ func (w *workRing) take() {
 	w.have--
 }
 
-// release gives the oldest taken element back to the guest.
-func (w *workRing) release() translate.Miss {
+// release gives the oldest taken element back; publish lets the guest know.
+func (w *workRing) release() {
 	w.done = (w.done + 1) & w.mask
-	return w.setIndex(abi.RingConsumerOff, w.done)
+	w.stale = true
 }
+
+// publish writes the consumer index out.
+func (w *workRing) publish() translate.Miss { return w.setIndex(abi.RingConsumerOff, w.done) }
 
 // discard drops everything posted and taken: the QP went to RESET (IBTA 10.3.1).
 func (w *workRing) discard() translate.Miss {
@@ -137,8 +136,10 @@ func (w *workRing) discard() translate.Miss {
 	if !m.OK() {
 		return m
 	}
-	w.next, w.done, w.have = p, p, 0
-	return w.setIndex(abi.RingConsumerOff, p)
+	if m = w.setIndex(abi.RingConsumerOff, p); m.OK() {
+		w.next, w.done, w.have, w.stale = p, p, 0, false
+	}
+	return m
 }
 
 // move copies the elements from..to (exclusive, indices of r) to the start of

@@ -33,53 +33,55 @@ func newSRQ(d *Device, n uint32, pd translate.PD, maxSGE int, limit uint32, r ri
 	return s
 }
 
-// fetch takes the next receive request.
-func (s *srq) fetch(w *roce.RecvWQE) roce.Fetch {
+// fetch takes the next receive request. FetchFault comes with the miss that the QP
+// has to wait for.
+func (s *srq) fetch(w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
 	if s.failed.Load() {
-		return roce.FetchEmpty
+		return roce.FetchEmpty, translate.Miss{}
 	}
 	if s.wr.have == 0 {
 		n, m, err := s.wr.posted()
 		switch {
-		case isFault(m):
-			return roce.FetchFault
+		case m.Fault():
+			return roce.FetchFault, m
 		case !m.OK() || err != nil:
 			return s.fail(m)
 		case n == 0:
-			return roce.FetchEmpty
+			return roce.FetchEmpty, m
 		}
 	}
 	f, m := fetchRecv(&s.wr, s.scratch, s.maxSGE, w)
 	switch {
-	case isFault(m):
-		return roce.FetchFault
+	case m.Fault():
+		return roce.FetchFault, m
 	case !m.OK():
 		return s.fail(m)
 	}
 	if s.limit != 0 {
 		s.checkLimit()
 	}
-	return f
+	return f, m
 }
 
 // checkLimit raises the limit event once when fewer than limit requests are left.
+// If the producer index has just become absent, those that were known count.
 func (s *srq) checkLimit() {
 	if s.wr.have >= s.limit {
 		return
 	}
-	if n, m, err := s.wr.posted(); m.OK() && err == nil && n < s.limit {
+	if n, m, err := s.wr.posted(); m.Fault() || m.OK() && err == nil && n < s.limit {
 		s.limit = 0
 		s.dev.async.post(&s.asyn, 1<<abi.EventSRQLimit)
 	}
 }
 
 // fail stops the SRQ: its memory is gone or its indices are garbage.
-func (s *srq) fail(m translate.Miss) roce.Fetch {
+func (s *srq) fail(m translate.Miss) (roce.Fetch, translate.Miss) {
 	if !s.failed.Swap(true) {
 		s.dev.warn("shared receive queue failed", "srq", s.n, "miss", m)
 		s.dev.async.post(&s.asyn, 1<<abi.EventSRQErr)
 	}
-	return roce.FetchEmpty
+	return roce.FetchEmpty, translate.Miss{}
 }
 
 // resize moves the requests that are not consumed yet to a new ring; called where no

@@ -4,9 +4,11 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Status describes a device for people (`vnicd status`) and metrics.
@@ -25,7 +27,45 @@ type Status struct {
 	MRs       int               `json:"mrs"`
 	MTTs      uint64            `json:"mtt_entries"`
 	QPs       []QPStatus        `json:"qps,omitempty"`
+	Faults    FaultStatus       `json:"faults"`
 	Stats     map[string]uint64 `json:"stats"`
+}
+
+// FaultStatus describes page faults and the releases of guest memory. What is
+// counted since the front end connected says so.
+type FaultStatus struct {
+	Parked        int           `json:"parked"` // sides of QPs that wait now
+	Guest         FaultQueue    `json:"guest"`
+	Host          FaultQueue    `json:"host"` // since connected; all waiters of this memory
+	Invalidations uint64        `json:"invalidations"`
+	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
+	Drains        uint64        `json:"drains"`           // since connected
+	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
+}
+
+// FaultQueue describes the faults of one level (PF-7).
+type FaultQueue struct {
+	Raised   uint64        `json:"raised"`
+	Resumed  uint64        `json:"resumed"`
+	Failed   uint64        `json:"failed"`
+	Waiting  uint64        `json:"waiting"`
+	Mean     time.Duration `json:"mean_ns"` // from raising to the answer
+	Median   time.Duration `json:"median_ns"`
+	P99      time.Duration `json:"p99_ns"`
+	Max      time.Duration `json:"max_ns"`
+	Estimate time.Duration `json:"estimate_ns"` // smoothed: what RNR timers follow (PF-8)
+	// Buckets[0] counts faults that took less than 1 us, Buckets[i] those of
+	// [2^(i-1), 2^i) us; empty ones at the end are left out.
+	Buckets []uint64 `json:"buckets,omitempty"`
+}
+
+func (q *FaultQueue) times(h *translate.Histogram) {
+	q.Mean, q.Median, q.P99, q.Max = h.Mean(), h.Quantile(0.5), h.Quantile(0.99), h.Max
+	n := len(h.Buckets)
+	for n > 0 && h.Buckets[n-1] == 0 {
+		n--
+	}
+	q.Buckets = append(q.Buckets, h.Buckets[:n]...)
 }
 
 // QPStatus describes a queue pair.
@@ -46,6 +86,9 @@ func (d *Device) stats() (s abi.Stats) {
 	for _, l := range d.lanes {
 		l.loop.Do(func() { l.statistics(&s) })
 	}
+	s.Value[abi.StatInvalidations] = d.invalidations.Load()
+	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()
+	s.Value[abi.StatFaultsFailed] = d.faults.failed.Load()
 	return s
 }
 
@@ -90,8 +133,37 @@ func (d *Device) Describe() Status {
 	}
 	slices.SortFunc(s.QPs, func(a, b QPStatus) int { return int(a.QPN) - int(b.QPN) })
 	st := d.stats()
+	s.Faults = d.faultStatus(&st)
 	for i, v := range st.Value {
 		s.Stats[abi.Stat(i).String()] = v
 	}
 	return s
+}
+
+// faultStatus is called under mu.
+func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
+	f := FaultStatus{Invalidations: d.invalidations.Load()}
+	for _, l := range d.lanes {
+		l.loop.Do(func() { f.Parked += l.parked })
+	}
+	g := &f.Guest
+	g.Raised, g.Resumed, g.Failed = st.Value[abi.StatGuestFaults], d.faults.resumed.Load(), d.faults.failed.Load()
+	for _, q := range d.tables.qpList {
+		for i := range q.sides {
+			if s := q.sides[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
+				g.Waiting++
+			}
+		}
+	}
+	g.Estimate = time.Duration(d.faults.estimate.Load())
+	g.times(&d.faults.times)
+	if space := d.space(); space != nil {
+		q := space.Faults()
+		h := q.Stats()
+		f.Host = FaultQueue{Raised: h.Raised, Resumed: h.Served, Failed: h.Failed, Waiting: h.Waiting, Estimate: q.Estimate()}
+		f.Host.times(&h.Time)
+		e := space.Epochs().Stats()
+		f.EpochsFlipped, f.Drains, f.LongestDrain = e.Flips, e.Drains, e.Longest
+	}
+	return f
 }

@@ -3,6 +3,7 @@ package hca
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/vhostuser"
@@ -49,10 +50,26 @@ type tables struct {
 	nextQP int            // lowest index never used
 
 	nextLane int
+
+	// QPs that were destroyed while faults of theirs were with the host's driver:
+	// they count as QPs until it has let go of them.
+	lingering []*qp
+
+	// What is held for the doorbell areas, by engine, and for the table of
+	// address handles.
+	dbHeld [abi.MaxEngines]held
+	ahHeld held
 }
 
 func (t *tables) reset(d *Device) {
 	conn, vm, gen := t.conn, t.vm, t.gen
+	for _, q := range t.cqs {
+		q.held.release()
+	}
+	for i := range t.dbHeld {
+		t.dbHeld[i].release()
+	}
+	t.ahHeld.release()
 	if gen == nil {
 		gen = make([]uint8, len(d.qps))
 	}
@@ -79,9 +96,6 @@ func newID[T any](m map[uint32]T, last *uint32) uint32 {
 
 // takeQPIndex picks an index and makes the QP number from it.
 func (t *tables) takeQPIndex(d *Device) (index int, qpn uint32, err error) {
-	if t.qps >= d.lim.QPs {
-		return 0, 0, &limitError{what: "queue pairs", n: uint64(t.qps) + 1, max: uint64(d.lim.QPs)}
-	}
 	switch {
 	case t.nextQP < len(d.qps):
 		index = t.nextQP
@@ -101,6 +115,15 @@ func (t *tables) giveQPIndex(i int) {
 	if i >= firstQPIndex {
 		t.free = append(t.free, uint16(i))
 	}
+}
+
+// roomForQP enforces the limit of QPs.
+func (t *tables) roomForQP(d *Device) error {
+	t.lingering = slices.DeleteFunc(t.lingering, func(q *qp) bool { return !q.faulting() })
+	if n := t.qps + len(t.lingering); n >= d.lim.QPs {
+		return &limitError{what: "queue pairs", n: uint64(n) + 1, max: uint64(d.lim.QPs)}
+	}
+	return nil
 }
 
 func notFound(what string, n uint32) error {
@@ -144,6 +167,8 @@ type cmd struct {
 	in  []byte // the request's payload, copied in
 	out []byte // room for the reply's payload
 	n   int    // bytes of it used
+
+	drain *translate.Drain // what the answer has to wait for (EP-3)
 }
 
 // reply reserves n bytes of the reply.
@@ -164,12 +189,20 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 	return c.in[fixed:], nil
 }
 
-// epoch runs f inside an epoch of the guest's memory. f must not wait.
+// epoch runs f inside an epoch of the guest's memory, again if it met a page that
+// was absent on the host. f must not wait.
 func (c *cmd) epoch(f func() error) error {
-	e := c.d.space().Epochs()
-	t := e.Enter(commandSlot)
-	defer e.Leave(commandSlot, t)
-	return f()
+	return c.d.fetching(c.ctx, func() error {
+		e := c.d.space().Epochs()
+		t := e.Enter(commandSlot)
+		defer e.Leave(commandSlot, t)
+		return f()
+	})
+}
+
+// on is epoch on a lane's loop.
+func (c *cmd) on(l *lane, f func() error) error {
+	return c.d.fetching(c.ctx, func() error { return l.on(f) })
 }
 
 // on runs f on a lane's loop inside an epoch.

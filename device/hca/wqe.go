@@ -122,7 +122,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	at := q.sq.at(q.sq.next)
 	raw := q.scratch[:abi.SizeSendWQE]
 	if m := q.sq.mem.Read(raw, at); !m.OK() {
-		return q.ringMiss("send queue", m)
+		return q.ringMiss(roce.Requester, "send queue", m)
 	}
 	tail, ok := q.decodeSend(raw, w)
 	if !ok {
@@ -132,8 +132,8 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	if q.typ == roce.UD || q.typ == roce.GSI {
 		m, ok := q.dev.lookup(abi.SendWQE(raw).AHNum(), uint32(q.pd), &q.ah, &w.AV)
 		switch {
-		case isFault(m):
-			return roce.FetchFault
+		case m.Fault():
+			return q.ringFault(roce.Requester, m)
 		case !ok:
 			w.Status = roce.StatusLocQPOp
 			q.sq.take()
@@ -143,7 +143,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	b := q.scratch[:tail]
 	if tail > 0 {
 		if m := q.sq.mem.Read(b, at+abi.SendWQESGEOff); !m.OK() {
-			return q.ringMiss("send queue", m)
+			return q.ringMiss(roce.Requester, "send queue", m)
 		}
 	}
 	decodeTail(b, w)
@@ -166,8 +166,13 @@ func decodeRecv(raw []byte, maxSGE int, w *roce.RecvWQE) (tail int, ok bool) {
 }
 
 // fetchRecv takes the element at wr.next of a receive ring: it is copied in and
-// given back to the guest in one go, good or bad.
+// given back to the guest in one go, good or bad. On a miss nothing has changed:
+// the page of the consumer index is looked at before the element is taken.
 func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
+	cons, m := wr.mem.Uint32(abi.RingConsumerOff)
+	if !m.OK() {
+		return roce.FetchFault, m
+	}
 	at := wr.at(wr.next)
 	raw := scratch[:abi.SizeRecvWQE]
 	if m := wr.mem.Read(raw, at); !m.OK() {
@@ -186,5 +191,8 @@ func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.
 		w.SGEs, w.Length = decodeSGEs(b, w.SGEs)
 	}
 	wr.take()
-	return res, wr.release()
+	wr.release()
+	cons.Store(wr.done)
+	wr.stale = false
+	return res, translate.Miss{}
 }

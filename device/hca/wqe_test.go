@@ -164,8 +164,8 @@ func TestHostileIndices(t *testing.T) {
 	a.bell()
 	w.until("the error state", func() bool { return a.state() == abi.QPErr })
 	e := w.guests[0].async
-	e.collect()
-	if e.first == nil || e.first.bits.Load()&(1<<abi.EventQPFatal) == 0 {
+	e.waiting.collect(&e.incoming)
+	if e.waiting.first == nil || e.waiting.first.bits.Load()&(1<<abi.EventQPFatal) == 0 {
 		t.Error("no QP fatal event")
 	}
 }

@@ -1,0 +1,442 @@
+package hca
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+func pattern(b []byte, seed byte) []byte {
+	for i := range b {
+		b[i] = seed + byte(i*7)
+	}
+	return b
+}
+
+// Every way to meet a page that the guest has not brought in: the event says what
+// is wanted, the operation goes on when it is there (PF-7, PF-8, PF-10, ODP-3).
+func TestGuestFaultEvents(t *testing.T) {
+	const n = 3 * 4096
+	for _, c := range []struct {
+		name   string
+		op     uint32
+		local  bool   // the local buffer is on demand, else the remote one
+		access uint32 // that the event names
+		size   int
+	}{
+		{"gather", abi.WRRDMAWrite, true, 0, n},
+		{"read response", abi.WRRDMARead, true, abi.AccessLocalWrite, n},
+		{"write", abi.WRRDMAWrite, false, abi.AccessRemoteWrite, n},
+		{"read", abi.WRRDMARead, false, abi.AccessRemoteRead, n},
+		{"atomic", abi.WRAtomicFetchAndAdd, false, abi.AccessRemoteAtomic, 8},
+		{"receive", abi.WRSend, false, abi.AccessLocalWrite, n},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t, 2, 2, Limits{})
+			a, b := w.pair()
+			near, far := a, b
+			if !c.local {
+				near, far = b, a
+			}
+			d := near.g.demand(1, 4, demandAccess)
+			dq := near.g.faultQueue(4)
+			other := far.g.alloc(n)
+			otherKey := far.g.mr(1, other, n, demandAccess)
+			want := pattern(make([]byte, c.size), 3)
+			copy(d.bytes(100, c.size), want)
+			if c.op == abi.WRRDMAWrite && !c.local || c.op == abi.WRSend || c.op == abi.WRRDMARead && c.local {
+				copy(d.bytes(100, c.size), make([]byte, c.size))
+				copy(far.g.at(other, c.size), want)
+			}
+			mine := abi.SGE{Addr: d.iova + 100, Length: uint32(c.size), LKey: d.key}
+			rva, rkey := uint64(other), otherKey
+			if !c.local {
+				mine = abi.SGE{Addr: uint64(other), Length: uint32(c.size), LKey: otherKey}
+				rva, rkey = d.iova+100, d.key
+			}
+			s := a.wqe()
+			switch c.op {
+			case abi.WRAtomicFetchAndAdd:
+				rva += 4
+				s.SetRequest(9, c.op, abi.SendSignaled)
+				s.SetAtomic(rva, rkey, 1, 0)
+			case abi.WRSend:
+				b.recv(5, abi.SGE{Addr: d.iova + 100, Length: n, LKey: d.key})
+				s.SetRequest(9, c.op, abi.SendSignaled)
+			default:
+				s.SetRequest(9, c.op, abi.SendSignaled)
+				s.SetRDMA(rva, rkey)
+			}
+			s.SetSGEs([]abi.SGE{mine})
+			a.post()
+			faults := 0
+			var wcs []abi.WC
+			w.until("the completion", func() bool {
+				for _, e := range dq.events() {
+					dq.add(1)
+					faults++
+					if e.Type != abi.EventPageFault || e.Handle != near.n || e.Key != d.key || e.Access != c.access || e.Token == 0 {
+						t.Fatalf("event %+v", e)
+					}
+					d.serve(e)
+				}
+				wcs = append(wcs, a.scq.poll()...)
+				return len(wcs) > 0
+			})
+			if wcs[0].ID != 9 || wcs[0].Status != abi.WCSuccess || faults == 0 {
+				t.Fatalf("%+v after %d faults", wcs[0], faults)
+			}
+			if c.op != abi.WRAtomicFetchAndAdd && (!bytes.Equal(d.bytes(100, c.size), want) || !bytes.Equal(far.g.at(other, c.size), want)) {
+				t.Error("data differs")
+			}
+			st := near.g.Stats()
+			if st.Value[abi.StatGuestFaults] != uint64(faults) || st.Value[abi.StatFaultsResumed] != uint64(faults) ||
+				st.Value[abi.StatHostFaults] != 0 || far.g.Stats().Value[abi.StatGuestFaults] != 0 {
+				t.Errorf("%d faults, counters %v", faults, st.Value)
+			}
+		})
+	}
+}
+
+// A write to a page that is read-only is a fault, a read is none.
+func TestReadOnlyPage(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	a, b := w.pair()
+	d := b.g.demand(1, 2, demandAccess)
+	d.set(0, 2, abi.MTTReadOnly)
+	dq := b.g.faultQueue(4)
+	buf := a.g.alloc(4096)
+	key := a.g.mr(1, buf, 4096, demandAccess)
+	for i, op := range []uint32{abi.WRRDMARead, abi.WRRDMAWrite} {
+		s := a.wqe()
+		s.SetRequest(uint64(i), op, abi.SendSignaled)
+		s.SetRDMA(d.iova, d.key)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(buf), Length: 64, LKey: key}})
+		a.post()
+		if i == 1 {
+			d.serve(dq.awaitEvents(1)[0])
+		}
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("%+v", wc)
+		}
+	}
+	if n := b.g.Stats().Value[abi.StatGuestFaults]; n != 1 {
+		t.Errorf("%d faults", n)
+	}
+}
+
+// Work rings that are absent on the host (PF-12), each page of them, again and
+// again: requests and completions are neither lost nor doubled, and the consumer
+// index comes out right in the end.
+func TestAbsentRings(t *testing.T) {
+	for _, what := range []string{"SQ", "RQ", "SRQ"} {
+		t.Run(what, func(t *testing.T) {
+			w := newWorld(t, 2, 2, Limits{})
+			ga, gb := w.guests[0], w.guests[1]
+			a := ga.qp(qpSpec{pd: ga.pd()})
+			spec := qpSpec{pd: gb.pd()}
+			var rq tring
+			if what == "SRQ" {
+				rq = gb.ring(64, 7)
+				spec.flags = abi.QPHasSRQ
+				spec.srq = gb.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: spec.pd, MaxSGE: 4, Ring: rq.desc}, rq.pas...))
+			}
+			b := gb.qp(spec)
+			if what != "SRQ" {
+				rq = b.rq
+			}
+			a.connectRC(b)
+			b.connectRC(a)
+			g, r := gb, &rq
+			if what == "SQ" {
+				g, r = ga, &a.sq
+			}
+			const total = 400
+			posted, sent, received := uint64(0), uint64(0), uint64(0)
+			step := 0
+			w.until("all messages", func() bool {
+				for ; posted < total && posted-received < 20 && posted-sent < 20; posted++ {
+					abi.RecvWQE(rq.elem(rq.prod().Load())).Set(posted, nil)
+					rq.push()
+					s := a.wqe()
+					s.SetRequest(posted, abi.WRSend, abi.SendSignaled)
+					a.post()
+				}
+				if step++; step%4 == 2 {
+					g.hostServe()
+				}
+				for _, wc := range a.scq.poll() {
+					if wc.ID != sent || wc.Status != abi.WCSuccess {
+						t.Fatalf("send completion %+v, want %d", wc, sent)
+					}
+					sent++
+					if n := (uint32(sent) - a.sq.cons().Load()) & 63; n != 0 && n < 32 {
+						t.Fatalf("completion %d was there before its slot was free", sent)
+					}
+				}
+				for _, wc := range b.rcq.poll() {
+					if wc.ID != received || wc.Status != abi.WCSuccess {
+						t.Fatalf("receive completion %+v, want %d", wc, received)
+					}
+					received++
+				}
+				if step%11 == 0 {
+					g.takeAway(r.base, int(r.desc.Length))
+				}
+				return sent == total && received == total
+			})
+			g.hostServe()
+			w.step(10)
+			for _, r := range []*tring{&a.sq, &rq} {
+				if c := r.cons().Load(); c != total%64 {
+					t.Errorf("consumer index %d after %d requests", c, total)
+				}
+			}
+			if n := g.Stats().Value[abi.StatHostFaults]; n < 20 {
+				t.Errorf("only %d host faults", n)
+			}
+			if g.Describe().Faults.Parked != 0 {
+				t.Error("somebody is parked")
+			}
+		})
+	}
+}
+
+// crowd is n connections from guest 0 to guest 1, each of which writes to a page of
+// its own of an on-demand region.
+type crowd struct {
+	d    *dregion
+	a, b []*tqp
+}
+
+func (w *world) crowd(n int) *crowd {
+	w.tb.Helper()
+	ga, gb := w.guests[0], w.guests[1]
+	c := &crowd{d: gb.demand(gb.pd(), n, demandAccess)}
+	buf := ga.alloc(4096)
+	pd := ga.pd()
+	key := ga.mr(pd, buf, 4096, demandAccess)
+	for i := range n {
+		a, b := ga.qp(qpSpec{pd: pd, elems: 8}), gb.qp(qpSpec{pd: 1, elems: 8})
+		a.connectRC(b)
+		b.connectRC(a)
+		c.a, c.b = append(c.a, a), append(c.b, b)
+		s := a.wqe()
+		s.SetRequest(uint64(i), abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(c.d.iova+uint64(i)*4096, c.d.key)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(buf), Length: 100, LKey: key}})
+		a.post()
+	}
+	return c
+}
+
+// The driver posts few buffers, or none: every fault waits with its QP, none is
+// lost, none comes twice, and those of QPs that are gone do not come.
+func TestFaultsWithoutBuffers(t *testing.T) {
+	const n = 40
+	w := newWorld(t, 2, 2, Limits{})
+	gb := w.guests[1]
+	c := w.crowd(n)
+	w.until("all faults", func() bool { return gb.Stats().Value[abi.StatGuestFaults] == n })
+	if f := gb.Describe().Faults; f.Guest.Waiting != n || f.Parked != n {
+		t.Errorf("%d faults wait, %d parked, want %d", f.Guest.Waiting, f.Parked, n)
+	}
+	gone := map[uint32]bool{}
+	for i := 0; i < n; i += 4 {
+		gone[c.b[i].n] = true
+		gb.must(abi.CmdDestroyQP, handle(c.b[i].n))
+	}
+	w.step(20)
+	dq := gb.faultQueue(0)
+	dq = gb.restartFaultQueue(dq, 3)
+	seen := map[uint32]bool{}
+	w.until("all events", func() bool {
+		for _, e := range dq.events() {
+			if seen[e.Handle] || gone[e.Handle] {
+				t.Fatalf("event for QP %#x again, or though it is gone", e.Handle)
+			}
+			seen[e.Handle] = true
+			c.d.serve(e)
+			dq.add(1)
+		}
+		return len(seen) == n-len(gone)
+	})
+	for i, a := range c.a {
+		if gone[c.b[i].n] {
+			continue
+		}
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("QP %d: %+v", i, wc)
+		}
+	}
+	if f := gb.Describe().Faults; f.Guest.Waiting != 0 || f.Parked != 0 || f.Guest.Resumed != n-uint64(len(gone)) {
+		t.Errorf("at the end: %+v", f)
+	}
+	if got := dq.events(); len(got) > 0 {
+		t.Errorf("more events: %+v", got)
+	}
+}
+
+// Tokens are answered once, by who was asked: everything else is ENOENT and changes
+// nothing (PF-5).
+func TestHostileTokens(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	c := w.crowd(3)
+	w.until("all faults", func() bool { return gb.Stats().Value[abi.StatGuestFaults] == 3 })
+	try := func(g *guest, token uint32) {
+		t.Helper()
+		for _, s := range []abi.Status{abi.StatusOK, abi.StatusFault} {
+			g.refused(abi.StatusNotFound, abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: token, Status: s}))
+		}
+	}
+	all := func(g *guest) {
+		t.Helper()
+		for _, hi := range []uint32{0, 1, 2, 3, 4, 5, 0x7fff << 1, 0xffff} {
+			for lo := range uint32(8) {
+				try(g, hi<<16|lo)
+			}
+		}
+		for i := range uint32(3000) {
+			try(g, i*2654435761)
+		}
+	}
+	all(gb) // events are not posted yet: even the right number is no token
+	dq := gb.faultQueue(3)
+	events := dq.awaitEvents(3)
+	for _, e := range events {
+		try(ga, e.Token) // another VM's
+		for bit := range 32 {
+			if x := e.Token ^ 1<<bit; x != events[0].Token && x != events[1].Token && x != events[2].Token {
+				try(gb, x)
+			}
+		}
+	}
+	w.step(50)
+	if f := gb.Describe().Faults; f.Parked != 3 || f.Guest.Resumed+f.Guest.Failed != 0 {
+		t.Fatalf("somebody was resumed: %+v", f)
+	}
+	gb.must(abi.CmdDestroyQP, handle(c.b[0].n))
+	for _, e := range events {
+		if e.Handle == c.b[0].n {
+			try(gb, e.Token)
+			continue
+		}
+		c.d.serve(e)
+		try(gb, e.Token)
+	}
+	for _, a := range c.a[1:] {
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("%+v", wc)
+		}
+	}
+}
+
+// The guest's driver says that an address is not valid: the operation fails as its
+// table says, and nobody else's (PF-13).
+func TestInvalidAddress(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	gb := w.guests[1]
+	c := w.crowd(2)
+	dq := gb.faultQueue(4)
+	for _, e := range dq.awaitEvents(2) {
+		if e.Handle == c.b[0].n {
+			gb.resumeFault(e.Token, abi.StatusFault)
+		} else {
+			c.d.serve(e)
+		}
+	}
+	if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCRemAccessErr {
+		t.Errorf("%+v", wc)
+	}
+	if wc := c.a[1].scq.await(1)[0]; wc.Status != abi.WCSuccess {
+		t.Errorf("%+v", wc)
+	}
+	st := gb.Stats()
+	if st.Value[abi.StatFaultsFailed] != 1 || st.Value[abi.StatFaultsResumed] != 1 {
+		t.Errorf("counters %v", st.Value)
+	}
+}
+
+// A region whose pages the guest clears is written again only after they came back;
+// what CLEAR_MTT was answered for is not touched (ODP-5).
+func TestClearedPagesFault(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	gb := w.guests[1]
+	c := w.crowd(1)
+	dq := gb.faultQueue(4)
+	c.d.serve(dq.awaitEvents(1)[0])
+	c.a[0].scq.await(1)
+	for i := range uint64(3) {
+		c.d.clear(0, 1)
+		pattern(c.d.bytes(0, 100), 9)
+		s := c.a[0].wqe() // the next slot is not filled yet: the same request again
+		copy(s, abi.SendWQE(c.a[0].sq.elem(0)))
+		c.a[0].post()
+		e := dq.awaitEvents(1)[0]
+		w.step(20)
+		if !bytes.Equal(c.d.bytes(0, 100), pattern(make([]byte, 100), 9)) {
+			t.Fatal("a page was written that the guest had taken back")
+		}
+		c.d.serve(e)
+		if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("%+v", wc)
+		}
+		if n := gb.Stats().Value[abi.StatInvalidations]; n != i+1 {
+			t.Errorf("%d invalidations", n)
+		}
+	}
+}
+
+// Host faults are served by a goroutine while both VMs' memory is taken away again
+// and again, command buffers excepted: traffic of all kinds ends well.
+func TestHostFaults(t *testing.T) {
+	w := newWorld(t, 2, 2, Limits{})
+	a, b := w.pair()
+	ga, gb := w.guests[0], w.guests[1]
+	const n = 10000
+	src, dst := ga.alloc(n), gb.alloc(n)
+	skey, dkey := ga.mr(1, src, n, demandAccess), gb.mr(1, dst, n, demandAccess)
+	ga.hostDriver(t)
+	gb.hostDriver(t)
+	for i := range 60 {
+		op := []uint32{abi.WRRDMAWrite, abi.WRRDMARead, abi.WRSend, abi.WRAtomicFetchAndAdd}[i%4]
+		pattern(ga.at(src, n), byte(i))
+		pattern(gb.at(dst, n), byte(i+100))
+		size := uint32(n)
+		s := a.wqe()
+		s.SetRequest(uint64(i), op, abi.SendSignaled)
+		switch op {
+		case abi.WRSend:
+			b.recv(uint64(i), abi.SGE{Addr: uint64(dst), Length: n, LKey: dkey})
+		case abi.WRAtomicFetchAndAdd:
+			size = 8
+			s.SetAtomic(uint64(dst)+16, dkey, 1, 0)
+		default:
+			s.SetRDMA(uint64(dst), dkey)
+		}
+		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: size, LKey: skey}})
+		for _, m := range []struct {
+			g  *guest
+			pa translate.PA
+			n  int
+		}{{ga, src, n}, {gb, dst, n}, {ga, a.sq.base, int(a.sq.desc.Length)}, {gb, b.rq.base, int(b.rq.desc.Length)}} {
+			m.g.takeAway(m.pa, m.n)
+		}
+		a.post()
+		if wc := a.scq.await(1)[0]; wc.ID != uint64(i) || wc.Status != abi.WCSuccess {
+			t.Fatalf("%d: %+v", i, wc)
+		}
+		if op != abi.WRAtomicFetchAndAdd && !bytes.Equal(ga.at(src, n), gb.at(dst, n)) {
+			t.Fatalf("%d: data differs", i)
+		}
+	}
+	for _, g := range w.guests {
+		f := g.Describe().Faults
+		if f.Host.Raised == 0 || f.Host.Resumed != f.Host.Raised || f.Parked != 0 || f.Host.Estimate == 0 || f.Guest.Raised != 0 {
+			t.Errorf("%+v", f)
+		}
+	}
+}

@@ -402,7 +402,7 @@ func TestTooBigAnswer(t *testing.T) {
 	b.advance(time.Second)
 	// The tunnel found out that the path is narrower still.
 	f := v4(6, 0x40)[:1400]
-	b.loop.Do(func() { b.net.AnswerTooBig(b.loop, f, 1300) })
+	b.loop.Do(func() { b.net.AnswerTooBig(b.loop, f, 1300+HeaderLen) })
 	got := vm.take()
 	if len(got) != 1 || binary.BigEndian.Uint16([]byte(got[0].frame)[HeaderLen+26:]) != 1300 {
 		t.Errorf("by order of the tunnel: %+v", got)

@@ -18,9 +18,10 @@ const (
 	icmpMax6 = 1280
 )
 
-// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that only mtu bytes go
-// through to where it was meant for. Loop thread only; within the sending port's limit of such answers.
-func (n *Network) AnswerTooBig(l *engine.Loop, f []byte, mtu int) {
+// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that frames of that length
+// do not get to where it was meant for, but frames of up to limit bytes, tags included, do. Loop thread only; within the
+// sending port's limit of such answers.
+func (n *Network) AnswerTooBig(l *engine.Loop, f []byte, limit int) {
 	if len(f) < HeaderLen {
 		return
 	}
@@ -32,7 +33,7 @@ func (n *Network) AnswerTooBig(l *engine.Loop, f []byte, mtu int) {
 		return
 	}
 	if a := n.byID(v.port()); a != nil {
-		a.tooBig(l, f, &h, mtu, Source{Remote: Remote(v.remote())})
+		a.tooBig(l, f, &h, limit-h.l3, Source{Remote: Remote(v.remote())})
 	}
 }
 

@@ -6,6 +6,8 @@ import "encoding/binary"
 const (
 	ecnMask = 3
 	ecnNot  = 0 // not ECN-capable
+	ecnECT1 = 1
+	ecnECT0 = 2
 	ecnCE   = 3 // congestion experienced
 )
 
@@ -19,34 +21,41 @@ func outerTOS(fl flow, dscp uint8) uint8 {
 	return tos
 }
 
-// decapECN combines the outer ECN field with the inner header's (RFC 6040, section 4.2): a congestion mark on the outer
-// header goes over to the inner one. It returns false when the frame must be dropped: congestion was marked on a flow
-// that would not understand the mark. Only the sole owner of the frame may call this, before anybody else sees it.
+// decapECN combines the outer ECN field with the inner header's (RFC 6040, section 4.2 and figure 4): a congestion mark
+// on the outer header goes over to the inner one, and so does ECT(1) where the inner one has ECT(0). It returns false when
+// the frame must be dropped: congestion was marked on a flow that would not understand the mark. Only the sole owner of
+// the frame may call this, before anybody else sees it.
 func decapECN(f []byte, outer uint8) bool {
-	if outer&ecnMask != ecnCE {
+	outer &= ecnMask
+	if outer == ecnNot || outer == ecnECT0 {
 		return true
 	}
 	fl := classify(f)
 	if fl.ip == 0 {
 		return true // nothing to mark
 	}
-	switch fl.tos & ecnMask {
-	case ecnNot:
-		return false
-	case ecnCE:
+	inner := fl.tos & ecnMask
+	switch {
+	case inner == ecnNot:
+		return outer != ecnCE
+	case inner == outer, inner == ecnCE:
 		return true
 	}
-	p := f[fl.ip:]
+	setECN(f[fl.ip:], outer)
+	return true
+}
+
+// setECN changes the ECN field of an IP header.
+func setECN(p []byte, ecn uint8) {
 	if p[0]>>4 == 6 {
-		p[1] |= ecnCE << 4 // the low half of the traffic class is the high half of this byte
-		return true
+		p[1] = p[1]&^(ecnMask<<4) | ecn<<4 // the low half of the traffic class is the high half of this byte
+		return
 	}
 	// RFC 1624: HC' = ~(~HC + ~m + m') over the 16-bit word that changed.
 	old := binary.BigEndian.Uint16(p)
-	p[1] |= ecnCE
+	p[1] = p[1]&^ecnMask | ecn
 	sum := uint32(^binary.BigEndian.Uint16(p[10:])) + uint32(^old) + uint32(binary.BigEndian.Uint16(p))
 	sum = sum&0xffff + sum>>16
 	sum = sum&0xffff + sum>>16
 	binary.BigEndian.PutUint16(p[10:], ^uint16(sum))
-	return true
 }

@@ -165,7 +165,7 @@ func TestDecapECN(t *testing.T) {
 	const notECT, ect1, ect0, ce = 0, 1, 2, 3
 	for _, c := range []struct{ inner, outer, want int }{
 		{notECT, notECT, notECT}, {notECT, ect0, notECT}, {notECT, ect1, notECT}, {notECT, ce, -1},
-		{ect0, notECT, ect0}, {ect0, ect0, ect0}, {ect0, ce, ce},
+		{ect0, notECT, ect0}, {ect0, ect0, ect0}, {ect0, ect1, ect1}, {ect0, ce, ce},
 		{ect1, notECT, ect1}, {ect1, ect0, ect1}, {ect1, ect1, ect1}, {ect1, ce, ce},
 		{ce, notECT, ce}, {ce, ect0, ce}, {ce, ect1, ce}, {ce, ce, ce},
 	} {

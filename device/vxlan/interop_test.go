@@ -1,12 +1,16 @@
 package vxlan_test
 
 import (
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/netip"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
@@ -52,19 +56,20 @@ type hostConfig struct {
 	peers []string
 	tap   tap.Config
 	opts  []vxlan.NetworkOption
+	zero  bool // IPv6 datagrams without checksum
 }
 
 func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *host {
 	t.Helper()
 	h := &host{}
 	h.pool = must[*packet.Pool](t)(packet.NewPool(packet.Config{Count: 2048}))
-	h.net = must[*lfe.Network](t)(lfe.NewNetwork(lfe.Config{VNI: c.vni, Name: fmt.Sprint("net", c.vni)}))
+	h.net = must[*lfe.Network](t)(lfe.NewNetwork(lfe.Config{VNI: c.vni, Name: fmt.Sprint("net", c.vni), Pool: h.pool}))
 	var peers []netip.Addr
 	for _, p := range c.peers {
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}
@@ -89,47 +94,88 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 	return h
 }
 
+// underlay gives an interface its address.
+func underlay(ns *nstest.NS, dev, addr string) {
+	plen := "/24"
+	if strings.Contains(addr, ":") {
+		plen = "/64"
+	}
+	ns.Addr(dev, addr+plen)
+}
+
+// linuxPeer makes a Linux host with a vxlan device in a bridge, 10.0.0.2 and fd00::2 in the tenant's network.
+func linuxPeer(ns *nstest.NS, dev, local, remote string, opts ...string) {
+	underlay(ns, dev, local)
+	ns.IP(append([]string{"link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", local, "remote", remote, "dev", dev}, opts...)...)
+	ns.IP("link", "add", "brt", "type", "bridge")
+	ns.IP("link", "set", "vx", "master", "brt", "up")
+	ns.IP("link", "set", "brt", "up")
+	ns.Addr("brt", "10.0.0.2/24")
+	ns.Addr("brt", "fd00::2/64")
+}
+
+// tooBig lets a host whose interface is wider than the network send full packets: it hears of the network's MTU.
+func tooBig(t *testing.T, ns *nstest.NS, h *host, mtu int) {
+	t.Helper()
+	ns.IP("link", "set", "tenant", "mtu", fmt.Sprint(mtu+100))
+	for _, c := range []struct{ ip, say string }{{"10.0.0.2", "mtu = %d"}, {"fd00::2", "mtu=%d"}} {
+		out, err := ns.Exec("ping", "-c1", "-W5", "-Mdo", "-s", fmt.Sprint(mtu+20), c.ip)
+		if want := fmt.Sprintf(c.say, mtu); err == nil || !strings.Contains(out, want) {
+			t.Errorf("ping with a packet too big does not say %q: %v\n%s", want, err, out)
+		}
+	}
+	if n := h.net.Status().Drops[lfe.TooBig.String()]; n != 2 {
+		t.Errorf("%d counted as too big, want 2", n)
+	}
+	ns.IP("link", "set", "tenant", "mtu", fmt.Sprint(mtu))
+}
+
 // A plain Linux vxlan device in a bridge is the remote peer; ping and iperf3 run both ways, over IPv4 and IPv6.
 func TestLinuxPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
 	for _, u := range []struct {
 		name, local, remote string
-		overhead            int
+		mtu, overhead       int
 		device              []string
+		zero                bool
 	}{
-		{"IPv4", "192.0.2.1", "192.0.2.2", 50, nil},
-		{"IPv6", "2001:db8::1", "2001:db8::2", 70, nil},
-		{"IPv6 zero checksum received", "2001:db8::1", "2001:db8::2", 70, []string{"udp6zerocsumtx"}},
+		{"IPv4", "192.0.2.1", "192.0.2.2", 1500, 50, nil, false},
+		{"IPv4 jumbo", "192.0.2.1", "192.0.2.2", 9000, 50, nil, false},
+		{"IPv6", "2001:db8::1", "2001:db8::2", 1500, 70, nil, false},
+		{"IPv6 jumbo", "2001:db8::1", "2001:db8::2", 9000, 70, nil, false},
+		{"IPv6 zero checksum received", "2001:db8::1", "2001:db8::2", 1500, 70, []string{"udp6zerocsumtx"}, false},
+		{"IPv6 zero checksum sent", "2001:db8::1", "2001:db8::2", 1500, 70, []string{"udp6zerocsumrx"}, true},
 	} {
 		t.Run(u.name, func(t *testing.T) {
 			a, b := nstest.New(t, "a"), nstest.New(t, "b")
-			nstest.Pair(a, b, "under", 1500)
-			plen := "/24"
-			if strings.Contains(u.local, ":") {
-				plen = "/64"
-			}
-			a.Addr("under", u.local+plen)
-			b.Addr("under", u.remote+plen)
+			nstest.Pair(a, b, "under", u.mtu)
 			b.NoOffload("under")
-			b.IP(append([]string{"link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", u.remote, "remote", u.local, "dev", "under"}, u.device...)...)
-			b.IP("link", "add", "brt", "type", "bridge")
-			b.IP("link", "set", "vx", "master", "brt", "up")
-			b.IP("link", "set", "brt", "up")
-			b.Addr("brt", "10.0.0.2/24")
-			b.Addr("brt", "fd00::2/64")
-
+			underlay(a, "under", u.local)
+			linuxPeer(b, "under", u.remote, u.local, u.device...)
 			loops := newLoops(t, 2)
-			h := newHost(t, a, loops, hostConfig{vni: 4711, local: u.local, peers: []string{u.remote}, tap: tap.Config{Name: "tenant",
+			h := newHost(t, a, loops, hostConfig{vni: 4711, local: u.local, peers: []string{u.remote}, zero: u.zero, tap: tap.Config{Name: "tenant",
 				Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"), netip.MustParsePrefix("fd00::1/64")}}})
-			if got, want := h.net.MTU(), 1500-u.overhead; got != want {
+			if got, want := h.net.MTU(), u.mtu-u.overhead; got != want {
 				t.Errorf("network MTU %d, want %d", got, want)
 			}
-			full := fmt.Sprint(1500 - u.overhead - 28)
+			full := fmt.Sprint(u.mtu - u.overhead - 28)
 			a.Ping("10.0.0.2", "-s", full, "-Mdo")
 			b.Ping("10.0.0.1", "-s", full, "-Mdo")
 			a.Ping("fd00::2")
 			b.Ping("fd00::1")
+			// The tenants' own fragments.
+			for _, ip := range []string{"10.0.0.2", "fd00::2"} {
+				a.Ping(ip, "-s", fmt.Sprint(2*u.mtu))
+			}
+			// The host has forgotten its neighbours; the switch has not, and nobody else is asked.
+			a.IP("neigh", "flush", "dev", "tenant")
+			a.Ping("10.0.0.2")
+			a.Ping("fd00::2")
+			if n := h.tap.Attachment().Counters.Totals().Answered; n < 2 {
+				t.Errorf("%d requests were answered by the switch", n)
+			}
+			tooBig(t, a, h, u.mtu-u.overhead)
 
 			b.Start("iperf3", "-s")
 			waitListen(t, b, 5201)
@@ -146,7 +192,7 @@ func TestLinuxPeer(t *testing.T) {
 				t.Logf("UDP: %.1f %% lost", lost)
 			}
 			st := h.net.Status()
-			for _, r := range []lfe.Reason{lfe.UnknownPeer, lfe.BadHeader, lfe.UnderlayTooBig, lfe.TooBig, lfe.SendError, lfe.Unreachable} {
+			for _, r := range []lfe.Reason{lfe.UnknownPeer, lfe.BadHeader, lfe.UnderlayTooBig, lfe.SendError, lfe.Unreachable} {
 				if n := st.Drops[r.String()] + h.vt.Counters.Dropped(r); n != 0 {
 					t.Errorf("dropped as %v: %d", r, n)
 				}
@@ -156,6 +202,148 @@ func TestLinuxPeer(t *testing.T) {
 			}
 		})
 	}
+}
+
+// The underlay is a VLAN: kernel interfaces put the tags on and take them off.
+func TestVLANUnderlay(t *testing.T) {
+	nstest.Require(t, "ping", "iputils-ping")
+	a, b := nstest.New(t, "a"), nstest.New(t, "b")
+	nstest.Pair(a, b, "under", 1500)
+	b.NoOffload("under")
+	for _, ns := range []*nstest.NS{a, b} {
+		if out, err := ns.Exec("ip", "link", "add", "link", "under", "name", "under.7", "type", "vlan", "id", "7"); err != nil {
+			t.Skipf("this kernel has no VLAN interfaces (CONFIG_VLAN_8021Q): %s", out)
+		}
+		ns.IP("link", "set", "under.7", "mtu", "1496", "up")
+	}
+	underlay(a, "under.7", "192.0.2.1")
+	linuxPeer(b, "under.7", "192.0.2.2", "192.0.2.1")
+	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"},
+		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+	if h.net.MTU() != 1446 {
+		t.Errorf("MTU %d", h.net.MTU())
+	}
+	a.Ping("10.0.0.2", "-s", "1418", "-Mdo")
+}
+
+// Two ports of the network are joined outside by a bridge: what is flooded comes back for ever. It costs what the storm limit
+// allows, is counted and named, and traffic between others goes on.
+func TestLoopedBridge(t *testing.T) {
+	nstest.Require(t, "ping", "iputils-ping")
+	a, b := nstest.New(t, "a"), nstest.New(t, "b")
+	nstest.Pair(a, b, "under", 1500)
+	b.NoOffload("under")
+	underlay(a, "under", "192.0.2.1")
+	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
+	loops := newLoops(t, 2)
+	h := newHost(t, a, loops, hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"},
+		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+	a.Ping("10.0.0.2")
+	a.IP("link", "add", "loop", "type", "bridge", "stp_state", "0")
+	a.IP("link", "set", "loop", "up")
+	for i := range 2 {
+		a.Do(func() {
+			x := must[*tap.TAP](t)(tap.Open(tap.Config{Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net, Loop: loops[i], Pool: h.pool}))
+			t.Cleanup(func() { x.Close() })
+		})
+	}
+	start := time.Now()
+	// A broadcast each; nobody needs to answer.
+	_, _ = a.Exec("ping", "-c3", "-i0.1", "-W1", "-b", "10.0.0.255")
+	nstest.Eventually(t, "the storm is limited", func() bool { return h.net.Status().Drops[lfe.Storm.String()] > 0 })
+	st, took := h.net.Status(), time.Since(start)
+	var floods uint64
+	for _, p := range st.Ports {
+		floods += p.Floods
+	}
+	if limit := uint64(len(st.Ports)) * lfe.DefaultStorm * (2 + uint64(took/time.Second)); floods > limit {
+		t.Errorf("%d frames were flooded in %v; the limit is %d", floods, took, limit)
+	}
+	if st.Flaps == 0 {
+		t.Error("no address was found flapping")
+	}
+	a.MustExec("ping", "-c5", "-i0.2", "-w15", "10.0.0.2")
+}
+
+// Tagged frames of the tenants pass as they are, both ways.
+func TestVLANGuests(t *testing.T) {
+	a, b := nstest.New(t, "a"), nstest.New(t, "b")
+	nstest.Pair(a, b, "under", 1500)
+	b.NoOffload("under")
+	underlay(a, "under", "192.0.2.1")
+	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
+	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, tap: tap.Config{Name: "tenant"}})
+	ours, theirs := packetSocket(t, a, "tenant"), packetSocket(t, b, "vx")
+	exchange := func(from, to int, src byte) {
+		t.Helper()
+		for _, tags := range []string{"", "\x81\x00\x60\x07", "\x88\xa8\x00\x08\x81\x00\x00\x07"} {
+			f := "\x02\x00\x00\x00\x00\x63\x02\x00\x00\x00\x00" + string(src) + tags + "\x88\xb5tenant's own" + strings.Repeat("x", 1400)
+			nstest.Eventually(t, fmt.Sprintf("a frame with tags %x arrives", tags), func() bool {
+				if _, err := unix.Write(from, []byte(f)); err != nil {
+					t.Fatal(err)
+				}
+				return received(t, to, f)
+			})
+		}
+	}
+	exchange(ours, theirs, 1)
+	exchange(theirs, ours, 2)
+	if e, ok := h.net.LookupIn(lfe.Address{MAC: lfe.MAC{2, 0, 0, 0, 0, 2}, VLAN: 8}); !ok || e.Kind != "vtep" {
+		t.Errorf("%+v %v", e, ok)
+	}
+}
+
+// packetSocket opens a raw socket on an interface, with the tags that the kernel keeps apart.
+func packetSocket(t *testing.T, ns *nstest.NS, dev string) (fd int) {
+	t.Helper()
+	ns.Do(func() {
+		const all = 3 << 8 // ETH_P_ALL in network byte order
+		var err error
+		if fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, all); err != nil {
+			t.Fatal(err)
+		}
+		i := must[*net.Interface](t)(net.InterfaceByName(dev))
+		for _, err := range []error{unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: all, Ifindex: i.Index}),
+			unix.SetsockoptInt(fd, unix.SOL_PACKET, unix.PACKET_AUXDATA, 1),
+			unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 200000})} {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+	t.Cleanup(func() { unix.Close(fd) })
+	return fd
+}
+
+// received looks for a frame among what arrives until nothing does.
+func received(t *testing.T, fd int, want string) bool {
+	t.Helper()
+	p, oob := make([]byte, 4096), make([]byte, 128)
+	for range 50 {
+		n, oobn, _, from, err := unix.Recvmsg(fd, p, oob, 0)
+		if err != nil {
+			return false
+		}
+		if ll, ok := from.(*unix.SockaddrLinklayer); ok && ll.Pkttype == unix.PACKET_OUTGOING {
+			continue
+		}
+		f := string(p[:n])
+		msgs, err := unix.ParseSocketControlMessage(oob[:oobn])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range msgs { // struct tpacket_auxdata: status, len, snaplen, mac, net, vlan_tci, vlan_tpid
+			const tciValid = 1 << 4
+			if d := m.Data; len(d) >= 20 && binary.NativeEndian.Uint32(d)&tciValid != 0 {
+				tci, tpid := binary.NativeEndian.Uint16(d[16:]), binary.NativeEndian.Uint16(d[18:])
+				f = f[:12] + string([]byte{byte(tpid >> 8), byte(tpid), byte(tci >> 8), byte(tci)}) + f[12:]
+			}
+		}
+		if f == want {
+			return true
+		}
+	}
+	return false
 }
 
 // An underlay of IPv6 link-local addresses, which only mean something together with an interface.

@@ -115,3 +115,21 @@ func sendmmsg(fd int, msgs []mmsghdr) (int, unix.Errno) {
 		uintptr(len(msgs)), unix.MSG_DONTWAIT, 0, 0)
 	return int(n), errno
 }
+
+// Offsets in what SO_MEMINFO returns (linux/sock_diag.h).
+const (
+	skMemInfoDrops = 8
+	skMemInfoVars  = 9
+)
+
+// socketDrops returns how many datagrams the kernel has dropped at a socket, modulo 2^32.
+func socketDrops(fd int) (uint32, error) {
+	var info [skMemInfoVars]uint32
+	size := uint32(unsafe.Sizeof(info))
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_MEMINFO,
+		uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&size)), 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	return info[skMemInfoDrops], nil
+}

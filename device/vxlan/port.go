@@ -31,6 +31,7 @@ type port struct {
 	learn    bool
 	maxPeers int
 	peers    atomic.Pointer[peerSet]
+	mtu      int // that the underlay leaves; VTEP.mu
 }
 
 // peer is another host's VTEP. Immutable.
@@ -38,7 +39,8 @@ type peer struct {
 	addr    netip.Addr // without zone
 	id      lfe.Remote
 	learnt  bool
-	retired bool // its number may not be used again until lfe has forgotten it
+	scope   uint32 // interface index of a link-local address
+	retired bool   // its number may not be used again until lfe has forgotten it
 	raw     rawAddr
 	rawLen  uint32
 }
@@ -104,18 +106,17 @@ func (vt *VTEP) newPeer(a netip.Addr, learnt bool) (*peer, error) {
 		return nil, fmt.Errorf("vxlan: peer %v is this host itself", a)
 	}
 	x := &peer{addr: a.WithZone(""), learnt: learnt}
-	var scope uint32
 	if a.IsLinkLocalUnicast() && vt.v6 {
 		zoned := a
 		if a.Zone() == "" {
 			zoned = a.WithZone(vt.cfg.Local.Zone())
 		}
 		var err error
-		if scope, err = scopeOf(vt.nl, zoned); err != nil {
+		if x.scope, err = scopeOf(vt.nl, zoned); err != nil {
 			return nil, err
 		}
 	}
-	x.rawLen = putRawAddr(&x.raw, netip.AddrPortFrom(x.addr, vt.cfg.Port), scope)
+	x.rawLen = putRawAddr(&x.raw, netip.AddrPortFrom(x.addr, vt.cfg.Port), x.scope)
 	return x, nil
 }
 
@@ -204,7 +205,8 @@ func (p *port) learnPeer(a netip.Addr) *peer {
 			return nil
 		}
 		if p.peers.CompareAndSwap(old, s) {
-			p.vt.log.Info("learnt a peer", "vni", p.net.VNI(), "peer", a)
+			p.vt.recompute()
+			go p.vt.log.Info("learnt a peer", "vni", p.net.VNI(), "peer", a)
 			return x
 		}
 	}

@@ -118,18 +118,20 @@ func (r *receiver) datagram(i int) {
 		return
 	}
 	vt.Counters.In(r.l, n)
+	if r.names[i] != r.lastAddr {
+		r.lastAddr, r.lastIP = r.names[i], r.names[i].addr()
+	}
 	vni, ok := parseHeader(b.Bytes())
 	if !ok {
 		vt.Counters.Drop(r.l, lfe.BadHeader, 1)
+		vt.refuse(r.l, r.lastIP, 0, lfe.BadHeader)
 		return
 	}
 	p := (*vt.nets.Load())[vni]
 	if p == nil {
 		vt.Counters.Drop(r.l, lfe.UnknownVNI, 1)
+		vt.refuse(r.l, r.lastIP, vni, lfe.UnknownVNI)
 		return
-	}
-	if r.names[i] != r.lastAddr {
-		r.lastAddr, r.lastIP = r.names[i], r.names[i].addr()
 	}
 	x := p.peers.Load().byAddr[r.lastIP]
 	if x == nil {
@@ -138,6 +140,7 @@ func (r *receiver) datagram(i int) {
 		}
 		if x == nil {
 			p.drop(r.l, lfe.UnknownPeer, 1)
+			vt.refuse(r.l, r.lastIP, vni, lfe.UnknownPeer)
 			return
 		}
 	}

@@ -182,15 +182,15 @@ func closeAll(fds []int) {
 	}
 }
 
-// underlayMTU returns the MTU and the index of the interface that has the address, and its name.
-func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu, index int, dev string, err error) {
+// underlayMTU returns the MTU and the name of the interface that has the address.
+func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {
 		family = netlink.FAMILY_V6
 	}
 	addrs, err := nl.AddrList(nil, family)
 	if err != nil {
-		return 0, 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
+		return 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
 	}
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
@@ -199,11 +199,11 @@ func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu, index int, dev stri
 		}
 		link, err := nl.LinkByIndex(a.LinkIndex)
 		if err != nil {
-			return 0, 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
+			return 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
 		}
 		if local.Zone() == "" || local.Zone() == link.Attrs().Name {
-			return link.Attrs().MTU, link.Attrs().Index, link.Attrs().Name, nil
+			return link.Attrs().MTU, link.Attrs().Name, nil
 		}
 	}
-	return 0, 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
+	return 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
 }

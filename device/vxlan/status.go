@@ -12,6 +12,7 @@ type PeerStatus struct {
 	Addr   netip.Addr `json:"addr"`
 	Remote lfe.Remote `json:"remote"` // the number in the forwarding table's entries
 	Learnt bool       `json:"learnt,omitempty"`
+	MTU    int        `json:"mtu,omitempty"` // inner, of the path to it; 0 = unknown or no route
 }
 
 // NetworkStatus is one network of a VTEP.
@@ -31,6 +32,7 @@ type Status struct {
 	MTU         int             `json:"mtu"` // for tenants
 	SourcePorts []uint16        `json:"source_ports"`
 	Networks    []NetworkStatus `json:"networks"`
+	Refused     []Refused       `json:"refused,omitempty"` // the latest
 	lfe.Totals
 }
 
@@ -38,7 +40,8 @@ type Status struct {
 func (vt *VTEP) Status() Status {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
-	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals()}
+	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals(), Refused: vt.refusals()}
+	vt.socketDrops(&s.Totals)
 	for _, t := range vt.tx {
 		if t != nil {
 			for _, k := range t.socks {
@@ -49,10 +52,41 @@ func (vt *VTEP) Status() Status {
 	for vni, p := range *vt.nets.Load() {
 		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn}
 		for _, x := range p.peers.Load().list {
-			n.Peers = append(n.Peers, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt})
+			n.Peers = append(n.Peers, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
 		}
 		s.Networks = append(s.Networks, n)
 	}
 	slices.SortFunc(s.Networks, func(a, b NetworkStatus) int { return int(a.VNI) - int(b.VNI) })
 	return s
 }
+
+// socketDrops adds what the kernel dropped at our sockets: datagrams that found a receiver's buffer full, and datagrams
+// that somebody sent to a source port of ours, where nothing is accepted (MT-6).
+func (vt *VTEP) socketDrops(t *lfe.Totals) {
+	add := func(name string, fd int) {
+		n, err := socketDrops(fd)
+		if err != nil || n == 0 {
+			return
+		}
+		if t.Drops == nil {
+			t.Drops = make(map[string]uint64)
+		}
+		t.Drops[name] += uint64(n)
+	}
+	for _, r := range vt.rx {
+		add(SocketOverflow, r.fd)
+	}
+	for _, s := range vt.tx {
+		if s != nil {
+			for _, k := range s.socks {
+				add(WrongPort, k.fd)
+			}
+		}
+	}
+}
+
+// Names of drops that the kernel counts for us. It counts modulo 2^32.
+const (
+	SocketOverflow = "socket-overflow"
+	WrongPort      = "wrong-port"
+)

@@ -18,6 +18,8 @@ type sender struct {
 	hook  *engine.Hook
 	socks []*txSocket
 	dirty []*txSocket // those with something to send
+
+	answering bool // an answer to a frame that was too big is under way
 }
 
 // txSocket is one source port and its batch. Segmentation offload (UDP_SEGMENT) will merge neighbours for the same
@@ -107,6 +109,9 @@ func (s *sender) send(k *txSocket) {
 			done = k.n
 		default:
 			// The error is that of the first datagram; the others may fare better.
+			if errno == unix.EMSGSIZE {
+				s.tooBig(k.bufs[done], k.ports[done], k.peers[done])
+			}
 			s.drop(k, done, done+1, sendReason(errno))
 			done++
 		}
@@ -116,6 +121,27 @@ func (s *sender) send(k *txSocket) {
 		k.bufs[i], k.ports[i], k.peers[i] = nil, nil, nil
 	}
 	k.n = 0
+}
+
+// tooBig handles a frame that the kernel found too big for the path to its peer, which it has just learnt from the underlay:
+// the network gets its new MTU, and the frame's sender an answer, if we know the MTU by now. The answer waits for the
+// loop's next round, because this one is at its end; a sender has one answer under way at most.
+func (s *sender) tooBig(b *packet.Buf, p *port, x *peer) {
+	s.vt.recompute()
+	mtu := (*s.vt.paths.Load())[x.addr]
+	limit := mtu + lfe.HeaderLen
+	if mtu == 0 || b.Len() <= limit || s.answering {
+		return
+	}
+	b.Ref()
+	s.answering = s.l.Post(func() {
+		s.answering = false
+		p.net.AnswerTooBig(s.l, b.Bytes(), limit)
+		b.Free()
+	})
+	if !s.answering {
+		b.Free()
+	}
 }
 
 func sendReason(errno unix.Errno) lfe.Reason {

@@ -94,16 +94,20 @@ type VTEP struct {
 	rx   []*receiver
 	tx   [engine.MaxLoops]*sender
 
+	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as found last; 0 = no way
+	kick  chan struct{}                      // one place: MTUs are to be computed again
+
+	refused refusals
+
 	// Counters count what belongs to no network: In and Out are datagrams, drops such as unknown VNIs.
 	Counters lfe.Counters
 
 	mu     sync.Mutex // guards the writers of nets and of ports' peers, and the fields below
-	mtu    int
-	dev    string
-	index  int // of dev
+	mtu    int        // inner, of the local address' interface
+	dev    string     // that interface
 	closed bool
 
-	stopWatch func() // ends following the underlay device's MTU
+	stopWatch func() // ends following the underlay
 }
 
 // New opens the sockets and starts to receive.
@@ -138,13 +142,14 @@ func New(c Config) (*VTEP, error) {
 	if c.Log == nil {
 		c.Log = hclog.NewNullLogger()
 	}
-	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log}
+	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log, kick: make(chan struct{}, 1)}
+	vt.paths.Store(&map[netip.Addr]int{})
 	vt.nets.Store(&map[uint32]*port{})
 	var err error
 	if vt.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
 		return nil, fmt.Errorf("vxlan: netlink: %w", err)
 	}
-	if err := vt.refreshMTULocked(); err != nil {
+	if err := vt.refreshLocked(); err != nil {
 		vt.shutdown()
 		return nil, err
 	}
@@ -152,7 +157,7 @@ func New(c Config) (*VTEP, error) {
 		vt.shutdown()
 		return nil, err
 	}
-	vt.followMTU()
+	vt.follow()
 	return vt, nil
 }
 
@@ -185,50 +190,27 @@ func (vt *VTEP) open() error {
 // Local returns the VTEP's underlay address.
 func (vt *VTEP) Local() netip.Addr { return vt.cfg.Local }
 
-// MTU returns the largest inner layer-3 packet in bytes that the underlay device and our buffers carry: the
-// device's MTU less 50 (IPv4) or 70 (IPv6).
+// MTU returns the largest inner layer-3 packet in bytes that the interface of the local address and our buffers carry: the
+// interface's MTU less 50 (IPv4) or 70 (IPv6). The paths to a network's peers may leave it more or less.
 func (vt *VTEP) MTU() int {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	return vt.mtu
 }
 
-// RefreshMTU reads the underlay device's MTU again and passes it on to the networks. The VTEP does so by itself when the
-// device changes.
+// RefreshMTU looks at interfaces and routes again and passes the MTUs on to the networks. The VTEP does so by itself when
+// something changes.
 func (vt *VTEP) RefreshMTU() error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	if vt.closed {
 		return ErrClosed
 	}
-	return vt.refreshMTULocked()
+	return vt.refreshLocked()
 }
 
-func (vt *VTEP) refreshMTULocked() error {
-	under, index, dev, err := underlayMTU(vt.nl, vt.cfg.Local)
-	if err != nil {
-		return err
-	}
-	mtu := under - overhead4
-	if vt.v6 {
-		mtu = under - overhead6
-	}
-	// A received datagram holds VXLAN header, inner Ethernet header and perhaps two VLAN tags in one buffer.
-	mtu = min(mtu, vt.cfg.Pool.Capacity()-HeaderLen-lfe.HeaderLen-8)
-	if mtu < lfe.MinMTU {
-		return fmt.Errorf("vxlan: interface %s has MTU %d, which leaves %d for tenants; want at least %d", dev, under, mtu, lfe.MinMTU)
-	}
-	if vt.mtu != 0 && vt.mtu != mtu {
-		vt.log.Info("underlay's MTU has changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
-	}
-	vt.mtu, vt.dev, vt.index = mtu, dev, index
-	for _, p := range *vt.nets.Load() {
-		if want := p.net.ConfiguredMTU(); want > mtu {
-			vt.log.Warn("underlay's MTU fell below what a network is configured for", "vni", p.net.VNI(), "mtu", want, "possible", mtu)
-		}
-		p.net.SetUnderlayMTU(mtu)
-	}
-	return nil
+func mtuError(dev string, under, mtu int) error {
+	return fmt.Errorf("vxlan: interface %s has MTU %d, which leaves %d for tenants; want at least %d", dev, under, mtu, lfe.MinMTU)
 }
 
 // AddNetwork makes the VTEP a port of a network, with the hosts that serve the same VNI as peers. The network's MTU
@@ -243,9 +225,6 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	if old[net.VNI()] != nil {
 		return fmt.Errorf("%w: %d", ErrDuplicateVNI, net.VNI())
 	}
-	if want := net.ConfiguredMTU(); want > vt.mtu {
-		return fmt.Errorf("%w: network %q wants %d, %s on %s carries %d", ErrMTU, net.Name(), want, vt.cfg.Local, vt.dev, vt.mtu)
-	}
 	p := newPort(vt, net)
 	for _, o := range opts {
 		o(p)
@@ -256,14 +235,19 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	if err := p.setPeersLocked(peers); err != nil {
 		return err
 	}
+	p.mtu = vt.narrowest(p.peers.Load(), make(map[netip.Addr]int), make(map[int]int))
+	if want := net.ConfiguredMTU(); want > p.mtu {
+		return fmt.Errorf("%w: network %q wants %d, the paths from %s carry %d", ErrMTU, net.Name(), want, vt.cfg.Local, p.mtu)
+	}
 	if _, err := net.Attach(p, lfe.PortConfig{Name: "vxlan " + vt.cfg.Local.String(), Kind: lfe.KindVTEP,
 		Attached: func(a *lfe.Attachment) { p.att = a }}); err != nil {
 		return err
 	}
-	net.SetUnderlayMTU(vt.mtu)
+	net.SetUnderlayMTU(p.mtu)
 	m := maps.Clone(old)
 	m[net.VNI()] = p
 	vt.nets.Store(&m)
+	vt.recompute()
 	return nil
 }
 
@@ -296,6 +280,7 @@ func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 	if p == nil {
 		return fmt.Errorf("%w: %d", ErrUnknownVNI, vni)
 	}
+	defer vt.recompute()
 	return p.setPeersLocked(peers)
 }
 

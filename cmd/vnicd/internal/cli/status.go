@@ -103,6 +103,11 @@ func showAll(w io.Writer, s *daemon.Status) {
 			}
 		}
 	}
+	if s.VTEP != nil {
+		for _, r := range s.VTEP.Refused {
+			fmt.Fprintf(w, "    refused from %s vni %d: %s %d, last %v ago\n", r.From, r.VNI, r.Reason, r.Count, r.Ago.Round(time.Second))
+		}
+	}
 	for _, n := range s.Networks {
 		fmt.Fprintf(w, "network %s vni %d mtu %d, %d addresses%s\n", n.Name, n.VNI, n.MTU, n.Entries, drops(n.Drops))
 		t := table(w)

@@ -72,6 +72,8 @@ type VTEP struct {
 	Port uint16
 	// DSCP marks the outer header of RoCE frames (MT-8), 0..63.
 	DSCP uint8
+	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935).
+	ZeroChecksum6 bool
 }
 
 // Network is one tenant's L2 segment.

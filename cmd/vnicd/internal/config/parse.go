@@ -286,9 +286,10 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 func (p *parser) vtep(n *yaml.Node) *VTEP {
 	v := &VTEP{Port: DefaultVXLANPort, DSCP: DefaultDSCP}
 	seen := p.mapping(n, "vtep", map[string]func(*yaml.Node){
-		"local": func(n *yaml.Node) { v.Local, _ = p.addr("vtep local", n) },
-		"port":  number(p, "vtep port", 1, 65535, &v.Port),
-		"dscp":  p.dscp(&v.DSCP),
+		"local":          func(n *yaml.Node) { v.Local, _ = p.addr("vtep local", n) },
+		"port":           number(p, "vtep port", 1, 65535, &v.Port),
+		"dscp":           p.dscp(&v.DSCP),
+		"zero-checksum6": p.boolean("zero-checksum6", &v.ZeroChecksum6),
 	})
 	if !seen["local"] {
 		p.errs.add(n.Line, "vtep needs `local`, the underlay address of this host")

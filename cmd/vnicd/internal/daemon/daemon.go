@@ -112,7 +112,7 @@ func (d *Daemon) makeNetworks() error {
 			dscp = vxlan.BestEffort
 		}
 		vt, err := vxlan.New(vxlan.Config{
-			Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, Log: d.log.Named("vxlan"),
+			Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6, Log: d.log.Named("vxlan"),
 		})
 		if err != nil {
 			return fmt.Errorf("vtep: %w%s", err, hint(err))

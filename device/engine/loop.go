@@ -391,3 +391,12 @@ type Stats struct {
 func (l *Loop) Stats() Stats {
 	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load()}
 }
+
+// String says what the loop does, for messages about one that is stuck: an
+// iteration whose number does not change is in a handler that does not return.
+func (l *Loop) String() string {
+	if l.sleeping.Load() != 0 {
+		return fmt.Sprintf("engine %d, asleep", l.id)
+	}
+	return fmt.Sprintf("engine %d, in iteration %d", l.id, l.rounds.Load())
+}

@@ -34,6 +34,9 @@ type Config struct {
 	// Budget, if set, bounds what the device keeps resident of the guest's
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget
+	// SlotName, if set, names an epoch's reader slot, for messages about memory
+	// whose release takes long.
+	SlotName func(slot int) string
 }
 
 // takeoverPatience is how long a new front end waits for the one before it to

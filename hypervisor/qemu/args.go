@@ -50,6 +50,11 @@ func HCAArgs(socket, id string, vqs int) []string {
 	}
 }
 
+// MonitorArgs make QEMU serve its machine protocol at the socket, which vnicd listens to.
+func MonitorArgs(socket string) []string {
+	return []string{"-qmp", "unix:" + escape(socket) + ",server=on,wait=off"}
+}
+
 // NetArgs attaches a virtio-net that is served on the vhost-user socket. mtu is announced to the guest; 0 announces none.
 func NetArgs(socket, id, mac string, mtu int) []string {
 	return []string{

@@ -55,6 +55,9 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			mtu := cfg.Network(vm.Network).MTU
 			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), vm.Name+"-net", vm.MAC.String(), mtu)...)
 			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), vm.Name+"-hca", daemon.HCAQueues(cfg))...)
+			if vm.QMP != "" {
+				out = append(out, qemu.MonitorArgs(vm.QMP)...)
+			}
 			if lines {
 				for i := 0; i+1 < len(out); i += 2 {
 					fmt.Fprintf(a.out, "%s %s\n", out[i], out[i+1])

@@ -144,6 +144,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		fmt.Fprintf(t, "    %s\t%d\n", k, v.HCA.Stats[k])
 	}
 	t.Flush()
+	showMemory(w, &v.Memory)
 }
 
 func state(connected, up bool) string {

@@ -78,7 +78,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 		network string
 		ip      netip.Addr
 	}
-	names, macs, ips := map[string]int{}, map[port]int{}, map[host]int{}
+	names, macs, ips, monitors := map[string]int{}, map[port]int{}, map[host]int{}, map[string]int{}
 	for _, vm := range c.VMs {
 		checkName(errs, vm.Line, "VM", vm.Name, names)
 		if _, ok := networks[vm.Network]; !ok && vm.Network != "" {
@@ -105,6 +105,15 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 			} else {
 				ips[host{vm.Network, a}] = vm.Line
 			}
+		}
+		switch {
+		case vm.QMP == "":
+		case !filepath.IsAbs(vm.QMP) || len(vm.QMP) > maxUnixSocketPath:
+			errs.add(vm.Line, "qmp must be an absolute path of at most %d bytes, found %q", maxUnixSocketPath, vm.QMP)
+		case monitors[vm.QMP] != 0:
+			errs.add(vm.Line, "qmp %s is already the VM's of line %d; a monitor serves one client", vm.QMP, monitors[vm.QMP])
+		default:
+			monitors[vm.QMP] = vm.Line
 		}
 		if p := c.NetSocket(vm); len(p) > maxUnixSocketPath {
 			errs.add(vm.Line, "socket path %s is over %d bytes: choose a shorter run-dir or VM name", p, maxUnixSocketPath)

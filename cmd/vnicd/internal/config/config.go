@@ -115,6 +115,11 @@ type VM struct {
 	// Storm is as in Network, for this VM; 0: the network's.
 	Storm  int
 	Limits Limits
+	// MemoryBudget bounds the bytes of the VM's memory that are kept resident
+	// for its devices (PF-15). 0: no limit.
+	MemoryBudget uint64
+	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
+	QMP string
 }
 
 // Limits bound what one VM may make the host keep. Zero: the device's default.

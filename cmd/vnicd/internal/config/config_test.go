@@ -27,7 +27,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], rate: 10G, storm: 0}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], rate: 10G, storm: 0, memory-budget: 256MiB, qmp: /run/b.qmp}
 `
 
 func TestParseGood(t *testing.T) {
@@ -48,7 +48,7 @@ func TestParseGood(t *testing.T) {
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
 		t.Errorf("HCA socket %q", got)
 	}
-	if len(b.IPs) != 2 || b.Rate != 10_000_000_000 || b.Storm != -1 {
+	if len(b.IPs) != 2 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 || b.QMP != "/run/b.qmp" {
 		t.Errorf("VM b: %+v", b)
 	}
 	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {
@@ -60,6 +60,11 @@ func TestParseGood(t *testing.T) {
 	if _, err := c.VM("z"); err == nil || !strings.Contains(err.Error(), "a, b") {
 		t.Errorf("an unknown VM's error must list the known ones: %v", err)
 	}
+}
+
+// vm is a file with one VM that has key in line 6.
+func vm(key string) string {
+	return "networks: [{name: n, vni: 1}]\nvms:\n  - name: v\n    network: n\n    mac: \"02:00:00:00:00:01\"\n    " + key
 }
 
 // Every mistake has its line and says what was expected.
@@ -93,6 +98,14 @@ func TestParseMistakes(t *testing.T) {
 		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}", "an address must be IP/LENGTH"},
 		{"rate", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 10g}", `rate must be bits per second from 64k to 1000G such as 10G, found "10g"`},
 		{"rate range", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 1001G}", "rate must be"},
+		{"budget unit", vm("memory-budget: 256"), `x.yaml:6: memory-budget must be a whole number of KiB, MiB, GiB or TiB, at least 4 MiB, such as 256MiB, found "256"`},
+		{"budget unit of 1000", vm("memory-budget: 256MB"), "memory-budget must be"},
+		{"budget fraction", vm("memory-budget: 1.5GiB"), "memory-budget must be"},
+		{"budget small", vm("memory-budget: 4095KiB"), "memory-budget must be"},
+		{"budget sign", vm("memory-budget: -1GiB"), "memory-budget must be"},
+		{"budget huge", vm("memory-budget: 8388608TiB"), "memory-budget must be"},
+		{"qmp relative", vm("qmp: vm.qmp"), `x.yaml:3: qmp must be an absolute path of at most 107 bytes, found "vm.qmp"`},
+		{"qmp twice", vm("qmp: /a") + "\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", qmp: /a}", "x.yaml:7: qmp /a is already the VM's of line 3; a monitor serves one client"},
 		{"ageing", "networks:\n  - {name: a, vni: 1, ageing: 300}", `ageing must be a duration from 1s`},
 		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}", "x.yaml:2: ips must be a unicast IP address"},
 		{"ip twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},

@@ -17,6 +17,7 @@ import (
 	"gopkg.in/yaml.v3"
 
 	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // maxFileSize bounds what Load reads.
@@ -424,6 +425,9 @@ func (p *parser) vm(n *yaml.Node) *VM {
 		"ips":   p.addrs("ips", &vm.IPs),
 		"rate":  p.rate(&vm.Rate),
 		"storm": p.storm(&vm.Storm),
+
+		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
+		"qmp":           p.str("qmp", &vm.QMP),
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
 				"qps":   number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
@@ -435,6 +439,28 @@ func (p *parser) vm(n *yaml.Node) *VM {
 	})
 	p.need(n, seen, "a VM", "name", "network", "mac")
 	return vm
+}
+
+// size accepts bytes, from lo on, with a unit that is a power of 1024.
+func (p *parser) size(what string, lo uint64, dst *uint64) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		for i, unit := range []string{"KiB", "MiB", "GiB", "TiB"} {
+			digits, found := strings.CutSuffix(s, unit)
+			if !found {
+				continue
+			}
+			shift := 10 * (i + 1)
+			if v, err := strconv.ParseUint(strings.TrimSpace(digits), 10, 63-shift); err == nil && v<<shift >= lo {
+				*dst = v << shift
+				return
+			}
+		}
+		p.errs.add(n.Line, "%s must be a whole number of KiB, MiB, GiB or TiB, at least %d MiB, such as 256MiB, found %q", what, lo>>20, s)
+	}
 }
 
 func isZero(b []byte) bool {

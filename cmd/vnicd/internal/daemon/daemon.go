@@ -160,6 +160,7 @@ func (d *Daemon) makeTAPs() error {
 }
 
 func (d *Daemon) makeVMs() error {
+	raiseLockLimit()
 	for i, c := range d.cfg.VMs {
 		v, err := d.makeVM(c, d.loopFor(i), uint32(i+1))
 		if err != nil {

@@ -9,6 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/vnet"
 	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // Status is what `vnicd status` shows and `vnicd status -j` prints.
@@ -32,6 +33,8 @@ type VMStatus struct {
 	HCASocket string      `json:"hca_socket"`
 	Net       vnet.Status `json:"net"`
 	HCA       hca.Status  `json:"hca"`
+
+	Memory hostdriver.Status `json:"memory"`
 }
 
 // Status gathers a snapshot. It waits for loops and for commands in progress.
@@ -51,7 +54,7 @@ func (d *Daemon) Status() *Status {
 		s.VMs = append(s.VMs, VMStatus{
 			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(),
 			NetSocket: d.cfg.NetSocket(v.cfg), HCASocket: d.cfg.HCASocket(v.cfg),
-			Net: v.net.Describe(), HCA: v.hca.Describe(),
+			Net: v.net.Describe(), HCA: v.hca.Describe(), Memory: v.budget.Status(),
 		})
 	}
 	return s

@@ -10,6 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vnet"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -20,6 +21,8 @@ type vm struct {
 	port *lfe.VMPort
 	net  *vnet.Device
 	hca  *hca.Device
+
+	budget *hostdriver.Budget // of both sockets
 }
 
 func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, error) {
@@ -30,7 +33,10 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 		return nil, err
 	}
 	d.onClose(port.Close)
-	v := &vm{cfg: c, port: port}
+	v := &vm{cfg: c, port: port, budget: hostdriver.NewBudget(c.MemoryBudget)}
+	if c.QMP != "" {
+		d.onClose(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
+	}
 
 	if v.net, err = vnet.New(vnet.Config{
 		Name: c.Name, MAC: lfe.MAC(c.MAC), Loops: []*engine.Loop{loop}, Pool: d.pool, Port: port, Log: log.Named("net"),
@@ -59,7 +65,7 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 		dev  vhostuser.Device
 	}{{d.cfg.NetSocket(c), v.net}, {d.cfg.HCASocket(c), v.hca}} {
 		srv, err := vhostuser.Listen(vhostuser.Config{
-			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms,
+			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
 		}, s.dev, translate.GVMI(gvmi))
 		if err != nil {
 			return nil, fmt.Errorf("socket %s: %w", s.path, err)
@@ -67,4 +73,13 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 		d.onClose(func() { _ = srv.Close() })
 	}
 	return v, nil
+}
+
+// slotName names an epoch's reader slot: loops have those of their IDs, the rest
+// is for goroutines that handle commands and vhost-user messages.
+func (d *Daemon) slotName(slot int) string {
+	if slot < len(d.loops) {
+		return d.loops[slot].String()
+	}
+	return "command or message"
 }

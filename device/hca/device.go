@@ -273,6 +273,7 @@ func (d *Device) WriteConfig(uint32, []byte) error { return errReadOnly }
 func (d *Device) Connected(c vhostuser.Conn) {
 	d.conn = c
 	s := c.Space()
+	s.Epochs().SetNamer(epochSlot)
 	d.mem.Store(s)
 	d.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
 	for _, l := range d.lanes {

@@ -1,7 +1,6 @@
 package hca
 
 import (
-	"context"
 	"errors"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -11,12 +10,6 @@ import (
 // Memory that must not be absent: completion rings and their arm words, doorbells,
 // the table of address handles. Who writes a completion cannot wait for it, and
 // these are small. Work rings are many, and may be absent (PF-12).
-
-// holder is the part of vhostuser.Conn that keeps memory resident and in the table
-// until release is called. Connections whose memory never leaves need not have it.
-type holder interface {
-	Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error)
-}
 
 // held is the memory that one object holds.
 type held []func()
@@ -30,16 +23,13 @@ func (h *held) release() {
 
 // hold adds n bytes from pa on to h. It may wait for the host's driver.
 func (c *cmd) hold(h *held, pa translate.PA, n uint64) error {
-	k, ok := c.t.conn.(holder)
-	if !ok {
-		return nil
-	}
-	f, err := k.Hold(c.ctx, pa, n)
+	f, err := c.t.conn.Hold(c.ctx, pa, n)
 	if err != nil {
-		if errors.Is(err, translate.ErrNotMapped) {
-			return memoryError(err)
+		s := abi.StatusNoMemory // hostdriver.ErrBudget, or the host has none
+		if errors.Is(err, translate.ErrMiss) {
+			s = abi.StatusFault
 		}
-		return &statusError{status: abi.StatusNoMemory, msg: "memory to be held: " + err.Error()}
+		return &statusError{status: s, msg: err.Error()}
 	}
 	*h = append(*h, f)
 	return nil

@@ -8,6 +8,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -41,6 +42,9 @@ type FaultStatus struct {
 	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
 	Drains        uint64        `json:"drains"`           // since connected
 	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
+	// Memory is what the host has resident of the VM's memory: the VM's, not this
+	// device's alone.
+	Memory hostdriver.Status `json:"memory"`
 }
 
 // FaultQueue describes the faults of one level (PF-7).
@@ -157,7 +161,9 @@ func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	}
 	g.Estimate = time.Duration(d.faults.estimate.Load())
 	g.times(&d.faults.times)
-	if space := d.space(); space != nil {
+	if conn := d.tables.conn; conn != nil {
+		f.Memory = conn.Memory()
+		space := conn.Space()
 		q := space.Faults()
 		h := q.Stats()
 		f.Host = FaultQueue{Raised: h.Raised, Resumed: h.Served, Failed: h.Failed, Waiting: h.Waiting, Estimate: q.Estimate()}

@@ -222,6 +222,14 @@ func (l *lane) on(f func() error) (err error) {
 // commandSlot is the epoch slot of control goroutines; loops use theirs.
 const commandSlot = 15
 
+// epochSlot names a slot for those who wait for it (EP-3).
+func epochSlot(slot int) string {
+	if slot == commandSlot {
+		return "a command or the connection"
+	}
+	return fmt.Sprintf("loop %d", slot)
+}
+
 // opcodeError says that a command is not in the table.
 type opcodeError abi.Opcode
 

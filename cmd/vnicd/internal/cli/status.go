@@ -15,6 +15,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/hca"
 )
 
 func (a *app) statusCmd() *cobra.Command {
@@ -140,11 +141,79 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		}
 		fmt.Fprintln(t)
 	}
+	t.Flush()
+	showFaults(w, v)
+	t = table(w)
 	for _, k := range slices.Sorted(maps.Keys(v.HCA.Stats)) {
 		fmt.Fprintf(t, "    %s\t%d\n", k, v.HCA.Stats[k])
 	}
 	t.Flush()
 	showMemory(w, &v.Memory)
+}
+
+// showFaults shows what is absent, who waits for it and how long that takes.
+func showFaults(w io.Writer, v *daemon.VMStatus) {
+	f := &v.HCA.Faults
+	m := &f.Memory
+	fmt.Fprintf(w, "memory %s resident", size(m.Resident))
+	if m.Budget > 0 {
+		fmt.Fprintf(w, " of a budget of %s", size(m.Budget))
+	}
+	fmt.Fprintf(w, ", %s held, %d evictions, %d refaults\n", size(m.Held), m.Evictions, m.Refaults)
+	if m.Unlocked != "" {
+		fmt.Fprintf(w, "    not locked: %s\n", m.Unlocked)
+	}
+	fmt.Fprintf(w, "faults %d parked now, %d RNR sent, %d packets dropped\n", f.Parked, v.HCA.Stats["tx_rnr"], v.HCA.Stats["fault_drops"])
+	t := table(w)
+	for _, q := range []struct {
+		name string
+		q    *hca.FaultQueue
+	}{{"guest", &f.Guest}, {"host", &f.Host}} {
+		fmt.Fprintf(t, "    %s\t%d raised\t%d resumed\t%d failed\t%d waiting", q.name, q.q.Raised, q.q.Resumed, q.q.Failed, q.q.Waiting)
+		if len(q.q.Buckets) > 0 {
+			fmt.Fprintf(t, "\tmean %s\tmedian %s\t99%% %s\tmax %s", short(q.q.Mean), short(q.q.Median), short(q.q.P99), short(q.q.Max))
+		}
+		fmt.Fprintln(t)
+	}
+	t.Flush()
+	showTimes(w, f)
+	fmt.Fprintf(w, "releases %d invalidations, %d epochs flipped, %d drained, longest %s\n", f.Invalidations, f.EpochsFlipped, f.Drains, short(f.LongestDrain))
+}
+
+// showTimes shows how long faults took, from the fastest to the slowest there were.
+func showTimes(w io.Writer, f *hca.FaultStatus) {
+	at := func(b []uint64, i int) uint64 {
+		if i < len(b) {
+			return b[i]
+		}
+		return 0
+	}
+	n := max(len(f.Guest.Buckets), len(f.Host.Buckets))
+	t := table(w)
+	for i, seen := 0, false; i < n; i++ {
+		g, h := at(f.Guest.Buckets, i), at(f.Host.Buckets, i)
+		if seen = seen || g+h > 0; seen {
+			fmt.Fprintf(t, "    below %s\t%d guest\t%d host\n", time.Microsecond<<i, g, h)
+		}
+	}
+	t.Flush()
+}
+
+// short gives three digits of a duration.
+func short(d time.Duration) time.Duration {
+	unit := time.Nanosecond
+	for d/unit >= 1000 {
+		unit *= 10
+	}
+	return d.Round(unit)
+}
+
+// size gives bytes in MiB where that says enough.
+func size(n uint64) string {
+	if n > 0 && n < 10<<20 {
+		return fmt.Sprintf("%d KiB", n>>10)
+	}
+	return fmt.Sprintf("%d MiB", n>>20)
 }
 
 func state(connected, up bool) string {

@@ -5,9 +5,11 @@ import (
 	"errors"
 	"math/rand/v2"
 	"runtime"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 )
 
 // modelReader and modelDrain are the naive model: a drain is done when the
@@ -22,6 +24,26 @@ type modelDrain struct {
 	before map[*modelReader]bool
 }
 
+// checkHeld: what a release names are slots that it waits for; if exact, those
+// of its readers and no others.
+func (m *modelDrain) checkHeld(t *testing.T, exact bool) {
+	t.Helper()
+	want := map[string]bool{}
+	for r := range m.before {
+		want[strconv.Itoa(r.slot%epochSlots)] = true
+	}
+	held := m.d.Held()
+	for _, name := range held {
+		if !want[name] && exact {
+			t.Fatalf("%v: slot %s is held by nobody", held, name)
+		}
+		delete(want, name)
+	}
+	if len(want) > 0 {
+		t.Fatalf("held by %v, but also by %v", held, want)
+	}
+}
+
 func (m *modelDrain) leave(r *modelReader) { delete(m.before, r) }
 
 // EP-2, EP-3, EP-4: never too early; and, as long as fewer epochs than the ring
@@ -30,8 +52,10 @@ func TestEpochsModel(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		var e Epochs
+		e.SetNamer(strconv.Itoa)
 		var readers []*modelReader
 		var drains []*modelDrain
+		flips := uint64(0)
 		limit := 3 + int(seed%20) // drains at once: beyond epochRing-1 some are late
 		for range 400 {
 			switch rng.IntN(4) {
@@ -59,11 +83,15 @@ func TestEpochsModel(t *testing.T) {
 					m.before[r] = true
 				}
 				m.d = e.Flip()
+				flips++
 				drains = append(drains, m)
 			case 3:
 				kept := drains[:0]
 				for _, m := range drains {
 					done := m.d.Done()
+					if rng.IntN(4) == 0 {
+						m.checkHeld(t, limit < epochRing-1)
+					}
 					if done && len(m.before) > 0 {
 						t.Fatalf("seed %d: done with %d readers inside", seed, len(m.before))
 					}
@@ -87,6 +115,9 @@ func TestEpochsModel(t *testing.T) {
 			if !m.d.Done() {
 				t.Fatal("done is not final")
 			}
+		}
+		if st := e.Stats(); st.Drains != flips || st.Flips == 0 || st.Flips > flips || st.Longest <= 0 {
+			t.Fatalf("seed %d: %d releases, %+v", seed, flips, st)
 		}
 		if len(e.drains) != 0 {
 			t.Fatalf("seed %d: %d releases kept for ever", seed, len(e.drains))
@@ -190,6 +221,39 @@ func TestEpochsWait(t *testing.T) {
 	}
 	if err := d.Wait(ctx); err != nil {
 		t.Fatalf("a drained epoch does not need ctx: %v", err)
+	}
+}
+
+// A release that takes long names its holder, again and again, and ends as
+// soon as the holder leaves.
+func TestEpochsWaitWarn(t *testing.T) {
+	var e Epochs
+	tok := e.Enter(17)
+	d := e.Flip()
+	if held := d.Held(); len(held) != 1 || held[0] != "slot 1" {
+		t.Error(held)
+	}
+	e.SetNamer(func(slot int) string { return "loop " + strconv.Itoa(slot) })
+	var times []time.Duration
+	err := d.WaitWarn(t.Context(), time.Millisecond, func(since time.Duration, held []string) {
+		if len(held) != 1 || held[0] != "loop 1" {
+			t.Error(held)
+		}
+		if times = append(times, since); len(times) == 3 {
+			e.Leave(17, tok)
+		}
+	})
+	if err != nil || len(times) != 3 || times[0] < time.Millisecond || times[1] < 2*time.Millisecond || times[2] < 4*time.Millisecond {
+		t.Error(err, times)
+	}
+	if held := d.Held(); len(held) != 0 {
+		t.Error(held)
+	}
+	tok = e.Enter(0)
+	defer e.Leave(0, tok)
+	ctx, cancel := context.WithCancel(t.Context())
+	if err := e.Flip().WaitWarn(ctx, 0, func(time.Duration, []string) { cancel() }); !errors.Is(err, context.Canceled) {
+		t.Error(err)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -66,7 +67,9 @@ func TestFaultOrder(t *testing.T) {
 // every raiser waits for all of its own before it ends, so a lost wake-up hangs.
 func TestFaultQueueModel(t *testing.T) {
 	const raisers, perRaiser, rounds = 6, 5, 400
-	for _, servers := range []int{1, 3} {
+	for _, servers := range []int{1, 3, -1, -2} {
+		patient := servers < 0 // contexts do not end, which would heal a lost wake-up
+		servers = max(servers, -servers)
 		var q FaultQueue
 		type waiter struct {
 			Fault
@@ -80,7 +83,10 @@ func TestFaultQueueModel(t *testing.T) {
 				rng := rand.New(rand.NewPCG(uint64(s), 1))
 				for {
 					// Servers come and go: contexts that end take tokens along.
-					turn, end := context.WithTimeout(ctx, time.Duration(rng.IntN(300))*time.Microsecond)
+					turn, end := ctx, func() {}
+					if !patient {
+						turn, end = context.WithTimeout(ctx, time.Duration(rng.IntN(300))*time.Microsecond)
+					}
 					f, err := q.Next(turn)
 					end()
 					if err != nil {
@@ -89,7 +95,7 @@ func TestFaultQueueModel(t *testing.T) {
 						}
 						continue
 					}
-					if rng.IntN(4) == 0 {
+					if rng.IntN(4) == 0 && !patient {
 						time.Sleep(time.Duration(rng.IntN(30)) * time.Microsecond)
 					}
 					if f.Write {
@@ -156,6 +162,132 @@ func TestFaultQueueModel(t *testing.T) {
 	}
 }
 
+// serve serves faults until ctx ends.
+func serve(ctx context.Context, q *FaultQueue) {
+	for {
+		f, err := q.Next(ctx)
+		if err != nil {
+			return
+		}
+		q.Finish(f, nil)
+	}
+}
+
+// waitFor waits until ok holds.
+func waitFor(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for start := time.Now(); !ok(); runtime.Gosched() {
+		if time.Since(start) > time.Minute {
+			t.Fatal("waited in vain until " + what)
+		}
+	}
+}
+
+// A server whose context ends just as it is woken leaves the wake-up to another
+// one, which would sleep for ever.
+func TestFaultQueueWakeupPassedOn(t *testing.T) {
+	for range 300 {
+		var q FaultQueue
+		var servers sync.WaitGroup
+		f := &Fault{Done: func(*Fault, error) {}}
+		ctx, cancel := context.WithCancel(t.Context())
+		turn, end := context.WithCancel(ctx)
+		servers.Go(func() { serve(turn, &q) }) // first in line
+		waitFor(t, "one sleeps", func() bool { return q.sleepers.Load() == 1 })
+		servers.Go(func() { serve(ctx, &q) })
+		waitFor(t, "two sleep", func() bool { return q.sleepers.Load() == 2 })
+		time.Sleep(10 * time.Microsecond) // announced is not yet asleep
+		q.Raise(f)
+		end()
+		waitFor(t, "the fault is served", func() bool { return !f.Waiting() })
+		cancel()
+		servers.Wait()
+	}
+}
+
+// Each of several servers is woken, so that a slow service delays no other.
+func TestFaultQueueWakesAllServers(t *testing.T) {
+	const servers = 3
+	var q FaultQueue
+	ctx, cancel := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	var serving atomic.Int64
+	release := make(chan struct{})
+	for range servers {
+		all.Go(func() {
+			for {
+				f, err := q.Next(ctx)
+				if err != nil {
+					return
+				}
+				serving.Add(1)
+				<-release
+				q.Finish(f, nil)
+			}
+		})
+	}
+	var faults [servers]Fault
+	for range 300 {
+		waitFor(t, "all sleep", func() bool { return q.sleepers.Load() == servers })
+		for i := range faults {
+			faults[i].Done = func(*Fault, error) {}
+			q.Raise(&faults[i])
+		}
+		waitFor(t, "all serve", func() bool { return serving.Load() == servers })
+		serving.Store(0)
+		for range servers {
+			release <- struct{}{}
+		}
+		waitFor(t, "all are served", func() bool { return q.Stats().Waiting == 0 })
+	}
+	cancel()
+	all.Wait()
+}
+
+// Two servers have announced themselves and not yet fallen asleep when two
+// faults are raised: the one token there is goes from hand to hand.
+func TestFaultQueueTokenIsPassedOn(t *testing.T) {
+	var q FaultQueue
+	token := make(chan struct{}, 1)
+	q.wakeup.Store(&token)
+	q.sleepers.Store(2)
+	q.Raise(new(Fault))
+	q.Raise(new(Fault))
+	for i, left := range []int{1, 0} {
+		if len(token) != 1 {
+			t.Fatalf("server %d is not woken", i)
+		}
+		<-token
+		if q.TryNext() == nil || len(token) != left {
+			t.Fatalf("%d tokens after server %d took its fault", len(token), i)
+		}
+	}
+}
+
+// A server that is about to sleep sees the fault that is raised just then.
+func TestFaultQueueNoLostWakeup(t *testing.T) {
+	var q FaultQueue
+	ctx, cancel := context.WithCancel(t.Context())
+	var server sync.WaitGroup
+	server.Go(func() { serve(ctx, &q) })
+	f := &Fault{Done: func(*Fault, error) {}}
+	x := uint64(1)
+	for range 30000 {
+		q.Raise(f)
+		for spin := 0; f.Waiting(); spin++ {
+			if spin == 2000 {
+				waitFor(t, "the fault is served", func() bool { return !f.Waiting() })
+			}
+		}
+		x = x*6364136223846793005 + 1442695040888963407
+		for range x >> 56 { // while the server goes to sleep
+			q.Estimate()
+		}
+	}
+	cancel()
+	server.Wait()
+}
+
 // Many raise the same fault: it is taken once until it is served.
 func TestFaultRaisedByMany(t *testing.T) {
 	var q FaultQueue
@@ -163,15 +295,7 @@ func TestFaultRaisedByMany(t *testing.T) {
 	f := &Fault{Done: func(*Fault, error) { served.Add(1) }}
 	ctx, cancel := context.WithCancel(t.Context())
 	var raising, serving sync.WaitGroup
-	serving.Go(func() {
-		for {
-			f, err := q.Next(ctx)
-			if err != nil {
-				return
-			}
-			q.Finish(f, nil)
-		}
-	})
+	serving.Go(func() { serve(ctx, &q) })
 	for range 4 {
 		raising.Go(func() {
 			for range 5000 {

@@ -119,11 +119,9 @@ func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
 	}
 }
 
-// dropLocked makes group n, which exists, exist no more.
+// dropLocked makes group n, which exists and is empty, exist no more.
 func (m *sparseMTT) dropLocked(n uint64) {
-	g := m.find(n)
-	g.run.Store(0)
-	g.entries.Store(nil)
+	m.find(n).entries.Store(nil)
 	m.live--
 	if homes := m.table.Load().homes(); homes > 1<<sparseMinBits && m.live < homes/32 {
 		m.rebuildLocked()

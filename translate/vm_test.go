@@ -460,6 +460,101 @@ func TestCreateRegionRefuses(t *testing.T) {
 	}
 }
 
+// A read-only page: reads succeed, writes are guest faults until the driver has
+// made it writable, which is no loss to anybody. Only demand regions have them.
+func TestReadOnlyPages(t *testing.T) {
+	s := NewSpace(1)
+	mustMap(t, s, 0, hostMem(t, 1<<20))
+	vm := NewVM(s, Limits{})
+	sp := RegionSpec{Access: LocalWrite | RemoteAtomic | RemoteRead, Flags: DemandPaging, PageShift: 12, IOVA: 0x40000, Length: 4 << 12, NPages: 4}
+	r, err := vm.CreateRegion(sp)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ro := []PA{0x1000 | readOnlyPA, 0x2000 | readOnlyPA, 0x3000, 0x4000 | absentPA | readOnlyPA}
+	if err := vm.SetPages(r.Handle(), 0, ro); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 3<<12)
+	if m := vm.Read(buf, r.LKey(), 0, 0x40000, RemoteRead); !m.OK() {
+		t.Error(m.Err())
+	}
+	if b, m := vm.Resolve(r.LKey(), 0, 0x40000, 100, 0); !m.OK() || len(b) != 100 {
+		t.Error(m.Err())
+	}
+	writes := func(want MissKind, at VA) {
+		t.Helper()
+		if m := vm.Write(r.LKey(), 0, 0x41ff0, buf[:32], 0); m.Kind != want || want != None && (m.VA != 0x41ff0 || m.Len != 32) {
+			t.Errorf("%+v", m)
+		}
+		if _, m := vm.Uint64(r.LKey(), 0, at, RemoteAtomic); m.Kind != want {
+			t.Errorf("%+v", m)
+		}
+		if _, m := vm.Resolve(r.LKey(), 0, at, 1, LocalWrite); m.Kind != want {
+			t.Errorf("%+v", m)
+		}
+	}
+	writes(GuestFault, 0x40008)
+	gen := r.Generation()
+	if err := vm.SetPages(r.Handle(), 0, []PA{0x1000, 0x2000}); err != nil || r.Generation() != gen {
+		t.Error("a page that became writable is no page lost", err)
+	}
+	writes(None, 0x40008)
+	if err := vm.SetPages(r.Handle(), 0, ro[:1]); err != nil || r.Generation() == gen {
+		t.Error("a page that may no longer be written is lost to writers", err)
+	}
+	if m := vm.Read(buf[:1], r.LKey(), 0, 0x43000, 0); m.Kind != GuestFault {
+		t.Error("absent and read-only is absent:", m.Err())
+	}
+	sp.Flags = 0
+	if r, err = vm.CreateRegion(sp); err != nil {
+		t.Fatal(err)
+	}
+	if err := vm.SetPages(r.Handle(), 0, ro); !errors.Is(err, ErrInvalid) {
+		t.Error(err)
+	}
+}
+
+// A fault says what is wanted from the missing byte on: of stage one all that
+// is left, of stage two what follows in physical memory too.
+func TestFaultSaysWhatIsWanted(t *testing.T) {
+	s := NewSpace(1)
+	if err := s.Reserve(0, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	mustMap(t, s, 0x7000, hostMem(t, PageSize))
+	vm := NewVM(s, Limits{})
+	r, err := vm.CreateRegion(RegionSpec{Access: LocalWrite, Flags: DemandPaging, PageShift: 12, IOVA: 0, Length: 5 << 12, NPages: 5})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := vm.SetPages(r.Handle(), 0, []PA{0x7000, 0x4000, 0x5000, 0x9000}); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 4<<12)
+	for name, f := range map[string]func(b []byte, va VA) Miss{
+		"read":  func(b []byte, va VA) Miss { return vm.Read(b, r.LKey(), 0, va, 0) },
+		"write": func(b []byte, va VA) Miss { return vm.Write(r.LKey(), 0, va, b, LocalWrite) },
+		"resolve": func(b []byte, va VA) Miss {
+			_, m := vm.Resolve(r.LKey(), 0, max(va, 0x1000), uint64(len(b))-uint64(max(va, 0x1000)-va), 0)
+			return m
+		},
+	} {
+		if m := f(buf, 0x800); m != (Miss{HostFault, r.LKey(), Where{0x1000, 0x4000}, 0x2000}) {
+			t.Errorf("%s: %+v", name, m)
+		}
+		if m := f(buf[:0x900], 0x800); m != (Miss{HostFault, r.LKey(), Where{0x1000, 0x4000}, 0x100}) {
+			t.Errorf("%s: %+v", name, m)
+		}
+		if m := f(buf[:0x1000], 0x4000); m != (Miss{GuestFault, r.LKey(), Where{VA: 0x4000}, 0x1000}) {
+			t.Errorf("%s: %+v", name, m)
+		}
+	}
+	if m := s.Read(buf, 0x7800); m != (Miss{HostFault, 0, Where{PA: 0x8000}, 4<<12 - 0x800}) {
+		t.Errorf("%+v", m)
+	}
+}
+
 func TestSetPagesRefuses(t *testing.T) {
 	vm := NewVM(NewSpace(1), Limits{})
 	r, err := vm.CreateRegion(RegionSpec{PageShift: 21, Length: 4 << 21, NPages: 4})

@@ -1,0 +1,533 @@
+package translate
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// The sparse table against a map, with readers beside: pages that are present
+// all the time are never missed, through growth, rebuilding and shrinking, and
+// no page yields another's entry.
+func TestSparseModel(t *testing.T) {
+	const anchors = 40
+	vm := NewVM(NewSpace(1), Limits{MaxPages: 1 << 24})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// A page's PA tells its number (modulo what fits), so any mix-up shows.
+	paOf := func(p uint64) PA { return PA(p * 0x9e3779b97f4a7c15 >> 30 << PageShift & uint64(MaxPA-1)) }
+	rng := rand.New(rand.NewPCG(3, 3))
+	fixed := make([]uint64, anchors)
+	for i := range fixed {
+		if fixed[i] = rng.Uint64N(r.npages); i%4 == 1 {
+			fixed[i] = fixed[i-1] + 1<<mttGroupShift // the next group
+		}
+		if err := vm.SetPages(r.Handle(), fixed[i], []PA{paOf(fixed[i])}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var stop atomic.Bool
+	var readers sync.WaitGroup
+	for g := range 2 {
+		readers.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 7))
+			for !stop.Load() {
+				tok := vm.Space().Epochs().Enter(g)
+				for range 50 {
+					p := fixed[rng.IntN(anchors)]
+					if pa, _, ok := r.toPA(p<<PageShift, 1, true); !ok || pa != paOf(p) {
+						t.Errorf("page %#x: %v, %v", p, pa, ok)
+						stop.Store(true)
+					}
+					p = p&^mttGroupMask + rng.Uint64N(3<<mttGroupShift) // comes and goes
+					if pa, _, ok := r.toPA(p%r.npages<<PageShift, 1, true); ok && pa != paOf(p%r.npages) {
+						t.Errorf("page %#x: %v", p, pa)
+						stop.Store(true)
+					}
+				}
+				vm.Space().Epochs().Leave(g, tok)
+				runtime.Gosched()
+			}
+		})
+	}
+	model := map[uint64]bool{}
+	isFixed := map[uint64]bool{}
+	for _, p := range fixed {
+		isFixed[p], model[p] = true, true
+	}
+	for step := range 6000 {
+		if stop.Load() {
+			break
+		}
+		p := fixed[rng.IntN(anchors)]&^mttGroupMask + rng.Uint64N(3<<mttGroupShift)
+		if p %= r.npages; rng.IntN(2) == 0 {
+			p = rng.Uint64N(r.npages)
+		}
+		shrink := step/1500%2 == 1 // grows, shrinks, grows, shrinks
+		switch {
+		case !shrink:
+			if err := vm.SetPages(r.Handle(), p, []PA{paOf(p)}); err != nil {
+				t.Fatal(err)
+			}
+			model[p] = true
+		default:
+			first, n := p, uint64(1)
+			if rng.IntN(2) == 0 {
+				n = min(rng.Uint64N(1<<44), r.npages-first)
+			}
+			for _, f := range fixed { // not over what stays
+				if f >= first && f-first < n {
+					n = f - first
+				}
+			}
+			want := false
+			for p := range model {
+				if p >= first && p-first < n {
+					want = true
+					delete(model, p)
+				}
+			}
+			d, err := vm.StartClear(r.Handle(), first, n)
+			if err != nil || (d != nil) != want {
+				t.Fatalf("clear %d from %#x: %v, %v; model says %v", n, first, d, err, want)
+			}
+		}
+		groups := map[uint64]bool{}
+		if step%100 == 0 {
+			for p := range model {
+				groups[p>>mttGroupShift] = true
+			}
+			if _, used := vm.Usage(); used != uint64(len(groups))<<mttGroupShift {
+				t.Fatalf("%d pages charged, model has %d groups", used, len(groups))
+			}
+		}
+	}
+	stop.Store(true)
+	readers.Wait()
+	for p := range model {
+		if pa, _, ok := r.toPA(p<<PageShift, 1, true); !ok || pa != paOf(p) {
+			t.Fatalf("page %#x is lost", p)
+		}
+	}
+	// All of it, in one command: as cheap as what is there, and all memory goes.
+	if err := vm.ClearPages(t.Context(), r.Handle(), 0, r.npages); err != nil {
+		t.Fatal(err)
+	}
+	table := r.sparse.table.Load()
+	if _, used := vm.Usage(); used != 0 || r.sparse.live != 0 || len(table.slots) > 64 {
+		t.Errorf("%d pages charged, %d groups, %d slots left", used, r.sparse.live, len(table.slots))
+	}
+}
+
+// What a reader found stays what it was: a slot of the table never changes
+// hands, and a group's run survives the move to a larger table.
+func TestSparseSlotsKeepTheirGroup(t *testing.T) {
+	vm := NewVM(NewSpace(1), Limits{})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 50, NPages: 1 << 38})
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := make([]PA, mttGroupSize)
+	for i := range run {
+		run[i] = PA(i) << PageShift
+	}
+	if err := vm.SetPages(r.Handle(), 0, run); err != nil {
+		t.Fatal(err)
+	}
+	for n := uint64(1); n < 500; n++ {
+		if err := vm.SetPages(r.Handle(), n<<mttGroupShift, run[:1]); err != nil {
+			t.Fatal(err)
+		}
+		g, table := r.sparse.find(n), r.sparse.table.Load()
+		if n%2 == 0 {
+			if err := vm.ClearPages(t.Context(), r.Handle(), n<<mttGroupShift, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for k := range uint64(40) {
+			at := (1000*n + k) << mttGroupShift
+			if err := vm.SetPages(r.Handle(), at, run[5:6]); err != nil {
+				t.Fatal(err)
+			}
+			if e := g.entries.Load(); n%2 == 0 && e != nil || n%2 != 0 && e[0].Load() != mttPresent {
+				t.Fatalf("group %d became another, table moved: %v", n, table != r.sparse.table.Load())
+			}
+			if err := vm.ClearPages(t.Context(), r.Handle(), at, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if _, pages := r.page(1); pages != mttGroupSize-1 {
+		t.Errorf("%d pages are known to be contiguous", pages)
+	}
+}
+
+// A guest that touches all of 2^57 bytes, here and there, gets tables up to its
+// quota and no further; what it clears it may use again. No hash multiplier
+// makes searches long.
+func TestSparseBounded(t *testing.T) {
+	const groups = 1000
+	vm := NewVM(NewSpace(1), Limits{MaxPages: groups << mttGroupShift})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 50, NPages: 1 << 38})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, stride := range []uint64{512, 1 << 20, 0x1003 << 9, 1 << 32} {
+		made := uint64(0)
+		for ; made < 2*groups; made++ {
+			if err = vm.SetPages(r.Handle(), made*stride, []PA{0}); err != nil {
+				break
+			}
+		}
+		if made != groups || !errors.Is(err, ErrLimit) {
+			t.Fatalf("stride %#x: %d groups made, then %v", stride, made, err)
+		}
+		if err := vm.SetPages(other.Handle(), 5, []PA{0}); !errors.Is(err, ErrLimit) {
+			t.Error("the quota is not the VM's:", err)
+		}
+		if err := vm.SetPages(r.Handle(), stride, []PA{1, PageSize}); err != nil {
+			t.Error("a group that exists may be filled:", err)
+		}
+		if err := vm.SetPages(other.Handle(), 5, []PA{1, 1}); err != nil {
+			t.Error("absent pages cost nothing:", err)
+		}
+		if n := len(r.sparse.table.Load().slots); n > 16*groups {
+			t.Errorf("%d slots for %d groups", n, groups)
+		}
+		// Churn at the limit: marks of what went must not fill the table.
+		for i := range uint64(3 * groups) {
+			if d, err := vm.StartClear(r.Handle(), i*stride, 512); err != nil || d == nil {
+				t.Fatal(i, d, err)
+			}
+			if err := vm.SetPages(r.Handle(), (i+groups)*stride, []PA{0}); err != nil {
+				t.Fatal(i, err)
+			}
+		}
+		if n := len(r.sparse.table.Load().slots); n > 16*groups {
+			t.Errorf("%d slots for %d groups after churn", n, groups)
+		}
+		if err := vm.ClearPages(t.Context(), r.Handle(), 0, r.npages); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Granules come and go beside memory that stays: what stays is never missed and
+// what is guest memory is never BadAddress, whatever the leaf goes through.
+func TestGranulesBesideReaders(t *testing.T) {
+	const size, granule = 4 * leafSize, 64 << 10
+	host := hostMem(t, size)
+	s := NewSpace(1)
+	if err := s.Reserve(0, size); err != nil {
+		t.Fatal(err)
+	}
+	mustMap(t, s, 3*granule, host[3*granule:4*granule]) // in the first leaf, stays
+	var stop atomic.Bool
+	var readers sync.WaitGroup
+	for g := range 2 {
+		readers.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 8))
+			for !stop.Load() {
+				for range 100 {
+					off := rng.Uint64N(size)
+					h, _, kind := s.find(PA(off))
+					if kind == None && h != addrOf(host)+hostAddr(off) || kind != None && (kind != HostFault || off/granule == 3) {
+						t.Errorf("offset %#x: host %#x, %v", off, h, kind)
+						stop.Store(true)
+						return
+					}
+				}
+				runtime.Gosched()
+			}
+		})
+	}
+	rng := rand.New(rand.NewPCG(1, 9))
+	var present [size / granule]bool
+	present[3] = true
+	set := func(g int, on bool) {
+		if g == 3 || present[g] == on {
+			return
+		}
+		var err error
+		if present[g] = on; on {
+			err = s.Map(PA(g*granule), host[g*granule:(g+1)*granule])
+		} else {
+			err = s.Withdraw(PA(g*granule), granule)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	const perLeaf = leafSize / granule
+	for range 300 {
+		leaf := rng.IntN(size/leafSize) * perLeaf
+		for _, g := range rng.Perm(perLeaf) { // fill it: contiguous, so it becomes a leaf
+			set(leaf+g, true)
+		}
+		if _, run := s.leaf(PA(leaf * granule)); run != leafSize {
+			t.Fatal("a full leaf is not summarised")
+		}
+		switch rng.IntN(3) {
+		case 0: // piece by piece
+			for _, g := range rng.Perm(perLeaf)[:1+rng.IntN(perLeaf)] {
+				set(leaf+g, false)
+			}
+		case 1: // at one blow, and back at one blow
+			if leaf != 0 {
+				if err := s.Withdraw(PA(leaf*granule), leafSize); err != nil {
+					t.Fatal(err)
+				}
+				mustMap(t, s, PA(leaf*granule), host[leaf*granule:][:leafSize])
+			}
+		}
+	}
+	stop.Store(true)
+	readers.Wait()
+	if err := s.Unmap(0, size); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(s.table.Load().dirs); n != 0 {
+		t.Errorf("%d dirs left of nothing", n)
+	}
+}
+
+// The first piece that is published in 2 MiB replaces "all reserved" by a table:
+// no reader sees "no memory" in between.
+func TestFirstGranuleBesideReaders(t *testing.T) {
+	const leaves = 500
+	mem := hostMem(t, PageSize)
+	for round := range 5 {
+		s := NewSpace(1)
+		if err := s.Reserve(0, leaves*leafSize); err != nil {
+			t.Fatal(err)
+		}
+		var at atomic.Uint64
+		var readers sync.WaitGroup
+		for range 2 {
+			readers.Go(func() {
+				for i := uint64(0); i < leaves; i = at.Load() {
+					for range 20 {
+						if _, _, kind := s.find(PA(i*leafSize + leafSize/2)); kind != HostFault {
+							t.Errorf("leaf %d: %v", i, kind)
+							return
+						}
+					}
+					runtime.Gosched()
+				}
+			})
+		}
+		for i := range uint64(leaves) {
+			at.Store(i)
+			if i%4 == uint64(round%4) {
+				runtime.Gosched()
+			}
+			mustMap(t, s, PA(i*leafSize), mem)
+		}
+		at.Store(leaves)
+		readers.Wait()
+	}
+}
+
+// Slots that come and go at ever other addresses leave no tables behind.
+func TestUnmapReturnsTables(t *testing.T) {
+	s := NewSpace(1)
+	mem := hostMem(t, 16*PageSize)
+	mustMap(t, s, 5<<32, mem)
+	for i := range 300 {
+		pa := PA(i%20)<<34 + PA(i)<<leafShift - PageSize
+		if i%20 == 0 {
+			pa += PageSize
+		}
+		mustMap(t, s, pa, mem)
+		if err := s.Unmap(pa+4*PageSize, 4*PageSize); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Unmap(pa, 4*PageSize); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Unmap(pa+8*PageSize, 8*PageSize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d := s.table.Load().dirs
+	if len(d) != 6 || d[5].small[0].Load() == nil {
+		t.Fatalf("%d dirs", len(d))
+	}
+	for i, d := range d[:5] {
+		if d != noDir {
+			t.Errorf("dir %d is left", i)
+		}
+	}
+}
+
+// Paging at both levels, whole: loops write and check words through a region
+// whose pages come at faults and are taken away all the time, by the guest's
+// driver (clear, drain) and by the host's (withdraw, drain, and then the memory
+// is made inaccessible: a use after the drain is a SIGSEGV). Every access ends,
+// no byte is lost, no fault is lost (PF-7, PF-14, EP-3).
+func TestPagingBothLevels(t *testing.T) {
+	const pages, budget, perLoop = 64, 20, 3000
+	const region = VA(0x7f1234560000)
+	host := hostMem(t, pages<<PageShift)
+	s := NewSpace(1)
+	if err := s.Reserve(0, pages<<PageShift); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mprotect(host, unix.PROT_NONE); err != nil {
+		t.Fatal(err)
+	}
+	vm := NewVM(s, Limits{})
+	r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite, Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var guest FaultQueue
+	ctx, cancel := context.WithCancel(t.Context())
+	var servers, loops sync.WaitGroup
+
+	var mu sync.Mutex // of the drivers
+	resident, order := [pages]bool{}, []int{}
+	protect := func(p, prot int) {
+		if err := unix.Mprotect(host[p<<PageShift:(p+1)<<PageShift], prot); err != nil {
+			t.Error(err)
+		}
+	}
+	evict := func() {
+		p := order[0]
+		order = order[1:]
+		resident[p] = false
+		if err := s.Withdraw(PA(p<<PageShift), PageSize); err != nil {
+			t.Error(err)
+		}
+		if err := s.Epochs().Flip().Wait(ctx); err != nil {
+			t.Error(err)
+		}
+		protect(p, unix.PROT_NONE)
+	}
+	for range 2 { // the host driver serves on two goroutines
+		servers.Go(func() {
+			for {
+				f, err := s.Faults().Next(ctx)
+				if err != nil {
+					return
+				}
+				mu.Lock()
+				for n := uint64(0); n < f.Miss.Len+uint64(f.Miss.PA)&pageMask; n += PageSize {
+					p := int((uint64(f.Miss.PA) + n) >> PageShift)
+					if resident[p] {
+						continue
+					}
+					if len(order) == budget {
+						evict()
+					}
+					protect(p, unix.PROT_READ|unix.PROT_WRITE)
+					mustMap(t, s, PA(p<<PageShift), host[p<<PageShift:(p+1)<<PageShift])
+					resident[p], order = true, append(order, p)
+				}
+				mu.Unlock()
+				s.Faults().Finish(f, nil)
+			}
+		})
+	}
+	page := func(p uint64) uint64 { return uint64(region)>>PageShift + p }
+	servers.Go(func() { // the guest's driver: pages come read-only first, if that will do
+		for {
+			f, err := guest.Next(ctx)
+			if err != nil {
+				return
+			}
+			for at := f.Miss.VA &^ pageMask; at < f.Miss.VA+VA(f.Miss.Len); at += PageSize {
+				pa := PA(at-region) * 7 % (pages << PageShift) // not contiguous
+				if !f.Write {
+					pa |= readOnlyPA
+				}
+				if err := vm.SetPages(r.Handle(), uint64(at)>>PageShift, []PA{pa}); err != nil {
+					t.Error(err)
+				}
+			}
+			guest.Finish(f, nil)
+		}
+	})
+	servers.Go(func() { // and its notifier
+		rng := rand.New(rand.NewPCG(1, 1))
+		for ctx.Err() == nil {
+			if err := vm.ClearPages(ctx, r.Handle(), page(rng.Uint64N(pages)), 1+rng.Uint64N(4)); err != nil && ctx.Err() == nil {
+				t.Error(err)
+			}
+			runtime.Gosched()
+		}
+	})
+	const nloops = 3
+	for loop := range nloops {
+		loops.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(loop), 6))
+			model := map[VA]uint64{} // this loop's own words
+			done := make(chan error, 1)
+			var f Fault
+			f.Done = func(_ *Fault, err error) { done <- err }
+			access := func(write bool, try func() Miss) {
+				for {
+					tok := s.Epochs().Enter(loop)
+					m := try()
+					s.Epochs().Leave(loop, tok)
+					if m.OK() {
+						return
+					}
+					f.Miss, f.Write = m, write
+					q := s.Faults()
+					if m.Kind == GuestFault {
+						q = &guest
+					} else if m.Kind != HostFault {
+						t.Error(m.Err())
+						return
+					}
+					if !q.Raise(&f) {
+						t.Error("waits already")
+					}
+					if err := <-done; err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			for range perLoop {
+				va := region + VA(rng.IntN(pages<<PageShift/(16*nloops)-1)*16*nloops+16*loop)
+				var b [16]byte
+				if rng.IntN(2) == 0 {
+					access(false, func() Miss { return vm.Read(b[:], r.LKey(), 1, va, 0) })
+					if got := binary.NativeEndian.Uint64(b[:]); got != model[va] {
+						t.Errorf("%v: %#x, wrote %#x", va, got, model[va])
+						return
+					}
+					continue
+				}
+				model[va] = rng.Uint64()
+				binary.NativeEndian.PutUint64(b[:], model[va])
+				access(true, func() Miss { return vm.Write(r.LKey(), 1, va, b[:], LocalWrite) })
+			}
+		})
+	}
+	loops.Wait()
+	cancel()
+	servers.Wait()
+	for _, q := range []*FaultQueue{s.Faults(), &guest} {
+		if st := q.Stats(); st.Waiting != 0 || st.Raised < 100 || st.Failed != 0 {
+			t.Errorf("%+v", st)
+		}
+	}
+	if st := s.Epochs().Stats(); st.Drains < 100 || st.Longest <= 0 {
+		t.Errorf("%+v", st)
+	}
+}

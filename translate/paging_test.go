@@ -96,9 +96,10 @@ func TestSparseModel(t *testing.T) {
 					delete(model, p)
 				}
 			}
+			gen := r.Generation()
 			d, err := vm.StartClear(r.Handle(), first, n)
-			if err != nil || (d != nil) != want {
-				t.Fatalf("clear %d from %#x: %v, %v; model says %v", n, first, d, err, want)
+			if lost := r.Generation() != gen; err != nil || lost != want || lost && d == nil {
+				t.Fatalf("clear %d from %#x: lost %v, %v; model says %v", n, first, lost, err, want)
 			}
 		}
 		groups := map[uint64]bool{}

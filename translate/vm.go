@@ -45,7 +45,7 @@ type VM struct {
 	next    uint32   // lowest index never used
 	free    []uint32 // freed indices, oldest first: a variant comes back late
 
-	clearing *Drain // of the last StartClear that removed something
+	clearing *Drain // begun when entries were lost last
 }
 
 const (
@@ -193,6 +193,7 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.pages -= r.chargeLocked()
 	if r.setLocked(first, pas) {
 		r.generation.Add(1)
+		vm.clearing = vm.space.epochs.Flip()
 	}
 	vm.pages += r.chargeLocked()
 	return nil

@@ -719,6 +719,12 @@ func TestClearOfCleared(t *testing.T) {
 		t.Fatal(err)
 	}
 	tok := s.Epochs().Enter(3)
+	if err := vm.SetPages(r.Handle(), 3, []PA{absentPA}); err != nil {
+		t.Fatal(err)
+	}
+	if d, err := vm.StartClear(r.Handle(), 3, 1); err != nil || d == nil || d.Done() {
+		t.Fatalf("clear of what SetPages made absent: %v, %v", d, err)
+	}
 	for i := range uint64(2) {
 		d, err := vm.StartClear(r.Handle(), i, 2)
 		if err != nil || d == nil || d.Done() {

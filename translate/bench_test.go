@@ -275,3 +275,14 @@ func BenchmarkReserve(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkFault is the queue's own part of a fault: raised, taken, finished.
+func BenchmarkFault(b *testing.B) {
+	var q FaultQueue
+	f := &Fault{Done: func(*Fault, error) {}}
+	defer cpuTime(b)()
+	for range b.N {
+		q.Raise(f)
+		q.Finish(q.TryNext(), nil)
+	}
+}

@@ -206,7 +206,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	switch {
 	case m.OK():
 		if q.waits.send.cause == atResult {
-			q.waits.send = wait{}
+			q.waits.send.end()
 		}
 		return true
 	case m.Fault():

@@ -20,6 +20,21 @@ type benchNode struct {
 	sg           SGE
 	out          []*packet.Buf
 	run          bool
+	faults       int // so many accesses miss, each after accesses succeeded
+	accesses     int
+	timer        int64
+	served       [2]bool // faults to be resumed
+}
+
+// miss is a page fault now and then.
+func (n *benchNode) miss(va translate.VA) (m translate.Miss) {
+	if n.faults == 0 {
+		return m
+	}
+	if n.accesses++; n.accesses%n.faults == 0 {
+		m = translate.Miss{Kind: translate.HostFault, Key: 1, Where: translate.Where{VA: va}, Len: 8}
+	}
+	return m
 }
 
 func (n *benchNode) FetchSend(seq uint32, w *WQE) Fetch {
@@ -44,10 +59,16 @@ func (n *benchNode) FetchRecv(w *RecvWQE) Fetch {
 }
 func (n *benchNode) CompleteRecv(*RecvWQE, *Completion) { n.recvs++ }
 func (n *benchNode) Gather(dst []byte, w *WQE, off uint64) translate.Miss {
+	if m := n.miss(0); !m.OK() {
+		return m
+	}
 	copy(dst, n.mem[off:])
 	return translate.Miss{}
 }
 func (n *benchNode) Scatter(_ []SGE, off uint64, src []byte) translate.Miss {
+	if m := n.miss(0); !m.OK() {
+		return m
+	}
 	copy(n.mem[off:], src)
 	return translate.Miss{}
 }
@@ -55,21 +76,27 @@ func (n *benchNode) CheckRemote(translate.Key, translate.VA, uint64, translate.A
 	return translate.Miss{}
 }
 func (n *benchNode) ReadRemote(dst []byte, _ translate.Key, va translate.VA) translate.Miss {
+	if m := n.miss(va); !m.OK() {
+		return m
+	}
 	copy(dst, n.mem[va:])
 	return translate.Miss{}
 }
 func (n *benchNode) WriteRemote(_ translate.Key, va translate.VA, src []byte) translate.Miss {
+	if m := n.miss(va); !m.OK() {
+		return m
+	}
 	copy(n.mem[va:], src)
 	return translate.Miss{}
 }
 func (n *benchNode) AtomicRemote(_ translate.Key, _ translate.VA, _ AtomicOp, _, _ uint64) (uint64, translate.Miss) {
-	return 0, translate.Miss{}
+	return 0, n.miss(0)
 }
 func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss { return translate.Miss{} }
 func (n *benchNode) GetBuf() *packet.Buf                           { return n.pool.Get() }
 func (n *benchNode) Transmit(b *packet.Buf)                        { n.out = append(n.out, b) }
-func (n *benchNode) ArmTimer(int64)                                {}
-func (n *benchNode) Fault(Side, translate.Miss, bool)              {}
+func (n *benchNode) ArmTimer(at int64)                             { n.timer = at }
+func (n *benchNode) Fault(s Side, _ translate.Miss, _ bool)        { n.served[s] = true }
 func (n *benchNode) FaultDelay() int64                             { return 200e3 }
 func (n *benchNode) Schedule()                                     { n.run = true }
 func (n *benchNode) Event(EventKind)                               {}
@@ -127,6 +154,18 @@ func spin(x, y *benchNode, p *wire.RoCE) {
 			y.run = y.q.Run(now, 128) || y.run
 		}
 		deliver(y, x)
+		for _, n := range [...]*benchNode{x, y} {
+			if n.timer != 0 && now >= n.timer {
+				n.timer = 0
+				n.q.Timer(now)
+			}
+			for s, ok := range n.served {
+				if ok {
+					n.served[s] = false
+					n.q.Resume(now, Side(s), true)
+				}
+			}
+		}
 	}
 }
 
@@ -181,8 +220,14 @@ func BenchmarkUCWrite8(b *testing.B) {
 	benchmarkOps(b, UC, WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
 }
 
-// No operation allocates once a connection is warm.
+// No operation allocates once a connection is warm, with faults or without.
 func TestNoAllocations(t *testing.T) {
+	for _, faults := range []int{0, 7} {
+		noAllocations(t, faults)
+	}
+}
+
+func noAllocations(t *testing.T, faults int) {
 	for _, w := range []WQE{
 		{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 5000)}, Length: 5000},
 		{Opcode: WRSendImm, SGEs: []SGE{sge(1, 0, 8)}, Length: 8},
@@ -192,10 +237,14 @@ func TestNoAllocations(t *testing.T) {
 		x, y := benchPair(t, RC)
 		var p wire.RoCE
 		x.w = w
+		x.faults, y.faults = faults, faults
 		x.posted = 100
 		spin(x, y, &p)
 		if n := testing.AllocsPerRun(10, func() { x.posted += 10; spin(x, y, &p) }); n != 0 {
 			t.Errorf("opcode %d: %v allocations per 10 operations", w.Opcode, n)
+		}
+		if s := y.q.Stats(); faults > 0 && s.Resumed+x.q.Stats().Resumed == 0 {
+			t.Errorf("opcode %d: no fault", w.Opcode)
 		}
 	}
 }

@@ -143,6 +143,108 @@ func chaos(t *testing.T, im impair, seed int64, faults bool) {
 	}
 }
 
+// An address that is not valid, somewhere in the middle of everything: what was
+// before it is done, it has the proper status, what is behind it is flushed (PF-13).
+func TestRCChaosInvalid(t *testing.T) {
+	for _, im := range []impair{impairments[0], impairments[2], {name: "mess", loss: 0.02, dup: 0.1, late: 100e3, lag: 10e3, jitter: 20e3}} {
+		for seed := range int64(12) {
+			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaosInvalid(t, im, seed) })
+		}
+	}
+}
+
+func chaosInvalid(t *testing.T, im impair, seed int64) {
+	f := newFabric(t, seed)
+	rng := rand.New(rand.NewSource(seed + 70))
+	o := opts()
+	o.mtu, o.win, o.outstanding = uint8(1+rng.Intn(5)), 8<<rng.Intn(5), 1<<rng.Intn(7)
+	a, b := f.pair(o)
+	a.q.attr.RetryCnt, a.q.retryLeft = 255, 255
+	const count = 25
+	for _, n := range []*node{a, b} {
+		n.reg(1, chTarget, 32<<10, allAccess)
+		n.reg(2, chAtomics, 32, allAccess)
+		n.reg(3, chSource, chPer, allAccess)
+		n.reg(4, chLocal, count*chPer, allAccess)
+		n.reg(5, chRecv, count*chRecvPer, allAccess)
+		n.chaosFaults(seed)
+	}
+	s := &chaosSide{x: a, y: b}
+	s.build(rng, count, false)
+	f.impair(im)
+	// The victim is a WQE with local data, or a SEND with remote ones.
+	k, st, node := 0, StatusLocProt, a
+	base, key := uint64(0), translate.Key(4)
+	for {
+		k = rng.Intn(count)
+		if w := &a.sq[k]; w.Inline || w.Length == 0 {
+			continue
+		}
+		base = chLocal + uint64(k)*chPer
+		break
+	}
+	recv := -1
+	for i := range k + 1 {
+		if op := a.sq[i].Opcode; op == WRSend || op == WRSendImm || op == WRWriteImm {
+			recv++
+		}
+	}
+	if op := a.sq[k].Opcode; (op == WRSend || op == WRSendImm) && rng.Intn(2) == 0 {
+		st, node, key = StatusRemOp, b, 5
+		base = chRecv + uint64(recv)*chRecvPer
+	}
+	node.pages[pageID{key, base / pageBytes}] = guestAbsent
+	node.refuse = func(m translate.Miss) bool { return m.Key == key && uint64(m.VA)/pageBytes == base/pageBytes }
+	f.until("chaos", 600e9, func() bool { return len(a.sends) == count })
+	f.settle(3e9)
+	end := k
+	if node == b {
+		// The answer to a READ or atomic before it may have been dropped for a fault
+		// of a's, and b answers no more.
+		for i := range k {
+			if a.sq[i].Opcode.info().kind.answered() && a.sends[i].c.Status == StatusRetryExc {
+				end = i
+				break
+			}
+		}
+	}
+	for i, c := range a.sends {
+		want := StatusSuccess
+		switch {
+		case i == end && i < k:
+			want = StatusRetryExc
+		case i == k && i == end:
+			want = st
+		case i > end:
+			want = StatusFlush
+		}
+		if i == k && node == b && im.loss > 0 && c.c.Status == StatusRetryExc {
+			continue // a NAK is sent once
+		}
+		if c.c.Status != want {
+			t.Fatalf("WQE %d of %d: status %d, want %d", i, k, c.c.Status, want)
+		}
+	}
+	a.wantState(Err)
+	if node == b {
+		b.wantState(Err)
+		if got := b.recvs[recv].c.Status; got != StatusLocProt {
+			t.Errorf("receive %d: status %d", recv, got)
+		}
+	} else {
+		b.wantState(RTS)
+	}
+	for i, want := range s.wantRead {
+		if i < end {
+			same(t, fmt.Sprintf("READ %d", i), a.regions[4].buf[i*chPer:i*chPer+len(want)], want)
+		}
+	}
+	// More than one if it was found again while another fault was out.
+	if node.failed < 1 || node.failed > 20 {
+		t.Errorf("%d answers that the address is invalid", node.failed)
+	}
+}
+
 // chaosFaults makes n's memory come and go at both levels, its work queues too,
 // with service times from nothing to more than the safety net.
 func (n *node) chaosFaults(seed int64) {
@@ -280,6 +382,9 @@ func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 				n = rng.Intn(3000)
 			}
 			off := rng.Intn(chPer - n)
+			if reads {
+				off %= 2000 // many READs of one page
+			}
 			w.Opcode, w.RKey, w.RemoteVA = WRRead, 3, vaOf(chSource+off)
 			w.SGEs = split(n)
 			s.wantRead[i] = append([]byte{}, s.y.regions[3].buf[off:off+n]...)

@@ -48,7 +48,7 @@ type wait struct {
 	wqe   uint32 // requester: number of the WQE
 	psn   uint64 // requester: nothing from here on is sent; responder: what missed
 	m     translate.Miss
-	since int64
+	since int64 // when psn was first refused
 	// againAt is when to raise the fault once more, in case that it was forgotten;
 	// 0: due.
 	againAt int64
@@ -74,6 +74,10 @@ const (
 	nakFault wire.Syndrome = 0x5f
 )
 
+// end makes w wait for nothing. Since when its PSN was refused is remembered: the
+// same packet may meet one absent page after another.
+func (w *wait) end() { *w = wait{psn: w.psn, since: w.since} }
+
 // held tells whether there is nothing to do but wait.
 func (w *wait) held() bool { return w.cause != atNothing && w.againAt != 0 }
 
@@ -91,13 +95,14 @@ func (q *QP) await(side Side, w *wait, c cause, psn uint64, m translate.Miss, wr
 	m.Len = min(max(m.Len, 1), maxFault)
 	overdue := false
 	if w.is(c, &m) {
+		w.psn, w.wqe = psn, q.cur // another operation may meet it first now
 		if w.againAt != 0 {
 			return
 		}
 		overdue = true
 	} else {
 		n := wait{cause: c, write: write, wqe: q.cur, psn: psn, m: m, since: q.now}
-		if w.cause != atNothing && w.psn == psn {
+		if w.psn == psn {
 			n.told, n.since = w.told, w.since // the peer still waits for the same packet
 		}
 		*w = n
@@ -124,7 +129,7 @@ func (q *QP) raise(side Side, w *wait) {
 // met because that was tried again, has to wait its turn.
 func (q *QP) awaitSend(c cause, psn uint64, m translate.Miss, write bool) {
 	w := &q.waits.send
-	if w.cause != atNothing && psn > w.psn && !w.is(c, &m) {
+	if w.cause != atNothing && psn > w.psn {
 		q.stats.Faults++
 		w.againAt = q.now + faultAgain
 		return
@@ -169,7 +174,7 @@ func (q *QP) resumeRequester(ok bool) {
 	if w.cause == atNothing {
 		return
 	}
-	q.waits.send = wait{}
+	q.waits.send.end()
 	q.wake()
 	if ok || !w.mine {
 		return
@@ -191,7 +196,7 @@ func (q *QP) resumeResponder(ok bool) {
 	switch {
 	case q.waits.read.mine:
 		w := q.waits.read
-		q.waits.read = wait{}
+		q.waits.read.end()
 		q.wake()
 		if !ok && q.pending > 0 {
 			if r := q.oldestPending(); r.next == w.psn {
@@ -200,13 +205,13 @@ func (q *QP) resumeResponder(ok bool) {
 		}
 	case q.waits.request.mine:
 		w := q.waits.request
-		q.waits.request = wait{}
+		q.waits.request.end()
 		q.resumeRequest(&w, ok)
 	}
 	for _, w := range [...]*wait{&q.waits.read, &q.waits.request} {
 		if w.cause != atNothing && !q.out[Responder] {
 			if w.cause == atQueue { // only looking for a receive raises it
-				*w = wait{}
+				w.end()
 				q.wake()
 				continue
 			}

@@ -97,6 +97,16 @@ func runHostile(t *testing.T, data []byte) {
 	recv := b.reg(keyRecv, 0, 2048, translate.LocalWrite)
 	results := b.reg(1, 0, 4096, translate.LocalWrite)
 	_, _ = recv, results
+	if h.byte()&1 != 0 { // pages come when the input says so, or never
+		b.paging(int64(h.byte()), 0.3, 0.1)
+		b.service = func() int64 { return -1 }
+		b.fault = func(what string) translate.MissKind {
+			if what == "fetchsend" && h.byte()&3 == 0 {
+				return translate.GuestFault
+			}
+			return 0
+		}
+	}
 	for k := range 6 {
 		b.postRecv(sge(keyRecv, 100, k*300))
 	}
@@ -149,12 +159,20 @@ func runHostile(t *testing.T, data []byte) {
 				}
 			}
 		}
+		for _, done := range b.open {
+			if done != nil && h.byte()&3 == 0 {
+				done(h.byte()&7 != 0)
+			}
+		}
 		if h.byte()&15 == 0 && b.timer != 0 {
 			f.now = max(f.now, b.timer)
 			b.timer = 0
+			leave := b.enter()
 			b.q.Timer(f.now)
+			leave()
 		}
 		if b.q.State() == Err {
+			b.fault = nil
 			b.runAll()
 			if b.q.head != b.q.tail {
 				t.Fatal("not flushed")
@@ -167,7 +185,7 @@ func runHostile(t *testing.T, data []byte) {
 			t.Fatalf("memory at %d was written", i)
 		}
 	}
-	if b.q.pending < 0 || b.q.una > b.q.nxt || b.q.nxt > b.q.sent || int32(b.q.tail-b.q.head) < 0 || int32(b.q.cur-b.q.head) < 0 || int32(b.q.tail-b.q.cur) < 0 {
+	if b.q.pending < 0 || b.q.una > b.q.nxt || b.q.nxt > b.q.sent && typ == 0 || int32(b.q.tail-b.q.head) < 0 || int32(b.q.cur-b.q.head) < 0 || int32(b.q.tail-b.q.cur) < 0 {
 		t.Fatalf("inconsistent: %+v", b.q.requester)
 	}
 	if len(b.recvs) > 6 || len(b.sends) > len(b.sq) {

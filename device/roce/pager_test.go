@@ -22,6 +22,8 @@ type pager struct {
 	served int
 	failed int
 	asked  []translate.Miss
+	idle   bool             // nothing is
+	whole  bool             // always all that is asked for is brought in
 	open   [2]func(ok bool) // faults that wait for ever, by side
 	busy   [2]bool
 }
@@ -133,15 +135,17 @@ func (n *node) raise(side Side, m translate.Miss, write bool) {
 
 // pageIn brings in what was asked for, sometimes less, sometimes nothing.
 func (n *node) pageIn(m translate.Miss) {
-	if n.rng == nil || m.Key == 0 {
+	if n.rng == nil || m.Key == 0 || n.idle {
 		return
 	}
 	end := uint64(m.VA) + m.Len
-	switch n.rng.Intn(8) {
-	case 0:
-		return
-	case 1:
-		end = uint64(m.VA) + 1
+	if !n.whole {
+		switch n.rng.Intn(8) {
+		case 0:
+			return
+		case 1:
+			end = uint64(m.VA) + 1
+		}
 	}
 	bit := guestAbsent
 	if m.Kind == translate.HostFault {

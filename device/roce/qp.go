@@ -245,7 +245,9 @@ func (q *QP) toErr() {
 	}
 	q.state = Err
 	q.respClear()
-	q.waits.send, q.waits.read, q.waits.request = wait{}, wait{}, wait{}
+	q.waits.send.end()
+	q.waits.read.end()
+	q.waits.request.end()
 	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
 	q.flushDelay = flushDelayMin
 	q.wake()

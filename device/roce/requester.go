@@ -152,7 +152,7 @@ func (q *QP) fetchInto(s *sendSlot) bool {
 		return false
 	}
 	if q.waits.send.cause == atQueue {
-		q.waits.send = wait{}
+		q.waits.send.end()
 	}
 	switch f {
 	case FetchReady:
@@ -333,7 +333,7 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	switch {
 	case m.OK():
 		if q.waits.send.cause == atGather && q.nxt >= q.waits.send.psn {
-			q.waits.send = wait{}
+			q.waits.send.end()
 		}
 		return true
 	case m.Fault():
@@ -380,7 +380,7 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
-	q.waits.send = wait{}
+	q.waits.send.end()
 	q.wake()
 }
 

@@ -106,6 +106,7 @@ func (q *QP) accepted(r *answer) {
 	r.pending = true
 	q.pending++
 	r.behindSend = q.ackPSN == r.first-1
+	r.owes = r.behindSend && q.ackPending
 	q.advance(r.end)
 	q.msn++
 	q.ackPending = false // the response acknowledges what was before
@@ -116,7 +117,12 @@ func (q *QP) accepted(r *answer) {
 // 9.7.5.1.2-3). What does not match the original is dropped.
 func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
-		q.ackPending, q.ackEarly = true, true
+		q.ackPending = true
+		if q.pending > 0 {
+			if r := q.oldestPending(); psn < r.first {
+				r.owes = r.behindSend
+			}
+		}
 		q.wake()
 		return
 	}
@@ -195,7 +201,7 @@ func (q *QP) respond(budget int) (more bool) {
 	if q.respStallAt != 0 {
 		return false
 	}
-	q.ackEarly, q.rnrRead = false, 0
+	q.rnrRead = 0
 	syn, psn := q.fatal.syndrome, q.fatal.psn
 	switch {
 	case syn != 0:
@@ -228,10 +234,13 @@ func (q *QP) respond(budget int) (more bool) {
 
 // whileWaiting sends what may be sent while r, the oldest READ, waits for a page.
 func (q *QP) whileWaiting(r *answer) {
-	if q.ackEarly && (!r.behindSend || q.sendAck(wire.NoCredits, r.first-1)) {
-		q.ackEarly = false
+	if r.owes && q.sendAck(wire.NoCredits, r.first-1) {
+		r.owes = false
 	}
-	if q.rnrRead != 0 && q.respStallAt == 0 && q.sendAck(q.rnrFor(&q.waits.read), q.rnrRead) {
+	if q.rnrRead < r.next || q.rnrRead >= r.stop {
+		return // nobody asked, or for what another repetition has made obsolete
+	}
+	if q.respStallAt == 0 && q.sendAck(q.rnrFor(&q.waits.read), q.rnrRead) {
 		q.rnrRead = 0
 	}
 }
@@ -288,10 +297,11 @@ func (q *QP) answerNext(r *answer) {
 			return
 		}
 		if q.waits.read.cause != atNothing && q.waits.read.psn == r.next {
-			q.waits.read = wait{}
+			q.waits.read.end()
 		}
 	}
 	r.next++
+	r.owes = false
 	r.sent = max(r.sent, r.next)
 	if r.next == r.stop {
 		r.pending = false
@@ -306,9 +316,6 @@ func (q *QP) readMiss(r *answer, m translate.Miss) {
 	if !m.Fault() {
 		q.failRead(r)
 		return
-	}
-	if r.sent <= r.first {
-		q.ackEarly = true
 	}
 	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), &m)
 	q.await(Responder, &q.waits.read, atRead, r.next, m, false)

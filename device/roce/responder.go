@@ -35,10 +35,7 @@ type responder struct {
 	nakSent bool          // everything ahead of epsn is dropped in silence (IBTA 9.7.5.2.4)
 	fatal   failure
 
-	// While the oldest READ waits: an acknowledgement of what was before it, and an
-	// RNR NAK for the PSN where it was asked for again, are due.
-	ackEarly bool
-	rnrRead  uint64 // PSN, 0: none
+	rnrRead uint64 // where the READ that waits was asked for again: RNR NAK is due; 0: none
 
 	atomic struct { // the newest request, to be executed once its page is there
 		va               translate.VA
@@ -65,6 +62,7 @@ type answer struct {
 	value             uint64
 	atomic            bool
 	behindSend        bool // the PSN before first is a SEND's or WRITE's
+	owes              bool // ... and is to be acknowledged if this has to wait
 	pending           bool
 }
 
@@ -127,7 +125,7 @@ func (q *QP) respClear() {
 	}
 	q.pending = 0
 	q.ackPending, q.nak = false, 0
-	q.ackEarly, q.rnrRead = false, 0
+	q.rnrRead = 0
 	q.fatal = failure{}
 }
 
@@ -184,7 +182,7 @@ func (q *QP) advance(psn uint64) {
 	q.epsn = psn
 	q.nakSent, q.nak = false, 0
 	if q.waits.request.cause != atNothing {
-		q.waits.request = wait{}
+		q.waits.request.end()
 	}
 }
 
@@ -376,7 +374,7 @@ func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
 func (q *QP) finishRecv() {
 	q.haveWQE = false
 	if q.waits.request.cause == atRecv {
-		q.waits.request = wait{}
+		q.waits.request.end()
 	}
 	q.a.CompleteRecv(&q.wqe, &q.rcomp)
 }

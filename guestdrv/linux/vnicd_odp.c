@@ -48,6 +48,8 @@
 #define VNICD_FETCH_AROUND	64U		/* 256 KiB, aligned */
 /* How often a page that keeps going away is tried before the device is asked again. */
 #define VNICD_FETCH_ROUNDS	16
+/* Pages that are cleared ahead of reclaim, at most. */
+#define VNICD_CLEAR_AHEAD	256U
 /* Unmapped parts that are worth the sweep. */
 #define VNICD_SWEEP		32
 
@@ -62,6 +64,8 @@ struct vnicd_part {
 	struct mutex lock;		/* guards what follows; orders SET and CLEAR */
 	bool gone;			/* watches no longer */
 	bool unmapped;			/* all of it, by the process */
+	unsigned int next;		/* page after those cleared last, */
+	unsigned int ahead;		/* ... and how many may be cleared with it */
 	DECLARE_BITMAP(given, VNICD_PART_PAGES);
 };
 
@@ -137,6 +141,18 @@ static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 		return true;
 	if (!mmu_notifier_range_blockable(range))
 		return false;
+
+	/*
+	 * Reclaim comes page by page, mostly upwards, and each command costs it a
+	 * wait: the longer it has done so, the more is cleared ahead of it.
+	 */
+	if (find_next_bit(part->given, part->npages, part->next) == from)
+		part->ahead = clamp(2 * part->ahead, 1U, VNICD_CLEAR_AHEAD);
+	else
+		part->ahead = 0;
+	to = max(to, min(from + part->ahead, part->npages));
+	part->next = to;
+
 	last = from;
 	for (unsigned int i = from; i < to; i = find_next_bit(part->given, to, i + 1)) {
 		last = i;

@@ -9,7 +9,9 @@
  *
  * A fault may take for ever: behind it can be a userfaultfd pager that never
  * answers. So each process has its own share of the workers, and nobody waits
- * for a fault: a region that ends answers for its faults itself.
+ * for a fault: a region that ends answers for its faults itself, and interrupts
+ * the workers, so that they let go of the address space. What they sleep in can
+ * be interrupted by SIGKILL only, which a kernel thread may be sent if it says so.
  *
  * Each event is answered once (RESUME_FAULT), by whoever takes it off its list:
  * the worker with the gate held for reading, or the end of the region with the
@@ -17,6 +19,7 @@
  */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/slab.h>
 
 #include "vnicd.h"
@@ -40,6 +43,12 @@ struct vnicd_fault {
 	u64 length;
 	unsigned int how;
 	u32 token;
+};
+
+/* A thread that fetches pages for a region. */
+struct vnicd_worker {
+	struct list_head list;		/* in vnicd_odp.workers */
+	struct task_struct *task;
 };
 
 /* One per address space that has on-demand regions. */
@@ -152,13 +161,48 @@ static void vnicd_fault_answer(struct vnicd_odp *odp, struct vnicd_fault *fault,
 	up_read(&odp->gate);
 }
 
+/* Fetches with the possibility of being interrupted by vnicd_fault_interrupt(). */
+static int vnicd_fault_fetch(struct vnicd_odp *odp, const struct vnicd_fault *fault)
+{
+	struct vnicd_worker me = { .task = current };
+	int err = -ECANCELED;
+	bool open;
+
+	allow_kernel_signal(SIGKILL);
+	spin_lock(&odp->lock);
+	list_add(&me.list, &odp->workers);
+	open = !odp->closed;
+	spin_unlock(&odp->lock);
+
+	if (open)
+		err = vnicd_odp_fetch(odp, fault->va, fault->length, fault->how);
+
+	spin_lock(&odp->lock);
+	list_del(&me.list);
+	spin_unlock(&odp->lock);
+	/* Nobody sends any more: the thread goes on to other work as it was. */
+	disallow_signal(SIGKILL);
+	flush_signals(current);
+	return err;
+}
+
+void vnicd_fault_interrupt(struct vnicd_odp *odp)
+{
+	struct vnicd_worker *worker;
+
+	spin_lock(&odp->lock);
+	list_for_each_entry(worker, &odp->workers, list)
+		send_sig(SIGKILL, worker->task, 1);
+	spin_unlock(&odp->lock);
+}
+
 static void vnicd_fault_work(struct work_struct *work)
 {
 	struct vnicd_fault *fault = container_of(work, struct vnicd_fault, work);
 	struct vnicd_odp *odp = fault->odp;
 	int err;
 
-	err = vnicd_odp_fetch(odp, fault->va, fault->length, fault->how);
+	err = vnicd_fault_fetch(odp, fault);
 	if (!(fault->how & VNICD_FETCH_PREFETCH))
 		vnicd_fault_answer(odp, fault, err);
 	kfree(fault);

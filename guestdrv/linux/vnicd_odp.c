@@ -608,6 +608,7 @@ struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 	xa_init(&odp->parts);
 	spin_lock_init(&odp->lock);
 	INIT_LIST_HEAD(&odp->faults);
+	INIT_LIST_HEAD(&odp->workers);
 
 	cmd->flags = cpu_to_le32(VNICD_MR_ON_DEMAND | (implicit ? VNICD_MR_IMPLICIT : 0));
 	cmd->page_shift = PAGE_SHIFT;
@@ -668,6 +669,7 @@ void vnicd_odp_destroy(struct vnicd_odp *odp)
 	spin_lock(&odp->lock);
 	WRITE_ONCE(odp->closed, true);
 	spin_unlock(&odp->lock);
+	vnicd_fault_interrupt(odp);
 
 	/*
 	 * Invalidations wait meanwhile: the pages are in use until the answer. A

@@ -23,10 +23,8 @@ struct vnicd_event;
 struct vnicd_pager;
 
 /*
- * One region. It may outlive its registration: a page fault that waits for a
- * userfaultfd pager cannot be interrupted, and neither deregistration nor the
- * end of a process shall wait for it. What such a fault finds afterwards is
- * vd == NULL.
+ * One region. It may outlive its registration a little: that does not wait for
+ * who is still busy fetching pages. What they find afterwards is vd == NULL.
  */
 struct vnicd_odp {
 	refcount_t refs;		/* the registration, and who works on it */
@@ -56,6 +54,7 @@ struct vnicd_odp {
 	spinlock_t lock;		/* guards what follows */
 	bool closed;
 	struct list_head faults;	/* whom the device waits for */
+	struct list_head workers;	/* who must be interrupted at the end */
 
 	/* In pages, as other drivers count them. */
 	atomic64_t page_faults;
@@ -95,7 +94,7 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
 
 /* vnicd_fault.c */
 int vnicd_fault_init(void);
-/* Waits for faults that are still being worked on. */
+/* Waits for who is still at work; they have been interrupted. */
 void vnicd_fault_exit(void);
 void vnicd_fault_start(struct vnicd_dev *vd);
 /* No events come any more, and no region exists. */
@@ -103,6 +102,8 @@ void vnicd_fault_stop(struct vnicd_dev *vd);
 void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
 /* Answers whoever still waits; the caller holds the gate for writing. */
 void vnicd_fault_abandon(struct vnicd_odp *odp);
+/* Wakes the workers of a closed region from whatever they wait for. */
+void vnicd_fault_interrupt(struct vnicd_odp *odp);
 /* Fetches in the background, if there is not too much of that already. */
 void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
 struct vnicd_pager *vnicd_pager_get(struct mm_struct *mm);

@@ -210,7 +210,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 		}
 		return true
 	case m.Fault():
-		m.Len = segmentRest(s.w.SGEs, off, &m)
+		m.Len = segmentRest(s.w.SGEs, off, m)
 		q.goBack()
 		q.fullAt, q.probes = 0, 0
 		q.awaitSend(atResult, q.una, m, true)

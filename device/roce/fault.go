@@ -306,7 +306,7 @@ func (q *QP) rnrFor(w *wait) wire.Syndrome {
 
 // segmentRest returns how many bytes lie between m and the end of its segment. off
 // is where in the message the access began.
-func segmentRest(sg []SGE, off uint64, m *translate.Miss) uint64 {
+func segmentRest(sg []SGE, off uint64, m translate.Miss) uint64 {
 	at := uint64(m.VA)
 	if m.Key == 0 { // a segment that skips stage one
 		at = uint64(m.PA)
@@ -326,7 +326,7 @@ func segmentRest(sg []SGE, off uint64, m *translate.Miss) uint64 {
 }
 
 // rangeRest is segmentRest for the n bytes from va on.
-func rangeRest(va translate.VA, n uint64, m *translate.Miss) uint64 {
+func rangeRest(va translate.VA, n uint64, m translate.Miss) uint64 {
 	if d := uint64(m.VA) - uint64(va); d < n {
 		return n - d
 	}

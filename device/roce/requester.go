@@ -337,7 +337,7 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 		}
 		return true
 	case m.Fault():
-		m.Len = segmentRest(s.w.SGEs, off, &m)
+		m.Len = segmentRest(s.w.SGEs, off, m)
 		q.awaitSend(atGather, q.nxt, m, false)
 	default:
 		q.stats.LocalErrors++

@@ -317,7 +317,7 @@ func (q *QP) readMiss(r *answer, m translate.Miss) {
 		q.failRead(r)
 		return
 	}
-	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), &m)
+	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), m)
 	q.await(Responder, &q.waits.read, atRead, r.next, m, false)
 }
 

@@ -279,7 +279,7 @@ func (q *QP) place(off uint64, data []byte, want uint64) verdict {
 		return vOK
 	}
 	if m.Fault() {
-		m.Len = min(segmentRest(q.wqe.SGEs, off, &m), want)
+		m.Len = min(segmentRest(q.wqe.SGEs, off, m), want)
 		q.await(Responder, &q.waits.request, atRecv, q.epsn, m, true)
 		return vFault
 	}
@@ -343,7 +343,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 			if !m.Fault() {
 				return vRemAccess
 			}
-			m.Len = rangeRest(q.va, q.length, &m)
+			m.Len = rangeRest(q.va, q.length, m)
 			q.await(Responder, &q.waits.request, atWrite, q.epsn, m, true) // PF-8
 			return vFault
 		}

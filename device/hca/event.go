@@ -156,8 +156,9 @@ type eventQueue struct {
 	kick    [8]byte
 
 	// A buffer that is absent on the host: the queue waits for it, alone (PF-7).
-	absent translate.Fault
-	served eventNode
+	absent   translate.Fault
+	fetching bool // absent was raised for q, not for one before it
+	served   eventNode
 }
 
 // newEventQueue makes the event queue of virtqueue i and gives it to its lane.
@@ -166,10 +167,11 @@ func (d *Device) newEventQueue(i int) *eventQueue {
 	e := &eventQueue{dev: d, index: i, lane: l}
 	e.served.init(0, nodeServed)
 	e.served.wake = func(bits uint32) {
-		if bits&servedHostFail != 0 && e.q != nil && e.q.Broken() == nil {
+		if bits&servedHostFail != 0 && e.fetching {
 			e.dev.warn("event buffer cannot be had, queue stopped", "queue", e.index)
 			e.q.Fail(errEventBuffer)
 		}
+		e.fetching = false
 		e.run()
 	}
 	e.absent.Write = true
@@ -278,7 +280,7 @@ func (e *eventQueue) write(n *eventNode, t abi.EventType) bool {
 // fetch raises a host fault, after which the queue goes on.
 func (e *eventQueue) fetch(m translate.Miss) {
 	if !e.absent.Waiting() {
-		e.absent.Miss = m
+		e.absent.Miss, e.fetching = m, true
 		e.lane.hostFaults++
 		e.lane.space.Faults().Raise(&e.absent)
 	}

@@ -152,3 +152,20 @@ func (g *guest) restartFaultQueue(d *drvq, n int) *drvq {
 	g.StopQueue(d.index)
 	return g.faultQueue(n)
 }
+
+var errAbsent = errors.New("no such memory")
+
+// endFaults ends host faults of a memory that has gone, as its driver does.
+func endFaults(s *translate.Space, out []*translate.Fault) {
+	for _, f := range out {
+		s.Faults().Finish(f, errAbsent)
+	}
+}
+
+// bringAll makes all memory present.
+func (g *guest) bringAll() {
+	for pa := memBase; pa < memBase+memSize; pa += translate.PageSize {
+		_ = g.space.Map(pa, g.mem[pa-memBase:][:translate.PageSize:translate.PageSize]) // there already
+	}
+	g.hostServe()
+}

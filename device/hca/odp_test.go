@@ -214,12 +214,13 @@ type crowd struct {
 func (w *world) crowd(n int) *crowd {
 	w.tb.Helper()
 	ga, gb := w.guests[0], w.guests[1]
-	c := &crowd{d: gb.demand(gb.pd(), n, demandAccess)}
+	bpd := gb.pd()
+	c := &crowd{d: gb.demand(bpd, n, demandAccess)}
 	buf := ga.alloc(4096)
 	pd := ga.pd()
 	key := ga.mr(pd, buf, 4096, demandAccess)
 	for i := range n {
-		a, b := ga.qp(qpSpec{pd: pd, elems: 8}), gb.qp(qpSpec{pd: 1, elems: 8})
+		a, b := ga.qp(qpSpec{pd: pd, elems: 8}), gb.qp(qpSpec{pd: bpd, elems: 8})
 		a.connectRC(b)
 		b.connectRC(a)
 		c.a, c.b = append(c.a, a), append(c.b, b)
@@ -438,5 +439,225 @@ func TestHostFaults(t *testing.T) {
 		if f.Host.Raised == 0 || f.Host.Resumed != f.Host.Raised || f.Parked != 0 || f.Host.Estimate == 0 || f.Guest.Raised != 0 {
 			t.Errorf("%+v", f)
 		}
+	}
+}
+
+// Event buffers, and the event queue's rings, that are absent on the host: the queue
+// waits for them, alone; no event is lost and none comes twice.
+func TestAbsentEventBuffers(t *testing.T) {
+	const n = 24
+	w := newWorld(t, 2, 2, Limits{})
+	gb := w.guests[1]
+	dq := gb.faultQueue(0)
+	c := w.crowd(n)
+	w.until("all faults", func() bool { return gb.Stats().Value[abi.StatGuestFaults] == n })
+	seen := map[uint32]bool{}
+	step := 0
+	w.until("all events", func() bool {
+		if step++; step%3 == 0 {
+			gb.hostServe()
+		}
+		for _, e := range dq.events() {
+			if seen[e.Handle] {
+				t.Fatalf("event for QP %#x again", e.Handle)
+			}
+			seen[e.Handle] = true
+			c.d.serve(e)
+		}
+		if step%7 == 0 && len(dq.free) > 0 {
+			for i, pa := range []translate.PA{dq.buf, dq.avail, dq.used, dq.desc} {
+				if step/7>>i&1 == 0 {
+					gb.takeAway(pa, 4096)
+				}
+			}
+			dq.add(1)
+		}
+		return len(seen) == n
+	})
+	for _, a := range c.a {
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("%+v", wc)
+		}
+	}
+	if gb.Stats().Value[abi.StatHostFaults] == 0 {
+		t.Error("no host fault")
+	}
+}
+
+// QPs end, are reset, and start anew while faults of theirs are out, at both levels:
+// whatever the drivers answer later, and in whatever way, concerns nobody any more.
+func TestFaultsOutliveTheirQPs(t *testing.T) {
+	for _, how := range []string{"destroyed", "reset", "error", "disconnected", "device reset"} {
+		for _, level := range []string{"guest", "host"} {
+			t.Run(how+" "+level, func(t *testing.T) {
+				w := newWorld(t, 2, 2, Limits{})
+				gb := w.guests[1]
+				dq := gb.faultQueue(4)
+				c := w.crowd(3)
+				if level == "host" {
+					c.d.set(0, 3, 0)
+					gb.takeAway(c.d.home, 3*4096)
+				}
+				var out []*translate.Fault
+				var events []abi.Event
+				w.until("all faults", func() bool {
+					for f := gb.space.Faults().TryNext(); f != nil; f = gb.space.Faults().TryNext() {
+						out = append(out, f)
+					}
+					events = append(events, dq.events()...)
+					return len(out)+len(events) == 3
+				})
+				space := gb.space
+				answer := func() {
+					for i, f := range out {
+						err := errAbsent
+						if i%2 == 0 {
+							err = nil
+						}
+						space.Faults().Finish(f, err)
+					}
+					for _, e := range events {
+						gb.do(abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: e.Token, Status: abi.StatusFault}))
+					}
+					w.step(20)
+				}
+				b := c.b[0]
+				switch how {
+				case "disconnected", "device reset":
+					gb.StopQueue(abi.EventQueue)
+					if how == "disconnected" {
+						gb.disconnect()
+					} else {
+						gb.Reset()
+						gb.up.Store(true)
+						gb.setUpDriver()
+					}
+					for _, a := range c.a {
+						w.guests[0].must(abi.CmdDestroyQP, handle(a.n))
+					}
+					if how == "disconnected" {
+						endFaults(space, out)
+						gb.connect()
+					} else {
+						answer()
+					}
+				case "destroyed":
+					gb.must(abi.CmdDestroyQP, handle(b.n))
+					answer()
+				case "reset":
+					b.modify(abi.QPReset, 0, abi.QPAttr{})
+					answer()
+				case "error":
+					b.modify(abi.QPErr, 0, abi.QPAttr{})
+					answer()
+				}
+				if n := gb.Describe().Faults.Parked; n > 2 {
+					t.Errorf("%d parked", n)
+				}
+				switch how {
+				case "reset":
+					// The QP serves again, and its new fault is answered for itself.
+					b.connectRC(c.a[0])
+					c.d.set(0, 3, 0)
+					gb.bringAll()
+					w.step(50)
+					if b.state() != abi.QPRTS {
+						t.Errorf("state %d", b.state())
+					}
+				case "disconnected", "device reset":
+					c2 := w.crowd(1)
+					dq := gb.faultQueue(4)
+					c2.d.serve(dq.awaitEvents(1)[0])
+					if wc := c2.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
+						t.Errorf("%+v", wc)
+					}
+				}
+			})
+		}
+	}
+}
+
+// While the device is frozen (the VM is paused) faults may be served: what waits for
+// them goes on when the VM does.
+func TestFaultsServedWhileFrozen(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	gb := w.guests[1]
+	c := w.crowd(1)
+	c.d.set(0, 1, 0)
+	gb.takeAway(c.d.home, 4096)
+	w.until("the fault", func() bool { return gb.Stats().Value[abi.StatHostFaults] == 1 })
+	l := gb.lanes[0]
+	l.loop.Do(l.freeze)
+	gb.hostServe()
+	w.step(20)
+	if gb.Describe().Faults.Parked != 1 {
+		t.Fatal("resumed while frozen")
+	}
+	l.loop.Do(l.thaw)
+	if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
+		t.Fatalf("%+v", wc)
+	}
+}
+
+// A guest that destroys QPs whose faults the host still serves cannot have more of
+// them than its limit allows.
+func TestLingeringQPs(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{QPs: 4})
+	gb := w.guests[1]
+	c := w.crowd(4)
+	c.d.set(0, 4, 0)
+	gb.takeAway(c.d.home, 4*4096)
+	w.until("the faults", func() bool { return gb.Stats().Value[abi.StatHostFaults] == 4 })
+	for _, b := range c.b[:3] {
+		gb.must(abi.CmdDestroyQP, handle(b.n))
+	}
+	_, _, payload := gb.qpRequest(&qpSpec{pd: 1})
+	gb.refused(abi.StatusNoMemory, abi.CmdCreateQP, payload)
+	gb.bringBack(gb.space.Faults().TryNext())
+	gb.must(abi.CmdCreateQP, payload)
+	gb.refused(abi.StatusNoMemory, abi.CmdCreateQP, payload)
+}
+
+// The whole address space as one region (ODP-1): what is not there yet is asked for,
+// at whatever address, and bounds are the guest's driver's business (PF-13).
+func TestImplicitRegion(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	a, b := w.pair()
+	gb := b.g
+	dq := gb.faultQueue(4)
+	var resp abi.CreateMRResp
+	req := abi.CreateMR{PDN: 1, Access: demandAccess | abi.AccessOnDemand, Flags: abi.MROnDemand | abi.MRImplicit, PageShift: 12, Length: 1 << 57, NPages: 1 << 45}
+	if err := resp.Decode(gb.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
+		t.Fatal(err)
+	}
+	src := a.g.alloc(4096)
+	key := a.g.mr(1, src, 4096, demandAccess)
+	home := gb.alloc(4096)
+	for i, va := range []uint64{0x1000, 0x7fff12345000, 1<<57 - 4096, 1 << 57} {
+		pattern(a.g.at(src, 64), byte(i))
+		s := a.wqe()
+		s.SetRequest(uint64(i), abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(va+64, resp.RKey)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: 64, LKey: key}})
+		a.post()
+		want := uint32(abi.WCRemAccessErr)
+		if va < 1<<57 {
+			want = abi.WCSuccess
+			e := dq.awaitEvents(1)[0]
+			if e.VA != va+64 || e.Length != 64 || e.Key != resp.RKey {
+				t.Fatalf("event %+v", e)
+			}
+			gb.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: resp.Handle, Count: 1, First: va >> 12}, uint64(home)))
+			gb.resumeFault(e.Token, abi.StatusOK)
+		}
+		if wc := a.scq.await(1)[0]; wc.Status != want {
+			t.Fatalf("at %#x: %+v", va, wc)
+		}
+		if want == abi.WCSuccess && !bytes.Equal(gb.at(home+64, 64), a.g.at(src, 64)) {
+			t.Errorf("at %#x: data differs", va)
+		}
+	}
+	if n := gb.Describe().MTTs; n > 4*512 {
+		t.Errorf("three pages cost %d entries of the quota", n)
 	}
 }

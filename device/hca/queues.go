@@ -57,7 +57,7 @@ func (e *eventQueue) stop() {
 			e.watch.Close()
 			e.watch = nil
 		}
-		e.q = nil
+		e.q, e.fetching = nil, false
 	})
 }
 

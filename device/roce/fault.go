@@ -16,10 +16,9 @@ import (
 //
 // A requester that repeats a READ or atomic because its timeout ended would soon
 // have used up retry_cnt. It is told RNR for the response it waits for: to it that
-// looks as if the request had not been accepted, which IBTA 9.7.5.2.8 allows for
-// any request that the responder has no resources for, and nothing more is counted
-// but rnr_retry. What has executed behind the READ meanwhile was not acknowledged
-// and will be a duplicate.
+// looks as if the responder had had no resources to accept the request (IBTA
+// 9.7.5.2.8), and nothing more is counted but rnr_retry. What has executed behind
+// the READ meanwhile was not acknowledged and will be a duplicate.
 //
 // One fault per side is with the adapter at a time (out). Its answer belongs to the
 // wait that raised it (mine); if that wait has gone meanwhile, by a reset or because
@@ -69,6 +68,8 @@ const (
 	faultAgain = 100e6
 	// maxFault bounds what is asked for at once, bytes.
 	maxFault = 1 << 20
+	// firstDelay is what a fault is thought to take before one was measured, ns.
+	firstDelay = 2e6
 	// nakFault in responder.nak stands for an RNR NAK for a fault: its time is chosen
 	// when it leaves.
 	nakFault wire.Syndrome = 0x5f
@@ -299,7 +300,10 @@ func (q *QP) faultTimer() {
 func (q *QP) rnrFor(w *wait) wire.Syndrome {
 	d := int64(0)
 	if w.cause != atNothing {
-		d = max(q.a.FaultDelay(), q.now-w.since)
+		if d = q.a.FaultDelay(); d <= 0 {
+			d = firstDelay
+		}
+		d = max(d, q.now-w.since)
 	}
 	return wire.SyndromeRNR | rnrCode(d)
 }

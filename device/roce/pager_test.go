@@ -12,7 +12,7 @@ import (
 type pager struct {
 	service func() int64                // ns a fault takes; below 0: it is never answered. nil: 200 us
 	refuse  func(m translate.Miss) bool // the address is not valid
-	delay   int64                       // FaultDelay; 0: 200 us
+	delay   int64                       // FaultDelay; 0: 200 us; -1: not known
 
 	rng    *rand.Rand // nil: every page is present
 	pages  map[pageID]absence
@@ -159,8 +159,11 @@ func (n *node) pageIn(m translate.Miss) {
 
 // FaultDelay implements Adapter.
 func (n *node) FaultDelay() int64 {
-	if n.delay != 0 {
+	switch {
+	case n.delay > 0:
 		return n.delay
+	case n.delay < 0:
+		return 0
 	}
 	return 200e3
 }

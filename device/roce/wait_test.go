@@ -99,7 +99,11 @@ func TestResponderRNR(t *testing.T) {
 	b.inject(send)
 	b.wantResp(sent, ackOf(12))
 	b.wantRecvs(0)
-	if s := b.q.Stats(); s.FaultDrops != 7 || s.Resumed != 2 || s.TxRNR != 8 {
+	b.delay = -1 // nothing was measured yet
+	b.absent(2, 0x1000)
+	b.inject(write(13, 0x1000, "b"))
+	b.wantResp(sent, rnrOf(13, 16))
+	if s := b.q.Stats(); s.FaultDrops != 8 || s.Resumed != 2 || s.TxRNR != 9 {
 		t.Errorf("%+v", *s)
 	}
 }

@@ -333,6 +333,16 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.pastTotals.merge(a.Counters.Totals())
 }
 
+// Port returns the port of that name, nil if there is none.
+func (n *Network) Port(name string) *Attachment {
+	for _, a := range n.table.Load().flood {
+		if a.cfg.Name == name {
+			return a
+		}
+	}
+	return nil
+}
+
 // Quiesce returns when every Input that was in progress on any loop has ended. Not to be called from inside Deliver.
 func (n *Network) Quiesce() { n.quiesce(nil) }
 

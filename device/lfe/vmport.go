@@ -26,10 +26,10 @@ type HCAFace interface {
 // other, except frames to the VM's own MAC, which come back as if they had come from outside (a QP may be connected
 // to a QP of the same VM).
 type VMPort struct {
-	att *Attachment
+	att atomic.Pointer[Attachment]
 	net atomic.Pointer[Face]
 	hca atomic.Pointer[HCAFace]
-	mu  sync.Mutex // serialises SetNet and SetHCA
+	mu  sync.Mutex // serialises SetNet, SetHCA, Move and Close
 }
 
 // VMPortConfig describes a VM's port.
@@ -48,15 +48,37 @@ func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
 	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
 		Loop: c.Loop, Hairpin: true,
-		Attached: func(a *Attachment) { p.att = a }})
+		Attached: func(a *Attachment) { p.att.Store(a) }})
 	if err != nil {
 		return nil, err
 	}
 	return p, nil
 }
 
-// Attachment returns the port's attachment, for its counters.
-func (p *VMPort) Attachment() *Attachment { return p.att }
+// Attachment returns the port's attachment to the network that it is in now, for its counters.
+func (p *VMPort) Attachment() *Attachment { return p.att.Load() }
+
+// Move takes the port to another network, with its MAC, IP addresses and limits, as if its cable were put into another
+// switch; counters begin anew. On an error it stays where it is.
+func (p *VMPort) Move(to *Network) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	old := p.att.Load()
+	if old.closed.Load() {
+		return ErrClosed
+	}
+	if old.net == to {
+		return nil
+	}
+	// Attached stores the new one, and from then on the port sends there; the old one takes nothing any more when it is
+	// closed.
+	if _, err := to.Attach(p, old.cfg); err != nil {
+		p.att.Store(old)
+		return err
+	}
+	old.Close()
+	return nil
+}
 
 // SetNet connects the network device, or with nil disconnects it. Once it has returned, the device that was connected
 // before gets no more frames.
@@ -68,7 +90,7 @@ func (p *VMPort) SetNet(f Face) {
 	} else {
 		p.net.Store(&f)
 	}
-	p.att.net.quiesce(p.att.cfg.Loop)
+	p.quiesce()
 }
 
 // SetHCA connects the HCA, or with nil disconnects it, as SetNet does.
@@ -80,14 +102,14 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	} else {
 		p.hca.Store(&f)
 	}
-	p.att.net.quiesce(p.att.cfg.Loop)
+	p.quiesce()
 }
 
 // InputNet lets a frame of the network device into the network, as Attachment.Input.
-func (p *VMPort) InputNet(l *engine.Loop, b *packet.Buf) { p.att.Input(l, b, Source{}) }
+func (p *VMPort) InputNet(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l, b, Source{}) }
 
 // InputHCA lets a frame of the HCA into the network, as Attachment.Input.
-func (p *VMPort) InputHCA(l *engine.Loop, b *packet.Buf) { p.att.Input(l, b, Source{}) }
+func (p *VMPort) InputHCA(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l, b, Source{}) }
 
 // Deliver implements Port.
 func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {
@@ -99,8 +121,17 @@ func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {
 		(*f).Deliver(l, b)
 		return
 	}
-	p.att.Counters.Drop(l, NotReady, 1)
+	p.att.Load().Counters.Drop(l, NotReady, 1)
 }
 
 // Close takes the port off the network, as Attachment.Close.
-func (p *VMPort) Close() { p.att.Close() }
+func (p *VMPort) Close() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.att.Load().Close()
+}
+
+func (p *VMPort) quiesce() {
+	a := p.att.Load()
+	a.net.quiesce(a.cfg.Loop)
+}

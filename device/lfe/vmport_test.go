@@ -2,6 +2,7 @@ package lfe
 
 import (
 	"encoding/binary"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -180,6 +181,53 @@ func TestVMPort(t *testing.T) {
 	}
 	vm.Close()
 	vm.Close()
+}
+
+// A port moves between networks: its own address goes along, what it sends arrives there only, and an address that is taken
+// there keeps it where it is.
+func TestVMPortMove(t *testing.T) {
+	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
+	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: a.loop})
+	if err != nil {
+		t.Fatal(err)
+	}
+	nic := &face{}
+	vm.SetNet(nic)
+	oldPort, newPort := a.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
+	send := func() {
+		buf := a.pool.Get()
+		defer buf.Free()
+		buf.Append(frame(broadcast, mac(1), "x"))
+		a.loop.Do(func() { vm.InputNet(a.loop, buf) })
+	}
+	taken := b.port(PortConfig{Name: "taken", Kind: KindVM, MACs: []MAC{mac(1)}})
+	if err := vm.Move(b.net); !errors.Is(err, ErrMACInUse) {
+		t.Fatalf("move to where the MAC is taken: %v", err)
+	}
+	send()
+	if len(oldPort.take()) != 1 || len(newPort.take())+len(taken.take()) != 0 {
+		t.Error("a refused move has changed something")
+	}
+	taken.att.Close()
+	if err := vm.Move(b.net); err != nil {
+		t.Fatal(err)
+	}
+	send()
+	if len(oldPort.take()) != 0 || len(newPort.take()) != 1 {
+		t.Error("sends into the old network")
+	}
+	b.input(newPort.att, frame(mac(1), mac(2), "x"), Source{})
+	a.input(oldPort.att, frame(mac(1), mac(2), "x"), Source{})
+	if nic.got != 1 {
+		t.Errorf("%d frames arrived, want 1", nic.got)
+	}
+	if _, ok := a.net.Lookup(mac(1)); ok || vm.Attachment().Network() != b.net {
+		t.Error("still in the old network")
+	}
+	vm.Close()
+	if err := vm.Move(a.net); !errors.Is(err, ErrClosed) {
+		t.Errorf("move of a closed port: %v", err)
+	}
 }
 
 // A VM's memory that faults while a frame is delivered to it leaves the network usable: nobody is stuck inside Input.

@@ -17,21 +17,22 @@ type NetworkOption func(*port)
 
 // LearnPeers accepts frames from hosts that are not configured, and makes them peers from then on: for underlays whose
 // hosts are all trusted.
-func LearnPeers() NetworkOption { return func(p *port) { p.learn = true } }
+func LearnPeers() NetworkOption { return func(p *port) { p.learn.Store(true) } }
 
 // MaxPeers bounds the peers of the network, configured and learnt; the default is DefaultMaxPeers.
 func MaxPeers(n int) NetworkOption { return func(p *port) { p.maxPeers = n } }
 
 // port is the VTEP's port of one network.
 type port struct {
-	vt       *VTEP
-	net      *lfe.Network
-	att      *lfe.Attachment
-	header   [HeaderLen]byte // the same for all frames of the network
-	learn    bool
-	maxPeers int
-	peers    atomic.Pointer[peerSet]
-	mtu      int // that the underlay leaves; VTEP.mu
+	vt         *VTEP
+	net        *lfe.Network
+	att        *lfe.Attachment
+	header     [HeaderLen]byte // the same for all frames of the network
+	learn      atomic.Bool
+	maxPeers   int
+	peers      atomic.Pointer[peerSet]
+	configured []netip.Addr // with zones, as they were given; VTEP.mu
+	mtu        int          // that the underlay leaves; VTEP.mu
 }
 
 // peer is another host's VTEP. Immutable.

@@ -135,7 +135,7 @@ func (r *receiver) datagram(i int) {
 	}
 	x := p.peers.Load().byAddr[r.lastIP]
 	if x == nil {
-		if p.learn {
+		if p.learn.Load() {
 			x = p.learnPeer(r.lastIP)
 		}
 		if x == nil {

@@ -50,7 +50,7 @@ func (vt *VTEP) Status() Status {
 		}
 	}
 	for vni, p := range *vt.nets.Load() {
-		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn}
+		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn.Load()}
 		for _, x := range p.peers.Load().list {
 			n.Peers = append(n.Peers, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
 		}

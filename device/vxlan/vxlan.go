@@ -235,6 +235,7 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	if err := p.setPeersLocked(peers); err != nil {
 		return err
 	}
+	p.configured = slices.Clone(peers)
 	p.mtu = vt.narrowest(p.peers.Load(), make(map[netip.Addr]int), make(map[int]int))
 	if want := net.ConfiguredMTU(); want > p.mtu {
 		return fmt.Errorf("%w: network %q wants %d, the paths from %s carry %d", ErrMTU, net.Name(), want, vt.cfg.Local, p.mtu)
@@ -281,7 +282,55 @@ func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 		return fmt.Errorf("%w: %d", ErrUnknownVNI, vni)
 	}
 	defer vt.recompute()
-	return p.setPeersLocked(peers)
+	if err := p.setPeersLocked(peers); err != nil {
+		return err
+	}
+	p.configured = slices.Clone(peers)
+	return nil
+}
+
+// AddPeer makes a host a peer of a network; twice is harmless.
+func (vt *VTEP) AddPeer(vni uint32, peer netip.Addr) error {
+	return vt.changePeers(vni, func(now []netip.Addr) []netip.Addr {
+		if peer = peer.Unmap(); slices.Contains(now, peer) {
+			return now
+		}
+		return append(now, peer)
+	})
+}
+
+// RemovePeer ends that; what was learnt from it is forgotten. A host that was none, or was learnt, is left as it is.
+func (vt *VTEP) RemovePeer(vni uint32, peer netip.Addr) error {
+	peer = peer.Unmap().WithZone("")
+	return vt.changePeers(vni, func(now []netip.Addr) []netip.Addr {
+		return slices.DeleteFunc(now, func(a netip.Addr) bool { return a.WithZone("") == peer })
+	})
+}
+
+func (vt *VTEP) changePeers(vni uint32, change func([]netip.Addr) []netip.Addr) error {
+	vt.mu.Lock()
+	defer vt.mu.Unlock()
+	p := (*vt.nets.Load())[vni]
+	if p == nil {
+		return fmt.Errorf("%w: %d", ErrUnknownVNI, vni)
+	}
+	defer vt.recompute()
+	want := change(slices.Clone(p.configured))
+	if err := p.setPeersLocked(want); err != nil {
+		return err
+	}
+	p.configured = want
+	return nil
+}
+
+// SetLearnPeers begins or ends to take in hosts that are not configured; those learnt already stay.
+func (vt *VTEP) SetLearnPeers(vni uint32, on bool) error {
+	p := (*vt.nets.Load())[vni]
+	if p == nil {
+		return fmt.Errorf("%w: %d", ErrUnknownVNI, vni)
+	}
+	p.learn.Store(on)
+	return nil
 }
 
 // Attachment returns the VTEP's port of a network, nil if there is none, for static entries (lfe.Network.SetStatic with

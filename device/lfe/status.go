@@ -67,14 +67,9 @@ func (n *Network) Status() Status {
 		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(), Neighbours: n.Neighbours()}
 	var sum Totals
 	sum.merge(n.pastTotals)
-	for _, a := range n.table.Load().flood {
-		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, IPs: a.cfg.IPs, Loop: -1,
-			Entries: int(a.entries.Load()), Totals: a.Counters.Totals()}
-		if a.cfg.Loop != nil {
-			p.Loop = a.cfg.Loop.ID()
-		}
+	s.Ports = n.Ports()
+	for _, p := range s.Ports {
 		sum.merge(p.Totals)
-		s.Ports = append(s.Ports, p)
 	}
 	s.Drops = sum.Drops
 	for _, e := range s.FDB {
@@ -84,6 +79,19 @@ func (n *Network) Status() Status {
 		}
 	}
 	return s
+}
+
+// Ports returns a snapshot of the ports, in the order of their coming.
+func (n *Network) Ports() (out []PortStatus) {
+	for _, a := range n.table.Load().flood {
+		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, IPs: a.cfg.IPs, Loop: -1,
+			Entries: int(a.entries.Load()), Totals: a.Counters.Totals()}
+		if a.cfg.Loop != nil {
+			p.Loop = a.cfg.Loop.ID()
+		}
+		out = append(out, p)
+	}
+	return out
 }
 
 // Entries returns the live part of the forwarding table, ordered by address.

@@ -50,6 +50,7 @@ var (
 	ErrNoPeer   = errors.New("overlay: the VTEP is not a peer of the network")
 	ErrNoPort   = errors.New("overlay: no such port in the network")
 	ErrLimit    = errors.New("overlay: table is full")
+	ErrInvalid  = errors.New("overlay: malformed route")
 )
 
 // MaxRoutes bounds the routes of one network.
@@ -109,15 +110,15 @@ func (r *Route) check() error {
 	host := func(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() }
 	switch {
 	case r.Kind == Peer && !host(r.VTEP):
-		return fmt.Errorf("overlay: peer %v is not the address of a host", r.VTEP)
+		return fmt.Errorf("%w: peer %v is not the address of a host", ErrInvalid, r.VTEP)
 	case r.Kind == MAC && (r.MAC.IsZero() || r.MAC.IsGroup()):
-		return fmt.Errorf("overlay: %v is not the address of a host", r.MAC)
+		return fmt.Errorf("%w: %v is not the address of a host", ErrInvalid, r.MAC)
 	case r.Kind == MAC && host(r.Behind) == (r.Port != ""):
-		return fmt.Errorf("overlay: %v must be behind a VTEP or at a port", r.MAC)
+		return fmt.Errorf("%w: %v must be behind a VTEP or at a port", ErrInvalid, r.MAC)
 	case r.Kind == IP && (!host(r.IP) || r.At.IsZero() || r.At.IsGroup()):
-		return fmt.Errorf("overlay: %v at %v are not a host's addresses", r.IP, r.At)
+		return fmt.Errorf("%w: %v at %v are not a host's addresses", ErrInvalid, r.IP, r.At)
 	case r.Kind < Peer || r.Kind > IP:
-		return fmt.Errorf("overlay: route of kind %d", r.Kind)
+		return fmt.Errorf("%w: kind %d", ErrInvalid, r.Kind)
 	}
 	return nil
 }
@@ -185,6 +186,19 @@ func (t *Table) Set(src TableSource, r Route) error {
 		t.retryLocked()
 	}
 	return e.why
+}
+
+// Said returns what a source says about a key.
+func (t *Table) Said(src TableSource, k Key) (Route, bool) {
+	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if e := t.routes[k]; e != nil {
+		if i := e.of(src); i >= 0 {
+			return e.offers[i].Route, true
+		}
+	}
+	return Route{}, false
 }
 
 // Withdraw takes back what a source said about a key, and tells whether it had said something.

@@ -100,11 +100,11 @@ func (vt *VTEP) newPeer(a netip.Addr, learnt bool) (*peer, error) {
 	a = a.Unmap()
 	switch {
 	case !a.IsValid() || a.IsUnspecified() || a.IsMulticast():
-		return nil, fmt.Errorf("vxlan: peer %v is not a unicast address", a)
+		return nil, fmt.Errorf("%w: %v is not a unicast address", ErrPeer, a)
 	case a.Is4() == vt.v6:
 		return nil, fmt.Errorf("%w: peer %v, local %v", ErrPeerFamily, a, vt.cfg.Local)
 	case a.WithZone("") == vt.cfg.Local.WithZone(""):
-		return nil, fmt.Errorf("vxlan: peer %v is this host itself", a)
+		return nil, fmt.Errorf("%w: %v is this host itself", ErrPeer, a)
 	}
 	x := &peer{addr: a.WithZone(""), learnt: learnt}
 	if a.IsLinkLocalUnicast() && vt.v6 {
@@ -132,7 +132,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 		fresh[x.addr] = x
 	}
 	if len(fresh) > p.maxPeers {
-		return fmt.Errorf("vxlan: network %q: %d peers; want at most %d", p.net.Name(), len(fresh), p.maxPeers)
+		return fmt.Errorf("%w: network %q: %d peers; want at most %d", ErrTooManyPeers, p.net.Name(), len(fresh), p.maxPeers)
 	}
 	var retired []*peer
 	for {
@@ -160,7 +160,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 			x := *todo[a]
 			var ok bool
 			if s, ok = s.with(&x, p.maxPeers); !ok {
-				return fmt.Errorf("vxlan: network %q: more than %d peers, configured and learnt", p.net.Name(), p.maxPeers)
+				return fmt.Errorf("%w: network %q: more than %d, configured and learnt", ErrTooManyPeers, p.net.Name(), p.maxPeers)
 			}
 		}
 		if p.peers.CompareAndSwap(old, s) {

@@ -51,13 +51,21 @@ func (vt *VTEP) Status() Status {
 	}
 	for vni, p := range *vt.nets.Load() {
 		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn.Load()}
-		for _, x := range p.peers.Load().list {
-			n.Peers = append(n.Peers, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
-		}
+		n.Peers = vt.Peers(vni)
 		s.Networks = append(s.Networks, n)
 	}
 	slices.SortFunc(s.Networks, func(a, b NetworkStatus) int { return int(a.VNI) - int(b.VNI) })
 	return s
+}
+
+// Peers lists the peers of one network, in the order of their numbers.
+func (vt *VTEP) Peers(vni uint32) (out []PeerStatus) {
+	if p := (*vt.nets.Load())[vni]; p != nil {
+		for _, x := range p.peers.Load().list {
+			out = append(out, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
+		}
+	}
+	return out
 }
 
 // socketDrops adds what the kernel dropped at our sockets: datagrams that found a receiver's buffer full, and datagrams

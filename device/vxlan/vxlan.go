@@ -57,6 +57,8 @@ const (
 var (
 	ErrDuplicateVNI = errors.New("vxlan: VNI is in use")
 	ErrUnknownVNI   = errors.New("vxlan: no such VNI")
+	ErrPeer         = errors.New("vxlan: not a possible peer")
+	ErrTooManyPeers = errors.New("vxlan: too many peers")
 	ErrPeerFamily   = errors.New("vxlan: peer and local address are of different families")
 	ErrMTU          = errors.New("vxlan: network's MTU is larger than the underlay carries")
 	ErrClosed       = errors.New("vxlan: closed")

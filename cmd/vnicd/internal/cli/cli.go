@@ -28,6 +28,8 @@ func (e usageError) Unwrap() error { return e.error }
 type app struct {
 	version string
 	config  string
+	control string // socket; "" = the configuration's
+	json    bool
 	out     io.Writer
 	err     io.Writer
 }
@@ -44,13 +46,17 @@ and an RDMA HCA that stock rdma-core programs use. VMs of many tenants are joine
 across hosts by RoCEv2 inside VXLAN. No RDMA hardware, no patched QEMU.
 
 A VM is attached by two vhost-user sockets, NAME.net and NAME.hca; what to add to
-its QEMU command line is printed by "vnicd qemu-args NAME".`,
+its QEMU command line is printed by "vnicd qemu-args NAME".
+
+A running daemon is changed by the commands network, vm, fdb and neigh; whoever may
+open its control socket may do so. Changes are not written to the configuration.`,
 		Version:       version,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
-	root.AddCommand(a.runCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd())
+	root.AddCommand(a.runCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
+		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd())
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

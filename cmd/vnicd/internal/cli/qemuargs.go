@@ -3,11 +3,13 @@ package cli
 import (
 	"context"
 	"fmt"
+	"net"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
@@ -25,15 +27,22 @@ of its own:
 
     qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2
 
+If the daemon runs, VMs that were added to it are known too, and the virtio-net gets
+the MTU that its network has now (unless the configuration says one).
+
 With --no-memory only the two devices are printed; the memory must then be shared
 by other options (-object memory-backend-memfd,share=on with -M memory-backend=).`,
 		Args: args(cobra.ExactArgs(1)),
-		RunE: func(_ *cobra.Command, argv []string) error {
+		RunE: func(c *cobra.Command, argv []string) error {
 			cfg, err := a.load()
 			if err != nil {
 				return err
 			}
+			running := a.running(c)
 			vm, err := cfg.VM(argv[0])
+			if err != nil && running != nil {
+				vm, err = addedVM(running, argv[0])
+			}
 			if err != nil {
 				return usageError{err}
 			}
@@ -52,8 +61,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 				out = append(out, "-M", qemu.MachineType)
 				out = append(out, qemu.MemoryArgs(memory)...)
 			}
-			mtu := cfg.Network(vm.Network).MTU
-			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), vm.Name+"-net", vm.MAC.String(), mtu)...)
+			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), vm.Name+"-net", vm.MAC.String(), networkMTU(cfg, running, vm.Network))...)
 			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), vm.Name+"-hca", daemon.HCAQueues(cfg))...)
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
@@ -68,9 +76,53 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			return nil
 		},
 	}
+	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.Flags().IntVarP(&memory, "memory", "m", 1024, "guest memory in `MiB`")
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
 	c.Flags().BoolVar(&lines, "lines", false, "one option per line, to be read")
 	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the device")
 	return c
+}
+
+// running returns the daemon's status, nil if none answers.
+func (a *app) running(c *cobra.Command) *daemon.Status {
+	client, err := a.client(c)
+	if err != nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	s, err := client.Status(ctx)
+	if err != nil {
+		return nil
+	}
+	return s
+}
+
+// addedVM finds a VM that the running daemon has and the file does not.
+func addedVM(s *daemon.Status, name string) (*config.VM, error) {
+	v, err := findVM(s, name)
+	if err != nil {
+		return nil, err
+	}
+	mac, err := net.ParseMAC(v.MAC)
+	if err != nil {
+		return nil, err
+	}
+	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac}, nil
+}
+
+// networkMTU is what the guest is told, 0 = nothing.
+func networkMTU(cfg *config.Config, s *daemon.Status, name string) int {
+	if n := cfg.Network(name); n != nil && n.MTU != 0 {
+		return n.MTU
+	}
+	if s != nil {
+		for _, n := range s.Networks {
+			if n.Name == name {
+				return n.MTU
+			}
+		}
+	}
+	return 0
 }

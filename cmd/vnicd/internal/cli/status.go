@@ -13,14 +13,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/hca"
 )
 
 func (a *app) statusCmd() *cobra.Command {
-	var control string
-	var asJSON bool
 	c := &cobra.Command{
 		Use:   "status [VM]",
 		Short: "Show what a running vnicd does",
@@ -28,22 +25,16 @@ func (a *app) statusCmd() *cobra.Command {
 networks with their ports, VMs. With a VM: its two devices, queue pairs and
 counters. -j prints everything as JSON.
 
-The socket is that of --control, else the configuration's, else
-` + config.DefaultRunDir + `/vnicd.sock.`,
+` + whichSocket,
 		Args: args(cobra.MaximumNArgs(1)),
 		RunE: func(cmd *cobra.Command, argv []string) error {
-			path := control
-			if path == "" {
-				path = config.DefaultRunDir + "/vnicd.sock"
-				if cfg, err := config.Load(a.config); err == nil {
-					path = cfg.Control
-				} else if cmd.Flags().Changed("config") {
-					return usageError{err}
-				}
-			}
-			ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+			ctx, cancel := context.WithTimeout(context.Background(), askTime)
 			defer cancel()
-			s, err := daemon.Query(ctx, path)
+			client, err := a.client(cmd)
+			if err != nil {
+				return err
+			}
+			s, err := client.Status(ctx)
 			if err != nil {
 				return err
 			}
@@ -52,21 +43,20 @@ The socket is that of --control, else the configuration's, else
 				if err != nil {
 					return err
 				}
-				if asJSON {
+				if a.json {
 					return a.printJSON(vm)
 				}
 				showVM(a.out, vm)
 				return nil
 			}
-			if asJSON {
+			if a.json {
 				return a.printJSON(s)
 			}
 			showAll(a.out, s)
 			return nil
 		},
 	}
-	c.Flags().StringVar(&control, "control", "", "control socket `path`")
-	c.Flags().BoolVarP(&asJSON, "json", "j", false, "JSON output")
+	a.askFlags(c)
 	return c
 }
 

@@ -18,8 +18,8 @@ func (c *Config) check(errs *Errors) {
 	for _, n := range c.Networks {
 		checkName(errs, n.Line, "network", n.Name, names)
 		if n.VNI != 0 {
-			if at, dup := vnis[n.VNI]; dup {
-				errs.add(n.Line, "vni %d is already the network's of line %d; each network needs its own", n.VNI, at)
+			if line, dup := vnis[n.VNI]; dup {
+				errs.add(n.Line, "vni %d is already the network's of %s; each network needs its own", n.VNI, at(line))
 			} else {
 				vnis[n.VNI] = n.Line
 			}
@@ -29,8 +29,8 @@ func (c *Config) check(errs *Errors) {
 			if len(t.Name) > maxInterfaceName || !nameRule.MatchString(t.Name) {
 				errs.add(t.Line, "tap name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", t.Name, maxInterfaceName)
 			}
-			if at, dup := taps[t.Name]; dup {
-				errs.add(t.Line, "tap name %q is already used in line %d", t.Name, at)
+			if line, dup := taps[t.Name]; dup {
+				errs.add(t.Line, "tap name %q is already used in %s", t.Name, at(line))
 			} else {
 				taps[t.Name] = t.Line
 			}
@@ -90,8 +90,8 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 		}
 		// MT-9: two tenants may use one MAC; inside a network it is a mistake.
 		if k := (port{vm.Network, vm.MAC.String()}); vm.MAC != nil {
-			if at, dup := macs[k]; dup {
-				errs.add(vm.Line, "mac %s is already used in network %q by the VM of line %d", vm.MAC, vm.Network, at)
+			if line, dup := macs[k]; dup {
+				errs.add(vm.Line, "mac %s is already used in network %q by the VM of %s", vm.MAC, vm.Network, at(line))
 			} else {
 				macs[k] = vm.Line
 			}
@@ -100,8 +100,8 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 			errs.add(vm.Line, "VM %q has %d ips; it may have %d", vm.Name, len(vm.IPs), lfe.MaxIPs)
 		}
 		for _, a := range vm.IPs {
-			if at, dup := ips[host{vm.Network, a}]; dup {
-				errs.add(vm.Line, "ip %s is already used in network %q by the VM of line %d", a, vm.Network, at)
+			if line, dup := ips[host{vm.Network, a}]; dup {
+				errs.add(vm.Line, "ip %s is already used in network %q by the VM of %s", a, vm.Network, at(line))
 			} else {
 				ips[host{vm.Network, a}] = vm.Line
 			}
@@ -111,7 +111,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 		case !filepath.IsAbs(vm.QMP) || len(vm.QMP) > maxUnixSocketPath:
 			errs.add(vm.Line, "qmp must be an absolute path of at most %d bytes, found %q", maxUnixSocketPath, vm.QMP)
 		case monitors[vm.QMP] != 0:
-			errs.add(vm.Line, "qmp %s is already the VM's of line %d; a monitor serves one client", vm.QMP, monitors[vm.QMP])
+			errs.add(vm.Line, "qmp %s is already the VM's of %s; a monitor serves one client", vm.QMP, at(monitors[vm.QMP]))
 		default:
 			monitors[vm.QMP] = vm.Line
 		}
@@ -128,8 +128,8 @@ func checkName(errs *Errors, line int, what, name string, seen map[string]int) {
 	if len(name) > maxNameLength || !nameRule.MatchString(name) {
 		errs.add(line, "%s name %q must be 1 to %d letters, digits, '_', '.' or '-'", what, name, maxNameLength)
 	}
-	if at, dup := seen[name]; dup {
-		errs.add(line, "%s name %q is already used in line %d", what, name, at)
+	if first, dup := seen[name]; dup {
+		errs.add(line, "%s name %q is already used in %s", what, name, at(first))
 		return
 	}
 	seen[name] = line

@@ -2,7 +2,6 @@ package daemon
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -11,8 +10,8 @@ import (
 	"time"
 )
 
-// control is the HTTP server on the unix socket that `vnicd status` asks. It
-// only reads.
+// control is the HTTP server on the unix socket. Whoever may open the socket may do everything: its permissions (0660, the
+// daemon's user and group) are the only check.
 type control struct {
 	srv  *http.Server
 	done chan struct{}
@@ -23,15 +22,8 @@ func startControl(d *Daemon, path string) (*control, error) {
 	if err != nil {
 		return nil, fmt.Errorf("control socket: %w", err)
 	}
-	mux := http.NewServeMux()
-	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		if err := json.NewEncoder(w).Encode(d.Status()); err != nil {
-			d.log.Debug("status reply", "error", err)
-		}
-	})
 	c := &control{
-		srv:  &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second},
+		srv:  &http.Server{Handler: d.api(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, MaxHeaderBytes: 64 << 10},
 		done: make(chan struct{}),
 	}
 	go func() {
@@ -76,37 +68,4 @@ func listenUnix(path string) (net.Listener, error) {
 		return nil, err
 	}
 	return l, nil
-}
-
-// Query asks the daemon behind the control socket for its status.
-func Query(ctx context.Context, path string) (*Status, error) {
-	client := http.Client{Transport: &http.Transport{
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			var d net.Dialer
-			return d.DialContext(ctx, "unix", path)
-		},
-		DisableKeepAlives: true,
-	}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://vnicd/v1/status", nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := client.Do(req)
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		return nil, fmt.Errorf("no vnicd at %s: start it with `vnicd run`, or name its socket with --control", path)
-	case errors.Is(err, os.ErrPermission):
-		return nil, fmt.Errorf("no permission for %s: run as root or as a member of the socket's group", path)
-	case err != nil:
-		return nil, fmt.Errorf("asking vnicd at %s: %w", path, err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("vnicd at %s answered %s", path, resp.Status)
-	}
-	var s Status
-	if err := json.NewDecoder(resp.Body).Decode(&s); err != nil {
-		return nil, fmt.Errorf("reading vnicd's answer: %w", err)
-	}
-	return &s, nil
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"sync"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -13,9 +14,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/overlay"
 	"github.com/vnicd/vnicd/device/packet"
-	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -24,21 +24,43 @@ import (
 // and the VXLAN header of a received datagram.
 const bufferSize = 9216
 
+// maxVMs bounds the VMs of one daemon; each has two front ends with memory.
+const maxVMs = 1024
+
 // Daemon is a running host.
 type Daemon struct {
-	cfg     *config.Config
 	version string
 	log     hclog.Logger
 	started time.Time
 
-	loops []*engine.Loop
-	pool  *packet.Pool
-	vtep  *vxlan.VTEP // nil without an underlay
-	nets  map[string]*lfe.Network
-	vms   []*vm
-	gvms  *translate.GVMTable // the memory of every connected front end
+	loops  []*engine.Loop
+	pool   *packet.Pool
+	vtep   *vxlan.VTEP         // nil without an underlay
+	gvms   *translate.GVMTable // the memory of every connected front end
+	source *overlay.API        // of the routes that operators set
 
-	undo []func() // in the order of making; Close goes backwards
+	// mu: changes are made one at a time, and readers see none half-made. Taken before every other lock, never by loops.
+	mu     sync.RWMutex
+	cfg    *config.Config // as it is now: replaced by changes, never changed
+	nets   map[string]*network
+	vms    map[string]*vm
+	placed int // ports that were given a loop so far
+
+	undo undo
+}
+
+// undo is how to take something down: in reverse order of its making.
+type undo []func()
+
+func (u *undo) push(f func()) { *u = append(*u, f) }
+
+func (u *undo) run() {
+	for len(*u) > 0 {
+		last := len(*u) - 1
+		f := (*u)[last]
+		*u = (*u)[:last]
+		f()
+	}
 }
 
 // HCAQueues is the number of virtqueues of each HCA: commands, events, and a
@@ -48,8 +70,9 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 // Start makes everything in cfg and serves it until Close. On an error nothing
 // is left behind.
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
-	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*lfe.Network{}, gvms: translate.NewGVMTable(2 * len(cfg.VMs))}
-	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeNetworks, d.makeTAPs, d.makeVMs, d.serve} {
+	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{},
+		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeNetworks, d.makeVMs, d.serve} {
 		if err := step(); err != nil {
 			_ = d.Close()
 			return nil, err
@@ -61,15 +84,11 @@ func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error
 // Close undoes Start: VMs are disconnected, TAP ports and sockets removed, all
 // threads joined. It may be called twice.
 func (d *Daemon) Close() error {
-	for len(d.undo) > 0 {
-		f := d.undo[len(d.undo)-1]
-		d.undo = d.undo[:len(d.undo)-1]
-		f()
-	}
+	d.undo.run()
 	return nil
 }
 
-func (d *Daemon) onClose(f func()) { d.undo = append(d.undo, f) }
+func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 
 func (d *Daemon) makeRunDir() error {
 	if err := os.MkdirAll(d.cfg.RunDir, 0o755); err != nil {
@@ -102,71 +121,61 @@ func (d *Daemon) makeLoops() (err error) {
 	return nil
 }
 
-// loopFor spreads VMs and ports over the loops.
-func (d *Daemon) loopFor(i int) *engine.Loop { return d.loops[i%len(d.loops)] }
+// nextLoop spreads VMs and ports over the loops.
+func (d *Daemon) nextLoop() *engine.Loop {
+	d.placed++
+	return d.loops[(d.placed-1)%len(d.loops)]
+}
 
-func (d *Daemon) makeNetworks() error {
-	if v := d.cfg.VTEP; v != nil {
-		dscp := int(v.DSCP)
-		if dscp == 0 {
-			dscp = vxlan.BestEffort
-		}
-		vt, err := vxlan.New(vxlan.Config{
-			Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6, Log: d.log.Named("vxlan"),
-		})
-		if err != nil {
-			return fmt.Errorf("vtep: %w%s", err, hint(err))
-		}
-		d.onClose(vt.Close)
-		d.vtep = vt
+func (d *Daemon) makeVTEP() error {
+	v := d.cfg.VTEP
+	if v == nil {
+		return nil
 	}
-	for _, n := range d.cfg.Networks {
-		net, err := lfe.NewNetwork(lfe.Config{
-			VNI: n.VNI, Name: n.Name, MTU: n.MTU, Age: n.Ageing, MaxEntries: n.MaxEntries, Storm: n.Storm, Pool: d.pool, Log: d.log.Named("switch"),
-		})
-		if err != nil {
-			return err
-		}
-		d.nets[n.Name] = net
-		if d.vtep == nil {
-			continue
-		}
-		var opts []vxlan.NetworkOption
-		if n.LearnPeers {
-			opts = append(opts, vxlan.LearnPeers())
-		}
-		if err := d.vtep.AddNetwork(net, n.Peers, opts...); err != nil {
-			return fmt.Errorf("%s:%d: network %q: %w", d.cfg.Path, n.Line, n.Name, err)
-		}
+	dscp := int(v.DSCP)
+	if dscp == 0 {
+		dscp = vxlan.BestEffort
 	}
+	vt, err := vxlan.New(vxlan.Config{
+		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6, Log: d.log.Named("vxlan"),
+	})
+	if err != nil {
+		return fmt.Errorf("vtep: %w%s", err, hint(err))
+	}
+	d.onClose(vt.Close)
+	d.vtep = vt
 	return nil
 }
 
-func (d *Daemon) makeTAPs() error {
-	for i, n := range d.cfg.Networks {
-		if n.TAP == nil {
-			continue
+func (d *Daemon) makeNetworks() error {
+	d.onClose(func() {
+		for _, n := range d.nets {
+			n.undo.run()
 		}
-		t, err := tap.Open(tap.Config{
-			Network: d.nets[n.Name], Loop: d.loopFor(i), Pool: d.pool, Name: n.TAP.Name,
-			Addrs: n.TAP.Addresses, Bridge: n.TAP.Bridge, Log: d.log.Named("tap"),
-		})
+	})
+	for _, c := range d.cfg.Networks {
+		n, err := d.newNetwork(c)
 		if err != nil {
-			return fmt.Errorf("%s:%d: TAP port %q of network %q: %w%s", d.cfg.Path, n.TAP.Line, n.TAP.Name, n.Name, err, hint(err))
+			return fmt.Errorf("%s:%d: network %q: %w", d.cfg.Path, c.Line, c.Name, err)
 		}
-		d.onClose(func() { _ = t.Close() })
+		d.nets[c.Name] = n
 	}
 	return nil
 }
 
 func (d *Daemon) makeVMs() error {
 	raiseLockLimit()
-	for i, c := range d.cfg.VMs {
-		v, err := d.makeVM(c, d.loopFor(i), uint32(i+1))
-		if err != nil {
-			return fmt.Errorf("%s:%d: VM %q: %w%s", d.cfg.Path, c.Line, c.Name, err, hint(err))
+	d.onClose(func() {
+		for _, v := range d.vms {
+			v.undo.run()
 		}
-		d.vms = append(d.vms, v)
+	})
+	for _, c := range d.cfg.VMs {
+		v, err := d.newVM(c)
+		if err != nil {
+			return fmt.Errorf("%s:%d: VM %q: %w", d.cfg.Path, c.Line, c.Name, err)
+		}
+		d.vms[c.Name] = v
 	}
 	return nil
 }

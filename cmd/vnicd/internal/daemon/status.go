@@ -39,6 +39,8 @@ type VMStatus struct {
 
 // Status gathers a snapshot. It waits for loops and for commands in progress.
 func (d *Daemon) Status() *Status {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
 	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds()}
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
@@ -48,9 +50,10 @@ func (d *Daemon) Status() *Status {
 		s.VTEP = &v
 	}
 	for _, n := range d.cfg.Networks {
-		s.Networks = append(s.Networks, d.nets[n.Name].Status())
+		s.Networks = append(s.Networks, d.nets[n.Name].sw.Status())
 	}
-	for _, v := range d.vms {
+	for _, c := range d.cfg.VMs {
+		v := d.vms[c.Name]
 		s.VMs = append(s.VMs, VMStatus{
 			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(),
 			NetSocket: d.cfg.NetSocket(v.cfg), HCASocket: d.cfg.HCASocket(v.cfg),

@@ -17,48 +17,77 @@ import (
 // vm is one guest's NIC: a port of its network with two faces, each behind a
 // vhost-user socket.
 type vm struct {
-	cfg  *config.VM
+	cfg  *config.VM // replaced when the VM moves; Daemon.mu
+	gvmi translate.GVMI
 	port *lfe.VMPort
 	net  *vnet.Device
 	hca  *hca.Device
 
 	budget *hostdriver.Budget // of both sockets
+
+	stopMTU func() // ends following the network's MTU
+	undo    undo
 }
 
-func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, error) {
-	network := d.nets[c.Network]
-	log := d.log.With("vm", c.Name)
-	port, err := lfe.NewVMPort(network, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop})
-	if err != nil {
+// newVM makes a VM's devices and sockets, or nothing.
+func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
+	v = &vm{cfg: c, budget: hostdriver.NewBudget(c.MemoryBudget)}
+	if v.gvmi, err = d.freeGVMI(); err != nil {
 		return nil, err
 	}
-	d.onClose(port.Close)
-	v := &vm{cfg: c, port: port, budget: hostdriver.NewBudget(c.MemoryBudget)}
-	if c.QMP != "" {
-		d.onClose(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
+	if err := v.open(d); err != nil {
+		v.undo.run()
+		return nil, fmt.Errorf("%w%s", err, hint(err))
 	}
+	return v, nil
+}
 
-	if v.net, err = vnet.New(vnet.Config{
-		Name: c.Name, MAC: lfe.MAC(c.MAC), Loops: []*engine.Loop{loop}, Pool: d.pool, Port: port, Log: log.Named("net"),
-	}); err != nil {
-		return nil, err
+// freeGVMI returns the lowest number that no VM has. 0 is the host's.
+func (d *Daemon) freeGVMI() (translate.GVMI, error) {
+	used := map[translate.GVMI]bool{}
+	for _, v := range d.vms {
+		used[v.gvmi] = true
 	}
-	d.onClose(v.net.Close)
+	for g := translate.GVMI(1); g <= maxVMs; g++ {
+		if !used[g] {
+			return g, nil
+		}
+	}
+	return 0, fmt.Errorf("there are %d VMs already", maxVMs)
+}
+
+func (v *vm) open(d *Daemon) (err error) {
+	c, loop, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
+	log := d.log.With("vm", c.Name)
+	v.port, err = lfe.NewVMPort(sw, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop})
+	if err != nil {
+		return err
+	}
+	v.undo.push(v.port.Close)
+	if c.QMP != "" {
+		v.undo.push(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
+	}
+	if v.net, err = vnet.New(vnet.Config{
+		Name: c.Name, MAC: lfe.MAC(c.MAC), Loops: []*engine.Loop{loop}, Pool: d.pool, Port: v.port, Log: log.Named("net"),
+	}); err != nil {
+		return err
+	}
+	v.undo.push(v.net.Close)
 	if v.hca, err = hca.New(hca.Config{
-		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: network.MTU, Version: d.version, Log: log.Named("hca"),
+		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: d.version, Log: log.Named("hca"),
 		Limits: hca.Limits{QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MTTs: c.Limits.Pages},
 	}); err != nil {
-		return nil, err
+		return err
 	}
-	d.onClose(v.hca.Close)
+	v.undo.push(v.hca.Close)
 
-	v.hca.SetUplink(port.InputHCA)
-	port.SetNet(v.net)
-	port.SetHCA(v.hca)
-	// The path MTU follows the network's; the driver looks again.
-	d.onClose(network.OnMTU(func(int) { v.hca.PortChanged() }))
+	v.hca.SetUplink(v.port.InputHCA)
+	v.port.SetNet(v.net)
+	v.port.SetHCA(v.hca)
+	v.followMTU(sw)
+	v.undo.push(func() { v.stopMTU() })
 	// Undone before the devices close: nothing is delivered to a closed device.
-	d.onClose(func() { port.SetHCA(nil); port.SetNet(nil) })
+	v.undo.push(func() { v.port.SetHCA(nil); v.port.SetNet(nil) })
 
 	for _, s := range []struct {
 		path string
@@ -66,13 +95,33 @@ func (d *Daemon) makeVM(c *config.VM, loop *engine.Loop, gvmi uint32) (*vm, erro
 	}{{d.cfg.NetSocket(c), v.net}, {d.cfg.HCASocket(c), v.hca}} {
 		srv, err := vhostuser.Listen(vhostuser.Config{
 			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
-		}, s.dev, translate.GVMI(gvmi))
+		}, s.dev, v.gvmi)
 		if err != nil {
-			return nil, fmt.Errorf("socket %s: %w", s.path, err)
+			return fmt.Errorf("socket %s: %w", s.path, err)
 		}
-		d.onClose(func() { _ = srv.Close() })
+		v.undo.push(func() { _ = srv.Close() })
 	}
-	return v, nil
+	return nil
+}
+
+// mtu is that of the network that the VM is in now.
+func (v *vm) mtu() int { return v.port.Attachment().Network().MTU() }
+
+// followMTU lets the HCA's path MTU follow the network's: the driver looks again.
+func (v *vm) followMTU(sw *lfe.Network) {
+	v.stopMTU = sw.OnMTU(func(int) { v.hca.PortChanged() })
+}
+
+// move takes the VM's port to another network, as a cable is put into another switch.
+func (v *vm) move(to *network, c *config.VM) error {
+	if err := v.port.Move(to.sw); err != nil {
+		return err
+	}
+	v.stopMTU()
+	v.followMTU(to.sw)
+	v.hca.PortChanged()
+	v.cfg = c
+	return nil
 }
 
 // slotName names an epoch's reader slot: loops have those of their IDs, the rest

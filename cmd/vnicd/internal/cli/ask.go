@@ -1,0 +1,146 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+)
+
+// askTime is how long the daemon may take to answer.
+const askTime = 30 * time.Second
+
+const whichSocket = `The socket is that of --control, else the configuration's, else
+` + config.DefaultRunDir + `/vnicd.sock.`
+
+// askFlags are those of every command that asks the running daemon.
+func (a *app) askFlags(c *cobra.Command) {
+	c.PersistentFlags().StringVar(&a.control, "control", "", "control socket `path`")
+	c.PersistentFlags().BoolVarP(&a.json, "json", "j", false, "JSON output")
+}
+
+// client finds the daemon's socket.
+func (a *app) client(c *cobra.Command) (*daemon.Client, error) {
+	path := a.control
+	if path == "" {
+		path = config.DefaultRunDir + "/vnicd.sock"
+		if cfg, err := config.Load(a.config); err == nil {
+			path = cfg.Control
+		} else if c.Flags().Changed("config") {
+			return nil, usageError{err}
+		}
+	}
+	return daemon.NewClient(path), nil
+}
+
+// ask sends one request.
+func (a *app) ask(c *cobra.Command, method, url string, in, out any) error {
+	client, err := a.client(c)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), askTime)
+	defer cancel()
+	return client.Do(ctx, method, url, in, out)
+}
+
+// get asks for a list and prints it: as JSON, or by show.
+func get[T any](a *app, c *cobra.Command, url string, show func([]T)) error {
+	var list []T
+	if err := a.ask(c, http.MethodGet, url, nil, &list); err != nil {
+		return err
+	}
+	if a.json {
+		return a.printJSON(list)
+	}
+	show(list)
+	return nil
+}
+
+// words reads "key value key value ..." and keys without value, as ip does. known says of each key how it is used.
+type wordKind uint8
+
+const (
+	once wordKind = iota
+	many
+	flag
+)
+
+func words(argv []string, known map[string]wordKind) (map[string][]string, error) {
+	out := map[string][]string{}
+	for i := 0; i < len(argv); i++ {
+		k := argv[i]
+		kind, ok := known[k]
+		switch {
+		case !ok:
+			keys := make([]string, 0, len(known))
+			for x := range known {
+				keys = append(keys, x)
+			}
+			slices.Sort(keys)
+			return nil, usageError{fmt.Errorf("unknown word %q; known: %s", k, strings.Join(keys, ", "))}
+		case kind != many && out[k] != nil:
+			return nil, usageError{fmt.Errorf("%q stands twice", k)}
+		case kind == flag:
+			out[k] = []string{"true"}
+		case i+1 == len(argv):
+			return nil, usageError{fmt.Errorf("%q needs a value", k)}
+		default:
+			i++
+			out[k] = append(out[k], argv[i])
+		}
+	}
+	return out, nil
+}
+
+// one returns the value of a key, "" if it was not there.
+func one(w map[string][]string, k string) string {
+	if v := w[k]; len(v) > 0 {
+		return v[0]
+	}
+	return ""
+}
+
+// need fails when a key is missing.
+func need(w map[string][]string, keys ...string) error {
+	for _, k := range keys {
+		if w[k] == nil {
+			return usageError{fmt.Errorf("%q is missing", k)}
+		}
+	}
+	return nil
+}
+
+// body makes a request's body of the words: lists and single values by their kind. Numbers go as text: the daemon reads the
+// keys as in its configuration.
+func body(w map[string][]string, known map[string]wordKind, rename map[string]string) map[string]any {
+	m := map[string]any{}
+	for k, v := range w {
+		name := k
+		if n := rename[k]; n != "" {
+			name = n
+		}
+		if known[k] == many {
+			m[name] = v
+		} else {
+			m[name] = v[0]
+		}
+	}
+	return m
+}
+
+// group is a command that only has sub-commands; without one it shows.
+func (a *app) group(use, short, long string, show *cobra.Command, more ...*cobra.Command) *cobra.Command {
+	c := &cobra.Command{Use: use, Short: short, Long: long + "\n\n" + whichSocket, Args: args(cobra.NoArgs), RunE: show.RunE}
+	a.askFlags(c)
+	c.AddCommand(show)
+	c.AddCommand(more...)
+	return c
+}

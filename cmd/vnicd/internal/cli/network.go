@@ -1,0 +1,241 @@
+package cli
+
+import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+)
+
+// inNetwork is the query for one network, "" for all.
+func inNetwork(argv []string) string {
+	if len(argv) == 0 {
+		return ""
+	}
+	return "?network=" + url.QueryEscape(argv[0])
+}
+
+var networkWords = map[string]wordKind{"vni": once, "mtu": once, "peer": many, "learn-peers": flag, "ageing": once, "max-entries": once, "storm": once}
+
+var tapWords = map[string]wordKind{"address": many, "bridge": once}
+
+func (a *app) networkCmd() *cobra.Command {
+	show := &cobra.Command{
+		Use: "show [NAME]", Short: "Show networks, their peers and what was dropped", Args: args(cobra.MaximumNArgs(1)),
+		RunE: a.showNetworks,
+	}
+	add := &cobra.Command{
+		Use: "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N]", Short: "Make a network",
+		Args: args(cobra.MinimumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			w, err := words(argv[1:], networkWords)
+			if err == nil {
+				err = need(w, "vni")
+			}
+			if err != nil {
+				return err
+			}
+			b := body(w, networkWords, map[string]string{"peer": "peers"})
+			b["name"] = argv[0]
+			return a.ask(c, http.MethodPost, "/v1/networks", b, nil)
+		},
+	}
+	del := &cobra.Command{
+		Use: "del NAME", Short: "Remove a network that has no VMs", Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(argv[0]), nil, nil)
+		},
+	}
+	peer := func(use, short, method string) *cobra.Command {
+		return &cobra.Command{Use: use, Short: short, Args: args(cobra.ExactArgs(2)), RunE: func(c *cobra.Command, argv []string) error {
+			return a.ask(c, method, "/v1/networks/"+url.PathEscape(argv[0])+"/peers/"+url.PathEscape(argv[1]), nil, nil)
+		}}
+	}
+	tap := &cobra.Command{
+		Use: "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME]", Short: "Give a network the host's port", Args: args(cobra.MinimumNArgs(2)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			w, err := words(argv[2:], tapWords)
+			if err != nil {
+				return err
+			}
+			b := body(w, tapWords, map[string]string{"address": "addresses"})
+			b["name"] = argv[1]
+			return a.ask(c, http.MethodPut, "/v1/networks/"+url.PathEscape(argv[0])+"/tap", b, nil)
+		},
+	}
+	delTAP := &cobra.Command{
+		Use: "del-tap NETWORK", Short: "Remove the host's port", Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(argv[0])+"/tap", nil, nil)
+		},
+	}
+	return a.group("network", "Show and change the tenants' networks",
+		"Networks of the running daemon. The words after NAME are the keys of the\nconfiguration file. Changes last until the daemon ends.", show, add, del,
+		peer("add-peer NETWORK ADDRESS", "Add another host's underlay address", http.MethodPut),
+		peer("del-peer NETWORK ADDRESS", "Remove what add-peer added", http.MethodDelete), tap, delTAP)
+}
+
+func (a *app) showNetworks(c *cobra.Command, argv []string) error {
+	var s daemon.Status
+	if err := a.ask(c, http.MethodGet, "/v1/status", nil, &s); err != nil {
+		return err
+	}
+	if len(argv) == 1 {
+		all, names := s.Networks, []string{}
+		s.Networks = nil
+		for _, n := range all {
+			names = append(names, n.Name)
+			if n.Name == argv[0] {
+				s.Networks = append(s.Networks, n)
+			}
+		}
+		if s.Networks == nil {
+			return fmt.Errorf("no network %q; there are: %s", argv[0], strings.Join(names, ", "))
+		}
+	}
+	if a.json {
+		return a.printJSON(s.Networks)
+	}
+	for _, n := range s.Networks {
+		fmt.Fprintf(a.out, "%s: vni %d mtu %d addresses %d (static %d) neighbours %d moves %d flaps %d%s\n", n.Name, n.VNI, n.MTU, n.Entries, n.Static,
+			len(n.Neighbours), n.Moves, n.Flaps, drops(n.Drops))
+		for _, f := range n.Flapping {
+			fmt.Fprintf(a.out, "    FLAPPING %s vlan %d between %s and %s, %d moves\n", f.MAC, f.VLAN, f.From, f.To, f.Moves)
+		}
+		if s.VTEP == nil {
+			continue
+		}
+		for _, v := range s.VTEP.Networks {
+			for _, p := range v.Peers {
+				if v.VNI == n.VNI {
+					fmt.Fprintf(a.out, "    peer %s %s", p.Addr, map[bool]string{true: "learnt", false: "static"}[p.Learnt])
+					if p.MTU > 0 {
+						fmt.Fprintf(a.out, " mtu %d", p.MTU)
+					}
+					fmt.Fprintln(a.out)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func (a *app) portCmd() *cobra.Command {
+	show := &cobra.Command{
+		Use: "show [NETWORK]", Short: "Show ports with their counters", Args: args(cobra.MaximumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return get(a, c, "/v1/ports"+inNetwork(argv), func(list []daemon.NetworkPort) {
+				for _, p := range list {
+					fmt.Fprintf(a.out, "%s: network %s kind %s learnt %d", p.Name, p.Network, p.Kind, p.Entries)
+					for _, m := range p.MACs {
+						fmt.Fprintf(a.out, " mac %s", m)
+					}
+					for _, ip := range p.IPs {
+						fmt.Fprintf(a.out, " ip %s", ip)
+					}
+					fmt.Fprintf(a.out, "\n    rx %d packets %d bytes  tx %d packets %d bytes  floods %d answered %d%s\n", p.InFrames, p.InBytes, p.OutFrames, p.OutBytes,
+						p.Floods, p.Answered, drops(p.Drops))
+				}
+			})
+		},
+	}
+	return a.group("port", "Show the networks' ports", "Ports of VMs, of the host (tap) and of the tunnels (vtep) with their counters and every reason for\na drop. "+
+		"rx is what the port sent into the network, tx what it got.", show)
+}
+
+func (a *app) fdbCmd() *cobra.Command {
+	show := &cobra.Command{
+		Use: "show [NETWORK]", Short: "Show forwarding tables", Args: args(cobra.MaximumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return get(a, c, "/v1/fdb"+inNetwork(argv), func(list []daemon.FDBEntry) {
+				t := table(a.out)
+				for _, e := range list {
+					where := "port " + e.Port
+					if e.VTEP.IsValid() {
+						where = "vtep " + e.VTEP.String()
+					}
+					fmt.Fprintf(t, "%s\t%s\tnetwork %s\t%s\t%s%s\n", e.MAC, vlan(e.VLAN), e.Network, where, e.Source, idle(e.Static, e.Idle))
+				}
+				t.Flush()
+			})
+		},
+	}
+	known := map[string]wordKind{"network": once, "vtep": once, "port": once, "vlan": once}
+	return a.group("fdb", "Show and change forwarding tables", "Which MAC is at which port or behind which VTEP. Entries that are added neither age nor move; adding one\n"+
+		"again moves it. Without a VLAN an entry stands for all.", show,
+		a.entry("add MAC network NAME vtep ADDRESS|port NAME [vlan N]", "Add or move an entry", http.MethodPut, "fdb", known, "vtep", "port"),
+		a.entry("del MAC network NAME [vlan N]", "Remove what was added, or forget what was learnt", http.MethodDelete, "fdb", map[string]wordKind{"network": once, "vlan": once}))
+}
+
+func (a *app) neighCmd() *cobra.Command {
+	show := &cobra.Command{
+		Use: "show [NETWORK]", Short: "Show the known IP addresses", Args: args(cobra.MaximumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return get(a, c, "/v1/neighbours"+inNetwork(argv), func(list []daemon.NetworkNeighbour) {
+				t := table(a.out)
+				for _, e := range list {
+					how := "snooped"
+					if e.Static {
+						how = "static"
+					}
+					if e.Router {
+						how += " router"
+					}
+					fmt.Fprintf(t, "%s\t%s\tmac %s\tnetwork %s\t%s%s\n", e.IP, vlan(e.VLAN), e.MAC, e.Network, how, idle(e.Static, e.Idle))
+				}
+				t.Flush()
+			})
+		},
+	}
+	known := map[string]wordKind{"network": once, "mac": once, "vlan": once}
+	return a.group("neigh", "Show and change what ARP and neighbour discovery are answered from",
+		"Which IP address is which MAC's. The switch answers requests for them itself; what was added, nobody else may claim.", show,
+		a.entry("add ADDRESS network NAME mac MAC [vlan N]", "Add or change an entry", http.MethodPut, "neighbours", known, "mac"),
+		a.entry("del ADDRESS network NAME [vlan N]", "Remove what was added", http.MethodDelete, "neighbours", map[string]wordKind{"network": once, "vlan": once}))
+}
+
+// entry is a command that sets or removes one entry of a table; the words in send are the body.
+func (a *app) entry(use, short, method, table string, known map[string]wordKind, send ...string) *cobra.Command {
+	return &cobra.Command{Use: use, Short: short, Args: args(cobra.MinimumNArgs(1)), RunE: func(c *cobra.Command, argv []string) error {
+		w, err := words(argv[1:], known)
+		if err == nil {
+			err = need(w, "network")
+		}
+		if err != nil {
+			return err
+		}
+		u := "/v1/networks/" + url.PathEscape(one(w, "network")) + "/" + table + "/" + url.PathEscape(argv[0])
+		if v := one(w, "vlan"); v != "" {
+			u += "?vlan=" + url.QueryEscape(v)
+		}
+		if method == http.MethodDelete {
+			return a.ask(c, method, u, nil, nil)
+		}
+		b := map[string]string{}
+		for _, k := range send {
+			if v := one(w, k); v != "" {
+				b[k] = v
+			}
+		}
+		return a.ask(c, method, u, b, nil)
+	}}
+}
+
+func vlan(n uint16) string {
+	if n == 0 {
+		return ""
+	}
+	return fmt.Sprintf("vlan %d", n)
+}
+
+func idle(static bool, d time.Duration) string {
+	if static {
+		return ""
+	}
+	return fmt.Sprintf(" %ds", int(d/time.Second))
+}

@@ -1,0 +1,71 @@
+package cli
+
+import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+)
+
+var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "rate": once, "storm": once, "memory-budget": once, "qmp": once}
+
+func (a *app) vmCmd() *cobra.Command {
+	show := &cobra.Command{
+		Use: "show", Short: "List the VMs", Args: args(cobra.NoArgs),
+		RunE: func(c *cobra.Command, _ []string) error {
+			var s daemon.Status
+			if err := a.ask(c, http.MethodGet, "/v1/status", nil, &s); err != nil {
+				return err
+			}
+			if a.json {
+				return a.printJSON(s.VMs)
+			}
+			t := table(a.out)
+			for _, v := range s.VMs {
+				fmt.Fprintf(t, "%s\tnetwork %s\tmac %s\tnet %s\thca %s\n", v.Name, v.Network, v.MAC,
+					state(v.Net.Connected, slices.Contains(v.Net.Pairs, "rx+tx")), state(v.HCA.Connected, v.HCA.Up))
+			}
+			return t.Flush()
+		},
+	}
+	add := &cobra.Command{
+		Use:   "add NAME network NAME mac MAC [ip ADDRESS]... [rate BITS] [storm N] [memory-budget SIZE] [qmp PATH]",
+		Short: "Make a VM's sockets", Args: args(cobra.MinimumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			w, err := words(argv[1:], vmWords)
+			if err == nil {
+				err = need(w, "network", "mac")
+			}
+			if err != nil {
+				return err
+			}
+			b := body(w, vmWords, map[string]string{"ip": "ips"})
+			b["name"] = argv[0]
+			return a.ask(c, http.MethodPost, "/v1/vms", b, nil)
+		},
+	}
+	del := &cobra.Command{
+		Use: "del NAME", Short: "Disconnect a VM and remove its sockets", Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return a.ask(c, http.MethodDelete, "/v1/vms/"+url.PathEscape(argv[0]), nil, nil)
+		},
+	}
+	move := &cobra.Command{
+		Use: "move NAME network NAME", Short: "Put a VM's cable into another network", Args: args(cobra.ExactArgs(3)),
+		Long: "Moves the VM's port to another network while the VM runs: like a cable that is put into another switch. The\n" +
+			"guest keeps its MAC and addresses; RDMA connections to hosts that it no longer reaches fail by their retries.",
+		RunE: func(c *cobra.Command, argv []string) error {
+			w, err := words(argv[1:], map[string]wordKind{"network": once})
+			if err != nil {
+				return err
+			}
+			return a.ask(c, http.MethodPut, "/v1/vms/"+url.PathEscape(argv[0])+"/network", map[string]string{"network": one(w, "network")}, nil)
+		},
+	}
+	return a.group("vm", "Show, add, move and remove VMs", "VMs of the running daemon. The words after NAME are the keys of the configuration file.\n"+
+		"Changes last until the daemon ends.", show, add, del, move)
+}

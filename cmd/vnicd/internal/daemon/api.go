@@ -1,0 +1,214 @@
+package daemon
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"time"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/overlay"
+	"github.com/vnicd/vnicd/device/vxlan"
+)
+
+// The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the configuration
+// file. Errors are {"error": "..."} with the status 400 (the request is wrong), 404 (what it names is not there), 409 (it
+// conflicts with what is there) or 500.
+//
+//	GET    /v1/status
+//	POST   /v1/networks                              a network
+//	DELETE /v1/networks/{network}
+//	PUT    /v1/networks/{network}/tap                a TAP
+//	DELETE /v1/networks/{network}/tap
+//	PUT    /v1/networks/{network}/peers/{address}
+//	DELETE /v1/networks/{network}/peers/{address}
+//	PUT    /v1/networks/{network}/fdb/{mac}?vlan=    {"vtep": address} or {"port": name}
+//	DELETE /v1/networks/{network}/fdb/{mac}?vlan=
+//	PUT    /v1/networks/{network}/neighbours/{address}?vlan=   {"mac": mac}
+//	DELETE /v1/networks/{network}/neighbours/{address}?vlan=
+//	POST   /v1/vms                                   a VM
+//	DELETE /v1/vms/{vm}
+//	PUT    /v1/vms/{vm}/network                      {"network": name}
+//	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
+
+const maxBody = 1 << 20
+
+// answerTime bounds how long a client may take to read an answer.
+const answerTime = 30 * time.Second
+
+// badRequest marks what the client got wrong.
+type badRequest struct{ error }
+
+func (e badRequest) Unwrap() error { return e.error }
+
+func (d *Daemon) api() http.Handler {
+	mux := http.NewServeMux()
+	handle := func(pattern string, f func(r *http.Request) (any, error)) {
+		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(answerTime)) // a unix socket has deadlines
+			v, err := f(r)
+			if err != nil {
+				d.refuse(w, r, err)
+				return
+			}
+			d.answer(w, http.StatusOK, v)
+		})
+	}
+	handle("GET /v1/status", func(*http.Request) (any, error) { return d.Status(), nil })
+	handle("GET /v1/ports", func(r *http.Request) (any, error) { return d.Ports(r.URL.Query().Get("network")) })
+	handle("GET /v1/fdb", func(r *http.Request) (any, error) { return d.FDB(r.URL.Query().Get("network")) })
+	handle("GET /v1/neighbours", func(r *http.Request) (any, error) { return d.Neighbours(r.URL.Query().Get("network")) })
+	handle("GET /v1/routes", func(r *http.Request) (any, error) { return d.Routes(r.URL.Query().Get("network")) })
+
+	handle("POST /v1/networks", func(r *http.Request) (any, error) { return done(with(r, config.ParseNetwork, d.AddNetwork)) })
+	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) { return done(d.RemoveNetwork(r.PathValue("network"))) })
+	handle("PUT /v1/networks/{network}/tap", func(r *http.Request) (any, error) {
+		return done(with(r, config.ParseTAP, func(c *config.TAP) error { return d.AddTAP(r.PathValue("network"), c) }))
+	})
+	handle("DELETE /v1/networks/{network}/tap", func(r *http.Request) (any, error) { return done(d.RemoveTAP(r.PathValue("network"))) })
+	handle("POST /v1/vms", func(r *http.Request) (any, error) { return done(with(r, config.ParseVM, d.AddVM)) })
+	handle("DELETE /v1/vms/{vm}", func(r *http.Request) (any, error) { return done(d.RemoveVM(r.PathValue("vm"))) })
+	handle("PUT /v1/vms/{vm}/network", func(r *http.Request) (any, error) {
+		var to struct{ Network string }
+		if err := decode(r, &to); err != nil {
+			return nil, err
+		}
+		return done(d.MoveVM(r.PathValue("vm"), to.Network))
+	})
+
+	for kind, pattern := range map[overlay.Kind]string{
+		overlay.Peer: "peers/{key}", overlay.MAC: "fdb/{key}", overlay.IP: "neighbours/{key}",
+	} {
+		handle("PUT /v1/networks/{network}/"+pattern, func(r *http.Request) (any, error) {
+			route, err := readRoute(r, kind)
+			if err != nil {
+				return nil, err
+			}
+			return done(d.SetRoute(r.PathValue("network"), route))
+		})
+		handle("DELETE /v1/networks/{network}/"+pattern, func(r *http.Request) (any, error) {
+			key, err := readKey(r, kind)
+			if err != nil {
+				return nil, err
+			}
+			return done(d.RemoveRoute(r.PathValue("network"), key))
+		})
+	}
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		d.refuse(w, r, fmt.Errorf("%w: no %s %s in this API", errNotFound, r.Method, r.URL.Path))
+	})
+	return mux
+}
+
+// done is the answer of a change: an empty object.
+func done(err error) (any, error) { return struct{}{}, err }
+
+// with reads a request's body and passes on what it says.
+func with[T any](r *http.Request, parse func([]byte) (*T, error), do func(*T) error) error {
+	data, err := io.ReadAll(r.Body)
+	if err != nil {
+		return badRequest{err}
+	}
+	v, err := parse(data)
+	if err != nil {
+		return err
+	}
+	return do(v)
+}
+
+func decode(r *http.Request, v any) error {
+	dec := json.NewDecoder(r.Body)
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(v); err != nil {
+		return badRequest{fmt.Errorf("the body is wrong: %w", err)}
+	}
+	return nil
+}
+
+// readKey reads what a request is about from its path and query.
+func readKey(r *http.Request, kind overlay.Kind) (k overlay.Key, err error) {
+	k.Kind = kind
+	text := r.PathValue("key")
+	switch kind {
+	case overlay.MAC:
+		k.MAC, err = lfe.ParseMAC(text)
+	case overlay.Peer:
+		k.VTEP, err = netip.ParseAddr(text)
+	default:
+		k.IP, err = netip.ParseAddr(text)
+	}
+	if v := r.URL.Query().Get("vlan"); err == nil && v != "" {
+		n, nerr := strconv.ParseUint(v, 10, 16)
+		if nerr != nil || n < 1 || n > 4094 {
+			err = fmt.Errorf("vlan must be 1 to 4094, found %q", v)
+		}
+		k.VLAN = uint16(n)
+	}
+	if err != nil {
+		err = badRequest{err}
+	}
+	return k, err
+}
+
+func readRoute(r *http.Request, kind overlay.Kind) (overlay.Route, error) {
+	k, err := readKey(r, kind)
+	if err != nil {
+		return overlay.Route{}, err
+	}
+	var body struct {
+		VTEP netip.Addr `json:"vtep"`
+		Port string     `json:"port"`
+		MAC  lfe.MAC    `json:"mac"`
+	}
+	if kind != overlay.Peer {
+		if err := decode(r, &body); err != nil {
+			return overlay.Route{}, err
+		}
+	}
+	return overlay.Route{Key: k, Behind: body.VTEP, Port: body.Port, At: body.MAC}, nil
+}
+
+func (d *Daemon) answer(w http.ResponseWriter, status int, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	if err := json.NewEncoder(w).Encode(v); err != nil {
+		d.log.Debug("answer on the control socket", "error", err)
+	}
+}
+
+// refuse answers with an error, by its kind.
+func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
+	status := http.StatusInternalServerError
+	var bad badRequest
+	var wrong *config.Errors
+	switch {
+	case errors.As(err, &bad), errors.As(err, &wrong), isAny(err, overlay.ErrInvalid, vxlan.ErrPeer, vxlan.ErrPeerFamily):
+		status = http.StatusBadRequest
+	case errors.Is(err, errNotFound), errors.Is(err, overlay.ErrNoPort):
+		status = http.StatusNotFound
+	case isAny(err, errConflict, lfe.ErrMACInUse, lfe.ErrIPInUse, lfe.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
+		overlay.ErrNoTunnel, overlay.ErrLimit):
+		status = http.StatusConflict
+	}
+	d.log.Debug("request refused", "method", r.Method, "path", r.URL.Path, "status", status, "error", err)
+	d.answer(w, status, errorBody{err.Error()})
+}
+
+type errorBody struct {
+	Error string `json:"error"`
+}
+
+func isAny(err error, targets ...error) bool {
+	for _, t := range targets {
+		if errors.Is(err, t) {
+			return true
+		}
+	}
+	return false
+}

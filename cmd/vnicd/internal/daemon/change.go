@@ -1,0 +1,362 @@
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/overlay"
+)
+
+// Changes at run time. Each is checked as a whole before anything happens, exactly as the file would be; it takes effect
+// entirely or not at all; and none is written to the file.
+
+// Errors that tell the kind of refusal.
+var (
+	errNotFound = errors.New("not found")
+	errConflict = errors.New("conflict")
+)
+
+func (d *Daemon) network(name string) (*network, error) {
+	if n := d.nets[name]; n != nil {
+		return n, nil
+	}
+	var names []string
+	for _, c := range d.cfg.Networks {
+		names = append(names, c.Name)
+	}
+	return nil, fmt.Errorf("%w: no network %q; there are: %s", errNotFound, name, list(names))
+}
+
+func list(names []string) string {
+	if len(names) == 0 {
+		return "none"
+	}
+	return strings.Join(names, ", ")
+}
+
+// changeLocked checks what edit makes of the configuration, and adopts it if do succeeds. mu is held.
+func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error {
+	next := d.cfg.Clone()
+	edit(next)
+	if err := next.Check(); err != nil {
+		return err
+	}
+	if err := do(); err != nil {
+		return err
+	}
+	d.cfg = next
+	return nil
+}
+
+// AddNetwork makes a network.
+func (d *Daemon) AddNetwork(c *config.Network) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var n *network
+	err := d.changeLocked(func(next *config.Config) { next.Networks = append(next.Networks, c) }, func() (err error) {
+		n, err = d.newNetwork(c)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	c.Line = config.Runtime
+	if c.TAP != nil {
+		c.TAP.Line = config.Runtime
+	}
+	d.nets[c.Name] = n
+	d.log.Info("network added", "network", c.Name, "vni", c.VNI)
+	return nil
+}
+
+// RemoveNetwork removes a network that has no VMs, its host port included.
+func (d *Daemon) RemoveNetwork(name string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	var vms []string
+	for _, c := range d.cfg.VMs {
+		if c.Network == name {
+			vms = append(vms, c.Name)
+		}
+	}
+	if len(vms) > 0 {
+		return fmt.Errorf("%w: network %q has VMs: %s; move or remove them first", errConflict, name, list(vms))
+	}
+	return d.changeLocked(func(next *config.Config) {
+		next.Networks = slices.DeleteFunc(next.Networks, func(c *config.Network) bool { return c.Name == name })
+	}, func() error {
+		n.undo.run()
+		delete(d.nets, name)
+		d.log.Info("network removed", "network", name)
+		return nil
+	})
+}
+
+// replaceNetwork puts a changed copy of a network's configuration in its place.
+func replaceNetwork(next *config.Config, name string, edit func(*config.Network)) {
+	for i, c := range next.Networks {
+		if c.Name == name {
+			n := *c
+			edit(&n)
+			next.Networks[i] = &n
+		}
+	}
+}
+
+// AddTAP gives a network its host port.
+func (d *Daemon) AddTAP(name string, c *config.TAP) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	if n.tap != nil {
+		return fmt.Errorf("%w: network %q has the host port %q", errConflict, name, n.tap.Name())
+	}
+	err = d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = c }) },
+		func() error { return n.openTAP(d, c) })
+	if err == nil {
+		c.Line = config.Runtime
+		n.table.Retry()
+		d.log.Info("host port added", "network", name, "interface", c.Name)
+	}
+	return err
+}
+
+// RemoveTAP takes the host port of a network away.
+func (d *Daemon) RemoveTAP(name string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	if n.tap == nil {
+		return fmt.Errorf("%w: network %q has no host port", errNotFound, name)
+	}
+	return d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = nil }) }, func() error {
+		n.closeTAP()
+		n.table.Retry()
+		d.log.Info("host port removed", "network", name)
+		return nil
+	})
+}
+
+// AddVM makes a VM's sockets.
+func (d *Daemon) AddVM(c *config.VM) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var v *vm
+	err := d.changeLocked(func(next *config.Config) { next.VMs = append(next.VMs, c) }, func() (err error) {
+		v, err = d.newVM(c)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	c.Line = config.Runtime
+	d.vms[c.Name] = v
+	d.nets[c.Network].table.Retry()
+	d.log.Info("VM added", "vm", c.Name, "network", c.Network, "mac", c.MAC)
+	return nil
+}
+
+func (d *Daemon) vm(name string) (*vm, error) {
+	if v := d.vms[name]; v != nil {
+		return v, nil
+	}
+	var names []string
+	for _, c := range d.cfg.VMs {
+		names = append(names, c.Name)
+	}
+	return nil, fmt.Errorf("%w: no VM %q; there are: %s", errNotFound, name, list(names))
+}
+
+// RemoveVM disconnects a VM and removes its sockets.
+func (d *Daemon) RemoveVM(name string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	v, err := d.vm(name)
+	if err != nil {
+		return err
+	}
+	return d.changeLocked(func(next *config.Config) {
+		next.VMs = slices.DeleteFunc(next.VMs, func(c *config.VM) bool { return c.Name == name })
+	}, func() error {
+		v.undo.run()
+		delete(d.vms, name)
+		d.nets[v.cfg.Network].table.Retry()
+		d.log.Info("VM removed", "vm", name)
+		return nil
+	})
+}
+
+// MoveVM takes a VM's port to another network, while the VM runs.
+func (d *Daemon) MoveVM(name, to string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	v, err := d.vm(name)
+	if err != nil {
+		return err
+	}
+	n, err := d.network(to)
+	if err != nil {
+		return err
+	}
+	from := v.cfg.Network
+	moved := *v.cfg
+	moved.Network = to
+	err = d.changeLocked(func(next *config.Config) {
+		next.VMs[slices.Index(next.VMs, v.cfg)] = &moved
+	}, func() error { return v.move(n, &moved) })
+	if err == nil {
+		n.table.Retry()
+		d.nets[from].table.Retry()
+		d.log.Info("VM moved", "vm", name, "from", from, "to", to)
+	}
+	return err
+}
+
+// SetRoute sets an entry of a network's table: a peer, a MAC or an IP address. It replaces an earlier one that was set so.
+func (d *Daemon) SetRoute(name string, r overlay.Route) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	before, had := n.table.Said(d.source, r.Key)
+	if err = n.table.Set(d.source, r); err != nil {
+		// An operator who sees an error expects that nothing has changed.
+		if n.table.Withdraw(d.source, r.Key); had {
+			_ = n.table.Set(d.source, before) // as good as it was
+		}
+	}
+	return err
+}
+
+// RemoveRoute removes what SetRoute has set; a MAC that was learnt is forgotten.
+func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	if n.table.Withdraw(d.source, k) || k.Kind == overlay.MAC && n.sw.Forget(lfe.Address{MAC: k.MAC, VLAN: k.VLAN}) {
+		return nil
+	}
+	return fmt.Errorf("%w: no such %s was added at run time to network %q (what the configuration or the VMs themselves bring cannot be removed so)", errNotFound, k.Kind, name)
+}
+
+// FDBEntry is one line of a network's forwarding table, with where it comes from.
+type FDBEntry struct {
+	Network string `json:"network"`
+	lfe.Entry
+	VTEP   netip.Addr `json:"vtep,omitzero"`
+	Source string     `json:"source"` // learnt, port (the port's own MAC), or a table source
+}
+
+// FDB lists the forwarding table of a network, or with an empty name of all.
+func (d *Daemon) FDB(name string) ([]FDBEntry, error) {
+	return each(d, name, func(c *config.Network, n *network) (out []FDBEntry) {
+		behind := map[lfe.Remote]netip.Addr{}
+		if d.vtep != nil {
+			for _, p := range d.vtep.Peers(c.VNI) {
+				behind[p.Remote] = p.Addr
+			}
+		}
+		sources := map[overlay.Key]string{}
+		for _, r := range n.table.Routes() {
+			if r.Active && r.Kind == overlay.MAC {
+				sources[overlay.Key{Kind: r.Kind, MAC: r.MAC, VLAN: r.VLAN}] = r.Source
+			}
+		}
+		for _, e := range n.sw.Entries() {
+			x := FDBEntry{Network: c.Name, Entry: e, VTEP: behind[e.Remote], Source: "learnt"}
+			if e.Static {
+				if x.Source = sources[overlay.Key{Kind: overlay.MAC, MAC: e.MAC, VLAN: e.VLAN}]; x.Source == "" {
+					x.Source = "port"
+				}
+			}
+			out = append(out, x)
+		}
+		return out
+	})
+}
+
+// NetworkNeighbour is one IP address that a network knows.
+type NetworkNeighbour struct {
+	Network string `json:"network"`
+	lfe.Neighbour
+}
+
+// Neighbours lists the IP addresses that a network knows, or with an empty name all do.
+func (d *Daemon) Neighbours(name string) ([]NetworkNeighbour, error) {
+	return each(d, name, func(c *config.Network, n *network) (out []NetworkNeighbour) {
+		for _, x := range n.sw.Neighbours() {
+			out = append(out, NetworkNeighbour{c.Name, x})
+		}
+		return out
+	})
+}
+
+// NetworkPort is one port of a network.
+type NetworkPort struct {
+	Network string `json:"network"`
+	lfe.PortStatus
+}
+
+// Ports lists the ports of a network, or with an empty name of all.
+func (d *Daemon) Ports(name string) ([]NetworkPort, error) {
+	return each(d, name, func(c *config.Network, n *network) (out []NetworkPort) {
+		for _, x := range n.sw.Ports() {
+			out = append(out, NetworkPort{c.Name, x})
+		}
+		return out
+	})
+}
+
+// NetworkRoute is one entry that a table source has offered to a network.
+type NetworkRoute struct {
+	Network string `json:"network"`
+	overlay.RouteStatus
+}
+
+// Routes lists what table sources say about a network, or with an empty name about all.
+func (d *Daemon) Routes(name string) ([]NetworkRoute, error) {
+	return each(d, name, func(c *config.Network, n *network) (out []NetworkRoute) {
+		for _, x := range n.table.Routes() {
+			out = append(out, NetworkRoute{c.Name, x})
+		}
+		return out
+	})
+}
+
+// each gathers what f lists of one network, or of all; never nil, so that JSON shows an empty list.
+func each[T any](d *Daemon, name string, f func(*config.Network, *network) []T) ([]T, error) {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	out := []T{}
+	if name != "" {
+		if _, err := d.network(name); err != nil {
+			return nil, err
+		}
+	}
+	for _, c := range d.cfg.Networks {
+		if name == "" || c.Name == name {
+			out = append(out, f(c, d.nets[c.Name])...)
+		}
+	}
+	return out, nil
+}

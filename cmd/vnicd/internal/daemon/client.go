@@ -1,0 +1,86 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+)
+
+// Client asks the daemon behind a control socket.
+type Client struct {
+	path string
+	http http.Client
+}
+
+// NewClient makes a client for the socket at path; every request connects anew.
+func NewClient(path string) *Client {
+	return &Client{path: path, http: http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", path)
+		},
+		DisableKeepAlives: true,
+	}}}
+}
+
+// Do sends a request with in as its JSON body (nil: none) and reads the answer into out (nil: not wanted). An error that the
+// daemon reports is returned with its text.
+func (c *Client) Do(ctx context.Context, method, url string, in, out any) error {
+	var body io.Reader
+	if in != nil {
+		b, err := json.Marshal(in)
+		if err != nil {
+			return err
+		}
+		body = bytes.NewReader(b)
+	}
+	resp, err := c.send(ctx, method, url, body)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if out == nil {
+		return nil
+	}
+	if err := json.NewDecoder(resp.Body).Decode(out); err != nil {
+		return fmt.Errorf("reading vnicd's answer: %w", err)
+	}
+	return nil
+}
+
+// send returns the answer to a request that was granted; the caller closes its body.
+func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, "http://vnicd"+url, body)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.http.Do(req)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return nil, fmt.Errorf("no vnicd at %s: start it with `vnicd run`, or name its socket with --control", c.path)
+	case errors.Is(err, os.ErrPermission):
+		return nil, fmt.Errorf("no permission for %s: run as root or as a member of the socket's group", c.path)
+	case err != nil:
+		return nil, fmt.Errorf("asking vnicd at %s: %w", c.path, err)
+	case resp.StatusCode != http.StatusOK:
+		defer resp.Body.Close()
+		var e errorBody
+		if json.NewDecoder(io.LimitReader(resp.Body, maxBody)).Decode(&e) == nil && e.Error != "" {
+			return nil, errors.New(e.Error)
+		}
+		return nil, fmt.Errorf("vnicd at %s answered %s", c.path, resp.Status)
+	}
+	return resp, nil
+}
+
+// Status asks for the daemon's status.
+func (c *Client) Status(ctx context.Context) (*Status, error) {
+	var s Status
+	return &s, c.Do(ctx, http.MethodGet, "/v1/status", nil, &s)
+}

@@ -1,11 +1,15 @@
 package hca
 
 import (
+	"bytes"
 	"encoding/binary"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -251,6 +255,48 @@ func TestAbsentCommandBuffers(t *testing.T) {
 	if n := len(g.Describe().Stats); n == 0 || g.tables.conn == nil || len(g.tables.pds) != 30 {
 		t.Errorf("%d PDs after 30 commands", len(g.tables.pds))
 	}
+}
+
+// A release that does not drain within a second is complained of, and what holds it
+// is named.
+func TestReleaseWatchdog(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	var log lockedBuffer
+	g.log = hclog.New(&hclog.LoggerOptions{Output: &log})
+	d := g.commandQueue(64)
+	r := g.demand(g.pd(), 1, demandAccess)
+	r.set(0, 1, 0)
+	tok := g.space.Epochs().Enter(3)
+	d.submit(abi.CmdClearMTT, clearOf(r, 0))
+	for end := time.Now().Add(patienceHere); !strings.Contains(log.String(), "loop 3"); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("no complaint in %q", log.String())
+		}
+	}
+	g.space.Epochs().Leave(3, tok)
+	d.await(1)
+	if f := g.Describe().Faults; f.LongestDrain < drainPatience {
+		t.Errorf("longest drain %v", f.LongestDrain)
+	}
+}
+
+// lockedBuffer is a log that may be read while it is written.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }
 
 // BenchmarkClearMTT is the round trip of an invalidation, as a guest's MMU notifier

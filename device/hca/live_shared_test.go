@@ -13,7 +13,7 @@ import (
 // One CQ is filled from two loops at once: every completion arrives once, and
 // those of one QP in order.
 func TestCQBetweenLoops(t *testing.T) {
-	s := newSite(t, 2, 2, hca.Limits{})
+	s := newSite(t, 2, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
 	const n = 1500
 	cq := func(c *client, size int) *guestdrv.CQ {

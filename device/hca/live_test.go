@@ -22,6 +22,7 @@ import (
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // These tests run devices as vnicd does: loops on their threads, real sockets,
@@ -42,9 +43,13 @@ type host struct {
 	path string
 	mac  [6]byte
 	gid  guestdrv.GID
+
+	budget *hostdriver.Budget
 }
 
-func newSite(t *testing.T, hosts, loops int, lim hca.Limits) *site {
+// newSite makes devices; budget bounds what the host keeps resident of each guest's
+// memory, 0 does not.
+func newSite(t *testing.T, hosts, loops int, lim hca.Limits, budget uint64) *site {
 	t.Helper()
 	s := &site{t: t}
 	var err error
@@ -72,7 +77,7 @@ func newSite(t *testing.T, hosts, loops int, lim hca.Limits) *site {
 	}
 	dir := t.TempDir()
 	for i := range hosts {
-		h := &host{path: filepath.Join(dir, fmt.Sprint(i)), mac: [6]byte{2, 0, 0, 0, 1, byte(i)},
+		h := &host{budget: hostdriver.NewBudget(budget), path: filepath.Join(dir, fmt.Sprint(i)), mac: [6]byte{2, 0, 0, 0, 1, byte(i)},
 			gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 1, byte(i)}))}
 		port, err := lfe.NewVMPort(s.net, lfe.VMPortConfig{Name: fmt.Sprint(i), MAC: h.mac, Loop: s.loops[i%loops]})
 		if err != nil {
@@ -85,7 +90,7 @@ func newSite(t *testing.T, hosts, loops int, lim hca.Limits) *site {
 		}
 		h.dev.SetUplink(port.InputHCA)
 		port.SetHCA(h.dev)
-		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.path}, h.dev, 1)
+		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.path, Budget: h.budget}, h.dev, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -198,7 +203,7 @@ func (e *end) write(ctx context.Context, peer *end) (done int, last uint32) {
 // QPs, CQs and regions come and go under traffic, on two loops, while people look
 // at the status. Whatever is destroyed, the connections of others go on.
 func TestDestroyUnderTraffic(t *testing.T) {
-	s := newSite(t, 2, 2, hca.Limits{})
+	s := newSite(t, 2, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -276,7 +281,7 @@ func TestDestroyUnderTraffic(t *testing.T) {
 // into their timeouts, others notice nothing, and the next front end gets a clean
 // device. Several times, to meet the races.
 func TestDisconnectUnderTraffic(t *testing.T) {
-	s := newSite(t, 3, 2, hca.Limits{})
+	s := newSite(t, 3, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -370,7 +375,7 @@ func waitFor(t *testing.T, what string, cond func() bool) {
 // Chains that make no command break the command queue and nothing more: the
 // device goes down cleanly, and the next front end is served.
 func TestHostileCommandChains(t *testing.T) {
-	s := newSite(t, 1, 1, hca.Limits{})
+	s := newSite(t, 1, 1, hca.Limits{}, 0)
 	good := func(q *frontend.Queue, mem *frontend.Memory) bool {
 		req, err := mem.Alloc(64, 8)
 		if err != nil {
@@ -423,7 +428,7 @@ func TestHostileCommandChains(t *testing.T) {
 
 // Queues stop and restart, in any order, under traffic.
 func TestQueueRestarts(t *testing.T) {
-	s := newSite(t, 1, 2, hca.Limits{})
+	s := newSite(t, 1, 2, hca.Limits{}, 0)
 	d, mem := s.raw(0)
 	defer mem.Close()
 	r := rand.New(rand.NewPCG(1, 5))

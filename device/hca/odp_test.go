@@ -2,6 +2,7 @@ package hca
 
 import (
 	"bytes"
+	"strings"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -241,8 +242,14 @@ func TestFaultsWithoutBuffers(t *testing.T) {
 	gb := w.guests[1]
 	c := w.crowd(n)
 	w.until("all faults", func() bool { return gb.Stats().Value[abi.StatGuestFaults] == n })
-	if f := gb.Describe().Faults; f.Guest.Waiting != n || f.Parked != n {
+	st := gb.Describe()
+	if f := st.Faults; f.Guest.Waiting != n || f.Parked != n {
 		t.Errorf("%d faults wait, %d parked, want %d", f.Guest.Waiting, f.Parked, n)
+	}
+	for _, q := range st.QPs {
+		if len(q.Waits) != 1 || !strings.HasPrefix(q.Waits[0], "responder: ") || !strings.Contains(q.Waits[0], "absent in the guest") {
+			t.Fatalf("QP %#x waits for %q", q.QPN, q.Waits)
+		}
 	}
 	gone := map[uint32]bool{}
 	for i := 0; i < n; i += 4 {

@@ -8,7 +8,6 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/roce"
-	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -42,9 +41,6 @@ type FaultStatus struct {
 	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
 	Drains        uint64        `json:"drains"`           // since connected
 	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
-	// Memory is what the host has resident of the VM's memory: the VM's, not this
-	// device's alone.
-	Memory hostdriver.Status `json:"memory"`
 }
 
 // FaultQueue describes the faults of one level (PF-7).
@@ -80,6 +76,8 @@ type QPStatus struct {
 	Engine int    `json:"engine"`
 	Dest   uint32 `json:"dest_qpn,omitempty"`
 	Path   string `json:"path,omitempty"` // remote GID
+	// Absent pages that it waits for, in words.
+	Waits []string `json:"waits,omitempty"`
 }
 
 // Stats returns the counters, over all QPs since the device was made. It visits
@@ -131,6 +129,11 @@ func (d *Device) Describe() Status {
 				if a.AV.DGID != [16]byte{} {
 					x.Path = net.IP(a.AV.DGID[:]).String()
 				}
+				for i := range q.sides {
+					if m := q.sides[i].want; !m.OK() {
+						x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
+					}
+				}
 				s.QPs = append(s.QPs, x)
 			}
 		})
@@ -162,7 +165,6 @@ func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	g.Estimate = time.Duration(d.faults.estimate.Load())
 	g.times(&d.faults.times)
 	if conn := d.tables.conn; conn != nil {
-		f.Memory = conn.Memory()
 		space := conn.Space()
 		q := space.Faults()
 		h := q.Stats()

@@ -129,30 +129,22 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		if q.Path != "" {
 			fmt.Fprintf(t, "\tto %#06x at %s", q.Dest, q.Path)
 		}
+		for _, w := range q.Waits {
+			fmt.Fprintf(t, "\n        %s", w)
+		}
 		fmt.Fprintln(t)
 	}
-	t.Flush()
-	showFaults(w, v)
-	t = table(w)
 	for _, k := range slices.Sorted(maps.Keys(v.HCA.Stats)) {
 		fmt.Fprintf(t, "    %s\t%d\n", k, v.HCA.Stats[k])
 	}
 	t.Flush()
+	showFaults(w, v)
 	showMemory(w, &v.Memory)
 }
 
 // showFaults shows what is absent, who waits for it and how long that takes.
 func showFaults(w io.Writer, v *daemon.VMStatus) {
 	f := &v.HCA.Faults
-	m := &f.Memory
-	fmt.Fprintf(w, "memory %s resident", size(m.Resident))
-	if m.Budget > 0 {
-		fmt.Fprintf(w, " of a budget of %s", size(m.Budget))
-	}
-	fmt.Fprintf(w, ", %s held, %d evictions, %d refaults\n", size(m.Held), m.Evictions, m.Refaults)
-	if m.Unlocked != "" {
-		fmt.Fprintf(w, "    not locked: %s\n", m.Unlocked)
-	}
 	fmt.Fprintf(w, "faults %d parked now, %d RNR sent, %d packets dropped\n", f.Parked, v.HCA.Stats["tx_rnr"], v.HCA.Stats["fault_drops"])
 	t := table(w)
 	for _, q := range []struct {
@@ -196,14 +188,6 @@ func short(d time.Duration) time.Duration {
 		unit *= 10
 	}
 	return d.Round(unit)
-}
-
-// size gives bytes in MiB where that says enough.
-func size(n uint64) string {
-	if n > 0 && n < 10<<20 {
-		return fmt.Sprintf("%d KiB", n>>10)
-	}
-	return fmt.Sprintf("%d MiB", n>>20)
 }
 
 func state(connected, up bool) string {

@@ -7,24 +7,23 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 func TestShowFaults(t *testing.T) {
 	v := &daemon.VMStatus{Name: "vm1", HCA: hca.Status{
+		QPs:   []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
 		Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
 		Faults: hca.FaultStatus{
 			Parked:        2,
 			Guest:         hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond, Max: 2 * time.Millisecond, Buckets: []uint64{0, 0, 3, 1}},
 			Host:          hca.FaultQueue{Raised: 4, Resumed: 4, Buckets: []uint64{0, 0, 0, 0, 4}},
 			Invalidations: 11, EpochsFlipped: 12, Drains: 13, LongestDrain: 1234567 * time.Nanosecond,
-			Memory: hostdriver.Status{Budget: 256 << 20, Resident: 100 << 20, Held: 192 << 10, Evictions: 21, Refaults: 22},
 		},
 	}}
 	var b strings.Builder
 	showVM(&b, v)
 	for _, want := range []string{
-		"memory 100 MiB resident of a budget of 256 MiB, 192 KiB held, 21 evictions, 22 refaults\n",
+		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",
 		"    guest  5 raised  3 resumed  1 failed  1 waiting  mean 12.3µs  median 0s  99% 0s  max 2ms\n",
 		"    host   4 raised  4 resumed  0 failed  0 waiting",

@@ -9,11 +9,15 @@
  * invalidation disturbs the faults of its own part only.
  *
  *	fetch					invalidate
- *	  seq = mmu_interval_read_begin()	  gate (read), part->lock
- *	  have the kernel bring the pages in	  mmu_interval_set_seq()
- *	  look at the page table (hmm)		  pages that were given: CLEAR_MTT
- *	  gate (read), part->lock		  	(answered when unused, ODP-5)
- *	  seq unchanged? SET_MTT : from the top
+ *	  mmap_lock (read)			  gate (read), part->lock
+ *	  seq = mmu_interval_read_begin()	  mmu_interval_set_seq()
+ *	  have the kernel bring the pages in	  pages that were given: CLEAR_MTT
+ *	  look at the page table (hmm)		  	(answered when unused, ODP-5)
+ *	  gate (read), part->lock
+ *	  seq unchanged? SET_MTT : again
+ *
+ * mmap_lock is held all the way, so that a process that forks, maps and protects
+ * all the time does not keep its own faults from coming to an end.
  *
  * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
  * a page stays where it is because the kernel cannot get past the notifier.
@@ -321,11 +325,10 @@ static bool vnicd_page_dirty(unsigned long pfn)
 	return true;
 }
 
-/* Pages of the part as the process has them now: offsets @from to @to. */
+/* Pages of the part as the process has them now: offsets @from to @to. mmap_lock is held. */
 static int vnicd_part_look(struct vnicd_part *part, struct vnicd_fetch *f,
 			   unsigned long seq, unsigned int from, unsigned int to)
 {
-	struct mm_struct *mm = part->odp->mm;
 	struct hmm_range range = {
 		.notifier = &part->notifier,
 		.notifier_seq = seq,
@@ -336,9 +339,7 @@ static int vnicd_part_look(struct vnicd_part *part, struct vnicd_fetch *f,
 	int err;
 
 	memset(f->pfns, 0, (to - from) * sizeof(f->pfns[0]));
-	mmap_read_lock(mm);
 	err = hmm_range_fault(&range);
-	mmap_read_unlock(mm);
 	return err == -EBUSY ? -EAGAIN : err;
 }
 
@@ -352,7 +353,7 @@ static bool vnicd_pfn_ok(unsigned long pfn, bool write)
 /*
  * Has the kernel bring in @n pages from @addr on, those that @pfns has not got
  * already. HMM could, but not from a userfaultfd pager. Returns how many can be
- * had, at least one, or an error.
+ * had, at least one, or an error. mmap_lock is held, but not while it waits.
  */
 static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 		       bool write, const unsigned long *pfns)
@@ -361,7 +362,6 @@ static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 	unsigned int i;
 	int err = 0;
 
-	mmap_read_lock(mm);
 	for (i = 0; i < n; i++) {
 		bool unlocked = false;
 
@@ -370,13 +370,8 @@ static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 		err = fixup_user_fault(mm, addr + i * PAGE_SIZE, flags, &unlocked);
 		if (err)
 			break;
-		if (need_resched() && i + 1 < n) {
-			mmap_read_unlock(mm);
-			cond_resched();
-			mmap_read_lock(mm);
-		}
+		cond_resched();
 	}
-	mmap_read_unlock(mm);
 	return i ? i : err;
 }
 
@@ -448,21 +443,20 @@ out_gate:
 	return err;
 }
 
-/* One try for up to @n pages from @addr on. Returns how many were dealt with, or an errno. */
-static int vnicd_odp_try(struct vnicd_odp *odp, struct vnicd_fetch *f,
-			 unsigned long addr, unsigned int n, unsigned int how)
+/*
+ * One try for up to @n pages from @addr on, with mmap_lock held. Returns how many
+ * were dealt with, or an errno.
+ */
+static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
+			  unsigned long addr, unsigned int n, unsigned int how)
 {
+	unsigned int want = (addr - part->start) >> PAGE_SHIFT;
+	struct mm_struct *mm = part->odp->mm;
 	bool write = how & VNICD_FETCH_WRITE;
-	unsigned int want, from, to;
-	struct vnicd_part *part;
+	unsigned int from, to;
 	unsigned long seq;
 	int ret;
 
-	part = vnicd_part_get(odp, addr);
-	if (IS_ERR(part))
-		return PTR_ERR(part);
-
-	want = (addr - part->start) >> PAGE_SHIFT;
 	n = min3(n, part->npages - want, VNICD_FETCH_MAX);
 	from = want & ~(VNICD_FETCH_AROUND - 1);
 	to = min(ALIGN(want + n, VNICD_FETCH_AROUND), part->npages);
@@ -471,14 +465,14 @@ static int vnicd_odp_try(struct vnicd_odp *odp, struct vnicd_fetch *f,
 	seq = mmu_interval_read_begin(&part->notifier);
 	if (write && !(how & VNICD_FETCH_PRESENT)) {
 		/* All of them: also what is writable has to become dirty. */
-		ret = vnicd_touch(odp->mm, addr, n, true, NULL);
+		ret = vnicd_touch(mm, addr, n, true, NULL);
 		if (ret < 0)
-			goto out;
+			return ret;
 		n = ret;
 	}
 	ret = vnicd_part_look(part, f, seq, from, to);
 	if (ret)
-		goto out;
+		return ret;
 	if (!write && !(how & VNICD_FETCH_PRESENT)) {
 		const unsigned long *pfns = f->pfns + (want - from);
 		unsigned int have = 0;
@@ -486,23 +480,19 @@ static int vnicd_odp_try(struct vnicd_odp *odp, struct vnicd_fetch *f,
 		while (have < n && vnicd_pfn_ok(pfns[have], false))
 			have++;
 		if (have < n) {
-			ret = vnicd_touch(odp->mm, addr, n, false, pfns);
+			ret = vnicd_touch(mm, addr, n, false, pfns);
 			if (ret < 0)
-				goto out;
+				return ret;
 			n = ret;
 			ret = vnicd_part_look(part, f, seq, from, to);
 			if (ret)
-				goto out;
+				return ret;
 		}
 	}
 	/* There, but nothing that could be given away: a device's memory, mostly. */
-	ret = -EFAULT;
 	if (!(how & VNICD_FETCH_PRESENT) && (f->pfns[want - from] & HMM_PFN_ERROR))
-		goto out;
-	ret = vnicd_part_give(part, f, seq, from, to, want, n, how);
-out:
-	vnicd_part_put(part);
-	return ret;
+		return -EFAULT;
+	return vnicd_part_give(part, f, seq, from, to, want, n, how);
 }
 
 /* The same until it works, or cannot, or has been tried often enough. */
@@ -512,11 +502,24 @@ static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 	int ret = -EAGAIN;
 
 	for (unsigned int round = 0; round < VNICD_FETCH_ROUNDS; round++) {
+		struct vnicd_part *part;
+
 		if (fatal_signal_pending(current))
 			return -EINTR;
 		if (READ_ONCE(odp->closed))
 			return -ECANCELED;
-		ret = vnicd_odp_try(odp, f, addr, n, how);
+		part = vnicd_part_get(odp, addr);
+		if (!IS_ERR(part)) {
+			mmap_read_lock(odp->mm);
+			ret = vnicd_part_try(part, f, addr, n, how);
+			/* Our own copy on write invalidates, too: that is over now. */
+			if (ret == -EAGAIN)
+				ret = vnicd_part_try(part, f, addr, n, how);
+			mmap_read_unlock(odp->mm);
+			vnicd_part_put(part);
+		} else {
+			ret = PTR_ERR(part);
+		}
 		if (ret != -EAGAIN && ret != -ENOMEM)
 			return ret;
 		/* Under pressure pages go as fast as they come: take fewer. */

@@ -245,6 +245,7 @@ func (d *Device) fetching(ctx context.Context, f func() error) error {
 		if !ok {
 			return err
 		}
+		d.fetches.Add(1)
 		fctx, cancel := context.WithTimeout(ctx, drainTimeout)
 		ferr := d.space().Fetch(fctx, m, true)
 		cancel()

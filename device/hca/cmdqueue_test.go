@@ -252,8 +252,8 @@ func TestAbsentCommandBuffers(t *testing.T) {
 			t.Fatalf("round %d: answered %v, %v", i, got, d.status(n))
 		}
 	}
-	if n := len(g.Describe().Stats); n == 0 || g.tables.conn == nil || len(g.tables.pds) != 30 {
-		t.Errorf("%d PDs after 30 commands", len(g.tables.pds))
+	if s := g.Describe(); s.PDs != 30 || s.Stats["host_faults"] < 30 || s.Stats["host_faults"] != s.Faults.Host.Raised {
+		t.Errorf("%d PDs after 30 commands, %d host faults, %d raised", s.PDs, s.Stats["host_faults"], s.Faults.Host.Raised)
 	}
 }
 

@@ -72,17 +72,17 @@ type Device struct {
 	ceqs   []*eventQueue
 
 	// Read by loops.
-	uplink     atomic.Pointer[func(l *engine.Loop, b *packet.Buf)]
-	up         atomic.Bool
-	link       atomic.Bool
-	broken     atomic.Bool // the guest's memory vanished: nothing is done until a reset
-	gids       gidTable
-	ahs        atomic.Pointer[ahTable]
-	groups     atomic.Pointer[mcastTable]
-	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
-	cqFailures atomic.Uint64
-	// CLEAR_MTT commands.
-	invalidations atomic.Uint64
+	uplink        atomic.Pointer[func(l *engine.Loop, b *packet.Buf)]
+	up            atomic.Bool
+	link          atomic.Bool
+	broken        atomic.Bool // the guest's memory vanished: nothing is done until a reset
+	gids          gidTable
+	ahs           atomic.Pointer[ahTable]
+	groups        atomic.Pointer[mcastTable]
+	qps           []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
+	cqFailures    atomic.Uint64
+	invalidations atomic.Uint64 // CLEAR_MTT commands
+	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
 	// faultCounts has a place for each side of each QP index: see guestFault's
 	// token. A place is touched by the lane of the QP that has the index.

@@ -12,6 +12,10 @@
 // It alone changes the tables; loops see new objects through atomic pointers and
 // are told of removals through Loop.Do, after which they hold no reference.
 //
+// What meets an absent page (PF-7) parks, outside of any epoch, until the host's or
+// the guest's driver has served the fault: see fault.go. Their answers come from
+// other goroutines and reach the loop as bits, like events.
+//
 // # Lock order
 //
 // Device.mu (tables, held for one command) before cq.mu (a leaf). cq.mu is taken

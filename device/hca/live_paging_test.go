@@ -97,6 +97,11 @@ func TestBudget(t *testing.T) {
 			st := h.dev.Describe()
 			return !st.Connected && st.Faults.Parked == 0
 		})
+		// What the guests had is neither held nor resident any more.
+		eventually(t, "its memory is given back", func() bool {
+			m := h.budget.Status()
+			return m.Held == 0 && m.Resident == 0
+		})
 	}
 }
 

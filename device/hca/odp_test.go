@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/translate"
@@ -666,5 +667,40 @@ func TestImplicitRegion(t *testing.T) {
 	}
 	if n := gb.Describe().MTTs; n > 4*512 {
 		t.Errorf("three pages cost %d entries of the quota", n)
+	}
+}
+
+// What the transport tells a peer to wait follows the driver that serves the kind of
+// fault that was met (PF-8).
+func TestFaultDelay(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	gb := w.guests[1]
+	dq := gb.faultQueue(4)
+	c := w.crowd(2)
+	events := dq.awaitEvents(2)
+	w.clock.Advance(50 * time.Millisecond)
+	for _, e := range events {
+		c.d.serve(e)
+	}
+	q := gb.qpFor(c.b[0].n)
+	guest := q.FaultDelay()
+	if guest < 40e6 || guest > 500e6 {
+		t.Errorf("guest faults took 50 ms, the delay is %d ns", guest)
+	}
+	if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
+		t.Fatalf("%+v", wc)
+	}
+	gb.takeAway(c.d.home, 4096)
+	s := c.a[0].wqe()
+	copy(s, abi.SendWQE(c.a[0].sq.elem(0)))
+	c.a[0].post()
+	w.until("the host fault", func() bool { return gb.hostServe() == 1 })
+	if d := q.FaultDelay(); d == guest || time.Duration(d) != gb.space.Faults().Estimate() {
+		t.Errorf("delay %d ns after a host fault, its estimate is %v", d, gb.space.Faults().Estimate())
+	}
+	c.a[0].scq.await(1)
+	h := gb.Describe().Faults.Guest
+	if h.Max < 50*time.Millisecond || h.Median < 50*time.Millisecond/2 || len(h.Buckets) < 16 || h.Estimate != time.Duration(guest) {
+		t.Errorf("%+v", h)
 	}
 }

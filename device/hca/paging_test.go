@@ -159,10 +159,19 @@ func (p *naivePager) put(off int, data []byte) {
 	p.each(off, len(data), func(b []byte) { data = data[copy(b, data):] })
 }
 
-// evictor takes memory away on the host, at random.
-func (g *guest) evictor(ctx context.Context, rng *rand.Rand, from, to translate.PA) {
+// evictor takes memory away on the host, at random: from first on, and the rings.
+func (g *guest) evictor(ctx context.Context, rng *rand.Rand, first translate.PA, rings []*tring) {
+	var pages []translate.PA
+	for pa := first; pa < g.next; pa += 4096 {
+		pages = append(pages, pa)
+	}
+	for _, r := range rings {
+		for _, pa := range r.pas {
+			pages = append(pages, translate.PA(pa))
+		}
+	}
 	for ctx.Err() == nil {
-		pa := from + translate.PA(rng.IntN(int(to-from)/4096)*4096)
+		pa := pages[rng.IntN(len(pages))]
 		if g.space.Withdraw(pa, 4096) == nil {
 			_ = g.space.Epochs().Flip().Wait(ctx)
 		}
@@ -193,11 +202,13 @@ func TestRandomPaging(t *testing.T) {
 		sum            uint64
 	}
 	var all []*link
+	var ringsA, ringsB []*tring
 	for i := range links {
 		l := &link{a: ga.qp(qpSpec{pd: pda}), b: gb.qp(qpSpec{pd: pdb}), base: i * slice}
 		l.a.connectRC(l.b)
 		l.b.connectRC(l.a)
 		all = append(all, l)
+		ringsA, ringsB = append(ringsA, &l.a.sq, &l.a.rq), append(ringsB, &l.b.sq, &l.b.rq)
 	}
 	firstA, firstB := ga.next, gb.next
 	pa, pb := newNaivePager(t, ga, pda, links*slice/4096, 1), newNaivePager(t, gb, pdb, links*slice/4096, 2)
@@ -207,8 +218,8 @@ func TestRandomPaging(t *testing.T) {
 	t.Cleanup(func() { cancel(); wg.Wait() })
 	wg.Go(func() { pa.run(ctx) })
 	wg.Go(func() { pb.run(ctx) })
-	wg.Go(func() { ga.evictor(ctx, rand.New(rand.NewPCG(3, 1)), firstA, ga.next) })
-	wg.Go(func() { gb.evictor(ctx, rand.New(rand.NewPCG(4, 1)), firstB, gb.next) })
+	wg.Go(func() { ga.evictor(ctx, rand.New(rand.NewPCG(3, 1)), firstA, ringsA) })
+	wg.Go(func() { gb.evictor(ctx, rand.New(rand.NewPCG(4, 1)), firstB, ringsB) })
 
 	rng := rand.New(rand.NewPCG(5, 1))
 	start := func(l *link) {

@@ -88,6 +88,7 @@ func (d *Device) stats() (s abi.Stats) {
 	for _, l := range d.lanes {
 		l.loop.Do(func() { l.statistics(&s) })
 	}
+	s.Value[abi.StatHostFaults] += d.fetches.Load()
 	s.Value[abi.StatInvalidations] = d.invalidations.Load()
 	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()
 	s.Value[abi.StatFaultsFailed] = d.faults.failed.Load()

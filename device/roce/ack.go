@@ -54,15 +54,16 @@ func (q *QP) receiveAck(psn uint64, syn wire.Syndrome) {
 		}
 		q.receiverNotReady(syn.Value())
 	case wire.SyndromeNAK:
-		reached := q.ackTo(psn)
+		q.ackTo(psn)
 		if !q.live() {
 			return
 		}
-		if syn == wire.NAKSequence || !reached {
-			q.lost()
-			return
-		}
+		// Any other NAK ends the connection at the responder. So a READ before psn that
+		// has no response yet, because it was lost or met an absent page here, will never
+		// have one, and it is the READ that tells the program why.
 		switch syn {
+		case wire.NAKSequence:
+			q.lost()
 		case wire.NAKInvalidRequest:
 			q.failHead(StatusRemInvReq)
 		case wire.NAKRemoteAccess:

@@ -308,6 +308,41 @@ func TestFaultInvalid(t *testing.T) {
 	}
 }
 
+// The response of a READ is dropped because its page is absent at the requester, and
+// then a WRITE behind it ends the connection: the responder is silent from now on.
+// The requester says so at once, instead of asking for the response until it gives up.
+func TestNakBehindSuspendedRead(t *testing.T) {
+	for _, target := range []struct {
+		name   string
+		absent bool
+	}{{"no such key", false}, {"invalid page", true}} {
+		t.Run(target.name, func(t *testing.T) {
+			f := newFabric(t, 1)
+			a, b := f.pair(opts())
+			a.reg(1, 0, 1<<16, allAccess)
+			a.reg(2, 0, 1<<16, allAccess)
+			b.reg(1, 0, 1<<16, allAccess)
+			a.stuck(0)
+			key := translate.Key(9)
+			if target.absent {
+				key = 2
+				b.reg(2, 0, 1<<16, allAccess)
+				b.stuck(0)
+			}
+			a.post(WQE{Opcode: WRRead, RKey: 1, SGEs: []SGE{sge(2, 0, 3000)}})
+			a.post(WQE{Opcode: WRWrite, RKey: key, SGEs: []SGE{sge(1, 0x8000, 3000)}})
+			f.settle(1e6)
+			if target.absent {
+				b.answer(Responder, false)
+			}
+			f.settle(1e6)
+			a.wantSends(StatusRemAccess, StatusFlush)
+			a.wantState(Err)
+			b.wantState(Err)
+		})
+	}
+}
+
 // UD: dropped, counted, raised once; the page comes, or the buffer ends (PF-11, PF-13).
 func TestFaultUD(t *testing.T) {
 	f := newFabric(t, 1)

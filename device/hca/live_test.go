@@ -31,7 +31,7 @@ import (
 const patience = 60 * time.Second
 
 type site struct {
-	t     *testing.T
+	t     testing.TB
 	loops []*engine.Loop
 	pool  *packet.Pool
 	net   *lfe.Network
@@ -49,7 +49,7 @@ type host struct {
 
 // newSite makes devices; budget bounds what the host keeps resident of each guest's
 // memory, 0 does not.
-func newSite(t *testing.T, hosts, loops int, lim hca.Limits, budget uint64) *site {
+func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
 	t.Helper()
 	s := &site{t: t}
 	var err error
@@ -146,7 +146,7 @@ type end struct {
 	qp *guestdrv.QP
 }
 
-func (c *client) end(t *testing.T) *end {
+func (c *client) end(t testing.TB) *end {
 	t.Helper()
 	cq, err := c.CreateCQ(128, guestdrv.CQOptions{})
 	if err != nil {
@@ -159,7 +159,7 @@ func (c *client) end(t *testing.T) *end {
 	return &end{c, cq, qp}
 }
 
-func join(t *testing.T, a, b *end) {
+func join(t testing.TB, a, b *end) {
 	t.Helper()
 	// A second in all: a busy machine may leave a loop waiting for its turn that long.
 	o := guestdrv.ConnectOptions{Timeout: 15}

@@ -256,7 +256,6 @@ func (r *OnDemandMR) pageIn(ctx context.Context, first uint64, f PageFault, pas 
 		}
 		done, err := r.publishWindow(w, pas[:n], a)
 		if done {
-			r.stats.pages.Add(uint64(n))
 			return uint64(n), err
 		}
 		r.stats.retries.Add(1)
@@ -289,6 +288,7 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	if stale {
 		return false, nil
 	}
+	r.stats.pages.Add(uint64(len(pas)))
 	if a == nil || r.careful.Load() {
 		err = r.SetPages(w.first, pas)
 		if err == nil && a != nil {

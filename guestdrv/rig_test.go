@@ -21,6 +21,7 @@ import (
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -37,6 +38,7 @@ type rigConfig struct {
 	vxlan  bool // two hosts on a site each, joined by VXLAN between network namespaces; needs root
 	pool   int  // frame buffers per site; 0: 4096
 	limits hca.Limits
+	budget uint64 // bytes of each host's memory that the device may keep resident; 0: all
 	driver guestdrv.Config
 	spin   time.Duration
 }
@@ -191,7 +193,7 @@ func (r *rig) attach(i int, s *site) *host {
 	}
 	h.hca.SetUplink(h.port.InputHCA)
 	h.port.SetHCA(h.hca)
-	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost")}, h.hca, 0)
+	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}

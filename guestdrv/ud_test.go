@@ -40,7 +40,8 @@ func TestUD(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := r.hosts[0].udEnd(t, udConfig(), guestdrv.DefaultQKey), r.hosts[1].udEnd(t, udConfig(), guestdrv.DefaultQKey)
 	src, smr := a.h.region(t, 4096, 0)
-	dst, dmr := b.h.region(t, 8192, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 8192, allAccess)
+	b.h.warm(t, dmr)
 	ah := a.h.ah(t, b.h)
 	for i, n := range []int{0, 1, 3, 64, 1000, 1024} {
 		fill(src.Bytes(), uint64(i))
@@ -77,7 +78,8 @@ func TestUDDrops(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := r.hosts[0].udEnd(t, udConfig(), 5), r.hosts[1].udEnd(t, udConfig(), 6)
 	_, smr := a.h.region(t, 4096, 0)
-	_, dmr := b.h.region(t, 8192, abi.AccessLocalWrite)
+	_, dmr := b.h.region(t, 8192, allAccess)
+	b.h.warm(t, dmr)
 	ah := a.h.ah(t, b.h)
 	send := func(id uint64, qpn, qkey uint32, n int) {
 		a.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, AH: ah, RemoteQPN: qpn, QKey: qkey})
@@ -164,7 +166,8 @@ func TestGSI(t *testing.T) {
 		t.Fatalf("GSI QPs have numbers %d and %d", a.qp.Number(), b.qp.Number())
 	}
 	src, _ := a.h.region(t, 4096, 0)
-	dst, _ := b.h.region(t, 4096, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 4096, allAccess)
+	b.h.warm(t, dmr)
 	fill(src.Bytes(), 1)
 	// Both sides name real addresses (RA-1), as a kernel does.
 	b.recv(t, 1, abi.SGE{Addr: dst.PA(), Length: 4096, LKey: abi.DMALKey})
@@ -201,7 +204,8 @@ func TestMulticast(t *testing.T) {
 		if err := e.qp.AttachMulticast(group); err != nil {
 			t.Fatal(err)
 		}
-		_, mr := e.h.region(t, 4096, abi.AccessLocalWrite)
+		_, mr := e.h.region(t, 4096, allAccess)
+		e.h.warm(t, mr)
 		e.recv(t, uint64(i), mr.SGE(0, 4096))
 	}
 	const mcastQPN = 0xffffff
@@ -224,6 +228,7 @@ func TestUC(t *testing.T) {
 	a, b := connect(t, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
 	src, smr := a.h.region(t, 100000, 0)
 	dst, dmr := b.h.region(t, 100000, allAccess)
+	b.h.warm(t, dmr)
 	for i, n := range []int{0, 1, 1024, 5000, 99999} {
 		fill(src.Bytes(), uint64(i))
 		b.recv(t, uint64(i), dmr.SGE(0, 100000))

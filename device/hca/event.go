@@ -225,10 +225,11 @@ func (e *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 		if !e.take() {
 			return bits, false
 		}
+		e.encode(n, abi.EventType(t))
 		if n.kind == nodeFault {
-			n.fault.posting()
+			n.fault.posting() // what it says has been read: it may be answered, and raised anew, from here on
 		}
-		if !e.write(n, abi.EventType(t)) && (n.kind != nodeFault || n.fault.unposted()) {
+		if !e.write(n) && (n.kind != nodeFault || n.fault.unposted()) {
 			return bits, false
 		}
 		bits &^= 1 << t
@@ -236,18 +237,24 @@ func (e *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 	return 0, true
 }
 
-// write puts an event into the buffer that take got, and pushes it.
-func (e *eventQueue) write(n *eventNode, t abi.EventType) bool {
-	size := abi.SizeEvent
+// encode puts an event into buf.
+func (e *eventQueue) encode(n *eventNode, t abi.EventType) {
 	switch n.kind {
 	case nodeCompletion:
-		size = abi.SizeCEQE
 		(&abi.CEQE{CQN: n.handle}).Encode(e.buf[:])
 	case nodeFault:
 		ev := n.fault.event(n.handle)
 		ev.Encode(e.buf[:])
 	default:
 		(&abi.Event{Type: t, Handle: n.handle}).Encode(e.buf[:])
+	}
+}
+
+// write puts buf into the buffer that take got, and pushes it.
+func (e *eventQueue) write(n *eventNode) bool {
+	size := abi.SizeEvent
+	if n.kind == nodeCompletion {
+		size = abi.SizeCEQE
 	}
 	if e.chain.WritableLen() < uint64(size) {
 		e.dev.warn("event buffer too small, queue stopped", "queue", e.index, "bytes", e.chain.WritableLen(), "need", size)

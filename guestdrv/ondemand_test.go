@@ -1,0 +1,468 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+const readOnlyPage = abi.MTTReadOnly
+
+// faulty are options for connections that meet faults on a busy machine: only what
+// never comes is to be given up.
+var faulty = guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
+
+// touch has the device write to one byte of every granule of mr, by an end of the
+// same host that is connected to itself.
+func touch(tb testing.TB, x *end, mr *guestdrv.MR) {
+	tb.Helper()
+	for off := 0; off < int(mr.Len()); off += granule {
+		x.post(tb, &guestdrv.SendWR{ID: 9, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(off, 1)}, RemoteAddr: mr.Addr() + uint64(off), RKey: mr.RKey()})
+		expect(tb, x.scq, 9, abi.WCSuccess, abi.WCOpRDMAWrite)
+	}
+}
+
+// warm makes a region's memory present on the host: without, messages of unreliable
+// services are dropped until it is (PF-11).
+func (h *host) warm(tb testing.TB, mr *guestdrv.MR) {
+	tb.Helper()
+	x := h.selfEnd(tb)
+	touch(tb, x, mr)
+	destroy(tb, x)
+}
+
+// selfEnd is an end that is connected to itself.
+func (h *host) selfEnd(tb testing.TB) *end {
+	tb.Helper()
+	e := h.end(tb, qpDefaults(), 77)
+	if err := e.qp.Connect(guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()}, guestdrv.ConnectOptions{PSN: 77}); err != nil {
+		tb.Fatal(err)
+	}
+	return e
+}
+
+func (h *host) stat(tb testing.TB, s abi.Stat) uint64 {
+	tb.Helper()
+	st, err := h.Stats()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return st.Value[s]
+}
+
+// eventually waits until cond holds.
+func eventually(tb testing.TB, what string, cond func() bool) {
+	tb.Helper()
+	ctx := ctxFor(tb)
+	for !cond() {
+		if ctx.Err() != nil {
+			tb.Fatalf("waited in vain: %s", what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// verb is an operation between two arenas: n bytes at offset lo of the near one and
+// ro of the far one.
+type verb struct {
+	name     string
+	typ      uint32
+	op       uint32 // abi.WR...
+	wcop     uint32
+	n        int
+	recv     bool // takes a receive buffer
+	reverse  bool // data flow to the near side
+	readOnly bool // the far side is only read
+}
+
+var verbs = []verb{
+	{name: "RC SEND", typ: abi.QPTypeRC, op: abi.WRSend, wcop: abi.WCOpSend, n: 30000, recv: true},
+	{name: "RC SEND with immediate", typ: abi.QPTypeRC, op: abi.WRSendWithImm, wcop: abi.WCOpSend, n: 9000, recv: true},
+	{name: "RC WRITE", typ: abi.QPTypeRC, op: abi.WRRDMAWrite, wcop: abi.WCOpRDMAWrite, n: 50000},
+	{name: "RC WRITE with immediate", typ: abi.QPTypeRC, op: abi.WRRDMAWriteWithImm, wcop: abi.WCOpRDMAWrite, n: 9000, recv: true},
+	{name: "RC READ", typ: abi.QPTypeRC, op: abi.WRRDMARead, wcop: abi.WCOpRDMARead, n: 50000, reverse: true, readOnly: true},
+	{name: "RC compare and swap", typ: abi.QPTypeRC, op: abi.WRAtomicCmpAndSwp, wcop: abi.WCOpCompSwap, n: 8},
+	{name: "RC fetch and add", typ: abi.QPTypeRC, op: abi.WRAtomicFetchAndAdd, wcop: abi.WCOpFetchAdd, n: 8},
+	{name: "UC SEND", typ: abi.QPTypeUC, op: abi.WRSend, wcop: abi.WCOpSend, n: 9000, recv: true},
+	{name: "UC WRITE", typ: abi.QPTypeUC, op: abi.WRRDMAWrite, wcop: abi.WCOpRDMAWrite, n: 9000},
+	{name: "UD SEND", typ: abi.QPTypeUD, op: abi.WRSend, wcop: abi.WCOpSend, n: 1000, recv: true},
+}
+
+// TestOnDemand runs every operation of every transport with pages that are absent
+// at stage one, at stage two, or both, on either side or both (PF-8..12, ODP-7). The
+// operation must come to its end with the right data, whatever was absent; the
+// faults must have been raised at the level concerned (PF-7).
+func TestOnDemand(t *testing.T) {
+	const near, far = 1, 2
+	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 96 << 20}})
+	ha, hb := r.hosts[0], r.hosts[1]
+	selfs := []*end{ha.selfEnd(t), hb.selfEnd(t)}
+	probe := ha.stat(t, abi.StatHostFaults)
+	_, fresh := ha.region(t, 4*granule, allAccess)
+	touch(t, selfs[0], fresh)
+	lazy := ha.stat(t, abi.StatHostFaults) > probe // memory comes to the host as it is used
+	base := uint64(0x7000_0000_0000)
+	for _, v := range verbs {
+		for sides := near; sides <= near|far; sides++ {
+			for levels := 1; levels <= 3; levels++ {
+				name := fmt.Sprintf("%s/%s/%s", v.name, []string{"", "near", "far", "both"}[sides], []string{"", "guest", "host", "guest and host"}[levels])
+				base += 1 << 30
+				t.Run(name, func(t *testing.T) {
+					la, ra := newArena(t, ha, base, 16, 16), newArena(t, hb, base+1<<29, 16, 16)
+					for i, a := range []*arena{la, ra} {
+						if sides&(1<<i) == 0 || levels&2 == 0 {
+							a.warm(selfs[i])
+						}
+						a.register(allAccess)
+						if sides&(1<<i) == 0 || levels&1 == 0 {
+							if err := a.mr.Prefetch(ctxFor(t), a.base, 16*page, true); err != nil {
+								t.Fatal(err)
+							}
+						}
+					}
+					v.run(t, la, ra, sides, levels, lazy)
+					// No memory is given back: what the next ones get is to be absent on the host.
+					for _, a := range []*arena{la, ra} {
+						if err := a.mr.Deregister(); err != nil {
+							t.Error(err)
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+// run does the operation once, or until it arrives, and checks it.
+func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int, lazy bool) {
+	ha, hb := la.h, ra.h
+	guest := []uint64{ha.stat(t, abi.StatGuestFaults), hb.stat(t, abi.StatGuestFaults)}
+	hosts := []uint64{ha.stat(t, abi.StatHostFaults), hb.stat(t, abi.StatHostFaults)}
+	a, b := v.ends(t, ha, hb)
+	const lo, ro = 4000, 2 * page // unaligned: the first page is used by 96 bytes
+	src := make([]byte, v.n)
+	fill(src, uint64(levels))
+	wr := guestdrv.SendWR{
+		ID: 1, Opcode: v.op, Flags: abi.SendSignaled, SGL: []abi.SGE{la.mr.SGEAt(la.va(lo), v.n)}, RemoteAddr: ra.va(ro), RKey: ra.mr.RKey(),
+	}
+	old := make([]byte, v.n)
+	fill(old, 99)
+	want := src
+	switch v.op {
+	case abi.WRRDMARead:
+		ra.write(ro, src)
+	case abi.WRAtomicCmpAndSwp:
+		ra.write(ro, old)
+		wr.CompareAdd, wr.Swap = binary.NativeEndian.Uint64(old), binary.NativeEndian.Uint64(src)
+	case abi.WRAtomicFetchAndAdd:
+		ra.write(ro, old)
+		wr.CompareAdd = 12345
+		want = binary.NativeEndian.AppendUint64(nil, binary.NativeEndian.Uint64(old)+12345)
+	default:
+		la.write(lo, src)
+	}
+	grh := 0
+	if v.typ == abi.QPTypeUD {
+		grh = grhLen
+		wr.AH, wr.RemoteQPN, wr.QKey = ha.ah(t, hb), b.qp.Number(), 5
+		defer wr.AH.Destroy()
+	}
+	if v.recv {
+		// With immediate, no memory of the receive buffer is used.
+		b.recv(t, 2, ra.mr.SGEAt(ra.va(ro-grh), v.n+grh))
+	}
+	arrived := func() bool { return bytes.Equal(ra.read(ro, v.n), want) }
+	if v.recv {
+		arrived = func() bool {
+			var wcs [1]abi.WC
+			if b.rcq.Poll(wcs[:]) == 0 {
+				return false
+			}
+			if wcs[0].Status != abi.WCSuccess || int(wcs[0].ByteLen) != v.n+grh {
+				t.Fatalf("receive completion %+v", wcs[0])
+			}
+			return true
+		}
+	}
+	for done := false; !done; {
+		a.post(t, &wr)
+		expect(t, a.scq, 1, abi.WCSuccess, v.wcop)
+		if v.typ == abi.QPTypeRC {
+			if v.recv {
+				expect(t, b.rcq, 2, abi.WCSuccess, abi.WCOpRecv+btoi(v.op == abi.WRRDMAWriteWithImm))
+			}
+			break
+		}
+		// Messages that meet an absent page are lost, until it has come (PF-11).
+		for tries := 0; tries < 20 && !done; tries++ {
+			if done = arrived(); !done {
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}
+	switch {
+	case v.reverse:
+		la.expect(lo, want, "near side")
+	case v.op == abi.WRAtomicCmpAndSwp || v.op == abi.WRAtomicFetchAndAdd:
+		la.expect(lo, old, "near side, what the atomic returned")
+		ra.expect(ro, want, "far side")
+	default:
+		ra.expect(ro, want, "far side")
+	}
+	for i, h := range []*host{ha, hb} {
+		g, n := h.stat(t, abi.StatGuestFaults)-guest[i], h.stat(t, abi.StatHostFaults)-hosts[i]
+		absent := sides&(1<<i) != 0
+		if (g > 0) != (absent && levels&1 != 0) {
+			t.Errorf("side %d: %d guest faults", i, g)
+		}
+		// Work rings are host memory as well and may have been absent.
+		if lazy && absent && levels&2 != 0 && n == 0 {
+			t.Errorf("side %d: no host fault", i)
+		}
+	}
+}
+
+func btoi(b bool) uint32 {
+	if b {
+		return abi.WCOpRecvRDMAWithImm - abi.WCOpRecv
+	}
+	return 0
+}
+
+// ends makes a pair of QPs of the verb's transport.
+func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
+	c := qpDefaults()
+	c.Type = v.typ
+	if v.typ == abi.QPTypeUD {
+		return ha.udEnd(t, c, 5), hb.udEnd(t, c, 5)
+	}
+	return connect(t, ha, hb, c, faulty)
+}
+
+// TestOnDemandCapabilities looks at what the device says it can do (ODP-2).
+func TestOnDemandCapabilities(t *testing.T) {
+	at := newRig(t, rigConfig{hosts: 1}).hosts[0].Attr()
+	const all = abi.ODPSend | abi.ODPRecv | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic | abi.ODPSRQRecv
+	if at.ODPRC != all || at.ODPUC&(abi.ODPSend|abi.ODPWrite) != abi.ODPSend|abi.ODPWrite || at.ODPUD&(abi.ODPSend) != abi.ODPSend {
+		t.Errorf("RC %#x, UC %#x, UD %#x", at.ODPRC, at.ODPUC, at.ODPUD)
+	}
+}
+
+// TestImplicit uses addresses all over the implicit region, the very ends included (ODP-1).
+func TestImplicit(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha, hb := r.hosts[0], r.hosts[1]
+	a, _ := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
+	buf, err := hb.Alloc(8 * page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	places := []uint64{0, page, 1 << 32, 0x7fff_ffff_f000, 1 << 48, 1<<56 - page, guestdrv.ImplicitLength - page}
+	mr, err := hb.pd.RegisterImplicit(allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+		for i, p := range places {
+			if p == f.VA {
+				pas[0] = buf.PA() + uint64(i*page)
+				return nil
+			}
+		}
+		return errOutside
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	src, smr := ha.region(t, page, 0)
+	for i, va := range places {
+		fill(src.Bytes(), uint64(i))
+		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, page)}, RemoteAddr: va, RKey: mr.RKey()})
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		if !bytes.Equal(buf.Bytes()[i*page:][:page], src.Bytes()) {
+			t.Errorf("%#x: data differ", va)
+		}
+	}
+	// A huge invalidation costs what is there.
+	if err := mr.Invalidate(0, guestdrv.ImplicitLength); err != nil {
+		t.Fatal(err)
+	}
+	before := mr.Stats().Faults
+	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: 1 << 48, RKey: mr.RKey()})
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	if mr.Stats().Faults == before {
+		t.Error("no fault after an invalidation")
+	}
+	if err := mr.Deregister(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestReadOnlyPages has pages that are read first, and written later (copy on write).
+func TestReadOnlyPages(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha, hb := r.hosts[0], r.hosts[1]
+	a, _ := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
+	far := newArena(t, hb, 1<<30, 4, 4)
+	far.readOnly = true
+	far.register(allAccess)
+	content := make([]byte, page)
+	fill(content, 3)
+	far.write(0, content)
+	buf, mr := ha.region(t, page, abi.AccessLocalWrite)
+	wr := &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMARead, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: far.base, RKey: far.mr.RKey()}
+	a.post(t, wr)
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMARead)
+	if !bytes.Equal(buf.Bytes(), content) {
+		t.Error("READ: data differ")
+	}
+	faults := far.mr.Stats().Faults
+	a.post(t, wr)
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMARead)
+	if n := far.mr.Stats().Faults; n != faults {
+		t.Errorf("%d faults by reading a page that is there", n-faults)
+	}
+	fill(buf.Bytes(), 4)
+	wr.Opcode = abi.WRRDMAWrite
+	a.post(t, wr)
+	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	far.expect(0, buf.Bytes(), "after WRITE")
+	if n := far.mr.Stats().Faults; n == faults {
+		t.Error("a read-only page was written to without a fault")
+	}
+}
+
+// TestInvalidAddress has a Pager that says no: the operation ends in the error that
+// belongs to it, on both sides (PF-13), locally and across VXLAN.
+func TestInvalidAddress(t *testing.T) {
+	for _, vxlan := range []bool{false, true} {
+		t.Run(map[bool]string{false: "local", true: "VXLAN"}[vxlan], func(t *testing.T) {
+			r := newRig(t, rigConfig{vxlan: vxlan})
+			ha, hb := r.hosts[0], r.hosts[1]
+			no := func(context.Context, guestdrv.PageFault) error { return errOutside }
+			near, far := newArena(t, ha, 1<<40, 4, 4), newArena(t, hb, 1<<41, 4, 4)
+			near.hook, far.hook = no, no
+			near.register(allAccess)
+			far.register(allAccess)
+			_, good := ha.region(t, 2*page, allAccess)
+			_, goodFar := hb.region(t, 2*page, allAccess)
+			for _, tc := range []struct {
+				name      string
+				op        uint32
+				near, far bool // whose address is invalid
+				status    uint32
+				farStatus uint32 // of the receive, if there is one
+			}{
+				{"WRITE, near", abi.WRRDMAWrite, true, false, abi.WCLocProtErr, 0},
+				{"WRITE, far", abi.WRRDMAWrite, false, true, abi.WCRemAccessErr, 0},
+				{"READ, near", abi.WRRDMARead, true, false, abi.WCLocProtErr, 0},
+				{"READ, far", abi.WRRDMARead, false, true, abi.WCRemAccessErr, 0},
+				{"atomic, far", abi.WRAtomicFetchAndAdd, false, true, abi.WCRemAccessErr, 0},
+				{"atomic, near", abi.WRAtomicFetchAndAdd, true, false, abi.WCLocProtErr, 0},
+				{"SEND, near", abi.WRSend, true, false, abi.WCLocProtErr, 0},
+				{"SEND, far", abi.WRSend, false, true, abi.WCRemOpErr, abi.WCLocProtErr},
+			} {
+				t.Run(tc.name, func(t *testing.T) {
+					a, b := connect(t, ha, hb, qpDefaults(), faulty)
+					local, remote, rkey, into := good.SGE(0, 8), goodFar.Addr(), goodFar.RKey(), goodFar.SGE(0, 8)
+					if tc.near {
+						local = near.mr.SGEAt(near.va(64), 8)
+					}
+					if tc.far {
+						remote, rkey, into = far.va(64), far.mr.RKey(), far.mr.SGEAt(far.va(64), 8)
+					}
+					if tc.op == abi.WRSend {
+						b.recv(t, 2, into)
+					}
+					a.post(t, &guestdrv.SendWR{ID: 1, Opcode: tc.op, Flags: abi.SendSignaled, SGL: []abi.SGE{local}, RemoteAddr: remote, RKey: rkey})
+					if wc := await(t, a.scq, 1)[0]; wc.Status != tc.status {
+						t.Errorf("%s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(tc.status))
+					}
+					if tc.farStatus != 0 {
+						if wc := await(t, b.rcq, 1)[0]; wc.Status != tc.farStatus {
+							t.Errorf("receive: %s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(tc.farStatus))
+						}
+					}
+					destroy(t, a, b)
+				})
+			}
+			if near.mr.Stats().Failed == 0 || far.mr.Stats().Failed == 0 {
+				t.Errorf("failed faults: near %d, far %d", near.mr.Stats().Failed, far.mr.Stats().Failed)
+			}
+		})
+	}
+}
+
+// TestOnDemandBounds: what lies outside of a region is an error at once, without a
+// fault, however its end, its address and its key are bent.
+func TestOnDemandBounds(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 3})
+	ha, hb, hc := r.hosts[0], r.hosts[1], r.hosts[2]
+	far := newArena(t, hb, 1<<40, 4, 4).register(allAccess)
+	foreign := newArena(t, hc, 1<<40, 4, 4).register(allAccess)
+	gone := newArena(t, hb, 1<<41, 4, 4).register(allAccess)
+	if err := gone.mr.Deregister(); err != nil {
+		t.Fatal(err)
+	}
+	// The very top of the address space.
+	top := newArena(t, hb, 1<<64-4*page, 4, 4)
+	top.register(allAccess)
+	_, mr := ha.region(t, 4*page, allAccess)
+	for _, tc := range []struct {
+		name string
+		va   uint64
+		key  uint32
+		n    int
+		ok   bool
+	}{
+		{"last bytes", far.va(4*page - 8), far.mr.RKey(), 8, true},
+		{"one byte too many", far.va(4*page - 8), far.mr.RKey(), 9, false},
+		{"before the first", far.base - 1, far.mr.RKey(), 2, false},
+		{"far away", 5, far.mr.RKey(), 8, false},
+		{"wraps around", 1<<64 - 4, far.mr.RKey(), 8, false},
+		{"top, last bytes", 1<<64 - 8, top.mr.RKey(), 8, true},
+		{"top, wraps around", 1<<64 - 4, top.mr.RKey(), 8, false},
+		{"stale key", gone.base, gone.mr.RKey(), 8, false},
+		{"key of another VM", foreign.base, foreign.mr.RKey() ^ 0x100, 8, false},
+		{"variant of another key", far.base, far.mr.RKey() ^ 1, 8, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
+			a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, tc.n)}, RemoteAddr: tc.va, RKey: tc.key})
+			want := uint32(abi.WCSuccess)
+			if !tc.ok {
+				want = abi.WCRemAccessErr
+			}
+			if wc := await(t, a.scq, 1)[0]; wc.Status != want {
+				t.Errorf("%s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(want))
+			}
+			destroy(t, a, b)
+		})
+	}
+	if n := foreign.mr.Stats().Faults; n != 0 {
+		t.Errorf("%d faults in a VM that nobody talked to", n)
+	}
+	if n := far.mr.Stats().Faults + top.mr.Stats().Faults; n != 2 {
+		t.Errorf("%d faults, want 2", n)
+	}
+	for _, bad := range []struct{ iova, n uint64 }{{0, 0}, {1 << 63, 1<<63 + 1}, {4095, 1<<64 - 1}} {
+		if _, err := hb.pd.RegisterOnDemand(bad.iova, bad.n, allAccess, far); err == nil {
+			t.Errorf("a region of %#x bytes at %#x was accepted", bad.n, bad.iova)
+		}
+	}
+}
+
+// TestResumeTokens answers faults that nobody raised: harmless (ABI).
+func TestResumeTokens(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	for _, token := range []uint32{0, 1, 0x10001, 0xffffffff} {
+		if err := r.hosts[0].ResumeFault(token, true); !errors.Is(err, abi.StatusNotFound) {
+			t.Errorf("token %#x: %v", token, err)
+		}
+	}
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	mixedTraffic(t, a, b, 50, 1)
+}

@@ -19,6 +19,9 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 		return
 	}
 	f := b.Bytes()
+	if m := a.monitor.Load(); m != nil {
+		(*m).Frame(l, true, f)
+	}
 	if len(f) < HeaderLen {
 		a.Counters.Drop(l, ShortFrame, 1)
 		return
@@ -132,6 +135,9 @@ func (a *Attachment) output(l *engine.Loop, b *packet.Buf, to Destination) {
 		return
 	}
 	a.Counters.Out(l, b.Len())
+	if m := a.monitor.Load(); m != nil {
+		(*m).Frame(l, false, b.Bytes())
+	}
 	a.port.Deliver(l, b, to)
 }
 

@@ -571,6 +571,42 @@ func TestReasonNames(t *testing.T) {
 	}
 }
 
+// watcher is a Monitor.
+type watcher struct{ in, out []string }
+
+func (w *watcher) Frame(_ *engine.Loop, out bool, f []byte) {
+	if out {
+		w.out = append(w.out, string(f))
+	} else {
+		w.in = append(w.in, string(f))
+	}
+}
+
+// A monitor sees what its port sends, refused frames too, and what it is given; nothing of others, and nothing after its end.
+func TestMonitor(t *testing.T) {
+	b := newBench(t, Config{})
+	p, q := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
+	w := &watcher{}
+	if err := p.att.SetMonitor(w); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.att.SetMonitor(&watcher{}); !errors.Is(err, ErrMonitored) {
+		t.Errorf("a second monitor: %v", err)
+	}
+	b.input(p.att, frame(broadcast, mac(1), "a"), Source{})
+	b.input(p.att, []byte("short"), Source{})
+	b.input(q.att, frame(mac(1), mac(2), "b"), Source{})
+	b.input(q.att, frame(mac(2), mac(2), "c"), Source{})
+	p.att.RemoveMonitor()
+	b.input(p.att, frame(broadcast, mac(1), "d"), Source{})
+	if len(w.out) != 2 || w.out[1] != "short" || len(w.in) != 1 || w.in[0] != string(frame(mac(1), mac(2), "b")) {
+		t.Errorf("sent %q, got %q", w.out, w.in)
+	}
+	if err := p.att.SetMonitor(w); err != nil {
+		t.Errorf("after the end of the first: %v", err)
+	}
+}
+
 type nullPort struct{}
 
 func (nullPort) Deliver(*engine.Loop, *packet.Buf, Destination) {}

@@ -57,6 +57,7 @@ var (
 	ErrMACInUse     = errors.New("lfe: MAC address is in use by another port of the network")
 	ErrTooManyPorts = errors.New("lfe: network has its maximum of ports")
 	ErrClosed       = errors.New("lfe: port is closed")
+	ErrMonitored    = errors.New("lfe: port is being captured already")
 )
 
 // Config describes a network. Zero values take the defaults.

@@ -57,6 +57,13 @@ type Port interface {
 	Deliver(l *engine.Loop, b *packet.Buf, to Destination)
 }
 
+// Monitor sees a port's frames.
+type Monitor interface {
+	// Frame is called for every frame that the port sends (out) before any check, and for every one that it is given. It runs
+	// on the loop l, on several loops at once; it must not block, change or keep f.
+	Frame(l *engine.Loop, out bool, f []byte)
+}
+
 // PortConfig describes a port.
 type PortConfig struct {
 	Name string
@@ -109,9 +116,25 @@ type Attachment struct {
 
 	maxEntries int64
 
+	monitor atomic.Pointer[Monitor] // nil = nobody looks
+
 	// Counters are the port's: In is what it sent into the network, Out what the network gave it. The port counts its own
 	// drops here too.
 	Counters Counters
+}
+
+// SetMonitor lets m see the port's frames from now on. ErrMonitored if somebody does already.
+func (a *Attachment) SetMonitor(m Monitor) error {
+	if !a.monitor.CompareAndSwap(nil, &m) {
+		return ErrMonitored
+	}
+	return nil
+}
+
+// RemoveMonitor ends that. Once it has returned, Frame is not running and will not be called.
+func (a *Attachment) RemoveMonitor() {
+	a.monitor.Store(nil)
+	a.net.Quiesce()
 }
 
 // Network returns the network the port is attached to.

@@ -48,6 +48,9 @@ func (r *rawAddr) addr() netip.Addr {
 	return netip.Addr{}
 }
 
+// port returns the port.
+func (r *rawAddr) port() uint16 { return binary.BigEndian.Uint16(r[2:]) }
+
 // putTOS writes the control message that sets one datagram's traffic class.
 func (c *control) putTOS(tos uint8, v6 bool) {
 	binary.NativeEndian.PutUint64(c[0:], unix.SizeofCmsghdr+4)

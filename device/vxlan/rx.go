@@ -121,6 +121,10 @@ func (r *receiver) datagram(i int) {
 	if r.names[i] != r.lastAddr {
 		r.lastAddr, r.lastIP = r.names[i], r.names[i].addr()
 	}
+	if mon := vt.monitor.Load(); mon != nil {
+		(*mon).Datagram(r.l, false, netip.AddrPortFrom(r.lastIP, r.names[i].port()), netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port),
+			r.ctrls[i].tos(uint64(m.hdr.Controllen)), nil, b.Bytes())
+	}
 	vni, ok := parseHeader(b.Bytes())
 	if !ok {
 		vt.Counters.Drop(r.l, lfe.BadHeader, 1)

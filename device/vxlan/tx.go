@@ -1,6 +1,8 @@
 package vxlan
 
 import (
+	"net/netip"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
@@ -98,6 +100,9 @@ func (s *sender) send(k *txSocket) {
 			for i := done; i < done+n; i++ {
 				s.vt.Counters.Out(s.l, k.bufs[i].Len())
 			}
+			if m := s.vt.monitor.Load(); m != nil {
+				s.show(*m, k, done, done+n)
+			}
 			done += n
 			if n == 0 { // cannot be; never loop for ever on it
 				s.drop(k, done, k.n, lfe.SendError)
@@ -141,6 +146,16 @@ func (s *sender) tooBig(b *packet.Buf, p *port, x *peer) {
 	})
 	if !s.answering {
 		b.Free()
+	}
+}
+
+// show lets a capture see what was sent.
+func (s *sender) show(m Monitor, k *txSocket, from, to int) {
+	c := &s.vt.cfg
+	for i := from; i < to; i++ {
+		f := k.bufs[i].Bytes()
+		m.Datagram(s.l, true, netip.AddrPortFrom(c.Local, k.port), netip.AddrPortFrom(k.peers[i].addr, c.Port),
+			outerTOS(classify(f), s.vt.dscp), k.ports[i].header[:], f)
 	}
 }
 

@@ -100,6 +100,7 @@ type VTEP struct {
 	kick  chan struct{}                      // one place: MTUs are to be computed again
 
 	refused refusals
+	monitor atomic.Pointer[Monitor] // nil = nobody looks
 
 	// Counters count what belongs to no network: In and Out are datagrams, drops such as unknown VNIs.
 	Counters lfe.Counters
@@ -352,6 +353,28 @@ func (vt *VTEP) Remote(vni uint32, peer netip.Addr) (r lfe.Remote, ok bool) {
 		}
 	}
 	return 0, false
+}
+
+// Monitor sees a VTEP's datagrams.
+type Monitor interface {
+	// Datagram is called for every datagram that was sent (out) and for every one that arrived, before any check. The payload is
+	// header and inner one behind the other. It runs on the loop l, on several loops at once; it must not block, change or
+	// keep the slices.
+	Datagram(l *engine.Loop, out bool, src, dst netip.AddrPort, tos uint8, header, inner []byte)
+}
+
+// SetMonitor lets m see all datagrams from now on. lfe.ErrMonitored if somebody does already.
+func (vt *VTEP) SetMonitor(m Monitor) error {
+	if !vt.monitor.CompareAndSwap(nil, &m) {
+		return lfe.ErrMonitored
+	}
+	return nil
+}
+
+// RemoveMonitor ends that. Once it has returned, Datagram is not running and will not be called.
+func (vt *VTEP) RemoveMonitor() {
+	vt.monitor.Store(nil)
+	vt.barrier()
 }
 
 // barrier returns when no handler that ran when it was called runs any more.

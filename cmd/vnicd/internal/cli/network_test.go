@@ -21,19 +21,27 @@ import (
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
 )
 
+func TestMain(m *testing.M) {
+	if status, done := nstest.Isolate(); done {
+		os.Exit(status)
+	}
+	os.Exit(m.Run())
+}
+
 // lab is a running daemon in a namespace, and its command line.
 type lab struct {
 	t      *testing.T
 	ns     *nstest.NS
+	far    *nstest.NS // the other end of the underlay
 	dir    string
 	config string
 }
 
 func newLab(t *testing.T) *lab {
 	t.Helper()
-	l := &lab{t: t, ns: nstest.New(t, "cli"), dir: t.TempDir()}
-	other := nstest.New(t, "other")
-	nstest.Pair(l.ns, other, "under", 1500)
+	l := &lab{t: t, ns: nstest.Own(t, "cli"), dir: t.TempDir()}
+	l.far = nstest.New(t, "far")
+	nstest.Pair(l.ns, l.far, "under", 1500)
 	l.ns.Addr("under", "192.0.2.1/24")
 	l.config = filepath.Join(l.dir, "vnicd.yaml")
 	text := fmt.Sprintf(`
@@ -51,19 +59,17 @@ vms:
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.ns.Do(func() {
-		d, err := daemon.Start(cfg, "test", hclog.NewNullLogger())
-		if err != nil {
-			t.Fatal(err)
+	d, err := daemon.Start(cfg, "test", hclog.NewNullLogger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
 		}
-		t.Cleanup(func() {
-			if err := d.Close(); err != nil {
-				t.Error(err)
-			}
-			if left, _ := filepath.Glob(filepath.Join(l.dir, "*.net")); len(left) > 0 {
-				t.Errorf("left behind: %v", left)
-			}
-		})
+		if left, _ := filepath.Glob(filepath.Join(l.dir, "*.net")); len(left) > 0 {
+			t.Errorf("left behind: %v", left)
+		}
 	})
 	return l
 }

@@ -34,6 +34,8 @@ import (
 //	POST   /v1/vms                                   a VM
 //	DELETE /v1/vms/{vm}
 //	PUT    /v1/vms/{vm}/network                      {"network": name}
+//	GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
+//	DELETE /v1/capture/{id}
 //	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
 
 const maxBody = 1 << 20
@@ -100,6 +102,14 @@ func (d *Daemon) api() http.Handler {
 			return done(d.RemoveRoute(r.PathValue("network"), key))
 		})
 	}
+	mux.HandleFunc("GET /v1/capture", d.capture)
+	handle("DELETE /v1/capture/{id}", func(r *http.Request) (any, error) {
+		id, err := strconv.Atoi(r.PathValue("id"))
+		if err != nil || id < 1 {
+			return nil, badRequest{fmt.Errorf("%q is no capture's number", r.PathValue("id"))}
+		}
+		return done(d.endCapture(id))
+	})
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		d.refuse(w, r, fmt.Errorf("%w: no %s %s in this API", errNotFound, r.Method, r.URL.Path))
 	})
@@ -192,7 +202,7 @@ func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
 		status = http.StatusBadRequest
 	case errors.Is(err, errNotFound), errors.Is(err, overlay.ErrNoPort):
 		status = http.StatusNotFound
-	case isAny(err, errConflict, lfe.ErrMACInUse, lfe.ErrIPInUse, lfe.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
+	case isAny(err, errConflict, lfe.ErrMonitored, lfe.ErrMACInUse, lfe.ErrIPInUse, lfe.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
 		overlay.ErrNoTunnel, overlay.ErrLimit):
 		status = http.StatusConflict
 	}

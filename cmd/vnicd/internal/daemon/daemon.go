@@ -46,6 +46,9 @@ type Daemon struct {
 	vms    map[string]*vm
 	placed int // ports that were given a loop so far
 
+	capMu sync.Mutex
+	caps  captures
+
 	undo undo
 }
 
@@ -186,6 +189,7 @@ func (d *Daemon) serve() error {
 		return err
 	}
 	d.onClose(c.close)
+	d.onClose(func() { _ = d.endCapture(0) })
 	return nil
 }
 

@@ -198,6 +198,9 @@ func (s *side) resume(ok bool) {
 	q.lane.cur = q
 	q.t.Resume(q.lane.loop.Now(), s.which, ok)
 	q.lane.cur = nil
+	if s.which == roce.Responder {
+		q.redeliver()
+	}
 }
 
 // Fault implements roce.Adapter.

@@ -62,7 +62,11 @@ type lane struct {
 	answers eventStack // to faults: pushed by any thread
 	resume  eventList  // taken from there
 
-	rx     wire.RoCE
+	rx        wire.RoCE
+	frame     *packet.Buf // that is being received
+	kept      int         // frames that QPs keep
+	keptDrops uint64      // frames that found no room behind those
+
 	stats  roce.Stats
 	parked int // sides of QPs that wait for a page
 	// Faults raised (PF-7).
@@ -129,7 +133,10 @@ func (l *lane) enter() (translate.Token, bool) {
 	return l.space.Epochs().Enter(l.loop.ID()), true
 }
 
-func (l *lane) leave(t translate.Token) { l.space.Epochs().Leave(l.loop.ID(), t) }
+func (l *lane) leave(t translate.Token) {
+	l.frame = nil // a fault may have cut receive short
+	l.space.Epochs().Leave(l.loop.ID(), t)
+}
 
 // Poll implements engine.Poller.
 func (l *lane) Poll(now int64) bool {
@@ -353,7 +360,9 @@ func (l *lane) receive(b *packet.Buf) {
 		l.icrc++
 		return
 	}
+	l.frame = b
 	l.dispatch(p)
+	l.frame = nil
 	*p = wire.RoCE{} // no reference to the buffer outlives the call
 }
 
@@ -368,9 +377,9 @@ func (l *lane) statistics(s *abi.Stats) {
 		{abi.StatRxBytes, r.RxBytes}, {abi.StatTxAcks, r.TxAcks}, {abi.StatTxNaks, r.TxNaks}, {abi.StatTxRNR, r.TxRNR},
 		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
 		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates}, {abi.StatICRCErrors, l.icrc},
-		{abi.StatRxDropped, r.RxDropped + l.unknown + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
+		{abi.StatRxDropped, r.RxDropped + l.keptDrops + l.unknown + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
 		{abi.StatGuestFaults, l.guestFaults}, {abi.StatHostFaults, l.hostFaults},
-		{abi.StatFaultDrops, r.FaultDrops},
+		{abi.StatFaultDrops, r.FaultDrops + l.keptDrops},
 	} {
 		s.Value[x.i] += x.n
 	}

@@ -114,6 +114,12 @@ func (l *lane) dispatch(p *wire.RoCE) {
 }
 
 func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
+	if len(q.kept) > 0 {
+		if !q.keep() {
+			l.keptDrops++
+		}
+		return
+	}
 	l.cur = q
 	q.t.Receive(l.loop.Now(), p)
 	l.cur = nil

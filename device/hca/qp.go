@@ -41,6 +41,8 @@ type qp struct {
 	sides     [2]side            // by roce.Side: faults
 	need      translate.Access   // of the access that missed last
 	lastFault translate.MissKind // of the responder
+	kept      []*packet.Buf      // UC and UD: received again when their page is there
+	retry     bool               // the first of them is being received again
 
 	// Completions whose consumer index could not be written yet: the page of the
 	// SQ's header is absent, and who polls a completion counts on its slot.
@@ -382,6 +384,7 @@ func (q *qp) close() {
 	for i := range q.sides {
 		q.sides[i].unpark()
 	}
+	q.dropKept(len(q.kept))
 	q.t.Close()
 	q.timer.Stop()
 	q.lane.unlist(q)

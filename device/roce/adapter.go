@@ -66,6 +66,11 @@ type Adapter interface {
 	// most one per side at a time, and calls QP.Resume from the QP's loop when it was
 	// served. While one waits, another call on the same side does nothing.
 	Fault(side Side, m translate.Miss, write bool)
+	// Keep is asked when a packet of UC or UD has met an absent page, after the
+	// fault was raised. True: the adapter keeps the packet, hands in nothing else
+	// for this QP before it, and receives it again after the responder's Resume.
+	// False: it is dropped (PF-11).
+	Keep() bool
 	// FaultDelay is how long a fault is expected to take now, ns (PF-8); 0: not known.
 	FaultDelay() int64
 

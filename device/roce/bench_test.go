@@ -97,6 +97,7 @@ func (n *benchNode) GetBuf() *packet.Buf                           { return n.po
 func (n *benchNode) Transmit(b *packet.Buf)                        { n.out = append(n.out, b) }
 func (n *benchNode) ArmTimer(at int64)                             { n.timer = at }
 func (n *benchNode) Fault(s Side, _ translate.Miss, _ bool)        { n.served[s] = true }
+func (n *benchNode) Keep() bool                                    { return false }
 func (n *benchNode) FaultDelay() int64                             { return 200e3 }
 func (n *benchNode) Schedule()                                     { n.run = true }
 func (n *benchNode) Event(EventKind)                               {}

@@ -86,6 +86,9 @@ func (n *node) touch(key translate.Key, va, k uint64, write bool) translate.Miss
 	return translate.Miss{}
 }
 
+// Keep implements Adapter: this one keeps nothing.
+func (n *node) Keep() bool { return false }
+
 // Fault implements Adapter.
 func (n *node) Fault(side Side, m translate.Miss, write bool) {
 	if !n.inCall {

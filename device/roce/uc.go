@@ -72,6 +72,9 @@ func (q *QP) receiveUC(p *wire.RoCE) {
 		case vRemAccess:
 			q.stats.AccessErrors++
 		case vFault:
+			if q.a.Keep() {
+				return
+			}
 			q.stats.FaultDrops++
 		}
 		q.abandon(p, psn)

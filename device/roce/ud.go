@@ -102,6 +102,9 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		return
 	default:
 		if v == vFault {
+			if q.a.Keep() {
+				return
+			}
 			q.stats.FaultDrops++ // PF-11
 		}
 		q.stats.RxDropped++

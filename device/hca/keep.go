@@ -1,0 +1,75 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The host pages behind its guest's back. A guest that has done all that it must
+// for a message to arrive should not lose the first one to each part of its memory:
+// programs that talk UC or UD over a good network do not expect that at all, and
+// the connection manager waits seconds for its next try. So what meets a page that
+// is absent on the host is kept, and what comes behind it too, in order, until the
+// page is there. What finds no room, and all that meets a page absent in the guest,
+// is dropped (PF-11).
+
+// Bounds of what is kept, for buffers are the host's, for all VMs.
+const (
+	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
+	maxLaneKept = 256 // by all QPs of a lane
+)
+
+// Keep implements roce.Adapter.
+func (q *qp) Keep() bool {
+	if q.sides[roce.Responder].want.Kind != translate.HostFault {
+		return false
+	}
+	if q.retry { // it was the first, and stays so
+		q.retry = false
+		return true
+	}
+	return q.keep()
+}
+
+// keep keeps the frame that is being received, behind the others.
+func (q *qp) keep() bool {
+	l := q.lane
+	if l.frame == nil || len(q.kept) >= maxKept || l.kept >= maxLaneKept {
+		return false
+	}
+	l.frame.Ref()
+	q.kept = append(q.kept, l.frame)
+	l.kept++
+	return true
+}
+
+// redeliver receives what was kept, until something of it has to be kept again;
+// inside an epoch.
+func (q *qp) redeliver() {
+	l := q.lane
+	for len(q.kept) > 0 && !q.dead {
+		p := &l.rx
+		if err := wire.ParseRoCE(q.kept[0].Bytes(), p); err == nil { // as it did before
+			q.retry = true
+			l.cur = q
+			q.t.Receive(l.loop.Now(), p)
+			l.cur = nil
+			*p = wire.RoCE{}
+			if !q.retry {
+				return
+			}
+			q.retry = false
+		}
+		q.dropKept(1)
+	}
+}
+
+// dropKept gives the first n frames back.
+func (q *qp) dropKept(n int) {
+	for _, b := range q.kept[:n] {
+		b.Free()
+	}
+	q.kept = append(q.kept[:0], q.kept[n:]...)
+	q.lane.kept -= n
+}

@@ -1,0 +1,102 @@
+package hca
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// What UC and UD receive in pages absent on the host arrives, in order, when the
+// pages are there; what finds no room meanwhile is dropped and counted. Frame
+// buffers are the host's: those of a QP that goes are given back.
+func TestKept(t *testing.T) {
+	for _, typ := range []uint32{abi.QPTypeUD, abi.QPTypeUC} {
+		w := newWorld(t, 1, 2, Limits{})
+		ga, gb := w.guests[0], w.guests[1]
+		table := ga.ahTable()
+		pa, pb := ga.pd(), gb.pd()
+		a, b := ga.qp(qpSpec{typ: typ, pd: pa}), gb.qp(qpSpec{typ: typ, pd: pb})
+		const size = 3 * 4096 // of b's memory
+		n, head := 1000, 40
+		if typ == abi.QPTypeUC {
+			n, head = 9000, 0 // in three packets, on all three pages
+			for _, x := range [][2]*tqp{{a, b}, {b, a}} {
+				x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: abi.AccessRemoteWrite})
+				x[0].modify(abi.QPRTR, abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN,
+					abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: x[1].n, AV: x[1].g.av()})
+				x[0].modify(abi.QPRTS, abi.QPAttrSQPSN, abi.QPAttr{})
+			}
+		} else {
+			a.connectUD(0x1234)
+			b.connectUD(0x1234)
+			table.set(5, to(gb, pa))
+		}
+		src, dst := ga.alloc(size), gb.alloc(size)
+		ka, kb := ga.mr(pa, src, size, 3), gb.mr(pb, dst, size, 3)
+		fill(ga.at(src, size), 3)
+		send := func(id uint64) {
+			sge := abi.SGE{Addr: uint64(src) + id, Length: uint32(n), LKey: ka}
+			if typ == abi.QPTypeUD {
+				a.sendUD(id, b.n, 5, sge)
+			} else {
+				s := a.wqe()
+				s.SetRequest(id, abi.WRSend, abi.SendSignaled)
+				s.SetSGEs([]abi.SGE{sge})
+				a.post()
+			}
+			if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+				t.Fatalf("send: %+v", wc)
+			}
+		}
+		used := w.pool.InUse()
+		for round := range uint64(2) {
+			// A datagram's header goes to one page, the data to the next: two faults, one after the other.
+			at := dst + translate.PA(4096-40)*translate.PA(head/40)
+			for id := range uint64(3) {
+				b.recv(id, abi.SGE{Addr: uint64(at), Length: uint32(head + n), LKey: kb})
+			}
+			gb.takeAway(dst, size)
+			for id := range uint64(3) {
+				send(id + round)
+			}
+			w.step(10)
+			if got := b.rcq.poll(); len(got) != 0 {
+				t.Fatalf("received in absent memory: %+v", got)
+			}
+			var got []abi.WC
+			w.until("the messages", func() bool {
+				gb.hostServe()
+				got = append(got, b.rcq.poll()...)
+				return len(got) == 3
+			})
+			for id, wc := range got {
+				if wc.ID != uint64(id) || wc.Status != 0 || int(wc.ByteLen) != head+n {
+					t.Fatalf("%+v", wc)
+				}
+			}
+			if !bytes.Equal(ga.at(src+2+translate.PA(round), n), gb.at(at+translate.PA(head), n)) {
+				t.Fatal("data differ")
+			}
+		}
+		if n := gb.Stats().Value[abi.StatFaultDrops]; n != 0 {
+			t.Errorf("%d drops for faults", n)
+		}
+		gb.takeAway(dst, size)
+		b.recv(1, abi.SGE{Addr: uint64(dst), Length: uint32(head + n), LKey: kb})
+		for range maxKept + 10 {
+			send(0)
+		}
+		w.step(10)
+		if n := gb.Stats().Value[abi.StatFaultDrops]; n < 10 {
+			t.Errorf("%d drops for faults, want 10 or more", n)
+		}
+		gb.must(abi.CmdDestroyQP, handle(b.n))
+		gb.hostServe()
+		w.step(10)
+		if n := w.pool.InUse(); n != used {
+			t.Errorf("%d frame buffers are in use, %d were", n, used)
+		}
+	}
+}

@@ -247,18 +247,30 @@ func (w *worker) run(slot int) {
 	var c virtq.Chain
 	buf := make([]byte, 4096)
 	for {
+		var miss translate.Miss // of an absent page
 		_ = translate.Guard(func() error {
 			ep := w.q.Space().Epochs()
 			t := ep.Enter(slot)
 			defer ep.Leave(slot, t)
-			for {
+			for miss.OK() {
 				ok, err := w.q.Pop(&c)
+				var m *virtq.MissError
+				if errors.As(err, &m) && virtq.IsRepairable(err) {
+					miss = m.Miss
+				}
 				if !ok || err != nil {
 					break
 				}
-				n, _ := c.ReadAll(buf)
-				n, _ = c.WriteAll(buf[:n])
-				if err := w.q.Push(&c, uint32(n)); err != nil {
+				n := 0
+				if n, miss = c.ReadAll(buf); miss.OK() {
+					n, miss = c.WriteAll(buf[:n])
+				}
+				if miss.Fault() {
+					err = w.q.Unpop(1)
+				} else {
+					err = w.q.Push(&c, uint32(n))
+				}
+				if err != nil {
 					return err
 				}
 			}
@@ -267,6 +279,9 @@ func (w *worker) run(slot int) {
 			}
 			return w.q.SetNotify(true)
 		})
+		if miss.Fault() && w.q.Space().Fetch(context.Background(), miss, true) == nil {
+			continue
+		}
 		more := false
 		_ = translate.Guard(func() error {
 			ep := w.q.Space().Epochs()

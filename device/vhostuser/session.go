@@ -53,7 +53,7 @@ var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 func newSession(s *Server, c *net.UnixConn) *session {
 	se := &session{srv: s, dev: s.dev, log: s.log, t: NewTransport(c), space: translate.NewSpace(s.gvmi)}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
-	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Populate: true})
+	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget})
 	se.rings = make([]ring, s.queues)
 	for i := range se.rings {
 		se.rings[i].init()

@@ -45,9 +45,6 @@ func (s *Slot) fits(a uint64) bool { return a+s.Size > a || a+s.Size == 0 }
 type Options struct {
 	// Budget bounds what is resident; nil: one without a limit.
 	Budget *Budget
-	// Populate makes slots resident when they are added, as far as the budget
-	// allows, for devices that cannot serve themselves from a fault.
-	Populate bool
 }
 
 // Driver maps the memory of one front end into one Space and serves that
@@ -91,32 +88,25 @@ func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 // borrowed for the call: it is neither kept nor closed (the mapping keeps the
 // file). On error nothing has changed.
 func (d *Driver) AddSlot(s Slot) error {
-	r, err := d.add(s)
-	if err != nil {
+	if err := d.add(s); err != nil {
 		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
 	}
 	d.log.Debug("slot added", "guest_pa", hclog.Fmt("%#x", s.GuestPA), "size", hclog.Fmt("%#x", s.Size))
-	if d.opts.Populate {
-		if err := d.populate(r); err != nil {
-			_ = d.RemoveSlot(s.GuestPA, s.Size, s.UserAddr)
-			return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
-		}
-	}
 	return nil
 }
 
-func (d *Driver) add(s Slot) (*region, error) {
+func (d *Driver) add(s Slot) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if err := d.checkLocked(&s); err != nil {
-		return nil, err
+		return err
 	}
 	f, err := inspect(s.FD)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if end := s.Offset + s.Size; end < s.Size || end > f.size {
-		return nil, fmt.Errorf("file has %#x bytes, slot begins at offset %#x: %w", f.size, s.Offset, ErrFile)
+		return fmt.Errorf("file has %#x bytes, slot begins at offset %#x: %w", f.size, s.Offset, ErrFile)
 	}
 	if !f.keepsSize && !d.warned {
 		d.warned = true
@@ -124,14 +114,14 @@ func (d *Driver) add(s Slot) (*region, error) {
 	}
 	r, err := d.newRegion(s, f)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := d.space.Reserve(translate.PA(s.GuestPA), s.Size); err != nil {
 		r.munmap()
-		return nil, err
+		return err
 	}
 	d.regions = append(d.regions, r)
-	return r, nil
+	return nil
 }
 
 func (d *Driver) checkLocked(s *Slot) error {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -17,11 +16,14 @@ import (
 )
 
 func TestSlotLife(t *testing.T) {
-	d, s := newDriver(t, Options{Populate: true})
+	d, s := newDriver(t, Options{})
 	const name = "vnicd-test-life"
 	fd := memfd(t, name, 4<<20, 0, unix.F_SEAL_SHRINK)
 	slot := Slot{GuestPA: 0x100000000, Size: 3 << 20, UserAddr: 0x7f0000000000, FD: fd, Offset: 1 << 20}
 	if err := d.AddSlot(slot); err != nil {
+		t.Fatal(err)
+	}
+	if err := fetch(testContext(t), s, 0x100000000, 17); err != nil {
 		t.Fatal(err)
 	}
 	if m := s.Write(0x100000000, []byte("through stage two")); !m.OK() {
@@ -71,7 +73,7 @@ func TestSlotLife(t *testing.T) {
 }
 
 func TestAddSlotRefuses(t *testing.T) {
-	d, s := newDriver(t, Options{Populate: true})
+	d, s := newDriver(t, Options{})
 	fd := memfd(t, "vnicd-test-bad", 8<<20, 0, 0)
 	pipe := make([]int, 2)
 	if err := unix.Pipe(pipe); err != nil {
@@ -135,7 +137,7 @@ func TestAddSlotRefuses(t *testing.T) {
 }
 
 func TestSlotLimit(t *testing.T) {
-	d, _ := newDriver(t, Options{Populate: true})
+	d, _ := newDriver(t, Options{})
 	fd := memfd(t, "vnicd-test-limit", 4096, 0, 0)
 	for i := uint64(0); ; i++ {
 		err := d.AddSlot(Slot{GuestPA: i << 13, Size: 4096, UserAddr: i << 13, FD: fd})
@@ -153,10 +155,13 @@ func TestSlotLimit(t *testing.T) {
 
 // EP-2, EP-3: memory in use stays mapped, new accesses miss at once.
 func TestRemoveWaitsForReaders(t *testing.T) {
-	d, s := newDriver(t, Options{Populate: true})
+	d, s := newDriver(t, Options{})
 	const name = "vnicd-test-wait"
 	fd := memfd(t, name, 2<<20, 0, 0)
 	if err := d.AddSlot(Slot{Size: 2 << 20, FD: fd}); err != nil {
+		t.Fatal(err)
+	}
+	if err := fetch(testContext(t), s, 0, 2<<20); err != nil {
 		t.Fatal(err)
 	}
 	tok := s.Epochs().Enter(3)
@@ -205,7 +210,7 @@ func TestRemoveWaitsForReaders(t *testing.T) {
 func TestShrunkFile(t *testing.T) {
 	var log bytes.Buffer
 	s := translate.NewSpace(1)
-	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}), Options{Populate: true})
+	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}), Options{})
 	defer d.Close()
 	fd := memfd(t, "vnicd-test-shrink", 1<<20, 0, 0)
 	for i := range uint64(2) {
@@ -215,6 +220,9 @@ func TestShrunkFile(t *testing.T) {
 	}
 	if n := strings.Count(log.String(), "not sealed"); n != 1 {
 		t.Errorf("warned %d times: %s", n, log.String())
+	}
+	if err := fetch(testContext(t), s, 0, 1<<20); err != nil {
+		t.Fatal(err)
 	}
 	if err := unix.Ftruncate(fd, 0); err != nil {
 		t.Fatal(err)
@@ -229,33 +237,9 @@ func TestShrunkFile(t *testing.T) {
 	}
 }
 
-// Huge pages that the host does not have are an error, not a SIGBUS.
-func TestHugePages(t *testing.T) {
-	d, s := newDriver(t, Options{Populate: true})
-	free, err := os.ReadFile("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-	if err != nil {
-		t.Skip("this kernel has no 2 MiB huge pages")
-	}
-	fd := memfd(t, "vnicd-test-huge", 4<<20, unix.MFD_HUGETLB|unix.MFD_HUGE_2MB, 0)
-	// The slot begins within a huge page: mappings have to begin before it.
-	err = d.AddSlot(Slot{Size: 1 << 20, FD: fd, Offset: 0x180000})
-	if strings.TrimSpace(string(free)) == "0" {
-		if err == nil {
-			t.Fatal("populated huge pages that do not exist")
-		}
-		return
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	if m := s.Write(0, make([]byte, 1<<20)); !m.OK() {
-		t.Fatal(m.Err())
-	}
-}
-
 func TestTouch(t *testing.T) {
 	fd := memfd(t, "vnicd-test-touch", 1<<20, 0, 0)
-	d, _ := newDriver(t, Options{Populate: true})
+	d, _ := newDriver(t, Options{})
 	r, err := d.newRegion(Slot{Size: 1 << 20, FD: fd}, file{block: translate.PageSize})
 	if err != nil {
 		t.Fatal(err)

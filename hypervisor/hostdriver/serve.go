@@ -65,16 +65,6 @@ func (d *Driver) find(pa translate.PA) *region {
 	return nil
 }
 
-// populate brings a whole region in.
-func (d *Driver) populate(r *region) error {
-	for i := r.granule(translate.PA(r.GuestPA)); i <= r.granule(r.end()-1); i++ {
-		if _, err := d.opts.Budget.bring(d.ctx, r, i, false); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // Hold keeps memory present, see Driver.Hold.
 type Hold struct {
 	b    *Budget

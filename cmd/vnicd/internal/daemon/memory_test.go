@@ -21,6 +21,7 @@ func TestWatchMemory(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "qmp")
 	resyncs := make(chan struct{}, 10)
 	stop := watchMemory(path, func() { resyncs <- struct{}{} }, hclog.NewNullLogger())
+	defer stop()
 	for round := range 2 {
 		l, err := net.Listen("unix", path)
 		if err != nil {

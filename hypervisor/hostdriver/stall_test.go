@@ -101,7 +101,8 @@ func TestRemoveAmidFaults(t *testing.T) {
 	d, s := newDriver(t, Options{Budget: b})
 	slot(t, d, name, 0, 8<<20)
 	slot(t, d, "vnicd-test-amid-other", 8<<20, 8<<20)
-	release := stall(t, d.regions[0])
+	r := d.regions[0]
+	release := stall(t, r)
 	ws := raise(s, 0, servers-1)
 	eventually(t, "servers are stuck", func() bool { return fills(b) == servers-1 })
 	removed := make(chan error, 1)
@@ -124,6 +125,10 @@ func TestRemoveAmidFaults(t *testing.T) {
 	}
 	if n := mappings(t, name); n != 0 {
 		t.Errorf("%d mappings left", n)
+	}
+	// A fault that found its slot just before that went.
+	if _, err := b.bring(context.Background(), r, 100, false); !errors.Is(err, translate.ErrMemoryGone) {
+		t.Error(err)
 	}
 	if err := audit(b, true); err != nil {
 		t.Error(err)

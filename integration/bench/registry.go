@@ -31,6 +31,20 @@ func registry() []Row {
 		},
 		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
+			Name: "guest_fault", What: "WRITE 8 B, source page absent, post to completion, median", Anchor: "page present", Unit: "us",
+			Goals: []Goal{atMost(30)}, Open: guestFault(false),
+		},
+		{
+			Name: "guest_fault_far", What: "the same, target page absent: RNR NAK and unsolicited ACK", Anchor: "page present", Unit: "us",
+			Open: guestFault(true),
+		},
+		{
+			Name: "register_1g", What: "registration of 1 GiB on demand, median", Anchor: "of one page", Unit: "us",
+			Goals: []Goal{atMost(1000), ratioAtMost(1.25)}, Open: registration,
+		},
+		neighbourRow("same_slow", true, true), neighbourRow("other_slow", false, true),
+		neighbourRow("same_never", true, false), neighbourRow("other_never", false, false),
+		{
 			Name: "idle_8vms", What: "processor share of an idle daemon, 8 VMs attached", Anchor: "none attached", Unit: "% of a core",
 			Goals: []Goal{atMost(1)}, Open: idle,
 		},
@@ -44,5 +58,19 @@ func translationRow(name string, n uint64, host string) Row {
 	return Row{
 		Name: "translate_" + name, What: fmt.Sprintf("both stages, warm, %s scattered pages, %s pages on the host", number(float64(n)), host),
 		Anchor: "a region of one page", Unit: "ns", Goals: []Goal{atMost(10), ratioAtMost(1.25)}, Open: translation(n, host == "2 MiB"),
+	}
+}
+
+func neighbourRow(name string, sameVM, answered bool) Row {
+	who, pager := "another VM", "pager that never answers"
+	if sameVM {
+		who = "the same VM"
+	}
+	if answered {
+		pager = "pager of 1 ms"
+	}
+	return Row{
+		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager, Anchor: "nobody faults", Unit: "msg/s",
+		Goals: []Goal{ratioAtLeast(0.95)}, Open: neighbours(sameVM, answered),
 	}
 }

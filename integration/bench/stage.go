@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
@@ -204,13 +206,23 @@ func (e *end) poll() (int, error) {
 var errStuck = errors.New("no completion came")
 
 // spin polls until at least n completions came.
-func (e *end) spin(ctx context.Context, n int) error {
+func (e *end) spin(ctx context.Context, n int) error { return e.wait(ctx, n, func() {}) }
+
+// spinIdly is spin that lets others run, such as the driver that serves a fault: cores are few.
+func (e *end) spinIdly(ctx context.Context, n int) error {
+	return e.wait(ctx, n, func() { _, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) })
+}
+
+func (e *end) wait(ctx context.Context, n int, idle func()) error {
 	for i := 0; n > 0; i++ {
 		got, err := e.poll()
 		if err != nil {
 			return err
 		}
 		n -= got
+		if got == 0 {
+			idle()
+		}
 		if i%4096 == 4095 && ctx.Err() != nil {
 			return errStuck
 		}

@@ -1,0 +1,206 @@
+package main
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+const (
+	pageSize = 4096
+	onDemand = 1 << 40 // VA of on-demand regions
+)
+
+// onePage is an on-demand region of one page that is always to be had.
+func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error) {
+	frame, err := n.Alloc(pageSize)
+	if err != nil {
+		return nil, err
+	}
+	return n.pd.RegisterOnDemand(onDemand, pageSize, allAccess, guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, pas []uint64) error {
+		if wait != nil {
+			wait(ctx)
+		}
+		pas[0] = frame.PA()
+		return ctx.Err()
+	}))
+}
+
+// guestFault is the time of a WRITE of 8 bytes that meets an absent page, from post
+// to completion, which is more than from raise to resume; the anchor is the same
+// WRITE with its page present. far: the page is the responder's.
+func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
+	return func(ctx context.Context, b *Bench) (m Meter, err error) {
+		_, nodes, err := b.local(ctx, 2, 16<<20)
+		if err != nil {
+			return m, err
+		}
+		x, _, err := connect(nodes[0], nodes[1])
+		if err != nil {
+			return m, err
+		}
+		absent, present := nodes[0], nodes[1]
+		if far {
+			absent, present = present, absent
+		}
+		mr, err := absent.onePage(nil)
+		if err != nil {
+			return m, err
+		}
+		_, other, err := present.region(pageSize)
+		if err != nil {
+			return m, err
+		}
+		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: other.Addr(), RKey: other.RKey()}
+		if far {
+			wr.SGL[0], wr.RemoteAddr, wr.RKey = other.SGE(0, 8), mr.Addr(), mr.RKey()
+		}
+		sample := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
+			return func(ctx context.Context, d time.Duration) (Sample, error) {
+				var took []float64
+				for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
+					if fault {
+						if err := mr.Invalidate(mr.Addr(), pageSize); err != nil {
+							return Sample{}, err
+						}
+					}
+					start := time.Now()
+					if err := x.qp.PostSend(&wr); err != nil {
+						return Sample{}, err
+					}
+					if err := x.spinIdly(ctx, 1); err != nil {
+						return Sample{}, err
+					}
+					took = append(took, float64(time.Since(start))/1e3)
+				}
+				slices.Sort(took)
+				s := Sample{Value: took[len(took)/2]}
+				if fault {
+					s.Extra = map[string]float64{"p99": took[len(took)*99/100]}
+				}
+				return s, nil
+			}
+		}
+		return Meter{Ours: sample(true), Anchor: sample(false)}, nil
+	}
+}
+
+// registration is the time to register an on-demand region of 1 GiB; the anchor is
+// one of a page.
+func registration(ctx context.Context, b *Bench) (m Meter, err error) {
+	_, nodes, err := b.local(ctx, 1, 16<<20)
+	if err != nil {
+		return m, err
+	}
+	never := guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, _ []uint64) error { return context.Canceled })
+	sample := func(size uint64) func(context.Context, time.Duration) (Sample, error) {
+		return func(_ context.Context, d time.Duration) (Sample, error) {
+			var took []float64
+			for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
+				start := time.Now()
+				mr, err := nodes[0].pd.RegisterOnDemand(onDemand, size, allAccess, never)
+				if err != nil {
+					return Sample{}, err
+				}
+				took = append(took, float64(time.Since(start))/1e3)
+				if err := mr.Deregister(); err != nil {
+					return Sample{}, err
+				}
+			}
+			return Sample{Value: median(took)}, nil
+		}
+	}
+	return Meter{Ours: sample(1 << 30), Anchor: sample(pageSize)}, nil
+}
+
+// neighbours is the rate of one QP's WRITEs of 4 KiB while another QP faults without
+// end: its page is thrown out whenever it has been used, and its pager takes a
+// millisecond, or for ever. The anchor is the rate while nobody faults.
+func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, error) {
+	return func(ctx context.Context, b *Bench) (m Meter, err error) {
+		_, nodes, err := b.local(ctx, 4, 16<<20)
+		if err != nil {
+			return m, err
+		}
+		faulty, _, err := connect(nodes[0], nodes[1])
+		if err != nil {
+			return m, err
+		}
+		// gate keeps the pager until it is closed.
+		var gate atomic.Pointer[chan struct{}]
+		mr, err := nodes[1].onePage(func(ctx context.Context) {
+			var patience <-chan time.Time
+			if answered {
+				patience = time.After(time.Millisecond)
+			}
+			select {
+			case <-*gate.Load():
+			case <-patience:
+			case <-ctx.Done():
+			}
+		})
+		if err != nil {
+			return m, err
+		}
+		_, src, err := nodes[0].region(pageSize)
+		if err != nil {
+			return m, err
+		}
+		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{src.SGE(0, 8)}, RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+		from, to := nodes[0], nodes[1]
+		if !sameVM {
+			from, to = nodes[2], nodes[3]
+		}
+		x, _, err := connect(from, to)
+		if err != nil {
+			return m, err
+		}
+		_, smr, err := from.region(pageSize)
+		if err != nil {
+			return m, err
+		}
+		_, dmr, err := to.region(pageSize)
+		if err != nil {
+			return m, err
+		}
+		work := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, pageSize)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+			rate, err := x.stream(ctx, d, 16, 1, &work, nil)
+			return Sample{Value: rate}, err
+		}
+		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+			g := make(chan struct{})
+			gate.Store(&g)
+			before := mr.Stats().Faults
+			var wg sync.WaitGroup
+			var stop atomic.Bool
+			var ferr error
+			wg.Go(func() {
+				for !stop.Load() && ferr == nil {
+					if ferr = mr.Invalidate(mr.Addr(), pageSize); ferr == nil {
+						ferr = faulty.qp.PostSend(&wr)
+					}
+					for n := 0; n == 0 && ferr == nil; {
+						if n, ferr = faulty.poll(); n == 0 {
+							time.Sleep(100 * time.Microsecond) // no spinning: two cores are few
+						}
+					}
+				}
+			})
+			rate, err := x.stream(ctx, d, 16, 1, &work, nil)
+			stop.Store(true)
+			close(g)
+			wg.Wait()
+			if err == nil {
+				err = ferr
+			}
+			return Sample{rate, map[string]float64{"faults": float64(mr.Stats().Faults - before)}}, err
+		}
+		return m, nil
+	}
+}

@@ -55,6 +55,9 @@ func Pair(a, b *NS, dev string, mtu int) {
 	a.IP("link", "add", dev, "mtu", m, "type", "veth", "peer", "name", dev, "mtu", m, "netns", b.Name)
 	a.IP("link", "set", dev, "up")
 	b.IP("link", "set", dev, "up")
+	// The kernel deletes what is in a namespace some time after the namespace: the
+	// name would be taken for the next test in a.
+	a.tb.Cleanup(func() { _ = exec.Command("ip", "-n", a.Name, "link", "del", dev).Run() }) // gone already is fine
 }
 
 // IP runs ip in the namespace and fails the test if that fails.

@@ -54,7 +54,7 @@
 #define VNICD_FETCH_ROUNDS	16
 /* Pages that are cleared ahead of reclaim, at most. */
 #define VNICD_CLEAR_AHEAD	256U
-/* Unmapped parts that are worth the sweep. */
+/* Idle parts that are worth a sweep. */
 #define VNICD_SWEEP		32
 
 struct vnicd_part {
@@ -67,7 +67,7 @@ struct vnicd_part {
 
 	struct mutex lock;		/* guards what follows; orders SET and CLEAR */
 	bool gone;			/* watches no longer */
-	bool unmapped;			/* all of it, by the process */
+	bool idle;			/* nothing is given; in num_idle */
 	unsigned int next;		/* page after those cleared last, */
 	unsigned int ahead;		/* ... and how many may be cleared with it */
 	DECLARE_BITMAP(given, VNICD_PART_PAGES);
@@ -130,16 +130,11 @@ static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 	unsigned long end = min(range->end, part->start + part->npages * PAGE_SIZE);
 	unsigned int from, to, last;
 
-	if (range->event == MMU_NOTIFY_UNMAP && end - start == part->npages * PAGE_SIZE &&
-	    !part->unmapped) {
-		part->unmapped = true;
-		atomic_inc(&odp->num_unmapped);
-	}
 	if (!odp->vd || odp->released)
 		return true;
 
 	from = (start - part->start) >> PAGE_SHIFT;
-	to = (end - part->start) >> PAGE_SHIFT;
+	to = DIV_ROUND_UP(end - part->start, PAGE_SIZE);
 	from = find_next_bit(part->given, to, from);
 	if (from >= to)
 		return true;
@@ -171,6 +166,10 @@ static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 	}
 	vnicd_odp_clear(odp, part->first + from, last - from + 1);
 	bitmap_clear(part->given, from, last - from + 1);
+	if (bitmap_empty(part->given, part->npages)) {
+		part->idle = true;
+		atomic_inc(&odp->num_idle);
+	}
 	return true;
 }
 
@@ -204,13 +203,13 @@ static const struct mmu_interval_notifier_ops vnicd_part_ops = {
 	.invalidate = vnicd_part_invalidate,
 };
 
-/* Parts that the process has unmapped are forgotten: address spaces are large. */
+/* Parts with nothing in them are forgotten: address spaces are large. */
 static void vnicd_odp_sweep(struct vnicd_odp *odp)
 {
 	struct vnicd_part *part;
 	unsigned long index;
 
-	if (atomic_read(&odp->num_unmapped) < VNICD_SWEEP)
+	if (atomic_read(&odp->num_idle) < VNICD_SWEEP)
 		return;
 	xa_for_each(&odp->parts, index, part) {
 		bool forget;
@@ -224,11 +223,10 @@ static void vnicd_odp_sweep(struct vnicd_odp *odp)
 		xa_unlock(&odp->parts);
 
 		mutex_lock(&part->lock);
-		forget = part->unmapped && !part->gone &&
-			 bitmap_empty(part->given, part->npages);
+		forget = part->idle && !part->gone;
 		if (forget) {
 			part->gone = true;
-			atomic_dec(&odp->num_unmapped);
+			atomic_dec(&odp->num_idle);
 		}
 		mutex_unlock(&part->lock);
 		if (forget && xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
@@ -253,6 +251,7 @@ static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long
 	end = min(end, start + (1UL << VNICD_PART_SHIFT));
 	part->npages = (end - part->start) >> PAGE_SHIFT;
 	part->first = (part->start - base) >> PAGE_SHIFT;
+	part->idle = true;
 	refcount_set(&part->refs, 1);
 	mutex_init(&part->lock);
 
@@ -262,6 +261,7 @@ static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long
 		vnicd_part_put(part);
 		return ERR_PTR(err == -ENOMEM ? -EAGAIN : err);
 	}
+	atomic_inc(&odp->num_idle);
 	return part;
 }
 
@@ -296,6 +296,7 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 	err = xa_insert(&odp->parts, index, part, GFP_KERNEL);
 	if (err) {
 		/* -EBUSY: somebody else was faster. */
+		atomic_dec(&odp->num_idle);
 		vnicd_part_remove(part);
 		vnicd_part_put(part);
 		return ERR_PTR(-EAGAIN);
@@ -427,9 +428,9 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	for (unsigned int i = first; i <= last; i++)
 		if (!(f->ptes[i - from] & cpu_to_le64(VNICD_MTT_ABSENT)))
 			fresh += !__test_and_set_bit(i, part->given);
-	if (part->unmapped) {
-		part->unmapped = false;
-		atomic_dec(&odp->num_unmapped);
+	if (part->idle) {
+		part->idle = false;
+		atomic_dec(&odp->num_idle);
 	}
 	atomic64_add(fresh, how & VNICD_FETCH_PREFETCH ? &odp->page_prefetches : &odp->page_faults);
 	err = vnicd_cmd_set_mtt(odp->vd, &f->cmd, f->ptes + (first - from), odp->handle,

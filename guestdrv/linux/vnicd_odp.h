@@ -49,7 +49,7 @@ struct vnicd_odp {
 	bool released;			/* the address space is gone, and its pages */
 
 	struct xarray parts;		/* struct vnicd_part, by address */
-	atomic_t num_unmapped;		/* parts that could be forgotten */
+	atomic_t num_idle;		/* parts that could be forgotten */
 
 	spinlock_t lock;		/* guards what follows */
 	bool closed;

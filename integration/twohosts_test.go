@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -28,7 +29,11 @@ func hostConfig(local, peer string, vms ...lab.VM) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "vtep:\n  local: %s\nnetworks:\n  - name: blue\n    vni: 100\n    peers: [%s]\nvms:\n", local, peer)
 	for _, v := range vms {
-		fmt.Fprintf(&b, "  - {name: %s, network: blue, mac: %q}\n", v.Name, v.MAC)
+		fmt.Fprintf(&b, "  - {name: %s, network: blue, mac: %q", v.Name, v.MAC)
+		if v.Budget != "" {
+			fmt.Fprintf(&b, ", memory-budget: %s", v.Budget)
+		}
+		b.WriteString("}\n")
 	}
 	return b.String()
 }
@@ -45,6 +50,13 @@ type twoHosts struct {
 
 func newTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *twoHosts {
 	t.Helper()
+	return makeTwoHosts(ctx, t, l, nil, vmA, vmB)
+}
+
+// makeTwoHosts is newTwoHosts with other VMs; prepare, if any, sees the hosts before
+// anything runs there.
+func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*twoHosts), va, vb lab.VM) *twoHosts {
+	t.Helper()
 	w := &twoHosts{Lab: l, a: must[*lab.Host](t)(l.Host("h1")), b: must[*lab.Host](t)(l.Host("h2"))}
 	w.mid = must[*harness.Namespace](t)(harness.NewNamespace("vnicd-wire"))
 	l.Add(func() { _ = w.mid.Close() })
@@ -60,10 +72,13 @@ func newTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *twoHosts {
 	w.wire, err = wirefault.Start(w.mid.Name, "wa", "wb", wirefault.Policy{})
 	check(t, err)
 	l.Add(func() { _ = w.wire.Close() })
-	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", vmA)))
-	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vmB)))
+	if prepare != nil {
+		prepare(w)
+	}
+	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", va)))
+	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vb)))
 	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
-	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, vmA)), must[qemu.Config](t)(w.b.Config(ctx, vmB)))
+	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, va)), must[qemu.Config](t)(w.b.Config(ctx, vb)))
 	check(t, err)
 	return w
 }
@@ -383,13 +398,20 @@ func rdmaQPs(ctx context.Context, t *testing.T, h *lab.Host, vm string) int {
 	return len(hcaStatus(ctx, t, h, vm).QPs)
 }
 
-// hcaStatus is the HCA's part of `vnicd status VM -j`.
+// vmStatus is what `vnicd status VM -j` says of the HCA and of memory.
+type vmStatus struct {
+	HCA    hca.Status
+	Memory hostdriver.Status
+}
+
+func statusOf(ctx context.Context, t *testing.T, h *lab.Host, vm string) (s vmStatus) {
+	t.Helper()
+	out := must[string](t)(h.CLI(ctx, "status", vm, "-j"))
+	check(t, json.Unmarshal([]byte(out), &s))
+	return s
+}
+
 func hcaStatus(ctx context.Context, t *testing.T, h *lab.Host, vm string) hca.Status {
 	t.Helper()
-	var s struct{ HCA hca.Status }
-	out := must[string](t)(h.CLI(ctx, "status", vm, "-j"))
-	if err := json.Unmarshal([]byte(out), &s); err != nil {
-		t.Fatal(err)
-	}
-	return s.HCA
+	return statusOf(ctx, t, h, vm).HCA
 }

@@ -92,6 +92,12 @@ func (b *Builder) Module(ctx context.Context, src, out string) error {
 	return err
 }
 
+// Programs runs the Makefile in src in the guest's release, where compiler and libibverbs are; results go to out.
+func (b *Builder) Programs(ctx context.Context, src, out string) error {
+	_, err := b.run(ctx, "programs", src, out)
+	return err
+}
+
 func (b *Builder) run(ctx context.Context, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, b.Script, args...)
 	cmd.Env = append(os.Environ(), b.Env...)

@@ -65,10 +65,17 @@ func (e *Env) Module(ctx context.Context) (string, error) {
 	return out, nil
 }
 
-// Boot starts a VM and waits until it runs commands. Images and accelerator are filled in, and a directory
-// Dir/NAME unless one is given. On error nothing runs any more.
+// Programs compiles what the tests run in guests (integration/guest) for the guest's release and puts it into dir.
+func (e *Env) Programs(ctx context.Context, dir string) error {
+	return e.Builder.Programs(ctx, filepath.Join(e.Root, "integration", "guest"), dir)
+}
+
+// Boot starts a VM and waits until it runs commands. Images, accelerator and a
+// directory Dir/NAME are filled in unless given. On error nothing runs any more.
 func (e *Env) Boot(ctx context.Context, cfg qemu.Config) (*qemu.Machine, error) {
-	cfg.Images = e.Images
+	if cfg.Images == nil {
+		cfg.Images = e.Images
+	}
 	if cfg.Accel == "" {
 		cfg.Accel = e.Accel
 	}

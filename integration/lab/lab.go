@@ -14,6 +14,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -62,6 +63,8 @@ type Host struct {
 	// Dir holds configuration, sockets and log.
 	Dir  string
 	Proc *harness.Process
+	// Group, if set before Start and Config, bounds the memory of vnicd and of the VMs.
+	Group *harness.MemoryGroup
 }
 
 // Host makes a host without links and without vnicd.
@@ -105,7 +108,12 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 
 // Start starts vnicd with the configuration that Run wrote.
 func (h *Host) Start(ctx context.Context) error {
-	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
+	var argv []string
+	if h.Group != nil {
+		argv = h.Group.Prefix()
+	}
+	argv = append(argv, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
+	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, argv...)
 	if err != nil {
 		return err
 	}
@@ -165,6 +173,12 @@ type VM struct {
 	Addr string // IP/LENGTH of eth0
 	MTU  int    // 0: 1450
 	CPUs int
+	// MemoryMiB is the guest's RAM; 0: 768. SwapMiB is the size of its swap disk; 0: none.
+	MemoryMiB, SwapMiB int
+	// Budget is the VM's memory-budget, such as 64MiB; "": none.
+	Budget string
+	// KernelArgs are more words for the kernel command line.
+	KernelArgs []string
 	// NoHCA leaves the HCA away: virtio-net only.
 	NoHCA bool
 	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.
@@ -185,7 +199,25 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		}
 		nic.Addresses = []netip.Prefix{p}
 	}
-	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name}
+	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: v.KernelArgs}
+	if v.MemoryMiB != 0 {
+		cfg.MemoryMiB = v.MemoryMiB
+	}
+	if v.SwapMiB != 0 {
+		disk := filepath.Join(h.Dir, v.Name+".swap")
+		if err := makeSparse(disk, v.SwapMiB); err != nil {
+			return cfg, err
+		}
+		cfg.ExtraArgs = append(cfg.ExtraArgs, "-drive", "file="+disk+",format=raw,if=none,id=swap,cache=unsafe", "-device", "virtio-blk-pci,drive=swap,romfile=")
+	}
+	if h.Group != nil {
+		img := *h.lab.Images
+		var err error
+		if img.QEMU, err = h.Group.Wrap(h.Dir, img.QEMU); err != nil {
+			return cfg, err
+		}
+		cfg.Images = &img
+	}
 	if v.Tap != "" {
 		nic.Tap = v.Tap
 		cfg.NICs = []qemu.NIC{nic}
@@ -204,11 +236,19 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 				cfg.ExtraArgs = append(cfg.ExtraArgs, opt, arg)
 			}
 		}
-		if len(cfg.ExtraArgs) != 4 {
+		if !slices.ContainsFunc(cfg.ExtraArgs, func(a string) bool { return strings.Contains(a, "chardev=") }) {
 			return cfg, fmt.Errorf("`vnicd qemu-args` printed no chardev and device for the HCA:\n%s", out)
 		}
 	}
 	return cfg, nil
+}
+
+func makeSparse(path string, mib int) error {
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Truncate(int64(mib)<<20), f.Close())
 }
 
 // Boot starts the guests, in parallel, and waits until they answer.

@@ -50,13 +50,22 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 	return strconv.Atoi(fields[0])
 }
 
+// limit is how long a program may take unless it is said otherwise.
+const limit = 4 * time.Minute
+
 // limited ends a program that hangs (status 124): no test waits for one for ever.
-const limited = "exec timeout -k 5 240 "
+func limited(d time.Duration, cmd string) string {
+	return fmt.Sprintf("exec timeout -k 5 %d %s", int(d.Seconds()), cmd)
+}
 
 // Listen starts a server program in a guest and waits until it listens on the TCP
 // port (0: an rdma_cm listener).
 func Listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
-	p, err := server.StartShell(ctx, limited+cmd)
+	return listen(ctx, server, limited(limit, cmd), port)
+}
+
+func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
+	p, err := server.StartShell(ctx, cmd)
 	if err != nil {
 		return nil, err
 	}
@@ -89,11 +98,16 @@ func finish(ctx context.Context, p *qemu.Process) (qemu.Result, error) {
 // Pair runs a server program in one guest (Listen), the client in the other (same
 // guest permitted), and waits for both.
 func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
-	p, err := Listen(ctx, server, serverCmd, port)
+	return PairFor(ctx, limit, server, serverCmd, client, clientCmd, port)
+}
+
+// PairFor is Pair with a limit of its own.
+func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
+	p, err := listen(ctx, server, limited(d, serverCmd), port)
 	if err != nil {
 		return "", "", err
 	}
-	cr, cerr := client.Shell(ctx, limited+clientCmd)
+	cr, cerr := client.Shell(ctx, limited(d, clientCmd))
 	if cerr != nil || cr.ExitCode != 0 {
 		_ = p.Signal(ctx, "TERM")
 	}
@@ -120,6 +134,8 @@ type End struct {
 	Device string
 	GID    int
 	Addr   string // without length
+	// Opts are more options for this end's programs, such as on-demand paging here only.
+	Opts string
 }
 
 // NewEnd looks up the GID index.
@@ -137,7 +153,7 @@ const perftestPort = 18515
 // emulated CPU's clock causes.
 func Perftest(ctx context.Context, client, server End, program string, opts ...string) (string, error) {
 	cmd := func(e End) string {
-		return fmt.Sprintf("%s -F -d %s -x %d %s", program, e.Device, e.GID, strings.Join(opts, " "))
+		return fmt.Sprintf("%s -F -d %s -x %d %s %s", program, e.Device, e.GID, e.Opts, strings.Join(opts, " "))
 	}
 	_, out, err := Pair(ctx, server.VM, cmd(server), client.VM, cmd(client)+" "+server.Addr, perftestPort)
 	return out, err
@@ -147,7 +163,7 @@ func Perftest(ctx context.Context, client, server End, program string, opts ...s
 // unless opts say otherwise.
 func Pingpong(ctx context.Context, client, server End, program string, opts ...string) (string, error) {
 	cmd := func(e End) string {
-		return fmt.Sprintf("%s -d %s -g %d %s", program, e.Device, e.GID, strings.Join(opts, " "))
+		return fmt.Sprintf("%s -d %s -g %d %s %s", program, e.Device, e.GID, e.Opts, strings.Join(opts, " "))
 	}
 	_, out, err := Pair(ctx, server.VM, cmd(server), client.VM, cmd(client)+" "+server.Addr, perftestPort)
 	return out, err

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The build root: the guest's release with its compiler and the headers of exactly the guest's kernel.
+# The build root: the guest's release with its compiler, libibverbs and the headers of exactly the guest's kernel.
 
 module_dir() {
 	local guest kver=none
@@ -12,14 +12,14 @@ module_root_build() {
 	local dir
 	dir=$(module_dir)
 	artifact_ready "$dir" && return 0
-	need_root "the module build root"
+	need_root "the build root"
 	need_bootstrap
-	artifact "$dir" "module build root ($RELEASE, kernel $(cat "$(guest_dir)/kver"))" module_recipe
+	artifact "$dir" "build root ($RELEASE, kernel $(cat "$(guest_dir)/kver"))" module_recipe
 }
 
 module_recipe() {
 	local tmp=$1 deb
-	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libssl3,pahole,sparse
+	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libibverbs-dev,libssl3,pahole,sparse
 	# Unpacked, not installed: as a package the headers depend on the kernel image, which is 300 MB of no use here.
 	for deb in "$(guest_dir)"/headers/*.deb; do
 		# Debian 12 ships /lib/modules where /lib is a link by now: tar must follow it, not replace it.
@@ -56,4 +56,23 @@ module_compile() {
 	rm -rf --one-file-system "$work"
 	((rc == 0)) || die "compiling the module in $src for $kver failed"
 	say "built $out/vnicd.ko for $kver"
+}
+
+# programs_compile SRC OUT: user-space programs for the guest.
+programs_compile() {
+	local src=$1 out=$2 dir work rc=0
+	[[ -e $src/Makefile ]] || die "'$src' has no Makefile"
+	need_root "programs for the guest"
+	dir=$(module_dir)
+	work=$(mktemp -d "$dir/root/build.XXXXXX")
+	cp -rL "$src/." "$work/"
+	mkdir "$work/.out"
+	chroot "$dir/root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/ \
+		make -C "/${work##*/}" -j"$(nproc)" OUT=.out >&2 || rc=$?
+	if ((rc == 0)); then
+		mkdir -p "$out"
+		cp -r "$work/.out/." "$out/" || rc=$?
+	fi
+	rm -rf --one-file-system "$work"
+	((rc == 0)) || die "compiling the programs in $src failed"
 }

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * What an owner does to its memory while others write it. Memory that has left
+ * the region is parked: nothing may change it any more.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "stress.h"
+
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+/* Everything that may block goes through here, so that the watchdog can name it. */
+#define DO(c, call) ({ pulse_begin(&(c)->pulse, #call); __typeof__(call) _r = (call); pulse_end(&(c)->pulse); _r; })
+
+static void must(int err, const char *what)
+{
+	if (err)
+		fail(EXIT_SETUP, "%s: %m", what);
+}
+
+static void unpark(struct chaos *c, struct parked *k)
+{
+	if (!k->p)
+		return;
+	if (checksum(k->p, k->n) != k->sum)
+		fail(EXIT_DATA, "a write landed in memory that was released before: %zu bytes now at %p", k->n, k->p);
+	munmap(k->p, k->n);
+	k->p = NULL;
+	c->parked_checked++;
+}
+
+void chaos_park(struct chaos *c, char *p, size_t n)
+{
+	struct parked *k = &c->parked[c->parked_next++ % (sizeof(c->parked) / sizeof(c->parked[0]))];
+
+	unpark(c, k);
+	*k = (struct parked){ p, n, checksum(p, n) };
+}
+
+void chaos_finish(struct chaos *c)
+{
+	unsigned i;
+
+	for (i = 0; i < sizeof(c->parked) / sizeof(c->parked[0]); i++)
+		unpark(c, &c->parked[i]);
+}
+
+/*
+ * Pages just freed are the first to be handed out again: a mapping filled at
+ * once gets the very same memory, and a late write would show in it.
+ */
+static void recycle(struct chaos *c, size_t n)
+{
+	char *p = DO(c, mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
+
+	must(p == MAP_FAILED, "mmap of canaries");
+	memset(p, 0xc5, n);
+	chaos_park(c, p, n);
+}
+
+/* Contents go, nothing is ever unmapped. */
+
+static void op_dontneed(struct chaos *c, char *p, size_t n)
+{
+	must(DO(c, madvise(p, n, MADV_DONTNEED)), "madvise(MADV_DONTNEED)");
+	recycle(c, n);
+}
+
+static void op_free(struct chaos *c, char *p, size_t n)
+{
+	must(DO(c, madvise(p, n, MADV_FREE)), "madvise(MADV_FREE)");
+}
+
+static void op_replace(struct chaos *c, char *p, size_t n)
+{
+	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0)) != p, "mmap(MAP_FIXED)");
+	recycle(c, n);
+}
+
+/* The pages themselves live on elsewhere; the region gets fresh ones. */
+static void op_mremap(struct chaos *c, char *p, size_t n)
+{
+	char *to = DO(c, mremap(p, n, n, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL));
+
+	must(to == MAP_FAILED, "mremap(MREMAP_DONTUNMAP)");
+	chaos_park(c, to, n);
+}
+
+/* For a while there is nothing. */
+
+static void op_munmap(struct chaos *c, char *p, size_t n)
+{
+	must(DO(c, munmap(p, n)), "munmap");
+	nap_us(below(&c->random, 3000));
+	/* Nobody else has got the address in between: threads of this program map nothing so late. */
+	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0)) != p, "mmap(MAP_FIXED_NOREPLACE)");
+	recycle(c, n);
+}
+
+static void op_away(struct chaos *c, char *p, size_t n)
+{
+	char *to = DO(c, mremap(p, n, n, MREMAP_MAYMOVE | MREMAP_FIXED, map_pages(n)));
+	uint64_t sum;
+
+	must(to == MAP_FAILED, "mremap");
+	sum = checksum(to, n);
+	nap_us(below(&c->random, 3000));
+	if (checksum(to, n) != sum)
+		fail(EXIT_DATA, "a write landed in memory that mremap had moved away, %zu bytes at %p", n, p);
+	must(DO(c, mremap(to, n, n, MREMAP_MAYMOVE | MREMAP_FIXED, p)) != p, "mremap back");
+}
+
+static void op_protnone(struct chaos *c, char *p, size_t n)
+{
+	uint64_t sum;
+
+	must(DO(c, mprotect(p, n, PROT_READ)), "mprotect(PROT_READ)");
+	sum = checksum(p, n);
+	nap_us(below(&c->random, 3000));
+	if (checksum(p, n) != sum)
+		fail(EXIT_DATA, "a write landed in memory that mprotect had made read-only, %zu bytes at %p", n, p);
+	must(DO(c, mprotect(p, n, PROT_NONE)), "mprotect(PROT_NONE)");
+	nap_us(below(&c->random, 1000));
+	must(DO(c, mprotect(p, n, PROT_READ | PROT_WRITE)), "mprotect");
+}
+
+/* Contents stay. Advice may be refused: EAGAIN, EINVAL, EBUSY depend on the kernel's mood. */
+
+static void op_pageout(struct chaos *c, char *p, size_t n)
+{
+	DO(c, madvise(p, n, MADV_PAGEOUT));
+}
+
+static void op_cold(struct chaos *c, char *p, size_t n)
+{
+	DO(c, madvise(p, n, MADV_COLD));
+}
+
+static void op_mprotect(struct chaos *c, char *p, size_t n)
+{
+	must(DO(c, mprotect(p, n, PROT_READ | PROT_WRITE | PROT_EXEC)), "mprotect(PROT_EXEC)");
+	nap_us(below(&c->random, 1000));
+	must(DO(c, mprotect(p, n, PROT_READ | PROT_WRITE)), "mprotect");
+}
+
+/* The child's memory is of the instant of the fork: later writes are the parent's alone. */
+static void op_fork(struct chaos *c, char *p, size_t n)
+{
+	unsigned us = 1000 + below(&c->random, 20000);
+	pid_t child = DO(c, fork());
+	int status;
+
+	must(child < 0, "fork");
+	if (!child) {
+		uint64_t sum = checksum(p, n);
+
+		nap_us(us);
+		_exit(checksum(p, n) == sum ? 0 : EXIT_DATA);
+	}
+	must(DO(c, waitpid(child, &status, 0)) != child, "waitpid");
+	if (status)
+		fail(EXIT_DATA, "a write after a fork landed in the child's memory, %zu bytes at %p (status %#x)", n, p, status);
+}
+
+static void op_movepages(struct chaos *c, char *p, size_t n)
+{
+	unsigned i, count = n / PAGE;
+	int node = below(&c->random, 2);
+	int *nodes = malloc(count * sizeof(int)), *status = malloc(count * sizeof(int));
+	void **pages = malloc(count * sizeof(void *));
+
+	for (i = 0; i < count; i++) {
+		pages[i] = p + (size_t)i * PAGE;
+		nodes[i] = node;
+	}
+	/* ENODEV with one node: then compaction is what migrates. */
+	if (DO(c, syscall(SYS_move_pages, 0, (long)count, pages, nodes, status, 2)) < 0 && errno != ENODEV && errno != ENOENT && errno != ENOMEM)
+		fail(EXIT_SETUP, "move_pages: %m");
+	free(nodes);
+	free(status);
+	free(pages);
+}
+
+static void op_migrate(struct chaos *c, char *p, size_t n)
+{
+	unsigned long from = 1 + below(&c->random, 2), to = 3 - from;
+
+	(void)p;
+	(void)n;
+	if (DO(c, syscall(SYS_migrate_pages, 0, 8 * sizeof(long), &from, &to)) < 0 && errno != EINVAL && errno != ENOMEM)
+		fail(EXIT_SETUP, "migrate_pages: %m");
+}
+
+static void write_file(struct chaos *c, const char *file, const char *text)
+{
+	int fd = open(file, O_WRONLY);
+
+	if (fd >= 0 && DO(c, write(fd, text, strlen(text))) < 0 && errno != EINTR)
+		fail(EXIT_SETUP, "writing %s: %m", file);
+	if (fd >= 0)
+		close(fd);
+}
+
+static void op_compact(struct chaos *c, char *p, size_t n)
+{
+	(void)p;
+	(void)n;
+	write_file(c, "/proc/sys/vm/compact_memory", "1");
+}
+
+static void op_thp(struct chaos *c, char *p, size_t n)
+{
+	DO(c, madvise(p, n, below(&c->random, 3) ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+	DO(c, madvise(p, n, MADV_COLLAPSE));
+}
+
+const struct chaos_op chaos_ops[] = {
+	{ "dontneed", CHAOS_RELEASE, op_dontneed },
+	{ "free", CHAOS_RELEASE, op_free },
+	{ "replace", CHAOS_RELEASE, op_replace },
+	{ "mremap", CHAOS_RELEASE, op_mremap },
+	{ "munmap", CHAOS_HOLE, op_munmap },
+	{ "away", CHAOS_HOLE, op_away },
+	{ "protnone", CHAOS_HOLE, op_protnone },
+	{ "pageout", CHAOS_KEEP, op_pageout },
+	{ "cold", CHAOS_KEEP, op_cold },
+	{ "mprotect", CHAOS_KEEP, op_mprotect },
+	{ "fork", CHAOS_KEEP, op_fork },
+	{ "movepages", CHAOS_KEEP, op_movepages },
+	{ "migrate", CHAOS_KEEP, op_migrate },
+	{ "compact", CHAOS_KEEP, op_compact },
+	{ "thp", CHAOS_KEEP, op_thp },
+};
+const unsigned chaos_count = sizeof(chaos_ops) / sizeof(chaos_ops[0]);
+
+unsigned long chaos_parse(const char *list)
+{
+	unsigned long set = 0;
+	char *copy = strdup(list), *word, *save = NULL;
+
+	for (word = strtok_r(copy, ",", &save); word; word = strtok_r(NULL, ",", &save)) {
+		unsigned long found = 0;
+		unsigned i;
+
+		for (i = 0; i < chaos_count; i++)
+			if (!strcmp(word, chaos_ops[i].name) || !strcmp(word, "all") ||
+			    (!strcmp(word, "keep") && chaos_ops[i].kind == CHAOS_KEEP) ||
+			    (!strcmp(word, "release") && chaos_ops[i].kind == CHAOS_RELEASE) ||
+			    (!strcmp(word, "hole") && chaos_ops[i].kind == CHAOS_HOLE))
+				found |= 1ul << i;
+		if (!found && strcmp(word, "none"))
+			fail(EXIT_SETUP, "unknown chaos %s", word);
+		set |= found;
+	}
+	free(copy);
+	return set;
+}
+
+void chaos_do(struct chaos *c, unsigned op, char *p, size_t n)
+{
+	chaos_ops[op].run(c, p, n);
+	c->done[op]++;
+}
+
+void chaos_list(char *buf, size_t len)
+{
+	size_t used = 0;
+	unsigned i;
+
+	for (i = 0; i < chaos_count && used < len; i++)
+		used += snprintf(buf + used, len - used, " %s", chaos_ops[i].name);
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+/* A user-space pager that is slow, or never answers. */
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <pthread.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "stress.h"
+
+static int uffd;
+static int delay;
+
+static void *pager(void *arg)
+{
+	unsigned long long served = 0;
+	struct uffd_msg m;
+
+	(void)arg;
+	while (read(uffd, &m, sizeof(m)) == sizeof(m)) {
+		struct uffdio_zeropage z = { .range = { m.arg.pagefault.address & ~(uint64_t)(PAGE - 1), PAGE } };
+
+		if (m.event != UFFD_EVENT_PAGEFAULT)
+			continue;
+		if (delay < 0) {
+			if (!served++)
+				say("the pager got its first fault and never answers");
+			continue;
+		}
+		nap_us(delay * 1000);
+		if (ioctl(uffd, UFFDIO_ZEROPAGE, &z) && errno != EEXIST)
+			fail(EXIT_SETUP, "UFFDIO_ZEROPAGE: %m");
+		if (!(++served % 256))
+			say("the pager served %llu faults", served);
+	}
+	return NULL;
+}
+
+void pager_start(char *p, size_t n, int delay_ms)
+{
+	struct uffdio_api api = { .api = UFFD_API };
+	struct uffdio_register reg = { .range = { (uint64_t)p, n }, .mode = UFFDIO_REGISTER_MODE_MISSING };
+	pthread_t t;
+
+	delay = delay_ms;
+	uffd = syscall(SYS_userfaultfd, O_CLOEXEC);
+	if (uffd < 0 || ioctl(uffd, UFFDIO_API, &api) || ioctl(uffd, UFFDIO_REGISTER, &reg))
+		fail(EXIT_SETUP, "userfaultfd: %m");
+	if (pthread_create(&t, NULL, pager, NULL))
+		fail(EXIT_SETUP, "no thread");
+	pthread_detach(t);
+}

@@ -1,0 +1,109 @@
+package harness
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// MemoryGroup is a memory cgroup, version 1 or 2, whichever the machine has. Memory counts for the group whose process
+// touches it first: guest memory therefore for QEMU's or vnicd's.
+type MemoryGroup struct {
+	dir          string
+	limit, usage string // file names
+}
+
+const cgroups = "/sys/fs/cgroup"
+
+// NewMemoryGroup makes a group called NAME-PID without a limit. Needs root.
+func NewMemoryGroup(name string) (*MemoryGroup, error) {
+	g := &MemoryGroup{limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes"}
+	root := filepath.Join(cgroups, "memory")
+	if _, err := os.Stat(filepath.Join(root, "tasks")); err != nil {
+		root = cgroups
+		g.limit, g.usage = "memory.max", "memory.current"
+		if err := os.WriteFile(filepath.Join(root, "cgroup.subtree_control"), []byte("+memory"), 0); err != nil {
+			return nil, fmt.Errorf("harness: no memory cgroups: %w", err)
+		}
+	}
+	g.dir = filepath.Join(root, fmt.Sprintf("%s-%d", name, os.Getpid()))
+	if err := os.Mkdir(g.dir, 0o755); err != nil {
+		return nil, fmt.Errorf("harness: %w", err)
+	}
+	return g, nil
+}
+
+// Prefix goes before the arguments of a program that is to run in the group.
+func (g *MemoryGroup) Prefix() []string {
+	return []string{"/bin/sh", "-c", `echo $$ >"$0" && exec "$@"`, filepath.Join(g.dir, "cgroup.procs")}
+}
+
+// Wrap writes a script that runs program in the group, and returns its path.
+func (g *MemoryGroup) Wrap(dir, program string) (string, error) {
+	p := filepath.Join(dir, filepath.Base(g.dir)+"-"+filepath.Base(program))
+	return p, os.WriteFile(p, fmt.Appendf(nil, "#!/bin/sh\necho $$ >'%s/cgroup.procs' && exec '%s' \"$@\"\n", g.dir, program), 0o755)
+}
+
+// SetLimit bounds the group's memory, in bytes; what is beyond is swapped out first, which may take a while. 0: no limit.
+func (g *MemoryGroup) SetLimit(ctx context.Context, bytes uint64) error {
+	text := strconv.FormatUint(bytes, 10)
+	if bytes == 0 {
+		text = map[bool]string{true: "max", false: "-1"}[g.limit == "memory.max"]
+	}
+	for {
+		err := os.WriteFile(filepath.Join(g.dir, g.limit), []byte(text), 0)
+		if err == nil || ctx.Err() != nil {
+			return err
+		}
+		// EBUSY: the kernel gave up for now.
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+// Usage is the group's memory in bytes, page cache included.
+func (g *MemoryGroup) Usage() (uint64, error) {
+	b, err := os.ReadFile(filepath.Join(g.dir, g.usage))
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+}
+
+// Close removes the group; its processes must have ended. A process that was just reaped may count for an instant more.
+func (g *MemoryGroup) Close() error {
+	deadline := time.Now().Add(10 * time.Second)
+	for {
+		err := os.Remove(g.dir)
+		if err == nil || time.Now().After(deadline) {
+			return err
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// AddSwap makes a swap file and uses it until the returned function is called; that brings back into memory what is there.
+func AddSwap(path string, mib int) (remove func() error, err error) {
+	ctx := context.Background()
+	// Not sparse: the kernel refuses a swap file with holes.
+	if _, err := command(ctx, "dd", "if=/dev/zero", "of="+path, "bs=1M", "count="+strconv.Itoa(mib), "status=none"); err != nil {
+		return nil, err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, err
+	}
+	if _, err := command(ctx, "mkswap", path); err != nil {
+		return nil, err
+	}
+	if _, err := command(ctx, "swapon", path); err != nil {
+		return nil, err
+	}
+	return func() error {
+		_, err := command(ctx, "swapoff", path)
+		return errors.Join(err, os.Remove(path))
+	}, nil
+}

@@ -147,7 +147,7 @@ func TestNoLateWrites(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			r := newRig(t, tc.cfg)
 			ha, hb := r.hosts[0], r.hosts[1]
-			const pages, n, perQP, window = 24, 3 * page, 300, 16
+			const pages, n, perQP, window = 24, 3 * page, 150, 16
 			far := newArena(t, hb, 1<<40, pages, 16).register(allAccess)
 			buf, mr := ha.region(t, n, 0)
 			for i := range buf.Bytes() {

@@ -85,7 +85,12 @@ func newReport(path string, out io.Writer) (*report, error) {
 	r.enc.SetEscapeHTML(false)
 	m := thisMachine()
 	r.json(m)
-	r.printf("%s, %d cores, Linux %s, %s; load %s\n\n", m.CPU, m.Cores, m.Kernel, m.Go, m.Load)
+	r.printf("%s, %d cores, Linux %s, %s; load %s\n", m.CPU, m.Cores, m.Kernel, m.Go, m.Load)
+	var load float64
+	if _, err := fmt.Sscan(m.Load, &load); err == nil && load > 0.5 {
+		r.printf("Others use this machine: whatever needs two cores at once is measured too low, and the spread is large.\n")
+	}
+	r.printf("\n")
 	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "met?", "spread +-%", "what / anchor")
 	return r, nil
 }

@@ -39,11 +39,14 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 			return err
 		}
 		n.undo.push(func() { _ = d.vtep.RemoveNetwork(c.VNI) })
-		static := &overlay.Static{Peers: c.Peers, LearnPeers: c.LearnPeers}
-		if err := static.Attach(n.table); err != nil {
+	}
+	for _, s := range []overlay.TableSource{&overlay.Static{Peers: c.Peers, LearnPeers: c.LearnPeers}, d.source} {
+		n.undo.push(func() { s.Detach(n.table); n.table.WithdrawAll(s) })
+		if err := s.Attach(n.table); err != nil {
 			return err
 		}
-		n.undo.push(func() { static.Detach(n.table) })
+	}
+	if d.vtep != nil {
 		if err := d.vtep.RefreshMTU(); err != nil { // its peers are known only now
 			return err
 		}

@@ -26,10 +26,25 @@ type flaps struct {
 
 type flap struct {
 	key   uint64
-	since uint32
+	since uint32 // second of the first move, then of having been found flapping
 	moves uint32
+	home  uint64    // where it was before the first move: value.place
 	ports [2]uint16 // the last move: from, to
 }
+
+// held tells whether a flapping address may not go to a place now: it stays at its home for a window. Frames that bring it
+// from elsewhere are dropped, which also ends what goes round in a loop.
+func (n *Network) held(key, to uint64, now uint32) bool {
+	f := &n.flaps
+	if n.cfg.NoHold || !f.busy.CompareAndSwap(false, true) {
+		return false
+	}
+	defer f.busy.Store(false)
+	s := f.slot(key)
+	return s.key == key && s.moves >= flapMoves && now-s.since <= flapWindow && s.home != to
+}
+
+func (f *flaps) slot(key uint64) *flap { return &f.slots[(key*0x9e3779b97f4a7c15)>>58] }
 
 // Flapping is an address that moves to and fro.
 type Flapping struct {
@@ -41,22 +56,23 @@ type Flapping struct {
 }
 
 // moved counts a move. It logs at most once per window, on a goroutine of its own, because the log may block.
-func (n *Network) moved(key uint64, from, to uint16, now uint32) {
+func (n *Network) moved(key uint64, from, to value, now uint32) {
 	n.moves.Add(1)
 	f := &n.flaps
 	if !f.busy.CompareAndSwap(false, true) {
 		return
 	}
 	defer f.busy.Store(false)
-	s := &f.slots[(key*0x9e3779b97f4a7c15)>>58]
+	s := f.slot(key)
 	if s.key != key || now-s.since > flapWindow {
-		*s = flap{key: key, since: now}
+		*s = flap{key: key, since: now, home: from.place()}
 	}
 	s.moves++
-	s.ports = [2]uint16{from, to}
+	s.ports = [2]uint16{from.port(), to.port()}
 	if s.moves != flapMoves {
 		return
 	}
+	s.since = now
 	f.count.Add(1)
 	if f.logged != 0 && now-f.logged < flapWindow {
 		return

@@ -40,7 +40,6 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 		n.sweep(now)
 	}
 	if a.keys == nil && !n.learn(l, a, macKey(f[6:])|h.vlan, uint16(from.Remote), now) {
-		a.Counters.Drop(l, StaticMoved, 1)
 		return
 	}
 	if (h.typ == etherARP || h.typ == etherIPv6) && a.resolve(l, f, &h, from, now) {

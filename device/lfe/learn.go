@@ -82,8 +82,8 @@ func (n *Network) FlushPort(a *Attachment) {
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id && !v.static() })
 }
 
-// learn notes where a source is. It returns false when the frame must be dropped because the address belongs to a
-// static entry elsewhere: letting it pass would let one port pose as another.
+// learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
+// static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere.
 func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16, now uint32) bool {
 	fresh := makeValue(a.id, false, remote, now)
 	b, slot, v, ok := n.fdb.find(src)
@@ -95,13 +95,15 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16
 			}
 			return true
 		case v.static():
-			// A static entry of the same port (another remote of the same tunnel) stands; the frame is legitimate.
-			return v.port() == a.id
+			return a.mayMove(l, v)
+		case n.held(src, fresh.place(), now):
+			a.Counters.Drop(l, FlapHeld, 1)
+			return false
 		}
 	}
 	if src&^macBits != 0 {
 		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() {
-			return v.port() == a.id
+			return a.mayMove(l, v)
 		}
 	}
 	return n.learnSlow(l, a, src, fresh, now)
@@ -135,7 +137,7 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 	case res == putDone && old == 0:
 	case res == putDone:
 		if old.place() != fresh.place() && !old.expired(now, n.age) {
-			n.moved(src, old.port(), a.id, now)
+			n.moved(src, old, fresh, now)
 		}
 		n.gone(old)
 	default:
@@ -145,7 +147,17 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 			a.Counters.Drop(l, TableFull, 1)
 		}
 	}
-	return !static || old.port() == a.id
+	return !static || a.mayMove(l, old)
+}
+
+// mayMove tells whether a frame whose source has a static entry may come from this port: only if the entry is the port's own
+// (of another remote of the same tunnel, say). Else it is counted.
+func (a *Attachment) mayMove(l *engine.Loop, static value) bool {
+	if static.port() == a.id {
+		return true
+	}
+	a.Counters.Drop(l, StaticMoved, 1)
+	return false
 }
 
 // sweep removes what has expired from the next stretch of the table, once per second on whichever loop comes first.

@@ -77,6 +77,8 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
+	// NoHold lets addresses that flap go on doing so; else they stay where they were first, for some seconds at a time.
+	NoHold bool
 	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
 	MaxNeighbours int
 	// Pool gives buffers for what the switch says itself: answers to ARP and neighbour solicitations, and ICMP errors for

@@ -20,6 +20,7 @@ const (
 	PortFull  // likewise, by the limit of one port
 	Storm
 	RateLimit
+	FlapHeld
 
 	BadHeader
 	UnknownVNI
@@ -52,6 +53,7 @@ var reasonNames = [NumReasons]string{
 	PortFull:         "port-table-full",   // source not learnt: the port's limit
 	Storm:            "storm",             // beyond the port's limit of frames for everybody
 	RateLimit:        "rate-limit",        // beyond the port's rate
+	FlapHeld:         "flapping",          // source flaps and is held where it was first
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network

@@ -437,6 +437,10 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 				part->first + first, last - first + 1);
 	if (!err)
 		err = how & VNICD_FETCH_PRESENT ? n : got - want;
+	else if (!vnicd_dead(odp->vd))
+		dev_warn_ratelimited(&odp->vd->vdev->dev,
+				     "the device does not take pages of an on-demand region: %d\n",
+				     err);
 out:
 	mutex_unlock(&part->lock);
 out_gate:

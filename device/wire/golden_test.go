@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/hex"
 	"errors"
+	"math/rand/v2"
 	"strings"
 	"testing"
 )
@@ -302,6 +303,32 @@ func TestGoldenFrames(t *testing.T) {
 		p.GRH(&grh)
 		if net := 40 - len(p.Net); !bytes.Equal(grh[net:], p.Net) || !bytes.Equal(grh[:net], make([]byte, net)) {
 			t.Errorf("%s: GRH %x", kind, grh)
+		}
+	}
+}
+
+// TestChecksumModel compares with the definition, 16 bits at a time, for every
+// length and alignment of the fast paths.
+func TestChecksumModel(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	data := make([]byte, 200)
+	for range 2000 {
+		for i := range data {
+			data[i] = byte(rng.Uint32())
+			if rng.IntN(4) == 0 {
+				data[i] = 0xff
+			}
+		}
+		b, initial := data[rng.IntN(8):rng.IntN(len(data)-8)+8], rng.Uint32()
+		sum := uint64(initial)
+		for i, c := range b {
+			sum += uint64(c) << (8 * (1 - i%2))
+		}
+		for sum>>16 != 0 {
+			sum = sum>>16 + sum&0xffff
+		}
+		if got := Checksum(b, initial); got != ^uint16(sum) {
+			t.Fatalf("%d bytes, initial %#x: %#x, want %#x", len(b), initial, got, ^uint16(sum))
 		}
 	}
 }

@@ -177,19 +177,27 @@ func (h *UDP) Encode(b []byte) int {
 // is 0. For UDP a result of 0 is sent as 0xffff.
 func Checksum(b []byte, initial uint32) uint16 {
 	// Eight bytes at a time; what overflows comes round again, as one's
-	// complement wants it.
-	sum, carry := uint64(initial), uint64(0)
+	// complement wants it. The sum of swapped words is the swapped sum (RFC 1071,
+	// section 2 B), so little-endian machines need not swap each.
+	sum, carry := uint64(0), uint64(0)
+	for len(b) >= 32 {
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[8:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[16:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[24:]), carry)
+		b = b[32:]
+	}
 	for len(b) >= 8 {
-		sum, carry = bits.Add64(sum, binary.BigEndian.Uint64(b), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)
 		b = b[8:]
 	}
 	if len(b) > 0 {
 		var tail [8]byte
 		copy(tail[:], b)
-		sum, carry = bits.Add64(sum, binary.BigEndian.Uint64(tail[:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(tail[:]), carry)
 	}
 	sum, carry = bits.Add64(sum, 0, carry)
-	return ^fold(sum + carry)
+	return ^fold(uint64(bits.ReverseBytes16(fold(sum+carry))) + uint64(initial))
 }
 
 // PseudoSum4 is the sum over the IPv4 pseudo-header for length bytes of

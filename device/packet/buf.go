@@ -5,8 +5,11 @@ import (
 	"sync/atomic"
 )
 
-// Buf is one frame buffer: a window [off, off+len) into fixed storage, and a reference count.
+// Buf is one frame buffer: a window [off, off+len) into fixed storage, what is still to be done to the frame, and a
+// reference count.
 type Buf struct {
+	Offload Offload // read-only as the frame is
+
 	data  []byte // headroom and capacity; never changes
 	off   int
 	n     int
@@ -77,7 +80,13 @@ func (b *Buf) Append(p []byte) bool {
 }
 
 // Reset makes the buffer empty with full headroom again, as Get returns it.
-func (b *Buf) Reset() { b.off, b.n = Headroom, 0 }
+func (b *Buf) Reset() {
+	b.off, b.n = Headroom, 0
+	b.Offload = Offload{}
+}
+
+// Pool returns the pool to take further buffers from.
+func (b *Buf) Pool() *Pool { return b.pool.home }
 
 // Ref adds a reference; the caller must hold one already.
 func (b *Buf) Ref() {

@@ -223,3 +223,45 @@ func BenchmarkGetFreeParallel(b *testing.B) {
 		}
 	})
 }
+
+// Big buffers are for what does not fit the others, a class of their own, and come back to it.
+func TestBigBuffers(t *testing.T) {
+	if _, err := NewPool(Config{Big: -1}); err == nil {
+		t.Error("a negative number of big buffers was accepted")
+	}
+	p := newPool(t, Config{Count: 2, Capacity: 1000})
+	if p.Largest() != p.Capacity() || p.GetFor(p.Capacity()+1) != nil {
+		t.Error("a pool without big buffers has some")
+	}
+	p = newPool(t, Config{Count: 2, Capacity: 1000, Big: 1})
+	if p.Largest() < BigCapacity || p.GetFor(p.Largest()+1) != nil {
+		t.Errorf("largest %d", p.Largest())
+	}
+	small, big := p.GetFor(p.Capacity()), p.GetFor(p.Capacity()+1)
+	if small.Cap() != p.Capacity() || big.Cap() != p.Largest() || big.Headroom() != Headroom {
+		t.Errorf("%d %d", small.Cap(), big.Cap())
+	}
+	if small.Pool() != p || big.Pool() != p {
+		t.Error("buffers do not know their pool")
+	}
+	if p.GetFor(BigCapacity) != nil || p.Exhausted() != 1 || p.InUse() != 2 || p.Count() != 2 {
+		t.Errorf("exhausted %d, in use %d, count %d", p.Exhausted(), p.InUse(), p.Count())
+	}
+	big.SetLen(BigCapacity)
+	big.Offload = Offload{Need: NeedAll, GSOSize: 1000, Payload: 100}
+	if big.WireLen() != 1100 || big.Segments() != (BigCapacity-100+999)/1000 {
+		t.Errorf("%d bytes, %d segments", big.WireLen(), big.Segments())
+	}
+	big.SetLen(500)
+	if big.WireLen() != 500 || big.Segments() != 1 {
+		t.Errorf("%d bytes, %d segments", big.WireLen(), big.Segments())
+	}
+	big.Free()
+	small.Free()
+	if p.InUse() != 0 {
+		t.Errorf("%d in use", p.InUse())
+	}
+	if b := p.GetFor(BigCapacity); b == nil || b.Offload != (Offload{}) || b.WireLen() != 0 {
+		t.Error("a buffer comes with the offloads of its last frame")
+	}
+}

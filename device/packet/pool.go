@@ -22,6 +22,10 @@ const DefaultCapacity = 10 << 10
 // DefaultCount is the number of buffers made when Config.Count is zero.
 const DefaultCount = 8192
 
+// BigCapacity is the frame capacity of the big buffers: an IPv6 packet of 64 KiB with its Ethernet header and two tags, and
+// some bytes by which a receiver notices that there was more.
+const BigCapacity = 64<<10 + 256
+
 // Limits of what NewPool accepts. They keep a wrong configuration value from becoming an enormous allocation.
 const (
 	MinCapacity = 256
@@ -37,6 +41,9 @@ type Config struct {
 	Count int
 	// Capacity is the largest frame in bytes that one buffer holds behind its headroom, MinCapacity to MaxCapacity.
 	Capacity int
+	// Big is the number of additional buffers of BigCapacity bytes, for frames yet to be cut into segments; at most
+	// MaxCount. 0 = none.
+	Big int
 }
 
 // Pool is a fixed set of buffers. All methods are safe on any loop and allocate nothing.
@@ -51,6 +58,8 @@ type Pool struct {
 
 	bufs []Buf
 	cap  int
+	home *Pool // itself, or the pool that these are the big buffers of
+	big  *Pool // nil = none
 
 	exhausted atomic.Uint64
 }
@@ -69,21 +78,35 @@ func NewPool(c Config) (*Pool, error) {
 	if c.Capacity < MinCapacity || c.Capacity > MaxCapacity {
 		return nil, fmt.Errorf("packet: buffer capacity %d bytes; want %d to %d", c.Capacity, MinCapacity, MaxCapacity)
 	}
-	stride := (Headroom + c.Capacity + cacheLine - 1) &^ (cacheLine - 1)
-	p := &Pool{bufs: make([]Buf, c.Count), cap: stride - Headroom}
-	slab := make([]byte, stride*c.Count)
+	p := newClass(c.Count, c.Capacity)
+	if c.Big < 0 || c.Big > MaxCount {
+		return nil, fmt.Errorf("packet: %d big buffers; want 0 to %d", c.Big, MaxCount)
+	}
+	if c.Big > 0 {
+		p.big = newClass(c.Big, BigCapacity)
+		p.big.home = p
+	}
+	return p, nil
+}
+
+// newClass makes the buffers of one size.
+func newClass(count, capacity int) *Pool {
+	stride := (Headroom + capacity + cacheLine - 1) &^ (cacheLine - 1)
+	p := &Pool{bufs: make([]Buf, count), cap: stride - Headroom}
+	p.home = p
+	slab := make([]byte, stride*count)
 	for i := range p.bufs {
 		b := &p.bufs[i]
 		b.pool, b.free = p, true
 		b.refs.Store(1)
 		b.index = uint32(i)
 		b.data = slab[i*stride : (i+1)*stride : (i+1)*stride]
-		if i+1 < c.Count {
+		if i+1 < count {
 			b.next.Store(uint32(i) + 2)
 		}
 	}
 	p.head.Store(1)
-	return p, nil
+	return p
 }
 
 // Get returns an empty buffer (length 0, Headroom in front) with one reference, or nil when all are in use.
@@ -99,10 +122,21 @@ func (p *Pool) Get() *Buf {
 		// Another loop may take b now and change next; then head's tag has changed too and the swap fails.
 		if p.head.CompareAndSwap(h, nextTag(h)|uint64(b.next.Load())) {
 			b.free = false
-			b.off, b.n = Headroom, 0
+			b.Reset()
 			return b
 		}
 	}
+}
+
+// GetFor is Get for a frame of n bytes: a big buffer if it takes one. Nil also when n is beyond Largest.
+func (p *Pool) GetFor(n int) *Buf {
+	switch {
+	case n <= p.cap:
+		return p.Get()
+	case p.big != nil && n <= p.big.cap:
+		return p.big.Get()
+	}
+	return nil
 }
 
 func (p *Pool) put(b *Buf) {
@@ -121,13 +155,27 @@ func nextTag(h uint64) uint64 { return (h>>32 + 1) << 32 }
 // Capacity returns the largest frame in bytes that fits behind the headroom (at least what Config asked for).
 func (p *Pool) Capacity() int { return p.cap }
 
-// Count returns the number of buffers, free or in use.
+// Largest returns the largest frame in bytes that GetFor has buffers for.
+func (p *Pool) Largest() int {
+	if p.big != nil {
+		return p.big.cap
+	}
+	return p.cap
+}
+
+// Count returns the number of buffers, free or in use, big ones not included.
 func (p *Pool) Count() int { return len(p.bufs) }
 
 // Exhausted returns how many times Get found no free buffer.
-func (p *Pool) Exhausted() uint64 { return p.exhausted.Load() }
+func (p *Pool) Exhausted() uint64 {
+	n := p.exhausted.Load()
+	if p.big != nil {
+		n += p.big.exhausted.Load()
+	}
+	return n
+}
 
-// InUse counts the buffers that have an owner, for status output and leak tests. It walks the free list, again and
+// InUse counts the buffers that have an owner, big ones included, for status output and leak tests. It walks the free list, again and
 // again if loops change it meanwhile, and after some tries settles for an estimate.
 func (p *Pool) InUse() int {
 	free := 0
@@ -141,5 +189,9 @@ func (p *Pool) InUse() int {
 			break
 		}
 	}
-	return len(p.bufs) - free
+	used := len(p.bufs) - free
+	if p.big != nil {
+		used += p.big.InUse()
+	}
+	return used
 }

@@ -28,7 +28,7 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 	}
 	a.Counters.In(l, len(f))
 	h := parse(f)
-	if reason, ok := a.admit(l, f, &h); !ok {
+	if reason, ok := a.admit(l, b, f, &h); !ok {
 		a.Counters.Drop(l, reason, 1)
 		if reason == TooBig {
 			a.tooBig(l, f, &h, n.MTU(), from)
@@ -55,7 +55,7 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 			}
 		}
 	}
-	if !a.limits.stormOf(from.Remote).take(l.Now(), 1) {
+	if !a.limits.stormOf(from.Remote).take(l.Now(), b.Segments()) {
 		a.Counters.Drop(l, Storm, 1)
 		return
 	}
@@ -93,11 +93,11 @@ func parse(f []byte) (h header) {
 func isTag(typ uint16) bool { return typ == etherVLAN || typ == etherQinQ }
 
 // admit checks what can be seen without the tables.
-func (a *Attachment) admit(l *engine.Loop, f []byte, h *header) (why Reason, ok bool) {
+func (a *Attachment) admit(l *engine.Loop, b *packet.Buf, f []byte, h *header) (why Reason, ok bool) {
 	if isTag(h.typ) && len(f) < h.l3+4 {
 		return ShortFrame, false
 	}
-	if len(f) > int(a.net.mtu.Load())+h.l3 {
+	if b.WireLen() > int(a.net.mtu.Load())+h.l3 {
 		return TooBig, false
 	}
 	src := macKey(f[6:])
@@ -127,8 +127,12 @@ func (a *Attachment) unicast(l *engine.Loop, b *packet.Buf, out *Attachment, to 
 	out.output(l, b, to)
 }
 
-// output gives a frame to the port.
+// output gives a frame to the port, finished as far as the port wants it so.
 func (a *Attachment) output(l *engine.Loop, b *packet.Buf, to Destination) {
+	if !a.takes(b) {
+		a.finish(l, b, to)
+		return
+	}
 	if !a.limits.out.take(l.Now(), 8*b.Len()) {
 		a.Counters.Drop(l, RateLimit, 1)
 		return

@@ -111,7 +111,8 @@ type Attachment struct {
 	ips       []ip     // nil = any
 	linkLocal bool     // besides ips, any link-local address
 	limits    limits
-	entries   atomic.Int64 // learnt
+	offloads  atomic.Uint32 // packet.Need that the port takes
+	entries   atomic.Int64  // learnt
 	closed    atomic.Bool
 
 	maxEntries int64

@@ -72,12 +72,22 @@ func (p *VMPort) Move(to *Network) error {
 	}
 	// Attached stores the new one, and from then on the port sends there; the old one takes nothing any more when it is
 	// closed.
-	if _, err := to.Attach(p, old.cfg); err != nil {
+	a, err := to.Attach(p, old.cfg)
+	if err != nil {
 		p.att.Store(old)
 		return err
 	}
+	a.SetOffloads(packet.Need(old.offloads.Load()))
 	old.Close()
 	return nil
+}
+
+// SetOffloads says what may be left undone in frames for the network device, as Attachment.SetOffloads; the port keeps it when it
+// moves.
+func (p *VMPort) SetOffloads(n packet.Need) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.att.Load().SetOffloads(n)
 }
 
 // SetNet connects the network device, or with nil disconnects it. Once it has returned, the device that was connected
@@ -114,6 +124,10 @@ func (p *VMPort) InputHCA(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l,
 // Deliver implements Port.
 func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {
 	if h := p.hca.Load(); h != nil && IsRoCE(b.Bytes()) && (*h).Up() {
+		if b.Offload.GSOSize != 0 { // RoCE packets are not cut: each has its ICRC
+			p.att.Load().Counters.Drop(l, BadHeader, 1)
+			return
+		}
 		(*h).Deliver(l, b)
 		return
 	}

@@ -1,21 +1,18 @@
 // Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames a loop
-// reads and to which any loop writes.
+// reads and to which any loop writes, checksums and segmentation left undone where both sides agree (device.go).
 //
-// The descriptor. water opens it as an os.File, which belongs to Go's own poller. We take a duplicate, close water's
-// File, and from then on the duplicate is ours alone: non-blocking and watched by the loop's epoll only. The
-// interface is not persistent, so it goes with the descriptor, whatever happens to the daemon.
+// The descriptor is ours alone: non-blocking and watched by the loop's epoll only. The interface is not persistent, so it
+// goes with the descriptor, whatever happens to the daemon.
 package tap
 
 import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"strings"
 	"sync"
 
 	"github.com/hashicorp/go-hclog"
-	"github.com/songgao/water"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -47,13 +44,15 @@ type Config struct {
 	Addrs []netip.Prefix
 	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge then.
 	Bridge string
-	Log    hclog.Logger
+	// NoOffloads has frames finished before they come from the kernel or go there.
+	NoOffloads bool
+	Log        hclog.Logger
 }
 
 // TAP is an open host port.
 type TAP struct {
 	cfg   Config
-	fd    int
+	dev   device
 	index int
 	mac   lfe.MAC
 	att   *lfe.Attachment
@@ -63,7 +62,9 @@ type TAP struct {
 
 	followed func() // ends following the network's MTU; nil if it does not
 
-	cur *packet.Buf // the loop's: frame being handed to the network
+	cur, small *packet.Buf // the loop's: what is read into, and a frame being handed to the network that was copied out of it
+
+	headers [engine.MaxLoops]header
 
 	mu     sync.Mutex
 	closed bool
@@ -121,15 +122,18 @@ func (t *TAP) open() (err error) {
 	if _, err := t.nl.LinkByName(t.cfg.Name); err == nil {
 		return fmt.Errorf("%w: %s", ErrExists, t.cfg.Name)
 	}
-	if t.fd, err = openDevice(t.cfg.Name); err != nil {
+	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, !t.cfg.NoOffloads); err != nil {
+		if link, lerr := t.nl.LinkByName(t.cfg.Name); lerr == nil && !errors.Is(err, ErrExists) {
+			_ = t.nl.LinkDel(link) // it did not exist before, so it is ours, made and left behind
+		}
 		return err
 	}
 	if err := t.configure(); err != nil {
-		unix.Close(t.fd)
+		unix.Close(t.dev.fd)
 		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
 	}
 	if err := t.connect(); err != nil {
-		unix.Close(t.fd)
+		unix.Close(t.dev.fd)
 		return err
 	}
 	if t.cfg.MTU == 0 {
@@ -144,42 +148,6 @@ func (t *TAP) follow(mtu int) {
 	if err := t.SetMTU(min(mtu, t.cfg.maxMTU())); err != nil && !errors.Is(err, ErrClosed) {
 		t.log.Warn("cannot follow the network's MTU", "interface", t.cfg.Name, "error", err)
 	}
-}
-
-// openDevice makes the interface and returns a descriptor that only the caller owns.
-func openDevice(name string) (int, error) {
-	ifce, err := water.New(water.Config{DeviceType: water.TAP, PlatformSpecificParams: water.PlatformSpecificParams{Name: name}})
-	switch {
-	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
-		return -1, fmt.Errorf("%w: %s: %w", ErrPermission, name, err)
-	case errors.Is(err, unix.EBUSY):
-		return -1, fmt.Errorf("%w: %s: %w", ErrExists, name, err)
-	case err != nil:
-		return -1, fmt.Errorf("tap: create %s: %w", name, err)
-	}
-	defer ifce.Close()
-	file, ok := ifce.ReadWriteCloser.(*os.File)
-	if !ok {
-		return -1, fmt.Errorf("tap: water gave a %T; want an *os.File", ifce.ReadWriteCloser)
-	}
-	// SyscallConn and not Fd, which may switch the file to blocking.
-	raw, err := file.SyscallConn()
-	if err != nil {
-		return -1, fmt.Errorf("tap: %s: %w", name, err)
-	}
-	fd := -1
-	var dupErr error
-	if err := raw.Control(func(f uintptr) { fd, dupErr = unix.FcntlInt(f, unix.F_DUPFD_CLOEXEC, 3) }); err != nil {
-		return -1, fmt.Errorf("tap: %s: %w", name, err)
-	}
-	if dupErr != nil {
-		return -1, fmt.Errorf("tap: %s: dup: %w", name, dupErr)
-	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		unix.Close(fd)
-		return -1, fmt.Errorf("tap: %s: O_NONBLOCK: %w", name, err)
-	}
-	return fd, nil
 }
 
 func (t *TAP) configure() error {
@@ -244,9 +212,10 @@ func (t *TAP) connect() error {
 	if err != nil {
 		return err
 	}
+	t.att.SetOffloads(t.dev.takes)
 	// On the loop, so that ready does not run before watch is known.
 	t.cfg.Loop.Do(func() {
-		t.watch, err = t.cfg.Loop.Watch(t.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
+		t.watch, err = t.cfg.Loop.Watch(t.dev.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
 	})
 	if err != nil {
 		t.att.Close()
@@ -267,6 +236,9 @@ func (t *TAP) MAC() lfe.MAC { return t.mac }
 // Attachment returns the port in the network, for its counters.
 func (t *TAP) Attachment() *lfe.Attachment { return t.att }
 
+// Offloads returns what the kernel leaves undone in frames of this interface, and takes undone.
+func (t *TAP) Offloads() packet.Need { return t.dev.takes }
+
 // SetMTU changes the interface's MTU.
 func (t *TAP) SetMTU(mtu int) error {
 	t.mu.Lock()
@@ -282,87 +254,6 @@ func (t *TAP) SetMTU(mtu int) error {
 		return fmt.Errorf("tap: %s: set MTU %d: %w", t.cfg.Name, mtu, err)
 	}
 	return nil
-}
-
-// readBatch bounds one visit, so that a busy host leaves time for the loop's other ports.
-const readBatch = 64
-
-// ready reads frames from the interface into the network.
-func (t *TAP) ready() {
-	l := t.cfg.Loop
-	for range readBatch {
-		if t.cur == nil {
-			t.cur = t.cfg.Pool.Get()
-		}
-		b := t.cur
-		if b == nil {
-			// The frame must leave the queue all the same, or the loop would spin on it.
-			var lost [lfe.HeaderLen]byte
-			if _, err := unix.Read(t.fd, lost[:]); err != nil {
-				return
-			}
-			t.att.Counters.Drop(l, lfe.NoBuffer, 1)
-			continue
-		}
-		room := b.Room()
-		n, err := unix.Read(t.fd, room)
-		switch {
-		case err == unix.EINTR:
-			continue
-		case err != nil: // EAGAIN; EBADFD when somebody deleted the interface
-			t.gone(err)
-			return
-		case n >= len(room) || !b.SetLen(n):
-			t.att.Counters.Drop(l, lfe.Truncated, 1)
-			continue
-		}
-		t.att.Input(l, b, lfe.Source{})
-		t.done()
-	}
-}
-
-// done takes our reference back: the buffer serves again if nobody else kept it.
-func (t *TAP) done() {
-	if t.cur.Shared() {
-		t.cur.Free()
-		t.cur = nil
-	} else {
-		t.cur.Reset()
-	}
-}
-
-// gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
-func (t *TAP) gone(err error) {
-	if err != unix.EAGAIN {
-		t.log.Error("host port is gone; no more frames from it", "interface", t.cfg.Name, "error", err)
-		t.watch.Close()
-	}
-}
-
-// onFault runs when a port that a frame went to hit a hole in its VM's memory: that frame is lost.
-func (t *TAP) onFault(engine.Fault) {
-	if t.cur != nil {
-		t.done()
-	}
-}
-
-// Deliver implements lfe.Port: it writes the frame to the interface, on any loop.
-func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
-	for {
-		_, err := unix.Write(t.fd, b.Bytes())
-		switch err {
-		case nil:
-		case unix.EINTR:
-			continue
-		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
-			t.att.Counters.Drop(l, lfe.QueueFull, 1)
-		case unix.EIO: // interface is down
-			t.att.Counters.Drop(l, lfe.NotReady, 1)
-		default:
-			t.att.Counters.Drop(l, lfe.SendError, 1)
-		}
-		return
-	}
 }
 
 // Close takes the port off the network and removes the interface. Twice is harmless.
@@ -385,7 +276,7 @@ func (t *TAP) Close() error {
 			t.cur = nil
 		}
 	})
-	if err := unix.Close(t.fd); err != nil {
+	if err := unix.Close(t.dev.fd); err != nil {
 		return fmt.Errorf("tap: close %s: %w", t.cfg.Name, err)
 	}
 	return nil

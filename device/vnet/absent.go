@@ -11,8 +11,11 @@ import (
 // loop, go on. Transmit leaves its chain in the ring; receive keeps a bounded
 // number of frames. The ring memory itself stays present while a queue runs.
 
-// heldFrames bounds the frames that a waiting receive queue keeps.
-const heldFrames = 64
+// heldFrames and heldBytes bound the frames that a waiting receive queue keeps.
+const (
+	heldFrames = 64
+	heldBytes  = 1 << 20
+)
 
 // waiter is one queue that may wait. All but the fault is the loop's.
 type waiter struct {
@@ -56,12 +59,13 @@ func (p *pair) wakeup(s served) {
 
 // hold keeps a frame until the receive queue goes on.
 func (p *pair) hold(b *packet.Buf) {
-	if len(p.held) == heldFrames {
+	if len(p.held) == heldFrames || p.heldBytes+b.Len() > heldBytes {
 		p.d.drop(p.loop, lfe.QueueFull)
 		return
 	}
 	b.Ref()
 	p.held = append(p.held, b)
+	p.heldBytes += b.Len()
 }
 
 // resumeRx delivers what was held. If the page cannot be had, that is the end of
@@ -76,7 +80,7 @@ func (p *pair) resumeRx(ok bool) {
 		q := p.rx
 		if q == nil || q.Broken() != nil {
 			p.d.drop(p.loop, lfe.NotReady)
-		} else if !p.deliver(q, b.Bytes()) {
+		} else if !p.deliver(q, b) {
 			return
 		}
 		p.unhold().Free()
@@ -86,6 +90,7 @@ func (p *pair) resumeRx(ok bool) {
 // unhold takes the oldest frame off the list; the reference is the caller's.
 func (p *pair) unhold() *packet.Buf {
 	b := p.held[0]
+	p.heldBytes -= b.Len()
 	p.held = append(p.held[:0], p.held[1:]...)
 	return b
 }
@@ -97,7 +102,7 @@ func (p *pair) dropHeld() {
 		p.d.drop(p.loop, lfe.NotReady)
 		b.Free()
 	}
-	p.held = p.held[:0]
+	p.held, p.heldBytes = p.held[:0], 0
 }
 
 // resumeTx lets Poll go on. If the page cannot be had, the chain that needed it

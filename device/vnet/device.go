@@ -14,7 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtq"
 )
 
-// Virtio-net feature bits (virtio 1.2, 5.1.3).
+// Virtio-net feature bits (virtio 1.2, 5.1.3). Those of offloads are in offload.go.
 const (
 	FeatureMTU      = 1 << 3  // VIRTIO_NET_F_MTU
 	FeatureMrgRxbuf = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
@@ -27,6 +27,7 @@ const MaxPairs = 8
 // Port is where the device's frames go: a *lfe.VMPort.
 type Port interface {
 	InputNet(l *engine.Loop, b *packet.Buf)
+	SetOffloads(n packet.Need)
 	Attachment() *lfe.Attachment
 }
 
@@ -95,7 +96,7 @@ func (d *Device) Close() {
 
 // Features implements vhostuser.Device.
 func (d *Device) Features() uint64 {
-	f := uint64(FeatureMrgRxbuf | FeatureMTU)
+	f := uint64(FeatureMrgRxbuf|FeatureMTU) | offered(d.cfg.Pool)
 	if len(d.pairs) > 1 {
 		f |= FeatureMQ
 	}
@@ -128,27 +129,29 @@ func (d *Device) Disconnected() {
 	d.connected.Store(false)
 }
 
-// Reset implements vhostuser.Device. Queues, the only state, are stopped.
+// Reset implements vhostuser.Device. Queues, the only other state, are stopped.
 func (d *Device) Reset() {
-	d.features.Store(0)
+	_ = d.SetFeatures(0)
 	d.broken.Store(nil)
 }
 
 // SetFeatures implements vhostuser.Device.
 func (d *Device) SetFeatures(f uint64) error {
 	d.features.Store(f)
+	d.cfg.Port.SetOffloads(guestTakes(f))
 	return nil
 }
 
 // StartQueue implements vhostuser.Device.
 func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	p := d.pairs[i/2]
+	f := d.features.Load()
 	if i%2 == 0 {
-		p.startRx(q, d.features.Load()&FeatureMrgRxbuf != 0)
+		p.startRx(q, f)
 		d.recount()
 		return nil
 	}
-	return p.startTx(q)
+	return p.startTx(q, f)
 }
 
 // StopQueue implements vhostuser.Device.

@@ -11,7 +11,7 @@
 // Order within a pair is kept both ways. A frame that finds no guest buffer is
 // dropped and counted: nothing waits for a guest.
 //
-// No offloads are offered yet, so every virtio header must say so. Checksum and
-// segmentation offload, the control queue and the configuration space are the
-// front end's (QEMU keeps them itself for vhost-user network devices).
+// Checksums and segmentation may be left undone in both directions (offload.go).
+// The control queue and the configuration space are the front end's (QEMU keeps
+// them itself for vhost-user network devices).
 package vnet

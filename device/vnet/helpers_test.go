@@ -64,7 +64,7 @@ func newHost(t testing.TB, loops int, started bool) *host {
 		h.loops = append(h.loops, l)
 	}
 	var err error
-	if h.pool, err = packet.NewPool(packet.Config{Count: 2048, Capacity: 10000}); err != nil {
+	if h.pool, err = packet.NewPool(packet.Config{Count: 2048, Capacity: 10000, Big: 16}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -256,38 +256,47 @@ func (v *vm) recv(pair int) []byte {
 
 var errNone = errors.New("no frame")
 
-// take returns the next frame without waiting.
+// take returns the next frame, a finished one, without waiting.
 func (v *vm) take(pair int) ([]byte, error) {
+	h, f, err := v.takeAny(pair)
+	if err == nil && !bytes.Equal(h[:10], make([]byte, 10)) {
+		return nil, fmt.Errorf("header %x", h)
+	}
+	return f, err
+}
+
+// takeAny returns the next frame and its header without waiting.
+func (v *vm) takeAny(pair int) (h, frame []byte, err error) {
 	q := v.fe.Queue(2 * pair)
 	tok, n, ok, err := q.Get()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if !ok {
-		return nil, errNone
+		return nil, nil, errNone
 	}
 	pa := translate.PA(tok)
 	if int(n) < headerLen {
-		return nil, fmt.Errorf("%d bytes written", n)
+		return nil, nil, fmt.Errorf("%d bytes written", n)
 	}
 	raw := bytes.Clone(v.bytes(pa, int(n)))
 	v.post(pair, pa)
-	h := raw[:headerLen]
+	h = raw[:headerLen]
 	bufs := int(binary.LittleEndian.Uint16(h[10:12]))
-	if !bytes.Equal(h[:10], make([]byte, 10)) || bufs < 1 {
-		return nil, fmt.Errorf("header %x", h)
+	if bufs < 1 {
+		return nil, nil, fmt.Errorf("header %x", h)
 	}
-	frame := raw[headerLen:]
+	frame = raw[headerLen:]
 	for range bufs - 1 {
 		tok, n, ok, err := q.Get()
 		if !ok || err != nil {
-			return nil, fmt.Errorf("frame in %d buffers is not there whole: %v", bufs, err)
+			return nil, nil, fmt.Errorf("frame in %d buffers is not there whole: %v", bufs, err)
 		}
 		frame = append(frame, v.bytes(translate.PA(tok), int(n))...)
 		v.post(pair, translate.PA(tok))
 	}
 	q.Kick()
-	return frame, nil
+	return h, frame, nil
 }
 
 // frame builds an Ethernet frame of n bytes in all.

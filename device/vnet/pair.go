@@ -14,8 +14,10 @@ import (
 
 const (
 	mailboxSize = 512 // frames on their way from other loops
-	txBudget    = 64  // chains per pair and iteration
-	pollPeriod  = int64(time.Millisecond)
+	txBudget    = 64  // frames per pair and iteration
+	// segmentsPerFrame is how many segments count like one frame against txBudget.
+	segmentsPerFrame = 8
+	pollPeriod       = int64(time.Millisecond)
 )
 
 // pair is a receive and a transmit queue on one loop.
@@ -34,14 +36,18 @@ type pair struct {
 	// Loop's own from here on.
 	rx, tx           *virtq.Queue
 	mergeable        bool
-	rxDirty, txDirty bool // pushed, not yet signalled
+	rxTakes, txTakes packet.Need // left undone: what the guest takes, and what we take from it
+	rxDirty, txDirty bool        // pushed, not yet signalled
 	rxc              [maxMerge]virtq.Chain
+	header           [headerLen]byte // of the frame that is being received
 	txc              virtq.Chain
 	rxWait, txWait   waiter
 	held             []*packet.Buf // frames for rx while it waits, oldest first
-	txSkip           bool          // the next chain cannot be read, ever
-	txOpen           bool          // txc is popped and not pushed
-	cur              *packet.Buf   // what Poll is sending
+	heldBytes        int
+	txSkip           bool        // the next chain cannot be read, ever
+	txOpen           bool        // txc is popped and not pushed
+	txCost           int         // of the frame being sent, in frames
+	cur              *packet.Buf // what Poll is sending
 	watch            *engine.Watch
 	timer            *engine.Timer // instead of watch, when the driver never kicks
 }
@@ -78,9 +84,9 @@ func (p *pair) guarded(f func()) {
 	}
 }
 
-func (p *pair) startRx(q *virtq.Queue, mergeable bool) {
+func (p *pair) startRx(q *virtq.Queue, features uint64) {
 	p.guarded(func() {
-		p.rx, p.mergeable = q, mergeable
+		p.rx, p.mergeable, p.rxTakes = q, features&FeatureMrgRxbuf != 0, guestTakes(features)
 		p.receiving.Store(true)
 		// Buffers are looked for when a frame needs one; kicks are of no use.
 		p.inEpoch(q, func() error { return q.SetNotify(false) })
@@ -100,7 +106,7 @@ func (p *pair) stopRx() {
 	})
 }
 
-func (p *pair) startTx(q *virtq.Queue) error {
+func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 	if fd := q.KickFD(); fd >= 0 {
 		// The poller does the work; the kick only wakes the loop for it.
 		var b [8]byte
@@ -115,7 +121,7 @@ func (p *pair) startTx(q *virtq.Queue) error {
 		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, engine.Name("vnet poll timer"))
 	}
 	p.guarded(func() {
-		p.tx = q
+		p.tx, p.txTakes = q, hostTakes(features)
 		p.sending.Store(true)
 		if p.timer != nil {
 			p.timer.Arm(p.loop.Now() + pollPeriod)

@@ -3,6 +3,7 @@ package vnet
 import (
 	"encoding/binary"
 
+	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/virtq"
@@ -10,12 +11,8 @@ import (
 )
 
 // maxMerge bounds the guest buffers that one frame may be spread over: 64 KiB
-// in buffers of a page each take 17.
-const maxMerge = 32
-
-// emptyHeader is the virtio header of a received frame: no offload has touched
-// it, and it stands in one buffer (5.1.6.4.1).
-var emptyHeader = [headerLen]byte{10: 1}
+// in buffers for one Ethernet frame each, which Linux begins with, take 43.
+const maxMerge = 64
 
 // receive copies a frame into the guest's buffers. On the pair's loop; the
 // frame stays the caller's.
@@ -29,13 +26,13 @@ func (p *pair) receive(b *packet.Buf) {
 		p.hold(b)
 		return
 	}
-	if !p.deliver(q, b.Bytes()) {
+	if !p.deliver(q, b) {
 		p.hold(b)
 	}
 }
 
 // deliver is put with all that surrounds an access to the guest's memory.
-func (p *pair) deliver(q *virtq.Queue, frame []byte) (done bool) {
+func (p *pair) deliver(q *virtq.Queue, b *packet.Buf) (done bool) {
 	// The caller may be another VM's transmit: if this guest's memory has
 	// vanished, it is this device that stops.
 	prev := p.loop.Blame(p.d.owner)
@@ -44,14 +41,20 @@ func (p *pair) deliver(q *virtq.Queue, frame []byte) (done bool) {
 	defer func() {
 		ep.Leave(p.loop.ID(), t)
 	}()
-	done = p.put(q, frame)
+	done = p.put(q, b)
 	p.loop.Blame(prev)
 	return done
 }
 
 // put writes a frame to the guest, or drops and counts it. False: the queue
 // waits for an absent page; the frame is for later.
-func (p *pair) put(q *virtq.Queue, frame []byte) (done bool) {
+func (p *pair) put(q *virtq.Queue, b *packet.Buf) (done bool) {
+	if b.Offload.Need&^p.rxTakes != 0 {
+		// On its way when a driver with fewer features took over.
+		p.d.drop(p.loop, lfe.NotReady)
+		return true
+	}
+	frame := b.Bytes()
 	n, m := p.gather(q, uint64(len(frame))+headerLen)
 	if m.Fault() {
 		p.rxWait.raise(q.Space(), m, true)
@@ -60,10 +63,8 @@ func (p *pair) put(q *virtq.Queue, frame []byte) (done bool) {
 	if n == 0 {
 		return true
 	}
-	h := emptyHeader
-	if p.mergeable {
-		binary.LittleEndian.PutUint16(h[10:12], uint16(n))
-	}
+	// Without MRG_RXBUF num_buffers is 1 (5.1.6.4.1), and so is n.
+	gso.PutHeader(&p.header, &b.Offload, p.rxTakes != 0, n)
 	// Write everything before the first push: a frame reaches the guest whole
 	// or not at all.
 	var written [maxMerge]uint32
@@ -71,7 +72,7 @@ func (p *pair) put(q *virtq.Queue, frame []byte) (done bool) {
 		c := &p.rxc[i]
 		off := uint64(0)
 		if i == 0 {
-			if _, m := c.WriteAt(h[:], 0); !m.OK() {
+			if _, m := c.WriteAt(p.header[:], 0); !m.OK() {
 				return p.missed(q, m, n)
 			}
 			off = headerLen

@@ -2,6 +2,7 @@ package vnet
 
 import (
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
@@ -9,7 +10,7 @@ import (
 
 // headerLen is struct virtio_net_hdr_v1, the same in both directions and
 // whatever was negotiated beside VERSION_1 (virtio 1.2, 5.1.6).
-const headerLen = 12
+const headerLen = gso.HeaderLen
 
 // Poll implements engine.Poller: the guest's frames, a bounded number of them.
 func (p *pair) Poll(int64) bool {
@@ -21,8 +22,12 @@ func (p *pair) Poll(int64) bool {
 	t := ep.Enter(p.loop.ID())
 	defer ep.Leave(p.loop.ID(), t)
 	n := 0
-	for n < txBudget && p.transmit(q) {
-		n++
+	for n < txBudget {
+		cost := p.transmit(q)
+		if cost == 0 {
+			break
+		}
+		n += cost
 	}
 	return n > 0
 }
@@ -55,30 +60,31 @@ func (p *pair) Resume() {
 	}
 }
 
-// transmit takes one chain and sends its frame. False: there was none, or the
-// queue is broken or waits.
-func (p *pair) transmit(q *virtq.Queue) bool {
+// transmit takes one chain, sends its frame and returns what that was worth in
+// frames. 0: there was none, or the queue is broken or waits.
+func (p *pair) transmit(q *virtq.Queue) (cost int) {
 	ok, err := q.Pop(&p.txc)
 	if m := virtq.Absent(err); m.Fault() {
 		p.txWait.raise(q.Space(), m, false)
-		return false
+		return 0
 	}
 	if err != nil {
 		p.broke(q, err)
-		return false
+		return 0
 	}
 	if !ok {
-		return false
+		return 0
 	}
 	p.txOpen = true
+	p.txCost = 1
 	if m := p.send(q); m.Fault() {
 		p.txOpen = false
 		p.unpop(q, 1)
 		p.txWait.raise(q.Space(), m, false)
-		return false
+		return 0
 	}
 	p.done(q)
-	return true
+	return p.txCost
 }
 
 // send copies the frame in and lets it into the network. Whatever is wrong with
@@ -96,11 +102,11 @@ func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 	case n < headerLen+lfe.HeaderLen || c.WritableLen() != 0:
 		p.d.drop(p.loop, lfe.ShortFrame)
 		return m
-	case n-headerLen > uint64(p.d.cfg.Pool.Capacity()):
+	case n-headerLen > uint64(p.d.cfg.Pool.Largest()):
 		p.d.drop(p.loop, lfe.TooBig)
 		return m
 	}
-	b := p.d.cfg.Pool.Get()
+	b := p.d.cfg.Pool.GetFor(int(n - headerLen))
 	if b == nil {
 		p.d.drop(p.loop, lfe.NoBuffer)
 		return m
@@ -122,14 +128,16 @@ func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 		p.broke(q, m.Err())
 		return translate.Miss{}
 	}
-	// flags and gso_type: without offloads the driver sets both to zero
-	// (5.1.6.2.1). The rest then has no meaning.
-	if h := b.Bytes(); h[0] != 0 || h[1] != 0 {
+	h := [headerLen]byte(b.Bytes())
+	b.TrimFront(headerLen)
+	var err error
+	if b.Offload, err = gso.Accept(h[:], b.Bytes(), p.txTakes); err != nil {
 		p.release()
 		p.d.drop(p.loop, lfe.BadHeader)
 		return m
 	}
-	b.TrimFront(headerLen)
+	// Cutting it up, where that has to be, is work like that for a few frames.
+	p.txCost += b.Segments() / segmentsPerFrame
 	p.d.cfg.Port.InputNet(p.loop, b)
 	p.release()
 	return m

@@ -27,6 +27,10 @@ const bufferSize = 9216
 // maxVMs bounds the VMs of one daemon; each has two front ends with memory.
 const maxVMs = 1024
 
+// bigBuffers is the number of buffers for frames of up to 64 KiB that senders leave to be cut: one in so many of the
+// usual ones.
+const bigBuffers = 16
+
 // Daemon is a running host.
 type Daemon struct {
 	version string
@@ -107,7 +111,7 @@ func (d *Daemon) makeRunDir() error {
 }
 
 func (d *Daemon) makeLoops() (err error) {
-	if d.pool, err = packet.NewPool(packet.Config{Count: d.cfg.Buffers, Capacity: bufferSize}); err != nil {
+	if d.pool, err = packet.NewPool(packet.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
 		return err
 	}
 	for i := range d.cfg.Engines {

@@ -1,0 +1,83 @@
+package lfe
+
+import (
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
+	"github.com/vnicd/vnicd/device/packet"
+)
+
+// Frames keep what their senders have left undone (packet.Offload) on their whole way. Only where one leaves through a
+// port that does not take it so, it is finished in software.
+
+// SetOffloads says what may be left undone in frames that the port is given, from now on; frames on their way may still be as
+// they were agreed on before. At first it is nothing. A port that does not take NeedCsum gets frames to be cut all the same, if it
+// takes those: their checksums are a part of that.
+func (a *Attachment) SetOffloads(n packet.Need) { a.offloads.Store(uint32(n)) }
+
+// takes tells whether the port takes a frame as it is.
+func (a *Attachment) takes(b *packet.Buf) bool {
+	need := b.Offload.Need
+	if b.Offload.GSOSize != 0 {
+		need &^= packet.NeedCsum
+	}
+	return need == 0 || need&^packet.Need(a.offloads.Load()) == 0
+}
+
+// Cut delivers a frame to the port a second time, in segments cut in software: for a port that was given it whole and finds that
+// it cannot use it so.
+func (a *Attachment) Cut(l *engine.Loop, b *packet.Buf, to Destination) {
+	a.segment(l, b, to, a.port.Deliver)
+}
+
+// finish does what is left to be done to a frame and gives the result to the port.
+func (a *Attachment) finish(l *engine.Loop, b *packet.Buf, to Destination) {
+	if b.Offload.GSOSize != 0 {
+		a.segment(l, b, to, a.output)
+		return
+	}
+	if !b.Shared() {
+		// Nobody else sees it: the one reference is that of whoever brought it here, who waits for us.
+		gso.Complete(b)
+		a.output(l, b, to)
+		return
+	}
+	c := b.Pool().GetFor(b.Len())
+	if c == nil {
+		a.Counters.Drop(l, NoBuffer, 1)
+		return
+	}
+	defer c.Free() // a port may run into a hole in a guest's memory
+	c.Append(b.Bytes())
+	c.Offload = b.Offload
+	gso.Complete(c)
+	a.output(l, c, to)
+}
+
+func (a *Attachment) segment(l *engine.Loop, b *packet.Buf, to Destination, output func(*engine.Loop, *packet.Buf, Destination)) {
+	var (
+		s gso.Segmenter
+		c *packet.Buf
+	)
+	defer func() {
+		if c != nil {
+			c.Free()
+		}
+	}()
+	for s.Start(b); s.Left() > 0; {
+		if c == nil {
+			c = b.Pool().GetFor(b.WireLen())
+		}
+		if c == nil {
+			a.Counters.Drop(l, NoBuffer, s.Left())
+			return
+		}
+		c.SetLen(s.Next(c.Room()))
+		output(l, c, to)
+		if c.Shared() {
+			c.Free()
+			c = nil
+		} else {
+			c.Reset()
+		}
+	}
+}

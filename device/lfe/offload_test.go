@@ -1,0 +1,258 @@
+package lfe
+
+import (
+	"encoding/binary"
+	"fmt"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
+	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/wire"
+)
+
+// keeper is a port that keeps what it is given.
+type keeper struct{ bufs []*packet.Buf }
+
+func (p *keeper) Deliver(_ *engine.Loop, b *packet.Buf, _ Destination) {
+	b.Ref()
+	p.bufs = append(p.bufs, b)
+}
+
+func (p *keeper) free() {
+	for _, b := range p.bufs {
+		b.Free()
+	}
+	p.bufs = nil
+}
+
+// udp4 is a UDP packet whose checksum is undone.
+func udp4(dst, src MAC, dport uint16, n int) []byte {
+	f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
+	f = append(f, make([]byte, wire.IPv4Len+wire.UDPLen)...)
+	for i := range n {
+		f = append(f, byte(i*3))
+	}
+	ip := wire.IPv4{TotalLen: uint16(len(f) - HeaderLen), DontFrag: true, TTL: 64, Protocol: wire.ProtoUDP, Src: [4]byte{10, 0, 0, 1}, Dst: [4]byte{10, 0, 0, 2}}
+	ip.Encode(f[HeaderLen:])
+	u := wire.UDP{SrcPort: 5, DstPort: dport, Length: uint16(wire.UDPLen + n)}
+	u.Checksum = ^wire.Checksum(nil, wire.PseudoSum4(ip.Src, ip.Dst, wire.ProtoUDP, u.Length))
+	u.Encode(f[HeaderLen+wire.IPv4Len:])
+	return f
+}
+
+// offloaded puts a frame into a buffer, with segments of size bytes (0 = checksum only).
+func (b *bench) offloaded(f []byte, size int) *packet.Buf {
+	b.t.Helper()
+	h := [gso.HeaderLen]byte{0: 1, 6: HeaderLen + wire.IPv4Len, 8: 6}
+	if size > 0 {
+		h[1] = 5
+		binary.LittleEndian.PutUint16(h[4:], uint16(size))
+	}
+	buf := b.pool.GetFor(len(f))
+	if buf == nil || !buf.Append(f) {
+		b.t.Fatal("no buffer")
+	}
+	var err error
+	if buf.Offload, err = gso.Accept(h[:], buf.Bytes(), packet.NeedAll); err != nil {
+		b.t.Fatal(err)
+	}
+	return buf
+}
+
+func sound(f []byte) bool {
+	p := f[HeaderLen:]
+	n := len(p) - wire.IPv4Len
+	return wire.Checksum(p[:wire.IPv4Len], 0) == 0 && wire.Checksum(p[wire.IPv4Len:], wire.PseudoSum4([4]byte(p[12:16]), [4]byte(p[16:20]), wire.ProtoUDP, uint16(n))) == 0
+}
+
+// A frame reaches each port as far finished as that wants it, all others untouched.
+func TestOffloadsPerPort(t *testing.T) {
+	for _, size := range []int{0, 1000} {
+		t.Run(fmt.Sprint("segments of ", size), func(t *testing.T) {
+			b := newBench(t, Config{MTU: 1500})
+			pool, err := packet.NewPool(packet.Config{Count: 64, Capacity: 2000, Big: 4})
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.pool = pool
+			from := b.port(PortConfig{Name: "from", Kind: KindTAP})
+			n := 1400
+			if size > 0 {
+				n = 2500
+			}
+			takes := []packet.Need{packet.NeedAll, 0, packet.NeedCsum, packet.NeedAll, packet.NeedGSO, 0}
+			var ports []*keeper
+			for i, need := range takes {
+				p := &keeper{}
+				if _, err := b.net.Attach(p, PortConfig{Name: fmt.Sprint(i), Kind: KindTAP, Attached: func(a *Attachment) { a.SetOffloads(need) }}); err != nil {
+					t.Fatal(err)
+				}
+				ports = append(ports, p)
+				defer p.free()
+			}
+			f := udp4(broadcast, mac(1), 7, n)
+			buf := b.offloaded(f, size)
+			b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+			for i, p := range ports {
+				whole := takes[i] == packet.NeedAll || takes[i] == packet.NeedGSO && size > 0
+				want := 1
+				if size > 0 && !whole {
+					want = 3
+				}
+				if len(p.bufs) != want {
+					t.Errorf("port %d: %d frames, want %d", i, len(p.bufs), want)
+				}
+				total := 0
+				for _, x := range p.bufs {
+					total += x.Len()
+					switch {
+					case whole:
+						if string(x.Bytes()) != string(f) || x.Offload.Need == 0 {
+							t.Errorf("port %d: the frame was changed: %+v", i, x.Offload)
+						}
+					case takes[i] == packet.NeedCsum && size == 0:
+						if x.Offload.Need != packet.NeedCsum {
+							t.Errorf("port %d: finished without need", i)
+						}
+					case x.Offload.Need != 0 || !sound(x.Bytes()):
+						t.Errorf("port %d: not finished: %+v %x", i, x.Offload, x.Bytes())
+					}
+				}
+				if total != len(f)+(want-1)*42 {
+					t.Errorf("port %d: %d bytes", i, total)
+				}
+			}
+			buf.Free()
+		})
+	}
+}
+
+// The only copy of a frame is finished where it is.
+func TestFinishInPlace(t *testing.T) {
+	b := newBench(t, Config{})
+	from, to := b.port(PortConfig{Name: "from", Kind: KindTAP}), b.port(PortConfig{Name: "to", Kind: KindTAP})
+	buf := b.offloaded(udp4(broadcast, mac(1), 7, 100), 0)
+	b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+	if got := to.take(); len(got) != 1 || !sound([]byte(got[0].frame)) || !sound(buf.Bytes()) || buf.Offload.Need != 0 {
+		t.Errorf("%d frames, %+v", len(got), buf.Offload)
+	}
+	buf.Free()
+}
+
+// Segments count against the MTU and the storm limit; what there is no buffer for is counted segment by segment; RoCE is not cut.
+func TestOffloadLimits(t *testing.T) {
+	b := newBench(t, Config{MTU: 1028, Storm: 5})
+	from := b.port(PortConfig{Name: "from", Kind: KindTAP})
+	to := &keeper{}
+	var out *Attachment
+	if _, err := b.net.Attach(to, PortConfig{Name: "to", Kind: KindTAP, Attached: func(a *Attachment) { out = a }}); err != nil {
+		t.Fatal(err)
+	}
+	defer to.free()
+	in := func(f []byte, size int) {
+		t.Helper()
+		buf := b.offloaded(f, size)
+		b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+		buf.Free()
+	}
+	in(udp4(broadcast, mac(1), 7, 3000), 1001)
+	if n := from.att.Counters.Dropped(TooBig); n != 1 || len(to.bufs) != 0 {
+		t.Errorf("%d too big, %d arrived", n, len(to.bufs))
+	}
+	in(udp4(broadcast, mac(1), 7, 3000), 1000)
+	if len(to.bufs) != 3 {
+		t.Errorf("%d arrived", len(to.bufs))
+	}
+	in(udp4(broadcast, mac(1), 7, 3000), 1000) // 3 of 5 are used up
+	if n := from.att.Counters.Dropped(Storm); n != 1 || len(to.bufs) != 3 {
+		t.Errorf("%d beyond the storm limit, %d arrived", n, len(to.bufs))
+	}
+	to.free()
+	b.advance(1e9 * 2)
+	var held []*packet.Buf
+	buf := b.offloaded(udp4(broadcast, mac(1), 7, 3000), 1000)
+	for x := b.pool.Get(); x != nil; x = b.pool.Get() {
+		held = append(held, x)
+	}
+	held[0].Free()
+	b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+	if n := out.Counters.Dropped(NoBuffer); n != 2 || len(to.bufs) != 1 {
+		t.Errorf("%d segments without a buffer, %d arrived", n, len(to.bufs))
+	}
+	for _, x := range append(held[1:], buf) {
+		x.Free()
+	}
+}
+
+type upHCA struct{ got int }
+
+func (h *upHCA) Deliver(*engine.Loop, *packet.Buf) { h.got++ }
+func (h *upHCA) Up() bool                          { return true }
+
+func TestRoCEIsNotCut(t *testing.T) {
+	b := newBench(t, Config{})
+	from := b.port(PortConfig{Name: "from", Kind: KindTAP})
+	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(9)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &upHCA{}
+	vm.SetHCA(h)
+	vm.Attachment().SetOffloads(packet.NeedAll)
+	for _, size := range []int{0, 50} {
+		buf := b.offloaded(udp4(mac(9), mac(1), roceV2Port, 100), size)
+		b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+		buf.Free()
+	}
+	if n := vm.Attachment().Counters.Dropped(BadHeader); n != 1 || h.got != 1 {
+		t.Errorf("%d refused, %d arrived", n, h.got)
+	}
+}
+
+// A VM takes its offloads along to another network.
+func TestMoveKeepsOffloads(t *testing.T) {
+	b := newBench(t, Config{})
+	other, err := NewNetwork(Config{VNI: 8, Name: "eight", Clock: b.clock})
+	if err != nil {
+		t.Fatal(err)
+	}
+	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(9)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	vm.SetOffloads(packet.NeedCsum | packet.NeedTSO4)
+	if err := vm.Move(other); err != nil {
+		t.Fatal(err)
+	}
+	if got := packet.Need(vm.Attachment().offloads.Load()); got != packet.NeedCsum|packet.NeedTSO4 {
+		t.Errorf("%#x", got)
+	}
+}
+
+func BenchmarkSoftwareSegments(b *testing.B) {
+	bb := newBench(b, Config{MTU: 1500})
+	pool, err := packet.NewPool(packet.Config{Count: 64, Capacity: 2000, Big: 1})
+	if err != nil {
+		b.Fatal(err)
+	}
+	bb.pool = pool
+	var to *Attachment
+	if to, err = bb.net.Attach(&count{}, PortConfig{Name: "to", Kind: KindTAP}); err != nil {
+		b.Fatal(err)
+	}
+	f := udp4(broadcast, mac(1), 7, 64000)
+	buf := bb.offloaded(f, 1400)
+	b.SetBytes(int64(len(f)))
+	b.ReportAllocs()
+	bb.loop.Do(func() {
+		for b.Loop() {
+			to.output(bb.loop, buf, Destination{})
+		}
+	})
+	buf.Free()
+}
+
+type count struct{ n int }
+
+func (c *count) Deliver(*engine.Loop, *packet.Buf, Destination) { c.n++ }

@@ -1,0 +1,166 @@
+package tap
+
+import (
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
+)
+
+// readBatch bounds one visit, in frames, so that a busy host leaves time for the loop's other ports; a frame to be cut
+// counts as one for each segmentsPerFrame segments.
+const (
+	readBatch        = 64
+	segmentsPerFrame = 8
+)
+
+// ready reads frames from the interface into the network. How large the next one is nobody tells; so where large ones may
+// come they are read into a big buffer, and small ones are copied out of it, lest they occupy the few big buffers.
+func (t *TAP) ready() {
+	l := t.cfg.Loop
+	for left := readBatch; left > 0; left-- {
+		b := t.buffer()
+		if b == nil {
+			// The frame must leave the queue all the same, or the loop would spin on it.
+			var lost [lfe.HeaderLen]byte
+			if _, err := unix.Read(t.dev.fd, lost[:]); err != nil {
+				return
+			}
+			t.att.Counters.Drop(l, lfe.NoBuffer, 1)
+			continue
+		}
+		if t.dev.header {
+			b.Prepend(gso.HeaderLen)
+		}
+		room := b.Room()
+		n, err := unix.Read(t.dev.fd, room)
+		switch {
+		case err == unix.EINTR:
+			b.Reset()
+			continue
+		case err != nil: // EAGAIN; EBADFD when somebody deleted the interface
+			b.Reset()
+			t.gone(err)
+			return
+		case n >= len(room) || !b.SetLen(n):
+			b.Reset()
+			t.att.Counters.Drop(l, lfe.Truncated, 1)
+			continue
+		}
+		if t.dev.header && !t.accept(b) {
+			b.Reset()
+			t.att.Counters.Drop(l, lfe.BadHeader, 1)
+			continue
+		}
+		if b.Cap() > t.cfg.Pool.Capacity() && b.Len() <= t.cfg.Pool.Capacity() {
+			if t.small = t.cfg.Pool.Get(); t.small != nil {
+				t.small.Append(b.Bytes())
+				t.small.Offload = b.Offload
+				b = t.small
+			}
+		}
+		left -= b.Segments() / segmentsPerFrame
+		t.att.Input(l, b, lfe.Source{})
+		t.done()
+	}
+}
+
+// buffer sets cur to what the next frame is read into, and returns it: a big buffer where large frames may come, else, or while
+// there is none, a small one; nil when there is none either.
+func (t *TAP) buffer() *packet.Buf {
+	pool := t.cfg.Pool
+	if t.dev.takes&packet.NeedGSO != 0 && (t.cur == nil || t.cur.Cap() < packet.BigCapacity) {
+		if big := pool.GetFor(packet.BigCapacity); big != nil {
+			if t.cur != nil {
+				t.cur.Free()
+			}
+			t.cur = big
+		}
+	}
+	if t.cur == nil {
+		t.cur = pool.Get()
+	}
+	return t.cur
+}
+
+// accept takes the virtio header off a frame from the kernel. That tells the truth, but the headers behind it may be
+// anybody's, so they are checked as a guest's are.
+func (t *TAP) accept(b *packet.Buf) bool {
+	if b.Len() < gso.HeaderLen {
+		return false
+	}
+	h := [gso.HeaderLen]byte(b.Bytes())
+	b.TrimFront(gso.HeaderLen)
+	var err error
+	if b.Offload, err = gso.Accept(h[:], b.Bytes(), t.dev.takes); err != nil {
+		return false
+	}
+	b.Offload.Valid = gso.DataValid(h[:])
+	return true
+}
+
+// done takes our references back: the buffer that is read into serves again if nobody else kept it.
+func (t *TAP) done() {
+	if t.small != nil {
+		t.small.Free()
+		t.small = nil
+	}
+	if t.cur.Shared() {
+		t.cur.Free()
+		t.cur = nil
+	} else {
+		t.cur.Reset()
+	}
+}
+
+// gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
+func (t *TAP) gone(err error) {
+	if err != unix.EAGAIN {
+		t.log.Error("host port is gone; no more frames from it", "interface", t.cfg.Name, "error", err)
+		t.watch.Close()
+	}
+}
+
+// onFault runs when a port that a frame went to hit a hole in its VM's memory: that frame is lost.
+func (t *TAP) onFault(engine.Fault) {
+	if t.cur != nil {
+		t.done()
+	}
+}
+
+// Deliver implements lfe.Port: it writes the frame to the interface, on any loop.
+func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
+	for {
+		switch err := t.write(l, b); err {
+		case nil:
+		case unix.EINTR:
+			continue
+		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
+			t.att.Counters.Drop(l, lfe.QueueFull, 1)
+		case unix.EIO: // interface is down
+			t.att.Counters.Drop(l, lfe.NotReady, 1)
+		default:
+			t.att.Counters.Drop(l, lfe.SendError, 1)
+		}
+		return
+	}
+}
+
+// header is where a loop puts the virtio header of a frame that it writes; each loop has its own, in its own cache line.
+type header struct {
+	b [gso.HeaderLen]byte
+	_ [64 - gso.HeaderLen]byte
+}
+
+func (t *TAP) write(l *engine.Loop, b *packet.Buf) error {
+	if !t.dev.header {
+		_, err := unix.Write(t.dev.fd, b.Bytes())
+		return err
+	}
+	h := &t.headers[l.ID()].b
+	gso.PutHeader(h, &b.Offload, true, 0)
+	_, err := unix.Writev(t.dev.fd, [][]byte{h[:], b.Bytes()})
+	return err
+}

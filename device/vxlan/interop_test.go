@@ -63,7 +63,7 @@ type hostConfig struct {
 func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *host {
 	t.Helper()
 	h := &host{}
-	h.pool = must[*packet.Pool](t)(packet.NewPool(packet.Config{Count: 2048}))
+	h.pool = must[*packet.Pool](t)(packet.NewPool(packet.Config{Count: 2048, Big: 128}))
 	h.net = must[*lfe.Network](t)(lfe.NewNetwork(lfe.Config{VNI: c.vni, Name: fmt.Sprint("net", c.vni), Pool: h.pool, Storm: c.storm}))
 	var peers []netip.Addr
 	for _, p := range c.peers {

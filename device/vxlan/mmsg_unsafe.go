@@ -105,6 +105,24 @@ func (m *mmsghdr) setControl(c *control, on bool) {
 	m.hdr.SetControllen(len(c))
 }
 
+// gsoControl holds the ancillary data of a message to be cut: segment size and traffic class.
+type gsoControl [24 + 24]byte
+
+// setGSO has a message cut into datagrams of size bytes.
+func (m *mmsghdr) setGSO(c *gsoControl, tos uint8, v6 bool, size uint16) {
+	binary.NativeEndian.PutUint64(c[0:], unix.SizeofCmsghdr+2)
+	binary.NativeEndian.PutUint32(c[8:], unix.SOL_UDP)
+	binary.NativeEndian.PutUint32(c[12:], unix.UDP_SEGMENT)
+	binary.NativeEndian.PutUint16(c[16:], size)
+	n := 24
+	if tos != 0 {
+		(*control)(c[24:]).putTOS(tos, v6)
+		n = 48
+	}
+	m.hdr.Control = &c[0]
+	m.hdr.SetControllen(n)
+}
+
 // recvmmsg and sendmmsg never block (the sockets are non-blocking), so they skip the Go scheduler's bookkeeping for
 // calls that might.
 func recvmmsg(fd int, msgs []mmsghdr) (int, unix.Errno) {

@@ -103,6 +103,7 @@ func (vt *VTEP) refreshLocked() error {
 		}
 		p.mtu = m
 		p.net.SetUnderlayMTU(m)
+		p.att.SetOffloads(vt.offloads())
 	}
 	vt.paths.Store(&paths)
 	return nil

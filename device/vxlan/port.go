@@ -224,7 +224,7 @@ func (p *port) Deliver(l *engine.Loop, b *packet.Buf, to lfe.Destination) {
 	if !to.Flood {
 		if int(to.Remote) < len(set.byID) {
 			if x := set.byID[to.Remote]; x != nil && !x.retired {
-				s.push(b, p, x, classify(b.Bytes()))
+				s.put(b, p, x, classify(b.Bytes()))
 				return
 			}
 		}
@@ -237,6 +237,6 @@ func (p *port) Deliver(l *engine.Loop, b *packet.Buf, to lfe.Destination) {
 	}
 	fl := classify(b.Bytes())
 	for _, x := range set.list {
-		s.push(b, p, x, fl)
+		s.put(b, p, x, fl)
 	}
 }

@@ -20,22 +20,23 @@ type sender struct {
 	hook  *engine.Hook
 	socks []*txSocket
 	dirty []*txSocket // those with something to send
+	gso   gsoSender
 
 	answering bool // an answer to a frame that was too big is under way
 }
 
-// txSocket is one source port and its batch. Segmentation offload (UDP_SEGMENT) will merge neighbours for the same
-// peer here, in flush: they are in order already.
+// txSocket is one source port and its batch.
 type txSocket struct {
-	fd    int
-	port  uint16
-	n     int
-	msgs  [txBatch]mmsghdr
-	iovs  [txBatch][2]unix.Iovec
-	ctrls [txBatch]control
-	bufs  [txBatch]*packet.Buf // one reference each
-	ports [txBatch]*port
-	peers [txBatch]*peer // keeps the address that msgs points to
+	fd     int
+	port   uint16
+	summed bool // datagrams get checksums (IPv4)
+	n      int
+	msgs   [txBatch]mmsghdr
+	iovs   [txBatch][2]unix.Iovec
+	ctrls  [txBatch]control
+	bufs   [txBatch]*packet.Buf // one reference each
+	ports  [txBatch]*port
+	peers  [txBatch]*peer // keeps the address that msgs points to
 }
 
 func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
@@ -59,9 +60,21 @@ func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
 	return s, nil
 }
 
+// socket is the one of a flow.
+func (s *sender) socket(fl flow) *txSocket { return s.socks[uint64(fl.hash)*uint64(len(s.socks))>>32] }
+
+// put sends a frame to one peer, now or with its batch.
+func (s *sender) put(b *packet.Buf, p *port, x *peer, fl flow) {
+	if b.Offload.GSOSize != 0 {
+		s.cut(b, p, x, fl)
+	} else {
+		s.push(b, p, x, fl)
+	}
+}
+
 // push appends a frame to the batch of its flow's socket.
 func (s *sender) push(b *packet.Buf, p *port, x *peer, fl flow) {
-	k := s.socks[uint64(fl.hash)*uint64(len(s.socks))>>32]
+	k := s.socket(fl)
 	if k.n == 0 {
 		s.dirty = append(s.dirty, k)
 	}
@@ -93,6 +106,9 @@ func (s *sender) flush() {
 
 // send hands one socket's batch to the kernel and gives up the references, whatever becomes of the frames.
 func (s *sender) send(k *txSocket) {
+	if k.n > 0 {
+		k.checksums(s.vt, false) // harmless if it fails
+	}
 	for done := 0; done < k.n; {
 		n, errno := sendmmsg(k.fd, k.msgs[done:k.n])
 		switch errno {

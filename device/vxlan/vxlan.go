@@ -7,7 +7,7 @@
 //
 // Sending: Deliver, on any loop, appends to that loop's batch, holding a reference to the frame; the header goes
 // in front by scatter/gather, so frames that go to several peers are never copied. The batch leaves at the loop's flush,
-// or when it is full. What the kernel does not take at once is dropped and counted, as a network card does; sending
+// or when it is full; a frame to be cut leaves at once, for the kernel to cut (gso.go). What the kernel does not take at once is dropped and counted, as a network card does; sending
 // never waits. Each loop sends from several sockets, whose ports are the flows' entropy for the underlay's
 // equal-cost paths; one flow stays on one socket, so it is not reordered.
 //
@@ -81,16 +81,20 @@ type Config struct {
 	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers must
 	// be told to accept that. Received datagrams may have any valid checksum or none.
 	ZeroChecksum6 bool
-	Log           hclog.Logger
+	// NoSegmentation has every datagram cut before it is sent. Otherwise the kernel or its card cut TCP's and UDP's large
+	// frames, whose datagrams have checksums then, over IPv4 too.
+	NoSegmentation bool
+	Log            hclog.Logger
 }
 
 // VTEP is one tunnel end. Networks and peers come and go at any time.
 type VTEP struct {
-	cfg  Config
-	dscp uint8
-	v6   bool
-	log  hclog.Logger
-	nl   *netlink.Handle // in the namespace that the VTEP was made in
+	cfg      Config
+	dscp     uint8
+	v6       bool
+	log      hclog.Logger
+	segments bool            // UDP_SEGMENT works
+	nl       *netlink.Handle // in the namespace that the VTEP was made in
 
 	nets atomic.Pointer[map[uint32]*port]
 	rx   []*receiver
@@ -174,6 +178,7 @@ func (vt *VTEP) open() error {
 			return err
 		}
 		vt.tx[l.ID()] = s
+		vt.segments = !vt.cfg.NoSegmentation && canSegment(s.socks[0].fd)
 	}
 	fds, err := openReceivers(vt.nl, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops))
 	if err != nil {
@@ -247,6 +252,7 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 		Attached: func(a *lfe.Attachment) { p.att = a }}); err != nil {
 		return err
 	}
+	p.att.SetOffloads(vt.offloads())
 	net.SetUnderlayMTU(p.mtu)
 	m := maps.Clone(old)
 	m[net.VNI()] = p

@@ -448,8 +448,11 @@ static void wait_for_something(struct hammer *h)
 	void *ctx;
 
 	poll(p, 2, 200);
-	if (p[0].revents && !ibv_get_cq_event(h->channel, &cq, &ctx))
-		ibv_ack_cq_events(cq, 1);
+	if (!p[0].revents)
+		return;
+	if (ibv_get_cq_event(h->channel, &cq, &ctx))
+		fail(EXIT_VERBS, "the device is gone: %m");
+	ibv_ack_cq_events(cq, 1);
 }
 
 void *hammer_run(void *arg)

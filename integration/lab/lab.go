@@ -108,17 +108,18 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 
 // Start starts vnicd with the configuration that Run wrote.
 func (h *Host) Start(ctx context.Context) error {
-	var argv []string
-	if h.Group != nil {
-		argv = h.Group.Prefix()
-	}
-	argv = append(argv, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
-	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, argv...)
+	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
 	if err != nil {
 		return err
 	}
 	h.Proc = p
 	h.lab.Add(p.Kill)
+	if h.Group != nil {
+		// Not by a wrapper: `ip netns exec` hides the cgroups. It has hardly any memory yet.
+		if err := h.Group.Add(p.PID()); err != nil {
+			return err
+		}
+	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for {

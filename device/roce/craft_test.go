@@ -244,10 +244,14 @@ func TestResponderReadReplay(t *testing.T) {
 	if mem.buf[0x4000] != 1 {
 		t.Error("duplicate executed")
 	}
-	// A key that has gone when the repetition comes: NAK, ERROR.
+	// A key that has gone when the repetition comes: NAK, and the connection stays,
+	// for the requester may have had its answer. Not so for a new READ.
 	delete(b.regions, 2)
 	b.inject(read(17, 0x3100, 344))
 	b.wantResp(sent, nakOf(17, wire.NAKRemoteAccess))
+	b.wantState(RTS)
+	b.inject(read(19, 0x3100, 344))
+	b.wantResp(sent, nakOf(19, wire.NAKRemoteAccess))
 	b.wantState(Err)
 	b.wantEvents(EventAccessErr)
 }

@@ -321,10 +321,19 @@ func (q *QP) readMiss(r *answer, m translate.Miss) {
 	q.await(Responder, &q.waits.read, atRead, r.next, m, false)
 }
 
-// failRead ends the connection at the next response of r.
+// failRead ends the connection at the next response of r. But if that one has been
+// sent before, the requester most likely has it, and its owner may have taken the
+// memory back since: then the repetition alone ends. A requester that does wait
+// for it learns from the NAK that there is no more; any other ignores it as old.
 func (q *QP) failRead(r *answer) {
 	psn := r.next
 	q.stats.AccessErrors++
+	if psn < r.sent {
+		r.pending = false
+		q.pending--
+		q.sendAck(wire.NAKRemoteAccess, psn)
+		return
+	}
 	q.respClear()
 	q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn}
 }

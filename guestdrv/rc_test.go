@@ -398,3 +398,27 @@ func TestManyQPs(t *testing.T) {
 		t.Error("data differ")
 	}
 }
+
+// Memory that the guest has pinned is brought in on the host when it is registered,
+// not by the first access: a burst of datagrams would lose some to a fault (PF-11).
+func TestPinnedIsThereAtOnce(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	const room = 16 << 20
+	_, smr := a.h.region(t, room, 0)
+	dst, dmr := b.h.region(t, room, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	write := func(id uint64, n int) {
+		a.post(t, &guestdrv.SendWR{
+			ID: id, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+		})
+		expect(t, a.scq, id, abi.WCSuccess, abi.WCOpRDMAWrite)
+	}
+	write(1, 8) // the work queues come by fault
+	faults := func() uint64 { return a.h.hca.Describe().Faults.Host.Raised + b.h.hca.Describe().Faults.Host.Raised }
+	before := faults()
+	write(2, room)
+	// A ring may still meet one; 32 MiB of regions would take 16 or more.
+	if n := faults() - before; n > 3 {
+		t.Errorf("%d host faults", n)
+	}
+}

@@ -130,6 +130,9 @@ func (r *Region) Length() uint64 { return r.length }
 // Demand tells whether the region pages on demand.
 func (r *Region) Demand() bool { return r.demand }
 
+// PageSize returns the bytes that one MTT entry stands for.
+func (r *Region) PageSize() uint64 { return r.pageMask + 1 }
+
 // Generation changes each time entries that were present may have changed or
 // gone, before the epoch is flipped: whoever keeps a translation beyond its
 // epoch compares.

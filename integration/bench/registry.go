@@ -39,6 +39,10 @@ func registry() []Row {
 			Open: guestFault(true),
 		},
 		{
+			Name: "guest_fault_vm", What: "guest fault served by the kernel module in a VM, up to 1 MiB each, raise to resume, mean", Unit: "us",
+			Open: guestFaultVM,
+		},
+		{
 			Name: "register_1g", What: "registration of 1 GiB on demand, median", Anchor: "of one page", Unit: "us",
 			Goals: []Goal{atMost(1000), ratioAtMost(1.25)}, Open: registration,
 		},

@@ -1,0 +1,95 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"time"
+
+	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// guestFaultVM is the mean time of a guest fault whose driver is the kernel module in
+// a VM, from raise to RESUME_FAULT, as the device counts it: perftest writes from and to
+// fresh on-demand buffers, 4 MiB each. Images and module are built first if need be.
+func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
+	l, err := lab.New(context.WithoutCancel(ctx), os.Stderr, true)
+	if err != nil {
+		return m, err
+	}
+	b.Add(l.Run)
+	h, err := l.Host("bench")
+	if err != nil {
+		return m, err
+	}
+	if err := b.daemon(ctx, h, 0, 1, ""); err != nil {
+		return m, err
+	}
+	v := lab.VM{Name: vmName(0), MAC: vmMAC(0), Addr: "10.0.0.1/24", CPUs: 2}
+	cfg, err := h.Config(ctx, v)
+	if err != nil {
+		return m, err
+	}
+	vms, err := l.Boot(ctx, cfg)
+	if err != nil {
+		return m, err
+	}
+	if err := lab.LoadModule(ctx, vms[0]); err != nil {
+		return m, err
+	}
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		end, err := lab.NewEnd(ctx, vms[0], lab.Device, v.Addr)
+		if err != nil {
+			return Sample{}, err
+		}
+		n0, sum0, err := guestFaults(ctx, h)
+		if err != nil {
+			return Sample{}, err
+		}
+		for stop := time.Now().Add(d); ; {
+			if err := writeOnDemand(ctx, end); err != nil {
+				return Sample{}, err
+			}
+			if time.Now().After(stop) {
+				break
+			}
+		}
+		n, sum, err := guestFaults(ctx, h)
+		if err != nil {
+			return Sample{}, err
+		}
+		if n == n0 {
+			return Sample{}, errors.New("no page fault occurred")
+		}
+		return Sample{float64((sum - sum0).Microseconds()) / float64(n-n0), map[string]float64{"faults": float64(n - n0)}}, nil
+	}
+	return m, nil
+}
+
+func writeOnDemand(ctx context.Context, end lab.End) error {
+	_, err := lab.Perftest(ctx, end, end, "ib_write_bw", "--odp", "-s", "4194304", "-n", "5")
+	return err
+}
+
+// guestFaults is how many guest faults the only VM's driver has answered, and the sum
+// of their times.
+func guestFaults(ctx context.Context, h *lab.Host) (n uint64, sum time.Duration, err error) {
+	out, err := h.CLI(ctx, "status", "-j")
+	if err != nil {
+		return 0, 0, err
+	}
+	var s struct {
+		VMs []struct{ HCA hca.Status }
+	}
+	if err := json.Unmarshal([]byte(out), &s); err != nil {
+		return 0, 0, err
+	}
+	if len(s.VMs) != 1 {
+		return 0, 0, errors.New("expected one VM in the status")
+	}
+	f := s.VMs[0].HCA.Faults.Guest
+	n = f.Resumed + f.Failed
+	return n, f.Mean * time.Duration(n), nil
+}

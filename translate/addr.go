@@ -81,5 +81,5 @@ const (
 	accessWrites         = LocalWrite | RemoteWrite | RemoteAtomic
 )
 
-// writes says whether an access that needs a changes memory.
-func (a Access) writes() bool { return a&accessWrites != 0 }
+// Writes says whether an access that needs a changes memory.
+func (a Access) Writes() bool { return a&accessWrites != 0 }

@@ -81,7 +81,7 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 		}
 		in, size = off&r.pageMask, r.pageMask+1
 	}
-	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 || w&mttReadOnly != 0 && need.writes() {
+	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 || w&mttReadOnly != 0 && need.Writes() {
 		return 0, false
 	}
 	pa := PA(w&^mttFlags + in)
@@ -95,11 +95,11 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 // both translates offset off of r, which has been checked, n > 0: the host
 // address and how many of the n bytes are contiguous there, at least one.
 func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
-	pa, got, ok := r.toPA(off, n, need.writes())
+	pa, got, ok := r.toPA(off, n, need.Writes())
 	if !ok {
 		return 0, 0, Miss{GuestFault, r.key, Where{VA: r.iova + VA(off)}, n}
 	}
-	kind := vm.space.permit(need.writes())
+	kind := vm.space.permit(need.Writes())
 	if kind == None {
 		h, got, kind = vm.space.span(pa, got)
 	}
@@ -167,7 +167,7 @@ func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	if n == 0 {
 		return Miss{}
 	}
-	if !need.writes() {
+	if !need.Writes() {
 		need |= LocalWrite
 	}
 	if h, ok := vm.locate(key, pd, va, n, need); ok {

@@ -93,7 +93,7 @@ func expect(regions map[Key]*naiveRegion, s naiveSpace, key Key, pd PD, va VA, n
 		return OutOfRange, va
 	}
 	for o := uint64(0); o < n; {
-		pa, ok := reg.pa(va+VA(o), need.writes())
+		pa, ok := reg.pa(va+VA(o), need.Writes())
 		if !ok {
 			return GuestFault, va + VA(o)
 		}
@@ -340,7 +340,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 			t.Fatalf("resolve: %d of %d bytes", len(b), n)
 		}
 		for o := 0; ; o = min(o+PageSize, len(b)-1) {
-			pa, ok := model[key].pa(va+VA(o), need.writes())
+			pa, ok := model[key].pa(va+VA(o), need.Writes())
 			h, kind := ms.at(pa)
 			if !ok || kind != None || h != addrOf(b)+hostAddr(o) {
 				t.Fatalf("resolve: byte %d of %d is wrong", o, len(b))
@@ -358,7 +358,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 		src[i] = byte(va) + byte(i)
 	}
 	wneed, wkind, wat := need, kind, at
-	if !need.writes() {
+	if !need.Writes() {
 		wneed |= LocalWrite
 		wkind, wat = expect(model, ms, key, pd, va, n, wneed)
 	}
@@ -385,7 +385,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 	}
 	kind, _ = expect(model, ms, key, pd, va, 8, need)
 	if pa, ok := PA(0), false; kind == None {
-		if pa, ok = model[key].pa(va, need.writes()); !ok || pa%8 != 0 {
+		if pa, ok = model[key].pa(va, need.Writes()); !ok || pa%8 != 0 {
 			kind = BadAddress
 		}
 	}

@@ -101,7 +101,7 @@ func (s *side) hostDone(_ *translate.Fault, err error) {
 }
 
 // park notes that the transport waits for m and has its driver told.
-func (s *side) park(m translate.Miss, write bool) {
+func (s *side) park(m translate.Miss, need translate.Access) {
 	if s.want.OK() {
 		s.q.lane.parked++
 	}
@@ -110,9 +110,9 @@ func (s *side) park(m translate.Miss, write bool) {
 		s.q.lastFault = m.Kind
 	}
 	if m.Kind == translate.HostFault {
-		s.ask(m, write, false)
+		s.ask(m, need.Writes(), false)
 	} else {
-		s.askGuest(m)
+		s.askGuest(m, need)
 	}
 }
 
@@ -135,7 +135,7 @@ func (s *side) ask(m translate.Miss, write, ring bool) {
 }
 
 // askGuest raises a guest fault, unless one is on its way already.
-func (s *side) askGuest(m translate.Miss) {
+func (s *side) askGuest(m translate.Miss, need translate.Access) {
 	g, q := &s.guest, s.q
 	if g.state.Load()&faultStateMask != faultIdle {
 		return
@@ -146,7 +146,7 @@ func (s *side) askGuest(m translate.Miss) {
 			n = max(left, 1)
 		}
 	}
-	g.miss, g.length, g.access, g.since = m, n, q.need, q.lane.loop.Now()
+	g.miss, g.length, g.access, g.since = m, n, need, q.lane.loop.Now()
 	count := &q.dev.faultCounts[q.index<<1|int(s.which)]
 	*count++
 	token := uint32(q.index) | uint32(s.which)<<tokenSideShift | *count<<tokenCountShift
@@ -204,7 +204,9 @@ func (s *side) resume(ok bool) {
 }
 
 // Fault implements roce.Adapter.
-func (q *qp) Fault(which roce.Side, m translate.Miss, write bool) { q.sides[which].park(m, write) }
+func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
+	q.sides[which].park(m, need)
+}
 
 // FaultDelay implements roce.Adapter: what faults of the kind that the responder
 // waits for, or met last, have taken.

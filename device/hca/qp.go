@@ -39,7 +39,6 @@ type qp struct {
 	dead   bool // destroyed
 
 	sides     [2]side            // by roce.Side: faults
-	need      translate.Access   // of the access that missed last
 	lastFault translate.MissKind // of the responder
 	kept      []*packet.Buf      // UC and UD: received again when their page is there
 	retry     bool               // the first of them is being received again
@@ -244,11 +243,7 @@ func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
 	if q.phys(s.Key) {
 		return q.lane.space.Read(dst, translate.PA(va))
 	}
-	m := q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
-	if !m.OK() {
-		q.need = 0
-	}
-	return m
+	return q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
 }
 
 // Scatter implements roce.Adapter.
@@ -282,11 +277,7 @@ func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 	if q.phys(s.Key) {
 		return q.lane.space.Write(translate.PA(va), src)
 	}
-	m := q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
-	if !m.OK() {
-		q.need = translate.LocalWrite
-	}
-	return m
+	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
 }
 
 // CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3).
@@ -296,20 +287,12 @@ func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need tran
 
 // ReadRemote implements roce.Adapter.
 func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
-	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
-	if !m.OK() {
-		q.need = translate.RemoteRead
-	}
-	return m
+	return q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
 }
 
 // WriteRemote implements roce.Adapter.
 func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
-	m := q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
-	if !m.OK() {
-		q.need = translate.RemoteWrite
-	}
-	return m
+	return q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
 }
 
 // AtomicRemote implements roce.Adapter. It is atomic against the guest's own
@@ -317,7 +300,6 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
 	p, m := q.dev.vm.Uint64(key, q.pd, va, translate.RemoteAtomic)
 	if !m.OK() {
-		q.need = translate.RemoteAtomic
 		return 0, m
 	}
 	if op == roce.AtomicCompareSwap {

@@ -214,7 +214,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 		m.Len = segmentRest(s.w.SGEs, off, m)
 		q.goBack()
 		q.fullAt, q.probes = 0, 0
-		q.awaitSend(atResult, q.una, m, true)
+		q.awaitSend(atResult, q.una, m)
 	default:
 		q.stats.LocalErrors++
 		q.failHead(StatusLocProt)

@@ -59,13 +59,13 @@ type Adapter interface {
 	// receive completes. BadKey or BadPD if it may not be invalidated.
 	InvalidateRemote(key translate.Key) translate.Miss
 
-	// Fault says that side waits for m, which is one of m.Fault(); write tells whether
-	// the access changes memory. m.Len is how many bytes from m.Where on the transport
+	// Fault says that side waits for m, which is one of m.Fault(), to access it with
+	// the rights need. m.Len is how many bytes from m.Where on the transport
 	// knows to be needed, 1 to 1 MiB, contiguous in what the work request or the peer
 	// named (m.VA; m.PA if there was no stage one). The adapter raises the fault, at
 	// most one per side at a time, and calls QP.Resume from the QP's loop when it was
 	// served. While one waits, another call on the same side does nothing.
-	Fault(side Side, m translate.Miss, write bool)
+	Fault(side Side, m translate.Miss, need translate.Access)
 	// Keep is asked when a packet of UC or UD has met an absent page, after the
 	// fault was raised. True: the adapter keeps the packet, hands in nothing else
 	// for this QP before it, and receives it again after the responder's Resume.

@@ -92,15 +92,15 @@ func (n *benchNode) WriteRemote(_ translate.Key, va translate.VA, src []byte) tr
 func (n *benchNode) AtomicRemote(_ translate.Key, _ translate.VA, _ AtomicOp, _, _ uint64) (uint64, translate.Miss) {
 	return 0, n.miss(0)
 }
-func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss { return translate.Miss{} }
-func (n *benchNode) GetBuf() *packet.Buf                           { return n.pool.Get() }
-func (n *benchNode) Transmit(b *packet.Buf)                        { n.out = append(n.out, b) }
-func (n *benchNode) ArmTimer(at int64)                             { n.timer = at }
-func (n *benchNode) Fault(s Side, _ translate.Miss, _ bool)        { n.served[s] = true }
-func (n *benchNode) Keep() bool                                    { return false }
-func (n *benchNode) FaultDelay() int64                             { return 200e3 }
-func (n *benchNode) Schedule()                                     { n.run = true }
-func (n *benchNode) Event(EventKind)                               {}
+func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss      { return translate.Miss{} }
+func (n *benchNode) GetBuf() *packet.Buf                                { return n.pool.Get() }
+func (n *benchNode) Transmit(b *packet.Buf)                             { n.out = append(n.out, b) }
+func (n *benchNode) ArmTimer(at int64)                                  { n.timer = at }
+func (n *benchNode) Fault(s Side, _ translate.Miss, _ translate.Access) { n.served[s] = true }
+func (n *benchNode) Keep() bool                                         { return false }
+func (n *benchNode) FaultDelay() int64                                  { return 200e3 }
+func (n *benchNode) Schedule()                                          { n.run = true }
+func (n *benchNode) Event(EventKind)                                    {}
 
 func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	pool, err := packet.NewPool(packet.Config{Count: 1024, Capacity: 8192})

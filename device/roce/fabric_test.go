@@ -132,7 +132,7 @@ func (n *node) enter() func() {
 
 func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 	if n.fault != nil && n.fault("fetchsend") != 0 {
-		n.raise(Requester, translate.Miss{}, false)
+		n.raise(Requester, translate.Miss{})
 		return FetchFault
 	}
 	if seq >= uint32(len(n.sq)) {
@@ -167,7 +167,7 @@ func (n *node) FetchRecv(w *RecvWQE) Fetch {
 	if n.recvMiss != nil {
 		if r := n.recvMiss(); r != FetchReady {
 			if r == FetchFault {
-				n.raise(Responder, translate.Miss{}, false)
+				n.raise(Responder, translate.Miss{})
 			}
 			return r
 		}
@@ -197,7 +197,7 @@ func (n *node) miss(what string) (m translate.Miss) {
 	return m
 }
 
-func (n *node) local(sg []SGE, off uint64, b []byte, write bool) translate.Miss {
+func (n *node) local(sg []SGE, off uint64, b []byte, need translate.Access) translate.Miss {
 	for _, s := range sg {
 		if off >= uint64(s.Length) {
 			off -= uint64(s.Length)
@@ -208,17 +208,17 @@ func (n *node) local(sg []SGE, off uint64, b []byte, write bool) translate.Miss 
 		if r == nil {
 			return translate.Miss{Kind: translate.BadKey}
 		}
-		if write && r.access&translate.LocalWrite == 0 {
+		if need&^r.access != 0 {
 			return translate.Miss{Kind: translate.BadAccess}
 		}
 		m, ok := r.at(uint64(s.VA)+off, k)
 		if !ok {
 			return translate.Miss{Kind: translate.OutOfRange}
 		}
-		if m := n.touch(s.Key, uint64(s.VA)+off, k, write); !m.OK() {
+		if m := n.touch(s.Key, uint64(s.VA)+off, k, need); !m.OK() {
 			return m
 		}
-		if write {
+		if need.Writes() {
 			copy(m, b[:k])
 		} else {
 			copy(b[:k], m)
@@ -235,14 +235,14 @@ func (n *node) Gather(dst []byte, w *WQE, off uint64) translate.Miss {
 	if m := n.miss("gather"); !m.OK() {
 		return m
 	}
-	return n.local(w.SGEs, off, dst, false)
+	return n.local(w.SGEs, off, dst, 0)
 }
 
 func (n *node) Scatter(sg []SGE, off uint64, src []byte) translate.Miss {
 	if m := n.miss("scatter"); !m.OK() {
 		return m
 	}
-	return n.local(sg, off, src, true)
+	return n.local(sg, off, src, translate.LocalWrite)
 }
 
 func (n *node) remote(key translate.Key, va translate.VA, k uint64, need translate.Access) ([]byte, translate.Miss) {
@@ -271,7 +271,7 @@ func (n *node) ReadRemote(dst []byte, key translate.Key, va translate.VA) transl
 	}
 	b, m := n.remote(key, va, uint64(len(dst)), translate.RemoteRead)
 	if m.OK() {
-		m = n.touch(key, uint64(va), uint64(len(dst)), false)
+		m = n.touch(key, uint64(va), uint64(len(dst)), translate.RemoteRead)
 	}
 	if !m.OK() {
 		return m
@@ -286,7 +286,7 @@ func (n *node) WriteRemote(key translate.Key, va translate.VA, src []byte) trans
 	}
 	b, m := n.remote(key, va, uint64(len(src)), translate.RemoteWrite)
 	if m.OK() {
-		m = n.touch(key, uint64(va), uint64(len(src)), true)
+		m = n.touch(key, uint64(va), uint64(len(src)), translate.RemoteWrite)
 	}
 	if !m.OK() {
 		return m
@@ -304,7 +304,7 @@ func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, com
 	}
 	b, m := n.remote(key, va, 8, translate.RemoteAtomic)
 	if m.OK() {
-		m = n.touch(key, uint64(va), 8, true)
+		m = n.touch(key, uint64(va), 8, translate.RemoteAtomic)
 	}
 	if !m.OK() {
 		return 0, m

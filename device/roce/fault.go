@@ -38,12 +38,18 @@ const (
 	atRecv          // receive buffer: local protection error, remote operational NAK
 )
 
+// needs are the rights that a fault is raised with. They go with the wait: when a
+// fault has to wait for another one, what the QP met last is something else.
+var needs = [...]translate.Access{
+	atGather: 0, atResult: translate.LocalWrite, atRecv: translate.LocalWrite,
+	atRead: translate.RemoteRead, atWrite: translate.RemoteWrite, atAtomic: translate.RemoteAtomic,
+}
+
 // wait is something that waits for a fault, if cause is set.
 type wait struct {
 	cause cause
-	mine  bool // the fault that is out is this one
-	told  bool // the peer was sent an RNR NAK for it
-	write bool
+	mine  bool   // the fault that is out is this one
+	told  bool   // the peer was sent an RNR NAK for it
 	wqe   uint32 // requester: number of the WQE
 	psn   uint64 // requester: nothing from here on is sent; responder: what missed
 	m     translate.Miss
@@ -91,7 +97,7 @@ func (w *wait) is(c cause, m *translate.Miss) bool {
 }
 
 // await makes w wait for m. A miss that is met again changes nothing.
-func (q *QP) await(side Side, w *wait, c cause, psn uint64, m translate.Miss, write bool) {
+func (q *QP) await(side Side, w *wait, c cause, psn uint64, m translate.Miss) {
 	q.stats.Faults++
 	m.Len = min(max(m.Len, 1), maxFault)
 	overdue := false
@@ -102,7 +108,7 @@ func (q *QP) await(side Side, w *wait, c cause, psn uint64, m translate.Miss, wr
 		}
 		overdue = true
 	} else {
-		n := wait{cause: c, write: write, wqe: q.cur, psn: psn, m: m, since: q.now}
+		n := wait{cause: c, wqe: q.cur, psn: psn, m: m, since: q.now}
 		if w.psn == psn {
 			n.told, n.since = w.told, w.since // the peer still waits for the same packet
 		}
@@ -122,30 +128,30 @@ func (q *QP) raise(side Side, w *wait) {
 	}
 	w.againAt = q.now + faultAgain
 	if w.cause != atQueue {
-		q.a.Fault(side, w.m, w.write)
+		q.a.Fault(side, w.m, needs[w.cause])
 	}
 }
 
 // awaitSend is await for the requester. A miss behind the one that it waits for,
 // met because that was tried again, has to wait its turn.
-func (q *QP) awaitSend(c cause, psn uint64, m translate.Miss, write bool) {
+func (q *QP) awaitSend(c cause, psn uint64, m translate.Miss) {
 	w := &q.waits.send
 	if w.cause != atNothing && psn > w.psn {
 		q.stats.Faults++
 		w.againAt = q.now + faultAgain
 		return
 	}
-	q.await(Requester, w, c, psn, m, write)
+	q.await(Requester, w, c, psn, m)
 }
 
 // awaitQueue notes that a work queue's memory is absent; the adapter has raised
 // that fault itself.
 func (q *QP) awaitQueue(side Side) {
 	if side == Requester {
-		q.awaitSend(atQueue, q.assigned, translate.Miss{}, false)
+		q.awaitSend(atQueue, q.assigned, translate.Miss{})
 		return
 	}
-	q.await(side, &q.waits.request, atQueue, q.epsn, translate.Miss{}, false)
+	q.await(side, &q.waits.request, atQueue, q.epsn, translate.Miss{})
 }
 
 // Resume says that the fault which side waits for was served: the operation goes

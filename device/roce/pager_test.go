@@ -22,6 +22,7 @@ type pager struct {
 	served int
 	failed int
 	asked  []translate.Miss
+	missed map[missed]bool  // what accesses have met
 	idle   bool             // nothing is
 	whole  bool             // always all that is asked for is brought in
 	open   [2]func(ok bool) // faults that wait for ever, by side
@@ -42,9 +43,17 @@ const (
 	hostAbsent
 )
 
+// missed is an access of some kind that met an absent byte.
+type missed struct {
+	key  translate.Key
+	va   translate.VA
+	need translate.Access
+}
+
 // paging makes n's pages come and go.
 func (n *node) paging(seed int64, gone, evict float64) {
 	n.rng, n.pages, n.gone, n.evict = rand.New(rand.NewSource(seed)), map[pageID]absence{}, gone, evict
+	n.missed = map[missed]bool{}
 }
 
 func (p *pager) page(id pageID) absence {
@@ -60,14 +69,17 @@ func (p *pager) page(id pageID) absence {
 	return a
 }
 
-// touch translates an access that is within its region.
-func (n *node) touch(key translate.Key, va, k uint64, write bool) translate.Miss {
+// touch translates an access that is within its region and needs these rights.
+func (n *node) touch(key translate.Key, va, k uint64, need translate.Access) translate.Miss {
 	if n.rng == nil || k == 0 {
 		return translate.Miss{}
 	}
 	for at := va; at < va+k; at = (at/pageBytes + 1) * pageBytes {
 		a := n.page(pageID{key, at / pageBytes})
 		m := translate.Miss{Key: key, Where: translate.Where{VA: translate.VA(at)}, Len: k}
+		if a != 0 {
+			n.missed[missed{key, m.VA, need}] = true
+		}
 		switch {
 		case a&guestAbsent != 0:
 			m.Kind = translate.GuestFault
@@ -90,7 +102,7 @@ func (n *node) touch(key translate.Key, va, k uint64, write bool) translate.Miss
 func (n *node) Keep() bool { return false }
 
 // Fault implements Adapter.
-func (n *node) Fault(side Side, m translate.Miss, write bool) {
+func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 	if !n.inCall {
 		n.f.t.Fatalf("%s: Fault called outside", n.name)
 	}
@@ -101,13 +113,16 @@ func (n *node) Fault(side Side, m translate.Miss, write bool) {
 		if _, ok := n.regions[m.Key].at(uint64(m.VA), m.Len); !ok {
 			n.f.t.Fatalf("%s: fault for %+v: beyond the region", n.name, m)
 		}
+		if !n.missed[missed{m.Key, m.VA, need}] {
+			n.f.t.Fatalf("%s: fault for %+v with rights %#x, which nobody needed there", n.name, m, need)
+		}
 	}
 	n.asked = append(n.asked, m)
-	n.raise(side, m, write)
+	n.raise(side, m)
 }
 
 // raise is Fault, also for work queues.
-func (n *node) raise(side Side, m translate.Miss, write bool) {
+func (n *node) raise(side Side, m translate.Miss) {
 	if n.busy[side] {
 		return
 	}

@@ -338,7 +338,7 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 		return true
 	case m.Fault():
 		m.Len = segmentRest(s.w.SGEs, off, m)
-		q.awaitSend(atGather, q.nxt, m, false)
+		q.awaitSend(atGather, q.nxt, m)
 	default:
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)

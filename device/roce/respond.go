@@ -85,7 +85,7 @@ func (q *QP) executeAtomic() verdict {
 	a := &q.atomic
 	old, m := q.a.AtomicRemote(a.key, a.va, a.op, a.compare, a.swapAdd)
 	if m.Fault() {
-		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m, true)
+		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m)
 		return vParked
 	}
 	if !m.OK() {
@@ -318,7 +318,7 @@ func (q *QP) readMiss(r *answer, m translate.Miss) {
 		return
 	}
 	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), m)
-	q.await(Responder, &q.waits.read, atRead, r.next, m, false)
+	q.await(Responder, &q.waits.read, atRead, r.next, m)
 }
 
 // failRead ends the connection at the next response of r. But if that one has been

@@ -280,7 +280,7 @@ func (q *QP) place(off uint64, data []byte, want uint64) verdict {
 	}
 	if m.Fault() {
 		m.Len = min(segmentRest(q.wqe.SGEs, off, m), want)
-		q.await(Responder, &q.waits.request, atRecv, q.epsn, m, true)
+		q.await(Responder, &q.waits.request, atRecv, q.epsn, m)
 		return vFault
 	}
 	q.stats.LocalErrors++
@@ -344,7 +344,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 				return vRemAccess
 			}
 			m.Len = rangeRest(q.va, q.length, m)
-			q.await(Responder, &q.waits.request, atWrite, q.epsn, m, true) // PF-8
+			q.await(Responder, &q.waits.request, atWrite, q.epsn, m) // PF-8
 			return vFault
 		}
 	}

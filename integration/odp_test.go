@@ -198,6 +198,7 @@ vms:
 	odpPrograms(ctx, t, a, b)
 	accessErrors(ctx, t, a, b)
 	t.Run("keep", func(t *testing.T) { stress(ctx, t, a, "-w atomic -c keep", b, "-c keep") })
+	t.Run("release", func(t *testing.T) { stress(ctx, t, a, "-w atomic -r 8 -c release", b, "-r 8 -c release") })
 	t.Run("hole", func(t *testing.T) { stress(ctx, t, a, "-r 8 -c hole", b, "-r 8 -c hole") })
 	t.Run("all", func(t *testing.T) { stress(ctx, t, a, "-w rdma,send,ud -c all", b, "-c all") })
 	t.Run("all-implicit", func(t *testing.T) {
@@ -217,7 +218,7 @@ func stuckPager(ctx context.Context, t *testing.T, h *lab.Host, a, b lab.End) {
 		lab.StressCommand(a, "-p 18601 -r 4 -t 180 -H 200 -q 4", b.Addr)))
 	eventually(ctx, t, "QPs wait for the pager", func() bool { return hcaStatus(ctx, t, h, "vm2").Faults.Parked >= 4 })
 
-	stress(ctx, t, a, "-r 8 -c keep", b, "-r 8 -c keep")
+	stress(ctx, t, a, "-r 8 -c release", b, "-r 8 -c release")
 	stress(ctx, t, a, "-r 1", b, "-r 1 -P 5")
 	must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "100"))
 	if n := hcaStatus(ctx, t, h, "vm2").Faults.Parked; n < 4 {

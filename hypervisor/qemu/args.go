@@ -30,11 +30,15 @@ const (
 // AgentPort is the virtio-serial port of QEMU's guest agent.
 const AgentPort = "org.qemu.guest_agent.0"
 
-// MemoryArgs makes guest RAM a shared memfd, without which no vhost-user back end can see it. mib is in MiB.
+// MemoryArgs makes guest RAM a shared memfd, without which no vhost-user back end can see it. mib is in MiB. huge takes
+// it from the host's huge pages of default size, which must be there (vm.nr_hugepages).
 // The machine option memory-backend=ram must go with it; see MachineType.
-func MemoryArgs(mib int) []string {
-	return []string{"-m", fmt.Sprintf("%dM", mib),
-		"-object", fmt.Sprintf("memory-backend-memfd,id=ram,size=%dM,share=on", mib)}
+func MemoryArgs(mib int, huge bool) []string {
+	backend := fmt.Sprintf("memory-backend-memfd,id=ram,size=%dM,share=on", mib)
+	if huge {
+		backend += ",hugetlb=on"
+	}
+	return []string{"-m", fmt.Sprintf("%dM", mib), "-object", backend}
 }
 
 // MachineType is the argument of -M that goes with MemoryArgs.
@@ -126,6 +130,7 @@ type Config struct {
 
 	MemoryMiB int   // default 1024
 	CPUs      int   // default 1
+	HugePages bool  // memory from the host's huge pages
 	Accel     Accel // default TCG
 
 	HCA  *HCA // nil: none
@@ -275,7 +280,7 @@ func (c *Config) Args() []string {
 	a := []string{"-name", c.Name, "-nodefaults", "-no-user-config", "-display", "none", "-M", MachineType}
 	a = append(a, accel.args()...)
 	a = append(a, "-smp", strconv.Itoa(max(c.CPUs, 1)))
-	a = append(a, MemoryArgs(c.memory())...)
+	a = append(a, MemoryArgs(c.memory(), c.HugePages)...)
 	a = append(a,
 		"-kernel", c.Images.Kernel, "-initrd", c.Images.Initrd, "-append", c.cmdline(),
 		// The image is shared by all VMs and never written: changes go to an unlinked overlay in Dir.

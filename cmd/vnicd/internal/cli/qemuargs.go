@@ -16,7 +16,7 @@ import (
 
 func (a *app) qemuArgsCmd() *cobra.Command {
 	var memory int
-	var noMemory, lines bool
+	var noMemory, huge, lines bool
 	var binary string
 	c := &cobra.Command{
 		Use:   "qemu-args VM",
@@ -59,7 +59,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			var out []string
 			if !noMemory {
 				out = append(out, "-M", qemu.MachineType)
-				out = append(out, qemu.MemoryArgs(memory)...)
+				out = append(out, qemu.MemoryArgs(memory, huge)...)
 			}
 			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), vm.Name+"-net", vm.MAC.String(), networkMTU(cfg, running, vm.Network))...)
 			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), vm.Name+"-hca", daemon.HCAQueues(cfg))...)
@@ -78,6 +78,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.Flags().IntVarP(&memory, "memory", "m", 1024, "guest memory in `MiB`")
+	c.Flags().BoolVar(&huge, "huge-pages", false, "guest memory from the host's huge pages")
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
 	c.Flags().BoolVar(&lines, "lines", false, "one option per line, to be read")
 	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the device")

@@ -92,8 +92,9 @@ type Device struct {
 	generation atomic.Uint32
 
 	// Of the connection; set by Connected before any queue or object exists.
-	mem atomic.Pointer[translate.Space]
-	vm  *translate.VM
+	mem  atomic.Pointer[translate.Space]
+	told atomic.Pointer[vhostuser.Conn] // of changes of the port
+	vm   *translate.VM
 	// Of the connection's goroutine.
 	conn     vhostuser.Conn
 	commands *commandLoop
@@ -195,12 +196,11 @@ func (d *Device) SetLink(up bool) {
 	}
 }
 
-// PortChanged tells the driver to look at the port again: the MTU is another.
+// PortChanged tells the driver to look at the port again: the MTU is another. It does
+// not wait for anything: who calls it may hold locks that concern all VMs.
 func (d *Device) PortChanged() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.tables.conn != nil {
-		d.tables.conn.ConfigChanged()
+	if c := d.told.Load(); c != nil {
+		(*c).ConfigChanged()
 	}
 }
 
@@ -282,11 +282,13 @@ func (d *Device) Connected(c vhostuser.Conn) {
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = c, d.vm
 	d.mu.Unlock()
+	d.told.Store(&c)
 	d.log.Info("front end connected")
 }
 
 // Disconnected implements vhostuser.Device.
 func (d *Device) Disconnected() {
+	d.told.Store(nil)
 	d.teardown()
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = nil, nil

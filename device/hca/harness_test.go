@@ -42,7 +42,8 @@ type guest struct {
 	view  *translate.Space // the guest's own view: nothing is ever absent
 	next  translate.PA
 	resp  [abi.SizeResp + maxReply]byte
-	notes int // config change notices
+	notes int                             // config change notices
+	hold  func(pa translate.PA, n uint64) // nil, or what Hold does
 }
 
 const (
@@ -114,7 +115,10 @@ func (c fakeConn) Space() *translate.Space { return c.g.space }
 func (c fakeConn) ConfigChanged()          { c.g.notes++ }
 
 // Hold: all of the guest's memory is mapped for good.
-func (c fakeConn) Hold(context.Context, translate.PA, uint64) (release func(), err error) {
+func (c fakeConn) Hold(_ context.Context, pa translate.PA, n uint64) (release func(), err error) {
+	if c.g.hold != nil {
+		c.g.hold(pa, n)
+	}
 	return func() {}, nil
 }
 func (c fakeConn) Memory() hostdriver.Status { return hostdriver.Status{} }

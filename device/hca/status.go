@@ -19,6 +19,7 @@ type Status struct {
 	Up        bool              `json:"up"`
 	Link      bool              `json:"link"`
 	Failed    bool              `json:"failed,omitempty"` // the guest's memory vanished
+	Busy      bool              `json:"busy,omitempty"`   // a command waits for the host's memory; what it guards is left out
 	PortMTU   int               `json:"port_mtu"`
 	GIDs      []string          `json:"gids,omitempty"`
 	PDs       int               `json:"pds"`
@@ -95,19 +96,21 @@ func (d *Device) stats() (s abi.Stats) {
 	return s
 }
 
-// Describe gathers the device's status. It waits for a command in progress and
-// visits the loops; any goroutine but theirs.
+// describePatience is how long Describe waits for a command in progress: those that
+// wait for the host's swap device take as long as that does.
+const describePatience = 200 * time.Millisecond
+
+// Describe gathers the device's status. It visits the loops; any goroutine but
+// theirs. What a command in progress guards is left out if that takes long, so that
+// one VM's slow memory does not keep the others from being looked at.
 func (d *Device) Describe() Status {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	t := &d.tables
+	st := d.stats()
 	s := Status{
-		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: t.conn != nil, Up: d.up.Load(),
-		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), PDs: len(t.pds), CQs: len(t.cqs),
-		SRQs: len(t.srqs), MRs: len(t.mrs), Stats: map[string]uint64{},
+		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.told.Load() != nil, Up: d.up.Load(),
+		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
 	}
-	if t.vm != nil {
-		_, s.MTTs = t.vm.Usage()
+	for i, v := range st.Value {
+		s.Stats[abi.Stat(i).String()] = v
 	}
 	for i, g := range d.gids.snap.Load().all {
 		if g.set {
@@ -117,6 +120,18 @@ func (d *Device) Describe() Status {
 			}
 			s.GIDs = append(s.GIDs, fmt.Sprintf("%d: %s RoCE %s", i, net.IP(g.addr[:]), v))
 		}
+	}
+	for end := time.Now().Add(describePatience); !d.mu.TryLock(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			s.Busy = true
+			return s
+		}
+	}
+	defer d.mu.Unlock()
+	t := &d.tables
+	s.PDs, s.CQs, s.SRQs, s.MRs = len(t.pds), len(t.cqs), len(t.srqs), len(t.mrs)
+	if t.vm != nil {
+		_, s.MTTs = t.vm.Usage()
 	}
 	for _, l := range d.lanes {
 		l.loop.Do(func() {
@@ -140,11 +155,7 @@ func (d *Device) Describe() Status {
 		})
 	}
 	slices.SortFunc(s.QPs, func(a, b QPStatus) int { return int(a.QPN) - int(b.QPN) })
-	st := d.stats()
 	s.Faults = d.faultStatus(&st)
-	for i, v := range st.Value {
-		s.Stats[abi.Stat(i).String()] = v
-	}
 	return s
 }
 

@@ -119,7 +119,11 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	fmt.Fprintf(w, "vm %s network %s mac %s\n", v.Name, v.Network, v.MAC)
 	fmt.Fprintf(w, "net %s socket %s\n", state(v.Net.Connected, slices.Contains(v.Net.Pairs, "rx+tx")), v.NetSocket)
 	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
-	fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs, v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
+	if v.HCA.Busy {
+		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are not known")
+	} else {
+		fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs, v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
+	}
 	for _, g := range v.HCA.GIDs {
 		fmt.Fprintf(w, "    gid %s\n", g)
 	}

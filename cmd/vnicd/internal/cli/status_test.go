@@ -34,6 +34,12 @@ func TestShowFaults(t *testing.T) {
 			t.Errorf("no %q in\n%s", want, b.String())
 		}
 	}
+	v.HCA.Busy = true
+	b.Reset()
+	showVM(&b, v)
+	if s := b.String(); !strings.Contains(s, "    busy: a command waits") || strings.Contains(s, "PDs") {
+		t.Errorf("no word of the command that waits:\n%s", s)
+	}
 	if strings.Contains(b.String(), "below 2µs") {
 		t.Errorf("empty rows before the first fault:\n%s", b.String())
 	}

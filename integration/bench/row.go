@@ -93,7 +93,7 @@ func (r *Result) short(goals []Goal) float64 {
 // measure opens a row, runs its rounds and clears the stage.
 func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 	// A device that does not answer must not hold up the other rows.
-	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute+time.Duration(4*o.rounds)*o.time)
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute+time.Duration(4*o.rounds)*o.time)
 	defer cancel()
 	b, err := newBench(o)
 	if err != nil {

@@ -15,8 +15,9 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
-// BootTimeout is how long a guest may take from start to its first command: 6 s under emulation on an idle machine.
-const BootTimeout = 3 * time.Minute
+// BootTimeout is how long a guest may take from start to its first command: 6 s under emulation
+// on an idle machine, and as much longer as the machine is busy.
+const BootTimeout = 10 * time.Minute
 
 // Env is what booting VMs needs: artifacts, accelerator, source tree and a scratch directory.
 type Env struct {

@@ -50,6 +50,7 @@ type FaultQueue struct {
 	Resumed  uint64        `json:"resumed"`
 	Failed   uint64        `json:"failed"`
 	Waiting  uint64        `json:"waiting"`
+	Sum      time.Duration `json:"sum_ns"`  // over those in Buckets
 	Mean     time.Duration `json:"mean_ns"` // from raising to the answer
 	Median   time.Duration `json:"median_ns"`
 	P99      time.Duration `json:"p99_ns"`
@@ -61,7 +62,7 @@ type FaultQueue struct {
 }
 
 func (q *FaultQueue) times(h *translate.Histogram) {
-	q.Mean, q.Median, q.P99, q.Max = h.Mean(), h.Quantile(0.5), h.Quantile(0.99), h.Max
+	q.Sum, q.Mean, q.Median, q.P99, q.Max = h.Sum, h.Mean(), h.Quantile(0.5), h.Quantile(0.99), h.Max
 	n := len(h.Buckets)
 	for n > 0 && h.Buckets[n-1] == 0 {
 		n--

@@ -3,6 +3,7 @@ package vnet
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 
 	"github.com/hashicorp/go-hclog"
@@ -259,6 +260,9 @@ type Status struct {
 	Pairs     []string `json:"pairs"` // "stopped", "rx", "tx" or "rx+tx", each
 	Broken    string   `json:"broken,omitempty"`
 }
+
+// Up tells whether a guest's driver sends and receives.
+func (s *Status) Up() bool { return slices.Contains(s.Pairs, "rx+tx") }
 
 // Describe returns a snapshot. Safe from any goroutine.
 func (d *Device) Describe() Status {

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring"
 )
 
 func (a *app) runCmd() *cobra.Command {
@@ -48,9 +49,15 @@ A TAP port needs CAP_NET_ADMIN; everything else runs without privileges.`,
 			if err != nil {
 				return err
 			}
+			web, err := monitoring.Serve(cfg.Monitoring, d, log.Named("monitoring"))
+			if err != nil {
+				_ = d.Close()
+				return err
+			}
 			log.Info("ready", "networks", len(cfg.Networks), "vms", len(cfg.VMs), "control", cfg.Control)
 			sig := <-stop
 			log.Info("stopping", "signal", sig.String())
+			web.Close()
 			return d.Close()
 		},
 	}

@@ -45,8 +45,10 @@ func (c *Config) checkPaths(errs *Errors) {
 			errs.add(0, "%s must be an absolute path, found %q", x.key, x.path)
 		}
 	}
-	if len(c.Control) > maxUnixSocketPath {
-		errs.add(0, "control is %d bytes long; a unix socket's path has at most %d", len(c.Control), maxUnixSocketPath)
+	for _, x := range []struct{ key, path string }{{"control", c.Control}, {"monitoring listen", c.Monitoring.Listen}} {
+		if len(x.path) > maxUnixSocketPath {
+			errs.add(0, "%s is %d bytes long; a unix socket's path has at most %d", x.key, len(x.path), maxUnixSocketPath)
+		}
 	}
 }
 

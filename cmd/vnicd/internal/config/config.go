@@ -56,12 +56,22 @@ type Config struct {
 	Buffers int
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
+	// Monitoring is where metrics are served. Its zero value: nowhere.
+	Monitoring Monitoring
 	// VTEP is nil on a host without an underlay: its networks are local.
 	VTEP *VTEP
 	// Networks in the order of the file.
 	Networks []*Network
 	// VMs in the order of the file.
 	VMs []*VM
+}
+
+// Monitoring is the read-only HTTP server.
+type Monitoring struct {
+	// Listen is HOST:PORT, or the absolute path of a unix socket. "": no server.
+	Listen string
+	// PProf serves Go's profiles too.
+	PProf bool
 }
 
 // VTEP is this host's end of the VXLAN tunnels (RFC 7348).

@@ -12,6 +12,7 @@ host: h1
 run-dir: /run/v
 engines: 2
 spin: 5us
+monitoring: {listen: "[::1]:9469", pprof: yes}
 vtep:
   local: 192.0.2.1
   dscp: af41
@@ -57,6 +58,9 @@ func TestParseGood(t *testing.T) {
 	if c.Control != "/run/v/vnicd.sock" {
 		t.Errorf("control %q", c.Control)
 	}
+	if want := (Monitoring{Listen: "[::1]:9469", PProf: true}); c.Monitoring != want {
+		t.Errorf("monitoring %+v", c.Monitoring)
+	}
 	if _, err := c.VM("z"); err == nil || !strings.Contains(err.Error(), "a, b") {
 		t.Errorf("an unknown VM's error must list the known ones: %v", err)
 	}
@@ -81,6 +85,10 @@ func TestParseMistakes(t *testing.T) {
 		{"null", "engines:", "engines needs a value, found nothing"},
 		{"spin", "spin: fast", "spin must be a duration"},
 		{"log", "log-level: loud", "log-level must be trace, debug"},
+		{"monitoring", "monitoring: {listen: 9469}", "x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},
+		{"monitoring port", "monitoring: {listen: \"localhost:0\"}", "monitoring listen must be HOST:PORT"},
+		{"monitoring nowhere", "monitoring: {pprof: true}", "x.yaml:1: monitoring needs `listen`"},
+		{"monitoring path", "monitoring: {listen: /" + strings.Repeat("x", 120) + "}", "monitoring listen is 121 bytes long"},
 		{"relative", "run-dir: here", "run-dir must be an absolute path"},
 		{"vni", "networks:\n  - name: a\n    vni: 16777216", "x.yaml:3: vni must be a number from 1 to 16777215"},
 		{"vni missing", "networks:\n  - name: a", "x.yaml:2: a network needs `vni`"},

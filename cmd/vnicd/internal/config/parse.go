@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"regexp"
 	"sort"
 	"strconv"
@@ -275,13 +276,37 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 				p.errs.add(n.Line, "log-level must be trace, debug, info, warn or error, found %q", s)
 			}
 		},
-		"vtep": func(n *yaml.Node) { c.VTEP = p.vtep(n) },
+		"monitoring": func(n *yaml.Node) { p.monitoring(n, &c.Monitoring) },
+		"vtep":       func(n *yaml.Node) { c.VTEP = p.vtep(n) },
 		"networks": func(n *yaml.Node) {
 			p.sequence(n, "networks", func(e *yaml.Node) { c.Networks = append(c.Networks, p.network(e)) })
 		},
 		"vms": func(n *yaml.Node) { p.sequence(n, "vms", func(e *yaml.Node) { c.VMs = append(c.VMs, p.vm(e)) }) },
 	})
 	c.SocketMode = mode
+}
+
+func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
+	seen := p.mapping(n, "monitoring", map[string]func(*yaml.Node){
+		"listen": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "monitoring listen")
+			if !ok {
+				return
+			}
+			if !filepath.IsAbs(s) {
+				_, port, err := net.SplitHostPort(s)
+				if v, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || v == 0 {
+					p.errs.add(n.Line, "monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found %q", s)
+					return
+				}
+			}
+			m.Listen = s
+		},
+		"pprof": p.boolean("monitoring pprof", &m.PProf),
+	})
+	if !seen["listen"] {
+		p.errs.add(n.Line, "monitoring needs `listen`, where to serve it")
+	}
 }
 
 func (p *parser) vtep(n *yaml.Node) *VTEP {

@@ -18,7 +18,7 @@ type control struct {
 }
 
 func startControl(d *Daemon, path string) (*control, error) {
-	l, err := listenUnix(path)
+	l, err := ListenUnix(path)
 	if err != nil {
 		return nil, fmt.Errorf("control socket: %w", err)
 	}
@@ -44,9 +44,9 @@ func (c *control) close() {
 	<-c.done
 }
 
-// listenUnix listens at path with mode 0660. A socket file that nobody listens
+// ListenUnix listens at path with mode 0660. A socket file that nobody listens
 // on any more is replaced; one that is alive is an error.
-func listenUnix(path string) (net.Listener, error) {
+func ListenUnix(path string) (net.Listener, error) {
 	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		_ = conn.Close()
 		return nil, fmt.Errorf("%s is in use: another vnicd is running with this path; stop it or choose another `control` and `run-dir`", path)

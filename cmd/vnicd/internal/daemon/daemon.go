@@ -38,6 +38,7 @@ type Daemon struct {
 	started time.Time
 
 	loops  []*engine.Loop
+	probes [engine.MaxLoops]probe // of the loops
 	pool   *packet.Pool
 	vtep   *vxlan.VTEP         // nil without an underlay
 	gvms   *translate.GVMTable // the memory of every connected front end

@@ -19,9 +19,17 @@ type Status struct {
 	PID      int            `json:"pid"`
 	Uptime   float64        `json:"uptime_seconds"`
 	Engines  []engine.Stats `json:"engines"`
+	Buffers  BufferStatus   `json:"buffers"`
 	VTEP     *vxlan.Status  `json:"vtep,omitempty"`
 	Networks []lfe.Status   `json:"networks"`
 	VMs      []VMStatus     `json:"vms"`
+}
+
+// BufferStatus tells how far the frame buffers go.
+type BufferStatus struct {
+	Count     int    `json:"count"`     // of the usual size
+	InUse     int    `json:"in_use"`    // of all sizes
+	Exhausted uint64 `json:"exhausted"` // times that none was free
 }
 
 // VMStatus is one guest: its two sockets and what is behind them.
@@ -45,6 +53,7 @@ func (d *Daemon) Status() *Status {
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
 	}
+	s.Buffers = BufferStatus{Count: d.pool.Count(), InUse: d.pool.InUse(), Exhausted: d.pool.Exhausted()}
 	if d.vtep != nil {
 		v := d.vtep.Status()
 		s.VTEP = &v

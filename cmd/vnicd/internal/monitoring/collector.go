@@ -1,0 +1,335 @@
+package monitoring
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/lfe"
+)
+
+// metric is one family. All families are in the list below: what is exported is declared before it is collected.
+type metric struct {
+	desc *prometheus.Desc
+	kind prometheus.ValueType
+}
+
+var families []metric
+
+func family(kind prometheus.ValueType, name, help string, labels ...string) metric {
+	m := metric{prometheus.NewDesc("vnicd_"+name, help, labels, nil), kind}
+	families = append(families, m)
+	return m
+}
+
+func counter(name, help string, labels ...string) metric {
+	return family(prometheus.CounterValue, name, help, labels...)
+}
+
+func gauge(name, help string, labels ...string) metric {
+	return family(prometheus.GaugeValue, name, help, labels...)
+}
+
+// The daemon.
+var (
+	buildInfo        = gauge("build_info", "Always 1; the labels tell version and host name.", "version", "host")
+	uptime           = gauge("uptime_seconds", "Time since the daemon was started.")
+	engineRounds     = counter("engine_rounds_total", "Iterations of a data-path thread.", "engine")
+	engineSleeps     = counter("engine_sleeps_total", "Times that a data-path thread found nothing to do and slept.", "engine")
+	engineFaults     = counter("engine_memory_faults_total", "Accesses to guest memory that had vanished, survived by a data-path thread.", "engine")
+	buffers          = gauge("buffers", "Frame buffers of the usual size.")
+	buffersUsed      = gauge("buffers_in_use", "Frame buffers of all sizes that are in use.")
+	buffersExhausted = counter("buffers_exhausted_total", "Times that no frame buffer was free.")
+)
+
+// The tunnels.
+var (
+	vtepInfo  = gauge("vtep_info", "Always 1; the labels tell underlay address, UDP port and interface.", "local", "port", "device")
+	vtepMTU   = gauge("vtep_mtu_bytes", "Largest MTU that the underlay interface leaves to tenants.")
+	vtepPeers = gauge("vtep_peers", "Other hosts of a network.", "network", "source")
+	vtepPort  = newTraffic("vtep", "the tunnels")
+)
+
+// Networks and their ports.
+var (
+	networkInfo      = gauge("network_info", "Always 1; the label tells the VXLAN network identifier.", "network", "vni")
+	networkMTU       = gauge("network_mtu_bytes", "MTU of a network.", "network")
+	networkAddresses = gauge("network_addresses", "Entries of a network's forwarding table.", "network", "source")
+	networkMoves     = counter("network_moves_total", "Addresses that were seen at another port than before.", "network")
+	networkAged      = counter("network_aged_total", "Learnt addresses that were forgotten for their age.", "network")
+	networkDisplaced = counter("network_displaced_total", "Learnt addresses that made room in a full table.", "network")
+	networkFlaps     = counter("network_flaps_total", "Addresses that moved to and fro and were held.", "network")
+	networkFlapping  = gauge("network_flapping", "Addresses that are being held for moving to and fro.", "network")
+	networkDrops     = counter("network_dropped_frames_total", "Frames dropped at all ports of a network, closed ones included.", "network", "reason")
+
+	port        = newTraffic("port", "a port", "network", "kind", "port")
+	portLearned = gauge("port_learned_addresses", "Addresses learnt at a port.", "network", "kind", "port")
+)
+
+// traffic is what is counted at ports and tunnels alike.
+type traffic struct{ inFrames, inBytes, outFrames, outBytes, floods, answered, drops metric }
+
+func newTraffic(prefix, what string, labels ...string) traffic {
+	return traffic{
+		inFrames:  counter(prefix+"_in_frames_total", "Frames that entered the network by "+what+".", labels...),
+		inBytes:   counter(prefix+"_in_bytes_total", "Bytes that entered the network by "+what+".", labels...),
+		outFrames: counter(prefix+"_out_frames_total", "Frames that left the network by "+what+".", labels...),
+		outBytes:  counter(prefix+"_out_bytes_total", "Bytes that left the network by "+what+".", labels...),
+		floods:    counter(prefix+"_floods_total", "Frames from "+what+" that went to all others.", labels...),
+		answered:  counter(prefix+"_answered_total", "Requests from "+what+" that the switch answered in place of others.", labels...),
+		drops:     counter(prefix+"_dropped_frames_total", "Frames dropped at "+what+", by reason.", append(labels[:len(labels):len(labels)], "reason")...),
+	}
+}
+
+// The VMs.
+var (
+	vmInfo     = gauge("vm_info", "Always 1; the labels tell a VM's network and MAC.", "vm", "network", "mac")
+	vmAttached = gauge("vm_attached", "Whether a QEMU is connected to a face of the VM's NIC.", "vm", "face")
+	vmUp       = gauge("vm_up", "Whether a guest's driver has brought up a face of the VM's NIC.", "vm", "face")
+	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped for an error until the guest resets it.", "vm", "face")
+
+	hcaLink    = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
+	hcaMTU     = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
+	hcaGIDs    = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
+	hcaObjects = gauge("hca_objects", "Objects that the guest has made: pd, cq, srq, mr.", "vm", "type")
+	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
+	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
+	hcaStats   = newHCAStats()
+
+	faultTime    = family(prometheus.UntypedValue, "fault_duration_seconds", "Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
+	faultWaiting = gauge("faults_waiting", "Page faults that are raised and not yet answered.", "vm", "level")
+	faultParked  = gauge("faults_parked", "Sides of queue pairs that wait for an absent page.", "vm")
+	epochFlips   = counter("epoch_flips_total", "Releases of guest memory that were begun.", "vm")
+	epochDrains  = counter("epoch_drains_total", "Releases of guest memory that waited for operations to end.", "vm")
+	epochLongest = gauge("epoch_drain_longest_seconds", "The longest that a release of guest memory has waited.", "vm")
+
+	memBudget    = gauge("memory_budget_bytes", "Limit of what is kept resident for a VM's devices; 0 = none.", "vm")
+	memResident  = gauge("memory_resident_bytes", "Guest memory that is kept resident for a VM's devices.", "vm")
+	memInactive  = gauge("memory_inactive_bytes", "Of the resident memory, what is given back next.", "vm")
+	memHeld      = gauge("memory_held_bytes", "Of the resident memory, what cannot be given back while it is in use.", "vm")
+	memHuge      = gauge("memory_hugetlb_bytes", "Guest memory in huge pages, which is not counted as resident.", "vm")
+	memUnlocked  = gauge("memory_unlocked", "Whether the host's kernel may swap memory that the device uses.", "vm")
+	memEvictions = counter("memory_evictions_total", "Pieces of memory given back to make room for others.", "vm")
+	memWithdrawn = counter("memory_withdrawals_total", "Pieces of memory that became inactive.", "vm")
+	memRefaults  = counter("memory_refaults_total", "Inactive pieces of memory that were used again.", "vm")
+	memDiscarded = counter("memory_discarded_total", "Pieces of memory that a balloon or an unplugged device took.", "vm")
+	memFaults    = counter("memory_faults_total", "Page faults of the host level, answered or failed.", "vm")
+	memFailed    = counter("memory_failed_faults_total", "Page faults of the host level that failed.", "vm")
+	memLongest   = gauge("memory_drain_longest_seconds", "The longest that giving memory back has waited.", "vm")
+)
+
+// statHelp explains the HCA's counters.
+var statHelp = [abi.NumStats]string{
+	abi.StatTxPackets:     "RoCE packets sent.",
+	abi.StatTxBytes:       "Bytes of payload sent by RDMA.",
+	abi.StatRxPackets:     "RoCE packets received.",
+	abi.StatRxBytes:       "Bytes of payload received by RDMA.",
+	abi.StatTxAcks:        "Acknowledgements sent.",
+	abi.StatTxNaks:        "Negative acknowledgements sent.",
+	abi.StatTxRNR:         "Receiver-not-ready answers sent: no receive posted, or a page fault.",
+	abi.StatRxRNR:         "Receiver-not-ready answers received.",
+	abi.StatRetransmits:   "Packets sent again.",
+	abi.StatTimeouts:      "Times that an acknowledgement did not come in time.",
+	abi.StatOutOfSequence: "Packets that arrived out of sequence.",
+	abi.StatDuplicates:    "Packets that arrived twice.",
+	abi.StatICRCErrors:    "Packets with a wrong invariant CRC.",
+	abi.StatRxDropped:     "RoCE packets dropped.",
+	abi.StatAccessErrors:  "Operations refused for their key, range or rights.",
+	abi.StatGuestFaults:   "Page faults raised to the guest's driver.",
+	abi.StatHostFaults:    "Page faults of the HCA raised to the host's driver.",
+	abi.StatInvalidations: "Pages that the guest's driver took away from regions, by request.",
+	abi.StatFaultsResumed: "Page faults that the guest's driver answered with a page.",
+	abi.StatFaultsFailed:  "Page faults that the guest's driver answered with an error.",
+	abi.StatFaultDrops:    "Packets dropped for a page fault.",
+}
+
+func newHCAStats() (out [abi.NumStats]metric) {
+	for s := range out {
+		out[s] = counter("hca_"+abi.Stat(s).String()+"_total", statHelp[s], "vm")
+	}
+	return out
+}
+
+// collector makes metrics of a status, one snapshot per scrape.
+type collector struct{ status func() *daemon.Status }
+
+// Describe implements prometheus.Collector.
+func (c collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, f := range families {
+		ch <- f.desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c collector) Collect(ch chan<- prometheus.Metric) {
+	e := emitter(ch)
+	s := c.status()
+	e.put(buildInfo, 1, s.Version, s.Host)
+	e.put(uptime, s.Uptime)
+	for _, l := range s.Engines {
+		id := strconv.Itoa(l.ID)
+		e.count(engineRounds, l.Rounds, id)
+		e.count(engineSleeps, l.Sleeps, id)
+		e.count(engineFaults, l.Faults, id)
+	}
+	e.put(buffers, float64(s.Buffers.Count))
+	e.put(buffersUsed, float64(s.Buffers.InUse))
+	e.count(buffersExhausted, s.Buffers.Exhausted)
+	e.vtep(s)
+	for i := range s.Networks {
+		e.network(&s.Networks[i])
+	}
+	for i := range s.VMs {
+		e.vm(&s.VMs[i])
+	}
+}
+
+type emitter chan<- prometheus.Metric
+
+func (e emitter) put(m metric, v float64, labels ...string) {
+	e <- prometheus.MustNewConstMetric(m.desc, m.kind, v, labels...)
+}
+
+func (e emitter) count(m metric, v uint64, labels ...string) { e.put(m, float64(v), labels...) }
+
+func (e emitter) time(m metric, d time.Duration, labels ...string) { e.put(m, d.Seconds(), labels...) }
+
+func (e emitter) yes(m metric, v bool, labels ...string) {
+	if v {
+		e.put(m, 1, labels...)
+	} else {
+		e.put(m, 0, labels...)
+	}
+}
+
+func (e emitter) traffic(m *traffic, t *lfe.Totals, labels ...string) {
+	e.count(m.inFrames, t.InFrames, labels...)
+	e.count(m.inBytes, t.InBytes, labels...)
+	e.count(m.outFrames, t.OutFrames, labels...)
+	e.count(m.outBytes, t.OutBytes, labels...)
+	e.count(m.floods, t.Floods, labels...)
+	e.count(m.answered, t.Answered, labels...)
+	for reason, n := range t.Drops {
+		e.count(m.drops, n, append(labels[:len(labels):len(labels)], reason)...)
+	}
+}
+
+func (e emitter) vtep(s *daemon.Status) {
+	v := s.VTEP
+	if v == nil {
+		return
+	}
+	e.put(vtepInfo, 1, v.Local.String(), strconv.Itoa(int(v.Port)), v.Device)
+	e.put(vtepMTU, float64(v.MTU))
+	e.traffic(&vtepPort, &v.Totals)
+	for _, n := range v.Networks {
+		learnt := 0
+		for _, p := range n.Peers {
+			if p.Learnt {
+				learnt++
+			}
+		}
+		e.put(vtepPeers, float64(learnt), n.Name, "learnt")
+		e.put(vtepPeers, float64(len(n.Peers)-learnt), n.Name, "static")
+	}
+}
+
+func (e emitter) network(n *lfe.Status) {
+	e.put(networkInfo, 1, n.Name, strconv.FormatUint(uint64(n.VNI), 10))
+	e.put(networkMTU, float64(n.MTU), n.Name)
+	e.put(networkAddresses, float64(n.Static), n.Name, "static")
+	e.put(networkAddresses, float64(n.Entries-n.Static), n.Name, "learnt")
+	e.count(networkMoves, n.Moves, n.Name)
+	e.count(networkAged, n.Aged, n.Name)
+	e.count(networkDisplaced, n.Displaced, n.Name)
+	e.count(networkFlaps, n.Flaps, n.Name)
+	e.put(networkFlapping, float64(len(n.Flapping)), n.Name)
+	for reason, v := range n.Drops {
+		e.count(networkDrops, v, n.Name, reason)
+	}
+	for i := range n.Ports {
+		p := &n.Ports[i]
+		e.traffic(&port, &p.Totals, n.Name, p.Kind, p.Name)
+		e.put(portLearned, float64(p.Entries), n.Name, p.Kind, p.Name)
+	}
+}
+
+func (e emitter) vm(v *daemon.VMStatus) {
+	e.put(vmInfo, 1, v.Name, v.Network, v.MAC)
+	e.yes(vmAttached, v.Net.Connected, v.Name, "net")
+	e.yes(vmAttached, v.HCA.Connected, v.Name, "hca")
+	e.yes(vmUp, v.Net.Up(), v.Name, "net")
+	e.yes(vmUp, v.HCA.Up, v.Name, "hca")
+	e.yes(vmBroken, v.Net.Broken != "", v.Name, "net")
+	e.yes(vmBroken, v.HCA.Failed, v.Name, "hca")
+	e.hca(v.Name, &v.HCA)
+
+	m := &v.Memory
+	e.count(memBudget, m.Budget, v.Name)
+	e.count(memResident, m.Resident, v.Name)
+	e.count(memInactive, m.Inactive, v.Name)
+	e.count(memHeld, m.Held, v.Name)
+	e.count(memHuge, m.HugeTLB, v.Name)
+	e.yes(memUnlocked, m.Unlocked != "", v.Name)
+	e.count(memEvictions, m.Evictions, v.Name)
+	e.count(memWithdrawn, m.Withdrawals, v.Name)
+	e.count(memRefaults, m.Refaults, v.Name)
+	e.count(memDiscarded, m.Discarded, v.Name)
+	e.count(memFaults, m.HostFaults, v.Name)
+	e.count(memFailed, m.FailedFaults, v.Name)
+	e.time(memLongest, m.LongestDrain, v.Name)
+}
+
+func (e emitter) hca(vm string, h *hca.Status) {
+	e.yes(hcaLink, h.Link, vm)
+	e.put(hcaMTU, float64(h.PortMTU), vm)
+	e.put(hcaGIDs, float64(len(h.GIDs)), vm)
+	for _, o := range []struct {
+		name string
+		n    int
+	}{{"pd", h.PDs}, {"cq", h.CQs}, {"srq", h.SRQs}, {"mr", h.MRs}} {
+		e.put(hcaObjects, float64(o.n), vm, o.name)
+	}
+	e.count(hcaPages, h.MTTs, vm)
+	type key struct{ kind, state string }
+	qps := map[key]int{}
+	for _, q := range h.QPs {
+		qps[key{q.Type, q.State}]++
+	}
+	for k, n := range qps {
+		e.put(hcaQPs, float64(n), vm, k.kind, k.state)
+	}
+	for s, m := range hcaStats {
+		e.count(m, h.Stats[abi.Stat(s).String()], vm)
+	}
+
+	f := &h.Faults
+	e.put(faultParked, float64(f.Parked), vm)
+	e.faults(vm, "guest", &f.Guest)
+	e.faults(vm, "host", &f.Host)
+	e.count(epochFlips, f.EpochsFlipped, vm)
+	e.count(epochDrains, f.Drains, vm)
+	e.time(epochLongest, f.LongestDrain, vm)
+}
+
+// histogramBuckets are those of translate.Histogram without the last, which has no upper bound.
+const histogramBuckets = 31
+
+func (e emitter) faults(vm, level string, q *hca.FaultQueue) {
+	e.count(faultWaiting, q.Waiting, vm, level)
+	sum, buckets := uint64(0), make(map[float64]uint64, histogramBuckets)
+	for i := range histogramBuckets {
+		if i < len(q.Buckets) {
+			sum += q.Buckets[i]
+		}
+		buckets[(time.Microsecond << i).Seconds()] = sum
+	}
+	if len(q.Buckets) > histogramBuckets {
+		sum += q.Buckets[histogramBuckets]
+	}
+	e <- prometheus.MustNewConstHistogram(faultTime.desc, sum, q.Sum.Seconds(), buckets, vm, level)
+}

@@ -1,0 +1,126 @@
+// Package monitoring serves what a running daemon does to monitoring systems: Prometheus metrics, a health check and, if asked
+// for, Go's profiles. It only reads. Whoever reaches the address may read all of it.
+//
+//	GET /metrics        the figures of `vnicd status`, and those of the process
+//	GET /healthz        200 "ok", or 503 with what is stuck
+//	GET /debug/pprof/   profiles, if switched on
+package monitoring
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/pprof"
+	"path/filepath"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+)
+
+// Bounds of what a reader may cost.
+const (
+	scrapes    = 2 // at once
+	scrapeTime = 10 * time.Second
+	healthTime = 3 * time.Second
+	writeTime  = 2 * time.Minute // a profile takes 30 s by default
+)
+
+// Source is the daemon as this package sees it.
+type Source interface {
+	// Status is a snapshot. It may wait for the data path.
+	Status() *daemon.Status
+	// Healthy returns when all engines have answered, or with an error that names one that has not when ctx ended.
+	Healthy(ctx context.Context) error
+}
+
+// Server is a running server.
+type Server struct {
+	srv  *http.Server
+	done chan struct{}
+}
+
+// Serve listens where cfg says and serves until Close. Without an address it does nothing and returns nil, which may be closed.
+func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error) {
+	if cfg.Listen == "" {
+		return nil, nil
+	}
+	l, err := listen(cfg.Listen)
+	if err != nil {
+		return nil, fmt.Errorf("monitoring: %w", err)
+	}
+	s := &Server{
+		srv: &http.Server{
+			Handler: handler(src, cfg.PProf, log), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+			WriteTimeout: writeTime, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10,
+		},
+		done: make(chan struct{}),
+	}
+	go func() {
+		defer close(s.done)
+		if err := s.srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			log.Error("monitoring server failed", "error", err)
+		}
+	}()
+	log.Info("serving metrics", "listen", cfg.Listen, "pprof", cfg.PProf)
+	return s, nil
+}
+
+// Close ends the server; answers in progress get two seconds.
+func (s *Server) Close() {
+	if s == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	if s.srv.Shutdown(ctx) != nil {
+		_ = s.srv.Close()
+	}
+	<-s.done
+}
+
+func listen(where string) (net.Listener, error) {
+	if filepath.IsAbs(where) {
+		return daemon.ListenUnix(where)
+	}
+	return net.Listen("tcp", where)
+}
+
+func registry(status func() *daemon.Status) *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(collector{status}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return r
+}
+
+func handler(src Source, profiles bool, log hclog.Logger) http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry(src.Status), promhttp.HandlerOpts{
+		ErrorLog: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn}), MaxRequestsInFlight: scrapes, Timeout: scrapeTime,
+	}))
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {
+		ctx, cancel := context.WithTimeout(r.Context(), healthTime)
+		defer cancel()
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		if err := src.Healthy(ctx); err != nil {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			_, _ = fmt.Fprintln(w, err)
+			return
+		}
+		_, _ = fmt.Fprintln(w, "ok")
+	})
+	if profiles {
+		mux.HandleFunc("GET /debug/pprof/", pprof.Index)
+		mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
+		mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
+		mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
+		mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
+	}
+	return mux
+}

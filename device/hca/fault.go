@@ -199,6 +199,10 @@ func (s *side) resume(ok bool) {
 	q.t.Resume(q.lane.loop.Now(), s.which, ok)
 	q.lane.cur = nil
 	if s.which == roce.Responder {
+		if !ok && len(q.kept) > 0 { // what needed the memory would only ask for it again
+			q.dropKept(1)
+			q.lane.keptDrops++
+		}
 		q.redeliver()
 	}
 }

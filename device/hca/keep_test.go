@@ -8,6 +8,16 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
+// connectUC makes a connection of two UC QPs; either may write into the other's memory.
+func connectUC(a, b *tqp) {
+	for _, x := range [][2]*tqp{{a, b}, {b, a}} {
+		x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: abi.AccessRemoteWrite})
+		x[0].modify(abi.QPRTR, abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN,
+			abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: x[1].n, AV: x[1].g.av()})
+		x[0].modify(abi.QPRTS, abi.QPAttrSQPSN, abi.QPAttr{})
+	}
+}
+
 // What UC and UD receive in pages absent on the host arrives, in order, when the
 // pages are there; what finds no room meanwhile is dropped and counted. Frame
 // buffers are the host's: those of a QP that goes are given back.
@@ -22,12 +32,7 @@ func TestKept(t *testing.T) {
 		n, head := 1000, 40
 		if typ == abi.QPTypeUC {
 			n, head = 9000, 0 // in three packets, on all three pages
-			for _, x := range [][2]*tqp{{a, b}, {b, a}} {
-				x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: abi.AccessRemoteWrite})
-				x[0].modify(abi.QPRTR, abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN,
-					abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: x[1].n, AV: x[1].g.av()})
-				x[0].modify(abi.QPRTS, abi.QPAttrSQPSN, abi.QPAttr{})
-			}
+			connectUC(a, b)
 		} else {
 			a.connectUD(0x1234)
 			b.connectUD(0x1234)
@@ -98,5 +103,43 @@ func TestKept(t *testing.T) {
 		if n := w.pool.InUse(); n != used {
 			t.Errorf("%d frame buffers are in use, %d were", n, used)
 		}
+	}
+}
+
+// Memory that the host cannot have ends the packets that need it, not in asking for
+// it for ever.
+func TestKeptGone(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	pa, pb := ga.pd(), gb.pd()
+	a, b := ga.qp(qpSpec{typ: abi.QPTypeUC, pd: pa}), gb.qp(qpSpec{typ: abi.QPTypeUC, pd: pb})
+	connectUC(a, b)
+	src, dst := ga.alloc(4096), gb.alloc(8192)
+	ka, kb := ga.mr(pa, src, 4096, 1), gb.mr(pb, dst, 8192, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	fill(ga.at(src, 4096), 7)
+	used := w.pool.InUse()
+	gb.takeAway(dst, 4096)
+	const lost = 3 // WRITEs to the page that is gone; one more to the page behind it
+	for i := range uint64(lost + 1) {
+		s := a.wqe()
+		s.SetRequest(i, abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(uint64(dst)+4096*(i/lost), kb)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: 100, LKey: ka}})
+		a.post()
+		a.scq.await(1)
+	}
+	asked := 0
+	w.until("the last WRITE", func() bool {
+		for f := gb.space.Faults().TryNext(); f != nil; f = gb.space.Faults().TryNext() {
+			asked++
+			gb.space.Faults().Finish(f, errAbsent)
+		}
+		return bytes.Equal(gb.at(dst+4096, 100), ga.at(src, 100))
+	})
+	if n := gb.Stats().Value[abi.StatFaultDrops]; asked != lost || n != lost {
+		t.Errorf("%d WRITEs to memory that is gone: %d faults, %d drops", lost, asked, n)
+	}
+	if n := w.pool.InUse(); n != used {
+		t.Errorf("%d frame buffers are in use, %d were", n, used)
 	}
 }

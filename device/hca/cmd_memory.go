@@ -113,20 +113,26 @@ func setMTT(c *cmd) error {
 	return nil
 }
 
+// maxWarm bounds the bytes that one command brings in. The guest chooses the pages'
+// size, and the same page as often as it likes: a list could name terabytes.
+const maxWarm = 4 << 30
+
 // warm has the host bring in pages that the guest has pinned, for they will be used
-// soon, and a burst of datagrams into absent ones would lose some (PF-11). Not with a
-// budget: there they come when they are needed.
+// soon, and a burst of datagrams into absent ones would lose some (PF-11). What is
+// beyond maxWarm comes by fault; with a budget all does.
 func (c *cmd) warm(pas []translate.PA, size uint64) {
 	if c.t.conn.Memory().Budget != 0 {
 		return
 	}
-	for len(pas) > 0 {
+	for left := uint64(maxWarm); len(pas) > 0 && left > 0; {
 		k := 1
 		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)*size) {
 			k++
 		}
 		if pas[0]&abi.MTTAbsent == 0 {
-			release, err := c.t.conn.Hold(c.ctx, pas[0], uint64(k)*size)
+			n := min(uint64(k)*size, left)
+			left -= n
+			release, err := c.t.conn.Hold(c.ctx, pas[0], n)
 			if err != nil {
 				return // it will come by fault, or fail there
 			}

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -42,5 +43,33 @@ func TestSlowCommand(t *testing.T) {
 	wg.Wait()
 	if s := g.Describe(); s.Busy || s.PDs != 1 || s.CQs != 1 {
 		t.Errorf("status after the command: %+v", s)
+	}
+}
+
+// Whatever a list of pages says, what it has the host bring in is bounded.
+func TestWarmBounded(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	pd := g.pd()
+	var warmed uint64
+	g.hold = func(_ translate.PA, n uint64) { warmed += n }
+	for _, x := range []struct {
+		shift      uint8
+		step, want uint64
+	}{{12, 0, 500 << 12}, {12, 1 << 12, 500 << 12}, {30, 0, maxWarm}} {
+		pas := make([]uint64, 500)
+		for i := range pas {
+			pas[i] = uint64(memBase) + uint64(i)*x.step
+		}
+		var r abi.CreateMRResp
+		req := abi.CreateMR{PDN: pd, Access: abi.AccessLocalWrite, PageShift: x.shift, Length: 500 << x.shift, NPages: 500}
+		if err := r.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
+			t.Fatal(err)
+		}
+		warmed = 0
+		g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.Handle, Count: 500}, pas...))
+		if warmed != x.want {
+			t.Errorf("pages of %d bytes, %d apart: %d bytes brought in, want %d", 1<<x.shift, x.step, warmed, x.want)
+		}
 	}
 }

@@ -143,12 +143,16 @@ func pollFor(fds []unix.PollFd, full bool, timeout time.Duration) error {
 	return nil
 }
 
-// serve executes all commands that are there, as far as jobs last.
+// serve executes all commands that are there, as far as jobs last. Those that wait are
+// answered in between, for there may be commands without end.
 func (c *commandLoop) serve(ctx context.Context) (served bool, err error) {
 	if c.q.Broken() != nil {
 		return false, nil
 	}
 	for ctx.Err() == nil && len(c.waiting) < maxJobs {
+		if c.sweep() {
+			served = true
+		}
 		j := c.job()
 		n, ok, err := c.take(ctx, j)
 		if err != nil || !ok {

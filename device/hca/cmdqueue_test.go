@@ -203,6 +203,33 @@ func TestCommandsWaitApart(t *testing.T) {
 	}
 }
 
+// A release that is through is answered before the commands behind it, however many
+// there are: a reclaiming guest waits for it, while its other processors go on.
+func TestReleaseBetweenCommands(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	ring, arm := g.ring(16, abi.WCLog2ElemSize), g.alloc(4)
+	inside, goOn := make(chan struct{}), make(chan translate.Token)
+	g.hold = func(pa translate.PA, _ uint64) {
+		if pa == arm {
+			close(inside)
+			g.space.Epochs().Leave(3, <-goOn)
+		}
+	}
+	d := g.commandQueue(64)
+	r := g.demand(g.pd(), 2, demandAccess)
+	r.set(0, 2, 0)
+	tok := g.space.Epochs().Enter(3)
+	want := []uint16{2: d.submit(abi.CmdClearMTT, clearOf(r, 0))}
+	want[0] = d.submit(abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: ring.desc, ArmPA: uint64(arm)}, ring.pas...))
+	<-inside // the release waits, the command behind it is being executed
+	want[1], want[2] = want[2], d.submit(abi.CmdQueryPort, nil)
+	goOn <- tok
+	if got := d.await(3); !slices.Equal(got, want) {
+		t.Errorf("answered in the order %v, want %v", got, want)
+	}
+}
+
 // The queue stops while releases drain: all that was taken is answered first, once.
 func TestStopWithReleasesPending(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})

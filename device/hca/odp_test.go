@@ -624,6 +624,20 @@ func TestLingeringQPs(t *testing.T) {
 	gb.bringBack(gb.space.Faults().TryNext())
 	gb.must(abi.CmdCreateQP, payload)
 	gb.refused(abi.StatusNoMemory, abi.CmdCreateQP, payload)
+
+	// A reset frees all QPs but three: they have faults with the host's driver.
+	gb.Reset()
+	gb.setUpDriver()
+	for i := range 2 {
+		_, _, payload = gb.qpRequest(&qpSpec{pd: gb.pd()})
+		if i == 0 {
+			gb.must(abi.CmdCreateQP, payload)
+		} else {
+			gb.refused(abi.StatusNoMemory, abi.CmdCreateQP, payload)
+		}
+	}
+	gb.hostServe()
+	gb.must(abi.CmdCreateQP, payload)
 }
 
 // The whole address space as one region (ODP-1): what is not there yet is asked for,

@@ -52,7 +52,7 @@ type tables struct {
 	nextLane int
 
 	// QPs that were destroyed while faults of theirs were with the host's driver:
-	// they count as QPs until it has let go of them.
+	// they count as QPs until it has let go of them, also after a reset.
 	lingering []*qp
 
 	// What is held for the doorbell areas, by engine, and for the table of
@@ -62,7 +62,12 @@ type tables struct {
 }
 
 func (t *tables) reset(d *Device) {
-	conn, vm, gen := t.conn, t.vm, t.gen
+	conn, vm, gen, lingering := t.conn, t.vm, t.gen, t.lingering
+	for _, q := range t.qpList {
+		if q.faulting() {
+			lingering = append(lingering, q)
+		}
+	}
 	for _, q := range t.cqs {
 		q.held.release()
 	}
@@ -75,7 +80,7 @@ func (t *tables) reset(d *Device) {
 	}
 	*t = tables{
 		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cq{}, srqs: map[uint32]*srq{}, mrs: map[uint32]uint32{},
-		qpList: map[uint32]*qp{}, gen: gen, nextQP: firstQPIndex,
+		qpList: map[uint32]*qp{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
 	}
 	d.gids.reset(d.lim.GIDs)
 	d.groups.Store(newMcastTable())

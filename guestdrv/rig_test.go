@@ -191,7 +191,7 @@ func (r *rig) attach(i int, s *site) *host {
 	if err != nil {
 		r.tb.Fatal(err)
 	}
-	h.hca.SetUplink(h.port.InputHCA)
+	h.hca.SetPort(h.port)
 	h.port.SetHCA(h.hca)
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
 	if err != nil {

@@ -234,7 +234,7 @@ func modifyQP(c *cmd) error {
 			return err
 		}
 	}
-	err = q.lane.on(func() error { return q.t.Modify(q.lane.loop.Now(), &a, roce.Mask(r.AttrMask)) })
+	err = q.lane.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
 		if err := c.on(q.lane, q.discard); err != nil {
@@ -242,6 +242,15 @@ func modifyQP(c *cmd) error {
 		}
 	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
+	}
+	return err
+}
+
+// modify is on the QP's lane.
+func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
+	err := q.t.Modify(q.lane.loop.Now(), a, mask)
+	if err == nil {
+		q.attributes(mask)
 	}
 	return err
 }

@@ -72,7 +72,7 @@ type Device struct {
 	ceqs   []*eventQueue
 
 	// Read by loops.
-	uplink        atomic.Pointer[func(l *engine.Loop, b *packet.Buf)]
+	port          atomic.Pointer[Port]
 	up            atomic.Bool
 	link          atomic.Bool
 	broken        atomic.Bool // the guest's memory vanished: nothing is done until a reset
@@ -84,6 +84,7 @@ type Device struct {
 	invalidations atomic.Uint64 // CLEAR_MTT commands
 	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
+	turned        refusals
 	// faultCounts has a place for each side of each QP index: see guestFault's
 	// token. A place is touched by the lane of the QP that has the index.
 	faultCounts []uint32
@@ -177,16 +178,6 @@ func (d *Device) Close() {
 	for _, l := range d.lanes {
 		l.stop()
 	}
-}
-
-// SetUplink names where frames go: input is called on the sending QP's loop and
-// only borrows b. Nil: nowhere.
-func (d *Device) SetUplink(input func(l *engine.Loop, b *packet.Buf)) {
-	if input == nil {
-		d.uplink.Store(nil)
-		return
-	}
-	d.uplink.Store(&input)
 }
 
 // SetLink sets the port's state and tells the driver. From any goroutine but loops.

@@ -71,8 +71,6 @@ type lane struct {
 	parked int // sides of QPs that wait for a page
 	// Faults raised (PF-7).
 	hostFaults, guestFaults uint64
-	icrc                    uint64 // frames whose ICRC did not hold
-	unknown                 uint64 // frames for no QP or address of ours
 
 	frozen    bool          // no driver: guest memory is left alone
 	inboxFull atomic.Uint64 // any thread
@@ -353,11 +351,11 @@ func (l *lane) receive(b *packet.Buf) {
 	frame := b.Bytes()
 	p := &l.rx
 	if err := wire.ParseRoCE(frame, p); err != nil {
-		l.unknown++
+		l.dev.turned[refusedHeader].Add(1)
 		return
 	}
 	if !wire.CheckICRC(frame, p) {
-		l.icrc++
+		l.dev.turned[refusedICRC].Add(1)
 		return
 	}
 	l.frame = b
@@ -376,8 +374,8 @@ func (l *lane) statistics(s *abi.Stats) {
 		{abi.StatTxPackets, r.TxPackets}, {abi.StatTxBytes, r.TxBytes}, {abi.StatRxPackets, r.RxPackets},
 		{abi.StatRxBytes, r.RxBytes}, {abi.StatTxAcks, r.TxAcks}, {abi.StatTxNaks, r.TxNaks}, {abi.StatTxRNR, r.TxRNR},
 		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
-		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates}, {abi.StatICRCErrors, l.icrc},
-		{abi.StatRxDropped, r.RxDropped + l.keptDrops + l.unknown + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
+		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates},
+		{abi.StatRxDropped, r.RxDropped + l.keptDrops + l.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
 		{abi.StatGuestFaults, l.guestFaults}, {abi.StatHostFaults, l.hostFaults},
 		{abi.StatFaultDrops, r.FaultDrops + l.keptDrops},
 	} {

@@ -88,7 +88,7 @@ func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *sit
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.dev.SetUplink(port.InputHCA)
+		h.dev.SetPort(port)
 		port.SetHCA(h.dev)
 		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.path, Budget: h.budget}, h.dev, 1)
 		if err != nil {

@@ -4,6 +4,7 @@ import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/device/wire"
 )
 
@@ -101,16 +102,21 @@ func (l *lane) dispatch(p *wire.RoCE) {
 			}
 		}
 		if n == 0 {
-			l.unknown++
+			d.turned[refusedGroup].Add(1)
 		}
 		return
 	}
 	q := d.qpFor(p.BTH.DestQP)
-	if q == nil || q.lane != l || p.DMAC != wire.MAC(d.cfg.MAC) || !d.gids.has(&p.DstIP, p.V1, vlan) {
-		l.unknown++
-		return
+	switch {
+	case q == nil || q.lane != l:
+		d.turned[refusedQPN].Add(1)
+	case p.DMAC != wire.MAC(d.cfg.MAC):
+		d.turned[refusedMAC].Add(1)
+	case !d.gids.has(&p.DstIP, p.V1, vlan):
+		d.turned[refusedGID].Add(1)
+	default:
+		l.receiveOn(q, p)
 	}
-	l.receiveOn(q, p)
 }
 
 func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
@@ -128,13 +134,18 @@ func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
 // transmit lets a frame of q into the network. A datagram to a group also goes to
 // the members on this port, which the switch, rightly, does not send it back to
 // (IBTA 10.5). A sender that is a member hears itself.
-func (d *Device) transmit(l *lane, b *packet.Buf) {
-	up := d.uplink.Load()
-	if up == nil || !d.link.Load() {
+func (d *Device) transmit(q *qp, b *packet.Buf) {
+	port := d.port.Load()
+	if port == nil || !d.link.Load() {
+		return
+	}
+	l := q.lane.loop
+	if q.typ == roce.RC || q.typ == roce.UC {
+		(*port).SendHCA(l, b, &q.path)
 		return
 	}
 	if f := b.Bytes(); len(f) > 0 && f[0]&1 != 0 && len(d.groups.Load().groups) > 0 {
-		d.Deliver(l.loop, b)
+		d.Deliver(l, b)
 	}
-	(*up)(l.loop, b)
+	(*port).InputHCA(l, b)
 }

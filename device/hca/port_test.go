@@ -81,31 +81,34 @@ func TestAddresses(t *testing.T) {
 	good := w.frames()
 	g := w.guests[1]
 	l := g.lanes[0]
-	for name, mod := range map[string]func(f []byte){
-		"another MAC":   func(f []byte) { f[5] ^= 1 },
-		"broadcast MAC": func(f []byte) { copy(f, []byte{255, 255, 255, 255, 255, 255}) },
-		"another IP": func(f []byte) {
+	for name, x := range map[string]struct {
+		why refusal
+		mod func(f []byte)
+	}{
+		"another MAC":   {refusedMAC, func(f []byte) { f[5] ^= 1 }},
+		"broadcast MAC": {refusedMAC, func(f []byte) { copy(f, []byte{255, 255, 255, 255, 255, 255}) }},
+		"another IP": {refusedGID, func(f []byte) {
 			f[33] ^= 8
 			ipSum(f[14:34])
-		},
-		"an unused QP":   func(f []byte) { f[14+20+8+7] = 77 },
-		"QP 0":           func(f []byte) { f[14+20+8+7] = 0 },
-		"an old QP":      func(f []byte) { f[14+20+8+5] ^= 1 },
-		"a group nobody": func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 },
+		}},
+		"an unused QP":   {refusedQPN, func(f []byte) { f[14+20+8+7] = 77 }},
+		"QP 0":           {refusedQPN, func(f []byte) { f[14+20+8+7] = 0 }},
+		"an old QP":      {refusedQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
+		"a group nobody": {refusedGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
 	} {
 		f := append([]byte(nil), good[0]...)
 		if [6]byte(f[:6]) != g.cfg.MAC {
 			t.Fatal("the first frame is not guest 1's")
 		}
-		mod(f)
+		x.mod(f)
 		if err := wire.SealICRC(f); err != nil {
 			t.Fatal(err)
 		}
-		before := l.unknown
+		before := g.turned[x.why].Load()
 		w.deliver(g, f)
 		w.step(2)
-		if l.unknown != before+1 {
-			t.Errorf("%s: %d frames counted as unknown, want 1", name, l.unknown-before)
+		if n := g.turned[x.why].Load() - before; n != 1 {
+			t.Errorf("%s: %d frames counted as %s, want 1", name, n, refusalNames[x.why])
 		}
 	}
 	before := l.stats.RxPackets

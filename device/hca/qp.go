@@ -1,8 +1,11 @@
 package hca
 
 import (
+	"sync/atomic"
+
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/translate"
@@ -32,6 +35,9 @@ type qp struct {
 
 	t     *roce.QP
 	timer *engine.Timer
+
+	path lfe.Path             // RC, UC: to the peer (MT-5)
+	peer atomic.Pointer[peer] // nil: takes nothing
 
 	listed bool // on the lane's run list
 	next   *qp
@@ -320,7 +326,7 @@ func (q *qp) GetBuf() *packet.Buf { return q.dev.cfg.Pool.Get() }
 // Transmit implements roce.Adapter.
 func (q *qp) Transmit(b *packet.Buf) {
 	defer b.Free() // also when the frame hits a hole in the receiver's memory
-	q.dev.transmit(q.lane, b)
+	q.dev.transmit(q, b)
 }
 
 // ArmTimer implements roce.Adapter.

@@ -90,6 +90,13 @@ func (d *Device) stats() (s abi.Stats) {
 	for _, l := range d.lanes {
 		l.loop.Do(func() { l.statistics(&s) })
 	}
+	for i := range d.turned {
+		if n := d.turned[i].Load(); refusal(i) == refusedICRC {
+			s.Value[abi.StatICRCErrors] += n
+		} else {
+			s.Value[abi.StatRxDropped] += n
+		}
+	}
 	s.Value[abi.StatHostFaults] += d.fetches.Load()
 	s.Value[abi.StatInvalidations] = d.invalidations.Load()
 	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()

@@ -11,9 +11,14 @@ import (
 // Input lets a frame that came from this port into the network. Loop thread only. The buffer is lent: the caller keeps
 // its reference, and from here on nobody changes the frame.
 func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
-	n := a.net
-	r := n.enter(l)
+	r := a.net.enter(l)
 	defer r.leave()
+	a.input(l, b, from, nil)
+}
+
+// input is Input, inside enter. What it finds is left in p, if there is one.
+func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) {
+	n := a.net
 	if a.closed.Load() {
 		a.Counters.Drop(l, PortClosed, 1)
 		return
@@ -39,21 +44,20 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 	if n.tick.Load() != now {
 		n.sweep(now)
 	}
-	if a.keys == nil && !n.learn(l, a, macKey(f[6:])|h.vlan, uint16(from.Remote), now) {
+	if a.keys == nil && !n.learn(l, a, f, &h, uint16(from.Remote), now) {
 		return
 	}
 	if (h.typ == etherARP || h.typ == etherIPv6) && a.resolve(l, f, &h, from, now) {
 		return
 	}
-	dst := macKey(f)
-	t := n.table.Load()
-	if dst&groupBit == 0 {
-		if v, ok := n.find(dst, h.vlan, now); ok && int(v.port()) < len(t.byID) {
-			if out := t.byID[v.port()]; out != nil {
-				a.unicast(l, b, out, Destination{Remote: Remote(v.remote())})
-				return
-			}
-		}
+	t, gen := n.table.Load(), n.gen.Load()
+	out, to := n.lookup(macKey(f), h.vlan, now)
+	if p != nil {
+		p.set(a, out, h.l3, to, gen)
+	}
+	if out != nil {
+		a.unicast(l, b, out, to)
+		return
 	}
 	if !a.limits.stormOf(from.Remote).take(l.Now(), b.Segments()) {
 		a.Counters.Drop(l, Storm, 1)

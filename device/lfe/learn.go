@@ -32,6 +32,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16) error {
 	}
 	n.entries.Add(1)
 	n.statics.Add(1)
+	n.gen.Add(1) // it may be the VLAN's own beside one for all VLANs
 	return nil
 }
 
@@ -83,8 +84,14 @@ func (n *Network) FlushPort(a *Attachment) {
 }
 
 // learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
-// static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere.
-func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16, now uint32) bool {
+// static entry elsewhere (letting it pass would let one port pose as another), flaps and is held elsewhere, or is a RoCE
+// frame's that teaches nothing.
+//
+// RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6): one from elsewhere
+// than its address is known to be is dropped; an address that moves says so by ARP, neighbour discovery or any other frame, or is
+// moved by a table source. A new address is learnt from a RoCE frame only if its receiver would take the frame.
+func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remote uint16, now uint32) bool {
+	src := macKey(f[6:]) | h.vlan
 	fresh := makeValue(a.id, false, remote, now)
 	b, slot, v, ok := n.fdb.find(src)
 	if ok {
@@ -95,7 +102,10 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16
 			}
 			return true
 		case v.static():
-			return a.mayMove(l, v)
+			return a.mayMove(l, v, fresh, f)
+		case !v.expired(now, n.age) && IsRoCE(f):
+			a.Counters.Drop(l, Misplaced, 1)
+			return false
 		case n.held(src, fresh.place(), now):
 			a.Counters.Drop(l, FlapHeld, 1)
 			return false
@@ -103,14 +113,33 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, src uint64, remote uint16
 	}
 	if src&^macBits != 0 {
 		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() {
-			return a.mayMove(l, v)
+			return a.mayMove(l, v, fresh, f)
 		}
 	}
-	return n.learnSlow(l, a, src, fresh, now)
+	if IsRoCE(f) && !n.wanted(l, f, h, now) {
+		a.Counters.Drop(l, Unwanted, 1)
+		return false
+	}
+	return n.learnSlow(l, a, src, fresh, f, now)
+}
+
+// wanted asks the receiver of a RoCE frame, if it is a port that can tell, whether it takes it.
+func (n *Network) wanted(l *engine.Loop, f []byte, h *header, now uint32) bool {
+	out, _ := n.lookup(macKey(f), h.vlan, now)
+	if out == nil {
+		return true
+	}
+	j, ok := out.port.(judge)
+	return !ok || j.wants(l, f)
+}
+
+// judge is a port that tells of a RoCE frame whether it would take it.
+type judge interface {
+	wants(l *engine.Loop, f []byte) bool
 }
 
 // learnSlow inserts a new address or moves a known one.
-func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh value, now uint32) bool {
+func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh value, f []byte, now uint32) bool {
 	// Take the places first and give them back if they are not needed: several loops insert at once and the limits hold.
 	if a.entries.Add(1) > a.maxEntries {
 		a.entries.Add(-1)
@@ -147,16 +176,20 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 			a.Counters.Drop(l, TableFull, 1)
 		}
 	}
-	return !static || a.mayMove(l, old)
+	return !static || a.mayMove(l, old, fresh, f)
 }
 
-// mayMove tells whether a frame whose source has a static entry may come from this port: only if the entry is the port's own
-// (of another remote of the same tunnel, say). Else it is counted.
-func (a *Attachment) mayMove(l *engine.Loop, static value) bool {
-	if static.port() == a.id {
+// mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and if it is
+// RoCE from the entry's remote. Else it is counted.
+func (a *Attachment) mayMove(l *engine.Loop, static, from value, f []byte) bool {
+	switch {
+	case static.port() != from.port():
+		a.Counters.Drop(l, StaticMoved, 1)
+	case static.remote() != from.remote() && IsRoCE(f):
+		a.Counters.Drop(l, Misplaced, 1)
+	default:
 		return true
 	}
-	a.Counters.Drop(l, StaticMoved, 1)
 	return false
 }
 

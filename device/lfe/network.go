@@ -107,6 +107,9 @@ type Network struct {
 	tick      atomic.Uint32
 	mtu       atomic.Int32 // in force
 	table     atomic.Pointer[portTable]
+	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths hold only
+	// as long as it stands still. A new address changes nothing for those that are known.
+	gen atomic.Uint64
 
 	readers [engine.MaxLoops]reader
 
@@ -329,6 +332,7 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
 	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
+	n.gen.Add(1) // before the last quiesce: who is inside by an older path has left when this returns
 	t = newPortTable(slices.Clone(t.byID), t.flood)
 	t.byID[a.id] = nil
 	n.table.Store(t)
@@ -382,8 +386,9 @@ func (n *Network) purge(match func(key uint64, v value) bool) {
 	}
 }
 
-// gone keeps the counts right when an entry leaves the table.
+// gone keeps the counts right when an entry has left the table or another has taken its place.
 func (n *Network) gone(v value) {
+	n.gen.Add(1)
 	n.entries.Add(-1)
 	if v.static() {
 		n.statics.Add(-1)

@@ -21,6 +21,8 @@ const (
 	Storm
 	RateLimit
 	FlapHeld
+	Misplaced
+	Unwanted
 
 	BadHeader
 	UnknownVNI
@@ -54,6 +56,8 @@ var reasonNames = [NumReasons]string{
 	Storm:            "storm",             // beyond the port's limit of frames for everybody
 	RateLimit:        "rate-limit",        // beyond the port's rate
 	FlapHeld:         "flapping",          // source flaps and is held where it was first
+	Misplaced:        "misplaced-roce",    // RoCE from elsewhere than its source is known to be (MT-6)
+	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not take
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network

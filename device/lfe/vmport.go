@@ -21,6 +21,12 @@ type HCAFace interface {
 	Up() bool
 }
 
+// Inspector is an HCA that tells of a RoCE frame, of any content, whether it would take it: the switch asks before it learns an
+// unknown address from one. Wants is called on any loop.
+type Inspector interface {
+	Wants(l *engine.Loop, f []byte) bool
+}
+
 // VMPort is a VM's port: a network device and an HCA with one MAC between them. RoCE frames (see IsRoCE) for the VM go
 // to the HCA if it is up, everything else to the network device. What one of them sends never goes to the
 // other, except frames to the VM's own MAC, which come back as if they had come from outside (a QP may be connected
@@ -120,6 +126,29 @@ func (p *VMPort) InputNet(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l,
 
 // InputHCA lets a frame of the HCA into the network, as Attachment.Input.
 func (p *VMPort) InputHCA(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l, b, Source{}) }
+
+// SendHCA lets a frame of the HCA into the network on a path, as Attachment.Send.
+func (p *VMPort) SendHCA(l *engine.Loop, b *packet.Buf, path *Path) { p.att.Load().Send(l, b, path) }
+
+// ResolveHCA finds the path of frames of the HCA, as Attachment.Resolve.
+func (p *VMPort) ResolveHCA(l *engine.Loop, header []byte, path *Path) bool {
+	return p.att.Load().Resolve(l, header, path)
+}
+
+// Owner returns the MAC of an IP address in the port's network, as Network.Owner.
+func (p *VMPort) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
+	return p.att.Load().net.Owner(addr, vlan)
+}
+
+// wants implements judge.
+func (p *VMPort) wants(l *engine.Loop, f []byte) bool {
+	h := p.hca.Load()
+	if h == nil || !(*h).Up() {
+		return true
+	}
+	i, ok := (*h).(Inspector)
+	return !ok || i.Wants(l, f)
+}
 
 // Deliver implements Port.
 func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {

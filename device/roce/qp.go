@@ -15,8 +15,8 @@ const (
 	maxRdAtomic        = 128
 	maxWindow          = 4096
 	minWindow          = 8
-	maxMessage         = 1 << 31 // IBTA 9.7.7: largest RC and UC message
-	gsiQKey            = 0x80010000
+	maxMessage         = 1 << 31    // IBTA 9.7.7: largest RC and UC message
+	GSIQKey            = 0x80010000 // of all QPs 1 (IBTA 10.2.5)
 )
 
 // QP is one queue pair. All methods must be called from the same loop; none
@@ -88,6 +88,15 @@ func (q *QP) reset() {
 		q.timerAt = 0
 		q.a.ArmTimer(0)
 	}
+}
+
+// Header returns what all packets of an RC or UC QP begin with, Ethernet to UDP, before their lengths are filled in; nil if
+// the QP has no path yet.
+func (q *QP) Header() []byte {
+	if q.typ.class() == classUD || q.attr.AV.DGID == [16]byte{} {
+		return nil
+	}
+	return q.tx.Bytes()
 }
 
 // QPN returns the QP's number.
@@ -352,8 +361,11 @@ func (q *QP) Receive(now int64, p *wire.RoCE) {
 	q.now = now
 	q.stats.RxPackets++
 	q.stats.RxBytes += uint64(len(p.Payload))
-	if q.state < RTR || q.state == Err || !q.admits(p) {
-		q.stats.RxDropped++
+	if q.state < RTR || q.state == Err {
+		q.drop(DropState)
+		return
+	}
+	if !q.admits(p) {
 		return
 	}
 	if q.state == RTR && !q.commEst {

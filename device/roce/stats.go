@@ -11,10 +11,35 @@ type Stats struct {
 	Timeouts           uint64
 	OutOfSequence      uint64 // requests ahead of the expected PSN
 	Duplicates         uint64
-	RxDropped          uint64 // wrong state, address, key, opcode or size
-	AccessErrors       uint64 // R_Key violations as responder
-	LocalErrors        uint64 // local protection and length errors
-	Faults             uint64 // accesses that met an absent page
-	FaultDrops         uint64 // packets dropped for one
-	Resumed, Invalid   uint64 // faults served; those whose address was not valid
+	RxDropped          uint64           // wrong state, address, key, opcode or size
+	Drops              [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason
+	AccessErrors       uint64           // R_Key violations as responder
+	LocalErrors        uint64           // local protection and length errors
+	Faults             uint64           // accesses that met an absent page
+	FaultDrops         uint64           // packets dropped for one
+	Resumed, Invalid   uint64           // faults served; those whose address was not valid
+}
+
+// Drop says why a packet was not taken: a header does not fit the QP (IBTA 9.6; MT-6). Such packets get no answer.
+type Drop uint8
+
+// The reasons.
+const (
+	DropState     Drop = iota // the QP is not in a state to receive
+	DropTransport             // opcode of another service
+	DropPKey
+	DropMAC     // not from the peer's MAC
+	DropAddress // not between the connection's two GIDs, in its VLAN
+	DropQKey
+	NumDrops
+)
+
+var dropNames = [NumDrops]string{"qp-state", "transport", "p-key", "peer-mac", "peer-address", "q-key"}
+
+// String returns the name that status output uses.
+func (d Drop) String() string { return dropNames[d] }
+
+func (q *QP) drop(d Drop) {
+	q.stats.RxDropped++
+	q.stats.Drops[d]++
 }

@@ -46,7 +46,7 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 	h := wire.DETH{QKey: w.QKey, SrcQP: q.cfg.QPN}
 	switch {
 	case q.typ == GSI:
-		h.QKey = gsiQKey
+		h.QKey = GSIQKey
 	case w.QKey&controlledQKey != 0:
 		h.QKey = q.attr.QKey
 	}
@@ -72,10 +72,10 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 	d := p.DETH()
 	want := q.attr.QKey
 	if q.typ == GSI {
-		want = gsiQKey
+		want = GSIQKey
 	}
 	if d.QKey != want {
-		q.stats.RxDropped++
+		q.drop(DropQKey)
 		return
 	}
 	v := q.takeRecv()

@@ -78,6 +78,9 @@ func (p *Path) Template() (t Template, err error) {
 // Len is the number of bytes that Put writes: where the BTH goes.
 func (t *Template) Len() int { return int(t.n) }
 
+// Bytes returns the headers as they are before Put has filled in lengths.
+func (t *Template) Bytes() []byte { return t.hdr[:t.n] }
+
 // Put writes the headers to frame for a packet of transport bytes from BTH to
 // ICRC, both included, and returns Len. transport is at most 65,000. The UDP
 // checksum is 0 (A17: the ICRC covers more).

@@ -81,7 +81,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	v.undo.push(v.hca.Close)
 
-	v.hca.SetUplink(v.port.InputHCA)
+	v.hca.SetPort(v.port)
 	v.port.SetNet(v.net)
 	v.port.SetHCA(v.hca)
 	v.followMTU(sw)

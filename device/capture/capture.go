@@ -111,6 +111,7 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 		case <-t.C:
 		}
 		before := k.taken
+		k.mark() // what comes meanwhile may never end
 		for p.Err() == nil && !k.full() && k.step(p) {
 		}
 		if k.full() {
@@ -131,14 +132,23 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 
 func (k *Capture) full() bool { return k.cfg.Count > 0 && k.taken >= k.cfg.Count }
 
-// step writes the oldest packet of all rings; false when there is none.
+// mark has step stop at what is in the rings now.
+func (k *Capture) mark() {
+	for _, r := range k.rings {
+		if r != nil {
+			r.end = r.tail.Load()
+		}
+	}
+}
+
+// step writes the oldest packet of all rings; false when there is none up to the mark.
 func (k *Capture) step(p *Writer) bool {
 	var best *ring
 	var rec record
 	var a, b []byte
 	for i := range k.rings {
 		r := k.rings[i]
-		if r == nil {
+		if r == nil || r.head.Load() == r.end {
 			continue
 		}
 		if x, xa, xb, ok := r.peek(); ok && (best == nil || x.time < rec.time) {

@@ -158,6 +158,34 @@ func TestRunEnds(t *testing.T) {
 	}
 }
 
+// busy is a port whose traffic is as fast as its reader.
+type busy struct {
+	l *engine.Loop
+	k *Capture
+	n int
+}
+
+func (b *busy) Write(p []byte) (int, error) {
+	if b.n++; b.n < 10000 { // so that the test fails instead of hanging
+		b.l.Do(func() { b.k.Frame(b.l, true, []byte("abc")) })
+	}
+	return len(p), nil
+}
+
+// A capture that is to end does, also when packets come as fast as they are written.
+func TestRunEndsUnderTraffic(t *testing.T) {
+	l := testLoops(t, 1)[0]
+	w := &busy{l: l, k: New(Config{Name: "x"}, []*engine.Loop{l})}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := w.k.Run(ctx, w, nil); err != nil {
+		t.Fatal(err)
+	}
+	if w.n > 100 {
+		t.Errorf("%d packets were written after the end", w.n)
+	}
+}
+
 // What tshark reads out of the file is what went in.
 func TestTshark(t *testing.T) {
 	if _, err := exec.LookPath("tshark"); err != nil {

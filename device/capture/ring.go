@@ -14,6 +14,7 @@ type ring struct {
 	dropped atomic.Uint64
 	_       [48]byte
 	head    atomic.Uint64 // the consumer's: end of what was read
+	end     uint64        // the consumer's: tail at the mark
 }
 
 // record precedes each packet's bytes.

@@ -160,9 +160,7 @@ func TestAbsentBuffers(t *testing.T) {
 		t.Errorf("%d frames unreachable, expected 1", n)
 	}
 	gb.withdraw(3)
-	ga.offer(1, 4, 4, headerLen+200, false)
-	copy(ga.buf(4)[headerLen:], fr(4))
-	h.loops[0].Wake()
+	send(4, fr(4))
 	gb.serve(3, true, errors.New("no memory"))
 	waitFor(t, "the drop", func() bool { return b.dropped(lfe.Unreachable) == 1 })
 	if n := gb.used(0); n != 3 {

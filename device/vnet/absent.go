@@ -106,5 +106,5 @@ func (p *pair) dropHeld() {
 }
 
 // resumeTx lets Poll go on. If the page cannot be had, the chain that needed it
-// is given back unsent.
+// is given back unsent; if the chain is not even known for that, the queue is broken.
 func (p *pair) resumeTx(ok bool) { p.txSkip = !ok }

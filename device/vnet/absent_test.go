@@ -199,3 +199,29 @@ func TestAbsentReceiveIsBounded(t *testing.T) {
 	h.loops[0].Do(func() {})
 	b.dev.StopQueue(0)
 }
+
+// Descriptors that cannot be had end the queue, not in asking for them for ever.
+func TestAbsentRingIsBroken(t *testing.T) {
+	h := newHost(t, 1, true)
+	a := h.vm(1, 1)
+	g := newRawGuest(t, 1)
+	g.start(a.dev, 1)
+	defer a.dev.StopQueue(1)
+	g.offer(1, 0, 0, headerLen+60, false)
+	if err := g.space.Withdraw(rawArea(1), page); err != nil {
+		t.Fatal(err)
+	}
+	h.loops[0].Wake()
+	faults := 0
+	waitFor(t, "the queue's end", func() bool {
+		if f := g.space.Faults().TryNext(); f != nil {
+			faults++
+			g.space.Faults().Finish(f, errors.New("no memory"))
+		}
+		return a.dev.Describe().Broken != ""
+	})
+	// Once for the descriptors, and once for what a loop looks at before it sleeps.
+	if faults > 2 {
+		t.Errorf("%d faults for memory that is gone", faults)
+	}
+}

@@ -65,6 +65,11 @@ func (p *pair) Resume() {
 func (p *pair) transmit(q *virtq.Queue) (cost int) {
 	ok, err := q.Pop(&p.txc)
 	if m := virtq.Absent(err); m.Fault() {
+		if p.txSkip && m.PA == p.txWait.fault.Miss.PA {
+			p.txSkip = false
+			p.broke(q, m.Err()) // of the ring itself, or an indirect table: no chain can be skipped
+			return 0
+		}
 		p.txWait.raise(q.Space(), m, false)
 		return 0
 	}

@@ -1,18 +1,16 @@
 package hca
 
 import (
-	"bytes"
 	"encoding/binary"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/testlog"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -289,8 +287,8 @@ func TestAbsentCommandBuffers(t *testing.T) {
 func TestReleaseWatchdog(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
-	var log lockedBuffer
-	g.log = hclog.New(&hclog.LoggerOptions{Output: &log})
+	var log testlog.Log
+	g.log = log.Logger()
 	d := g.commandQueue(64)
 	r := g.demand(g.pd(), 1, demandAccess)
 	r.set(0, 1, 0)
@@ -306,24 +304,6 @@ func TestReleaseWatchdog(t *testing.T) {
 	if f := g.Describe().Faults; f.LongestDrain < drainPatience {
 		t.Errorf("longest drain %v", f.LongestDrain)
 	}
-}
-
-// lockedBuffer is a log that may be read while it is written.
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 // BenchmarkClearMTT is the round trip of an invalidation, as a guest's MMU notifier

@@ -1,13 +1,11 @@
 package lfe
 
 import (
-	"bytes"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/hashicorp/go-hclog"
+	"github.com/vnicd/vnicd/device/testlog"
 )
 
 // A storm on one port passes at its limit, is counted, and leaves known unicast of that port and floods of others alone.
@@ -175,23 +173,10 @@ func TestFairTable(t *testing.T) {
 	}
 }
 
-// syncBuffer is a log's sink that a test may read.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-func (s *syncBuffer) String() string { s.mu.Lock(); defer s.mu.Unlock(); return s.b.String() }
-
 // An address that moves to and fro is counted, named and logged once; one that moves once is not.
 func TestFlapping(t *testing.T) {
-	var log syncBuffer
-	b := newBench(t, Config{Log: hclog.New(&hclog.LoggerOptions{Output: &log})})
+	var log testlog.Log
+	b := newBench(t, Config{Log: log.Logger()})
 	p, q := b.port(PortConfig{Name: "left", Kind: KindTAP}), b.port(PortConfig{Name: "right", Kind: KindTAP})
 	b.input(p.att, frame(broadcast, mac(1), ""), Source{})
 	b.input(q.att, frame(broadcast, mac(1), ""), Source{})

@@ -9,42 +9,23 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testlog"
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
 	"github.com/vnicd/vnicd/translate"
 )
 
-// logBuffer is a log that tests read while it is written.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
 // target is a server to be attacked, and its log.
-func target(t *testing.T) (*echo, string, *logBuffer) {
+func target(t *testing.T) (*echo, string, *testlog.Log) {
 	t.Helper()
-	dev, log := newEcho(3), &logBuffer{}
+	dev, log := newEcho(3), &testlog.Log{}
 	path := t.TempDir() + "/s"
-	s, err := vhostuser.Listen(vhostuser.Config{Path: path, Log: hclog.New(&hclog.LoggerOptions{Output: log})}, dev, 9)
+	s, err := vhostuser.Listen(vhostuser.Config{Path: path, Log: log.Logger()}, dev, 9)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,32 +1,18 @@
 package cli
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/testlog"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
 )
-
-// syncBuffer may be read while it is written to.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-func (s *syncBuffer) String() string { s.mu.Lock(); defer s.mu.Unlock(); return s.b.String() }
 
 // tshark returns a field of every packet that a filter lets through.
 func tshark(t *testing.T, file, filter string, fields ...string) []string {
@@ -55,7 +41,7 @@ func TestCapture(t *testing.T) {
 	l.ns.Ping("10.0.0.2")
 
 	begin := func(ctx context.Context, args ...string) (wait func() string) {
-		var out syncBuffer
+		var out testlog.Log
 		done := make(chan int)
 		a := &app{out: &out, err: &out}
 		go func() {

@@ -47,11 +47,11 @@ const MachineType = "q35,memory-backend=ram"
 // HCAArgs attaches the paravirtual HCA that listens on the vhost-user socket. id distinguishes devices of one VM, vqs is
 // the number of virtqueues (command, events, completion queues, doorbells).
 func HCAArgs(socket, id string, vqs int) []string {
-	return []string{
-		"-chardev", fmt.Sprintf("socket,id=chr-%s,path=%s", id, escape(socket)),
-		"-device", fmt.Sprintf("%s,id=%s,chardev=chr-%s,virtio-id=%d,num_vqs=%d,vq_size=%d,config_size=%d,page-per-vq=on,romfile=",
-			HCADevice, id, id, VirtioID, vqs, HCAQueueSize, HCAConfigSize),
-	}
+	return []string{"-chardev", chardevArg(socket, id), "-device", hcaDevice(id, vqs).arg()}
+}
+
+func chardevArg(socket, id string) string {
+	return fmt.Sprintf("socket,id=%s,path=%s", chardevID(id), escape(socket))
 }
 
 // MonitorArgs make QEMU serve its machine protocol at the socket, which vnicd listens to.
@@ -62,26 +62,18 @@ func MonitorArgs(socket string) []string {
 // NetArgs attaches a virtio-net that is served on the vhost-user socket. mtu is announced to the guest; 0 announces none.
 func NetArgs(socket, id, mac string, mtu int) []string {
 	return []string{
-		"-chardev", fmt.Sprintf("socket,id=chr-%s,path=%s", id, escape(socket)),
-		"-netdev", fmt.Sprintf("vhost-user,id=net-%s,chardev=chr-%s,queues=1", id, id),
-		"-device", netDevice(id, mac, mtu),
+		"-chardev", chardevArg(socket, id),
+		"-netdev", fmt.Sprintf("vhost-user,id=%s,chardev=%s,queues=1", netdevID(id), chardevID(id)),
+		"-device", netDevice(id, mac, mtu).arg(),
 	}
 }
 
 // TapArgs attaches a virtio-net to the existing TAP interface ifname.
 func TapArgs(ifname, id, mac string, mtu int) []string {
 	return []string{
-		"-netdev", fmt.Sprintf("tap,id=net-%s,ifname=%s,script=no,downscript=no", id, escape(ifname)),
-		"-device", netDevice(id, mac, mtu),
+		"-netdev", fmt.Sprintf("tap,id=%s,ifname=%s,script=no,downscript=no", netdevID(id), escape(ifname)),
+		"-device", netDevice(id, mac, mtu).arg(),
 	}
-}
-
-func netDevice(id, mac string, mtu int) string {
-	s := fmt.Sprintf("virtio-net-pci,id=%s,netdev=net-%s,mac=%s,romfile=", id, id, mac)
-	if mtu > 0 {
-		s += ",host_mtu=" + strconv.Itoa(mtu)
-	}
-	return s
 }
 
 // escape protects a value in QEMU's comma-separated options, where a comma is written twice.

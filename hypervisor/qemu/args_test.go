@@ -54,7 +54,7 @@ func TestArgs(t *testing.T) {
 		"-netdev", "tap,id=net-nic1,ifname=tap0,script=no,downscript=no",
 		"-device", "virtio-net-pci,id=nic1,netdev=net-nic1,mac=52:54:00:00:00:0b,romfile=",
 		"-chardev", "socket,id=chr-hca0,path=/run/vm1.hca",
-		"-device", "vhost-user-test-device-pci,id=hca0,chardev=chr-hca0,virtio-id=38,num_vqs=6,vq_size=256,config_size=128,page-per-vq=on,romfile=",
+		"-device", "vhost-user-test-device-pci,id=hca0,chardev=chr-hca0,virtio-id=38,num_vqs=6,vq_size=256,config_size=128,romfile=",
 		"-S",
 	}
 	got := c.Args()

@@ -46,7 +46,8 @@ and an RDMA HCA that stock rdma-core programs use. VMs of many tenants are joine
 across hosts by RoCEv2 inside VXLAN. No RDMA hardware, no patched QEMU.
 
 A VM is attached by two vhost-user sockets, NAME.net and NAME.hca; what to add to
-its QEMU command line is printed by "vnicd qemu-args NAME".
+its QEMU command line is printed by "vnicd qemu-args NAME", or to its libvirt domain by
+"vnicd libvirt-xml NAME"; "vnicd attach" plugs both into a VM that runs.
 
 A running daemon is changed by the commands network, vm, fdb and neigh; whoever may
 open its control socket may do so. Changes are not written to the configuration.`,
@@ -56,7 +57,8 @@ open its control socket may do so. Changes are not written to the configuration.
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
 	root.AddCommand(a.runCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
-		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.captureCmd())
+		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.captureCmd(),
+		a.attachCmd(), a.detachCmd(), a.libvirtCmd())
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)

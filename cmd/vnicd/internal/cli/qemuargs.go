@@ -39,12 +39,9 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 				return err
 			}
 			running := a.running(c)
-			vm, err := cfg.VM(argv[0])
-			if err != nil && running != nil {
-				vm, err = addedVM(running, argv[0])
-			}
+			vm, err := knownVM(cfg, running, argv[0])
 			if err != nil {
-				return usageError{err}
+				return err
 			}
 			if memory < 16 || memory > 1<<20 {
 				return usageError{fmt.Errorf("--memory must be 16 to 1048576 MiB, found %d", memory)}
@@ -61,8 +58,8 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 				out = append(out, "-M", qemu.MachineType)
 				out = append(out, qemu.MemoryArgs(memory, huge)...)
 			}
-			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), vm.Name+"-net", vm.MAC.String(), networkMTU(cfg, running, vm.Network))...)
-			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), vm.Name+"-hca", daemon.HCAQueues(cfg))...)
+			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(), networkMTU(cfg, running, vm.Network))...)
+			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
 			}
@@ -100,6 +97,18 @@ func (a *app) running(c *cobra.Command) *daemon.Status {
 	return s
 }
 
+// knownVM finds a VM in the file, or in the running daemon (nil: none).
+func knownVM(cfg *config.Config, running *daemon.Status, name string) (*config.VM, error) {
+	vm, err := cfg.VM(name)
+	if err != nil && running != nil {
+		vm, err = addedVM(running, name)
+	}
+	if err != nil {
+		return nil, usageError{err}
+	}
+	return vm, nil
+}
+
 // addedVM finds a VM that the running daemon has and the file does not.
 func addedVM(s *daemon.Status, name string) (*config.VM, error) {
 	v, err := findVM(s, name)
@@ -119,10 +128,16 @@ func networkMTU(cfg *config.Config, s *daemon.Status, name string) int {
 		return n.MTU
 	}
 	if s != nil {
-		for _, n := range s.Networks {
-			if n.Name == name {
-				return n.MTU
-			}
+		return statusMTU(s, name)
+	}
+	return 0
+}
+
+// statusMTU is that of a network of the running daemon, 0 if it is not there.
+func statusMTU(s *daemon.Status, name string) int {
+	for _, n := range s.Networks {
+		if n.Name == name {
+			return n.MTU
 		}
 	}
 	return 0

@@ -1,0 +1,204 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/hypervisor/qmp"
+)
+
+// monitorTime bounds the greeting of QEMU's monitor.
+const monitorTime = 10 * time.Second
+
+// releaseTime is how long a guest may take to let the devices go.
+const releaseTime = time.Minute
+
+const whichMonitor = `SOCKET is a monitor (-qmp unix:SOCKET,server=on,wait=off) that nobody else is connected to:
+QEMU serves one client per monitor. The one that is the VM's qmp in the configuration
+is the daemon's; give QEMU another.`
+
+func (a *app) attachCmd() *cobra.Command {
+	var socket, netBus, hcaBus string
+	var wait time.Duration
+	c := &cobra.Command{
+		Use:   "attach --qmp SOCKET VM",
+		Short: "Plug both devices into a VM that runs",
+		Long: `Plugs the VM's virtio-net and HCA into a running QEMU and waits until the guest's
+drivers have brought both up. If that fails, or an interrupt comes, what was plugged
+in is taken out again.
+
+The VM's memory must be shared (-object memory-backend-memfd,share=on), which can only
+be said when a VM is started; without, the command changes nothing and says so. On a
+machine with PCI Express two free root ports are needed, such as
+-device pcie-root-port,id=rp1,chassis=1 -device pcie-root-port,id=rp2,chassis=2.
+
+` + whichMonitor + "\n\n" + whichSocket,
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, argv []string) error {
+			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+			defer stop()
+			client, err := a.client(cmd)
+			if err != nil {
+				return err
+			}
+			s, err := client.Status(ctx)
+			if err != nil {
+				return err
+			}
+			vm, err := findVM(s, argv[0])
+			if err != nil {
+				return usageError{err}
+			}
+			if vm.Net.Connected || vm.HCA.Connected {
+				return fmt.Errorf("VM %q is attached to a QEMU already; see `vnicd status %s`, `vnicd detach`", vm.Name, vm.Name)
+			}
+			m, err := monitor(ctx, socket)
+			if err != nil {
+				return err
+			}
+			defer m.Close()
+			if err := qemu.Attach(ctx, m, qemu.Attachment{
+				VM: vm.Name, NetSocket: vm.NetSocket, HCASocket: vm.HCASocket, MAC: vm.MAC, MTU: statusMTU(s, vm.Network),
+				HCAQueues: abi.NumQueues(len(s.Engines), len(s.Engines)), NetBus: netBus, HCABus: hcaBus,
+			}); err != nil {
+				return hotplugHint(err)
+			}
+			if wait == 0 {
+				return nil
+			}
+			if err := awaitGuest(ctx, client, vm.Name, wait); err != nil {
+				ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
+				defer cancel()
+				if uerr := undoAttach(ctx, m, socket, vm.Name); uerr != nil {
+					return fmt.Errorf("%w; and taking the devices out again failed: %w", err, uerr)
+				}
+				return fmt.Errorf("%w; the devices were taken out again", err)
+			}
+			fmt.Fprintf(a.out, "%s: net up, hca up\n", vm.Name)
+			return nil
+		},
+	}
+	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	monitorFlag(c, &socket)
+	c.Flags().StringVar(&netBus, "net-bus", "", "`id` of the bus for the virtio-net (default: a free root port)")
+	c.Flags().StringVar(&hcaBus, "hca-bus", "", "`id` of the bus for the HCA (default: a free root port)")
+	c.Flags().DurationVar(&wait, "wait", time.Minute, "how long the guest's drivers may take; 0 = do not wait for them")
+	return c
+}
+
+func (a *app) detachCmd() *cobra.Command {
+	var socket string
+	c := &cobra.Command{
+		Use:   "detach --qmp SOCKET VM",
+		Short: "Take both devices out of a VM that runs",
+		Long: `Asks the guest to let the VM's virtio-net and HCA go, waits until it has (a PCI
+Express guest takes five seconds), and removes them from QEMU. RDMA connections of
+programs in the guest are lost. Devices from QEMU's command line can be taken out too
+if they are where hot-plug is possible.
+
+` + whichMonitor,
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(_ *cobra.Command, argv []string) error {
+			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+			defer stop()
+			m, err := monitor(ctx, socket)
+			if err != nil {
+				return err
+			}
+			defer m.Close()
+			ctx, cancel := context.WithTimeout(ctx, releaseTime)
+			defer cancel()
+			return hotplugHint(qemu.Detach(ctx, m, argv[0]))
+		},
+	}
+	monitorFlag(c, &socket)
+	return c
+}
+
+func monitorFlag(c *cobra.Command, socket *string) {
+	c.Flags().StringVar(socket, "qmp", "", "monitor `socket` of the VM's QEMU")
+}
+
+func monitor(ctx context.Context, socket string) (*qmp.Client, error) {
+	if socket == "" {
+		return nil, usageError{errors.New("--qmp SOCKET is missing")}
+	}
+	ctx, cancel := context.WithTimeout(ctx, monitorTime)
+	defer cancel()
+	c, err := qmp.Dial(ctx, socket)
+	if errors.Is(err, context.DeadlineExceeded) {
+		return nil, fmt.Errorf("%w: QEMU does not answer; is another client connected to that monitor?", err)
+	}
+	return c, err
+}
+
+// undoAttach uses the monitor, or a new one if an interrupted command has closed it.
+func undoAttach(ctx context.Context, m *qmp.Client, socket, vm string) error {
+	err := qemu.Detach(ctx, m, vm)
+	if !errors.Is(err, qmp.ErrClosed) {
+		return err
+	}
+	if m, err = monitor(ctx, socket); err != nil {
+		return err
+	}
+	defer m.Close()
+	return qemu.Detach(ctx, m, vm)
+}
+
+// hotplugHint adds what the user can do.
+func hotplugHint(err error) error {
+	switch {
+	case errors.Is(err, qemu.ErrPrivateMemory):
+		return fmt.Errorf("%w; start the VM with -object memory-backend-memfd,id=ram,size=SIZE,share=on -M …,memory-backend=ram", err)
+	case errors.Is(err, qemu.ErrNoBus):
+		return fmt.Errorf("%w; start the VM with -device pcie-root-port,id=rp1,chassis=1 -device pcie-root-port,id=rp2,chassis=2", err)
+	}
+	return err
+}
+
+// awaitGuest waits until both faces of a VM are up.
+func awaitGuest(ctx context.Context, client *daemon.Client, name string, patience time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	t := time.NewTicker(200 * time.Millisecond)
+	defer t.Stop()
+	down := []string{"virtio-net", "HCA"}
+	for {
+		if s, err := client.Status(ctx); err == nil {
+			vm, err := findVM(s, name)
+			if err != nil {
+				return err
+			}
+			down = nil
+			if !vm.Net.Up() {
+				down = append(down, "virtio-net")
+			}
+			if !vm.HCA.Up {
+				down = append(down, "HCA (is vnicd.ko loaded in the guest?)")
+			}
+			if down == nil {
+				return nil
+			}
+		} else if ctx.Err() == nil {
+			return err
+		}
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			if errors.Is(ctx.Err(), context.Canceled) {
+				return errors.New("interrupted")
+			}
+			return fmt.Errorf("no driver in the guest brought up the %s within %v", strings.Join(down, " and the "), patience)
+		}
+	}
+}

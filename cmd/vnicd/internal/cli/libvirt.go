@@ -1,0 +1,109 @@
+package cli
+
+import (
+	"encoding/xml"
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+)
+
+// The parts of a libvirt domain that concern vnicd, in the schema's order.
+type libvirtDomain struct {
+	XMLName xml.Name `xml:"domain"`
+	Type    string   `xml:"type,attr"`
+	QEMU    string   `xml:"xmlns:qemu,attr"`
+	Memory  struct {
+		Source struct {
+			Type string `xml:"type,attr"`
+		} `xml:"source"`
+		Access struct {
+			Mode string `xml:"mode,attr"`
+		} `xml:"access"`
+	} `xml:"memoryBacking"`
+	Interface libvirtInterface `xml:"devices>interface"`
+	Args      []libvirtArg     `xml:"qemu:commandline>qemu:arg"`
+}
+
+type libvirtInterface struct {
+	Type string `xml:"type,attr"`
+	MAC  struct {
+		Address string `xml:"address,attr"`
+	} `xml:"mac"`
+	Source struct {
+		Type string `xml:"type,attr"`
+		Path string `xml:"path,attr"`
+		Mode string `xml:"mode,attr"`
+	} `xml:"source"`
+	Model struct {
+		Type string `xml:"type,attr"`
+	} `xml:"model"`
+	MTU *libvirtMTU `xml:"mtu"`
+	ROM struct {
+		Enabled string `xml:"enabled,attr"`
+	} `xml:"rom"`
+}
+
+type libvirtMTU struct {
+	Size int `xml:"size,attr"`
+}
+
+type libvirtArg struct {
+	Value string `xml:"value,attr"`
+}
+
+func newLibvirtDomain(netSocket, mac string, mtu int, hca []string) *libvirtDomain {
+	d := &libvirtDomain{Type: "kvm", QEMU: "http://libvirt.org/schemas/domain/qemu/1.0"}
+	d.Memory.Source.Type, d.Memory.Access.Mode = "memfd", "shared"
+	i := &d.Interface
+	i.Type, i.MAC.Address, i.Model.Type, i.ROM.Enabled = "vhostuser", mac, "virtio", "no"
+	i.Source.Type, i.Source.Path, i.Source.Mode = "unix", netSocket, "client"
+	if mtu > 0 {
+		i.MTU = &libvirtMTU{mtu}
+	}
+	for _, arg := range hca {
+		d.Args = append(d.Args, libvirtArg{arg})
+	}
+	return d
+}
+
+func (a *app) libvirtCmd() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "libvirt-xml VM",
+		Short: "Print what to add to a VM's libvirt domain",
+		Long: `Prints the parts of a libvirt domain (virsh edit) that attach the VM to vnicd: shared
+guest memory, the virtio-net as a vhostuser interface, and the HCA as arguments that
+libvirt passes on to QEMU. Put each part where the domain has it: <memoryBacking> and
+<qemu:commandline> below <domain>, whose attribute xmlns:qemu is needed too, and
+<interface> below <devices>.
+
+libvirt's QEMU must be able to open the sockets: see socket-mode, the owner of the
+run-dir, and AppArmor or SELinux where they confine QEMU.
+
+` + whichSocket,
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			cfg, err := a.load()
+			if err != nil {
+				return err
+			}
+			running := a.running(c)
+			vm, err := knownVM(cfg, running, argv[0])
+			if err != nil {
+				return err
+			}
+			e := xml.NewEncoder(a.out)
+			e.Indent("", "  ")
+			if err := e.Encode(newLibvirtDomain(cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network),
+				qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintln(a.out)
+			return err
+		},
+	}
+	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	return c
+}

@@ -60,8 +60,11 @@ func (n *Network) RemoveStatic(m Address, a *Attachment) bool {
 }
 
 // Forget removes a learnt entry and tells whether there was one.
-func (n *Network) Forget(m Address) bool {
-	return n.remove(m.key(), func(v value) bool { return !v.static() })
+func (n *Network) Forget(m Address) (ok bool) {
+	n.forgetHomes(func(s *flap) bool { return s.key == m.key() }, func() {
+		ok = n.remove(m.key(), func(v value) bool { return !v.static() })
+	})
+	return ok
 }
 
 func (n *Network) remove(key uint64, match func(value) bool) bool {
@@ -75,12 +78,17 @@ func (n *Network) remove(key uint64, match func(value) bool) bool {
 
 // FlushRemote forgets everything, static entries included, that lies behind one remote of a tunnel port.
 func (n *Network) FlushRemote(a *Attachment, remote Remote) {
-	n.purge(func(_ uint64, v value) bool { return v.port() == a.id && v.remote() == uint16(remote) })
+	gone := func(v value) bool { return v.port() == a.id && v.remote() == uint16(remote) }
+	all := func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) }
+	all()
+	n.Quiesce() // who has just moved an address away from there has noted it
+	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, all)
 }
 
 // FlushPort forgets what was learnt on a port.
 func (n *Network) FlushPort(a *Attachment) {
-	n.purge(func(_ uint64, v value) bool { return v.port() == a.id && !v.static() })
+	gone := func(v value) bool { return v.port() == a.id && !v.static() }
+	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) })
 }
 
 // learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
@@ -103,12 +111,18 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remo
 			return true
 		case v.static():
 			return a.mayMove(l, v, fresh, f)
-		case !v.expired(now, n.age) && IsRoCE(f):
+		case v.expired(now, n.age):
+		case IsRoCE(f):
 			a.Counters.Drop(l, Misplaced, 1)
 			return false
-		case n.held(src, fresh.place(), now):
-			a.Counters.Drop(l, FlapHeld, 1)
-			return false
+		default:
+			switch n.mayFlap(src, v, fresh, now) {
+			case moveHeld:
+				a.Counters.Drop(l, FlapHeld, 1)
+				return false
+			case moveLater:
+				return true
+			}
 		}
 	}
 	if src&^macBits != 0 {
@@ -156,7 +170,7 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 		}
 	}
 	var old value
-	static := false
+	static, held := false, false
 	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
 		old = v
 		static = v != 0 && v.static()
@@ -166,7 +180,7 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 	case res == putDone && old == 0:
 	case res == putDone:
 		if old.place() != fresh.place() && !old.expired(now, n.age) {
-			n.moved(src, old, fresh, now)
+			held = n.moved(src, old, fresh, now)
 		}
 		n.gone(old)
 	default:
@@ -175,6 +189,10 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 		if res == putNoSpace {
 			a.Counters.Drop(l, TableFull, 1)
 		}
+	}
+	if held {
+		a.Counters.Drop(l, FlapHeld, 1)
+		return false
 	}
 	return !static || a.mayMove(l, old, fresh, f)
 }

@@ -337,6 +337,7 @@ func (n *Network) detachLocked(a *Attachment) {
 	t.byID[a.id] = nil
 	n.table.Store(t)
 	n.quiesce(a.cfg.Loop)
+	n.forgetHomes(func(s *flap) bool { return s.home.port() == a.id }, func() {})
 	n.pastTotals.merge(a.Counters.Totals())
 }
 

@@ -36,6 +36,7 @@ type rigConfig struct {
 	loops  int // per site
 	mtu    int
 	vxlan  bool // two hosts on a site each, joined by VXLAN between network namespaces; needs root
+	second bool // each site has another underlay address, 192.0.2.11 and .12, that is a peer of the other, too
 	pool   int  // frame buffers per site; 0: 4096
 	limits hca.Limits
 	budget uint64 // bytes of each host's memory that the device may keep resident; 0: all
@@ -59,6 +60,8 @@ type site struct {
 	loops []*engine.Loop
 	pool  *packet.Pool
 	net   *lfe.Network
+	ns    *nstest.NS // with vxlan
+	vt    *vxlan.VTEP
 }
 
 // host is one HCA and its driver.
@@ -156,14 +159,21 @@ func (r *rig) joinSites() {
 	nstest.Pair(ns[0], ns[1], "underlay", r.cfg.mtu+overhead)
 	addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
 	for i, s := range r.sites {
+		s.ns = ns[i]
 		ns[i].Addr("underlay", addr(i).String()+"/24")
+		peers := []netip.Addr{addr(1 - i)}
+		if r.cfg.second {
+			ns[i].Addr("underlay", addr(10+i).String()+"/24")
+			peers = append(peers, addr(11-i))
+		}
 		ns[i].Do(func() {
 			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, Log: r.log})
 			if err != nil {
 				r.tb.Fatal(err)
 			}
 			r.tb.Cleanup(vt.Close)
-			if err := vt.AddNetwork(s.net, []netip.Addr{addr(1 - i)}); err != nil {
+			s.vt = vt
+			if err := vt.AddNetwork(s.net, peers); err != nil {
 				r.tb.Fatal(err)
 			}
 		})

@@ -66,11 +66,9 @@ type Message []byte
 // Parse checks that b begins with a message.
 func Parse(b []byte) (Message, error) {
 	switch {
-	case len(b) < MADLen || b[0] != madBase:
-		return nil, ErrMalformed
-	case b[1] != madClass:
+	case len(b) < 2 || b[1] != madClass:
 		return nil, ErrOther
-	case b[2] != madVersion || b[3] != methodSend:
+	case len(b) < MADLen || b[0] != madBase || b[2] != madVersion || b[3] != methodSend:
 		return nil, ErrMalformed
 	}
 	m := Message(b[:MADLen:MADLen])

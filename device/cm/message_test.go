@@ -77,7 +77,7 @@ func TestParseRefuses(t *testing.T) {
 		want error
 	}{
 		"short":         {func(b []byte) []byte { return b[:255] }, cm.ErrMalformed},
-		"empty":         {func(b []byte) []byte { return nil }, cm.ErrMalformed},
+		"empty":         {func(b []byte) []byte { return nil }, cm.ErrOther},
 		"base version":  {func(b []byte) []byte { b[0] = 0x80; return b }, cm.ErrMalformed},
 		"class":         {func(b []byte) []byte { b[1] = 3; return b }, cm.ErrOther},
 		"class version": {func(b []byte) []byte { b[2] = 1; return b }, cm.ErrMalformed},

@@ -215,7 +215,7 @@ func TestLiarModel(t *testing.T) {
 	}
 	now := int64(0)
 	refused, completed := 0, 0
-	for step := range 20000 {
+	for step := range 10000 {
 		now += int64(rng.IntN(100)) * int64(time.Millisecond)
 		s := scripts[rng.IntN(len(scripts))]
 		mine, qpn, peerQPN := s.id+10000, s.id+20000, s.id+30000
@@ -282,7 +282,7 @@ func TestLiarModel(t *testing.T) {
 		if x := both.table.Invariants(); x != "" {
 			t.Fatalf("step %d: %s", step, x)
 		}
-		for _, p := range []byte{3, 4, 5} {
+		if p := s.peer; step%8 == 0 || s.at == 0 {
 			if h, x := list(honest.table, now, p), list(both.table, now, p); !slices.Equal(h, x) {
 				t.Fatalf("step %d: peer %d:\n%v\nwith the liar\n%v", step, p, h, x)
 			}

@@ -12,6 +12,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/cm"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vhostuser"
@@ -85,6 +86,7 @@ type Device struct {
 	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
 	turned        refusals
+	conns         connections
 	// faultCounts has a place for each side of each QP index: see guestFault's
 	// token. A place is touched by the lane of the QP that has the index.
 	faultCounts []uint32
@@ -156,6 +158,7 @@ func New(cfg Config) (*Device, error) {
 	}
 	d.qps = make([]atomic.Pointer[qp], d.lim.QPs+firstQPIndex)
 	d.faultCounts = make([]uint32, 2*len(d.qps))
+	d.conns.table = cm.NewTable(2 * d.lim.QPs)
 	d.link.Store(true)
 	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
 	d.tables.reset(d)
@@ -342,6 +345,9 @@ func (d *Device) wipe() (lost bool) {
 			l.forgetAnswers()
 		})
 	}
+	d.conns.mu.Lock()
+	d.conns.table.Clear()
+	d.conns.mu.Unlock()
 	d.ahs.Store(nil)
 	if d.vm != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)

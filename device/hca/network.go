@@ -82,13 +82,11 @@ func (q *qp) attributes(mask roce.Mask) {
 	}
 	var a roce.Attr
 	q.t.Query(&a)
-	if a.State == roce.Reset || mask&roce.MaskAV != 0 {
-		q.path = lfe.Path{}
-	}
-	if port := q.dev.port.Load(); port != nil && mask&roce.MaskAV != 0 {
-		if h := q.t.Header(); h != nil {
-			(*port).ResolveHCA(q.lane.loop, h, &q.path)
-		}
+	switch {
+	case a.State == roce.Reset:
+		q.unbind()
+	case mask&roce.MaskAV != 0 && (q.typ == roce.RC || q.typ == roce.UC):
+		q.bind(&a)
 	}
 	var p *peer
 	switch {
@@ -134,7 +132,17 @@ func (d *Device) judge(f []byte) (refusal, bool) {
 	case x == nil:
 		return refusedSource, false
 	case x.udKey:
-		return refusedSource, p.Info.Is(wire.HasDETH) && p.DETH().QKey == x.qkey
+		return refusedSource, p.Info.Is(wire.HasDETH) && p.DETH().QKey == x.qkey && d.owns(p.SMAC, p.SrcIP, p.VLAN)
 	}
 	return refusedSource, p.SMAC == x.mac && p.SrcIP == x.src && p.DstIP == x.dst
+}
+
+// owns tells whether a MAC may speak for an IP address: the address is its own, or nobody's that is known.
+func (d *Device) owns(mac wire.MAC, addr [16]byte, vlan uint16) bool {
+	port := d.port.Load()
+	if port == nil {
+		return true
+	}
+	owner, ok := (*port).Owner(addr, tagOf(vlan))
+	return !ok || owner == lfe.MAC(mac)
 }

@@ -114,6 +114,7 @@ func (l *lane) dispatch(p *wire.RoCE) {
 		d.turned[refusedMAC].Add(1)
 	case !d.gids.has(&p.DstIP, p.V1, vlan):
 		d.turned[refusedGID].Add(1)
+	case q.typ == roce.GSI && !d.admitGSI(q, p):
 	default:
 		l.receiveOn(q, p)
 	}
@@ -143,6 +144,9 @@ func (d *Device) transmit(q *qp, b *packet.Buf) {
 	if q.typ == roce.RC || q.typ == roce.UC {
 		(*port).SendHCA(l, b, &q.path)
 		return
+	}
+	if q.typ == roce.GSI {
+		d.sentGSI(q, b)
 	}
 	if f := b.Bytes(); len(f) > 0 && f[0]&1 != 0 && len(d.groups.Load().groups) > 0 {
 		d.Deliver(l, b)

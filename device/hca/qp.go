@@ -374,6 +374,7 @@ func (q *qp) close() {
 	}
 	q.dropKept(len(q.kept))
 	q.t.Close()
+	q.unbind()
 	q.timer.Stop()
 	q.lane.unlist(q)
 	q.lane.qps--

@@ -30,6 +30,8 @@ type Status struct {
 	QPs       []QPStatus        `json:"qps,omitempty"`
 	Faults    FaultStatus       `json:"faults"`
 	Stats     map[string]uint64 `json:"stats"`
+	// Drops counts what arrived and was not accepted, by reason (MT-6).
+	Drops map[string]uint64 `json:"drops,omitempty"`
 }
 
 // FaultStatus describes page faults and the releases of guest memory. What is
@@ -97,6 +99,7 @@ func (d *Device) stats() (s abi.Stats) {
 			s.Value[abi.StatRxDropped] += n
 		}
 	}
+	s.Value[abi.StatRxDropped] += d.conns.dropped()
 	s.Value[abi.StatHostFaults] += d.fetches.Load()
 	s.Value[abi.StatInvalidations] = d.invalidations.Load()
 	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()
@@ -117,6 +120,7 @@ func (d *Device) Describe() Status {
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.told.Load() != nil, Up: d.up.Load(),
 		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
 	}
+	s.Drops = d.Drops()
 	for i, v := range st.Value {
 		s.Stats[abi.Stat(i).String()] = v
 	}

@@ -57,7 +57,7 @@ open its control socket may do so. Changes are not written to the configuration.
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
 	root.AddCommand(a.runCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
-		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.captureCmd(),
+		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.captureCmd(),
 		a.attachCmd(), a.detachCmd(), a.libvirtCmd())
 	root.SetArgs(args)
 	root.SetOut(stdout)

@@ -138,6 +138,11 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		}
 		fmt.Fprintln(t)
 	}
+	if d := drops(v.HCA.Drops); d != "" {
+		t.Flush()
+		fmt.Fprintf(t, "    not accepted%s\n", strings.TrimPrefix(d, ", dropped"))
+		t.Flush()
+	}
 	for _, k := range slices.Sorted(maps.Keys(v.HCA.Stats)) {
 		fmt.Fprintf(t, "    %s\t%d\n", k, v.HCA.Stats[k])
 	}

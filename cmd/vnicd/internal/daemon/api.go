@@ -36,6 +36,7 @@ import (
 //	PUT    /v1/vms/{vm}/network                      {"network": name}
 //	GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
 //	DELETE /v1/capture/{id}
+//	GET    /v1/connections                           ?vm= for one
 //	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
 
 const maxBody = 1 << 20
@@ -67,6 +68,8 @@ func (d *Daemon) api() http.Handler {
 	handle("GET /v1/fdb", func(r *http.Request) (any, error) { return d.FDB(r.URL.Query().Get("network")) })
 	handle("GET /v1/neighbours", func(r *http.Request) (any, error) { return d.Neighbours(r.URL.Query().Get("network")) })
 	handle("GET /v1/routes", func(r *http.Request) (any, error) { return d.Routes(r.URL.Query().Get("network")) })
+
+	handle("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
 
 	handle("POST /v1/networks", func(r *http.Request) (any, error) { return done(with(r, config.ParseNetwork, d.AddNetwork)) })
 	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) { return done(d.RemoveNetwork(r.PathValue("network"))) })

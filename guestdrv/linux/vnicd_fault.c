@@ -8,8 +8,8 @@
  *	            \-> no region: answered EFAULT
  *
  * A fault may take for ever: behind it can be a userfaultfd pager that never
- * answers. So each process has its own share of the workers, and nobody waits
- * for a fault: a region that ends answers for its faults itself, and interrupts
+ * answers. So each process has its own share of the workers, one only when they
+ * become few, and nobody waits for a fault: a region that ends answers for its faults itself, and interrupts
  * the workers, so that they let go of the address space. What they sleep in can
  * be interrupted by SIGKILL only, which a kernel thread may be sent if it says so.
  *
@@ -26,6 +26,8 @@
 
 /* Faults of one process that are worked on at once: they may all be stuck. */
 #define VNICD_PAGER_RUNNING	16
+/* Faults of all that are worked on at once: beyond half of it a process gets one. */
+#define VNICD_WORKERS		WQ_MAX_ACTIVE
 /* ... that may wait, several of each queue pair of a large device. */
 #define VNICD_PAGER_WAITING	65536
 /* Prefetches of one process that may wait: they are only advice. */
@@ -62,6 +64,7 @@ struct vnicd_pager {
 };
 
 static struct workqueue_struct *vnicd_fault_wq;
+static atomic_t vnicd_workers;		/* sum of vnicd_pager.running */
 static DEFINE_MUTEX(vnicd_pagers_lock);
 static DEFINE_XARRAY(vnicd_pagers);	/* by address of the mm */
 
@@ -103,6 +106,18 @@ void vnicd_pager_put(struct vnicd_pager *pager)
 	kfree(pager);
 }
 
+/* A place among those at work. A process that has none always gets one. */
+static bool vnicd_pager_enter(struct vnicd_pager *pager)
+{
+	bool few = atomic_read(&vnicd_workers) >= VNICD_WORKERS / 2;
+
+	if (pager->running >= (few ? 1 : VNICD_PAGER_RUNNING))
+		return false;
+	pager->running++;
+	atomic_inc(&vnicd_workers);
+	return true;
+}
+
 /* False: too many wait already. */
 static bool vnicd_pager_submit(struct vnicd_pager *pager, struct vnicd_fault *fault,
 			       unsigned int max_waiting)
@@ -110,8 +125,7 @@ static bool vnicd_pager_submit(struct vnicd_pager *pager, struct vnicd_fault *fa
 	bool start = false, taken = true;
 
 	spin_lock(&pager->lock);
-	if (pager->running < VNICD_PAGER_RUNNING) {
-		pager->running++;
+	if (vnicd_pager_enter(pager)) {
 		start = true;
 	} else if (pager->num_waiting < max_waiting) {
 		pager->num_waiting++;
@@ -125,22 +139,22 @@ static bool vnicd_pager_submit(struct vnicd_pager *pager, struct vnicd_fault *fa
 	return taken;
 }
 
-/* One is done: the next one gets its place. */
+/* One is done: others may begin. */
 static void vnicd_pager_next(struct vnicd_pager *pager)
 {
-	struct vnicd_fault *fault;
+	struct vnicd_fault *fault, *next;
 
 	spin_lock(&pager->lock);
-	fault = list_first_entry_or_null(&pager->waiting, struct vnicd_fault, queue);
-	if (fault) {
+	pager->running--;
+	atomic_dec(&vnicd_workers);
+	list_for_each_entry_safe(fault, next, &pager->waiting, queue) {
+		if (!vnicd_pager_enter(pager))
+			break;
 		list_del(&fault->queue);
 		pager->num_waiting--;
-	} else {
-		pager->running--;
+		queue_work(vnicd_fault_wq, &fault->work);
 	}
 	spin_unlock(&pager->lock);
-	if (fault)
-		queue_work(vnicd_fault_wq, &fault->work);
 }
 
 /* The answer for an errno: what may work next time is tried again by the device. */
@@ -350,7 +364,7 @@ void vnicd_fault_stop(struct vnicd_dev *vd)
 int vnicd_fault_init(void)
 {
 	/* The worker of a stuck fault is lost for long, so as many as there can be. */
-	vnicd_fault_wq = alloc_workqueue("vnicd_fault", WQ_UNBOUND, WQ_MAX_ACTIVE);
+	vnicd_fault_wq = alloc_workqueue("vnicd_fault", WQ_UNBOUND, VNICD_WORKERS);
 	return vnicd_fault_wq ? 0 : -ENOMEM;
 }
 

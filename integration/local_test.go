@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"regexp"
 	"strings"
 	"testing"
 
@@ -42,6 +43,9 @@ vms:
 		}
 	})
 	pingpongs(ctx, t, ea, eb)
+	if out := must[string](t)(h.CLI(ctx, "status", "vm1")); !regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) {
+		t.Errorf("everything went as frames:\n%s", out)
+	}
 	for _, x := range [][]string{
 		{"ib_write_bw", "-a", "-n", "20"},
 		{"ib_read_bw", "-q", "8", "-s", "65536", "-n", "20"},

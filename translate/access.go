@@ -73,6 +73,28 @@ func (s *Space) span(pa PA, n uint64) (h hostAddr, got uint64, kind MissKind) {
 	return h, min(run, n), None
 }
 
+// Holds tells whether host address addr is published as memory of this guest. It
+// looks at the whole table: for finding out whose memory a fault was in.
+func (s *Space) Holds(addr uintptr) bool {
+	in := func(w, size uint64) bool {
+		return w&entryPresent != 0 && uint64(addr)-(w-entryPresent) < size
+	}
+	for _, d := range s.table.Load().dirs {
+		for j := range d.leaf {
+			if in(d.leaf[j].Load(), leafSize) {
+				return true
+			}
+			t := d.small[j].Load()
+			for k := 0; t != nil && k < len(t); k++ {
+				if in(t[k].Load(), PageSize) {
+					return true
+				}
+			}
+		}
+	}
+	return false
+}
+
 // permit checks the uplink attribute (PF-3).
 func (s *Space) permit(write bool) MissKind {
 	if u := Uplink(s.uplink.Load()); u != 0 && (u&UplinkBlocked != 0 || write) {

@@ -48,6 +48,8 @@ type Config struct {
 	MTU func() int
 	// CEQs is the number of completion event queues, 1..abi.MaxCEQs; 0: one per loop.
 	CEQs int
+	// NoLocalCopy makes requests between QPs of one loop frames, too.
+	NoLocalCopy bool
 	// Limits of this VM; zero fields take defaults.
 	Limits Limits
 	// Version is shown to the driver (at most 23 bytes).

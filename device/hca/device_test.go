@@ -158,7 +158,7 @@ func TestPause(t *testing.T) {
 	s := b.wqe()
 	s.SetRequest(4, abi.WRRDMAWrite, abi.SendSignaled)
 	b.post()
-	w.lose = func([]byte) bool { return true }
+	w.losing(func([]byte) bool { return true })
 	w.step(5) // on its way, and lost
 	w.lose = nil
 	g.StopQueue(abi.CommandQueue)

@@ -3,6 +3,7 @@ package hca
 import (
 	"context"
 	"encoding/binary"
+	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -12,23 +13,40 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// LocalPath says whether devices may copy instead of sending frames. All tests run
+// both ways.
+var LocalPath bool
+
+type bothWays struct{ m *testing.M }
+
+func (b bothWays) Run() (code int) {
+	for _, LocalPath = range []bool{false, true} {
+		fmt.Println("local path:", LocalPath)
+		code = max(code, b.m.Run())
+	}
+	return code
+}
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(bothWays{m}) }
 
 // world is a set of guests whose frames reach each other, on loops that the test
 // steps by hand: nothing runs but what the test runs, and time stands still unless
 // it is moved.
 type world struct {
-	tb     testing.TB
-	loops  []*engine.Loop
-	pool   *packet.Pool
-	clock  *engine.ManualClock
-	guests []*guest
-	lose   func(frame []byte) bool // frames that are lost
+	tb      testing.TB
+	loops   []*engine.Loop
+	pool    *packet.Pool
+	clock   *engine.ManualClock
+	guests  []*guest
+	lose    func(frame []byte) bool // frames that are lost
+	carried int
+	net     *lfe.Network // knows the ways; frames do not pass it
 }
 
 // guest is a device and its guest's memory, which the test plays the driver in.
@@ -44,6 +62,7 @@ type guest struct {
 	resp  [abi.SizeResp + maxReply]byte
 	notes int                             // config change notices
 	hold  func(pa translate.PA, n uint64) // nil, or what Hold does
+	port  *lfe.VMPort
 }
 
 const (
@@ -59,6 +78,9 @@ func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 		tb.Fatal(err)
 	}
 	w.pool = pool
+	if w.net, err = lfe.NewNetwork(lfe.Config{VNI: 1, MTU: 4096 + mtuOverhead, Clock: w.clock}); err != nil {
+		tb.Fatal(err)
+	}
 	for i := range loops {
 		l, err := engine.New(engine.Config{ID: i, Clock: w.clock})
 		if err != nil {
@@ -91,14 +113,39 @@ func (w *world) newGuest(id byte, lim Limits) *guest {
 		w.tb.Fatal(err)
 	}
 	g := &guest{Device: d, w: w, tb: w.tb}
+	if g.port, err = lfe.NewVMPort(w.net, lfe.VMPortConfig{Name: d.cfg.Name, MAC: d.cfg.MAC}); err != nil {
+		w.tb.Fatal(err)
+	}
+	g.port.SetHCA(d)
 	d.SetUplink(w.carry)
+	if LocalPath {
+		d.SetPort(&shortcut{g.port, w})
+	}
 	g.connect()
 	return g
+}
+
+// shortcut is a port that knows the ways, but whose frames go to carry.
+type shortcut struct {
+	*lfe.VMPort
+	w *world
+}
+
+func (s *shortcut) InputHCA(l *engine.Loop, b *packet.Buf)             { s.w.carry(l, b) }
+func (s *shortcut) SendHCA(l *engine.Loop, b *packet.Buf, _ *lfe.Path) { s.w.carry(l, b) }
+
+// losing makes the network lose frames; from then on everything is frames.
+func (w *world) losing(lose func(frame []byte) bool) {
+	w.lose = lose
+	for _, g := range w.guests {
+		g.SetUplink(w.carry)
+	}
 }
 
 // carry is the network: a frame goes to whom it names, or to all others.
 func (w *world) carry(l *engine.Loop, b *packet.Buf) {
 	f := b.Bytes()
+	w.carried++
 	if w.lose != nil && w.lose(f) {
 		return
 	}
@@ -198,6 +245,7 @@ func (g *guest) disconnect() {
 
 func (g *guest) remove() {
 	g.disconnect()
+	g.port.SetHCA(nil)
 	g.Close()
 }
 

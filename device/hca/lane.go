@@ -23,6 +23,8 @@ const (
 	pollBudget = 128
 	// QPs that may consume nothing of pollBudget still cost a turn each.
 	pollTurns = 64
+	// What is copied without packets counts against pollBudget, too, in units of 4 KiB.
+	localShift = 12
 	// At most one notice is outstanding.
 	noticeSlots = 2
 )
@@ -56,6 +58,7 @@ type lane struct {
 
 	first, last *qp // run list
 	cur         *qp // whose turn it is
+	meeting     meeting
 	qps         int // QPs that live here
 	cqSeen      uint64
 
@@ -107,8 +110,16 @@ func (l *lane) fault() engine.Option { return engine.OnFault(l.onFault) }
 // gets another turn. If it was this guest's, the device stops until a reset: its
 // rings may be half written.
 func (l *lane) onFault(f engine.Fault) {
-	q := l.cur
-	l.cur = nil
+	q, far := l.cur, l.meeting.far
+	l.cur, l.meeting.far = nil, nil
+	if far != nil && far.space != l.space && !l.space.Holds(f.Addr) {
+		// A copy between two VMs, and it was not this one's page. If it is nobody's any
+		// more, it went just now, and is looked up anew.
+		if far.space.Holds(f.Addr) {
+			far.onFault(engine.Fault{Addr: f.Addr, Where: f.Where})
+		}
+		f.Foreign = true
+	}
 	if f.Foreign {
 		if q != nil {
 			l.push(q)
@@ -163,12 +174,12 @@ func (l *lane) Poll(now int64) bool {
 	for turns := 0; l.first != nil && turns < pollTurns && budget > 0; turns++ {
 		q := l.pop()
 		l.cur = q
-		n := l.stats.TxPackets
+		n := l.stats.TxPackets + l.stats.LocalBytes>>localShift
 		if q.run(now, min(qpBudget, budget)) {
 			l.push(q)
 		}
-		l.cur = nil
-		budget -= int(l.stats.TxPackets-n) + 1
+		l.cur, l.meeting.far = nil, nil
+		budget -= int(l.stats.TxPackets+l.stats.LocalBytes>>localShift-n) + 1
 		busy = true
 	}
 	return busy

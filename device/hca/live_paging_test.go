@@ -71,7 +71,7 @@ func TestBudget(t *testing.T) {
 	}
 	for _, c := range []*client{ca, cb} {
 		f := c.h.dev.Describe().Faults
-		if f.Host.Raised < 50 || f.Host.Failed != 0 || f.Parked != 0 || f.EpochsFlipped == 0 {
+		if f.Host.Raised < 50 || f.Host.Failed != 0 || f.Parked != 0 || f.Drains == 0 {
 			t.Errorf("%+v", f)
 		}
 		if m := c.h.budget.Status(); m.Evictions == 0 || m.Resident > budget || m.Held == 0 {

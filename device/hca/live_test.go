@@ -84,7 +84,7 @@ func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *sit
 			t.Fatal(err)
 		}
 		h.dev, err = hca.New(hca.Config{Name: fmt.Sprint("h", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: lim,
-			Log: hclog.NewNullLogger()})
+			NoLocalCopy: !hca.LocalPath, Log: hclog.NewNullLogger()})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -19,6 +19,8 @@ type Port interface {
 	SendHCA(l *engine.Loop, b *packet.Buf, p *lfe.Path)
 	// ResolveHCA finds a connection's path (MT-3): header is what its frames begin with.
 	ResolveHCA(l *engine.Loop, header []byte, p *lfe.Path) bool
+	// RouteHCA says where frames of the HCA go, for a connection that would rather copy.
+	RouteHCA(l *engine.Loop, f *lfe.Flow) lfe.Route
 	// Owner returns the MAC that an IP address is known to have; vlan is 0 for untagged frames.
 	Owner(addr [16]byte, vlan uint16) (lfe.MAC, bool)
 }
@@ -46,6 +48,7 @@ type plainPort func(l *engine.Loop, b *packet.Buf)
 func (f plainPort) InputHCA(l *engine.Loop, b *packet.Buf)             { f(l, b) }
 func (f plainPort) SendHCA(l *engine.Loop, b *packet.Buf, _ *lfe.Path) { f(l, b) }
 func (f plainPort) ResolveHCA(*engine.Loop, []byte, *lfe.Path) bool    { return false }
+func (f plainPort) RouteHCA(*engine.Loop, *lfe.Flow) (r lfe.Route)     { return r }
 func (f plainPort) Owner([16]byte, uint16) (mac lfe.MAC, ok bool)      { return mac, false }
 
 // refusal says why an arriving frame reached no QP (MT-6).
@@ -82,6 +85,7 @@ func (q *qp) attributes(mask roce.Mask) {
 	}
 	var a roce.Attr
 	q.t.Query(&a)
+	q.near = near{}
 	switch {
 	case a.State == roce.Reset:
 		q.unbind()

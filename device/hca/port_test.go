@@ -23,7 +23,7 @@ func (w *world) deliver(g *guest, f []byte) {
 // frames records the frames of some traffic.
 func (w *world) frames() (out [][]byte) {
 	a, b := w.pair()
-	w.lose = func(f []byte) bool { out = append(out, append([]byte(nil), f...)); return false }
+	w.losing(func(f []byte) bool { out = append(out, append([]byte(nil), f...)); return false })
 	b.recv(1)
 	for _, op := range []uint32{abi.WRSend, abi.WRRDMAWrite, abi.WRRDMARead} {
 		s := a.wqe()

@@ -35,6 +35,7 @@ type qp struct {
 
 	t     *roce.QP
 	timer *engine.Timer
+	near  near
 
 	path lfe.Path             // RC, UC: to the peer (MT-5)
 	peer atomic.Pointer[peer] // nil: takes nothing
@@ -71,6 +72,7 @@ func (q *qp) run(now int64, budget int) bool {
 			q.Event(roce.EventFatal)
 		}
 	}
+	defer q.lane.part()
 	return q.t.Run(now, budget)
 }
 

@@ -13,23 +13,25 @@ import (
 
 // Status describes a device for people (`vnicd status`) and metrics.
 type Status struct {
-	Name      string            `json:"name"`
-	MAC       string            `json:"mac"`
-	Connected bool              `json:"connected"`
-	Up        bool              `json:"up"`
-	Link      bool              `json:"link"`
-	Failed    bool              `json:"failed,omitempty"` // the guest's memory vanished
-	Busy      bool              `json:"busy,omitempty"`   // a command waits for the host's memory; what it guards is left out
-	PortMTU   int               `json:"port_mtu"`
-	GIDs      []string          `json:"gids,omitempty"`
-	PDs       int               `json:"pds"`
-	CQs       int               `json:"cqs"`
-	SRQs      int               `json:"srqs"`
-	MRs       int               `json:"mrs"`
-	MTTs      uint64            `json:"mtt_entries"`
-	QPs       []QPStatus        `json:"qps,omitempty"`
-	Faults    FaultStatus       `json:"faults"`
-	Stats     map[string]uint64 `json:"stats"`
+	Name      string      `json:"name"`
+	MAC       string      `json:"mac"`
+	Connected bool        `json:"connected"`
+	Up        bool        `json:"up"`
+	Link      bool        `json:"link"`
+	Failed    bool        `json:"failed,omitempty"` // the guest's memory vanished
+	Busy      bool        `json:"busy,omitempty"`   // a command waits for the host's memory; what it guards is left out
+	PortMTU   int         `json:"port_mtu"`
+	GIDs      []string    `json:"gids,omitempty"`
+	PDs       int         `json:"pds"`
+	CQs       int         `json:"cqs"`
+	SRQs      int         `json:"srqs"`
+	MRs       int         `json:"mrs"`
+	MTTs      uint64      `json:"mtt_entries"`
+	QPs       []QPStatus  `json:"qps,omitempty"`
+	Faults    FaultStatus `json:"faults"`
+	// Stats are the driver's, and local_messages and local_bytes: requests that were
+	// copies to another VM's memory instead of frames. They count as packets, too.
+	Stats map[string]uint64 `json:"stats"`
 	// Drops counts what arrived and was not accepted, by reason (MT-6).
 	Drops map[string]uint64 `json:"drops,omitempty"`
 }
@@ -123,6 +125,12 @@ func (d *Device) Describe() Status {
 	s.Drops = d.Drops()
 	for i, v := range st.Value {
 		s.Stats[abi.Stat(i).String()] = v
+	}
+	for _, l := range d.lanes {
+		l.loop.Do(func() {
+			s.Stats["local_messages"] += l.stats.LocalMessages
+			s.Stats["local_bytes"] += l.stats.LocalBytes
+		})
 	}
 	for i, g := range d.gids.snap.Load().all {
 		if g.set {

@@ -262,7 +262,7 @@ func TestKeysAndDomains(t *testing.T) {
 func TestQPReset(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
-	w.lose = func([]byte) bool { return true }
+	w.losing(func([]byte) bool { return true })
 	for i := range 30 {
 		s := a.wqe()
 		s.SetRequest(uint64(i), abi.WRSend, abi.SendSignaled)

@@ -153,7 +153,7 @@ func TestHostileIndices(t *testing.T) {
 	// The producer jumps back over requests that were taken and are not complete.
 	w := newWorld(t, 1, 2, Limits{})
 	a, _ := w.pair()
-	w.lose = func([]byte) bool { return true }
+	w.losing(func([]byte) bool { return true })
 	for range 20 {
 		s := a.wqe()
 		s.SetRequest(1, abi.WRSend, abi.SendSignaled)

@@ -107,8 +107,9 @@ type Network struct {
 	tick      atomic.Uint32
 	mtu       atomic.Int32 // in force
 	table     atomic.Pointer[portTable]
-	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths hold only
-	// as long as it stands still. A new address changes nothing for those that are known.
+	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
+	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
+	// what else Route looks at, before the loops are waited for.
 	gen atomic.Uint64
 
 	readers [engine.MaxLoops]reader
@@ -254,6 +255,7 @@ func (n *Network) OnMTU(f func(mtu int)) (cancel func()) {
 }
 
 func (n *Network) applyMTULocked() {
+	defer n.gen.Add(1)
 	switch {
 	case n.cfg.MTU != 0:
 		n.mtu.Store(int32(n.cfg.MTU))
@@ -325,6 +327,7 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 // detachLocked takes a out, waits until no loop uses it, and removes its entries.
 func (n *Network) detachLocked(a *Attachment) {
 	a.closed.Store(true)
+	n.gen.Add(1) // routes end; who has entered one is waited for
 	old := n.table.Load()
 	// The number stays taken until the entries that carry it are gone.
 	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood), func(x *Attachment) bool { return x == a }))

@@ -124,17 +124,21 @@ type Attachment struct {
 	Counters Counters
 }
 
-// SetMonitor lets m see the port's frames from now on. ErrMonitored if somebody does already.
+// SetMonitor lets m see the port's frames: once it has returned, all of them, and there are frames where routes (see Route)
+// did without. ErrMonitored if somebody does already.
 func (a *Attachment) SetMonitor(m Monitor) error {
 	if !a.monitor.CompareAndSwap(nil, &m) {
 		return ErrMonitored
 	}
+	a.net.gen.Add(1)
+	a.net.Quiesce()
 	return nil
 }
 
 // RemoveMonitor ends that. Once it has returned, Frame is not running and will not be called.
 func (a *Attachment) RemoveMonitor() {
 	a.monitor.Store(nil)
+	a.net.gen.Add(1)
 	a.net.Quiesce()
 }
 

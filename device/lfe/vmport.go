@@ -118,6 +118,7 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	} else {
 		p.hca.Store(&f)
 	}
+	p.att.Load().net.gen.Add(1)
 	p.quiesce()
 }
 

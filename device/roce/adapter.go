@@ -74,6 +74,19 @@ type Adapter interface {
 	// FaultDelay is how long a fault is expected to take now, ns (PF-8); 0: not known.
 	FaultDelay() int64
 
+	// Peer returns the QP that this one's frames would reach now and whose frames would
+	// reach this one, if it lives on the same loop and nothing wants to see the frames;
+	// else nil. It stays so, and memory of both stays mapped, until Run returns.
+	Peer() *QP
+	// GatherSpan, ScatterSpan and RemoteSpan are Gather, Scatter, and ReadRemote or
+	// WriteRemote (need says which), in two steps: they return guest memory from byte off, or va, on: at
+	// least one byte and at most n, as far as it is contiguous, until the QP's Run
+	// returns. Of all n bytes keys, rights and bounds are checked. n is not 0. Those with
+	// Remote in their name and Scatter may be called within the Run of the peer.
+	GatherSpan(w *WQE, off, n uint64) ([]byte, translate.Miss)
+	ScatterSpan(sg []SGE, off, n uint64) ([]byte, translate.Miss)
+	RemoteSpan(key translate.Key, va translate.VA, n uint64, need translate.Access) ([]byte, translate.Miss)
+
 	// GetBuf gives an empty frame buffer, or nil: out of buffers, ask again later.
 	GetBuf() *packet.Buf
 	// Transmit sends a complete Ethernet frame with ICRC; it takes the reference.

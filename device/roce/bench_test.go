@@ -11,7 +11,7 @@ import (
 // benchNode is a node without checks, copies or maps: what is measured is the
 // transport and the codec.
 type benchNode struct {
-	q            *QP
+	q, near      *QP // near: reached directly
 	pool         *packet.Pool
 	w            WQE
 	posted, done uint32
@@ -91,6 +91,16 @@ func (n *benchNode) WriteRemote(_ translate.Key, va translate.VA, src []byte) tr
 }
 func (n *benchNode) AtomicRemote(_ translate.Key, _ translate.VA, _ AtomicOp, _, _ uint64) (uint64, translate.Miss) {
 	return 0, n.miss(0)
+}
+func (n *benchNode) Peer() *QP { return n.near }
+func (n *benchNode) GatherSpan(_ *WQE, off, k uint64) ([]byte, translate.Miss) {
+	return n.mem[off:][:k], n.miss(0)
+}
+func (n *benchNode) ScatterSpan(_ []SGE, off, k uint64) ([]byte, translate.Miss) {
+	return n.mem[off:][:k], n.miss(0)
+}
+func (n *benchNode) RemoteSpan(_ translate.Key, va translate.VA, k uint64, _ translate.Access) ([]byte, translate.Miss) {
+	return n.mem[va:][:k], n.miss(va)
 }
 func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss      { return translate.Miss{} }
 func (n *benchNode) GetBuf() *packet.Buf                                { return n.pool.Get() }

@@ -62,8 +62,10 @@ func (f *fabric) impair(im impair) {
 func TestRCChaos(t *testing.T) {
 	for i, im := range impairments {
 		for seed := range int64(3) {
-			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i), false) })
-			t.Run(fmt.Sprintf("%s/faults/%d", im.name, seed), func(t *testing.T) { chaos(t, im, seed*100+int64(i), true) })
+			for _, m := range []localMode{framesOnly, localOn, localMixed} {
+				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) { chaos(t, im, m, seed*100+int64(i), false) })
+				t.Run(fmt.Sprintf("%s/%v/faults/%d", im.name, m, seed), func(t *testing.T) { chaos(t, im, m, seed*100+int64(i), true) })
+			}
 		}
 	}
 }
@@ -88,8 +90,9 @@ const (
 	chRecvPer = 1 << 15
 )
 
-func chaos(t *testing.T, im impair, seed int64, faults bool) {
+func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	f := newFabric(t, seed)
+	f.local = m
 	rng := rand.New(rand.NewSource(seed + 7))
 	o := opts()
 	o.retry = 7
@@ -148,13 +151,16 @@ func chaos(t *testing.T, im impair, seed int64, faults bool) {
 func TestRCChaosInvalid(t *testing.T) {
 	for _, im := range []impair{impairments[0], impairments[2], {name: "mess", loss: 0.02, dup: 0.1, late: 100e3, lag: 10e3, jitter: 20e3}} {
 		for seed := range int64(12) {
-			t.Run(fmt.Sprintf("%s/%d", im.name, seed), func(t *testing.T) { chaosInvalid(t, im, seed) })
+			for _, m := range []localMode{framesOnly, localOn, localMixed} {
+				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) { chaosInvalid(t, im, m, seed) })
+			}
 		}
 	}
 }
 
-func chaosInvalid(t *testing.T, im impair, seed int64) {
+func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	f := newFabric(t, seed)
+	f.local = m
 	rng := rand.New(rand.NewSource(seed + 70))
 	o := opts()
 	o.mtu, o.win, o.outstanding = uint8(1+rng.Intn(5)), 8<<rng.Intn(5), 1<<rng.Intn(7)

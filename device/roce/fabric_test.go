@@ -104,6 +104,7 @@ type fabric struct {
 	p      wire.RoCE
 	budget int
 	steps  int
+	local  localMode
 }
 
 func newFabric(t testing.TB, seed int64) *fabric {

@@ -102,6 +102,12 @@ func (q *QP) Header() []byte {
 // QPN returns the QP's number.
 func (q *QP) QPN() uint32 { return q.cfg.QPN }
 
+// Destination returns where frames of an RC or UC QP go: address, to be read only, and QP number.
+func (q *QP) Destination() (*AddressVector, uint32) { return &q.attr.AV, q.attr.DestQPN }
+
+// MTU returns the path MTU in bytes.
+func (q *QP) MTU() uint32 { return q.mtu }
+
 // State returns the current state.
 func (q *QP) State() State { return q.state }
 

@@ -3,6 +3,7 @@ package roce
 import (
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // The requester (IBTA 9.7.3, 9.9). WQEs are fetched in order into a ring of
@@ -49,6 +50,9 @@ type requester struct {
 	probes  uint8 // sent since the last progress
 	rnrAt   int64 // RNR: silent until then
 	stallAt int64 // no buffer: try again then
+
+	near   *QP            // the peer, while this turn may reach it directly
+	missed translate.Miss // in own memory, on the local path
 
 	// UD: what q.tx was made for
 	udAV     AddressVector
@@ -201,6 +205,7 @@ func (q *QP) runRC(budget int) (more bool) {
 		return false
 	}
 	q.blocked = false
+	asked, left := false, uint64(localSlice)
 	for ; budget > 0; budget-- {
 		if q.rnrAt != 0 || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
 			return false
@@ -214,6 +219,20 @@ func (q *QP) runRC(budget int) (more bool) {
 				q.failHead(s.w.Status)
 			}
 			return false
+		}
+		if !asked {
+			asked, q.near = true, q.localPeer()
+		}
+		if q.near != nil {
+			switch q.localRC(q.near, s, &left) {
+			case localDone:
+				if left == 0 {
+					return true
+				}
+				continue
+			case localStop:
+				return false
+			}
 		}
 		if !q.sendRC(s) {
 			return false
@@ -294,7 +313,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 		t.opcode += ucOpcode
 	} else {
 		q.unasked++
-		if t.ackReq = last || q.unasked >= ackEvery || q.nxt+1-q.una >= uint64(q.cwnd); t.ackReq {
+		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.nxt+1-q.una >= uint64(q.cwnd); t.ackReq {
 			q.unasked = 0
 		}
 	}

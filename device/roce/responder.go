@@ -290,6 +290,9 @@ func (q *QP) place(off uint64, data []byte, want uint64) verdict {
 // takeRecv makes sure that a receive WQE is at hand.
 func (q *QP) takeRecv() verdict {
 	if q.haveWQE {
+		if q.wqe.Status != StatusSuccess {
+			return vRecvBad
+		}
 		return vOK
 	}
 	q.wqe = RecvWQE{SGEs: q.wqe.SGEs[:0]}

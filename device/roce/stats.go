@@ -18,6 +18,9 @@ type Stats struct {
 	Faults             uint64           // accesses that met an absent page
 	FaultDrops         uint64           // packets dropped for one
 	Resumed, Invalid   uint64           // faults served; those whose address was not valid
+	// Requests, or the bytes of them, that a requester carried out by the local path,
+	// counted as packets, too.
+	LocalMessages, LocalBytes uint64
 }
 
 // Drop says why a packet was not taken: a header does not fit the QP (IBTA 9.6; MT-6). Such packets get no answer.

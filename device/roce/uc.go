@@ -8,10 +8,25 @@ import "github.com/vnicd/vnicd/device/wire"
 
 // runUC sends up to budget packets.
 func (q *QP) runUC(budget int) (more bool) {
+	asked, left := false, uint64(localSlice)
 	for ; budget > 0; budget-- {
 		s := q.nextUnacked()
 		if s == nil {
 			return false
+		}
+		if !asked {
+			asked, q.near = true, q.localPeer()
+		}
+		if q.near != nil && q.nxt != s.end {
+			switch q.localUC(q.near, s, &left) {
+			case localDone:
+				if left == 0 {
+					return true
+				}
+				continue
+			case localStop:
+				return false
+			}
 		}
 		// In this order, so that a memory fault that the engine catches inside
 		// Transmit finds the message as sent.

@@ -54,6 +54,8 @@ type Config struct {
 	Spin time.Duration
 	// Buffers is the number of frame buffers.
 	Buffers int
+	// LocalCopy lets RDMA between VMs of this host be a copy instead of frames. Default true.
+	LocalCopy bool
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
 	// Monitoring is where metrics are served. Its zero value: nowhere.

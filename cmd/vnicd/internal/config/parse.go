@@ -45,7 +45,7 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines,
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true,
 		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
@@ -264,6 +264,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"engines":     number(p, "engines", 1, MaxEngines, &c.Engines),
 		"buffers":     number(p, "buffers", 256, 1<<20, &c.Buffers),
 		"spin":        p.duration("spin", 0, time.Second, "20us", &c.Spin),
+		"local-copy":  p.boolean("local-copy", &c.LocalCopy),
 		"log-level": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "log-level")
 			if !ok {

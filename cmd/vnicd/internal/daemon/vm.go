@@ -75,7 +75,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	v.undo.push(v.net.Close)
 	if v.hca, err = hca.New(hca.Config{
 		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: d.version, Log: log.Named("hca"),
-		Limits: hca.Limits{QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MTTs: c.Limits.Pages},
+		NoLocalCopy: !d.cfg.LocalCopy, Limits: hca.Limits{QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MTTs: c.Limits.Pages},
 	}); err != nil {
 		return err
 	}

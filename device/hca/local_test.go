@@ -1,0 +1,256 @@
+package hca
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// localWorld is a world with the local path, whatever the rest of the run does.
+func localWorld(t *testing.T, loops, guests int) *world {
+	t.Helper()
+	defer func(old bool) { LocalPath = old }(LocalPath)
+	LocalPath = true
+	return newWorld(t, loops, guests, Limits{})
+}
+
+// mover WRITEs from one guest to another.
+type mover struct {
+	t        *testing.T
+	a, b     *tqp
+	src, dst translate.PA
+	lkey     uint32
+	rkey     uint32
+	size     int
+	n        uint64
+}
+
+func newMover(t *testing.T, a, b *tqp, size int) *mover {
+	t.Helper()
+	m := &mover{t: t, a: a, b: b, size: size, src: a.g.alloc(size), dst: b.g.alloc(size)}
+	m.lkey, m.rkey = a.g.mr(1, m.src, size, demandAccess), b.g.mr(1, m.dst, size, demandAccess)
+	return m
+}
+
+// move WRITEs once and returns the status and how many frames that took.
+func (m *mover) move() (status uint32, frames int) {
+	m.t.Helper()
+	m.n++
+	pattern(m.a.g.at(m.src, m.size), byte(m.n))
+	before := m.a.g.w.carried
+	s := m.a.wqe()
+	s.SetRequest(m.n, abi.WRRDMAWrite, abi.SendSignaled)
+	s.SetRDMA(uint64(m.dst), m.rkey)
+	s.SetSGEs([]abi.SGE{{Addr: uint64(m.src), Length: uint32(m.size), LKey: m.lkey}})
+	m.a.post()
+	wc := m.a.scq.await(1)[0]
+	if wc.ID != m.n {
+		m.t.Fatalf("completion %+v", wc)
+	}
+	if wc.Status == abi.WCSuccess && !bytes.Equal(m.a.g.at(m.src, m.size), m.b.g.at(m.dst, m.size)) {
+		m.t.Fatal("data differs")
+	}
+	return wc.Status, m.a.g.w.carried - before
+}
+
+// expect moves once; the request succeeds, as frames or not.
+func (m *mover) expect(what string, asFrames bool) {
+	m.t.Helper()
+	if st, n := m.move(); st != abi.WCSuccess || (n > 0) != asFrames {
+		m.t.Errorf("%s: status %d, %d frames", what, st, n)
+	}
+}
+
+type watcher struct{}
+
+func (watcher) Frame(*engine.Loop, bool, []byte) {}
+
+// Between two VMs of a loop there are no frames, unless somebody wants to see them,
+// they would be refused or held up, or go elsewhere. It is noticed with the next
+// turn, and so is the end of it.
+func TestLocalPath(t *testing.T) {
+	w := localWorld(t, 1, 3)
+	ga, gb := w.guests[0], w.guests[2]
+	a, b := w.pair()
+	m := newMover(t, a, b, 300_000)
+	m.expect("at first", false)
+	for _, g := range []*guest{ga, gb} {
+		if err := g.port.Attachment().SetMonitor(watcher{}); err != nil {
+			t.Fatal(err)
+		}
+		m.expect("a capture", true)
+		g.port.Attachment().RemoveMonitor()
+		m.expect("no capture any more", false)
+	}
+	for _, g := range []*guest{ga, gb} {
+		g.port.SetHCA(nil)
+		m.expect("without HCA", true)
+		g.port.SetHCA(g.Device)
+		m.expect("with HCA", false)
+	}
+	for _, g := range []*guest{ga, gb} {
+		g.SetUplink(w.carry)
+		m.expect("switched off", true)
+		g.SetPort(&shortcut{g.port, w})
+		m.expect("switched on", false)
+	}
+	other, err := lfe.NewNetwork(lfe.Config{VNI: 2, MTU: 4096 + mtuOverhead, Clock: w.clock})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range []*guest{ga, gb} {
+		if err := g.port.Move(other); err != nil {
+			t.Fatal(err)
+		}
+		m.expect("another network", true) // the test's wire still carries it
+		if err := g.port.Move(w.net); err != nil {
+			t.Fatal(err)
+		}
+		m.expect("moved back", false)
+	}
+	small, err := lfe.NewNetwork(lfe.Config{VNI: 3, MTU: 4096, Clock: w.clock})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range []*guest{ga, gb} {
+		if err := g.port.Move(small); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.expect("frames beyond the MTU", true)
+	if ga.Stats().Value[abi.StatTxPackets] == 0 {
+		t.Error("nothing was counted")
+	}
+}
+
+// What ends a connection over the wire ends it here.
+func TestLocalPeerGone(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		do   func(m *mover)
+	}{
+		{"peer in error", func(m *mover) { m.b.modify(abi.QPErr, 0, abi.QPAttr{}) }},
+		{"peer reset", func(m *mover) { m.b.modify(abi.QPReset, 0, abi.QPAttr{}) }},
+		{"peer destroyed", func(m *mover) { m.b.g.must(abi.CmdDestroyQP, handle(m.b.n)) }},
+		{"peer's port down", func(m *mover) { m.b.g.link.Store(false) }},
+		{"own port down", func(m *mover) { m.a.g.link.Store(false) }},
+		{"peer has no driver", func(m *mover) { m.b.g.up.Store(false) }},
+		{"peer's address gone", func(m *mover) {
+			m.b.g.must(abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Type: abi.GIDRoCEv2, VLANID: abi.NoVLAN, SMAC: m.b.g.cfg.MAC, GID: [16]byte{10: 0xff, 11: 0xff, 12: 11, 15: 99}}))
+		}},
+		{"peer connected to another", func(m *mover) {
+			third := m.a.g.w.guests[1]
+			q := third.qp(qpSpec{pd: third.pd()})
+			m.b.modify(abi.QPReset, 0, abi.QPAttr{})
+			m.b.connectRC(q)
+		}},
+		{"peer's device reset", func(m *mover) { m.b.g.Reset() }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := localWorld(t, 1, 3)
+			a, b := w.pair()
+			m := newMover(t, a, b, 20_000)
+			m.expect("before", false)
+			c.do(m)
+			was := append([]byte(nil), b.g.at(m.dst, m.size)...)
+			if st, _ := m.move(); st != abi.WCRetryExcErr {
+				t.Errorf("status %d", st)
+			}
+			if !bytes.Equal(was, b.g.at(m.dst, m.size)) {
+				t.Error("memory was written")
+			}
+		})
+	}
+}
+
+// QPs of different loops, QPs of one VM, and a QP that is its own peer.
+func TestLocalPlaces(t *testing.T) {
+	w := localWorld(t, 2, 2)
+	g := w.guests[0]
+	pd := g.pd()
+	var qs []*tqp
+	for range 3 {
+		qs = append(qs, g.qp(qpSpec{pd: pd}))
+	}
+	for _, c := range []struct {
+		x, y   *tqp
+		frames bool
+	}{{qs[0], qs[2], false}, {qs[2], qs[0], false}, {qs[0], qs[1], true}, {qs[1], qs[1], true}} {
+		for _, p := range [][2]*tqp{{c.x, c.y}, {c.y, c.x}} {
+			p[0].modify(abi.QPReset, 0, abi.QPAttr{})
+			p[0].connectRC(p[1])
+		}
+		newMover(t, c.x, c.y, 9000).expect(fmt.Sprintf("engines %d, %d", c.x.engine, c.y.engine), c.frames)
+	}
+}
+
+// While a copy goes on both VMs' releases wait (EP-1, EP-3), and so does who
+// changes the switch; not any longer.
+func TestLocalHolds(t *testing.T) {
+	w := localWorld(t, 1, 2)
+	a, b := w.pair()
+	q := a.g.qpFor(a.n)
+	w.loops[0].Do(func() {
+		tok, _ := q.lane.enter()
+		if q.Peer() != b.g.qpFor(b.n).t {
+			t.Fatal("another peer")
+		}
+		da, db := a.g.space.Epochs().Flip(), b.g.space.Epochs().Flip()
+		if da.Done() || db.Done() {
+			t.Error("a release did not wait")
+		}
+		q.lane.part()
+		q.lane.part()
+		if da.Done() || !db.Done() {
+			t.Error("the peer's memory is still in use")
+		}
+		q.lane.leave(tok)
+		if !da.Done() {
+			t.Error("own memory is still in use")
+		}
+	})
+	w.net.Quiesce() // or would wait for ever
+}
+
+// A hole in one VM's memory stops that VM's device and no other, whichever side of
+// a copy it is on.
+func TestLocalHole(t *testing.T) {
+	for _, own := range []bool{true, false} {
+		t.Run(fmt.Sprintf("own=%v", own), func(t *testing.T) {
+			w := localWorld(t, 1, 2)
+			a, b := w.pair()
+			m := newMover(t, a, b, 64<<10)
+			m.expect("before", false)
+			victim, other, at := a.g, b.g, m.src
+			if !own {
+				victim, other, at = b.g, a.g, m.dst
+			}
+			// What lies behind is gone; rings and tables lie before.
+			if err := unix.Ftruncate(victim.memfd, int64(at-memBase)+8192); err != nil {
+				t.Fatal(err)
+			}
+			s := a.wqe()
+			s.SetRequest(9, abi.WRRDMAWrite, abi.SendSignaled)
+			s.SetRDMA(uint64(m.dst), m.rkey)
+			s.SetSGEs([]abi.SGE{{Addr: uint64(m.src), Length: uint32(m.size), LKey: m.lkey}})
+			a.post()
+			w.step(10)
+			if !victim.broken.Load() || other.broken.Load() {
+				t.Errorf("stopped: victim %v, other %v", victim.broken.Load(), other.broken.Load())
+			}
+			if !own { // as if the peer's port had gone
+				if wc := a.scq.await(1)[0]; wc.Status != abi.WCRetryExcErr {
+					t.Errorf("%+v", wc)
+				}
+			}
+			other.must(abi.CmdQueryPort, nil)
+		})
+	}
+}

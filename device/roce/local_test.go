@@ -1,0 +1,131 @@
+package roce
+
+import (
+	"testing"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// localMode says how often QPs of a fabric may reach each other directly.
+type localMode uint8
+
+const (
+	framesOnly localMode = iota
+	localOn
+	localMixed // comes and goes with each turn
+)
+
+func (m localMode) String() string { return [...]string{"frames", "local", "mixed"}[m] }
+
+// Peer implements Adapter.
+func (n *node) Peer() *QP {
+	if n.f.local == framesOnly || n.f.local == localMixed && n.f.rng.Intn(3) == 0 {
+		return nil
+	}
+	if p := n.f.byQPN(n.q.attr.DestQPN); p != nil && p.f == n.f {
+		return p.q
+	}
+	return nil
+}
+
+// span cuts what n bytes from va on are to what is contiguous: some of it, and
+// within a page if pages come and go.
+func (n *node) span(b []byte, key translate.Key, va uint64, need translate.Access) ([]byte, translate.Miss) {
+	k := uint64(len(b))
+	if n.rng != nil {
+		k = min(k, pageBytes-va%pageBytes)
+	} else if n.f.rng.Intn(2) == 0 {
+		k = 1 + uint64(n.f.rng.Int63n(int64(k)))
+	}
+	if m := n.touch(key, va, k, need); !m.OK() {
+		return nil, m
+	}
+	return b[:k], translate.Miss{}
+}
+
+func (n *node) localSpan(what string, sg []SGE, off, k uint64, need translate.Access) ([]byte, translate.Miss) {
+	if m := n.miss(what); !m.OK() {
+		return nil, m
+	}
+	for _, s := range sg {
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		k = min(k, uint64(s.Length)-off)
+		r := n.regions[s.Key]
+		if r == nil {
+			return nil, translate.Miss{Kind: translate.BadKey}
+		}
+		if need&^r.access != 0 {
+			return nil, translate.Miss{Kind: translate.BadAccess}
+		}
+		b, ok := r.at(uint64(s.VA)+off, k)
+		if !ok {
+			return nil, translate.Miss{Kind: translate.OutOfRange}
+		}
+		return n.span(b, s.Key, uint64(s.VA)+off, need)
+	}
+	n.f.t.Fatalf("%s: access beyond the segments", n.name)
+	return nil, translate.Miss{}
+}
+
+// GatherSpan implements Adapter.
+func (n *node) GatherSpan(w *WQE, off, k uint64) ([]byte, translate.Miss) {
+	return n.localSpan("gather", w.SGEs, off, k, 0)
+}
+
+// ScatterSpan implements Adapter.
+func (n *node) ScatterSpan(sg []SGE, off, k uint64) ([]byte, translate.Miss) {
+	return n.localSpan("scatter", sg, off, k, translate.LocalWrite)
+}
+
+// RemoteSpan implements Adapter.
+func (n *node) RemoteSpan(key translate.Key, va translate.VA, k uint64, need translate.Access) ([]byte, translate.Miss) {
+	what := "readremote"
+	if need.Writes() {
+		what = "writeremote"
+	}
+	if m := n.miss(what); !m.OK() {
+		return nil, m
+	}
+	b, m := n.remote(key, va, k, need)
+	if !m.OK() {
+		return nil, m
+	}
+	return n.span(b, key, uint64(va), need)
+}
+
+// What goes the local way makes no frames.
+func TestLocalNoFrames(t *testing.T) {
+	for _, typ := range []Type{RC, UC} {
+		f := newFabric(t, 1)
+		f.local = localOn
+		o := opts()
+		o.typ = typ
+		a, b := f.pair(o)
+		a.reg(4, chLocal, 1<<20, allAccess)
+		b.reg(1, chTarget, 1<<20, allAccess)
+		b.reg(5, chRecv, 1<<16, allAccess)
+		for range 4 {
+			b.postRecv(sge(5, chRecv, 1<<16))
+		}
+		a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 1000), sge(4, chLocal+1000, 1<<20-1000)}})
+		a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(4, chLocal, 1<<16)}})
+		a.post(WQE{Opcode: WRSendImm, Inline: true, InlineData: []byte("hello")})
+		a.post(WQE{Opcode: WRWriteImm, RKey: 1, RemoteVA: chTarget})
+		want := []Status{0, 0, 0, 0}
+		if typ == RC {
+			a.post(WQE{Opcode: WRRead, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 1<<20)}})
+			a.post(WQE{Opcode: WRFetchAdd, RKey: 1, RemoteVA: chTarget, SwapAdd: 1, SGEs: []SGE{sge(4, chLocal, 8)}})
+			want = append(want, 0, 0)
+		}
+		f.settle(1e9)
+		a.wantSends(want...)
+		b.wantRecvs(0, 0, 0)
+		if s := a.q.Stats(); f.frames != 0 || s.LocalMessages != uint64(len(want)) {
+			t.Errorf("%d frames, %+v", f.frames, *s)
+		}
+		same(t, "memory behind the atomic", b.regions[1].buf[8:], a.regions[4].buf[8:])
+	}
+}

@@ -1,8 +1,8 @@
-// Package gso does in software what senders leave to network cards: checksums and segmentation of TCP (TSO) and UDP
+// Package gso does in software what senders leave to network cards: checksums, segmentation and merging of TCP (TSO) and UDP
 // (USO). It is the one place that does so, and the one that decides whether to believe the headers that ask for it.
 //
 // Accept checks a virtio header against its frame; Complete and Segmenter do the work where a frame leaves through a port
-// that cannot. Nothing here allocates or keeps state beyond the frame.
+// that cannot; Merger makes large frames of small ones. Nothing here allocates or keeps state beyond the frame in the making.
 package gso
 
 import (

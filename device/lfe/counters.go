@@ -21,18 +21,18 @@ type shard struct {
 
 func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
 
-// In counts a frame of n bytes that entered the network.
-func (c *Counters) In(l *engine.Loop, n int) {
+// In counts frames, of so many bytes together, that entered the network.
+func (c *Counters) In(l *engine.Loop, frames, bytes int) {
 	s := &c.shards[l.ID()]
-	add(&s.inFrames, 1)
-	add(&s.inBytes, uint64(n))
+	add(&s.inFrames, uint64(frames))
+	add(&s.inBytes, uint64(bytes))
 }
 
-// Out counts a frame of n bytes that left the network.
-func (c *Counters) Out(l *engine.Loop, n int) {
+// Out counts frames, of so many bytes together, that left the network.
+func (c *Counters) Out(l *engine.Loop, frames, bytes int) {
 	s := &c.shards[l.ID()]
-	add(&s.outFrames, 1)
-	add(&s.outBytes, uint64(n))
+	add(&s.outFrames, uint64(frames))
+	add(&s.outBytes, uint64(bytes))
 }
 
 func (c *Counters) answered(l *engine.Loop) { add(&c.shards[l.ID()].answers, 1) }

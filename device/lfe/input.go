@@ -20,7 +20,7 @@ func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) {
 	n := a.net
 	if a.closed.Load() {
-		a.Counters.Drop(l, PortClosed, 1)
+		a.Counters.Drop(l, PortClosed, b.Segments())
 		return
 	}
 	f := b.Bytes()
@@ -31,10 +31,11 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 		a.Counters.Drop(l, ShortFrame, 1)
 		return
 	}
-	a.Counters.In(l, len(f))
+	frames := b.Segments()
+	a.Counters.In(l, frames, b.WireBytes())
 	h := parse(f)
 	if reason, ok := a.admit(l, b, f, &h); !ok {
-		a.Counters.Drop(l, reason, 1)
+		a.Counters.Drop(l, reason, frames)
 		if reason == TooBig {
 			a.tooBig(l, f, &h, n.MTU(), from)
 		}
@@ -59,8 +60,8 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 		a.unicast(l, b, out, to)
 		return
 	}
-	if !a.limits.stormOf(from.Remote).take(l.Now(), b.Segments()) {
-		a.Counters.Drop(l, Storm, 1)
+	if !a.limits.stormOf(from.Remote).take(l.Now(), frames) {
+		a.Counters.Drop(l, Storm, frames)
 		return
 	}
 	a.flood(l, b, t)
@@ -117,7 +118,7 @@ func (a *Attachment) admit(l *engine.Loop, b *packet.Buf, f []byte, h *header) (
 	if a.ips != nil && !a.guard(f, h) {
 		return SpoofedIP, false
 	}
-	if !a.limits.in.take(l.Now(), 8*len(f)) {
+	if !a.limits.in.take(l.Now(), 8*b.WireBytes()) {
 		return RateLimit, false
 	}
 	return 0, true
@@ -125,7 +126,7 @@ func (a *Attachment) admit(l *engine.Loop, b *packet.Buf, f []byte, h *header) (
 
 func (a *Attachment) unicast(l *engine.Loop, b *packet.Buf, out *Attachment, to Destination) {
 	if out == a && !a.cfg.Hairpin || out != a && a.cfg.Kind == KindVTEP && out.cfg.Kind == KindVTEP {
-		a.Counters.Drop(l, SplitHorizon, 1)
+		a.Counters.Drop(l, SplitHorizon, b.Segments())
 		return
 	}
 	out.output(l, b, to)
@@ -137,11 +138,11 @@ func (a *Attachment) output(l *engine.Loop, b *packet.Buf, to Destination) {
 		a.finish(l, b, to)
 		return
 	}
-	if !a.limits.out.take(l.Now(), 8*b.Len()) {
-		a.Counters.Drop(l, RateLimit, 1)
+	if !a.limits.out.take(l.Now(), 8*b.WireBytes()) {
+		a.Counters.Drop(l, RateLimit, b.Segments())
 		return
 	}
-	a.Counters.Out(l, b.Len())
+	a.Counters.Out(l, b.Segments(), b.WireBytes())
 	if m := a.monitor.Load(); m != nil {
 		(*m).Frame(l, false, b.Bytes())
 	}
@@ -159,6 +160,6 @@ func (a *Attachment) flood(l *engine.Loop, b *packet.Buf, t *portTable) {
 		out.output(l, b, Destination{Flood: true})
 	}
 	if !sent {
-		a.Counters.Drop(l, NoPort, 1)
+		a.Counters.Drop(l, NoPort, b.Segments())
 	}
 }

@@ -1,6 +1,8 @@
 package lfe
 
 import (
+	"time"
+
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/packet"
@@ -13,6 +15,19 @@ import (
 // they were agreed on before. At first it is nothing. A port that does not take NeedCsum gets frames to be cut all the same, if it
 // takes those: their checksums are a part of that.
 func (a *Attachment) SetOffloads(n packet.Need) { a.offloads.Store(uint32(n)) }
+
+// Accepts returns what may be left undone in a frame from this port that begins with f, 14 bytes at least: that of the one port
+// that it would go to now, nothing if it is not one. For those who can choose in which form a frame comes. Loop thread only.
+func (a *Attachment) Accepts(l *engine.Loop, f []byte) packet.Need {
+	n := a.net
+	r := n.enter(l)
+	defer r.leave()
+	out, _ := n.lookup(macKey(f), parse(f).vlan, uint32(l.Now()/int64(time.Second)))
+	if out == nil {
+		return 0
+	}
+	return packet.Need(out.offloads.Load())
+}
 
 // takes tells whether the port takes a frame as it is.
 func (a *Attachment) takes(b *packet.Buf) bool {

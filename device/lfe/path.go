@@ -58,12 +58,13 @@ func (a *Attachment) Send(l *engine.Loop, b *packet.Buf, p *Path) {
 	if m := a.monitor.Load(); m != nil {
 		(*m).Frame(l, true, b.Bytes())
 	}
-	a.Counters.In(l, b.Len())
+	frames, bytes := b.Segments(), b.WireBytes()
+	a.Counters.In(l, frames, bytes)
 	switch {
 	case b.WireLen() > int(n.mtu.Load())+p.l3:
-		a.Counters.Drop(l, TooBig, 1)
-	case !a.limits.in.take(l.Now(), 8*b.Len()):
-		a.Counters.Drop(l, RateLimit, 1)
+		a.Counters.Drop(l, TooBig, frames)
+	case !a.limits.in.take(l.Now(), 8*bytes):
+		a.Counters.Drop(l, RateLimit, frames)
 	default:
 		a.unicast(l, b, p.out, p.to)
 	}

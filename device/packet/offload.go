@@ -47,3 +47,6 @@ func (b *Buf) Segments() int {
 	}
 	return 1
 }
+
+// WireBytes is the sum of their lengths.
+func (b *Buf) WireBytes() int { return b.n + (b.Segments()-1)*int(b.Offload.Payload) }

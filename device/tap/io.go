@@ -138,11 +138,11 @@ func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
 		case unix.EINTR:
 			continue
 		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
-			t.att.Counters.Drop(l, lfe.QueueFull, 1)
+			t.att.Counters.Drop(l, lfe.QueueFull, b.Segments())
 		case unix.EIO: // interface is down
-			t.att.Counters.Drop(l, lfe.NotReady, 1)
+			t.att.Counters.Drop(l, lfe.NotReady, b.Segments())
 		default:
-			t.att.Counters.Drop(l, lfe.SendError, 1)
+			t.att.Counters.Drop(l, lfe.SendError, b.Segments())
 		}
 		return
 	}

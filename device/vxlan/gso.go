@@ -25,7 +25,7 @@ type gsoSender struct {
 	headers [gsoSegments][HeaderLen + gso.MaxHeaders]byte
 	iovs    [2 * gsoSegments]unix.Iovec
 	msg     [1]mmsghdr
-	ctrl    gsoControl
+	ctrl    txControl
 }
 
 // canSegment tells whether the kernel knows UDP_SEGMENT.
@@ -34,12 +34,23 @@ func canSegment(fd int) bool {
 	return err == nil
 }
 
-// offloads is what the VTEP's ports take.
-func (vt *VTEP) offloads() packet.Need {
-	if !vt.segments {
-		return 0
+// cannotCut tells whether an error may be one of messages to be cut only: the path has become narrower, or its card cannot.
+func cannotCut(errno unix.Errno) bool {
+	return errno == unix.EINVAL || errno == unix.EIO || errno == unix.EMSGSIZE || errno == unix.EOPNOTSUPP
+}
+
+// together has the port's datagrams leave in messages to be cut from now on, if the VTEP can.
+func (p *port) together() {
+	if p.vt.segments {
+		p.segments.Store(true)
+		p.att.SetOffloads(packet.NeedGSO | packet.NeedECN)
 	}
-	return packet.NeedGSO | packet.NeedECN
+}
+
+// oneByOne ends that, because the kernel refuses; once a minute we try again (refreshLocked).
+func (p *port) oneByOne() {
+	p.segments.Store(false)
+	p.att.SetOffloads(0)
 }
 
 // cut sends a frame that is to be cut to one peer, behind what its flow has sent before. If the kernel does not do it, the switch
@@ -57,33 +68,32 @@ func (s *sender) cut(b *packet.Buf, p *port, x *peer, fl flow) {
 	size := HeaderLen + b.WireLen()
 	limit := min(gsoSegments, gsoBytes/size)
 	for g.seg.Start(b); g.seg.Left() > 0; {
-		n := 0
+		n, bytes := 0, 0
 		for ; n < limit && g.seg.Left() > 0; n++ {
 			h := g.headers[n][:]
 			copy(h, p.header[:])
 			hn, payload := g.seg.Header(h[HeaderLen:])
 			setIovec(&g.iovs[2*n], h[:HeaderLen+hn])
 			setIovec(&g.iovs[2*n+1], payload)
+			bytes += hn + len(payload)
 		}
 		m := &g.msg[0]
 		m.setName(&x.raw, x.rawLen)
 		m.setIov(g.iovs[:2*n])
-		m.setGSO(&g.ctrl, outerTOS(fl, s.vt.dscp), s.vt.v6, uint16(size))
+		m.setControl(g.ctrl.put(outerTOS(fl, s.vt.dscp), s.vt.v6, size))
 		switch errno := sendOne(k.fd, &g.msg); errno {
 		case 0:
-			for range n {
-				s.vt.Counters.Out(s.l, size-HeaderLen)
-			}
+			s.vt.Counters.Out(s.l, n, bytes)
 		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
 			p.drop(s.l, lfe.QueueFull, n+g.seg.Left())
 			return
-		case unix.EINVAL, unix.EIO, unix.EMSGSIZE, unix.EOPNOTSUPP:
-			// The path has become narrower, or its card cannot. Sent one by one the datagrams find out; once a minute we try again
-			// (refreshLocked). What went out already goes out twice.
-			p.att.SetOffloads(0)
-			p.att.Cut(s.l, b, lfe.Destination{Remote: x.id})
-			return
 		default:
+			if cannotCut(errno) {
+				// Sent one by one the datagrams find out. What went out already goes out twice.
+				p.oneByOne()
+				p.att.Cut(s.l, b, lfe.Destination{Remote: x.id})
+				return
+			}
 			p.drop(s.l, sendReason(errno), n+g.seg.Left())
 			return
 		}

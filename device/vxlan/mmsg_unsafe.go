@@ -18,7 +18,7 @@ type mmsghdr struct {
 	_   [4]byte
 }
 
-// control holds the ancillary data of one message: the traffic class.
+// control is one control message of one number.
 type control [24]byte // CMSG_SPACE(sizeof(int))
 
 func putRawAddr(r *rawAddr, a netip.AddrPort, scope uint32) (n uint32) {
@@ -64,19 +64,35 @@ func (c *control) putTOS(tos uint8, v6 bool) {
 	binary.NativeEndian.PutUint32(c[16:], uint32(tos))
 }
 
-// tos reads the traffic class from the control message of a received datagram of n control bytes; 0 if there is none.
-func (c *control) tos(n uint64) uint8 {
-	if n < unix.SizeofCmsghdr+1 {
-		return 0
+// pairs returns pairs of iovecs as one list.
+func pairs(v [][2]unix.Iovec) []unix.Iovec { return unsafe.Slice(&v[0][0], 2*len(v)) }
+
+// rxControl holds the ancillary data of a received message: traffic class and, if the kernel has put several datagrams together,
+// their size.
+type rxControl [24 + 24]byte
+
+// parse reads n bytes of control messages. size is 0 where the message is one datagram; what the kernel says otherwise is for the
+// caller to check.
+func (c *rxControl) parse(n uint64) (tos uint8, size int) {
+	p := c[:min(n, uint64(len(c)))]
+	for len(p) > unix.SizeofCmsghdr {
+		end := binary.NativeEndian.Uint64(p)
+		if end <= unix.SizeofCmsghdr || end > uint64(len(p)) {
+			break
+		}
+		data := p[unix.SizeofCmsghdr:end]
+		level, typ := binary.NativeEndian.Uint32(p[8:]), binary.NativeEndian.Uint32(p[12:])
+		switch {
+		case level == unix.IPPROTO_IP && typ == unix.IP_TOS:
+			tos = data[0] // the kernel sends one byte
+		case level == unix.IPPROTO_IPV6 && typ == unix.IPV6_TCLASS && len(data) >= 4:
+			tos = uint8(binary.NativeEndian.Uint32(data))
+		case level == unix.SOL_UDP && typ == unix.UDP_GRO && len(data) >= 4:
+			size = int(int32(binary.NativeEndian.Uint32(data)))
+		}
+		p = p[min((end+7)&^7, uint64(len(p))):]
 	}
-	level, typ := binary.NativeEndian.Uint32(c[8:]), binary.NativeEndian.Uint32(c[12:])
-	switch {
-	case level == unix.IPPROTO_IP && typ == unix.IP_TOS:
-		return c[16] // the kernel sends one byte
-	case level == unix.IPPROTO_IPV6 && typ == unix.IPV6_TCLASS && n >= unix.SizeofCmsghdr+4:
-		return uint8(binary.NativeEndian.Uint32(c[16:]))
-	}
-	return 0
+	return tos, size
 }
 
 func setIovec(v *unix.Iovec, p []byte) {
@@ -95,32 +111,29 @@ func (m *mmsghdr) setIov(v []unix.Iovec) {
 	m.hdr.SetIovlen(len(v))
 }
 
-func (m *mmsghdr) setControl(c *control, on bool) {
-	if !on {
-		m.hdr.Control = nil
-		m.hdr.SetControllen(0)
-		return
-	}
-	m.hdr.Control = &c[0]
+func (m *mmsghdr) setControl(c []byte) {
+	m.hdr.Control = unsafe.SliceData(c)
 	m.hdr.SetControllen(len(c))
 }
 
-// gsoControl holds the ancillary data of a message to be cut: segment size and traffic class.
-type gsoControl [24 + 24]byte
+// txControl holds the ancillary data of a message to be sent.
+type txControl [24 + 24]byte
 
-// setGSO has a message cut into datagrams of size bytes.
-func (m *mmsghdr) setGSO(c *gsoControl, tos uint8, v6 bool, size uint16) {
-	binary.NativeEndian.PutUint64(c[0:], unix.SizeofCmsghdr+2)
-	binary.NativeEndian.PutUint32(c[8:], unix.SOL_UDP)
-	binary.NativeEndian.PutUint32(c[12:], unix.UDP_SEGMENT)
-	binary.NativeEndian.PutUint16(c[16:], size)
-	n := 24
-	if tos != 0 {
-		(*control)(c[24:]).putTOS(tos, v6)
-		n = 48
+// put writes what is wanted: size, unless 0, has the message cut into datagrams of so many bytes. It returns the part that is used.
+func (c *txControl) put(tos uint8, v6 bool, size int) []byte {
+	n := 0
+	if size != 0 {
+		binary.NativeEndian.PutUint64(c[0:], unix.SizeofCmsghdr+2)
+		binary.NativeEndian.PutUint32(c[8:], unix.SOL_UDP)
+		binary.NativeEndian.PutUint32(c[12:], unix.UDP_SEGMENT)
+		binary.NativeEndian.PutUint16(c[16:], uint16(size))
+		n = 24
 	}
-	m.hdr.Control = &c[0]
-	m.hdr.SetControllen(n)
+	if tos != 0 {
+		(*control)(c[n:]).putTOS(tos, v6)
+		n += 24
+	}
+	return c[:n]
 }
 
 // recvmmsg and sendmmsg never block (the sockets are non-blocking), so they skip the Go scheduler's bookkeeping for

@@ -81,7 +81,7 @@ func (vt *VTEP) narrowest(s *peerSet, paths map[netip.Addr]int, devs map[int]int
 
 // refreshLocked computes all MTUs and passes them on to the networks.
 func (vt *VTEP) refreshLocked() error {
-	under, dev, err := underlayMTU(vt.nl, vt.cfg.Local)
+	under, dev, virtual, err := underlayMTU(vt.nl, vt.cfg.Local)
 	if err != nil {
 		return err
 	}
@@ -93,6 +93,7 @@ func (vt *VTEP) refreshLocked() error {
 		vt.log.Info("underlay's MTU has changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
 	}
 	vt.mtu, vt.dev = mtu, dev
+	vt.virtual.Store(virtual)
 	paths, devs := make(map[netip.Addr]int), make(map[int]int)
 	for vni, p := range *vt.nets.Load() {
 		m := vt.narrowest(p.peers.Load(), paths, devs)
@@ -103,7 +104,7 @@ func (vt *VTEP) refreshLocked() error {
 		}
 		p.mtu = m
 		p.net.SetUnderlayMTU(m)
-		p.att.SetOffloads(vt.offloads())
+		p.together()
 	}
 	vt.paths.Store(&paths)
 	return nil

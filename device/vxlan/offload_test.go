@@ -167,8 +167,7 @@ func TestOffloads(t *testing.T) {
 			}
 			datagrams(t, a, b)
 			w.report(t, ha.net.MTU()+wire.EthernetLen)
-			// A Linux vxlan device sends none.
-			if cut := c.here || c.there; cut != (w.summed > 100) || !cut && w.summed > 0 {
+			if w.summed < 100 {
 				t.Errorf("%d of %d datagrams were cut by the kernel", w.summed, w.tcp)
 			}
 			for _, p := range ha.net.Status().Ports {

@@ -29,6 +29,7 @@ type port struct {
 	att        *lfe.Attachment
 	header     [HeaderLen]byte // the same for all frames of the network
 	learn      atomic.Bool
+	segments   atomic.Bool // messages to be cut are not refused
 	maxPeers   int
 	peers      atomic.Pointer[peerSet]
 	configured []netip.Addr // with zones, as they were given; VTEP.mu

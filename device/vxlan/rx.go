@@ -17,31 +17,64 @@ const (
 )
 
 // receiver is the receiving half of one loop.
+//
+// A message is one datagram or, if the kernel has put some of a flow together (UDP_GRO), several of equal size, of which the last
+// may be shorter. It is received into a frame buffer and, what does not fit there, into the message's spill. A datagram alone goes on
+// in that frame buffer; one of several is copied out, or becomes part of a large frame (merge.go).
 type receiver struct {
 	vt    *VTEP
 	l     *engine.Loop
 	fd    int
 	watch *engine.Watch
 
-	have, pos int // datagrams of the batch in hand: received, and looked at
-	msgs      [rxBatch]mmsghdr
-	iovs      [rxBatch]unix.Iovec
-	names     [rxBatch]rawAddr
-	ctrls     [rxBatch]control
-	bufs      [rxBatch]*packet.Buf // nil where the pool was empty
-	lost      [rxBatch][HeaderLen]byte
+	have int // messages of the batch in hand
+	pos  int // the one that is looked at
+	off  int // where in it the next datagram begins
+
+	msgs   [rxBatch]mmsghdr
+	iovs   [rxBatch][2]unix.Iovec
+	names  [rxBatch]rawAddr
+	ctrls  [rxBatch]rxControl
+	bufs   [rxBatch]*packet.Buf // nil where the pool was empty
+	lost   [rxBatch][HeaderLen]byte
+	spills [rxBatch][]byte // nil: messages are single datagrams
+	head   int             // what a spill has room for in front: the part of a datagram whose rest is in the spill
+
+	msg    message
+	merger merger
+	cur    *packet.Buf // a frame that is being handed to a network, other than those in bufs
 
 	resume *engine.Timer // continues a batch that a memory fault has cut short
 
-	// The sender of the datagram before, most often this one's too.
+	// The sender of the message before, most often this one's too.
 	lastAddr rawAddr
 	lastIP   netip.Addr
 }
 
+// message is what is known of the message at pos.
+type message struct {
+	n    int // bytes
+	size int // of each datagram
+	tos  uint8
+	from netip.AddrPort
+	vni  uint32 // of the first datagram
+}
+
 func newReceiver(vt *VTEP, l *engine.Loop, fd int) *receiver {
-	r := &receiver{vt: vt, l: l, fd: fd}
+	r := &receiver{vt: vt, l: l, fd: fd, head: vt.cfg.Pool.Capacity()}
+	iovs := 1
+	if vt.cfg.Pool.Largest() >= packet.BigCapacity && unix.SetsockoptInt(fd, unix.SOL_UDP, unix.UDP_GRO, 1) == nil { // Linux 5.0
+		iovs = 2
+		// One piece, of which only what is used becomes memory.
+		slab := make([]byte, rxBatch*(r.head+gsoBytes))
+		for i := range r.spills {
+			r.spills[i] = slab[:r.head+gsoBytes]
+			slab = slab[r.head+gsoBytes:]
+			setIovec(&r.iovs[i][1], r.spills[i][r.head:])
+		}
+	}
 	for i := range r.msgs {
-		r.msgs[i].setIov(r.iovs[i : i+1])
+		r.msgs[i].setIov(r.iovs[i][:iovs])
 	}
 	r.resume = l.NewTimer(func(int64) { r.batch() }, engine.Name("vxlan receive"), engine.OnFault(r.onFault))
 	return r
@@ -62,20 +95,20 @@ func (r *receiver) ready() {
 				r.bufs[i] = r.vt.cfg.Pool.Get()
 			}
 			if b := r.bufs[i]; b != nil {
-				setIovec(&r.iovs[i], b.Room())
+				setIovec(&r.iovs[i][0], b.Room())
 			} else {
-				// The datagram must leave the socket all the same, or the loop would spin on it.
-				setIovec(&r.iovs[i], r.lost[i][:])
+				// The message must leave the socket all the same, or the loop would spin on it.
+				setIovec(&r.iovs[i][0], r.lost[i][:])
 			}
 			m.setName(&r.names[i], uint32(len(r.names[i])))
-			m.setControl(&r.ctrls[i], true)
+			m.setControl(r.ctrls[i][:])
 			m.hdr.Flags = 0
 		}
 		n, errno := recvmmsg(r.fd, r.msgs[:])
 		if errno != 0 || n <= 0 {
 			return // EAGAIN, or an ICMP error that the call has cleared
 		}
-		r.have, r.pos = n, 0
+		r.have, r.pos, r.off = n, 0, 0
 		r.batch()
 		if n < rxBatch {
 			return
@@ -83,13 +116,28 @@ func (r *receiver) ready() {
 	}
 }
 
+// batch looks at what is in hand. A memory fault may end it at any frame; it goes on behind that one when called again.
 func (r *receiver) batch() {
+	r.drain()
 	for r.pos < r.have {
-		i := r.pos
-		r.pos++
-		r.datagram(i)
+		if r.off == 0 && !r.open() {
+			r.pos++
+			continue
+		}
+		at := r.off
+		if r.off += r.msg.size; r.off >= r.msg.n {
+			r.pos++
+			r.off = 0
+			r.datagram(r.pos-1, at, r.msg.n)
+		} else {
+			r.datagram(r.pos, at, r.off)
+		}
+	}
+	r.flush()
+	for i := range r.have {
 		r.done(i)
 	}
+	r.have, r.pos = 0, 0
 }
 
 // done takes our reference back: the buffer serves again if nobody else kept it.
@@ -105,62 +153,132 @@ func (r *receiver) done(i int) {
 	}
 }
 
-func (r *receiver) datagram(i int) {
+// open begins with a message, and drops it as a whole if there is something wrong with it.
+func (r *receiver) open() bool {
+	i, vt := r.pos, r.vt
 	m, b := &r.msgs[i], r.bufs[i]
-	vt := r.vt
 	if b == nil {
 		vt.Counters.Drop(r.l, lfe.NoBuffer, 1)
-		return
+		return false
 	}
+	tos, size := r.ctrls[i].parse(uint64(m.hdr.Controllen))
 	n := int(m.n)
-	if m.hdr.Flags&unix.MSG_TRUNC != 0 || !b.SetLen(n) {
-		vt.Counters.Drop(r.l, lfe.Truncated, 1)
-		return
+	several := size > 0 && size < n
+	if !several {
+		size = n
 	}
-	vt.Counters.In(r.l, n)
+	if m.hdr.Flags&unix.MSG_TRUNC != 0 || size > b.Cap() {
+		vt.Counters.Drop(r.l, lfe.Truncated, 1)
+		return false
+	}
 	if r.names[i] != r.lastAddr {
 		r.lastAddr, r.lastIP = r.names[i], r.names[i].addr()
 	}
-	if mon := vt.monitor.Load(); mon != nil {
-		(*mon).Datagram(r.l, false, netip.AddrPortFrom(r.lastIP, r.names[i].port()), netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port),
-			r.ctrls[i].tos(uint64(m.hdr.Controllen)), nil, b.Bytes())
-	}
-	vni, ok := parseHeader(b.Bytes())
-	if !ok {
-		vt.Counters.Drop(r.l, lfe.BadHeader, 1)
+	if size <= HeaderLen && several || n == 0 {
+		count := max(n, 1) / max(size, 1)
+		vt.Counters.Drop(r.l, lfe.BadHeader, count)
 		vt.refuse(r.l, r.lastIP, 0, lfe.BadHeader)
+		return false
+	}
+	r.msg = message{n: n, size: size, tos: tos, from: netip.AddrPortFrom(r.lastIP, r.names[i].port())}
+	return true
+}
+
+// bytes returns a datagram of message i. One that lies across the end of the frame buffer is made one piece in front of the spill.
+func (r *receiver) bytes(i, from, to int) []byte {
+	room := r.bufs[i].Room()
+	if to <= len(room) {
+		return room[from:to]
+	}
+	spill := r.spills[i]
+	if from < len(room) {
+		copy(spill[r.head-(len(room)-from):r.head], room[from:])
+	}
+	shift := r.head - len(room)
+	return spill[from+shift : to+shift]
+}
+
+func (r *receiver) datagram(i, from, to int) {
+	vt, d := r.vt, r.bytes(i, from, to)
+	vt.Counters.In(r.l, 1, len(d))
+	if mon := vt.monitor.Load(); mon != nil {
+		(*mon).Datagram(r.l, false, r.msg.from, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), r.msg.tos, nil, d)
+	}
+	addr := r.msg.from.Addr()
+	vni, ok := parseHeader(d)
+	if from == 0 {
+		r.msg.vni = vni
+	}
+	if !ok || vni != r.msg.vni && vt.virtual.Load() {
+		vt.Counters.Drop(r.l, lfe.BadHeader, 1)
+		vt.refuse(r.l, addr, vni, lfe.BadHeader)
 		return
 	}
 	p := (*vt.nets.Load())[vni]
 	if p == nil {
 		vt.Counters.Drop(r.l, lfe.UnknownVNI, 1)
-		vt.refuse(r.l, r.lastIP, vni, lfe.UnknownVNI)
+		vt.refuse(r.l, addr, vni, lfe.UnknownVNI)
 		return
 	}
-	x := p.peers.Load().byAddr[r.lastIP]
+	x := p.peers.Load().byAddr[addr]
 	if x == nil {
 		if p.learn.Load() {
-			x = p.learnPeer(r.lastIP)
+			x = p.learnPeer(addr)
 		}
 		if x == nil {
 			p.drop(r.l, lfe.UnknownPeer, 1)
-			vt.refuse(r.l, r.lastIP, vni, lfe.UnknownPeer)
+			vt.refuse(r.l, addr, vni, lfe.UnknownPeer)
 			return
 		}
 	}
-	b.TrimFront(HeaderLen)
-	if !decapECN(b.Bytes(), r.ctrls[i].tos(uint64(m.hdr.Controllen))) {
+	f := d[HeaderLen:]
+	if !decapECN(f, r.msg.tos) {
 		p.drop(r.l, lfe.ECNDrop, 1)
 		return
 	}
+	alone := -1
+	if r.msg.size == r.msg.n {
+		alone = i
+	}
+	if alone < 0 || r.have > 1 {
+		r.merge(f, p, x, alone)
+	} else {
+		r.deliver(f, p, x, alone)
+	}
+}
+
+// deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are copied.
+func (r *receiver) deliver(f []byte, p *port, x *peer, alone int) {
+	if alone >= 0 {
+		b := r.bufs[alone]
+		b.SetLen(HeaderLen + len(f))
+		b.TrimFront(HeaderLen)
+		p.att.Input(r.l, b, lfe.Source{Remote: x.id})
+		return
+	}
+	b := r.vt.cfg.Pool.Get()
+	if b == nil {
+		p.drop(r.l, lfe.NoBuffer, 1)
+		return
+	}
+	b.Append(f)
+	r.input(b, p, x)
+}
+
+// input lets a frame into its network, and gives up our reference.
+func (r *receiver) input(b *packet.Buf, p *port, x *peer) {
+	r.cur = b
 	p.att.Input(r.l, b, lfe.Source{Remote: x.id})
+	r.cur = nil
+	b.Free()
 }
 
 // onFault runs when a port that a frame went to hit a hole in its VM's memory. The frame is lost, the rest of the
 // batch is not.
 func (r *receiver) onFault(engine.Fault) {
-	if r.pos > 0 {
-		r.done(r.pos - 1)
+	if r.cur != nil {
+		r.cur.Free()
+		r.cur = nil
 	}
 	r.resume.Arm(r.l.Now()) // one step per fault: this very function may be followed by the next one
 }
@@ -172,7 +290,8 @@ func (r *receiver) stop() {
 	unix.Close(r.fd)
 	r.l.Do(func() {
 		r.resume.Stop()
-		r.have, r.pos = 0, 0
+		r.have, r.pos, r.off = 0, 0, 0
+		r.merger.clear()
 		for i, b := range r.bufs {
 			if b != nil {
 				b.Free()

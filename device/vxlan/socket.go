@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -182,15 +183,18 @@ func closeAll(fds []int) {
 	}
 }
 
-// underlayMTU returns the MTU and the name of the interface that has the address.
-func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, err error) {
+// underlayMTU returns the MTU and the name of the interface that has the address. virtual: what arrives there may come from a kernel
+// on this machine, which passes messages on as their sender has made them, not as they were put together from a wire; all datagrams of
+// such a message are of one network then. Else somebody could hide datagrams of other networks in what a kernel's vxlan
+// device has sent in one.
+func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, virtual bool, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {
 		family = netlink.FAMILY_V6
 	}
 	addrs, err := nl.AddrList(nil, family)
 	if err != nil {
-		return 0, "", fmt.Errorf("vxlan: list addresses: %w", err)
+		return 0, "", false, fmt.Errorf("vxlan: list addresses: %w", err)
 	}
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
@@ -199,11 +203,11 @@ func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, err
 		}
 		link, err := nl.LinkByIndex(a.LinkIndex)
 		if err != nil {
-			return 0, "", fmt.Errorf("vxlan: interface of %v: %w", local, err)
+			return 0, "", false, fmt.Errorf("vxlan: interface of %v: %w", local, err)
 		}
-		if local.Zone() == "" || local.Zone() == link.Attrs().Name {
-			return link.Attrs().MTU, link.Attrs().Name, nil
+		if at := link.Attrs(); local.Zone() == "" || local.Zone() == at.Name {
+			return at.MTU, at.Name, !slices.Contains([]string{"device", "vlan", "bond", "team"}, link.Type()), nil
 		}
 	}
-	return 0, "", fmt.Errorf("vxlan: %v is not an address of this host", local)
+	return 0, "", false, fmt.Errorf("vxlan: %v is not an address of this host", local)
 }

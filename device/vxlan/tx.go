@@ -30,13 +30,18 @@ type txSocket struct {
 	fd     int
 	port   uint16
 	summed bool // datagrams get checksums (IPv4)
-	n      int
-	msgs   [txBatch]mmsghdr
-	iovs   [txBatch][2]unix.Iovec
-	ctrls  [txBatch]control
-	bufs   [txBatch]*packet.Buf // one reference each
-	ports  [txBatch]*port
-	peers  [txBatch]*peer // keeps the address that msgs points to
+
+	n     int
+	bufs  [txBatch]*packet.Buf // one reference each
+	ports [txBatch]*port
+	peers [txBatch]*peer // keeps the address that msgs points to
+	tos   [txBatch]uint8
+	iovs  [txBatch][2]unix.Iovec
+
+	// Messages, each of one datagram or several: message i ends before datagram ends[i].
+	msgs  [txBatch]mmsghdr
+	ctrls [txBatch]txControl
+	ends  [txBatch]int
 }
 
 func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
@@ -49,11 +54,7 @@ func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
 			}
 			return nil, err
 		}
-		k := &txSocket{fd: fd, port: port}
-		for i := range k.msgs {
-			k.msgs[i].setIov(k.iovs[i][:])
-		}
-		s.socks = append(s.socks, k)
+		s.socks = append(s.socks, &txSocket{fd: fd, port: port})
 	}
 	s.dirty = make([]*txSocket, 0, len(s.socks))
 	s.hook = l.AtFlush(s.flush, engine.Name("vxlan send"))
@@ -80,16 +81,9 @@ func (s *sender) push(b *packet.Buf, p *port, x *peer, fl flow) {
 	}
 	i := k.n
 	b.Ref()
-	k.bufs[i], k.ports[i], k.peers[i] = b, p, x
-	m := &k.msgs[i]
-	m.setName(&x.raw, x.rawLen)
+	k.bufs[i], k.ports[i], k.peers[i], k.tos[i] = b, p, x, outerTOS(fl, s.vt.dscp)
 	setIovec(&k.iovs[i][0], p.header[:])
 	setIovec(&k.iovs[i][1], b.Bytes())
-	tos := outerTOS(fl, s.vt.dscp)
-	if tos != 0 {
-		k.ctrls[i].putTOS(tos, s.vt.v6)
-	}
-	m.setControl(&k.ctrls[i], tos != 0)
 	if k.n++; k.n == txBatch {
 		s.send(k) // stays on the dirty list, empty
 	}
@@ -104,37 +98,89 @@ func (s *sender) flush() {
 	s.dirty = s.dirty[:0]
 }
 
+// run is how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer, all of one size, but that
+// the last may be shorter.
+func (k *txSocket) run(i int) int {
+	if !k.ports[i].segments.Load() {
+		return 1
+	}
+	size := k.bufs[i].Len()
+	limit := min(k.n-i, gsoSegments, gsoBytes/(HeaderLen+size))
+	for n := 1; n < limit; n++ {
+		j := i + n
+		next := k.bufs[j].Len()
+		if next > size || k.peers[j] != k.peers[i] || k.ports[j] != k.ports[i] || k.tos[j] != k.tos[i] {
+			return n
+		}
+		if next < size {
+			return n + 1
+		}
+	}
+	return max(limit, 1)
+}
+
+// messages makes the messages for the batch's datagrams from i on and returns their number; together: as few as may be.
+func (k *txSocket) messages(vt *VTEP, i int, together bool) (n int, ok bool) {
+	cut := false
+	for ; i < k.n; n++ {
+		count, size := 1, 0
+		if together {
+			if count = k.run(i); count > 1 {
+				size, cut = HeaderLen+k.bufs[i].Len(), true
+			}
+		}
+		m := &k.msgs[n]
+		m.setName(&k.peers[i].raw, k.peers[i].rawLen)
+		m.setIov(pairs(k.iovs[i : i+count]))
+		m.setControl(k.ctrls[n].put(k.tos[i], vt.v6, size))
+		i += count
+		k.ends[n] = i
+	}
+	return n, k.checksums(vt, cut) || !cut
+}
+
 // send hands one socket's batch to the kernel and gives up the references, whatever becomes of the frames.
 func (s *sender) send(k *txSocket) {
-	if k.n > 0 {
-		k.checksums(s.vt, false) // harmless if it fails
-	}
+	together := true
 	for done := 0; done < k.n; {
-		n, errno := sendmmsg(k.fd, k.msgs[done:k.n])
+		n, ok := k.messages(s.vt, done, together)
+		if !ok {
+			together = false
+			continue
+		}
+		n, errno := sendmmsg(k.fd, k.msgs[:n])
 		switch errno {
 		case 0:
-			for i := done; i < done+n; i++ {
-				s.vt.Counters.Out(s.l, k.bufs[i].Len())
-			}
-			if m := s.vt.monitor.Load(); m != nil {
-				s.show(*m, k, done, done+n)
-			}
-			done += n
 			if n == 0 { // cannot be; never loop for ever on it
 				s.drop(k, done, k.n, lfe.SendError)
 				done = k.n
+				break
 			}
+			end := k.ends[n-1]
+			for i := done; i < end; i++ {
+				s.vt.Counters.Out(s.l, 1, k.bufs[i].Len())
+			}
+			if m := s.vt.monitor.Load(); m != nil {
+				s.show(*m, k, done, end)
+			}
+			done = end
 		case unix.EINTR:
 		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
 			s.drop(k, done, k.n, lfe.QueueFull)
 			done = k.n
 		default:
-			// The error is that of the first datagram; the others may fare better.
+			// The error is that of the first message; the others may fare better.
+			end := k.ends[0]
+			if end > done+1 && cannotCut(errno) {
+				k.ports[done].oneByOne()
+				together = false
+				break
+			}
 			if errno == unix.EMSGSIZE {
 				s.tooBig(k.bufs[done], k.ports[done], k.peers[done])
 			}
-			s.drop(k, done, done+1, sendReason(errno))
-			done++
+			s.drop(k, done, end, sendReason(errno))
+			done = end
 		}
 	}
 	for i := range k.n {

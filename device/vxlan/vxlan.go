@@ -94,6 +94,7 @@ type VTEP struct {
 	v6       bool
 	log      hclog.Logger
 	segments bool            // UDP_SEGMENT works
+	virtual  atomic.Bool     // the underlay may be a wire inside this machine; see underlayMTU
 	nl       *netlink.Handle // in the namespace that the VTEP was made in
 
 	nets atomic.Pointer[map[uint32]*port]
@@ -252,7 +253,7 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 		Attached: func(a *lfe.Attachment) { p.att = a }}); err != nil {
 		return err
 	}
-	p.att.SetOffloads(vt.offloads())
+	p.together()
 	net.SetUnderlayMTU(p.mtu)
 	m := maps.Clone(old)
 	m[net.VNI()] = p

@@ -81,7 +81,7 @@ func newRig(t testing.TB, c Config, peers []string, opts ...NetworkOption) *rig 
 		r.loops = append(r.loops, l)
 	}
 	var err error
-	if r.pool, err = packet.NewPool(packet.Config{Count: 512}); err != nil {
+	if r.pool, err = packet.NewPool(packet.Config{Count: 512, Big: 16}); err != nil {
 		t.Fatal(err)
 	}
 	if r.net, err = lfe.NewNetwork(lfe.Config{VNI: 100, Name: "hundred"}); err != nil {
@@ -292,7 +292,7 @@ func TestReusePort(t *testing.T) {
 	one := 0
 	for _, rx := range r.vt.rx {
 		rx.l.Do(func() {
-			if rx.have > 0 {
+			if rx.lastIP.IsValid() {
 				one++
 			}
 		})

@@ -118,6 +118,7 @@ func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args 
 type iperfResult struct {
 	End struct {
 		Received struct { // TCP
+			Bytes         float64 `json:"bytes"`
 			BitsPerSecond float64 `json:"bits_per_second"`
 		} `json:"sum_received"`
 		Sum struct { // UDP

@@ -29,6 +29,22 @@ func registry() []Row {
 			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts", Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s",
 			Open: remotePackets,
 		},
+		{
+			Name: "host_tcp", What: "TCP from TAP to TAP, two hosts, underlay MTU 1500", Anchor: "the same by kernel bridge and vxlan", Unit: "Gbit/s",
+			Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(false),
+		},
+		{
+			Name: "host_tcp_v6", What: "the same, IPv6 underlay", Anchor: "kernel bridge and vxlan", Unit: "Gbit/s",
+			Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(true),
+		},
+		{
+			Name: "host_udp_64", What: "UDP 64 B from TAP to TAP, received", Anchor: "kernel bridge and vxlan", Unit: "packet/s",
+			Goals: []Goal{ratioAtLeast(2)}, Open: hostUDP(64),
+		},
+		{
+			Name: "host_udp_1400", What: "UDP 1400 B", Anchor: "kernel bridge and vxlan", Unit: "packet/s",
+			Goals: []Goal{ratioAtLeast(2)}, Open: hostUDP(1400),
+		},
 		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
 			Name: "guest_fault", What: "WRITE 8 B, source page absent, post to completion, median", Anchor: "page present", Unit: "us",

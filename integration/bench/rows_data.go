@@ -150,16 +150,18 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		const size = 64 << 10
-		ours, from, err := b.remoteStream(ctx, mtu, size, 16)
+		ours, hosts, err := b.remoteStream(ctx, mtu, size, 16)
 		if err != nil {
 			return m, err
 		}
 		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-			rate, err := ours(ctx, d)
-			return Sample{Value: rate * size * 8 / giga}, err
+			return costing(hosts, "KiB", func() (Sample, float64, error) {
+				rate, err := ours(ctx, d)
+				return Sample{Value: rate * size * 8 / giga}, rate * d.Seconds() * size / 1024, err
+			})
 		}
 		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-			r, err := iperf(ctx, from, kernelAddr(1), d)
+			r, err := iperf(ctx, hosts[0], kernelAddr(1), d)
 			return Sample{Value: r.End.Received.BitsPerSecond / giga}, err
 		}
 		return m, nil
@@ -169,16 +171,18 @@ func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 // remotePackets is the same with messages of one packet each, against UDP.
 func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size = 1024
-	ours, from, err := b.remoteStream(ctx, 1500, size, 128)
+	ours, hosts, err := b.remoteStream(ctx, 1500, size, 128)
 	if err != nil {
 		return m, err
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, err := ours(ctx, d)
-		return Sample{Value: rate}, err
+		return costing(hosts, "packet", func() (Sample, float64, error) {
+			rate, err := ours(ctx, d)
+			return Sample{Value: rate}, rate * d.Seconds(), err
+		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		r, err := iperf(ctx, from, kernelAddr(1), d, "-u", "-b", "0", "-l", "1400")
+		r, err := iperf(ctx, hosts[0], kernelAddr(1), d, "-u", "-b", "0", "-l", "1400")
 		return Sample{
 			Value: (r.End.Sum.Packets - r.End.Sum.Lost) / r.End.Sum.Seconds,
 			Extra: map[string]float64{"lost by UDP, %": 100 * r.End.Sum.Lost / r.End.Sum.Packets},
@@ -188,27 +192,27 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 }
 
 // remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
-// at the far end. It returns the host that sends.
-func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), *lab.Host, error) {
+// at the far end. It returns the hosts; the first sends.
+func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), [2]*lab.Host, error) {
 	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)
 	if err != nil {
-		return nil, nil, err
+		return nil, hosts, err
 	}
 	x, _, err := connect(nodes[0], nodes[1])
 	if err != nil {
-		return nil, nil, err
+		return nil, hosts, err
 	}
 	_, smr, err := nodes[0].region(size)
 	if err != nil {
-		return nil, nil, err
+		return nil, hosts, err
 	}
 	_, dmr, err := nodes[1].region(size)
 	if err != nil {
-		return nil, nil, err
+		return nil, hosts, err
 	}
 	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
 	f := func(ctx context.Context, d time.Duration) (float64, error) {
 		return x.stream(ctx, d, window, 1, &wr, nil)
 	}
-	return f, hosts[0], b.iperfServer(hosts[1])
+	return f, hosts, b.iperfServer(hosts[1])
 }

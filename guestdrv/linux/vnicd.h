@@ -401,8 +401,9 @@ int vnicd_cmd_modify_qp(struct vnicd_dev *vd, const struct vnicd_qp_attr *attr);
 int vnicd_cmd_query_qp(struct vnicd_dev *vd, u32 qpn, struct vnicd_qp_attr *attr);
 int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			struct vnicd_create_mr_resp *resp);
-int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf,
-		      const __le64 *pas, u32 handle, u64 first, u32 count);
+int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, u32 count);
+int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
+			    u64 first, u32 count);
 /* These two allocate nothing; a slot is kept for the former. */
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
 int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);

@@ -36,7 +36,6 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 {
 	size_t n = (a ? a->npages : 0) + (b ? b->npages : 0);
 	__le64 *pas = NULL;
-	int err;
 
 	if (n > (VNICD_CMD_MAX - sizeof(struct vnicd_req) - req_len) / sizeof(*pas))
 		return -ENOMEM;	/* rings this large need contiguous memory */
@@ -49,10 +48,8 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 		if (b)
 			vnicd_ring_pages(b, pas + (a ? a->npages : 0));
 	}
-	err = vnicd_cmdq_exec(&vd->cmdq, opcode, req, req_len,
-			      pas, n * sizeof(*pas), resp, resp_len, 0);
-	kfree(pas);
-	return err;
+	return vnicd_cmdq_exec(&vd->cmdq, opcode, req, req_len,
+			       pas, n * sizeof(*pas), resp, resp_len, 0);
 }
 
 static int vnicd_bad_answer(struct vnicd_dev *vd, const char *what, u64 value)
@@ -191,17 +188,14 @@ int vnicd_cmd_set_ah_table(struct vnicd_dev *vd, struct vnicd_ah *table,
 	};
 	phys_addr_t pa = virt_to_phys(table);
 	__le64 *pas;
-	int err;
 
 	pas = kmalloc_array(npages, sizeof(*pas), GFP_KERNEL);
 	if (!pas)
 		return -ENOMEM;
 	for (i = 0; i < npages; i++)
 		pas[i] = cpu_to_le64(pa + (u64)i * SZ_4K);
-	err = vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_AH_TABLE, &req, sizeof(req),
-			      pas, npages * sizeof(*pas), NULL, 0, 0);
-	kfree(pas);
-	return err;
+	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_AH_TABLE, &req, sizeof(req),
+			       pas, npages * sizeof(*pas), NULL, 0, 0);
 }
 
 int vnicd_cmd_create_pd(struct vnicd_dev *vd, u32 *pdn)
@@ -345,15 +339,28 @@ int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			  resp, sizeof(*resp));
 }
 
-/* @buf is room for the command; @pas, its @count addresses, are contiguous. */
-int vnicd_cmd_set_mtt(struct vnicd_dev *vd, struct vnicd_set_mtt *buf,
-		      const __le64 *pas, u32 handle, u64 first, u32 count)
+/* @pas, its @count addresses, is taken over: see vnicd_cmdq_exec(). */
+int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, u32 count)
+{
+	struct vnicd_set_mtt req = {
+		.handle = cpu_to_le32(handle),
+		.count = cpu_to_le32(count),
+		.first = cpu_to_le64(first),
+	};
+
+	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, &req, sizeof(req),
+			       pas, count * sizeof(*pas), NULL, 0, 0);
+}
+
+/* The same for a short list that follows @buf and is copied: no memory is needed. */
+int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
+			    u64 first, u32 count)
 {
 	buf->handle = cpu_to_le32(handle);
 	buf->count = cpu_to_le32(count);
 	buf->first = cpu_to_le64(first);
-	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, buf, sizeof(*buf),
-			       pas, count * sizeof(*pas), NULL, 0, 0);
+	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, buf,
+			       sizeof(*buf) + count * sizeof(__le64), NULL, 0, NULL, 0, 0);
 }
 
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)

@@ -64,7 +64,7 @@ int vnicd_cmdq_init(struct vnicd_cmdq *q, struct vnicd_dev *vd,
 		}
 		init_completion(&slot->done);
 		slot->state = VNICD_SLOT_FREE;
-		list_add_tail(&slot->list, &q->free);
+		list_add_tail(&slot->entry, &q->free);
 		q->num_free++;
 	}
 	return 0;
@@ -77,8 +77,10 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q)
 	for (i = 0; i < q->num_slots; i++) {
 		free_page((unsigned long)q->slots[i].req);
 		free_page((unsigned long)q->slots[i].resp);
+		kfree(q->slots[i].list);
 		q->slots[i].req = NULL;
 		q->slots[i].resp = NULL;
+		q->slots[i].list = NULL;
 	}
 	q->num_slots = 0;
 	q->num_free = 0;
@@ -88,7 +90,9 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q)
 static void vnicd_slot_put_locked(struct vnicd_cmdq *q, struct vnicd_slot *slot)
 {
 	slot->state = VNICD_SLOT_FREE;
-	list_add_tail(&slot->list, &q->free);
+	kfree(slot->list);
+	slot->list = NULL;
+	list_add_tail(&slot->entry, &q->free);
 	q->num_free++;
 	wake_up(&q->wait);
 }
@@ -146,8 +150,8 @@ static struct vnicd_slot *vnicd_slot_try_get(struct vnicd_cmdq *q, unsigned int 
 	spin_lock_irqsave(&q->lock, flags);
 	*dead = q->dead || virtqueue_is_broken(q->vq);
 	if (!*dead && q->num_free > keep) {
-		slot = list_first_entry(&q->free, struct vnicd_slot, list);
-		list_del(&slot->list);
+		slot = list_first_entry(&q->free, struct vnicd_slot, entry);
+		list_del(&slot->entry);
 		q->num_free--;
 	}
 	spin_unlock_irqrestore(&q->lock, flags);
@@ -174,8 +178,7 @@ static struct vnicd_slot *vnicd_slot_get(struct vnicd_cmdq *q, unsigned int flag
 }
 
 static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
-			     size_t req_len, const void *list, size_t list_len,
-			     size_t resp_len)
+			     size_t req_len, size_t list_len, size_t resp_len)
 {
 	struct scatterlist req, more, resp;
 	struct scatterlist *sgs[3];
@@ -187,7 +190,7 @@ static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	sg_init_one(&req, slot->req, req_len);
 	sgs[out++] = &req;
 	if (list_len) {
-		sg_init_one(&more, list, list_len);
+		sg_init_one(&more, slot->list, list_len);
 		sgs[out++] = &more;
 	}
 	sg_init_one(&resp, slot->resp, resp_len);
@@ -287,7 +290,7 @@ malformed:
 
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    const void *req, size_t req_len,
-		    const void *list, size_t list_len,
+		    void *list, size_t list_len,
 		    void *resp, size_t resp_len, unsigned int exec)
 {
 	size_t room = sizeof(struct vnicd_resp) + resp_len;
@@ -298,15 +301,18 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	int err;
 
 	might_sleep();
+	err = -EINVAL;
 	if (WARN_ON_ONCE(sizeof(*hdr) + req_len > PAGE_SIZE || room > PAGE_SIZE))
-		return -EINVAL;
+		goto err_list;
+	err = -E2BIG;
 	if (sizeof(*hdr) + req_len + list_len > VNICD_CMD_MAX)
-		return -E2BIG;
-
+		goto err_list;
+	err = -EIO;
 	slot = vnicd_slot_get(q, exec);
 	if (!slot)
-		return -EIO;
+		goto err_list;
 
+	slot->list = list;
 	hdr = slot->req;
 	hdr->opcode = cpu_to_le16(opcode);
 	hdr->reserved = 0;
@@ -315,7 +321,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		memcpy(hdr + 1, req, req_len);
 	memset(slot->resp, 0, room);
 
-	err = vnicd_slot_submit(q, slot, sizeof(*hdr) + req_len, list, list_len, room);
+	err = vnicd_slot_submit(q, slot, sizeof(*hdr) + req_len, list_len, room);
 	if (err)
 		return err;
 
@@ -334,5 +340,9 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	/* Perhaps it has lost its state: look at the generation. */
 	if (err == -EIO || (err == -ENOENT && !(exec & VNICD_EXEC_MAY_MISS)))
 		vnicd_check_config(q->vd);
+	return err;
+
+err_list:
+	kfree(list);
 	return err;
 }

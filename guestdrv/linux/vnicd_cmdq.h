@@ -22,7 +22,8 @@ struct vnicd_dev;
  *	free -> busy -> done -> free
  *	          \-> orphan (the waiter gave up) -> free when the device answers
  *
- * An orphan's pages stay the device's; they return only after a reset.
+ * An orphan's pages, and its list, stay the device's, which may be slow rather than
+ * dead and execute the command yet; they return only after a reset.
  */
 enum vnicd_slot_state {
 	VNICD_SLOT_FREE,
@@ -32,12 +33,13 @@ enum vnicd_slot_state {
 };
 
 struct vnicd_slot {
-	struct list_head list;		/* in vnicd_cmdq.free */
+	struct list_head entry;		/* in vnicd_cmdq.free */
 	struct completion done;
 	enum vnicd_slot_state state;
 	u32 written;			/* bytes the device says it wrote */
 	void *req;			/* one page */
 	void *resp;			/* one page */
+	void *list;			/* see vnicd_cmdq_exec() */
 };
 
 #define VNICD_CMDQ_SLOTS 32
@@ -72,8 +74,9 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
  * Sends one command and waits for its answer. May sleep, and cannot be
  * interrupted; returns within a bounded time in any case.
  *
- * @req, @req_len: fixed part of the payload, copied
- * @list, @list_len: more payload, or NULL; physically contiguous
+ * @req, @req_len: payload, copied; together with the header up to a page
+ * @list, @list_len: more payload, or NULL; from kmalloc() and taken over, whatever
+ *	happens: it is freed when the device can read it no more
  * @resp, @resp_len: where the payload of the answer goes; the device must give
  *	exactly so many bytes
  * @flags: VNICD_EXEC_*
@@ -84,7 +87,7 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
  */
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    const void *req, size_t req_len,
-		    const void *list, size_t list_len,
+		    void *list, size_t list_len,
 		    void *resp, size_t resp_len, unsigned int flags);
 
 /* From now on every command, those under way too, ends with -EIO at once. */

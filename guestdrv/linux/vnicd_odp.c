@@ -433,8 +433,9 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 		atomic_dec(&odp->num_idle);
 	}
 	atomic64_add(fresh, how & VNICD_FETCH_PREFETCH ? &odp->page_prefetches : &odp->page_faults);
-	err = vnicd_cmd_set_mtt(odp->vd, &f->cmd, f->ptes + (first - from), odp->handle,
-				part->first + first, last - first + 1);
+	memmove(f->ptes, f->ptes + (first - from), (last - first + 1) * sizeof(f->ptes[0]));
+	err = vnicd_cmd_set_mtt_short(odp->vd, &f->cmd, odp->handle, part->first + first,
+				      last - first + 1);
 	if (!err)
 		err = how & VNICD_FETCH_PRESENT ? n : got - want;
 	else if (!vnicd_dead(odp->vd))

@@ -102,40 +102,41 @@ struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
 static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 {
 	struct vnicd_dev *vd = to_vd(mr->base.device);
-	struct vnicd_set_mtt *buf;
+	size_t left = ib_umem_num_dma_blocks(mr->umem, pgsz);
 	struct ib_block_iter biter;
 	u32 batch = VNICD_MTT_BATCH;
+	__le64 *pas = NULL;
 	u64 first = 0;
 	u32 count = 0;
-	__le64 *pas;
 	int err = 0;
-
-	batch = min_t(size_t, batch, ib_umem_num_dma_blocks(mr->umem, pgsz));
-	buf = kzalloc(sizeof(*buf) + batch * sizeof(*pas), GFP_KERNEL | __GFP_NOWARN);
-	if (!buf) {
-		batch = min_t(u32, batch, (PAGE_SIZE - sizeof(*buf)) / sizeof(*pas));
-		buf = kzalloc(sizeof(*buf) + batch * sizeof(*pas), GFP_KERNEL);
-		if (!buf)
-			return -ENOMEM;
-	}
-	pas = (__le64 *)(buf + 1);
 
 	rdma_umem_for_each_dma_block(mr->umem, &biter, pgsz) {
 		void *va = vnicd_dma_to_ptr(rdma_block_iter_dma_address(&biter));
 
+		if (!pas) {
+			batch = min_t(size_t, batch, left);
+			pas = kmalloc_array(batch, sizeof(*pas), GFP_KERNEL | __GFP_NOWARN);
+		}
+		if (!pas) {
+			batch = min_t(u32, batch, PAGE_SIZE / sizeof(*pas));
+			pas = kmalloc_array(batch, sizeof(*pas), GFP_KERNEL);
+		}
+		if (!pas)
+			return -ENOMEM;
 		pas[count++] = cpu_to_le64(virt_to_phys(va));
 		if (count < batch)
 			continue;
-		err = vnicd_cmd_set_mtt(vd, buf, pas, mr->handle, first, count);
+		err = vnicd_cmd_set_mtt(vd, pas, mr->handle, first, count);
+		pas = NULL;
 		if (err)
 			break;
 		first += count;
+		left -= count;
 		count = 0;
 		cond_resched();
 	}
-	if (!err && count)
-		err = vnicd_cmd_set_mtt(vd, buf, pas, mr->handle, first, count);
-	kfree(buf);
+	if (pas)
+		err = vnicd_cmd_set_mtt(vd, pas, mr->handle, first, count);
 	return err;
 }
 

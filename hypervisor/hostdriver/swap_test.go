@@ -37,7 +37,7 @@ const (
 // ever resident for the device.
 func TestSwap(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("needs root: a swap file and a memory cgroup")
+		t.Fatal("this test makes a swap file and a memory cgroup and must be run by root (sudo go test ./hypervisor/...)")
 	}
 	dir := t.TempDir()
 	swap := filepath.Join(dir, "swap")
@@ -48,13 +48,13 @@ func TestSwap(t *testing.T) {
 	err = unix.Fallocate(int(f.Fd()), 0, 0, swapFile)
 	_ = f.Close()
 	if err != nil {
-		t.Skipf("no room for a swap file in %s: %v", dir, err)
+		t.Fatalf("no room for a swap file in %s (set TMPDIR): %v", dir, err)
 	}
 	if out, err := exec.Command("mkswap", swap).CombinedOutput(); err != nil {
-		t.Skipf("mkswap: %v: %s", err, out)
+		t.Fatalf("mkswap (apt-get install util-linux): %v: %s", err, out)
 	}
 	if out, err := exec.Command("swapon", swap).CombinedOutput(); err != nil {
-		t.Skipf("swapon %s: %v: %s (the file system has to allow swap files)", swap, err, out)
+		t.Fatalf("swapon %s: %v: %s (the file system has to allow swap files: set TMPDIR)", swap, err, out)
 	}
 	defer func() {
 		if out, err := exec.Command("swapoff", swap).CombinedOutput(); err != nil {
@@ -90,7 +90,7 @@ func memoryCgroup(t *testing.T, limit int) (dir string) {
 		}
 	}
 	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Skip("memory cgroup: ", err)
+		t.Fatal("memory cgroup: ", err)
 	}
 	t.Cleanup(func() {
 		err := os.Remove(dir)

@@ -18,11 +18,7 @@ const giga = 1e9
 // destination go round in more memory than caches hold.
 func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size, slots = 1 << 20, 160
-	_, nodes, err := b.local(ctx, 2, slots*size+16<<20)
-	if err != nil {
-		return m, err
-	}
-	x, _, err := connect(nodes[0], nodes[1])
+	nodes, x, _, err := b.localPair(ctx, 2, slots*size+16<<20)
 	if err != nil {
 		return m, err
 	}
@@ -61,11 +57,7 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 
 // localLatency bounces 8 bytes: each side WRITEs once it sees the other's WRITE.
 func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
-	_, nodes, err := b.local(ctx, 2, 16<<20)
-	if err != nil {
-		return m, err
-	}
-	x, y, err := connect(nodes[0], nodes[1])
+	nodes, x, y, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
 		return m, err
 	}
@@ -117,11 +109,7 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 
 // smallMessages streams WRITEs of 8 bytes in batches of 32, of which one is signalled.
 func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
-	_, nodes, err := b.local(ctx, 2, 16<<20)
-	if err != nil {
-		return m, err
-	}
-	x, _, err := connect(nodes[0], nodes[1])
+	nodes, x, _, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
 		return m, err
 	}

@@ -36,11 +36,7 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 // WRITE with its page present. far: the page is the responder's.
 func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		_, nodes, err := b.local(ctx, 2, 16<<20)
-		if err != nil {
-			return m, err
-		}
-		x, _, err := connect(nodes[0], nodes[1])
+		nodes, x, _, err := b.localPair(ctx, 2, 16<<20)
 		if err != nil {
 			return m, err
 		}
@@ -123,11 +119,7 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 // millisecond, or for ever. The anchor is the rate while nobody faults.
 func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		_, nodes, err := b.local(ctx, 4, 16<<20)
-		if err != nil {
-			return m, err
-		}
-		faulty, _, err := connect(nodes[0], nodes[1])
+		nodes, faulty, _, err := b.localPair(ctx, 4, 16<<20)
 		if err != nil {
 			return m, err
 		}

@@ -89,6 +89,14 @@ func (b *Bench) local(ctx context.Context, n int, memory uint64) (*lab.Host, []*
 	return h, nodes, nil
 }
 
+// localPair is local with a connection between the first two VMs.
+func (b *Bench) localPair(ctx context.Context, n int, memory uint64) (nodes []*node, x, y *end, err error) {
+	if _, nodes, err = b.local(ctx, n, memory); err == nil {
+		x, y, err = connect(nodes[0], nodes[1])
+	}
+	return nodes, x, y, err
+}
+
 // kernelAddr is where host i's kernel VXLAN device is.
 func kernelAddr(i int) string { return fmt.Sprintf("10.99.0.%d", i+1) }
 

@@ -111,7 +111,7 @@ func (d *Device) stats() (s abi.Stats) {
 
 // describePatience is how long Describe waits for a command in progress: those that
 // wait for the host's swap device take as long as that does.
-const describePatience = 200 * time.Millisecond
+const describePatience = time.Second
 
 // Describe gathers the device's status. It visits the loops; any goroutine but
 // theirs. What a command in progress guards is left out if that takes long, so that

@@ -40,6 +40,9 @@ var stateNames = [...]string{ReqSent: "req-sent", ReqReceived: "req-received", R
 // String returns the name that status output uses.
 func (s State) String() string { return stateNames[s] }
 
+// Bound tells whether a local queue pair has the connection (Bind).
+func (c *Conn) Bound() bool { return c.bound }
+
 func (s State) over() bool { return s == Closed || s == Rejected }
 
 // Conn is one connection. The Table's own: callers change nothing but Path.
@@ -80,6 +83,9 @@ const (
 	Over = 10 * time.Second
 
 	maxService = 10 * time.Minute // that an MRA may ask for
+
+	// maxLoose bounds the connections without a queue pair, which anybody in the network can begin.
+	maxLoose = DefaultMax
 )
 
 // Reason says why an arriving datagram contradicts what is known.
@@ -476,7 +482,7 @@ func (t *Table) age(now int64) {
 
 // room makes room for one more, at the cost of those that are over or half open.
 func (t *Table) room() bool {
-	if t.Len() < t.max {
+	if t.Len() < t.max && t.half.n+t.past.n < maxLoose {
 		return true
 	}
 	for _, l := range [...]*list{&t.past, &t.half} {

@@ -323,6 +323,19 @@ func TestBound(t *testing.T) {
 	if b.table.Len() != 0 || b.table.ByQP(200) != nil {
 		t.Error("not cleared")
 	}
+
+	// However many queue pairs a VM may have: what has none, anybody can begin.
+	b.table = cm.NewTable(1 << 20)
+	for i := range uint32(5 * cm.DefaultMax) {
+		m := cmtest.Message{Kind: cm.REQ, LocalID: i, QPN: i, Local: gid(1), Remote: gid(2)}
+		b.table.Watch(0, datagram(false, 1, 2, &m))
+		if i%2 == 0 && b.table.Bind(1+i, gid(1), i) == nil {
+			t.Fatal("not bound")
+		}
+	}
+	if n := b.table.Len(); n != 5*cm.DefaultMax/2+cm.DefaultMax || b.table.Invariants() != "" {
+		t.Errorf("%d connections, %d with a queue pair; %s", n, 5*cm.DefaultMax/2, b.table.Invariants())
+	}
 }
 
 func FuzzTable(f *testing.F) {

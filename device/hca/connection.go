@@ -170,42 +170,46 @@ func tupleOf(p *lfe.Path) *Tuple {
 	return &Tuple{Network: n.Name(), VNI: n.VNI(), Port: c.Name, Kind: c.Kind.String(), Far: far, MTU: n.MTU(), Moves: p.Moves()}
 }
 
-// Connections lists the VM's connections: those with a QP by QP number, then the others. It waits for a command in progress and visits
-// the loops; any goroutine but theirs.
+// Connections lists the VM's connections: those with a QP by QP number, then the others. It visits the loops; any goroutine but
+// theirs. QPs are left out if a command in progress takes long.
 func (d *Device) Connections() []Connection {
-	d.mu.Lock()
-	defer d.mu.Unlock()
 	var out []Connection
-	with := map[uint32]int{} // QP number -> place in out
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
-			for _, q := range d.tables.qpList {
-				if q.lane == l && (q.typ == roce.RC || q.typ == roce.UC) {
-					if c, ok := q.connection(); ok {
-						out = append(out, c)
-					}
+	if d.lockSoon() {
+		defer d.mu.Unlock()
+		d.eachQP(func(q *qp) {
+			if q.typ == roce.RC || q.typ == roce.UC {
+				if c, ok := q.connection(); ok {
+					out = append(out, c)
 				}
 			}
 		})
 	}
 	slices.SortFunc(out, func(a, b Connection) int { return int(a.LocalQPN) - int(b.LocalQPN) })
+	with := map[uint32]int{} // QP number -> place in out
 	for i := range out {
 		with[out[i].LocalQPN] = i
 	}
 	now := d.lanes[0].loop.Clock().Now()
-	d.conns.mu.Lock()
-	defer d.conns.mu.Unlock()
-	d.conns.table.Each(now, func(c *cm.Conn) {
-		if i, ok := with[c.LocalQPN]; ok && d.conns.table.ByQP(c.LocalQPN) == c {
-			out[i].managed(c, now)
-			return
+	for _, c := range d.conns.copy(now) {
+		if i, ok := with[c.LocalQPN]; ok && c.Bound() {
+			out[i].managed(&c, now)
+			continue
 		}
 		x := Connection{Type: [...]string{"RC", "UC", "RD", "UD"}[c.Transport&3], LocalQPN: c.LocalQPN, RemoteQPN: c.RemoteQPN,
 			LocalGID: gidText(c.Local), RemoteGID: gidText(c.Remote), LocalMAC: macText(d.cfg.MAC), RemoteMAC: macText(c.RemoteMAC), VLAN: c.VLAN,
 			Tuple: tupleOf(&c.Path)}
-		x.managed(c, now)
+		x.managed(&c, now)
 		out = append(out, x)
-	})
+	}
+	return out
+}
+
+// copy returns what is known; loops wait for it, so no more is done with it here.
+func (c *connections) copy(now int64) (out []cm.Conn) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	out = make([]cm.Conn, 0, c.table.Len())
+	c.table.Each(now, func(x *cm.Conn) { out = append(out, *x) })
 	return out
 }
 

@@ -46,6 +46,32 @@ func TestSlowCommand(t *testing.T) {
 	}
 }
 
+// Who looks at many QPs lets their loop, which is other VMs' too, work in between.
+func TestManyQPsAreVisitedInTurns(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	pd, cq := g.pd(), g.cq(16)
+	const n = 3 * visit
+	for range n {
+		g.qp(qpSpec{pd: pd, scq: cq, rcq: cq, elems: 2})
+	}
+	if err := w.loops[0].Start(); err != nil {
+		t.Fatal(err)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	seen, between := map[uint32]bool{}, 0
+	g.eachQP(func(q *qp) {
+		if len(seen) == 0 {
+			w.loops[0].Post(func() { between = len(seen) })
+		}
+		seen[q.n] = true
+	})
+	if len(seen) != n || between == 0 || between > n-visit {
+		t.Errorf("%d QPs of %d visited; the loop did other work after %d", len(seen), n, between)
+	}
+}
+
 // Whatever a list of pages says, what it has the host bring in is bounded.
 func TestWarmBounded(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})

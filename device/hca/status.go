@@ -109,9 +109,40 @@ func (d *Device) stats() (s abi.Stats) {
 	return s
 }
 
-// describePatience is how long Describe waits for a command in progress: those that
-// wait for the host's swap device take as long as that does.
+// describePatience is how long who looks at the tables waits for a command in
+// progress: those that wait for the host's swap device take as long as that does.
 const describePatience = time.Second
+
+// lockSoon takes mu, unless a command holds it for long.
+func (d *Device) lockSoon() bool {
+	for end := time.Now().Add(describePatience); !d.mu.TryLock(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
+
+// visit is how many QPs eachQP looks at in one go.
+const visit = 64
+
+// eachQP calls f for every QP, on its loop; under mu. Between some and the next the
+// loop does its work: it is other VMs' too.
+func (d *Device) eachQP(f func(q *qp)) {
+	of := map[*lane][]*qp{}
+	for _, q := range d.tables.qpList {
+		of[q.lane] = append(of[q.lane], q)
+	}
+	for l, qs := range of {
+		for some := range slices.Chunk(qs, visit) {
+			l.loop.Do(func() {
+				for _, q := range some {
+					f(q)
+				}
+			})
+		}
+	}
+}
 
 // Describe gathers the device's status. It visits the loops; any goroutine but
 // theirs. What a command in progress guards is left out if that takes long, so that
@@ -141,11 +172,8 @@ func (d *Device) Describe() Status {
 			s.GIDs = append(s.GIDs, fmt.Sprintf("%d: %s RoCE %s", i, net.IP(g.addr[:]), v))
 		}
 	}
-	for end := time.Now().Add(describePatience); !d.mu.TryLock(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			s.Busy = true
-			return s
-		}
+	if s.Busy = !d.lockSoon(); s.Busy {
+		return s
 	}
 	defer d.mu.Unlock()
 	t := &d.tables
@@ -153,27 +181,20 @@ func (d *Device) Describe() Status {
 	if t.vm != nil {
 		_, s.MTTs = t.vm.Usage()
 	}
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
-			for _, q := range t.qpList {
-				if q.lane != l {
-					continue
-				}
-				var a roce.Attr
-				q.t.Query(&a)
-				x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: l.id, Dest: a.DestQPN}
-				if a.AV.DGID != [16]byte{} {
-					x.Path = net.IP(a.AV.DGID[:]).String()
-				}
-				for i := range q.sides {
-					if m := q.sides[i].want; !m.OK() {
-						x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
-					}
-				}
-				s.QPs = append(s.QPs, x)
+	d.eachQP(func(q *qp) {
+		var a roce.Attr
+		q.t.Query(&a)
+		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.lane.id, Dest: a.DestQPN}
+		if a.AV.DGID != [16]byte{} {
+			x.Path = net.IP(a.AV.DGID[:]).String()
+		}
+		for i := range q.sides {
+			if m := q.sides[i].want; !m.OK() {
+				x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
 			}
-		})
-	}
+		}
+		s.QPs = append(s.QPs, x)
+	})
 	slices.SortFunc(s.QPs, func(a, b QPStatus) int { return int(a.QPN) - int(b.QPN) })
 	s.Faults = d.faultStatus(&st)
 	return s

@@ -127,6 +127,9 @@ type SendWR struct {
 	CompareAdd uint64 // what to compare with, or to add
 	Swap       uint64
 
+	Reg  *abi.RegWR // REG_MR, of privileged QPs only: see FastMR.Map
+	Bind *BindMW    // BIND_MW
+
 	AH        *AH // UD
 	RemoteQPN uint32
 	QKey      uint32
@@ -169,6 +172,14 @@ func (q *QP) QueueSend(wr *SendWR) error {
 		w.SetRDMA(wr.RemoteAddr, wr.RKey)
 	case abi.WRAtomicCmpAndSwp, abi.WRAtomicFetchAndAdd:
 		w.SetAtomic(wr.RemoteAddr, wr.RKey, wr.CompareAdd, wr.Swap)
+	case abi.WRRegMR:
+		if wr.Reg != nil {
+			wr.Reg.Encode(w[abi.SendWQERegOff:])
+		}
+	case abi.WRBindMW:
+		if b := wr.Bind; b != nil {
+			w.SetMW(b.Addr, b.Length, b.Region, b.Key, b.NewKey, b.Access)
+		}
 	default:
 		if q.typ == abi.QPTypeUD || q.typ == abi.QPTypeGSI {
 			if wr.AH == nil {

@@ -65,7 +65,7 @@ const HostGVMI GVMI = 0
 // Access is a set of rights: the bits of enum ib_access_flags.
 type Access uint32
 
-// Rights of a region, and what an access needs. A local read needs none.
+// Rights of a region, and what an access needs.
 const (
 	LocalWrite   Access = 0x01
 	RemoteWrite  Access = 0x02
@@ -74,6 +74,9 @@ const (
 	MWBind       Access = 0x10
 	ZeroBased    Access = 0x20
 	OnDemand     Access = 0x40
+	// LocalRead is what every region grants and no memory window does: a window's key
+	// is no L_Key (IBTA 10.6.7.1).
+	LocalRead Access = 1 << 31
 
 	accessHugeTLB Access = 0x80       // a hint to the guest driver; no meaning here
 	accessHints   Access = 0x3ff00000 // IB_UVERBS_ACCESS_OPTIONAL_RANGE: may be ignored

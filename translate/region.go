@@ -103,7 +103,18 @@ type Region struct {
 
 	npages     uint64
 	demand     bool
+	dynamic    bool // what a Dynamic means now
 	generation atomic.Uint64
+	windows    atomic.Int32 // bound to it; noWindows: being destroyed
+}
+
+// setGeometry takes over everything but the key, the domain and the table.
+func (r *Region) setGeometry(sp *RegionSpec) {
+	r.access = sp.Access&accessKnown | LocalRead
+	r.shift, r.iova, r.length, r.offset, r.npages = sp.PageShift, sp.IOVA, sp.Length, sp.Offset, sp.NPages
+	r.groupShift = sp.PageShift + mttGroupShift
+	r.groupMask = 1<<(sp.PageShift+mttGroupShift) - 1
+	r.pageMask = 1<<sp.PageShift - 1
 }
 
 // LKey returns the local key. It is the same number as the remote key.
@@ -119,7 +130,7 @@ func (r *Region) Handle() uint32 { return uint32(r.key) }
 func (r *Region) PD() PD { return r.pd }
 
 // Access returns the granted rights.
-func (r *Region) Access() Access { return r.access }
+func (r *Region) Access() Access { return r.access &^ LocalRead }
 
 // IOVA returns the region's first address.
 func (r *Region) IOVA() VA { return r.iova }

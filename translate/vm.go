@@ -56,6 +56,7 @@ const (
 
 type mptGroup struct {
 	region  [mptGroupSize]atomic.Pointer[Region]
+	dynamic [mptGroupSize]atomic.Pointer[Dynamic]
 	variant [mptGroupSize]uint8 // of the next key; guarded by VM.mu
 }
 
@@ -97,45 +98,52 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	}
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
-	if vm.regions >= vm.lim.MaxRegions {
-		return nil, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
+	demand, need := sp.Flags&DemandPaging != 0, sp.NPages
+	if demand {
+		need = 0
 	}
-	demand := sp.Flags&DemandPaging != 0
-	if !demand && sp.NPages > vm.lim.MaxPages-vm.pages {
-		return nil, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, sp.NPages, ErrLimit)
+	g, idx, key, err := vm.newKeyLocked(need)
+	if err != nil {
+		return nil, err
 	}
-	idx := vm.takeIndexLocked()
-	g := vm.mpt[idx>>mptGroupShift].Load()
-	if g == nil {
-		g = newMPTGroup(idx >> mptGroupShift)
-		vm.mpt[idx>>mptGroupShift].Store(g)
-	}
-	r := &Region{
-		key:    Key(idx<<keyVariantBits | uint32(g.variant[idx&mptGroupMask])),
-		pd:     sp.PD,
-		access: sp.Access,
-		shift:  sp.PageShift,
-		phys:   sp.Flags&Phys != 0,
-		demand: demand,
-		iova:   sp.IOVA,
-		length: sp.Length,
-		offset: sp.Offset,
-		npages: sp.NPages,
-
-		groupShift: sp.PageShift + mttGroupShift,
-		groupMask:  1<<(sp.PageShift+mttGroupShift) - 1,
-		pageMask:   1<<sp.PageShift - 1,
-	}
+	r := &Region{key: key, pd: sp.PD, phys: sp.Flags&Phys != 0, demand: demand}
+	r.setGeometry(&sp)
 	if demand {
 		r.sparse = newSparseMTT()
 	} else {
 		r.mtt = make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift)
 	}
-	g.variant[idx&mptGroupMask]++
-	vm.regions++
 	vm.pages += r.chargeLocked()
 	g.region[idx&mptGroupMask].Store(r)
 	return r, nil
+}
+
+// newKeyLocked takes an index and makes the next key of it. ErrLimit if there is
+// none, or no room for that many more pages.
+func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err error) {
+	if vm.regions >= vm.lim.MaxRegions {
+		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
+	}
+	if pages > vm.lim.MaxPages-vm.pages {
+		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, pages, ErrLimit)
+	}
+	idx = vm.takeIndexLocked()
+	if g = vm.mpt[idx>>mptGroupShift].Load(); g == nil {
+		g = newMPTGroup(idx >> mptGroupShift)
+		vm.mpt[idx>>mptGroupShift].Store(g)
+	}
+	v := &g.variant[idx&mptGroupMask]
+	key = Key(idx<<keyVariantBits | uint32(*v))
+	*v++
+	vm.regions++
+	return g, idx, key, nil
+}
+
+// giveIndexLocked is the opposite.
+func (vm *VM) giveIndexLocked(idx uint32, pages uint64) {
+	vm.free = append(vm.free, idx)
+	vm.regions--
+	vm.pages -= pages
 }
 
 // newMPTGroup starts variants at values that differ between neighbours, so that
@@ -239,8 +247,8 @@ func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
 	switch {
 	case err != nil:
 		return nil, err
-	case r.phys:
-		return nil, fmt.Errorf("handle %#x is a physical region, which has no pages: %w", handle, ErrInvalid)
+	case r.phys || r.dynamic:
+		return nil, fmt.Errorf("handle %#x is a physical region or one for work requests, whose pages cannot be set: %w", handle, ErrInvalid)
 	case first > r.npages || count > r.npages-first:
 		return nil, fmt.Errorf("handle %#x: pages %d, %d more: region has %d: %w", handle, first, count, r.npages, ErrInvalid)
 	}
@@ -259,11 +267,22 @@ func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
 }
 
 // StartDestroy is DestroyRegion that does not wait: no operation uses the
-// region any more when the Drain is done.
+// region any more when the Drain is done. It also destroys what CreateDynamic made.
+// ErrBusy if memory windows are bound to it.
 func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
+	if d := vm.dynamic(Key(handle)); d != nil && d.handle == Key(handle) {
+		vm.closeLocked(d)
+		return vm.space.epochs.Flip(), nil
+	}
 	r, err := vm.Region(handle)
+	if err == nil && r.dynamic { // a handle stays, a key does not
+		err = ErrNoRegion
+	}
+	if err == nil && !r.windows.CompareAndSwap(0, noWindows) {
+		err = fmt.Errorf("handle %#x: %w", handle, ErrBusy)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("destroy region: %w", err)
 	}
@@ -271,12 +290,17 @@ func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 	return vm.space.epochs.Flip(), nil
 }
 
+func (vm *VM) closeLocked(d *Dynamic) {
+	d.close()
+	idx := d.handle.Index()
+	vm.mpt[idx>>mptGroupShift].Load().dynamic[idx&mptGroupMask].Store(nil)
+	vm.giveIndexLocked(idx, d.pages)
+}
+
 func (vm *VM) revokeLocked(r *Region) {
 	idx := r.key.Index()
 	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
-	vm.free = append(vm.free, idx)
-	vm.regions--
-	vm.pages -= r.chargeLocked()
+	vm.giveIndexLocked(idx, r.chargeLocked())
 	r.generation.Add(1)
 }
 
@@ -290,6 +314,9 @@ func (vm *VM) DestroyAll(ctx context.Context) error {
 			continue
 		}
 		for k := range g.region {
+			if d := g.dynamic[k].Load(); d != nil {
+				vm.closeLocked(d)
+			}
 			if r := g.region[k].Load(); r != nil {
 				vm.revokeLocked(r)
 			}

@@ -7,7 +7,7 @@ const (
 	VirtioID     = 38         // virtio device id; the driver also probes VirtioIDRDMA
 	VirtioIDRDMA = 42         // the RDMA id of the virtio specification
 	Magic        = 0x64636e76 // "vncd" as bytes in memory
-	Version      = 1          // ABI version; a driver refuses others
+	Version      = 2          // ABI version; a driver refuses others
 )
 
 // Bounds of the queue layout and of commands.
@@ -65,6 +65,8 @@ const (
 	CmdQueryStats   Opcode = 25
 	CmdClearMTT     Opcode = 26
 	CmdResumeFault  Opcode = 27
+	CmdCreateMW     Opcode = 28
+	CmdDestroyMW    Opcode = 29
 )
 
 var opcodeNames = [...]string{
@@ -75,6 +77,7 @@ var opcodeNames = [...]string{
 	CmdModifyQP: "MODIFY_QP", CmdQueryQP: "QUERY_QP", CmdDestroyQP: "DESTROY_QP", CmdCreateMR: "CREATE_MR",
 	CmdSetMTT: "SET_MTT", CmdDestroyMR: "DESTROY_MR", CmdAttachMcast: "ATTACH_MCAST", CmdDetachMcast: "DETACH_MCAST",
 	CmdQueryStats: "QUERY_STATS", CmdClearMTT: "CLEAR_MTT", CmdResumeFault: "RESUME_FAULT",
+	CmdCreateMW: "CREATE_MW", CmdDestroyMW: "DESTROY_MW",
 }
 
 func (o Opcode) String() string {
@@ -123,7 +126,7 @@ const (
 	CapResizeCQ     = 1 << 5
 	CapLocalDMALKey = 1 << 6 // RA-1: DMALKey works
 	CapMemMgt       = 1 << 7 // REG_MR, LOCAL_INV, SEND_WITH_INV
-	CapMW           = 1 << 8
+	CapMW           = 1 << 8 // types 1 and 2B
 )
 
 // What on-demand paging covers, per transport: DeviceAttr.ODPRC and its like
@@ -194,7 +197,11 @@ const (
 	MRPhys     = 1 << 0 // VAs are PAs; the region has no table
 	MROnDemand = 1 << 1 // pages come by page fault events, go by CLEAR_MTT
 	MRImplicit = 1 << 2 // with MROnDemand: the whole address space
+	MRFast     = 1 << 3 // means nothing until a REG_MR request (RegWR)
 )
+
+// MaxFastReg bounds the pages of a MRFast region: their list lies in one page.
+const MaxFastReg = 512
 
 // Marks in the low bits of SetMTT's entries.
 const (

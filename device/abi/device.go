@@ -189,6 +189,7 @@ type DeviceAttr struct {
 	ODPRC            uint32  `c:"odp_rc"`
 	ODPUC            uint32  `c:"odp_uc"`
 	ODPUD            uint32  `c:"odp_ud"`
+	MaxFastReg       uint32  `c:"max_fast_reg"` // pages
 }
 
 func (x *DeviceAttr) fields(c *codec) {
@@ -217,7 +218,7 @@ func (x *DeviceAttr) fields(c *codec) {
 	c.u32(&x.ODPRC)
 	c.u32(&x.ODPUC)
 	c.u32(&x.ODPUD)
-	c.zero(4)
+	c.u32(&x.MaxFastReg)
 }
 
 // Encode writes SizeDeviceAttr bytes to b; it panics if b is shorter.

@@ -17,6 +17,8 @@ const (
 	SizeClearMTT     = 24
 	SizeResumeFault  = 8
 	SizeMcast        = 24
+	SizeRegWR        = 48
+	SizeCreateMW     = 8
 )
 
 // CreateCQ is the request of CREATE_CQ; Ring.NPages PAs follow; the reply is a Handle
@@ -562,4 +564,75 @@ func (x *Mcast) Decode(b []byte) error {
 	}
 	x.fields(&c)
 	return c.end("vnicd_mcast")
+}
+
+// RegWR is what a REG_MR request has at SendWQERegOff of its element
+// (struct vnicd_reg_wr).
+type RegWR struct {
+	IOVA      uint64 `c:"iova"`
+	Length    uint64 `c:"length"`
+	PageList  uint64 `c:"page_list"` // PA of NPages PAs, 8-byte aligned, in one 4 KiB page
+	NPages    uint32 `c:"npages"`
+	Offset    uint32 `c:"offset"` // of the first byte in the first page
+	RKey      uint32 `c:"rkey"`   // that it is to have
+	Access    uint32 `c:"access"` // Access bits
+	PageShift uint8  `c:"page_shift"`
+}
+
+func (x *RegWR) fields(c *codec) {
+	c.u64(&x.IOVA)
+	c.u64(&x.Length)
+	c.u64(&x.PageList)
+	c.u32(&x.NPages)
+	c.u32(&x.Offset)
+	c.u32(&x.RKey)
+	c.u32(&x.Access)
+	c.u8(&x.PageShift)
+	c.zero(7)
+}
+
+// Encode writes SizeRegWR bytes to b; it panics if b is shorter.
+func (x *RegWR) Encode(b []byte) {
+	c := encoder("vnicd_reg_wr", b, SizeRegWR)
+	x.fields(&c)
+}
+
+// Decode reads SizeRegWR bytes from b. It fails with a *DecodeError if b is
+// shorter or a reserved field is not zero.
+func (x *RegWR) Decode(b []byte) error {
+	c, ok := decoder(b, SizeRegWR)
+	if !ok {
+		return short("vnicd_reg_wr", b, SizeRegWR)
+	}
+	x.fields(&c)
+	return c.end("vnicd_reg_wr")
+}
+
+// CreateMW is the request of CREATE_MW; the reply is a Handle, the window's first R_Key
+// (struct vnicd_create_mw).
+type CreateMW struct {
+	PDN  uint32 `c:"pdn"`
+	Type uint32 `c:"type"` // 1 or 2
+}
+
+func (x *CreateMW) fields(c *codec) {
+	c.u32(&x.PDN)
+	c.u32(&x.Type)
+}
+
+// Encode writes SizeCreateMW bytes to b; it panics if b is shorter.
+func (x *CreateMW) Encode(b []byte) {
+	c := encoder("vnicd_create_mw", b, SizeCreateMW)
+	x.fields(&c)
+}
+
+// Decode reads SizeCreateMW bytes from b. It fails with a *DecodeError if b is
+// shorter.
+func (x *CreateMW) Decode(b []byte) error {
+	c, ok := decoder(b, SizeCreateMW)
+	if !ok {
+		return short("vnicd_create_mw", b, SizeCreateMW)
+	}
+	x.fields(&c)
+	return c.end("vnicd_create_mw")
 }

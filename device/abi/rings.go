@@ -43,6 +43,7 @@ const (
 	SendWQEMWRKeyOff     = 44 // of the window before the bind
 	SendWQEMWNewRKeyOff  = 48
 	SendWQEMWAccessOff   = 52
+	SendWQERegOff        = 24 // REG_MR: a RegWR
 	SendWQEStatusOff     = 144
 	SendWQEStateOff      = 148
 	SendWQEIOVAOff       = 152
@@ -177,6 +178,16 @@ func (w SendWQE) SetUD(qpn, qkey, ah uint32) {
 	le.PutUint32(w[SendWQERemoteQPNOff:], qpn)
 	le.PutUint32(w[SendWQEQKeyOff:], qkey)
 	le.PutUint32(w[SendWQEAHNumOff:], ah)
+}
+
+// SetMW fills in what a BIND_MW request has besides.
+func (w SendWQE) SetMW(addr, length uint64, mrLKey, mwRKey, newRKey, access uint32) {
+	le.PutUint64(w[SendWQEMWAddrOff:], addr)
+	le.PutUint64(w[SendWQEMWLengthOff:], length)
+	le.PutUint32(w[SendWQEMWMRLKeyOff:], mrLKey)
+	le.PutUint32(w[SendWQEMWRKeyOff:], mwRKey)
+	le.PutUint32(w[SendWQEMWNewRKeyOff:], newRKey)
+	le.PutUint32(w[SendWQEMWAccessOff:], access)
 }
 
 // SetSGEs stores the SGEs and their total length; the slot must hold them.

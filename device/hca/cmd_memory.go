@@ -51,8 +51,10 @@ func createMR(c *cmd) error {
 	switch {
 	case err != nil:
 		return err
+	case r.Flags == abi.MRFast:
+		return c.createFast(&r, p)
 	case r.Flags&^uint32(abi.MRPhys|abi.MROnDemand|abi.MRImplicit) != 0:
-		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x", r.Flags, abi.MRPhys|abi.MROnDemand|abi.MRImplicit)
+		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x, and %#x alone", r.Flags, abi.MRPhys|abi.MROnDemand|abi.MRImplicit, abi.MRFast)
 	case r.Access&abi.AccessOnDemand != 0 && r.Flags&abi.MROnDemand == 0:
 		return refuse(abi.StatusInvalid, "access %#x says on demand, flags %#x do not", r.Access, r.Flags)
 	case r.Flags&abi.MROnDemand != 0 && r.PageShift != translate.PageShift:
@@ -74,12 +76,31 @@ func createMR(c *cmd) error {
 	return nil
 }
 
+// createFast makes a key for REG_MR requests.
+func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
+	if r.Access != 0 || r.IOVA != 0 || r.Length != 0 || r.Offset != 0 || r.PageShift != translate.PageShift {
+		return refuse(abi.StatusInvalid, "region for fast registration with access %#x, iova %#x, length %d, offset %d, page_shift %d, must be 0 and %d",
+			r.Access, r.IOVA, r.Length, r.Offset, r.PageShift, translate.PageShift)
+	}
+	key, err := c.d.vm.CreateDynamic(translate.FastRegion, translate.PD(r.PDN), r.NPages)
+	if err != nil {
+		return memoryError(err)
+	}
+	p.refs++
+	c.t.mrs[uint32(key)] = r.PDN
+	resp := abi.CreateMRResp{LKey: uint32(key), RKey: uint32(key), Handle: uint32(key)}
+	resp.Encode(c.reply(abi.SizeCreateMRResp))
+	return nil
+}
+
 // memoryError gives translate's errors the status that the guest sees.
 func memoryError(err error) error {
 	s := abi.StatusInvalid
 	switch {
 	case errors.Is(err, translate.ErrLimit):
 		s = abi.StatusNoMemory
+	case errors.Is(err, translate.ErrBusy):
+		s = abi.StatusBusy
 	case errors.Is(err, translate.ErrNoRegion):
 		s = abi.StatusNotFound
 	case errors.Is(err, translate.ErrNotMapped):
@@ -164,14 +185,19 @@ func destroyMR(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	pdn, ok := c.t.mrs[h]
+	return c.destroyKey(c.t.mrs, "memory region", h)
+}
+
+// destroyKey destroys what keys, one of tables' maps, has under h.
+func (c *cmd) destroyKey(keys map[uint32]uint32, what string, h uint32) (err error) {
+	pdn, ok := keys[h]
 	if !ok {
-		return notFound("memory region", h)
+		return notFound(what, h)
 	}
 	if c.drain, err = c.d.vm.StartDestroy(h); err != nil {
 		return memoryError(err)
 	}
-	delete(c.t.mrs, h)
+	delete(keys, h)
 	c.t.pds[pdn].refs--
 	return nil
 }

@@ -85,6 +85,8 @@ func createQP(c *cmd) error {
 		sigAll: r.Flags&abi.QPSigAll != 0, maxSendSGE: int(r.MaxSendSGE), maxRecvSGE: int(r.MaxRecvSGE),
 		maxInline: int(r.MaxInline), scq: parts.scq, rcq: parts.rcq, srq: parts.srq,
 	}
+	c.t.lastOwn = (c.t.lastOwn + 1) % ownDomains
+	q.own = translate.PD(ownDomains + c.t.lastOwn)
 	sendSize := sendWQESize(q.maxSendSGE, q.maxInline)
 	if q.sq.ring, err = c.ring(&r.SQ, list[:8*r.SQ.NPages], sendSize, c.d.lim.QPWRs); err != nil {
 		return err
@@ -258,7 +260,8 @@ func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 // discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
 // forgets what the transport waited for.
 func (q *qp) discard() error {
-	q.doomed = false
+	q.doomed, q.draining = false, false
+	q.dropKept(len(q.kept))
 	for i := range q.sides {
 		q.sides[i].unpark()
 	}

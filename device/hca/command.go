@@ -44,6 +44,8 @@ var commandTable = [...]struct {
 	abi.CmdQueryStats:   {0, false, abi.SizeStats, queryStats},
 	abi.CmdClearMTT:     {abi.SizeClearMTT, false, 0, clearMTT},
 	abi.CmdResumeFault:  {abi.SizeResumeFault, false, 0, resumeFault},
+	abi.CmdCreateMW:     {abi.SizeCreateMW, false, abi.SizeHandle, createMW},
+	abi.CmdDestroyMW:    {abi.SizeHandle, false, 0, destroyMW},
 }
 
 const maxReply = 256 // the largest of the table, with room

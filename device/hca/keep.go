@@ -12,7 +12,7 @@ import (
 // the connection manager waits seconds for its next try. So what meets a page that
 // is absent on the host is kept, and what comes behind it too, in order, until the
 // page is there. What finds no room, and all that meets a page absent in the guest,
-// is dropped (PF-11).
+// is dropped (PF-11). What has to wait for an invalidation is kept likewise (manage.go).
 
 // Bounds of what is kept, for buffers are the host's, for all VMs.
 const (
@@ -25,6 +25,11 @@ func (q *qp) Keep() bool {
 	if q.sides[roce.Responder].want.Kind != translate.HostFault {
 		return false
 	}
+	return q.keepThis()
+}
+
+// keepThis keeps the frame that is being received, ahead of all that comes.
+func (q *qp) keepThis() bool {
 	if q.retry { // it was the first, and stays so
 		q.retry = false
 		return true

@@ -75,6 +75,9 @@ type lane struct {
 	// Faults raised (PF-7).
 	hostFaults, guestFaults uint64
 
+	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in, ...
+	list    [abi.MaxFastReg]translate.PA
+
 	frozen    bool          // no driver: guest memory is left alone
 	inboxFull atomic.Uint64 // any thread
 	noted     atomic.Bool   // any thread: a notice is on its way

@@ -19,8 +19,8 @@ type Limits struct {
 	SGEs         int // scatter/gather elements of a work request
 	Inline       int // bytes of inline data in a send work request
 	CQs          int
-	CQEs         int // elements of a completion ring
-	MRs          int
+	CQEs         int    // elements of a completion ring
+	MRs          int    // memory regions and windows
 	MRSize       uint64 // bytes of one region
 	MTTs         uint64 // table entries (pages) over all regions
 	PDs          int
@@ -108,8 +108,9 @@ func (d *Device) attr() abi.DeviceAttr {
 		MaxQPInitRdAtom: uint32(l.RdAtomic), MaxMcastGrp: uint32(l.McastGroups), MaxMcastQPAttach: uint32(l.McastMembers),
 		MaxMTT: l.MTTs,
 		Caps: abi.CapAtomic | abi.CapSRQ | abi.CapUC | abi.CapMcast | abi.CapRoCEv1 | abi.CapResizeCQ |
-			abi.CapLocalDMALKey,
+			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW,
 		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
+		MaxMW: uint32(l.MRs), MaxFastReg: abi.MaxFastReg,
 	}
 }
 

@@ -97,7 +97,7 @@ func (l *lane) part() {
 
 // GatherSpan implements roce.Adapter.
 func (q *qp) GatherSpan(w *roce.WQE, off, n uint64) ([]byte, translate.Miss) {
-	return q.localSpan(w.SGEs, off, n, 0)
+	return q.localSpan(w.SGEs, off, n, translate.LocalRead)
 }
 
 // ScatterSpan implements roce.Adapter.
@@ -131,5 +131,9 @@ func (q *qp) localSpan(sg []roce.SGE, off, n uint64, need translate.Access) ([]b
 
 // RemoteSpan implements roce.Adapter.
 func (q *qp) RemoteSpan(key translate.Key, va translate.VA, n uint64, need translate.Access) ([]byte, translate.Miss) {
-	return q.dev.vm.Resolve(key, q.pd, va, n, need)
+	b, m := q.dev.vm.Resolve(key, q.pd, va, n, need)
+	if m.Kind == translate.BadPD {
+		b, m = q.dev.vm.Resolve(key, q.own, va, n, need)
+	}
+	return b, m
 }

@@ -21,6 +21,7 @@ type qp struct {
 	index int    // place in Device.qps, doorbell slot
 	typ   roce.Type
 	pd    translate.PD
+	own   translate.PD // domain of the type 2 memory windows that it bound
 
 	privileged bool // RA-2: may use abi.DMALKey
 	sigAll     bool
@@ -49,6 +50,8 @@ type qp struct {
 	lastFault translate.MissKind // of the responder
 	kept      []*packet.Buf      // UC and UD: received again when their page is there
 	retry     bool               // the first of them is being received again
+	draining  bool               // it waits for the end of what it invalidated (manage.go)
+	drainAt   int64              // when that was looked at last
 
 	// Completions whose consumer index could not be written yet: the page of the
 	// SQ's header is absent, and who polls a completion counts on its slot.
@@ -73,7 +76,8 @@ func (q *qp) run(now int64, budget int) bool {
 		}
 	}
 	defer q.lane.part()
-	return q.t.Run(now, budget)
+	waits := q.draining && !q.drained(now)
+	return q.t.Run(now, budget) || waits
 }
 
 // fail sends the QP to the error state, not at once, for the caller may be inside
@@ -251,7 +255,7 @@ func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
 	if q.phys(s.Key) {
 		return q.lane.space.Read(dst, translate.PA(va))
 	}
-	return q.dev.vm.Read(dst, s.Key, q.pd, va, 0)
+	return q.dev.vm.Read(dst, s.Key, q.pd, va, translate.LocalRead)
 }
 
 // Scatter implements roce.Adapter.
@@ -288,25 +292,41 @@ func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
 }
 
-// CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3).
+// CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3). A key
+// of another domain may be a window of this QP's own (IBTA 10.6.7, type 2B).
 func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss {
-	return q.dev.vm.Check(key, q.pd, va, n, need)
+	m := q.dev.vm.Check(key, q.pd, va, n, need)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Check(key, q.own, va, n, need)
+	}
+	return m
 }
 
 // ReadRemote implements roce.Adapter.
 func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
-	return q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Read(dst, key, q.own, va, translate.RemoteRead)
+	}
+	return m
 }
 
 // WriteRemote implements roce.Adapter.
 func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
-	return q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+	m := q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Write(key, q.own, va, src, translate.RemoteWrite)
+	}
+	return m
 }
 
 // AtomicRemote implements roce.Adapter. It is atomic against the guest's own
 // processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
 	p, m := q.dev.vm.Uint64(key, q.pd, va, translate.RemoteAtomic)
+	if m.Kind == translate.BadPD {
+		p, m = q.dev.vm.Uint64(key, q.own, va, translate.RemoteAtomic)
+	}
 	if !m.OK() {
 		return 0, m
 	}
@@ -314,12 +334,6 @@ func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, 
 		return translate.CompareSwap(p, compare, swapAdd), m
 	}
 	return translate.FetchAdd(p, swapAdd), m
-}
-
-// InvalidateRemote implements roce.Adapter. Keys that may be invalidated come
-// with fast registration and memory windows, which are not offered.
-func (q *qp) InvalidateRemote(key translate.Key) translate.Miss {
-	return translate.Miss{Kind: translate.BadKey, Key: key}
 }
 
 // GetBuf implements roce.Adapter.

@@ -26,7 +26,7 @@ const (
 
 // pd is a protection domain.
 type pd struct {
-	refs int // QPs, SRQs and MRs
+	refs int // QPs, SRQs, MRs and MWs
 }
 
 // tables are what the guest made, by number. Device.mu guards them; only the
@@ -38,10 +38,11 @@ type tables struct {
 	pds  map[uint32]*pd
 	cqs  map[uint32]*cq
 	srqs map[uint32]*srq
-	// mrs remembers the PD of every region, for its reference count.
-	mrs map[uint32]uint32
+	// mrs and mws remember the PD of every region and window, for its reference count.
+	mrs, mws map[uint32]uint32
 
 	lastPD, lastCQ, lastSRQ uint32
+	lastOwn                 uint32 // domains of QPs
 
 	qps    int
 	qpList map[uint32]*qp // by QP number
@@ -80,16 +81,20 @@ func (t *tables) reset(d *Device) {
 	}
 	*t = tables{
 		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cq{}, srqs: map[uint32]*srq{}, mrs: map[uint32]uint32{},
+		mws:    map[uint32]uint32{},
 		qpList: map[uint32]*qp{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
 	}
 	d.gids.reset(d.lim.GIDs)
 	d.groups.Store(newMcastTable())
 }
 
-// newID finds a number that is not in use, never 0, and late to come back.
+// Protection domains from here on have one member, a QP, for what only that may use.
+const ownDomains = 1 << 31
+
+// newID finds a number below ownDomains that is not in use, never 0, and late to come back.
 func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	for {
-		*last++
+		*last = (*last + 1) % ownDomains
 		if *last == 0 {
 			continue
 		}

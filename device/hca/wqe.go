@@ -13,14 +13,16 @@ import (
 // miscompute it for gather lists.
 
 // opAllowed says which operations a QP type carries (IBTA 10.7.2).
-// What is missing here (memory windows, fast registration, invalidation) is not
-// offered in the capabilities and completes with a local QP operation error.
-var opAllowed = [...]uint16{
+// What is missing here is not offered in the capabilities and completes with a
+// local QP operation error, as does REG_MR on a QP that is not privileged.
+var opAllowed = [...]uint64{
 	roce.GSI: 1<<abi.WRSend | 1<<abi.WRSendWithImm,
 	roce.UD:  1<<abi.WRSend | 1<<abi.WRSendWithImm,
-	roce.UC:  1<<abi.WRSend | 1<<abi.WRSendWithImm | 1<<abi.WRRDMAWrite | 1<<abi.WRRDMAWriteWithImm,
+	roce.UC: 1<<abi.WRSend | 1<<abi.WRSendWithImm | 1<<abi.WRRDMAWrite | 1<<abi.WRRDMAWriteWithImm |
+		1<<abi.WRBindMW,
 	roce.RC: 1<<abi.WRSend | 1<<abi.WRSendWithImm | 1<<abi.WRRDMAWrite | 1<<abi.WRRDMAWriteWithImm |
-		1<<abi.WRRDMARead | 1<<abi.WRAtomicCmpAndSwp | 1<<abi.WRAtomicFetchAndAdd,
+		1<<abi.WRRDMARead | 1<<abi.WRAtomicCmpAndSwp | 1<<abi.WRAtomicFetchAndAdd |
+		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR,
 }
 
 // sendWQESize and recvWQESize are what an element must hold.
@@ -44,7 +46,7 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 	w.Length = 0
 	w.Imm = [4]byte{}
 	w.Status = roce.StatusLocQPOp
-	if op >= 16 || opAllowed[q.typ]&(1<<op) == 0 {
+	if op >= 64 || opAllowed[q.typ]&(1<<op) == 0 {
 		return 0, false
 	}
 	w.Opcode = roce.WROpcode(op)
@@ -52,6 +54,10 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 	switch op {
 	case abi.WRSendWithImm:
 		w.Imm = s.Imm()
+	case abi.WRSendWithInv:
+		w.InvKey = translate.Key(s.InvalidateRKey())
+	case abi.WRLocalInv, abi.WRBindMW, abi.WRRegMR:
+		return 0, q.decodeManage(s, &w.Manage)
 	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead:
 		w.Imm = s.Imm()
 		w.RemoteVA, w.RKey = translate.VA(s.RemoteAddr()), translate.Key(s.RKey())
@@ -88,6 +94,31 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 		return 0, false
 	}
 	return int(nsge) * abi.SizeSGE, true
+}
+
+// decodeManage fills in what a memory management request asks for; it has no data.
+func (q *qp) decodeManage(s abi.SendWQE, m *roce.Manage) bool {
+	switch s.Opcode() {
+	case abi.WRLocalInv:
+		*m = roce.Manage{Key: translate.Key(s.InvalidateRKey())}
+	case abi.WRBindMW:
+		addr, length, region, old, key, access := s.MW()
+		*m = roce.Manage{
+			Key: translate.Key(old), NewKey: translate.Key(key), Region: translate.Key(region),
+			Access: translate.Access(access), VA: translate.VA(addr), Length: length,
+		}
+	case abi.WRRegMR:
+		var r abi.RegWR
+		// RA-2: page lists are physical addresses.
+		if !q.privileged || r.Decode(s[abi.SendWQERegOff:]) != nil {
+			return false
+		}
+		*m = roce.Manage{
+			Key: translate.Key(r.RKey), Access: translate.Access(r.Access), VA: translate.VA(r.IOVA), Length: r.Length,
+			List: translate.PA(r.PageList), NPages: r.NPages, Offset: r.Offset, PageShift: r.PageShift,
+		}
+	}
+	return true
 }
 
 // decodeTail fills w's segments or inline data from what follows the fixed part.

@@ -128,6 +128,7 @@ func (q *QP) progress(start uint64) {
 		q.acked = 0
 		q.cwnd = min(q.cwnd+minWindow, uint32(q.cfg.Window))
 	}
+	q.retire()
 	if q.head != q.tail && q.slot(q.head).failed {
 		q.failHead(q.slot(q.head).w.Status)
 	}

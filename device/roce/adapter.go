@@ -56,8 +56,13 @@ type Adapter interface {
 	// Operands and result are host-order integers.
 	AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare, swapAdd uint64) (old uint64, m translate.Miss)
 	// InvalidateRemote revokes the key named by a SEND with Invalidate, before the
-	// receive completes. BadKey or BadPD if it may not be invalidated.
-	InvalidateRemote(key translate.Key) translate.Miss
+	// receive completes. Refused if it may not be invalidated. Again: others still use
+	// the memory. The adapter has then kept the packet, as by Keep, and receives it again.
+	InvalidateRemote(key translate.Key) translate.Outcome
+	// Manage executes a memory management request. Requests are handed in one after
+	// the other, each until it is Done or Refused: on Again, and after a fault was served,
+	// once more.
+	Manage(w *WQE) (translate.Outcome, translate.Miss)
 
 	// Fault says that side waits for m, which is one of m.Fault(), to access it with
 	// the rights need. m.Len is how many bytes from m.Where on the transport

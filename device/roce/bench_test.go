@@ -102,7 +102,10 @@ func (n *benchNode) ScatterSpan(_ []SGE, off, k uint64) ([]byte, translate.Miss)
 func (n *benchNode) RemoteSpan(_ translate.Key, va translate.VA, k uint64, _ translate.Access) ([]byte, translate.Miss) {
 	return n.mem[va:][:k], n.miss(va)
 }
-func (n *benchNode) InvalidateRemote(translate.Key) translate.Miss      { return translate.Miss{} }
+func (n *benchNode) InvalidateRemote(translate.Key) translate.Outcome { return translate.Done }
+func (n *benchNode) Manage(*WQE) (translate.Outcome, translate.Miss) {
+	return translate.Done, translate.Miss{}
+}
 func (n *benchNode) GetBuf() *packet.Buf                                { return n.pool.Get() }
 func (n *benchNode) Transmit(b *packet.Buf)                             { n.out = append(n.out, b) }
 func (n *benchNode) ArmTimer(at int64)                                  { n.timer = at }

@@ -54,6 +54,7 @@ type node struct {
 	fault    func(what string) translate.MissKind // injected misses
 	recvMiss func() Fetch                         // injected FetchRecv results
 	bad      map[uint32]Status                    // send WQEs that FetchSend finds bad
+	manage   func(w *WQE) translate.Outcome       // memory management requests
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
@@ -321,12 +322,25 @@ func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, com
 	return old, translate.Miss{}
 }
 
-func (n *node) InvalidateRemote(key translate.Key) translate.Miss {
+func (n *node) InvalidateRemote(key translate.Key) translate.Outcome {
 	if n.regions[key] == nil {
-		return translate.Miss{Kind: translate.BadKey}
+		return translate.Refused
 	}
 	n.invalid = append(n.invalid, key)
-	return translate.Miss{}
+	return translate.Done
+}
+
+func (n *node) Manage(w *WQE) (translate.Outcome, translate.Miss) {
+	if m := n.miss("manage"); !m.OK() {
+		if m.Fault() {
+			m.VA = translate.VA(w.Manage.List)
+		}
+		return translate.Done, m
+	}
+	if n.manage == nil {
+		return translate.Refused, translate.Miss{}
+	}
+	return n.manage(w), translate.Miss{}
 }
 
 func (n *node) GetBuf() *packet.Buf {

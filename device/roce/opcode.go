@@ -28,11 +28,12 @@ type wrInfo struct {
 	imm  bool
 	inv  bool
 	uc   bool // UC carries it
+	last bool // begins when all before it have completed
 	ud   bool // UD carries it
 }
 
 // wrTable is the allow-list of work request opcodes; the others have kindBad.
-var wrTable = [16]wrInfo{
+var wrTable = [WRRegMR + 2]wrInfo{
 	WRWrite: {kind: kindWrite, wc: WCWrite, uc: true,
 		ops: sendOps{wire.OpRCWriteFirst, wire.OpRCWriteMiddle, wire.OpRCWriteLast, wire.OpRCWriteOnly}},
 	WRWriteImm: {kind: kindWrite, wc: WCWrite, imm: true, uc: true,
@@ -43,6 +44,9 @@ var wrTable = [16]wrInfo{
 		ops: sendOps{wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLastImm, wire.OpRCSendOnlyImm}},
 	WRSendInv: {kind: kindSend, wc: WCSend, inv: true,
 		ops: sendOps{wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv}},
+	WRLocalInv:    {kind: kindManage, wc: WCLocalInv, last: true},
+	WRBindMW:      {kind: kindManage, wc: WCBindMW, uc: true, last: true},
+	WRRegMR:       {kind: kindManage, wc: WCRegMR},
 	WRRead:        {kind: kindRead, wc: WCRead, ops: sendOps{only: wire.OpRCReadRequest}},
 	WRCompareSwap: {kind: kindAtomic, wc: WCCompareSwap, ops: sendOps{only: wire.OpRCCompareSwap}},
 	WRFetchAdd:    {kind: kindAtomic, wc: WCFetchAdd, ops: sendOps{only: wire.OpRCFetchAdd}},
@@ -64,6 +68,7 @@ const (
 	kindBad opKind = iota
 	kindSend
 	kindWrite
+	kindManage // memory management: executed here, sends nothing
 	kindRead   // answered by READ responses
 	kindAtomic // answered by an ATOMIC acknowledge
 )

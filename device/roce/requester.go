@@ -70,12 +70,14 @@ type sendSlot struct {
 	// failed: ends with w.Status once all before it have completed (IBTA 10.8.5:
 	// completions stay in order).
 	failed bool
+	done   bool // memory management: executed
 }
 
 const (
 	readChunk   = 64   // packets
 	ackEvery    = 32   // packets without AckReq
 	bufferDelay = 50e3 // ns before trying again
+	drainDelay  = 5e3  // ns, about as long as a batch of another loop
 )
 
 func (q *QP) slot(n uint32) *sendSlot { return &q.slots[n&uint32(len(q.slots)-1)] }
@@ -137,9 +139,12 @@ func (q *QP) fetch() bool {
 		}
 	}
 	if !s.failed {
-		s.end += packets(w.Length, q.mtu)
-		if s.info.kind == kindAtomic {
-			s.end = s.first + 1
+		switch s.info.kind {
+		case kindManage:
+		case kindAtomic:
+			s.end++
+		default:
+			s.end += packets(w.Length, q.mtu)
 		}
 		q.assigned = s.end
 	}
@@ -149,7 +154,7 @@ func (q *QP) fetch() bool {
 // fetchInto asks the adapter for WQE tail; false if there is none now.
 func (q *QP) fetchInto(s *sendSlot) bool {
 	s.w = WQE{Seq: q.tail, SGEs: s.w.SGEs[:0], InlineData: s.w.InlineData[:0]}
-	s.failed = false
+	s.failed, s.done = false, false
 	f := q.a.FetchSend(q.tail, &s.w)
 	if f == FetchFault {
 		q.awaitQueue(Requester)
@@ -220,6 +225,14 @@ func (q *QP) runRC(budget int) (more bool) {
 			}
 			return false
 		}
+		if s.info.kind == kindManage {
+			if !q.manage(s) {
+				return false
+			}
+			q.cur++
+			q.retire()
+			continue
+		}
 		if !asked {
 			asked, q.near = true, q.localPeer()
 		}
@@ -257,6 +270,43 @@ func (q *QP) sendRC(s *sendSlot) bool {
 	q.advanceNxt(s, q.nxt+1)
 	q.send(&q.tx, buf)
 	return true
+}
+
+// manage executes the memory management request in slot cur, once, when its turn has
+// come: what is behind it finds the memory as it leaves it (IBTA 10.8.3).
+func (q *QP) manage(s *sendSlot) bool {
+	switch {
+	case s.done: // went back behind it
+		return true
+	case s.info.last && q.cur != q.head, s.w.Fence && q.fenced():
+		q.blocked = true
+		return false
+	}
+	out, m := q.a.Manage(&s.w)
+	switch {
+	case m.Fault():
+		q.awaitSend(atGather, q.nxt, m)
+		return false
+	case !m.OK() || out == translate.Refused:
+		q.stats.LocalErrors++
+		q.failSlot(s, StatusMemMgt)
+		return false
+	case out == translate.Again:
+		q.stallAt = q.now + drainDelay
+		return false
+	}
+	if q.waits.send.cause == atGather && q.nxt >= q.waits.send.psn {
+		q.waits.send.end()
+	}
+	s.done = true
+	return true
+}
+
+// retire completes memory management requests that nothing stands before any more.
+func (q *QP) retire() {
+	for q.head != q.tail && q.slot(q.head).done && q.live() {
+		q.completeHead(StatusSuccess)
+	}
 }
 
 // fenced tells whether a READ or atomic before slot cur is still in flight

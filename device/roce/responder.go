@@ -235,8 +235,11 @@ func (q *QP) execute(p *wire.RoCE) verdict {
 		return v
 	}
 	if p.Info.Is(wire.HasIETH) {
-		if m := q.a.InvalidateRemote(translate.Key(p.InvKey())); !m.OK() {
+		switch q.a.InvalidateRemote(translate.Key(p.InvKey())) {
+		case translate.Refused:
 			return vRemAccess
+		case translate.Again:
+			return vParked
 		}
 	}
 	if !last {

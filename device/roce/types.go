@@ -14,7 +14,10 @@ const (
 	WRRead        WROpcode = 4
 	WRCompareSwap WROpcode = 5
 	WRFetchAdd    WROpcode = 6
+	WRLocalInv    WROpcode = 7
+	WRBindMW      WROpcode = 8
 	WRSendInv     WROpcode = 9
+	WRRegMR       WROpcode = 0x20
 )
 
 // WCOpcode is the operation in a completion, numbered as enum ib_wc_opcode.
@@ -27,6 +30,9 @@ const (
 	WCRead        WCOpcode = 2
 	WCCompareSwap WCOpcode = 3
 	WCFetchAdd    WCOpcode = 4
+	WCBindMW      WCOpcode = 5
+	WCLocalInv    WCOpcode = 6
+	WCRegMR       WCOpcode = 10
 	WCRecv        WCOpcode = 128
 	WCRecvWithImm WCOpcode = 129 // receive request consumed by RDMA WRITE with immediate
 )
@@ -41,6 +47,7 @@ const (
 	StatusLocQPOp     Status = 2
 	StatusLocProt     Status = 4
 	StatusFlush       Status = 5
+	StatusMemMgt      Status = 6 // memory management operation error (IB_WC_MW_BIND_ERR)
 	StatusBadResp     Status = 7
 	StatusLocAccess   Status = 8
 	StatusRemInvReq   Status = 9
@@ -164,6 +171,9 @@ type WQE struct {
 	SwapAdd   uint64 // CMP_SWP: swap value; FETCH_ADD: addend
 	Length    uint64 // sum of the segments, or len(InlineData)
 
+	// The adapter's, of memory management requests, which have no other data.
+	Manage Manage
+
 	SGEs       []SGE
 	InlineData []byte
 
@@ -173,6 +183,20 @@ type WQE struct {
 	QKey      uint32
 
 	Status Status // FetchBad: the completion status
+}
+
+// Manage is what a REG_MR, BIND_MW or LOCAL_INV request asks for; only the adapter looks at it.
+type Manage struct {
+	Key       translate.Key // of the region or window as it is; REG_MR: as it is to be
+	NewKey    translate.Key // BIND_MW: as it is to be
+	Region    translate.Key // BIND_MW: what to bind to
+	Access    translate.Access
+	VA        translate.VA
+	Length    uint64
+	List      translate.PA // REG_MR: the page list, ...
+	NPages    uint32       // its length, ...
+	Offset    uint32       // and where in its first page the region begins
+	PageShift uint8
 }
 
 // RecvWQE is a receive work request, decoded. SGEs is storage of the transport,

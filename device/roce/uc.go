@@ -28,6 +28,9 @@ func (q *QP) runUC(budget int) (more bool) {
 				return false
 			}
 		}
+		if s.info.kind == kindManage && !q.manage(s) {
+			return false
+		}
 		// In this order, so that a memory fault that the engine catches inside
 		// Transmit finds the message as sent.
 		if q.nxt != s.end {

@@ -73,6 +73,7 @@ struct vnicd_limits {
 	u32 max_cq;
 	u32 max_cqe;
 	u32 max_mr;
+	u32 max_mw;
 	u32 max_pd;
 	u32 max_srq;
 	u32 max_srq_wr;
@@ -86,6 +87,7 @@ struct vnicd_limits {
 	u32 odp_rc;			/* enum ib_odp_transport_cap_bits */
 	u32 odp_uc;
 	u32 odp_ud;
+	u32 max_fast_reg;		/* pages; 0: no fast registration */
 };
 
 /*
@@ -230,8 +232,21 @@ struct vnicd_mr {
 	struct vnicd_grave grave;
 	struct ib_umem *umem;		/* pinned: ... */
 	struct vnicd_odp *odp;		/* ... or on demand */
+	__le64 *pages;			/* ... or for fast registration: the list, one page long */
+	u32 num_pages;
+	u32 max_pages;
 	u32 handle;
 	bool phys;
+};
+
+/* What regions and windows may grant. */
+#define VNICD_MR_ACCESS (IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE | \
+			 IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC | \
+			 IB_ACCESS_MW_BIND)
+
+struct vnicd_mw {
+	struct ib_mw base;
+	u32 handle;			/* its first key */
 };
 
 /* The arm word is apart, so that it can outlive a CQ the device never let go. */
@@ -343,6 +358,7 @@ static inline struct vnicd_##type *to_v##type(struct ib_##ibtype *p)	\
 VNICD_TO(pd, pd)
 VNICD_TO(ah_obj, ah)
 VNICD_TO(mr, mr)
+VNICD_TO(mw, mw)
 VNICD_TO(cq, cq)
 VNICD_TO(srq, srq)
 VNICD_TO(qp, qp)
@@ -404,6 +420,12 @@ int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, u32 count);
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
 			    u64 first, u32 count);
+/*
+ * -EBUSY: windows are bound to it, and it goes on. Else 0; @released as
+ * vnicd_cmd_destroy() returns it.
+ */
+int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released);
+int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle);
 /* These two allocate nothing; a slot is kept for the former. */
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
 int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);
@@ -478,7 +500,12 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 				u64 iova, int access, struct ib_udata *udata);
 #endif
+struct ib_mr *vnicd_alloc_mr(struct ib_pd *ibpd, enum ib_mr_type type, u32 max_num_sg);
+int vnicd_map_mr_sg(struct ib_mr *ibmr, struct scatterlist *sg, int sg_nents,
+		    unsigned int *sg_offset);
 int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata);
+int vnicd_alloc_mw(struct ib_mw *ibmw, struct ib_udata *udata);
+int vnicd_dealloc_mw(struct ib_mw *ibmw);
 int vnicd_advise_mr(struct ib_pd *ibpd, enum ib_uverbs_advise_mr_advice advice,
 		    u32 flags, struct ib_sge *sgl, u32 num_sge,
 		    struct uverbs_attr_bundle *attrs);

@@ -39,7 +39,7 @@
 #define VNICD_VIRTIO_ID_RDMA	42
 
 #define VNICD_MAGIC		0x64636e76	/* "vncd" as bytes in memory */
-#define VNICD_ABI_VERSION	1
+#define VNICD_ABI_VERSION	2
 
 /* Feature bits (virtio device-specific range 0..23). None needed yet. */
 
@@ -100,6 +100,8 @@ enum vnicd_opcode {
 	VNICD_CMD_QUERY_STATS	= 25,
 	VNICD_CMD_CLEAR_MTT	= 26,
 	VNICD_CMD_RESUME_FAULT	= 27,
+	VNICD_CMD_CREATE_MW	= 28,
+	VNICD_CMD_DESTROY_MW	= 29,
 };
 
 /* Status of a command; the driver maps them to errno as written. */
@@ -169,7 +171,7 @@ struct vnicd_device_attr {
 	__le32 odp_rc;		/* VNICD_ODP_*; 0: no on-demand paging */
 	__le32 odp_uc;
 	__le32 odp_ud;
-	__le32 reserved;
+	__le32 max_fast_reg;	/* pages of a VNICD_MR_FAST region, at most VNICD_MAX_FAST_REG */
 };
 
 #define VNICD_CAP_ATOMIC	(1ULL << 0)
@@ -180,7 +182,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_RESIZE_CQ	(1ULL << 5)
 #define VNICD_CAP_LOCAL_DMA_LKEY (1ULL << 6)	/* RA-1: VNICD_DMA_LKEY works */
 #define VNICD_CAP_MEM_MGT	(1ULL << 7)	/* REG_MR, LOCAL_INV, SEND_WITH_INV */
-#define VNICD_CAP_MW		(1ULL << 8)
+#define VNICD_CAP_MW		(1ULL << 8)	/* types 1 and 2B: CREATE_MW, BIND_MW, LOCAL_INV */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)
@@ -437,6 +439,9 @@ struct vnicd_qp_attr {
 #define VNICD_MR_IMPLICIT	(1U << 2)	/* with ON_DEMAND: the whole address space: iova 0,
 						 * offset 0, page_shift 12, length = npages << 12,
 						 * at most 2^57 */
+#define VNICD_MR_FAST		(1U << 3)	/* means nothing until a work request registers it, see
+						 * struct vnicd_reg_wr; npages: how many it may have;
+						 * access, iova, length and offset are 0, page_shift 12 */
 
 struct vnicd_create_mr {
 	__le32 pdn;
@@ -445,7 +450,7 @@ struct vnicd_create_mr {
 	__u8   page_shift;	/* 12..30 */
 	__u8   reserved[3];
 	__le64 iova;		/* first VA as the keys' holders name it */
-	__le64 length;		/* bytes, > 0 */
+	__le64 length;		/* bytes, > 0; VNICD_MR_FAST: 0 */
 	__le64 offset;		/* of the first byte in the first page */
 	__le64 npages;		/* MTT entries: covers offset + length */
 };
@@ -488,7 +493,46 @@ struct vnicd_resume_fault {
 				 * others: as EFAULT */
 };
 
-/* DESTROY_MR: request vnicd_handle. Completes when nothing uses the memory (EP-3). */
+/*
+ * DESTROY_MR: request vnicd_handle. Completes when nothing uses the memory (EP-3).
+ * EBUSY while memory windows are bound to it.
+ */
+
+/*
+ * Keys whose meaning work requests change. Their upper 24 bits stay, the low 8 are
+ * the consumer's. All of it happens in the order of the send queue:
+ *  - REG_MR, privileged QPs only: what follows is registered already. The region
+ *    must be free: new, or invalidated;
+ *  - BIND_MW (struct rxe_send_wr, mw): as IBTA 10.6.7 has it; it and LOCAL_INV
+ *    begin when everything before them has completed;
+ *  - LOCAL_INV, and the receive that a SEND_WITH_INV ends, complete when nothing
+ *    uses the memory any more.
+ * What is not permitted completes with IB_WC_MW_BIND_ERR.
+ *
+ * REG_MR's own part stands in rxe_send_wqe where struct rxe_send_wr has wr. The page
+ * list is read once, while the request executes.
+ */
+#define VNICD_WR_REG_MR		0x20
+#define VNICD_WR_REG_OFFSET	24
+#define VNICD_WC_REG_MR		10	/* opcode in its CQE; kernels number it differently */
+#define VNICD_MAX_FAST_REG	512
+struct vnicd_reg_wr {
+	__le64 iova;
+	__le64 length;
+	__le64 page_list;	/* PA of npages __le64 PAs: 8-byte aligned, in one 4 KiB page */
+	__le32 npages;
+	__le32 offset;		/* of the first byte in the first page */
+	__le32 rkey;		/* the key that it is to have, as L_Key and R_Key */
+	__le32 access;		/* enum ib_access_flags */
+	__u8   page_shift;	/* 12..30 */
+	__u8   reserved[7];
+};
+
+/* CREATE_MW: reply vnicd_handle, the window's first R_Key. DESTROY_MW: vnicd_handle, ditto. */
+struct vnicd_create_mw {
+	__le32 pdn;
+	__le32 type;		/* enum ib_mw_type: 1 or 2 (2B) */
+};
 
 struct vnicd_mcast {
 	__le32 qpn;

@@ -79,6 +79,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 	lim->max_cq = le32_to_cpu(a.max_cq);
 	lim->max_cqe = le32_to_cpu(a.max_cqe);
 	lim->max_mr = le32_to_cpu(a.max_mr);
+	lim->max_mw = le32_to_cpu(a.max_mw);
 	lim->max_pd = le32_to_cpu(a.max_pd);
 	lim->max_srq = le32_to_cpu(a.max_srq);
 	lim->max_srq_wr = le32_to_cpu(a.max_srq_wr);
@@ -92,6 +93,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 	lim->odp_rc = le32_to_cpu(a.odp_rc) & VNICD_ODP_ALL;
 	lim->odp_uc = le32_to_cpu(a.odp_uc) & VNICD_ODP_ALL;
 	lim->odp_ud = le32_to_cpu(a.odp_ud) & VNICD_ODP_ALL;
+	lim->max_fast_reg = le32_to_cpu(a.max_fast_reg);
 
 	/* What would break arithmetic here or in ib_core is refused. */
 	if (!lim->max_gid || lim->max_gid > 256)
@@ -116,6 +118,10 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 	lim->max_qp = min(lim->max_qp, 1U << 24);
 	lim->max_cq = min(lim->max_cq, 1U << 24);
 	lim->max_mr = min(lim->max_mr, 1U << 24);
+	lim->max_mw = min(lim->max_mw, 1U << 24);
+	lim->max_fast_reg = min_t(u32, lim->max_fast_reg, VNICD_MAX_FAST_REG);
+	if (!(lim->caps & VNICD_CAP_MEM_MGT))
+		lim->max_fast_reg = 0;
 	lim->max_pd = min(lim->max_pd, 1U << 24);
 	lim->max_srq = min(lim->max_srq, 1U << 24);
 	lim->max_qp_rd_atom = min(lim->max_qp_rd_atom, 255U);
@@ -397,10 +403,23 @@ int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 			  &req, sizeof(req), NULL, 0);
 }
 
-bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle)
+int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle)
 {
-	int err = vnicd_exec_handle(vd, opcode, handle, NULL, 0);
+	struct vnicd_create_mw req = {
+		.pdn = cpu_to_le32(pdn),
+		.type = cpu_to_le32(type),
+	};
+	struct vnicd_handle resp;
+	int err;
 
+	err = vnicd_exec(vd, VNICD_CMD_CREATE_MW, &req, sizeof(req), &resp, sizeof(resp));
+	if (!err)
+		*handle = le32_to_cpu(resp.handle);
+	return err;
+}
+
+static bool vnicd_released(struct vnicd_dev *vd, u16 opcode, u32 handle, int err)
+{
 	/* An object that the device does not know holds no memory. */
 	if (!err || err == -ENOENT)
 		return true;
@@ -409,4 +428,21 @@ bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle)
 			"destroy command %u for object %u failed (%d); its memory waits for the next reset\n",
 			opcode, handle, err);
 	return false;
+}
+
+bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle)
+{
+	int err = vnicd_exec_handle(vd, opcode, handle, NULL, 0);
+
+	return vnicd_released(vd, opcode, handle, err);
+}
+
+int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released)
+{
+	int err = vnicd_exec_handle(vd, VNICD_CMD_DESTROY_MR, handle, NULL, 0);
+
+	if (err == -EBUSY)
+		return err;
+	*released = vnicd_released(vd, VNICD_CMD_DESTROY_MR, handle, err);
+	return 0;
 }

@@ -49,6 +49,14 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 	if (lim->caps & VNICD_CAP_SRQ)
 		attr->device_cap_flags |= IB_DEVICE_SRQ_RESIZE;
 	attr->kernel_cap_flags = IBK_LOCAL_DMA_LKEY;
+	if (lim->max_fast_reg) {
+		attr->device_cap_flags |= IB_DEVICE_MEM_MGT_EXTENSIONS;
+		attr->max_fast_reg_page_list_len = lim->max_fast_reg;
+	}
+	if (lim->caps & VNICD_CAP_MW) {
+		attr->device_cap_flags |= IB_DEVICE_MEM_WINDOW | IB_DEVICE_MEM_WINDOW_TYPE_2B;
+		attr->max_mw = lim->max_mw;
+	}
 	attr->max_qp = lim->max_qp;
 	attr->max_qp_wr = lim->max_qp_wr;
 	attr->max_send_sge = lim->max_sge;
@@ -356,6 +364,18 @@ static const struct ib_device_ops vnicd_odp_ops = {
 	.fill_stat_mr_entry = vnicd_fill_stat_mr_entry,
 };
 
+static const struct ib_device_ops vnicd_fast_reg_ops = {
+	.alloc_mr = vnicd_alloc_mr,
+	.map_mr_sg = vnicd_map_mr_sg,
+};
+
+static const struct ib_device_ops vnicd_mw_ops = {
+	.alloc_mw = vnicd_alloc_mw,
+	.dealloc_mw = vnicd_dealloc_mw,
+
+	INIT_RDMA_OBJ_SIZE(ib_mw, vnicd_mw, base),
+};
+
 static const struct ib_device_ops vnicd_resize_ops = {
 #ifdef VNICD_HAVE_RESIZE_USER_CQ
 	.resize_user_cq = vnicd_resize_cq,
@@ -389,6 +409,10 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 		ib_set_device_ops(ibdev, &vnicd_resize_ops);
 	if (vnicd_odp_supported(vd))
 		ib_set_device_ops(ibdev, &vnicd_odp_ops);
+	if (vd->lim.max_fast_reg)
+		ib_set_device_ops(ibdev, &vnicd_fast_reg_ops);
+	if (vd->lim.caps & VNICD_CAP_MW)
+		ib_set_device_ops(ibdev, &vnicd_mw_ops);
 
 	/* Held against vnicd_fail(), which would unregister what is half there. */
 	mutex_lock(&vd->reg_lock);

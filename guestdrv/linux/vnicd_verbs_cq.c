@@ -256,7 +256,7 @@ static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *c
 		return false;
 	wc->qp = &qp->base;
 	wc->status = cqe->status > IB_WC_GENERAL_ERR ? IB_WC_GENERAL_ERR : cqe->status;
-	wc->opcode = cqe->opcode & 0xff;
+	wc->opcode = cqe->opcode == VNICD_WC_REG_MR ? IB_WC_REG_MR : cqe->opcode & 0xff;
 	wc->vendor_err = cqe->vendor_err;
 	wc->byte_len = cqe->byte_len;
 	if (cqe->wc_flags & VNICD_WC_GRH)

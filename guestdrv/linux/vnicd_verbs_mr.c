@@ -12,10 +12,6 @@
 
 #include "vnicd.h"
 
-#define VNICD_MR_ACCESS (IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE | \
-			 IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC | \
-			 IB_ACCESS_MW_BIND)
-
 /* Addresses per command: 32 KiB, if such a piece of memory is to be had. */
 #define VNICD_MTT_BATCH 4096
 
@@ -37,6 +33,7 @@ static int vnicd_mr_create(struct vnicd_mr *mr, struct vnicd_create_mr *cmd)
 static void vnicd_mr_free(struct vnicd_mr *mr)
 {
 	ib_umem_release(mr->umem);
+	free_page((unsigned long)mr->pages);
 	kfree(mr);
 }
 
@@ -46,14 +43,20 @@ static void vnicd_mr_unbury(struct vnicd_grave *grave)
 }
 
 /* Pages stay pinned until the device has confirmed that nothing uses them (EP-3). */
-static void vnicd_mr_destroy(struct vnicd_mr *mr)
+static int vnicd_mr_destroy(struct vnicd_mr *mr)
 {
 	struct vnicd_dev *vd = to_vd(mr->base.device);
+	bool released;
+	int err;
 
-	if (vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_MR, mr->handle))
+	err = vnicd_cmd_destroy_mr(vd, mr->handle, &released);
+	if (err)
+		return err;
+	if (released)
 		vnicd_mr_free(mr);
 	else
 		vnicd_bury(vd, &mr->grave, vnicd_mr_unbury);
+	return 0;
 }
 
 /*
@@ -263,7 +266,84 @@ int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 	}
 	if (mr->phys)
 		xa_erase_irq(&to_vd(ibmr->device)->phys_keys, ibmr->lkey);
-	vnicd_mr_destroy(mr);
+	return vnicd_mr_destroy(mr);
+}
+
+/*
+ * Fast registration: a region that means nothing until a REG_MR work request
+ * gives it the pages which vnicd_map_mr_sg() has listed. The device reads the list
+ * when it executes the request.
+ */
+struct ib_mr *vnicd_alloc_mr(struct ib_pd *ibpd, enum ib_mr_type type, u32 max_num_sg)
+{
+	struct vnicd_dev *vd = to_vd(ibpd->device);
+	struct vnicd_create_mr cmd = {
+		.pdn = cpu_to_le32(to_vpd(ibpd)->pdn),
+		.flags = cpu_to_le32(VNICD_MR_FAST),
+		.page_shift = 12,
+		.npages = cpu_to_le64(max_num_sg),
+	};
+	struct vnicd_mr *mr;
+	int err;
+
+	if (type != IB_MR_TYPE_MEM_REG)
+		return ERR_PTR(-EOPNOTSUPP);
+	if (!max_num_sg || max_num_sg > vd->lim.max_fast_reg)
+		return ERR_PTR(-EINVAL);
+
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	mr->base.device = ibpd->device;
+	mr->max_pages = max_num_sg;
+	mr->pages = (__le64 *)get_zeroed_page(GFP_KERNEL);
+	err = mr->pages ? vnicd_mr_create(mr, &cmd) : -ENOMEM;
+	if (err) {
+		vnicd_mr_free(mr);
+		return ERR_PTR(err);
+	}
+	return &mr->base;
+}
+
+/* Addresses are kernel addresses of the linear map (no DMA device). */
+static int vnicd_set_page(struct ib_mr *ibmr, u64 addr)
+{
+	struct vnicd_mr *mr = to_vmr(ibmr);
+	void *va = vnicd_dma_to_ptr(addr);
+
+	if (mr->num_pages == mr->max_pages)
+		return -ENOMEM;
+	if (WARN_ON_ONCE(!virt_addr_valid(va)))
+		return -EINVAL;
+	mr->pages[mr->num_pages++] = cpu_to_le64(virt_to_phys(va));
+	return 0;
+}
+
+int vnicd_map_mr_sg(struct ib_mr *ibmr, struct scatterlist *sg, int sg_nents,
+		    unsigned int *sg_offset)
+{
+	to_vmr(ibmr)->num_pages = 0;
+	return ib_sg_to_pages(ibmr, sg, sg_nents, sg_offset, vnicd_set_page);
+}
+
+int vnicd_alloc_mw(struct ib_mw *ibmw, struct ib_udata *udata)
+{
+	struct vnicd_mw *mw = to_vmw(ibmw);
+	int err;
+
+	err = vnicd_udata_empty(udata);
+	if (err)
+		return err;
+	err = vnicd_cmd_create_mw(to_vd(ibmw->device), to_vpd(ibmw->pd)->pdn, ibmw->type,
+				  &mw->handle);
+	ibmw->rkey = mw->handle;
+	return err;
+}
+
+int vnicd_dealloc_mw(struct ib_mw *ibmw)
+{
+	/* No memory hangs on it. */
+	vnicd_cmd_destroy(to_vd(ibmw->device), VNICD_CMD_DESTROY_MW, to_vmw(ibmw)->handle);
 	return 0;
 }
 

@@ -9,6 +9,7 @@
  * physical addresses here (RA-1); memory from vmalloc yields one per page.
  */
 #include <linux/io.h>
+#include <linux/log2.h>
 #include <linux/mm.h>
 
 #include "vnicd.h"
@@ -148,14 +149,40 @@ static int vnicd_fill_ud(struct vnicd_qp *qp, struct rxe_send_wr *out,
 	return 0;
 }
 
-/* Operations of the fast registration kind are not among the device's yet. */
+/* The region's list is read by the device, when the request's turn has come. */
+static int vnicd_fill_reg(struct rxe_send_wr *out, const struct ib_reg_wr *wr)
+{
+	struct vnicd_reg_wr *reg = (void *)&out->wr;
+	const struct vnicd_mr *mr = to_vmr(wr->mr);
+
+	BUILD_BUG_ON(offsetof(struct rxe_send_wr, wr) != VNICD_WR_REG_OFFSET);
+	BUILD_BUG_ON(sizeof(*reg) > sizeof(out->wr));
+	if (!mr->pages)
+		return -EINVAL;
+	if (wr->access & ~(VNICD_MR_ACCESS | IB_ACCESS_OPTIONAL))
+		return -EOPNOTSUPP;
+	out->opcode = VNICD_WR_REG_MR;
+	reg->iova = cpu_to_le64(wr->mr->iova);
+	reg->length = cpu_to_le64(wr->mr->length);
+	reg->page_list = cpu_to_le64(virt_to_phys(mr->pages));
+	reg->npages = cpu_to_le32(mr->num_pages);
+	reg->offset = cpu_to_le32(wr->mr->iova & (wr->mr->page_size - 1));
+	reg->rkey = cpu_to_le32(wr->key);
+	reg->access = cpu_to_le32(wr->access & VNICD_MR_ACCESS);
+	reg->page_shift = ilog2(wr->mr->page_size);
+	return 0;
+}
+
 static int vnicd_fill_connected(struct rxe_send_wr *out, const struct ib_send_wr *wr)
 {
 	switch (wr->opcode) {
 	case IB_WR_SEND:
 	case IB_WR_SEND_WITH_IMM:
 		return 0;
+	case IB_WR_REG_MR:
+		return vnicd_fill_reg(out, reg_wr(wr));
 	case IB_WR_SEND_WITH_INV:
+	case IB_WR_LOCAL_INV:
 		out->ex.invalidate_rkey = wr->ex.invalidate_rkey;
 		return 0;
 	case IB_WR_RDMA_WRITE:

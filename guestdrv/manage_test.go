@@ -1,0 +1,318 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// kernelPair is a connection whose first end is a kernel's.
+func kernelPair(t *testing.T, r *rig) (a, b *end) {
+	t.Helper()
+	c := qpDefaults()
+	c.Privileged, c.SigAll = true, true
+	return connect(t, r.hosts[0], r.hosts[1], c, quick)
+}
+
+func fastMR(t *testing.T, e *end, pages int) *guestdrv.FastMR {
+	t.Helper()
+	m, err := e.h.pd.AllocFast(pages)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// TestFastRegister: register, use by the peer, invalidate by either side, again under
+// another low byte; the order of the send queue is all that holds it together (IBTA 10.6.4, 10.8.3).
+func TestFastRegister(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := kernelPair(t, r)
+	mem, err := a.h.Alloc(64 << 10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	src, smr := b.h.region(t, 64<<10, allAccess)
+	fill(src.Bytes(), 3)
+	m := fastMR(t, a, 8)
+	n := 20000
+	for round := range 20 {
+		off, low := 1000+100*round, uint8(7*round)
+		reg := m.Map(mem, off, n, low, allAccess)
+		clear(mem.Bytes())
+		// In one go: register, tell the peer, which writes and gives the memory back.
+		for _, wr := range []*guestdrv.SendWR{
+			{ID: 1, Opcode: abi.WRRegMR, Reg: reg},
+			{ID: 2, Opcode: abi.WRRDMARead, SGL: []abi.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}}, RemoteAddr: smr.Addr(), RKey: smr.RKey()},
+		} {
+			if err := a.qp.QueueSend(wr); err != nil {
+				t.Fatal(err)
+			}
+		}
+		a.qp.Ring()
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRegMR)
+		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpRDMARead)
+		if !bytes.Equal(mem.Bytes()[off:off+4000], src.Bytes()[:4000]) {
+			t.Fatal("data differ: a READ behind the registration")
+		}
+		b.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA, RKey: reg.RKey})
+		if round%2 == 0 {
+			a.recv(t, 4)
+			b.post(t, &guestdrv.SendWR{ID: 5, Opcode: abi.WRSendWithInv, InvalidateKey: reg.RKey})
+			wc := expect(t, a.rcq, 4, abi.WCSuccess, abi.WCOpRecv)
+			if wc.Flags&abi.WCFlagsInvalidate != abi.WCFlagsInvalidate || le.Uint32(wc.Ex[:]) != reg.RKey {
+				t.Fatalf("completion of a SEND with Invalidate: %+v", wc)
+			}
+			expect(t, b.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+			expect(t, b.scq, 5, abi.WCSuccess, abi.WCOpSend)
+		} else {
+			expect(t, b.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+			a.post(t, &guestdrv.SendWR{ID: 6, Opcode: abi.WRLocalInv, InvalidateKey: reg.RKey})
+			expect(t, a.scq, 6, abi.WCSuccess, abi.WCOpLocalInv)
+		}
+		if !bytes.Equal(mem.Bytes()[off:off+n], src.Bytes()[:n]) {
+			t.Fatal("data differ")
+		}
+	}
+	// What was invalidated is void for the peer.
+	b.post(t, &guestdrv.SendWR{ID: 7, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(), RKey: m.Key()})
+	expect(t, b.scq, 7, abi.WCRemAccessErr, 0)
+	destroy(t, a, b)
+	if err := m.Deregister(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestLocalInvWaits: an invalidation begins when what stands before it has completed,
+// so a SEND out of the region in front of it is whole.
+func TestLocalInvWaits(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	a, b := kernelPair(t, r)
+	mem, err := a.h.Alloc(32 << 10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dst, dmr := b.h.region(t, 32<<10, allAccess)
+	m := fastMR(t, a, 8)
+	for round := range 10 {
+		fill(mem.Bytes(), uint64(round))
+		reg := m.Map(mem, 0, 32<<10, uint8(round), abi.AccessLocalWrite)
+		for _, wr := range []*guestdrv.SendWR{
+			{ID: 1, Opcode: abi.WRRegMR, Reg: reg},
+			{ID: 2, Opcode: abi.WRSend, SGL: []abi.SGE{{Addr: reg.IOVA, Length: 32 << 10, LKey: reg.RKey}}},
+			{ID: 3, Opcode: abi.WRLocalInv, InvalidateKey: reg.RKey},
+			{ID: 4, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{{Addr: mem.PA(), Length: 8}}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
+		} {
+			if err := a.qp.QueueSend(wr); err != nil {
+				t.Fatal(err)
+			}
+		}
+		a.qp.Ring()
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRegMR)
+		if round%2 == 0 {
+			// The SEND is refused for want of a receive meanwhile: it must find its memory afterwards.
+			if wcs := make([]abi.WC, 1); a.scq.Poll(wcs) != 0 {
+				t.Fatalf("completed without a receive: %+v", wcs)
+			}
+		}
+		b.recv(t, 9, dmr.SGE(0, 32<<10))
+		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
+		expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpLocalInv)
+		expect(t, a.scq, 4, abi.WCSuccess, abi.WCOpRDMAWrite)
+		expect(t, b.rcq, 9, abi.WCSuccess, abi.WCOpRecv)
+		if !bytes.Equal(mem.Bytes(), dst.Bytes()) {
+			t.Fatal("data differ")
+		}
+	}
+}
+
+// TestManageErrors: what memory management requests refuse, by which status, and that
+// the QP is in ERR then (IBTA 11.6.2: memory management operation error).
+func TestManageErrors(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha := r.hosts[0]
+	mem, err := ha.Alloc(32 << 10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, plain := ha.region(t, 8192, allAccess|abi.AccessMWBind)
+	_, noBind := ha.region(t, 8192, allAccess)
+	other, err := ha.AllocPD()
+	if err != nil {
+		t.Fatal(err)
+	}
+	foreign, err := other.AllocFast(4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var m *guestdrv.FastMR
+	var w1, w2 *guestdrv.MW
+	reg := func(f func(*abi.RegWR)) func() *guestdrv.SendWR {
+		return func() *guestdrv.SendWR {
+			x := m.Map(mem, 100, 8192, 9, allAccess)
+			f(x)
+			return &guestdrv.SendWR{Opcode: abi.WRRegMR, Reg: x}
+		}
+	}
+	inv := func(key func() uint32) func() *guestdrv.SendWR {
+		return func() *guestdrv.SendWR { return &guestdrv.SendWR{Opcode: abi.WRLocalInv, InvalidateKey: key()} }
+	}
+	bind := func(f func(*guestdrv.BindMW)) func() *guestdrv.SendWR {
+		return func() *guestdrv.SendWR {
+			x := &guestdrv.BindMW{Key: w2.Key(), NewKey: w2.Key() + 1, Region: plain.LKey(), Access: abi.AccessRemoteRead, Addr: plain.Addr(), Length: 100}
+			f(x)
+			return &guestdrv.SendWR{Opcode: abi.WRBindMW, Bind: x}
+		}
+	}
+	for _, tc := range []struct {
+		name   string
+		wr     func() *guestdrv.SendWR
+		user   bool // QP of a process
+		status uint32
+	}{
+		{name: "register as a process", wr: reg(func(*abi.RegWR) {}), user: true, status: abi.WCLocQPOpErr},
+		{name: "no pages", wr: reg(func(x *abi.RegWR) { x.NPages = 0 }), status: abi.WCMWBindErr},
+		{name: "2^32-1 pages", wr: reg(func(x *abi.RegWR) { x.NPages = 1<<32 - 1 }), status: abi.WCMWBindErr},
+		{name: "more pages than room", wr: reg(func(x *abi.RegWR) { x.NPages = 5 }), status: abi.WCMWBindErr},
+		{name: "list beyond its page", wr: reg(func(x *abi.RegWR) { x.PageList += 4096 - 8 }), status: abi.WCMWBindErr},
+		{name: "list misaligned", wr: reg(func(x *abi.RegWR) { x.PageList += 4 }), status: abi.WCMWBindErr},
+		{name: "list outside of memory", wr: reg(func(x *abi.RegWR) { x.PageList = 1 << 60 }), status: abi.WCMWBindErr},
+		{name: "pages do not cover it", wr: reg(func(x *abi.RegWR) { x.Length = 1 << 40 }), status: abi.WCMWBindErr},
+		{name: "another domain's region", wr: reg(func(x *abi.RegWR) { x.RKey = foreign.Key() }), status: abi.WCMWBindErr},
+		{name: "an ordinary region", wr: reg(func(x *abi.RegWR) { x.RKey = plain.LKey() }), status: abi.WCMWBindErr},
+		{name: "no region", wr: reg(func(x *abi.RegWR) { x.RKey = 0xffffffff }), status: abi.WCMWBindErr},
+		{name: "key 0", wr: reg(func(x *abi.RegWR) { x.RKey = 0 }), status: abi.WCMWBindErr},
+		{name: "invalidate another key", wr: inv(func() uint32 { return m.Key() + 1 }), status: abi.WCMWBindErr},
+		{name: "invalidate another domain's", wr: inv(foreign.Key), status: abi.WCMWBindErr},
+		{name: "invalidate an ordinary region", wr: inv(plain.LKey), status: abi.WCMWBindErr},
+		{name: "invalidate key 0", wr: inv(func() uint32 { return 0 }), user: true, status: abi.WCMWBindErr},
+		{name: "invalidate a type 1 window", wr: inv(func() uint32 { return w1.Key() }), user: true, status: abi.WCMWBindErr},
+		{name: "bind without right", wr: bind(func(x *guestdrv.BindMW) { x.Region = noBind.LKey(); x.Addr = noBind.Addr() }), user: true, status: abi.WCMWBindErr},
+		{name: "bind beyond the region", wr: bind(func(x *guestdrv.BindMW) { x.Length = 8193 }), user: true, status: abi.WCMWBindErr},
+		{name: "bind type 2 to nothing", wr: bind(func(x *guestdrv.BindMW) { x.Length = 0 }), user: true, status: abi.WCMWBindErr},
+		{name: "bind an old key", wr: bind(func(x *guestdrv.BindMW) { x.Key++ }), user: true, status: abi.WCMWBindErr},
+		{name: "bind real addresses", wr: bind(func(x *guestdrv.BindMW) { x.Region, x.Addr = abi.DMALKey, mem.PA() }), status: abi.WCMWBindErr},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c := qpDefaults()
+			c.Privileged = !tc.user
+			a, b := connect(t, ha, r.hosts[1], c, quick)
+			m = fastMR(t, a, 4)
+			var err error
+			if w1, err = ha.pd.AllocMW(1); err != nil {
+				t.Fatal(err)
+			}
+			if w2, err = ha.pd.AllocMW(2); err != nil {
+				t.Fatal(err)
+			}
+			wr := tc.wr()
+			wr.ID = 10
+			if err := a.qp.QueueSend(wr); err != nil {
+				t.Fatal(err)
+			}
+			if err := a.qp.QueueSend(&guestdrv.SendWR{ID: 11, Opcode: abi.WRSend}); err != nil {
+				t.Fatal(err)
+			}
+			a.qp.Ring()
+			expect(t, a.scq, 10, tc.status, 0)
+			expect(t, a.scq, 11, abi.WCWRFlushErr, 0)
+			if s := a.state(t); s != abi.QPErr {
+				t.Errorf("QP is in state %d, want ERR", s)
+			}
+			destroy(t, a, b)
+			for _, f := range []func() error{m.Deregister, w1.Free, w2.Free} {
+				if err := f(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for _, n := range []int{0, abi.MaxFastReg + 1} {
+		if _, err := ha.pd.AllocFast(n); !errors.Is(err, abi.StatusInvalid) {
+			t.Errorf("region of %d pages: %v", n, err)
+		}
+	}
+	if _, err := ha.pd.AllocMW(3); !errors.Is(err, abi.StatusInvalid) {
+		t.Errorf("window of type 3: %v", err)
+	}
+	// A peer may invalidate what is meant for that, and nothing else.
+	for name, key := range map[string]uint32{"an ordinary region": noBind.RKey(), "another domain's": foreign.Key(), "nothing": 0xfffff00} {
+		a, b := connect(t, ha, r.hosts[1], qpDefaults(), quick)
+		a.recv(t, 1)
+		b.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSendWithInv, InvalidateKey: key})
+		if wc := await(t, b.scq, 1)[0]; wc.Status != abi.WCRemAccessErr {
+			t.Errorf("SEND with Invalidate of %s: %s", name, abi.WCStatusString(wc.Status))
+		}
+		destroy(t, a, b)
+	}
+}
+
+// TestMemoryWindows: both types, as rxe's provider posts them, on QPs of processes (IBTA 10.6.7).
+func TestMemoryWindows(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha, hb := r.hosts[0], r.hosts[1]
+	mem, mr := ha.region(t, 16384, abi.AccessLocalWrite|abi.AccessMWBind)
+	src, smr := hb.region(t, 16384, allAccess)
+	fill(src.Bytes(), 5)
+	for typ := uint32(1); typ <= 2; typ++ {
+		c := qpDefaults()
+		c.SigAll = true
+		a, b := connect(t, ha, hb, c, quick)
+		w, err := ha.pd.AllocMW(typ)
+		if err != nil {
+			t.Fatal(err)
+		}
+		bind := &guestdrv.BindMW{Key: w.Key(), NewKey: w.Key() + 1, Region: mr.LKey(), Access: abi.AccessRemoteWrite, Addr: mem.Addr() + 500, Length: 6000}
+		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRBindMW, Bind: bind})
+		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpBindMW)
+		key := w.Key()&^0xff | (w.Key()+1)&0xff
+		write := func(e *end, id uint64, status uint32) {
+			t.Helper()
+			e.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 6000)}, RemoteAddr: bind.Addr, RKey: key})
+			expect(t, e.scq, id, status, abi.WCOpRDMAWrite)
+		}
+		write(b, 2, abi.WCSuccess)
+		if !bytes.Equal(mem.Bytes()[500:6500], src.Bytes()[:6000]) {
+			t.Fatal("data differ")
+		}
+		if err := mr.Deregister(); !errors.Is(err, abi.StatusBusy) {
+			t.Fatalf("a region with a window was deregistered: %v", err)
+		}
+		// Another connection of the same domain: type 1 is for all, type 2B for its QP.
+		x, y := connect(t, ha, hb, c, quick)
+		write(y, 3, map[uint32]uint32{1: abi.WCSuccess, 2: abi.WCRemAccessErr}[typ])
+		destroy(t, x, y)
+		if typ == 1 { // bound anew, the key of before is void
+			next := *bind
+			next.Key, next.NewKey = key, key+1
+			a.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRBindMW, Bind: &next})
+			expect(t, a.scq, 4, abi.WCSuccess, abi.WCOpBindMW)
+		} else { // the peer gives it back
+			a.recv(t, 4)
+			b.post(t, &guestdrv.SendWR{ID: 5, Opcode: abi.WRSendWithInv, InvalidateKey: key})
+			expect(t, a.rcq, 4, abi.WCSuccess, abi.WCOpRecv)
+			expect(t, b.scq, 5, abi.WCSuccess, abi.WCOpSend)
+			again := *bind
+			again.Key, again.NewKey = key, key
+			a.post(t, &guestdrv.SendWR{ID: 6, Opcode: abi.WRBindMW, Bind: &again})
+			expect(t, a.scq, 6, abi.WCSuccess, abi.WCOpBindMW)
+			write(b, 7, abi.WCSuccess)
+			a.post(t, &guestdrv.SendWR{ID: 8, Opcode: abi.WRLocalInv, InvalidateKey: key})
+			expect(t, a.scq, 8, abi.WCSuccess, abi.WCOpLocalInv)
+		}
+		write(b, 9, abi.WCRemAccessErr)
+		destroy(t, a, b)
+		if err := w.Free(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := mr.Deregister(); err != nil {
+		t.Fatalf("a region whose windows are gone: %v", err)
+	}
+	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg || at.Caps&(abi.CapMemMgt|abi.CapMW) != abi.CapMemMgt|abi.CapMW {
+		t.Errorf("attributes: %+v", at)
+	}
+}

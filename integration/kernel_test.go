@@ -1,0 +1,141 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// Kernel consumers: what they need of the device (fast registration, invalidation by
+// either side, the reserved key for real addresses: RA-1 to RA-3) has no user of its own in a guest.
+
+// nvmeTarget makes a RAM disk an NVMe subsystem that listens on addr over RDMA.
+const nvmeTarget = `set -e
+modprobe brd rd_nr=1 rd_size=65536
+modprobe -a nvmet nvmet-rdma
+mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+cd /sys/kernel/config/nvmet
+mkdir -p subsystems/vnicd/namespaces/1 ports/1
+echo 1 > subsystems/vnicd/attr_allow_any_host
+echo /dev/ram0 > subsystems/vnicd/namespaces/1/device_path
+echo 1 > subsystems/vnicd/namespaces/1/enable
+echo rdma > ports/1/addr_trtype
+echo ipv4 > ports/1/addr_adrfam
+echo %s > ports/1/addr_traddr
+echo 4420 > ports/1/addr_trsvcid
+ln -s /sys/kernel/config/nvmet/subsystems/vnicd ports/1/subsystems/vnicd`
+
+// nvmeTargetEnd takes all of it away.
+const nvmeTargetEnd = `set -e
+cd /sys/kernel/config/nvmet
+rm ports/1/subsystems/vnicd
+rmdir ports/1
+echo 0 > subsystems/vnicd/namespaces/1/enable
+rmdir subsystems/vnicd/namespaces/1 subsystems/vnicd
+cd /
+until rmmod nvmet-rdma; do sleep 0.1; done
+rmmod nvmet brd`
+
+// nvmeUse puts a file system on the target's disk, has fio write and verify, and
+// reads everything again after another mount.
+const nvmeUse = `set -e
+modprobe nvme-rdma
+nvme connect -t rdma -a %s -s 4420 -n vnicd -i 2 -Q 32 \
+	--hostid=6b9a2f80-0000-4000-8000-000000000001 --hostnqn=nqn.2014-08.org.nvmexpress:uuid:6b9a2f80-0000-4000-8000-000000000001
+until [ -b /dev/nvme0n1 ]; do sleep 0.05; done
+mkfs.ext4 -q -E lazy_itable_init=0 /dev/nvme0n1
+mkdir -p /mnt/nvme
+mount /dev/nvme0n1 /mnt/nvme
+fio --name=verify --directory=/mnt/nvme --size=4M --numjobs=2 --rw=randwrite --bsrange=512-256k --direct=1 \
+	--ioengine=libaio --iodepth=16 --verify=crc32c --verify_fatal=1 --randseed=7 --allow_mounted_write=1 --minimal >/tmp/fio.out
+fio --name=mixed --directory=/mnt/nvme --size=1M --rw=randrw --bs=4k --direct=1 --ioengine=libaio --iodepth=32 --verify=crc32c --verify_fatal=1 --minimal >>/tmp/fio.out
+dd if=/dev/urandom of=/tmp/random bs=1M count=8 status=none
+cp /tmp/random /mnt/nvme/random
+umount /mnt/nvme
+fsck.ext4 -fn /dev/nvme0n1 >/dev/null
+mount /dev/nvme0n1 /mnt/nvme
+cmp /tmp/random /mnt/nvme/random
+umount /mnt/nvme
+nvme disconnect -n vnicd >/dev/null
+rmmod nvme-rdma`
+
+// nvme runs it all from one guest to another.
+func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr string) {
+	t.Helper()
+	a, _, _ := strings.Cut(addr, "/")
+	run(ctx, t, target, fmt.Sprintf(nvmeTarget, a))
+	run(ctx, t, host, fmt.Sprintf(nvmeUse, a))
+	run(ctx, t, target, nvmeTargetEnd)
+}
+
+// nfsServer exports a directory over RDMA. No grace time: there is nobody to claim locks.
+const nfsServer = `set -e
+mkdir -p /srv/nfs /run/rpc_pipefs
+mountpoint -q /srv/nfs || mount -t tmpfs none /srv/nfs
+modprobe -a nfsd rpcrdma
+mountpoint -q /proc/fs/nfsd || mount -t nfsd none /proc/fs/nfsd
+echo 10 > /proc/fs/nfsd/nfsv4leasetime
+echo 1 > /proc/fs/nfsd/nfsv4gracetime
+echo '/srv/nfs *(rw,fsid=0,no_root_squash,insecure,no_subtree_check)' > /etc/exports
+rpc.mountd -N 2 -N 3
+exportfs -a
+rpc.nfsd -N 3 -H 0.0.0.0 --rdma=20049 4
+grep -q rdma /proc/fs/nfsd/portlist`
+
+const nfsUse = `set -e
+modprobe rpcrdma
+mkdir -p /mnt/nfs
+mount -t nfs4 -o proto=rdma,port=20049,vers=4.2,rsize=262144,wsize=262144 %s:/ /mnt/nfs
+dd if=/dev/urandom of=/tmp/random bs=1M count=4 status=none
+cp /tmp/random /mnt/nfs/random
+fio --name=verify --directory=/mnt/nfs --size=3M --rw=randwrite --bsrange=4k-256k --direct=1 --ioengine=libaio --iodepth=8 \
+	--verify=crc32c --verify_fatal=1 --minimal >/tmp/fio.out
+umount /mnt/nfs
+mount -t nfs4 -o proto=rdma,port=20049,vers=4.2 %s:/ /mnt/nfs
+cmp /tmp/random /mnt/nfs/random
+grep -q 'proto=rdma' /proc/mounts
+umount /mnt/nfs`
+
+const nfsServerEnd = `set -e
+rpc.nfsd 0
+exportfs -ua
+pkill rpc.mountd
+umount /proc/fs/nfsd /srv/nfs`
+
+// TestKernelConsumers: NVMe over RDMA and NFS over RDMA between two hosts, both halves
+// on our HCA, and NVMe with rxe as the other half, both ways round.
+func TestKernelConsumers(t *testing.T) {
+	l, ctx := newLab(t)
+	w := newTwoHosts(ctx, t, l)
+	a, b := w.vms[0], w.vms[1]
+	w.load(ctx, t)
+	t.Run("nvme", func(t *testing.T) { nvme(ctx, t, a, b, vmB.Addr) })
+	quietKernels(ctx, t, w.vms...)
+	t.Run("nfs", func(t *testing.T) {
+		addr, _, _ := strings.Cut(vmB.Addr, "/")
+		run(ctx, t, b, nfsServer)
+		run(ctx, t, a, fmt.Sprintf(nfsUse, addr, addr))
+		run(ctx, t, b, nfsServerEnd)
+	})
+	quietKernels(ctx, t, w.vms...)
+	for _, d := range []struct {
+		name         string
+		host, target int
+		rxe          *qemu.Machine
+	}{{"rxe target", 0, 1, b}, {"rxe host", 1, 0, b}} {
+		t.Run("nvme, "+d.name, func(t *testing.T) {
+			if exists := run(ctx, t, d.rxe, "ls /sys/class/infiniband"); !strings.Contains(exists, "rxe0") {
+				run(ctx, t, d.rxe, "rmmod vnicd")
+				check(t, harness.AddRXE(ctx, d.rxe, "rxe0", "eth0"))
+				check(t, lab.WaitRDMA(ctx, d.rxe, "rxe0"))
+			}
+			nvme(ctx, t, w.vms[d.host], w.vms[d.target], []string{vmA.Addr, vmB.Addr}[d.target])
+		})
+	}
+	quietKernels(ctx, t, w.vms...)
+}

@@ -1,0 +1,317 @@
+package translate
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+// ErrBusy says that memory windows are bound to a region.
+var ErrBusy = errors.New("memory windows are bound to it")
+
+// Kind of a key whose meaning work requests change.
+type Kind uint8
+
+// Kinds, numbered as enum ib_mw_type where they are windows.
+const (
+	FastRegion Kind = 0 // registered and invalidated by work requests (IBTA 10.6.4)
+	Window1    Kind = 1 // memory window type 1: belongs to a protection domain (IBTA 10.6.7)
+	Window2    Kind = 2 // type 2B: belongs to the queue pair that bound it
+)
+
+// MaxFastPages bounds the pages of a FastRegion.
+const MaxFastPages = mttGroupSize
+
+// Outcome of a request that changes a key.
+type Outcome uint8
+
+// Outcomes.
+const (
+	Done    Outcome = iota
+	Again           // others still use what the key meant: ask again soon
+	Refused         // not permitted, or malformed; nothing has changed
+)
+
+// Dynamic is a key whose meaning work requests change, without a command and
+// without the VM's lock. Its index stays, the low byte is its owner's to choose.
+//
+//	free --Register, Bind--> valid --Invalidate--> draining --nobody reads it--> free
+//	                           any --StartDestroy--> closed
+//
+// While it is valid, the MPT has now; lookups see no difference to other regions.
+// now is written again only when nobody can be reading it any more, so that a
+// registration allocates nothing: what takes a key's meaning away is Done only then.
+type Dynamic struct {
+	vm     *VM
+	kind   Kind
+	pd     PD
+	handle Key
+	slot   *atomic.Pointer[Region] // its place in the MPT
+	pages  uint64                  // a FastRegion's room
+
+	mu    sync.Mutex // a leaf, held for one request; guards all below
+	state dynamicState
+	key   Key
+	now   Region
+	base  *Region // what a window is bound to
+	drain Drain
+}
+
+type dynamicState uint8
+
+const (
+	dynFree dynamicState = iota
+	dynValid
+	dynDraining
+	dynClosed
+)
+
+// CreateDynamic makes a key that means nothing yet. pages, 1..MaxFastPages, is
+// the room of a FastRegion, which counts against Limits.MaxPages, and 0 else. The
+// key is also its handle, for StartDestroy. ErrInvalid, ErrLimit.
+func (vm *VM) CreateDynamic(k Kind, pd PD, pages uint64) (Key, error) {
+	if k > Window2 || k == FastRegion && (pages == 0 || pages > MaxFastPages) || k != FastRegion && pages != 0 {
+		return 0, fmt.Errorf("key of kind %d for %d pages, at most %d: %w", k, pages, MaxFastPages, ErrInvalid)
+	}
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	g, idx, key, err := vm.newKeyLocked(pages)
+	if err != nil {
+		return 0, err
+	}
+	d := &Dynamic{vm: vm, kind: k, pd: pd, handle: key, key: key, pages: pages, slot: &g.region[idx&mptGroupMask]}
+	d.now.dynamic = true
+	if k == FastRegion {
+		d.now.mtt = make([]mttGroup, 1)
+		d.now.mtt[0].entries.Store(new(mttEntries))
+	}
+	vm.pages += pages
+	g.dynamic[idx&mptGroupMask].Store(d)
+	return key, nil
+}
+
+// dynamic returns the object at key's index, or nil.
+func (vm *VM) dynamic(key Key) *Dynamic {
+	idx := key.Index()
+	if int(idx>>mptGroupShift) >= len(vm.mpt) {
+		return nil
+	}
+	g := vm.mpt[idx>>mptGroupShift].Load()
+	if g == nil {
+		return nil
+	}
+	return g.dynamic[idx&mptGroupMask].Load()
+}
+
+// FastSpec is a fast registration.
+type FastSpec struct {
+	Key       Key // index of the FastRegion, and the low byte it is to have
+	Access    Access
+	PageShift uint8
+	IOVA      VA
+	Length    uint64
+	Offset    uint64 // of the first byte in the first page
+}
+
+// Register gives a free FastRegion of protection domain pd the memory that sp and
+// pas, its pages, describe (IBTA 11.4.4.1). The caller is inside, by slot.
+func (vm *VM) Register(slot int, pd PD, sp *FastSpec, pas []PA) Outcome {
+	d := vm.dynamic(sp.Key)
+	if d == nil || d.kind != FastRegion || d.pd != pd || uint64(len(pas)) > d.pages {
+		return Refused
+	}
+	rs := RegionSpec{
+		Access: sp.Access, PageShift: sp.PageShift, IOVA: sp.IOVA, Length: sp.Length, Offset: sp.Offset, NPages: uint64(len(pas)),
+	}
+	if sp.Access&(OnDemand|ZeroBased) != 0 || rs.validate() != nil {
+		return Refused
+	}
+	for _, pa := range pas {
+		if uint64(pa)&(1<<sp.PageShift-1) != 0 || pa >= MaxPA {
+			return Refused
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.settleLocked() == Again {
+		return Again
+	}
+	if d.state != dynFree {
+		return Refused
+	}
+	d.key = sp.Key
+	r := &d.now
+	r.setGeometry(&rs)
+	r.key, r.pd = sp.Key, pd
+	r.setLocked(0, pas)
+	d.publishLocked()
+	return Done
+}
+
+// BindSpec is the binding of a memory window.
+type BindSpec struct {
+	Window Key // as it is
+	NewKey Key // its low byte becomes the window's
+	Region Key // L_Key
+	Access Access
+	VA     VA
+	Length uint64 // 0: type 1 only, unbinds
+}
+
+const windowRights = RemoteWrite | RemoteRead | RemoteAtomic
+
+// Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a
+// QP in protection domain pd, whose own domain is qp: that is where a type 2
+// window lies. A type 1 window may be bound already. The caller is inside, by slot.
+func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
+	d := vm.dynamic(sp.Window)
+	if d == nil || d.kind == FastRegion || d.pd != pd || sp.Access&^(windowRights|ZeroBased) != 0 {
+		return Refused
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.settleLocked() == Again {
+		return Again
+	}
+	var base *Region
+	switch {
+	case d.state == dynClosed || d.key != sp.Window:
+		return Refused
+	case d.kind == Window1 && sp.Access&ZeroBased != 0:
+		return Refused // IBTA o10-36.2.2
+	case d.kind == Window2 && (d.state != dynFree || sp.Length == 0):
+		return Refused // o10-37.2.30, o10-37.2.40
+	case sp.Length != 0:
+		if base = vm.bindable(pd, sp); base == nil {
+			return Refused
+		}
+	}
+	if d.state == dynValid && d.invalidateLocked(slot) == Again {
+		return Again
+	}
+	key := sp.Window&^(1<<keyVariantBits-1) | sp.NewKey&(1<<keyVariantBits-1)
+	if base == nil {
+		d.key = key
+		return Done
+	}
+	if !base.hold() {
+		return Refused
+	}
+	d.base, d.key = base, key
+	d.now.view(base, sp, key)
+	if d.now.pd = pd; d.kind == Window2 {
+		d.now.pd = qp
+	}
+	d.publishLocked()
+	return Done
+}
+
+// bindable returns the region that a window may be bound to as sp says, or nil.
+func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
+	r, _, kind := vm.lookup(sp.Region, pd, sp.VA, sp.Length, MWBind) // C10-72, C10-73, C10-75
+	switch {
+	case kind != None, r.dynamic, r.phys, r.demand, r.access&ZeroBased != 0:
+		return nil // to pages that come and go: not offered
+	case sp.Access&(RemoteWrite|RemoteAtomic) != 0 && r.access&LocalWrite == 0: // C10-74
+		return nil
+	}
+	return r
+}
+
+// Invalidate takes the meaning of key away (IBTA 10.6.5), for a QP in protection
+// domain pd. If the answer is Again, the key is void already, and another call says
+// when nobody uses the memory any more. A key that is void is no mistake, one of
+// another kind or domain is. The caller is inside, by slot.
+func (vm *VM) Invalidate(slot int, pd PD, key Key) Outcome {
+	d := vm.dynamic(key)
+	if d == nil || d.kind == Window1 || d.pd != pd { // o10-37.2.26
+		return Refused
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.state == dynClosed || d.key != key {
+		return Refused
+	}
+	if d.state == dynValid {
+		return d.invalidateLocked(slot)
+	}
+	return d.settleLocked()
+}
+
+// invalidateLocked leaves valid, for free if nobody but the caller can be reading.
+func (d *Dynamic) invalidateLocked(slot int) Outcome {
+	d.voidLocked()
+	e := &d.vm.space.epochs
+	if e.Alone(slot) {
+		d.state = dynFree
+		return Done
+	}
+	e.begin(&d.drain)
+	d.state = dynDraining
+	return Again
+}
+
+// settleLocked ends draining if that is possible by now.
+func (d *Dynamic) settleLocked() Outcome {
+	if d.state == dynDraining {
+		if !d.drain.Done() {
+			return Again
+		}
+		d.state = dynFree
+	}
+	return Done
+}
+
+func (d *Dynamic) publishLocked() {
+	d.state = dynValid
+	d.slot.Store(&d.now)
+}
+
+// voidLocked takes the meaning out of the MPT.
+func (d *Dynamic) voidLocked() {
+	d.slot.Store(nil)
+	d.now.generation.Add(1)
+	if d.base != nil {
+		d.base.windows.Add(-1)
+		d.base = nil
+	}
+}
+
+// close ends the object for good.
+func (d *Dynamic) close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.state == dynValid {
+		d.voidLocked()
+	}
+	d.state = dynClosed
+}
+
+// Windows of a region that is being destroyed: no more can be bound.
+const noWindows = -1 << 30
+
+// hold counts a window in, unless the region is on its way out.
+func (r *Region) hold() bool {
+	for {
+		n := r.windows.Load()
+		if n < 0 {
+			return false
+		}
+		if r.windows.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+// view makes r a window on a part of base.
+func (r *Region) view(base *Region, sp *BindSpec, key Key) {
+	in := uint64(sp.VA - base.iova)
+	r.key, r.access = key, sp.Access&windowRights
+	r.shift, r.mtt, r.npages = base.shift, base.mtt, base.npages
+	r.groupShift, r.groupMask, r.pageMask = base.groupShift, base.groupMask, base.pageMask
+	r.iova, r.length, r.offset = sp.VA, sp.Length, base.offset+in
+	if sp.Access&ZeroBased != 0 {
+		r.iova = 0
+	}
+}

@@ -2,7 +2,8 @@
 SHELL       := /bin/bash
 GO          ?= go
 BUILD       := build
-VERSION     := $(shell git describe --always --dirty 2>/dev/null || echo dev)
+# The last tag vX.Y.Z, commits since, the commit; before the first tag: as if v0.1.0 were the beginning.
+VERSION     := $(shell git describe --tags --match 'v[0-9]*' --dirty 2>/dev/null || { n=$$(git rev-list --count HEAD 2>/dev/null) && echo v0.1.0-$$n-g$$(git rev-parse --short HEAD); } || echo v0.1.0)
 FUZZTIME    ?= 10000x
 PACKAGES    ?=
 ONLY        ?=
@@ -10,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm bench lint image module deps clean
+.PHONY: help build demo test test-unit test-fuzz test-vm bench lint image module package guest-packages deps clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +28,12 @@ image: deps ## build QEMU root and guest image (PACKAGES="…" adds Debian packa
 
 module: deps ## build the guest's kernel module: build/module/vnicd.ko
 	vm-images/build module guestdrv/linux $(BUILD)/module
+
+package: build ## Debian package for hosts: build/vnicd_*.deb
+	cmd/vnicd/packaging/build host $(VERSION) $(BUILD)
+
+guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
+	cmd/vnicd/packaging/build guest $(VERSION) $(BUILD)
 
 demo: deps build ## two VMs on two "hosts", RDMA between them
 	$(GO) run ./integration/demo

@@ -38,6 +38,20 @@ type app struct {
 // 2 (wrong usage or configuration).
 func Main(version string, args []string, stdout, stderr io.Writer) int {
 	a := &app{version: version, out: stdout, err: stderr}
+	root := a.rootCmd()
+	root.SetArgs(args)
+	if err := root.Execute(); err != nil {
+		fmt.Fprintf(stderr, "vnicd: %s\n", err)
+		var u usageError
+		if errors.As(err, &u) || strings.HasPrefix(err.Error(), "unknown command") {
+			return exitUsage
+		}
+		return exitFailure
+	}
+	return exitOK
+}
+
+func (a *app) rootCmd() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "vnicd",
 		Short: "A paravirtual RDMA NIC for QEMU VMs",
@@ -51,29 +65,20 @@ its QEMU command line is printed by "vnicd qemu-args NAME", or to its libvirt do
 
 A running daemon is changed by the commands network, vm, fdb and neigh; whoever may
 open its control socket may do so. Changes are not written to the configuration.`,
-		Version:       version,
+		Version:       a.version,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
-	root.AddCommand(a.runCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
+	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.captureCmd(),
 		a.attachCmd(), a.detachCmd(), a.libvirtCmd())
-	root.SetArgs(args)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
+	root.SetOut(a.out)
+	root.SetErr(a.err)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return usageError{fmt.Errorf("%w; see `%s --help`", err, c.CommandPath())}
 	})
-	if err := root.Execute(); err != nil {
-		fmt.Fprintf(stderr, "vnicd: %s\n", err)
-		var u usageError
-		if errors.As(err, &u) || strings.HasPrefix(err.Error(), "unknown command") {
-			return exitUsage
-		}
-		return exitFailure
-	}
-	return exitOK
+	return root
 }
 
 // args wraps cobra's checks so that their errors count as wrong usage.

@@ -1,7 +1,9 @@
 package cli
 
 import (
+	"context"
 	"fmt"
+	"net/http"
 	"os"
 	"os/signal"
 	"syscall"
@@ -11,6 +13,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 )
 
 func (a *app) runCmd() *cobra.Command {
@@ -20,7 +23,7 @@ func (a *app) runCmd() *cobra.Command {
 		Use:   "run",
 		Short: "Run the daemon in the foreground",
 		Long: `Makes the networks, TAP ports, tunnels and VM sockets of the configuration and
-serves them until SIGINT or SIGTERM. QEMU processes may come and go; each finds
+serves them until SIGINT or SIGTERM; SIGHUP is "vnicd reload". QEMU processes may come and go; each finds
 the sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca.
 
 A TAP port needs CAP_NET_ADMIN; everything else runs without privileges.`,
@@ -41,9 +44,9 @@ A TAP port needs CAP_NET_ADMIN; everything else runs without privileges.`,
 			})
 			// Before the sockets exist, so that no early signal kills the process
 			// with half of it made.
-			stop := make(chan os.Signal, 1)
-			signal.Notify(stop, syscall.SIGINT, syscall.SIGTERM)
-			defer signal.Stop(stop)
+			signals := make(chan os.Signal, 1)
+			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+			defer signal.Stop(signals)
 
 			d, err := daemon.Start(cfg, a.version, log)
 			if err != nil {
@@ -55,13 +58,71 @@ A TAP port needs CAP_NET_ADMIN; everything else runs without privileges.`,
 				return err
 			}
 			log.Info("ready", "networks", len(cfg.Networks), "vms", len(cfg.VMs), "control", cfg.Control)
-			sig := <-stop
+			notify(systemd.Ready, log)
+			ctx, cancel := context.WithCancel(context.Background())
+			watched := make(chan struct{})
+			go func() { defer close(watched); systemd.Watch(ctx, d.Healthy) }()
+			sig := <-signals
+			for ; sig == syscall.SIGHUP; sig = <-signals {
+				reload(d, log)
+			}
 			log.Info("stopping", "signal", sig.String())
+			notify(systemd.Stopping, log)
+			cancel()
+			<-watched
 			web.Close()
 			return d.Close()
 		},
 	}
 	c.Flags().StringVar(&level, "log-level", "", "`level`: trace, debug, info, warn or error (default: the configuration's)")
 	c.Flags().BoolVar(&jsonLog, "log-json", false, "log JSON lines")
+	return c
+}
+
+// notify tells systemd, if it waits to be told.
+func notify(state string, log hclog.Logger) {
+	if err := systemd.Notify(state); err != nil {
+		log.Warn("systemd does not hear", "state", state, "error", err)
+	}
+}
+
+func reload(d *daemon.Daemon, log hclog.Logger) {
+	done, err := d.Reload()
+	for _, what := range done {
+		log.Info("reload", "change", what)
+	}
+	if err != nil {
+		log.Error("reload", "error", err)
+	}
+}
+
+func (a *app) reloadCmd() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "reload",
+		Short: "Have the running vnicd read its configuration file again",
+		Long: `Makes the running daemon as its configuration file says now, and prints what changed.
+Networks and VMs are added and removed, VMs move, and peers, host ports and the log level
+follow. VMs that are attached to a QEMU keep running; of them only the network can change.
+A file with mistakes changes nothing, nor does one that asks for what needs a restart
+(engines, buffers, vtep, sockets, monitoring, a network's vni and limits). What was added
+at run time stays.
+
+` + whichSocket,
+		Args: args(cobra.NoArgs),
+		RunE: func(c *cobra.Command, _ []string) error {
+			var changes []string
+			if err := a.ask(c, http.MethodPost, "/v1/reload", nil, &changes); err != nil {
+				return err
+			}
+			if a.json {
+				return a.printJSON(changes)
+			}
+			for _, what := range changes {
+				fmt.Fprintln(a.out, what)
+			}
+			return nil
+		},
+	}
+	a.askFlags(c)
 	return c
 }

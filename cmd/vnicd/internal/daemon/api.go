@@ -21,6 +21,7 @@ import (
 // conflicts with what is there) or 500.
 //
 //	GET    /v1/status
+//	POST   /v1/reload                                read the configuration file again: ["what changed", ...]
 //	POST   /v1/networks                              a network
 //	DELETE /v1/networks/{network}
 //	PUT    /v1/networks/{network}/tap                a TAP
@@ -71,6 +72,7 @@ func (d *Daemon) api() http.Handler {
 
 	handle("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
 
+	handle("POST /v1/reload", func(*http.Request) (any, error) { return d.Reload() })
 	handle("POST /v1/networks", func(r *http.Request) (any, error) { return done(with(r, config.ParseNetwork, d.AddNetwork)) })
 	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) { return done(d.RemoveNetwork(r.PathValue("network"))) })
 	handle("PUT /v1/networks/{network}/tap", func(r *http.Request) (any, error) {

@@ -54,7 +54,10 @@ func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error 
 }
 
 // AddNetwork makes a network.
-func (d *Daemon) AddNetwork(c *config.Network) error {
+func (d *Daemon) AddNetwork(c *config.Network) error { return d.addNetwork(c, config.Runtime) }
+
+// addNetwork is AddNetwork for something that stands in a line of the file.
+func (d *Daemon) addNetwork(c *config.Network, line int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var n *network
@@ -65,9 +68,9 @@ func (d *Daemon) AddNetwork(c *config.Network) error {
 	if err != nil {
 		return err
 	}
-	c.Line = config.Runtime
-	if c.TAP != nil {
-		c.TAP.Line = config.Runtime
+	c.Line = line
+	if c.TAP != nil && line == config.Runtime {
+		c.TAP.Line = line
 	}
 	d.nets[c.Name] = n
 	d.log.Info("network added", "network", c.Name, "vni", c.VNI)
@@ -113,7 +116,9 @@ func replaceNetwork(next *config.Config, name string, edit func(*config.Network)
 }
 
 // AddTAP gives a network its host port.
-func (d *Daemon) AddTAP(name string, c *config.TAP) error {
+func (d *Daemon) AddTAP(name string, c *config.TAP) error { return d.addTAP(name, c, config.Runtime) }
+
+func (d *Daemon) addTAP(name string, c *config.TAP, line int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	n, err := d.network(name)
@@ -126,7 +131,7 @@ func (d *Daemon) AddTAP(name string, c *config.TAP) error {
 	err = d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = c }) },
 		func() error { return n.openTAP(d, c) })
 	if err == nil {
-		c.Line = config.Runtime
+		c.Line = line
 		n.table.Retry()
 		d.log.Info("host port added", "network", name, "interface", c.Name)
 	}
@@ -153,7 +158,9 @@ func (d *Daemon) RemoveTAP(name string) error {
 }
 
 // AddVM makes a VM's sockets.
-func (d *Daemon) AddVM(c *config.VM) error {
+func (d *Daemon) AddVM(c *config.VM) error { return d.addVM(c, config.Runtime) }
+
+func (d *Daemon) addVM(c *config.VM, line int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var v *vm
@@ -164,7 +171,7 @@ func (d *Daemon) AddVM(c *config.VM) error {
 	if err != nil {
 		return err
 	}
-	c.Line = config.Runtime
+	c.Line = line
 	d.vms[c.Name] = v
 	d.nets[c.Network].table.Retry()
 	d.log.Info("VM added", "vm", c.Name, "network", c.Network, "mac", c.MAC)

@@ -8,6 +8,8 @@ import (
 	"net/http"
 	"os"
 	"time"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 )
 
 // control is the HTTP server on the unix socket. Whoever may open the socket may do everything: its permissions (0660, the
@@ -18,7 +20,10 @@ type control struct {
 }
 
 func startControl(d *Daemon, path string) (*control, error) {
-	l, err := ListenUnix(path)
+	l, err := systemd.Listener("control")
+	if err == nil && l == nil {
+		l, err = ListenUnix(path)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("control socket: %w", err)
 	}

@@ -51,6 +51,8 @@ type Daemon struct {
 	vms    map[string]*vm
 	placed int // ports that were given a loop so far
 
+	reloading sync.Mutex // one reload at a time; before mu
+
 	capMu sync.Mutex
 	caps  captures
 

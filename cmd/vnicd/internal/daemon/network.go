@@ -11,10 +11,11 @@ import (
 
 // network is one tenant's segment on this host: its switch, the table that feeds it, and the host's port.
 type network struct {
-	sw    *lfe.Network
-	table *overlay.Table
-	tap   *tap.TAP // nil = none; Daemon.mu
-	undo  undo
+	sw     *lfe.Network
+	table  *overlay.Table
+	static *overlay.Static // what the file says; Daemon.mu
+	tap    *tap.TAP        // nil = none; Daemon.mu
+	undo   undo
 }
 
 // newNetwork makes a network with its tunnel port and host port, or nothing.
@@ -40,7 +41,8 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 		}
 		n.undo.push(func() { _ = d.vtep.RemoveNetwork(c.VNI) })
 	}
-	for _, s := range []overlay.TableSource{&overlay.Static{Peers: c.Peers, LearnPeers: c.LearnPeers}, d.source} {
+	n.static = &overlay.Static{Peers: c.Peers, LearnPeers: c.LearnPeers}
+	for _, s := range []overlay.TableSource{n.static, d.source} {
 		n.undo.push(func() { s.Detach(n.table); n.table.WithdrawAll(s) })
 		if err := s.Attach(n.table); err != nil {
 			return err

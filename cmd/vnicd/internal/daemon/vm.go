@@ -3,6 +3,7 @@ package daemon
 import (
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/engine"
@@ -74,7 +75,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	v.undo.push(v.net.Close)
 	if v.hca, err = hca.New(hca.Config{
-		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: d.version, Log: log.Named("hca"),
+		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version), Log: log.Named("hca"),
 		NoLocalCopy: !d.cfg.LocalCopy, Limits: hca.Limits{QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MTTs: c.Limits.Pages},
 	}); err != nil {
 		return err
@@ -102,6 +103,12 @@ func (v *vm) open(d *Daemon) (err error) {
 		v.undo.push(func() { _ = srv.Close() })
 	}
 	return nil
+}
+
+// firmware is the version as guests see it: they have room for 23 bytes, and no use for a commit's name.
+func firmware(version string) string {
+	version, _, _ = strings.Cut(version, "-g")
+	return version[:min(len(version), 23)]
 }
 
 // mtu is that of the network that the VM is in now.

@@ -1,0 +1,160 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testlog"
+	"github.com/vnicd/vnicd/device/vxlan/nstest"
+)
+
+// asVNICD makes the test binary vnicd.
+const asVNICD = "VNICD_TEST_IS_VNICD"
+
+// setting reads a key of the service's unit.
+func setting(t *testing.T, unit, key string) string {
+	t.Helper()
+	m := regexp.MustCompile(`(?m)^` + key + `=(.*)$`).FindStringSubmatch(unit)
+	if m == nil {
+		t.Fatalf("the unit has no %s", key)
+	}
+	return m[1]
+}
+
+// The daemon serves TAP, tunnels and VMs as a user without other rights than those of its unit file; without them it says what is
+// missing.
+func TestUnitCapabilities(t *testing.T) {
+	nstest.Require(t, "setpriv", "util-linux")
+	text, err := os.ReadFile("../../packaging/vnicd.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unit := string(text)
+	caps := setting(t, unit, "AmbientCapabilities")
+	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN" || setting(t, unit, "NoNewPrivileges") != "yes" {
+		t.Fatalf("the unit's capabilities are %s", caps)
+	}
+	ns := nstest.Own(t, "unit")
+	far := nstest.New(t, "far")
+	nstest.Pair(ns, far, "under", 1500)
+	ns.Addr("under", "192.0.2.1/24")
+
+	// A directory and a binary that nobody can use.
+	dir, err := os.MkdirTemp("/tmp", "vnicd-unit-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	const nobody = 65534
+	if err := os.Chown(dir, nobody, nobody); err != nil {
+		t.Fatal(err)
+	}
+	binary := filepath.Join(dir, "vnicd")
+	copyFile(t, os.Args[0], binary)
+	config := filepath.Join(dir, "vnicd.yaml")
+	yaml := fmt.Sprintf("run-dir: %s/run\nvtep: {local: 192.0.2.1}\nnetworks: [{name: blue, vni: 100, peers: [192.0.2.2], tap: {name: unit0, addresses: [10.0.0.1/24]}}]\nvms: [{name: one, network: blue, mac: \"02:00:00:00:00:01\"}]\n", dir)
+	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	command := func(ctx context.Context, caps string) *exec.Cmd {
+		c := exec.CommandContext(ctx, "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups", "--no-new-privs",
+			"--bounding-set", "-all"+caps, "--inh-caps", "-all"+caps, "--ambient-caps", "-all"+caps, binary, "-c", config, "run")
+		c.Env = append(os.Environ(), asVNICD+"=1")
+		return c
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	if out, err := command(ctx, "").CombinedOutput(); err == nil || !strings.Contains(string(out), "CAP_NET_ADMIN") {
+		t.Errorf("without capabilities: %v, %s", err, out)
+	}
+
+	c := command(ctx, ",+"+strings.ToLower(strings.TrimPrefix(caps, "CAP_")))
+	var log testlog.Log
+	c.Stdout, c.Stderr = &log, &log
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer c.Process.Kill()
+	nstest.Eventually(t, "the daemon is ready", func() bool { return strings.Contains(log.String(), "ready") || ctx.Err() != nil })
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN)
+	for _, set := range []string{"CapEff", "CapPrm", "CapBnd", "CapAmb", "CapInh"} {
+		if !strings.Contains(string(status), set+":\t"+want) {
+			t.Errorf("%s is not %s:\n%s", set, want, status)
+		}
+	}
+	ns.IP("link", "show", "unit0")
+	l := &lab{t: t, dir: dir, config: config}
+	if out := l.ok("status"); !strings.Contains(out, "vtep 192.0.2.1") || !strings.Contains(out, "vm one") {
+		t.Errorf("status: %s", out)
+	}
+	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Wait(); err != nil {
+		t.Errorf("the daemon ended with %v: %s", err, log.String())
+	}
+}
+
+func copyFile(t *testing.T, from, to string) {
+	t.Helper()
+	r, err := os.Open(from)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	w, err := os.OpenFile(to, os.O_CREATE|os.O_WRONLY, 0o755)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(w, r); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Every command has a short and a useful long text, and a manual page that is generated from them.
+func TestHelp(t *testing.T) {
+	dir := t.TempDir()
+	if err := WriteDocs("v1.2.3", dir); err != nil {
+		t.Fatal(err)
+	}
+	a := &app{version: "v1.2.3", out: io.Discard, err: io.Discard}
+	root := a.rootCmd()
+	for _, c := range root.Commands() {
+		if c.Short == "" || c.Long == "" || strings.HasSuffix(c.Short, ".") {
+			t.Errorf("%s: short %q, long %q", c.CommandPath(), c.Short, c.Long)
+		}
+		for _, l := range strings.Split(c.Long, "\n") {
+			if len(l) > 132 {
+				t.Errorf("%s: a line of %d characters: %s", c.CommandPath(), len(l), l)
+			}
+		}
+		page := filepath.Join(dir, "usr/share/man/man8", strings.ReplaceAll(c.CommandPath(), " ", "-")+".8")
+		if text, err := os.ReadFile(page); err != nil || !strings.Contains(string(text), "vnicd v1.2.3") {
+			t.Errorf("%s: %v", page, err)
+		}
+	}
+	for _, f := range []string{"bash-completion/completions/vnicd", "zsh/vendor-completions/_vnicd", "fish/vendor_completions.d/vnicd.fish"} {
+		if st, err := os.Stat(filepath.Join(dir, "usr/share", f)); err != nil || st.Size() == 0 {
+			t.Errorf("%s: %v", f, err)
+		}
+	}
+}

@@ -1,0 +1,228 @@
+package daemon
+
+import (
+	"fmt"
+	"net/netip"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/device/overlay"
+)
+
+// Reload reads the configuration file again and makes what it brought as the file says now. It returns what it changed, in words.
+//
+// The plan is made first: a file with mistakes, or one that asks for what cannot change in a running daemon, changes nothing. Steps
+// that follow can still fail (an address in use); the error then says so, and the list what was done before. What was added at run
+// time stays, unless the file has something of that name now.
+func (d *Daemon) Reload() ([]string, error) {
+	d.reloading.Lock()
+	defer d.reloading.Unlock()
+	d.mu.RLock()
+	path := d.cfg.Path
+	d.mu.RUnlock()
+	next, err := config.Load(path)
+	if err != nil {
+		return nil, err
+	}
+	d.mu.RLock()
+	steps, err := d.plan(next)
+	d.mu.RUnlock()
+	if err != nil {
+		return nil, err
+	}
+	done := []string{}
+	for _, s := range steps {
+		if err := s.do(); err != nil {
+			return done, fmt.Errorf("%s: %w (done before: %s)", s.what, err, list(done))
+		}
+		done = append(done, s.what)
+	}
+	d.log.Info("configuration reloaded", "changes", len(done))
+	return done, nil
+}
+
+// step is one change.
+type step struct {
+	what string
+	do   func() error
+}
+
+// fixed names the keys of the file's top level that differ and that a running daemon cannot change: all but networks, VMs and
+// log-level.
+func fixed(was, is *config.Config) (keys []string) {
+	a, b := reflect.ValueOf(was).Elem(), reflect.ValueOf(is).Elem()
+	for i := range a.NumField() {
+		switch name := a.Type().Field(i).Name; name {
+		case "Path", "LogLevel", "Networks", "VMs":
+		default:
+			if !reflect.DeepEqual(a.Field(i).Interface(), b.Field(i).Interface()) {
+				keys = append(keys, strings.ToLower(wordStart.ReplaceAllString(name, "$1-$2")))
+			}
+		}
+	}
+	return keys
+}
+
+// wordStart is where the next word of a field's name begins: RunDir is run-dir.
+var wordStart = regexp.MustCompile(`([a-z])([A-Z])`)
+
+// plan compares the file with what is in force. mu is held for reading.
+func (d *Daemon) plan(next *config.Config) ([]step, error) {
+	var wrong []string
+	for _, k := range fixed(d.cfg, next) {
+		wrong = append(wrong, fmt.Sprintf("`%s` cannot change while vnicd runs", k))
+	}
+	var levels, delVMs, addNets, moves, delNets, nets, addVMs []step
+	if next.LogLevel != d.cfg.LogLevel {
+		levels = append(levels, step{"log level " + next.LogLevel, func() error { return d.setLogLevel(next.LogLevel) }})
+	}
+
+	for _, n := range next.Networks {
+		old := d.cfg.Network(n.Name)
+		if old == nil {
+			addNets = append(addNets, step{"network " + n.Name + " added", func() error { return d.addNetwork(n, n.Line) }})
+			continue
+		}
+		a, b := *old, *n
+		a.Line, a.Peers, a.LearnPeers, a.TAP = 0, nil, false, nil
+		b.Line, b.Peers, b.LearnPeers, b.TAP = 0, nil, false, nil
+		if !reflect.DeepEqual(a, b) {
+			wrong = append(wrong, fmt.Sprintf("line %d: network %q can change its peers and its tap; for other keys remove it and add it again", n.Line, n.Name))
+			continue
+		}
+		nets = append(nets, d.planNetwork(old, n)...)
+	}
+	for _, old := range d.cfg.Networks {
+		if old.Line != config.Runtime && next.Network(old.Name) == nil {
+			delNets = append(delNets, step{"network " + old.Name + " removed", func() error { return d.RemoveNetwork(old.Name) }})
+		}
+	}
+
+	for _, v := range next.VMs {
+		old, err := d.cfg.VM(v.Name)
+		if err != nil {
+			addVMs = append(addVMs, step{"VM " + v.Name + " added", func() error { return d.addVM(v, v.Line) }})
+			continue
+		}
+		a, b := *old, *v
+		a.Line, a.Network, b.Line, b.Network = 0, "", 0, ""
+		switch {
+		case reflect.DeepEqual(a, b) && old.Network == v.Network:
+		case reflect.DeepEqual(a, b):
+			moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network, func() error { return d.MoveVM(v.Name, v.Network) }})
+		case d.vms[v.Name].attached():
+			wrong = append(wrong, fmt.Sprintf("line %d: VM %q is attached to a QEMU; only its network can change now", v.Line, v.Name))
+		default:
+			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
+			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.Line) }})
+		}
+	}
+	for _, old := range d.cfg.VMs {
+		if _, err := next.VM(old.Name); err != nil && old.Line != config.Runtime {
+			delVMs = append(delVMs, step{"VM " + old.Name + " removed", func() error { return d.RemoveVM(old.Name) }})
+		}
+	}
+	if len(wrong) > 0 {
+		slices.Sort(wrong)
+		return nil, fmt.Errorf("%w: nothing was changed: %s", errConflict, strings.Join(wrong, "; "))
+	}
+	return slices.Concat(levels, delVMs, addNets, moves, delNets, nets, addVMs), nil
+}
+
+// attached tells whether a QEMU is connected to one of the VM's sockets.
+func (v *vm) attached() bool {
+	return v.net.Describe().Connected || v.hca.Describe().Connected
+}
+
+func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {
+	if tapChanged(old.TAP, n.TAP) {
+		if old.TAP != nil {
+			steps = append(steps, step{"host port " + old.TAP.Name + " removed", func() error { return d.RemoveTAP(n.Name) }})
+		}
+		if n.TAP != nil {
+			steps = append(steps, step{"host port " + n.TAP.Name + " added", func() error { return d.addTAP(n.Name, n.TAP, n.TAP.Line) }})
+		}
+	}
+	for _, p := range n.Peers {
+		if !slices.Contains(old.Peers, p) {
+			steps = append(steps, step{fmt.Sprintf("peer %s of network %s added", p, n.Name), func() error { return d.setPeer(n.Name, p, true) }})
+		}
+	}
+	for _, p := range old.Peers {
+		if !slices.Contains(n.Peers, p) {
+			steps = append(steps, step{fmt.Sprintf("peer %s of network %s removed", p, n.Name), func() error { return d.setPeer(n.Name, p, false) }})
+		}
+	}
+	if n.LearnPeers != old.LearnPeers {
+		steps = append(steps, step{fmt.Sprintf("network %s learns peers: %v", n.Name, n.LearnPeers), func() error { return d.setLearnPeers(n.Name, n.LearnPeers) }})
+	}
+	return steps
+}
+
+func tapChanged(a, b *config.TAP) bool {
+	if a == nil || b == nil {
+		return a != b
+	}
+	x, y := *a, *b
+	x.Line, y.Line = 0, 0
+	return !reflect.DeepEqual(x, y)
+}
+
+// setPeer adds or removes a peer that the file names.
+func (d *Daemon) setPeer(name string, peer netip.Addr, on bool) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	key := overlay.Key{Kind: overlay.Peer, VTEP: peer}
+	return d.changeLocked(func(next *config.Config) {
+		replaceNetwork(next, name, func(c *config.Network) {
+			c.Peers = slices.DeleteFunc(slices.Clone(c.Peers), func(a netip.Addr) bool { return a == peer })
+			if on {
+				c.Peers = append(c.Peers, peer)
+			}
+		})
+	}, func() error {
+		if !on {
+			n.table.Withdraw(n.static, key)
+			return nil
+		}
+		err := n.table.Set(n.static, overlay.Route{Key: key})
+		if err != nil {
+			n.table.Withdraw(n.static, key)
+		}
+		return err
+	})
+}
+
+func (d *Daemon) setLearnPeers(name string, on bool) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	return d.changeLocked(func(next *config.Config) {
+		replaceNetwork(next, name, func(c *config.Network) { c.LearnPeers = on })
+	}, func() error {
+		n.static.LearnPeers = on
+		return d.vtep.SetLearnPeers(n.sw.VNI(), on)
+	})
+}
+
+// setLogLevel changes the level of all loggers of the daemon.
+func (d *Daemon) setLogLevel(level string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.changeLocked(func(next *config.Config) { next.LogLevel = level }, func() error {
+		d.log.SetLevel(hclog.LevelFromString(level))
+		return nil
+	})
+}

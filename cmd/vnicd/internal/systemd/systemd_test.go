@@ -1,0 +1,144 @@
+package systemd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+// manager is the receiving end of notifications.
+func manager(t *testing.T) *net.UnixConn {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "notify")
+	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	t.Setenv("NOTIFY_SOCKET", path)
+	_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+	return c
+}
+
+func read(t *testing.T, c *net.UnixConn) string {
+	t.Helper()
+	b := make([]byte, 100)
+	n, err := c.Read(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b[:n])
+}
+
+func TestNotify(t *testing.T) {
+	c := manager(t)
+	if err := Notify(Ready); err != nil {
+		t.Fatal(err)
+	}
+	if s := read(t, c); s != "READY=1" {
+		t.Errorf("got %q", s)
+	}
+	t.Setenv("NOTIFY_SOCKET", "")
+	if err := Notify(Ready); err != nil {
+		t.Error(err)
+	}
+	t.Setenv("NOTIFY_SOCKET", "/nowhere")
+	if err := Notify(Ready); err == nil {
+		t.Error("no error without a manager")
+	}
+}
+
+// The watchdog is fed while the daemon is healthy, and no longer.
+func TestWatch(t *testing.T) {
+	c := manager(t)
+	t.Setenv("WATCHDOG_USEC", "3000")
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	asked := 0
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		Watch(ctx, func(context.Context) error {
+			if asked++; asked > 3 {
+				if asked > 6 {
+					cancel()
+				}
+				return errors.New("stuck")
+			}
+			return nil
+		})
+	}()
+	for range 3 {
+		if s := read(t, c); s != "WATCHDOG=1" {
+			t.Errorf("got %q", s)
+		}
+	}
+	<-done
+	_ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+	if n, err := c.Read(make([]byte, 10)); err == nil {
+		t.Errorf("fed though it was stuck: %d bytes", n)
+	}
+	t.Setenv("WATCHDOG_PID", "1")
+	Watch(context.Background(), nil) // another process's: returns
+}
+
+// A socket that was passed is found by its name; the child of this test is the service.
+func TestListener(t *testing.T) {
+	if os.Getenv("SYSTEMD_TEST_CHILD") != "" {
+		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
+		if l, err := Listener("other"); l != nil || err != nil {
+			t.Fatal(l, err)
+		}
+		l, err := Listener("control")
+		if err != nil || l == nil {
+			t.Fatal(l, err)
+		}
+		c, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprint(c, "hello")
+		_ = c.Close()
+		_ = l.Close()
+		return
+	}
+	path := filepath.Join(t.TempDir(), "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	f, err := l.File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	cmd := exec.Command(os.Args[0], "-test.run=TestListener$")
+	cmd.Env = append(os.Environ(), "SYSTEMD_TEST_CHILD=1", "LISTEN_FDS=2", "LISTEN_FDNAMES=first:control")
+	cmd.ExtraFiles = []*os.File{os.Stderr, f}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	c, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := io.ReadAll(c)
+	if err != nil || string(b) != "hello" {
+		t.Errorf("%q, %v", b, err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(path); err != nil {
+		t.Errorf("the service removed the manager's socket: %v", err)
+	}
+}

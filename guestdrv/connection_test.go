@@ -2,7 +2,6 @@ package guestdrv_test
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 	"maps"
 	"net"
@@ -192,33 +191,18 @@ type forger struct {
 	site *site
 }
 
-// forgery is a RoCE packet inside VXLAN; its fields are right until a test makes one wrong.
+// forgery is a packet that comes from a VTEP, right until a test makes something of it wrong.
 type forgery struct {
 	from string // the outer source address
-	vni  uint32
-	path wire.Path
-	bth  wire.BTH
-	ext  []byte
-	data []byte
+	cmtest.Packet
 }
 
 func (f *forger) send(p *forgery) {
 	f.tb.Helper()
-	t, err := p.path.Template()
+	out, err := p.Bytes()
 	if err != nil {
 		f.tb.Fatal(err)
 	}
-	n := wire.BTHLen + len(p.ext) + len(p.data) + wire.ICRCLen
-	frame := make([]byte, t.Len()+n)
-	at := t.Put(frame, n)
-	at += p.bth.Encode(frame[at:])
-	at += copy(frame[at:], p.ext)
-	copy(frame[at:], p.data)
-	t.Seal(frame)
-	out := make([]byte, 8, 8+len(frame))
-	out[0] = 8
-	binary.BigEndian.PutUint32(out[4:], p.vni<<8)
-	out = append(out, frame...)
 	f.site.ns.Do(func() {
 		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(p.from)}, &net.UDPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 4789})
 		if err != nil {
@@ -255,19 +239,14 @@ func TestForged(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p := &forgery{from: "192.0.2.1", vni: 7, data: bytes.Repeat([]byte{0xee}, 64),
-			path: wire.Path{SMAC: ha.mac, DMAC: hb.mac, VLAN: wire.NoVLAN, SrcIP: ha.gid, DstIP: hb.gid, SrcPort: 0xc001},
-			bth:  wire.BTH{Opcode: wire.OpRCWriteOnly, Migrated: true, PKey: wire.DefaultPKey, DestQP: b.qp.Number(), PSN: attr.SQPSN}}
-		h := wire.RETH{VA: at.Addr(), RKey: key, Length: 64}
-		p.ext = make([]byte, wire.RETHLen)
-		h.Encode(p.ext)
+		p := &forgery{"192.0.2.1", cmtest.Packet{VNI: 7,
+			Path: wire.Path{SMAC: ha.mac, DMAC: hb.mac, VLAN: wire.NoVLAN, SrcIP: ha.gid, DstIP: hb.gid, SrcPort: 0xc001}}}
+		p.Write(b.qp.Number(), attr.SQPSN, key, at.Addr(), bytes.Repeat([]byte{0xee}, 64))
 		return p
 	}
 	datagram := func(qpn, qkey, from uint32, data []byte) *forgery {
 		p := write(0, dst)
-		p.bth.Opcode, p.bth.DestQP, p.ext, p.data = wire.OpUDSendOnly, qpn, make([]byte, wire.DETHLen), data
-		h := wire.DETH{QKey: qkey, SrcQP: from}
-		h.Encode(p.ext)
+		p.Datagram(qpn, qkey, from, data)
 		return p
 	}
 	request := func(x cmtest.Message) *forgery {
@@ -305,22 +284,22 @@ func TestForged(t *testing.T) {
 	}{
 		{"VTEP, unknown", "unknown-peer", with(write(dmr.RKey(), dst), func(p *forgery) { p.from = "192.0.2.99" })},
 		{"VTEP, another peer's", "misplaced-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.from = "192.0.2.11" })},
-		{"VNI", "unknown-vni", with(write(dmr.RKey(), dst), func(p *forgery) { p.vni = 8 })},
-		{"inner source MAC", "unwanted-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.path.SMAC = strange })},
-		{"inner source MAC of the receiver", "static-moved", with(write(dmr.RKey(), dst), func(p *forgery) { p.path.SMAC = hb.mac })},
-		{"inner source IP", "peer-address", with(write(dmr.RKey(), dst), func(p *forgery) { p.path.SrcIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
-		{"inner destination IP", "own-gid", with(write(dmr.RKey(), dst), func(p *forgery) { p.path.DstIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
-		{"QP number", "qp-number", with(write(dmr.RKey(), dst), func(p *forgery) { p.bth.DestQP ^= 0x10000 })},
-		{"P_Key", "p-key", with(write(dmr.RKey(), dst), func(p *forgery) { p.bth.PKey = 0x8001 })},
-		{"service", "transport", with(write(dmr.RKey(), dst), func(p *forgery) { p.bth.Opcode = wire.OpUCWriteOnly })},
-		{"PSN", "sequence", with(write(dmr.RKey(), dst), func(p *forgery) { p.bth.PSN = (p.bth.PSN + 1000) & wire.PSNMask })},
-		{"R_Key and PSN", "sequence", with(write(dmr.RKey()^0x100, dst), func(p *forgery) { p.bth.PSN = (p.bth.PSN + 1000) & wire.PSNMask })},
+		{"VNI", "unknown-vni", with(write(dmr.RKey(), dst), func(p *forgery) { p.VNI = 8 })},
+		{"inner source MAC", "unwanted-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = strange })},
+		{"inner source MAC of the receiver", "static-moved", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = hb.mac })},
+		{"inner source IP", "peer-address", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SrcIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
+		{"inner destination IP", "own-gid", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.DstIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
+		{"QP number", "qp-number", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.DestQP ^= 0x10000 })},
+		{"P_Key", "p-key", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.PKey = 0x8001 })},
+		{"service", "transport", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.Opcode = wire.OpUCWriteOnly })},
+		{"PSN", "sequence", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.PSN = (p.BTH.PSN + 1000) & wire.PSNMask })},
+		{"R_Key and PSN", "sequence", with(write(dmr.RKey()^0x100, dst), func(p *forgery) { p.BTH.PSN = (p.BTH.PSN + 1000) & wire.PSNMask })},
 		{"Q_Key", "q-key", datagram(ud.qp.Number(), 1235, 5, make([]byte, 64))},
 		{"Q_Key of QP 1", "q-key", datagram(1, 1235, 1, req.Bytes())},
 		{"REQ, VTEP, unknown", "unknown-peer", with(request(req), func(p *forgery) { p.from = "192.0.2.99" })},
 		{"REQ, VTEP, another peer's", "misplaced-roce", with(request(req), func(p *forgery) { p.from = "192.0.2.11" })},
-		{"REQ, VNI", "unknown-vni", with(request(req), func(p *forgery) { p.vni = 8 })},
-		{"REQ, inner MAC", "unwanted-roce", with(request(req), func(p *forgery) { p.path.SMAC = strange })},
+		{"REQ, VNI", "unknown-vni", with(request(req), func(p *forgery) { p.VNI = 8 })},
+		{"REQ, inner MAC", "unwanted-roce", with(request(req), func(p *forgery) { p.Path.SMAC = strange })},
 		{"REQ, from another QP", "cm-source-qp", datagram(1, gsiQKey, 5, req.Bytes())},
 		{"REQ, GIDs", "cm-gid", datagram(1, gsiQKey, 1, req.Bytes())},
 		{"DREQ, QP number", "cm-qp-number", request(cmtest.Message{Kind: cm.DREQ, LocalID: 77, RemoteID: 78, QPN: 5})},

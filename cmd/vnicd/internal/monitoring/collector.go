@@ -98,6 +98,7 @@ var (
 	hcaObjects = gauge("hca_objects", "Objects that the guest has made: pd, cq, srq, mr.", "vm", "type")
 	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
+	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA did not accept.", "vm", "reason")
 	hcaStats   = newHCAStats()
 
 	faultTime    = family(prometheus.UntypedValue, "fault_duration_seconds", "Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
@@ -302,6 +303,9 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	}
 	for k, n := range qps {
 		e.put(hcaQPs, float64(n), vm, k.kind, k.state)
+	}
+	for reason, n := range h.Drops {
+		e.count(hcaDrops, n, vm, reason)
 	}
 	for s, m := range hcaStats {
 		e.count(m, h.Stats[abi.Stat(s).String()], vm)

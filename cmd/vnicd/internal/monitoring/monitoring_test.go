@@ -84,6 +84,7 @@ func filled() *daemon.Status {
 		return map[string]uint64{lfe.Storm.String(): n, lfe.NoBuffer.String(): n + 1}
 	}
 	s.VTEP.Drops, s.Networks[0].Drops, s.Networks[0].Ports[0].Drops = drops(101), drops(201), drops(301)
+	s.VMs[0].HCA.Drops = map[string]uint64{"header": 401}
 	for i := range abi.NumStats {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}

@@ -165,8 +165,8 @@ func (t *TAP) configure() error {
 	if mtu == 0 {
 		mtu = min(c.Network.MTU(), c.maxMTU())
 	}
-	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
-		return fmt.Errorf("set MTU %d: %w", mtu, err)
+	if err := t.setMTU(link, mtu); err != nil {
+		return err
 	}
 	if c.Bridge != "" {
 		master, err := t.nl.LinkByName(c.Bridge)
@@ -250,8 +250,18 @@ func (t *TAP) SetMTU(mtu int) error {
 	if err != nil {
 		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
 	}
+	return t.setMTU(link, mtu)
+}
+
+// setMTU also has TCP make its large frames no larger than what a tunnel sends in one message (64 KiB of UDP): of 46 segments the last
+// two would cost as much as the others together.
+func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
 		return fmt.Errorf("tap: %s: set MTU %d: %w", t.cfg.Name, mtu, err)
+	}
+	const message, header = 65535 - 40 - 8, 8 + lfe.HeaderLen // VXLAN and Ethernet
+	if err := t.nl.LinkSetGSOMaxSegs(link, message/(mtu+header)); err != nil {
+		t.log.Debug("large frames keep their size", "interface", t.cfg.Name, "error", err)
 	}
 	return nil
 }

@@ -311,7 +311,7 @@ func TestGoldenFrames(t *testing.T) {
 // length and alignment of the fast paths.
 func TestChecksumModel(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
-	data := make([]byte, 200)
+	data := make([]byte, 600)
 	for range 2000 {
 		for i := range data {
 			data[i] = byte(rng.Uint32())

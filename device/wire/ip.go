@@ -178,14 +178,32 @@ func (h *UDP) Encode(b []byte) int {
 func Checksum(b []byte, initial uint32) uint16 {
 	// Eight bytes at a time; what overflows comes round again, as one's
 	// complement wants it. The sum of swapped words is the swapped sum (RFC 1071,
-	// section 2 B), so little-endian machines need not swap each.
+	// section 2 B), so little-endian machines need not swap each. Of long runs two
+	// sums are made side by side, since each addition waits for the one before.
 	sum, carry := uint64(0), uint64(0)
-	for len(b) >= 32 {
-		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)
-		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[8:]), carry)
-		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[16:]), carry)
-		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b[24:]), carry)
-		b = b[32:]
+	if len(b) >= 128 {
+		other, more := uint64(0), uint64(0)
+		for ; len(b) >= 128; b = b[128:] {
+			x, y := (*[64]byte)(b), (*[64]byte)(b[64:])
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[8:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[16:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[24:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[32:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[40:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[48:]), carry)
+			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[56:]), carry)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[8:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[16:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[24:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[32:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[40:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[48:]), more)
+			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[56:]), more)
+		}
+		sum, carry = bits.Add64(sum, other, carry)
+		sum, carry = bits.Add64(sum, more, carry)
 	}
 	for len(b) >= 8 {
 		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)

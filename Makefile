@@ -50,7 +50,7 @@ test-vm: image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v ./integration
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
-	@.ci/deps ucx_perftest=ucx-utils
+	@.ci/deps ucx_perftest=ucx-utils dpdk-testpmd=dpdk-dev
 	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME)
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house

@@ -121,3 +121,11 @@ func TestParsers(t *testing.T) {
 		}
 	}
 }
+
+func TestParseTestpmd(t *testing.T) {
+	port := "  RX-packets: 1000    RX-missed: 0   RX-bytes: 64000\n  Throughput (since last show)\n  Rx-pps:   250    Rx-bps: 9\n"
+	seconds, total := parseTestpmd("Port statistics ===\n" + port + port + "\n" + port)
+	if len(seconds) != 1 || seconds[0] != 500 || total != 2000 {
+		t.Errorf("%v, %v", seconds, total)
+	}
+}

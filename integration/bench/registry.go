@@ -45,6 +45,10 @@ func registry() []Row {
 			Name: "host_udp_1400", What: "UDP 1400 B", Anchor: "kernel bridge and vxlan", Unit: "packet/s",
 			Goals: []Goal{ratioAtLeast(2)}, Open: hostUDP(1400),
 		},
+		{
+			Name: "vhost_64", What: "64 B frames between two virtio-net ports of testpmd, one engine", Anchor: "the same through DPDK's vhost, one core", Unit: "frame/s",
+			Goals: []Goal{ratioAtLeast(0.5)}, Open: vhostFrames,
+		},
 		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
 			Name: "guest_fault", What: "WRITE 8 B, source page absent, post to completion, median", Anchor: "page present", Unit: "us",

@@ -55,7 +55,7 @@ func (b *Bench) tenants(ctx context.Context, v6 bool) (hosts [2]*lab.Host, err e
 func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (Sample, float64, error)) Meter {
 	return Meter{
 		Ours: func(ctx context.Context, d time.Duration) (Sample, error) {
-			return costing(hosts, unit, func() (Sample, float64, error) { return f(ctx, tapAddr(1), d) })
+			return costing(hosts[:], unit, func() (Sample, float64, error) { return f(ctx, tapAddr(1), d) })
 		},
 		Anchor: func(ctx context.Context, d time.Duration) (Sample, error) {
 			s, _, err := f(ctx, kernelAddr(1), d)
@@ -64,9 +64,9 @@ func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr stri
 	}
 }
 
-// costing adds to a sample what the daemons of two hosts have run for each of so many units. Unlike the rate it hardly depends on who else uses
+// costing adds to a sample what the hosts' daemons have run for each of so many units. Unlike the rate it hardly depends on who else uses
 // the machine.
-func costing(hosts [2]*lab.Host, unit string, f func() (Sample, float64, error)) (Sample, error) {
+func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (Sample, error) {
 	ran := func() (sum time.Duration, err error) {
 		for _, h := range hosts {
 			t, err := cpuTime(h.Proc)

@@ -184,7 +184,7 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 	case s.info.inv, first && p.msg != 0, !first && (p.msg != s.info.op() || p.off != off):
 		return 0, localFrame
 	case write && first && (p.attr.Access&translate.RemoteWrite == 0 ||
-		!last && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else the span is all of it
+		!last && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
 		return 0, localFrame
 	}
 	if !write || last && s.info.imm {
@@ -206,6 +206,10 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 			return done, q.missedOwn(s, at, m)
 		}
 		if write {
+			if first && last && done == 0 && uint64(len(src)) < want &&
+				!p.a.CheckRemote(w.RKey, w.RemoteVA, want, translate.RemoteWrite).OK() {
+				return 0, localFrame // before any of it is written
+			}
 			dst, m = p.a.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), uint64(len(src)), translate.RemoteWrite)
 		} else {
 			dst, m = p.a.ScatterSpan(p.wqe.SGEs, at, uint64(len(src)))

@@ -129,3 +129,21 @@ func TestLocalNoFrames(t *testing.T) {
 		same(t, "memory behind the atomic", b.regions[1].buf[8:], a.regions[4].buf[8:])
 	}
 }
+
+// A WRITE that goes beyond its region writes nothing, also when it comes in pieces: the
+// peer looks at all of it first.
+func TestLocalRefusedWritesNothing(t *testing.T) {
+	f := newFabric(t, 1)
+	f.local = localOn
+	a, b := f.pair(opts())
+	a.reg(4, chLocal, 200, allAccess)
+	b.reg(1, chTarget, 150, allAccess)
+	for i := range a.regions[4].buf {
+		a.regions[4].buf[i] = 0xff
+	}
+	before := append([]byte(nil), b.regions[1].buf...)
+	a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 100), sge(4, chLocal+100, 100)}})
+	f.settle(1e9)
+	a.wantSends(StatusRemAccess)
+	same(t, "memory of a WRITE that was refused", b.regions[1].buf, before)
+}

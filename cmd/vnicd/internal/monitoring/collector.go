@@ -95,6 +95,7 @@ var (
 	hcaLink    = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
 	hcaMTU     = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
 	hcaGIDs    = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
+	hcaBusy    = gauge("hca_busy", "Whether a command of the guest waits for the host's memory; objects, queue pairs and fault times are missing then.", "vm")
 	hcaObjects = gauge("hca_objects", "Objects that the guest has made: pd, cq, srq, mr.", "vm", "type")
 	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
@@ -289,6 +290,16 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	e.yes(hcaLink, h.Link, vm)
 	e.put(hcaMTU, float64(h.PortMTU), vm)
 	e.put(hcaGIDs, float64(len(h.GIDs)), vm)
+	e.yes(hcaBusy, h.Busy, vm)
+	for s, m := range hcaStats {
+		e.count(m, h.Stats[abi.Stat(s).String()], vm)
+	}
+	for reason, n := range h.Drops {
+		e.count(hcaDrops, n, vm, reason)
+	}
+	if h.Busy {
+		return // what follows is not known; zeros would look as if it had begun anew
+	}
 	for _, o := range []struct {
 		name string
 		n    int
@@ -303,12 +314,6 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	}
 	for k, n := range qps {
 		e.put(hcaQPs, float64(n), vm, k.kind, k.state)
-	}
-	for reason, n := range h.Drops {
-		e.count(hcaDrops, n, vm, reason)
-	}
-	for s, m := range hcaStats {
-		e.count(m, h.Stats[abi.Stat(s).String()], vm)
 	}
 
 	f := &h.Faults

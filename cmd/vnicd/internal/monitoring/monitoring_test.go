@@ -88,6 +88,7 @@ func filled() *daemon.Status {
 	for i := range abi.NumStats {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
+	s.VMs[0].HCA.Busy = false
 	s.VMs[0].HCA.Faults.Guest.Buckets = []uint64{1, 2, 4}
 	s.VMs[0].HCA.Faults.Host.Buckets = make([]uint64, 32)
 	s.VMs[0].HCA.Faults.Host.Buckets[31] = 5
@@ -190,6 +191,28 @@ func TestNames(t *testing.T) {
 	}
 	if own != len(families) {
 		t.Errorf("%d families for a full status, %d declared", own, len(families))
+	}
+}
+
+// What a status leaves out because the device was busy is missing, not 0.
+func TestBusy(t *testing.T) {
+	s := filled()
+	s.VMs[0].HCA.Busy = true
+	fams, err := registry(func() *daemon.Status { return s }).Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := map[string]bool{}
+	for _, f := range fams {
+		have[f.GetName()] = true
+	}
+	for name, want := range map[string]bool{
+		"vnicd_hca_busy": true, "vnicd_hca_rx_packets_total": true, "vnicd_memory_resident_bytes": true,
+		"vnicd_hca_objects": false, "vnicd_hca_queue_pairs": false, "vnicd_fault_duration_seconds": false, "vnicd_epoch_flips_total": false,
+	} {
+		if have[name] != want {
+			t.Errorf("%s: %v", name, have[name])
+		}
 	}
 }
 

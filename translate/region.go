@@ -103,7 +103,7 @@ type Region struct {
 
 	npages     uint64
 	demand     bool
-	dynamic    bool // what a Dynamic means now
+	dynamic    bool // what a Dynamic means now: no window is bound to it
 	generation atomic.Uint64
 	windows    atomic.Int32 // bound to it; noWindows: being destroyed
 }

@@ -243,12 +243,15 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 
 // tableLocked returns the region and checks [first, first+count) against its MTT.
 func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
+	if vm.dynamic(Key(handle)) != nil { // its region is a loop's to read and write
+		return nil, fmt.Errorf("handle %#x: pages come by work requests: %w", handle, ErrInvalid)
+	}
 	r, err := vm.Region(handle)
 	switch {
 	case err != nil:
 		return nil, err
-	case r.phys || r.dynamic:
-		return nil, fmt.Errorf("handle %#x is a physical region or one for work requests, whose pages cannot be set: %w", handle, ErrInvalid)
+	case r.phys:
+		return nil, fmt.Errorf("handle %#x is a physical region, which has no pages: %w", handle, ErrInvalid)
 	case first > r.npages || count > r.npages-first:
 		return nil, fmt.Errorf("handle %#x: pages %d, %d more: region has %d: %w", handle, first, count, r.npages, ErrInvalid)
 	}
@@ -272,14 +275,14 @@ func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
 func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
-	if d := vm.dynamic(Key(handle)); d != nil && d.handle == Key(handle) {
+	if d := vm.dynamic(Key(handle)); d != nil {
+		if d.handle != Key(handle) { // a handle stays, a key does not
+			return nil, fmt.Errorf("destroy region: handle %#x: %w", handle, ErrNoRegion)
+		}
 		vm.closeLocked(d)
 		return vm.space.epochs.Flip(), nil
 	}
 	r, err := vm.Region(handle)
-	if err == nil && r.dynamic { // a handle stays, a key does not
-		err = ErrNoRegion
-	}
 	if err == nil && !r.windows.CompareAndSwap(0, noWindows) {
 		err = fmt.Errorf("handle %#x: %w", handle, ErrBusy)
 	}

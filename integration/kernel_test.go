@@ -79,12 +79,11 @@ mkdir -p /srv/nfs /run/rpc_pipefs
 mountpoint -q /srv/nfs || mount -t tmpfs none /srv/nfs
 modprobe -a nfsd rpcrdma
 mountpoint -q /proc/fs/nfsd || mount -t nfsd none /proc/fs/nfsd
-echo 10 > /proc/fs/nfsd/nfsv4leasetime
-echo 1 > /proc/fs/nfsd/nfsv4gracetime
 echo '/srv/nfs *(rw,fsid=0,no_root_squash,insecure,no_subtree_check)' > /etc/exports
 rpc.mountd -N 2 -N 3
 exportfs -a
 rpc.nfsd -N 3 -H 0.0.0.0 --rdma=20049 4
+echo Y > /proc/fs/nfsd/v4_end_grace
 grep -q rdma /proc/fs/nfsd/portlist`
 
 const nfsUse = `set -e

@@ -100,6 +100,8 @@ var (
 	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
 	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA did not accept.", "vm", "reason")
+	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.", "vm")
+	hcaLocalB  = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.", "vm")
 	hcaStats   = newHCAStats()
 
 	faultTime    = family(prometheus.UntypedValue, "fault_duration_seconds", "Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
@@ -294,6 +296,8 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	for s, m := range hcaStats {
 		e.count(m, h.Stats[abi.Stat(s).String()], vm)
 	}
+	e.count(hcaLocal, h.Stats["local_messages"], vm)
+	e.count(hcaLocalB, h.Stats["local_bytes"], vm)
 	for reason, n := range h.Drops {
 		e.count(hcaDrops, n, vm, reason)
 	}

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"reflect"
 	"regexp"
@@ -75,11 +76,15 @@ func filled() *daemon.Status {
 			v.SetUint(uint64(next))
 		case reflect.Map:
 			v.Set(reflect.MakeMap(v.Type()))
+			e := reflect.New(v.Type().Elem()).Elem()
+			fill(e, path)
+			v.SetMapIndex(reflect.ValueOf("reason"), e)
 		default:
 			panic(fmt.Sprintf("%s is a %v: this test does not know it", path, v.Kind()))
 		}
 	}
 	fill(reflect.ValueOf(s).Elem(), "")
+	delete(s.VMs[0].HCA.Stats, "reason")
 	drops := func(n uint64) map[string]uint64 {
 		return map[string]uint64{lfe.Storm.String(): n, lfe.NoBuffer.String(): n + 1}
 	}
@@ -88,6 +93,7 @@ func filled() *daemon.Status {
 	for i := range abi.NumStats {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
+	s.VMs[0].HCA.Stats["local_messages"], s.VMs[0].HCA.Stats["local_bytes"] = 701, 702
 	s.VMs[0].HCA.Busy = false
 	s.VMs[0].HCA.Faults.Guest.Buckets = []uint64{1, 2, 4}
 	s.VMs[0].HCA.Faults.Host.Buckets = make([]uint64, 32)
@@ -366,6 +372,11 @@ func TestScrape(t *testing.T) {
 			t.Errorf("scrape and %q do not agree; it has: %s", want, grep(text, line[:strings.IndexByte(line, '{')]))
 		}
 	}
+	for name := range vm.HCA.Stats {
+		if !strings.Contains(text, "\nvnicd_hca_"+name+"_total{") {
+			t.Errorf("the HCA's counter %s is not exported", name)
+		}
+	}
 	if vm.HCA.Stats["guest_faults"] == 0 || vm.HCA.Faults.Host.Sum == 0 {
 		t.Errorf("the stage raised no faults: %+v", vm.HCA.Faults)
 	}
@@ -428,5 +439,41 @@ func TestListenErrors(t *testing.T) {
 		t.Errorf("no address: %v, %v", s, err)
 	} else {
 		s.Close()
+	}
+}
+
+// The dashboard and the operators' page speak of metrics that exist.
+func TestDocumentedNames(t *testing.T) {
+	s := filled()
+	fams, err := registry(func() *daemon.Status { return s }).Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := map[string]bool{}
+	for _, f := range fams {
+		known[f.GetName()] = true
+		if f.GetType() == dto.MetricType_HISTOGRAM {
+			known[f.GetName()+"_bucket"] = true
+		}
+	}
+	for _, file := range []string{"../../packaging/grafana.json", "../../OPERATING.md"} {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		names := regexp.MustCompile(`\bvnicd_[a-z0-9_]+`).FindAllString(string(text), -1)
+		if len(names) < 10 {
+			t.Errorf("%s names %d metrics", file, len(names))
+		}
+		for _, n := range names {
+			if !known[n] {
+				t.Errorf("%s names %s, which does not exist", file, n)
+			}
+		}
+	}
+	var dashboard struct{ Panels []struct{ Title string } }
+	text, _ := os.ReadFile("../../packaging/grafana.json")
+	if err := json.Unmarshal(text, &dashboard); err != nil || len(dashboard.Panels) == 0 {
+		t.Errorf("the dashboard: %v", err)
 	}
 }

@@ -3,7 +3,6 @@ package tap
 import (
 	"errors"
 	"fmt"
-	"os"
 
 	"github.com/songgao/water"
 	"golang.org/x/sys/unix"
@@ -24,20 +23,30 @@ const (
 	tunClone = "/dev/net/tun"
 )
 
-// device is an open TAP interface: a descriptor that only its holder owns.
+// device is an open TAP interface: descriptors that only its holder owns.
 type device struct {
-	fd int
+	fds []int // one for each queue
 	// header tells that every frame has a virtio header in front (IFF_VNET_HDR).
 	header bool
 	// takes is what frames from the kernel may still need, and what frames to it may; zero without header.
 	takes packet.Need
 }
 
-// openDevice makes the interface. water makes it, and cannot ask for virtio headers; so it is made persistent for a
-// moment, opened a second time with that flag, and made to go with that descriptor. Kernels that refuse get an interface
-// without offloads.
-func openDevice(name string, pool *packet.Pool, offloads bool) (d device, err error) {
-	ifce, err := water.New(water.Config{DeviceType: water.TAP, PlatformSpecificParams: water.PlatformSpecificParams{Name: name, Persist: offloads}})
+func (d *device) close() (err error) {
+	for _, fd := range d.fds {
+		err = errors.Join(err, unix.Close(fd))
+	}
+	d.fds = nil
+	return err
+}
+
+// openDevice makes an interface with so many queues. water makes it, but can neither ask for virtio headers nor give descriptors that Go's
+// poller does not know; so it is made persistent for a moment, opened again for each queue, and made to go with
+// those descriptors. Kernels that refuse virtio headers get an interface without offloads.
+func openDevice(name string, pool *packet.Pool, queues int, offloads bool) (d device, err error) {
+	multi := queues > 1
+	ifce, err := water.New(water.Config{DeviceType: water.TAP,
+		PlatformSpecificParams: water.PlatformSpecificParams{Name: name, Persist: true, MultiQueue: multi}})
 	switch {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
 		return d, fmt.Errorf("%w: %s: %w", ErrPermission, name, err)
@@ -46,56 +55,47 @@ func openDevice(name string, pool *packet.Pool, offloads bool) (d device, err er
 	case err != nil:
 		return d, fmt.Errorf("tap: create %s: %w", name, err)
 	}
-	if !offloads {
-		d.fd, err = take(name, ifce)
-		return d, err
-	}
 	if err := ifce.Close(); err != nil {
 		return d, fmt.Errorf("tap: %s: %w", name, err)
 	}
-	for _, flags := range []uint16{unix.IFF_VNET_HDR, 0} {
-		if d.fd, err = attach(name, flags); err == nil {
-			d.header = flags != 0
-			break
+	flags := uint16(0)
+	if multi {
+		flags |= unix.IFF_MULTI_QUEUE
+	}
+	if offloads {
+		d.header = d.attach(name, flags|unix.IFF_VNET_HDR, queues) == nil
+	}
+	if !d.header {
+		if err := d.attach(name, flags, queues); err != nil {
+			return d, fmt.Errorf("tap: attach to %s: %w", name, err)
 		}
 	}
-	if err != nil {
-		return d, fmt.Errorf("tap: attach to %s: %w", name, err)
+	for _, fd := range d.fds {
+		if err := unix.IoctlSetInt(fd, unix.TUNSETPERSIST, 0); err != nil {
+			_ = d.close()
+			return d, fmt.Errorf("tap: %s: TUNSETPERSIST: %w", name, err)
+		}
 	}
 	if d.header {
-		d.takes = enable(d.fd, pool.Largest() >= packet.BigCapacity)
+		d.takes = enable(d.fds[0], pool.Largest() >= packet.BigCapacity)
 	}
 	return d, nil
 }
 
-// take duplicates water's descriptor, which belongs to Go's poller, and closes water's.
-func take(name string, ifce *water.Interface) (int, error) {
-	defer ifce.Close()
-	file, ok := ifce.ReadWriteCloser.(*os.File)
-	if !ok {
-		return -1, fmt.Errorf("tap: water gave a %T; want an *os.File", ifce.ReadWriteCloser)
+// attach opens all queues, or none.
+func (d *device) attach(name string, flags uint16, queues int) error {
+	for range queues {
+		fd, err := attach(name, flags)
+		if err != nil {
+			_ = d.close()
+			return err
+		}
+		d.fds = append(d.fds, fd)
 	}
-	// SyscallConn and not Fd, which may switch the file to blocking.
-	raw, err := file.SyscallConn()
-	if err != nil {
-		return -1, fmt.Errorf("tap: %s: %w", name, err)
-	}
-	fd := -1
-	var dupErr error
-	if err := raw.Control(func(f uintptr) { fd, dupErr = unix.FcntlInt(f, unix.F_DUPFD_CLOEXEC, 3) }); err != nil {
-		return -1, fmt.Errorf("tap: %s: %w", name, err)
-	}
-	if dupErr != nil {
-		return -1, fmt.Errorf("tap: %s: dup: %w", name, dupErr)
-	}
-	if err := unix.SetNonblock(fd, true); err != nil {
-		unix.Close(fd)
-		return -1, fmt.Errorf("tap: %s: O_NONBLOCK: %w", name, err)
-	}
-	return fd, nil
+	return nil
 }
 
-// attach opens our persistent interface and makes it go with the descriptor.
+// attach opens a queue of our persistent interface.
 func attach(name string, flags uint16) (fd int, err error) {
 	fd, err = unix.Open(tunClone, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -121,9 +121,6 @@ func attach(name string, flags uint16) (fd int, err error) {
 		if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETLE, 1); err != nil {
 			return -1, fmt.Errorf("TUNSETVNETLE: %w", err)
 		}
-	}
-	if err := unix.IoctlSetInt(fd, unix.TUNSETPERSIST, 0); err != nil {
-		return -1, fmt.Errorf("TUNSETPERSIST: %w", err)
 	}
 	return fd, nil
 }

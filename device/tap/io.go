@@ -18,14 +18,14 @@ const (
 
 // ready reads frames from the interface into the network. How large the next one is nobody tells; so where large ones may
 // come they are read into a big buffer, and small ones are copied out of it, lest they occupy the few big buffers.
-func (t *TAP) ready() {
-	l := t.cfg.Loop
+func (q *queue) ready() {
+	t, l := q.t, q.loop
 	for left := readBatch; left > 0; left-- {
-		b := t.buffer()
+		b := q.buffer()
 		if b == nil {
 			// The frame must leave the queue all the same, or the loop would spin on it.
 			var lost [lfe.HeaderLen]byte
-			if _, err := unix.Read(t.dev.fd, lost[:]); err != nil {
+			if _, err := unix.Read(q.fd, lost[:]); err != nil {
 				return
 			}
 			t.att.Counters.Drop(l, lfe.NoBuffer, 1)
@@ -35,14 +35,14 @@ func (t *TAP) ready() {
 			b.Prepend(gso.HeaderLen)
 		}
 		room := b.Room()
-		n, err := unix.Read(t.dev.fd, room)
+		n, err := unix.Read(q.fd, room)
 		switch {
 		case err == unix.EINTR:
 			b.Reset()
 			continue
 		case err != nil: // EAGAIN; EBADFD when somebody deleted the interface
 			b.Reset()
-			t.gone(err)
+			q.gone(err)
 			return
 		case n >= len(room) || !b.SetLen(n):
 			b.Reset()
@@ -55,34 +55,34 @@ func (t *TAP) ready() {
 			continue
 		}
 		if b.Cap() > t.cfg.Pool.Capacity() && b.Len() <= t.cfg.Pool.Capacity() {
-			if t.small = t.cfg.Pool.Get(); t.small != nil {
-				t.small.Append(b.Bytes())
-				t.small.Offload = b.Offload
-				b = t.small
+			if q.small = t.cfg.Pool.Get(); q.small != nil {
+				q.small.Append(b.Bytes())
+				q.small.Offload = b.Offload
+				b = q.small
 			}
 		}
 		left -= b.Segments() / segmentsPerFrame
 		t.att.Input(l, b, lfe.Source{})
-		t.done()
+		q.done()
 	}
 }
 
 // buffer sets cur to what the next frame is read into, and returns it: a big buffer where large frames may come, else, or while
 // there is none, a small one; nil when there is none either.
-func (t *TAP) buffer() *packet.Buf {
-	pool := t.cfg.Pool
-	if t.dev.takes&packet.NeedGSO != 0 && (t.cur == nil || t.cur.Cap() < packet.BigCapacity) {
+func (q *queue) buffer() *packet.Buf {
+	t, pool := q.t, q.t.cfg.Pool
+	if t.dev.takes&packet.NeedGSO != 0 && (q.cur == nil || q.cur.Cap() < packet.BigCapacity) {
 		if big := pool.GetFor(packet.BigCapacity); big != nil {
-			if t.cur != nil {
-				t.cur.Free()
+			if q.cur != nil {
+				q.cur.Free()
 			}
-			t.cur = big
+			q.cur = big
 		}
 	}
-	if t.cur == nil {
-		t.cur = pool.Get()
+	if q.cur == nil {
+		q.cur = pool.Get()
 	}
-	return t.cur
+	return q.cur
 }
 
 // accept takes the virtio header off a frame from the kernel. That tells the truth, but the headers behind it may be
@@ -102,31 +102,31 @@ func (t *TAP) accept(b *packet.Buf) bool {
 }
 
 // done takes our references back: the buffer that is read into serves again if nobody else kept it.
-func (t *TAP) done() {
-	if t.small != nil {
-		t.small.Free()
-		t.small = nil
+func (q *queue) done() {
+	if q.small != nil {
+		q.small.Free()
+		q.small = nil
 	}
-	if t.cur.Shared() {
-		t.cur.Free()
-		t.cur = nil
+	if q.cur.Shared() {
+		q.cur.Free()
+		q.cur = nil
 	} else {
-		t.cur.Reset()
+		q.cur.Reset()
 	}
 }
 
 // gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
-func (t *TAP) gone(err error) {
+func (q *queue) gone(err error) {
 	if err != unix.EAGAIN {
-		t.log.Error("host port is gone; no more frames from it", "interface", t.cfg.Name, "error", err)
-		t.watch.Close()
+		q.t.log.Error("host port is gone; no more frames from it", "interface", q.t.cfg.Name, "error", err)
+		q.watch.Close()
 	}
 }
 
 // onFault runs when a port that a frame went to hit a hole in its VM's memory: that frame is lost.
-func (t *TAP) onFault(engine.Fault) {
-	if t.cur != nil {
-		t.done()
+func (q *queue) onFault(engine.Fault) {
+	if q.cur != nil {
+		q.done()
 	}
 }
 
@@ -156,11 +156,11 @@ type header struct {
 
 func (t *TAP) write(l *engine.Loop, b *packet.Buf) error {
 	if !t.dev.header {
-		_, err := unix.Write(t.dev.fd, b.Bytes())
+		_, err := unix.Write(t.fds[l.ID()], b.Bytes())
 		return err
 	}
 	h := &t.headers[l.ID()].b
 	gso.PutHeader(h, &b.Offload, true, 0)
-	_, err := unix.Writev(t.dev.fd, [][]byte{h[:], b.Bytes()})
+	_, err := unix.Writev(t.fds[l.ID()], [][]byte{h[:], b.Bytes()})
 	return err
 }

@@ -1,8 +1,8 @@
-// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames a loop
-// reads and to which any loop writes, checksums and segmentation left undone where both sides agree (device.go).
+// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames one loop or several
+// read and to which any loop writes, checksums and segmentation left undone where both sides agree (device.go).
 //
-// The descriptor is ours alone: non-blocking and watched by the loop's epoll only. The interface is not persistent, so it
-// goes with the descriptor, whatever happens to the daemon.
+// The descriptors are ours alone: non-blocking, each watched by its loop's epoll only. The interface is not persistent, so it
+// goes with them, whatever happens to the daemon.
 package tap
 
 import (
@@ -35,6 +35,9 @@ type Config struct {
 	Network *lfe.Network
 	// Loop reads the interface.
 	Loop *engine.Loop
+	// More are further loops that read it, each a queue of its own. The kernel spreads flows over queues, and sends a flow to the queue that
+	// wrote its other direction last.
+	More []*engine.Loop
 	Pool *packet.Pool
 	// MTU of the interface in bytes; zero = the network's, whenever that changes.
 	MTU int
@@ -56,14 +59,13 @@ type TAP struct {
 	index int
 	mac   lfe.MAC
 	att   *lfe.Attachment
-	watch *engine.Watch
 	log   hclog.Logger
 	nl    *netlink.Handle // in the namespace of the interface
 
 	followed func() // ends following the network's MTU; nil if it does not
 
-	cur, small *packet.Buf // the loop's: what is read into, and a frame being handed to the network that was copied out of it
-
+	queues  []*queue
+	fds     [engine.MaxLoops]int // that a loop writes to: its queue's, or the first
 	headers [engine.MaxLoops]header
 
 	mu     sync.Mutex
@@ -89,6 +91,13 @@ func (c *Config) check() error {
 	if limit := min(c.Network.MTU(), c.maxMTU()); c.MTU != 0 && (c.MTU < 68 || c.MTU > limit) {
 		return fmt.Errorf("tap: %s: MTU %d; want 68 to %d", c.Name, c.MTU, limit)
 	}
+	ids := map[int]bool{c.Loop.ID(): true}
+	for _, l := range c.More {
+		if l == nil || ids[l.ID()] {
+			return fmt.Errorf("tap: %s: a loop is missing or listed twice", c.Name)
+		}
+		ids[l.ID()] = true
+	}
 	if c.Log == nil {
 		c.Log = hclog.NewNullLogger()
 	}
@@ -98,6 +107,16 @@ func (c *Config) check() error {
 // maxMTU is what our buffers hold with two VLAN tags. A frame that fills one to the last byte cannot be told from
 // one that was cut off, hence the 1.
 func (c *Config) maxMTU() int { return c.Pool.Capacity() - lfe.HeaderLen - 8 - 1 }
+
+// queue is what one loop reads.
+type queue struct {
+	t     *TAP
+	loop  *engine.Loop
+	fd    int
+	watch *engine.Watch
+
+	cur, small *packet.Buf // what is read into, and a frame being handed to the network that was copied out of it
+}
 
 // Open creates the interface, configures it, brings it up and connects it to the network. It works in the network
 // namespace of the calling thread.
@@ -122,18 +141,18 @@ func (t *TAP) open() (err error) {
 	if _, err := t.nl.LinkByName(t.cfg.Name); err == nil {
 		return fmt.Errorf("%w: %s", ErrExists, t.cfg.Name)
 	}
-	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, !t.cfg.NoOffloads); err != nil {
+	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, 1+len(t.cfg.More), !t.cfg.NoOffloads); err != nil {
 		if link, lerr := t.nl.LinkByName(t.cfg.Name); lerr == nil && !errors.Is(err, ErrExists) {
 			_ = t.nl.LinkDel(link) // it did not exist before, so it is ours, made and left behind
 		}
 		return err
 	}
 	if err := t.configure(); err != nil {
-		unix.Close(t.dev.fd)
+		_ = t.dev.close()
 		return fmt.Errorf("tap: %s: %w", t.cfg.Name, err)
 	}
 	if err := t.connect(); err != nil {
-		unix.Close(t.dev.fd)
+		_ = t.dev.close()
 		return err
 	}
 	if t.cfg.MTU == 0 {
@@ -206,22 +225,47 @@ func (t *TAP) configure() error {
 }
 
 func (t *TAP) connect() error {
-	var err error
-	_, err = t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop,
+	for i := range t.fds {
+		t.fds[i] = t.dev.fds[0]
+	}
+	for i, l := range t.cfg.More {
+		t.fds[l.ID()] = t.dev.fds[i+1]
+	}
+	_, err := t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop,
 		Attached: func(a *lfe.Attachment) { t.att = a }})
 	if err != nil {
 		return err
 	}
 	t.att.SetOffloads(t.dev.takes)
-	// On the loop, so that ready does not run before watch is known.
-	t.cfg.Loop.Do(func() {
-		t.watch, err = t.cfg.Loop.Watch(t.dev.fd, t.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(t.onFault))
-	})
-	if err != nil {
-		t.att.Close()
-		return err
+	for i, l := range append([]*engine.Loop{t.cfg.Loop}, t.cfg.More...) {
+		q := &queue{t: t, loop: l, fd: t.dev.fds[i]}
+		// On the loop, so that ready does not run before watch is known.
+		l.Do(func() {
+			q.watch, err = l.Watch(q.fd, q.ready, engine.Name("tap "+t.cfg.Name), engine.OnFault(q.onFault))
+		})
+		if err != nil {
+			t.disconnect()
+			return err
+		}
+		t.queues = append(t.queues, q)
 	}
 	return nil
+}
+
+// disconnect stops reading and takes the port off the network.
+func (t *TAP) disconnect() {
+	for _, q := range t.queues {
+		q.watch.Close()
+	}
+	t.att.Close()
+	for _, q := range t.queues {
+		q.loop.Do(func() {
+			if q.cur != nil {
+				q.cur.Free()
+				q.cur = nil
+			}
+		})
+	}
 }
 
 // Name returns the interface's name.
@@ -278,15 +322,8 @@ func (t *TAP) Close() error {
 		t.followed()
 	}
 	defer t.nl.Close()
-	t.watch.Close()
-	t.att.Close()
-	t.cfg.Loop.Do(func() {
-		if t.cur != nil {
-			t.cur.Free()
-			t.cur = nil
-		}
-	})
-	if err := unix.Close(t.dev.fd); err != nil {
+	t.disconnect()
+	if err := t.dev.close(); err != nil {
 		return fmt.Errorf("tap: close %s: %w", t.cfg.Name, err)
 	}
 	return nil

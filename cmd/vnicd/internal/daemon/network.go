@@ -2,8 +2,10 @@ package daemon
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/overlay"
 	"github.com/vnicd/vnicd/device/tap"
@@ -61,8 +63,10 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 }
 
 func (n *network) openTAP(d *Daemon, c *config.TAP) (err error) {
+	first := d.nextLoop()
+	more := slices.DeleteFunc(slices.Clone(d.loops), func(l *engine.Loop) bool { return l == first })
 	n.tap, err = tap.Open(tap.Config{
-		Network: n.sw, Loop: d.nextLoop(), Pool: d.pool, Name: c.Name, Addrs: c.Addresses, Bridge: c.Bridge, Log: d.log.Named("tap"),
+		Network: n.sw, Loop: first, More: more, Pool: d.pool, Name: c.Name, Addrs: c.Addresses, Bridge: c.Bridge, Log: d.log.Named("tap"),
 	})
 	if err != nil {
 		n.tap = nil

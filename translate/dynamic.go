@@ -224,13 +224,23 @@ func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
 // when nobody uses the memory any more. A key that is void is no mistake, one of
 // another kind or domain is. The caller is inside, by slot.
 func (vm *VM) Invalidate(slot int, pd PD, key Key) Outcome {
+	return vm.invalidate(slot, pd, key, func(*Region) bool { return true })
+}
+
+// InvalidateRemote is Invalidate for the peer of a QP whose own domain is qp: it has
+// nothing to do with type 2 windows that other QPs have bound.
+func (vm *VM) InvalidateRemote(slot int, pd, qp PD, key Key) Outcome {
+	return vm.invalidate(slot, pd, key, func(r *Region) bool { return r.pd == pd || r.pd == qp })
+}
+
+func (vm *VM) invalidate(slot int, pd PD, key Key, may func(*Region) bool) Outcome {
 	d := vm.dynamic(key)
 	if d == nil || d.kind == Window1 || d.pd != pd { // o10-37.2.26
 		return Refused
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.state == dynClosed || d.key != key {
+	if d.state == dynClosed || d.key != key || d.state != dynFree && !may(&d.now) {
 		return Refused
 	}
 	if d.state == dynValid {

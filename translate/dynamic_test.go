@@ -259,6 +259,19 @@ func TestWindows(t *testing.T) {
 		next := ok
 		next.Window, next.NewKey, next.VA = w, w+1, 0x7000_0100
 		inv := func(key Key) Outcome { return call(func() Outcome { return vm.Invalidate(1, pd, key) }) }
+		remote := func(domain PD) Outcome {
+			return call(func() Outcome { return vm.InvalidateRemote(1, pd, domain, w) })
+		}
+		want(t, "the peer of another QP", remote(other), Refused)
+		if m := vm.Check(w, domain, 0x7000_0800, 1, RemoteRead); !m.OK() {
+			t.Errorf("a window after another QP's peer tried to take it away: %v", m.Err())
+		}
+		if k == Window2 {
+			want(t, "the peer of its QP", remote(qp), Done)
+			again := ok
+			again.Window, again.NewKey = w, w
+			want(t, "bind again", bind(again), Done)
+		}
 		if k == Window1 {
 			want(t, "type 1 is not invalidated", inv(w), Refused)
 			want(t, "zero-based", bind(BindSpec{Window: w, Region: r.LKey(), Access: ZeroBased, VA: next.VA, Length: 8}), Refused)

@@ -55,7 +55,7 @@ func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 
 // InvalidateRemote implements roce.Adapter.
 func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
-	out := q.dev.vm.Invalidate(q.lane.loop.ID(), q.pd, key)
+	out := q.dev.vm.InvalidateRemote(q.lane.loop.ID(), q.pd, q.own, key)
 	// Without room the packet is lost; its repetition finds the memory at rest.
 	if out == translate.Again && q.keepThis() {
 		q.draining = true

@@ -70,7 +70,7 @@ open its control socket may do so. Changes are not written to the configuration.
 		SilenceUsage:  true,
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
-	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.qemuArgsCmd(),
+	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.captureCmd(),
 		a.attachCmd(), a.detachCmd(), a.libvirtCmd())
 	root.SetOut(a.out)

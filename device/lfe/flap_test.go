@@ -12,17 +12,19 @@ import (
 type flapBench struct {
 	*bench
 	home, x, y *recPort
+	serial     int
 }
 
 func newFlapBench(t *testing.T, c Config) *flapBench {
 	b := newBench(t, c)
-	return &flapBench{b, b.port(PortConfig{Name: "home", Kind: KindTAP}), b.port(PortConfig{Name: "x", Kind: KindTAP}), b.port(PortConfig{Name: "y", Kind: KindTAP})}
+	return &flapBench{bench: b, home: b.port(PortConfig{Name: "home", Kind: KindTAP}), x: b.port(PortConfig{Name: "x", Kind: KindTAP}), y: b.port(PortConfig{Name: "y", Kind: KindTAP})}
 }
 
-// from sends a broadcast of mac(1) and tells whether it passed.
+// from sends a new broadcast of mac(1) and tells whether it passed.
 func (b *flapBench) from(p *recPort) bool {
 	before := p.att.Counters.Dropped(FlapHeld)
-	b.input(p.att, frame(broadcast, mac(1), ""), Source{})
+	b.serial++
+	b.input(p.att, frame(broadcast, mac(1), fmt.Sprint(b.serial)), Source{})
 	return p.att.Counters.Dropped(FlapHeld) == before
 }
 
@@ -33,6 +35,44 @@ func (b *flapBench) wantAt(want, when string) {
 	if at := b.at(); at != want {
 		b.t.Fatalf("%s: it is at %q, want %q", when, at, want)
 	}
+}
+
+// What the network has flooded, and gets back from elsewhere, is dropped and teaches nothing, from the first on; but only for so long, and not
+// what is new.
+func TestEcho(t *testing.T) {
+	b := newFlapBench(t, Config{})
+	send := func(p *recPort, what string) (passed bool) {
+		before := p.att.Counters.Dropped(Looped)
+		b.input(p.att, frame(broadcast, mac(1), what), Source{})
+		return p.att.Counters.Dropped(Looped) == before
+	}
+	send(b.home, "hello")
+	for range 100 {
+		if send(b.x, "hello") || send(b.y, "hello") {
+			t.Fatal("an echo passed")
+		}
+	}
+	b.wantAt("home", "after echoes")
+	if !send(b.home, "hello") {
+		t.Error("a host may not repeat itself")
+	}
+	if n := len(b.x.take()); n != 2 {
+		t.Errorf("%d frames came to x", n)
+	}
+	if !send(b.x, "I am here now") {
+		t.Error("a host that has moved is not heard")
+	}
+	b.wantAt("x", "moved")
+	// It says again and again what it said at its old place.
+	send(b.home, "who has")
+	for range echoWindow + 1 {
+		send(b.x, "who has")
+		b.advance(time.Second)
+	}
+	if !send(b.x, "who has") {
+		t.Error("a host that repeats itself at its new place is not heard")
+	}
+	b.wantAt("x", "repeating itself")
 }
 
 // Once found flapping an address is at home at once, and at home when the hold ends; the frame that was one too many is dropped.
@@ -225,8 +265,10 @@ func TestFlapHomeGone(t *testing.T) {
 		b := newFlapBench(t, Config{})
 		far := b.port(PortConfig{Name: "far", Kind: KindVTEP})
 		for range flapMoves {
-			b.input(far.att, frame(broadcast, mac(1), ""), Source{Remote: 1})
-			b.input(far.att, frame(broadcast, mac(1), ""), Source{Remote: 2})
+			for r := range Remote(2) {
+				b.serial++
+				b.input(far.att, frame(broadcast, mac(1), fmt.Sprint(b.serial)), Source{Remote: r + 1})
+			}
 		}
 		if e, _ := b.net.Lookup(mac(1)); e.Remote != 1 {
 			t.Fatalf("held at %+v", e)
@@ -259,7 +301,7 @@ func TestFlapModel(t *testing.T) {
 		m := mac(rng.IntN(3) + 1)
 		switch k := rng.IntN(1000); {
 		case k < 950:
-			b.input(p.att, frame(broadcast, m, ""), Source{Remote: Remote(rng.IntN(2))})
+			b.input(p.att, frame(broadcast, m, fmt.Sprint(rng.IntN(100))), Source{Remote: Remote(rng.IntN(2))})
 		case k < 990:
 			b.advance(time.Duration(rng.IntN(4000)) * time.Millisecond)
 		case k < 994:

@@ -64,6 +64,9 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 		a.Counters.Drop(l, Storm, frames)
 		return
 	}
+	if a.keys == nil {
+		n.echoes.note(f, now)
+	}
 	a.flood(l, b, t)
 }
 

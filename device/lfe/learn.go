@@ -92,8 +92,8 @@ func (n *Network) FlushPort(a *Attachment) {
 }
 
 // learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
-// static entry elsewhere (letting it pass would let one port pose as another), flaps and is held elsewhere, or is a RoCE
-// frame's that teaches nothing.
+// static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere, or because it has come
+// back to us from elsewhere, or is a RoCE frame that teaches nothing.
 //
 // RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6): one from elsewhere
 // than its address is known to be is dropped; an address that moves says so by ARP, neighbour discovery or any other frame, or is
@@ -114,6 +114,9 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remo
 		case v.expired(now, n.age):
 		case IsRoCE(f):
 			a.Counters.Drop(l, Misplaced, 1)
+			return false
+		case !n.cfg.NoHold && n.echoes.echo(f, now):
+			a.looped(l, now)
 			return false
 		default:
 			switch n.mayFlap(src, v, fresh, now) {

@@ -285,7 +285,7 @@ func TestSplitHorizon(t *testing.T) {
 	if g := v1.take(); len(g) != 1 || g[0].to != (Destination{Remote: 3}) {
 		t.Errorf("unicast to remote 3: %+v", g)
 	}
-	b.input(v1.att, frame(broadcast, mac(5), ""), Source{Remote: 4}) // moved behind the same tunnel
+	b.input(v1.att, frame(broadcast, mac(5), "here"), Source{Remote: 4}) // moved behind the same tunnel
 	b.input(vm.att, frame(mac(5), mac(1), ""), Source{})
 	if g := v1.take(); len(g) != 1 || g[0].to.Remote != 4 {
 		t.Errorf("after the move: %+v", g)

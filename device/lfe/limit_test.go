@@ -1,6 +1,7 @@
 package lfe
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -178,8 +179,8 @@ func TestFlapping(t *testing.T) {
 	var log testlog.Log
 	b := newBench(t, Config{Log: log.Logger()})
 	p, q := b.port(PortConfig{Name: "left", Kind: KindTAP}), b.port(PortConfig{Name: "right", Kind: KindTAP})
-	b.input(p.att, frame(broadcast, mac(1), ""), Source{})
-	b.input(q.att, frame(broadcast, mac(1), ""), Source{})
+	b.input(p.att, frame(broadcast, mac(1), "p"), Source{})
+	b.input(q.att, frame(broadcast, mac(1), "q"), Source{})
 	if len(b.net.Flapping()) != 0 {
 		t.Error("one move is a flap")
 	}
@@ -194,9 +195,9 @@ func TestFlapping(t *testing.T) {
 	}
 	b.advance(time.Minute)
 	for i := range 3 {
-		for range 50 {
-			b.input(p.att, tagged(5, frame(broadcast, mac(2+i), "")), Source{})
-			b.input(q.att, tagged(5, frame(broadcast, mac(2+i), "")), Source{})
+		for k := range 50 {
+			b.input(p.att, tagged(5, frame(broadcast, mac(2+i), fmt.Sprint("p", k))), Source{})
+			b.input(q.att, tagged(5, frame(broadcast, mac(2+i), fmt.Sprint("q", k))), Source{})
 		}
 	}
 	st := b.net.Status()

@@ -18,6 +18,7 @@ package lfe
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -77,7 +78,7 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
-	// NoHold lets addresses that flap go on doing so; else they stay where they were first, for some seconds at a time.
+	// NoHold lets addresses that flap go on doing so, and frames that come back pass; else they stay where they were first.
 	NoHold bool
 	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
 	MaxNeighbours int
@@ -102,6 +103,7 @@ type Network struct {
 	evicted   atomic.Uint64
 	displaced atomic.Uint64
 	flaps     flaps
+	echoes    echoes
 	neigh     neighbours
 	log       hclog.Logger
 	tick      atomic.Uint32
@@ -184,6 +186,7 @@ func NewNetwork(c Config) (*Network, error) {
 	}
 	n := &Network{cfg: c, age: uint32(c.Age / time.Second), clock: c.Clock, fdb: newFDB(c.MaxEntries), log: c.Log}
 	n.neigh.init(c.MaxNeighbours)
+	n.echoes.seed = maphash.MakeSeed()
 	if n.log == nil {
 		n.log = hclog.NewNullLogger()
 	}

@@ -21,6 +21,7 @@ const (
 	Storm
 	RateLimit
 	FlapHeld
+	Looped
 	Misplaced
 	Unwanted
 
@@ -56,6 +57,7 @@ var reasonNames = [NumReasons]string{
 	Storm:            "storm",             // beyond the port's limit of frames for everybody
 	RateLimit:        "rate-limit",        // beyond the port's rate
 	FlapHeld:         "flapping",          // source flaps and is held where it was first
+	Looped:           "looped",            // the network's own frame has come back from elsewhere
 	Misplaced:        "misplaced-roce",    // RoCE from elsewhere than its source is known to be (MT-6)
 	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not take
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)

@@ -227,8 +227,8 @@ func TestVLANUnderlay(t *testing.T) {
 	a.Ping("10.0.0.2", "-s", "1418", "-Mdo")
 }
 
-// Two ports of the network are joined outside by a bridge: what is flooded comes back, until its sender is found flapping or the storm
-// limit is reached. It is counted and named, and traffic between others goes on.
+// Two ports of the network are joined outside by a bridge: what is flooded comes back, is counted and dropped, and traffic between others goes
+// on.
 func TestLoopedBridge(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -252,10 +252,7 @@ func TestLoopedBridge(t *testing.T) {
 	start := time.Now()
 	// A broadcast each; nobody needs to answer.
 	_, _ = a.Exec("ping", "-c3", "-i0.1", "-W1", "-b", "10.0.0.255")
-	nstest.Eventually(t, "the storm is limited", func() bool {
-		d := h.net.Status().Drops
-		return d[lfe.Storm.String()]+d[lfe.FlapHeld.String()] > 0
-	})
+	nstest.Eventually(t, "the loop is noticed", func() bool { return h.net.Status().Drops[lfe.Looped.String()] > 0 })
 	st, took := h.net.Status(), time.Since(start)
 	var floods uint64
 	for _, p := range st.Ports {
@@ -263,9 +260,6 @@ func TestLoopedBridge(t *testing.T) {
 	}
 	if limit := uint64(len(st.Ports)) * storm * (2 + uint64(took/time.Second)); floods > limit {
 		t.Errorf("%d frames were flooded in %v; the limit is %d", floods, took, limit)
-	}
-	if st.Flaps == 0 {
-		t.Error("no address was found flapping")
 	}
 	a.MustExec("ping", "-c5", "-i0.2", "-w15", "10.0.0.2")
 }

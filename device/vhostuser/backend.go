@@ -11,10 +11,15 @@ import (
 
 // backend is the channel on which the back end speaks first. It sends without
 // ever waiting: notices may come from a loop.
+//
+// It speaks only while rings run. QEMU's generic device knows whom to tell from
+// the start of the rings to their stop and dies of what it reads outside of that
+// (as of 11.1); a notice waits for the next start.
 type backend struct {
 	offered bool // the device has a configuration space
 
 	mu      sync.Mutex
+	live    bool
 	fd      int // valid if open
 	open    bool
 	closed  bool
@@ -41,10 +46,16 @@ func (b *backend) set(fd int, log hclog.Logger) error {
 		_ = unix.Close(b.fd)
 	}
 	b.fd, b.open = fd, true
-	if b.pending {
-		b.sendLocked(log)
-	}
+	b.tellLocked(log)
 	return nil
+}
+
+// setLive says that a ring has been started, or is about to be stopped.
+func (b *backend) setLive(live bool, log hclog.Logger) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.live = live
+	b.tellLocked(log)
 }
 
 func (b *backend) configChanged(log hclog.Logger) {
@@ -53,14 +64,15 @@ func (b *backend) configChanged(log hclog.Logger) {
 	if b.closed || !b.offered {
 		return
 	}
-	if !b.open {
-		b.pending = true
-		return
-	}
-	b.sendLocked(log)
+	b.pending = true
+	b.tellLocked(log)
 }
 
-func (b *backend) sendLocked(log hclog.Logger) {
+// tellLocked sends a notice that is due, if it may.
+func (b *backend) tellLocked(log hclog.Logger) {
+	if !b.pending || !b.open || !b.live {
+		return
+	}
 	msg := Header{Request: BackendConfigChange, Flags: FlagVersion}.Append(nil)
 	err := unix.Sendto(b.fd, msg, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, nil)
 	switch {

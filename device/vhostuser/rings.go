@@ -261,6 +261,7 @@ func (se *session) start(i int) error {
 		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
 	}
 	r.q = q
+	se.backend.setLive(true, se.log)
 	return nil
 }
 
@@ -306,6 +307,7 @@ func (se *session) stop(i int) {
 	if r.q == nil {
 		return
 	}
+	se.backend.setLive(false, se.log)
 	se.dev.StopQueue(i)
 	if n := r.q.InFlight(); n > 0 {
 		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -133,6 +134,27 @@ func TestConfigSpace(t *testing.T) {
 	case <-d.ConfigChanged():
 	case <-testContext(t).Done():
 		t.Fatal("no notice of the change")
+	}
+	// While no ring runs QEMU's generic device knows nobody to tell: the notice waits.
+	if err := d.StopQueue(0); err != nil {
+		t.Fatal(err)
+	}
+	conn.ConfigChanged()
+	if err := d.ReadConfig(b[:1], 0); err != nil { // a notice would be on its way by now
+		t.Fatal(err)
+	}
+	select {
+	case <-d.ConfigChanged():
+		t.Fatal("a notice without a ring that runs")
+	case <-time.After(50 * time.Millisecond):
+	}
+	if err := d.StartQueue(0); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-d.ConfigChanged():
+	case <-testContext(t).Done():
+		t.Fatal("no notice once a ring runs")
 	}
 	// However many notices nobody reads, the device never waits.
 	for range 100000 {

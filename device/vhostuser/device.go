@@ -99,9 +99,8 @@ type NetDevice interface {
 	// SendRARP announces mac on the network (VHOST_USER_SEND_RARP).
 	SendRARP(mac [6]byte)
 
-	// SetMTU is the MTU the guest was told (VHOST_USER_NET_SET_MTU); an error
-	// says that the network cannot carry it.
-	SetMTU(mtu uint16) error
+	// SetMTU is the MTU the guest was told (VHOST_USER_NET_SET_MTU).
+	SetMTU(mtu uint16)
 }
 
 // Virtio feature bits that the server negotiates for every device (virtio 1.2,

@@ -175,13 +175,13 @@ func (d *Device) recount() {
 	d.active.Store(int32(n))
 }
 
-// SetMTU implements vhostuser.NetDevice: the guest must not be told more than
-// the network carries.
-func (d *Device) SetMTU(mtu uint16) error {
-	if max := d.cfg.Port.Attachment().Network().MTU(); int(mtu) > max {
-		return fmt.Errorf("vnet: %s: the front end tells the guest an MTU of %d, the network carries %d", d.cfg.Name, mtu, max)
+// SetMTU implements vhostuser.NetDevice. More than the network carries is no
+// reason to refuse, for QEMU would leave the guest without a network: the MTU
+// may have shrunk since the VM was started, and too big packets are answered.
+func (d *Device) SetMTU(mtu uint16) {
+	if most := d.cfg.Port.Attachment().Network().MTU(); int(mtu) > most {
+		d.log.Warn("the guest is told a larger MTU than the network carries", "vm", d.cfg.Name, "mtu", mtu, "network", most)
 	}
-	return nil
 }
 
 // SendRARP implements vhostuser.NetDevice: a reverse ARP request from the

@@ -136,6 +136,11 @@ func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 			t.Logf("host %s:\n%s\n%s", h.Name, s, tail(h.Log(), 4000))
 		}
 		for _, m := range *ms {
+			select {
+			case <-m.Done():
+				t.Logf("QEMU of %s has ended: %v", m.Name(), m.Wait(ctx))
+			default:
+			}
 			if r, err := m.Shell(ctx, "dmesg | tail -30"); err == nil {
 				t.Logf("kernel log of %s:\n%s", m.Name(), r.Stdout)
 			}

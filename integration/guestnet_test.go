@@ -1,0 +1,181 @@
+package integration
+
+import (
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, another MTU, a network whose
+// MTU shrinks, a reboot, rebinding the driver. After each, TCP and UDP run both ways between the VM and a container on another host,
+// and data that are compared.
+func TestGuestNetwork(t *testing.T) {
+	w := newTenantLab(t)
+	var err error
+	w.ms, err = w.Boot(w.ctx, must[qemu.Config](t)(w.hosts[0].Config(w.ctx, w.vm(0))))
+	check(t, err)
+	vm, far := w.ms[0], w.ends[0][1]
+	srv := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "iperf3.log"), nil, "iperf3", "-s", "--forceflush"))
+	w.Add(srv.Kill)
+	eventually(w.ctx, t, "iperf3 listens", func() bool { return strings.Contains(srv.LogTail(), "listening") })
+	files := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "echo.log"), nil, "python3", "-c", echoServer))
+	w.Add(files.Kill)
+	guestFiles := func() { check(t, vm.WriteFile(w.ctx, "/tmp/echo.py", []byte(echoClient))) }
+	guestFiles()
+	iperf := []string{"-n 2M", "-n 2M -R", "-u -b 4M -l 1200 -t 1", "-u -b 4M -l 1200 -t 1 -R"}
+	traffic := func(t *testing.T) {
+		t.Helper()
+		run(w.ctx, t, vm, "ping -c 3 -i 0.2 -W 5 "+endIP(12))
+		run(w.ctx, t, vm, "timeout 120 python3 /tmp/echo.py "+endIP(12))
+		for _, opt := range iperf {
+			// A server that is not done with the test before says that it is busy.
+			out := run(w.ctx, t, vm, "for i in 1 2 3 4 5; do timeout 60 iperf3 -c "+endIP(12)+" "+opt+" && exit; sleep 1; done; exit 1")
+			for line := range strings.Lines(out) {
+				if strings.Contains(line, "receiver") {
+					t.Logf("iperf3 %s: %s", opt, strings.TrimSpace(line))
+				}
+			}
+		}
+	}
+	t.Run("as booted", traffic)
+	iperf = iperf[:2]
+	for _, f := range []string{"tso off", "gso off", "tx off", "gro off", "rx-gro-hw off", "rx off", "tx on tso on gso on gro on"} {
+		t.Run("ethtool "+f, func(t *testing.T) {
+			// What the driver cannot change it says.
+			t.Log(strings.TrimSpace(run(w.ctx, t, vm, "ethtool -K eth0 "+f+" 2>&1 || true")))
+			traffic(t)
+		})
+	}
+	for _, mtu := range []int{1280, 576, 1450} {
+		t.Run(fmt.Sprint("mtu ", mtu), func(t *testing.T) {
+			run(w.ctx, t, vm, fmt.Sprint("ip link set eth0 mtu ", mtu))
+			traffic(t)
+		})
+	}
+	t.Run("underlay shrinks", func(t *testing.T) {
+		w.t = t
+		underlay := func(mtu int) {
+			for h, x := range w.hosts {
+				w.ip(x.NS, "link set ul mtu %d", mtu)
+				w.ip(w.wire, "link set w%d mtu %d", h, mtu)
+			}
+			// A container is told by who runs it.
+			w.ip(far.ns, "link set eth0 mtu %d", mtu-50)
+			for _, x := range w.hosts {
+				eventually(w.ctx, t, "the network's MTU follows", func() bool {
+					return strings.Contains(w.cli(x, "network show blue"), fmt.Sprint("mtu ", mtu-50))
+				})
+			}
+		}
+		// The guest is not told; what it sends too big is answered.
+		underlay(1400)
+		if r := must[qemu.Result](t)(vm.Shell(w.ctx, "ping -c 1 -W 5 -M do -s 1400 "+endIP(12))); r.ExitCode == 0 || !strings.Contains(r.Stdout, "1350") {
+			t.Errorf("ping does not hear of the MTU:\n%s%s", r.Stdout, r.Stderr)
+		}
+		traffic(t)
+		// It may start again meanwhile, though QEMU goes on to tell it the MTU from before.
+		check(t, vm.Reboot(w.ctx))
+		guestFiles()
+		traffic(t)
+		underlay(1500)
+	})
+	t.Run("rebind", func(t *testing.T) {
+		run(w.ctx, t, vm, `set -e; d=$(basename $(readlink /sys/class/net/eth0/device)); cd /sys/bus/virtio/drivers/virtio_net
+			for i in 1 2 3 4 5; do echo $d > unbind; echo $d > bind; done
+			until n=$(ls /sys/bus/virtio/devices/$d/net); do sleep 0.1; done
+			[ $n = eth0 ] || ip link set $n name eth0; ip addr add 10.0.0.1/24 dev eth0; ip link set eth0 up`)
+		traffic(t)
+	})
+	quietKernels(w.ctx, t, vm)
+}
+
+// echoServer gives back what it gets; echoClient sends four megabytes and compares, then UDP datagrams of all kinds of sizes.
+const echoServer = `import socket, threading
+def tcp(c):
+    while True:
+        b = c.recv(65536)
+        if not b:
+            break
+        c.sendall(b)
+    c.close()
+def udp():
+    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    s.bind(("", 7001))
+    while True:
+        b, a = s.recvfrom(65536)
+        s.sendto(b, a)
+threading.Thread(target=udp, daemon=True).start()
+s = socket.create_server(("", 7001))
+while True:
+    c, _ = s.accept()
+    threading.Thread(target=tcp, args=(c,), daemon=True).start()
+`
+
+const echoClient = `import os, socket, sys, threading, time
+data = os.urandom(1 << 20) * 4
+c = socket.create_connection((sys.argv[1], 7001), 60)
+def send():
+    c.sendall(data)
+    c.shutdown(socket.SHUT_WR)
+t = threading.Thread(target=send)
+t.start()
+got = bytearray()
+while True:
+    b = c.recv(1 << 16)
+    if not b:
+        break
+    got += b
+t.join()
+if bytes(got) != data:
+    sys.exit("TCP: sent %d bytes, got %d, or others" % (len(data), len(got)))
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(2)
+s.connect((sys.argv[1], 7001))
+for n in (0, 1, 17, 548, 1000, 1252, 1422, 1423, 3000, 9000, 20000):
+    want, end = data[n:2 * n], time.time() + 60
+    while True:
+        s.send(want)
+        try:
+            if s.recv(1 << 16) == want:
+                break
+        except OSError:
+            pass
+        if time.time() > end:
+            sys.exit("UDP: no answer of %d bytes" % n)
+`
+
+// TestVLANUnderlay runs the test of that name of device/vxlan in a VM, whose kernel has VLAN interfaces: vnicd's VTEP and TAP, and a Linux vxlan
+// device, on a tagged underlay. The machine's own kernel may have none.
+func TestVLANUnderlay(t *testing.T) {
+	l, ctx := newLabWithoutModule(t)
+	h := must[*lab.Host](t)(l.Host("h1"))
+	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \""+vmA.MAC+"\"}\n"))
+	l.Share = t.TempDir()
+	c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, "vxlan.test"), "./device/vxlan")
+	c.Dir, c.Env = l.Root, append(c.Environ(), "CGO_ENABLED=0")
+	if out, err := c.CombinedOutput(); err != nil {
+		t.Fatalf("building the test: %v\n%s", err, out)
+	}
+	v := vmA
+	v.NoHCA, v.CPUs = true, 2
+	var ms []*qemu.Machine
+	dumpOnFailure(t, []*lab.Host{h}, &ms)
+	var err error
+	ms, err = l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, v)))
+	check(t, err)
+	run(ctx, t, ms[0], "modprobe -a tun veth vxlan 8021q bridge")
+	start := time.Now()
+	out := run(ctx, t, ms[0], "cd /tmp && /host/vxlan.test -test.v -test.run '^(TestVLANUnderlay|TestVLANGuests)$' 2>&1")
+	if strings.Contains(out, "SKIP") || strings.Count(out, "--- PASS") != 2 {
+		t.Errorf("in the VM:\n%s", out)
+	}
+	t.Logf("%v in the VM", time.Since(start).Round(time.Second))
+	quietKernels(ctx, t, ms...)
+}

@@ -43,6 +43,7 @@ type qp struct {
 
 	listed bool // on the lane's run list
 	next   *qp
+	turn   bool // within Run: the SQ's consumer index is written when it ends
 	doomed bool // to be sent to the error state at the next turn
 	dead   bool // destroyed
 
@@ -77,7 +78,11 @@ func (q *qp) run(now int64, budget int) bool {
 	}
 	defer q.lane.part()
 	waits := q.draining && !q.drained(now)
-	return q.t.Run(now, budget) || waits
+	q.turn = true
+	more := q.t.Run(now, budget)
+	q.turn = false
+	q.settle()
+	return more || waits
 }
 
 // fail sends the QP to the error state, not at once, for the caller may be inside
@@ -122,8 +127,12 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 // polls the completion may post again at once.
 func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 	q.sq.release()
+	quiet := !w.Signaled && c.Status == roce.StatusSuccess
+	if quiet && q.turn {
+		return // at the end of the turn, or with the next completion
+	}
 	there := q.settle()
-	if !w.Signaled && c.Status == roce.StatusSuccess {
+	if quiet {
 		return
 	}
 	q.wc = abi.WC{

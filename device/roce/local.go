@@ -2,6 +2,7 @@ package roce
 
 import (
 	"encoding/binary"
+	"math/bits"
 
 	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
@@ -118,7 +119,7 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 	want, size := uint64(0), uint64(0) // bytes
 	if s.info.kind != kindAtomic {
 		if want = s.w.Length - off; want > *left {
-			want = *left - *left%uint64(q.mtu) // whole packets
+			want = *left &^ uint64(q.mtu-1) // whole packets
 			if want == 0 {
 				*left = 0
 				return 0, localDone
@@ -137,10 +138,13 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 		size, res = q.localWrite(p, s, off, want)
 	}
 	*left -= min(size, *left)
-	if n = size / uint64(q.mtu); res == localDone {
+	if res == localDone {
 		n = packets(size, q.mtu)
-	} else if size = n * uint64(q.mtu); n == 0 {
-		return 0, res
+	} else {
+		size &^= uint64(q.mtu - 1)
+		if n = size >> bits.TrailingZeros32(q.mtu); n == 0 {
+			return 0, res
+		}
 	}
 	if w := &q.waits.send; (w.cause == atGather || w.cause == atResult) && w.psn < q.nxt+n {
 		w.end()

@@ -1,6 +1,10 @@
 package roce
 
-import "github.com/vnicd/vnicd/device/wire"
+import (
+	"math/bits"
+
+	"github.com/vnicd/vnicd/device/wire"
+)
 
 // Packet sequence numbers have 24 bits on the wire and wrap (IBTA 9.7.1). Inside
 // they are 64-bit and never wrap, so that comparisons are plain: extend places a
@@ -23,12 +27,13 @@ func extend(base uint64, wire uint32) uint64 {
 	return base + d - (1 << 24)
 }
 
-// packets returns how many packets a message of n bytes takes: at least one.
+// packets returns how many packets a message of n bytes takes: at least one. mtu is a
+// power of two.
 func packets(n uint64, mtu uint32) uint64 {
-	if n == 0 {
+	if n <= uint64(mtu) {
 		return 1
 	}
-	return (n + uint64(mtu) - 1) / uint64(mtu)
+	return (n + uint64(mtu) - 1) >> bits.TrailingZeros32(mtu)
 }
 
 // rnrTimer gives the wait in ns that a 5-bit RNR NAK timer field names (IBTA table 46).

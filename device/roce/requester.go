@@ -153,9 +153,11 @@ func (q *QP) fetch() bool {
 
 // fetchInto asks the adapter for WQE tail; false if there is none now.
 func (q *QP) fetchInto(s *sendSlot) bool {
-	s.w = WQE{Seq: q.tail, SGEs: s.w.SGEs[:0], InlineData: s.w.InlineData[:0]}
+	w := &s.w
+	w.Seq, w.SGEs, w.InlineData = q.tail, w.SGEs[:0], w.InlineData[:0]
+	w.Opcode, w.Length, w.Status = 0, 0, StatusSuccess // of a bad WQE that leaves them out
 	s.failed, s.done = false, false
-	f := q.a.FetchSend(q.tail, &s.w)
+	f := q.a.FetchSend(q.tail, w)
 	if f == FetchFault {
 		q.awaitQueue(Requester)
 		return false

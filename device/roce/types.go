@@ -154,7 +154,8 @@ const NoVLAN = 0xffff
 // WQE is a send work request, decoded. The transport owns the storage: it hands
 // FetchSend a WQE whose SGEs and InlineData slices have length 0 and capacity
 // MaxSendSGE and MaxInline; FetchSend appends to them or reslices them, and
-// never grows them.
+// never grows them. It sets all other fields that the opcode makes use of, and the
+// flags; the rest is of an older WQE.
 type WQE struct {
 	Seq       uint32
 	ID        uint64

@@ -12,9 +12,14 @@ import (
 // kernelPair is a connection whose first end is a kernel's.
 func kernelPair(t *testing.T, r *rig) (a, b *end) {
 	t.Helper()
+	return kernelPairAs(t, r, quick)
+}
+
+func kernelPairAs(t *testing.T, r *rig, o guestdrv.ConnectOptions) (a, b *end) {
+	t.Helper()
 	c := qpDefaults()
 	c.Privileged, c.SigAll = true, true
-	return connect(t, r.hosts[0], r.hosts[1], c, quick)
+	return connect(t, r.hosts[0], r.hosts[1], c, o)
 }
 
 func fastMR(t *testing.T, e *end, pages int) *guestdrv.FastMR {
@@ -90,7 +95,7 @@ func TestFastRegister(t *testing.T) {
 // so a SEND out of the region in front of it is whole.
 func TestLocalInvWaits(t *testing.T) {
 	r := newRig(t, rigConfig{})
-	a, b := kernelPair(t, r)
+	a, b := kernelPairAs(t, r, guestdrv.ConnectOptions{}) // waits for a receive as long as it takes
 	mem, err := a.h.Alloc(32 << 10)
 	if err != nil {
 		t.Fatal(err)

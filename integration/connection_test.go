@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -108,11 +109,33 @@ vms:
 	t.Run("forged", func(t *testing.T) { forged(ctx, t, h1, h2, far["blue"]) })
 	progress("after the forged packets")
 
+	// against runs a server beside those that listen already, and its client.
+	against := func(t *testing.T, i int, server, client string) {
+		t.Helper()
+		listeners := func() string {
+			return run(ctx, t, ms[2+i], "rdma resource show cm_id | grep -c 'state LISTEN' || true")
+		}
+		before := listeners()
+		srv := must[*qemu.Process](t)(ms[2+i].StartShell(ctx, "exec timeout 240 "+server))
+		eventually(ctx, t, server+" listens", func() bool { return listeners() != before })
+		if out := run(ctx, t, ms[i], "timeout 240 "+client); !strings.Contains(out, "data transfers complete") {
+			t.Errorf("%s printed:\n%s", client, out)
+		}
+		if r := must[qemu.Result](t)(srv.Wait(ctx)); r.ExitCode != 0 {
+			t.Errorf("%s: status %d: %s%s", server, r.ExitCode, r.Stdout, r.Stderr)
+		}
+	}
 	t.Run("ucmatose", func(t *testing.T) {
-		_, out, err := lab.Pair(ctx, ms[2], "ucmatose -c 8 -C 20 -p 7999", ms[0], "ucmatose -s 10.0.0.2 -c 8 -C 20 -p 7999", 0)
-		check(t, err)
-		if !strings.Contains(out, "data transfers complete") {
-			t.Errorf("ucmatose printed:\n%s", out)
+		against(t, 0, "ucmatose -c 8 -C 20 -p 7999", "ucmatose -s 10.0.0.2 -c 8 -C 20 -p 7999")
+	})
+	t.Run("udaddy", func(t *testing.T) { // a service ID is resolved to a datagram queue pair
+		against(t, 1, "udaddy", "udaddy -s 10.0.0.2")
+		for _, h := range []*lab.Host{h1, h2} {
+			if !slices.ContainsFunc(connections(ctx, t, h), func(c vmConnection) bool {
+				return c.Type == "UD" && c.State == "resolved" && c.Service == "udp 7174" && strings.HasPrefix(c.VM, "red") && c.Tuple != nil && c.Tuple.VNI == 200
+			}) {
+				t.Errorf("%s shows no resolved service:\n%s", h.Name, must[string](t)(h.CLI(ctx, "connection")))
+			}
 		}
 	})
 

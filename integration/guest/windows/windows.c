@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * windows DEVICE GID-INDEX: memory windows of both types through the guest's own
+ * libibverbs, on two RC queue pairs of this process that are connected to each
+ * other. Exit status 0: everything was as IBTA 10.6.7 says; else a line says what not.
+ */
+#include <infiniband/verbs.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SIZE 16384
+
+static struct ibv_context *ctx;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static int gid_index;
+static union ibv_gid gid;
+
+static void check(int ok, const char *what)
+{
+	if (ok)
+		return;
+	fprintf(stderr, "windows: %s (errno %d)\n", what, errno);
+	exit(1);
+}
+
+static struct ibv_qp *make_qp(void)
+{
+	struct ibv_qp_init_attr init = {
+		.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+		.cap = { .max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+
+	check(qp != NULL, "ibv_create_qp");
+	return qp;
+}
+
+static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
+{
+	struct ibv_qp_attr a = {
+		.qp_state = IBV_QPS_INIT, .port_num = 1,
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ,
+	};
+
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
+	a.qp_state = IBV_QPS_RTR;
+	a.path_mtu = IBV_MTU_1024;
+	a.dest_qp_num = to->qp_num;
+	a.max_dest_rd_atomic = 1;
+	a.min_rnr_timer = 12;
+	a.ah_attr.is_global = 1;
+	a.ah_attr.port_num = 1;
+	a.ah_attr.grh.dgid = gid;
+	a.ah_attr.grh.sgid_index = gid_index;
+	a.ah_attr.grh.hop_limit = 64;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
+	a.qp_state = IBV_QPS_RTS;
+	a.timeout = 14;
+	a.retry_cnt = 7;
+	a.rnr_retry = 7;
+	a.max_rd_atomic = 1;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+}
+
+static struct ibv_wc completion(void)
+{
+	struct ibv_wc wc;
+	int n;
+
+	while (!(n = ibv_poll_cq(cq, 1, &wc)))
+		;
+	check(n == 1, "ibv_poll_cq");
+	return wc;
+}
+
+static void expect(enum ibv_wc_status status, const char *what)
+{
+	struct ibv_wc wc = completion();
+
+	if (wc.status == status)
+		return;
+	fprintf(stderr, "windows: %s: %s, want %s\n", what, ibv_wc_status_str(wc.status), ibv_wc_status_str(status));
+	exit(1);
+}
+
+static void post(struct ibv_qp *qp, struct ibv_send_wr *wr)
+{
+	struct ibv_send_wr *bad;
+
+	check(!ibv_post_send(qp, wr, &bad), "ibv_post_send");
+}
+
+static void write_to(struct ibv_qp *qp, struct ibv_mr *from, void *to, uint32_t rkey, enum ibv_wc_status status, const char *what)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)from->addr, .length = 100, .lkey = from->lkey };
+	struct ibv_send_wr wr = {
+		.opcode = IBV_WR_RDMA_WRITE, .sg_list = &sge, .num_sge = 1,
+		.wr.rdma = { .remote_addr = (uintptr_t)to, .rkey = rkey },
+	};
+
+	post(qp, &wr);
+	expect(status, what);
+}
+
+static void bind2(struct ibv_qp *qp, struct ibv_mw *mw, uint32_t rkey, struct ibv_mr *mr, void *addr, enum ibv_wc_status status)
+{
+	struct ibv_send_wr wr = {
+		.opcode = IBV_WR_BIND_MW,
+		.bind_mw = { .mw = mw, .rkey = rkey, .bind_info = {
+			.mr = mr, .addr = (uintptr_t)addr, .length = 4096, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE } },
+	};
+
+	post(qp, &wr);
+	expect(status, "BIND_MW");
+	if (status == IBV_WC_SUCCESS)
+		mw->rkey = rkey;
+}
+
+static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src)
+{
+	struct ibv_qp *a = make_qp(), *b = make_qp();
+	struct ibv_mw *mw = ibv_alloc_mw(pd, type);
+	char *at = (char *)mr->addr + 4000;
+	uint32_t old;
+
+	check(mw != NULL, "ibv_alloc_mw");
+	connect_qp(a, b);
+	connect_qp(b, a);
+	memset(mr->addr, 0, SIZE);
+	if (type == IBV_MW_TYPE_1) {
+		struct ibv_mw_bind bind = {
+			.bind_info = { .mr = mr, .addr = (uintptr_t)at, .length = 4096, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE },
+		};
+
+		check(!ibv_bind_mw(a, mw, &bind), "ibv_bind_mw");
+		expect(IBV_WC_SUCCESS, "ibv_bind_mw");
+	} else {
+		bind2(a, mw, ibv_inc_rkey(mw->rkey), mr, at, IBV_WC_SUCCESS);
+	}
+	write_to(b, src, at, mw->rkey, IBV_WC_SUCCESS, "WRITE into the window");
+	check(!memcmp(at, src->addr, 100), "data differ");
+	check(ibv_dereg_mr(mr) == EBUSY, "a region with a window was deregistered");
+	old = mw->rkey;
+	if (type == IBV_MW_TYPE_1) {
+		struct ibv_mw_bind bind = { .bind_info = { .mr = mr } };
+
+		check(!ibv_bind_mw(a, mw, &bind), "ibv_bind_mw of no length");
+		expect(IBV_WC_SUCCESS, "ibv_bind_mw of no length");
+	} else {
+		struct ibv_send_wr wr = { .opcode = IBV_WR_LOCAL_INV, .invalidate_rkey = old };
+
+		post(a, &wr);
+		expect(IBV_WC_SUCCESS, "LOCAL_INV");
+	}
+	write_to(b, src, at, old, IBV_WC_REM_ACCESS_ERR, "WRITE into what was a window");
+	check(!ibv_destroy_qp(a) && !ibv_destroy_qp(b), "ibv_destroy_qp");
+	if (type == IBV_MW_TYPE_2) { // a process cannot register by work request, nor bind what it may not
+		a = make_qp();
+		b = make_qp();
+		connect_qp(a, b);
+		connect_qp(b, a);
+		bind2(a, mw, ibv_inc_rkey(mw->rkey), src, src->addr, IBV_WC_MW_BIND_ERR);
+		check(!ibv_destroy_qp(a) && !ibv_destroy_qp(b), "ibv_destroy_qp");
+	}
+	check(!ibv_dealloc_mw(mw), "ibv_dealloc_mw");
+}
+
+int main(int argc, char **argv)
+{
+	struct ibv_device_attr attr;
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	struct ibv_mr *mr, *src;
+	char *mem;
+
+	check(argc == 3 && list, "usage: windows DEVICE GID-INDEX");
+	while (*list && strcmp(ibv_get_device_name(*list), argv[1]))
+		list++;
+	check(*list != NULL, "no such device");
+	gid_index = atoi(argv[2]);
+	ctx = ibv_open_device(*list);
+	check(ctx && !ibv_query_gid(ctx, 1, gid_index, &gid) && !ibv_query_device(ctx, &attr), "ibv_open_device");
+	check(attr.max_mw > 0 && (attr.device_cap_flags & (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) ==
+	      (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B), "windows are not among the capabilities");
+	pd = ibv_alloc_pd(ctx);
+	cq = ibv_create_cq(ctx, 64, NULL, NULL, 0);
+	mem = aligned_alloc(4096, 2 * SIZE);
+	check(pd && cq && mem, "pd, cq, memory");
+	memset(mem, 0x5a, 2 * SIZE);
+	mr = ibv_reg_mr(pd, mem, SIZE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
+	src = ibv_reg_mr(pd, mem + SIZE, SIZE, IBV_ACCESS_LOCAL_WRITE);
+	check(mr && src, "ibv_reg_mr");
+	both(IBV_MW_TYPE_1, mr, src);
+	both(IBV_MW_TYPE_2, mr, src);
+	check(!ibv_dereg_mr(mr) && !ibv_dereg_mr(src), "ibv_dereg_mr");
+	puts("windows: all right");
+	return 0;
+}

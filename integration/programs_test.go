@@ -1,0 +1,131 @@
+package integration
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+var allPrograms = flag.Bool("programs.all", false, "run every combination of perftest's programs, not one of each kind")
+
+// TestPrograms: everything that the distribution has to try verbs with, between two
+// hosts, and memory windows, which none of those try.
+func TestPrograms(t *testing.T) {
+	l, ctx := newLab(t)
+	w := newTwoHosts(ctx, t, l)
+	a, b := w.load(ctx, t)
+	t.Run("memory windows", func(t *testing.T) {
+		check(t, l.Programs(ctx, l.Share))
+		run(ctx, t, a.VM, fmt.Sprintf("exec timeout -k 5 120 /host/windows %s %d", a.Device, a.GID))
+	})
+	programs(ctx, t, a, b)
+	quietKernels(ctx, t, w.vms...)
+}
+
+// program is a run with a server in one guest and a client in the other.
+type program struct {
+	server, client string // SERVER and CLIENT stand for addresses
+	ready          string // that the server is ready; "": an rdma_cm listener
+	stays          bool   // the server does not end by itself
+}
+
+// cmPrograms are those of rdmacm-utils, all on the connection manager.
+var cmPrograms = []program{
+	{server: "rping -s -a SERVER -C 20 -V", client: "rping -c -a SERVER -C 20 -V"},
+	{server: "ucmatose -c 4 -C 20 -S 1000", client: "ucmatose -s SERVER -c 4 -C 20 -S 1000"},
+	{server: "udaddy -c 2 -C 10 -S 500", client: "udaddy -s SERVER -c 2 -C 10 -S 500"},
+	{server: "rstream -S 4096 -C 20", client: "rstream -s SERVER -S 4096 -C 20"},
+	{server: "riostream -S 4096 -C 20", client: "riostream -s SERVER -S 4096 -C 20"},
+	{server: "rcopy", client: "rcopy /usr/bin/rping SERVER:/tmp/copy", stays: true},
+	{server: "cmtime -c 4", client: "cmtime -s SERVER -c 4", stays: true},
+	{server: "mckey -m 239.1.2.3 -b SERVER -C 5", client: "mckey -m 239.1.2.3 -b CLIENT -s -C 5", ready: "grep -q 030201EF /proc/net/igmp"},
+	{server: "qperf", client: "qperf -t 1 -cm 1 SERVER rc_bw rc_lat rc_rdma_read_bw rc_rdma_write_bw", ready: "ss -ltnH | grep -q :19765", stays: true},
+	{server: "fi_pingpong -p verbs -e msg -I 20 -S 4096", client: "fi_pingpong -p verbs -e msg -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
+}
+
+// perftestRuns gives the options of perftest's runs: one of each kind, or with
+// -programs.all every combination that perftest knows.
+func perftestRuns() (runs [][]string) {
+	few := [][]string{
+		{"ib_write_bw", "-c", "UC"}, {"ib_send_bw", "-c", "UD", "-s", "1024"}, {"ib_write_bw", "-R"}, {"ib_send_lat", "-e"},
+		{"ib_send_bw", "--use-srq", "-q", "4"}, {"ib_atomic_bw", "-A", "FETCH_AND_ADD"}, {"ib_atomic_lat", "-A", "CMP_AND_SWAP"},
+		{"ib_read_lat"}, {"ib_write_lat", "-I", "64", "-s", "64"}, {"ib_read_bw", "-b"},
+	}
+	if !*allPrograms {
+		return few
+	}
+	for program, transports := range map[string][]string{
+		"ib_write": {"RC", "UC"}, "ib_read": {"RC"}, "ib_send": {"RC", "UC", "UD"}, "ib_atomic": {"RC"},
+	} {
+		for _, c := range transports {
+			for _, cm := range []string{"", "-R"} {
+				for _, more := range []string{"", "-e", "-b", "-q 16"} {
+					kind := "_bw"
+					if more == "-e" {
+						kind = "_lat"
+						if program != "ib_send" {
+							continue // it has no events
+						}
+					}
+					run := []string{program + kind, "-c", c}
+					if c == "UD" {
+						run = append(run, "-s", "1024")
+					}
+					runs = append(runs, append(run, strings.Fields(cm+" "+more)...))
+				}
+			}
+		}
+	}
+	return append(runs, few...)
+}
+
+func programs(ctx context.Context, t *testing.T, client, server lab.End) {
+	for _, p := range cmPrograms {
+		name, _, _ := strings.Cut(p.server, " ")
+		t.Run(name, func(t *testing.T) { p.run(ctx, t, client.VM, server.VM, client.Addr, server.Addr) })
+	}
+	for _, x := range perftestRuns() {
+		t.Run(strings.Join(x, ""), func(t *testing.T) {
+			opts := append(x[1:], "-n", "40")
+			if slices.Contains(x, "-R") { // no TCP port to wait for
+				line := fmt.Sprintf("%s -F %s", x[0], strings.Join(opts, " "))
+				_, _, err := lab.Pair(ctx, server.VM, line, client.VM, line+" "+server.Addr, 0)
+				check(t, err)
+				return
+			}
+			must[string](t)(lab.Perftest(ctx, client, server, x[0], opts...))
+		})
+	}
+}
+
+func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr, serverAddr string) {
+	t.Helper()
+	line := func(s string) string {
+		s = strings.NewReplacer("SERVER", serverAddr, "CLIENT", clientAddr).Replace(s)
+		return "exec timeout -k 5 120 " + s
+	}
+	srv := must[*qemu.Process](t)(server.StartShell(ctx, line(p.server)))
+	ready := p.ready
+	if ready == "" {
+		ready = "rdma resource show cm_id | grep -q 'state LISTEN'"
+	}
+	wctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	check(t, harness.WaitGuest(wctx, server, fmt.Sprintf("%s || ! kill -0 %d", ready, srv.PID())))
+	r := must[qemu.Result](t)(client.Shell(ctx, line(p.client)))
+	if p.stays || r.ExitCode != 0 {
+		_ = srv.Signal(ctx, "TERM")
+	}
+	sr, err := srv.Wait(wctx)
+	if r.ExitCode != 0 || err != nil || sr.ExitCode != 0 && !p.stays {
+		t.Errorf("client: exit %d\n%s%s\nserver: %v, exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 1500), tail(r.Stderr, 1500), err, sr.ExitCode, tail(sr.Stdout, 1500), tail(sr.Stderr, 1500))
+	}
+}

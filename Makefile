@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm bench lint image module package guest-packages deps clean
+.PHONY: help build demo test test-unit test-fuzz test-vm test-long bench lint image module package guest-packages deps clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +46,14 @@ test-unit: deps ## unit tests with the race detector
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
+# VM tests that would take `make test` beyond half an hour.
+LONG = ^(TestConnections|TestGuestNetwork|TestKernelConsumers|TestPrograms|TestTenants|TestVLANUnderlay)$$
+
 test-vm: image build ## boots VMs: the whole path from guest application to wire
-	$(GO) test -count=1 -timeout 60m -v ./integration
+	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
+
+test-long: image build ## the VM tests for which `make test` has no time
+	$(GO) test -count=1 -timeout 60m -v -run '$(LONG)' ./integration
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
 	@.ci/deps ucx_perftest=ucx-utils dpdk-testpmd=dpdk-dev

@@ -94,7 +94,7 @@ func neighbourRow(name string, sameVM, answered bool) Row {
 		pager = "pager of 1 ms"
 	}
 	return Row{
-		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager, Anchor: "nobody faults", Unit: "msg/s",
+		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager, Anchor: "that QP does not fault", Unit: "msg/s",
 		Goals: []Goal{ratioAtLeast(0.95)}, Open: neighbours(sameVM, answered),
 	}
 }

@@ -20,6 +20,7 @@
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
+#define HUGE ((uintptr_t)2 << 20)
 
 /* Everything that may block goes through here, so that the watchdog can name it. */
 #define DO(c, call) ({ pulse_begin(&(c)->pulse, #call); __typeof__(call) _r = (call); pulse_end(&(c)->pulse); _r; })
@@ -220,10 +221,19 @@ static void op_compact(struct chaos *c, char *p, size_t n)
 	write_file(c, "/proc/sys/vm/compact_memory", "1");
 }
 
+/*
+ * Into a huge page, all that lies around. Not by MADV_HUGEPAGE: that would leave
+ * mappings of different kinds side by side, which mremap refuses to move at once.
+ */
 static void op_thp(struct chaos *c, char *p, size_t n)
 {
-	DO(c, madvise(p, n, below(&c->random, 3) ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
-	DO(c, madvise(p, n, MADV_COLLAPSE));
+	char *start = (char *)((uintptr_t)p & ~(HUGE - 1));
+
+	(void)n;
+	if (start < c->base)
+		start += HUGE;
+	if (start + HUGE <= c->base + c->length)
+		DO(c, madvise(start, HUGE, MADV_COLLAPSE));
 }
 
 const struct chaos_op chaos_ops[] = {

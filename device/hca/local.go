@@ -73,7 +73,8 @@ type meeting struct {
 func (q *qp) Peer() *roce.QP {
 	l := q.lane
 	p := q.neighbour()
-	if p == nil || p == q || p.dead || p.lane.loop != l.loop || p.neighbour() != q || l.meeting.held || !q.near.route.Enter(l.loop) {
+	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
+	if p == nil || p == q || p.lane.loop != l.loop || p.dead || p.neighbour() != q || l.meeting.held || !q.near.route.Enter(l.loop) {
 		return nil
 	}
 	tok, ok := p.lane.enter()

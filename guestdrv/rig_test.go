@@ -2,7 +2,6 @@ package guestdrv_test
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"net/netip"
 	"os"
@@ -16,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/hca/bothways"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vhostuser"
@@ -29,21 +29,7 @@ import (
 // tests run both ways.
 var localPath bool
 
-type bothWays struct{ m *testing.M }
-
-func (b bothWays) Run() int {
-	code := b.m.Run()
-	for _, f := range []string{"test.bench", "test.fuzz"} {
-		if flag.Lookup(f).Value.String() != "" {
-			return code
-		}
-	}
-	fmt.Println("once more, with the local path")
-	localPath = true
-	return max(code, b.m.Run())
-}
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(bothWays{m}) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(bothways.Tests{M: m, Local: &localPath}) }
 
 // patience bounds every wait: generous, for a busy machine under the race
 // detector; no test waits that long unless something is broken.

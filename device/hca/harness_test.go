@@ -3,8 +3,6 @@ package hca
 import (
 	"context"
 	"encoding/binary"
-	"flag"
-	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -14,6 +12,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/hca/bothways"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -24,21 +23,7 @@ import (
 // both ways.
 var LocalPath bool
 
-type bothWays struct{ m *testing.M }
-
-func (b bothWays) Run() int {
-	code := b.m.Run()
-	for _, f := range []string{"test.bench", "test.fuzz"} {
-		if flag.Lookup(f).Value.String() != "" {
-			return code
-		}
-	}
-	fmt.Println("once more, with the local path")
-	LocalPath = true
-	return max(code, b.m.Run())
-}
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(bothWays{m}) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(bothways.Tests{M: m, Local: &LocalPath}) }
 
 // world is a set of guests whose frames reach each other, on loops that the test
 // steps by hand: nothing runs but what the test runs, and time stands still unless

@@ -85,12 +85,7 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 ` + whichSocket,
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
-			cfg, err := a.load()
-			if err != nil {
-				return err
-			}
-			running := a.running(c)
-			vm, err := knownVM(cfg, running, argv[0])
+			cfg, running, vm, err := a.knownVM(c, argv[0])
 			if err != nil {
 				return err
 			}

@@ -34,12 +34,7 @@ With --no-memory only the two devices are printed; the memory must then be share
 by other options (-object memory-backend-memfd,share=on with -M memory-backend=).`,
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
-			cfg, err := a.load()
-			if err != nil {
-				return err
-			}
-			running := a.running(c)
-			vm, err := knownVM(cfg, running, argv[0])
+			cfg, running, vm, err := a.knownVM(c, argv[0])
 			if err != nil {
 				return err
 			}
@@ -97,16 +92,20 @@ func (a *app) running(c *cobra.Command) *daemon.Status {
 	return s
 }
 
-// knownVM finds a VM in the file, or in the running daemon (nil: none).
-func knownVM(cfg *config.Config, running *daemon.Status, name string) (*config.VM, error) {
-	vm, err := cfg.VM(name)
+// knownVM reads the file, asks the daemon (running is nil if none answers), and finds a VM in either.
+func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, running *daemon.Status, vm *config.VM, err error) {
+	if cfg, err = a.load(); err != nil {
+		return nil, nil, nil, err
+	}
+	running = a.running(c)
+	vm, err = cfg.VM(name)
 	if err != nil && running != nil {
 		vm, err = addedVM(running, name)
 	}
 	if err != nil {
-		return nil, usageError{err}
+		return nil, nil, nil, usageError{err}
 	}
-	return vm, nil
+	return cfg, running, vm, nil
 }
 
 // addedVM finds a VM that the running daemon has and the file does not.

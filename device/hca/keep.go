@@ -14,7 +14,7 @@ import (
 // page is there. What finds no room, and all that meets a page absent in the guest,
 // is dropped (PF-11). What has to wait for an invalidation is kept likewise (manage.go).
 
-// Bounds of what is kept, for buffers are the host's, for all VMs.
+// Bounds of what is kept, for buffers are the host's, for all VMs; together they keep half of the pool at most.
 const (
 	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
 	maxLaneKept = 256 // by all QPs of a lane
@@ -40,7 +40,7 @@ func (q *qp) keepThis() bool {
 // keep keeps the frame that is being received, behind the others.
 func (q *qp) keep() bool {
 	l := q.lane
-	if l.frame == nil || len(q.kept) >= maxKept || l.kept >= maxLaneKept {
+	if l.frame == nil || len(q.kept) >= maxKept || l.kept >= maxLaneKept || !q.dev.cfg.Pool.Keep() {
 		return false
 	}
 	l.frame.Ref()
@@ -77,4 +77,5 @@ func (q *qp) dropKept(n int) {
 	}
 	q.kept = append(q.kept[:0], q.kept[n:]...)
 	q.lane.kept -= n
+	q.dev.cfg.Pool.Unkeep(n)
 }

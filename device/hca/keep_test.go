@@ -90,6 +90,16 @@ func TestKept(t *testing.T) {
 		}
 		gb.takeAway(dst, size)
 		b.recv(1, abi.SGE{Addr: uint64(dst), Length: uint32(head + n), LKey: kb})
+		others := 0 // keep as many as there may be: nothing is left for b
+		for w.pool.Keep() {
+			others++
+		}
+		send(0)
+		w.step(10)
+		if n := gb.Stats().Value[abi.StatFaultDrops]; n == 0 {
+			t.Error("kept beyond half of the pool")
+		}
+		w.pool.Unkeep(others)
 		for range maxKept + 10 {
 			send(0)
 		}
@@ -103,6 +113,13 @@ func TestKept(t *testing.T) {
 		if n := w.pool.InUse(); n != used {
 			t.Errorf("%d frame buffers are in use, %d were", n, used)
 		}
+		for others = 0; w.pool.Keep(); {
+			others++
+		}
+		if others != w.pool.Count()/2 {
+			t.Errorf("%d frame buffers may be kept, want %d", others, w.pool.Count()/2)
+		}
+		w.pool.Unkeep(others)
 	}
 }
 

@@ -62,6 +62,7 @@ type Pool struct {
 	big  *Pool // nil = none
 
 	exhausted atomic.Uint64
+	kept      atomic.Int64
 }
 
 // NewPool makes a pool. The memory comes from the operating system lazily, page by page, as buffers are first used.
@@ -151,6 +152,19 @@ func (p *Pool) put(b *Buf) {
 
 // nextTag returns the upper half of a head word that follows h.
 func nextTag(h uint64) uint64 { return (h>>32 + 1) << 32 }
+
+// Keep asks to keep one more buffer for long, until something outside the data path has happened. Half of the pool may be kept:
+// however many wait, the others go on. True is to be followed by Unkeep.
+func (p *Pool) Keep() bool {
+	if p.kept.Add(1) > int64(len(p.bufs)/2) {
+		p.kept.Add(-1)
+		return false
+	}
+	return true
+}
+
+// Unkeep says that n buffers are kept no longer.
+func (p *Pool) Unkeep(n int) { p.kept.Add(-int64(n)) }
 
 // Capacity returns the largest frame in bytes that fits behind the headroom (at least what Config asked for).
 func (p *Pool) Capacity() int { return p.cap }

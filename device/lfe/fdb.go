@@ -34,18 +34,22 @@ type bucket struct {
 	_       [8]byte
 }
 
-// value packs an entry: port 15 bits, static 1 bit, remote 16 bits, last seen in seconds 32 bits.
+// value packs an entry: port 14 bits, yields 1 bit, static 1 bit, remote 16 bits, last seen in seconds 32 bits.
 type value uint64
 
 func makeValue(port uint16, static bool, remote uint16, seen uint32) value {
-	v := value(port)<<49 | value(remote)<<32 | value(seen)
+	v := value(port)<<50 | value(remote)<<32 | value(seen)
 	if static {
 		v |= 1 << 48
 	}
 	return v
 }
 
-func (v value) port() uint16   { return uint16(v >> 49) }
+// yielding makes a static value one that gives way to what ports other than tunnels bring.
+func (v value) yielding() value { return v | 1<<49 }
+
+func (v value) port() uint16   { return uint16(v >> 50) }
+func (v value) yields() bool   { return v>>49&1 != 0 }
 func (v value) static() bool   { return v>>48&1 != 0 }
 func (v value) remote() uint16 { return uint16(v >> 32) }
 func (v value) seen() uint32   { return uint32(v) }

@@ -67,7 +67,7 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 	if a.keys == nil {
 		n.echoes.note(f, now)
 	}
-	a.flood(l, b, t)
+	a.flood(l, b, t, macKey(f)&groupBit == 0 && n.tunnels.Load()&noTunnelFlood != 0)
 }
 
 // find looks an address up: in its VLAN, and then among the static entries, which are for all VLANs.
@@ -152,17 +152,22 @@ func (a *Attachment) output(l *engine.Loop, b *packet.Buf, to Destination) {
 	a.port.Deliver(l, b, to)
 }
 
-func (a *Attachment) flood(l *engine.Loop, b *packet.Buf, t *portTable) {
+// flood gives a frame to all ports, without tunnels if it is to stay here.
+func (a *Attachment) flood(l *engine.Loop, b *packet.Buf, t *portTable, here bool) {
 	a.Counters.flood(l)
-	sent := false
+	sent, none := false, NoPort
 	for _, out := range t.flood {
 		if out == a || a.cfg.Kind == KindVTEP && out.cfg.Kind == KindVTEP {
+			continue
+		}
+		if here && out.cfg.Kind == KindVTEP {
+			none = UnknownUnicast
 			continue
 		}
 		sent = true
 		out.output(l, b, Destination{Flood: true})
 	}
 	if !sent {
-		a.Counters.Drop(l, NoPort, b.Segments())
+		a.Counters.Drop(l, none, b.Segments())
 	}
 }

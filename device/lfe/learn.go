@@ -7,15 +7,19 @@ import (
 	"github.com/vnicd/vnicd/device/engine"
 )
 
-// setStatic stores a static entry; what was learnt of the same address gives way.
-func (n *Network) setStatic(m Address, a *Attachment, remote uint16) error {
+// setStatic stores a static entry; what was learnt of the same address, or yields, gives way.
+func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool) error {
 	now := n.seconds()
+	fresh := makeValue(a.id, true, remote, now)
+	if yields {
+		fresh = fresh.yielding()
+	}
 	expired := func(v value) bool { return v.expired(now, n.age) }
 	var old value
 	var conflict bool
-	res := n.fdb.put(m.key(), makeValue(a.id, true, remote, now), true, expired, func(v value) bool {
+	res := n.fdb.put(m.key(), fresh, true, expired, func(v value) bool {
 		old = v
-		conflict = v != 0 && v.static() && v.port() != a.id
+		conflict = v != 0 && v.static() && !v.yields() && v.port() != a.id
 		return !conflict
 	}, n.gone)
 	switch {
@@ -48,7 +52,21 @@ func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 	if a.closed.Load() {
 		return ErrClosed
 	}
-	return n.setStatic(m, a, uint16(remote))
+	return n.setStatic(m, a, uint16(remote), false)
+}
+
+// SetYielding is SetStatic for what a control plane says of an address behind a tunnel: no tunnel's frames move it, but a port
+// of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
+func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
+	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
+		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if a.closed.Load() {
+		return ErrClosed
+	}
+	return n.setStatic(m, a, uint16(remote), true)
 }
 
 // RemoveStatic removes a static entry of that port, and tells whether there was one. The port's own addresses stay.
@@ -109,12 +127,19 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remo
 				b.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
 			}
 			return true
-		case v.static():
+		case v.static() && !a.takesOver(v, f):
 			return a.mayMove(l, v, fresh, f)
+		case v.static(): // who set it judges whether it flaps
+			if !n.cfg.NoHold && n.echoes.echo(f, now) {
+				a.looped(l, now)
+				return false
+			}
 		case v.expired(now, n.age):
 		case IsRoCE(f):
 			a.Counters.Drop(l, Misplaced, 1)
 			return false
+		case !a.learns():
+			return true
 		case !n.cfg.NoHold && n.echoes.echo(f, now):
 			a.looped(l, now)
 			return false
@@ -129,7 +154,7 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remo
 		}
 	}
 	if src&^macBits != 0 {
-		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() {
+		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(v, f) {
 			return a.mayMove(l, v, fresh, f)
 		}
 	}
@@ -137,7 +162,17 @@ func (n *Network) learn(l *engine.Loop, a *Attachment, f []byte, h *header, remo
 		a.Counters.Drop(l, Unwanted, 1)
 		return false
 	}
-	return n.learnSlow(l, a, src, fresh, f, now)
+	return !a.learns() || n.learnSlow(l, a, src, fresh, f, now)
+}
+
+// takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this host.
+func (a *Attachment) takesOver(v value, f []byte) bool {
+	return v.yields() && a.cfg.Kind != KindVTEP && !IsRoCE(f)
+}
+
+// learns tells whether addresses are learnt from the port's frames.
+func (a *Attachment) learns() bool {
+	return a.cfg.Kind != KindVTEP || a.net.tunnels.Load()&noTunnelLearn == 0
 }
 
 // wanted asks the receiver of a RoCE frame, if it is a port that can tell, whether it takes it.
@@ -176,13 +211,16 @@ func (n *Network) learnSlow(l *engine.Loop, a *Attachment, src uint64, fresh val
 	static, held := false, false
 	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
 		old = v
-		static = v != 0 && v.static()
+		static = v != 0 && v.static() && !a.takesOver(v, f)
 		return !static
 	}, n.gone)
+	if res == putDone && a.cfg.Kind != KindVTEP {
+		n.tell()
+	}
 	switch {
 	case res == putDone && old == 0:
 	case res == putDone:
-		if old.place() != fresh.place() && !old.expired(now, n.age) {
+		if old.place() != fresh.place() && !old.static() && !old.expired(now, n.age) {
 			held = n.moved(src, old, fresh, now)
 		}
 		n.gone(old)

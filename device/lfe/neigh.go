@@ -48,6 +48,7 @@ type neighbour struct {
 	port   uint16 // static entries: noPort if no port of ours brought it
 	vlan   uint16
 	static bool // of all VLANs if vlan is 0
+	yields bool // static, but gives way to what ports other than tunnels say
 	router bool
 }
 
@@ -154,7 +155,10 @@ func (n *Network) snoop(a *Attachment, addr ip, vlan uint16, mac uint64, router,
 		if e.mac == mac && known {
 			e.router = router
 		}
-		return e.mac == mac
+		if !e.yields || a.cfg.Kind == KindVTEP || !known {
+			return e.mac == mac
+		}
+		t.remove(e)
 	}
 	e := t.exact(&addr, vlan)
 	if e != nil && e.mac == mac && e.port == a.id {
@@ -185,6 +189,9 @@ func (n *Network) snoop(a *Attachment, addr ip, vlan uint16, mac uint64, router,
 	*e = neighbour{ip: addr, vlan: vlan, mac: mac, port: a.id, seen: now, router: router}
 	t.count++
 	t.ofPort[a.id]++
+	if a.cfg.Kind != KindVTEP {
+		n.tell()
+	}
 	return true
 }
 
@@ -205,10 +212,15 @@ func (n *Network) neighbourOf(addr ip, vlan uint16, now uint32) (neighbour, bool
 // SetNeighbour makes an IP address known as that of a MAC, in one VLAN or without VLAN in all: requests for it are
 // answered by the switch, and nobody else may claim it. It does not age. ErrIPInUse: another MAC has it, static.
 func (n *Network) SetNeighbour(addr netip.Addr, m Address) error {
-	return n.setNeighbour(addr, m, noPort)
+	return n.setNeighbour(addr, m, noPort, false)
 }
 
-func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16) error {
+// SetYieldingNeighbour is SetNeighbour for what a control plane says: a port of this host may claim the address.
+func (n *Network) SetYieldingNeighbour(addr netip.Addr, m Address) error {
+	return n.setNeighbour(addr, m, noPort, true)
+}
+
+func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16, yields bool) error {
 	if !addr.IsValid() || addr.IsUnspecified() || addr.IsMulticast() {
 		return fmt.Errorf("lfe: network %q: %v is not the address of a host", n.cfg.Name, addr)
 	}
@@ -220,7 +232,7 @@ func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.exact(&a, m.VLAN)
-	if e != nil && e.static && (e.mac != m.MAC.key() || e.port != port) {
+	if e != nil && e.static && !e.yields && (e.mac != m.MAC.key() || e.port != port) {
 		if e.mac == m.MAC.key() {
 			return nil // known already, from elsewhere
 		}
@@ -232,7 +244,7 @@ func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16) error {
 		}
 	}
 	t.remove(e)
-	*e = neighbour{ip: a, vlan: m.VLAN, mac: m.MAC.key(), port: port, static: true}
+	*e = neighbour{ip: a, vlan: m.VLAN, mac: m.MAC.key(), port: port, static: true, yields: yields}
 	t.count++
 	return nil
 }

@@ -40,7 +40,7 @@ const (
 	DefaultPortEntries = 4096
 	DefaultAge         = 300 * time.Second // IEEE 802.1Q, table 8-6
 	DefaultMaxPorts    = 1024
-	maxMaxPorts        = 1<<15 - 1 // port numbers in fdb values
+	maxMaxPorts        = 1<<14 - 1 // port numbers in fdb values
 	MaxVNI             = 1<<24 - 1
 )
 
@@ -107,7 +107,9 @@ type Network struct {
 	neigh     neighbours
 	log       hclog.Logger
 	tick      atomic.Uint32
-	mtu       atomic.Int32 // in force
+	mtu       atomic.Int32  // in force
+	tunnels   atomic.Uint32 // what tunnels are for: noTunnelFlood, noTunnelLearn
+	changed   atomic.Pointer[func()]
 	table     atomic.Pointer[portTable]
 	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
 	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
@@ -313,13 +315,13 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 	// The port must be in the table before an entry points to it.
 	n.table.Store(newPortTable(byID, append(slices.Clone(old.flood), a)))
 	for _, m := range a.cfg.MACs {
-		if err := n.setStatic(Address{MAC: m}, a, 0); err != nil {
+		if err := n.setStatic(Address{MAC: m}, a, 0, false); err != nil {
 			n.detachLocked(a)
 			return nil, fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, pc.Name, m, err)
 		}
 	}
 	for _, addr := range pc.IPs {
-		if err := n.setNeighbour(addr, Address{MAC: a.cfg.MACs[0]}, a.id); err != nil {
+		if err := n.setNeighbour(addr, Address{MAC: a.cfg.MACs[0]}, a.id, false); err != nil {
 			n.detachLocked(a)
 			return nil, fmt.Errorf("port %q: %w", pc.Name, err)
 		}

@@ -24,6 +24,7 @@ const (
 	Looped
 	Misplaced
 	Unwanted
+	UnknownUnicast
 
 	BadHeader
 	UnknownVNI
@@ -60,6 +61,7 @@ var reasonNames = [NumReasons]string{
 	Looped:           "looped",            // the network's own frame has come back from elsewhere
 	Misplaced:        "misplaced-roce",    // RoCE from elsewhere than its source is known to be (MT-6)
 	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not take
+	UnknownUnicast:   "unknown-unicast",   // to an unknown address, and tunnels are not for such (SetTunnels)
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network

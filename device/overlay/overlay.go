@@ -1,4 +1,4 @@
-// Package overlay is where a tenant network's tables come from. A TableSource (static configuration, the control API, later
+// Package overlay is where a tenant network's tables come from. A TableSource (static configuration, the control API,
 // EVPN) offers routes; the Table of a network holds what all sources offer, picks the best for each key, and keeps the
 // switch (lfe) and the tunnels (vxlan) in step with that. What the data path learns by itself ranks below all of it and
 // stays in the switch.
@@ -38,10 +38,11 @@ type TableSource interface {
 	Detach(t *Table)
 }
 
-// Ranks of the sources that there are. EVPN will stand between API and what is learnt.
+// Ranks of the sources that there are. What is learnt comes after all of them.
 const (
 	RankStatic = 10
 	RankAPI    = 20
+	RankEVPN   = 30
 )
 
 // Errors that callers test for.
@@ -51,6 +52,8 @@ var (
 	ErrNoPort   = errors.New("overlay: no such port in the network")
 	ErrLimit    = errors.New("overlay: table is full")
 	ErrInvalid  = errors.New("overlay: malformed route")
+
+	errOutranked = errors.New("another source comes first")
 )
 
 // MaxRoutes bounds the routes of one network.
@@ -104,6 +107,7 @@ type Route struct {
 	Behind netip.Addr // MAC: the VTEP it is behind; or
 	Port   string     // MAC: the local port it is at
 	At     lfe.MAC    // IP: whose it is
+	Yields bool       // ports of this host may take it over; its source then says so (lfe.Network.SetYielding)
 }
 
 func (r *Route) check() error {
@@ -131,13 +135,18 @@ type Table struct {
 	mu     sync.Mutex
 	routes map[Key]*entry
 	count  int
+	// Entries that depend on what other entries are about: those whose best offer is behind a VTEP, and those not in force. So a
+	// change costs what depends on it, not a walk of the table.
+	behind  map[netip.Addr]map[*entry]struct{}
+	waiting map[*entry]struct{}
 }
 
 // entry is what sources say about one key. installed is what is in force.
 type entry struct {
 	offers    []offer // best first
 	installed *Route
-	why       error // that offers[0] is not in force
+	why       error      // that offers[0] is not in force
+	under     netip.Addr // the VTEP under which it stands in Table.behind
 }
 
 type offer struct {
@@ -147,7 +156,7 @@ type offer struct {
 
 // NewTable makes the table of a network whose tunnel port, if the host has a VTEP, exists already.
 func NewTable(net *lfe.Network, vt *vxlan.VTEP) *Table {
-	return &Table{net: net, vt: vt, routes: make(map[Key]*entry)}
+	return &Table{net: net, vt: vt, routes: make(map[Key]*entry), behind: make(map[netip.Addr]map[*entry]struct{}), waiting: make(map[*entry]struct{})}
 }
 
 // Network returns the network whose table it is.
@@ -183,9 +192,27 @@ func (t *Table) Set(src TableSource, r Route) error {
 	t.routes[r.Key] = e
 	t.settleLocked(e)
 	if r.Kind == Peer {
-		t.retryLocked()
+		t.peerChangedLocked(r.VTEP)
 	}
 	return e.why
+}
+
+// State tells whether a source's route is in force, else why not; false, nil: there is none.
+func (t *Table) State(src TableSource, k Key) (active bool, why error) {
+	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e := t.routes[k]
+	if e == nil {
+		return false, nil
+	}
+	switch e.of(src) {
+	case -1:
+		return false, nil
+	case 0:
+		return e.why == nil, e.why
+	}
+	return false, errOutranked
 }
 
 // Said returns what a source says about a key.
@@ -211,7 +238,16 @@ func (t *Table) Withdraw(src TableSource, k Key) bool {
 		return false
 	}
 	t.withdrawLocked(k, e, src)
-	t.retryLocked()
+	if k.Kind == Peer {
+		t.peerChangedLocked(k.VTEP)
+	}
+	tries := 0
+	for w := range t.waiting { // it may have been room that was missing
+		if tries++; tries > roomTries {
+			break
+		}
+		t.settleLocked(w)
+	}
 	return true
 }
 
@@ -224,14 +260,58 @@ func (t *Table) WithdrawAll(src TableSource) {
 			t.withdrawLocked(k, e, src)
 		}
 	}
-	t.retryLocked()
+	for _, e := range t.routes {
+		t.settleLocked(e)
+	}
 }
 
-// Retry tries the routes again that have not taken effect: a port has come or gone.
+// Retry tries the routes again that have not taken effect: a port has come or gone. What yields to ports is its source's affair.
 func (t *Table) Retry() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.retryLocked()
+	for _, e := range t.routes {
+		// What is in force may have gone with its port.
+		if e.why != nil || e.installed != nil && e.installed.Kind == MAC && !e.installed.Yields {
+			t.settleLocked(e)
+		}
+	}
+}
+
+// roomTries bounds how many routes are tried again when one goes.
+const roomTries = 4
+
+// peerChangedLocked settles what is behind a VTEP that has come or gone.
+func (t *Table) peerChangedLocked(vtep netip.Addr) {
+	for e := range t.behind[vtep] {
+		t.settleLocked(e)
+	}
+}
+
+// fileLocked puts an entry where changes of others find it.
+func (t *Table) fileLocked(e *entry) {
+	var under netip.Addr
+	if len(e.offers) > 0 && e.offers[0].Kind == MAC {
+		under = e.offers[0].Behind
+	}
+	if under != e.under {
+		if set := t.behind[e.under]; set != nil {
+			if delete(set, e); len(set) == 0 {
+				delete(t.behind, e.under)
+			}
+		}
+		if under.IsValid() {
+			if t.behind[under] == nil {
+				t.behind[under] = make(map[*entry]struct{})
+			}
+			t.behind[under][e] = struct{}{}
+		}
+		e.under = under
+	}
+	if e.why != nil {
+		t.waiting[e] = struct{}{}
+	} else {
+		delete(t.waiting, e)
+	}
 }
 
 func (t *Table) withdrawLocked(k Key, e *entry, src TableSource) {
@@ -244,18 +324,10 @@ func (t *Table) withdrawLocked(k Key, e *entry, src TableSource) {
 	}
 }
 
-func (t *Table) retryLocked() {
-	for _, e := range t.routes {
-		// What is in force may have gone with its port or peer.
-		if e.why != nil || e.installed != nil && e.installed.Kind == MAC {
-			t.settleLocked(e)
-		}
-	}
-}
-
 // settleLocked makes the best offer of a key the one in force.
 func (t *Table) settleLocked(e *entry) {
-	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed) {
+	defer t.fileLocked(e)
+	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed && !t.replaces(&e.offers[0].Route, e.installed)) {
 		t.remove(e.installed)
 		e.installed = nil
 	}
@@ -266,9 +338,16 @@ func (t *Table) settleLocked(e *entry) {
 	r := e.offers[0].Route
 	if e.why = t.install(&r); e.why == nil {
 		e.installed = &r
-	} else if e.installed != nil { // it was, and its port or peer is gone
+	} else if e.installed != nil { // it was, and its port or peer is gone; or it is another's place that was to be replaced
+		t.remove(e.installed)
 		e.installed = nil
 	}
+}
+
+// replaces tells whether one route may be installed over the other: an address that moves from VTEP to VTEP is never unknown
+// in between.
+func (t *Table) replaces(r, old *Route) bool {
+	return r.Kind == MAC && r.Behind.IsValid() && old.Behind.IsValid()
 }
 
 func (t *Table) install(r *Route) error {
@@ -283,7 +362,13 @@ func (t *Table) install(r *Route) error {
 		if err != nil {
 			return err
 		}
+		if r.Yields {
+			return t.net.SetYielding(lfe.Address{MAC: r.MAC, VLAN: r.VLAN}, att, remote)
+		}
 		return t.net.SetStatic(lfe.Address{MAC: r.MAC, VLAN: r.VLAN}, att, remote)
+	}
+	if r.Yields {
+		return t.net.SetYieldingNeighbour(r.IP, lfe.Address{MAC: r.At, VLAN: r.VLAN})
 	}
 	return t.net.SetNeighbour(r.IP, lfe.Address{MAC: r.At, VLAN: r.VLAN})
 }
@@ -357,7 +442,7 @@ func (t *Table) Routes() (out []RouteStatus) {
 			}
 			switch {
 			case i > 0:
-				s.Why = "another source comes first"
+				s.Why = errOutranked.Error()
 			case e.why != nil:
 				s.Why = e.why.Error()
 			}

@@ -25,7 +25,7 @@ func (q *queue) ready() {
 		if b == nil {
 			// The frame must leave the queue all the same, or the loop would spin on it.
 			var lost [lfe.HeaderLen]byte
-			if _, err := unix.Read(q.fd, lost[:]); err != nil {
+			if _, errno := read(q.fd, lost[:]); errno != 0 {
 				return
 			}
 			t.att.Counters.Drop(l, lfe.NoBuffer, 1)
@@ -35,14 +35,14 @@ func (q *queue) ready() {
 			b.Prepend(gso.HeaderLen)
 		}
 		room := b.Room()
-		n, err := unix.Read(q.fd, room)
+		n, errno := read(q.fd, room)
 		switch {
-		case err == unix.EINTR:
+		case errno == unix.EINTR:
 			b.Reset()
 			continue
-		case err != nil: // EAGAIN; EBADFD when somebody deleted the interface
+		case errno != 0: // EAGAIN; EBADFD when somebody deleted the interface
 			b.Reset()
-			q.gone(err)
+			q.gone(errno)
 			return
 		case n >= len(room) || !b.SetLen(n):
 			b.Reset()
@@ -116,9 +116,9 @@ func (q *queue) done() {
 }
 
 // gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
-func (q *queue) gone(err error) {
-	if err != unix.EAGAIN {
-		q.t.log.Error("host port is gone; no more frames from it", "interface", q.t.cfg.Name, "error", err)
+func (q *queue) gone(errno unix.Errno) {
+	if errno != unix.EAGAIN {
+		q.t.log.Error("host port is gone; no more frames from it", "interface", q.t.cfg.Name, "error", errno)
 		q.watch.Close()
 	}
 }
@@ -133,8 +133,8 @@ func (q *queue) onFault(engine.Fault) {
 // Deliver implements lfe.Port: it writes the frame to the interface, on any loop.
 func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
 	for {
-		switch err := t.write(l, b); err {
-		case nil:
+		switch t.write(l, b) {
+		case 0:
 		case unix.EINTR:
 			continue
 		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
@@ -148,19 +148,12 @@ func (t *TAP) Deliver(l *engine.Loop, b *packet.Buf, _ lfe.Destination) {
 	}
 }
 
-// header is where a loop puts the virtio header of a frame that it writes; each loop has its own, in its own cache line.
-type header struct {
-	b [gso.HeaderLen]byte
-	_ [64 - gso.HeaderLen]byte
-}
-
-func (t *TAP) write(l *engine.Loop, b *packet.Buf) error {
+func (t *TAP) write(l *engine.Loop, b *packet.Buf) unix.Errno {
+	fd := t.fds[l.ID()]
 	if !t.dev.header {
-		_, err := unix.Write(t.fds[l.ID()], b.Bytes())
-		return err
+		return write(fd, b.Bytes())
 	}
-	h := &t.headers[l.ID()].b
-	gso.PutHeader(h, &b.Offload, true, 0)
-	_, err := unix.Writev(t.fds[l.ID()], [][]byte{h[:], b.Bytes()})
-	return err
+	o := &t.out[l.ID()]
+	gso.PutHeader(&o.header, &b.Offload, true, 0)
+	return o.write(fd, b.Bytes())
 }

@@ -64,9 +64,9 @@ type TAP struct {
 
 	followed func() // ends following the network's MTU; nil if it does not
 
-	queues  []*queue
-	fds     [engine.MaxLoops]int // that a loop writes to: its queue's, or the first
-	headers [engine.MaxLoops]header
+	queues []*queue
+	fds    [engine.MaxLoops]int // that a loop writes to: its queue's, or the first
+	out    [engine.MaxLoops]outgoing
 
 	mu     sync.Mutex
 	closed bool

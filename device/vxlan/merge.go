@@ -17,6 +17,7 @@ type merger struct {
 	flows [mergeFlows]mergedFlow
 	next  int // the one to give way when all are used, by turns
 	used  int
+	last  *mergedFlow // the one that a frame went to last, nil = none
 
 	// What is on its way out. A memory fault may strike at any of them, and costs that one only.
 	out  [2]output
@@ -40,7 +41,7 @@ type mergedFlow struct {
 	hash  uint32
 	takes packet.Need // what the port of the destination takes
 	asked bool
-	first []byte // the first part, while it is the only one
+	first []byte // the first part
 	alone int    // see receiver.deliver
 }
 
@@ -59,6 +60,12 @@ func (r *receiver) merge(f []byte, p *port, x *peer, alone int) {
 // sort adds a frame to its flow, or begins one with it, and puts out what has to leave for that.
 func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok bool) {
 	g := &r.merger
+	if fl := g.last; ok && fl != nil && fl.Parts() > 0 && fl.port == p && fl.peer == x && r.add(fl, f, part) {
+		if fl.Full() {
+			g.finish(fl)
+		}
+		return
+	}
 	hash := classify(f).hash
 	var free *mergedFlow
 	for i := range g.flows {
@@ -71,6 +78,7 @@ func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok
 			continue
 		}
 		if ok && r.add(fl, f, part) {
+			g.last = fl
 			if fl.Full() {
 				g.finish(fl)
 			}
@@ -96,7 +104,7 @@ func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok
 
 func (r *receiver) add(fl *mergedFlow, f []byte, part gso.Part) bool {
 	if !fl.asked {
-		fl.asked, fl.takes = true, fl.port.att.Accepts(r.l, f)
+		fl.asked, fl.takes = true, fl.port.att.Accepts(r.l, fl.first)
 	}
 	return part.Need()&^(fl.takes|packet.NeedCsum) == 0 && fl.Add(r.vt.cfg.Pool, f, part)
 }

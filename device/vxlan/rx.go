@@ -58,6 +58,11 @@ type message struct {
 	tos  uint8
 	from netip.AddrPort
 	vni  uint32 // of the first datagram
+
+	// Where the sender's datagram before went, in this message or another of the batch, as most do. port is nil if there is none.
+	header [HeaderLen]byte
+	port   *port
+	peer   *peer
 }
 
 func newReceiver(vt *VTEP, l *engine.Loop, fd int) *receiver {
@@ -119,6 +124,7 @@ func (r *receiver) ready() {
 // batch looks at what is in hand. A memory fault may end it at any frame; it goes on behind that one when called again.
 func (r *receiver) batch() {
 	r.drain()
+	r.msg.port, r.msg.peer = nil, nil // tables may have changed since a fault
 	for r.pos < r.have {
 		if r.off == 0 && !r.open() {
 			r.pos++
@@ -180,7 +186,10 @@ func (r *receiver) open() bool {
 		vt.refuse(r.l, r.lastIP, 0, lfe.BadHeader)
 		return false
 	}
-	r.msg = message{n: n, size: size, tos: tos, from: netip.AddrPortFrom(r.lastIP, r.names[i].port())}
+	if r.lastIP != r.msg.from.Addr() {
+		r.msg.port = nil
+	}
+	r.msg.n, r.msg.size, r.msg.tos, r.msg.from = n, size, tos, netip.AddrPortFrom(r.lastIP, r.names[i].port())
 	return true
 }
 
@@ -199,26 +208,49 @@ func (r *receiver) bytes(i, from, to int) []byte {
 }
 
 func (r *receiver) datagram(i, from, to int) {
-	vt, d := r.vt, r.bytes(i, from, to)
+	vt, m, d := r.vt, &r.msg, r.bytes(i, from, to)
 	vt.Counters.In(r.l, 1, len(d))
 	if mon := vt.monitor.Load(); mon != nil {
-		(*mon).Datagram(r.l, false, r.msg.from, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), r.msg.tos, nil, d)
+		(*mon).Datagram(r.l, false, m.from, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), m.tos, nil, d)
 	}
-	addr := r.msg.from.Addr()
-	vni, ok := parseHeader(d)
 	if from == 0 {
-		r.msg.vni = vni
+		m.vni, _ = parseHeader(d)
 	}
-	if !ok || vni != r.msg.vni && vt.virtual.Load() {
+	if (m.port == nil || len(d) < HeaderLen || [HeaderLen]byte(d) != m.header) && !r.look(d) {
+		return
+	}
+	p, x := m.port, m.peer
+	f := d[HeaderLen:]
+	if !decapECN(f, m.tos) {
+		p.drop(r.l, lfe.ECNDrop, 1)
+		return
+	}
+	alone := -1
+	if m.size == m.n {
+		alone = i
+	}
+	if alone < 0 || r.have > 1 {
+		r.merge(f, p, x, alone)
+	} else {
+		r.deliver(f, p, x, alone)
+	}
+}
+
+// look finds the network and the peer that a datagram belongs to; false: it is dropped.
+func (r *receiver) look(d []byte) bool {
+	vt, m, addr := r.vt, &r.msg, r.msg.from.Addr()
+	m.port, m.peer = nil, nil
+	vni, ok := parseHeader(d)
+	if !ok || vni != m.vni && vt.virtual.Load() {
 		vt.Counters.Drop(r.l, lfe.BadHeader, 1)
 		vt.refuse(r.l, addr, vni, lfe.BadHeader)
-		return
+		return false
 	}
 	p := (*vt.nets.Load())[vni]
 	if p == nil {
 		vt.Counters.Drop(r.l, lfe.UnknownVNI, 1)
 		vt.refuse(r.l, addr, vni, lfe.UnknownVNI)
-		return
+		return false
 	}
 	x := p.peers.Load().byAddr[addr]
 	if x == nil {
@@ -228,23 +260,11 @@ func (r *receiver) datagram(i, from, to int) {
 		if x == nil {
 			p.drop(r.l, lfe.UnknownPeer, 1)
 			vt.refuse(r.l, addr, vni, lfe.UnknownPeer)
-			return
+			return false
 		}
 	}
-	f := d[HeaderLen:]
-	if !decapECN(f, r.msg.tos) {
-		p.drop(r.l, lfe.ECNDrop, 1)
-		return
-	}
-	alone := -1
-	if r.msg.size == r.msg.n {
-		alone = i
-	}
-	if alone < 0 || r.have > 1 {
-		r.merge(f, p, x, alone)
-	} else {
-		r.deliver(f, p, x, alone)
-	}
+	m.header, m.port, m.peer = [HeaderLen]byte(d), p, x
+	return true
 }
 
 // deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are copied.

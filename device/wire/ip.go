@@ -172,38 +172,30 @@ func (h *UDP) Encode(b []byte) int {
 	return UDPLen
 }
 
+// longSum is from how many bytes on sumLong is worth its call.
+const longSum = 128
+
 // Checksum is the Internet checksum (RFC 1071) of b, an initial sum from
 // PseudoSum (or 0) included. Over data that contains its own right checksum it
 // is 0. For UDP a result of 0 is sent as 0xffff.
 func Checksum(b []byte, initial uint32) uint16 {
 	// Eight bytes at a time; what overflows comes round again, as one's
 	// complement wants it. The sum of swapped words is the swapped sum (RFC 1071,
-	// section 2 B), so little-endian machines need not swap each. Of long runs two
-	// sums are made side by side, since each addition waits for the one before.
+	// section 2 B), so little-endian machines need not swap each.
 	sum, carry := uint64(0), uint64(0)
-	if len(b) >= 128 {
-		other, more := uint64(0), uint64(0)
-		for ; len(b) >= 128; b = b[128:] {
-			x, y := (*[64]byte)(b), (*[64]byte)(b[64:])
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[8:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[16:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[24:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[32:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[40:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[48:]), carry)
-			sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[56:]), carry)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[8:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[16:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[24:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[32:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[40:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[48:]), more)
-			other, more = bits.Add64(other, binary.LittleEndian.Uint64(y[56:]), more)
-		}
-		sum, carry = bits.Add64(sum, other, carry)
-		sum, carry = bits.Add64(sum, more, carry)
+	if len(b) >= longSum {
+		sum, b = sumLong(b)
+	}
+	for ; len(b) >= 64; b = b[64:] {
+		x := (*[64]byte)(b)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[8:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[16:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[24:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[32:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[40:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[48:]), carry)
+		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(x[56:]), carry)
 	}
 	for len(b) >= 8 {
 		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)

@@ -59,7 +59,7 @@ func TestUD(t *testing.T) {
 		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpSend)
 		wc := expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecv)
 		if int(wc.ByteLen) != n+grhLen || wc.SrcQP != a.qp.Number() || wc.Flags&(abi.WCFlagGRH|abi.WCFlagWithImm) != abi.WCFlagGRH|abi.WCFlagWithImm ||
-			wc.Ex != wr.Imm {
+			wc.Ex != wr.Imm || wc.SL != abi.WCSLIPv4 {
 			t.Fatalf("%d bytes: completion %+v", n, wc)
 		}
 		got := dst.Bytes()[1:]

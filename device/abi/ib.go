@@ -175,6 +175,13 @@ const (
 	WCOpRecvRDMAWithImm = 129
 )
 
+// What kind of packet a UD completion is of, in its service level (CompleteRecv in hca).
+const (
+	WCSLRoCEv1 = 0x0
+	WCSLIPv6   = 0x9 // RoCE v2
+	WCSLIPv4   = 0xa // RoCE v2
+)
+
 // Flags of a completion (enum ib_wc_flags). The kernel and libibverbs disagree
 // about two of them: what the kernel calls IB_WC_WITH_INVALIDATE (4) is
 // IBV_WC_IP_CSUM_OK to an application, and IBV_WC_WITH_INV (8) is

@@ -217,7 +217,7 @@ func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
 	q.wc = abi.WC{
 		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, SrcQP: c.SrcQP,
-		Flags: c.Flags & (roce.FlagGRH | roce.FlagImm), SL: c.SL, PortNum: 1, VendorErr: vendorErr(c.Status),
+		Flags: c.Flags & (roce.FlagGRH | roce.FlagImm), SL: q.wcSL(c), PortNum: 1, VendorErr: vendorErr(c.Status),
 	}
 	switch {
 	case c.Flags&roce.FlagImm != 0:
@@ -227,6 +227,22 @@ func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
 		le.PutUint32(q.wc.Ex[:], uint32(c.InvKey))
 	}
 	q.rcq.post(&q.wc, c.Solicited || c.Status != roce.StatusSuccess)
+}
+
+// wcSL is the service level of a receive completion. RoCE has none (IBTA A16.4), while
+// a UD completion shall tell what kind of packet came (A17.4.5.1), for which ibv_wc has no
+// field. So processes get it there, coded as ConnectX does, which programs rely on (UCX up to
+// 1.18 takes packets for someone else's without). A kernel gets the 802.1p priority.
+func (q *qp) wcSL(c *roce.Completion) uint8 {
+	switch {
+	case q.privileged || c.Flags&roce.FlagGRH == 0:
+		return c.SL
+	case c.RoCEv1:
+		return abi.WCSLRoCEv1
+	case c.IPv4:
+		return abi.WCSLIPv4
+	}
+	return abi.WCSLIPv6
 }
 
 // phys tells whether a local segment skips stage one: the reserved key of a

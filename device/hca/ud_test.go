@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -167,6 +168,26 @@ func TestMulticast(t *testing.T) {
 	w.step(10)
 	if len(stranger.rcq.poll())+len(left.rcq.poll()) != 0 {
 		t.Error("a QP outside the group got the datagram")
+	}
+}
+
+// A process learns from the service level what kind of packet came, a kernel its priority.
+func TestUDServiceLevel(t *testing.T) {
+	for _, x := range []struct {
+		c                roce.Completion
+		process, machine uint8
+	}{
+		{roce.Completion{Flags: roce.FlagGRH, IPv4: true, SL: 5}, abi.WCSLIPv4, 5},
+		{roce.Completion{Flags: roce.FlagGRH, SL: 5}, abi.WCSLIPv6, 5},
+		{roce.Completion{Flags: roce.FlagGRH, RoCEv1: true, SL: 5}, abi.WCSLRoCEv1, 5},
+		{roce.Completion{}, 0, 0},
+	} {
+		if got := (&qp{}).wcSL(&x.c); got != x.process {
+			t.Errorf("%+v: a process gets %#x, want %#x", x.c, got, x.process)
+		}
+		if got := (&qp{privileged: true}).wcSL(&x.c); got != x.machine {
+			t.Errorf("%+v: a kernel gets %#x, want %#x", x.c, got, x.machine)
+		}
 	}
 }
 

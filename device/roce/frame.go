@@ -19,8 +19,12 @@ const (
 
 // template encodes the path av. local and remote are QP numbers.
 func (av *AddressVector) template(local, remote uint32) (wire.Template, error) {
+	pcp := av.SL
+	if pcp > 7 { // no priority, but made of what a UD completion told (hca)
+		pcp = 0
+	}
 	p := wire.Path{
-		SMAC: av.SMAC, DMAC: av.DMAC, VLAN: av.VLAN, PCP: av.SL & 7, V1: av.RoCEv1,
+		SMAC: av.SMAC, DMAC: av.DMAC, VLAN: av.VLAN, PCP: pcp, V1: av.RoCEv1,
 		SrcIP: av.SGID, DstIP: av.DGID,
 		TrafficClass: av.TrafficClass, HopLimit: av.HopLimit, FlowLabel: av.FlowLabel & 0xfffff,
 		SrcPort: wire.SourcePort(local, remote),

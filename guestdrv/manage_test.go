@@ -134,124 +134,16 @@ func TestLocalInvWaits(t *testing.T) {
 	}
 }
 
-// TestManageErrors: what memory management requests refuse, by which status, and that
-// the QP is in ERR then (IBTA 11.6.2: memory management operation error).
-func TestManageErrors(t *testing.T) {
-	r := newRig(t, rigConfig{})
-	ha := r.hosts[0]
-	mem, err := ha.Alloc(32 << 10)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, plain := ha.region(t, 8192, allAccess|abi.AccessMWBind)
-	_, noBind := ha.region(t, 8192, allAccess)
-	other, err := ha.AllocPD()
-	if err != nil {
-		t.Fatal(err)
-	}
-	foreign, err := other.AllocFast(4)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var m *guestdrv.FastMR
-	var w1, w2 *guestdrv.MW
-	reg := func(f func(*abi.RegWR)) func() *guestdrv.SendWR {
-		return func() *guestdrv.SendWR {
-			x := m.Map(mem, 100, 8192, 9, allAccess)
-			f(x)
-			return &guestdrv.SendWR{Opcode: abi.WRRegMR, Reg: x}
-		}
-	}
-	inv := func(key func() uint32) func() *guestdrv.SendWR {
-		return func() *guestdrv.SendWR { return &guestdrv.SendWR{Opcode: abi.WRLocalInv, InvalidateKey: key()} }
-	}
-	bind := func(f func(*guestdrv.BindMW)) func() *guestdrv.SendWR {
-		return func() *guestdrv.SendWR {
-			x := &guestdrv.BindMW{Key: w2.Key(), NewKey: w2.Key() + 1, Region: plain.LKey(), Access: abi.AccessRemoteRead, Addr: plain.Addr(), Length: 100}
-			f(x)
-			return &guestdrv.SendWR{Opcode: abi.WRBindMW, Bind: x}
-		}
-	}
-	for _, tc := range []struct {
-		name   string
-		wr     func() *guestdrv.SendWR
-		user   bool // QP of a process
-		status uint32
-	}{
-		{name: "register as a process", wr: reg(func(*abi.RegWR) {}), user: true, status: abi.WCLocQPOpErr},
-		{name: "no pages", wr: reg(func(x *abi.RegWR) { x.NPages = 0 }), status: abi.WCMWBindErr},
-		{name: "2^32-1 pages", wr: reg(func(x *abi.RegWR) { x.NPages = 1<<32 - 1 }), status: abi.WCMWBindErr},
-		{name: "more pages than room", wr: reg(func(x *abi.RegWR) { x.NPages = 5 }), status: abi.WCMWBindErr},
-		{name: "list beyond its page", wr: reg(func(x *abi.RegWR) { x.PageList += 4096 - 8 }), status: abi.WCMWBindErr},
-		{name: "list misaligned", wr: reg(func(x *abi.RegWR) { x.PageList += 4 }), status: abi.WCMWBindErr},
-		{name: "list outside of memory", wr: reg(func(x *abi.RegWR) { x.PageList = 1 << 60 }), status: abi.WCMWBindErr},
-		{name: "pages do not cover it", wr: reg(func(x *abi.RegWR) { x.Length = 1 << 40 }), status: abi.WCMWBindErr},
-		{name: "another domain's region", wr: reg(func(x *abi.RegWR) { x.RKey = foreign.Key() }), status: abi.WCMWBindErr},
-		{name: "an ordinary region", wr: reg(func(x *abi.RegWR) { x.RKey = plain.LKey() }), status: abi.WCMWBindErr},
-		{name: "no region", wr: reg(func(x *abi.RegWR) { x.RKey = 0xffffffff }), status: abi.WCMWBindErr},
-		{name: "key 0", wr: reg(func(x *abi.RegWR) { x.RKey = 0 }), status: abi.WCMWBindErr},
-		{name: "invalidate another key", wr: inv(func() uint32 { return m.Key() + 1 }), status: abi.WCMWBindErr},
-		{name: "invalidate another domain's", wr: inv(foreign.Key), status: abi.WCMWBindErr},
-		{name: "invalidate an ordinary region", wr: inv(plain.LKey), status: abi.WCMWBindErr},
-		{name: "invalidate key 0", wr: inv(func() uint32 { return 0 }), user: true, status: abi.WCMWBindErr},
-		{name: "invalidate a type 1 window", wr: inv(func() uint32 { return w1.Key() }), user: true, status: abi.WCMWBindErr},
-		{name: "bind without right", wr: bind(func(x *guestdrv.BindMW) { x.Region = noBind.LKey(); x.Addr = noBind.Addr() }), user: true, status: abi.WCMWBindErr},
-		{name: "bind beyond the region", wr: bind(func(x *guestdrv.BindMW) { x.Length = 8193 }), user: true, status: abi.WCMWBindErr},
-		{name: "bind type 2 to nothing", wr: bind(func(x *guestdrv.BindMW) { x.Length = 0 }), user: true, status: abi.WCMWBindErr},
-		{name: "bind an old key", wr: bind(func(x *guestdrv.BindMW) { x.Key++ }), user: true, status: abi.WCMWBindErr},
-		{name: "bind real addresses", wr: bind(func(x *guestdrv.BindMW) { x.Region, x.Addr = abi.DMALKey, mem.PA() }), status: abi.WCMWBindErr},
-	} {
-		t.Run(tc.name, func(t *testing.T) {
-			c := qpDefaults()
-			c.Privileged = !tc.user
-			a, b := connect(t, ha, r.hosts[1], c, quick)
-			m = fastMR(t, a, 4)
-			var err error
-			if w1, err = ha.pd.AllocMW(1); err != nil {
-				t.Fatal(err)
-			}
-			if w2, err = ha.pd.AllocMW(2); err != nil {
-				t.Fatal(err)
-			}
-			wr := tc.wr()
-			wr.ID = 10
-			if err := a.qp.QueueSend(wr); err != nil {
-				t.Fatal(err)
-			}
-			if err := a.qp.QueueSend(&guestdrv.SendWR{ID: 11, Opcode: abi.WRSend}); err != nil {
-				t.Fatal(err)
-			}
-			a.qp.Ring()
-			expect(t, a.scq, 10, tc.status, 0)
-			expect(t, a.scq, 11, abi.WCWRFlushErr, 0)
-			if s := a.state(t); s != abi.QPErr {
-				t.Errorf("QP is in state %d, want ERR", s)
-			}
-			destroy(t, a, b)
-			for _, f := range []func() error{m.Deregister, w1.Free, w2.Free} {
-				if err := f(); err != nil {
-					t.Error(err)
-				}
-			}
-		})
-	}
+// TestManageRefused: what is no region and no window.
+func TestManageRefused(t *testing.T) {
+	h := newRig(t, rigConfig{hosts: 1}).hosts[0]
 	for _, n := range []int{0, abi.MaxFastReg + 1} {
-		if _, err := ha.pd.AllocFast(n); !errors.Is(err, abi.StatusInvalid) {
+		if _, err := h.pd.AllocFast(n); !errors.Is(err, abi.StatusInvalid) {
 			t.Errorf("region of %d pages: %v", n, err)
 		}
 	}
-	if _, err := ha.pd.AllocMW(3); !errors.Is(err, abi.StatusInvalid) {
+	if _, err := h.pd.AllocMW(3); !errors.Is(err, abi.StatusInvalid) {
 		t.Errorf("window of type 3: %v", err)
-	}
-	// A peer may invalidate what is meant for that, and nothing else.
-	for name, key := range map[string]uint32{"an ordinary region": noBind.RKey(), "another domain's": foreign.Key(), "nothing": 0xfffff00} {
-		a, b := connect(t, ha, r.hosts[1], qpDefaults(), quick)
-		a.recv(t, 1)
-		b.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSendWithInv, InvalidateKey: key})
-		if wc := await(t, b.scq, 1)[0]; wc.Status != abi.WCRemAccessErr {
-			t.Errorf("SEND with Invalidate of %s: %s", name, abi.WCStatusString(wc.Status))
-		}
-		destroy(t, a, b)
 	}
 }
 

@@ -451,6 +451,7 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
+	q.assigned, q.una, q.sent = q.nxt, q.nxt, q.nxt // what is sent after SQE has the PSNs that this left unused
 	q.waits.send.end()
 	q.wake()
 }

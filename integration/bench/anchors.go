@@ -104,7 +104,14 @@ func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args 
 	for {
 		out, err := h.NS.Run(ctx, argv...)
 		if err == nil {
-			return r, json.Unmarshal([]byte(out), &r)
+			r = iperfResult{}
+			if err = json.Unmarshal([]byte(out), &r); err != nil {
+				return r, err
+			}
+			if r.Error == "" {
+				return r, nil
+			}
+			err = errors.New(r.Error)
 		}
 		// The server may not listen yet, or not be done with the test before.
 		select {
@@ -116,7 +123,11 @@ func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args 
 }
 
 type iperfResult struct {
-	End struct {
+	Error string `json:"error"`
+	End   struct {
+		Sent struct { // TCP
+			Seconds float64 `json:"seconds"`
+		} `json:"sum_sent"`
 		Received struct { // TCP
 			Bytes         float64 `json:"bytes"`
 			BitsPerSecond float64 `json:"bits_per_second"`
@@ -126,5 +137,14 @@ type iperfResult struct {
 			Packets float64 `json:"packets"`
 			Lost    float64 `json:"lost_packets"`
 		} `json:"sum"`
+		CPU struct {
+			Client float64 `json:"host_total"`
+			Server float64 `json:"remote_total"`
+		} `json:"cpu_utilization_percent"`
 	} `json:"end"`
+}
+
+// ran is the processor time of both ends in a test of so many seconds.
+func (r *iperfResult) ran(seconds float64) time.Duration {
+	return time.Duration((r.End.CPU.Client + r.End.CPU.Server) / 100 * seconds * float64(time.Second))
 }

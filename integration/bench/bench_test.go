@@ -122,6 +122,29 @@ func TestParsers(t *testing.T) {
 	}
 }
 
+func TestParseUnread(t *testing.T) {
+	snmp := "Tcp: A\nTcp: 1\nUdp: InDatagrams InErrors RcvbufErrors\nUdp: 5 9 100\nUdpLite: RcvbufErrors\nUdpLite: 7\n"
+	sockets := "  sl  local_address rem_address drops\n 1: 00000000:12B5 00000000:0000 07 30\n 2: 00000000:1451 00000000:0000 07 70\n"
+	if n, err := parseUnread(snmp, sockets); n != 70 || err != nil {
+		t.Error(n, err)
+	}
+	if n, err := parseUnread("Udp: A\nUdp: 1\n", sockets); err == nil {
+		t.Error(n)
+	}
+}
+
+func TestParseCycles(t *testing.T) {
+	v, err := parseCycles("\n  CPU cycles/packet=200.00 (total cycles=2000 / total RX packets=10) at 2400 MHz Clock\n")
+	if err != nil || v != 12e6 {
+		t.Error(v, err)
+	}
+	for _, bad := range []string{"", "CPU cycles/packet=0.00 (total cycles=0 / total RX packets=1) at 2400 MHz Clock"} {
+		if v, err := parseCycles(bad); err == nil {
+			t.Errorf("%q: %v", bad, v)
+		}
+	}
+}
+
 func TestParseTestpmd(t *testing.T) {
 	port := "  RX-packets: 1000    RX-missed: 0   RX-bytes: 64000\n  Throughput (since last show)\n  Rx-pps:   250    Rx-bps: 9\n"
 	seconds, total := parseTestpmd("Port statistics ===\n" + port + port + "\n" + port)

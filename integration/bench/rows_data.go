@@ -143,7 +143,7 @@ func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 			return m, err
 		}
 		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-			return costing(hosts[:], "KiB", func() (Sample, float64, error) {
+			return costing(hosts, "KiB", func() (Sample, float64, error) {
 				rate, err := ours(ctx, d)
 				return Sample{Value: rate * size * 8 / giga}, rate * d.Seconds() * size / 1024, err
 			})
@@ -164,7 +164,7 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 		return m, err
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return costing(hosts[:], "packet", func() (Sample, float64, error) {
+		return costing(hosts, "packet", func() (Sample, float64, error) {
 			rate, err := ours(ctx, d)
 			return Sample{Value: rate}, rate * d.Seconds(), err
 		})

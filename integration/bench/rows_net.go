@@ -4,7 +4,10 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"os"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/vnicd/vnicd/integration/harness"
@@ -50,34 +53,65 @@ func (b *Bench) tenants(ctx context.Context, v6 bool) (hosts [2]*lab.Host, err e
 	return hosts, b.iperfServer(hosts[1])
 }
 
-// both measures the same by our addresses and by the kernel's. f also returns how many packets (or whatever the unit is) came through, for the
-// time that both daemons ran for each.
-func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (Sample, float64, error)) Meter {
+// transfer is what one run of iperf3 brought.
+type transfer struct {
+	value    float64       // what the row shows
+	units    float64       // packets or KiB that came through
+	programs time.Duration // that iperf3 ran, at both ends
+	extra    map[string]float64
+}
+
+// both measures the same by our addresses and by the kernel's. Beside the rates it shows what the processors ran for each packet (or whatever the
+// unit is) that came through: our daemons alone, and all that the path needs, iperf3 at both ends with what the kernel does in
+// its name and, for ours, the daemons. Unlike rates these hardly depend on who else uses the machine.
+func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer, error)) Meter {
+	measure := func(ctx context.Context, who, addr string, d time.Duration) (Sample, error) {
+		before, err := ran(hosts)
+		if err != nil {
+			return Sample{}, err
+		}
+		t, err := f(ctx, addr, d)
+		if err != nil {
+			return Sample{}, err
+		}
+		after, err := ran(hosts)
+		if t.units == 0 {
+			return Sample{}, fmt.Errorf("nothing arrived at %s", addr)
+		}
+		s := Sample{Value: t.value, Extra: map[string]float64{
+			who + ", all ns/" + unit: float64(after-before+t.programs) / t.units,
+		}}
+		if who == "ours" {
+			s.Extra["daemons, ns/"+unit] = float64(after-before) / t.units
+		}
+		for k, v := range t.extra {
+			s.Extra[who+", "+k] = v
+		}
+		return s, err
+	}
 	return Meter{
-		Ours: func(ctx context.Context, d time.Duration) (Sample, error) {
-			return costing(hosts[:], unit, func() (Sample, float64, error) { return f(ctx, tapAddr(1), d) })
-		},
+		Ours: func(ctx context.Context, d time.Duration) (Sample, error) { return measure(ctx, "ours", tapAddr(1), d) },
 		Anchor: func(ctx context.Context, d time.Duration) (Sample, error) {
-			s, _, err := f(ctx, kernelAddr(1), d)
-			return s, err
+			return measure(ctx, "kernel", kernelAddr(1), d)
 		},
 	}
 }
 
-// costing adds to a sample what the hosts' daemons have run for each of so many units. Unlike the rate it hardly depends on who else uses
-// the machine.
-func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (Sample, error) {
-	ran := func() (sum time.Duration, err error) {
-		for _, h := range hosts {
-			t, err := cpuTime(h.Proc)
-			if err != nil {
-				return 0, err
-			}
-			sum += t
+// ran is what the hosts' daemons have run.
+func ran(hosts [2]*lab.Host) (sum time.Duration, err error) {
+	for _, h := range hosts {
+		t, err := cpuTime(h.Proc)
+		if err != nil {
+			return 0, err
 		}
-		return sum, nil
+		sum += t
 	}
-	before, err := ran()
+	return sum, nil
+}
+
+// costing adds to a sample what the hosts' daemons have run for each of so many units.
+func costing(hosts [2]*lab.Host, unit string, f func() (Sample, float64, error)) (Sample, error) {
+	before, err := ran(hosts)
 	if err != nil {
 		return Sample{}, err
 	}
@@ -85,7 +119,7 @@ func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) 
 	if err != nil {
 		return s, err
 	}
-	after, err := ran()
+	after, err := ran(hosts)
 	if s.Extra == nil {
 		s.Extra = map[string]float64{}
 	}
@@ -97,25 +131,80 @@ func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) 
 func hostTCP(v6 bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, v6)
-		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (Sample, float64, error) {
+		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			r, err := iperf(ctx, hosts[0], addr, d)
-			return Sample{Value: r.End.Received.BitsPerSecond / giga}, r.End.Received.Bytes / 1024, err
+			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024, programs: r.ran(r.End.Sent.Seconds)}, err
 		}), err
 	}
 }
 
-// hostUDP is iperf3 sending datagrams as fast as it can; what arrives counts. The sender is not held up by a TAP, as it is by the
-// kernel's path, which it walks itself: what it sends too much costs it, and us, the processor.
+// hostUDP is iperf3 sending datagrams as fast as it can. What counts is what arrives at the receiving host's UDP: the way from interface to interface.
+// How much of that iperf3 gets to read out of its socket in time is a matter of who has the processor, and shown beside it:
+// the sender is not held up by a TAP, as it is by the kernel's path, which it walks itself.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, false)
-		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (Sample, float64, error) {
+		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
+			before, err := unread(hosts[1].NS)
+			if err != nil {
+				return transfer{}, err
+			}
 			r, err := iperf(ctx, hosts[0], addr, d, "-u", "-b", "0", "-l", strconv.Itoa(size))
-			n := r.End.Sum.Packets - r.End.Sum.Lost
-			return Sample{
-				Value: n / r.End.Sum.Seconds,
-				Extra: map[string]float64{"lost, %": 100 * r.End.Sum.Lost / r.End.Sum.Packets},
-			}, n, err
+			if err != nil {
+				return transfer{}, err
+			}
+			after, err := unread(hosts[1].NS)
+			u := r.End.Sum
+			read := u.Packets - u.Lost
+			n := read + after - before
+			return transfer{value: n / u.Seconds, units: n, programs: r.ran(u.Seconds), extra: map[string]float64{"read/s": read / u.Seconds}}, err
 		}), err
 	}
+}
+
+// unread is how many datagrams the kernel has dropped in a namespace because a socket was full, other than a VTEP's.
+func unread(ns *harness.Namespace) (n float64, err error) {
+	var snmp, sockets []byte
+	if err := ns.Do(func() (err error) {
+		// Files of the calling thread's namespace.
+		if snmp, err = os.ReadFile("/proc/thread-self/net/snmp"); err != nil {
+			return err
+		}
+		sockets, err = os.ReadFile("/proc/thread-self/net/udp")
+		return err
+	}); err != nil {
+		return 0, err
+	}
+	return parseUnread(string(snmp), string(sockets))
+}
+
+// parseUnread takes the drops of sockets on port 4789 from RcvbufErrors of all.
+func parseUnread(snmp, sockets string) (n float64, err error) {
+	var names []string
+	for l := range strings.Lines(snmp) {
+		f := strings.Fields(l)
+		switch i := slices.Index(names, "RcvbufErrors"); {
+		case f[0] != "Udp:":
+		case names == nil:
+			names = f
+		case i < 0 || i >= len(f):
+			return 0, fmt.Errorf("no RcvbufErrors in %q", snmp)
+		default:
+			if n, err = strconv.ParseFloat(f[i], 64); err != nil {
+				return 0, err
+			}
+		}
+	}
+	for l := range strings.Lines(sockets) {
+		f := strings.Fields(l)
+		if len(f) < 3 || !strings.HasSuffix(f[1], fmt.Sprintf(":%04X", 4789)) {
+			continue
+		}
+		drops, err := strconv.ParseFloat(f[len(f)-1], 64)
+		if err != nil {
+			return 0, err
+		}
+		n -= drops
+	}
+	return n, nil
 }

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm test-long bench lint image module package guest-packages deps clean
+.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-ways bench lint image module package guest-packages deps clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ test-vm: image build ## boots VMs: the whole path from guest application to wire
 
 test-long: image build ## the VM tests for which `make test` has no time
 	$(GO) test -count=1 -timeout 60m -v -run '$(LONG)' ./integration
+
+test-ways: deps ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests)
+	@.ci/ways $(or $(WAYS),native)
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
 	@.ci/deps ucx_perftest=ucx-utils dpdk-testpmd=dpdk-dev

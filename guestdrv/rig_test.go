@@ -15,12 +15,12 @@ import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/hca/bothways"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
@@ -29,7 +29,7 @@ import (
 // tests run both ways.
 var localPath bool
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(bothways.Tests{M: m, Local: &localPath}) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(ways.Tests{M: m, Local: &localPath}) }
 
 // patience bounds every wait: generous, for a busy machine under the race
 // detector; no test waits that long unless something is broken.
@@ -90,6 +90,7 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 	if cfg.loops == 0 {
 		cfg.loops = 2
 	}
+	cfg.loops = ways.Engines(cfg.loops)
 	if cfg.mtu == 0 {
 		cfg.mtu = 1500
 	}
@@ -136,7 +137,7 @@ func (r *rig) newSite() *site {
 		}
 	})
 	for i := range r.cfg.loops {
-		l, err := engine.New(engine.Config{ID: i, SpinFor: r.cfg.spin, Log: r.log})
+		l, err := engine.New(engine.Config{ID: i, SpinFor: ways.Spin(r.cfg.spin), Log: r.log})
 		if err != nil {
 			r.tb.Fatal(err)
 		}
@@ -172,7 +173,7 @@ func (r *rig) joinSites() {
 			peers = append(peers, addr(11-i))
 		}
 		ns[i].Do(func() {
-			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, Log: r.log})
+			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, NoSegmentation: ways.NoSegmentation(), Log: r.log})
 			if err != nil {
 				r.tb.Fatal(err)
 			}

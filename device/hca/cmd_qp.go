@@ -116,6 +116,8 @@ func createQP(c *cmd) error {
 	for i := range q.sides {
 		q.sides[i].init(q, roce.Side(i))
 	}
+	q.bell.init(q.n, nodeServed)
+	q.bell.wake = func(uint32) { q.lane.push(q) }
 	c.share(&parts, q.lane)
 	err = c.on(q.lane, func() error { return q.start(c.d, recvSGE) })
 	if err != nil {
@@ -152,55 +154,6 @@ func (q *qp) start(d *Device, recvSGE int) error {
 	d.qps[q.index].Store(q)
 	q.lane.qps++
 	return nil
-}
-
-// place chooses the lane of a new QP: where its SRQ or CQs are produced already,
-// so that they need no lock, else the lanes in turn.
-func (c *cmd) place(p qpParts) *lane {
-	switch {
-	case p.srq != nil && p.srq.owner != nil:
-		return p.srq.owner
-	case p.scq.owner != nil:
-		return p.scq.owner
-	case p.rcq.owner != nil:
-		return p.rcq.owner
-	}
-	l := c.d.lanes[c.t.nextLane%len(c.d.lanes)]
-	c.t.nextLane++
-	return l
-}
-
-// share counts a QP on lane l as a user of its CQs and SRQ, and makes CQs that
-// another lane uses too take their lock from now on.
-func (c *cmd) share(p *qpParts, l *lane) {
-	for _, q := range []*cq{p.scq, p.rcq} {
-		q.refs++
-		switch {
-		case q.owner == nil:
-			q.owner = l
-		case q.owner != l && !q.shared:
-			// On the owner's loop it takes effect before the other loop's QP exists.
-			q.owner.loop.Do(func() { q.shared = true })
-		}
-	}
-	if p.srq != nil {
-		p.srq.refs++
-		p.srq.owner = l
-	}
-}
-
-// unshare is the opposite. An object without users has no owner and no lock.
-func (c *cmd) unshare(p *qpParts) {
-	for _, q := range []*cq{p.scq, p.rcq} {
-		if q.refs--; q.refs == 0 {
-			q.owner, q.shared = nil, false
-		}
-	}
-	if p.srq != nil {
-		if p.srq.refs--; p.srq.refs == 0 {
-			p.srq.owner = nil
-		}
-	}
 }
 
 const knownAttrs = abi.QPAttrState | abi.QPAttrCurState | abi.QPAttrEnSQDAsyncNotify | abi.QPAttrAccessFlags |
@@ -242,6 +195,8 @@ func modifyQP(c *cmd) error {
 		if err := c.on(q.lane, q.discard); err != nil {
 			c.d.warn("work queue could not be emptied", "qp", q.n, "reason", err)
 		}
+	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
+		c.meet(q)
 	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
 	}

@@ -12,9 +12,9 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/hca/bothways"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/ways"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -23,7 +23,7 @@ import (
 // both ways.
 var LocalPath bool
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(bothways.Tests{M: m, Local: &LocalPath}) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(ways.Tests{M: m, Local: &LocalPath}) }
 
 // world is a set of guests whose frames reach each other, on loops that the test
 // steps by hand: nothing runs but what the test runs, and time stands still unless
@@ -546,12 +546,17 @@ func (w *world) step(n int) {
 // until steps until cond holds.
 func (w *world) until(what string, cond func() bool) {
 	w.tb.Helper()
-	for range 20000 {
+	const steps = 20000
+	for i, begin := 0, time.Now(); i < steps || time.Since(begin) < 20*time.Second; i++ {
 		if cond() {
 			return
 		}
 		w.step(1)
-		w.clock.Advance(time.Millisecond)
+		if i < steps {
+			w.clock.Advance(time.Millisecond)
+		} else {
+			time.Sleep(time.Millisecond) // the host's driver, a goroutine, has not had its turn
+		}
 	}
 	w.tb.Fatalf("gave up waiting for %s", what)
 }

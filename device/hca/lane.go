@@ -241,10 +241,14 @@ func (l *lane) thaw() {
 	}
 }
 
-// ring puts the QP of a doorbell slot on the run list.
+// ring puts the QP of a doorbell slot on the run list. The bells of one that has moved are still rung here.
 func (l *lane) ring(slot int) {
-	if q := l.dev.qpAt(slot); q != nil && q.lane == l {
+	switch q := l.dev.qpAt(slot); {
+	case q == nil:
+	case q.lane == l:
 		l.push(q)
+	default:
+		q.lane.answer(&q.bell, 1)
 	}
 }
 

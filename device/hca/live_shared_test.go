@@ -13,7 +13,7 @@ import (
 // One CQ is filled from two loops at once: every completion arrives once, and
 // those of one QP in order.
 func TestCQBetweenLoops(t *testing.T) {
-	s := newSite(t, 2, 2, hca.Limits{}, 0)
+	s := newSiteOf(t, 2, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
 	const n = 1500
 	cq := func(c *client, size int) *guestdrv.CQ {
@@ -83,6 +83,79 @@ func TestCQBetweenLoops(t *testing.T) {
 		}
 	}
 	wg.Wait()
+	for _, c := range []*client{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// QPs of two loops are told their peers, at both ends at once and while others work, and meet: no request fails, and with the local
+// path both ends are on one loop afterwards.
+func TestMeeting(t *testing.T) {
+	s := newSiteOf(t, 2, 3, hca.Limits{}, 0)
+	a, b := s.open(0), s.open(1)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	const pairs = 7
+	for round := range 4 {
+		var xs, ys []*end
+		for range pairs {
+			xs, ys = append(xs, a.end(t)), append(ys, b.end(t))
+		}
+		var wg sync.WaitGroup
+		for i, x := range xs {
+			y := ys[(i+round+1)%pairs]
+			both := [][2]*end{{x, y}, {y, x}}
+			var ready sync.WaitGroup
+			ready.Add(2)
+			for _, p := range both {
+				wg.Go(func() {
+					peer := guestdrv.Peer{QPN: p[1].qp.Number(), Path: guestdrv.Path{GID: p[1].c.h.gid, MAC: p[1].c.h.mac}}
+					err := p[0].qp.Connect(peer, guestdrv.ConnectOptions{Timeout: 15})
+					ready.Done()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					ready.Wait() // or it would be refused by a peer that is not ready
+					wcs := make([]abi.WC, 8)
+					for id := range uint64(50) {
+						op := []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[id%2]
+						if err := p[0].qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: op, Flags: abi.SendSignaled, SGL: []abi.SGE{p[0].c.mr.SGE(0, 9000)},
+							RemoteAddr: p[1].c.mr.Addr(), RKey: p[1].c.mr.RKey()}); err != nil {
+							t.Error(err)
+							return
+						}
+						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != abi.WCSuccess || wcs[0].ID != id {
+							t.Errorf("request %d: %d completions, %+v, %v", id, n, wcs[0], err)
+							return
+						}
+					}
+				})
+			}
+		}
+		wg.Wait()
+		if hca.LocalPath {
+			at := map[uint32]int{}
+			for _, q := range s.hosts[1].dev.Describe().QPs {
+				at[q.QPN] = q.Engine
+			}
+			for _, q := range s.hosts[0].dev.Describe().QPs {
+				if q.Dest != 0 && at[q.Dest] != q.Engine {
+					t.Errorf("QP %d on engine %d, its peer %d on %d", q.QPN, q.Engine, q.Dest, at[q.Dest])
+				}
+			}
+		}
+		for _, e := range append(xs, ys...) {
+			if err := e.qp.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+			if err := e.cq.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 	for _, c := range []*client{a, b} {
 		if err := c.Close(); err != nil {
 			t.Error(err)

@@ -21,6 +21,7 @@ import (
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+	"github.com/vnicd/vnicd/device/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
@@ -51,6 +52,12 @@ type host struct {
 // memory, 0 does not.
 func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
 	t.Helper()
+	return newSiteOf(t, hosts, ways.Engines(loops), lim, budget)
+}
+
+// newSiteOf has as many loops as it says.
+func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
+	t.Helper()
 	s := &site{t: t}
 	var err error
 	if s.pool, err = packet.NewPool(packet.Config{Count: 4096}); err != nil {
@@ -62,7 +69,7 @@ func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *sit
 		}
 	})
 	for i := range loops {
-		l, err := engine.New(engine.Config{ID: i, SpinFor: 20 * time.Microsecond})
+		l, err := engine.New(engine.Config{ID: i, SpinFor: ways.Spin(20 * time.Microsecond)})
 		if err != nil {
 			t.Fatal(err)
 		}

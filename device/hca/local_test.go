@@ -170,24 +170,80 @@ func TestLocalPeerGone(t *testing.T) {
 	}
 }
 
-// QPs of different loops, QPs of one VM, and a QP that is its own peer.
+// QPs of different loops come together, QPs of one VM copy, too, and a QP that is its own peer sends frames. Whoever has a
+// receive queue with others stays.
 func TestLocalPlaces(t *testing.T) {
-	w := localWorld(t, 2, 2)
-	g := w.guests[0]
-	pd := g.pd()
-	var qs []*tqp
-	for range 3 {
-		qs = append(qs, g.qp(qpSpec{pd: pd}))
+	w := localWorld(t, 3, 2)
+	g, h := w.guests[0], w.guests[1]
+	pd, hpd := g.pd(), h.pd()
+	srq, _ := g.srq(pd, 16, 0)
+	var qs, hs []*tqp
+	for range 4 {
+		qs, hs = append(qs, g.qp(qpSpec{pd: pd})), append(hs, h.qp(qpSpec{pd: hpd}))
 	}
+	stays := g.qp(qpSpec{pd: pd, srq: srq, flags: abi.QPHasSRQ})
+	home := stays.where()
 	for _, c := range []struct {
 		x, y   *tqp
 		frames bool
-	}{{qs[0], qs[2], false}, {qs[2], qs[0], false}, {qs[0], qs[1], true}, {qs[1], qs[1], true}} {
+	}{
+		{qs[0], qs[3], false}, {qs[3], qs[0], false}, {qs[0], qs[1], false}, {qs[1], qs[2], false}, {qs[1], qs[1], true},
+		{qs[0], hs[1], false}, {hs[2], qs[0], false}, {qs[3], hs[2], false}, {qs[2], hs[0], false},
+		{hs[0], stays, false}, {hs[1], stays, false}, {hs[2], stays, false}, {stays, qs[2], false},
+	} {
+		x, y := c.x.where(), c.y.where()
 		for _, p := range [][2]*tqp{{c.x, c.y}, {c.y, c.x}} {
 			p[0].modify(abi.QPReset, 0, abi.QPAttr{})
 			p[0].connectRC(p[1])
 		}
-		newMover(t, c.x, c.y, 9000).expect(fmt.Sprintf("engines %d, %d", c.x.engine, c.y.engine), c.frames)
+		newMover(t, c.x, c.y, 9000).expect(fmt.Sprintf("QPs %d, %d on engines %d, %d", c.x.n, c.y.n, x, y), c.frames)
+		if stays.where() != home {
+			t.Error("a QP left its SRQ")
+		}
+	}
+	for _, d := range w.guests {
+		n := 0
+		for _, l := range d.lanes {
+			n += l.qps
+		}
+		if n != d.tables.qps {
+			t.Errorf("lanes count %d QPs of %d", n, d.tables.qps)
+		}
+	}
+}
+
+// where is the engine that the QP lives on.
+func (q *tqp) where() int { return q.g.qpFor(q.n).lane.id }
+
+// A completion queue that a QP leaves behind is locked if others use it, and follows if nobody does.
+func TestMoveLeavesCQ(t *testing.T) {
+	for _, shared := range []bool{false, true} {
+		w := localWorld(t, 2, 2)
+		g, h := w.guests[0], w.guests[1]
+		pd, hpd := g.pd(), h.pd()
+		x := g.qp(qpSpec{pd: pd})
+		if shared {
+			g.qp(qpSpec{pd: pd, scq: x.scq, rcq: x.rcq})
+		}
+		g.qp(qpSpec{pd: pd})
+		var y *tqp
+		for range 4 {
+			if y = h.qp(qpSpec{pd: hpd}); y.where() != x.where() && (x.n+y.n)>>1&1 == uint32(1-x.where()) {
+				break // to where y is
+			}
+		}
+		from := x.where()
+		x.connectRC(y)
+		y.connectRC(x)
+		if x.where() == from || x.where() != y.where() {
+			t.Fatalf("on engines %d and %d", x.where(), y.where())
+		}
+		c := g.tables.cqs[x.scq.n]
+		if c.shared != shared || !shared && c.owner != g.lanes[x.where()] {
+			t.Errorf("shared %v, owner %d; want %v", c.shared, c.owner.id, shared)
+		}
+		newMover(t, x, y, 100).expect("moved", false)
+		newMover(t, y, x, 100).expect("moved", false)
 	}
 }
 

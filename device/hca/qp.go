@@ -47,6 +47,7 @@ type qp struct {
 	doomed bool // to be sent to the error state at the next turn
 	dead   bool // destroyed
 
+	bell      eventNode          // of one that has moved: rung on the lane it came from
 	sides     [2]side            // by roce.Side: faults
 	lastFault translate.MissKind // of the responder
 	kept      []*packet.Buf      // UC and UD: received again when their page is there

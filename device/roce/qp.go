@@ -268,6 +268,12 @@ func (q *QP) toErr() {
 	q.wake()
 }
 
+// Moved tells the QP that it lives on another loop from now on, whose counters are stats: its timer is armed anew.
+func (q *QP) Moved(now int64, stats *Stats) {
+	q.stats = stats
+	q.Timer(now)
+}
+
 // wake asks for a Run, once.
 func (q *QP) wake() {
 	if !q.scheduled {

@@ -12,6 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/ways"
 )
 
 const fabricHosts = 3
@@ -72,7 +73,7 @@ func newFabric(t *testing.T) *fabric {
 func (f *fabric) start(h int) {
 	f.t.Helper()
 	f.under[h].Do(func() {
-		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}), Loops: f.loops, Pool: f.pool}))
+		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}), Loops: f.loops, Pool: f.pool, NoSegmentation: ways.NoSegmentation()}))
 	})
 	var peers []netip.Addr
 	for i := range fabricHosts {

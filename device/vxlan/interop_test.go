@@ -18,6 +18,7 @@ import (
 	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/ways"
 )
 
 func must[T any](t testing.TB) func(v T, err error) T {
@@ -32,7 +33,7 @@ func must[T any](t testing.TB) func(v T, err error) T {
 
 func newLoops(t testing.TB, n int) (loops []*engine.Loop) {
 	for i := range n {
-		l := must[*engine.Loop](t)(engine.New(engine.Config{ID: i, SpinFor: 20 * time.Microsecond}))
+		l := must[*engine.Loop](t)(engine.New(engine.Config{ID: i, SpinFor: ways.Spin(20 * time.Microsecond)}))
 		if err := l.Start(); err != nil {
 			t.Fatal(err)
 		}
@@ -70,7 +71,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: ways.NoSegmentation()}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}

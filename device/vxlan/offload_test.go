@@ -18,6 +18,7 @@ import (
 	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/ways"
 	"github.com/vnicd/vnicd/device/wire"
 )
 
@@ -167,7 +168,7 @@ func TestOffloads(t *testing.T) {
 			}
 			datagrams(t, a, b)
 			w.report(t, ha.net.MTU()+wire.EthernetLen)
-			if w.summed < 100 {
+			if cut := w.summed >= 100; cut != (c.linux || !ways.NoSegmentation()) { // Linux sums in any case
 				t.Errorf("%d of %d datagrams were cut by the kernel", w.summed, w.tcp)
 			}
 			for _, p := range ha.net.Status().Ports {

@@ -81,8 +81,8 @@ type Config struct {
 	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers must
 	// be told to accept that. Received datagrams may have any valid checksum or none.
 	ZeroChecksum6 bool
-	// NoSegmentation has every datagram cut before it is sent. Otherwise the kernel or its card cut TCP's and UDP's large
-	// frames, whose datagrams have checksums then, over IPv4 too.
+	// NoSegmentation has every datagram sent and received by itself. Otherwise the kernel or its card cut large frames and
+	// messages of several datagrams, which have checksums then, over IPv4 too, and put together what arrives.
 	NoSegmentation bool
 	Log            hclog.Logger
 }

@@ -18,6 +18,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/vnicd/vnicd/device/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 )
@@ -99,7 +100,7 @@ func (h *Host) RealWire() error {
 // it returns when the daemon answers.
 func (h *Host) Run(ctx context.Context, yaml string) error {
 	path := filepath.Join(h.Dir, "vnicd.yaml")
-	text := fmt.Sprintf("host: %s\nrun-dir: %s\n%s", h.Name, h.Dir, yaml)
+	text := fmt.Sprintf("host: %s\nrun-dir: %s\n%s%s", h.Name, h.Dir, ways.Config(yaml), yaml)
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 		return err
 	}

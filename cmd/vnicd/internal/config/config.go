@@ -56,6 +56,8 @@ type Config struct {
 	Buffers int
 	// LocalCopy lets RDMA between VMs of this host be a copy instead of frames. Default true.
 	LocalCopy bool
+	// Segmentation lets several datagrams leave and arrive as one message. Default true.
+	Segmentation bool
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
 	// Monitoring is where metrics are served. Its zero value: nowhere.

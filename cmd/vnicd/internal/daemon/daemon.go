@@ -147,7 +147,8 @@ func (d *Daemon) makeVTEP() error {
 		dscp = vxlan.BestEffort
 	}
 	vt, err := vxlan.New(vxlan.Config{
-		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6, Log: d.log.Named("vxlan"),
+		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
+		NoSegmentation: !d.cfg.Segmentation, Log: d.log.Named("vxlan"),
 	})
 	if err != nil {
 		return fmt.Errorf("vtep: %w%s", err, hint(err))

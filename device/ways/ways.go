@@ -1,0 +1,125 @@
+// Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and packages
+// that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces them:
+//
+//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false"
+//
+// What is not named there is left alone. `make test-ways` runs a set in which every pair of settings occurs.
+package ways
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// Env is the variable's name.
+const Env = "VNICD_WAYS"
+
+// settings are what VNICD_WAYS names; nil: left alone.
+type settings struct {
+	engines             *int
+	spin                *time.Duration
+	local, segmentation *bool
+}
+
+var forced = must(parse(os.Getenv(Env)))
+
+func must(s settings, err error) settings {
+	if err != nil {
+		panic(err) // a run that was to show something else must not pass
+	}
+	return s
+}
+
+func parse(text string) (s settings, err error) {
+	for _, f := range strings.Fields(text) {
+		key, value, _ := strings.Cut(f, "=")
+		switch key {
+		case "engines":
+			s.engines, err = take(strconv.Atoi(value))
+			if err == nil && *s.engines < 1 {
+				err = fmt.Errorf("%q is no number of engines", value)
+			}
+		case "spin":
+			s.spin, err = take(time.ParseDuration(value))
+		case "local-copy":
+			s.local, err = take(strconv.ParseBool(value))
+		case "segmentation":
+			s.segmentation, err = take(strconv.ParseBool(value))
+		default:
+			err = fmt.Errorf("no setting %q", key)
+		}
+		if err != nil {
+			return s, fmt.Errorf("%s: %w", Env, err)
+		}
+	}
+	return s, nil
+}
+
+func take[T any](v T, err error) (*T, error) { return &v, err }
+
+func or[T any](p *T, otherwise T) T {
+	if p != nil {
+		return *p
+	}
+	return otherwise
+}
+
+// Engines returns how many loops a rig has whose test asks for n.
+func Engines(n int) int { return or(forced.engines, n) }
+
+// Spin returns how long they poll before they sleep.
+func Spin(d time.Duration) time.Duration { return or(forced.spin, d) }
+
+// NoSegmentation tells whether tunnels do without messages of several datagrams.
+func NoSegmentation() bool { return !or(forced.segmentation, true) }
+
+// Config is what a daemon's configuration file says of forced settings, but for those that text has already.
+func Config(text string) string {
+	var b strings.Builder
+	add := func(key string, value any) {
+		if !strings.Contains("\n"+text, "\n"+key+":") {
+			fmt.Fprintf(&b, "%s: %v\n", key, value)
+		}
+	}
+	if forced.engines != nil {
+		add("engines", *forced.engines)
+	}
+	if forced.spin != nil {
+		add("spin", *forced.spin)
+	}
+	if forced.local != nil {
+		add("local-copy", *forced.local)
+	}
+	if forced.segmentation != nil {
+		add("segmentation", *forced.segmentation)
+	}
+	return b.String()
+}
+
+// Tests is a testing.M for goleak.VerifyTestMain, whose tests run with frames and once more with the local path. Benchmarks and
+// fuzzing run once.
+type Tests struct {
+	M     *testing.M
+	Local *bool // whether the tests' devices may copy instead of sending frames
+}
+
+// Run runs the tests and returns the exit status of the worse run.
+func (t Tests) Run() int {
+	*t.Local = or(forced.local, *t.Local)
+	code := t.M.Run()
+	once := forced.local != nil
+	for _, f := range []string{"test.bench", "test.fuzz"} {
+		once = once || flag.Lookup(f).Value.String() != ""
+	}
+	if once {
+		return code
+	}
+	fmt.Println("once more, with the local path")
+	*t.Local = true
+	return max(code, t.M.Run())
+}

@@ -174,6 +174,21 @@ func (vm *VM) Region(handle uint32) (*Region, error) {
 	return nil, fmt.Errorf("handle %#x: %w", handle, ErrNoRegion)
 }
 
+// Lookup returns what stage one has for an address now, regardless of rights, and whether it has anything: to tell people,
+// not to access memory.
+func (vm *VM) Lookup(key Key, va VA) (PA, bool) {
+	r := vm.byKey(key)
+	if r == nil {
+		return 0, false
+	}
+	off := uint64(va) - uint64(r.iova)
+	if off >= r.length {
+		return 0, false
+	}
+	pa, _, ok := r.toPA(off, 1, false)
+	return pa, ok
+}
+
 // SetPages fills MTT entries from first on. Each PA is a multiple of the
 // region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
 // paging only): a write to it is a GuestFault. Nothing is changed on

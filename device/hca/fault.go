@@ -241,6 +241,7 @@ type guestFaults struct {
 	resumed  atomic.Uint64
 	failed   atomic.Uint64
 	times    translate.Histogram // guarded by Device.mu
+	heat     translate.HeatMap   // where they were answered; guarded by Device.mu
 }
 
 // served counts a fault that took so long; under Device.mu.
@@ -276,6 +277,9 @@ func resumeFault(c *cmd) error {
 	bit := uint32(servedGuest)
 	if r.Status != abi.StatusOK {
 		bit = servedGuestFail
+	}
+	if pa, ok := c.d.vm.Lookup(s.guest.miss.Key, s.guest.miss.VA); ok {
+		c.d.faults.heat.Add(pa)
 	}
 	c.d.faults.served(time.Duration(q.lane.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
 	q.lane.answer(&s.served, bit)

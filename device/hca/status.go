@@ -46,6 +46,8 @@ type FaultStatus struct {
 	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
 	Drains        uint64        `json:"drains"`           // since connected
 	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
+	// GuestHeat counts faults of the guest level by where the driver put the page.
+	GuestHeat translate.HeatMap `json:"-"`
 }
 
 // FaultQueue describes the faults of one level (PF-7).
@@ -202,7 +204,7 @@ func (d *Device) Describe() Status {
 
 // faultStatus is called under mu.
 func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
-	f := FaultStatus{Invalidations: d.invalidations.Load()}
+	f := FaultStatus{Invalidations: d.invalidations.Load(), GuestHeat: d.faults.heat}
 	for _, l := range d.lanes {
 		l.loop.Do(func() { f.Parked += l.parked })
 	}

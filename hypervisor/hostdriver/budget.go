@@ -50,6 +50,7 @@ type counters struct {
 	evictions, refaults, withdrawals, discarded uint64
 	faults, failed                              uint64 // of drivers that are closed
 	longest                                     time.Duration
+	heat                                        translate.HeatMap
 	unlocked                                    string // why some memory is not locked
 }
 

@@ -33,6 +33,7 @@ func (d *Driver) pageIn(m translate.Miss) error {
 	if r == nil {
 		return translate.Miss{Kind: translate.BadAddress, Where: m.Where, Len: m.Len}.Err()
 	}
+	d.opts.Budget.faultAt(m.PA)
 	around := uint64(maxAround)
 	if limit := d.opts.Budget.limit; limit != 0 {
 		around = min(around, limit/16)

@@ -1,6 +1,9 @@
 package hostdriver
 
 import (
+	"cmp"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -28,6 +31,16 @@ type Status struct {
 
 	// Of the faults of sockets that are connected, from raising to service.
 	FaultTime translate.Histogram `json:"fault_time"`
+
+	Heat translate.HeatMap `json:"-"` // where faults were raised
+	// Areas of guest memory, by address; of sockets that are connected.
+	Areas []Area `json:"-"`
+}
+
+// Area is a contiguous piece of guest memory, as the guest's physical addresses go.
+type Area struct {
+	GuestPA uint64 `json:"guest_pa"`
+	Size    uint64 `json:"bytes"`
 }
 
 // Status returns the figures of the VM; the fault times are this driver's.
@@ -39,13 +52,42 @@ func (d *Driver) Status() Status {
 
 // Status returns the figures of the VM.
 func (b *Budget) Status() Status {
+	s, drivers := b.status()
+	for _, d := range drivers {
+		s.Areas = append(s.Areas, d.areas()...)
+	}
+	s.Areas = joined(s.Areas)
+	return s
+}
+
+func (d *Driver) areas() (out []Area) {
+	for _, s := range d.Slots() {
+		out = append(out, Area{s.GuestPA, s.Size})
+	}
+	return out
+}
+
+// joined sorts areas, and makes one of those that touch or overlap: the sockets of a VM share its memory.
+func joined(in []Area) (out []Area) {
+	slices.SortFunc(in, func(a, b Area) int { return cmp.Compare(a.GuestPA, b.GuestPA) })
+	for _, a := range in {
+		if n := len(out) - 1; n >= 0 && a.GuestPA <= out[n].GuestPA+out[n].Size {
+			out[n].Size = max(out[n].Size, a.GuestPA+a.Size-out[n].GuestPA)
+			continue
+		}
+		out = append(out, a)
+	}
+	return out
+}
+
+func (b *Budget) status() (Status, []*Driver) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	c := b.counters
 	s := Status{
 		Budget: b.limit, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
 		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded, Unlocked: c.unlocked,
-		HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest,
+		HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest, Heat: c.heat,
 	}
 	for d := range b.drivers {
 		f := d.space.Faults().Stats()
@@ -54,7 +96,14 @@ func (b *Budget) Status() Status {
 		s.LongestDrain = max(s.LongestDrain, d.space.Epochs().Stats().Longest)
 		s.FaultTime.Merge(&f.Time)
 	}
-	return s
+	return s, slices.Collect(maps.Keys(b.drivers))
+}
+
+// faultAt notes where a fault was raised, an address in a slot.
+func (b *Budget) faultAt(pa translate.PA) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.counters.heat.Add(pa)
 }
 
 func (b *Budget) join(d *Driver) {

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -67,6 +68,9 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := d.picture(ctx); err != nil {
+		return err
+	}
 	step("the same over SoftRoCE (rxe) in the same VMs")
 	for _, m := range d.vms {
 		if _, err := m.Run(ctx, "rmmod vnicd"); err != nil {
@@ -109,6 +113,7 @@ vms:
   - name: %s
     network: blue
     mac: "%s"
+monitoring: {page: true}
 `, local, peer, vm, mac)
 	}
 	return errors.Join(
@@ -191,6 +196,26 @@ func (d *demo) programs(ctx context.Context, device string) (r result, err error
 		}
 	}
 	return r, nil
+}
+
+// picture writes what the web page of h1 looks like, if there is a browser.
+func (d *demo) picture(ctx context.Context) error {
+	if _, err := harness.FindBrowser(); err != nil {
+		step("no picture of the web page: %v", err)
+		return nil
+	}
+	b, err := harness.NewBrowser(ctx, d.a.NS)
+	if err != nil {
+		return err
+	}
+	defer b.Close()
+	file := filepath.Join(d.Root, "build", "page.png")
+	if err := errors.Join(b.Window(ctx, 1280, 900, false), b.Open(ctx, "http://127.0.0.1:9469/#vm=vm1"),
+		b.Wait(ctx, `document.querySelector("#detail").offsetHeight > 0 && document.querySelector("#memory svg")`), b.Screenshot(ctx, file)); err != nil {
+		return err
+	}
+	fmt.Fprintf(&d.summary, "the web page of h1 (http://127.0.0.1:9469/ there)\n    %s\n", file)
+	return nil
 }
 
 // healthy fails the demo if a guest's kernel complained.

@@ -78,72 +78,15 @@ func (a *app) top(ctx context.Context, client *daemon.Client, every time.Duratio
 	return nil
 }
 
-// load is what one VM did between two views.
-type load struct {
-	vm                    *daemon.VMStatus
-	rdmaIn, rdmaOut       uint64 // bytes, copies between VMs of this host included
-	ethIn, ethOut         uint64 // bytes at its port, from the VM's point of view
-	faults, again, missed uint64
+// loads compares two views, the busiest VM first.
+func loads(before, now *daemon.Status) []daemon.Load {
+	out := daemon.Loads(before, now)
+	slices.SortStableFunc(out, func(a, b daemon.Load) int { return cmp.Compare(traffic(&b), traffic(&a)) })
+	return out
 }
 
-// loads compares two views; a VM that is new, or whose counters began anew, counts from 0.
-func loads(before, now *daemon.Status) []load {
-	ports := func(s *daemon.Status) map[string][3]uint64 {
-		m := map[string][3]uint64{}
-		for _, n := range s.Networks {
-			for _, p := range n.Ports {
-				if p.Kind != "vm" {
-					continue
-				}
-				var drops uint64
-				for _, d := range p.Drops {
-					drops += d
-				}
-				m[p.Name] = [3]uint64{p.InBytes, p.OutBytes, drops}
-			}
-		}
-		return m
-	}
-	since := func(a, b uint64) uint64 {
-		if b < a {
-			return b
-		}
-		return b - a
-	}
-	old := map[string]*daemon.VMStatus{}
-	for i := range before.VMs {
-		old[before.VMs[i].Name] = &before.VMs[i]
-	}
-	was, is := ports(before), ports(now)
-	var out []load
-	for i := range now.VMs {
-		v := &now.VMs[i]
-		o := old[v.Name]
-		if o == nil {
-			o = &daemon.VMStatus{}
-		}
-		stat := func(names ...string) (n uint64) {
-			for _, name := range names {
-				n += since(o.HCA.Stats[name], v.HCA.Stats[name])
-			}
-			return n
-		}
-		var refused uint64
-		for reason, n := range v.HCA.Drops {
-			refused += since(o.HCA.Drops[reason], n)
-		}
-		p, q := was[v.Name], is[v.Name]
-		out = append(out, load{
-			vm: v, rdmaIn: stat("rx_bytes"), rdmaOut: stat("tx_bytes", "local_bytes"),
-			ethIn: since(p[1], q[1]), ethOut: since(p[0], q[0]),
-			faults: stat("guest_faults") + since(o.Memory.HostFaults, v.Memory.HostFaults),
-			again:  stat("retransmits"), missed: since(p[2], q[2]) + refused,
-		})
-	}
-	slices.SortStableFunc(out, func(a, b load) int {
-		return cmp.Compare(b.rdmaIn+b.rdmaOut+b.ethIn+b.ethOut, a.rdmaIn+a.rdmaOut+a.ethIn+a.ethOut)
-	})
-	return out
+func traffic(l *daemon.Load) uint64 {
+	return l.RDMAInBytes + l.RDMAOutBytes + l.EthInBytes + l.EthOutBytes
 }
 
 func showTop(w io.Writer, before, now *daemon.Status) {
@@ -157,10 +100,10 @@ func showTop(w io.Writer, before, now *daemon.Status) {
 	t := table(w)
 	fmt.Fprintln(t, "VM\tNET\tHCA\tQPs\tRDMA in B/s\tout B/s\tETH in B/s\tout B/s\tFAULTS/s\tparked\tAGAIN/s\tDROPS/s\tRESIDENT")
 	for _, l := range loads(before, now) {
-		v := l.vm
+		v := l.VM
 		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", v.Name, state(v.Net.Connected, v.Net.Up()), state(v.HCA.Connected, v.HCA.Up),
-			len(v.HCA.QPs), rate(l.rdmaIn), rate(l.rdmaOut), rate(l.ethIn), rate(l.ethOut), rate(l.faults), v.HCA.Faults.Parked,
-			rate(l.again), rate(l.missed), mib(v.Memory.Resident))
+			len(v.HCA.QPs), rate(l.RDMAInBytes), rate(l.RDMAOutBytes), rate(l.EthInBytes), rate(l.EthOutBytes), rate(l.GuestFaults+l.HostFaults), v.HCA.Faults.Parked,
+			rate(l.Resent), rate(l.Dropped()), mib(v.Memory.Resident))
 	}
 	t.Flush()
 }

@@ -18,7 +18,7 @@ func TestTop(t *testing.T) {
 			n    uint64
 		}{{"idle", idle}, {"busy", busy}} {
 			s.VMs = append(s.VMs, daemon.VMStatus{Name: v.name, HCA: hca.Status{
-				Stats: map[string]uint64{"rx_bytes": v.n, "tx_bytes": 2 * v.n, "local_bytes": v.n, "guest_faults": v.n / 1000, "retransmits": v.n / 2000},
+				Stats: map[string]uint64{"rx_bytes": v.n, "tx_bytes": 3 * v.n, "local_bytes": v.n, "guest_faults": v.n / 1000, "retransmits": v.n / 2000},
 				Drops: map[string]uint64{"icrc": v.n / 4000},
 			}})
 			s.Networks[0].Ports = append(s.Networks[0].Ports, lfe.PortStatus{Name: v.name, Kind: "vm", Totals: lfe.Totals{InBytes: 4 * v.n, OutBytes: 5 * v.n}})
@@ -40,7 +40,7 @@ func TestTop(t *testing.T) {
 		t.Errorf("the busiest comes first:\n%s", out.String())
 	}
 	// Counters that began anew count from 0.
-	if l := loads(view(10, 500, 1000), view(1, 200, 3000)); l[1].vm.Name != "idle" || l[1].rdmaIn != 200 {
+	if l := loads(view(10, 500, 1000), view(1, 200, 3000)); l[1].VM.Name != "idle" || l[1].RDMAInBytes != 200 {
 		t.Errorf("after a restart: %+v", l)
 	}
 	for v, want := range map[float64]string{0: "0", 1.25: "1.2", 42: "42", 999.4: "999", 999.6: "1.0", 1500: "1.5k", 123456789: "123M", 5e12: "5T"} {

@@ -34,6 +34,7 @@ const (
 	maxQPs            = 65535
 	maxMRs            = 1 << 20
 	DefaultBuffers    = 8192
+	DefaultMonitoring = "127.0.0.1:9469" // with the page; without it nothing is served unless asked for
 )
 
 // Config is one host's configuration.
@@ -76,6 +77,8 @@ type Monitoring struct {
 	Listen string
 	// PProf serves Go's profiles too.
 	PProf bool
+	// Page serves the web page too.
+	Page bool
 }
 
 // VTEP is this host's end of the VXLAN tunnels (RFC 7348).

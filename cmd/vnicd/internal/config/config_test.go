@@ -87,6 +87,7 @@ func TestParseMistakes(t *testing.T) {
 		{"log", "log-level: loud", "log-level must be trace, debug"},
 		{"monitoring", "monitoring: {listen: 9469}", "x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},
 		{"monitoring port", "monitoring: {listen: \"localhost:0\"}", "monitoring listen must be HOST:PORT"},
+		{"monitoring page", "monitoring: {page: perhaps}", "x.yaml:1: monitoring page must be"},
 		{"monitoring nowhere", "monitoring: {pprof: true}", "x.yaml:1: monitoring needs `listen`"},
 		{"monitoring path", "monitoring: {listen: /" + strings.Repeat("x", 120) + "}", "monitoring listen is 121 bytes long"},
 		{"relative", "run-dir: here", "run-dir must be an absolute path"},

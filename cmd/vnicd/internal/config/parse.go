@@ -305,8 +305,13 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 			m.Listen = s
 		},
 		"pprof": p.boolean("monitoring pprof", &m.PProf),
+		"page":  p.boolean("monitoring page", &m.Page),
 	})
-	if !seen["listen"] {
+	switch {
+	case seen["listen"]:
+	case m.Page:
+		m.Listen = DefaultMonitoring
+	default:
 		p.errs.add(n.Line, "monitoring needs `listen`, where to serve it")
 	}
 }

@@ -129,7 +129,7 @@ var (
 // statHelp explains the HCA's counters.
 var statHelp = [abi.NumStats]string{
 	abi.StatTxPackets:     "RoCE packets sent.",
-	abi.StatTxBytes:       "Bytes of payload sent by RDMA.",
+	abi.StatTxBytes:       "Bytes sent by RDMA: of whole frames, or of payload where that is copied to a VM of this host.",
 	abi.StatRxPackets:     "RoCE packets received.",
 	abi.StatRxBytes:       "Bytes of payload received by RDMA.",
 	abi.StatTxAcks:        "Acknowledgements sent.",

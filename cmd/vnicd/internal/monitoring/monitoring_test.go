@@ -253,16 +253,20 @@ type stage struct {
 	client http.Client
 }
 
-func newStage(t *testing.T, pprof bool) *stage {
+func newStage(t *testing.T, pprof bool) *stage { return makeStage(t, fmt.Sprintf("pprof: %v", pprof)) }
+
+func newPageStage(t *testing.T) *stage { return makeStage(t, "page: true") }
+
+func makeStage(t *testing.T, what string) *stage {
 	t.Helper()
 	dir := t.TempDir()
 	cfg, err := config.Parse("test", fmt.Appendf(nil, `
 run-dir: %s
 engines: 2
-monitoring: {listen: %s/mon, pprof: %v}
+monitoring: {listen: %s/mon, %s}
 networks: [{name: blue, vni: 100}]
 vms: [{name: one, network: blue, mac: "02:00:00:00:00:01", memory-budget: 64MiB}]
-`, dir, dir, pprof))
+`, dir, dir, what))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,11 +280,13 @@ vms: [{name: one, network: blue, mac: "02:00:00:00:00:01", memory-budget: 64MiB}
 		t.Fatal(err)
 	}
 	t.Cleanup(srv.Close)
-	s.client.Transport = &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) {
-		return net.Dial("unix", filepath.Join(dir, "mon"))
-	}}
+	s.client.Transport = unixTransport(filepath.Join(dir, "mon"))
 	s.traffic(filepath.Join(dir, "one.hca"))
 	return s
+}
+
+func unixTransport(path string) http.RoundTripper {
+	return &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", path) }}
 }
 
 // traffic has the VM write to itself, through pages that are absent at first.
@@ -324,7 +330,7 @@ func (s *stage) traffic(socket string) {
 
 func (s *stage) get(method, path string) (int, string) {
 	s.t.Helper()
-	req, err := http.NewRequest(method, "http://vnicd"+path, nil)
+	req, err := http.NewRequest(method, "http://localhost"+path, nil)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -420,7 +426,7 @@ func TestUnhealthy(t *testing.T) {
 	}
 	defer srv.Close()
 	s := &stage{t: t}
-	s.client.Transport = &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", path) }}
+	s.client.Transport = unixTransport(path)
 	if status, text := s.get("GET", "/healthz"); status != 503 || text != "no answer from engine 1\n" {
 		t.Errorf("%d %q", status, text)
 	}

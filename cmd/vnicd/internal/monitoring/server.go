@@ -4,6 +4,8 @@
 //	GET /metrics        the figures of `vnicd status`, and those of the process
 //	GET /healthz        200 "ok", or 503 with what is stuck
 //	GET /debug/pprof/   profiles, if switched on
+//	GET /               the web page, if switched on
+//	GET /v1/overview    its figures, as JSON
 package monitoring
 
 import (
@@ -39,12 +41,15 @@ type Source interface {
 	Status() *daemon.Status
 	// Healthy returns when all engines have answered, or with an error that names one that has not when ctx ended.
 	Healthy(ctx context.Context) error
+	// Connections lists the RDMA connections of all VMs, or of one.
+	Connections(vm string) ([]daemon.VMConnection, error)
 }
 
 // Server is a running server.
 type Server struct {
-	srv  *http.Server
-	done chan struct{}
+	srv     *http.Server
+	sampler *sampler // nil without the page
+	done    chan struct{}
 }
 
 // Serve listens where cfg says and serves until Close. Without an address it does nothing and returns nil, which may be closed.
@@ -56,12 +61,17 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 	if err != nil {
 		return nil, fmt.Errorf("monitoring: %w", err)
 	}
+	mux := handler(src, cfg.PProf, log)
 	s := &Server{
 		srv: &http.Server{
-			Handler: handler(src, cfg.PProf, log), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+			Handler: mux, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
 			WriteTimeout: writeTime, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10,
 		},
 		done: make(chan struct{}),
+	}
+	if cfg.Page {
+		s.sampler = startSampler(src)
+		servePage(mux, s.sampler, cfg.Listen)
 	}
 	go func() {
 		defer close(s.done)
@@ -69,7 +79,7 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 			log.Error("monitoring server failed", "error", err)
 		}
 	}()
-	log.Info("serving metrics", "listen", cfg.Listen, "pprof", cfg.PProf)
+	log.Info("serving metrics", "listen", cfg.Listen, "pprof", cfg.PProf, "page", cfg.Page)
 	return s, nil
 }
 
@@ -84,6 +94,9 @@ func (s *Server) Close() {
 		_ = s.srv.Close()
 	}
 	<-s.done
+	if s.sampler != nil {
+		s.sampler.close()
+	}
 }
 
 func listen(where string) (net.Listener, error) {
@@ -99,7 +112,7 @@ func registry(status func() *daemon.Status) *prometheus.Registry {
 	return r
 }
 
-func handler(src Source, profiles bool, log hclog.Logger) http.Handler {
+func handler(src Source, profiles bool, log hclog.Logger) *http.ServeMux {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry(src.Status), promhttp.HandlerOpts{
 		ErrorLog: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn}), MaxRequestsInFlight: scrapes, Timeout: scrapeTime,

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -223,21 +222,34 @@ func strip(m *daemon.VMStatus) []uint64 {
 	return out
 }
 
+// newDetail returns nil while a command of the guest keeps what it asks for: the reader has the former figures.
 func newDetail(m *daemon.VMStatus) *vmDetail {
-	level := func(h *translate.HeatMap, q *hca.FaultQueue) levelView {
-		l := levelView{CellBytes: h.CellSize(), BasePA: uint64(h.Base), Cells: []uint64{}, Waiting: q.Waiting, Median: int64(q.Median), P99: int64(q.P99), Max: int64(q.Max), Buckets: append([]uint64{}, q.Buckets...)}
-		for _, n := range q.Buckets {
-			l.Count += n
-		}
-		n := len(h.Cells)
-		for n > 0 && h.Cells[n-1] == 0 {
-			n--
-		}
-		l.Cells = append(l.Cells, h.Cells[:n]...)
-		return l
+	if m.HCA.Busy {
+		return nil
 	}
-	return &vmDetail{
+	g, f := &m.HCA.Faults.Guest, &m.Memory.FaultTime
+	d := &vmDetail{
 		Name: m.Name, Areas: append([]hostdriver.Area{}, m.Memory.Areas...),
-		Guest: level(&m.HCA.Faults.GuestHeat, &m.HCA.Faults.Guest), Host: level(&m.Memory.Heat, &m.HCA.Faults.Host),
+		Guest: levelView{Waiting: g.Waiting, Median: int64(g.Median), P99: int64(g.P99), Max: int64(g.Max), Buckets: append([]uint64{}, g.Buckets...)},
+		Host: levelView{Waiting: m.HCA.Faults.Host.Waiting, Median: int64(f.Quantile(0.5)), P99: int64(f.Quantile(0.99)), Max: int64(f.Max),
+			Buckets: append([]uint64{}, withoutEnd(f.Buckets[:])...)},
 	}
+	d.Guest.heat(&m.HCA.Faults.GuestHeat)
+	d.Host.heat(&m.Memory.Heat)
+	return d
+}
+
+func (l *levelView) heat(h *translate.HeatMap) {
+	l.CellBytes, l.BasePA, l.Cells = h.CellSize(), uint64(h.Base), append([]uint64{}, withoutEnd(h.Cells[:])...)
+	for _, n := range l.Buckets {
+		l.Count += n
+	}
+}
+
+// withoutEnd leaves out zeros at the end.
+func withoutEnd(n []uint64) []uint64 {
+	for len(n) > 0 && n[len(n)-1] == 0 {
+		n = n[:len(n)-1]
+	}
+	return n
 }

@@ -57,8 +57,9 @@ func lines(what, shell string) (found []string) {
 	return found
 }
 
-// testTimeout bounds one top-level test under TCG on a busy machine.
-const testTimeout = 25 * time.Minute
+// testTimeout bounds one top-level test under TCG on a busy machine; those that stress
+// page faults take many times -odp.duration.
+func testTimeout() time.Duration { return 25*time.Minute + 60**odpDuration }
 
 func newLab(t *testing.T) (*lab.Lab, context.Context) {
 	t.Helper()
@@ -73,7 +74,7 @@ func newLabWithoutModule(t *testing.T) (*lab.Lab, context.Context) {
 
 func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), testTimeout())
 	t.Cleanup(cancel)
 	l, err := lab.New(ctx, os.Stderr, module)
 	if err != nil {

@@ -40,7 +40,7 @@ func TestODPOversubscribed(t *testing.T) {
 	// so there the guests get on with less.
 	all := ""
 	if thorough() {
-		all = " -C"
+		all = " -C -s 262144" // what is absent costs by the message
 	} else {
 		for _, m := range w.vms {
 			run(ctx, t, m, `a=$(awk '/MemAvailable/ {print int($2/1024)}' /proc/meminfo); echo $(((a - 80) / 2)) >/proc/sys/vm/nr_hugepages`)

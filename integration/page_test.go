@@ -66,7 +66,7 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 	out := make(chan error, 1)
 	go func() {
 		defer close(out)
-		ctx, cancel := context.WithTimeout(context.Background(), testTimeout)
+		ctx, cancel := context.WithTimeout(context.Background(), testTimeout())
 		defer cancel()
 		wcs := make([]abi.WC, 1)
 		for i := 0; ; i++ {

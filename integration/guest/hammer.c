@@ -58,6 +58,7 @@ struct hammer {
 	struct job { uint32_t chunk, answer, next, pending; bool active, write; } job;
 
 	bool claimed;		/* the owner has a chunk in its hands, from WILD to THAW */
+	bool sweeping;		/* time is over: only what is left of the sweep */
 	bool ending, done;
 	unsigned long long writes, reads, atomics, written, read, reconnects, loose;
 	struct pulse pulse;
@@ -241,6 +242,8 @@ static bool choose(struct hammer *h, struct op *o)
 	}
 	if (h->ending)
 		return false;
+	if (h->sweeping)
+		return sweep(h, o);
 	if (opt.atomics && !(h->to.chaos & CHAOS_HOLE) && !below(&h->random, 8)) {
 		/* One at a time per counter. */
 		uint32_t c = below(&h->random, COUNTERS);
@@ -496,8 +499,10 @@ void *hammer_run(void *arg)
 				     atomic(o) ? "atomic" : o->kind == IBV_WR_RDMA_READ ? "READ" : "WRITE", o->count, o->first,
 				     (unsigned long long)o->first * SECTOR, o->qp, opt.patience);
 		}
-		if (now_ms() > end && (!opt.cover || h->next_read == h->cells))
-			h->ending = true;
+		if (now_ms() > end) {
+			h->sweeping = opt.cover;
+			h->ending = !opt.cover || h->next_read == h->cells;
+		}
 		if (h->ending && !busy && !h->claimed)
 			break;
 		if (now_ms() > last + 2000) {

@@ -59,7 +59,7 @@ test-ways: deps ## the data path's tests with one engine and two, polling and no
 	@.ci/ways $(or $(WAYS),native)
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
-	@.ci/deps ucx_perftest=ucx-utils dpdk-testpmd=dpdk-dev
+	@.ci/deps ucx_perftest=ucx-utils
 	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME)
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house

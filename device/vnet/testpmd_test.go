@@ -40,7 +40,7 @@ const testpmdPrompt = "testpmd> "
 func newTestpmd(t *testing.T, vms [2]*vm, dev string, opts ...string) *testpmd {
 	t.Helper()
 	if _, err := exec.LookPath("dpdk-testpmd"); err != nil {
-		t.Fatal("this test needs dpdk-testpmd: apt-get install dpdk")
+		t.Fatal("this test needs dpdk-testpmd: apt-get install dpdk-dev")
 	}
 	// It writes prompts at once and the rest when a buffer is full, unless told otherwise.
 	// Threads that no core is reserved for, so that several can run at a time.

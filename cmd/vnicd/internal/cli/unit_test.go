@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -68,8 +69,13 @@ func TestUnitCapabilities(t *testing.T) {
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
 		t.Fatal(err)
 	}
+	// As udev has it on hosts with systemd; where nobody set it up, in a namespace of the test's own.
+	tun := filepath.Join(dir, "tun")
+	if err := errors.Join(unix.Mknod(tun, unix.S_IFCHR, int(unix.Mkdev(10, 200))), os.Chmod(tun, 0o666)); err != nil {
+		t.Fatal(err)
+	}
 	command := func(ctx context.Context, caps string) *exec.Cmd {
-		c := exec.CommandContext(ctx, "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups", "--no-new-privs",
+		c := exec.CommandContext(ctx, "unshare", "--mount", "sh", "-c", "mount --bind "+tun+` /dev/net/tun && exec "$@"`, "sh", "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups", "--no-new-privs",
 			"--bounding-set", "-all"+caps, "--inh-caps", "-all"+caps, "--ambient-caps", "-all"+caps, binary, "-c", config, "run")
 		c.Env = append(os.Environ(), asVNICD+"=1")
 		return c
@@ -87,7 +93,14 @@ func TestUnitCapabilities(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Process.Kill()
-	nstest.Eventually(t, "the daemon is ready", func() bool { return strings.Contains(log.String(), "ready") || ctx.Err() != nil })
+	ended := make(chan error, 1)
+	go func() { ended <- c.Wait() }()
+	nstest.Eventually(t, "the daemon is ready", func() bool {
+		if len(ended) > 0 {
+			t.Fatalf("the daemon ended with %v: %s", <-ended, log.String())
+		}
+		return strings.Contains(log.String(), "ready")
+	})
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.Process.Pid))
 	if err != nil {
 		t.Fatal(err)
@@ -106,7 +119,7 @@ func TestUnitCapabilities(t *testing.T) {
 	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Wait(); err != nil {
+	if err := <-ended; err != nil {
 		t.Errorf("the daemon ended with %v: %s", err, log.String())
 	}
 }

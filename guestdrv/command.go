@@ -2,11 +2,8 @@ package guestdrv
 
 import (
 	"fmt"
-	"os"
 	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/vhostuser/frontend"
@@ -16,43 +13,17 @@ import (
 // sharedQueue is a virtqueue that several goroutines use, one of which waits for
 // what the device returns.
 type sharedQueue struct {
-	// call is a duplicate of the queue's eventfd, so that waiting needs no mu.
-	call *os.File
-
 	mu sync.Mutex
-	q  *frontend.Queue // guarded by mu
+	q  *frontend.Queue // guarded by mu, but for Await
 }
 
-func newSharedQueue(q *frontend.Queue) (*sharedQueue, error) {
-	fd, err := unix.FcntlInt(uintptr(q.CallFD()), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("duplicating the eventfd of queue %d: %w", q.Index(), err)
-	}
-	return &sharedQueue{call: os.NewFile(uintptr(fd), "call"), q: q}, nil
-}
-
-// close ends wait. The queue itself belongs to the front end.
-func (s *sharedQueue) close() {
-	if s != nil {
-		_ = s.call.Close()
-	}
-}
-
-// wait returns true when the device has returned something, false once s was closed.
+// wait returns true when the device has returned something, false once the front end was closed.
 func (s *sharedQueue) wait() bool {
-	var b [8]byte
-	for {
+	return s.q.Await(func() bool {
 		s.mu.Lock()
-		s.q.EnableCall(true)
-		pending := s.q.Pending()
-		s.mu.Unlock()
-		if pending {
-			return true
-		}
-		if _, err := s.call.Read(b[:]); err != nil {
-			return false
-		}
-	}
+		defer s.mu.Unlock()
+		return s.q.Returned()
+	})
 }
 
 // get is Queue.Get.
@@ -66,7 +37,7 @@ func (s *sharedQueue) get() (token uint64, n uint32, ok bool, err error) {
 // response buffer of its own. The device begins them in the order of submission
 // and answers in any. A goroutine waits for answers.
 type commander struct {
-	*sharedQueue
+	sharedQueue
 	d     *Device
 	slots chan *cmdSlot // free ones
 	pairs chan struct{} // those who hold a slot and may want another
@@ -92,7 +63,7 @@ type encoder interface{ Encode([]byte) }
 type decoder interface{ Decode([]byte) error }
 
 func newCommander(d *Device) (*commander, error) {
-	c := &commander{d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
+	c := &commander{sharedQueue: sharedQueue{q: d.fe.Queue(abi.CommandQueue)}, d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
 	for i := range cmdSlots {
 		s := &cmdSlot{n: i, done: make(chan uint32, 1)}
 		var err error
@@ -104,10 +75,6 @@ func newCommander(d *Device) (*commander, error) {
 		}
 		c.all[i] = s
 		c.slots <- s
-	}
-	var err error
-	if c.sharedQueue, err = newSharedQueue(d.fe.Queue(abi.CommandQueue)); err != nil {
-		return nil, err
 	}
 	d.wg.Go(c.run)
 	return c, nil

@@ -159,12 +159,6 @@ func (d *Device) Close() error {
 		if d.fe != nil {
 			err = d.fe.Close()
 		}
-		if d.cmds != nil {
-			d.cmds.close()
-		}
-		if d.async != nil {
-			d.async.close()
-		}
 		d.wg.Wait()
 		<-idle
 		if d.mem != nil {

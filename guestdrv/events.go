@@ -15,7 +15,7 @@ import (
 // keep their buffers until NextEvent fetches them: with queueSize of them the
 // device has none left and keeps further events, faults included. None is lost.
 type asyncEvents struct {
-	*sharedQueue
+	sharedQueue
 	d    *Device
 	bufs *Buffer
 
@@ -30,17 +30,13 @@ type keptEvent struct {
 }
 
 func newAsyncEvents(d *Device) (*asyncEvents, error) {
-	a := &asyncEvents{d: d, ready: make(chan struct{}, 1)}
+	a := &asyncEvents{sharedQueue: sharedQueue{q: d.fe.Queue(abi.EventQueue)}, d: d, ready: make(chan struct{}, 1)}
 	var err error
 	if a.bufs, err = d.mem.alloc(abi.SizeEvent*queueSize, pageSize); err != nil {
 		return nil, err
 	}
-	if a.sharedQueue, err = newSharedQueue(d.fe.Queue(abi.EventQueue)); err != nil {
-		return nil, err
-	}
 	for i := range uint64(queueSize) {
 		if err := a.give(i); err != nil {
-			a.close()
 			return nil, err
 		}
 	}
@@ -166,7 +162,7 @@ func (d *Device) completionQueue(index int) error {
 	}
 	q.Kick()
 	d.wg.Go(func() {
-		for q.Wait(d.ctx) == nil {
+		for q.Await(q.Returned) {
 			i, n, ok, err := q.Get()
 			if err == nil && !ok {
 				continue

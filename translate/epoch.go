@@ -27,7 +27,8 @@ import (
 // it then also waits for readers that came after it, once.
 type Epochs struct {
 	current atomic.Uint64 // read by every Enter, written by flips only
-	_       [120]byte
+	wanted  atomic.Uint32 // bit i: signal when ring counter i falls to zero; read by every Leave
+	_       [116]byte
 
 	slots [epochSlots]epochSlot
 
@@ -35,6 +36,8 @@ type Epochs struct {
 	drains []*Drain   // not done yet, oldest first
 	namer  func(slot int) string
 	stats  EpochStats
+
+	signal atomic.Pointer[func()]
 }
 
 // EpochStats counts releases.
@@ -70,8 +73,13 @@ func (e *Epochs) Enter(slot int) Token {
 
 // Leave counts the batch out. It panics when there was no matching Enter.
 func (e *Epochs) Leave(slot int, t Token) {
-	if e.slots[uint(slot)%epochSlots].n[t%epochRing].Add(-1) < 0 {
+	switch n := e.slots[uint(slot)%epochSlots].n[t%epochRing].Add(-1); {
+	case n < 0:
 		panic("translate: Epochs.Leave without Enter")
+	case n == 0 && e.wanted.Load()&(1<<(t%epochRing)) != 0:
+		if f := e.signal.Load(); e.wanted.Swap(0) != 0 && f != nil {
+			(*f)()
+		}
 	}
 }
 
@@ -134,6 +142,35 @@ func (d *Drain) Done() bool {
 	}
 	return d.done
 }
+
+// DoneOrSignal is Done; if it is false, what SetSignal named is called when readers
+// have left for whom the release waits, and DoneOrSignal is to be called again then.
+func (d *Drain) DoneOrSignal() bool {
+	e := d.e
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if d.done {
+		return true
+	}
+	e.advanceLocked()
+	var want uint8
+	if !d.flipped {
+		want = 1 << ((e.current.Load() + 1) % epochRing) // it has to be empty first
+	}
+	for _, w := range d.waiting {
+		want |= w
+	}
+	if !d.done {
+		// Whoever leaves from here on sees the bits, and who has left is seen by us.
+		e.wanted.Or(uint32(want))
+		e.advanceLocked()
+	}
+	return d.done
+}
+
+// SetSignal names the function for DoneOrSignal, in place of any before it. It is
+// called by whoever leaves, so it must not block.
+func (e *Epochs) SetSignal(f func()) { e.signal.Store(&f) }
 
 // advanceLocked looks at every counter once, on behalf of all releases, and
 // flips for those that still need it. A counter that readers are about to be

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -308,4 +309,102 @@ func TestEpochsConcurrent(t *testing.T) {
 	writers.Wait()
 	stop.Store(true)
 	readers.Wait()
+}
+
+// Who looks at releases only when it hears of readers that left misses none (EP-3), also
+// while more epochs are held than the ring has counters.
+func TestEpochsSignal(t *testing.T) {
+	for seed := range uint64(200) {
+		rng := rand.New(rand.NewPCG(seed, 2))
+		var e Epochs
+		heard := false
+		e.SetSignal(func() { heard = true })
+		type reader struct {
+			slot int
+			tok  Token
+		}
+		var readers []reader
+		var waiting []*Drain
+		leave := func(i int) {
+			r := readers[i]
+			readers = append(readers[:i], readers[i+1:]...)
+			e.Leave(r.slot, r.tok)
+		}
+		sweep := func() {
+			for heard {
+				heard = false
+				waiting = slices.DeleteFunc(waiting, (*Drain).DoneOrSignal)
+			}
+		}
+		for range 300 {
+			switch k := rng.IntN(5); {
+			case k < 2:
+				r := reader{slot: rng.IntN(20)}
+				r.tok = e.Enter(r.slot)
+				readers = append(readers, r)
+			case k < 4 && len(readers) > 0:
+				leave(rng.IntN(len(readers)))
+			case k == 4:
+				if d := e.Flip(); !d.DoneOrSignal() {
+					waiting = append(waiting, d)
+				}
+			}
+			sweep()
+			if len(readers) == 0 && len(waiting) > 0 {
+				t.Fatalf("seed %d: %d releases wait for nobody and do not know", seed, len(waiting))
+			}
+		}
+		for len(readers) > 0 {
+			leave(0)
+			sweep()
+		}
+		if len(waiting) > 0 {
+			t.Fatalf("seed %d: %d releases wait for nobody and do not know", seed, len(waiting))
+		}
+	}
+}
+
+// The same with the last reader on another thread, who leaves just when the release is
+// looked at: the look and the signal do not miss each other.
+func TestEpochsSignalConcurrent(t *testing.T) {
+	var e Epochs
+	signals := make(chan struct{}, 1)
+	e.SetSignal(func() {
+		select {
+		case signals <- struct{}{}:
+		default:
+		}
+	})
+	const rounds = 20000
+	var inside, out atomic.Int64
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer out.Store(rounds)
+	wg.Go(func() {
+		for i := range int64(rounds) {
+			tok := e.Enter(3)
+			inside.Store(i + 1)
+			for out.Load() <= i {
+				runtime.Gosched()
+			}
+			for j := int64(0); j < i%200; j++ {
+				_ = out.Load()
+			}
+			e.Leave(3, tok)
+		}
+	})
+	for i := range int64(rounds) {
+		for inside.Load() <= i {
+			runtime.Gosched()
+		}
+		d := e.Flip()
+		out.Store(i + 1)
+		for !d.DoneOrSignal() {
+			select {
+			case <-signals:
+			case <-time.After(time.Minute):
+				t.Fatalf("round %d: the last has left and did not say so", i)
+			}
+		}
+	}
 }

@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -23,10 +23,8 @@ import (
 const (
 	// maxJobs bounds the commands that were taken and not answered.
 	maxJobs = 64
-	// A batch on a loop lasts microseconds: a release is looked at so many times
-	// at once, then every drainPoll at first, less and less often, down to pollQueue.
+	// A batch on a loop lasts microseconds: a release is looked at so many times at once.
 	drainSpins = 32
-	drainPoll  = 5 * time.Microsecond
 	// drainPatience is when a release is first complained of.
 	drainPatience = time.Second
 	// pollQueue is how often a queue is looked at whose driver does not kick.
@@ -50,7 +48,7 @@ type job struct {
 type commandLoop struct {
 	d      *Device
 	q      *virtq.Queue
-	stopFD int
+	wake   *eventfd.Waiter // kicks, and readers of guest memory for whom a release waits
 	cancel context.CancelFunc
 	done   chan struct{}
 
@@ -60,13 +58,19 @@ type commandLoop struct {
 }
 
 // startCommands starts the goroutine.
-func (d *Device) startCommands(q *virtq.Queue) (*commandLoop, error) {
-	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	if err != nil {
-		return nil, fmt.Errorf("hca: eventfd: %w", err)
+func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
+	c = &commandLoop{d: d, q: q, done: make(chan struct{}), req: make([]byte, abi.CmdMax)}
+	if q.KickFD() >= 0 {
+		c.wake, err = eventfd.Dup(q.KickFD())
+	} else {
+		c.wake, err = eventfd.New()
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	c := &commandLoop{d: d, q: q, stopFD: fd, cancel: cancel, done: make(chan struct{}), req: make([]byte, abi.CmdMax)}
+	if err != nil {
+		return nil, fmt.Errorf("hca: command queue: %w", err)
+	}
+	var ctx context.Context
+	ctx, c.cancel = context.WithCancel(context.Background())
+	q.Space().Epochs().SetSignal(c.wake.Signal)
 	go c.run(ctx)
 	return c, nil
 }
@@ -75,91 +79,63 @@ func (d *Device) startCommands(q *virtq.Queue) (*commandLoop, error) {
 // first.
 func (c *commandLoop) stop() {
 	c.cancel()
-	one := [8]byte{1}
-	_, _ = unix.Write(c.stopFD, one[:])
+	c.wake.Close()
 	<-c.done
-	unix.Close(c.stopFD)
 }
 
 func (c *commandLoop) run(ctx context.Context) {
 	defer close(c.done)
 	defer c.settle()
-	fds := []unix.PollFd{{Fd: int32(c.stopFD), Events: unix.POLLIN}, {Fd: int32(c.q.KickFD()), Events: unix.POLLIN}}
-	var kick [8]byte
-	pause := drainPoll
-	for ctx.Err() == nil {
-		served, err := c.serve(ctx)
-		answered := c.sweep()
-		if ctx.Err() != nil {
+	for {
+		err := c.wake.Wait(func() bool { return c.round(ctx) })
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			err = c.wake.SetDeadline(time.Time{})
+		}
+		if err != nil || ctx.Err() != nil {
 			return
-		}
-		timeout := time.Duration(-1)
-		full := len(c.waiting) == maxJobs
-		switch {
-		case err != nil && !virtq.IsRepairable(err):
-			c.d.log.Error("command queue broken; the device waits for a reset", "error", err)
-			fds[1].Fd = -1
-		case err != nil || fds[1].Fd < 0:
-			timeout = pollQueue
-		}
-		if len(c.waiting) > 0 {
-			if served || answered {
-				pause = drainPoll
-			}
-			timeout = pause
-			pause = min(2*pause, pollQueue/4)
-		} else if answered && err == nil {
-			continue // there may be more to take now
-		}
-		if err := pollFor(fds, full, timeout); err != nil {
-			c.d.log.Error("command queue: poll failed", "error", err)
-			return
-		}
-		switch re := fds[1].Revents; {
-		case re&unix.POLLIN != 0:
-			_, _ = unix.Read(c.q.KickFD(), kick[:])
-		case re != 0:
-			fds[1].Fd = -1 // hang-up or a bad descriptor would make poll spin
 		}
 	}
 }
 
-// pollFor waits for the descriptors, at most for timeout unless that is negative.
-// With full set, kicks are left for later.
-func pollFor(fds []unix.PollFd, full bool, timeout time.Duration) error {
-	n := len(fds)
-	if full {
-		n = 1
-		fds[1].Revents = 0
+// round executes and answers what it can, and sets a deadline for the next round
+// where no signal can be relied on. It returns true when the queue stops.
+func (c *commandLoop) round(ctx context.Context) (stopped bool) {
+	for ctx.Err() == nil {
+		err := c.serve(ctx)
+		if c.sweep() && err == nil {
+			continue // there may be more to take now
+		}
+		var again time.Duration
+		switch {
+		case err != nil && !virtq.IsRepairable(err):
+			c.d.log.Error("command queue broken; the device waits for a reset", "error", err)
+		case err != nil || c.q.KickFD() < 0:
+			again = pollQueue
+		case len(c.waiting) > 0:
+			again = drainPatience // to complain, if need be
+		}
+		if again > 0 {
+			_ = c.wake.SetDeadline(time.Now().Add(again))
+		}
+		return false
 	}
-	var ts *unix.Timespec
-	if timeout >= 0 {
-		t := unix.NsecToTimespec(int64(timeout))
-		ts = &t
-	}
-	if _, err := unix.Ppoll(fds[:n], ts, nil); err != nil && !errors.Is(err, unix.EINTR) {
-		return err
-	}
-	return nil
+	return true
 }
 
 // serve executes all commands that are there, as far as jobs last. Those that wait are
 // answered in between, for there may be commands without end.
-func (c *commandLoop) serve(ctx context.Context) (served bool, err error) {
+func (c *commandLoop) serve(ctx context.Context) error {
 	if c.q.Broken() != nil {
-		return false, nil
+		return nil
 	}
 	for ctx.Err() == nil && len(c.waiting) < maxJobs {
-		if c.sweep() {
-			served = true
-		}
+		c.sweep()
 		j := c.job()
 		n, ok, err := c.take(ctx, j)
 		if err != nil || !ok {
 			c.free = append(c.free, j)
-			return served, err
+			return err
 		}
-		served = true
 		j.n, j.drain = c.d.execute(ctx, c.req[:n], j.resp[:], j.chain.WritableLen())
 		if j.drain != nil && !drainSoon(j.drain) {
 			j.since, j.warn = time.Now(), drainPatience
@@ -167,10 +143,10 @@ func (c *commandLoop) serve(ctx context.Context) (served bool, err error) {
 			continue
 		}
 		if err := c.answer(j); err != nil {
-			return served, err
+			return err
 		}
 	}
-	return served, nil
+	return nil
 }
 
 func (c *commandLoop) job() *job {
@@ -196,7 +172,7 @@ func drainSoon(d *translate.Drain) bool {
 // sweep answers the commands whose release is through.
 func (c *commandLoop) sweep() (answered bool) {
 	c.waiting = slices.DeleteFunc(c.waiting, func(j *job) bool {
-		if !j.drain.Done() {
+		if !j.drain.DoneOrSignal() {
 			if t := time.Since(j.since); t >= j.warn {
 				j.warn *= 2
 				c.d.log.Warn("guest memory is still in use, its release waits", "since", t.Round(time.Millisecond), "held_by", j.drain.Held())

@@ -190,7 +190,7 @@ func (d *Device) StartQueue(i int) error {
 	if err != nil {
 		return err
 	}
-	if err := c.SetVringCall(i, q.callFD); err != nil {
+	if err := c.SetVringCall(i, q.CallFD()); err != nil {
 		return err
 	}
 	if err := c.SetVringKick(i, q.kickFD); err != nil {

@@ -5,12 +5,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -55,9 +55,8 @@ type Queue struct {
 	seen     uint16   // next used entry
 	flags    uint16   // avail.flags
 
-	kick, call *os.File
-	kickFD     int
-	callFD     int
+	kickFD int
+	call   *eventfd.Waiter
 }
 
 type chain struct {
@@ -69,7 +68,7 @@ type chain struct {
 const maxIndirect = 16
 
 func newQueue(m *Memory, index, size int, eventIdx, indirect bool) (q *Queue, err error) {
-	q = &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1, callFD: -1}
+	q = &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1}
 	dn, an, un := int(virtq.DescBytes(size)), int(virtq.AvailBytes(size)), int(virtq.UsedBytes(size))
 	aOff := dn
 	uOff := aOff + (an+2+3)&^3 // the word around used_event is ours alone
@@ -115,29 +114,22 @@ func newQueue(m *Memory, index, size int, eventIdx, indirect bool) (q *Queue, er
 	for i := range q.free {
 		q.free[i] = uint16(size - 1 - i)
 	}
-	if q.kick, q.kickFD, err = newEvent("kick"); err != nil {
-		return nil, err
+	// Whoever polls an eventfd hears of every read and write: the device's alone.
+	if q.kickFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return nil, fmt.Errorf("frontend: eventfd: %w", err)
 	}
-	if q.call, q.callFD, err = newEvent("call"); err != nil {
-		return nil, err
+	if q.call, err = eventfd.New(); err != nil {
+		return nil, fmt.Errorf("frontend: %w", err)
 	}
 	return q, nil
 }
 
-func newEvent(name string) (*os.File, int, error) {
-	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	if err != nil {
-		return nil, -1, fmt.Errorf("frontend: eventfd: %w", err)
-	}
-	return os.NewFile(uintptr(fd), name), fd, nil
-}
-
 func (q *Queue) close() {
-	if q.kick != nil {
-		_ = q.kick.Close()
+	if q.kickFD >= 0 {
+		_ = unix.Close(q.kickFD)
 	}
 	if q.call != nil {
-		_ = q.call.Close()
+		q.call.Close()
 	}
 	q.mem.Free(q.base, q.bytes)
 }
@@ -155,7 +147,7 @@ func (q *Queue) Rings() (desc, avail, used translate.PA) { return q.descPA, q.av
 func (q *Queue) KickFD() int { return q.kickFD }
 
 // CallFD is the eventfd that the device signals.
-func (q *Queue) CallFD() int { return q.callFD }
+func (q *Queue) CallFD() int { return q.call.FD() }
 
 func putDesc(b []byte, buf Buf, flags, next uint16) {
 	binary.LittleEndian.PutUint64(b[0:8], uint64(buf.PA))
@@ -314,33 +306,39 @@ func (q *Queue) EnableCall(on bool) {
 	q.aIdx.Store(le32(uint32(q.flags) | uint32(q.kicked)<<16))
 }
 
+// Await calls look, and calls it again after every signal of the device until it
+// returns true; then it returns true. It returns false once the queue is closed.
+// Unlike other methods it may run beside them: look takes the lock that they share.
+func (q *Queue) Await(look func() bool) bool { return q.call.Wait(look) == nil }
+
+// Returned is what to wait for with Await: EnableCall, and whether there is
+// something for Get already.
+func (q *Queue) Returned() bool {
+	q.EnableCall(true)
+	return q.Pending()
+}
+
 // Wait sleeps until the device has returned a chain or ctx ends.
 func (q *Queue) Wait(ctx context.Context) error {
-	woken := make(chan struct{})
+	ended := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
-		_ = q.call.SetReadDeadline(time.Unix(1, 0))
-		close(woken)
+		_ = q.call.SetDeadline(time.Unix(1, 0))
+		close(ended)
 	})
 	defer func() {
 		if !stop() {
-			<-woken
+			<-ended
+			_ = q.call.SetDeadline(time.Time{})
 		}
-		_ = q.call.SetReadDeadline(time.Time{})
 	}()
-	var b [8]byte
-	for {
-		q.EnableCall(true)
-		if q.Pending() {
-			return nil
-		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		if _, err := q.call.Read(b[:]); err != nil {
-			if cerr := ctx.Err(); cerr != nil {
-				return cerr
-			}
-			return fmt.Errorf("frontend: queue %d: waiting for the device: %w", q.index, err)
-		}
+	if q.Returned() {
+		return nil
 	}
+	if err := q.call.Wait(q.Returned); err != nil {
+		if cerr := ctx.Err(); cerr != nil {
+			return cerr
+		}
+		return fmt.Errorf("frontend: queue %d: waiting for the device: %w", q.index, err)
+	}
+	return nil
 }

@@ -1,0 +1,79 @@
+// Package eventfd has goroutines wait for eventfds in Go's network poller: who waits
+// holds neither a thread nor one of the scheduler's processors. A system call that
+// blocks holds both until the scheduler's monitor takes the processor away, which
+// costs several switches of threads each time, more than most waits are for.
+package eventfd
+
+import (
+	"encoding/binary"
+	"fmt"
+	"os"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Waiter waits for signals of an eventfd. One goroutine waits; anybody may set the
+// deadline or close it.
+//
+// The count is never read. The poller asks epoll for edges, of which there is one for
+// each write whatever the count is. Reading would make the eventfd writable, an edge,
+// too, which wakes a thread for nothing in every process that polls it this way.
+type Waiter struct {
+	fd int
+	f  *os.File
+	c  syscall.RawConn
+}
+
+// New makes an eventfd.
+func New() (*Waiter, error) {
+	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("eventfd: %w", err)
+	}
+	return open(fd)
+}
+
+// Dup makes a Waiter for a duplicate of fd, which is an eventfd that does not block.
+func Dup(fd int) (*Waiter, error) {
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("duplicating an eventfd: %w", err)
+	}
+	return open(dup)
+}
+
+func open(fd int) (*Waiter, error) {
+	w := &Waiter{fd: fd, f: os.NewFile(uintptr(fd), "eventfd")}
+	var err error
+	if w.c, err = w.f.SyscallConn(); err != nil {
+		_ = w.f.Close()
+		return nil, fmt.Errorf("eventfd: %w", err)
+	}
+	return w, nil
+}
+
+// FD is the descriptor; it stays the Waiter's.
+func (w *Waiter) FD() int { return w.fd }
+
+// Wait calls look, and calls it again after every signal until it returns true. A
+// signal that comes while look runs counts. Wait fails with os.ErrDeadlineExceeded, also
+// before the first look, and with another error once w is closed.
+func (w *Waiter) Wait(look func() bool) error {
+	return w.c.Read(func(uintptr) bool { return look() })
+}
+
+// Signal signals. It neither blocks nor allocates, and may be called at any time.
+func (w *Waiter) Signal() {
+	// EAGAIN means that the count is full, which takes 2^64 signals or malice.
+	_ = w.c.Write(func(fd uintptr) bool { _, _ = unix.Write(int(fd), one); return true })
+}
+
+var one = binary.NativeEndian.AppendUint64(nil, 1)
+
+// SetDeadline has Wait end at t; the zero time takes that back.
+func (w *Waiter) SetDeadline(t time.Time) error { return w.f.SetReadDeadline(t) }
+
+// Close ends Wait. It is idempotent.
+func (w *Waiter) Close() { _ = w.f.Close() }

@@ -1,0 +1,121 @@
+package eventfd
+
+import (
+	"errors"
+	"os"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func signal(t *testing.T, w *Waiter) {
+	t.Helper()
+	if _, err := unix.Write(w.FD(), []byte{1, 0, 0, 0, 0, 0, 0, 0}); err != nil {
+		t.Error(err)
+	}
+}
+
+func newWaiter(t *testing.T) *Waiter {
+	t.Helper()
+	w, err := New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(w.Close)
+	return w
+}
+
+// TestSignals: look runs at once, and after every signal, though the count is never
+// taken; signals that come while it runs are not lost. Waits follow each other.
+func TestSignals(t *testing.T) {
+	w := newWaiter(t)
+	for range 3 {
+		looks := 0
+		if err := w.Wait(func() bool {
+			looks++
+			if looks < 1000 {
+				signal(t, w)
+				return false
+			}
+			return true
+		}); err != nil || looks != 1000 {
+			t.Fatal(looks, err)
+		}
+	}
+	looks := make(chan struct{})
+	go func() {
+		for range looks {
+			signal(t, w)
+		}
+	}()
+	n := 0
+	if err := w.Wait(func() bool {
+		if n++; n == 1000 {
+			close(looks)
+			return true
+		}
+		looks <- struct{}{}
+		return false
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestDup: a duplicate hears the same signals, and lives on when the first is closed.
+func TestDup(t *testing.T) {
+	w := newWaiter(t)
+	d, err := Dup(w.FD())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	n := 0
+	if err := d.Wait(func() bool {
+		if n++; n == 1 {
+			signal(t, w)
+			w.Close()
+		}
+		return n == 2
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Dup(-1); err == nil {
+		t.Fatal("a descriptor that is none was taken")
+	}
+}
+
+// TestEnds: what ends a wait, before it begins, within look, and from outside.
+func TestEnds(t *testing.T) {
+	w := newWaiter(t)
+	never := func() bool { return false }
+	for range 2 {
+		if err := w.SetDeadline(time.Now().Add(-1)); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Wait(never); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal(err)
+		}
+	}
+	if err := w.SetDeadline(time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Wait(func() bool { return w.SetDeadline(time.Now().Add(time.Millisecond)) != nil }); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatal(err)
+	}
+	if err := w.SetDeadline(time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	looked := make(chan struct{}, 1)
+	go func() {
+		<-looked
+		w.Close()
+		w.Close()
+	}()
+	if err := w.Wait(func() bool { looked <- struct{}{}; return false }); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatal(err)
+	}
+	if err := w.Wait(never); err == nil {
+		t.Fatal("waited on what was closed")
+	}
+}

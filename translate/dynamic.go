@@ -159,6 +159,8 @@ type BindSpec struct {
 	Length uint64 // 0: type 1 only, unbinds
 }
 
+// windowRights are what a window can give. Programs ask for local write as well, which a
+// window, being no L_Key, neither gives nor takes (ibv_bind_mw; IBTA 10.6.7.2.2).
 const windowRights = RemoteWrite | RemoteRead | RemoteAtomic
 
 // Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a
@@ -166,7 +168,7 @@ const windowRights = RemoteWrite | RemoteRead | RemoteAtomic
 // window lies. A type 1 window may be bound already. The caller is inside, by slot.
 func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
 	d := vm.dynamic(sp.Window)
-	if d == nil || d.kind == FastRegion || d.pd != pd || sp.Access&^(windowRights|ZeroBased) != 0 {
+	if d == nil || d.kind == FastRegion || d.pd != pd || sp.Access&^(windowRights|LocalWrite|ZeroBased) != 0 {
 		return Refused
 	}
 	d.mu.Lock()

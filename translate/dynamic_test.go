@@ -210,14 +210,14 @@ func TestWindows(t *testing.T) {
 	for _, k := range []Kind{Window1, Window2} {
 		handle := mustKey(t, vm, k, pd, 0)
 		w := handle
-		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(), Access: RemoteWrite | RemoteRead, VA: 0x7000_0800, Length: 4096}
+		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(), Access: LocalWrite | RemoteWrite | RemoteRead, VA: 0x7000_0800, Length: 4096}
 		for what, f := range map[string]func(*BindSpec){
 			"an old key":                func(sp *BindSpec) { sp.Window++ },
 			"no such region":            func(sp *BindSpec) { sp.Region++ },
 			"before the region":         func(sp *BindSpec) { sp.VA = 0x7000_00ff },
 			"beyond the region":         func(sp *BindSpec) { sp.Length = 8000 },
 			"wraps around":              func(sp *BindSpec) { sp.Length = 1<<64 - 1 },
-			"local right":               func(sp *BindSpec) { sp.Access |= LocalWrite },
+			"another right":             func(sp *BindSpec) { sp.Access |= MWBind },
 			"region without bind":       func(sp *BindSpec) { sp.Region, sp.VA, sp.Length = noBind.LKey(), 0x7000_0000, 16 },
 			"write without local write": func(sp *BindSpec) { sp.Region, sp.VA, sp.Length = plain.LKey(), 0x7000_0000, 16 },
 			"a window as region":        func(sp *BindSpec) { sp.Region = w },

@@ -18,6 +18,12 @@
 #define VNICD_WC_IMM	BIT(1)
 #define VNICD_WC_INV	BIT(3)
 
+/*
+ * Entries of the smallest CQ, where the device allows as many. Hardware rounds up
+ * as well, and programs that ask for a single entry rely on it without knowing.
+ */
+#define VNICD_CQ_LEAST	31
+
 /* Events that a CQ's consumer can be owed. */
 #define VNICD_MAX_ARMED 65536
 
@@ -69,7 +75,7 @@ static u32 vnicd_cq_elems(struct vnicd_dev *vd, unsigned int cqe)
 {
 	if (!cqe || cqe > vd->lim.max_cqe)
 		return 0;
-	return roundup_pow_of_two(cqe + 1);
+	return roundup_pow_of_two(max_t(u32, cqe, min_t(u32, VNICD_CQ_LEAST, vd->lim.max_cqe)) + 1);
 }
 
 int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,

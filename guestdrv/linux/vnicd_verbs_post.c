@@ -271,6 +271,8 @@ int vnicd_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
 
 	/* No work requests come along: the process wrote them into the ring. */
 	if (qp->user) {
+		if (READ_ONCE(qp->state) < IB_QPS_RTS)
+			return -EINVAL;
 		vnicd_ring_doorbell(qp);
 		return 0;
 	}

@@ -95,6 +95,10 @@ func (w *badWorld) atomic(mr *guestdrv.MR, off uint64) *guestdrv.SendWR {
 	return &guestdrv.SendWR{Opcode: abi.WRAtomicFetchAndAdd, SGL: []abi.SGE{w.smr.SGE(0, 8)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey(), CompareAdd: 1}
 }
 
+func (w *badWorld) atomicWrite(mr *guestdrv.MR, off uint64, n int) *guestdrv.SendWR {
+	return &guestdrv.SendWR{Opcode: abi.WRAtomicWrite, SGL: []abi.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey()}
+}
+
 func send(sge ...abi.SGE) *guestdrv.SendWR { return &guestdrv.SendWR{Opcode: abi.WRSend, SGL: sge} }
 
 // refusedAccess: the responder finds a key, a right or bounds violated.
@@ -134,6 +138,8 @@ func (w *badWorld) reliable() []badRequest {
 		refusedAccess(badRequest{name: "read of another PD", ibta: "10.2.3", wr: w.read(w.foreign, 0, 100)}),
 		refusedAccess(badRequest{name: "atomic without right", ibta: "10.6.3", wr: w.atomic(w.readOnly, 0)}),
 		refusedAccess(badRequest{name: "atomic beyond the end", ibta: "9.7.4.1.5", wr: w.atomic(dmr, 8192)}),
+		refusedAccess(badRequest{name: "atomic write without right", ibta: "A19, 10.6.3", wr: w.atomicWrite(w.readOnly, 0, 8)}),
+		refusedAccess(badRequest{name: "atomic write beyond the end", ibta: "A19, 9.7.4.1.5", wr: w.atomicWrite(dmr, 8192, 8)}),
 		refusedInvalidation(badRequest{name: "invalidate an ordinary region of the peer", ibta: "10.6.5, 9.9.3", wr: &guestdrv.SendWR{Opcode: abi.WRSendWithInv, InvalidateKey: dmr.RKey()}, recv: []abi.SGE{}}),
 		refusedInvalidation(badRequest{name: "invalidate another domain's region of the peer", ibta: "10.6.5, 9.9.3", wr: &guestdrv.SendWR{Opcode: abi.WRSendWithInv, InvalidateKey: w.peerFast.Key()}, recv: []abi.SGE{}}),
 		refusedInvalidation(badRequest{name: "invalidate nothing of the peer", ibta: "10.6.5, 9.9.3", wr: &guestdrv.SendWR{Opcode: abi.WRSendWithInv, InvalidateKey: 0xfffff00}, recv: []abi.SGE{}}),
@@ -144,6 +150,8 @@ func (w *badWorld) reliable() []badRequest {
 		refusedRequest(badRequest{name: "read, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.read(dmr, 0, 100), access: abi.AccessRemoteWrite}),
 		refusedRequest(badRequest{name: "atomic, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.atomic(dmr, 0), access: abi.AccessRemoteWrite}),
 		refusedRequest(badRequest{name: "atomic unaligned", ibta: "9.4.5", wr: w.atomic(dmr, 4)}),
+		refusedRequest(badRequest{name: "atomic write, QP forbids", ibta: "A19, 11.2.5.2", wr: w.atomicWrite(dmr, 0, 8), access: abi.AccessRemoteAtomic}),
+		refusedRequest(badRequest{name: "atomic write unaligned", ibta: "A19", wr: w.atomicWrite(dmr, 4, 8)}),
 
 		// The peer's receive: NAK "invalid request" for its length, "remote operational error" for its memory.
 		{name: "receive buffer too short", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 5000)), recv: []abi.SGE{dmr.SGE(0, 4999)}, status: abi.WCRemInvReqErr, peer: abi.WCLocLenErr, breaks: true},
@@ -159,6 +167,7 @@ func (w *badWorld) reliable() []badRequest {
 		{name: "gather with the reserved key", ibta: "9.9.2, 10.6.3", wr: send(abi.SGE{Addr: w.src.PA(), Length: 5, LKey: abi.DMALKey}), recv: []abi.SGE{}, status: abi.WCLocProtErr, peer: still},
 		{name: "scatter without right", ibta: "9.9.2, 10.6.3", wr: &guestdrv.SendWR{Opcode: abi.WRRDMARead, SGL: []abi.SGE{w.ro.SGE(0, 100)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}, status: abi.WCLocProtErr},
 		{name: "atomic without room for the answer", ibta: "9.9.2, 11.4.1", wr: &guestdrv.SendWR{Opcode: abi.WRAtomicFetchAndAdd, SGL: []abi.SGE{smr.SGE(0, 4)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}, status: abi.WCLocLenErr},
+		{name: "atomic write of 16 bytes", ibta: "A19", wr: w.atomicWrite(dmr, 0, 16), status: abi.WCLocLenErr},
 		{name: "unknown opcode", ibta: "9.9.2, 10.7.2", wr: &guestdrv.SendWR{Opcode: 99, SGL: []abi.SGE{smr.SGE(0, 100)}}, recv: []abi.SGE{}, status: abi.WCLocQPOpErr, peer: still},
 	}
 }
@@ -225,6 +234,7 @@ func (w *badWorld) unreliable() []badRequest {
 		{name: "gather with a bad key", ibta: "9.9.2, 10.3.1.7", wr: send(abi.SGE{Addr: w.src.Addr(), Length: 5, LKey: w.smr.LKey() ^ 0x55}), recv: []abi.SGE{}, status: abi.WCLocProtErr, peer: still},
 		{name: "read", ibta: "10.7.2, 10.3.1.7", wr: w.read(w.dmr, 0, 100), status: abi.WCLocQPOpErr},
 		{name: "atomic", ibta: "10.7.2, 10.3.1.7", wr: w.atomic(w.dmr, 0), status: abi.WCLocQPOpErr},
+		{name: "atomic write", ibta: "A19, 10.3.1.7", wr: w.atomicWrite(w.dmr, 0, 8), status: abi.WCLocQPOpErr},
 		{name: "unknown opcode", ibta: "10.7.2, 10.3.1.7", wr: &guestdrv.SendWR{Opcode: 99}, status: abi.WCLocQPOpErr},
 	}
 }

@@ -122,7 +122,7 @@ type SendWR struct {
 	Imm           [4]byte // SEND_WITH_IMM, WRITE_WITH_IMM: in network order
 	InvalidateKey uint32  // SEND_WITH_INV, LOCAL_INV
 
-	RemoteAddr uint64 // READ, WRITE, atomics
+	RemoteAddr uint64 // READ, WRITE, atomics, ATOMIC WRITE (8 bytes)
 	RKey       uint32
 	CompareAdd uint64 // what to compare with, or to add
 	Swap       uint64
@@ -168,7 +168,7 @@ func (q *QP) QueueSend(wr *SendWR) error {
 		w.SetInvalidateRKey(wr.InvalidateKey)
 	}
 	switch wr.Opcode {
-	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRRDMAReadWithInv:
+	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRRDMAReadWithInv, abi.WRAtomicWrite:
 		w.SetRDMA(wr.RemoteAddr, wr.RKey)
 	case abi.WRAtomicCmpAndSwp, abi.WRAtomicFetchAndAdd:
 		w.SetAtomic(wr.RemoteAddr, wr.RKey, wr.CompareAdd, wr.Swap)

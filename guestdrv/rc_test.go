@@ -241,6 +241,52 @@ func TestRCAtomics(t *testing.T) {
 	}
 }
 
+// TestRCAtomicWrite: 8 bytes at once (IBTA annex A19), gathered or out of the request itself,
+// in order with what stands before.
+func TestRCAtomicWrite(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	if r.hosts[0].Attr().Caps&abi.CapAtomicWrite == 0 {
+		t.Fatal("device has no ATOMIC WRITE")
+	}
+	c := qpDefaults()
+	c.MaxInline = 8
+	a, b := connect(t, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 1<<16, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 1<<16, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	word := dst.Bytes()[16:24]
+	fill(src.Bytes(), 9)
+	want := append(append([]byte{}, src.Bytes()[1:4]...), src.Bytes()[100:105]...)
+	put := func(wr guestdrv.SendWR) {
+		t.Helper()
+		wr.ID, wr.Opcode, wr.RemoteAddr, wr.RKey = 5, abi.WRAtomicWrite, dst.Addr()+16, dmr.RKey()
+		a.postWhenRoom(t, &wr)
+	}
+	put(guestdrv.SendWR{SGL: []abi.SGE{smr.SGE(1, 3), smr.SGE(100, 5)}, Flags: abi.SendSignaled})
+	expect(t, a.scq, 5, abi.WCSuccess, abi.WCOpAtomicWrite)
+	if !bytes.Equal(word, want) || !allZero(dst.Bytes()[:16]) || !allZero(dst.Bytes()[24:]) {
+		t.Fatalf("%x, want %x and nothing else", dst.Bytes()[:32], want)
+	}
+
+	// More than may be in flight at once, behind a long WRITE over the same place.
+	const writes = 200
+	a.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	for i := range uint64(writes) {
+		wr := guestdrv.SendWR{Flags: abi.SendInline, Inline: le.AppendUint64(nil, i)}
+		if i == writes-1 {
+			wr.Flags |= abi.SendSignaled
+		}
+		put(wr)
+	}
+	expect(t, a.scq, 5, abi.WCSuccess, abi.WCOpAtomicWrite)
+	if got := le.Uint64(word); got != writes-1 {
+		t.Fatalf("the word is %d, want %d", got, writes-1)
+	}
+	copy(word, src.Bytes()[16:])
+	if !bytes.Equal(dst.Bytes(), src.Bytes()) {
+		t.Fatal("WRITE: data differ")
+	}
+}
+
 // TestRCOrder posts a long mixed sequence, mostly unsignalled, and checks the
 // order of completions and that a fenced WRITE sees the READ before it.
 func TestRCOrder(t *testing.T) {

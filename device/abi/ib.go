@@ -103,6 +103,9 @@ const (
 	WRRegMR                 = 0x20 // kernel users only
 )
 
+// AtomicLen is how many bytes an atomic or an ATOMIC WRITE works on.
+const AtomicLen = 8
+
 // Flags of a send request (enum ib_send_flags).
 const (
 	SendFence     = 1 << 0

@@ -85,6 +85,10 @@ func createQP(c *cmd) error {
 		sigAll: r.Flags&abi.QPSigAll != 0, maxSendSGE: int(r.MaxSendSGE), maxRecvSGE: int(r.MaxRecvSGE),
 		maxInline: int(r.MaxInline), scq: parts.scq, rcq: parts.rcq, srq: parts.srq,
 	}
+	if q.typ == roce.RC {
+		// An ATOMIC WRITE has its operand there, no matter what was asked for; the smallest slot holds it.
+		q.maxInline = max(q.maxInline, abi.AtomicLen)
+	}
 	c.t.lastOwn = (c.t.lastOwn + 1) % ownDomains
 	q.own = translate.PD(ownDomains + c.t.lastOwn)
 	sendSize := sendWQESize(q.maxSendSGE, q.maxInline)

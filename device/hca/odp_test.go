@@ -33,6 +33,7 @@ func TestGuestFaultEvents(t *testing.T) {
 		{"write", abi.WRRDMAWrite, false, abi.AccessRemoteWrite, n},
 		{"read", abi.WRRDMARead, false, abi.AccessRemoteRead, n},
 		{"atomic", abi.WRAtomicFetchAndAdd, false, abi.AccessRemoteAtomic, 8},
+		{"atomic write", abi.WRAtomicWrite, false, abi.AccessRemoteWrite, 8},
 		{"receive", abi.WRSend, false, abi.AccessLocalWrite, n},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -46,26 +47,28 @@ func TestGuestFaultEvents(t *testing.T) {
 			dq := near.g.faultQueue(4)
 			other := far.g.alloc(n)
 			otherKey := far.g.mr(1, other, n, demandAccess)
-			want := pattern(make([]byte, c.size), 3)
-			copy(d.bytes(100, c.size), want)
-			if c.op == abi.WRRDMAWrite && !c.local || c.op == abi.WRSend || c.op == abi.WRRDMARead && c.local {
-				copy(d.bytes(100, c.size), make([]byte, c.size))
+			want, at := pattern(make([]byte, c.size), 3), uint64(100)
+			if c.size == 8 {
+				at = 104
+			}
+			copy(d.bytes(int(at), c.size), want)
+			if (c.op == abi.WRRDMAWrite || c.op == abi.WRAtomicWrite) && !c.local || c.op == abi.WRSend || c.op == abi.WRRDMARead && c.local {
+				copy(d.bytes(int(at), c.size), make([]byte, c.size))
 				copy(far.g.at(other, c.size), want)
 			}
-			mine := abi.SGE{Addr: d.iova + 100, Length: uint32(c.size), LKey: d.key}
+			mine := abi.SGE{Addr: d.iova + at, Length: uint32(c.size), LKey: d.key}
 			rva, rkey := uint64(other), otherKey
 			if !c.local {
 				mine = abi.SGE{Addr: uint64(other), Length: uint32(c.size), LKey: otherKey}
-				rva, rkey = d.iova+100, d.key
+				rva, rkey = d.iova+at, d.key
 			}
 			s := a.wqe()
 			switch c.op {
 			case abi.WRAtomicFetchAndAdd:
-				rva += 4
 				s.SetRequest(9, c.op, abi.SendSignaled)
 				s.SetAtomic(rva, rkey, 1, 0)
 			case abi.WRSend:
-				b.recv(5, abi.SGE{Addr: d.iova + 100, Length: n, LKey: d.key})
+				b.recv(5, abi.SGE{Addr: d.iova + at, Length: n, LKey: d.key})
 				s.SetRequest(9, c.op, abi.SendSignaled)
 			default:
 				s.SetRequest(9, c.op, abi.SendSignaled)
@@ -90,7 +93,7 @@ func TestGuestFaultEvents(t *testing.T) {
 			if wcs[0].ID != 9 || wcs[0].Status != abi.WCSuccess || faults == 0 {
 				t.Fatalf("%+v after %d faults", wcs[0], faults)
 			}
-			if c.op != abi.WRAtomicFetchAndAdd && (!bytes.Equal(d.bytes(100, c.size), want) || !bytes.Equal(far.g.at(other, c.size), want)) {
+			if c.op != abi.WRAtomicFetchAndAdd && (!bytes.Equal(d.bytes(int(at), c.size), want) || !bytes.Equal(far.g.at(other, c.size), want)) {
 				t.Error("data differs")
 			}
 			st := near.g.Stats()

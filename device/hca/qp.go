@@ -349,17 +349,21 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 // AtomicRemote implements roce.Adapter. It is atomic against the guest's own
 // processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
-	p, m := q.dev.vm.Uint64(key, q.pd, va, translate.RemoteAtomic)
+	p, m := q.dev.vm.Uint64(key, q.pd, va, op.Needs())
 	if m.Kind == translate.BadPD {
-		p, m = q.dev.vm.Uint64(key, q.own, va, translate.RemoteAtomic)
+		p, m = q.dev.vm.Uint64(key, q.own, va, op.Needs())
 	}
 	if !m.OK() {
 		return 0, m
 	}
-	if op == roce.AtomicCompareSwap {
+	switch op {
+	case roce.AtomicCompareSwap:
 		return translate.CompareSwap(p, compare, swapAdd), m
+	case roce.AtomicFetchAdd:
+		return translate.FetchAdd(p, swapAdd), m
 	}
-	return translate.FetchAdd(p, swapAdd), m
+	p.Store(swapAdd)
+	return 0, m
 }
 
 // GetBuf implements roce.Adapter.

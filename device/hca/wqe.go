@@ -22,7 +22,7 @@ var opAllowed = [...]uint64{
 		1<<abi.WRBindMW,
 	roce.RC: 1<<abi.WRSend | 1<<abi.WRSendWithImm | 1<<abi.WRRDMAWrite | 1<<abi.WRRDMAWriteWithImm |
 		1<<abi.WRRDMARead | 1<<abi.WRAtomicCmpAndSwp | 1<<abi.WRAtomicFetchAndAdd |
-		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR,
+		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR | 1<<abi.WRAtomicWrite,
 }
 
 // sendWQESize and recvWQESize are what an element must hold.
@@ -58,7 +58,7 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 		w.InvKey = translate.Key(s.InvalidateRKey())
 	case abi.WRLocalInv, abi.WRBindMW, abi.WRRegMR:
 		return 0, q.decodeManage(s, &w.Manage)
-	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead:
+	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRAtomicWrite:
 		w.Imm = s.Imm()
 		w.RemoteVA, w.RKey = translate.VA(s.RemoteAddr()), translate.Key(s.RKey())
 		reads = op == abi.WRRDMARead

@@ -144,9 +144,9 @@ func (q *QP) received(s *sendSlot) {
 	q.progress(start)
 }
 
-// answers tells whether psn is the response that slot head of this kind waits
-// for; if not, a gap is dealt with.
-func (q *QP) answers(psn uint64, kind opKind) (*sendSlot, bool) {
+// answers tells whether psn is the response, an ATOMIC acknowledge or not, that slot
+// head waits for; if not, a gap is dealt with.
+func (q *QP) answers(psn uint64, atomicAck bool) (*sendSlot, bool) {
 	if !q.ackTo(psn) {
 		if q.live() {
 			q.lost()
@@ -154,7 +154,7 @@ func (q *QP) answers(psn uint64, kind opKind) (*sendSlot, bool) {
 		return nil, false
 	}
 	s := q.slot(q.head)
-	if s.info.kind != kind {
+	if !s.info.kind.answered() || (s.info.kind == kindAtomic) != atomicAck {
 		q.stats.RxDropped++
 		return nil, false
 	}
@@ -166,14 +166,18 @@ func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, kindRead)
+	s, ok := q.answers(psn, false)
 	if !ok {
 		return
 	}
 	// Responders differ in whether a repeated part starts with FIRST or goes on
 	// with MIDDLE (rxe), so the position alone decides the length.
 	off := (psn - s.first) * uint64(q.mtu)
-	if want := min(s.w.Length-off, uint64(q.mtu)); uint64(len(p.Payload)) != want {
+	want := uint64(0) // of an ATOMIC WRITE (A19)
+	if s.info.kind == kindRead {
+		want = min(s.w.Length-off, uint64(q.mtu))
+	}
+	if uint64(len(p.Payload)) != want {
 		q.failHead(StatusBadResp)
 		return
 	}
@@ -187,7 +191,7 @@ func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, kindAtomic)
+	s, ok := q.answers(psn, true)
 	if !ok {
 		return
 	}

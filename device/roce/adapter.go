@@ -52,7 +52,7 @@ type Adapter interface {
 	// ReadRemote and WriteRemote check and copy (RemoteRead, RemoteWrite), whole or miss.
 	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss
 	WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss
-	// AtomicRemote executes one 8-byte atomic (RemoteAtomic); va is 8-byte aligned.
+	// AtomicRemote executes one 8-byte atomic (op.Needs()); va is 8-byte aligned.
 	// Operands and result are host-order integers.
 	AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare, swapAdd uint64) (old uint64, m translate.Miss)
 	// InvalidateRemote revokes the key named by a SEND with Invalidate, before the

@@ -347,6 +347,38 @@ func TestResponderAtomicReplay(t *testing.T) {
 	}
 }
 
+// An ATOMIC WRITE is executed once; its duplicates are acknowledged by what the original was.
+func TestResponderAtomicWriteReplay(t *testing.T) {
+	o := opts()
+	o.psnA, o.destRd = 0, 2
+	_, b, sent := lone(t, o)
+	mem := b.reg(2, 0, 64, translate.RemoteWrite)
+	put := func(psn uint32, v string) craft {
+		return craft{op: wire.OpRCAtomicWrite, psn: psn, key: 2, va: 8, length: 8, data: []byte(v)}
+	}
+	b.inject(put(0, "original"))
+	b.runAll()
+	b.inject(put(1, "another.")) // by the application
+	b.runAll()
+	b.inject(put(0, "original"))
+	b.runAll()
+	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
+	for _, p := range *sent {
+		if len(p.Payload) != 0 {
+			t.Errorf("response with %d bytes", len(p.Payload))
+		}
+	}
+	b.wantResp(sent, only(0), only(1), only(0))
+	same(t, "memory", mem.buf[8:16], []byte("another."))
+	// No duplicates: other requests that claim the PSN of one.
+	b.inject(craft{op: wire.OpRCReadRequest, psn: 1, key: 2, va: 8})
+	b.inject(craft{op: wire.OpRCFetchAdd, psn: 1, key: 2, va: 8})
+	b.wantResp(sent)
+	if b.atomics != 2 {
+		t.Errorf("%d executed", b.atomics)
+	}
+}
+
 // Too many READs and atomics at once are an invalid request (IBTA 9.7.4.1.7...).
 func TestResponderTooManyReads(t *testing.T) {
 	o := opts()
@@ -375,6 +407,10 @@ func TestResponderInvalid(t *testing.T) {
 		"only within a message":          {first, {op: wire.OpRCSendOnly}},
 		"read within a message":          {first, {op: wire.OpRCReadRequest, key: 2, length: 8}},
 		"atomic within a message":        {wfirst, {op: wire.OpRCFetchAdd, key: 2}},
+		"atomic write within a message":  {wfirst, {op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:8]}},
+		"atomic write of 4 bytes":        {{op: wire.OpRCAtomicWrite, key: 2, length: 4, data: mtu[:4]}},
+		"atomic write, lengths differ":   {{op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:16]}},
+		"atomic write, RETH too long":    {{op: wire.OpRCAtomicWrite, key: 2, length: 16, data: mtu[:8]}},
 		"write within a send":            {first, {op: wire.OpRCWriteLast, data: mtu}},
 		"send within a write":            {wfirst, {op: wire.OpRCSendLast, data: mtu}},
 		"short first":                    {{op: wire.OpRCSendFirst, data: mtu[:1020]}},

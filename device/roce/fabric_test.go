@@ -304,9 +304,9 @@ func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, com
 	if va&7 != 0 {
 		n.f.t.Fatalf("%s: misaligned atomic reached memory", n.name)
 	}
-	b, m := n.remote(key, va, 8, translate.RemoteAtomic)
+	b, m := n.remote(key, va, 8, op.Needs())
 	if m.OK() {
-		m = n.touch(key, uint64(va), 8, translate.RemoteAtomic)
+		m = n.touch(key, uint64(va), 8, op.Needs())
 	}
 	if !m.OK() {
 		return 0, m
@@ -316,7 +316,7 @@ func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, com
 	switch {
 	case op == AtomicFetchAdd:
 		binary.LittleEndian.PutUint64(b, old+swapAdd)
-	case old == compare:
+	case op == AtomicWrite || old == compare:
 		binary.LittleEndian.PutUint64(b, swapAdd)
 	}
 	return old, translate.Miss{}

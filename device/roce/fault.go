@@ -42,7 +42,7 @@ const (
 // fault has to wait for another one, what the QP met last is something else.
 var needs = [...]translate.Access{
 	atGather: 0, atResult: translate.LocalWrite, atRecv: translate.LocalWrite,
-	atRead: translate.RemoteRead, atWrite: translate.RemoteWrite, atAtomic: translate.RemoteAtomic,
+	atRead: translate.RemoteRead, atWrite: translate.RemoteWrite, // atAtomic: the operation's
 }
 
 // wait is something that waits for a fault, if cause is set.
@@ -127,8 +127,12 @@ func (q *QP) raise(side Side, w *wait) {
 		w.mine = true
 	}
 	w.againAt = q.now + faultAgain
+	need := needs[w.cause]
+	if w.cause == atAtomic {
+		need = atomicOps[q.atomic.op].Needs()
+	}
 	if w.cause != atQueue {
-		q.a.Fault(side, w.m, needs[w.cause])
+		q.a.Fault(side, w.m, need)
 	}
 }
 

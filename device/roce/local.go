@@ -134,6 +134,10 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 		if res = q.localAtomic(p, s); res != localDone {
 			return 0, res
 		}
+	case kindAtomicWrite:
+		if size, res = want, q.localAtomicWrite(p, s); res != localDone {
+			return 0, res
+		}
 	default:
 		size, res = q.localWrite(p, s, off, want)
 	}
@@ -275,14 +279,14 @@ func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res o
 // is there stays until the epoch is left.
 func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
 	w := &s.w
-	if p.msg != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.memory) == 0 || w.RemoteVA&7 != 0 {
+	if p.msg != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
-	dst, m := q.a.ScatterSpan(w.SGEs, 0, 8)
+	dst, m := q.a.ScatterSpan(w.SGEs, 0, atomicLen)
 	if m.Fault() {
 		return q.missedOwn(s, 0, m)
 	}
-	if len(dst) < 8 {
+	if len(dst) < atomicLen {
 		return localFrame // in two places, or none
 	}
 	op, compare := AtomicFetchAdd, uint64(0)
@@ -294,6 +298,24 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
 		return localFrame
 	}
 	binary.LittleEndian.PutUint64(dst, old)
+	return localDone
+}
+
+// localAtomicWrite executes an ATOMIC WRITE.
+func (q *QP) localAtomicWrite(p *QP, s *sendSlot) outcome {
+	w := &s.w
+	if p.msg != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+		return localFrame
+	}
+	src := q.result[:]
+	if w.Inline {
+		copy(src, w.InlineData)
+	} else if m := q.a.Gather(src, w, 0); !m.OK() {
+		return q.missedOwn(s, 0, m)
+	}
+	if _, m := p.a.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, binary.LittleEndian.Uint64(src)); !m.OK() {
+		return localFrame
+	}
 	return localDone
 }
 
@@ -317,7 +339,7 @@ func (q *QP) localMissed(s *sendSlot, res outcome) outcome {
 		return localStop
 	}
 	c := atGather
-	if s.info.kind.answered() {
+	if s.info.kind.returns() {
 		c = atResult
 	}
 	q.awaitSend(c, q.nxt, q.missed)

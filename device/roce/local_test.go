@@ -118,7 +118,9 @@ func TestLocalNoFrames(t *testing.T) {
 		if typ == RC {
 			a.post(WQE{Opcode: WRRead, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 1<<20)}})
 			a.post(WQE{Opcode: WRFetchAdd, RKey: 1, RemoteVA: chTarget, SwapAdd: 1, SGEs: []SGE{sge(4, chLocal, 8)}})
-			want = append(want, 0, 0)
+			a.post(WQE{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget + 8, SGEs: []SGE{sge(4, chLocal+64, 8)}})
+			a.post(WQE{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget + 16, Inline: true, InlineData: []byte("inlined!")})
+			want = append(want, 0, 0, 0, 0)
 		}
 		f.settle(1e9)
 		a.wantSends(want...)
@@ -126,7 +128,11 @@ func TestLocalNoFrames(t *testing.T) {
 		if s := a.q.Stats(); f.frames != 0 || s.LocalMessages != uint64(len(want)) {
 			t.Errorf("%d frames, %+v", f.frames, *s)
 		}
-		same(t, "memory behind the atomic", b.regions[1].buf[8:], a.regions[4].buf[8:])
+		same(t, "memory behind the atomics", b.regions[1].buf[24:], a.regions[4].buf[24:])
+		if typ == RC {
+			same(t, "atomic write", b.regions[1].buf[8:16], a.regions[4].buf[64:72])
+			same(t, "inline atomic write", b.regions[1].buf[16:24], []byte("inlined!"))
+		}
 	}
 }
 

@@ -50,6 +50,7 @@ var wrTable = [WRRegMR + 2]wrInfo{
 	WRRead:        {kind: kindRead, wc: WCRead, ops: sendOps{only: wire.OpRCReadRequest}},
 	WRCompareSwap: {kind: kindAtomic, wc: WCCompareSwap, ops: sendOps{only: wire.OpRCCompareSwap}},
 	WRFetchAdd:    {kind: kindAtomic, wc: WCFetchAdd, ops: sendOps{only: wire.OpRCFetchAdd}},
+	WRAtomicWrite: {kind: kindAtomicWrite, wc: WCAtomicWrite, ops: sendOps{only: wire.OpRCAtomicWrite}},
 }
 
 var readOps = sendOps{wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly}
@@ -68,10 +69,14 @@ const (
 	kindBad opKind = iota
 	kindSend
 	kindWrite
-	kindManage // memory management: executed here, sends nothing
-	kindRead   // answered by READ responses
-	kindAtomic // answered by an ATOMIC acknowledge
+	kindManage      // memory management: executed here, sends nothing
+	kindAtomicWrite // answered by a READ response without data (A19)
+	kindRead        // answered by READ responses
+	kindAtomic      // answered by an ATOMIC acknowledge
 )
 
 // answered tells whether only an explicit response completes the request.
-func (k opKind) answered() bool { return k >= kindRead }
+func (k opKind) answered() bool { return k >= kindAtomicWrite }
+
+// returns tells whether the response brings data.
+func (k opKind) returns() bool { return k >= kindRead }

@@ -76,6 +76,15 @@ func TestRCOperations(t *testing.T) {
 	if c := a.sends[6].c; c.Opcode != WCFetchAdd || c.ByteLen != 8 {
 		t.Errorf("atomic completion %+v", c)
 	}
+
+	a.post(WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 0x900048, SGEs: []SGE{sge(1, 0x10100, 3), sge(1, 0x10200, 5)}})
+	a.post(WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 0x900050, Inline: true, InlineData: []byte("inlined!")})
+	f.until("atomic writes", 1e9, func() bool { return len(a.sends) == 11 })
+	same(t, "atomic write", dst.buf[72:80], append(append([]byte{}, src.buf[0x100:0x103]...), src.buf[0x200:0x205]...))
+	same(t, "inline atomic write", dst.buf[80:88], []byte("inlined!"))
+	if c := a.sends[9].c; c.Opcode != WCAtomicWrite || c.ByteLen != 8 {
+		t.Errorf("completion of an atomic write %+v", c)
+	}
 	for _, s := range a.sends {
 		if s.c.Status != 0 {
 			t.Errorf("%+v", s)
@@ -217,6 +226,11 @@ func TestRCErrors(t *testing.T) {
 		{name: "atomic, misaligned", access: allAccess, region: allAccess, w: WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
 		{name: "atomic, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRCompareSwap, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
 		{name: "atomic, result too short", access: allAccess, region: allAccess, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 4)}}, a: StatusLocLen, stateB: RTS},
+		{name: "atomic write, region forbids", access: allAccess, region: translate.RemoteAtomic, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "atomic write, misaligned", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
+		{name: "atomic write, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
+		{name: "atomic write of another length", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 16)}}, a: StatusLocLen, stateB: RTS},
+		{name: "atomic write from bad key", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
 		{name: "send too long", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 7)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
 		{name: "send too long in its second packet", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 1030)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 1031)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
 		{name: "send into bad key", access: allAccess, region: allAccess, recv: []SGE{sge(77, 0, 8)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},

@@ -4,6 +4,9 @@ import "github.com/vnicd/vnicd/device/wire"
 
 // READ and atomic requests, requester's side.
 
+// atomicLen is how many bytes an atomic works on.
+const atomicLen = 8
+
 // sendReadAtomic sends the request for slot cur from PSN nxt on. The number in
 // flight is bounded by max_rd_atomic (IBTA 9.7.8.1).
 func (q *QP) sendReadAtomic(s *sendSlot) bool {
@@ -14,21 +17,32 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	}
 	w := &s.w
 	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true}
-	ext := wire.RETHLen
-	if s.info.kind == kindAtomic {
+	ext, n := wire.RETHLen, 0
+	switch s.info.kind {
+	case kindAtomic:
 		ext = wire.AtomicLen
+	case kindAtomicWrite:
+		n = atomicLen
 	}
-	buf, hdr, _ := q.frame(&q.tx, &t, ext, 0)
+	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.stallAt = q.now + bufferDelay
 		return false
 	}
-	if s.info.kind == kindRead {
+	switch s.info.kind {
+	case kindRead:
 		off := (q.nxt - s.first) * uint64(q.mtu)
 		n := min(w.Length-off, (end-q.nxt)*uint64(q.mtu))
 		r := wire.RETH{VA: uint64(w.RemoteVA) + off, RKey: uint32(w.RKey), Length: uint32(n)}
 		r.Encode(hdr)
-	} else {
+	case kindAtomicWrite:
+		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: atomicLen}
+		r.Encode(hdr)
+		if !q.gather(s, data, 0) {
+			buf.Free()
+			return false
+		}
+	default:
 		r := wire.AtomicETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), SwapAdd: w.SwapAdd}
 		if w.Opcode == WRCompareSwap {
 			r.Compare = w.Compare

@@ -60,7 +60,7 @@ type requester struct {
 	udCached bool
 
 	comp   Completion
-	result [8]byte // of an atomic, on its way to memory
+	result [atomicLen]byte // of an atomic, on its way to or from memory
 }
 
 type sendSlot struct {
@@ -186,11 +186,11 @@ func (q *QP) checkWQE(s *sendSlot) Status {
 	switch s.info.kind {
 	case kindBad:
 		return StatusLocQPOp
-	case kindRead, kindAtomic:
-		if q.typ != RC || q.attr.MaxRdAtomic == 0 || w.Inline {
+	case kindRead, kindAtomic, kindAtomicWrite:
+		if q.typ != RC || q.attr.MaxRdAtomic == 0 || w.Inline && s.info.kind.returns() {
 			return StatusLocQPOp
 		}
-		if s.info.kind == kindAtomic && w.Length < 8 {
+		if s.info.kind == kindAtomic && w.Length < 8 || s.info.kind == kindAtomicWrite && w.Length != 8 {
 			return StatusLocLen
 		}
 	}

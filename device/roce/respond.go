@@ -1,6 +1,8 @@
 package roce
 
 import (
+	"encoding/binary"
+
 	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -44,27 +46,33 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 		}
 	}
 	end := q.epsn + packets(n, q.mtu)
-	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, va: va, key: key, length: n}
+	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, va: va, key: key, length: n, op: wire.ReadRequest}
 	q.accepted(r)
 	return vOK
+}
+
+var atomicOps = [...]AtomicOp{
+	wire.CompareSwap: AtomicCompareSwap, wire.FetchAdd: AtomicFetchAdd, wire.AtomicWrite: AtomicWrite,
 }
 
 // acceptAtomic executes an atomic that is in sequence, at once and only once: a
 // duplicate gets the remembered result (IBTA 9.7.5.1.3).
 func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
-	if q.msg != 0 || q.attr.Access&translate.RemoteAtomic == 0 {
-		return vInvReq
-	}
-	h := p.AtomicETH()
-	va, key := translate.VA(h.VA), translate.Key(h.RKey)
-	if va&7 != 0 {
-		return vInvReq
-	}
 	a := &q.atomic
-	a.va, a.key, a.compare, a.swapAdd = va, key, h.Compare, h.SwapAdd
-	a.op = AtomicCompareSwap
-	if p.Info.Op == wire.FetchAdd {
-		a.op = AtomicFetchAdd
+	a.op = p.Info.Op
+	if a.op == wire.AtomicWrite {
+		h := p.RETH()
+		if h.Length != atomicLen || len(p.Payload) != atomicLen {
+			return vInvReq
+		}
+		a.va, a.key = translate.VA(h.VA), translate.Key(h.RKey)
+		a.swapAdd = binary.LittleEndian.Uint64(p.Payload) // bytes, as they lie in memory
+	} else {
+		h := p.AtomicETH()
+		a.va, a.key, a.compare, a.swapAdd = translate.VA(h.VA), translate.Key(h.RKey), h.Compare, h.SwapAdd
+	}
+	if q.msg != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 {
+		return vInvReq
 	}
 	parked := q.waits.request.cause == atAtomic
 	v := q.executeAtomic()
@@ -83,7 +91,7 @@ func (q *QP) executeAtomic() verdict {
 		return vInvReq
 	}
 	a := &q.atomic
-	old, m := q.a.AtomicRemote(a.key, a.va, a.op, a.compare, a.swapAdd)
+	old, m := q.a.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
 	if m.Fault() {
 		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m)
 		return vParked
@@ -93,7 +101,7 @@ func (q *QP) executeAtomic() verdict {
 	}
 	dropped := q.nak == nakFault // and the peer does not know yet
 	end := q.epsn + 1
-	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, atomic: true}
+	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, op: a.op}
 	q.accepted(r)
 	if dropped {
 		q.nak, q.nakSent = nakFault, true
@@ -127,12 +135,12 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 		return
 	}
 	r := q.remembered(psn)
-	if r == nil || r.atomic != (p.Info.Op != wire.ReadRequest) {
+	if r == nil || r.op != p.Info.Op {
 		q.stats.RxDropped++
 		return
 	}
 	stop := r.end
-	if !r.atomic {
+	if r.op == wire.ReadRequest {
 		h := p.RETH()
 		va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
 		off := (psn - r.first) * uint64(q.mtu)
@@ -270,7 +278,8 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 func (q *QP) answerNext(r *answer) {
 	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: r.next}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
-	if !r.atomic {
+	atomicAck := r.op == wire.CompareSwap || r.op == wire.FetchAdd
+	if !atomicAck { // that of an ATOMIC WRITE is one of a READ of nothing (A19)
 		first, last := r.next == r.start, r.next+1 == r.stop
 		t.opcode = readOps.pick(first, last)
 		if ext = 0; first || last {
@@ -287,7 +296,7 @@ func (q *QP) answerNext(r *answer) {
 		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
 		h.Encode(hdr)
 	}
-	if r.atomic {
+	if atomicAck {
 		wire.PutAtomicAck(hdr[wire.AETHLen:], r.value)
 	} else if n > 0 {
 		m := q.a.ReadRemote(data, r.key, r.va+translate.VA((r.next-r.first)*uint64(q.mtu)))

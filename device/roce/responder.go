@@ -38,9 +38,9 @@ type responder struct {
 	rnrRead uint64 // where the READ that waits was asked for again: RNR NAK is due; 0: none
 
 	atomic struct { // the newest request, to be executed once its page is there
+		op               wire.Operation
 		va               translate.VA
 		key              translate.Key
-		op               AtomicOp
 		compare, swapAdd uint64
 	}
 
@@ -60,7 +60,7 @@ type answer struct {
 	key               translate.Key
 	length            uint64
 	value             uint64
-	atomic            bool
+	op                wire.Operation
 	behindSend        bool // the PSN before first is a SEND's or WRITE's
 	owes              bool // ... and is to be acknowledged if this has to wait
 	pending           bool
@@ -158,7 +158,7 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.ReadRequest:
 		q.verdictRC(q.acceptRead(p))
-	case wire.CompareSwap, wire.FetchAdd:
+	case wire.CompareSwap, wire.FetchAdd, wire.AtomicWrite:
 		q.verdictRC(q.acceptAtomic(p))
 	default:
 		v := q.execute(p)

@@ -328,7 +328,7 @@ func TestResizeMemory(t *testing.T) {
 	for _, n := range []int{7, 2, 3, 1, 16, 16} {
 		b.q.resizeResources(n)
 		r := b.q.remembered(last)
-		if r == nil || r.first != last || !r.atomic {
+		if r == nil || r.first != last || r.op != wire.FetchAdd {
 			t.Fatalf("after resize to %d: %+v", n, r)
 		}
 	}

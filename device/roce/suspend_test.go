@@ -61,7 +61,7 @@ func TestRequesterUnsolicitedAck(t *testing.T) {
 // With both sides vnicd, a sender goes on as soon as the fault is served, however
 // long the wait was that it was told.
 func TestResumeIsPrompt(t *testing.T) {
-	for _, op := range []WROpcode{WRWrite, WRSend, WRRead, WRFetchAdd} {
+	for _, op := range []WROpcode{WRWrite, WRSend, WRRead, WRFetchAdd, WRAtomicWrite} {
 		f := newFabric(t, 1)
 		a, b := f.pair(opts())
 		a.reg(1, 0, 4096, allAccess)
@@ -93,6 +93,7 @@ func TestSlowFaults(t *testing.T) {
 		{"send", WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 200000)}}},
 		{"read", WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 200000)}}},
 		{"atomic", WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}},
+		{"atomic write", WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}},
 	} {
 		for _, warm := range []bool{false, true} {
 			for _, delay := range []int64{40e6, 3e9} {
@@ -241,6 +242,8 @@ func TestFaultInvalid(t *testing.T) {
 		{name: "write", b: true, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
 		{name: "read", b: true, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
 		{name: "atomic", b: true, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "atomic write", b: true, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "gather of an atomic write", a: true, w: WQE{Opcode: WRAtomicWrite, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}}, send: StatusLocProt, stateA: Err, stateB: RTS},
 		{name: "recv", b: true, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemOp, recv: []Status{StatusLocProt}, stateA: Err, stateB: Err},
 		{name: "send queue", queue: "send", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, eventsA: []EventKind{EventFatal}, stateA: Err, stateB: RTS},
 		{name: "receive queue", queue: "recv", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRetryExc, eventsB: []EventKind{EventFatal}, stateA: Err, stateB: Err},
@@ -388,6 +391,7 @@ func TestLateResume(t *testing.T) {
 		{"send", Responder, WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}}},
 		{"read", Responder, WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}},
 		{"atomic", Responder, WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}},
+		{"atomic write", Responder, WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}},
 	} {
 		for _, ok := range []bool{true, false} {
 			for _, meanwhile := range []string{"reset", "err", "sqd", "close", "page came"} {

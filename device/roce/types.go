@@ -17,6 +17,7 @@ const (
 	WRLocalInv    WROpcode = 7
 	WRBindMW      WROpcode = 8
 	WRSendInv     WROpcode = 9
+	WRAtomicWrite WROpcode = 15
 	WRRegMR       WROpcode = 0x20
 )
 
@@ -32,6 +33,7 @@ const (
 	WCFetchAdd    WCOpcode = 4
 	WCBindMW      WCOpcode = 5
 	WCLocalInv    WCOpcode = 6
+	WCAtomicWrite WCOpcode = 9
 	WCRegMR       WCOpcode = 10
 	WCRecv        WCOpcode = 128
 	WCRecvWithImm WCOpcode = 129 // receive request consumed by RDMA WRITE with immediate
@@ -121,11 +123,20 @@ const (
 // AtomicOp selects what AtomicRemote does.
 type AtomicOp uint8
 
-// Atomic operations (IBTA 9.4.5).
+// Atomic operations (IBTA 9.4.5, A19).
 const (
 	AtomicCompareSwap AtomicOp = iota
 	AtomicFetchAdd
+	AtomicWrite // stores swapAdd; what was there is of no interest
 )
+
+// Needs is the right that op needs, of the QP and of the region.
+func (op AtomicOp) Needs() translate.Access {
+	if op == AtomicWrite {
+		return translate.RemoteWrite
+	}
+	return translate.RemoteAtomic
+}
 
 // SGE is one local data segment.
 type SGE struct {

@@ -265,6 +265,15 @@ func TestResponderAtomicWaits(t *testing.T) {
 	if b.atomics != 3 || mem.buf[0x1000] != 15 {
 		t.Errorf("%d atomics, sum %d", b.atomics, mem.buf[0x1000])
 	}
+
+	// An ATOMIC WRITE is no different.
+	b.absent(2, 0x1000)
+	b.inject(craft{op: wire.OpRCAtomicWrite, psn: 15, key: 2, va: 0x1000, length: 8, data: []byte("12345678")})
+	b.inject(write(16, 0, "z"))
+	b.wantResp(sent, rnrOf(15, 9))
+	b.answer(Responder, true)
+	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 15, wire.NoCredits})
+	same(t, "memory", mem.buf[0x1000:0x1008], []byte("12345678"))
 }
 
 // What a fault asks for is what will be needed, as far as the transport can know.
@@ -282,6 +291,7 @@ func TestFaultLengths(t *testing.T) {
 		{"send", WQE{Opcode: WRSend, SGEs: []SGE{sge(2, 0, 2000)}}, 20000, []uint64{2000}, []uint64{20000}},
 		{"short send", WQE{Opcode: WRSend, SGEs: []SGE{sge(2, 0, 200)}}, 20000, []uint64{200}, []uint64{200}},
 		{"atomic", WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0, []uint64{8}, []uint64{8}},
+		{"atomic write", WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0, []uint64{8}, []uint64{8}},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			f := newFabric(t, 1)

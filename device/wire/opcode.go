@@ -38,6 +38,7 @@ const (
 	OpRCFetchAdd          Opcode = 0x14
 	OpRCSendLastInv       Opcode = 0x16
 	OpRCSendOnlyInv       Opcode = 0x17
+	OpRCAtomicWrite       Opcode = 0x1d // annex A19
 
 	OpUCSendFirst    Opcode = 0x20
 	OpUCSendMiddle   Opcode = 0x21
@@ -69,6 +70,7 @@ const (
 	AtomicAck
 	CompareSwap
 	FetchAdd
+	AtomicWrite
 )
 
 // OpFlags say which extension headers follow the BTH and where in a message
@@ -167,6 +169,7 @@ func makeOpcodes() (t [256]OpInfo) {
 	add(OpRCFetchAdd, "RC FetchAdd", FetchAdd, only|HasAtomic)
 	add(OpRCSendLastInv, "RC SEND Last with Invalidate", Send, Last|HasPayload|HasIETH)
 	add(OpRCSendOnlyInv, "RC SEND Only with Invalidate", Send, only|HasPayload|HasIETH)
+	add(OpRCAtomicWrite, "RC ATOMIC WRITE", AtomicWrite, only|HasRETH|HasPayload)
 	add(OpUDSendOnly, "UD SEND Only", Send, only|HasPayload|HasDETH)
 	add(OpUDSendOnlyImm, "UD SEND Only with Immediate", Send, only|HasPayload|HasDETH|HasImm)
 	return t

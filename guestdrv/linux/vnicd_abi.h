@@ -183,6 +183,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_LOCAL_DMA_LKEY (1ULL << 6)	/* RA-1: VNICD_DMA_LKEY works */
 #define VNICD_CAP_MEM_MGT	(1ULL << 7)	/* REG_MR, LOCAL_INV, SEND_WITH_INV */
 #define VNICD_CAP_MW		(1ULL << 8)	/* types 1 and 2B: CREATE_MW, BIND_MW, LOCAL_INV */
+#define VNICD_CAP_ATOMIC_WRITE	(1ULL << 9)	/* ATOMIC WRITE, on RC */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)

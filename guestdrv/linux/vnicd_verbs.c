@@ -57,6 +57,10 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 		attr->device_cap_flags |= IB_DEVICE_MEM_WINDOW | IB_DEVICE_MEM_WINDOW_TYPE_2B;
 		attr->max_mw = lim->max_mw;
 	}
+#ifdef VNICD_HAVE_ATOMIC_WRITE
+	if (lim->caps & VNICD_CAP_ATOMIC_WRITE)
+		attr->device_cap_flags |= IB_DEVICE_ATOMIC_WRITE;
+#endif
 	attr->max_qp = lim->max_qp;
 	attr->max_qp_wr = lim->max_qp_wr;
 	attr->max_send_sge = lim->max_sge;

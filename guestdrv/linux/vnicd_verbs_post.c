@@ -188,6 +188,9 @@ static int vnicd_fill_connected(struct rxe_send_wr *out, const struct ib_send_wr
 	case IB_WR_RDMA_WRITE:
 	case IB_WR_RDMA_WRITE_WITH_IMM:
 	case IB_WR_RDMA_READ:
+#ifdef VNICD_HAVE_ATOMIC_WRITE
+	case IB_WR_ATOMIC_WRITE:
+#endif
 		out->wr.rdma.remote_addr = rdma_wr(wr)->remote_addr;
 		out->wr.rdma.rkey = rdma_wr(wr)->rkey;
 		return 0;

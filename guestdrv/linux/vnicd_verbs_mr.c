@@ -206,7 +206,9 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 	if (dmah)
 		return ERR_PTR(-EOPNOTSUPP);
 #endif
-	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_ON_DEMAND | IB_ACCESS_OPTIONAL))
+	/* That the pages are huge is a promise; we look at them anyway. */
+	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_ON_DEMAND | IB_ACCESS_HUGETLB |
+		       IB_ACCESS_OPTIONAL))
 		return ERR_PTR(-EOPNOTSUPP);
 	if (access & IB_ACCESS_ON_DEMAND)
 		return vnicd_reg_on_demand(ibpd, start, length, iova, access);

@@ -282,6 +282,9 @@ func (d *Device) Connected(c vhostuser.Conn) {
 	d.log.Info("front end connected")
 }
 
+// Attached tells whether a front end is connected. Any goroutine.
+func (d *Device) Attached() bool { return d.told.Load() != nil }
+
 // Disconnected implements vhostuser.Device.
 func (d *Device) Disconnected() {
 	d.told.Store(nil)

@@ -124,6 +124,9 @@ func (d *Device) Connected(vhostuser.Conn) {
 	d.connected.Store(true)
 }
 
+// Attached tells whether a front end is connected. Any goroutine.
+func (d *Device) Attached() bool { return d.connected.Load() }
+
 // Disconnected implements vhostuser.Device.
 func (d *Device) Disconnected() {
 	d.Reset()

@@ -44,7 +44,7 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	unit := string(text)
 	caps := setting(t, unit, "AmbientCapabilities")
-	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN" || setting(t, unit, "NoNewPrivileges") != "yes" {
+	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE" || setting(t, unit, "NoNewPrivileges") != "yes" {
 		t.Fatalf("the unit's capabilities are %s", caps)
 	}
 	ns := nstest.Own(t, "unit")
@@ -65,7 +65,7 @@ func TestUnitCapabilities(t *testing.T) {
 	binary := filepath.Join(dir, "vnicd")
 	copyFile(t, os.Args[0], binary)
 	config := filepath.Join(dir, "vnicd.yaml")
-	yaml := fmt.Sprintf("run-dir: %s/run\nvtep: {local: 192.0.2.1}\nnetworks: [{name: blue, vni: 100, peers: [192.0.2.2], tap: {name: unit0, addresses: [10.0.0.1/24]}}]\nvms: [{name: one, network: blue, mac: \"02:00:00:00:00:01\"}]\n", dir)
+	yaml := fmt.Sprintf("run-dir: %s/run\nvtep: {local: 192.0.2.1}\nevpn: {as: 65001, neighbours: [{address: 192.0.2.2, password: secret}]}\nnetworks: [{name: blue, vni: 100, peers: [192.0.2.2], tap: {name: unit0, addresses: [10.0.0.1/24]}}]\nvms: [{name: one, network: blue, mac: \"02:00:00:00:00:01\"}]\n", dir)
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -82,11 +82,11 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	if out, err := command(ctx, "").CombinedOutput(); err == nil || !strings.Contains(string(out), "CAP_NET_ADMIN") {
+	if out, err := command(ctx, "").CombinedOutput(); err == nil || !strings.Contains(string(out), "CAP_NET_BIND_SERVICE") {
 		t.Errorf("without capabilities: %v, %s", err, out)
 	}
 
-	c := command(ctx, ",+"+strings.ToLower(strings.TrimPrefix(caps, "CAP_")))
+	c := command(ctx, strings.ToLower(strings.NewReplacer("CAP_", ",+", " ", "").Replace(caps)))
 	var log testlog.Log
 	c.Stdout, c.Stderr = &log, &log
 	if err := c.Start(); err != nil {
@@ -105,7 +105,7 @@ func TestUnitCapabilities(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN)
+	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE)
 	for _, set := range []string{"CapEff", "CapPrm", "CapBnd", "CapAmb", "CapInh"} {
 		if !strings.Contains(string(status), set+":\t"+want) {
 			t.Errorf("%s is not %s:\n%s", set, want, status)

@@ -14,6 +14,7 @@ var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
 // there, addresses of two families, paths too long for a socket.
 func (c *Config) check(errs *Errors) {
 	c.checkPaths(errs)
+	c.checkEVPN(errs)
 	names, vnis, taps := map[string]int{}, map[uint32]int{}, map[string]int{}
 	for _, n := range c.Networks {
 		checkName(errs, n.Line, "network", n.Name, names)

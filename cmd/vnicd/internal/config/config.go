@@ -15,6 +15,8 @@ import (
 	"sort"
 	"strings"
 	"time"
+
+	"github.com/vnicd/vnicd/device/evpn"
 )
 
 // Defaults of the optional keys.
@@ -65,6 +67,8 @@ type Config struct {
 	Monitoring Monitoring
 	// VTEP is nil on a host without an underlay: its networks are local.
 	VTEP *VTEP
+	// EVPN is nil where BGP is not spoken.
+	EVPN *EVPN
 	// Networks in the order of the file.
 	Networks []*Network
 	// VMs in the order of the file.
@@ -108,7 +112,13 @@ type Network struct {
 	MaxEntries int
 	// Storm bounds each port's frames per second without one known receiver; 0: the switch's default, -1: no limit.
 	Storm int
-	TAP   *TAP
+	// FloodUnknown sends frames to unknown unicast addresses into tunnels too. Default true.
+	FloodUnknown bool
+	// EVPN lets the network take part, if the host does. Default true.
+	EVPN bool
+	// RouteTargets are those that the network exports and imports in EVPN; nil: AS:VNI.
+	RouteTargets []evpn.RouteTarget
+	TAP          *TAP
 }
 
 // TAP is a host port of a network.

@@ -2,6 +2,8 @@ package config
 
 import (
 	"errors"
+	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -16,10 +18,17 @@ monitoring: {listen: "[::1]:9469", pprof: yes}
 vtep:
   local: 192.0.2.1
   dscp: af41
+evpn:
+  as: 65001
+  neighbours:
+    - {address: 192.0.2.254, password: secret, ttl-security: 1, max-routes: 1000, next-hops: [192.0.2.0/24, 192.0.3.1]}
+    - {address: "2001:db8::1", as: 4200000000, passive: true, port: 1790, local-address: "2001:db8::2"}
 networks:
   - name: blue
     vni: 100
     peers: [192.0.2.2, 192.0.2.3]
+    flood-unknown: false
+    route-targets: ["65001:100", "192.0.2.1:7"]
     tap: {name: blue0, addresses: [10.0.0.254/24, "fd00::1/64"]}
   - name: red
     vni: 0x65
@@ -54,6 +63,15 @@ func TestParseGood(t *testing.T) {
 	}
 	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {
 		t.Errorf("network red: %+v", n)
+	}
+	if e := c.EVPN; e == nil || e.AS != 65001 || e.RouterID != netip.MustParseAddr("192.0.2.1") || !slices.Equal(e.Listen, []netip.Addr{netip.MustParseAddr("192.0.2.1")}) ||
+		e.Port != 179 || e.HoldTime != 90*time.Second || len(e.Neighbours) != 2 || e.Neighbours[0].AS != 65001 || e.Neighbours[0].Hops != 1 ||
+		e.Neighbours[0].MaxRoutes != 1000 || len(e.Neighbours[0].NextHops) != 2 || e.Neighbours[0].NextHops[1].Bits() != 32 ||
+		e.Neighbours[1].AS != 4200000000 || !e.Neighbours[1].Passive || e.Neighbours[1].NextHops != nil {
+		t.Errorf("evpn %+v", e)
+	}
+	if n := c.Network("blue"); n.FloodUnknown || !n.EVPN || len(n.RouteTargets) != 2 || n.RouteTargets[1].String() != "192.0.2.1:7" || !c.Network("red").FloodUnknown {
+		t.Errorf("network blue: %+v", n)
 	}
 	if c.Control != "/run/v/vnicd.sock" {
 		t.Errorf("control %q", c.Control)
@@ -119,6 +137,19 @@ func TestParseMistakes(t *testing.T) {
 		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}", "x.yaml:2: ips must be a unicast IP address"},
 		{"ip twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
 		{"bad VM name", "vms:\n  - {name: ../x, network: n, mac: \"02:00:00:00:00:01\"}", `VM name "../x" must be`},
+		{"evpn without vtep", "evpn: {as: 1, neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs a `vtep` section"},
+		{"evpn as", "evpn: {neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs `as`"},
+		{"evpn alone", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: []}", "x.yaml:2: evpn has 0 neighbours; it needs 1 to 64"},
+		{"router id", "vtep: {local: \"2001:db8::1\"}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2}]}", "x.yaml:2: evpn needs `router-id`"},
+		{"router id family", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, router-id: \"::2\", neighbours: [{address: 192.0.2.2}]}", "router-id must be written as an IPv4 address"},
+		{"neighbour twice", "vtep: {local: 192.0.2.1}\nevpn:\n  as: 1\n  neighbours:\n    - {address: 192.0.2.2}\n    - {address: 192.0.2.2}", "x.yaml:6: neighbour 192.0.2.2 stands already in line 5"},
+		{"neighbour self", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.1}]}", "neighbour 192.0.2.1 is this host itself"},
+		{"neighbour key", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, secret: x}]}", `x.yaml:2: unknown key "secret" in a neighbour`},
+		{"neighbour next hop", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, next-hops: [all]}]}", "a next hop must be an IP address or IP/LENGTH"},
+		{"password", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, password: " + strings.Repeat("x", 81) + "}]}", "password is 81 bytes long; it may have 80"},
+		{"passive, nowhere", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, port: 0, neighbours: [{address: 192.0.2.2, passive: true}]}", "neighbour 192.0.2.2 is passive"},
+		{"route target", "networks:\n  - {name: a, vni: 1, route-targets: [blue]}", `x.yaml:2: a route target is AS:NUMBER`},
+		{"route target alone", "networks:\n  - {name: a, vni: 1, route-targets: [\"1:1\"]}", "has route-targets, but there is no `evpn` section"},
 		{"long path", "run-dir: /" + strings.Repeat("x", 120), "a unix socket's path has at most 107"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

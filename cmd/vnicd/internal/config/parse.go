@@ -280,6 +280,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		},
 		"monitoring": func(n *yaml.Node) { p.monitoring(n, &c.Monitoring) },
 		"vtep":       func(n *yaml.Node) { c.VTEP = p.vtep(n) },
+		"evpn":       func(n *yaml.Node) { c.EVPN = p.evpn(n) },
 		"networks": func(n *yaml.Node) {
 			p.sequence(n, "networks", func(e *yaml.Node) { c.Networks = append(c.Networks, p.network(e)) })
 		},
@@ -389,17 +390,20 @@ func (p *parser) addrs(what string, dst *[]netip.Addr) func(*yaml.Node) {
 }
 
 func (p *parser) network(n *yaml.Node) *Network {
-	net := &Network{Line: n.Line}
+	net := &Network{Line: n.Line, FloodUnknown: true, EVPN: true}
 	seen := p.mapping(n, "a network", map[string]func(*yaml.Node){
-		"name":        p.str("network name", &net.Name),
-		"vni":         number(p, "vni", 1, MaxVNI, &net.VNI),
-		"mtu":         number(p, "mtu", minMTU, maxMTU, &net.MTU),
-		"learn-peers": p.boolean("learn-peers", &net.LearnPeers),
-		"peers":       p.addrs("peers", &net.Peers),
-		"ageing":      p.duration("ageing", time.Second, 365*24*time.Hour, "300s", &net.Ageing),
-		"max-entries": number(p, "max-entries", 1, lfe.MaxMaxEntries, &net.MaxEntries),
-		"storm":       p.storm(&net.Storm),
-		"tap":         func(n *yaml.Node) { net.TAP = p.tap(n) },
+		"name":          p.str("network name", &net.Name),
+		"vni":           number(p, "vni", 1, MaxVNI, &net.VNI),
+		"mtu":           number(p, "mtu", minMTU, maxMTU, &net.MTU),
+		"learn-peers":   p.boolean("learn-peers", &net.LearnPeers),
+		"peers":         p.addrs("peers", &net.Peers),
+		"ageing":        p.duration("ageing", time.Second, 365*24*time.Hour, "300s", &net.Ageing),
+		"max-entries":   number(p, "max-entries", 1, lfe.MaxMaxEntries, &net.MaxEntries),
+		"storm":         p.storm(&net.Storm),
+		"flood-unknown": p.boolean("flood-unknown", &net.FloodUnknown),
+		"evpn":          p.boolean("evpn", &net.EVPN),
+		"route-targets": p.targets(&net.RouteTargets),
+		"tap":           func(n *yaml.Node) { net.TAP = p.tap(n) },
 	})
 	p.need(n, seen, "a network", "name", "vni")
 	return net

@@ -38,6 +38,9 @@ import (
 //	GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
 //	DELETE /v1/capture/{id}
 //	GET    /v1/connections                           ?vm= for one
+//	GET    /v1/evpn                                  sessions and networks
+//	GET    /v1/evpn/routes                           ?network= for one
+//	DELETE /v1/networks/{network}/duplicates/{mac}   the duplicate is gone: EVPN takes the MAC up again
 //	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
 
 const maxBody = 1 << 20
@@ -69,6 +72,16 @@ func (d *Daemon) api() http.Handler {
 	handle("GET /v1/fdb", func(r *http.Request) (any, error) { return d.FDB(r.URL.Query().Get("network")) })
 	handle("GET /v1/neighbours", func(r *http.Request) (any, error) { return d.Neighbours(r.URL.Query().Get("network")) })
 	handle("GET /v1/routes", func(r *http.Request) (any, error) { return d.Routes(r.URL.Query().Get("network")) })
+
+	handle("GET /v1/evpn", func(*http.Request) (any, error) { return d.EVPN() })
+	handle("GET /v1/evpn/routes", func(r *http.Request) (any, error) { return d.EVPNRoutes(r.URL.Query().Get("network")) })
+	handle("DELETE /v1/networks/{network}/duplicates/{mac}", func(r *http.Request) (any, error) {
+		m, err := lfe.ParseMAC(r.PathValue("mac"))
+		if err != nil {
+			return nil, badRequest{err}
+		}
+		return done(d.ClearDuplicate(r.PathValue("network"), m))
+	})
 
 	handle("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
 

@@ -132,7 +132,7 @@ func (d *Daemon) addTAP(name string, c *config.TAP, line int) error {
 		func() error { return n.openTAP(d, c) })
 	if err == nil {
 		c.Line = line
-		n.table.Retry()
+		d.portsChanged(n)
 		d.log.Info("host port added", "network", name, "interface", c.Name)
 	}
 	return err
@@ -151,7 +151,7 @@ func (d *Daemon) RemoveTAP(name string) error {
 	}
 	return d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = nil }) }, func() error {
 		n.closeTAP()
-		n.table.Retry()
+		d.portsChanged(n)
 		d.log.Info("host port removed", "network", name)
 		return nil
 	})
@@ -173,7 +173,7 @@ func (d *Daemon) addVM(c *config.VM, line int) error {
 	}
 	c.Line = line
 	d.vms[c.Name] = v
-	d.nets[c.Network].table.Retry()
+	d.portsChanged(d.nets[c.Network])
 	d.log.Info("VM added", "vm", c.Name, "network", c.Network, "mac", c.MAC)
 	return nil
 }
@@ -202,7 +202,7 @@ func (d *Daemon) RemoveVM(name string) error {
 	}, func() error {
 		v.undo.run()
 		delete(d.vms, name)
-		d.nets[v.cfg.Network].table.Retry()
+		d.portsChanged(d.nets[v.cfg.Network])
 		d.log.Info("VM removed", "vm", name)
 		return nil
 	})
@@ -227,8 +227,8 @@ func (d *Daemon) MoveVM(name, to string) error {
 		next.VMs[slices.Index(next.VMs, v.cfg)] = &moved
 	}, func() error { return v.move(n, &moved) })
 	if err == nil {
-		n.table.Retry()
-		d.nets[from].table.Retry()
+		d.portsChanged(n)
+		d.portsChanged(d.nets[from])
 		d.log.Info("VM moved", "vm", name, "from", from, "to", to)
 	}
 	return err
@@ -248,8 +248,13 @@ func (d *Daemon) SetRoute(name string, r overlay.Route) error {
 		if n.table.Withdraw(d.source, r.Key); had {
 			_ = n.table.Set(d.source, before) // as good as it was
 		}
+		return err
 	}
-	return err
+	if r.Kind == overlay.Peer {
+		n.hand[r.VTEP.Unmap()] = true
+		n.setTunnels(d.cfg.Network(name))
+	}
+	return nil
 }
 
 // RemoveRoute removes what SetRoute has set; a MAC that was learnt is forgotten.
@@ -259,6 +264,10 @@ func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
 	n, err := d.network(name)
 	if err != nil {
 		return err
+	}
+	if k.Kind == overlay.Peer {
+		delete(n.hand, k.VTEP.Unmap())
+		n.setTunnels(d.cfg.Network(name))
 	}
 	if n.table.Withdraw(d.source, k) || k.Kind == overlay.MAC && n.sw.Forget(lfe.Address{MAC: k.MAC, VLAN: k.VLAN}) {
 		return nil

@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/overlay"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/vxlan"
@@ -43,6 +44,8 @@ type Daemon struct {
 	vtep   *vxlan.VTEP         // nil without an underlay
 	gvms   *translate.GVMTable // the memory of every connected front end
 	source *overlay.API        // of the routes that operators set
+	evpn   *evpn.Speaker       // nil: BGP is not spoken
+	fronts sync.Map            // VM's name -> func() bool: whether a QEMU is connected to it
 
 	// mu: changes are made one at a time, and readers see none half-made. Taken before every other lock, never by loops.
 	mu     sync.RWMutex
@@ -82,7 +85,7 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{},
 		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
-	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeNetworks, d.makeVMs, d.serve} {
+	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
 		if err := step(); err != nil {
 			_ = d.Close()
 			return nil, err
@@ -155,6 +158,29 @@ func (d *Daemon) makeVTEP() error {
 	}
 	d.onClose(vt.Close)
 	d.vtep = vt
+	return nil
+}
+
+func (d *Daemon) makeEVPN() (err error) {
+	c := d.cfg.EVPN
+	if c == nil {
+		return nil
+	}
+	ec := evpn.Config{
+		AS: c.AS, RouterID: c.RouterID, VTEP: d.cfg.VTEP.Local, Listen: c.Listen, Port: c.Port, HoldTime: c.HoldTime, RestartTime: c.RestartTime,
+		Log: d.log.Named("evpn"),
+	}
+	for _, n := range c.Neighbours {
+		ec.Neighbours = append(ec.Neighbours, n.Neighbour)
+	}
+	d.evpn, err = evpn.New(ec)
+	switch {
+	case errors.Is(err, unix.EACCES):
+		return fmt.Errorf("%s:%d: %w (vnicd needs CAP_NET_BIND_SERVICE for ports below 1024: run it as root or with that capability, or set evpn `port`)", d.cfg.Path, c.Line, err)
+	case err != nil:
+		return fmt.Errorf("%s:%d: %w%s", d.cfg.Path, c.Line, err, hint(err))
+	}
+	d.onClose(d.evpn.Close)
 	return nil
 }
 

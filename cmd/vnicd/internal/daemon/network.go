@@ -1,34 +1,49 @@
 package daemon
 
 import (
+	"cmp"
 	"fmt"
+	"net/netip"
 	"slices"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/overlay"
 	"github.com/vnicd/vnicd/device/tap"
+	"github.com/vnicd/vnicd/device/vxlan"
 )
 
 // network is one tenant's segment on this host: its switch, the table that feeds it, and the host's port.
 type network struct {
 	sw     *lfe.Network
 	table  *overlay.Table
-	static *overlay.Static // what the file says; Daemon.mu
-	tap    *tap.TAP        // nil = none; Daemon.mu
+	static *overlay.Static     // what the file says; Daemon.mu
+	evpn   *evpn.Network       // nil: it takes no part
+	tap    *tap.TAP            // nil = none; Daemon.mu
+	hand   map[netip.Addr]bool // peers that operators have set; Daemon.mu
 	undo   undo
 }
 
 // newNetwork makes a network with its tunnel port and host port, or nothing.
 func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
-	sw, err := lfe.NewNetwork(lfe.Config{
+	lc := lfe.Config{
 		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool, Log: d.log.Named("switch"),
-	})
+	}
+	n := &network{hand: map[netip.Addr]bool{}}
+	if d.evpn != nil && c.EVPN {
+		// As many addresses of others as the switch may learn here, and room for both.
+		others := cmp.Or(c.MaxEntries, lfe.DefaultMaxEntries)
+		n.evpn = d.evpn.Network(evpn.NetworkConfig{Import: c.RouteTargets, Export: c.RouteTargets, MaxEntries: others, Present: d.present})
+		lc.MaxEntries = min(2*others, lfe.MaxMaxEntries)
+		lc.MaxNeighbours = min(others+lfe.DefaultMaxNeighbours, lfe.MaxMaxNeighbours)
+	}
+	sw, err := lfe.NewNetwork(lc)
 	if err != nil {
 		return nil, err
 	}
-	n := &network{sw: sw, table: overlay.NewTable(sw, d.vtep)}
+	n.sw, n.table = sw, overlay.NewTable(sw, d.vtep)
 	if err := n.open(d, c); err != nil {
 		n.undo.run()
 		return nil, err
@@ -38,13 +53,18 @@ func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
 
 func (n *network) open(d *Daemon, c *config.Network) error {
 	if d.vtep != nil {
-		if err := d.vtep.AddNetwork(n.sw, nil); err != nil {
+		if err := d.vtep.AddNetwork(n.sw, nil, vxlan.MaxPeers(maxPeers)); err != nil {
 			return err
 		}
 		n.undo.push(func() { _ = d.vtep.RemoveNetwork(c.VNI) })
 	}
 	n.static = &overlay.Static{Peers: c.Peers, LearnPeers: c.LearnPeers}
-	for _, s := range []overlay.TableSource{n.static, d.source} {
+	sources := []overlay.TableSource{n.static, d.source}
+	if n.evpn != nil {
+		sources = append(sources, n.evpn)
+	}
+	n.setTunnels(c)
+	for _, s := range sources {
 		n.undo.push(func() { s.Detach(n.table); n.table.WithdrawAll(s) })
 		if err := s.Attach(n.table); err != nil {
 			return err
@@ -60,6 +80,28 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 		return n.openTAP(d, c.TAP)
 	}
 	return nil
+}
+
+// maxPeers bounds the VTEPs of one network.
+const maxPeers = 4096
+
+// setTunnels says what tunnels are for. Where EVPN alone says who is behind them, nothing is learnt from what comes out.
+func (n *network) setTunnels(c *config.Network) {
+	n.sw.SetTunnels(c.FloodUnknown, n.evpn == nil || c.LearnPeers || len(c.Peers) > 0 || len(n.hand) > 0)
+}
+
+// present tells whether a VM's port is in use: who waits for its QEMU is not advertised.
+func (d *Daemon) present(port string) bool {
+	f, ok := d.fronts.Load(port)
+	return ok && f.(func() bool)()
+}
+
+// portsChanged is to be called when a port of a network has come or gone.
+func (d *Daemon) portsChanged(n *network) {
+	n.table.Retry()
+	if d.evpn != nil {
+		d.evpn.Retry()
+	}
 }
 
 func (n *network) openTAP(d *Daemon, c *config.TAP) (err error) {

@@ -136,7 +136,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 
 // attached tells whether a QEMU is connected to one of the VM's sockets.
 func (v *vm) attached() bool {
-	return v.net.Describe().Connected || v.hca.Describe().Connected
+	return v.net.Attached() || v.hca.Attached()
 }
 
 func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {
@@ -182,6 +182,7 @@ func (d *Daemon) setPeer(name string, peer netip.Addr, on bool) error {
 		return err
 	}
 	key := overlay.Key{Kind: overlay.Peer, VTEP: peer}
+	defer func() { n.setTunnels(d.cfg.Network(name)) }()
 	return d.changeLocked(func(next *config.Config) {
 		replaceNetwork(next, name, func(c *config.Network) {
 			c.Peers = slices.DeleteFunc(slices.Clone(c.Peers), func(a netip.Addr) bool { return a == peer })
@@ -209,6 +210,7 @@ func (d *Daemon) setLearnPeers(name string, on bool) error {
 	if err != nil {
 		return err
 	}
+	defer func() { n.setTunnels(d.cfg.Network(name)) }()
 	return d.changeLocked(func(next *config.Config) {
 		replaceNetwork(next, name, func(c *config.Network) { c.LearnPeers = on })
 	}, func() error {

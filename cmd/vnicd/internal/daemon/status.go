@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/vnet"
@@ -23,6 +24,7 @@ type Status struct {
 	VTEP     *vxlan.Status  `json:"vtep,omitempty"`
 	Networks []lfe.Status   `json:"networks"`
 	VMs      []VMStatus     `json:"vms"`
+	EVPN     *evpn.Status   `json:"evpn,omitempty"`
 }
 
 // BufferStatus tells how far the frame buffers go.
@@ -57,6 +59,9 @@ func (d *Daemon) Status() *Status {
 	if d.vtep != nil {
 		v := d.vtep.Status()
 		s.VTEP = &v
+	}
+	if d.evpn != nil {
+		s.EVPN = d.evpn.Status()
 	}
 	for _, n := range d.cfg.Networks {
 		s.Networks = append(s.Networks, d.nets[n.Name].sw.Status())

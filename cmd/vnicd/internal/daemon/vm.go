@@ -90,6 +90,8 @@ func (v *vm) open(d *Daemon) (err error) {
 	// Undone before the devices close: nothing is delivered to a closed device.
 	v.undo.push(func() { v.port.SetHCA(nil); v.port.SetNet(nil) })
 
+	d.fronts.Store(c.Name, func() bool { return v.net.Attached() || v.hca.Attached() })
+	v.undo.push(func() { d.fronts.Delete(c.Name) })
 	for _, s := range []struct {
 		path string
 		dev  vhostuser.Device

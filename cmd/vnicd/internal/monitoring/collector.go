@@ -8,6 +8,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/device/lfe"
 )
@@ -68,6 +69,27 @@ var (
 
 	port        = newTraffic("port", "a port", "network", "kind", "port")
 	portLearned = gauge("port_learned_addresses", "Addresses learnt at a port.", "network", "kind", "port")
+)
+
+// BGP EVPN. Neighbours are labels by their addresses: there are as many as the configuration names.
+var (
+	evpnInfo       = gauge("evpn_info", "Always 1; the labels tell AS, router id and VTEP.", "as", "router_id", "vtep")
+	evpnUp         = gauge("evpn_session_up", "Whether the BGP session with a neighbour is established.", "neighbour", "as")
+	evpnSince      = gauge("evpn_session_established_timestamp_seconds", "When the session was established; 0 = it is not.", "neighbour")
+	evpnReceived   = gauge("evpn_session_routes_received", "Routes that a neighbour has told.", "neighbour")
+	evpnLimit      = gauge("evpn_session_routes_limit", "Routes with which the neighbour's session is ended.", "neighbour")
+	evpnAdvertised = gauge("evpn_session_routes_advertised", "Routes that a neighbour was told.", "neighbour")
+	evpnUpdates    = counter("evpn_session_updates_received_total", "UPDATE messages from a neighbour.", "neighbour")
+	evpnFlaps      = counter("evpn_session_flaps_total", "Times that a young session has ended.", "neighbour")
+	evpnRefused    = counter("evpn_routes_refused_total", "Routes that did not count when they arrived, by reason.", "reason")
+
+	evpnVTEPs      = gauge("evpn_network_vteps", "VTEPs that have told that they serve a network.", "network", "vni")
+	evpnAddresses  = gauge("evpn_network_addresses", "Addresses of a network that were taken over from others: mac, ip.", "network", "type")
+	evpnMax        = gauge("evpn_network_addresses_limit", "Addresses of each type that may be taken over.", "network")
+	evpnWaiting    = gauge("evpn_network_addresses_waiting", "Addresses for which there is no room.", "network")
+	evpnOut        = gauge("evpn_network_routes_advertised", "Addresses of this host that are advertised: MACs, and MACs with IP.", "network")
+	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are here and elsewhere, and left alone.", "network")
+	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was found to be here and elsewhere.", "network")
 )
 
 // traffic is what is counted at ports and tunnels alike.
@@ -184,6 +206,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.put(buffersUsed, float64(s.Buffers.InUse))
 	e.count(buffersExhausted, s.Buffers.Exhausted)
 	e.vtep(s)
+	e.evpn(s.EVPN)
 	for i := range s.Networks {
 		e.network(&s.Networks[i])
 	}
@@ -239,6 +262,41 @@ func (e emitter) vtep(s *daemon.Status) {
 		}
 		e.put(vtepPeers, float64(learnt), n.Name, "learnt")
 		e.put(vtepPeers, float64(len(n.Peers)-learnt), n.Name, "static")
+	}
+}
+
+func (e emitter) evpn(s *evpn.Status) {
+	if s == nil {
+		return
+	}
+	e.put(evpnInfo, 1, strconv.FormatUint(uint64(s.AS), 10), s.RouterID.String(), s.VTEP.String())
+	for _, x := range s.Sessions {
+		id := x.Neighbour.String()
+		e.yes(evpnUp, !x.Since.IsZero(), id, strconv.FormatUint(uint64(x.AS), 10))
+		since := 0.0
+		if !x.Since.IsZero() {
+			since = float64(x.Since.Unix())
+		}
+		e.put(evpnSince, since, id)
+		e.count(evpnReceived, x.Received, id)
+		e.put(evpnLimit, float64(x.MaxRoutes), id)
+		e.count(evpnAdvertised, x.Advertised, id)
+		e.count(evpnUpdates, x.Updates, id)
+		e.count(evpnFlaps, uint64(x.Flaps), id)
+	}
+	for reason, n := range s.Refused {
+		e.count(evpnRefused, n, reason)
+	}
+	for i := range s.Networks {
+		n := &s.Networks[i]
+		e.put(evpnVTEPs, float64(n.VTEPs), n.Network, strconv.FormatUint(uint64(n.VNI), 10))
+		e.put(evpnAddresses, float64(n.MACs), n.Network, "mac")
+		e.put(evpnAddresses, float64(n.IPs), n.Network, "ip")
+		e.put(evpnMax, float64(n.MaxEntries), n.Network)
+		e.put(evpnWaiting, float64(n.Waiting), n.Network)
+		e.put(evpnOut, float64(n.Advertised), n.Network)
+		e.put(evpnFrozen, float64(n.Frozen), n.Network)
+		e.count(evpnDuplicates, n.Duplicates, n.Network)
 	}
 }
 

@@ -49,6 +49,11 @@ func filled() *daemon.Status {
 				v.Set(reflect.ValueOf(netip.MustParseAddr("192.0.2.1")))
 				return
 			}
+			if v.Type() == reflect.TypeFor[time.Time]() {
+				next++
+				v.Set(reflect.ValueOf(time.Unix(next, 0)))
+				return
+			}
 			for i := range v.NumField() {
 				fill(v.Field(i), path+"."+v.Type().Field(i).Name)
 			}

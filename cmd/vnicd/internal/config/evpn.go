@@ -1,0 +1,163 @@
+package config
+
+import (
+	"net/netip"
+	"time"
+
+	"gopkg.in/yaml.v3"
+
+	"github.com/vnicd/vnicd/device/evpn"
+)
+
+// EVPN is this host in BGP (RFC 7432, RFC 8365).
+type EVPN struct {
+	Line     int
+	AS       uint32
+	RouterID netip.Addr // default: the VTEP's address, if it is IPv4
+	// Listen is where sessions are accepted, by default the VTEP's address; Port is the TCP port, 0: nowhere.
+	Listen []netip.Addr
+	Port   uint16
+	// HoldTime ends a silent session; RestartTime is how long routes outlive a broken one, 0: not at all.
+	HoldTime, RestartTime time.Duration
+	Neighbours            []Neighbour
+}
+
+// Neighbour is one BGP session.
+type Neighbour struct {
+	Line int
+	evpn.Neighbour
+}
+
+func (p *parser) evpn(n *yaml.Node) *EVPN {
+	e := &EVPN{Line: n.Line, Port: evpn.DefaultPort, HoldTime: evpn.DefaultHoldTime, RestartTime: evpn.DefaultRestartTime}
+	seen := p.mapping(n, "evpn", map[string]func(*yaml.Node){
+		"as": number(p, "as", 1, 1<<32-2, &e.AS),
+		"router-id": func(n *yaml.Node) {
+			if a, ok := p.addr("router-id", n); ok && !a.Is4() {
+				p.errs.add(n.Line, "router-id must be written as an IPv4 address, found %q", a)
+			} else {
+				e.RouterID = a
+			}
+		},
+		"listen":       p.addrs("evpn listen", &e.Listen),
+		"port":         number(p, "evpn port", 0, 65535, &e.Port),
+		"hold-time":    p.duration("hold-time", 3*time.Second, 65535*time.Second, "90s", &e.HoldTime),
+		"restart-time": p.duration("restart-time", 0, 4095*time.Second, "120s", &e.RestartTime), // RFC 4724: 12 bits
+		"neighbours": func(n *yaml.Node) {
+			p.sequence(n, "neighbours", func(x *yaml.Node) { e.Neighbours = append(e.Neighbours, p.neighbour(x)) })
+		},
+	})
+	p.need(n, seen, "evpn", "as", "neighbours")
+	for i := range e.Neighbours {
+		if x := &e.Neighbours[i]; x.AS == 0 {
+			x.AS = e.AS
+		}
+	}
+	return e
+}
+
+func (p *parser) neighbour(n *yaml.Node) Neighbour {
+	x := Neighbour{Line: n.Line}
+	seen := p.mapping(n, "a neighbour", map[string]func(*yaml.Node){
+		"address":       func(n *yaml.Node) { x.Address, _ = p.addr("neighbour address", n) },
+		"as":            number(p, "neighbour as", 1, 1<<32-2, &x.AS),
+		"password":      p.str("password", &x.Password),
+		"ttl-security":  number(p, "ttl-security", 1, 254, &x.Hops),
+		"passive":       p.boolean("passive", &x.Passive),
+		"port":          number(p, "neighbour port", 1, 65535, &x.Port),
+		"local-address": func(n *yaml.Node) { x.Local, _ = p.addr("local-address", n) },
+		"max-routes":    number(p, "max-routes", 1, evpn.MaxMaxRoutes, &x.MaxRoutes),
+		"next-hops": func(n *yaml.Node) {
+			x.NextHops = []netip.Prefix{}
+			p.sequence(n, "next-hops", func(e *yaml.Node) {
+				if a, ok := p.prefix("a next hop", e); ok {
+					x.NextHops = append(x.NextHops, a)
+				}
+			})
+		},
+	})
+	p.need(n, seen, "a neighbour", "address")
+	return x
+}
+
+// prefix accepts an address, or ADDRESS/LENGTH.
+func (p *parser) prefix(what string, n *yaml.Node) (netip.Prefix, bool) {
+	s, ok := p.scalar(n, what)
+	if !ok {
+		return netip.Prefix{}, false
+	}
+	if a, err := netip.ParseAddr(s); err == nil {
+		return netip.PrefixFrom(a, a.BitLen()), true
+	}
+	x, err := netip.ParsePrefix(s)
+	if err != nil {
+		p.errs.add(n.Line, "%s must be an IP address or IP/LENGTH such as 192.0.2.0/24, found %q", what, s)
+	}
+	return x, err == nil
+}
+
+func (p *parser) targets(dst *[]evpn.RouteTarget) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		p.sequence(n, "route-targets", func(e *yaml.Node) {
+			s, ok := p.scalar(e, "a route target")
+			if !ok {
+				return
+			}
+			rt, err := evpn.ParseRouteTarget(s)
+			if err != nil {
+				p.errs.add(e.Line, "%v", err)
+				return
+			}
+			*dst = append(*dst, rt)
+		})
+	}
+}
+
+// checkEVPN completes the section from the VTEP's, and finds what no single key shows.
+func (c *Config) checkEVPN(errs *Errors) {
+	e := c.EVPN
+	if e == nil {
+		for _, n := range c.Networks {
+			if n.RouteTargets != nil {
+				errs.add(n.Line, "network %q has route-targets, but there is no `evpn` section", n.Name)
+			}
+		}
+		return
+	}
+	if c.VTEP == nil {
+		errs.add(e.Line, "evpn needs a `vtep` section with this host's underlay address")
+		return
+	}
+	switch {
+	case e.RouterID.IsValid():
+	case c.VTEP.Local.Is4():
+		e.RouterID = c.VTEP.Local
+	default:
+		errs.add(e.Line, "evpn needs `router-id`, because vtep local is not an IPv4 address")
+	}
+	if e.Listen == nil && c.VTEP.Local.IsValid() {
+		e.Listen = []netip.Addr{c.VTEP.Local}
+	}
+	if len(e.Neighbours) == 0 || len(e.Neighbours) > evpn.MaxNeighbours {
+		errs.add(e.Line, "evpn has %d neighbours; it needs 1 to %d", len(e.Neighbours), evpn.MaxNeighbours)
+	}
+	lines := map[netip.Addr]int{}
+	for _, n := range e.Neighbours {
+		switch {
+		case !n.Address.IsValid():
+		case lines[n.Address] != 0:
+			errs.add(n.Line, "neighbour %s stands already in %s", n.Address, at(lines[n.Address]))
+		case n.Address == c.VTEP.Local:
+			errs.add(n.Line, "neighbour %s is this host itself (vtep local)", n.Address)
+		case n.Local.IsValid() && n.Local.Is4() != n.Address.Is4():
+			errs.add(n.Line, "local-address %s is of another address family than neighbour %s", n.Local, n.Address)
+		}
+		lines[n.Address] = n.Line
+		if len(n.Password) > evpn.MaxPassword {
+			errs.add(n.Line, "password is %d bytes long; it may have %d (RFC 2385)", len(n.Password), evpn.MaxPassword)
+		}
+		if n.Passive && e.Port == 0 {
+			errs.add(n.Line, "neighbour %s is passive, but evpn `port` 0 accepts no sessions", n.Address)
+		}
+	}
+}

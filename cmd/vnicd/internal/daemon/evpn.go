@@ -1,0 +1,49 @@
+package daemon
+
+import (
+	"fmt"
+
+	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/lfe"
+)
+
+var errNoEVPN = fmt.Errorf("%w: this host has no `evpn` section", errNotFound)
+
+// EVPN tells of the BGP sessions and what networks have from them.
+func (d *Daemon) EVPN() (*evpn.Status, error) {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	if d.evpn == nil {
+		return nil, errNoEVPN
+	}
+	return d.evpn.Status(), nil
+}
+
+// EVPNRoutes lists the routes of a network, in and out, or with an empty name all that there are.
+func (d *Daemon) EVPNRoutes(name string) ([]evpn.RouteStatus, error) {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	if d.evpn == nil {
+		return nil, errNoEVPN
+	}
+	if name != "" {
+		if _, err := d.network(name); err != nil {
+			return nil, err
+		}
+	}
+	return d.evpn.Routes(name), nil
+}
+
+// ClearDuplicate lets EVPN take up a MAC that was at two places.
+func (d *Daemon) ClearDuplicate(name string, m lfe.MAC) error {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	n, err := d.network(name)
+	if err != nil {
+		return err
+	}
+	if n.evpn == nil || !n.evpn.ClearDuplicate(m) {
+		return fmt.Errorf("%w: %v is no duplicate in network %q", errNotFound, m, name)
+	}
+	return nil
+}

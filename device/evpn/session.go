@@ -1,0 +1,266 @@
+package evpn
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"github.com/osrg/gobgp/v4/api"
+	"github.com/osrg/gobgp/v4/pkg/apiutil"
+	"github.com/osrg/gobgp/v4/pkg/config/oc"
+	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
+	"github.com/osrg/gobgp/v4/pkg/server"
+)
+
+// session is the speaker's BGP: gobgp, with nothing but the EVPN address family.
+type session struct {
+	srv  *server.BgpServer
+	s    *Speaker
+	stop context.CancelFunc
+	done sync.WaitGroup
+}
+
+// Timers of gobgp that have no key: how long it waits before it connects again.
+const (
+	connectRetry = 5
+	idleHold     = 5
+)
+
+var family = &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}
+
+func (b *session) open(ctx context.Context, s *Speaker) error {
+	b.s = s
+	ctx, b.stop = context.WithCancel(ctx)
+	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{log: s.log.Named("bgp")}), nil))
+	b.done.Go(b.srv.Serve)
+	g := &api.Global{Asn: s.cfg.AS, RouterId: s.cfg.RouterID.String(), ListenPort: -1, Families: []uint32{uint32(oc.AFI_SAFI_TYPE_L2VPN_EVPN.ToInt())}}
+	if s.cfg.Port != 0 {
+		g.ListenPort = int32(s.cfg.Port)
+		for _, a := range s.cfg.Listen {
+			g.ListenAddresses = append(g.ListenAddresses, a.String())
+		}
+	}
+	if err := b.srv.StartBgp(ctx, &api.StartBgpRequest{Global: g}); err != nil {
+		return fmt.Errorf("evpn: %w", err)
+	}
+	if err := b.setPolicy(ctx); err != nil {
+		return err
+	}
+	take := func(paths []*apiutil.Path, _ time.Time) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, p := range paths {
+			s.takeLocked(p)
+		}
+	}
+	if err := b.srv.WatchEvent(ctx, server.WatchEventMessageCallbacks{OnBestPath: take, OnPeerUpdate: b.peerChanged}, server.WatchBestPath(false), server.WatchPeer()); err != nil {
+		return fmt.Errorf("evpn: %w", err)
+	}
+	for i := range s.cfg.Neighbours {
+		if err := b.srv.AddPeer(ctx, &api.AddPeerRequest{Peer: s.peer(&s.cfg.Neighbours[i])}); err != nil {
+			return fmt.Errorf("evpn: neighbour %v: %w", s.cfg.Neighbours[i].Address, err)
+		}
+	}
+	return nil
+}
+
+// setPolicy makes a host of the router: it passes on nothing but its own routes; and no neighbour's preference puts another's route
+// in the place of this host's with the same key.
+func (b *session) setPolicy(ctx context.Context) error {
+	own := &api.Policy{Name: "own", Statements: []*api.Statement{{
+		Name: "own", Conditions: &api.Conditions{RouteType: api.Conditions_ROUTE_TYPE_LOCAL}, Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT},
+	}}}
+	equal := &api.Policy{Name: "equal", Statements: []*api.Statement{{
+		Name: "equal", Conditions: &api.Conditions{}, Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT, LocalPref: &api.LocalPrefAction{Value: 100}},
+	}}}
+	for _, x := range []struct {
+		policy    *api.Policy
+		direction api.PolicyDirection
+	}{{own, api.PolicyDirection_POLICY_DIRECTION_EXPORT}, {equal, api.PolicyDirection_POLICY_DIRECTION_IMPORT}} {
+		err := b.srv.AddPolicy(ctx, &api.AddPolicyRequest{Policy: x.policy})
+		if err == nil {
+			err = b.srv.AddPolicyAssignment(ctx, &api.AddPolicyAssignmentRequest{Assignment: &api.PolicyAssignment{
+				Name: "global", Direction: x.direction, Policies: []*api.Policy{x.policy}, DefaultAction: api.RouteAction_ROUTE_ACTION_REJECT,
+			}})
+		}
+		if err != nil {
+			return fmt.Errorf("evpn: policy %q: %w", x.policy.Name, err)
+		}
+	}
+	return nil
+}
+
+func (b *session) close() {
+	if b.srv == nil {
+		return
+	}
+	b.stop()
+	b.srv.Stop()
+	b.done.Wait()
+}
+
+// peer is a neighbour as gobgp wants it.
+func (s *Speaker) peer(n *Neighbour) *api.Peer {
+	limit := n.MaxRoutes
+	if limit == 0 {
+		limit = DefaultMaxRoutes
+	}
+	graceful := s.cfg.RestartTime > 0
+	p := &api.Peer{
+		Conf: &api.PeerConf{NeighborAddress: n.Address.String(), PeerAsn: n.AS, AuthPassword: n.Password},
+		Timers: &api.Timers{Config: &api.TimersConfig{
+			HoldTime: uint64(s.cfg.HoldTime / time.Second), KeepaliveInterval: uint64(s.cfg.HoldTime / time.Second / 3), ConnectRetry: connectRetry, IdleHoldTimeAfterReset: idleHold,
+		}},
+		Transport: &api.Transport{PassiveMode: n.Passive, RemotePort: uint32(n.Port)},
+		AfiSafis: []*api.AfiSafi{{
+			Config:            &api.AfiSafiConfig{Family: family, Enabled: true},
+			PrefixLimits:      &api.PrefixLimit{Family: family, MaxPrefixes: uint32(limit), ShutdownThresholdPct: 90},
+			MpGracefulRestart: &api.MpGracefulRestart{Config: &api.MpGracefulRestartConfig{Enabled: graceful}},
+		}},
+		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(s.cfg.RestartTime / time.Second), DeferralTime: 1},
+	}
+	if n.Local.IsValid() {
+		p.Transport.LocalAddress = n.Local.String()
+	}
+	switch {
+	case n.Hops > 0:
+		p.TtlSecurity = &api.TtlSecurity{Enabled: true, TtlMin: 256 - uint32(n.Hops)}
+	case n.AS != s.cfg.AS: // loopbacks of another AS are more than one hop away
+		p.EbgpMultihop = &api.EbgpMultihop{Enabled: true, MultihopTtl: 255}
+	}
+	return p
+}
+
+// attrs are the attributes of what this host says of a network.
+func (n *Network) attrs(c claim, m mobility) (out []bgp.PathAttributeInterface, err error) {
+	communities := []bgp.ExtendedCommunityInterface{bgp.NewEncapExtended(bgp.TUNNEL_TYPE_VXLAN)}
+	for _, rt := range n.export {
+		communities = append(communities, rt.community())
+	}
+	if m != (mobility{}) {
+		communities = append(communities, bgp.NewMacMobilityExtended(m.seq, m.sticky))
+	}
+	out = []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP), bgp.NewPathAttributeExtendedCommunities(communities)}
+	if c == (claim{}) {
+		id, err := bgp.NewIngressReplTunnelID(n.s.cfg.VTEP)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, bgp.NewPathAttributePmsiTunnel(bgp.PMSI_TUNNEL_TYPE_INGRESS_REPL, false, n.vni, id))
+	}
+	return out, nil
+}
+
+// nlri is what a claim is called.
+func (n *Network) nlri(c claim) (bgp.NLRI, error) {
+	rd := bgp.GetRouteDistinguisher(n.rd[:])
+	if c == (claim{}) {
+		return bgp.NewEVPNMulticastEthernetTagRoute(rd, 0, n.s.cfg.VTEP)
+	}
+	return bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Type: bgp.ESI_ARBITRARY, Value: make([]byte, 9)}, 0, c.mac.String(), c.ip, []uint32{n.vni})
+}
+
+func (b *session) advertise(n *Network, c claim, m mobility) error {
+	key, err := n.nlri(c)
+	if err != nil {
+		return err
+	}
+	attrs, err := n.attrs(c, m)
+	if err != nil {
+		return err
+	}
+	reach, err := bgp.NewPathAttributeMpReachNLRI(bgp.RF_EVPN, []bgp.PathNLRI{{NLRI: key}}, b.s.cfg.VTEP)
+	if err != nil {
+		return err
+	}
+	_, err = b.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key, Attrs: append(attrs, reach), Age: b.s.clock().Unix()}}})
+	return err
+}
+
+func (b *session) withdraw(n *Network, c claim) {
+	key, err := n.nlri(c)
+	if err == nil {
+		err = b.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key, Withdrawal: true}}})
+	}
+	if err != nil {
+		b.s.log.Warn("not withdrawn", "network", n.table.Network().Name(), "mac", c.mac, "ip", c.ip, "error", err)
+	}
+}
+
+// each calls f with the best path of every NLRI.
+func (b *session) each(f func(*apiutil.Path)) error {
+	return b.srv.ListPath(apiutil.ListPathRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL, Family: bgp.RF_EVPN}, func(_ bgp.NLRI, paths []*apiutil.Path) {
+		for _, p := range paths {
+			if p.Best {
+				f(p)
+			}
+		}
+	})
+}
+
+// peerChanged logs what operators want to know of sessions.
+func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Time) {
+	if e.Type != apiutil.PEER_EVENT_STATE {
+		return
+	}
+	p := &e.Peer
+	switch {
+	case p.State.SessionState == bgp.BGP_FSM_ESTABLISHED:
+		b.s.log.Info("BGP session up", "neighbour", p.State.NeighborAddress, "as", p.State.PeerASN)
+	case p.State.AdminState == api.PeerState_ADMIN_STATE_PFX_CT:
+		b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", p.State.NeighborAddress)
+	case p.State.SessionState == bgp.BGP_FSM_IDLE && p.State.DisconnectReason != api.PeerState_DISCONNECT_REASON_UNSPECIFIED:
+		b.s.log.Warn("BGP session down", "neighbour", p.State.NeighborAddress, "why", p.State.DisconnectMessage)
+	}
+}
+
+// logHandler gives gobgp's log to the daemon's. What gobgp calls information is detail here.
+type logHandler struct {
+	log  hclog.Logger
+	args []any
+}
+
+// Enabled implements slog.Handler.
+func (h *logHandler) Enabled(_ context.Context, l slog.Level) bool {
+	switch {
+	case l < slog.LevelInfo:
+		return h.log.IsTrace()
+	case l < slog.LevelWarn:
+		return h.log.IsDebug()
+	}
+	return h.log.IsWarn()
+}
+
+// Handle implements slog.Handler.
+func (h *logHandler) Handle(_ context.Context, r slog.Record) error {
+	args := append([]any{}, h.args...)
+	r.Attrs(func(a slog.Attr) bool {
+		args = append(args, strings.ToLower(a.Key), a.Value.String())
+		return true
+	})
+	switch {
+	case r.Level < slog.LevelInfo:
+		h.log.Trace(r.Message, args...)
+	case r.Level < slog.LevelWarn:
+		h.log.Debug(r.Message, args...)
+	default:
+		h.log.Warn(r.Message, args...)
+	}
+	return nil
+}
+
+// WithAttrs implements slog.Handler.
+func (h *logHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	n := &logHandler{log: h.log, args: append([]any{}, h.args...)}
+	for _, a := range attrs {
+		n.args = append(n.args, strings.ToLower(a.Key), a.Value.String())
+	}
+	return n
+}
+
+// WithGroup implements slog.Handler.
+func (h *logHandler) WithGroup(string) slog.Handler { return h }

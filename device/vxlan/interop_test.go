@@ -1,16 +1,12 @@
 package vxlan_test
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
-	"net"
 	"net/netip"
 	"strings"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
@@ -96,6 +92,31 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 	return h
 }
 
+// wires are the underlays that peers of other makes are tried over.
+var wires = []wireKind{{"IPv4", false, 1500}, {"IPv4 jumbo", false, 9000}, {"IPv6", true, 1500}, {"IPv6 jumbo", true, 9000}}
+
+type wireKind struct {
+	name string
+	v6   bool
+	mtu  int
+}
+
+// addr is host i's address on it.
+func (w wireKind) addr(i int) string {
+	if w.v6 {
+		return fmt.Sprint("2001:db8::", i)
+	}
+	return fmt.Sprint("192.0.2.", i)
+}
+
+// inner is the MTU that it leaves to a network.
+func (w wireKind) inner() int {
+	if w.v6 {
+		return w.mtu - 70
+	}
+	return w.mtu - 50
+}
+
 // underlay gives an interface its address.
 func underlay(ns *nstest.NS, dev, addr string) {
 	plen := "/24"
@@ -136,32 +157,33 @@ func tooBig(t *testing.T, ns *nstest.NS, h *host, mtu int) {
 func TestLinuxPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
-	for _, u := range []struct {
-		name, local, remote string
-		mtu, overhead       int
-		device              []string
-		zero                bool
-	}{
-		{"IPv4", "192.0.2.1", "192.0.2.2", 1500, 50, nil, false},
-		{"IPv4 jumbo", "192.0.2.1", "192.0.2.2", 9000, 50, nil, false},
-		{"IPv6", "2001:db8::1", "2001:db8::2", 1500, 70, nil, false},
-		{"IPv6 jumbo", "2001:db8::1", "2001:db8::2", 9000, 70, nil, false},
-		{"IPv6 zero checksum received", "2001:db8::1", "2001:db8::2", 1500, 70, []string{"udp6zerocsumtx"}, false},
-		{"IPv6 zero checksum sent", "2001:db8::1", "2001:db8::2", 1500, 70, []string{"udp6zerocsumrx"}, true},
-	} {
+	type kind struct {
+		wireKind
+		device []string
+		zero   bool
+	}
+	kinds := []kind{
+		{wireKind{"IPv6 zero checksum received", true, 1500}, []string{"udp6zerocsumtx"}, false},
+		{wireKind{"IPv6 zero checksum sent", true, 1500}, []string{"udp6zerocsumrx"}, true},
+	}
+	for _, w := range wires {
+		kinds = append(kinds, kind{wireKind: w})
+	}
+	for _, u := range kinds {
 		t.Run(u.name, func(t *testing.T) {
 			a, b := nstest.New(t, "a"), nstest.New(t, "b")
 			nstest.Pair(a, b, "under", u.mtu)
 			b.NoOffload("under")
-			underlay(a, "under", u.local)
-			linuxPeer(b, "under", u.remote, u.local, u.device...)
+			local, remote := u.addr(1), u.addr(2)
+			underlay(a, "under", local)
+			linuxPeer(b, "under", remote, local, u.device...)
 			loops := newLoops(t, 2)
-			h := newHost(t, a, loops, hostConfig{vni: 4711, local: u.local, peers: []string{u.remote}, zero: u.zero, tap: tap.Config{Name: "tenant",
+			h := newHost(t, a, loops, hostConfig{vni: 4711, local: local, peers: []string{remote}, zero: u.zero, tap: tap.Config{Name: "tenant",
 				Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"), netip.MustParsePrefix("fd00::1/64")}}})
-			if got, want := h.net.MTU(), u.mtu-u.overhead; got != want {
+			if got, want := h.net.MTU(), u.inner(); got != want {
 				t.Errorf("network MTU %d, want %d", got, want)
 			}
-			full := fmt.Sprint(u.mtu - u.overhead - 28)
+			full := fmt.Sprint(u.inner() - 28)
 			a.Ping("10.0.0.2", "-s", full, "-Mdo")
 			b.Ping("10.0.0.1", "-s", full, "-Mdo")
 			a.Ping("fd00::2")
@@ -177,7 +199,7 @@ func TestLinuxPeer(t *testing.T) {
 			if n := h.tap.Attachment().Counters.Totals().Answered; n < 2 {
 				t.Errorf("%d requests were answered by the switch", n)
 			}
-			tooBig(t, a, h, u.mtu-u.overhead)
+			tooBig(t, a, h, u.inner())
 
 			b.Start("iperf3", "-s")
 			waitListen(t, b, 5201)
@@ -263,87 +285,6 @@ func TestLoopedBridge(t *testing.T) {
 		t.Errorf("%d frames were flooded in %v; the limit is %d", floods, took, limit)
 	}
 	a.MustExec("ping", "-c5", "-i0.2", "-w15", "10.0.0.2")
-}
-
-// Tagged frames of the tenants pass as they are, both ways.
-func TestVLANGuests(t *testing.T) {
-	a, b := nstest.New(t, "a"), nstest.New(t, "b")
-	nstest.Pair(a, b, "under", 1500)
-	b.NoOffload("under")
-	underlay(a, "under", "192.0.2.1")
-	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
-	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, tap: tap.Config{Name: "tenant"}})
-	ours, theirs := packetSocket(t, a, "tenant"), packetSocket(t, b, "vx")
-	exchange := func(from, to int, src byte) {
-		t.Helper()
-		for _, tags := range []string{"", "\x81\x00\x60\x07", "\x88\xa8\x00\x08\x81\x00\x00\x07"} {
-			f := "\x02\x00\x00\x00\x00\x63\x02\x00\x00\x00\x00" + string(src) + tags + "\x88\xb5tenant's own" + strings.Repeat("x", 1400)
-			nstest.Eventually(t, fmt.Sprintf("a frame with tags %x arrives", tags), func() bool {
-				if _, err := unix.Write(from, []byte(f)); err != nil {
-					t.Fatal(err)
-				}
-				return received(t, to, f)
-			})
-		}
-	}
-	exchange(ours, theirs, 1)
-	exchange(theirs, ours, 2)
-	if e, ok := h.net.LookupIn(lfe.Address{MAC: lfe.MAC{2, 0, 0, 0, 0, 2}, VLAN: 8}); !ok || e.Kind != "vtep" {
-		t.Errorf("%+v %v", e, ok)
-	}
-}
-
-// packetSocket opens a raw socket on an interface, with the tags that the kernel keeps apart.
-func packetSocket(t *testing.T, ns *nstest.NS, dev string) (fd int) {
-	t.Helper()
-	ns.Do(func() {
-		const all = 3 << 8 // ETH_P_ALL in network byte order
-		var err error
-		if fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, all); err != nil {
-			t.Fatal(err)
-		}
-		i := must[*net.Interface](t)(net.InterfaceByName(dev))
-		for _, err := range []error{unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: all, Ifindex: i.Index}),
-			unix.SetsockoptInt(fd, unix.SOL_PACKET, unix.PACKET_AUXDATA, 1),
-			unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 200000})} {
-			if err != nil {
-				t.Fatal(err)
-			}
-		}
-	})
-	t.Cleanup(func() { unix.Close(fd) })
-	return fd
-}
-
-// received looks for a frame among what arrives until nothing does.
-func received(t *testing.T, fd int, want string) bool {
-	t.Helper()
-	p, oob := make([]byte, 4096), make([]byte, 128)
-	for range 50 {
-		n, oobn, _, from, err := unix.Recvmsg(fd, p, oob, 0)
-		if err != nil {
-			return false
-		}
-		if ll, ok := from.(*unix.SockaddrLinklayer); ok && ll.Pkttype == unix.PACKET_OUTGOING {
-			continue
-		}
-		f := string(p[:n])
-		msgs, err := unix.ParseSocketControlMessage(oob[:oobn])
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, m := range msgs { // struct tpacket_auxdata: status, len, snaplen, mac, net, vlan_tci, vlan_tpid
-			const tciValid = 1 << 4
-			if d := m.Data; len(d) >= 20 && binary.NativeEndian.Uint32(d)&tciValid != 0 {
-				tci, tpid := binary.NativeEndian.Uint16(d[16:]), binary.NativeEndian.Uint16(d[18:])
-				f = f[:12] + string([]byte{byte(tpid >> 8), byte(tpid), byte(tci >> 8), byte(tci)}) + f[12:]
-			}
-		}
-		if f == want {
-			return true
-		}
-	}
-	return false
 }
 
 // An underlay of IPv6 link-local addresses, which only mean something together with an interface.

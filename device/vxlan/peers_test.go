@@ -53,28 +53,27 @@ func (o *openVSwitch) ctl(args ...string) {
 	o.ns.MustExec("ovs-vsctl", append([]string{"--timeout=15", "--db=unix:" + filepath.Join(o.dir, "db.sock")}, args...)...)
 }
 
-// Open vSwitch is the remote peer, a VXLAN implementation that is neither ours nor Linux': ping and iperf3 both ways, over IPv4 and IPv6.
+// Open vSwitch is the remote peer, a VXLAN implementation that is neither ours nor Linux': ping and iperf3 both ways, tagged frames, jumbo
+// frames, over IPv4 and IPv6.
 func TestOpenVSwitchPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
-	for _, u := range []struct{ name, local, remote string }{
-		{"IPv4", "192.0.2.1", "192.0.2.2"},
-		{"IPv6", "2001:db8::1", "2001:db8::2"},
-	} {
+	for _, u := range wires {
 		t.Run(u.name, func(t *testing.T) {
-			a, b := nstest.New(t, "a"), nstest.New(t, "b")
-			nstest.Pair(a, b, "under", 1500)
+			a, b, guest := nstest.New(t, "a"), nstest.New(t, "b"), nstest.New(t, "g")
+			nstest.Pair(a, b, "under", u.mtu)
 			a.NoOffload("under")
 			b.NoOffload("under")
-			underlay(a, "under", u.local)
+			local, remote := u.addr(1), u.addr(2)
+			underlay(a, "under", local)
 			o := newOpenVSwitch(t, b)
 			// The tunnels' bridge has the underlay's address; Open vSwitch looks into the namespace's routes.
 			o.ctl("add-br", "phy", "--", "set", "bridge", "phy", "datapath_type=netdev", "--", "add-port", "phy", "under")
-			underlay(b, "phy", u.remote)
-			b.IP("link", "set", "phy", "up")
+			underlay(b, "phy", remote)
+			b.IP("link", "set", "phy", "mtu", fmt.Sprint(u.mtu), "up")
 			o.ctl("add-br", "tenant", "--", "set", "bridge", "tenant", "datapath_type=netdev", "--", "add-port", "tenant", "vx", "--",
-				"set", "interface", "vx", "type=vxlan", "options:key=4711", "options:local_ip="+u.remote, "options:remote_ip="+u.local)
-			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: u.local, peers: []string{u.remote}, tap: tap.Config{Name: "tenant",
+				"set", "interface", "vx", "type=vxlan", "options:key=4711", "options:local_ip="+remote, "options:remote_ip="+local)
+			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: local, peers: []string{remote}, tap: tap.Config{Name: "tenant",
 				Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"), netip.MustParsePrefix("fd00::1/64")}}})
 			mtu := fmt.Sprint(h.net.MTU())
 			b.IP("link", "set", "tenant", "mtu", mtu, "up")
@@ -91,6 +90,10 @@ func TestOpenVSwitchPeer(t *testing.T) {
 			for _, dir := range [][]string{nil, {"-R"}, {"-u", "-b10M", "-l1200"}} {
 				a.MustExec("iperf3", append([]string{"-c", "10.0.0.2", "-n4M", "-J"}, dir...)...)
 			}
+			nstest.Pair(guest, b, "guest", u.inner())
+			guest.NoOffload("guest")
+			o.ctl("add-port", "tenant", "guest")
+			tagged(t, h, packetSocket(t, a, "tenant"), packetSocket(t, guest, "guest"), 2)
 			if s := h.vt.Status(); len(s.Refused) > 0 {
 				t.Errorf("refused: %+v", s.Refused)
 			}
@@ -101,54 +104,61 @@ func TestOpenVSwitchPeer(t *testing.T) {
 	}
 }
 
-// Four Linux hosts with vxlan devices are peers of one network, which all know each other: everybody reaches everybody. A frame of one of them
-// is not sent on to the others, who have it already.
+// Four Linux hosts with vxlan devices are peers of one network, which all know each other: everybody reaches everybody, with tagged and with large
+// frames. A frame of one of them is not sent on to the others, who have it already.
 func TestManyLinuxPeers(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	const linux = 4
-	wire, a := nstest.New(t, "wire"), nstest.New(t, "a")
-	wire.IP("link", "add", "sw", "type", "bridge")
-	wire.IP("link", "set", "sw", "up")
-	join := func(ns *nstest.NS, dev string, i int) {
-		nstest.Pair(ns, wire, dev, 1500)
-		wire.IP("link", "set", dev, "master", "sw")
-		ns.NoOffload(dev)
-		ns.Addr(dev, fmt.Sprintf("192.0.2.%d/24", i))
-	}
-	join(a, "u1", 1)
-	var peers []string
-	var ends []*nstest.NS
-	for i := 2; i < 2+linux; i++ {
-		ns, dev := nstest.New(t, "p"), fmt.Sprint("u", i)
-		join(ns, dev, i)
-		ns.IP("link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", fmt.Sprint("192.0.2.", i), "dev", dev)
-		ns.IP("link", "set", "vx", "up")
-		for k := 1; k < 2+linux; k++ {
-			if k != i {
-				nstest.Run(t, "bridge", "-n", ns.Name, "fdb", "append", "00:00:00:00:00:00", "dev", "vx", "dst", fmt.Sprint("192.0.2.", k))
+	for _, u := range wires {
+		t.Run(u.name, func(t *testing.T) {
+			wire, a := nstest.New(t, "wire"), nstest.New(t, "a")
+			wire.IP("link", "add", "sw", "mtu", fmt.Sprint(u.mtu), "type", "bridge")
+			wire.IP("link", "set", "sw", "up")
+			join := func(ns *nstest.NS, dev string, i int) {
+				nstest.Pair(ns, wire, dev, u.mtu)
+				wire.IP("link", "set", dev, "master", "sw")
+				ns.NoOffload(dev)
+				underlay(ns, dev, u.addr(i))
 			}
-		}
-		ns.Addr("vx", fmt.Sprintf("10.0.0.%d/24", i))
-		peers, ends = append(peers, fmt.Sprint("192.0.2.", i)), append(ends, ns)
-	}
-	h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: "192.0.2.1", peers: peers,
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
-	for i, ns := range ends {
-		a.Ping(ip(i + 2))
-		ns.Ping(ip(1))
-		ns.Ping(ip((i+1)%linux + 2))
-		if e, ok := h.net.Lookup(macOf(t, ns, "vx")); !ok || e.Kind != "vtep" {
-			t.Errorf("peer %d: %+v %v", i, e, ok)
-		}
-	}
-	st := h.net.Status()
-	for _, p := range st.Ports {
-		if p.Kind == "vtep" && p.InFrames == 0 {
-			t.Errorf("%+v", p)
-		}
-	}
-	if st.Flaps != 0 || len(h.vt.Status().Refused) != 0 {
-		t.Errorf("%d flaps, refused %+v", st.Flaps, h.vt.Status().Refused)
+			join(a, "u1", 1)
+			var peers []string
+			var ends []*nstest.NS
+			for i := 2; i < 2+linux; i++ {
+				ns, dev := nstest.New(t, "p"), fmt.Sprint("u", i)
+				join(ns, dev, i)
+				ns.IP("link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", u.addr(i), "dev", dev)
+				ns.IP("link", "set", "vx", "up")
+				for k := 1; k < 2+linux; k++ {
+					if k != i {
+						nstest.Run(t, "bridge", "-n", ns.Name, "fdb", "append", "00:00:00:00:00:00", "dev", "vx", "dst", u.addr(k))
+					}
+				}
+				ns.Addr("vx", fmt.Sprintf("10.0.0.%d/24", i))
+				peers, ends = append(peers, u.addr(i)), append(ends, ns)
+			}
+			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: u.addr(1), peers: peers,
+				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+			full := fmt.Sprint(u.inner() - 28)
+			ours := packetSocket(t, a, "tenant")
+			for i, ns := range ends {
+				a.Ping(ip(i+2), "-s", full, "-Mdo")
+				ns.Ping(ip(1), "-s", full, "-Mdo")
+				ns.Ping(ip((i+1)%linux + 2))
+				if e, ok := h.net.Lookup(macOf(t, ns, "vx")); !ok || e.Kind != "vtep" {
+					t.Errorf("peer %d: %+v %v", i, e, ok)
+				}
+				tagged(t, h, ours, packetSocket(t, ns, "vx"), byte(i))
+			}
+			st := h.net.Status()
+			for _, p := range st.Ports {
+				if p.Kind == "vtep" && p.InFrames == 0 {
+					t.Errorf("%+v", p)
+				}
+			}
+			if st.Flaps != 0 || len(h.vt.Status().Refused) != 0 {
+				t.Errorf("%d flaps, refused %+v", st.Flaps, h.vt.Status().Refused)
+			}
+		})
 	}
 }
 

@@ -47,6 +47,8 @@ type Config struct {
 	Addrs []netip.Prefix
 	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge then.
 	Bridge string
+	// Rate is the port's limit in bits per second, as in lfe.PortConfig; zero = none.
+	Rate int64
 	// NoOffloads has frames finished before they come from the kernel or go there.
 	NoOffloads bool
 	Log        hclog.Logger
@@ -231,7 +233,7 @@ func (t *TAP) connect() error {
 	for i, l := range t.cfg.More {
 		t.fds[l.ID()] = t.dev.fds[i+1]
 	}
-	_, err := t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Loop: t.cfg.Loop,
+	_, err := t.cfg.Network.Attach(t, lfe.PortConfig{Name: t.cfg.Name, Kind: lfe.KindTAP, Rate: t.cfg.Rate, Loop: t.cfg.Loop,
 		Attached: func(a *lfe.Attachment) { t.att = a }})
 	if err != nil {
 		return err

@@ -59,12 +59,13 @@ func MonitorArgs(socket string) []string {
 	return []string{"-qmp", "unix:" + escape(socket) + ",server=on,wait=off"}
 }
 
-// NetArgs attaches a virtio-net that is served on the vhost-user socket. mtu is announced to the guest; 0 announces none.
-func NetArgs(socket, id, mac string, mtu int) []string {
+// NetArgs attaches a virtio-net of so many queue pairs (0: one) that is served on the vhost-user socket. mtu is announced to the
+// guest; 0 announces none.
+func NetArgs(socket, id, mac string, mtu, queues int) []string {
 	return []string{
 		"-chardev", chardevArg(socket, id),
-		"-netdev", fmt.Sprintf("vhost-user,id=%s,chardev=%s,queues=1", netdevID(id), chardevID(id)),
-		"-device", netDevice(id, mac, mtu).arg(),
+		"-netdev", fmt.Sprintf("vhost-user,id=%s,chardev=%s,queues=%d", netdevID(id), chardevID(id), max(queues, 1)),
+		"-device", netDevice(id, mac, mtu, queues).arg(),
 	}
 }
 
@@ -72,7 +73,7 @@ func NetArgs(socket, id, mac string, mtu int) []string {
 func TapArgs(ifname, id, mac string, mtu int) []string {
 	return []string{
 		"-netdev", fmt.Sprintf("tap,id=%s,ifname=%s,script=no,downscript=no", netdevID(id), escape(ifname)),
-		"-device", netDevice(id, mac, mtu).arg(),
+		"-device", netDevice(id, mac, mtu, 1).arg(),
 	}
 }
 
@@ -107,6 +108,7 @@ type NIC struct {
 	Tap    string // existing TAP interface, in the namespace that QEMU runs in
 	MAC    string // 52:54:00:...
 	MTU    int    // announced and set in the guest; 0: the driver's default
+	Queues int    // queue pairs behind Socket; 0: one
 
 	// What the guest configures at boot; all optional.
 	IfName    string // name of the interface in the guest
@@ -297,7 +299,7 @@ func (c *Config) Args() []string {
 		if n.Tap != "" {
 			a = append(a, TapArgs(n.Tap, id, hw.String(), n.MTU)...)
 		} else {
-			a = append(a, NetArgs(n.Socket, id, hw.String(), n.MTU)...)
+			a = append(a, NetArgs(n.Socket, id, hw.String(), n.MTU, n.Queues)...)
 		}
 	}
 	if c.HCA != nil {

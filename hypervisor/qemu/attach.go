@@ -25,6 +25,7 @@ type Attachment struct {
 	NetSocket, HCASocket string // vhost-user sockets on which vnicd listens
 	MAC                  string
 	MTU                  int // announced to the guest; 0: none
+	NetQueues            int // queue pairs
 	HCAQueues            int
 	// Buses to plug into. "": free PCIe root ports are looked for, or on a machine that has none, QEMU chooses.
 	NetBus, HCABus string
@@ -120,8 +121,8 @@ func (a *Attachment) plug(ctx context.Context, c *qmp.Client) error {
 	net, hca := NetID(a.VM), HCAID(a.VM)
 	for _, step := range []func() error{
 		func() error { return c.AddUnixChardev(ctx, chardevID(net), a.NetSocket) },
-		func() error { return c.AddVhostNetdev(ctx, netdevID(net), chardevID(net)) },
-		func() error { return c.AddDevice(ctx, netDevice(net, a.MAC, a.MTU).json(a.NetBus)) },
+		func() error { return c.AddVhostNetdev(ctx, netdevID(net), chardevID(net), a.NetQueues) },
+		func() error { return c.AddDevice(ctx, netDevice(net, a.MAC, a.MTU, a.NetQueues).json(a.NetBus)) },
 		func() error { return c.AddUnixChardev(ctx, chardevID(hca), a.HCASocket) },
 		func() error { return c.AddDevice(ctx, hcaDevice(hca, a.HCAQueues).json(a.HCABus)) },
 	} {

@@ -48,10 +48,14 @@ func hcaDevice(id string, vqs int) device {
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
-func netDevice(id, mac string, mtu int) device {
+// netDevice has an interrupt for each queue, for the control queue and for changes of the configuration if there are several pairs.
+func netDevice(id, mac string, mtu, queues int) device {
 	d := device{{"driver", "virtio-net-pci"}, {"id", id}, {"netdev", netdevID(id)}, {"mac", mac}, {"romfile", ""}}
 	if mtu > 0 {
 		d = append(d, property{"host_mtu", mtu})
+	}
+	if queues > 1 {
+		d = append(d, property{"mq", true}, property{"vectors", 2*queues + 2})
 	}
 	return d
 }

@@ -68,9 +68,9 @@ func (c *Client) RemoveChardev(ctx context.Context, id string) error {
 	return c.Run(ctx, "chardev-remove", map[string]any{"id": id}, nil)
 }
 
-// AddVhostNetdev makes the host side of a virtio-net that a vhost-user back end serves.
-func (c *Client) AddVhostNetdev(ctx context.Context, id, chardev string) error {
-	return c.Run(ctx, "netdev_add", map[string]any{"type": "vhost-user", "id": id, "chardev": chardev, "queues": 1}, nil)
+// AddVhostNetdev makes the host side of a virtio-net of so many queue pairs that a vhost-user back end serves.
+func (c *Client) AddVhostNetdev(ctx context.Context, id, chardev string, queues int) error {
+	return c.Run(ctx, "netdev_add", map[string]any{"type": "vhost-user", "id": id, "chardev": chardev, "queues": queues}, nil)
 }
 
 // RemoveNetdev removes the host side of a network device.

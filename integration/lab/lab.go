@@ -183,6 +183,8 @@ type VM struct {
 	KernelArgs []string
 	// NoHCA leaves the HCA away: virtio-net only.
 	NoHCA bool
+	// Queues are virtio-net's queue pairs, as the configuration says; 0: one.
+	Queues int
 	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.
 	Tap string
 }
@@ -193,7 +195,7 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 	if v.MTU == 0 {
 		v.MTU = 1450
 	}
-	nic := qemu.NIC{MAC: v.MAC, MTU: v.MTU, IfName: "eth0"}
+	nic := qemu.NIC{MAC: v.MAC, MTU: v.MTU, Queues: v.Queues, IfName: "eth0"}
 	if v.Addr != "" {
 		p, err := netip.ParsePrefix(v.Addr)
 		if err != nil {

@@ -68,7 +68,7 @@ machine with PCI Express two free root ports are needed, such as
 			}
 			defer m.Close()
 			if err := qemu.Attach(ctx, m, qemu.Attachment{
-				VM: vm.Name, NetSocket: vm.NetSocket, HCASocket: vm.HCASocket, MAC: vm.MAC, MTU: statusMTU(s, vm.Network),
+				VM: vm.Name, NetSocket: vm.NetSocket, HCASocket: vm.HCASocket, MAC: vm.MAC, MTU: statusMTU(s, vm.Network), NetQueues: len(vm.Net.Pairs),
 				HCAQueues: abi.NumQueues(len(s.Engines), len(s.Engines)), NetBus: netBus, HCABus: hcaBus,
 			}); err != nil {
 				return hotplugHint(err)

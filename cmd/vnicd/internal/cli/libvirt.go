@@ -40,10 +40,15 @@ type libvirtInterface struct {
 	Model struct {
 		Type string `xml:"type,attr"`
 	} `xml:"model"`
-	MTU *libvirtMTU `xml:"mtu"`
-	ROM struct {
+	Driver *libvirtDriver `xml:"driver"`
+	MTU    *libvirtMTU    `xml:"mtu"`
+	ROM    struct {
 		Enabled string `xml:"enabled,attr"`
 	} `xml:"rom"`
+}
+
+type libvirtDriver struct {
+	Queues int `xml:"queues,attr"`
 }
 
 type libvirtMTU struct {
@@ -54,12 +59,15 @@ type libvirtArg struct {
 	Value string `xml:"value,attr"`
 }
 
-func newLibvirtDomain(netSocket, mac string, mtu int, hca []string) *libvirtDomain {
+func newLibvirtDomain(netSocket, mac string, mtu, queues int, hca []string) *libvirtDomain {
 	d := &libvirtDomain{Type: "kvm", QEMU: "http://libvirt.org/schemas/domain/qemu/1.0"}
 	d.Memory.Source.Type, d.Memory.Access.Mode = "memfd", "shared"
 	i := &d.Interface
 	i.Type, i.MAC.Address, i.Model.Type, i.ROM.Enabled = "vhostuser", mac, "virtio", "no"
 	i.Source.Type, i.Source.Path, i.Source.Mode = "unix", netSocket, "client"
+	if queues > 1 {
+		i.Driver = &libvirtDriver{queues}
+	}
 	if mtu > 0 {
 		i.MTU = &libvirtMTU{mtu}
 	}
@@ -91,7 +99,7 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			}
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
-			if err := e.Encode(newLibvirtDomain(cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network),
+			if err := e.Encode(newLibvirtDomain(cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues,
 				qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
 				return err
 			}

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-const oneVM = "networks: [{name: blue, vni: 100, mtu: 1400}]\nvms: [{name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}]\n"
+const oneVM = "networks: [{name: blue, vni: 100, mtu: 1400}]\nvms: [{name: vm1, network: blue, mac: \"02:00:00:00:00:01\", queues: 2}]\n"
 
 // alone runs a command line with a configuration and without a daemon.
 func alone(t *testing.T, yaml string, argv ...string) (status int, out, err string) {
@@ -43,6 +43,9 @@ func TestLibvirtXML(t *testing.T) {
 				Path string `xml:"path,attr"`
 				Mode string `xml:"mode,attr"`
 			} `xml:"source"`
+			Driver struct {
+				Queues int `xml:"queues,attr"`
+			} `xml:"driver"`
 			MTU struct {
 				Size int `xml:"size,attr"`
 			} `xml:"mtu"`
@@ -55,7 +58,7 @@ func TestLibvirtXML(t *testing.T) {
 		t.Fatalf("%v in\n%s", err, out)
 	}
 	i := d.Interface
-	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" || filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.MTU.Size != 1400 {
+	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" || filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.MTU.Size != 1400 || i.Driver.Queues != 2 {
 		t.Errorf("%+v from\n%s", d, out)
 	}
 	var hca []string

@@ -22,7 +22,7 @@ func inNetwork(argv []string) string {
 
 var networkWords = map[string]wordKind{"vni": once, "mtu": once, "peer": many, "learn-peers": flag, "ageing": once, "max-entries": once, "storm": once}
 
-var tapWords = map[string]wordKind{"address": many, "bridge": once}
+var tapWords = map[string]wordKind{"address": many, "bridge": once, "rate": once, "offloads": once}
 
 func (a *app) networkCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -57,7 +57,7 @@ func (a *app) networkCmd() *cobra.Command {
 		}}
 	}
 	tap := &cobra.Command{
-		Use: "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME]", Short: "Give a network the host's port", Args: args(cobra.MinimumNArgs(2)),
+		Use: "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME] [rate BITS] [offloads on|off]", Short: "Give a network the host's port", Args: args(cobra.MinimumNArgs(2)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[2:], tapWords)
 			if err != nil {

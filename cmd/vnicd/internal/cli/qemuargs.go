@@ -53,7 +53,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 				out = append(out, "-M", qemu.MachineType)
 				out = append(out, qemu.MemoryArgs(memory, huge)...)
 			}
-			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(), networkMTU(cfg, running, vm.Network))...)
+			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues)...)
 			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
@@ -118,7 +118,7 @@ func addedVM(s *daemon.Status, name string) (*config.VM, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac}, nil
+	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac, Queues: len(v.Net.Pairs)}, nil
 }
 
 // networkMTU is what the guest is told, 0 = nothing.

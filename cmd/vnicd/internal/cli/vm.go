@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "rate": once, "storm": once, "memory-budget": once, "qmp": once}
+var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once, "memory-budget": once, "qmp": once}
 
 func (a *app) vmCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -32,7 +32,7 @@ func (a *app) vmCmd() *cobra.Command {
 		},
 	}
 	add := &cobra.Command{
-		Use:   "add NAME network NAME mac MAC [ip ADDRESS]... [rate BITS] [storm N] [memory-budget SIZE] [qmp PATH]",
+		Use:   "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] [qmp PATH]",
 		Short: "Make a VM's sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)

@@ -127,6 +127,10 @@ type TAP struct {
 	Name      string
 	Addresses []netip.Prefix
 	Bridge    string
+	// Rate bounds what the host sends, and what it gets, in bits per second. 0: no limit.
+	Rate int64
+	// Offloads leaves checksums and segmentation to whoever is at the other end. Default true.
+	Offloads bool
 }
 
 // VM is one guest: a MAC that its virtio-net and its HCA share, and limits.
@@ -137,6 +141,8 @@ type VM struct {
 	MAC     net.HardwareAddr
 	// IPs are the only addresses that the VM may use. Nil: any.
 	IPs []netip.Addr
+	// Queues is the number of virtio-net's queue pairs, 1 by default.
+	Queues int
 	// Rate bounds what the VM sends, and what it gets, in bits per second. 0: no limit.
 	Rate int64
 	// Storm is as in Network, for this VM; 0: the network's.

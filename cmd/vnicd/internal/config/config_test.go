@@ -29,7 +29,7 @@ networks:
     peers: [192.0.2.2, 192.0.2.3]
     flood-unknown: false
     route-targets: ["65001:100", "192.0.2.1:7"]
-    tap: {name: blue0, addresses: [10.0.0.254/24, "fd00::1/64"]}
+    tap: {name: blue0, addresses: [10.0.0.254/24, "fd00::1/64"], rate: 1G, offloads: off}
   - name: red
     vni: 0x65
     ageing: 10s
@@ -37,7 +37,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], rate: 10G, storm: 0, memory-budget: 256MiB, qmp: /run/b.qmp}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, qmp: /run/b.qmp}
 `
 
 func TestParseGood(t *testing.T) {
@@ -48,6 +48,9 @@ func TestParseGood(t *testing.T) {
 	if c.VTEP.DSCP != 34 || c.VTEP.Port != 4789 || c.Engines != 2 || c.Spin != 5*time.Microsecond {
 		t.Errorf("VTEP %+v, engines %d, spin %v", c.VTEP, c.Engines, c.Spin)
 	}
+	if p := c.Network("blue").TAP; p.Rate != 1_000_000_000 || p.Offloads {
+		t.Errorf("TAP: %+v", p)
+	}
 	if n := c.Network("red"); n == nil || n.VNI != 101 {
 		t.Errorf("network red: %+v", n)
 	}
@@ -55,10 +58,13 @@ func TestParseGood(t *testing.T) {
 	if err != nil || b.Limits.QPs != 64 || b.Limits.Pages != 1000 || b.Limits.MRs != 0 {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
+	if a, err := c.VM("a"); err != nil || a.Queues != 1 {
+		t.Errorf("VM a: %+v, %v", a, err)
+	}
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
 		t.Errorf("HCA socket %q", got)
 	}
-	if len(b.IPs) != 2 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 || b.QMP != "/run/b.qmp" {
+	if len(b.IPs) != 2 || b.Queues != 4 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 || b.QMP != "/run/b.qmp" {
 		t.Errorf("VM b: %+v", b)
 	}
 	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {

@@ -18,6 +18,7 @@ import (
 	"gopkg.in/yaml.v3"
 
 	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
@@ -418,10 +419,12 @@ func (p *parser) need(n *yaml.Node, seen map[string]bool, what string, keys ...s
 }
 
 func (p *parser) tap(n *yaml.Node) *TAP {
-	t := &TAP{Line: n.Line}
+	t := &TAP{Line: n.Line, Offloads: true}
 	seen := p.mapping(n, "tap", map[string]func(*yaml.Node){
-		"name":   p.str("tap name", &t.Name),
-		"bridge": p.str("tap bridge", &t.Bridge),
+		"name":     p.str("tap name", &t.Name),
+		"bridge":   p.str("tap bridge", &t.Bridge),
+		"rate":     p.rate(&t.Rate),
+		"offloads": p.boolean("tap offloads", &t.Offloads),
 		"addresses": func(n *yaml.Node) {
 			p.sequence(n, "addresses", func(e *yaml.Node) {
 				s, ok := p.scalar(e, "an address")
@@ -442,7 +445,7 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{Line: n.Line}
+	vm := &VM{Line: n.Line, Queues: 1}
 	seen := p.mapping(n, "a VM", map[string]func(*yaml.Node){
 		"name":    p.str("VM name", &vm.Name),
 		"network": p.str("VM network", &vm.Network),
@@ -458,9 +461,10 @@ func (p *parser) vm(n *yaml.Node) *VM {
 			}
 			vm.MAC = m
 		},
-		"ips":   p.addrs("ips", &vm.IPs),
-		"rate":  p.rate(&vm.Rate),
-		"storm": p.storm(&vm.Storm),
+		"ips":    p.addrs("ips", &vm.IPs),
+		"queues": number(p, "queues", 1, vnet.MaxPairs, &vm.Queues),
+		"rate":   p.rate(&vm.Rate),
+		"storm":  p.storm(&vm.Storm),
 
 		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
 		"qmp":           p.str("qmp", &vm.QMP),

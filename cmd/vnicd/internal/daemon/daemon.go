@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -138,6 +139,11 @@ func (d *Daemon) makeLoops() (err error) {
 func (d *Daemon) nextLoop() *engine.Loop {
 	d.placed++
 	return d.loops[(d.placed-1)%len(d.loops)]
+}
+
+// otherLoops are all but one.
+func (d *Daemon) otherLoops(one *engine.Loop) []*engine.Loop {
+	return slices.DeleteFunc(slices.Clone(d.loops), func(l *engine.Loop) bool { return l == one })
 }
 
 func (d *Daemon) makeVTEP() error {

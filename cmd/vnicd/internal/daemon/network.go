@@ -4,10 +4,8 @@ import (
 	"cmp"
 	"fmt"
 	"net/netip"
-	"slices"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/overlay"
@@ -106,9 +104,9 @@ func (d *Daemon) portsChanged(n *network) {
 
 func (n *network) openTAP(d *Daemon, c *config.TAP) (err error) {
 	first := d.nextLoop()
-	more := slices.DeleteFunc(slices.Clone(d.loops), func(l *engine.Loop) bool { return l == first })
 	n.tap, err = tap.Open(tap.Config{
-		Network: n.sw, Loop: first, More: more, Pool: d.pool, Name: c.Name, Addrs: c.Addresses, Bridge: c.Bridge, Log: d.log.Named("tap"),
+		Network: n.sw, Loop: first, More: d.otherLoops(first), Pool: d.pool, Name: c.Name, Addrs: c.Addresses, Bridge: c.Bridge,
+		Rate: c.Rate, NoOffloads: !c.Offloads, Log: d.log.Named("tap"),
 	})
 	if err != nil {
 		n.tap = nil

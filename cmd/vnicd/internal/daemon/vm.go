@@ -69,7 +69,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		v.undo.push(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
 	}
 	if v.net, err = vnet.New(vnet.Config{
-		Name: c.Name, MAC: lfe.MAC(c.MAC), Loops: []*engine.Loop{loop}, Pool: d.pool, Port: v.port, Log: log.Named("net"),
+		Name: c.Name, MAC: lfe.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*engine.Loop{loop}, d.otherLoops(loop)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
 	}); err != nil {
 		return err
 	}

@@ -1,20 +1,25 @@
 package integration
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
 )
 
 // packetSocket sends frames as they are from an interface of a namespace.
@@ -33,6 +38,139 @@ func packetSocket(t *testing.T, ns *harness.Namespace, dev string) func([]byte) 
 	}))
 	t.Cleanup(func() { unix.Close(fd) })
 	return func(f []byte) { _, _ = unix.Write(fd, f) } // a full queue is fine, and so is a refusal
+}
+
+// overhear counts the frames that come to an interface of a namespace, by which of the texts they have in them.
+func overhear(t *testing.T, ns *harness.Namespace, dev string, texts ...string) (count func(text string) int64) {
+	t.Helper()
+	const all = 3 << 8 // ETH_P_ALL in network byte order
+	var fd int
+	check(t, ns.Do(func() (err error) {
+		if fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, all); err != nil {
+			return err
+		}
+		i, err := net.InterfaceByName(dev)
+		if err != nil {
+			return err
+		}
+		return errors.Join(unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: all, Ifindex: i.Index}),
+			unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 100000}))
+	}))
+	seen := make([]atomic.Int64, len(texts))
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		defer unix.Close(fd)
+		p := make([]byte, 1<<16)
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			n, _, err := unix.Recvfrom(fd, p, 0)
+			for i, x := range texts {
+				if err == nil && bytes.Contains(p[:n], []byte(x)) {
+					seen[i].Add(1)
+				}
+			}
+		}
+	}()
+	t.Cleanup(func() { close(stop); <-done })
+	return func(text string) int64 { return seen[slices.Index(texts, text)].Load() }
+}
+
+// liar sends from a VM's interface what it must not, so many of each kind, untagged and in a VLAN; then frames that it may. Arguments: how many; its own,
+// another's and nobody's MAC; its own and another's IP address.
+const liar = `import socket, struct, sys
+count = int(sys.argv[1])
+own, other, nobody = (bytes.fromhex(x.replace(":", "")) for x in sys.argv[2:5])
+me, them = (socket.inet_aton(x) for x in sys.argv[5:7])
+everybody, lie, truth = b"\xff" * 6, b"this is a lie", b"this is true"
+def checksum(b):
+    n = sum(struct.unpack("!%dH" % (len(b) // 2), b))
+    n = (n & 0xffff) + (n >> 16)
+    return 0xffff - ((n & 0xffff) + (n >> 16))
+def ip4(src, data):
+    h = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 28 + len(data), 0, 0, 64, 17, 0, src, b"\xff" * 4)
+    h = h[:10] + struct.pack("!H", checksum(h)) + h[12:]
+    return b"\x08\x00" + h + struct.pack("!HHHH", 9, 9, 8 + len(data), 0) + data
+def ip6(src, proto, hops, body, tail=b""):
+    return b"\x86\xdd" + struct.pack("!IHBB", 6 << 28, len(body), proto, hops) + src + all_nodes + body + tail
+def arp(mac, ip):
+    return b"\x08\x06" + struct.pack("!HHBBH", 1, 0x800, 6, 4, 2) + mac + ip + everybody + me + lie
+all_nodes = socket.inet_pton(socket.AF_INET6, "ff02::1")
+far, near = socket.inet_pton(socket.AF_INET6, "fd00::12"), socket.inet_pton(socket.AF_INET6, "fe80::1")
+advert = struct.pack("!BBHI", 136, 0, 0, 0x20000000) + far + b"\x02\x01" + own
+pseudo = near + all_nodes + struct.pack("!II", len(advert), 58)
+advert = advert[:2] + struct.pack("!H", checksum(pseudo + advert)) + advert[4:]
+s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+s.bind(("eth0", 0))
+def send(mac, body, n):
+    for tag in (b"", b"\x81\x00\x00\x07"):
+        for i in range(n):
+            s.send(everybody + mac + tag + body)
+for mac in other, nobody:                       # counted as spoofed
+    send(mac, b"\x88\xb5" + lie, count)
+for body in ip4(them, lie), ip6(far, 59, 1, lie), arp(own, them): # as spoofed-ip
+    send(own, body, count)
+for body in arp(other, me), ip6(near, 58, 255, advert, lie): # as spoofed-neighbour
+    send(own, body, count)
+send(own, ip4(me, truth), 10)
+`
+
+// spoofing: a VM whose interface sends others' MACs and IP addresses, and claims them by ARP and ND. All of it is counted, nobody gets it,
+// no table has it, and others do not notice.
+func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
+	const blue, count = 0, 50
+	const nobody = "02:0a:0a:0a:0a:0a"
+	h := w.hosts[0]
+	name := w.vm(blue).Name
+	w.cli(h, "vm del "+name)
+	w.cli(h, fmt.Sprintf("vm add %s network blue mac %s ip %s", name, endMAC(1), endIP(1)))
+	w.ms = append(w.ms, w.bootVM(blue, h))
+	vm := w.ms[0]
+	w.all(blue, vm)
+	var heard []func(string) int64
+	for _, c := range w.ends[blue] {
+		heard = append(heard, overhear(t, c.ns, "eth0", "this is a lie", "this is true"))
+	}
+	check(t, vm.WriteFile(w.ctx, "/tmp/liar.py", []byte(liar)))
+	run(w.ctx, t, vm, fmt.Sprintln("python3 /tmp/liar.py", count, endMAC(1), endMAC(12), nobody, endIP(1), endIP(12)))
+	for i, n := range heard {
+		// What it may send came last.
+		eventually(w.ctx, t, "true frames arrive", func() bool { return n("this is true") >= 2 })
+		if lies := n("this is a lie"); lies > 0 {
+			t.Errorf("%s has got %d of the lies", w.ends[blue][i].name(), lies)
+		}
+	}
+	drops := w.drops(h, "blue", name)
+	t.Logf("%s: %v", name, drops)
+	for why, want := range map[string]uint64{"spoofed": 2 * 2 * count, "spoofed-ip": 3 * 2 * count, "spoofed-neighbour": 2 * 2 * count} {
+		if drops[why] != want {
+			t.Errorf("%d counted as %s, want %d", drops[why], why, want)
+		}
+	}
+	for i, x := range w.hosts {
+		fdb, neigh := w.cli(x, "fdb show blue"), w.cli(x, "neigh show blue")
+		if strings.Contains(fdb+neigh, nobody) {
+			t.Errorf("host %d knows nobody's MAC:\n%s%s", i+1, fdb, neigh)
+		}
+		where := map[bool]string{true: "port blue0", false: "vtep " + hostIP(1)}[i == 1]
+		for line := range strings.Lines(fdb) {
+			if strings.Contains(line, endMAC(12)) && !strings.Contains(line, where) {
+				t.Errorf("host %d: %s", i+1, line)
+			}
+		}
+		for line := range strings.Lines(neigh) {
+			f := strings.Fields(line)
+			if (f[0] == endIP(12)) != strings.Contains(line, endMAC(12)) || f[0] == "fd00::12" {
+				t.Errorf("host %d: %s", i+1, line)
+			}
+		}
+	}
+	victims(t)
+	quietKernels(w.ctx, t, vm)
 }
 
 func rawMAC(n uint32) []byte { return binary.BigEndian.AppendUint32([]byte{2, 9}, n) }
@@ -82,6 +220,25 @@ func malformed(rng *rand.Rand, all [][]byte) []byte {
 	return f
 }
 
+// drops are what a network's ports on a host have dropped, or one of them has.
+func (w *tenantLab) drops(h *lab.Host, network, port string) map[string]uint64 {
+	w.t.Helper()
+	sum := map[string]uint64{}
+	var ports []struct {
+		Name  string            `json:"name"`
+		Drops map[string]uint64 `json:"drops"`
+	}
+	check(w.t, json.Unmarshal([]byte(must[string](w.t)(h.CLI(w.ctx, "port", "show", network, "-j"))), &ports))
+	for _, p := range ports {
+		for r, n := range p.Drops {
+			if port == "" || port == p.Name {
+				sum[r] += n
+			}
+		}
+	}
+	return sum
+}
+
 // TestHostile: what a tenant does, who has a whole host's port to send raw frames from, and a stranger on the underlay, costs what the
 // limits allow, is counted by reason, and neither the other tenant nor the same tenant's others notice (MT-6, MT-9).
 func TestHostile(t *testing.T) {
@@ -101,6 +258,7 @@ func TestHostile(t *testing.T) {
 		}
 	}
 	victims(t)
+	t.Run("spoofing VM", func(t *testing.T) { w.t = t; spoofing(t, w, victims) })
 	// Datagrams to host 1's VTEP, from a stranger and from host 2's address.
 	stranger := must[*harness.Namespace](t)(harness.NewNamespace("vnicd-stranger"))
 	w.Add(func() { _ = stranger.Close() })
@@ -199,22 +357,7 @@ func TestHostile(t *testing.T) {
 		})
 	}
 	w.t = t
-	drops := func(h int, path string) map[string]uint64 {
-		t.Helper()
-		sum := map[string]uint64{}
-		var ports []struct {
-			Name  string            `json:"name"`
-			Drops map[string]uint64 `json:"drops"`
-		}
-		check(t, json.Unmarshal([]byte(must[string](t)(w.hosts[h].CLI(w.ctx, "port", "show", path, "-j"))), &ports))
-		for _, p := range ports {
-			for r, n := range p.Drops {
-				sum[r] += n
-			}
-		}
-		return sum
-	}
-	at3, at1 := drops(2, "blue"), drops(0, "blue")
+	at3, at1 := w.drops(w.hosts[2], "blue", ""), w.drops(w.hosts[0], "blue", "")
 	t.Logf("host 3: %v; host 1: %v", at3, at1)
 	for _, r := range []string{"storm", "port-table-full", "static-moved"} {
 		if at3[r] == 0 {
@@ -232,7 +375,7 @@ func TestHostile(t *testing.T) {
 			t.Errorf("`vnicd status` on host 1 does not say %q:\n%s", want, status)
 		}
 	}
-	if d := drops(0, "red"); d["storm"]+d["flapping"]+d["table-full"] != 0 {
+	if d := w.drops(w.hosts[0], "red", ""); d["storm"]+d["flapping"]+d["table-full"] != 0 {
 		t.Errorf("the other tenant has drops: %v", d)
 	}
 	for h, x := range w.hosts {

@@ -5,10 +5,12 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/tap"
+	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/device/vxlan/nstest"
 )
 
@@ -155,8 +157,10 @@ func TestManyLinuxPeers(t *testing.T) {
 					t.Errorf("%+v", p)
 				}
 			}
-			if st.Flaps != 0 || len(h.vt.Status().Refused) != 0 {
-				t.Errorf("%d flaps, refused %+v", st.Flaps, h.vt.Status().Refused)
+			// The peers' kernels have begun to talk before our VTEP had its network.
+			refused := slices.DeleteFunc(h.vt.Status().Refused, func(r vxlan.Refused) bool { return r.Reason == lfe.UnknownVNI.String() })
+			if st.Flaps != 0 || len(refused) != 0 {
+				t.Errorf("%d flaps, refused %+v", st.Flaps, refused)
 			}
 		})
 	}

@@ -37,8 +37,10 @@ type Segmenter struct {
 	v6, tcp         bool
 	id              uint16
 	seq             uint32
-	pseudo          uint32 // sum of the pseudo-header without the length
-	flags           byte   // TCP, as in the frame
+	flags           byte // TCP, as in the frame
+
+	// Sums of the IP header, and of pseudo-header and L4 header, without the fields that differ from segment to segment.
+	ipSum, l4Sum uint32
 }
 
 // Start begins with a frame whose Offload, from Accept, has a GSOSize.
@@ -46,18 +48,29 @@ func (s *Segmenter) Start(b *packet.Buf) {
 	o, f := &b.Offload, b.Bytes()
 	*s = Segmenter{f: f, l3: int(o.L3), l4: int(o.L4), payload: int(o.Payload), size: int(o.GSOSize), pos: int(o.Payload),
 		v6: o.Need&(packet.NeedTSO6|packet.NeedUSO6) != 0, tcp: o.Need&packet.NeedTSO != 0}
-	proto := uint8(wire.ProtoUDP)
+	t := transport{l3: s.l3, v6: s.v6, tcp: s.tcp}
+	l4 := f[s.l4:s.payload]
+	s.l4Sum = t.pseudo(f, 0)
 	if s.tcp {
-		proto = protoTCP
-		s.seq = binary.BigEndian.Uint32(f[s.l4+4:])
-		s.flags = f[s.l4+tcpFlags]
-	}
-	if s.v6 {
-		s.pseudo = wire.PseudoSum6([16]byte(f[s.l3+8:s.l3+24]), [16]byte(f[s.l3+24:s.l3+40]), proto, 0)
+		s.seq = binary.BigEndian.Uint32(l4[4:])
+		s.flags = l4[tcpFlags]
+		s.l4Sum += sumWithout(l4, 4, 6, tcpFlags-1, tcpCsum)
 	} else {
-		s.pseudo = wire.PseudoSum4([4]byte(f[s.l3+12:s.l3+16]), [4]byte(f[s.l3+16:s.l3+20]), proto, 0)
-		s.id = binary.BigEndian.Uint16(f[s.l3+4:])
+		s.l4Sum += sumWithout(l4, 4, udpCsum)
 	}
+	if !s.v6 {
+		s.id = binary.BigEndian.Uint16(f[s.l3+4:])
+		s.ipSum = sumWithout(f[s.l3:s.l4], 2, 4, 10)
+	}
+}
+
+// sumWithout is the one's complement sum of a header of even length without some of its words.
+func sumWithout(h []byte, words ...int) uint32 {
+	sum := uint32(^wire.Checksum(h, 0))
+	for _, at := range words {
+		sum += uint32(^binary.BigEndian.Uint16(h[at:]))
+	}
+	return sum
 }
 
 // Left returns how many segments are still to come.
@@ -91,13 +104,13 @@ func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 		binary.BigEndian.PutUint16(ip[2:], uint16(len(ip)+length))
 		// Each segment is a packet of its own (RFC 6864), numbered as a sender would have done.
 		binary.BigEndian.PutUint16(ip[4:], s.id)
+		binary.BigEndian.PutUint16(ip[10:], wire.Checksum(nil, s.ipSum+uint32(len(ip)+length)+uint32(s.id)))
 		s.id++
-		ip[10], ip[11] = 0, 0
-		binary.BigEndian.PutUint16(ip[10:], wire.Checksum(ip, 0))
 	}
-	field := l4[udpCsum:]
+	field, sum := l4[udpCsum:], s.l4Sum+uint32(length)
 	if s.tcp {
 		field = l4[tcpCsum:]
+		sum += s.seq>>16 + s.seq&0xffff
 		binary.BigEndian.PutUint32(l4[4:], s.seq)
 		s.seq += uint32(len(part))
 		fl := s.flags
@@ -108,15 +121,16 @@ func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 			fl &^= flagFIN | flagPSH
 		}
 		l4[tcpFlags] = fl
+		sum += uint32(binary.BigEndian.Uint16(l4[tcpFlags-1:]))
 	} else {
 		binary.BigEndian.PutUint16(l4[4:], uint16(length))
+		sum += uint32(length)
 	}
-	field[0], field[1] = 0, 0
 	// Both headers are of even length, so the sums of the parts add up.
-	sum := wire.Checksum(part, s.pseudo+uint32(length)+uint32(^wire.Checksum(l4, 0)))
-	if sum == 0 && !s.tcp {
-		sum = 0xffff // RFC 768: 0 is "no checksum"
+	csum := wire.Checksum(part, sum)
+	if csum == 0 && !s.tcp {
+		csum = 0xffff // RFC 768: 0 is "no checksum"
 	}
-	binary.BigEndian.PutUint16(field, sum)
+	binary.BigEndian.PutUint16(field, csum)
 	return n, part
 }

@@ -68,12 +68,12 @@ func (p *Part) Need() packet.Need {
 // Last tells that no part can follow this one.
 func (p *Part) Last() bool { return p.last }
 
-// valid tells whether the sums of the part are right.
-func (p *Part) valid(f []byte) bool {
+// valid tells whether the sums of the part are right. pseudo is that of the pseudo-header without the length.
+func (p *Part) valid(f []byte, pseudo uint32) bool {
 	if !p.v6 && wire.Checksum(f[p.l3:p.l4], 0) != 0 {
 		return false
 	}
-	return wire.Checksum(f[p.l4:p.end], p.pseudo(f, p.end-p.l4)) == 0
+	return wire.Checksum(f[p.l4:p.end], pseudo+uint32(p.end-p.l4)) == 0
 }
 
 func (t *transport) pseudo(f []byte, length int) uint32 {
@@ -100,11 +100,13 @@ type Merger struct {
 	n     int // parts
 	seq   uint32
 	done  bool // nothing can follow
+
+	pseudo uint32 // sum of all parts' pseudo-headers without the length
 }
 
 // Start begins with a part. The Merger must be empty.
 func (m *Merger) Start(f []byte, p Part) {
-	*m = Merger{first: f, head: p, size: p.end - p.payload, n: 1, done: p.last}
+	*m = Merger{first: f, head: p, size: p.end - p.payload, n: 1, done: p.last, pseudo: p.pseudo(f, 0)}
 	if p.tcp {
 		m.seq = binary.BigEndian.Uint32(f[p.l4+4:]) + uint32(m.size)
 	}
@@ -131,7 +133,7 @@ func (m *Merger) Add(pool *packet.Pool, f []byte, p Part) bool {
 	if m.n == limit || length-p.l3 > maxIP || length > packet.BigCapacity {
 		return false
 	}
-	if m.b == nil && !m.head.valid(m.first) || !p.valid(f) {
+	if m.b == nil && !m.head.valid(m.first, m.pseudo) || !p.valid(f, m.pseudo) {
 		return false
 	}
 	if m.b == nil {
@@ -150,37 +152,41 @@ func (m *Merger) Add(pool *packet.Pool, f []byte, p Part) bool {
 	return true
 }
 
-// continues compares headers.
+// continues compares headers, word by word: it does so for every segment that arrives.
 func (m *Merger) continues(f []byte, p *Part) bool {
 	h, g := &m.head, m.first
-	if h.l3 != p.l3 || h.l4 != p.l4 || h.payload != p.payload || h.tcp != p.tcp || h.v6 != p.v6 || !bytes.Equal(f[:p.l3], g[:p.l3]) {
+	if h.l3 != p.l3 || h.l4 != p.l4 || h.payload != p.payload || h.tcp != p.tcp || h.v6 != p.v6 ||
+		u64(f) != u64(g) || u64(f[6:]) != u64(g[6:]) || !bytes.Equal(f[wire.EthernetLen:p.l3], g[wire.EthernetLen:p.l3]) {
 		return false
 	}
 	a, b := f[p.l3:], g[p.l3:]
 	if p.v6 {
-		if !bytes.Equal(a[:4], b[:4]) || !bytes.Equal(a[6:wire.IPv6Len], b[6:wire.IPv6Len]) {
+		if u32(a) != u32(b) || u16(a[6:]) != u16(b[6:]) || !bytes.Equal(a[8:wire.IPv6Len], b[8:wire.IPv6Len]) {
 			return false
 		}
 	} else {
-		if !bytes.Equal(a[:2], b[:2]) || !bytes.Equal(a[6:10], b[6:10]) || !bytes.Equal(a[12:wire.IPv4Len], b[12:wire.IPv4Len]) {
+		if u16(a) != u16(b) || u32(a[6:]) != u32(b[6:]) || u64(a[12:]) != u64(b[12:]) {
 			return false
 		}
-		frag := binary.BigEndian.Uint16(a[6:])
-		if frag&dontFragment == 0 && binary.BigEndian.Uint16(a[4:]) != binary.BigEndian.Uint16(b[4:])+uint16(m.n) {
+		if u16(a[6:])&dontFragment == 0 && u16(a[4:]) != u16(b[4:])+uint16(m.n) {
 			return false
 		}
 	}
 	a, b = f[p.l4:], g[p.l4:]
-	if !bytes.Equal(a[:4], b[:4]) {
+	if u32(a) != u32(b) {
 		return false
 	}
 	if !p.tcp {
 		return true
 	}
 	const endings = flagFIN | flagPSH
-	return binary.BigEndian.Uint32(a[4:]) == m.seq && bytes.Equal(a[8:tcpFlags], b[8:tcpFlags]) && a[tcpFlags]&^endings == b[tcpFlags]&^endings &&
-		bytes.Equal(a[14:tcpCsum], b[14:tcpCsum]) && bytes.Equal(a[tcpCsum+2:p.payload-p.l4], b[tcpCsum+2:p.payload-p.l4])
+	return u32(a[4:]) == m.seq && u32(a[8:]) == u32(b[8:]) && a[12] == b[12] && a[tcpFlags]&^endings == b[tcpFlags]&^endings &&
+		u16(a[14:]) == u16(b[14:]) && bytes.Equal(a[tcpCsum+2:p.payload-p.l4], b[tcpCsum+2:p.payload-p.l4])
 }
+
+func u16(b []byte) uint16 { return binary.BigEndian.Uint16(b) }
+func u32(b []byte) uint32 { return binary.BigEndian.Uint32(b) }
+func u64(b []byte) uint64 { return binary.BigEndian.Uint64(b) }
 
 // Take empties the Merger. It returns the large frame, whose Offload is set, and a reference to it; or, when there was one part only,
 // nil: that part is whole as it is.

@@ -11,6 +11,9 @@ TEXT ·sumAVX2(SB), NOSPLIT, $0-24
 	VPCMPEQD Y12, Y12, Y12
 	VPSRLQ $32, Y12, Y12 // the low half of each quadword
 
+	SUBQ $128, CX
+	JLT rest
+
 loop:
 	VMOVDQU (SI), Y4
 	VMOVDQU 32(SI), Y5
@@ -34,8 +37,23 @@ loop:
 	VPADDQ Y7, Y3, Y3
 	ADDQ $128, SI
 	SUBQ $128, CX
-	JNE loop
+	JGE loop
 
+rest:
+	ADDQ $128, CX
+	JEQ done
+
+loop32:
+	VMOVDQU (SI), Y4
+	VPAND Y12, Y4, Y8
+	VPSRLQ $32, Y4, Y4
+	VPADDQ Y8, Y0, Y0
+	VPADDQ Y4, Y1, Y1
+	ADDQ $32, SI
+	SUBQ $32, CX
+	JNE loop32
+
+done:
 	VPADDQ Y1, Y0, Y0
 	VPADDQ Y3, Y2, Y2
 	VPADDQ Y2, Y0, Y0

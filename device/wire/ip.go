@@ -183,6 +183,7 @@ func Checksum(b []byte, initial uint32) uint16 {
 	// complement wants it. The sum of swapped words is the swapped sum (RFC 1071,
 	// section 2 B), so little-endian machines need not swap each.
 	sum, carry := uint64(0), uint64(0)
+	all := b
 	if len(b) >= longSum {
 		sum, b = sumLong(b)
 	}
@@ -201,10 +202,16 @@ func Checksum(b []byte, initial uint32) uint16 {
 		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(b), carry)
 		b = b[8:]
 	}
-	if len(b) > 0 {
-		var tail [8]byte
-		copy(tail[:], b)
-		sum, carry = bits.Add64(sum, binary.LittleEndian.Uint64(tail[:]), carry)
+	if n := len(b); n > 0 {
+		tail := uint64(0)
+		if len(all) >= 8 {
+			tail = binary.LittleEndian.Uint64(all[len(all)-8:]) >> (64 - 8*n)
+		} else {
+			for i := n - 1; i >= 0; i-- {
+				tail = tail<<8 | uint64(b[i])
+			}
+		}
+		sum, carry = bits.Add64(sum, tail, carry)
 	}
 	sum, carry = bits.Add64(sum, 0, carry)
 	return ^fold(uint64(bits.ReverseBytes16(fold(sum+carry))) + uint64(initial))

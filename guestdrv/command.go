@@ -40,7 +40,7 @@ type commander struct {
 	sharedQueue
 	d     *Device
 	slots chan *cmdSlot // free ones
-	pairs chan struct{} // those who hold a slot and may want another
+	pairs chan struct{} // batches that gather their slots
 	all   [cmdSlots]*cmdSlot
 }
 
@@ -127,17 +127,25 @@ func (c *commander) slot(op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
 	return nil, fmt.Errorf("%v: %w", op, d.closing())
 }
 
-// prepare writes a request: fixed is encoded into size bytes, words follow it as a
-// page list.
-func (s *cmdSlot) prepare(op abi.Opcode, fixed encoder, size int, words []uint64) {
-	n := size + 8*len(words)
+// request is a command: fixed is encoded into size bytes, words follow it as a page
+// list.
+type request struct {
+	op    abi.Opcode
+	fixed encoder
+	size  int
+	words []uint64
+}
+
+// prepare writes a request.
+func (s *cmdSlot) prepare(r *request) {
+	n := r.size + 8*len(r.words)
 	b := s.req.Bytes()
-	(&abi.Req{Opcode: op, Length: uint32(n)}).Encode(b)
-	if fixed != nil {
-		fixed.Encode(b[abi.SizeReq:])
+	(&abi.Req{Opcode: r.op, Length: uint32(n)}).Encode(b)
+	if r.fixed != nil {
+		r.fixed.Encode(b[abi.SizeReq:])
 	}
-	abi.PutPAs(b[abi.SizeReq+size:], words)
-	s.op, s.size = op, abi.SizeReq+n
+	abi.PutPAs(b[abi.SizeReq+r.size:], r.words)
+	s.op, s.size = r.op, abi.SizeReq+n
 }
 
 // finish waits for the answer to a submitted slot, puts the payload into resp, if
@@ -153,6 +161,7 @@ func (c *commander) finish(s *cmdSlot, timeout *time.Timer, resp decoder) error 
 	case <-timeout.C:
 		// The slot is lost: its buffers may still be written to.
 		d.fail(ErrTimeout)
+		timeout.Reset(0) // for the next of the batch
 		return fmt.Errorf("%v: %w", s.op, ErrTimeout)
 	}
 	return fmt.Errorf("%v: %w", s.op, d.closing())
@@ -162,41 +171,79 @@ func (c *commander) finish(s *cmdSlot, timeout *time.Timer, resp decoder) error 
 // words follow it as a page list. The response's payload is put into resp, if that
 // is not nil.
 func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
-	wait, err := d.begin(op, fixed, size, resp, words...)
+	b, err := d.begin(request{op, fixed, size, words})
 	if err != nil {
 		return err
 	}
-	return wait()
+	defer b.end()
+	return b.wait(0, resp)
 }
 
-// begin is do in two halves: when it returns, the command is in its place among all
-// others. The caller then calls wait once.
-func (d *Device) begin(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) (wait func() error, err error) {
-	if n := abi.SizeReq + size + 8*len(words); n > abi.CmdMax {
-		return nil, invalid("%v with %d words is longer than %d bytes", op, len(words), abi.CmdMax)
-	}
-	if err := d.users.enter(); err != nil {
-		return nil, fmt.Errorf("%v: %w", op, err)
-	}
-	timeout := time.NewTimer(d.cfg.Timeout)
-	s, err := d.cmds.slot(op, timeout)
-	if err == nil {
-		s.prepare(op, fixed, size, words)
-		if err = d.cmds.submit(s); err != nil {
-			err = fmt.Errorf("%v: %w", op, err)
-			d.cmds.slots <- s
+// batch is commands that were begun together.
+type batch struct {
+	d       *Device
+	slots   [maxBatch]*cmdSlot
+	timeout *time.Timer
+}
+
+const maxBatch = 2
+
+// begin is do in two halves: when it returns, the commands are in their place among
+// all others, next to each other. The caller then waits for each, and ends the batch.
+func (d *Device) begin(reqs ...request) (*batch, error) {
+	for i := range reqs {
+		if r := &reqs[i]; abi.SizeReq+r.size+8*len(r.words) > abi.CmdMax {
+			return nil, invalid("%v with %d words is longer than %d bytes", r.op, len(r.words), abi.CmdMax)
 		}
 	}
+	if err := d.users.enter(); err != nil {
+		return nil, fmt.Errorf("%v: %w", reqs[0].op, err)
+	}
+	b := &batch{d: d, timeout: time.NewTimer(d.cfg.Timeout)}
+	err := b.submit(reqs)
 	if err != nil {
-		timeout.Stop()
-		d.users.leave()
+		b.end()
 		return nil, err
 	}
-	return func() error {
-		defer d.users.leave()
-		defer timeout.Stop()
-		return d.cmds.finish(s, timeout, resp)
-	}, nil
+	return b, nil
+}
+
+func (b *batch) submit(reqs []request) (err error) {
+	c := b.d.cmds
+	if len(reqs) > 1 {
+		// Whoever holds a slot and waits for another must not find them all with
+		// others that do the same.
+		c.pairs <- struct{}{}
+		defer func() { <-c.pairs }()
+	}
+	slots := b.slots[:len(reqs)]
+	for i := range reqs {
+		if slots[i], err = c.slot(reqs[i].op, b.timeout); err != nil {
+			break
+		}
+		slots[i].prepare(&reqs[i])
+	}
+	if err == nil {
+		if err = c.submit(slots...); err == nil {
+			return nil
+		}
+		err = fmt.Errorf("%v: %w", reqs[0].op, err)
+	}
+	for _, s := range slots {
+		if s != nil {
+			c.slots <- s
+		}
+	}
+	return err
+}
+
+// wait waits for the answer to command i, once.
+func (b *batch) wait(i int, resp decoder) error { return b.d.cmds.finish(b.slots[i], b.timeout, resp) }
+
+// end is called when nobody waits any more.
+func (b *batch) end() {
+	b.timeout.Stop()
+	b.d.users.leave()
 }
 
 // parseResponse judges what the device wrote: a header and, on success, a payload.

@@ -179,14 +179,15 @@ func (r *OnDemandMR) Invalidate(va, n uint64) error {
 		return nil
 	}
 	r.stats.invalidations.Add(1)
-	wait, err := r.startInvalidate(first, count)
+	b, err := r.startInvalidate(first, count)
 	if err != nil {
 		return err
 	}
-	return wait()
+	defer b.end()
+	return b.wait(0, nil)
 }
 
-func (r *OnDemandMR) startInvalidate(first, count uint64) (wait func() error, err error) {
+func (r *OnDemandMR) startInvalidate(first, count uint64) (*batch, error) {
 	r.publish.Lock()
 	defer r.publish.Unlock()
 	r.mu.Lock()
@@ -198,7 +199,7 @@ func (r *OnDemandMR) startInvalidate(first, count uint64) (wait func() error, er
 	r.mu.Unlock()
 	// Commands begin in the order of submission: pages that are published from now
 	// on stay.
-	return r.d.begin(abi.CmdClearMTT, &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, abi.SizeClearMTT, nil)
+	return r.d.begin(request{abi.CmdClearMTT, &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, abi.SizeClearMTT, nil})
 }
 
 // Prefetch brings the pages that hold part of [va, va+n) in (ODP-8). It ends at the
@@ -303,20 +304,17 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 // order, so the operation that is resumed finds the pages. If they are refused it
 // faults anew, and then is told.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
-	// Whoever holds a command slot and waits for another must not find them all
-	// with others that do the same.
-	r.d.cmds.pairs <- struct{}{}
-	defer func() { <-r.d.cmds.pairs }()
 	set := abi.SetMTT{Handle: r.handle, Count: uint32(len(pas)), First: first}
-	wait, err := r.d.begin(abi.CmdSetMTT, &set, abi.SizeSetMTT, nil, pas...)
+	b, err := r.d.begin(request{abi.CmdSetMTT, &set, abi.SizeSetMTT, pas}, resume(a.token, true))
 	if err != nil {
 		return err
 	}
-	resumed := a.give(r.d, true)
-	if err := wait(); err != nil {
+	defer b.end()
+	a.given = true
+	if err := b.wait(0, nil); err != nil {
 		r.careful.Store(true)
 	}
-	return resumed
+	return b.wait(1, nil)
 }
 
 // answer to a page fault event.
@@ -417,9 +415,14 @@ func (r *OnDemandMR) serve(e *abi.Event) {
 // exactly once; an answer that comes too late, after its QP was destroyed, fails with
 // abi.StatusNotFound.
 func (d *Device) ResumeFault(token uint32, valid bool) error {
-	req := abi.ResumeFault{Token: token}
+	r := resume(token, valid)
+	return d.do(r.op, r.fixed, r.size, nil)
+}
+
+func resume(token uint32, valid bool) request {
+	r := abi.ResumeFault{Token: token}
 	if !valid {
-		req.Status = abi.StatusFault
+		r.Status = abi.StatusFault
 	}
-	return d.do(abi.CmdResumeFault, &req, abi.SizeResumeFault, nil)
+	return request{op: abi.CmdResumeFault, fixed: &r, size: abi.SizeResumeFault}
 }

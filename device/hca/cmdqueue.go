@@ -55,6 +55,7 @@ type commandLoop struct {
 	req     []byte
 	free    []*job
 	waiting []*job // oldest first
+	unsent  bool   // answers were returned and not signalled yet
 }
 
 // startCommands starts the goroutine.
@@ -102,7 +103,9 @@ func (c *commandLoop) run(ctx context.Context) {
 func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 	for ctx.Err() == nil {
 		err := c.serve(ctx)
-		if c.sweep() && err == nil {
+		answered := c.sweep()
+		c.signal()
+		if answered && err == nil {
 			continue // there may be more to take now
 		}
 		var again time.Duration
@@ -136,6 +139,9 @@ func (c *commandLoop) serve(ctx context.Context) error {
 			c.free = append(c.free, j)
 			return err
 		}
+		if c.unsent && !instant(c.req[:n]) {
+			c.signal()
+		}
 		j.n, j.drain = c.d.execute(ctx, c.req[:n], j.resp[:], j.chain.WritableLen())
 		if j.drain != nil && !drainSoon(j.drain) {
 			j.since, j.warn = time.Now(), drainPatience
@@ -147,6 +153,14 @@ func (c *commandLoop) serve(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// instant tells whether a request neither waits for anything nor takes long: the
+// answer to the command before it, such as the SET_MTT of the same fault, may wait for
+// it, so that both are one interrupt.
+func instant(req []byte) bool {
+	var h abi.Req
+	return h.Decode(req) == nil && h.Opcode == abi.CmdResumeFault
 }
 
 func (c *commandLoop) job() *job {
@@ -200,6 +214,7 @@ func (c *commandLoop) settle() {
 		_ = c.answer(j)
 	}
 	c.waiting = nil
+	c.signal()
 }
 
 // touch runs f, which touches the virtqueue and its buffers, in an epoch; if it
@@ -207,12 +222,16 @@ func (c *commandLoop) settle() {
 // leaves the queue as it was when it fails with such a miss.
 func (c *commandLoop) touch(ctx context.Context, f func() error) error {
 	return c.d.fetching(ctx, func() error {
-		return translate.Guard(func() error {
+		err := translate.Guard(func() error {
 			e := c.q.Space().Epochs()
 			t := e.Enter(commandSlot)
 			defer e.Leave(commandSlot, t)
 			return f()
 		})
+		if _, absent := hostMiss(err); absent {
+			c.signal() // fetching may take long
+		}
+		return err
 	})
 }
 
@@ -290,7 +309,7 @@ func (c *commandLoop) take(ctx context.Context, j *job) (n int, ok bool, err err
 	return n, true, nil
 }
 
-// answer returns a command to the driver, and j to those that are free. It is not
+// answer returns a command to the driver, who is yet to be signalled, and j to those that are free. It is not
 // given up when the queue stops: the command has been executed.
 func (c *commandLoop) answer(j *job) error {
 	c.free = append(c.free, j)
@@ -306,11 +325,21 @@ func (c *commandLoop) answer(j *job) error {
 	if err == nil {
 		err = c.touch(ctx, func() error { return c.q.Push(&j.chain, uint32(n)) })
 	}
-	if err == nil {
-		err = c.touch(ctx, c.q.Signal)
-	}
 	if err != nil {
 		c.q.Fail(err)
+		return err
 	}
-	return err
+	c.unsent = true
+	return nil
+}
+
+// signal tells the driver of the answers that were returned.
+func (c *commandLoop) signal() {
+	if !c.unsent {
+		return
+	}
+	c.unsent = false
+	if err := c.touch(context.Background(), c.q.Signal); err != nil {
+		c.q.Fail(err)
+	}
 }

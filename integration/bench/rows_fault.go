@@ -2,10 +2,14 @@ package main
 
 import (
 	"context"
+	"os"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/guestdrv"
@@ -118,9 +122,16 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 // end: its page is thrown out whenever it has been used, and its pager takes a
 // millisecond, or for ever. The anchor is the rate while that QP does the same with
 // its page left alone, a millisecond apart: on two cores its driver takes from ours, too.
+// Beside the rates stands what the faults cost in processor time, of daemon and driver, but
+// for the two threads that the neighbour needs: its own, and the engine. On few cores
+// that is what it can lose.
 func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		nodes, faulty, _, err := b.localPair(ctx, 4, 16<<20)
+		h, nodes, err := b.local(ctx, 4, 16<<20)
+		if err != nil {
+			return m, err
+		}
+		faulty, _, err := connect(nodes[0], nodes[1])
 		if err != nil {
 			return m, err
 		}
@@ -187,7 +198,8 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 						}
 					}
 				})
-				rate, err := x.stream(ctx, d, 16, 1, &work, nil)
+				rate, spent, err := apart(h.Proc.PID(), func() (float64, error) { return x.stream(ctx, d, 16, 1, &work, nil) })
+				faults := float64(mr.Stats().Faults - before)
 				stop.Store(true)
 				if fault {
 					close(g)
@@ -196,9 +208,12 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 				if err == nil {
 					err = ferr
 				}
-				s := Sample{Value: rate}
+				s := Sample{Value: rate, Extra: map[string]float64{}}
 				if fault {
-					s.Extra = map[string]float64{"faults": float64(mr.Stats().Faults - before)}
+					s.Extra["faults/s"] = faults / d.Seconds()
+					s.Extra["beside, % of a core"] = 100 * spent.Seconds() / d.Seconds()
+				} else {
+					s.Extra["anchor, beside, % of a core"] = 100 * spent.Seconds() / d.Seconds()
 				}
 				return s, err
 			}
@@ -206,4 +221,40 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		m.Ours, m.Anchor = beside(true), beside(false)
 		return m, nil
 	}
+}
+
+// apart runs f on a thread of its own and returns what this process and the daemon ran
+// meanwhile on other threads, the daemon's busiest excepted, which is its engine.
+func apart(daemon int, f func() (float64, error)) (rate float64, spent time.Duration, err error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var before, after [2]map[int]time.Duration
+	look := func(to *[2]map[int]time.Duration) {
+		for i, pid := range []int{os.Getpid(), daemon} {
+			if err == nil {
+				to[i], err = threadTimes(pid)
+			}
+		}
+	}
+	if look(&before); err != nil {
+		return 0, 0, err
+	}
+	if rate, err = f(); err != nil {
+		return 0, 0, err
+	}
+	look(&after)
+	engine := time.Duration(0)
+	for i := range after {
+		for tid, t := range after[i] {
+			t -= before[i][tid]
+			switch {
+			case i == 0 && tid == unix.Gettid():
+				continue
+			case i == 1:
+				engine = max(engine, t)
+			}
+			spent += t
+		}
+	}
+	return rate, spent - engine, err
 }

@@ -16,25 +16,38 @@ import (
 )
 
 // cpuTime is what a process's threads have run, from the scheduler's account.
-func cpuTime(p *harness.Process) (time.Duration, error) {
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", p.PID()))
-	if err != nil || len(files) == 0 {
-		return 0, fmt.Errorf("process %d has no threads: %w", p.PID(), err)
+func cpuTime(p *harness.Process) (sum time.Duration, err error) {
+	threads, err := threadTimes(p.PID())
+	for _, t := range threads {
+		sum += t
 	}
-	var sum time.Duration
+	return sum, err
+}
+
+// threadTimes is what each thread of a process has run, by thread.
+func threadTimes(pid int) (map[int]time.Duration, error) {
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+	if err != nil || len(files) == 0 {
+		return nil, fmt.Errorf("process %d has no threads: %w", pid, err)
+	}
+	times := map[int]time.Duration{}
 	for _, f := range files {
 		b, err := os.ReadFile(f)
 		if err != nil {
 			continue // a thread that has ended
 		}
+		tid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", f, err)
+		}
 		ns, _, _ := strings.Cut(string(b), " ")
 		n, err := strconv.ParseInt(ns, 10, 64)
 		if err != nil {
-			return 0, fmt.Errorf("%s: %w", f, err)
+			return nil, fmt.Errorf("%s: %w", f, err)
 		}
-		sum += time.Duration(n)
+		times[tid] = time.Duration(n)
 	}
-	return sum, nil
+	return times, nil
 }
 
 // privateMemory is a process's anonymous resident memory in bytes: not its guests'.

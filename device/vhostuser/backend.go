@@ -58,6 +58,13 @@ func (b *backend) setLive(live bool, log hclog.Logger) {
 	b.tellLocked(log)
 }
 
+// isLive tells what setLive said last.
+func (b *backend) isLive() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.live
+}
+
 func (b *backend) configChanged(log hclog.Logger) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

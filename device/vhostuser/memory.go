@@ -123,8 +123,17 @@ func (se *session) remMemReg(m *Message) error {
 	return refuse("no memory region at PA %#x, size %#x, user address %#x", r.GuestPA, r.Size, r.UserAddr)
 }
 
-// admit maps a region. fd stays the caller's.
+// admit maps a region, and keeps it for the next process. fd stays the caller's.
 func (se *session) admit(r mapped, fd int) error {
+	if err := se.mapRegion(r, fd); err != nil {
+		return err
+	}
+	se.kept.keep(se.kept.memory(r.Region), fd)
+	se.saveState()
+	return nil
+}
+
+func (se *session) mapRegion(r mapped, fd int) error {
 	err := se.mem.AddSlot(hostdriver.Slot{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, FD: fd, Offset: r.Offset})
 	if err != nil {
 		return err
@@ -151,5 +160,7 @@ func (se *session) withdraw(r mapped) error {
 		return err
 	}
 	se.regions = slices.DeleteFunc(se.regions, func(o mapped) bool { return o == r })
+	se.saveState()
+	se.kept.forget(se.kept.memory(r.Region))
 	return nil
 }

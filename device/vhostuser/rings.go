@@ -98,6 +98,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		}
 		r.base = uint16(s.Num)
 	case ReqGetVringBase:
+		se.wasLive = false
 		se.stop(i)
 		r.dropKick()
 		return VringState{Index: s.Index, Num: uint32(r.base)}.Append(nil), nil
@@ -261,8 +262,17 @@ func (se *session) start(i int) error {
 		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
 	}
 	r.q = q
-	se.backend.setLive(true, se.log)
+	se.setLive(true)
 	return nil
+}
+
+// setLive says that rings run, or that one is about to stop.
+func (se *session) setLive(live bool) {
+	if se.backend.isLive() == live {
+		return
+	}
+	se.backend.setLive(live, se.log)
+	se.saveState()
 }
 
 // hold makes the ring present until release: a loop looks at it all the time.
@@ -307,7 +317,7 @@ func (se *session) stop(i int) {
 	if r.q == nil {
 		return
 	}
-	se.backend.setLive(false, se.log)
+	se.setLive(false)
 	se.dev.StopQueue(i)
 	if n := r.q.InFlight(); n > 0 {
 		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)

@@ -37,6 +37,12 @@ type Config struct {
 	// SlotName, if set, names an epoch's reader slot, for messages about memory
 	// whose release takes long.
 	SlotName func(slot int) string
+	// Keeper, if set, keeps the connection under the name KeepAs, so that it
+	// outlives this process; see keeping. Kept is what the process before this one
+	// has left: Listen takes what bears that name and goes on with it.
+	Keeper Keeper
+	KeepAs string
+	Kept   Kept
 }
 
 // takeoverPatience is how long a new front end waits for the one before it to
@@ -106,9 +112,37 @@ func Listen(cfg Config, dev Device, gvmi translate.GVMI) (*Server, error) {
 	if _, ok := dev.(NetDevice); ok {
 		s.protos |= ProtoRARP | ProtoMTU
 	}
+	s.resume()
 	s.wg.Add(1)
 	go s.accept()
 	return s, nil
+}
+
+// resume goes on with the connection of the process before this one, if it left any.
+func (s *Server) resume() {
+	if s.cfg.Keeper == nil {
+		return
+	}
+	kept := s.cfg.Kept.of(s.cfg.KeepAs)
+	c, err := kept.connection(s.cfg.KeepAs)
+	if c == nil {
+		if err != nil {
+			s.log.Error("the connection of the vnicd before this one cannot be continued", "socket", s.cfg.Path, "error", err)
+		}
+		kept.drop(s.cfg.Keeper)
+		return
+	}
+	s.slot <- struct{}{}
+	s.begin(c, kept)
+}
+
+// begin serves a connection on a goroutine of its own; the caller has the slot.
+func (s *Server) begin(c *net.UnixConn, kept Kept) {
+	s.mu.Lock()
+	s.conn = c
+	s.mu.Unlock()
+	s.wg.Add(1)
+	go s.serve(c, kept)
 }
 
 // listen binds next to the path and renames, so that the socket never shows
@@ -221,11 +255,7 @@ func (s *Server) accept() {
 		t := time.NewTimer(s.patience)
 		select {
 		case s.slot <- struct{}{}:
-			s.mu.Lock()
-			s.conn = c
-			s.mu.Unlock()
-			s.wg.Add(1)
-			go s.serve(c)
+			s.begin(c, nil)
 		case <-t.C:
 			s.log.Warn("front end turned away: the device is in use by another", "socket", s.cfg.Path, "peer", peer(c))
 			_ = c.Close()
@@ -247,8 +277,9 @@ func (s *Server) pause(d time.Duration) bool {
 	}
 }
 
-func (s *Server) serve(c *net.UnixConn) {
+func (s *Server) serve(c *net.UnixConn, kept Kept) {
 	defer s.wg.Done()
+	defer kept.drop(s.cfg.Keeper)
 	defer func() {
 		s.mu.Lock()
 		s.conn = nil
@@ -262,7 +293,7 @@ func (s *Server) serve(c *net.UnixConn) {
 	default:
 	}
 	s.log.Debug("front end connected", "socket", s.cfg.Path, "peer", peer(c))
-	err := newSession(s, c).run()
+	err := newSession(s, c).run(kept)
 	switch {
 	case err == nil:
 		s.log.Debug("front end disconnected", "socket", s.cfg.Path)

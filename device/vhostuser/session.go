@@ -35,6 +35,9 @@ type session struct {
 	warnedMemory bool // said that no memory was shared
 
 	backend backend
+
+	kept    keeping
+	wasLive bool // the driver that runs does not know yet that the process was replaced
 }
 
 // errRefused is wrapped by errors that concern one request only: the state has
@@ -54,6 +57,7 @@ func newSession(s *Server, c *net.UnixConn) *session {
 	se := &session{srv: s, dev: s.dev, log: s.log, t: NewTransport(c), space: translate.NewSpace(s.gvmi)}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
 	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget})
+	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1}
 	se.rings = make([]ring, s.queues)
 	for i := range se.rings {
 		se.rings[i].init()
@@ -62,8 +66,8 @@ func newSession(s *Server, c *net.UnixConn) *session {
 }
 
 // run serves the connection until it ends. It returns nil when the front end
-// closed it in good order.
-func (se *session) run() error {
+// closed it in good order. kept is not nil if another process began it.
+func (se *session) run(kept Kept) error {
 	defer se.t.Close()
 	if t := se.srv.cfg.VMs; t != nil {
 		if err := t.Bind(se.space); err != nil {
@@ -74,9 +78,17 @@ func (se *session) run() error {
 	se.backend.offered = se.dev.ConfigSize() > 0
 	se.dev.Connected(se)
 	defer se.teardown()
+	if kept != nil {
+		if err := se.adopt(kept); err != nil {
+			return fmt.Errorf("the connection of the vnicd before this one cannot be continued: %w", err)
+		}
+	} else if err := se.kept.begin(se.t.c); err != nil {
+		return err
+	}
 	var m Message
 	defer m.Close()
 	for {
+		se.announce()
 		if err := se.t.Recv(&m, Header.Check); err != nil {
 			if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {
 				return nil
@@ -92,6 +104,7 @@ func (se *session) run() error {
 // teardown gives everything of this connection back, in the order in which it
 // depends on each other: queues, device, memory, channel.
 func (se *session) teardown() {
+	se.kept.end(se.regions)
 	se.stopAll()
 	se.dev.Disconnected()
 	se.mem.Close()
@@ -195,7 +208,7 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	case ReqRemMemReg:
 		return nil, se.remMemReg(m)
 	case ReqSetBackendReqFD:
-		return nil, se.backend.set(m.TakeFD(0), se.log)
+		return nil, se.setChannel(m.TakeFD(0))
 	case ReqGetConfig:
 		return se.getConfig(m)
 	case ReqSetConfig:
@@ -240,6 +253,16 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	return nil, protoErr("no handler") // rules and this switch list the same requests
 }
 
+// setChannel takes over the back-end channel.
+func (se *session) setChannel(fd int) error {
+	if err := se.backend.set(fd, se.log); err != nil {
+		return err
+	}
+	se.kept.forget(se.kept.channel())
+	se.kept.keep(se.kept.channel(), fd)
+	return nil
+}
+
 // setWord handles the requests that carry one number.
 func (se *session) setWord(req Request, v uint64) error {
 	switch req {
@@ -250,6 +273,7 @@ func (se *session) setWord(req Request, v uint64) error {
 			return protoErr("protocol features %#x were not offered", extra)
 		}
 		se.proto = v
+		se.saveState()
 	case ReqSetStatus:
 		return se.setStatus(v)
 	case ReqSendRARP:
@@ -321,6 +345,7 @@ func (se *session) setStatus(v uint64) error {
 // reset returns the device and its rings to the initial state. Memory and
 // eventfds towards the guest stay: QEMU hands them over once per connection.
 func (se *session) reset() {
+	se.wasLive = false
 	se.stopAll()
 	for i := range se.rings {
 		se.rings[i].reset()

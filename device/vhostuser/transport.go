@@ -138,6 +138,21 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 	return nil
 }
 
+// Pending tells whether something can be received now, be it the end.
+func (t *Transport) Pending() bool {
+	raw, err := t.c.SyscallConn()
+	if err != nil {
+		return true
+	}
+	pending := true
+	_ = raw.Control(func(fd uintptr) {
+		var b [1]byte
+		_, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		pending = !errors.Is(err, unix.EAGAIN)
+	})
+	return pending
+}
+
 // collect takes over the descriptors in a control message.
 func (m *Message) collect(oob []byte) error {
 	if len(oob) == 0 {

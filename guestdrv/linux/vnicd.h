@@ -550,6 +550,9 @@ int vnicd_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata);
 struct vnicd_qp *vnicd_qp_get(struct vnicd_dev *vd, u32 qpn);
 void vnicd_qp_put(struct vnicd_qp *qp);
 
+/* vnicd_flush.c */
+void vnicd_flush_processes(struct vnicd_dev *vd);
+
 /* vnicd_verbs_post.c */
 
 /*

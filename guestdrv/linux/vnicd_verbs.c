@@ -447,6 +447,9 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 void vnicd_ib_unregister(struct vnicd_dev *vd)
 {
 	mutex_lock(&vd->reg_lock);
+	/* While their queue pairs are there still. */
+	if (vd->ib_registered && vnicd_dead(vd))
+		vnicd_flush_processes(vd);
 	if (vd->ib_registered)
 		ib_unregister_device(&vd->ib->base);
 	vd->ib_registered = false;

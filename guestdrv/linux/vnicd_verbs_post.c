@@ -277,7 +277,8 @@ int vnicd_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
 		if (READ_ONCE(qp->state) < IB_QPS_RTS)
 			return -EINVAL;
 		vnicd_ring_doorbell(qp);
-		return 0;
+		/* It may have come too late to be flushed. */
+		return vnicd_dead(vd) ? -EIO : 0;
 	}
 
 	spin_lock_irqsave(&qp->sq.lock, flags);

@@ -120,10 +120,10 @@ func (a *Attachment) chooseBuses(ctx context.Context, c *qmp.Client) error {
 func (a *Attachment) plug(ctx context.Context, c *qmp.Client) error {
 	net, hca := NetID(a.VM), HCAID(a.VM)
 	for _, step := range []func() error{
-		func() error { return c.AddUnixChardev(ctx, chardevID(net), a.NetSocket) },
+		func() error { return c.AddUnixChardev(ctx, chardevID(net), a.NetSocket, ReconnectMS) },
 		func() error { return c.AddVhostNetdev(ctx, netdevID(net), chardevID(net), a.NetQueues) },
 		func() error { return c.AddDevice(ctx, netDevice(net, a.MAC, a.MTU, a.NetQueues).json(a.NetBus)) },
-		func() error { return c.AddUnixChardev(ctx, chardevID(hca), a.HCASocket) },
+		func() error { return c.AddUnixChardev(ctx, chardevID(hca), a.HCASocket, 0) },
 		func() error { return c.AddDevice(ctx, hcaDevice(hca, a.HCAQueues).json(a.HCABus)) },
 	} {
 		if err := step(); err != nil {

@@ -56,11 +56,14 @@ func (c *Client) Exists(ctx context.Context, path string) (bool, error) {
 	return err == nil, err
 }
 
-// AddUnixChardev makes a character device that connects to the unix socket at path.
-func (c *Client) AddUnixChardev(ctx context.Context, id, path string) error {
-	return c.Run(ctx, "chardev-add", map[string]any{"id": id, "backend": map[string]any{"type": "socket", "data": map[string]any{
-		"addr": map[string]any{"type": "unix", "data": map[string]any{"path": path}}, "server": false,
-	}}}, nil)
+// AddUnixChardev makes a character device that connects to the unix socket at path, and every reconnect milliseconds
+// again when that has gone; 0: never again.
+func (c *Client) AddUnixChardev(ctx context.Context, id, path string, reconnect int) error {
+	data := map[string]any{"addr": map[string]any{"type": "unix", "data": map[string]any{"path": path}}, "server": false}
+	if reconnect > 0 {
+		data["reconnect-ms"] = reconnect
+	}
+	return c.Run(ctx, "chardev-add", map[string]any{"id": id, "backend": map[string]any{"type": "socket", "data": data}}, nil)
 }
 
 // RemoveChardev removes a character device that nothing uses.

@@ -171,10 +171,15 @@ func (ns *Namespace) Start(log string, env []string, argv ...string) (*Process, 
 	if err != nil {
 		return nil, err
 	}
-	p := &Process{Log: log, name: strings.Join(argv, " "), done: make(chan struct{})}
+	return ns.start(f, env, nil, argv...)
+}
+
+// start is Start with files that the program finds from descriptor 3 on. It closes the log.
+func (ns *Namespace) start(f *os.File, env []string, files []*os.File, argv ...string) (*Process, error) {
+	p := &Process{Log: f.Name(), name: strings.Join(argv, " "), done: make(chan struct{})}
 	full := ns.argv(argv)
 	cmd := exec.Command(full[0], full[1:]...)
-	cmd.Stdout, cmd.Stderr = f, f
+	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = f, f, files
 	cmd.Env = append(os.Environ(), env...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error, 1)

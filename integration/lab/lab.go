@@ -66,6 +66,8 @@ type Host struct {
 	Proc *harness.Process
 	// Group, if set before Start and Config, bounds the memory of vnicd and of the VMs.
 	Group *harness.MemoryGroup
+	// Manager, if set before Start, keeps what vnicd leaves to the next vnicd.
+	Manager *harness.ServiceManager
 }
 
 // Host makes a host without links and without vnicd.
@@ -109,7 +111,12 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 
 // Start starts vnicd with the configuration that Run wrote.
 func (h *Host) Start(ctx context.Context) error {
-	p, err := h.NS.Start(filepath.Join(h.Dir, "vnicd.log"), nil, h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug")
+	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug"}
+	start := func() (*harness.Process, error) { return h.NS.Start(log, nil, argv...) }
+	if h.Manager != nil {
+		start = func() (*harness.Process, error) { return h.Manager.Start(h.NS, log, argv...) }
+	}
+	p, err := start()
 	if err != nil {
 		return err
 	}

@@ -36,6 +36,11 @@ type libvirtInterface struct {
 		Type string `xml:"type,attr"`
 		Path string `xml:"path,attr"`
 		Mode string `xml:"mode,attr"`
+
+		Reconnect struct {
+			Enabled string `xml:"enabled,attr"`
+			Timeout int    `xml:"timeout,attr"` // seconds
+		} `xml:"reconnect"`
 	} `xml:"source"`
 	Model struct {
 		Type string `xml:"type,attr"`
@@ -68,6 +73,7 @@ func newLibvirtDomain(netSocket, mac string, mtu, queues int, hca []string) *lib
 	if queues > 1 {
 		i.Driver = &libvirtDriver{queues}
 	}
+	i.Source.Reconnect.Enabled, i.Source.Reconnect.Timeout = "yes", 1
 	if mtu > 0 {
 		i.MTU = &libvirtMTU{mtu}
 	}

@@ -14,11 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/overlay"
 	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/vhostuser"
 	"github.com/vnicd/vnicd/device/vxlan"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -61,6 +63,9 @@ type Daemon struct {
 	capMu sync.Mutex
 	caps  captures
 
+	store systemd.Store  // keeps VMs' connections for the vnicd after this one
+	kept  vhostuser.Kept // those of the vnicd before this one
+
 	undo undo
 }
 
@@ -87,20 +92,34 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{},
 		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+	d.kept = d.store.Kept()
 	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
 		if err := step(); err != nil {
 			_ = d.Close()
 			return nil, err
 		}
 	}
+	if left := d.kept.Drop(&d.store); len(left) > 0 {
+		log.Warn("VMs of the vnicd before this one that the configuration does not have: their HCAs are dead", "sockets", left)
+	}
 	return d, nil
 }
 
 // Close undoes Start: VMs are disconnected, TAP ports and sockets removed, all
-// threads joined. It may be called twice.
+// threads joined. What systemd keeps of the VMs stays with it: if this is a
+// restart, the next vnicd goes on with it. It may be called twice.
 func (d *Daemon) Close() error {
+	d.store.Freeze()
 	d.undo.run()
 	return nil
+}
+
+// keeper is where connections are kept, nil without systemd.
+func (d *Daemon) keeper() vhostuser.Keeper {
+	if !systemd.Managed() {
+		return nil
+	}
+	return &d.store
 }
 
 func (d *Daemon) onClose(f func()) { d.undo.push(f) }

@@ -92,12 +92,15 @@ func (v *vm) open(d *Daemon) (err error) {
 
 	d.fronts.Store(c.Name, func() bool { return v.net.Attached() || v.hca.Attached() })
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
+	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its connection.
 	for _, s := range []struct {
 		path string
 		dev  vhostuser.Device
-	}{{d.cfg.NetSocket(c), v.net}, {d.cfg.HCASocket(c), v.hca}} {
+		keep vhostuser.Keeper
+	}{{path: d.cfg.NetSocket(c), dev: v.net}, {path: d.cfg.HCASocket(c), dev: v.hca, keep: d.keeper()}} {
 		srv, err := vhostuser.Listen(vhostuser.Config{
 			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
+			Keeper: s.keep, KeepAs: "hca/" + c.Name, Kept: d.kept,
 		}, s.dev, v.gvmi)
 		if err != nil {
 			return fmt.Errorf("socket %s: %w", s.path, err)

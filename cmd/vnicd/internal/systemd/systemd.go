@@ -1,5 +1,5 @@
-// Package systemd speaks the service protocols of systemd: sd_notify(3), the watchdog, and socket activation
-// (sd_listen_fds(3)). Without systemd every function does nothing.
+// Package systemd speaks the service protocols of systemd: sd_notify(3), the watchdog, socket activation
+// (sd_listen_fds(3)) and the file descriptor store. Without systemd every function does nothing.
 package systemd
 
 import (
@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -19,8 +20,14 @@ const (
 	alive    = "WATCHDOG=1"
 )
 
+// Managed tells whether there is a service manager that listens.
+func Managed() bool { return os.Getenv("NOTIFY_SOCKET") != "" }
+
 // Notify tells the service manager a state.
-func Notify(state string) error {
+func Notify(state string) error { return notify(state) }
+
+// notify sends a state, and descriptors that go with it.
+func notify(state string, fds ...int) error {
 	path := os.Getenv("NOTIFY_SOCKET")
 	if path == "" {
 		return nil
@@ -30,8 +37,24 @@ func Notify(state string) error {
 		return fmt.Errorf("systemd: %w", err)
 	}
 	defer c.Close()
-	if _, err := c.Write([]byte(state)); err != nil {
+	var rights []byte
+	if len(fds) > 0 {
+		rights = syscall.UnixRights(fds...)
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
 		return fmt.Errorf("systemd: %w", err)
+	}
+	// net has no way to send descriptors on a connected datagram socket.
+	var sent error
+	if err := raw.Write(func(fd uintptr) bool {
+		sent = syscall.Sendmsg(int(fd), []byte(state), rights, nil, syscall.MSG_NOSIGNAL)
+		return sent != syscall.EAGAIN
+	}); err != nil {
+		return fmt.Errorf("systemd: %w", err)
+	}
+	if sent != nil {
+		return fmt.Errorf("systemd: %w", sent)
 	}
 	return nil
 }
@@ -65,27 +88,40 @@ func Watch(ctx context.Context, healthy func(context.Context) error) {
 // firstFD is the first of the passed descriptors (SD_LISTEN_FDS_START).
 const firstFD = 3
 
-// Listener returns the socket that systemd passed under a name (FileDescriptorName=), nil if it did not.
-func Listener(name string) (net.Listener, error) {
+// passed calls f with each descriptor that systemd passed, and its name, until f says that it has seen enough.
+func passed(f func(fd int, name string) bool) {
 	n, err := strconv.Atoi(os.Getenv("LISTEN_FDS"))
 	if err != nil || os.Getenv("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
-		return nil, nil
+		return
 	}
 	names := strings.Split(os.Getenv("LISTEN_FDNAMES"), ":")
 	for i := range min(n, len(names)) {
-		if names[i] != name {
-			continue
+		if !f(firstFD+i, names[i]) {
+			return
 		}
-		f := os.NewFile(uintptr(firstFD+i), name)
-		l, err := net.FileListener(f) // a copy
-		_ = f.Close()
-		if err != nil {
-			return nil, fmt.Errorf("systemd: the socket %q: %w", name, err)
-		}
-		if u, ok := l.(*net.UnixListener); ok {
-			u.SetUnlinkOnClose(false) // it is systemd's
-		}
-		return l, nil
 	}
-	return nil, nil
+}
+
+// Listener returns the socket that systemd passed under a name (FileDescriptorName=), nil if it did not.
+func Listener(name string) (net.Listener, error) {
+	fd := -1
+	passed(func(n int, is string) bool {
+		if is == name {
+			fd = n
+		}
+		return fd < 0
+	})
+	if fd < 0 {
+		return nil, nil
+	}
+	f := os.NewFile(uintptr(fd), name)
+	l, err := net.FileListener(f) // a copy
+	_ = f.Close()
+	if err != nil {
+		return nil, fmt.Errorf("systemd: the socket %q: %w", name, err)
+	}
+	if u, ok := l.(*net.UnixListener); ok {
+		u.SetUnlinkOnClose(false) // it is systemd's
+	}
+	return l, nil
 }

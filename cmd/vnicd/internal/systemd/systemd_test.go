@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -140,5 +141,53 @@ func TestListener(t *testing.T) {
 	}
 	if _, err := os.Stat(path); err != nil {
 		t.Errorf("the service removed the manager's socket: %v", err)
+	}
+}
+
+// What is kept arrives with its name, and is the same file.
+func TestStore(t *testing.T) {
+	c := manager(t)
+	f, err := os.Create(filepath.Join(t.TempDir(), "kept"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var s Store
+	if err := s.Keep("hca/one", int(f.Fd())); err != nil {
+		t.Fatal(err)
+	}
+	b, oob := make([]byte, 100), make([]byte, 100)
+	n, oobn, _, _, err := c.ReadMsgUnix(b, oob)
+	if err != nil || string(b[:n]) != "FDSTORE=1\nFDNAME=hca/one" {
+		t.Fatalf("%q, %v", b[:n], err)
+	}
+	msgs, err := syscall.ParseSocketControlMessage(oob[:oobn])
+	if err != nil || len(msgs) != 1 {
+		t.Fatalf("%d control messages, %v", len(msgs), err)
+	}
+	fds, err := syscall.ParseUnixRights(&msgs[0])
+	if err != nil || len(fds) != 1 {
+		t.Fatalf("%d descriptors, %v", len(fds), err)
+	}
+	got := os.NewFile(uintptr(fds[0]), "got")
+	defer got.Close()
+	want, _ := f.Stat()
+	if st, err := got.Stat(); err != nil || !os.SameFile(st, want) {
+		t.Errorf("another file came: %v", err)
+	}
+	if err := s.Forget("hca/one"); err != nil {
+		t.Fatal(err)
+	}
+	if got := read(t, c); got != "FDSTOREREMOVE=1\nFDNAME=hca/one" {
+		t.Errorf("%q", got)
+	}
+	// A service that ends forgets nothing.
+	s.Freeze()
+	if err := s.Forget("hca/one"); err != nil {
+		t.Fatal(err)
+	}
+	_ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+	if n, err := c.Read(b); err == nil {
+		t.Errorf("forgotten: %q", b[:n])
 	}
 }

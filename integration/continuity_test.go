@@ -1,0 +1,114 @@
+package integration
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+var restarts = flag.Int("restarts", 3, "how often TestContinuity kills vnicd; 20 for the long test")
+
+// TestContinuity: vnicd is killed (and, every third time, stopped in good order) and
+// started again under two VMs with an RC connection at work and a TCP stream between
+// them. The stream goes on; the RDMA programs, those that poll as those that sleep, end
+// with errors by themselves; the HCA comes back by itself and works again. Nothing is
+// left over on host or guest.
+func TestContinuity(t *testing.T) {
+	l, ctx := newLab(t)
+	w := makeTwoHosts(ctx, t, l, func(w *twoHosts) {
+		for _, h := range []*lab.Host{w.a, w.b} {
+			m, err := harness.NewServiceManager(h.Dir)
+			check(t, err)
+			h.Manager = m
+			l.Add(func() { check(t, m.Close()) })
+		}
+	}, vmA, vmB)
+	a, b := w.load(ctx, t)
+	tcp := must[*qemu.Process](t)(w.vms[1].StartShell(ctx, "exec iperf3 -s -1 -p 5301"))
+	check(t, harness.WaitGuest(ctx, w.vms[1], "ss -ltn | grep -q :5301"))
+	stream := must[*qemu.Process](t)(w.vms[0].StartShell(ctx, fmt.Sprintf("exec iperf3 -c %s -p 5301 -b 1M -t 3600", strings.TrimSuffix(vmB.Addr, "/24"))))
+
+	flows := func(when string) {
+		t.Helper()
+		moved := received(ctx, t, w.vms[1])
+		eventually(ctx, t, "TCP flows "+when, func() bool { return received(ctx, t, w.vms[1]) > moved+300_000 })
+	}
+	flows("at first")
+
+	kept := func() int { return len(w.a.Manager.Kept()) }
+	eventually(ctx, t, "the HCA's connection is kept", func() bool { return kept() >= 4 })
+	first := kept()
+	for i := range *restarts {
+		victim, other := w.a, w.b
+		if i%2 == 1 {
+			victim, other = other, victim
+		}
+		// Some poll, some sleep.
+		programs := map[string]*qemu.Process{}
+		programs["client that polls"], programs["server that polls"] = w.stream(ctx, t, a, b)
+		const pingpong = "exec timeout -k 5 200 ibv_rc_pingpong -e -n 100000000 -p 18599 -d vnic0 -g %d %s"
+		programs["server that sleeps"] = must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf(pingpong, b.GID, "")))
+		check(t, harness.WaitGuest(ctx, b.VM, "ss -ltn | grep -q :18599"))
+		programs["client that sleeps"] = must[*qemu.Process](t)(a.VM.StartShell(ctx, fmt.Sprintf(pingpong, a.GID, b.Addr)))
+		eventually(ctx, t, "both connections are open", func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 3 && rdmaQPs(ctx, t, w.b, "vm2") == 3 })
+		start := time.Now()
+		if i%3 == 2 {
+			check(t, victim.Stop(ctx))
+		} else {
+			check(t, victim.Proc.Signal(syscall.SIGKILL))
+			<-victim.Proc.Done()
+		}
+		check(t, victim.Start(ctx))
+		vms := map[*lab.Host]string{w.a: "vm1", w.b: "vm2"}
+		back := w.vms[0]
+		if victim == w.b {
+			back = w.vms[1]
+		}
+		// Whose vnicd was away must notice, and who sends to it; who waits to be sent
+		// to on the other side does not, as with any RC connection.
+		idle := map[bool]string{true: "server that sleeps", false: "client that sleeps"}[victim == w.a]
+		check(t, programs[idle].Signal(ctx, "KILL"))
+		for what, p := range programs {
+			r := must[qemu.Result](t)(p.Wait(ctx))
+			t.Logf("%d: the %s ended with status %d: %s", i, what, r.ExitCode, tail(strings.TrimSpace(r.Stderr), 100))
+			if r.ExitCode == 0 || r.ExitCode == 124 {
+				t.Errorf("%d: the %s noticed nothing", i, what)
+			}
+		}
+		check(t, lab.WaitRDMA(ctx, back, lab.Device))
+		t.Logf("%d: the HCA of %s was back after %.1f s", i, vms[victim], time.Since(start).Seconds())
+		a, b = must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)), must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
+		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "50"))
+		flows("again")
+		eventually(ctx, t, "no queue pair is left over", func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1 })
+	}
+	if n := kept(); n != first {
+		t.Errorf("%d descriptors are kept for vm1, %d before: %v", n, first, w.a.Manager.Kept())
+	}
+	for _, p := range []*qemu.Process{stream, tcp} {
+		check(t, p.Signal(ctx, "INT"))
+		r := must[qemu.Result](t)(p.Wait(ctx))
+		if strings.Contains(r.Stderr, "error") && !strings.Contains(r.Stderr, "interrupt") {
+			t.Errorf("the TCP stream broke: %s", r.Stderr)
+		}
+	}
+	// A VM that ends leaves nothing.
+	w.vms[0].Kill()
+	eventually(ctx, t, "nothing is kept of a VM that is gone", func() bool { return kept() == 0 })
+}
+
+// received is how many bytes the guest's network card has received.
+func received(ctx context.Context, t *testing.T, m *qemu.Machine) (n int) {
+	t.Helper()
+	_, err := fmt.Sscan(run(ctx, t, m, "cat /sys/class/net/eth0/statistics/rx_bytes"), &n)
+	check(t, err)
+	return n
+}

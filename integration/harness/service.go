@@ -1,0 +1,113 @@
+package harness
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// ServiceManager does for one service what systemd does: it keeps descriptors that the service hands over (FDSTORE,
+// FDSTOREREMOVE of sd_notify(3)), and passes them on when the service is started again.
+type ServiceManager struct {
+	socket string
+	conn   *net.UnixConn
+	done   chan struct{}
+
+	mu    sync.Mutex
+	names []string
+	files []*os.File
+}
+
+// NewServiceManager listens to a service in a socket in dir.
+func NewServiceManager(dir string) (*ServiceManager, error) {
+	m := &ServiceManager{socket: filepath.Join(dir, "notify"), done: make(chan struct{})}
+	var err error
+	if m.conn, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: m.socket, Net: "unixgram"}); err != nil {
+		return nil, err
+	}
+	go m.listen()
+	return m, nil
+}
+
+// Start starts the service as Namespace.Start does, with all that is kept. The log is appended to.
+func (m *ServiceManager) Start(ns *Namespace, log string, argv ...string) (*Process, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	env := []string{"NOTIFY_SOCKET=" + m.socket, "LISTEN_FDS=" + strconv.Itoa(len(m.files)), "LISTEN_FDNAMES=" + strings.Join(m.names, ":")}
+	// Only the process itself can tell its number before it is there.
+	argv = append([]string{"/bin/sh", "-c", `LISTEN_PID=$$ exec "$@"`, "sh"}, argv...)
+	f, err := os.OpenFile(log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	return ns.start(f, env, m.files, argv...)
+}
+
+// Kept are the names of what is kept.
+func (m *ServiceManager) Kept() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Clone(m.names)
+}
+
+// Close drops all that is kept.
+func (m *ServiceManager) Close() error {
+	err := m.conn.Close()
+	<-m.done
+	for _, f := range m.files {
+		err = errors.Join(err, f.Close())
+	}
+	return err
+}
+
+func (m *ServiceManager) listen() {
+	defer close(m.done)
+	b, oob := make([]byte, 4096), make([]byte, unix.CmsgSpace(16*4))
+	for {
+		n, oobn, _, _, err := m.conn.ReadMsgUnix(b, oob)
+		if err != nil {
+			return
+		}
+		m.hear(string(b[:n]), oob[:oobn])
+	}
+}
+
+func (m *ServiceManager) hear(state string, oob []byte) {
+	var fds []int
+	if msgs, err := unix.ParseSocketControlMessage(oob); err == nil && len(msgs) == 1 {
+		fds, _ = unix.ParseUnixRights(&msgs[0])
+	}
+	words := strings.Split(state, "\n")
+	name := ""
+	for _, w := range words {
+		if v, ok := strings.CutPrefix(w, "FDNAME="); ok {
+			name = v
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, fd := range fds {
+		unix.CloseOnExec(fd)
+		f := os.NewFile(uintptr(fd), name)
+		if !slices.Contains(words, "FDSTORE=1") {
+			_ = f.Close()
+			continue
+		}
+		m.names, m.files = append(m.names, name), append(m.files, f)
+	}
+	if slices.Contains(words, "FDSTOREREMOVE=1") {
+		for i := len(m.names) - 1; i >= 0; i-- {
+			if m.names[i] == name {
+				_ = m.files[i].Close()
+				m.names, m.files = slices.Delete(m.names, i, i+1), slices.Delete(m.files, i, i+1)
+			}
+		}
+	}
+}

@@ -31,12 +31,16 @@ func TestHealthy(t *testing.T) {
 	go d.loops[1].Do(func() { close(held); <-hold })
 	<-held
 	first := d.probes[1].ask(func() { d.loops[1].Do(func() {}) })
-	for range 3 {
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
-		if err := d.Healthy(ctx); err == nil || !strings.Contains(err.Error(), "engine 1") || strings.Contains(err.Error(), "engine 0") {
-			t.Errorf("engine 1 is held, health: %v", err)
-		}
+	for alone := 0; alone < 3; {
+		ctx, cancel := context.WithTimeout(patient, 10*time.Millisecond)
+		err := d.Healthy(ctx)
 		cancel()
+		if err == nil || !strings.Contains(err.Error(), "engine 1") || patient.Err() != nil {
+			t.Fatalf("engine 1 is held, health: %v", err)
+		}
+		if !strings.Contains(err.Error(), "engine 0") { // which a busy machine may keep from answering in time
+			alone++
+		}
 		if d.probes[1].ask(nil) != first {
 			t.Error("asked again while a question is open")
 		}

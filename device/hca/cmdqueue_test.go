@@ -356,3 +356,39 @@ func BenchmarkClearMTT(b *testing.B) {
 		})
 	}
 }
+
+// The answer to a RESUME_FAULT and that to the command before it are one interrupt;
+// nothing else waits for what comes behind it.
+func TestResumeSharesInterrupt(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	for _, c := range []struct {
+		op      abi.Opcode
+		payload []byte
+		want    uint64
+	}{
+		{abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: 1}), 2},
+		{abi.CmdQueryPort, nil, 3},
+	} {
+		d := g.commandQueue(64)
+		g.mu.Lock() // the first waits here, so that the others are there when it is through
+		d.submit(abi.CmdQueryPort, nil)
+		d.submit(abi.CmdQueryPort, nil)
+		d.submit(c.op, c.payload)
+		g.mu.Unlock()
+		for n, end := 0, time.Now().Add(patienceHere); n < 3; n += len(d.done()) {
+			if time.Now().After(end) {
+				t.Fatal("not answered")
+			}
+			time.Sleep(time.Millisecond)
+		}
+		g.StopQueue(abi.CommandQueue) // what was answered has been signalled
+		var b [8]byte
+		if _, err := unix.Read(d.call, b[:]); err != nil {
+			t.Fatal(err)
+		}
+		if n := binary.NativeEndian.Uint64(b[:]); n != c.want {
+			t.Errorf("two commands and %v: %d interrupts, want %d", c.op, n, c.want)
+		}
+	}
+}

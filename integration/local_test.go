@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"context"
 	"regexp"
 	"strings"
 	"testing"
@@ -75,4 +76,31 @@ vms:
 		run(ctx, t, ms[0], "ping -c 2 -i 0.2 -W 5 10.0.0.2")
 	})
 	quietKernels(ctx, t, ms...)
+}
+
+// pair boots two VMs under one vnicd and loads the module in both; the first also gets args.
+func pair(ctx context.Context, t *testing.T, l *lab.Lab, args ...string) (a, b lab.End) {
+	t.Helper()
+	h := must[*lab.Host](t)(l.Host("h1"))
+	check(t, h.Run(ctx, `networks: [{name: blue, vni: 100, mtu: 4500}]
+vms:
+  - {name: vm1, network: blue, mac: "02:00:00:00:00:01"}
+  - {name: vm2, network: blue, mac: "02:00:00:00:00:02"}
+`))
+	var ms []*qemu.Machine
+	dumpOnFailure(t, []*lab.Host{h}, &ms)
+	v := [2]lab.VM{vmA, vmB}
+	var cfgs [2]qemu.Config
+	for i := range v {
+		v[i].MTU = 4500
+		cfgs[i] = must[qemu.Config](t)(h.Config(ctx, v[i]))
+	}
+	cfgs[0].ExtraArgs = append(cfgs[0].ExtraArgs, args...)
+	ms = must[[]*qemu.Machine](t)(l.Boot(ctx, cfgs[:]...))
+	var ends [2]lab.End
+	for i, m := range ms {
+		check(t, lab.LoadModule(ctx, m))
+		ends[i] = must[lab.End](t)(lab.NewEnd(ctx, m, lab.Device, v[i].Addr))
+	}
+	return ends[0], ends[1]
 }

@@ -30,14 +30,24 @@ func TestPrograms(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
+// TestProgramsOnOneHost: the same between two VMs under one vnicd.
+func TestProgramsOnOneHost(t *testing.T) {
+	l, ctx := newLab(t)
+	a, b := pair(ctx, t, l)
+	programs(ctx, t, a, b)
+	quietKernels(ctx, t, a.VM, b.VM)
+}
+
 // program is a run with a server in one guest and a client in the other.
 type program struct {
+	name           string // "": the first word of server
 	server, client string // SERVER and CLIENT stand for addresses
 	ready          string // that the server is ready; "": an rdma_cm listener
 	stays          bool   // the server does not end by itself
 }
 
-// cmPrograms are those of rdmacm-utils, all on the connection manager.
+// cmPrograms are those of rdmacm-utils, all on the connection manager, and other
+// packages' own.
 var cmPrograms = []program{
 	{server: "rping -s -a SERVER -C 20 -V", client: "rping -c -a SERVER -C 20 -V"},
 	{server: "ucmatose -c 4 -C 20 -S 1000", client: "ucmatose -s SERVER -c 4 -C 20 -S 1000"},
@@ -51,6 +61,19 @@ var cmPrograms = []program{
 	{server: "fi_pingpong -p verbs -e msg -I 20 -S 4096", client: "fi_pingpong -p verbs -e msg -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
 }
 
+// ucxPrograms are runs of UCX's perftest by its verbs transports: messages, active
+// messages, remote memory and atomics.
+func ucxPrograms() (all []program) {
+	for _, tls := range []string{"rc_v", "ud_v", "rc_v,ud_v"} {
+		ucx := "env UCX_TLS=" + tls + " UCX_NET_DEVICES=" + lab.Device + ":1 ucx_perftest -P 0"
+		for _, x := range []string{"tag_bw -n 50 -s 65536", "tag_lat -n 50", "stream_bw -n 50", "ucp_am_lat -n 50", "ucp_put_bw -n 50 -s 65536", "ucp_get -n 50 -s 65536", "ucp_fadd -n 50 -s 8"} {
+			name, _, _ := strings.Cut(x, " ")
+			all = append(all, program{name: "ucx " + tls + " " + name, server: ucx, client: ucx + " SERVER -t " + x, ready: "ss -ltnH | grep -q :13337"})
+		}
+	}
+	return all
+}
+
 // perftestRuns gives the options of perftest's runs: one of each kind, or with
 // -programs.all every combination that perftest knows.
 func perftestRuns() (runs [][]string) {
@@ -58,6 +81,8 @@ func perftestRuns() (runs [][]string) {
 		{"ib_write_bw", "-c", "UC"}, {"ib_send_bw", "-c", "UD", "-s", "1024"}, {"ib_write_bw", "-R"}, {"ib_send_lat", "-e"},
 		{"ib_send_bw", "--use-srq", "-q", "4"}, {"ib_atomic_bw", "-A", "FETCH_AND_ADD"}, {"ib_atomic_lat", "-A", "CMP_AND_SWAP"},
 		{"ib_read_lat"}, {"ib_write_lat", "-I", "64", "-s", "64"}, {"ib_read_bw", "-b"},
+		{"ib_send_bw", "-c", "UC", "-b"}, {"ib_send_lat", "-c", "UD", "-s", "1024", "-e"}, {"ib_send_bw", "-c", "UD", "-s", "1024", "-R"},
+		{"ib_send_bw", "-b", "-q", "16"}, {"ib_write_bw", "-c", "UC", "-q", "16"}, {"ib_read_bw", "-R", "-q", "4"}, {"ib_send_bw", "-e"},
 	}
 	if !*allPrograms {
 		return few
@@ -88,8 +113,11 @@ func perftestRuns() (runs [][]string) {
 }
 
 func programs(ctx context.Context, t *testing.T, client, server lab.End) {
-	for _, p := range cmPrograms {
-		name, _, _ := strings.Cut(p.server, " ")
+	for _, p := range append(ucxPrograms(), cmPrograms...) {
+		name := p.name
+		if name == "" {
+			name, _, _ = strings.Cut(p.server, " ")
+		}
 		t.Run(name, func(t *testing.T) { p.run(ctx, t, client.VM, server.VM, client.Addr, server.Addr) })
 	}
 	for _, x := range perftestRuns() {

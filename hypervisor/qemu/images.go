@@ -98,6 +98,12 @@ func (b *Builder) Programs(ctx context.Context, src, out string) error {
 	return err
 }
 
+// Container builds the root of another Debian release, if it is not there, and returns its disk image.
+func (b *Builder) Container(ctx context.Context) (string, error) {
+	out, err := b.run(ctx, "container")
+	return strings.TrimSpace(string(out)), err
+}
+
 func (b *Builder) run(ctx context.Context, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, b.Script, args...)
 	cmd.Env = append(os.Environ(), b.Env...)

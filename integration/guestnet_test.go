@@ -13,13 +13,17 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, another MTU, a network whose
-// MTU shrinks, a reboot, rebinding the driver. After each, TCP and UDP run both ways between the VM and a container on another host,
-// and data that are compared.
+// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, one queue pair and two, another
+// MTU, a network whose MTU shrinks, a reboot, rebinding the driver. After each, TCP and UDP run both ways between the VM and a container on
+// another host, and data that are compared.
 func TestGuestNetwork(t *testing.T) {
 	w := newTenantLab(t)
 	var err error
-	w.ms, err = w.Boot(w.ctx, must[qemu.Config](t)(w.hosts[0].Config(w.ctx, w.vm(0))))
+	me := w.vm(0)
+	w.cli(w.hosts[0], "vm del "+me.Name)
+	w.cli(w.hosts[0], fmt.Sprintf("vm add %s network blue mac %s queues 2", me.Name, me.MAC))
+	me.CPUs, me.Queues = 2, 2
+	w.ms, err = w.Boot(w.ctx, must[qemu.Config](t)(w.hosts[0].Config(w.ctx, me)))
 	check(t, err)
 	vm, far := w.ms[0], w.ends[0][1]
 	srv := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "iperf3.log"), nil, "iperf3", "-s", "--forceflush"))
@@ -50,6 +54,15 @@ func TestGuestNetwork(t *testing.T) {
 		t.Run("ethtool "+f, func(t *testing.T) {
 			// What the driver cannot change it says.
 			t.Log(strings.TrimSpace(run(w.ctx, t, vm, "ethtool -K eth0 "+f+" 2>&1 || true")))
+			traffic(t)
+		})
+	}
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint("queues ", n), func(t *testing.T) {
+			run(w.ctx, t, vm, fmt.Sprint("ethtool -L eth0 combined ", n))
+			eventually(w.ctx, t, "so many queue pairs run", func() bool {
+				return strings.Count(w.cli(w.hosts[0], "vm show -j"), "rx+tx") == n
+			})
 			traffic(t)
 		})
 	}

@@ -18,6 +18,7 @@ type mac struct {
 	routes []*route
 	best   *route // in the table
 	here   presence
+	after  uint32 // above the sequence numbers of claims that were withdrawn
 }
 
 // ip is the same for an IP address. A MAC's mobility decides where its IP addresses are; between MACs, who says it last.
@@ -122,6 +123,9 @@ func (n *Network) replace(old, r *route) {
 		return
 	}
 	m := n.mac(k.mac)
+	if r == nil {
+		m.after = max(m.after, above(old.seq))
+	}
 	m.routes = swap(m.routes, old, r)
 	if k.nlri.ip.IsValid() {
 		x := n.ip(k.nlri.ip)
@@ -164,10 +168,26 @@ func (n *Network) countVTEP(r *route, by int) {
 func (n *Network) mac(a lfe.MAC) *mac {
 	m := n.macs[a]
 	if m == nil {
-		m = &mac{addr: a}
+		m = &mac{addr: a, after: n.gone[a]}
+		delete(n.gone, a)
 		n.macs[a] = m
 	}
 	return m
+}
+
+// remember keeps the sequence number of a MAC that nobody has any more, so that it rises also when an address is withdrawn at its old
+// place before it is heard at the new one. Of too many, any are forgotten.
+func (n *Network) remember(m *mac) {
+	if m.after == 0 {
+		return
+	}
+	for a := range n.gone {
+		if len(n.gone) < n.cfg.MaxEntries {
+			break
+		}
+		delete(n.gone, a)
+	}
+	n.gone[m.addr] = m.after
 }
 
 func (n *Network) ip(a netip.Addr) *ip {
@@ -191,16 +211,19 @@ func (m *mac) strongest() (best *route) {
 
 // next is a sequence number above those of all claims of others, those that do not count included: gobgp compares with them too.
 func (m *mac) next() uint32 {
-	var seq uint32
+	seq := m.after
 	for _, r := range m.routes {
-		if r.seq >= seq {
-			seq = r.seq + 1
-			if r.seq == math.MaxUint32 {
-				return math.MaxUint32
-			}
-		}
+		seq = max(seq, above(r.seq))
 	}
 	return seq
+}
+
+// above is the next sequence number, or the last that there is.
+func above(seq uint32) uint32 {
+	if seq == math.MaxUint32 {
+		return seq
+	}
+	return seq + 1
 }
 
 // electMAC decides where a MAC is.
@@ -244,6 +267,7 @@ func (n *Network) electMAC(m *mac) {
 	}
 	if len(m.routes) == 0 && !m.here.here {
 		delete(n.macs, m.addr)
+		n.remember(m)
 	}
 }
 

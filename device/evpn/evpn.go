@@ -169,6 +169,7 @@ type Network struct {
 	vteps  map[netip.Addr]int // type 3 routes in use
 	macs   map[lfe.MAC]*mac
 	ips    map[netip.Addr]*ip
+	gone   map[lfe.MAC]uint32 // mac.after of those that nobody has
 	taken  struct{ macs, ips full }
 	// What is at this host's ports, and what is advertised of it.
 	here       map[lfe.MAC]*mac
@@ -205,6 +206,7 @@ func (n *Network) Attach(t *overlay.Table) error {
 	}
 	n.table, n.vni, n.export = t, vni, n.cfg.Export
 	n.vteps, n.macs, n.ips = map[netip.Addr]int{}, map[lfe.MAC]*mac{}, map[netip.Addr]*ip{}
+	n.gone = map[lfe.MAC]uint32{}
 	n.here, n.hereIPs, n.said = map[lfe.MAC]*mac{}, map[netip.Addr]*ip{}, map[claim]mobility{}
 	n.taken.macs, n.taken.ips = full{max: n.cfg.MaxEntries}, full{max: n.cfg.MaxEntries}
 	if n.export == nil {

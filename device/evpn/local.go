@@ -138,6 +138,7 @@ func (n *Network) arrive(m *mac) {
 
 // leave notes that it is no more, or that another has the better claim. What is said of it is withdrawn by say.
 func (n *Network) leave(m *mac) {
+	m.after = max(m.after, m.here.seq)
 	m.here.here, m.here.mobility = false, mobility{}
 	delete(n.here, m.addr)
 	n.s.poke()

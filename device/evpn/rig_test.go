@@ -74,7 +74,7 @@ func newFabric(t *testing.T) *fabric {
 	if err := f.loop.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if f.pool, err = packet.NewPool(packet.Config{Count: 64}); err != nil {
+	if f.pool, err = packet.NewPool(packet.Config{Count: 1024}); err != nil {
 		t.Fatal(err)
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -100,13 +100,14 @@ func vtepAddr(n int) netip.Addr            { return netip.AddrFrom4([4]byte{192,
 
 const testAS = 65001
 
-// config is that of a host which has the others as neighbours.
+// config is that of a host which has the others as neighbours. Of two, the higher one waits: gobgp may take long to settle who of two
+// that connect at once gives way.
 func (f *fabric) config(n int, others ...int) Config {
 	c := Config{
 		AS: testAS, RouterID: vtepAddr(n), VTEP: vtepAddr(n), Listen: []netip.Addr{f.bgpAddr(n)}, Port: f.port, RestartTime: 20 * time.Second,
 	}
 	for _, o := range others {
-		c.Neighbours = append(c.Neighbours, Neighbour{Address: f.bgpAddr(o), AS: testAS, Port: f.port, Local: f.bgpAddr(n)})
+		c.Neighbours = append(c.Neighbours, Neighbour{Address: f.bgpAddr(o), AS: testAS, Port: f.port, Local: f.bgpAddr(n), Passive: n > o})
 	}
 	return c
 }

@@ -24,10 +24,11 @@ type session struct {
 	done sync.WaitGroup
 }
 
-// Timers of gobgp that have no key: how long it waits before it connects again.
+// Timers of gobgp that have no key, in seconds: how long it waits before it connects again. A reflector that has been restarted
+// tells others that this host's routes are gone until this host is back (RFC 4724 would have it wait; FRR does not).
 const (
-	connectRetry = 5
-	idleHold     = 5
+	connectRetry = 2
+	idleHold     = 1
 )
 
 var family = &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}

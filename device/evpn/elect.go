@@ -66,6 +66,19 @@ func (a mobility) beats(b mobility, vtep, other netip.Addr) bool {
 	return vtep.Less(other)
 }
 
+// maxClaims bounds the routes about one address: every change of one looks at all of them, so whoever makes up a quarter of a million
+// for one MAC must not have that done. More are not kept, and come into consideration when they are told again.
+const maxClaims = 1024
+
+// crowded tells whether there is no room for one more route about an address.
+func (n *Network) crowded(k nlri) bool {
+	if k.kind != bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT {
+		return false
+	}
+	m, x := n.macs[k.mac], n.ips[k.ip]
+	return m != nil && len(m.routes) >= maxClaims || x != nil && len(x.routes) >= maxClaims
+}
+
 // takeLocked hears of a path that is gobgp's best now, or is gone.
 func (s *Speaker) takeLocked(p *apiutil.Path) {
 	k, ok := identify(p)
@@ -94,6 +107,10 @@ func (s *Speaker) takeLocked(p *apiutil.Path) {
 	if old != nil && old.net != r.net {
 		s.dropLocked(k)
 		old = nil
+	}
+	if old == nil && r.net.crowded(k) {
+		s.ignored[errClaims.Error()]++
+		return
 	}
 	s.arrivals++
 	r.arrived = s.arrivals

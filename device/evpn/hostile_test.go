@@ -287,6 +287,28 @@ func TestFlood(t *testing.T) {
 	}
 }
 
+// Routes without end about one address are not all kept: each change of one looks at all.
+func TestCrowd(t *testing.T) {
+	f := newFabric(t)
+	h := f.host(1, f.config(1, 9))
+	x := f.intruder()
+	n := h.tenant(100, NetworkConfig{})
+	x.serve(vtepAddr(9), 100)
+	const more = 50
+	for i := range maxClaims + more {
+		l := truth(1)
+		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
+		x.tell(l)
+	}
+	eventually(t, "those beyond the bound are refused", func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
+	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
+		t.Errorf("%d routes are kept", got)
+	}
+	eventually(t, "the address is heard", func() bool { return n.behind(hwaddr(1)) == vtepAddr(9) })
+	x.tell(truth(2))
+	eventually(t, "another address is heard", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
+}
+
 // What comes from the wire is decoded by gobgp and judged here; neither may fail, and what counts is as it must be.
 func FuzzRoute(f *testing.F) {
 	for _, l := range []lie{truth(1), {rd: "65001:7", mac: hwaddr(2), ip: netip.MustParseAddr("fd00::1"), vni: 100, target: "1.2.3.4:5", nextHop: vtepAddr(9), encap: 9, seq: 3, sticky: true}} {

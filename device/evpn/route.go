@@ -49,6 +49,7 @@ var (
 	errOwn     = errors.New("next hop is this host")
 	errForeign = errors.New("next hop is not one that the neighbour may name")
 	errEncap   = errors.New("encapsulation is not VXLAN")
+	errClaims  = errors.New("its MAC or IP has its maximum of routes")
 	errTunnel  = errors.New("tunnel of the multicast route is not ingress replication to its next hop")
 )
 

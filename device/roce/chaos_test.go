@@ -246,7 +246,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 		}
 	}
 	// More than one if it was found again while another fault was out.
-	if node.failed < 1 || node.failed > 50 {
+	if node.failed < 1 || node.failed > 20 {
 		t.Errorf("%d answers that the address is invalid", node.failed)
 	}
 }
@@ -400,23 +400,24 @@ func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 			w.SGEs = split(8)
 			v := binary.LittleEndian.Uint64(words[o:])
 			s.wantAt[i] = v
-			switch {
-			case rng.Intn(3) == 0:
-				w.Opcode, v = WRAtomicWrite, rng.Uint64()
-				binary.LittleEndian.PutUint64(area, v)
-				s.wantAt[i] = v // which stays
-				if w.Inline = rng.Intn(2) == 0; w.Inline {
-					w.InlineData = append([]byte{}, area[:8]...)
-				}
-			case k == 6:
+			if k == 6 {
 				w.Opcode, w.SwapAdd = WRFetchAdd, rng.Uint64()
 				v += w.SwapAdd
-			default:
+			} else {
 				w.Opcode, w.Compare, w.SwapAdd = WRCompareSwap, v, rng.Uint64()
 				if rng.Intn(3) == 0 {
 					w.Compare++
 				} else {
 					v = w.SwapAdd
+				}
+			}
+			// A third becomes an ATOMIC WRITE, by what was drawn: to draw more would make other cases of all seeds.
+			if w.SwapAdd%3 == 0 {
+				w.Opcode, v = WRAtomicWrite, w.SwapAdd
+				binary.LittleEndian.PutUint64(area, v)
+				s.wantAt[i] = v // which stays
+				if w.Inline = v&8 == 0; w.Inline {
+					w.InlineData = append([]byte{}, area[:8]...)
 				}
 			}
 			binary.LittleEndian.PutUint64(words[o:], v)

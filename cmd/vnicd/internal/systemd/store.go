@@ -30,7 +30,11 @@ func (s *Store) Freeze() { s.frozen.Store(true) }
 func (s *Store) Kept() map[string]int {
 	kept := map[string]int{}
 	passed(func(fd int, name string) bool {
-		if _, twice := kept[name]; strings.Contains(name, "/") && !twice {
+		switch _, twice := kept[name]; {
+		case !strings.Contains(name, "/"):
+		case twice:
+			_ = syscall.Close(fd)
+		default:
 			syscall.CloseOnExec(fd)
 			kept[name] = fd
 		}

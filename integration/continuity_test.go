@@ -47,9 +47,9 @@ func TestContinuity(t *testing.T) {
 	eventually(ctx, t, "the HCA's connection is kept", func() bool { return kept() >= 4 })
 	first := kept()
 	for i := range *restarts {
-		victim, other := w.a, w.b
+		victim, vm := w.a, w.vms[0]
 		if i%2 == 1 {
-			victim, other = other, victim
+			victim, vm = w.b, w.vms[1]
 		}
 		// Some poll, some sleep.
 		programs := map[string]*qemu.Process{}
@@ -67,11 +67,6 @@ func TestContinuity(t *testing.T) {
 			<-victim.Proc.Done()
 		}
 		check(t, victim.Start(ctx))
-		vms := map[*lab.Host]string{w.a: "vm1", w.b: "vm2"}
-		back := w.vms[0]
-		if victim == w.b {
-			back = w.vms[1]
-		}
 		// Whose vnicd was away must notice, and who sends to it; who waits to be sent
 		// to on the other side does not, as with any RC connection.
 		idle := map[bool]string{true: "server that sleeps", false: "client that sleeps"}[victim == w.a]
@@ -83,8 +78,8 @@ func TestContinuity(t *testing.T) {
 				t.Errorf("%d: the %s noticed nothing", i, what)
 			}
 		}
-		check(t, lab.WaitRDMA(ctx, back, lab.Device))
-		t.Logf("%d: the HCA of %s was back after %.1f s", i, vms[victim], time.Since(start).Seconds())
+		check(t, lab.WaitRDMA(ctx, vm, lab.Device))
+		t.Logf("%d: the HCA of %s was back after %.1f s", i, vm.Name(), time.Since(start).Seconds())
 		a, b = must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)), must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
 		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "50"))
 		flows("again")
@@ -100,6 +95,7 @@ func TestContinuity(t *testing.T) {
 			t.Errorf("the TCP stream broke: %s", r.Stderr)
 		}
 	}
+	quietKernels(ctx, t, w.vms...)
 	// A VM that ends leaves nothing.
 	w.vms[0].Kill()
 	eventually(ctx, t, "nothing is kept of a VM that is gone", func() bool { return kept() == 0 })

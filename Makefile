@@ -58,9 +58,9 @@ test-long: image build ## the VM tests for which `make test` has no time
 test-ways: deps ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests)
 	@.ci/ways $(or $(WAYS),native)
 
-bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s; results: build/bench.jsonl)
+bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
 	@.ci/deps ucx_perftest=ucx-utils
-	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME)
+	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house
 	@.ci/lint

@@ -30,6 +30,7 @@ func main() {
 	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
 	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object a line; it is replaced")
 	flag.StringVar(&o.vnicd, "vnicd", "build/vnicd", "the daemon's binary")
+	flag.StringVar(&o.profiles, "profile", "", "directory for a processor profile of each process and row, from one measurement more [none]")
 	list := flag.Bool("list", false, "list the rows")
 	flag.Parse()
 	rows, err := pick(o.only)
@@ -55,9 +56,9 @@ func main() {
 }
 
 type options struct {
-	only, out, vnicd string
-	rounds           int
-	time             time.Duration
+	only, out, vnicd, profiles string
+	rounds                     int
+	time                       time.Duration
 }
 
 // pick returns the rows that only names, in their own order.

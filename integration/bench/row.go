@@ -132,6 +132,11 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 			}
 		}
 	}
+	if b.profiles != "" {
+		if err := b.profile(ctx, row.Name, m.Ours); err != nil {
+			return nil, err
+		}
+	}
 	if len(extra) > 0 {
 		res.Extra = map[string]float64{}
 		for k, v := range extra {

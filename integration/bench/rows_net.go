@@ -46,7 +46,7 @@ func (b *Bench) tenants(ctx context.Context, v6 bool) (hosts [2]*lab.Host, err e
 			"ip link set kvx master kbr && ip link set kvx up && ip addr add %s/24 dev kbr && ip link set kbr up", addr(i), addr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		if err = h.Run(ctx, fmt.Sprintf("vtep: {local: %q}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n", addr(i), addr(1-i), tapAddr(i))); err != nil {
+		if err = b.start(ctx, h, fmt.Sprintf("vtep: {local: %q}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n", addr(i), addr(1-i), tapAddr(i))); err != nil {
 			return
 		}
 	}

@@ -22,7 +22,9 @@ import (
 // undone.
 type Bench struct {
 	*lab.Lab
-	count int // of hosts
+	count    int         // of hosts
+	profiles string      // directory; empty: none
+	daemons  []*lab.Host // that serve profiles
 }
 
 func newBench(o options) (*Bench, error) {
@@ -40,7 +42,7 @@ func newBench(o options) (*Bench, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Bench{Lab: &lab.Lab{Env: &harness.Env{Dir: dir}, VNICD: vnicd}}
+	b := &Bench{Lab: &lab.Lab{Env: &harness.Env{Dir: dir}, VNICD: vnicd}, profiles: o.profiles}
 	b.Add(func() { _ = os.RemoveAll(dir) })
 	return b, nil
 }
@@ -61,7 +63,7 @@ func (b *Bench) daemon(ctx context.Context, h *lab.Host, first, n int, vtep stri
 	for i := range n {
 		fmt.Fprintf(&y, "  - {name: %s, network: blue, mac: \"%s\"}\n", vmName(first+i), vmMAC(first+i))
 	}
-	return h.Run(ctx, y.String())
+	return b.start(ctx, h, y.String())
 }
 
 func (b *Bench) host() (*lab.Host, error) {

@@ -1,0 +1,83 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime/pprof"
+	"sync"
+	"time"
+
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// profileTime is how long a profile lasts: at Go's 100 samples a second less says little.
+const profileTime = 5 * time.Second
+
+func profileSocket(h *lab.Host) string { return filepath.Join(h.Dir, "pprof.sock") }
+
+// start runs a daemon with configuration y. With -profile it has its profiles served.
+func (b *Bench) start(ctx context.Context, h *lab.Host, y string) error {
+	if b.profiles != "" {
+		b.daemons = append(b.daemons, h)
+		y += fmt.Sprintf("monitoring: {listen: %q, pprof: true}\n", profileSocket(h))
+	}
+	return h.Run(ctx, y)
+}
+
+// profile takes processor profiles while f measures once more, which does not count: of
+// each daemon, ROW.HOST.pprof, and of this process, where the native driver and what
+// posts for it run, ROW.driver.pprof.
+func (b *Bench) profile(ctx context.Context, row string, f func(context.Context, time.Duration) (Sample, error)) error {
+	if err := os.MkdirAll(b.profiles, 0o755); err != nil {
+		return err
+	}
+	own, err := os.Create(filepath.Join(b.profiles, row+".driver.pprof"))
+	if err != nil {
+		return err
+	}
+	defer own.Close()
+	if err := pprof.StartCPUProfile(own); err != nil {
+		return err
+	}
+	defer pprof.StopCPUProfile()
+	errs := make([]error, len(b.daemons)+1)
+	var wg sync.WaitGroup
+	for i, h := range b.daemons {
+		wg.Go(func() {
+			errs[i] = fetchProfile(ctx, profileSocket(h), filepath.Join(b.profiles, row+"."+h.Name+".pprof"))
+		})
+	}
+	_, errs[len(b.daemons)] = f(ctx, profileTime)
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// fetchProfile has the daemon behind the socket take a profile, and writes it to a file.
+func fetchProfile(ctx context.Context, socket, to string) error {
+	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("http://vnicd/debug/pprof/profile?seconds=%d", profileTime/time.Second), nil)
+	if err != nil {
+		return err
+	}
+	resp, err := c.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("profile of %s: %s: %s", socket, resp.Status, body)
+	}
+	return os.WriteFile(to, body, 0o644)
+}

@@ -10,38 +10,18 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// sharedQueue is a virtqueue that several goroutines use, one of which waits for
-// what the device returns.
-type sharedQueue struct {
-	mu sync.Mutex
-	q  *frontend.Queue // guarded by mu, but for Await
-}
-
-// wait returns true when the device has returned something, false once the front end was closed.
-func (s *sharedQueue) wait() bool {
-	return s.q.Await(func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return s.q.Returned()
-	})
-}
-
-// get is Queue.Get.
-func (s *sharedQueue) get() (token uint64, n uint32, ok bool, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.q.Get()
-}
-
 // commander issues commands: up to cmdSlots at once, each with a request and a
 // response buffer of its own. The device begins them in the order of submission
-// and answers in any. A goroutine waits for answers.
+// and answers in any. A goroutine waits for answers while somebody wants one; those that
+// nobody waits for (post) are taken at the next occasion, without an interrupt.
 type commander struct {
-	sharedQueue
-	d     *Device
-	slots chan *cmdSlot // free ones
-	pairs chan struct{} // batches that gather their slots
-	all   [cmdSlots]*cmdSlot
+	mu      sync.Mutex
+	q       *frontend.Queue // guarded by mu, but for Await
+	d       *Device
+	awaited int           // answers, or free slots, that somebody waits for; guarded by mu
+	slots   chan *cmdSlot // free ones
+	pairs   chan struct{} // batches that gather their slots
+	all     [cmdSlots]*cmdSlot
 }
 
 const (
@@ -56,6 +36,10 @@ type cmdSlot struct {
 	op   abi.Opcode
 	size int         // of the request
 	done chan uint32 // bytes that the device wrote
+
+	// Of a command that nobody waits for.
+	posted  bool
+	refused func() // called if it fails, unless nil; must not block
 }
 
 // encoder and decoder are the two halves of the structures in package abi.
@@ -63,7 +47,7 @@ type encoder interface{ Encode([]byte) }
 type decoder interface{ Decode([]byte) error }
 
 func newCommander(d *Device) (*commander, error) {
-	c := &commander{sharedQueue: sharedQueue{q: d.fe.Queue(abi.CommandQueue)}, d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
+	c := &commander{q: d.fe.Queue(abi.CommandQueue), d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
 	for i := range cmdSlots {
 		s := &cmdSlot{n: i, done: make(chan uint32, 1)}
 		var err error
@@ -81,18 +65,67 @@ func newCommander(d *Device) (*commander, error) {
 }
 
 func (c *commander) run() {
-	for c.wait() {
-		for {
-			token, n, ok, err := c.get()
-			if err != nil {
-				c.d.fail(err)
+	for c.q.Await(c.returned) {
+		c.mu.Lock()
+		err := c.reapLocked()
+		c.mu.Unlock()
+		if err != nil {
+			return
+		}
+	}
+}
+
+// returned tells whether there is an answer to what somebody waits for; if not, an
+// interrupt will say when to look again.
+func (c *commander) returned() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.awaited > 0 && c.q.Returned()
+}
+
+// await changes the number of answers that are waited for: with the first, the device
+// is asked for interrupts, with the last to spare them.
+func (c *commander) await(n int) {
+	if n == 0 {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before := c.awaited
+	c.awaited += n
+	switch {
+	case c.awaited == 0:
+		c.q.EnableCall(false)
+	case before == 0:
+		// What has been returned already would bring no interrupt.
+		for more := true; more; more = c.q.Returned() {
+			if c.reapLocked() != nil {
 				return
 			}
-			if !ok {
-				break
-			}
-			c.all[token].done <- n // the queue returns a token only once per Add
 		}
+	}
+}
+
+// reapLocked takes all answers that are there.
+func (c *commander) reapLocked() error {
+	for {
+		token, n, ok, err := c.q.Get()
+		if err != nil {
+			c.d.fail(err)
+		}
+		if err != nil || !ok {
+			return err
+		}
+		// The queue returns a token only once per Add, so nothing here blocks.
+		s := c.all[token]
+		if !s.posted {
+			s.done <- n
+			continue
+		}
+		if err := parseResponse(s.op, s.resp.Bytes(), n, nil); err != nil && s.refused != nil {
+			s.refused()
+		}
+		c.slots <- s
 	}
 }
 
@@ -119,6 +152,13 @@ func (c *commander) slot(op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
 	select {
 	case s := <-c.slots:
 		return s, nil
+	default:
+	}
+	c.await(1)
+	defer c.await(-1)
+	select {
+	case s := <-c.slots:
+		return s, nil
 	case <-d.ctx.Done():
 	case <-d.fe.Gone():
 	case <-timeout.C:
@@ -134,6 +174,8 @@ type request struct {
 	fixed encoder
 	size  int
 	words []uint64
+
+	refused func() // of a posted command: see cmdSlot
 }
 
 // prepare writes a request.
@@ -145,7 +187,7 @@ func (s *cmdSlot) prepare(r *request) {
 		r.fixed.Encode(b[abi.SizeReq:])
 	}
 	abi.PutPAs(b[abi.SizeReq+r.size:], r.words)
-	s.op, s.size = r.op, abi.SizeReq+n
+	s.op, s.size, s.refused = r.op, abi.SizeReq+n, r.refused
 }
 
 // finish waits for the answer to a submitted slot, puts the payload into resp, if
@@ -171,7 +213,7 @@ func (c *commander) finish(s *cmdSlot, timeout *time.Timer, resp decoder) error 
 // words follow it as a page list. The response's payload is put into resp, if that
 // is not nil.
 func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
-	b, err := d.begin(request{op, fixed, size, words})
+	b, err := d.begin(request{op: op, fixed: fixed, size: size, words: words})
 	if err != nil {
 		return err
 	}
@@ -183,6 +225,7 @@ func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words 
 type batch struct {
 	d       *Device
 	slots   [maxBatch]*cmdSlot
+	awaited int // answers; 0: posted
 	timeout *time.Timer
 }
 
@@ -190,7 +233,19 @@ const maxBatch = 2
 
 // begin is do in two halves: when it returns, the commands are in their place among
 // all others, next to each other. The caller then waits for each, and ends the batch.
-func (d *Device) begin(reqs ...request) (*batch, error) {
+func (d *Device) begin(reqs ...request) (*batch, error) { return d.batch(len(reqs), reqs) }
+
+// post is begin of commands for whose answers nobody waits. A request's refused is
+// called, on any goroutine, if the device refuses it.
+func (d *Device) post(reqs ...request) error {
+	b, err := d.batch(0, reqs)
+	if err == nil {
+		b.end()
+	}
+	return err
+}
+
+func (d *Device) batch(awaited int, reqs []request) (*batch, error) {
 	for i := range reqs {
 		if r := &reqs[i]; abi.SizeReq+r.size+8*len(r.words) > abi.CmdMax {
 			return nil, invalid("%v with %d words is longer than %d bytes", r.op, len(r.words), abi.CmdMax)
@@ -199,9 +254,9 @@ func (d *Device) begin(reqs ...request) (*batch, error) {
 	if err := d.users.enter(); err != nil {
 		return nil, fmt.Errorf("%v: %w", reqs[0].op, err)
 	}
-	b := &batch{d: d, timeout: time.NewTimer(d.cfg.Timeout)}
-	err := b.submit(reqs)
-	if err != nil {
+	b := &batch{d: d, awaited: awaited, timeout: time.NewTimer(d.cfg.Timeout)}
+	d.cmds.await(awaited)
+	if err := b.submit(reqs); err != nil {
 		b.end()
 		return nil, err
 	}
@@ -222,6 +277,7 @@ func (b *batch) submit(reqs []request) (err error) {
 			break
 		}
 		slots[i].prepare(&reqs[i])
+		slots[i].posted = b.awaited == 0
 	}
 	if err == nil {
 		if err = c.submit(slots...); err == nil {
@@ -242,6 +298,7 @@ func (b *batch) wait(i int, resp decoder) error { return b.d.cmds.finish(b.slots
 
 // end is called when nobody waits any more.
 func (b *batch) end() {
+	b.d.cmds.await(-b.awaited)
 	b.timeout.Stop()
 	b.d.users.leave()
 }

@@ -15,7 +15,8 @@ import (
 // keep their buffers until NextEvent fetches them: with queueSize of them the
 // device has none left and keeps further events, faults included. None is lost.
 type asyncEvents struct {
-	sharedQueue
+	mu   sync.Mutex
+	q    *frontend.Queue // guarded by mu, but for Await
 	d    *Device
 	bufs *Buffer
 
@@ -30,7 +31,7 @@ type keptEvent struct {
 }
 
 func newAsyncEvents(d *Device) (*asyncEvents, error) {
-	a := &asyncEvents{sharedQueue: sharedQueue{q: d.fe.Queue(abi.EventQueue)}, d: d, ready: make(chan struct{}, 1)}
+	a := &asyncEvents{q: d.fe.Queue(abi.EventQueue), d: d, ready: make(chan struct{}, 1)}
 	var err error
 	if a.bufs, err = d.mem.alloc(abi.SizeEvent*queueSize, pageSize); err != nil {
 		return nil, err
@@ -55,8 +56,20 @@ func (a *asyncEvents) give(i uint64) error {
 	return nil
 }
 
+func (a *asyncEvents) returned() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.q.Returned()
+}
+
+func (a *asyncEvents) get() (buf uint64, n uint32, ok bool, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.q.Get()
+}
+
 func (a *asyncEvents) run() {
-	for a.wait() {
+	for a.q.Await(a.returned) {
 		for {
 			i, n, ok, err := a.get()
 			if err == nil && ok {

@@ -1,5 +1,20 @@
 package guestdrv
 
+import (
+	"encoding/binary"
+
+	"golang.org/x/sys/unix"
+)
+
+// CommandInterrupts is how often the device has signalled the command queue since the last call.
+func (d *Device) CommandInterrupts() uint64 {
+	var b [8]byte
+	if _, err := unix.Read(d.cmds.q.CallFD(), b[:]); err != nil {
+		return 0 // EAGAIN
+	}
+	return binary.NativeEndian.Uint64(b[:])
+}
+
 // Armed is the CQ's arm word.
 func (c *CQ) Armed() uint32 { return c.arm.Load() }
 

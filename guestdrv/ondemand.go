@@ -199,7 +199,7 @@ func (r *OnDemandMR) startInvalidate(first, count uint64) (*batch, error) {
 	r.mu.Unlock()
 	// Commands begin in the order of submission: pages that are published from now
 	// on stay.
-	return r.d.begin(request{abi.CmdClearMTT, &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, abi.SizeClearMTT, nil})
+	return r.d.begin(request{op: abi.CmdClearMTT, fixed: &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, size: abi.SizeClearMTT})
 }
 
 // Prefetch brings the pages that hold part of [va, va+n) in (ODP-8). It ends at the
@@ -301,20 +301,13 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 }
 
 // setAndResume is SET_MTT and RESUME_FAULT at once: the device begins commands in
-// order, so the operation that is resumed finds the pages. If they are refused it
-// faults anew, and then is told.
+// order, so the operation that is resumed finds the pages. Nobody waits for the answers.
+// If the pages are refused it faults anew, and then is told.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 	set := abi.SetMTT{Handle: r.handle, Count: uint32(len(pas)), First: first}
-	b, err := r.d.begin(request{abi.CmdSetMTT, &set, abi.SizeSetMTT, pas}, resume(a.token, true))
-	if err != nil {
-		return err
-	}
-	defer b.end()
-	a.given = true
-	if err := b.wait(0, nil); err != nil {
-		r.careful.Store(true)
-	}
-	return b.wait(1, nil)
+	err := r.d.post(request{op: abi.CmdSetMTT, fixed: &set, size: abi.SizeSetMTT, words: pas, refused: func() { r.careful.Store(true) }}, resume(a.token, true))
+	a.given = err == nil
+	return err
 }
 
 // answer to a page fault event.

@@ -331,6 +331,35 @@ func TestReadOnlyPages(t *testing.T) {
 	}
 }
 
+// TestAnswersNobodyWaitsFor: the answers to faults go to the device without an interrupt in
+// return, though there are more of them than commands can be under way; commands whose
+// answer is wanted get it in between.
+func TestAnswersNobodyWaitsFor(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha, hb := r.hosts[0], r.hosts[1]
+	a, _ := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
+	const pages = 200
+	far := newArena(t, hb, 1<<30, pages, pages)
+	far.register(allAccess)
+	_, mr := ha.region(t, page, abi.AccessLocalWrite)
+	hb.stat(t, 0)
+	hb.CommandInterrupts()
+	for i := range uint64(pages) {
+		a.post(t, &guestdrv.SendWR{ID: i, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base + i*page, RKey: far.mr.RKey()})
+		expect(t, a.scq, i, abi.WCSuccess, abi.WCOpRDMAWrite)
+		if i == pages/2 {
+			hb.stat(t, 0)
+		}
+	}
+	if s := far.mr.Stats(); s.Faults < pages || s.Failed != 0 {
+		t.Errorf("%+v, expected a fault for each of %d pages", s, pages)
+	}
+	// One answer was wanted; for others an interrupt comes only if all commands are taken.
+	if n := hb.CommandInterrupts(); n == 0 || n > pages/4 {
+		t.Errorf("%d interrupts, expected few", n)
+	}
+}
+
 // TestInvalidAddress has a Pager that says no: the operation ends in the error that
 // belongs to it, on both sides (PF-13), locally and across VXLAN.
 func TestInvalidAddress(t *testing.T) {

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-ways bench lint image module package guest-packages deps clean
+.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,13 +47,21 @@ test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
 # VM tests that would take `make test` beyond half an hour.
-LONG = ^(TestConnections|TestContainer|TestGuestNetwork|TestKernelConsumers|TestPrograms|TestProgramsOnOneHost|TestTenants|TestVerbsSuite|TestVLANUnderlay)$$
+LONG = ^(TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestPrograms|TestProgramsOnOneHost|TestTenants|TestVerbsSuite|TestVLANUnderlay)$$
 
 test-vm: image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
 
 test-long: image build ## the VM tests for which `make test` has no time
 	$(GO) test -count=1 -timeout 60m -v -run '$(LONG)' ./integration
+
+# Debian 12's kernel and the newest of trixie-backports; what `make test` boots is Debian 13's.
+KERNELS = bookworm trixie-backports
+KERNEL_TESTS = ^(TestTwoHosts|TestLifecycle|TestODPPrograms|TestODPRelease|TestRXE|TestPrograms|TestVerbsSuite|TestKernelConsumers)$$
+
+test-kernels: deps build ## the tests of the kernel module in guests with other kernels (KERNELS="bookworm trixie-backports")
+	@for r in $(KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && WERROR=1 W=1 vm-images/build module guestdrv/linux $(BUILD)/module-$$r && \
+		echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && $(GO) test -count=1 -timeout 120m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
 
 test-ways: deps ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests)
 	@.ci/ways $(or $(WAYS),native)

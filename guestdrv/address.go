@@ -1,9 +1,11 @@
 package guestdrv
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"sync"
+	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 )
@@ -44,8 +46,7 @@ func vlanID(v uint16) uint16 {
 	return v
 }
 
-// Path says how to reach a port. The driver does not resolve addresses: MAC is
-// that of the GID's holder.
+// Path says how to reach a port. MAC is that of the GID's holder, see Resolve.
 type Path struct {
 	GID          GID
 	MAC          [6]byte
@@ -56,6 +57,29 @@ type Path struct {
 	FlowLabel    uint32
 	SL           uint8
 }
+
+// Resolve finds the path from the GID at sgidIndex to the holder of gid, asking the tenant's network (ARP, ND) until somebody
+// answers or ctx ends.
+func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, error) {
+	req := abi.Resolve{DGID: gid, SGIDIndex: sgidIndex}
+	for wait := firstAsk; ; wait = min(2*wait, lastAsk) {
+		var resp abi.ResolveResp
+		if err := d.do(abi.CmdResolve, &req, abi.SizeResolve, &resp); err != nil {
+			return Path{}, err
+		}
+		if resp.MAC != ([6]byte{}) {
+			return Path{GID: gid, MAC: resp.MAC, SGIDIndex: sgidIndex}, nil
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return Path{}, fmt.Errorf("nobody in the network has the address %v: %w", netip.AddrFrom16(gid).Unmap(), ctx.Err())
+		}
+	}
+}
+
+// Between two looks for an answer, each of which asks again. A second is what RFC 1122, 2.3.2.1 permits.
+const firstAsk, lastAsk = 2 * time.Millisecond, time.Second
 
 func (p *Path) hopLimit() uint8 {
 	if p.HopLimit == 0 {

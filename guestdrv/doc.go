@@ -4,6 +4,10 @@
 // same vhost-user socket, as the front end, with a sealed memfd of its own in
 // the place of guest memory.
 //
+// The daemon offers a socket for each entry of `applications` in its configuration;
+// whoever may open it is that application, one program at a time, within its limits.
+// guestdrv/examples/pingpong is a complete program.
+//
 // The interface resembles verbs. A minimal RC sender:
 //
 //	dev, err := guestdrv.Open("/run/vnicd/app.hca", guestdrv.Config{})
@@ -13,7 +17,8 @@
 //	mr, err := pd.Register(buf, abi.AccessLocalWrite)
 //	cq, err := dev.CreateCQ(256, guestdrv.CQOptions{})
 //	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 64, MaxRecvWR: 64})
-//	err = qp.Connect(peer, guestdrv.ConnectOptions{}) // peer: QPN, GID, MAC of the other side
+//	path, err := dev.Resolve(ctx, theirGID, 0) // ARP or ND
+//	err = qp.Connect(guestdrv.Peer{QPN: theirQPN, Path: path}, guestdrv.ConnectOptions{})
 //	err = qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 4096)}})
 //	n, err := cq.PollWait(ctx, wcs)
 //

@@ -39,6 +39,8 @@ func TestGolden(t *testing.T) {
 		{"reg_wr", &RegWR{IOVA: 0xffff888000001123, Length: 0x2000, PageList: 0x40001000, NPages: 3, Offset: 0x123, RKey: 0x107, Access: 7, PageShift: 12},
 			"2311000080 88ffff 0020000000000000 0010004000000000 03000000 23010000 07010000 07000000 0c 00000000000000"},
 		{"create_mw", &CreateMW{PDN: 3, Type: 2}, "03000000 02000000"},
+		{"resolve", &Resolve{DGID: [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: 2}, SGIDIndex: 3}, "00000000 00000000 0000ffff 0a000002 0300 000000000000"},
+		{"resolve_resp", &ResolveResp{MAC: [6]byte{2, 0, 0, 0, 0, 9}}, "020000000009 0000"},
 		{"ceqe", &CEQE{CQN: 9}, "09000000 00000000"},
 		{"wc", &WC{ID: 0x0102030405060708, Status: WCSuccess, Opcode: WCOpRecv, ByteLen: 48, Ex: [4]byte{0xde, 0xad, 0xbe, 0xef},
 			QPN: 17, SrcQP: 18, Flags: WCFlagGRH | WCFlagWithImm, PortNum: 1},

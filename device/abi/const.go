@@ -67,6 +67,7 @@ const (
 	CmdResumeFault  Opcode = 27
 	CmdCreateMW     Opcode = 28
 	CmdDestroyMW    Opcode = 29
+	CmdResolve      Opcode = 30
 )
 
 var opcodeNames = [...]string{
@@ -77,7 +78,7 @@ var opcodeNames = [...]string{
 	CmdModifyQP: "MODIFY_QP", CmdQueryQP: "QUERY_QP", CmdDestroyQP: "DESTROY_QP", CmdCreateMR: "CREATE_MR",
 	CmdSetMTT: "SET_MTT", CmdDestroyMR: "DESTROY_MR", CmdAttachMcast: "ATTACH_MCAST", CmdDetachMcast: "DETACH_MCAST",
 	CmdQueryStats: "QUERY_STATS", CmdClearMTT: "CLEAR_MTT", CmdResumeFault: "RESUME_FAULT",
-	CmdCreateMW: "CREATE_MW", CmdDestroyMW: "DESTROY_MW",
+	CmdCreateMW: "CREATE_MW", CmdDestroyMW: "DESTROY_MW", CmdResolve: "RESOLVE",
 }
 
 func (o Opcode) String() string {

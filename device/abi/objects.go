@@ -19,6 +19,8 @@ const (
 	SizeMcast        = 24
 	SizeRegWR        = 48
 	SizeCreateMW     = 8
+	SizeResolve      = 24
+	SizeResolveResp  = 8
 )
 
 // CreateCQ is the request of CREATE_CQ; Ring.NPages PAs follow; the reply is a Handle
@@ -635,4 +637,62 @@ func (x *CreateMW) Decode(b []byte) error {
 	}
 	x.fields(&c)
 	return c.end("vnicd_create_mw")
+}
+
+// Resolve is the request of RESOLVE
+// (struct vnicd_resolve).
+type Resolve struct {
+	DGID      [16]byte `c:"dgid"` // network order
+	SGIDIndex uint16   `c:"sgid_index"`
+}
+
+func (x *Resolve) fields(c *codec) {
+	c.bytes(x.DGID[:])
+	c.u16(&x.SGIDIndex)
+	c.zero(6)
+}
+
+// Encode writes SizeResolve bytes to b; it panics if b is shorter.
+func (x *Resolve) Encode(b []byte) {
+	c := encoder("vnicd_resolve", b, SizeResolve)
+	x.fields(&c)
+}
+
+// Decode reads SizeResolve bytes from b. It fails with a *DecodeError if b is
+// shorter or a reserved field is not zero.
+func (x *Resolve) Decode(b []byte) error {
+	c, ok := decoder(b, SizeResolve)
+	if !ok {
+		return short("vnicd_resolve", b, SizeResolve)
+	}
+	x.fields(&c)
+	return c.end("vnicd_resolve")
+}
+
+// ResolveResp is the reply to RESOLVE
+// (struct vnicd_resolve_resp).
+type ResolveResp struct {
+	MAC [6]byte `c:"mac"` // zero: not known yet
+}
+
+func (x *ResolveResp) fields(c *codec) {
+	c.bytes(x.MAC[:])
+	c.zero(2)
+}
+
+// Encode writes SizeResolveResp bytes to b; it panics if b is shorter.
+func (x *ResolveResp) Encode(b []byte) {
+	c := encoder("vnicd_resolve_resp", b, SizeResolveResp)
+	x.fields(&c)
+}
+
+// Decode reads SizeResolveResp bytes from b. It fails with a *DecodeError if b is
+// shorter or a reserved field is not zero.
+func (x *ResolveResp) Decode(b []byte) error {
+	c, ok := decoder(b, SizeResolveResp)
+	if !ok {
+		return short("vnicd_resolve_resp", b, SizeResolveResp)
+	}
+	x.fields(&c)
+	return c.end("vnicd_resolve_resp")
 }

@@ -82,13 +82,14 @@ func (n *Network) look() {
 	macs, ips := n.table.Network().Locals()
 	here := make(map[lfe.MAC]bool, len(macs))
 	for _, l := range macs {
-		if l.Kind == lfe.KindVM && n.cfg.Present != nil && !n.cfg.Present(l.Port) {
+		client := l.Kind == lfe.KindVM || l.Kind == lfe.KindHCA
+		if client && n.cfg.Present != nil && !n.cfg.Present(l.Port) {
 			continue
 		}
 		here[l.MAC] = true
 		m := n.mac(l.MAC)
 		m.here.fixed = l.Fixed
-		m.here.sticky = l.Fixed && l.Kind != lfe.KindVM // an operator has put it there; VMs move
+		m.here.sticky = l.Fixed && !client // an operator has put it there; VMs move
 		if !m.here.here && !m.here.frozen {
 			n.arrive(m)
 		}

@@ -46,6 +46,7 @@ var commandTable = [...]struct {
 	abi.CmdResumeFault:  {abi.SizeResumeFault, false, 0, resumeFault},
 	abi.CmdCreateMW:     {abi.SizeCreateMW, false, abi.SizeHandle, createMW},
 	abi.CmdDestroyMW:    {abi.SizeHandle, false, 0, destroyMW},
+	abi.CmdResolve:      {abi.SizeResolve, false, abi.SizeResolveResp, resolveGID},
 }
 
 const maxReply = 256 // the largest of the table, with room

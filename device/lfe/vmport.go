@@ -1,6 +1,7 @@
 package lfe
 
 import (
+	"cmp"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -47,12 +48,14 @@ type VMPortConfig struct {
 	Storm int
 	Rate  int64
 	Loop  *engine.Loop
+	// Kind is KindVM, or KindHCA for a host application's; 0: KindVM.
+	Kind Kind
 }
 
 // NewVMPort attaches a VM's port, without faces yet. The MAC is the only source address that it may use.
 func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
-	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: KindVM, MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
+	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: cmp.Or(c.Kind, KindVM), MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
 		Loop: c.Loop, Hairpin: true,
 		Attached: func(a *Attachment) { p.att.Store(a) }})
 	if err != nil {

@@ -269,7 +269,7 @@ func (se *session) adoptRegion(r Region, kept Kept) error {
 		return errors.New("its file was not kept")
 	}
 	defer unix.Close(fd)
-	id, err := fileOf(fd)
+	id, err := se.fileOf(fd)
 	if err != nil {
 		return err
 	}

@@ -15,13 +15,18 @@ type mapped struct {
 	file fileID
 }
 
-func fileOf(fd int) (fileID, error) {
+func (se *session) fileOf(fd int) (fileID, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return fileID{}, fmt.Errorf("memory file: %w", err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return fileID{}, protoErr("memory file has mode %#o, want a regular file", st.Mode)
+	}
+	if se.srv.cfg.Sealed {
+		if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || seals&unix.F_SEAL_SHRINK == 0 {
+			return fileID{}, protoErr("memory file is no memfd that is sealed against shrinking")
+		}
 	}
 	return fileID{st.Dev, st.Ino}, nil
 }
@@ -37,7 +42,7 @@ func (se *session) setMemTable(m *Message) error {
 	}
 	next := make([]mapped, len(table))
 	for i, r := range table {
-		id, err := fileOf(m.FDs[i])
+		id, err := se.fileOf(m.FDs[i])
 		if err != nil {
 			return err
 		}
@@ -89,7 +94,7 @@ func (se *session) addMemReg(m *Message) error {
 	if err != nil {
 		return err
 	}
-	id, err := fileOf(m.FDs[0])
+	id, err := se.fileOf(m.FDs[0])
 	if err != nil {
 		return err
 	}
@@ -134,6 +139,15 @@ func (se *session) admit(r mapped, fd int) error {
 }
 
 func (se *session) mapRegion(r mapped, fd int) error {
+	if most := se.srv.cfg.MaxMemory; most > 0 {
+		var have uint64
+		for _, o := range se.regions {
+			have += o.Size
+		}
+		if r.Size > most-have {
+			return fmt.Errorf("%d bytes of memory beside %d: this front end may share %d in all", r.Size, have, most)
+		}
+	}
 	err := se.mem.AddSlot(hostdriver.Slot{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, FD: fd, Offset: r.Offset})
 	if err != nil {
 		return err

@@ -102,6 +102,7 @@ enum vnicd_opcode {
 	VNICD_CMD_RESUME_FAULT	= 27,
 	VNICD_CMD_CREATE_MW	= 28,
 	VNICD_CMD_DESTROY_MW	= 29,
+	VNICD_CMD_RESOLVE	= 30,
 };
 
 /* Status of a command; the driver maps them to errno as written. */
@@ -533,6 +534,22 @@ struct vnicd_reg_wr {
 struct vnicd_create_mw {
 	__le32 pdn;
 	__le32 type;		/* enum ib_mw_type: 1 or 2 (2B) */
+};
+
+/*
+ * RESOLVE: the MAC of a GID's holder, for a driver that has no network stack beside it. While
+ * the reply's MAC is zero it is not known: the device has asked the network, in the name of the
+ * GID at sgid_index, so ask again in a while.
+ */
+struct vnicd_resolve {
+	__u8   dgid[16];	/* network order */
+	__le16 sgid_index;
+	__u8   reserved[6];
+};
+
+struct vnicd_resolve_resp {
+	__u8 mac[6];
+	__u8 reserved[2];
 };
 
 struct vnicd_mcast {

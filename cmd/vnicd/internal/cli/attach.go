@@ -56,6 +56,9 @@ machine with PCI Express two free root ports are needed, such as
 				return err
 			}
 			vm, err := findVM(s, argv[0])
+			if err == nil && vm.IsApplication() {
+				err = errApplication(vm.Name)
+			}
 			if err != nil {
 				return usageError{err}
 			}

@@ -102,10 +102,18 @@ func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, runnin
 	if err != nil && running != nil {
 		vm, err = addedVM(running, name)
 	}
+	if err == nil && vm.Application != nil {
+		err = errApplication(name)
+	}
 	if err != nil {
 		return nil, nil, nil, usageError{err}
 	}
 	return cfg, running, vm, nil
+}
+
+// errApplication is for commands about VMs.
+func errApplication(name string) error {
+	return fmt.Errorf("%q is a host application, not a VM: a program opens its socket (package guestdrv)", name)
 }
 
 // addedVM finds a VM that the running daemon has and the file does not.

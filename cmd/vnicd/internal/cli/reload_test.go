@@ -38,7 +38,7 @@ func TestReload(t *testing.T) {
 		{"a mistake", head, "networks: 3\n", "networks must be a list", true, "vm", "one "},
 		{"fixed keys", head + "engines: 2\nbuffers: 300\n", blue + one, "`buffers` cannot change while vnicd runs; `engines` cannot change", true, "vm", "one "},
 		{"another vni", head, strings.Replace(blue, "100", "101", 1) + one + two, `network "blue" can change its peers and its tap`, true, "vm", "-two "},
-		{"an attached VM", head, blue + strings.Replace(one, "00:01", "00:09", 1), `VM "one" is attached to a QEMU; only its network can change`, true, "vm", "00:01"},
+		{"an attached VM", head, blue + strings.Replace(one, "00:01", "00:09", 1), `VM "one" is attached; only its network can change`, true, "vm", "00:01"},
 		{"a log level", head + "log-level: warn\n", blue + one, "log level warn", false, "", ""},
 		{"and back", head, blue + one, "log level info", false, "", ""},
 		{"a VM", head, blue + one + two, "VM two added", false, "vm", "two "},

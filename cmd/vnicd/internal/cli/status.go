@@ -109,15 +109,17 @@ func showAll(w io.Writer, s *daemon.Status) {
 	}
 	t := table(w)
 	for _, v := range s.VMs {
-		fmt.Fprintf(t, "vm %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs\n", v.Name, v.Network, v.MAC,
-			state(v.Net.Connected, v.Net.Up()), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs)
+		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs\n", what(&v), v.Name, v.Network, v.MAC,
+			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs)
 	}
 	t.Flush()
 }
 
 func showVM(w io.Writer, v *daemon.VMStatus) {
-	fmt.Fprintf(w, "vm %s network %s mac %s\n", v.Name, v.Network, v.MAC)
-	fmt.Fprintf(w, "net %s socket %s\n", state(v.Net.Connected, v.Net.Up()), v.NetSocket)
+	fmt.Fprintf(w, "%s %s network %s mac %s\n", what(v), v.Name, v.Network, v.MAC)
+	if !v.IsApplication() {
+		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
+	}
 	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
 	if v.HCA.Busy {
 		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are not known")
@@ -197,6 +199,20 @@ func short(d time.Duration) time.Duration {
 		unit *= 10
 	}
 	return d.Round(unit)
+}
+
+func what(v *daemon.VMStatus) string {
+	if v.IsApplication() {
+		return "application"
+	}
+	return "vm"
+}
+
+func netState(v *daemon.VMStatus) string {
+	if v.IsApplication() {
+		return "none"
+	}
+	return state(v.Net.Connected, v.Net.Up())
 }
 
 func state(connected, up bool) string {

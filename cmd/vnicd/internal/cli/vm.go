@@ -26,7 +26,7 @@ func (a *app) vmCmd() *cobra.Command {
 			t := table(a.out)
 			for _, v := range s.VMs {
 				fmt.Fprintf(t, "%s\tnetwork %s\tmac %s\tnet %s\thca %s\n", v.Name, v.Network, v.MAC,
-					state(v.Net.Connected, v.Net.Up()), state(v.HCA.Connected, v.HCA.Up))
+					netState(&v), state(v.HCA.Connected, v.HCA.Up))
 			}
 			return t.Flush()
 		},

@@ -83,13 +83,13 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 	}
 	names, macs, ips, monitors := map[string]int{}, map[port]int{}, map[host]int{}, map[string]int{}
 	for _, vm := range c.VMs {
-		checkName(errs, vm.Line, "VM", vm.Name, names)
+		checkName(errs, vm.Line, vm.What(), vm.Name, names)
 		if _, ok := networks[vm.Network]; !ok && vm.Network != "" {
 			var have []string
 			for _, n := range c.Networks {
 				have = append(have, n.Name)
 			}
-			errs.add(vm.Line, "VM %q is in network %q, which is not defined; defined: %s", vm.Name, vm.Network, orNone(have))
+			errs.add(vm.Line, "%s %q is in network %q, which is not defined; defined: %s", vm.What(), vm.Name, vm.Network, orNone(have))
 		}
 		// MT-9: two tenants may use one MAC; inside a network it is a mistake.
 		if k := (port{vm.Network, vm.MAC.String()}); vm.MAC != nil {
@@ -100,7 +100,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 			}
 		}
 		if len(vm.IPs) > lfe.MaxIPs {
-			errs.add(vm.Line, "VM %q has %d ips; it may have %d", vm.Name, len(vm.IPs), lfe.MaxIPs)
+			errs.add(vm.Line, "%s %q has %d ips; it may have %d", vm.What(), vm.Name, len(vm.IPs), lfe.MaxIPs)
 		}
 		for _, a := range vm.IPs {
 			if line, dup := ips[host{vm.Network, a}]; dup {

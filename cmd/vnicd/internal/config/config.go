@@ -36,6 +36,7 @@ const (
 	maxQPs            = 65535
 	maxMRs            = 1 << 20
 	DefaultBuffers    = 8192
+	defaultAppMemory  = 1 << 30
 	DefaultMonitoring = "127.0.0.1:9469" // with the page; without it nothing is served unless asked for
 )
 
@@ -71,7 +72,7 @@ type Config struct {
 	EVPN *EVPN
 	// Networks in the order of the file.
 	Networks []*Network
-	// VMs in the order of the file.
+	// VMs, and host applications, in the order of the file.
 	VMs []*VM
 }
 
@@ -153,6 +154,25 @@ type VM struct {
 	MemoryBudget uint64
 	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
 	QMP string
+	// Application is set if this is no guest but a program of the host (PF-4): it has an HCA and no virtio-net.
+	Application *Application
+}
+
+// Application is what a host application has besides a VM's keys.
+type Application struct {
+	// Mode and GID are the socket's permissions and group: who may be the application. GID -1: the daemon's own.
+	Mode uint32
+	GID  int
+	// Memory is how much memory it may share with the device at most.
+	Memory uint64
+}
+
+// What names the kind of port in messages.
+func (v *VM) What() string {
+	if v.Application != nil {
+		return "application"
+	}
+	return "VM"
 }
 
 // Limits bound what one VM may make the host keep. Zero: the device's default.

@@ -95,13 +95,30 @@ func vm(key string) string {
 	return "networks: [{name: n, vni: 1}]\nvms:\n  - name: v\n    network: n\n    mac: \"02:00:00:00:00:01\"\n    " + key
 }
 
+// app is vm with an application.
+func app(key string) string { return strings.Replace(vm(key), "vms:", "applications:", 1) }
+
+// An application's permissions are those of VM sockets unless it has its own.
+func TestApplication(t *testing.T) {
+	c, err := Parse("x.yaml", []byte(app("limits: {qps: 4}")+"\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", socket-mode: 0o600, group: 7, memory: 64MiB}\nsocket-mode: 0o640"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a := c.VMs[0]; *a.Application != (Application{Mode: 0o640, GID: -1, Memory: 1 << 30}) || a.Limits.QPs != 4 || a.What() != "application" {
+		t.Errorf("%+v %+v", a, a.Application)
+	}
+	if a := c.VMs[1]; *a.Application != (Application{Mode: 0o600, GID: 7, Memory: 64 << 20}) {
+		t.Errorf("%+v", a.Application)
+	}
+}
+
 // Every mistake has its line and says what was expected.
 func TestParseMistakes(t *testing.T) {
 	for _, tc := range []struct{ name, text, want string }{
 		{"empty", "", "the file is empty"},
 		{"syntax", "a: [1\nb: 2", "x.yaml:"},
 		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
-		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: buffers, control, engines`},
+		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, engines`},
 		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3", `x.yaml:4: unknown key "vlan" in a network`},
 		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
 		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},
@@ -142,6 +159,12 @@ func TestParseMistakes(t *testing.T) {
 		{"ageing", "networks:\n  - {name: a, vni: 1, ageing: 300}", `ageing must be a duration from 1s`},
 		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}", "x.yaml:2: ips must be a unicast IP address"},
 		{"ip twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
+		{"application key", app("queues: 2"), `x.yaml:6: unknown key "queues" in an application; known: group, ips, limits, mac, memory, memory-budget, name, network, rate, socket-mode, storm`},
+		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
+		{"application group", app("group: no such group"), `x.yaml:6: group must be a group of this host or its number, found "no such group"`},
+		{"application memory", app("memory: 1000"), "x.yaml:6: memory must be a whole number of KiB"},
+		{"application network", "applications:\n  - {name: a, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:2: application "a" is in network "n", which is not defined`},
+		{"application like a VM", vm("rate: 1G") + "\napplications: [{name: v, network: n, mac: \"02:00:00:00:00:02\"}]", `x.yaml:7: application name "v" is already used in line 3`},
 		{"bad VM name", "vms:\n  - {name: ../x, network: n, mac: \"02:00:00:00:00:01\"}", `VM name "../x" must be`},
 		{"evpn without vtep", "evpn: {as: 1, neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs a `vtep` section"},
 		{"evpn as", "evpn: {neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs `as`"},

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/user"
 	"path/filepath"
 	"regexp"
 	"sort"
@@ -286,8 +287,16 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 			p.sequence(n, "networks", func(e *yaml.Node) { c.Networks = append(c.Networks, p.network(e)) })
 		},
 		"vms": func(n *yaml.Node) { p.sequence(n, "vms", func(e *yaml.Node) { c.VMs = append(c.VMs, p.vm(e)) }) },
+		"applications": func(n *yaml.Node) {
+			p.sequence(n, "applications", func(e *yaml.Node) { c.VMs = append(c.VMs, p.application(e)) })
+		},
 	})
 	c.SocketMode = mode
+	for _, vm := range c.VMs {
+		if a := vm.Application; a != nil && a.Mode == 0 {
+			a.Mode = mode
+		}
+	}
 }
 
 func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
@@ -446,9 +455,44 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 
 func (p *parser) vm(n *yaml.Node) *VM {
 	vm := &VM{Line: n.Line, Queues: 1}
-	seen := p.mapping(n, "a VM", map[string]func(*yaml.Node){
-		"name":    p.str("VM name", &vm.Name),
-		"network": p.str("VM network", &vm.Network),
+	keys := p.client("VM", vm)
+	keys["queues"] = number(p, "queues", 1, vnet.MaxPairs, &vm.Queues)
+	keys["qmp"] = p.str("qmp", &vm.QMP)
+	p.need(n, p.mapping(n, "a VM", keys), "a VM", "name", "network", "mac")
+	return vm
+}
+
+func (p *parser) application(n *yaml.Node) *VM {
+	a := &Application{GID: -1, Memory: defaultAppMemory}
+	vm := &VM{Line: n.Line, Application: a}
+	keys := p.client("application", vm)
+	keys["memory"] = p.size("memory", 1<<20, &a.Memory)
+	keys["socket-mode"] = number(p, "socket-mode", 1, 0o777, &a.Mode)
+	keys["group"] = func(n *yaml.Node) {
+		s, ok := p.scalar(n, "group")
+		if !ok {
+			return
+		}
+		id := s
+		if g, err := user.LookupGroup(s); err == nil {
+			id = g.Gid
+		}
+		v, err := strconv.ParseUint(id, 10, 31)
+		if err != nil {
+			p.errs.add(n.Line, "group must be a group of this host or its number, found %q", s)
+			return
+		}
+		a.GID = int(v)
+	}
+	p.need(n, p.mapping(n, "an application", keys), "an application", "name", "network", "mac")
+	return vm
+}
+
+// client are the keys that VMs and applications share.
+func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
+	return map[string]func(*yaml.Node){
+		"name":    p.str(what+" name", &vm.Name),
+		"network": p.str(what+" network", &vm.Network),
 		"mac": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "mac")
 			if !ok {
@@ -461,13 +505,11 @@ func (p *parser) vm(n *yaml.Node) *VM {
 			}
 			vm.MAC = m
 		},
-		"ips":    p.addrs("ips", &vm.IPs),
-		"queues": number(p, "queues", 1, vnet.MaxPairs, &vm.Queues),
-		"rate":   p.rate(&vm.Rate),
-		"storm":  p.storm(&vm.Storm),
+		"ips":   p.addrs("ips", &vm.IPs),
+		"rate":  p.rate(&vm.Rate),
+		"storm": p.storm(&vm.Storm),
 
 		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
-		"qmp":           p.str("qmp", &vm.QMP),
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
 				"qps":   number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
@@ -476,9 +518,7 @@ func (p *parser) vm(n *yaml.Node) *VM {
 				"pages": number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
 			})
 		},
-	})
-	p.need(n, seen, "a VM", "name", "network", "mac")
-	return vm
+	}
 }
 
 // size accepts bytes, from lo on, with a unit that is a power of 1024.

@@ -116,7 +116,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		case reflect.DeepEqual(a, b):
 			moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network, func() error { return d.MoveVM(v.Name, v.Network) }})
 		case d.vms[v.Name].attached():
-			wrong = append(wrong, fmt.Sprintf("line %d: VM %q is attached to a QEMU; only its network can change now", v.Line, v.Name))
+			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network can change now", v.Line, v.What(), v.Name))
 		default:
 			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
 			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.Line) }})
@@ -132,11 +132,6 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		return nil, fmt.Errorf("%w: nothing was changed: %s", errConflict, strings.Join(wrong, "; "))
 	}
 	return slices.Concat(levels, delVMs, addNets, moves, delNets, nets, addVMs), nil
-}
-
-// attached tells whether a QEMU is connected to one of the VM's sockets.
-func (v *vm) attached() bool {
-	return v.net.Attached() || v.hca.Attached()
 }
 
 func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {

@@ -27,6 +27,9 @@ type Status struct {
 	EVPN     *evpn.Status   `json:"evpn,omitempty"`
 }
 
+// IsApplication tells whether this is a host application.
+func (v *VMStatus) IsApplication() bool { return v.NetSocket == "" }
+
 // BufferStatus tells how far the frame buffers go.
 type BufferStatus struct {
 	Count     int    `json:"count"`     // of the usual size
@@ -34,14 +37,14 @@ type BufferStatus struct {
 	Exhausted uint64 `json:"exhausted"` // times that none was free
 }
 
-// VMStatus is one guest: its two sockets and what is behind them.
+// VMStatus is one guest, with its two sockets and what is behind them, or a host application, with one.
 type VMStatus struct {
 	Name      string      `json:"name"`
 	Network   string      `json:"network"`
 	MAC       string      `json:"mac"`
-	NetSocket string      `json:"net_socket"`
+	NetSocket string      `json:"net_socket,omitempty"` // "": an application
 	HCASocket string      `json:"hca_socket"`
-	Net       vnet.Status `json:"net"`
+	Net       vnet.Status `json:"net"` // of an application: nothing
 	HCA       hca.Status  `json:"hca"`
 
 	Memory hostdriver.Status `json:"memory"`
@@ -68,11 +71,14 @@ func (d *Daemon) Status() *Status {
 	}
 	for _, c := range d.cfg.VMs {
 		v := d.vms[c.Name]
-		s.VMs = append(s.VMs, VMStatus{
-			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(),
-			NetSocket: d.cfg.NetSocket(v.cfg), HCASocket: d.cfg.HCASocket(v.cfg),
-			Net: v.net.Describe(), HCA: v.hca.Describe(), Memory: v.budget.Status(),
-		})
+		vs := VMStatus{
+			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: d.cfg.HCASocket(v.cfg),
+			HCA: v.hca.Describe(), Memory: v.budget.Status(),
+		}
+		if v.net != nil {
+			vs.NetSocket, vs.Net = d.cfg.NetSocket(v.cfg), v.net.Describe()
+		}
+		s.VMs = append(s.VMs, vs)
 	}
 	return s
 }

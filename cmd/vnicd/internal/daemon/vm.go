@@ -16,12 +16,12 @@ import (
 )
 
 // vm is one guest's NIC: a port of its network with two faces, each behind a
-// vhost-user socket.
+// vhost-user socket. A host application has the HCA alone (PF-4).
 type vm struct {
 	cfg  *config.VM // replaced when the VM moves; Daemon.mu
 	gvmi translate.GVMI
 	port *lfe.VMPort
-	net  *vnet.Device
+	net  *vnet.Device // nil: an application
 	hca  *hca.Device
 
 	budget *hostdriver.Budget // of both sockets
@@ -33,7 +33,9 @@ type vm struct {
 // newVM makes a VM's devices and sockets, or nothing.
 func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 	v = &vm{cfg: c, budget: hostdriver.NewBudget(c.MemoryBudget)}
-	if v.gvmi, err = d.freeGVMI(); err != nil {
+	if c.Application != nil {
+		v.gvmi = translate.HostGVMI
+	} else if v.gvmi, err = d.freeGVMI(); err != nil {
 		return nil, err
 	}
 	if err := v.open(d); err != nil {
@@ -60,7 +62,7 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 func (v *vm) open(d *Daemon) (err error) {
 	c, loop, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
 	log := d.log.With("vm", c.Name)
-	v.port, err = lfe.NewVMPort(sw, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop})
+	v.port, err = lfe.NewVMPort(sw, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop, Kind: v.kind()})
 	if err != nil {
 		return err
 	}
@@ -68,12 +70,14 @@ func (v *vm) open(d *Daemon) (err error) {
 	if c.QMP != "" {
 		v.undo.push(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
 	}
-	if v.net, err = vnet.New(vnet.Config{
-		Name: c.Name, MAC: lfe.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*engine.Loop{loop}, d.otherLoops(loop)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
-	}); err != nil {
-		return err
+	if c.Application == nil {
+		if v.net, err = vnet.New(vnet.Config{
+			Name: c.Name, MAC: lfe.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*engine.Loop{loop}, d.otherLoops(loop)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
+		}); err != nil {
+			return err
+		}
+		v.undo.push(v.net.Close)
 	}
-	v.undo.push(v.net.Close)
 	if v.hca, err = hca.New(hca.Config{
 		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version), Log: log.Named("hca"),
 		NoLocalCopy: !d.cfg.LocalCopy, Limits: hca.Limits{QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, MTTs: c.Limits.Pages},
@@ -83,31 +87,56 @@ func (v *vm) open(d *Daemon) (err error) {
 	v.undo.push(v.hca.Close)
 
 	v.hca.SetPort(v.port)
-	v.port.SetNet(v.net)
+	if v.net != nil {
+		v.port.SetNet(v.net)
+	} else {
+		v.port.SetNet(v.hca.Neighbours())
+	}
 	v.port.SetHCA(v.hca)
 	v.followMTU(sw)
 	v.undo.push(func() { v.stopMTU() })
 	// Undone before the devices close: nothing is delivered to a closed device.
 	v.undo.push(func() { v.port.SetHCA(nil); v.port.SetNet(nil) })
 
-	d.fronts.Store(c.Name, func() bool { return v.net.Attached() || v.hca.Attached() })
+	d.fronts.Store(c.Name, v.attached)
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
-	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its connection.
-	for _, s := range []struct {
-		path string
-		dev  vhostuser.Device
-		keep vhostuser.Keeper
-	}{{path: d.cfg.NetSocket(c), dev: v.net}, {path: d.cfg.HCASocket(c), dev: v.hca, keep: d.keeper()}} {
-		srv, err := vhostuser.Listen(vhostuser.Config{
-			Path: s.path, Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
-			Keeper: s.keep, KeepAs: "hca/" + c.Name, Kept: d.kept,
-		}, s.dev, v.gvmi)
-		if err != nil {
-			return fmt.Errorf("socket %s: %w", s.path, err)
-		}
-		v.undo.push(func() { _ = srv.Close() })
+	socket := vhostuser.Config{
+		Path: d.cfg.HCASocket(c), Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
 	}
+	if a := c.Application; a != nil {
+		socket.Mode, socket.GID, socket.MaxMemory, socket.Sealed = os.FileMode(a.Mode), a.GID, a.Memory, true
+		return v.listen(socket, v.hca)
+	}
+	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its connection.
+	plain := socket
+	plain.Path = d.cfg.NetSocket(c)
+	if err := v.listen(plain, v.net); err != nil {
+		return err
+	}
+	socket.Keeper, socket.KeepAs, socket.Kept = d.keeper(), "hca/"+c.Name, d.kept
+	return v.listen(socket, v.hca)
+}
+
+// listen serves a device on a socket.
+func (v *vm) listen(c vhostuser.Config, dev vhostuser.Device) error {
+	srv, err := vhostuser.Listen(c, dev, v.gvmi)
+	if err != nil {
+		return fmt.Errorf("socket %s: %w", c.Path, err)
+	}
+	v.undo.push(func() { _ = srv.Close() })
 	return nil
+}
+
+func (v *vm) kind() lfe.Kind {
+	if v.cfg.Application != nil {
+		return lfe.KindHCA
+	}
+	return lfe.KindVM
+}
+
+// attached tells whether a QEMU or an application is connected to one of the sockets.
+func (v *vm) attached() bool {
+	return v.net != nil && v.net.Attached() || v.hca.Attached()
 }
 
 // firmware is the version as guests see it: they have room for 23 bytes, and no use for a commit's name.

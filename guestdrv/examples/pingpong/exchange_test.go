@@ -1,0 +1,27 @@
+package main
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// What ibv_rc_pingpong says, byte for byte, and what nobody should.
+func TestIdentity(t *testing.T) {
+	const said = "0000:000011:f42a24:00000000000000000000ffff0a000001\x00"
+	want := identity{qpn: 0x11, psn: 0xf42a24, gid: guestdrv.IPGID(netip.MustParseAddr("10.0.0.1"))}
+	if got, err := decode([]byte(said)); err != nil || got != want {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if got := string(want.encode()); got != said {
+		t.Errorf("%q, want %q", got, said)
+	}
+	for _, bad := range []string{"", strings.Repeat("\x00", messageSize), strings.Repeat(":", messageSize), strings.Replace(said, "f42a24", "-42a24", 1),
+		strings.Replace(said, "000011", "0x0011", 1), strings.Replace(said, "ffff", "ffxf", 1), said[:messageSize-3]} {
+		if got, err := decode([]byte(bad)); err == nil {
+			t.Errorf("%q is %+v", bad, got)
+		}
+	}
+}

@@ -1,0 +1,249 @@
+// Pingpong is a host application (PF-4): a program of the host that exchanges messages with a VM through vnicd's RDMA, with
+// ibv_rc_pingpong of ibverbs-utils, or another pingpong, at the other end.
+//
+//	host:   pingpong -socket /run/vnicd/app.hca -address 10.0.0.5            # waits, as a server does
+//	guest:  ibv_rc_pingpong -d vnic0 -g INDEX 10.0.0.254                     # the host's address in the tenant's network
+//
+// With an argument it is the client. The two tell each other who they are over TCP, as ibv_rc_pingpong does; the RDMA address
+// (-address) need not be the TCP one. Each message is sent back by the other end, so what arrives is compared with what was sent.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"os/signal"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+type options struct {
+	socket, address, peer string
+	port, size, n, mtu    int
+	onDemand              bool
+	timeout               time.Duration
+}
+
+func main() {
+	var o options
+	flag.StringVar(&o.socket, "socket", "/run/vnicd/app.hca", "the application's socket")
+	flag.StringVar(&o.address, "address", "", "IP address of this end in the tenant's network")
+	flag.IntVar(&o.port, "port", 18515, "TCP port of the server")
+	flag.IntVar(&o.size, "size", 4096, "bytes of a message")
+	flag.IntVar(&o.n, "n", 1000, "messages each way")
+	flag.IntVar(&o.mtu, "mtu", 1024, "path MTU, the same at both ends")
+	flag.BoolVar(&o.onDemand, "on-demand", false, "register memory without pages, which come when they are needed")
+	flag.DurationVar(&o.timeout, "timeout", time.Minute, "how long all of it may take")
+	flag.Parse()
+	o.peer = flag.Arg(0)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	if err := run(ctx, o); err != nil {
+		fmt.Fprintln(os.Stderr, "pingpong:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, o options) error {
+	addr, err := netip.ParseAddr(o.address)
+	if err != nil {
+		return fmt.Errorf("-address: %w", err)
+	}
+	if o.size < 1 || o.size > 1<<30 || o.n < 1 {
+		return errors.New("-size and -n must be positive")
+	}
+	e, err := newEnd(o, guestdrv.IPGID(addr))
+	if err != nil {
+		return err
+	}
+	defer e.dev.Close() // takes everything else along
+	mine := identity{qpn: e.qp.Number(), psn: rand.Uint32() & 0xffffff, gid: e.gid}
+	fmt.Println("local:  ", mine)
+	conn, theirs, err := exchange(ctx, o, mine)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	fmt.Println("remote: ", theirs)
+	// The GID is an IP address: the network knows the MAC.
+	path, err := e.dev.Resolve(ctx, theirs.gid, 0)
+	if err != nil {
+		return err
+	}
+	peer := guestdrv.Peer{QPN: theirs.qpn, PSN: theirs.psn, Path: path}
+	if err := e.qp.Connect(peer, guestdrv.ConnectOptions{PSN: mine.psn, MTU: abi.MTUFromBytes(o.mtu)}); err != nil {
+		return err
+	}
+	if err := ready(conn, o, mine); err != nil {
+		return err
+	}
+	start := time.Now()
+	if err := e.play(ctx, o); err != nil {
+		return err
+	}
+	d := time.Since(start)
+	total := 2 * float64(o.n) * float64(o.size)
+	fmt.Printf("%.0f bytes in %.2f seconds = %.2f Mbit/sec\n", total, d.Seconds(), total*8/1e6/d.Seconds())
+	fmt.Printf("%d iters in %.2f seconds = %.2f usec/iter\n", o.n, d.Seconds(), float64(d.Microseconds())/float64(o.n))
+	return nil
+}
+
+// end is this program's end of the connection: one buffer to send from, and one to receive into.
+type end struct {
+	dev      *guestdrv.Device
+	gid      guestdrv.GID
+	cq       *guestdrv.CQ
+	qp       *guestdrv.QP
+	out, in  *guestdrv.Buffer
+	from, to abi.SGE
+	wcs      [2]abi.WC
+	done     [recvID + 1]int // completions that nobody has waited for, by ID
+}
+
+func newEnd(o options, gid guestdrv.GID) (_ *end, err error) {
+	e := &end{gid: gid}
+	if e.dev, err = guestdrv.Open(o.socket, guestdrv.Config{Memory: uint64(2*o.size) + 16<<20}); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			_ = e.dev.Close()
+		}
+	}()
+	if err = e.dev.SetGID(0, gid, guestdrv.GIDOptions{}); err != nil {
+		return nil, err
+	}
+	pd, err := e.dev.AllocPD()
+	if err != nil {
+		return nil, err
+	}
+	if e.out, e.from, err = memory(e.dev, pd, o); err != nil {
+		return nil, err
+	}
+	if e.in, e.to, err = memory(e.dev, pd, o); err != nil {
+		return nil, err
+	}
+	if e.cq, err = e.dev.CreateCQ(16, guestdrv.CQOptions{}); err != nil {
+		return nil, err
+	}
+	e.qp, err = pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: 1, MaxRecvWR: 1})
+	return e, err
+}
+
+// memory makes a buffer and registers it, at once or page by page when the device asks.
+func memory(dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, abi.SGE, error) {
+	buf, err := dev.Alloc(o.size)
+	if err != nil {
+		return nil, abi.SGE{}, err
+	}
+	if !o.onDemand {
+		mr, err := pd.Register(buf, abi.AccessLocalWrite)
+		if err != nil {
+			return nil, abi.SGE{}, err
+		}
+		return buf, mr.SGE(0, o.size), nil
+	}
+	mr, err := pd.RegisterOnDemand(buf.Addr(), uint64(o.size), abi.AccessLocalWrite,
+		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+			for i := range pas {
+				pas[i] = buf.PA() + f.VA - buf.Addr() + uint64(i)*4096
+			}
+			return nil
+		}))
+	if err != nil {
+		return nil, abi.SGE{}, err
+	}
+	return buf, mr.SGEAt(buf.Addr(), o.size), nil
+}
+
+// play sends and receives in turns, and looks whether what was sent comes back.
+func (e *end) play(ctx context.Context, o options) error {
+	client := o.peer != ""
+	if err := e.receive(); err != nil {
+		return err
+	}
+	for i := range o.n {
+		if !client {
+			if err := e.await(ctx, recvID); err != nil {
+				return fmt.Errorf("message %d: %w", i, err)
+			}
+			// ibv_rc_pingpong sends back what it got last; a pingpong is one ahead. The first message of the former is anything.
+			if i > 0 && !is(e.in.Bytes(), i-1) && !is(e.in.Bytes(), i) {
+				return fmt.Errorf("message %d is not what was sent", i)
+			}
+			if err := e.receive(); err != nil {
+				return err
+			}
+		}
+		fill(e.out.Bytes(), i)
+		wr := guestdrv.SendWR{ID: sendID, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{e.from}}
+		if err := e.qp.PostSend(&wr); err != nil {
+			return err
+		}
+		if err := e.await(ctx, sendID); err != nil {
+			return fmt.Errorf("message %d: %w", i, err)
+		}
+		if client {
+			if err := e.await(ctx, recvID); err != nil {
+				return fmt.Errorf("answer %d: %w", i, err)
+			}
+			if !is(e.in.Bytes(), i) {
+				return fmt.Errorf("answer %d is not what was sent", i)
+			}
+			if err := e.receive(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+const sendID, recvID = 1, 2
+
+func (e *end) receive() error {
+	return e.qp.PostRecv(&guestdrv.RecvWR{ID: recvID, SGL: []abi.SGE{e.to}})
+}
+
+// await waits for a completion; sends and receives complete in any order.
+func (e *end) await(ctx context.Context, id uint64) error {
+	for e.done[id] == 0 {
+		n, err := e.cq.PollWait(ctx, e.wcs[:])
+		if err != nil {
+			return err
+		}
+		for _, wc := range e.wcs[:n] {
+			if wc.Status != abi.WCSuccess {
+				return errors.New(abi.WCStatusString(wc.Status))
+			}
+			e.done[wc.ID]++
+		}
+	}
+	e.done[id]--
+	return nil
+}
+
+// pattern is byte at of message i: messages differ, and so do their parts.
+func pattern(i, at int) byte { return byte(at*7 + at>>8 + i) }
+
+func fill(b []byte, i int) {
+	for at := range b {
+		b[at] = pattern(i, at)
+	}
+}
+
+func is(b []byte, i int) bool {
+	for at := range b {
+		if b[at] != pattern(i, at) {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,114 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// TestHostApplications: programs of the host (PF-4, MT-10) and VMs on the same host and on another exchange messages, each as
+// server and as client, with pinned memory and with pages on demand; the VMs run the distribution's ibv_rc_pingpong. A program
+// that is killed leaves nothing.
+func TestHostApplications(t *testing.T) {
+	l, ctx := newLab(t)
+	w := newTwoHosts(ctx, t, l)
+	program := filepath.Join(l.Dir, "pingpong")
+	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program, "../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	// The configuration gets the applications while everything runs. TCP, for the programs' first words, goes through the host's port.
+	conf := filepath.Join(w.a.Dir, "vnicd.yaml")
+	f := must[*os.File](t)(os.OpenFile(conf, os.O_APPEND|os.O_WRONLY, 0))
+	_, err := f.WriteString(`applications:
+  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
+  - {name: app2, network: blue, mac: "02:00:00:00:00:a2"}
+`)
+	check(t, err)
+	check(t, f.Close())
+	must[string](t)(w.a.CLI(ctx, "reload"))
+	must[string](t)(w.a.CLI(ctx, "network", "add-tap", "blue", "blue0", "address", "10.0.0.201/24"))
+	must[string](t)(w.a.NS.Run(ctx, "ip", "link", "set", "lo", "up"))
+	a, b := w.load(ctx, t)
+	app := func(n int, opts string) []string {
+		return append([]string{program, "-socket", fmt.Sprintf("%s/app%d.hca", w.a.Dir, n), "-address", fmt.Sprintf("10.0.0.10%d", n), "-timeout", "4m"}, strings.Fields(opts)...)
+	}
+	serve := func(t *testing.T, opts string) *harness.Process {
+		t.Helper()
+		p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.a.Dir, "app.log"), nil, app(1, opts)...))
+		t.Cleanup(p.Kill)
+		eventually(ctx, t, "the program listens", func() bool {
+			out, err := w.a.NS.Run(ctx, "ss", "-ltnH", "sport", "=", "18515")
+			return err == nil && out != ""
+		})
+		return p
+	}
+	for _, peer := range []struct {
+		name string
+		end  lab.End
+	}{{"same host", a}, {"another host", b}} {
+		vm := func(opts string) string {
+			return fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d %s", peer.end.Device, peer.end.GID, opts)
+		}
+		for _, x := range []struct{ name, app, vm string }{
+			{"pinned", "-n 200 -size 4096", "-n 200 -s 4096"},
+			{"on demand", "-n 50 -size 100000 -on-demand", "-n 50 -s 100000 -o"},
+		} {
+			t.Run(peer.name+", program serves, "+x.name, func(t *testing.T) {
+				p := serve(t, x.app)
+				r, err := peer.end.VM.Shell(ctx, vm(x.vm+" 10.0.0.201"))
+				if werr := p.Wait(ctx); err != nil || r.ExitCode != 0 || werr != nil {
+					t.Fatalf("program: %v\n%s\nVM: %v, exit %d\n%s%s", werr, p.LogTail(), err, r.ExitCode, r.Stdout, r.Stderr)
+				}
+				t.Log(p.LogTail())
+			})
+			t.Run(peer.name+", VM serves, "+x.name, func(t *testing.T) {
+				srv := must[*qemu.Process](t)(lab.Listen(ctx, peer.end.VM, strings.TrimPrefix(vm(x.vm), "exec "), 18515))
+				out, err := w.a.NS.Run(ctx, app(2, x.app+" "+peer.end.Addr)...)
+				if err != nil {
+					_ = srv.Kill(ctx)
+				}
+				r, werr := srv.Wait(ctx)
+				if err != nil || werr != nil || r.ExitCode != 0 {
+					t.Fatalf("program: %v\n%s\nVM: %v, exit %d\n%s%s", err, out, werr, r.ExitCode, r.Stdout, r.Stderr)
+				}
+				t.Log(out)
+			})
+		}
+	}
+	t.Run("two programs", func(t *testing.T) {
+		p := serve(t, "-n 500")
+		out, err := w.a.NS.Run(ctx, app(2, "-n 500 127.0.0.1")...)
+		if werr := p.Wait(ctx); err != nil || werr != nil {
+			t.Fatalf("%v\n%s\n%v\n%s", err, out, werr, p.LogTail())
+		}
+		t.Log(out)
+	})
+	t.Run("killed", func(t *testing.T) { killedApplication(ctx, t, w, b, serve) })
+	quietKernels(ctx, t, w.vms...)
+}
+
+// killedApplication kills the program while a VM talks to it: the VM's program ends with an error, the device has nothing of it, and
+// the next program gets the place.
+func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, serve func(*testing.T, string) *harness.Process) {
+	p := serve(t, "-n 1000000")
+	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
+	status := func() string { return must[string](t)(w.a.CLI(ctx, "status", "app1")) }
+	eventually(ctx, t, "the program's queue pair is connected", func() bool { return strings.Contains(status(), "RTS") })
+	p.Kill()
+	eventually(ctx, t, "nothing is left of the program", func() bool {
+		return strings.Contains(status(), "hca down") && strings.Contains(status(), "0 PDs, 0 CQs, 0 SRQs, 0 MRs with 0 pages, 0 QPs")
+	})
+	if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || r.ExitCode == 124 {
+		t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+	}
+	next := serve(t, "-n 1")
+	next.Kill()
+}

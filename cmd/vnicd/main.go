@@ -11,4 +11,4 @@ import (
 // version is set by the linker (Makefile).
 var version = "dev"
 
-func main() { os.Exit(cli.Main(version, os.Args[1:], os.Stdout, os.Stderr)) }
+func main() { os.Exit(cli.Main(version, cli.Args(os.Args), os.Stdout, os.Stderr)) }

@@ -72,7 +72,7 @@ open its control socket may do so. Changes are not written to the configuration.
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
 	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(), a.captureCmd(),
-		a.attachCmd(), a.detachCmd(), a.libvirtCmd())
+		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd())
 	root.SetOut(a.out)
 	root.SetErr(a.err)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {

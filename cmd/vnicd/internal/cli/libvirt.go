@@ -3,6 +3,7 @@ package cli
 import (
 	"encoding/xml"
 	"fmt"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -25,6 +26,7 @@ type libvirtDomain struct {
 	} `xml:"memoryBacking"`
 	Interface libvirtInterface `xml:"devices>interface"`
 	Args      []libvirtArg     `xml:"qemu:commandline>qemu:arg"`
+	Override  *libvirtOverride `xml:"qemu:override>qemu:device"`
 }
 
 type libvirtInterface struct {
@@ -46,8 +48,10 @@ type libvirtInterface struct {
 		Type string `xml:"type,attr"`
 	} `xml:"model"`
 	Driver *libvirtDriver `xml:"driver"`
-	MTU    *libvirtMTU    `xml:"mtu"`
-	ROM    struct {
+	Alias  struct {
+		Name string `xml:"name,attr"`
+	} `xml:"alias"`
+	ROM struct {
 		Enabled string `xml:"enabled,attr"`
 	} `xml:"rom"`
 }
@@ -56,15 +60,22 @@ type libvirtDriver struct {
 	Queues int `xml:"queues,attr"`
 }
 
-type libvirtMTU struct {
-	Size int `xml:"size,attr"`
+// libvirtOverride sets a property of QEMU's device: libvirt itself would set a <mtu> on the host's end too, and the end of
+// a vhostuser interface is no interface.
+type libvirtOverride struct {
+	Alias    string `xml:"alias,attr"`
+	Property struct {
+		Name  string `xml:"name,attr"`
+		Type  string `xml:"type,attr"`
+		Value int    `xml:"value,attr"`
+	} `xml:"qemu:frontend>qemu:property"`
 }
 
 type libvirtArg struct {
 	Value string `xml:"value,attr"`
 }
 
-func newLibvirtDomain(netSocket, mac string, mtu, queues int, hca []string) *libvirtDomain {
+func newLibvirtDomain(vm, netSocket, mac string, mtu, queues int, hca []string) *libvirtDomain {
 	d := &libvirtDomain{Type: "kvm", QEMU: "http://libvirt.org/schemas/domain/qemu/1.0"}
 	d.Memory.Source.Type, d.Memory.Access.Mode = "memfd", "shared"
 	i := &d.Interface
@@ -74,8 +85,12 @@ func newLibvirtDomain(netSocket, mac string, mtu, queues int, hca []string) *lib
 		i.Driver = &libvirtDriver{queues}
 	}
 	i.Source.Reconnect.Enabled, i.Source.Reconnect.Timeout = "yes", 1
+	// libvirt leaves names to its users that begin so; they have no dots.
+	i.Alias.Name = "ua-" + strings.ReplaceAll(qemu.NetID(vm), ".", "_")
 	if mtu > 0 {
-		i.MTU = &libvirtMTU{mtu}
+		d.Override = &libvirtOverride{Alias: i.Alias.Name}
+		p := &d.Override.Property
+		p.Name, p.Type, p.Value = "host_mtu", "unsigned", mtu
 	}
 	for _, arg := range hca {
 		d.Args = append(d.Args, libvirtArg{arg})
@@ -105,7 +120,7 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			}
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
-			if err := e.Encode(newLibvirtDomain(cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues,
+			if err := e.Encode(newLibvirtDomain(vm.Name, cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues,
 				qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
 				return err
 			}

@@ -46,20 +46,30 @@ func TestLibvirtXML(t *testing.T) {
 			Driver struct {
 				Queues int `xml:"queues,attr"`
 			} `xml:"driver"`
-			MTU struct {
-				Size int `xml:"size,attr"`
-			} `xml:"mtu"`
+			Alias struct {
+				Name string `xml:"name,attr"`
+			} `xml:"alias"`
 		} `xml:"devices>interface"`
 		Args []struct {
 			Value string `xml:"value,attr"`
 		} `xml:"http://libvirt.org/schemas/domain/qemu/1.0 commandline>arg"`
+		Override struct {
+			Alias    string `xml:"alias,attr"`
+			Property struct {
+				Name  string `xml:"name,attr"`
+				Value int    `xml:"value,attr"`
+			} `xml:"frontend>property"`
+		} `xml:"http://libvirt.org/schemas/domain/qemu/1.0 override>device"`
 	}
 	if err := xml.Unmarshal([]byte(out), &d); err != nil {
 		t.Fatalf("%v in\n%s", err, out)
 	}
 	i := d.Interface
-	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" || filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.MTU.Size != 1400 || i.Driver.Queues != 2 {
+	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" || filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.Driver.Queues != 2 {
 		t.Errorf("%+v from\n%s", d, out)
+	}
+	if o := d.Override; o.Alias != "ua-vm1-net" || o.Alias != i.Alias.Name || o.Property.Name != "host_mtu" || o.Property.Value != 1400 {
+		t.Errorf("%+v from\n%s", o, out)
 	}
 	var hca []string
 	for _, a := range d.Args {

@@ -1,0 +1,109 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/standin"
+)
+
+// backendDevices are the programs for one device: their names are links to vnicd, which begin with backendPrefix.
+var backendDevices = map[string]struct {
+	// kind is the VhostUserBackendType of docs/interop/vhost-user.json; RDMA has none there, so this is virtio's name.
+	kind   string
+	socket func(*config.Config, *config.VM) string
+}{
+	"net": {"net", (*config.Config).NetSocket},
+	"hca": {"rdma", (*config.Config).HCASocket},
+}
+
+const (
+	backendPrefix     = "vnicd-"
+	printCapabilities = "--print-capabilities"
+)
+
+// daemonTime is how long a front end waits for a daemon that is being restarted.
+const daemonTime = 30 * time.Second
+
+// Args are the words of a command line: a program called by the name of a back end is that sub-command. By the conventions it ignores
+// all else when it is asked what it is.
+func Args(argv []string) []string {
+	device, ok := strings.CutPrefix(filepath.Base(argv[0]), backendPrefix)
+	switch _, known := backendDevices[device]; {
+	case !ok || !known:
+		return argv[1:]
+	case slices.Contains(argv, printCapabilities):
+		return []string{"backend", device, printCapabilities}
+	}
+	return append([]string{"backend", device}, argv[1:]...)
+}
+
+func (a *app) backendCmd() *cobra.Command {
+	var socket, vm string
+	var fd int
+	var asked bool
+	c := &cobra.Command{
+		Use:   "backend {net | hca} --vm VM {--socket-path PATH | --fd NUMBER}",
+		Short: "Stand for one device of a VM, as a process of its own",
+		Long: `For management that starts a process for each device of a VM, by the conventions for
+vhost-user back ends (QEMU, docs/interop/vhost-user.rst), under the names
+/usr/libexec/vnicd/vnicd-net and /usr/libexec/vnicd/vnicd-hca. The process makes the
+socket of the device, or is given it, connected or listening, and hands each front end
+to the running vnicd, which does the work: rings and guest memory do not pass through
+the process. It ends with SIGTERM, and the device with it; with a connection that was
+given, also when that ends. A vnicd that is restarted is waited for.`,
+		Args: func(c *cobra.Command, argv []string) error {
+			if len(argv) == 0 || backendDevices[argv[0]].kind == "" || len(argv) > 1 {
+				return usageError{fmt.Errorf("one device is expected, net or hca; usage: %s", c.UseLine())}
+			}
+			return nil
+		},
+		RunE: func(c *cobra.Command, argv []string) error {
+			device := backendDevices[argv[0]]
+			if asked {
+				_, err := fmt.Fprintf(a.out, "{\n  \"type\": %q\n}\n", device.kind)
+				return err
+			}
+			if vm == "" || (socket == "") == !c.Flags().Changed("fd") {
+				return usageError{errors.New("--vm and one of --socket-path and --fd are needed")}
+			}
+			cfg, _, v, err := a.knownVM(c, vm)
+			if err != nil {
+				return err
+			}
+			to := device.socket(cfg, v)
+			if _, err := os.Stat(to); err != nil {
+				return fmt.Errorf("no vnicd serves VM %s: %w", vm, err)
+			}
+			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+			defer stop()
+			from, err := standin.Listen(socket)
+			if socket == "" {
+				from, err = standin.Passed(fd)
+			}
+			if err != nil {
+				return err
+			}
+			return from.Serve(ctx, func(ctx context.Context) (*net.UnixConn, error) { return standin.Dial(ctx, to, daemonTime) },
+				func(err error) { fmt.Fprintf(a.err, "vnicd: %s: %v\n", to, err) })
+		},
+	}
+	c.Flags().StringVar(&vm, "vm", "", "whose device it is, by `name`")
+	c.Flags().StringVar(&socket, "socket-path", "", "make the vhost-user socket at this `path`")
+	c.Flags().IntVar(&fd, "fd", 0, "use the vhost-user socket with this `number`")
+	c.Flags().BoolVar(&asked, "print-capabilities", false, "print what this is, as JSON, and nothing else")
+	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	return c
+}

@@ -138,3 +138,58 @@ func TestKernelConsumers(t *testing.T) {
 	}
 	quietKernels(ctx, t, w.vms...)
 }
+
+// TestBesideRXE: our module and rdma_rxe in one guest, on the same interface. rdma_rxe that is unloaded takes our device along, which
+// has its driver id, under a program that sleeps on it and one that works; a reload brings it back. Our module unloaded leaves
+// rxe working. Nothing of it may upset the kernel.
+func TestBesideRXE(t *testing.T) {
+	l, ctx := newLab(t)
+	h := must[*lab.Host](t)(l.Host("h1"))
+	check(t, h.Run(ctx, "networks: [{name: blue, vni: 100}]\nvms: [{name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}]\n"))
+	var ms []*qemu.Machine
+	dumpOnFailure(t, []*lab.Host{h}, &ms)
+	var err error
+	ms, err = l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, vmA)))
+	check(t, err)
+	m := ms[0]
+	works := func(device string) {
+		t.Helper()
+		check(t, lab.WaitRDMA(ctx, m, device))
+		e := must[lab.End](t)(lab.NewEnd(ctx, m, device, vmA.Addr))
+		must[string](t)(lab.Pingpong(ctx, e, e, "ibv_rc_pingpong", "-c", "-n", "50"))
+	}
+	check(t, lab.LoadModule(ctx, m))
+	works(lab.Device)
+	for range 2 {
+		check(t, harness.AddRXE(ctx, m, "rxe0", "eth0"))
+		works("rxe0")
+		works(lab.Device)
+		e := must[lab.End](t)(lab.NewEnd(ctx, m, lab.Device, vmA.Addr))
+		asleep := must[*qemu.Process](t)(lab.Listen(ctx, m, "rping -s -a "+e.Addr, 0))
+		busy := must[*qemu.Process](t)(lab.Listen(ctx, m, fmt.Sprintf("ibv_rc_pingpong -e -d %s -g %d -n 10000000", e.Device, e.GID), 18515))
+		client := must[*qemu.Process](t)(m.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -e -d %s -g %d -n 10000000 %s", e.Device, e.GID, e.Addr)))
+		check(t, harness.WaitGuest(ctx, m, "[ $(rdma resource show qp link "+lab.Device+"/1 | grep -c RTS) -ge 2 ]"))
+		run(ctx, t, m, "exec timeout -k 5 120 rmmod rdma_rxe")
+		if left := run(ctx, t, m, "ls /sys/class/infiniband"); strings.TrimSpace(left) != "" {
+			t.Fatalf("after rmmod rdma_rxe there is %s: has the kernel become wiser?", left)
+		}
+		if log := run(ctx, t, m, "dmesg | tail -50"); !strings.Contains(log, "vnicd") {
+			t.Errorf("the module says nothing:\n%s", log)
+		}
+		_ = asleep.Signal(ctx, "TERM")
+		for what, p := range map[string]*qemu.Process{"asleep": asleep, "busy": busy, "client": client} {
+			if r, err := p.Wait(ctx); err != nil || r.ExitCode == 0 || r.ExitCode == 124 {
+				t.Errorf("%s: %v, exit %d\n%s%s", what, err, r.ExitCode, r.Stdout, r.Stderr)
+			}
+		}
+		run(ctx, t, m, "rmmod vnicd")
+		check(t, lab.LoadModule(ctx, m))
+		works(lab.Device)
+	}
+	check(t, harness.AddRXE(ctx, m, "rxe0", "eth0"))
+	run(ctx, t, m, "rmmod vnicd")
+	works("rxe0")
+	check(t, lab.LoadModule(ctx, m))
+	works(lab.Device)
+	quietKernels(ctx, t, ms...)
+}

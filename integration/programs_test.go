@@ -58,6 +58,7 @@ var cmPrograms = []program{
 	{server: "cmtime -c 4", client: "cmtime -s SERVER -c 4", stays: true},
 	{server: "mckey -m 239.1.2.3 -b SERVER -C 5", client: "mckey -m 239.1.2.3 -b CLIENT -s -C 5", ready: "grep -q 030201EF /proc/net/igmp"},
 	{server: "qperf", client: "qperf -t 1 -cm 1 SERVER rc_bw rc_lat rc_rdma_read_bw rc_rdma_write_bw", ready: "ss -ltnH | grep -q :19765", stays: true},
+	{name: "fi_pingpong rdm", server: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096", client: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
 	{server: "fi_pingpong -p verbs -e msg -I 20 -S 4096", client: "fi_pingpong -p verbs -e msg -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
 }
 

@@ -40,7 +40,7 @@ type Limits struct {
 // address handle table are the guest's own memory.
 func DefaultLimits() Limits {
 	return Limits{
-		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 20, MRs: 65536, MRSize: 1 << 46,
+		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 22, MRs: 65536, MRSize: 1 << 46,
 		MTTs: 1 << 24, PDs: 4096, SRQs: 1024, SRQWRs: 32768, SRQSGEs: 32, AHs: 16384, GIDs: 256,
 		// As Linux rxe has it: programs (perftest) set the peer's figure on both ends.
 		RdAtomic:    128,

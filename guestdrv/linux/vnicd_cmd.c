@@ -38,7 +38,7 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 	__le64 *pas = NULL;
 
 	if (n > (VNICD_CMD_MAX - sizeof(struct vnicd_req) - req_len) / sizeof(*pas))
-		return -ENOMEM;	/* rings this large need contiguous memory */
+		return -ENOMEM;	/* a ring this large wants huge pages */
 	if (n) {
 		pas = kmalloc_array(n, sizeof(*pas), GFP_KERNEL);
 		if (!pas)
@@ -108,8 +108,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 		return vnicd_bad_answer(vd, "max_ah", lim->max_ah);
 	/* ... and what is merely generous is trimmed: all these are ints there. */
 	lim->max_qp_wr = min(lim->max_qp_wr, 1U << 20);
-	/* The page list of a larger ring does not fit into a command. */
-	lim->max_cqe = min(lim->max_cqe, (1U << 18) - 1);
+	lim->max_cqe = min(lim->max_cqe, (1U << 22) - 1);
 	lim->max_srq_wr = min(lim->max_srq_wr, 1U << 20);
 	lim->max_sge = min(lim->max_sge, 256U);
 	lim->max_srq_sge = min(lim->max_srq_sge, 256U);

@@ -42,9 +42,26 @@ static void vnicd_ring_drop(struct vnicd_ring_mem *ring)
 		vnicd_ring_free(ring);
 }
 
+static bool vnicd_ring_in_huge_pages(const struct vnicd_ring_mem *ring)
+{
+	unsigned long off, first = 0;
+
+	for (off = 0; off < ring->size; off += PAGE_SIZE) {
+		unsigned long in = off & ~PMD_MASK;
+		unsigned long pfn = vmalloc_to_pfn((void *)ring->buf + off);
+
+		if (!in)
+			first = pfn;
+		if (first & (PTRS_PER_PTE - 1) || pfn != first + (in >> PAGE_SHIFT))
+			return false;
+	}
+	return true;
+}
+
 /*
  * One span if it can be had cheaply: the device then maps the ring as one.
  * alloc_pages_exact gives naturally aligned memory, so one large "page" names it.
+ * A large ring wants huge pages: the list of small ones may not fit into a command.
  */
 static int vnicd_ring_alloc(struct vnicd_ring_mem *ring)
 {
@@ -61,11 +78,15 @@ static int vnicd_ring_alloc(struct vnicd_ring_mem *ring)
 		}
 	}
 
-	ring->buf = vmalloc_user(ring->alloc_size);
+	ring->buf = vmalloc_huge(ring->size < PMD_SIZE ? ring->alloc_size :
+				 ALIGN(ring->size, PMD_SIZE),
+				 GFP_KERNEL_ACCOUNT | __GFP_ZERO);
 	if (!ring->buf)
 		return -ENOMEM;
 	ring->page_shift = PAGE_SHIFT;
-	ring->npages = ring->alloc_size >> PAGE_SHIFT;
+	if (ring->size >= PMD_SIZE && vnicd_ring_in_huge_pages(ring))
+		ring->page_shift = PMD_SHIFT;
+	ring->npages = DIV_ROUND_UP(ring->size, BIT(ring->page_shift));
 	return 0;
 }
 
@@ -138,9 +159,9 @@ void vnicd_ring_describe(const struct vnicd_ring_mem *ring, struct vnicd_ring *o
 	out->num_elems = cpu_to_le32(ring->num_elems);
 }
 
-static struct page *vnicd_ring_page(const struct vnicd_ring_mem *ring, u32 i)
+static struct page *vnicd_ring_page(const struct vnicd_ring_mem *ring, size_t off)
 {
-	void *va = (void *)ring->buf + ((size_t)i << PAGE_SHIFT);
+	void *va = (void *)ring->buf + off;
 
 	return ring->contiguous ? virt_to_page(va) : vmalloc_to_page(va);
 }
@@ -150,7 +171,7 @@ void vnicd_ring_pages(const struct vnicd_ring_mem *ring, __le64 *pas)
 	u32 i;
 
 	for (i = 0; i < ring->npages; i++)
-		pas[i] = cpu_to_le64(page_to_phys(vnicd_ring_page(ring, i)));
+		pas[i] = cpu_to_le64(page_to_phys(vnicd_ring_page(ring, (size_t)i << ring->page_shift)));
 }
 
 void vnicd_ring_mminfo(const struct vnicd_ring_mem *ring, struct mminfo *mi)
@@ -181,7 +202,7 @@ int vnicd_mmap(struct ib_ucontext *ctx, struct vm_area_struct *vma)
 	n = ring->alloc_size >> PAGE_SHIFT;
 	for (i = 0; i < n && !err; i++)
 		err = vm_insert_page(vma, vma->vm_start + (i << PAGE_SHIFT),
-				     vnicd_ring_page(ring, i));
+				     vnicd_ring_page(ring, i << PAGE_SHIFT));
 	/* On error the caller of mmap unmaps what is there. */
 	rdma_user_mmap_entry_put(entry);
 	return err;

@@ -35,6 +35,7 @@ const (
 	DefaultHoldTime    = 90 * time.Second  // RFC 4271 section 10
 	DefaultRestartTime = 120 * time.Second // RFC 4724 leaves it open; what FRR has
 	DefaultMaxRoutes   = 1 << 18
+	DefaultLimitIdle   = 5 * time.Minute
 	MaxMaxRoutes       = 1 << 22
 	MaxNeighbours      = 64
 	MaxPassword        = 80 // TCP_MD5SIG_MAXKEYLEN
@@ -53,9 +54,11 @@ type Config struct {
 	// RestartTime is how long others may keep this host's routes when its sessions break (RFC 4724); zero: no graceful restart, in
 	// either direction.
 	RestartTime time.Duration
-	Neighbours  []Neighbour
-	Clock       func() time.Time // nil: time.Now
-	Log         hclog.Logger
+	// LimitIdle is how long a neighbour stays away that has exceeded its MaxRoutes; zero: DefaultLimitIdle.
+	LimitIdle  time.Duration
+	Neighbours []Neighbour
+	Clock      func() time.Time // nil: time.Now
+	Log        hclog.Logger
 }
 
 // Neighbour is one BGP session.
@@ -101,6 +104,9 @@ type Speaker struct {
 func New(c Config) (*Speaker, error) {
 	if c.HoldTime == 0 {
 		c.HoldTime = DefaultHoldTime
+	}
+	if c.LimitIdle == 0 {
+		c.LimitIdle = DefaultLimitIdle
 	}
 	if c.Clock == nil {
 		c.Clock = time.Now

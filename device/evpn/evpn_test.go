@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/lfe"
 )
@@ -49,6 +50,32 @@ func TestTwo(t *testing.T) {
 	eventually(t, "withdrawal of a network", func() bool { return len(late.peers()) == 0 && !late.behind(hwaddr(3)).IsValid() })
 	one.s.Close()
 	eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
+}
+
+// Speakers that connect to each other at the same moment come together all the same (RFC 4271 section 6.8).
+func TestCollision(t *testing.T) {
+	f := newFabric(t)
+	var hosts []*host
+	for n := range 4 {
+		var others []int
+		for o := range 4 {
+			if o != n {
+				others = append(others, o+1)
+			}
+		}
+		c := f.config(n+1, others...)
+		for i := range c.Neighbours {
+			c.Neighbours[i].Passive = false
+		}
+		hosts = append(hosts, f.host(n+1, c))
+	}
+	start := time.Now()
+	for _, h := range hosts {
+		eventually(t, "all sessions are up", func() bool {
+			return !slices.ContainsFunc(h.s.Status().Sessions, func(s SessionStatus) bool { return s.State != "established" })
+		})
+	}
+	t.Logf("all sessions up after %v", time.Since(start).Round(time.Millisecond))
 }
 
 // An address moves: by frames of a port, and as a VM's own. Sequence numbers rise, and nothing stays at the old place.

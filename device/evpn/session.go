@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"strings"
 	"sync"
 	"time"
@@ -20,6 +21,7 @@ import (
 type session struct {
 	srv  *server.BgpServer
 	s    *Speaker
+	away absent
 	stop context.CancelFunc
 	done sync.WaitGroup
 }
@@ -34,7 +36,7 @@ const (
 var family = &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}
 
 func (b *session) open(ctx context.Context, s *Speaker) error {
-	b.s = s
+	b.s, b.away.until = s, map[netip.Addr]time.Time{}
 	ctx, b.stop = context.WithCancel(ctx)
 	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{log: s.log.Named("bgp")}), nil))
 	b.done.Go(b.srv.Serve)
@@ -47,6 +49,11 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 	}
 	if err := b.srv.StartBgp(ctx, &api.StartBgpRequest{Global: g}); err != nil {
 		return fmt.Errorf("evpn: %w", err)
+	}
+	if s.cfg.Port != 0 {
+		if err := sendFar(s.cfg.Port); err != nil {
+			return fmt.Errorf("evpn: the TTL of answers on port %d: %w", s.cfg.Port, err)
+		}
 	}
 	if err := b.setPolicy(ctx); err != nil {
 		return err
@@ -62,10 +69,11 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 		return fmt.Errorf("evpn: %w", err)
 	}
 	for i := range s.cfg.Neighbours {
-		if err := b.srv.AddPeer(ctx, &api.AddPeerRequest{Peer: s.peer(&s.cfg.Neighbours[i])}); err != nil {
+		if err := b.add(ctx, &s.cfg.Neighbours[i]); err != nil {
 			return fmt.Errorf("evpn: neighbour %v: %w", s.cfg.Neighbours[i].Address, err)
 		}
 	}
+	b.done.Go(func() { b.watchNeighbours(ctx) })
 	return nil
 }
 
@@ -212,8 +220,6 @@ func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Tim
 	switch {
 	case p.State.SessionState == bgp.BGP_FSM_ESTABLISHED:
 		b.s.log.Info("BGP session up", "neighbour", p.State.NeighborAddress, "as", p.State.PeerASN)
-	case p.State.AdminState == api.PeerState_ADMIN_STATE_PFX_CT:
-		b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", p.State.NeighborAddress)
 	case p.State.SessionState == bgp.BGP_FSM_IDLE && p.State.DisconnectReason != api.PeerState_DISCONNECT_REASON_UNSPECIFIED:
 		b.s.log.Warn("BGP session down", "neighbour", p.State.NeighborAddress, "why", p.State.DisconnectMessage)
 	}

@@ -187,6 +187,12 @@ func (b *session) sessions() []SessionStatus {
 		}
 		out = append(out, x)
 	})
+	for _, n := range b.s.cfg.Neighbours {
+		if until, away := b.away.get(n.Address); away {
+			out = append(out, SessionStatus{Neighbour: n.Address, AS: n.AS, State: "idle", MaxRoutes: limits[n.Address],
+				Why: "it has sent more routes than its limit; it may come back in " + until.Sub(b.s.clock()).Round(time.Second).String()})
+		}
+	}
 	slices.SortFunc(out, func(a, b SessionStatus) int { return a.Neighbour.Compare(b.Neighbour) })
 	return out
 }

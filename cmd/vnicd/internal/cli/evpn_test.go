@@ -5,6 +5,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -12,6 +14,8 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -32,6 +36,7 @@ type fabric struct {
 	binary  string
 	dir     string
 	reflect *fabricHost
+	dumped  bool
 }
 
 type fabricHost struct {
@@ -74,6 +79,19 @@ const (
 
 func newFabric(t *testing.T) *fabric {
 	t.Helper()
+	f := newWire(t, "192.0.2.%d/24", "one", "two", "linux", "rr")
+	f.reflect = f.hosts["rr"]
+	f.reflect.frr()
+	f.hosts["linux"].vxlan()
+	f.hosts["linux"].frr()
+	f.hosts["one"].vnicd()
+	f.hosts["two"].vnicd()
+	return f
+}
+
+// newWire makes hosts on one wire, on which nothing runs yet. addr has the place of the host's number.
+func newWire(t *testing.T, addr string, names ...string) *fabric {
+	t.Helper()
 	nstest.Require(t, "vtysh", "frr")
 	f := &fabric{t: t, all: t, wire: nstest.New(t, "wire"), hosts: map[string]*fabricHost{}}
 	dir, err := os.MkdirTemp("/tmp", "vnicd-evpn-") // sockets have short paths
@@ -89,15 +107,16 @@ func newFabric(t *testing.T) *fabric {
 	copyFile(t, os.Args[0], f.binary)
 	f.wire.IP("link", "add", "sw", "type", "bridge")
 	f.wire.IP("link", "set", "sw", "up")
-	for i, name := range []string{"one", "two", "linux", "rr"} {
-		h := &fabricHost{fabric: f, name: name, addr: fmt.Sprintf("192.0.2.%d", i+1), ns: nstest.New(t, name), dir: filepath.Join(dir, name)}
+	for i, name := range names {
+		at := netip.MustParsePrefix(fmt.Sprintf(addr, i+1))
+		h := &fabricHost{fabric: f, name: name, addr: at.Addr().String(), ns: nstest.New(t, name), dir: filepath.Join(dir, name)}
 		if err := os.Mkdir(h.dir, 0o777); err != nil {
 			t.Fatal(err)
 		}
 		f.wire.IP("link", "add", name, "type", "veth", "peer", "name", "under", "netns", h.ns.Name)
 		f.wire.IP("link", "set", name, "master", "sw", "up")
 		h.ns.IP("link", "set", "under", "up")
-		h.ns.Addr("under", h.addr+"/24")
+		h.ns.Addr("under", at.String())
 		// Real cards do this; veth leaves the checksums of what is in tunnels undone.
 		h.ns.MustExec("ethtool", "-K", "under", "tx", "off")
 		if name != "rr" {
@@ -106,17 +125,6 @@ func newFabric(t *testing.T) *fabric {
 		}
 		f.hosts[name] = h
 	}
-	f.reflect = f.hosts["rr"]
-	f.reflect.frr()
-	f.hosts["linux"].vxlan()
-	f.hosts["linux"].frr()
-	f.hosts["one"].vnicd()
-	f.hosts["two"].vnicd()
-	t.Cleanup(func() {
-		if t.Failed() {
-			f.dump()
-		}
-	})
 	return f
 }
 
@@ -161,6 +169,12 @@ func (h *fabricHost) start(env []string, argv ...string) *daemonProcess {
 		close(p.ended)
 	}()
 	h.all.Cleanup(func() { p.kill(syscall.SIGKILL) })
+	h.all.Cleanup(func() { // before anything is killed
+		if h.all.Failed() && !h.dumped {
+			h.dumped = true
+			h.dump()
+		}
+	})
 	h.daemons = append(h.daemons, p)
 	return p
 }
@@ -232,15 +246,21 @@ func (h *fabricHost) vxlan() {
 
 func (h *fabricHost) vnicd() *daemonProcess {
 	h.t.Helper()
+	return h.vnicdWith(fmt.Sprintf("as: 65001, hold-time: %ds, restart-time: 12s, neighbours: [{address: %s, password: %s, ttl-security: 1}]", bgpHold, h.reflectAddr(), bgpPassword))
+}
+
+// vnicdWith starts a vnicd with that in its evpn section.
+func (h *fabricHost) vnicdWith(evpn string) *daemonProcess {
+	h.t.Helper()
 	text := fmt.Sprintf(`
 run-dir: %s
 log-level: debug
-vtep: {local: %s}
-evpn: {as: 65001, hold-time: %ds, restart-time: 12s, neighbours: [{address: %s, password: %s, ttl-security: 1}]}
+vtep: {local: %q}
+evpn: {%s}
 networks:
   - {name: blue, vni: 100, flood-unknown: false, tap: {name: blue0, bridge: tenant}}
   - {name: red, vni: 101, flood-unknown: false}
-`, h.dir, h.addr, bgpHold, h.reflectAddr(), bgpPassword)
+`, h.dir, h.addr, evpn)
 	if err := os.WriteFile(h.dir+"/vnicd.yaml", []byte(text), 0o600); err != nil {
 		h.t.Fatal(err)
 	}
@@ -357,6 +377,64 @@ func (p *pinger) stop() {
 	_ = p.cmd.Wait()
 }
 
+// talker is a TCP connection on which something is asked and answered all the time.
+type talker struct {
+	ends    [2]net.Conn
+	done    sync.WaitGroup
+	answers atomic.Int64
+	longest atomic.Int64 // nanoseconds without an answer
+}
+
+func (e *endpoint) talk(to *endpoint) *talker {
+	e.t.Helper()
+	x := &talker{}
+	var l net.Listener
+	var err error
+	to.ns.Do(func() { l, err = net.Listen("tcp", to.addr+":7000") })
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	defer l.Close()
+	e.ns.Do(func() { x.ends[0], err = net.DialTimeout("tcp", l.Addr().String(), fabricPatience) })
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	if x.ends[1], err = l.Accept(); err != nil {
+		e.t.Fatal(err)
+	}
+	e.t.Cleanup(x.stop)
+	x.done.Go(func() { _, _ = io.Copy(x.ends[1], x.ends[1]) })
+	x.done.Go(func() {
+		b := make([]byte, 1)
+		for last := time.Now(); ; time.Sleep(pingEvery) {
+			if _, err := x.ends[0].Write(b); err != nil {
+				return
+			}
+			if _, err := x.ends[0].Read(b); err != nil {
+				return
+			}
+			now := time.Now()
+			x.longest.Store(max(x.longest.Load(), int64(now.Sub(last))))
+			x.answers.Add(1)
+			last = now
+		}
+	})
+	return x
+}
+
+func (x *talker) goesOn(f *fabric, what string) {
+	f.t.Helper()
+	n := x.answers.Load()
+	f.eventually("TCP: "+what, func() bool { return x.answers.Load() > n+10 })
+}
+
+func (x *talker) stop() {
+	for _, c := range x.ends {
+		_ = c.Close()
+	}
+	x.done.Wait()
+}
+
 // Two vnicds and a Linux host with FRR, by a reflector: everybody reaches everybody though unknown unicast is not flooded.
 func TestEVPN(t *testing.T) {
 	f := newFabric(t)
@@ -389,22 +467,28 @@ func TestEVPN(t *testing.T) {
 	t.Run("partition", func(t *testing.T) { f.partition(t, b, c) })
 }
 
-// moves takes an endpoint around all hosts under ping.
+// moves takes an endpoint around all hosts under ping and TCP.
 func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 	f.t = t
 	defer func() { f.t = f.all }()
+	x := from.talk(e) // one connection for all moves
+	defer x.stop()
 	for _, to := range []*fabricHost{f.hosts["two"], f.hosts["linux"], f.hosts["one"]} {
 		old := e.at
 		var before evpn.RouteStatus
 		f.eventually("it is told of at "+old.name, func() (ok bool) { before, ok = f.hosts["one"].route(e.mac, old.addr); return ok })
 		p := from.ping(e.addr)
 		p.goesOn(f, "ping before the move")
+		x.goesOn(f, "before the move")
+		x.longest.Store(0)
 		e.move(to)
 		// The endpoint says that it is there, as a VM that has been resumed does.
 		_, _ = e.ns.Exec("ping", "-c1", "-W1", "-b", "10.0.0.255") // nobody answers broadcasts
 		p.goesOn(f, "ping after the move from "+old.name+" to "+to.name)
+		x.goesOn(f, "after the move from "+old.name+" to "+to.name)
 		p.stop()
-		t.Logf("%s moved from %s to %s under ping: no answer for %v", e.addr, old.name, to.name, p.longest())
+		t.Logf("%s moved from %s to %s: no answer to ping for %v, on the TCP connection for %v", e.addr, old.name, to.name, p.longest(),
+			time.Duration(x.longest.Load()).Round(time.Millisecond))
 		for _, h := range []*fabricHost{f.hosts["one"], f.hosts["two"]} {
 			f.eventually("nothing stays at "+old.name, func() bool { _, stays := h.route(e.mac, old.addr); return !stays })
 			var after evpn.RouteStatus

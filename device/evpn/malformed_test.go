@@ -1,0 +1,313 @@
+package evpn
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"math/rand"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
+)
+
+// raw is a neighbour that sends bytes: its OPEN and KEEPALIVE are right.
+type raw struct {
+	t    *testing.T
+	f    *fabric
+	n    int
+	conn net.Conn
+}
+
+// firstRaw is the number of the first of them; they call.
+const firstRaw = 100
+
+func (f *fabric) rawNeighbour(n int) Neighbour {
+	return Neighbour{Address: f.bgpAddr(n), AS: testAS, Port: f.port, Local: f.bgpAddr(1), Passive: true, MaxRoutes: 100}
+}
+
+// call opens a session with host 1, again and again until it is taken.
+func (f *fabric) call(t *testing.T, n int) *raw {
+	t.Helper()
+	x := &raw{t: t, f: f, n: n}
+	eventually(t, "the session is up", func() bool {
+		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: f.bgpAddr(n).AsSlice()}, Timeout: time.Second}
+		var err error
+		if x.conn, err = d.Dial("tcp", netip.AddrPortFrom(f.bgpAddr(1), f.port).String()); err != nil {
+			return false
+		}
+		caps := []bgp.ParameterCapabilityInterface{bgp.NewCapMultiProtocol(bgp.RF_EVPN), bgp.NewCapFourOctetASNumber(testAS)}
+		open, err := bgp.NewBGPOpenMessage(testAS, 90, netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}), []bgp.OptionParameterInterface{bgp.NewOptionParameterCapability(caps)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		x.message(open)
+		x.message(bgp.NewBGPKeepAliveMessage())
+		for range 2 { // its OPEN and KEEPALIVE
+			if typ, _, err := x.read(5 * time.Second); err != nil || typ == bgp.BGP_MSG_NOTIFICATION {
+				x.conn.Close()
+				return false
+			}
+		}
+		return true
+	})
+	t.Cleanup(func() { x.conn.Close() })
+	return x
+}
+
+func (x *raw) message(m *bgp.BGPMessage) {
+	b, err := m.Serialize()
+	if err != nil {
+		x.t.Error(err)
+	}
+	x.send(b)
+}
+
+func (x *raw) send(b []byte) { _, _ = x.conn.Write(b) } // who closes early is found by read
+
+// read returns the next message.
+func (x *raw) read(wait time.Duration) (typ uint8, body []byte, err error) {
+	_ = x.conn.SetReadDeadline(time.Now().Add(wait))
+	h := make([]byte, bgp.BGP_HEADER_LENGTH)
+	if _, err = io.ReadFull(x.conn, h); err != nil {
+		return 0, nil, err
+	}
+	body = make([]byte, int(binary.BigEndian.Uint16(h[16:]))-len(h))
+	_, err = io.ReadFull(x.conn, body)
+	return h[18], body, err
+}
+
+// ended waits for the end of the session and returns the notification that came before, code and sub-code.
+func (x *raw) ended() (code [2]byte) {
+	x.t.Helper()
+	for end := time.Now().Add(patience); time.Now().Before(end); {
+		typ, body, err := x.read(patience)
+		switch {
+		case err != nil:
+			return code
+		case typ == bgp.BGP_MSG_NOTIFICATION && len(body) >= 2:
+			code = [2]byte(body)
+		}
+	}
+	x.t.Fatal("the session goes on")
+	return code
+}
+
+// attribute is a path attribute with a length of two bytes.
+func attribute(flags, typ byte, value ...byte) []byte {
+	return append([]byte{flags | 0x10, typ, byte(len(value) >> 8), byte(len(value))}, value...)
+}
+
+func message(typ byte, body ...byte) []byte {
+	b := bytes.Repeat([]byte{0xff}, 16)
+	b = binary.BigEndian.AppendUint16(b, uint16(19+len(body)))
+	return append(append(b, typ), body...)
+}
+
+func update(attributes ...[]byte) []byte {
+	all := bytes.Join(attributes, nil)
+	return message(bgp.BGP_MSG_UPDATE, append([]byte{0, 0, byte(len(all) >> 8), byte(len(all))}, all...)...)
+}
+
+// The parts of a right UPDATE.
+var (
+	rawOrigin = attribute(0x40, 1, 0)
+	rawASPath = attribute(0x40, 2)
+	rawPref   = attribute(0x40, 5, 0, 0, 0, 100)
+	rawTarget = attribute(0xc0, 16, 0, 2, 0xfd, 0xe9, 0, 0, 0, 100, 3, 0x0c, 0, 0, 0, 0, 0, 8) // 65001:100, VXLAN
+)
+
+// rawMAC is the type 2 NLRI of MAC n as neighbour x tells it.
+func (x *raw) rawMAC(n int) []byte {
+	m := hwaddr(n)
+	b := append([]byte{2, 33, 0, 1, 10, 0, 0, byte(x.n), 0, 100}, make([]byte, 10+4)...)
+	b = append(append(append(b, 48), m[:]...), 0)
+	return append(b, 0, 0, 100)
+}
+
+func rawReach(nlri ...byte) []byte {
+	v := vtepAddr(9).As4()
+	return attribute(0x80, 14, append(append([]byte{0, 25, 70, 4}, append(v[:], 0)...), nlri...)...)
+}
+
+// truth is the UPDATE that says that a MAC is at VTEP 9.
+func (x *raw) truth(n int) []byte {
+	return update(rawOrigin, rawASPath, rawPref, rawReach(x.rawMAC(n)...), rawTarget)
+}
+
+// with is a copy of b with some bytes replaced.
+func with(b []byte, at int, v ...byte) []byte {
+	b = bytes.Clone(b)
+	copy(b[at:], v)
+	return b
+}
+
+// What a neighbour sends that is malformed costs it at most its own session, as RFC 7606 (treat-as-withdraw) and RFC 4271 section 6
+// (NOTIFICATION) have it; another neighbour's session and what it has told are not touched, and the log says what it was.
+func TestMalformed(t *testing.T) {
+	var none [2]byte
+	header, updateError := func(sub byte) [2]byte { return [2]byte{1, sub} }, func(sub byte) [2]byte { return [2]byte{3, sub} }
+	cases := []struct {
+		name      string
+		bytes     func(x *raw, right []byte, mac int) []byte
+		ends      [2]byte // the notification; none: the session goes on
+		withdrawn bool    // what was told of the MAC before counts no more
+		unlogged  bool    // it is no error
+	}{
+		{"origin of no meaning", func(x *raw, _ []byte, m int) []byte {
+			return update(attribute(0x40, 1, 9), rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget)
+		}, none, true, false},
+		{"origin of two bytes", func(x *raw, _ []byte, m int) []byte {
+			return update(attribute(0x40, 1, 0, 0), rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget)
+		}, none, true, false},
+		{"no origin", func(x *raw, _ []byte, m int) []byte {
+			return update(rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget)
+		}, none, true, false},
+		{"AS path cut off", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, attribute(0x40, 2, 2, 7, 0, 0), rawPref, rawReach(x.rawMAC(m)...), rawTarget)
+		}, none, true, false},
+		{"communities of eleven bytes", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget[:len(rawTarget)-5])
+		}, none, true, false},
+		{"route type that gobgp does not know", func(x *raw, _ []byte, m int) []byte { // RFC 7606 section 5.4 would pass over it
+			return update(rawOrigin, rawASPath, rawPref, rawReach(append([]byte{6, 3, 1, 2, 3}, x.rawMAC(m)...)...), rawTarget)
+		}, updateError(10), true, false},
+		{"NLRI shorter than its fields", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, rawASPath, rawPref, rawReach(with(x.rawMAC(m)[:12], 1, 10)...), rawTarget)
+		}, updateError(10), true, false},
+		{"NLRI longer than its attribute", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, rawASPath, rawPref, rawReach(with(x.rawMAC(m), 1, 200)...), rawTarget)
+		}, updateError(10), true, false},
+		{"IP address of 33 bits", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, rawASPath, rawPref, rawReach(with(x.rawMAC(m), 31, 33)...), rawTarget)
+		}, updateError(10), true, false},
+		{"next hop of five bytes", func(x *raw, _ []byte, m int) []byte {
+			return update(rawOrigin, rawASPath, rawPref, attribute(0x80, 14, append([]byte{0, 25, 70, 5, 1, 2, 3, 4, 5, 0}, x.rawMAC(m)...)...), rawTarget)
+		}, updateError(5), true, false},
+		{"attributes longer than the message", func(x *raw, right []byte, _ int) []byte { return with(right, 21, 0xff, 0xff) }, updateError(1), true, false},
+		{"message of 18 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0, 18) }, header(2), true, false},
+		{"message of 65535 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0xff, 0xff) }, header(2), true, false},
+		{"message of no type", func(x *raw, right []byte, _ int) []byte { return with(right, 18, 77) }, header(3), true, false},
+		{"second OPEN", func(x *raw, right []byte, _ int) []byte {
+			return message(bgp.BGP_MSG_OPEN, 4, 0xfd, 0xe9, 0, 90, 10, 0, 0, 1, 0)
+		}, none, false, true},
+		{"message cut off", func(x *raw, right []byte, _ int) []byte { return right[:len(right)/2] }, none, true, true},
+	}
+	f := newFabric(t)
+	c := f.config(1, 2)
+	for i := range cases {
+		c.Neighbours = append(c.Neighbours, f.rawNeighbour(firstRaw+i))
+	}
+	one, two := f.host(1, c), f.host(2, f.config(2, 1))
+	a, b := one.tenant(100, NetworkConfig{}), two.tenant(100, NetworkConfig{})
+	b.attach("vm2", hwaddr(2))
+	eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	session := func(n int) (s SessionStatus) {
+		for _, s = range one.s.Status().Sessions {
+			if s.Neighbour == f.bgpAddr(n) {
+				break
+			}
+		}
+		return s
+	}
+	before := session(2)
+	serve := f.call(t, firstRaw+len(cases)-1) // the last case ends its session itself
+	reach := vtepAddr(9).As4()
+	type3 := append([]byte{3, 17, 0, 1, 10, 0, 0, 1, 0, 100, 0, 0, 0, 0, 32}, reach[:]...)
+	serve.send(update(rawOrigin, rawASPath, rawPref, rawReach(type3...), rawTarget, attribute(0xc0, 22, append([]byte{0, 6, 0, 0, 100}, reach[:]...)...)))
+	eventually(t, "VTEP 9", func() bool { return len(a.peers()) == 2 })
+	t.Run("cases", func(t *testing.T) {
+		for i, tc := range cases {
+			t.Run(tc.name, func(t *testing.T) {
+				t.Parallel()
+				x := serve
+				if i < len(cases)-1 {
+					x = f.call(t, firstRaw+i)
+				}
+				mac := 1000 + i
+				x.send(x.truth(mac))
+				eventually(t, "what is right counts", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return ok })
+				x.send(tc.bytes(x, x.truth(mac), mac))
+				if i == len(cases)-1 {
+					x.conn.Close()
+				}
+				if tc.ends != none || i == len(cases)-1 {
+					if got := x.ended(); got != tc.ends {
+						t.Errorf("ended with notification %v, want %v", got, tc.ends)
+					}
+				} else {
+					x.send(x.truth(2000 + i))
+					eventually(t, "the session goes on", func() bool { _, ok := a.route(hwaddr(2000+i), vtepAddr(9)); return ok })
+				}
+				if tc.withdrawn {
+					eventually(t, "the route is withdrawn", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return !ok })
+				} else if _, ok := a.route(hwaddr(mac), vtepAddr(9)); !ok {
+					t.Error("the route is withdrawn")
+				}
+				if said := strings.Contains(one.log.String(), fmt.Sprintf("key=%v ", f.bgpAddr(x.n))); !said && !tc.unlogged {
+					t.Error("no line of the log tells of it")
+				}
+			})
+		}
+	})
+	if after := session(2); after.Since != before.Since || after.Flaps != before.Flaps || a.behind(hwaddr(2)) != vtepAddr(2) {
+		t.Errorf("another neighbour suffers: %+v, was %+v", after, before)
+	}
+	for line := range strings.Lines(one.log.String()) {
+		if strings.Contains(line, "[WARN]") {
+			t.Log(strings.TrimSpace(line))
+		}
+	}
+}
+
+// UPDATEs with bytes that are wrong at random: whatever becomes of the sessions, the speaker and its other neighbour go on.
+func TestMangled(t *testing.T) {
+	const callers, each = 16, 400
+	f := newFabric(t)
+	c := f.config(1, 2)
+	for i := range callers {
+		c.Neighbours = append(c.Neighbours, f.rawNeighbour(firstRaw+i))
+	}
+	one, two := f.host(1, c), f.host(2, f.config(2, 1))
+	a, b := one.tenant(100, NetworkConfig{MaxEntries: 50}), two.tenant(100, NetworkConfig{})
+	b.attach("vm2", hwaddr(2))
+	eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	t.Run("callers", func(t *testing.T) {
+		for i := range callers {
+			t.Run(fmt.Sprint(i), func(t *testing.T) {
+				t.Parallel()
+				rng := rand.New(rand.NewSource(int64(i)))
+				x := f.call(t, firstRaw+i)
+				// Most of them what is in fields of fixed length, which the session outlives; in the end anything behind the header.
+				for n := range each {
+					u := x.truth(1000*i + n)
+					fields := u[bytes.Index(u, x.rawMAC(1000*i+n))+2:]
+					if n >= each-20 {
+						fields = u[19:]
+					}
+					for range 1 + rng.Intn(4) {
+						at := rng.Intn(len(fields))
+						if n >= each-20 || at != 22 && at != 29 && (at < 33 || at >= 37) { // the lengths of MAC and IP; the header of the communities
+							fields[at] = byte(rng.Uint32())
+						}
+					}
+					x.send(u)
+				}
+				x.conn.(*net.TCPConn).CloseWrite()
+				x.ended()
+			})
+		}
+	})
+	if s := one.s.Status().Sessions[0]; s.Neighbour != f.bgpAddr(2) || s.State != "established" || s.Flaps != 0 || a.behind(hwaddr(2)) != vtepAddr(2) {
+		t.Errorf("another neighbour suffers: %+v", s)
+	}
+	b.attach("vm3", hwaddr(3))
+	eventually(t, "what it tells afterwards", func() bool { return a.behind(hwaddr(3)) == vtepAddr(2) })
+	if st := one.s.Status().Networks[0]; st.MACs > 50 || st.IPs > 50 {
+		t.Errorf("beyond the limit: %+v", st)
+	}
+}

@@ -1,0 +1,6 @@
+//go:build !race
+
+package evpn
+
+// raceDetector says that the race detector is on.
+const raceDetector = false

@@ -1,0 +1,106 @@
+package evpn
+
+import (
+	"context"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/osrg/gobgp/v4/api"
+)
+
+// Neighbours are looked at once in watchEvery, for what gobgp leaves to its user:
+//   - one that has exceeded its limit (RFC 4486: Cease, maximum number of prefixes) would stay down for ever, and with graceful restart
+//     what it has told would stay for the restart time. It is taken out, its routes with it, and let in again after Config.LimitIdle;
+//   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC 4271 section
+//     6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime begins anew.
+const (
+	watchEvery    = time.Second
+	handshakeTime = 10 * time.Second
+)
+
+// absent are the neighbours that are kept away, and until when.
+type absent struct {
+	mu    sync.Mutex
+	until map[netip.Addr]time.Time
+}
+
+func (x *absent) get(a netip.Addr) (until time.Time, ok bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	until, ok = x.until[a]
+	return until, ok
+}
+
+func (x *absent) set(a netip.Addr, until time.Time) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if until.IsZero() {
+		delete(x.until, a)
+		return
+	}
+	x.until[a] = until
+}
+
+// watchNeighbours runs until ctx ends.
+func (b *session) watchNeighbours(ctx context.Context) {
+	tick := time.NewTicker(watchEvery)
+	defer tick.Stop()
+	greeting := map[netip.Addr]time.Time{} // since when a session is between its connection and its first KEEPALIVE
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		now := b.s.clock()
+		states := map[netip.Addr]*api.PeerState{}
+		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{}, func(p *api.Peer) {
+			if a, err := netip.ParseAddr(p.GetState().GetNeighborAddress()); err == nil {
+				states[a] = p.GetState()
+			}
+		})
+		for i := range b.s.cfg.Neighbours {
+			n := &b.s.cfg.Neighbours[i]
+			st := states[n.Address]
+			since, greets := greeting[n.Address]
+			delete(greeting, n.Address)
+			switch until, away := b.away.get(n.Address); {
+			case away && now.Before(until):
+			case away:
+				b.away.set(n.Address, time.Time{})
+				b.again(ctx, n, "BGP neighbour may come back")
+			case st == nil:
+			case st.GetAdminState() == api.PeerState_ADMIN_STATE_PFX_CT && st.GetSessionState() != api.PeerState_SESSION_STATE_ESTABLISHED:
+				b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", n.Address, "stays-away", b.s.cfg.LimitIdle)
+				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
+				b.remove(ctx, n)
+			case st.GetSessionState() != api.PeerState_SESSION_STATE_OPENSENT && st.GetSessionState() != api.PeerState_SESSION_STATE_OPENCONFIRM:
+			case !greets:
+				greeting[n.Address] = now
+			case now.Sub(since) < handshakeTime:
+				greeting[n.Address] = since
+			default:
+				b.remove(ctx, n)
+				b.again(ctx, n, "BGP session begins anew: it was not up in time after its connection")
+			}
+		}
+	}
+}
+
+func (b *session) add(ctx context.Context, n *Neighbour) error {
+	return b.srv.AddPeer(ctx, &api.AddPeerRequest{Peer: b.s.peer(n)})
+}
+
+func (b *session) again(ctx context.Context, n *Neighbour, why string) {
+	if err := b.add(ctx, n); err != nil {
+		b.s.log.Error("no BGP session any more", "neighbour", n.Address, "error", err)
+		return
+	}
+	b.s.log.Info(why, "neighbour", n.Address)
+}
+
+// remove takes a neighbour out, and all that it has told.
+func (b *session) remove(ctx context.Context, n *Neighbour) {
+	_ = b.srv.DeletePeer(ctx, &api.DeletePeerRequest{Address: n.Address.String()}) // it is there
+}

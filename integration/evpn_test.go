@@ -1,0 +1,254 @@
+package integration
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// evpnLab is three hosts that know of each other's addresses by BGP alone: no static peers, no flooding of unknown unicast. Each has a
+// Linux bridge that holds vnicd's TAP port.
+type evpnLab struct {
+	*lab.Lab
+	ctx   context.Context
+	t     *testing.T
+	hosts [3]*lab.Host
+}
+
+func newEVPNLab(t *testing.T) *evpnLab {
+	t.Helper()
+	l, ctx := newLab(t)
+	w := &evpnLab{Lab: l, ctx: ctx, t: t}
+	wire := must[*harness.Namespace](t)(harness.NewNamespace("vnicd-wire"))
+	l.Add(func() { _ = wire.Close() })
+	must[string](t)(wire.Shell(ctx, "ip link add sw type bridge && ip link set sw up"))
+	for i := range w.hosts {
+		h := must[*lab.Host](t)(l.Host(fmt.Sprint("h", i+1)))
+		w.hosts[i] = h
+		dev := fmt.Sprint("w", i)
+		check(t, harness.AddVeth(h.NS, "ul", wire, dev, 1500))
+		must[string](t)(wire.Run(ctx, "ip", "link", "set", dev, "master", "sw"))
+		check(t, h.NS.AddAddress("ul", netip.MustParsePrefix(hostIP(i)+"/24")))
+		check(t, h.RealWire())
+		must[string](t)(h.NS.Shell(ctx, "ip link add tenant mtu 1450 type bridge && ip link set tenant up && ip tuntap add vmtap mode tap && ip link set vmtap mtu 1450 master tenant up"))
+	}
+	for i, h := range w.hosts {
+		var neighbours []string
+		for k := range w.hosts {
+			if k != i {
+				neighbours = append(neighbours, fmt.Sprintf("{address: %s, passive: %v}", hostIP(k), i > k))
+			}
+		}
+		text := fmt.Sprintf("vtep: {local: %s}\nevpn: {as: 65001, neighbours: [%s]}\nnetworks:\n  - {name: blue, vni: 100, flood-unknown: false, tap: {name: blue0, bridge: tenant}}\n",
+			hostIP(i), strings.Join(neighbours, ", "))
+		if i == 0 {
+			text += fmt.Sprintf("vms:\n  - {name: %s, network: blue, mac: %q}\n", vmA.Name, vmA.MAC)
+		}
+		check(t, h.Run(ctx, text))
+	}
+	return w
+}
+
+// route is what a host knows of a MAC, without IP address, at another's VTEP.
+func (w *evpnLab) route(h *lab.Host, mac, vtep string) (r evpn.RouteStatus, ok bool) {
+	w.t.Helper()
+	var list []evpn.RouteStatus
+	check(w.t, json.Unmarshal([]byte(must[string](w.t)(h.CLI(w.ctx, "evpn", "routes", "-j"))), &list))
+	for _, r := range list {
+		if r.MAC.String() == mac && r.VTEP.String() == vtep && !r.IP.IsValid() {
+			return r, true
+		}
+	}
+	return r, false
+}
+
+// bridged is a VM whose card hangs on a host's Linux bridge. It has no device that forbids QEMU to migrate it.
+func (w *evpnLab) bridged(v lab.VM, h *lab.Host, more ...string) qemu.Config {
+	w.t.Helper()
+	v.Tap = "vmtap"
+	cfg := must[qemu.Config](w.t)(h.Config(w.ctx, v))
+	cfg.HostShare, cfg.Images, cfg.Accel = "", w.Images, w.Accel
+	cfg.Dir = filepath.Join(w.Dir, fmt.Sprintf("%s-%s-%d", v.Name, h.Name, time.Now().UnixNano()))
+	check(w.t, os.MkdirAll(cfg.Dir, 0o755))
+	cfg.ExtraArgs = append(cfg.ExtraArgs, more...)
+	return cfg
+}
+
+// migrate moves a running VM to another host, as an operator does: QEMU copies its memory while it runs, stops it, and goes on over there.
+func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machine, time.Duration) {
+	w.t.Helper()
+	uri := "unix:" + filepath.Join(w.Dir, "migrate-"+to.Name)
+	there := must[*qemu.Machine](w.t)(qemu.Boot(w.ctx, w.bridged(v, to, "-incoming", uri)))
+	w.Add(there.Kill)
+	check(w.t, m.QMP().Run(w.ctx, "migrate-set-parameters", map[string]any{"downtime-limit": 300, "max-bandwidth": 1 << 30}, nil))
+	check(w.t, m.QMP().Run(w.ctx, "migrate", map[string]any{"uri": uri}, nil))
+	var st struct {
+		Status   string `json:"status"`
+		Downtime int    `json:"downtime"`
+		Error    string `json:"error-desc"`
+	}
+	eventually(w.ctx, w.t, "the migration ends", func() bool {
+		check(w.t, m.QMP().Run(w.ctx, "query-migrate", nil, &st))
+		return st.Status == "completed" || st.Status == "failed"
+	})
+	if st.Status != "completed" {
+		w.t.Fatalf("migration to %s: %s", to.Name, st.Error)
+	}
+	m.Kill()
+	check(w.t, there.WaitReady(w.ctx))
+	return there, time.Duration(st.Downtime) * time.Millisecond
+}
+
+// talkScript serves and asks over one TCP connection, and notes when lines come that have a word in them.
+const talkScript = `import socket, sys, time
+if sys.argv[1] == "serve":
+    c, _ = socket.create_server(("", 7000)).accept()
+    while b := c.recv(100):
+        c.sendall(b)
+elif sys.argv[1] == "ask":
+    with socket.create_connection((sys.argv[2], 7000), 60) as c:
+        c.settimeout(None)
+        while True:
+            c.sendall(b"echo")
+            if not c.recv(100):
+                break
+            print("echo", flush=True)
+            time.sleep(0.02)
+else:
+    with open("/tmp/" + sys.argv[2], "w", buffering=1) as f:
+        for line in sys.stdin:
+            if sys.argv[3] in line:
+                f.write("%d\n" % (time.monotonic() * 1000))
+`
+
+// flow is something that goes on all the time in a VM. It notes when each of its answers came.
+type flow struct {
+	w    *evpnLab
+	m    *qemu.Machine
+	name string
+}
+
+// flow starts a program whose answers are lines with a word in them.
+func (w *evpnLab) flow(m *qemu.Machine, name, word, program string) *flow {
+	w.t.Helper()
+	must[*qemu.Process](w.t)(m.StartShell(w.ctx, fmt.Sprintf("stdbuf -oL %s 2>/tmp/%s.err | exec python3 /tmp/talk.py note %s '%s'", program, name, name, word)))
+	f := &flow{w, m, name}
+	eventually(w.ctx, w.t, name+" begins", func() bool { return f.answers() > 20 })
+	return f
+}
+
+func (f *flow) answers() int {
+	n, _ := strconv.Atoi(strings.TrimSpace(run(f.w.ctx, f.w.t, f.m, "wc -l < /tmp/"+f.name+" || true")))
+	return n
+}
+
+// goesOn waits for more answers than there are.
+func (f *flow) goesOn(what string) {
+	f.w.t.Helper()
+	n := f.answers()
+	eventually(f.w.ctx, f.w.t, fmt.Sprintf("%s goes on %s (%d answers so far)", f.name, what, n), func() bool { return f.answers() > n+20 })
+}
+
+// longest is the longest time between two answers since the first n.
+func (f *flow) longest(n int) time.Duration {
+	f.w.t.Helper()
+	out := run(f.w.ctx, f.w.t, f.m, fmt.Sprintf("tail -n +%d /tmp/%s | awk 'NR > 1 && $1-last > gap { gap = $1-last } { last = $1 } END { print gap+0 }'", max(n, 1), f.name))
+	ms := must[int](f.w.t)(strconv.Atoi(strings.TrimSpace(out)))
+	return time.Duration(ms) * time.Millisecond
+}
+
+// TestVMMoves: a VM is migrated from one host to another, and back, by QEMU, while a VM on a third has a ping, a TCP connection and an RC connection
+// with it. All go on; its type 2 route moves with a higher sequence number, nothing stays at the old place, and the connection's tuple
+// follows. The VM that moves has Linux' rxe, whose state moves with its memory; that of our HCA cannot, as QEMU's generic device says.
+func TestVMMoves(t *testing.T) {
+	w := newEVPNLab(t)
+	h := w.hosts
+	var ms []*qemu.Machine
+	dumpOnFailure(t, h[:], &ms)
+	stays, moves := vmA, vmB
+	stays.MemoryMiB, moves.MemoryMiB = 512, 512
+	ms = must[[]*qemu.Machine](t)(w.Boot(w.ctx, must[qemu.Config](t)(h[0].Config(w.ctx, stays)), w.bridged(moves, h[1])))
+	a, b := ms[0], ms[1]
+	check(t, both(func() error { return lab.LoadModule(w.ctx, a) }, func() error {
+		// Both hosts have the disk; from here on nobody writes to it.
+		if _, err := b.Run(w.ctx, "sync; mount -o remount,ro /"); err != nil {
+			return err
+		}
+		return harness.AddRXE(w.ctx, b, "rxe0", "eth0")
+	}))
+	check(t, lab.WaitRDMA(w.ctx, b, "rxe0"))
+	for _, m := range ms {
+		check(t, m.WriteFile(w.ctx, "/tmp/talk.py", []byte(talkScript)))
+	}
+	must[*qemu.Process](t)(b.StartShell(w.ctx, "exec python3 /tmp/talk.py serve"))
+	must[*qemu.Process](t)(b.StartShell(w.ctx, "exec rping -s -a 0.0.0.0 -P"))
+	check(t, harness.WaitGuest(w.ctx, b, "rdma resource show cm_id | grep -q 'state LISTEN' && ss -ltnH | grep -q :7000"))
+	flows := []*flow{
+		w.flow(a, "ping", "ttl=", "ping -n -i 0.1 10.0.0.2"),
+		w.flow(a, "tcp", "echo", "python3 /tmp/talk.py ask 10.0.0.2"),
+		w.flow(a, "rc", "ping data", "rping -c -a 10.0.0.2 -v -C 10000000"),
+	}
+	connection := func() vmConnection {
+		t.Helper()
+		for _, c := range connections(w.ctx, t, h[0]) {
+			if c.State == "established" && c.Tuple != nil {
+				return c
+			}
+		}
+		t.Fatalf("no connection:\n%s", must[string](t)(h[0].CLI(w.ctx, "connection")))
+		return vmConnection{}
+	}
+	first := connection()
+	answers := make([]int, len(flows))
+	for i, to := range []int{2, 1} {
+		from := 3 - to
+		before, ok := w.route(h[0], moves.MAC, hostIP(from))
+		if !ok || !before.Active || connection().Tuple.VTEP.String() != hostIP(from) {
+			t.Fatalf("the VM is not at %s: %+v, tuple %+v", h[from].Name, before, connection().Tuple)
+		}
+		var calm, moving []string
+		for k, f := range flows {
+			f.goesOn("at " + h[from].Name)
+			calm = append(calm, fmt.Sprint(f.name, " ", f.longest(answers[k])))
+			answers[k] = f.answers()
+		}
+		moved, downtime := w.migrate(b, moves, h[to])
+		b, ms[1] = moved, moved
+		for k, f := range flows {
+			f.goesOn("after the move to " + h[to].Name)
+			moving = append(moving, fmt.Sprint(f.name, " ", f.longest(answers[k])))
+			answers[k] = f.answers()
+		}
+		t.Logf("the VM moved from %s to %s (QEMU stopped it for %v); no answer for: %s (before the move: %s)", h[from].Name, h[to].Name, downtime,
+			strings.Join(moving, ", "), strings.Join(calm, ", "))
+		var after evpn.RouteStatus
+		for _, x := range h {
+			eventually(w.ctx, t, "nothing stays at "+h[from].Name, func() bool { _, stays := w.route(x, moves.MAC, hostIP(from)); return !stays })
+			eventually(w.ctx, t, "it is at "+h[to].Name, func() (ok bool) { after, ok = w.route(x, moves.MAC, hostIP(to)); return ok && after.Active })
+		}
+		if after.Sequence <= before.Sequence {
+			t.Errorf("sequence number %d at %s, then %d at %s", before.Sequence, h[from].Name, after.Sequence, h[to].Name)
+		}
+		c := connection()
+		if c.LocalID != first.LocalID || c.LocalQPN != first.LocalQPN || c.RemoteQPN != first.RemoteQPN {
+			t.Errorf("not the same connection: %+v, was %+v", c, first)
+		}
+		if c.Tuple.VTEP.String() != hostIP(to) || int(c.Tuple.Moves) != i+1 {
+			t.Errorf("after move %d: tuple %+v", i+1, c.Tuple)
+		}
+	}
+	t.Logf("on h1:\n%s%s", must[string](t)(h[0].CLI(w.ctx, "connection")), must[string](t)(h[0].CLI(w.ctx, "evpn", "routes")))
+	quietKernels(w.ctx, t, ms...)
+}

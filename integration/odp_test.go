@@ -64,7 +64,7 @@ func TestODPPrograms(t *testing.T) {
 		}
 	})
 	before := hcaStatus(ctx, t, w.b, "vm2").Faults.Guest.Raised
-	odpPrograms(ctx, t, a, b)
+	odpPrograms(ctx, t, l.Images.Release, a, b)
 	if n := hcaStatus(ctx, t, w.b, "vm2").Faults.Guest.Raised; n == before {
 		t.Error("no page fault at all: the test shows nothing")
 	}
@@ -107,7 +107,7 @@ func TestODPPrograms(t *testing.T) {
 }
 
 // odpPrograms runs the stock programs with on-demand paging at both ends.
-func odpPrograms(ctx context.Context, t *testing.T, a, b lab.End) {
+func odpPrograms(ctx context.Context, t *testing.T, release string, a, b lab.End) {
 	t.Run("pingpong", func(t *testing.T) {
 		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-o", "-c", "-n", "100"))
 		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-oO", "-c", "-n", "100"))
@@ -120,6 +120,9 @@ func odpPrograms(ctx context.Context, t *testing.T, a, b lab.End) {
 		{"ib_atomic_bw", "--odp", "-n", "50"},
 	} {
 		t.Run(strings.Join(x, ""), func(t *testing.T) {
+			if x[0] == "ib_atomic_bw" && release == debian12 {
+				t.Skip("Debian 12's perftest refuses atomics on demand by itself; `verified` has them")
+			}
 			t.Log(lab.Rows(must[string](t)(lab.Perftest(ctx, a, b, x[0], x[1:]...))))
 		})
 	}
@@ -195,7 +198,7 @@ vms:
 		t.Errorf("%s memory nodes: pages cannot migrate between them", n)
 	}
 
-	odpPrograms(ctx, t, a, b)
+	odpPrograms(ctx, t, l.Images.Release, a, b)
 	accessErrors(ctx, t, a, b)
 	t.Run("keep", func(t *testing.T) { stress(ctx, t, a, "-w atomic -c keep", b, "-c keep") })
 	t.Run("release", func(t *testing.T) { stress(ctx, t, a, "-w atomic -r 8 -c release", b, "-r 8 -c release") })

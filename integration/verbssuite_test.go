@@ -22,20 +22,43 @@ var suiteDriver []byte
 // foreign are the modules of the suite that are about other vendors' devices or graphics cards.
 var foreign = regexp.MustCompile(`^test_(mlx5|efa|efadv|hns|hnsdv|hbl|hbldv|irdma|mana|bnxt|cuda)(_|$)`)
 
-// maySkip are the reasons for which the suite may leave out a test, each with what it
-// stands for. Every one must occur, so that none outlives its cause.
-var maySkip = []struct{ reason, why string }{
-	{"Create XRCD is not supported", "XRC: neither the provider nor rxe have it"},
-	{"Device memory is not supported", "nor memory on the device"},
-	{"Create QP type 8 is not supported", "nor raw packets"},
-	{"Create Raw Packet QP ", "the same"},
-	{"Extended CQ is not supported", "tag matching: of InfiniBand cards"},
-	{"Rereg MR is not supported", "the provider does not have it"},
-	{"Parent Domain is not supported", "nor this"},
-	{"Importing a device is not supported", "nor this"},
-	{"Advise MR with flags", "the provider has it since rdma-core 59"},
-	{"additional access flags 258 is not supported", "FLUSH: not offered"},
-	{"Device /dev/dri/renderD128 is not present", "there is no graphics card"},
+// debian12 is the guest whose suite is that of rdma-core 44; the others' is that of 56.
+const debian12 = "bookworm"
+
+type suite int
+
+const (
+	bothSuites suite = iota
+	suite44
+	suite56
+)
+
+// skipReason is why a suite may leave out a test, and what that stands for.
+type skipReason struct {
+	reason, why string
+	in          suite
+}
+
+// maySkip lists those. Every one must occur, so that none outlives its cause.
+var maySkip = []skipReason{
+	{"Create XRCD is not supported", "XRC: neither the provider nor rxe have it", bothSuites},
+	{"Device memory is not supported", "nor memory on the device", bothSuites},
+	{"Create QP type 8 is not supported", "nor raw packets", bothSuites},
+	{"Create Raw Packet QP ", "the same", bothSuites},
+	{"Extended CQ is not supported", "tag matching: of InfiniBand cards", bothSuites},
+	{"Rereg MR is not supported", "the provider does not have it", bothSuites},
+	{"Parent Domain is not supported", "nor this", bothSuites},
+	{"Importing a device is not supported", "nor this", bothSuites},
+	{"Advise MR with flags", "the provider has it since rdma-core 59", bothSuites},
+	{"additional access flags 258 is not supported", "FLUSH: not offered", suite56},
+	{"Device /dev/dri/renderD128 is not present", "there is no graphics card", suite56},
+	{"Allocating dmabuf is not supported", "the same", suite44},
+	{"doesn't have net interface", "it looks for one below the RDMA device's virtio device; ours is that of the network card", suite44},
+}
+
+// mayFail are tests of Debian 12's suite that expect what no specification says.
+var mayFail = map[string]string{
+	"tests.test_cq.CQTest.test_resize_cq": "30 completions may not fit into a CQ that is asked for one entry: ours has 31 then, and newer suites agree",
 }
 
 // TestVerbsSuite: rdma-core's own tests of every verb, as Debian ships them, in one VM.
@@ -56,7 +79,12 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 	run(ctx, t, vm, "echo 16 >/proc/sys/vm/nr_hugepages")
 	// Debian compresses what it takes for documentation.
 	run(ctx, t, vm, "cp -r /usr/share/doc/rdma-core/tests /tmp/tests && find /tmp/tests -name '*.gz' -exec gunzip {} +")
-	passed, skipped := 0, make([]int, len(maySkip))
+	have, least := suite56, 100
+	if l.Images.Release == debian12 {
+		have, least = suite44, 95
+	}
+	expected := slices.DeleteFunc(slices.Clone(maySkip), func(s skipReason) bool { return s.in != bothSuites && s.in != have })
+	passed, skipped := 0, make([]int, len(expected))
 	for name := range strings.FieldsSeq(run(ctx, t, vm, "cd /tmp/tests && ls test_*.py")) {
 		name = strings.TrimSuffix(name, ".py")
 		if foreign.MatchString(name) {
@@ -78,13 +106,17 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 				case "ended":
 					ended = true
 				case "skipped":
-					i := slices.IndexFunc(maySkip, func(m struct{ reason, why string }) bool { return strings.Contains(r.Why, m.reason) })
+					i := slices.IndexFunc(expected, func(m skipReason) bool { return strings.Contains(r.Why, m.reason) })
 					if i < 0 {
 						t.Errorf("%s was skipped: %s", r.Test, r.Why)
 						continue
 					}
 					skipped[i]++
 				default:
+					if why := mayFail[r.Test]; why != "" && have == suite44 {
+						t.Logf("%s fails: %s", r.Test, why)
+						continue
+					}
 					t.Errorf("%s %s\n%s", r.Test, r.What, tail(r.Why, 3000))
 				}
 			}
@@ -93,12 +125,12 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 			}
 		})
 	}
-	if passed < 100 {
-		t.Errorf("only %d tests passed", passed)
+	if passed < least {
+		t.Errorf("only %d tests passed, expected %d", passed, least)
 	}
 	for i, n := range skipped {
 		if n == 0 {
-			t.Errorf("nothing was skipped for %q: %s", maySkip[i].reason, maySkip[i].why)
+			t.Errorf("nothing was skipped for %q: %s", expected[i].reason, expected[i].why)
 		}
 	}
 	t.Logf("%d tests passed, skipped: %v", passed, skipped)

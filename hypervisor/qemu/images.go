@@ -104,6 +104,12 @@ func (b *Builder) Container(ctx context.Context) (string, error) {
 	return strings.TrimSpace(string(out)), err
 }
 
+// Host builds the root of a machine that hosts VMs, if it is not there, and returns its directory.
+func (b *Builder) Host(ctx context.Context) (string, error) {
+	out, err := b.run(ctx, "host")
+	return strings.TrimSpace(string(out)), err
+}
+
 func (b *Builder) run(ctx context.Context, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, b.Script, args...)
 	cmd.Env = append(os.Environ(), b.Env...)

@@ -129,7 +129,7 @@ cache_check() {
 cache_clean() {
 	cache_check
 	local d
-	for d in "$CACHE"/{qemu,guest,module,container}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
+	for d in "$CACHE"/{qemu,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
 		[[ -e $d ]] && rm -rf --one-file-system "$d"
 	done
 	rm -rf --one-file-system "$CACHE/log"
@@ -140,10 +140,10 @@ cache_clean() {
 cache_stale() {
 	cache_check
 	local d name keep
-	keep=" $(qemu_dir) $(guest_dir) $(module_dir) $(container_dir) "
-	for d in "$CACHE"/{qemu,guest,module}-*; do
+	keep=" $(qemu_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
+	for d in "$CACHE"/{qemu,guest,module,container,host}-*; do
 		name=${d##*/}
-		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(guest|module)-$RELEASE|container-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
+		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
 		say "removing $d"
 		rm -rf --one-file-system "$d"
 	done

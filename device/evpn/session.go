@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -22,8 +23,10 @@ type session struct {
 	srv  *server.BgpServer
 	s    *Speaker
 	away absent
-	stop context.CancelFunc
-	done sync.WaitGroup
+	// stirred says that routes or states have changed since the neighbours were looked at.
+	stirred atomic.Bool
+	stop    context.CancelFunc
+	done    sync.WaitGroup
 }
 
 // Timers of gobgp that have no key, in seconds: how long it waits before it connects again. A reflector that has been restarted
@@ -59,6 +62,7 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 		return err
 	}
 	take := func(paths []*apiutil.Path, _ time.Time) {
+		b.stirred.Store(true)
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, p := range paths {
@@ -114,10 +118,6 @@ func (b *session) close() {
 
 // peer is a neighbour as gobgp wants it.
 func (s *Speaker) peer(n *Neighbour) *api.Peer {
-	limit := n.MaxRoutes
-	if limit == 0 {
-		limit = DefaultMaxRoutes
-	}
 	graceful := s.cfg.RestartTime > 0
 	p := &api.Peer{
 		Conf: &api.PeerConf{NeighborAddress: n.Address.String(), PeerAsn: n.AS, AuthPassword: n.Password},
@@ -127,7 +127,6 @@ func (s *Speaker) peer(n *Neighbour) *api.Peer {
 		Transport: &api.Transport{PassiveMode: n.Passive, RemotePort: uint32(n.Port)},
 		AfiSafis: []*api.AfiSafi{{
 			Config:            &api.AfiSafiConfig{Family: family, Enabled: true},
-			PrefixLimits:      &api.PrefixLimit{Family: family, MaxPrefixes: uint32(limit), ShutdownThresholdPct: 90},
 			MpGracefulRestart: &api.MpGracefulRestart{Config: &api.MpGracefulRestartConfig{Enabled: graceful}},
 		}},
 		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(s.cfg.RestartTime / time.Second), DeferralTime: 1},
@@ -213,6 +212,7 @@ func (b *session) each(f func(*apiutil.Path)) error {
 
 // peerChanged logs what operators want to know of sessions.
 func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Time) {
+	b.stirred.Store(true)
 	if e.Type != apiutil.PEER_EVENT_STATE {
 		return
 	}

@@ -163,7 +163,7 @@ func (b *session) sessions() []SessionStatus {
 	out := []SessionStatus{}
 	limits := map[netip.Addr]int{}
 	for _, n := range b.s.cfg.Neighbours {
-		limits[n.Address] = cmp.Or(n.MaxRoutes, DefaultMaxRoutes)
+		limits[n.Address] = n.limit()
 	}
 	_ = b.srv.ListPeer(context.Background(), &api.ListPeerRequest{}, func(p *api.Peer) {
 		a, err := netip.ParseAddr(p.GetState().GetNeighborAddress())
@@ -179,12 +179,7 @@ func (b *session) sessions() []SessionStatus {
 		} else {
 			x.Why = p.GetState().GetDisconnectMessage()
 		}
-		if p.GetState().GetAdminState() == api.PeerState_ADMIN_STATE_PFX_CT {
-			x.Why = "it sends more routes than its limit"
-		}
-		for _, f := range p.GetAfiSafis() {
-			x.Received += f.GetState().GetReceived()
-		}
+		x.Received = received(p)
 		out = append(out, x)
 	})
 	for _, n := range b.s.cfg.Neighbours {

@@ -1,6 +1,7 @@
 package evpn
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 	"sync"
@@ -10,8 +11,9 @@ import (
 )
 
 // Neighbours are looked at once in watchEvery, for what gobgp leaves to its user:
-//   - one that has exceeded its limit (RFC 4486: Cease, maximum number of prefixes) would stay down for ever, and with graceful restart
-//     what it has told would stay for the restart time. It is taken out, its routes with it, and let in again after Config.LimitIdle;
+//   - one that sends more routes than its limit is taken out, its routes with it, and let in again after Config.LimitIdle (RFC 4486).
+//     gobgp's own limit counts all routes for each UPDATE, keeps the neighbour down for ever, and with graceful restart its routes for
+//     the restart time;
 //   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC 4271 section
 //     6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime begins anew.
 const (
@@ -42,6 +44,12 @@ func (x *absent) set(a netip.Addr, until time.Time) {
 	x.until[a] = until
 }
 
+func (x *absent) any() bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return len(x.until) > 0
+}
+
 // watchNeighbours runs until ctx ends.
 func (b *session) watchNeighbours(ctx context.Context) {
 	tick := time.NewTicker(watchEvery)
@@ -53,16 +61,19 @@ func (b *session) watchNeighbours(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
+		if !b.stirred.Swap(false) && len(greeting) == 0 && !b.away.any() {
+			continue // looking counts all routes
+		}
 		now := b.s.clock()
-		states := map[netip.Addr]*api.PeerState{}
+		peers := map[netip.Addr]*api.Peer{}
 		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{}, func(p *api.Peer) {
 			if a, err := netip.ParseAddr(p.GetState().GetNeighborAddress()); err == nil {
-				states[a] = p.GetState()
+				peers[a] = p
 			}
 		})
 		for i := range b.s.cfg.Neighbours {
 			n := &b.s.cfg.Neighbours[i]
-			st := states[n.Address]
+			p := peers[n.Address]
 			since, greets := greeting[n.Address]
 			delete(greeting, n.Address)
 			switch until, away := b.away.get(n.Address); {
@@ -70,12 +81,12 @@ func (b *session) watchNeighbours(ctx context.Context) {
 			case away:
 				b.away.set(n.Address, time.Time{})
 				b.again(ctx, n, "BGP neighbour may come back")
-			case st == nil:
-			case st.GetAdminState() == api.PeerState_ADMIN_STATE_PFX_CT && st.GetSessionState() != api.PeerState_SESSION_STATE_ESTABLISHED:
-				b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", n.Address, "stays-away", b.s.cfg.LimitIdle)
+			case p == nil:
+			case received(p) > uint64(n.limit()):
+				b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", n.Address, "limit", n.limit(), "stays-away", b.s.cfg.LimitIdle)
 				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
 				b.remove(ctx, n)
-			case st.GetSessionState() != api.PeerState_SESSION_STATE_OPENSENT && st.GetSessionState() != api.PeerState_SESSION_STATE_OPENCONFIRM:
+			case p.GetState().GetSessionState() != api.PeerState_SESSION_STATE_OPENSENT && p.GetState().GetSessionState() != api.PeerState_SESSION_STATE_OPENCONFIRM:
 			case !greets:
 				greeting[n.Address] = now
 			case now.Sub(since) < handshakeTime:
@@ -103,4 +114,14 @@ func (b *session) again(ctx context.Context, n *Neighbour, why string) {
 // remove takes a neighbour out, and all that it has told.
 func (b *session) remove(ctx context.Context, n *Neighbour) {
 	_ = b.srv.DeletePeer(ctx, &api.DeletePeerRequest{Address: n.Address.String()}) // it is there
+}
+
+func (n *Neighbour) limit() int { return cmp.Or(n.MaxRoutes, DefaultMaxRoutes) }
+
+// received is how many routes of a neighbour gobgp keeps.
+func received(p *api.Peer) (n uint64) {
+	for _, f := range p.GetAfiSafis() {
+		n += f.GetState().GetReceived()
+	}
+	return n
 }

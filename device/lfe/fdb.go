@@ -23,6 +23,8 @@ type fdb struct {
 	mask    uint64
 	seed    uint64
 	hand    atomic.Uint64 // next bucket that sweep looks at
+	// vlans has a bit for each VLAN that a key has ever had: who wants an address in all VLANs need not walk the table.
+	vlans [4096 / 64]atomic.Uint64
 }
 
 const bucketSlots = 7
@@ -205,6 +207,11 @@ func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, deci
 	if b.keys[i].Load() != 0 {
 		evict(value(b.vals[i].Load()))
 	}
+	if vlan := keyVLAN(key); vlan != 0 {
+		if w, bit := &t.vlans[vlan/64], uint64(1)<<(vlan%64); w.Load()&bit == 0 {
+			w.Or(bit)
+		}
+	}
 	b.vals[i].Store(uint64(v))
 	b.keys[i].Store(key)
 	return putDone
@@ -246,6 +253,15 @@ func (b *bucket) removeIf(wait bool, match func(key uint64, v value) bool, gone 
 	}
 	b.unlock()
 	return n
+}
+
+// tagged calls f with an address in each VLAN that there has been, but not in none.
+func (t *fdb) tagged(mac uint64, f func(key uint64)) {
+	for i := range t.vlans {
+		for w := t.vlans[i].Load(); w != 0; w &= w - 1 {
+			f(mac | uint64(64*i+bits.TrailingZeros64(w))<<48)
+		}
+	}
 }
 
 // each calls f for every entry at a moment of its bucket. Control plane only.

@@ -29,7 +29,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 		return fmt.Errorf("lfe: forwarding table has no room for static entry %v", m)
 	}
 	if m.VLAN == 0 { // it stands for all VLANs
-		n.purge(func(k uint64, v value) bool { return k != m.key() && k&macBits == m.key() && !v.static() })
+		n.fdb.tagged(m.key(), func(k uint64) { n.remove(k, func(v value) bool { return !v.static() }) })
 	}
 	if old != 0 {
 		n.gone(old)

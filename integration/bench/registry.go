@@ -74,6 +74,10 @@ func registry() []Row {
 		},
 		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQ included", Unit: "KiB", Open: growth(100, 256<<20, makeQPs)},
 		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB", Open: growth(2000, 64<<20, makeMRs)},
+		{
+			Name: "evpn_100k", What: "100,000 MAC/IP routes of 1,000 hosts, told by a reflector, until all are in the switch's tables", Anchor: "gobgp alone, until it has them", Unit: "s",
+			Open: evpnScale,
+		},
 		{Name: "micro", What: "the Go benchmarks of the hot functions, with allocations", Section: micro},
 	}
 }

@@ -16,14 +16,18 @@ type badRequest struct {
 	wr   *guestdrv.SendWR
 	make func() *guestdrv.SendWR // instead of wr: of the objects made for each request
 	// kernel: posted by a kernel's QP; else by a process's.
-	kernel bool
-	access uint32    // of the peer's QP, 0: all
-	recv   []abi.SGE // posted at the peer; nil: none
-	status uint32    // of the request; what is behind it is flushed, unless it is WCSuccess
+	kernel  bool
+	flushed bool      // by a QP in ERR
+	access  uint32    // of the peer's QP, 0: all
+	recv    []abi.SGE // posted at the peer; nil: none
+	status  uint32    // of the request; what is behind it is flushed, unless it is WCSuccess
 	// peer is what becomes of the receive: a status, or still for it stays posted.
 	peer uint32
 	// event tells the peer's program; 0: it hears nothing.
 	event abi.EventType
+	srq   bool // the peer receives from an SRQ
+	alone bool // the peer's QP is gone
+	noRd  bool // max_rd_atomic is 0
 	// breaks: the peer's QP is in ERR then, else as before.
 	breaks bool
 }
@@ -39,10 +43,11 @@ type badWorld struct {
 	fast, otherFast, peerFast                   *guestdrv.FastMR
 	w1, w2                                      *guestdrv.MW
 	ah, staleAH, foreignAH                      *guestdrv.AH
+	seen                                        map[cell]bool
 }
 
 func newBadWorld(t *testing.T) *badWorld {
-	w := &badWorld{rig: newRig(t, rigConfig{})}
+	w := &badWorld{rig: newRig(t, rigConfig{}), seen: map[cell]bool{}}
 	ha, hb := w.hosts[0], w.hosts[1]
 	ok := func(err error) {
 		t.Helper()
@@ -53,7 +58,7 @@ func newBadWorld(t *testing.T) *badWorld {
 	w.src, w.smr = ha.region(t, 8192, abi.AccessLocalWrite)
 	_, w.ro = ha.region(t, 8192, 0)
 	_, w.sendBind = ha.region(t, 8192, allAccess|abi.AccessMWBind)
-	w.dst, w.dmr = hb.region(t, 8192, allAccess)
+	w.dst, w.dmr = hb.region(t, 8192, allAccess|abi.AccessFlushGlobal)
 	_, w.readOnly = hb.region(t, 8192, abi.AccessRemoteRead)
 	_, w.local = hb.region(t, 8192, abi.AccessLocalWrite)
 	var err error
@@ -268,7 +273,7 @@ func TestErrors(t *testing.T) {
 		all  []badRequest
 	}{
 		{"RC", abi.QPTypeRC, w.reliable()}, {"memory", abi.QPTypeRC, w.manage()},
-		{"UC", abi.QPTypeUC, w.unreliable()}, {"UD", abi.QPTypeUD, w.datagrams()},
+		{"verbs", abi.QPTypeRC, w.everyVerb()}, {"UC", abi.QPTypeUC, w.unreliable()}, {"UD", abi.QPTypeUD, w.datagrams()},
 	} {
 		for i := range x.all {
 			b := &x.all[i]
@@ -280,6 +285,7 @@ func TestErrors(t *testing.T) {
 			})
 		}
 	}
+	w.complete(t)
 	st, err := w.hosts[1].Stats()
 	if err != nil {
 		t.Fatal(err)
@@ -299,9 +305,28 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ uint32) {
 	if typ == abi.QPTypeUD {
 		a, p = ha.udEnd(t, c, 5), hb.udEnd(t, c, 5)
 	} else {
-		a, p = connect(t, ha, hb, c, o)
+		cp := c
+		if b.srq {
+			srq, err := hb.pd.CreateSRQ(guestdrv.SRQConfig{MaxWR: 4, MaxSGE: 1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := srq.Destroy(); err != nil {
+					t.Error(err)
+				}
+			}()
+			cp.SRQ = srq
+		}
+		a, p = ha.end(t, c, 0xfffff0), hb.end(t, cp, 0xfffffe)
+		join(t, a, p, o)
 	}
-	defer destroy(t, a, p)
+	b.prepare(t, a, p)
+	if b.alone {
+		defer destroy(t, a)
+	} else {
+		defer destroy(t, a, p)
+	}
 	wr := b.wr
 	if b.make != nil {
 		var err error
@@ -322,7 +347,10 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ uint32) {
 		wr = b.make()
 	}
 	if b.recv != nil {
-		p.recv(t, 50, b.recv...)
+		b.receive(t, p)
+	}
+	if typ == abi.QPTypeRC {
+		w.seen[cell{wr.Opcode, b.status}] = true
 	}
 	fill(w.src.Bytes(), 1)
 	before := append([]byte{}, w.dst.Bytes()...)
@@ -364,6 +392,9 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ uint32) {
 	if b.event != 0 {
 		hb.wantEvent(t, b.event, p.qp.Number())
 	}
+	if b.srq && b.breaks { // what is left in the SRQ is for others (10.2.9.3, 11.6.3.2)
+		hb.wantEvent(t, abi.EventQPLastWQE, p.qp.Number())
+	}
 	b.goOn(t, w, a, p, typ, local)
 	if b.peer != abi.WCSuccess && b.peer != abi.WCLocLenErr && typ == abi.QPTypeRC && !bytes.Equal(before, w.dst.Bytes()) {
 		t.Error("the target was written to")
@@ -401,13 +432,17 @@ func (b *badRequest) goOn(t *testing.T, w *badWorld, a, p *end, typ uint32, loca
 	if !b.breaks && local != abi.QPErr {
 		// A good message after the bad one finds the receive that is still there, or this.
 		if b.recv == nil {
-			p.recv(t, 50, w.dmr.SGE(0, 100))
+			b.recv = []abi.SGE{w.dmr.SGE(0, 100)}
+			b.receive(t, p)
 		}
 		a.post(t, good)
 		expect(t, a.scq, 13, abi.WCSuccess, abi.WCOpSend)
 		if wc := expect(t, p.rcq, 50, abi.WCSuccess, abi.WCOpRecv); wc.ByteLen > grhLen {
 			t.Errorf("the receive took the bad message: %+v", wc)
 		}
+	}
+	if b.alone {
+		return
 	}
 	want := uint8(abi.QPRTS)
 	if b.breaks {

@@ -89,6 +89,9 @@ func retries(n uint8) uint8 {
 func (o ConnectOptions) withDefaults(d *Device) (ConnectOptions, error) {
 	if o.Access == 0 {
 		o.Access = abi.AccessRemoteRead | abi.AccessRemoteWrite | abi.AccessRemoteAtomic
+		if d.attr.Caps&abi.CapFlushGlobal != 0 {
+			o.Access |= abi.AccessFlushGlobal
+		}
 	}
 	if o.MTU == 0 {
 		c, err := d.ReadConfig()

@@ -122,10 +122,11 @@ type SendWR struct {
 	Imm           [4]byte // SEND_WITH_IMM, WRITE_WITH_IMM: in network order
 	InvalidateKey uint32  // SEND_WITH_INV, LOCAL_INV
 
-	RemoteAddr uint64 // READ, WRITE, atomics, ATOMIC WRITE (8 bytes)
+	RemoteAddr uint64 // READ, WRITE, FLUSH, atomics, ATOMIC WRITE (8 bytes)
 	RKey       uint32
 	CompareAdd uint64 // what to compare with, or to add
 	Swap       uint64
+	Flush      Flush
 
 	Reg  *abi.RegWR // REG_MR, of privileged QPs only: see FastMR.Map
 	Bind *BindMW    // BIND_MW
@@ -133,6 +134,13 @@ type SendWR struct {
 	AH        *AH // UD
 	RemoteQPN uint32
 	QKey      uint32
+}
+
+// Flush is what a FLUSH asks for (IBTA A19).
+type Flush struct {
+	Length      uint32 // from RemoteAddr on
+	Placement   uint8  // abi.FlushGlobal
+	Selectivity uint8  // abi.FlushRange, abi.FlushMR
 }
 
 // PostSend queues a request and rings the doorbell. It fails with ErrFull if as
@@ -170,6 +178,10 @@ func (q *QP) QueueSend(wr *SendWR) error {
 	switch wr.Opcode {
 	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRRDMAReadWithInv, abi.WRAtomicWrite:
 		w.SetRDMA(wr.RemoteAddr, wr.RKey)
+	case abi.WRFlush:
+		w.SetFlush(wr.RemoteAddr, wr.Flush.Length, wr.RKey, wr.Flush.Placement, wr.Flush.Selectivity)
+		q.sq.publish()
+		return nil
 	case abi.WRAtomicCmpAndSwp, abi.WRAtomicFetchAndAdd:
 		w.SetAtomic(wr.RemoteAddr, wr.RKey, wr.CompareAdd, wr.Swap)
 	case abi.WRRegMR:

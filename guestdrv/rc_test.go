@@ -3,6 +3,7 @@ package guestdrv_test
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"testing"
 
@@ -284,6 +285,37 @@ func TestRCAtomicWrite(t *testing.T) {
 	copy(word, src.Bytes()[16:])
 	if !bytes.Equal(dst.Bytes(), src.Bytes()) {
 		t.Fatal("WRITE: data differ")
+	}
+}
+
+// TestRCFlush: FLUSH of a range and of a region (IBTA annex A19), more than may be in flight, between WRITEs and ATOMIC
+// WRITEs. Persistence cannot be had.
+func TestRCFlush(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	if r.hosts[0].Attr().Caps&abi.CapFlushGlobal == 0 {
+		t.Fatal("device has no FLUSH")
+	}
+	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
+	src, smr := a.h.region(t, 1<<16, abi.AccessLocalWrite)
+	dst, dmr := b.h.region(t, 1<<16, abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessFlushGlobal)
+	fill(src.Bytes(), 9)
+	put := func(wr guestdrv.SendWR) {
+		t.Helper()
+		wr.RKey = dmr.RKey()
+		a.postWhenRoom(t, &wr)
+	}
+	put(guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr()})
+	for i := range 200 {
+		put(guestdrv.SendWR{Opcode: abi.WRFlush, RemoteAddr: dst.Addr() + uint64(i), Flush: guestdrv.Flush{Length: uint32(i), Placement: abi.FlushGlobal}})
+		put(guestdrv.SendWR{Opcode: abi.WRAtomicWrite, SGL: []abi.SGE{smr.SGE(i, 8)}, RemoteAddr: dst.Addr()})
+	}
+	put(guestdrv.SendWR{ID: 5, Opcode: abi.WRFlush, Flags: abi.SendSignaled, Flush: guestdrv.Flush{Placement: abi.FlushGlobal, Selectivity: abi.FlushMR}})
+	expect(t, a.scq, 5, abi.WCSuccess, abi.WCOpFlush)
+	if !bytes.Equal(dst.Bytes()[8:], src.Bytes()[8:]) || !bytes.Equal(dst.Bytes()[:8], src.Bytes()[199:207]) {
+		t.Error("data differ")
+	}
+	if _, err := b.h.pd.Register(dst, abi.AccessLocalWrite|abi.AccessFlushPersistent); !errors.Is(err, abi.StatusInvalid) {
+		t.Errorf("a region that asks for persistence: %v", err)
 	}
 }
 

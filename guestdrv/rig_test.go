@@ -277,6 +277,7 @@ type end struct {
 	h        *host
 	qp       *guestdrv.QP
 	scq, rcq *guestdrv.CQ
+	srq      *guestdrv.SRQ // or nil
 	psn      uint32
 }
 
@@ -287,7 +288,7 @@ func qpDefaults() guestdrv.QPConfig {
 
 func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
 	tb.Helper()
-	e := &end{h: h, psn: psn}
+	e := &end{h: h, psn: psn, srq: c.SRQ}
 	if c.SendCQ == nil {
 		c.SendCQ = h.cq(tb, 512)
 	}

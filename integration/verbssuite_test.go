@@ -50,7 +50,6 @@ var maySkip = []skipReason{
 	{"Parent Domain is not supported", "nor this", bothSuites},
 	{"Importing a device is not supported", "nor this", bothSuites},
 	{"Advise MR with flags", "the provider has it since rdma-core 59", bothSuites},
-	{"additional access flags 258 is not supported", "FLUSH: not offered", suite56},
 	{"Device /dev/dri/renderD128 is not present", "there is no graphics card", suite56},
 	{"Allocating dmabuf is not supported", "the same", suite44},
 	{"doesn't have net interface", "it looks for one below the RDMA device's virtio device; ours is that of the network card", suite44},

@@ -74,13 +74,17 @@ const (
 	MWBind       Access = 0x10
 	ZeroBased    Access = 0x20
 	OnDemand     Access = 0x40
+	FlushGlobal  Access = 0x100
 	// LocalRead is what every region grants and no memory window does: a window's key
 	// is no L_Key (IBTA 10.6.7.1).
 	LocalRead Access = 1 << 31
 
+	// FlushPersistent nothing grants: memory of a guest does not outlive its power.
+	FlushPersistent Access = 0x200
+
 	accessHugeTLB Access = 0x80       // a hint to the guest driver; no meaning here
 	accessHints   Access = 0x3ff00000 // IB_UVERBS_ACCESS_OPTIONAL_RANGE: may be ignored
-	accessKnown          = LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic | MWBind | ZeroBased | OnDemand
+	accessKnown          = LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic | MWBind | ZeroBased | OnDemand | FlushGlobal
 	accessWrites         = LocalWrite | RemoteWrite | RemoteAtomic
 )
 

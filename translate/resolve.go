@@ -50,6 +50,15 @@ func (vm *VM) Check(key Key, pd PD, va VA, n uint64, need Access) Miss {
 	return Miss{}
 }
 
+// CheckKey is Check of a region or window as a whole.
+func (vm *VM) CheckKey(key Key, pd PD, need Access) Miss {
+	va := VA(0)
+	if r := vm.byKey(key); r != nil {
+		va = r.iova
+	}
+	return vm.Check(key, pd, va, 0, need)
+}
+
 // locate is lookup and both stages in one piece, for the common case that all
 // n bytes are contiguous in each: calls between the steps would cost as much as
 // the steps. Whatever else there is, misses included, it leaves to the long way

@@ -125,10 +125,11 @@ const (
 	CapMcast        = 1 << 3
 	CapRoCEv1       = 1 << 4
 	CapResizeCQ     = 1 << 5
-	CapLocalDMALKey = 1 << 6 // RA-1: DMALKey works
-	CapMemMgt       = 1 << 7 // REG_MR, LOCAL_INV, SEND_WITH_INV
-	CapMW           = 1 << 8 // types 1 and 2B
-	CapAtomicWrite  = 1 << 9 // ATOMIC WRITE, on RC
+	CapLocalDMALKey = 1 << 6  // RA-1: DMALKey works
+	CapMemMgt       = 1 << 7  // REG_MR, LOCAL_INV, SEND_WITH_INV
+	CapMW           = 1 << 8  // types 1 and 2B
+	CapAtomicWrite  = 1 << 9  // ATOMIC WRITE, on RC
+	CapFlushGlobal  = 1 << 10 // FLUSH to global visibility, on RC
 )
 
 // What on-demand paging covers, per transport: DeviceAttr.ODPRC and its like

@@ -77,6 +77,8 @@ const (
 	AccessZeroBased       = 1 << 5
 	AccessOnDemand        = 1 << 6
 	AccessHugeTLB         = 1 << 7
+	AccessFlushGlobal     = 1 << 8
+	AccessFlushPersistent = 1 << 9
 	AccessRelaxedOrdering = 1 << 20
 	// AccessOptional are the bits that a provider ignores if it does not know them.
 	AccessOptional = 0x3ff00000
@@ -101,6 +103,14 @@ const (
 	WRFlush                 = 14
 	WRAtomicWrite           = 15
 	WRRegMR                 = 0x20 // kernel users only
+)
+
+// What a FLUSH asks for (enum ib_placement_type), and of what (enum ib_selectivity_level).
+const (
+	FlushGlobal     = 1 << 0
+	FlushPersistent = 1 << 1
+	FlushRange      = 0
+	FlushMR         = 1
 )
 
 // AtomicLen is how many bytes an atomic or an ATOMIC WRITE works on.

@@ -33,6 +33,9 @@ const (
 	SendWQECompareAddOff = 32 // atomic
 	SendWQESwapOff       = 40
 	SendWQEAtomicRKeyOff = 48
+	SendWQEFlushRKeyOff  = 36
+	SendWQEFlushTypeOff  = 40
+	SendWQEFlushLevelOff = 41
 	SendWQERemoteQPNOff  = 24 // UD
 	SendWQEQKeyOff       = 28
 	SendWQEPKeyIndexOff  = 32
@@ -138,6 +141,11 @@ func (w SendWQE) NumSGE() uint32 { return le.Uint32(w[SendWQENumSGEOff:]) }
 // SGE returns element i; the caller has checked that the slot holds it.
 func (w SendWQE) SGE(i int) SGE { return getSGE(w[SendWQESGEOff+i*SizeSGE:]) }
 
+// Flush returns the rest of what a FLUSH names besides RemoteAddr, and what it asks for. The provider has its length in DMALength.
+func (w SendWQE) Flush() (rkey uint32, placement, selectivity uint8) {
+	return le.Uint32(w[SendWQEFlushRKeyOff:]), w[SendWQEFlushTypeOff], w[SendWQEFlushLevelOff]
+}
+
 // Inline returns the first n bytes of inline data; the caller has checked that the slot holds them.
 func (w SendWQE) Inline(n int) []byte { return w[SendWQESGEOff : SendWQESGEOff+n] }
 
@@ -162,6 +170,16 @@ func (w SendWQE) SetRDMA(addr uint64, rkey uint32) {
 	le.PutUint64(w[SendWQERemoteAddrOff:], addr)
 	le.PutUint32(w[SendWQERKeyOff:], rkey)
 	le.PutUint64(w[SendWQEIOVAOff:], addr)
+}
+
+// SetFlush stores what a FLUSH names and asks for, as the rxe provider does.
+func (w SendWQE) SetFlush(addr uint64, length, rkey uint32, placement, selectivity uint8) {
+	le.PutUint64(w[SendWQERemoteAddrOff:], addr)
+	le.PutUint32(w[SendWQEFlushRKeyOff:], rkey)
+	w[SendWQEFlushTypeOff], w[SendWQEFlushLevelOff] = placement, selectivity
+	le.PutUint64(w[SendWQEIOVAOff:], addr)
+	le.PutUint32(w[SendWQEDMALengthOff:], length)
+	le.PutUint32(w[SendWQEResidOff:], length)
 }
 
 // SetAtomic stores the target and operands of an atomic request.

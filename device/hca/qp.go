@@ -328,6 +328,18 @@ func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need tran
 	return m
 }
 
+// FlushRemote implements roce.Adapter.
+func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool, need translate.Access) translate.Miss {
+	if !whole {
+		return q.CheckRemote(key, va, n, need)
+	}
+	m := q.dev.vm.CheckKey(key, q.pd, need)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.CheckKey(key, q.own, need)
+	}
+	return m
+}
+
 // ReadRemote implements roce.Adapter.
 func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
 	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)

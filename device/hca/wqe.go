@@ -3,6 +3,7 @@ package hca
 import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/roce"
+	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -22,7 +23,7 @@ var opAllowed = [...]uint64{
 		1<<abi.WRBindMW,
 	roce.RC: 1<<abi.WRSend | 1<<abi.WRSendWithImm | 1<<abi.WRRDMAWrite | 1<<abi.WRRDMAWriteWithImm |
 		1<<abi.WRRDMARead | 1<<abi.WRAtomicCmpAndSwp | 1<<abi.WRAtomicFetchAndAdd |
-		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR | 1<<abi.WRAtomicWrite,
+		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR | 1<<abi.WRAtomicWrite | 1<<abi.WRFlush,
 }
 
 // sendWQESize and recvWQESize are what an element must hold.
@@ -56,6 +57,11 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 		w.Imm = s.Imm()
 	case abi.WRSendWithInv:
 		w.InvKey = translate.Key(s.InvalidateRKey())
+	case abi.WRFlush:
+		rkey, placement, selectivity := s.Flush()
+		w.RemoteVA, w.RKey, w.FlushLen = translate.VA(s.RemoteAddr()), translate.Key(rkey), s.DMALength()
+		w.Flush = wire.FETH{Placement: placement, Selectivity: selectivity}
+		return 0, placement <= abi.FlushGlobal|abi.FlushPersistent && selectivity <= abi.FlushMR
 	case abi.WRLocalInv, abi.WRBindMW, abi.WRRegMR:
 		return 0, q.decodeManage(s, &w.Manage)
 	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRAtomicWrite:

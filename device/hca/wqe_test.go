@@ -79,6 +79,8 @@ func TestDecodeSendRules(t *testing.T) {
 		{"inline atomic", roce.RC, abi.WRAtomicFetchAndAdd, abi.SendInline, 8, 1, false, 0, roce.StatusLocQPOp},
 		{"atomic write as rdma-core's builder has it", roce.RC, abi.WRAtomicWrite, 0, 8, 0, true, 8, 0},
 		{"atomic write out of a segment", roce.RC, abi.WRAtomicWrite, 0, 8, 1, true, 16, 0},
+		{"flush as rdma-core's builder has it", roce.RC, abi.WRFlush, 0, 8, 0, true, 0, 0},
+		{"flush on UC", roce.UC, abi.WRFlush, 0, 8, 0, false, 0, roce.StatusLocQPOp},
 		{"atomic write on UC", roce.UC, abi.WRAtomicWrite, 0, 8, 0, false, 0, roce.StatusLocQPOp},
 		{"unknown flags", roce.RC, abi.WRSend, 0xfffffff0, 0, 1, true, 16, 0},
 		{"opcode 255", roce.RC, 255, 0, 0, 1, false, 0, roce.StatusLocQPOp},

@@ -49,6 +49,9 @@ type Adapter interface {
 
 	// CheckRemote checks an R_Key against the QP's PD, its rights and the range.
 	CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss
+	// FlushRemote is CheckRemote for a FLUSH, and for a region or window as a whole if whole. n may be 0. Stores
+	// that Scatter, WriteRemote and AtomicRemote have made everybody sees when they return.
+	FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool, need translate.Access) translate.Miss
 	// ReadRemote and WriteRemote check and copy (RemoteRead, RemoteWrite), whole or miss.
 	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss
 	WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss

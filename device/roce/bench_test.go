@@ -75,6 +75,9 @@ func (n *benchNode) Scatter(_ []SGE, off uint64, src []byte) translate.Miss {
 func (n *benchNode) CheckRemote(translate.Key, translate.VA, uint64, translate.Access) translate.Miss {
 	return translate.Miss{}
 }
+func (n *benchNode) FlushRemote(translate.Key, translate.VA, uint64, bool, translate.Access) translate.Miss {
+	return translate.Miss{}
+}
 func (n *benchNode) ReadRemote(dst []byte, _ translate.Key, va translate.VA) translate.Miss {
 	if m := n.miss(va); !m.OK() {
 		return m

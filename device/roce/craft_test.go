@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"bytes"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/wire"
@@ -29,6 +30,7 @@ type craft struct {
 	imm    [4]byte
 	data   []byte
 	av     *AddressVector
+	feth   wire.FETH
 }
 
 // frame encodes c as a frame from the peer of n.
@@ -62,6 +64,9 @@ func (n *node) frame(c craft) []byte {
 	if info.Is(wire.HasDETH) {
 		h := wire.DETH{QKey: c.qkey, SrcQP: c.srcqp}
 		o += h.Encode(f[o:])
+	}
+	if info.Is(wire.HasFETH) {
+		o += c.feth.Encode(f[o:])
 	}
 	if info.Is(wire.HasRETH) {
 		h := wire.RETH{VA: c.va, RKey: c.key, Length: c.length}
@@ -389,6 +394,74 @@ func TestResponderTooManyReads(t *testing.T) {
 		b.inject(craft{op: wire.OpRCReadRequest, psn: i, key: 2, length: 8})
 	}
 	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 0, wire.NoCredits}, resp{wire.OpRCReadResponseOnly, 1, wire.NoCredits}, nakOf(2, wire.NAKInvalidRequest))
+	b.wantState(Err)
+}
+
+// FLUSHes and ATOMIC WRITEs beyond what was agreed on, which some requesters do not count, are taken as lost until the
+// answers before them are out. Old ones are answered although nobody remembers them, and not executed.
+func TestResponderUncounted(t *testing.T) {
+	o := opts()
+	o.psnA, o.destRd = 0, 2
+	o.access |= translate.FlushGlobal
+	_, b, sent := lone(t, o)
+	mem := b.reg(2, 0, 4096, allAccess|translate.FlushGlobal)
+	put := func(psn uint32, v byte) craft {
+		return craft{op: wire.OpRCAtomicWrite, psn: psn, key: 2, va: 8, length: 8, data: bytes.Repeat([]byte{v}, 8)}
+	}
+	flush := func(psn uint32) craft {
+		return craft{op: wire.OpRCFlush, psn: psn, key: 2, length: 64, feth: wire.FETH{Placement: wire.FlushGlobal}}
+	}
+	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
+	for i := range uint32(4) {
+		b.inject(put(i, byte(i)))
+	}
+	b.wantResp(sent, only(0), only(1), nakOf(2, wire.NAKSequence))
+	for i := uint32(2); i < 6; i++ {
+		b.inject(flush(i))
+	}
+	b.wantResp(sent, only(2), only(3), nakOf(4, wire.NAKSequence))
+	b.inject(put(4, 4))
+	b.wantResp(sent, only(4))
+	b.inject(put(0, 99))
+	b.inject(put(1, 99)) // in a row: both
+	b.inject(flush(3))   // not: later
+	b.wantResp(sent, only(0), only(1))
+	b.inject(flush(3))
+	b.wantResp(sent, only(3))
+	same(t, "memory", mem.buf[8:16], bytes.Repeat([]byte{4}, 8))
+
+	// They push out what they must only.
+	b.inject(craft{op: wire.OpRCFetchAdd, psn: 5, key: 2, va: 64, swap: 1})
+	b.runAll()
+	for i := uint32(6); i < 16; i++ {
+		b.inject(flush(i))
+		b.runAll()
+	}
+	*sent = nil
+	b.inject(craft{op: wire.OpRCFetchAdd, psn: 5, key: 2, va: 64, swap: 1})
+	b.wantResp(sent, resp{wire.OpRCAtomicAck, 5, wire.NoCredits})
+	if b.atomics != 4 {
+		t.Errorf("%d executed, not once each", b.atomics)
+	}
+	// While another answer is owed, a repetition waits: it would overtake.
+	b.inject(craft{op: wire.OpRCReadRequest, psn: 16, key: 2, length: 8})
+	b.inject(flush(0))
+	b.wantResp(sent, only(16))
+}
+
+// A key that goes away between the packets of a WRITE with immediate data is a local access error to the receive (11.6.2).
+func TestResponderImmAccess(t *testing.T) {
+	o := opts()
+	o.psnA = 0
+	_, b, sent := lone(t, o)
+	b.reg(2, 0, 4096, allAccess)
+	b.postRecv()
+	b.inject(craft{op: wire.OpRCWriteFirst, psn: 0, key: 2, length: 1030, data: make([]byte, 1024)})
+	delete(b.regions, 2)
+	b.inject(craft{op: wire.OpRCWriteLastImm, psn: 1, data: make([]byte, 6)})
+	b.wantResp(sent, nakOf(1, wire.NAKRemoteAccess))
+	b.wantRecvs(StatusLocAccess)
+	b.wantEvents(EventAccessErr)
 	b.wantState(Err)
 }
 

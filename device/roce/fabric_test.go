@@ -267,6 +267,13 @@ func (n *node) CheckRemote(key translate.Key, va translate.VA, k uint64, need tr
 	return m
 }
 
+func (n *node) FlushRemote(key translate.Key, va translate.VA, k uint64, whole bool, need translate.Access) translate.Miss {
+	if r := n.regions[key]; whole && r != nil {
+		va, k = translate.VA(r.va), 0
+	}
+	return n.CheckRemote(key, va, k, need)
+}
+
 func (n *node) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
 	if m := n.miss("readremote"); !m.OK() {
 		return m

@@ -48,7 +48,7 @@ var fuzzOps = [][]wire.Opcode{
 		wire.OpRCWriteFirst, wire.OpRCWriteMiddle, wire.OpRCWriteLast, wire.OpRCWriteLastImm, wire.OpRCWriteOnly, wire.OpRCWriteOnlyImm,
 		wire.OpRCReadRequest, wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly,
 		wire.OpRCAck, wire.OpRCAck, wire.OpRCAck, wire.OpRCAtomicAck, wire.OpRCCompareSwap, wire.OpRCFetchAdd, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv,
-		wire.OpRCAtomicWrite, wire.OpRCAtomicWrite,
+		wire.OpRCAtomicWrite, wire.OpRCAtomicWrite, wire.OpRCFlush,
 		wire.OpUCSendOnly,
 	}, {
 		wire.OpUCSendFirst, wire.OpUCSendMiddle, wire.OpUCSendLast, wire.OpUCSendLastImm, wire.OpUCSendOnly, wire.OpUCSendOnlyImm,

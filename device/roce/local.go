@@ -134,6 +134,12 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 		if res = q.localAtomic(p, s); res != localDone {
 			return 0, res
 		}
+	case kindFlush:
+		if f := flushNeeds(s.w.Flush); p.msg != 0 || p.attr.Access&f != f || len(p.memory) == 0 ||
+			!p.a.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), s.w.Flush.Selectivity == wire.FlushRegion, f).OK() {
+			return 0, localFrame
+		}
+		res = localDone
 	case kindAtomicWrite:
 		if size, res = want, q.localAtomicWrite(p, s); res != localDone {
 			return 0, res
@@ -192,7 +198,7 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 	case s.info.inv, first && p.msg != 0, !first && (p.msg != s.info.op() || p.off != off):
 		return 0, localFrame
 	case write && first && (p.attr.Access&translate.RemoteWrite == 0 ||
-		!last && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
+		(!last || s.info.imm && w.Length > 0) && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
 		return 0, localFrame
 	}
 	if !write || last && s.info.imm {

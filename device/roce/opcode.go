@@ -50,6 +50,7 @@ var wrTable = [WRRegMR + 2]wrInfo{
 	WRRead:        {kind: kindRead, wc: WCRead, ops: sendOps{only: wire.OpRCReadRequest}},
 	WRCompareSwap: {kind: kindAtomic, wc: WCCompareSwap, ops: sendOps{only: wire.OpRCCompareSwap}},
 	WRFetchAdd:    {kind: kindAtomic, wc: WCFetchAdd, ops: sendOps{only: wire.OpRCFetchAdd}},
+	WRFlush:       {kind: kindFlush, wc: WCFlush, ops: sendOps{only: wire.OpRCFlush}},
 	WRAtomicWrite: {kind: kindAtomicWrite, wc: WCAtomicWrite, ops: sendOps{only: wire.OpRCAtomicWrite}},
 }
 
@@ -70,13 +71,14 @@ const (
 	kindSend
 	kindWrite
 	kindManage      // memory management: executed here, sends nothing
-	kindAtomicWrite // answered by a READ response without data (A19)
+	kindFlush       // answered by a READ response without data (A19)
+	kindAtomicWrite // the same
 	kindRead        // answered by READ responses
 	kindAtomic      // answered by an ATOMIC acknowledge
 )
 
 // answered tells whether only an explicit response completes the request.
-func (k opKind) answered() bool { return k >= kindAtomicWrite }
+func (k opKind) answered() bool { return k >= kindFlush }
 
 // returns tells whether the response brings data.
 func (k opKind) returns() bool { return k >= kindRead }

@@ -200,6 +200,42 @@ func TestRCMessageLimit(t *testing.T) {
 
 // Access errors: which completion status each side gets, which events, which
 // state, and that memory is untouched.
+func flushOf(key translate.Key, va translate.VA, n uint32, selectivity uint8) WQE {
+	return WQE{Opcode: WRFlush, RKey: key, RemoteVA: va, FlushLen: n, Flush: wire.FETH{Placement: wire.FlushGlobal, Selectivity: selectivity}}
+}
+
+// TestRCFlush: of a range, of nothing, of a region from outside of it; on the wire and on the local path.
+func TestRCFlush(t *testing.T) {
+	for _, local := range []bool{false, true} {
+		f := newFabric(t, 1)
+		if local {
+			f.local = localOn
+		}
+		o := opts()
+		o.access |= translate.FlushGlobal
+		a, b := f.pair(o)
+		a.reg(4, chLocal, 4096, allAccess)
+		b.reg(1, chTarget, 4096, allAccess|translate.FlushGlobal)
+		for _, w := range []WQE{
+			{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 4096)}},
+			flushOf(1, chTarget, 4096, wire.FlushRange), flushOf(1, chTarget, 0, wire.FlushRange), flushOf(1, 0, 1<<31, wire.FlushRegion),
+			{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal+8, 8)}},
+			flushOf(1, chTarget, 8, wire.FlushRange), // more than rd in flight
+		} {
+			a.post(w)
+		}
+		f.settle(1e9)
+		a.wantSends(0, 0, 0, 0, 0, 0)
+		if c := a.sends[1].c; c.Opcode != WCFlush || c.ByteLen != 0 {
+			t.Errorf("completion %+v", c)
+		}
+		if local != (f.frames == 0) {
+			t.Errorf("%d frames", f.frames)
+		}
+		same(t, "memory", b.regions[1].buf[8:], a.regions[4].buf[8:])
+	}
+}
+
 func TestRCErrors(t *testing.T) {
 	const noRights = translate.Access(0)
 	for _, c := range []struct {
@@ -231,6 +267,13 @@ func TestRCErrors(t *testing.T) {
 		{name: "atomic write, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
 		{name: "atomic write of another length", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 16)}}, a: StatusLocLen, stateB: RTS},
 		{name: "atomic write from bad key", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
+		{name: "flush, region forbids", access: allAccess | translate.FlushGlobal, region: translate.RemoteWrite, w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush of a region, region forbids", access: allAccess | translate.FlushGlobal, region: translate.RemoteWrite, w: flushOf(2, 0, 0, wire.FlushRegion), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush, out of range", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: flushOf(2, 4000, 97, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush of a region, no such key", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: flushOf(99, 0, 0, wire.FlushRegion), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush, QP forbids", access: noRights, region: translate.FlushGlobal, w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemInvReq, event: EventReqErr, stateB: Err},
+		{name: "flush, to persistence", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: WQE{Opcode: WRFlush, RKey: 2, Flush: wire.FETH{Placement: wire.FlushPersistent}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
+		{name: "flush, to nothing", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: WQE{Opcode: WRFlush, RKey: 2}, a: StatusLocQPOp, stateB: RTS},
 		{name: "send too long", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 7)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
 		{name: "send too long in its second packet", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 1030)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 1031)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
 		{name: "send into bad key", access: allAccess, region: allAccess, recv: []SGE{sge(77, 0, 8)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},

@@ -21,6 +21,8 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	switch s.info.kind {
 	case kindAtomic:
 		ext = wire.AtomicLen
+	case kindFlush:
+		ext = wire.FETHLen + wire.RETHLen
 	case kindAtomicWrite:
 		n = atomicLen
 	}
@@ -35,6 +37,9 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		n := min(w.Length-off, (end-q.nxt)*uint64(q.mtu))
 		r := wire.RETH{VA: uint64(w.RemoteVA) + off, RKey: uint32(w.RKey), Length: uint32(n)}
 		r.Encode(hdr)
+	case kindFlush:
+		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: w.FlushLen}
+		r.Encode(hdr[w.Flush.Encode(hdr):])
 	case kindAtomicWrite:
 		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: atomicLen}
 		r.Encode(hdr)

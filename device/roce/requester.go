@@ -186,8 +186,11 @@ func (q *QP) checkWQE(s *sendSlot) Status {
 	switch s.info.kind {
 	case kindBad:
 		return StatusLocQPOp
-	case kindRead, kindAtomic, kindAtomicWrite:
+	case kindFlush, kindRead, kindAtomic, kindAtomicWrite:
 		if q.typ != RC || q.attr.MaxRdAtomic == 0 || w.Inline && s.info.kind.returns() {
+			return StatusLocQPOp
+		}
+		if s.info.kind == kindFlush && flushNeeds(w.Flush) == 0 {
 			return StatusLocQPOp
 		}
 		if s.info.kind == kindAtomic && w.Length < 8 || s.info.kind == kindAtomicWrite && w.Length != 8 {

@@ -14,9 +14,15 @@ import (
 // If it only repeats one, for a duplicate, the repetition is dropped: a requester
 // that keeps to the agreement asks for more only after what it had asked for has
 // arrived.
-func (q *QP) newAnswer() *answer {
+//
+// In an empty one there is nothing to remember: it takes the place of another just before it, so that a
+// requester that does not count these pushes out as little as possible that somebody may ask for again.
+func (q *QP) newAnswer(empty bool) *answer {
 	if len(q.memory) == 0 {
 		return nil
+	}
+	if r := q.newest(); empty && r != nil && r.empty() && !r.pending {
+		return r
 	}
 	r := &q.memory[q.answered%uint64(len(q.memory))]
 	if r.pending {
@@ -29,6 +35,17 @@ func (q *QP) newAnswer() *answer {
 	return r
 }
 
+// newest returns the last answer noted, or nil.
+func (q *QP) newest() *answer {
+	if q.answered == 0 {
+		return nil
+	}
+	return &q.memory[(q.answered-1)%uint64(len(q.memory))]
+}
+
+// empty tells whether the answer is a READ response of nothing (A19).
+func (r *answer) empty() bool { return r.op == wire.Flush || r.op == wire.AtomicWrite }
+
 // acceptRead notes a READ request that is in sequence (IBTA 9.7.5.1.8).
 func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	if q.msg != 0 || q.attr.Access&translate.RemoteRead == 0 {
@@ -36,7 +53,7 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	}
 	h := p.RETH()
 	va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
-	r := q.newAnswer()
+	r := q.newAnswer(false)
 	if r == nil || n > maxMessage {
 		return vInvReq
 	}
@@ -82,15 +99,52 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 	return v
 }
 
+// flushNeeds is the right that a FLUSH needs, of the QP and of the region (A19); 0: it asks for what there is not.
+func flushNeeds(h wire.FETH) (need translate.Access) {
+	if h.Selectivity > wire.FlushRegion {
+		return 0
+	}
+	if h.Placement&wire.FlushGlobal != 0 {
+		need |= translate.FlushGlobal
+	}
+	if h.Placement&wire.FlushPersistent != 0 {
+		need |= translate.FlushPersistent
+	}
+	return need
+}
+
+// acceptFlush notes a FLUSH that is in sequence (A19). All before it has been executed, and what this
+// device stores everybody sees at once: there is nothing left to do.
+func (q *QP) acceptFlush(p *wire.RoCE) verdict {
+	h, f := p.RETH(), p.FETH()
+	need := flushNeeds(f)
+	if need == 0 || q.msg != 0 || q.attr.Access&need != need {
+		return vInvReq
+	}
+	if !q.a.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), f.Selectivity == wire.FlushRegion, need).OK() {
+		return vRemAccess
+	}
+	r := q.newAnswer(true)
+	if r == nil {
+		return vCrowded
+	}
+	*r = answer{first: q.epsn, end: q.epsn + 1, start: q.epsn, next: q.epsn, stop: q.epsn + 1, op: wire.Flush}
+	q.accepted(r)
+	return vOK
+}
+
 // executeAtomic executes q.atomic, the request at epsn. If its page is absent, the
 // request stays here, without a message (PF-10). Those behind it must not overtake
 // it: the first to arrive is answered RNR.
 func (q *QP) executeAtomic() verdict {
-	r := q.newAnswer()
+	a := &q.atomic
+	r := q.newAnswer(a.op == wire.AtomicWrite)
 	if r == nil {
+		if a.op == wire.AtomicWrite {
+			return vCrowded
+		}
 		return vInvReq
 	}
-	a := &q.atomic
 	old, m := q.a.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
 	if m.Fault() {
 		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m)
@@ -110,7 +164,9 @@ func (q *QP) executeAtomic() verdict {
 }
 
 func (q *QP) accepted(r *answer) {
-	q.answered++
+	if r != q.newest() {
+		q.answered++
+	}
 	r.pending = true
 	q.pending++
 	r.behindSend = q.ackPSN == r.first-1
@@ -135,6 +191,16 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 		return
 	}
 	r := q.remembered(psn)
+	if op := p.Info.Op; r == nil && q.pending == 0 && (op == wire.Flush || op == wire.AtomicWrite) {
+		// As many as come in a row; what does not fit is asked for again.
+		if f := &q.forgotten; f.next == f.stop {
+			f.next, f.stop = psn, psn+1
+		} else if psn == f.stop {
+			f.stop++
+		}
+		q.wake()
+		return
+	}
 	if r == nil || r.op != p.Info.Op {
 		q.stats.RxDropped++
 		return
@@ -170,6 +236,26 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	q.wake()
 }
 
+// answerForgotten repeats the answers to FLUSHes and ATOMIC WRITEs that are not remembered any more, for there is nothing in
+// them to remember: some requesters have more of these in flight than was agreed on (rxe does not count FLUSH).
+func (q *QP) answerForgotten(budget *int) (ok bool) {
+	for f := &q.forgotten; f.next < f.stop; f.next++ {
+		if *budget--; *budget < 0 {
+			return false
+		}
+		t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: f.next}
+		buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
+		if buf == nil {
+			q.respStallAt = q.now + bufferDelay
+			return false
+		}
+		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
+		h.Encode(hdr)
+		q.send(&q.tx, buf)
+	}
+	return true
+}
+
 // remembered finds the READ or atomic that psn belongs to.
 func (q *QP) remembered(psn uint64) *answer {
 	n := uint64(len(q.memory))
@@ -195,6 +281,9 @@ func (q *QP) oldestPending() *answer {
 
 // respond sends up to budget packets of what the responder owes.
 func (q *QP) respond(budget int) (more bool) {
+	if !q.answerForgotten(&budget) {
+		return q.respStallAt == 0
+	}
 	for q.pending > 0 && q.respStallAt == 0 {
 		r := q.oldestPending()
 		if w := &q.waits.read; w.held() && r.next == w.psn {

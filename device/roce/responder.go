@@ -28,6 +28,8 @@ type responder struct {
 	answered uint64   // READs and atomics accepted so far
 	pending  int      // answers with something to send
 
+	forgotten struct{ next, stop uint64 } // PSNs whose empty answers are to be repeated
+
 	ackPending bool
 	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
 	// name the PSN of a READ or atomic, which some requesters would complete by it
@@ -87,6 +89,8 @@ const (
 	vRecvShort         // the receive WQE is too small
 	vRecvProt          // the receive WQE's segments are not accessible
 	vRecvBad           // the receive WQE is malformed; its Status says how
+	vImmAccess         // R_Key violation with the receive WQE of immediate data taken
+	vCrowded           // no room to note the answer, which is none of the agreed ones
 )
 
 func (q *QP) resetResponder() {
@@ -127,6 +131,7 @@ func (q *QP) respClear() {
 	q.ackPending, q.nak = false, 0
 	q.rnrRead = 0
 	q.fatal = failure{}
+	q.forgotten.next = q.forgotten.stop
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {
@@ -158,6 +163,8 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.ReadRequest:
 		q.verdictRC(q.acceptRead(p))
+	case wire.Flush:
+		q.verdictRC(q.acceptFlush(p))
 	case wire.CompareSwap, wire.FetchAdd, wire.AtomicWrite:
 		q.verdictRC(q.acceptAtomic(p))
 	default:
@@ -201,6 +208,11 @@ func (q *QP) verdictRC(v verdict) {
 	case vRemAccess:
 		q.stats.AccessErrors++
 		q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr}
+	case vImmAccess: // 11.6.2, "Local Access Error"
+		q.stats.AccessErrors++
+		q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusLocAccess, event: EventAccessErr}
+	case vCrowded: // as if it had been lost: when its sender repeats it, the answers before it are out
+		q.nak, q.nakSent = wire.NAKSequence, true
 	case vRecvShort:
 		q.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusLocLen}
 	case vRecvProt:
@@ -329,7 +341,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 		}
 		if length > 0 { // a zero-length WRITE names no memory (IBTA 9.7.4.1.5)
 			if m := q.a.CheckRemote(key, va, length, translate.RemoteWrite); !m.OK() {
-				return vRemAccess
+				return q.writeRefused()
 			}
 		}
 		q.va, q.rkey, q.length, q.off = va, key, length, 0
@@ -347,7 +359,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 	if n > 0 {
 		if m := q.a.WriteRemote(q.rkey, q.va+translate.VA(q.off), p.Payload); !m.OK() {
 			if !m.Fault() {
-				return vRemAccess
+				return q.writeRefused()
 			}
 			m.Len = rangeRest(q.va, q.length, m)
 			q.await(Responder, &q.waits.request, atWrite, q.epsn, m) // PF-8
@@ -355,6 +367,14 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 		}
 	}
 	return vOK
+}
+
+// writeRefused is the verdict on a WRITE that violates its R_Key's limits.
+func (q *QP) writeRefused() verdict {
+	if q.haveWQE {
+		return vImmAccess
+	}
+	return vRemAccess
 }
 
 // completeRecv finishes the receive in use with the packet that ends it.

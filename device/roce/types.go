@@ -1,6 +1,9 @@
 package roce
 
-import "github.com/vnicd/vnicd/translate"
+import (
+	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/translate"
+)
 
 // WROpcode is the operation of a send work request, numbered as enum ib_wr_opcode.
 type WROpcode uint8
@@ -17,6 +20,7 @@ const (
 	WRLocalInv    WROpcode = 7
 	WRBindMW      WROpcode = 8
 	WRSendInv     WROpcode = 9
+	WRFlush       WROpcode = 14
 	WRAtomicWrite WROpcode = 15
 	WRRegMR       WROpcode = 0x20
 )
@@ -33,6 +37,7 @@ const (
 	WCFetchAdd    WCOpcode = 4
 	WCBindMW      WCOpcode = 5
 	WCLocalInv    WCOpcode = 6
+	WCFlush       WCOpcode = 8
 	WCAtomicWrite WCOpcode = 9
 	WCRegMR       WCOpcode = 10
 	WCRecv        WCOpcode = 128
@@ -181,6 +186,8 @@ type WQE struct {
 	RKey      translate.Key
 	Compare   uint64 // CMP_SWP: compare value
 	SwapAdd   uint64 // CMP_SWP: swap value; FETCH_ADD: addend
+	Flush     wire.FETH
+	FlushLen  uint32 // at RemoteVA; Length is 0
 	Length    uint64 // sum of the segments, or len(InlineData)
 
 	// The adapter's, of memory management requests, which have no other data.

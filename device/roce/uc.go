@@ -87,7 +87,7 @@ func (q *QP) receiveUC(p *wire.RoCE) {
 		q.toErr()
 	default:
 		switch v {
-		case vRemAccess:
+		case vRemAccess, vImmAccess:
 			q.stats.AccessErrors++
 		case vFault:
 			if q.a.Keep() {

@@ -6,6 +6,7 @@ import "encoding/binary"
 const (
 	BTHLen       = 12
 	DETHLen      = 8
+	FETHLen      = 4
 	RETHLen      = 16
 	AtomicLen    = 28
 	AETHLen      = 4
@@ -100,6 +101,35 @@ func (h *RETH) Encode(b []byte) int {
 	binary.BigEndian.PutUint32(b[8:], h.RKey)
 	binary.BigEndian.PutUint32(b[12:], h.Length)
 	return RETHLen
+}
+
+// FETH is the FLUSH extended transport header (IBTA A19.4); the numbers are those of enum ib_placement_type and ib_selectivity_level.
+type FETH struct {
+	Placement   uint8 // FlushGlobal, FlushPersistent: 4 bits
+	Selectivity uint8 // FlushRange, FlushRegion: 2 bits
+}
+
+// What a FLUSH asks for, and of what.
+const (
+	FlushGlobal     = 1 << 0 // others see what was written
+	FlushPersistent = 1 << 1 // so does who looks after a loss of power
+	FlushRange      = 0      // of what RETH names
+	FlushRegion     = 1      // of all the region
+)
+
+// Decode reads the header at the start of b and returns its size, 4.
+func (h *FETH) Decode(b []byte) (int, error) {
+	if len(b) < FETHLen {
+		return 0, ErrShort
+	}
+	h.Placement, h.Selectivity = b[3]&0xf, b[3]>>4&3
+	return FETHLen, nil
+}
+
+// Encode writes the header to b (4 bytes).
+func (h *FETH) Encode(b []byte) int {
+	binary.BigEndian.PutUint32(b, uint32(h.Selectivity&3)<<4|uint32(h.Placement&0xf))
+	return FETHLen
 }
 
 // AtomicETH is the atomic extended transport header (IBTA 9.3.4).

@@ -48,6 +48,7 @@ func TestGoldenHeaders(t *testing.T) {
 		"VXLAN": {"08000000 123456 00", &VXLAN{0x123456}, func() codec { return new(VXLAN) }},
 		"BTH": {"0a f0 8001 c0 123456 80 abcdef",
 			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true, DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
+		"FETH": {"00000012", &FETH{FlushPersistent, FlushRegion}, func() codec { return new(FETH) }},
 		"RETH": {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324}, func() codec { return new(RETH) }},
 		"AtomicETH": {"0102030405060708 11121314 2122232425262728 3132333435363738",
 			&AtomicETH{0x0102030405060708, 0x11121314, 0x2122232425262728, 0x3132333435363738}, func() codec { return new(AtomicETH) }},
@@ -92,6 +93,8 @@ func deref(c codec) any {
 	case *VXLAN:
 		return *h
 	case *BTH:
+		return *h
+	case *FETH:
 		return *h
 	case *RETH:
 		return *h

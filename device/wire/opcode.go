@@ -38,6 +38,7 @@ const (
 	OpRCFetchAdd          Opcode = 0x14
 	OpRCSendLastInv       Opcode = 0x16
 	OpRCSendOnlyInv       Opcode = 0x17
+	OpRCFlush             Opcode = 0x1c // annex A19
 	OpRCAtomicWrite       Opcode = 0x1d // annex A19
 
 	OpUCSendFirst    Opcode = 0x20
@@ -70,6 +71,7 @@ const (
 	AtomicAck
 	CompareSwap
 	FetchAdd
+	Flush
 	AtomicWrite
 )
 
@@ -82,6 +84,7 @@ const (
 	First     OpFlags = 1 << iota
 	Last              // last or only
 	HasDETH           // extension headers, in the order in which they stand
+	HasFETH           //
 	HasRETH           //
 	HasAtomic         // AtomicETH
 	HasAETH           //
@@ -133,7 +136,7 @@ func makeOpcodes() (t [256]OpInfo) {
 		for _, e := range [...]struct {
 			f OpFlags
 			n int
-		}{{HasDETH, DETHLen}, {HasRETH, RETHLen}, {HasAtomic, AtomicLen}, {HasAETH, AETHLen},
+		}{{HasDETH, DETHLen}, {HasFETH, FETHLen}, {HasRETH, RETHLen}, {HasAtomic, AtomicLen}, {HasAETH, AETHLen},
 			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}} {
 			if f&e.f != 0 {
 				i.ExtLen += uint8(e.n)
@@ -169,6 +172,7 @@ func makeOpcodes() (t [256]OpInfo) {
 	add(OpRCFetchAdd, "RC FetchAdd", FetchAdd, only|HasAtomic)
 	add(OpRCSendLastInv, "RC SEND Last with Invalidate", Send, Last|HasPayload|HasIETH)
 	add(OpRCSendOnlyInv, "RC SEND Only with Invalidate", Send, only|HasPayload|HasIETH)
+	add(OpRCFlush, "RC FLUSH", Flush, only|HasFETH|HasRETH)
 	add(OpRCAtomicWrite, "RC ATOMIC WRITE", AtomicWrite, only|HasRETH|HasPayload)
 	add(OpUDSendOnly, "UD SEND Only", Send, only|HasPayload|HasDETH)
 	add(OpUDSendOnlyImm, "UD SEND Only with Immediate", Send, only|HasPayload|HasDETH|HasImm)

@@ -12,7 +12,7 @@ import (
 func TestOpcodes(t *testing.T) {
 	ext := map[Opcode]int{ // bytes of extension headers
 		0x00: 0, 0x01: 0, 0x02: 0, 0x03: 4, 0x04: 0, 0x05: 4, 0x06: 16, 0x07: 0, 0x08: 0, 0x09: 4, 0x0a: 16, 0x0b: 20,
-		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1d: 16,
+		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1c: 20, 0x1d: 16,
 		0x20: 0, 0x21: 0, 0x22: 0, 0x23: 4, 0x24: 0, 0x25: 4, 0x26: 16, 0x27: 0, 0x28: 0, 0x29: 4, 0x2a: 16, 0x2b: 20,
 		0x64: 8, 0x65: 12,
 	}
@@ -33,7 +33,7 @@ func TestOpcodes(t *testing.T) {
 			t.Errorf("%v: %+v", o, info)
 		}
 		switch info.Op {
-		case ReadRequest, Ack, AtomicAck, CompareSwap, FetchAdd:
+		case ReadRequest, Flush, Ack, AtomicAck, CompareSwap, FetchAdd:
 			if info.Is(HasPayload) || !info.Is(First|Last) {
 				t.Errorf("%v: %+v", o, info)
 			}
@@ -55,11 +55,14 @@ func TestEveryOpcode(t *testing.T) {
 		if !info.Valid() {
 			continue
 		}
-		reth, atomic, aeth, deth := RETH{1 << 60, 2, 3}, AtomicETH{4 << 40, 5, 6, 7}, AETH{NAKSequence, 8}, DETH{9, 10}
+		feth, reth, atomic, aeth, deth := FETH{3, 1}, RETH{1 << 60, 2, 3}, AtomicETH{4 << 40, 5, 6, 7}, AETH{NAKSequence, 8}, DETH{9, 10}
 		ext := make([]byte, info.ExtLen)
 		n := 0
 		if info.Is(HasDETH) {
 			n += deth.Encode(ext[n:])
+		}
+		if info.Is(HasFETH) {
+			n += feth.Encode(ext[n:])
 		}
 		if info.Is(HasRETH) {
 			n += reth.Encode(ext[n:])
@@ -100,6 +103,7 @@ func TestEveryOpcode(t *testing.T) {
 				t.Errorf("%s: %+v, expected %+v", info.Name, got, value)
 			}
 		}
+		want(HasFETH, p.FETH(), feth, FETH{})
 		want(HasRETH, p.RETH(), reth, RETH{})
 		want(HasAtomic, p.AtomicETH(), atomic, AtomicETH{})
 		want(HasAETH, p.AETH(), aeth, AETH{})
@@ -304,7 +308,7 @@ func FuzzRoCE(f *testing.F) {
 		}
 		if p.BTH != q.BTH || !bytes.Equal(p.Ext, q.Ext) || !bytes.Equal(p.Payload, q.Payload) || p.SrcIP != q.SrcIP || p.DstIP != q.DstIP ||
 			p.VLAN != q.VLAN || p.PCP != q.PCP || p.V1 != q.V1 || p.TOS != q.TOS || p.TTL != q.TTL || p.FlowLabel != q.FlowLabel || p.SrcPort != q.SrcPort ||
-			p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() || p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() || p.InvKey() != q.InvKey() {
+			p.FETH() != q.FETH() || p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() || p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() || p.InvKey() != q.InvKey() {
 			t.Fatalf("%+v\n%+v", p, q)
 		}
 	})
@@ -318,7 +322,7 @@ func FuzzHeaders(f *testing.F) {
 	f.Add(make([]byte, 64))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for _, pair := range [][2]codec{{new(Ethernet), new(Ethernet)}, {new(ARP), new(ARP)}, {new(IPv4), new(IPv4)}, {new(IPv6), new(IPv6)}, {new(UDP), new(UDP)},
-			{new(VXLAN), new(VXLAN)}, {new(BTH), new(BTH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)}, {new(AETH), new(AETH)}, {new(DETH), new(DETH)}} {
+			{new(VXLAN), new(VXLAN)}, {new(BTH), new(BTH)}, {new(FETH), new(FETH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)}, {new(AETH), new(AETH)}, {new(DETH), new(DETH)}} {
 			n, err := pair[0].Decode(b)
 			if err != nil {
 				continue

@@ -143,7 +143,18 @@ func (p *RoCE) network(frame []byte) (l layout, err error) {
 
 // RETH returns the RDMA header.
 func (p *RoCE) RETH() (h RETH) {
-	if p.Info.Is(HasRETH) {
+	switch {
+	case p.Info.Is(HasFETH):
+		_, _ = h.Decode(p.Ext[FETHLen:])
+	case p.Info.Is(HasRETH):
+		_, _ = h.Decode(p.Ext)
+	}
+	return h
+}
+
+// FETH returns the header of a FLUSH.
+func (p *RoCE) FETH() (h FETH) {
+	if p.Info.Is(HasFETH) {
 		_, _ = h.Decode(p.Ext)
 	}
 	return h

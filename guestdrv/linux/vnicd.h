@@ -240,9 +240,14 @@ struct vnicd_mr {
 };
 
 /* What regions and windows may grant. */
+#ifdef VNICD_HAVE_FLUSH
+#define VNICD_ACCESS_FLUSH IB_ACCESS_FLUSH_GLOBAL
+#else
+#define VNICD_ACCESS_FLUSH 0
+#endif
 #define VNICD_MR_ACCESS (IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE | \
 			 IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC | \
-			 IB_ACCESS_MW_BIND)
+			 IB_ACCESS_MW_BIND | VNICD_ACCESS_FLUSH)
 
 struct vnicd_mw {
 	struct ib_mw base;

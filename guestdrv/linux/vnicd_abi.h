@@ -185,6 +185,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_MEM_MGT	(1ULL << 7)	/* REG_MR, LOCAL_INV, SEND_WITH_INV */
 #define VNICD_CAP_MW		(1ULL << 8)	/* types 1 and 2B: CREATE_MW, BIND_MW, LOCAL_INV */
 #define VNICD_CAP_ATOMIC_WRITE	(1ULL << 9)	/* ATOMIC WRITE, on RC */
+#define VNICD_CAP_FLUSH_GLOBAL	(1ULL << 10)	/* FLUSH to global visibility, on RC */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)
@@ -529,6 +530,12 @@ struct vnicd_reg_wr {
 	__u8   page_shift;	/* 12..30 */
 	__u8   reserved[7];
 };
+
+/*
+ * FLUSH: address, length, R_Key, type and level as in struct rxe_send_wr, where kernels
+ * have it. The rxe provider leaves length 0 there and puts it into dma.length.
+ */
+#define VNICD_WR_FLUSH_OFFSET	24
 
 /* CREATE_MW: reply vnicd_handle, the window's first R_Key. DESTROY_MW: vnicd_handle, ditto. */
 struct vnicd_create_mw {

@@ -61,6 +61,11 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 	if (lim->caps & VNICD_CAP_ATOMIC_WRITE)
 		attr->device_cap_flags |= IB_DEVICE_ATOMIC_WRITE;
 #endif
+#ifdef VNICD_HAVE_FLUSH
+	/* Not persistence: the guest's memory is the host's, which forgets. */
+	if (lim->caps & VNICD_CAP_FLUSH_GLOBAL)
+		attr->device_cap_flags |= IB_DEVICE_FLUSH_GLOBAL;
+#endif
 	attr->max_qp = lim->max_qp;
 	attr->max_qp_wr = lim->max_qp_wr;
 	attr->max_send_sge = lim->max_sge;

@@ -156,6 +156,11 @@ static int vnicd_fill_reg(struct rxe_send_wr *out, const struct ib_reg_wr *wr)
 	const struct vnicd_mr *mr = to_vmr(wr->mr);
 
 	BUILD_BUG_ON(offsetof(struct rxe_send_wr, wr) != VNICD_WR_REG_OFFSET);
+#ifdef VNICD_HAVE_FLUSH
+	BUILD_BUG_ON(offsetof(struct rxe_send_wr, wr.flush) != VNICD_WR_FLUSH_OFFSET);
+	BUILD_BUG_ON(offsetof(struct rxe_send_wr, wr.flush.rkey) != VNICD_WR_FLUSH_OFFSET + 12);
+	BUILD_BUG_ON(offsetof(struct rxe_send_wr, wr.flush.level) != VNICD_WR_FLUSH_OFFSET + 17);
+#endif
 	BUILD_BUG_ON(sizeof(*reg) > sizeof(out->wr));
 	if (!mr->pages)
 		return -EINVAL;

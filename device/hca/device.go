@@ -65,9 +65,10 @@ type Config struct {
 //	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
 //	        connected: down <-> up (queue 0 runs)
 type Device struct {
-	cfg Config
-	lim Limits
-	log hclog.Logger
+	cfg  Config
+	lim  Limits
+	pace *pacer // nil: no limit
+	log  hclog.Logger
 
 	lanes  []*lane
 	byLoop [engine.MaxLoops]*lane
@@ -122,6 +123,7 @@ func New(cfg Config) (*Device, error) {
 	if err := d.lim.complete(); err != nil {
 		return nil, err
 	}
+	d.pace = newPacer(d.lim.Messages)
 	switch {
 	case cfg.Name == "" || len(cfg.Name) > 31:
 		return nil, fmt.Errorf("%w: name %q must have 1..31 bytes", ErrConfig, cfg.Name)

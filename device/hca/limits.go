@@ -32,7 +32,11 @@ type Limits struct {
 	RdAtomic     int // outstanding READs and atomics of a QP, either side
 	McastGroups  int
 	McastMembers int // QPs of one group
+	Messages     int // send requests a second, over all QPs; 0: any number
 }
+
+// MaxMessages bounds Limits.Messages.
+const MaxMessages = 100_000_000
 
 // DefaultLimits suit a VM that runs a few hundred connections. What a guest can
 // make the host allocate is about 80 KiB per QP (the transport's copies of work
@@ -86,6 +90,9 @@ func (l *Limits) complete() error {
 	}
 	if l.MTTs == 0 {
 		l.MTTs = def.MTTs
+	}
+	if l.Messages < 0 || l.Messages > MaxMessages {
+		return fmt.Errorf("%w: limit Messages is %d, must be 0..%d", ErrConfig, l.Messages, MaxMessages)
 	}
 	if l.MRSize > 1<<56 || l.MTTs > 1<<32 {
 		return fmt.Errorf("%w: limit MRSize is %d (at most 2^56), MTTs is %d (at most 2^32)", ErrConfig, l.MRSize, l.MTTs)

@@ -38,6 +38,9 @@ type qp struct {
 	timer *engine.Timer
 	near  near
 
+	deadline int64 // the transport's
+	paceAt   int64 // when the next send request may be taken, reserved; 0: not asked (pace.go)
+
 	path lfe.Path             // RC, UC: to the peer (MT-5)
 	peer atomic.Pointer[peer] // nil: takes nothing
 
@@ -119,6 +122,10 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 		case n == 0:
 			return roce.FetchEmpty
 		}
+	}
+	// What is flushed has cost nobody anything.
+	if p := q.dev.pace; p != nil && q.t.State() != roce.Err && !q.mayFetch(p) {
+		return roce.FetchEmpty
 	}
 	w.Seq = seq
 	return q.fetchSend(w)
@@ -389,11 +396,21 @@ func (q *qp) Transmit(b *packet.Buf) {
 
 // ArmTimer implements roce.Adapter.
 func (q *qp) ArmTimer(deadline int64) {
-	if deadline == 0 {
+	q.deadline = deadline
+	q.arm()
+}
+
+// arm sets the timer to what comes first.
+func (q *qp) arm() {
+	at := q.deadline
+	if q.paceAt != 0 && (at == 0 || q.paceAt < at) {
+		at = q.paceAt
+	}
+	if at == 0 {
 		q.timer.Stop()
 		return
 	}
-	q.timer.Arm(deadline)
+	q.timer.Arm(at)
 }
 
 // onTimer is the timer's function.
@@ -406,9 +423,16 @@ func (q *qp) onTimer(now int64) {
 		return
 	}
 	defer q.lane.leave(t)
+	if q.paceAt != 0 && q.paceAt <= now {
+		q.lane.push(q)
+	}
+	q.deadline = 0
 	q.lane.cur = q
-	q.t.Timer(now)
+	q.t.Timer(now) // arms it again if it has a deadline
 	q.lane.cur = nil
+	if q.deadline == 0 && q.paceAt > now {
+		q.arm()
+	}
 }
 
 // Schedule implements roce.Adapter.

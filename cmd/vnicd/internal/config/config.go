@@ -35,6 +35,7 @@ const (
 	minMTU, maxMTU    = 1280, 9000
 	maxQPs            = 65535
 	maxMRs            = 1 << 20
+	maxAHs            = 1 << 18
 	DefaultBuffers    = 8192
 	defaultAppMemory  = 1 << 30
 	DefaultMonitoring = "127.0.0.1:9469" // with the page; without it nothing is served unless asked for
@@ -177,10 +178,12 @@ func (v *VM) What() string {
 
 // Limits bound what one VM may make the host keep. Zero: the device's default.
 type Limits struct {
-	QPs   int
-	CQs   int
-	MRs   int
-	Pages uint64 // MTT entries over all regions
+	QPs      int
+	CQs      int
+	MRs      int
+	AHs      int
+	Pages    uint64 // MTT entries over all regions
+	Messages int    // send requests a second; 0: any number
 }
 
 // NetSocket is the path of the VM's virtio-net vhost-user socket.

@@ -37,7 +37,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, qmp: /run/b.qmp}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, qmp: /run/b.qmp}
 `
 
 func TestParseGood(t *testing.T) {
@@ -55,7 +55,7 @@ func TestParseGood(t *testing.T) {
 		t.Errorf("network red: %+v", n)
 	}
 	b, err := c.VM("b")
-	if err != nil || b.Limits.QPs != 64 || b.Limits.Pages != 1000 || b.Limits.MRs != 0 {
+	if err != nil || b.Limits.QPs != 64 || b.Limits != (Limits{QPs: 64, AHs: 32, Pages: 1000, Messages: 10000}) {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
 	if a, err := c.VM("a"); err != nil || a.Queues != 1 {

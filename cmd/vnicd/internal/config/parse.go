@@ -18,6 +18,7 @@ import (
 
 	"gopkg.in/yaml.v3"
 
+	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -512,10 +513,12 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
-				"qps":   number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
-				"cqs":   number(p, "limits cqs", 2, maxQPs, &vm.Limits.CQs),
-				"mrs":   number(p, "limits mrs", 1, maxMRs, &vm.Limits.MRs),
-				"pages": number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
+				"qps":      number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
+				"cqs":      number(p, "limits cqs", 2, maxQPs, &vm.Limits.CQs),
+				"mrs":      number(p, "limits mrs", 1, maxMRs, &vm.Limits.MRs),
+				"ahs":      number(p, "limits ahs", 2, maxAHs, &vm.Limits.AHs),
+				"pages":    number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
+				"messages": number(p, "limits messages", 1, hca.MaxMessages, &vm.Limits.Messages),
 			})
 		},
 	}

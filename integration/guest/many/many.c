@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * many DEVICE GID-INDEX QPS MRS: makes memory regions, queue pairs and address handles until the device
+ * refuses, at least so many; each pair of queue pairs writes through regions of its own. Prints what each
+ * eighth took per object, so that one sees whether the last cost what the first did.
+ * Exit status 0: there were enough, all worked, and the refusal was ENOMEM, at the limit that is reported.
+ */
+#include <infiniband/verbs.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define PAGE  4096
+#define PAGES 4096	/* regions share them */
+#define PARTS 8
+
+static struct ibv_context *ctx;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static int gid_index;
+static union ibv_gid gid;
+static char *mem;
+
+static void check(int ok, const char *what)
+{
+	if (ok)
+		return;
+	fprintf(stderr, "many: %s (errno %d, %s)\n", what, errno, strerror(errno));
+	exit(1);
+}
+
+static double now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
+
+static void *make_mr(int i)
+{
+	return ibv_reg_mr(pd, mem + (size_t)(i % PAGES) * PAGE, PAGE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+}
+
+static void *make_qp(int i)
+{
+	struct ibv_qp_init_attr init = {
+		.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+		.cap = { .max_send_wr = 2, .max_recv_wr = 2, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+
+	(void)i;
+	return ibv_create_qp(pd, &init);
+}
+
+static void *make_ah(int i)
+{
+	struct ibv_ah_attr a = { .is_global = 1, .port_num = 1 };
+
+	(void)i;
+	a.grh.dgid = gid;
+	a.grh.sgid_index = gid_index;
+	a.grh.hop_limit = 64;
+	return ibv_create_ah(pd, &a);
+}
+
+/* Makes objects until that fails or there are most of them, and returns how many there are. */
+static int fill(const char *what, void *(*make)(int), void **all, int most, int reported)
+{
+	double start = now(), part = start;
+	int n, done = 0, size = most / PARTS;
+
+	printf("%s, us each:", what);
+	for (n = 0; n < most; n++) {
+		errno = 0;
+		all[n] = make(n);
+		if (!all[n])
+			break;
+		if (n + 1 - done == size) {
+			printf(" %.0f", (now() - part) / size);
+			part = now();
+			done = n + 1;
+		}
+	}
+	printf("; %d of %d\n", n, reported);
+	check(n < most, "the device refused none");
+	check(errno == ENOMEM, "the refusal was another error");
+	/* The kernel's own (the GSI queue pair, say) count as well. */
+	check(n <= reported && n >= reported - 8, "the limit is not the one reported");
+	return n;
+}
+
+static void to_rts(struct ibv_qp *qp, struct ibv_qp *to)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE };
+
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
+	a.qp_state = IBV_QPS_RTR;
+	a.path_mtu = IBV_MTU_1024;
+	a.dest_qp_num = to->qp_num;
+	a.min_rnr_timer = 12;
+	a.ah_attr.is_global = 1;
+	a.ah_attr.port_num = 1;
+	a.ah_attr.grh.dgid = gid;
+	a.ah_attr.grh.sgid_index = gid_index;
+	a.ah_attr.grh.hop_limit = 64;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
+	a.qp_state = IBV_QPS_RTS;
+	a.timeout = 17;
+	a.retry_cnt = 7;
+	a.rnr_retry = 7;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+}
+
+/* Queue pair i writes word i of its region to word i of its peer's. */
+static void write_one(struct ibv_qp *qp, int i, struct ibv_mr *from, struct ibv_mr *to)
+{
+	size_t off = 8 * (i % (PAGE / 8));
+	struct ibv_sge sge = { .addr = (uintptr_t)from->addr + off, .length = 8, .lkey = from->lkey };
+	struct ibv_send_wr wr = { .wr_id = i, .opcode = IBV_WR_RDMA_WRITE, .sg_list = &sge, .num_sge = 1 }, *bad;
+	struct ibv_wc wc;
+	double end = now() + 60e6;
+	uint64_t want = 0x1234567800000000ull + i;
+	int n;
+
+	memcpy((char *)from->addr + off, &want, 8);
+	wr.wr.rdma.remote_addr = (uintptr_t)to->addr + off;
+	wr.wr.rdma.rkey = to->rkey;
+	check(!ibv_post_send(qp, &wr, &bad), "ibv_post_send");
+	while (!(n = ibv_poll_cq(cq, 1, &wc)))
+		check(now() < end, "a WRITE does not complete");
+	check(n == 1 && wc.status == IBV_WC_SUCCESS && wc.wr_id == (uint64_t)i, "completion");
+	check(!memcmp((char *)to->addr + off, &want, 8), "what was written is not there");
+}
+
+int main(int argc, char **argv)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	struct ibv_device_attr attr;
+	int qps, mrs, nqp, nmr, nah, i;
+	void **qp, **mr, **ah;
+	double start;
+
+	check(argc == 5, "usage: many DEVICE GID-INDEX QPS MRS");
+	gid_index = atoi(argv[2]);
+	qps = atoi(argv[3]);
+	mrs = atoi(argv[4]);
+	for (; list && *list && strcmp(ibv_get_device_name(*list), argv[1]); list++)
+		;
+	check(list && *list, "no such device");
+	check((ctx = ibv_open_device(*list)) != NULL, "ibv_open_device");
+	check(!ibv_query_device(ctx, &attr), "ibv_query_device");
+	check(!ibv_query_gid(ctx, 1, gid_index, &gid), "ibv_query_gid");
+	check((pd = ibv_alloc_pd(ctx)) != NULL, "ibv_alloc_pd");
+	check((cq = ibv_create_cq(ctx, 64, NULL, NULL, 0)) != NULL, "ibv_create_cq");
+	check((mem = aligned_alloc(PAGE, (size_t)PAGES * PAGE)) != NULL, "memory");
+	memset(mem, 0, (size_t)PAGES * PAGE);
+	mr = calloc(attr.max_mr + 1, sizeof(*mr));
+	qp = calloc(attr.max_qp + 1, sizeof(*qp));
+	ah = calloc(attr.max_ah + 1, sizeof(*ah));
+	check(mr && qp && ah, "memory");
+
+	nmr = fill("regions", make_mr, mr, attr.max_mr + 1, attr.max_mr);
+	nqp = fill("queue pairs", make_qp, qp, attr.max_qp + 1, attr.max_qp);
+	nah = fill("address handles", make_ah, ah, attr.max_ah + 1, attr.max_ah);
+	check(nmr >= mrs, "too few regions");
+	check(nqp >= qps, "too few queue pairs");
+
+	start = now();
+	for (i = 0; i + 1 < nqp; i += 2) {
+		to_rts(qp[i], qp[i + 1]);
+		to_rts(qp[i + 1], qp[i]);
+	}
+	printf("connected, us each: %.0f\n", (now() - start) / nqp);
+	start = now();
+	for (i = 0; i < (nqp & ~1); i++) /* neighbours in number use the same pages, but not the same regions */
+		write_one(qp[i], i, mr[(i * 16) % nmr], mr[(i * 16 + 7) % nmr]);
+	printf("WRITEs, us each: %.0f\n", (now() - start) / i);
+
+	for (i = 0; i < nah; i++)
+		check(!ibv_destroy_ah(ah[i]), "ibv_destroy_ah");
+	start = now();
+	for (i = 0; i < nqp; i++)
+		check(!ibv_destroy_qp(qp[i]), "ibv_destroy_qp");
+	printf("queue pairs destroyed, us each: %.0f\n", (now() - start) / nqp);
+	start = now();
+	for (i = 0; i < nmr; i++)
+		check(!ibv_dereg_mr(mr[i]), "ibv_dereg_mr");
+	printf("regions deregistered, us each: %.0f\n", (now() - start) / nmr);
+	/* All of it can be had again. */
+	check((qp[0] = make_qp(0)) && (mr[0] = make_mr(0)) && (ah[0] = make_ah(0)), "nothing came back");
+	return 0;
+}

@@ -124,7 +124,7 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 		}
 	}
 	// What is flushed has cost nobody anything.
-	if p := q.dev.pace; p != nil && q.t.State() != roce.Err && !q.mayFetch(p) {
+	if p := q.dev.pace; p != nil && q.t.State() == roce.RTS && !q.mayFetch(p) {
 		return roce.FetchEmpty
 	}
 	w.Seq = seq

@@ -18,6 +18,10 @@ func registry() []Row {
 			Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
 		},
 		{
+			Name: "real_addresses", What: "local RDMA WRITE 4 KiB of a guest's kernel, by real addresses (RA-1)", Anchor: "each registered and invalidated", Unit: "msg/s",
+			Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
+		},
+		{
 			Name: "remote_write_64k", What: "RDMA WRITE 64 KiB between two hosts, underlay MTU 1500", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
 			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(1500),
 		},

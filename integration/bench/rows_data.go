@@ -133,6 +133,62 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
+// realAddresses streams WRITEs of 4 KiB as a guest kernel's block or file driver does, out of memory that it names by
+// real addresses (RA-1); the anchor registers each, writes, and invalidates it, in the same queue.
+func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
+	const size, slots = 4096, 64
+	_, nodes, err := b.local(ctx, 2, 32<<20)
+	if err != nil {
+		return m, err
+	}
+	x, _, err := connectAs(nodes[0], nodes[1], true)
+	if err != nil {
+		return m, err
+	}
+	src, err := nodes[0].Alloc(slots * size)
+	if err != nil {
+		return m, err
+	}
+	_, dmr, err := nodes[1].region(slots * size)
+	if err != nil {
+		return m, err
+	}
+	var regs [slots]*abi.RegWR
+	for i := range regs {
+		f, err := nodes[0].pd.AllocFast(1)
+		if err != nil {
+			return m, err
+		}
+		regs[i] = f.Map(src, i*size, size, 1, abi.AccessLocalWrite)
+	}
+	sgl := make([]abi.SGE, 1)
+	wr := guestdrv.SendWR{RKey: dmr.RKey()}
+	write := func(i int, addr uint64, key uint32) {
+		sgl[0] = abi.SGE{Addr: addr + uint64(i*size), Length: size, LKey: key}
+		wr.Opcode, wr.SGL, wr.RemoteAddr = abi.WRRDMAWrite, sgl, dmr.Addr()+uint64(i*size)
+	}
+	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+		rate, err := x.stream(ctx, d, slots, 1, &wr, func(i int) { write(i%slots, src.PA(), abi.DMALKey) })
+		return Sample{Value: rate}, err
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		const requests = 3
+		rate, err := x.stream(ctx, d, slots*requests, requests, &wr, func(n int) {
+			i := n / requests % slots
+			switch n % requests {
+			case 0:
+				wr.Opcode, wr.SGL, wr.Reg = abi.WRRegMR, nil, regs[i]
+			case 1:
+				write(i, src.Addr(), regs[i].RKey)
+			case 2:
+				wr.Opcode, wr.SGL, wr.InvalidateKey = abi.WRLocalInv, nil, regs[i].RKey
+			}
+		})
+		return Sample{Value: rate / requests}, err
+	}
+	return m, nil
+}
+
 // remoteWrite streams WRITEs of 64 KiB between VMs of two daemons; the anchor is
 // iperf3's TCP over the kernel's VXLAN, the same wire.
 func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {

@@ -177,8 +177,11 @@ type end struct {
 
 const depth = 256 // work requests of a queue
 
-// connect makes a connected pair of RC QPs.
-func connect(x, y *node) (a, b *end, err error) {
+// connect makes a connected pair of RC QPs of processes.
+func connect(x, y *node) (a, b *end, err error) { return connectAs(x, y, false) }
+
+// connectAs is connect; privileged ones are a kernel's (RA-2).
+func connectAs(x, y *node, privileged bool) (a, b *end, err error) {
 	var ends [2]*end
 	for i, n := range []*node{x, y} {
 		e := &end{node: n}
@@ -187,7 +190,7 @@ func connect(x, y *node) (a, b *end, err error) {
 			return
 		}
 		if e.qp, err = n.pd.CreateQP(guestdrv.QPConfig{
-			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: depth, MaxRecvWR: depth, MaxInline: 128,
+			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: depth, MaxRecvWR: depth, MaxInline: 128, Privileged: privileged,
 		}); err != nil {
 			return
 		}

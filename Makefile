@@ -47,7 +47,7 @@ test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
 # VM tests that would take `make test` beyond half an hour.
-LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestPrograms|TestProgramsOnOneHost|TestService|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves)$$
+LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestPrograms|TestProgramsOnOneHost|TestService|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves)$$
 
 test-vm: image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
@@ -57,7 +57,7 @@ test-long: image build ## the VM tests for which `make test` has no time
 
 # Debian 12's kernel and the newest of trixie-backports; what `make test` boots is Debian 13's.
 KERNELS = bookworm trixie-backports
-KERNEL_TESTS = ^(TestBesideRXE|TestTwoHosts|TestLifecycle|TestODPPrograms|TestODPRelease|TestRXE|TestPrograms|TestVerbsSuite|TestKernelConsumers)$$
+KERNEL_TESTS = ^(TestBesideRXE|TestTwoHosts|TestLifecycle|TestODPPrograms|TestODPRelease|TestRXE|TestPrograms|TestVerbsSuite|TestKernelConsumers|TestKernelSockets)$$
 
 test-kernels: deps build ## the tests of the kernel module in guests with other kernels (KERNELS="bookworm trixie-backports")
 	@for r in $(KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && WERROR=1 W=1 vm-images/build module guestdrv/linux $(BUILD)/module-$$r && \

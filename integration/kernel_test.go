@@ -3,6 +3,7 @@ package integration
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -73,17 +74,19 @@ func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr st
 	run(ctx, t, target, nvmeTargetEnd)
 }
 
-// nfsServer exports a directory over RDMA. No grace time: there is nobody to claim locks.
+// nfsServer exports a directory over RDMA. Hardly any grace time: there is nobody to claim locks, and newer kernels do not end it on demand.
 const nfsServer = `set -e
 mkdir -p /srv/nfs /run/rpc_pipefs
 mountpoint -q /srv/nfs || mount -t tmpfs none /srv/nfs
 modprobe -a nfsd rpcrdma
 mountpoint -q /proc/fs/nfsd || mount -t nfsd none /proc/fs/nfsd
 echo '/srv/nfs *(rw,fsid=0,no_root_squash,insecure,no_subtree_check)' > /etc/exports
+echo 10 > /proc/fs/nfsd/nfsv4leasetime
+echo 10 > /proc/fs/nfsd/nfsv4gracetime
 rpc.mountd -N 2 -N 3
 exportfs -a
 rpc.nfsd -N 3 -H 0.0.0.0 --rdma=20049 4
-echo Y > /proc/fs/nfsd/v4_end_grace
+echo Y > /proc/fs/nfsd/v4_end_grace || true
 grep -q rdma /proc/fs/nfsd/portlist`
 
 const nfsUse = `set -e
@@ -105,6 +108,75 @@ rpc.nfsd 0
 exportfs -ua
 pkill rpc.mountd
 umount /proc/fs/nfsd /srv/nfs`
+
+// echo is a program for sockets of kernels' RDMA consumers, SMC-R and RDS: one end sends everything back, the other compares. Sockets
+// of these families take IP addresses, which Python does not know of SMC's.
+const echo = `import ctypes, os, socket, struct, sys
+kind, mode, me, peer = sys.argv[1:]
+if kind == "smc":
+    fd = ctypes.CDLL(None, use_errno=True).socket(43, socket.SOCK_STREAM, 0)
+    s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    s.settimeout(60)
+    if mode == "serve":
+        s.bind((me, 5000))
+        s.listen(1)
+        c, _ = s.accept()
+        c.settimeout(60)
+        while b := c.recv(65536):
+            c.sendall(b)
+    else:
+        s.connect((peer, 5000))
+        for i in range(64):
+            b, got = os.urandom(16384), b""
+            s.sendall(b)
+            while len(got) < len(b):
+                more = s.recv(65536)
+                assert more, "closed"
+                got += more
+            assert got == b, i
+else:
+    s = socket.socket(socket.AF_RDS, socket.SOCK_SEQPACKET, 0)
+    for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        s.setsockopt(socket.SOL_SOCKET, size, 1 << 20)
+    s.setsockopt(276, 8, struct.pack("i", 0)) # SO_RDS_TRANSPORT: RDS_TRANS_IB, not TCP
+    s.settimeout(60)
+    s.bind((me, 4000))
+    for i in range(100):
+        if mode == "serve":
+            b, who = s.recvfrom(65536)
+            s.sendto(b, who)
+        else:
+            b = os.urandom([1, 1000, 8192, 40000][i % 4])
+            s.sendto(b, (peer, 4000))
+            got, _ = s.recvfrom(65536)
+            assert got == b, i
+    if mode == "serve":
+        import time; time.sleep(2) # the last answer is on its way
+`
+
+// sockets has two guests talk by SMC-R or RDS, and tells whether RDMA carried it: SMC-R falls back to TCP in silence.
+func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu.Machine) bool {
+	t.Helper()
+	addrA, _, _ := strings.Cut(vmA.Addr, "/")
+	addrB, _, _ := strings.Cut(vmB.Addr, "/")
+	for _, m := range []*qemu.Machine{a, b} {
+		run(ctx, t, m, "modprobe -a "+modules+" && cat > /tmp/echo.py <<'END'\n"+echo+"END")
+	}
+	sent := func() int {
+		n, err := strconv.Atoi(strings.TrimSpace(run(ctx, t, a, "cat /sys/class/infiniband/"+lab.Device+"/ports/1/hw_counters/tx_bytes")))
+		check(t, err)
+		return n
+	}
+	before := sent()
+	srv := must[*qemu.Process](t)(b.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
+	// SMC listens on a TCP socket of its own; an RDS socket is bound once it is in the list.
+	check(t, harness.WaitGuest(ctx, b, fmt.Sprintf("ss -ltnH | grep -q :5000 || [ %s = rds ] && sleep 1 || ! kill -0 %d", kind, srv.PID())))
+	run(ctx, t, a, fmt.Sprintf("exec timeout -k 5 120 python3 /tmp/echo.py %s ask %s %s", kind, addrA, addrB))
+	if r, err := srv.Wait(ctx); err != nil || r.ExitCode != 0 {
+		t.Errorf("server: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+	}
+	return sent()-before >= 1<<20
+}
 
 // TestKernelConsumers: NVMe over RDMA and NFS over RDMA between two hosts, both halves
 // on our HCA, and NVMe with rxe as the other half, both ways round.
@@ -136,6 +208,26 @@ func TestKernelConsumers(t *testing.T) {
 			nvme(ctx, t, w.vms[d.host], w.vms[d.target], []string{vmA.Addr, vmB.Addr}[d.target])
 		})
 	}
+	quietKernels(ctx, t, w.vms...)
+}
+
+// TestKernelSockets: SMC-R and RDS between two hosts.
+func TestKernelSockets(t *testing.T) {
+	l, ctx := newLab(t)
+	w := newTwoHosts(ctx, t, l)
+	a, b := w.vms[0], w.vms[1]
+	w.load(ctx, t)
+	// A link that has just come may take SMC a moment and a connection over TCP to notice.
+	smc := func(t *testing.T) {
+		eventually(ctx, t, "SMC uses RDMA", func() bool { return sockets(ctx, t, "smc", "smc", a, b) })
+	}
+	rds := func(t *testing.T) {
+		if !sockets(ctx, t, "rds", "rds rds_rdma", a, b) {
+			t.Error("that was not RDMA")
+		}
+	}
+	t.Run("smc", smc)
+	t.Run("rds", rds)
 	quietKernels(ctx, t, w.vms...)
 }
 

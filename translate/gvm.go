@@ -64,7 +64,7 @@ func (t *GVMTable) Bind(s *Space) error {
 	}
 	e.spaces = append(e.spaces, s)
 	t.used++
-	s.uplink.Store(uint32(e.uplink))
+	s.setUplink(e.uplink)
 	return nil
 }
 
@@ -126,7 +126,12 @@ func (t *GVMTable) SetUplink(g GVMI, u Uplink) error {
 	}
 	e.uplink = u
 	for _, s := range e.spaces {
-		s.uplink.Store(uint32(u))
+		s.setUplink(u)
 	}
 	return nil
+}
+
+func (s *Space) setUplink(u Uplink) {
+	s.uplink.Store(uint32(u))
+	s.gen.Add(1)
 }

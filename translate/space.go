@@ -27,6 +27,7 @@ var (
 type Space struct {
 	table  atomic.Pointer[pa2ma]
 	uplink atomic.Uint32 // Uplink: checked with every access (PF-3)
+	gen    atomic.Uint64 // moves on after every change of table and uplink, before the epoch is drained; see Window
 	gvmi   GVMI
 
 	epochs Epochs
@@ -70,6 +71,7 @@ type paTable [leafPages]atomic.Uint64
 func NewSpace(g GVMI) *Space {
 	s := &Space{gvmi: g}
 	s.table.Store(&pa2ma{})
+	s.gen.Store(1) // a Window begins with 0
 	return s
 }
 
@@ -92,6 +94,7 @@ func (s *Space) Reserve(pa PA, n uint64) error {
 		return fmt.Errorf("reserve %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
 	}
 	s.reserveLocked(pa, n)
+	s.gen.Add(1)
 	return nil
 }
 
@@ -116,6 +119,7 @@ func (s *Space) Map(pa PA, host []byte) error {
 		return fmt.Errorf("map %v, %d bytes: %v: %w", pa, n, at, ErrOverlap)
 	}
 	s.fillLocked(pa, uint64(base), n)
+	s.gen.Add(1)
 	return nil
 }
 
@@ -143,6 +147,7 @@ func (s *Space) remove(what string, pa PA, n uint64, entry uint64) error {
 		return fmt.Errorf("%s %v, %d bytes: %v: %w", what, pa, n, at, ErrNotMapped)
 	}
 	s.clearLocked(pa, n, entry)
+	s.gen.Add(1)
 	return nil
 }
 

@@ -388,6 +388,12 @@ func (r *reader) leave() {
 	}
 }
 
+// Batch is a stretch of a loop's work with frames: inside it, entering their network for each costs next to nothing.
+type Batch struct{ r *reader }
+
+// End ends the batch. Who changes the network waits for that.
+func (b Batch) End() { b.r.leave() }
+
 // purge removes the entries that match, static ones included.
 func (n *Network) purge(match func(key uint64, v value) bool) {
 	for i := range n.fdb.buckets {

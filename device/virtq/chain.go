@@ -93,6 +93,19 @@ func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 // WriteAll is WriteAt from the start of the writable part.
 func (c *Chain) WriteAll(src []byte) (int, translate.Miss) { return c.WriteAt(src, 0) }
 
+// Piece returns the first n writable bytes where they are on the host, if they are
+// in one piece there; else nil. They are the guest's own, which it may change at any
+// time, and may be used until the caller leaves its epoch.
+func (c *Chain) Piece(n int) []byte {
+	if len(c.Writable) == 0 || uint64(c.Writable[0].Len) < uint64(n) {
+		return nil
+	}
+	if b, _ := c.space.Host(c.Writable[0].PA, n); len(b) == n {
+		return b
+	}
+	return nil
+}
+
 // reset empties the chain and keeps its storage.
 func (c *Chain) reset(space *translate.Space) {
 	c.space = space

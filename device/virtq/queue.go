@@ -51,9 +51,10 @@ type Queue struct {
 	idx      int
 	size     uint16 // MaxSize fits
 	mask     uint16
-	desc     translate.PA
-	avail    translate.PA
-	used     translate.PA
+	desc     translate.Window
+	avail    translate.Window
+	used     translate.Window
+	table    translate.Window // the indirect one of the chain that is walked
 	eventIdx bool
 	indirect bool
 	kick     int
@@ -70,7 +71,9 @@ type Queue struct {
 
 	broken atomic.Pointer[error]
 
-	buf [descSize]byte // scratch: passing stack memory through Space would make it escape
+	// Scratch: passing stack memory through Space would make it escape.
+	raw  [descSize]byte
+	elem [usedElemSize]byte
 }
 
 // New validates a ring's description and returns the queue. It does not touch
@@ -99,7 +102,9 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 	}
 	q := &Queue{
 		space: space, idx: c.Index, size: uint16(c.Size), mask: uint16(c.Size - 1),
-		desc: c.Desc, avail: c.Avail, used: c.Used,
+		desc:     space.Window(c.Desc, DescBytes(c.Size)),
+		avail:    space.Window(c.Avail, AvailBytes(c.Size)),
+		used:     space.Window(c.Used, UsedBytes(c.Size)),
 		eventIdx: c.EventIdx, indirect: c.Indirect,
 		kick: c.Kick, call: c.Call, errfd: c.Err,
 		lastAvail: c.Base, availSeen: c.Base,
@@ -185,15 +190,15 @@ func (q *Queue) check() error {
 	return nil
 }
 
-// load16 reads one little-endian 16-bit word of a ring. Go has no 16-bit
+// load16 reads the little-endian 16-bit word at off of an area. Go has no 16-bit
 // atomics, so the aligned 32-bit word around it is loaded; it lies in the same
 // page since pages are multiples of four.
-func (q *Queue) load16(what string, pa translate.PA) (uint16, error) {
-	w, m := q.space.Uint32(pa &^ 3)
+func (q *Queue) load16(what string, area *translate.Window, off uint64) (uint16, error) {
+	w, shift, m := area.Around(off)
 	if !m.OK() {
 		return 0, q.missed(what, m)
 	}
-	return uint16(le32(w.Load()) >> (8 * (uint64(pa) & 2))), nil
+	return uint16(le32(w.Load()) >> shift), nil
 }
 
 // Pending returns how many chains the driver has made available and Pop has not
@@ -202,7 +207,7 @@ func (q *Queue) Pending() (int, error) {
 	if err := q.check(); err != nil {
 		return 0, err
 	}
-	v, err := q.load16("available index", q.avail+2)
+	v, err := q.load16("available index", &q.avail, 2)
 	if err != nil {
 		return 0, err
 	}
@@ -232,7 +237,7 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 		return false, err
 	}
 	slot := q.lastAvail & q.mask
-	head, err := q.load16("available ring entry", q.avail+4+2*translate.PA(slot))
+	head, err := q.load16("available ring entry", &q.avail, 4+2*uint64(slot))
 	if err != nil {
 		return false, err
 	}
@@ -273,10 +278,8 @@ func (q *Queue) Push(c *Chain, written uint32) error {
 	if uint64(written) > c.writeLen {
 		written = uint32(c.writeLen)
 	}
-	binary.LittleEndian.PutUint32(q.buf[0:4], uint32(c.head))
-	binary.LittleEndian.PutUint32(q.buf[4:8], written)
-	pa := q.used + 4 + usedElemSize*translate.PA(q.usedNext&q.mask)
-	if m := q.space.Write(pa, q.buf[:usedElemSize]); !m.OK() {
+	binary.LittleEndian.PutUint64(q.elem[:], uint64(written)<<32|uint64(c.head))
+	if m := q.used.Write8(4+usedElemSize*uint64(q.usedNext&q.mask), &q.elem); !m.OK() {
 		return q.missed("used ring entry", m)
 	}
 	q.usedNext++
@@ -302,7 +305,7 @@ func (q *Queue) Publish() error {
 // storeUsed writes flags and index of the used ring, both the device's, in one
 // store that orders the entries before it and the reads of event words after it.
 func (q *Queue) storeUsed(idx uint16) error {
-	w, m := q.space.Uint32(q.used)
+	w, m := q.used.Uint32(0)
 	if !m.OK() {
 		return q.missed("used index", m)
 	}
@@ -321,7 +324,7 @@ func (q *Queue) Signal() error {
 	}
 	want := true
 	if q.eventIdx {
-		ev, err := q.load16("used event index", q.avail+4+2*translate.PA(q.size))
+		ev, err := q.load16("used event index", &q.avail, 4+2*uint64(q.size))
 		if err != nil {
 			return err
 		}
@@ -330,7 +333,7 @@ func (q *Queue) Signal() error {
 			want = q.usedPub-ev-1 < q.usedPub-q.signalled
 		}
 	} else {
-		fl, err := q.load16("available flags", q.avail)
+		fl, err := q.load16("available flags", &q.avail, 0)
 		if err != nil {
 			return err
 		}
@@ -378,8 +381,7 @@ func (q *Queue) SetNotify(on bool) error {
 // its aligned word is not the device's, hence compare-and-swap; the bound keeps
 // a guest that rewrites its half all the time from holding the loop.
 func (q *Queue) storeAvailEvent(v uint16) error {
-	pa := q.used + 4 + usedElemSize*translate.PA(q.size)
-	w, m := q.space.Uint32(pa)
+	w, _, m := q.used.Around(4 + usedElemSize*uint64(q.size))
 	if !m.OK() {
 		return q.missed("available event index", m)
 	}
@@ -402,7 +404,7 @@ func IsRepairable(err error) bool { return Absent(err).Fault() }
 // devices here return chains in the order in which they took them). Call it
 // once, before the first Pop. It returns whether the base had to be changed.
 func (q *Queue) Resume() (bool, error) {
-	v, err := q.load16("used index", q.used+2)
+	v, err := q.load16("used index", &q.used, 2)
 	if err != nil {
 		return false, err
 	}

@@ -27,14 +27,14 @@ type descriptor struct {
 	next  uint16
 }
 
-func (q *Queue) readDesc(table translate.PA, i uint32, d *descriptor) translate.Miss {
-	if m := q.space.Read(q.buf[:], table+descSize*translate.PA(i)); !m.OK() {
+func (q *Queue) readDesc(table *translate.Window, i uint32, d *descriptor) translate.Miss {
+	if m := table.Read16(&q.raw, descSize*uint64(i)); !m.OK() {
 		return m
 	}
-	d.addr = translate.PA(binary.LittleEndian.Uint64(q.buf[0:8]))
-	d.len = binary.LittleEndian.Uint32(q.buf[8:12])
-	d.flags = binary.LittleEndian.Uint16(q.buf[12:14])
-	d.next = binary.LittleEndian.Uint16(q.buf[14:16])
+	d.addr = translate.PA(binary.LittleEndian.Uint64(q.raw[0:8]))
+	d.len = binary.LittleEndian.Uint32(q.raw[8:12])
+	d.flags = binary.LittleEndian.Uint16(q.raw[12:14])
+	d.next = binary.LittleEndian.Uint16(q.raw[14:16])
 	return translate.Miss{}
 }
 
@@ -45,7 +45,7 @@ func (q *Queue) walk(c *Chain, head uint16) error {
 	c.head = head
 	var (
 		d        descriptor
-		table    = q.desc
+		table    = &q.desc
 		limit    = uint32(q.size) // entries of the table being walked
 		i        = uint32(head)
 		steps    uint32
@@ -75,7 +75,8 @@ func (q *Queue) walk(c *Chain, head uint16) error {
 			if _, ok := d.addr.Add(uint64(d.len)); !ok {
 				return q.breakRing("indirect table address", i, uint64(d.addr), "no wrap-around")
 			}
-			table, limit, i, steps = d.addr, d.len/descSize, 0, 0
+			q.table = q.space.Window(d.addr, uint64(d.len))
+			table, limit, i, steps = &q.table, d.len/descSize, 0, 0
 			indirect, where = true, "indirect descriptor"
 			continue
 		}

@@ -28,6 +28,7 @@ const MaxPairs = 8
 // Port is where the device's frames go: a *lfe.VMPort.
 type Port interface {
 	InputNet(l *engine.Loop, b *packet.Buf)
+	Begin(l *engine.Loop) lfe.Batch
 	SetOffloads(n packet.Need)
 	Attachment() *lfe.Attachment
 }

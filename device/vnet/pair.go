@@ -38,6 +38,8 @@ type pair struct {
 	mergeable        bool
 	rxTakes, txTakes packet.Need // left undone: what the guest takes, and what we take from it
 	rxDirty, txDirty bool        // pushed, not yet signalled
+	rxInside         bool        // the epoch of rx, from an iteration's first frame until flush
+	rxEpoch          translate.Token
 	rxc              [maxMerge]virtq.Chain
 	header           [headerLen]byte // of the frame that is being received
 	txc              virtq.Chain
@@ -47,7 +49,7 @@ type pair struct {
 	txSkip           bool        // the next chain cannot be read, ever
 	txOpen           bool        // txc is popped and not pushed
 	txCost           int         // of the frame being sent, in frames
-	cur              *packet.Buf // what Poll is sending
+	cur              *packet.Buf // what Poll is sending, or will send next
 	watch            *engine.Watch
 	timer            *engine.Timer // instead of watch, when the driver never kicks
 }
@@ -99,9 +101,8 @@ func (p *pair) stopRx() {
 		p.rx = nil
 		p.receiving.Store(false)
 		p.dropHeld()
-		if p.rxDirty {
-			p.rxDirty = false
-			p.inEpoch(q, q.Signal)
+		if q != nil {
+			p.leaveRx(q)
 		}
 	})
 }
@@ -196,11 +197,35 @@ func (p *pair) failAll(err error) {
 	}
 }
 
-// flush ends an iteration: one publication and at most one interrupt per queue.
-func (p *pair) flush() {
+// enterRx enters the epoch of the receive queue's memory for what is left of the iteration: for each
+// frame by itself that would cost as much as writing it.
+func (p *pair) enterRx(q *virtq.Queue) {
+	if !p.rxInside {
+		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.ID()), true
+	}
+}
+
+// leaveRx publishes what was received, and leaves.
+func (p *pair) leaveRx(q *virtq.Queue) {
+	if !p.rxInside {
+		return
+	}
+	defer func() {
+		p.rxInside = false
+		q.Space().Epochs().Leave(p.loop.ID(), p.rxEpoch)
+	}()
 	if p.rxDirty {
 		p.rxDirty = false
-		p.inEpoch(p.rx, p.rx.Signal)
+		if err := q.Signal(); err != nil {
+			p.broke(q, err)
+		}
+	}
+}
+
+// flush ends an iteration: one publication and at most one interrupt per queue.
+func (p *pair) flush() {
+	if p.rxInside {
+		p.leaveRx(p.rx)
 	}
 	if p.txDirty {
 		p.txDirty = false

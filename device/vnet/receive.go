@@ -36,11 +36,7 @@ func (p *pair) deliver(q *virtq.Queue, b *packet.Buf) (done bool) {
 	// The caller may be another VM's transmit: if this guest's memory has
 	// vanished, it is this device that stops.
 	prev := p.loop.Blame(p.d.owner)
-	ep := q.Space().Epochs()
-	t := ep.Enter(p.loop.ID())
-	defer func() {
-		ep.Leave(p.loop.ID(), t)
-	}()
+	p.enterRx(q)
 	done = p.put(q, b)
 	p.loop.Blame(prev)
 	return done
@@ -67,6 +63,14 @@ func (p *pair) put(q *virtq.Queue, b *packet.Buf) (done bool) {
 	gso.PutHeader(&p.header, &b.Offload, p.rxTakes != 0, n)
 	// Write everything before the first push: a frame reaches the guest whole
 	// or not at all.
+	if all := headerLen + len(frame); n == 1 {
+		if dst := p.rxc[0].Piece(all); dst != nil { // as nearly always
+			*(*[headerLen]byte)(dst) = p.header
+			copy(dst[headerLen:], frame)
+			p.push(q, 0, uint32(all))
+			return true
+		}
+	}
 	var written [maxMerge]uint32
 	for i := range n {
 		c := &p.rxc[i]
@@ -88,10 +92,18 @@ func (p *pair) put(q *virtq.Queue, b *packet.Buf) (done bool) {
 		written[i] = uint32(off) + uint32(len(part))
 	}
 	for i := range n {
-		if err := q.Push(&p.rxc[i], written[i]); err != nil {
-			p.broke(q, err)
-			return true
+		if !p.push(q, i, written[i]) {
+			break
 		}
+	}
+	return true
+}
+
+// push gives buffer i back, filled.
+func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
+	if err := q.Push(&p.rxc[i], written); err != nil {
+		p.broke(q, err)
+		return false
 	}
 	p.rxDirty = true
 	return true

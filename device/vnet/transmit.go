@@ -4,6 +4,7 @@ import (
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -21,6 +22,8 @@ func (p *pair) Poll(int64) bool {
 	ep := q.Space().Epochs()
 	t := ep.Enter(p.loop.ID())
 	defer ep.Leave(p.loop.ID(), t)
+	in := p.d.cfg.Port.Begin(p.loop)
+	defer in.End()
 	n := 0
 	for n < txBudget {
 		cost := p.transmit(q)
@@ -29,6 +32,7 @@ func (p *pair) Poll(int64) bool {
 		}
 		n += cost
 	}
+	p.release()
 	return n > 0
 }
 
@@ -111,21 +115,18 @@ func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 		p.d.drop(p.loop, lfe.TooBig)
 		return m
 	}
-	b := p.d.cfg.Pool.GetFor(int(n - headerLen))
+	b := p.buffer(int(n - headerLen))
 	if b == nil {
 		p.d.drop(p.loop, lfe.NoBuffer)
 		return m
 	}
-	p.cur = b
 	// Header and frame are copied in one go, the header into the headroom; it
 	// is looked at in the copy and then trimmed off.
 	if !b.SetLen(int(n-headerLen)) || b.Prepend(headerLen) == nil {
-		p.release()
 		p.d.drop(p.loop, lfe.TooBig)
 		return m
 	}
 	if _, m := c.ReadAll(b.Bytes()); !m.OK() {
-		p.release()
 		if m.Fault() {
 			return m
 		}
@@ -137,21 +138,35 @@ func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 	b.TrimFront(headerLen)
 	var err error
 	if b.Offload, err = gso.Accept(h[:], b.Bytes(), p.txTakes); err != nil {
-		p.release()
 		p.d.drop(p.loop, lfe.BadHeader)
 		return m
 	}
 	// Cutting it up, where that has to be, is work like that for a few frames.
 	p.txCost += b.Segments() / segmentsPerFrame
 	p.d.cfg.Port.InputNet(p.loop, b)
-	p.release()
 	return m
 }
 
+// buffer sets cur to an empty buffer for n bytes and returns it: the one of the frame before, if nobody else has kept that; nil if
+// there is none.
+func (p *pair) buffer(n int) *packet.Buf {
+	pool := p.d.cfg.Pool
+	if b := p.cur; b != nil && !b.Shared() {
+		// Small frames do not occupy the few big buffers.
+		if b.Reset(); n <= pool.Capacity() && b.Cap() == pool.Capacity() {
+			return b
+		}
+	}
+	p.release()
+	p.cur = pool.GetFor(n)
+	return p.cur
+}
+
 func (p *pair) release() {
-	b := p.cur
-	p.cur = nil
-	b.Free()
+	if b := p.cur; b != nil {
+		p.cur = nil
+		b.Free()
+	}
 }
 
 // done gives the chain back.
@@ -167,9 +182,7 @@ func (p *pair) done(q *virtq.Queue) {
 // txFault cleans up after a memory fault cut Poll short. If the hole was in
 // another VM's memory, on the frame's way, this VM's frame counts as sent.
 func (p *pair) txFault(f engine.Fault) {
-	if p.cur != nil {
-		p.release()
-	}
+	p.release()
 	open := p.txOpen
 	p.txOpen = false
 	if !f.Foreign {

@@ -1,0 +1,78 @@
+package translate
+
+import "sync/atomic"
+
+// Window is a stretch of guest memory that is accessed all the time, such as a
+// ring. Where it lies on the host is looked up when it is used first, and again
+// only when the space's tables have changed; a stretch that is not in one piece
+// there, or not all there, is looked up with every access. What its methods
+// return may be used until the caller leaves its epoch, like what Space returns. A
+// window belongs to one goroutine at a time.
+type Window struct {
+	space *Space
+	pa    PA
+	n     uint64
+
+	gen  uint64   // of the tables when host was found
+	host hostAddr // of pa
+	ok   bool     // host is known; else each access is looked up
+}
+
+// Window returns the window of [pa, pa+n), which must not wrap around. Nothing is
+// looked up yet.
+func (s *Space) Window(pa PA, n uint64) Window { return Window{space: s, pa: pa, n: n} }
+
+// whole tells whether all of the window is at host.
+func (w *Window) whole() bool { return w.gen == w.space.gen.Load() && w.ok || w.find() }
+
+// find looks the window up, if it has to. The generation is read first: what changes
+// from then on is noticed with the next access.
+func (w *Window) find() bool {
+	if gen := w.space.gen.Load(); gen != w.gen {
+		w.gen, w.ok = gen, false
+		if h, got, kind := w.space.span(w.pa, w.n); kind == None && got == w.n && w.space.permit(true) == None {
+			w.host, w.ok = h, true
+		}
+	}
+	return w.ok
+}
+
+// Uint32 is Space.Uint32 at off.
+func (w *Window) Uint32(off uint64) (*atomic.Uint32, Miss) {
+	if w.whole() && off+4 <= w.n && (w.host+hostAddr(off))&3 == 0 {
+		return hostUint32(w.host + hostAddr(off)), Miss{}
+	}
+	return w.space.Uint32(w.pa + PA(off))
+}
+
+// Around returns the aligned word that the 2-byte aligned off lies in, and by how
+// many bits its half is shifted there (in a little-endian word).
+func (w *Window) Around(off uint64) (word *atomic.Uint32, shift uint, m Miss) {
+	shift = uint(w.pa+PA(off)) & 2 * 8
+	if w.whole() && off+2 <= w.n {
+		h := w.host + hostAddr(off)
+		return hostUint32(h &^ 3), shift, Miss{}
+	}
+	word, m = w.space.Uint32((w.pa + PA(off)) &^ 3)
+	return word, shift, m
+}
+
+// Read16 copies in 16 bytes from off on.
+func (w *Window) Read16(dst *[16]byte, off uint64) Miss {
+	if w.whole() && off+16 <= w.n {
+		h := w.host + hostAddr(off)
+		*dst = [16]byte(hostBytes(h, 16))
+		return Miss{}
+	}
+	return w.space.Read(dst[:], w.pa+PA(off))
+}
+
+// Write8 copies 8 bytes out to off.
+func (w *Window) Write8(off uint64, src *[8]byte) Miss {
+	if w.whole() && off+8 <= w.n {
+		h := w.host + hostAddr(off)
+		*(*[8]byte)(hostBytes(h, 8)) = *src
+		return Miss{}
+	}
+	return w.space.Write(w.pa+PA(off), src[:])
+}

@@ -1,0 +1,147 @@
+package translate
+
+import (
+	"encoding/binary"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"testing"
+)
+
+// TestWindowModel: whatever happens to the tables, a window answers as its space does.
+func TestWindowModel(t *testing.T) {
+	const pages = 8
+	const base = PA(leafSize - pages/2*PageSize) // in two leaves
+	host := hostMem(t, 2*pages*PageSize)
+	s := NewSpace(3)
+	g := NewGVMTable(1)
+	if err := g.Bind(s); err != nil {
+		t.Fatal(err)
+	}
+	rng := rand.New(rand.NewPCG(4, 1))
+	var windows []Window
+	for range 12 {
+		at := rng.Uint64N(pages*PageSize-64) &^ 1
+		windows = append(windows, s.Window(base+PA(at), min(64+rng.Uint64N(3*PageSize), pages*PageSize-at)))
+	}
+	var raw [16]byte
+	found := 0
+	for range 20000 {
+		p := rng.Uint64N(pages)
+		pa, n := base+PA(p<<PageShift), min(1+rng.Uint64N(3), pages-p)<<PageShift
+		switch rng.IntN(5) {
+		case 0:
+			_ = s.Reserve(pa, n)
+		case 1: // mostly in one piece
+			h := host[p<<PageShift:][:n]
+			if rng.IntN(4) == 0 {
+				h = host[(pages+p)<<PageShift:][:n]
+			}
+			_ = s.Map(pa, h)
+		case 2:
+			if rng.IntN(3) == 0 {
+				_ = s.Withdraw(pa, n)
+			}
+		case 3:
+			if rng.IntN(3) == 0 {
+				_ = s.Unmap(pa, n)
+			}
+		case 4:
+			u := Uplink(0)
+			if rng.IntN(3) == 0 {
+				u = []Uplink{UplinkReadOnly, UplinkBlocked}[rng.IntN(2)]
+			}
+			if err := g.SetUplink(3, u); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i := range windows {
+			w := &windows[i]
+			off := rng.Uint64N(w.n - 16)
+			word, m := w.Uint32(off)
+			want, wm := s.Uint32(w.pa + PA(off))
+			if word != want || m != wm {
+				t.Fatalf("Uint32 %v+%d: %p %+v, the space says %p %+v", w.pa, off, word, m, want, wm)
+			}
+			word, shift, m := w.Around(off &^ 1)
+			at := w.pa + PA(off&^1)
+			want, wm = s.Uint32(at &^ 3)
+			if word != want || m != wm || shift != uint(at&2)*8 {
+				t.Fatalf("Around %v: %p %d %+v, the space says %p %+v", at, word, shift, m, want, wm)
+			}
+			at = w.pa + PA(off)
+			fill := [8]byte{byte(rng.Uint32()), 1, 2, 3, 4, 5, 6, byte(rng.Uint32())}
+			m = w.Write8(off, &fill)
+			if _, hm := s.Host(at, 8); hm.OK() {
+				_, wm = s.Host(at+7, 1)
+			} else {
+				wm = hm
+			}
+			if m.Kind != wm.Kind {
+				t.Fatalf("Write8 %v: %+v, the space says %+v", at, m, wm)
+			}
+			wrote := m.OK()
+			var direct [16]byte
+			m, wm = w.Read16(&raw, off), s.Read(direct[:], at)
+			if m != wm || m.OK() && raw != direct {
+				t.Fatalf("Read16 %v: %x %+v, the space says %x %+v", at, raw, m, direct, wm)
+			}
+			if wrote && m.OK() && [8]byte(raw[:8]) != fill {
+				t.Fatalf("Read16 %v: %x behind Write8 of %x", at, raw, fill)
+			}
+			if w.ok {
+				found++
+			}
+		}
+	}
+	if found < 10000 {
+		t.Errorf("windows were found in one piece %d times only", found)
+	}
+}
+
+// TestWindowRelease: once a release is done, nobody reads through a window any more what was taken away.
+func TestWindowRelease(t *testing.T) {
+	const n = PageSize
+	host := [2][]byte{hostMem(t, n), hostMem(t, n)}
+	const gone = 0xdeadbeef
+	s := NewSpace(1)
+	mustMap(t, s, 0, host[0])
+	var wg sync.WaitGroup
+	stop := make(chan struct{})
+	for slot := range 2 {
+		wg.Go(func() {
+			w := s.Window(0, n)
+			var raw [16]byte
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				e := s.Epochs().Enter(slot)
+				for range 8 {
+					if m := w.Read16(&raw, 64); m.OK() && binary.NativeEndian.Uint32(raw[:]) == gone {
+						t.Error("read what is gone")
+						s.Epochs().Leave(slot, e)
+						return
+					}
+				}
+				s.Epochs().Leave(slot, e)
+			}
+		})
+	}
+	for i := range 150 {
+		if err := s.Unmap(0, n); err != nil {
+			t.Fatal(err)
+		}
+		for d := s.Epochs().Flip(); !d.Done(); {
+			runtime.Gosched()
+		}
+		// Nobody may look here now; the race detector would tell of who did.
+		binary.NativeEndian.PutUint32(host[i%2][64:], gone)
+		binary.NativeEndian.PutUint32(host[1-i%2][64:], uint32(i))
+		mustMap(t, s, 0, host[1-i%2])
+	}
+	close(stop)
+	wg.Wait()
+}

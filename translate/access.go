@@ -215,6 +215,22 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 	return Miss{}
 }
 
+// Prefetch asks the processor for the first bytes at pa, two cache lines of them, which
+// will be read soon, or written. It never faults.
+func (s *Space) Prefetch(pa PA, write bool) {
+	h, run := s.leaf(pa)
+	if run == 0 {
+		h, run, _ = s.page(pa)
+	}
+	switch {
+	case run == 0:
+	case write:
+		prefetchWrite(uintptr(h))
+	default:
+		prefetchRead(uintptr(h))
+	}
+}
+
 // Uint32 returns the 4-byte aligned word at pa for atomic use. The pointer is
 // valid within the epoch, like Host's. A misaligned pa is a BadAddress.
 func (s *Space) Uint32(pa PA) (*atomic.Uint32, Miss) {

@@ -6,6 +6,8 @@ import (
 	"runtime"
 	"sync"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // TestWindowModel: whatever happens to the tables, a window answers as its space does.
@@ -144,4 +146,22 @@ func TestWindowRelease(t *testing.T) {
 	}
 	close(stop)
 	wg.Wait()
+}
+
+// TestPrefetch: no address faults, not even one whose memory has gone.
+func TestPrefetch(t *testing.T) {
+	s := NewSpace(1)
+	mustMap(t, s, 0, hostMem(t, PageSize))
+	gone := hostMem(t, PageSize)
+	mustMap(t, s, PageSize, gone)
+	if err := s.Reserve(4*PageSize, PageSize); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Munmap(gone); err != nil {
+		t.Fatal(err)
+	}
+	for _, pa := range []PA{0, 100, PageSize - 1, PageSize, 2*PageSize - 1, 2 * PageSize, 4 * PageSize, MaxPA, ^PA(0)} {
+		s.Prefetch(pa, false)
+		s.Prefetch(pa, true)
+	}
 }

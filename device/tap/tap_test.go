@@ -47,11 +47,14 @@ func (s *sink) Deliver(_ *engine.Loop, b *packet.Buf, _ lfe.Destination) {
 	}
 }
 
-func newRig(t testing.TB) *rig {
+func newRig(t testing.TB) *rig { return newRigAt(t, nil) }
+
+// newRigAt makes a rig whose time is a clock's, nil: the real one.
+func newRigAt(t testing.TB, clock engine.Clock) *rig {
 	t.Helper()
 	r := &rig{t: t, ns: nstest.New(t, "tap"), sink: &sink{frames: make(chan string, 1000)}}
 	var err error
-	if r.loop, err = engine.New(engine.Config{}); err != nil {
+	if r.loop, err = engine.New(engine.Config{Clock: clock}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(r.loop.Close)

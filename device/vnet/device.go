@@ -20,6 +20,7 @@ const (
 	FeatureMTU      = 1 << 3  // VIRTIO_NET_F_MTU
 	FeatureMrgRxbuf = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
 	FeatureMQ       = 1 << 22 // VIRTIO_NET_F_MQ
+	FeatureInOrder  = 1 << 35 // VIRTIO_F_IN_ORDER: pairs return chains as they took them
 )
 
 // MaxPairs bounds the queue pairs of one device.
@@ -98,7 +99,7 @@ func (d *Device) Close() {
 
 // Features implements vhostuser.Device.
 func (d *Device) Features() uint64 {
-	f := uint64(FeatureMrgRxbuf|FeatureMTU) | offered(d.cfg.Pool)
+	f := uint64(FeatureMrgRxbuf|FeatureMTU|FeatureInOrder) | offered(d.cfg.Pool)
 	if len(d.pairs) > 1 {
 		f |= FeatureMQ
 	}

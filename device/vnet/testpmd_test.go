@@ -194,13 +194,14 @@ func pmdCombos() (all []pmdCombo) {
 		if queues > 1 {
 			c.opts, c.features = []string{"--rxq=2", "--txq=2"}, FeatureMQ
 		}
+		c.features |= uint64(bit(n, 1)) * FeatureInOrder
 		all = append(all, c)
 	}
 	checksums := []string{"csum set tcp hw 0", "csum set udp hw 0", "csum set tcp hw 1", "csum set udp hw 1"}
 	tso := append(checksums, "tso set 500 0", "tso set 500 1")
 	for mrg := range 2 {
 		// We do not offer packed rings; the driver goes on with split ones.
-		all = append(all, pmdCombo{name: fmt.Sprint("packed-mrg", mrg), dev: fmt.Sprintf("packed_vq=1,mrg_rxbuf=%d,in_order=1", mrg), queues: 1})
+		all = append(all, pmdCombo{name: fmt.Sprint("packed-mrg", mrg), dev: fmt.Sprintf("packed_vq=1,mrg_rxbuf=%d,in_order=1", mrg), queues: 1, features: FeatureInOrder})
 		for _, c := range []pmdCombo{
 			{name: "sums-sent", opts: []string{"--tx-offloads=0x800c", "--forward-mode=csum"}, setup: checksums, packets: true, features: FeatureCsum},
 			{name: "sums-received", opts: []string{"--rx-offloads=0xc", "--forward-mode=csum"}, packets: true, features: FeatureGuestCsum},

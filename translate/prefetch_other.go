@@ -1,0 +1,6 @@
+//go:build !amd64
+
+package translate
+
+func prefetchRead(uintptr)  {}
+func prefetchWrite(uintptr) {}

@@ -22,6 +22,22 @@ func registry() []Row {
 			Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
 		},
 		{
+			Name: "latency_busy", What: "local WRITE 8 B, one way, median, while two other VMs stream WRITEs of 64 KiB through the engine", Anchor: "they do not", Unit: "ns",
+			Open: busyLatency(64<<10, 16<<20),
+		},
+		{
+			Name: "latency_hungry", What: "the same, WRITEs of 1 MiB all over 256 MiB of memory", Anchor: "they do not", Unit: "ns",
+			Open: busyLatency(1<<20, 256<<20),
+		},
+		{
+			Name: "fair_8vms", What: "smallest share of 8 VMs with 1 to 8 QPs that WRITE 16 KiB through one engine", Unit: "of 1/8",
+			Goals: []Goal{atLeast(0.9)}, Open: fairShares,
+		},
+		{
+			Name: "fair_flood", What: "WRITE 64 KiB beside a VM that floods doorbells and posts to a dead QP", Anchor: "beside a VM that does the same as ours", Unit: "GB/s",
+			Goals: []Goal{ratioAtLeast(0.95)}, Open: flooded,
+		},
+		{
 			Name: "remote_write_64k", What: "RDMA WRITE 64 KiB between two hosts, underlay MTU 1500", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
 			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(1500),
 		},

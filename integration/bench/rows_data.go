@@ -55,26 +55,42 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// localLatency bounces 8 bytes: each side WRITEs once it sees the other's WRITE.
+// localLatency bounces 8 bytes.
 func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	nodes, x, y, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
 		return m, err
 	}
+	bounce, err := pingPong(nodes, x, y, nil)
+	if err != nil {
+		return m, err
+	}
+	m.Ours = bounce
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		r, err := b.ucx(ctx, "ucp_put_lat", 8, 200_000)
+		return Sample{Value: r["50.0_percentile_lat"] * 1e3}, err
+	}
+	return m, nil
+}
+
+// pingPong bounces 8 bytes between x and y, which belong to the two nodes: each side WRITEs
+// once it sees the other's WRITE. Unless it is nil, between is called again and again
+// while the thread waits. The sample is the median of one way in ns.
+func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Context, time.Duration) (Sample, error), error) {
 	var bufs [2]*guestdrv.Buffer
 	var wrs [2]guestdrv.SendWR
 	ends := []*end{x, y}
-	for i, n := range nodes {
+	for i, n := range nodes[:2] {
 		buf, mr, err := n.region(4096)
 		if err != nil {
-			return m, err
+			return nil, err
 		}
 		bufs[i] = buf
 		wrs[1-i] = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey()}
 	}
 	times := make([]float64, 0, 1<<22)
 	n := uint64(0)
-	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+	return func(ctx context.Context, d time.Duration) (Sample, error) {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		times = times[:0]
@@ -87,6 +103,11 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 					return Sample{}, err
 				}
 				for spins := 0; bufs[1-i].Load64(0) != n; spins++ {
+					if between != nil && spins%64 == 63 {
+						if err := between(); err != nil {
+							return Sample{}, err
+						}
+					}
 					if spins%65536 == 65535 && ctx.Err() != nil {
 						return Sample{}, errStuck
 					}
@@ -99,12 +120,7 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 		slices.Sort(times)
 		at := func(q float64) float64 { return times[int(q*float64(len(times)-1))] }
 		return Sample{at(0.5), map[string]float64{"p99": at(0.99), "p99.9": at(0.999), "max": at(1)}}, nil
-	}
-	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		r, err := b.ucx(ctx, "ucp_put_lat", 8, 200_000)
-		return Sample{Value: r["50.0_percentile_lat"] * 1e3}, err
-	}
-	return m, nil
+	}, nil
 }
 
 // smallMessages streams WRITEs of 8 bytes in batches of 32, of which one is signalled.

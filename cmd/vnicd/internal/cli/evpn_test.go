@@ -537,18 +537,31 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 	t.Logf("reflector killed and started again under ping: no answer for %v", p.longest())
 	f.eventually("routes are told anew", func() bool { r, ok := two.route(c.mac, f.hosts["linux"].addr); return ok && r.Active })
 
-	// A vnicd crashes and comes back.
-	p = c.ping(b.addr)
-	p.goesOn(f, "ping before the crash")
-	two.daemons[0].kill(syscall.SIGKILL)
-	two.vnicd()
-	p.goesOn(f, "ping after the crash")
-	p.stop()
-	t.Logf("vnicd killed and started again under ping: no answer for %v", p.longest())
-	f.eventually("its routes are there", func() bool { r, ok := one.route(b.mac, two.addr); return ok && r.Active })
+	// Each of the others crashes and comes back.
+	linux := f.hosts["linux"]
+	for _, x := range []struct {
+		host  *fabricHost
+		from  *endpoint
+		to    *endpoint
+		died  *daemonProcess
+		again func() *daemonProcess
+		asked *fabricHost // who has its routes then
+	}{
+		{two, c, b, two.daemons[0], two.vnicd, one},
+		{one, c, a, one.daemons[0], one.vnicd, two},
+		{linux, a, c, linux.daemons[1], linux.bgpd, one}, // zebra lives on
+	} {
+		p = x.from.ping(x.to.addr)
+		p.goesOn(f, "ping before the crash")
+		x.died.kill(syscall.SIGKILL)
+		x.again()
+		p.goesOn(f, "ping after the crash")
+		p.stop()
+		t.Logf("speaker of %s killed and started again under ping: no answer for %v", x.host.name, p.longest())
+		f.eventually("its routes are there", func() bool { r, ok := x.asked.route(x.to.mac, x.host.addr); return ok && r.Active })
+	}
 }
 
-// partition cuts a host off until its routes are gone, and heals that.
 func (f *fabric) partition(t *testing.T, b, c *endpoint) {
 	f.t = t
 	defer func() { f.t = f.all }()

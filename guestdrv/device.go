@@ -72,7 +72,7 @@ func Open(path string, cfg Config) (_ *Device, err error) {
 	if cfg.AHEntries == 0 {
 		cfg.AHEntries = defaultAHs
 	}
-	d := &Device{cfg: cfg, cqs: map[uint32]*CQ{}, faults: faultServer{regions: map[uint32]*OnDemandMR{}}}
+	d := &Device{cfg: cfg, cqs: map[uint32]*CQ{}, faults: faultServer{work: make(chan fault), regions: map[uint32]*OnDemandMR{}}}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {

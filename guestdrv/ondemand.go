@@ -327,9 +327,20 @@ func (a *answer) give(d *Device, valid bool) error {
 
 // faultServer hands page faults to the regions that they are about.
 type faultServer struct {
+	work    chan fault // to a goroutine that waits for one
 	mu      sync.Mutex
 	regions map[uint32]*OnDemandMR // by key; nil: a region without Pager. Guarded by mu
 	waiting int                    // faults that are being served; guarded by mu
+	idle    int                    // goroutines that wait for a fault; guarded by mu
+}
+
+// maxIdle bounds faultServer.idle: a goroutine that has served a fault has the stack for the next.
+const maxIdle = 4
+
+// fault is a page fault event, and the region it is about; nil: that is gone.
+type fault struct {
+	event  abi.Event
+	region *OnDemandMR
 }
 
 // add makes a region known. Nobody who knows its key can have used it before.
@@ -373,19 +384,43 @@ func (s *faultServer) dispatch(d *Device, e *abi.Event) (served bool, err error)
 	if known {
 		r.users.Add(1)
 	}
-	ev := *e
-	d.wg.Go(func() {
-		if known {
-			r.serve(&ev)
+	f := fault{*e, r}
+	select {
+	case s.work <- f:
+	default:
+		d.wg.Go(func() { s.serve(d, f) })
+	}
+	return true, nil
+}
+
+// serve serves f, and then waits for more, unless enough others do.
+func (s *faultServer) serve(d *Device, f fault) {
+	for {
+		if r := f.region; r != nil {
+			r.serve(&f.event)
 			r.users.Done()
 		} else {
-			_ = d.ResumeFault(ev.Token, false) // the region is gone; if the device is too, nobody waits
+			_ = d.ResumeFault(f.event.Token, false) // if the device is gone too, nobody waits
 		}
 		s.mu.Lock()
 		s.waiting--
+		stay := s.idle < maxIdle
+		if stay {
+			s.idle++
+		}
 		s.mu.Unlock()
-	})
-	return true, nil
+		if !stay {
+			return
+		}
+		select {
+		case f = <-s.work:
+		case <-d.ctx.Done():
+			return
+		}
+		s.mu.Lock()
+		s.idle--
+		s.mu.Unlock()
+	}
 }
 
 // serve answers one page fault event, exactly once.

@@ -129,6 +129,62 @@ func TestSparseModel(t *testing.T) {
 	}
 }
 
+// A group that was emptied is used again for the next one, of whatever region, but not while
+// somebody may still read it.
+func TestSpareGroup(t *testing.T) {
+	vm := NewVM(NewSpace(1), Limits{})
+	var rs [2]*Region
+	for i := range rs {
+		var err error
+		if rs[i], err = vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 30, NPages: 1 << 18}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set := func(r *Region, page uint64) *mttEntries {
+		t.Helper()
+		if err := vm.SetPages(r.Handle(), page, []PA{0x5000}); err != nil {
+			t.Fatal(err)
+		}
+		e := r.sparse.find(page >> mttGroupShift).entries.Load()
+		for k := range e {
+			if w := e[k].Load(); (w != 0) != (uint64(k) == page&mttGroupMask) {
+				t.Fatalf("page %d: entry %d is %#x", page, k, w)
+			}
+		}
+		return e
+	}
+	clear := func(r *Region, page uint64) *Drain {
+		t.Helper()
+		d, err := vm.StartClear(r.Handle(), page, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	first := set(rs[0], 7)
+	clear(rs[0], 7)
+	if set(rs[1], 5000) != first {
+		t.Error("new memory, though nobody reads what was emptied")
+	}
+	ep := vm.space.Epochs()
+	in := ep.Enter(3)
+	d := clear(rs[1], 5000)
+	second := set(rs[1], 9000)
+	if second == first {
+		t.Error("a group is used again while somebody may read it")
+	}
+	ep.Leave(3, in)
+	if !d.Done() {
+		t.Error("the reader has left")
+	}
+	if set(rs[0], 1) != first {
+		t.Error("new memory, though the reader has left")
+	}
+	if set(rs[0], 1000) == first {
+		t.Error("one group in two places")
+	}
+}
+
 // What a reader found stays what it was: a slot of the table never changes
 // hands, and a group's run survives the move to a larger table.
 func TestSparseSlotsKeepTheirGroup(t *testing.T) {

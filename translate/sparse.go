@@ -23,6 +23,33 @@ import (
 type sparseMTT struct {
 	table atomic.Pointer[sparseTable]
 	live  int // groups that exist; guarded by VM.mu
+	spare *mttSpare
+}
+
+// mttSpare is the entries of the group of a VM that was emptied last, all of them absent, for the next group
+// that is made: pages that come and go one by one would have new memory each time. Guarded by VM.mu.
+type mttSpare struct {
+	entries *mttEntries
+	after   *Drain // they may be used when it is done, for readers may have them; nil: not begun yet
+}
+
+// take returns entries, all absent, that nobody else has.
+func (s *mttSpare) take() *mttEntries {
+	if s.after == nil || !s.after.Done() {
+		return new(mttEntries)
+	}
+	e := s.entries
+	*s = mttSpare{}
+	return e
+}
+
+// put is called with what has been taken out of a table, and begun with a Drain that was begun after that.
+func (s *mttSpare) put(e *mttEntries) { *s = mttSpare{entries: e} }
+
+func (s *mttSpare) begun(d *Drain) {
+	if s.entries != nil && s.after == nil {
+		s.after = d
+	}
 }
 
 type sparseTable struct {
@@ -44,8 +71,8 @@ const (
 	sparseMinBits = 2
 )
 
-func newSparseMTT() *sparseMTT {
-	t := new(sparseMTT)
+func newSparseMTT(spare *mttSpare) *sparseMTT {
+	t := &sparseMTT{spare: spare}
 	t.table.Store(newSparseTable(sparseMinBits))
 	return t
 }
@@ -105,7 +132,7 @@ func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) *mttGroup {
 // makeLocked returns group n, which does not exist, with all entries absent.
 func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
 	m.live++
-	entries := new(mttEntries)
+	entries := m.spare.take()
 	if t := m.table.Load(); t.used < t.homes()/2 {
 		if g := t.put(n, entries, 0); g != nil {
 			return g
@@ -121,7 +148,7 @@ func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
 
 // dropLocked makes group n, which exists and is empty, exist no more.
 func (m *sparseMTT) dropLocked(n uint64) {
-	m.find(n).entries.Store(nil)
+	m.spare.put(m.find(n).entries.Swap(nil))
 	m.live--
 	if homes := m.table.Load().homes(); homes > 1<<sparseMinBits && m.live < homes/32 {
 		m.rebuildLocked()

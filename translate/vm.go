@@ -46,6 +46,7 @@ type VM struct {
 	free    []uint32 // freed indices, oldest first: a variant comes back late
 
 	clearing *Drain // begun when entries were lost last
+	spare    mttSpare
 }
 
 const (
@@ -109,7 +110,7 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	r := &Region{key: key, pd: sp.PD, phys: sp.Flags&Phys != 0, demand: demand}
 	r.setGeometry(&sp)
 	if demand {
-		r.sparse = newSparseMTT()
+		r.sparse = newSparseMTT(&vm.spare)
 	} else {
 		r.mtt = make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift)
 	}
@@ -216,10 +217,16 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.pages -= r.chargeLocked()
 	if r.setLocked(first, pas) {
 		r.generation.Add(1)
-		vm.clearing = vm.space.epochs.Flip()
+		vm.releaseLocked()
 	}
 	vm.pages += r.chargeLocked()
 	return nil
+}
+
+// releaseLocked begins the release of entries that were lost.
+func (vm *VM) releaseLocked() {
+	vm.clearing = vm.space.epochs.Flip()
+	vm.spare.begun(vm.clearing)
 }
 
 // ClearPages makes count entries from first on absent and returns when nothing
@@ -249,7 +256,7 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	switch {
 	case lost:
 		r.generation.Add(1)
-		vm.clearing = vm.space.epochs.Flip()
+		vm.releaseLocked()
 	case vm.clearing != nil && vm.clearing.Done():
 		vm.clearing = nil
 	}

@@ -1,6 +1,7 @@
 package qemu
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -52,6 +53,16 @@ const MachineType = "q35,memory-backend=ram"
 // the number of virtqueues (command, events, completion queues, doorbells).
 func HCAArgs(socket, id string, vqs int) []string {
 	return []string{"-chardev", chardevArg(socket, id), "-device", hcaDevice(id, vqs).arg()}
+}
+
+// HCAArgsJSON is HCAArgs with the device in JSON: QEMU makes the devices that are not in JSON first, and the HCA then has
+// the place that libvirt, which writes JSON, has chosen for another.
+func HCAArgsJSON(socket, id string, vqs int) []string {
+	d, err := json.Marshal(hcaDevice(id, vqs).json(""))
+	if err != nil {
+		panic(err) // strings and numbers
+	}
+	return []string{"-chardev", chardevArg(socket, id), "-device", string(d)}
 }
 
 func chardevArg(socket, id string) string {

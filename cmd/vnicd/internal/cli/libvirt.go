@@ -121,7 +121,7 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
 			if err := e.Encode(newLibvirtDomain(vm.Name, cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues,
-				qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
+				qemu.HCAArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
 				return err
 			}
 			_, err = fmt.Fprintln(a.out)

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bytes"
+	"encoding/json"
 	"encoding/xml"
 	"os"
 	"path/filepath"
@@ -75,7 +76,10 @@ func TestLibvirtXML(t *testing.T) {
 	for _, a := range d.Args {
 		hca = append(hca, a.Value)
 	}
-	if len(hca) != 4 || !strings.HasPrefix(hca[3], "vhost-user-test-device-pci,id=vm1-hca,chardev=chr-vm1-hca,") || !strings.Contains(hca[1], "vm1.hca") {
+	var device struct{ Driver, ID, Chardev string }
+	if len(hca) != 4 || !strings.Contains(hca[1], "vm1.hca") {
+		t.Errorf("arguments %q", hca)
+	} else if err := json.Unmarshal([]byte(hca[3]), &device); err != nil || device.Driver != "vhost-user-test-device-pci" || device.ID != "vm1-hca" || device.Chardev != "chr-vm1-hca" {
 		t.Errorf("arguments %q", hca)
 	}
 	if status, _, errText := alone(t, oneVM, "libvirt-xml", "vm2"); status != 2 || !strings.Contains(errText, "it has: vm1") {

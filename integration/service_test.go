@@ -1,11 +1,13 @@
 package integration
 
 import (
-	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
-	"os"
+	"maps"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -17,16 +19,18 @@ import (
 )
 
 // TestService installs the host's package on a clean machine and looks at the service there, under systemd: its user, its capabilities and
-// its sandbox, restarts, activation by its socket, and what is left when it was purged.
+// its sandbox, restarts, activation by its socket, and what is left when it was purged. TestREADME does the same with two VMs at work.
 func TestService(t *testing.T) {
-	u := newUser(t, "networks: [{name: blue, vni: 100, tap: {name: blue0, addresses: [10.0.0.254/24]}}]\nvtep: {local: 192.0.2.1}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n")
-	out, err := (&harness.Namespace{}).Shell(u.ctx, fmt.Sprintf("cd '%s' && make package BUILD='%s' 2>&1", u.l.Root, u.build))
-	if err != nil {
-		t.Fatalf("%v\n%s", err, tail(out, 4000))
+	_, configuration := readme(t)
+	u := newUser(t, configuration)
+	for _, c := range []string{"make package guest-packages", "sudo apt-get install ./build/vnicd_*.deb", "sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo adduser $USER vnicd"} {
+		readmeSteps[c](u, t, c)
 	}
-	for _, line := range []string{"sudo apt-get install ./build/vnicd_*.deb", "sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo adduser $USER vnicd"} {
-		u.run(t, line)
-	}
+	u.look(t)
+}
+
+// look looks at the service, and in the end removes it.
+func (u *user) look(t *testing.T) {
 	t.Run("service", func(t *testing.T) { testService(u, t) })
 	t.Run("restart", func(t *testing.T) { testServiceRestart(u, t) })
 	t.Run("activation", func(t *testing.T) { testActivation(u, t) })
@@ -39,7 +43,51 @@ func (u *user) property(t *testing.T, name string) string {
 	return strings.TrimSpace(u.run(t, "systemctl show -P "+name+" vnicd.service"))
 }
 
-// testService: the daemon runs as its own user with the capabilities that the unit lists and no more, confined as the unit says.
+// programs runs those of the demo between the two VMs, if there are any.
+func (u *user) programs(t *testing.T) {
+	t.Helper()
+	for _, m := range u.vms {
+		check(t, lab.WaitRDMA(u.ctx, m, lab.Device))
+	}
+	if len(u.vms) == 0 {
+		return
+	}
+	run(u.ctx, t, u.vms["vm1"], "ping -c 3 -W 10 10.0.0.2")
+	a, b := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")), must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
+	must[string](t)(lab.Pingpong(u.ctx, b, a, "ibv_rc_pingpong", "-c", "-n 500"))
+	for _, x := range [][]string{{"ib_write_bw", "-s 65536", "-n 500"}, {"ib_read_bw", "-s 65536", "-n 500"}, {"ib_send_lat", "-s 2", "-n 500"}} {
+		t.Log(x[0], lab.Rows(must[string](t)(lab.Perftest(u.ctx, b, a, x[0], x[1:]...))))
+	}
+}
+
+// testBackends: management finds the back end by its description and starts a process for each device; vm1 runs on with these.
+func testBackends(u *user, t *testing.T) {
+	var description struct{ Type, Binary string }
+	check(t, json.Unmarshal([]byte(u.run(t, "cat /usr/share/qemu/vhost-user/50-vnicd-net.json")), &description))
+	var capabilities struct{ Type string }
+	check(t, json.Unmarshal([]byte(u.run(t, description.Binary+" --what-is-this --print-capabilities")), &capabilities))
+	if description.Type != "net" || capabilities.Type != "net" {
+		t.Errorf("%+v says that it is %+v", description, capabilities)
+	}
+	u.stopQEMU(t, "vm1")
+	args := strings.TrimSpace(u.run(t, "vnicd qemu-args vm1"))
+	for _, device := range []string{"net", "hca"} {
+		u.start(t, fmt.Sprintf("/usr/libexec/vnicd/vnicd-%[1]s --vm=vm1 --socket-path=%[1]s.sock >%[1]s.log 2>&1", device))
+		u.run(t, "until [ -S "+device+".sock ]; do sleep 0.1; done")
+		args = strings.Replace(args, "/run/vnicd/vm1."+device, device+".sock", 1)
+	}
+	if strings.Contains(args, "/run/vnicd") {
+		t.Fatal(args)
+	}
+	u.startQEMU(t, "vm1", "qemu-system-x86_64 "+u.machineArgs("vm1")+" "+args)
+	u.installModule(t, "vm1")
+	run(u.ctx, t, u.vms["vm1"], "modprobe -a vnicd rdma_ucm")
+	check(t, lab.WaitRDMA(u.ctx, u.vms["vm1"], lab.Device))
+	run(u.ctx, t, u.vms["vm1"], "ping -c 3 10.0.0.254")
+}
+
+// testService: the daemon runs as its own user with the capabilities that the unit lists and no more, confined as the unit says, and
+// serves the demo's programs.
 func testService(u *user, t *testing.T) {
 	pid := u.property(t, "MainPID")
 	status := u.run(t, "cat /proc/"+pid+"/status")
@@ -80,22 +128,41 @@ func testService(u *user, t *testing.T) {
 	for _, f := range []string{"man -w vnicd", "man -w vnicd-run", "ls /usr/share/bash-completion/completions/vnicd /usr/share/zsh/vendor-completions/_vnicd"} {
 		u.run(t, f)
 	}
+	u.programs(t)
 }
 
-// testServiceRestart: the next daemon takes over what systemd kept, which is not more.
+// testDashboard looks at the page while the two VMs are at work.
+func testDashboard(u *user, t *testing.T) {
+	b := must[*harness.Browser](t)(harness.NewBrowser(u.ctx, u.ns))
+	defer b.Close()
+	a, z := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")), must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
+	stop := lab.Traffic(u.ctx, z, a)
+	check(t, errors.Join(b.Window(u.ctx, 1280, 900, false), lab.WatchPage(u.ctx, b, "http://127.0.0.1:9469/", "vm1", "vm2")))
+	if *screenshots != "" {
+		check(t, b.Screenshot(u.ctx, filepath.Join(*screenshots, "readme.png")))
+	}
+	check(t, stop())
+}
+
+// testServiceRestart: under both VMs, the next daemon takes over what systemd kept.
 func testServiceRestart(u *user, t *testing.T) {
 	kept := func() int { return must[int](t)(strconv.Atoi(u.property(t, "NFileDescriptorStore"))) }
 	before, pid := kept(), u.property(t, "MainPID")
+	if before < 4*len(u.vms) {
+		t.Errorf("systemd keeps %d descriptors of %d VMs", before, len(u.vms))
+	}
 	for _, how := range []string{"sudo systemctl restart vnicd", "sudo systemctl kill -s KILL vnicd && sleep 0.3"} {
 		u.run(t, how)
 		eventually(u.ctx, t, "another daemon after "+how, func() bool {
 			return u.property(t, "ActiveState") == "active" && u.property(t, "MainPID") != pid
 		})
 		pid = u.property(t, "MainPID")
+		u.programs(t)
 		if now := kept(); now != before {
 			t.Errorf("systemd keeps %d descriptors, %d before", now, before)
 		}
 	}
+	quietKernels(u.ctx, t, slices.Collect(maps.Values(u.vms))...)
 }
 
 // testActivation: with the socket's unit, whoever asks the daemon starts it.
@@ -110,6 +177,7 @@ func testActivation(u *user, t *testing.T) {
 	if s := u.property(t, "ActiveState"); s != "active" {
 		t.Errorf("the service is %s after somebody asked", s)
 	}
+	u.programs(t)
 }
 
 // pids is a command that prints the processes whose name fits.
@@ -117,6 +185,11 @@ func pids(name string) string { return "grep -slx '" + name + "' /proc/[0-9]*/co
 
 // testPurge: nothing of the package stays but its user.
 func testPurge(u *user, t *testing.T) {
+	if len(u.vms) > 0 {
+		must[string](t)(u.c.Run(u.ctx, "virsh -q destroy vm2"))
+		u.stopQEMU(t, "vm1")
+		u.run(t, "kill $("+pids("vnicd-...")+") && until [ -z \"$("+pids("vnicd-...")+")\" ]; do sleep 0.1; done")
+	}
 	files := u.run(t, "dpkg -L vnicd | while read -r f; do [ -d $f ] || echo $f; done")
 	if len(strings.Fields(files)) < 20 {
 		t.Errorf("the package has: %s", files)
@@ -128,55 +201,4 @@ func testPurge(u *user, t *testing.T) {
 	if out := u.run(t, pids("vnicd.*")+"; systemctl list-units --all 'vnicd*' --no-legend; ip -br link show blue0 2>/dev/null; true"); out != "" {
 		t.Errorf("left behind: %s", out)
 	}
-}
-
-// user is somebody on a clean machine.
-type user struct {
-	ctx   context.Context
-	l     *lab.Lab
-	ns    *harness.Namespace
-	c     *harness.Container
-	build string // has the packages: build/ in the user's directory
-}
-
-const home = "/home/alice"
-
-func newUser(t *testing.T, configuration string) *user {
-	t.Helper()
-	l, ctx := newLabWithoutModule(t)
-	u := &user{ctx: ctx, l: l, build: t.TempDir()}
-	root := must[string](t)(l.Builder.Host(ctx))
-	u.ns = must[*harness.Namespace](t)(harness.NewNamespace("vnicd-readme"))
-	l.Add(func() { check(t, u.ns.Close()) })
-	dir := filepath.Join(l.Dir, "host")
-	check(t, os.Mkdir(dir, 0o755))
-	u.c = must[*harness.Container](t)(harness.NewContainer(ctx, u.ns, root, dir, u.build+"="+home+"/vnicd/build"))
-	l.Add(func() { check(t, u.c.Close()) })
-	t.Cleanup(func() {
-		if t.Failed() {
-			out, _ := u.c.Run(context.Background(), "systemctl status vnicd; journalctl -n 60 --no-pager; vnicd status; tail -n 20 /var/log/libvirt/qemu/* /home/alice/vnicd/*.log")
-			t.Log(tail(out, 8000))
-		}
-	})
-	must[string](t)(u.c.Run(ctx, `
-set -e
-ip link add ul type veth peer name wire && ip link set ul up && ip link set wire up && ip addr add 192.0.2.1/24 dev ul
-useradd --shell /bin/bash alice
-chown alice: `+home+` `+home+`/vnicd
-echo 'alice ALL=(ALL) NOPASSWD: ALL' >/etc/sudoers.d/alice
-printf '#!/bin/sh\ncp /etc/new.yaml "$1"\n' >/usr/local/bin/edit
-chmod 755 /usr/local/bin/edit
-cat >/etc/new.yaml <<'Y'
-`+configuration+"\nY"))
-	return u
-}
-
-// run runs a line of the user's shell, in the directory with the packages.
-func (u *user) run(t *testing.T, line string) string {
-	t.Helper()
-	return must[string](t)(u.c.Run(u.ctx, u.as(line)))
-}
-
-func (u *user) as(line string) string {
-	return "runuser -l alice -c '" + strings.ReplaceAll("cd vnicd && export EDITOR=edit USER=alice DEBIAN_FRONTEND=noninteractive && "+line, "'", `'\''`) + "'"
 }

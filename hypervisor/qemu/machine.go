@@ -71,6 +71,19 @@ func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 	return m, nil
 }
 
+// Adopt connects to the guest agent of a VM that somebody else started. Only its guest can be used, and Kill leaves the VM alone.
+func Adopt(ctx context.Context, name, agentSocket string) (*Machine, error) {
+	m := &Machine{cfg: Config{Name: name}, done: make(chan struct{})}
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	conn, err := m.dial(ctx, agentSocket)
+	if err != nil {
+		return nil, m.wrap(err)
+	}
+	m.agent = newAgent(conn)
+	return m, nil
+}
+
 // checkHost looks for what QEMU would complain about less clearly.
 func (c *Config) checkHost() error {
 	sockets := map[string]string{}
@@ -369,9 +382,13 @@ func (m *Machine) Shutdown(ctx context.Context) error {
 // Kill ends QEMU with SIGKILL, as kill -9 would, and joins everything. Idempotent.
 func (m *Machine) Kill() {
 	m.stopOnce.Do(func() {
-		// Fails only if it has ended already.
-		_ = m.proc.Kill()
-		<-m.done
+		if m.proc != nil {
+			// Fails only if it has ended already.
+			_ = m.proc.Kill()
+			<-m.done
+		} else {
+			close(m.done)
+		}
 		if m.agent != nil {
 			m.agent.close()
 		}

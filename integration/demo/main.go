@@ -68,7 +68,11 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := d.picture(ctx); err != nil {
+	client, server, err := d.ends(ctx, lab.Device)
+	if err != nil {
+		return err
+	}
+	if err := d.picture(ctx, client, server); err != nil {
 		return err
 	}
 	step("the same over SoftRoCE (rxe) in the same VMs")
@@ -160,15 +164,19 @@ type result struct {
 	pingpong         string
 }
 
+// ends are the device in both VMs.
+func (d *demo) ends(ctx context.Context, device string) (client, server lab.End, err error) {
+	if client, err = lab.NewEnd(ctx, d.vms[0], device, addrA); err == nil {
+		server, err = lab.NewEnd(ctx, d.vms[1], device, addrB)
+	}
+	return client, server, err
+}
+
 func (d *demo) programs(ctx context.Context, device string) (r result, err error) {
 	if err := errors.Join(lab.WaitRDMA(ctx, d.vms[0], device), lab.WaitRDMA(ctx, d.vms[1], device)); err != nil {
 		return r, err
 	}
-	client, err := lab.NewEnd(ctx, d.vms[0], device, addrA)
-	if err != nil {
-		return r, err
-	}
-	server, err := lab.NewEnd(ctx, d.vms[1], device, addrB)
+	client, server, err := d.ends(ctx, device)
 	if err != nil {
 		return r, err
 	}
@@ -198,23 +206,24 @@ func (d *demo) programs(ctx context.Context, device string) (r result, err error
 	return r, nil
 }
 
-// picture writes what the web page of h1 looks like, if there is a browser.
-func (d *demo) picture(ctx context.Context) error {
+// picture looks at the web page of h1 while RDMA goes on, and writes what it looks like, if there is a browser.
+func (d *demo) picture(ctx context.Context, client, server lab.End) error {
 	if _, err := harness.FindBrowser(); err != nil {
 		step("no picture of the web page: %v", err)
 		return nil
 	}
+	step("the web page of h1 while ib_write_bw runs")
 	b, err := harness.NewBrowser(ctx, d.a.NS)
 	if err != nil {
 		return err
 	}
 	defer b.Close()
 	file := filepath.Join(d.Root, "build", "page.png")
-	if err := errors.Join(b.Window(ctx, 1280, 900, false), b.Open(ctx, "http://127.0.0.1:9469/#vm=vm1"),
-		b.Wait(ctx, `document.querySelector("#detail").offsetHeight > 0 && document.querySelector("#memory svg")`), b.Screenshot(ctx, file)); err != nil {
+	stop := lab.Traffic(ctx, client, server)
+	if err := errors.Join(b.Window(ctx, 1280, 900, false), lab.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"), b.Screenshot(ctx, file), stop()); err != nil {
 		return err
 	}
-	fmt.Fprintf(&d.summary, "the web page of h1 (http://127.0.0.1:9469/ there)\n    %s\n", file)
+	fmt.Fprintf(&d.summary, "the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and moving rates\n    %s\n", file)
 	return nil
 }
 

@@ -109,14 +109,21 @@ func showAll(w io.Writer, s *daemon.Status) {
 	}
 	t := table(w)
 	for _, v := range s.VMs {
-		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs\n", what(&v), v.Name, v.Network, v.MAC,
-			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs)
+		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s\n", what(&v), v.Name, v.Network, v.MAC,
+			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs, going(&v))
 	}
 	t.Flush()
 }
 
+func going(v *daemon.VMStatus) string {
+	if v.Going {
+		return " (being removed: its memory is still in use)"
+	}
+	return ""
+}
+
 func showVM(w io.Writer, v *daemon.VMStatus) {
-	fmt.Fprintf(w, "%s %s network %s mac %s\n", what(v), v.Name, v.Network, v.MAC)
+	fmt.Fprintf(w, "%s %s network %s mac %s%s\n", what(v), v.Name, v.Network, v.MAC, going(v))
 	if !v.IsApplication() {
 		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
 	}

@@ -182,6 +182,9 @@ func (d *Daemon) vm(name string) (*vm, error) {
 	if v := d.vms[name]; v != nil {
 		return v, nil
 	}
+	if d.going[name] != nil {
+		return nil, fmt.Errorf("%w: %w", errNotFound, beingRemoved(name))
+	}
 	var names []string
 	for _, c := range d.cfg.VMs {
 		names = append(names, c.Name)
@@ -189,21 +192,43 @@ func (d *Daemon) vm(name string) (*vm, error) {
 	return nil, fmt.Errorf("%w: no VM %q; there are: %s", errNotFound, name, list(names))
 }
 
-// RemoveVM disconnects a VM and removes its sockets.
+// beingRemoved says why a VM that is going cannot be used, nor its name.
+func beingRemoved(name string) error {
+	return fmt.Errorf("VM %q is being removed: its memory is still in use, see the log", name)
+}
+
+// RemoveVM disconnects a VM and removes its sockets. At once it is off its network and out of the configuration; then its memory is
+// released (EP-3), which takes as long as somebody uses it. Nothing but this call, and who wants the VM's name, waits for that.
 func (d *Daemon) RemoveVM(name string) error {
+	v, err := d.takeVM(name)
+	if err != nil {
+		return err
+	}
+	defer d.removals.Done()
+	v.undo.run()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.going, name)
+	d.log.Info("VM removed", "vm", name)
+	return nil
+}
+
+// takeVM makes a VM one that is going; its removal is under way.
+func (d *Daemon) takeVM(name string) (*vm, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	v, err := d.vm(name)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	return d.changeLocked(func(next *config.Config) {
+	return v, d.changeLocked(func(next *config.Config) {
 		next.VMs = slices.DeleteFunc(next.VMs, func(c *config.VM) bool { return c.Name == name })
 	}, func() error {
-		v.undo.run()
 		delete(d.vms, name)
+		d.going[name] = v
+		d.removals.Add(1)
+		v.port.Close()
 		d.portsChanged(d.nets[v.cfg.Network])
-		d.log.Info("VM removed", "vm", name)
 		return nil
 	})
 }

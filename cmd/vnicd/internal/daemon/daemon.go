@@ -56,7 +56,10 @@ type Daemon struct {
 	cfg    *config.Config // as it is now: replaced by changes, never changed
 	nets   map[string]*network
 	vms    map[string]*vm
-	placed int // ports that were given a loop so far
+	going  map[string]*vm // removed, and their memory not released yet
+	placed int            // ports that were given a loop so far
+
+	removals sync.WaitGroup // those of going; added to under mu
 
 	reloading sync.Mutex // one reload at a time; before mu
 
@@ -90,7 +93,7 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 // Start makes everything in cfg and serves it until Close. On an error nothing
 // is left behind.
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
-	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{},
+	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{}, going: map[string]*vm{},
 		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
 	d.kept = d.store.Kept()
 	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
@@ -235,9 +238,15 @@ func (d *Daemon) makeNetworks() error {
 func (d *Daemon) makeVMs() error {
 	raiseLockLimit()
 	d.onClose(func() {
-		for _, v := range d.vms {
+		d.mu.Lock()
+		vms := d.vms
+		d.cfg, d.vms = d.cfg.Clone(), map[string]*vm{}
+		d.cfg.VMs = nil
+		d.mu.Unlock()
+		for _, v := range vms {
 			v.undo.run()
 		}
+		d.removals.Wait()
 	})
 	for _, c := range d.cfg.VMs {
 		v, err := d.newVM(c)

@@ -1,9 +1,12 @@
 package daemon
 
 import (
+	"maps"
 	"os"
+	"slices"
 	"time"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/evpn"
 	"github.com/vnicd/vnicd/device/hca"
@@ -44,7 +47,8 @@ type VMStatus struct {
 	MAC       string      `json:"mac"`
 	NetSocket string      `json:"net_socket,omitempty"` // "": an application
 	HCASocket string      `json:"hca_socket"`
-	Net       vnet.Status `json:"net"` // of an application: nothing
+	Going     bool        `json:"going,omitempty"` // removed, and its memory not released yet
+	Net       vnet.Status `json:"net"`             // of an application: nothing
 	HCA       hca.Status  `json:"hca"`
 
 	Memory hostdriver.Status `json:"memory"`
@@ -70,15 +74,22 @@ func (d *Daemon) Status() *Status {
 		s.Networks = append(s.Networks, d.nets[n.Name].sw.Status())
 	}
 	for _, c := range d.cfg.VMs {
-		v := d.vms[c.Name]
-		vs := VMStatus{
-			Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: d.cfg.HCASocket(v.cfg),
-			HCA: v.hca.Describe(), Memory: v.budget.Status(),
-		}
-		if v.net != nil {
-			vs.NetSocket, vs.Net = d.cfg.NetSocket(v.cfg), v.net.Describe()
-		}
+		s.VMs = append(s.VMs, d.vms[c.Name].status(d.cfg))
+	}
+	for _, name := range slices.Sorted(maps.Keys(d.going)) {
+		vs := d.going[name].status(d.cfg)
+		vs.Going = true
 		s.VMs = append(s.VMs, vs)
+	}
+	return s
+}
+
+func (v *vm) status(cfg *config.Config) VMStatus {
+	s := VMStatus{
+		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg), HCA: v.hca.Describe(), Memory: v.budget.Status(),
+	}
+	if v.net != nil {
+		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()
 	}
 	return s
 }

@@ -32,6 +32,9 @@ type vm struct {
 
 // newVM makes a VM's devices and sockets, or nothing.
 func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
+	if d.going[c.Name] != nil {
+		return nil, fmt.Errorf("%w: %w", errConflict, beingRemoved(c.Name))
+	}
 	v = &vm{cfg: c, budget: hostdriver.NewBudget(c.MemoryBudget)}
 	if c.Application != nil {
 		v.gvmi = translate.HostGVMI
@@ -48,8 +51,10 @@ func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 // freeGVMI returns the lowest number that no VM has. 0 is the host's.
 func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 	used := map[translate.GVMI]bool{}
-	for _, v := range d.vms {
-		used[v.gvmi] = true
+	for _, vms := range []map[string]*vm{d.vms, d.going} {
+		for _, v := range vms {
+			used[v.gvmi] = true
+		}
 	}
 	for g := translate.GVMI(1); g <= maxVMs; g++ {
 		if !used[g] {

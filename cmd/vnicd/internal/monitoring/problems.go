@@ -125,6 +125,12 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(severity, kind, what string, args ...any)) {
 	v := l.VM
 	h, m := &v.HCA, &v.Memory
+	if v.Going {
+		if o.Going {
+			put(severe, "going", "it was removed, and its memory is still in use: see the log for what holds it")
+		}
+		return
+	}
 	switch {
 	case v.Net.Broken != "":
 		put(severe, "net", "its virtio-net has stopped until the guest resets it: %s", v.Net.Broken)

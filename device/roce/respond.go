@@ -14,15 +14,9 @@ import (
 // If it only repeats one, for a duplicate, the repetition is dropped: a requester
 // that keeps to the agreement asks for more only after what it had asked for has
 // arrived.
-//
-// In an empty one there is nothing to remember: it takes the place of another just before it, so that a
-// requester that does not count these pushes out as little as possible that somebody may ask for again.
-func (q *QP) newAnswer(empty bool) *answer {
+func (q *QP) newAnswer() *answer {
 	if len(q.memory) == 0 {
 		return nil
-	}
-	if r := q.newest(); empty && r != nil && r.empty() && !r.pending {
-		return r
 	}
 	r := &q.memory[q.answered%uint64(len(q.memory))]
 	if r.pending {
@@ -35,17 +29,6 @@ func (q *QP) newAnswer(empty bool) *answer {
 	return r
 }
 
-// newest returns the last answer noted, or nil.
-func (q *QP) newest() *answer {
-	if q.answered == 0 {
-		return nil
-	}
-	return &q.memory[(q.answered-1)%uint64(len(q.memory))]
-}
-
-// empty tells whether the answer is a READ response of nothing (A19).
-func (r *answer) empty() bool { return r.op == wire.Flush || r.op == wire.AtomicWrite }
-
 // acceptRead notes a READ request that is in sequence (IBTA 9.7.5.1.8).
 func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	if q.msg != 0 || q.attr.Access&translate.RemoteRead == 0 {
@@ -53,7 +36,7 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	}
 	h := p.RETH()
 	va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
-	r := q.newAnswer(false)
+	r := q.newAnswer()
 	if r == nil || n > maxMessage {
 		return vInvReq
 	}
@@ -64,7 +47,7 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	}
 	end := q.epsn + packets(n, q.mtu)
 	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, va: va, key: key, length: n, op: wire.ReadRequest}
-	q.accepted(r)
+	q.remember(r)
 	return vOK
 }
 
@@ -88,7 +71,7 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 		h := p.AtomicETH()
 		a.va, a.key, a.compare, a.swapAdd = translate.VA(h.VA), translate.Key(h.RKey), h.Compare, h.SwapAdd
 	}
-	if q.msg != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 {
+	if q.msg != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 || len(q.memory) == 0 {
 		return vInvReq
 	}
 	parked := q.waits.request.cause == atAtomic
@@ -118,18 +101,16 @@ func flushNeeds(h wire.FETH) (need translate.Access) {
 func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	h, f := p.RETH(), p.FETH()
 	need := flushNeeds(f)
-	if need == 0 || q.msg != 0 || q.attr.Access&need != need {
+	if need == 0 || q.msg != 0 || q.attr.Access&need != need || len(q.memory) == 0 {
 		return vInvReq
 	}
 	if !q.a.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), f.Selectivity == wire.FlushRegion, need).OK() {
 		return vRemAccess
 	}
-	r := q.newAnswer(true)
-	if r == nil {
+	if !q.owed.add(q.epsn) {
 		return vCrowded
 	}
-	*r = answer{first: q.epsn, end: q.epsn + 1, start: q.epsn, next: q.epsn, stop: q.epsn + 1, op: wire.Flush}
-	q.accepted(r)
+	q.accepted(q.epsn + 1)
 	return vOK
 }
 
@@ -138,11 +119,12 @@ func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 // it: the first to arrive is answered RNR.
 func (q *QP) executeAtomic() verdict {
 	a := &q.atomic
-	r := q.newAnswer(a.op == wire.AtomicWrite)
-	if r == nil {
-		if a.op == wire.AtomicWrite {
+	var r *answer // stays nil for an ATOMIC WRITE
+	if a.op == wire.AtomicWrite {
+		if !q.owed.fits(q.epsn) {
 			return vCrowded
 		}
+	} else if r = q.newAnswer(); r == nil {
 		return vInvReq
 	}
 	old, m := q.a.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
@@ -154,24 +136,32 @@ func (q *QP) executeAtomic() verdict {
 		return vRemAccess
 	}
 	dropped := q.nak == nakFault // and the peer does not know yet
-	end := q.epsn + 1
-	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, op: a.op}
-	q.accepted(r)
+	if end := q.epsn + 1; r != nil {
+		*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, op: a.op}
+		q.remember(r)
+	} else {
+		q.owed.add(q.epsn)
+		q.accepted(end)
+	}
 	if dropped {
 		q.nak, q.nakSent = nakFault, true
 	}
 	return vOK
 }
 
-func (q *QP) accepted(r *answer) {
-	if r != q.newest() {
-		q.answered++
-	}
+// remember accepts the request that r, the place of newAnswer, answers.
+func (q *QP) remember(r *answer) {
+	q.answered++
 	r.pending = true
 	q.pending++
 	r.behindSend = q.ackPSN == r.first-1
 	r.owes = r.behindSend && q.ackPending
-	q.advance(r.end)
+	q.accepted(r.end)
+}
+
+// accepted goes on behind a request that has a response, from PSN end on.
+func (q *QP) accepted(end uint64) {
+	q.advance(end)
 	q.msn++
 	q.ackPending = false // the response acknowledges what was before
 	q.wake()
@@ -191,13 +181,7 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 		return
 	}
 	r := q.remembered(psn)
-	if op := p.Info.Op; r == nil && q.pending == 0 && (op == wire.Flush || op == wire.AtomicWrite) {
-		// As many as come in a row; what does not fit is asked for again.
-		if f := &q.forgotten; f.next == f.stop {
-			f.next, f.stop = psn, psn+1
-		} else if psn == f.stop {
-			f.stop++
-		}
+	if op := p.Info.Op; r == nil && (op == wire.Flush || op == wire.AtomicWrite) && q.owed.add(psn) {
 		q.wake()
 		return
 	}
@@ -236,24 +220,18 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	q.wake()
 }
 
-// answerForgotten repeats the answers to FLUSHes and ATOMIC WRITEs that are not remembered any more, for there is nothing in
-// them to remember: some requesters have more of these in flight than was agreed on (rxe does not count FLUSH).
-func (q *QP) answerForgotten(budget *int) (ok bool) {
-	for f := &q.forgotten; f.next < f.stop; f.next++ {
-		if *budget--; *budget < 0 {
-			return false
-		}
-		t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: f.next}
-		buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
-		if buf == nil {
-			q.respStallAt = q.now + bufferDelay
-			return false
-		}
-		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
-		h.Encode(hdr)
-		q.send(&q.tx, buf)
+// answerEmpty sends the response to the FLUSH or ATOMIC WRITE with PSN psn: that of a READ of nothing (A19).
+func (q *QP) answerEmpty(psn uint64) {
+	t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: psn}
+	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
+	if buf == nil {
+		q.respStallAt = q.now + bufferDelay
+		return
 	}
-	return true
+	h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
+	h.Encode(hdr)
+	q.owed.remove(psn)
+	q.send(&q.tx, buf)
 }
 
 // remembered finds the READ or atomic that psn belongs to.
@@ -281,11 +259,21 @@ func (q *QP) oldestPending() *answer {
 
 // respond sends up to budget packets of what the responder owes.
 func (q *QP) respond(budget int) (more bool) {
-	if !q.answerForgotten(&budget) {
-		return q.respStallAt == 0
-	}
-	for q.pending > 0 && q.respStallAt == 0 {
-		r := q.oldestPending()
+	for q.respStallAt == 0 {
+		var r *answer
+		if q.pending > 0 {
+			r = q.oldestPending()
+		}
+		if psn, ok := q.owed.next(); ok && (r == nil || psn < r.next) {
+			if budget--; budget < 0 {
+				return true
+			}
+			q.answerEmpty(psn)
+			continue
+		}
+		if r == nil {
+			break
+		}
 		if w := &q.waits.read; w.held() && r.next == w.psn {
 			q.whileWaiting(r)
 			return false
@@ -367,8 +355,8 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 func (q *QP) answerNext(r *answer) {
 	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: r.next}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
-	atomicAck := r.op == wire.CompareSwap || r.op == wire.FetchAdd
-	if !atomicAck { // that of an ATOMIC WRITE is one of a READ of nothing (A19)
+	atomicAck := r.op != wire.ReadRequest
+	if !atomicAck {
 		first, last := r.next == r.start, r.next+1 == r.stop
 		t.opcode = readOps.pick(first, last)
 		if ext = 0; first || last {

@@ -28,7 +28,7 @@ type responder struct {
 	answered uint64   // READs and atomics accepted so far
 	pending  int      // answers with something to send
 
-	forgotten struct{ next, stop uint64 } // PSNs whose empty answers are to be repeated
+	owed owedSet // empty answers
 
 	ackPending bool
 	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
@@ -90,7 +90,7 @@ const (
 	vRecvProt          // the receive WQE's segments are not accessible
 	vRecvBad           // the receive WQE is malformed; its Status says how
 	vImmAccess         // R_Key violation with the receive WQE of immediate data taken
-	vCrowded           // no room to note the answer, which is none of the agreed ones
+	vCrowded           // no room to note an empty answer
 )
 
 func (q *QP) resetResponder() {
@@ -131,7 +131,7 @@ func (q *QP) respClear() {
 	q.ackPending, q.nak = false, 0
 	q.rnrRead = 0
 	q.fatal = failure{}
-	q.forgotten.next = q.forgotten.stop
+	q.owed = owedSet{}
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {

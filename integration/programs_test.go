@@ -17,7 +17,7 @@ import (
 var allPrograms = flag.Bool("programs.all", false, "run every combination of perftest's programs, not one of each kind")
 
 // TestPrograms: everything that the distribution has to try verbs with, between two
-// hosts, and memory windows, which none of those try.
+// hosts, and memory windows and FLUSH, which none of those try.
 func TestPrograms(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -26,6 +26,7 @@ func TestPrograms(t *testing.T) {
 		check(t, l.Programs(ctx, l.Share))
 		run(ctx, t, a.VM, fmt.Sprintf("exec timeout -k 5 120 /host/windows %s %d", a.Device, a.GID))
 	})
+	t.Run("placement", func(t *testing.T) { placement(ctx, t, l, a, b, l.Images.Release != debian12) })
 	programs(ctx, t, a, b)
 	quietKernels(ctx, t, w.vms...)
 }

@@ -278,6 +278,7 @@ func TestRXE(t *testing.T) {
 		client, server lab.End
 	}{{"to-rxe", ours, theirs}, {"from-rxe", theirs, ours}} {
 		t.Run(d.name, func(t *testing.T) {
+			t.Run("placement", func(t *testing.T) { placement(ctx, t, l, d.client, d.server, false) })
 			t.Run("pingpong", func(t *testing.T) {
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_rc_pingpong", "-c", "-n", "200"))
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_ud_pingpong", "-c", "-s", "1024", "-n", "100"))
@@ -296,6 +297,27 @@ func TestRXE(t *testing.T) {
 		t.Errorf("ICRC errors:\n%s", s)
 	}
 	quietKernels(ctx, t, w.vms...)
+}
+
+// placement has client write, flush if so said, and write atomically at server, which sees by its processor what that does
+// (IBTA A19). rxe's FLUSHes have an ICRC that nobody else accepts (wire's TestRXEFlush).
+func placement(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.End, flush bool) {
+	t.Helper()
+	check(t, l.Programs(ctx, l.Share))
+	how, want := "no", "without FLUSH"
+	if flush {
+		how, want = "yes", "with FLUSH"
+	}
+	start := func(e lab.End, to string) func() error {
+		return func() error {
+			r, err := e.VM.Shell(ctx, fmt.Sprintf("exec timeout -k 5 300 /host/placement %s %d %s %s", e.Device, e.GID, how, to))
+			if err == nil && (r.ExitCode != 0 || !strings.Contains(r.Stdout, want)) {
+				err = fmt.Errorf("placement at %s: exit status %d\n%s%s", e.Device, r.ExitCode, r.Stdout, r.Stderr)
+			}
+			return err
+		}
+	}
+	check(t, both(start(server, ""), start(client, server.Addr)))
 }
 
 // TestLifecycle: unloading, killed programs, reboot, a killed QEMU, a stopped vnicd.

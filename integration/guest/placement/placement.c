@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * placement DEVICE GID-INDEX yes|no [SERVER]: WRITE, FLUSH (or not) and ATOMIC WRITE through the guest's own libibverbs,
+ * many at once. Each round writes a record, flushes it, and puts the round's number into a word, 8 bytes at once. Who looks at
+ * the word by its processor must find in the record what that round, or a later one, has written.
+ */
+#include <infiniband/verbs.h>
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netdb.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PORT   18517
+#define ROUNDS 2000
+#define AHEAD  8	/* rounds in flight */
+#define RECORD 2048	/* two packets */
+#define SLOTS  16
+#define DEPTH  4	/* max_rd_atomic: less than what is in flight */
+
+struct side {
+	uint32_t qpn, rkey;
+	uint64_t addr;
+	union ibv_gid gid;
+	uint32_t flush;
+};
+
+static struct ibv_cq *cq;
+static struct side mine, theirs;
+
+static void check(int ok, const char *what)
+{
+	if (ok)
+		return;
+	fprintf(stderr, "placement: %s (errno %d, %s)\n", what, errno, strerror(errno));
+	exit(1);
+}
+
+static double now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec + t.tv_nsec / 1e9;
+}
+
+static int join_peer(const char *server)
+{
+	struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons(PORT) };
+	int one = 1, s = socket(AF_INET, SOCK_STREAM, 0), i;
+
+	check(s >= 0, "socket");
+	if (server) {
+		check(inet_pton(AF_INET, server, &a.sin_addr) == 1, "address");
+		for (i = 0; connect(s, (struct sockaddr *)&a, sizeof(a)); i++) {
+			check(i < 600, "connect");
+			usleep(100000);
+			close(s);
+			s = socket(AF_INET, SOCK_STREAM, 0);
+		}
+		return s;
+	}
+	setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
+	check(!bind(s, (struct sockaddr *)&a, sizeof(a)) && !listen(s, 1), "listen");
+	i = accept(s, NULL, NULL);
+	check(i >= 0, "accept");
+	return i;
+}
+
+static void swap(int s)
+{
+	check(write(s, &mine, sizeof(mine)) == sizeof(mine), "write");
+	check(recv(s, &theirs, sizeof(theirs), MSG_WAITALL) == sizeof(theirs), "read");
+}
+
+static void to_rts(struct ibv_qp *qp, int gid_index, unsigned access)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = access };
+
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
+	a.qp_state = IBV_QPS_RTR;
+	a.path_mtu = IBV_MTU_1024;
+	a.dest_qp_num = theirs.qpn;
+	a.max_dest_rd_atomic = DEPTH;
+	a.min_rnr_timer = 12;
+	a.ah_attr.is_global = 1;
+	a.ah_attr.port_num = 1;
+	a.ah_attr.grh.dgid = theirs.gid;
+	a.ah_attr.grh.sgid_index = gid_index;
+	a.ah_attr.grh.hop_limit = 64;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
+	a.qp_state = IBV_QPS_RTS;
+	a.timeout = 18;
+	a.retry_cnt = 7;
+	a.rnr_retry = 7;
+	a.max_rd_atomic = DEPTH;
+	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+}
+
+static void active(struct ibv_qp *qp, struct ibv_mr *mr, char *mem)
+{
+	struct ibv_qp_ex *x = ibv_qp_to_qp_ex(qp);
+	uint64_t posted = 0, done = 0, k;
+	double end = now() + 240;
+	struct ibv_wc wc;
+	int n;
+
+	while (done < ROUNDS) {
+		for (; posted < ROUNDS && posted - done < AHEAD; posted++) {
+			uint64_t round = posted + 1, slot = round % SLOTS;
+			uint64_t *record = (uint64_t *)(mem + slot * RECORD), to = theirs.addr + 64 + slot * RECORD;
+
+			for (k = 0; k < RECORD / 8; k++)
+				record[k] = round << 16 | k;
+			ibv_wr_start(x);
+			x->wr_id = round;
+			x->wr_flags = 0;
+			ibv_wr_rdma_write(x, theirs.rkey, to);
+			ibv_wr_set_sge(x, mr->lkey, (uintptr_t)record, RECORD);
+#ifdef HAVE_FLUSH
+			if (theirs.flush)
+				ibv_wr_flush(x, theirs.rkey, to, RECORD, IBV_FLUSH_GLOBAL, round & 1 ? IBV_FLUSH_RANGE : IBV_FLUSH_MR);
+#endif
+			x->wr_flags = IBV_SEND_SIGNALED;
+			ibv_wr_atomic_write(x, theirs.rkey, theirs.addr, &round);
+			check(!ibv_wr_complete(x), "ibv_wr_complete");
+		}
+		n = ibv_poll_cq(cq, 1, &wc);
+		check(n >= 0 && now() < end, "no completion came");
+		if (n && (wc.status != IBV_WC_SUCCESS || wc.wr_id != done + 1)) {
+			fprintf(stderr, "placement: round %llu of %llu: %s\n", (unsigned long long)wc.wr_id, (unsigned long long)done + 1, ibv_wc_status_str(wc.status));
+			exit(1);
+		}
+		done += n;
+	}
+}
+
+static void passive(char *mem)
+{
+	volatile uint64_t *word = (void *)mem;
+	uint64_t seen = 0, k;
+	double end = now() + 240;
+
+	while (seen < ROUNDS) {
+		uint64_t v = *word;
+		volatile uint64_t *record = (void *)(mem + 64 + v % SLOTS * RECORD);
+
+		check(now() < end, "the word does not get there");
+		check(v >= seen && v <= ROUNDS, "the word went back");
+		for (k = 0; v != seen && k < RECORD / 8; k++) {
+			uint64_t r = record[k];
+
+			if ((r >> 16 < v || (r & 0xffff) != k) && *word + AHEAD < v + SLOTS) { /* else it is being written again */
+				fprintf(stderr, "placement: round %llu: word %llu is %#llx\n", (unsigned long long)v, (unsigned long long)k, (unsigned long long)r);
+				exit(1);
+			}
+		}
+		seen = v;
+	}
+}
+
+int main(int argc, char **argv)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = IBV_QPT_RC, .comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.cap = { .max_send_wr = 4 * AHEAD, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 },
+		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_ATOMIC_WRITE,
+	};
+	struct ibv_device_attr_ex attr;
+	struct ibv_context *ctx;
+	struct ibv_mr *mr;
+	struct ibv_qp *qp;
+	char *mem;
+	int s;
+
+	check(argc == 4 || argc == 5, "usage: placement DEVICE GID-INDEX yes|no [SERVER]");
+	for (; list && *list && strcmp(ibv_get_device_name(*list), argv[1]); list++)
+		;
+	check(list && *list, "no such device");
+	check((ctx = ibv_open_device(*list)) != NULL, "ibv_open_device");
+	check(!ibv_query_device_ex(ctx, NULL, &attr), "ibv_query_device_ex");
+#ifdef HAVE_FLUSH
+	if (!strcmp(argv[3], "yes") && attr.device_cap_flags_ex & 1ull << 38) { /* IB_UVERBS_DEVICE_FLUSH_GLOBAL */
+		mine.flush = 1;
+		access |= IBV_ACCESS_FLUSH_GLOBAL;
+		init.send_ops_flags |= IBV_QP_EX_WITH_FLUSH;
+	}
+#endif
+	init.pd = ibv_alloc_pd(ctx);
+	cq = ibv_create_cq(ctx, 4 * AHEAD, NULL, NULL, 0);
+	check(init.pd && cq, "PD, CQ");
+	init.send_cq = init.recv_cq = cq;
+	check((mem = aligned_alloc(4096, 64 + SLOTS * RECORD + 4032)) != NULL, "memory");
+	memset(mem, 0, 64 + SLOTS * RECORD);
+	check((mr = ibv_reg_mr(init.pd, mem, 64 + SLOTS * RECORD, access)) != NULL, "ibv_reg_mr");
+	check((qp = ibv_create_qp_ex(ctx, &init)) != NULL, "ibv_create_qp_ex");
+	check(!ibv_query_gid(ctx, 1, atoi(argv[2]), &mine.gid), "ibv_query_gid");
+	mine.qpn = qp->qp_num;
+	mine.rkey = mr->rkey;
+	mine.addr = (uintptr_t)mem;
+	s = join_peer(argc == 5 ? argv[4] : NULL);
+	swap(s);
+	to_rts(qp, atoi(argv[2]), access & ~IBV_ACCESS_LOCAL_WRITE);
+	swap(s);
+	if (argc == 5)
+		active(qp, mr, mem);
+	else
+		passive(mem);
+	swap(s);
+	printf("%d rounds, %s\n", ROUNDS, theirs.flush ? "with FLUSH" : "without FLUSH");
+	return 0;
+}

@@ -2,7 +2,10 @@ package guestdrv_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
+	"fmt"
+	"sync/atomic"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -211,5 +214,145 @@ func TestMemoryWindows(t *testing.T) {
 	}
 	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg || at.Caps&(abi.CapMemMgt|abi.CapMW) != abi.CapMemMgt|abi.CapMW {
 		t.Errorf("attributes: %+v", at)
+	}
+}
+
+// TestWindowsOnDemand: windows on a region whose pages come and go, more of them than there are frames, beneath operations
+// under way. The region's owner is asked by the region's own key and address, however the window names them; and what is
+// evicted nobody writes to through the window either, which the arena looks at (EP-3).
+func TestWindowsOnDemand(t *testing.T) {
+	const pages, frames, first, n = 32, 8, 3*page + 104, 20 * page
+	for _, tc := range []struct {
+		typ, access     uint32
+		vxlan, implicit bool
+	}{
+		{1, 0, false, false}, {1, 0, true, true}, {2, 0, true, false}, {2, abi.AccessZeroBased, false, true}, {2, abi.AccessZeroBased, true, false},
+	} {
+		t.Run(fmt.Sprintf("type %d/zero-based %t/implicit %t/VXLAN %t", tc.typ, tc.access != 0, tc.implicit, tc.vxlan), func(t *testing.T) {
+			r := newRig(t, rigConfig{vxlan: tc.vxlan})
+			ha, hb := r.hosts[0], r.hosts[1]
+			far := newArena(t, ha, 1<<41, pages, frames)
+			var hold, refuse atomic.Bool
+			asked, answer := make(chan guestdrv.PageFault, 1), make(chan struct{})
+			far.hook = func(_ context.Context, f guestdrv.PageFault) error {
+				switch {
+				case refuse.Load():
+					return errOutside
+				case hold.Load():
+					select {
+					case asked <- f:
+					default:
+					}
+					<-answer
+				}
+				return nil
+			}
+			const rights = abi.AccessLocalWrite | abi.AccessMWBind
+			if tc.implicit {
+				mr, err := ha.pd.RegisterImplicit(rights, far)
+				if err != nil {
+					t.Fatal(err)
+				}
+				far.use(mr)
+			} else {
+				far.register(rights)
+			}
+			mem, mr := hb.region(t, 2*n, allAccess)
+			fill(mem.Bytes(), uint64(tc.typ))
+			want := bytes.Clone(mem.Bytes()[:n])
+			w, err := ha.pd.AllocMW(tc.typ)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := qpDefaults()
+			c.SigAll = true
+			bind := guestdrv.BindMW{Key: w.Key(), Region: far.mr.LKey(), Addr: far.va(first), Length: n,
+				Access: tc.access | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic}
+			rebind := func(a *end) {
+				t.Helper()
+				bind.NewKey = bind.Key&^0xff | (bind.Key+1)&0xff
+				a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRBindMW, Bind: &bind})
+				expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpBindMW)
+				bind.Key = bind.NewKey
+			}
+			unbind := func(a *end) {
+				t.Helper()
+				if tc.typ == 1 {
+					none := guestdrv.BindMW{Key: bind.Key, NewKey: bind.Key + 1}
+					a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRBindMW, Bind: &none})
+					expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpBindMW)
+					bind.Key = bind.Key&^0xff | (bind.Key+1)&0xff
+					return
+				}
+				a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRLocalInv, InvalidateKey: bind.Key})
+				expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpLocalInv)
+			}
+			at := func(off int) uint64 {
+				if tc.access != 0 {
+					return uint64(off)
+				}
+				return bind.Addr + uint64(off)
+			}
+			do := func(b *end, op, wcop uint32, local, off, n int, status uint32) {
+				t.Helper()
+				b.post(t, &guestdrv.SendWR{ID: 3, Opcode: op, SGL: []abi.SGE{mr.SGE(local, n)}, RemoteAddr: at(off), RKey: bind.Key, Swap: 5, CompareAdd: 5})
+				expect(t, b.scq, 3, status, wcop)
+			}
+
+			a, b := connect(t, ha, hb, c, faulty)
+			rebind(a)
+			for off := 0; off < n; off += 5 * page {
+				do(b, abi.WRRDMAWrite, abi.WCOpRDMAWrite, off, off, 5*page, abi.WCSuccess)
+			}
+			for off := 0; off < n; off += 5 * page {
+				do(b, abi.WRRDMARead, abi.WCOpRDMARead, n+off, off, 5*page, abi.WCSuccess)
+			}
+			if !bytes.Equal(mem.Bytes()[n:], want) {
+				t.Error("data differ")
+			}
+			far.expect(first, want, "the region beneath")
+			far.evictAll()
+			do(b, abi.WRAtomicFetchAndAdd, abi.WCOpFetchAdd, 0, 7*page, 8, abi.WCSuccess)
+			le.PutUint64(want[7*page:], le.Uint64(want[7*page:])+5)
+			far.expect(first, want, "after an atomic")
+			if got := far.mr.Stats(); got.Faults < n/page || got.Failed != 0 {
+				t.Errorf("faults: %+v", got)
+			}
+			if err := far.mr.Deregister(); !errors.Is(err, abi.StatusBusy) {
+				t.Fatalf("a region with a window was deregistered: %v", err)
+			}
+			far.evictAll()
+			do(b, abi.WRRDMAWrite, abi.WCOpRDMAWrite, 0, 0, 8, abi.WCSuccess) // and still has its Pager
+
+			// The window goes while an operation waits for a page of it: nobody waits for the page, and the operation
+			// finds no window afterwards.
+			far.evictAll()
+			hold.Store(true)
+			b.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: at(9 * page), RKey: bind.Key})
+			if f := <-asked; f.VA != far.va(first+9*page)&^(page-1) || !f.Write {
+				t.Errorf("the Pager was asked for %#x, write %t", f.VA, f.Write)
+			}
+			unbind(a)
+			hold.Store(false)
+			close(answer)
+			expect(t, b.scq, 4, abi.WCRemAccessErr, abi.WCOpRDMAWrite)
+			far.expect(first+9*page, want[9*page:10*page], "a window that was gone")
+			destroy(t, a, b)
+
+			// What the region's owner has no page for is invalid through the window, too (PF-13).
+			a, b = connect(t, ha, hb, c, faulty)
+			rebind(a)
+			far.evictAll()
+			refuse.Store(true)
+			do(b, abi.WRRDMARead, abi.WCOpRDMARead, n, page, 8, abi.WCRemAccessErr)
+			destroy(t, a, b)
+			if err := w.Free(); err != nil {
+				t.Fatal(err)
+			}
+			far.check()
+			if err := far.mr.Deregister(); err != nil {
+				t.Errorf("a region whose window is gone: %v", err)
+			}
+		})
 	}
 }

@@ -130,11 +130,13 @@ func (p *PD) onDemand(req abi.CreateMR, pager Pager) (*OnDemandMR, error) {
 }
 
 // Deregister revokes the region and returns when nothing uses its pages any more
-// (EP-3) and no call of PageIn is under way. What waits for its pages fails.
+// (EP-3) and no call of PageIn is under way. What waits for its pages fails. Windows keep it, as any region.
 func (r *OnDemandMR) Deregister() error {
-	r.d.faults.forget(r.lkey)
-	r.cancel()
 	err := r.MR.Deregister()
+	if errors.Is(err, abi.StatusBusy) {
+		return err
+	}
+	r.cancel()
 	r.users.Wait()
 	return err
 }

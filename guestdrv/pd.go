@@ -1,6 +1,8 @@
 package guestdrv
 
 import (
+	"errors"
+
 	"github.com/vnicd/vnicd/device/abi"
 )
 
@@ -111,10 +113,14 @@ func (m *MR) SetPages(first uint64, pas []uint64) error {
 	return nil
 }
 
-// Deregister returns when nothing uses the memory any more (EP-3).
+// Deregister returns when nothing uses the memory any more (EP-3). While windows are bound to the region, it goes on:
+// abi.StatusBusy.
 func (m *MR) Deregister() error {
-	m.d.faults.forget(m.lkey)
-	return m.d.onHandle(abi.CmdDestroyMR, m.handle, nil)
+	err := m.d.onHandle(abi.CmdDestroyMR, m.handle, nil)
+	if !errors.Is(err, abi.StatusBusy) {
+		m.d.faults.forget(m.lkey)
+	}
+	return err
 }
 
 // LKey is the key for local segments.

@@ -213,8 +213,8 @@ func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
 func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
 	r, _, kind := vm.lookup(sp.Region, pd, sp.VA, sp.Length, MWBind) // C10-72, C10-73, C10-75
 	switch {
-	case kind != None, r.dynamic, r.phys, r.demand, r.access&ZeroBased != 0:
-		return nil // to pages that come and go: not offered
+	case kind != None, r.dynamic, r.phys, r.access&ZeroBased != 0:
+		return nil
 	case sp.Access&(RemoteWrite|RemoteAtomic) != 0 && r.access&LocalWrite == 0: // C10-74
 		return nil
 	}
@@ -316,11 +316,12 @@ func (r *Region) hold() bool {
 	}
 }
 
-// view makes r a window on a part of base.
+// view makes r a window on a part of base. It has base's own table, so pages that come and go do so for both, and who
+// releases them waits for the readers of both: they are in the same epochs.
 func (r *Region) view(base *Region, sp *BindSpec, key Key) {
 	in := uint64(sp.VA - base.iova)
-	r.key, r.access = key, sp.Access&windowRights
-	r.shift, r.mtt, r.npages = base.shift, base.mtt, base.npages
+	r.key, r.access, r.base = key, sp.Access&windowRights, base
+	r.shift, r.mtt, r.sparse, r.npages = base.shift, base.mtt, base.sparse, base.npages
 	r.groupShift, r.groupMask, r.pageMask = base.groupShift, base.groupMask, base.pageMask
 	r.iova, r.length, r.offset = sp.VA, sp.Length, base.offset+in
 	if sp.Access&ZeroBased != 0 {

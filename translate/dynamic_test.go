@@ -309,6 +309,76 @@ func TestWindows(t *testing.T) {
 	}
 }
 
+// TestWindowOnDemand: a window on a demand region shows what is present at the moment, and what is not is a fault of
+// the region beneath, by its key and address. Who takes a page away waits for the readers of both (ODP-5).
+func TestWindowOnDemand(t *testing.T) {
+	vm, mem := dynVM(t, 16)
+	const pd, qp = PD(5), PD(1<<31 | 1)
+	for _, implicit := range []bool{false, true} {
+		sp := RegionSpec{PD: pd, Access: LocalWrite | MWBind | OnDemand, Flags: DemandPaging, PageShift: PageShift, IOVA: 0x7000_0100, Length: 7936, Offset: 0x100, NPages: 2}
+		first := uint64(0)
+		if implicit {
+			sp.Flags, sp.IOVA, sp.Offset, sp.Length, sp.NPages = DemandPaging|Implicit, 0, 0, MaxImplicit, MaxImplicit>>PageShift
+			first = 0x7000_0000 >> PageShift
+		}
+		r, err := vm.CreateRegion(sp)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := mustKey(t, vm, Window2, pd, 0)
+		bind := BindSpec{Window: w, NewKey: w, Region: r.LKey(), Access: RemoteWrite | RemoteRead | ZeroBased, VA: 0x7000_0800, Length: 4096}
+		want(t, "bind", inside(vm, 1, func() Outcome { return vm.Bind(1, pd, qp, &bind) }), Done)
+		write := func(va VA, b string) Miss {
+			tok := vm.Space().Epochs().Enter(1)
+			defer vm.Space().Epochs().Leave(1, tok)
+			return vm.Write(w, qp, va, []byte(b), RemoteWrite)
+		}
+		absent := func(va, beneath VA) {
+			t.Helper()
+			m := write(va, "over")
+			if m.Kind != GuestFault || m.Key != w || m.VA != va {
+				t.Fatalf("absent at %#x: %+v", va, m)
+			}
+			if key, at := vm.Beneath(m.Key, m.VA); key != r.LKey() || at != beneath {
+				t.Fatalf("beneath %#x is %#x of %#x, want %#x of %#x", va, at, key, beneath, r.LKey())
+			}
+		}
+		absent(0x7fe, 0x7000_0ffe)
+		if err := vm.SetPages(r.Handle(), first, []PA{dynBase + 4*PageSize}); err != nil {
+			t.Fatal(err)
+		}
+		absent(0x800, 0x7000_1000)
+		if err := vm.SetPages(r.Handle(), first+1, []PA{dynBase + PageSize}); err != nil {
+			t.Fatal(err)
+		}
+		clear(mem)
+		if m := write(0x7fe, "over"); !m.OK() || string(mem[5*PageSize-2:5*PageSize]) != "ov" || string(mem[PageSize:PageSize+2]) != "er" {
+			t.Fatalf("bytes are not where the region has them: %v", m.Err())
+		}
+		if key, va := vm.Beneath(r.LKey(), 0x7000_0800); key != r.LKey() || va != 0x7000_0800 {
+			t.Errorf("beneath a region: %#x of %#x", va, key)
+		}
+		reader := vm.Space().Epochs().Enter(2)
+		d, err := vm.StartClear(r.Handle(), first, 1)
+		if err != nil || d.Done() {
+			t.Errorf("a page was released beneath a reader: %v", err)
+		}
+		absent(0, 0x7000_0800)
+		vm.Space().Epochs().Leave(2, reader)
+		if !d.Done() {
+			t.Error("not released without readers")
+		}
+		if _, err := vm.StartDestroy(r.Handle()); !errors.Is(err, ErrBusy) {
+			t.Errorf("region with a window destroyed: %v", err)
+		}
+		for _, h := range []uint32{uint32(w), r.Handle()} {
+			if err := vm.DestroyRegion(context.Background(), h); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
 // TestFastRegionRace: loops read through keys that others register and invalidate
 // all the time. Whatever a read finds was what the key meant: each page holds its
 // own number, and the low byte of the key, the address and the pages go together.

@@ -106,6 +106,7 @@ type Region struct {
 	dynamic    bool // what a Dynamic means now: no window is bound to it
 	generation atomic.Uint64
 	windows    atomic.Int32 // bound to it; noWindows: being destroyed
+	base       *Region      // a window's: the region that its pages belong to
 }
 
 // setGeometry takes over everything but the key, the domain and the table.

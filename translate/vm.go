@@ -175,6 +175,16 @@ func (vm *VM) Region(handle uint32) (*Region, error) {
 	return nil, fmt.Errorf("handle %#x: %w", handle, ErrNoRegion)
 }
 
+// Beneath returns what is at a window's address by the key and address of its region: the region's owner, who brings its
+// pages, knows nothing of windows. All else it returns as it is. The caller is inside.
+func (vm *VM) Beneath(key Key, va VA) (Key, VA) {
+	r := vm.byKey(key)
+	if r == nil || r.base == nil {
+		return key, va
+	}
+	return r.base.key, r.base.iova + (va - r.iova) + VA(r.offset-r.base.offset)
+}
+
 // Lookup returns what stage one has for an address now, regardless of rights, and whether it has anything: to tell people,
 // not to access memory.
 func (vm *VM) Lookup(key Key, va VA) (PA, bool) {

@@ -60,6 +60,8 @@ type guestFault struct {
 
 	// Set before raised, left alone until idle.
 	miss   translate.Miss
+	key    translate.Key // what the driver is told: never a window's
+	va     translate.VA
 	length uint64
 	access translate.Access
 	since  int64 // ns
@@ -147,6 +149,7 @@ func (s *side) askGuest(m translate.Miss, need translate.Access) {
 		}
 	}
 	g.miss, g.length, g.access, g.since = m, n, need, q.lane.loop.Now()
+	g.key, g.va = q.dev.vm.Beneath(m.Key, m.VA)
 	count := &q.dev.faultCounts[q.index<<1|int(s.which)]
 	*count++
 	token := uint32(q.index) | uint32(s.which)<<tokenSideShift | *count<<tokenCountShift
@@ -278,7 +281,7 @@ func resumeFault(c *cmd) error {
 	if r.Status != abi.StatusOK {
 		bit = servedGuestFail
 	}
-	if pa, ok := c.d.vm.Lookup(s.guest.miss.Key, s.guest.miss.VA); ok {
+	if pa, ok := c.d.vm.Lookup(s.guest.key, s.guest.va); ok {
 		c.d.faults.heat.Add(pa)
 	}
 	c.d.faults.served(time.Duration(q.lane.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
@@ -290,7 +293,7 @@ func resumeFault(c *cmd) error {
 // queue, while the fault is raised.
 func (g *guestFault) event(qpn uint32) abi.Event {
 	return abi.Event{
-		Type: abi.EventPageFault, Handle: qpn, VA: uint64(g.miss.VA), Length: g.length, Key: uint32(g.miss.Key),
+		Type: abi.EventPageFault, Handle: qpn, VA: uint64(g.va), Length: g.length, Key: uint32(g.key),
 		Access: uint32(g.access), Token: uint32(g.state.Load() >> tokenShift),
 	}
 }

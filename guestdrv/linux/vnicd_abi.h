@@ -632,7 +632,7 @@ struct vnicd_event {
 	__le32 handle;
 	__le64 va;		/* PAGE_FAULT: first byte */
 	__le64 length;		/* bytes wanted from va on: 1..1 MiB, within the region */
-	__le32 key;
+	__le32 key;		/* the region's, also if a window on it was used */
 	__le32 access;		/* enum ib_access_flags needed; 0: read for local use */
 	__le32 token;		/* names the operation that waits */
 	__le32 reserved;

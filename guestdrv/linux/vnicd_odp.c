@@ -666,32 +666,37 @@ struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key)
 	return odp;
 }
 
-void vnicd_odp_destroy(struct vnicd_odp *odp)
+int vnicd_odp_destroy(struct vnicd_odp *odp)
 {
 	struct vnicd_dev *vd = odp->vd;
 	struct vnicd_part *part;
 	unsigned long index;
-
-	xa_cmpxchg(&vd->odps, odp->lkey, odp, NULL, 0);
-	xa_cmpxchg(&vd->odps, odp->rkey, odp, NULL, 0);
-
-	spin_lock(&odp->lock);
-	WRITE_ONCE(odp->closed, true);
-	spin_unlock(&odp->lock);
-	vnicd_fault_interrupt(odp);
+	bool released;
+	int err;
 
 	/*
 	 * Invalidations wait meanwhile: the pages are in use until the answer. A
 	 * device that does not answer is dead, and no invalidation waits for it.
 	 */
 	down_write(&odp->gate);
-	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_MR, odp->handle);
+	err = vnicd_cmd_destroy_mr(vd, odp->handle, &released);
+	if (err) {
+		up_write(&odp->gate);
+		return err;
+	}
+	xa_cmpxchg(&vd->odps, odp->lkey, odp, NULL, 0);
+	xa_cmpxchg(&vd->odps, odp->rkey, odp, NULL, 0);
+	spin_lock(&odp->lock);
+	WRITE_ONCE(odp->closed, true);
+	spin_unlock(&odp->lock);
 	vnicd_fault_abandon(odp);
 	odp->vd = NULL;
 	up_write(&odp->gate);
+	vnicd_fault_interrupt(odp);
 
 	xa_for_each(&odp->parts, index, part)
 		if (xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
 			vnicd_part_remove(part);
 	vnicd_odp_put(odp);
+	return 0;
 }

@@ -80,8 +80,11 @@ struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 				  struct vnicd_create_mr *cmd);
 /* The device knows it now, by the numbers that are set: events may come. */
 int vnicd_odp_publish(struct vnicd_odp *odp);
-/* Ends it: the device lets go of every page, pending faults are answered. */
-void vnicd_odp_destroy(struct vnicd_odp *odp);
+/*
+ * Ends it: the device lets go of every page, pending faults are answered. -EBUSY:
+ * windows are bound to it, and it goes on. The only error.
+ */
+int vnicd_odp_destroy(struct vnicd_odp *odp);
 /* By key, with a reference; NULL: no such region. May be called in verbs and works. */
 struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key);
 void vnicd_odp_put(struct vnicd_odp *odp);
@@ -119,7 +122,7 @@ static inline struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const stru
 }
 
 static inline int vnicd_odp_publish(struct vnicd_odp *odp) { return -EOPNOTSUPP; }
-static inline void vnicd_odp_destroy(struct vnicd_odp *odp) {}
+static inline int vnicd_odp_destroy(struct vnicd_odp *odp) { return 0; }
 static inline struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key) { return NULL; }
 static inline void vnicd_odp_put(struct vnicd_odp *odp) {}
 

@@ -177,7 +177,7 @@ static struct ib_mr *vnicd_reg_on_demand(struct ib_pd *ibpd, u64 start, u64 leng
 	mr->odp->rkey = mr->base.rkey;
 	err = vnicd_odp_publish(mr->odp);
 	if (err) {
-		vnicd_odp_destroy(mr->odp);
+		vnicd_odp_destroy(mr->odp);	/* nobody has the key yet */
 		goto err_free;
 	}
 	return &mr->base;
@@ -260,11 +260,13 @@ err_free:
 int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 {
 	struct vnicd_mr *mr = to_vmr(ibmr);
+	int err;
 
 	if (mr->odp) {
-		vnicd_odp_destroy(mr->odp);
-		kfree(mr);
-		return 0;
+		err = vnicd_odp_destroy(mr->odp);
+		if (!err)
+			kfree(mr);
+		return err;
 	}
 	if (mr->phys)
 		xa_erase_irq(&to_vd(ibmr->device)->phys_keys, ibmr->lkey);

@@ -2,13 +2,15 @@
 /*
  * windows DEVICE GID-INDEX: memory windows of both types through the guest's own
  * libibverbs, on two RC queue pairs of this process that are connected to each
- * other. Exit status 0: everything was as IBTA 10.6.7 says; else a line says what not.
+ * other, on a pinned region, an on-demand one, and an implicit one. Exit status 0: everything was as IBTA 10.6.7 says; else a line says what not.
  */
 #include <infiniband/verbs.h>
 #include <errno.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define SIZE 16384
 
@@ -17,6 +19,7 @@ static struct ibv_pd *pd;
 static struct ibv_cq *cq;
 static int gid_index;
 static union ibv_gid gid;
+static char *mem;
 
 static void check(int ok, const char *what)
 {
@@ -121,17 +124,28 @@ static void bind2(struct ibv_qp *qp, struct ibv_mw *mw, uint32_t rkey, struct ib
 		mw->rkey = rkey;
 }
 
-static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src)
+/* What the guest's kernel takes away the device lets go of and asks for anew, also through a window. */
+static void comes_and_goes(struct ibv_qp *qp, struct ibv_mr *src, char *at, uint32_t rkey)
+{
+	for (int i = 0; i < 20; i++) {
+		check(!madvise(mem, SIZE, MADV_DONTNEED), "madvise");
+		write_to(qp, src, at, rkey, IBV_WC_SUCCESS, "WRITE into pages that were taken away");
+		check(!memcmp(at, src->addr, 100) && !at[-1] && !at[100], "data differ in a page that came back");
+	}
+}
+
+/* @mr covers mem. */
+static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src, int on_demand)
 {
 	struct ibv_qp *a = make_qp(), *b = make_qp();
 	struct ibv_mw *mw = ibv_alloc_mw(pd, type);
-	char *at = (char *)mr->addr + 4000;
+	char *at = mem + 4000;
 	uint32_t old;
 
 	check(mw != NULL, "ibv_alloc_mw");
 	connect_qp(a, b);
 	connect_qp(b, a);
-	memset(mr->addr, 0, SIZE);
+	memset(mem, 0, SIZE);
 	if (type == IBV_MW_TYPE_1) {
 		struct ibv_mw_bind bind = {
 			.bind_info = { .mr = mr, .addr = (uintptr_t)at, .length = 4096, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE },
@@ -145,6 +159,8 @@ static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src)
 	write_to(b, src, at, mw->rkey, IBV_WC_SUCCESS, "WRITE into the window");
 	check(!memcmp(at, src->addr, 100), "data differ");
 	check(ibv_dereg_mr(mr) == EBUSY, "a region with a window was deregistered");
+	if (on_demand)
+		comes_and_goes(b, src, at, mw->rkey);
 	old = mw->rkey;
 	if (type == IBV_MW_TYPE_1) {
 		struct ibv_mw_bind bind = { .bind_info = { .mr = mr } };
@@ -175,7 +191,6 @@ int main(int argc, char **argv)
 	struct ibv_device_attr attr;
 	struct ibv_device **list = ibv_get_device_list(NULL);
 	struct ibv_mr *mr, *src;
-	char *mem;
 
 	check(argc == 3 && list, "usage: windows DEVICE GID-INDEX");
 	while (*list && strcmp(ibv_get_device_name(*list), argv[1]))
@@ -191,12 +206,18 @@ int main(int argc, char **argv)
 	mem = aligned_alloc(4096, 2 * SIZE);
 	check(pd && cq && mem, "pd, cq, memory");
 	memset(mem, 0x5a, 2 * SIZE);
-	mr = ibv_reg_mr(pd, mem, SIZE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
 	src = ibv_reg_mr(pd, mem + SIZE, SIZE, IBV_ACCESS_LOCAL_WRITE);
-	check(mr && src, "ibv_reg_mr");
-	both(IBV_MW_TYPE_1, mr, src);
-	both(IBV_MW_TYPE_2, mr, src);
-	check(!ibv_dereg_mr(mr) && !ibv_dereg_mr(src), "ibv_dereg_mr");
+	check(src != NULL, "ibv_reg_mr");
+	for (int kind = 0; kind < 3; kind++) { // pinned, on demand, implicit
+		int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND | (kind ? IBV_ACCESS_ON_DEMAND : 0);
+
+		mr = ibv_reg_mr(pd, kind == 2 ? NULL : mem, kind == 2 ? SIZE_MAX : SIZE, access);
+		check(mr != NULL, "ibv_reg_mr");
+		both(IBV_MW_TYPE_1, mr, src, kind);
+		both(IBV_MW_TYPE_2, mr, src, kind);
+		check(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	}
+	check(!ibv_dereg_mr(src), "ibv_dereg_mr");
 	puts("windows: all right");
 	return 0;
 }

@@ -3,6 +3,7 @@ package integration
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"strings"
@@ -14,6 +15,10 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
 )
+
+// guestCmdline has guest kernels check what they otherwise do not: Debian's have SLUB's and the page allocator's checks
+// and KFENCE, though neither KASAN nor lockdep.
+var guestCmdline = flag.String("guest-cmdline", "", "more words for the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
 
 // TestMain fails the run if the tests leave namespaces, interfaces or processes
 // behind. It looks only at what can be theirs: other runs on the machine are none of
@@ -81,6 +86,7 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Run)
+	l.KernelArgs = strings.Fields(*guestCmdline)
 	return l, ctx
 }
 

@@ -145,7 +145,7 @@ func WaitGuest(ctx context.Context, m *qemu.Machine, cond string) error {
 }
 
 // complaint matches what a kernel prints when something in it went wrong.
-var complaint = regexp.MustCompile(`\b(WARNING:|BUG:|Oops|general protection fault|[Kk]ernel panic|Call Trace:|` +
+var complaint = regexp.MustCompile(`\b(WARNING:|BUG:|BUG [\w-]+ \(|pagealloc:|Oops|general protection fault|[Kk]ernel panic|Call Trace:|` +
 	`refcount_t:|UBSAN:|KASAN:|KCSAN:|INFO: task .* blocked|soft lockup|rcu: INFO|unregister_netdevice: waiting|leaked|Tainted: .*W)`)
 
 // KernelLog is the guest's kernel log.

@@ -31,6 +31,8 @@ type Lab struct {
 	VNICD string
 	// Share is the directory that guests see as /host; vnicd.ko lies in it.
 	Share string
+	// KernelArgs are more words for the kernel command line of every VM.
+	KernelArgs []string
 }
 
 // New prepares images, binary and, if asked for, the kernel module; progress goes
@@ -210,7 +212,7 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		}
 		nic.Addresses = []netip.Prefix{p}
 	}
-	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: v.KernelArgs}
+	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
 	if v.MemoryMiB != 0 {
 		cfg.MemoryMiB = v.MemoryMiB
 	}

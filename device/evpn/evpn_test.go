@@ -52,6 +52,42 @@ func TestTwo(t *testing.T) {
 	eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
 }
 
+// What appears while sessions begin is told of: gobgp has a moment between telling all and telling of changes.
+func TestBeginning(t *testing.T) {
+	const others, most = 5, 180 // together what a network takes
+	f := newFabric(t)
+	var ns []int
+	for n := range others {
+		ns = append(ns, n+2)
+	}
+	one := f.host(1, f.config(1, ns...))
+	a := one.tenant(100, NetworkConfig{})
+	up := func(h *host) bool {
+		return !slices.ContainsFunc(h.s.Status().Sessions, func(s SessionStatus) bool { return s.State != "established" })
+	}
+	var tenants []*tenant
+	for _, n := range ns {
+		tenants = append(tenants, f.host(n, f.config(n, 1)).tenant(100, NetworkConfig{}))
+	}
+	told := map[int][]lfe.MAC{}
+	for i := range most {
+		for _, b := range tenants {
+			if !up(b.host) {
+				m := hwaddr(b.n<<16 + i)
+				b.attach(fmt.Sprint("vm", i), m)
+				told[b.n] = append(told[b.n], m)
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
+	eventually(t, "the sessions are up", func() bool { return up(one) })
+	for n, macs := range told {
+		for _, m := range macs {
+			eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)), func() bool { return a.behind(m) == vtepAddr(n) })
+		}
+	}
+}
+
 // Speakers that connect to each other at the same moment come together all the same (RFC 4271 section 6.8).
 func TestCollision(t *testing.T) {
 	f := newFabric(t)

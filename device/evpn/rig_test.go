@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -23,6 +24,12 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	// The race detector reads its options before any Go code runs.
+	if os.Getenv("GORACE") == "" {
+		if err := syscall.Exec("/proc/self/exe", os.Args, append(os.Environ(), "GORACE=suppressions=testdata/gobgp.races")); err != nil {
+			panic(err)
+		}
+	}
 	flag.Parse()
 	// The fuzzing engine's own goroutines may outlive the run by a moment.
 	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {

@@ -15,9 +15,15 @@ import (
 //     gobgp's own limit counts all routes for each UPDATE, keeps the neighbour down for ever, and with graceful restart its routes for
 //     the restart time;
 //   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC 4271 section
-//     6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime begins anew.
+//     6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime begins anew;
+//   - it tells a neighbour all, and only then begins to tell it of changes: what becomes a route in between would be kept from it. Each
+//     session is told all once more when it is up.
+//
+// Looking counts all routes. While nothing is heard of any it is done once in watchQuiet: routes that cannot be anybody's best, such as
+// those that have been through this AS, are kept and count, but are not heard of.
 const (
 	watchEvery    = time.Second
+	watchQuiet    = 3 * time.Second
 	handshakeTime = 10 * time.Second
 )
 
@@ -55,15 +61,17 @@ func (b *session) watchNeighbours(ctx context.Context) {
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
 	greeting := map[netip.Addr]time.Time{} // since when a session is between its connection and its first KEEPALIVE
-	for {
+	told := map[netip.Addr]time.Time{}     // the beginning of the session that all was told again
+	for quiet := time.Duration(0); ; {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 		}
-		if !b.stirred.Swap(false) && len(greeting) == 0 && !b.away.any() {
-			continue // looking counts all routes
+		if quiet += watchEvery; !b.stirred.Swap(false) && len(greeting) == 0 && !b.away.any() && quiet < watchQuiet {
+			continue
 		}
+		quiet = 0
 		now := b.s.clock()
 		peers := map[netip.Addr]*api.Peer{}
 		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{}, func(p *api.Peer) {
@@ -74,6 +82,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 		for i := range b.s.cfg.Neighbours {
 			n := &b.s.cfg.Neighbours[i]
 			p := peers[n.Address]
+			state, begun := p.GetState().GetSessionState(), p.GetTimers().GetState().GetUptime().AsTime()
 			since, greets := greeting[n.Address]
 			delete(greeting, n.Address)
 			switch until, away := b.away.get(n.Address); {
@@ -86,7 +95,10 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", n.Address, "limit", n.limit(), "stays-away", b.s.cfg.LimitIdle)
 				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
 				b.remove(ctx, n)
-			case p.GetState().GetSessionState() != api.PeerState_SESSION_STATE_OPENSENT && p.GetState().GetSessionState() != api.PeerState_SESSION_STATE_OPENCONFIRM:
+			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
+				told[n.Address] = begun
+				_ = b.srv.ResetPeer(ctx, &api.ResetPeerRequest{Address: n.Address.String(), Soft: true, Direction: api.ResetPeerRequest_DIRECTION_OUT}) // it is there
+			case state != api.PeerState_SESSION_STATE_OPENSENT && state != api.PeerState_SESSION_STATE_OPENCONFIRM:
 			case !greets:
 				greeting[n.Address] = now
 			case now.Sub(since) < handshakeTime:

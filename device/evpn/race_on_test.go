@@ -1,6 +1,0 @@
-//go:build race
-
-package evpn
-
-// raceDetector says that the race detector is on.
-const raceDetector = true

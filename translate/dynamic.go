@@ -161,7 +161,7 @@ type BindSpec struct {
 
 // windowRights are what a window can give. Programs ask for local write as well, which a
 // window, being no L_Key, neither gives nor takes (ibv_bind_mw; IBTA 10.6.7.2.2).
-const windowRights = RemoteWrite | RemoteRead | RemoteAtomic
+const windowRights = RemoteWrite | RemoteRead | RemoteAtomic | FlushGlobal
 
 // Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a
 // QP in protection domain pd, whose own domain is qp: that is where a type 2

@@ -210,7 +210,7 @@ func TestWindows(t *testing.T) {
 	for _, k := range []Kind{Window1, Window2} {
 		handle := mustKey(t, vm, k, pd, 0)
 		w := handle
-		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(), Access: LocalWrite | RemoteWrite | RemoteRead, VA: 0x7000_0800, Length: 4096}
+		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(), Access: LocalWrite | RemoteWrite | RemoteRead | FlushGlobal, VA: 0x7000_0800, Length: 4096}
 		for what, f := range map[string]func(*BindSpec){
 			"an old key":                func(sp *BindSpec) { sp.Window++ },
 			"no such region":            func(sp *BindSpec) { sp.Region++ },
@@ -218,6 +218,7 @@ func TestWindows(t *testing.T) {
 			"beyond the region":         func(sp *BindSpec) { sp.Length = 8000 },
 			"wraps around":              func(sp *BindSpec) { sp.Length = 1<<64 - 1 },
 			"another right":             func(sp *BindSpec) { sp.Access |= MWBind },
+			"flush to persistence":      func(sp *BindSpec) { sp.Access |= FlushPersistent },
 			"region without bind":       func(sp *BindSpec) { sp.Region, sp.VA, sp.Length = noBind.LKey(), 0x7000_0000, 16 },
 			"write without local write": func(sp *BindSpec) { sp.Region, sp.VA, sp.Length = plain.LKey(), 0x7000_0000, 16 },
 			"a window as region":        func(sp *BindSpec) { sp.Region = w },
@@ -240,6 +241,9 @@ func TestWindows(t *testing.T) {
 		}
 		if m := vm.Write(w, domain, 0x7000_0ffe, []byte("over"), RemoteWrite); !m.OK() {
 			t.Fatal(m.Err())
+		}
+		if m := vm.CheckKey(w, domain, FlushGlobal); !m.OK() { // as a whole (A19)
+			t.Error(m.Err())
 		}
 		if string(mem[5*PageSize-2:5*PageSize]) != "ov" || string(mem[PageSize:PageSize+2]) != "er" {
 			t.Fatal("bytes are not where the region has them")

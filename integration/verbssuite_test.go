@@ -25,6 +25,9 @@ var foreign = regexp.MustCompile(`^test_(mlx5|efa|efadv|hns|hnsdv|hbl|hbldv|irdm
 // debian12 is the guest whose suite is that of rdma-core 44; the others' is that of 56.
 const debian12 = "bookworm"
 
+// backports are guests with the newest kernel that Debian has for its stable release.
+const backports = "trixie-backports"
+
 type suite int
 
 const (

@@ -2,11 +2,13 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestPick(t *testing.T) {
@@ -150,5 +152,26 @@ func TestParseTestpmd(t *testing.T) {
 	seconds, total := parseTestpmd("Port statistics ===\n" + port + port + "\n" + port)
 	if len(seconds) != 1 || seconds[0] != 500 || total != 2000 {
 		t.Errorf("%v, %v", seconds, total)
+	}
+}
+
+// The two take turns, neither always first, and the figures of a round are means.
+func TestRound(t *testing.T) {
+	var order string
+	n := 0.0
+	sample := func(who string) func(context.Context, time.Duration) (Sample, error) {
+		return func(_ context.Context, d time.Duration) (Sample, error) {
+			if d != time.Second {
+				t.Errorf("a turn of %v", d)
+			}
+			order += who
+			n++
+			return Sample{Value: n, Extra: map[string]float64{who: 2 * n}}, nil
+		}
+	}
+	m := Meter{Ours: sample("o"), Anchor: sample("a"), Turns: 2}
+	ours, anchor, err := m.round(context.Background(), 2*time.Second, true)
+	if err != nil || order != "oaao" || ours.Value != 2.5 || anchor.Value != 2.5 || ours.Extra["o"] != 5 || anchor.Extra["a"] != 5 {
+		t.Errorf("%v: %v %v %v", order, ours, anchor, err)
 	}
 }

@@ -24,6 +24,41 @@ type Row struct {
 // Meter takes one sample, in about d. Anchor is nil if the row has none.
 type Meter struct {
 	Ours, Anchor func(ctx context.Context, d time.Duration) (Sample, error)
+	// Turns is how often the two take turns within a round, whose figures are the means; zero: once. The more, the more alike
+	// is what the machine does besides to both.
+	Turns int
+}
+
+// round returns the figures of one round, of which ours comes first or last.
+func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (ours, anchor Sample, err error) {
+	turns := max(m.Turns, 1)
+	take := func(f func(context.Context, time.Duration) (Sample, error), to *Sample) {
+		if f == nil || err != nil {
+			return
+		}
+		var s Sample
+		if s, err = f(ctx, d/time.Duration(turns)); err != nil {
+			return
+		}
+		to.Value += s.Value / float64(turns)
+		for k, v := range s.Extra {
+			if to.Extra == nil {
+				to.Extra = map[string]float64{}
+			}
+			to.Extra[k] += v / float64(turns)
+		}
+	}
+	for range turns {
+		if !oursFirst {
+			take(m.Anchor, &anchor)
+		}
+		take(m.Ours, &ours)
+		if oursFirst {
+			take(m.Anchor, &anchor)
+		}
+		oursFirst = !oursFirst
+	}
+	return ours, anchor, err
 }
 
 // Sample is one figure, and perhaps others that belong to it, such as a percentile.
@@ -107,27 +142,19 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 	res := &Result{}
 	extra := map[string][]float64{}
 	for round := range o.rounds + 1 {
-		turns := []bool{true, false}
-		if round%2 == 1 {
-			slices.Reverse(turns)
+		ours, anchor, err := m.round(ctx, o.time, round%2 == 0)
+		if err != nil {
+			return nil, err
 		}
-		for _, ours := range turns {
-			f, to := m.Anchor, &res.Anchor
-			if ours {
-				f, to = m.Ours, &res.Ours
-			}
-			if f == nil {
-				continue
-			}
-			s, err := f(ctx, o.time)
-			if err != nil {
-				return nil, err
-			}
-			if round == 0 {
-				continue
-			}
-			*to = append(*to, s.Value)
-			for k, v := range s.Extra {
+		if round == 0 {
+			continue // it warms up
+		}
+		res.Ours = append(res.Ours, ours.Value)
+		if m.Anchor != nil {
+			res.Anchor = append(res.Anchor, anchor.Value)
+		}
+		for _, x := range []map[string]float64{ours.Extra, anchor.Extra} {
+			for k, v := range x {
 				extra[k] = append(extra[k], v)
 			}
 		}

@@ -218,8 +218,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 				return s, err
 			}
 		}
-		m.Ours, m.Anchor = beside(true), beside(false)
-		return m, nil
+		return Meter{Ours: beside(true), Anchor: beside(false), Turns: 20}, nil
 	}
 }
 

@@ -9,12 +9,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/testlog"
@@ -143,28 +145,54 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// Every command has a short and a useful long text, and a manual page that is generated from them.
+// Every command, at any depth, has a short and a useful long text, stands in the help of the one above it, in the manual page that is
+// generated from them and in what a shell completes.
 func TestHelp(t *testing.T) {
 	dir := t.TempDir()
 	if err := WriteDocs("v1.2.3", dir); err != nil {
 		t.Fatal(err)
 	}
+	run := func(args ...string) string {
+		t.Helper()
+		var out, errOut strings.Builder
+		if code := Main("v1.2.3", args, &out, &errOut); code != exitOK {
+			t.Errorf("vnicd %s: status %d: %s", strings.Join(args, " "), code, errOut.String())
+		}
+		return out.String()
+	}
 	a := &app{version: "v1.2.3", out: io.Discard, err: io.Discard}
-	root := a.rootCmd()
-	for _, c := range root.Commands() {
-		if c.Short == "" || c.Long == "" || strings.HasSuffix(c.Short, ".") {
-			t.Errorf("%s: short %q, long %q", c.CommandPath(), c.Short, c.Long)
-		}
-		for _, l := range strings.Split(c.Long, "\n") {
-			if len(l) > 132 {
-				t.Errorf("%s: a line of %d characters: %s", c.CommandPath(), len(l), l)
+	seen := 0
+	var look func(above *cobra.Command, words []string)
+	look = func(above *cobra.Command, words []string) {
+		help, completed := run(append(words, "--help")...), run(append([]string{cobra.ShellCompRequestCmd}, append(words, "")...)...)
+		for _, c := range above.Commands() {
+			seen++
+			if c.Short == "" || strings.HasSuffix(c.Short, ".") || c.Long == "" && above.Parent() == nil {
+				t.Errorf("%s: short %q, long %q", c.CommandPath(), c.Short, c.Long)
 			}
-		}
-		page := filepath.Join(dir, "usr/share/man/man8", strings.ReplaceAll(c.CommandPath(), " ", "-")+".8")
-		if text, err := os.ReadFile(page); err != nil || !strings.Contains(string(text), "vnicd v1.2.3") {
-			t.Errorf("%s: %v", page, err)
+			for _, l := range strings.Split(c.Long, "\n") {
+				if len(l) > 132 {
+					t.Errorf("%s: a line of %d characters: %s", c.CommandPath(), len(l), l)
+				}
+			}
+			if !regexp.MustCompile(`(?m)^  ` + c.Name() + ` +` + regexp.QuoteMeta(c.Short) + `$`).MatchString(help) {
+				t.Errorf("the help of %s does not list it:\n%s", c.CommandPath(), help)
+			}
+			if !strings.Contains("\n"+completed, "\n"+c.Name()+"\t"+c.Short+"\n") {
+				t.Errorf("%s is not completed:\n%s", c.CommandPath(), completed)
+			}
+			page := filepath.Join(dir, "usr/share/man/man8", strings.ReplaceAll(c.CommandPath(), " ", "-")+".8")
+			if text, err := os.ReadFile(page); err != nil || !strings.Contains(string(text), "vnicd v1.2.3") {
+				t.Errorf("%s: %v", page, err)
+			}
+			look(c, append(slices.Clone(words), c.Name()))
 		}
 	}
+	look(a.rootCmd(), nil)
+	if seen < 20 {
+		t.Errorf("%d commands", seen)
+	}
+	// These scripts ask the program itself.
 	for _, f := range []string{"bash-completion/completions/vnicd", "zsh/vendor-completions/_vnicd", "fish/vendor_completions.d/vnicd.fish"} {
 		if st, err := os.Stat(filepath.Join(dir, "usr/share", f)); err != nil || st.Size() == 0 {
 			t.Errorf("%s: %v", f, err)

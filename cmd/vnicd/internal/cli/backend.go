@@ -89,8 +89,10 @@ given, also when that ends. A vnicd that is restarted is waited for.`,
 			}
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
-			from, err := standin.Listen(socket)
-			if socket == "" {
+			var from *standin.Front
+			if socket != "" {
+				from, err = standin.Listen(socket)
+			} else {
 				from, err = standin.Passed(fd)
 			}
 			if err != nil {

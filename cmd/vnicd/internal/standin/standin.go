@@ -22,11 +22,12 @@ type Front struct {
 	ln   *net.UnixListener
 }
 
-// Listen makes a socket. One that nobody listens on any more is replaced.
+// Listen makes a socket. One that nobody listens on any more is replaced; anything else at that path is left alone.
 func Listen(path string) (*Front, error) {
 	addr := &net.UnixAddr{Name: path, Net: "unix"}
 	ln, err := net.ListenUnix("unix", addr)
-	if errors.Is(err, syscall.EADDRINUSE) {
+	// What is no socket refuses connections, too.
+	if fi, serr := os.Lstat(path); errors.Is(err, syscall.EADDRINUSE) && serr == nil && fi.Mode().Type() == os.ModeSocket {
 		if c, derr := net.DialUnix("unix", nil, addr); derr == nil {
 			_ = c.Close()
 		} else if errors.Is(derr, syscall.ECONNREFUSED) && os.Remove(path) == nil {
@@ -126,8 +127,8 @@ func Dial(ctx context.Context, path string, limit time.Duration) (*net.UnixConn,
 	defer cancel()
 	for {
 		c, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
-		if err == nil {
-			return c, nil
+		if err == nil || !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ECONNREFUSED) {
+			return c, err
 		}
 		select {
 		case <-ctx.Done():

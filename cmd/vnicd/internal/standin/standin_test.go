@@ -3,11 +3,14 @@ package standin
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"io"
 	"net"
 	"os"
+	"path/filepath"
 	"syscall"
 	"testing"
+	"time"
 )
 
 func pair(t *testing.T) (near, far *net.UnixConn) {
@@ -104,6 +107,49 @@ func open(t *testing.T) int {
 		t.Fatal(err)
 	}
 	return len(list)
+}
+
+// A path is taken over from a process that has died, and from nothing else.
+func TestListen(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(path); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("in place of a file: %v", err)
+	}
+	if b, _ := os.ReadFile(path); string(b) != "precious" {
+		t.Error("the file is gone")
+	}
+	_ = os.Remove(path)
+	first, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(path); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("in place of one that is served: %v", err)
+	}
+	first.ln.SetUnlinkOnClose(false)
+	_ = first.ln.Close()
+	second, err := Listen(path)
+	if err != nil {
+		t.Fatalf("in place of one whose process died: %v", err)
+	}
+	_ = second.ln.Close()
+}
+
+// Who may not have the device is told so at once; only a daemon that is not there is waited for.
+func TestDial(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "file")
+	if _, err := Dial(t.Context(), filepath.Join(path, "s"), 0); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("nobody there: %v", err)
+	}
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Dial(t.Context(), filepath.Join(path, "s"), time.Hour); !errors.Is(err, syscall.ENOTDIR) {
+		t.Errorf("a way that leads nowhere: %v", err)
+	}
 }
 
 func TestRefused(t *testing.T) {

@@ -123,3 +123,35 @@ func TestFairness(t *testing.T) {
 		return true
 	})
 }
+
+// Requests that are flushed are not free: a VM that posts to QPs in the error state gets no more of a pass than one whose requests are carried out.
+func TestFlushedShare(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	pd := g.pd()
+	const qps, posted = 16, 120
+	var qs []*tqp
+	for range qps {
+		q := g.qp(qpSpec{pd: pd, elems: 128})
+		q.modify(abi.QPErr, 0, abi.QPAttr{})
+		for i := range posted {
+			q.wqe().SetRequest(uint64(i), abi.WRRDMAWrite, 0)
+			q.sq.push()
+		}
+		q.bell()
+		qs = append(qs, q)
+	}
+	flushed := func() (n uint64) {
+		for _, q := range qs {
+			n += uint64(q.sq.cons().Load())
+		}
+		return n
+	}
+	for n := flushed(); n < qps*posted; {
+		w.step(1)
+		was := n
+		if n = flushed(); n-was > pollBudget {
+			t.Fatalf("%d requests were flushed in one pass, the budget is %d", n-was, pollBudget)
+		}
+	}
+}

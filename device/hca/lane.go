@@ -23,7 +23,8 @@ const (
 	pollBudget = 128
 	// QPs that may consume nothing of pollBudget still cost a turn each.
 	pollTurns = 64
-	// What is copied without packets counts against pollBudget, too, in units of 4 KiB.
+	// What is flushed, and what is copied without packets, in units of 4 KiB, counts
+	// against pollBudget, too.
 	localShift = 12
 	// At most one notice is outstanding.
 	noticeSlots = 2
@@ -177,15 +178,20 @@ func (l *lane) Poll(now int64) bool {
 	for turns := 0; l.first != nil && turns < pollTurns && budget > 0; turns++ {
 		q := l.pop()
 		l.cur = q
-		n := l.stats.TxPackets + l.stats.LocalBytes>>localShift
+		before := l.served()
 		if q.run(now, min(qpBudget, budget)) {
 			l.push(q)
 		}
 		l.cur, l.meeting.far = nil, nil
-		budget -= int(l.stats.TxPackets+l.stats.LocalBytes>>localShift-n) + 1
+		budget -= int(l.served()-before) + 1
 		busy = true
 	}
 	return busy
+}
+
+// served is what its QPs have had of the loop's time so far, in units of pollBudget.
+func (l *lane) served() uint64 {
+	return l.stats.TxPackets + l.stats.Flushed + l.stats.LocalBytes>>localShift
 }
 
 // Prepare implements engine.Poller: need_wakeup, then one more look.

@@ -232,11 +232,20 @@ func TestGarbageRings(t *testing.T) {
 			q.scq.cons().Store(r.Uint32())
 			q.bell()
 		}
-		for range 20 {
+		for i := range 20 {
 			garbage(a)
 			garbage(b)
 			w.step(20)
 			w.clock.Advance(50e6)
+			if i%5 == 4 { // in the states without a connection, too
+				for _, state := range []uint8{abi.QPReset, abi.QPErr, abi.QPReset, abi.QPInit, abi.QPErr, abi.QPReset} {
+					a.modify(state, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
+					garbage(a)
+					w.step(20)
+					w.clock.Advance(50e6)
+				}
+				a.connectRC(b)
+			}
 		}
 		want := make([]byte, 4096)
 		fill(want, 9)

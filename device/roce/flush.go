@@ -35,6 +35,7 @@ func (q *QP) flush(budget int) (more bool) {
 			return false
 		}
 		found = true
+		q.stats.Flushed++
 		q.failRecv(StatusFlush)
 	}
 	return true
@@ -54,6 +55,7 @@ func (q *QP) flushSends(budget *int) (more bool) {
 		if q.head == q.tail && (q.sqGone || q.waits.send.held() || !q.fetchInto(q.slot(q.tail))) {
 			return false
 		}
+		q.stats.Flushed++
 		q.completeHead(StatusFlush)
 	}
 	return true

@@ -155,6 +155,9 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 	if reason != "" {
 		return refuse(reason)
 	}
+	if from == Reset && to != Reset && q.slots == nil {
+		q.allocate() // to flush takes WQEs, too
+	}
 	switch to {
 	case Reset:
 		q.reset()
@@ -176,9 +179,6 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 		q.tx = t
 	}
 	q.take(a, mask)
-	if from == Reset && q.slots == nil {
-		q.allocate()
-	}
 	q.state = to
 	switch {
 	case from == SQD && to == SQD, from == to:

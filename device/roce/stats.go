@@ -15,6 +15,7 @@ type Stats struct {
 	Drops              [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason
 	AccessErrors       uint64           // R_Key violations as responder
 	LocalErrors        uint64           // local protection and length errors
+	Flushed            uint64           // WQEs of either side completed in error because of the QP's state
 	Faults             uint64           // accesses that met an absent page
 	FaultDrops         uint64           // packets dropped for one
 	Resumed, Invalid   uint64           // faults served; those whose address was not valid

@@ -227,8 +227,12 @@ func TestGarbageRings(t *testing.T) {
 					}
 				}
 			}
-			q.sq.prod().Store(r.Uint32())
-			q.rq.prod().Store(r.Uint32())
+			for _, ring := range []*tring{&q.sq, &q.rq} {
+				ring.prod().Store(r.Uint32())
+				if r.IntN(2) == 0 {
+					ring.prod().Store(ring.cons().Load() + r.Uint32N(8))
+				}
+			}
 			q.scq.cons().Store(r.Uint32())
 			q.bell()
 		}
@@ -237,14 +241,15 @@ func TestGarbageRings(t *testing.T) {
 			garbage(b)
 			w.step(20)
 			w.clock.Advance(50e6)
-			if i%5 == 4 { // in the states without a connection, too
-				for _, state := range []uint8{abi.QPReset, abi.QPErr, abi.QPReset, abi.QPInit, abi.QPErr, abi.QPReset} {
-					a.modify(state, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
-					garbage(a)
-					w.step(20)
-					w.clock.Advance(50e6)
-				}
-				a.connectRC(b)
+			if i%5 != 4 {
+				continue
+			}
+			c := a.g.qp(qpSpec{pd: a.g.pd()})
+			for _, state := range []uint8{abi.QPErr, abi.QPReset, abi.QPInit, abi.QPErr} { // nor without a connection
+				c.modify(state, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
+				garbage(c)
+				w.step(20)
+				w.clock.Advance(50e6)
 			}
 		}
 		want := make([]byte, 4096)

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps clean
+.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,13 +20,16 @@ build: ## build the daemon: build/vnicd
 	@mkdir -p $(BUILD)
 	$(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o $(BUILD)/vnicd ./cmd/vnicd
 
-deps: ## install what building and testing need (Debian packages)
+deps: ## install what testing needs (Debian packages)
+	@.ci/deps --tests
+
+deps-vm: ## install what images and the demo need
 	@.ci/deps
 
-image: deps ## build QEMU root and guest image (PACKAGES="…" adds Debian packages to the guest)
+image: deps-vm ## build QEMU root and guest image (PACKAGES="…" adds Debian packages to the guest)
 	vm-images/build all
 
-module: deps ## build the guest's kernel module: build/module/vnicd.ko
+module: deps-vm ## build the guest's kernel module: build/module/vnicd.ko
 	vm-images/build module guestdrv/linux $(BUILD)/module
 
 package: build ## Debian package for hosts: build/vnicd_*.deb
@@ -35,8 +38,8 @@ package: build ## Debian package for hosts: build/vnicd_*.deb
 guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
 	cmd/vnicd/packaging/build guest $(VERSION) $(BUILD)
 
-demo: deps build ## two VMs on two "hosts", RDMA between them
-	$(GO) run ./integration/demo
+demo: image build ## two VMs on two "hosts", RDMA between them (no need to be root)
+	$(GO) run -exec 'vm-images/rootless --net' ./integration/demo
 
 test: deps lint test-unit test-fuzz test-vm ## everything: what CI runs
 
@@ -47,13 +50,13 @@ test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
 # VM tests that would take `make test` beyond half an hour.
-LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves)$$
+LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves)$$
 
-test-vm: image build ## boots VMs: the whole path from guest application to wire
+test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
 
-test-long: image build ## the VM tests for which `make test` has no time
-	$(GO) test -count=1 -timeout 60m -v -run '$(LONG)' ./integration
+test-long: deps image build ## the VM tests for which `make test` has no time
+	$(GO) test -count=1 -timeout 90m -v -run '$(LONG)' ./integration
 
 # Debian 12's kernel and the newest of trixie-backports; what `make test` boots is Debian 13's.
 KERNELS = bookworm trixie-backports
@@ -67,7 +70,7 @@ test-ways: deps ## the data path's tests with one engine and two, polling and no
 	@.ci/ways $(or $(WAYS),native)
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
-	@.ci/deps ucx_perftest=ucx-utils
+	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house

@@ -35,10 +35,10 @@ type Namespace struct {
 
 var nsCount atomic.Uint32
 
-// NewNamespace makes a namespace called PREFIX-PID-N with its loopback up. Needs root and iproute2.
+// NewNamespace makes a namespace called PREFIX-PID-N with its loopback up. Needs iproute2 and root, be it of a user namespace.
 func NewNamespace(prefix string) (*Namespace, error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("harness: network namespaces need root")
+		return nil, errors.New("harness: network namespaces need root: run this by vm-images/rootless --net")
 	}
 	ns := &Namespace{Name: fmt.Sprintf("%s-%d-%d", prefix, os.Getpid(), nsCount.Add(1))}
 	ctx := context.Background()

@@ -31,7 +31,7 @@ type Env struct {
 // Prepare finds the images, building what is missing, and probes the accelerator. Progress goes to log (may be nil).
 func Prepare(ctx context.Context, log io.Writer) (*Env, error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("harness: VMs with network namespaces need root")
+		return nil, errors.New("harness: VMs with network namespaces need root: run this by vm-images/rootless --net")
 	}
 	script, err := qemu.FindScript(".")
 	if err != nil {

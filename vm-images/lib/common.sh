@@ -56,7 +56,8 @@ need_tools() {
 		[[ $spec == /* && -r ${spec%%=*} ]] || command -v "${spec%%=*}" >/dev/null || missing+=("${spec#*=}")
 	done
 	((${#missing[@]})) || return 0
-	if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+	# Who is root of a user namespace only may not.
+	if [[ ! -w /var/lib/dpkg ]] || ! command -v apt-get >/dev/null; then
 		die "missing on this host: ${missing[*]}. Install with: apt-get install ${missing[*]}"
 	fi
 	say "installing on this host: ${missing[*]}"
@@ -74,8 +75,11 @@ need_bootstrap() {
 	need_tools mmdebstrap=mmdebstrap "$KEYRING=debian-archive-keyring" "$@"
 }
 
+# need_root WHAT: from here on as root, who may chroot and give files away; an ordinary user is that in a user namespace.
 need_root() {
-	[[ $(id -u) == 0 ]] || die "building $1 needs root (device nodes and file owners in the image); run: sudo --preserve-env vm-images/build ..."
+	[[ $(id -u) != 0 ]] || return 0
+	say "not root: in a user namespace, $1"
+	exec "$HERE/rootless" "$HERE/build" "${ARGV[@]}"
 }
 
 # artifact DIR WHAT FUNCTION: run FUNCTION TMPDIR unless DIR is complete already. One builder at a time per artifact.
@@ -128,6 +132,7 @@ cache_check() {
 
 cache_clean() {
 	cache_check
+	need_root "removing what is there"
 	local d
 	for d in "$CACHE"/{qemu,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
 		[[ -e $d ]] && rm -rf --one-file-system "$d"
@@ -139,6 +144,7 @@ cache_clean() {
 # cache_stale: what other recipes of the current RELEASE left; images with other PACKAGES count as such.
 cache_stale() {
 	cache_check
+	need_root "removing what is there"
 	local d name keep
 	keep=" $(qemu_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
 	for d in "$CACHE"/{qemu,guest,module,container,host}-*; do

@@ -69,6 +69,8 @@ type Queue struct {
 	everSig   bool   // signalled is meaningful
 	usedFlags uint16
 
+	early [2 * ahead]taken // read before their turn, by available index
+
 	broken atomic.Pointer[error]
 
 	// Scratch: passing stack memory through Space would make it escape.
@@ -233,22 +235,24 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 		if n == 0 || err != nil {
 			return false, err
 		}
+		for i := 1; i < min(n, ahead); i++ {
+			q.prefetch(q.lastAvail + uint16(i))
+		}
 	} else if err := q.check(); err != nil {
 		return false, err
 	}
 	if q.availSeen-q.lastAvail > ahead {
-		q.prefetch((q.lastAvail + ahead) & q.mask)
+		q.prefetch(q.lastAvail + ahead)
 	}
-	slot := q.lastAvail & q.mask
-	head, err := q.load16("available ring entry", &q.avail, 4+2*uint64(slot))
-	if err != nil {
-		return false, err
+	t := &q.early[q.lastAvail%uint16(len(q.early))]
+	if !t.is(q.lastAvail) {
+		if err := q.take(q.lastAvail, t); err != nil {
+			return false, err
+		}
 	}
-	if head >= q.size {
-		return false, q.breakRing("available ring entry", uint32(slot), uint64(head), fmt.Sprintf("below %d", q.size))
-	}
+	t.ok = false
 	c.reset(q.space)
-	if err := q.walk(c, head); err != nil {
+	if err := q.walk(c, t.head, t.desc); err != nil {
 		c.reset(q.space)
 		return false, err
 	}
@@ -256,21 +260,49 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 	return true, nil
 }
 
+// taken is the beginning of a chain: what the ring has at an available index.
+type taken struct {
+	ok   bool
+	at   uint16
+	head uint16
+	desc descriptor
+}
+
+func (t *taken) is(at uint16) bool { return t.ok && t.at == at }
+
+// take reads the beginning of a chain that is available.
+func (q *Queue) take(at uint16, t *taken) error {
+	slot := at & q.mask
+	head, err := q.load16("available ring entry", &q.avail, 4+2*uint64(slot))
+	if err != nil {
+		return err
+	}
+	if head >= q.size {
+		return q.breakRing("available ring entry", uint32(slot), uint64(head), fmt.Sprintf("below %d", q.size))
+	}
+	if m := q.readDesc(&q.desc, uint32(head), &t.desc); !m.OK() {
+		return q.missed("descriptor", m)
+	}
+	t.ok, t.at, t.head = true, at, head
+	return nil
+}
+
 // ahead is how many chains before its turn a buffer is asked for.
 const ahead = 8
 
-// prefetch asks for the first buffer of the chain in a slot: the driver has it in
-// another processor's cache, and copying would wait for each. What is read here of the
-// ring serves for nothing else.
-func (q *Queue) prefetch(slot uint16) {
-	w, shift, m := q.avail.Around(4 + 2*uint64(slot))
+// prefetch reads the beginning of a later chain, so that it is not read again in its turn, and asks for its first buffer: the
+// driver has that in another processor's cache, and copying would wait for each. What is wrong there is found
+// again, and reported, in its turn.
+func (q *Queue) prefetch(at uint16) {
+	t := &q.early[at%uint16(len(q.early))]
+	w, shift, m := q.avail.Around(4 + 2*uint64(at&q.mask))
 	if !m.OK() {
 		return
 	}
 	head := uint16(le32(w.Load()) >> shift)
-	var d descriptor
-	if head < q.size && q.readDesc(&q.desc, uint32(head), &d).OK() {
-		q.space.Prefetch(d.addr, d.flags&descWrite != 0)
+	if t.ok = head < q.size && q.readDesc(&q.desc, uint32(head), &t.desc).OK(); t.ok {
+		t.at, t.head = at, head
+		q.space.Prefetch(t.desc.addr, t.desc.flags&descWrite != 0)
 	}
 }
 

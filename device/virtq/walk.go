@@ -38,13 +38,12 @@ func (q *Queue) readDesc(table *translate.Window, i uint32, d *descriptor) trans
 	return translate.Miss{}
 }
 
-// walk follows the chain that starts at head. The number of steps is bounded by
+// walk follows the chain that starts at head, with descriptor d. The number of steps is bounded by
 // the table's size, so a loop ends as an error; so does everything else that
 // virtio 1.2, 2.7.5 forbids a driver to do.
-func (q *Queue) walk(c *Chain, head uint16) error {
+func (q *Queue) walk(c *Chain, head uint16, d descriptor) error {
 	c.head = head
 	var (
-		d        descriptor
 		table    = &q.desc
 		limit    = uint32(q.size) // entries of the table being walked
 		i        = uint32(head)
@@ -57,9 +56,10 @@ func (q *Queue) walk(c *Chain, head uint16) error {
 		if steps == limit {
 			return q.breakRing(where, i, uint64(head), fmt.Sprintf("a chain without loops, at most %d long", limit))
 		}
-		steps++
-		if m := q.readDesc(table, i, &d); !m.OK() {
-			return q.missed(where, m)
+		if steps++; steps > 1 || indirect {
+			if m := q.readDesc(table, i, &d); !m.OK() {
+				return q.missed(where, m)
+			}
 		}
 		if d.flags&descIndirect != 0 {
 			switch {

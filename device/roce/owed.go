@@ -43,6 +43,11 @@ func (o *owedSet) next() (psn uint64, ok bool) {
 	return 0, false
 }
 
+func (o *owedSet) none() bool {
+	_, ok := o.next()
+	return !ok
+}
+
 func (o *owedSet) remove(psn uint64) {
 	w, bit := o.word(psn)
 	*w &^= bit

@@ -106,8 +106,11 @@ func perftestRuns() (runs [][]string) {
 						}
 					}
 					run := []string{program + kind, "-c", c}
-					if c == "UD" {
+					switch {
+					case c == "UD":
 						run = append(run, "-s", "1024")
+					case c == "UC" && more == "-q 16": // without flow control: no more than the underlay's sockets hold
+						run = append(run, "-s", "4096")
 					}
 					runs = append(runs, append(run, strings.Fields(cm+" "+more)...))
 				}

@@ -3,8 +3,11 @@ package hca
 import (
 	"context"
 	"encoding/binary"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 )
@@ -334,20 +337,13 @@ type fuzzGuest struct {
 }
 
 func (f *fuzzGuest) step() {
-	r := f.r
-	num := func() uint32 {
-		switch r.IntN(4) {
-		case 0:
-			return r.Uint32()
-		case 1:
-			// A QP number that exists.
-			for n := range f.tables.qpList {
-				return n
-			}
-		}
-		return r.Uint32N(6)
-	}
+	r, tb := f.r, &f.tables
+	// Numbers of objects, mostly of such as exist.
+	pd, cq, srq, qp := f.pick(keys(tb.pds)), f.pick(keys(tb.cqs)), f.pick(keys(tb.srqs)), f.pick(keys(tb.qpList))
 	op := abi.Opcode(r.UintN(28))
+	if len(tb.qpList) == 0 || r.IntN(4) == 0 { // what QPs need, and QPs
+		op = []abi.Opcode{abi.CmdCreatePD, abi.CmdCreateCQ, abi.CmdCreateSRQ, abi.CmdCreateQP, abi.CmdModifyQP}[r.IntN(5)]
+	}
 	b := make([]byte, r.IntN(128))
 	for i := range b {
 		if r.IntN(4) == 0 {
@@ -364,59 +360,75 @@ func (f *fuzzGuest) step() {
 		pas = []uint64{r.Uint64(), f.ring.pas[0], r.Uint64N(1<<32) &^ 4095, 0}[:ring.NPages]
 	}
 	switch op {
-	case abi.CmdDestroyPD, abi.CmdDestroyCQ, abi.CmdDestroySRQ, abi.CmdDestroyQP, abi.CmdDestroyMR, abi.CmdQueryQP, abi.CmdQuerySRQ:
-		b = handle(num())
-		if op == abi.CmdDestroyMR {
-			for h := range f.tables.mrs {
-				b = handle(h)
-			}
-		}
+	case abi.CmdDestroyPD:
+		b = handle(pd)
+	case abi.CmdDestroyCQ:
+		b = handle(cq)
+	case abi.CmdDestroySRQ, abi.CmdQuerySRQ:
+		b = handle(srq)
+	case abi.CmdDestroyQP, abi.CmdQueryQP:
+		b = handle(qp)
+	case abi.CmdDestroyMR:
+		b = handle(f.pick(keys(tb.mrs)))
 	case abi.CmdCreatePD, abi.CmdQueryStats, abi.CmdQueryDevice, abi.CmdQueryPort:
 		b = nil
 	case abi.CmdCreateCQ:
 		b = enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: ring, ArmPA: uint64(f.ring.base) + r.Uint64N(16)}, pas...)
 	case abi.CmdResizeCQ:
-		b = enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: num(), Ring: ring}, pas...)
+		b = enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: cq, Ring: ring}, pas...)
 	case abi.CmdCreateSRQ:
-		b = enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: num(), MaxSGE: r.Uint32N(40), Limit: num(), Ring: ring}, pas...)
+		b = enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: r.Uint32N(40), Limit: r.Uint32N(20), Ring: ring}, pas...)
 	case abi.CmdModifySRQ:
-		b = enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: num(), Flags: r.Uint32N(5), Limit: num(), Ring: ring}, pas...)
+		b = enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: srq, Flags: r.Uint32N(5), Limit: r.Uint32N(20), Ring: ring}, pas...)
 	case abi.CmdCreateQP:
-		q := abi.CreateQP{Type: r.Uint32N(6), Flags: r.Uint32N(10), PDN: num(), SendCQN: num(), RecvCQN: num(), MaxSendSGE: r.Uint32N(34),
+		q := abi.CreateQP{Type: r.Uint32N(6), Flags: r.Uint32N(10), PDN: pd, SendCQN: cq, RecvCQN: cq, MaxSendSGE: r.Uint32N(34),
 			MaxRecvSGE: r.Uint32N(34), MaxInline: r.Uint32N(600), SQ: ring, RQ: ring}
 		if q.Flags&abi.QPHasSRQ != 0 {
-			q.SRQN, q.RQ = num(), abi.Ring{}
+			q.SRQN, q.RQ = srq, abi.Ring{}
 			b = enc(abi.SizeCreateQP, &q, pas...)
 		} else {
 			b = enc(abi.SizeCreateQP, &q, append(append([]uint64(nil), pas...), pas...)...)
 		}
 	case abi.CmdModifyQP:
-		a := abi.QPAttr{QPN: num(), AttrMask: r.Uint32N(1 << 21), QPState: uint8(r.UintN(8)), PathMTU: uint8(r.UintN(7)), PortNum: 1,
-			MaxRdAtomic: uint8(r.UintN(20)), MaxDestRdAtomic: uint8(r.UintN(20)), DestQPN: num(), AV: f.av()}
-		for _, q := range f.tables.qpList {
+		a := abi.QPAttr{QPN: qp, AttrMask: r.Uint32N(1 << 21), QPState: uint8(r.UintN(8)), PathMTU: uint8(r.UintN(7)), PortNum: 1,
+			MaxRdAtomic: uint8(r.UintN(20)), MaxDestRdAtomic: uint8(r.UintN(20)), DestQPN: qp, AV: f.av()}
+		if q := tb.qpList[qp]; q != nil {
 			var at abi.QPAttr
 			_ = at.Decode(f.must(abi.CmdQueryQP, handle(q.n)))
-			if r.IntN(2) == 0 { // the next state in line, with all that any transition needs
-				a.QPN, a.QPState = q.n, at.QPState+1
-				a.AttrMask = []uint32{0x39, 0x1a1181 &^ 0, 0x12e01, 1, 1, 1, 1}[at.QPState%7]
+			switch r.IntN(4) {
+			case 0, 1: // the next state in line, with all that any transition needs
+				a.QPState = at.QPState + 1
+				a.AttrMask = []uint32{0x39, 0x1a1181, 0x12e01, 1, 1, 1, 1}[at.QPState%7]
+			case 2:
+				a.QPState, a.AttrMask = []uint8{abi.QPReset, abi.QPErr}[r.IntN(2)], abi.QPAttrState
 			}
-			break
 		}
 		b = enc(abi.SizeQPAttr, &a)
 	case abi.CmdCreateMR:
-		b = enc(abi.SizeCreateMR, &abi.CreateMR{PDN: num(), Access: r.Uint32N(32), Flags: r.Uint32N(3), PageShift: uint8(11 + r.UintN(4)),
+		b = enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, Access: r.Uint32N(32), Flags: r.Uint32N(3), PageShift: uint8(11 + r.UintN(4)),
 			IOVA: r.Uint64(), Length: r.Uint64N(1 << 16), NPages: r.Uint64N(32)})
 	case abi.CmdSetMTT:
 		n := r.Uint32N(4)
-		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: num(), Count: n, First: r.Uint64() >> r.UintN(64)}, make([]uint64, n)...)
+		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: f.pick(keys(tb.mrs)), Count: n, First: r.Uint64() >> r.UintN(64)}, make([]uint64, n)...)
 	case abi.CmdAttachMcast, abi.CmdDetachMcast:
-		b = enc(abi.SizeMcast, &abi.Mcast{QPN: num(), GID: [16]byte{0: 0xff, 15: byte(r.UintN(3))}})
+		b = enc(abi.SizeMcast, &abi.Mcast{QPN: qp, GID: [16]byte{0: 0xff, 15: byte(r.UintN(3))}})
 	}
 	if r.IntN(16) == 0 && len(b) > 0 {
 		b = b[:r.IntN(len(b))]
 	}
 	f.do(op, b)
 }
+
+// pick is one of them, or any number.
+func (f *fuzzGuest) pick(of []uint32) uint32 {
+	if len(of) == 0 || f.r.IntN(16) == 0 {
+		return f.r.Uint32() >> f.r.UintN(32)
+	}
+	return of[f.r.IntN(len(of))]
+}
+
+// keys are those of m in order, so that a seed always gives the same run.
+func keys[V any](m map[uint32]V) []uint32 { return slices.Sorted(maps.Keys(m)) }
 
 // check compares the tables with what can be counted afresh.
 func (f *fuzzGuest) check(t testing.TB) {
@@ -472,12 +484,27 @@ func runFuzzCommands(t testing.TB, seed uint64, steps int) {
 		if i%16 == 0 {
 			f.check(t)
 			// The rings hold whatever the guest left there, and bells ring.
-			r := f.ring.prod()
-			r.Store(f.r.Uint32())
-			for l := range g.lanes {
-				(&tqp{g: g, engine: uint32(l), slot: f.r.Uint32N(8)}).bell()
+			f.ring.prod().Store(f.r.Uint32())
+			if f.r.IntN(4) > 0 {
+				f.ring.prod().Store(f.ring.cons().Load() + f.r.Uint32N(8))
 			}
-			g.w.step(2)
+			for at := range uint32(16) {
+				e := f.ring.elem(at)
+				for i := range e {
+					if f.r.IntN(8) == 0 {
+						e[i] = byte(f.r.Uint32())
+					}
+				}
+				binary.LittleEndian.PutUint32(e[abi.SendWQEOpcodeOff:], f.r.Uint32N(20))
+				binary.LittleEndian.PutUint32(e[abi.SendWQENumSGEOff:], f.r.Uint32N(3))
+			}
+			for l := range g.lanes {
+				for slot := range uint32(8) {
+					(&tqp{g: g, engine: uint32(l), slot: slot}).bell()
+				}
+			}
+			g.w.step(1 + f.r.IntN(8))
+			g.w.clock.Advance(time.Duration(f.r.IntN(int(50 * time.Millisecond))))
 		}
 	}
 	f.check(t)
@@ -487,7 +514,7 @@ func runFuzzCommands(t testing.TB, seed uint64, steps int) {
 
 // Random commands never break the tables.
 func TestCommandsRandom(t *testing.T) {
-	for seed := range uint64(6) {
+	for seed := range uint64(30) {
 		runFuzzCommands(t, seed, 600)
 	}
 }

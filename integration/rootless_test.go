@@ -104,9 +104,9 @@ chown -R %[2]d:%[2]d '%[1]s'`, s.dir, somebodysID)))
 
 func (s *somebody) demo(ctx context.Context, t *testing.T) {
 	// What was downloaded for this test is not downloaded again.
-	modules := strings.TrimSpace(must[string](t)((&harness.Namespace{}).Shell(ctx, "go env GOMODCACHE")))
+	env := strings.Fields(must[string](t)((&harness.Namespace{}).Shell(ctx, "go env GOMODCACHE GOPROXY")))
 	log := filepath.Join(t.TempDir(), "log")
-	argv := s.argv("mkdir -p modules; mount --bind '"+modules+"/cache/download' modules", "cd vnicd && GOPROXY=file://$HOME/modules,https://proxy.golang.org make demo")
+	argv := s.argv("mkdir -p modules; mount --bind '"+env[0]+"/cache/download' modules", "cd vnicd && GOPROXY=file://$HOME/modules,"+env[1]+" make demo")
 	p := must[*harness.Process](t)((&harness.Namespace{}).Start(log, nil, argv...))
 	defer p.Kill()
 	err := p.Wait(ctx)

@@ -6,8 +6,11 @@ package roce
 // The timeout is chosen for a whole fabric (67 ms is usual), so a loss at the end
 // of a burst, which no NAK reports, would cost that much. Once the connection's
 // response time is known, the oldest packets are therefore repeated earlier, in
-// small number, ever more seldom, and without counting: probes. The timeout itself
-// stays what the user set.
+// small number, ever more seldom, and without counting: probes.
+//
+// What counts is the time the user set, then twice and four times that, which is as long as
+// a timer of it may take (9.7.6.1.3), with a probe at least once in each such time: a peer that has no processor for half
+// a second, or a path that is crowded, is not a broken connection.
 
 const (
 	probeMin    = 4e6 // ns
@@ -20,11 +23,11 @@ func (q *QP) armRetransmit() {
 		return
 	}
 	if q.fullAt == 0 {
-		q.fullAt = q.now + q.timeout
+		q.fullAt = q.now + q.timeout<<min(q.attr.RetryCnt-q.retryLeft, 2)
 	}
-	q.rtxAt = q.fullAt
+	q.rtxAt = min(q.fullAt, q.now+q.timeout)
 	if q.srtt != 0 {
-		q.rtxAt = min(q.fullAt, q.now+max(probeMin, probeFactor*q.srtt)<<min(q.probes, 16))
+		q.rtxAt = min(q.rtxAt, q.now+max(probeMin, probeFactor*q.srtt)<<min(q.probes, 16))
 	}
 }
 

@@ -210,6 +210,7 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 		dead.qp.Ring()
 		return nil
 	}
+	m.Turns = 10
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		before := flushed
 		served, err := feedAll(ctx, []*demand{honest}, d, flood)

@@ -195,27 +195,35 @@ func runHostile(t *testing.T, data []byte) {
 	b.modify(Attr{State: Reset}, MaskState)
 }
 
-func FuzzReceive(f *testing.F) {
+func FuzzReceive(f *testing.F) { fuzzFrom(f, 400, runHostile) }
+
+// The same with fixed seeds, so that every test run covers it.
+func TestHostile(t *testing.T) { runFixed(t, 2, 1200, runHostile) }
+
+// fuzzFrom fuzzes run, from inputs of up to 20+most bytes.
+func fuzzFrom(f *testing.F, most int, run func(*testing.T, []byte)) {
 	rng := rand.New(rand.NewSource(1))
 	for range 50 {
-		b := make([]byte, 20+rng.Intn(400))
+		b := make([]byte, 20+rng.Intn(most))
 		rng.Read(b)
 		f.Add(b)
 	}
-	f.Fuzz(runHostile)
+	f.Fuzz(run)
 }
 
-// The same with fixed seeds, so that every test run covers it.
-func TestHostile(t *testing.T) {
+// runFixed runs with the random inputs of a seed, of up to most bytes each, and shows the first that fails.
+func runFixed(t *testing.T, seed int64, most int, run func(*testing.T, []byte)) {
 	n := 2000
 	if testing.Short() {
 		n = 1000
 	}
-	rng := rand.New(rand.NewSource(2))
-	b := make([]byte, 1200)
+	rng := rand.New(rand.NewSource(seed))
+	b := make([]byte, most)
 	for range n {
 		k := 10 + rng.Intn(len(b)-10)
 		rng.Read(b[:k])
-		runHostile(t, b[:k])
+		if run(t, b[:k]); t.Failed() {
+			t.Fatalf("input %x", b[:k])
+		}
 	}
 }

@@ -1,7 +1,6 @@
 package roce
 
 import (
-	"math/rand"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/wire"
@@ -117,30 +116,7 @@ func runLife(t *testing.T, data []byte) {
 	}
 }
 
-func FuzzLife(f *testing.F) {
-	rng := rand.New(rand.NewSource(1))
-	for range 50 {
-		b := make([]byte, 20+rng.Intn(600))
-		rng.Read(b)
-		f.Add(b)
-	}
-	f.Fuzz(runLife)
-}
+func FuzzLife(f *testing.F) { fuzzFrom(f, 600, runLife) }
 
 // The same with fixed seeds, so that every test run covers it.
-func TestAnyLife(t *testing.T) {
-	n := 2000
-	if testing.Short() {
-		n = 500
-	}
-	rng := rand.New(rand.NewSource(3))
-	b := make([]byte, 1500)
-	for range n {
-		k := 20 + rng.Intn(len(b)-20)
-		rng.Read(b[:k])
-		runLife(t, b[:k])
-		if t.Failed() {
-			t.Fatalf("input %x", b[:k])
-		}
-	}
-}
+func TestAnyLife(t *testing.T) { runFixed(t, 3, 1500, runLife) }

@@ -22,15 +22,19 @@ type shard struct {
 func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
 
 // In counts frames, of so many bytes together, that entered the network.
-func (c *Counters) In(l *engine.Loop, frames, bytes int) {
-	s := &c.shards[l.ID()]
+func (c *Counters) In(l *engine.Loop, frames, bytes int) { c.in(l.ID(), frames, bytes) }
+
+func (c *Counters) in(loop, frames, bytes int) {
+	s := &c.shards[loop]
 	add(&s.inFrames, uint64(frames))
 	add(&s.inBytes, uint64(bytes))
 }
 
 // Out counts frames, of so many bytes together, that left the network.
-func (c *Counters) Out(l *engine.Loop, frames, bytes int) {
-	s := &c.shards[l.ID()]
+func (c *Counters) Out(l *engine.Loop, frames, bytes int) { c.out(l.ID(), frames, bytes) }
+
+func (c *Counters) out(loop, frames, bytes int) {
+	s := &c.shards[loop]
 	add(&s.outFrames, uint64(frames))
 	add(&s.outBytes, uint64(bytes))
 }

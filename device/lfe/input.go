@@ -13,11 +13,11 @@ import (
 func (a *Attachment) Input(l *engine.Loop, b *packet.Buf, from Source) {
 	r := a.net.enter(l)
 	defer r.leave()
-	a.input(l, b, from, nil)
+	a.input(l, r, b, from, nil)
 }
 
 // input is Input, inside enter. What it finds is left in p, if there is one.
-func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) {
+func (a *Attachment) input(l *engine.Loop, r *reader, b *packet.Buf, from Source, p *Path) {
 	n := a.net
 	if a.closed.Load() {
 		a.Counters.Drop(l, PortClosed, b.Segments())
@@ -32,7 +32,7 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 		return
 	}
 	frames := b.Segments()
-	a.Counters.In(l, frames, b.WireBytes())
+	r.countIn(a, frames, b.WireBytes())
 	h := parse(f)
 	if reason, ok := a.admit(l, b, f, &h); !ok {
 		a.Counters.Drop(l, reason, frames)
@@ -52,7 +52,7 @@ func (a *Attachment) input(l *engine.Loop, b *packet.Buf, from Source, p *Path) 
 		return
 	}
 	t, gen := n.table.Load(), n.gen.Load()
-	out, to := n.lookup(macKey(f), h.vlan, now)
+	out, to := r.lookup(n, macKey(f), h.vlan, gen, now)
 	if p != nil {
 		p.set(a, out, h.l3, to, gen)
 	}
@@ -145,7 +145,7 @@ func (a *Attachment) output(l *engine.Loop, b *packet.Buf, to Destination) {
 		a.Counters.Drop(l, RateLimit, b.Segments())
 		return
 	}
-	a.Counters.Out(l, b.Segments(), b.WireBytes())
+	a.net.readers[l.ID()].countOut(a, b.Segments(), b.WireBytes())
 	if m := a.monitor.Load(); m != nil {
 		(*m).Frame(l, false, b.Bytes())
 	}

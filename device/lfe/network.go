@@ -142,14 +142,6 @@ func newPortTable(byID, flood []*Attachment) *portTable {
 	return t
 }
 
-// reader counts one loop's stays inside Input, odd = inside. A writer that has published a new port table waits until
-// every loop that was inside has left; then nobody uses the old table.
-type reader struct {
-	seq   atomic.Uint64
-	depth int // loop's own: a port may send from inside Deliver
-	_     [48]byte
-}
-
 // NewNetwork makes a switch without ports.
 func NewNetwork(c Config) (*Network, error) {
 	if c.VNI == 0 || c.VNI > MaxVNI {
@@ -187,6 +179,9 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("lfe: network %q: ageing time %v; want 1s to a year", c.Name, c.Age)
 	}
 	n := &Network{cfg: c, age: uint32(c.Age / time.Second), clock: c.Clock, fdb: newFDB(c.MaxEntries), log: c.Log}
+	for i := range n.readers {
+		n.readers[i].loop = i
+	}
 	n.neigh.init(c.MaxNeighbours)
 	n.echoes.seed = maphash.MakeSeed()
 	if n.log == nil {
@@ -373,26 +368,6 @@ func (n *Network) quiesce(own *engine.Loop) {
 		}
 	}
 }
-
-func (n *Network) enter(l *engine.Loop) *reader {
-	r := &n.readers[l.ID()]
-	if r.depth++; r.depth == 1 {
-		r.seq.Add(1)
-	}
-	return r
-}
-
-func (r *reader) leave() {
-	if r.depth--; r.depth == 0 {
-		r.seq.Add(1)
-	}
-}
-
-// Batch is a stretch of a loop's work with frames: inside it, entering their network for each costs next to nothing.
-type Batch struct{ r *reader }
-
-// End ends the batch. Who changes the network waits for that.
-func (b Batch) End() { b.r.leave() }
 
 // purge removes the entries that match, static ones included.
 func (n *Network) purge(match func(key uint64, v value) bool) {

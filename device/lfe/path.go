@@ -52,14 +52,14 @@ func (a *Attachment) Send(l *engine.Loop, b *packet.Buf, p *Path) {
 	r := n.enter(l)
 	defer r.leave()
 	if !p.holds(a) || a.closed.Load() {
-		a.input(l, b, Source{}, p)
+		a.input(l, r, b, Source{}, p)
 		return
 	}
 	if m := a.monitor.Load(); m != nil {
 		(*m).Frame(l, true, b.Bytes())
 	}
 	frames, bytes := b.Segments(), b.WireBytes()
-	a.Counters.In(l, frames, bytes)
+	r.countIn(a, frames, bytes)
 	switch {
 	case b.WireLen() > int(n.mtu.Load())+p.l3:
 		a.Counters.Drop(l, TooBig, frames)

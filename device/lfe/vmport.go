@@ -125,9 +125,6 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	p.quiesce()
 }
 
-// Begin begins a batch of frames of either device; the port may be moved during it. Loop thread only.
-func (p *VMPort) Begin(l *engine.Loop) Batch { return Batch{p.att.Load().net.enter(l)} }
-
 // InputNet lets a frame of the network device into the network, as Attachment.Input.
 func (p *VMPort) InputNet(l *engine.Loop, b *packet.Buf) { p.att.Load().Input(l, b, Source{}) }
 

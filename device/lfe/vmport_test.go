@@ -3,9 +3,11 @@ package lfe
 import (
 	"encoding/binary"
 	"errors"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/packet"
@@ -227,6 +229,62 @@ func TestVMPortMove(t *testing.T) {
 	vm.Close()
 	if err := vm.Move(a.net); !errors.Is(err, ErrClosed) {
 		t.Errorf("move of a closed port: %v", err)
+	}
+}
+
+// A batch's frames are counted when it ends, each at the port that it was for; once the port has moved they arrive where it is
+// now, in the middle of a batch, too.
+func TestBatch(t *testing.T) {
+	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
+	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := vm.Attachment()
+	p, q := a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(2)}}), a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(3)}})
+	there := b.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(2)}})
+	buf := a.pool.Get()
+	defer buf.Free()
+	moved := make(chan error)
+	a.loop.Do(func() {
+		in := vm.Begin(a.loop)
+		send := func(to MAC, payload string) {
+			buf.Reset()
+			buf.Append(frame(to, mac(1), payload))
+			in.Input(buf)
+		}
+		for range 3 {
+			send(mac(2), "")
+			send(mac(2), "x")
+			send(mac(3), "yy")
+		}
+		go func() { moved <- vm.Move(b.net) }()
+		for vm.Attachment() == first {
+			time.Sleep(time.Millisecond)
+		}
+		send(mac(2), "new")
+		in.End()
+	})
+	if err := <-moved; err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		att *Attachment
+		out bool
+		n   uint64
+		len uint64
+	}{{first, false, 9, 9*14 + 3 + 6}, {p.att, true, 6, 6*14 + 3}, {q.att, true, 3, 3*14 + 6}, {vm.Attachment(), false, 1, 17}, {there.att, true, 1, 17}} {
+		got := c.att.Counters.Totals()
+		want := Totals{InFrames: c.n, InBytes: c.len}
+		if c.out {
+			want = Totals{OutFrames: c.n, OutBytes: c.len}
+		}
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("counted %+v, want %+v", got, want)
+		}
+	}
+	if len(p.got) != 6 || len(q.got) != 3 || len(there.got) != 1 {
+		t.Errorf("%d, %d and %d frames arrived", len(p.got), len(q.got), len(there.got))
 	}
 }
 

@@ -26,7 +26,7 @@ func (p *pair) Poll(int64) bool {
 	defer in.End()
 	n := 0
 	for n < txBudget {
-		cost := p.transmit(q)
+		cost := p.transmit(q, &in)
 		if cost == 0 {
 			break
 		}
@@ -66,7 +66,7 @@ func (p *pair) Resume() {
 
 // transmit takes one chain, sends its frame and returns what that was worth in
 // frames. 0: there was none, or the queue is broken or waits.
-func (p *pair) transmit(q *virtq.Queue) (cost int) {
+func (p *pair) transmit(q *virtq.Queue, in *lfe.Batch) (cost int) {
 	ok, err := q.Pop(&p.txc)
 	if m := virtq.Absent(err); m.Fault() {
 		if p.txSkip && m.PA == p.txWait.fault.Miss.PA {
@@ -86,7 +86,7 @@ func (p *pair) transmit(q *virtq.Queue) (cost int) {
 	}
 	p.txOpen = true
 	p.txCost = 1
-	if m := p.send(q); m.Fault() {
+	if m := p.send(q, in); m.Fault() {
 		p.txOpen = false
 		p.unpop(q, 1)
 		p.txWait.raise(q.Space(), m, false)
@@ -99,7 +99,7 @@ func (p *pair) transmit(q *virtq.Queue) (cost int) {
 // send copies the frame in and lets it into the network. Whatever is wrong with
 // it is the guest's loss alone: dropped and counted. Only the miss of an absent
 // page is returned: then nothing has happened yet.
-func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
+func (p *pair) send(q *virtq.Queue, in *lfe.Batch) (m translate.Miss) {
 	c := &p.txc
 	n := c.ReadableLen()
 	if p.txSkip {
@@ -143,7 +143,7 @@ func (p *pair) send(q *virtq.Queue) (m translate.Miss) {
 	}
 	// Cutting it up, where that has to be, is work like that for a few frames.
 	p.txCost += b.Segments() / segmentsPerFrame
-	p.d.cfg.Port.InputNet(p.loop, b)
+	in.Input(b)
 	return m
 }
 

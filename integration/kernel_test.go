@@ -3,7 +3,6 @@ package integration
 import (
 	"context"
 	"fmt"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -162,11 +161,7 @@ func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu
 	for _, m := range []*qemu.Machine{a, b} {
 		run(ctx, t, m, "modprobe -a "+modules+" && cat > /tmp/echo.py <<'END'\n"+echo+"END")
 	}
-	sent := func() int {
-		n, err := strconv.Atoi(strings.TrimSpace(run(ctx, t, a, "cat /sys/class/infiniband/"+lab.Device+"/ports/1/hw_counters/tx_bytes")))
-		check(t, err)
-		return n
-	}
+	sent := func() int { return counter(ctx, t, lab.End{VM: a, Device: lab.Device}, "tx_bytes") }
 	before := sent()
 	srv := must[*qemu.Process](t)(b.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
 	// SMC listens on a TCP socket of its own; an RDS socket is bound once it is in the list.

@@ -17,17 +17,12 @@ import (
 var allPrograms = flag.Bool("programs.all", false, "run every combination of perftest's programs, not one of each kind")
 
 // TestPrograms: everything that the distribution has to try verbs with, between two
-// hosts, and memory windows and FLUSH, which none of those try.
+// hosts, and programs of our own for what none of those try.
 func TestPrograms(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
 	a, b := w.load(ctx, t)
-	t.Run("memory windows", func(t *testing.T) {
-		check(t, l.Programs(ctx, l.Share))
-		run(ctx, t, a.VM, fmt.Sprintf("exec timeout -k 5 120 /host/windows %s %d", a.Device, a.GID))
-	})
-	t.Run("placement", func(t *testing.T) { placement(ctx, t, l, a, b, l.Images.Release != debian12) })
-	programs(ctx, t, a, b)
+	programs(ctx, t, l, a, b)
 	quietKernels(ctx, t, w.vms...)
 }
 
@@ -35,7 +30,7 @@ func TestPrograms(t *testing.T) {
 func TestProgramsOnOneHost(t *testing.T) {
 	l, ctx := newLab(t)
 	a, b := pair(ctx, t, l)
-	programs(ctx, t, a, b)
+	programs(ctx, t, l, a, b)
 	quietKernels(ctx, t, a.VM, b.VM)
 }
 
@@ -77,7 +72,7 @@ func ucxPrograms() (all []program) {
 }
 
 // perftestRuns gives the options of perftest's runs: one of each kind, or with
-// -programs.all every combination that perftest knows.
+// -programs.all every combination that perftest takes.
 func perftestRuns() (runs [][]string) {
 	few := [][]string{
 		{"ib_write_bw", "-c", "UC"}, {"ib_send_bw", "-c", "UD", "-s", "1024"}, {"ib_write_bw", "-R"}, {"ib_send_lat", "-e"},
@@ -89,38 +84,59 @@ func perftestRuns() (runs [][]string) {
 	if !*allPrograms {
 		return few
 	}
-	for program, transports := range map[string][]string{
-		"ib_write": {"RC", "UC"}, "ib_read": {"RC"}, "ib_send": {"RC", "UC", "UD"}, "ib_atomic": {"RC"},
+	for _, x := range []struct{ program, transport string }{
+		{"ib_write", "RC"}, {"ib_write", "UC"}, {"ib_read", "RC"}, {"ib_send", "RC"}, {"ib_send", "UC"}, {"ib_send", "UD"}, {"ib_atomic", "RC"},
 	} {
-		for _, c := range transports {
-			for _, cm := range []string{"", "-R"} {
-				if c == "UC" && cm != "" {
-					continue // "UC is not supported in librdmacm"
-				}
-				for _, more := range []string{"", "-e", "-b", "-q 16"} {
-					kind := "_bw"
-					if more == "-e" {
-						kind = "_lat"
-						if program != "ib_send" {
-							continue // it has no events
-						}
-					}
-					run := []string{program + kind, "-c", c}
+		bw, lat := []string{"", "-b", "-q 16", "-b -q 16"}, []string{""}
+		if x.program != "ib_write" { // "Events feature not available on WRITE verb"
+			bw, lat = append(bw, "-e"), append(lat, "-e")
+		}
+		if x.program == "ib_send" && x.transport != "UC" { // IBTA 10.2.9: there are no shared receives for UC
+			bw, lat = append(bw, "--use-srq -q 4"), append(lat, "--use-srq")
+		}
+		cms := []string{"", "-R"}
+		if x.transport == "UC" {
+			cms = cms[:1] // "UC is not supported in librdmacm"
+		}
+		for _, cm := range cms {
+			add := func(kind string, all []string) {
+				for _, more := range all {
+					run := []string{x.program + kind, "-c", x.transport}
 					switch {
-					case c == "UD":
+					case x.transport == "UD":
 						run = append(run, "-s", "1024")
-					case c == "UC" && more == "-q 16": // without flow control: no more than the underlay's sockets hold
+					case x.transport == "UC" && strings.Contains(more, "-q 16"): // without flow control: no more than the underlay's sockets hold
 						run = append(run, "-s", "4096")
 					}
 					runs = append(runs, append(run, strings.Fields(cm+" "+more)...))
 				}
 			}
+			add("_bw", bw)
+			add("_lat", lat)
 		}
 	}
 	return append(runs, few...)
 }
 
-func programs(ctx context.Context, t *testing.T, client, server lab.End) {
+func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.End) {
+	check(t, l.Programs(ctx, l.Share))
+	t.Run("errors", func(t *testing.T) { verbsErrors(ctx, t, client, server) })
+	for _, alone := range []string{"states", "windows"} {
+		t.Run(alone, func(t *testing.T) {
+			t.Log(run(ctx, t, client.VM, fmt.Sprintf("exec timeout -k 5 120 /host/%s %s %d", alone, client.Device, client.GID)))
+		})
+	}
+	t.Run("placement", func(t *testing.T) { placement(ctx, t, client, server, l.Images.Release != debian12) })
+	t.Run("tools", func(t *testing.T) { tools(ctx, t, client, server) })
+	t.Run("GIDs", func(t *testing.T) { eachGID(ctx, t, client, server) })
+	for _, x := range [][]string{
+		{"ibv_uc_pingpong", "-c", "-e"}, {"ibv_ud_pingpong", "-c", "-e", "-s", "1024"}, {"ibv_srq_pingpong", "-c", "-e"},
+		{"ibv_rc_pingpong", "-c", "-e", "-o"}, {"ibv_srq_pingpong", "-c", "-e", "-o"},
+	} {
+		t.Run(strings.Join(x, ""), func(t *testing.T) {
+			must[string](t)(lab.Pingpong(ctx, client, server, x[0], append(x[1:], "-n", "100")...))
+		})
+	}
 	for _, p := range append(ucxPrograms(), cmPrograms...) {
 		name := p.name
 		if name == "" {

@@ -273,12 +273,13 @@ func TestRXE(t *testing.T) {
 	check(t, lab.WaitRDMA(ctx, w.vms[1], "rxe0"))
 	ours := must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr))
 	theirs := must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], "rxe0", vmB.Addr))
+	check(t, l.Programs(ctx, l.Share))
 	for _, d := range []struct {
 		name           string
 		client, server lab.End
 	}{{"to-rxe", ours, theirs}, {"from-rxe", theirs, ours}} {
 		t.Run(d.name, func(t *testing.T) {
-			t.Run("placement", func(t *testing.T) { placement(ctx, t, l, d.client, d.server, false) })
+			t.Run("placement", func(t *testing.T) { placement(ctx, t, d.client, d.server, false) })
 			t.Run("pingpong", func(t *testing.T) {
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_rc_pingpong", "-c", "-n", "200"))
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_ud_pingpong", "-c", "-s", "1024", "-n", "100"))
@@ -301,9 +302,8 @@ func TestRXE(t *testing.T) {
 
 // placement has client write, flush if so said, and write atomically at server, which sees by its processor what that does
 // (IBTA A19). rxe's FLUSHes have an ICRC that nobody else accepts (wire's TestRXEFlush).
-func placement(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.End, flush bool) {
+func placement(ctx context.Context, t *testing.T, client, server lab.End, flush bool) {
 	t.Helper()
-	check(t, l.Programs(ctx, l.Share))
 	how, want := "no", "without FLUSH"
 	if flush {
 		how, want = "yes", "with FLUSH"

@@ -198,8 +198,6 @@ func TestRCMessageLimit(t *testing.T) {
 	_ = b
 }
 
-// Access errors: which completion status each side gets, which events, which
-// state, and that memory is untouched.
 func flushOf(key translate.Key, va translate.VA, n uint32, selectivity uint8) WQE {
 	return WQE{Opcode: WRFlush, RKey: key, RemoteVA: va, FlushLen: n, Flush: wire.FETH{Placement: wire.FlushGlobal, Selectivity: selectivity}}
 }
@@ -236,7 +234,15 @@ func TestRCFlush(t *testing.T) {
 	}
 }
 
+// TestRCErrors: which completion status each side gets (IBTA 11.6.2), which event (11.6.3), which state (9.9.2, 9.9.3), and that memory
+// is untouched; where peers are at hand, too. The same from a guest's verbs: integration/guest/errors.
 func TestRCErrors(t *testing.T) {
+	for _, mode := range []localMode{framesOnly, localOn} {
+		t.Run(mode.String(), func(t *testing.T) { rcErrors(t, mode) })
+	}
+}
+
+func rcErrors(t *testing.T, mode localMode) {
 	const noRights = translate.Access(0)
 	for _, c := range []struct {
 		name   string
@@ -288,6 +294,7 @@ func TestRCErrors(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := newFabric(t, 3)
+			f.local = mode
 			o := opts()
 			o.timeout, o.retry = 8, 2
 			a, b := f.pair(o)

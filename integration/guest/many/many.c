@@ -5,12 +5,7 @@
  * eighth took per object, so that one sees whether the last cost what the first did.
  * Exit status 0: there were enough, all worked, and the refusal was ENOMEM, at the limit that is reported.
  */
-#include <infiniband/verbs.h>
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
+#include "../common.h"
 
 #define PAGE  4096
 #define PAGES 4096	/* regions share them */
@@ -22,22 +17,6 @@ static struct ibv_cq *cq;
 static int gid_index;
 static union ibv_gid gid;
 static char *mem;
-
-static void check(int ok, const char *what)
-{
-	if (ok)
-		return;
-	fprintf(stderr, "many: %s (errno %d, %s)\n", what, errno, strerror(errno));
-	exit(1);
-}
-
-static double now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
-}
 
 static void *make_mr(int i)
 {
@@ -79,7 +58,7 @@ static int fill(const char *what, void *(*make)(int), void **all, int most, int 
 		if (!all[n])
 			break;
 		if (n + 1 - done == size) {
-			printf(" %.0f", (now() - part) / size);
+			printf(" %.0f", 1e6 * (now() - part) / size);
 			part = now();
 			done = n + 1;
 		}
@@ -92,28 +71,10 @@ static int fill(const char *what, void *(*make)(int), void **all, int most, int 
 	return n;
 }
 
-static void to_rts(struct ibv_qp *qp, struct ibv_qp *to)
+static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
 {
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE };
-
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
-	a.qp_state = IBV_QPS_RTR;
-	a.path_mtu = IBV_MTU_1024;
-	a.dest_qp_num = to->qp_num;
-	a.min_rnr_timer = 12;
-	a.ah_attr.is_global = 1;
-	a.ah_attr.port_num = 1;
-	a.ah_attr.grh.dgid = gid;
-	a.ah_attr.grh.sgid_index = gid_index;
-	a.ah_attr.grh.hop_limit = 64;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
-	a.qp_state = IBV_QPS_RTS;
-	a.timeout = 17;
-	a.retry_cnt = 7;
-	a.rnr_retry = 7;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 17, .retry_cnt = 7, .rnr_retry = 7, .min_rnr_timer = 12 });
 }
 
 /* Queue pair i writes word i of its region to word i of its peer's. */
@@ -123,7 +84,7 @@ static void write_one(struct ibv_qp *qp, int i, struct ibv_mr *from, struct ibv_
 	struct ibv_sge sge = { .addr = (uintptr_t)from->addr + off, .length = 8, .lkey = from->lkey };
 	struct ibv_send_wr wr = { .wr_id = i, .opcode = IBV_WR_RDMA_WRITE, .sg_list = &sge, .num_sge = 1 }, *bad;
 	struct ibv_wc wc;
-	double end = now() + 60e6;
+	double end = now() + 60;
 	uint64_t want = 0x1234567800000000ull + i;
 	int n;
 
@@ -139,7 +100,6 @@ static void write_one(struct ibv_qp *qp, int i, struct ibv_mr *from, struct ibv_
 
 int main(int argc, char **argv)
 {
-	struct ibv_device **list = ibv_get_device_list(NULL);
 	struct ibv_device_attr attr;
 	int qps, mrs, nqp, nmr, nah, i;
 	void **qp, **mr, **ah;
@@ -149,10 +109,7 @@ int main(int argc, char **argv)
 	gid_index = atoi(argv[2]);
 	qps = atoi(argv[3]);
 	mrs = atoi(argv[4]);
-	for (; list && *list && strcmp(ibv_get_device_name(*list), argv[1]); list++)
-		;
-	check(list && *list, "no such device");
-	check((ctx = ibv_open_device(*list)) != NULL, "ibv_open_device");
+	ctx = open_device(argv[1]);
 	check(!ibv_query_device(ctx, &attr), "ibv_query_device");
 	check(!ibv_query_gid(ctx, 1, gid_index, &gid), "ibv_query_gid");
 	check((pd = ibv_alloc_pd(ctx)) != NULL, "ibv_alloc_pd");
@@ -172,25 +129,25 @@ int main(int argc, char **argv)
 
 	start = now();
 	for (i = 0; i + 1 < nqp; i += 2) {
-		to_rts(qp[i], qp[i + 1]);
-		to_rts(qp[i + 1], qp[i]);
+		connect_qp(qp[i], qp[i + 1]);
+		connect_qp(qp[i + 1], qp[i]);
 	}
-	printf("connected, us each: %.0f\n", (now() - start) / nqp);
+	printf("connected, us each: %.0f\n", 1e6 * (now() - start) / nqp);
 	start = now();
 	for (i = 0; i < (nqp & ~1); i++) /* neighbours in number use the same pages, but not the same regions */
 		write_one(qp[i], i, mr[(i * 16) % nmr], mr[(i * 16 + 7) % nmr]);
-	printf("WRITEs, us each: %.0f\n", (now() - start) / i);
+	printf("WRITEs, us each: %.0f\n", 1e6 * (now() - start) / i);
 
 	for (i = 0; i < nah; i++)
 		check(!ibv_destroy_ah(ah[i]), "ibv_destroy_ah");
 	start = now();
 	for (i = 0; i < nqp; i++)
 		check(!ibv_destroy_qp(qp[i]), "ibv_destroy_qp");
-	printf("queue pairs destroyed, us each: %.0f\n", (now() - start) / nqp);
+	printf("queue pairs destroyed, us each: %.0f\n", 1e6 * (now() - start) / nqp);
 	start = now();
 	for (i = 0; i < nmr; i++)
 		check(!ibv_dereg_mr(mr[i]), "ibv_dereg_mr");
-	printf("regions deregistered, us each: %.0f\n", (now() - start) / nmr);
+	printf("regions deregistered, us each: %.0f\n", 1e6 * (now() - start) / nmr);
 	/* All of it can be had again. */
 	check((qp[0] = make_qp(0)) && (mr[0] = make_mr(0)) && (ah[0] = make_ah(0)), "nothing came back");
 	return 0;

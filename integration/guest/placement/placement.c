@@ -4,15 +4,7 @@
  * many at once. Each round writes a record, flushes it, and puts the round's number into a word, 8 bytes at once. Who looks at
  * the word by its processor must find in the record what that round, or a later one, has written.
  */
-#include <infiniband/verbs.h>
-#include <arpa/inet.h>
-#include <errno.h>
-#include <netdb.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include <unistd.h>
+#include "../common.h"
 
 #define PORT   18517
 #define ROUNDS 2000
@@ -30,77 +22,6 @@ struct side {
 
 static struct ibv_cq *cq;
 static struct side mine, theirs;
-
-static void check(int ok, const char *what)
-{
-	if (ok)
-		return;
-	fprintf(stderr, "placement: %s (errno %d, %s)\n", what, errno, strerror(errno));
-	exit(1);
-}
-
-static double now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec / 1e9;
-}
-
-static int join_peer(const char *server)
-{
-	struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons(PORT) };
-	int one = 1, s = socket(AF_INET, SOCK_STREAM, 0), i;
-
-	check(s >= 0, "socket");
-	if (server) {
-		check(inet_pton(AF_INET, server, &a.sin_addr) == 1, "address");
-		for (i = 0; connect(s, (struct sockaddr *)&a, sizeof(a)); i++) {
-			check(i < 600, "connect");
-			usleep(100000);
-			close(s);
-			s = socket(AF_INET, SOCK_STREAM, 0);
-		}
-		return s;
-	}
-	setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
-	check(!bind(s, (struct sockaddr *)&a, sizeof(a)) && !listen(s, 1), "listen");
-	i = accept(s, NULL, NULL);
-	check(i >= 0, "accept");
-	return i;
-}
-
-static void swap(int s)
-{
-	check(write(s, &mine, sizeof(mine)) == sizeof(mine), "write");
-	check(recv(s, &theirs, sizeof(theirs), MSG_WAITALL) == sizeof(theirs), "read");
-}
-
-static void to_rts(struct ibv_qp *qp, int gid_index, unsigned access)
-{
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = access };
-
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
-	a.qp_state = IBV_QPS_RTR;
-	a.path_mtu = IBV_MTU_1024;
-	a.dest_qp_num = theirs.qpn;
-	a.max_dest_rd_atomic = DEPTH;
-	a.min_rnr_timer = 12;
-	a.ah_attr.is_global = 1;
-	a.ah_attr.port_num = 1;
-	a.ah_attr.grh.dgid = theirs.gid;
-	a.ah_attr.grh.sgid_index = gid_index;
-	a.ah_attr.grh.hop_limit = 64;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
-	a.qp_state = IBV_QPS_RTS;
-	a.timeout = 18;
-	a.retry_cnt = 7;
-	a.rnr_retry = 7;
-	a.max_rd_atomic = DEPTH;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
-}
 
 static void active(struct ibv_qp *qp, struct ibv_mr *mr, char *mem)
 {
@@ -166,7 +87,6 @@ static void passive(char *mem)
 
 int main(int argc, char **argv)
 {
-	struct ibv_device **list = ibv_get_device_list(NULL);
 	unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 	struct ibv_qp_init_attr_ex init = {
 		.qp_type = IBV_QPT_RC, .comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
@@ -181,10 +101,7 @@ int main(int argc, char **argv)
 	int s;
 
 	check(argc == 4 || argc == 5, "usage: placement DEVICE GID-INDEX yes|no [SERVER]");
-	for (; list && *list && strcmp(ibv_get_device_name(*list), argv[1]); list++)
-		;
-	check(list && *list, "no such device");
-	check((ctx = ibv_open_device(*list)) != NULL, "ibv_open_device");
+	ctx = open_device(argv[1]);
 	check(!ibv_query_device_ex(ctx, NULL, &attr), "ibv_query_device_ex");
 #ifdef HAVE_FLUSH
 	if (!strcmp(argv[3], "yes") && attr.device_cap_flags_ex & 1ull << 38) { /* IB_UVERBS_DEVICE_FLUSH_GLOBAL */
@@ -205,15 +122,17 @@ int main(int argc, char **argv)
 	mine.qpn = qp->qp_num;
 	mine.rkey = mr->rkey;
 	mine.addr = (uintptr_t)mem;
-	s = join_peer(argc == 5 ? argv[4] : NULL);
-	swap(s);
-	to_rts(qp, atoi(argv[2]), access & ~IBV_ACCESS_LOCAL_WRITE);
-	swap(s);
+	s = join_peer(argc == 5 ? argv[4] : NULL, PORT);
+	swap(s, &mine, &theirs, sizeof(mine));
+	to_rts(qp, theirs.qpn, &theirs.gid, atoi(argv[2]), (struct ibv_qp_attr){
+		.qp_access_flags = access & ~IBV_ACCESS_LOCAL_WRITE, .timeout = 18, .retry_cnt = 7, .rnr_retry = 7,
+		.min_rnr_timer = 12, .max_rd_atomic = DEPTH, .max_dest_rd_atomic = DEPTH });
+	swap(s, &mine, &theirs, sizeof(mine));
 	if (argc == 5)
 		active(qp, mr, mem);
 	else
 		passive(mem);
-	swap(s);
+	swap(s, &mine, &theirs, sizeof(mine));
 	printf("%d rounds, %s\n", ROUNDS, theirs.flush ? "with FLUSH" : "without FLUSH");
 	return 0;
 }

@@ -4,12 +4,7 @@
  * libibverbs, on two RC queue pairs of this process that are connected to each
  * other, on a pinned region, an on-demand one, and an implicit one. Exit status 0: everything was as IBTA 10.6.7 says; else a line says what not.
  */
-#include <infiniband/verbs.h>
-#include <errno.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "../common.h"
 #include <sys/mman.h>
 
 #define SIZE 16384
@@ -20,14 +15,6 @@ static struct ibv_cq *cq;
 static int gid_index;
 static union ibv_gid gid;
 static char *mem;
-
-static void check(int ok, const char *what)
-{
-	if (ok)
-		return;
-	fprintf(stderr, "windows: %s (errno %d)\n", what, errno);
-	exit(1);
-}
 
 static struct ibv_qp *make_qp(void)
 {
@@ -43,31 +30,9 @@ static struct ibv_qp *make_qp(void)
 
 static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
 {
-	struct ibv_qp_attr a = {
-		.qp_state = IBV_QPS_INIT, .port_num = 1,
-		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ,
-	};
-
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
-	a.qp_state = IBV_QPS_RTR;
-	a.path_mtu = IBV_MTU_1024;
-	a.dest_qp_num = to->qp_num;
-	a.max_dest_rd_atomic = 1;
-	a.min_rnr_timer = 12;
-	a.ah_attr.is_global = 1;
-	a.ah_attr.port_num = 1;
-	a.ah_attr.grh.dgid = gid;
-	a.ah_attr.grh.sgid_index = gid_index;
-	a.ah_attr.grh.hop_limit = 64;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), "to RTR");
-	a.qp_state = IBV_QPS_RTS;
-	a.timeout = 14;
-	a.retry_cnt = 7;
-	a.rnr_retry = 7;
-	a.max_rd_atomic = 1;
-	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-			     IBV_QP_MAX_QP_RD_ATOMIC), "to RTS");
+	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+		.min_rnr_timer = 12, .max_rd_atomic = 1, .max_dest_rd_atomic = 1 });
 }
 
 static struct ibv_wc completion(void)
@@ -189,16 +154,12 @@ static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src, i
 int main(int argc, char **argv)
 {
 	struct ibv_device_attr attr;
-	struct ibv_device **list = ibv_get_device_list(NULL);
 	struct ibv_mr *mr, *src;
 
-	check(argc == 3 && list, "usage: windows DEVICE GID-INDEX");
-	while (*list && strcmp(ibv_get_device_name(*list), argv[1]))
-		list++;
-	check(*list != NULL, "no such device");
+	check(argc == 3, "usage: windows DEVICE GID-INDEX");
 	gid_index = atoi(argv[2]);
-	ctx = ibv_open_device(*list);
-	check(ctx && !ibv_query_gid(ctx, 1, gid_index, &gid) && !ibv_query_device(ctx, &attr), "ibv_open_device");
+	ctx = open_device(argv[1]);
+	check(!ibv_query_gid(ctx, 1, gid_index, &gid) && !ibv_query_device(ctx, &attr), "ibv_query_gid");
 	check(attr.max_mw > 0 && (attr.device_cap_flags & (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) ==
 	      (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B), "windows are not among the capabilities");
 	pd = ibv_alloc_pd(ctx);

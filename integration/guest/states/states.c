@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+/*
+ * states DEVICE GID-INDEX: what queue pairs, CQs and SRQs do besides carrying data, on two queue pairs of this process: drain
+ * (IBTA 10.3.1.5), solicited events (11.4.2.2), an SRQ's limit (10.2.9.2), a CQ that overruns (10.2.4, 11.6.3.2), resizing
+ * with entries inside (11.2.8.3), and refusals with their errno. Exit status 0: all was so; else a line says what not.
+ */
+#include "../common.h"
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+
+#define SIZE 65536
+
+static struct ibv_context *ctx;
+static struct ibv_pd *pd;
+static struct ibv_comp_channel *channel;
+static struct ibv_cq *scq, *rcq;
+static struct ibv_mr *mr;
+static int gid_index;
+static union ibv_gid gid;
+static char *mem;
+
+static struct ibv_qp *make_qp(struct ibv_cq *send, struct ibv_srq *srq)
+{
+	struct ibv_qp_init_attr init = {
+		.send_cq = send, .recv_cq = rcq, .srq = srq, .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+		.cap = { .max_send_wr = 60, .max_recv_wr = 32, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64 },
+	};
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+
+	check(qp != NULL, "ibv_create_qp");
+	return qp;
+}
+
+static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
+{
+	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 18, .retry_cnt = 7, .rnr_retry = 7, .min_rnr_timer = 12 });
+}
+
+/* a sends to b. */
+static void pair(struct ibv_qp **a, struct ibv_qp **b, struct ibv_cq *send, struct ibv_srq *srq)
+{
+	*a = make_qp(send, NULL);
+	*b = make_qp(scq, srq);
+	connect_qp(*a, *b);
+	connect_qp(*b, *a);
+}
+
+static void destroy(struct ibv_qp *a, struct ibv_qp *b)
+{
+	check(!ibv_destroy_qp(a) && !ibv_destroy_qp(b), "ibv_destroy_qp");
+}
+
+static int send_to(struct ibv_qp *qp, enum ibv_wr_opcode op, uint32_t length, int flags)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)mem, .length = length, .lkey = mr->lkey };
+	struct ibv_send_wr wr = { .opcode = op, .send_flags = flags, .sg_list = &sge, .num_sge = 1,
+				  .wr.rdma = { .remote_addr = (uintptr_t)mem + SIZE / 2, .rkey = mr->rkey } }, *bad;
+
+	return ibv_post_send(qp, &wr, &bad);
+}
+
+static int receive(struct ibv_qp *qp, struct ibv_srq *srq)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)mem + SIZE / 2, .length = 64, .lkey = mr->lkey };
+	struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+
+	return srq ? ibv_post_srq_recv(srq, &wr, &bad) : ibv_post_recv(qp, &wr, &bad);
+}
+
+static void completions(struct ibv_cq *cq, int n, enum ibv_wc_status status, const char *what)
+{
+	double end = now() + 60;
+	struct ibv_wc wc;
+
+	while (n) {
+		int got = ibv_poll_cq(cq, 1, &wc);
+
+		check(got >= 0 && now() < end, what);
+		check(!got || wc.status == status, what);
+		n -= got;
+	}
+	check(!ibv_poll_cq(cq, 1, &wc), what);
+}
+
+/* event takes the next asynchronous event. */
+static struct ibv_async_event event(enum ibv_event_type want, const char *what)
+{
+	struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
+	struct ibv_async_event e;
+
+	check(poll(&p, 1, 60000) == 1 && !ibv_get_async_event(ctx, &e), what);
+	if (e.event_type != want) {
+		fprintf(stderr, "states: %s: %s\n", what, ibv_event_type_str(e.event_type));
+		exit(1);
+	}
+	ibv_ack_async_event(&e);
+	return e;
+}
+
+static void no_event(const char *what)
+{
+	struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
+
+	check(!poll(&p, 1, 0), what);
+}
+
+static int notified(int ms)
+{
+	struct pollfd p = { .fd = channel->fd, .events = POLLIN };
+	struct ibv_cq *cq;
+	void *context;
+
+	if (poll(&p, 1, ms) != 1)
+		return 0;
+	check(!ibv_get_cq_event(channel, &cq, &context) && cq == rcq, "ibv_get_cq_event");
+	ibv_ack_cq_events(cq, 1);
+	return 1;
+}
+
+static enum ibv_qp_state state(struct ibv_qp *qp, struct ibv_qp_attr *a)
+{
+	struct ibv_qp_init_attr init;
+
+	check(!ibv_query_qp(qp, a, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY, &init), "ibv_query_qp");
+	return a->qp_state;
+}
+
+/* What was begun ends, what is posted in SQD waits for RTS. */
+static void drain(void)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_SQD, .en_sqd_async_notify = 1 };
+	struct ibv_qp *x, *y;
+	struct ibv_wc wc;
+	int i;
+
+	pair(&x, &y, scq, NULL);
+	for (i = 0; i < 8; i++)
+		check(!send_to(x, IBV_WR_RDMA_WRITE, SIZE / 2, 0), "ibv_post_send");
+	check(!ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY), "to SQD");
+	check(event(IBV_EVENT_SQ_DRAINED, "SQ_DRAINED").element.qp == x, "drained: another queue pair");
+	check(state(x, &a) == IBV_QPS_SQD && !a.sq_draining, "it is not in SQD, drained");
+	for (i = 0; ibv_poll_cq(scq, 1, &wc) == 1; i++)
+		check(wc.status == IBV_WC_SUCCESS, "a WRITE that was begun before SQD");
+	check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send in SQD");
+	usleep(100000);
+	check(!ibv_poll_cq(scq, 1, &wc), "a request was executed in SQD");
+	a = (struct ibv_qp_attr){ .qp_state = IBV_QPS_SQD, .min_rnr_timer = 20, .timeout = 19 };
+	check(!ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_MIN_RNR_TIMER | IBV_QP_TIMEOUT), "attributes in SQD");
+	a.qp_state = IBV_QPS_RTS;
+	check(!ibv_modify_qp(x, &a, IBV_QP_STATE), "SQD to RTS");
+	completions(scq, 9 - i, IBV_WC_SUCCESS, "after SQD");
+	no_event("an event after SQD");
+	destroy(x, y);
+}
+
+/* Armed for solicited ones a CQ does not tell of others; of errors it does. */
+static void solicited(void)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_ERR };
+	struct ibv_qp *x, *y;
+	int i;
+
+	pair(&x, &y, scq, NULL);
+	for (i = 0; i < 4; i++)
+		check(!receive(y, NULL), "ibv_post_recv");
+	check(!ibv_req_notify_cq(rcq, 1), "ibv_req_notify_cq");
+	check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
+	completions(scq, 1, IBV_WC_SUCCESS, "SEND");
+	completions(rcq, 1, IBV_WC_SUCCESS, "receive");
+	check(!notified(200), "an event for what was not solicited");
+	check(!send_to(x, IBV_WR_SEND, 64, IBV_SEND_SOLICITED), "ibv_post_send");
+	check(notified(60000), "no event for what was solicited");
+	completions(scq, 1, IBV_WC_SUCCESS, "solicited SEND");
+	completions(rcq, 1, IBV_WC_SUCCESS, "solicited receive");
+	check(!ibv_req_notify_cq(rcq, 1), "ibv_req_notify_cq");
+	check(!ibv_modify_qp(y, &a, IBV_QP_STATE), "to ERROR");
+	check(notified(60000), "no event for a completion with an error");
+	completions(rcq, 2, IBV_WC_WR_FLUSH_ERR, "flushed receives");
+	destroy(x, y);
+}
+
+/* The limit is told of once, and can be set anew; what is in the SRQ survives its resizing. */
+static void srq_limit(void)
+{
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 16, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &init);
+	struct ibv_srq_attr a = { .srq_limit = 4 };
+	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR };
+	struct ibv_qp *x, *y;
+	int i, round;
+
+	check(srq != NULL, "ibv_create_srq");
+	pair(&x, &y, scq, srq);
+	for (round = 0; round < 2; round++) {
+		for (i = 0; i < 6; i++)
+			check(!receive(NULL, srq), "ibv_post_srq_recv");
+		a.srq_limit = 4;
+		check(!ibv_modify_srq(srq, &a, IBV_SRQ_LIMIT), "limit");
+		check(!ibv_query_srq(srq, &a) && a.srq_limit == 4, "the limit is another");
+		for (i = 0; i < 2; i++)
+			check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
+		completions(rcq, 2, IBV_WC_SUCCESS, "receives down to the limit");
+		no_event("an event at the limit, not below");
+		check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
+		check(event(IBV_EVENT_SRQ_LIMIT_REACHED, "SRQ_LIMIT_REACHED").element.srq == srq, "limit: another SRQ");
+		check(!ibv_query_srq(srq, &a) && !a.srq_limit, "the limit is still set");
+		a.max_wr = 64;
+		check(!ibv_modify_srq(srq, &a, IBV_SRQ_MAX_WR), "ibv_modify_srq: size");
+		for (i = 0; i < 3; i++)
+			check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
+		completions(rcq, 4, IBV_WC_SUCCESS, "receives below the limit");
+		completions(scq, 6, IBV_WC_SUCCESS, "SENDs");
+		no_event("a second event of one limit");
+	}
+	a.srq_limit = 1000;
+	check(ibv_modify_srq(srq, &a, IBV_SRQ_LIMIT) == EINVAL, "a limit beyond the SRQ");
+	check(ibv_destroy_srq(srq) == EBUSY, "an SRQ in use was destroyed");
+	check(!ibv_modify_qp(y, &err, IBV_QP_STATE), "to ERROR");
+	check(event(IBV_EVENT_QP_LAST_WQE_REACHED, "QP_LAST_WQE_REACHED").element.qp == y, "last WQE: another queue pair");
+	destroy(x, y);
+	check(!ibv_destroy_srq(srq), "ibv_destroy_srq");
+}
+
+/* A CQ without room is in error, its queue pairs too; another's are not. */
+static void overrun(void)
+{
+	struct ibv_cq *small = ibv_create_cq(ctx, 3, NULL, NULL, 0);
+	struct ibv_qp *x, *y, *bystander, *other;
+	struct ibv_qp_attr a;
+	int i, qps = 0, cqs = 0;
+
+	check(small != NULL, "ibv_create_cq");
+	pair(&x, &y, small, NULL);
+	pair(&bystander, &other, scq, NULL);
+	for (i = 0; i < small->cqe + 5; i++) /* a CQ has more room than was asked for */
+		check(!send_to(x, IBV_WR_RDMA_WRITE, 8, 0), "ibv_post_send");
+	for (i = 0; i < 2; i++) {
+		struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
+		struct ibv_async_event e;
+
+		check(poll(&p, 1, 60000) == 1 && !ibv_get_async_event(ctx, &e), "event of an overrun");
+		cqs += e.event_type == IBV_EVENT_CQ_ERR && e.element.cq == small;
+		qps += e.event_type == IBV_EVENT_QP_FATAL && e.element.qp == x;
+		ibv_ack_async_event(&e);
+	}
+	check(cqs == 1 && qps == 1, "not CQ_ERR and QP_FATAL");
+	check(state(x, &a) == IBV_QPS_ERR, "the queue pair is not in ERROR");
+	check(!send_to(bystander, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
+	completions(scq, 1, IBV_WC_SUCCESS, "a bystander's WRITE");
+	destroy(x, y);
+	destroy(bystander, other);
+	check(!ibv_destroy_cq(small), "ibv_destroy_cq");
+}
+
+/* What is in a CQ survives its resizing; it does not shrink below that. */
+static void resize(void)
+{
+	struct ibv_cq *cq = ibv_create_cq(ctx, 7, NULL, NULL, 0);
+	struct ibv_qp *x, *y;
+	int i;
+
+	check(cq != NULL, "ibv_create_cq");
+	pair(&x, &y, cq, NULL);
+	for (i = 0; i < 7; i++)
+		check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
+	for (i = 0; i < 7; i++) { /* the last of them says that all have come */
+		check(!send_to(y, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
+		completions(scq, 1, IBV_WC_SUCCESS, "WRITE back");
+		usleep(10000);
+	}
+	check(!ibv_resize_cq(cq, 100), "ibv_resize_cq");
+	check(cq->cqe >= 100, "it is smaller than was asked for");
+	for (i = 0; i < 25; i++)
+		check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
+	usleep(200000);
+	check(ibv_resize_cq(cq, 3) == EINVAL, "it shrank below what is inside");
+	completions(cq, 32, IBV_WC_SUCCESS, "after resizing");
+	check(!ibv_resize_cq(cq, 3), "ibv_resize_cq to less");
+	check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
+	completions(cq, 1, IBV_WC_SUCCESS, "in a smaller CQ");
+	destroy(x, y);
+	check(!ibv_destroy_cq(cq), "ibv_destroy_cq");
+}
+
+/* refused checks a call's result and errno: some verbs return it, some only set it. */
+static void refused(int ok, int want, const char *what)
+{
+	check(!ok && errno == want, what);
+}
+
+static void refusals(void)
+{
+	struct ibv_qp_init_attr init = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_ah_attr ah = { .is_global = 1, .port_num = 1, .grh = { .dgid = gid, .sgid_index = gid_index, .hop_limit = 64 } };
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTS };
+	struct ibv_device_attr dev;
+	struct ibv_qp *x, *y;
+	int i;
+
+	check(!ibv_query_device(ctx, &dev), "ibv_query_device");
+	refused(ibv_reg_mr(pd, mem, SIZE, IBV_ACCESS_REMOTE_WRITE) != NULL, EINVAL, "remote without local write");
+	refused(ibv_reg_mr(pd, (void *)4096, SIZE, IBV_ACCESS_LOCAL_WRITE) != NULL, EFAULT, "a region without memory");
+	refused(ibv_create_cq(ctx, dev.max_cqe + 1, NULL, NULL, 0) != NULL, EINVAL, "a CQ beyond the limit");
+	init.cap.max_send_wr = dev.max_qp_wr + 1;
+	refused(ibv_create_qp(pd, &init) != NULL, EINVAL, "a send queue beyond the limit");
+	init.cap.max_send_wr = 1;
+	init.cap.max_recv_sge = dev.max_sge + 1;
+	refused(ibv_create_qp(pd, &init) != NULL, EINVAL, "more segments than the limit");
+	init.cap.max_recv_sge = 1;
+	init.cap.max_inline_data = 1 << 20;
+	refused(ibv_create_qp(pd, &init) != NULL, EINVAL, "more inline data than the limit");
+	ah.grh.sgid_index = 250;
+	check(!ibv_create_ah(pd, &ah), "an address handle with a GID that is none"); /* the provider looks for it, with an errno of its own */
+	x = make_qp(scq, NULL);
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE) == EINVAL, "RESET to RTS");
+	a.qp_state = IBV_QPS_INIT;
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE) == EINVAL, "INIT without attributes");
+	a.port_num = 2;
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL, "a port that is none");
+	a.port_num = 1;
+	a.pkey_index = 9;
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL, "a P_Key index that is none");
+	check(state(x, &a) == IBV_QPS_RESET, "a refused ibv_modify_qp changed the state");
+	check(ibv_destroy_cq(scq) == EBUSY, "a CQ in use was destroyed");
+	check(ibv_dealloc_pd(pd) == EBUSY, "a PD in use was deallocated");
+	check(!ibv_destroy_qp(x), "ibv_destroy_qp");
+
+	pair(&x, &y, scq, NULL);
+	check(send_to(x, IBV_WR_SEND, 1024, IBV_SEND_INLINE) == EINVAL, "more inline data than the queue pair takes");
+	a = (struct ibv_qp_attr){ .alt_port_num = 1 };
+	check(ibv_modify_qp(x, &a, IBV_QP_ALT_PATH) != 0, "an alternate path");
+	for (i = 0; i < 1000 && !receive(x, NULL); i++)
+		;
+	check(i >= 32 && i < 1000 && receive(x, NULL) == ENOMEM, "a receive queue that is full");
+	check(state(x, &a) == IBV_QPS_RTS, "refusals changed the state");
+	destroy(x, y);
+}
+
+int main(int argc, char **argv)
+{
+	check(argc == 3, "usage: states DEVICE GID-INDEX");
+	gid_index = atoi(argv[2]);
+	ctx = open_device(argv[1]);
+	check(!ibv_query_gid(ctx, 1, gid_index, &gid), "ibv_query_gid");
+	pd = ibv_alloc_pd(ctx);
+	channel = ibv_create_comp_channel(ctx);
+	check(pd && channel, "PD, channel");
+	scq = ibv_create_cq(ctx, 64, NULL, NULL, 0);
+	rcq = ibv_create_cq(ctx, 64, NULL, channel, 0);
+	mem = aligned_alloc(4096, SIZE);
+	check(scq && rcq && mem, "CQs, memory");
+	memset(mem, 0x5a, SIZE);
+	mr = ibv_reg_mr(pd, mem, SIZE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	check(mr != NULL, "ibv_reg_mr");
+	drain();
+	solicited();
+	srq_limit();
+	overrun();
+	resize();
+	refusals();
+	no_event("an event too many");
+	puts("states: all right");
+	return 0;
+}

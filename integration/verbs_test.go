@@ -1,0 +1,136 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"path"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// counter reads one of the port's hw_counters.
+func counter(ctx context.Context, t *testing.T, e lab.End, name string) (n int) {
+	t.Helper()
+	_, err := fmt.Sscan(run(ctx, t, e.VM, "cat /sys/class/infiniband/"+e.Device+"/ports/1/hw_counters/"+name), &n)
+	check(t, err)
+	return n
+}
+
+// verbsErrors runs the table of errors (integration/guest/errors): who is requester there is responder then. What is asked for with an
+// R_Key that does not do is counted.
+func verbsErrors(ctx context.Context, t *testing.T, a, b lab.End) {
+	const port, forgedKeys = 18519, 14
+	for _, x := range [][2]lab.End{{a, b}, {b, a}} {
+		line := func(e lab.End) string { return fmt.Sprintf("/host/errors %s %d", e.Device, e.GID) }
+		before := counter(ctx, t, x[1], "access_errors")
+		_, out, err := lab.Pair(ctx, x[1].VM, line(x[1]), x[0].VM, line(x[0])+" "+x[1].Addr, port)
+		check(t, err)
+		if n := counter(ctx, t, x[1], "access_errors") - before; n < forgedKeys {
+			t.Errorf("%d access errors were counted, at least %d provoked", n, forgedKeys)
+		}
+		t.Log(strings.TrimSpace(out))
+	}
+}
+
+// tools are those that look at devices, while programs have objects there; counters tell what has passed; asynchronous events of the port
+// reach who waits for them.
+func tools(ctx context.Context, t *testing.T, a, b lab.End) {
+	m, d := a.VM, a.Device
+	listener := must[*qemu.Process](t)(lab.Listen(ctx, m, "rping -s -a "+a.Addr, 0))
+	line := fmt.Sprintf("ibv_srq_pingpong -e -q 2 -n 100000000 -g %d -d ", a.GID)
+	server := must[*qemu.Process](t)(lab.Listen(ctx, m, line+d, 18515))
+	client := must[*qemu.Process](t)(b.VM.StartShell(ctx, "exec "+line+b.Device+" "+a.Addr))
+	eventually(ctx, t, "the pingpong runs", func() bool {
+		return strings.Count(run(ctx, t, m, "rdma resource show qp link "+d+"/1"), "state RTS") >= 3 // the GSI queue pair, too
+	})
+	for _, x := range [][2]string{
+		{"ibv_devices", `(?m)^\s+` + d + `\s+[0-9a-f]{16}$`},
+		{"ibv_devinfo -v -d " + d, `(?s)hca_id:\s+` + d + `.*PORT_ACTIVE.*GID\[`},
+		{"rdma dev show " + d, `node_type ca.*node_guid`},
+		{"rdma link show " + d + "/1", `state ACTIVE physical_state LINK_UP netdev eth0`},
+		{"rdma resource show " + d, `pd \d+ cq \d+ qp \d+ cm_id \d+ mr \d+ ctx \d+ srq 1`},
+		{"rdma resource show qp link " + d + "/1", `type RC state RTS.*comm ibv_srq_pingpon`},
+		{"rdma resource show cq dev " + d, `cqe \d+.*comm ibv_srq_pingpon`},
+		{"rdma resource show mr dev " + d, `mrlen \d+.*comm ibv_srq_pingpon`},
+		{"rdma resource show pd dev " + d, `pdn \d+.*comm ibv_srq_pingpon`},
+		{"rdma resource show srq dev " + d, `type BASIC.*comm ibv_srq_pingpon`},
+		{"rdma resource show cm_id", `state LISTEN.*comm rping`},
+	} {
+		if out := run(ctx, t, m, x[0]); !regexp.MustCompile(x[1]).MatchString(out) {
+			t.Errorf("%s lacks %s:\n%s", x[0], x[1], out)
+		}
+	}
+	for _, p := range []*qemu.Process{listener, server, client} {
+		_ = p.Signal(ctx, "KILL")
+		_, err := p.Wait(ctx)
+		check(t, err)
+	}
+
+	// What passes is counted, and both ways to ask agree.
+	const sent = 40 << 16
+	bytes := func() int { return counter(ctx, t, a, "tx_bytes") }
+	before := bytes()
+	must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", "65536", "-n", "40"))
+	eventually(ctx, t, "the counter grows", func() bool { return bytes() >= before+sent })
+	eventually(ctx, t, "rdma statistic and hw_counters agree", func() bool {
+		return strings.Contains(run(ctx, t, m, "rdma statistic show link "+d+"/1"), fmt.Sprintf(" tx_bytes %d ", bytes()))
+	})
+
+	watch := must[*qemu.Process](t)(m.StartShell(ctx, "exec stdbuf -oL ibv_asyncwatch -d "+d+" >/tmp/asyncwatch"))
+	told := func(event string) {
+		t.Helper()
+		eventually(ctx, t, "ibv_asyncwatch tells of "+event, func() bool {
+			return strings.Contains(run(ctx, t, m, "cat /tmp/asyncwatch"), event)
+		})
+	}
+	told(d)
+	run(ctx, t, m, "ip address add 10.99.0.1/24 dev eth0")
+	told("IBV_EVENT_GID_CHANGE")
+	run(ctx, t, m, "ip address del 10.99.0.1/24 dev eth0; ip link set eth0 down")
+	told("IBV_EVENT_PORT_ERR")
+	run(ctx, t, m, "ip link set eth0 up")
+	told("IBV_EVENT_PORT_ACTIVE")
+	check(t, watch.Signal(ctx, "TERM"))
+	_, err := watch.Wait(ctx)
+	check(t, err)
+	check(t, lab.WaitRDMA(ctx, m, d))
+}
+
+// eachGID: every kind of GID that an interface gives, RoCE v1 and v2, IPv4 and IPv6, connects RC and UD queue pairs.
+func eachGID(ctx context.Context, t *testing.T, a, b lab.End) {
+	kinds := func(e lab.End) map[string]int {
+		family, found := map[string]string{}, map[string]int{} // by index; the index by family and type
+		out := run(ctx, t, e.VM, "cd /sys/class/infiniband/"+e.Device+"/ports/1 && grep -s . gids/* gid_attrs/types/* | grep -v :0000:0000$")
+		for line := range strings.Lines(out) {
+			file, value, _ := strings.Cut(strings.TrimSpace(line), ":")
+			switch index := path.Base(file); {
+			case strings.HasPrefix(file, "gids/"):
+				family[index] = map[string]string{"0000": "IPv4", "fe80": "IPv6"}[value[:4]]
+			case family[index] != "":
+				n, err := strconv.Atoi(index)
+				check(t, err)
+				found[family[index]+" "+value] = n
+			}
+		}
+		return found
+	}
+	near, far := kinds(a), kinds(b)
+	for _, kind := range []string{"IPv4 IB/RoCE v1", "IPv6 IB/RoCE v1", "IPv4 RoCE v2", "IPv6 RoCE v2"} {
+		t.Run(kind, func(t *testing.T) {
+			x, y := a, b
+			var ok, too bool
+			x.GID, ok = near[kind]
+			y.GID, too = far[kind]
+			if !ok || !too {
+				t.Fatalf("no such GID: %v, %v", near, far)
+			}
+			must[string](t)(lab.Pingpong(ctx, x, y, "ibv_rc_pingpong", "-c", "-n", "100"))
+			must[string](t)(lab.Pingpong(ctx, x, y, "ibv_ud_pingpong", "-c", "-s", "1024", "-n", "100"))
+		})
+	}
+}

@@ -57,6 +57,10 @@ type Config struct {
 	ID int
 	// SpinFor is how long the loop goes on polling after the last work before it sleeps. Zero: sleep at once.
 	SpinFor time.Duration
+	// CPUs are the processors on which the thread stays. Empty: wherever the process may run.
+	CPUs []int
+	// Nice is the thread's nice value, -20 (most urgent) to 19. If the process may not have it, the thread keeps its own.
+	Nice int
 	// Clock defaults to the monotonic clock.
 	Clock Clock
 	// Log defaults to a logger that discards everything.
@@ -68,6 +72,8 @@ type Config struct {
 type Loop struct {
 	id    int
 	spin  int64
+	cpus  []int
+	nice  int
 	clock Clock
 	log   hclog.Logger
 
@@ -137,7 +143,7 @@ func New(c Config) (*Loop, error) {
 	if c.SpinFor < 0 {
 		return nil, fmt.Errorf("engine: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
-	l := &Loop{id: c.ID, spin: int64(c.SpinFor), clock: c.Clock, log: c.Log,
+	l := &Loop{id: c.ID, spin: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock, log: c.Log,
 		events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
 	if l.clock == nil {
 		l.clock = realClock{}
@@ -175,7 +181,7 @@ func (l *Loop) Now() int64 { return l.now }
 // Clock returns the loop's clock, which is safe to read anywhere.
 func (l *Loop) Clock() Clock { return l.clock }
 
-// Start runs the loop on its own thread.
+// Start runs the loop on its own thread. It fails, and changes nothing, if that may not run where it is to.
 func (l *Loop) Start() error {
 	l.inlineMu.Lock()
 	defer l.inlineMu.Unlock()
@@ -187,8 +193,12 @@ func (l *Loop) Start() error {
 	case lifeClosed:
 		return ErrClosed
 	}
+	settled := make(chan error)
+	go l.run(settled)
+	if err := <-settled; err != nil {
+		return err
+	}
 	l.life = lifeRunning
-	go l.run()
 	return nil
 }
 
@@ -348,8 +358,13 @@ func (l *Loop) Step() {
 	})
 }
 
-func (l *Loop) run() {
+func (l *Loop) run(settled chan<- error) {
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+	err := l.settle()
+	settled <- err
+	if err != nil {
+		return
+	}
 	debug.SetPanicOnFault(true)
 	l.tid.Store(int64(unix.Gettid()))
 	for !l.stopping.Load() {
@@ -385,11 +400,13 @@ type Stats struct {
 	Rounds uint64 // iterations
 	Sleeps uint64 // times it went to sleep
 	Faults uint64 // memory faults recovered
+	CPUs   []int  // processors on which its thread stays; empty: any
+	Nice   int    // its thread's nice value
 }
 
 // Stats returns the loop's counters.
 func (l *Loop) Stats() Stats {
-	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load()}
+	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load(), CPUs: l.cpus, Nice: l.nice}
 }
 
 // String says what the loop does, for messages about one that is stuck: an

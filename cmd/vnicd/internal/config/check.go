@@ -14,6 +14,9 @@ var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
 // there, addresses of two families, paths too long for a socket.
 func (c *Config) check(errs *Errors) {
 	c.checkPaths(errs)
+	if n := len(c.EngineCPUs); n > 0 && n != c.Engines {
+		errs.add(0, "engine-cpus must name one processor for each of the %d engines, found %d", c.Engines, n)
+	}
 	c.checkEVPN(errs)
 	names, vnis, taps := map[string]int{}, map[uint32]int{}, map[string]int{}
 	for _, n := range c.Networks {

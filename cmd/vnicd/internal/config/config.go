@@ -25,6 +25,7 @@ const (
 	DefaultVXLANPort  = 4789 // RFC 7348 section 5
 	DefaultDSCP       = 26   // AF31 (MT-8)
 	DefaultEngines    = 1
+	DefaultEngineNice = -10 // what Open vSwitch has for its own
 	DefaultSpin       = 20 * time.Microsecond
 	DefaultSocketMode = 0o660
 	MaxEngines        = 8 // VNICD_MAX_ENGINES of the device ABI
@@ -55,6 +56,10 @@ type Config struct {
 	SocketMode uint32
 	// Engines is the number of data-path threads, 1..8.
 	Engines int
+	// EngineCPUs are the processors of the engines, one each, in order. Empty: wherever there is room.
+	EngineCPUs []int
+	// EngineNice is the nice value of their threads, as far as the daemon may have it, -20..19.
+	EngineNice int
 	// Spin is how long an engine polls after its last work before it sleeps.
 	Spin time.Duration
 	// Buffers is the number of frame buffers.

@@ -14,6 +14,8 @@ host: h1
 run-dir: /run/v
 engines: 2
 spin: 5us
+engine-cpus: 3,0
+engine-nice: 5
 monitoring: {listen: "[::1]:9469", pprof: yes}
 vtep:
   local: 192.0.2.1
@@ -47,6 +49,9 @@ func TestParseGood(t *testing.T) {
 	}
 	if c.VTEP.DSCP != 34 || c.VTEP.Port != 4789 || c.Engines != 2 || c.Spin != 5*time.Microsecond {
 		t.Errorf("VTEP %+v, engines %d, spin %v", c.VTEP, c.Engines, c.Spin)
+	}
+	if !slices.Equal(c.EngineCPUs, []int{3, 0}) || c.EngineNice != 5 {
+		t.Errorf("engines on %v, nice %d", c.EngineCPUs, c.EngineNice)
 	}
 	if p := c.Network("blue").TAP; p.Rate != 1_000_000_000 || p.Offloads {
 		t.Errorf("TAP: %+v", p)
@@ -118,12 +123,18 @@ func TestParseMistakes(t *testing.T) {
 		{"empty", "", "the file is empty"},
 		{"syntax", "a: [1\nb: 2", "x.yaml:"},
 		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
-		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, engines`},
+		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, engine-cpus`},
 		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3", `x.yaml:4: unknown key "vlan" in a network`},
 		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
 		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},
 		{"type", "engines: [1]", "x.yaml:1: engines needs a value, found a list"},
 		{"null", "engines:", "engines needs a value, found nothing"},
+		{"processors", "engine-cpus: 3-2", `x.yaml:1: engine-cpus must be a list of processors, 0 to 1023, such as 2-3,8, found "3-2"`},
+		{"processor -1", "engine-cpus: -1", "engine-cpus must be a list of processors"},
+		{"processor 1024", "engine-cpus: 1-1024", "engine-cpus must be a list of processors"},
+		{"processor twice", "engines: 3\nengine-cpus: 4,3-4", "x.yaml:2: engine-cpus names processor 4 twice"},
+		{"too few processors", "engines: 3\nengine-cpus: 2-3", "engine-cpus must name one processor for each of the 3 engines, found 2"},
+		{"nice", "engine-nice: -21", "engine-nice must be a number from -20 to 19"},
 		{"spin", "spin: fast", "spin must be a duration"},
 		{"log", "log-level: loud", "log-level must be trace, debug"},
 		{"monitoring", "monitoring: {listen: 9469}", "x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},

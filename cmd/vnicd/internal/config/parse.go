@@ -11,6 +11,7 @@ import (
 	"os/user"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -49,7 +50,7 @@ func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
 		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true,
-		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
+		EngineNice: DefaultEngineNice, Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
@@ -211,6 +212,49 @@ func number[T int | uint8 | uint16 | uint32 | uint64](p *parser, what string, lo
 	}
 }
 
+func (p *parser) nice(what string, dst *int) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		v, err := strconv.Atoi(s)
+		if err != nil || v < -20 || v > 19 {
+			p.errs.add(n.Line, "%s must be a number from -20 to 19, found %q", what, s)
+			return
+		}
+		*dst = v
+	}
+}
+
+// cpus reads processors as taskset(1) and cpuset(7) write them: 2-3,8.
+func (p *parser) cpus(what string, n *yaml.Node) (cpus []int) {
+	s, ok := p.scalar(n, what)
+	if !ok {
+		return nil
+	}
+	for part := range strings.SplitSeq(s, ",") {
+		from, to, span := strings.Cut(part, "-")
+		lo, err := strconv.ParseUint(from, 10, 10)
+		hi, herr := lo, error(nil)
+		if span {
+			hi, herr = strconv.ParseUint(to, 10, 10)
+		}
+		if err != nil || herr != nil || hi < lo {
+			p.errs.add(n.Line, "%s must be a list of processors, 0 to 1023, such as 2-3,8, found %q", what, s)
+			return nil
+		}
+		for c := int(lo); c <= int(hi); c++ {
+			if slices.Contains(cpus, c) {
+				p.errs.add(n.Line, "%s names processor %d twice", what, c)
+				return nil
+			}
+			cpus = append(cpus, c)
+		}
+	}
+	return cpus
+}
+
 func (p *parser) addr(what string, n *yaml.Node) (netip.Addr, bool) {
 	s, ok := p.scalar(n, what)
 	if !ok {
@@ -265,6 +309,8 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"control":      p.str("control", &c.Control),
 		"socket-mode":  number(p, "socket-mode", 0, 0o777, &mode),
 		"engines":      number(p, "engines", 1, MaxEngines, &c.Engines),
+		"engine-cpus":  func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
+		"engine-nice":  p.nice("engine-nice", &c.EngineNice),
 		"buffers":      number(p, "buffers", 256, 1<<20, &c.Buffers),
 		"spin":         p.duration("spin", 0, time.Second, "20us", &c.Spin),
 		"local-copy":   p.boolean("local-copy", &c.LocalCopy),

@@ -150,14 +150,21 @@ func (d *Daemon) makeLoops() (err error) {
 	if d.pool, err = packet.NewPool(packet.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
 		return err
 	}
+	if err := engine.KeepOff(d.cfg.EngineCPUs); err != nil {
+		return err
+	}
 	for i := range d.cfg.Engines {
-		l, err := engine.New(engine.Config{ID: i, SpinFor: d.cfg.Spin, Log: d.log.Named("engine")})
+		c := engine.Config{ID: i, SpinFor: d.cfg.Spin, Nice: d.cfg.EngineNice, Log: d.log.Named("engine")}
+		if len(d.cfg.EngineCPUs) > 0 {
+			c.CPUs = d.cfg.EngineCPUs[i : i+1]
+		}
+		l, err := engine.New(c)
 		if err != nil {
 			return fmt.Errorf("engine %d: %w", i, err)
 		}
 		d.onClose(l.Close)
 		if err := l.Start(); err != nil {
-			return fmt.Errorf("engine %d: %w", i, err)
+			return fmt.Errorf("engine %d: %w; `engine-cpus` must be processors that this process may use", i, err)
 		}
 		d.loops = append(d.loops, l)
 	}

@@ -64,7 +64,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 		}
 	}
 
-	fd := eventfd(t)
+	fd := newEventfd(t)
 	w, err := l.Watch(fd, func() { drain(fd); touch() }, check("a watch"))
 	if err != nil {
 		t.Fatal(err)

@@ -30,6 +30,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 )
 
 // MaxLoops bounds Config.ID: tables with one slot per loop are this long.
@@ -198,6 +200,7 @@ func (l *Loop) Start() error {
 	if err := <-settled; err != nil {
 		return err
 	}
+	addProcessors(1)
 	l.life = lifeRunning
 	return nil
 }
@@ -331,12 +334,9 @@ func (l *Loop) wake() {
 	l.lifeMu.RLock()
 	defer l.lifeMu.RUnlock()
 	if l.wakefd >= 0 {
-		// EAGAIN means that the counter is full, so the loop will wake anyway.
-		_, _ = unix.Write(l.wakefd, wakeOne)
+		eventfd.Add(l.wakefd)
 	}
 }
-
-var wakeOne = []byte{1, 0, 0, 0, 0, 0, 0, 0}
 
 // Step runs one iteration in the caller, without sleeping. For tests, on a loop that is not started.
 func (l *Loop) Step() {
@@ -379,6 +379,7 @@ func (l *Loop) run(settled chan<- error) {
 	l.tid.Store(0)
 	l.inlineMu.Unlock()
 	l.release()
+	addProcessors(-1)
 	close(l.done)
 }
 

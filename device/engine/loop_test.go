@@ -33,7 +33,7 @@ func startLoop(t testing.TB, c Config) *Loop {
 	return l
 }
 
-func eventfd(t testing.TB) int {
+func newEventfd(t testing.TB) int {
 	t.Helper()
 	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 	if err != nil {
@@ -45,7 +45,7 @@ func eventfd(t testing.TB) int {
 
 func kick(t testing.TB, fd int) {
 	t.Helper()
-	if _, err := unix.Write(fd, wakeOne); err != nil {
+	if _, err := unix.Write(fd, []byte{1, 0, 0, 0, 0, 0, 0, 0}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -196,7 +196,7 @@ func TestPostIsBoundedAndOrdered(t *testing.T) {
 
 func TestWatch(t *testing.T) {
 	l := startLoop(t, Config{})
-	fd := eventfd(t)
+	fd := newEventfd(t)
 	var runs atomic.Int32
 	w, err := l.Watch(fd, func() { drain(fd); runs.Add(1) })
 	if err != nil {
@@ -235,9 +235,9 @@ func TestWatchClosedInBatch(t *testing.T) {
 	var ws [n]*Watch
 	ran := 0
 	for i := range n {
-		fds[i] = eventfd(t)
+		fds[i] = newEventfd(t)
 	}
-	other := eventfd(t)
+	other := newEventfd(t)
 	for i := range n {
 		w, err := l.Watch(fds[i], func() {
 			ran++
@@ -264,7 +264,7 @@ func TestWatchClosedInBatch(t *testing.T) {
 
 func TestWatchClosesItself(t *testing.T) {
 	l := startLoop(t, Config{})
-	fd := eventfd(t)
+	fd := newEventfd(t)
 	var w *Watch
 	var runs atomic.Int32
 	l.Do(func() {
@@ -321,7 +321,7 @@ func (p *testPoller) Resume() {
 func TestPollerProtocol(t *testing.T) {
 	for _, spin := range []time.Duration{0, 50 * time.Microsecond} {
 		l := startLoop(t, Config{SpinFor: spin})
-		fd := eventfd(t)
+		fd := newEventfd(t)
 		if _, err := l.Watch(fd, func() { drain(fd) }); err != nil {
 			t.Fatal(err)
 		}

@@ -2,6 +2,8 @@ package engine
 
 import (
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 )
 
 // stage is where in the iteration the loop is; with index it says what comes next. Both live in the Loop, so that an
@@ -171,8 +173,7 @@ func (l *Loop) manualDue() bool {
 
 func (l *Loop) runEvent(ev *unix.EpollEvent) {
 	if ev.Fd == wakeSlot {
-		var b [8]byte
-		_, _ = unix.Read(l.wakefd, b[:])
+		eventfd.Take(l.wakefd)
 		l.busy = true
 		return
 	}

@@ -4,7 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strconv"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -37,6 +39,15 @@ func setAffinity(tid int, cpus []int) error {
 	}
 	return unix.SchedSetaffinity(tid, &set)
 }
+
+// A loop has one of the processors of Go's scheduler to itself, also while it naps; all others keep what they had.
+func addProcessors(n int) {
+	processors.Lock()
+	defer processors.Unlock()
+	runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + n)
+}
+
+var processors sync.Mutex
 
 // KeepOff takes the threads of this process, and those that they will make, off cpus: for processors that loops are to have for
 // themselves. It changes nothing if there would be no processor left. Call it before Start.

@@ -153,7 +153,6 @@ type eventQueue struct {
 	starved bool // the driver was asked to kick
 	unsent  bool // events were pushed and not signalled yet
 	buf     [abi.SizeEvent]byte
-	kick    [8]byte
 
 	// A buffer that is absent on the host: the queue waits for it, alone (PF-7).
 	absent   translate.Fault

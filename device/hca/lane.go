@@ -56,7 +56,6 @@ type lane struct {
 	armed   bool // SET_DOORBELLS was given and the memory is there
 	db      doorbells
 	dbWatch *engine.Watch
-	kick    [8]byte
 	ringFn  func(slot int)
 
 	first, last *qp // run list

@@ -3,20 +3,13 @@ package hca
 import (
 	"fmt"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 	"github.com/vnicd/vnicd/device/virtq"
 )
 
 // The virtqueues that loops serve: event queues (buffers from the driver) and
 // doorbell queues (kicks alone). Their kick eventfd is watched on the lane's loop.
-
-// drainKick takes the count of a kick eventfd; the descriptor is level-triggered.
-// An fd that blocks is no danger: the loop saw it readable, and nobody else reads.
-func drainKick(fd int, buf *[8]byte) {
-	_, _ = unix.Read(fd, buf[:])
-}
 
 // start begins to serve the queue; control goroutine.
 func (e *eventQueue) start(q *virtq.Queue) (err error) {
@@ -42,7 +35,7 @@ func (e *eventQueue) start(q *virtq.Queue) (err error) {
 }
 
 func (e *eventQueue) kicked() {
-	drainKick(e.q.KickFD(), &e.kick)
+	eventfd.Take(e.q.KickFD())
 	if t, ok := e.lane.enter(); ok {
 		defer e.lane.leave(t)
 		e.run()
@@ -69,7 +62,7 @@ func (l *lane) startDoorbells(q *virtq.Queue) (err error) {
 			err = fmt.Errorf("hca: doorbell queue %d runs already", q.Index())
 		case fd >= 0:
 			// The kick does nothing by itself: it wakes the loop, which then polls.
-			l.dbWatch, err = l.loop.Watch(fd, func() { drainKick(fd, &l.kick) }, engine.Name("hca doorbell kick"), l.fault())
+			l.dbWatch, err = l.loop.Watch(fd, func() { eventfd.Take(fd) }, engine.Name("hca doorbell kick"), l.fault())
 		}
 	})
 	return err

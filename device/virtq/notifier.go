@@ -1,13 +1,14 @@
 package virtq
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 )
 
 // Notifier is an outgoing eventfd whose file the front end may exchange while
@@ -64,7 +65,7 @@ func (n *Notifier) Signal() {
 	if !n.on.Load() {
 		return
 	}
-	_, _ = unix.Write(int(n.fd.Load()), one[:])
+	eventfd.Add(int(n.fd.Load()))
 }
 
 // Close releases the descriptor. The caller makes sure that nobody signals any
@@ -81,6 +82,3 @@ func (n *Notifier) Close() {
 		_ = unix.Close(int(fd))
 	}
 }
-
-// one is the value that eventfd(2) wants, in host order as it defines.
-var one = func() (b [8]byte) { binary.NativeEndian.PutUint64(b[:], 1); return }()

@@ -4,9 +4,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/engine/eventfd"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/virtq"
 	"github.com/vnicd/vnicd/translate"
@@ -110,8 +109,7 @@ func (p *pair) stopRx() {
 func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 	if fd := q.KickFD(); fd >= 0 {
 		// The poller does the work; the kick only wakes the loop for it.
-		var b [8]byte
-		w, err := p.loop.Watch(fd, func() { _, _ = unix.Read(fd, b[:]) }, engine.Name("vnet kick"))
+		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, engine.Name("vnet kick"))
 		if err != nil {
 			return err
 		}

@@ -197,7 +197,7 @@ func TestMemoryVanishes(t *testing.T) {
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
 	c := h.vm(3, 1)
 	cl, fd := rawClient(t, c.path)
-	kick := eventfd(t)
+	kick := newEventfd(t)
 	for i := range 2 {
 		must(t, cl.SetVringNum(i, 8),
 			cl.SetVringAddr(vhostuser.VringAddr{Index: uint32(i), Desc: 1<<30 + uint64(i)<<14, Avail: 1<<30 + uint64(i)<<14 + 0x1000, Used: 1<<30 + uint64(i)<<14 + 0x2000}),
@@ -236,7 +236,7 @@ func rawClient(t *testing.T, path string) (*frontend.Client, int) {
 	return cl, fd
 }
 
-func eventfd(t *testing.T) int {
+func newEventfd(t *testing.T) int {
 	t.Helper()
 	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 	must(t, err)

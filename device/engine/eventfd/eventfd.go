@@ -66,8 +66,7 @@ func (w *Waiter) Wait(look func() bool) error {
 
 // Signal signals. It neither blocks nor allocates, and may be called at any time.
 func (w *Waiter) Signal() {
-	// EAGAIN means that the count is full, which takes 2^64 signals or malice.
-	_ = w.c.Write(func(fd uintptr) bool { _, _ = unix.Write(int(fd), one); return true })
+	_ = w.c.Write(func(fd uintptr) bool { Add(int(fd)); return true })
 }
 
 var one = binary.NativeEndian.AppendUint64(nil, 1)

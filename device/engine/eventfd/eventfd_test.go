@@ -119,3 +119,32 @@ func TestEnds(t *testing.T) {
 		t.Fatal("waited on what was closed")
 	}
 }
+
+// TestTake: Take takes the count and does not wait for one, not even of an eventfd that its other owner has made one that blocks.
+func TestTake(t *testing.T) {
+	w := newWaiter(t)
+	readable := func() bool {
+		p := []unix.PollFd{{Fd: int32(w.FD()), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n == 1
+	}
+	if err := unix.SetNonblock(w.FD(), false); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		Add(w.FD())
+		if !readable() {
+			t.Fatal("Add did not count")
+		}
+		if Take(w.FD()); readable() {
+			t.Fatal("there is a count after Take")
+		}
+		Take(w.FD())
+	}
+	if n := testing.AllocsPerRun(100, func() { Add(w.FD()); Take(w.FD()) }); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}

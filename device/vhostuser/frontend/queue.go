@@ -250,9 +250,7 @@ func (q *Queue) Kick() bool {
 
 // Notify signals the kick eventfd, whatever the device wishes.
 func (q *Queue) Notify() {
-	var b [8]byte
-	binary.NativeEndian.PutUint64(b[:], 1)
-	_, _ = unix.Write(q.kickFD, b[:])
+	eventfd.Add(q.kickFD)
 }
 
 // Pending tells whether the device has returned chains that Get has not yet.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -140,13 +139,7 @@ func (d *Daemon) makeRunDir() error {
 	return nil
 }
 
-// processors is what Go's scheduler has by itself.
-var processors = runtime.GOMAXPROCS(0)
-
 func (d *Daemon) makeLoops() (err error) {
-	// An engine has one of them to itself, also while it sleeps. On few cores those who serve commands and faults would have to
-	// take it away from a sleeping engine each time, so they have theirs beside the engines'.
-	runtime.GOMAXPROCS(processors + d.cfg.Engines)
 	if d.pool, err = packet.NewPool(packet.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
 		return err
 	}

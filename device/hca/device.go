@@ -50,6 +50,8 @@ type Config struct {
 	CEQs int
 	// NoLocalCopy makes requests between QPs of one loop frames, too.
 	NoLocalCopy bool
+	// NoECN has RC learn of congestion by loss alone.
+	NoECN bool
 	// Limits of this VM; zero fields take defaults.
 	Limits Limits
 	// Version is shown to the driver (at most 23 bytes).

@@ -30,7 +30,8 @@ type Status struct {
 	QPs       []QPStatus  `json:"qps,omitempty"`
 	Faults    FaultStatus `json:"faults"`
 	// Stats are the driver's, and local_messages and local_bytes: requests that were
-	// copies to another VM's memory instead of frames. They count as packets, too.
+	// copies to another VM's memory instead of frames, which count as packets, too; and
+	// of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
 	Stats map[string]uint64 `json:"stats"`
 	// Drops counts what arrived and was not accepted, by reason (MT-6).
 	Drops map[string]uint64 `json:"drops,omitempty"`
@@ -163,6 +164,9 @@ func (d *Device) Describe() Status {
 		l.loop.Do(func() {
 			s.Stats["local_messages"] += l.stats.LocalMessages
 			s.Stats["local_bytes"] += l.stats.LocalBytes
+			s.Stats["np_ecn_marked_roce_packets"] += l.stats.ECNMarked
+			s.Stats["np_cnp_sent"] += l.stats.TxCNP
+			s.Stats["rp_cnp_handled"] += l.stats.RxCNP
 		})
 	}
 	for i, g := range d.gids.snap.Load().all {

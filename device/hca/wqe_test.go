@@ -165,7 +165,7 @@ func TestHostileIndices(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, _ := w.pair()
 	w.losing(func([]byte) bool { return true })
-	for range 20 {
+	for range 10 {
 		s := a.wqe()
 		s.SetRequest(1, abi.WRSend, abi.SendSignaled)
 		a.post()

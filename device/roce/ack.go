@@ -114,7 +114,6 @@ func (q *QP) progress(start uint64) {
 		q.rnrAt = 0 // what was not ready has answered
 		q.wake()
 	}
-	q.calm = 0
 	if q.nxt < q.una {
 		q.nxt, q.cur = q.una, q.head
 	}
@@ -124,10 +123,7 @@ func (q *QP) progress(start uint64) {
 	if q.nxt > q.una {
 		q.armRetransmit()
 	}
-	if q.acked += uint32(min(n, maxWindow)); q.acked >= q.cwnd {
-		q.acked = 0
-		q.cwnd = min(q.cwnd+minWindow, uint32(q.cfg.Window))
-	}
+	q.window.progress(q.una, n)
 	q.retire()
 	if q.head != q.tail && q.slot(q.head).failed {
 		q.failHead(q.slot(q.head).w.Status)
@@ -243,9 +239,7 @@ func (q *QP) receiverNotReady(timer uint8) {
 	q.fullAt, q.probes = 0, 0
 	// The peer lives, and that it was silent before was no congestion.
 	q.retryLeft = q.attr.RetryCnt
-	if q.calm != 0 {
-		q.cwnd, q.calm = q.calm, 0
-	}
+	q.window.restore()
 	q.rnrAt = q.now + rnrTimer[timer]
 }
 

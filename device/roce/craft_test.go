@@ -31,6 +31,7 @@ type craft struct {
 	data   []byte
 	av     *AddressVector
 	feth   wire.FETH
+	tos    uint8
 }
 
 // frame encodes c as a frame from the peer of n.
@@ -40,7 +41,7 @@ func (n *node) frame(c craft) []byte {
 	if c.av != nil {
 		a = *c.av
 	}
-	p := wire.Path{SMAC: a.DMAC, DMAC: a.SMAC, VLAN: a.VLAN, V1: a.RoCEv1, SrcIP: a.DGID, DstIP: a.SGID, SrcPort: 0xc123}
+	p := wire.Path{SMAC: a.DMAC, DMAC: a.SMAC, VLAN: a.VLAN, V1: a.RoCEv1, SrcIP: a.DGID, DstIP: a.SGID, TrafficClass: c.tos, SrcPort: 0xc123}
 	t, err := p.Template()
 	if err != nil {
 		n.f.t.Fatal(err)
@@ -686,11 +687,11 @@ func TestRequesterResponses(t *testing.T) {
 		b.wantSends(0, st, StatusFlush, StatusFlush)
 	}
 
-	// Sequence NAK in the middle of the WRITE; a copy of it; RNR and a copy.
+	// Sequence NAK in the middle of the WRITE; a copy of it; RNR and a copy. After a loss the window is of four PSNs.
 	_, b, sent = start()
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence})
 	b.wantResp(sent, resp{wire.OpRCWriteLast, 0, wire.NoCredits}, resp{wire.OpRCReadRequest, 1, wire.NoCredits},
-		resp{wire.OpRCFetchAdd, 3, wire.NoCredits}, resp{wire.OpRCSendOnly, 4, wire.NoCredits})
+		resp{wire.OpRCFetchAdd, 3, wire.NoCredits})
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence})
 	b.wantResp(sent)
 	b.q.attr.RNRRetry, b.q.rnrLeft = 1, 1

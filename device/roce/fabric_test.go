@@ -58,6 +58,7 @@ type node struct {
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
+	slow     bool // its frames take the link
 	seen     map[uint32]bool
 	atomics  int
 	maxTimer int64
@@ -106,6 +107,7 @@ type fabric struct {
 	budget int
 	steps  int
 	local  localMode
+	link   *link // that frames of some nodes share; nil: none
 }
 
 func newFabric(t testing.TB, seed int64) *fabric {
@@ -384,6 +386,12 @@ func (n *node) Transmit(b *packet.Buf) {
 	if f.byQPN(p.BTH.DestQP) == nil {
 		return
 	}
+	passed := f.now
+	if f.link != nil && n.slow {
+		if passed = f.link.pass(f.now, &p, frame); passed < 0 {
+			return
+		}
+	}
 	copies := 1
 	if f.dup > 0 && f.rng.Float64() < f.dup {
 		copies = 2
@@ -395,7 +403,7 @@ func (n *node) Transmit(b *packet.Buf) {
 			// Not the Ethernet header: that is the link's to protect.
 			g[14+f.rng.Intn(len(g)-14)] ^= 1 << f.rng.Intn(8)
 		}
-		at := f.now + f.delay
+		at := passed + f.delay
 		if f.jitter > 0 {
 			at += f.rng.Int63n(f.jitter)
 		}
@@ -529,7 +537,7 @@ type pairOpt struct {
 	access           translate.Access
 	avA, avB         AddressVector
 	outstanding, win int
-	srq              bool
+	srq, noECN       bool
 	stay             State // leave both there
 }
 
@@ -571,7 +579,7 @@ func (n *node) connect(o *pairOpt, peer uint32, av AddressVector, rq, sq uint32)
 
 func (f *fabric) pair(o pairOpt) (a, b *node) {
 	f.t.Helper()
-	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128}
+	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, NoECN: o.noECN}
 	cfg.QPN = 0x11
 	a = f.node("a", cfg)
 	cfg.QPN = 0x22

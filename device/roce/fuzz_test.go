@@ -49,7 +49,7 @@ var fuzzOps = [][]wire.Opcode{
 		wire.OpRCReadRequest, wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly,
 		wire.OpRCAck, wire.OpRCAck, wire.OpRCAck, wire.OpRCAtomicAck, wire.OpRCCompareSwap, wire.OpRCFetchAdd, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv,
 		wire.OpRCAtomicWrite, wire.OpRCAtomicWrite, wire.OpRCFlush,
-		wire.OpUCSendOnly,
+		wire.OpUCSendOnly, wire.OpCNP, wire.OpCNP,
 	}, {
 		wire.OpUCSendFirst, wire.OpUCSendMiddle, wire.OpUCSendLast, wire.OpUCSendLastImm, wire.OpUCSendOnly, wire.OpUCSendOnlyImm,
 		wire.OpUCWriteFirst, wire.OpUCWriteMiddle, wire.OpUCWriteLast, wire.OpUCWriteLastImm, wire.OpUCWriteOnly, wire.OpUCWriteOnlyImm, wire.OpRCAck,

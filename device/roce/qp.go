@@ -172,7 +172,11 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 		if mask&MaskDestQPN != 0 {
 			remote = a.DestQPN
 		}
-		t, err := a.AV.template(q.cfg.QPN, remote)
+		av := a.AV
+		if q.controlled(&av) {
+			av.TrafficClass = av.TrafficClass&^wire.ECNMask | wire.ECT0
+		}
+		t, err := av.template(q.cfg.QPN, remote)
 		if err != nil {
 			return refuse(err.Error())
 		}
@@ -378,6 +382,13 @@ func (q *QP) Receive(now int64, p *wire.RoCE) {
 		return
 	}
 	if !q.admits(p) {
+		return
+	}
+	if p.TOS&wire.ECNMask == wire.CE {
+		q.receiveMarked(p)
+	}
+	if p.Info.Op == wire.CNP {
+		q.receiveCNP()
 		return
 	}
 	if q.state == RTR && !q.commEst {

@@ -78,7 +78,7 @@ func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 	if q.rdTail-q.rdHead >= uint32(q.attr.MaxRdAtomic) {
 		return 0, false
 	}
-	return min(s.end, q.nxt+min(readChunk, uint64(q.cwnd))), true
+	return min(s.end, q.nxt+min(readChunk, q.window.packets())), true
 }
 
 // retireRequests forgets the requests that were answered in full.

@@ -30,9 +30,7 @@ type requester struct {
 	rd             []uint64 // power of two
 	rdHead, rdTail uint32
 
-	cwnd      uint32 // packets that may be in flight now, halved by loss
-	acked     uint32 // since cwnd grew
-	calm      uint32 // cwnd before probes and timeouts cut it, 0: they did not
+	window    window
 	unasked   uint32 // packets sent since the last AckReq
 	timeout   int64  // ns, 0: none
 	retryLeft uint8
@@ -108,7 +106,7 @@ func ceilLog2(n int) int {
 }
 
 func (q *QP) resetRequester() {
-	q.requester = requester{slots: q.slots, rd: q.rd, cwnd: uint32(q.cfg.Window)}
+	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window)}
 	q.startRequester(0)
 }
 
@@ -261,7 +259,7 @@ func (q *QP) runRC(budget int) (more bool) {
 
 // sendRC sends the next packet of slot cur, if it may.
 func (q *QP) sendRC(s *sendSlot) bool {
-	if q.nxt-q.una >= uint64(q.cwnd) || q.nxt == s.first && s.w.Fence && q.fenced() {
+	if q.nxt-q.una >= q.window.packets() || q.nxt == s.first && s.w.Fence && q.fenced() {
 		q.blocked = true
 		return false
 	}
@@ -368,7 +366,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 		t.opcode += ucOpcode
 	} else {
 		q.unasked++
-		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.nxt+1-q.una >= uint64(q.cwnd); t.ackReq {
+		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.nxt+1-q.una >= q.window.packets(); t.ackReq {
 			q.unasked = 0
 		}
 	}

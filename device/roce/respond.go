@@ -259,6 +259,9 @@ func (q *QP) oldestPending() *answer {
 
 // respond sends up to budget packets of what the responder owes.
 func (q *QP) respond(budget int) (more bool) {
+	if q.cnpDue && q.respStallAt == 0 {
+		q.sendCNP()
+	}
 	for q.respStallAt == 0 {
 		var r *answer
 		if q.pending > 0 {

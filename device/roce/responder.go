@@ -46,6 +46,9 @@ type responder struct {
 		compare, swapAdd uint64
 	}
 
+	cnpDue bool  // marked packets came
+	cnpAt  int64 // not before
+
 	respStallAt int64 // no buffer
 	rcomp       Completion
 	grh         [40]byte // UD: on its way to memory
@@ -132,6 +135,7 @@ func (q *QP) respClear() {
 	q.rnrRead = 0
 	q.fatal = failure{}
 	q.owed = owedSet{}
+	q.cnpDue = false
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {

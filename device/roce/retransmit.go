@@ -55,20 +55,12 @@ func (q *QP) timedOut() {
 		q.armRetransmit()
 	case q.now < q.fullAt:
 		q.probes++
-		q.noteCalm()
-		q.cwnd, q.acked = minWindow, 0
+		q.window.silence()
 		q.goBack()
 	default:
 		q.stats.Timeouts++
-		q.noteCalm()
+		q.window.noteCalm()
 		q.retry()
-	}
-}
-
-// noteCalm keeps cwnd as it was before silence cut it.
-func (q *QP) noteCalm() {
-	if q.calm == 0 {
-		q.calm = q.cwnd
 	}
 }
 
@@ -87,8 +79,7 @@ func (q *QP) retry() {
 		return
 	}
 	q.retryLeft--
-	q.cwnd = max(q.cwnd/2, minWindow)
-	q.acked = 0
+	q.window.lost()
 	q.fullAt, q.probes = 0, 0
 	q.goBack()
 }

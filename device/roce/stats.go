@@ -9,6 +9,8 @@ type Stats struct {
 	TxRNR, RxRNR       uint64
 	Retransmits        uint64 // packets sent again
 	Timeouts           uint64
+	ECNMarked          uint64 // packets received that met congestion
+	TxCNP, RxCNP       uint64 // congestion notifications
 	OutOfSequence      uint64 // requests ahead of the expected PSN
 	Duplicates         uint64
 	RxDropped          uint64           // wrong state, address, key, opcode or size

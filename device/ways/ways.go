@@ -1,7 +1,7 @@
 // Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and packages
 // that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces them:
 //
-//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false"
+//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false"
 //
 // What is not named there is left alone. `make test-ways` runs a set in which every pair of settings occurs.
 package ways
@@ -21,9 +21,9 @@ const Env = "VNICD_WAYS"
 
 // settings are what VNICD_WAYS names; nil: left alone.
 type settings struct {
-	engines             *int
-	spin                *time.Duration
-	local, segmentation *bool
+	engines                  *int
+	spin                     *time.Duration
+	local, segmentation, ecn *bool
 }
 
 var forced = must(parse(os.Getenv(Env)))
@@ -50,6 +50,8 @@ func parse(text string) (s settings, err error) {
 			s.local, err = take(strconv.ParseBool(value))
 		case "segmentation":
 			s.segmentation, err = take(strconv.ParseBool(value))
+		case "ecn":
+			s.ecn, err = take(strconv.ParseBool(value))
 		default:
 			err = fmt.Errorf("no setting %q", key)
 		}
@@ -78,6 +80,9 @@ func Spin(d time.Duration) time.Duration { return or(forced.spin, d) }
 // NoSegmentation tells whether tunnels do without messages of several datagrams.
 func NoSegmentation() bool { return !or(forced.segmentation, true) }
 
+// NoECN tells whether congestion is told by loss alone.
+func NoECN() bool { return !or(forced.ecn, true) }
+
 // Config is what a daemon's configuration file says of forced settings, but for those that text has already.
 func Config(text string) string {
 	var b strings.Builder
@@ -97,6 +102,9 @@ func Config(text string) string {
 	}
 	if forced.segmentation != nil {
 		add("segmentation", *forced.segmentation)
+	}
+	if forced.ecn != nil {
+		add("ecn", *forced.ecn)
 	}
 	return b.String()
 }

@@ -13,6 +13,7 @@ const (
 	AtomicAckLen = 8
 	ImmLen       = 4
 	IETHLen      = 4
+	CNPLen       = 16 // reserved, zeros (A17.9.3)
 	ICRCLen      = 4
 )
 

@@ -13,6 +13,15 @@ const (
 	UDPLen  = 8
 )
 
+// Codepoints of the ECN field, the low bits of an IPv4 TOS or IPv6 traffic class (RFC 3168).
+const (
+	ECNMask = 3
+	NotECT  = 0
+	ECT1    = 1
+	ECT0    = 2
+	CE      = 3 // congestion experienced
+)
+
 // IP protocol numbers.
 const (
 	ProtoUDP    = 17

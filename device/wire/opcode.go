@@ -11,6 +11,7 @@ const (
 	RC Transport = 0
 	UC Transport = 1
 	UD Transport = 3
+	CN Transport = 4 // congestion notification (A10, A17)
 )
 
 // Operations of RC; UC has those without an acknowledge, 0x20 higher.
@@ -56,6 +57,8 @@ const (
 
 	OpUDSendOnly    Opcode = 0x64
 	OpUDSendOnlyImm Opcode = 0x65
+
+	OpCNP Opcode = 0x81 // RoCE v2 (A17.9.3)
 )
 
 // Operation is what an opcode is about, whatever its place in a message.
@@ -73,6 +76,7 @@ const (
 	FetchAdd
 	Flush
 	AtomicWrite
+	CNP
 )
 
 // OpFlags say which extension headers follow the BTH and where in a message
@@ -91,8 +95,9 @@ const (
 	HasAtomicAck
 	HasImm
 	HasIETH
-	HasPayload // data may follow; without it the payload is empty
-	Response   // travels from responder to requester
+	HasReserved // as long as CNPLen
+	HasPayload  // data may follow; without it the payload is empty
+	Response    // travels from responder to requester
 )
 
 // OpInfo describes one opcode.
@@ -137,7 +142,7 @@ func makeOpcodes() (t [256]OpInfo) {
 			f OpFlags
 			n int
 		}{{HasDETH, DETHLen}, {HasFETH, FETHLen}, {HasRETH, RETHLen}, {HasAtomic, AtomicLen}, {HasAETH, AETHLen},
-			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}} {
+			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}, {HasReserved, CNPLen}} {
 			if f&e.f != 0 {
 				i.ExtLen += uint8(e.n)
 			}
@@ -176,5 +181,6 @@ func makeOpcodes() (t [256]OpInfo) {
 	add(OpRCAtomicWrite, "RC ATOMIC WRITE", AtomicWrite, only|HasRETH|HasPayload)
 	add(OpUDSendOnly, "UD SEND Only", Send, only|HasPayload|HasDETH)
 	add(OpUDSendOnlyImm, "UD SEND Only with Immediate", Send, only|HasPayload|HasDETH|HasImm)
+	add(OpCNP, "CNP", CNP, only|HasReserved)
 	return t
 }

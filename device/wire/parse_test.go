@@ -14,7 +14,7 @@ func TestOpcodes(t *testing.T) {
 		0x00: 0, 0x01: 0, 0x02: 0, 0x03: 4, 0x04: 0, 0x05: 4, 0x06: 16, 0x07: 0, 0x08: 0, 0x09: 4, 0x0a: 16, 0x0b: 20,
 		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1c: 20, 0x1d: 16,
 		0x20: 0, 0x21: 0, 0x22: 0, 0x23: 4, 0x24: 0, 0x25: 4, 0x26: 16, 0x27: 0, 0x28: 0, 0x29: 4, 0x2a: 16, 0x2b: 20,
-		0x64: 8, 0x65: 12,
+		0x64: 8, 0x65: 12, 0x81: 16,
 	}
 	for i := range 256 {
 		o := Opcode(i)
@@ -33,7 +33,7 @@ func TestOpcodes(t *testing.T) {
 			t.Errorf("%v: %+v", o, info)
 		}
 		switch info.Op {
-		case ReadRequest, Flush, Ack, AtomicAck, CompareSwap, FetchAdd:
+		case ReadRequest, Flush, Ack, AtomicAck, CompareSwap, FetchAdd, CNP:
 			if info.Is(HasPayload) || !info.Is(First|Last) {
 				t.Errorf("%v: %+v", o, info)
 			}
@@ -81,6 +81,9 @@ func TestEveryOpcode(t *testing.T) {
 		}
 		if info.Is(HasIETH) {
 			n += PutIETH(ext[n:], 16)
+		}
+		if info.Is(HasReserved) {
+			n += CNPLen
 		}
 		if n != len(ext) {
 			t.Fatalf("%s: %d of %d bytes", info.Name, n, len(ext))

@@ -68,6 +68,8 @@ type Config struct {
 	LocalCopy bool
 	// Segmentation lets several datagrams leave and arrive as one message. Default true.
 	Segmentation bool
+	// ECN has RC connections tell of congestion, and heed it, before packets are lost. Default true.
+	ECN bool
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
 	// Monitoring is where metrics are served. Its zero value: nowhere.

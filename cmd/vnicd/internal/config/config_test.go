@@ -123,7 +123,7 @@ func TestParseMistakes(t *testing.T) {
 		{"empty", "", "the file is empty"},
 		{"syntax", "a: [1\nb: 2", "x.yaml:"},
 		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
-		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, engine-cpus`},
+		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, ecn, engine-cpus`},
 		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3", `x.yaml:4: unknown key "vlan" in a network`},
 		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
 		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},

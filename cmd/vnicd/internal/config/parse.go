@@ -49,7 +49,7 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true,
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true, ECN: true,
 		EngineNice: DefaultEngineNice, Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
@@ -315,6 +315,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"spin":         p.duration("spin", 0, time.Second, "20us", &c.Spin),
 		"local-copy":   p.boolean("local-copy", &c.LocalCopy),
 		"segmentation": p.boolean("segmentation", &c.Segmentation),
+		"ecn":          p.boolean("ecn", &c.ECN),
 		"log-level": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "log-level")
 			if !ok {

@@ -123,6 +123,9 @@ var (
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
 	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA did not accept.", "vm", "reason")
 	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.", "vm")
+	hcaMarked  = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received that had met congestion.", "vm")
+	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
+	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and heeded.", "vm")
 	hcaLocalB  = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.", "vm")
 	hcaStats   = newHCAStats()
 
@@ -356,6 +359,9 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	}
 	e.count(hcaLocal, h.Stats["local_messages"], vm)
 	e.count(hcaLocalB, h.Stats["local_bytes"], vm)
+	e.count(hcaMarked, h.Stats["np_ecn_marked_roce_packets"], vm)
+	e.count(hcaCNPSent, h.Stats["np_cnp_sent"], vm)
+	e.count(hcaCNPs, h.Stats["rp_cnp_handled"], vm)
 	for reason, n := range h.Drops {
 		e.count(hcaDrops, n, vm, reason)
 	}

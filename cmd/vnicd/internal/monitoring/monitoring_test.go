@@ -99,6 +99,9 @@ func filled() *daemon.Status {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
 	s.VMs[0].HCA.Stats["local_messages"], s.VMs[0].HCA.Stats["local_bytes"] = 701, 702
+	for i, name := range []string{"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled"} {
+		s.VMs[0].HCA.Stats[name] = uint64(711 + i)
+	}
 	s.VMs[0].HCA.Busy = false
 	s.VMs[0].HCA.Faults.Guest.Buckets = []uint64{1, 2, 4}
 	s.VMs[0].HCA.Faults.Host.Buckets = make([]uint64, 32)

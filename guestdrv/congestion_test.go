@@ -1,0 +1,58 @@
+package guestdrv_test
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// TestSharedUnderlay: eight flows over an underlay of 40 Mbit/s with a short queue all end, and no more is sent in vain than is of use.
+// If it marks packets, the mark on the outer header reaches the inner one (RFC 6040), the far HCA tells of it, and the near one hears.
+func TestSharedUnderlay(t *testing.T) {
+	const flows, size = 8, 512 << 10
+	for _, marks := range []bool{true, false} {
+		r := newRig(t, rigConfig{vxlan: true})
+		from, to := r.hosts[0], r.hosts[1]
+		from.site.ns.MustExec("tc", "qdisc", "add", "dev", "underlay", "root", "tbf", "rate", "40mbit", "burst", "10k", "limit", "100k")
+		if marks {
+			to.site.ns.MustExec("nft", `table ip marks {
+				chain in { type filter hook prerouting priority -300; udp dport 4789 ip ecn ect0 numgen inc mod 16 0 ip ecn set ce; }
+			}`)
+		}
+		src, smr := from.region(t, size, abi.AccessLocalWrite)
+		dst, dmr := to.region(t, flows*size, allAccess)
+		fill(src.Bytes(), 1)
+		var ends []*end
+		for i := range flows {
+			a, _ := connect(t, from, to, qpDefaults(), guestdrv.ConnectOptions{})
+			a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, size)},
+				RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey()})
+			ends = append(ends, a)
+		}
+		for i, e := range ends {
+			expect(t, e.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+			if !bytes.Equal(src.Bytes(), dst.Bytes()[i*size:][:size]) {
+				t.Errorf("flow %d: data differ", i)
+			}
+		}
+		st, err := from.Stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		again := st.Value[abi.StatRetransmits]
+		near, far := from.hca.Describe().Stats, to.hca.Describe().Stats
+		t.Logf("marks %v: %d packets marked, %d CNPs sent, %d heeded; of %d packets %d again, %d timeouts", marks, far["np_ecn_marked_roce_packets"], far["np_cnp_sent"],
+			near["rp_cnp_handled"], st.Value[abi.StatTxPackets], again, st.Value[abi.StatTimeouts])
+		if all := st.Value[abi.StatTxPackets]; again > all/2 {
+			t.Errorf("of %d packets %d were sent again", all, again)
+		}
+		for _, n := range []uint64{far["np_ecn_marked_roce_packets"], far["np_cnp_sent"], near["rp_cnp_handled"]} {
+			if (n > 0) != (marks && !ways.NoECN()) {
+				t.Errorf("%d in the chain of marks", n)
+			}
+		}
+	}
+}

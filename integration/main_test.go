@@ -63,8 +63,14 @@ func lines(what, shell string) (found []string) {
 }
 
 // testTimeout bounds one top-level test under TCG on a busy machine; those that stress
-// page faults take many times -odp.duration.
-func testTimeout() time.Duration { return 25*time.Minute + 60**odpDuration }
+// page faults take many times -odp.duration, and -programs.all is a hundred programs more.
+func testTimeout() time.Duration {
+	d := 25*time.Minute + 60**odpDuration
+	if *allPrograms {
+		d += 25 * time.Minute
+	}
+	return d
+}
 
 func newLab(t *testing.T) (*lab.Lab, context.Context) {
 	t.Helper()

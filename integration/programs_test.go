@@ -92,7 +92,11 @@ func perftestRuns() (runs [][]string) {
 			bw, lat = append(bw, "-e"), append(lat, "-e")
 		}
 		if x.program == "ib_send" && x.transport != "UC" { // IBTA 10.2.9: there are no shared receives for UC
-			bw, lat = append(bw, "--use-srq -q 4"), append(lat, "--use-srq")
+			srq := "--use-srq"
+			if x.transport == "RC" { // perftest shares 100 receives of datagrams: enough for one queue pair's
+				srq += " -q 4"
+			}
+			bw, lat = append(bw, srq), append(lat, "--use-srq")
 		}
 		cms := []string{"", "-R"}
 		if x.transport == "UC" {

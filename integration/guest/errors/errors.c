@@ -109,9 +109,9 @@ static const struct row rows[] = {
 	{ "WRITE with immediate data without a receive", .op = WRITE_IMM, .changes = 1, FAILS(RNR_RETRY_EXC_ERR) },
 
 	/* UC: a request that cannot be done is lost, only errors of one's own are told, in SQE (9.8.2, 10.3.1). */
-	{ "UC: WRITE to a key that names nothing", IBV_QPT_UC, .op = WRITE, .rkey = NONE, LOST },
-	{ "UC: WRITE beyond a region", IBV_QPT_UC, .op = WRITE, .at = SIZE - LENGTH + 1, LOST },
-	{ "UC: WRITE, the queue pair takes none", IBV_QPT_UC, .op = WRITE, .qp = IBV_ACCESS_REMOTE_READ, LOST },
+	{ "UC: WRITE to a key that names nothing", IBV_QPT_UC, .op = WRITE, .rkey = NONE, .receive = 64, LOST },
+	{ "UC: WRITE beyond a region", IBV_QPT_UC, .op = WRITE, .at = SIZE - LENGTH + 1, .receive = 64, LOST },
+	{ "UC: WRITE, the queue pair takes none", IBV_QPT_UC, .op = WRITE, .qp = IBV_ACCESS_REMOTE_READ, .receive = 64, LOST },
 	{ "UC: SEND that is longer than the receive", IBV_QPT_UC, .op = SEND, .receive = LENGTH - 1, .changes = 1, LOST },
 	{ "UC: SEND without a receive", IBV_QPT_UC, .op = SEND, LOST },
 	{ "UC: WRITE from a key that names nothing", IBV_QPT_UC, .op = WRITE, .lkey = NONE, STOPS(LOC_PROT_ERR) },
@@ -309,7 +309,8 @@ static void provoke(struct ibv_qp *qp, struct ibv_mw *mw)
 		post_manage(qp, mw);
 }
 
-static void completes(uint64_t id, enum ibv_wc_status status, const char *what)
+/* completes takes the next completion and returns its length. */
+static uint32_t completes(uint64_t id, enum ibv_wc_status status, const char *what)
 {
 	double end = now() + 60;
 	struct ibv_wc wc;
@@ -323,7 +324,11 @@ static void completes(uint64_t id, enum ibv_wc_status status, const char *what)
 		wrong(what, ibv_wc_status_str(wc.status), ibv_wc_status_str(status));
 	if (wc.wr_id != id)
 		wrong(what, "a completion of another request", "this one's");
+	return wc.byte_len;
 }
+
+/* lost: the responder sees nothing of it, and takes what the requester sends behind it. */
+static int lost(void) { return row->status == IBV_WC_SUCCESS && row->got < 0 && row->receive; }
 
 static void idle(const char *what)
 {
@@ -400,6 +405,9 @@ static void requester(struct ibv_qp *qp, struct ibv_mw *mw)
 	if (row->status != IBV_WC_SUCCESS) {
 		post(qp, IBV_WR_SEND, NULL, 0, 0, QKEY);
 		completes(1, IBV_WC_WR_FLUSH_ERR, "behind it");
+	} else if (lost()) {
+		post(qp, IBV_WR_SEND, NULL, 0, 0, QKEY);
+		completes(1, IBV_WC_SUCCESS, "behind it");
 	}
 	in_state(qp, row->state ? row->state : IBV_QPS_RTS, "requester's state");
 	happens(qp, -1);
@@ -412,7 +420,9 @@ static void responder(struct ibv_qp *qp, const char *before)
 	int i = 0;
 
 	swap(peer, &mine, &theirs, sizeof(mine));
-	if (row->got >= 0 && row->receive) {
+	if (lost() && completes(2, IBV_WC_SUCCESS, "what is behind it") != (type() == IBV_QPT_UD ? 40 : 0))
+		wrong("responder", "has received it", "only what is behind it");
+	if (row->got >= 0) {
 		completes(2, row->got, "responder");
 		i = 1;
 	}

@@ -105,6 +105,9 @@ func perftestRuns() (runs [][]string) {
 		for _, cm := range cms {
 			add := func(kind string, all []string) {
 				for _, more := range all {
+					if kind == "_lat" && x.transport == "UD" && cm+more == "-R--use-srq" {
+						continue // it posts a receive to the queue pair, which has no queue for it
+					}
 					run := []string{x.program + kind, "-c", x.transport}
 					switch {
 					case x.transport == "UD":

@@ -28,13 +28,37 @@ func (w *Window) whole() bool { return w.gen == w.space.gen.Load() && w.ok || w.
 // find looks the window up, if it has to. The generation is read first: what changes
 // from then on is noticed with the next access.
 func (w *Window) find() bool {
-	if gen := w.space.gen.Load(); gen != w.gen {
-		w.gen, w.ok = gen, false
-		if h, got, kind := w.space.span(w.pa, w.n); kind == None && got == w.n && w.space.permit(true) == None {
-			w.host, w.ok = h, true
+	s := w.space
+	if gen := s.gen.Load(); gen != w.gen {
+		w.gen = gen
+		kind := None
+		h, got := s.leaf(w.pa)
+		if got < w.n {
+			h, got, kind = s.span(w.pa, w.n)
 		}
+		w.host, w.ok = h, kind == None && got >= w.n && s.permit(true) == None
 	}
 	return w.ok
+}
+
+// Bytes returns the first n bytes of the window as Space.Host does, nil if they are not in one piece on the host, or not
+// all there, or beyond the window's end.
+func (w *Window) Bytes(n uint64) []byte {
+	if n <= w.n && w.whole() {
+		return hostBytes(w.host, int(n))
+	}
+	return nil
+}
+
+// Prefetch is Space.Prefetch of the window's beginning.
+func (w *Window) Prefetch(write bool) {
+	switch {
+	case !w.whole():
+	case write:
+		prefetchWrite(uintptr(w.host))
+	default:
+		prefetchRead(uintptr(w.host))
+	}
 }
 
 // Uint32 is Space.Uint32 at off.

@@ -91,6 +91,21 @@ func TestWindowModel(t *testing.T) {
 			if wrote && m.OK() && [8]byte(raw[:8]) != fill {
 				t.Fatalf("Read16 %v: %x behind Write8 of %x", at, raw, fill)
 			}
+			size := 1 + rng.Uint64N(w.n)
+			switch got := w.Bytes(size); {
+			case got == nil:
+				if w.ok {
+					t.Fatalf("Bytes(%d) of %d at %v: none", size, w.n, w.pa)
+				}
+			default:
+				if direct, _ := s.Host(w.pa, int(size)); len(direct) != int(size) || len(got) != int(size) || &direct[0] != &got[0] {
+					t.Fatalf("Bytes(%d) at %v: %p %d, the space says %p %d", size, w.pa, got, len(got), direct, len(direct))
+				}
+			}
+			if w.Bytes(w.n+1) != nil {
+				t.Fatal("bytes beyond the window")
+			}
+			w.Prefetch(rng.IntN(2) == 0)
 			if w.ok {
 				found++
 			}

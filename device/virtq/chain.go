@@ -18,15 +18,20 @@ type Seg struct {
 // that the device may read, then those that it may write. It is filled by
 // Queue.Pop and keeps its storage from one Pop to the next; reuse it.
 type Chain struct {
-	// Readable and Writable are valid until the chain is popped into again.
-	Readable, Writable []Seg
-
 	space    *translate.Space
-	segs     []Seg
+	segs     []Seg            // those to be read first
+	reads    int              // how many these are
+	first    translate.Window // of the only segment, if it has been looked up already
 	head     uint16
 	readLen  uint64
 	writeLen uint64
 }
+
+// Readable and Writable are valid until the chain is popped into again.
+func (c *Chain) Readable() []Seg { return c.segs[:c.reads:c.reads] }
+
+// Writable is what the device may write; see Readable.
+func (c *Chain) Writable() []Seg { return c.segs[c.reads:] }
 
 // Head is the index of the chain's first descriptor, for messages.
 func (c *Chain) Head() uint16 { return c.head }
@@ -41,7 +46,7 @@ func (c *Chain) WritableLen() uint64 { return c.writeLen }
 // the chain has, and returns their number.
 func (c *Chain) ReadAt(dst []byte, off uint64) (int, translate.Miss) {
 	n := 0
-	for _, s := range c.Readable {
+	for _, s := range c.Readable() {
 		if off >= uint64(s.Len) {
 			off -= uint64(s.Len)
 			continue
@@ -69,7 +74,7 @@ func (c *Chain) ReadAll(dst []byte) (int, translate.Miss) { return c.ReadAt(dst,
 // is room for, and returns the number of bytes written.
 func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 	n := 0
-	for _, s := range c.Writable {
+	for _, s := range c.Writable() {
 		if off >= uint64(s.Len) {
 			off -= uint64(s.Len)
 			continue
@@ -93,24 +98,27 @@ func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 // WriteAll is WriteAt from the start of the writable part.
 func (c *Chain) WriteAll(src []byte) (int, translate.Miss) { return c.WriteAt(src, 0) }
 
-// Piece returns the first n writable bytes where they are on the host, if they are
-// in one piece there; else nil. They are the guest's own, which it may change at any
-// time, and may be used until the caller leaves its epoch.
-func (c *Chain) Piece(n int) []byte {
-	if len(c.Writable) == 0 || uint64(c.Writable[0].Len) < uint64(n) {
-		return nil
-	}
-	if b, _ := c.space.Host(c.Writable[0].PA, n); len(b) == n {
-		return b
-	}
-	return nil
-}
+// Piece returns the chain's first n bytes where they are on the host, if the chain is one segment and they are in one piece there;
+// else nil. They are the guest's own, which it may change at any time, and may be used until the caller leaves its epoch.
+func (c *Chain) Piece(n int) []byte { return c.first.Bytes(uint64(n)) }
 
 // reset empties the chain and keeps its storage.
 func (c *Chain) reset(space *translate.Space) {
 	c.space = space
 	c.segs = c.segs[:0]
-	c.Readable, c.Writable = nil, nil
+	c.reads = 0
+	c.first = space.Window(0, 0)
 	c.readLen, c.writeLen = 0, 0
 	c.head = 0
+}
+
+// take makes the chain that of t, which is plain.
+func (c *Chain) take(space *translate.Space, t *taken) {
+	c.space, c.head, c.first = space, t.head, t.buf
+	c.segs = append(c.segs[:0], Seg{PA: t.desc.addr, Len: t.desc.len})
+	if n := uint64(t.desc.len); t.desc.flags&descWrite == 0 {
+		c.reads, c.readLen, c.writeLen = 1, n, 0
+	} else {
+		c.reads, c.readLen, c.writeLen = 0, 0, n
+	}
 }

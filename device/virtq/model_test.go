@@ -311,14 +311,14 @@ func FuzzWalk(f *testing.F) {
 			t.Fatal(ok, err)
 		}
 		var r, w uint64
-		for _, s := range c.Readable {
+		for _, s := range c.Readable() {
 			r += uint64(s.Len)
 		}
-		for _, s := range c.Writable {
+		for _, s := range c.Writable() {
 			w += uint64(s.Len)
 		}
-		if r != c.ReadableLen() || w != c.WritableLen() || len(c.Readable)+len(c.Writable) > MaxChain || r+w > 0xffffffff {
-			t.Fatalf("chain %d segments, %d+%d bytes", len(c.Readable)+len(c.Writable), r, w)
+		if r != c.ReadableLen() || w != c.WritableLen() || len(c.Readable())+len(c.Writable()) > MaxChain || r+w > 0xffffffff {
+			t.Fatalf("chain %d segments, %d+%d bytes", len(c.Readable())+len(c.Writable()), r, w)
 		}
 		if ok {
 			c.ReadAll(make([]byte, 64))

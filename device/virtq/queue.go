@@ -2,6 +2,7 @@ package virtq
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"sync/atomic"
 
@@ -69,7 +70,8 @@ type Queue struct {
 	everSig   bool   // signalled is meaningful
 	usedFlags uint16
 
-	early [2 * ahead]taken // read before their turn, by available index
+	ready     [ahead]taken // [pos, have) begin with lastAvail: read before their turn
+	pos, have int
 
 	broken atomic.Pointer[error]
 
@@ -230,80 +232,98 @@ func (q *Queue) Pending() (int, error) {
 // when there is none. On an error c holds nothing and the queue has not moved;
 // unless the error is a repairable *MissError the queue is broken from then on.
 func (q *Queue) Pop(c *Chain) (bool, error) {
-	if q.availSeen == q.lastAvail {
-		n, err := q.Pending()
-		if n == 0 || err != nil {
+	if q.pos == q.have {
+		if ok, err := q.fetch(); !ok {
 			return false, err
-		}
-		for i := 1; i < min(n, ahead); i++ {
-			q.prefetch(q.lastAvail + uint16(i))
 		}
 	} else if err := q.check(); err != nil {
 		return false, err
 	}
-	if q.availSeen-q.lastAvail > ahead {
-		q.prefetch(q.lastAvail + ahead)
-	}
-	t := &q.early[q.lastAvail%uint16(len(q.early))]
-	if !t.is(q.lastAvail) {
-		if err := q.take(q.lastAvail, t); err != nil {
+	t := &q.ready[q.pos]
+	if t.plain {
+		c.take(q.space, t)
+	} else {
+		c.reset(q.space)
+		if err := q.walk(c, t.head, t.desc); err != nil {
+			c.reset(q.space)
 			return false, err
 		}
 	}
-	t.ok = false
-	c.reset(q.space)
-	if err := q.walk(c, t.head, t.desc); err != nil {
-		c.reset(q.space)
-		return false, err
-	}
+	q.pos++
 	q.lastAvail++
 	return true, nil
 }
 
 // taken is the beginning of a chain: what the ring has at an available index.
 type taken struct {
-	ok   bool
-	at   uint16
-	head uint16
-	desc descriptor
+	head  uint16
+	plain bool // the chain is this one buffer
+	desc  descriptor
+	buf   translate.Window // its first bytes, if it is plain
 }
 
-func (t *taken) is(at uint16) bool { return t.ok && t.at == at }
+const (
+	// ahead is how many chains are read at a time: what the driver wrote is in another processor's cache, and one
+	// after the other each would be waited for.
+	ahead = 16
+	// firstBytes bounds how much of a buffer is looked up before its turn.
+	firstBytes = 128 << 10
+)
 
-// take reads the beginning of a chain that is available.
-func (q *Queue) take(at uint16, t *taken) error {
+// fetch reads the beginnings of the next available chains, and asks for their first buffers. False: there are none.
+// What is wrong with one that is not the next is found again, and reported, in its turn.
+func (q *Queue) fetch() (ok bool, err error) {
+	q.pos, q.have = 0, 0
+	n := int(q.availSeen - q.lastAvail)
+	if n == 0 {
+		n, err = q.Pending()
+	} else {
+		err = q.check()
+	}
+	if n == 0 || err != nil {
+		return false, err
+	}
+	ring, table := q.avail.Bytes(4+2*uint64(q.size)), q.desc.Bytes(descSize*uint64(q.size))
+	for q.have < min(n, ahead) {
+		if err = q.begin(q.lastAvail+uint16(q.have), &q.ready[q.have], ring, table); err != nil {
+			break
+		}
+		q.have++
+	}
+	if q.have > 0 {
+		return true, nil
+	}
+	if bad := (*RingError)(nil); errors.As(err, &bad) {
+		q.Fail(err)
+	}
+	return false, err
+}
+
+// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in one piece.
+func (q *Queue) begin(at uint16, t *taken, ring, table []byte) (err error) {
 	slot := at & q.mask
-	head, err := q.load16("available ring entry", &q.avail, 4+2*uint64(slot))
-	if err != nil {
+	if ring != nil {
+		t.head = binary.LittleEndian.Uint16(ring[4+2*int(slot):])
+	} else if t.head, err = q.load16("available ring entry", &q.avail, 4+2*uint64(slot)); err != nil {
 		return err
 	}
-	if head >= q.size {
-		return q.breakRing("available ring entry", uint32(slot), uint64(head), fmt.Sprintf("below %d", q.size))
+	if t.head >= q.size {
+		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head), Want: fmt.Sprintf("below %d", q.size)}
 	}
-	if m := q.readDesc(&q.desc, uint32(head), &t.desc); !m.OK() {
+	d := &t.desc
+	if table != nil {
+		d.decode(table[descSize*int(t.head):])
+	} else if m := q.readDesc(&q.desc, uint32(t.head), d); !m.OK() {
 		return q.missed("descriptor", m)
 	}
-	t.ok, t.at, t.head = true, at, head
+	_, inside := d.addr.Add(uint64(d.len))
+	if t.plain = d.flags&^descWrite == 0 && d.len > 0 && inside; t.plain {
+		t.buf = q.space.Window(d.addr, min(uint64(d.len), firstBytes))
+		t.buf.Prefetch(d.flags&descWrite != 0)
+	} else {
+		q.space.Prefetch(d.addr, d.flags&descWrite != 0)
+	}
 	return nil
-}
-
-// ahead is how many chains before its turn a buffer is asked for.
-const ahead = 8
-
-// prefetch reads the beginning of a later chain, so that it is not read again in its turn, and asks for its first buffer: the
-// driver has that in another processor's cache, and copying would wait for each. What is wrong there is found
-// again, and reported, in its turn.
-func (q *Queue) prefetch(at uint16) {
-	t := &q.early[at%uint16(len(q.early))]
-	w, shift, m := q.avail.Around(4 + 2*uint64(at&q.mask))
-	if !m.OK() {
-		return
-	}
-	head := uint16(le32(w.Load()) >> shift)
-	if t.ok = head < q.size && q.readDesc(&q.desc, uint32(head), &t.desc).OK(); t.ok {
-		t.at, t.head = at, head
-		q.space.Prefetch(t.desc.addr, t.desc.flags&descWrite != 0)
-	}
 }
 
 // Unpop gives back the last n chains popped, as if they had not been: the
@@ -314,6 +334,9 @@ func (q *Queue) Unpop(n int) error {
 		return fmt.Errorf("virtq: queue %d: cannot give back %d chains, %d are in flight", q.idx, n, q.InFlight())
 	}
 	q.lastAvail -= uint16(n)
+	if q.pos -= n; q.pos < 0 {
+		q.pos, q.have = 0, 0 // they are read anew
+	}
 	return nil
 }
 
@@ -463,5 +486,6 @@ func (q *Queue) Resume() (bool, error) {
 	}
 	changed := v != q.lastAvail
 	q.lastAvail, q.availSeen, q.usedNext, q.usedPub = v, v, v, v
+	q.pos, q.have = 0, 0
 	return changed, nil
 }

@@ -26,7 +26,7 @@ func TestChainRoundTrip(t *testing.T) {
 	if ok, err := q.Pop(&c); !ok || err != nil {
 		t.Fatalf("Pop = %v, %v", ok, err)
 	}
-	if c.Head() != 5 || c.ReadableLen() != 12 || c.WritableLen() != 103 || len(c.Readable) != 2 || len(c.Writable) != 2 {
+	if c.Head() != 5 || c.ReadableLen() != 12 || c.WritableLen() != 103 || len(c.Readable()) != 2 || len(c.Writable()) != 2 {
 		t.Fatalf("chain %+v", c)
 	}
 	got := make([]byte, 20)
@@ -82,8 +82,8 @@ func TestIndirect(t *testing.T) {
 		t.Fatalf("Pop = %v, %v", ok, err)
 	}
 	want := []Seg{{bufArea + 0x4000, 4}, {bufArea, 16}, {bufArea + 0x2000, 8}, {bufArea + 0x3000, 8}}
-	if c.Head() != 1 || len(c.Readable) != 2 || len(c.Writable) != 2 ||
-		c.Readable[0] != want[0] || c.Readable[1] != want[1] || c.Writable[0] != want[2] || c.Writable[1] != want[3] {
+	if c.Head() != 1 || len(c.Readable()) != 2 || len(c.Writable()) != 2 ||
+		c.Readable()[0] != want[0] || c.Readable()[1] != want[1] || c.Writable()[0] != want[2] || c.Writable()[1] != want[3] {
 		t.Fatalf("chain %+v", c)
 	}
 }
@@ -191,7 +191,7 @@ func TestHostileRings(t *testing.T) {
 			if !strings.Contains(err.Error(), "queue 3: "+tc.what+" ") {
 				t.Errorf("error %q does not name %q", err, tc.what)
 			}
-			if len(c.Readable)+len(c.Writable) != 0 || c.ReadableLen() != 0 {
+			if len(c.Readable())+len(c.Writable()) != 0 || c.ReadableLen() != 0 {
 				t.Error("chain holds something after an error")
 			}
 			if q.Broken() == nil || errfd.take(t) != 1 {
@@ -380,6 +380,56 @@ func TestResume(t *testing.T) {
 	}
 }
 
+// TestPiece: a chain of one buffer is at hand on the host for as long as that is there, and in one piece.
+func TestPiece(t *testing.T) {
+	g := newGuest(t, 8)
+	q := g.queue(nil)
+	g.setDesc(g.desc, 0, uint64(bufArea)+100, 50, 0, 0)
+	g.setDesc(g.desc, 1, uint64(bufArea)+200, 50, descWrite, 0)
+	g.setDesc(g.desc, 2, uint64(bufArea)+300, 50, descNext, 3)
+	g.setDesc(g.desc, 3, uint64(bufArea)+400, 50, 0, 0)
+	g.setDesc(g.desc, 4, uint64(memBase)+memSize-10, 50, 0, 0)
+	copy(g.at(bufArea+100, 5), "hello")
+	for i, head := range []uint16{0, 1, 2, 4} {
+		g.offer(uint16(i), head)
+	}
+	var c Chain
+	pop := func() {
+		t.Helper()
+		if ok, err := q.Pop(&c); !ok || err != nil {
+			t.Fatal(ok, err)
+		}
+	}
+	pop()
+	if b := c.Piece(5); string(b) != "hello" || c.Piece(50) == nil || c.Piece(51) != nil {
+		t.Errorf("%q", b)
+	}
+	pop()
+	if b := c.Piece(50); len(b) != 50 || &b[0] != &g.at(bufArea+200, 1)[0] {
+		t.Errorf("%d bytes to be written", len(b))
+	}
+	if err := g.space.Withdraw(bufArea, 0x1000); err != nil {
+		t.Fatal(err)
+	}
+	if c.Piece(1) != nil {
+		t.Error("a piece of what was withdrawn")
+	}
+	if err := g.space.Map(bufArea, g.at(bufArea, 0x1000)); err != nil {
+		t.Fatal(err)
+	}
+	if c.Piece(1) == nil {
+		t.Error("no piece of what is back")
+	}
+	pop()
+	if c.Piece(1) != nil {
+		t.Error("a piece of a chain of two buffers")
+	}
+	pop()
+	if c.Piece(1) != nil {
+		t.Error("a piece of what reaches beyond memory")
+	}
+}
+
 // TestReadAhead: the beginnings of chains are read before their turn; what is wrong with one is told in its turn, and
 // chains that were given back come again as they are.
 func TestReadAhead(t *testing.T) {
@@ -397,15 +447,18 @@ func TestReadAhead(t *testing.T) {
 		if ok, err := q.Pop(&c); !ok || err != nil {
 			t.Fatal(ok, err)
 		}
-		if c.Head() != want || c.ReadableLen() != uint64(want)+1 || c.Readable[0].PA != bufArea+64*translate.PA(want) {
+		if c.Head() != want || c.ReadableLen() != uint64(want)+1 || c.Readable()[0].PA != bufArea+64*translate.PA(want) {
 			t.Fatalf("chain %+v, want %d", c, want)
 		}
 	}
-	for i := range uint16(10) {
-		pop(i)
-	}
-	if err := q.Unpop(10); err != nil {
-		t.Fatal(err)
+	// Given back within what has been read ahead, and beyond it.
+	for _, k := range []uint16{10, ahead + 2} {
+		for i := range k {
+			pop(i)
+		}
+		if err := q.Unpop(int(k)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	// The driver does not own them, and what it writes now is as good as what it wrote before.
 	g.setDesc(g.desc, 3, uint64(bufArea)+3*64, 4, 0, 9)

@@ -31,11 +31,16 @@ func (q *Queue) readDesc(table *translate.Window, i uint32, d *descriptor) trans
 	if m := table.Read16(&q.raw, descSize*uint64(i)); !m.OK() {
 		return m
 	}
-	d.addr = translate.PA(binary.LittleEndian.Uint64(q.raw[0:8]))
-	d.len = binary.LittleEndian.Uint32(q.raw[8:12])
-	d.flags = binary.LittleEndian.Uint16(q.raw[12:14])
-	d.next = binary.LittleEndian.Uint16(q.raw[14:16])
+	d.decode(q.raw[:])
 	return translate.Miss{}
+}
+
+// decode reads each word of b once.
+func (d *descriptor) decode(b []byte) {
+	_ = b[descSize-1]
+	d.addr = translate.PA(binary.LittleEndian.Uint64(b))
+	last := binary.LittleEndian.Uint64(b[8:])
+	d.len, d.flags, d.next = uint32(last), uint16(last>>32), uint16(last>>48)
 }
 
 // walk follows the chain that starts at head, with descriptor d. The number of steps is bounded by
@@ -91,7 +96,7 @@ func (q *Queue) walk(c *Chain, head uint16, d descriptor) error {
 		}
 		i = uint32(d.next)
 	}
-	c.Readable, c.Writable = c.segs[:nread:nread], c.segs[nread:]
+	c.reads = nread
 	return nil
 }
 

@@ -42,6 +42,7 @@ type pair struct {
 	rxc              [maxMerge]virtq.Chain
 	header           [headerLen]byte // of the frame that is being received
 	txc              virtq.Chain
+	txHeader         [headerLen]byte // of the frame that is being sent
 	rxWait, txWait   waiter
 	held             []*packet.Buf // frames for rx while it waits, oldest first
 	heldBytes        int

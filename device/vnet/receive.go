@@ -51,13 +51,9 @@ func (p *pair) put(q *virtq.Queue, b *packet.Buf) (done bool) {
 		return true
 	}
 	frame := b.Bytes()
-	n, m := p.gather(q, uint64(len(frame))+headerLen)
-	if m.Fault() {
-		p.rxWait.raise(q.Space(), m, true)
-		return false
-	}
+	n, done := p.gather(q, uint64(len(frame))+headerLen)
 	if n == 0 {
-		return true
+		return done
 	}
 	// Without MRG_RXBUF num_buffers is 1 (5.1.6.4.1), and so is n.
 	gso.PutHeader(&p.header, &b.Offload, p.rxTakes != 0, n)
@@ -109,10 +105,10 @@ func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
 	return true
 }
 
-// gather pops buffers for n bytes, as many as that takes, into rxc. If there
-// are too few it gives them back and counts the frame as dropped; if one cannot
-// be reached for now, it returns that miss.
-func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, m translate.Miss) {
+// gather pops buffers for n bytes, as many as that takes, into rxc. None: there
+// are too few, which are given back, and the frame is dropped and counted; or,
+// not done, one cannot be reached for now, and the queue waits.
+func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 	var room uint64
 	limit := 1
 	if p.mergeable {
@@ -121,33 +117,34 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, m translate.Miss) {
 	for room < n {
 		if bufs == limit {
 			p.giveBack(q, bufs, lfe.Truncated)
-			return 0, m
+			return 0, true
 		}
 		c := &p.rxc[bufs]
 		got, err := q.Pop(c)
-		if m := virtq.Absent(err); m.Fault() {
-			p.unpop(q, bufs)
-			return 0, m
-		}
 		if err != nil {
+			if m := virtq.Absent(err); m.Fault() {
+				p.unpop(q, bufs)
+				p.rxWait.raise(q.Space(), m, true)
+				return 0, false
+			}
 			p.giveBack(q, bufs, lfe.NoBuffer)
 			p.broke(q, err)
-			return 0, m
+			return 0, true
 		}
 		if !got {
 			p.giveBack(q, bufs, lfe.QueueFull)
-			return 0, m
+			return 0, true
 		}
 		bufs++
 		// 5.1.6.3.1: at least a header must fit, or no frame ever would.
 		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
 			p.giveBack(q, bufs, lfe.NoBuffer)
 			p.broke(q, &BufferError{Queue: q.Index(), Readable: c.ReadableLen(), Writable: c.WritableLen()})
-			return 0, m
+			return 0, true
 		}
 		room += c.WritableLen()
 	}
-	return bufs, m
+	return bufs, true
 }
 
 // missed gives all popped buffers back because one cannot be written: absent for

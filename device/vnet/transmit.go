@@ -68,17 +68,8 @@ func (p *pair) Resume() {
 // frames. 0: there was none, or the queue is broken or waits.
 func (p *pair) transmit(q *virtq.Queue, in *lfe.Batch) (cost int) {
 	ok, err := q.Pop(&p.txc)
-	if m := virtq.Absent(err); m.Fault() {
-		if p.txSkip && m.PA == p.txWait.fault.Miss.PA {
-			p.txSkip = false
-			p.broke(q, m.Err()) // of the ring itself, or an indirect table: no chain can be skipped
-			return 0
-		}
-		p.txWait.raise(q.Space(), m, false)
-		return 0
-	}
 	if err != nil {
-		p.broke(q, err)
+		p.unreadable(q, err)
 		return 0
 	}
 	if !ok {
@@ -86,64 +77,83 @@ func (p *pair) transmit(q *virtq.Queue, in *lfe.Batch) (cost int) {
 	}
 	p.txOpen = true
 	p.txCost = 1
-	if m := p.send(q, in); m.Fault() {
+	if !p.send(q, in) {
 		p.txOpen = false
-		p.unpop(q, 1)
-		p.txWait.raise(q.Space(), m, false)
 		return 0
 	}
 	p.done(q)
 	return p.txCost
 }
 
+// unreadable is the end, or a pause, of a queue whose next chain cannot be taken.
+func (p *pair) unreadable(q *virtq.Queue, err error) {
+	m := virtq.Absent(err)
+	switch {
+	case !m.Fault():
+		p.broke(q, err)
+	case p.txSkip && m.PA == p.txWait.fault.Miss.PA:
+		p.txSkip = false
+		p.broke(q, m.Err()) // of the ring itself, or an indirect table: no chain can be skipped
+	default:
+		p.txWait.raise(q.Space(), m, false)
+	}
+}
+
 // send copies the frame in and lets it into the network. Whatever is wrong with
-// it is the guest's loss alone: dropped and counted. Only the miss of an absent
-// page is returned: then nothing has happened yet.
-func (p *pair) send(q *virtq.Queue, in *lfe.Batch) (m translate.Miss) {
+// it is the guest's loss alone: dropped and counted. False: a page is absent; the
+// chain is back in the ring, and the queue waits.
+func (p *pair) send(q *virtq.Queue, in *lfe.Batch) bool {
 	c := &p.txc
 	n := c.ReadableLen()
-	if p.txSkip {
-		p.txSkip = false
-		p.d.drop(p.loop, lfe.Unreachable)
-		return m
-	}
+	why := lfe.NoBuffer
 	switch {
+	case p.txSkip:
+		p.txSkip = false
+		why = lfe.Unreachable
 	case n < headerLen+lfe.HeaderLen || c.WritableLen() != 0:
-		p.d.drop(p.loop, lfe.ShortFrame)
-		return m
+		why = lfe.ShortFrame
 	case n-headerLen > uint64(p.d.cfg.Pool.Largest()):
-		p.d.drop(p.loop, lfe.TooBig)
-		return m
-	}
-	b := p.buffer(int(n - headerLen))
-	if b == nil {
-		p.d.drop(p.loop, lfe.NoBuffer)
-		return m
-	}
-	// Header and frame are copied in one go, the header into the headroom; it
-	// is looked at in the copy and then trimmed off.
-	if !b.SetLen(int(n-headerLen)) || b.Prepend(headerLen) == nil {
-		p.d.drop(p.loop, lfe.TooBig)
-		return m
-	}
-	if _, m := c.ReadAll(b.Bytes()); !m.OK() {
-		if m.Fault() {
-			return m
+		why = lfe.TooBig
+	default:
+		b := p.buffer(int(n - headerLen))
+		if b == nil {
+			break
 		}
-		p.d.drop(p.loop, lfe.Unreachable)
-		p.broke(q, m.Err())
+		if m := p.copyIn(c, b, int(n-headerLen)); m.Fault() {
+			p.unpop(q, 1)
+			p.txWait.raise(q.Space(), m, false)
+			return false
+		} else if !m.OK() {
+			p.d.drop(p.loop, lfe.Unreachable)
+			p.broke(q, m.Err())
+			return true
+		}
+		var err error
+		if b.Offload, err = gso.Accept(p.txHeader[:], b.Bytes(), p.txTakes); err != nil {
+			why = lfe.BadHeader
+			break
+		}
+		// Cutting it up, where that has to be, is work like that for a few frames.
+		p.txCost += b.Segments() / segmentsPerFrame
+		in.Input(b)
+		return true
+	}
+	p.d.drop(p.loop, why)
+	return true
+}
+
+// copyIn copies a frame of n bytes into b, and its header beside it: who looks at either looks at the copy.
+func (p *pair) copyIn(c *virtq.Chain, b *packet.Buf, n int) translate.Miss {
+	b.SetLen(n)                                    // buffer has seen to the room
+	if src := c.Piece(headerLen + n); src != nil { // as nearly always
+		p.txHeader = [headerLen]byte(src)
+		copy(b.Bytes(), src[headerLen:])
 		return translate.Miss{}
 	}
-	h := [headerLen]byte(b.Bytes())
-	b.TrimFront(headerLen)
-	var err error
-	if b.Offload, err = gso.Accept(h[:], b.Bytes(), p.txTakes); err != nil {
-		p.d.drop(p.loop, lfe.BadHeader)
+	if _, m := c.ReadAt(p.txHeader[:], 0); !m.OK() {
 		return m
 	}
-	// Cutting it up, where that has to be, is work like that for a few frames.
-	p.txCost += b.Segments() / segmentsPerFrame
-	in.Input(b)
+	_, m := c.ReadAt(b.Bytes(), headerLen)
 	return m
 }
 

@@ -112,6 +112,7 @@ func filled() *daemon.Status {
 // notExported are the numbers of a status that no metric tells, and why.
 var notExported = regexp.MustCompile(`^(` + strings.Join([]string{
 	`pid`,                                                      // process_* tell it
+	`engines\.(CPUs|Nice)`,                                     // configuration
 	`networks\.fdb\..*`,                                        // per address: without bound
 	`networks\.(neighbours|flapping)\..*`,                      // likewise
 	`networks\.entries`,                                        // learnt and static apart

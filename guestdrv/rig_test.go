@@ -173,7 +173,7 @@ func (r *rig) joinSites() {
 			peers = append(peers, addr(11-i))
 		}
 		ns[i].Do(func() {
-			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, NoSegmentation: ways.NoSegmentation(), Log: r.log})
+			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, NoSegmentation: ways.NoSegmentation(), NoShortPath: ways.NoShortPath(), Log: r.log})
 			if err != nil {
 				r.tb.Fatal(err)
 			}

@@ -477,3 +477,49 @@ func BenchmarkSegments(b *testing.B) {
 		})
 	}
 }
+
+// What a kernel has left undone is found, and finishing it gives what the kernel would have sent; a finished frame is left alone.
+func TestUnfinished(t *testing.T) {
+	for _, v6 := range []bool{false, true} {
+		for _, n := range []int{0, 1, 1000, 20000} {
+			l3, l4 := 14, 34
+			f := append(make([]byte, 12, 100), 8, 0, 0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2)
+			binary.BigEndian.PutUint16(f[16:], uint16(40+n))
+			if v6 {
+				l4 = 54
+				f = append(make([]byte, 12, 100), 0x86, 0xdd, 0x60, 0, 0, 0, 0, 0, 6, 64)
+				binary.BigEndian.PutUint16(f[18:], uint16(20+n))
+				for i := range 32 {
+					f = append(f, byte(i+7))
+				}
+			}
+			f = append(f, 1, 2, 3, 4, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 1, 0, 0, 0, 0)
+			for i := range n {
+				f = append(f, byte(i*i))
+			}
+			tr := transport{l3: l3, l4: l4, csumOff: 16, v6: v6, tcp: true}
+			binary.BigEndian.PutUint16(f[l4+16:], ^wire.Checksum(nil, tr.pseudo(f, 20+n)))
+			const limit = 14 + 1450
+			o, ok := Unfinished(f, limit)
+			if !ok || o.Need&packet.NeedCsum == 0 || (o.GSOSize != 0) != (n > 1400) {
+				t.Fatalf("v6 %v, %d bytes: %+v, %v", v6, n, o, ok)
+			}
+			if n > 1400 && (int(o.GSOSize)+int(o.Payload) != limit || int(o.Payload) != l4+20) {
+				t.Errorf("v6 %v: segments of %d behind %d", v6, o.GSOSize, o.Payload)
+			}
+			if f[len(f)-1]++; n > 1400 {
+				short := f[:len(f)-1]
+				if _, ok := Unfinished(short, limit); ok {
+					t.Error("a large frame that is cut off is taken")
+				}
+			}
+			complete(f, l4, 16)
+			if n > 0 && wire.Checksum(f[l4:], tr.pseudo(f, 20+n)) != 0 {
+				t.Fatal("not finished")
+			}
+			if o, ok := Unfinished(f, limit); ok {
+				t.Errorf("v6 %v, %d bytes, finished: %+v", v6, n, o)
+			}
+		}
+	}
+}

@@ -57,6 +57,9 @@ func (a *Attachment) input(l *engine.Loop, r *reader, b *packet.Buf, from Source
 		p.set(a, out, h.l3, to, gen)
 	}
 	if out != nil {
+		if by := n.bypass.Load(); by != nil {
+			by.offer(l, f, &h, a, out, from.Remote, to)
+		}
 		a.unicast(l, b, out, to)
 		return
 	}

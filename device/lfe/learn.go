@@ -36,7 +36,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	}
 	n.entries.Add(1)
 	n.statics.Add(1)
-	n.gen.Add(1) // it may be the VLAN's own beside one for all VLANs
+	n.turn() // it may be the VLAN's own beside one for all VLANs
 	return nil
 }
 

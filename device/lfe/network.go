@@ -114,7 +114,8 @@ type Network struct {
 	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
 	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
 	// what else Route looks at, before the loops are waited for.
-	gen atomic.Uint64
+	gen    atomic.Uint64
+	bypass atomic.Pointer[bypass] // nil: all frames come by here
 
 	readers [engine.MaxLoops]reader
 
@@ -255,7 +256,12 @@ func (n *Network) OnMTU(f func(mtu int)) (cancel func()) {
 }
 
 func (n *Network) applyMTULocked() {
-	defer n.gen.Add(1)
+	before := n.MTU()
+	defer func() {
+		if n.MTU() != before {
+			n.turn()
+		}
+	}()
 	switch {
 	case n.cfg.MTU != 0:
 		n.mtu.Store(int32(n.cfg.MTU))
@@ -327,7 +333,7 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 // detachLocked takes a out, waits until no loop uses it, and removes its entries.
 func (n *Network) detachLocked(a *Attachment) {
 	a.closed.Store(true)
-	n.gen.Add(1) // routes end; who has entered one is waited for
+	n.turn() // routes end; who has entered one is waited for
 	old := n.table.Load()
 	// The number stays taken until the entries that carry it are gone.
 	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood), func(x *Attachment) bool { return x == a }))
@@ -335,13 +341,13 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
 	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
-	n.gen.Add(1) // before the last quiesce: who is inside by an older path has left when this returns
+	n.turn() // before the last quiesce: who is inside by an older path has left when this returns
 	t = newPortTable(slices.Clone(t.byID), t.flood)
 	t.byID[a.id] = nil
 	n.table.Store(t)
 	n.quiesce(a.cfg.Loop)
 	n.forgetHomes(func(s *flap) bool { return s.home.port() == a.id }, func() {})
-	n.pastTotals.merge(a.Counters.Totals())
+	n.pastTotals.Merge(a.Counters.Totals())
 }
 
 // Port returns the port of that name, nil if there is none.
@@ -378,7 +384,7 @@ func (n *Network) purge(match func(key uint64, v value) bool) {
 
 // gone keeps the counts right when an entry has left the table or another has taken its place.
 func (n *Network) gone(v value) {
-	n.gen.Add(1)
+	n.turn()
 	n.entries.Add(-1)
 	if v.static() {
 		n.statics.Add(-1)

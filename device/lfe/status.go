@@ -36,6 +36,8 @@ type PortStatus struct {
 	IPs     []netip.Addr `json:"ips,omitempty"`
 	Loop    int          `json:"loop"` // -1 = no single one
 	Entries int          `json:"learnt"`
+	// ShortPath counts those of the frames that went past vnicd, in the kernel.
+	ShortPath uint64 `json:"short_path_frames,omitempty"`
 	Totals
 }
 
@@ -66,10 +68,10 @@ func (n *Network) Status() Status {
 	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(),
 		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(), Neighbours: n.Neighbours()}
 	var sum Totals
-	sum.merge(n.pastTotals)
+	sum.Merge(n.pastTotals)
 	s.Ports = n.Ports()
 	for _, p := range s.Ports {
-		sum.merge(p.Totals)
+		sum.Merge(p.Totals)
 	}
 	s.Drops = sum.Drops
 	for _, e := range s.FDB {
@@ -86,6 +88,9 @@ func (n *Network) Ports() (out []PortStatus) {
 	for _, a := range n.table.Load().flood {
 		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, IPs: a.cfg.IPs, Loop: -1,
 			Entries: int(a.entries.Load()), Totals: a.Counters.Totals()}
+		short := a.carried()
+		p.ShortPath = short.InFrames + short.OutFrames
+		p.Totals.Merge(short)
 		if a.cfg.Loop != nil {
 			p.Loop = a.cfg.Loop.ID()
 		}
@@ -134,7 +139,8 @@ func (n *Network) entry(k uint64, v value, now uint32) (Entry, bool) {
 	return e, true
 }
 
-func (t *Totals) merge(o Totals) {
+// Merge adds o.
+func (t *Totals) Merge(o Totals) {
 	t.InFrames += o.InFrames
 	t.InBytes += o.InBytes
 	t.OutFrames += o.OutFrames

@@ -121,7 +121,7 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	} else {
 		p.hca.Store(&f)
 	}
-	p.att.Load().net.gen.Add(1)
+	p.att.Load().net.turn()
 	p.quiesce()
 }
 

@@ -41,7 +41,7 @@ func TestOffloadsContent(t *testing.T) {
 			underlay(b, "under", c.b)
 			loops := newLoops(t, 2)
 			mk := func(ns *nstest.NS, l *engine.Loop, local, peer string, i int) *host {
-				return newHost(t, ns, []*engine.Loop{l}, hostConfig{vni: 4711, local: local, peers: []string{peer}, tap: tap.Config{Name: "tenant",
+				return newHost(t, ns, []*engine.Loop{l}, hostConfig{vni: 4711, whole: true, local: local, peers: []string{peer}, tap: tap.Config{Name: "tenant",
 					Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)), netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			mk(a, loops[0], c.a, c.b, 1)

@@ -55,6 +55,7 @@ type hostConfig struct {
 	opts  []vxlan.NetworkOption
 	zero  bool // IPv6 datagrams without checksum
 	storm int  // frames per second
+	whole bool // all frames pass the switch, for what it does with them is tried
 }
 
 func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *host {
@@ -67,7 +68,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: ways.NoSegmentation()}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: ways.NoSegmentation(), NoShortPath: c.whole || ways.NoShortPath()}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}

@@ -143,7 +143,7 @@ func TestOffloads(t *testing.T) {
 			underlay(a, "under", "192.0.2.1")
 			loops := newLoops(t, 2)
 			host := func(ns *nstest.NS, i int, offloads bool) *host {
-				return newHost(t, ns, loops[i-1:i], hostConfig{vni: 4711, local: fmt.Sprint("192.0.2.", i), peers: []string{fmt.Sprint("192.0.2.", 3-i)}, tap: tap.Config{Name: "tenant", NoOffloads: !offloads,
+				return newHost(t, ns, loops[i-1:i], hostConfig{vni: 4711, whole: true, local: fmt.Sprint("192.0.2.", i), peers: []string{fmt.Sprint("192.0.2.", 3-i)}, tap: tap.Config{Name: "tenant", NoOffloads: !offloads,
 					Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)), netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			ha := host(a, 1, c.here)
@@ -256,11 +256,11 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	b.Start("iperf3", "-s")
 	waitListen(t, b, 5201)
 	a.Start("iperf3", "-c", "10.0.0.2", "-t", "15")
-	sent := func() uint64 { return h.tap.Attachment().Counters.Totals().InBytes }
+	sent := func() uint64 { return h.tap.Attachment().Totals().InBytes }
 	nstest.Eventually(t, "the transfer runs", func() bool { return sent() > 4<<20 })
 	a.IP("link", "set", "under", "mtu", "1300")
 	nstest.Eventually(t, "the network follows", func() bool { return h.net.MTU() == 1250 })
-	arrived := func() uint64 { return h.vt.Counters.Totals().OutBytes }
+	arrived := func() uint64 { return h.vt.Status().OutBytes }
 	before := arrived()
 	nstest.Eventually(t, "the transfer goes on", func() bool { return arrived() > before+4<<20 })
 	// Who captures sees each datagram as it is on the wire.

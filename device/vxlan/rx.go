@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 )
@@ -173,7 +174,7 @@ func (r *receiver) open() bool {
 	if !several {
 		size = n
 	}
-	if m.hdr.Flags&unix.MSG_TRUNC != 0 || size > b.Cap() {
+	if m.hdr.Flags&unix.MSG_TRUNC != 0 || size > b.Cap() && (several || r.spills[i] == nil) {
 		vt.Counters.Drop(r.l, lfe.Truncated, 1)
 		return false
 	}
@@ -225,6 +226,13 @@ func (r *receiver) datagram(i, from, to int) {
 		p.drop(r.l, lfe.ECNDrop, 1)
 		return
 	}
+	if r.unfinished(f, p, x) {
+		return
+	}
+	if len(d) > r.bufs[i].Cap() {
+		vt.Counters.Drop(r.l, lfe.Truncated, 1)
+		return
+	}
 	alone := -1
 	if m.size == m.n {
 		alone = i
@@ -234,6 +242,24 @@ func (r *receiver) datagram(i, from, to int) {
 	} else {
 		r.deliver(f, p, x, alone)
 	}
+}
+
+// unfinished takes a frame of TCP that a kernel inside this machine has left undone, as one with a short path does.
+func (r *receiver) unfinished(f []byte, p *port, x *peer) bool {
+	o, ok := gso.Unfinished(f, p.net.MTU()+lfe.HeaderLen)
+	if !ok {
+		return false
+	}
+	r.flush() // lest it overtake others of its flow
+	b := r.vt.cfg.Pool.GetFor(len(f))
+	if b == nil {
+		p.drop(r.l, lfe.NoBuffer, 1)
+		return true
+	}
+	b.Append(f)
+	b.Offload = o
+	r.input(b, p, x)
+	return true
 }
 
 // look finds the network and the peer that a datagram belongs to; false: it is dropped.

@@ -84,7 +84,10 @@ type Config struct {
 	// NoSegmentation has every datagram sent and received by itself. Otherwise the kernel or its card cut large frames and
 	// messages of several datagrams, which have checksums then, over IPv4 too, and put together what arrives.
 	NoSegmentation bool
-	Log            hclog.Logger
+	// NoShortPath has all frames pass the switch. Otherwise the kernel carries established TCP of host ports by itself where it can; over
+	// IPv6 it sends so only with ZeroChecksum6.
+	NoShortPath bool
+	Log         hclog.Logger
 }
 
 // VTEP is one tunnel end. Networks and peers come and go at any time.
@@ -103,6 +106,9 @@ type VTEP struct {
 
 	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as found last; 0 = no way
 	kick  chan struct{}                      // one place: MTUs are to be computed again
+
+	short   *short // nil: there is no short path, because of noShort
+	noShort string
 
 	refused refusals
 	monitor atomic.Pointer[Monitor] // nil = nobody looks
@@ -165,6 +171,7 @@ func New(c Config) (*VTEP, error) {
 		vt.shutdown()
 		return nil, err
 	}
+	vt.openShortPath()
 	vt.follow()
 	return vt, nil
 }
@@ -258,6 +265,9 @@ func (vt *VTEP) AddNetwork(net *lfe.Network, peers []netip.Addr, opts ...Network
 	m := maps.Clone(old)
 	m[net.VNI()] = p
 	vt.nets.Store(&m)
+	if vt.short != nil {
+		vt.short.join(p)
+	}
 	vt.recompute()
 	return nil
 }
@@ -277,6 +287,9 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	m := maps.Clone(*vt.nets.Load())
 	delete(m, vni)
 	vt.nets.Store(&m)
+	if vt.short != nil {
+		vt.short.leave(p)
+	}
 	p.att.Close()
 	p.net.SetUnderlayMTU(0)
 	return nil
@@ -375,6 +388,9 @@ func (vt *VTEP) SetMonitor(m Monitor) error {
 	if !vt.monitor.CompareAndSwap(nil, &m) {
 		return lfe.ErrMonitored
 	}
+	if vt.short != nil {
+		vt.short.change()
+	}
 	return nil
 }
 
@@ -413,6 +429,9 @@ func (vt *VTEP) Close() {
 }
 
 func (vt *VTEP) shutdown() {
+	if vt.short != nil {
+		vt.short.close()
+	}
 	for _, r := range vt.rx {
 		r.stop()
 	}

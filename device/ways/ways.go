@@ -1,7 +1,7 @@
 // Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and packages
 // that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces them:
 //
-//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false"
+//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true"
 //
 // What is not named there is left alone. `make test-ways` runs a set in which every pair of settings occurs.
 package ways
@@ -24,6 +24,7 @@ type settings struct {
 	engines                  *int
 	spin                     *time.Duration
 	local, segmentation, ecn *bool
+	short                    *bool
 }
 
 var forced = must(parse(os.Getenv(Env)))
@@ -52,6 +53,8 @@ func parse(text string) (s settings, err error) {
 			s.segmentation, err = take(strconv.ParseBool(value))
 		case "ecn":
 			s.ecn, err = take(strconv.ParseBool(value))
+		case "short-path":
+			s.short, err = take(strconv.ParseBool(value))
 		default:
 			err = fmt.Errorf("no setting %q", key)
 		}
@@ -83,6 +86,9 @@ func NoSegmentation() bool { return !or(forced.segmentation, true) }
 // NoECN tells whether congestion is told by loss alone.
 func NoECN() bool { return !or(forced.ecn, true) }
 
+// NoShortPath tells whether all frames of host ports pass the switch.
+func NoShortPath() bool { return !or(forced.short, true) }
+
 // Config is what a daemon's configuration file says of forced settings, but for those that text has already.
 func Config(text string) string {
 	var b strings.Builder
@@ -105,6 +111,9 @@ func Config(text string) string {
 	}
 	if forced.ecn != nil {
 		add("ecn", *forced.ecn)
+	}
+	if forced.short != nil {
+		add("short-path", *forced.short)
 	}
 	return b.String()
 }

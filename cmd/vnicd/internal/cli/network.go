@@ -140,6 +140,9 @@ func (a *app) portCmd() *cobra.Command {
 					}
 					fmt.Fprintf(a.out, "\n    rx %d packets %d bytes  tx %d packets %d bytes  floods %d answered %d%s\n", p.InFrames, p.InBytes, p.OutFrames, p.OutBytes,
 						p.Floods, p.Answered, drops(p.Drops))
+					if p.ShortPath > 0 {
+						fmt.Fprintf(a.out, "    by the short path %d packets of these\n", p.ShortPath)
+					}
 				}
 			})
 		},

@@ -84,6 +84,12 @@ func showAll(w io.Writer, s *daemon.Status) {
 		time.Duration(s.Uptime*float64(time.Second)).Round(time.Second), len(s.Engines))
 	if v := s.VTEP; v != nil {
 		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames, v.OutFrames, drops(v.Drops))
+		p := v.ShortPath
+		fmt.Fprintf(w, "  short path %s", p.State)
+		if p.State == "on" {
+			fmt.Fprintf(w, ": %d entries, %d frames", p.Entries, p.Frames)
+		}
+		fmt.Fprintln(w)
 		for _, n := range v.Networks {
 			for _, p := range n.Peers {
 				how := "static"

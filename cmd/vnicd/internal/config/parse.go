@@ -316,6 +316,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"local-copy":   p.boolean("local-copy", &c.LocalCopy),
 		"segmentation": p.boolean("segmentation", &c.Segmentation),
 		"ecn":          p.boolean("ecn", &c.ECN),
+		"short-path":   p.boolean("short-path", &c.ShortPath),
 		"log-level": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "log-level")
 			if !ok {

@@ -186,7 +186,7 @@ func (d *Daemon) makeVTEP() error {
 	}
 	vt, err := vxlan.New(vxlan.Config{
 		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
-		NoSegmentation: !d.cfg.Segmentation, Log: d.log.Named("vxlan"),
+		NoSegmentation: !d.cfg.Segmentation, NoShortPath: !d.cfg.ShortPath, Log: d.log.Named("vxlan"),
 	})
 	if err != nil {
 		return fmt.Errorf("vtep: %w%s", err, hint(err))

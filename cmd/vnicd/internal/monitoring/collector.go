@@ -53,6 +53,9 @@ var (
 	vtepMTU   = gauge("vtep_mtu_bytes", "Largest MTU that the underlay interface leaves to tenants.")
 	vtepPeers = gauge("vtep_peers", "Other hosts of a network.", "network", "source")
 	vtepPort  = newTraffic("vtep", "the tunnels")
+
+	shortEntries = gauge("short_path_entries", "Pairs of addresses whose TCP the kernel carries between host ports and tunnels.")
+	shortFrames  = counter("short_path_frames_total", "Frames of the tunnels that the kernel carried so; those of vtep_* have them, too.")
 )
 
 // Networks and their ports.
@@ -68,6 +71,7 @@ var (
 	networkDrops     = counter("network_dropped_frames_total", "Frames dropped at all ports of a network, closed ones included.", "network", "reason")
 
 	port        = newTraffic("port", "a port", "network", "kind", "port")
+	portShort   = counter("port_short_path_frames_total", "Frames of a port that the kernel carried past vnicd, both directions.", "network", "kind", "port")
 	portLearned = gauge("port_learned_addresses", "Addresses learnt at a port.", "network", "kind", "port")
 )
 
@@ -256,6 +260,8 @@ func (e emitter) vtep(s *daemon.Status) {
 	e.put(vtepInfo, 1, v.Local.String(), strconv.Itoa(int(v.Port)), v.Device)
 	e.put(vtepMTU, float64(v.MTU))
 	e.traffic(&vtepPort, &v.Totals)
+	e.put(shortEntries, float64(v.ShortPath.Entries))
+	e.count(shortFrames, v.ShortPath.Frames)
 	for _, n := range v.Networks {
 		learnt := 0
 		for _, p := range n.Peers {
@@ -320,6 +326,7 @@ func (e emitter) network(n *lfe.Status) {
 		p := &n.Ports[i]
 		e.traffic(&port, &p.Totals, n.Name, p.Kind, p.Name)
 		e.put(portLearned, float64(p.Entries), n.Name, p.Kind, p.Name)
+		e.count(portShort, p.ShortPath, n.Name, p.Kind, p.Name)
 	}
 }
 

@@ -1,0 +1,461 @@
+package vxlan
+
+import (
+	"fmt"
+	"net/netip"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/shortpath"
+)
+
+// The short path: TCP between host ports and tunnels that the kernel carries by itself (package shortpath).
+//
+//	loop: a frame of TCP passes the switch    -> Offer, at most ten times a second for two addresses
+//	keeper: does the switch do nothing but    -> an entry, of the network's generation as it was before the question
+//	        pass such frames on?
+//	any change of the network                 -> another generation: no entry holds, frames come to the switch again
+//	keeper, once a second                     -> what is used keeps its addresses from ageing; what is not, or does not hold, goes
+//
+// So the switch decides what goes, and what goes ends with the change that ends the reason for it.
+
+const (
+	// offerEvery is how often the same addresses are offered by a loop, at most.
+	offerEvery = int64(100 * time.Millisecond)
+	offersHeld = 64  // addresses that a loop remembers to have offered
+	offerQueue = 256 // offers that wait for the keeper; more are not made
+
+	// networkEntries bounds the entries of one network, both directions together, so that none has them all.
+	networkEntries = shortpath.MaxEntries / 8
+	// idleTicks is how long an entry lives without a frame, in ticks of about a second.
+	idleTicks = 30
+)
+
+// short is the keeper of the short path.
+type short struct {
+	vt     *VTEP
+	offers chan lfe.Candidate
+	recent [engine.MaxLoops]offered
+	done   chan struct{}
+	ended  chan struct{}
+
+	mu      sync.Mutex // taken after VTEP.mu and lfe's; nothing is taken inside it
+	table   *shortpath.Table
+	nets    map[*lfe.Attachment]*shortNet // by tunnel port
+	hosts   map[*lfe.Attachment]*shortHost
+	entries map[shortpath.Way]*shortEntry
+	routes  map[netip.Addr]route // to the far ends of entries
+	past    lfe.Totals           // of networks that are gone
+}
+
+// offered is what a loop has offered lately.
+type offered struct {
+	slots [offersHeld]struct {
+		key uint64
+		at  int64
+	}
+	_ [64]byte
+}
+
+type shortNet struct {
+	p       *port
+	number  int
+	gen     *atomic.Uint64
+	entries int
+	past    lfe.Totals // of host ports that are gone, as the tunnel port sees it
+}
+
+type shortHost struct {
+	*shortpath.Host
+	net *shortNet
+	mtu int // of the interface
+}
+
+type shortEntry struct {
+	net  *shortNet
+	gen  uint64
+	from *lfe.Attachment
+	far  lfe.Remote // of from
+	peer netip.Addr
+}
+
+// route is the way to a far end.
+type route struct {
+	dev int // interface
+	mtu int // for tenants
+}
+
+// openShort starts the keeper in the network namespace of the calling thread.
+func openShort(vt *VTEP) (*short, error) {
+	c := shortpath.Config{Local: vt.cfg.Local.WithZone(""), Port: vt.cfg.Port}
+	for _, s := range vt.tx {
+		if s != nil {
+			for _, k := range s.socks {
+				c.SourcePorts = append(c.SourcePorts, k.port)
+			}
+		}
+	}
+	table, err := shortpath.Open(c)
+	if err != nil {
+		return nil, err
+	}
+	ns, err := netns.Get()
+	if err != nil {
+		table.Close()
+		return nil, err
+	}
+	s := &short{vt: vt, table: table, offers: make(chan lfe.Candidate, offerQueue), done: make(chan struct{}), ended: make(chan struct{}),
+		nets: map[*lfe.Attachment]*shortNet{}, hosts: map[*lfe.Attachment]*shortHost{}, entries: map[shortpath.Way]*shortEntry{}, routes: map[netip.Addr]route{}}
+	go func() {
+		defer close(s.ended)
+		defer ns.Close()
+		// Interfaces have their numbers in a namespace.
+		if here, err := netns.Get(); err == nil {
+			if same := here.Equal(ns); !same {
+				runtime.LockOSThread() // for good: the thread ends with the goroutine
+				if err := netns.Set(ns); err != nil {
+					vt.log.Warn("no short path: the keeper cannot enter its network namespace", "error", err)
+					s.drain()
+				}
+			}
+			here.Close()
+		}
+		s.keep()
+	}()
+	return s, nil
+}
+
+// close ends the keeper; no network is left.
+func (s *short) close() {
+	close(s.done)
+	<-s.ended
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.table.Close()
+}
+
+func (s *short) drain() {
+	for {
+		select {
+		case <-s.done:
+			return
+		case <-s.offers:
+		}
+	}
+}
+
+func (s *short) keep() {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-s.done:
+			return
+		case c := <-s.offers:
+			s.mu.Lock()
+			s.take(&c)
+			s.mu.Unlock()
+		case <-tick.C:
+			s.mu.Lock()
+			s.sweep()
+			s.mu.Unlock()
+		}
+	}
+}
+
+// join lets a network's frames go the short way.
+func (s *short) join(p *port) {
+	s.mu.Lock()
+	n := &shortNet{p: p}
+	var ok bool
+	if n.number, n.gen, ok = s.table.TakeNetwork(); ok {
+		s.nets[p.att] = n
+	}
+	s.mu.Unlock()
+	if ok {
+		p.net.SetBypass(s, n.gen)
+	}
+}
+
+// leave ends that. No frame goes the short way any more when it returns.
+func (s *short) leave(p *port) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := s.nets[p.att]
+	if n == nil {
+		return
+	}
+	s.table.GiveNetwork(n.number)
+	p.net.SetBypass(nil, nil)
+	s.past.Merge(s.carriedBy(n))
+	delete(s.nets, p.att)
+	for w, e := range s.entries {
+		if e.net == n {
+			s.remove(w, e)
+		}
+	}
+	for a, h := range s.hosts {
+		if h.net == n {
+			h.Close()
+			delete(s.hosts, a)
+		}
+	}
+}
+
+// change is for what networks do not know of: no entry holds any more.
+func (s *short) change() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.changeLocked()
+}
+
+func (s *short) changeLocked() {
+	for _, n := range s.nets {
+		n.gen.Add(1)
+	}
+	clear(s.routes)
+}
+
+// Offer implements lfe.Bypass.
+func (s *short) Offer(l *engine.Loop, c lfe.Candidate) {
+	key := uint64(c.Dst[5])<<40 | uint64(c.Dst[4])<<32
+	for i, b := range c.Src {
+		key = (key^uint64(b)<<(8*i))*0x9e3779b97f4a7c15 + uint64(c.Dst[i])
+	}
+	key ^= uint64(c.From.Network().VNI()) << 1
+	slot := &s.recent[l.ID()].slots[key>>32%offersHeld]
+	if now := l.Now(); slot.key != key || now-slot.at >= offerEvery {
+		slot.key, slot.at = key, now
+		select {
+		case s.offers <- c:
+		default: // the keeper is busy; the addresses are offered again
+		}
+	}
+}
+
+// Carried implements lfe.Bypass.
+func (s *short) Carried(a *lfe.Attachment) (t lfe.Totals) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if h := s.hosts[a]; h != nil {
+		c := h.Totals()
+		return lfe.Totals{InFrames: c.SentFrames, InBytes: c.SentBytes, OutFrames: c.ReceivedFrames, OutBytes: c.ReceivedBytes}
+	}
+	if n := s.nets[a]; n != nil {
+		t = s.carriedBy(n)
+	}
+	return t
+}
+
+// carriedBy is what has passed a network's tunnel port.
+func (s *short) carriedBy(n *shortNet) lfe.Totals {
+	t := n.past
+	for _, h := range s.hosts {
+		if h.net == n {
+			t.Merge(tunnelled(h.Totals()))
+		}
+	}
+	return t
+}
+
+// tunnelled is what a host port has counted, as the tunnel port sees it.
+func tunnelled(c shortpath.Totals) lfe.Totals {
+	return lfe.Totals{InFrames: c.ReceivedFrames, InBytes: c.ReceivedBytes, OutFrames: c.SentFrames, OutBytes: c.SentBytes}
+}
+
+// take makes an entry for what was offered, if the switch vouches for it.
+func (s *short) take(c *lfe.Candidate) {
+	out := c.From.Config().Kind == lfe.KindTAP
+	host, tunnel := c.To, c.From
+	if out {
+		host, tunnel = c.From, c.To
+	}
+	n := s.nets[tunnel]
+	dev, ok := host.Port().(interface{ Index() int })
+	if n == nil || !ok || out && s.vt.v6 && !s.vt.cfg.ZeroChecksum6 {
+		return // the kernel's segments have no outer checksum, which peers over IPv6 need not accept
+	}
+	gen := n.gen.Load() // first: what changes from here on ends the entry
+	set := n.p.peers.Load()
+	if s.vt.monitor.Load() != nil || int(c.Remote) >= len(set.byID) {
+		return
+	}
+	x := set.byID[c.Remote]
+	if x == nil || x.retired || x.scope != 0 {
+		return
+	}
+	w := shortpath.Way{Out: out, Host: dev.Index(), VNI: n.p.net.VNI(), Peer: x.addr, Dst: c.Dst, Src: c.Src}
+	e := s.entries[w]
+	if e != nil && e.gen == gen || e == nil && n.entries >= networkEntries || !n.p.net.Vouch(c) {
+		return
+	}
+	to, ok := s.routes[x.addr]
+	if !ok {
+		if to, ok = s.vt.routeTo(x); !ok {
+			return
+		}
+		s.routes[x.addr] = to
+	}
+	if err := s.put(w, n, host, to, gen); err != nil {
+		s.vt.log.Debug("not by the short path", "vni", w.VNI, "to", c.Dst, "from", c.Src, "error", err)
+		return
+	}
+	if e == nil {
+		n.entries++
+	}
+	s.entries[w] = &shortEntry{net: n, gen: gen, from: c.From, far: c.Remote, peer: x.addr}
+	if out {
+		s.entries[w].far = 0
+	}
+}
+
+func (s *short) put(w shortpath.Way, n *shortNet, host *lfe.Attachment, to route, gen uint64) error {
+	h := s.hosts[host]
+	if h == nil {
+		link, err := s.vt.nl.LinkByIndex(w.Host)
+		if err != nil {
+			return err
+		}
+		program, err := s.table.Host(w.Host)
+		if err != nil {
+			return err
+		}
+		h = &shortHost{program, n, link.Attrs().MTU}
+		s.hosts[host] = h
+	}
+	mtu := min(n.p.net.MTU(), to.mtu)
+	if !w.Out {
+		mtu = min(n.p.net.MTU(), h.mtu)
+		if err := s.table.Underlay(to.dev); err != nil {
+			return err
+		}
+	}
+	return s.table.Put(w, shortpath.Terms{Network: n.number, Generation: gen, Host: h.Host, Underlay: to.dev, MaxFrame: mtu + lfe.HeaderLen,
+		Tick: shortpath.Tick(engine.Monotonic())})
+}
+
+func (s *short) remove(w shortpath.Way, e *shortEntry) {
+	s.table.Delete(w)
+	delete(s.entries, w)
+	e.net.entries--
+}
+
+// sweep looks after all entries.
+func (s *short) sweep() {
+	s.follow()
+	for a, h := range s.hosts {
+		link, err := s.vt.nl.LinkByIndex(h.Index())
+		if err == nil && !a.Closed() {
+			if mtu := link.Attrs().MTU; mtu != h.mtu {
+				h.mtu = mtu
+				h.net.gen.Add(1)
+			}
+		} else {
+			h.net.gen.Add(1)
+			h.net.past.Merge(tunnelled(h.Totals()))
+			h.Close()
+			delete(s.hosts, a)
+		}
+	}
+	now := shortpath.Tick(engine.Monotonic())
+	for w, e := range s.entries {
+		used, ok := s.table.Used(w)
+		idle := uint32(max(int32(now-used), 0))
+		if ok {
+			e.net.p.net.Heard(w.Src, e.from, e.far, shortpath.TickSeconds(idle))
+		}
+		if !ok || idle > idleTicks || e.gen != e.net.gen.Load() {
+			s.remove(w, e)
+		}
+	}
+}
+
+// follow looks whether the ways to the far ends are what they were: path MTU discovery, for one, tells nobody.
+func (s *short) follow() {
+	used := map[netip.Addr]bool{}
+	for _, e := range s.entries {
+		if used[e.peer] || e.gen != e.net.gen.Load() {
+			continue
+		}
+		used[e.peer] = true
+		x := e.net.p.peers.Load().byAddr[e.peer]
+		if x == nil {
+			continue // just gone
+		}
+		if now, ok := s.vt.routeTo(x); !ok || now != s.routes[e.peer] {
+			s.changeLocked()
+			s.vt.recompute()
+			return
+		}
+	}
+	devs := map[int]bool{}
+	for a, r := range s.routes {
+		if used[a] {
+			devs[r.dev] = true
+		} else {
+			delete(s.routes, a)
+		}
+	}
+	s.table.LeaveUnderlay(func(index int) bool { return devs[index] })
+}
+
+// routeTo asks for the way to a peer; false: there is none, or none by a wire.
+func (vt *VTEP) routeTo(x *peer) (route, bool) {
+	routes, err := vt.nl.RouteGet(x.addr.AsSlice())
+	if err != nil || len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST {
+		return route{}, false
+	}
+	link, err := vt.nl.LinkByIndex(routes[0].LinkIndex)
+	if err != nil || link.Attrs().Flags&unix.IFF_UP == 0 || link.Attrs().EncapType != "ether" {
+		return route{}, false
+	}
+	mtu := link.Attrs().MTU
+	if m := routes[0].MTU; m > 0 {
+		mtu = min(mtu, m)
+	}
+	return route{link.Attrs().Index, vt.inner(mtu)}, true
+}
+
+// ShortPath is how much goes the short way.
+type ShortPath struct {
+	State   string `json:"state"` // "on", "off", or why there is none
+	Entries int    `json:"entries,omitempty"`
+	// Frames that arrived or left so. The totals have them, too.
+	Frames uint64 `json:"frames,omitempty"`
+}
+
+// shortPath adds what went the short way to the totals.
+func (vt *VTEP) shortPath(t *lfe.Totals) ShortPath {
+	s := vt.short
+	if s == nil {
+		return ShortPath{State: vt.noShort}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sum := s.past
+	for _, n := range s.nets {
+		sum.Merge(s.carriedBy(n))
+	}
+	t.Merge(sum)
+	return ShortPath{State: "on", Entries: len(s.entries), Frames: sum.InFrames + sum.OutFrames}
+}
+
+// openShortPath has TCP of host ports go the short way, if it may and can.
+func (vt *VTEP) openShortPath() {
+	if vt.cfg.NoShortPath {
+		vt.noShort = "off"
+		return
+	}
+	var err error
+	if vt.short, err = openShort(vt); err != nil {
+		vt.noShort = fmt.Sprintf("not possible: %v", err)
+		vt.log.Debug("host ports have no short path", "error", err)
+	}
+}

@@ -19,7 +19,9 @@ import (
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-func (b *Bench) tenants(ctx context.Context, v6 bool) (hosts [2]*lab.Host, err error) {
+// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the short path and
+// what it needs.
+func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
 			return netip.MustParseAddr(fmt.Sprintf("fd01::%d", i+1))
@@ -46,7 +48,8 @@ func (b *Bench) tenants(ctx context.Context, v6 bool) (hosts [2]*lab.Host, err e
 			"ip link set kvx master kbr && ip link set kvx up && ip addr add %s/24 dev kbr && ip link set kbr up", addr(i), addr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		if err = b.start(ctx, h, fmt.Sprintf("vtep: {local: %q}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n", addr(i), addr(1-i), tapAddr(i))); err != nil {
+		if err = b.start(ctx, h, fmt.Sprintf("short-path: %v\nvtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
+			short, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
 			return
 		}
 	}
@@ -128,9 +131,9 @@ func costing(hosts [2]*lab.Host, unit string, f func() (Sample, float64, error))
 }
 
 // hostTCP is one connection of iperf3.
-func hostTCP(v6 bool) func(context.Context, *Bench) (Meter, error) {
+func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
-		hosts, err := b.tenants(ctx, v6)
+		hosts, err := b.tenants(ctx, v6, short)
 		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			r, err := iperf(ctx, hosts[0], addr, d)
 			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024, programs: r.ran(r.End.Sent.Seconds)}, err
@@ -143,7 +146,7 @@ func hostTCP(v6 bool) func(context.Context, *Bench) (Meter, error) {
 // the sender is not held up by a TAP, as it is by the kernel's path, which it walks itself.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
-		hosts, err := b.tenants(ctx, false)
+		hosts, err := b.tenants(ctx, false, false)
 		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			before, err := unread(hosts[1].NS)
 			if err != nil {

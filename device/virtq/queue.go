@@ -2,7 +2,6 @@ package virtq
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"sync/atomic"
 
@@ -178,8 +177,12 @@ func (q *Queue) breakRing(what string, index uint32, value uint64, want string) 
 // missed turns a miss on ring memory into an error, and breaks the queue unless
 // the host can repair it.
 func (q *Queue) missed(what string, m translate.Miss) error {
-	err := &MissError{Queue: q.idx, What: what, Miss: m}
-	if m.Kind != translate.HostFault {
+	return q.judge(&MissError{Queue: q.idx, What: what, Miss: m})
+}
+
+// judge breaks the queue for an error that nobody can repair.
+func (q *Queue) judge(err error) error {
+	if Absent(err).Kind != translate.HostFault {
 		q.Fail(err)
 	}
 	return err
@@ -293,19 +296,21 @@ func (q *Queue) fetch() (ok bool, err error) {
 	if q.have > 0 {
 		return true, nil
 	}
-	if bad := (*RingError)(nil); errors.As(err, &bad) {
-		q.Fail(err)
-	}
-	return false, err
+	return false, q.judge(err)
 }
 
-// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in one piece.
-func (q *Queue) begin(at uint16, t *taken, ring, table []byte) (err error) {
+// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in one piece. An
+// error is the caller's to judge: it may not be that chain's turn yet.
+func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 	slot := at & q.mask
 	if ring != nil {
 		t.head = binary.LittleEndian.Uint16(ring[4+2*int(slot):])
-	} else if t.head, err = q.load16("available ring entry", &q.avail, 4+2*uint64(slot)); err != nil {
-		return err
+	} else {
+		w, shift, m := q.avail.Around(4 + 2*uint64(slot))
+		if !m.OK() {
+			return &MissError{Queue: q.idx, What: "available ring entry", Miss: m}
+		}
+		t.head = uint16(le32(w.Load()) >> shift)
 	}
 	if t.head >= q.size {
 		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head), Want: fmt.Sprintf("below %d", q.size)}
@@ -314,7 +319,7 @@ func (q *Queue) begin(at uint16, t *taken, ring, table []byte) (err error) {
 	if table != nil {
 		d.decode(table[descSize*int(t.head):])
 	} else if m := q.readDesc(&q.desc, uint32(t.head), d); !m.OK() {
-		return q.missed("descriptor", m)
+		return &MissError{Queue: q.idx, What: "descriptor", Miss: m}
 	}
 	_, inside := d.addr.Add(uint64(d.len))
 	if t.plain = d.flags&^descWrite == 0 && d.len > 0 && inside; t.plain {

@@ -470,3 +470,32 @@ func TestReadAhead(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// TestReadAheadOutsideMemory: a descriptor that lies outside of memory ends the queue in its chain's turn, not when it is read ahead.
+func TestReadAheadOutsideMemory(t *testing.T) {
+	g := newGuest(t, 1<<15)
+	q := g.queue(func(c *Config) { c.Desc = memBase + memSize - 4*16 })
+	table := translate.PA(memBase + memSize - 4*16)
+	for i := range 4 {
+		g.setDesc(table, i, uint64(bufArea), 4, 0, 0)
+	}
+	for i, head := range []uint16{0, 3, 4, 1} {
+		g.offer(uint16(i), head)
+	}
+	var c Chain
+	for _, head := range []uint16{0, 3} {
+		if ok, err := q.Pop(&c); !ok || err != nil || c.Head() != head {
+			t.Fatal(ok, err, c.Head())
+		}
+		if err := q.Push(&c, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var me *MissError
+	if _, err := q.Pop(&c); !errors.Is(err, ErrBroken) || !errors.As(err, &me) || me.What != "descriptor" {
+		t.Fatal(err)
+	}
+	if _, err := q.Pop(&c); !errors.Is(err, ErrBroken) {
+		t.Fatal(err)
+	}
+}

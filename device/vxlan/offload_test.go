@@ -256,7 +256,7 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	b.Start("iperf3", "-s")
 	waitListen(t, b, 5201)
 	a.Start("iperf3", "-c", "10.0.0.2", "-t", "15")
-	sent := func() uint64 { return h.tap.Attachment().Totals().InBytes }
+	sent := func() uint64 { return h.tapTotals().InBytes }
 	nstest.Eventually(t, "the transfer runs", func() bool { return sent() > 4<<20 })
 	a.IP("link", "set", "under", "mtu", "1300")
 	nstest.Eventually(t, "the network follows", func() bool { return h.net.MTU() == 1250 })

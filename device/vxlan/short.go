@@ -18,7 +18,7 @@ import (
 
 // The short path: TCP between host ports and tunnels that the kernel carries by itself (package shortpath).
 //
-//	loop: a frame of TCP passes the switch    -> Offer, at most ten times a second for two addresses
+//	loop: a frame of TCP passes the switch    -> Offer, at most 640 times a second in all
 //	keeper: does the switch do nothing but    -> an entry, of the network's generation as it was before the question
 //	        pass such frames on?
 //	any change of the network                 -> another generation: no entry holds, frames come to the switch again
@@ -27,9 +27,9 @@ import (
 // So the switch decides what goes, and what goes ends with the change that ends the reason for it.
 
 const (
-	// offerEvery is how often the same addresses are offered by a loop, at most.
+	// offerEvery is how often a loop offers addresses of the same hash, at most.
 	offerEvery = int64(100 * time.Millisecond)
-	offersHeld = 64  // addresses that a loop remembers to have offered
+	offersHeld = 64  // hashes
 	offerQueue = 256 // offers that wait for the keeper; more are not made
 
 	// networkEntries bounds the entries of one network, both directions together, so that none has them all.
@@ -55,13 +55,10 @@ type short struct {
 	past    lfe.Totals           // of networks that are gone
 }
 
-// offered is what a loop has offered lately.
+// offered is when a loop has offered last. Whatever addresses frames come with, it offers at most offersHeld times in offerEvery.
 type offered struct {
-	slots [offersHeld]struct {
-		key uint64
-		at  int64
-	}
-	_ [64]byte
+	at [offersHeld]int64 // by the addresses' hash, which others may share
+	_  [64]byte
 }
 
 type shortNet struct {
@@ -230,9 +227,9 @@ func (s *short) Offer(l *engine.Loop, c lfe.Candidate) {
 		key = (key^uint64(b)<<(8*i))*0x9e3779b97f4a7c15 + uint64(c.Dst[i])
 	}
 	key ^= uint64(c.From.Network().VNI()) << 1
-	slot := &s.recent[l.ID()].slots[key>>32%offersHeld]
-	if now := l.Now(); slot.key != key || now-slot.at >= offerEvery {
-		slot.key, slot.at = key, now
+	at := &s.recent[l.ID()].at[key>>32%offersHeld]
+	if now := l.Now(); now-*at >= offerEvery {
+		*at = now
 		select {
 		case s.offers <- c:
 		default: // the keeper is busy; the addresses are offered again

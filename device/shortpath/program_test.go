@@ -511,8 +511,9 @@ func TestEntry(t *testing.T) {
 				t.Error("used before it was", tick, ok)
 			}
 			takes("fresh", true)
-			if tick, ok := r.Used(w); tick == 0 || !ok {
-				t.Error("its use is not marked")
+			// The kernel's coarse clock may be a tick behind.
+			if tick, ok := r.Used(w); !ok || tick > Now() || tick+2 < Now() {
+				t.Errorf("its use is marked as of %d, now is %d", tick, Now())
 			}
 			r.generations[r.net].Add(1)
 			takes("of an older generation", false)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 )
 
 // Bounds of the tables, for each direction. What does not fit goes through vnicd.
@@ -28,8 +29,12 @@ const (
 // tickShift makes nanoseconds ticks of about a second, in which the use of an entry is noted.
 const tickShift = 30
 
-// Tick is the time, in nanoseconds of the monotonic clock, as entries have it.
-func Tick(nanoseconds int64) uint32 { return uint32(nanoseconds >> tickShift) }
+// Now is the tick in which an entry that is used now notes it: the programs have the kernel's monotonic clock, not that of our loops.
+func Now() uint32 {
+	var ts unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // it is always there
+	return uint32(ts.Nano() >> tickShift)
+}
 
 // TickSeconds is how long ticks are.
 func TickSeconds(ticks uint32) uint32 { return uint32(uint64(ticks) << tickShift / 1e9) }

@@ -335,7 +335,7 @@ func (s *short) put(w shortpath.Way, n *shortNet, host *lfe.Attachment, to route
 		}
 	}
 	return s.table.Put(w, shortpath.Terms{Network: n.number, Generation: gen, Host: h.Host, Underlay: to.dev, MaxFrame: mtu + lfe.HeaderLen,
-		Tick: shortpath.Tick(engine.Monotonic())})
+		Tick: shortpath.Now()})
 }
 
 func (s *short) remove(w shortpath.Way, e *shortEntry) {
@@ -361,7 +361,7 @@ func (s *short) sweep() {
 			delete(s.hosts, a)
 		}
 	}
-	now := shortpath.Tick(engine.Monotonic())
+	now := shortpath.Now()
 	for w, e := range s.entries {
 		used, ok := s.table.Used(w)
 		idle := uint32(max(int32(now-used), 0))

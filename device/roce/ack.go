@@ -31,8 +31,10 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.receiveAck(psn, p.AETH().Syndrome)
 	case wire.AtomicAck:
 		q.receiveAtomicAck(psn, p)
-	default:
+	case wire.ReadResponse:
 		q.receiveReadResponse(psn, p)
+	default:
+		q.stats.RxDropped++
 	}
 	if q.blocked || q.nxt < q.sent {
 		q.wake()

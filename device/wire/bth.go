@@ -14,6 +14,7 @@ const (
 	ImmLen       = 4
 	IETHLen      = 4
 	CNPLen       = 16 // reserved, zeros (A17.9.3)
+	ArrivalsLen  = ArrivalsSpan / 8
 	ICRCLen      = 4
 )
 
@@ -23,6 +24,10 @@ const (
 	PSNMask     = 0xffffff
 	DefaultPKey = 0xffff
 	pkeyOffset  = 2
+
+	// selective stands in the seven reserved bits beside AckReq, which others send as zero and ignore (IBTA 9.2). All
+	// seven must be right: a peer that gives one of them a meaning of its own is not taken for one of ours.
+	selective = 0x56
 )
 
 // BTH is the base transport header (IBTA 9.2). The header version is 0.
@@ -36,11 +41,13 @@ type BTH struct {
 	BECN      bool
 	DestQP    uint32 // 24 bits
 	AckReq    bool
+	// Selective, of a request: its sender understands OpRCSelectiveAck. Only vnicd sets it.
+	Selective bool
 	PSN       uint32 // 24 bits
 }
 
-// Decode reads the header at the start of b and returns its size, 12. Reserved
-// bits are ignored. ErrVersion unless the version is 0.
+// Decode reads the header at the start of b and returns its size, 12. Other
+// reserved bits are ignored. ErrVersion unless the version is 0.
 func (h *BTH) Decode(b []byte) (int, error) {
 	if len(b) < BTHLen {
 		return 0, ErrShort
@@ -54,7 +61,7 @@ func (h *BTH) Decode(b []byte) (int, error) {
 	w := binary.BigEndian.Uint32(b[4:])
 	h.FECN, h.BECN, h.DestQP = w>>31 != 0, w>>30&1 != 0, w&QPNMask
 	w = binary.BigEndian.Uint32(b[8:])
-	h.AckReq, h.PSN = w>>31 != 0, w&PSNMask
+	h.AckReq, h.Selective, h.PSN = w>>31 != 0, w>>24&0x7f == selective, w&PSNMask
 	return BTHLen, nil
 }
 
@@ -67,7 +74,7 @@ func (h *BTH) Encode(b []byte) int {
 	binary.BigEndian.PutUint32(b[4:], h.DestQP&QPNMask)
 	b[4] = bit(h.FECN, 0x80) | bit(h.BECN, 0x40)
 	binary.BigEndian.PutUint32(b[8:], h.PSN&PSNMask)
-	b[8] = bit(h.AckReq, 0x80)
+	b[8] = bit(h.AckReq, 0x80) | bit(h.Selective, selective)
 	return BTHLen
 }
 
@@ -250,4 +257,53 @@ func PutImm(b []byte, imm [4]byte) int { return copy(b[:ImmLen], imm[:]) }
 func PutIETH(b []byte, rkey uint32) int {
 	binary.BigEndian.PutUint32(b[:IETHLen], rkey)
 	return IETHLen
+}
+
+// ArrivalsSpan is how many packets Arrivals tells about.
+const ArrivalsSpan = 128
+
+// Arrivals is the extension header of OpRCSelectiveAck, vnicd's own: bit i (of word i/64, the lowest first) says that the packet i
+// behind the expected one, whose PSN is BTH's, has arrived and will be executed when its turn comes. A READ request stands for the
+// PSNs of all its responses.
+type Arrivals [ArrivalsSpan / 64]uint64
+
+// Decode reads the header at the start of b and returns its size, 16.
+func (a *Arrivals) Decode(b []byte) (int, error) {
+	if len(b) < ArrivalsLen {
+		return 0, ErrShort
+	}
+	for i := range a {
+		a[i] = binary.BigEndian.Uint64(b[8*i:])
+	}
+	return ArrivalsLen, nil
+}
+
+// Encode writes the header to b (16 bytes).
+func (a *Arrivals) Encode(b []byte) int {
+	for i, w := range a {
+		binary.BigEndian.PutUint64(b[8*i:], w)
+	}
+	return ArrivalsLen
+}
+
+// Any tells whether a bit is set.
+func (a *Arrivals) Any() bool { return a[0]|a[1] != 0 }
+
+// Has tells whether bit i is set; beyond the span none is.
+func (a *Arrivals) Has(i uint64) bool { return i < ArrivalsSpan && a[i/64]>>(i%64)&1 != 0 }
+
+// Set sets n bits from i on, as far as the span goes.
+func (a *Arrivals) Set(i, n uint64) {
+	for end := min(i+n, ArrivalsSpan); i < end; i++ {
+		a[i/64] |= 1 << (i % 64)
+	}
+}
+
+// Shift moves all bits down by n: the packet n behind the expected one is expected now.
+func (a *Arrivals) Shift(n uint64) {
+	if n >= 64 {
+		a[0], a[1] = a[1], 0
+		n -= 64
+	}
+	a[0], a[1] = a[0]>>n|a[1]<<(64-n), a[1]>>n // a shift by 64 or more gives 0
 }

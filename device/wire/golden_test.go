@@ -50,8 +50,11 @@ func TestGoldenHeaders(t *testing.T) {
 		"VXLAN": {"08000000 123456 00", &VXLAN{0x123456}, func() codec { return new(VXLAN) }},
 		"BTH": {"0a f0 8001 c0 123456 80 abcdef",
 			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true, DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
-		"FETH": {"00000012", &FETH{FlushPersistent, FlushRegion}, func() codec { return new(FETH) }},
-		"RETH": {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324}, func() codec { return new(RETH) }},
+		"BTH, selective": {"0a 40 ffff 00 123456 d6 abcdef",
+			&BTH{Opcode: OpRCWriteOnly, Migrated: true, PKey: 0xffff, DestQP: 0x123456, AckReq: true, Selective: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
+		"arrivals": {"8000000000000002 0000000000000001", &Arrivals{1<<63 | 2, 1}, func() codec { return new(Arrivals) }},
+		"FETH":     {"00000012", &FETH{FlushPersistent, FlushRegion}, func() codec { return new(FETH) }},
+		"RETH":     {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324}, func() codec { return new(RETH) }},
 		"AtomicETH": {"0102030405060708 11121314 2122232425262728 3132333435363738",
 			&AtomicETH{0x0102030405060708, 0x11121314, 0x2122232425262728, 0x3132333435363738}, func() codec { return new(AtomicETH) }},
 		"AETH": {"62 00abcd", &AETH{NAKRemoteAccess, 0xabcd}, func() codec { return new(AETH) }},
@@ -106,6 +109,8 @@ func deref(c codec) any {
 		return *h
 	case *DETH:
 		return *h
+	case *Arrivals:
+		return *h
 	}
 	panic("unknown codec")
 }
@@ -135,6 +140,52 @@ func TestDecodersRefuse(t *testing.T) {
 	} {
 		if _, err := c.h.Decode(unhex(t, c.bytes)); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, expected %v", name, err, c.want)
+		}
+	}
+}
+
+// Reserved bits of others do not pass for the mark of a selective requester.
+func TestSelectiveMark(t *testing.T) {
+	for v := range 256 {
+		b := unhex(t, "0a 40 ffff 00 123456 00 abcdef")
+		b[8] = byte(v)
+		var h BTH
+		if _, err := h.Decode(b); err != nil || h.Selective != (v&0x7f == 0x56) || h.AckReq != (v >= 0x80) || h.PSN != 0xabcdef {
+			t.Errorf("%#x: %+v, %v", v, h, err)
+		}
+	}
+}
+
+// Arrivals against a list of bits.
+func TestArrivals(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	for range 2000 {
+		var a Arrivals
+		var want [2 * ArrivalsSpan]bool
+		for range rng.IntN(4) {
+			i, n := rng.Uint64N(ArrivalsSpan), rng.Uint64N(70)
+			if rng.IntN(10) == 0 {
+				i, n = i+ArrivalsSpan, n<<20
+			}
+			a.Set(i, n)
+			for k := i; k < min(i+n, ArrivalsSpan); k++ {
+				want[k] = true
+			}
+		}
+		n := rng.Uint64N(ArrivalsSpan + 1)
+		if rng.IntN(4) == 0 {
+			n = 64 * (n % 4)
+		}
+		a.Shift(n)
+		any := false
+		for i := range uint64(ArrivalsSpan) {
+			w := i+n < uint64(len(want)) && want[i+n]
+			if any = any || w; a.Has(i) != w {
+				t.Fatalf("shifted by %d: bit %d of %x", n, i, a)
+			}
+		}
+		if a.Any() != any || a.Has(ArrivalsSpan) || a.Has(1<<63) {
+			t.Fatalf("%x", a)
 		}
 	}
 }

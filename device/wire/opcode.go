@@ -59,6 +59,10 @@ const (
 	OpUDSendOnlyImm Opcode = 0x65
 
 	OpCNP Opcode = 0x81 // RoCE v2 (A17.9.3)
+
+	// OpRCSelectiveAck is of the range left to manufacturers (IBTA 9.2.1), and vnicd's: a NAK for a sequence error that says
+	// what has arrived behind the gap. It answers those only who said that they understand it (BTH.Selective).
+	OpRCSelectiveAck Opcode = 0xd1
 )
 
 // Operation is what an opcode is about, whatever its place in a message.
@@ -77,6 +81,7 @@ const (
 	Flush
 	AtomicWrite
 	CNP
+	SelectiveAck
 )
 
 // OpFlags say which extension headers follow the BTH and where in a message
@@ -95,6 +100,7 @@ const (
 	HasAtomicAck
 	HasImm
 	HasIETH
+	HasArrivals
 	HasReserved // as long as CNPLen
 	HasPayload  // data may follow; without it the payload is empty
 	Response    // travels from responder to requester
@@ -142,7 +148,7 @@ func makeOpcodes() (t [256]OpInfo) {
 			f OpFlags
 			n int
 		}{{HasDETH, DETHLen}, {HasFETH, FETHLen}, {HasRETH, RETHLen}, {HasAtomic, AtomicLen}, {HasAETH, AETHLen},
-			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}, {HasReserved, CNPLen}} {
+			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}, {HasReserved, CNPLen}, {HasArrivals, ArrivalsLen}} {
 			if f&e.f != 0 {
 				i.ExtLen += uint8(e.n)
 			}
@@ -182,5 +188,7 @@ func makeOpcodes() (t [256]OpInfo) {
 	add(OpUDSendOnly, "UD SEND Only", Send, only|HasPayload|HasDETH)
 	add(OpUDSendOnlyImm, "UD SEND Only with Immediate", Send, only|HasPayload|HasDETH|HasImm)
 	add(OpCNP, "CNP", CNP, only|HasReserved)
+	add(OpRCSelectiveAck, "RC selective Acknowledge (vnicd)", SelectiveAck, only|HasAETH|HasArrivals|Response)
+	t[OpRCSelectiveAck].Transport = RC
 	return t
 }

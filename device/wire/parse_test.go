@@ -14,7 +14,7 @@ func TestOpcodes(t *testing.T) {
 		0x00: 0, 0x01: 0, 0x02: 0, 0x03: 4, 0x04: 0, 0x05: 4, 0x06: 16, 0x07: 0, 0x08: 0, 0x09: 4, 0x0a: 16, 0x0b: 20,
 		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1c: 20, 0x1d: 16,
 		0x20: 0, 0x21: 0, 0x22: 0, 0x23: 4, 0x24: 0, 0x25: 4, 0x26: 16, 0x27: 0, 0x28: 0, 0x29: 4, 0x2a: 16, 0x2b: 20,
-		0x64: 8, 0x65: 12, 0x81: 16,
+		0x64: 8, 0x65: 12, 0x81: 16, 0xd1: 20,
 	}
 	for i := range 256 {
 		o := Opcode(i)
@@ -29,11 +29,15 @@ func TestOpcodes(t *testing.T) {
 			}
 			continue
 		}
-		if info.Transport != Transport(o>>5) || info.Name == "" || o.String() != info.Name {
+		transport := Transport(o >> 5)
+		if o == 0xd1 { // a manufacturer's
+			transport = RC
+		}
+		if info.Transport != transport || info.Name == "" || o.String() != info.Name {
 			t.Errorf("%v: %+v", o, info)
 		}
 		switch info.Op {
-		case ReadRequest, Flush, Ack, AtomicAck, CompareSwap, FetchAdd, CNP:
+		case ReadRequest, Flush, Ack, AtomicAck, CompareSwap, FetchAdd, CNP, SelectiveAck:
 			if info.Is(HasPayload) || !info.Is(First|Last) {
 				t.Errorf("%v: %+v", o, info)
 			}
@@ -42,7 +46,7 @@ func TestOpcodes(t *testing.T) {
 				t.Errorf("%v: %+v", o, info)
 			}
 		}
-		if resp := o >= 0x0d && o <= 0x12; info.Is(Response) != resp {
+		if resp := o >= 0x0d && o <= 0x12 || o == 0xd1; info.Is(Response) != resp {
 			t.Errorf("%v: response", o)
 		}
 	}
@@ -85,6 +89,10 @@ func TestEveryOpcode(t *testing.T) {
 		if info.Is(HasReserved) {
 			n += CNPLen
 		}
+		arrivals := Arrivals{12, 1 << 63}
+		if info.Is(HasArrivals) {
+			n += arrivals.Encode(ext[n:])
+		}
 		if n != len(ext) {
 			t.Fatalf("%s: %d of %d bytes", info.Name, n, len(ext))
 		}
@@ -114,6 +122,7 @@ func TestEveryOpcode(t *testing.T) {
 		want(HasAtomicAck, p.AtomicAck(), uint64(11), uint64(0))
 		want(HasImm, p.Imm(), [4]byte{12, 13, 14, 15}, [4]byte{})
 		want(HasIETH, p.InvKey(), uint32(16), uint32(0))
+		want(HasArrivals, p.Arrivals(), arrivals, Arrivals{})
 		if !bytes.Equal(p.Payload, payload) || !bytes.Equal(p.Ext, ext) {
 			t.Errorf("%s: payload %q, ext %x", info.Name, p.Payload, p.Ext)
 		}
@@ -266,7 +275,7 @@ func ptr[T any](v T) *T { return &v }
 // FuzzRoCE: what parses can be built again from what was parsed.
 func FuzzRoCE(f *testing.F) {
 	for _, kind := range []string{"v4", "v6", "v1"} {
-		for _, o := range []Opcode{OpRCSendOnly, OpRCWriteOnlyImm, OpRCAtomicAck, OpUDSendOnlyImm, OpRCCompareSwap, OpRCSendOnlyInv} {
+		for _, o := range []Opcode{OpRCSendOnly, OpRCWriteOnlyImm, OpRCAtomicAck, OpUDSendOnlyImm, OpRCCompareSwap, OpRCSendOnlyInv, OpRCSelectiveAck} {
 			path := testPath(kind)
 			var payload []byte
 			if o.Info().Is(HasPayload) {
@@ -311,7 +320,7 @@ func FuzzRoCE(f *testing.F) {
 		}
 		if p.BTH != q.BTH || !bytes.Equal(p.Ext, q.Ext) || !bytes.Equal(p.Payload, q.Payload) || p.SrcIP != q.SrcIP || p.DstIP != q.DstIP ||
 			p.VLAN != q.VLAN || p.PCP != q.PCP || p.V1 != q.V1 || p.TOS != q.TOS || p.TTL != q.TTL || p.FlowLabel != q.FlowLabel || p.SrcPort != q.SrcPort ||
-			p.FETH() != q.FETH() || p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() || p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() || p.InvKey() != q.InvKey() {
+			p.FETH() != q.FETH() || p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() || p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() || p.InvKey() != q.InvKey() || p.Arrivals() != q.Arrivals() {
 			t.Fatalf("%+v\n%+v", p, q)
 		}
 	})
@@ -325,7 +334,7 @@ func FuzzHeaders(f *testing.F) {
 	f.Add(make([]byte, 64))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for _, pair := range [][2]codec{{new(Ethernet), new(Ethernet)}, {new(ARP), new(ARP)}, {new(IPv4), new(IPv4)}, {new(IPv6), new(IPv6)}, {new(UDP), new(UDP)},
-			{new(VXLAN), new(VXLAN)}, {new(BTH), new(BTH)}, {new(FETH), new(FETH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)}, {new(AETH), new(AETH)}, {new(DETH), new(DETH)}} {
+			{new(VXLAN), new(VXLAN)}, {new(BTH), new(BTH)}, {new(FETH), new(FETH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)}, {new(AETH), new(AETH)}, {new(DETH), new(DETH)}, {new(Arrivals), new(Arrivals)}} {
 			n, err := pair[0].Decode(b)
 			if err != nil {
 				continue

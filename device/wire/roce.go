@@ -192,6 +192,14 @@ func (p *RoCE) AtomicAck() uint64 {
 	return 0
 }
 
+// Arrivals returns what has arrived behind a gap.
+func (p *RoCE) Arrivals() (a Arrivals) {
+	if p.Info.Is(HasArrivals) {
+		_, _ = a.Decode(p.Ext[AETHLen:])
+	}
+	return a
+}
+
 // Imm returns immediate data, the four bytes as on the wire.
 func (p *RoCE) Imm() (imm [4]byte) {
 	if p.Info.Is(HasImm) {

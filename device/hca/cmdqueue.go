@@ -302,7 +302,7 @@ func (c *commandLoop) take(ctx context.Context, j *job) (n int, ok bool, err err
 	})
 	switch {
 	case err != nil && ctx.Err() != nil:
-		return 0, false, c.q.Unpop(1) // it is there when the queue runs again
+		return 0, false, c.q.Unpop(&j.chain) // it is there when the queue runs again
 	case err != nil:
 		return fail(err)
 	}

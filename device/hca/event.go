@@ -262,7 +262,7 @@ func (e *eventQueue) write(n *eventNode) bool {
 	}
 	w, m := e.chain.WriteAll(e.buf[:size])
 	if m.Kind == translate.HostFault {
-		if e.ok(e.q.Unpop(1)) {
+		if e.ok(e.q.Unpop(&e.chain)) {
 			e.fetch(m)
 		}
 		return false
@@ -273,7 +273,7 @@ func (e *eventQueue) write(n *eventNode) bool {
 		return false
 	}
 	if err := e.q.Push(&e.chain, uint32(w)); err != nil {
-		if virtq.IsRepairable(err) && !e.ok(e.q.Unpop(1)) {
+		if virtq.IsRepairable(err) && !e.ok(e.q.Unpop(&e.chain)) {
 			return false
 		}
 		e.ok(err)

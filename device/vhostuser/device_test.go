@@ -266,7 +266,7 @@ func (w *worker) run(slot int) {
 					n, miss = c.WriteAll(buf[:n])
 				}
 				if miss.Fault() {
-					err = w.q.Unpop(1)
+					err = w.q.Unpop(&c)
 				} else {
 					err = w.q.Push(&c, uint32(n))
 				}

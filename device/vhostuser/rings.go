@@ -198,20 +198,14 @@ func (se *session) tryStart(i int) {
 
 // resolve finds a ring with n entries in guest memory.
 func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
-	for k, a := range [3]struct {
-		name string
-		user uint64
-		n    uint64
-	}{
-		{"descriptor table", addr.Desc, virtq.DescBytes(n)},
-		{"available ring", addr.Avail, virtq.AvailBytes(n)},
-		{"used ring", addr.Used, virtq.UsedBytes(n)},
-	} {
-		pa, ok := se.mem.UserToPA(a.user, a.n)
+	want := virtq.Areas(n, false)
+	for k, user := range [3]uint64{addr.Desc, addr.Avail, addr.Used} {
+		a := &want[k]
+		pa, ok := se.mem.UserToPA(user, a.Bytes)
 		if !ok {
-			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, addr.Index, a.name, a.user, a.n)
+			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, addr.Index, a.Name, user, a.Bytes)
 		}
-		areas[k] = area{pa, a.n}
+		areas[k] = area{pa, a.Bytes}
 	}
 	return areas, nil
 }
@@ -322,7 +316,7 @@ func (se *session) stop(i int) {
 	if n := r.q.InFlight(); n > 0 {
 		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)
 	}
-	r.base = r.q.Base() - uint16(r.q.InFlight())
+	r.base = r.q.Base()
 	r.q = nil
 	r.release()
 }

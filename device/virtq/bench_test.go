@@ -8,7 +8,11 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func benchCycle(b *testing.B, indirect bool) {
+func benchCycle(b *testing.B, packed, indirect bool) {
+	if packed {
+		benchPacked(b, indirect)
+		return
+	}
 	g := newGuest(b, 256)
 	q := g.queue(func(c *Config) { c.EventIdx, c.Indirect = true, indirect })
 	for i := range 256 {
@@ -47,15 +51,49 @@ func benchCycle(b *testing.B, indirect bool) {
 
 // BenchmarkCycle is pop, push and signal of one chain of two buffers.
 func BenchmarkCycle(b *testing.B) {
-	b.Run("direct", func(b *testing.B) { benchCycle(b, false) })
-	b.Run("indirect", func(b *testing.B) { benchCycle(b, true) })
+	b.Run("direct", func(b *testing.B) { benchCycle(b, false, false) })
+	b.Run("indirect", func(b *testing.B) { benchCycle(b, false, true) })
+	b.Run("packed-direct", func(b *testing.B) { benchCycle(b, true, false) })
+	b.Run("packed-indirect", func(b *testing.B) { benchCycle(b, true, true) })
+}
+
+func benchPacked(b *testing.B, indirect bool) {
+	g := newPackedGuest(b, 256)
+	q := g.queue(func(c *Config) { c.EventIdx, c.Indirect = true, indirect })
+	g.setDesc(bufArea, 0, uint64(bufArea+0x100), 12, 0, 0)
+	g.setDesc(bufArea, 1, uint64(bufArea+0x200), 1500, 0, 0)
+	table := []Seg{{bufArea, 32}}
+	list := []Seg{{bufArea + 0x100, 12}, {bufArea + 0x200, 1500}}
+	var c Chain
+	ep := g.space.Epochs()
+	b.ReportAllocs()
+	b.ResetTimer()
+	for range b.N {
+		if indirect {
+			g.put(7, table, 1, descIndirect)
+		} else {
+			g.put(7, list, 2, 0)
+		}
+		t := ep.Enter(0)
+		if ok, err := q.Pop(&c); !ok || err != nil {
+			b.Fatal(ok, err)
+		}
+		if err := q.Push(&c, 0); err != nil {
+			b.Fatal(err)
+		}
+		if err := q.Signal(); err != nil {
+			b.Fatal(err)
+		}
+		ep.Leave(0, t)
+	}
 }
 
 func TestCycleAllocatesNothing(t *testing.T) {
-	for _, indirect := range []bool{false, true} {
-		r := testing.Benchmark(func(b *testing.B) { benchCycle(b, indirect) })
+	for i := range 4 {
+		packed, indirect := i&1 != 0, i&2 != 0
+		r := testing.Benchmark(func(b *testing.B) { benchCycle(b, packed, indirect) })
 		if r.N == 0 || r.AllocsPerOp() != 0 { // 0: it failed
-			t.Errorf("indirect %v: %d rounds, %d allocations per chain", indirect, r.N, r.AllocsPerOp())
+			t.Errorf("packed %v, indirect %v: %d rounds, %d allocations per chain", packed, indirect, r.N, r.AllocsPerOp())
 		}
 	}
 }

@@ -23,6 +23,8 @@ type Chain struct {
 	reads    int              // how many these are
 	first    translate.Window // of the only segment, if it has been looked up already
 	head     uint16
+	at       uint16 // where in the ring it began
+	entries  uint16 // of the ring: 1, or its descriptors in a packed one
 	readLen  uint64
 	writeLen uint64
 }
@@ -33,7 +35,7 @@ func (c *Chain) Readable() []Seg { return c.segs[:c.reads:c.reads] }
 // Writable is what the device may write; see Readable.
 func (c *Chain) Writable() []Seg { return c.segs[c.reads:] }
 
-// Head is the index of the chain's first descriptor, for messages.
+// Head is the index of the chain's first descriptor, or its id in a packed ring, for messages.
 func (c *Chain) Head() uint16 { return c.head }
 
 // ReadableLen is the number of bytes that the driver gave to the device.
@@ -109,12 +111,12 @@ func (c *Chain) reset(space *translate.Space) {
 	c.reads = 0
 	c.first = space.Window(0, 0)
 	c.readLen, c.writeLen = 0, 0
-	c.head = 0
+	c.head, c.at, c.entries = 0, 0, 0
 }
 
 // take makes the chain that of t, which is plain.
 func (c *Chain) take(space *translate.Space, t *taken) {
-	c.space, c.head, c.first = space, t.head, t.buf
+	c.space, c.head, c.entries, c.first = space, t.head, 1, t.buf
 	c.segs = append(c.segs[:0], Seg{PA: t.desc.addr, Len: t.desc.len})
 	if n := uint64(t.desc.len); t.desc.flags&descWrite == 0 {
 		c.reads, c.readLen, c.writeLen = 1, n, 0

@@ -1,6 +1,6 @@
-// Package virtq is the device's side of a virtio split virtqueue (virtio 1.2,
-// section 2.7) that lies in guest memory: indirect descriptors, event-idx,
-// buffers consumed and returned in any order.
+// Package virtq is the device's side of a virtio virtqueue, split or packed
+// (virtio 1.2, sections 2.7 and 2.8), that lies in guest memory: indirect
+// descriptors, event-idx, buffers consumed and returned in any order.
 //
 // Every access goes through translate.Space, so a ring or a buffer that is in
 // no memory slot yields a typed error, never a fault of this process's own. The

@@ -17,10 +17,11 @@ const (
 // guest is a guest's memory and the driver's side of one ring in it, written
 // apart from the device's code: plain bytes at literal offsets.
 type guest struct {
-	t     testing.TB
-	mem   []byte
-	space *translate.Space
-	size  int
+	t      testing.TB
+	mem    []byte
+	space  *translate.Space
+	size   int
+	packed bool
 
 	desc, avail, used translate.PA
 }
@@ -51,7 +52,10 @@ func newGuest(t testing.TB, size int) *guest {
 
 func (g *guest) queue(mod func(*Config)) *Queue {
 	g.t.Helper()
-	c := Config{Index: 3, Size: g.size, Desc: g.desc, Avail: g.avail, Used: g.used, Kick: -1}
+	c := Config{Index: 3, Size: g.size, Desc: g.desc, Avail: g.avail, Used: g.used, Packed: g.packed, Kick: -1}
+	if g.packed {
+		c.Base = 1 << 15 // wrap counters begin with 1
+	}
 	if mod != nil {
 		mod(&c)
 	}

@@ -14,31 +14,51 @@ import (
 // chain it offered as plain lists, and checks what the device's side makes of
 // the same ring.
 type model struct {
-	*guest
+	layout
+	g        *guest
 	r        *rand.Rand
+	config   func(*Config)
 	q        *Queue
 	call     *event
-	eventIdx bool
 	indirect bool
+	ordered  bool // chains are returned as they were taken, so that the device may crash
 
-	free   []int // free descriptors
 	offers []*offered
 	taken  []*offered // popped, in order; pushed ones are removed
+	pops   int        // chains popped, those given back taken off
 	staged []*offered // pushed, not published
 	done   []*offered // published, not collected
-	avail  uint16
-	seen   uint16
+	fresh  int        // ring entries published since the last decision on an interrupt
+	first  bool       // there was none yet
+	went   int        // chains that came back
+}
+
+// layout is the driver's side of one of the two kinds of ring.
+type layout interface {
+	// put makes a chain available if there is room: out bufs to be read, then others to be written; table: in an indirect one.
+	put(r *rand.Rand, bufs []Seg, out int, table bool) (o *offered, ok bool)
+	full() bool
+	// bufs names places for the buffers of the chain that put would make next.
+	bufs(n int) []translate.PA
+	// get takes the next used chain; o is what the model thinks that it is.
+	get(o *offered) (id, written uint32, ok bool)
+	// ask says at random which interrupts are wanted; wants, whether one is now that n more entries have been
+	// published, of which, and of those before, behind have not been looked at.
+	ask(r *rand.Rand)
+	wants(n, behind int, first bool) bool
 }
 
 type offered struct {
-	head   uint16
-	descs  []int
-	out    []byte // what the device must read
-	in     []Seg  // where it may write
-	inLen  int
-	wrote  []byte
-	length uint32
-	chain  *Chain
+	head    uint16
+	descs   []int  // split: descriptors; packed: as many
+	seq     int    // among the chains popped
+	entries int    // of the ring
+	out     []byte // what the device must read
+	in      []Seg  // where it may write
+	inLen   int
+	wrote   []byte
+	length  uint32
+	chain   *Chain
 }
 
 const (
@@ -46,62 +66,125 @@ const (
 	maxSegs  = 6
 )
 
-// bufAt is the buffer of segment k of descriptor d: no two offers share one.
+// bufAt is the buffer of segment k of descriptor, or id, d: no two offers share one.
 func bufAt(d, k int) translate.PA {
 	return memBase + 0x20000 + translate.PA((d*maxSegs+k)*slotSize)
 }
 
 func tableAt(d int) translate.PA { return memBase + 0x8000 + translate.PA(d*16*maxSegs) }
 
-func (m *model) offer() {
-	segs := 1 + m.r.IntN(maxSegs)
-	out := m.r.IntN(segs + 1)
-	asTable := m.indirect && m.r.IntN(2) == 0
-	need := segs
-	if asTable {
+// splitDriver is a split ring's.
+type splitDriver struct {
+	*guest
+	eventIdx    bool
+	free        []int // descriptors
+	avail, seen uint16
+}
+
+func (s *splitDriver) full() bool { return len(s.free) == 0 }
+
+func (s *splitDriver) bufs(n int) []translate.PA {
+	all := make([]translate.PA, n)
+	for k := range all {
+		all[k] = bufAt(s.free[0], k)
+	}
+	return all
+}
+
+func (s *splitDriver) put(r *rand.Rand, bufs []Seg, out int, table bool) (*offered, bool) {
+	need := len(bufs)
+	if table {
 		need = 1
 	}
-	if len(m.free) < need {
+	if len(s.free) < need {
+		return nil, false
+	}
+	o := &offered{descs: append([]int(nil), s.free[:need]...), entries: 1}
+	s.free = s.free[need:]
+	o.head = uint16(o.descs[0])
+	for k, b := range bufs {
+		fl, next := uint16(0), 0
+		if k >= out {
+			fl = descWrite
+		}
+		if k < len(bufs)-1 {
+			fl |= descNext
+			next = k + 1
+			if !table {
+				next = o.descs[k+1]
+			}
+		}
+		if table {
+			s.setDesc(tableAt(o.descs[0]), k, uint64(b.PA), b.Len, fl, uint16(next))
+		} else {
+			s.setDesc(s.desc, o.descs[k], uint64(b.PA), b.Len, fl, uint16(next))
+		}
+	}
+	if table {
+		s.setDesc(s.desc, o.descs[0], uint64(tableAt(o.descs[0])), uint32(16*len(bufs)), descIndirect, 0xffff)
+	}
+	s.offer(s.avail, o.head)
+	s.avail++
+	return o, true
+}
+
+func (s *splitDriver) get(o *offered) (id, n uint32, ok bool) {
+	if s.usedIdx() == s.seen {
+		return 0, 0, false
+	}
+	id, n = s.usedElem(s.seen)
+	s.seen++
+	s.free = append(s.free, o.descs...)
+	return id, n, true
+}
+
+func (s *splitDriver) ask(r *rand.Rand) {
+	r.Shuffle(len(s.free), func(i, j int) { s.free[i], s.free[j] = s.free[j], s.free[i] })
+	if s.eventIdx {
+		s.put16(s.guest.avail+4+translate.PA(2*s.size), s.seen+uint16(r.IntN(3)))
+	} else {
+		s.put16(s.guest.avail, uint16(r.IntN(2)))
+	}
+}
+
+func (s *splitDriver) wants(n, _ int, first bool) bool {
+	if !s.eventIdx {
+		return s.get16(s.guest.avail)&availNoInterrupt == 0
+	}
+	ev, now := s.get16(s.guest.avail+4+translate.PA(2*s.size)), s.usedIdx()
+	for i := now - uint16(n); i != now; i++ {
+		first = first || i == ev
+	}
+	return first
+}
+
+func (m *model) offer() {
+	n := 1 + m.r.IntN(maxSegs)
+	if m.full() {
 		return
 	}
-	m.r.Shuffle(len(m.free), func(i, j int) { m.free[i], m.free[j] = m.free[j], m.free[i] })
-	o := &offered{descs: append([]int(nil), m.free[:need]...)}
-	m.free = m.free[need:]
-	o.head = uint16(o.descs[0])
-	for k := range segs {
-		n := m.r.IntN(slotSize + 1) // empty ones too
-		pa, fl := bufAt(o.descs[0], k), uint16(0)
+	out := m.r.IntN(n + 1)
+	places := m.bufs(n)
+	var bufs []Seg
+	var o offered
+	for k, pa := range places {
+		size := m.r.IntN(slotSize + 1) // empty ones too
+		bufs = append(bufs, Seg{pa, uint32(size)})
 		if k < out {
-			b := m.at(pa, n)
+			b := m.g.at(pa, size)
 			for i := range b {
 				b[i] = byte(m.r.Uint32())
 			}
 			o.out = append(o.out, b...)
 		} else {
-			fl = descWrite
-			o.in = append(o.in, Seg{pa, uint32(n)})
-			o.inLen += n
-		}
-		next := 0
-		if k < segs-1 {
-			fl |= descNext
-			next = k + 1
-			if !asTable {
-				next = o.descs[k+1]
-			}
-		}
-		if asTable {
-			m.setDesc(tableAt(o.descs[0]), k, uint64(pa), uint32(n), fl, uint16(next))
-		} else {
-			m.setDesc(m.desc, o.descs[k], uint64(pa), uint32(n), fl, uint16(next))
+			o.in = append(o.in, bufs[k])
+			o.inLen += size
 		}
 	}
-	if asTable {
-		m.setDesc(m.desc, o.descs[0], uint64(tableAt(o.descs[0])), uint32(16*segs), descIndirect, 0xffff)
+	if p, ok := m.put(m.r, bufs, out, m.indirect && m.r.IntN(2) == 0); ok {
+		p.out, p.in, p.inLen = o.out, o.in, o.inLen
+		m.offers = append(m.offers, p)
 	}
-	m.guest.offer(m.avail, o.head)
-	m.avail++
-	m.offers = append(m.offers, o)
 }
 
 func (m *model) pop(t *testing.T) {
@@ -125,7 +208,8 @@ func (m *model) pop(t *testing.T) {
 	if n, miss := c.ReadAll(got); !miss.OK() || !bytes.Equal(got[:n], o.out) {
 		t.Fatal("contents differ", miss)
 	}
-	o.chain = c
+	o.chain, o.seq = c, m.pops
+	m.pops++
 	m.taken = append(m.taken, o)
 }
 
@@ -133,7 +217,10 @@ func (m *model) push(t *testing.T) {
 	if len(m.taken) == 0 {
 		return
 	}
-	i := m.r.IntN(len(m.taken))
+	i := 0
+	if !m.ordered {
+		i = m.r.IntN(len(m.taken))
+	}
 	o := m.taken[i]
 	m.taken = append(m.taken[:i:i], m.taken[i+1:]...)
 	n := m.r.IntN(o.inLen + 1)
@@ -155,67 +242,65 @@ func (m *model) push(t *testing.T) {
 	m.staged = append(m.staged, o)
 }
 
+// unpop gives back some of what was popped last, as far as none of that was pushed.
 func (m *model) unpop(t *testing.T) {
-	// Only possible while nothing popped later than the ones given back has
-	// been pushed; the model's list is in order of popping.
+	entries := 0
+	for _, o := range m.taken {
+		entries += o.entries
+	}
+	if m.q.InFlight() != entries {
+		t.Fatalf("%d in flight, model has %d", m.q.InFlight(), entries)
+	}
 	n := m.r.IntN(len(m.taken) + 1)
-	for i := len(m.taken) - n; i < len(m.taken)-1; i++ {
-		if m.taken[i].chain == nil {
-			return
-		}
+	for n > 0 && m.taken[len(m.taken)-n].seq != m.pops-n {
+		n--
 	}
-	if uint16(len(m.taken)) != uint16(m.q.InFlight()) {
-		t.Fatalf("%d in flight, model has %d", m.q.InFlight(), len(m.taken))
+	if n == 0 {
+		return
 	}
-	// The device may give back only what it took last, without gaps.
 	back := m.taken[len(m.taken)-n:]
-	base := int(m.q.lastAvail) - n
-	for i, o := range back {
-		if m.get16(m.guest.avail+4+translate.PA(2*((base+i)&(m.size-1)))) != o.head {
-			return
-		}
-	}
-	if err := m.q.Unpop(n); err != nil {
+	if err := m.q.Unpop(back[0].chain); err != nil {
 		t.Fatal(err)
 	}
 	m.offers = append(append([]*offered(nil), back...), m.offers...)
 	m.taken = m.taken[:len(m.taken)-n]
+	m.pops -= n
 }
 
 func (m *model) signal(t *testing.T) {
-	// The plain meaning of the two ways to ask for interrupts.
-	old, now := m.q.usedPub, m.q.usedNext
-	want := false
-	if m.eventIdx {
-		ev := m.get16(m.guest.avail + 4 + translate.PA(2*m.size))
-		for i := m.q.signalled; i != now; i++ {
-			want = want || i == ev
-		}
-		want = want || !m.q.everSig
-	} else {
-		want = (now != m.q.signalled || !m.q.everSig) && m.get16(m.guest.avail)&availNoInterrupt == 0
-	}
-	if now != old && m.r.IntN(4) == 0 {
+	quiet := m.r.IntN(4) == 0
+	if quiet {
 		if err := m.q.Publish(); err != nil {
 			t.Fatal(err)
 		}
-	} else {
-		if err := m.q.Signal(); err != nil {
-			t.Fatal(err)
-		}
-		if got := m.call.take(t) == 1; got != want {
-			t.Fatalf("interrupt %v, want %v (used %d..%d)", got, want, old, now)
-		}
+	} else if err := m.q.Signal(); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range m.staged {
+		m.fresh += o.entries
 	}
 	m.done = append(m.done, m.staged...)
 	m.staged = nil
+	if !quiet {
+		behind := 0
+		for _, o := range m.done {
+			behind += o.entries
+		}
+		want := (m.fresh > 0 || m.first) && m.wants(m.fresh, behind, m.first)
+		if got := m.call.take(t) == 1; got != want {
+			t.Fatalf("interrupt %v, want %v (%d used)", got, want, m.fresh)
+		}
+		m.fresh, m.first = 0, false
+	}
 }
 
 func (m *model) collect(t *testing.T) {
-	for m.usedIdx() != m.seen {
-		id, n := m.usedElem(m.seen)
-		m.seen++
+	for len(m.done) > 0 {
 		o := m.done[0]
+		id, n, ok := m.get(o)
+		if !ok {
+			t.Fatalf("%d chains were published and are not seen", len(m.done))
+		}
 		m.done = m.done[1:]
 		if id != uint32(o.head) || n != o.length {
 			t.Fatalf("used %d, %d bytes; want %d, %d", id, n, o.head, o.length)
@@ -223,38 +308,57 @@ func (m *model) collect(t *testing.T) {
 		left := o.wrote
 		for _, s := range o.in {
 			k := min(int(s.Len), len(left))
-			if !bytes.Equal(m.at(s.PA, k), left[:k]) {
+			if !bytes.Equal(m.g.at(s.PA, k), left[:k]) {
 				t.Fatal("written bytes differ")
 			}
 			left = left[k:]
 		}
-		m.free = append(m.free, o.descs...)
+		m.went++
 	}
-	if m.eventIdx {
-		m.put16(m.guest.avail+4+translate.PA(2*m.size), m.seen+uint16(m.r.IntN(3)))
-	} else {
-		m.put16(m.guest.avail, uint16(m.r.IntN(2)))
+	if _, _, ok := m.get(&offered{}); ok {
+		t.Fatal("something was used that was not published")
 	}
+	m.ask(m.r)
+}
+
+// crash puts another queue in the place of this one, which knows nothing.
+func (m *model) crash(t *testing.T) {
+	m.q = m.g.queue(m.config)
+	if _, err := m.q.Resume(); err != nil {
+		t.Fatal(err)
+	}
+	again := append(append(m.staged, m.taken...), m.offers...)
+	m.offers, m.taken, m.staged = again, nil, nil
+	m.fresh, m.first = 0, true
 }
 
 // TestAgainstModel runs random operations on both sides of one ring.
 func TestAgainstModel(t *testing.T) {
-	for seed := range uint64(16) {
-		eventIdx, indirect := seed&1 != 0, seed&2 != 0
-		size := 1 << (1 + seed%7)
+	for seed := range uint64(64) {
+		eventIdx, indirect, packed, ordered := seed&1 != 0, seed&2 != 0, seed&4 != 0, seed&8 != 0
 		t.Run(fmt.Sprintf("seed%d", seed), func(t *testing.T) {
-			m := &model{guest: newGuest(t, size), r: rand.New(rand.NewPCG(seed, 1)), call: newEvent(t), eventIdx: eventIdx, indirect: indirect}
-			for i := range size {
-				m.free = append(m.free, i)
+			m := &model{r: rand.New(rand.NewPCG(seed, 1)), call: newEvent(t), indirect: indirect, ordered: ordered, first: true}
+			size := 1 << (1 + m.r.IntN(7))
+			var base uint16
+			if packed {
+				size = 1 + m.r.IntN(130)
+				p := newPackedGuest(t, size)
+				p.eventIdx = eventIdx
+				m.layout, m.g, base = &packedDriver{p, newIDs(m.r, size)}, p.guest, wrapBit
+			} else {
+				// Start close to the indices' wrap-around.
+				s := &splitDriver{guest: newGuest(t, size), eventIdx: eventIdx, avail: 0xfff0, seen: 0xfff0}
+				for i := range size {
+					s.free = append(s.free, i)
+				}
+				s.put16(s.guest.avail+2, s.avail)
+				s.put16(s.used+2, s.seen)
+				m.layout, m.g, base = s, s.guest, s.avail
 			}
-			// Start close to the indices' wrap-around.
-			start := uint16(0xfff0)
-			m.avail, m.seen = start, start
-			m.put16(m.guest.avail+2, start)
-			m.put16(m.used+2, start)
-			m.q = m.queue(func(c *Config) {
-				c.Base, c.EventIdx, c.Indirect, c.Call = start, eventIdx, indirect, m.call.n
-			})
+			m.config = func(c *Config) {
+				c.Base, c.EventIdx, c.Indirect, c.Call, c.Packed = base, eventIdx, indirect, m.call.n, packed
+			}
+			m.q = m.g.queue(m.config)
 			for range 4000 {
 				switch m.r.IntN(8) {
 				case 0, 1:
@@ -268,15 +372,22 @@ func TestAgainstModel(t *testing.T) {
 				case 6:
 					m.collect(t)
 				case 7:
-					if m.r.IntN(3) == 0 {
+					switch m.r.IntN(4) {
+					case 0:
 						m.unpop(t)
-					} else if err := m.q.SetNotify(m.r.IntN(2) == 0); err != nil {
-						t.Fatal(err)
+					case 1:
+						if ordered {
+							m.crash(t)
+						}
+					default:
+						if err := m.q.SetNotify(m.r.IntN(2) == 0); err != nil {
+							t.Fatal(err)
+						}
 					}
 				}
 			}
-			if m.seen == start {
-				t.Fatal("nothing went through")
+			if m.went < 2*size {
+				t.Fatalf("%d chains went through a ring of %d", m.went, size)
 			}
 		})
 	}
@@ -310,19 +421,98 @@ func FuzzWalk(f *testing.F) {
 		if ok == (err != nil) {
 			t.Fatal(ok, err)
 		}
-		var r, w uint64
-		for _, s := range c.Readable() {
-			r += uint64(s.Len)
-		}
-		for _, s := range c.Writable() {
-			w += uint64(s.Len)
-		}
-		if r != c.ReadableLen() || w != c.WritableLen() || len(c.Readable())+len(c.Writable()) > MaxChain || r+w > 0xffffffff {
-			t.Fatalf("chain %d segments, %d+%d bytes", len(c.Readable())+len(c.Writable()), r, w)
-		}
+		checkSums(t, &c)
 		if ok {
 			c.ReadAll(make([]byte, 64))
 			c.WriteAll(make([]byte, 64))
+		}
+	})
+}
+
+// checkSums: whatever a driver says, a chain stays within its bounds, and its sums are right.
+func checkSums(t *testing.T, c *Chain) {
+	t.Helper()
+	var r, w uint64
+	for _, s := range c.Readable() {
+		r += uint64(s.Len)
+	}
+	for _, s := range c.Writable() {
+		w += uint64(s.Len)
+	}
+	if r != c.ReadableLen() || w != c.WritableLen() || len(c.Readable())+len(c.Writable()) > MaxChain || r+w > 0xffffffff {
+		t.Fatalf("chain %d segments, %d+%d bytes", len(c.Readable())+len(c.Writable()), r, w)
+	}
+}
+
+// FuzzPacked lets a driver write anything into a packed ring while the device works: it takes and uses no more than there is, and
+// writes nowhere else.
+func FuzzPacked(f *testing.F) {
+	f.Add([]byte{0, 1, 2, 3, 4}, []byte{}, true)
+	f.Add([]byte{5, 47, 0x80, 5, 46, 2, 0, 0, 1, 1, 2, 3}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x81, 0}, false)
+	f.Add([]byte{0, 6, 5, 14, 0x80, 0, 4, 0, 1, 2, 6, 0}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x84, 0}, true)
+	f.Fuzz(func(t *testing.T, ops, ring []byte, indirect bool) {
+		const size = 5
+		g := newPackedGuest(t, size)
+		copy(g.at(g.desc, 16*size), ring)
+		q := g.queue(func(c *Config) { c.Indirect, c.EventIdx = indirect, true })
+		behind := g.at(g.used+4, 4096)
+		for i := range behind {
+			behind[i] = 0xa5
+		}
+		var flight []*Chain
+		for len(ops) > 0 {
+			op := ops[0]
+			ops = ops[1:]
+			switch op % 7 {
+			case 0:
+				c := &Chain{}
+				ok, err := q.Pop(c)
+				if ok && err != nil {
+					t.Fatal(err)
+				}
+				if checkSums(t, c); ok {
+					flight = append(flight, c)
+				}
+			case 1:
+				if len(flight) > 0 {
+					i := int(op) / 7 % len(flight)
+					_ = q.Push(flight[i], uint32(op))
+					flight = append(flight[:i:i], flight[i+1:]...)
+				}
+			case 2:
+				_ = q.Signal()
+			case 3:
+				_ = q.SetNotify(op&8 != 0)
+			case 4:
+				if n := len(flight); n > 0 {
+					_ = q.Unpop(flight[n-1])
+					flight = flight[:n-1]
+				}
+			case 5: // a byte of the ring, or of what the driver asks for
+				if len(ops) > 1 {
+					g.at(g.desc, 16*size+4)[int(ops[0])%(16*size+4)] = ops[1]
+					ops = ops[2:]
+				}
+			case 6:
+				if n, err := q.Pending(); n > 1 && err == nil && n > ahead {
+					t.Fatal(n)
+				}
+			}
+			n := 0
+			for _, c := range flight {
+				n += int(c.entries)
+			}
+			if n > size || q.Broken() == nil && q.InFlight() > size {
+				t.Fatalf("%d descriptors in flight, %d", n, q.InFlight())
+			}
+		}
+		for i, b := range behind {
+			if b != 0xa5 {
+				t.Fatalf("byte %d behind the ring was written", i)
+			}
+		}
+		if _, err := q.Resume(); err != nil || int(q.Base()&^wrapBit) >= size {
+			t.Fatal(err, q.Base())
 		}
 	})
 }

@@ -1,41 +1,38 @@
 package virtq
 
 import (
-	"encoding/binary"
 	"fmt"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Flags of the split ring (virtio 1.2, 2.7.5, 2.7.6, 2.7.8).
+// Flags of descriptors, the same in both layouts (virtio 1.2, 2.7.5 and 2.8).
 const (
 	descNext     = 1
 	descWrite    = 2
 	descIndirect = 4
 
-	availNoInterrupt = 1
-	usedNoNotify     = 1
-
-	descSize     = 16
-	usedElemSize = 8
+	descSize = 16
 )
 
-// MaxSize is the largest split queue that virtio allows.
+// MaxSize is the largest queue that virtio allows.
 const MaxSize = 32768
 
 // Config describes a ring that is about to start.
 type Config struct {
 	Index int // queue index, for messages
-	Size  int // entries: a power of two, 1..MaxSize
+	Size  int // entries: 1..MaxSize, and a power of two unless Packed
 
-	// Guest physical addresses of the three areas. Alignment 16, 2 and 4 as
-	// virtio 1.2, 2.7 demands.
+	// Guest physical addresses of the three areas (see Areas): the descriptors, what the driver writes
+	// beside them, and what the device writes.
 	Desc, Avail, Used translate.PA
 
-	// Base is the first available entry to be consumed (SET_VRING_BASE).
+	// Base is where the first chain is to be taken (SET_VRING_BASE): the index of an available entry, or, in a packed
+	// ring, a place.
 	Base uint16
 
+	Packed   bool // VIRTIO_F_RING_PACKED was negotiated
 	EventIdx bool // VIRTIO_F_EVENT_IDX was negotiated
 	Indirect bool // VIRTIO_F_INDIRECT_DESC was negotiated
 
@@ -44,30 +41,37 @@ type Config struct {
 	Err  *Notifier // told when the queue breaks; may be nil
 }
 
-// Queue is the device's side of one running split virtqueue. See the package
-// comment for who may call what.
+// Queue is the device's side of one running virtqueue. What the two layouts have in common is here; split.go and packed.go are what
+// they have not. See the package comment for who may call what.
+//
+// Where the device stands is said by running indices of the available and used rings, or by places in the packed ring.
 type Queue struct {
 	space    *translate.Space
 	idx      int
 	size     uint16 // MaxSize fits
-	mask     uint16
+	mask     uint16 // of a split ring
 	desc     translate.Window
 	avail    translate.Window
 	used     translate.Window
 	table    translate.Window // the indirect one of the chain that is walked
+	packed   bool
 	eventIdx bool
 	indirect bool
 	kick     int
 	call     *Notifier
 	errfd    *Notifier
 
-	lastAvail uint16 // next available entry to pop
-	availSeen uint16 // available index as last read
+	lastAvail uint16 // next to pop
 	usedNext  uint16 // next used entry to fill
-	usedPub   uint16 // used index as last published
-	signalled uint16 // used index at the last interrupt decision
-	everSig   bool   // signalled is meaningful
-	usedFlags uint16
+	usedPub   uint16 // what the driver sees: usedNext as last published
+	round     int    // where the three begin again
+	fresh     int    // published since the last interrupt decision
+	everSig   bool   // there has been one
+
+	availSeen uint16 // split: available index as last read
+	usedFlags uint16 // split
+	staged    []used // packed: from usedPub on; there is room for as many as fit the ring
+	event     uint32 // packed: the device event structure
 
 	ready     [ahead]taken // [pos, have) begin with lastAvail: read before their turn
 	pos, have int
@@ -76,58 +80,68 @@ type Queue struct {
 
 	// Scratch: passing stack memory through Space would make it escape.
 	raw  [descSize]byte
-	elem [usedElemSize]byte
+	elem [8]byte
 }
 
 // New validates a ring's description and returns the queue. It does not touch
 // the ring itself, so it needs neither an epoch nor resident memory; only the
 // addresses are checked, for alignment and overflow.
 func New(space *translate.Space, c Config) (*Queue, error) {
-	if c.Size < 1 || c.Size > MaxSize || c.Size&(c.Size-1) != 0 {
+	switch {
+	case c.Size < 1 || c.Size > MaxSize:
+		return nil, fmt.Errorf("virtq: queue %d: size %d, want 1 to %d", c.Index, c.Size, MaxSize)
+	case !c.Packed && c.Size&(c.Size-1) != 0:
 		return nil, fmt.Errorf("virtq: queue %d: size %d, want a power of two from 1 to %d", c.Index, c.Size, MaxSize)
+	case c.Packed && int(c.Base&^wrapBit) >= c.Size:
+		return nil, fmt.Errorf("virtq: queue %d: base %#x lies beyond %d descriptors", c.Index, c.Base, c.Size)
 	}
-	for _, a := range []struct {
-		name  string
-		pa    translate.PA
-		align uint64
-		n     uint64
-	}{
-		{"descriptor table", c.Desc, 16, DescBytes(c.Size)},
-		{"available ring", c.Avail, 2, AvailBytes(c.Size)},
-		{"used ring", c.Used, 4, UsedBytes(c.Size)},
-	} {
-		if uint64(a.pa)%a.align != 0 {
-			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x, want a multiple of %d", c.Index, a.name, uint64(a.pa), a.align)
+	areas, round := Areas(c.Size, c.Packed), 1<<16
+	if c.Packed {
+		round = 2 * c.Size
+	}
+	for i, pa := range [3]translate.PA{c.Desc, c.Avail, c.Used} {
+		a := &areas[i]
+		if uint64(pa)%a.Align != 0 {
+			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x, want a multiple of %d", c.Index, a.Name, uint64(pa), a.Align)
 		}
-		if _, ok := a.pa.Add(a.n); !ok {
-			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x runs past the end of the address space", c.Index, a.name, uint64(a.pa))
+		if _, ok := pa.Add(a.Bytes); !ok {
+			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x runs past the end of the address space", c.Index, a.Name, uint64(pa))
 		}
 	}
 	q := &Queue{
 		space: space, idx: c.Index, size: uint16(c.Size), mask: uint16(c.Size - 1),
-		desc:     space.Window(c.Desc, DescBytes(c.Size)),
-		avail:    space.Window(c.Avail, AvailBytes(c.Size)),
-		used:     space.Window(c.Used, UsedBytes(c.Size)),
-		eventIdx: c.EventIdx, indirect: c.Indirect,
+		desc:   space.Window(c.Desc, areas[0].Bytes),
+		avail:  space.Window(c.Avail, areas[1].Bytes),
+		used:   space.Window(c.Used, areas[2].Bytes),
+		packed: c.Packed, eventIdx: c.EventIdx, indirect: c.Indirect,
 		kick: c.Kick, call: c.Call, errfd: c.Err,
-		lastAvail: c.Base, availSeen: c.Base,
-		// In a split ring that is being resumed, everything taken has been
-		// returned, so both indices stand at the same place (vhost-user,
-		// SET_VRING_BASE carries only the available one).
-		usedNext: c.Base, usedPub: c.Base,
+		// In a ring that is being resumed, everything taken has been returned, so
+		// the device reads and writes at the same place.
+		lastAvail: c.Base, usedNext: c.Base, usedPub: c.Base, availSeen: c.Base,
+		round: round, event: unknown,
+	}
+	if c.Packed {
+		q.staged = make([]used, 0, c.Size)
 	}
 	return q, nil
 }
 
-// DescBytes, AvailBytes and UsedBytes are the sizes of the three areas of a
-// ring with size entries, event-idx words included (virtio 1.2, 2.7).
-func DescBytes(size int) uint64 { return descSize * uint64(size) }
+// Area is one of the three stretches of memory that a queue consists of.
+type Area struct {
+	Name         string
+	Bytes, Align uint64
+}
 
-// AvailBytes is the size of the available ring; see DescBytes.
-func AvailBytes(size int) uint64 { return 6 + 2*uint64(size) }
-
-// UsedBytes is the size of the used ring; see DescBytes.
-func UsedBytes(size int) uint64 { return 6 + usedElemSize*uint64(size) }
+// Areas describes the areas of a queue with size entries, in the order of Config (virtio 1.2, 2.7 and 2.8.10.1). In a packed queue the
+// two behind the descriptors are the event suppression structures.
+func Areas(size int, packed bool) [3]Area {
+	desc := descSize * uint64(size)
+	if packed {
+		return [3]Area{{"descriptor ring", desc, 16}, {"driver event structure", 4, 4}, {"device event structure", 4, 4}}
+	}
+	n := uint64(size)
+	return [3]Area{{"descriptor table", desc, 16}, {"available ring", 6 + 2*n, 2}, {"used ring", 6 + usedElemSize*n, 4}}
+}
 
 // Index is the queue's number within its device.
 func (q *Queue) Index() int { return q.idx }
@@ -143,12 +157,28 @@ func (q *Queue) Space() *translate.Space { return q.space }
 // user only reads from it and never closes it.
 func (q *Queue) KickFD() int { return q.kick }
 
-// Base is the next available entry, as GET_VRING_BASE reports it. Call it only
-// when the queue is no longer in use.
-func (q *Queue) Base() uint16 { return q.lastAvail }
+// Base is where a queue that takes this one up has to begin, as GET_VRING_BASE reports it: what was popped and not pushed is taken
+// again. Call it only when the queue is no longer in use.
+func (q *Queue) Base() uint16 { return q.usedNext }
 
-// InFlight is the number of chains popped and not yet pushed.
-func (q *Queue) InFlight() int { return int(q.lastAvail - q.usedNext) }
+// InFlight is how much of the ring was popped and not yet pushed: chains, or, in a packed ring, their descriptors.
+func (q *Queue) InFlight() int { return q.between(q.usedNext, q.lastAvail) }
+
+// between is how far b lies behind a.
+func (q *Queue) between(a, b uint16) int {
+	if q.packed {
+		return q.distance(a, b)
+	}
+	return int(b - a)
+}
+
+// after is what lies one chain of n entries behind a.
+func (q *Queue) after(a, n uint16) uint16 {
+	if q.packed {
+		return q.forward(a, int(n))
+	}
+	return a + 1
+}
 
 // Broken returns the error that broke the queue, or nil.
 func (q *Queue) Broken() error {
@@ -208,27 +238,16 @@ func (q *Queue) load16(what string, area *translate.Window, off uint64) (uint16,
 	return uint16(le32(w.Load()) >> shift), nil
 }
 
-// Pending returns how many chains the driver has made available and Pop has not
-// taken. It looks at the ring.
+// Pending returns how many chains the driver has made available at least, and Pop has not
+// taken: 0 if there is none. It looks at the ring.
 func (q *Queue) Pending() (int, error) {
 	if err := q.check(); err != nil {
 		return 0, err
 	}
-	v, err := q.load16("available index", &q.avail, 2)
-	if err != nil {
-		return 0, err
+	if q.packed {
+		return q.pendingPacked()
 	}
-	n := v - q.lastAvail
-	if n > q.size {
-		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("at most %d past %#x", q.size, q.lastAvail))
-	}
-	// A driver cannot own a descriptor twice: what is in flight here is not
-	// available again before it has been pushed.
-	if int(n)+q.InFlight() > int(q.size) {
-		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("no more than %d chains with %d in flight", q.size, q.InFlight()))
-	}
-	q.availSeen = v
-	return int(n), nil
+	return q.pendingSplit()
 }
 
 // Pop takes the next available chain into c. It returns false without an error
@@ -247,17 +266,18 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 		c.take(q.space, t)
 	} else {
 		c.reset(q.space)
-		if err := q.walk(c, t.head, t.desc); err != nil {
+		if err := q.walk(c, t); err != nil {
 			c.reset(q.space)
 			return false, err
 		}
 	}
 	q.pos++
-	q.lastAvail++
+	c.at = q.lastAvail
+	q.lastAvail = q.after(c.at, c.entries)
 	return true, nil
 }
 
-// taken is the beginning of a chain: what the ring has at an available index.
+// taken is the beginning of a chain: what the ring has at its place.
 type taken struct {
 	head  uint16
 	plain bool // the chain is this one buffer
@@ -277,71 +297,41 @@ const (
 // What is wrong with one that is not the next is found again, and reported, in its turn.
 func (q *Queue) fetch() (ok bool, err error) {
 	q.pos, q.have = 0, 0
-	n := int(q.availSeen - q.lastAvail)
-	if n == 0 {
-		n, err = q.Pending()
-	} else {
-		err = q.check()
-	}
-	if n == 0 || err != nil {
+	if err := q.check(); err != nil {
 		return false, err
 	}
-	ring, table := q.avail.Bytes(4+2*uint64(q.size)), q.desc.Bytes(descSize*uint64(q.size))
-	for q.have < min(n, ahead) {
-		if err = q.begin(q.lastAvail+uint16(q.have), &q.ready[q.have], ring, table); err != nil {
-			break
-		}
-		q.have++
+	if q.packed {
+		err = q.fetchPacked()
+	} else {
+		err = q.fetchSplit()
 	}
-	if q.have > 0 {
-		return true, nil
+	if q.have > 0 || err == nil {
+		return q.have > 0, nil
 	}
 	return false, q.judge(err)
 }
 
-// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in one piece. An
-// error is the caller's to judge: it may not be that chain's turn yet.
-func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
-	slot := at & q.mask
-	if ring != nil {
-		t.head = binary.LittleEndian.Uint16(ring[4+2*int(slot):])
-	} else {
-		w, shift, m := q.avail.Around(4 + 2*uint64(slot))
-		if !m.OK() {
-			return &MissError{Queue: q.idx, What: "available ring entry", Miss: m}
-		}
-		t.head = uint16(le32(w.Load()) >> shift)
-	}
-	if t.head >= q.size {
-		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head), Want: fmt.Sprintf("below %d", q.size)}
-	}
+// lookUp tells whether the chain is its first descriptor alone, and has the processor fetch the buffer.
+func (t *taken) lookUp(s *translate.Space) {
 	d := &t.desc
-	if table != nil {
-		d.decode(table[descSize*int(t.head):])
-	} else if m := q.readDesc(&q.desc, uint32(t.head), d); !m.OK() {
-		return &MissError{Queue: q.idx, What: "descriptor", Miss: m}
-	}
 	_, inside := d.addr.Add(uint64(d.len))
 	if t.plain = d.flags&^descWrite == 0 && d.len > 0 && inside; t.plain {
-		t.buf = q.space.Window(d.addr, min(uint64(d.len), firstBytes))
+		t.buf = s.Window(d.addr, min(uint64(d.len), firstBytes))
 		t.buf.Prefetch(d.flags&descWrite != 0)
 	} else {
-		q.space.Prefetch(d.addr, d.flags&descWrite != 0)
+		s.Prefetch(d.addr, d.flags&descWrite != 0)
 	}
-	return nil
 }
 
-// Unpop gives back the last n chains popped, as if they had not been: the
+// Unpop gives back c and all that was popped after it, as if they had not been: the
 // device found that it cannot use them yet. None of them may have been pushed,
 // and no chain popped before them may be pushed out of their order meanwhile.
-func (q *Queue) Unpop(n int) error {
-	if n < 0 || n > q.InFlight() {
-		return fmt.Errorf("virtq: queue %d: cannot give back %d chains, %d are in flight", q.idx, n, q.InFlight())
+func (q *Queue) Unpop(c *Chain) error {
+	if n := q.between(c.at, q.lastAvail); n < 1 || n > q.InFlight() {
+		return fmt.Errorf("virtq: queue %d: a chain is given back that is not in flight", q.idx)
 	}
-	q.lastAvail -= uint16(n)
-	if q.pos -= n; q.pos < 0 {
-		q.pos, q.have = 0, 0 // they are read anew
-	}
+	q.lastAvail = c.at
+	q.pos, q.have = 0, 0 // they are read anew
 	return nil
 }
 
@@ -353,17 +343,18 @@ func (q *Queue) Push(c *Chain, written uint32) error {
 	if err := q.check(); err != nil {
 		return err
 	}
-	if q.InFlight() == 0 {
+	if q.InFlight() < int(c.entries) {
 		return fmt.Errorf("virtq: queue %d: a chain was pushed that was not popped", q.idx)
 	}
 	if uint64(written) > c.writeLen {
 		written = uint32(c.writeLen)
 	}
-	binary.LittleEndian.PutUint64(q.elem[:], uint64(written)<<32|uint64(c.head))
-	if m := q.used.Write8(4+usedElemSize*uint64(q.usedNext&q.mask), &q.elem); !m.OK() {
+	if q.packed {
+		q.staged = append(q.staged, used{q.usedNext, c.head, c.entries, written})
+	} else if m := q.useSplit(c, written); !m.OK() {
 		return q.missed("used ring entry", m)
 	}
-	q.usedNext++
+	q.usedNext = q.after(q.usedNext, c.entries)
 	return nil
 }
 
@@ -376,55 +367,51 @@ func (q *Queue) Publish() error {
 	if q.usedPub == q.usedNext {
 		return nil
 	}
-	if err := q.storeUsed(q.usedNext); err != nil {
+	if q.packed {
+		if m := q.showPacked(); !m.OK() {
+			return q.missed("used descriptor", m)
+		}
+	} else if err := q.storeUsed(q.usedNext); err != nil {
 		return err
 	}
+	q.fresh += q.between(q.usedPub, q.usedNext)
 	q.usedPub = q.usedNext
 	return nil
 }
 
-// storeUsed writes flags and index of the used ring, both the device's, in one
-// store that orders the entries before it and the reads of event words after it.
-func (q *Queue) storeUsed(idx uint16) error {
-	w, m := q.used.Uint32(0)
-	if !m.OK() {
-		return q.missed("used index", m)
-	}
-	w.Store(le32(uint32(q.usedFlags) | uint32(idx)<<16))
-	return nil
-}
-
 // Signal publishes all staged chains and interrupts the driver if it asked for
-// that (virtio 1.2, 2.7.7.2 and 2.7.10).
+// that (virtio 1.2, 2.7.7.2, 2.7.10 and 2.8.14).
 func (q *Queue) Signal() error {
 	if err := q.Publish(); err != nil {
 		return err
 	}
-	if q.everSig && q.signalled == q.usedPub {
+	if q.everSig && q.fresh == 0 {
 		return nil
 	}
-	want := true
-	if q.eventIdx {
-		ev, err := q.load16("used event index", &q.avail, 4+2*uint64(q.size))
-		if err != nil {
-			return err
-		}
-		if q.everSig {
-			// vring_need_event: did the index pass ev since the last decision?
-			want = q.usedPub-ev-1 < q.usedPub-q.signalled
-		}
+	var want bool
+	var err error
+	if q.packed {
+		want, err = q.wantedPacked()
 	} else {
-		fl, err := q.load16("available flags", &q.avail, 0)
-		if err != nil {
-			return err
-		}
-		want = fl&availNoInterrupt == 0
+		want, err = q.wantedSplit()
 	}
-	q.signalled, q.everSig = q.usedPub, true
+	if err != nil {
+		return err
+	}
+	q.fresh, q.everSig = 0, true
 	if want && q.call != nil {
 		q.call.Signal()
 	}
 	return nil
+}
+
+// passed tells whether what was published since the last decision includes the entry ev; nobody knows before the first.
+func (q *Queue) passed(ev uint16) bool {
+	n := q.between(ev, q.usedPub)
+	if n == 0 {
+		n = q.round
+	}
+	return n <= q.fresh || !q.everSig
 }
 
 // Interrupt signals the driver whether it asked for that or not.
@@ -441,56 +428,34 @@ func (q *Queue) SetNotify(on bool) error {
 	if err := q.check(); err != nil {
 		return err
 	}
-	if q.eventIdx {
-		if !on {
-			return nil // the driver kicks once per round of the index at most
-		}
-		return q.storeAvailEvent(q.lastAvail)
+	if q.packed {
+		return q.notifyPacked(on)
 	}
-	fl := uint16(0)
-	if !on {
-		fl = usedNoNotify
-	}
-	if fl == q.usedFlags {
-		return nil
-	}
-	q.usedFlags = fl
-	return q.storeUsed(q.usedPub)
-}
-
-// storeAvailEvent writes the word behind the used entries. The other half of
-// its aligned word is not the device's, hence compare-and-swap; the bound keeps
-// a guest that rewrites its half all the time from holding the loop.
-func (q *Queue) storeAvailEvent(v uint16) error {
-	w, _, m := q.used.Around(4 + usedElemSize*uint64(q.size))
-	if !m.OK() {
-		return q.missed("available event index", m)
-	}
-	for range 64 {
-		old := w.Load()
-		if w.CompareAndSwap(old, le32(le32(old)&0xffff0000|uint32(v))) {
-			return nil
-		}
-	}
-	return q.breakRing("available event index", 0, uint64(v), "a word that the driver leaves alone")
+	return q.notifySplit(on)
 }
 
 // IsRepairable tells whether err is a miss that the host can repair, after
 // which the same call may be repeated.
 func IsRepairable(err error) bool { return Absent(err).Fault() }
 
-// Resume reads the used index and continues from it. A front end that lost its
-// back end knows only that index and hands it over as the base; where the two
-// differ, chains were taken and never returned, and they are taken again (the
+// Resume reads from the ring how much of it the device has used, and continues from there. A front end that lost its
+// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started), and
+// where its base differs, chains were taken and never returned, and they are taken again (the
 // devices here return chains in the order in which they took them). Call it
 // once, before the first Pop. It returns whether the base had to be changed.
 func (q *Queue) Resume() (bool, error) {
-	v, err := q.load16("used index", &q.used, 2)
+	var at uint16
+	var err error
+	if q.packed {
+		at, err = q.resumePacked()
+	} else {
+		at, err = q.load16("used index", &q.used, 2)
+	}
 	if err != nil {
 		return false, err
 	}
-	changed := v != q.lastAvail
-	q.lastAvail, q.availSeen, q.usedNext, q.usedPub = v, v, v, v
+	changed := at != q.lastAvail
+	q.lastAvail, q.availSeen, q.usedNext, q.usedPub = at, at, at, at
 	q.pos, q.have = 0, 0
 	return changed, nil
 }

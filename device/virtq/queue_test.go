@@ -175,37 +175,43 @@ func TestHostileRings(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			g := newGuest(t, 8)
-			errfd := newEvent(t)
-			q := g.queue(func(c *Config) {
-				c.Err = errfd.n
-				if tc.mod != nil {
-					tc.mod(c)
-				}
-			})
-			tc.do(g)
-			var c Chain
-			ok, err := q.Pop(&c)
-			if ok || !errors.Is(err, ErrBroken) {
-				t.Fatalf("Pop = %v, %v", ok, err)
-			}
-			if !strings.Contains(err.Error(), "queue 3: "+tc.what+" ") {
-				t.Errorf("error %q does not name %q", err, tc.what)
-			}
-			if len(c.Readable())+len(c.Writable()) != 0 || c.ReadableLen() != 0 {
-				t.Error("chain holds something after an error")
-			}
-			if q.Broken() == nil || errfd.take(t) != 1 {
-				t.Error("queue is not marked broken, or the front end was not told once")
-			}
-			if _, err := q.Pop(&c); !errors.Is(err, ErrBroken) {
-				t.Errorf("second Pop: %v", err)
-			}
-			for _, err := range []error{q.Push(&c, 0), q.Signal(), q.SetNotify(true), q.Publish()} {
-				if !errors.Is(err, ErrBroken) {
-					t.Errorf("broken queue still works: %v", err)
-				}
-			}
+			refuses(t, g, tc.mod, func() { tc.do(g) }, tc.what)
 		})
+	}
+}
+
+// refuses checks that what do has put into the ring breaks the queue, with an error about what.
+func refuses(t *testing.T, g *guest, mod func(*Config), do func(), what string) {
+	t.Helper()
+	errfd := newEvent(t)
+	q := g.queue(func(c *Config) {
+		c.Err = errfd.n
+		if mod != nil {
+			mod(c)
+		}
+	})
+	do()
+	var c Chain
+	ok, err := q.Pop(&c)
+	if ok || !errors.Is(err, ErrBroken) {
+		t.Fatalf("Pop = %v, %v", ok, err)
+	}
+	if !strings.Contains(err.Error(), "queue 3: "+what+" ") {
+		t.Errorf("error %q does not name %q", err, what)
+	}
+	if len(c.Readable())+len(c.Writable()) != 0 || c.ReadableLen() != 0 {
+		t.Error("chain holds something after an error")
+	}
+	if q.Broken() == nil || errfd.take(t) != 1 {
+		t.Error("queue is not marked broken, or the front end was not told once")
+	}
+	if _, err := q.Pop(&c); !errors.Is(err, ErrBroken) {
+		t.Errorf("second Pop: %v", err)
+	}
+	for _, err := range []error{q.Push(&c, 0), q.Signal(), q.SetNotify(true), q.Publish()} {
+		if !errors.Is(err, ErrBroken) {
+			t.Errorf("broken queue still works: %v", err)
+		}
 	}
 }
 
@@ -273,12 +279,21 @@ func TestNewRefusals(t *testing.T) {
 		"avail":       {func(c *Config) { c.Avail = 0x2001 }, "available ring"},
 		"used":        {func(c *Config) { c.Used = 0x3002 }, "used ring"},
 		"used at end": {func(c *Config) { c.Used = ^translate.PA(0) - 7 }, "used ring"},
+		"large ring":  {func(c *Config) { c.Packed, c.Size = true, 32769 }, "size 32769"},
+		"ring":        {func(c *Config) { c.Packed, c.Desc = true, 0x1008 }, "descriptor ring"},
+		"driver area": {func(c *Config) { c.Packed, c.Avail = true, 0x2002 }, "driver event structure"},
+		"device area": {func(c *Config) { c.Packed, c.Used = true, 0x3002 }, "device event structure"},
+		"base":        {func(c *Config) { c.Packed, c.Base = true, 0x8008 }, "base 0x8008"},
 	} {
 		c := good
 		tc.mod(&c)
 		if _, err := New(s, c); err == nil || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+	good.Packed, good.Size, good.Base = true, 7, 0x8006
+	if _, err := New(s, good); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -295,11 +310,12 @@ func TestUnpopAndMisuse(t *testing.T) {
 			t.Fatal(ok, err)
 		}
 	}
-	if q.InFlight() != 2 || q.Unpop(3) == nil || q.Unpop(-1) == nil {
-		t.Fatal("Unpop of more than is in flight")
-	}
-	if err := q.Unpop(1); err != nil {
+	c := b
+	if err := q.Unpop(&b); err != nil {
 		t.Fatal(err)
+	}
+	if q.InFlight() != 1 || q.Unpop(&c) == nil {
+		t.Fatal("Unpop of what is not in flight")
 	}
 	if ok, err := q.Pop(&b); !ok || err != nil || b.Head() != 1 {
 		t.Fatalf("Pop after Unpop: %v %v head %d", ok, err, b.Head())
@@ -375,8 +391,8 @@ func TestResume(t *testing.T) {
 	if ok, err := q.Pop(&c); !ok || err != nil || c.Head() != 2 {
 		t.Fatalf("Pop = %v, %v, head %d", ok, err, c.Head())
 	}
-	if q.Base() != 0xffff {
-		t.Fatalf("base %#x", q.Base())
+	if err := q.Push(&c, 0); q.Base() != 0xffff || err != nil {
+		t.Fatalf("base %#x, %v", q.Base(), err)
 	}
 }
 
@@ -453,10 +469,13 @@ func TestReadAhead(t *testing.T) {
 	}
 	// Given back within what has been read ahead, and beyond it.
 	for _, k := range []uint16{10, ahead + 2} {
+		var first Chain
 		for i := range k {
-			pop(i)
+			if pop(i); i == 0 {
+				first = c
+			}
 		}
-		if err := q.Unpop(int(k)); err != nil {
+		if err := q.Unpop(&first); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -19,12 +19,12 @@ func le32(v uint32) uint32 {
 
 var hostBig = binary.NativeEndian.Uint16([]byte{0, 1}) == 1
 
-// descriptor is struct virtq_desc (virtio 1.2, 2.7.5), copied in.
+// descriptor is struct virtq_desc (virtio 1.2, 2.7.5) or struct pvirtq_desc (2.8.13), copied in.
 type descriptor struct {
 	addr  translate.PA
 	len   uint32
 	flags uint16
-	next  uint16
+	next  uint16 // packed: the buffer's id
 }
 
 func (q *Queue) readDesc(table *translate.Window, i uint32, d *descriptor) translate.Miss {
@@ -43,11 +43,35 @@ func (d *descriptor) decode(b []byte) {
 	d.len, d.flags, d.next = uint32(last), uint16(last>>32), uint16(last>>48)
 }
 
-// walk follows the chain that starts at head, with descriptor d. The number of steps is bounded by
+// decodePacked takes the two words of a packed ring's descriptor. Whether it is available is no matter any more.
+func (d *descriptor) decodePacked(addr, last uint64) {
+	d.addr, d.len, d.next, d.flags = translate.PA(addr), uint32(last), uint16(last>>32), uint16(last>>48)&^(descAvail|descUsed)
+}
+
+func (q *Queue) readPacked(table *translate.Window, i uint32, d *descriptor) translate.Miss {
+	if m := table.Read16(&q.raw, descSize*uint64(i)); !m.OK() {
+		return m
+	}
+	d.decodePacked(binary.LittleEndian.Uint64(q.raw[:]), binary.LittleEndian.Uint64(q.raw[8:]))
+	return translate.Miss{}
+}
+
+// walk follows the chain that t begins.
+func (q *Queue) walk(c *Chain, t *taken) error {
+	switch {
+	case !q.packed:
+		return q.walkSplit(c, t.head, t.desc)
+	case t.desc.flags&descIndirect != 0:
+		return q.walkTable(c, t)
+	}
+	return q.walkPacked(c, t.desc)
+}
+
+// walkSplit follows a chain from head on, with descriptor d. The number of steps is bounded by
 // the table's size, so a loop ends as an error; so does everything else that
 // virtio 1.2, 2.7.5 forbids a driver to do.
-func (q *Queue) walk(c *Chain, head uint16, d descriptor) error {
-	c.head = head
+func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
+	c.head, c.entries = head, 1
 	var (
 		table    = &q.desc
 		limit    = uint32(q.size) // entries of the table being walked
@@ -55,7 +79,6 @@ func (q *Queue) walk(c *Chain, head uint16, d descriptor) error {
 		steps    uint32
 		indirect bool
 		where    = "descriptor"
-		nread    int
 	)
 	for {
 		if steps == limit {
@@ -67,41 +90,95 @@ func (q *Queue) walk(c *Chain, head uint16, d descriptor) error {
 			}
 		}
 		if d.flags&descIndirect != 0 {
-			switch {
-			case !q.indirect:
-				return q.breakRing(where+" flags", i, uint64(d.flags), "no INDIRECT (not negotiated)")
-			case indirect:
+			if indirect {
 				return q.breakRing(where+" flags", i, uint64(d.flags), "no INDIRECT within an indirect table")
-			case d.flags&descNext != 0:
-				return q.breakRing(where+" flags", i, uint64(d.flags), "INDIRECT without NEXT")
-			case d.len == 0 || d.len%descSize != 0 || d.len > MaxChain*descSize:
-				return q.breakRing("indirect table length", i, uint64(d.len), fmt.Sprintf("a multiple of %d from %d to %d", descSize, descSize, MaxChain*descSize))
 			}
-			if _, ok := d.addr.Add(uint64(d.len)); !ok {
-				return q.breakRing("indirect table address", i, uint64(d.addr), "no wrap-around")
+			if err := q.openTable(&d, i); err != nil {
+				return err
 			}
-			q.table = q.space.Window(d.addr, uint64(d.len))
 			table, limit, i, steps = &q.table, d.len/descSize, 0, 0
 			indirect, where = true, "indirect descriptor"
 			continue
 		}
-		if err := q.addSeg(c, &d, where, i, &nread); err != nil {
+		if err := q.addSeg(c, &d, where, i); err != nil {
 			return err
 		}
 		if d.flags&descNext == 0 {
-			break
+			return nil
 		}
 		if uint32(d.next) >= limit {
 			return q.breakRing(where+" next", i, uint64(d.next), fmt.Sprintf("below %d", limit))
 		}
 		i = uint32(d.next)
 	}
-	c.reads = nread
+}
+
+// walkPacked follows a list of descriptors, d first, which stand one behind the other (2.8.6). The last one has the id. The ring's size is the bound, as the
+// driver owns none of those that are in flight.
+func (q *Queue) walkPacked(c *Chain, d descriptor) error {
+	at, limit := q.lastAvail, int(q.size)-q.InFlight()
+	for n := 1; ; n++ {
+		i := uint32(at &^ wrapBit)
+		if n > 1 {
+			if m := q.readPacked(&q.desc, i, &d); !m.OK() {
+				return q.missed("descriptor", m)
+			}
+			if d.flags&descIndirect != 0 {
+				return q.breakRing("descriptor flags", i, uint64(d.flags), "no INDIRECT in a list")
+			}
+		}
+		if err := q.addSeg(c, &d, "descriptor", i); err != nil {
+			return err
+		}
+		if d.flags&descNext == 0 {
+			c.head, c.entries = d.next, uint16(n)
+			return nil
+		}
+		if n == limit {
+			return q.breakRing("descriptor flags", i, uint64(d.flags), fmt.Sprintf("a list of at most %d", limit))
+		}
+		at = q.forward(at, 1)
+	}
+}
+
+// walkTable goes through a packed ring's indirect table, all of it; of its flags only WRITE counts (2.8.7).
+func (q *Queue) walkTable(c *Chain, t *taken) error {
+	if err := q.openTable(&t.desc, uint32(q.lastAvail&^wrapBit)); err != nil {
+		return err
+	}
+	c.head, c.entries = t.head, 1
+	for i := range t.desc.len / descSize {
+		var d descriptor
+		if m := q.readPacked(&q.table, i, &d); !m.OK() {
+			return q.missed("indirect descriptor", m)
+		}
+		if err := q.addSeg(c, &d, "indirect descriptor", i); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
-func (q *Queue) addSeg(c *Chain, d *descriptor, where string, i uint32, nread *int) error {
-	if d.flags&descWrite == 0 && len(c.segs) != *nread {
+// openTable makes table the one that descriptor i refers to.
+func (q *Queue) openTable(d *descriptor, i uint32) error {
+	switch {
+	case !q.indirect:
+		return q.breakRing("descriptor flags", i, uint64(d.flags), "no INDIRECT (not negotiated)")
+	case d.flags&descNext != 0:
+		return q.breakRing("descriptor flags", i, uint64(d.flags), "INDIRECT without NEXT")
+	case d.len == 0 || d.len%descSize != 0 || d.len > MaxChain*descSize:
+		return q.breakRing("indirect table length", i, uint64(d.len), fmt.Sprintf("a multiple of %d from %d to %d", descSize, descSize, MaxChain*descSize))
+	}
+	if _, ok := d.addr.Add(uint64(d.len)); !ok {
+		return q.breakRing("indirect table address", i, uint64(d.addr), "no wrap-around")
+	}
+	q.table = q.space.Window(d.addr, uint64(d.len))
+	return nil
+}
+
+// addSeg appends a buffer to the chain.
+func (q *Queue) addSeg(c *Chain, d *descriptor, where string, i uint32) error {
+	if d.flags&descWrite == 0 && len(c.segs) != c.reads {
 		return q.breakRing(where+" flags", i, uint64(d.flags), "no readable buffer behind a writable one")
 	}
 	if d.len == 0 {
@@ -115,7 +192,7 @@ func (q *Queue) addSeg(c *Chain, d *descriptor, where string, i uint32, nread *i
 	}
 	c.segs = append(c.segs, Seg{PA: d.addr, Len: d.len})
 	if d.flags&descWrite == 0 {
-		*nread++
+		c.reads++
 		c.readLen += uint64(d.len)
 	} else {
 		c.writeLen += uint64(d.len)

@@ -123,7 +123,7 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 		got, err := q.Pop(c)
 		if err != nil {
 			if m := virtq.Absent(err); m.Fault() {
-				p.unpop(q, bufs)
+				p.unget(q, bufs)
 				p.rxWait.raise(q.Space(), m, true)
 				return 0, false
 			}
@@ -152,7 +152,7 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 // which breaks the queue.
 func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) {
 	if m.Fault() {
-		p.unpop(q, popped)
+		p.unget(q, popped)
 		p.rxWait.raise(q.Space(), m, true)
 		return false
 	}
@@ -163,11 +163,19 @@ func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) 
 
 func (p *pair) giveBack(q *virtq.Queue, n int, why lfe.Reason) {
 	p.d.drop(p.loop, why)
-	p.unpop(q, n)
+	p.unget(q, n)
 }
 
-func (p *pair) unpop(q *virtq.Queue, n int) {
-	if err := q.Unpop(n); err != nil {
+// unget gives the first n of rxc back, which are all that is popped.
+func (p *pair) unget(q *virtq.Queue, n int) {
+	if n > 0 {
+		p.unpop(q, &p.rxc[0])
+	}
+}
+
+// unpop gives back c and what was popped after it.
+func (p *pair) unpop(q *virtq.Queue, c *virtq.Chain) {
+	if err := q.Unpop(c); err != nil {
 		p.broke(q, err)
 	}
 }

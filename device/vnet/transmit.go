@@ -120,7 +120,7 @@ func (p *pair) send(q *virtq.Queue, in *lfe.Batch) bool {
 			break
 		}
 		if m := p.copyIn(c, b, int(n-headerLen)); m.Fault() {
-			p.unpop(q, 1)
+			p.unpop(q, c)
 			p.txWait.raise(q.Space(), m, false)
 			return false
 		} else if !m.OK() {

@@ -69,7 +69,8 @@ const maxIndirect = 16
 
 func newQueue(m *Memory, index, size int, eventIdx, indirect bool) (q *Queue, err error) {
 	q = &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1}
-	dn, an, un := int(virtq.DescBytes(size)), int(virtq.AvailBytes(size)), int(virtq.UsedBytes(size))
+	areas := virtq.Areas(size, false)
+	dn, an, un := int(areas[0].Bytes), int(areas[1].Bytes), int(areas[2].Bytes)
 	aOff := dn
 	uOff := aOff + (an+2+3)&^3 // the word around used_event is ours alone
 	end := uOff + (un+2+3)&^3

@@ -1,0 +1,223 @@
+package virtq
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The packed ring (virtio 1.2, 2.8): descriptors alone, which the driver makes available and the device overwrites when they are used.
+// Two of their flags say which it is, in terms of a wrap counter that changes with every round.
+//
+// A place is the offset of a descriptor and, in bit 15, the wrap counter there, as event structures and vhost-user's bases have it.
+
+const (
+	descAvail = 1 << 7
+	descUsed  = 1 << 15
+
+	wrapBit = 1 << 15
+
+	// Flags of the event structures (2.8.10), the upper half of their word; the lower one is a place.
+	eventEnable  = 0 << 16
+	eventDisable = 1 << 16
+	eventDesc    = 2 << 16
+	eventMask    = 3 << 16
+	unknown      = eventMask // is reserved: nothing was written yet
+)
+
+// distance is how far place b lies behind a, within two rounds. For a place beyond the ring, which a driver may make up, it is any number.
+func (q *Queue) distance(a, b uint16) int {
+	n := int(b&^wrapBit) - int(a&^wrapBit) + (int(b>>15)-int(a>>15))*int(q.size)
+	if n < 0 {
+		n += q.round
+	}
+	return n
+}
+
+// forward is the place n descriptors, at most a round, behind p.
+func (q *Queue) forward(p uint16, n int) uint16 {
+	at := int(p&^wrapBit) + n
+	if at >= int(q.size) {
+		at -= int(q.size)
+		p ^= wrapBit
+	}
+	return p&wrapBit | uint16(at)
+}
+
+// availableAt and usedAt are the two flags of a descriptor at place p that has been made available, and that has been used (2.8.1).
+func availableAt(p uint16) uint32 {
+	if p&wrapBit != 0 {
+		return descAvail
+	}
+	return descUsed
+}
+
+func usedAt(p uint16) uint32 {
+	if p&wrapBit != 0 {
+		return descAvail | descUsed
+	}
+	return 0
+}
+
+// tail is where a descriptor's last word, id and flags, lies.
+func tail(p uint16) uint64 { return descSize*uint64(p&^wrapBit) + 12 }
+
+// pendingPacked looks at the next descriptor, no further.
+func (q *Queue) pendingPacked() (int, error) {
+	w, m := q.desc.Uint32(tail(q.lastAvail))
+	if !m.OK() {
+		return 0, q.missed("descriptor", m)
+	}
+	flags := le32(w.Load()) >> 16
+	if flags&(descAvail|descUsed) != availableAt(q.lastAvail) {
+		return 0, nil
+	}
+	// All are in flight: the driver cannot own one of them.
+	if q.InFlight() == int(q.size) {
+		return 0, q.breakRing("descriptor flags", uint32(q.lastAvail&^wrapBit), uint64(flags), fmt.Sprintf("no more than %d descriptors in flight", q.size))
+	}
+	return 1, nil
+}
+
+// fetchPacked fills ready, until something is wrong. Where the chain behind one of several descriptors begins is not known
+// before that one is walked, so it is the last.
+func (q *Queue) fetchPacked() error {
+	most := min(int(q.size)-q.InFlight(), ahead)
+	if most == 0 {
+		_, err := q.pendingPacked()
+		return err
+	}
+	ring := q.desc.Bytes(descSize * uint64(q.size))
+	for at := q.lastAvail; q.have < most; at = q.forward(at, 1) {
+		t := &q.ready[q.have]
+		w, m := q.desc.Uint32(tail(at))
+		if !m.OK() {
+			return &MissError{Queue: q.idx, What: "descriptor", Miss: m}
+		}
+		last := le32(w.Load()) // before the others: these are the driver's until it says so
+		if last>>16&(descAvail|descUsed) != availableAt(at) {
+			return nil
+		}
+		b := q.raw[:]
+		if ring != nil {
+			b = ring[descSize*int(at&^wrapBit):][:descSize]
+		} else if m := q.desc.Read16(&q.raw, descSize*uint64(at&^wrapBit)); !m.OK() {
+			return &MissError{Queue: q.idx, What: "descriptor", Miss: m}
+		}
+		t.desc.decodePacked(binary.LittleEndian.Uint64(b), uint64(last)<<32|uint64(binary.LittleEndian.Uint32(b[8:])))
+		t.head = t.desc.next
+		t.lookUp(q.space)
+		if q.have++; t.desc.flags&descNext != 0 {
+			return nil
+		}
+	}
+	return nil
+}
+
+// used is a chain that was pushed and the driver has not seen.
+type used struct {
+	at      uint16 // place of its used descriptor
+	id      uint16
+	entries uint16
+	written uint32
+}
+
+// showPacked writes the used descriptors of the staged chains. The driver looks at them one after the other, so it sees none
+// before the first, which is marked last (2.8.9), in a store that orders the others before it, and the reads of event words after it.
+func (q *Queue) showPacked() translate.Miss {
+	for i := len(q.staged) - 1; i >= 0; i-- {
+		if m := q.show(&q.staged[i], i == 0); !m.OK() {
+			return m
+		}
+	}
+	q.staged = q.staged[:0]
+	return translate.Miss{}
+}
+
+func (q *Queue) show(u *used, first bool) translate.Miss {
+	// A list has one used descriptor, and what is behind it is skipped. Drivers do not look there; but marked
+	// as well, all USED flags together tell how far the device is, whatever happens to it: see resumePacked.
+	for n := int(u.entries) - 1; n > 0; n-- {
+		p := q.forward(u.at, n)
+		w, m := q.desc.Uint32(tail(p))
+		if !m.OK() {
+			return m
+		}
+		w.Store(le32(usedAt(p)<<16 | uint32(u.id)))
+	}
+	last := usedAt(u.at)<<16 | uint32(u.id)
+	if u.written > 0 {
+		last |= descWrite << 16
+	}
+	if !first {
+		binary.LittleEndian.PutUint64(q.elem[:], uint64(last)<<32|uint64(u.written))
+		return q.desc.Write8(tail(u.at)-4, &q.elem)
+	}
+	n, m := q.desc.Uint32(tail(u.at) - 4)
+	if !m.OK() {
+		return m
+	}
+	w, m := q.desc.Uint32(tail(u.at))
+	if m.OK() {
+		n.Store(le32(u.written))
+		w.Store(le32(last))
+	}
+	return m
+}
+
+// wantedPacked tells whether the driver asked for an interrupt.
+func (q *Queue) wantedPacked() (bool, error) {
+	w, m := q.avail.Uint32(0)
+	if !m.OK() {
+		return false, q.missed("driver event structure", m)
+	}
+	v := le32(w.Load())
+	if q.eventIdx && v&eventMask == eventDesc {
+		return q.passed(uint16(v)), nil
+	}
+	return v&eventMask != eventDisable, nil
+}
+
+// notifyPacked is SetNotify.
+func (q *Queue) notifyPacked(on bool) error {
+	v := uint32(eventEnable)
+	switch {
+	case !on && q.event&eventMask == eventDesc:
+		return nil // the driver kicks once in two rounds of the ring at most
+	case !on:
+		v = eventDisable
+	case q.eventIdx:
+		v = eventDesc | uint32(q.lastAvail)
+	}
+	if v == q.event {
+		return nil
+	}
+	w, m := q.used.Uint32(0)
+	if !m.OK() {
+		return q.missed("device event structure", m)
+	}
+	w.Store(le32(v))
+	q.event = v
+	return nil
+}
+
+// resumePacked finds the place of the next used descriptor. The device alone changes USED flags, and changes all of them once in each
+// round: those before the place have the wrap counter that is valid there, those behind it the other one. A new ring is
+// all zeros, and begins with 1.
+func (q *Queue) resumePacked() (uint16, error) {
+	var first uint32
+	for at := range q.size {
+		w, m := q.desc.Uint32(tail(at))
+		if !m.OK() {
+			return 0, q.missed("descriptor", m)
+		}
+		used := le32(w.Load()) >> 16 & descUsed
+		if at == 0 {
+			first = used
+		} else if used != first {
+			return at | uint16(first), nil
+		}
+	}
+	return uint16(first) ^ wrapBit, nil
+}

@@ -28,6 +28,12 @@ import (
 // localSlice is how many bytes a turn may copy before others have theirs.
 const localSlice = 64 << 10
 
+// Messages of streamFrom bytes, which is where Go's copy does so too, are copied past the caches; not in pieces of less than streamLeast.
+const (
+	streamFrom  = 1 << 20
+	streamLeast = 2 << 10
+)
+
 // outcome is what became of an attempt to go the local way.
 type outcome uint8
 
@@ -231,9 +237,17 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 		if !m.OK() {
 			return done, localFrame
 		}
-		done += uint64(copy(dst, src))
+		done += uint64(s.copy(dst, src))
 	}
 	return done, localDone
+}
+
+// copy copies a part of the message.
+func (s *sendSlot) copy(dst, src []byte) int {
+	if s.w.Length >= streamFrom {
+		return stream(dst, src)
+	}
+	return copy(dst, src)
 }
 
 // placed is the responder's part after size bytes of s from off on were placed.
@@ -276,7 +290,7 @@ func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res o
 		if !m.OK() {
 			return done, q.missedOwn(s, at, m)
 		}
-		done += uint64(copy(dst, src))
+		done += uint64(s.copy(dst, src))
 	}
 	return done, localDone
 }

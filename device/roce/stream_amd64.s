@@ -1,0 +1,50 @@
+#include "textflag.h"
+
+// func streamBlocks(dst, src *byte, n int)
+TEXT ·streamBlocks(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+
+	// The first bytes, then on from where the destination is aligned.
+	MOVOU (SI), X0
+	MOVOU X0, (DI)
+	MOVQ DI, AX
+	NEGQ AX
+	ANDQ $15, AX
+	ADDQ AX, DI
+	ADDQ AX, SI
+	SUBQ AX, CX
+
+	SUBQ $64, CX
+	JLT last
+
+loop:
+	PREFETCHNTA 512(SI)
+	MOVOU (SI), X0
+	MOVOU 16(SI), X1
+	MOVOU 32(SI), X2
+	MOVOU 48(SI), X3
+	MOVNTO X0, (DI)
+	MOVNTO X1, 16(DI)
+	MOVNTO X2, 32(DI)
+	MOVNTO X3, 48(DI)
+	ADDQ $64, SI
+	ADDQ $64, DI
+	SUBQ $64, CX
+	JGE loop
+
+last:
+	// CX is 64 less than what is left: the block that ends with the last byte.
+	ADDQ CX, SI
+	ADDQ CX, DI
+	MOVOU (SI), X0
+	MOVOU 16(SI), X1
+	MOVOU 32(SI), X2
+	MOVOU 48(SI), X3
+	MOVOU X0, (DI)
+	MOVOU X1, 16(DI)
+	MOVOU X2, 32(DI)
+	MOVOU X3, 48(DI)
+	SFENCE // before anybody is told
+	RET

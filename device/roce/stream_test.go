@@ -1,0 +1,61 @@
+package roce
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+)
+
+// TestStream: every byte and no other, whatever the places and lengths.
+func TestStream(t *testing.T) {
+	const room = 4*streamLeast + 256
+	src, dst, want := make([]byte, room), make([]byte, room), make([]byte, room)
+	for i := range src {
+		src[i] = byte(i*7 + i>>8)
+	}
+	rng := rand.New(rand.NewPCG(1, 1))
+	for i := range 20_000 {
+		from, to := rng.IntN(80), rng.IntN(80)
+		a, b := rng.IntN(4*streamLeast), rng.IntN(4*streamLeast)
+		if i%3 == 0 {
+			a = streamLeast - 8 + rng.IntN(16)
+		}
+		for i := range dst {
+			dst[i] = 0xa5
+		}
+		copy(want, dst)
+		n := copy(want[to:to+b], src[from:from+a])
+		if got := stream(dst[to:to+b], src[from:from+a]); got != n {
+			t.Fatalf("%d to %d bytes: %d copied", a, b, got)
+		}
+		if !bytes.Equal(dst, want) {
+			t.Fatalf("%d bytes from %d to %d differ", n, from, to)
+		}
+	}
+}
+
+// BenchmarkStream: slices of messages all over more memory than caches hold.
+func BenchmarkStream(b *testing.B) {
+	const memory = 64 << 20
+	dst, src := make([]byte, memory), make([]byte, memory)
+	for i := range src {
+		src[i], dst[i] = byte(i), 1
+	}
+	for _, how := range []struct {
+		name string
+		copy func(dst, src []byte) int
+	}{
+		{"copy", func(dst, src []byte) int { return copy(dst, src) }},
+		{"stream", stream},
+	} {
+		b.Run(fmt.Sprintf("%d/%s", localSlice, how.name), func(b *testing.B) {
+			b.SetBytes(localSlice)
+			at := 0
+			for range b.N {
+				how.copy(dst[at:][:localSlice], src[at:][:localSlice])
+				at = (at + localSlice) % memory
+			}
+		})
+	}
+}

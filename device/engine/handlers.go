@@ -119,6 +119,9 @@ func (l *Loop) removePoller(p Poller) {
 	for i, e := range l.pollers {
 		if e.p == p {
 			l.pollers = slices.Delete(l.pollers, i, i+1)
+			if l.worker == e {
+				l.worker = nil
+			}
 			switch l.stage {
 			case stagePrepare, stageSleep, stageResume:
 				if i < l.prepared {

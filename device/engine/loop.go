@@ -41,6 +41,8 @@ const (
 	maxEvents    = 64   // epoll events taken at once
 	maxPosts     = 64   // posts run per iteration, so that they cannot starve the data path
 	postCapacity = 1024 // posts waiting
+	// How long a loop counts as shared, ns: some turns of everybody, however long those are.
+	sharedFor = 1e6
 	// While busy with pollers, epoll is looked at once in so many iterations: the call costs more than a poll.
 	epollEvery = 8
 )
@@ -101,6 +103,8 @@ type Loop struct {
 	watchGen   int32
 	timers     timerHeap
 	pollers    []*pollerEntry
+	worker     *pollerEntry // who had work last, mailboxes left aside
+	sharedAt   int64        // when that was another one than before
 	hooks      []*Hook
 
 	// Shared.
@@ -179,6 +183,10 @@ func (l *Loop) ID() int { return l.id }
 
 // Now returns the time of the current iteration in nanoseconds. Loop thread only; elsewhere use the clock.
 func (l *Loop) Now() int64 { return l.now }
+
+// Shared tells whether several pollers have had work lately (sharedFor): whoever has much to do then does it in small parts, for the
+// others' sake. Mailboxes do not count, for what they hand over belongs to a poller. Loop thread only.
+func (l *Loop) Shared() bool { return l.now-l.sharedAt < sharedFor }
 
 // Clock returns the loop's clock, which is safe to read anywhere.
 func (l *Loop) Clock() Clock { return l.clock }

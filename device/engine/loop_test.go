@@ -493,3 +493,42 @@ func BenchmarkIteration(b *testing.B) {
 		}
 	})
 }
+
+// A loop is shared for some time after a poller had work that is not the one that had it before.
+func TestShared(t *testing.T) {
+	clock := NewManualClock(1e9)
+	l := newLoop(t, Config{Clock: clock})
+	a, b := &testPoller{}, &testPoller{}
+	l.AddPoller(a)
+	l.AddPoller(b)
+	mail := NewMailbox(l, 8, func(int) {}, nil)
+	defer mail.Close()
+	step := func(want bool, what string, ps ...*testPoller) {
+		t.Helper()
+		for _, p := range ps {
+			p.work.Add(1)
+		}
+		l.Step()
+		if l.Shared() != want {
+			t.Errorf("%s: shared is %t", what, !want)
+		}
+	}
+	l.Step()
+	clock.Advance(2 * time.Millisecond)
+	step(false, "nobody had work")
+	step(true, "somebody has it for the first time", a)
+	clock.Advance(2 * time.Millisecond)
+	mail.Put(1)
+	step(false, "one goes on, and has mail", a)
+	step(true, "both", a, b)
+	step(true, "the other is idle now", a)
+	clock.Advance(900 * time.Microsecond)
+	step(true, "for less than a millisecond", a)
+	clock.Advance(200 * time.Microsecond)
+	step(false, "for longer", a)
+	step(true, "the other alone", b)
+	clock.Advance(2 * time.Millisecond)
+	step(false, "for longer", b)
+	l.RemovePoller(b)
+	step(true, "in place of one that was removed", a)
+}

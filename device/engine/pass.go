@@ -53,6 +53,9 @@ func (l *Loop) pass(block bool) (complete bool) {
 				l.current = &p.h
 				if p.p.Poll(l.now) {
 					l.busy = true
+					if p != l.worker && p.mail == nil {
+						l.worker, l.sharedAt = p, l.now
+					}
 				}
 				l.current = nil
 				l.blamed = nil

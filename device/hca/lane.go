@@ -21,6 +21,7 @@ const (
 	// gets its share whatever the others do.
 	qpBudget   = 16
 	pollBudget = 128
+	pollShared = 32 // while others have work for the loop, for their latency
 	// QPs that may consume nothing of pollBudget still cost a turn each.
 	pollTurns = 64
 	// What is copied without packets counts against pollBudget, too, in units of 4 KiB,
@@ -176,6 +177,9 @@ func (l *lane) Poll(now int64) bool {
 		l.failQPs()
 	}
 	budget := pollBudget
+	if l.loop.Shared() {
+		budget = pollShared
+	}
 	for turns := 0; l.first != nil && turns < pollTurns && budget > 0; turns++ {
 		q := l.pop()
 		l.cur = q

@@ -69,21 +69,30 @@ type meeting struct {
 	held bool
 }
 
+// How many bytes a turn may copy while nobody else has work for the loop, and while others have.
+const (
+	sliceAlone  = 64 << 10
+	sliceShared = 16 << 10
+)
+
 // Peer implements roce.Adapter.
-func (q *qp) Peer() *roce.QP {
+func (q *qp) Peer() (*roce.QP, uint64) {
 	l := q.lane
 	p := q.neighbour()
 	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
 	if p == nil || p == q || p.lane.loop != l.loop || p.dead || p.neighbour() != q || l.meeting.held || !q.near.route.Enter(l.loop) {
-		return nil
+		return nil, 0
 	}
 	tok, ok := p.lane.enter()
 	if !ok {
 		q.near.route.Leave(l.loop)
-		return nil
+		return nil, 0
 	}
 	l.meeting = meeting{q: q, far: p.lane, tok: tok, held: true}
-	return p.t
+	if l.loop.Shared() {
+		return p.t, sliceShared
+	}
+	return p.t, sliceAlone
 }
 
 // part ends a meeting, if there is one; also while a vanished page unwinds it, and

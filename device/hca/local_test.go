@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -255,7 +256,7 @@ func TestLocalHolds(t *testing.T) {
 	q := a.g.qpFor(a.n)
 	w.loops[0].Do(func() {
 		tok, _ := q.lane.enter()
-		if q.Peer() != b.g.qpFor(b.n).t {
+		if p, _ := q.Peer(); p != b.g.qpFor(b.n).t {
 			t.Fatal("another peer")
 		}
 		da, db := a.g.space.Epochs().Flip(), b.g.space.Epochs().Flip()
@@ -309,4 +310,43 @@ func TestLocalHole(t *testing.T) {
 			other.must(abi.CmdQueryPort, nil)
 		})
 	}
+}
+
+// Copies are made in slices: small ones while another VM has work for the loop, which then waits for less than 20 us.
+func TestLocalSlices(t *testing.T) {
+	w := localWorld(t, 1, 2)
+	a, b := w.pair()
+	const size = 512 << 10
+	x, y := newMover(t, a, b, size), newMover(t, b, a, size)
+	post := func(m *mover) {
+		s := m.a.wqe()
+		s.SetRequest(1, abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(uint64(m.dst), m.rkey)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(m.src), Length: uint32(m.size), LKey: m.lkey}})
+		m.a.post()
+	}
+	copied := func(m *mover) uint64 { return m.a.g.qpFor(m.a.n).lane.stats.LocalBytes }
+	most := func(m *mover) (n uint64) {
+		for until := copied(m) + size; copied(m) < until; {
+			was := copied(m)
+			w.step(1)
+			n = max(n, copied(m)-was)
+		}
+		return n
+	}
+	x.expect("before", false)
+	w.clock.Advance(2 * time.Millisecond)
+	post(x)
+	if n := most(x); n != 4*sliceAlone {
+		t.Errorf("%d bytes in a pass for one VM alone, want four slices of %d", n, sliceAlone)
+	}
+	x.a.scq.await(1)
+	post(y)
+	w.step(1)
+	post(x)
+	if n := most(x); n != 4*sliceShared {
+		t.Errorf("%d bytes in a pass for one VM of two, want four slices of %d", n, sliceShared)
+	}
+	x.a.scq.await(1)
+	y.a.scq.await(1)
 }

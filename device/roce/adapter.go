@@ -84,8 +84,9 @@ type Adapter interface {
 
 	// Peer returns the QP that this one's frames would reach now and whose frames would
 	// reach this one, if it lives on the same loop and nothing wants to see the frames;
-	// else nil. It stays so, and memory of both stays mapped, until Run returns.
-	Peer() *QP
+	// else nil. It stays so, and memory of both stays mapped, until Run returns. slice is how many bytes this
+	// Run may copy before others have their turn, one packet at least.
+	Peer() (p *QP, slice uint64)
 	// GatherSpan, ScatterSpan and RemoteSpan are Gather, Scatter, and ReadRemote or
 	// WriteRemote (need says which), in two steps: they return guest memory from byte off, or va, on: at
 	// least one byte and at most n, as far as it is contiguous, until the QP's Run

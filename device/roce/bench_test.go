@@ -95,7 +95,7 @@ func (n *benchNode) WriteRemote(_ translate.Key, va translate.VA, src []byte) tr
 func (n *benchNode) AtomicRemote(_ translate.Key, _ translate.VA, _ AtomicOp, _, _ uint64) (uint64, translate.Miss) {
 	return 0, n.miss(0)
 }
-func (n *benchNode) Peer() *QP { return n.near }
+func (n *benchNode) Peer() (*QP, uint64) { return n.near, 64 << 10 }
 func (n *benchNode) GatherSpan(_ *WQE, off, k uint64) ([]byte, translate.Miss) {
 	return n.mem[off:][:k], n.miss(0)
 }

@@ -25,9 +25,6 @@ import (
 //
 // A miss in memory of one's own suspends as it does when a frame is made.
 
-// localSlice is how many bytes a turn may copy before others have theirs.
-const localSlice = 64 << 10
-
 // Messages of streamFrom bytes, which is where Go's copy does so too, are copied past the caches; not in pieces of less than streamLeast.
 const (
 	streamFrom  = 1 << 20
@@ -44,19 +41,19 @@ const (
 	localMiss                 // own memory missed: requester.missed
 )
 
-// localPeer returns the peer if requests may go to it directly in this turn.
-func (q *QP) localPeer() *QP {
-	p := q.a.Peer()
+// localPeer returns the peer if requests may go to it directly in this turn, and how many bytes of them.
+func (q *QP) localPeer() (*QP, uint64) {
+	p, slice := q.a.Peer()
 	if p == nil || p == q || p.closed || p.typ != q.typ || p.mtu != q.mtu || p.state < RTR || p.state == Err {
-		return nil
+		return nil, 0
 	}
 	// What admits would say, in both directions.
 	x, y := &q.attr.AV, &p.attr.AV
 	if q.attr.DestQPN != p.cfg.QPN || p.attr.DestQPN != q.cfg.QPN || x.RoCEv1 != y.RoCEv1 ||
 		x.SMAC != y.DMAC || x.DMAC != y.SMAC || x.SGID != y.DGID || x.DGID != y.SGID || !sameVLAN(x.VLAN, y.VLAN) {
-		return nil
+		return nil, 0
 	}
-	return p
+	return p, slice
 }
 
 // expects tells whether the responder is between packets and waits for psn.

@@ -18,14 +18,14 @@ const (
 func (m localMode) String() string { return [...]string{"frames", "local", "mixed"}[m] }
 
 // Peer implements Adapter.
-func (n *node) Peer() *QP {
+func (n *node) Peer() (*QP, uint64) {
 	if n.f.local == framesOnly || n.f.local == localMixed && n.f.rng.Intn(3) == 0 {
-		return nil
+		return nil, 0
 	}
 	if p := n.f.byQPN(n.q.attr.DestQPN); p != nil && p.f == n.f {
-		return p.q
+		return p.q, 4096 << n.f.rng.Intn(5)
 	}
-	return nil
+	return nil, 0
 }
 
 // span cuts what n bytes from va on are to what is contiguous: some of it, and

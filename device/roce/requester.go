@@ -213,7 +213,7 @@ func (q *QP) runRC(budget int) (more bool) {
 		return false
 	}
 	q.blocked = false
-	asked, left := false, uint64(localSlice)
+	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
 		if q.rnrAt != 0 || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
 			return false
@@ -237,7 +237,8 @@ func (q *QP) runRC(budget int) (more bool) {
 			continue
 		}
 		if !asked {
-			asked, q.near = true, q.localPeer()
+			asked = true
+			q.near, left = q.localPeer()
 		}
 		if q.near != nil {
 			switch q.localRC(q.near, s, &left) {

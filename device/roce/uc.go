@@ -8,14 +8,15 @@ import "github.com/vnicd/vnicd/device/wire"
 
 // runUC sends up to budget packets.
 func (q *QP) runUC(budget int) (more bool) {
-	asked, left := false, uint64(localSlice)
+	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
 		s := q.nextUnacked()
 		if s == nil {
 			return false
 		}
 		if !asked {
-			asked, q.near = true, q.localPeer()
+			asked = true
+			q.near, left = q.localPeer()
 		}
 		if q.near != nil && q.nxt != s.end {
 			switch q.localUC(q.near, s, &left) {

@@ -21,7 +21,7 @@ const (
 	// gets its share whatever the others do.
 	qpBudget   = 16
 	pollBudget = 128
-	pollShared = 32 // while others have work for the loop, for their latency
+	pollShared = 32 // while other VMs have work for the loop, for their latency: a slice
 	// QPs that may consume nothing of pollBudget still cost a turn each.
 	pollTurns = 64
 	// What is copied without packets counts against pollBudget, too, in units of 4 KiB,

@@ -69,10 +69,10 @@ type meeting struct {
 	held bool
 }
 
-// How many bytes a turn may copy while nobody else has work for the loop, and while others have.
+// How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as long as a pass may.
 const (
-	sliceAlone  = 64 << 10
-	sliceShared = 16 << 10
+	slice      = 64 << 10
+	sliceAlone = 256 << 10
 )
 
 // Peer implements roce.Adapter.
@@ -89,10 +89,10 @@ func (q *qp) Peer() (*roce.QP, uint64) {
 		return nil, 0
 	}
 	l.meeting = meeting{q: q, far: p.lane, tok: tok, held: true}
-	if l.loop.Shared() {
-		return p.t, sliceShared
+	if l.first == nil && !l.loop.Shared() {
+		return p.t, sliceAlone
 	}
-	return p.t, sliceAlone
+	return p.t, slice
 }
 
 // part ends a meeting, if there is one; also while a vanished page unwinds it, and

@@ -312,7 +312,7 @@ func TestLocalHole(t *testing.T) {
 	}
 }
 
-// Copies are made in slices: small ones while another VM has work for the loop, which then waits for less than 20 us.
+// Copies are made in slices, and a pass is one while another VM has work for the loop. Nobody waits for more.
 func TestLocalSlices(t *testing.T) {
 	w := localWorld(t, 1, 2)
 	a, b := w.pair()
@@ -337,16 +337,38 @@ func TestLocalSlices(t *testing.T) {
 	x.expect("before", false)
 	w.clock.Advance(2 * time.Millisecond)
 	post(x)
-	if n := most(x); n != 4*sliceAlone {
-		t.Errorf("%d bytes in a pass for one VM alone, want four slices of %d", n, sliceAlone)
+	if n := most(x); n != sliceAlone {
+		t.Errorf("%d bytes in a pass for one VM alone, want %d", n, sliceAlone)
 	}
 	x.a.scq.await(1)
 	post(y)
 	w.step(1)
 	post(x)
-	if n := most(x); n != 4*sliceShared {
-		t.Errorf("%d bytes in a pass for one VM of two, want four slices of %d", n, sliceShared)
+	if n := most(x); n != slice {
+		t.Errorf("%d bytes in a pass for one VM of two, want %d", n, slice)
 	}
 	x.a.scq.await(1)
 	y.a.scq.await(1)
+	w.clock.Advance(2 * time.Millisecond)
+	c, d := a.g.qp(qpSpec{pd: 1}), b.g.qp(qpSpec{pd: 1})
+	c.connectRC(d)
+	d.connectRC(c)
+	z := newMover(t, c, d, size)
+	got := func(m *mover) (n int) {
+		for src, dst := m.a.g.at(m.src, m.size), m.b.g.at(m.dst, m.size); n < m.size && src[n] == dst[n]; n++ {
+		}
+		return n
+	}
+	for _, m := range []*mover{x, z} {
+		for i, b := range m.b.g.at(m.dst, m.size) {
+			m.a.g.at(m.src, m.size)[i] = ^b
+		}
+		post(m)
+	}
+	w.step(1)
+	if got(x) != 2*slice || got(z) != 2*slice {
+		t.Errorf("%d and %d bytes in a pass for two QPs of one VM, want two slices of %d for each", got(x), got(z), slice)
+	}
+	x.a.scq.await(1)
+	z.a.scq.await(1)
 }

@@ -82,6 +82,9 @@ func (q *qp) run(now int64, budget int) bool {
 	}
 	defer q.lane.part()
 	waits := q.draining && !q.drained(now)
+	if q.t.State() == roce.Err {
+		budget = max(budget/flushCost, 1)
+	}
 	q.turn = true
 	more := q.t.Run(now, budget)
 	q.turn = false

@@ -7,17 +7,18 @@ TEXT ·streamBlocks(SB), NOSPLIT, $0-24
 	MOVQ n+16(FP), CX
 
 	// The first bytes, then on from where the destination is aligned.
-	MOVOU (SI), X0
-	MOVOU X0, (DI)
 	MOVQ DI, AX
 	NEGQ AX
 	ANDQ $15, AX
+	JEQ blocks
+	MOVOU (SI), X0
+	MOVOU X0, (DI)
 	ADDQ AX, DI
 	ADDQ AX, SI
 	SUBQ AX, CX
 
+blocks:
 	SUBQ $64, CX
-	JLT last
 
 loop:
 	PREFETCHNTA 512(SI)
@@ -34,8 +35,9 @@ loop:
 	SUBQ $64, CX
 	JGE loop
 
-last:
 	// CX is 64 less than what is left: the block that ends with the last byte.
+	CMPQ CX, $-64
+	JEQ done
 	ADDQ CX, SI
 	ADDQ CX, DI
 	MOVOU (SI), X0
@@ -46,5 +48,7 @@ last:
 	MOVOU X1, 16(DI)
 	MOVOU X2, 32(DI)
 	MOVOU X3, 48(DI)
+
+done:
 	SFENCE // before anybody is told
 	RET

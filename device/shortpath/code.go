@@ -2,6 +2,7 @@ package shortpath
 
 import (
 	"encoding/binary"
+	"fmt"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -11,8 +12,10 @@ import (
 const (
 	skbLen     = 0
 	skbPktType = 4
+	skbMark    = 8
 	skbProto   = 16
 	skbVLAN    = 20
+	skbPrio    = 32
 	skbIfindex = 40
 	skbGSOSegs = 164
 	skbGSOSize = 176
@@ -202,25 +205,57 @@ func (c *code) fits(less, length, segments int16) {
 	c.skb(asm.R1, skbLen)
 	c.add(asm.Sub.Imm(asm.R1, int32(less)))
 	c.store(length, asm.R1, asm.Word)
-	c.skb(asm.R2, skbGSOSegs)
-	c.store(segments, asm.R2, asm.Word)
+	c.skb(asm.R3, skbGSOSegs)
 	c.skb(asm.R2, skbGSOSize)
-	c.add(asm.JEq.Imm(asm.R2, 0, "uncut"), asm.Add.Reg(asm.R2, asm.R7), asm.Mov.Reg(asm.R1, asm.R2))
+	c.add(asm.JEq.Imm(asm.R2, 0, "uncut"), asm.JNE.Imm(asm.R3, 0, "told"))
+	// Nobody has counted them: a frame of a guest's, or one that a program like ours has passed on.
+	c.add(asm.Mov.Reg(asm.R3, asm.R1), asm.Add.Reg(asm.R3, asm.R2), asm.Sub.Reg(asm.R3, asm.R7), asm.Sub.Imm(asm.R3, 1),
+		asm.And.Imm(asm.R3, 0xfffff), asm.Div.Reg(asm.R3, asm.R2))
+	c.at("told")
+	c.add(asm.Add.Reg(asm.R2, asm.R7), asm.Mov.Reg(asm.R1, asm.R2))
 	c.at("uncut")
+	c.store(segments, asm.R3, asm.Word)
 	c.add(asm.LoadMem(asm.R2, asm.R9, valueMax, asm.Word), asm.JGT.Reg(asm.R1, asm.R2, "next"))
 }
 
-// holds leaves the frame alone if the network has changed since the entry was made, and else notes that it is used.
+// holds leaves the frame alone if the network has changed since the entry was made, or while the entry rests, and else notes that it is used.
 func (c *code) holds(generations *ebpf.Map, scratch int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueNet, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)
 	c.find(generations, scratch, "next")
-	c.add(asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord), asm.LoadMem(asm.R2, asm.R9, valueGen, asm.DWord), asm.JNE.Reg(asm.R1, asm.R2, "next"),
-		asm.FnKtimeGetCoarseNs.Call(), asm.RSh.Imm(asm.R0, tickShift),
-		// Once in a tick, so that processors do not take the line from each other.
-		asm.LoadMem(asm.R1, asm.R9, valueUsed, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, "noted"),
-		asm.StoreMem(asm.R9, valueUsed, asm.R0, asm.Word))
-	c.at("noted")
+	c.add(asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord), asm.LoadMem(asm.R2, asm.R9, valueGen, asm.DWord), asm.JNE.Reg(asm.R1, asm.R2, "next"))
+	c.moment()
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueRests, asm.Word), asm.Mov.Reg(asm.R2, asm.R0), asm.Sub.Reg32(asm.R2, asm.R1), asm.JLT.Imm32(asm.R2, restMoments, "next"))
+	c.use()
+}
+
+// rest ends the program for a frame of the entry that goes by vnicd: for a moment all of them do, so that none overtakes it.
+func (c *code) rest() {
+	c.moment()
+	c.mark(valueRests)
+	c.use()
+	c.add(asm.Ja.Label("next"))
+}
+
+// moment leaves the time in R0, in moments.
+func (c *code) moment() { c.add(asm.FnKtimeGetCoarseNs.Call(), asm.RSh.Imm(asm.R0, momentShift)) }
+
+// use notes the tick that the moment is in.
+func (c *code) use() {
+	c.add(asm.RSh.Imm(asm.R0, tickShift-momentShift))
+	c.mark(valueUsed)
+}
+
+// mark notes R0 in the entry, unless it stands there, so that processors do not take the line from each other.
+func (c *code) mark(field int16) {
+	noted := fmt.Sprintf("noted %d", len(c.Instructions))
+	c.add(asm.LoadMem(asm.R1, asm.R9, field, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, noted), asm.StoreMem(asm.R9, field, asm.R0, asm.Word))
+	c.at(noted)
+}
+
+// plain has the skb leave without what its sender's or an earlier program's marks say about the other network.
+func (c *code) plain() {
+	c.add(asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.R6, skbMark, asm.R1, asm.Word), asm.StoreMem(asm.R6, skbPrio, asm.R1, asm.Word))
 }
 
 // count counts the frame as what it becomes on a wire, each segment with its headers.
@@ -241,7 +276,6 @@ func (c *code) count(counters *ebpf.Map, scratch, length, segments, at int16) {
 
 // end is where frames go that are left alone, and those that cannot be any more.
 func (c *code) end() asm.Instructions {
-	c.add(asm.Return())
 	c.at("drop")
 	c.add(asm.Mov.Imm(asm.R0, verdictDrop), asm.Return())
 	c.at("next")

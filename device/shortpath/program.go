@@ -83,8 +83,10 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	c.room(n+14, family|encapUDP|encapEth|encapL2|fixedGSO, "next") // the segments are small enough already
 	c.push(12, outer-2, 2+n+14)
 	c.count(m.counters, scratch, length, segments, countSent)
+	c.plain()
 	// Next hop and neighbour are the kernel's affair, which may queue the frame until it knows them.
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0), asm.Mov.Imm(asm.R4, 0), asm.FnRedirectNeigh.Call())
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0), asm.Mov.Imm(asm.R4, 0), asm.FnRedirectNeigh.Call(),
+		asm.Return())
 	return c.end()
 }
 
@@ -92,7 +94,8 @@ func sending(m *maps, v6 bool) asm.Instructions {
 //
 // The entry says that the inner addresses are at exactly this host and at exactly that far end (MT-6). What else the UDP socket or vnicd check
 // is checked here, or the datagram is left to them: outer IP checksum, lengths, fragments, a UDP checksum, reserved bits, and congestion marks that
-// have to be carried over (RFC 6040).
+// have to be carried over (RFC 6040). A sender may mix datagrams with a checksum, or marked ones, with others: then the entry rests, for those
+// that go by vnicd would be overtaken.
 func receiving(m *maps, c6 *Config) asm.Instructions {
 	const (
 		scratch, length, segments, ecn = -4, -8, -12, -16
@@ -129,9 +132,10 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 		c.is(outer+16, asm.Word, word(local))
 		c.clear(outer+6, asm.Half, be(fragments))
 	}
-	c.is(udp+6, asm.Half, 0)                        // no checksum
 	c.is(udp+8, asm.Word, word([]byte{8, 0, 0, 0})) // VXLAN: the I flag
 	c.is(udp+15, asm.Byte, 0)                       // and nothing else
+	c.load(asm.R2, udp+6, asm.Half)
+	c.add(asm.JNE.Imm(asm.R2, 0, "summed"))
 	c.skb(asm.R1, skbLen)
 	c.add(asm.Sub.Imm(asm.R1, 14), asm.Mov.Reg(asm.R3, asm.R1), asm.Sub.Imm(asm.R3, int32(n-16)))
 	c.load16(asm.R2, udp+4)
@@ -152,23 +156,25 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 	c.store(ecn, asm.R8, asm.Word)
 
 	c.tcp(14+n, frame, true)
-	c.load(asm.R2, ecn, asm.Word)
-	c.add(asm.JEq.Imm(asm.R2, 0, "unmarked"), asm.JNE.Reg(asm.R2, asm.R8, "next"))
-	c.at("unmarked")
-
-	c.load(asm.R2, udp+12, asm.Word) // VNI
-	c.store(key, asm.R2, asm.Word)
-	if v6 {
-		c.copy(key+4, outer+8, 16)
-	} else {
-		c.copy(key+4, outer+12, 4)
-		for i := int16(4); i < 16; i += 4 {
-			c.add(asm.StoreImm(asm.RFP, key+4+i, 0, asm.Word))
+	find := func() {
+		c.load(asm.R2, udp+12, asm.Word) // VNI
+		c.store(key, asm.R2, asm.Word)
+		if v6 {
+			c.copy(key+4, outer+8, 16)
+		} else {
+			c.copy(key+4, outer+12, 4)
+			for i := int16(4); i < 16; i += 4 {
+				c.add(asm.StoreImm(asm.RFP, key+4+i, 0, asm.Word))
+			}
 		}
+		c.copy(key+20, frame, 12)
+		c.find(m.receive, key, "next")
+		c.add(asm.Mov.Reg(asm.R9, asm.R0))
 	}
-	c.copy(key+20, frame, 12)
-	c.find(m.receive, key, "next")
-	c.add(asm.Mov.Reg(asm.R9, asm.R0))
+	find()
+	c.load(asm.R2, ecn, asm.Word)
+	c.add(asm.JEq.Imm(asm.R2, 0, "unmarked"), asm.JNE.Reg(asm.R2, asm.R8, "rest"))
+	c.at("unmarked")
 	c.fits(14+n, length, segments)
 	c.holds(m.generations, scratch)
 
@@ -183,6 +189,13 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 	c.room(-(n + 14), fixedGSO, "drop")
 	c.push(0, frame, 14)
 	c.count(m.counters, scratch, length, segments, countReceived)
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */), asm.FnRedirect.Call())
+	c.plain()
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */), asm.FnRedirect.Call(), asm.Return())
+
+	c.at("summed")
+	c.pull(14+n, frame, 14)
+	find()
+	c.at("rest")
+	c.rest()
 	return c.end()
 }

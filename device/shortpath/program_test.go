@@ -251,6 +251,9 @@ func (r *rig) received(d []byte, gso int) []byte {
 // check runs a program over a frame and compares.
 func (r *rig) check(what string, p *ebpf.Program, f []byte, gso int, want []byte) bool {
 	r.t.Helper()
+	if p == r.receive {
+		r.put(r.way(false)) // it may rest because of the frame before
+	}
 	verdict, got := r.run(p, f, gso)
 	if want == nil {
 		if verdict != verdictNext || !bytes.Equal(got, f) {
@@ -544,6 +547,61 @@ func TestEntry(t *testing.T) {
 		if v, _ := r.run(p, f, 0); v != redirct {
 			t.Errorf("verdict %d in a full table", v)
 		}
+	})
+}
+
+// After a datagram of an entry that goes by vnicd, others do for a moment, and no other entry's.
+func TestRest(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		w, other := r.way(false), r.way(false)
+		other.Src[5]++
+		plain := func(w Way) []byte { return r.wrap(tcp{dst: w.Dst, src: w.Src, flags: ack, payload: 10}.frame(), 0) }
+		at := len(plain(w)) - len(tcp{payload: 10}.frame()) - 16 // the outer UDP header
+		for what, change := range map[string]func(d []byte){
+			"a checksum":                     func(d []byte) { d[at+6] = 1 },
+			"a checksum, and several in one": func(d []byte) { d[at+6], d[at+16+14+3] = 1, 40 },
+			"congestion": func(d []byte) {
+				if r.v6 {
+					d[15] |= 0x30
+				} else {
+					d[15] |= 3
+					r.sum(d)
+				}
+			},
+		} {
+			for _, w := range []Way{w, other} {
+				r.Delete(w)
+				r.put(w)
+			}
+			goes := func(when string, w Way, change func([]byte), want int32) {
+				t.Helper()
+				d := plain(w)
+				if change != nil {
+					change(d)
+				}
+				if v, _ := r.run(r.receive, d, 0); v != want {
+					t.Errorf("%s, %s: verdict %d", what, when, v)
+				}
+			}
+			goes("before", w, nil, redirct)
+			goes("itself", w, change, verdictNext)
+			goes("behind it", w, nil, verdictNext)
+			goes("another's", other, nil, redirct)
+			m, k := r.key(&w)
+			v, err := m.LookupBytes(k)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if used := binary.NativeEndian.Uint32(v[valueUsed:]); used == 0 {
+				t.Errorf("%s: an entry that rests looks unused", what)
+			}
+			binary.NativeEndian.PutUint32(v[valueRests:], uint32(monotonic()>>momentShift)-restMoments-1)
+			if err := m.Put(k, v); err != nil {
+				t.Fatal(err)
+			}
+			goes("later", w, nil, redirct)
+		}
+		r.Delete(other)
 	})
 }
 

@@ -29,11 +29,19 @@ const (
 // tickShift makes nanoseconds ticks of about a second, in which the use of an entry is noted.
 const tickShift = 30
 
+// momentShift makes them moments of 67 ms, of which an entry rests for two, less up to one: longer than vnicd has a frame in hand.
+const (
+	momentShift = 26
+	restMoments = 2
+)
+
 // Now is the tick in which an entry that is used now notes it: the programs have the kernel's monotonic clock, not that of our loops.
-func Now() uint32 {
+func Now() uint32 { return uint32(monotonic() >> tickShift) }
+
+func monotonic() int64 {
 	var ts unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // it is always there
-	return uint32(ts.Nano() >> tickShift)
+	return ts.Nano()
 }
 
 // TickSeconds is how long ticks are.
@@ -47,6 +55,7 @@ const (
 	valueIf    = 16
 	valueMax   = 20
 	valueHost  = 24
+	valueRests = 28 // when it began to rest, or went on to
 	valueOuter = 32
 
 	countSent     = 0
@@ -115,6 +124,9 @@ func Open(c Config) (*Table, error) {
 	t := &Table{cfg: c, networks: numbers{max: MaxNetworks}, hosts: numbers{max: MaxHosts}, underlay: map[int]link.Link{}}
 	if err := t.open(); err != nil {
 		t.Close()
+		if errors.Is(err, unix.EPERM) {
+			return nil, errors.New("shortpath: it needs CAP_BPF and CAP_NET_ADMIN")
+		}
 		return nil, fmt.Errorf("shortpath: %w", err)
 	}
 	return t, nil
@@ -144,10 +156,19 @@ func (t *Table) open() (err error) {
 		Instructions: sending(&t.maps, t.cfg.Local.Is6())}); err != nil {
 		return err
 	}
-	t.receive, err = ebpf.NewProgram(&ebpf.ProgramSpec{Name: "vnicd_receive", Type: ebpf.SchedCLS, License: license,
-		Instructions: receiving(&t.maps, &t.cfg)})
-	return err
+	if t.receive, err = ebpf.NewProgram(&ebpf.ProgramSpec{Name: "vnicd_receive", Type: ebpf.SchedCLS, License: license,
+		Instructions: receiving(&t.maps, &t.cfg)}); err != nil {
+		return err
+	}
+	// Kernels before 6.6 do not know what this asks for.
+	if _, err := link.QueryPrograms(link.QueryOptions{Target: loopback, Attach: ebpf.AttachTCXIngress}); err != nil {
+		return fmt.Errorf("it needs tcx, of Linux 6.6: %w", err)
+	}
+	return nil
 }
+
+// loopback is the number of the loopback interface, in every network namespace.
+const loopback = 1
 
 // license of the programs; none of what they call asks for the GPL.
 const license = "Apache-2.0"

@@ -167,6 +167,9 @@ func (vt *VTEP) watch(done <-chan struct{}, links <-chan netlink.LinkUpdate, rou
 			next.Reset(recheck)
 			vt.refresh()
 		}
+		if changed && vt.short != nil {
+			vt.short.kick()
+		}
 		if changed && ok && !pending {
 			pending = true
 			next.Reset(settle)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/netip"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/engine"
@@ -152,14 +153,26 @@ func TestPathMTUDiscovery(t *testing.T) {
 		}
 		f := macs(9, 1, append(ip4(0, 1, 2, protoTCP, 7, 8), make([]byte, 1380)...))
 		f[ethLen+6] |= 0x40 // DF
-		var mtu int
-		nstest.Eventually(t, "the sender is told", func() bool {
+		send := func() {
 			l.Do(func() {
 				p := vt.cfg.Pool.Get()
 				p.Append(f)
 				att.Input(l, p, lfe.Source{})
 				p.Free()
 			})
+		}
+		// Nobody looks at the routes meanwhile: whoever does finds what the ICMP has said, too, and then the switch refuses the frame before it gets here.
+		vt.mu.Lock()
+		unlock := sync.OnceFunc(vt.mu.Unlock)
+		defer unlock()
+		nstest.Eventually(t, "what is too big is counted", func() bool {
+			send()
+			return vt.Attachment(100).Counters.Dropped(lfe.UnderlayTooBig) > 0
+		})
+		unlock()
+		var mtu int
+		nstest.Eventually(t, "the sender is told", func() bool {
+			send()
 			select {
 			case s := <-got.frames:
 				if s[ethLen+9] != 1 || s[ethLen+20] != 3 || s[ethLen+21] != 4 {
@@ -175,9 +188,6 @@ func TestPathMTUDiscovery(t *testing.T) {
 			t.Errorf("told %d, want %d", mtu, 1400-over)
 		}
 		nstest.Eventually(t, "the network's MTU follows", func() bool { return n.MTU() == 1400-over })
-		if vt.Attachment(100).Counters.Dropped(lfe.UnderlayTooBig) == 0 {
-			t.Error("not counted")
-		}
 	}
 }
 

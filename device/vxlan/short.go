@@ -3,13 +3,11 @@ package vxlan
 import (
 	"fmt"
 	"net/netip"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/vishvananda/netns"
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
 	"github.com/vnicd/vnicd/device/lfe"
@@ -23,6 +21,8 @@ import (
 //	        pass such frames on?
 //	any change of the network                 -> another generation: no entry holds, frames come to the switch again
 //	keeper, once a second                     -> what is used keeps its addresses from ageing; what is not, or does not hold, goes
+//	keeper, when the kernel tells of a change -> the same: interfaces, routes and IPsec policies are what they were, or nothing holds
+//	keeper, once a minute                     -> nothing holds: what netfilter has come to forbid is not offered again
 //
 // So the switch decides what goes, and what goes ends with the change that ends the reason for it.
 
@@ -36,18 +36,28 @@ const (
 	networkEntries = shortpath.MaxEntries / 8
 	// idleTicks is how long an entry lives without a frame, in ticks of about a second.
 	idleTicks = 30
+	// calm is how long changes that the kernel tells of are not looked at behind one that was.
+	calm = 20 * time.Millisecond
 )
+
+// renewTicks is how long any entry lives, about. Tests have less time.
+var renewTicks = uint32(60)
 
 // short is the keeper of the short path.
 type short struct {
 	vt     *VTEP
 	offers chan lfe.Candidate
 	recent [engine.MaxLoops]offered
+	kicks  chan struct{} // one place: something of the kernel's has changed
 	done   chan struct{}
-	ended  chan struct{}
+	ended  sync.WaitGroup
+
+	ns netns.NsHandle // where the VTEP was made
 
 	mu      sync.Mutex // taken after VTEP.mu and lfe's; nothing is taken inside it
 	table   *shortpath.Table
+	ipsec   *policies
+	renewed uint32                        // tick
 	nets    map[*lfe.Attachment]*shortNet // by tunnel port
 	hosts   map[*lfe.Attachment]*shortHost
 	entries map[shortpath.Way]*shortEntry
@@ -72,7 +82,13 @@ type shortNet struct {
 type shortHost struct {
 	*shortpath.Host
 	net *shortNet
-	mtu int // of the interface
+	hostState
+}
+
+// hostState is what is asked of a host port's interface.
+type hostState struct {
+	mtu     int
+	watched bool // somebody looks at its frames, who would not see those that leave by the short path
 }
 
 type shortEntry struct {
@@ -81,12 +97,6 @@ type shortEntry struct {
 	from *lfe.Attachment
 	far  lfe.Remote // of from
 	peer netip.Addr
-}
-
-// route is the way to a far end.
-type route struct {
-	dev int // interface
-	mtu int // for tenants
 }
 
 // openShort starts the keeper in the network namespace of the calling thread.
@@ -103,54 +113,38 @@ func openShort(vt *VTEP) (*short, error) {
 	if err != nil {
 		return nil, err
 	}
-	ns, err := netns.Get()
-	if err != nil {
+	s := &short{vt: vt, table: table, offers: make(chan lfe.Candidate, offerQueue), kicks: make(chan struct{}, 1), done: make(chan struct{}), renewed: shortpath.Now(),
+		nets: map[*lfe.Attachment]*shortNet{}, hosts: map[*lfe.Attachment]*shortHost{}, entries: map[shortpath.Way]*shortEntry{}, routes: map[netip.Addr]route{}}
+	if s.ipsec, err = watchPolicies(vt.v6, s.kick); err != nil {
 		table.Close()
 		return nil, err
 	}
-	s := &short{vt: vt, table: table, offers: make(chan lfe.Candidate, offerQueue), done: make(chan struct{}), ended: make(chan struct{}),
-		nets: map[*lfe.Attachment]*shortNet{}, hosts: map[*lfe.Attachment]*shortHost{}, entries: map[shortpath.Way]*shortEntry{}, routes: map[netip.Addr]route{}}
-	go func() {
-		defer close(s.ended)
-		defer ns.Close()
-		// Interfaces have their numbers in a namespace.
-		if here, err := netns.Get(); err == nil {
-			if same := here.Equal(ns); !same {
-				runtime.LockOSThread() // for good: the thread ends with the goroutine
-				if err := netns.Set(ns); err != nil {
-					vt.log.Warn("no short path: the keeper cannot enter its network namespace", "error", err)
-					s.drain()
-				}
-			}
-			here.Close()
-		}
-		s.keep()
-	}()
+	if s.ns, err = netns.Get(); err != nil {
+		s.ipsec.close()
+		table.Close()
+		return nil, err
+	}
+	s.ended.Go(s.keep)
 	return s, nil
 }
 
 // close ends the keeper; no network is left.
 func (s *short) close() {
 	close(s.done)
-	<-s.ended
+	s.ended.Wait()
+	s.ipsec.close()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.table.Close()
-}
-
-func (s *short) drain() {
-	for {
-		select {
-		case <-s.done:
-			return
-		case <-s.offers:
-		}
-	}
+	s.ns.Close()
 }
 
 func (s *short) keep() {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
+	quiet := time.NewTimer(0)
+	defer quiet.Stop()
+	kicks := s.kicks
 	for {
 		select {
 		case <-s.done:
@@ -159,11 +153,26 @@ func (s *short) keep() {
 			s.mu.Lock()
 			s.take(&c)
 			s.mu.Unlock()
+			continue
+		case <-quiet.C:
+			kicks = s.kicks
+			continue
+		case <-kicks:
+			kicks = nil
+			quiet.Reset(calm)
 		case <-tick.C:
-			s.mu.Lock()
-			s.sweep()
-			s.mu.Unlock()
 		}
+		s.mu.Lock()
+		s.sweep()
+		s.mu.Unlock()
+	}
+}
+
+// kick has the keeper look at all that the entries rely on. Any goroutine, loops included.
+func (s *short) kick() {
+	select {
+	case s.kicks <- struct{}{}:
+	default: // it is about to
 	}
 }
 
@@ -295,7 +304,7 @@ func (s *short) take(c *lfe.Candidate) {
 	}
 	to, ok := s.routes[x.addr]
 	if !ok {
-		if to, ok = s.vt.routeTo(x); !ok {
+		if to, ok = s.routeTo(x); !ok {
 			return
 		}
 		s.routes[x.addr] = to
@@ -316,21 +325,26 @@ func (s *short) take(c *lfe.Candidate) {
 func (s *short) put(w shortpath.Way, n *shortNet, host *lfe.Attachment, to route, gen uint64) error {
 	h := s.hosts[host]
 	if h == nil {
-		link, err := s.vt.nl.LinkByIndex(w.Host)
+		state, err := s.vt.hostState(w.Host)
 		if err != nil {
 			return err
 		}
-		program, err := s.table.Host(w.Host)
-		if err != nil {
+		h = &shortHost{net: n, hostState: state}
+		if err := s.inside(func() (err error) {
+			h.Host, err = s.table.Host(w.Host)
+			return err
+		}); err != nil {
 			return err
 		}
-		h = &shortHost{program, n, link.Attrs().MTU}
 		s.hosts[host] = h
+	}
+	if h.watched {
+		return errWatched
 	}
 	mtu := min(n.p.net.MTU(), to.mtu)
 	if !w.Out {
 		mtu = min(n.p.net.MTU(), h.mtu)
-		if err := s.table.Underlay(to.dev); err != nil {
+		if err := s.inside(func() error { return s.table.Underlay(to.dev) }); err != nil {
 			return err
 		}
 	}
@@ -346,12 +360,16 @@ func (s *short) remove(w shortpath.Way, e *shortEntry) {
 
 // sweep looks after all entries.
 func (s *short) sweep() {
+	now := shortpath.Now()
+	if s.ipsec.changed() || now-s.renewed >= renewTicks {
+		s.changeLocked()
+		s.renewed = now
+	}
 	s.follow()
 	for a, h := range s.hosts {
-		link, err := s.vt.nl.LinkByIndex(h.Index())
-		if err == nil && !a.Closed() {
-			if mtu := link.Attrs().MTU; mtu != h.mtu {
-				h.mtu = mtu
+		if state, err := s.vt.hostState(h.Index()); err == nil && !a.Closed() {
+			if state != h.hostState {
+				h.hostState = state
 				h.net.gen.Add(1)
 			}
 		} else {
@@ -361,7 +379,6 @@ func (s *short) sweep() {
 			delete(s.hosts, a)
 		}
 	}
-	now := shortpath.Now()
 	for w, e := range s.entries {
 		used, ok := s.table.Used(w)
 		idle := uint32(max(int32(now-used), 0))
@@ -386,7 +403,7 @@ func (s *short) follow() {
 		if x == nil {
 			continue // just gone
 		}
-		if now, ok := s.vt.routeTo(x); !ok || now != s.routes[e.peer] {
+		if now, ok := s.routeTo(x); !ok || now != s.routes[e.peer] {
 			s.changeLocked()
 			s.vt.recompute()
 			return
@@ -403,26 +420,12 @@ func (s *short) follow() {
 	s.table.LeaveUnderlay(func(index int) bool { return devs[index] })
 }
 
-// routeTo asks for the way to a peer; false: there is none, or none by a wire.
-func (vt *VTEP) routeTo(x *peer) (route, bool) {
-	routes, err := vt.nl.RouteGet(x.addr.AsSlice())
-	if err != nil || len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST {
-		return route{}, false
-	}
-	link, err := vt.nl.LinkByIndex(routes[0].LinkIndex)
-	if err != nil || link.Attrs().Flags&unix.IFF_UP == 0 || link.Attrs().EncapType != "ether" {
-		return route{}, false
-	}
-	mtu := link.Attrs().MTU
-	if m := routes[0].MTU; m > 0 {
-		mtu = min(mtu, m)
-	}
-	return route{link.Attrs().Index, vt.inner(mtu)}, true
-}
+// ShortPathOn is the state of a short path that there is.
+const ShortPathOn = "on"
 
 // ShortPath is how much goes the short way.
 type ShortPath struct {
-	State   string `json:"state"` // "on", "off", or why there is none
+	State   string `json:"state"` // ShortPathOn, "off", or why there is none
 	Entries int    `json:"entries,omitempty"`
 	// Frames that arrived or left so. The totals have them, too.
 	Frames uint64 `json:"frames,omitempty"`
@@ -441,7 +444,7 @@ func (vt *VTEP) shortPath(t *lfe.Totals) ShortPath {
 		sum.Merge(s.carriedBy(n))
 	}
 	t.Merge(sum)
-	return ShortPath{State: "on", Entries: len(s.entries), Frames: sum.InFrames + sum.OutFrames}
+	return ShortPath{State: ShortPathOn, Entries: len(s.entries), Frames: sum.InFrames + sum.OutFrames}
 }
 
 // openShortPath has TCP of host ports go the short way, if it may and can.
@@ -452,7 +455,7 @@ func (vt *VTEP) openShortPath() {
 	}
 	var err error
 	if vt.short, err = openShort(vt); err != nil {
-		vt.noShort = fmt.Sprintf("not possible: %v", err)
-		vt.log.Debug("host ports have no short path", "error", err)
+		vt.short, vt.noShort = nil, fmt.Sprintf("not possible: %v", err)
+		vt.log.Info("TCP of host ports goes through vnicd: the kernel's short path is not possible", "why", err)
 	}
 }

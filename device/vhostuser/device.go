@@ -21,8 +21,9 @@ import (
 // Disconnected has returned, unless the front end withdraws a part of it (then
 // translate's epochs drain it, and rings inside it are stopped first).
 type Device interface {
-	// Features are the device-specific virtio feature bits (0..23, 50..63).
-	// The transport's (VERSION_1, ring features) are added by the server.
+	// Features are the device-specific virtio feature bits (0..23, 50..63), and
+	// RING_PACKED and IN_ORDER if the device wants them. The transport's
+	// (VERSION_1, other ring features) are added by the server.
 	Features() uint64
 
 	// NumQueues is the number of virtqueues, 1..MaxQueues.
@@ -110,6 +111,7 @@ const (
 	FeatureEventIdx         = 1 << 29 // VIRTIO_F_EVENT_IDX
 	FeatureProtocolFeatures = 1 << 30 // VHOST_USER_F_PROTOCOL_FEATURES
 	FeatureVersion1         = 1 << 32 // VIRTIO_F_VERSION_1
+	FeatureRingPacked       = 1 << 34 // VIRTIO_F_RING_PACKED; for devices that offer it
 
 	transportFeatures = FeatureIndirectDesc | FeatureEventIdx | FeatureProtocolFeatures | FeatureVersion1
 )

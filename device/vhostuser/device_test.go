@@ -156,7 +156,7 @@ func (e *echo) clearCalls() {
 
 const echoFeature = 1 << 5
 
-func (e *echo) Features() uint64 { return echoFeature }
+func (e *echo) Features() uint64 { return echoFeature | vhostuser.FeatureRingPacked }
 func (e *echo) NumQueues() int   { return e.n }
 func (e *echo) ConfigSize() int  { return len(e.config) }
 

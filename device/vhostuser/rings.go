@@ -82,7 +82,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 	i := int(s.Index)
 	switch m.Request {
 	case ReqSetVringNum:
-		if s.Num == 0 || s.Num > virtq.MaxSize || s.Num&(s.Num-1) != 0 {
+		if s.Num == 0 || s.Num > virtq.MaxSize || s.Num&(s.Num-1) != 0 && !se.packed() {
 			return nil, protoErr("ring %d: %d entries, want a power of two up to %d", i, s.Num, virtq.MaxSize)
 		}
 		if r.q != nil && s.Num != r.num {
@@ -90,18 +90,23 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		}
 		r.num = s.Num
 	case ReqSetVringBase:
-		if s.Num > 0xffff {
+		if s.Num > 0xffff && !se.packed() {
 			return nil, protoErr("ring %d: base %#x, want 16 bits", i, s.Num)
 		}
 		if r.q != nil {
 			return nil, refuse("ring %d: base set while it runs", i)
 		}
+		// A packed ring's upper half is where to use, which is where to take: see virtq.Config.
 		r.base = uint16(s.Num)
 	case ReqGetVringBase:
 		se.wasLive = false
 		se.stop(i)
 		r.dropKick()
-		return VringState{Index: s.Index, Num: uint32(r.base)}.Append(nil), nil
+		base := uint32(r.base)
+		if se.packed() {
+			base |= base << 16
+		}
+		return VringState{Index: s.Index, Num: base}.Append(nil), nil
 	case ReqSetVringEnable:
 		if s.Num > 1 {
 			return nil, protoErr("ring %d: enable value %d, want 0 or 1", i, s.Num)
@@ -124,6 +129,9 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 	se.tryStart(i)
 	return nil, nil
 }
+
+// packed tells which kind of rings the driver has.
+func (se *session) packed() bool { return se.features&FeatureRingPacked != 0 }
 
 // isEnabled: without PROTOCOL_FEATURES rings have no disabled state.
 func (se *session) isEnabled(r *ring) bool {
@@ -198,7 +206,7 @@ func (se *session) tryStart(i int) {
 
 // resolve finds a ring with n entries in guest memory.
 func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
-	want := virtq.Areas(n, false)
+	want := virtq.Areas(n, se.packed())
 	for k, user := range [3]uint64{addr.Desc, addr.Avail, addr.Used} {
 		a := &want[k]
 		pa, ok := se.mem.UserToPA(user, a.Bytes)
@@ -235,7 +243,7 @@ func (se *session) start(i int) error {
 	}
 	q, err := virtq.New(se.space, virtq.Config{
 		Index: i, Size: n, Desc: areas[0].pa, Avail: areas[1].pa, Used: areas[2].pa, Base: r.base,
-		EventIdx: se.features&FeatureEventIdx != 0, Indirect: se.features&FeatureIndirectDesc != 0,
+		Packed: se.packed(), EventIdx: se.features&FeatureEventIdx != 0, Indirect: se.features&FeatureIndirectDesc != 0,
 		Kick: r.kick, Call: r.call, Err: r.err,
 	})
 	if err != nil {
@@ -298,7 +306,7 @@ func (se *session) resume(q *virtq.Queue) error {
 		from := q.Base()
 		changed, err := q.Resume()
 		if changed {
-			se.log.Debug("ring continues from its used index", "ring", q.Index(), "base", from, "used", q.Base())
+			se.log.Debug("ring continues from what is used", "ring", q.Index(), "base", from, "used", q.Base())
 		}
 		return err
 	})

@@ -24,6 +24,12 @@ func TestWholeDevice(t *testing.T) {
 		"no event-idx": func(c *frontend.Config) { c.NoEvents = true },
 		"no indirect":  func(c *frontend.Config) { c.NoIndir = true },
 		"tiny queues":  func(c *frontend.Config) { c.QueueSize = 4 },
+		"packed":       func(c *frontend.Config) { c.Features |= vhostuser.FeatureRingPacked },
+		"packed, odd":  func(c *frontend.Config) { c.Features |= vhostuser.FeatureRingPacked; c.QueueSize = 5 },
+		"packed, no event-idx, no indirect": func(c *frontend.Config) {
+			c.Features |= vhostuser.FeatureRingPacked
+			c.NoEvents, c.NoIndir, c.QueueSize = true, true, 3
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dev := newEcho(5)
@@ -57,10 +63,19 @@ func TestWholeDevice(t *testing.T) {
 
 // TestManyInFlight fills a queue and lets it drain, over the index's wrap-around.
 func TestManyInFlight(t *testing.T) {
+	for name, features := range ringKinds {
+		t.Run(name, func(t *testing.T) { manyInFlight(t, features) })
+	}
+}
+
+// ringKinds are what a driver accepts, by name.
+var ringKinds = map[string]uint64{"split": 0, "packed": vhostuser.FeatureRingPacked}
+
+func manyInFlight(t *testing.T, features uint64) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
 	m := memory(t)
-	d := open(t, frontend.Config{Path: path, Memory: m, QueueSize: 64})
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: features, QueueSize: 64})
 	q := d.Queue(0)
 	pa, err := m.Alloc(64*16, 16)
 	if err != nil {
@@ -167,11 +182,17 @@ func TestConfigSpace(t *testing.T) {
 
 // TestStopAndResume: GET_VRING_BASE stops a ring, the base takes it up again.
 func TestStopAndResume(t *testing.T) {
+	for name, features := range ringKinds {
+		t.Run(name, func(t *testing.T) { stopAndResume(t, features) })
+	}
+}
+
+func stopAndResume(t *testing.T, features uint64) {
 	dev := newEcho(2)
 	path, _ := serve(t, dev)
 	m := memory(t)
-	d := open(t, frontend.Config{Path: path, Memory: m})
-	for range 3 {
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: features, QueueSize: 8})
+	for range 20 {
 		roundTrip(t, d, m, 0, "before")
 		if err := d.StopQueue(0); err != nil {
 			t.Fatal(err)
@@ -205,6 +226,44 @@ func TestStopAndResume(t *testing.T) {
 		}
 		if token, _, ok, err := q.Get(); !ok || err != nil || token != 7 {
 			t.Fatal(token, ok, err)
+		}
+	}
+}
+
+// TestPackedBase: a base of a packed ring is two places with their wrap counters, and what the ring says goes before it: a front end
+// that has lost its back end hands over what it knew before (QEMU does).
+func TestPackedBase(t *testing.T) {
+	dev := newEcho(1)
+	path, _ := serve(t, dev)
+	m := memory(t)
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: vhostuser.FeatureRingPacked, NoIndir: true, QueueSize: 5})
+	c := d.Client()
+	place := uint32(0x8000)
+	for i := range 12 {
+		roundTrip(t, d, m, 0, "three descriptors each")
+		if place += 3; place&0x7fff >= 5 {
+			place = place&0x8000 ^ 0x8000 | (place&0x7fff - 5)
+		}
+		base, err := c.GetVringBase(0)
+		if err != nil || base != place|place<<16 {
+			t.Fatalf("base %#x, want %#x twice: %v", base, place, err)
+		}
+		if err := d.StartQueue(0); err != nil {
+			t.Fatal(err)
+		}
+		if i%2 != 0 {
+			continue
+		}
+		// The same with a base from the beginning.
+		if _, err := c.GetVringBase(0); err != nil {
+			t.Fatal(err)
+		}
+		q := d.Queue(0)
+		desc, avail, used := q.Rings()
+		if err := errors.Join(c.SetVringNum(0, 5), c.SetVringBase(0, 0x80008000),
+			c.SetVringAddr(vhostuser.VringAddr{Desc: m.UserAddr(desc), Avail: m.UserAddr(avail), Used: m.UserAddr(used)}),
+			c.SetVringKick(0, q.KickFD())); err != nil {
+			t.Fatal(err)
 		}
 	}
 }
@@ -469,6 +528,7 @@ func TestQEMUOrder(t *testing.T) {
 	kicks, call, errfd := [2]int{eventfd(t), eventfd(t)}, eventfd(t), eventfd(t)
 	r := m.Regions()[0]
 	features, err := c.GetFeatures()
+	features &^= vhostuser.FeatureRingPacked // unless asked for (packed=on)
 	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
 	_, err = c.QueueNum()
 	must(err, c.SetOwner())
@@ -489,7 +549,7 @@ func TestQEMUOrder(t *testing.T) {
 		s, err := c.GetStatus()
 		must(err, c.SetStatus(s|bits))
 	}
-	base := [2]uint16{}
+	base := [2]uint32{}
 	start := func(first bool) {
 		t.Helper()
 		dev.clearCalls()

@@ -46,20 +46,21 @@ type Config struct {
 //
 // Where the device stands is said by running indices of the available and used rings, or by places in the packed ring.
 type Queue struct {
-	space    *translate.Space
-	idx      int
-	size     uint16 // MaxSize fits
-	mask     uint16 // of a split ring
-	desc     translate.Window
-	avail    translate.Window
-	used     translate.Window
-	table    translate.Window // the indirect one of the chain that is walked
-	packed   bool
-	eventIdx bool
-	indirect bool
-	kick     int
-	call     *Notifier
-	errfd    *Notifier
+	space     *translate.Space
+	idx       int
+	size      uint16 // MaxSize fits
+	mask      uint16 // of a split ring
+	desc      translate.Window
+	avail     translate.Window
+	used      translate.Window
+	table     translate.Window // the indirect one of the chain that is walked
+	packed    bool
+	eventIdx  bool
+	indirect  bool
+	onlyReads bool
+	kick      int
+	call      *Notifier
+	errfd     *Notifier
 
 	lastAvail uint16 // next to pop
 	usedNext  uint16 // next used entry to fill
@@ -156,6 +157,10 @@ func (q *Queue) Space() *translate.Space { return q.space }
 // never does. It is valid until the device's StopQueue returns; the queue's
 // user only reads from it and never closes it.
 func (q *Queue) KickFD() int { return q.kick }
+
+// OnlyReads says that the device writes into no buffer of this queue. Then WRITE in a packed ring's indirect tables is not believed:
+// DPDK's driver (22.11, and later ones) leaves it set on the headers with which its tables begin.
+func (q *Queue) OnlyReads() { q.onlyReads = true }
 
 // Base is where a queue that takes this one up has to begin, as GET_VRING_BASE reports it: what was popped and not pushed is taken
 // again. Call it only when the queue is no longer in use.

@@ -152,6 +152,9 @@ func (q *Queue) walkTable(c *Chain, t *taken) error {
 		if m := q.readPacked(&q.table, i, &d); !m.OK() {
 			return q.missed("indirect descriptor", m)
 		}
+		if q.onlyReads {
+			d.flags = 0
+		}
 		if err := q.addSeg(c, &d, "indirect descriptor", i); err != nil {
 			return err
 		}

@@ -21,6 +21,9 @@ const (
 	FeatureMrgRxbuf = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
 	FeatureMQ       = 1 << 22 // VIRTIO_NET_F_MQ
 	FeatureInOrder  = 1 << 35 // VIRTIO_F_IN_ORDER: pairs return chains as they took them
+
+	// FeatureRingPacked is the other layout of rings.
+	FeatureRingPacked = vhostuser.FeatureRingPacked
 )
 
 // MaxPairs bounds the queue pairs of one device.
@@ -99,7 +102,7 @@ func (d *Device) Close() {
 
 // Features implements vhostuser.Device.
 func (d *Device) Features() uint64 {
-	f := uint64(FeatureMrgRxbuf|FeatureMTU|FeatureInOrder) | offered(d.cfg.Pool)
+	f := uint64(FeatureMrgRxbuf|FeatureMTU|FeatureInOrder|FeatureRingPacked) | offered(d.cfg.Pool)
 	if len(d.pairs) > 1 {
 		f |= FeatureMQ
 	}

@@ -39,12 +39,27 @@ func TestMain(m *testing.M) {
 
 const mtu = 9000
 
+// ringKinds are the features that say so, by name.
+var ringKinds = map[string]uint64{"split": 0, "packed": FeatureRingPacked}
+
+// bothRings runs f for guests with split and with packed rings.
+func bothRings(t *testing.T, loops int, f func(t *testing.T, h *host)) {
+	for name, features := range ringKinds {
+		t.Run(name, func(t *testing.T) {
+			h := newHost(t, loops, true)
+			h.rings = features
+			f(t, h)
+		})
+	}
+}
+
 // host is one vnicd: loops, buffers and a network.
 type host struct {
 	t     testing.TB
 	loops []*engine.Loop
 	pool  *packet.Pool
 	net   *lfe.Network
+	rings uint64 // features that say which kind of rings the guests have
 }
 
 func newHost(t testing.TB, loops int, started bool) *host {
@@ -142,7 +157,7 @@ func (v *vm) boot(features uint64, rxSize, rxCount int) *vm {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features, NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
+	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features | v.h.rings, NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
 	if err != nil {
 		t.Fatal(err)
 	}

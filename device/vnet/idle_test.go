@@ -12,30 +12,34 @@ import (
 func TestWakesFromSleep(t *testing.T) {
 	for _, plain := range []bool{false, true} {
 		t.Run(fmt.Sprintf("plain=%v", plain), func(t *testing.T) {
-			h := newHost(t, 2, true)
-			a, b := h.vm(1, 1), h.vm(2, 1)
-			a.plain, b.plain = plain, plain
-			a.boot(0, 2000, 8)
-			b.boot(0, 2000, 8)
-			for i := range 300 {
-				if i%3 == 0 {
-					before := h.loops[1].Stats().Sleeps
-					h.loops[1].Wake()
-					waitFor(t, "sleep", func() bool { return h.loops[1].Stats().Sleeps > before })
+			bothRings(t, 2, func(t *testing.T, h *host) {
+				a, b := h.vm(1, 1), h.vm(2, 1)
+				a.plain, b.plain = plain, plain
+				a.boot(0, 2000, 8)
+				b.boot(0, 2000, 8)
+				for i := range 300 {
+					if i%3 == 0 {
+						before := h.loops[1].Stats().Sleeps
+						h.loops[1].Wake()
+						waitFor(t, "sleep", func() bool { return h.loops[1].Stats().Sleeps > before })
+					}
+					f := frame(b.mac, a.mac, 100, byte(i))
+					a.send(0, f)
+					if got := b.recv(0); !bytes.Equal(got, f) {
+						t.Fatal("wrong frame")
+					}
 				}
-				f := frame(b.mac, a.mac, 100, byte(i))
-				a.send(0, f)
-				if got := b.recv(0); !bytes.Equal(got, f) {
-					t.Fatal("wrong frame")
-				}
-			}
+			})
 		})
 	}
 }
 
 // TestIdle: attached guests that do nothing cost nothing.
 func TestIdle(t *testing.T) {
-	h := newHost(t, 1, true)
+	bothRings(t, 1, idle)
+}
+
+func idle(t *testing.T, h *host) {
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
 	a.send(0, frame(b.mac, a.mac, 100, 1))
 	b.recv(0)

@@ -117,67 +117,71 @@ func (v *vm) sendBig(raw []byte) {
 // TestOffloads: every kind of frame to every kind of driver: whole to those that
 // take it so, finished to the others.
 func TestOffloads(t *testing.T) {
-	for _, loops := range []int{1, 2} {
-		h := newHost(t, loops, true)
-		a := h.vm(1, 1).boot(hostAll, 2000, 4)
-		for i, g := range []struct {
-			features uint64
-			rx       int
+	for loops := 1; loops <= 2; loops++ {
+		bothRings(t, loops, offloadsBetween)
+	}
+}
+
+func offloadsBetween(t *testing.T, h *host) {
+	loops := len(h.loops)
+	a := h.vm(1, 1).boot(hostAll, 2000, 4)
+	for i, g := range []struct {
+		features uint64
+		rx       int
+	}{
+		{FeatureMrgRxbuf | guestAll, 1526}, {FeatureMrgRxbuf | guestAll, 4096}, {guestAll, 66000},
+		{FeatureMrgRxbuf, 2048}, {0, 2048},
+		{FeatureMrgRxbuf | FeatureGuestCsum, 2048}, {FeatureMrgRxbuf | FeatureGuestCsum | FeatureGuestTSO6, 2048},
+		{FeatureMrgRxbuf | FeatureGuestTSO4, 2048}, // without GUEST_CSUM: none
+		{FeatureMrgRxbuf | guestAll&^FeatureGuestUSO4, 2048},
+	} {
+		count := 100
+		if g.rx > 60000 {
+			count = 8
+		}
+		b := h.vm(2+i, 1).boot(g.features, g.rx, count)
+		takes := guestTakes(g.features)
+		for _, c := range []struct {
+			v6, tcp bool
+			n, size int
+			need    packet.Need
 		}{
-			{FeatureMrgRxbuf | guestAll, 1526}, {FeatureMrgRxbuf | guestAll, 4096}, {guestAll, 66000},
-			{FeatureMrgRxbuf, 2048}, {0, 2048},
-			{FeatureMrgRxbuf | FeatureGuestCsum, 2048}, {FeatureMrgRxbuf | FeatureGuestCsum | FeatureGuestTSO6, 2048},
-			{FeatureMrgRxbuf | FeatureGuestTSO4, 2048}, // without GUEST_CSUM: none
-			{FeatureMrgRxbuf | guestAll&^FeatureGuestUSO4, 2048},
+			{false, true, 60001, 1400, packet.NeedTSO4}, {true, true, 64000, 1400, packet.NeedTSO6},
+			{false, false, 10001, 1000, packet.NeedUSO4}, {true, false, 10000, 1000, packet.NeedUSO6},
+			{false, true, 1001, 0, 0}, {true, false, 8000, 0, 0}, {true, true, 100, 1400, packet.NeedTSO6},
 		} {
-			count := 100
-			if g.rx > 60000 {
-				count = 8
+			name := fmt.Sprintf("%d loops, features %#x, rx %d, %+v", loops, g.features, g.rx, c)
+			hdr, f := ipPacket(b.mac, a.mac, c.v6, c.tcp, c.n, c.size)
+			if c.n+1000 > g.rx && g.features&FeatureMrgRxbuf == 0 && (c.size == 0 || takes&c.need != 0) {
+				continue // does not fit one buffer
 			}
-			b := h.vm(2+i, 1).boot(g.features, g.rx, count)
-			takes := guestTakes(g.features)
-			for _, c := range []struct {
-				v6, tcp bool
-				n, size int
-				need    packet.Need
-			}{
-				{false, true, 60001, 1400, packet.NeedTSO4}, {true, true, 64000, 1400, packet.NeedTSO6},
-				{false, false, 10001, 1000, packet.NeedUSO4}, {true, false, 10000, 1000, packet.NeedUSO6},
-				{false, true, 1001, 0, 0}, {true, false, 8000, 0, 0}, {true, true, 100, 1400, packet.NeedTSO6},
-			} {
-				name := fmt.Sprintf("%d loops, features %#x, rx %d, %+v", loops, g.features, g.rx, c)
-				hdr, f := ipPacket(b.mac, a.mac, c.v6, c.tcp, c.n, c.size)
-				if c.n+1000 > g.rx && g.features&FeatureMrgRxbuf == 0 && (c.size == 0 || takes&c.need != 0) {
-					continue // does not fit one buffer
+			a.sendBig(append(bytes.Clone(hdr), f...))
+			need := c.need | packet.NeedCsum
+			left, data := 1, []byte(nil)
+			if c.size > 0 && need&^takes != 0 {
+				left = (c.n + c.size - 1) / c.size
+			}
+			want := f[len(f)-c.n:]
+			for ; left > 0; left-- {
+				wait(t, b.fe.Queue(0))
+				got, x, err := b.takeAny(0)
+				if err != nil {
+					t.Fatalf("%s: %v", name, err)
 				}
-				a.sendBig(append(bytes.Clone(hdr), f...))
-				need := c.need | packet.NeedCsum
-				left, data := 1, []byte(nil)
-				if c.size > 0 && need&^takes != 0 {
-					left = (c.n + c.size - 1) / c.size
-				}
-				want := f[len(f)-c.n:]
-				for ; left > 0; left-- {
-					wait(t, b.fe.Queue(0))
-					got, x, err := b.takeAny(0)
-					if err != nil {
-						t.Fatalf("%s: %v", name, err)
+				if need&^takes == 0 {
+					if !bytes.Equal(got[:10], hdr[:10]) && (c.size > 0 || got[0] != 1) || !bytes.Equal(x, f) {
+						t.Fatalf("%s: header %x, want %x; %d bytes, want %d", name, got, hdr, len(x), len(f))
 					}
-					if need&^takes == 0 {
-						if !bytes.Equal(got[:10], hdr[:10]) && (c.size > 0 || got[0] != 1) || !bytes.Equal(x, f) {
-							t.Fatalf("%s: header %x, want %x; %d bytes, want %d", name, got, hdr, len(x), len(f))
-						}
-						data = x[len(f)-c.n:]
-						break
-					}
-					if got[0]&1 != 0 || got[1] != 0 || got[0] != 0 && takes == 0 {
-						t.Fatalf("%s: header %x", name, got)
-					}
-					data = append(data, check(t, x)...)
+					data = x[len(f)-c.n:]
+					break
 				}
-				if !bytes.Equal(data, want) {
-					t.Fatalf("%s: %d bytes of payload, want %d, or not the same", name, len(data), len(want))
+				if got[0]&1 != 0 || got[1] != 0 || got[0] != 0 && takes == 0 {
+					t.Fatalf("%s: header %x", name, got)
 				}
+				data = append(data, check(t, x)...)
+			}
+			if !bytes.Equal(data, want) {
+				t.Fatalf("%s: %d bytes of payload, want %d, or not the same", name, len(data), len(want))
 			}
 		}
 	}

@@ -108,6 +108,7 @@ func (p *pair) stopRx() {
 }
 
 func (p *pair) startTx(q *virtq.Queue, features uint64) error {
+	q.OnlyReads()
 	if fd := q.KickFD(); fd >= 0 {
 		// The poller does the work; the kick only wakes the loop for it.
 		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, engine.Name("vnet kick"))

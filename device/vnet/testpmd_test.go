@@ -184,7 +184,7 @@ type pmdCombo struct {
 	features  uint64 // must have been agreed upon
 }
 
-// pmdCombos are all that the driver has: ways to receive and send, numbers of queues, offloads.
+// pmdCombos are all that the driver has: ways to receive and send, numbers of queues, offloads, each with split and with packed rings.
 func pmdCombos() (all []pmdCombo) {
 	bit := func(n, i int) int { return n >> i & 1 }
 	for n := range 16 {
@@ -200,8 +200,6 @@ func pmdCombos() (all []pmdCombo) {
 	checksums := []string{"csum set tcp hw 0", "csum set udp hw 0", "csum set tcp hw 1", "csum set udp hw 1"}
 	tso := append(checksums, "tso set 500 0", "tso set 500 1")
 	for mrg := range 2 {
-		// We do not offer packed rings; the driver goes on with split ones.
-		all = append(all, pmdCombo{name: fmt.Sprint("packed-mrg", mrg), dev: fmt.Sprintf("packed_vq=1,mrg_rxbuf=%d,in_order=1", mrg), queues: 1, features: FeatureInOrder})
 		for _, c := range []pmdCombo{
 			{name: "sums-sent", opts: []string{"--tx-offloads=0x800c", "--forward-mode=csum"}, setup: checksums, packets: true, features: FeatureCsum},
 			{name: "sums-received", opts: []string{"--rx-offloads=0xc", "--forward-mode=csum"}, packets: true, features: FeatureGuestCsum},
@@ -219,6 +217,10 @@ func pmdCombos() (all []pmdCombo) {
 			c.name, c.dev, c.queues = fmt.Sprint(c.name, "-mrg", mrg), fmt.Sprintf("mrg_rxbuf=%d,in_order=0", mrg), 1
 			all = append(all, c)
 		}
+	}
+	for _, c := range all {
+		c.name, c.dev, c.features = "packed-"+c.name, c.dev+",packed_vq=1", c.features|FeatureRingPacked
+		all = append(all, c)
 	}
 	return all
 }
@@ -292,7 +294,7 @@ func TestTestpmd(t *testing.T) {
 				feed(t, h, vms)
 			}
 			for _, v := range vms {
-				if f := v.dev.features.Load(); f&c.features != c.features {
+				if f := v.dev.features.Load(); f&c.features != c.features || (f^c.features)&FeatureRingPacked != 0 {
 					t.Errorf("features %#x, want %#x", f, c.features)
 				}
 			}
@@ -338,7 +340,7 @@ func TestTestpmd(t *testing.T) {
 				if time.Now().After(deadline) {
 					t.Errorf("testpmd's figures and ours differ: %+v", now)
 					for _, v := range vms {
-						t.Logf("%+v", v.port.Attachment().Counters.Totals())
+						t.Logf("%+v, %+v", v.port.Attachment().Counters.Totals(), v.dev.Describe())
 					}
 					break
 				}

@@ -36,24 +36,25 @@ func TestFramesBetweenVMs(t *testing.T) {
 			"mergeable, header": {FeatureMrgRxbuf, 2048},
 		} {
 			t.Run(fmt.Sprintf("%d loops, %s", loops, name), func(t *testing.T) {
-				h := newHost(t, loops, true)
-				a := h.vm(1, 1).boot(0, 12000, 4)
-				b := h.vm(2, 1).boot(g.features, g.rxSize, 100)
-				for i, n := range []int{14, 15, 60, 64, 288, 289, 1514, 1526, 4096, mtu + 14} {
-					if n+headerLen > maxMerge*g.rxSize {
-						continue
+				bothRings(t, loops, func(t *testing.T, h *host) {
+					a := h.vm(1, 1).boot(0, 12000, 4)
+					b := h.vm(2, 1).boot(g.features, g.rxSize, 100)
+					for i, n := range []int{14, 15, 60, 64, 288, 289, 1514, 1526, 4096, mtu + 14} {
+						if n+headerLen > maxMerge*g.rxSize {
+							continue
+						}
+						f := frame(b.mac, a.mac, n, byte(i))
+						a.send(0, f)
+						if got := b.recv(0); !bytes.Equal(got, f) {
+							t.Fatalf("%d bytes: got %d bytes %x", n, len(got), got[:min(len(got), 40)])
+						}
+						back := frame(a.mac, b.mac, n, byte(i+100))
+						b.send(0, back)
+						if got := a.recv(0); !bytes.Equal(got, back) {
+							t.Fatalf("%d bytes back: got %d bytes", n, len(got))
+						}
 					}
-					f := frame(b.mac, a.mac, n, byte(i))
-					a.send(0, f)
-					if got := b.recv(0); !bytes.Equal(got, f) {
-						t.Fatalf("%d bytes: got %d bytes %x", n, len(got), got[:min(len(got), 40)])
-					}
-					back := frame(a.mac, b.mac, n, byte(i+100))
-					b.send(0, back)
-					if got := a.recv(0); !bytes.Equal(got, back) {
-						t.Fatalf("%d bytes back: got %d bytes", n, len(got))
-					}
-				}
+				})
 			})
 		}
 	}
@@ -100,8 +101,9 @@ func TestBadFrames(t *testing.T) {
 }
 
 // TestNoReceiveBuffers: frames are dropped and counted until there are some.
-func TestNoReceiveBuffers(t *testing.T) {
-	h := newHost(t, 1, true)
+func TestNoReceiveBuffers(t *testing.T) { bothRings(t, 1, noReceiveBuffers) }
+
+func noReceiveBuffers(t *testing.T, h *host) {
 	a := h.vm(1, 1).boot(0, 2000, 4)
 	b := h.vm(2, 1).boot(FeatureMrgRxbuf, 1000, 2)
 	fits, large := frame(b.mac, a.mac, 900, 1), frame(b.mac, a.mac, 2500, 2)
@@ -134,8 +136,9 @@ func TestNoReceiveBuffers(t *testing.T) {
 
 // TestBrokenQueues: what a guest does wrong stops its own queue, says why, and
 // is over after a reset. The neighbours go on.
-func TestBrokenQueues(t *testing.T) {
-	h := newHost(t, 1, true)
+func TestBrokenQueues(t *testing.T) { bothRings(t, 1, brokenQueues) }
+
+func brokenQueues(t *testing.T, h *host) {
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
 	for name, tc := range map[string]struct {
 		spoil func(c *vm)
@@ -161,10 +164,14 @@ func TestBrokenQueues(t *testing.T) {
 			c.fe.Queue(1).Kick()
 		}, "not an address of guest memory"},
 		"spoilt ring": {func(c *vm) {
-			_, avail, _ := c.fe.Queue(1).Rings()
-			c.bytes(avail+2, 2)[1] = 0x55
+			desc, avail, _ := c.fe.Queue(1).Rings()
+			if h.rings == 0 {
+				c.bytes(avail+2, 2)[1] = 0x55
+			} else {
+				c.bytes(desc+14, 1)[0] = 0x85 // available, INDIRECT and NEXT
+			}
 			c.fe.Queue(1).Notify()
-		}, "available index"},
+		}, map[uint64]string{0: "available index", FeatureRingPacked: "INDIRECT without NEXT"}[h.rings]},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h.t = t
@@ -279,8 +286,9 @@ func TestNetMessages(t *testing.T) {
 }
 
 // TestMultiqueue: flows spread over the pairs, each in order.
-func TestMultiqueue(t *testing.T) {
-	h := newHost(t, 2, true)
+func TestMultiqueue(t *testing.T) { bothRings(t, 2, multiqueue) }
+
+func multiqueue(t *testing.T, h *host) {
 	a := h.vm(1, 2).boot(FeatureMQ, 2000, 60)
 	b := h.vm(2, 2).boot(FeatureMQ|FeatureMrgRxbuf, 2000, 100)
 	if b.fe.Features()&FeatureMQ == 0 || b.fe.NumQueues() != 4 {
@@ -350,8 +358,9 @@ func TestPolledTransmit(t *testing.T) {
 }
 
 // TestRestartUnderTraffic: rings stop and start while frames come in.
-func TestRestartUnderTraffic(t *testing.T) {
-	h := newHost(t, 2, true)
+func TestRestartUnderTraffic(t *testing.T) { bothRings(t, 2, restartUnderTraffic) }
+
+func restartUnderTraffic(t *testing.T, h *host) {
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(FeatureMrgRxbuf, 2000, 32)
 	stop := make(chan struct{})
 	done := make(chan struct{})
@@ -429,8 +438,9 @@ func TestFlowHash(t *testing.T) {
 }
 
 // benchSend measures one frame from guest to guest on one loop, driver's work included.
-func benchSend(b *testing.B, size int) {
+func benchSend(b *testing.B, rings uint64, size int) {
 	h := newHost(b, 1, false)
+	h.rings = rings
 	l := h.loops[0]
 	src := h.vm(1, 1).boot(FeatureMrgRxbuf, 2048, 16)
 	dst := h.vm(2, 1).boot(FeatureMrgRxbuf, 2048, 100)
@@ -501,13 +511,17 @@ func allocatesNothing(t *testing.T, f func(*testing.B)) {
 }
 
 func BenchmarkSend(b *testing.B) {
-	for _, n := range []int{64, 1514} {
-		b.Run(fmt.Sprint(n), func(b *testing.B) { benchSend(b, n) })
+	for name, rings := range ringKinds {
+		for _, n := range []int{64, 1514} {
+			b.Run(fmt.Sprint(name, "-", n), func(b *testing.B) { benchSend(b, rings, n) })
+		}
 	}
 }
 
 func TestDataPathAllocatesNothing(t *testing.T) {
-	allocatesNothing(t, func(b *testing.B) { benchSend(b, 64) })
+	for _, rings := range ringKinds {
+		allocatesNothing(t, func(b *testing.B) { benchSend(b, rings, 64) })
+	}
 }
 
 var _ interface {

@@ -186,9 +186,9 @@ func (c *Client) SetVringNum(i int, n uint32) error {
 	return c.setState(vhostuser.ReqSetVringNum, i, n)
 }
 
-// SetVringBase sets the first available index.
-func (c *Client) SetVringBase(i int, base uint16) error {
-	return c.setState(vhostuser.ReqSetVringBase, i, uint32(base))
+// SetVringBase sets the first available index, or the places of a packed ring.
+func (c *Client) SetVringBase(i int, base uint32) error {
+	return c.setState(vhostuser.ReqSetVringBase, i, base)
 }
 
 // SetVringEnable enables or disables a ring.
@@ -206,8 +206,8 @@ func (c *Client) SetVringAddr(a vhostuser.VringAddr) error {
 	return err
 }
 
-// GetVringBase stops a ring and returns its next available index.
-func (c *Client) GetVringBase(i int) (uint16, error) {
+// GetVringBase stops a ring and returns what SetVringBase takes.
+func (c *Client) GetVringBase(i int) (uint32, error) {
 	b, err := c.Do(vhostuser.ReqGetVringBase, true, vhostuser.VringState{Index: uint32(i)}.Append(nil))
 	if err != nil {
 		return 0, err
@@ -216,10 +216,10 @@ func (c *Client) GetVringBase(i int) (uint16, error) {
 	if err != nil {
 		return 0, err
 	}
-	if s.Index != uint32(i) || s.Num > 0xffff {
+	if s.Index != uint32(i) {
 		return 0, fmt.Errorf("frontend: GET_VRING_BASE of ring %d: reply for ring %d, index %#x", i, s.Index, s.Num)
 	}
-	return uint16(s.Num), nil
+	return s.Num, nil
 }
 
 // SetVringKick, SetVringCall and SetVringErr hand over an eventfd; -1 is none.

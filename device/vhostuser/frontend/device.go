@@ -76,7 +76,7 @@ func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
 		n = int(num)
 	}
 	for i := range n {
-		q, err := newQueue(d.mem, i, cfg.QueueSize, d.features&vhostuser.FeatureEventIdx != 0, d.features&vhostuser.FeatureIndirectDesc != 0)
+		q, err := newQueue(d.mem, i, cfg.QueueSize, d.features&vhostuser.FeatureRingPacked != 0, d.features&vhostuser.FeatureEventIdx != 0, d.features&vhostuser.FeatureIndirectDesc != 0)
 		if err != nil {
 			return nil, err
 		}
@@ -181,7 +181,7 @@ func (d *Device) StartQueue(i int) error {
 	if err := c.SetVringNum(i, uint32(q.size)); err != nil {
 		return err
 	}
-	if err := c.SetVringBase(i, uint16(le32(q.uIdx.Load())>>16)); err != nil {
+	if err := c.SetVringBase(i, q.resumeAt()); err != nil {
 		return err
 	}
 	err := c.SetVringAddr(vhostuser.VringAddr{
@@ -282,10 +282,7 @@ func (d *Device) StopQueue(i int) error {
 	if err != nil {
 		return err
 	}
-	if q := d.queues[i]; base != uint16(le32(q.uIdx.Load())>>16) && base != q.kicked {
-		return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x used", i, base, q.kicked, uint16(le32(q.uIdx.Load())>>16))
-	}
-	return nil
+	return d.queues[i].stoppedAt(base)
 }
 
 // closePatience is how long Close waits for the back end to let go.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"math/rand/v2"
 	"net"
@@ -115,7 +116,7 @@ func TestMemoryBounds(t *testing.T) {
 // TestQueueFormat: the ring as virtio 1.2, 2.7 lays it out, byte for byte.
 func TestQueueFormat(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
-	q, err := newQueue(m, 0, 4, false, false)
+	q, err := newQueue(m, 0, 4, false, false, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,10 +147,70 @@ func TestQueueFormat(t *testing.T) {
 	}
 }
 
+// TestPackedFormat: the ring as virtio 1.2, 2.8 lays it out, byte for byte.
+func TestPackedFormat(t *testing.T) {
+	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
+	q, err := newQueue(m, 0, 3, true, true, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer q.close()
+	desc, driver, device := q.Rings()
+	d, _ := m.Bytes(desc, 48)
+	ev, _ := m.Bytes(driver, 4)
+	dev, _ := m.Bytes(device, 4)
+	want := func(what string, got []byte, want string) {
+		t.Helper()
+		if hex.EncodeToString(got) != want {
+			t.Fatalf("%s: %x, want %s", what, got, want)
+		}
+	}
+	if err := q.Add(9, []Buf{{PA: 0x1111, Len: 0x22}}, []Buf{{PA: 0x3333, Len: 0x44}}); err != nil {
+		t.Fatal(err)
+	}
+	want("available before Kick", d[:16], "11110000000000002200000000000000")
+	if !q.Kick() || q.Kick() {
+		t.Fatal("kick")
+	}
+	want("first", d[:16], "11110000000000002200000000008100")
+	want("last", d[16:32], "33330000000000004400000000008200")
+	if err := q.Add(1, make([]Buf, 2), nil); !errors.Is(err, ErrFull) {
+		t.Fatal(err)
+	}
+	q.EnableCall(true)
+	want("interrupt for the first", ev, "00800200")
+	q.EnableCall(false)
+	want("no interrupts", ev, "00000100")
+	if q.Pending() {
+		t.Fatal("used")
+	}
+	// The device wants to hear of the second place of the second round.
+	copy(dev, []byte{1, 0, 2, 0})
+	copy(d[8:16], []byte{0x33, 0, 0, 0, 0, 0, 0x82, 0x80})
+	if token, n, ok, err := q.Get(); !ok || err != nil || token != 9 || n != 0x33 {
+		t.Fatal(token, n, ok, err)
+	}
+	q.EnableCall(true)
+	want("interrupt for the third", ev, "02800200")
+	for i, kick := range []bool{false, false, true} { // places 2, 0 and 1
+		if err := q.Add(uint64(i), []Buf{{PA: 1, Len: 1}}, nil); err != nil || q.Kick() != kick {
+			t.Fatal(i, err)
+		}
+	}
+	want("available in the second round", d[12:16], "01000080")
+	// Something that it does not have, or has returned.
+	for _, id := range []byte{3, 0xff} {
+		d[32+12], d[32+14], d[32+15] = id, 0x80, 0x80
+		if _, _, ok, err := q.Get(); ok || err == nil || !strings.Contains(err.Error(), "did not have") {
+			t.Fatalf("id %d: %v", id, err)
+		}
+	}
+}
+
 // TestBadUsedEntries: a back end that returns what it does not have.
 func TestBadUsedEntries(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
-	q, err := newQueue(m, 0, 4, true, false)
+	q, err := newQueue(m, 0, 4, false, true, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +243,7 @@ func TestBadUsedEntries(t *testing.T) {
 func TestWaitEnds(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
 	for _, size := range []int{1, 2} {
-		q, err := newQueue(m, 0, size, true, true)
+		q, err := newQueue(m, 0, size, false, true, true)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -24,8 +24,8 @@ type Buf struct {
 	Len uint32
 }
 
-// Queue is the driver's side of one split virtqueue (virtio 1.2, 2.7). One
-// goroutine at a time uses it.
+// Queue is the driver's side of one virtqueue, split (virtio 1.2, 2.7) or
+// packed. One goroutine at a time uses it.
 type Queue struct {
 	mem   *Memory
 	index int
@@ -35,7 +35,7 @@ type Queue struct {
 	bytes   int
 	desc    []byte         // size*16
 	avail   []byte         // flags, index, ring
-	used    []byte         // ring elements
+	ring    []byte         // used elements
 	aIdx    *atomic.Uint32 // avail.flags | avail.idx<<16
 	aEvent  *atomic.Uint32 // used_event, and padding
 	uIdx    *atomic.Uint32 // used.flags | used.idx<<16
@@ -47,13 +47,14 @@ type Queue struct {
 	tabMem  []byte
 
 	eventIdx bool
-	free     []uint16 // free descriptors
-	chains   []chain  // by head
-	links    []uint16 // descriptor -> next one: the ring's own copy can be spoilt
-	next     uint16   // avail index including what is staged
-	kicked   uint16   // avail index at the last kick decision
-	seen     uint16   // next used entry
-	flags    uint16   // avail.flags
+	packed   *packedRing // nil: split
+	free     []uint16    // free descriptors, or ids
+	chains   []chain     // by head, or id
+	links    []uint16    // descriptor -> next one: the ring's own copy can be spoilt
+	next     uint16      // avail index, or place, including what is staged
+	kicked   uint16      // the same at the last kick decision
+	seen     uint16      // next used entry, or place
+	flags    uint16      // avail.flags
 
 	kickFD int
 	call   *eventfd.Waiter
@@ -67,9 +68,9 @@ type chain struct {
 // maxIndirect is how many buffers an indirect table of this driver holds.
 const maxIndirect = 16
 
-func newQueue(m *Memory, index, size int, eventIdx, indirect bool) (q *Queue, err error) {
+func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Queue, err error) {
 	q = &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1}
-	areas := virtq.Areas(size, false)
+	areas := virtq.Areas(size, packed)
 	dn, an, un := int(areas[0].Bytes), int(areas[1].Bytes), int(areas[2].Bytes)
 	aOff := dn
 	uOff := aOff + (an+2+3)&^3 // the word around used_event is ours alone
@@ -93,17 +94,24 @@ func newQueue(m *Memory, index, size int, eventIdx, indirect bool) (q *Queue, er
 		return nil, err
 	}
 	q.descPA, q.availPA, q.usedPA = q.base, q.base+translate.PA(aOff), q.base+translate.PA(uOff)
-	q.desc, q.avail, q.used = all[:dn], all[aOff:aOff+an], all[uOff:uOff+un]
+	q.desc, q.avail, q.ring = all[:dn], all[aOff:aOff+an], all[uOff:uOff+un]
 	if indirect {
 		q.tables, q.tabMem = q.base+translate.PA(tOff), all[tOff:]
 	}
-	for _, w := range []struct {
+	words := []struct {
 		p  **atomic.Uint32
 		pa translate.PA
 	}{
-		{&q.aIdx, q.availPA}, {&q.aEvent, q.availPA + 4 + 2*translate.PA(size)},
-		{&q.uIdx, q.usedPA}, {&q.uEvent, q.usedPA + 4 + 8*translate.PA(size)},
-	} {
+		{&q.aIdx, q.availPA}, {&q.uIdx, q.usedPA}, // of a packed ring, the event structures
+		{&q.aEvent, q.availPA + 4 + 2*translate.PA(size)}, {&q.uEvent, q.usedPA + 4 + 8*translate.PA(size)},
+	}
+	if packed {
+		words = words[:2]
+		if err = q.initPacked(); err != nil {
+			return nil, err
+		}
+	}
+	for _, w := range words {
 		// A queue of one entry has its used_event in the upper half of a word.
 		if *w.p, err = m.Uint32(w.pa &^ 3); err != nil {
 			return nil, err
@@ -172,6 +180,9 @@ func (q *Queue) Add(token uint64, out, in []Buf) error {
 	if n == 0 || n > int(q.size) {
 		return fmt.Errorf("frontend: queue %d: a chain of %d buffers, want 1 to %d", q.index, n, q.size)
 	}
+	if q.packed != nil {
+		return q.addPacked(token, out, in, n)
+	}
 	if q.tables != 0 && n > 1 && n <= maxIndirect {
 		if len(q.free) == 0 {
 			return ErrFull
@@ -234,6 +245,13 @@ func (q *Queue) Kick() bool {
 	if q.next == q.kicked {
 		return false
 	}
+	if q.packed != nil {
+		if want := q.kickPacked(); !want {
+			return false
+		}
+		q.Notify()
+		return true
+	}
 	q.aIdx.Store(le32(uint32(q.flags) | uint32(q.next)<<16))
 	old := q.kicked
 	q.kicked = q.next
@@ -255,15 +273,24 @@ func (q *Queue) Notify() {
 }
 
 // Pending tells whether the device has returned chains that Get has not yet.
-func (q *Queue) Pending() bool { return uint16(le32(q.uIdx.Load())>>16) != q.seen }
+func (q *Queue) Pending() bool {
+	if q.packed != nil {
+		_, ok := q.used()
+		return ok
+	}
+	return uint16(le32(q.uIdx.Load())>>16) != q.seen
+}
 
 // Get takes the next chain that the device has returned: its token and how many
 // bytes the device wrote. ok is false when there is none.
 func (q *Queue) Get() (token uint64, written uint32, ok bool, err error) {
+	if q.packed != nil {
+		return q.getPacked()
+	}
 	if !q.Pending() {
 		return 0, 0, false, nil
 	}
-	e := q.used[4+8*int(q.seen&(q.size-1)):]
+	e := q.ring[4+8*int(q.seen&(q.size-1)):]
 	id := binary.LittleEndian.Uint32(e[0:4])
 	written = binary.LittleEndian.Uint32(e[4:8])
 	if id >= uint32(q.size) || q.chains[id].n == 0 {
@@ -283,6 +310,10 @@ func (q *Queue) Get() (token uint64, written uint32, ok bool, err error) {
 // EnableCall asks the device for interrupts, or to keep quiet (off; a hint).
 // After EnableCall(true) look once more with Pending.
 func (q *Queue) EnableCall(on bool) {
+	if q.packed != nil {
+		q.aIdx.Store(le32(q.event(on)))
+		return
+	}
 	if q.eventIdx {
 		ev := q.seen
 		if !on {
@@ -303,6 +334,28 @@ func (q *Queue) EnableCall(on bool) {
 		q.flags = 1 // VIRTQ_AVAIL_F_NO_INTERRUPT
 	}
 	q.aIdx.Store(le32(uint32(q.flags) | uint32(q.kicked)<<16))
+}
+
+// resumeAt is where the device has to go on, as far as the driver knows: the used index, or, as VMMs have it, both places of a packed ring.
+func (q *Queue) resumeAt() uint32 {
+	if q.packed != nil {
+		return uint32(q.seen) | uint32(q.seen)<<16
+	}
+	return le32(q.uIdx.Load()) >> 16
+}
+
+// stoppedAt checks the base with which the device has stopped.
+func (q *Queue) stoppedAt(base uint32) error {
+	if q.packed != nil {
+		if base>>16 != base&0xffff || q.distance(q.seen, uint16(base)) > q.distance(q.seen, q.kicked) {
+			return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x seen", q.index, base, q.kicked, q.seen)
+		}
+		return nil
+	}
+	if used := q.resumeAt(); base != used && base != uint32(q.kicked) {
+		return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x used", q.index, base, q.kicked, used)
+	}
+	return nil
 }
 
 // Await calls look, and calls it again after every signal of the device until it

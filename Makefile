@@ -18,7 +18,7 @@ help: ## show the targets
 
 build: ## build the daemon: build/vnicd
 	@mkdir -p $(BUILD)
-	$(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o $(BUILD)/vnicd ./cmd/vnicd
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o $(BUILD)/vnicd ./cmd/vnicd
 
 deps: ## install what testing needs (Debian packages)
 	@.ci/deps --tests

@@ -232,16 +232,18 @@ for n in (0, 1, 17, 548, 1000, 1252, 1422, 1423, 3000, 9000, 20000):
 `
 
 // TestVLANUnderlay runs the tests of device/vxlan that need VLAN interfaces in a VM, whose kernel has them: vnicd's VTEP and TAP, and a Linux vxlan
-// device, on a tagged underlay, and tenants that tag their frames. The machine's own kernel may have none.
+// device, on a tagged underlay, and tenants that tag their frames. The machine's own kernel may have none. And those of the short path's programs.
 func TestVLANUnderlay(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
 	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \""+vmA.MAC+"\"}\n"))
 	l.Share = t.TempDir()
-	c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, "vxlan.test"), "./device/vxlan")
-	c.Dir, c.Env = l.Root, append(c.Environ(), "CGO_ENABLED=0")
-	if out, err := c.CombinedOutput(); err != nil {
-		t.Fatalf("building the test: %v\n%s", err, out)
+	for _, p := range []string{"vxlan", "shortpath"} {
+		c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, p+".test"), "./device/"+p)
+		c.Dir, c.Env = l.Root, append(c.Environ(), "CGO_ENABLED=0")
+		if out, err := c.CombinedOutput(); err != nil {
+			t.Fatalf("building the test: %v\n%s", err, out)
+		}
 	}
 	v := vmA
 	v.NoHCA, v.CPUs = true, 2
@@ -252,8 +254,13 @@ func TestVLANUnderlay(t *testing.T) {
 	check(t, err)
 	run(ctx, t, ms[0], "modprobe -a tun veth vxlan 8021q bridge")
 	start := time.Now()
-	out := run(ctx, t, ms[0], "cd /tmp && /host/vxlan.test -test.v -test.run '^(TestVLANUnderlay|TestVLANGuests)$' 2>&1")
-	if strings.Contains(out, "no VLAN interfaces") || strings.Count("\n"+out, "\n--- PASS") != 2 {
+	out := run(ctx, t, ms[0], "cd /tmp && /host/vxlan.test -test.v -test.run '^(TestVLANUnderlay|TestVLANGuests|TestVLANShortPath)$' 2>&1")
+	if strings.Contains(out, "no VLAN interfaces") || strings.Count("\n"+out, "\n--- PASS") != 3 {
+		t.Errorf("in the VM:\n%s", out)
+	}
+	// The programs of the short path, too, for another kernel than the machine's.
+	out = run(ctx, t, ms[0], "cd /tmp && /host/shortpath.test -test.v -test.run '^(TestFrames|TestRest|TestEntry)$' 2>&1")
+	if strings.Count("\n"+out, "\n--- PASS") != 3 {
 		t.Errorf("in the VM:\n%s", out)
 	}
 	t.Logf("%v in the VM", time.Since(start).Round(time.Second))

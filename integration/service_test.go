@@ -92,14 +92,18 @@ func testService(u *user, t *testing.T) {
 	pid := u.property(t, "MainPID")
 	status := u.run(t, "cat /proc/"+pid+"/status")
 	t.Logf("capabilities and confinement of the daemon:\n%s", strings.Join(regexp.MustCompile(`(?m)^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):.*$`).FindAllString(status, -1), "\n"))
-	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE)
-	for _, l := range []string{"CapInh:\t" + want, "CapPrm:\t" + want, "CapEff:\t" + want, "CapBnd:\t" + want, "CapAmb:\t" + want, "NoNewPrivs:\t1", "Seccomp:\t2"} {
+	const keeps = 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE
+	want, bound := fmt.Sprintf("%016x", keeps), fmt.Sprintf("%016x", keeps|1<<unix.CAP_BPF)
+	for _, l := range []string{"CapInh:\t" + want, "CapPrm:\t" + want, "CapEff:\t" + want, "CapBnd:\t" + bound, "CapAmb:\t" + want, "NoNewPrivs:\t1", "Seccomp:\t2"} {
 		if !strings.Contains(status, l+"\n") {
 			t.Errorf("the daemon has no %q:\n%s", l, status)
 		}
 	}
 	if who := u.run(t, "stat -c %U:%G /proc/"+pid); who != "vnicd:vnicd\n" {
 		t.Errorf("the daemon runs as %s", who)
+	}
+	if out := u.run(t, "vnicd status"); !strings.Contains(out, "short path on") {
+		t.Errorf("the unit allows no short path: %s", out)
 	}
 	// What it sees, from within its mounts.
 	inside := func(line string) string {

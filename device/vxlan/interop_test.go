@@ -94,12 +94,13 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 }
 
 // wires are the underlays that peers of other makes are tried over.
-var wires = []wireKind{{"IPv4", false, 1500}, {"IPv4 jumbo", false, 9000}, {"IPv6", true, 1500}, {"IPv6 jumbo", true, 9000}}
+var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500}, {name: "IPv6 jumbo", v6: true, mtu: 9000}}
 
 type wireKind struct {
 	name string
 	v6   bool
 	mtu  int
+	vlan bool // tagged; for tests that say so
 }
 
 // addr is host i's address on it.
@@ -164,8 +165,8 @@ func TestLinuxPeer(t *testing.T) {
 		zero   bool
 	}
 	kinds := []kind{
-		{wireKind{"IPv6 zero checksum received", true, 1500}, []string{"udp6zerocsumtx"}, false},
-		{wireKind{"IPv6 zero checksum sent", true, 1500}, []string{"udp6zerocsumrx"}, true},
+		{wireKind{name: "IPv6 zero checksum received", v6: true, mtu: 1500}, []string{"udp6zerocsumtx"}, false},
+		{wireKind{name: "IPv6 zero checksum sent", v6: true, mtu: 1500}, []string{"udp6zerocsumrx"}, true},
 	}
 	for _, w := range wires {
 		kinds = append(kinds, kind{wireKind: w})

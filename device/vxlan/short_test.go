@@ -37,8 +37,17 @@ func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
 	}
 	l := &shortLab{t: t, a: nstest.New(t, "a"), b: nstest.New(t, "b")}
 	nstest.Pair(l.a, l.b, "u0", w.mtu)
-	underlay(l.a, "u0", w.addr(1))
-	underlay(l.b, "u0", w.addr(2))
+	for i, ns := range []*nstest.NS{l.a, l.b} {
+		dev := "u0"
+		if w.vlan {
+			dev = "u0.7"
+			if out, err := ns.Exec("ip", "link", "add", "link", "u0", "name", dev, "type", "vlan", "id", "7"); err != nil {
+				t.Skipf("this kernel has no VLAN interfaces (CONFIG_VLAN_8021Q): %s", out)
+			}
+			ns.IP("link", "set", dev, "up")
+		}
+		underlay(ns, dev, w.addr(1+i))
+	}
 	loops := newLoops(t, 2)
 	for i, h := range []**host{&l.ha, &l.hb} {
 		ns := []*nstest.NS{l.a, l.b}[i]

@@ -19,8 +19,8 @@ import (
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the short path and
-// what it needs.
+// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the short path (by default) and
+// what it needs over IPv6.
 func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
@@ -28,9 +28,12 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host
 		}
 		return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)})
 	}
-	bits := 24
+	bits, way := 24, ""
 	if v6 {
 		bits = 64
+	}
+	if !short {
+		way = "short-path: false\n"
 	}
 	for i := range hosts {
 		if hosts[i], err = b.host(); err != nil {
@@ -48,8 +51,8 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host
 			"ip link set kvx master kbr && ip link set kvx up && ip addr add %s/24 dev kbr && ip link set kbr up", addr(i), addr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		if err = b.start(ctx, h, fmt.Sprintf("short-path: %v\nvtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
-			short, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
+		if err = b.start(ctx, h, fmt.Sprintf("%svtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
+			way, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
 			return
 		}
 	}
@@ -146,7 +149,7 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 // the sender is not held up by a TAP, as it is by the kernel's path, which it walks itself.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
-		hosts, err := b.tenants(ctx, false, false)
+		hosts, err := b.tenants(ctx, false, true)
 		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			before, err := unread(hosts[1].NS)
 			if err != nil {

@@ -26,8 +26,8 @@ func (a *app) runCmd() *cobra.Command {
 serves them until SIGINT or SIGTERM; SIGHUP is "vnicd reload". QEMU processes may come and go; each finds
 the sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca.
 
-A TAP port needs CAP_NET_ADMIN, BGP on its own port CAP_NET_BIND_SERVICE; everything
-else runs without privileges.`,
+A TAP port needs CAP_NET_ADMIN, BGP on its own port CAP_NET_BIND_SERVICE, the short
+path of TAP ports CAP_BPF at the start; everything else runs without privileges.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()

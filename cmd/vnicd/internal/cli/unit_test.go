@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
@@ -46,13 +49,17 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	unit := string(text)
 	caps := setting(t, unit, "AmbientCapabilities")
-	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE" || setting(t, unit, "NoNewPrivileges") != "yes" {
+	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE CAP_BPF" || setting(t, unit, "NoNewPrivileges") != "yes" {
 		t.Fatalf("the unit's capabilities are %s", caps)
 	}
 	ns := nstest.Own(t, "unit")
 	far := nstest.New(t, "far")
 	nstest.Pair(ns, far, "under", 1500)
 	ns.Addr("under", "192.0.2.1/24")
+	far.Addr("under", "192.0.2.2/24")
+	far.IP("link", "add", "vx", "type", "vxlan", "id", "100", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1", "dev", "under")
+	far.IP("link", "set", "vx", "up")
+	far.Addr("vx", "10.0.0.2/24")
 
 	// A directory and a binary that nobody can use.
 	dir, err := os.MkdirTemp("/tmp", "vnicd-unit-")
@@ -65,7 +72,11 @@ func TestUnitCapabilities(t *testing.T) {
 		t.Fatal(err)
 	}
 	binary := filepath.Join(dir, "vnicd")
-	copyFile(t, os.Args[0], binary)
+	build := exec.Command("go", "build", "-o", binary, "../..")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0") // as it is packaged
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
 	config := filepath.Join(dir, "vnicd.yaml")
 	yaml := fmt.Sprintf("run-dir: %s/run\nvtep: {local: 192.0.2.1}\nevpn: {as: 65001, neighbours: [{address: 192.0.2.2, password: secret}]}\nnetworks: [{name: blue, vni: 100, peers: [192.0.2.2], tap: {name: unit0, addresses: [10.0.0.1/24]}}]\nvms: [{name: one, network: blue, mac: \"02:00:00:00:00:01\"}]\n", dir)
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
@@ -79,50 +90,140 @@ func TestUnitCapabilities(t *testing.T) {
 	command := func(ctx context.Context, caps string) *exec.Cmd {
 		c := exec.CommandContext(ctx, "unshare", "--mount", "sh", "-c", "mount --bind "+tun+` /dev/net/tun && exec "$@"`, "sh", "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups", "--no-new-privs",
 			"--bounding-set", "-all"+caps, "--inh-caps", "-all"+caps, "--ambient-caps", "-all"+caps, binary, "-c", config, "run")
-		c.Env = append(os.Environ(), asVNICD+"=1")
 		return c
+	}
+	plus := func(caps string) string {
+		return strings.ToLower(strings.NewReplacer("CAP_", ",+", " ", "").Replace(caps))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	if out, err := command(ctx, "").CombinedOutput(); err == nil || !strings.Contains(string(out), "CAP_NET_BIND_SERVICE") {
 		t.Errorf("without capabilities: %v, %s", err, out)
 	}
-
-	c := command(ctx, strings.ToLower(strings.NewReplacer("CAP_", ",+", " ", "").Replace(caps)))
-	var log testlog.Log
-	c.Stdout, c.Stderr = &log, &log
-	if err := c.Start(); err != nil {
+	least := plus(strings.TrimSuffix(caps, " CAP_BPF"))
+	forced := "short-path: true\n" + yaml
+	if err := os.WriteFile(config, []byte(forced), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	defer c.Process.Kill()
-	ended := make(chan error, 1)
-	go func() { ended <- c.Wait() }()
-	nstest.Eventually(t, "the daemon is ready", func() bool {
-		if len(ended) > 0 {
-			t.Fatalf("the daemon ended with %v: %s", <-ended, log.String())
+	if out, err := command(ctx, least).CombinedOutput(); err == nil || !strings.Contains(string(out), "short-path") || !strings.Contains(string(out), "CAP_BPF") {
+		t.Errorf("a short path that cannot be, and must: %v, %s", err, out)
+	}
+	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	serve := func(caps string) (c *exec.Cmd, log *testlog.Log, ended chan error) {
+		c, log, ended = command(ctx, caps), &testlog.Log{}, make(chan error, 1)
+		c.Stdout, c.Stderr = log, log
+		if err := c.Start(); err != nil {
+			t.Fatal(err)
 		}
-		return strings.Contains(log.String(), "ready")
-	})
+		t.Cleanup(func() { _ = c.Process.Kill() }) // gone already is fine
+		go func() { ended <- c.Wait() }()
+		nstest.Eventually(t, "the daemon is ready", func() bool {
+			if len(ended) > 0 {
+				t.Fatalf("the daemon ended with %v: %s", <-ended, log.String())
+			}
+			return strings.Contains(log.String(), "ready")
+		})
+		return c, log, ended
+	}
+	l := &lab{t: t, dir: dir, config: config}
+	c, log, ended := serve(least)
+	if out := l.ok("status"); !strings.Contains(out, "short path not possible") || strings.Count(log.String(), "short path") != 1 {
+		t.Errorf("without CAP_BPF: %s%s", out, log.String())
+	}
+	_ = c.Process.Signal(syscall.SIGTERM)
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+
+	c, log, ended = serve(plus(caps))
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.Process.Pid))
 	if err != nil {
 		t.Fatal(err)
 	}
+	// CAP_BPF has been given up, as far as that is possible.
 	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE)
-	for _, set := range []string{"CapEff", "CapPrm", "CapBnd", "CapAmb", "CapInh"} {
+	for _, set := range []string{"CapEff", "CapPrm", "CapAmb", "CapInh"} {
 		if !strings.Contains(string(status), set+":\t"+want) {
 			t.Errorf("%s is not %s:\n%s", set, want, status)
 		}
 	}
 	ns.IP("link", "show", "unit0")
-	l := &lab{t: t, dir: dir, config: config}
 	if out := l.ok("status"); !strings.Contains(out, "vtep 192.0.2.1") || !strings.Contains(out, "vm one") {
 		t.Errorf("status: %s", out)
 	}
+
+	// All that without it the short path needs, it still may. What it has put into the kernel ends with it.
+	under, err := net.InterfaceByName("under")
+	if err != nil {
+		t.Fatal(err)
+	}
+	programs := func() int {
+		q, err := link.QueryPrograms(link.QueryOptions{Target: under.Index, Attach: ebpf.AttachTCXIngress})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(q.Programs)
+	}
+	used := func() {
+		t.Helper()
+		nstest.Eventually(t, "the short path is taken", func() bool {
+			upload(t, far, "10.0.0.2:7000", 1<<20)
+			return programs() == 1 && regexp.MustCompile(`short path on: [1-9]\d* entries, \d\d+ frames`).MatchString(l.ok("status"))
+		})
+	}
+	used()
 	if err := c.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-ended; err != nil {
 		t.Errorf("the daemon ended with %v: %s", err, log.String())
+	}
+	if n := programs(); n != 0 {
+		t.Errorf("%d programs outlive a daemon that was stopped", n)
+	}
+	c, _, ended = serve(plus(caps))
+	used()
+	_ = c.Process.Kill()
+	<-ended
+	nstest.Eventually(t, "the programs of a daemon that was killed are gone", func() bool { return programs() == 0 })
+	c, _, ended = serve(plus(caps))
+	used()
+	_ = c.Process.Signal(syscall.SIGTERM)
+	<-ended
+}
+
+// upload sends so many bytes by TCP from the test's namespace to an address in another.
+func upload(t *testing.T, to *nstest.NS, addr string, n int) {
+	t.Helper()
+	var ln net.Listener
+	var err error
+	to.Do(func() { ln, err = net.Listen("tcp", addr) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	got := make(chan int64, 1)
+	go func() {
+		var k int64
+		if s, err := ln.Accept(); err == nil {
+			k, _ = io.Copy(io.Discard, s)
+			s.Close()
+		}
+		got <- k
+	}()
+	s, err := net.DialTimeout("tcp", addr, 20*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = s.SetDeadline(time.Now().Add(time.Minute))
+	if _, err := s.Write(make([]byte, n)); err != nil {
+		t.Error(err)
+	}
+	s.Close()
+	if k := <-got; k != int64(n) {
+		t.Errorf("%d bytes of %d arrived", k, n)
 	}
 }
 

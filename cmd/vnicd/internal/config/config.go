@@ -70,8 +70,8 @@ type Config struct {
 	Segmentation bool
 	// ECN has RC connections tell of congestion, and heed it, before packets are lost. Default true.
 	ECN bool
-	// ShortPath lets the kernel carry established TCP of host ports by itself. Default false.
-	ShortPath bool
+	// ShortPath lets the kernel carry established TCP of host ports by itself, or not. Nil: where it can.
+	ShortPath *bool
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
 	// Monitoring is where metrics are served. Its zero value: nowhere.

@@ -2,6 +2,7 @@ package config
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -95,6 +96,23 @@ func TestParseGood(t *testing.T) {
 	}
 }
 
+// Who says nothing of the short path has it where it can be.
+func TestShortPath(t *testing.T) {
+	for text, want := range map[string]string{"engines: 1": "nil", "short-path: true": "true", "short-path: off": "false"} {
+		c, err := Parse("x.yaml", []byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := "nil"
+		if c.ShortPath != nil {
+			got = fmt.Sprint(*c.ShortPath)
+		}
+		if got != want {
+			t.Errorf("%s: %s", text, got)
+		}
+	}
+}
+
 // vm is a file with one VM that has key in line 6.
 func vm(key string) string {
 	return "networks: [{name: n, vni: 1}]\nvms:\n  - name: v\n    network: n\n    mac: \"02:00:00:00:00:01\"\n    " + key
@@ -136,6 +154,7 @@ func TestParseMistakes(t *testing.T) {
 		{"too few processors", "engines: 3\nengine-cpus: 2-3", "engine-cpus must name one processor for each of the 3 engines, found 2"},
 		{"nice", "engine-nice: -21", "engine-nice must be a number from -20 to 19"},
 		{"spin", "spin: fast", "spin must be a duration"},
+		{"short path", "short-path: auto", `x.yaml:1: short-path must be true or false, found "auto"`},
 		{"log", "log-level: loud", "log-level must be trace, debug"},
 		{"monitoring", "monitoring: {listen: 9469}", "x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},
 		{"monitoring port", "monitoring: {listen: \"localhost:0\"}", "monitoring listen must be HOST:PORT"},

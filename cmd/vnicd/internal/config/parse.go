@@ -316,7 +316,10 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"local-copy":   p.boolean("local-copy", &c.LocalCopy),
 		"segmentation": p.boolean("segmentation", &c.Segmentation),
 		"ecn":          p.boolean("ecn", &c.ECN),
-		"short-path":   p.boolean("short-path", &c.ShortPath),
+		"short-path": func(n *yaml.Node) {
+			c.ShortPath = new(bool)
+			p.boolean("short-path", c.ShortPath)(n)
+		},
 		"log-level": func(n *yaml.Node) {
 			s, ok := p.scalar(n, "log-level")
 			if !ok {

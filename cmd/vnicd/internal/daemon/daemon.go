@@ -95,7 +95,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{}, going: map[string]*vm{},
 		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
 	d.kept = d.store.Kept()
-	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
+	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
 		if err := step(); err != nil {
 			_ = d.Close()
 			return nil, err
@@ -184,15 +184,27 @@ func (d *Daemon) makeVTEP() error {
 	if dscp == 0 {
 		dscp = vxlan.BestEffort
 	}
+	short := d.cfg.ShortPath
 	vt, err := vxlan.New(vxlan.Config{
 		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
-		NoSegmentation: !d.cfg.Segmentation, NoShortPath: !d.cfg.ShortPath, Log: d.log.Named("vxlan"),
+		NoSegmentation: !d.cfg.Segmentation, NoShortPath: short != nil && !*short, Log: d.log.Named("vxlan"),
 	})
 	if err != nil {
 		return fmt.Errorf("vtep: %w%s", err, hint(err))
 	}
 	d.onClose(vt.Close)
 	d.vtep = vt
+	if s := vt.Status().ShortPath; short != nil && *short && s.State != vxlan.ShortPathOn {
+		return fmt.Errorf("`short-path: true` is %s (leave the key out to have it where it can be)", s.State)
+	}
+	return nil
+}
+
+// renounce gives up what only the VTEP's programs needed to be loaded: whoever takes this process over is not to load others.
+func (d *Daemon) renounce() error {
+	if err := dropCapability(unix.CAP_BPF); err != nil {
+		d.log.Debug("CAP_BPF stays", "why", err)
+	}
 	return nil
 }
 

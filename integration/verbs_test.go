@@ -58,7 +58,7 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 		{"rdma resource show cq dev " + d, `cqe \d+.*comm ibv_srq_pingpon`},
 		{"rdma resource show mr dev " + d, `mrlen \d+.*comm ibv_srq_pingpon`},
 		{"rdma resource show pd dev " + d, `pdn \d+.*comm ibv_srq_pingpon`},
-		{"rdma resource show srq dev " + d, `type BASIC.*comm ibv_srq_pingpon`},
+		{"rdma resource show srq dev " + d, `type BASIC.*pid \d+ comm`}, // iproute2 6.1 prints the queue pairs in place of the name
 		{"rdma resource show cm_id", `state LISTEN.*comm rping`},
 	} {
 		if out := run(ctx, t, m, x[0]); !regexp.MustCompile(x[1]).MatchString(out) {

@@ -3,6 +3,7 @@ package virtq
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -323,13 +324,50 @@ func (m *model) collect(t *testing.T) {
 
 // crash puts another queue in the place of this one, which knows nothing.
 func (m *model) crash(t *testing.T) {
+	if p, ok := m.layout.(*packedDriver); ok && m.r.IntN(2) == 0 {
+		m.tear(t, p)
+	}
 	m.q = m.g.queue(m.config)
-	if _, err := m.q.Resume(); err != nil {
+	changed, err := m.q.Resume()
+	if err != nil {
 		t.Fatal(err)
 	}
+	m.call.take(t)
 	again := append(append(m.staged, m.taken...), m.offers...)
 	m.offers, m.taken, m.staged = again, nil, nil
-	m.fresh, m.first = 0, true
+	m.fresh, m.first = 0, !changed
+}
+
+// tear lets the queue publish what is staged, and takes back what it wrote last: the first of the descriptors. What was to be
+// told there is lost; nothing else may be.
+func (m *model) tear(t *testing.T, p *packedDriver) {
+	n, behind := 0, 0
+	for _, o := range m.staged {
+		n += o.entries
+	}
+	for _, o := range m.done {
+		behind += o.entries
+	}
+	was := bytes.Clone(m.g.at(m.g.desc, 16*m.g.size))
+	if err := m.q.Publish(); err != nil {
+		t.Fatal(err)
+	}
+	torn := m.r.IntN(n + 1)
+	for i := range torn {
+		slot := (p.seen + behind + i) % m.g.size
+		copy(m.g.at(m.g.desc+translate.PA(16*slot), 16), was[16*slot:])
+	}
+	if torn == n {
+		return // it might as well not have begun
+	}
+	at := 0
+	for _, o := range m.staged {
+		if at < torn {
+			o.length, o.wrote = 0, nil
+		}
+		at += o.entries
+	}
+	m.done, m.staged = append(m.done, m.staged...), nil
 }
 
 // TestAgainstModel runs random operations on both sides of one ring.
@@ -506,13 +544,18 @@ func FuzzPacked(f *testing.F) {
 				t.Fatalf("%d descriptors in flight, %d", n, q.InFlight())
 			}
 		}
+		q = g.queue(func(c *Config) { c.Indirect, c.EventIdx = indirect, true })
+		if _, err := q.Resume(); err != nil || int(q.Base()&^wrapBit) >= size || len(q.staged) != 0 {
+			t.Fatal(err, q.Base(), q.staged)
+		}
+		var c Chain
+		if ok, err := q.Pop(&c); ok && errors.Join(err, q.Push(&c, 1), q.Signal()) != nil {
+			t.Fatal(err, q.Broken())
+		}
 		for i, b := range behind {
 			if b != 0xa5 {
 				t.Fatalf("byte %d behind the ring was written", i)
 			}
-		}
-		if _, err := q.Resume(); err != nil || int(q.Base()&^wrapBit) >= size {
-			t.Fatal(err, q.Base())
 		}
 	})
 }

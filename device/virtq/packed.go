@@ -201,23 +201,3 @@ func (q *Queue) notifyPacked(on bool) error {
 	q.event = v
 	return nil
 }
-
-// resumePacked finds the place of the next used descriptor. The device alone changes USED flags, and changes all of them once in each
-// round: those before the place have the wrap counter that is valid there, those behind it the other one. A new ring is
-// all zeros, and begins with 1.
-func (q *Queue) resumePacked() (uint16, error) {
-	var first uint32
-	for at := range q.size {
-		w, m := q.desc.Uint32(tail(at))
-		if !m.OK() {
-			return 0, q.missed("descriptor", m)
-		}
-		used := le32(w.Load()) >> 16 & descUsed
-		if at == 0 {
-			first = used
-		} else if used != first {
-			return at | uint16(first), nil
-		}
-	}
-	return uint16(first) ^ wrapBit, nil
-}

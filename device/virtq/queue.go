@@ -442,25 +442,3 @@ func (q *Queue) SetNotify(on bool) error {
 // IsRepairable tells whether err is a miss that the host can repair, after
 // which the same call may be repeated.
 func IsRepairable(err error) bool { return Absent(err).Fault() }
-
-// Resume reads from the ring how much of it the device has used, and continues from there. A front end that lost its
-// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started), and
-// where its base differs, chains were taken and never returned, and they are taken again (the
-// devices here return chains in the order in which they took them). Call it
-// once, before the first Pop. It returns whether the base had to be changed.
-func (q *Queue) Resume() (bool, error) {
-	var at uint16
-	var err error
-	if q.packed {
-		at, err = q.resumePacked()
-	} else {
-		at, err = q.load16("used index", &q.used, 2)
-	}
-	if err != nil {
-		return false, err
-	}
-	changed := at != q.lastAvail
-	q.lastAvail, q.availSeen, q.usedNext, q.usedPub = at, at, at, at
-	q.pos, q.have = 0, 0
-	return changed, nil
-}

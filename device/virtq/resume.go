@@ -1,0 +1,129 @@
+package virtq
+
+// Resume reads from the ring how much of it the device has used, and continues from there. A front end that lost its
+// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started), and
+// where its base differs, chains were taken and never returned, and they are taken again (the
+// devices here return chains in the order in which they took them). Then the driver is interrupted, too: nobody knows whether it heard of
+// what was returned last. Call it once, before the first Pop. It returns whether the base had to be changed.
+func (q *Queue) Resume() (changed bool, err error) {
+	from, at := q.lastAvail, uint16(0)
+	if q.packed {
+		at, err = q.resumePacked()
+	} else if at, err = q.load16("used index", &q.used, 2); err == nil {
+		q.usedPub = at
+	}
+	if err != nil {
+		return false, err
+	}
+	q.lastAvail, q.availSeen, q.usedNext = at, at, at
+	q.pos, q.have = 0, 0
+	if at == from && at == q.usedPub {
+		return false, nil
+	}
+	return true, q.Signal()
+}
+
+// resumePacked finds the place of the next used descriptor, and sets usedPub and staged.
+//
+// The device alone changes USED flags, and changes all of them once in each round: those before the place have the wrap counter that is
+// valid there, those behind it the other one (a new ring is all zeros, and begins with 1). So they change at one place, except that
+// a device which was killed in the midst of showPacked leaves three: behind p, where it should have ended, there are descriptors that are
+// available, and from x to e some that have been overwritten, and that the driver will not see before the others. They cannot be taken again;
+// those from p to x are returned with nothing written, which for a receiver is a frame too short.
+func (q *Queue) resumePacked() (uint16, error) {
+	r := usedFlags{q: q}
+	place, x, found := uint16(0), uint16(0), false
+	for i := range q.size {
+		if r.change(i) {
+			place = i
+			// Where nothing is available behind a place, nothing is before it.
+			if x, found = i, r.available(q.before(i)) && !r.available(i); found {
+				break
+			}
+		}
+	}
+	if !found {
+		place |= r.used(place) ^ wrapBit
+		q.usedPub = place
+		return place, r.err
+	}
+	e := q.behind(x)
+	for !r.change(e) && !r.available(e) && e != x {
+		e = q.behind(e)
+	}
+	p := q.before(x)
+	for !r.change(p) && p != e {
+		p = q.before(p)
+	}
+	place = p | r.used(p) ^ wrapBit
+	q.usedPub = place
+	var d descriptor
+	for at := p; at != x; {
+		u := used{at: place, entries: 1}
+		for {
+			if m := q.readPacked(&q.desc, uint32(at), &d); !m.OK() {
+				return 0, q.missed("descriptor", m)
+			}
+			if at = q.behind(at); d.flags&descNext == 0 || at == x {
+				break
+			}
+			u.entries++
+		}
+		if u.id = d.next; d.flags&descNext != 0 { // the rest of the list has been marked, with its id
+			u.id = uint16(r.tail(x))
+		}
+		q.staged = append(q.staged, u)
+		place = q.forward(place, int(u.entries))
+	}
+	n := int(e) - int(x)
+	if n < 0 {
+		n += int(q.size)
+	}
+	return q.forward(place, n), r.err
+}
+
+// before and behind are the neighbours of a descriptor.
+func (q *Queue) before(i uint16) uint16 {
+	if i == 0 {
+		i = q.size
+	}
+	return i - 1
+}
+
+func (q *Queue) behind(i uint16) uint16 {
+	if i++; i == q.size {
+		i = 0
+	}
+	return i
+}
+
+// usedFlags looks at the flags of a packed ring that nobody but the driver is writing.
+type usedFlags struct {
+	q   *Queue
+	err error // the first; what could not be read is 0
+}
+
+// tail is id and flags.
+func (r *usedFlags) tail(i uint16) uint32 {
+	w, m := r.q.desc.Uint32(tail(i))
+	if !m.OK() {
+		if r.err == nil {
+			r.err = r.q.missed("descriptor", m)
+		}
+		return 0
+	}
+	return le32(w.Load())
+}
+
+func (r *usedFlags) used(i uint16) uint16 { return uint16(r.tail(i)>>16) & descUsed }
+
+// available tells whether the driver has made i available and the device has not marked it.
+func (r *usedFlags) available(i uint16) bool {
+	f := r.tail(i) >> 16
+	return f>>7&1 != f>>15&1
+}
+
+// change tells whether i has not been marked in the round in which the one before it has, or the other way round.
+func (r *usedFlags) change(i uint16) bool {
+	return (r.used(i) != r.used(r.q.before(i))) != (i == 0)
+}

@@ -279,7 +279,12 @@ func TestRXE(t *testing.T) {
 		client, server lab.End
 	}{{"to-rxe", ours, theirs}, {"from-rxe", theirs, ours}} {
 		t.Run(d.name, func(t *testing.T) {
-			t.Run("placement", func(t *testing.T) { placement(ctx, t, d.client, d.server, false) })
+			t.Run("placement", func(t *testing.T) {
+				if l.Images.Release == debian12 {
+					t.Skip("its kernel's rxe has no ATOMIC WRITE (Linux 6.2)")
+				}
+				placement(ctx, t, d.client, d.server, false)
+			})
 			t.Run("pingpong", func(t *testing.T) {
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_rc_pingpong", "-c", "-n", "200"))
 				must[string](t)(lab.Pingpong(ctx, d.client, d.server, "ibv_ud_pingpong", "-c", "-s", "1024", "-n", "100"))

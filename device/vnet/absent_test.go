@@ -16,9 +16,10 @@ import (
 // rawGuest is a guest without vhost-user, whose pages the test takes away and
 // gives back, as the host driver does. Rings lie in the first pages, which stay.
 type rawGuest struct {
-	t     *testing.T
-	mem   []byte
-	space *translate.Space
+	t      *testing.T
+	mem    []byte
+	space  *translate.Space
+	packed bool
 }
 
 const (
@@ -29,14 +30,14 @@ const (
 	page     = translate.PageSize
 )
 
-func newRawGuest(t *testing.T, gvmi translate.GVMI) *rawGuest {
+func newRawGuest(t *testing.T, gvmi translate.GVMI, rings uint64) *rawGuest {
 	t.Helper()
 	mem, err := unix.Mmap(-1, 0, rawPages*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Munmap(mem) })
-	g := &rawGuest{t: t, mem: mem, space: translate.NewSpace(gvmi)}
+	g := &rawGuest{t: t, mem: mem, space: translate.NewSpace(gvmi), packed: rings != 0}
 	if err := g.space.Map(0, mem); err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +49,11 @@ func rawArea(queue int) translate.PA { return translate.PA(queue * rawRing) }
 func (g *rawGuest) start(d *Device, queue int) {
 	g.t.Helper()
 	a := rawArea(queue)
-	q, err := virtq.New(g.space, virtq.Config{Index: queue, Size: rawSize, Desc: a, Avail: a + 0x400, Used: a + 0x800, Kick: -1})
+	c := virtq.Config{Index: queue, Size: rawSize, Desc: a, Avail: a + 0x400, Used: a + 0x800, Packed: g.packed, Kick: -1}
+	if g.packed {
+		c.Base = 0x8000
+	}
+	q, err := virtq.New(g.space, c)
 	if err != nil {
 		g.t.Fatal(err)
 	}
@@ -57,22 +62,34 @@ func (g *rawGuest) start(d *Device, queue int) {
 	}
 }
 
-// offer makes page number n (of the buffers) available as the chain number idx.
+// offer makes page number n (of the buffers) available as the chain number idx. A packed ring is gone through once.
 func (g *rawGuest) offer(queue int, idx uint16, n int, length uint32, writable bool) {
 	a, slot := rawArea(queue), int(idx)%rawSize
 	d := g.mem[int(a)+16*slot:]
 	binary.LittleEndian.PutUint64(d, uint64(rawBuf+n*page))
 	binary.LittleEndian.PutUint32(d[8:], length)
-	binary.LittleEndian.PutUint32(d[12:], 0)
+	flags := uint32(0)
 	if writable {
-		d[12] = 2
+		flags = 2
 	}
+	tail, _ := g.space.Uint32(a + translate.PA(16*slot+12))
+	if g.packed {
+		tail.Store(uint32(slot) | (flags|0x80)<<16)
+		return
+	}
+	tail.Store(flags)
 	binary.LittleEndian.PutUint16(g.mem[int(a)+0x404+2*slot:], uint16(slot))
 	w, _ := g.space.Uint32(a + 0x400) // flags and index in one: ordered for the device
 	w.Store(uint32(idx+1) << 16)
 }
 
-func (g *rawGuest) used(queue int) uint16 {
+func (g *rawGuest) used(queue int) (n uint16) {
+	if g.packed {
+		for w, _ := g.space.Uint32(rawArea(queue) + 12); w.Load()>>16&0x8080 == 0x8080 && n < rawSize; n++ {
+			w, _ = g.space.Uint32(rawArea(queue) + translate.PA(16*(n+1)+12))
+		}
+		return n
+	}
 	w, _ := g.space.Uint32(rawArea(queue) + 0x800)
 	return uint16(w.Load() >> 16)
 }
@@ -103,10 +120,11 @@ func (g *rawGuest) serve(n int, write bool, err error) {
 }
 
 // A queue whose buffer is absent waits, alone, and loses nothing (PF-17).
-func TestAbsentBuffers(t *testing.T) {
-	h := newHost(t, 1, true)
+func TestAbsentBuffers(t *testing.T) { bothRings(t, 1, absentBuffers) }
+
+func absentBuffers(t *testing.T, h *host) {
 	a, b, other := h.vm(1, 1), h.vm(2, 1), h.vm(3, 1).boot(0, 12000, 4)
-	ga, gb := newRawGuest(t, 1), newRawGuest(t, 2)
+	ga, gb := newRawGuest(t, 1, h.rings), newRawGuest(t, 2, h.rings)
 	ga.start(a.dev, 1)
 	gb.start(b.dev, 0)
 	defer a.dev.StopQueue(1)
@@ -170,10 +188,11 @@ func TestAbsentBuffers(t *testing.T) {
 
 // While it waits a receive queue keeps a bounded number of frames; stopping it
 // gives them back, and a fault that is served later does no harm.
-func TestAbsentReceiveIsBounded(t *testing.T) {
-	h := newHost(t, 1, true)
+func TestAbsentReceiveIsBounded(t *testing.T) { bothRings(t, 1, absentReceiveIsBounded) }
+
+func absentReceiveIsBounded(t *testing.T, h *host) {
 	a, b := h.vm(1, 1), h.vm(2, 1)
-	gb := newRawGuest(t, 2)
+	gb := newRawGuest(t, 2, h.rings)
 	gb.start(b.dev, 0)
 	gb.offer(0, 0, 0, page, true)
 	gb.withdraw(0)
@@ -201,10 +220,11 @@ func TestAbsentReceiveIsBounded(t *testing.T) {
 }
 
 // Descriptors that cannot be had end the queue, not in asking for them for ever.
-func TestAbsentRingIsBroken(t *testing.T) {
-	h := newHost(t, 1, true)
+func TestAbsentRingIsBroken(t *testing.T) { bothRings(t, 1, absentRingIsBroken) }
+
+func absentRingIsBroken(t *testing.T, h *host) {
 	a := h.vm(1, 1)
-	g := newRawGuest(t, 1)
+	g := newRawGuest(t, 1, h.rings)
 	g.start(a.dev, 1)
 	defer a.dev.StopQueue(1)
 	g.offer(1, 0, 0, headerLen+60, false)

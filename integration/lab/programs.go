@@ -172,7 +172,8 @@ func Pingpong(ctx context.Context, client, server End, program string, opts ...s
 // Row is one line of perftest's table.
 type Row []float64
 
-var number = regexp.MustCompile(`^\s*\d+(\s+[\d.]+)+\s*$`)
+// number: a standard deviation is the root of what rounding may have made negative.
+var number = regexp.MustCompile(`^\s*\d+(\s+([\d.]+|-?nan))+\s*$`)
 
 // Rows picks the lines of numbers out of perftest's output: for *_bw bytes,
 // iterations, peak MB/s, average MB/s, Mmsg/s; for *_lat bytes, iterations,

@@ -56,6 +56,7 @@ type hostConfig struct {
 	zero  bool // IPv6 datagrams without checksum
 	storm int  // frames per second
 	whole bool // all frames pass the switch, for what it does with them is tried
+	alone bool // every datagram is sent and received by itself
 }
 
 func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *host {
@@ -68,7 +69,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*engine.Loop, c hostConfig) *h
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: ways.NoSegmentation(), NoShortPath: c.whole || ways.NoShortPath()}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: c.alone || ways.NoSegmentation(), NoShortPath: c.whole || ways.NoShortPath()}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}

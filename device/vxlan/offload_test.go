@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/lfe"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/tap"
 	"github.com/vnicd/vnicd/device/vxlan"
@@ -283,5 +284,20 @@ func (m *monitor) Datagram(_ *engine.Loop, out bool, _, _ netip.AddrPort, _ uint
 	if out {
 		m.frames.Add(1)
 		m.largest.Store(max(m.largest.Load(), int64(len(inner))))
+	}
+}
+
+// A kernel on the other end of a veth pair sends frames of TCP uncut, also to who receives every datagram by itself.
+func TestUncutWithoutSegmentation(t *testing.T) {
+	a, b := nstest.New(t, "a"), nstest.New(t, "b")
+	nstest.Pair(a, b, "under", 1500)
+	underlay(a, "under", "192.0.2.1")
+	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
+	b.IP("link", "set", "brt", "mtu", "1450")
+	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, whole: true, alone: true,
+		tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
+	if n := h.vt.Status().Drops[lfe.Truncated.String()]; n != 0 {
+		t.Errorf("%d datagrams were too large", n)
 	}
 }

@@ -23,6 +23,12 @@ func (blind) Datagram(*engine.Loop, bool, netip.AddrPort, netip.AddrPort, uint8,
 }
 func (blind) Deliver(*engine.Loop, *packet.Buf, lfe.Destination) {}
 
+func needShort(t *testing.T) {
+	if ways.NoShortPath() {
+		t.Skip("VNICD_WAYS wants no short path")
+	}
+}
+
 // shortLab is two hosts with a TAP each.
 type shortLab struct {
 	t    *testing.T
@@ -32,9 +38,7 @@ type shortLab struct {
 }
 
 func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
-	if ways.NoShortPath() {
-		t.Skip("VNICD_WAYS wants no short path")
-	}
+	needShort(t)
 	l := &shortLab{t: t, a: nstest.New(t, "a"), b: nstest.New(t, "b")}
 	nstest.Pair(l.a, l.b, "u0", w.mtu)
 	for i, ns := range []*nstest.NS{l.a, l.b} {

@@ -221,6 +221,7 @@ func sharedWire(t *testing.T, names ...string) (ns []*nstest.NS) {
 // A stranger on the underlay forges datagrams of a connection that goes by the short path: what the tunnel would not accept is not accepted, and
 // is counted as ever (MT-6).
 func TestShortPathForged(t *testing.T) {
+	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")
 	a, b, c := ns[0], ns[1], ns[2]
 	loops := newLoops(t, 2)
@@ -309,6 +310,7 @@ func TestShortPathForged(t *testing.T) {
 // A container behind a TAP's bridge moves to another host, its connection and all: it goes on, by the short path there, and nothing of it by the short path
 // at the old place.
 func TestShortPathMoves(t *testing.T) {
+	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")
 	loops := newLoops(t, 3)
 	var h [3]*host

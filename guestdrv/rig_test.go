@@ -201,7 +201,7 @@ func (r *rig) attach(i int, s *site) *host {
 		r.tb.Fatal(err)
 	}
 	h.hca, err = hca.New(hca.Config{
-		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits, NoLocalCopy: !localPath, NoECN: ways.NoECN(),
+		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits, NoLocalCopy: !localPath, NoECN: ways.NoECN(), GoBackN: ways.GoBackN(),
 		Version: "test", Log: r.log.Named(fmt.Sprintf("h%d", i)),
 	})
 	if err != nil {

@@ -52,6 +52,8 @@ type Config struct {
 	NoLocalCopy bool
 	// NoECN has RC learn of congestion by loss alone.
 	NoECN bool
+	// GoBackN has RC repeat all that was sent behind a loss, also between two vnicds.
+	GoBackN bool
 	// Limits of this VM; zero fields take defaults.
 	Limits Limits
 	// Version is shown to the driver (at most 23 bytes).

@@ -1,6 +1,7 @@
 package hca
 
 import (
+	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
@@ -18,6 +19,7 @@ import (
 const (
 	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
 	maxLaneKept = 256 // by all QPs of a lane
+	maxLaneHeld = 512 // ... ahead of their turn
 )
 
 // Keep implements roce.Adapter.
@@ -57,9 +59,9 @@ func (q *qp) redeliver() {
 		p := &l.rx
 		if err := wire.ParseRoCE(q.kept[0].Bytes(), p); err == nil { // as it did before
 			q.retry = true
-			l.cur = q
+			l.cur, l.frame = q, q.kept[0]
 			q.t.Receive(l.loop.Now(), p)
-			l.cur = nil
+			l.cur, l.frame = nil, nil
 			*p = wire.RoCE{}
 			if !q.retry {
 				return
@@ -79,3 +81,27 @@ func (q *qp) dropKept(n int) {
 	q.lane.kept -= n
 	q.dev.cfg.Pool.Unkeep(n)
 }
+
+// Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so that it leaves
+// room for what waits for pages.
+func (q *qp) Hold() *packet.Buf {
+	l := q.lane
+	if l.frame == nil || l.held >= maxLaneHeld || !q.dev.cfg.Pool.Keep() {
+		return nil
+	}
+	l.frame.Ref()
+	l.held++
+	q.held++
+	return l.frame
+}
+
+// Release implements roce.Adapter.
+func (q *qp) Release(b *packet.Buf) {
+	b.Free()
+	q.lane.held--
+	q.held--
+	q.dev.cfg.Pool.Unkeep(1)
+}
+
+// InHand implements roce.Adapter.
+func (q *qp) InHand(b *packet.Buf) { q.lane.frame = b }

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -158,5 +159,70 @@ func TestKeptGone(t *testing.T) {
 	}
 	if n := w.pool.InUse(); n != used {
 		t.Errorf("%d frame buffers are in use, %d were", n, used)
+	}
+}
+
+// What comes ahead of its turn on RC is held until what was lost has been repeated, within bounds, and given back whatever becomes of
+// the QP or of its peer.
+func TestHeld(t *testing.T) {
+	const pairs, size = 6, 1 << 20
+	w := newWorld(t, 1, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	pa, pb := ga.pd(), gb.pd()
+	src, dst := ga.alloc(size), gb.alloc(size)
+	ka, kb := ga.mr(pa, src, size, abi.AccessLocalWrite), gb.mr(pb, dst, size, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	fill(ga.at(src, size), 5)
+	used, lossy, seen := w.pool.InUse(), true, map[uint32]int{}
+	w.losing(func(f []byte) bool {
+		var p wire.RoCE
+		if wire.ParseRoCE(f, &p) != nil {
+			t.Fatal("not RoCE")
+		}
+		if p.Info.Op == wire.Write && p.Info.Is(wire.First) {
+			seen[p.BTH.DestQP]++
+			return lossy
+		}
+		return false
+	})
+	var as, bs []*tqp
+	for i := range uint64(pairs) {
+		a, b := ga.qp(qpSpec{typ: abi.QPTypeRC, pd: pa}), gb.qp(qpSpec{typ: abi.QPTypeRC, pd: pb})
+		a.connectRC(b)
+		b.connectRC(a)
+		as, bs = append(as, a), append(bs, b)
+		s := a.wqe()
+		s.SetRequest(i, abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(uint64(dst), kb)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: size, LKey: ka}})
+		a.post()
+	}
+	l := gb.lanes[0]
+	w.until("all that may be held", func() bool { return l.held == min(maxLaneHeld, w.pool.Count()/2) })
+	w.step(10)
+	if l.held > maxLaneHeld || l.kept != 0 {
+		t.Errorf("%d frames are held, %d kept", l.held, l.kept)
+	}
+	gb.must(abi.CmdDestroyQP, handle(bs[0].n))
+	bs[1].modify(abi.QPReset, 0, abi.QPAttr{})
+	lossy = false
+	for _, a := range as[2:] {
+		w.until("the others", func() bool { return len(a.scq.poll()) == 1 })
+	}
+	if !bytes.Equal(ga.at(src, size), gb.at(dst, size)) {
+		t.Error("data differ")
+	}
+	if st := gb.Describe().Stats; st["kept_packets"] == 0 || st["selective_acks_sent"] == 0 || ga.Describe().Stats["selective_acks_received"] == 0 {
+		t.Errorf("counted: %v", st)
+	}
+	w.step(10)
+	if n := w.pool.InUse(); n != used || l.held != 0 {
+		t.Errorf("%d frame buffers are in use, %d were; %d are held", n, used, l.held)
+	}
+	others := 0
+	for w.pool.Keep() {
+		others++
+	}
+	if w.pool.Unkeep(others); others != w.pool.Count()/2 {
+		t.Errorf("%d frame buffers may be kept, want %d", others, w.pool.Count()/2)
 	}
 }

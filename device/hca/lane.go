@@ -71,6 +71,7 @@ type lane struct {
 	rx        wire.RoCE
 	frame     *packet.Buf // that is being received
 	kept      int         // frames that QPs keep
+	held      int         // those that wait for what was lost before them
 	keptDrops uint64      // frames that found no room behind those
 
 	stats  roce.Stats

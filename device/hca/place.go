@@ -138,5 +138,5 @@ func (q *qp) quiet() bool {
 			return false
 		}
 	}
-	return q.t.State() == roce.RTR && !q.dead && !q.doomed && !q.draining && len(q.kept) == 0 && len(q.owed) == 0
+	return q.t.State() == roce.RTR && !q.dead && !q.doomed && !q.draining && len(q.kept) == 0 && q.held == 0 && len(q.owed) == 0
 }

@@ -54,6 +54,7 @@ type qp struct {
 	sides     [2]side            // by roce.Side: faults
 	lastFault translate.MissKind // of the responder
 	kept      []*packet.Buf      // UC and UD: received again when their page is there
+	held      int                // frames ahead of their turn
 	retry     bool               // the first of them is being received again
 	draining  bool               // it waits for the end of what it invalidated (manage.go)
 	drainAt   int64              // when that was looked at last

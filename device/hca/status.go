@@ -167,6 +167,9 @@ func (d *Device) Describe() Status {
 			s.Stats["np_ecn_marked_roce_packets"] += l.stats.ECNMarked
 			s.Stats["np_cnp_sent"] += l.stats.TxCNP
 			s.Stats["rp_cnp_handled"] += l.stats.RxCNP
+			s.Stats["kept_packets"] += l.stats.Kept
+			s.Stats["selective_acks_sent"] += l.stats.TxMaps
+			s.Stats["selective_acks_received"] += l.stats.RxMaps
 		})
 	}
 	for i, g := range d.gids.snap.Load().all {

@@ -33,8 +33,11 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.receiveAtomicAck(psn, p)
 	case wire.ReadResponse:
 		q.receiveReadResponse(psn, p)
-	default:
-		q.stats.RxDropped++
+	case wire.SelectiveAck:
+		q.receiveMap(psn, p.Arrivals())
+	}
+	if q.board.active {
+		q.judge()
 	}
 	if q.blocked || q.nxt < q.sent {
 		q.wake()
@@ -109,6 +112,13 @@ func (q *QP) progress(start uint64) {
 	n := q.una - start
 	if n == 0 {
 		return
+	}
+	if q.board.active {
+		for psn := start; psn < q.una; psn++ {
+			if !q.board.has(psn) {
+				q.arrived(psn)
+			}
+		}
 	}
 	q.retryLeft, q.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
 	q.recovering = false

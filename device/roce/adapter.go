@@ -79,6 +79,12 @@ type Adapter interface {
 	// for this QP before it, and receives it again after the responder's Resume.
 	// False: it is dropped (PF-11).
 	Keep() bool
+	// Hold is asked for the frame of the packet that is being received, to be kept until its turn comes. It stays as it is
+	// until Release. Nil: no more may be kept.
+	Hold() *packet.Buf
+	Release(b *packet.Buf)
+	// InHand says that b, which is kept, is the frame being received from now on; nil: none is.
+	InHand(b *packet.Buf)
 	// FaultDelay is how long a fault is expected to take now, ns (PF-8); 0: not known.
 	FaultDelay() int64
 

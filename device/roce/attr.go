@@ -66,6 +66,7 @@ type Config struct {
 	MaxOutstanding int    // send WQEs in flight, 0: 64
 	Window         int    // request packets in flight, 0: 128
 	NoECN          bool   // no congestion control but by loss
+	GoBackN        bool   // no selective repeat
 	MTU            int    // port MTU in bytes, 256..4096: bounds path_mtu and UD messages; 0: 4096
 	Stats          *Stats // counters to use, nil: the QP's own
 	MaxRdAtomic    int    // bound of Attr.MaxRdAtomic and MaxDestRdAtomic, 0: 16

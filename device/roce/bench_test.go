@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"math/rand"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/packet"
@@ -24,6 +25,9 @@ type benchNode struct {
 	accesses     int
 	timer        int64
 	served       [2]bool // faults to be resumed
+	hand         *packet.Buf
+	lose         int // one of so many frames that arrive; 0: none
+	rng          *rand.Rand
 }
 
 // miss is a page fault now and then.
@@ -114,9 +118,15 @@ func (n *benchNode) Transmit(b *packet.Buf)                             { n.out 
 func (n *benchNode) ArmTimer(at int64)                                  { n.timer = at }
 func (n *benchNode) Fault(s Side, _ translate.Miss, _ translate.Access) { n.served[s] = true }
 func (n *benchNode) Keep() bool                                         { return false }
-func (n *benchNode) FaultDelay() int64                                  { return 200e3 }
-func (n *benchNode) Schedule()                                          { n.run = true }
-func (n *benchNode) Event(EventKind)                                    {}
+func (n *benchNode) Hold() *packet.Buf {
+	n.hand.Ref()
+	return n.hand
+}
+func (n *benchNode) Release(b *packet.Buf) { b.Free() }
+func (n *benchNode) InHand(b *packet.Buf)  { n.hand = b }
+func (n *benchNode) FaultDelay() int64     { return 200e3 }
+func (n *benchNode) Schedule()             { n.run = true }
+func (n *benchNode) Event(EventKind)       {}
 
 func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	pool, err := packet.NewPool(packet.Config{Count: 1024, Capacity: 8192})
@@ -153,7 +163,9 @@ func spin(x, y *benchNode, p *wire.RoCE) {
 			if err := wire.ParseRoCE(b.Bytes(), p); err != nil || !wire.CheckICRC(b.Bytes(), p) {
 				panic("bad frame")
 			}
-			to.q.Receive(now, p)
+			if to.hand = b; to.lose == 0 || to.rng.Intn(to.lose) != 0 {
+				to.q.Receive(now, p)
+			}
 			b.Free()
 		}
 		from.out = from.out[:0]
@@ -240,11 +252,13 @@ func BenchmarkUCWrite8(b *testing.B) {
 // No operation allocates once a connection is warm, with faults or without.
 func TestNoAllocations(t *testing.T) {
 	for _, faults := range []int{0, 7} {
-		noAllocations(t, faults)
+		for _, lose := range []int{0, 10} {
+			noAllocations(t, faults, lose)
+		}
 	}
 }
 
-func noAllocations(t *testing.T, faults int) {
+func noAllocations(t *testing.T, faults, lose int) {
 	for _, w := range []WQE{
 		{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 5000)}, Length: 5000},
 		{Opcode: WRSendImm, SGEs: []SGE{sge(1, 0, 8)}, Length: 8},
@@ -255,6 +269,7 @@ func noAllocations(t *testing.T, faults int) {
 		var p wire.RoCE
 		x.w = w
 		x.faults, y.faults = faults, faults
+		x.lose, y.lose, x.rng, y.rng = lose, lose, rand.New(rand.NewSource(1)), rand.New(rand.NewSource(2))
 		x.posted = 100
 		spin(x, y, &p)
 		if n := testing.AllocsPerRun(10, func() { x.posted += 10; spin(x, y, &p) }); n != 0 {
@@ -262,6 +277,9 @@ func noAllocations(t *testing.T, faults int) {
 		}
 		if s := y.q.Stats(); faults > 0 && s.Resumed+x.q.Stats().Resumed == 0 {
 			t.Errorf("opcode %d: no fault", w.Opcode)
+		}
+		if s := y.q.Stats(); lose > 0 && faults == 0 && s.Kept == 0 {
+			t.Errorf("opcode %d: nothing was kept", w.Opcode)
 		}
 	}
 }

@@ -103,6 +103,7 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	o.outstanding = 1 << rng.Intn(7)
 	o.win = 8 << rng.Intn(5)
 	o.minRNR = 10
+	o.backA, o.backB = seed/100%3 == 1, seed/100%3 == 2 // seed 0: both repeat selectively
 	a, b := f.pair(o)
 	// Chaos may exceed any retry count; what is tested is the data.
 	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.retryLeft, b.q.retryLeft = 255, 255, 255, 255

@@ -28,6 +28,8 @@ const (
 
 	firstWindow = 16 // packets: each window is twice the last until there is a sign of congestion
 	restart     = 4  // the same after a loss, up to half of what was under way
+	leastHole   = 2  // what is left if nothing else has to be repeated
+	rare        = 16 // one loss among so many packets may be chance
 )
 
 // window bounds the packets of a requester that are under way.
@@ -92,6 +94,22 @@ func (w *window) lost() {
 	w.size = min(w.size, restart*winUnit)
 	w.acked, w.growth = 0, 0
 	if !w.told {
+		w.growth = patience + briskly
+	}
+}
+
+// hole hears that so many packets did not arrive while later ones did (RC between two vnicds): once for all that were under way. Only
+// they are sent again, so there is nothing to begin anew with. A loss is taken for chance if the queue is no longer than usual (TCP Veno's
+// criterion) and it is one of many; neither is enough, as who comes to a queue that is always full knows no shorter one.
+func (w *window) hole(lost uint64, queued bool) {
+	chance := !queued && lost*rare <= w.packets()
+	cut := w.size / 2
+	if chance {
+		cut = w.size / 5
+	}
+	w.size = max(w.size-cut, min(w.size, leastHole*winUnit))
+	w.goal, w.acked, w.growth = w.size, 0, 0
+	if chance && !w.told {
 		w.growth = patience + briskly
 	}
 }

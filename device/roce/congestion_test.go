@@ -61,6 +61,7 @@ const flowMessage = 64 << 10
 // flows joins n pairs of QPs. Data goes from a to b for WRITEs and to a for READs, over the link.
 func (f *fabric) flows(n int, op WROpcode, cfg Config) (out []*flow) {
 	cfg.Type, cfg.MaxSendSGE, cfg.MaxRecvSGE = RC, 1, 1
+	f.held = newHeld(f.t, n*aheadSpan)
 	o := opts()
 	o.rd, o.destRd, o.timeout = 16, 16, 10 // 4 ms
 	for i := range n {
@@ -177,18 +178,20 @@ func TestSharedLink(t *testing.T) {
 
 // TestSharedLinkLoss: the queue only drops. All flows live, no retry count gets low, and most of what goes through is useful.
 func TestSharedLinkLoss(t *testing.T) {
-	for n, useful := range map[int]float64{1: 0.8, 8: 0.8, 40: 0.7} {
-		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			f := newFabric(t, 1)
-			f.delay, f.link = 20e3, slow(1e9, 0, 100)
-			flows := f.flows(n, WRWrite, Config{})
-			f.run(flows, 150e6)
-			f.link.watch()
-			f.run(flows, 300e6)
-			if o := f.outcomes(flows, 300e6); o.useful < useful || o.jain < 0.9 || o.retries < 4 {
-				t.Error("not as it should be")
-			}
-		})
+	for _, gbn := range []bool{true, false} {
+		for n, useful := range map[int]float64{1: 0.8, 8: 0.8, 40: 0.7} {
+			t.Run(fmt.Sprint(n, gbn), func(t *testing.T) {
+				f := newFabric(t, 1)
+				f.delay, f.link = 20e3, slow(1e9, 0, 100)
+				flows := f.flows(n, WRWrite, Config{GoBackN: gbn})
+				f.run(flows, 150e6)
+				f.link.watch()
+				f.run(flows, 300e6)
+				if o := f.outcomes(flows, 300e6); o.useful < useful || o.jain < 0.9 || o.retries < 4 {
+					t.Error("not as it should be")
+				}
+			})
+		}
 	}
 }
 

@@ -32,6 +32,8 @@ type craft struct {
 	av     *AddressVector
 	feth   wire.FETH
 	tos    uint8
+	sel    bool
+	there  wire.Arrivals
 }
 
 // frame encodes c as a frame from the peer of n.
@@ -60,7 +62,7 @@ func (n *node) frame(c craft) []byte {
 	if c.qpn == 0 {
 		c.qpn = n.q.QPN()
 	}
-	h := wire.BTH{Opcode: c.op, PSN: c.psn & psnMask, AckReq: c.ack, Solicited: c.se, PKey: c.pkey, DestQP: c.qpn, Pad: uint8(pad)}
+	h := wire.BTH{Opcode: c.op, PSN: c.psn & psnMask, AckReq: c.ack, Selective: c.sel, Solicited: c.se, PKey: c.pkey, DestQP: c.qpn, Pad: uint8(pad)}
 	o += h.Encode(f[o:])
 	if info.Is(wire.HasDETH) {
 		h := wire.DETH{QKey: c.qkey, SrcQP: c.srcqp}
@@ -84,6 +86,9 @@ func (n *node) frame(c craft) []byte {
 	if info.Is(wire.HasAtomicAck) {
 		o += wire.PutAtomicAck(f[o:], c.orig)
 	}
+	if info.Is(wire.HasArrivals) {
+		o += c.there.Encode(f[o:])
+	}
 	if info.Is(wire.HasImm) {
 		o += wire.PutImm(f[o:], c.imm)
 	}
@@ -103,6 +108,7 @@ func (n *node) inject(c craft) {
 	if err := wire.ParseRoCE(fr, &p); err != nil {
 		n.f.t.Fatalf("%+v: %v", c, err)
 	}
+	n.f.frame = fr
 	leave := n.enter()
 	n.q.Receive(n.f.now, &p)
 	leave()

@@ -93,6 +93,8 @@ type fabric struct {
 	queue  deliveries
 	order  int
 	pool   *packet.Pool
+	held   *packet.Pool // frames that QPs keep
+	frame  []byte       // that is being received
 	rng    *rand.Rand
 	delay  int64
 	jitter int64 // reorders
@@ -115,7 +117,16 @@ func newFabric(t testing.TB, seed int64) *fabric {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &fabric{t: t, now: 1e9, pool: pool, rng: rand.New(rand.NewSource(seed)), delay: 5e3, budget: 64}
+	return &fabric{t: t, now: 1e9, pool: pool, held: newHeld(t, 256), rng: rand.New(rand.NewSource(seed)), delay: 5e3, budget: 64}
+}
+
+// newHeld makes the pool of frames that are kept.
+func newHeld(t testing.TB, n int) *packet.Pool {
+	pool, err := packet.NewPool(packet.Config{Count: n, Capacity: 4300})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pool
 }
 
 func (f *fabric) node(name string, cfg Config) *node {
@@ -360,6 +371,22 @@ func (n *node) GetBuf() *packet.Buf {
 	return n.f.pool.Get()
 }
 
+func (n *node) Hold() *packet.Buf {
+	b := n.f.held.Get()
+	if b != nil && !b.Append(n.f.frame) {
+		n.f.t.Fatal("no room for a frame")
+	}
+	return b
+}
+
+func (n *node) Release(b *packet.Buf) { b.Free() }
+
+func (n *node) InHand(b *packet.Buf) {
+	if n.f.frame = nil; b != nil {
+		n.f.frame = b.Bytes()
+	}
+}
+
 func (n *node) Schedule()         { n.run = true }
 func (n *node) ArmTimer(at int64) { n.timer = at; n.maxTimer = max(n.maxTimer, at-n.f.now) }
 func (n *node) Event(k EventKind) { n.events = append(n.events, k) }
@@ -439,6 +466,7 @@ func (f *fabric) deliver(d *delivery) {
 		return
 	}
 	if to := f.byQPN(f.p.BTH.DestQP); to != nil {
+		f.frame = d.frame
 		leave := to.enter()
 		to.q.Receive(f.now, &f.p)
 		leave()
@@ -449,6 +477,9 @@ func (f *fabric) deliver(d *delivery) {
 // nothing will ever happen again.
 func (f *fabric) step() bool {
 	f.steps++
+	for _, n := range f.nodes {
+		n.watched()
+	}
 	// A busy loop: frames that arrive within lag may be received before a QP runs.
 	busy := f.lag > 0 && len(f.queue) > 0 && f.queue[0].at <= f.now+f.lag && f.rng.Intn(2) == 0
 	for _, n := range f.nodes {
@@ -489,6 +520,15 @@ func (f *fabric) step() bool {
 	return true
 }
 
+// watched fails if the requester has something under way and nothing to wake it should no answer come.
+func (n *node) watched() {
+	q := n.q
+	if q.typ == RC && q.live() && q.sent > q.una && q.timeout != 0 && q.rtxAt == 0 && q.rnrAt == 0 && q.stallAt == 0 &&
+		q.waits.send.cause == atNothing && !n.run && !q.scheduled {
+		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.requester)
+	}
+}
+
 // until steps until done, at most limit of virtual time.
 func (f *fabric) until(what string, limit int64, done func() bool) {
 	f.t.Helper()
@@ -514,6 +554,17 @@ func (f *fabric) settle(limit int64) {
 	if n := f.pool.InUse(); n != 0 {
 		f.t.Fatalf("%d frame buffers leaked", n)
 	}
+	kept := 0
+	for _, n := range f.nodes {
+		for i := range n.q.ahead.frames {
+			if n.q.ahead.frames[i] != nil {
+				kept++
+			}
+		}
+	}
+	if n := f.held.InUse(); n != kept {
+		f.t.Fatalf("%d frames are held, %d of them by QPs", n, kept)
+	}
 }
 
 var (
@@ -538,6 +589,7 @@ type pairOpt struct {
 	avA, avB         AddressVector
 	outstanding, win int
 	srq, noECN       bool
+	backA, backB     bool  // go back N
 	stay             State // leave both there
 }
 
@@ -580,9 +632,9 @@ func (n *node) connect(o *pairOpt, peer uint32, av AddressVector, rq, sq uint32)
 func (f *fabric) pair(o pairOpt) (a, b *node) {
 	f.t.Helper()
 	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, NoECN: o.noECN}
-	cfg.QPN = 0x11
+	cfg.QPN, cfg.GoBackN = 0x11, o.backA
 	a = f.node("a", cfg)
-	cfg.QPN = 0x22
+	cfg.QPN, cfg.GoBackN = 0x22, o.backB
 	b = f.node("b", cfg)
 	a.connect(&o, 0x22, o.avA, o.psnB, o.psnA)
 	b.connect(&o, 0x11, o.avB, o.psnA, o.psnB)

@@ -265,11 +265,19 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 	case !ok:
 		q.verdictRC(vRemAccess)
 	case w.cause == atAtomic:
-		q.verdictRC(q.executeAtomic())
+		q.goOnAtomic()
 	case w.told && q.epsn-q.ackPSN < psnHalf/2:
 		// PF-9: the sender need not wait until its time is over.
 		q.ackPending = true
 		q.wake()
+	}
+}
+
+// goOnAtomic tries the atomic that waits once more.
+func (q *QP) goOnAtomic() {
+	q.verdictRC(q.executeAtomic())
+	if q.ahead.untilAt != 0 {
+		q.catchUp()
 	}
 }
 
@@ -298,7 +306,7 @@ func (q *QP) faultTimer() {
 	switch w := &q.waits.request; {
 	case !due(w):
 	case w.cause == atAtomic:
-		q.verdictRC(q.executeAtomic())
+		q.goOnAtomic()
 	default:
 		q.raise(Responder, w)
 	}

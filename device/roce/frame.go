@@ -41,6 +41,7 @@ type bth struct {
 	opcode    wire.Opcode
 	solicited bool
 	ackReq    bool
+	selective bool
 	qpn       uint32
 	psn       uint64 // low 24 bits go out
 }
@@ -73,6 +74,9 @@ func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *packet.Buf, extHd
 	binary.BigEndian.PutUint32(b[8:], uint32(t.psn&psnMask))
 	if t.ackReq {
 		b[8] |= bthAckReq
+	}
+	if t.selective {
+		b[8] |= wire.SelectiveMark
 	}
 	data := wire.BTHLen + ext
 	clear(b[data+n : data+n+pad])

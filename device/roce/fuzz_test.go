@@ -49,7 +49,7 @@ var fuzzOps = [][]wire.Opcode{
 		wire.OpRCReadRequest, wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly,
 		wire.OpRCAck, wire.OpRCAck, wire.OpRCAck, wire.OpRCAtomicAck, wire.OpRCCompareSwap, wire.OpRCFetchAdd, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv,
 		wire.OpRCAtomicWrite, wire.OpRCAtomicWrite, wire.OpRCFlush,
-		wire.OpUCSendOnly, wire.OpCNP, wire.OpCNP,
+		wire.OpUCSendOnly, wire.OpCNP, wire.OpCNP, wire.OpRCSelectiveAck, wire.OpRCSelectiveAck, wire.OpRCSelectiveAck,
 	}, {
 		wire.OpUCSendFirst, wire.OpUCSendMiddle, wire.OpUCSendLast, wire.OpUCSendLastImm, wire.OpUCSendOnly, wire.OpUCSendOnlyImm,
 		wire.OpUCWriteFirst, wire.OpUCWriteMiddle, wire.OpUCWriteLast, wire.OpUCWriteLastImm, wire.OpUCWriteOnly, wire.OpUCWriteOnlyImm, wire.OpRCAck,
@@ -140,6 +140,9 @@ func runHostile(t *testing.T, data []byte) {
 		if h.byte() == 0 {
 			c.va |= 1 << 63
 		}
+		if c.sel = h.byte()&3 != 0; op == wire.OpRCSelectiveAck {
+			c.there = wire.Arrivals{uint64(h.u32()), uint64(h.byte())}
+		}
 		if !op.Info().Is(wire.HasPayload) {
 			c.data = nil
 		}
@@ -193,6 +196,9 @@ func runHostile(t *testing.T, data []byte) {
 		t.Fatal("more completions than requests")
 	}
 	b.modify(Attr{State: Reset}, MaskState)
+	if n := f.held.InUse(); n != 0 {
+		t.Fatalf("%d frames are held", n)
+	}
 }
 
 func FuzzReceive(f *testing.F) { fuzzFrom(f, 400, runHostile) }

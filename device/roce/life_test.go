@@ -24,7 +24,7 @@ func runLife(t *testing.T, data []byte) {
 	cfg := Config{Type: o.typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: o.outstanding, HasSRQ: o.srq, MaxRdAtomic: 16}
 	ends := [2]*node{}
 	for i := range ends {
-		cfg.QPN = uint32(0x11 * (i + 1))
+		cfg.QPN, cfg.GoBackN = uint32(0x11*(i+1)), h.byte()&7 == 0
 		ends[i] = f.node(string(rune('a'+i)), cfg)
 		ends[i].reg(1, 0, 4096, allAccess)
 		if h.byte()&3 == 0 {
@@ -106,6 +106,9 @@ func runLife(t *testing.T, data []byte) {
 		n.run = true
 	}
 	f.settle(10e9)
+	if n := f.held.InUse(); n != 0 {
+		t.Errorf("%d frames are held", n)
+	}
 	for _, n := range ends {
 		if len(n.sends) != len(n.sq) || n.q.head != n.q.tail {
 			t.Errorf("%s: %d of %d requests are completed", n.name, len(n.sends), len(n.sq))

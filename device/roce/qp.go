@@ -125,6 +125,7 @@ func (q *QP) Query(a *Attr) {
 
 // Close ends the QP: nothing is completed and the adapter is not called again.
 func (q *QP) Close() {
+	q.dropAhead()
 	q.closed = true
 	q.state = Reset
 	q.slots = nil
@@ -267,6 +268,7 @@ func (q *QP) toErr() {
 	q.waits.send.end()
 	q.waits.read.end()
 	q.waits.request.end()
+	q.board.forget()
 	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
 	q.flushDelay = flushDelayMin
 	q.wake()
@@ -344,6 +346,12 @@ func (q *QP) Timer(now int64) {
 	if due(&q.rnrAt) || due(&q.stallAt) || due(&q.respStallAt) || due(&q.flushAt) {
 		q.wake()
 	}
+	if due(&q.board.lookAt) {
+		q.judge()
+	}
+	if due(&q.ahead.untilAt) {
+		q.dropAhead()
+	}
 	if due(&q.rtxAt) {
 		q.timedOut()
 	}
@@ -356,7 +364,7 @@ func (q *QP) Timer(now int64) {
 // acknowledgement, and a spurious Timer costs less than rearming each time.
 func (q *QP) armTimer() {
 	var t int64
-	for _, d := range [...]int64{q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
+	for _, d := range [...]int64{q.rtxAt, q.board.lookAt, q.ahead.untilAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
 		q.waits.send.againAt, q.waits.read.againAt, q.waits.request.againAt} {
 		if d != 0 && (t == 0 || d < t) {
 			t = d

@@ -16,7 +16,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		return false
 	}
 	w := &s.w
-	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true}
+	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true, selective: !q.cfg.GoBackN}
 	ext, n := wire.RETHLen, 0
 	switch s.info.kind {
 	case kindAtomic:

@@ -31,6 +31,7 @@ type requester struct {
 	rdHead, rdTail uint32
 
 	window    window
+	board     board
 	unasked   uint32 // packets sent since the last AckReq
 	timeout   int64  // ns, 0: none
 	retryLeft uint8
@@ -40,14 +41,16 @@ type requester struct {
 	recovering bool
 	blocked    bool // Run stopped for something that an acknowledgement cures
 
-	rtxAt   int64  // retransmission deadline: a probe, or the timeout itself
-	fullAt  int64  // when the timeout counts as one (probe.go)
-	srtt    int64  // smoothed time from request to response, ns; 0: not known
-	timed   uint64 // PSN whose response is being timed, 0: none
-	timedAt int64
-	probes  uint8 // sent since the last progress
-	rnrAt   int64 // RNR: silent until then
-	stallAt int64 // no buffer: try again then
+	rtxAt    int64  // retransmission deadline: a probe, or the timeout itself
+	fullAt   int64  // when the timeout counts as one (probe.go)
+	srtt     int64  // smoothed time from request to response, ns; 0: not known
+	rttMin   int64  // the shortest of late, ...
+	rttMinAt int64  // ... and when it was
+	timed    uint64 // PSN whose response is being timed, 0: none
+	timedAt  int64
+	probes   uint8 // sent since the last progress
+	rnrAt    int64 // RNR: silent until then
+	stallAt  int64 // no buffer: try again then
 
 	near   *QP            // the peer, while this turn may reach it directly
 	missed translate.Miss // in own memory, on the local path
@@ -94,6 +97,8 @@ func (q *QP) allocate() {
 	q.wqe.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
 	if q.typ == RC {
 		q.rd = make([]uint64, 1<<ceilLog2(q.cfg.MaxRdAtomic))
+		q.board.sentAt = make([]int64, 1<<ceilLog2(q.cfg.Window+readChunk)) // what may be under way
+		q.ahead.frames = make([]*packet.Buf, aheadSpan)
 	}
 }
 
@@ -106,7 +111,7 @@ func ceilLog2(n int) int {
 }
 
 func (q *QP) resetRequester() {
-	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window)}
+	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window), board: board{sentAt: q.board.sentAt}}
 	q.startRequester(0)
 }
 
@@ -215,6 +220,9 @@ func (q *QP) runRC(budget int) (more bool) {
 	q.blocked = false
 	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
+		if q.board.active && q.nxt < q.sent {
+			q.skip()
+		}
 		if q.rnrAt != 0 || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
 			return false
 		}
@@ -260,7 +268,7 @@ func (q *QP) runRC(budget int) (more bool) {
 
 // sendRC sends the next packet of slot cur, if it may.
 func (q *QP) sendRC(s *sendSlot) bool {
-	if q.nxt-q.una >= q.window.packets() || q.nxt == s.first && s.w.Fence && q.fenced() {
+	if q.flight() >= q.window.packets() || q.nxt-q.una >= uint64(q.cfg.Window) || q.nxt == s.first && s.w.Fence && q.fenced() {
 		q.blocked = true
 		return false
 	}
@@ -329,9 +337,11 @@ func (q *QP) fenced() bool {
 
 // advanceNxt notes that everything of s before PSN end was sent.
 func (q *QP) advanceNxt(s *sendSlot, end uint64) {
+	q.board.note(q.nxt, end, q.now, q.nxt < q.sent)
 	if q.nxt < q.sent {
 		q.stats.Retransmits += min(end, q.sent) - q.nxt
-	} else if q.timed == 0 {
+		q.board.holes -= min(q.board.holes, end-q.nxt)
+	} else if q.timed == 0 && !q.board.active {
 		q.timed, q.timedAt = q.nxt+1, q.now
 	}
 	q.nxt = end
@@ -366,8 +376,9 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 	if q.typ == UC {
 		t.opcode += ucOpcode
 	} else {
+		t.selective = !q.cfg.GoBackN
 		q.unasked++
-		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.nxt+1-q.una >= q.window.packets(); t.ackReq {
+		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.board.mending || q.flight()+1 >= q.window.packets(); t.ackReq {
 			q.unasked = 0
 		}
 	}

@@ -290,19 +290,21 @@ func (q *QP) respond(budget int) (more bool) {
 		return false
 	}
 	q.rnrRead = 0
-	syn, psn := q.fatal.syndrome, q.fatal.psn
+	syn, psn, told := q.fatal.syndrome, q.fatal.psn, false
 	switch {
 	case syn != 0:
 	case q.nak == nakFault:
 		syn, psn = q.rnrFor(&q.waits.request), q.epsn
 	case q.nak != 0:
 		syn, psn = q.nak, q.epsn
+	case q.ahead.there.Any() && (q.ackPending || q.ahead.tell):
+		told = q.sendMap()
 	case q.ackPending:
 		syn, psn = wire.NoCredits, q.ackPSN
 	default:
 		return false
 	}
-	if !q.sendAck(syn, psn) {
+	if !told && !q.sendAck(syn, psn) {
 		return false
 	}
 	if q.nak == nakFault && q.waits.request.cause != atNothing {

@@ -46,6 +46,7 @@ type responder struct {
 		compare, swapAdd uint64
 	}
 
+	ahead  ahead
 	cnpDue bool  // marked packets came
 	cnpAt  int64 // not before
 
@@ -97,7 +98,8 @@ const (
 )
 
 func (q *QP) resetResponder() {
-	q.responder = responder{wqe: RecvWQE{SGEs: q.wqe.SGEs[:0]}}
+	q.dropAhead()
+	q.responder = responder{wqe: RecvWQE{SGEs: q.wqe.SGEs[:0]}, ahead: q.ahead}
 	q.startResponder(0)
 }
 
@@ -136,6 +138,7 @@ func (q *QP) respClear() {
 	q.fatal = failure{}
 	q.owed = owedSet{}
 	q.cnpDue = false
+	q.dropAhead()
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {
@@ -151,7 +154,8 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	switch {
 	case psn > q.epsn:
 		q.stats.OutOfSequence++
-		if !q.nakSent {
+		if !q.keepAhead(p, psn) && !q.nakSent {
+			q.dropAhead()
 			q.nakSent, q.nak = true, wire.NAKSequence
 			if q.waits.request.cause == atAtomic {
 				q.nak = nakFault // nothing was lost
@@ -162,8 +166,19 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	case psn < q.epsn:
 		q.stats.Duplicates++
 		q.duplicate(p, psn)
+		if q.ahead.untilAt != 0 {
+			q.catchUp()
+		}
 		return
 	}
+	q.request(p)
+	if q.ahead.untilAt != 0 {
+		q.catchUp()
+	}
+}
+
+// request executes the request that is expected.
+func (q *QP) request(p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.ReadRequest:
 		q.verdictRC(q.acceptRead(p))
@@ -190,6 +205,9 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 
 // advance makes psn the next to be expected.
 func (q *QP) advance(psn uint64) {
+	if q.ahead.untilAt != 0 {
+		q.passed(psn - q.epsn)
+	}
 	q.epsn = psn
 	q.nakSent, q.nak = false, 0
 	if q.waits.request.cause != atNothing {
@@ -227,6 +245,7 @@ func (q *QP) verdictRC(v verdict) {
 	if q.fatal.syndrome != 0 {
 		q.fatal.psn = q.epsn
 	}
+	q.dropAhead()
 	q.wake()
 }
 

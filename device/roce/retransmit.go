@@ -15,6 +15,7 @@ package roce
 const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
+	rttMinFor   = 10e9
 )
 
 // armRetransmit sets the deadline if none is running.
@@ -27,7 +28,11 @@ func (q *QP) armRetransmit() {
 	}
 	q.rtxAt = min(q.fullAt, q.now+q.timeout)
 	if q.srtt != 0 {
-		q.rtxAt = min(q.rtxAt, q.now+max(probeMin, probeFactor*q.srtt)<<min(q.probes, 16))
+		d := max(probeMin, probeFactor*q.srtt)
+		if q.board.active && q.probes <= repairProbes {
+			d = max(repairProbe, 2*q.srtt+q.late())
+		}
+		q.rtxAt = min(q.rtxAt, q.now+d<<min(q.probes, 16))
 	}
 }
 
@@ -36,8 +41,15 @@ func (q *QP) measure() {
 	if q.timed == 0 || q.una < q.timed {
 		return
 	}
-	rtt := max(q.now-q.timedAt, 1)
 	q.timed = 0
+	q.sample(max(q.now-q.timedAt, 1))
+}
+
+// sample takes a response time.
+func (q *QP) sample(rtt int64) {
+	if rtt <= q.rttMin || q.rttMin == 0 || q.now-q.rttMinAt > rttMinFor {
+		q.rttMin, q.rttMinAt = rtt, q.now
+	}
 	if q.srtt == 0 {
 		q.srtt = rtt
 		return
@@ -55,6 +67,12 @@ func (q *QP) timedOut() {
 		q.armRetransmit()
 	case q.now < q.fullAt:
 		q.probes++
+		if q.probeHole() {
+			return
+		}
+		if q.board.active {
+			q.probes = 1 // of those that go back
+		}
 		q.window.silence()
 		q.goBack()
 	default:
@@ -87,6 +105,7 @@ func (q *QP) retry() {
 // goBack makes una the next PSN to send.
 func (q *QP) goBack() {
 	q.nxt, q.cur = q.una, q.head
+	q.board.forget()
 	q.recovering = true
 	q.rtxAt = 0
 	q.timed = 0 // which transmission a response would answer is not known now

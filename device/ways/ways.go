@@ -1,7 +1,7 @@
 // Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and packages
 // that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces them:
 //
-//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true"
+//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false"
 //
 // What is not named there is left alone. `make test-ways` runs a set in which every pair of settings occurs.
 package ways
@@ -24,7 +24,7 @@ type settings struct {
 	engines                  *int
 	spin                     *time.Duration
 	local, segmentation, ecn *bool
-	short                    *bool
+	short, selective         *bool
 }
 
 var forced = must(parse(os.Getenv(Env)))
@@ -55,6 +55,8 @@ func parse(text string) (s settings, err error) {
 			s.ecn, err = take(strconv.ParseBool(value))
 		case "short-path":
 			s.short, err = take(strconv.ParseBool(value))
+		case "selective-repeat":
+			s.selective, err = take(strconv.ParseBool(value))
 		default:
 			err = fmt.Errorf("no setting %q", key)
 		}
@@ -86,6 +88,9 @@ func NoSegmentation() bool { return !or(forced.segmentation, true) }
 // NoECN tells whether congestion is told by loss alone.
 func NoECN() bool { return !or(forced.ecn, true) }
 
+// GoBackN tells whether all that was sent behind a loss is repeated.
+func GoBackN() bool { return !or(forced.selective, true) }
+
 // NoShortPath tells whether all frames of host ports pass the switch.
 func NoShortPath() bool { return !or(forced.short, true) }
 
@@ -114,6 +119,9 @@ func Config(text string) string {
 	}
 	if forced.short != nil {
 		add("short-path", *forced.short)
+	}
+	if forced.selective != nil {
+		add("selective-repeat", *forced.selective)
 	}
 	return b.String()
 }

@@ -19,11 +19,11 @@ func TestParse(t *testing.T) {
 
 func TestConfig(t *testing.T) {
 	defer func(old settings) { forced = old }(forced)
-	forced, _ = parse("engines=2 spin=0s local-copy=false segmentation=false ecn=false short-path=false")
-	if got, want := Config("networks: []\nengines: 1\n"), "spin: 0s\nlocal-copy: false\nsegmentation: false\necn: false\nshort-path: false\n"; got != want {
+	forced, _ = parse("engines=2 spin=0s local-copy=false segmentation=false ecn=false short-path=false selective-repeat=false")
+	if got, want := Config("networks: []\nengines: 1\n"), "spin: 0s\nlocal-copy: false\nsegmentation: false\necn: false\nshort-path: false\nselective-repeat: false\n"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || NoSegmentation() || NoECN() {
+	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || NoSegmentation() || NoECN() || GoBackN() {
 		t.Error("what is not forced is not left alone")
 	}
 }

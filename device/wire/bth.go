@@ -25,9 +25,9 @@ const (
 	DefaultPKey = 0xffff
 	pkeyOffset  = 2
 
-	// selective stands in the seven reserved bits beside AckReq, which others send as zero and ignore (IBTA 9.2). All
+	// SelectiveMark stands in the seven reserved bits beside AckReq, which others send as zero and ignore (IBTA 9.2). All
 	// seven must be right: a peer that gives one of them a meaning of its own is not taken for one of ours.
-	selective = 0x56
+	SelectiveMark = 0x56
 )
 
 // BTH is the base transport header (IBTA 9.2). The header version is 0.
@@ -61,7 +61,7 @@ func (h *BTH) Decode(b []byte) (int, error) {
 	w := binary.BigEndian.Uint32(b[4:])
 	h.FECN, h.BECN, h.DestQP = w>>31 != 0, w>>30&1 != 0, w&QPNMask
 	w = binary.BigEndian.Uint32(b[8:])
-	h.AckReq, h.Selective, h.PSN = w>>31 != 0, w>>24&0x7f == selective, w&PSNMask
+	h.AckReq, h.Selective, h.PSN = w>>31 != 0, w>>24&0x7f == SelectiveMark, w&PSNMask
 	return BTHLen, nil
 }
 
@@ -74,7 +74,7 @@ func (h *BTH) Encode(b []byte) int {
 	binary.BigEndian.PutUint32(b[4:], h.DestQP&QPNMask)
 	b[4] = bit(h.FECN, 0x80) | bit(h.BECN, 0x40)
 	binary.BigEndian.PutUint32(b[8:], h.PSN&PSNMask)
-	b[8] = bit(h.AckReq, 0x80) | bit(h.Selective, selective)
+	b[8] = bit(h.AckReq, 0x80) | bit(h.Selective, SelectiveMark)
 	return BTHLen
 }
 

@@ -70,6 +70,8 @@ type Config struct {
 	Segmentation bool
 	// ECN has RC connections tell of congestion, and heed it, before packets are lost. Default true.
 	ECN bool
+	// SelectiveRepeat has RC connections between two vnicds repeat only what was lost. Default true.
+	SelectiveRepeat bool
 	// ShortPath lets the kernel carry established TCP of host ports by itself, or not. Nil: where it can.
 	ShortPath *bool
 	// LogLevel is one of trace, debug, info, warn, error.

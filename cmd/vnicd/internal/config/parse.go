@@ -49,7 +49,7 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true, ECN: true,
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true, ECN: true, SelectiveRepeat: true,
 		EngineNice: DefaultEngineNice, Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
@@ -304,18 +304,19 @@ func (p *parser) dscp(dst *uint8) func(*yaml.Node) {
 func (p *parser) top(n *yaml.Node, c *Config) {
 	mode := uint32(c.SocketMode)
 	p.mapping(n, "the configuration", map[string]func(*yaml.Node){
-		"host":         p.str("host", &c.Host),
-		"run-dir":      p.str("run-dir", &c.RunDir),
-		"control":      p.str("control", &c.Control),
-		"socket-mode":  number(p, "socket-mode", 0, 0o777, &mode),
-		"engines":      number(p, "engines", 1, MaxEngines, &c.Engines),
-		"engine-cpus":  func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
-		"engine-nice":  p.nice("engine-nice", &c.EngineNice),
-		"buffers":      number(p, "buffers", 256, 1<<20, &c.Buffers),
-		"spin":         p.duration("spin", 0, time.Second, "20us", &c.Spin),
-		"local-copy":   p.boolean("local-copy", &c.LocalCopy),
-		"segmentation": p.boolean("segmentation", &c.Segmentation),
-		"ecn":          p.boolean("ecn", &c.ECN),
+		"host":             p.str("host", &c.Host),
+		"run-dir":          p.str("run-dir", &c.RunDir),
+		"control":          p.str("control", &c.Control),
+		"socket-mode":      number(p, "socket-mode", 0, 0o777, &mode),
+		"engines":          number(p, "engines", 1, MaxEngines, &c.Engines),
+		"engine-cpus":      func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
+		"engine-nice":      p.nice("engine-nice", &c.EngineNice),
+		"buffers":          number(p, "buffers", 256, 1<<20, &c.Buffers),
+		"spin":             p.duration("spin", 0, time.Second, "20us", &c.Spin),
+		"local-copy":       p.boolean("local-copy", &c.LocalCopy),
+		"segmentation":     p.boolean("segmentation", &c.Segmentation),
+		"ecn":              p.boolean("ecn", &c.ECN),
+		"selective-repeat": p.boolean("selective-repeat", &c.SelectiveRepeat),
 		"short-path": func(n *yaml.Node) {
 			c.ShortPath = new(bool)
 			p.boolean("short-path", c.ShortPath)(n)

@@ -130,6 +130,9 @@ var (
 	hcaMarked  = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received that had met congestion.", "vm")
 	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
 	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and heeded.", "vm")
+	hcaKept    = counter("hca_kept_packets_total", "Request packets that came before their turn and were kept.", "vm")
+	hcaMapsOut = counter("hca_selective_acks_sent_total", "Selective acknowledgements sent: a packet is missing, others behind it are there.", "vm")
+	hcaMapsIn  = counter("hca_selective_acks_received_total", "Selective acknowledgements received.", "vm")
 	hcaLocalB  = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.", "vm")
 	hcaStats   = newHCAStats()
 
@@ -369,6 +372,9 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	e.count(hcaMarked, h.Stats["np_ecn_marked_roce_packets"], vm)
 	e.count(hcaCNPSent, h.Stats["np_cnp_sent"], vm)
 	e.count(hcaCNPs, h.Stats["rp_cnp_handled"], vm)
+	e.count(hcaKept, h.Stats["kept_packets"], vm)
+	e.count(hcaMapsOut, h.Stats["selective_acks_sent"], vm)
+	e.count(hcaMapsIn, h.Stats["selective_acks_received"], vm)
 	for reason, n := range h.Drops {
 		e.count(hcaDrops, n, vm, reason)
 	}

@@ -99,7 +99,7 @@ func filled() *daemon.Status {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
 	s.VMs[0].HCA.Stats["local_messages"], s.VMs[0].HCA.Stats["local_bytes"] = 701, 702
-	for i, name := range []string{"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled"} {
+	for i, name := range []string{"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled", "kept_packets", "selective_acks_sent", "selective_acks_received"} {
 		s.VMs[0].HCA.Stats[name] = uint64(711 + i)
 	}
 	s.VMs[0].HCA.Busy = false

@@ -190,7 +190,7 @@ func (q *QP) request(p *wire.RoCE) {
 		v := q.execute(p)
 		if v == vOK {
 			q.ackPSN = q.epsn
-			q.advance(q.epsn + 1)
+			q.advance(q.epsn + 1) // which gives a kept frame back: from here on p is no more than its copied headers
 			if p.Info.Is(wire.Last) {
 				q.msn++
 			}

@@ -93,10 +93,7 @@ static void op_replace(struct chaos *c, char *p, size_t n)
 /* The pages themselves live on elsewhere; the region gets fresh ones. */
 static void op_mremap(struct chaos *c, char *p, size_t n)
 {
-	char *to = DO(c, mremap(p, n, n, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL));
-
-	must(to == MAP_FAILED, "mremap(MREMAP_DONTUNMAP)");
-	chaos_park(c, to, n);
+	chaos_park(c, DO(c, carry_pages(p, n, MREMAP_DONTUNMAP, map_pages(n))), n);
 }
 
 /* For a while there is nothing. */
@@ -112,15 +109,13 @@ static void op_munmap(struct chaos *c, char *p, size_t n)
 
 static void op_away(struct chaos *c, char *p, size_t n)
 {
-	char *to = DO(c, mremap(p, n, n, MREMAP_MAYMOVE | MREMAP_FIXED, map_pages(n)));
-	uint64_t sum;
+	char *to = DO(c, carry_pages(p, n, 0, map_pages(n)));
+	uint64_t sum = checksum(to, n);
 
-	must(to == MAP_FAILED, "mremap");
-	sum = checksum(to, n);
 	nap_us(below(&c->random, 3000));
 	if (checksum(to, n) != sum)
 		fail(EXIT_DATA, "a write landed in memory that mremap had moved away, %zu bytes at %p", n, p);
-	must(DO(c, mremap(to, n, n, MREMAP_MAYMOVE | MREMAP_FIXED, p)) != p, "mremap back");
+	DO(c, carry_pages(to, n, 0, p));
 }
 
 static void op_protnone(struct chaos *c, char *p, size_t n)

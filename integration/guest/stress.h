@@ -62,6 +62,7 @@ uint64_t rnd(uint64_t *state);				/* splitmix64 */
 uint64_t below(uint64_t *state, uint64_t n);		/* 0 .. n-1 */
 uint64_t meminfo(const char *file, const char *key);	/* number after KEY in a /proc file, 0 if absent */
 void *map_pages(size_t n);				/* private anonymous memory, page-aligned */
+char *carry_pages(char *p, size_t n, int how, char *to);	/* mremap to a given place; how: more flags */
 
 /*
  * Contents of a sector are a function of seed, sector and generation, word by

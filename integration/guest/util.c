@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /* Messages, random numbers, patterns, the watchdog. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -99,6 +100,24 @@ void *map_pages(size_t n)
 	if (p == MAP_FAILED)
 		fail(EXIT_SETUP, "mmap of %zu bytes: %m", n);
 	return p;
+}
+
+/*
+ * Linux before 6.17 moves pages of one mapping only, and a fork keeps neighbours from becoming one. The first attempt may have
+ * unmapped where they are to go; that another thread is given just that before the second would be a bad moment.
+ */
+char *carry_pages(char *p, size_t n, int how, char *to)
+{
+	const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | how;
+	size_t i;
+
+	if (mremap(p, n, n, flags, to) == to)
+		return to;
+	for (i = 0; errno == EFAULT && i < n && mremap(p + i, PAGE, PAGE, flags, to + i) == to + i; i += PAGE)
+		;
+	if (i < n)
+		fail(EXIT_SETUP, "mremap of page %zu of %zu: %m", i / PAGE, n / PAGE);
+	return to;
 }
 
 /* Both odd, so that multiplying by them can be undone. */

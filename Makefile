@@ -50,7 +50,7 @@ test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
 # VM tests that would take `make test` beyond half an hour.
-LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves)$$
+LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVMMoves)$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration

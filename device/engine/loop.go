@@ -42,7 +42,7 @@ const (
 	maxPosts     = 64   // posts run per iteration, so that they cannot starve the data path
 	postCapacity = 1024 // posts waiting
 	// How long a loop counts as shared, ns: some turns of everybody, however long those are.
-	sharedFor = 1e6
+	sharedFor = 2e5
 	// While busy with pollers, epoll is looked at once in so many iterations: the call costs more than a poll.
 	epollEvery = 8
 )

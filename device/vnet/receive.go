@@ -107,7 +107,7 @@ func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
 
 // gather pops buffers for n bytes, as many as that takes, into rxc. None: there
 // are too few, which are given back, and the frame is dropped and counted; or, if
-// done is false, one cannot be reached for now, and the queue waits.
+// done is false, one is absent, and the queue waits.
 func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 	var room uint64
 	limit := 1

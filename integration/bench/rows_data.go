@@ -262,6 +262,7 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(c
 	if err != nil {
 		return nil, hosts, err
 	}
+	x.events = true
 	_, smr, err := nodes[0].region(size)
 	if err != nil {
 		return nil, hosts, err

@@ -173,6 +173,10 @@ type end struct {
 	qp  *guestdrv.QP
 	cq  *guestdrv.CQ
 	wcs [32]abi.WC
+
+	// events: it sleeps until there are completions. One that polls keeps a core to itself, which two busy daemons on two cores would miss,
+	// and the anchors' programs do not.
+	events bool
 }
 
 const depth = 256 // work requests of a queue
@@ -207,12 +211,28 @@ func connectAs(x, y *node, privileged bool) (a, b *end, err error) {
 // poll counts and checks completions that are there.
 func (e *end) poll() (int, error) {
 	n := e.cq.Poll(e.wcs[:])
+	return n, e.check(n)
+}
+
+func (e *end) check(n int) error {
 	for i := range n {
 		if wc := &e.wcs[i]; wc.Status != abi.WCSuccess {
-			return n, fmt.Errorf("completion: %s", abi.WCStatusString(wc.Status))
+			return fmt.Errorf("completion: %s", abi.WCStatusString(wc.Status))
 		}
 	}
-	return n, nil
+	return nil
+}
+
+// next is poll, but that it waits for events if the end does.
+func (e *end) next(ctx context.Context) (int, error) {
+	if !e.events {
+		return e.poll()
+	}
+	n, err := e.cq.PollWait(ctx, e.wcs[:])
+	if err != nil {
+		return n, err
+	}
+	return n, e.check(n)
 }
 
 // errStuck is what spinning loops end with when the context does.
@@ -266,7 +286,7 @@ func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr
 			}
 			e.qp.Ring()
 		}
-		n, err := e.poll()
+		n, err := e.next(ctx)
 		if err != nil {
 			return 0, err
 		}

@@ -14,22 +14,18 @@ import (
 // lrhCRC is the CRC-32 of eight bytes of ones, which stand for the LRH.
 const lrhCRC = 0x2144df1c
 
-// The masked part of a packet, 40 (IPv4: 20+8+12) to 60 bytes, is copied aside,
-// with some more behind it. CRC-32 in hardware takes at least 64 bytes in steps
-// of 16 and leaves the rest to tables, so zeros are put in front until the
-// length is such: seeds[k] is the start value that k zeros turn into lrhCRC.
-// Short packets are copied whole, and cost one call.
+// The masked part of a packet, 40 (IPv4: 20+8+12) to 60 bytes, is copied aside, with some more behind it. CRC-32 in hardware takes
+// steps of 64 bytes, so zeros are put in front until the length is such: seeds[k] is the start value that k zeros turn into lrhCRC.
+// Short packets are copied whole.
 const (
-	icrcStep  = 16
-	icrcMin   = 64
-	icrcHead  = 80  // of a long packet, zeros included: more than 60 + 15
-	icrcShort = 160 // up to here, zeros included, a packet is short
+	icrcStep = 64
+	icrcHead = 2 * icrcStep // zeros included: more than 60 + 63
 )
 
 var seeds = makeSeeds()
 
 // makeSeeds runs CRC-32 backwards over zeros.
-func makeSeeds() (seeds [icrcMin]uint32) {
+func makeSeeds() (seeds [icrcHead]uint32) {
 	var byTop [256]int // the table's entries differ in their top bytes
 	for i, w := range crc32.IEEETable {
 		byTop[w>>24] = i
@@ -46,15 +42,11 @@ func makeSeeds() (seeds [icrcMin]uint32) {
 // icrcAt computes the ICRC of frame, whose network header begins at net, BTH
 // at bth and ICRC at end.
 func icrcAt(frame []byte, net, bth, end int, v6, v1 bool) uint32 {
-	var buf [icrcShort]byte
+	var buf [icrcHead]byte
 	n := end - net
-	k := max(icrcMin-n, -n&(icrcStep-1))
-	size := k + n
-	if size > icrcShort {
-		size = icrcHead
-	}
-	head := buf[k:size]
-	copy(head, frame[net:end])
+	k := max(icrcHead-n, -n&(icrcStep-1))
+	head := buf[k:]
+	rest := net + copy(head, frame[net:end])
 	if v6 {
 		head[0] |= 0x0f // traffic class, flow label
 		head[1], head[2], head[3] = 0xff, 0xff, 0xff
@@ -69,9 +61,13 @@ func icrcAt(frame []byte, net, bth, end int, v6, v1 bool) uint32 {
 		head[b-2], head[b-1] = 0xff, 0xff // UDP checksum
 	}
 	head[b+4] = 0xff // FECN, BECN, reserved
-	crc := crc32.Update(seeds[k], crc32.IEEETable, noescape(&buf)[:size])
-	if rest := net + size - k; rest < end {
-		crc = crc32.Update(crc, crc32.IEEETable, frame[rest:end])
+	return updateCRC(seeds[k], &buf, frame[rest:end])
+}
+
+func updateCRCPlain(crc uint32, head *[icrcHead]byte, rest []byte) uint32 {
+	crc = crc32.Update(crc, crc32.IEEETable, noescape(head))
+	if len(rest) > 0 {
+		crc = crc32.Update(crc, crc32.IEEETable, rest)
 	}
 	return crc
 }

@@ -9,7 +9,7 @@ import "unsafe"
 //
 //go:nosplit
 //go:nocheckptr
-func noescape(buf *[icrcShort]byte) []byte {
+func noescape(buf *[icrcHead]byte) []byte {
 	x := uintptr(unsafe.Pointer(buf))
-	return (*[icrcShort]byte)(unsafe.Add(unsafe.Pointer(nil), x))[:]
+	return (*[icrcHead]byte)(unsafe.Add(unsafe.Pointer(nil), x))[:]
 }

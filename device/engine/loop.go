@@ -43,6 +43,8 @@ const (
 	postCapacity = 1024 // posts waiting
 	// How long a loop counts as shared, ns: some turns of everybody, however long those are.
 	sharedFor = 2e5
+	// So many times in a row a loop polls for less than it may before it tries whether that has become worth while.
+	maxMisses = 32
 	// While busy with pollers, epoll is looked at once in so many iterations: the call costs more than a poll.
 	epollEvery = 8
 )
@@ -59,7 +61,7 @@ type Config struct {
 	// ID is 0 to MaxLoops-1 and must differ among the loops that work together: it selects the loop's slot in counters
 	// and epochs.
 	ID int
-	// SpinFor is how long the loop goes on polling after the last work before it sleeps. Zero: sleep at once.
+	// SpinFor is how long the loop goes on polling after the last work before it sleeps, at most (see adapt). Zero: sleep at once.
 	SpinFor time.Duration
 	// CPUs are the processors on which the thread stays. Empty: wherever the process may run.
 	CPUs []int
@@ -87,6 +89,8 @@ type Loop struct {
 	// Owned by the loop's thread from here on.
 	now        int64
 	lastWork   int64
+	patience   int64 // how long it polls now before it sleeps, ns: 0 to spin
+	misses     uint  // polls in vain since patience was whole
 	stage      stage
 	index      int
 	nev        int
@@ -149,7 +153,7 @@ func New(c Config) (*Loop, error) {
 	if c.SpinFor < 0 {
 		return nil, fmt.Errorf("engine: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
-	l := &Loop{id: c.ID, spin: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock, log: c.Log,
+	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock, log: c.Log,
 		events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
 	if l.clock == nil {
 		l.clock = realClock{}

@@ -532,3 +532,49 @@ func TestShared(t *testing.T) {
 	l.RemovePoller(b)
 	step(true, "in place of one that was removed", a)
 }
+
+// Polling in vain becomes shorter, whole again when work comes in time, and is tried whole now and then.
+func TestAdaptivePolling(t *testing.T) {
+	clock := NewManualClock(1e9)
+	l := newLoop(t, Config{Clock: clock, SpinFor: 20 * time.Microsecond})
+	sleepy := false
+	p := &testPoller{inPrepare: func() bool { sleepy = true; return true }}
+	l.AddPoller(p)
+	l.Do(func() {
+		work := func() {
+			p.work.Add(1)
+			l.pass(true)
+		}
+		polled := func(want int) {
+			t.Helper()
+			us := 0
+			for sleepy = false; !sleepy && us < 100; us++ {
+				clock.Advance(time.Microsecond)
+				l.pass(true)
+			}
+			if us != want {
+				t.Errorf("polls for %d us before it sleeps; want %d", us, want)
+			}
+			clock.Advance(time.Duration(50-us) * time.Microsecond)
+			work()
+		}
+		work()
+		clock.Advance(15 * time.Microsecond)
+		work()
+		for _, us := range []int{20, 10, 5, 3, 2} {
+			polled(us)
+		}
+		clock.Advance(15 * time.Microsecond)
+		work()
+		polled(20)
+		for range maxMisses - 1 {
+			polled(max(1, int(l.patience+999)/1000))
+		}
+		if l.patience != 0 {
+			t.Errorf("polls for %d ns after %d times in vain; want 0", l.patience, maxMisses)
+		}
+		polled(1)
+		polled(20)
+		polled(10)
+	})
+}

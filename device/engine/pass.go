@@ -72,9 +72,10 @@ func (l *Loop) pass(block bool) (complete bool) {
 			}
 			l.rounds.Store(l.rounds.Load() + 1)
 			if l.busy {
+				l.adapt(l.now - l.lastWork)
 				l.lastWork = l.now
 			}
-			if !block || l.busy || l.now-l.lastWork < l.spin {
+			if !block || l.busy || l.now-l.lastWork < l.patience {
 				l.enter(stageEvents)
 				return true
 			}
@@ -132,6 +133,19 @@ func (l *Loop) begin() {
 	l.nev = epollNow(l.epfd, l.events)
 	if l.nev > 0 {
 		l.idleRounds = epollEvery // busy descriptors are looked at every time
+	}
+}
+
+// adapt learns from how long nobody had work, ns, how long to poll before the next sleep. Polling that was in vain is halved, for on few
+// cores it is taken from those for whose work the loop waits. The time includes that of waking up; so after maxMisses it is tried
+// whether work would have come while polling.
+func (l *Loop) adapt(idle int64) {
+	if idle > l.spin {
+		l.patience /= 2
+		l.misses++
+	}
+	if idle <= l.spin || l.misses > maxMisses {
+		l.patience, l.misses = l.spin, 0
 	}
 }
 

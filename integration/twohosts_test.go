@@ -57,6 +57,22 @@ func newTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *twoHosts {
 // anything runs there.
 func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*twoHosts), va, vb lab.VM) *twoHosts {
 	t.Helper()
+	w := wiredHosts(t, l)
+	if prepare != nil {
+		prepare(w)
+	}
+	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", va)))
+	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vb)))
+	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
+	var err error
+	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, va)), must[qemu.Config](t)(w.b.Config(ctx, vb)))
+	check(t, err)
+	return w
+}
+
+// wiredHosts are the hosts and the wire, with nothing that runs there.
+func wiredHosts(t *testing.T, l *lab.Lab) *twoHosts {
+	t.Helper()
 	w := &twoHosts{Lab: l, a: must[*lab.Host](t)(l.Host("h1")), b: must[*lab.Host](t)(l.Host("h2"))}
 	w.mid = must[*harness.Namespace](t)(harness.NewNamespace("vnicd-wire"))
 	l.Add(func() { _ = w.mid.Close() })
@@ -72,14 +88,6 @@ func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*t
 	w.wire, err = wirefault.Start(w.mid.Name, "wa", "wb", wirefault.Policy{})
 	check(t, err)
 	l.Add(func() { _ = w.wire.Close() })
-	if prepare != nil {
-		prepare(w)
-	}
-	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", va)))
-	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vb)))
-	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
-	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, va)), must[qemu.Config](t)(w.b.Config(ctx, vb)))
-	check(t, err)
 	return w
 }
 

@@ -1,9 +1,10 @@
 // Package wirefault is a wire with faults: it relays Ethernet frames between two
-// interfaces and loses, reorders or duplicates a share of them. The kernel of the
-// build machine has no netem; this also makes the faults repeatable (a seed).
+// interfaces and loses, reorders, duplicates or marks a share of them. The kernel of the
+// build machine has neither netem nor a queue that marks; this also makes the faults repeatable (a seed).
 package wirefault
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math/rand"
 	"net"
@@ -19,13 +20,15 @@ import (
 // Other frames (ARP, ND) pass untouched, so that the hosts find each other.
 type Policy struct {
 	Drop, Reorder, Duplicate int
+	// Congest is what a router's queue does (RFC 3168): a frame that is ECN-capable is marked, another is dropped.
+	Congest int
 	// Distance is how many frames overtake a reordered one (default 3).
 	Distance int
 	Seed     int64
 }
 
 // Counters of one relay, both directions together.
-type Counters struct{ Frames, Dropped, Reordered, Duplicated atomic.Uint64 }
+type Counters struct{ Frames, Dropped, Reordered, Duplicated, Marked atomic.Uint64 }
 
 // Wire is a running relay.
 type Wire struct {
@@ -195,6 +198,13 @@ func (w *Wire) relay(from, to int, dir int64) {
 				w.Dropped.Add(1)
 				continue
 			}
+			if rnd.Intn(1000) < p.Congest {
+				if !mark(frame) {
+					w.Dropped.Add(1)
+					continue
+				}
+				w.Marked.Add(1)
+			}
 			if rnd.Intn(1000) < p.Reorder {
 				w.Reordered.Add(1)
 				late = append(late, held{append([]byte(nil), frame...), p.Distance})
@@ -227,4 +237,24 @@ func isUDP(f []byte) bool {
 		return f[20] == unix.IPPROTO_UDP
 	}
 	return false
+}
+
+// mark sets congestion experienced in the frame's outer IP header, or tells that it is not ECN-capable.
+func mark(f []byte) bool {
+	if f[12] == 0x86 { // IPv6: the traffic class's last bits are in the middle of a byte
+		if f[15]&0x30 == 0 {
+			return false
+		}
+		f[15] |= 0x30
+		return true
+	}
+	tos := f[15]
+	if tos&3 == 0 {
+		return false
+	}
+	f[15] |= 3
+	// RFC 1624: one word of the header has grown by the difference.
+	sum := uint32(^binary.BigEndian.Uint16(f[24:])) + uint32(f[15]-tos)
+	binary.BigEndian.PutUint16(f[24:], ^uint16(sum+sum>>16))
+	return true
 }

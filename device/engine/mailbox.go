@@ -11,6 +11,7 @@ type Mailbox[T any] struct {
 	q       *ring[T]
 	handle  func(T)
 	release func(T)
+	weigh   func(T) int // nil: all weigh 1
 	cur     T
 	holding bool
 	closed  bool // loop's state
@@ -44,13 +45,21 @@ func (m *Mailbox[T]) Put(v T) bool {
 	return true
 }
 
+// Weigh has values count as more than one, 1 at least, of what is handed over per iteration. To be called before the first Put.
+func (m *Mailbox[T]) Weigh(f func(T) int) { m.weigh = f }
+
 // Poll implements Poller.
 func (m *Mailbox[T]) Poll(int64) bool {
 	n := 0
-	for ; n < mailBatch; n++ {
+	for n < mailBatch {
 		v, ok := m.q.get()
 		if !ok {
 			break
+		}
+		if m.weigh == nil {
+			n++
+		} else {
+			n += m.weigh(v)
 		}
 		m.cur, m.holding = v, true
 		m.handle(v)

@@ -34,7 +34,7 @@ type Segmenter struct {
 	f               []byte
 	l3, l4, payload int
 	size, pos       int // payload bytes per segment; where the next one's payload begins
-	v6, tcp         bool
+	v6, tcp, train  bool
 	id              uint16
 	seq             uint32
 	flags           byte // TCP, as in the frame
@@ -47,7 +47,10 @@ type Segmenter struct {
 func (s *Segmenter) Start(b *packet.Buf) {
 	o, f := &b.Offload, b.Bytes()
 	*s = Segmenter{f: f, l3: int(o.L3), l4: int(o.L4), payload: int(o.Payload), size: int(o.GSOSize), pos: int(o.Payload),
-		v6: o.Need&(packet.NeedTSO6|packet.NeedUSO6) != 0, tcp: o.Need&packet.NeedTSO != 0}
+		v6: o.Need&(packet.NeedTSO6|packet.NeedUSO6) != 0, tcp: o.Need&packet.NeedTSO != 0, train: o.Need&packet.NeedTrain != 0}
+	if s.train {
+		return
+	}
 	t := transport{l3: s.l3, v6: s.v6, tcp: s.tcp}
 	l4 := f[s.l4:s.payload]
 	s.l4Sum = t.pseudo(f, 0)
@@ -96,6 +99,9 @@ func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 	n = s.payload
 	dst = dst[:n]
 	copy(dst, s.f)
+	if s.train {
+		return n, part
+	}
 	ip, l4 := dst[s.l3:s.l4], dst[s.l4:]
 	length := len(l4) + len(part)
 	if s.v6 {

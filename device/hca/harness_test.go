@@ -36,6 +36,7 @@ type world struct {
 	guests  []*guest
 	lose    func(frame []byte) bool // frames that are lost
 	carried int
+	train   *train       // nil: frames go one by one
 	net     *lfe.Network // knows the ways; frames do not pass it
 }
 
@@ -63,7 +64,7 @@ const (
 func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 	tb.Helper()
 	w := &world{tb: tb, clock: engine.NewManualClock(int64(time.Hour))}
-	pool, err := packet.NewPool(packet.Config{Count: 1024})
+	pool, err := packet.NewPool(packet.Config{Count: 1024, Big: 8})
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -139,6 +140,15 @@ func (w *world) carry(l *engine.Loop, b *packet.Buf) {
 	if w.lose != nil && w.lose(f) {
 		return
 	}
+	if w.train != nil {
+		w.train.take(l, f)
+		return
+	}
+	w.hand(l, b)
+}
+
+func (w *world) hand(l *engine.Loop, b *packet.Buf) {
+	f := b.Bytes()
 	for _, g := range w.guests {
 		if f[0]&1 != 0 && [6]byte(f[6:12]) != g.cfg.MAC || [6]byte(f[:6]) == g.cfg.MAC {
 			g.Deliver(l, b)
@@ -539,6 +549,9 @@ func (w *world) step(n int) {
 	for range n {
 		for _, l := range w.loops {
 			l.Step()
+		}
+		if w.train != nil {
+			w.train.leave(w.loops[0])
 		}
 	}
 }

@@ -42,13 +42,37 @@ func (q *qp) keepThis() bool {
 // keep keeps the frame that is being received, behind the others.
 func (q *qp) keep() bool {
 	l := q.lane
-	if l.frame == nil || len(q.kept) >= maxKept || l.kept >= maxLaneKept || !q.dev.cfg.Pool.Keep() {
+	if len(q.kept) >= maxKept || l.kept >= maxLaneKept {
 		return false
 	}
-	l.frame.Ref()
-	q.kept = append(q.kept, l.frame)
+	b := l.keepFrame()
+	if b == nil {
+		return false
+	}
+	q.kept = append(q.kept, b)
 	l.kept++
 	return true
+}
+
+// keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one of a train. Nil: it cannot be had.
+func (l *lane) keepFrame() *packet.Buf {
+	pool := l.dev.cfg.Pool
+	if l.frame == nil || !pool.Keep() {
+		return nil
+	}
+	if l.single == nil {
+		l.frame.Ref()
+		return l.frame
+	}
+	b := pool.Get()
+	if b == nil || !b.Append(l.single) {
+		if b != nil {
+			b.Free()
+		}
+		pool.Unkeep(1)
+		return nil
+	}
+	return b
 }
 
 // redeliver receives what was kept, until something of it has to be kept again;
@@ -86,13 +110,15 @@ func (q *qp) dropKept(n int) {
 // room for what waits for pages.
 func (q *qp) Hold() *packet.Buf {
 	l := q.lane
-	if l.frame == nil || l.held >= maxLaneHeld || !q.dev.cfg.Pool.Keep() {
+	if l.held >= maxLaneHeld {
 		return nil
 	}
-	l.frame.Ref()
-	l.held++
-	q.held++
-	return l.frame
+	b := l.keepFrame()
+	if b != nil {
+		l.held++
+		q.held++
+	}
+	return b
 }
 
 // Release implements roce.Adapter.
@@ -104,4 +130,4 @@ func (q *qp) Release(b *packet.Buf) {
 }
 
 // InHand implements roce.Adapter.
-func (q *qp) InHand(b *packet.Buf) { q.lane.frame = b }
+func (q *qp) InHand(b *packet.Buf) { q.lane.frame, q.lane.single = b, nil }

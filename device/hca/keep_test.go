@@ -5,6 +5,9 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
+	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/wire"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -157,6 +160,113 @@ func TestKeptGone(t *testing.T) {
 	if n := gb.Stats().Value[abi.StatFaultDrops]; asked != lost || n != lost {
 		t.Errorf("%d WRITEs to memory that is gone: %d faults, %d drops", lost, asked, n)
 	}
+	if n := w.pool.InUse(); n != used {
+		t.Errorf("%d frame buffers are in use, %d were", n, used)
+	}
+}
+
+// train has the network couple packets, as a VTEP does.
+type train struct {
+	w *world
+	gso.Train
+	packets, sent int         // that came in trains, and the trains
+	shared        *packet.Buf // every third is in somebody else's hands as well, for a while, ...
+	was           []byte      // ... who reads it
+}
+
+func (t *train) take(l *engine.Loop, f []byte) {
+	if t.Packets() > 0 && t.Continues(f) && t.Add(t.w.pool, f) {
+		return
+	}
+	t.leave(l)
+	if f = bytes.Clone(f); !first(t.Start(f)) {
+		t.alone(l, f)
+	}
+}
+
+func first(a, _ bool) bool { return a }
+
+func (t *train) alone(l *engine.Loop, f []byte) {
+	b := t.w.pool.Get()
+	b.Append(f)
+	t.w.hand(l, b)
+	b.Free()
+}
+
+// leave sends what is coupled.
+func (t *train) leave(l *engine.Loop) {
+	if t.shared != nil {
+		if !bytes.Equal(t.shared.Bytes(), t.was) {
+			t.w.tb.Error("a train was changed under somebody's hands")
+		}
+		t.shared.Free()
+		t.shared = nil
+	}
+	if t.Packets() == 0 {
+		return
+	}
+	f := t.First()
+	b := t.Take()
+	if b == nil {
+		t.alone(l, f)
+		return
+	}
+	t.packets += b.Segments()
+	t.w.hand(l, b)
+	if t.sent++; t.sent%3 == 0 {
+		t.shared, t.was = b, bytes.Clone(b.Bytes())
+		return
+	}
+	b.Free()
+}
+
+// What comes in trains arrives as if it had come one by one: in order, or held or kept by itself if its turn or its page is not there yet. Packets that
+// are not what they claim cost themselves only.
+func TestTrain(t *testing.T) {
+	const size = 1 << 20
+	w := newWorld(t, 1, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	pa, pb := ga.pd(), gb.pd()
+	src, dst := ga.alloc(size), gb.alloc(size)
+	ka, kb := ga.mr(pa, src, size, abi.AccessLocalWrite), gb.mr(pb, dst, size, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+	a, b := ga.qp(qpSpec{typ: abi.QPTypeRC, pd: pa}), gb.qp(qpSpec{typ: abi.QPTypeRC, pd: pb})
+	a.connectRC(b)
+	b.connectRC(a)
+	used, n, loss := w.pool.InUse(), 0, false
+	w.losing(func(f []byte) bool {
+		n++
+		if loss && n%50 == 17 {
+			f[len(f)-20] ^= 1 // the ICRC is wrong
+		}
+		return loss && n%40 == 3
+	})
+	w.train = &train{w: w}
+	for round, lossy := range []bool{false, true} {
+		loss = lossy
+		fill(ga.at(src, size), byte(round))
+		s := a.wqe()
+		s.SetRequest(1, abi.WRRDMAWrite, abi.SendSignaled)
+		s.SetRDMA(uint64(dst), kb)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: size, LKey: ka}})
+		a.post()
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
+			t.Fatalf("lossy %v: %+v", lossy, wc)
+		}
+		if !bytes.Equal(ga.at(src, size), gb.at(dst, size)) {
+			t.Errorf("lossy %v: data differ", lossy)
+		}
+		if n := ga.Stats().Value[abi.StatRetransmits]; lossy != (n > 0) {
+			t.Errorf("lossy %v: %d packets were repeated", lossy, n)
+		}
+	}
+	if n := gb.turned[refusedHeader].Load(); n != 0 {
+		t.Errorf("%d packets are none", n)
+	}
+	st, icrc := gb.Describe().Stats, gb.turned[refusedICRC].Load()
+	if w.train.packets < size/4096 || w.train.sent < 20 || st["kept_packets"] == 0 || icrc == 0 {
+		t.Errorf("%d packets came in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent, st["kept_packets"], icrc)
+	}
+	w.step(10)
 	if n := w.pool.InUse(); n != used {
 		t.Errorf("%d frame buffers are in use, %d were", n, used)
 	}

@@ -5,6 +5,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/device/wire"
@@ -69,10 +70,12 @@ type lane struct {
 	resume  eventList  // taken from there
 
 	rx        wire.RoCE
-	frame     *packet.Buf // that is being received
-	kept      int         // frames that QPs keep
-	held      int         // those that wait for what was lost before them
-	keptDrops uint64      // frames that found no room behind those
+	frame     *packet.Buf          // that is being received
+	single    []byte               // the packet in it, if it is a train
+	head      [gso.MaxHeaders]byte // ... and what each packet of that begins with
+	kept      int                  // frames that QPs keep
+	held      int                  // those that wait for what was lost before them
+	keptDrops uint64               // frames that found no room behind those
 
 	stats  roce.Stats
 	parked int // sides of QPs that wait for a page
@@ -98,6 +101,7 @@ func newLane(d *Device, id int, loop *engine.Loop) *lane {
 func (l *lane) start() {
 	fault := l.fault()
 	l.inbox = engine.NewMailbox(l.loop, inboxFrames, l.receive, (*packet.Buf).Free, engine.Name("hca inbox"), fault)
+	l.inbox.Weigh((*packet.Buf).Segments)
 	l.loop.AddPoller(l, engine.Name("hca"), fault)
 	l.notices = engine.NewMailbox(l.loop, noticeSlots, l.notice, nil, engine.Name("hca events"), fault)
 }
@@ -150,7 +154,7 @@ func (l *lane) enter() (translate.Token, bool) {
 }
 
 func (l *lane) leave(t translate.Token) {
-	l.frame = nil // a fault may have cut receive short
+	l.frame, l.single = nil, nil // a fault may have cut receive short
 	l.space.Epochs().Leave(l.loop.ID(), t)
 }
 
@@ -378,7 +382,43 @@ func (l *lane) receive(b *packet.Buf) {
 		return
 	}
 	defer l.leave(t)
-	frame := b.Bytes()
+	if b.Offload.GSOSize != 0 {
+		l.receiveTrain(b)
+	} else {
+		l.receiveFrame(b, nil)
+	}
+	l.rx = wire.RoCE{} // no reference to the buffer outlives the call
+}
+
+// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put in front of them, over what
+// has been received already: nobody else reads the frame, or it is copied.
+func (l *lane) receiveTrain(b *packet.Buf) {
+	if b.Shared() {
+		c := l.dev.cfg.Pool.GetFor(b.Len())
+		if c == nil {
+			l.inboxFull.Add(uint64(b.Segments()))
+			return
+		}
+		defer c.Free()
+		c.Append(b.Bytes())
+		c.Offload = b.Offload
+		b = c
+	}
+	f, head, size := b.Bytes(), int(b.Offload.Payload), int(b.Offload.GSOSize)
+	n := copy(l.head[:], f[:head])
+	for at := head; at+size <= len(f); at += size {
+		p := f[at-head : at+size : at+size]
+		copy(p, l.head[:n])
+		l.receiveFrame(b, p)
+	}
+}
+
+// receiveFrame handles a frame, which is b or, of a train, single.
+func (l *lane) receiveFrame(b *packet.Buf, single []byte) {
+	frame := single
+	if single == nil {
+		frame = b.Bytes()
+	}
 	p := &l.rx
 	if err := wire.ParseRoCE(frame, p); err != nil {
 		l.dev.turned[refusedHeader].Add(1)
@@ -388,10 +428,9 @@ func (l *lane) receive(b *packet.Buf) {
 		l.dev.turned[refusedICRC].Add(1)
 		return
 	}
-	l.frame = b
+	l.frame, l.single = b, single
 	l.dispatch(p)
-	l.frame = nil
-	*p = wire.RoCE{} // no reference to the buffer outlives the call
+	l.frame, l.single = nil, nil
 }
 
 // statistics adds the lane's counters to s.

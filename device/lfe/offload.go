@@ -26,7 +26,11 @@ func (a *Attachment) Accepts(l *engine.Loop, f []byte) packet.Need {
 	if out == nil {
 		return 0
 	}
-	return packet.Need(out.offloads.Load())
+	need := packet.Need(out.offloads.Load())
+	if !a.unseen() || !out.unseen() || a.limits.in.unit != 0 || out.limits.out.unit != 0 {
+		need &^= packet.NeedTrain // a capture would show its first packet only, and what exceeds a rate would be all of it
+	}
+	return need
 }
 
 // takes tells whether the port takes a frame as it is.

@@ -1,6 +1,7 @@
 package lfe
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"testing"
@@ -185,10 +186,13 @@ func TestOffloadLimits(t *testing.T) {
 	}
 }
 
-type upHCA struct{ got int }
+type upHCA struct {
+	got  int
+	down bool
+}
 
 func (h *upHCA) Deliver(*engine.Loop, *packet.Buf) { h.got++ }
-func (h *upHCA) Up() bool                          { return true }
+func (h *upHCA) Up() bool                          { return !h.down }
 
 func TestRoCEIsNotCut(t *testing.T) {
 	b := newBench(t, Config{})
@@ -210,6 +214,91 @@ func TestRoCEIsNotCut(t *testing.T) {
 	}
 }
 
+// A train goes to an HCA as it is, and to everybody else as the packets that it is made of; where somebody captures there are none.
+func TestTrain(t *testing.T) {
+	const n, size = 3, 100
+	b := newBench(t, Config{})
+	from := b.port(PortConfig{Name: "from", Kind: KindTAP})
+	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(9)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tap := b.port(PortConfig{Name: "tap", Kind: KindTAP, MACs: []MAC{mac(8)}})
+	h, guest := &upHCA{}, &recPort{} // with RoCE in software
+	vm.SetHCA(h)
+	vm.SetNet(deliverTo{guest})
+	in := func(dst MAC) {
+		t.Helper()
+		first := udp4(dst, mac(1), roceV2Port, size)
+		buf := b.pool.GetFor(len(first) + (n-1)*size)
+		buf.Append(first)
+		for i := 1; i < n; i++ {
+			buf.Append(bytes.Repeat([]byte{byte(i)}, size))
+		}
+		buf.Offload = packet.Offload{Need: packet.NeedTrain, GSOSize: size, L3: 14, L4: 34, Payload: 42}
+		b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
+		buf.Free()
+	}
+	arrived := func(what string, p *recPort, dst MAC) {
+		t.Helper()
+		got := p.take()
+		if len(got) != n {
+			t.Fatalf("%s: %d frames arrived, want %d", what, len(got), n)
+		}
+		want := udp4(dst, mac(1), roceV2Port, size)
+		for i := range got {
+			if i > 0 {
+				copy(want[42:], bytes.Repeat([]byte{byte(i)}, size))
+			}
+			if got[i].frame != string(want) {
+				t.Errorf("%s, frame %d: %x, want %x", what, i, got[i].frame, want)
+			}
+		}
+	}
+	accepts := func(dst MAC) (need packet.Need) {
+		b.loop.Do(func() { need = from.att.Accepts(b.loop, udp4(dst, mac(1), roceV2Port, size)) })
+		return need
+	}
+
+	in(mac(9))
+	if h.got != 1 || len(guest.got) != 0 {
+		t.Errorf("HCA: %d frames, want 1", h.got)
+	}
+	if c := vm.Attachment().Counters.Totals(); c.OutFrames != n {
+		t.Errorf("%d frames are counted, want %d", c.OutFrames, n)
+	}
+	h.down = true
+	in(mac(9))
+	arrived("network device", guest, mac(9))
+	in(mac(8))
+	arrived("TAP", tap, mac(8))
+	if got := accepts(mac(9)); got != packet.NeedTrain {
+		t.Errorf("the VM takes %#x", got)
+	}
+	if got := accepts(mac(8)); got != 0 {
+		t.Errorf("the TAP takes %#x", got)
+	}
+	for _, a := range []*Attachment{from.att, vm.Attachment()} {
+		if err := a.SetMonitor(&watcher{}); err != nil {
+			t.Fatal(err)
+		}
+		if got := accepts(mac(9)); got != 0 {
+			t.Errorf("the VM takes %#x while %q is captured", got, a.Config().Name)
+		}
+		a.RemoveMonitor()
+	}
+	if _, err := NewVMPort(b.net, VMPortConfig{Name: "slow", MAC: mac(7), Rate: 1e6}); err != nil {
+		t.Fatal(err)
+	}
+	if got := accepts(mac(7)); got != 0 {
+		t.Errorf("a VM with a rate takes %#x", got)
+	}
+}
+
+type deliverTo struct{ p *recPort }
+
+func (d deliverTo) Deliver(l *engine.Loop, b *packet.Buf) { d.p.Deliver(l, b, Destination{}) }
+
 // A VM takes its offloads along to another network.
 func TestMoveKeepsOffloads(t *testing.T) {
 	b := newBench(t, Config{})
@@ -225,7 +314,7 @@ func TestMoveKeepsOffloads(t *testing.T) {
 	if err := vm.Move(other); err != nil {
 		t.Fatal(err)
 	}
-	if got := packet.Need(vm.Attachment().offloads.Load()); got != packet.NeedCsum|packet.NeedTSO4 {
+	if got := packet.Need(vm.Attachment().offloads.Load()); got != packet.NeedCsum|packet.NeedTSO4|packet.NeedTrain {
 		t.Errorf("%#x", got)
 	}
 }

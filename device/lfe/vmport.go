@@ -57,7 +57,10 @@ func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
 	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: cmp.Or(c.Kind, KindVM), MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
 		Loop: c.Loop, Hairpin: true,
-		Attached: func(a *Attachment) { p.att.Store(a) }})
+		Attached: func(a *Attachment) {
+			a.SetOffloads(packet.NeedTrain)
+			p.att.Store(a)
+		}})
 	if err != nil {
 		return nil, err
 	}
@@ -92,11 +95,11 @@ func (p *VMPort) Move(to *Network) error {
 }
 
 // SetOffloads says what may be left undone in frames for the network device, as Attachment.SetOffloads; the port keeps it when it
-// moves.
+// moves. The HCA takes trains.
 func (p *VMPort) SetOffloads(n packet.Need) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.att.Load().SetOffloads(n)
+	p.att.Load().SetOffloads(n | packet.NeedTrain)
 }
 
 // SetNet connects the network device, or with nil disconnects it. Once it has returned, the device that was connected
@@ -155,13 +158,17 @@ func (p *VMPort) wants(l *engine.Loop, f []byte) bool {
 }
 
 // Deliver implements Port.
-func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, _ Destination) {
+func (p *VMPort) Deliver(l *engine.Loop, b *packet.Buf, to Destination) {
 	if h := p.hca.Load(); h != nil && IsRoCE(b.Bytes()) && (*h).Up() {
-		if b.Offload.GSOSize != 0 { // RoCE packets are not cut: each has its ICRC
+		if b.Offload.GSOSize != 0 && b.Offload.Need != packet.NeedTrain { // RoCE packets are not cut: each has its ICRC
 			p.att.Load().Counters.Drop(l, BadHeader, 1)
 			return
 		}
 		(*h).Deliver(l, b)
+		return
+	}
+	if b.Offload.Need == packet.NeedTrain { // for an HCA that has gone down just now
+		p.att.Load().Cut(l, b, to)
 		return
 	}
 	if f := p.net.Load(); f != nil {

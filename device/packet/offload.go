@@ -4,14 +4,15 @@ package packet
 // left to it.
 type Need uint8
 
-// What can be left undone. Everything but NeedCsum comes with NeedCsum.
+// What can be left undone. TSO and USO come with NeedCsum.
 const (
-	NeedCsum Need = 1 << iota // the transport header's checksum field holds the sum of the pseudo-header only
-	NeedTSO4                  // to be cut into segments: TCP over IPv4
-	NeedTSO6                  // TCP over IPv6
-	NeedUSO4                  // UDP over IPv4, each segment a datagram
-	NeedUSO6                  // UDP over IPv6
-	NeedECN                   // beside TSO: only the first segment keeps CWR (RFC 3168, 6.1.2)
+	NeedCsum  Need = 1 << iota // the transport header's checksum field holds the sum of the pseudo-header only
+	NeedTSO4                   // to be cut into segments: TCP over IPv4
+	NeedTSO6                   // TCP over IPv6
+	NeedUSO4                   // UDP over IPv4, each segment a datagram
+	NeedUSO6                   // UDP over IPv6
+	NeedECN                    // beside TSO: only the first segment keeps CWR (RFC 3168, 6.1.2)
+	NeedTrain                  // RoCE v2 packets of one queue pair: headers up to UDP, once, are those of each (gso.Train)
 
 	NeedTSO = NeedTSO4 | NeedTSO6
 	NeedUSO = NeedUSO4 | NeedUSO6

@@ -18,6 +18,7 @@ type merger struct {
 	next  int // the one to give way when all are used, by turns
 	used  int
 	last  *mergedFlow // the one that a frame went to last, nil = none
+	train train
 
 	// What is on its way out. A memory fault may strike at any of them, and costs that one only.
 	out  [2]output
@@ -43,6 +44,50 @@ type mergedFlow struct {
 	asked bool
 	first []byte // the first part
 	alone int    // see receiver.deliver
+}
+
+// train is RoCE packets that follow each other in one connection of one network and peer. There is one at a time.
+type train struct {
+	gso.Train
+	port  *port
+	peer  *peer
+	takes bool // the port of the destination does
+	alone int  // see receiver.deliver
+}
+
+// couple takes a RoCE packet, valid until flush; false: the frame is none.
+func (r *receiver) couple(f []byte, p *port, x *peer, alone int) bool {
+	g := &r.merger
+	t := &g.train
+	if t.Packets() > 0 && t.port == p && t.peer == x && t.Continues(f) {
+		if t.Packets() == 1 {
+			t.takes = p.att.Accepts(r.l, f)&packet.NeedTrain != 0
+		}
+		if t.takes && t.Add(r.vt.cfg.Pool, f) {
+			return true
+		}
+	}
+	var next gso.Train
+	ok, roce := next.Start(f)
+	if !roce {
+		return false
+	}
+	g.uncouple()
+	if ok {
+		*t = train{Train: next, port: p, peer: x, alone: alone}
+	} else {
+		g.put(output{f: f, alone: alone, port: p, peer: x})
+	}
+	r.drain()
+	return true
+}
+
+// uncouple puts the train out.
+func (g *merger) uncouple() {
+	if t := &g.train; t.Packets() > 0 {
+		f := t.First()
+		g.put(output{b: t.Take(), f: f, alone: t.alone, port: t.port, peer: t.peer})
+	}
 }
 
 // merge takes a frame, valid until flush.
@@ -137,6 +182,8 @@ func (r *receiver) drain() {
 // flush ends a batch.
 func (r *receiver) flush() {
 	r.drain()
+	r.merger.uncouple()
+	r.drain()
 	for i := 0; r.merger.used > 0 && i < mergeFlows; i++ {
 		if fl := &r.merger.flows[i]; fl.Parts() > 0 {
 			r.merger.finish(fl)
@@ -153,6 +200,9 @@ func (g *merger) clear() {
 				b.Free()
 			}
 		}
+	}
+	if b := g.train.Take(); b != nil {
+		b.Free()
 	}
 	for ; g.outs > 0; g.outs-- {
 		if b := g.out[g.outs-1].b; b != nil {

@@ -110,6 +110,59 @@ func TestReceiveMerged(t *testing.T) {
 	}
 }
 
+// RoCE packets of one queue pair in one message: one train for a port that takes it so, each as it was for one that does not; counted is what was on the
+// wire. Others between them come in their place.
+func TestReceiveTrain(t *testing.T) {
+	r := newRig(t, Config{}, []string{remoteIP})
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))) // the sink's address becomes known
+	const n, other, at = 40, 20, 42
+	var frames [][]byte
+	for i := range n {
+		f := append(macs(1, 2, ip4(0, 1, 2, protoUDP, 0xc123, 4791)), make([]byte, 1024)...)
+		ip := f[14:34]
+		binary.BigEndian.PutUint16(ip[2:], uint16(len(f)-14))
+		copy(ip[10:], []byte{0, 0})
+		binary.BigEndian.PutUint16(ip[10:], wire.Checksum(ip, 0))
+		binary.BigEndian.PutUint16(f[38:], uint16(len(f)-34))
+		copy(f[40:], []byte{0, 0})
+		copy(f[at:], text(len(f)-at, i))
+		f[at], f[at+5], f[at+6], f[at+7] = byte(wire.OpRCWriteMiddle), 0, 0, 17
+		if i == other {
+			f[at+7]++
+		}
+		frames = append(frames, f)
+	}
+	for _, takes := range []packet.Need{0, packet.NeedTrain} {
+		r.att.SetOffloads(takes)
+		out := r.att.Counters.Totals()
+		r.inOne(100, frames...)
+		want := frames
+		if takes != 0 {
+			want = [][]byte{bytes.Clone(frames[0]), frames[other], bytes.Clone(frames[other+1])}
+			for i, f := range frames {
+				switch {
+				case i > 0 && i < other:
+					want[0] = append(want[0], f[at:]...)
+				case i > other+1:
+					want[2] = append(want[2], f[at:]...)
+				}
+			}
+		}
+		for i := range want {
+			if f := <-r.sink.frames; f != string(want[i]) {
+				t.Fatalf("takes %#x, frame %d: %x arrived, want %x", takes, i, f, want[i])
+			}
+		}
+		for _, l := range r.loops {
+			l.Do(func() {})
+		}
+		now := r.att.Counters.Totals()
+		if f, b := now.OutFrames-out.OutFrames, now.OutBytes-out.OutBytes; f != n || b != uint64(n*len(frames[0])) {
+			t.Errorf("takes %#x: %d frames of %d bytes are counted; want %d of %d", takes, f, b, n, n*len(frames[0]))
+		}
+	}
+}
+
 // Datagrams that the kernel has put together and that are no segments of one flow: each arrives as it was, in order, wherever in the buffers
 // it lies.
 func TestReceiveSeveral(t *testing.T) {

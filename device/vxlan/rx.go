@@ -227,18 +227,19 @@ func (r *receiver) datagram(i, from, to int) {
 		p.drop(r.l, lfe.ECNDrop, 1)
 		return
 	}
-	if r.unfinished(f, p, x) {
-		return
-	}
-	if len(d) > r.bufs[i].Cap() {
-		vt.Counters.Drop(r.l, lfe.Truncated, 1)
-		return
-	}
-	alone := -1
+	alone, fits := -1, len(d) <= r.bufs[i].Cap()
 	if m.size == m.n {
 		alone = i
 	}
-	if alone < 0 || r.have > 1 {
+	several := alone < 0 || r.have > 1
+	if several && fits && r.couple(f, p, x, alone) || r.unfinished(f, p, x) {
+		return
+	}
+	if !fits {
+		vt.Counters.Drop(r.l, lfe.Truncated, 1)
+		return
+	}
+	if several {
 		r.merge(f, p, x, alone)
 	} else {
 		r.deliver(f, p, x, alone)

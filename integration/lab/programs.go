@@ -78,18 +78,20 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 	}
 	cond := fmt.Sprintf("until %s; do kill -0 %d 2>/dev/null || exit 9; sleep 0.05; done", listens, p.PID())
 	if r, werr := server.Shell(wctx, cond); werr != nil || r.ExitCode != 0 {
-		sr, _ := finish(ctx, p)
+		sr, _ := finish(ctx, server, p)
 		return nil, fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), cmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
 	}
 	return p, nil
 }
 
-// finish waits a minute for a program to end, then kills it.
-func finish(ctx context.Context, p *qemu.Process) (qemu.Result, error) {
+// finish waits a minute for a program to end, then tells what its queue pairs do, and kills it.
+func finish(ctx context.Context, m *qemu.Machine, p *qemu.Process) (qemu.Result, error) {
 	wctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	r, err := p.Wait(wctx)
 	if err != nil {
+		qps, _ := m.Shell(ctx, "rdma -d resource show qp; rdma statistic; head -n 1 /proc/loadavg")
+		err = fmt.Errorf("%w; after a minute:\n%s", err, qps.Stdout)
 		_ = p.Kill(ctx)
 	}
 	return r, err
@@ -111,7 +113,7 @@ func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverC
 	if cerr != nil || cr.ExitCode != 0 {
 		_ = p.Signal(ctx, "TERM")
 	}
-	sr, serr := finish(ctx, p)
+	sr, serr := finish(ctx, server, p)
 	switch {
 	case cerr != nil || cr.ExitCode != 0:
 		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s\nserver on %s: %s%s", client.Name(), clientCmd, orStatus(cerr, cr.ExitCode), cr.Stdout, cr.Stderr, server.Name(), sr.Stdout, sr.Stderr)
@@ -172,8 +174,9 @@ func Pingpong(ctx context.Context, client, server End, program string, opts ...s
 // Row is one line of perftest's table.
 type Row []float64
 
-// number: a standard deviation is the root of what rounding may have made negative.
-var number = regexp.MustCompile(`^\s*\d+(\s+([\d.]+|-?nan))+\s*$`)
+// number: a standard deviation is the root of what rounding may have made negative; and if a busy machine keeps perftest from finding out how fast the
+// processor's clock is, times are infinite.
+var number = regexp.MustCompile(`^\s*\d+(\s+([\d.]+|-?nan|inf))+\s*$`)
 
 // Rows picks the lines of numbers out of perftest's output: for *_bw bytes,
 // iterations, peak MB/s, average MB/s, Mmsg/s; for *_lat bytes, iterations,

@@ -241,26 +241,46 @@ func TestTrain(t *testing.T) {
 		return loss && n%40 == 3
 	})
 	w.train = &train{w: w}
-	for round, lossy := range []bool{false, true} {
-		loss = lossy
-		fill(ga.at(src, size), byte(round))
+	write := func(seed byte) {
+		t.Helper()
+		fill(ga.at(src, size), seed)
 		s := a.wqe()
 		s.SetRequest(1, abi.WRRDMAWrite, abi.SendSignaled)
 		s.SetRDMA(uint64(dst), kb)
 		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: size, LKey: ka}})
 		a.post()
 		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess {
-			t.Fatalf("lossy %v: %+v", lossy, wc)
+			t.Fatalf("%+v", wc)
 		}
 		if !bytes.Equal(ga.at(src, size), gb.at(dst, size)) {
-			t.Errorf("lossy %v: data differ", lossy)
+			t.Error("data differ")
 		}
+	}
+	for round, lossy := range []bool{false, true} {
+		loss = lossy
+		write(byte(round))
 		if n := ga.Stats().Value[abi.StatRetransmits]; lossy != (n > 0) {
 			t.Errorf("lossy %v: %d packets were repeated", lossy, n)
 		}
 	}
 	if n := gb.turned[refusedHeader].Load(); n != 0 {
 		t.Errorf("%d packets are none", n)
+	}
+	big := 0
+	for w.pool.KeepBig() {
+		big++
+	}
+	if big != 4 {
+		t.Errorf("%d of 8 big buffers may be kept, want half", big)
+	}
+	before, repeated := w.train.packets, ga.Stats().Value[abi.StatRetransmits]
+	loss = false
+	write(3) // there is no room for trains
+	for ; big > 0; big-- {
+		w.pool.UnkeepBig()
+	}
+	if n := gb.turned[refusedHeader].Load(); n != 0 || w.train.packets == before || ga.Stats().Value[abi.StatRetransmits] != repeated {
+		t.Errorf("without room for trains: %d packets are none, %d came, some were repeated", n, w.train.packets-before)
 	}
 	st, icrc := gb.Describe().Stats, gb.turned[refusedICRC].Load()
 	if w.train.packets < size/4096 || w.train.sent < 20 || st["kept_packets"] == 0 || icrc == 0 {

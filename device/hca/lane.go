@@ -100,7 +100,7 @@ func newLane(d *Device, id int, loop *engine.Loop) *lane {
 // start puts the lane on its loop.
 func (l *lane) start() {
 	fault := l.fault()
-	l.inbox = engine.NewMailbox(l.loop, inboxFrames, l.receive, (*packet.Buf).Free, engine.Name("hca inbox"), fault)
+	l.inbox = engine.NewMailbox(l.loop, inboxFrames, l.receive, l.handed, engine.Name("hca inbox"), fault)
 	l.inbox.Weigh((*packet.Buf).Segments)
 	l.loop.AddPoller(l, engine.Name("hca"), fault)
 	l.notices = engine.NewMailbox(l.loop, noticeSlots, l.notice, nil, engine.Name("hca events"), fault)

@@ -3,6 +3,7 @@ package hca
 import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/device/engine"
+	"github.com/vnicd/vnicd/device/gso"
 	"github.com/vnicd/vnicd/device/packet"
 	"github.com/vnicd/vnicd/device/roce"
 	"github.com/vnicd/vnicd/device/wire"
@@ -58,13 +59,41 @@ func (d *Device) Deliver(l *engine.Loop, b *packet.Buf) {
 	home.put(b)
 }
 
-// put hands a frame to the lane; any thread.
+// put hands a frame to the lane; any thread. Trains are in big buffers, which are few and for all: half of those may wait in inboxes. Beyond that
+// a train is taken apart here.
 func (l *lane) put(b *packet.Buf) {
+	pool := l.dev.cfg.Pool
+	if b.Offload.GSOSize == 0 || pool.KeepBig() {
+		l.hand(b)
+		return
+	}
+	var s gso.Segmenter
+	for s.Start(b); s.Left() > 0; {
+		c := pool.GetFor(b.WireLen())
+		if c == nil {
+			l.inboxFull.Add(uint64(s.Left()))
+			return
+		}
+		c.SetLen(s.Next(c.Room()))
+		l.hand(c)
+		c.Free()
+	}
+}
+
+func (l *lane) hand(b *packet.Buf) {
 	b.Ref()
 	if !l.inbox.Put(b) {
-		b.Free()
-		l.inboxFull.Add(1)
+		l.inboxFull.Add(uint64(b.Segments()))
+		l.handed(b)
 	}
+}
+
+// handed gives back what has been handed to the lane.
+func (l *lane) handed(b *packet.Buf) {
+	if b.Offload.GSOSize != 0 {
+		l.dev.cfg.Pool.UnkeepBig()
+	}
+	b.Free()
 }
 
 // on tells whether a group has members on a lane.

@@ -166,6 +166,10 @@ func (p *Pool) Keep() bool {
 // Unkeep says that n buffers are kept no longer.
 func (p *Pool) Unkeep(n int) { p.kept.Add(-int64(n)) }
 
+// KeepBig and UnkeepBig are Keep and Unkeep for one big buffer.
+func (p *Pool) KeepBig() bool { return p.big != nil && p.big.Keep() }
+func (p *Pool) UnkeepBig()    { p.big.Unkeep(1) }
+
 // Capacity returns the largest frame in bytes that fits behind the headroom (at least what Config asked for).
 func (p *Pool) Capacity() int { return p.cap }
 

@@ -17,26 +17,22 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
+	q.replies.known = p.BTH.Selective
 	psn := extend(q.una, p.BTH.PSN)
 	if psn < q.una || psn >= q.sent {
 		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
 		q.stats.Duplicates++
+		if psn < q.una && p.Info.Op != wire.Ack {
+			q.twice(psn)
+		}
 		if psn < q.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
 			q.receiverReady()
 		}
 		return
 	}
-	switch p.Info.Op {
-	case wire.Ack:
-		q.receiveAck(psn, p.AETH().Syndrome)
-	case wire.AtomicAck:
-		q.receiveAtomicAck(psn, p)
-	case wire.ReadResponse:
-		q.receiveReadResponse(psn, p)
-	case wire.SelectiveAck:
-		q.receiveMap(psn, p.Arrivals())
-	}
+	q.response(psn, p)
 	if q.board.active {
+		q.replay()
 		q.judge()
 	}
 	if q.blocked || q.nxt < q.sent {
@@ -45,11 +41,25 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 	q.checkDrained()
 }
 
-func (q *QP) receiveAck(psn uint64, syn wire.Syndrome) {
+func (q *QP) response(psn uint64, p *wire.RoCE) {
+	switch p.Info.Op {
+	case wire.Ack:
+		q.receiveAck(psn, p)
+	case wire.AtomicAck:
+		q.receiveAtomicAck(psn, p)
+	case wire.ReadResponse:
+		q.receiveReadResponse(psn, p)
+	case wire.SelectiveAck:
+		q.receiveMap(psn, p)
+	}
+}
+
+func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
+	syn := p.AETH().Syndrome
 	switch syn.Kind() {
 	case wire.SyndromeACK:
 		if !q.ackTo(psn+1) && q.live() && psn >= q.slot(q.head).end {
-			q.lost()
+			q.gap(psn, p)
 		}
 	case wire.SyndromeRNR:
 		q.stats.RxRNR++
@@ -115,9 +125,14 @@ func (q *QP) progress(start uint64) {
 	}
 	if q.board.active {
 		for psn := start; psn < q.una; psn++ {
-			if !q.board.has(psn) {
+			if m := *q.board.mark(psn); m&(isReply|isThere) == isReply {
+				q.replied(psn)
+			} else if !q.board.has(psn) {
 				q.arrived(psn)
 			}
+		}
+		if q.replies.kept > 0 {
+			q.replies.untilAt = q.now + aheadFor
 		}
 	}
 	q.retryLeft, q.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
@@ -152,13 +167,11 @@ func (q *QP) received(s *sendSlot) {
 	q.progress(start)
 }
 
-// answers tells whether psn is the response, an ATOMIC acknowledge or not, that slot
+// answers tells whether p is the response, an ATOMIC acknowledge or not, that slot
 // head waits for; if not, a gap is dealt with.
-func (q *QP) answers(psn uint64, atomicAck bool) (*sendSlot, bool) {
+func (q *QP) answers(psn uint64, p *wire.RoCE, atomicAck bool) (*sendSlot, bool) {
 	if !q.ackTo(psn) {
-		if q.live() {
-			q.lost()
-		}
+		q.gap(psn, p)
 		return nil, false
 	}
 	s := q.slot(q.head)
@@ -174,7 +187,7 @@ func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, false)
+	s, ok := q.answers(psn, p, false)
 	if !ok {
 		return
 	}
@@ -199,7 +212,7 @@ func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, true)
+	s, ok := q.answers(psn, p, true)
 	if !ok {
 		return
 	}

@@ -122,7 +122,7 @@ func (q *QP) catchUp() {
 // sendMap tells what is there, and what is not.
 func (q *QP) sendMap() bool {
 	h := &q.ahead
-	t := bth{opcode: wire.OpRCSelectiveAck, qpn: q.attr.DestQPN, psn: q.epsn}
+	t := bth{opcode: wire.OpRCSelectiveAck, qpn: q.attr.DestQPN, psn: q.epsn, selective: q.selective}
 	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen+wire.ArrivalsLen, 0)
 	if buf == nil {
 		q.respStallAt = q.now + bufferDelay

@@ -61,7 +61,7 @@ const flowMessage = 64 << 10
 // flows joins n pairs of QPs. Data goes from a to b for WRITEs and to a for READs, over the link.
 func (f *fabric) flows(n int, op WROpcode, cfg Config) (out []*flow) {
 	cfg.Type, cfg.MaxSendSGE, cfg.MaxRecvSGE = RC, 1, 1
-	f.held = newHeld(f.t, n*aheadSpan)
+	f.held = newHeld(f.t, n*repliesSpan)
 	o := opts()
 	o.rd, o.destRd, o.timeout = 16, 16, 10 // 4 ms
 	for i := range n {

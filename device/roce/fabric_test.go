@@ -556,9 +556,11 @@ func (f *fabric) settle(limit int64) {
 	}
 	kept := 0
 	for _, n := range f.nodes {
-		for i := range n.q.ahead.frames {
-			if n.q.ahead.frames[i] != nil {
-				kept++
+		for _, frames := range [][]*packet.Buf{n.q.ahead.frames, n.q.replies.frames} {
+			for _, b := range frames {
+				if b != nil {
+					kept++
+				}
 			}
 		}
 	}

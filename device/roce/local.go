@@ -58,7 +58,7 @@ func (q *QP) localPeer() (*QP, uint64) {
 
 // expects tells whether the responder is between packets and waits for psn.
 func (q *QP) expects(psn uint64) bool {
-	return (q.epsn^psn)&psnMask == 0 && q.fatal.syndrome == 0 && q.nak == 0 && !q.nakSent && q.pending == 0 && q.owed.none() &&
+	return (q.epsn^psn)&psnMask == 0 && q.fatal.syndrome == 0 && q.nak == 0 && !q.nakSent && q.pending == 0 && q.owed.none() && q.repeats.none() &&
 		!q.ahead.there.Any() && !q.dropMsg && q.waits.request.cause == atNothing
 }
 

@@ -126,6 +126,7 @@ func (q *QP) Query(a *Attr) {
 // Close ends the QP: nothing is completed and the adapter is not called again.
 func (q *QP) Close() {
 	q.dropAhead()
+	q.forget()
 	q.closed = true
 	q.state = Reset
 	q.slots = nil
@@ -268,7 +269,7 @@ func (q *QP) toErr() {
 	q.waits.send.end()
 	q.waits.read.end()
 	q.waits.request.end()
-	q.board.forget()
+	q.forget()
 	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
 	q.flushDelay = flushDelayMin
 	q.wake()
@@ -352,6 +353,10 @@ func (q *QP) Timer(now int64) {
 	if due(&q.ahead.untilAt) {
 		q.dropAhead()
 	}
+	if due(&q.replies.untilAt) {
+		q.window.silence()
+		q.goBack()
+	}
 	if due(&q.rtxAt) {
 		q.timedOut()
 	}
@@ -364,7 +369,7 @@ func (q *QP) Timer(now int64) {
 // acknowledgement, and a spurious Timer costs less than rearming each time.
 func (q *QP) armTimer() {
 	var t int64
-	for _, d := range [...]int64{q.rtxAt, q.board.lookAt, q.ahead.untilAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
+	for _, d := range [...]int64{q.rtxAt, q.board.lookAt, q.ahead.untilAt, q.replies.untilAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
 		q.waits.send.againAt, q.waits.read.againAt, q.waits.request.againAt} {
 		if d != 0 && (t == 0 || d < t) {
 			t = d

@@ -67,10 +67,16 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 // requestEnd returns where the request that starts at nxt ends: as far as last
 // time if it is a repetition, else a new part. ok is false if as many as allowed
 // are in flight.
+//
+// Less than last time is asked for only of what has been executed (repair.go): any
+// other request the peer would take for one of that length.
 func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 	if q.nxt < q.sent {
 		for i := q.rdHead; i != q.rdTail; i++ {
 			if e := q.rd[i&uint32(len(q.rd)-1)]; e > q.nxt {
+				if q.board.active && q.nxt < q.board.executed {
+					e = q.dueEnd(e)
+				}
 				return e, true
 			}
 		}
@@ -78,7 +84,20 @@ func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 	if q.rdTail-q.rdHead >= uint32(q.attr.MaxRdAtomic) {
 		return 0, false
 	}
-	return min(s.end, q.nxt+min(readChunk, q.window.packets())), true
+	part := min(readChunk, q.window.packets())
+	if q.replies.known && q.attr.MaxRdAtomic > 1 {
+		part = min(readChunk, max(q.window.packets()/2, 1)) // so that there is one behind it, by which its loss shows
+	}
+	return min(s.end, q.nxt+part), true
+}
+
+// dueEnd returns the end of the responses from nxt on that are to be sent again, as far as the window allows.
+func (q *QP) dueEnd(end uint64) uint64 {
+	psn := q.nxt + 1
+	for room := int64(q.window.packets() - q.flight()); psn < end && room > 1 && q.due(psn); psn++ {
+		room--
+	}
+	return psn
 }
 
 // retireRequests forgets the requests that were answered in full.

@@ -32,6 +32,7 @@ type requester struct {
 
 	window    window
 	board     board
+	replies   replies
 	unasked   uint32 // packets sent since the last AckReq
 	timeout   int64  // ns, 0: none
 	retryLeft uint8
@@ -97,7 +98,9 @@ func (q *QP) allocate() {
 	q.wqe.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
 	if q.typ == RC {
 		q.rd = make([]uint64, 1<<ceilLog2(q.cfg.MaxRdAtomic))
-		q.board.sentAt = make([]int64, 1<<ceilLog2(q.cfg.Window+readChunk)) // what may be under way
+		n := 1 << ceilLog2(q.cfg.Window+readChunk) // what may be under way
+		q.board = newBoard(n)
+		q.replies.frames = make([]*packet.Buf, min(n, repliesSpan))
 		q.ahead.frames = make([]*packet.Buf, aheadSpan)
 	}
 }
@@ -111,7 +114,9 @@ func ceilLog2(n int) int {
 }
 
 func (q *QP) resetRequester() {
-	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window), board: board{sentAt: q.board.sentAt}}
+	q.forget()
+	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window), board: board{sentAt: q.board.sentAt, marks: q.board.marks},
+		replies: replies{frames: q.replies.frames}}
 	q.startRequester(0)
 }
 
@@ -268,7 +273,8 @@ func (q *QP) runRC(budget int) (more bool) {
 
 // sendRC sends the next packet of slot cur, if it may.
 func (q *QP) sendRC(s *sendSlot) bool {
-	if q.flight() >= q.window.packets() || q.nxt-q.una >= uint64(q.cfg.Window) || q.nxt == s.first && s.w.Fence && q.fenced() {
+	full := q.nxt-q.una >= uint64(q.cfg.Window) && !q.board.mending || q.flight() >= q.window.packets() && !(q.board.mending && q.nxt == q.una)
+	if full || q.nxt == s.first && s.w.Fence && q.fenced() {
 		q.blocked = true
 		return false
 	}
@@ -337,15 +343,24 @@ func (q *QP) fenced() bool {
 
 // advanceNxt notes that everything of s before PSN end was sent.
 func (q *QP) advanceNxt(s *sendSlot, end uint64) {
-	q.board.note(q.nxt, end, q.now, q.nxt < q.sent)
+	m := marks(0)
+	if s.info.kind.answered() {
+		m = isReply | isFirst
+	}
 	if q.nxt < q.sent {
+		m = q.board.repeated(m, min(end, q.sent)-q.nxt)
 		q.stats.Retransmits += min(end, q.sent) - q.nxt
-		q.board.holes -= min(q.board.holes, end-q.nxt)
 	} else if q.timed == 0 && !q.board.active {
 		q.timed, q.timedAt = q.nxt+1, q.now
 	}
+	q.board.note(q.nxt, end, q.now, m)
 	q.nxt = end
-	q.sent = max(q.sent, end)
+	if end >= q.sent {
+		q.sent = end
+		if q.board.mending {
+			q.board.mending, q.board.holes = false, 0
+		}
+	}
 	if end == s.end {
 		q.cur++
 	}

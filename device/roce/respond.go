@@ -212,7 +212,15 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 		}
 		return
 	}
+	if r.op == wire.ReadRequest && q.selective && q.repeat(r, psn, stop) {
+		return
+	}
 	r.start, r.next, r.stop = psn, psn, stop
+	q.goOn(r)
+}
+
+// goOn has r's responses sent, from next on.
+func (q *QP) goOn(r *answer) {
 	if !r.pending {
 		r.pending = true
 		q.pending++
@@ -220,9 +228,46 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	q.wake()
 }
 
+// repeat notes that the responses [psn, stop) of r, a READ, are to be sent again, but for those that are about to be sent anyway. Thus the
+// rest of an answer is not cut off, and one gap does not make forget another. False: they are too many.
+func (q *QP) repeat(r *answer, psn, stop uint64) bool {
+	if stop-psn > owedSpan || !q.repeats.fits(psn) || !q.repeats.fits(stop-1) {
+		return false
+	}
+	for ; psn < stop; psn++ {
+		if !r.pending || psn < r.next || psn >= r.stop {
+			q.repeats.add(psn)
+		}
+	}
+	q.wake()
+	return true
+}
+
+// answerAgain sends the response psn of a READ again. If it cannot, it is repeated as the first of all that its answer still has to
+// send: what becomes of it then, and of those behind it, is as with any other.
+func (q *QP) answerAgain(psn uint64) {
+	r := q.remembered(psn)
+	if r == nil || r.op != wire.ReadRequest {
+		q.repeats.remove(psn) // its requester has asked for more than agreed since
+		return
+	}
+	m, ok := q.answer(r, psn, true, true)
+	if !m.OK() {
+		if !r.pending {
+			r.next, r.stop = psn, psn+1
+		}
+		r.next, r.stop = min(r.next, psn), max(r.stop, psn+1)
+		r.start = r.next
+		q.goOn(r)
+	}
+	if ok || !m.OK() {
+		q.repeats.remove(psn)
+	}
+}
+
 // answerEmpty sends the response to the FLUSH or ATOMIC WRITE with PSN psn: that of a READ of nothing (A19).
 func (q *QP) answerEmpty(psn uint64) {
-	t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: psn}
+	t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
 	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
 		q.respStallAt = q.now + bufferDelay
@@ -272,6 +317,13 @@ func (q *QP) respond(budget int) (more bool) {
 				return true
 			}
 			q.answerEmpty(psn)
+			continue
+		}
+		if psn, ok := q.repeats.next(); ok && (r == nil || psn < r.next) {
+			if budget--; budget < 0 {
+				return true
+			}
+			q.answerAgain(psn)
 			continue
 		}
 		if r == nil {
@@ -336,7 +388,7 @@ func (q *QP) whileWaiting(r *answer) {
 }
 
 func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
-	t := bth{opcode: wire.OpRCAck, qpn: q.attr.DestQPN, psn: psn}
+	t := bth{opcode: wire.OpRCAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
 	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
 		q.respStallAt = q.now + bufferDelay
@@ -356,23 +408,23 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 	return true
 }
 
-// answerNext sends the next packet of r, unless it has to wait or fails.
-func (q *QP) answerNext(r *answer) {
-	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: r.next}
+// answer sends the response psn of r, as the first or last of those asked for or not.
+func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, ok bool) {
+	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
 	atomicAck := r.op != wire.ReadRequest
+	off := (psn - r.first) * uint64(q.mtu)
 	if !atomicAck {
-		first, last := r.next == r.start, r.next+1 == r.stop
 		t.opcode = readOps.pick(first, last)
 		if ext = 0; first || last {
 			ext = wire.AETHLen
 		}
-		n = int(min(r.length-(r.next-r.first)*uint64(q.mtu), uint64(q.mtu)))
+		n = int(min(r.length-off, uint64(q.mtu)))
 	}
 	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.respStallAt = q.now + bufferDelay
-		return
+		return m, false
 	}
 	if ext != 0 {
 		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
@@ -381,15 +433,26 @@ func (q *QP) answerNext(r *answer) {
 	if atomicAck {
 		wire.PutAtomicAck(hdr[wire.AETHLen:], r.value)
 	} else if n > 0 {
-		m := q.a.ReadRemote(data, r.key, r.va+translate.VA((r.next-r.first)*uint64(q.mtu)))
-		if !m.OK() {
+		if m = q.a.ReadRemote(data, r.key, r.va+translate.VA(off)); !m.OK() {
 			buf.Free()
-			q.readMiss(r, m)
-			return
+			return m, false
 		}
-		if q.waits.read.cause != atNothing && q.waits.read.psn == r.next {
+		if q.waits.read.cause != atNothing && q.waits.read.psn == psn {
 			q.waits.read.end()
 		}
+	}
+	q.send(&q.tx, buf)
+	return m, true
+}
+
+// answerNext sends the next packet of r, unless it has to wait or fails.
+func (q *QP) answerNext(r *answer) {
+	m, ok := q.answer(r, r.next, r.next == r.start, r.next+1 == r.stop)
+	if !m.OK() {
+		q.readMiss(r, m)
+	}
+	if !ok {
+		return
 	}
 	r.next++
 	r.owes = false
@@ -398,7 +461,6 @@ func (q *QP) answerNext(r *answer) {
 		r.pending = false
 		q.pending--
 	}
-	q.send(&q.tx, buf)
 }
 
 // readMiss: absent memory delays the response without a message (PF-10); a key

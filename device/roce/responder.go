@@ -28,7 +28,9 @@ type responder struct {
 	answered uint64   // READs and atomics accepted so far
 	pending  int      // answers with something to send
 
-	owed owedSet // empty answers
+	owed      owedSet // empty answers
+	repeats   owedSet // responses of READs to be sent again, each alone
+	selective bool    // the newest request's sender understands that
 
 	ackPending bool
 	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
@@ -136,7 +138,7 @@ func (q *QP) respClear() {
 	q.ackPending, q.nak = false, 0
 	q.rnrRead = 0
 	q.fatal = failure{}
-	q.owed = owedSet{}
+	q.owed, q.repeats = owedSet{}, owedSet{}
 	q.cnpDue = false
 	q.dropAhead()
 }
@@ -150,6 +152,7 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
+	q.selective = p.BTH.Selective && !q.cfg.GoBackN
 	psn := extend(q.epsn, p.BTH.PSN)
 	switch {
 	case psn > q.epsn:

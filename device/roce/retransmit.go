@@ -105,7 +105,7 @@ func (q *QP) retry() {
 // goBack makes una the next PSN to send.
 func (q *QP) goBack() {
 	q.nxt, q.cur = q.una, q.head
-	q.board.forget()
+	q.forget()
 	q.recovering = true
 	q.rtxAt = 0
 	q.timed = 0 // which transmission a response would answer is not known now

@@ -13,7 +13,7 @@ type Stats struct {
 	TxCNP, RxCNP       uint64 // congestion notifications
 	OutOfSequence      uint64 // requests ahead of the expected PSN
 	Duplicates         uint64
-	Kept               uint64           // those of OutOfSequence that were kept until their turn
+	Kept               uint64           // requests (of OutOfSequence) and responses ahead of their turn that were kept until then
 	TxMaps, RxMaps     uint64           // NAKs with a map of what has arrived
 	RxDropped          uint64           // wrong state, address, key, opcode or size
 	Drops              [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason

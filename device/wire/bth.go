@@ -41,7 +41,8 @@ type BTH struct {
 	BECN      bool
 	DestQP    uint32 // 24 bits
 	AckReq    bool
-	// Selective, of a request: its sender understands OpRCSelectiveAck. Only vnicd sets it.
+	// Selective, of a request: its sender understands OpRCSelectiveAck; of a response: its sender repeats
+	// responses of READs one by one. Only vnicd sets it.
 	Selective bool
 	PSN       uint32 // 24 bits
 }

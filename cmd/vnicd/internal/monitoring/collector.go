@@ -130,7 +130,7 @@ var (
 	hcaMarked  = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received that had met congestion.", "vm")
 	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
 	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and heeded.", "vm")
-	hcaKept    = counter("hca_kept_packets_total", "Request packets that came before their turn and were kept.", "vm")
+	hcaKept    = counter("hca_kept_packets_total", "RDMA packets, of requests and responses, that came before their turn and were kept.", "vm")
 	hcaMapsOut = counter("hca_selective_acks_sent_total", "Selective acknowledgements sent: a packet is missing, others behind it are there.", "vm")
 	hcaMapsIn  = counter("hca_selective_acks_received_total", "Selective acknowledgements received.", "vm")
 	hcaLocalB  = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.", "vm")

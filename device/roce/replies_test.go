@@ -179,7 +179,7 @@ func TestKeepRepliesAcked(t *testing.T) {
 	}
 }
 
-// TestProbeReply: if nothing else comes, the oldest is asked for now and then, and in the end all is.
+// TestProbeReply: if nothing else comes, the oldest is asked for several times, and in the end all is.
 func TestProbeReply(t *testing.T) {
 	f, b := newReader(t)
 	b.reply(1, true)

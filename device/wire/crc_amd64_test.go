@@ -6,11 +6,9 @@ import (
 	"testing"
 )
 
-// TestCRC compares all lengths up to a jumbo frame's, at any place in memory, with another implementation.
+// TestCRC compares all lengths up to a jumbo frame's, at any place in memory, with hash/crc32: of whichever implementation this processor has.
 func TestCRC(t *testing.T) {
-	if !hasCRC512 {
-		t.Skip("this processor has no VPCLMULQDQ")
-	}
+	t.Logf("by VPCLMULQDQ: %t", hasCRC512)
 	rng := rand.New(rand.NewPCG(1, 2))
 	data := make([]byte, 16<<10)
 	for i := range data {

@@ -60,7 +60,7 @@ type Config struct {
 	EngineCPUs []int
 	// EngineNice is the nice value of their threads, as far as the daemon may have it, -20..19.
 	EngineNice int
-	// Spin is how long an engine polls after its last work before it sleeps.
+	// Spin is how long an engine polls after its last work before it sleeps, at most: less where that was in vain.
 	Spin time.Duration
 	// Buffers is the number of frame buffers.
 	Buffers int

@@ -71,7 +71,7 @@ func setDoorbells(c *cmd) error {
 		return refuse(abi.StatusInvalid, "doorbell area of %d pages, must be %d", r.NPages, abi.DoorbellPages)
 	}
 	space := c.d.space()
-	db := doorbells{space: space, words: (len(c.d.qps) + slotsPerSum - 1) / slotsPerSum}
+	db := newDoorbells(space, len(c.d.qps))
 	for i, pa := range r.PA {
 		if pa&dbPageOffMask != 0 {
 			return refuse(abi.StatusInvalid, "doorbell page %d at PA %#x is not 4 KiB aligned", i, pa)
@@ -90,8 +90,8 @@ func setDoorbells(c *cmd) error {
 		}
 	}
 	err := c.on(l, func() error {
-		if l.qps > 0 {
-			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", l.id, l.qps)
+		if n := l.db.qps; n > 0 {
+			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", l.id, n)
 		}
 		if m := db.setWakeup(false); !m.OK() { // the loop is awake
 			return &faultError{what: "doorbell area", miss: m}

@@ -59,6 +59,7 @@ type lane struct {
 	db      doorbells
 	dbWatch *engine.Watch
 	ringFn  func(slot int)
+	rangFn  func(slot int)
 
 	first, last *qp // run list
 	cur         *qp // whose turn it is
@@ -93,7 +94,7 @@ type lane struct {
 
 func newLane(d *Device, id int, loop *engine.Loop) *lane {
 	l := &lane{dev: d, id: id, loop: loop}
-	l.ringFn = l.ring
+	l.ringFn, l.rangFn = l.ring, l.rang
 	return l
 }
 
@@ -170,6 +171,7 @@ func (l *lane) Poll(now int64) bool {
 	defer l.leave(t)
 	busy := false
 	if l.armed {
+		l.db.settle(l.rangFn) // in case that a fault has cut the last pass short
 		any, m := l.db.scan(l.ringFn)
 		if !m.OK() && !m.Fault() {
 			l.dev.warn("doorbell area is gone", "engine", l.id, "miss", m)
@@ -196,6 +198,7 @@ func (l *lane) Poll(now int64) bool {
 		budget -= int(l.served()-before) + 1
 		busy = true
 	}
+	l.db.settle(l.rangFn)
 	return busy
 }
 
@@ -257,14 +260,22 @@ func (l *lane) thaw() {
 	}
 }
 
-// ring puts the QP of a doorbell slot on the run list. The bells of one that has moved are still rung here.
+// ring puts the QP of a doorbell slot on the run list, if it lives here.
 func (l *lane) ring(slot int) {
+	if q := l.dev.qpAt(slot); q != nil && q.lane == l {
+		l.push(q)
+	}
+}
+
+// rang is called for each bell that ring was called for, or that was rung since: what the QP has not seen it gets a turn for. The bells of one
+// that has moved are still rung here.
+func (l *lane) rang(slot int) {
 	switch q := l.dev.qpAt(slot); {
 	case q == nil:
-	case q.lane == l:
-		l.push(q)
-	default:
+	case q.lane != l:
 		q.lane.answer(&q.bell, 1)
+	case q.sq.maybeMore():
+		l.push(q)
 	}
 }
 

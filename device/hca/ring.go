@@ -115,6 +115,12 @@ func (w *workRing) posted() (uint32, translate.Miss, error) {
 	return n, m, nil
 }
 
+// maybeMore tells whether there are elements that posted has not found yet; yes, if that cannot be seen now.
+func (w *workRing) maybeMore() bool {
+	p, m := w.index(abi.RingProducerOff)
+	return !m.OK() || p != (w.next+w.have)&w.mask
+}
+
 // take counts the element at next as taken.
 func (w *workRing) take() {
 	w.next = (w.next + 1) & w.mask

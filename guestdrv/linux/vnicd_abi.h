@@ -239,7 +239,8 @@ struct vnicd_clear_gid {
  *	if (READ_ONCE(need_wakeup)) notify the engine's doorbell virtqueue
  * The doorbell virtqueue never carries a buffer, only notifications.
  *
- * Engine (device): exchanges summary words with 0, then the words they name.
+ * Engine (device): exchanges summary words with 0, then the words they name;
+ * or looks at the words of the slots in use and leaves the summary as it is.
  * Before it sleeps: need_wakeup = 1, full barrier, look once more.
  */
 #define VNICD_DB_SLOTS		65536

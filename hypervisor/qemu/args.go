@@ -80,7 +80,7 @@ func NetArgs(socket, id, mac string, mtu, queues int) []string {
 	return []string{
 		"-chardev", fmt.Sprintf("%s,reconnect-ms=%d", chardevArg(socket, id), ReconnectMS),
 		"-netdev", fmt.Sprintf("vhost-user,id=%s,chardev=%s,queues=%d", netdevID(id), chardevID(id), max(queues, 1)),
-		"-device", netDevice(id, mac, mtu, queues).arg(),
+		"-device", netDevice(id, mac, mtu, queues, true).arg(),
 	}
 }
 
@@ -88,7 +88,7 @@ func NetArgs(socket, id, mac string, mtu, queues int) []string {
 func TapArgs(ifname, id, mac string, mtu int) []string {
 	return []string{
 		"-netdev", fmt.Sprintf("tap,id=%s,ifname=%s,script=no,downscript=no", netdevID(id), escape(ifname)),
-		"-device", netDevice(id, mac, mtu, 1).arg(),
+		"-device", netDevice(id, mac, mtu, 1, false).arg(),
 	}
 }
 

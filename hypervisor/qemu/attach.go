@@ -122,7 +122,7 @@ func (a *Attachment) plug(ctx context.Context, c *qmp.Client) error {
 	for _, step := range []func() error{
 		func() error { return c.AddUnixChardev(ctx, chardevID(net), a.NetSocket, ReconnectMS) },
 		func() error { return c.AddVhostNetdev(ctx, netdevID(net), chardevID(net), a.NetQueues) },
-		func() error { return c.AddDevice(ctx, netDevice(net, a.MAC, a.MTU, a.NetQueues).json(a.NetBus)) },
+		func() error { return c.AddDevice(ctx, netDevice(net, a.MAC, a.MTU, a.NetQueues, true).json(a.NetBus)) },
 		func() error { return c.AddUnixChardev(ctx, chardevID(hca), a.HCASocket, 0) },
 		func() error { return c.AddDevice(ctx, hcaDevice(hca, a.HCAQueues).json(a.HCABus)) },
 	} {

@@ -49,16 +49,23 @@ func hcaDevice(id string, vqs int) device {
 }
 
 // netDevice has an interrupt for each queue, for the control queue and for changes of the configuration if there are several pairs.
-func netDevice(id, mac string, mtu, queues int) device {
+// Its rings are as long as QEMU allows if a vhost-user back end serves them: a guest that does not get to run for a moment loses less.
+func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 	d := device{{"driver", "virtio-net-pci"}, {"id", id}, {"netdev", netdevID(id)}, {"mac", mac}, {"romfile", ""}}
 	if mtu > 0 {
 		d = append(d, property{"host_mtu", mtu})
+	}
+	if vhost {
+		d = append(d, property{"rx_queue_size", NetQueueSize}, property{"tx_queue_size", NetQueueSize})
 	}
 	if queues > 1 {
 		d = append(d, property{"mq", true}, property{"vectors", 2*queues + 2})
 	}
 	return d
 }
+
+// NetQueueSize is the number of entries of a virtio-net's rings, where QEMU lets the user choose: the default is 256.
+const NetQueueSize = 1024
 
 // chardevID and netdevID name what stands behind a device.
 func chardevID(id string) string { return "chr-" + id }

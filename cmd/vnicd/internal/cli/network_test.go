@@ -170,7 +170,7 @@ func TestRuntimeChanges(t *testing.T) {
 		{"", "", "port show red", "-three"},
 		{"", "", "qemu-args three", "three.net"},
 		{"", "", "qemu-args three", "queues=4"},
-		{"", "", "qemu-args three", "host_mtu=1450,mq=on,vectors=10"},
+		{"", "", "qemu-args three", "host_mtu=1450,rx_queue_size=1024,tx_queue_size=1024,mq=on,vectors=10"},
 		{"vm del two", "", "vm", "-two  network"},
 		{"vm del two", `no VM "two"`, "", ""},
 		{"network del-tap red", "", "port show red", "-tap"},

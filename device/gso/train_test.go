@@ -180,3 +180,27 @@ func TestTrainModel(t *testing.T) {
 		t.Errorf("only %d packets were coupled", coupled)
 	}
 }
+
+// Nothing is allocated when packets become a train.
+func TestTrainAllocates(t *testing.T) {
+	pool := newPool(t)
+	var in [][]byte
+	for psn := range uint32(20) {
+		in = append(in, rocePacket(t, false, wire.NoVLAN, wire.OpRCWriteMiddle, 0x123, psn, 1024))
+	}
+	var tr Train
+	n := testing.AllocsPerRun(100, func() {
+		tr.Start(in[0])
+		for _, f := range in[1:] {
+			if !tr.Continues(f) || !tr.Add(pool, f) {
+				t.Fatal("no train")
+			}
+		}
+		if b := tr.Take(); b != nil {
+			b.Free()
+		}
+	})
+	if n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}

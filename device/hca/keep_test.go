@@ -292,56 +292,69 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// What comes ahead of its turn on RC is held until what was lost has been repeated, within bounds, and given back whatever becomes of
-// the QP or of its peer.
+// What comes ahead of its turn on RC, requests at the responder and answers to READs at the requester, is held until what was lost has been
+// repeated, within bounds, and given back whatever becomes of the QP or of its peer.
 func TestHeld(t *testing.T) {
-	const pairs, size = 6, 1 << 20
+	for _, read := range []bool{false, true} {
+		t.Run(map[bool]string{false: "requests", true: "answers"}[read], func(t *testing.T) { testHeld(t, read) })
+	}
+}
+
+func testHeld(t *testing.T, read bool) {
+	const size = 1 << 20
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
 	pa, pb := ga.pd(), gb.pd()
-	src, dst := ga.alloc(size), gb.alloc(size)
-	ka, kb := ga.mr(pa, src, size, abi.AccessLocalWrite), gb.mr(pb, dst, size, abi.AccessLocalWrite|abi.AccessRemoteWrite)
-	fill(ga.at(src, size), 5)
-	used, lossy, seen := w.pool.InUse(), true, map[uint32]int{}
+	ma, mb := ga.alloc(size), gb.alloc(size)
+	ka, kb := ga.mr(pa, ma, size, abi.AccessLocalWrite), gb.mr(pb, mb, size, abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteRead)
+	fill(ga.at(ma, size), 5)
+	fill(gb.at(mb, size), 7)
+	want := bytes.Clone(ga.at(ma, size))
+	pairs, lose, opcode, holder := uint64(6), wire.Write, uint32(abi.WRRDMAWrite), gb
+	if read {
+		want = bytes.Clone(gb.at(mb, size))
+		pairs, lose, opcode, holder = 24, wire.ReadResponse, abi.WRRDMARead, ga // a QP asks for less at once
+	}
+	used, lossy := w.pool.InUse(), true
 	w.losing(func(f []byte) bool {
 		var p wire.RoCE
 		if wire.ParseRoCE(f, &p) != nil {
 			t.Fatal("not RoCE")
 		}
-		if p.Info.Op == wire.Write && p.Info.Is(wire.First) {
-			seen[p.BTH.DestQP]++
-			return lossy
-		}
-		return false
+		return lossy && p.Info.Op == lose && p.Info.Is(wire.First)
 	})
 	var as, bs []*tqp
-	for i := range uint64(pairs) {
+	for i := range pairs {
 		a, b := ga.qp(qpSpec{typ: abi.QPTypeRC, pd: pa}), gb.qp(qpSpec{typ: abi.QPTypeRC, pd: pb})
 		a.connectRC(b)
 		b.connectRC(a)
 		as, bs = append(as, a), append(bs, b)
 		s := a.wqe()
-		s.SetRequest(i, abi.WRRDMAWrite, abi.SendSignaled)
-		s.SetRDMA(uint64(dst), kb)
-		s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: size, LKey: ka}})
+		s.SetRequest(i, opcode, abi.SendSignaled)
+		s.SetRDMA(uint64(mb), kb)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(ma), Length: size, LKey: ka}})
 		a.post()
 	}
-	l := gb.lanes[0]
+	l := holder.lanes[0]
 	w.until("all that may be held", func() bool { return l.held == min(maxLaneHeld, w.pool.Count()/2) })
 	w.step(10)
 	if l.held > maxLaneHeld || l.kept != 0 {
 		t.Errorf("%d frames are held, %d kept", l.held, l.kept)
 	}
-	gb.must(abi.CmdDestroyQP, handle(bs[0].n))
-	bs[1].modify(abi.QPReset, 0, abi.QPAttr{})
+	holders := bs
+	if read {
+		holders = as
+	}
+	holder.must(abi.CmdDestroyQP, handle(holders[0].n))
+	holders[1].modify(abi.QPReset, 0, abi.QPAttr{})
 	lossy = false
 	for _, a := range as[2:] {
 		w.until("the others", func() bool { return len(a.scq.poll()) == 1 })
 	}
-	if !bytes.Equal(ga.at(src, size), gb.at(dst, size)) {
+	if !bytes.Equal(ga.at(ma, size), want) || !bytes.Equal(gb.at(mb, size), want) {
 		t.Error("data differ")
 	}
-	if st := gb.Describe().Stats; st["kept_packets"] == 0 || st["selective_acks_sent"] == 0 || ga.Describe().Stats["selective_acks_received"] == 0 {
+	if st := holder.Describe().Stats; st["kept_packets"] == 0 || !read && (st["selective_acks_sent"] == 0 || ga.Describe().Stats["selective_acks_received"] == 0) {
 		t.Errorf("counted: %v", st)
 	}
 	w.step(10)

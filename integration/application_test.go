@@ -95,18 +95,21 @@ func TestHostApplications(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// killedApplication kills the program while a VM talks to it: the VM's program ends with an error, the device has nothing of it, and
-// the next program gets the place.
+const timedOut = 124 // what timeout exits with
+
+// killedApplication kills the program while a VM talks to it: the device has nothing of it, the next program gets the place, and the VM's
+// program ends with an error if a message of its own was on its way. If it waits for one, its last being acknowledged (the device outlives the
+// program by the milliseconds that the kernel takes to end it), nothing will ever tell it, as with any HCA.
 func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, serve func(*testing.T, string) *harness.Process) {
 	p := serve(t, "-n 1000000")
-	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
+	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 20 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
 	status := func() string { return must[string](t)(w.a.CLI(ctx, "status", "app1")) }
 	eventually(ctx, t, "the program's queue pair is connected", func() bool { return strings.Contains(status(), "RTS") })
 	p.Kill()
 	eventually(ctx, t, "nothing is left of the program", func() bool {
 		return strings.Contains(status(), "hca down") && strings.Contains(status(), "0 PDs, 0 CQs, 0 SRQs, 0 MRs with 0 pages, 0 QPs")
 	})
-	if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || r.ExitCode == 124 {
+	if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || r.ExitCode != timedOut && !strings.Contains(r.Stdout+r.Stderr, "transport retry counter exceeded") {
 		t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
 	}
 	next := serve(t, "-n 1")

@@ -68,8 +68,8 @@ test-kernels: deps build ## the module without warnings, and its tests in guests
 	@for r in $(KERNELS); do export RELEASE=$$r && echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && \
 		$(GO) test -count=1 -timeout 150m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
 
-test-ways: deps ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests)
-	@.ci/ways $(or $(WAYS),native)
+test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests; WAY=3: the third way alone)
+	@LONG='$(LONG)' .ci/ways $(or $(WAYS),native) $(WAY)
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
 	@.ci/deps --tests ucx_perftest=ucx-utils

@@ -94,6 +94,9 @@ func GoBackN() bool { return !or(forced.selective, true) }
 // NoShortPath tells whether all frames of host ports pass the switch.
 func NoShortPath() bool { return !or(forced.short, true) }
 
+// NoLocalCopy tells whether RDMA between VMs of one host goes as frames.
+func NoLocalCopy() bool { return !or(forced.local, true) }
+
 // Config is what a daemon's configuration file says of forced settings, but for those that text has already.
 func Config(text string) string {
 	var b strings.Builder

@@ -196,9 +196,11 @@ func TestTrainAllocates(t *testing.T) {
 				t.Fatal("no train")
 			}
 		}
-		if b := tr.Take(); b != nil {
-			b.Free()
+		b := tr.Take()
+		if b == nil {
+			t.Fatal("no frame")
 		}
+		b.Free()
 	})
 	if n != 0 {
 		t.Errorf("%v allocations", n)

@@ -157,8 +157,8 @@ func (q *qp) start(d *Device, recvSGE int) error {
 	}, q)
 	d.qps[q.index].Store(q)
 	q.lane.qps++
-	q.bells = q.lane
-	q.bells.db.join(q.index)
+	q.rungOn = q.lane
+	q.rungOn.db.join(q.index)
 	return nil
 }
 
@@ -284,12 +284,12 @@ func destroyQP(c *cmd) error {
 	q.lane.loop.Do(func() {
 		c.d.qps[q.index].Store(nil)
 		q.close()
-		if q.bells == q.lane {
-			q.bells.db.leave(q.index)
+		if q.rungOn == q.lane {
+			q.rungOn.db.leave(q.index)
 		}
 	})
-	if q.bells != q.lane {
-		q.bells.loop.Do(func() { q.bells.db.leave(q.index) })
+	if q.rungOn != q.lane {
+		q.rungOn.loop.Do(func() { q.rungOn.db.leave(q.index) })
 	}
 	c.d.async.drop(&q.asyn, &q.sides[roce.Requester].guest.node, &q.sides[roce.Responder].guest.node)
 	if q.faulting() {

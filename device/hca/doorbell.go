@@ -44,7 +44,8 @@ func newDoorbells(space *translate.Space, slots int) doorbells {
 	words := (slots + slotsPerWord - 1) / slotsPerWord
 	return doorbells{
 		space: space, words: (slots + slotsPerSum - 1) / slotsPerSum,
-		users: make([]uint8, words), used: make([]int, 0, words), seen: make([]int, 0, words),
+		users: make([]uint8, words), used: make([]int, 0, words),
+		seen: make([]int, 0, (slots+slotsPerSum-1)/slotsPerSum*wordsPerSum), // all that a summary can name
 	}
 }
 
@@ -78,8 +79,8 @@ func (db *doorbells) summary(i int) (*atomic.Uint64, translate.Miss) {
 	return db.word(abi.DoorbellSummaryOff + 8*uint64(i))
 }
 
-// scan calls ring for every slot whose bit is set, and reports whether there were any. Inside an epoch only,
-// as what follows, and after settle. The work is bounded by the number of slots.
+// scan calls ring for every slot whose bit is set, and reports whether there were any; settle is to follow.
+// Both are for use inside an epoch. The work is bounded by the number of slots.
 func (db *doorbells) scan(ring func(slot int)) (any bool, m translate.Miss) {
 	if len(db.used) <= fewWords {
 		for _, i := range db.used {

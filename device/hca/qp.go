@@ -50,7 +50,7 @@ type qp struct {
 	doomed bool // to be sent to the error state at the next turn
 	dead   bool // destroyed
 
-	bells     *lane              // whose doorbells it has: where it was created
+	rungOn    *lane              // whose doorbells it has: where it was created
 	bell      eventNode          // of one that has moved: rung on the lane it came from
 	sides     [2]side            // by roce.Side: faults
 	lastFault translate.MissKind // of the responder

@@ -56,7 +56,7 @@ func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 		d = append(d, property{"host_mtu", mtu})
 	}
 	if vhost {
-		d = append(d, property{"rx_queue_size", NetQueueSize}, property{"tx_queue_size", NetQueueSize})
+		d = append(d, property{"rx_queue_size", netQueueSize}, property{"tx_queue_size", netQueueSize})
 	}
 	if queues > 1 {
 		d = append(d, property{"mq", true}, property{"vectors", 2*queues + 2})
@@ -64,8 +64,8 @@ func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 	return d
 }
 
-// NetQueueSize is the number of entries of a virtio-net's rings, where QEMU lets the user choose: the default is 256.
-const NetQueueSize = 1024
+// netQueueSize is the number of entries of a virtio-net's rings, where QEMU lets the user choose: the default is 256.
+const netQueueSize = 1024
 
 // chardevID and netdevID name what stands behind a device.
 func chardevID(id string) string { return "chr-" + id }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -91,26 +92,47 @@ func TestHostApplications(t *testing.T) {
 		}
 		t.Log(out)
 	})
-	t.Run("killed", func(t *testing.T) { killedApplication(ctx, t, w, b, serve) })
+	for _, turn := range []string{"any", "VM's"} {
+		t.Run("killed, "+turn+" turn", func(t *testing.T) { killedApplication(ctx, t, w, b, turn == "VM's", serve) })
+	}
 	quietKernels(ctx, t, w.vms...)
 }
 
-const timedOut = 124 // what timeout exits with
-
-// killedApplication kills the program while a VM talks to it: the device has nothing of it, the next program gets the place, and the VM's
-// program ends with an error if a message of its own was on its way. If it waits for one, its last being acknowledged (the device outlives the
-// program by the milliseconds that the kernel takes to end it), nothing will ever tell it, as with any HCA.
-func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, serve func(*testing.T, string) *harness.Process) {
+// killedApplication kills the program while a VM talks to it: the device has nothing of it, and the next program gets the place. If it is the VM's
+// turn to send, its program ends with an error. At any other moment it may be waiting for a message, its own being acknowledged (the device outlives
+// the program by the milliseconds that the kernel takes to end it), and nothing will ever tell it, as with any HCA: then it is ended here.
+func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, vmsTurn bool, serve func(*testing.T, string) *harness.Process) {
 	p := serve(t, "-n 1000000")
-	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 20 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
+	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
 	status := func() string { return must[string](t)(w.a.CLI(ctx, "status", "app1")) }
+	received := func() string { return regexp.MustCompile(`rx_packets +\d+`).FindString(status()) }
 	eventually(ctx, t, "the program's queue pair is connected", func() bool { return strings.Contains(status(), "RTS") })
+	first := received()
+	eventually(ctx, t, "messages come", func() bool { return received() != first })
+	if vmsTurn {
+		// The program answers at once, so a VM that is stopped has its turn soon.
+		run(ctx, t, b.VM, "pkill -STOP -x ibv_rc_pingpong")
+		was := ""
+		eventually(ctx, t, "the program has answered", func() bool {
+			last := was
+			was = status()
+			return was == last
+		})
+	}
 	p.Kill()
 	eventually(ctx, t, "nothing is left of the program", func() bool {
 		return strings.Contains(status(), "hca down") && strings.Contains(status(), "0 PDs, 0 CQs, 0 SRQs, 0 MRs with 0 pages, 0 QPs")
 	})
-	if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || r.ExitCode != timedOut && !strings.Contains(r.Stdout+r.Stderr, "transport retry counter exceeded") {
-		t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+	if vmsTurn {
+		run(ctx, t, b.VM, "pkill -CONT -x ibv_rc_pingpong")
+		if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || !strings.Contains(r.Stdout+r.Stderr, "transport retry counter exceeded") {
+			t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+		}
+	} else {
+		run(ctx, t, b.VM, "pkill -x ibv_rc_pingpong || true")
+		if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 {
+			t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+		}
 	}
 	next := serve(t, "-n 1")
 	next.Kill()

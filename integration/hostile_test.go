@@ -342,7 +342,7 @@ func TestHostile(t *testing.T) {
 			wg.Go(func() {
 				for i := 0; ; i++ {
 					attack.send(rng, i)
-					if i%200 == 0 { // 40,000 a second at most: four times the storm limit
+					if i%200 == 0 { // 40,000 a second at most: twenty times the storm limit
 						select {
 						case <-stop:
 							return

@@ -92,7 +92,7 @@ func (w *tenantLab) config(h int, vm bool) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "vtep: {local: %s}\nnetworks:\n", hostIP(h))
 	for i, name := range tenantNames {
-		fmt.Fprintf(&b, "  - {name: %s, vni: %d, peers: [%s], tap: {name: %s0, bridge: b%s}}\n", name, 100+i, strings.Join(peers, ", "), name, name)
+		fmt.Fprintf(&b, "  - {name: %s, vni: %d, storm: 2000, peers: [%s], tap: {name: %s0, bridge: b%s}}\n", name, 100+i, strings.Join(peers, ", "), name, name)
 	}
 	if vm {
 		fmt.Fprintf(&b, "vms:\n  - {name: %s, network: %s, mac: %q}\n", w.vm(h).Name, tenantNames[h], endMAC(1))

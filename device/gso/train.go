@@ -29,6 +29,7 @@ func (t *Train) Start(f []byte) (ok, roce bool) {
 	if !ok || p.tcp || binary.BigEndian.Uint16(f[p.l4+2:]) != protoRoCE {
 		return false, false
 	}
+	f = p.unpadded(f)
 	bth, whole := p.payload(f)
 	if !whole || !p.v6 && f[p.l3] != typeOfIPv4 || int(binary.BigEndian.Uint16(f[p.l4+4:])) != len(f)-p.l4 || len(f)-bth < wire.BTHLen+wire.ICRCLen {
 		return false, true
@@ -48,12 +49,14 @@ func (t *Train) First() []byte { return t.first }
 
 // Continues tells whether a packet is of the train's connection, and Add takes it if there is room.
 func (t *Train) Continues(f []byte) bool {
-	return len(f) == len(t.first) && bytes.Equal(f[:t.bth], t.first[:t.bth]) &&
+	// With headers that are equal the packet is as long as the first. More is padding.
+	return len(f) >= len(t.first) && bytes.Equal(f[:t.bth], t.first[:t.bth]) &&
 		f[t.bth]>>5 == t.first[t.bth]>>5 && u32(f[t.bth+4:])<<8 == u32(t.first[t.bth+4:])<<8
 }
 
 // Add appends a packet that continues the train; false: there is no room.
 func (t *Train) Add(pool *packet.Pool, f []byte) bool {
+	f = f[:len(t.first)]
 	length := t.bth + (t.n+1)*(len(f)-t.bth)
 	if t.n == maxTrain || length > maxIP {
 		return false

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/packet"
@@ -117,7 +118,6 @@ func TestTrainRefuses(t *testing.T) {
 		{"UD", true, func(f []byte) []byte { f[bth] = byte(wire.OpUDSendOnly); return f }},
 		{"CNP", true, func(f []byte) []byte { f[bth] = byte(wire.OpCNP); return f }},
 		{"shorter", true, func(f []byte) []byte { return rocePacket(t, false, wire.NoVLAN, wire.OpRCWriteMiddle, 17, 5, 1020) }},
-		{"Ethernet padding", true, func(f []byte) []byte { return append(f, 0, 0) }},
 		{"IP length", true, func(f []byte) []byte { f[l3+3]--; return f }},
 		{"IP ID", true, func(f []byte) []byte { f[l3+5]++; return f }},
 		{"CE mark", true, func(f []byte) []byte { f[l3+1] |= 3; return f }},
@@ -147,6 +147,26 @@ func TestTrainRefuses(t *testing.T) {
 		var tr Train
 		if _, roce := tr.Start(in[1]); roce != c.roce {
 			t.Errorf("%s: RoCE: %v", c.name, roce)
+		}
+	}
+}
+
+// Padding is cut off, however much each packet has; what comes out is the packets alone.
+func TestTrainPadding(t *testing.T) {
+	pool := newPool(t)
+	for _, v6 := range []bool{false, true} {
+		var in, want [][]byte
+		for psn := range uint32(40) {
+			f := rocePacket(t, v6, 7, wire.OpRCWriteMiddle, 17, psn, 1024)
+			in, want = append(in, append(bytes.Clone(f), make([]byte, psn%5*4)...)), append(want, f)
+		}
+		for _, n := range []int{1, 2, len(in)} {
+			for from := range 5 {
+				out, coupled := trains(t, pool, in[from:min(from+n, len(in))])
+				if !slices.EqualFunc(out, want[from:min(from+n, len(in))], bytes.Equal) || n > 1 && coupled != len(out) {
+					t.Fatalf("v6 %v: %d packets from %d on become %d, %d of them coupled", v6, n, from, len(out), coupled)
+				}
+			}
 		}
 	}
 }

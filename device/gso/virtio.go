@@ -217,6 +217,20 @@ func locate(f []byte) (t transport, ok bool) {
 	return t, false
 }
 
+// unpadded returns the frame without what follows its IP packet (IEEE 802.3, padding).
+func (t *transport) unpadded(f []byte) []byte {
+	end := t.l3
+	if t.v6 {
+		end += wire.IPv6Len + int(binary.BigEndian.Uint16(f[t.l3+4:]))
+	} else {
+		end += int(binary.BigEndian.Uint16(f[t.l3+2:]))
+	}
+	if end < t.l4+wire.UDPLen || end > len(f) {
+		return f // no such packet
+	}
+	return f[:end]
+}
+
 // payload finds where the payload of a packet begins that ends with the frame, as those to be cut do; there must be some.
 func (t *transport) payload(f []byte) (at int, ok bool) {
 	at = t.l4 + wire.UDPLen

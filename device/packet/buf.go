@@ -79,6 +79,16 @@ func (b *Buf) Append(p []byte) bool {
 	return true
 }
 
+// Around returns the frame with so many bytes in front of it and behind it, whose contents are undefined and which do not become part of it. Only a
+// sole owner may write to them. Nil if there is no such room.
+func (b *Buf) Around(before, behind int) []byte {
+	from, to := b.off-before, b.off+b.n+behind
+	if from < 0 || to > len(b.data) {
+		return nil
+	}
+	return b.data[from:to:to]
+}
+
 // Reset makes the buffer empty with full headroom again, as Get returns it.
 func (b *Buf) Reset() {
 	b.off, b.n = Headroom, 0

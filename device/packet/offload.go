@@ -28,6 +28,8 @@ type Offload struct {
 	CsumOff uint8 // of the checksum field, from L4: 16 (TCP) or 6 (UDP)
 	// Valid tells that somebody trustworthy found the transport checksum right.
 	Valid bool
+	// Pad tells that padding behind the frame does no harm: its receiver is known to cut it off.
+	Pad bool
 	// GSOSize is the number of payload bytes per segment; 0 = not to be cut.
 	GSOSize         uint16
 	L3, L4, Payload uint16 // where IP header, transport header and (only if GSOSize is set) payload begin

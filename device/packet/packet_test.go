@@ -160,6 +160,31 @@ func TestBufModel(t *testing.T) {
 	}
 }
 
+// Around shows what lies about a frame, as far as the buffer goes, and changes nothing.
+func TestAround(t *testing.T) {
+	p, err := NewPool(Config{Count: 1, Capacity: 256})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := p.Get()
+	b.Append([]byte("frame"))
+	room := b.Cap() - b.Len()
+	for before := range Headroom + 2 {
+		for _, behind := range []int{0, 1, room, room + 1} {
+			d := b.Around(before, behind)
+			if before > Headroom || behind > room {
+				if d != nil {
+					t.Fatalf("%d bytes before and %d behind the frame", before, behind)
+				}
+				continue
+			}
+			if len(d) != before+5+behind || cap(d) != len(d) || string(d[before:before+5]) != "frame" || string(b.Bytes()) != "frame" {
+				t.Fatalf("%d before, %d behind: %q of %q", before, behind, d, b.Bytes())
+			}
+		}
+	}
+}
+
 // Many goroutines take, share, mark and give back; a buffer that two own at once would be noticed by its mark.
 func TestPoolConcurrent(t *testing.T) {
 	p := newPool(t, Config{Count: 16, Capacity: MinCapacity})

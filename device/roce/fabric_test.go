@@ -59,6 +59,7 @@ type node struct {
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
 	slow     bool // its frames take the link
+	pad      bool // the frame being sent may be padded
 	seen     map[uint32]bool
 	atomics  int
 	maxTimer int64
@@ -394,6 +395,7 @@ func (n *node) Event(k EventKind) { n.events = append(n.events, k) }
 func (n *node) Transmit(b *packet.Buf) {
 	f := n.f
 	frame := append([]byte(nil), b.Bytes()...)
+	n.pad = b.Offload.Pad
 	b.Free()
 	f.frames++
 	f.bytes += len(frame)

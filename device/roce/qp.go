@@ -10,7 +10,7 @@ import (
 // Defaults and bounds of Config.
 const (
 	defaultOutstanding = 64
-	defaultWindow      = 128
+	defaultWindow      = 256
 	defaultRdAtomic    = 16
 	maxRdAtomic        = 128
 	maxWindow          = 4096

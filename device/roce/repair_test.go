@@ -101,7 +101,7 @@ func TestKeepBounds(t *testing.T) {
 	b.inject(marked(aheadSpan, true)) // too far ahead, nothing else is there
 	b.wantResp(sent, nakOf(0, wire.NAKSequence))
 	b.inject(marked(0, false))
-	for psn := range uint32(200) {
+	for psn := range uint32(aheadSpan + 70) {
 		b.inject(marked(psn+2, false))
 	}
 	b.runAll()
@@ -111,7 +111,7 @@ func TestKeepBounds(t *testing.T) {
 	*sent = nil
 	f.wantHeld(aheadSpan - 1)
 	// The pool is empty: what is there is told, no more.
-	b.inject(marked(1, true)) // 1 to 128
+	b.inject(marked(1, true)) // 1 to aheadSpan
 	b.wantResp(sent, ackOf(aheadSpan))
 	var all []interface{ Free() }
 	for {
@@ -404,6 +404,55 @@ func TestReorder(t *testing.T) {
 			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 || q.window.packets() < 64 || kept < 1000 {
 				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats, q.window.packets(), kept)
 			}
+		}
+	}
+}
+
+// TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since its newest response said so, and
+// responses to requests that say so.
+func TestPad(t *testing.T) {
+	f := newFabric(t, 1)
+	o := opts()
+	a, b := f.pair(o)
+	const size = 5 * 1024
+	a.reg(1, 0, size, allAccess)
+	b.reg(1, 0, size, allAccess)
+	padded := map[wire.Operation]int{}
+	note := func(n *node) func(*wire.RoCE, []byte) bool {
+		return func(p *wire.RoCE, _ []byte) bool {
+			if n.pad {
+				padded[p.Info.Op]++
+			}
+			return false
+		}
+	}
+	a.onTx, b.onTx = note(a), note(b)
+	for i, tc := range []struct {
+		op           WROpcode
+		backA, backB bool
+		requests     int
+		responses    int
+	}{
+		{op: WRWrite},                           // nothing is known
+		{op: WRWrite, requests: 5},              // it has answered
+		{op: WRWrite, backB: true, requests: 5}, // by its newest answer it was
+		{op: WRWrite, backB: true},
+		{op: WRRead, responses: 5},
+		{op: WRRead, backB: true},
+		{op: WRRead, backA: true},
+		{op: WRWrite, requests: 0}, // the answers to one who does not understand do not say so
+		{op: WRWrite, requests: 5},
+	} {
+		clear(padded)
+		a.q.cfg.GoBackN, b.q.cfg.GoBackN = tc.backA, tc.backB
+		a.post(WQE{Opcode: tc.op, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
+		f.settle(1e9)
+		requests := padded[wire.Write]
+		responses := padded[wire.ReadResponse]
+		delete(padded, wire.Write)
+		delete(padded, wire.ReadResponse)
+		if requests != tc.requests || responses != tc.responses || len(padded) != 0 || len(a.sends) != i+1 {
+			t.Errorf("step %d: %d requests and %d responses may be padded, %v others; want %d and %d", i, requests, responses, padded, tc.requests, tc.responses)
 		}
 	}
 }

@@ -77,7 +77,7 @@ type sendSlot struct {
 
 const (
 	readChunk   = 64   // packets
-	ackEvery    = 32   // packets without AckReq
+	ackEvery    = 64   // packets without AckReq
 	bufferDelay = 50e3 // ns before trying again
 	drainDelay  = 5e3  // ns, about as long as a batch of another loop
 )
@@ -391,7 +391,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 	if q.typ == UC {
 		t.opcode += ucOpcode
 	} else {
-		t.selective = !q.cfg.GoBackN
+		t.selective, t.pad = !q.cfg.GoBackN, q.replies.known
 		q.unasked++
 		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.board.mending || q.flight()+1 >= q.window.packets(); t.ackReq {
 			q.unasked = 0

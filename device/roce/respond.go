@@ -410,7 +410,7 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 
 // answer sends the response psn of r, as the first or last of those asked for or not.
 func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, ok bool) {
-	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
+	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective, pad: q.selective}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
 	atomicAck := r.op != wire.ReadRequest
 	off := (psn - r.first) * uint64(q.mtu)

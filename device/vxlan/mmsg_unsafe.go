@@ -64,9 +64,6 @@ func (c *control) putTOS(tos uint8, v6 bool) {
 	binary.NativeEndian.PutUint32(c[16:], uint32(tos))
 }
 
-// pairs returns pairs of iovecs as one list.
-func pairs(v [][2]unix.Iovec) []unix.Iovec { return unsafe.Slice(&v[0][0], 2*len(v)) }
-
 // rxControl holds the ancillary data of a received message: traffic class and, if the kernel has put several datagrams together,
 // their size.
 type rxControl [24 + 24]byte
@@ -93,6 +90,11 @@ func (c *rxControl) parse(n uint64) (tos uint8, size int) {
 		p = p[min((end+7)&^7, uint64(len(p))):]
 	}
 	return tos, size
+}
+
+func iovec(p []byte) (v unix.Iovec) {
+	setIovec(&v, p)
+	return v
 }
 
 func setIovec(v *unix.Iovec, p []byte) {

@@ -10,8 +10,15 @@ import (
 	"github.com/vnicd/vnicd/device/packet"
 )
 
-// txBatch is how many datagrams one socket sends with one call.
-const txBatch = 64
+const (
+	// txBatch is how many datagrams one socket sends with one call.
+	txBatch = 128
+	// maxPad bounds the padding by which frames become as long as their neighbours: the first packet of an RDMA WRITE is so much
+	// longer than the others, by its RETH.
+	maxPad = 16
+)
+
+var padding [maxPad]byte
 
 // sender is the sending half of one loop.
 type sender struct {
@@ -36,12 +43,12 @@ type txSocket struct {
 	ports [txBatch]*port
 	peers [txBatch]*peer // keeps the address that msgs points to
 	tos   [txBatch]uint8
-	iovs  [txBatch][2]unix.Iovec
 
 	// Messages, each of one datagram or several: message i ends before datagram ends[i].
 	msgs  [txBatch]mmsghdr
 	ctrls [txBatch]txControl
 	ends  [txBatch]int
+	iovs  [3 * txBatch]unix.Iovec
 }
 
 func newSender(vt *VTEP, l *engine.Loop) (*sender, error) {
@@ -82,8 +89,6 @@ func (s *sender) push(b *packet.Buf, p *port, x *peer, fl flow) {
 	i := k.n
 	b.Ref()
 	k.bufs[i], k.ports[i], k.peers[i], k.tos[i] = b, p, x, outerTOS(fl, s.vt.dscp)
-	setIovec(&k.iovs[i][0], p.header[:])
-	setIovec(&k.iovs[i][1], b.Bytes())
 	if k.n++; k.n == txBatch {
 		s.send(k) // stays on the dirty list, empty
 	}
@@ -99,44 +104,74 @@ func (s *sender) flush() {
 }
 
 // run is how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer, all of one size, but that
-// the last may be shorter.
-func (k *txSocket) run(i int) int {
+// the last may be shorter. Frames that may be padded count as of the size of the longest.
+func (k *txSocket) run(i int) (n, size int) {
+	first := k.bufs[i]
+	size = first.Len()
 	if !k.ports[i].segments.Load() {
-		return 1
+		return 1, size
 	}
-	size := k.bufs[i].Len()
-	limit := min(k.n-i, gsoSegments, gsoBytes/(HeaderLen+size))
-	for n := 1; n < limit; n++ {
+	least, pad := size, first.Offload.Pad // of all so far
+	for n = 1; n < min(k.n-i, gsoSegments); n++ {
 		j := i + n
-		next := k.bufs[j].Len()
-		if next > size || k.peers[j] != k.peers[i] || k.ports[j] != k.ports[i] || k.tos[j] != k.tos[i] {
-			return n
+		next := k.bufs[j]
+		length := next.Len()
+		longest := max(size, length)
+		switch {
+		case k.peers[j] != k.peers[i] || k.ports[j] != k.ports[i] || k.tos[j] != k.tos[i],
+			length > size && (!pad || length-least > maxPad),
+			(n+1)*(HeaderLen+longest) > gsoBytes:
+			return n, size
+		case length < size && (!next.Offload.Pad || size-length > maxPad):
+			return n + 1, size
 		}
-		if next < size {
-			return n + 1
-		}
+		size, least, pad = longest, min(least, length), pad && next.Offload.Pad
 	}
-	return max(limit, 1)
+	return n, size
 }
 
 // messages makes the messages for the batch's datagrams from i on and returns their number; together: as few as may be.
 func (k *txSocket) messages(vt *VTEP, i int, together bool) (n int, ok bool) {
-	cut := false
+	cut, iovs := false, k.iovs[:0]
 	for ; i < k.n; n++ {
-		count, size := 1, 0
+		end, size, first := i+1, 0, len(iovs)
 		if together {
-			if count = k.run(i); count > 1 {
-				size, cut = HeaderLen+k.bufs[i].Len(), true
+			if count, longest := k.run(i); count > 1 {
+				end, size, cut = i+count, HeaderLen+longest, true
 			}
 		}
 		m := &k.msgs[n]
 		m.setName(&k.peers[i].raw, k.peers[i].rawLen)
-		m.setIov(pairs(k.iovs[i : i+count]))
 		m.setControl(k.ctrls[n].put(k.tos[i], vt.v6, size))
-		i += count
-		k.ends[n] = i
+		for ; i < end; i++ {
+			pad := 0
+			if i < end-1 {
+				pad = size - HeaderLen - k.bufs[i].Len()
+			}
+			iovs = k.datagram(iovs, i, pad)
+		}
+		m.setIov(iovs[first:])
+		k.ends[n] = end
 	}
 	return n, k.checksums(vt, cut) || !cut
+}
+
+// datagram appends what datagram i is put together from: one piece if nobody else looks at the frame, for each costs the kernel as much as
+// copying some 200 bytes.
+func (k *txSocket) datagram(iovs []unix.Iovec, i, pad int) []unix.Iovec {
+	b, header := k.bufs[i], &k.ports[i].header
+	if !b.Shared() {
+		if d := b.Around(HeaderLen, pad); d != nil {
+			copy(d, header[:])
+			clear(d[len(d)-pad:])
+			return append(iovs, iovec(d))
+		}
+	}
+	iovs = append(iovs, iovec(header[:]), iovec(b.Bytes()))
+	if pad > 0 {
+		iovs = append(iovs, iovec(padding[:pad]))
+	}
+	return iovs
 }
 
 // send hands one socket's batch to the kernel and gives up the references, whatever becomes of the frames.

@@ -27,7 +27,7 @@ const (
 
 	// SelectiveMark stands in the seven reserved bits beside AckReq, which others send as zero and ignore (IBTA 9.2). All
 	// seven must be right: a peer that gives one of them a meaning of its own is not taken for one of ours.
-	SelectiveMark = 0x56
+	SelectiveMark = 0x35
 )
 
 // BTH is the base transport header (IBTA 9.2). The header version is 0.
@@ -93,7 +93,7 @@ type RETH struct {
 	Length uint32 // of the whole message
 }
 
-// Decode reads the header at the start of b and returns its size, 16.
+// Decode reads the header at the start of b and returns its size, 32.
 func (h *RETH) Decode(b []byte) (int, error) {
 	if len(b) < RETHLen {
 		return 0, ErrShort
@@ -103,7 +103,7 @@ func (h *RETH) Decode(b []byte) (int, error) {
 	return RETHLen, nil
 }
 
-// Encode writes the header to b (16 bytes).
+// Encode writes the header to b (32 bytes).
 func (h *RETH) Encode(b []byte) int {
 	b = b[:RETHLen]
 	binary.BigEndian.PutUint64(b, h.VA)
@@ -261,14 +261,14 @@ func PutIETH(b []byte, rkey uint32) int {
 }
 
 // ArrivalsSpan is how many packets Arrivals tells about.
-const ArrivalsSpan = 128
+const ArrivalsSpan = 256
 
 // Arrivals is the extension header of OpRCSelectiveAck, vnicd's own: bit i (of word i/64, the lowest first) says that the packet i
 // behind the expected one, whose PSN is BTH's, has arrived and will be executed when its turn comes. A READ request stands for the
 // PSNs of all its responses.
 type Arrivals [ArrivalsSpan / 64]uint64
 
-// Decode reads the header at the start of b and returns its size, 16.
+// Decode reads the header at the start of b and returns its size, 32.
 func (a *Arrivals) Decode(b []byte) (int, error) {
 	if len(b) < ArrivalsLen {
 		return 0, ErrShort
@@ -279,7 +279,7 @@ func (a *Arrivals) Decode(b []byte) (int, error) {
 	return ArrivalsLen, nil
 }
 
-// Encode writes the header to b (16 bytes).
+// Encode writes the header to b (32 bytes).
 func (a *Arrivals) Encode(b []byte) int {
 	for i, w := range a {
 		binary.BigEndian.PutUint64(b[8*i:], w)
@@ -288,7 +288,7 @@ func (a *Arrivals) Encode(b []byte) int {
 }
 
 // Any tells whether a bit is set.
-func (a *Arrivals) Any() bool { return a[0]|a[1] != 0 }
+func (a *Arrivals) Any() bool { return *a != Arrivals{} }
 
 // Has tells whether bit i is set; beyond the span none is.
 func (a *Arrivals) Has(i uint64) bool { return i < ArrivalsSpan && a[i/64]>>(i%64)&1 != 0 }
@@ -302,9 +302,15 @@ func (a *Arrivals) Set(i, n uint64) {
 
 // Shift moves all bits down by n: the packet n behind the expected one is expected now.
 func (a *Arrivals) Shift(n uint64) {
-	if n >= 64 {
-		a[0], a[1] = a[1], 0
-		n -= 64
+	from := *a
+	word := func(i uint64) uint64 {
+		if i < uint64(len(from)) {
+			return from[i]
+		}
+		return 0
 	}
-	a[0], a[1] = a[0]>>n|a[1]<<(64-n), a[1]>>n // a shift by 64 or more gives 0
+	for i := range uint64(len(a)) {
+		at := i + n/64
+		a[i] = word(at)>>(n%64) | word(at+1)<<(64-n%64) // a shift by 64 gives 0
+	}
 }

@@ -251,6 +251,9 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
+// signalled is how many WRITEs of a stream there are to one that is signalled. ib_write_bw has 100, iperf3 sleeps until a third of its buffer is free.
+const signalled = 4
+
 // remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
 // at the far end. It returns the hosts; the first sends.
 func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), [2]*lab.Host, error) {
@@ -273,7 +276,7 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(c
 	}
 	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
 	f := func(ctx context.Context, d time.Duration) (float64, error) {
-		return x.stream(ctx, d, window, 1, &wr, nil)
+		return x.stream(ctx, d, window, signalled, &wr, nil)
 	}
 	return f, hosts, b.iperfServer(hosts[1])
 }

@@ -40,7 +40,11 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 // WRITE with its page present. far: the page is the responder's.
 func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		nodes, x, _, err := b.localPair(ctx, 2, 16<<20)
+		h, nodes, err := b.local(ctx, 2, 16<<20)
+		if err != nil {
+			return m, err
+		}
+		x, _, err := connect(nodes[0], nodes[1])
 		if err != nil {
 			return m, err
 		}
@@ -63,6 +67,10 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 		sample := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				var took []float64
+				n0, sum0, err := guestFaults(ctx, h)
+				if err != nil {
+					return Sample{}, err
+				}
 				for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
 					if fault {
 						if err := mr.Invalidate(mr.Addr(), pageSize); err != nil {
@@ -81,7 +89,11 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 				slices.Sort(took)
 				s := Sample{Value: took[len(took)/2]}
 				if fault {
-					s.Extra = map[string]float64{"p99": took[len(took)*99/100]}
+					n, sum, err := guestFaults(ctx, h)
+					if err != nil {
+						return Sample{}, err
+					}
+					s.Extra = map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": float64((sum-sum0).Nanoseconds()) / float64(n-n0) / 1e3}
 				}
 				return s, nil
 			}

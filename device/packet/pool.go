@@ -4,7 +4,7 @@
 // Ownership. Get returns a buffer with one reference, owned by the caller. Whoever wants to keep a buffer that was
 // lent to it calls Ref, and later Free. A buffer that has more than one owner, or that has been handed to
 // lfe's Input, is read-only: neither its bytes nor its bounds may change, because other ports, perhaps on other
-// loops, look at it too.
+// loops, look at it too. What lies around it (Around) belongs to the last owner.
 package packet
 
 import (

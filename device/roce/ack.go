@@ -17,7 +17,7 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	q.replies.known = p.BTH.Selective
+	q.meet(p.BTH.Selective)
 	psn := extend(q.una, p.BTH.PSN)
 	if psn < q.una || psn >= q.sent {
 		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
@@ -39,6 +39,19 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.wake()
 	}
 	q.checkDrained()
+}
+
+// meet hears from the peer's newest response whether it is a vnicd, which may have more under way.
+func (q *QP) meet(ours bool) {
+	if q.replies.known == ours {
+		return
+	}
+	q.replies.known = ours
+	n := q.cfg.Window
+	if !ours {
+		n = min(n, strangerWindow)
+	}
+	q.window.bound(n)
 }
 
 func (q *QP) response(psn uint64, p *wire.RoCE) {

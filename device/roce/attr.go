@@ -64,7 +64,7 @@ type Config struct {
 	HasSRQ     bool
 
 	MaxOutstanding int    // send WQEs in flight, 0: 64
-	Window         int    // request packets in flight, 0: 128
+	Window         int    // request packets in flight, 0: 256; 128 at most towards who is no vnicd
 	NoECN          bool   // no congestion control but by loss
 	GoBackN        bool   // no selective repeat
 	MTU            int    // port MTU in bytes, 256..4096: bounds path_mtu and UD messages; 0: 4096

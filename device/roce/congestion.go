@@ -50,6 +50,18 @@ func newWindow(packets int) window {
 	return window{size: min(n, firstWindow*winUnit), full: n, goal: n, alpha: alphaOne}
 }
 
+// bound sets how many may be under way at most.
+func (w *window) bound(packets int) {
+	full := uint32(packets) * winUnit
+	if w.goal == w.full { // no sign of congestion so far
+		w.goal = full
+	}
+	if w.calmGoal == w.full {
+		w.calmGoal = full
+	}
+	w.full, w.goal, w.size = full, min(w.goal, full), min(w.size, full)
+}
+
 // packets is how many may be under way: at least one.
 func (w *window) packets() uint64 { return uint64(w.size / winUnit) }
 
@@ -130,7 +142,7 @@ func (w *window) noteCalm() {
 // restore undoes what silence did: it was no congestion.
 func (w *window) restore() {
 	if w.calm != 0 {
-		w.size, w.goal, w.calm = w.calm, w.calmGoal, 0
+		w.size, w.goal, w.calm = min(w.calm, w.full), min(w.calmGoal, w.full), 0
 	}
 }
 

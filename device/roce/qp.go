@@ -11,6 +11,7 @@ import (
 const (
 	defaultOutstanding = 64
 	defaultWindow      = 256
+	strangerWindow     = 128 // towards who is not known to be a vnicd: a loss costs all of it, and so much Linux rxe has under way itself
 	defaultRdAtomic    = 16
 	maxRdAtomic        = 128
 	maxWindow          = 4096

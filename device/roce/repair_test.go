@@ -409,7 +409,7 @@ func TestReorder(t *testing.T) {
 }
 
 // TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since its newest response said so, and
-// responses to requests that say so.
+// responses to requests that say so. As long as its responses say so it gets the whole window.
 func TestPad(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
@@ -447,6 +447,13 @@ func TestPad(t *testing.T) {
 		a.q.cfg.GoBackN, b.q.cfg.GoBackN = tc.backA, tc.backB
 		a.post(WQE{Opcode: tc.op, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
 		f.settle(1e9)
+		want := strangerWindow
+		if a.q.replies.known {
+			want = defaultWindow
+		}
+		if w := &a.q.window; w.full != uint32(want)*winUnit || w.goal != w.full || w.size > w.full {
+			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.size/winUnit, w.goal/winUnit, w.full/winUnit, want)
+		}
 		requests := padded[wire.Write]
 		responses := padded[wire.ReadResponse]
 		delete(padded, wire.Write)

@@ -115,7 +115,7 @@ func ceilLog2(n int) int {
 
 func (q *QP) resetRequester() {
 	q.forget()
-	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(q.cfg.Window), board: board{sentAt: q.board.sentAt, marks: q.board.marks},
+	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(min(q.cfg.Window, strangerWindow)), board: board{sentAt: q.board.sentAt, marks: q.board.marks},
 		replies: replies{frames: q.replies.frames}}
 	q.startRequester(0)
 }

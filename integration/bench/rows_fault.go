@@ -93,7 +93,7 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 					if err != nil {
 						return Sample{}, err
 					}
-					s.Extra = map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": float64((sum-sum0).Nanoseconds()) / float64(n-n0) / 1e3}
+					s.Extra = map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": float64((sum - sum0).Nanoseconds()) / float64(n-n0) / 1e3}
 				}
 				return s, nil
 			}

@@ -43,10 +43,10 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 
 // meet hears from the peer's newest response whether it is a vnicd, which may have more under way.
 func (q *QP) meet(ours bool) {
-	if q.replies.known == ours {
+	if q.ours == ours {
 		return
 	}
-	q.replies.known = ours
+	q.ours = ours
 	n := q.cfg.Window
 	if !ours {
 		n = min(n, strangerWindow)

@@ -42,7 +42,6 @@ type bth struct {
 	solicited bool
 	ackReq    bool
 	selective bool
-	pad       bool // the peer cuts padding off
 	qpn       uint32
 	psn       uint64 // low 24 bits go out
 }
@@ -63,7 +62,6 @@ func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *packet.Buf, extHd
 		buf.Free()
 		return nil, nil, nil
 	}
-	buf.Offload.Pad = t.pad
 	b := buf.Bytes()
 	b = b[h.Put(b, transport):]
 	b[0] = byte(t.opcode)

@@ -85,7 +85,7 @@ func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 		return 0, false
 	}
 	part := min(readChunk, q.window.packets())
-	if q.replies.known && q.attr.MaxRdAtomic > 1 {
+	if q.ours && q.attr.MaxRdAtomic > 1 {
 		part = min(readChunk, max(q.window.packets()/2, 1)) // so that there is one behind it, by which its loss shows
 	}
 	return min(s.end, q.nxt+part), true

@@ -448,7 +448,7 @@ func TestPad(t *testing.T) {
 		a.post(WQE{Opcode: tc.op, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
 		f.settle(1e9)
 		want := strangerWindow
-		if a.q.replies.known {
+		if a.q.ours {
 			want = defaultWindow
 		}
 		if w := &a.q.window; w.full != uint32(want)*winUnit || w.goal != w.full || w.size > w.full {

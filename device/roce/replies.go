@@ -19,7 +19,6 @@ type replies struct {
 	frames  []*packet.Buf // ring, by PSN
 	kept    int
 	untilAt int64 // they are given back; 0: there is none
-	known   bool  // the sender of the newest response says that it repeats them one by one
 }
 
 // keeps tells whether responses of p's sender may be kept now.

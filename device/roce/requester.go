@@ -30,6 +30,7 @@ type requester struct {
 	rd             []uint64 // power of two
 	rdHead, rdTail uint32
 
+	ours      bool // the newest response says that the peer is a vnicd, which repeats responses one by one and cuts padding off
 	window    window
 	board     board
 	replies   replies
@@ -391,7 +392,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 	if q.typ == UC {
 		t.opcode += ucOpcode
 	} else {
-		t.selective, t.pad = !q.cfg.GoBackN, q.replies.known
+		t.selective = !q.cfg.GoBackN
 		q.unasked++
 		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.board.mending || q.flight()+1 >= q.window.packets(); t.ackReq {
 			q.unasked = 0
@@ -402,6 +403,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *packet.Buf {
 		q.stallAt = q.now + bufferDelay
 		return nil
 	}
+	buf.Offload.Pad = q.ours
 	if s.info.kind == kindWrite && first {
 		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: uint32(w.Length)}
 		hdr = hdr[r.Encode(hdr):]

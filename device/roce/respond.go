@@ -410,7 +410,7 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 
 // answer sends the response psn of r, as the first or last of those asked for or not.
 func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, ok bool) {
-	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective, pad: q.selective}
+	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
 	atomicAck := r.op != wire.ReadRequest
 	off := (psn - r.first) * uint64(q.mtu)
@@ -426,6 +426,7 @@ func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, 
 		q.respStallAt = q.now + bufferDelay
 		return m, false
 	}
+	buf.Offload.Pad = q.selective
 	if ext != 0 {
 		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
 		h.Encode(hdr)

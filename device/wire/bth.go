@@ -93,7 +93,7 @@ type RETH struct {
 	Length uint32 // of the whole message
 }
 
-// Decode reads the header at the start of b and returns its size, 32.
+// Decode reads the header at the start of b and returns its size, 16.
 func (h *RETH) Decode(b []byte) (int, error) {
 	if len(b) < RETHLen {
 		return 0, ErrShort
@@ -103,7 +103,7 @@ func (h *RETH) Decode(b []byte) (int, error) {
 	return RETHLen, nil
 }
 
-// Encode writes the header to b (32 bytes).
+// Encode writes the header to b (16 bytes).
 func (h *RETH) Encode(b []byte) int {
 	b = b[:RETHLen]
 	binary.BigEndian.PutUint64(b, h.VA)

@@ -67,35 +67,36 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 		sample := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				var took []float64
-				n0, sum0, err := guestFaults(ctx, h)
+				writes := func() error {
+					for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
+						if fault {
+							if err := mr.Invalidate(mr.Addr(), pageSize); err != nil {
+								return err
+							}
+						}
+						start := time.Now()
+						if err := x.qp.PostSend(&wr); err != nil {
+							return err
+						}
+						if err := x.spinIdly(ctx, 1); err != nil {
+							return err
+						}
+						took = append(took, float64(time.Since(start))/1e3)
+					}
+					slices.Sort(took)
+					return nil
+				}
+				if !fault {
+					if err := writes(); err != nil {
+						return Sample{}, err
+					}
+					return Sample{Value: median(took)}, nil
+				}
+				_, mean, err := served(ctx, h, writes)
 				if err != nil {
 					return Sample{}, err
 				}
-				for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
-					if fault {
-						if err := mr.Invalidate(mr.Addr(), pageSize); err != nil {
-							return Sample{}, err
-						}
-					}
-					start := time.Now()
-					if err := x.qp.PostSend(&wr); err != nil {
-						return Sample{}, err
-					}
-					if err := x.spinIdly(ctx, 1); err != nil {
-						return Sample{}, err
-					}
-					took = append(took, float64(time.Since(start))/1e3)
-				}
-				slices.Sort(took)
-				s := Sample{Value: took[len(took)/2]}
-				if fault {
-					n, sum, err := guestFaults(ctx, h)
-					if err != nil {
-						return Sample{}, err
-					}
-					s.Extra = map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": float64((sum - sum0).Nanoseconds()) / float64(n-n0) / 1e3}
-				}
-				return s, nil
+				return Sample{median(took), map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": mean}}, nil
 			}
 		}
 		return Meter{Ours: sample(true), Anchor: sample(false)}, nil

@@ -44,26 +44,14 @@ func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return Sample{}, err
 		}
-		n0, sum0, err := guestFaults(ctx, h)
-		if err != nil {
-			return Sample{}, err
-		}
-		for stop := time.Now().Add(d); ; {
-			if err := writeOnDemand(ctx, end); err != nil {
-				return Sample{}, err
+		n, mean, err := served(ctx, h, func() error {
+			for stop := time.Now().Add(d); ; {
+				if err := writeOnDemand(ctx, end); err != nil || time.Now().After(stop) {
+					return err
+				}
 			}
-			if time.Now().After(stop) {
-				break
-			}
-		}
-		n, sum, err := guestFaults(ctx, h)
-		if err != nil {
-			return Sample{}, err
-		}
-		if n == n0 {
-			return Sample{}, errors.New("no page fault occurred")
-		}
-		return Sample{float64((sum - sum0).Microseconds()) / float64(n-n0), map[string]float64{"faults": float64(n - n0)}}, nil
+		})
+		return Sample{mean, map[string]float64{"faults": float64(n)}}, err
 	}
 	return m, nil
 }
@@ -71,6 +59,25 @@ func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 func writeOnDemand(ctx context.Context, end lab.End) error {
 	_, err := lab.Perftest(ctx, end, end, "ib_write_bw", "--odp", "-s", "4194304", "-n", "5")
 	return err
+}
+
+// served runs f and returns how many guest faults the VMs' drivers answered meanwhile, at least one, and their mean time from raise to resume, us.
+func served(ctx context.Context, h *lab.Host, f func() error) (n uint64, mean float64, err error) {
+	n0, sum0, err := guestFaults(ctx, h)
+	if err != nil {
+		return 0, 0, err
+	}
+	if err := f(); err != nil {
+		return 0, 0, err
+	}
+	n, sum, err := guestFaults(ctx, h)
+	if err != nil {
+		return 0, 0, err
+	}
+	if n -= n0; n == 0 {
+		return 0, 0, errors.New("no page fault occurred")
+	}
+	return n, float64((sum - sum0).Nanoseconds()) / float64(n) / 1e3, nil
 }
 
 // guestFaults is how many guest faults the VMs' drivers have answered, and the sum of

@@ -73,7 +73,7 @@ test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests 
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
 	@.ci/deps --tests ucx_perftest=ucx-utils
-	$(GO) run ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
+	$(GO) run -pgo cmd/vnicd/default.pgo ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
 
 lint: deps ## gofmt, vet, staticcheck and the rules of the house
 	@.ci/lint

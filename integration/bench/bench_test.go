@@ -6,9 +6,12 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestPick(t *testing.T) {
@@ -132,6 +135,61 @@ func TestParseUnread(t *testing.T) {
 	}
 	if n, err := parseUnread("Udp: A\nUdp: 1\n", sockets); err == nil {
 		t.Error(n)
+	}
+}
+
+func TestFaultTimes(t *testing.T) {
+	for _, tc := range []struct {
+		buckets []uint64
+		median  float64
+	}{
+		{[]uint64{10}, 0.5},
+		{[]uint64{0, 4}, 1.5},
+		{[]uint64{0, 0, 0, 0, 0, 2, 8}, 32 + 32*3/8.0},
+		{[]uint64{5, 0, 0, 5}, 1},
+	} {
+		f := faults{buckets: tc.buckets}
+		for _, n := range tc.buckets {
+			f.n += n
+		}
+		f.sum = time.Duration(f.n) * 3 * time.Microsecond
+		if m := f.median(); m != tc.median || f.mean() != 3 {
+			t.Errorf("%v: median %v, mean %v, want %v and 3", tc.buckets, m, f.mean(), tc.median)
+		}
+	}
+}
+
+// TestCounter counts with a clock of the kernel's, which there is everywhere: this process's threads, one that it makes later among them.
+func TestCounter(t *testing.T) {
+	c, err := newCounter(unix.PERF_TYPE_SOFTWARE, unix.PERF_COUNT_SW_TASK_CLOCK, os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	read := func() time.Duration {
+		t.Helper()
+		n, err := c.read()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return time.Duration(n)
+	}
+	before := read()
+	done := make(chan struct{})
+	go func() {
+		runtime.LockOSThread() // not unlocked: the thread ends with the goroutine
+		for start := time.Now(); time.Since(start) < 20*time.Millisecond; {
+		}
+		close(done)
+	}()
+	<-done
+	if d := read() - before; d < time.Millisecond || d > time.Minute {
+		t.Errorf("a thread at work for 20 ms counts %v", d)
+	}
+	if err := c.close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := newCounter(unix.PERF_TYPE_SOFTWARE, 1<<40, os.Getpid()); err == nil || !strings.Contains(err.Error(), "perf_event_open") {
+		t.Errorf("an unknown event: %v", err)
 	}
 }
 

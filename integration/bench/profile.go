@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/pprof"
+	"slices"
 	"sync"
 	"time"
 
@@ -19,15 +20,22 @@ import (
 // profileTime is how long a profile lasts: at Go's 100 samples a second less says little.
 const profileTime = 5 * time.Second
 
-func profileSocket(h *lab.Host) string { return filepath.Join(h.Dir, "pprof.sock") }
+// monitoringSocket is where a daemon serves profiles or metrics, if it does.
+func monitoringSocket(h *lab.Host) string { return filepath.Join(h.Dir, "monitoring.sock") }
 
 // start runs a daemon with configuration y. With -profile it has its profiles served.
 func (b *Bench) start(ctx context.Context, h *lab.Host, y string) error {
 	if b.profiles != "" {
 		b.daemons = append(b.daemons, h)
-		y += fmt.Sprintf("monitoring: {listen: %q, pprof: true}\n", profileSocket(h))
+		y += fmt.Sprintf("monitoring: {listen: %q, pprof: true}\n", monitoringSocket(h))
 	}
 	return h.Run(ctx, y)
+}
+
+// stop ends a daemon that start has started.
+func (b *Bench) stop(ctx context.Context, h *lab.Host) error {
+	b.daemons = slices.DeleteFunc(b.daemons, func(d *lab.Host) bool { return d == h })
+	return h.Stop(ctx)
 }
 
 // profile takes processor profiles while f measures once more, which does not count: of
@@ -50,7 +58,7 @@ func (b *Bench) profile(ctx context.Context, row string, f func(context.Context,
 	var wg sync.WaitGroup
 	for i, h := range b.daemons {
 		wg.Go(func() {
-			errs[i] = fetchProfile(ctx, profileSocket(h), filepath.Join(b.profiles, row+"."+h.Name+".pprof"))
+			errs[i] = fetchProfile(ctx, monitoringSocket(h), filepath.Join(b.profiles, row+"."+h.Name+".pprof"))
 		})
 	}
 	_, errs[len(b.daemons)] = f(ctx, profileTime)
@@ -60,24 +68,33 @@ func (b *Bench) profile(ctx context.Context, row string, f func(context.Context,
 
 // fetchProfile has the daemon behind the socket take a profile, and writes it to a file.
 func fetchProfile(ctx context.Context, socket, to string) error {
-	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("http://vnicd/debug/pprof/profile?seconds=%d", profileTime/time.Second), nil)
+	body, err := get(ctx, socket, fmt.Sprintf("/debug/pprof/profile?seconds=%d", profileTime/time.Second))
 	if err != nil {
 		return err
 	}
+	return os.WriteFile(to, body, 0o644)
+}
+
+// get asks the monitoring server behind a socket.
+func get(ctx context.Context, socket, path string) ([]byte, error) {
+	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://vnicd"+path, nil)
+	if err != nil {
+		return nil, err
+	}
 	resp, err := c.Do(req)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("profile of %s: %s: %s", socket, resp.Status, body)
+		return nil, fmt.Errorf("%s of %s: %s: %s", path, socket, resp.Status, body)
 	}
-	return os.WriteFile(to, body, 0o644)
+	return body, nil
 }

@@ -1,6 +1,10 @@
 package main
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/vnicd/vnicd/integration/lab"
+)
 
 // registry lists the rows in the order of the table.
 func registry() []Row {
@@ -18,6 +22,14 @@ func registry() []Row {
 			Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
 		},
 		{
+			Name: "scale_qps", What: "local WRITE 8 B by 1,000 QPs in turn", Anchor: "by one", Unit: "msg/s",
+			Open: manyQPs,
+		},
+		{
+			Name: "scale_memory", What: "local WRITE 8 B to pages all over 64 GiB of registered memory", Anchor: "over 1 MiB", Unit: "msg/s",
+			Open: muchMemory,
+		},
+		{
 			Name: "real_addresses", What: "local RDMA WRITE 4 KiB of a guest's kernel, by real addresses (RA-1)", Anchor: "each registered and invalidated", Unit: "msg/s",
 			Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
 		},
@@ -28,6 +40,10 @@ func registry() []Row {
 		{
 			Name: "latency_hungry", What: "the same, WRITEs of 1 MiB all over 256 MiB of memory", Anchor: "they do not", Unit: "ns",
 			Open: busyLatency(1<<20, 256<<20),
+		},
+		{
+			Name: "latency_collected", What: "local WRITE 8 B, one way, 99.9th percentile, while the daemon collects garbage again and again", Anchor: "while it never does", Unit: "ns",
+			Goals: []Goal{ratioAtMost(1.25)}, Open: collectedLatency,
 		},
 		{
 			Name: "fair_8vms", What: "smallest share of 8 VMs with 1 to 8 QPs that WRITE 16 KiB through one engine", Unit: "of 1/8",
@@ -48,6 +64,14 @@ func registry() []Row {
 		{
 			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts", Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s",
 			Open: remotePackets,
+		},
+		{
+			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts", Anchor: "rxe in the same VMs", Unit: "MiB/s",
+			Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536", "-n 500"),
+		},
+		{
+			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical", Anchor: "rxe in the same VMs", Unit: "us",
+			Open: perftest(lab.Latency, "ib_send_lat", "-s 2", "-n 500"),
 		},
 		{
 			Name: "host_tcp", What: "TCP from TAP to TAP, two hosts, underlay MTU 1500", Anchor: "the same by kernel bridge and vxlan", Unit: "Gbit/s",
@@ -79,11 +103,11 @@ func registry() []Row {
 		},
 		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
-			Name: "guest_fault", What: "WRITE 8 B, source page absent, post to completion, median", Anchor: "page present", Unit: "us",
+			Name: "guest_fault", What: "guest fault of a WRITE 8 B, source page absent, raise to resume, median", Anchor: "the WRITE with the page present", Unit: "us",
 			Goals: []Goal{atMost(30)}, Open: guestFault(false),
 		},
 		{
-			Name: "guest_fault_far", What: "the same, target page absent: RNR NAK and unsolicited ACK", Anchor: "page present", Unit: "us",
+			Name: "guest_fault_far", What: "the same, target page absent: RNR NAK and unsolicited ACK", Anchor: "the WRITE with the page present", Unit: "us",
 			Open: guestFault(true),
 		},
 		{
@@ -100,8 +124,13 @@ func registry() []Row {
 			Name: "idle_8vms", What: "processor share of an idle daemon, 8 VMs attached", Anchor: "none attached", Unit: "% of a core",
 			Goals: []Goal{atMost(1)}, Open: idle,
 		},
-		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQ included", Unit: "KiB", Open: growth(100, 256<<20, makeQPs)},
-		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB", Open: growth(2000, 64<<20, makeMRs)},
+		{Name: "memory_per_vm", What: "daemon's private memory per attached VM, idle", Unit: "KiB", Open: growth(8, 0, 0, makeVMs)},
+		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQs included", Unit: "KiB", Open: growth(100, 2, 256<<20, makeQPs)},
+		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB", Open: growth(2000, 2, 64<<20, makeMRs)},
+		{
+			Name: "start_up", What: "from starting a daemon with 8 VMs until a driver has its device", Anchor: "`vnicd --version`", Unit: "ms",
+			Open: startUp,
+		},
 		{
 			Name: "evpn_100k", What: "100,000 MAC/IP routes of 1,000 hosts, told by a reflector, until all are in the switch's tables", Anchor: "gobgp alone, until it has them", Unit: "s",
 			Open: evpnScale,

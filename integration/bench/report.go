@@ -30,6 +30,7 @@ type machine struct {
 	Load   string `json:"load"` // when the run began
 	Go     string `json:"go"`
 	Commit string `json:"commit,omitempty"`
+	Cycles string `json:"cycles,omitempty"` // why perf does not count them
 }
 
 func thisMachine() machine {
@@ -45,6 +46,9 @@ func thisMachine() machine {
 			m.CPU = strings.TrimSpace(v)
 			break
 		}
+	}
+	if err := cyclesCounted(); err != nil {
+		m.Cycles = err.Error()
 	}
 	if out, err := exec.Command("git", "describe", "--always", "--dirty").Output(); err == nil {
 		m.Commit = strings.TrimSpace(string(out))
@@ -89,6 +93,9 @@ func newReport(path string, out io.Writer) (*report, error) {
 	var load float64
 	if _, err := fmt.Sscan(m.Load, &load); err == nil && load > 0.5 {
 		r.printf("Others use this machine: whatever needs two cores at once is measured too low, and the spread is large.\n")
+	}
+	if m.Cycles != "" {
+		r.printf("No cycles beside the figures, only time: the processors' are not counted here (%s).\n", m.Cycles)
 	}
 	r.printf("\n")
 	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "met?", "spread +-%", "what / anchor")

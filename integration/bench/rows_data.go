@@ -37,11 +37,13 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	at := 0
 	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: make([]abi.SGE, 1), RKey: dmr.RKey()}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, err := x.stream(ctx, d, 8, 1, &wr, func(int) {
-			at = (at + 1) % slots
-			wr.SGL[0], wr.RemoteAddr = smr.SGE(at*size, size), dmr.Addr()+uint64(at*size)
+		return costing([]*lab.Host{x.host}, "KiB", func() (Sample, float64, error) {
+			rate, err := x.stream(ctx, d, 8, 1, &wr, func(int) {
+				at = (at + 1) % slots
+				wr.SGL[0], wr.RemoteAddr = smr.SGE(at*size, size), dmr.Addr()+uint64(at*size)
+			})
+			return Sample{Value: rate * size / giga}, rate * d.Seconds() * size / 1024, err
 		})
-		return Sample{Value: rate * size / giga}, err
 	}
 	m.Anchor = func(_ context.Context, d time.Duration) (Sample, error) {
 		n, start := 0, time.Now()
@@ -139,8 +141,10 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, err := x.stream(ctx, d, depth-depth/8, 32, &wr, nil)
-		return Sample{Value: rate}, err
+		return costing([]*lab.Host{x.host}, "message", func() (Sample, float64, error) {
+			rate, err := x.stream(ctx, d, depth-depth/8, 32, &wr, nil)
+			return Sample{Value: rate}, rate * d.Seconds(), err
+		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		r, err := b.ucx(ctx, "ucp_put_bw", 8, 4_000_000)
@@ -157,7 +161,7 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	x, _, err := connectAs(nodes[0], nodes[1], true)
+	x, _, err := connectAs(nodes[0], nodes[1], depth, true)
 	if err != nil {
 		return m, err
 	}
@@ -256,7 +260,7 @@ const signalled = 4
 
 // remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
 // at the far end. It returns the hosts; the first sends.
-func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), [2]*lab.Host, error) {
+func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), []*lab.Host, error) {
 	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)
 	if err != nil {
 		return nil, hosts, err

@@ -35,9 +35,8 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 	}))
 }
 
-// guestFault is the time of a WRITE of 8 bytes that meets an absent page, from post
-// to completion, which is more than from raise to resume; the anchor is the same
-// WRITE with its page present. far: the page is the responder's.
+// guestFault is the time from raise to resume of the fault of a WRITE of 8 bytes that meets an absent page; far: the page is the responder's.
+// The WRITE's own time, from post to completion, is shown beside it; the anchor is that of one whose page is present.
 func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		h, nodes, err := b.local(ctx, 2, 16<<20)
@@ -92,11 +91,11 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 					}
 					return Sample{Value: median(took)}, nil
 				}
-				_, mean, err := served(ctx, h, writes)
+				f, err := served(ctx, h, writes)
 				if err != nil {
 					return Sample{}, err
 				}
-				return Sample{median(took), map[string]float64{"p99": took[len(took)*99/100], "raise to resume, mean": mean}}, nil
+				return Sample{f.median(), map[string]float64{"mean": f.mean(), "post to completion": median(took), "post to completion, p99": took[len(took)*99/100]}}, nil
 			}
 		}
 		return Meter{Ours: sample(true), Anchor: sample(false)}, nil

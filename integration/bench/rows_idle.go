@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -13,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
 )
 
 // cpuTime is what a process's threads have run, from the scheduler's account.
@@ -115,71 +117,113 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	return Meter{Ours: share(full.Proc), Anchor: share(empty.Proc)}, nil
 }
 
-// growth is what the daemon's private memory grows by per object, when n are made.
-func growth(n int, memory uint64, make func(nodes []*node, n int) (undo func() error, err error)) func(context.Context, *Bench) (Meter, error) {
+// growth is what the private memory of a daemon that has just been started grows by per object, in KiB, when n are made. Of its 8 VMs that
+// many have drivers by then.
+func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, nodes []*node, n int) error) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		h, nodes, err := b.local(ctx, 2, memory)
-		if err != nil {
-			return m, err
-		}
-		m.Ours = func(context.Context, time.Duration) (Sample, error) {
+		m.Ours = func(ctx context.Context, _ time.Duration) (s Sample, err error) {
+			// Another daemon each time: what Go's collector has freed stays resident, and would be taken for less growth.
+			h, err := b.host()
+			if err != nil {
+				return s, err
+			}
+			if err := b.daemon(ctx, h, 0, 8, ""); err != nil {
+				return s, err
+			}
+			nodes, err := b.attach(h, 0, attached, memory)
+			if err != nil {
+				return s, err
+			}
 			before, err := privateMemory(h.Proc)
 			if err != nil {
-				return Sample{}, err
+				return s, err
 			}
-			undo, err := make(nodes, n)
-			if err != nil {
-				return Sample{}, err
+			if err := create(b, h, nodes, n); err != nil {
+				return s, err
 			}
 			after, err := privateMemory(h.Proc)
 			if err != nil {
-				return Sample{}, err
+				return s, err
 			}
-			return Sample{Value: (after - before) / float64(n) / 1024}, undo()
+			return Sample{Value: (after - before) / float64(n) / 1024}, b.stop(ctx, h)
 		}
 		return m, nil
 	}
 }
 
-func makeQPs(nodes []*node, n int) (func() error, error) {
-	var ends []*end
-	for range n {
-		x, y, err := connect(nodes[0], nodes[1])
-		if err != nil {
-			return nil, err
-		}
-		ends = append(ends, x, y)
-	}
-	return func() error {
-		for _, e := range ends {
-			if err := errors.Join(e.qp.Destroy(), e.cq.Destroy()); err != nil {
-				return err
-			}
-		}
-		return nil
-	}, nil
+func makeVMs(b *Bench, h *lab.Host, nodes []*node, n int) error {
+	_, err := b.attach(h, len(nodes), n, 16<<20)
+	return err
 }
 
-func makeMRs(nodes []*node, n int) (func() error, error) {
+func makeQPs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
+	for range n {
+		if _, _, err := connect(nodes[0], nodes[1]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func makeMRs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
 	buf, err := nodes[0].Alloc(1 << 20)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	var mrs []*guestdrv.MR
 	for range n {
-		mr, err := nodes[0].pd.Register(buf, allAccess)
-		if err != nil {
-			return nil, err
+		if _, err := nodes[0].pd.Register(buf, allAccess); err != nil {
+			return err
 		}
-		mrs = append(mrs, mr)
 	}
-	return func() error {
-		for _, mr := range mrs {
-			if err := mr.Deregister(); err != nil {
-				return err
+	return nil
+}
+
+// startUp is the time from starting a daemon with 8 VMs until one of their drivers has its device; the anchor is a process that prints its version.
+func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
+	h, err := b.host()
+	if err != nil {
+		return m, err
+	}
+	if err := b.daemon(ctx, h, 0, 8, ""); err != nil {
+		return m, err
+	}
+	if err := b.stop(ctx, h); err != nil {
+		return m, err
+	}
+	m.Ours = func(ctx context.Context, _ time.Duration) (Sample, error) {
+		start := time.Now()
+		p, err := h.Launch()
+		if err != nil {
+			return Sample{}, err
+		}
+		defer p.Kill()
+		for {
+			c, err := net.Dial("unix", hcaSocket(h, 7))
+			if err == nil {
+				if err := c.Close(); err != nil {
+					return Sample{}, err
+				}
+				break
+			}
+			select {
+			case <-p.Done():
+				return Sample{}, fmt.Errorf("vnicd ended: %s", p.LogTail())
+			case <-ctx.Done():
+				return Sample{}, ctx.Err()
+			case <-time.After(100 * time.Microsecond):
 			}
 		}
-		buf.Free()
-		return nil
-	}, nil
+		d, err := guestdrv.Open(hcaSocket(h, 0), guestdrv.Config{Memory: 16 << 20})
+		if err != nil {
+			return Sample{}, err
+		}
+		s := Sample{Value: float64(time.Since(start)) / 1e6}
+		return s, errors.Join(d.Close(), p.Stop(ctx))
+	}
+	m.Anchor = func(ctx context.Context, _ time.Duration) (Sample, error) {
+		start := time.Now()
+		_, err := h.CLI(ctx, "--version")
+		return Sample{Value: float64(time.Since(start)) / 1e6}, err
+	}
+	return m, nil
 }

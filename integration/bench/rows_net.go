@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -9,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -21,7 +24,7 @@ func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
 // tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the short path (by default) and
 // what it needs over IPv6.
-func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host, err error) {
+func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
 			return netip.MustParseAddr(fmt.Sprintf("fd01::%d", i+1))
@@ -35,10 +38,8 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts [2]*lab.Host
 	if !short {
 		way = "short-path: false\n"
 	}
-	for i := range hosts {
-		if hosts[i], err = b.host(); err != nil {
-			return
-		}
+	if hosts, err = b.hosts(2); err != nil {
+		return
 	}
 	if err = harness.AddVeth(hosts[0].NS, "ul", hosts[1].NS, "ul", 1500); err != nil {
 		return
@@ -70,7 +71,7 @@ type transfer struct {
 // both measures the same by our addresses and by the kernel's. Beside the rates it shows what the processors ran for each packet (or whatever the
 // unit is) that came through: our daemons alone, and all that the path needs, iperf3 at both ends with what the kernel does in
 // its name and, for ours, the daemons. Unlike rates these hardly depend on who else uses the machine.
-func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer, error)) Meter {
+func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer, error)) Meter {
 	measure := func(ctx context.Context, who, addr string, d time.Duration) (Sample, error) {
 		before, err := ran(hosts)
 		if err != nil {
@@ -104,7 +105,7 @@ func both(hosts [2]*lab.Host, unit string, f func(ctx context.Context, addr stri
 }
 
 // ran is what the hosts' daemons have run.
-func ran(hosts [2]*lab.Host) (sum time.Duration, err error) {
+func ran(hosts []*lab.Host) (sum time.Duration, err error) {
 	for _, h := range hosts {
 		t, err := cpuTime(h.Proc)
 		if err != nil {
@@ -115,22 +116,43 @@ func ran(hosts [2]*lab.Host) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// costing adds to a sample what the hosts' daemons have run for each of so many units.
-func costing(hosts [2]*lab.Host, unit string, f func() (Sample, float64, error)) (Sample, error) {
+// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and cycles where perf counts them.
+func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
+	var cycles counter
+	if cyclesCounted() == nil {
+		var pids []int
+		for _, h := range hosts {
+			pids = append(pids, h.Proc.PID())
+		}
+		if cycles, err = newCounter(unix.PERF_TYPE_HARDWARE, unix.PERF_COUNT_HW_CPU_CYCLES, pids...); err != nil {
+			return s, err
+		}
+		defer func() { err = errors.Join(err, cycles.close()) }()
+	}
 	before, err := ran(hosts)
 	if err != nil {
-		return Sample{}, err
+		return s, err
 	}
 	s, n, err := f()
 	if err != nil {
 		return s, err
 	}
 	after, err := ran(hosts)
+	if err != nil {
+		return s, err
+	}
 	if s.Extra == nil {
 		s.Extra = map[string]float64{}
 	}
 	s.Extra["daemons, ns/"+unit] = float64(after-before) / n
-	return s, err
+	if cycles != nil {
+		counted, err := cycles.read()
+		if err != nil {
+			return s, err
+		}
+		s.Extra["daemons, cycles/"+unit] = float64(counted) / n
+	}
+	return s, nil
 }
 
 // hostTCP is one connection of iperf3.

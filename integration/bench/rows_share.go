@@ -2,12 +2,20 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"runtime"
+	"runtime/debug"
 	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/integration/lab"
 )
 
 // demand is a stream of WRITEs that its owner keeps going by calling feed, so that one
@@ -30,15 +38,23 @@ func newDemand(x, y *node, message, memory, window int) (*demand, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &demand{end: e, message: message, window: window, slots: memory / message}
-	if _, d.src, err = x.region(memory); err != nil {
+	_, src, err := x.region(memory)
+	if err != nil {
 		return nil, err
 	}
-	if _, d.dst, err = y.region(memory); err != nil {
+	_, dst, err := y.region(memory)
+	if err != nil {
 		return nil, err
 	}
-	d.wr = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: make([]abi.SGE, 1), RKey: d.dst.RKey()}
-	return d, nil
+	return demandOf(e, src, dst, message, window), nil
+}
+
+// demandOf is e's stream of messages from src to dst, all over both, which are equally large.
+func demandOf(e *end, src, dst *guestdrv.MR, message, window int) *demand {
+	return &demand{
+		end: e, src: src, dst: dst, message: message, window: window, slots: int(src.Len()) / message,
+		wr: guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: make([]abi.SGE, 1), RKey: dst.RKey()},
+	}
 }
 
 // feed takes completions and posts as many requests again.
@@ -132,6 +148,89 @@ func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, erro
 		}
 		return m, nil
 	}
+}
+
+// collectedLatency is the 99.9th percentile of the latency between two VMs while the daemon is asked for its metrics all the time, of which
+// it makes garbage. That is collected some fifty times as often as by default; the anchor is a daemon that never collects it.
+func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
+	open := func(collects bool) (func(context.Context, time.Duration) (Sample, error), error) {
+		h, err := b.host()
+		if err != nil {
+			return nil, err
+		}
+		config := "networks: [{name: blue, vni: 100}]\n"
+		if b.profiles == "" {
+			config += fmt.Sprintf("monitoring: {listen: %q}\n", monitoringSocket(h))
+		}
+		h.Env = []string{"GOGC=off"}
+		if collects {
+			h.Env = []string{"GOGC=2"}
+		}
+		if err := b.daemon(ctx, h, 0, 2, config); err != nil {
+			return nil, err
+		}
+		nodes, err := b.attach(h, 0, 2, 16<<20)
+		if err != nil {
+			return nil, err
+		}
+		x, y, err := connect(nodes[0], nodes[1])
+		if err != nil {
+			return nil, err
+		}
+		bounce, err := pingPong(nodes, x, y, nil)
+		if err != nil {
+			return nil, err
+		}
+		return func(ctx context.Context, d time.Duration) (Sample, error) {
+			// What this process collects is not the daemon's.
+			defer debug.SetGCPercent(debug.SetGCPercent(-1))
+			before, err := collections(ctx, h)
+			if err != nil {
+				return Sample{}, err
+			}
+			var asking sync.WaitGroup
+			var stop atomic.Bool
+			var askErr error
+			asking.Go(func() {
+				for ; !stop.Load() && askErr == nil; time.Sleep(5 * time.Millisecond) { // which leaves the processors to the two at work
+					_, askErr = get(ctx, monitoringSocket(h), "/metrics")
+				}
+			})
+			s, err := bounce(ctx, d)
+			stop.Store(true)
+			asking.Wait()
+			if err = errors.Join(err, askErr); err != nil {
+				return s, err
+			}
+			after, err := collections(ctx, h)
+			if err == nil && (after > before) != collects {
+				err = fmt.Errorf("%v collections, expected some: %v", after-before, collects)
+			}
+			value := s.Extra["p99.9"]
+			if !collects {
+				return Sample{Value: value}, err
+			}
+			return Sample{value, map[string]float64{"collections/s": (after - before) / d.Seconds(), "median": s.Value, "max": s.Extra["max"]}}, err
+		}, nil
+	}
+	if m.Ours, err = open(true); err == nil {
+		m.Anchor, err = open(false)
+	}
+	return m, err
+}
+
+// collections is how often a daemon has collected garbage.
+func collections(ctx context.Context, h *lab.Host) (float64, error) {
+	metrics, err := get(ctx, monitoringSocket(h), "/metrics")
+	if err != nil {
+		return 0, err
+	}
+	for l := range strings.Lines(string(metrics)) {
+		if n, ok := strings.CutPrefix(l, "go_gc_duration_seconds_count "); ok {
+			return strconv.ParseFloat(strings.TrimSpace(n), 64)
+		}
+	}
+	return 0, fmt.Errorf("%s: no go_gc_duration_seconds_count among the metrics", h.Name)
 }
 
 // fairShares has 8 VMs ask for more than an eighth of the engine each, with 1, 1, 2, 2, 4,

@@ -4,54 +4,139 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"math"
+	"net/netip"
 	"os"
 	"time"
 
 	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/translate"
 )
+
+// guestAddr is VM i's address of eth0.
+func guestAddr(i int) string { return fmt.Sprintf("10.0.0.%d/24", i+1) }
+
+// guests boots n VMs with our kernel module, each on a host with a vnicd of its own. n is 1, or 2, which an
+// underlay joins. Images and module are built first if need be.
+func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qemu.Machine, err error) {
+	l, err := lab.New(context.WithoutCancel(ctx), os.Stderr, true)
+	if err != nil {
+		return nil, nil, err
+	}
+	b.Add(l.Run)
+	for i := range n {
+		h, err := l.Host(fmt.Sprintf("g%d", i+1))
+		if err != nil {
+			return nil, nil, err
+		}
+		hosts = append(hosts, h)
+	}
+	vtep := func(int) string { return "" }
+	if n == 2 {
+		addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
+		if err := l.Underlay(hosts[0], netip.PrefixFrom(addr(0), 24), hosts[1], netip.PrefixFrom(addr(1), 24), 1500); err != nil {
+			return nil, nil, err
+		}
+		vtep = func(i int) string {
+			return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", addr(i), addr(1-i))
+		}
+	}
+	var cfgs []qemu.Config
+	for i, h := range hosts {
+		if err := b.daemon(ctx, h, i, 1, vtep(i)); err != nil {
+			return nil, nil, err
+		}
+		cfg, err := h.Config(ctx, lab.VM{Name: vmName(i), MAC: vmMAC(i), Addr: guestAddr(i), CPUs: 3 - n})
+		if err != nil {
+			return nil, nil, err
+		}
+		cfgs = append(cfgs, cfg)
+	}
+	if vms, err = l.Boot(ctx, cfgs...); err != nil {
+		return nil, nil, err
+	}
+	for _, vm := range vms {
+		if err := lab.LoadModule(ctx, vm); err != nil {
+			return nil, nil, err
+		}
+	}
+	return hosts, vms, nil
+}
+
+// perftest is what a program of perftest tells of two VMs on two hosts; the anchor is the same program over rxe in the same VMs, with our module
+// unloaded: while it is there, RoCE is the HCA's.
+func perftest(value func(out string) (float64, error), program string, opts ...string) func(context.Context, *Bench) (Meter, error) {
+	return func(ctx context.Context, b *Bench) (m Meter, err error) {
+		_, vms, err := b.guests(ctx, 2)
+		if err != nil {
+			return m, err
+		}
+		const rxe = "rxe0"
+		for _, vm := range vms {
+			if err := harness.AddRXE(ctx, vm, rxe, "eth0"); err != nil {
+				return m, err
+			}
+		}
+		loaded := true
+		by := func(device string) func(context.Context, time.Duration) (Sample, error) {
+			return func(ctx context.Context, _ time.Duration) (s Sample, err error) {
+				load := device == lab.Device
+				var ends [2]lab.End
+				for i, vm := range vms {
+					switch {
+					case load && !loaded:
+						err = lab.LoadModule(ctx, vm)
+					case loaded && !load:
+						_, err = vm.Run(ctx, "rmmod vnicd")
+					}
+					if err != nil {
+						return s, err
+					}
+					if err := lab.WaitRDMA(ctx, vm, device); err != nil {
+						return s, err
+					}
+					if ends[i], err = lab.NewEnd(ctx, vm, device, guestAddr(i)); err != nil {
+						return s, err
+					}
+				}
+				loaded = load
+				out, err := lab.Perftest(ctx, ends[0], ends[1], program, opts...)
+				if err != nil {
+					return s, err
+				}
+				s.Value, err = value(out)
+				return s, err
+			}
+		}
+		return Meter{Ours: by(lab.Device), Anchor: by(rxe)}, nil
+	}
+}
 
 // guestFaultVM is the mean time of a guest fault whose driver is the kernel module in
 // a VM, from raise to RESUME_FAULT, as the device counts it: perftest writes from and to
-// fresh on-demand buffers, 4 MiB each. Images and module are built first if need be.
+// fresh on-demand buffers, 4 MiB each.
 func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
-	l, err := lab.New(context.WithoutCancel(ctx), os.Stderr, true)
+	hosts, vms, err := b.guests(ctx, 1)
 	if err != nil {
-		return m, err
-	}
-	b.Add(l.Run)
-	h, err := l.Host("bench")
-	if err != nil {
-		return m, err
-	}
-	if err := b.daemon(ctx, h, 0, 1, ""); err != nil {
-		return m, err
-	}
-	v := lab.VM{Name: vmName(0), MAC: vmMAC(0), Addr: "10.0.0.1/24", CPUs: 2}
-	cfg, err := h.Config(ctx, v)
-	if err != nil {
-		return m, err
-	}
-	vms, err := l.Boot(ctx, cfg)
-	if err != nil {
-		return m, err
-	}
-	if err := lab.LoadModule(ctx, vms[0]); err != nil {
 		return m, err
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		end, err := lab.NewEnd(ctx, vms[0], lab.Device, v.Addr)
+		end, err := lab.NewEnd(ctx, vms[0], lab.Device, guestAddr(0))
 		if err != nil {
 			return Sample{}, err
 		}
-		n, mean, err := served(ctx, h, func() error {
+		f, err := served(ctx, hosts[0], func() error {
 			for stop := time.Now().Add(d); ; {
 				if err := writeOnDemand(ctx, end); err != nil || time.Now().After(stop) {
 					return err
 				}
 			}
 		})
-		return Sample{mean, map[string]float64{"faults": float64(n)}}, err
+		return Sample{f.mean(), map[string]float64{"faults": float64(f.n)}}, err
 	}
 	return m, nil
 }
@@ -61,42 +146,71 @@ func writeOnDemand(ctx context.Context, end lab.End) error {
 	return err
 }
 
-// served runs f and returns how many guest faults the VMs' drivers answered meanwhile, at least one, and their mean time from raise to resume, us.
-func served(ctx context.Context, h *lab.Host, f func() error) (n uint64, mean float64, err error) {
-	n0, sum0, err := guestFaults(ctx, h)
-	if err != nil {
-		return 0, 0, err
-	}
-	if err := f(); err != nil {
-		return 0, 0, err
-	}
-	n, sum, err := guestFaults(ctx, h)
-	if err != nil {
-		return 0, 0, err
-	}
-	if n -= n0; n == 0 {
-		return 0, 0, errors.New("no page fault occurred")
-	}
-	return n, float64((sum - sum0).Nanoseconds()) / float64(n) / 1e3, nil
+// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts them.
+type faults struct {
+	n       uint64
+	sum     time.Duration
+	buckets []uint64 // as in hca.FaultQueue
 }
 
-// guestFaults is how many guest faults the VMs' drivers have answered, and the sum of
-// their times from raise to resume.
-func guestFaults(ctx context.Context, h *lab.Host) (n uint64, sum time.Duration, err error) {
+// mean is in us.
+func (f *faults) mean() float64 { return float64(f.sum.Nanoseconds()) / float64(f.n) / 1e3 }
+
+// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's histogram_quantile does.
+func (f *faults) median() float64 {
+	below := 0.0
+	for i, n := range f.buckets {
+		if rank := float64(f.n) / 2; n > 0 && below+float64(n) >= rank {
+			low, high := float64(uint64(1)<<i>>1), float64(uint64(1)<<i)
+			return low + (high-low)*(rank-below)/float64(n)
+		}
+		below += float64(n)
+	}
+	return math.NaN()
+}
+
+// served runs f and returns the guest faults that were answered meanwhile, at least one.
+func served(ctx context.Context, h *lab.Host, f func() error) (now faults, err error) {
+	before, err := guestFaults(ctx, h)
+	if err != nil {
+		return now, err
+	}
+	if err := f(); err != nil {
+		return now, err
+	}
+	if now, err = guestFaults(ctx, h); err != nil {
+		return now, err
+	}
+	now.n, now.sum = now.n-before.n, now.sum-before.sum
+	for i, n := range before.buckets {
+		now.buckets[i] -= n
+	}
+	if now.n == 0 {
+		return now, errors.New("no page fault occurred")
+	}
+	return now, nil
+}
+
+// guestFaults are those of all VMs so far.
+func guestFaults(ctx context.Context, h *lab.Host) (f faults, err error) {
 	out, err := h.CLI(ctx, "status", "-j")
 	if err != nil {
-		return 0, 0, err
+		return f, err
 	}
 	var s struct {
 		VMs []struct{ HCA hca.Status }
 	}
 	if err := json.Unmarshal([]byte(out), &s); err != nil {
-		return 0, 0, err
+		return f, err
 	}
+	f.buckets = make([]uint64, translate.HistogramBuckets)
 	for i := range s.VMs {
-		f := s.VMs[i].HCA.Faults.Guest
-		k := f.Resumed + f.Failed
-		n, sum = n+k, sum+f.Mean*time.Duration(k)
+		q := &s.VMs[i].HCA.Faults.Guest
+		f.sum += q.Sum
+		for k, n := range q.Buckets {
+			f.buckets[k] += n
+			f.n += n
+		}
 	}
-	return n, sum, nil
+	return f, nil
 }

@@ -49,6 +49,8 @@ func newBench(o options) (*Bench, error) {
 
 func vmName(i int) string { return fmt.Sprintf("vm%d", i) }
 
+func hcaSocket(h *lab.Host, i int) string { return filepath.Join(h.Dir, vmName(i)+".hca") }
+
 func vmMAC(i int) string { return fmt.Sprintf("02:00:00:00:01:%02x", i) }
 
 // daemon starts a vnicd with one engine that serves VMs first..first+n-1 on one
@@ -71,6 +73,17 @@ func (b *Bench) host() (*lab.Host, error) {
 	return b.Host(fmt.Sprintf("h%d", b.count))
 }
 
+func (b *Bench) hosts(n int) (hosts []*lab.Host, err error) {
+	for range n {
+		h, err := b.host()
+		if err != nil {
+			return nil, err
+		}
+		hosts = append(hosts, h)
+	}
+	return hosts, nil
+}
+
 // local is one daemon with n VMs and a driver connected to each.
 func (b *Bench) local(ctx context.Context, n int, memory uint64) (*lab.Host, []*node, error) {
 	h, err := b.host()
@@ -80,15 +93,21 @@ func (b *Bench) local(ctx context.Context, n int, memory uint64) (*lab.Host, []*
 	if err := b.daemon(ctx, h, 0, n, ""); err != nil {
 		return nil, nil, err
 	}
+	nodes, err := b.attach(h, 0, n, memory)
+	return h, nodes, err
+}
+
+// attach connects drivers to VMs first..first+n-1.
+func (b *Bench) attach(h *lab.Host, first, n int, memory uint64) ([]*node, error) {
 	var nodes []*node
 	for i := range n {
-		nd, err := b.open(h, i, memory)
+		nd, err := b.open(h, first+i, memory)
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		nodes = append(nodes, nd)
 	}
-	return h, nodes, nil
+	return nodes, nil
 }
 
 // localPair is local with a connection between the first two VMs.
@@ -104,12 +123,10 @@ func kernelAddr(i int) string { return fmt.Sprintf("10.99.0.%d", i+1) }
 
 // remote is two daemons with a VM each, joined by a veth pair of that MTU, over which
 // goes a VXLAN of the kernel's, too.
-func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts [2]*lab.Host, nodes [2]*node, err error) {
+func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*lab.Host, nodes [2]*node, err error) {
 	addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
-	for i := range hosts {
-		if hosts[i], err = b.host(); err != nil {
-			return
-		}
+	if hosts, err = b.hosts(2); err != nil {
+		return
 	}
 	if err = harness.AddVeth(hosts[0].NS, "ul", hosts[1].NS, "ul", mtu); err != nil {
 		return
@@ -137,17 +154,18 @@ func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts [2]*l
 // node is a driver connected to VM i's HCA.
 type node struct {
 	*guestdrv.Device
+	host *lab.Host
 	path guestdrv.Path
 	pd   *guestdrv.PD
 }
 
 func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
-	d, err := guestdrv.Open(filepath.Join(h.Dir, vmName(i)+".hca"), guestdrv.Config{Memory: memory})
+	d, err := guestdrv.Open(hcaSocket(h, i), guestdrv.Config{Memory: memory})
 	if err != nil {
 		return nil, err
 	}
 	b.Add(func() { _ = d.Close() })
-	n := &node{Device: d, path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
+	n := &node{Device: d, host: h, path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
 	if err := d.SetGID(0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}
@@ -182,10 +200,10 @@ type end struct {
 const depth = 256 // work requests of a queue
 
 // connect makes a connected pair of RC QPs of processes.
-func connect(x, y *node) (a, b *end, err error) { return connectAs(x, y, false) }
+func connect(x, y *node) (a, b *end, err error) { return connectAs(x, y, depth, false) }
 
-// connectAs is connect; privileged ones are a kernel's (RA-2).
-func connectAs(x, y *node, privileged bool) (a, b *end, err error) {
+// connectAs is connect for queues of so many work requests; privileged ones are a kernel's (RA-2).
+func connectAs(x, y *node, depth int, privileged bool) (a, b *end, err error) {
 	var ends [2]*end
 	for i, n := range []*node{x, y} {
 		e := &end{node: n}

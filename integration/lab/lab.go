@@ -66,6 +66,8 @@ type Host struct {
 	// Dir holds configuration, sockets and log.
 	Dir  string
 	Proc *harness.Process
+	// Env is added to vnicd's environment, unless there is a Manager.
+	Env []string
 	// Group, if set before Start and Config, bounds the memory of vnicd and of the VMs.
 	Group *harness.MemoryGroup
 	// Manager, if set before Start, keeps what vnicd leaves to the next vnicd.
@@ -111,14 +113,18 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 	return h.Start(ctx)
 }
 
-// Start starts vnicd with the configuration that Run wrote.
-func (h *Host) Start(ctx context.Context) error {
+// Launch starts vnicd with the configuration that Run wrote and waits for nothing. The process is the caller's.
+func (h *Host) Launch() (*harness.Process, error) {
 	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug"}
-	start := func() (*harness.Process, error) { return h.NS.Start(log, nil, argv...) }
 	if h.Manager != nil {
-		start = func() (*harness.Process, error) { return h.Manager.Start(h.NS, log, argv...) }
+		return h.Manager.Start(h.NS, log, argv...)
 	}
-	p, err := start()
+	return h.NS.Start(log, h.Env, argv...)
+}
+
+// Start is Launch, and returns when the daemon answers.
+func (h *Host) Start(ctx context.Context) error {
+	p, err := h.Launch()
 	if err != nil {
 		return err
 	}

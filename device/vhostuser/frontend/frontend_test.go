@@ -32,6 +32,40 @@ func newMemory(t testing.TB, ranges ...Range) *Memory {
 	return m
 }
 
+// TestSparse allocates far more than it touches: memory comes with the first touch, also where it has been in use before.
+func TestSparse(t *testing.T) {
+	const size = 1 << 40
+	m := newMemory(t, Range{PA: 1 << 42, Size: size})
+	resident := func() int64 {
+		t.Helper()
+		var st unix.Stat_t
+		if err := unix.Fstat(m.FD(), &st); err != nil {
+			t.Fatal(err)
+		}
+		return st.Blocks * 512
+	}
+	small, err := m.Alloc(pageSize, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := m.Bytes(small, pageSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[7] = 0xaa
+	m.Free(small, pageSize)
+	all, err := m.Alloc(size, 1)
+	if err != nil || all != small {
+		t.Fatalf("%v, %v", all, err)
+	}
+	if b[7] != 0 {
+		t.Error("memory that was used is not cleared")
+	}
+	if n := resident(); n > 4<<20 { // one huge page, or two
+		t.Errorf("%d bytes are resident", n)
+	}
+}
+
 // TestAllocator compares the allocator with a map of bytes.
 func TestAllocator(t *testing.T) {
 	// Two ranges that touch: nothing may span them.

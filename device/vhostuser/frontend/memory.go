@@ -42,6 +42,7 @@ type Memory struct {
 type region struct {
 	vhostuser.Region
 	data []byte
+	used uint64 // bytes up to the end of what has ever been allocated: those beyond are zero, and need no memory yet
 }
 
 // NewMemory makes a memory with the given ranges (multiples of 4096, apart from
@@ -138,11 +139,9 @@ func (m *Memory) Alloc(n, align int) (translate.PA, error) {
 		if skip > f.Size || f.Size-skip < uint64(n) {
 			continue
 		}
-		b, err := m.Bytes(pa, n)
-		if err != nil {
+		if err := m.zero(pa, n); err != nil {
 			return 0, err
 		}
-		clear(b)
 		rest := Range{PA: pa + translate.PA(n), Size: f.Size - skip - uint64(n)}
 		var put []Range
 		if skip > 0 {
@@ -155,6 +154,24 @@ func (m *Memory) Alloc(n, align int) (translate.PA, error) {
 		return pa, nil
 	}
 	return 0, fmt.Errorf("%w: %d bytes aligned to %d", ErrNoMemory, n, align)
+}
+
+// zero clears what has been used of the n bytes at pa, so that memory which nobody has touched stays sparse.
+func (m *Memory) zero(pa translate.PA, n int) error {
+	b, err := m.Bytes(pa, n)
+	if err != nil {
+		return err
+	}
+	for i := range m.regions {
+		r := &m.regions[i]
+		if off := uint64(pa) - r.GuestPA; uint64(pa) >= r.GuestPA && off < r.Size {
+			if r.used > off {
+				clear(b[:min(uint64(n), r.used-off)])
+			}
+			r.used = max(r.used, off+uint64(n))
+		}
+	}
+	return nil
 }
 
 // Free gives back what Alloc gave: pa and n as they were.

@@ -1,0 +1,130 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// manyQPs is the rate of WRITEs of 8 bytes by 1,000 QPs that one thread feeds in turn, each with what it has room for; the anchor is one QP.
+// What 10 and 100 QPs reach is shown beside it.
+func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
+	const most, queue, message = 1000, 32, 8
+	_, nodes, err := b.local(ctx, 2, 256<<20)
+	if err != nil {
+		return m, err
+	}
+	_, src, err := nodes[0].region(pageSize)
+	if err != nil {
+		return m, err
+	}
+	_, dst, err := nodes[1].region(pageSize)
+	if err != nil {
+		return m, err
+	}
+	var all []*demand
+	for range most {
+		e, _, err := connectAs(nodes[0], nodes[1], queue, false)
+		if err != nil {
+			return m, err
+		}
+		all = append(all, demandOf(e, src, dst, message, queue))
+	}
+	rate := func(ctx context.Context, n int, d time.Duration) (float64, error) {
+		served, err := feedAll(ctx, all[:n], d, nothing)
+		sum := 0.0
+		for _, s := range served {
+			if s == 0 && err == nil {
+				err = errors.New("a queue pair was not served")
+			}
+			sum += s
+		}
+		return sum / d.Seconds(), err
+	}
+	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
+		s.Extra = map[string]float64{}
+		for _, n := range []int{10, 100} {
+			if s.Extra[fmt.Sprintf("%d QPs", n)], err = rate(ctx, n, d/2); err != nil {
+				return s, err
+			}
+		}
+		s.Value, err = rate(ctx, most, d)
+		return s, err
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		v, err := rate(ctx, 1, d)
+		return Sample{Value: v}, err
+	}
+	return m, nil
+}
+
+// muchMemory is the rate of WRITEs of 8 bytes to 256 pages all over a region of 64 GiB; the anchor's region has 1 MiB, which are as many.
+// What one of 1 GiB reaches is shown beside it. The regions page on demand, in a VM that has that much memory; only those pages of it are touched.
+func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
+	const small, middle, large, touched = 1 << 20, 1 << 30, 64 << 30, 256
+	_, nodes, err := b.local(ctx, 1, large+middle+small+16<<20)
+	if err != nil {
+		return m, err
+	}
+	n := nodes[0]
+	x, _, err := connect(n, n)
+	if err != nil {
+		return m, err
+	}
+	_, src, err := n.region(pageSize)
+	if err != nil {
+		return m, err
+	}
+	writes := func(size int) (func(context.Context, time.Duration) (float64, error), error) {
+		buf, err := n.Alloc(size)
+		if err != nil {
+			return nil, err
+		}
+		dst, err := n.pd.RegisterOnDemand(onDemand, uint64(size), allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+			for i := range pas {
+				pas[i] = buf.PA() + f.VA - onDemand + uint64(i*pageSize)
+			}
+			return nil
+		}))
+		if err != nil {
+			return nil, fmt.Errorf("region of %d bytes: %w", size, err)
+		}
+		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{src.SGE(0, 8)}, RKey: dst.RKey()}
+		at, stride := uint64(0), uint64(size/touched)
+		return func(ctx context.Context, d time.Duration) (float64, error) {
+			return x.stream(ctx, d, depth-depth/8, 32, &wr, func(int) {
+				at = (at + 97) % touched
+				wr.RemoteAddr = dst.Addr() + at*stride
+			})
+		}, nil
+	}
+	toSmall, err := writes(small)
+	if err != nil {
+		return m, err
+	}
+	toMiddle, err := writes(middle)
+	if err != nil {
+		return m, err
+	}
+	toLarge, err := writes(large)
+	if err != nil {
+		return m, err
+	}
+	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
+		s.Extra = map[string]float64{}
+		if s.Extra["1 GiB"], err = toMiddle(ctx, d/2); err != nil {
+			return s, err
+		}
+		s.Value, err = toLarge(ctx, d)
+		return s, err
+	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
+		v, err := toSmall(ctx, d)
+		return Sample{Value: v}, err
+	}
+	return m, nil
+}

@@ -160,11 +160,10 @@ func TestOffloads(t *testing.T) {
 			a.Ping("10.0.0.2")
 			w := watchWire(t, a, "under")
 			b.Start("iperf3", "-s")
-			waitListen(t, b, 5201)
 			for _, to := range []string{"10.0.0.2", "fd00::2"} {
 				for _, dir := range [][]string{nil, {"-R"}} {
-					out := a.MustExec("iperf3", append([]string{"-c", to, "-n16M", "-J"}, dir...)...)
-					t.Logf("TCP %s %v: %.0f Mbit/s", to, dir, bitsPerSecond(t, out)/1e6)
+					r := runIperf(t, a, to, append(dir, "-n16M")...)
+					t.Logf("TCP %s %v: %.0f Mbit/s", to, dir, bitsPerSecond(t, r)/1e6)
 				}
 			}
 			datagrams(t, a, b)

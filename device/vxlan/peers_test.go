@@ -88,9 +88,8 @@ func TestOpenVSwitchPeer(t *testing.T) {
 			a.Ping("fd00::2")
 			b.Ping("fd00::1")
 			b.Start("iperf3", "-s")
-			waitListen(t, b, 5201)
 			for _, dir := range [][]string{nil, {"-R"}, {"-u", "-b10M", "-l1200"}} {
-				a.MustExec("iperf3", append([]string{"-c", "10.0.0.2", "-n4M", "-J"}, dir...)...)
+				runIperf(t, a, "10.0.0.2", append(dir, "-n4M")...)
 			}
 			nstest.Pair(guest, b, "guest", u.inner())
 			guest.NoOffload("guest")

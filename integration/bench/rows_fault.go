@@ -2,6 +2,9 @@ package main
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
+	"math"
 	"os"
 	"runtime"
 	"slices"
@@ -12,7 +15,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/translate"
 )
 
 const (
@@ -268,4 +274,73 @@ func apart(daemon int, f func() (float64, error)) (rate float64, spent time.Dura
 		}
 	}
 	return rate, spent - engine, err
+}
+
+// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts them.
+type faults struct {
+	n       uint64
+	sum     time.Duration
+	buckets []uint64 // as in hca.FaultQueue
+}
+
+// mean is in us.
+func (f *faults) mean() float64 { return float64(f.sum.Nanoseconds()) / float64(f.n) / 1e3 }
+
+// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's histogram_quantile does.
+func (f *faults) median() float64 {
+	below := 0.0
+	for i, n := range f.buckets {
+		if rank := float64(f.n) / 2; n > 0 && below+float64(n) >= rank {
+			low, high := float64(uint64(1)<<i>>1), float64(uint64(1)<<i)
+			return low + (high-low)*(rank-below)/float64(n)
+		}
+		below += float64(n)
+	}
+	return math.NaN()
+}
+
+// served runs f and returns the guest faults that were answered meanwhile, at least one.
+func served(ctx context.Context, h *lab.Host, f func() error) (now faults, err error) {
+	before, err := guestFaults(ctx, h)
+	if err != nil {
+		return now, err
+	}
+	if err := f(); err != nil {
+		return now, err
+	}
+	if now, err = guestFaults(ctx, h); err != nil {
+		return now, err
+	}
+	now.n, now.sum = now.n-before.n, now.sum-before.sum
+	for i, n := range before.buckets {
+		now.buckets[i] -= n
+	}
+	if now.n == 0 {
+		return now, errors.New("no page fault occurred")
+	}
+	return now, nil
+}
+
+// guestFaults are those of all VMs so far.
+func guestFaults(ctx context.Context, h *lab.Host) (f faults, err error) {
+	out, err := h.CLI(ctx, "status", "-j")
+	if err != nil {
+		return f, err
+	}
+	var s struct {
+		VMs []struct{ HCA hca.Status }
+	}
+	if err := json.Unmarshal([]byte(out), &s); err != nil {
+		return f, err
+	}
+	f.buckets = make([]uint64, translate.HistogramBuckets)
+	for i := range s.VMs {
+		q := &s.VMs[i].HCA.Faults.Guest
+		f.sum += q.Sum
+		for k, n := range q.Buckets {
+			f.buckets[k] += n
+			f.n += n
+		}
+	}
+	return f, nil
 }

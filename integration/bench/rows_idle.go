@@ -5,10 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/vnicd/vnicd/device/abi"
@@ -16,56 +12,6 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
 )
-
-// cpuTime is what a process's threads have run, from the scheduler's account.
-func cpuTime(p *harness.Process) (sum time.Duration, err error) {
-	threads, err := threadTimes(p.PID())
-	for _, t := range threads {
-		sum += t
-	}
-	return sum, err
-}
-
-// threadTimes is what each thread of a process has run, by thread.
-func threadTimes(pid int) (map[int]time.Duration, error) {
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
-	if err != nil || len(files) == 0 {
-		return nil, fmt.Errorf("process %d has no threads: %w", pid, err)
-	}
-	times := map[int]time.Duration{}
-	for _, f := range files {
-		b, err := os.ReadFile(f)
-		if err != nil {
-			continue // a thread that has ended
-		}
-		tid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", f, err)
-		}
-		ns, _, _ := strings.Cut(string(b), " ")
-		n, err := strconv.ParseInt(ns, 10, 64)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", f, err)
-		}
-		times[tid] = time.Duration(n)
-	}
-	return times, nil
-}
-
-// privateMemory is a process's anonymous resident memory in bytes: not its guests'.
-func privateMemory(p *harness.Process) (float64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.PID()))
-	if err != nil {
-		return 0, err
-	}
-	for l := range strings.Lines(string(b)) {
-		if v, ok := strings.CutPrefix(l, "RssAnon:"); ok {
-			kb, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(v), " kB"), 64)
-			return kb * 1024, err
-		}
-	}
-	return 0, fmt.Errorf("process %d: no RssAnon", p.PID())
-}
 
 // idle has 8 VMs attached, each with a connection to the next, and nobody doing
 // anything; the anchor is a daemon to which nobody is attached.

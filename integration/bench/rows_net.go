@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -10,8 +9,6 @@ import (
 	"strconv"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -29,7 +26,7 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 		if v6 {
 			return netip.MustParseAddr(fmt.Sprintf("fd01::%d", i+1))
 		}
-		return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)})
+		return underlayAddr(i)
 	}
 	bits, way := 24, ""
 	if v6 {
@@ -102,57 +99,6 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 			return measure(ctx, "kernel", kernelAddr(1), d)
 		},
 	}
-}
-
-// ran is what the hosts' daemons have run.
-func ran(hosts []*lab.Host) (sum time.Duration, err error) {
-	for _, h := range hosts {
-		t, err := cpuTime(h.Proc)
-		if err != nil {
-			return 0, err
-		}
-		sum += t
-	}
-	return sum, nil
-}
-
-// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and cycles where perf counts them.
-func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
-	var cycles counter
-	if cyclesCounted() == nil {
-		var pids []int
-		for _, h := range hosts {
-			pids = append(pids, h.Proc.PID())
-		}
-		if cycles, err = newCounter(unix.PERF_TYPE_HARDWARE, unix.PERF_COUNT_HW_CPU_CYCLES, pids...); err != nil {
-			return s, err
-		}
-		defer func() { err = errors.Join(err, cycles.close()) }()
-	}
-	before, err := ran(hosts)
-	if err != nil {
-		return s, err
-	}
-	s, n, err := f()
-	if err != nil {
-		return s, err
-	}
-	after, err := ran(hosts)
-	if err != nil {
-		return s, err
-	}
-	if s.Extra == nil {
-		s.Extra = map[string]float64{}
-	}
-	s.Extra["daemons, ns/"+unit] = float64(after-before) / n
-	if cycles != nil {
-		counted, err := cycles.read()
-		if err != nil {
-			return s, err
-		}
-		s.Extra["daemons, cycles/"+unit] = float64(counted) / n
-	}
-	return s, nil
 }
 
 // hostTCP is one connection of iperf3.

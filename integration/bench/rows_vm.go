@@ -2,19 +2,14 @@ package main
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"math"
 	"net/netip"
 	"os"
 	"time"
 
-	"github.com/vnicd/vnicd/device/hca"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
-	"github.com/vnicd/vnicd/translate"
 )
 
 // guestAddr is VM i's address of eth0.
@@ -35,19 +30,16 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 		}
 		hosts = append(hosts, h)
 	}
-	vtep := func(int) string { return "" }
+	network := func(int) string { return "" }
 	if n == 2 {
-		addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
-		if err := l.Underlay(hosts[0], netip.PrefixFrom(addr(0), 24), hosts[1], netip.PrefixFrom(addr(1), 24), 1500); err != nil {
+		if err := l.Underlay(hosts[0], netip.PrefixFrom(underlayAddr(0), 24), hosts[1], netip.PrefixFrom(underlayAddr(1), 24), 1500); err != nil {
 			return nil, nil, err
 		}
-		vtep = func(i int) string {
-			return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", addr(i), addr(1-i))
-		}
+		network = peered
 	}
 	var cfgs []qemu.Config
 	for i, h := range hosts {
-		if err := b.daemon(ctx, h, i, 1, vtep(i)); err != nil {
+		if err := b.daemon(ctx, h, i, 1, network(i)); err != nil {
 			return nil, nil, err
 		}
 		cfg, err := h.Config(ctx, lab.VM{Name: vmName(i), MAC: vmMAC(i), Addr: guestAddr(i), CPUs: 3 - n})
@@ -144,73 +136,4 @@ func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 func writeOnDemand(ctx context.Context, end lab.End) error {
 	_, err := lab.Perftest(ctx, end, end, "ib_write_bw", "--odp", "-s", "4194304", "-n", "5")
 	return err
-}
-
-// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts them.
-type faults struct {
-	n       uint64
-	sum     time.Duration
-	buckets []uint64 // as in hca.FaultQueue
-}
-
-// mean is in us.
-func (f *faults) mean() float64 { return float64(f.sum.Nanoseconds()) / float64(f.n) / 1e3 }
-
-// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's histogram_quantile does.
-func (f *faults) median() float64 {
-	below := 0.0
-	for i, n := range f.buckets {
-		if rank := float64(f.n) / 2; n > 0 && below+float64(n) >= rank {
-			low, high := float64(uint64(1)<<i>>1), float64(uint64(1)<<i)
-			return low + (high-low)*(rank-below)/float64(n)
-		}
-		below += float64(n)
-	}
-	return math.NaN()
-}
-
-// served runs f and returns the guest faults that were answered meanwhile, at least one.
-func served(ctx context.Context, h *lab.Host, f func() error) (now faults, err error) {
-	before, err := guestFaults(ctx, h)
-	if err != nil {
-		return now, err
-	}
-	if err := f(); err != nil {
-		return now, err
-	}
-	if now, err = guestFaults(ctx, h); err != nil {
-		return now, err
-	}
-	now.n, now.sum = now.n-before.n, now.sum-before.sum
-	for i, n := range before.buckets {
-		now.buckets[i] -= n
-	}
-	if now.n == 0 {
-		return now, errors.New("no page fault occurred")
-	}
-	return now, nil
-}
-
-// guestFaults are those of all VMs so far.
-func guestFaults(ctx context.Context, h *lab.Host) (f faults, err error) {
-	out, err := h.CLI(ctx, "status", "-j")
-	if err != nil {
-		return f, err
-	}
-	var s struct {
-		VMs []struct{ HCA hca.Status }
-	}
-	if err := json.Unmarshal([]byte(out), &s); err != nil {
-		return f, err
-	}
-	f.buckets = make([]uint64, translate.HistogramBuckets)
-	for i := range s.VMs {
-		q := &s.VMs[i].HCA.Faults.Guest
-		f.sum += q.Sum
-		for k, n := range q.Buckets {
-			f.buckets[k] += n
-			f.n += n
-		}
-	}
-	return f, nil
 }

@@ -121,10 +121,17 @@ func (b *Bench) localPair(ctx context.Context, n int, memory uint64) (nodes []*n
 // kernelAddr is where host i's kernel VXLAN device is.
 func kernelAddr(i int) string { return fmt.Sprintf("10.99.0.%d", i+1) }
 
+// underlayAddr is where host i of two is on the wire that joins them.
+func underlayAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
+
+// peered is the network of host i of two, for daemon.
+func peered(i int) string {
+	return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", underlayAddr(i), underlayAddr(1-i))
+}
+
 // remote is two daemons with a VM each, joined by a veth pair of that MTU, over which
 // goes a VXLAN of the kernel's, too.
 func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*lab.Host, nodes [2]*node, err error) {
-	addr := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
 	if hosts, err = b.hosts(2); err != nil {
 		return
 	}
@@ -132,16 +139,15 @@ func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*la
 		return
 	}
 	for i, h := range hosts {
-		if err = h.NS.AddAddress("ul", netip.PrefixFrom(addr(i), 24)); err != nil {
+		if err = h.NS.AddAddress("ul", netip.PrefixFrom(underlayAddr(i), 24)); err != nil {
 			return
 		}
 		// Port 4789 belongs to vnicd.
 		if _, err = h.NS.Shell(ctx, fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && ip addr add %s/24 dev kvx && ip link set kvx up",
-			addr(i), addr(1-i), kernelAddr(i))); err != nil {
+			underlayAddr(i), underlayAddr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		vtep := fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", addr(i), addr(1-i))
-		if err = b.daemon(ctx, h, i, 1, vtep); err != nil {
+		if err = b.daemon(ctx, h, i, 1, peered(i)); err != nil {
 			return
 		}
 		if nodes[i], err = b.open(h, i, memory); err != nil {
@@ -202,17 +208,17 @@ const depth = 256 // work requests of a queue
 // connect makes a connected pair of RC QPs of processes.
 func connect(x, y *node) (a, b *end, err error) { return connectAs(x, y, depth, false) }
 
-// connectAs is connect for queues of so many work requests; privileged ones are a kernel's (RA-2).
-func connectAs(x, y *node, depth int, privileged bool) (a, b *end, err error) {
+// connectAs is connect with queues of so many work requests; privileged QPs are a kernel's (RA-2).
+func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 	var ends [2]*end
 	for i, n := range []*node{x, y} {
 		e := &end{node: n}
 		ends[i] = e
-		if e.cq, err = n.CreateCQ(2*depth, guestdrv.CQOptions{}); err != nil {
+		if e.cq, err = n.CreateCQ(2*queue, guestdrv.CQOptions{}); err != nil {
 			return
 		}
 		if e.qp, err = n.pd.CreateQP(guestdrv.QPConfig{
-			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: depth, MaxRecvWR: depth, MaxInline: 128, Privileged: privileged,
+			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: queue, MaxRecvWR: queue, MaxInline: 128, Privileged: privileged,
 		}); err != nil {
 			return
 		}

@@ -66,7 +66,7 @@ type Host struct {
 	// Dir holds configuration, sockets and log.
 	Dir  string
 	Proc *harness.Process
-	// Env is added to vnicd's environment, unless there is a Manager.
+	// Env is added to vnicd's environment.
 	Env []string
 	// Group, if set before Start and Config, bounds the memory of vnicd and of the VMs.
 	Group *harness.MemoryGroup
@@ -117,7 +117,7 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 func (h *Host) Launch() (*harness.Process, error) {
 	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug"}
 	if h.Manager != nil {
-		return h.Manager.Start(h.NS, log, argv...)
+		return h.Manager.Start(h.NS, log, h.Env, argv...)
 	}
 	return h.NS.Start(log, h.Env, argv...)
 }

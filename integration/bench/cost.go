@@ -1,0 +1,176 @@
+package main
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// What processes take of the machine: time, cycles, memory.
+
+// cpuTime is what a process's threads have run, from the scheduler's account.
+func cpuTime(p *harness.Process) (sum time.Duration, err error) {
+	threads, err := threadTimes(p.PID())
+	for _, t := range threads {
+		sum += t
+	}
+	return sum, err
+}
+
+// threadTimes is what each thread of a process has run, by thread.
+func threadTimes(pid int) (map[int]time.Duration, error) {
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+	if err != nil || len(files) == 0 {
+		return nil, fmt.Errorf("process %d has no threads: %w", pid, err)
+	}
+	times := map[int]time.Duration{}
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			continue // a thread that has ended
+		}
+		tid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", f, err)
+		}
+		ns, _, _ := strings.Cut(string(b), " ")
+		n, err := strconv.ParseInt(ns, 10, 64)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", f, err)
+		}
+		times[tid] = time.Duration(n)
+	}
+	return times, nil
+}
+
+// privateMemory is a process's anonymous resident memory in bytes: not its guests'.
+func privateMemory(p *harness.Process) (float64, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.PID()))
+	if err != nil {
+		return 0, err
+	}
+	for l := range strings.Lines(string(b)) {
+		if v, ok := strings.CutPrefix(l, "RssAnon:"); ok {
+			kb, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(v), " kB"), 64)
+			return kb * 1024, err
+		}
+	}
+	return 0, fmt.Errorf("process %d: no RssAnon", p.PID())
+}
+
+// ran is what the hosts' daemons have run.
+func ran(hosts []*lab.Host) (sum time.Duration, err error) {
+	for _, h := range hosts {
+		t, err := cpuTime(h.Proc)
+		if err != nil {
+			return 0, err
+		}
+		sum += t
+	}
+	return sum, nil
+}
+
+// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and cycles where perf counts them.
+func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
+	var cycles counter
+	if cyclesCounted() == nil {
+		var pids []int
+		for _, h := range hosts {
+			pids = append(pids, h.Proc.PID())
+		}
+		if cycles, err = newCounter(unix.PERF_TYPE_HARDWARE, unix.PERF_COUNT_HW_CPU_CYCLES, pids...); err != nil {
+			return s, err
+		}
+		defer func() { err = errors.Join(err, cycles.close()) }()
+	}
+	before, err := ran(hosts)
+	if err != nil {
+		return s, err
+	}
+	s, n, err := f()
+	if err != nil {
+		return s, err
+	}
+	after, err := ran(hosts)
+	if err != nil {
+		return s, err
+	}
+	if s.Extra == nil {
+		s.Extra = map[string]float64{}
+	}
+	s.Extra["daemons, ns/"+unit] = float64(after-before) / n
+	if cycles != nil {
+		counted, err := cycles.read()
+		if err != nil {
+			return s, err
+		}
+		s.Extra["daemons, cycles/"+unit] = float64(counted) / n
+	}
+	return s, nil
+}
+
+// counter is an event of perf_event_open(2), counted for all threads of some processes.
+type counter []int // file descriptors
+
+// newCounter counts an event (PERF_TYPE_..., PERF_COUNT_...) of the threads that the processes have, and of those that these will make.
+func newCounter(kind uint32, event uint64, pids ...int) (c counter, err error) {
+	attr := unix.PerfEventAttr{Type: kind, Config: event, Bits: unix.PerfBitInherit}
+	attr.Size = uint32(binary.Size(attr))
+	for _, pid := range pids {
+		threads, err := os.ReadDir(filepath.Join("/proc", strconv.Itoa(pid), "task"))
+		if err != nil {
+			return nil, errors.Join(err, c.close())
+		}
+		for _, t := range threads {
+			tid, err := strconv.Atoi(t.Name())
+			if err != nil {
+				return nil, errors.Join(err, c.close())
+			}
+			fd, err := unix.PerfEventOpen(&attr, tid, -1, -1, unix.PERF_FLAG_FD_CLOEXEC)
+			switch {
+			case errors.Is(err, unix.ESRCH): // it has ended
+			case err != nil:
+				return nil, errors.Join(fmt.Errorf("perf_event_open: %w", err), c.close())
+			default:
+				c = append(c, fd)
+			}
+		}
+	}
+	return c, nil
+}
+
+// read returns what has been counted since newCounter.
+func (c counter) read() (sum uint64, err error) {
+	var n [8]byte
+	for _, fd := range c {
+		if _, err := unix.Read(fd, n[:]); err != nil {
+			return 0, fmt.Errorf("reading a perf event: %w", err)
+		}
+		sum += binary.NativeEndian.Uint64(n[:])
+	}
+	return sum, nil
+}
+
+func (c counter) close() (err error) {
+	for _, fd := range c {
+		err = errors.Join(err, unix.Close(fd))
+	}
+	return err
+}
+
+// cyclesCounted is nil where perf counts the processors' cycles; most virtual machines do not let it.
+var cyclesCounted = sync.OnceValue(func() error {
+	c, err := newCounter(unix.PERF_TYPE_HARDWARE, unix.PERF_COUNT_HW_CPU_CYCLES, os.Getpid())
+	return errors.Join(err, c.close())
+})

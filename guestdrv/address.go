@@ -7,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // GID is a port address, in network order.

@@ -6,8 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

@@ -9,12 +9,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/cm"
-	"github.com/vnicd/vnicd/device/cm/cmtest"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/cm"
+	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -135,7 +136,7 @@ func TestConnections(t *testing.T) {
 	}`
 	hb.site.ns.MustExec("nft", nft)
 	site := ha.site
-	var far lfe.Remote
+	var far vswitch.Remote
 	for _, p := range site.vt.Peers(7) {
 		if p.Addr == netip.MustParseAddr("192.0.2.12") {
 			far = p.Remote
@@ -143,7 +144,7 @@ func TestConnections(t *testing.T) {
 	}
 	fill(src.Bytes(), 2)
 	a.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	if err := site.net.SetStatic(lfe.Address{MAC: lfe.MAC(hb.mac)}, site.net.Port("vxlan 192.0.2.1"), far); err != nil {
+	if err := site.net.SetStatic(vswitch.Address{MAC: vswitch.MAC(hb.mac)}, site.net.Port("vxlan 192.0.2.1"), far); err != nil {
 		t.Fatal(err)
 	}
 	expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
@@ -230,7 +231,7 @@ func TestForged(t *testing.T) {
 	_, umr := hb.region(t, 4096, allAccess)
 	ud.recv(t, 1, umr.SGE(0, 4096))
 	ha.site.ns.Addr("underlay", "192.0.2.99/24") // nobody's peer
-	if err := hb.site.net.SetNeighbour(netip.MustParseAddr("10.0.0.1"), lfe.Address{MAC: lfe.MAC(ha.mac)}); err != nil {
+	if err := hb.site.net.SetNeighbour(netip.MustParseAddr("10.0.0.1"), vswitch.Address{MAC: vswitch.MAC(ha.mac)}); err != nil {
 		t.Fatal(err)
 	}
 	f := &forger{t, ha.site}
@@ -240,7 +241,7 @@ func TestForged(t *testing.T) {
 			t.Fatal(err)
 		}
 		p := &forgery{"192.0.2.1", cmtest.Packet{VNI: 7,
-			Path: wire.Path{SMAC: ha.mac, DMAC: hb.mac, VLAN: wire.NoVLAN, SrcIP: ha.gid, DstIP: hb.gid, SrcPort: 0xc001}}}
+			Path: wire.Path{SMAC: ha.mac, DMAC: hb.mac, VLAN: header.NoVLAN, SrcIP: ha.gid, DstIP: hb.gid, SrcPort: 0xc001}}}
 		p.Write(b.qp.Number(), attr.SQPSN, key, at.Addr(), bytes.Repeat([]byte{0xee}, 64))
 		return p
 	}
@@ -257,7 +258,7 @@ func TestForged(t *testing.T) {
 	}
 	req := cmtest.Message{Kind: cm.REQ, LocalID: 666, Service: 1, QPN: 99}
 	with := func(p *forgery, mod func(*forgery)) *forgery { mod(p); return p }
-	strange := wire.MAC{2, 0, 0, 0, 9, 9}
+	strange := header.MAC{2, 0, 0, 0, 9, 9}
 
 	counts := func() map[string]uint64 {
 		m := hb.hca.Drops()
@@ -342,7 +343,7 @@ func TestForged(t *testing.T) {
 }
 
 // places are the addresses a network knows and where they are.
-func places(n *lfe.Network) (out []string) {
+func places(n *vswitch.Network) (out []string) {
 	for _, e := range n.Entries() {
 		out = append(out, fmt.Sprint(e.MAC, e.Port, e.Remote))
 	}

@@ -4,7 +4,7 @@ import (
 	"context"
 	"sync/atomic"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // CQ is a completion queue. One goroutine at a time polls and arms it.

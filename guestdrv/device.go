@@ -7,8 +7,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
 var le = binary.LittleEndian

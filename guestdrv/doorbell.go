@@ -1,8 +1,8 @@
 package guestdrv
 
 import (
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
 // doorbell is one engine's doorbell area and its virtqueue, which carries

@@ -3,7 +3,7 @@ package guestdrv_test
 import (
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -46,7 +46,7 @@ func (w *badWorld) request(v *operation, key uint32) *guestdrv.SendWR {
 }
 
 // everyVerb crosses verbs with the errors of IBTA 11.6.2 that a program can provoke. What it cannot, and why:
-// impossible. Bad responses and local access errors need a peer that is not this device: device/roce has them.
+// impossible. Bad responses and local access errors need a peer that is not this device: device/rdma/roce has them.
 func (w *badWorld) everyVerb() (all []badRequest) {
 	good := w.dmr.RKey()
 	for i := range operations {
@@ -176,9 +176,9 @@ func (v *operation) impossible(status uint32) string {
 	case status == abi.WCMWBindErr:
 		return "of registration, invalidation and binding"
 	case status == abi.WCBadRespErr:
-		return "a peer that answers wrong: TestRequesterResponses in device/roce"
+		return "a peer that answers wrong: TestRequesterResponses in device/rdma/roce"
 	case status == abi.WCLocAccessErr:
-		return "of receives: TestResponderImmAccess in device/roce"
+		return "of receives: TestResponderImmAccess in device/rdma/roce"
 	case v.data+v.into == 0 && (status == abi.WCLocProtErr || status == abi.WCLocLenErr):
 		return "it has no memory here"
 	case status == abi.WCLocQPOpErr && v.into == 0 && v.op != abi.WRAtomicWrite && v.op != abi.WRFlush:

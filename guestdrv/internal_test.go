@@ -6,7 +6,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 func testMemory(t *testing.T, size uint64) *memory {

@@ -12,10 +12,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/vhostuser"
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/testutil/ways"
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -376,7 +377,7 @@ func TestQueryQP(t *testing.T) {
 
 // wrongDevice is another virtio device behind the socket.
 type wrongDevice struct {
-	vhostuser.Device
+	virtio.Device
 	patch func([]byte)
 }
 
@@ -409,7 +410,7 @@ func TestIdle(t *testing.T) {
 	a.h.wantEvent(t, abi.EventSQDrained, sqd.qp.Number())
 	// A loop that works for nothing makes tens of thousands of rounds in this time.
 	// ERR QPs look for receives to flush now and then, ever more rarely.
-	var before [2]engine.Stats
+	var before [2]loop.Stats
 	for i, l := range r.sites[0].loops {
 		before[i] = l.Stats()
 	}

@@ -6,9 +6,9 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/packet"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -20,16 +20,16 @@ type impairment struct {
 
 type impaired struct {
 	impairment
-	next func(l *engine.Loop, b *packet.Buf)
+	next func(l *loop.Loop, b *frame.Buf)
 
 	mu   sync.Mutex // several loops send
 	rng  *rand.Rand
 	held []heldFrame
-	pool *packet.Pool
+	pool *frame.Pool
 }
 
 type heldFrame struct {
-	b    *packet.Buf
+	b    *frame.Buf
 	left int // frames that may still pass it
 }
 
@@ -47,10 +47,10 @@ func (r *rig) impair(h *host, i impairment, seed uint64) {
 	})
 }
 
-func (im *impaired) input(l *engine.Loop, b *packet.Buf) {
+func (im *impaired) input(l *loop.Loop, b *frame.Buf) {
 	im.mu.Lock()
 	n := im.rng.IntN(1000)
-	var out []*packet.Buf
+	var out []*frame.Buf
 	take := func(share int) bool {
 		hit := n >= 0 && n < share
 		n -= share

@@ -1,6 +1,8 @@
 package guestdrv
 
-import "github.com/vnicd/vnicd/device/abi"
+import (
+	"github.com/vnicd/vnicd/device/rdma/abi"
+)
 
 // FastMR is a region that send requests register and invalidate (FastReg, and
 // abi.WRLocalInv or a peer's abi.WRSendWithInv). Its key's low byte is the user's.

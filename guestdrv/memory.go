@@ -4,7 +4,7 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/vnicd/vnicd/device/vhostuser/frontend"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 	"github.com/vnicd/vnicd/translate"
 )
 

@@ -3,7 +3,7 @@ package guestdrv
 import (
 	"fmt"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // Modify changes the attributes that mask (abi.QPAttr... bits) names. The device

@@ -7,7 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // On-demand paging (ODP-1..8): a region whose pages a Pager brings in when the

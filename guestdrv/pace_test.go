@@ -4,8 +4,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

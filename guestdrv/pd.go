@@ -3,7 +3,7 @@ package guestdrv
 import (
 	"errors"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // PD is a protection domain: regions, QPs, SRQs and address handles of one PD work together.

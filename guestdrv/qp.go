@@ -1,7 +1,7 @@
 package guestdrv
 
 import (
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // QPConfig describes a QP to be made.

@@ -12,15 +12,15 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"go.uber.org/goleak"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/packet"
-	"github.com/vnicd/vnicd/device/vhostuser"
-	"github.com/vnicd/vnicd/device/vxlan"
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil/ways"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
@@ -62,9 +62,9 @@ type rig struct {
 
 // site is what one vnicd has: loops, buffers and its part of the tenant's network.
 type site struct {
-	loops []*engine.Loop
-	pool  *packet.Pool
-	net   *lfe.Network
+	loops []*loop.Loop
+	pool  *frame.Pool
+	net   *vswitch.Network
 	ns    *nstest.NS // with vxlan
 	vt    *vxlan.VTEP
 }
@@ -75,7 +75,7 @@ type host struct {
 	site *site
 	hca  *hca.Device
 	srv  *vhostuser.Server
-	port *lfe.VMPort
+	port *vswitch.VMPort
 	path string
 	mac  [6]byte
 	gid  guestdrv.GID
@@ -128,7 +128,7 @@ func (r *rig) newSite() *site {
 	r.tb.Helper()
 	s := &site{}
 	var err error
-	if s.pool, err = packet.NewPool(packet.Config{Count: r.cfg.pool}); err != nil {
+	if s.pool, err = frame.NewPool(frame.Config{Count: r.cfg.pool}); err != nil {
 		r.tb.Fatal(err)
 	}
 	r.tb.Cleanup(func() {
@@ -137,7 +137,7 @@ func (r *rig) newSite() *site {
 		}
 	})
 	for i := range r.cfg.loops {
-		l, err := engine.New(engine.Config{ID: i, SpinFor: ways.Spin(r.cfg.spin), Log: r.log})
+		l, err := loop.New(loop.Config{ID: i, SpinFor: ways.Spin(r.cfg.spin), Log: r.log})
 		if err != nil {
 			r.tb.Fatal(err)
 		}
@@ -147,7 +147,7 @@ func (r *rig) newSite() *site {
 		r.tb.Cleanup(l.Close)
 		s.loops = append(s.loops, l)
 	}
-	if s.net, err = lfe.NewNetwork(lfe.Config{VNI: 7, Name: "tenant", MTU: r.cfg.mtu}); err != nil {
+	if s.net, err = vswitch.NewNetwork(vswitch.Config{VNI: 7, Name: "tenant", MTU: r.cfg.mtu}); err != nil {
 		r.tb.Fatal(err)
 	}
 	return s
@@ -196,7 +196,7 @@ func (r *rig) attach(i int, s *site) *host {
 		gid:  guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
 	}
 	var err error
-	h.port, err = lfe.NewVMPort(s.net, lfe.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: lfe.MAC(h.mac), Loop: s.loops[i%len(s.loops)]})
+	h.port, err = vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: vswitch.MAC(h.mac), Loop: s.loops[i%len(s.loops)]})
 	if err != nil {
 		r.tb.Fatal(err)
 	}

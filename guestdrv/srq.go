@@ -1,7 +1,7 @@
 package guestdrv
 
 import (
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // RecvWR is a receive request: a place for one incoming message.

@@ -6,7 +6,7 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

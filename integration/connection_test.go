@@ -14,10 +14,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/cm"
-	"github.com/vnicd/vnicd/device/cm/cmtest"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/wire"
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/cm"
+	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -219,7 +220,7 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 		}
 		return strings.Join(where, "\n")
 	}
-	mac := func(s string) (m wire.MAC) {
+	mac := func(s string) (m header.MAC) {
 		check(t, func() error {
 			_, err := fmt.Sscanf(strings.ReplaceAll(s, ":", " "), "%x %x %x %x %x %x", &m[0], &m[1], &m[2], &m[3], &m[4], &m[5])
 			return err
@@ -227,9 +228,9 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 		return m
 	}
 	gid := func(s string) [16]byte { return netip.MustParseAddr(s).As16() }
-	var strange = wire.MAC{2, 0, 0, 0, 9, 9}
+	var strange = header.MAC{2, 0, 0, 0, 9, 9}
 	write := func() *cmtest.Packet {
-		p := &cmtest.Packet{VNI: 100, Path: wire.Path{SMAC: mac(c.RemoteMAC), DMAC: mac(c.LocalMAC), VLAN: wire.NoVLAN, SrcIP: gid(c.RemoteGID), DstIP: gid(c.LocalGID), SrcPort: 0xc001}}
+		p := &cmtest.Packet{VNI: 100, Path: wire.Path{SMAC: mac(c.RemoteMAC), DMAC: mac(c.LocalMAC), VLAN: header.NoVLAN, SrcIP: gid(c.RemoteGID), DstIP: gid(c.LocalGID), SrcPort: 0xc001}}
 		p.Write(c.LocalQPN, 0x123456, 0x777, 0x7000, bytes.Repeat([]byte{0xee}, 64))
 		return p
 	}
@@ -280,13 +281,13 @@ func inject(h *lab.Host, from, to netip.Addr, p *cmtest.Packet) error {
 	if err != nil {
 		return err
 	}
-	b := make([]byte, wire.IPv4Len+wire.UDPLen, 1500)
-	ip := wire.IPv4{TotalLen: uint16(len(b) + len(inner)), TTL: 64, Protocol: wire.ProtoUDP, Src: from.As4(), Dst: to.As4()}
+	b := make([]byte, header.IPv4Len+header.UDPLen, 1500)
+	ip := header.IPv4{TotalLen: uint16(len(b) + len(inner)), TTL: 64, Protocol: header.ProtoUDP, Src: from.As4(), Dst: to.As4()}
 	ip.Encode(b)
-	udp := b[wire.IPv4Len:]
+	udp := b[header.IPv4Len:]
 	binary.BigEndian.PutUint16(udp, 55555)
 	binary.BigEndian.PutUint16(udp[2:], 4789)
-	binary.BigEndian.PutUint16(udp[4:], uint16(wire.UDPLen+len(inner)))
+	binary.BigEndian.PutUint16(udp[4:], uint16(header.UDPLen+len(inner)))
 	b = append(b, inner...)
 	return h.NS.Do(func() error {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)

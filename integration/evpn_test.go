@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"

@@ -231,7 +231,7 @@ for n in (0, 1, 17, 548, 1000, 1252, 1422, 1423, 3000, 9000, 20000):
             sys.exit("UDP: no answer of %d bytes" % n)
 `
 
-// TestVLANUnderlay runs the tests of device/vxlan that need VLAN interfaces in a VM, whose kernel has them: vnicd's VTEP and TAP, and a Linux vxlan
+// TestVLANUnderlay runs the tests of device/ethernet/vxlan that need VLAN interfaces in a VM, whose kernel has them: vnicd's VTEP and TAP, and a Linux vxlan
 // device, on a tagged underlay, and tenants that tag their frames. The machine's own kernel may have none. And those of the short path's programs.
 func TestVLANUnderlay(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/lab"
 )

@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"

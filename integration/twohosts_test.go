@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 */
 /*
  * vnicd device ABI: what the guest driver and the device (vnicd on the host)
- * say to each other. The Go mirror is device/abi; a test compiles this header
+ * say to each other. The Go mirror is device/rdma/abi; a test compiles this header
  * and compares every size, offset and constant.
  *
  * Rules:

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/lab"
 )

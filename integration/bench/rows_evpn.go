@@ -18,7 +18,7 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
 	"github.com/osrg/gobgp/v4/pkg/server"
 
-	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/integration/lab"
 )
 

@@ -14,8 +14,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/lab"
 	"github.com/vnicd/vnicd/translate"

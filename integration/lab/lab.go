@@ -18,7 +18,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/device/ways"
+	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 )

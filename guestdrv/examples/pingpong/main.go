@@ -19,7 +19,7 @@ import (
 	"os/signal"
 	"time"
 
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

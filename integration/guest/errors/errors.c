@@ -8,7 +8,7 @@
  * Statuses are those of IBTA volume 1, 11.6.2; who is in which state, 10.3.1; what a responder checks and answers, 9.7.4 and
  * 9.7.5.2 (UC: 9.8.2, UD: 9.8.3); asynchronous events, 11.6.3. Not here, for no program can provoke them with a sound device:
  * Bad Response; Remote Aborted and all about EE contexts (RD only); Local Access, which needs a region that goes between two
- * packets (device/roce's TestResponderImmAccess).
+ * packets (device/rdma/roce's TestResponderImmAccess).
  */
 #include "../common.h"
 #include <fcntl.h>

@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/abi"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/hypervisor/qmp"
 )

@@ -11,8 +11,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/testlog"
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/testlog"
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
 // tshark returns a field of every packet that a filter lets through.

@@ -11,7 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 )
 
 func (a *app) evpnCmd() *cobra.Command {

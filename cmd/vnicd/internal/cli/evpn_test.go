@@ -20,10 +20,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/testlog"
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
 // fabric is four hosts on one wire: two vnicds, a Linux host with FRR and the kernel's VXLAN, and an FRR that reflects the routes of
@@ -280,7 +280,7 @@ func (h *fabricHost) cli(words ...string) string {
 }
 
 // route finds the route of a MAC, without IP address, at a VTEP.
-func (h *fabricHost) route(mac lfe.MAC, vtep string) (r evpn.RouteStatus, ok bool) {
+func (h *fabricHost) route(mac vswitch.MAC, vtep string) (r evpn.RouteStatus, ok bool) {
 	h.t.Helper()
 	var list []evpn.RouteStatus
 	if err := json.Unmarshal([]byte(h.cli("evpn", "routes", "-j")), &list); err != nil {
@@ -300,13 +300,13 @@ type endpoint struct {
 	ns   *nstest.NS
 	n    int
 	addr string
-	mac  lfe.MAC
+	mac  vswitch.MAC
 	at   *fabricHost
 }
 
 func (f *fabric) endpoint(n int, at *fabricHost) *endpoint {
 	f.t.Helper()
-	e := &endpoint{fabric: f, ns: nstest.New(f.t, fmt.Sprint("end", n)), n: n, addr: fmt.Sprintf("10.0.0.%d", n), mac: lfe.MAC{2, 0, 0, 0, 1, byte(n)}}
+	e := &endpoint{fabric: f, ns: nstest.New(f.t, fmt.Sprint("end", n)), n: n, addr: fmt.Sprintf("10.0.0.%d", n), mac: vswitch.MAC{2, 0, 0, 0, 1, byte(n)}}
 	e.ns.IP("link", "add", "eth0", "mtu", "1450", "address", e.mac.String(), "type", "veth", "peer", "name", e.plugName(), "mtu", "1450", "netns", at.ns.Name)
 	e.ns.IP("link", "set", "eth0", "up")
 	e.ns.Addr("eth0", e.addr+"/24")

@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
 // secured are the words of a neighbour whose session is signed (RFC 2385) and must come from one hop away (RFC 5082).

@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
 func (a *app) statusCmd() *cobra.Command {

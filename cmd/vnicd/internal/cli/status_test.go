@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/hca"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
 func TestShowFaults(t *testing.T) {

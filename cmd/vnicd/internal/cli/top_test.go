@@ -6,13 +6,13 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
 func TestTop(t *testing.T) {
 	view := func(uptime float64, idle, busy uint64) *daemon.Status {
-		s := &daemon.Status{Uptime: uptime, Networks: []lfe.Status{{Name: "blue"}}}
+		s := &daemon.Status{Uptime: uptime, Networks: []vswitch.Status{{Name: "blue"}}}
 		for _, v := range []struct {
 			name string
 			n    uint64
@@ -21,10 +21,10 @@ func TestTop(t *testing.T) {
 				Stats: map[string]uint64{"rx_bytes": v.n, "tx_bytes": 3 * v.n, "local_bytes": v.n, "guest_faults": v.n / 1000, "retransmits": v.n / 2000},
 				Drops: map[string]uint64{"icrc": v.n / 4000},
 			}})
-			s.Networks[0].Ports = append(s.Networks[0].Ports, lfe.PortStatus{Name: v.name, Kind: "vm", Totals: lfe.Totals{InBytes: 4 * v.n, OutBytes: 5 * v.n}})
+			s.Networks[0].Ports = append(s.Networks[0].Ports, vswitch.PortStatus{Name: v.name, Kind: "vm", Totals: vswitch.Totals{InBytes: 4 * v.n, OutBytes: 5 * v.n}})
 		}
 		// A tunnel of the same name is not the VM's port.
-		s.Networks[0].Ports = append(s.Networks[0].Ports, lfe.PortStatus{Name: "busy", Kind: "vtep", Totals: lfe.Totals{InBytes: 1 << 50 * uint64(uptime)}})
+		s.Networks[0].Ports = append(s.Networks[0].Ports, vswitch.PortStatus{Name: "busy", Kind: "vtep", Totals: vswitch.Totals{InBytes: 1 << 50 * uint64(uptime)}})
 		return s
 	}
 	var out bytes.Buffer

@@ -22,8 +22,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/testlog"
-	"github.com/vnicd/vnicd/device/vxlan/nstest"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
 // asVNICD makes the test binary vnicd.

@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"regexp"
 
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
@@ -102,8 +102,8 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 				macs[k] = vm.Line
 			}
 		}
-		if len(vm.IPs) > lfe.MaxIPs {
-			errs.add(vm.Line, "%s %q has %d ips; it may have %d", vm.What(), vm.Name, len(vm.IPs), lfe.MaxIPs)
+		if len(vm.IPs) > vswitch.MaxIPs {
+			errs.add(vm.Line, "%s %q has %d ips; it may have %d", vm.What(), vm.Name, len(vm.IPs), vswitch.MaxIPs)
 		}
 		for _, a := range vm.IPs {
 			if line, dup := ips[host{vm.Network, a}]; dup {

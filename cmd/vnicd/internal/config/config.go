@@ -16,7 +16,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 )
 
 // Defaults of the optional keys.

@@ -6,7 +6,7 @@ import (
 
 	"gopkg.in/yaml.v3"
 
-	"github.com/vnicd/vnicd/device/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 )
 
 // EVPN is this host in BGP (RFC 7432, RFC 8365).

@@ -19,9 +19,9 @@ import (
 
 	"gopkg.in/yaml.v3"
 
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/vnet"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
@@ -413,9 +413,9 @@ func (p *parser) duration(what string, lo, hi time.Duration, example string, dst
 // storm accepts a limit of frames per second; 0 means none, which is -1 inside.
 func (p *parser) storm(dst *int) func(*yaml.Node) {
 	return func(n *yaml.Node) {
-		number(p, "storm", 0, lfe.MaxStorm, dst)(n)
+		number(p, "storm", 0, vswitch.MaxStorm, dst)(n)
 		if *dst == 0 {
-			*dst = lfe.Unlimited
+			*dst = vswitch.Unlimited
 		}
 	}
 }
@@ -434,7 +434,7 @@ func (p *parser) rate(dst *int64) func(*yaml.Node) {
 			}
 		}
 		v, err := strconv.ParseInt(digits, 10, 64)
-		if err != nil || v < 1 || v > lfe.MaxRate/unit || v*unit < lfe.MinRate {
+		if err != nil || v < 1 || v > vswitch.MaxRate/unit || v*unit < vswitch.MinRate {
 			p.errs.add(n.Line, "rate must be bits per second from 64k to 1000G such as 10G, found %q", s)
 			return
 		}
@@ -461,7 +461,7 @@ func (p *parser) network(n *yaml.Node) *Network {
 		"learn-peers":   p.boolean("learn-peers", &net.LearnPeers),
 		"peers":         p.addrs("peers", &net.Peers),
 		"ageing":        p.duration("ageing", time.Second, 365*24*time.Hour, "300s", &net.Ageing),
-		"max-entries":   number(p, "max-entries", 1, lfe.MaxMaxEntries, &net.MaxEntries),
+		"max-entries":   number(p, "max-entries", 1, vswitch.MaxMaxEntries, &net.MaxEntries),
 		"storm":         p.storm(&net.Storm),
 		"flood-unknown": p.boolean("flood-unknown", &net.FloodUnknown),
 		"evpn":          p.boolean("evpn", &net.EVPN),

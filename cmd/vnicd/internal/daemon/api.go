@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/overlay"
-	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 )
 
 // The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the configuration
@@ -76,7 +76,7 @@ func (d *Daemon) api() http.Handler {
 	handle("GET /v1/evpn", func(*http.Request) (any, error) { return d.EVPN() })
 	handle("GET /v1/evpn/routes", func(r *http.Request) (any, error) { return d.EVPNRoutes(r.URL.Query().Get("network")) })
 	handle("DELETE /v1/networks/{network}/duplicates/{mac}", func(r *http.Request) (any, error) {
-		m, err := lfe.ParseMAC(r.PathValue("mac"))
+		m, err := vswitch.ParseMAC(r.PathValue("mac"))
 		if err != nil {
 			return nil, badRequest{err}
 		}
@@ -165,7 +165,7 @@ func readKey(r *http.Request, kind overlay.Kind) (k overlay.Key, err error) {
 	text := r.PathValue("key")
 	switch kind {
 	case overlay.MAC:
-		k.MAC, err = lfe.ParseMAC(text)
+		k.MAC, err = vswitch.ParseMAC(text)
 	case overlay.Peer:
 		k.VTEP, err = netip.ParseAddr(text)
 	default:
@@ -190,9 +190,9 @@ func readRoute(r *http.Request, kind overlay.Kind) (overlay.Route, error) {
 		return overlay.Route{}, err
 	}
 	var body struct {
-		VTEP netip.Addr `json:"vtep"`
-		Port string     `json:"port"`
-		MAC  lfe.MAC    `json:"mac"`
+		VTEP netip.Addr  `json:"vtep"`
+		Port string      `json:"port"`
+		MAC  vswitch.MAC `json:"mac"`
 	}
 	if kind != overlay.Peer {
 		if err := decode(r, &body); err != nil {
@@ -220,7 +220,7 @@ func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
 		status = http.StatusBadRequest
 	case errors.Is(err, errNotFound), errors.Is(err, overlay.ErrNoPort):
 		status = http.StatusNotFound
-	case isAny(err, errConflict, lfe.ErrMonitored, lfe.ErrMACInUse, lfe.ErrIPInUse, lfe.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
+	case isAny(err, errConflict, vswitch.ErrMonitored, vswitch.ErrMACInUse, vswitch.ErrIPInUse, vswitch.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
 		overlay.ErrNoTunnel, overlay.ErrLimit):
 		status = http.StatusConflict
 	}

@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/device/capture"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/capture"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 // maxCaptures bounds the captures at once: each has buffers.
@@ -116,7 +116,7 @@ func (d *Daemon) captureVTEP(snap int, count uint64) (*capture.Capture, func(), 
 func (d *Daemon) capturePort(network, name string, k *capture.Capture) (remove func(), err error) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
-	var found []*lfe.Attachment
+	var found []*vswitch.Attachment
 	var where, have []string
 	for _, c := range d.cfg.Networks {
 		if network != "" && c.Name != network {

@@ -8,8 +8,8 @@ import (
 	"strings"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 // Changes at run time. Each is checked as a whole before anything happens, exactly as the file would be; it takes effect
@@ -294,7 +294,7 @@ func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
 		delete(n.hand, k.VTEP.Unmap())
 		n.setTunnels(d.cfg.Network(name))
 	}
-	if n.table.Withdraw(d.source, k) || k.Kind == overlay.MAC && n.sw.Forget(lfe.Address{MAC: k.MAC, VLAN: k.VLAN}) {
+	if n.table.Withdraw(d.source, k) || k.Kind == overlay.MAC && n.sw.Forget(vswitch.Address{MAC: k.MAC, VLAN: k.VLAN}) {
 		return nil
 	}
 	return fmt.Errorf("%w: no such %s was added at run time to network %q (what the configuration or the VMs themselves bring cannot be removed so)", errNotFound, k.Kind, name)
@@ -303,7 +303,7 @@ func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
 // FDBEntry is one line of a network's forwarding table, with where it comes from.
 type FDBEntry struct {
 	Network string `json:"network"`
-	lfe.Entry
+	vswitch.Entry
 	VTEP   netip.Addr `json:"vtep,omitzero"`
 	Source string     `json:"source"` // learnt, port (the port's own MAC), or a table source
 }
@@ -311,7 +311,7 @@ type FDBEntry struct {
 // FDB lists the forwarding table of a network, or with an empty name of all.
 func (d *Daemon) FDB(name string) ([]FDBEntry, error) {
 	return each(d, name, func(c *config.Network, n *network) (out []FDBEntry) {
-		behind := map[lfe.Remote]netip.Addr{}
+		behind := map[vswitch.Remote]netip.Addr{}
 		if d.vtep != nil {
 			for _, p := range d.vtep.Peers(c.VNI) {
 				behind[p.Remote] = p.Addr
@@ -339,7 +339,7 @@ func (d *Daemon) FDB(name string) ([]FDBEntry, error) {
 // NetworkNeighbour is one IP address that a network knows.
 type NetworkNeighbour struct {
 	Network string `json:"network"`
-	lfe.Neighbour
+	vswitch.Neighbour
 }
 
 // Neighbours lists the IP addresses that a network knows, or with an empty name all do.
@@ -355,7 +355,7 @@ func (d *Daemon) Neighbours(name string) ([]NetworkNeighbour, error) {
 // NetworkPort is one port of a network.
 type NetworkPort struct {
 	Network string `json:"network"`
-	lfe.PortStatus
+	vswitch.PortStatus
 }
 
 // Ports lists the ports of a network, or with an empty name of all.

@@ -3,8 +3,8 @@ package daemon
 import (
 	"net/netip"
 
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
 // VMConnection is one connection of a VM, with where it goes on the underlay.
@@ -23,7 +23,7 @@ func (d *Daemon) Connections(name string) ([]VMConnection, error) {
 		}
 	}
 	out := []VMConnection{}
-	behind := map[uint32]map[lfe.Remote]netip.Addr{} // by VNI
+	behind := map[uint32]map[vswitch.Remote]netip.Addr{} // by VNI
 	for _, c := range d.cfg.VMs {
 		if name != "" && c.Name != name {
 			continue
@@ -39,13 +39,13 @@ func (d *Daemon) Connections(name string) ([]VMConnection, error) {
 }
 
 // encapsulation fills in the outer header's part of a tuple that leads to a tunnel.
-func (d *Daemon) encapsulation(t *hca.Tuple, behind map[uint32]map[lfe.Remote]netip.Addr) {
-	if t.Kind != lfe.KindVTEP.String() || d.vtep == nil {
+func (d *Daemon) encapsulation(t *hca.Tuple, behind map[uint32]map[vswitch.Remote]netip.Addr) {
+	if t.Kind != vswitch.KindVTEP.String() || d.vtep == nil {
 		return
 	}
 	far := behind[t.VNI]
 	if far == nil {
-		far = map[lfe.Remote]netip.Addr{}
+		far = map[vswitch.Remote]netip.Addr{}
 		for _, p := range d.vtep.Peers(t.VNI) {
 			far[p.Remote] = p.Addr
 		}

@@ -14,13 +14,13 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/overlay"
-	"github.com/vnicd/vnicd/device/packet"
-	"github.com/vnicd/vnicd/device/vhostuser"
-	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -41,9 +41,9 @@ type Daemon struct {
 	log     hclog.Logger
 	started time.Time
 
-	loops  []*engine.Loop
-	probes [engine.MaxLoops]probe // of the loops
-	pool   *packet.Pool
+	loops  []*loop.Loop
+	probes [loop.MaxLoops]probe // of the loops
+	pool   *frame.Pool
 	vtep   *vxlan.VTEP         // nil without an underlay
 	gvms   *translate.GVMTable // the memory of every connected front end
 	source *overlay.API        // of the routes that operators set
@@ -140,18 +140,18 @@ func (d *Daemon) makeRunDir() error {
 }
 
 func (d *Daemon) makeLoops() (err error) {
-	if d.pool, err = packet.NewPool(packet.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
+	if d.pool, err = frame.NewPool(frame.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
 		return err
 	}
-	if err := engine.KeepOff(d.cfg.EngineCPUs); err != nil {
+	if err := loop.KeepOff(d.cfg.EngineCPUs); err != nil {
 		return err
 	}
 	for i := range d.cfg.Engines {
-		c := engine.Config{ID: i, SpinFor: d.cfg.Spin, Nice: d.cfg.EngineNice, Log: d.log.Named("engine")}
+		c := loop.Config{ID: i, SpinFor: d.cfg.Spin, Nice: d.cfg.EngineNice, Log: d.log.Named("engine")}
 		if len(d.cfg.EngineCPUs) > 0 {
 			c.CPUs = d.cfg.EngineCPUs[i : i+1]
 		}
-		l, err := engine.New(c)
+		l, err := loop.New(c)
 		if err != nil {
 			return fmt.Errorf("engine %d: %w", i, err)
 		}
@@ -165,14 +165,14 @@ func (d *Daemon) makeLoops() (err error) {
 }
 
 // nextLoop spreads VMs and ports over the loops.
-func (d *Daemon) nextLoop() *engine.Loop {
+func (d *Daemon) nextLoop() *loop.Loop {
 	d.placed++
 	return d.loops[(d.placed-1)%len(d.loops)]
 }
 
 // otherLoops are all but one.
-func (d *Daemon) otherLoops(one *engine.Loop) []*engine.Loop {
-	return slices.DeleteFunc(slices.Clone(d.loops), func(l *engine.Loop) bool { return l == one })
+func (d *Daemon) otherLoops(one *loop.Loop) []*loop.Loop {
+	return slices.DeleteFunc(slices.Clone(d.loops), func(l *loop.Loop) bool { return l == one })
 }
 
 func (d *Daemon) makeVTEP() error {

@@ -3,8 +3,8 @@ package daemon
 import (
 	"fmt"
 
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 var errNoEVPN = fmt.Errorf("%w: this host has no `evpn` section", errNotFound)
@@ -35,7 +35,7 @@ func (d *Daemon) EVPNRoutes(name string) ([]evpn.RouteStatus, error) {
 }
 
 // ClearDuplicate lets EVPN take up a MAC that was at two places.
-func (d *Daemon) ClearDuplicate(name string, m lfe.MAC) error {
+func (d *Daemon) ClearDuplicate(name string, m vswitch.MAC) error {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	n, err := d.network(name)

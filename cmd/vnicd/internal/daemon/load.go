@@ -1,6 +1,8 @@
 package daemon
 
-import "github.com/vnicd/vnicd/device/lfe"
+import (
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+)
 
 // Load is what one VM did between two snapshots. Directions are the VM's point of view.
 type Load struct {
@@ -49,8 +51,8 @@ func SinceEach(before, now map[string]uint64) map[string]uint64 {
 
 // Loads compares two snapshots, for each VM of the later one; a VM that is new counts from 0.
 func Loads(before, now *Status) []Load {
-	ports := func(s *Status) map[string]*lfe.Totals {
-		m := map[string]*lfe.Totals{}
+	ports := func(s *Status) map[string]*vswitch.Totals {
+		m := map[string]*vswitch.Totals{}
 		for i := range s.Networks {
 			for j := range s.Networks[i].Ports {
 				if p := &s.Networks[i].Ports[j]; p.Kind == "vm" {
@@ -73,10 +75,10 @@ func Loads(before, now *Status) []Load {
 			o = &VMStatus{}
 		}
 		if a == nil {
-			a = &lfe.Totals{}
+			a = &vswitch.Totals{}
 		}
 		if b == nil {
-			b = &lfe.Totals{}
+			b = &vswitch.Totals{}
 		}
 		stat := func(name string) uint64 { return Since(o.HCA.Stats[name], v.HCA.Stats[name]) }
 		out = append(out, Load{

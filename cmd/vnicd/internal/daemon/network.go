@@ -6,16 +6,16 @@ import (
 	"net/netip"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/overlay"
-	"github.com/vnicd/vnicd/device/tap"
-	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/tap"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 )
 
 // network is one tenant's segment on this host: its switch, the table that feeds it, and the host's port.
 type network struct {
-	sw     *lfe.Network
+	sw     *vswitch.Network
 	table  *overlay.Table
 	static *overlay.Static     // what the file says; Daemon.mu
 	evpn   *evpn.Network       // nil: it takes no part
@@ -26,18 +26,18 @@ type network struct {
 
 // newNetwork makes a network with its tunnel port and host port, or nothing.
 func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
-	lc := lfe.Config{
+	lc := vswitch.Config{
 		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool, Log: d.log.Named("switch"),
 	}
 	n := &network{hand: map[netip.Addr]bool{}}
 	if d.evpn != nil && c.EVPN {
 		// As many addresses of others as the switch may learn here, and room for both.
-		others := cmp.Or(c.MaxEntries, lfe.DefaultMaxEntries)
+		others := cmp.Or(c.MaxEntries, vswitch.DefaultMaxEntries)
 		n.evpn = d.evpn.Network(evpn.NetworkConfig{Import: c.RouteTargets, Export: c.RouteTargets, MaxEntries: others, Present: d.present})
-		lc.MaxEntries = min(2*others, lfe.MaxMaxEntries)
-		lc.MaxNeighbours = min(others+lfe.DefaultMaxNeighbours, lfe.MaxMaxNeighbours)
+		lc.MaxEntries = min(2*others, vswitch.MaxMaxEntries)
+		lc.MaxNeighbours = min(others+vswitch.DefaultMaxNeighbours, vswitch.MaxMaxNeighbours)
 	}
-	sw, err := lfe.NewNetwork(lc)
+	sw, err := vswitch.NewNetwork(lc)
 	if err != nil {
 		return nil, err
 	}

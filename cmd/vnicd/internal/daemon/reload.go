@@ -11,7 +11,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/overlay"
+	"github.com/vnicd/vnicd/device/ethernet/overlay"
 )
 
 // Reload reads the configuration file again and makes what it brought as the file says now. It returns what it changed, in words.

@@ -7,27 +7,27 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/vnet"
-	"github.com/vnicd/vnicd/device/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // Status is what `vnicd status` shows and `vnicd status -j` prints.
 type Status struct {
-	Host     string         `json:"host"`
-	Version  string         `json:"version"`
-	PID      int            `json:"pid"`
-	Uptime   float64        `json:"uptime_seconds"`
-	Engines  []engine.Stats `json:"engines"`
-	Buffers  BufferStatus   `json:"buffers"`
-	VTEP     *vxlan.Status  `json:"vtep,omitempty"`
-	Networks []lfe.Status   `json:"networks"`
-	VMs      []VMStatus     `json:"vms"`
-	EVPN     *evpn.Status   `json:"evpn,omitempty"`
+	Host     string           `json:"host"`
+	Version  string           `json:"version"`
+	PID      int              `json:"pid"`
+	Uptime   float64          `json:"uptime_seconds"`
+	Engines  []loop.Stats     `json:"engines"`
+	Buffers  BufferStatus     `json:"buffers"`
+	VTEP     *vxlan.Status    `json:"vtep,omitempty"`
+	Networks []vswitch.Status `json:"networks"`
+	VMs      []VMStatus       `json:"vms"`
+	EVPN     *evpn.Status     `json:"evpn,omitempty"`
 }
 
 // IsApplication tells whether this is a host application.

@@ -6,11 +6,12 @@ import (
 	"strings"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/engine"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/vhostuser"
-	"github.com/vnicd/vnicd/device/vnet"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -20,7 +21,7 @@ import (
 type vm struct {
 	cfg  *config.VM // replaced when the VM moves; Daemon.mu
 	gvmi translate.GVMI
-	port *lfe.VMPort
+	port *vswitch.VMPort
 	net  *vnet.Device // nil: an application
 	hca  *hca.Device
 
@@ -65,9 +66,9 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 }
 
 func (v *vm) open(d *Daemon) (err error) {
-	c, loop, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
+	c, home, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
 	log := d.log.With("vm", c.Name)
-	v.port, err = lfe.NewVMPort(sw, lfe.VMPortConfig{Name: c.Name, MAC: lfe.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: loop, Kind: v.kind()})
+	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: home, Kind: v.kind()})
 	if err != nil {
 		return err
 	}
@@ -77,7 +78,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	if c.Application == nil {
 		if v.net, err = vnet.New(vnet.Config{
-			Name: c.Name, MAC: lfe.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*engine.Loop{loop}, d.otherLoops(loop)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
+			Name: c.Name, MAC: vswitch.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*loop.Loop{home}, d.otherLoops(home)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
 		}); err != nil {
 			return err
 		}
@@ -125,7 +126,7 @@ func (v *vm) open(d *Daemon) (err error) {
 }
 
 // listen serves a device on a socket.
-func (v *vm) listen(c vhostuser.Config, dev vhostuser.Device) error {
+func (v *vm) listen(c vhostuser.Config, dev virtio.Device) error {
 	srv, err := vhostuser.Listen(c, dev, v.gvmi)
 	if err != nil {
 		return fmt.Errorf("socket %s: %w", c.Path, err)
@@ -134,11 +135,11 @@ func (v *vm) listen(c vhostuser.Config, dev vhostuser.Device) error {
 	return nil
 }
 
-func (v *vm) kind() lfe.Kind {
+func (v *vm) kind() vswitch.Kind {
 	if v.cfg.Application != nil {
-		return lfe.KindHCA
+		return vswitch.KindHCA
 	}
-	return lfe.KindVM
+	return vswitch.KindVM
 }
 
 // attached tells whether a QEMU or an application is connected to one of the sockets.
@@ -156,7 +157,7 @@ func firmware(version string) string {
 func (v *vm) mtu() int { return v.port.Attachment().Network().MTU() }
 
 // followMTU lets the HCA's path MTU follow the network's: the driver looks again.
-func (v *vm) followMTU(sw *lfe.Network) {
+func (v *vm) followMTU(sw *vswitch.Network) {
 	v.stopMTU = sw.OnMTU(func(int) { v.hca.PortChanged() })
 }
 

@@ -7,10 +7,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/evpn"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
 // metric is one family. All families are in the list below: what is exported is declared before it is collected.
@@ -243,7 +243,7 @@ func (e emitter) yes(m metric, v bool, labels ...string) {
 	}
 }
 
-func (e emitter) traffic(m *traffic, t *lfe.Totals, labels ...string) {
+func (e emitter) traffic(m *traffic, t *vswitch.Totals, labels ...string) {
 	e.count(m.inFrames, t.InFrames, labels...)
 	e.count(m.inBytes, t.InBytes, labels...)
 	e.count(m.outFrames, t.OutFrames, labels...)
@@ -312,7 +312,7 @@ func (e emitter) evpn(s *evpn.Status) {
 	}
 }
 
-func (e emitter) network(n *lfe.Status) {
+func (e emitter) network(n *vswitch.Status) {
 	e.put(networkInfo, 1, n.Name, strconv.FormatUint(uint64(n.VNI), 10))
 	e.put(networkMTU, float64(n.MTU), n.Name)
 	e.put(networkAddresses, float64(n.Static), n.Name, "static")

@@ -27,8 +27,8 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/abi"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -91,7 +91,7 @@ func filled() *daemon.Status {
 	fill(reflect.ValueOf(s).Elem(), "")
 	delete(s.VMs[0].HCA.Stats, "reason")
 	drops := func(n uint64) map[string]uint64 {
-		return map[string]uint64{lfe.Storm.String(): n, lfe.NoBuffer.String(): n + 1}
+		return map[string]uint64{vswitch.Storm.String(): n, vswitch.NoBuffer.String(): n + 1}
 	}
 	s.VTEP.Drops, s.Networks[0].Drops, s.Networks[0].Ports[0].Drops = drops(101), drops(201), drops(301)
 	s.VMs[0].HCA.Drops = map[string]uint64{"header": 401}

@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/hca"
-	"github.com/vnicd/vnicd/device/lfe"
-	"github.com/vnicd/vnicd/device/vnet"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
@@ -136,12 +136,12 @@ func TestNoPage(t *testing.T) {
 func healthyVM() *daemon.Status {
 	v := daemon.VMStatus{Name: "one", Network: "blue", Net: vnet.Status{Connected: true, Pairs: []string{"rx+tx"}},
 		HCA: hca.Status{Connected: true, Up: true, Link: true, Stats: map[string]uint64{}, Drops: map[string]uint64{}}, Memory: hostdriver.Status{Budget: 64 << 20}}
-	return &daemon.Status{Networks: []lfe.Status{{Name: "blue", Ports: []lfe.PortStatus{{Name: "one", Kind: "vm"}}}}, VMs: []daemon.VMStatus{v}}
+	return &daemon.Status{Networks: []vswitch.Status{{Name: "blue", Ports: []vswitch.PortStatus{{Name: "one", Kind: "vm"}}}}, VMs: []daemon.VMStatus{v}}
 }
 
 // Each thing that goes wrong is found, once, with its severity; what is normal is not.
 func TestFindings(t *testing.T) {
-	drops := func(s *daemon.Status, reason lfe.Reason) {
+	drops := func(s *daemon.Status, reason vswitch.Reason) {
 		s.Networks[0].Ports[0].Drops = map[string]uint64{reason.String(): 5}
 	}
 	for _, x := range []struct {
@@ -168,15 +168,15 @@ func TestFindings(t *testing.T) {
 		{name: "memory failed", want: "error host-failed", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.FailedFaults = 1 }},
 		{name: "wrong addresses", want: "warning guest-failed", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Stats["faults_failed"] = 1 }},
 		{name: "timeouts", want: "warning timeouts", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Stats["timeouts"] = 1 }},
-		{name: "drops", want: "warning drops", is: func(s *daemon.Status, _ *daemon.VMStatus) { drops(s, lfe.Spoofed) }},
+		{name: "drops", want: "warning drops", is: func(s *daemon.Status, _ *daemon.VMStatus) { drops(s, vswitch.Spoofed) }},
 		{name: "flooded while down", want: "", is: func(s *daemon.Status, v *daemon.VMStatus) {
 			v.Net.Connected, v.HCA.Connected, v.Net.Pairs, v.HCA.Up = false, false, nil, false
-			drops(s, lfe.NotReady)
+			drops(s, vswitch.NotReady)
 		}},
 		{name: "refused", want: "warning refused", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Drops["icrc"] = 3 }},
 		{name: "swappable", want: "warning unlocked", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.Unlocked = "limit" }},
 		{name: "small budget", want: "warning budget", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.Evictions, v.Memory.Refaults = 500, 400 }},
-		{name: "flapping", want: "warning flapping", is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Networks[0].Flapping = make([]lfe.Flapping, 2) }},
+		{name: "flapping", want: "warning flapping", is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Networks[0].Flapping = make([]vswitch.Flapping, 2) }},
 		{name: "buffers", want: "error buffers", is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Buffers.Exhausted = 1 }},
 	} {
 		before, now := healthyVM(), healthyVM()

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/lfe"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 // Severities, the worst first.
@@ -167,7 +167,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(se
 	}
 	if drops := maps.Clone(l.Drops); len(drops) > 0 {
 		if !v.Net.Up() {
-			delete(drops, lfe.NotReady.String()) // what others send to everybody
+			delete(drops, vswitch.NotReady.String()) // what others send to everybody
 		}
 		if len(drops) > 0 {
 			put(warning, "drops", "frames are dropped at its port: %s", perSecond(drops, seconds))

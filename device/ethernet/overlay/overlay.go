@@ -1,0 +1,460 @@
+// Package overlay is where a tenant network's tables come from. A TableSource (static configuration, the control API,
+// EVPN) offers routes; the Table of a network holds what all sources offer, picks the best for each key, and keeps the
+// switch (vswitch) and the tunnels (vxlan) in step with that. What the data path learns by itself ranks below all of it and
+// stays in the switch.
+//
+//	Peer   this VTEP serves the network: floods go to it          (EVPN type 3)
+//	MAC    this MAC is behind that VTEP, or at that local port    (EVPN type 2)
+//	IP     this IP address is that MAC's: ARP and ND are answered (EVPN type 2)
+//
+// A route that cannot take effect (its VTEP is no peer, a VM of this host has the MAC) is kept, shown with the reason, and
+// tried again whenever something changes. A Table's methods may be called from any goroutine but loops. Lock order: Table.mu,
+// then vxlan's and vswitch's.
+package overlay
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+)
+
+// TableSource is one origin of routes.
+type TableSource interface {
+	// Name identifies the source: "static", "api".
+	Name() string
+	// Rank orders sources that disagree: the lowest wins.
+	Rank() int
+	// Attach begins to feed a network's table: the source calls Set and Withdraw, now and later, until Detach. Routes set
+	// with an error from Attach are withdrawn by the caller.
+	Attach(t *Table) error
+	// Detach ends that. The caller withdraws what is left.
+	Detach(t *Table)
+}
+
+// Ranks of the sources that there are. What is learnt comes after all of them.
+const (
+	RankStatic = 10
+	RankAPI    = 20
+	RankEVPN   = 30
+)
+
+// Errors that callers test for.
+var (
+	ErrNoTunnel = errors.New("overlay: this host has no vtep")
+	ErrNoPeer   = errors.New("overlay: the VTEP is not a peer of the network")
+	ErrNoPort   = errors.New("overlay: no such port in the network")
+	ErrLimit    = errors.New("overlay: table is full")
+	ErrInvalid  = errors.New("overlay: malformed route")
+
+	errOutranked = errors.New("another source comes first")
+)
+
+// MaxRoutes bounds the routes of one network.
+const MaxRoutes = 1 << 20
+
+// Kind says what a route is about.
+type Kind uint8
+
+// The kinds of routes.
+const (
+	Peer Kind = iota + 1
+	MAC
+	IP
+)
+
+var kindNames = [...]string{Peer: "peer", MAC: "mac", IP: "ip"}
+
+// String returns the name that status output uses.
+func (k Kind) String() string {
+	if k == 0 || int(k) >= len(kindNames) {
+		return "unknown"
+	}
+	return kindNames[k]
+}
+
+// MarshalText makes a kind a string in JSON.
+func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
+
+// UnmarshalText is the inverse of MarshalText.
+func (k *Kind) UnmarshalText(b []byte) error {
+	i := slices.Index(kindNames[:], string(b))
+	if i < 1 {
+		return fmt.Errorf("overlay: %q is no kind of route", b)
+	}
+	*k = Kind(i)
+	return nil
+}
+
+// Key is what a route is about; the fields that its kind does not name are zero.
+type Key struct {
+	Kind Kind
+	VTEP netip.Addr  // Peer
+	MAC  vswitch.MAC // MAC
+	VLAN uint16      // MAC and IP; 0: all
+	IP   netip.Addr  // IP
+}
+
+// Route is one statement of a source.
+type Route struct {
+	Key
+	Behind netip.Addr  // MAC: the VTEP it is behind; or
+	Port   string      // MAC: the local port it is at
+	At     vswitch.MAC // IP: whose it is
+	Yields bool        // ports of this host may take it over; its source then says so (vswitch.Network.SetYielding)
+}
+
+func (r *Route) check() error {
+	host := func(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() }
+	switch {
+	case r.Kind == Peer && !host(r.VTEP):
+		return fmt.Errorf("%w: peer %v is not the address of a host", ErrInvalid, r.VTEP)
+	case r.Kind == MAC && (r.MAC.IsZero() || r.MAC.IsGroup()):
+		return fmt.Errorf("%w: %v is not the address of a host", ErrInvalid, r.MAC)
+	case r.Kind == MAC && host(r.Behind) == (r.Port != ""):
+		return fmt.Errorf("%w: %v must be behind a VTEP or at a port", ErrInvalid, r.MAC)
+	case r.Kind == IP && (!host(r.IP) || r.At.IsZero() || r.At.IsGroup()):
+		return fmt.Errorf("%w: %v at %v are not a host's addresses", ErrInvalid, r.IP, r.At)
+	case r.Kind < Peer || r.Kind > IP:
+		return fmt.Errorf("%w: kind %d", ErrInvalid, r.Kind)
+	}
+	return nil
+}
+
+// Table is the routes of one network, and what has become of them.
+type Table struct {
+	net *vswitch.Network
+	vt  *vxlan.VTEP // nil: a network of this host only
+
+	mu     sync.Mutex
+	routes map[Key]*entry
+	count  int
+	// Entries that depend on what other entries are about: those whose best offer is behind a VTEP, and those not in force. So a
+	// change costs what depends on it, not a walk of the table.
+	behind  map[netip.Addr]map[*entry]struct{}
+	waiting map[*entry]struct{}
+}
+
+// entry is what sources say about one key. installed is what is in force.
+type entry struct {
+	offers    []offer // best first
+	installed *Route
+	why       error      // that offers[0] is not in force
+	under     netip.Addr // the VTEP under which it stands in Table.behind
+}
+
+type offer struct {
+	src TableSource
+	Route
+}
+
+// NewTable makes the table of a network whose tunnel port, if the host has a VTEP, exists already.
+func NewTable(net *vswitch.Network, vt *vxlan.VTEP) *Table {
+	return &Table{net: net, vt: vt, routes: make(map[Key]*entry), behind: make(map[netip.Addr]map[*entry]struct{}), waiting: make(map[*entry]struct{})}
+}
+
+// Network returns the network whose table it is.
+func (t *Table) Network() *vswitch.Network { return t.net }
+
+// Tunnels returns the host's VTEP, nil if it has none.
+func (t *Table) Tunnels() *vxlan.VTEP { return t.vt }
+
+// Set adds a source's route, or replaces what it said about the same key. The error says why the route has not taken effect
+// (errors.Is with this package's and vswitch's errors); it stays in the table all the same. Malformed routes and those beyond
+// the table's limit are refused.
+func (t *Table) Set(src TableSource, r Route) error {
+	r.VTEP, r.Behind, r.IP = unmap(r.VTEP), unmap(r.Behind), unmap(r.IP)
+	if err := r.check(); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e := t.routes[r.Key]
+	if e == nil {
+		e = &entry{}
+	}
+	if i := e.of(src); i >= 0 {
+		e.offers[i].Route = r
+	} else {
+		if t.count >= MaxRoutes {
+			return fmt.Errorf("%w: network %q: %d routes", ErrLimit, t.net.Name(), MaxRoutes)
+		}
+		t.count++
+		e.offers = append(e.offers, offer{src, r})
+		slices.SortStableFunc(e.offers, func(a, b offer) int { return cmp.Compare(a.src.Rank(), b.src.Rank()) })
+	}
+	t.routes[r.Key] = e
+	t.settleLocked(e)
+	if r.Kind == Peer {
+		t.peerChangedLocked(r.VTEP)
+	}
+	return e.why
+}
+
+// State tells whether a source's route is in force, else why not; false, nil: there is none.
+func (t *Table) State(src TableSource, k Key) (active bool, why error) {
+	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e := t.routes[k]
+	if e == nil {
+		return false, nil
+	}
+	switch e.of(src) {
+	case -1:
+		return false, nil
+	case 0:
+		return e.why == nil, e.why
+	}
+	return false, errOutranked
+}
+
+// Said returns what a source says about a key.
+func (t *Table) Said(src TableSource, k Key) (Route, bool) {
+	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if e := t.routes[k]; e != nil {
+		if i := e.of(src); i >= 0 {
+			return e.offers[i].Route, true
+		}
+	}
+	return Route{}, false
+}
+
+// Withdraw takes back what a source said about a key, and tells whether it had said something.
+func (t *Table) Withdraw(src TableSource, k Key) bool {
+	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e := t.routes[k]
+	if e == nil || e.of(src) < 0 {
+		return false
+	}
+	t.withdrawLocked(k, e, src)
+	if k.Kind == Peer {
+		t.peerChangedLocked(k.VTEP)
+	}
+	tries := 0
+	for w := range t.waiting { // it may have been room that was missing
+		if tries++; tries > roomTries {
+			break
+		}
+		t.settleLocked(w)
+	}
+	return true
+}
+
+// WithdrawAll takes back everything that a source said.
+func (t *Table) WithdrawAll(src TableSource) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for k, e := range t.routes {
+		if e.of(src) >= 0 {
+			t.withdrawLocked(k, e, src)
+		}
+	}
+	for _, e := range t.routes {
+		t.settleLocked(e)
+	}
+}
+
+// Retry tries the routes again that have not taken effect: a port has come or gone. What yields to ports is its source's affair.
+func (t *Table) Retry() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, e := range t.routes {
+		// What is in force may have gone with its port.
+		if e.why != nil || e.installed != nil && e.installed.Kind == MAC && !e.installed.Yields {
+			t.settleLocked(e)
+		}
+	}
+}
+
+// roomTries bounds how many routes are tried again when one goes.
+const roomTries = 4
+
+// peerChangedLocked settles what is behind a VTEP that has come or gone.
+func (t *Table) peerChangedLocked(vtep netip.Addr) {
+	for e := range t.behind[vtep] {
+		t.settleLocked(e)
+	}
+}
+
+// fileLocked puts an entry where changes of others find it.
+func (t *Table) fileLocked(e *entry) {
+	var under netip.Addr
+	if len(e.offers) > 0 && e.offers[0].Kind == MAC {
+		under = e.offers[0].Behind
+	}
+	if under != e.under {
+		if set := t.behind[e.under]; set != nil {
+			if delete(set, e); len(set) == 0 {
+				delete(t.behind, e.under)
+			}
+		}
+		if under.IsValid() {
+			if t.behind[under] == nil {
+				t.behind[under] = make(map[*entry]struct{})
+			}
+			t.behind[under][e] = struct{}{}
+		}
+		e.under = under
+	}
+	if e.why != nil {
+		t.waiting[e] = struct{}{}
+	} else {
+		delete(t.waiting, e)
+	}
+}
+
+func (t *Table) withdrawLocked(k Key, e *entry, src TableSource) {
+	i := e.of(src)
+	e.offers = slices.Delete(e.offers, i, i+1)
+	t.count--
+	t.settleLocked(e)
+	if len(e.offers) == 0 {
+		delete(t.routes, k)
+	}
+}
+
+// settleLocked makes the best offer of a key the one in force.
+func (t *Table) settleLocked(e *entry) {
+	defer t.fileLocked(e)
+	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed && !t.replaces(&e.offers[0].Route, e.installed)) {
+		t.remove(e.installed)
+		e.installed = nil
+	}
+	e.why = nil
+	if len(e.offers) == 0 {
+		return
+	}
+	r := e.offers[0].Route
+	if e.why = t.install(&r); e.why == nil {
+		e.installed = &r
+	} else if e.installed != nil { // it was, and its port or peer is gone; or it is another's place that was to be replaced
+		t.remove(e.installed)
+		e.installed = nil
+	}
+}
+
+// replaces tells whether one route may be installed over the other: an address that moves from VTEP to VTEP is never unknown
+// in between.
+func (t *Table) replaces(r, old *Route) bool {
+	return r.Kind == MAC && r.Behind.IsValid() && old.Behind.IsValid()
+}
+
+func (t *Table) install(r *Route) error {
+	switch r.Kind {
+	case Peer:
+		if t.vt == nil {
+			return ErrNoTunnel
+		}
+		return t.vt.AddPeer(t.net.VNI(), r.VTEP)
+	case MAC:
+		att, remote, err := t.place(r)
+		if err != nil {
+			return err
+		}
+		if r.Yields {
+			return t.net.SetYielding(vswitch.Address{MAC: r.MAC, VLAN: r.VLAN}, att, remote)
+		}
+		return t.net.SetStatic(vswitch.Address{MAC: r.MAC, VLAN: r.VLAN}, att, remote)
+	}
+	if r.Yields {
+		return t.net.SetYieldingNeighbour(r.IP, vswitch.Address{MAC: r.At, VLAN: r.VLAN})
+	}
+	return t.net.SetNeighbour(r.IP, vswitch.Address{MAC: r.At, VLAN: r.VLAN})
+}
+
+func (t *Table) remove(r *Route) {
+	switch r.Kind {
+	case Peer:
+		// An error says that it is gone already.
+		_ = t.vt.RemovePeer(t.net.VNI(), r.VTEP)
+	case MAC:
+		if att, _, err := t.place(r); err == nil {
+			t.net.RemoveStatic(vswitch.Address{MAC: r.MAC, VLAN: r.VLAN}, att)
+		}
+	case IP:
+		t.net.RemoveNeighbour(r.IP, r.VLAN)
+	}
+}
+
+// place finds where a MAC route leads.
+func (t *Table) place(r *Route) (*vswitch.Attachment, vswitch.Remote, error) {
+	if r.Port != "" {
+		if a := t.net.Port(r.Port); a != nil {
+			return a, 0, nil
+		}
+		return nil, 0, fmt.Errorf("%w: %q", ErrNoPort, r.Port)
+	}
+	if t.vt == nil {
+		return nil, 0, ErrNoTunnel
+	}
+	a := t.vt.Attachment(t.net.VNI())
+	remote, ok := t.vt.Remote(t.net.VNI(), r.Behind)
+	if a == nil || !ok {
+		return nil, 0, fmt.Errorf("%w: %v", ErrNoPeer, r.Behind)
+	}
+	return a, remote, nil
+}
+
+func (e *entry) of(src TableSource) int {
+	return slices.IndexFunc(e.offers, func(o offer) bool { return o.src == src })
+}
+
+// RouteStatus is one route of one source.
+type RouteStatus struct {
+	Kind   Kind        `json:"kind"`
+	Source string      `json:"source"`
+	VTEP   netip.Addr  `json:"vtep,omitzero"` // Peer, or what a MAC is behind
+	MAC    vswitch.MAC `json:"mac,omitzero"`
+	VLAN   uint16      `json:"vlan,omitempty"`
+	Port   string      `json:"port,omitempty"`
+	IP     netip.Addr  `json:"ip,omitzero"`
+	Active bool        `json:"active"`
+	Why    string      `json:"why,omitempty"` // it is not active
+}
+
+// Routes lists what all sources say, ordered by kind and address.
+func (t *Table) Routes() (out []RouteStatus) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	keys := slices.SortedFunc(maps.Keys(t.routes), func(a, b Key) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), a.VTEP.Compare(b.VTEP), slices.Compare(a.MAC[:], b.MAC[:]), a.IP.Compare(b.IP), cmp.Compare(a.VLAN, b.VLAN))
+	})
+	for _, k := range keys {
+		e := t.routes[k]
+		for i, o := range e.offers {
+			s := RouteStatus{Kind: k.Kind, Source: o.src.Name(), VTEP: k.VTEP, MAC: k.MAC, VLAN: k.VLAN, Port: o.Port, IP: k.IP, Active: i == 0 && e.why == nil}
+			switch {
+			case k.Kind == MAC:
+				s.VTEP = o.Behind
+			case k.Kind == IP:
+				s.MAC = o.At
+			}
+			switch {
+			case i > 0:
+				s.Why = errOutranked.Error()
+			case e.why != nil:
+				s.Why = e.why.Error()
+			}
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+func unmap(a netip.Addr) netip.Addr {
+	if a.IsValid() {
+		return a.Unmap()
+	}
+	return a
+}

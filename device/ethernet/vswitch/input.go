@@ -1,0 +1,176 @@
+package vswitch
+
+import (
+	"encoding/binary"
+	"time"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// Input lets a frame that came from this port into the network. Loop thread only. The buffer is lent: the caller keeps
+// its reference, and from here on nobody changes the frame.
+func (a *Attachment) Input(l *loop.Loop, b *frame.Buf, from Source) {
+	r := a.net.enter(l)
+	defer r.leave()
+	a.input(l, r, b, from, nil)
+}
+
+// input is Input, inside enter. What it finds is left in p, if there is one.
+func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p *Path) {
+	n := a.net
+	if a.closed.Load() {
+		a.Counters.Drop(l, PortClosed, b.Segments())
+		return
+	}
+	f := b.Bytes()
+	if m := a.monitor.Load(); m != nil {
+		(*m).Frame(l, true, f)
+	}
+	if len(f) < HeaderLen {
+		a.Counters.Drop(l, ShortFrame, 1)
+		return
+	}
+	frames := b.Segments()
+	r.countIn(a, frames, b.WireBytes())
+	h := parse(f)
+	if reason, ok := a.admit(l, b, f, &h); !ok {
+		a.Counters.Drop(l, reason, frames)
+		if reason == TooBig {
+			a.tooBig(l, f, &h, n.MTU(), from)
+		}
+		return
+	}
+	now := uint32(l.Now() / int64(time.Second))
+	if n.tick.Load() != now {
+		n.sweep(now)
+	}
+	if a.keys == nil && !n.learn(l, a, f, &h, uint16(from.Remote), now) {
+		return
+	}
+	if (h.typ == etherARP || h.typ == etherIPv6) && a.resolve(l, f, &h, from, now) {
+		return
+	}
+	t, gen := n.table.Load(), n.gen.Load()
+	out, to := r.lookup(n, macKey(f), h.vlan, gen, now)
+	if p != nil {
+		p.set(a, out, h.l3, to, gen)
+	}
+	if out != nil {
+		if by := n.bypass.Load(); by != nil {
+			by.offer(l, f, &h, a, out, from.Remote, to)
+		}
+		a.unicast(l, b, out, to)
+		return
+	}
+	if !a.limits.stormOf(from.Remote).take(l.Now(), frames) {
+		a.Counters.Drop(l, Storm, frames)
+		return
+	}
+	if a.keys == nil {
+		n.echoes.note(f, now)
+	}
+	a.flood(l, b, t, macKey(f)&groupBit == 0 && n.tunnels.Load()&noTunnelFlood != 0)
+}
+
+// find looks an address up: in its VLAN, and then among the static entries, which are for all VLANs.
+func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
+	_, _, v, ok := n.fdb.find(mac | vlan)
+	if !ok && vlan != 0 {
+		if _, _, v, ok = n.fdb.find(mac); ok && !v.static() {
+			return 0, false
+		}
+	}
+	return v, ok && !v.expired(now, n.age)
+}
+
+// parse reads a frame's Ethernet header, of 14 bytes at least, and at most two VLAN tags. Of a frame that ends inside a tag,
+// the tag is the type.
+func parse(f []byte) (h headerInfo) {
+	h.l3 = HeaderLen
+	h.typ = binary.BigEndian.Uint16(f[12:])
+	if !isTag(h.typ) || len(f) < HeaderLen+4 {
+		return h
+	}
+	h.vlan = uint64(binary.BigEndian.Uint16(f[14:])&0xfff) << 48
+	for h.l3 < HeaderLen+4*maxTags && len(f) >= h.l3+4 && isTag(h.typ) {
+		h.l3 += 4
+		h.typ = binary.BigEndian.Uint16(f[h.l3-2:])
+	}
+	return h
+}
+
+// isTag tells whether an Ethernet type announces a VLAN tag.
+func isTag(typ uint16) bool { return typ == etherVLAN || typ == etherQinQ }
+
+// admit checks what can be seen without the tables.
+func (a *Attachment) admit(l *loop.Loop, b *frame.Buf, f []byte, h *headerInfo) (why Reason, ok bool) {
+	if isTag(h.typ) && len(f) < h.l3+4 {
+		return ShortFrame, false
+	}
+	if b.WireLen() > int(a.net.mtu.Load())+h.l3 {
+		return TooBig, false
+	}
+	src := macKey(f[6:])
+	if src == 0 || src&groupBit != 0 {
+		return BadSource, false
+	}
+	if a.keys != nil && !a.owns(src) {
+		return Spoofed, false
+	}
+	if dst := macKey(f); dst>>4 == 0x0180c2000000>>4 {
+		return Reserved, false
+	}
+	if a.ips != nil && !a.guard(f, h) {
+		return SpoofedIP, false
+	}
+	if !a.limits.in.take(l.Now(), 8*b.WireBytes()) {
+		return RateLimit, false
+	}
+	return 0, true
+}
+
+func (a *Attachment) unicast(l *loop.Loop, b *frame.Buf, out *Attachment, to Destination) {
+	if out == a && !a.cfg.Hairpin || out != a && a.cfg.Kind == KindVTEP && out.cfg.Kind == KindVTEP {
+		a.Counters.Drop(l, SplitHorizon, b.Segments())
+		return
+	}
+	out.output(l, b, to)
+}
+
+// output gives a frame to the port, finished as far as the port wants it so.
+func (a *Attachment) output(l *loop.Loop, b *frame.Buf, to Destination) {
+	if !a.takes(b) {
+		a.finish(l, b, to)
+		return
+	}
+	if !a.limits.out.take(l.Now(), 8*b.WireBytes()) {
+		a.Counters.Drop(l, RateLimit, b.Segments())
+		return
+	}
+	a.net.readers[l.ID()].countOut(a, b.Segments(), b.WireBytes())
+	if m := a.monitor.Load(); m != nil {
+		(*m).Frame(l, false, b.Bytes())
+	}
+	a.port.Deliver(l, b, to)
+}
+
+// flood gives a frame to all ports, without tunnels if it is to stay here.
+func (a *Attachment) flood(l *loop.Loop, b *frame.Buf, t *portTable, here bool) {
+	a.Counters.flood(l)
+	sent, none := false, NoPort
+	for _, out := range t.flood {
+		if out == a || a.cfg.Kind == KindVTEP && out.cfg.Kind == KindVTEP {
+			continue
+		}
+		if here && out.cfg.Kind == KindVTEP {
+			none = UnknownUnicast
+			continue
+		}
+		sent = true
+		out.output(l, b, Destination{Flood: true})
+	}
+	if !sent {
+		a.Counters.Drop(l, none, b.Segments())
+	}
+}

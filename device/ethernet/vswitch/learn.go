@@ -1,0 +1,303 @@
+package vswitch
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// setStatic stores a static entry; what was learnt of the same address, or yields, gives way.
+func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool) error {
+	now := n.seconds()
+	fresh := makeValue(a.id, true, remote, now)
+	if yields {
+		fresh = fresh.yielding()
+	}
+	expired := func(v value) bool { return v.expired(now, n.age) }
+	var old value
+	var conflict bool
+	res := n.fdb.put(m.key(), fresh, true, expired, func(v value) bool {
+		old = v
+		conflict = v != 0 && v.static() && !v.yields() && v.port() != a.id
+		return !conflict
+	}, n.gone)
+	switch {
+	case conflict:
+		return ErrMACInUse
+	case res == putNoSpace:
+		return fmt.Errorf("lfe: forwarding table has no room for static entry %v", m)
+	}
+	if m.VLAN == 0 { // it stands for all VLANs
+		n.fdb.tagged(m.key(), func(k uint64) { n.remove(k, func(v value) bool { return !v.static() }) })
+	}
+	if old != 0 {
+		n.gone(old)
+	}
+	n.entries.Add(1)
+	n.statics.Add(1)
+	n.turn() // it may be the VLAN's own beside one for all VLANs
+	return nil
+}
+
+// SetStatic makes an address reachable by a port, and for tunnel ports by a remote, without learning; it neither ages
+// nor moves. Without a VLAN it stands for all VLANs. It replaces a learnt entry, or an earlier static one of the same
+// port. ErrMACInUse: static for another port.
+func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
+	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
+		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if a.closed.Load() {
+		return ErrClosed
+	}
+	return n.setStatic(m, a, uint16(remote), false)
+}
+
+// SetYielding is SetStatic for what a control plane says of an address behind a tunnel: no tunnel's frames move it, but a port
+// of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
+func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
+	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
+		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if a.closed.Load() {
+		return ErrClosed
+	}
+	return n.setStatic(m, a, uint16(remote), true)
+}
+
+// RemoveStatic removes a static entry of that port, and tells whether there was one. The port's own addresses stay.
+func (n *Network) RemoveStatic(m Address, a *Attachment) bool {
+	if slices.Contains(a.cfg.MACs, m.MAC) {
+		return false
+	}
+	return n.remove(m.key(), func(v value) bool { return v.static() && v.port() == a.id })
+}
+
+// Forget removes a learnt entry and tells whether there was one.
+func (n *Network) Forget(m Address) (ok bool) {
+	n.forgetHomes(func(s *flap) bool { return s.key == m.key() }, func() {
+		ok = n.remove(m.key(), func(v value) bool { return !v.static() })
+	})
+	return ok
+}
+
+func (n *Network) remove(key uint64, match func(value) bool) bool {
+	removed := 0
+	x, y := n.fdb.pair(key)
+	for _, b := range [2]*bucket{x, y} {
+		removed += b.removeIf(true, func(k uint64, v value) bool { return k == key && match(v) }, n.gone)
+	}
+	return removed > 0
+}
+
+// FlushRemote forgets everything, static entries included, that lies behind one remote of a tunnel port.
+func (n *Network) FlushRemote(a *Attachment, remote Remote) {
+	gone := func(v value) bool { return v.port() == a.id && v.remote() == uint16(remote) }
+	all := func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) }
+	all()
+	n.Quiesce() // who has just moved an address away from there has noted it
+	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, all)
+}
+
+// FlushPort forgets what was learnt on a port.
+func (n *Network) FlushPort(a *Attachment) {
+	gone := func(v value) bool { return v.port() == a.id && !v.static() }
+	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) })
+}
+
+// learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
+// static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere, or because it has come
+// back to us from elsewhere, or is a RoCE frame that teaches nothing.
+//
+// RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6): one from elsewhere
+// than its address is known to be is dropped; an address that moves says so by ARP, neighbour discovery or any other frame, or is
+// moved by a table source. A new address is learnt from a RoCE frame only if its receiver would take the frame.
+func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, remote uint16, now uint32) bool {
+	src := macKey(f[6:]) | h.vlan
+	fresh := makeValue(a.id, false, remote, now)
+	b, slot, v, ok := n.fdb.find(src)
+	if ok {
+		switch {
+		case v.place() == fresh.place():
+			if v.seen() != now {
+				b.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
+			}
+			return true
+		case v.static() && !a.takesOver(v, f):
+			return a.mayMove(l, v, fresh, f)
+		case v.static(): // who set it judges whether it flaps
+			if !n.cfg.NoHold && n.echoes.echo(f, now) {
+				a.looped(l, now)
+				return false
+			}
+		case v.expired(now, n.age):
+		case IsRoCE(f):
+			a.Counters.Drop(l, Misplaced, 1)
+			return false
+		case !a.learns():
+			return true
+		case !n.cfg.NoHold && n.echoes.echo(f, now):
+			a.looped(l, now)
+			return false
+		default:
+			switch n.mayFlap(src, v, fresh, now) {
+			case moveHeld:
+				a.Counters.Drop(l, FlapHeld, 1)
+				return false
+			case moveLater:
+				return true
+			}
+		}
+	}
+	if src&^macBits != 0 {
+		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(v, f) {
+			return a.mayMove(l, v, fresh, f)
+		}
+	}
+	if IsRoCE(f) && !n.wanted(l, f, h, now) {
+		a.Counters.Drop(l, Unwanted, 1)
+		return false
+	}
+	return !a.learns() || n.learnSlow(l, a, src, fresh, f, now)
+}
+
+// takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this host.
+func (a *Attachment) takesOver(v value, f []byte) bool {
+	return v.yields() && a.cfg.Kind != KindVTEP && !IsRoCE(f)
+}
+
+// learns tells whether addresses are learnt from the port's frames.
+func (a *Attachment) learns() bool {
+	return a.cfg.Kind != KindVTEP || a.net.tunnels.Load()&noTunnelLearn == 0
+}
+
+// wanted asks the receiver of a RoCE frame, if it is a port that can tell, whether it takes it.
+func (n *Network) wanted(l *loop.Loop, f []byte, h *headerInfo, now uint32) bool {
+	out, _ := n.lookup(macKey(f), h.vlan, now)
+	if out == nil {
+		return true
+	}
+	j, ok := out.port.(judge)
+	return !ok || j.wants(l, f)
+}
+
+// judge is a port that tells of a RoCE frame whether it would take it.
+type judge interface {
+	wants(l *loop.Loop, f []byte) bool
+}
+
+// learnSlow inserts a new address or moves a known one.
+func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value, f []byte, now uint32) bool {
+	// Take the places first and give them back if they are not needed: several loops insert at once and the limits hold.
+	if a.entries.Add(1) > a.maxEntries {
+		a.entries.Add(-1)
+		a.Counters.Drop(l, PortFull, 1)
+		return true
+	}
+	if n.entries.Add(1) > int64(n.cfg.MaxEntries) {
+		n.sweepSome(now, fullSweep)
+		if n.entries.Load() > int64(n.cfg.MaxEntries) && !n.displace(a) {
+			n.entries.Add(-1)
+			a.entries.Add(-1)
+			a.Counters.Drop(l, TableFull, 1)
+			return true
+		}
+	}
+	var old value
+	static, held := false, false
+	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
+		old = v
+		static = v != 0 && v.static() && !a.takesOver(v, f)
+		return !static
+	}, n.gone)
+	if res == putDone && a.cfg.Kind != KindVTEP {
+		n.tell()
+	}
+	switch {
+	case res == putDone && old == 0:
+	case res == putDone:
+		if old.place() != fresh.place() && !old.static() && !old.expired(now, n.age) {
+			held = n.moved(src, old, fresh, now)
+		}
+		n.gone(old)
+	default:
+		n.entries.Add(-1)
+		a.entries.Add(-1)
+		if res == putNoSpace {
+			a.Counters.Drop(l, TableFull, 1)
+		}
+	}
+	if held {
+		a.Counters.Drop(l, FlapHeld, 1)
+		return false
+	}
+	return !static || a.mayMove(l, old, fresh, f)
+}
+
+// mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and if it is
+// RoCE from the entry's remote. Else it is counted.
+func (a *Attachment) mayMove(l *loop.Loop, static, from value, f []byte) bool {
+	switch {
+	case static.port() != from.port():
+		a.Counters.Drop(l, StaticMoved, 1)
+	case static.remote() != from.remote() && IsRoCE(f):
+		a.Counters.Drop(l, Misplaced, 1)
+	default:
+		return true
+	}
+	return false
+}
+
+// sweep removes what has expired from the next stretch of the table, once per second on whichever loop comes first.
+func (n *Network) sweep(now uint32) {
+	last := n.tick.Load()
+	if int32(now-last) <= 0 || !n.tick.CompareAndSwap(last, now) {
+		return
+	}
+	n.sweepSome(now, n.sweepBy)
+}
+
+func (n *Network) sweepSome(now uint32, count int) {
+	start := n.fdb.hand.Add(uint64(count)) - uint64(count)
+	for i := range uint64(min(count, len(n.fdb.buckets))) {
+		b := &n.fdb.buckets[(start+i)&n.fdb.mask]
+		if k := b.removeIf(false, func(_ uint64, v value) bool { return v.expired(now, n.age) }, n.gone); k > 0 {
+			n.evicted.Add(uint64(k))
+		}
+	}
+}
+
+// displaceTries bounds how many buckets displace looks into.
+const displaceTries = 64
+
+// displace makes room for a port that has less than its share of a full table, at the cost of one that has more: a flood
+// of addresses on one port keeps nobody else from being learnt. It returns false when there is no such entry.
+func (n *Network) displace(a *Attachment) bool {
+	t := n.table.Load()
+	share := (int64(n.cfg.MaxEntries) - n.statics.Load()) / int64(max(t.learn, 1))
+	if a.entries.Load() > share {
+		return false
+	}
+	done := false
+	greedy := func(_ uint64, v value) bool {
+		if done || v.static() || int(v.port()) >= len(t.byID) {
+			return false
+		}
+		x := t.byID[v.port()]
+		done = x != nil && x != a && x.entries.Load() > share
+		return done
+	}
+	start := n.fdb.hand.Add(displaceTries) - displaceTries
+	for i := range uint64(min(displaceTries, len(n.fdb.buckets))) {
+		n.fdb.buckets[(start+i)&n.fdb.mask].removeIf(false, greedy, n.gone)
+		if done {
+			n.displaced.Add(1)
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,406 @@
+// Package vswitch is the logical forwarding element, a tenant's Ethernet switch (MT-2). One Network per VNI; each has its
+// own table and its own ports, so tenants with the same addresses never meet (MT-9).
+//
+// What happens to a frame, all on the loop that brought it, in Attachment.Input:
+//
+//	check    length, MTU, rate, source address, anti-spoofing, reserved groups (input.go)
+//	learn    source MAC and VLAN -> (port, remote) (learn.go, fdb.go)
+//	look up  destination MAC and VLAN: one port, or flood within the port's storm limit
+//	deliver  Port.Deliver on this same loop; a port that lives on another loop hands over by its own mailbox
+//
+// Split horizon: what came from a tunnel (VTEP) never goes to a tunnel, because every peer has sent its own copies
+// to all others (head-end replication, RFC 7348 section 4.2 with unicast in place of the group).
+//
+// Frames are lent: Input lends the buffer to every port, the caller still owns its reference. Nobody changes a
+// frame on its way.
+package vswitch
+
+import (
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// Defaults and bounds of Config.
+const (
+	DefaultMTU         = 1500
+	MinMTU             = 576 // RFC 791: what every IPv4 host must take
+	MaxMTU             = 65535
+	DefaultMaxEntries  = 16384
+	MaxMaxEntries      = 1 << 20
+	DefaultPortEntries = 4096
+	DefaultAge         = 300 * time.Second // IEEE 802.1Q, table 8-6
+	DefaultMaxPorts    = 1024
+	maxMaxPorts        = 1<<14 - 1 // port numbers in fdb values
+	MaxVNI             = 1<<24 - 1
+)
+
+// How many buckets are swept between two frames: once per second, and for each frame whose source did not fit.
+const (
+	maxSweep  = 1024
+	fullSweep = 4
+)
+
+// HeaderLen is the length of an untagged Ethernet header.
+const HeaderLen = 14
+
+// Errors that callers test for.
+var (
+	ErrMACInUse     = errors.New("lfe: MAC address is in use by another port of the network")
+	ErrTooManyPorts = errors.New("lfe: network has its maximum of ports")
+	ErrClosed       = errors.New("lfe: port is closed")
+	ErrMonitored    = errors.New("lfe: port is being captured already")
+)
+
+// Config describes a network. Zero values take the defaults.
+type Config struct {
+	VNI  uint32 // 1 to MaxVNI
+	Name string
+	// MTU is the largest layer-3 packet in bytes. Zero: as large as the underlay carries (SetUnderlayMTU), else
+	// DefaultMTU.
+	MTU int
+	// MaxEntries bounds the forwarding table, MaxPortEntries the part of it that one port other than a tunnel may fill by
+	// sending from many addresses. While the table is full, a port with less than its share of it (an even part for
+	// each port that learns) takes places of ports with more.
+	MaxEntries     int
+	MaxPortEntries int
+	// Storm is the ports' limit of frames per second without one known receiver; zero = DefaultStorm, or Unlimited.
+	Storm int
+	// Age is how long an entry lives without a frame from it, 1 s or more.
+	Age      time.Duration
+	MaxPorts int
+	// NoHold lets addresses that flap go on doing so, and frames that come back pass; else they stay where they were first.
+	NoHold bool
+	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
+	MaxNeighbours int
+	// Pool gives buffers for what the switch says itself: answers to ARP and neighbour solicitations, and ICMP errors for
+	// frames beyond the MTU. Nil: it says nothing, requests are flooded.
+	Pool *frame.Pool
+	// Clock must be the clock of the loops; it defaults to the engine's.
+	Clock loop.Clock
+	Log   hclog.Logger
+}
+
+// Network is one tenant's switch. Input and lookups run on any loop without locks; ports come and go at any time.
+type Network struct {
+	cfg       Config
+	age       uint32
+	sweepBy   int
+	clock     loop.Clock
+	fdb       *fdb
+	entries   atomic.Int64
+	statics   atomic.Int64
+	moves     atomic.Uint64
+	evicted   atomic.Uint64
+	displaced atomic.Uint64
+	flaps     flaps
+	echoes    echoes
+	neigh     neighbours
+	log       hclog.Logger
+	tick      atomic.Uint32
+	mtu       atomic.Int32  // in force
+	tunnels   atomic.Uint32 // what tunnels are for: noTunnelFlood, noTunnelLearn
+	changed   atomic.Pointer[func()]
+	table     atomic.Pointer[portTable]
+	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
+	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
+	// what else Route looks at, before the loops are waited for.
+	gen    atomic.Uint64
+	bypass atomic.Pointer[bypass] // nil: all frames come by here
+
+	readers [loop.MaxLoops]reader
+
+	mu sync.Mutex // guards the writers of table, and the fields below
+
+	mtuWatchers []*func(int)
+	underlay    int
+	pastTotals  Totals
+}
+
+// portTable is an immutable snapshot of the ports.
+type portTable struct {
+	byID  []*Attachment // nil = free
+	flood []*Attachment
+	learn int // ports that learn
+}
+
+func newPortTable(byID, flood []*Attachment) *portTable {
+	t := &portTable{byID: byID, flood: flood}
+	for _, a := range flood {
+		if a.keys == nil {
+			t.learn++
+		}
+	}
+	return t
+}
+
+// NewNetwork makes a switch without ports.
+func NewNetwork(c Config) (*Network, error) {
+	if c.VNI == 0 || c.VNI > MaxVNI {
+		return nil, fmt.Errorf("lfe: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
+	}
+	if c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU) {
+		return nil, fmt.Errorf("lfe: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU, MinMTU, MaxMTU)
+	}
+	def(&c.MaxEntries, DefaultMaxEntries)
+	def(&c.MaxPortEntries, min(DefaultPortEntries, c.MaxEntries))
+	def(&c.MaxPorts, DefaultMaxPorts)
+	if c.Age == 0 {
+		c.Age = DefaultAge
+	}
+	if c.MaxEntries < 1 || c.MaxEntries > MaxMaxEntries {
+		return nil, fmt.Errorf("lfe: network %q: table of %d entries; want 1 to %d", c.Name, c.MaxEntries, MaxMaxEntries)
+	}
+	if c.MaxPortEntries < 1 || c.MaxPortEntries > c.MaxEntries {
+		return nil, fmt.Errorf("lfe: network %q: %d entries per port; want 1 to %d", c.Name, c.MaxPortEntries, c.MaxEntries)
+	}
+	if c.MaxPorts < 1 || c.MaxPorts > maxMaxPorts {
+		return nil, fmt.Errorf("lfe: network %q: %d ports; want 1 to %d", c.Name, c.MaxPorts, maxMaxPorts)
+	}
+	def(&c.MaxNeighbours, DefaultMaxNeighbours)
+	if c.MaxNeighbours < 1 || c.MaxNeighbours > MaxMaxNeighbours {
+		return nil, fmt.Errorf("lfe: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours, MaxMaxNeighbours)
+	}
+	if c.Storm == 0 {
+		c.Storm = DefaultStorm
+	}
+	if err := checkStorm(c.Storm); err != nil {
+		return nil, fmt.Errorf("lfe: network %q: %w", c.Name, err)
+	}
+	if c.Age < time.Second || c.Age > 365*24*time.Hour {
+		return nil, fmt.Errorf("lfe: network %q: ageing time %v; want 1s to a year", c.Name, c.Age)
+	}
+	n := &Network{cfg: c, age: uint32(c.Age / time.Second), clock: c.Clock, fdb: newFDB(c.MaxEntries), log: c.Log}
+	for i := range n.readers {
+		n.readers[i].loop = i
+	}
+	n.neigh.init(c.MaxNeighbours)
+	n.echoes.seed = maphash.MakeSeed()
+	if n.log == nil {
+		n.log = hclog.NewNullLogger()
+	}
+	if n.clock == nil {
+		n.clock = monotonic{}
+	}
+	// One second's share of the table, so that all of it is swept once per ageing time; bounded, because it happens
+	// between two frames.
+	n.sweepBy = min(len(n.fdb.buckets)/int(n.age)+1, maxSweep)
+	n.table.Store(&portTable{})
+	n.applyMTULocked()
+	return n, nil
+}
+
+type monotonic struct{}
+
+func (monotonic) Now() int64 { return loop.Monotonic() }
+
+func def(v *int, d int) {
+	if *v == 0 {
+		*v = d
+	}
+}
+
+// VNI returns the network's VXLAN network identifier.
+func (n *Network) VNI() uint32 { return n.cfg.VNI }
+
+// Name returns the network's name.
+func (n *Network) Name() string { return n.cfg.Name }
+
+// MTU returns the largest layer-3 packet in bytes that the network carries now.
+func (n *Network) MTU() int { return int(n.mtu.Load()) }
+
+// ConfiguredMTU returns the MTU that was asked for, 0 = as large as the underlay carries.
+func (n *Network) ConfiguredMTU() int { return n.cfg.MTU }
+
+// SetUnderlayMTU tells the network how large an inner layer-3 packet its tunnels carry, 0 = it has none. Unless the
+// configuration names an MTU, that is the network's.
+func (n *Network) SetUnderlayMTU(mtu int) {
+	n.mu.Lock()
+	before := n.MTU()
+	n.underlay = mtu
+	n.applyMTULocked()
+	after := n.MTU()
+	var tell []func(int)
+	if after != before {
+		for _, w := range n.mtuWatchers {
+			tell = append(tell, *w)
+		}
+	}
+	n.mu.Unlock()
+	for _, f := range tell {
+		f(after)
+	}
+}
+
+// OnMTU calls f with the new MTU whenever it has changed, on the goroutine that changed it, until cancel is called.
+// A call may be under way while cancel returns.
+func (n *Network) OnMTU(f func(mtu int)) (cancel func()) {
+	w := &f
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.mtuWatchers = append(n.mtuWatchers, w)
+	return func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.mtuWatchers = slices.DeleteFunc(n.mtuWatchers, func(x *func(int)) bool { return x == w })
+	}
+}
+
+func (n *Network) applyMTULocked() {
+	before := n.MTU()
+	defer func() {
+		if n.MTU() != before {
+			n.turn()
+		}
+	}()
+	switch {
+	case n.cfg.MTU != 0:
+		n.mtu.Store(int32(n.cfg.MTU))
+	case n.underlay != 0:
+		n.mtu.Store(int32(min(n.underlay, MaxMTU)))
+	default:
+		n.mtu.Store(DefaultMTU)
+	}
+}
+
+// Attach connects a port. The port's MACs, if any, become static entries of the table; ErrMACInUse if another port has
+// one of them.
+func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
+	for _, m := range pc.MACs {
+		if m.IsGroup() || m.IsZero() {
+			return nil, fmt.Errorf("lfe: network %q, port %q: %v is not the address of a port", n.cfg.Name, pc.Name, m)
+		}
+	}
+	if err := pc.check(); err != nil {
+		return nil, fmt.Errorf("lfe: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	old := n.table.Load()
+	id := slices.Index(old.byID, nil)
+	if id < 0 {
+		id = len(old.byID)
+	}
+	if id >= n.cfg.MaxPorts {
+		return nil, fmt.Errorf("%w: network %q, port %q: %d", ErrTooManyPorts, n.cfg.Name, pc.Name, n.cfg.MaxPorts)
+	}
+	a := &Attachment{net: n, port: port, cfg: pc, id: uint16(id), maxEntries: int64(n.cfg.MaxPortEntries)}
+	a.limits.set(&pc, n.cfg.Storm)
+	if pc.Kind == KindVTEP {
+		a.maxEntries = int64(n.cfg.MaxEntries)
+	}
+	a.cfg.MACs = slices.Clone(pc.MACs)
+	for _, m := range a.cfg.MACs {
+		a.keys = append(a.keys, m.key())
+	}
+	if err := a.setIPs(pc.IPs); err != nil {
+		return nil, fmt.Errorf("lfe: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
+	}
+	byID := slices.Clone(old.byID)
+	if id == len(byID) {
+		byID = append(byID, nil)
+	}
+	byID[id] = a
+	if pc.Attached != nil {
+		pc.Attached(a)
+	}
+	// The port must be in the table before an entry points to it.
+	n.table.Store(newPortTable(byID, append(slices.Clone(old.flood), a)))
+	for _, m := range a.cfg.MACs {
+		if err := n.setStatic(Address{MAC: m}, a, 0, false); err != nil {
+			n.detachLocked(a)
+			return nil, fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, pc.Name, m, err)
+		}
+	}
+	for _, addr := range pc.IPs {
+		if err := n.setNeighbour(addr, Address{MAC: a.cfg.MACs[0]}, a.id, false); err != nil {
+			n.detachLocked(a)
+			return nil, fmt.Errorf("port %q: %w", pc.Name, err)
+		}
+	}
+	return a, nil
+}
+
+// detachLocked takes a out, waits until no loop uses it, and removes its entries.
+func (n *Network) detachLocked(a *Attachment) {
+	a.closed.Store(true)
+	n.turn() // routes end; who has entered one is waited for
+	old := n.table.Load()
+	// The number stays taken until the entries that carry it are gone.
+	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood), func(x *Attachment) bool { return x == a }))
+	n.table.Store(t)
+	n.quiesce(a.cfg.Loop)
+	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
+	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
+	n.turn() // before the last quiesce: who is inside by an older path has left when this returns
+	t = newPortTable(slices.Clone(t.byID), t.flood)
+	t.byID[a.id] = nil
+	n.table.Store(t)
+	n.quiesce(a.cfg.Loop)
+	n.forgetHomes(func(s *flap) bool { return s.home.port() == a.id }, func() {})
+	n.pastTotals.Merge(a.Counters.Totals())
+}
+
+// Port returns the port of that name, nil if there is none.
+func (n *Network) Port(name string) *Attachment {
+	for _, a := range n.table.Load().flood {
+		if a.cfg.Name == name {
+			return a
+		}
+	}
+	return nil
+}
+
+// Quiesce returns when every Input that was in progress on any loop has ended. Not to be called from inside Deliver.
+func (n *Network) Quiesce() { n.quiesce(nil) }
+
+func (n *Network) quiesce(own *loop.Loop) {
+	for i := range n.readers {
+		if own != nil && own.ID() == i && own.OnLoop() {
+			continue
+		}
+		r := &n.readers[i]
+		for seq := r.seq.Load(); seq&1 != 0 && r.seq.Load() == seq; {
+			time.Sleep(10 * time.Microsecond)
+		}
+	}
+}
+
+// purge removes the entries that match, static ones included.
+func (n *Network) purge(match func(key uint64, v value) bool) {
+	for i := range n.fdb.buckets {
+		n.fdb.buckets[i].removeIf(true, match, n.gone)
+	}
+}
+
+// gone keeps the counts right when an entry has left the table or another has taken its place.
+func (n *Network) gone(v value) {
+	n.turn()
+	n.entries.Add(-1)
+	if v.static() {
+		n.statics.Add(-1)
+		return
+	}
+	if a := n.byID(v.port()); a != nil {
+		a.entries.Add(-1)
+	}
+}
+
+func (n *Network) byID(id uint16) *Attachment {
+	t := n.table.Load()
+	if int(id) >= len(t.byID) {
+		return nil
+	}
+	return t.byID[id]
+}
+
+func (n *Network) seconds() uint32 { return uint32(n.clock.Now() / int64(time.Second)) }

@@ -1,0 +1,115 @@
+package vswitch
+
+import (
+	"time"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// Path is where the frames of one connection go: what the switch has found for one of them, kept until its tables change
+// (MT-5). All frames that are sent on a path have the same Ethernet and IP addresses. The zero value is a path that is
+// not known yet. A path is used on one loop at a time.
+type Path struct {
+	att *Attachment // that it begins at
+	gen uint64      // Network.gen when it was found
+	l3  int         // length of the frames' Ethernet header
+	out *Attachment // nil: not known
+	to  Destination
+
+	last  *Attachment // the latest that was known, for moves
+	moves uint64
+}
+
+// Known tells whether the path leads to one port; else its frames are flooded.
+func (p *Path) Known() bool { return p.out != nil }
+
+// Out returns the port that the path leads to, nil if none is known, and for tunnel ports the far end.
+func (p *Path) Out() (*Attachment, Remote) { return p.out, p.to.Remote }
+
+// Moves counts how often the path has been found to lead elsewhere than before.
+func (p *Path) Moves() uint64 { return p.moves }
+
+func (p *Path) set(a, out *Attachment, l3 int, to Destination, gen uint64) {
+	if p.last != nil && out != nil && (p.last != out || p.to != to) {
+		p.moves++
+	}
+	if out != nil {
+		p.last, p.to = out, to
+	}
+	p.att, p.gen, p.l3, p.out = a, gen, l3, out
+}
+
+// holds tells whether the path is as the tables of a's network say. Inside enter.
+func (p *Path) holds(a *Attachment) bool {
+	return p.att == a && p.gen == a.net.gen.Load() && p.out != nil
+}
+
+// Send lets a frame into the network as Input does, on a path: the first frame finds it, further ones take it without looking
+// into any table until one changes. Loop thread only.
+func (a *Attachment) Send(l *loop.Loop, b *frame.Buf, p *Path) {
+	n := a.net
+	r := n.enter(l)
+	defer r.leave()
+	if !p.holds(a) || a.closed.Load() {
+		a.input(l, r, b, Source{}, p)
+		return
+	}
+	if m := a.monitor.Load(); m != nil {
+		(*m).Frame(l, true, b.Bytes())
+	}
+	frames, bytes := b.Segments(), b.WireBytes()
+	r.countIn(a, frames, bytes)
+	switch {
+	case b.WireLen() > int(n.mtu.Load())+p.l3:
+		a.Counters.Drop(l, TooBig, frames)
+	case !a.limits.in.take(l.Now(), 8*bytes):
+		a.Counters.Drop(l, RateLimit, frames)
+	default:
+		a.unicast(l, b, p.out, p.to)
+	}
+}
+
+// Resolve finds the path of frames that begin as f does (Ethernet and IP header), without sending one. False: there is none, for
+// the destination is not known, or the port may not send such frames. Loop thread only.
+func (a *Attachment) Resolve(l *loop.Loop, f []byte, p *Path) bool {
+	n := a.net
+	r := n.enter(l)
+	defer r.leave()
+	if a.closed.Load() || len(f) < HeaderLen {
+		return false
+	}
+	if p.holds(a) {
+		return true
+	}
+	h := parse(f)
+	if src := macKey(f[6:]); a.keys != nil && !a.owns(src) || a.ips != nil && !a.guard(f, &h) {
+		return false
+	}
+	gen := n.gen.Load()
+	out, to := n.lookup(macKey(f), h.vlan, uint32(l.Now()/int64(time.Second)))
+	if out == a && !a.cfg.Hairpin {
+		out = nil
+	}
+	p.set(a, out, h.l3, to, gen)
+	return out != nil
+}
+
+// lookup returns the one port that an address is at, nil if it is a group's or not known. Inside enter.
+func (n *Network) lookup(dst, vlan uint64, now uint32) (*Attachment, Destination) {
+	if dst&groupBit != 0 {
+		return nil, Destination{}
+	}
+	v, ok := n.find(dst, vlan, now)
+	if !ok {
+		return nil, Destination{}
+	}
+	return n.byID(v.port()), Destination{Remote: Remote(v.remote())}
+}
+
+// Owner returns the MAC that an IP address is known to have, IPv4 as mapped IPv6; vlan is 0 for untagged frames. Safe from
+// any goroutine; it may fail to find one while the table changes.
+func (n *Network) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
+	e, ok := n.neighbourOf(addr, vlan, n.seconds())
+	return keyMAC(e.mac), ok
+}

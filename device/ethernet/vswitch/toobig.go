@@ -1,0 +1,133 @@
+package vswitch
+
+import (
+	"encoding/binary"
+	"time"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// A frame beyond the MTU does not vanish: its sender is told, by the ICMP message that a router would send (RFC 1191, RFC
+// 8201). A switch has no address of its own, so the message comes from the packet's destination, as with Linux' tunnels.
+
+// How much of the packet goes into the message: as much as fits a message of the least MTU (RFC 1812, 4.3.2.3; RFC 4443, 3.2).
+const (
+	icmpMax4 = 576
+	icmpMax6 = 1280
+)
+
+// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that frames of that length
+// do not get to where it was meant for, but frames of up to limit bytes, tags included, do. Loop thread only; within the
+// sending port's limit of such answers.
+func (n *Network) AnswerTooBig(l *loop.Loop, f []byte, limit int) {
+	if len(f) < HeaderLen {
+		return
+	}
+	r := n.enter(l)
+	defer r.leave()
+	h := parse(f)
+	v, ok := n.find(macKey(f[6:]), h.vlan, uint32(l.Now()/int64(time.Second)))
+	if !ok {
+		return
+	}
+	if a := n.byID(v.port()); a != nil {
+		a.tooBig(l, f, &h, limit-h.l3, Source{Remote: Remote(v.remote())})
+	}
+}
+
+func (a *Attachment) tooBig(l *loop.Loop, f []byte, h *headerInfo, mtu int, from Source) {
+	if a.net.cfg.Pool == nil || macKey(f)&groupBit != 0 || IsRoCE(f) {
+		return
+	}
+	p := f[h.l3:]
+	v6 := h.typ == etherIPv6
+	switch {
+	case h.typ == etherIPv4 && answerable4(p), v6 && answerable6(p):
+	default:
+		return
+	}
+	if !a.limits.answers.take(l.Now(), 1) {
+		return
+	}
+	b := a.net.cfg.Pool.Get()
+	if b == nil {
+		return
+	}
+	defer b.Free()
+	b.Append(f[6:12])
+	b.Append(f[0:6])
+	b.Append(f[12:h.l3])
+	if v6 {
+		packetTooBig6(b, p, mtu)
+	} else {
+		fragmentationNeeded4(b, p, mtu)
+	}
+	a.answer(l, b, from)
+}
+
+// answer gives a frame of the switch's own making to the port.
+func (a *Attachment) answer(l *loop.Loop, b *frame.Buf, from Source) {
+	a.Counters.answered(l)
+	a.output(l, b, Destination{Remote: from.Remote})
+}
+
+// answerable4 keeps to RFC 1122, 3.2.2: no answer to errors, fragments other than the first, or what was not from one host to
+// another; and none without DF, since a router would have cut the packet up.
+func answerable4(p []byte) bool {
+	if len(p) < header.IPv4Len || p[0]>>4 != 4 {
+		return false
+	}
+	n := int(p[0]&15) * 4
+	frag := binary.BigEndian.Uint16(p[6:])
+	host := func(a []byte) bool { return a[0] != 0 && a[0] != 127 && a[0] < 224 }
+	switch {
+	case n < header.IPv4Len || len(p) < n+8 || frag&0x4000 == 0 || frag&0x1fff != 0 || !host(p[12:]) || !host(p[16:]):
+		return false
+	case p[9] == protoICMP:
+		switch p[n] {
+		case 3, 4, 5, 11, 12:
+			return false
+		}
+	}
+	return true
+}
+
+func answerable6(p []byte) bool {
+	if len(p) < header.IPv6Len || p[0]>>4 != 6 || p[8] == 0xff || p[24] == 0xff || ip(p[8:24]) == (ip{}) {
+		return false
+	}
+	proto, off := transport6(p)
+	return proto != header.ProtoICMPv6 || len(p) > off && p[off] >= 128 // below are errors
+}
+
+func fragmentationNeeded4(b *frame.Buf, p []byte, mtu int) {
+	at := b.Len()
+	p = p[:min(len(p), icmpMax4-header.IPv4Len-8)]
+	b.SetLen(at + header.IPv4Len + 8)
+	b.Append(p)
+	out := b.Bytes()[at:]
+	// Internetwork control (RFC 1812, 4.3.2.5).
+	h := header.IPv4{TOS: 0xc0, TotalLen: uint16(len(out)), TTL: 64, Protocol: protoICMP, Src: [4]byte(p[16:20]), Dst: [4]byte(p[12:16])}
+	h.Encode(out)
+	m := out[header.IPv4Len:]
+	m[0], m[1] = 3, 4
+	clear(m[2:6])
+	binary.BigEndian.PutUint16(m[6:], uint16(min(mtu, MaxMTU)))
+	binary.BigEndian.PutUint16(m[2:], header.Checksum(m, 0))
+}
+
+func packetTooBig6(b *frame.Buf, p []byte, mtu int) {
+	at := b.Len()
+	p = p[:min(len(p), icmpMax6-header.IPv6Len-8)]
+	b.SetLen(at + header.IPv6Len + 8)
+	b.Append(p)
+	out := b.Bytes()[at:]
+	h := header.IPv6{PayloadLen: uint16(len(out) - header.IPv6Len), NextHeader: header.ProtoICMPv6, HopLimit: 64, Src: ip(p[24:40]), Dst: ip(p[8:24])}
+	h.Encode(out)
+	m := out[header.IPv6Len:]
+	m[0], m[1], m[2], m[3] = 2, 0, 0, 0
+	binary.BigEndian.PutUint32(m[4:], uint32(mtu))
+	binary.BigEndian.PutUint16(m[2:], header.Checksum(m, header.PseudoSum6(h.Src, h.Dst, header.ProtoICMPv6, uint32(len(m)))))
+}

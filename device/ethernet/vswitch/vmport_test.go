@@ -1,0 +1,321 @@
+package vswitch
+
+import (
+	"encoding/binary"
+	"errors"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+)
+
+// Layer-3 packets, written out byte by byte; port 4791 is 0x12b7.
+var (
+	v4RoCE  = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0xc0, 0, 0x12, 0xb7, 0, 8, 0, 0}
+	v4Other = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x12, 0xb7, 0, 53, 0, 8, 0, 0}
+	v6RoCE  = slices.Concat([]byte{0x60, 0, 0, 0, 0, 8, 17, 64}, make([]byte, 32), []byte{0xc0, 0, 0x12, 0xb7, 0, 8, 0, 0})
+)
+
+func eth(typ uint16, p []byte, tags ...uint16) []byte {
+	f := make([]byte, 12)
+	f[0], f[6] = 2, 2
+	for _, t := range tags {
+		f = append(binary.BigEndian.AppendUint16(f, t), 0, 7)
+	}
+	return append(binary.BigEndian.AppendUint16(f, typ), p...)
+}
+
+// with returns a copy of p with some bytes changed: offset, value, offset, value ...
+func with(p []byte, changes ...int) []byte {
+	p = slices.Clone(p)
+	for i := 0; i < len(changes); i += 2 {
+		p[changes[i]] = byte(changes[i+1])
+	}
+	return p
+}
+
+// v6Headers puts extension headers between an IPv6 header and UDP to port 4791.
+func v6Headers(first byte, headers ...[]byte) []byte {
+	p := with(v6RoCE[:40], 6, int(first))
+	return slices.Concat(p, slices.Concat(headers...), v6RoCE[40:])
+}
+
+func TestIsRoCE(t *testing.T) {
+	options := slices.Concat([]byte{0x46}, v4RoCE[1:20], []byte{1, 1, 1, 1}, v4RoCE[20:])
+	for _, c := range []struct {
+		name string
+		f    []byte
+		want bool
+	}{
+		{"v1", eth(0x8915, nil), true},
+		{"v1 tagged", eth(0x8915, nil, 0x8100), true},
+		{"v2 IPv4", eth(0x800, v4RoCE), true},
+		{"v2 IPv4 tagged", eth(0x800, v4RoCE, 0x8100), true},
+		{"v2 IPv4 double tagged", eth(0x800, v4RoCE, 0x88a8, 0x8100), true},
+		{"three tags", eth(0x800, v4RoCE, 0x88a8, 0x8100, 0x8100), false},
+		{"v2 IPv4 with options", eth(0x800, options), true},
+		{"v2 IPv6", eth(0x86dd, v6RoCE), true},
+		{"source port only", eth(0x800, v4Other), false},
+		{"TCP to 4791", eth(0x800, with(v4RoCE, 9, 6)), false},
+		{"first fragment", eth(0x800, with(v4RoCE, 6, 0x20)), true},
+		{"later fragment", eth(0x800, with(v4RoCE, 6, 0x20, 7, 1)), false},
+		{"last fragment", eth(0x800, with(v4RoCE, 6, 0x00, 7, 1)), false},
+		{"IPv4 type, version 6", eth(0x800, with(v4RoCE, 0, 0x65)), false},
+		{"header length below 20", eth(0x800, with(v4RoCE, 0, 0x44)), false},
+		{"header length beyond the frame", eth(0x800, with(v4RoCE, 0, 0x4f)), false},
+		{"UDP header cut off", eth(0x800, v4RoCE[:27]), false},
+		{"IPv6 type, version 4", eth(0x86dd, with(v6RoCE, 0, 0x45)), false},
+		{"IPv6 UDP header cut off", eth(0x86dd, v6RoCE[:47]), false},
+		{"IPv6 hop-by-hop", eth(0x86dd, v6Headers(0, []byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
+		{"IPv6 four headers", eth(0x86dd, v6Headers(0, []byte{60, 0, 0, 0, 0, 0, 0, 0}, []byte{43, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+			[]byte{60, 0, 0, 0, 0, 0, 0, 0}, []byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
+		{"IPv6 five headers", eth(0x86dd, v6Headers(60, slices.Repeat([]byte{60, 0, 0, 0, 0, 0, 0, 0}, 4), []byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
+		{"IPv6 first fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 1, 0, 0, 0, 0})), true},
+		{"IPv6 later fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 9, 0, 0, 0, 0})), false},
+		{"IPv6 header beyond the frame", eth(0x86dd, v6Headers(60, []byte{17, 255, 0, 0, 0, 0, 0, 0})), false},
+		{"IPv6 ESP", eth(0x86dd, v6Headers(50, []byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
+		{"ARP", eth(0x806, v4RoCE), false},
+		{"no type", make([]byte, 13), false},
+		{"tag cut off", eth(0x8100, []byte{0, 1}), false},
+	} {
+		if got := IsRoCE(c.f); got != c.want {
+			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}
+
+func FuzzIsRoCE(f *testing.F) {
+	f.Add(eth(0x800, v4RoCE))
+	f.Add(eth(0x86dd, v6Headers(0, []byte{17, 0, 0, 0, 0, 0, 0, 0}), 0x8100))
+	f.Add(eth(0x8915, nil))
+	f.Fuzz(func(t *testing.T, p []byte) {
+		if !IsRoCE(p) {
+			return
+		}
+		// Whatever was taken for RoCE names it somewhere, and stays RoCE when more follows.
+		if s := string(p); !strings.Contains(s, "\x89\x15") && !strings.Contains(s, "\x12\xb7") {
+			t.Errorf("%x", p)
+		}
+		if !IsRoCE(append(p[:len(p):len(p)], 1, 2, 3)) {
+			t.Errorf("%x is RoCE only without a trailer", p)
+		}
+	})
+}
+
+// face records frames, or passes them on as an answer.
+type face struct {
+	up  bool
+	got int
+}
+
+func (f *face) Deliver(*loop.Loop, *frame.Buf) { f.got++ }
+func (f *face) Up() bool                       { return f.up }
+
+func TestVMPort(t *testing.T) {
+	b := newBench(t, Config{})
+	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: b.loop})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tap := b.port(PortConfig{Kind: KindTAP})
+	nic, hca := &face{}, &face{}
+	check := func(what string, wantNIC, wantHCA, wantTAP int) {
+		t.Helper()
+		if nic.got != wantNIC || hca.got != wantHCA || len(tap.got) != wantTAP {
+			t.Errorf("%s: nic %d hca %d tap %d, want %d %d %d", what, nic.got, hca.got, len(tap.got), wantNIC, wantHCA, wantTAP)
+		}
+		nic.got, hca.got, tap.got = 0, 0, nil
+	}
+	roce := func(dst, src MAC) []byte {
+		f := eth(0x800, v4RoCE)
+		copy(f, dst[:])
+		copy(f[6:], src[:])
+		return f
+	}
+	send := func(f func(*loop.Loop, *frame.Buf), data []byte) {
+		buf := b.pool.Get()
+		buf.Append(data)
+		b.loop.Do(func() { f(b.loop, buf) })
+		buf.Free()
+	}
+	b.input(tap.att, roce(mac(1), mac(2)), Source{})
+	check("no faces", 0, 0, 0)
+	if vm.Attachment().Counters.Dropped(NotReady) != 1 {
+		t.Error("frame to nobody is not counted")
+	}
+	vm.SetNet(nic)
+	vm.SetHCA(hca)
+	b.input(tap.att, roce(mac(1), mac(2)), Source{})
+	check("HCA down: RoCE to the NIC", 1, 0, 0)
+	hca.up = true
+	b.input(tap.att, roce(mac(1), mac(2)), Source{})
+	check("HCA up", 0, 1, 0)
+	b.input(tap.att, buildFrame(mac(1), mac(2), "x"), Source{})
+	check("other frames", 1, 0, 0)
+	b.input(tap.att, buildFrame(broadcast, mac(2), "x"), Source{})
+	check("broadcast", 1, 0, 0)
+	b.input(tap.att, roce(MAC{1, 0, 0x5e, 0, 0, 1}, mac(2)), Source{})
+	check("RoCE multicast", 0, 1, 0)
+	send(vm.InputHCA, roce(mac(1), mac(1)))
+	check("HCA loopback", 0, 1, 0)
+	send(vm.InputNet, buildFrame(mac(1), mac(1), "x"))
+	check("NIC loopback", 1, 0, 0)
+	send(vm.InputHCA, roce(broadcast, mac(1)))
+	check("HCA group frame stays out of its own VM", 0, 0, 1)
+	send(vm.InputNet, buildFrame(broadcast, mac(1), "arp"))
+	check("NIC broadcast stays out of its own VM", 0, 0, 1)
+	send(vm.InputHCA, roce(mac(2), mac(1)))
+	check("HCA to the TAP", 0, 0, 1)
+	send(vm.InputHCA, roce(mac(2), mac(3)))
+	check("HCA spoofs", 0, 0, 0)
+	vm.SetHCA(nil)
+	b.input(tap.att, roce(mac(1), mac(2)), Source{})
+	check("HCA gone", 1, 0, 0)
+	vm.SetNet(nil)
+	b.input(tap.att, roce(mac(1), mac(2)), Source{})
+	check("all gone", 0, 0, 0)
+	if _, err := NewVMPort(b.net, VMPortConfig{Name: "twin", MAC: mac(1)}); err == nil {
+		t.Error("second VM with the same MAC")
+	}
+	vm.Close()
+	vm.Close()
+}
+
+// A port moves between networks: its own address goes along, what it sends arrives there only, and an address that is taken
+// there keeps it where it is.
+func TestVMPortMove(t *testing.T) {
+	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
+	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: a.loop})
+	if err != nil {
+		t.Fatal(err)
+	}
+	nic := &face{}
+	vm.SetNet(nic)
+	oldPort, newPort := a.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
+	send := func() {
+		buf := a.pool.Get()
+		defer buf.Free()
+		buf.Append(buildFrame(broadcast, mac(1), "x"))
+		a.loop.Do(func() { vm.InputNet(a.loop, buf) })
+	}
+	taken := b.port(PortConfig{Name: "taken", Kind: KindVM, MACs: []MAC{mac(1)}})
+	if err := vm.Move(b.net); !errors.Is(err, ErrMACInUse) {
+		t.Fatalf("move to where the MAC is taken: %v", err)
+	}
+	send()
+	if len(oldPort.take()) != 1 || len(newPort.take())+len(taken.take()) != 0 {
+		t.Error("a refused move has changed something")
+	}
+	taken.att.Close()
+	if err := vm.Move(b.net); err != nil {
+		t.Fatal(err)
+	}
+	send()
+	if len(oldPort.take()) != 0 || len(newPort.take()) != 1 {
+		t.Error("sends into the old network")
+	}
+	b.input(newPort.att, buildFrame(mac(1), mac(2), "x"), Source{})
+	a.input(oldPort.att, buildFrame(mac(1), mac(2), "x"), Source{})
+	if nic.got != 1 {
+		t.Errorf("%d frames arrived, want 1", nic.got)
+	}
+	if _, ok := a.net.Lookup(mac(1)); ok || vm.Attachment().Network() != b.net {
+		t.Error("still in the old network")
+	}
+	vm.Close()
+	if err := vm.Move(a.net); !errors.Is(err, ErrClosed) {
+		t.Errorf("move of a closed port: %v", err)
+	}
+}
+
+// A batch's frames are counted when it ends, each at the port that it was for; once the port has moved they arrive where it is
+// now, in the middle of a batch, too.
+func TestBatch(t *testing.T) {
+	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
+	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := vm.Attachment()
+	p, q := a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(2)}}), a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(3)}})
+	there := b.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(2)}})
+	buf := a.pool.Get()
+	defer buf.Free()
+	moved := make(chan error)
+	a.loop.Do(func() {
+		in := vm.Begin(a.loop)
+		send := func(to MAC, payload string) {
+			buf.Reset()
+			buf.Append(buildFrame(to, mac(1), payload))
+			in.Input(buf)
+		}
+		for range 3 {
+			send(mac(2), "")
+			send(mac(2), "x")
+			send(mac(3), "yy")
+		}
+		go func() { moved <- vm.Move(b.net) }()
+		for vm.Attachment() == first {
+			time.Sleep(time.Millisecond)
+		}
+		send(mac(2), "new")
+		in.End()
+	})
+	if err := <-moved; err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		att *Attachment
+		out bool
+		n   uint64
+		len uint64
+	}{{first, false, 9, 9*14 + 3 + 6}, {p.att, true, 6, 6*14 + 3}, {q.att, true, 3, 3*14 + 6}, {vm.Attachment(), false, 1, 17}, {there.att, true, 1, 17}} {
+		got := c.att.Counters.Totals()
+		want := Totals{InFrames: c.n, InBytes: c.len}
+		if c.out {
+			want = Totals{OutFrames: c.n, OutBytes: c.len}
+		}
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("counted %+v, want %+v", got, want)
+		}
+	}
+	if len(p.got) != 6 || len(q.got) != 3 || len(there.got) != 1 {
+		t.Errorf("%d, %d and %d frames arrived", len(p.got), len(q.got), len(there.got))
+	}
+}
+
+// A VM's memory that faults while a frame is delivered to it leaves the network usable: nobody is stuck inside Input.
+func TestPanicInDeliver(t *testing.T) {
+	b := newBench(t, Config{})
+	tap := b.port(PortConfig{Kind: KindTAP})
+	vm := panicPort{}
+	att, err := b.net.Attach(vm, PortConfig{Kind: KindVM, MACs: []MAC{mac(1)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	func() {
+		defer func() { _ = recover() }()
+		buf := b.pool.Get()
+		defer buf.Free()
+		buf.Append(buildFrame(mac(1), mac(2), ""))
+		b.loop.Do(func() { tap.att.Input(b.loop, buf, Source{}) })
+	}()
+	att.Close() // would wait for ever
+	b.net.Quiesce()
+}
+
+type panicPort struct{}
+
+func (panicPort) Deliver(*loop.Loop, *frame.Buf, Destination) { panic("fault") }
+
+func BenchmarkIsRoCE(b *testing.B) {
+	f := eth(0x800, v4RoCE)
+	b.ReportAllocs()
+	for b.Loop() {
+		IsRoCE(f)
+	}
+}

@@ -1,0 +1,213 @@
+package vxlan
+
+import (
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/gso"
+)
+
+// Receive coalescing. Frames of one flow that follow each other in a batch go into their network as one large frame, as a sender with
+// TSO or USO would have brought it, if the port that has their destination takes it so; package gso says which frames can be put
+// together. Nothing is kept beyond the batch, and what leaves a flow leaves it in order.
+
+// mergeFlows bounds the flows that are put together at a time.
+const mergeFlows = 8
+
+// merger holds the flows of one loop.
+type merger struct {
+	flows [mergeFlows]mergedFlow
+	next  int // the one to give way when all are used, by turns
+	used  int
+	last  *mergedFlow // the one that a frame went to last, nil = none
+	train train
+
+	// What is on its way out. A memory fault may strike at any of them, and costs that one only.
+	out  [2]output
+	outs int
+}
+
+// output is a large frame, or one that stayed alone.
+type output struct {
+	b     *frame.Buf // nil: f
+	f     []byte
+	alone int // see receiver.deliver
+	port  *port
+	peer  *peer
+}
+
+// mergedFlow is one flow of one network and peer. In use while it has parts.
+type mergedFlow struct {
+	gso.Merger
+	port  *port
+	peer  *peer
+	hash  uint32
+	takes frame.Need // what the port of the destination takes
+	asked bool
+	first []byte // the first part
+	alone int    // see receiver.deliver
+}
+
+// train is RoCE packets that follow each other in one connection of one network and peer. There is one at a time.
+type train struct {
+	gso.Train
+	port  *port
+	peer  *peer
+	takes bool // the port of the destination does
+	alone int  // see receiver.deliver
+}
+
+// couple takes a RoCE packet, valid until flush; false: the frame is none.
+func (r *receiver) couple(f []byte, p *port, x *peer, alone int) bool {
+	g := &r.merger
+	t := &g.train
+	if t.Packets() > 0 && t.port == p && t.peer == x && t.Continues(f) {
+		if t.Packets() == 1 {
+			t.takes = p.att.Accepts(r.l, f)&frame.NeedTrain != 0
+		}
+		if t.takes && t.Add(r.vt.cfg.Pool, f) {
+			return true
+		}
+	}
+	var next gso.Train
+	ok, roce := next.Start(f)
+	if !roce {
+		return false
+	}
+	g.uncouple()
+	if ok {
+		*t = train{Train: next, port: p, peer: x, alone: alone}
+	} else {
+		g.put(output{f: f, alone: alone, port: p, peer: x})
+	}
+	r.drain()
+	return true
+}
+
+// uncouple puts the train out.
+func (g *merger) uncouple() {
+	if t := &g.train; t.Packets() > 0 {
+		f := t.First()
+		g.put(output{b: t.Take(), f: f, alone: t.alone, port: t.port, peer: t.peer})
+	}
+}
+
+// merge takes a frame, valid until flush.
+func (r *receiver) merge(f []byte, p *port, x *peer, alone int) {
+	g := &r.merger
+	part, ok := gso.Parse(f)
+	if !ok && g.used == 0 {
+		r.deliver(f, p, x, alone)
+		return
+	}
+	r.sort(f, p, x, alone, part, ok)
+	r.drain()
+}
+
+// sort adds a frame to its flow, or begins one with it, and puts out what has to leave for that.
+func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok bool) {
+	g := &r.merger
+	if fl := g.last; ok && fl != nil && fl.Parts() > 0 && fl.port == p && fl.peer == x && r.add(fl, f, part) {
+		if fl.Full() {
+			g.finish(fl)
+		}
+		return
+	}
+	hash := classify(f).hash
+	var free *mergedFlow
+	for i := range g.flows {
+		fl := &g.flows[i]
+		if fl.Parts() == 0 {
+			free = fl
+			continue
+		}
+		if fl.hash != hash || fl.port != p || fl.peer != x {
+			continue
+		}
+		if ok && r.add(fl, f, part) {
+			g.last = fl
+			if fl.Full() {
+				g.finish(fl)
+			}
+			return
+		}
+		g.finish(fl) // so that this one does not overtake it
+		free = fl
+		break
+	}
+	if !ok || part.Last() {
+		g.put(output{f: f, alone: alone, port: p, peer: x})
+		return
+	}
+	if free == nil {
+		free = &g.flows[g.next]
+		g.next = (g.next + 1) % mergeFlows
+		g.finish(free)
+	}
+	free.Start(f, part)
+	free.port, free.peer, free.hash, free.first, free.alone, free.asked = p, x, hash, f, alone, false
+	g.used++
+}
+
+func (r *receiver) add(fl *mergedFlow, f []byte, part gso.Part) bool {
+	if !fl.asked {
+		fl.asked, fl.takes = true, fl.port.att.Accepts(r.l, fl.first)
+	}
+	return part.Need()&^(fl.takes|frame.NeedCsum) == 0 && fl.Add(r.vt.cfg.Pool, f, part)
+}
+
+// finish puts out what a flow has.
+func (g *merger) finish(fl *mergedFlow) {
+	g.used--
+	g.put(output{b: fl.Take(), f: fl.first, alone: fl.alone, port: fl.port, peer: fl.peer})
+}
+
+func (g *merger) put(o output) {
+	g.out[g.outs] = o
+	g.outs++
+}
+
+// drain lets what was put out into its networks.
+func (r *receiver) drain() {
+	for g := &r.merger; g.outs > 0; {
+		o := g.out[0]
+		g.out[0], g.out[1] = g.out[1], output{}
+		g.outs--
+		if o.b != nil {
+			r.input(o.b, o.port, o.peer)
+		} else {
+			r.deliver(o.f, o.port, o.peer, o.alone)
+		}
+	}
+}
+
+// flush ends a batch.
+func (r *receiver) flush() {
+	r.drain()
+	r.merger.uncouple()
+	r.drain()
+	for i := 0; r.merger.used > 0 && i < mergeFlows; i++ {
+		if fl := &r.merger.flows[i]; fl.Parts() > 0 {
+			r.merger.finish(fl)
+			r.drain()
+		}
+	}
+}
+
+// clear forgets all flows.
+func (g *merger) clear() {
+	for i := range g.flows {
+		if fl := &g.flows[i]; fl.Parts() > 0 {
+			if b := fl.Take(); b != nil {
+				b.Free()
+			}
+		}
+	}
+	if b := g.train.Take(); b != nil {
+		b.Free()
+	}
+	for ; g.outs > 0; g.outs-- {
+		if b := g.out[g.outs-1].b; b != nil {
+			b.Free()
+		}
+	}
+	g.used = 0
+}

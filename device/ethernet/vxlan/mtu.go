@@ -1,0 +1,197 @@
+package vxlan
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+)
+
+// The MTU that tenants get. A network carries what its narrowest path carries: for each of its peers, the route's MTU (a
+// configured one, or what path MTU discovery has found), else that of the interface the route goes out by. Without a peer
+// that can be reached it is the interface of the local address that counts. Interfaces, routes and the kernel's refusals
+// (EMSGSIZE) are followed.
+
+const (
+	// settle is how long changes are collected before the MTUs are computed again.
+	settle = 100 * time.Millisecond
+	// recheck is how often they are computed in any case: what path MTU discovery finds expires silently (RFC 1191, 6.3; net.ipv4.route.mtu_expires).
+	recheck = time.Minute
+)
+
+// inner is what encapsulation leaves of an underlay MTU, within our buffers: a received datagram holds VXLAN header, inner
+// Ethernet header and perhaps two VLAN tags in one buffer.
+func (vt *VTEP) inner(mtu int) int {
+	if vt.v6 {
+		mtu -= overhead6
+	} else {
+		mtu -= overhead4
+	}
+	return min(mtu, vt.cfg.Pool.Capacity()-HeaderLen-vswitch.HeaderLen-8)
+}
+
+// pathTo asks the kernel for the way to a peer, and returns the largest inner layer-3 packet (of an untagged frame) that it
+// carries; 0 when there is none.
+func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
+	var opts *netlink.RouteGetOptions
+	if x.scope != 0 {
+		opts = &netlink.RouteGetOptions{OifIndex: int(x.scope)}
+	}
+	routes, err := vt.nl.RouteGetWithOptions(x.addr.AsSlice(), opts)
+	if err != nil || len(routes) == 0 {
+		return 0
+	}
+	r := routes[0]
+	mtu, known := devs[r.LinkIndex]
+	if !known {
+		if link, err := vt.nl.LinkByIndex(r.LinkIndex); err == nil {
+			mtu = link.Attrs().MTU
+		}
+		devs[r.LinkIndex] = mtu
+	}
+	if r.MTU > 0 && (mtu == 0 || r.MTU < mtu) {
+		mtu = r.MTU
+	}
+	if mtu == 0 {
+		return 0
+	}
+	return max(vt.inner(mtu), vswitch.MinMTU)
+}
+
+// narrowest returns the MTU that a set of peers leaves, and adds their paths to paths.
+func (vt *VTEP) narrowest(s *peerSet, paths map[netip.Addr]int, devs map[int]int) int {
+	mtu := 0
+	for _, x := range s.list {
+		m, known := paths[x.addr]
+		if !known {
+			m = vt.pathTo(x, devs)
+			paths[x.addr] = m
+		}
+		if m > 0 && (mtu == 0 || m < mtu) {
+			mtu = m
+		}
+	}
+	if mtu == 0 {
+		return vt.mtu
+	}
+	return mtu
+}
+
+// refreshLocked computes all MTUs and passes them on to the networks.
+func (vt *VTEP) refreshLocked() error {
+	under, dev, virtual, err := underlayMTU(vt.nl, vt.cfg.Local)
+	if err != nil {
+		return err
+	}
+	mtu := vt.inner(under)
+	if mtu < vswitch.MinMTU {
+		return mtuError(dev, under, mtu)
+	}
+	if vt.mtu != 0 && vt.mtu != mtu {
+		vt.log.Info("underlay's MTU has changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
+	}
+	vt.mtu, vt.dev = mtu, dev
+	vt.virtual.Store(virtual)
+	paths, devs := make(map[netip.Addr]int), make(map[int]int)
+	for vni, p := range *vt.nets.Load() {
+		m := vt.narrowest(p.peers.Load(), paths, devs)
+		if want := p.net.ConfiguredMTU(); want > m && m != p.mtu {
+			vt.log.Warn("the underlay carries less than what a network is configured for", "vni", vni, "mtu", want, "possible", m)
+		} else if p.mtu != 0 && m != p.mtu {
+			vt.log.Info("a network's MTU has changed", "vni", vni, "mtu", m, "before", p.mtu)
+		}
+		p.mtu = m
+		p.net.SetUnderlayMTU(m)
+		p.together()
+	}
+	vt.paths.Store(&paths)
+	return nil
+}
+
+// follow starts a goroutine that computes the MTUs again when something has changed, until stopWatch. If the kernel does not
+// tell us of changes, the VTEP works all the same, with the MTUs it found.
+func (vt *VTEP) follow() {
+	done, stopped := make(chan struct{}), make(chan struct{})
+	lost := func(err error) {
+		select {
+		case <-done: // our own doing
+		default:
+			vt.log.Warn("changes of the underlay are no longer followed", "error", err)
+		}
+	}
+	links, routes := make(chan netlink.LinkUpdate, 16), make(chan netlink.RouteUpdate, 16)
+	if err := netlink.LinkSubscribeWithOptions(links, done, netlink.LinkSubscribeOptions{ErrorCallback: lost}); err != nil {
+		vt.log.Warn("changes of the underlay's interfaces are not followed", "error", err)
+		close(links)
+	}
+	if err := netlink.RouteSubscribeWithOptions(routes, done, netlink.RouteSubscribeOptions{ErrorCallback: lost}); err != nil {
+		vt.log.Warn("changes of the underlay's routes are not followed", "error", err)
+		close(routes)
+	}
+	vt.stopWatch = func() {
+		close(done)
+		<-stopped
+	}
+	go func() {
+		defer close(stopped)
+		vt.watch(done, links, routes)
+		for range links { // closed after done, or on an error
+		}
+		for range routes {
+		}
+	}()
+}
+
+func (vt *VTEP) watch(done <-chan struct{}, links <-chan netlink.LinkUpdate, routes <-chan netlink.RouteUpdate) {
+	next := time.NewTimer(recheck)
+	defer next.Stop()
+	pending := false
+	for {
+		changed, ok := true, true
+		select {
+		case <-done:
+			return
+		case _, ok = <-links:
+			if !ok {
+				links = nil
+			}
+		case _, ok = <-routes:
+			if !ok {
+				routes = nil
+			}
+		case <-vt.kick:
+		case <-next.C:
+			changed, pending = false, false
+			next.Reset(recheck)
+			vt.refresh()
+		}
+		if changed && vt.short != nil {
+			vt.short.kick()
+		}
+		if changed && ok && !pending {
+			pending = true
+			next.Reset(settle)
+		}
+	}
+}
+
+func (vt *VTEP) refresh() {
+	vt.mu.Lock()
+	defer vt.mu.Unlock()
+	if vt.closed {
+		return
+	}
+	if err := vt.refreshLocked(); err != nil {
+		vt.log.Warn("cannot follow a change of the underlay", "interface", vt.dev, "error", err)
+	}
+}
+
+// recompute asks for a refresh soon. Any goroutine, loops included.
+func (vt *VTEP) recompute() {
+	select {
+	case vt.kick <- struct{}{}:
+	default: // asked for already
+	}
+}

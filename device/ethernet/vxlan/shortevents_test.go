@@ -1,0 +1,354 @@
+package vxlan_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/ethernet/tap"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/testutil/nstest"
+)
+
+// stream is one TCP connection that sends as fast as it can until the test ends.
+type stream struct{ arrived atomic.Int64 }
+
+func newStream(t *testing.T, from, to *nstest.NS, addr string) *stream {
+	t.Helper()
+	s := &stream{}
+	var ln net.Listener
+	to.Do(func() { ln = must[net.Listener](t)(net.Listen("tcp", addr)) })
+	var c net.Conn
+	from.Do(func() { c = must[net.Conn](t)(net.Dial("tcp", addr)) })
+	r := must[net.Conn](t)(ln.Accept())
+	ln.Close()
+	ended := make(chan struct{}, 2)
+	go func() {
+		_, _ = io.Copy(c, zeroes{})
+		ended <- struct{}{}
+	}()
+	go func() {
+		b := make([]byte, 1<<16)
+		for {
+			n, err := r.Read(b)
+			s.arrived.Add(int64(n))
+			if err != nil {
+				break
+			}
+		}
+		ended <- struct{}{}
+	}()
+	t.Cleanup(func() {
+		c.Close()
+		r.Close()
+		<-ended
+		<-ended
+	})
+	return s
+}
+
+type zeroes struct{}
+
+func (zeroes) Read(b []byte) (int, error) {
+	clear(b)
+	return len(b), nil
+}
+
+// goesOn waits until so many bytes more have arrived.
+func (s *stream) goesOn(t *testing.T, what string, n int64) {
+	t.Helper()
+	before := s.arrived.Load()
+	nstest.Eventually(t, "the stream goes on "+what, func() bool { return s.arrived.Load()-before >= n })
+}
+
+// still waits until a host carries nothing by the short path.
+func (h *host) still(t *testing.T, why string) {
+	t.Helper()
+	nstest.Eventually(t, "nothing goes by the short path: "+why, func() bool {
+		before := h.short()
+		time.Sleep(50 * time.Millisecond)
+		return h.short() == before
+	})
+}
+
+func (h *host) carries(t *testing.T, when string) {
+	t.Helper()
+	nstest.Eventually(t, "the short path is taken "+when, func() bool {
+		before := h.short()
+		time.Sleep(50 * time.Millisecond)
+		return h.short() > before+10
+	})
+}
+
+// What the kernel is told to do with the way, or with a host port's frames, ends the short path under a running connection: for a network's tables know
+// nothing of it.
+func TestShortPathHeedsKernel(t *testing.T) {
+	l := newShortLab(t, wires[0], 0)
+	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
+	peer := wires[0].addr(2)
+	policy := func(do, dir, from, to string, more ...string) {
+		l.a.IP(append([]string{"xfrm", "policy", do, "src", from + "/32", "dst", to + "/32", "dir", dir}, more...)...)
+	}
+	here := wires[0].addr(1)
+	for _, x := range []struct {
+		what     string
+		do, undo func()
+		flows    bool
+	}{
+		{"an IPsec policy on what leaves", func() { policy("add", "out", here, peer, "action", "block") }, func() { policy("del", "out", here, peer) }, false},
+		{"an IPsec policy on what arrives", func() {
+			policy("add", "in", peer, here, "tmpl", "src", peer, "dst", here, "proto", "esp", "mode", "transport")
+		}, func() { policy("del", "in", peer, here) }, false},
+		{"somebody who looks at the TAP", func() { l.a.IP("link", "set", "tap0", "promisc", "on") }, func() { l.a.IP("link", "set", "tap0", "promisc", "off") }, true},
+		{"a route that leads nowhere", func() { l.a.IP("route", "add", "blackhole", peer) }, func() { l.a.IP("route", "del", "blackhole", peer) }, false},
+	} {
+		l.ha.carries(t, "before "+x.what)
+		x.do()
+		if x.flows {
+			nstest.Eventually(t, "the stream goes on past the short path", func() bool {
+				before := l.ha.short()
+				s.goesOn(t, x.what, 4<<20)
+				return l.ha.short() == before
+			})
+		} else {
+			// What is on its way may still arrive.
+			nstest.Eventually(t, "the stream stops: "+x.what, func() bool {
+				before := s.arrived.Load()
+				time.Sleep(50 * time.Millisecond)
+				return s.arrived.Load() == before
+			})
+			nstest.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
+			// The switch sees frames of TCP all the same, and offers them.
+			l.a.Do(func() {
+				if c, err := net.DialTimeout("tcp", "10.0.0.2:7000", 300*time.Millisecond); err == nil {
+					c.Close()
+					t.Errorf("%s: connected", x.what)
+				}
+			})
+			if n := l.ha.vt.Status().ShortPath.Entries; n != 0 {
+				t.Errorf("%s: %d entries", x.what, n)
+			}
+		}
+		x.undo()
+	}
+	// Policies of others, and ones that let pass, are no reason.
+	policy("add", "out", "198.51.100.1", peer, "action", "block")
+	policy("add", "out", here, peer, "action", "allow")
+	l.ha.carries(t, "at last")
+	s.goesOn(t, "at last", 1<<20)
+
+	// A TAP in another namespace is another's: its number may be anybody's.
+	c := nstest.New(t, "c")
+	l.a.IP("link", "set", "tap0", "netns", c.Name)
+	l.a.IP("link", "add", "other", "index", fmt.Sprint(l.ha.tap.Index()), "type", "bridge")
+	nstest.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
+	c.IP("link", "set", "tap0", "up")
+	c.Addr("tap0", "10.0.0.1/24")
+	transfer(t, c, l.b, "10.0.0.2:7001", 8<<20)
+	if n := l.ha.vt.Status().ShortPath.Entries; n != 0 {
+		t.Errorf("%d entries for a TAP in another namespace", n)
+	}
+}
+
+// What the host's firewall comes to forbid ends under a running connection when its entries have come of age, though their frames do not pass it.
+func TestShortPathHeedsFirewall(t *testing.T) {
+	nstest.Require(t, "nft", "nftables")
+	was := *vxlan.RenewTicks
+	*vxlan.RenewTicks = 2
+	t.Cleanup(func() { *vxlan.RenewTicks = was })
+	l := newShortLab(t, wires[0], 0)
+	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
+	l.hb.carries(t, "at first")
+	l.b.MustExec("nft", "add table inet f; add chain inet f in { type filter hook input priority 0; }; add rule inet f in udp dport 4789 drop")
+	nstest.Eventually(t, "the stream stops", func() bool {
+		before := s.arrived.Load()
+		time.Sleep(100 * time.Millisecond)
+		return s.arrived.Load() == before
+	})
+	l.b.MustExec("nft", "delete table inet f")
+	s.goesOn(t, "when it may again", 1<<20)
+	l.hb.carries(t, "at last")
+}
+
+// What the short path counts is what the frames are on a wire, at both ends.
+func TestShortPathCounts(t *testing.T) {
+	l := newShortLab(t, wires[0], 0)
+	l.carry("at first")
+	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
+	s.goesOn(t, "for a while", 64<<20)
+	a, b := l.ha.tapTotals(), l.hb.tapTotals()
+	s.goesOn(t, "for another", 256<<20)
+	sent, got := l.ha.tapTotals(), l.hb.tapTotals()
+	for _, n := range []struct {
+		what       string
+		sent, read uint64
+		least      uint64
+	}{
+		{"frames", sent.InFrames - a.InFrames, got.OutFrames - b.OutFrames, 256 << 20 / 1450},
+		{"bytes", sent.InBytes - a.InBytes, got.OutBytes - b.OutBytes, 256 << 20},
+	} {
+		if n.sent < n.least || n.read < n.least || 10*n.read > 11*n.sent || 10*n.sent > 11*n.read {
+			t.Errorf("%s: %d sent, %d received, want %d at least", n.what, n.sent, n.read, n.least)
+		}
+	}
+}
+
+// sharedWire makes hosts on one underlay, 192.0.2.1 and so on.
+func sharedWire(t *testing.T, names ...string) (ns []*nstest.NS) {
+	sw := nstest.New(t, "wire")
+	sw.IP("link", "add", "sw", "type", "bridge")
+	sw.IP("link", "set", "sw", "up")
+	for i, n := range names {
+		h := nstest.New(t, n)
+		dev := fmt.Sprint("u", i)
+		nstest.Pair(h, sw, dev, 1500)
+		sw.IP("link", "set", dev, "master", "sw")
+		h.Addr(dev, fmt.Sprintf("192.0.2.%d/24", i+1))
+		ns = append(ns, h)
+	}
+	return ns
+}
+
+// A stranger on the underlay forges datagrams of a connection that goes by the short path: what the tunnel would not accept is not accepted, and
+// is counted as ever (MT-6).
+func TestShortPathForged(t *testing.T) {
+	needShort(t)
+	ns := sharedWire(t, "a", "b", "c")
+	a, b, c := ns[0], ns[1], ns[2]
+	loops := newLoops(t, 2)
+	var h [2]*host
+	for i := range h {
+		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{vni: 4711, local: fmt.Sprintf("192.0.2.%d", i+1), peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
+			tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
+	}
+	// Another tenant, whose peer is the stranger.
+	other := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 4712, Name: "other"}))
+	if err := h[1].vt.AddNetwork(other, []netip.Addr{netip.MustParseAddr("192.0.2.3")}); err != nil {
+		t.Fatal(err)
+	}
+	s := newStream(t, a, b, "10.0.0.2:7000")
+	h[1].carries(t, "before")
+
+	// Who listens at b's TAP as its kernel does.
+	var seen int
+	b.Do(func() {
+		dev := must[*net.Interface](t)(net.InterfaceByName("tap0"))
+		seen = must[int](t)(unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_NONBLOCK, 0))
+		if err := unix.Bind(seen, &unix.SockaddrLinklayer{Protocol: 0x0300, Ifindex: dev.Index}); err != nil {
+			t.Fatal(err)
+		}
+	})
+	defer unix.Close(seen)
+	marks := map[string]bool{}
+	look := func() {
+		buf := make([]byte, 1<<16)
+		for {
+			n, _, err := unix.Recvfrom(seen, buf, 0)
+			if err != nil {
+				return
+			}
+			if i := bytes.Index(buf[:n], []byte("forged by ")); i >= 0 {
+				marks[string(buf[i+10])] = true
+			}
+		}
+	}
+	var raw int
+	c.Do(func() {
+		raw = must[int](t)(unix.Socket(unix.AF_INET, unix.SOCK_RAW, unix.IPPROTO_RAW))
+	})
+	defer unix.Close(raw)
+	forge := func(mark byte, from byte, vni uint32, dst, src vswitch.MAC) {
+		t.Helper()
+		text := "forged by " + string(mark)
+		f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
+		f = append(f, 0x45, 0, 0, byte(40+len(text)), 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2)
+		sum := uint32(0)
+		for i := 14; i < 34; i += 2 {
+			sum += uint32(binary.BigEndian.Uint16(f[i:]))
+		}
+		binary.BigEndian.PutUint16(f[24:], ^uint16(sum+sum>>16))
+		f = append(f, 0, 7, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0)
+		f = append(f, text...)
+		d := []byte{0x45, 0, 0, byte(36 + len(f)), 0, 0, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, from, 192, 0, 2, 2}
+		d = append(d, 0xc3, 0x50, 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8), byte(vni), 0)
+		if err := unix.Sendto(raw, append(d, f...), 0, &unix.SockaddrInet4{Addr: [4]byte{192, 0, 2, 2}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	am, bm := h[0].tap.MAC(), h[1].tap.MAC()
+	// Whoever can send from a's address can send as a: the tunnel is no better than the underlay (SECURITY). It shows that others would come, too.
+	nstest.Eventually(t, "what is right in everything arrives", func() bool {
+		forge('9', 1, 4711, bm, am)
+		look()
+		return marks["9"]
+	})
+	nstest.Eventually(t, "the others are counted", func() bool { // some may find a full socket
+		forge('1', 3, 4711, bm, am) // from its own address: no peer of this network
+		forge('2', 3, 4712, bm, am) // in the network whose peer it is
+		forge('3', 1, 4712, bm, am) // as a, in a network that a is no peer of
+		forge('4', 1, 4713, bm, am) // as a, in no network
+		st := h[1].vt.Status()
+		return h[1].net.Status().Drops[vswitch.UnknownPeer.String()] > 0 && other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
+	})
+	look()
+	if marks["1"] || marks["2"] || marks["3"] || marks["4"] {
+		t.Errorf("forged frames arrived: %v", marks)
+	}
+	h[1].carries(t, "after all")
+	s.goesOn(t, "after all", 1<<20)
+}
+
+// A container behind a TAP's bridge moves to another host, its connection and all: it goes on, by the short path there, and nothing of it by the short path
+// at the old place.
+func TestShortPathMoves(t *testing.T) {
+	needShort(t)
+	ns := sharedWire(t, "a", "b", "c")
+	loops := newLoops(t, 3)
+	var h [3]*host
+	for i, x := range ns {
+		var peers []string
+		for k := range ns {
+			if k != i {
+				peers = append(peers, fmt.Sprintf("192.0.2.%d", k+1))
+			}
+		}
+		tc := tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}
+		if i > 0 {
+			x.IP("link", "add", "brt", "type", "bridge")
+			x.IP("link", "set", "brt", "up")
+			tc = tap.Config{Name: "tap0", Bridge: "brt"}
+		}
+		h[i] = newHost(t, x, loops[i:i+1], hostConfig{vni: 4711, local: fmt.Sprintf("192.0.2.%d", i+1), peers: peers, tap: tc})
+	}
+	box := nstest.New(t, "box")
+	ns[1].IP("link", "add", "e0", "mtu", "1450", "type", "veth", "peer", "name", "e0", "mtu", "1450", "netns", box.Name)
+	t.Cleanup(func() { _, _ = box.Exec("ip", "link", "del", "e0") })
+	box.IP("link", "set", "e0", "up")
+	box.Addr("e0", "10.0.0.9/24")
+	plug := func(at *nstest.NS) {
+		at.IP("link", "set", "e0", "master", "brt")
+		at.IP("link", "set", "e0", "up")
+	}
+	plug(ns[1])
+	s := newStream(t, box, ns[0], "10.0.0.1:7000")
+	for range 2 {
+		for _, at := range [][2]int{{1, 2}, {2, 1}} {
+			from, to := at[0], at[1]
+			h[from].carries(t, "where the container is")
+			h[0].carries(t, "at the other end")
+			ns[from].IP("link", "set", "e0", "netns", ns[to].Name)
+			plug(ns[to])
+			h[from].still(t, "the container has gone")
+			s.goesOn(t, "at its new place", 1<<20)
+		}
+	}
+}

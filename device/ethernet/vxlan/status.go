@@ -1,0 +1,102 @@
+package vxlan
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+)
+
+// PeerStatus is one peer of one network.
+type PeerStatus struct {
+	Addr   netip.Addr     `json:"addr"`
+	Remote vswitch.Remote `json:"remote"` // the number in the forwarding table's entries
+	Learnt bool           `json:"learnt,omitempty"`
+	MTU    int            `json:"mtu,omitempty"` // inner, of the path to it; 0 = unknown or no route
+}
+
+// NetworkStatus is one network of a VTEP.
+type NetworkStatus struct {
+	VNI   uint32       `json:"vni"`
+	Name  string       `json:"name"`
+	Learn bool         `json:"learn_peers,omitempty"`
+	Peers []PeerStatus `json:"peers"`
+}
+
+// Status is a snapshot of a VTEP for `vnicd status`. What the tunnel port of a network dropped is in that network's
+// own status; Totals has what belongs to none.
+type Status struct {
+	Local       netip.Addr      `json:"local"`
+	Port        uint16          `json:"port"`
+	Device      string          `json:"device"`
+	MTU         int             `json:"mtu"` // for tenants
+	SourcePorts []uint16        `json:"source_ports"`
+	Networks    []NetworkStatus `json:"networks"`
+	Refused     []Refused       `json:"refused,omitempty"` // the latest
+	ShortPath   ShortPath       `json:"short_path"`
+	vswitch.Totals
+}
+
+// Status returns a snapshot.
+func (vt *VTEP) Status() Status {
+	vt.mu.Lock()
+	defer vt.mu.Unlock()
+	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals(), Refused: vt.refusals()}
+	s.ShortPath = vt.shortPath(&s.Totals)
+	vt.socketDrops(&s.Totals)
+	for _, t := range vt.tx {
+		if t != nil {
+			for _, k := range t.socks {
+				s.SourcePorts = append(s.SourcePorts, k.port)
+			}
+		}
+	}
+	for vni, p := range *vt.nets.Load() {
+		n := NetworkStatus{VNI: vni, Name: p.net.Name(), Learn: p.learn.Load()}
+		n.Peers = vt.Peers(vni)
+		s.Networks = append(s.Networks, n)
+	}
+	slices.SortFunc(s.Networks, func(a, b NetworkStatus) int { return int(a.VNI) - int(b.VNI) })
+	return s
+}
+
+// Peers lists the peers of one network, in the order of their numbers.
+func (vt *VTEP) Peers(vni uint32) (out []PeerStatus) {
+	if p := (*vt.nets.Load())[vni]; p != nil {
+		for _, x := range p.peers.Load().list {
+			out = append(out, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
+		}
+	}
+	return out
+}
+
+// socketDrops adds what the kernel dropped at our sockets: datagrams that found a receiver's buffer full, and datagrams
+// that somebody sent to a source port of ours, where nothing is accepted (MT-6).
+func (vt *VTEP) socketDrops(t *vswitch.Totals) {
+	add := func(name string, fd int) {
+		n, err := socketDrops(fd)
+		if err != nil || n == 0 {
+			return
+		}
+		if t.Drops == nil {
+			t.Drops = make(map[string]uint64)
+		}
+		t.Drops[name] += uint64(n)
+	}
+	for _, r := range vt.rx {
+		add(SocketOverflow, r.fd)
+	}
+	for _, s := range vt.tx {
+		if s != nil {
+			for _, k := range s.socks {
+				add(WrongPort, k.fd)
+			}
+		}
+	}
+}
+
+// Names of drops that the kernel counts for us. It counts modulo 2^32.
+const (
+	SocketOverflow = "socket-overflow"
+	WrongPort      = "wrong-port"
+)

@@ -1,0 +1,282 @@
+package gso
+
+import (
+	"encoding/binary"
+	"errors"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
+)
+
+// HeaderLen is the length of struct virtio_net_hdr_v1 (virtio 1.2, 5.1.6), which TAP devices speak as well.
+const HeaderLen = 12
+
+// Fields of the header, little-endian.
+const (
+	atFlags      = 0
+	atType       = 1
+	atHdrLen     = 2
+	atGSOSize    = 4
+	atCsumStart  = 6
+	atCsumOffset = 8
+	atNumBuffers = 10
+
+	flagNeedsCsum = 1
+	flagDataValid = 2
+
+	typeNone  = 0
+	typeTCPv4 = 1
+	typeTCPv6 = 4
+	typeUDP   = 5
+	typeECN   = 0x80 // beside a TCP type
+)
+
+// MaxHeaders bounds the headers of a frame to be cut, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all options.
+const MaxHeaders = header.EthernetLen + maxTags*header.VLANLen + 60 + 60
+
+// Bounds on frames to be cut.
+const (
+	// MaxSegments bounds the segments that one frame becomes.
+	MaxSegments = 2048
+	// MaxDatagrams is the same for UDP; Linux has the same limit.
+	MaxDatagrams = 128
+)
+
+// What can be wrong with a header.
+var (
+	ErrNotNegotiated = errors.New("gso: an offload that was not negotiated")
+	ErrType          = errors.New("gso: unknown or contradictory type")
+	ErrChecksum      = errors.New("gso: checksum outside the frame, or not where the protocol has it")
+	ErrHeaders       = errors.New("gso: not a whole TCP or UDP packet of the type that is claimed")
+	ErrSize          = errors.New("gso: segment size of 0, or too many segments")
+)
+
+// Accept reads the virtio header h (HeaderLen bytes) that came with frame f from somebody who may leave things of allowed
+// to us. It trusts neither: what it returns has been checked against the frame, and from then on the frame's bytes
+// up to the payload may not change. The header's hdr_len, a hint, is ignored. f must be the caller's own: a checksum
+// in a place that nobody here understands is completed at once, so that what switches inspect is what leaves.
+func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
+	flags, typ := h[atFlags], h[atType]
+	if flags&flagNeedsCsum == 0 {
+		if typ != typeNone {
+			return o, ErrType // virtio 1.2, 5.1.6.2.1: segmentation needs checksum offload
+		}
+		return o, nil
+	}
+	if allowed&frame.NeedCsum == 0 {
+		return o, ErrNotNegotiated
+	}
+	start, off := int(binary.LittleEndian.Uint16(h[atCsumStart:])), int(binary.LittleEndian.Uint16(h[atCsumOffset:]))
+	if start+off+2 > len(f) {
+		return o, ErrChecksum
+	}
+	t, ok := locate(f)
+	ok = ok && t.l4 == start && t.csumOff == off
+	if typ == typeNone {
+		if !ok {
+			complete(f, start, off)
+			return o, nil
+		}
+		return t.offload(frame.NeedCsum), nil
+	}
+	if !ok {
+		return o, ErrHeaders
+	}
+	need := frame.NeedCsum
+	switch {
+	case typ&^typeECN == typeTCPv4 && t.tcp && !t.v6:
+		need |= frame.NeedTSO4
+	case typ&^typeECN == typeTCPv6 && t.tcp && t.v6:
+		need |= frame.NeedTSO6
+	case typ == typeUDP && !t.tcp && !t.v6:
+		need |= frame.NeedUSO4
+	case typ == typeUDP && !t.tcp && t.v6:
+		need |= frame.NeedUSO6
+	default:
+		return o, ErrType
+	}
+	if typ&typeECN != 0 {
+		need |= frame.NeedECN
+	}
+	if need&^allowed != 0 {
+		return o, ErrNotNegotiated
+	}
+	payload, ok := t.payload(f)
+	if !ok {
+		return o, ErrHeaders
+	}
+	limit := MaxSegments
+	if !t.tcp {
+		limit = MaxDatagrams
+	}
+	size := int(binary.LittleEndian.Uint16(h[atGSOSize:]))
+	if size == 0 || len(f)-payload > limit*size {
+		return o, ErrSize
+	}
+	o = t.offload(need)
+	o.GSOSize, o.Payload = uint16(size), uint16(payload)
+	return o, nil
+}
+
+// DataValid tells whether a header says that the frame's checksum was found right. Only the kernel is believed.
+func DataValid(h []byte) bool { return h[atFlags]&(flagDataValid|flagNeedsCsum) == flagDataValid }
+
+// PutHeader writes the virtio header for a frame that stands in bufs guest buffers (0 for a TAP device). valid: the receiver
+// may be told that the checksum is right.
+func PutHeader(h *[HeaderLen]byte, o *frame.Offload, valid bool, bufs int) {
+	*h = [HeaderLen]byte{}
+	binary.LittleEndian.PutUint16(h[atNumBuffers:], uint16(bufs))
+	if o.Need == 0 {
+		if o.Valid && valid {
+			h[atFlags] = flagDataValid
+		}
+		return
+	}
+	h[atFlags] = flagNeedsCsum
+	binary.LittleEndian.PutUint16(h[atCsumStart:], o.L4)
+	binary.LittleEndian.PutUint16(h[atCsumOffset:], uint16(o.CsumOff))
+	if o.GSOSize == 0 {
+		return
+	}
+	switch {
+	case o.Need&frame.NeedTSO4 != 0:
+		h[atType] = typeTCPv4
+	case o.Need&frame.NeedTSO6 != 0:
+		h[atType] = typeTCPv6
+	default:
+		h[atType] = typeUDP
+	}
+	if o.Need&frame.NeedECN != 0 {
+		h[atType] |= typeECN
+	}
+	binary.LittleEndian.PutUint16(h[atHdrLen:], o.Payload)
+	binary.LittleEndian.PutUint16(h[atGSOSize:], o.GSOSize)
+}
+
+// transport is where a frame has its headers.
+type transport struct {
+	l3, l4, csumOff int
+	v6, tcp         bool
+}
+
+const (
+	typeQinQ = 0x88a8
+	maxTags  = 2
+
+	protoTCP = 6
+
+	tcpLen     = 20
+	tcpCsum    = 16
+	udpCsum    = 6
+	tcpFlags   = 13
+	flagFIN    = 0x01
+	flagPSH    = 0x08
+	flagCWR    = 0x80
+	fragmented = 0x3fff // more fragments, or an offset
+)
+
+// locate finds the TCP or UDP header, of a packet that is no fragment and, over IPv6, has no extension headers.
+func locate(f []byte) (t transport, ok bool) {
+	t.l3 = header.EthernetLen
+	if len(f) < t.l3 {
+		return t, false
+	}
+	typ := binary.BigEndian.Uint16(f[12:])
+	for range maxTags {
+		if typ != header.TypeVLAN && typ != typeQinQ {
+			break
+		}
+		if len(f) < t.l3+header.VLANLen {
+			return t, false
+		}
+		typ = binary.BigEndian.Uint16(f[t.l3+2:])
+		t.l3 += header.VLANLen
+	}
+	p := f[t.l3:]
+	var proto uint8
+	switch {
+	case typ == header.TypeIPv4 && len(p) >= header.IPv4Len && p[0]>>4 == 4:
+		n := int(p[0]&15) * 4
+		if n < header.IPv4Len || binary.BigEndian.Uint16(p[6:])&fragmented != 0 {
+			return t, false
+		}
+		proto, t.l4 = p[9], t.l3+n
+	case typ == header.TypeIPv6 && len(p) >= header.IPv6Len && p[0]>>4 == 6:
+		proto, t.l4, t.v6 = p[6], t.l3+header.IPv6Len, true
+	default:
+		return t, false
+	}
+	switch proto {
+	case protoTCP:
+		t.tcp, t.csumOff = true, tcpCsum
+		return t, len(f) >= t.l4+tcpLen
+	case header.ProtoUDP:
+		t.csumOff = udpCsum
+		return t, len(f) >= t.l4+header.UDPLen
+	}
+	return t, false
+}
+
+// unpadded returns the frame without what follows its IP packet (IEEE 802.3, padding).
+func (t *transport) unpadded(f []byte) []byte {
+	end := t.l3
+	if t.v6 {
+		end += header.IPv6Len + int(binary.BigEndian.Uint16(f[t.l3+4:]))
+	} else {
+		end += int(binary.BigEndian.Uint16(f[t.l3+2:]))
+	}
+	if end < t.l4+header.UDPLen || end > len(f) {
+		return f // no such packet
+	}
+	return f[:end]
+}
+
+// payload finds where the payload of a packet begins that ends with the frame, as those to be cut do; there must be some.
+func (t *transport) payload(f []byte) (at int, ok bool) {
+	at = t.l4 + header.UDPLen
+	if t.tcp {
+		n := int(f[t.l4+12]>>4) * 4
+		if n < tcpLen {
+			return 0, false
+		}
+		at = t.l4 + n
+	}
+	length, want := binary.BigEndian.Uint16(f[t.l3+2:]), len(f)-t.l3
+	if t.v6 {
+		length, want = binary.BigEndian.Uint16(f[t.l3+4:]), len(f)-t.l4
+	}
+	return at, at < len(f) && int(length) == want
+}
+
+func (t *transport) offload(n frame.Need) frame.Offload {
+	return frame.Offload{Need: n, CsumOff: uint8(t.csumOff), L3: uint16(t.l3), L4: uint16(t.l4)}
+}
+
+// Unfinished finds what a kernel has left undone in a frame of TCP that comes without a header that says so, as out of a tunnel over a wire inside
+// this machine: the checksum field holds the sum of the pseudo-header alone, and what is beyond limit, the size of the network's frames, is still to be
+// cut. A finished frame may look so once in 65536 times; finishing it again changes nothing.
+func Unfinished(f []byte, limit int) (o frame.Offload, ok bool) {
+	t, ok := locate(f)
+	if !ok || !t.tcp {
+		return o, false
+	}
+	at := t.l4 + t.csumOff
+	if header.Checksum(f[at:at+2], 0) != header.Checksum(nil, t.pseudo(f, len(f)-t.l4)) {
+		return o, false
+	}
+	o = t.offload(frame.NeedCsum)
+	if len(f) <= limit {
+		return o, true
+	}
+	payload, ok := t.payload(f)
+	size := limit - payload
+	if !ok || size <= 0 || len(f)-payload > MaxSegments*size {
+		return frame.Offload{}, false
+	}
+	o.Need |= frame.NeedTSO4
+	if t.v6 {
+		o.Need = frame.NeedCsum | frame.NeedTSO6
+	}
+	o.GSOSize, o.Payload = uint16(size), uint16(payload)
+	return o, true
+}

@@ -1,0 +1,200 @@
+package loop
+
+import (
+	"os"
+	"runtime/debug"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// hole maps a page of a file and then shrinks the file: what a hostile or broken VM does to us. Touching it is a SIGBUS.
+func hole(t *testing.T) []byte {
+	t.Helper()
+	f, err := os.CreateTemp(t.TempDir(), "guest")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := f.Truncate(8192); err != nil {
+		t.Fatal(err)
+	}
+	m, err := unix.Mmap(int(f.Fd()), 0, 8192, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Munmap(m) })
+	m[5000] = 1
+	if err := f.Truncate(0); err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestFaultInEveryHandler(t *testing.T) {
+	m := hole(t)
+	l := startLoop(t, Config{})
+	touch := func() { m[5000]++ }
+	var faults atomic.Int32
+	check := func(where string) Option {
+		return func(h *handler) {
+			Name(where)(h)
+			OnFault(func(f Fault) {
+				if f.Where != where || f.Foreign || f.Addr == 0 {
+					t.Errorf("%s: %+v", where, f)
+				}
+				if !strings.Contains(f.Error(), where) {
+					t.Errorf("message %q", f.Error())
+				}
+				faults.Add(1)
+			})(h)
+		}
+	}
+	want := int32(0)
+	expect := func(what string) {
+		t.Helper()
+		want++
+		eventually(t, what+" reports its fault", func() bool { return faults.Load() == want })
+		ran := false
+		l.Do(func() { ran = true })
+		if !ran {
+			t.Errorf("loop is dead after a fault in %s", what)
+		}
+	}
+
+	fd := newEventfd(t)
+	w, err := l.Watch(fd, func() { drain(fd); touch() }, check("a watch"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	kick(t, fd)
+	expect("a watch")
+	kick(t, fd)
+	expect("a watch") // it stays: its owner knows
+	w.Close()
+
+	tm := l.NewTimer(func(int64) { touch() }, check("a timer"))
+	l.Do(func() { tm.Arm(1) })
+	expect("a timer")
+
+	var once atomic.Bool
+	once.Store(true)
+	p := &testPoller{inPoll: func() {
+		if once.Swap(false) {
+			touch()
+		}
+	}}
+	l.AddPoller(p, check("a poller"))
+	expect("a poller")
+	p2 := &testPoller{}
+	var prep atomic.Bool
+	prep.Store(true)
+	p2.inPrepare = func() bool {
+		if prep.Swap(false) {
+			touch()
+		}
+		return false
+	}
+	l.AddPoller(p2, check("a prepare"))
+	expect("a prepare")
+	l.RemovePoller(p)
+	l.RemovePoller(p2)
+
+	once.Store(true)
+	h := l.AtFlush(func() {
+		if once.Swap(false) {
+			touch()
+		}
+	}, check("a hook"))
+	expect("a hook")
+	h.Close()
+
+	var released atomic.Int32
+	mb := NewMailbox(l, 4, func(int) { touch() }, func(int) { released.Add(1) }, check("a mailbox"))
+	mb.Put(1)
+	expect("a mailbox")
+	if released.Load() != 1 {
+		t.Errorf("released %d", released.Load())
+	}
+	mb.Close()
+
+	func() {
+		defer func() {
+			if r := recover(); r == nil {
+				t.Error("a fault in Do did not reach the caller")
+			}
+		}()
+		l.Do(touch)
+	}()
+	if n := l.Stats().Faults; n != uint64(want)+1 {
+		t.Errorf("%d faults counted, want %d", n, want+1)
+	}
+}
+
+// A faulting handler does not keep those behind it in the same iteration from running, and without OnFault it goes.
+func TestFaultDoesNotStarve(t *testing.T) {
+	m := hole(t)
+	l := newLoop(t, Config{})
+	var order []string
+	bad := &testPoller{inPoll: func() { order = append(order, "bad"); m[5000] = 0 }}
+	good := &testPoller{inPoll: func() { order = append(order, "good") }}
+	l.AddPoller(bad)
+	l.AddPoller(good)
+	l.AtFlush(func() { order = append(order, "flush") })
+	l.Step()
+	if got := strings.Join(order, " "); got != "bad good flush" {
+		t.Errorf("order: %s", got)
+	}
+	order = nil
+	l.Step()
+	if got := strings.Join(order, " "); got != "good flush" {
+		t.Errorf("the faulting poller is still there: %s", got)
+	}
+}
+
+// Blame sends the fault to the owner of the memory and tells the handler only that it was interrupted.
+func TestBlame(t *testing.T) {
+	m := hole(t)
+	l := newLoop(t, Config{})
+	var owner, handler []Fault
+	o := NewOwner(func(f Fault) { owner = append(owner, f) })
+	p := &testPoller{}
+	blame := true
+	p.inPoll = func() {
+		if blame {
+			outer := l.Blame(o)
+			if inner := l.Blame(o); inner != o || outer != nil {
+				t.Error("Blame does not nest")
+			}
+		}
+		m[5000] = 0
+	}
+	l.AddPoller(p, OnFault(func(f Fault) { handler = append(handler, f) }))
+	l.Step()
+	if len(owner) != 1 || owner[0].Foreign || len(handler) != 1 || !handler[0].Foreign {
+		t.Fatalf("owner %+v, handler %+v", owner, handler)
+	}
+	blame = false // the declaration must not outlive the handler
+	l.Step()
+	if len(owner) != 1 || len(handler) != 2 || handler[1].Foreign {
+		t.Fatalf("owner %+v, handler %+v", owner, handler)
+	}
+}
+
+// Bugs are not memory faults: a nil dereference still ends the program (here: reaches us, since Step is inline).
+func TestOtherPanicsPass(t *testing.T) {
+	l := newLoop(t, Config{})
+	var nothing *struct{ x int }
+	p := &testPoller{inPoll: func() { nothing.x = 1 }}
+	l.AddPoller(p, OnFault(func(Fault) { t.Error("a bug was taken for a memory fault") }))
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(false))
+	defer func() {
+		if recover() == nil {
+			t.Error("panic was swallowed")
+		}
+		l.stage, l.index = stageEvents, 0
+	}()
+	l.Step()
+}

@@ -1,0 +1,432 @@
+// Package engine is the thread of the data path: a Loop is one goroutine locked to its thread that runs everything
+// its ports, queues and QPs have to do, to completion.
+//
+// One iteration goes through these stages, in this order:
+//
+//	events   epoll: ready functions of Watches
+//	posts    functions from Do and Post
+//	timers   those whose deadline has come
+//	pollers  Poll of every Poller and Mailbox
+//	flush    AtFlush hooks: send what was batched
+//	prepare  only when nothing happened for SpinFor: pollers publish "wake me" and look once more
+//	sleep    epoll_wait until an event, a wake-up or the next timer
+//	resume   only after prepare: pollers take the "wake me" back
+//
+// Rules. What a loop owns is touched on its thread only; other goroutines go through Do (waits) or Post (does not).
+// A handler must not block, and must not call Do or Close on another loop, since that one might be doing the same.
+// Pollers and hooks run in the order in which they were added.
+//
+// The loop's goroutine runs with debug.SetPanicOnFault, see Fault.
+package loop
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/loop/eventfd"
+)
+
+// MaxLoops bounds Config.ID: tables with one slot per loop are this long.
+const MaxLoops = 16
+
+const (
+	maxEvents    = 64   // epoll events taken at once
+	maxPosts     = 64   // posts run per iteration, so that they cannot starve the data path
+	postCapacity = 1024 // posts waiting
+	// How long a loop counts as shared, ns: some turns of everybody, however long those are.
+	sharedFor = 2e5
+	// So many times in a row a loop polls for less than it may before it tries whether that has become worth while.
+	maxMisses = 32
+	// While busy with pollers, epoll is looked at once in so many iterations: the call costs more than a poll.
+	epollEvery = 8
+)
+
+// Errors that callers test for.
+var (
+	ErrClosed    = errors.New("engine: loop is closed")
+	ErrStarted   = errors.New("engine: loop was started before")
+	ErrDuplicate = errors.New("engine: descriptor is watched already")
+)
+
+// Config describes a loop.
+type Config struct {
+	// ID is 0 to MaxLoops-1 and must differ among the loops that work together: it selects the loop's slot in counters
+	// and epochs.
+	ID int
+	// SpinFor is how long the loop goes on polling after the last work before it sleeps, at most (see adapt). Zero: sleep at once.
+	SpinFor time.Duration
+	// CPUs are the processors on which the thread stays. Empty: wherever the process may run.
+	CPUs []int
+	// Nice is the thread's nice value, -20 (most urgent) to 19. If the process may not have it, the thread keeps its own.
+	Nice int
+	// Clock defaults to the monotonic clock.
+	Clock Clock
+	// Log defaults to a logger that discards everything.
+	Log hclog.Logger
+}
+
+// Loop is one thread of the data path. Life: new, Start, running, Close, closed. While it is new or closed, Do runs
+// its function in the caller, so set-up and tear-down code is the same in all states.
+type Loop struct {
+	id    int
+	spin  int64
+	cpus  []int
+	nice  int
+	clock Clock
+	log   hclog.Logger
+
+	epfd   int
+	wakefd int
+
+	// Owned by the loop's thread from here on.
+	now        int64
+	lastWork   int64
+	patience   int64 // how long it polls now before it sleeps, ns: 0 to spin
+	misses     uint  // polls in vain since patience was whole
+	stage      stage
+	index      int
+	nev        int
+	idleRounds int
+	busy       bool
+	mayWork    bool
+	prepared   int
+	current    *handler
+	blamed     *Owner
+	doing      *doCall
+	events     []unix.EpollEvent
+	watches    []*Watch // by slot; the slot and its generation travel in the epoll event
+	freeSlots  []int
+	watchGen   int32
+	timers     timerHeap
+	pollers    []*pollerEntry
+	worker     *pollerEntry // who had work last, mailboxes left aside
+	sharedAt   int64        // when that was another one than before
+	hooks      []*Hook
+
+	// Shared.
+	posts    *ring[post]
+	sleeping atomic.Uint32
+	stopping atomic.Bool
+	tid      atomic.Int64 // thread that may touch the loop's state right now, 0 = none
+	faults   atomic.Uint64
+	sleeps   atomic.Uint64
+	rounds   atomic.Uint64
+
+	inlineMu sync.Mutex // serialises Do while there is no thread; taken before lifeMu is released
+	lifeMu   sync.RWMutex
+	life     lifeState // guarded by lifeMu
+	done     chan struct{}
+}
+
+type lifeState uint8
+
+const (
+	lifeNew lifeState = iota
+	lifeRunning
+	lifeClosed
+)
+
+type post struct {
+	f func()
+	d *doCall
+}
+
+type doCall struct {
+	f     func()
+	done  chan struct{}
+	fault error // the runtime's error value of a memory fault in f
+}
+
+// New makes a loop that is not running yet.
+func New(c Config) (*Loop, error) {
+	if c.ID < 0 || c.ID >= MaxLoops {
+		return nil, fmt.Errorf("engine: loop ID %d; want 0 to %d", c.ID, MaxLoops-1)
+	}
+	if c.SpinFor < 0 {
+		return nil, fmt.Errorf("engine: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
+	}
+	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock, log: c.Log,
+		events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
+	if l.clock == nil {
+		l.clock = realClock{}
+	}
+	if l.log == nil {
+		l.log = hclog.NewNullLogger()
+	}
+	var err error
+	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return nil, fmt.Errorf("engine: epoll_create1: %w", err)
+	}
+	if l.wakefd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		unix.Close(l.epfd)
+		return nil, fmt.Errorf("engine: eventfd: %w", err)
+	}
+	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: wakeSlot}
+	if err = unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, l.wakefd, &ev); err != nil {
+		unix.Close(l.epfd)
+		unix.Close(l.wakefd)
+		return nil, fmt.Errorf("engine: epoll_ctl: %w", err)
+	}
+	l.now = l.clock.Now()
+	if m, ok := l.clock.(*ManualClock); ok {
+		m.add(l)
+	}
+	return l, nil
+}
+
+// ID returns the loop's number, 0 to MaxLoops-1.
+func (l *Loop) ID() int { return l.id }
+
+// Now returns the time of the current iteration in nanoseconds. Loop thread only; elsewhere use the clock.
+func (l *Loop) Now() int64 { return l.now }
+
+// Shared tells whether several pollers have had work lately (sharedFor): whoever has much to do then does it in small parts, for the
+// others' sake. Mailboxes do not count, for what they hand over belongs to a poller. Loop thread only.
+func (l *Loop) Shared() bool { return l.now-l.sharedAt < sharedFor }
+
+// Clock returns the loop's clock, which is safe to read anywhere.
+func (l *Loop) Clock() Clock { return l.clock }
+
+// Start runs the loop on its own thread. It fails, and changes nothing, if that may not run where it is to.
+func (l *Loop) Start() error {
+	l.inlineMu.Lock()
+	defer l.inlineMu.Unlock()
+	l.lifeMu.Lock()
+	defer l.lifeMu.Unlock()
+	switch l.life {
+	case lifeRunning:
+		return ErrStarted
+	case lifeClosed:
+		return ErrClosed
+	}
+	settled := make(chan error)
+	go l.run(settled)
+	if err := <-settled; err != nil {
+		return err
+	}
+	addProcessors(1)
+	l.life = lifeRunning
+	return nil
+}
+
+// Close stops the loop, waits for its thread to be gone and releases its descriptors. Watches, pollers and hooks that
+// are still there simply never run again. Calling it twice is harmless; calling it on the loop's own thread is a bug.
+func (l *Loop) Close() {
+	if l.OnLoop() {
+		panic("engine: Close called on the loop's own thread")
+	}
+	l.inlineMu.Lock()
+	l.lifeMu.Lock()
+	was := l.life
+	if was == lifeNew {
+		l.life = lifeClosed
+	}
+	l.lifeMu.Unlock()
+	l.inlineMu.Unlock()
+	switch was {
+	case lifeNew:
+		l.drainPosts()
+		l.release()
+		close(l.done)
+	case lifeRunning:
+		l.stopping.Store(true)
+		l.wake()
+		<-l.done
+	case lifeClosed:
+		<-l.done
+	}
+}
+
+func (l *Loop) release() {
+	if m, ok := l.clock.(*ManualClock); ok {
+		m.remove(l)
+	}
+	l.lifeMu.Lock() // nobody wakes or watches while the descriptors go
+	defer l.lifeMu.Unlock()
+	unix.Close(l.epfd)
+	unix.Close(l.wakefd)
+	l.epfd, l.wakefd = -1, -1
+}
+
+// OnLoop tells whether the caller runs on the loop's thread (or inside Do while the loop has no thread).
+func (l *Loop) OnLoop() bool {
+	tid := l.tid.Load()
+	return tid != 0 && tid == int64(unix.Gettid())
+}
+
+// Do runs f on the loop and returns when it has run. On the loop's own thread it runs f at once. Before Start and after
+// Close it runs f in the caller, one caller at a time. If f hits a memory fault, Do panics in the caller with the
+// runtime's fault error, as if the caller had run f itself under debug.SetPanicOnFault.
+//
+// Do may wait for the iteration in progress, so it must not be called on another loop's thread.
+func (l *Loop) Do(f func()) {
+	if l.OnLoop() {
+		f()
+		return
+	}
+	d := &doCall{f: f, done: make(chan struct{})}
+	for {
+		queued, inline := l.enqueue(post{d: d})
+		if inline {
+			l.inline(f)
+			return
+		}
+		if queued {
+			break
+		}
+		runtime.Gosched() // queue full: the loop is draining it
+	}
+	<-d.done
+	if d.fault != nil {
+		panic(d.fault)
+	}
+}
+
+// enqueue reports queued when p was put, inline when there is no thread (inlineMu is then held).
+func (l *Loop) enqueue(p post) (queued, inline bool) {
+	l.lifeMu.RLock()
+	if l.life == lifeRunning {
+		queued = l.posts.put(p)
+		l.lifeMu.RUnlock()
+		l.wake()
+		return queued, false
+	}
+	l.lifeMu.RUnlock()
+	// Start and the end of run take inlineMu too, so the state that we check under it holds while f runs.
+	l.inlineMu.Lock()
+	l.lifeMu.RLock()
+	running := l.life == lifeRunning
+	l.lifeMu.RUnlock()
+	if running {
+		l.inlineMu.Unlock()
+		return false, false
+	}
+	return false, true
+}
+
+func (l *Loop) inline(f func()) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	defer l.inlineMu.Unlock()
+	l.tid.Store(int64(unix.Gettid()))
+	defer l.tid.Store(0)
+	l.now = l.clock.Now()
+	f()
+}
+
+// Post queues f to run on the loop soon, and returns without waiting. It returns false when too many posts wait
+// already or the loop is closed. For the control plane: f usually is an allocated closure. Frames use a Mailbox.
+func (l *Loop) Post(f func()) bool {
+	l.lifeMu.RLock()
+	ok := l.life != lifeClosed && l.posts.put(post{f: f})
+	l.lifeMu.RUnlock()
+	if ok {
+		l.wake()
+	}
+	return ok
+}
+
+// Wake makes the loop run an iteration soon, if it sleeps. Cheap when it does not. Safe from anywhere.
+func (l *Loop) Wake() { l.wake() }
+
+func (l *Loop) wake() {
+	// The loop stores sleeping before it looks at its queues for the last time; we store to the queue before
+	// we look at sleeping. One of the two sees the other.
+	if l.sleeping.Load() == 0 || l.sleeping.Swap(0) == 0 {
+		return
+	}
+	l.lifeMu.RLock()
+	defer l.lifeMu.RUnlock()
+	if l.wakefd >= 0 {
+		eventfd.Add(l.wakefd)
+	}
+}
+
+// Step runs one iteration in the caller, without sleeping. For tests, on a loop that is not started.
+func (l *Loop) Step() {
+	l.inlineMu.Lock()
+	l.lifeMu.RLock()
+	life := l.life
+	l.lifeMu.RUnlock()
+	if life != lifeNew {
+		l.inlineMu.Unlock()
+		panic("engine: Step on a loop that was started")
+	}
+	l.inline(func() {
+		old := debug.SetPanicOnFault(true)
+		defer debug.SetPanicOnFault(old)
+		l.stage = stageEvents
+		l.idleRounds = epollEvery // look at descriptors in every step
+		for !l.pass(false) {
+		}
+	})
+}
+
+func (l *Loop) run(settled chan<- error) {
+	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+	err := l.settle()
+	settled <- err
+	if err != nil {
+		return
+	}
+	debug.SetPanicOnFault(true)
+	l.tid.Store(int64(unix.Gettid()))
+	for !l.stopping.Load() {
+		l.pass(true)
+	}
+	// From here on Do runs inline; what was queued before still runs here.
+	l.inlineMu.Lock()
+	l.lifeMu.Lock()
+	l.life = lifeClosed
+	l.lifeMu.Unlock()
+	l.drainPosts()
+	l.tid.Store(0)
+	l.inlineMu.Unlock()
+	l.release()
+	addProcessors(-1)
+	close(l.done)
+}
+
+func (l *Loop) drainPosts() {
+	for !l.drainSome() {
+	}
+}
+
+func (l *Loop) drainSome() (empty bool) {
+	defer l.recoverFault()
+	for l.runPost() {
+	}
+	return true
+}
+
+// Stats are counters of one loop, readable from anywhere.
+type Stats struct {
+	ID     int
+	Rounds uint64 // iterations
+	Sleeps uint64 // times it went to sleep
+	Faults uint64 // memory faults recovered
+	CPUs   []int  // processors on which its thread stays; empty: any
+	Nice   int    // its thread's nice value
+}
+
+// Stats returns the loop's counters.
+func (l *Loop) Stats() Stats {
+	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load(), CPUs: l.cpus, Nice: l.nice}
+}
+
+// String says what the loop does, for messages about one that is stuck: an
+// iteration whose number does not change is in a handler that does not return.
+func (l *Loop) String() string {
+	if l.sleeping.Load() != 0 {
+		return fmt.Sprintf("engine %d, asleep", l.id)
+	}
+	return fmt.Sprintf("engine %d, in iteration %d", l.id, l.rounds.Load())
+}

@@ -1,0 +1,248 @@
+package loop
+
+import (
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/loop/eventfd"
+)
+
+// stage is where in the iteration the loop is; with index it says what comes next. Both live in the Loop, so that an
+// iteration that a memory fault interrupted continues behind the handler that faulted.
+type stage uint8
+
+const (
+	stageEvents stage = iota
+	stagePosts
+	stageTimers
+	stagePollers
+	stageFlush
+	stagePrepare
+	stageSleep
+	stageResume
+)
+
+// pass goes through an iteration from l.stage on and returns true at its end, false when a memory fault cut it short
+// (the next call continues). With block it may sleep.
+func (l *Loop) pass(block bool) (complete bool) {
+	defer l.recoverFault()
+	for {
+		switch l.stage {
+		case stageEvents:
+			if l.index == 0 {
+				l.begin()
+			}
+			for l.index < l.nev {
+				l.index++
+				l.runEvent(&l.events[l.index-1])
+			}
+			l.nev = 0
+			l.enter(stagePosts)
+		case stagePosts:
+			for l.index < maxPosts && l.runPost() {
+				l.index++
+				l.busy = true
+			}
+			l.enter(stageTimers)
+		case stageTimers:
+			l.runTimers()
+			l.enter(stagePollers)
+		case stagePollers:
+			for l.index < len(l.pollers) {
+				p := l.pollers[l.index]
+				l.index++
+				l.current = &p.h
+				if p.p.Poll(l.now) {
+					l.busy = true
+					if p != l.worker && p.mail == nil {
+						l.worker, l.sharedAt = p, l.now
+					}
+				}
+				l.current = nil
+				l.blamed = nil
+			}
+			l.enter(stageFlush)
+		case stageFlush:
+			for l.index < len(l.hooks) {
+				k := l.hooks[l.index]
+				l.index++
+				l.current = &k.h
+				k.f()
+				l.current = nil
+				l.blamed = nil
+			}
+			l.rounds.Store(l.rounds.Load() + 1)
+			if l.busy {
+				l.adapt(l.now - l.lastWork)
+				l.lastWork = l.now
+			}
+			if !block || l.busy || l.now-l.lastWork < l.patience {
+				l.enter(stageEvents)
+				return true
+			}
+			l.mayWork = false
+			l.prepared = 0
+			l.enter(stagePrepare)
+		case stagePrepare:
+			for l.index < len(l.pollers) {
+				p := l.pollers[l.index]
+				l.index++
+				l.prepared = l.index
+				l.current = &p.h
+				if p.p.Prepare() {
+					l.mayWork = true
+				}
+				l.current = nil
+				l.blamed = nil
+			}
+			l.enter(stageSleep)
+		case stageSleep:
+			if !l.mayWork {
+				l.sleep()
+			}
+			l.enter(stageResume)
+		case stageResume:
+			for l.index < l.prepared && l.index < len(l.pollers) {
+				p := l.pollers[l.index]
+				l.index++
+				l.current = &p.h
+				p.p.Resume()
+				l.current = nil
+				l.blamed = nil
+			}
+			// A wake-up is followed by a full round of polling, and by spinning if that finds work.
+			l.enter(stageEvents)
+			return true
+		}
+	}
+}
+
+func (l *Loop) enter(s stage) { l.stage, l.index = s, 0 }
+
+// begin starts an iteration: time, and epoll unless sleep has just filled the event list.
+func (l *Loop) begin() {
+	l.now = l.clock.Now()
+	l.busy = false
+	if l.nev > 0 {
+		return
+	}
+	// Spinning with pollers: look at descriptors only now and then.
+	if l.idleRounds++; l.idleRounds < epollEvery && len(l.pollers) > 0 && l.spin > 0 {
+		return
+	}
+	l.idleRounds = 0
+	l.nev = epollNow(l.epfd, l.events)
+	if l.nev > 0 {
+		l.idleRounds = epollEvery // busy descriptors are looked at every time
+	}
+}
+
+// adapt learns from how long nobody had work, ns, how long to poll before the next sleep. Polling that was in vain is halved, for on few
+// cores it is taken from those for whose work the loop waits. The time includes that of waking up; so after maxMisses it is tried
+// whether work would have come while polling.
+func (l *Loop) adapt(idle int64) {
+	if idle > l.spin {
+		l.patience /= 2
+		l.misses++
+	}
+	if idle <= l.spin || l.misses > maxMisses {
+		l.patience, l.misses = l.spin, 0
+	}
+}
+
+// sleep waits in epoll until an event, a wake-up or the next timer.
+func (l *Loop) sleep() {
+	timeout := int64(-1)
+	if next := l.timers.next(); next != 0 {
+		if _, manual := l.clock.(*ManualClock); !manual {
+			timeout = next - l.clock.Now()
+			if timeout <= 0 {
+				return
+			}
+		}
+	}
+	l.sleeping.Store(1)
+	if l.posts.empty() && !l.stopping.Load() && !l.mailPending() && !l.manualDue() {
+		l.sleeps.Store(l.sleeps.Load() + 1)
+		l.nev = epollWait(l.epfd, l.events, timeout)
+	}
+	l.sleeping.Store(0)
+}
+
+// mailPending looks at the mailboxes again after sleeping was set; see wake.
+func (l *Loop) mailPending() bool {
+	for _, p := range l.pollers {
+		if p.mail != nil && p.mail.pending() {
+			return true
+		}
+	}
+	return false
+}
+
+// manualDue tells whether a manual clock was moved past the next timer before sleeping was set.
+func (l *Loop) manualDue() bool {
+	m, ok := l.clock.(*ManualClock)
+	if !ok {
+		return false
+	}
+	next := l.timers.next()
+	return next != 0 && next <= m.Now()
+}
+
+func (l *Loop) runEvent(ev *unix.EpollEvent) {
+	if ev.Fd == wakeSlot {
+		eventfd.Take(l.wakefd)
+		l.busy = true
+		return
+	}
+	if int(ev.Fd) >= len(l.watches) {
+		return
+	}
+	// The watch may have been closed by a handler of this same batch, and its slot taken by another.
+	w := l.watches[ev.Fd]
+	if w == nil || w.gen != ev.Pad {
+		return
+	}
+	l.busy = true
+	l.current = &w.h
+	w.ready()
+	l.current = nil
+	l.blamed = nil
+}
+
+// runPost runs the oldest post; false when there is none.
+func (l *Loop) runPost() bool {
+	p, ok := l.posts.get()
+	if !ok {
+		return false
+	}
+	if d := p.d; d != nil {
+		l.doing = d
+		d.f()
+		l.doing = nil
+		l.blamed = nil
+		close(d.done)
+		return true
+	}
+	l.current = &postHandler
+	p.f()
+	l.current = nil
+	l.blamed = nil
+	return true
+}
+
+var postHandler = handler{name: "post"}
+
+// runTimers fires what is due. A timer that re-arms itself for a time that has come waits for the next iteration.
+func (l *Loop) runTimers() {
+	for limit := len(l.timers); l.index < limit; l.index++ {
+		t := l.timers.due(l.now)
+		if t == nil {
+			return
+		}
+		l.busy = true
+		l.current = &t.h
+		t.f(l.now)
+		l.current = nil
+		l.blamed = nil
+	}
+}

@@ -1,0 +1,90 @@
+package loop
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strconv"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// settle puts the calling thread, which is the loop's, where Config wants it. That it may not be as urgent as that is no error.
+func (l *Loop) settle() error {
+	if len(l.cpus) > 0 {
+		if err := setAffinity(0, l.cpus); err != nil {
+			return fmt.Errorf("engine: loop %d: processors %v: %w", l.id, l.cpus, err)
+		}
+	}
+	if l.nice != 0 {
+		// PRIO_PROCESS means one thread on Linux.
+		if err := unix.Setpriority(unix.PRIO_PROCESS, 0, l.nice); err != nil {
+			l.log.Debug("the engine's thread stays as urgent as others (CAP_SYS_NICE and RLIMIT_NICE permit more)", "nice", l.nice, "reason", err)
+			l.nice = 0
+		}
+	}
+	return nil
+}
+
+func setAffinity(tid int, cpus []int) error {
+	var set unix.CPUSet
+	set.Zero()
+	for _, c := range cpus {
+		set.Set(c)
+	}
+	if set.Count() != len(cpus) {
+		return fmt.Errorf("%w: processors are numbered from 0 to %d", unix.EINVAL, len(set)*strconv.IntSize-1)
+	}
+	return unix.SchedSetaffinity(tid, &set)
+}
+
+// A loop has one of the processors of Go's scheduler to itself, also while it naps; all others keep what they had.
+func addProcessors(n int) {
+	processors.Lock()
+	defer processors.Unlock()
+	runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + n)
+}
+
+var processors sync.Mutex
+
+// KeepOff takes the threads of this process, and those that they will make, off cpus: for processors that loops are to have for
+// themselves. It changes nothing if there would be no processor left. Call it before Start.
+func KeepOff(cpus []int) error {
+	for again := true; again; { // a thread that was not seen yet may have made another meanwhile
+		again = false
+		tasks, err := os.ReadDir("/proc/self/task")
+		if err != nil {
+			return fmt.Errorf("engine: %w", err)
+		}
+		for _, t := range tasks {
+			tid, err := strconv.Atoi(t.Name())
+			if err != nil {
+				return fmt.Errorf("engine: thread %q: %w", t.Name(), err)
+			}
+			changed, err := leave(tid, cpus)
+			if err != nil && !errors.Is(err, unix.ESRCH) {
+				return fmt.Errorf("engine: thread %d: %w", tid, err)
+			}
+			again = again || changed
+		}
+	}
+	return nil
+}
+
+// leave takes one thread off cpus.
+func leave(tid int, cpus []int) (changed bool, err error) {
+	var set unix.CPUSet
+	if err := unix.SchedGetaffinity(tid, &set); err != nil {
+		return false, err
+	}
+	before := set.Count()
+	for _, c := range cpus {
+		set.Clear(c)
+	}
+	if n := set.Count(); n == 0 || n == before {
+		return false, nil
+	}
+	return true, unix.SchedSetaffinity(tid, &set)
+}

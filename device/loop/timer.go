@@ -1,0 +1,144 @@
+package loop
+
+// Timer calls its function once on its loop when the armed deadline has come. Arm and Stop run on the loop's
+// thread only and do not allocate (the heap grows once per additional timer that is pending at the same time).
+//
+// Re-arming to a later time, which is what a retransmission timer does with every acknowledgement, only writes the
+// new deadline down; the heap learns of it when the old deadline comes.
+type Timer struct {
+	l     *Loop
+	h     handler
+	f     func(now int64)
+	when  int64 // deadline, 0 = not armed
+	key   int64 // deadline under which the heap holds it
+	index int   // place in the heap, -1 = not in it
+}
+
+// NewTimer makes a timer that is not armed. f runs on the loop with the time of its iteration. NewTimer may be called
+// from anywhere.
+func (l *Loop) NewTimer(f func(now int64), opts ...Option) *Timer {
+	t := &Timer{l: l, f: f, index: -1}
+	t.h.init("timer", opts)
+	return t
+}
+
+// Arm sets the deadline in nanoseconds of the loop's clock, replacing any earlier one. A deadline that has passed
+// already fires in the next iteration.
+func (t *Timer) Arm(deadline int64) {
+	if deadline <= 0 {
+		deadline = 1
+	}
+	t.when = deadline
+	switch h := &t.l.timers; {
+	case t.index < 0:
+		t.key = deadline
+		h.push(t)
+	case deadline < t.key:
+		t.key = deadline
+		h.up(t.index)
+	}
+}
+
+// Stop disarms the timer; its function will not run until it is armed again. Stopping a stopped timer is harmless.
+func (t *Timer) Stop() {
+	t.when = 0
+	if t.index >= 0 {
+		t.l.timers.remove(t.index)
+	}
+}
+
+// Armed tells whether the timer has a deadline ahead.
+func (t *Timer) Armed() bool { return t.when != 0 }
+
+// Deadline returns the armed deadline, or 0.
+func (t *Timer) Deadline() int64 { return t.when }
+
+// timerHeap is a 4-ary min-heap by key: flatter than a binary heap, so fewer cache lines per operation.
+type timerHeap []*Timer
+
+func (h *timerHeap) push(t *Timer) {
+	*h = append(*h, t)
+	t.index = len(*h) - 1
+	h.up(t.index)
+}
+
+func (h timerHeap) up(i int) {
+	t := h[i]
+	for i > 0 {
+		parent := (i - 1) / 4
+		if h[parent].key <= t.key {
+			break
+		}
+		h[i] = h[parent]
+		h[i].index = i
+		i = parent
+	}
+	h[i] = t
+	t.index = i
+}
+
+func (h timerHeap) down(i int) {
+	t := h[i]
+	for {
+		first := 4*i + 1
+		if first >= len(h) {
+			break
+		}
+		least := first
+		for c := first + 1; c < first+4 && c < len(h); c++ {
+			if h[c].key < h[least].key {
+				least = c
+			}
+		}
+		if h[least].key >= t.key {
+			break
+		}
+		h[i] = h[least]
+		h[i].index = i
+		i = least
+	}
+	h[i] = t
+	t.index = i
+}
+
+func (h *timerHeap) remove(i int) {
+	s := *h
+	t, last := s[i], len(s)-1
+	moved := s[last]
+	s[last] = nil
+	*h = s[:last]
+	t.index = -1
+	if i < last {
+		s[i] = moved
+		moved.index = i
+		h.down(i)
+		h.up(moved.index)
+	}
+}
+
+// due takes one timer out whose time has come, or nil. Entries that were re-armed to a later time go back in.
+func (h *timerHeap) due(now int64) *Timer {
+	for len(*h) > 0 {
+		t := (*h)[0]
+		if t.key > now {
+			return nil
+		}
+		if t.when != t.key {
+			t.key = t.when
+			h.down(0)
+			continue
+		}
+		h.remove(0)
+		t.when = 0
+		return t
+	}
+	return nil
+}
+
+// next returns the earliest deadline, or 0 when no timer is pending.
+func (h timerHeap) next() int64 {
+	if len(h) == 0 {
+		return 0
+	}
+	return h[0].key
+}

@@ -1,0 +1,95 @@
+// Package cmtest writes messages of communication management, for tests of whoever reads them.
+package cmtest
+
+import (
+	"encoding/binary"
+
+	"github.com/vnicd/vnicd/device/rdma/cm"
+)
+
+// Message is what the accessors of cm.Message read; fields that its kind does not have are ignored.
+type Message struct {
+	Kind              cm.Kind
+	Transaction       uint64
+	LocalID, RemoteID uint32
+	Service           uint64
+	QPN, PSN          uint32
+	Transport         uint8
+	PathMTU           uint8
+	PKey              uint16
+	Local, Remote     [16]byte // GIDs
+	Reason            uint16
+	Status            uint8
+	QKey              uint32
+	ServiceTimeout    uint8
+}
+
+// Of reads a message.
+func Of(m cm.Message) Message {
+	x := Message{Kind: m.Kind(), Transaction: m.Transaction(), LocalID: m.LocalID()}
+	if x.Kind != cm.REQ && x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
+		x.RemoteID = m.RemoteID()
+	}
+	switch x.Kind {
+	case cm.REQ:
+		x.Service, x.QPN, x.PSN, x.Transport, x.PathMTU, x.PKey = m.ServiceID(), m.QPN(), m.PSN(), m.Transport(), m.PathMTU(), m.PKey()
+		x.Local, x.Remote = m.GIDs()
+	case cm.REP:
+		x.QPN, x.PSN = m.QPN(), m.PSN()
+	case cm.DREQ, cm.LAP:
+		x.QPN = m.QPN()
+	case cm.REJ:
+		x.Reason = m.Reason()
+	case cm.MRA:
+		x.ServiceTimeout = m.ServiceTimeout()
+	case cm.SIDRReq:
+		x.Service = m.ServiceID()
+	case cm.SIDRRep:
+		x.Status, x.QPN, x.Service, x.QKey = m.Status(), m.QPN(), m.ServiceID(), m.QKey()
+	}
+	return x
+}
+
+// Bytes is the whole management datagram.
+func (x *Message) Bytes() []byte {
+	b := make([]byte, cm.MADLen)
+	b[0], b[1], b[2], b[3] = 1, 7, 2, 3
+	be := binary.BigEndian
+	be.PutUint64(b[8:], x.Transaction)
+	be.PutUint16(b[16:], uint16(x.Kind))
+	d := b[24:]
+	be.PutUint32(d, x.LocalID)
+	if x.Kind != cm.REQ && x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
+		be.PutUint32(d[4:], x.RemoteID)
+	}
+	switch x.Kind {
+	case cm.REQ:
+		be.PutUint64(d[8:], x.Service)
+		be.PutUint32(d[32:], x.QPN<<8)
+		d[43] = x.Transport << 1
+		be.PutUint32(d[44:], x.PSN<<8)
+		be.PutUint16(d[48:], x.PKey)
+		d[50] = x.PathMTU << 4
+		copy(d[56:], x.Local[:])
+		copy(d[72:], x.Remote[:])
+	case cm.REP:
+		be.PutUint32(d[12:], x.QPN<<8)
+		be.PutUint32(d[20:], x.PSN<<8)
+	case cm.REJ:
+		be.PutUint16(d[10:], x.Reason)
+	case cm.MRA:
+		d[9] = x.ServiceTimeout << 3
+	case cm.DREQ:
+		be.PutUint32(d[8:], x.QPN<<8)
+	case cm.LAP:
+		be.PutUint32(d[12:], x.QPN<<8)
+	case cm.SIDRReq:
+		be.PutUint64(d[8:], x.Service)
+	case cm.SIDRRep:
+		d[4] = x.Status
+		be.PutUint32(d[8:], x.QPN<<8)
+		be.PutUint64(d[12:], x.Service)
+		be.PutUint32(d[20:], x.QKey)
+	}
+	return b
+}

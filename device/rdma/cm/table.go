@@ -1,0 +1,546 @@
+package cm
+
+import (
+	"time"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+)
+
+// State is what the messages that have passed say about a connection. It is the watcher's view: a message that passed may
+// still be lost in the guest, and a guest may end a connection without a word.
+//
+//	REQ out  req-sent -- REP in --> rep-received -- RTU out --> established
+//	REQ in   req-received -- REP out --> rep-sent -- RTU in --> established
+//	established -- DREQ out/in --> dreq-sent/dreq-received -- DREP --> closed
+//	any but closed -- REJ --> rejected        SIDR_REQ out/in: sidr-sent/sidr-received -- SIDR_REP --> resolved
+//
+// rejected and closed are terminal: the entry is shown for a while, then forgotten.
+type State uint8
+
+// The states.
+const (
+	ReqSent State = iota + 1
+	ReqReceived
+	RepSent
+	RepReceived
+	Established
+	DreqSent
+	DreqReceived
+	Closed
+	Rejected
+	SIDRSent
+	SIDRReceived
+	Resolved
+)
+
+var stateNames = [...]string{ReqSent: "req-sent", ReqReceived: "req-received", RepSent: "rep-sent", RepReceived: "rep-received",
+	Established: "established", DreqSent: "dreq-sent", DreqReceived: "dreq-received", Closed: "closed", Rejected: "rejected",
+	SIDRSent: "sidr-sent", SIDRReceived: "sidr-received", Resolved: "resolved"}
+
+// String returns the name that status output uses.
+func (s State) String() string { return stateNames[s] }
+
+// Bound tells whether a local queue pair has the connection (Bind).
+func (c *Conn) Bound() bool { return c.bound }
+
+func (s State) over() bool { return s == Closed || s == Rejected }
+
+// Conn is one connection. The Table's own: callers change nothing but Path.
+type Conn struct {
+	State   State
+	Active  bool // the VM asked for it
+	Service uint64
+	// Transport is as in the REQ: 0 RC, 1 UC; of SIDR, 3.
+	Transport uint8
+	PathMTU   uint8 // code of the REQ
+
+	LocalID, RemoteID   uint32
+	LocalQPN, RemoteQPN uint32 // 0: not known yet
+	Local, Remote       [16]byte
+	RemoteMAC           [6]byte
+	VLAN                uint16 // 0: untagged
+	Reject              uint16 // why it was rejected
+	Began               int64  // ns, of the clock that Watch is given
+
+	// Path is the overlay tuple of the connection: for whoever keeps the table to fill in.
+	Path vswitch.Path
+
+	haveLocal, haveRemote bool // the IDs are known
+	sidr, bound           bool
+	expires               int64 // 0: it does not
+	prev, next            *Conn // in its list
+	list                  *list
+}
+
+// Bounds.
+const (
+	DefaultMax = 4096
+
+	// HalfOpen is how long a connection that is being set up or taken down is remembered without a message. The longest
+	// response timeout that Linux uses is about 8 s, with 15 retries.
+	HalfOpen = 150 * time.Second
+	// Over is how long one that has ended is shown.
+	Over = 10 * time.Second
+
+	maxService = 10 * time.Minute // that an MRA may ask for
+
+	// maxLoose bounds the connections without a queue pair, which anybody in the network can begin.
+	maxLoose = DefaultMax
+)
+
+// Reason says why an arriving datagram contradicts what is known.
+type Reason uint8
+
+// The reasons. Pass is none.
+const (
+	Pass         Reason = iota
+	Malformed           // a class 7 datagram that chapter 12 does not know
+	SourceQP            // not from queue pair 1
+	WrongGID            // a REQ whose path does not lie between the addresses of its packet
+	WrongPeer           // for a connection with another peer: GID, MAC or VLAN
+	WrongQP             // names another queue pair than the connection's
+	WrongMessage        // that cannot come in the connection's state, or with other IDs than it has
+	NumReasons
+)
+
+var reasonNames = [NumReasons]string{"", "cm-malformed", "cm-source-qp", "cm-gid", "cm-peer", "cm-qp-number", "cm-message"}
+
+// String returns the name that status output uses.
+func (r Reason) String() string { return reasonNames[r] }
+
+// Datagram is a management datagram on its way through queue pair 1, with the addresses of its packet.
+type Datagram struct {
+	Out           bool // the VM sends it
+	Local, Remote [16]byte
+	RemoteMAC     [6]byte
+	VLAN          uint16 // 0: untagged
+	RemoteQPN     uint32 // the other end's queue pair
+	MAD           []byte
+}
+
+// Table is the connections of one VM. Not safe for concurrent use. The zero value is not usable.
+type Table struct {
+	max     int
+	byLocal map[idKey]*Conn
+	// Remote IDs are the peers' to choose; a peer is its GID.
+	byRemote map[peerKey]*Conn
+	byQP     map[uint32]*Conn  // local QPN, of those that have a queue pair here
+	byPeerQP map[peerKey]*Conn // remote QPN
+	open     list              // with a queue pair: live as long as it
+	half     list              // without: expire
+	past     list
+
+	// Untracked counts connections that found no room, Strays messages about connections that are not known.
+	Untracked, Strays uint64
+}
+
+type idKey struct {
+	id   uint32
+	sidr bool
+}
+
+type peerKey struct {
+	gid [16]byte
+	idKey
+}
+
+// NewTable makes a table of at most max connections, 0: DefaultMax.
+func NewTable(max int) *Table {
+	if max <= 0 {
+		max = DefaultMax
+	}
+	t := &Table{max: max}
+	t.Clear()
+	return t
+}
+
+// Clear forgets everything but the counters.
+func (t *Table) Clear() {
+	t.byLocal, t.byRemote = map[idKey]*Conn{}, map[peerKey]*Conn{}
+	t.byQP, t.byPeerQP = map[uint32]*Conn{}, map[peerKey]*Conn{}
+	t.open, t.half, t.past = list{}, list{}, list{}
+}
+
+// Len returns how many connections there are.
+func (t *Table) Len() int { return t.open.n + t.half.n + t.past.n }
+
+// Each calls f for every connection that has not expired at now, those with a queue pair first.
+func (t *Table) Each(now int64, f func(*Conn)) {
+	t.age(now)
+	for _, l := range [...]*list{&t.open, &t.half, &t.past} {
+		for c := l.first; c != nil; c = c.next {
+			f(c)
+		}
+	}
+}
+
+// ByQP returns the connection of a local queue pair, nil if there is none.
+func (t *Table) ByQP(qpn uint32) *Conn { return t.byQP[qpn] }
+
+// Bind finds the connection that a local queue pair is being made ready for, by its peer, and binds it to that: it lives until
+// Release. Nil: its addresses were exchanged in another way.
+func (t *Table) Bind(qpn uint32, remote [16]byte, remoteQPN uint32) *Conn {
+	c := t.byPeerQP[peerKey{remote, idKey{id: remoteQPN}}]
+	if c == nil || qpn == 0 || c.State.over() || c.LocalQPN != qpn && (c.LocalQPN != 0 || c.Active) {
+		return nil
+	}
+	if old := t.byQP[qpn]; old != nil && old != c {
+		t.end(old, Closed)
+	}
+	c.LocalQPN, c.bound, c.expires = qpn, true, 0
+	t.byQP[qpn] = c
+	t.move(c, &t.open)
+	return c
+}
+
+// Release ends the connection of a queue pair that is no more, or is reset.
+func (t *Table) Release(now int64, qpn uint32) {
+	c := t.byQP[qpn]
+	if c == nil {
+		return
+	}
+	delete(t.byQP, qpn)
+	c.bound = false
+	if !c.State.over() {
+		c.State = Closed
+	}
+	t.settle(now, c)
+}
+
+// Watch takes note of a datagram. c is the connection it belongs to, nil if none is known; a datagram whose reason is not Pass has
+// changed nothing and, if it came from outside, should not get through.
+func (t *Table) Watch(now int64, d *Datagram) (c *Conn, why Reason) {
+	t.age(now)
+	m, err := Parse(d.MAD)
+	switch {
+	case err == ErrOther:
+		return nil, Pass
+	case err != nil:
+		return nil, Malformed
+	case d.RemoteQPN != 1:
+		return nil, SourceQP // redirection (IBTA 13.5.2) is not in use with RoCE
+	}
+	k := m.Kind()
+	if k == REQ || k == SIDRReq {
+		return t.request(now, d, m)
+	}
+	if c = t.find(d, m); c == nil {
+		t.Strays++
+		return nil, Pass
+	}
+	if why = c.check(d, m); why != Pass {
+		return nil, why
+	}
+	t.apply(now, c, d.Out, m)
+	return c, Pass
+}
+
+// request begins a connection, or repeats its beginning.
+func (t *Table) request(now int64, d *Datagram, m Message) (*Conn, Reason) {
+	sidr := m.Kind() == SIDRReq
+	if !sidr {
+		local, remote := m.GIDs()
+		if d.Out {
+			local, remote = remote, local
+		}
+		if local != d.Remote || remote != d.Local {
+			return nil, WrongGID
+		}
+	}
+	id := idKey{m.LocalID(), sidr}
+	fresh := &Conn{Active: d.Out, Service: m.ServiceID(), Local: d.Local, Remote: d.Remote, RemoteMAC: d.RemoteMAC, VLAN: d.VLAN,
+		sidr: sidr, Began: now, State: ReqReceived, Transport: 3}
+	var old *Conn
+	if d.Out {
+		old = t.byLocal[id]
+		fresh.State, fresh.LocalID, fresh.haveLocal = ReqSent, id.id, true
+	} else {
+		old = t.byRemote[peerKey{d.Remote, id}]
+		fresh.RemoteID, fresh.haveRemote = id.id, true
+	}
+	switch {
+	case sidr:
+		fresh.State += SIDRSent - ReqSent
+	case d.Out:
+		fresh.LocalQPN = m.QPN()
+	default:
+		fresh.RemoteQPN = m.QPN()
+	}
+	if !sidr {
+		fresh.Transport, fresh.PathMTU = m.Transport(), m.PathMTU()
+	}
+	if old != nil && !old.State.over() {
+		if old.repeats(fresh) {
+			if !old.bound {
+				t.settle(now, old)
+			}
+			return old, Pass
+		}
+		if !d.Out && (old.State == Established || old.RemoteMAC != fresh.RemoteMAC || old.VLAN != fresh.VLAN) {
+			return nil, WrongPeer // its owner has not ended it
+		}
+	}
+	if old != nil {
+		t.remove(old)
+	}
+	if !t.room() {
+		t.Untracked++
+		return nil, Pass
+	}
+	if d.Out {
+		t.byLocal[id] = fresh
+	} else {
+		t.byRemote[peerKey{d.Remote, id}] = fresh
+		if !sidr {
+			t.byPeerQP[peerKey{d.Remote, idKey{id: fresh.RemoteQPN}}] = fresh
+		}
+	}
+	t.settle(now, fresh)
+	return fresh, Pass
+}
+
+// repeats tells whether a request is one that began c.
+func (c *Conn) repeats(x *Conn) bool {
+	qpn := c.LocalQPN == x.LocalQPN
+	if !c.Active {
+		qpn = c.RemoteQPN == x.RemoteQPN // ours may be known by now
+	}
+	return c.Active == x.Active && qpn && c.Service == x.Service && c.Remote == x.Remote && c.Local == x.Local &&
+		c.RemoteMAC == x.RemoteMAC && c.VLAN == x.VLAN
+}
+
+// find returns the connection of a message that is not a request.
+func (t *Table) find(d *Datagram, m Message) *Conn {
+	local, remote := m.LocalID(), m.RemoteID()
+	if !d.Out {
+		local, remote = remote, local
+	}
+	if m.Kind() == SIDRRep { // the ID is the requester's
+		if d.Out {
+			return t.byRemote[peerKey{d.Remote, idKey{m.LocalID(), true}}]
+		}
+		return t.byLocal[idKey{m.LocalID(), true}]
+	}
+	if c := t.byLocal[idKey{id: local}]; c != nil {
+		return c
+	}
+	return t.byRemote[peerKey{d.Remote, idKey{id: remote}}]
+}
+
+// check compares a message with what is known of its connection.
+func (c *Conn) check(d *Datagram, m Message) Reason {
+	if c.Remote != d.Remote || c.Local != d.Local || c.VLAN != d.VLAN || c.RemoteMAC != d.RemoteMAC {
+		return WrongPeer
+	}
+	k := m.Kind()
+	if k == SIDRRep {
+		if c.Active == d.Out || m.ServiceID() != c.Service && m.Status() == 0 {
+			return WrongMessage
+		}
+		return Pass
+	}
+	local, remote := m.LocalID(), m.RemoteID()
+	if !d.Out {
+		local, remote = remote, local
+	}
+	// A REJ may come from, or go to, who has no ID yet.
+	if c.haveLocal && local != c.LocalID && (k != REJ || local != 0) || c.haveRemote && remote != c.RemoteID && (k != REJ || remote != 0) {
+		return WrongMessage
+	}
+	switch k {
+	case REP:
+		if d.Out == c.Active {
+			return WrongMessage
+		}
+		if known := *c.qpn(d.Out); known != 0 && known != m.QPN() {
+			return WrongQP
+		}
+	case RTU:
+		if d.Out != c.Active || !c.haveLocal || !c.haveRemote {
+			return WrongMessage
+		}
+	case DREQ, LAP:
+		if known := *c.qpn(!d.Out); known != 0 && known != m.QPN() {
+			return WrongQP
+		}
+	}
+	return Pass
+}
+
+// qpn is the queue pair at one end.
+func (c *Conn) qpn(local bool) *uint32 {
+	if local {
+		return &c.LocalQPN
+	}
+	return &c.RemoteQPN
+}
+
+// apply takes a message that fits into account.
+func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
+	k := m.Kind()
+	if !c.sidr {
+		t.learnIDs(c, out, m)
+	}
+	wait := time.Duration(0)
+	switch k {
+	case REP:
+		*c.qpn(out) = m.QPN()
+		if !out {
+			t.byPeerQP[peerKey{c.Remote, idKey{id: c.RemoteQPN}}] = c
+		}
+		if c.State == ReqSent || c.State == ReqReceived {
+			c.State = RepReceived
+			if out {
+				c.State = RepSent
+			}
+		}
+	case RTU:
+		if c.State == RepSent || c.State == RepReceived {
+			c.State = Established
+		}
+	case MRA:
+		wait = min(time.Duration(4096)<<m.ServiceTimeout(), maxService)
+	case REJ:
+		if c.State < DreqSent {
+			c.State, c.Reject = Rejected, m.Reason()
+		}
+	case DREQ:
+		if !c.State.over() {
+			c.State = DreqReceived
+			if out {
+				c.State = DreqSent
+			}
+		}
+	case DREP:
+		if !c.State.over() {
+			c.State = Closed
+		}
+	case SIDRRep:
+		if c.State = Rejected; m.Status() == 0 {
+			c.State = Resolved
+			*c.qpn(out) = m.QPN()
+		} else {
+			c.Reject = uint16(m.Status())
+		}
+	}
+	t.settle(now+int64(wait), c)
+}
+
+// learnIDs takes over the communication ID that the other side of a REP, MRA or REJ has given.
+func (t *Table) learnIDs(c *Conn, out bool, m Message) {
+	if m.Kind() == REJ {
+		return
+	}
+	id := m.LocalID()
+	switch {
+	case out && !c.haveLocal:
+		c.LocalID, c.haveLocal = id, true
+		if old := t.byLocal[idKey{id: id}]; old != nil {
+			t.remove(old) // a guest that gives an ID again has forgotten the first
+		}
+		t.byLocal[idKey{id: id}] = c
+	case !out && !c.haveRemote:
+		c.RemoteID, c.haveRemote = id, true
+		k := peerKey{c.Remote, idKey{id: id}}
+		if t.byRemote[k] == nil {
+			t.byRemote[k] = c
+		}
+	}
+}
+
+// settle puts a connection into the list of its state, at the end.
+func (t *Table) settle(now int64, c *Conn) {
+	switch {
+	case c.bound:
+		c.expires = 0
+		t.move(c, &t.open)
+	case c.State.over():
+		c.expires = now + int64(Over)
+		t.move(c, &t.past)
+	default:
+		c.expires = now + int64(HalfOpen)
+		t.move(c, &t.half)
+	}
+}
+
+func (t *Table) end(c *Conn, s State) {
+	delete(t.byQP, c.LocalQPN)
+	c.bound, c.State = false, s
+	t.move(c, &t.past)
+	c.expires = 1 // with the next look
+}
+
+// age forgets what has expired. Lists are in the order of the last messages; times differ a little within one, so that an entry
+// may stay as long as one before it.
+func (t *Table) age(now int64) {
+	for _, l := range [...]*list{&t.half, &t.past} {
+		for l.first != nil && l.first.expires <= now {
+			t.remove(l.first)
+		}
+	}
+}
+
+// room makes room for one more, at the cost of those that are over or half open.
+func (t *Table) room() bool {
+	if t.Len() < t.max && t.half.n+t.past.n < maxLoose {
+		return true
+	}
+	for _, l := range [...]*list{&t.past, &t.half} {
+		if l.first != nil {
+			t.remove(l.first)
+			return true
+		}
+	}
+	return false
+}
+
+func (t *Table) remove(c *Conn) {
+	drop := func(m map[peerKey]*Conn, k peerKey) {
+		if m[k] == c {
+			delete(m, k)
+		}
+	}
+	if k := (idKey{c.LocalID, c.sidr}); t.byLocal[k] == c {
+		delete(t.byLocal, k)
+	}
+	if t.byQP[c.LocalQPN] == c {
+		delete(t.byQP, c.LocalQPN)
+	}
+	drop(t.byRemote, peerKey{c.Remote, idKey{c.RemoteID, c.sidr}})
+	drop(t.byPeerQP, peerKey{c.Remote, idKey{id: c.RemoteQPN}})
+	t.move(c, nil)
+}
+
+// list is a queue of connections.
+type list struct {
+	first, last *Conn
+	n           int
+}
+
+// move takes a connection out of its list and appends it to another, nil: to none.
+func (t *Table) move(c *Conn, to *list) {
+	if l := c.list; l != nil {
+		if c.prev == nil {
+			l.first = c.next
+		} else {
+			c.prev.next = c.next
+		}
+		if c.next == nil {
+			l.last = c.prev
+		} else {
+			c.next.prev = c.prev
+		}
+		l.n--
+	}
+	c.prev, c.next, c.list = nil, nil, to
+	if to == nil {
+		return
+	}
+	if c.prev = to.last; c.prev == nil {
+		to.first = c
+	} else {
+		c.prev.next = c
+	}
+	to.last = c
+	to.n++
+}

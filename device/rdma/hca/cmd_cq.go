@@ -1,0 +1,243 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Commands about completion queues and shared receive queues.
+
+func createCQ(c *cmd) error {
+	var r abi.CreateCQ
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeCreateCQ, r.Ring.NPages)
+	switch {
+	case err != nil:
+		return err
+	case len(c.t.cqs) >= c.d.lim.CQs:
+		return &limitError{what: "completion queues", n: uint64(len(c.t.cqs)) + 1, max: uint64(c.d.lim.CQs)}
+	case int(r.CEQ) >= len(c.d.ceqs):
+		return refuse(abi.StatusInvalid, "completion event queue %d, the device has %d", r.CEQ, len(c.d.ceqs))
+	case r.ArmPA&3 != 0:
+		return refuse(abi.StatusInvalid, "arm word at PA %#x is not 4-byte aligned", r.ArmPA)
+	}
+	ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
+	if err != nil {
+		return err
+	}
+	q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
+	if err = c.holdPages(&q.held, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.hold(&q.held, q.arm, 4)
+	}
+	if err == nil {
+		err = c.epoch(func() error {
+			if _, m := c.d.space().Uint32(q.arm); !m.OK() {
+				return &faultError{what: "arm word", miss: m}
+			}
+			if m := q.start(); !m.OK() {
+				return &faultError{what: "completion ring", miss: m}
+			}
+			return nil
+		})
+	}
+	if err != nil {
+		q.held.release()
+		return err
+	}
+	c.t.cqs[q.n] = q
+	(&abi.Handle{Handle: q.n}).Encode(c.reply(abi.SizeHandle))
+	return nil
+}
+
+// ring makes a ring that a command must name.
+func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error) {
+	if a.NPages == 0 {
+		return ring{}, refuse(abi.StatusInvalid, "the ring has no pages")
+	}
+	return newRing(c.d.space(), a, list, minElem, maxElems)
+}
+
+// onOwner runs f where nobody else touches an object with that owner: on the
+// owner's loop, or right here while it has none.
+func (c *cmd) onOwner(l *lane, f func() error) error {
+	if l == nil {
+		return c.epoch(f)
+	}
+	return c.on(l, f)
+}
+
+func resizeCQ(c *cmd) error {
+	var r abi.ResizeCQ
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeResizeCQ, r.Ring.NPages)
+	if err != nil {
+		return err
+	}
+	q, err := c.t.cq(r.CQN)
+	if err != nil {
+		return err
+	}
+	ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
+	if err != nil {
+		return err
+	}
+	// The arm word, held last, stays; what the old ring held goes.
+	var h held
+	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.onOwner(q.owner, func() error { return q.resize(ring) })
+	}
+	if err != nil {
+		h.release()
+		return err
+	}
+	if n := len(q.held); n > 0 {
+		old := q.held[:n-1]
+		q.held = append(h, q.held[n-1])
+		old.release()
+	}
+	return nil
+}
+
+func destroyCQ(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	q, err := c.t.cq(n)
+	if err != nil {
+		return err
+	}
+	if q.refs > 0 {
+		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, q.refs)
+	}
+	delete(c.t.cqs, n)
+	q.held.release()
+	q.ceq.drop(&q.comp)
+	c.d.async.drop(&q.asyn)
+	return nil
+}
+
+func createSRQ(c *cmd) error {
+	var r abi.CreateSRQ
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeCreateSRQ, r.Ring.NPages)
+	if err != nil {
+		return err
+	}
+	p, err := c.t.pd(r.PDN)
+	switch {
+	case err != nil:
+		return err
+	case len(c.t.srqs) >= c.d.lim.SRQs:
+		return &limitError{what: "shared receive queues", n: uint64(len(c.t.srqs)) + 1, max: uint64(c.d.lim.SRQs)}
+	case r.MaxSGE > uint32(c.d.lim.SRQSGEs):
+		return &limitError{what: "segments of an SRQ's work requests", n: uint64(r.MaxSGE), max: uint64(c.d.lim.SRQSGEs)}
+	}
+	ring, err := c.ring(&r.Ring, list, recvWQESize(int(r.MaxSGE)), c.d.lim.SRQWRs)
+	if err != nil {
+		return err
+	}
+	if r.Limit > ring.mask {
+		return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
+	}
+	s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), translate.PD(r.PDN), int(r.MaxSGE), r.Limit, ring)
+	err = c.epoch(func() error {
+		if m := s.wr.start(); !m.OK() {
+			return &faultError{what: "shared receive queue", miss: m}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	p.refs++
+	c.t.srqs[s.n] = s
+	(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
+	return nil
+}
+
+func modifySRQ(c *cmd) error {
+	var r abi.ModifySRQ
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeModifySRQ, r.Ring.NPages)
+	if err != nil {
+		return err
+	}
+	s, err := c.t.srq(r.SRQN)
+	switch {
+	case err != nil:
+		return err
+	case r.Flags&^uint32(abi.SRQLimit|abi.SRQResize) != 0:
+		return refuse(abi.StatusInvalid, "flags %#x, known are %#x", r.Flags, abi.SRQLimit|abi.SRQResize)
+	case r.Flags&abi.SRQResize == 0 && r.Ring.NPages != 0:
+		return refuse(abi.StatusInvalid, "a ring without the resize flag")
+	}
+	var ring ring
+	if r.Flags&abi.SRQResize != 0 {
+		if ring, err = c.ring(&r.Ring, list, recvWQESize(s.maxSGE), c.d.lim.SRQWRs); err != nil {
+			return err
+		}
+	}
+	return c.onOwner(s.owner, func() error {
+		mask := s.wr.mask
+		if r.Flags&abi.SRQResize != 0 {
+			mask = ring.mask
+		}
+		if r.Flags&abi.SRQLimit != 0 && r.Limit > mask {
+			return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, mask)
+		}
+		if r.Flags&abi.SRQResize != 0 {
+			if err := s.resize(ring); err != nil {
+				return err
+			}
+		}
+		if r.Flags&abi.SRQLimit != 0 {
+			s.limit = r.Limit
+		}
+		return nil
+	})
+}
+
+func querySRQ(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	s, err := c.t.srq(n)
+	if err != nil {
+		return err
+	}
+	var a abi.SRQAttr
+	err = c.onOwner(s.owner, func() error {
+		a.Limit = s.limit
+		return nil
+	})
+	a.Encode(c.reply(abi.SizeSRQAttr))
+	return err
+}
+
+func destroySRQ(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	s, err := c.t.srq(n)
+	if err != nil {
+		return err
+	}
+	if s.refs > 0 {
+		return refuse(abi.StatusBusy, "shared receive queue %d is used by %d queue pairs", n, s.refs)
+	}
+	delete(c.t.srqs, n)
+	c.t.pds[uint32(s.pd)].refs--
+	c.d.async.drop(&s.asyn)
+	return nil
+}

@@ -1,0 +1,203 @@
+package hca
+
+import (
+	"errors"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Commands about protection domains and memory regions (stage one, PF-1, PF-2).
+
+func createPD(c *cmd) error {
+	if n := len(c.t.pds); n >= c.d.lim.PDs {
+		return &limitError{what: "protection domains", n: uint64(n) + 1, max: uint64(c.d.lim.PDs)}
+	}
+	n := newID(c.t.pds, &c.t.lastPD)
+	c.t.pds[n] = &pd{}
+	(&abi.Handle{Handle: n}).Encode(c.reply(abi.SizeHandle))
+	return nil
+}
+
+func destroyPD(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	p, err := c.t.pd(n)
+	if err != nil {
+		return err
+	}
+	if p.refs > 0 {
+		return refuse(abi.StatusBusy, "protection domain %d is used by %d objects", n, p.refs)
+	}
+	delete(c.t.pds, n)
+	return nil
+}
+
+// handle decodes a request that is nothing but a handle.
+func (c *cmd) handle() (uint32, error) {
+	var h abi.Handle
+	err := h.Decode(c.in)
+	return h.Handle, err
+}
+
+func createMR(c *cmd) error {
+	var r abi.CreateMR
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	p, err := c.t.pd(r.PDN)
+	switch {
+	case err != nil:
+		return err
+	case r.Flags == abi.MRFast:
+		return c.createFast(&r, p)
+	case r.Flags&^uint32(abi.MRPhys|abi.MROnDemand|abi.MRImplicit) != 0:
+		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x, and %#x alone", r.Flags, abi.MRPhys|abi.MROnDemand|abi.MRImplicit, abi.MRFast)
+	case r.Access&abi.AccessOnDemand != 0 && r.Flags&abi.MROnDemand == 0:
+		return refuse(abi.StatusInvalid, "access %#x says on demand, flags %#x do not", r.Access, r.Flags)
+	case r.Flags&abi.MROnDemand != 0 && r.PageShift != translate.PageShift:
+		return refuse(abi.StatusInvalid, "page_shift %d of a region on demand, must be %d", r.PageShift, translate.PageShift)
+	case r.Length > c.d.lim.MRSize && r.Flags&abi.MRImplicit == 0:
+		return &limitError{what: "bytes of a memory region", n: r.Length, max: c.d.lim.MRSize}
+	}
+	reg, err := c.d.vm.CreateRegion(translate.RegionSpec{
+		PD: translate.PD(r.PDN), Access: translate.Access(r.Access), Flags: translate.RegionFlags(r.Flags), PageShift: r.PageShift,
+		IOVA: translate.VA(r.IOVA), Length: r.Length, Offset: r.Offset, NPages: r.NPages,
+	})
+	if err != nil {
+		return memoryError(err)
+	}
+	p.refs++
+	c.t.mrs[reg.Handle()] = r.PDN
+	resp := abi.CreateMRResp{LKey: uint32(reg.LKey()), RKey: uint32(reg.RKey()), Handle: reg.Handle()}
+	resp.Encode(c.reply(abi.SizeCreateMRResp))
+	return nil
+}
+
+// createFast makes a key for REG_MR requests.
+func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
+	if r.Access != 0 || r.IOVA != 0 || r.Length != 0 || r.Offset != 0 || r.PageShift != translate.PageShift {
+		return refuse(abi.StatusInvalid, "region for fast registration with access %#x, iova %#x, length %d, offset %d, page_shift %d, must be 0 and %d",
+			r.Access, r.IOVA, r.Length, r.Offset, r.PageShift, translate.PageShift)
+	}
+	key, err := c.d.vm.CreateDynamic(translate.FastRegion, translate.PD(r.PDN), r.NPages)
+	if err != nil {
+		return memoryError(err)
+	}
+	p.refs++
+	c.t.mrs[uint32(key)] = r.PDN
+	resp := abi.CreateMRResp{LKey: uint32(key), RKey: uint32(key), Handle: uint32(key)}
+	resp.Encode(c.reply(abi.SizeCreateMRResp))
+	return nil
+}
+
+// memoryError gives translate's errors the status that the guest sees.
+func memoryError(err error) error {
+	s := abi.StatusInvalid
+	switch {
+	case errors.Is(err, translate.ErrLimit):
+		s = abi.StatusNoMemory
+	case errors.Is(err, translate.ErrBusy):
+		s = abi.StatusBusy
+	case errors.Is(err, translate.ErrNoRegion):
+		s = abi.StatusNotFound
+	case errors.Is(err, translate.ErrNotMapped):
+		s = abi.StatusFault
+	}
+	return &statusError{status: s, msg: err.Error()}
+}
+
+func setMTT(c *cmd) error {
+	var r abi.SetMTT
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeSetMTT, r.Count)
+	if err != nil {
+		return err
+	}
+	pas := decodePAs(list)
+	for i, pa := range pas {
+		// Every access is checked again; this tells the driver of its mistake at once.
+		if pa&abi.MTTAbsent == 0 && !c.d.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
+			return refuse(abi.StatusFault, "page %d at %v is not in guest memory", r.First+uint64(i), pa)
+		}
+	}
+	if err := c.d.vm.SetPages(r.Handle, r.First, pas); err != nil {
+		return memoryError(err)
+	}
+	if reg, err := c.d.vm.Region(r.Handle); err == nil && !reg.Demand() {
+		c.warm(pas, reg.PageSize())
+	}
+	return nil
+}
+
+// maxWarm bounds the bytes that one command brings in. The guest chooses the pages'
+// size, and the same page as often as it likes: a list could name terabytes.
+const maxWarm = 4 << 30
+
+// warm has the host bring in pages that the guest has pinned, for they will be used
+// soon, and a burst of datagrams into absent ones would lose some (PF-11). What is
+// beyond maxWarm comes by fault; with a budget all does.
+func (c *cmd) warm(pas []translate.PA, size uint64) {
+	if c.t.conn.Memory().Budget != 0 {
+		return
+	}
+	for left := uint64(maxWarm); len(pas) > 0 && left > 0; {
+		k := 1
+		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)*size) {
+			k++
+		}
+		if pas[0]&abi.MTTAbsent == 0 {
+			n := min(uint64(k)*size, left)
+			left -= n
+			release, err := c.t.conn.Hold(c.ctx, pas[0], n)
+			if err != nil {
+				return // it will come by fault, or fail there
+			}
+			release()
+		}
+		pas = pas[k:]
+	}
+}
+
+// clearMTT makes entries absent at once and is answered when nothing uses the pages
+// any more (ODP-5, EP-3): the guest frees them then.
+func clearMTT(c *cmd) error {
+	var r abi.ClearMTT
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	var err error
+	if c.drain, err = c.d.vm.StartClear(r.Handle, r.First, r.Count); err != nil {
+		return memoryError(err)
+	}
+	c.d.invalidations.Add(1)
+	return nil
+}
+
+// destroyMR revokes the key at once and is answered when nothing uses the memory any
+// more (EP-3).
+func destroyMR(c *cmd) error {
+	h, err := c.handle()
+	if err != nil {
+		return err
+	}
+	return c.destroyKey(c.t.mrs, "memory region", h)
+}
+
+// destroyKey destroys what keys, one of tables' maps, has under h.
+func (c *cmd) destroyKey(keys map[uint32]uint32, what string, h uint32) (err error) {
+	pdn, ok := keys[h]
+	if !ok {
+		return notFound(what, h)
+	}
+	if c.drain, err = c.d.vm.StartDestroy(h); err != nil {
+		return memoryError(err)
+	}
+	delete(keys, h)
+	c.t.pds[pdn].refs--
+	return nil
+}

@@ -1,0 +1,304 @@
+package hca
+
+import (
+	"errors"
+
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Commands about queue pairs.
+
+// qpParts are the objects that a new QP refers to.
+type qpParts struct {
+	pd       *pd
+	scq, rcq *cq
+	srq      *srq
+}
+
+func (c *cmd) qpParts(r *abi.CreateQP) (p qpParts, err error) {
+	if p.pd, err = c.t.pd(r.PDN); err != nil {
+		return p, err
+	}
+	if p.scq, err = c.t.cq(r.SendCQN); err != nil {
+		return p, err
+	}
+	if p.rcq, err = c.t.cq(r.RecvCQN); err != nil {
+		return p, err
+	}
+	if r.Flags&abi.QPHasSRQ == 0 {
+		if r.SRQN != 0 {
+			return p, refuse(abi.StatusInvalid, "srqn %d without VNICD_QP_HAS_SRQ", r.SRQN)
+		}
+		return p, nil
+	}
+	if p.srq, err = c.t.srq(r.SRQN); err != nil {
+		return p, err
+	}
+	if r.RQ.NPages != 0 {
+		return p, refuse(abi.StatusInvalid, "a receive ring beside an SRQ")
+	}
+	return p, nil
+}
+
+func (c *cmd) checkQP(r *abi.CreateQP) error {
+	l := &c.d.lim
+	switch {
+	case r.Type < abi.QPTypeGSI || r.Type > abi.QPTypeUD:
+		return refuse(abi.StatusUnsupported, "QP type %d, known are %d..%d", r.Type, abi.QPTypeGSI, abi.QPTypeUD)
+	case r.Flags&^uint32(abi.QPSigAll|abi.QPPrivileged|abi.QPHasSRQ) != 0:
+		return refuse(abi.StatusInvalid, "unknown QP flags %#x", r.Flags)
+	case r.MaxSendSGE > uint32(l.SGEs):
+		return &limitError{what: "segments of a send request", n: uint64(r.MaxSendSGE), max: uint64(l.SGEs)}
+	case r.MaxRecvSGE > uint32(l.SGEs):
+		return &limitError{what: "segments of a receive request", n: uint64(r.MaxRecvSGE), max: uint64(l.SGEs)}
+	case r.MaxInline > uint32(l.Inline):
+		return &limitError{what: "bytes of inline data", n: uint64(r.MaxInline), max: uint64(l.Inline)}
+	case r.Type == abi.QPTypeGSI && c.t.qpList[gsiQPN] != nil:
+		return refuse(abi.StatusBusy, "the GSI QP exists already")
+	case r.Type == abi.QPTypeGSI && r.Flags&abi.QPHasSRQ != 0:
+		return refuse(abi.StatusInvalid, "the GSI QP takes no SRQ")
+	}
+	return nil
+}
+
+func createQP(c *cmd) error {
+	var r abi.CreateQP
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	list, err := c.pages(abi.SizeCreateQP, r.SQ.NPages, r.RQ.NPages)
+	if err != nil {
+		return err
+	}
+	if err := c.checkQP(&r); err != nil {
+		return err
+	}
+	parts, err := c.qpParts(&r)
+	if err != nil {
+		return err
+	}
+	q := &qp{
+		dev: c.d, typ: roce.Type(r.Type), pd: translate.PD(r.PDN), privileged: r.Flags&abi.QPPrivileged != 0,
+		sigAll: r.Flags&abi.QPSigAll != 0, maxSendSGE: int(r.MaxSendSGE), maxRecvSGE: int(r.MaxRecvSGE),
+		maxInline: int(r.MaxInline), scq: parts.scq, rcq: parts.rcq, srq: parts.srq,
+	}
+	if q.typ == roce.RC {
+		// An ATOMIC WRITE has its operand there, no matter what was asked for; the smallest slot holds it.
+		q.maxInline = max(q.maxInline, abi.AtomicLen)
+	}
+	c.t.lastOwn = (c.t.lastOwn + 1) % ownDomains
+	q.own = translate.PD(ownDomains + c.t.lastOwn)
+	sendSize := sendWQESize(q.maxSendSGE, q.maxInline)
+	if q.sq.ring, err = c.ring(&r.SQ, list[:8*r.SQ.NPages], sendSize, c.d.lim.QPWRs); err != nil {
+		return err
+	}
+	if r.RQ.NPages > 0 {
+		if q.rq.ring, err = c.ring(&r.RQ, list[8*r.SQ.NPages:], recvWQESize(q.maxRecvSGE), c.d.lim.QPWRs); err != nil {
+			return err
+		}
+		q.hasRQ = true
+	}
+	recvSGE := q.maxRecvSGE
+	if q.srq != nil {
+		recvSGE = q.srq.maxSGE
+	}
+	q.scratch = make([]byte, max(sendSize, recvWQESize(recvSGE)))
+	q.lane = c.place(parts)
+
+	if err := c.t.roomForQP(c.d); err != nil {
+		return err
+	}
+	if q.typ == roce.GSI {
+		q.index, q.n = gsiQPN, gsiQPN
+	} else if q.index, q.n, err = c.t.takeQPIndex(c.d); err != nil {
+		return err
+	}
+	q.asyn.init(q.n, nodeQP)
+	for i := range q.sides {
+		q.sides[i].init(q, roce.Side(i))
+	}
+	q.bell.init(q.n, nodeServed)
+	q.bell.wake = func(uint32) { q.lane.push(q) }
+	c.share(&parts, q.lane)
+	err = c.on(q.lane, func() error { return q.start(c.d, recvSGE) })
+	if err != nil {
+		c.t.giveQPIndex(q.index)
+		c.unshare(&parts)
+		return err
+	}
+	parts.pd.refs++
+	c.t.qps++
+	c.t.qpList[q.n] = q
+	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.lane.id), DBSlot: uint32(q.index)}
+	resp.Encode(c.reply(abi.SizeCreateQPResp))
+	return nil
+}
+
+// start makes the transport's half and publishes the QP; on its lane.
+func (q *qp) start(d *Device, recvSGE int) error {
+	if !q.lane.armed {
+		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.lane.id)
+	}
+	if m := q.sq.start(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	if q.hasRQ {
+		if m := q.rq.start(); !m.OK() {
+			return &faultError{what: "receive queue", miss: m}
+		}
+	}
+	q.timer = q.lane.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.lane.fault())
+	q.t = roce.NewQP(roce.Config{
+		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
+		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.lane.stats, NoECN: d.cfg.NoECN, GoBackN: d.cfg.GoBackN,
+	}, q)
+	d.qps[q.index].Store(q)
+	q.lane.qps++
+	q.rungOn = q.lane
+	q.rungOn.db.join(q.index)
+	return nil
+}
+
+const knownAttrs = abi.QPAttrState | abi.QPAttrCurState | abi.QPAttrEnSQDAsyncNotify | abi.QPAttrAccessFlags |
+	abi.QPAttrPKeyIndex | abi.QPAttrPort | abi.QPAttrQKey | abi.QPAttrAV | abi.QPAttrPathMTU | abi.QPAttrTimeout |
+	abi.QPAttrRetryCnt | abi.QPAttrRNRRetry | abi.QPAttrRQPSN | abi.QPAttrMaxQPRdAtomic | abi.QPAttrMinRNRTimer |
+	abi.QPAttrSQPSN | abi.QPAttrMaxDestRdAtomic | abi.QPAttrPathMigState | abi.QPAttrDestQPN
+
+func modifyQP(c *cmd) error {
+	var r abi.QPAttr
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	q, err := c.t.qp(r.QPN)
+	switch {
+	case err != nil:
+		return err
+	case r.AttrMask&^uint32(knownAttrs) != 0:
+		return refuse(abi.StatusUnsupported, "attributes %#x of mask %#x (alternate path, capabilities, rate) cannot be modified",
+			r.AttrMask&^uint32(knownAttrs), r.AttrMask)
+	case r.AttrMask&abi.QPAttrPort != 0 && r.PortNum != 1:
+		return refuse(abi.StatusInvalid, "port %d, there is only port 1", r.PortNum)
+	case r.AttrMask&abi.QPAttrPKeyIndex != 0 && r.PKeyIndex != 0:
+		return refuse(abi.StatusInvalid, "pkey_index %d, the table has one entry", r.PKeyIndex)
+	}
+	a := roce.Attr{
+		State: roce.State(r.QPState), CurState: roce.State(r.CurQPState), PathMTU: r.PathMTU, Timeout: r.Timeout,
+		RetryCnt: r.RetryCnt, RNRRetry: r.RNRRetry, MinRNRTimer: r.MinRNRTimer, MaxRdAtomic: r.MaxRdAtomic,
+		MaxDestRdAtomic: r.MaxDestRdAtomic, SQDNotify: r.EnSQDAsyncNotify != 0, PKeyIndex: r.PKeyIndex, Port: r.PortNum,
+		Access: translate.Access(r.AccessFlags), QKey: r.QKey, DestQPN: r.DestQPN, RQPSN: r.RQPSN, SQPSN: r.SQPSN,
+	}
+	if r.AttrMask&abi.QPAttrAV != 0 {
+		if err := c.d.resolve(&r.AV, &a.AV); err != nil {
+			return err
+		}
+	}
+	err = q.lane.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
+	switch {
+	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
+		if err := c.on(q.lane, q.discard); err != nil {
+			c.d.warn("work queue could not be emptied", "qp", q.n, "reason", err)
+		}
+	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
+		c.meet(q)
+	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
+		return &statusError{status: abi.StatusIO, msg: err.Error()}
+	}
+	return err
+}
+
+// modify is on the QP's lane.
+func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
+	err := q.t.Modify(q.lane.loop.Now(), a, mask)
+	if err == nil {
+		q.attributes(mask)
+	}
+	return err
+}
+
+// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
+// forgets what the transport waited for.
+func (q *qp) discard() error {
+	q.doomed, q.draining = false, false
+	q.dropKept(len(q.kept))
+	for i := range q.sides {
+		q.sides[i].unpark()
+	}
+	if m := q.sq.discard(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	q.settleAll()
+	if q.hasRQ {
+		if m := q.rq.discard(); !m.OK() {
+			return &faultError{what: "receive queue", miss: m}
+		}
+	}
+	return nil
+}
+
+func queryQP(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	q, err := c.t.qp(n)
+	if err != nil {
+		return err
+	}
+	var a roce.Attr
+	q.lane.loop.Do(func() { q.t.Query(&a) })
+	r := abi.QPAttr{
+		QPN: n, QPState: uint8(a.State), CurQPState: uint8(a.CurState), PathMTU: a.PathMTU, Timeout: a.Timeout,
+		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
+		MaxDestRdAtomic: a.MaxDestRdAtomic, PKeyIndex: a.PKeyIndex, PortNum: 1, AccessFlags: uint32(a.Access), QKey: a.QKey,
+		DestQPN: a.DestQPN, RQPSN: a.RQPSN, SQPSN: a.SQPSN, AttrMask: knownAttrs,
+		AV: abi.AV{
+			DGID: a.AV.DGID, DMAC: a.AV.DMAC, SGIDIndex: a.AV.SGIDIndex, VLANID: a.AV.VLAN, TrafficClass: a.AV.TrafficClass,
+			HopLimit: a.AV.HopLimit, FlowLabel: a.AV.FlowLabel, SL: a.AV.SL,
+		},
+	}
+	if a.SQDNotify {
+		r.EnSQDAsyncNotify = 1
+	}
+	if a.SQDraining {
+		r.SQDraining = 1
+	}
+	r.Encode(c.reply(abi.SizeQPAttr))
+	return nil
+}
+
+func destroyQP(c *cmd) error {
+	n, err := c.handle()
+	if err != nil {
+		return err
+	}
+	q, err := c.t.qp(n)
+	if err != nil {
+		return err
+	}
+	if q.mcast > 0 {
+		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, q.mcast)
+	}
+	q.lane.loop.Do(func() {
+		c.d.qps[q.index].Store(nil)
+		q.close()
+		if q.rungOn == q.lane {
+			q.rungOn.db.leave(q.index)
+		}
+	})
+	if q.rungOn != q.lane {
+		q.rungOn.loop.Do(func() { q.rungOn.db.leave(q.index) })
+	}
+	c.d.async.drop(&q.asyn, &q.sides[roce.Requester].guest.node, &q.sides[roce.Responder].guest.node)
+	if q.faulting() {
+		c.t.lingering = append(c.t.lingering, q)
+	}
+	delete(c.t.qpList, n)
+	c.t.qps--
+	c.t.giveQPIndex(q.index)
+	c.t.pds[uint32(q.pd)].refs--
+	c.unshare(&qpParts{scq: q.scq, rcq: q.rcq, srq: q.srq})
+	return nil
+}

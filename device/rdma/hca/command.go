@@ -1,0 +1,106 @@
+package hca
+
+import (
+	"context"
+	"errors"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// commandTable lists every command: the size of the request's fixed part, whether
+// more may follow it (lists of PAs), and the size of the reply's payload. What is
+// not here is refused with EOPNOTSUPP.
+var commandTable = [...]struct {
+	fixed int
+	more  bool
+	reply int
+	run   func(*cmd) error
+}{
+	abi.CmdQueryDevice:  {0, false, abi.SizeDeviceAttr, queryDevice},
+	abi.CmdQueryPort:    {0, false, abi.SizePortAttr, queryPort},
+	abi.CmdSetGID:       {abi.SizeSetGID, false, 0, setGID},
+	abi.CmdClearGID:     {abi.SizeClearGID, false, 0, clearGID},
+	abi.CmdSetDoorbells: {abi.SizeSetDoorbells, false, 0, setDoorbells},
+	abi.CmdSetAHTable:   {abi.SizeSetAHTable, true, 0, setAHTable},
+	abi.CmdCreatePD:     {0, false, abi.SizeHandle, createPD},
+	abi.CmdDestroyPD:    {abi.SizeHandle, false, 0, destroyPD},
+	abi.CmdCreateCQ:     {abi.SizeCreateCQ, true, abi.SizeHandle, createCQ},
+	abi.CmdResizeCQ:     {abi.SizeResizeCQ, true, 0, resizeCQ},
+	abi.CmdDestroyCQ:    {abi.SizeHandle, false, 0, destroyCQ},
+	abi.CmdCreateSRQ:    {abi.SizeCreateSRQ, true, abi.SizeHandle, createSRQ},
+	abi.CmdModifySRQ:    {abi.SizeModifySRQ, true, 0, modifySRQ},
+	abi.CmdQuerySRQ:     {abi.SizeHandle, false, abi.SizeSRQAttr, querySRQ},
+	abi.CmdDestroySRQ:   {abi.SizeHandle, false, 0, destroySRQ},
+	abi.CmdCreateQP:     {abi.SizeCreateQP, true, abi.SizeCreateQPResp, createQP},
+	abi.CmdModifyQP:     {abi.SizeQPAttr, false, 0, modifyQP},
+	abi.CmdQueryQP:      {abi.SizeHandle, false, abi.SizeQPAttr, queryQP},
+	abi.CmdDestroyQP:    {abi.SizeHandle, false, 0, destroyQP},
+	abi.CmdCreateMR:     {abi.SizeCreateMR, false, abi.SizeCreateMRResp, createMR},
+	abi.CmdSetMTT:       {abi.SizeSetMTT, true, 0, setMTT},
+	abi.CmdDestroyMR:    {abi.SizeHandle, false, 0, destroyMR},
+	abi.CmdAttachMcast:  {abi.SizeMcast, false, 0, attachMcast},
+	abi.CmdDetachMcast:  {abi.SizeMcast, false, 0, detachMcast},
+	abi.CmdQueryStats:   {0, false, abi.SizeStats, queryStats},
+	abi.CmdClearMTT:     {abi.SizeClearMTT, false, 0, clearMTT},
+	abi.CmdResumeFault:  {abi.SizeResumeFault, false, 0, resumeFault},
+	abi.CmdCreateMW:     {abi.SizeCreateMW, false, abi.SizeHandle, createMW},
+	abi.CmdDestroyMW:    {abi.SizeHandle, false, 0, destroyMW},
+	abi.CmdResolve:      {abi.SizeResolve, false, abi.SizeResolveResp, resolveGID},
+}
+
+const maxReply = 256 // the largest of the table, with room
+
+// execute runs one request (header and payload) and writes the response to out,
+// which holds abi.SizeResp + maxReply bytes. room is what the driver's buffers
+// take. It returns the response's length, and what the answer has to wait for
+// (EP-3), nil mostly.
+func (d *Device) execute(ctx context.Context, req, out []byte, room uint64) (int, *translate.Drain) {
+	c := cmd{d: d, t: &d.tables, ctx: ctx, out: out[abi.SizeResp:]}
+	err := c.dispatch(req, room)
+	s := statusOf(err)
+	// Who wakes faulting operations up too late or too early loses a race, no more.
+	if err != nil && !(c.op == abi.CmdResumeFault && s == abi.StatusNotFound) {
+		d.warn("command refused", "command", c.op, "status", s, "reason", err)
+	}
+	if err != nil {
+		c.n, c.drain = 0, nil
+	}
+	(&abi.Resp{Status: s, Length: uint32(c.n)}).Encode(out)
+	return abi.SizeResp + c.n, c.drain
+}
+
+// dispatch checks a request against the table and runs it.
+func (c *cmd) dispatch(req []byte, room uint64) error {
+	var h abi.Req
+	err := h.Decode(req)
+	c.op = h.Opcode
+	if err != nil {
+		return err
+	}
+	c.in = req[abi.SizeReq:]
+	if uint64(h.Length) != uint64(len(c.in)) {
+		return refuse(abi.StatusInvalid, "length says %d bytes of payload, there are %d", h.Length, len(c.in))
+	}
+	if int(c.op) >= len(commandTable) || commandTable[c.op].run == nil {
+		return opcodeError(c.op)
+	}
+	e := &commandTable[c.op]
+	switch {
+	case len(c.in) < e.fixed || !e.more && len(c.in) > e.fixed:
+		return refuse(abi.StatusInvalid, "payload of %d bytes, need %d", len(c.in), e.fixed)
+	case room < uint64(abi.SizeResp+e.reply):
+		return refuse(abi.StatusInvalid, "room for a response of %d bytes, need %d", room, abi.SizeResp+e.reply)
+	case c.d.broken.Load():
+		return refuse(abi.StatusIO, "the guest's memory vanished earlier")
+	}
+	c.d.mu.Lock()
+	defer c.d.mu.Unlock()
+	// A command touches guest memory here and through Loop.Do; either way a page
+	// that vanished ends here.
+	err = translate.Guard(func() error { return e.run(c) })
+	if errors.Is(err, translate.ErrMemoryGone) {
+		err = &statusError{status: abi.StatusIO, msg: err.Error()}
+	}
+	return err
+}

@@ -1,0 +1,165 @@
+package hca
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// cq is a completion queue. Its producer is the loop of its QPs; if QPs of more
+// than one loop share it, shared is set (on the owner's loop, before the second
+// loop learns of the CQ) and mu orders them.
+//
+// The order of a completion: element, producer index (release and full barrier),
+// arm word. The driver's is the reverse: arm word, barrier, producer index. So
+// either the driver sees the completion or the device sees the arm word.
+type cq struct {
+	dev   *Device
+	n     uint32
+	owner *lane // nil until the first QP uses it; command goroutine only
+	ceq   *eventQueue
+	arm   translate.PA
+
+	shared bool
+	mu     sync.Mutex
+	r      ring
+	prod   uint32 // next element to write
+	cons   uint32 // the guest's consumer index when last looked at
+	wc     [abi.SizeWC]byte
+
+	failed atomic.Bool // overrun, or its memory is gone: nothing is written any more
+
+	held held      // the ring and the arm word
+	comp eventNode // for the completion event queue
+	asyn eventNode // for the asynchronous event queue
+
+	refs int // QPs; command goroutine only
+}
+
+// newCQ makes a CQ whose ring is empty.
+func newCQ(d *Device, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq {
+	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq}
+	c.comp.init(n, nodeCompletion)
+	c.asyn.init(n, nodeCQ)
+	return c
+}
+
+// start takes over the producer index that the header has.
+func (c *cq) start() translate.Miss {
+	p, m := c.r.index(abi.RingProducerOff)
+	c.prod, c.cons = p, p
+	return m
+}
+
+// post writes wc, and raises a completion event if the guest asked for one.
+// solicited: the completion is one that a "solicited only" arm waits for
+// (IBTA 11.4.2.2: the sender set the bit, or the request failed).
+func (c *cq) post(wc *abi.WC, solicited bool) {
+	if c.shared {
+		c.mu.Lock()
+		defer c.mu.Unlock() // also when a vanished page unwinds this call
+	}
+	if c.failed.Load() {
+		return
+	}
+	full, m := c.full()
+	switch {
+	case !m.OK():
+		c.fail("its ring is gone", m)
+		return
+	case full:
+		c.fail("overrun: the guest did not poll it in time", m)
+		return
+	}
+	wc.Encode(c.wc[:])
+	if m = c.r.mem.Write(c.r.at(c.prod), c.wc[:]); m.OK() {
+		c.prod = (c.prod + 1) & c.r.mask
+		m = c.r.setIndex(abi.RingProducerOff, c.prod)
+	}
+	if !m.OK() {
+		c.fail("its ring is gone", m)
+		return
+	}
+	arm, m := c.dev.space().Uint32(c.arm)
+	if !m.OK() {
+		c.fail("its arm word is gone", m)
+		return
+	}
+	switch arm.Load() {
+	case abi.ArmNone:
+		return
+	case abi.ArmSolicited:
+		if !solicited {
+			return
+		}
+	}
+	if arm.Swap(abi.ArmNone) != abi.ArmNone {
+		c.ceq.post(&c.comp, 1)
+	}
+}
+
+// full looks whether one more element would fill the ring. The consumer index, a
+// cache line that the guest writes at every poll, is reread only when the last
+// known one makes the ring look more than half full.
+//
+// A consumer moves from where it was at most up to the producer. Some releases of
+// the rxe provider step one over it (rdma-core 44, end_poll after a failed
+// next_poll). Seen from the middle of the ring that cannot be taken for a full
+// one; the guest expects the next completion there, so that is where it goes.
+func (c *cq) full() (bool, translate.Miss) {
+	used := (c.prod - c.cons) & c.r.mask
+	if used <= c.r.mask/2 {
+		return false, translate.Miss{}
+	}
+	v, m := c.r.index(abi.RingConsumerOff)
+	if !m.OK() {
+		return false, m
+	}
+	if (v-c.cons)&c.r.mask > used {
+		c.prod = v
+	}
+	c.cons = v
+	return (c.prod+1)&c.r.mask == c.cons, m
+}
+
+// fail stops the CQ for good (IBTA 11.6.3: CQ error). The QPs that
+// use it go to the error state, each on its own loop.
+func (c *cq) fail(why string, m translate.Miss) {
+	if c.failed.Swap(true) {
+		return
+	}
+	if m.OK() {
+		c.dev.warn("completion queue failed", "cq", c.n, "elements", c.r.mask+1, "reason", why)
+	} else {
+		c.dev.warn("completion queue failed", "cq", c.n, "reason", why, "miss", m)
+	}
+	c.dev.async.post(&c.asyn, 1<<abi.EventCQErr)
+	c.dev.cqFailures.Add(1)
+	c.dev.wakeAll()
+}
+
+// resize moves the completions that the guest has not polled to a new ring. It
+// runs where no producer does: on the owner's loop, or before there is one, and
+// under mu if shared.
+func (c *cq) resize(r ring) error {
+	if c.shared {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+	}
+	cons, m := c.r.index(abi.RingConsumerOff)
+	if !m.OK() {
+		return &faultError{what: "the old ring", miss: m}
+	}
+	n := (c.prod - cons) & c.r.mask
+	if n > r.mask {
+		return refuse(abi.StatusInvalid, "%d completions are not polled yet, the new ring holds %d", n, r.mask)
+	}
+	tmp := make([]byte, abi.SizeWC)
+	if _, m := c.r.move(&r, cons, c.prod, tmp); !m.OK() {
+		return &faultError{what: "moving completions to the new ring", miss: m}
+	}
+	c.r, c.prod, c.cons = r, n, 0
+	return nil
+}

@@ -1,0 +1,60 @@
+package hca
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// limitError says that a VM asked for more than its limits allow.
+type limitError struct {
+	what   string
+	n, max uint64
+}
+
+func (e *limitError) Error() string {
+	return fmt.Sprintf("%s: %d, the limit is %d", e.what, e.n, e.max)
+}
+
+// Unwrap gives the status that the guest sees.
+func (e *limitError) Unwrap() error { return abi.StatusNoMemory }
+
+// faultError says that an address is not in the guest's memory.
+type faultError struct {
+	what string
+	miss translate.Miss
+}
+
+func (e *faultError) Error() string { return fmt.Sprintf("%s: %v", e.what, e.miss) }
+
+// Unwrap gives the status that the guest sees.
+func (e *faultError) Unwrap() error { return abi.StatusFault }
+
+// statusError is a refusal with a chosen status.
+type statusError struct {
+	status abi.Status
+	msg    string
+}
+
+func (e *statusError) Error() string { return e.msg }
+func (e *statusError) Unwrap() error { return e.status }
+
+func refuse(s abi.Status, format string, args ...any) error {
+	return &statusError{status: s, msg: fmt.Sprintf(format, args...)}
+}
+
+// statusOf finds what to tell the guest about err: the abi.Status that it wraps,
+// EINVAL if it wraps none.
+func statusOf(err error) abi.Status {
+	var s abi.Status
+	switch {
+	case err == nil:
+		return abi.StatusOK
+	case errors.As(err, &s):
+		return s
+	default:
+		return abi.StatusInvalid
+	}
+}

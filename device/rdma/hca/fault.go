@@ -1,0 +1,311 @@
+package hca
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Page faults (PF-7). What meets an absent page is parked: it holds no epoch and
+// is looked up afresh when its driver has served the fault. Two queues carry
+// faults away, and each has its own driver, counters and times:
+//
+//	host   translate's FaultQueue -> host driver -> Fault.Done, on its goroutine
+//	guest  asynchronous event queue -> VNICD_EVENT_PAGE_FAULT -> the guest's
+//	       driver -> RESUME_FAULT, on the command goroutine
+//
+// Either answer becomes a bit in a served node, which goes to the lane of whoever
+// waits, and to nobody else's (PF-16). A waiter has at most one fault in each
+// queue, and all memory of it lies in the waiter: nothing is allocated, nothing can
+// overflow, nothing is lost while the guest's driver has no buffers posted.
+
+// Bits of a served node.
+const (
+	servedHost      = 1 << iota // the host's driver: try again
+	servedHostFail              // the host's driver: there is no such memory
+	servedGuest                 // the guest's driver: try again
+	servedGuestFail             // the guest's driver: no such address (PF-13)
+)
+
+// maxFaultLen bounds the bytes that one page fault event asks for.
+const maxFaultLen = 1 << 20
+
+// side is a half of a QP, requester or responder, as one that waits for pages.
+// What is not marked otherwise belongs to the QP's loop.
+type side struct {
+	q     *qp
+	which roce.Side
+
+	// want is what the transport waits for now; its Kind is None if it does not wait.
+	want translate.Miss
+
+	host   translate.Fault
+	ring   bool // host is about a work ring
+	guest  guestFault
+	served eventNode // answers on their way to the loop
+}
+
+// guestFault is a fault on its way to the guest's driver and back.
+//
+//	idle --ask--> raised --event posted--> posted --RESUME_FAULT--> answered --loop--> idle
+//
+// state holds the state and, above it, the token that names this very fault: so a
+// command can check and change both at once.
+type guestFault struct {
+	state atomic.Uint64
+	node  eventNode // in the asynchronous event queue
+
+	// Set before raised, left alone until idle.
+	miss   translate.Miss
+	key    translate.Key // what the driver is told: never a window's
+	va     translate.VA
+	length uint64
+	access translate.Access
+	since  int64 // ns
+}
+
+const (
+	faultIdle = iota
+	faultRaised
+	faultPosted
+	faultAnswered
+	faultStateMask = 3
+	tokenShift     = 32
+)
+
+// A token is the QP's index (16 bits) and side (1 bit), and a count of the faults
+// of that place (15 bits), which goes on from one QP to the next of the same index.
+const (
+	tokenSideShift  = 16
+	tokenCountShift = 17
+)
+
+func (s *side) init(q *qp, which roce.Side) {
+	s.q, s.which = q, which
+	s.guest.node.init(q.n, nodeFault)
+	s.guest.node.fault = &s.guest
+	s.served.init(q.n, nodeServed)
+	s.served.wake = s.wake
+	s.host.Done = s.hostDone
+}
+
+// hostDone hears from the host's driver; any goroutine.
+func (s *side) hostDone(_ *translate.Fault, err error) {
+	if err == nil {
+		s.q.lane.answer(&s.served, servedHost)
+		return
+	}
+	s.q.dev.warn("guest memory cannot be had", "qp", s.q.n, "reason", err)
+	s.q.lane.answer(&s.served, servedHostFail)
+}
+
+// park notes that the transport waits for m and has its driver told.
+func (s *side) park(m translate.Miss, need translate.Access) {
+	if s.want.OK() {
+		s.q.lane.parked++
+	}
+	s.want = m
+	if s.which == roce.Responder {
+		s.q.lastFault = m.Kind
+	}
+	if m.Kind == translate.HostFault {
+		s.ask(m, need.Writes(), false)
+	} else {
+		s.askGuest(m, need)
+	}
+}
+
+// unpark is the opposite: the transport does not wait any more.
+func (s *side) unpark() {
+	if !s.want.OK() {
+		s.want = translate.Miss{}
+		s.q.lane.parked--
+	}
+}
+
+// ask raises a host fault, unless one is on its way already.
+func (s *side) ask(m translate.Miss, write, ring bool) {
+	if s.host.Waiting() {
+		return
+	}
+	s.host.Miss, s.host.Write, s.ring = m, write, ring
+	s.q.lane.hostFaults++
+	s.q.lane.space.Faults().Raise(&s.host)
+}
+
+// askGuest raises a guest fault, unless one is on its way already.
+func (s *side) askGuest(m translate.Miss, need translate.Access) {
+	g, q := &s.guest, s.q
+	if g.state.Load()&faultStateMask != faultIdle {
+		return
+	}
+	n := min(max(m.Len, 1), maxFaultLen)
+	if r, err := q.dev.vm.Region(uint32(m.Key)); err == nil {
+		if left := r.Length() - uint64(m.VA-r.IOVA()); n > left {
+			n = max(left, 1)
+		}
+	}
+	g.miss, g.length, g.access, g.since = m, n, need, q.lane.loop.Now()
+	g.key, g.va = q.dev.vm.Beneath(m.Key, m.VA)
+	count := &q.dev.faultCounts[q.index<<1|int(s.which)]
+	*count++
+	token := uint32(q.index) | uint32(s.which)<<tokenSideShift | *count<<tokenCountShift
+	g.state.Store(uint64(token)<<tokenShift | faultRaised)
+	q.lane.guestFaults++
+	q.dev.async.post(&g.node, 1<<abi.EventPageFault)
+}
+
+// wake goes on after answers; the lane calls it, inside an epoch.
+func (s *side) wake(bits uint32) {
+	q := s.q
+	if q.dead {
+		return
+	}
+	ok := true
+	if bits&(servedGuest|servedGuestFail) != 0 {
+		// An answer counts for what was asked; the transport may have got on
+		// meanwhile, and what it waits for now is found out by trying.
+		ok = bits&servedGuest != 0 || !sameMiss(&s.guest.miss, &s.want)
+		s.guest.state.Store(faultIdle)
+	}
+	if bits&servedHostFail != 0 && !s.host.Waiting() {
+		if sameMiss(&s.host.Miss, &s.want) {
+			ok = false
+		}
+		switch {
+		case !s.ring:
+		case s.which == roce.Responder && q.srq != nil:
+			q.srq.fail(s.host.Miss)
+		case s.which == roce.Requester && q.sq.stale:
+			q.fail("the memory of its send queue is gone")
+			q.settleAll()
+		}
+	}
+	if s.which == roce.Requester && !q.settle() {
+		return // raised anew
+	}
+	s.resume(ok)
+}
+
+// sameMiss tells whether two misses are about the same byte of the same level.
+func sameMiss(a, b *translate.Miss) bool {
+	return a.Kind == b.Kind && a.Key == b.Key && a.Where == b.Where
+}
+
+func (s *side) resume(ok bool) {
+	s.unpark()
+	q := s.q
+	q.lane.cur = q
+	q.t.Resume(q.lane.loop.Now(), s.which, ok)
+	q.lane.cur = nil
+	if s.which == roce.Responder {
+		if !ok && len(q.kept) > 0 { // what needed the memory would only ask for it again
+			q.dropKept(1)
+			q.lane.keptDrops++
+		}
+		q.redeliver()
+	}
+}
+
+// Fault implements roce.Adapter.
+func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
+	q.sides[which].park(m, need)
+}
+
+// FaultDelay implements roce.Adapter: what faults of the kind that the responder
+// waits for, or met last, have taken.
+func (q *qp) FaultDelay() int64 {
+	if q.lastFault == translate.GuestFault {
+		return q.dev.faults.estimate.Load()
+	}
+	return int64(q.lane.space.Faults().Estimate())
+}
+
+// ringFault raises a fault on a work ring, for which side waits.
+func (q *qp) ringFault(which roce.Side, m translate.Miss) roce.Fetch {
+	s := &q.sides[which]
+	if s.want.OK() {
+		q.lane.parked++
+	}
+	s.want = m
+	s.ask(m, true, true)
+	return roce.FetchFault
+}
+
+// faulting tells whether a fault of q is with the host's driver; any thread.
+func (q *qp) faulting() bool { return q.sides[0].host.Waiting() || q.sides[1].host.Waiting() }
+
+// guestFaults is what the device knows of the faults that its guest's driver served.
+type guestFaults struct {
+	estimate atomic.Int64 // smoothed time of service, ns
+	resumed  atomic.Uint64
+	failed   atomic.Uint64
+	times    translate.Histogram // guarded by Device.mu
+	heat     translate.HeatMap   // where they were answered; guarded by Device.mu
+}
+
+// served counts a fault that took so long; under Device.mu.
+func (f *guestFaults) served(took time.Duration, ok bool) {
+	f.times.Add(took)
+	// Smoothed as round-trip times are.
+	if old := f.estimate.Load(); f.times.Count > 1 {
+		took = time.Duration(old + (int64(took)-old)/8)
+	}
+	f.estimate.Store(int64(took))
+	if ok {
+		f.resumed.Add(1)
+	} else {
+		f.failed.Add(1)
+	}
+}
+
+// resumeFault is the guest driver's answer to a page fault event.
+func resumeFault(c *cmd) error {
+	var r abi.ResumeFault
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	q := c.d.qpAt(int(r.Token & qpIndexMask))
+	if q == nil {
+		return notFound("fault", r.Token)
+	}
+	s := &q.sides[r.Token>>tokenSideShift&1]
+	from := uint64(r.Token) << tokenShift
+	if !s.guest.state.CompareAndSwap(from|faultPosted, from|faultAnswered) {
+		return notFound("fault", r.Token)
+	}
+	bit := uint32(servedGuest)
+	if r.Status != abi.StatusOK {
+		bit = servedGuestFail
+	}
+	if pa, ok := c.d.vm.Lookup(s.guest.key, s.guest.va); ok {
+		c.d.faults.heat.Add(pa)
+	}
+	c.d.faults.served(time.Duration(q.lane.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
+	q.lane.answer(&s.served, bit)
+	return nil
+}
+
+// event is what the guest's driver is told. It is called on the lane of the event
+// queue, while the fault is raised.
+func (g *guestFault) event(qpn uint32) abi.Event {
+	return abi.Event{
+		Type: abi.EventPageFault, Handle: qpn, VA: uint64(g.va), Length: g.length, Key: uint32(g.key),
+		Access: uint32(g.access), Token: uint32(g.state.Load() >> tokenShift),
+	}
+}
+
+// posting makes the fault answerable, just before the driver can see it; unposted
+// takes that back, if the event could not be written after all. It fails if there
+// is an answer already, from a driver that guessed the token.
+func (g *guestFault) posting() {
+	g.state.Store(g.state.Load()&^faultStateMask | faultPosted)
+}
+
+func (g *guestFault) unposted() bool {
+	w := g.state.Load()
+	return w&faultStateMask == faultPosted && g.state.CompareAndSwap(w, w&^faultStateMask|faultRaised)
+}

@@ -1,0 +1,124 @@
+package hca
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+)
+
+// A guest's memory file shrinks under traffic: that device stops and says so, its
+// loop and the other VMs go on, and after a reset, with the memory back, it works.
+func TestMemoryVanishes(t *testing.T) {
+	w := newWorld(t, 1, 3, Limits{})
+	a, b := w.pair() // guests 0 and 2
+	g1 := w.guests[1]
+	c := g1.qp(qpSpec{pd: g1.pd()})
+	d := w.guests[2].qp(qpSpec{pd: 1})
+	c.connectRC(d)
+	d.connectRC(c)
+
+	s := a.wqe()
+	s.SetRequest(1, abi.WRRDMAWrite, abi.SendSignaled)
+	a.sq.push()
+	a.bell()
+	if err := unix.Ftruncate(a.g.memfd, 0); err != nil {
+		t.Fatal(err)
+	}
+	w.step(10)
+	if !a.g.broken.Load() || a.g.Up() || !a.g.Describe().Failed {
+		t.Fatal("the device did not stop")
+	}
+	w.step(10)
+	b.g.must(abi.CmdQueryPort, nil)
+	a.g.refused(abi.StatusIO, abi.CmdQueryPort, nil)
+	s = c.wqe()
+	s.SetRequest(2, abi.WRRDMAWrite, abi.SendSignaled)
+	c.post()
+	if wc := c.scq.await(1)[0]; wc.Status != 0 {
+		t.Fatalf("another VM: %+v", wc)
+	}
+
+	if err := unix.Ftruncate(a.g.memfd, memSize); err != nil {
+		t.Fatal(err)
+	}
+	gen := a.g.generation.Load()
+	a.g.Reset()
+	if a.g.generation.Load() == gen {
+		t.Error("the generation did not change")
+	}
+	a.g.next = memBase
+	a.g.up.Store(true)
+	a.g.setUpDriver()
+	a = a.g.qp(qpSpec{pd: a.g.pd()})
+	b = b.g.qp(qpSpec{pd: 1})
+	a.connectRC(b)
+	b.connectRC(a)
+	s = a.wqe()
+	s.SetRequest(3, abi.WRRDMAWrite, abi.SendSignaled)
+	a.post()
+	if wc := a.scq.await(1)[0]; wc.ID != 3 || wc.Status != 0 {
+		t.Fatalf("after the reset: %+v", wc)
+	}
+}
+
+// The hole may be found by a command, too.
+func TestMemoryVanishesCommand(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	r := g.ring(64, 6)
+	arm := uint64(g.alloc(4))
+	if err := unix.Ftruncate(g.memfd, 0); err != nil {
+		t.Fatal(err)
+	}
+	g.refused(abi.StatusIO, abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: r.desc, ArmPA: arm}, r.pas...))
+	if n := len(g.tables.cqs); n != 0 {
+		t.Errorf("%d CQs", n)
+	}
+	// Nobody is left in an epoch, or disconnect would hang.
+}
+
+// A frame on its way into another VM meets a hole there: the sender loses the
+// frame, as on any network, and repairs that by its timer.
+func TestForeignFault(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	a, b := w.pair()
+	hole, err := unix.MemfdCreate("hole", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(hole)
+	gone, err := unix.Mmap(hole, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(gone) }()
+	told := 0
+	owner := loop.NewOwner(func(loop.Fault) { told++ })
+	carry := w.carry
+	for _, g := range w.guests { // requests and answers
+		n := 0
+		g.SetUplink(func(l *loop.Loop, f *frame.Buf) {
+			if n++; n%2 == 1 {
+				prev := l.Blame(owner)
+				gone[0] = 1
+				l.Blame(prev)
+			}
+			carry(l, f)
+		})
+	}
+	for i := range uint64(5) {
+		s := a.wqe()
+		s.SetRequest(i, abi.WRRDMAWrite, abi.SendSignaled)
+		a.post()
+		if wc := a.scq.await(1)[0]; wc.ID != i || wc.Status != 0 {
+			t.Fatalf("completion %+v", wc)
+		}
+	}
+	if a.g.broken.Load() || b.g.broken.Load() || told == 0 {
+		t.Fatalf("stopped: %v, %v; the owner was told %d times", a.g.broken.Load(), b.g.broken.Load(), told)
+	}
+}

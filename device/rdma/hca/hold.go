@@ -1,0 +1,53 @@
+package hca
+
+import (
+	"errors"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Memory that must not be absent: completion rings and their arm words, doorbells,
+// the table of address handles. Who writes a completion cannot wait for it, and
+// these are small. Work rings are many, and may be absent (PF-12).
+
+// held is the memory that one object holds.
+type held []func()
+
+func (h *held) release() {
+	for _, f := range *h {
+		f()
+	}
+	*h = nil
+}
+
+// hold adds n bytes from pa on to h. It may wait for the host's driver.
+func (c *cmd) hold(h *held, pa translate.PA, n uint64) error {
+	f, err := c.t.conn.Hold(c.ctx, pa, n)
+	if err != nil {
+		s := abi.StatusNoMemory // hostdriver.ErrBudget, or the host has none
+		if errors.Is(err, translate.ErrMiss) {
+			s = abi.StatusFault
+		}
+		return &statusError{status: s, msg: err.Error()}
+	}
+	*h = append(*h, f)
+	return nil
+}
+
+// holdPages adds the first length bytes of a list of pages, neighbours as one.
+func (c *cmd) holdPages(h *held, list []byte, shift uint8, length uint64) error {
+	pas := decodePAs(list)
+	for len(pas) > 0 && length > 0 {
+		k := 1
+		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)<<shift) {
+			k++
+		}
+		n := min(uint64(k)<<shift, length)
+		if err := c.hold(h, pas[0], n); err != nil {
+			return err
+		}
+		pas, length = pas[k:], length-n
+	}
+	return nil
+}

@@ -1,0 +1,217 @@
+package hca
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Three VMs: the first two are connected, the third is up to no good.
+type trio struct {
+	w      *world
+	a, b   *tqp
+	evil   *guest
+	secret translate.PA // in b's VM
+	key    uint32       // b's
+}
+
+const secretLen = 64
+
+func newTrio(t *testing.T) *trio {
+	w := newWorld(t, 1, 3, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	x := &trio{w: w, a: ga.qp(qpSpec{pd: ga.pd()}), b: gb.qp(qpSpec{pd: gb.pd()}), evil: w.guests[2]}
+	x.a.connectRC(x.b)
+	x.b.connectRC(x.a)
+	gb.mr(1, gb.alloc(4096), 4096, demandAccess) // so that the key below is one that the evil guest does not have
+	gb.mr(1, gb.alloc(4096), 4096, demandAccess)
+	x.secret = gb.alloc(4096)
+	x.key = gb.mr(1, x.secret, 4096, demandAccess)
+	pattern(gb.at(x.secret, secretLen), 77)
+	return x
+}
+
+// intact tells whether the secret is as it was, and nowhere in the evil guest.
+func (x *trio) intact(t *testing.T, what string) {
+	t.Helper()
+	want := pattern(make([]byte, secretLen), 77)
+	if !bytes.Equal(x.b.g.at(x.secret, secretLen), want) {
+		t.Errorf("%s: another VM's memory was changed", what)
+	}
+	if bytes.Contains(x.evil.mem, want) {
+		t.Errorf("%s: another VM's memory was read", what)
+	}
+}
+
+// run posts a request and returns how it ended.
+func (q *tqp) run(op uint32, sge abi.SGE, rva uint64, rkey uint32) uint32 {
+	q.g.tb.Helper()
+	s := q.wqe()
+	s.SetRequest(1, op, abi.SendSignaled)
+	if op != abi.WRSend {
+		s.SetRDMA(rva, rkey)
+	}
+	s.SetSGEs([]abi.SGE{sge})
+	q.post()
+	return q.scq.await(1)[0].Status
+}
+
+// loop is a connection from the guest to itself; the end that requests.
+func (g *guest) loop(pd uint32) *tqp {
+	g.tb.Helper()
+	a, b := g.qp(qpSpec{pd: pd}), g.qp(qpSpec{pd: pd})
+	a.connectRC(b)
+	b.connectRC(a)
+	return a
+}
+
+// A key of another VM is no key, whichever way it is used (PF-5).
+func TestForeignKeys(t *testing.T) {
+	for _, op := range []uint32{abi.WRRDMAWrite, abi.WRRDMARead} {
+		x := newTrio(t)
+		g := x.evil
+		p := g.qp(qpSpec{pd: g.pd()})
+		p.connectRC(p)
+		mine := g.alloc(4096)
+		own := g.mr(1, mine, 4096, demandAccess)
+		if own == x.key {
+			t.Fatal("the test needs another key")
+		}
+		if s := p.run(op, abi.SGE{Addr: uint64(x.secret), Length: 8, LKey: x.key}, uint64(mine), own); s != abi.WCLocProtErr {
+			t.Errorf("as a local key: status %d", s)
+		}
+		p = g.loop(1)
+		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(x.secret), x.key); s != abi.WCRemAccessErr {
+			t.Errorf("as a remote key: status %d", s)
+		}
+		x.intact(t, "key")
+	}
+}
+
+// The same number may be a key in two VMs; each reaches its own memory with it.
+func TestEqualKeys(t *testing.T) {
+	x := newTrio(t)
+	g := x.evil
+	pd := g.pd()
+	var own uint32
+	for range 3 {
+		own = g.mr(pd, g.alloc(4096), 4096, demandAccess)
+	}
+	if own != x.key {
+		t.Fatalf("keys %#x and %#x: the test needs equal ones", own, x.key)
+	}
+	p := g.qp(qpSpec{pd: pd})
+	p.connectRC(p)
+	if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(g.alloc(4096)), Length: 8, LKey: own}, uint64(x.secret), own); s == abi.WCSuccess {
+		t.Errorf("status %d", s)
+	}
+	x.intact(t, "equal keys")
+}
+
+// Who guesses a QP number, PSN and key of a connection that is not its own is not
+// heard: its address is another.
+func TestForeignQPNumber(t *testing.T) {
+	x := newTrio(t)
+	g := x.evil
+	p := g.qp(qpSpec{pd: g.pd()})
+	p.connectRC(x.b)
+	mine := g.alloc(4096)
+	own := g.mr(1, mine, 4096, demandAccess)
+	for _, op := range []uint32{abi.WRRDMAWrite, abi.WRRDMARead} {
+		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: secretLen, LKey: own}, uint64(x.secret), x.key); s != abi.WCRetryExcErr {
+			t.Errorf("op %d: status %d", op, s)
+		}
+		p = g.qp(qpSpec{pd: 1})
+		p.connectRC(x.b)
+	}
+	x.intact(t, "QP number")
+	// The connection itself is none the worse for it.
+	buf := x.a.g.alloc(4096)
+	k := x.a.g.mr(1, buf, 4096, demandAccess)
+	if s := x.a.run(abi.WRRDMARead, abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}, uint64(x.secret), x.key); s != abi.WCSuccess {
+		t.Errorf("the rightful peer: status %d", s)
+	}
+	// Nor do commands reach what another VM has.
+	for _, op := range []abi.Opcode{abi.CmdQueryQP, abi.CmdDestroyQP} {
+		g.refused(abi.StatusNotFound, op, handle(x.b.n+0x10000*3))
+	}
+	g.refused(abi.StatusNotFound, abi.CmdDestroyMR, handle(x.key))
+	g.refused(abi.StatusNotFound, abi.CmdClearMTT, enc(abi.SizeClearMTT, &abi.ClearMTT{Handle: x.key, Count: 1}))
+	g.refused(abi.StatusNotFound, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: x.key, Count: 1}, uint64(mine)))
+}
+
+// Addresses outside a VM's own memory lead nowhere, by whatever table they are named.
+func TestForeignAddresses(t *testing.T) {
+	x := newTrio(t)
+	g := x.evil
+	pd := g.pd()
+	mine := g.alloc(4096)
+	own := g.mr(pd, mine, 4096, demandAccess)
+	d := g.demand(pd, 1, demandAccess)
+	for _, pa := range []uint64{0, uint64(memBase) - 4096, uint64(memBase) + memSize, 1<<48 - 4096} {
+		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1}, pa))
+		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1}, pa|abi.MTTReadOnly))
+		// RA-1: real addresses, of a QP that may use them.
+		p := g.qp(qpSpec{pd: pd, flags: abi.QPPrivileged})
+		p.connectRC(p)
+		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: pa, Length: 8, LKey: abi.DMALKey}, uint64(mine), own); s != abi.WCLocProtErr {
+			t.Errorf("PA %#x: status %d", pa, s)
+		}
+		var r abi.CreateMRResp
+		req := abi.CreateMR{PDN: pd, Access: demandAccess, Flags: abi.MRPhys, IOVA: pa, Length: 4096}
+		if err := r.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
+			t.Fatal(err)
+		}
+		p = g.loop(pd)
+		if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, pa, r.RKey); s != abi.WCRemAccessErr {
+			t.Errorf("physical region at %#x: status %d", pa, s)
+		}
+	}
+	x.intact(t, "address")
+}
+
+// The uplink attribute accompanies every access of a VM's memory (PF-3): read-only
+// memory is not written, blocked memory not read either, and nobody else notices.
+func TestUplinkAttribute(t *testing.T) {
+	for _, u := range []translate.Uplink{translate.UplinkReadOnly, translate.UplinkBlocked} {
+		x := newTrio(t)
+		table := translate.NewGVMTable(4)
+		if err := table.Bind(x.b.g.space); err != nil {
+			t.Fatal(err)
+		}
+		if err := table.SetUplink(x.b.g.space.GVMI(), u); err != nil {
+			t.Fatal(err)
+		}
+		buf := x.a.g.alloc(4096)
+		k := x.a.g.mr(1, buf, 4096, demandAccess)
+		sge := abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}
+		if u == translate.UplinkReadOnly {
+			if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCSuccess {
+				t.Errorf("reading what is read-only: status %d", s)
+			}
+			clear(x.a.g.at(buf, secretLen))
+			// Its QP may fail before, since its rings cannot be written either.
+			if s := x.a.run(abi.WRRDMAWrite, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr && s != abi.WCRetryExcErr {
+				t.Errorf("writing what is read-only: status %d", s)
+			}
+		} else if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr && s != abi.WCRetryExcErr {
+			t.Errorf("reading what is blocked: status %d", s)
+		}
+		x.intact(t, "uplink")
+		if u == translate.UplinkBlocked && bytes.Equal(x.a.g.at(buf, 8), x.b.g.at(x.secret, 8)) {
+			t.Error("blocked memory was read")
+		}
+		p := x.evil.qp(qpSpec{pd: x.evil.pd()})
+		p.connectRC(p)
+		mine := x.evil.alloc(4096)
+		own := x.evil.mr(1, mine, 4096, demandAccess)
+		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(mine), own); s != abi.WCSuccess {
+			t.Errorf("another VM: status %d", s)
+		}
+		if err := table.SetUplink(x.b.g.space.GVMI(), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,164 @@
+package hca_test
+
+import (
+	"context"
+	"sync"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// One CQ is filled from two loops at once: every completion arrives once, and
+// those of one QP in order.
+func TestCQBetweenLoops(t *testing.T) {
+	s := newSiteOf(t, 2, 2, hca.Limits{}, 0)
+	a, b := s.open(0), s.open(1)
+	const n = 1500
+	cq := func(c *client, size int) *guestdrv.CQ {
+		q, err := c.CreateCQ(size, guestdrv.CQOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return q
+	}
+	qp := func(c *client, scq, rcq *guestdrv.CQ) *end {
+		q, err := c.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: scq, RecvCQ: rcq, MaxSendWR: 64, MaxRecvWR: 64})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return &end{c, rcq, q}
+	}
+	first, second := cq(b, 64), cq(b, 256)
+	qp(b, first, first)        // binds first to one loop
+	y := qp(b, second, second) // and second to the other
+	x := qp(b, first, second)  // lives with first, receives into second
+	px, py := qp(a, cq(a, 128), cq(a, 16)), qp(a, cq(a, 128), cq(a, 16))
+	px.cq, py.cq = nil, nil
+	join(t, px, x)
+	join(t, py, y)
+	engines := map[uint32]int{}
+	for _, q := range s.hosts[1].dev.Describe().QPs {
+		engines[q.QPN] = q.Engine
+	}
+	if engines[x.qp.Number()] == engines[y.qp.Number()] {
+		t.Fatal("both QPs are on one loop: the test does not test sharing")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, e := range []*end{px, py} {
+		wg.Go(func() {
+			for id := uint64(0); id < n && ctx.Err() == nil; {
+				// Unsignalled: a slot is free as soon as the consumer index has passed it.
+				if e.qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: abi.WRSend, SGL: []abi.SGE{a.mr.SGE(0, 64)}}) == nil {
+					id++
+				}
+			}
+		})
+	}
+	posted, got := map[uint32]uint64{}, map[uint32]uint64{}
+	recv := func(e *end) {
+		for posted[e.qp.Number()] < n && posted[e.qp.Number()]-got[e.qp.Number()] < 60 {
+			if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: posted[e.qp.Number()], SGL: []abi.SGE{b.mr.SGE(0, 64)}}); err != nil {
+				return
+			}
+			posted[e.qp.Number()]++
+		}
+	}
+	wcs := make([]abi.WC, 32)
+	for got[x.qp.Number()]+got[y.qp.Number()] < 2*n {
+		recv(x)
+		recv(y)
+		k, err := second.PollWait(ctx, wcs)
+		if err != nil {
+			t.Fatalf("%v after %v", err, got)
+		}
+		for _, wc := range wcs[:k] {
+			if wc.Status != abi.WCSuccess || wc.ID != got[wc.QPN] {
+				t.Fatalf("completion %+v, want id %d", wc, got[wc.QPN])
+			}
+			got[wc.QPN]++
+		}
+	}
+	wg.Wait()
+	for _, c := range []*client{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// QPs of two loops are told their peers, at both ends at once and while others work, and meet: no request fails, and with the local
+// path both ends are on one loop afterwards.
+func TestMeeting(t *testing.T) {
+	s := newSiteOf(t, 2, 3, hca.Limits{}, 0)
+	a, b := s.open(0), s.open(1)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	const pairs = 7
+	for round := range 4 {
+		var xs, ys []*end
+		for range pairs {
+			xs, ys = append(xs, a.end(t)), append(ys, b.end(t))
+		}
+		var wg sync.WaitGroup
+		for i, x := range xs {
+			y := ys[(i+round+1)%pairs]
+			both := [][2]*end{{x, y}, {y, x}}
+			var ready sync.WaitGroup
+			ready.Add(2)
+			for _, p := range both {
+				wg.Go(func() {
+					peer := guestdrv.Peer{QPN: p[1].qp.Number(), Path: guestdrv.Path{GID: p[1].c.h.gid, MAC: p[1].c.h.mac}}
+					err := p[0].qp.Connect(peer, guestdrv.ConnectOptions{Timeout: 15})
+					ready.Done()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					ready.Wait() // or it would be refused by a peer that is not ready
+					wcs := make([]abi.WC, 8)
+					for id := range uint64(50) {
+						op := []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[id%2]
+						if err := p[0].qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: op, Flags: abi.SendSignaled, SGL: []abi.SGE{p[0].c.mr.SGE(0, 9000)},
+							RemoteAddr: p[1].c.mr.Addr(), RKey: p[1].c.mr.RKey()}); err != nil {
+							t.Error(err)
+							return
+						}
+						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != abi.WCSuccess || wcs[0].ID != id {
+							t.Errorf("request %d: %d completions, %+v, %v", id, n, wcs[0], err)
+							return
+						}
+					}
+				})
+			}
+		}
+		wg.Wait()
+		if hca.LocalPath {
+			at := map[uint32]int{}
+			for _, q := range s.hosts[1].dev.Describe().QPs {
+				at[q.QPN] = q.Engine
+			}
+			for _, q := range s.hosts[0].dev.Describe().QPs {
+				if q.Dest != 0 && at[q.Dest] != q.Engine {
+					t.Errorf("QP %d on engine %d, its peer %d on %d", q.QPN, q.Engine, q.Dest, at[q.Dest])
+				}
+			}
+		}
+		for _, e := range append(xs, ys...) {
+			if err := e.qp.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+			if err := e.cq.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, c := range []*client{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}

@@ -1,0 +1,458 @@
+package hca_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/testutil/ways"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
+	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+)
+
+// These tests run devices as vnicd does: loops on their threads, real sockets,
+// drivers in other goroutines.
+
+const patience = 60 * time.Second
+
+type site struct {
+	t     testing.TB
+	loops []*loop.Loop
+	pool  *frame.Pool
+	net   *vswitch.Network
+	hosts []*host
+}
+
+type host struct {
+	dev  *hca.Device
+	path string
+	mac  [6]byte
+	gid  guestdrv.GID
+
+	budget *hostdriver.Budget
+}
+
+// newSite makes devices; budget bounds what the host keeps resident of each guest's
+// memory, 0 does not.
+func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
+	t.Helper()
+	return newSiteOf(t, hosts, ways.Engines(loops), lim, budget)
+}
+
+// newSiteOf has as many loops as it says.
+func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
+	t.Helper()
+	s := &site{t: t}
+	var err error
+	if s.pool, err = frame.NewPool(frame.Config{Count: 4096}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if n := s.pool.InUse(); n != 0 {
+			t.Errorf("%d frame buffers are still in use", n)
+		}
+	})
+	for i := range loops {
+		l, err := loop.New(loop.Config{ID: i, SpinFor: ways.Spin(20 * time.Microsecond)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(l.Close)
+		s.loops = append(s.loops, l)
+	}
+	if s.net, err = vswitch.NewNetwork(vswitch.Config{VNI: 1, Name: "n", MTU: 1500}); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	for i := range hosts {
+		h := &host{budget: hostdriver.NewBudget(budget), path: filepath.Join(dir, fmt.Sprint(i)), mac: [6]byte{2, 0, 0, 0, 1, byte(i)},
+			gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 1, byte(i)}))}
+		port, err := vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprint(i), MAC: h.mac, Loop: s.loops[i%loops]})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.dev, err = hca.New(hca.Config{Name: fmt.Sprint("h", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: lim,
+			NoLocalCopy: !hca.LocalPath, NoECN: ways.NoECN(), GoBackN: ways.GoBackN(), Log: hclog.NewNullLogger()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.dev.SetPort(port)
+		port.SetHCA(h.dev)
+		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.path, Budget: h.budget}, h.dev, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := srv.Close(); err != nil {
+				t.Error(err)
+			}
+			port.SetHCA(nil)
+			h.dev.Close()
+			port.Close()
+		})
+		s.hosts = append(s.hosts, h)
+	}
+	return s
+}
+
+// client is an open driver with what traffic needs.
+type client struct {
+	*guestdrv.Device
+	h  *host
+	pd *guestdrv.PD
+	b  *guestdrv.Buffer
+	mr *guestdrv.MR
+}
+
+const bufSize = 256 << 10
+
+func (s *site) open(i int) *client {
+	s.t.Helper()
+	c := &client{h: s.hosts[i]}
+	var err error
+	if c.Device, err = guestdrv.Open(c.h.path, guestdrv.Config{}); err != nil {
+		s.t.Fatal(err)
+	}
+	if err = c.SetGID(0, c.h.gid, guestdrv.GIDOptions{}); err != nil {
+		s.t.Fatal(err)
+	}
+	if c.pd, err = c.AllocPD(); err != nil {
+		s.t.Fatal(err)
+	}
+	if c.b, err = c.Alloc(bufSize); err != nil {
+		s.t.Fatal(err)
+	}
+	if c.mr, err = c.pd.Register(c.b, abi.AccessLocalWrite|abi.AccessRemoteRead|abi.AccessRemoteWrite|abi.AccessRemoteAtomic); err != nil {
+		s.t.Fatal(err)
+	}
+	return c
+}
+
+type end struct {
+	c  *client
+	cq *guestdrv.CQ
+	qp *guestdrv.QP
+}
+
+func (c *client) end(t testing.TB) *end {
+	t.Helper()
+	cq, err := c.CreateCQ(128, guestdrv.CQOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	qp, err := c.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 32, MaxRecvWR: 32})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &end{c, cq, qp}
+}
+
+func join(t testing.TB, a, b *end) {
+	t.Helper()
+	// A second in all: a busy machine may leave a loop waiting for its turn that long.
+	o := guestdrv.ConnectOptions{Timeout: 15}
+	for _, x := range [][2]*end{{a, b}, {b, a}} {
+		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
+		if err := x[0].qp.Connect(p, o); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// write keeps writing until stop or the QP fails; it returns how many writes succeeded.
+func (e *end) write(ctx context.Context, peer *end) (done int, last uint32) {
+	wcs := make([]abi.WC, 32)
+	posted := 0
+	for id := uint64(0); ctx.Err() == nil; {
+		for posted < 16 {
+			err := e.qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[id%2], Flags: abi.SendSignaled,
+				SGL: []abi.SGE{e.c.mr.SGE(0, 20000)}, RemoteAddr: peer.c.mr.Addr(), RKey: peer.c.mr.RKey()})
+			if err != nil {
+				return done, last
+			}
+			posted++
+			id++
+		}
+		n, err := e.cq.PollWait(ctx, wcs)
+		if err != nil {
+			return done, last
+		}
+		posted -= n
+		for _, wc := range wcs[:n] {
+			if last = wc.Status; last != abi.WCSuccess {
+				return done, last
+			}
+			done++
+		}
+	}
+	return done, last
+}
+
+// QPs, CQs and regions come and go under traffic, on two loops, while people look
+// at the status. Whatever is destroyed, the connections of others go on.
+func TestDestroyUnderTraffic(t *testing.T) {
+	s := newSite(t, 2, 2, hca.Limits{}, 0)
+	a, b := s.open(0), s.open(1)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	steady, steadyPeer := a.end(t), b.end(t)
+	join(t, steady, steadyPeer)
+	var wg sync.WaitGroup
+	sctx, stop := context.WithCancel(ctx)
+	steadyDone := 0
+	var steadyLast uint32
+	wg.Go(func() { steadyDone, steadyLast = steady.write(sctx, steadyPeer) })
+	wg.Go(func() {
+		for sctx.Err() == nil {
+			for _, h := range s.hosts {
+				if st := h.dev.Describe(); !st.Connected || !st.Up {
+					t.Errorf("status %+v", st)
+				}
+			}
+			time.Sleep(time.Millisecond) // spares the loops; nothing waits for it
+		}
+	})
+	for round := range 12 {
+		x, y := a.end(t), b.end(t)
+		join(t, x, y)
+		wctx, wstop := context.WithCancel(ctx)
+		var ww sync.WaitGroup
+		ww.Go(func() { x.write(wctx, y) })
+		ww.Go(func() { y.write(wctx, x) })
+		tmp, err := b.Alloc(bufSize)
+		if err != nil {
+			t.Fatal(err)
+		}
+		mr, err := b.pd.Register(tmp, abi.AccessLocalWrite)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := mr.Deregister(); err != nil { // drains while traffic runs
+			t.Fatal(err)
+		}
+		if err := x.cq.Destroy(); !errors.Is(err, abi.StatusBusy) {
+			t.Fatalf("destroying a CQ in use: %v", err)
+		}
+		victim, other := x, y
+		if round%2 == 1 {
+			victim, other = y, x
+		}
+		if round%3 == 0 {
+			if err := victim.qp.ToErr(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		wstop()
+		ww.Wait()
+		for _, e := range []*end{victim, other} {
+			if err := e.qp.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+			if err := e.cq.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	stop()
+	wg.Wait()
+	if steadyDone == 0 || steadyLast != abi.WCSuccess {
+		t.Errorf("the steady connection: %d done, last status %q", steadyDone, abi.WCStatusString(steadyLast))
+	}
+	for _, c := range []*client{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// A front end vanishes under traffic, both as sender and as target: its peers run
+// into their timeouts, others notice nothing, and the next front end gets a clean
+// device. Several times, to meet the races.
+func TestDisconnectUnderTraffic(t *testing.T) {
+	s := newSite(t, 3, 2, hca.Limits{}, 0)
+	a, b := s.open(0), s.open(1)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	steady, steadyPeer := a.end(t), b.end(t)
+	join(t, steady, steadyPeer)
+	var wg sync.WaitGroup
+	sctx, stop := context.WithCancel(ctx)
+	var steadyDone int
+	var steadyLast uint32
+	wg.Go(func() { steadyDone, steadyLast = steady.write(sctx, steadyPeer) })
+	for range 4 {
+		c := s.open(2)
+		in, out := a.end(t), a.end(t)
+		cin, cout := c.end(t), c.end(t)
+		join(t, in, cin)
+		join(t, out, cout)
+		var ww sync.WaitGroup
+		var failed atomic.Uint32
+		ww.Go(func() {
+			_, last := in.write(ctx, cin)
+			failed.Store(last)
+		})
+		wctx, wstop := context.WithCancel(ctx)
+		ww.Go(func() { cout.write(wctx, out) })
+		// Both directions are under way before the plug is pulled.
+		for {
+			st, err := a.Stats()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if st.Value[abi.StatRxPackets] > 0 && st.Value[abi.StatTxPackets] > 0 {
+				break
+			}
+		}
+		if err := c.Close(); err != nil {
+			t.Fatal(err)
+		}
+		wstop()
+		ww.Wait()
+		if f := failed.Load(); f != abi.WCRetryExcErr {
+			t.Errorf("the peer of the front end that went ended with %q", abi.WCStatusString(f))
+		}
+		for _, e := range []*end{in, out} {
+			if err := e.qp.Destroy(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if st := s.hosts[2].dev.Describe(); len(st.QPs)+st.CQs+st.PDs+st.MRs+st.SRQs != 0 || st.MTTs != 0 {
+			t.Errorf("left behind: %+v", st)
+		}
+	}
+	stop()
+	wg.Wait()
+	if steadyDone == 0 || steadyLast != abi.WCSuccess {
+		t.Errorf("the steady connection: %d done, last status %q", steadyDone, abi.WCStatusString(steadyLast))
+	}
+	for _, c := range []*client{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// raw connects without a driver.
+func (s *site) raw(i int) (*frontend.Device, *frontend.Memory) {
+	s.t.Helper()
+	mem, err := frontend.NewMemory(frontend.Range{PA: 0x100000, Size: 4 << 20})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	d, err := frontend.Open(ctx, frontend.Config{Path: s.hosts[i].path, Memory: mem})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return d, mem
+}
+
+func waitFor(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	for !cond() {
+		if time.Now().After(deadline) {
+			t.Fatalf("gave up waiting for %s", what)
+		}
+		time.Sleep(200 * time.Microsecond)
+	}
+}
+
+// Chains that make no command break the command queue and nothing more: the
+// device goes down cleanly, and the next front end is served.
+func TestHostileCommandChains(t *testing.T) {
+	s := newSite(t, 1, 1, hca.Limits{}, 0)
+	good := func(q *frontend.Queue, mem *frontend.Memory) bool {
+		req, err := mem.Alloc(64, 8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, _ := mem.Bytes(req, 64)
+		(&abi.Req{Opcode: abi.CmdCreatePD}).Encode(b)
+		if err := q.Add(1, []frontend.Buf{{PA: req, Len: 8}}, []frontend.Buf{{PA: req + 32, Len: 32}}); err != nil {
+			t.Fatal(err)
+		}
+		q.Kick()
+		ok := false
+		waitFor(t, "an answer", func() bool {
+			_, n, got, err := q.Get()
+			ok = n == 16
+			return got || err != nil
+		})
+		return ok
+	}
+	for name, c := range map[string]struct{ out, in []frontend.Buf }{
+		"request too long":          {[]frontend.Buf{{PA: 0x100000, Len: abi.CmdMax + 1}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},
+		"no room for a response":    {[]frontend.Buf{{PA: 0x100000, Len: 8}}, nil},
+		"little room":               {[]frontend.Buf{{PA: 0x100000, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 7}}},
+		"request outside memory":    {[]frontend.Buf{{PA: 0x10, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},
+		"response outside memory":   {[]frontend.Buf{{PA: 0x100000, Len: 8}}, []frontend.Buf{{PA: 1 << 40, Len: 64}}},
+		"request without any bytes": {[]frontend.Buf{{PA: 0x100000, Len: 4}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, mem := s.raw(0)
+			defer mem.Close()
+			q := d.Queue(abi.CommandQueue)
+			if !good(q, mem) {
+				t.Error("a good command failed")
+			}
+			if err := q.Add(7, c.out, c.in); err == nil {
+				q.Kick()
+			}
+			waitFor(t, "the one PD", func() bool { return s.hosts[0].dev.Describe().PDs == 1 })
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+			waitFor(t, "the disconnect", func() bool { return !s.hosts[0].dev.Describe().Connected })
+		})
+	}
+	c := s.open(0)
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Queues stop and restart, in any order, under traffic.
+func TestQueueRestarts(t *testing.T) {
+	s := newSite(t, 1, 2, hca.Limits{}, 0)
+	d, mem := s.raw(0)
+	defer mem.Close()
+	r := rand.New(rand.NewPCG(1, 5))
+	for range 60 {
+		i := r.IntN(d.NumQueues())
+		if err := d.StopQueue(i); err != nil {
+			t.Fatal(err)
+		}
+		if i == abi.CommandQueue && s.hosts[0].dev.Up() {
+			t.Error("up without a command queue")
+		}
+		if err := d.StartQueue(i); err != nil {
+			t.Fatal(err)
+		}
+	}
+	waitFor(t, "the device to be up", s.hosts[0].dev.Up)
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,149 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The local path, as far as it is the device's: who the peer is. A QP's frames go
+// where the tenant's switch sends them (vswitch.Route), to a device that is up, has
+// their GID, and has a QP of their number. All of that is looked up once and then
+// compared: generations of the switch and of the QP's attributes, the snapshot of
+// the peer's GIDs; what is one load is looked up anew. Once per turn and in both
+// directions, for answers must find their way, too.
+//
+// During a turn both VMs' epochs and the switch's are held, so whoever takes a key,
+// a page, a QP or a port away waits for the copy in progress, as for a frame.
+
+// near is what a QP knows of where its frames go. It belongs to the QP's loop, and is
+// forgotten with each change of the QP's attributes.
+type near struct {
+	route vswitch.Route
+	port  *Port    // that said so
+	dev   *Device  // that has the frames' GID; nil: none on this host
+	gids  *gidSnap // of dev
+}
+
+// neighbour returns the QP that frames of q reach now, nil if that is none of this
+// host or they must be frames.
+func (q *qp) neighbour() *qp {
+	n, d := &q.near, q.dev
+	port := d.port.Load()
+	if d.cfg.NoLocalCopy || port == nil || !d.link.Load() {
+		return nil
+	}
+	av, dest := q.t.Destination()
+	if n.port != port || !n.route.Current() || n.dev != nil && n.dev.gids.snap.Load() != n.gids {
+		q.findNear(port, av)
+	}
+	if n.dev == nil || !n.dev.up.Load() || !n.dev.link.Load() {
+		return nil
+	}
+	return n.dev.qpFor(dest)
+}
+
+// findNear asks the switch.
+func (q *qp) findNear(port *Port, av *roce.AddressVector) {
+	n := &q.near
+	n.port, n.dev, n.gids = port, nil, nil
+	n.route = (*port).RouteHCA(q.lane.loop, &vswitch.Flow{
+		Src: vswitch.MAC(av.SMAC), Dst: vswitch.MAC(av.DMAC), SrcIP: av.SGID, V1: av.RoCEv1, Size: int(q.t.MTU()) + mtuOverhead,
+	})
+	dev, ok := n.route.HCA().(*Device)
+	if !ok || av.VLAN != roce.NoVLAN || dev.cfg.MAC != av.DMAC {
+		return
+	}
+	gids := dev.gids.snap.Load()
+	if dev.gids.has(&av.DGID, av.RoCEv1, abi.NoVLAN) && dev.gids.snap.Load() == gids {
+		n.dev, n.gids = dev, gids
+	}
+}
+
+// meeting is a lane's turn of a QP with its peer.
+type meeting struct {
+	q    *qp
+	far  *lane // nil: none
+	tok  translate.Token
+	held bool
+}
+
+// How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as long as a pass may.
+const (
+	slice      = 64 << 10
+	sliceAlone = 256 << 10
+)
+
+// Peer implements roce.Adapter.
+func (q *qp) Peer() (*roce.QP, uint64) {
+	l := q.lane
+	p := q.neighbour()
+	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
+	if p == nil || p == q || p.lane.loop != l.loop || p.dead || p.neighbour() != q || l.meeting.held || !q.near.route.Enter(l.loop) {
+		return nil, 0
+	}
+	tok, ok := p.lane.enter()
+	if !ok {
+		q.near.route.Leave(l.loop)
+		return nil, 0
+	}
+	l.meeting = meeting{q: q, far: p.lane, tok: tok, held: true}
+	if l.first == nil && !l.loop.Shared() {
+		return p.t, sliceAlone
+	}
+	return p.t, slice
+}
+
+// part ends a meeting, if there is one; also while a vanished page unwinds it, and
+// then who was there stays known for onFault.
+func (l *lane) part() {
+	if m := &l.meeting; m.held {
+		m.held = false
+		m.far.space.Epochs().Leave(l.loop.ID(), m.tok)
+		m.q.near.route.Leave(l.loop)
+	}
+}
+
+// GatherSpan implements roce.Adapter.
+func (q *qp) GatherSpan(w *roce.WQE, off, n uint64) ([]byte, translate.Miss) {
+	return q.localSpan(w.SGEs, off, n, translate.LocalRead)
+}
+
+// ScatterSpan implements roce.Adapter.
+func (q *qp) ScatterSpan(sg []roce.SGE, off, n uint64) ([]byte, translate.Miss) {
+	return q.localSpan(sg, off, n, translate.LocalWrite)
+}
+
+func (q *qp) localSpan(sg []roce.SGE, off, n uint64, need translate.Access) ([]byte, translate.Miss) {
+	for i := range sg {
+		s := &sg[i]
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		va, ok := s.VA.Add(off)
+		if !ok {
+			return nil, translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
+		}
+		n = min(n, uint64(s.Length)-off)
+		switch {
+		case !q.phys(s.Key):
+			return q.dev.vm.Resolve(s.Key, q.pd, va, n, need)
+		case need.Writes():
+			return q.lane.space.Host(translate.PA(va), int(n))
+		default:
+			return q.lane.space.HostRead(translate.PA(va), int(n))
+		}
+	}
+	return nil, translate.Miss{Kind: translate.OutOfRange, Len: n}
+}
+
+// RemoteSpan implements roce.Adapter.
+func (q *qp) RemoteSpan(key translate.Key, va translate.VA, n uint64, need translate.Access) ([]byte, translate.Miss) {
+	b, m := q.dev.vm.Resolve(key, q.pd, va, n, need)
+	if m.Kind == translate.BadPD {
+		b, m = q.dev.vm.Resolve(key, q.own, va, n, need)
+	}
+	return b, m
+}

@@ -1,0 +1,107 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Memory management by work requests (IBTA 10.6, 11.4.4): registration,
+// invalidation, memory windows. The tables are translate's; here is what queue
+// pairs add, and how they wait.
+//
+// What takes a key's meaning away is at its end when nobody uses the memory any more
+// (EP-3). Mostly that is at once. Else a request of the send queue is tried again by
+// the transport's timer, and a packet that invalidates is kept, with what comes
+// behind it, and looked at once per iteration of the loop: leaving this loop's own
+// epoch takes one.
+
+// Manage implements roce.Adapter.
+func (q *qp) Manage(w *roce.WQE) (translate.Outcome, translate.Miss) {
+	vm, slot, m := q.dev.vm, q.lane.loop.ID(), &w.Manage
+	switch w.Opcode {
+	case roce.WRLocalInv:
+		return vm.Invalidate(slot, q.pd, m.Key), translate.Miss{}
+	case roce.WRBindMW:
+		return vm.Bind(slot, q.pd, q.own, &translate.BindSpec{
+			Window: m.Key, NewKey: m.NewKey, Region: m.Region, Access: m.Access, VA: m.VA, Length: m.Length,
+		}), translate.Miss{}
+	case roce.WRRegMR:
+		return q.register(m)
+	}
+	return translate.Refused, translate.Miss{}
+}
+
+// register copies the page list in, once, and hands it on; every page is checked
+// again when it is used.
+func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
+	const listPage = 1 << translate.PageShift
+	n := uint64(m.NPages)
+	if n == 0 || n > abi.MaxFastReg || m.List%8 != 0 || uint64(m.List)%listPage+8*n > listPage {
+		return translate.Refused, translate.Miss{}
+	}
+	l := q.lane
+	raw := l.listRaw[:8*n]
+	if miss := l.space.Read(raw, m.List); !miss.OK() {
+		return translate.Refused, miss
+	}
+	for i := range n {
+		l.list[i] = translate.PA(le.Uint64(raw[8*i:]))
+	}
+	return q.dev.vm.Register(l.loop.ID(), q.pd, &translate.FastSpec{
+		Key: m.Key, Access: m.Access, PageShift: m.PageShift, IOVA: m.VA, Length: m.Length, Offset: uint64(m.Offset),
+	}, l.list[:n]), translate.Miss{}
+}
+
+// InvalidateRemote implements roce.Adapter.
+func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
+	out := q.dev.vm.InvalidateRemote(q.lane.loop.ID(), q.pd, q.own, key)
+	// Without room the packet is lost; its repetition finds the memory at rest.
+	if out == translate.Again && q.keepThis() {
+		q.draining = true
+		q.lane.push(q)
+	}
+	return out
+}
+
+// drained receives again what was kept for an invalidation, and tells whether that
+// is at its end.
+func (q *qp) drained(now int64) bool {
+	if q.drainAt == now {
+		return false
+	}
+	q.drainAt, q.draining = now, false
+	q.redeliver()
+	q.lane.cur = q // whose turn it still is
+	return !q.draining
+}
+
+func createMW(c *cmd) error {
+	var r abi.CreateMW
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	p, err := c.t.pd(r.PDN)
+	switch {
+	case err != nil:
+		return err
+	case r.Type != uint32(translate.Window1) && r.Type != uint32(translate.Window2):
+		return refuse(abi.StatusInvalid, "memory window of type %d, must be 1 or 2", r.Type)
+	}
+	key, err := c.d.vm.CreateDynamic(translate.Kind(r.Type), translate.PD(r.PDN), 0)
+	if err != nil {
+		return memoryError(err)
+	}
+	p.refs++
+	c.t.mws[uint32(key)] = r.PDN
+	(&abi.Handle{Handle: uint32(key)}).Encode(c.reply(abi.SizeHandle))
+	return nil
+}
+
+func destroyMW(c *cmd) error {
+	h, err := c.handle()
+	if err != nil {
+		return err
+	}
+	return c.destroyKey(c.t.mws, "memory window", h)
+}

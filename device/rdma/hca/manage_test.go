@@ -1,0 +1,121 @@
+package hca
+
+import (
+	"encoding/binary"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// fast makes a region for fast registration with one page, list its list.
+func (g *guest) fast(pd uint32) (key uint32, list translate.PA) {
+	g.tb.Helper()
+	var r abi.CreateMRResp
+	req := abi.CreateMR{PDN: pd, Flags: abi.MRFast, PageShift: 12, NPages: 1}
+	if err := r.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
+		g.tb.Fatal(err)
+	}
+	return r.LKey, g.alloc(4096)
+}
+
+// TestInvalidationWaits: another loop is in the midst of using what is invalidated,
+// by the peer and then by a request of one's own. The key is void at once; the
+// completion comes when the other is through (EP-3), and what is behind it after that.
+func TestInvalidationWaits(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	a, b := ga.qp(qpSpec{pd: ga.pd(), flags: abi.QPPrivileged}), gb.qp(qpSpec{pd: gb.pd()})
+	a.connectRC(b)
+	b.connectRC(a)
+	key, list := ga.fast(1)
+	mem, src := ga.alloc(4096), gb.alloc(4096)
+	kb := gb.mr(1, src, 4096, abi.AccessLocalWrite|remoteAll)
+	fill(gb.at(src, 4096), 1)
+	binary.LittleEndian.PutUint64(ga.at(list, 8), uint64(mem))
+	register := func(low uint32) uint32 {
+		t.Helper()
+		s := a.wqe()
+		s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
+		reg := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key&^0xff | low, Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
+		reg.Encode(s[abi.SendWQERegOff:])
+		a.post()
+		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpRegMR {
+			t.Fatalf("registration %+v", wc)
+		}
+		return reg.RKey
+	}
+	void := func(k uint32) {
+		t.Helper()
+		if m := ga.vm.Check(translate.Key(k), 1, 1<<40, 1, 0); m.Kind != translate.BadKey {
+			t.Fatalf("key %#x is not void: %v", k, m.Err())
+		}
+	}
+	epochs := ga.space.Epochs()
+	const busy = 9 // a slot of no loop of this test
+
+	k := register(5)
+	for id := range uint64(3) {
+		a.recv(20+id, abi.SGE{})
+	}
+	other := epochs.Enter(busy)
+	s := b.wqe()
+	s.SetRequest(2, abi.WRRDMAWrite, abi.SendSignaled)
+	s.SetRDMA(1<<40, k)
+	s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: 4096, LKey: kb}})
+	b.post()
+	for id := range uint32(2) { // the second is behind the one that waits
+		s = b.wqe()
+		s.SetRequest(uint64(3+id), []uint32{abi.WRSendWithInv, abi.WRSend}[id], abi.SendSignaled)
+		s.SetInvalidateRKey(k)
+		s.SetSGEs(nil)
+		b.post()
+	}
+	if wc := b.scq.await(1)[0]; wc.ID != 2 || wc.Status != abi.WCSuccess {
+		t.Fatalf("WRITE %+v", wc)
+	}
+	w.step(50)
+	if got := a.rcq.poll(); len(got) != 0 {
+		t.Fatalf("completed while the memory is in use: %+v", got)
+	}
+	void(k)
+	epochs.Leave(busy, other)
+	got := a.rcq.await(2)
+	if got[0].ID != 20 || got[0].Status != abi.WCSuccess || got[0].Flags&abi.WCFlagsInvalidate == 0 || le.Uint32(got[0].Ex[:]) != k || got[1].ID != 21 {
+		t.Fatalf("receives %+v", got)
+	}
+	b.scq.await(2)
+
+	k = register(6)
+	other = epochs.Enter(busy)
+	s = a.wqe()
+	s.SetRequest(7, abi.WRLocalInv, abi.SendSignaled)
+	s.SetInvalidateRKey(k)
+	a.post()
+	w.step(50)
+	void(k)
+	if got := a.scq.poll(); len(got) != 0 {
+		t.Fatalf("completed while the memory is in use: %+v", got)
+	}
+	epochs.Leave(busy, other)
+	if wc := a.scq.await(1)[0]; wc.ID != 7 || wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpLocalInv {
+		t.Fatalf("invalidation %+v", wc)
+	}
+
+	// A QP that is destroyed while it waits leaves nothing behind.
+	k = register(7)
+	other = epochs.Enter(busy)
+	s = b.wqe()
+	s.SetRequest(8, abi.WRSendWithInv, abi.SendSignaled)
+	s.SetInvalidateRKey(k)
+	s.SetSGEs(nil)
+	b.post()
+	w.step(50)
+	void(k)
+	ga.must(abi.CmdDestroyQP, handle(a.n))
+	epochs.Leave(busy, other)
+	w.step(5)
+	if n := w.pool.InUse(); n != 0 {
+		t.Errorf("%d frame buffers are kept", n)
+	}
+}

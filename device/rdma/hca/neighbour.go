@@ -1,0 +1,130 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+)
+
+// Address resolution for drivers that have no network stack beside them: host applications (PF-4). The device asks
+// for others by ARP and ND (RESOLVE), and as the network face of its port answers for its own GIDs. What others say the
+// switch notes, so nothing is kept here.
+
+// resolveGID is RESOLVE.
+func resolveGID(c *cmd) error {
+	var r abi.Resolve
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	g, ok := c.d.gids.get(int(r.SGIDIndex))
+	switch {
+	case !ok:
+		return refuse(abi.StatusInvalid, "sgid_index %d is not set", r.SGIDIndex)
+	case r.DGID == [16]byte{} || isMulticast(&r.DGID):
+		return refuse(abi.StatusInvalid, "GID %x is not a unicast GID", r.DGID)
+	case isV4(&g.addr) != isV4(&r.DGID):
+		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", r.SGIDIndex)
+	}
+	var resp abi.ResolveResp
+	if port := c.d.port.Load(); c.d.holds(r.DGID, g.vlan) {
+		resp.MAC = c.d.cfg.MAC
+	} else if port != nil {
+		if mac, known := (*port).Owner(r.DGID, tagOf(g.vlan)); known {
+			resp.MAC = mac
+		} else {
+			l := c.d.lanes[0].loop
+			l.Do(func() { c.d.ask(l, *port, g, &r.DGID) })
+		}
+	}
+	resp.Encode(c.reply(abi.SizeResolveResp))
+	return nil
+}
+
+// ask sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
+func (d *Device) ask(l *loop.Loop, port Port, g *gid, target *[16]byte) {
+	eth := header.Ethernet{Dst: header.Broadcast, Src: d.cfg.MAC, VLAN: g.vlan}
+	if isV4(target) {
+		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.cfg.MAC, SenderIP: [4]byte(g.addr[12:]), TargetIP: [4]byte(target[12:])})
+		return
+	}
+	// The solicited-node group of the target, and its MAC (RFC 4291, 2.7.1; RFC 2464, 7).
+	group := [16]byte{0: 0xff, 1: 2, 11: 1, 12: 0xff, 13: target[13], 14: target[14], 15: target[15]}
+	eth.Dst = header.MAC{0x33, 0x33, group[12], group[13], group[14], group[15]}
+	d.sendND(l, port, eth, g.addr, group, &header.Neighbor{Target: *target, Link: d.cfg.MAC, HasLink: true})
+}
+
+func (d *Device) sendARP(l *loop.Loop, port Port, eth header.Ethernet, m *header.ARP) {
+	eth.Type = header.TypeARP
+	d.sendNeighbour(l, port, &eth, header.ARPLen, func(b []byte) { m.Encode(b) })
+}
+
+func (d *Device) sendND(l *loop.Loop, port Port, eth header.Ethernet, src, dst [16]byte, m *header.Neighbor) {
+	eth.Type = header.TypeIPv6
+	ip := header.IPv6{PayloadLen: uint16(m.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: src, Dst: dst}
+	d.sendNeighbour(l, port, &eth, header.IPv6Len+m.Len(), func(b []byte) {
+		ip.Encode(b)
+		m.Encode(b[header.IPv6Len:], src, dst)
+	})
+}
+
+// sendNeighbour lets a frame with n bytes behind its Ethernet header in. Without a buffer it is lost, as on a wire.
+func (d *Device) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n int, payload func([]byte)) {
+	b := d.cfg.Pool.Get()
+	if b == nil {
+		return
+	}
+	defer b.Free()
+	b.SetLen(eth.Len() + n)
+	payload(b.Bytes()[eth.Encode(b.Bytes()):])
+	port.InputHCA(l, b)
+}
+
+// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for one of the
+// device's GIDs while a driver runs; all else ends there.
+func (d *Device) Neighbours() vswitch.Face { return neighbours{d} }
+
+type neighbours struct{ d *Device }
+
+// Deliver implements vswitch.Face.
+func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
+	d, f := x.d, b.Bytes()
+	port := d.port.Load()
+	var eth header.Ethernet
+	n, err := eth.Decode(f)
+	if err != nil || port == nil || !d.up.Load() || eth.Src.IsMulticast() {
+		return
+	}
+	p, asker := f[n:], eth.Src
+	eth.Dst, eth.Src = asker, d.cfg.MAC
+	switch eth.Type {
+	case header.TypeARP:
+		var m header.ARP
+		if _, err := m.Decode(p); err != nil || m.Op != header.ARPRequest || !d.holds(header.Mapped4(m.TargetIP), eth.VLAN) {
+			return
+		}
+		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.cfg.MAC, SenderIP: m.TargetIP, TargetMAC: m.SenderMAC, TargetIP: m.SenderIP})
+	case header.TypeIPv6:
+		var ip header.IPv6
+		var m header.Neighbor
+		n, err := ip.Decode(p)
+		if err != nil || ip.NextHeader != header.ProtoICMPv6 || ip.HopLimit != 255 || int(ip.PayloadLen) > len(p)-n { // RFC 4861, 7.1.1
+			return
+		}
+		if m.Decode(p[n:n+int(ip.PayloadLen)], ip.Src, ip.Dst) != nil || m.Advert || !d.holds(m.Target, eth.VLAN) {
+			return
+		}
+		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.cfg.MAC, HasLink: true}
+		to := ip.Src
+		if to == ([16]byte{}) { // somebody is about to take the address: all are told (RFC 4861, 7.2.4)
+			to, eth.Dst, reply.Solicited = [16]byte{0: 0xff, 1: 2, 15: 1}, header.MAC{0x33, 0x33, 0, 0, 0, 1}, false
+		}
+		d.sendND(l, *port, eth, m.Target, to, &reply)
+	}
+}
+
+// holds tells whether an address is one of the device's GIDs, of either version.
+func (d *Device) holds(addr [16]byte, vlan uint16) bool {
+	return d.gids.has(&addr, false, vlan) || d.gids.has(&addr, true, vlan)
+}

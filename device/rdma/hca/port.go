@@ -1,0 +1,185 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+const (
+	// frameOverhead is what a RoCE frame has around its payload at most: Ethernet
+	// with one tag, IPv6, UDP, BTH, the largest extension headers (AtomicETH), ICRC.
+	frameOverhead = 18 + mtuOverhead
+	// mtuOverhead is the same seen from the network's MTU. Linux's rxe reckons with
+	// the same sum (iboe_get_mtu), so that both ends come to the same path MTU.
+	mtuOverhead = 40 + 8 + wire.BTHLen + 4 + wire.AtomicLen + wire.ICRCLen
+)
+
+// portMTU is the largest path MTU that the tenant's network carries: 256..4096.
+// A network too small even for 256 bytes still gets that: the frames are dropped
+// where they do not fit, as on any link.
+func (d *Device) portMTU() int {
+	return abi.MTUBytes(max(abi.MTUFromBytes(d.cfg.MTU()-mtuOverhead), abi.MTU256))
+}
+
+// Deliver takes a RoCE frame that arrived for this VM (vswitch.HCAFace). It runs on
+// any loop and only lends b; the frame goes to the inbox of the lane whose QP it
+// is for. Frames that nobody can use are dropped and counted there.
+func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
+	if !d.up.Load() || !d.link.Load() {
+		return
+	}
+	if len(d.lanes) == 1 {
+		d.lanes[0].put(b)
+		return
+	}
+	home := d.byLoop[l.ID()]
+	if home == nil {
+		home = d.lanes[0]
+	}
+	var p wire.RoCE
+	if err := wire.ParseRoCE(b.Bytes(), &p); err != nil {
+		home.put(b) // it counts what is wrong
+		return
+	}
+	if p.BTH.DestQP == mcastQPN {
+		for _, ln := range d.lanes {
+			if d.groups.Load().on(&p.DstIP, ln) {
+				ln.put(b)
+			}
+		}
+		return
+	}
+	if q := d.qpFor(p.BTH.DestQP); q != nil {
+		home = q.lane
+	}
+	home.put(b)
+}
+
+// put hands a frame to the lane; any thread. Trains are in big buffers, which are few and for all: half of those may wait in inboxes. Beyond that
+// a train is taken apart here.
+func (l *lane) put(b *frame.Buf) {
+	pool := l.dev.cfg.Pool
+	if b.Offload.GSOSize == 0 || pool.KeepBig() {
+		l.hand(b)
+		return
+	}
+	var s gso.Segmenter
+	for s.Start(b); s.Left() > 0; {
+		c := pool.GetFor(b.WireLen())
+		if c == nil {
+			l.inboxFull.Add(uint64(s.Left()))
+			return
+		}
+		c.SetLen(s.Next(c.Room()))
+		l.hand(c)
+		c.Free()
+	}
+}
+
+func (l *lane) hand(b *frame.Buf) {
+	b.Ref()
+	if !l.inbox.Put(b) {
+		l.inboxFull.Add(uint64(b.Segments()))
+		l.handed(b)
+	}
+}
+
+// handed gives back what has been handed to the lane.
+func (l *lane) handed(b *frame.Buf) {
+	if b.Offload.GSOSize != 0 {
+		l.dev.cfg.Pool.UnkeepBig()
+	}
+	b.Free()
+}
+
+// on tells whether a group has members on a lane.
+func (t *mcastTable) on(gid *[16]byte, l *lane) bool {
+	for _, q := range t.groups[*gid] {
+		if q.lane == l {
+			return true
+		}
+	}
+	return false
+}
+
+// qpFor finds a QP by its number.
+func (d *Device) qpFor(n uint32) *qp {
+	if q := d.qpAt(int(n & qpIndexMask)); q != nil && q.n == n {
+		return q
+	}
+	return nil
+}
+
+// dispatch gives a parsed frame, whose ICRC holds, to its QP or group (MT-6: what
+// arrives is for this VM's MAC, one of its GIDs, and a QP of it, or is dropped).
+func (l *lane) dispatch(p *wire.RoCE) {
+	d := l.dev
+	vlan := p.VLAN
+	if vlan == 0 {
+		vlan = abi.NoVLAN // priority tag (802.1Q): no VLAN
+	}
+	if p.BTH.DestQP == mcastQPN {
+		n := 0
+		for _, q := range d.groups.Load().groups[p.DstIP] {
+			if q.lane == l && !q.dead {
+				l.receiveOn(q, p)
+				n++
+			}
+		}
+		if n == 0 {
+			d.turned[refusedGroup].Add(1)
+		}
+		return
+	}
+	q := d.qpFor(p.BTH.DestQP)
+	switch {
+	case q == nil || q.lane != l:
+		d.turned[refusedQPN].Add(1)
+	case p.DMAC != header.MAC(d.cfg.MAC):
+		d.turned[refusedMAC].Add(1)
+	case !d.gids.has(&p.DstIP, p.V1, vlan):
+		d.turned[refusedGID].Add(1)
+	case q.typ == roce.GSI && !d.admitGSI(q, p):
+	default:
+		l.receiveOn(q, p)
+	}
+}
+
+func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
+	if len(q.kept) > 0 {
+		if !q.keep() {
+			l.keptDrops++
+		}
+		return
+	}
+	l.cur = q
+	q.t.Receive(l.loop.Now(), p)
+	l.cur = nil
+}
+
+// transmit lets a frame of q into the network. A datagram to a group also goes to
+// the members on this port, which the switch, rightly, does not send it back to
+// (IBTA 10.5). A sender that is a member hears itself.
+func (d *Device) transmit(q *qp, b *frame.Buf) {
+	port := d.port.Load()
+	if port == nil || !d.link.Load() {
+		return
+	}
+	l := q.lane.loop
+	if q.typ == roce.RC || q.typ == roce.UC {
+		(*port).SendHCA(l, b, &q.path)
+		return
+	}
+	if q.typ == roce.GSI {
+		d.sentGSI(q, b)
+	}
+	if f := b.Bytes(); len(f) > 0 && f[0]&1 != 0 && len(d.groups.Load().groups) > 0 {
+		d.Deliver(l, b)
+	}
+	(*port).InputHCA(l, b)
+}

@@ -1,0 +1,468 @@
+package hca
+
+import (
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// qp is a queue pair: rings and memory on this side, the transport's state in t.
+// It implements roce.Adapter. After it is published everything in it belongs to
+// its lane's loop, but for mcast and what never changes.
+type qp struct {
+	dev   *Device
+	lane  *lane
+	n     uint32 // QP number
+	index int    // place in Device.qps, doorbell slot
+	typ   roce.Type
+	pd    translate.PD
+	own   translate.PD // domain of the type 2 memory windows that it bound
+
+	privileged bool // RA-2: may use abi.DMALKey
+	sigAll     bool
+	maxSendSGE int
+	maxRecvSGE int
+	maxInline  int
+
+	sq, rq   workRing
+	hasRQ    bool
+	srq      *srq
+	scq, rcq *cq
+
+	t     *roce.QP
+	timer *loop.Timer
+	near  near
+
+	deadline int64 // the transport's
+	paceAt   int64 // when the next send request may be taken, reserved; 0: not asked (pace.go)
+
+	path vswitch.Path         // RC, UC: to the peer (MT-5)
+	peer atomic.Pointer[peer] // nil: takes nothing
+
+	listed bool // on the lane's run list
+	next   *qp
+	turn   bool // within Run: the SQ's consumer index is written when it ends
+	doomed bool // to be sent to the error state at the next turn
+	dead   bool // destroyed
+
+	rungOn    *lane              // whose doorbells it has: where it was created
+	bell      eventNode          // of one that has moved: rung on the lane it came from
+	sides     [2]side            // by roce.Side: faults
+	lastFault translate.MissKind // of the responder
+	kept      []*frame.Buf       // UC and UD: received again when their page is there
+	held      int                // frames ahead of their turn
+	retry     bool               // the first of them is being received again
+	draining  bool               // it waits for the end of what it invalidated (manage.go)
+	drainAt   int64              // when that was looked at last
+
+	// Completions whose consumer index could not be written yet: the page of the
+	// SQ's header is absent, and who polls a completion counts on its slot.
+	owed []abi.WC
+
+	asyn    eventNode
+	scratch []byte // one element of SQ or RQ
+	ah      [abi.SizeAH]byte
+	wc      abi.WC
+
+	mcast int // groups; command goroutine only
+}
+
+var _ roce.Adapter = (*qp)(nil)
+
+// run gives the transport a turn. True: it wants another.
+func (q *qp) run(now int64, budget int) bool {
+	if q.doomed {
+		q.doomed = false
+		if err := q.t.Modify(now, &roce.Attr{State: roce.Err}, roce.MaskState); err == nil {
+			q.Event(roce.EventFatal)
+		}
+	}
+	defer q.lane.part()
+	waits := q.draining && !q.drained(now)
+	if q.t.State() == roce.Err {
+		budget = max(budget/flushCost, 1)
+	}
+	q.turn = true
+	more := q.t.Run(now, budget)
+	q.turn = false
+	q.settle()
+	return more || waits
+}
+
+// fail sends the QP to the error state, not at once, for the caller may be inside
+// the transport, but at its next turn.
+func (q *qp) fail(why string) {
+	if q.doomed || q.dead || q.t.State() == roce.Err || q.t.State() == roce.Reset {
+		return
+	}
+	q.dev.warn("queue pair failed", "qp", q.n, "reason", why)
+	q.doomed = true
+	q.lane.push(q)
+}
+
+// ringMiss judges a miss on ring memory: absent for now (PF-12), or gone.
+func (q *qp) ringMiss(which roce.Side, what string, m translate.Miss) roce.Fetch {
+	if m.Fault() {
+		return q.ringFault(which, m)
+	}
+	q.fail(what + " is not in guest memory")
+	return roce.FetchEmpty
+}
+
+// FetchSend implements roce.Adapter.
+func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
+	if q.sq.have == 0 {
+		n, m, err := q.sq.posted()
+		switch {
+		case !m.OK():
+			return q.ringMiss(roce.Requester, "send queue", m)
+		case err != nil:
+			q.fail("send queue: " + err.Error())
+			return roce.FetchEmpty
+		case n == 0:
+			return roce.FetchEmpty
+		}
+	}
+	// What is flushed has cost nobody anything.
+	if p := q.dev.pace; p != nil && q.t.State() == roce.RTS && !q.mayFetch(p) {
+		return roce.FetchEmpty
+	}
+	w.Seq = seq
+	return q.fetchSend(w)
+}
+
+// CompleteSend implements roce.Adapter. The consumer index goes first: whoever
+// polls the completion may post again at once.
+func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
+	q.sq.release()
+	quiet := !w.Signaled && c.Status == roce.StatusSuccess
+	if quiet && q.turn {
+		return // at the end of the turn, or with the next completion
+	}
+	there := q.settle()
+	if quiet {
+		return
+	}
+	q.wc = abi.WC{
+		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, PortNum: 1,
+		VendorErr: vendorErr(c.Status),
+	}
+	if !there {
+		q.owed = append(q.owed, q.wc) // at most as many as the SQ has elements
+		return
+	}
+	q.postSend(&q.wc)
+}
+
+func (q *qp) postSend(wc *abi.WC) { q.scq.post(wc, wc.Status != uint32(roce.StatusSuccess)) }
+
+// settle writes the SQ's consumer index, if that is due, and then what completions
+// had to wait for it. False: its page is absent, and a fault was raised.
+func (q *qp) settle() bool {
+	if !q.sq.stale {
+		return true
+	}
+	switch m := q.sq.publish(); {
+	case m.Fault():
+		q.sides[roce.Requester].ask(m, true, true)
+		return false
+	case !m.OK():
+		q.fail("send queue is not in guest memory")
+	}
+	q.settleAll()
+	return true
+}
+
+// settleAll posts the completions that waited for the SQ's consumer index.
+func (q *qp) settleAll() {
+	q.sq.stale = false
+	for i := range q.owed {
+		q.postSend(&q.owed[i])
+	}
+	q.owed = q.owed[:0]
+}
+
+// vendorErr gives failed completions a number that tells vnicd's from others'.
+func vendorErr(s roce.Status) uint32 {
+	if s == roce.StatusSuccess {
+		return 0
+	}
+	return 0x764e00 | uint32(s)
+}
+
+// FetchRecv implements roce.Adapter.
+func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
+	if q.srq != nil {
+		f, m := q.srq.fetch(w)
+		if f == roce.FetchFault {
+			return q.ringFault(roce.Responder, m)
+		}
+		return f
+	}
+	if !q.hasRQ {
+		return roce.FetchEmpty
+	}
+	if q.rq.have == 0 {
+		n, m, err := q.rq.posted()
+		switch {
+		case !m.OK():
+			return q.ringMiss(roce.Responder, "receive queue", m)
+		case err != nil:
+			q.fail("receive queue: " + err.Error())
+			return roce.FetchEmpty
+		case n == 0:
+			return roce.FetchEmpty
+		}
+	}
+	f, m := fetchRecv(&q.rq, q.scratch, q.maxRecvSGE, w)
+	if !m.OK() {
+		return q.ringMiss(roce.Responder, "receive queue", m)
+	}
+	return f
+}
+
+// CompleteRecv implements roce.Adapter.
+func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
+	q.wc = abi.WC{
+		ID: w.ID, Status: uint32(c.Status), Opcode: uint32(c.Opcode), ByteLen: c.ByteLen, QPN: q.n, SrcQP: c.SrcQP,
+		Flags: c.Flags & (roce.FlagGRH | roce.FlagImm), SL: q.wcSL(c), PortNum: 1, VendorErr: vendorErr(c.Status),
+	}
+	switch {
+	case c.Flags&roce.FlagImm != 0:
+		q.wc.Ex = c.Imm
+	case c.Flags&roce.FlagInv != 0:
+		q.wc.Flags |= abi.WCFlagsInvalidate
+		le.PutUint32(q.wc.Ex[:], uint32(c.InvKey))
+	}
+	q.rcq.post(&q.wc, c.Solicited || c.Status != roce.StatusSuccess)
+}
+
+// wcSL is the service level of a receive completion. RoCE has none (IBTA A16.4), while
+// a UD completion shall tell what kind of packet came (A17.4.5.1), for which ibv_wc has no
+// field. So processes get it there, coded as ConnectX does, which programs rely on (UCX up to
+// 1.18 takes packets for someone else's without). A kernel gets the 802.1p priority.
+func (q *qp) wcSL(c *roce.Completion) uint8 {
+	switch {
+	case q.privileged || c.Flags&roce.FlagGRH == 0:
+		return c.SL
+	case c.RoCEv1:
+		return abi.WCSLRoCEv1
+	case c.IPv4:
+		return abi.WCSLIPv4
+	}
+	return abi.WCSLIPv6
+}
+
+// phys tells whether a local segment skips stage one: the reserved key of a
+// privileged QP names guest-physical memory (RA-1, RA-2); elsewhere it is no key.
+func (q *qp) phys(k translate.Key) bool { return k == abi.DMALKey && q.privileged }
+
+// Gather implements roce.Adapter.
+func (q *qp) Gather(dst []byte, w *roce.WQE, off uint64) translate.Miss {
+	for i := range w.SGEs {
+		s := &w.SGEs[i]
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		n := min(uint64(len(dst)), uint64(s.Length)-off)
+		if m := q.readLocal(dst[:n], s, off); !m.OK() {
+			return m
+		}
+		if dst = dst[n:]; len(dst) == 0 {
+			return translate.Miss{}
+		}
+		off = 0
+	}
+	if len(dst) > 0 {
+		return translate.Miss{Kind: translate.OutOfRange, Len: uint64(len(dst))}
+	}
+	return translate.Miss{}
+}
+
+func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
+	va, ok := s.VA.Add(off)
+	if !ok {
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
+	}
+	if q.phys(s.Key) {
+		return q.lane.space.Read(dst, translate.PA(va))
+	}
+	return q.dev.vm.Read(dst, s.Key, q.pd, va, translate.LocalRead)
+}
+
+// Scatter implements roce.Adapter.
+func (q *qp) Scatter(sg []roce.SGE, off uint64, src []byte) translate.Miss {
+	for i := range sg {
+		s := &sg[i]
+		if off >= uint64(s.Length) {
+			off -= uint64(s.Length)
+			continue
+		}
+		n := min(uint64(len(src)), uint64(s.Length)-off)
+		if m := q.writeLocal(s, off, src[:n]); !m.OK() {
+			return m
+		}
+		if src = src[n:]; len(src) == 0 {
+			return translate.Miss{}
+		}
+		off = 0
+	}
+	if len(src) > 0 {
+		return translate.Miss{Kind: translate.OutOfRange, Len: uint64(len(src))}
+	}
+	return translate.Miss{}
+}
+
+func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
+	va, ok := s.VA.Add(off)
+	if !ok {
+		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
+	}
+	if q.phys(s.Key) {
+		return q.lane.space.Write(translate.PA(va), src)
+	}
+	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
+}
+
+// CheckRemote implements roce.Adapter. The reserved key is never an R_Key (RA-3). A key
+// of another domain may be a window of this QP's own (IBTA 10.6.7, type 2B).
+func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss {
+	m := q.dev.vm.Check(key, q.pd, va, n, need)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Check(key, q.own, va, n, need)
+	}
+	return m
+}
+
+// FlushRemote implements roce.Adapter.
+func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool, need translate.Access) translate.Miss {
+	if !whole {
+		return q.CheckRemote(key, va, n, need)
+	}
+	m := q.dev.vm.CheckKey(key, q.pd, need)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.CheckKey(key, q.own, need)
+	}
+	return m
+}
+
+// ReadRemote implements roce.Adapter.
+func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
+	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Read(dst, key, q.own, va, translate.RemoteRead)
+	}
+	return m
+}
+
+// WriteRemote implements roce.Adapter.
+func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
+	m := q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
+	if m.Kind == translate.BadPD {
+		m = q.dev.vm.Write(key, q.own, va, src, translate.RemoteWrite)
+	}
+	return m
+}
+
+// AtomicRemote implements roce.Adapter. It is atomic against the guest's own
+// processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
+func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
+	p, m := q.dev.vm.Uint64(key, q.pd, va, op.Needs())
+	if m.Kind == translate.BadPD {
+		p, m = q.dev.vm.Uint64(key, q.own, va, op.Needs())
+	}
+	if !m.OK() {
+		return 0, m
+	}
+	switch op {
+	case roce.AtomicCompareSwap:
+		return translate.CompareSwap(p, compare, swapAdd), m
+	case roce.AtomicFetchAdd:
+		return translate.FetchAdd(p, swapAdd), m
+	}
+	p.Store(swapAdd)
+	return 0, m
+}
+
+// GetBuf implements roce.Adapter.
+func (q *qp) GetBuf() *frame.Buf { return q.dev.cfg.Pool.Get() }
+
+// Transmit implements roce.Adapter.
+func (q *qp) Transmit(b *frame.Buf) {
+	defer b.Free() // also when the frame hits a hole in the receiver's memory
+	q.dev.transmit(q, b)
+}
+
+// ArmTimer implements roce.Adapter.
+func (q *qp) ArmTimer(deadline int64) {
+	q.deadline = deadline
+	q.arm()
+}
+
+// arm sets the timer to what comes first.
+func (q *qp) arm() {
+	at := q.deadline
+	if q.paceAt != 0 && (at == 0 || q.paceAt < at) {
+		at = q.paceAt
+	}
+	if at == 0 {
+		q.timer.Stop()
+		return
+	}
+	q.timer.Arm(at)
+}
+
+// onTimer is the timer's function.
+func (q *qp) onTimer(now int64) {
+	if q.dead {
+		return
+	}
+	t, ok := q.lane.enter()
+	if !ok {
+		return
+	}
+	defer q.lane.leave(t)
+	if q.paceAt != 0 && q.paceAt <= now {
+		q.lane.push(q)
+	}
+	q.deadline = 0
+	q.lane.cur = q
+	q.t.Timer(now) // arms it again if it has a deadline
+	q.lane.cur = nil
+	if q.deadline == 0 && q.paceAt > now {
+		q.arm()
+	}
+}
+
+// Schedule implements roce.Adapter.
+func (q *qp) Schedule() { q.lane.push(q) }
+
+var eventTypes = [...]abi.EventType{
+	roce.EventFatal: abi.EventQPFatal, roce.EventReqErr: abi.EventQPReqErr, roce.EventAccessErr: abi.EventQPAccessErr,
+	roce.EventCommEst: abi.EventQPCommEst, roce.EventSQDrained: abi.EventSQDrained, roce.EventLastWQE: abi.EventQPLastWQE,
+}
+
+// Event implements roce.Adapter.
+func (q *qp) Event(k roce.EventKind) {
+	q.dev.async.post(&q.asyn, 1<<eventTypes[k])
+}
+
+// close ends the QP: loop only. Nothing of it is left on the loop afterwards.
+func (q *qp) close() {
+	q.dead = true
+	for i := range q.sides {
+		q.sides[i].unpark()
+	}
+	q.dropKept(len(q.kept))
+	q.t.Close()
+	q.unbind()
+	q.timer.Stop()
+	q.lane.unlist(q)
+	q.lane.qps--
+}

@@ -1,0 +1,144 @@
+package hca
+
+import (
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+)
+
+func (g *guest) srq(pd, elems, limit uint32) (uint32, *tring) {
+	g.tb.Helper()
+	r := g.ring(elems, 7)
+	return g.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: 4, Limit: limit, Ring: r.desc}, r.pas...)), &r
+}
+
+func (r *tring) postRecv(id uint64, sgl ...abi.SGE) {
+	abi.RecvWQE(r.elem(r.prod().Load())).Set(id, sgl)
+	r.push()
+}
+
+// Two QPs on two lanes feed from one SRQ into one CQ, through a limit event and a
+// move to a larger ring, and every request is used once, in order.
+func TestSRQ(t *testing.T) {
+	w := newWorld(t, 2, 2, Limits{})
+	ga, gb := w.guests[0], w.guests[1]
+	pa, pb := ga.pd(), gb.pd()
+	dq := gb.eventQueue(abi.EventQueue, 8, abi.SizeEvent)
+	dq.add(8)
+	n, r := gb.srq(pb, 16, 4)
+	rcq := gb.cq(64)
+	// The first QP binds the SRQ to a lane; the second comes to it from the lane
+	// that its send CQ is on already.
+	anchor := gb.cq(64)
+	first := gb.qp(qpSpec{pd: pb, scq: gb.cq(64), rcq: rcq, flags: abi.QPHasSRQ, srq: n})
+	gb.qp(qpSpec{pd: pb, scq: anchor})
+	if gb.tables.cqs[anchor.n].owner == gb.qpFor(first.n).lane {
+		t.Fatal("both lanes are the same: the test does not test sharing")
+	}
+	// Placement follows the SRQ, so a QP with that anchor shares the anchor instead.
+	second := gb.qp(qpSpec{pd: pb, scq: anchor, rcq: rcq, flags: abi.QPHasSRQ, srq: n})
+	if !gb.tables.cqs[anchor.n].shared || gb.qpFor(second.n).lane != gb.qpFor(first.n).lane {
+		t.Error("the QPs of an SRQ are not on one lane, or the CQ between two lanes has no lock")
+	}
+	senders := []*tqp{ga.qp(qpSpec{pd: pa}), ga.qp(qpSpec{pd: pa})}
+	for i, p := range []*tqp{first, second} {
+		senders[i].connectRC(p)
+		p.connectRC(senders[i])
+	}
+	for i := range 15 {
+		r.postRecv(uint64(i))
+	}
+	send := func(k, i int) {
+		q := senders[k]
+		s := q.wqe()
+		s.SetRequest(uint64(i), abi.WRSend, abi.SendSignaled)
+		q.post()
+		if wc := rcq.await(1)[0]; wc.ID != uint64(i) || wc.QPN != []uint32{first.n, second.n}[k] {
+			t.Fatalf("receive %d: %+v", i, wc)
+		}
+		senders[k].scq.await(1)
+	}
+	for i := range 10 {
+		send(i%2, i)
+	}
+	w.step(3)
+	if ev := dq.events(); len(ev) != 0 {
+		t.Fatalf("events %+v with 5 requests left and limit 4", ev)
+	}
+	nr := gb.ring(64, 8)
+	gb.must(abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: nr.desc}, nr.pas...))
+	if p, c := nr.prod().Load(), nr.cons().Load(); p != 5 || c != 0 {
+		t.Fatalf("new ring: producer %d, consumer %d, want 5 and 0", p, c)
+	}
+	r = &nr
+	for i := 10; i < 13; i++ {
+		send(i%2, i)
+	}
+	w.step(3)
+	if ev := dq.events(); len(ev) != 1 || ev[0].Type != abi.EventSRQLimit || ev[0].Handle != n {
+		t.Fatalf("events %+v, want one SRQ limit", ev)
+	}
+	// The event disarms; MODIFY arms anew.
+	var a abi.SRQAttr
+	_ = a.Decode(gb.must(abi.CmdQuerySRQ, handle(n)))
+	if a.Limit != 0 {
+		t.Errorf("limit %d after the event", a.Limit)
+	}
+	gb.must(abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQLimit, Limit: 10}))
+	send(0, 13)
+	w.step(3)
+	if ev := dq.events(); len(ev) != 1 {
+		t.Fatalf("events %+v", ev)
+	}
+	// Too small a ring for what is posted.
+	for i := range 20 {
+		r.postRecv(uint64(100 + i))
+	}
+	small := gb.ring(16, 8)
+	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: small.desc}, small.pas...))
+	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQLimit, Limit: 64}))
+	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: 4}))
+}
+
+// RESIZE_CQ moves what is not polled, in order, whichever way the ring is wrapped.
+func TestResizeCQ(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	c := g.cq(8)
+	q := g.tables.cqs[c.n]
+	post := func(id uint64) {
+		tok := g.space.Epochs().Enter(0)
+		defer g.space.Epochs().Leave(0, tok)
+		q.post(&abi.WC{ID: id}, false)
+	}
+	id, want := uint64(0), uint64(0)
+	for round := range 40 {
+		for range 5 {
+			post(id)
+			id++
+		}
+		elems := uint32(8 << (round % 3))
+		r := g.ring(elems, 6+uint8(round%2))
+		g.must(abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: c.n, Ring: r.desc}, r.pas...))
+		c.tring = r
+		if p := r.prod().Load(); p != 5 || r.cons().Load() != 0 {
+			t.Fatalf("round %d: producer %d, consumer %d", round, p, r.cons().Load())
+		}
+		got := c.poll()
+		for _, wc := range got {
+			if wc.ID != want {
+				t.Fatalf("round %d: %+v, want id %d", round, wc, want)
+			}
+			want++
+		}
+	}
+	for range 7 {
+		post(1)
+	}
+	r := g.ring(4, 6)
+	g.refused(abi.StatusInvalid, abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: c.n, Ring: r.desc}, r.pas...))
+	g.refused(abi.StatusNotFound, abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: 99, Ring: r.desc}, r.pas...))
+	if got := c.poll(); len(got) != 7 {
+		t.Errorf("a refused resize lost completions: %d", len(got))
+	}
+}

@@ -1,0 +1,239 @@
+package hca
+
+import (
+	"fmt"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// Status describes a device for people (`vnicd status`) and metrics.
+type Status struct {
+	Name      string      `json:"name"`
+	MAC       string      `json:"mac"`
+	Connected bool        `json:"connected"`
+	Up        bool        `json:"up"`
+	Link      bool        `json:"link"`
+	Failed    bool        `json:"failed,omitempty"` // the guest's memory vanished
+	Busy      bool        `json:"busy,omitempty"`   // a command waits for the host's memory; what it guards is left out
+	PortMTU   int         `json:"port_mtu"`
+	GIDs      []string    `json:"gids,omitempty"`
+	PDs       int         `json:"pds"`
+	CQs       int         `json:"cqs"`
+	SRQs      int         `json:"srqs"`
+	MRs       int         `json:"mrs"`
+	MTTs      uint64      `json:"mtt_entries"`
+	QPs       []QPStatus  `json:"qps,omitempty"`
+	Faults    FaultStatus `json:"faults"`
+	// Stats are the driver's, and local_messages and local_bytes: requests that were
+	// copies to another VM's memory instead of frames, which count as packets, too; and
+	// of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
+	Stats map[string]uint64 `json:"stats"`
+	// Drops counts what arrived and was not accepted, by reason (MT-6).
+	Drops map[string]uint64 `json:"drops,omitempty"`
+}
+
+// FaultStatus describes page faults and the releases of guest memory. What is
+// counted since the front end connected says so.
+type FaultStatus struct {
+	Parked        int           `json:"parked"` // sides of QPs that wait now
+	Guest         FaultQueue    `json:"guest"`
+	Host          FaultQueue    `json:"host"` // since connected; all waiters of this memory
+	Invalidations uint64        `json:"invalidations"`
+	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
+	Drains        uint64        `json:"drains"`           // since connected
+	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
+	// GuestHeat counts faults of the guest level by where the driver put the page.
+	GuestHeat translate.HeatMap `json:"-"`
+}
+
+// FaultQueue describes the faults of one level (PF-7).
+type FaultQueue struct {
+	Raised   uint64        `json:"raised"`
+	Resumed  uint64        `json:"resumed"`
+	Failed   uint64        `json:"failed"`
+	Waiting  uint64        `json:"waiting"`
+	Sum      time.Duration `json:"sum_ns"`  // over those in Buckets
+	Mean     time.Duration `json:"mean_ns"` // from raising to the answer
+	Median   time.Duration `json:"median_ns"`
+	P99      time.Duration `json:"p99_ns"`
+	Max      time.Duration `json:"max_ns"`
+	Estimate time.Duration `json:"estimate_ns"` // smoothed: what RNR timers follow (PF-8)
+	// Buckets[0] counts faults that took less than 1 us, Buckets[i] those of
+	// [2^(i-1), 2^i) us; empty ones at the end are left out.
+	Buckets []uint64 `json:"buckets,omitempty"`
+}
+
+func (q *FaultQueue) times(h *translate.Histogram) {
+	q.Sum, q.Mean, q.Median, q.P99, q.Max = h.Sum, h.Mean(), h.Quantile(0.5), h.Quantile(0.99), h.Max
+	n := len(h.Buckets)
+	for n > 0 && h.Buckets[n-1] == 0 {
+		n--
+	}
+	q.Buckets = append(q.Buckets, h.Buckets[:n]...)
+}
+
+// QPStatus describes a queue pair.
+type QPStatus struct {
+	QPN    uint32 `json:"qpn"`
+	Type   string `json:"type"`
+	State  string `json:"state"`
+	Engine int    `json:"engine"`
+	Dest   uint32 `json:"dest_qpn,omitempty"`
+	Path   string `json:"path,omitempty"` // remote GID
+	// Absent pages that it waits for, in words.
+	Waits []string `json:"waits,omitempty"`
+}
+
+// Stats returns the counters, over all QPs since the device was made. It visits
+// the loops; any goroutine but theirs.
+func (d *Device) Stats() abi.Stats { return d.stats() }
+
+func (d *Device) stats() (s abi.Stats) {
+	for _, l := range d.lanes {
+		l.loop.Do(func() { l.statistics(&s) })
+	}
+	for i := range d.turned {
+		if n := d.turned[i].Load(); refusal(i) == refusedICRC {
+			s.Value[abi.StatICRCErrors] += n
+		} else {
+			s.Value[abi.StatRxDropped] += n
+		}
+	}
+	s.Value[abi.StatRxDropped] += d.conns.dropped()
+	s.Value[abi.StatHostFaults] += d.fetches.Load()
+	s.Value[abi.StatInvalidations] = d.invalidations.Load()
+	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()
+	s.Value[abi.StatFaultsFailed] = d.faults.failed.Load()
+	return s
+}
+
+// describePatience is how long who looks at the tables waits for a command in
+// progress: those that wait for the host's swap device take as long as that does.
+const describePatience = time.Second
+
+// lockSoon takes mu, unless a command holds it for long.
+func (d *Device) lockSoon() bool {
+	for end := time.Now().Add(describePatience); !d.mu.TryLock(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
+
+// visit is how many QPs eachQP looks at in one go.
+const visit = 64
+
+// eachQP calls f for every QP, on its loop; under mu. Between some and the next the
+// loop does its work: it is other VMs' too.
+func (d *Device) eachQP(f func(q *qp)) {
+	of := map[*lane][]*qp{}
+	for _, q := range d.tables.qpList {
+		of[q.lane] = append(of[q.lane], q)
+	}
+	for l, qs := range of {
+		for some := range slices.Chunk(qs, visit) {
+			l.loop.Do(func() {
+				for _, q := range some {
+					f(q)
+				}
+			})
+		}
+	}
+}
+
+// Describe gathers the device's status. It visits the loops; any goroutine but
+// theirs. What a command in progress guards is left out if that takes long, so that
+// one VM's slow memory does not keep the others from being looked at.
+func (d *Device) Describe() Status {
+	st := d.stats()
+	s := Status{
+		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.told.Load() != nil, Up: d.up.Load(),
+		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
+	}
+	s.Drops = d.Drops()
+	for i, v := range st.Value {
+		s.Stats[abi.Stat(i).String()] = v
+	}
+	for _, l := range d.lanes {
+		l.loop.Do(func() {
+			s.Stats["local_messages"] += l.stats.LocalMessages
+			s.Stats["local_bytes"] += l.stats.LocalBytes
+			s.Stats["np_ecn_marked_roce_packets"] += l.stats.ECNMarked
+			s.Stats["np_cnp_sent"] += l.stats.TxCNP
+			s.Stats["rp_cnp_handled"] += l.stats.RxCNP
+			s.Stats["kept_packets"] += l.stats.Kept
+			s.Stats["selective_acks_sent"] += l.stats.TxMaps
+			s.Stats["selective_acks_received"] += l.stats.RxMaps
+		})
+	}
+	for i, g := range d.gids.snap.Load().all {
+		if g.set {
+			v := "v2"
+			if g.v1 {
+				v = "v1"
+			}
+			s.GIDs = append(s.GIDs, fmt.Sprintf("%d: %s RoCE %s", i, net.IP(g.addr[:]), v))
+		}
+	}
+	if s.Busy = !d.lockSoon(); s.Busy {
+		return s
+	}
+	defer d.mu.Unlock()
+	t := &d.tables
+	s.PDs, s.CQs, s.SRQs, s.MRs = len(t.pds), len(t.cqs), len(t.srqs), len(t.mrs)
+	if t.vm != nil {
+		_, s.MTTs = t.vm.Usage()
+	}
+	d.eachQP(func(q *qp) {
+		var a roce.Attr
+		q.t.Query(&a)
+		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.lane.id, Dest: a.DestQPN}
+		if a.AV.DGID != [16]byte{} {
+			x.Path = net.IP(a.AV.DGID[:]).String()
+		}
+		for i := range q.sides {
+			if m := q.sides[i].want; !m.OK() {
+				x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
+			}
+		}
+		s.QPs = append(s.QPs, x)
+	})
+	slices.SortFunc(s.QPs, func(a, b QPStatus) int { return int(a.QPN) - int(b.QPN) })
+	s.Faults = d.faultStatus(&st)
+	return s
+}
+
+// faultStatus is called under mu.
+func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
+	f := FaultStatus{Invalidations: d.invalidations.Load(), GuestHeat: d.faults.heat}
+	for _, l := range d.lanes {
+		l.loop.Do(func() { f.Parked += l.parked })
+	}
+	g := &f.Guest
+	g.Raised, g.Resumed, g.Failed = st.Value[abi.StatGuestFaults], d.faults.resumed.Load(), d.faults.failed.Load()
+	for _, q := range d.tables.qpList {
+		for i := range q.sides {
+			if s := q.sides[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
+				g.Waiting++
+			}
+		}
+	}
+	g.Estimate = time.Duration(d.faults.estimate.Load())
+	g.times(&d.faults.times)
+	if conn := d.tables.conn; conn != nil {
+		space := conn.Space()
+		q := space.Faults()
+		h := q.Stats()
+		f.Host = FaultQueue{Raised: h.Raised, Resumed: h.Served, Failed: h.Failed, Waiting: h.Waiting, Estimate: q.Estimate()}
+		f.Host.times(&h.Time)
+		e := space.Epochs().Stats()
+		f.EpochsFlipped, f.Drains, f.LongestDrain = e.Flips, e.Drains, e.Longest
+	}
+	return f
+}

@@ -1,0 +1,247 @@
+package hca
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// QP numbers. The low 16 bits are the index in Device.qps, which is also the
+// doorbell slot; the upper 8 count how often the index was used, so that a packet
+// or an event for a QP that is gone does not meet its successor. 0xff is left out
+// there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
+// with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
+const (
+	qpIndexes    = 1 << 16
+	qpIndexMask  = qpIndexes - 1
+	gsiQPN       = 1
+	firstQPIndex = 2
+	mcastQPN     = 0xffffff
+	maxQPGen     = 0xff
+)
+
+// pd is a protection domain.
+type pd struct {
+	refs int // QPs, SRQs, MRs and MWs
+}
+
+// tables are what the guest made, by number. Device.mu guards them; only the
+// command goroutine and Reset change them.
+type tables struct {
+	conn virtio.Conn
+	vm   *translate.VM
+
+	pds  map[uint32]*pd
+	cqs  map[uint32]*cq
+	srqs map[uint32]*srq
+	// mrs and mws remember the PD of every region and window, for its reference count.
+	mrs, mws map[uint32]uint32
+
+	lastPD, lastCQ, lastSRQ uint32
+	lastOwn                 uint32 // domains of QPs
+
+	qps    int
+	qpList map[uint32]*qp // by QP number
+	gen    []uint8        // next generation of each index
+	free   []uint16       // indices, least recently used first
+	nextQP int            // lowest index never used
+
+	nextLane int
+
+	// QPs that were destroyed while faults of theirs were with the host's driver:
+	// they count as QPs until it has let go of them, also after a reset.
+	lingering []*qp
+
+	// What is held for the doorbell areas, by engine, and for the table of
+	// address handles.
+	dbHeld [abi.MaxEngines]held
+	ahHeld held
+}
+
+func (t *tables) reset(d *Device) {
+	conn, vm, gen, lingering := t.conn, t.vm, t.gen, t.lingering
+	for _, q := range t.qpList {
+		if q.faulting() {
+			lingering = append(lingering, q)
+		}
+	}
+	for _, q := range t.cqs {
+		q.held.release()
+	}
+	for i := range t.dbHeld {
+		t.dbHeld[i].release()
+	}
+	t.ahHeld.release()
+	if gen == nil {
+		gen = make([]uint8, len(d.qps))
+	}
+	*t = tables{
+		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cq{}, srqs: map[uint32]*srq{}, mrs: map[uint32]uint32{},
+		mws:    map[uint32]uint32{},
+		qpList: map[uint32]*qp{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
+	}
+	d.gids.reset(d.lim.GIDs)
+	d.groups.Store(newMcastTable())
+}
+
+// Protection domains from here on have one member, a QP, for what only that may use.
+const ownDomains = 1 << 31
+
+// newID finds a number below ownDomains that is not in use, never 0, and late to come back.
+func newID[T any](m map[uint32]T, last *uint32) uint32 {
+	for {
+		*last = (*last + 1) % ownDomains
+		if *last == 0 {
+			continue
+		}
+		if _, used := m[*last]; !used {
+			return *last
+		}
+	}
+}
+
+// takeQPIndex picks an index and makes the QP number from it.
+func (t *tables) takeQPIndex(d *Device) (index int, qpn uint32, err error) {
+	switch {
+	case t.nextQP < len(d.qps):
+		index = t.nextQP
+		t.nextQP++
+	case len(t.free) > 0:
+		index = int(t.free[0])
+		t.free = t.free[1:]
+	default:
+		return 0, 0, &limitError{what: "queue pairs", n: uint64(t.qps) + 1, max: uint64(d.lim.QPs)}
+	}
+	g := t.gen[index]
+	t.gen[index] = (g + 1) % maxQPGen
+	return index, uint32(g)<<16 | uint32(index), nil
+}
+
+func (t *tables) giveQPIndex(i int) {
+	if i >= firstQPIndex {
+		t.free = append(t.free, uint16(i))
+	}
+}
+
+// roomForQP enforces the limit of QPs.
+func (t *tables) roomForQP(d *Device) error {
+	t.lingering = slices.DeleteFunc(t.lingering, func(q *qp) bool { return !q.faulting() })
+	if n := t.qps + len(t.lingering); n >= d.lim.QPs {
+		return &limitError{what: "queue pairs", n: uint64(n) + 1, max: uint64(d.lim.QPs)}
+	}
+	return nil
+}
+
+func notFound(what string, n uint32) error {
+	return refuse(abi.StatusNotFound, "no %s %d", what, n)
+}
+
+func (t *tables) pd(n uint32) (*pd, error) {
+	if p := t.pds[n]; p != nil {
+		return p, nil
+	}
+	return nil, notFound("protection domain", n)
+}
+
+func (t *tables) cq(n uint32) (*cq, error) {
+	if c := t.cqs[n]; c != nil {
+		return c, nil
+	}
+	return nil, notFound("completion queue", n)
+}
+
+func (t *tables) srq(n uint32) (*srq, error) {
+	if s := t.srqs[n]; s != nil {
+		return s, nil
+	}
+	return nil, notFound("shared receive queue", n)
+}
+
+func (t *tables) qp(n uint32) (*qp, error) {
+	if q := t.qpList[n]; q != nil {
+		return q, nil
+	}
+	return nil, notFound("queue pair", n)
+}
+
+// cmd is a command being executed.
+type cmd struct {
+	d   *Device
+	t   *tables
+	ctx context.Context // ends when the command queue is stopped
+	op  abi.Opcode
+	in  []byte // the request's payload, copied in
+	out []byte // room for the reply's payload
+	n   int    // bytes of it used
+
+	drain *translate.Drain // what the answer has to wait for (EP-3)
+}
+
+// reply reserves n bytes of the reply.
+func (c *cmd) reply(n int) []byte {
+	c.n = n
+	return c.out[:n]
+}
+
+// pages checks that the payload is a fixed part and exactly n PAs.
+func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
+	want := uint64(fixed)
+	for _, x := range n {
+		want += 8 * uint64(x)
+	}
+	if want != uint64(len(c.in)) {
+		return nil, refuse(abi.StatusInvalid, "payload of %d bytes, %d pages need %d", len(c.in), n, want)
+	}
+	return c.in[fixed:], nil
+}
+
+// epoch runs f inside an epoch of the guest's memory, again if it met a page that
+// was absent on the host. f must not wait.
+func (c *cmd) epoch(f func() error) error {
+	return c.d.fetching(c.ctx, func() error {
+		e := c.d.space().Epochs()
+		t := e.Enter(commandSlot)
+		defer e.Leave(commandSlot, t)
+		return f()
+	})
+}
+
+// on is epoch on a lane's loop.
+func (c *cmd) on(l *lane, f func() error) error {
+	return c.d.fetching(c.ctx, func() error { return l.on(f) })
+}
+
+// on runs f on a lane's loop inside an epoch.
+func (l *lane) on(f func() error) (err error) {
+	l.loop.Do(func() {
+		t, ok := l.enter()
+		if !ok {
+			err = refuse(abi.StatusIO, "the guest's memory is gone")
+			return
+		}
+		defer l.leave(t)
+		err = f()
+	})
+	return err
+}
+
+// commandSlot is the epoch slot of control goroutines; loops use theirs.
+const commandSlot = 15
+
+// epochSlot names a slot for those who wait for it (EP-3).
+func epochSlot(slot int) string {
+	if slot == commandSlot {
+		return "a command or the connection"
+	}
+	return fmt.Sprintf("loop %d", slot)
+}
+
+// opcodeError says that a command is not in the table.
+type opcodeError abi.Opcode
+
+func (e opcodeError) Error() string { return fmt.Sprintf("unknown opcode %d", uint16(e)) }
+func (e opcodeError) Unwrap() error { return abi.StatusUnsupported }

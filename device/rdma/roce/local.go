@@ -1,0 +1,372 @@
+package roce
+
+import (
+	"encoding/binary"
+	"math/bits"
+
+	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The local path: the peer is a QP of this same loop, and a request is one copy
+// from memory to memory.
+//
+// It does only what succeeds. A step is some packets' worth of a message that are
+// sent, executed and acknowledged at once: both QPs go from one packet boundary to
+// another, just as if those packets had been on the wire. Whatever does not succeed
+// at the peer (an absent page, no receive, a wrong key, a wrong state) is left
+// untouched there, and the packet concerned is sent as a frame: it meets the same
+// obstacle and is answered by the one implementation of RNR NAKs, faults and errors
+// that there is. The same holds whenever the adapter says that frames are wanted.
+//
+// A step is taken only if nothing of this requester is under way: all that it sent
+// was answered, and the peer expects the very PSN that comes next. So the two kinds
+// never overtake each other.
+//
+// A miss in memory of one's own suspends as it does when a frame is made.
+
+// Messages of streamFrom bytes, which is where Go's copy does so too, are copied past the caches; not in pieces of less than streamLeast.
+const (
+	streamFrom  = 1 << 20
+	streamLeast = 2 << 10
+)
+
+// outcome is what became of an attempt to go the local way.
+type outcome uint8
+
+const (
+	localDone  outcome = iota // some of the WQE, or all, is done
+	localFrame                // the next packet must be a frame
+	localStop                 // nothing to do now: it waits or has failed
+	localMiss                 // own memory missed: requester.missed
+)
+
+// localPeer returns the peer if requests may go to it directly in this turn, and how many bytes of them.
+func (q *QP) localPeer() (*QP, uint64) {
+	p, slice := q.a.Peer()
+	if p == nil || p == q || p.closed || p.typ != q.typ || p.mtu != q.mtu || p.state < RTR || p.state == Err {
+		return nil, 0
+	}
+	// What admits would say, in both directions.
+	x, y := &q.attr.AV, &p.attr.AV
+	if q.attr.DestQPN != p.cfg.QPN || p.attr.DestQPN != q.cfg.QPN || x.RoCEv1 != y.RoCEv1 ||
+		x.SMAC != y.DMAC || x.DMAC != y.SMAC || x.SGID != y.DGID || x.DGID != y.SGID || !sameVLAN(x.VLAN, y.VLAN) {
+		return nil, 0
+	}
+	return p, slice
+}
+
+// expects tells whether the responder is between packets and waits for psn.
+func (q *QP) expects(psn uint64) bool {
+	return (q.epsn^psn)&psnMask == 0 && q.fatal.syndrome == 0 && q.nak == 0 && !q.nakSent && q.pending == 0 && q.owed.none() && q.repeats.none() &&
+		!q.ahead.there.Any() && !q.dropMsg && q.waits.request.cause == atNothing
+}
+
+// localRC goes on with slot cur of an RC QP; left is what this turn may still copy.
+func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) outcome {
+	if q.nxt != q.una || q.sent != q.una {
+		// Something is under way: it is repeated, or asked about, as frames.
+		if q.nxt < q.sent || q.unasked > 0 {
+			return localFrame
+		}
+		q.blocked = true
+		return localStop
+	}
+	if !p.expects(q.nxt) {
+		return localFrame
+	}
+	n, res := q.localStep(p, s, left)
+	if n > 0 {
+		q.nxt += n
+		q.una, q.sent = q.nxt, q.nxt
+		if s.info.kind.answered() {
+			p.msn++ // a part of a READ is a request of its own
+		} else {
+			p.ackPSN = p.epsn - 1
+			if q.nxt == s.end {
+				p.msn++
+			}
+		}
+		if q.nxt == s.end {
+			q.cur++
+			q.completeHead(StatusSuccess)
+			return localDone
+		}
+	}
+	return q.localMissed(s, res)
+}
+
+// localUC is localRC for UC. If a frame is under way, the peer expects another PSN.
+func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) outcome {
+	if !p.expects(q.nxt) {
+		return localFrame
+	}
+	if q.nxt == s.first {
+		p.msg, p.off = 0, 0 // what was in progress is abandoned
+	}
+	n, res := q.localStep(p, s, left)
+	if n > 0 {
+		q.nxt += n
+		if q.nxt == s.end {
+			q.una, q.sent = q.nxt, q.nxt
+			q.completeHead(StatusSuccess)
+			return localDone
+		}
+	}
+	return q.localMissed(s, res)
+}
+
+// localStep executes packets of s at p, from nxt on, and returns how many.
+func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome) {
+	off := (q.nxt - s.first) * uint64(q.mtu)
+	want, size := uint64(0), uint64(0) // bytes
+	if s.info.kind != kindAtomic {
+		if want = s.w.Length - off; want > *left {
+			want = *left &^ uint64(q.mtu-1) // whole packets
+			if want == 0 {
+				*left = 0
+				return 0, localDone
+			}
+		}
+	}
+	p.now = q.now
+	switch s.info.kind {
+	case kindRead:
+		size, res = q.localRead(p, s, off, want)
+	case kindAtomic:
+		if res = q.localAtomic(p, s); res != localDone {
+			return 0, res
+		}
+	case kindFlush:
+		if f := flushNeeds(s.w.Flush); p.msg != 0 || p.attr.Access&f != f || len(p.memory) == 0 ||
+			!p.a.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), s.w.Flush.Selectivity == wire.FlushRegion, f).OK() {
+			return 0, localFrame
+		}
+		res = localDone
+	case kindAtomicWrite:
+		if size, res = want, q.localAtomicWrite(p, s); res != localDone {
+			return 0, res
+		}
+	default:
+		size, res = q.localWrite(p, s, off, want)
+	}
+	*left -= min(size, *left)
+	if res == localDone {
+		n = packets(size, q.mtu)
+	} else {
+		size &^= uint64(q.mtu - 1)
+		if n = size >> bits.TrailingZeros32(q.mtu); n == 0 {
+			return 0, res
+		}
+	}
+	if w := &q.waits.send; (w.cause == atGather || w.cause == atResult) && w.psn < q.nxt+n {
+		w.end()
+	}
+	if p.state == RTR && !p.commEst {
+		p.commEst = true
+		p.a.Event(EventCommEst)
+	}
+	q.countLocal(p, s, n, size)
+	p.epsn += n
+	if !s.info.kind.answered() {
+		p.placed(s, off, size)
+	}
+	return n, res
+}
+
+// countLocal counts n packets with size bytes as if they had been frames.
+func (q *QP) countLocal(p *QP, s *sendSlot, n, size uint64) {
+	from, to := q.stats, p.stats
+	if s.info.kind.answered() { // the request
+		from.TxPackets++
+		to.RxPackets++
+		from, to = to, from
+	}
+	from.TxPackets += n
+	from.TxBytes += size
+	to.RxPackets += n
+	to.RxBytes += size
+	if q.nxt == s.first {
+		q.stats.LocalMessages++
+	}
+	q.stats.LocalBytes += size
+}
+
+// localWrite copies want bytes of a SEND or WRITE from byte off on, and returns how
+// many it got to.
+func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res outcome) {
+	w := &s.w
+	first, last, write := off == 0, off+want == w.Length, s.info.kind == kindWrite
+	switch {
+	case s.info.inv, first && p.msg != 0, !first && (p.msg != s.info.op() || p.off != off):
+		return 0, localFrame
+	case write && first && (p.attr.Access&translate.RemoteWrite == 0 ||
+		(!last || s.info.imm && w.Length > 0) && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
+		return 0, localFrame
+	}
+	if !write || last && s.info.imm {
+		if p.takeRecv() != vOK {
+			p.armTimer()
+			return 0, localFrame
+		}
+		if !write && off+want > p.wqe.Length {
+			return 0, localFrame
+		}
+	}
+	for done < want {
+		at := off + done
+		var src, dst []byte
+		var m translate.Miss
+		if w.Inline {
+			src = w.InlineData[at : off+want]
+		} else if src, m = q.a.GatherSpan(w, at, want-done); !m.OK() {
+			return done, q.missedOwn(s, at, m)
+		}
+		if write {
+			if first && last && done == 0 && uint64(len(src)) < want &&
+				!p.a.CheckRemote(w.RKey, w.RemoteVA, want, translate.RemoteWrite).OK() {
+				return 0, localFrame // before any of it is written
+			}
+			dst, m = p.a.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), uint64(len(src)), translate.RemoteWrite)
+		} else {
+			dst, m = p.a.ScatterSpan(p.wqe.SGEs, at, uint64(len(src)))
+		}
+		if !m.OK() {
+			return done, localFrame
+		}
+		done += uint64(s.copy(dst, src))
+	}
+	return done, localDone
+}
+
+// copy copies a part of the message.
+func (s *sendSlot) copy(dst, src []byte) int {
+	if s.w.Length >= streamFrom {
+		return stream(dst, src)
+	}
+	return copy(dst, src)
+}
+
+// placed is the responder's part after size bytes of s from off on were placed.
+func (q *QP) placed(s *sendSlot, off, size uint64) {
+	w := &s.w
+	if off+size < w.Length {
+		q.msg, q.off = s.info.op(), off+size
+		q.va, q.rkey, q.length = w.RemoteVA, w.RKey, w.Length
+		return
+	}
+	q.msg, q.off = 0, 0
+	if s.info.kind == kindWrite && !s.info.imm {
+		return
+	}
+	c := &q.rcomp
+	*c = Completion{Opcode: WCRecv, ByteLen: uint32(w.Length), SrcQP: q.attr.DestQPN, Solicited: w.Solicited, VLAN: NoVLAN}
+	if s.info.kind == kindWrite {
+		c.Opcode = WCRecvWithImm
+	}
+	if s.info.imm {
+		c.Flags, c.Imm = FlagImm, w.Imm
+	}
+	q.finishRecv()
+}
+
+// localRead copies want bytes of a READ from byte off on.
+func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res outcome) {
+	w := &s.w
+	if p.msg != 0 || p.attr.Access&translate.RemoteRead == 0 || len(p.memory) == 0 ||
+		want > 0 && !p.a.CheckRemote(w.RKey, w.RemoteVA+translate.VA(off), want, translate.RemoteRead).OK() {
+		return 0, localFrame
+	}
+	for done < want {
+		at := off + done
+		src, m := p.a.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), want-done, translate.RemoteRead)
+		if !m.OK() {
+			return done, localFrame
+		}
+		dst, m := q.a.ScatterSpan(w.SGEs, at, uint64(len(src)))
+		if !m.OK() {
+			return done, q.missedOwn(s, at, m)
+		}
+		done += uint64(s.copy(dst, src))
+	}
+	return done, localDone
+}
+
+// localAtomic executes an atomic. Its result must have a place before: memory that
+// is there stays until the epoch is left.
+func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
+	w := &s.w
+	if p.msg != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+		return localFrame
+	}
+	dst, m := q.a.ScatterSpan(w.SGEs, 0, atomicLen)
+	if m.Fault() {
+		return q.missedOwn(s, 0, m)
+	}
+	if len(dst) < atomicLen {
+		return localFrame // in two places, or none
+	}
+	op, compare := AtomicFetchAdd, uint64(0)
+	if w.Opcode == WRCompareSwap {
+		op, compare = AtomicCompareSwap, w.Compare
+	}
+	old, m := p.a.AtomicRemote(w.RKey, w.RemoteVA, op, compare, w.SwapAdd)
+	if !m.OK() {
+		return localFrame
+	}
+	binary.LittleEndian.PutUint64(dst, old)
+	return localDone
+}
+
+// localAtomicWrite executes an ATOMIC WRITE.
+func (q *QP) localAtomicWrite(p *QP, s *sendSlot) outcome {
+	w := &s.w
+	if p.msg != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+		return localFrame
+	}
+	src := q.result[:]
+	if w.Inline {
+		copy(src, w.InlineData)
+	} else if m := q.a.Gather(src, w, 0); !m.OK() {
+		return q.missedOwn(s, 0, m)
+	}
+	if _, m := p.a.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, binary.LittleEndian.Uint64(src)); !m.OK() {
+		return localFrame
+	}
+	return localDone
+}
+
+// missedOwn notes a miss in the requester's own memory at byte at of the message.
+func (q *QP) missedOwn(s *sendSlot, at uint64, m translate.Miss) outcome {
+	if m.Fault() {
+		m.Len = segmentRest(s.w.SGEs, at, m)
+	}
+	q.missed = m
+	return localMiss
+}
+
+// localMissed suspends or fails s if that is why the step ended.
+func (q *QP) localMissed(s *sendSlot, res outcome) outcome {
+	if res != localMiss {
+		return res
+	}
+	if !q.missed.Fault() {
+		q.stats.LocalErrors++
+		q.failSlot(s, StatusLocProt)
+		return localStop
+	}
+	c := atGather
+	if s.info.kind.returns() {
+		c = atResult
+	}
+	q.awaitSend(c, q.nxt, q.missed)
+	return localStop
+}
+
+// op is the operation whose packets carry a SEND or WRITE.
+func (i *wrInfo) op() wire.Operation {
+	if i.kind == kindWrite {
+		return wire.Write
+	}
+	return wire.Send
+}

@@ -1,0 +1,422 @@
+package roce
+
+import (
+	"fmt"
+	"math/bits"
+
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// Defaults and bounds of Config.
+const (
+	defaultOutstanding = 64
+	defaultWindow      = 256
+	strangerWindow     = 128 // towards who is not known to be a vnicd: a loss costs all of it, and so much Linux rxe has under way itself
+	defaultRdAtomic    = 16
+	maxRdAtomic        = 128
+	maxWindow          = 4096
+	minWindow          = 8
+	maxMessage         = 1 << 31    // IBTA 9.7.7: largest RC and UC message
+	GSIQKey            = 0x80010000 // of all QPs 1 (IBTA 10.2.5)
+)
+
+// QP is one queue pair. All methods must be called from the same loop; none
+// blocks or allocates, except Modify.
+type QP struct {
+	cfg   Config
+	a     Adapter
+	typ   Type
+	state State
+	mtu   uint32 // path MTU, bytes
+	stats *Stats
+
+	now       int64
+	scheduled bool  // the adapter owes us a Run
+	timerAt   int64 // deadline the adapter holds, 0: none
+	closed    bool
+	commEst   bool // event raised already
+	draining  bool // SQD entered, event or query outstanding
+	lastWQE   bool // EventLastWQE raised
+
+	attr Attr
+	tx   wire.Template // RC, UC: to the peer
+
+	requester
+	responder
+	waits
+
+	flushAt    int64 // Err: when to look again for posted receives
+	flushDelay int64
+	ownStats   Stats
+}
+
+// NewQP makes a QP in state Reset. Zero fields of cfg take their defaults;
+// values out of range are brought into it.
+func NewQP(cfg Config, a Adapter) *QP {
+	def := func(v *int, d, lo, hi int) {
+		if *v == 0 {
+			*v = d
+		}
+		*v = min(max(*v, lo), hi)
+	}
+	def(&cfg.MaxOutstanding, defaultOutstanding, 1, 1024)
+	def(&cfg.Window, defaultWindow, minWindow, maxWindow)
+	def(&cfg.MTU, 4096, 256, 4096)
+	def(&cfg.MaxRdAtomic, defaultRdAtomic, 1, maxRdAtomic)
+	if cfg.Type == UD || cfg.Type == GSI || cfg.Type == UC {
+		cfg.MaxOutstanding = 1 // unacknowledged: one WQE at a time
+	}
+	cfg.MaxOutstanding = 1 << bits.Len(uint(cfg.MaxOutstanding-1))
+	q := &QP{cfg: cfg, a: a, typ: cfg.Type, stats: cfg.Stats}
+	if q.stats == nil {
+		q.stats = &q.ownStats
+	}
+	q.reset()
+	return q
+}
+
+// reset returns to the condition of a new QP.
+func (q *QP) reset() {
+	q.state = Reset
+	q.attr = Attr{AV: AddressVector{VLAN: NoVLAN}}
+	q.mtu = uint32(q.cfg.MTU)
+	q.commEst, q.draining, q.lastWQE = false, false, false
+	q.flushAt, q.flushDelay = 0, 0
+	q.resetRequester()
+	q.resetResponder()
+	q.waits = waits{out: q.out}
+	if q.timerAt != 0 {
+		q.timerAt = 0
+		q.a.ArmTimer(0)
+	}
+}
+
+// Header returns what all packets of an RC or UC QP begin with, Ethernet to UDP, before their lengths are filled in; nil if
+// the QP has no path yet.
+func (q *QP) Header() []byte {
+	if q.typ.class() == classUD || q.attr.AV.DGID == [16]byte{} {
+		return nil
+	}
+	return q.tx.Bytes()
+}
+
+// QPN returns the QP's number.
+func (q *QP) QPN() uint32 { return q.cfg.QPN }
+
+// Destination returns where frames of an RC or UC QP go: address, to be read only, and QP number.
+func (q *QP) Destination() (*AddressVector, uint32) { return &q.attr.AV, q.attr.DestQPN }
+
+// MTU returns the path MTU in bytes.
+func (q *QP) MTU() uint32 { return q.mtu }
+
+// State returns the current state.
+func (q *QP) State() State { return q.state }
+
+// Stats returns the counters (shared with other QPs if Config.Stats was given).
+func (q *QP) Stats() *Stats { return q.stats }
+
+// Query fills in all attributes (IBTA 11.2.5.3).
+func (q *QP) Query(a *Attr) {
+	*a = q.attr
+	a.State, a.CurState = q.state, q.state
+	a.SQDraining = q.state == SQD && q.head != q.tail
+	a.SQPSN = uint32(q.nxt & psnMask)
+	a.RQPSN = uint32(q.epsn & psnMask)
+}
+
+// Close ends the QP: nothing is completed and the adapter is not called again.
+func (q *QP) Close() {
+	q.dropAhead()
+	q.forget()
+	q.closed = true
+	q.state = Reset
+	q.slots = nil
+}
+
+// Modify changes attributes and state (IBTA 11.2.5.2, table of 10.3.1). On error,
+// a *ModifyError, nothing was changed.
+func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
+	q.now = now
+	from, to := q.state, q.state
+	if mask&MaskState != 0 {
+		to = a.State
+	}
+	refuse := func(reason string) error {
+		return &ModifyError{QPN: q.cfg.QPN, Type: q.typ, From: from, To: to, Reason: reason}
+	}
+	reason := ""
+	switch {
+	case q.closed:
+		reason = "the QP is closed"
+	case mask&MaskCurState != 0 && a.CurState != from:
+		reason = fmt.Sprintf("cur_qp_state is %v", a.CurState)
+	default:
+		if reason = checkTransition(q.typ, from, to, mask); reason == "" && to != Reset && to != Err {
+			reason = q.cfg.checkValues(a, mask)
+		}
+	}
+	if reason != "" {
+		return refuse(reason)
+	}
+	if from == Reset && to != Reset && q.slots == nil {
+		q.allocate() // to flush takes WQEs, too
+	}
+	switch to {
+	case Reset:
+		q.reset()
+		return nil
+	case Err:
+		q.toErr()
+		return nil
+	}
+	if mask&MaskAV != 0 && (q.typ == RC || q.typ == UC) {
+		// The peer's number only spreads source ports; it may be given later.
+		remote := q.attr.DestQPN
+		if mask&MaskDestQPN != 0 {
+			remote = a.DestQPN
+		}
+		av := a.AV
+		if q.controlled(&av) {
+			av.TrafficClass = av.TrafficClass&^header.ECNMask | header.ECT0
+		}
+		t, err := av.template(q.cfg.QPN, remote)
+		if err != nil {
+			return refuse(err.Error())
+		}
+		q.tx = t
+	}
+	q.take(a, mask)
+	q.state = to
+	switch {
+	case from == SQD && to == SQD, from == to:
+	case to == RTS:
+		q.draining = false
+		q.wake()
+	case to == SQD:
+		q.draining = true
+		q.checkDrained()
+	}
+	q.armTimer()
+	return nil
+}
+
+// take copies the attributes that mask names and derives what depends on them.
+func (q *QP) take(a *Attr, mask Mask) {
+	t := &q.attr
+	if mask&MaskPKeyIndex != 0 {
+		t.PKeyIndex = a.PKeyIndex
+	}
+	if mask&MaskPort != 0 {
+		t.Port = a.Port
+	}
+	if mask&MaskAccess != 0 {
+		t.Access = a.Access
+	}
+	if mask&MaskQKey != 0 {
+		t.QKey = a.QKey
+	}
+	if mask&MaskPathMTU != 0 {
+		t.PathMTU = a.PathMTU
+		q.mtu = uint32(mtuBytes(a.PathMTU))
+	}
+	if mask&MaskTimeout != 0 {
+		t.Timeout = a.Timeout
+		q.timeout = timeoutNS(a.Timeout)
+	}
+	if mask&MaskRetryCnt != 0 {
+		t.RetryCnt = a.RetryCnt
+		q.retryLeft = a.RetryCnt
+	}
+	if mask&MaskRNRRetry != 0 {
+		t.RNRRetry = a.RNRRetry
+		q.rnrLeft = a.RNRRetry
+	}
+	if mask&MaskMinRNRTimer != 0 {
+		t.MinRNRTimer = a.MinRNRTimer
+	}
+	if mask&MaskMaxRdAtomic != 0 {
+		t.MaxRdAtomic = a.MaxRdAtomic
+	}
+	if mask&MaskMaxDestRdAtomic != 0 {
+		t.MaxDestRdAtomic = a.MaxDestRdAtomic
+		q.resizeResources(int(a.MaxDestRdAtomic))
+	}
+	if mask&MaskSQDNotify != 0 {
+		t.SQDNotify = a.SQDNotify
+	}
+	if mask&MaskDestQPN != 0 {
+		t.DestQPN = a.DestQPN
+	}
+	if mask&MaskAV != 0 {
+		t.AV = a.AV
+	}
+	if mask&MaskRQPSN != 0 {
+		t.RQPSN = a.RQPSN & psnMask
+		q.startResponder(t.RQPSN)
+	}
+	if mask&MaskSQPSN != 0 {
+		t.SQPSN = a.SQPSN & psnMask
+		q.startRequester(t.SQPSN)
+	}
+}
+
+// toErr enters the error state; Run flushes what is posted.
+func (q *QP) toErr() {
+	if q.state == Err {
+		return
+	}
+	q.state = Err
+	q.respClear()
+	q.waits.send.end()
+	q.waits.read.end()
+	q.waits.request.end()
+	q.forget()
+	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
+	q.flushDelay = flushDelayMin
+	q.wake()
+}
+
+// Moved tells the QP that it lives on another loop from now on, whose counters are stats: its timer is armed anew.
+func (q *QP) Moved(now int64, stats *Stats) {
+	q.stats = stats
+	q.Timer(now)
+}
+
+// wake asks for a Run, once.
+func (q *QP) wake() {
+	if !q.scheduled {
+		q.scheduled = true
+		q.a.Schedule()
+	}
+}
+
+// Run does what is due and possible now, sending or flushing at most about
+// budget packets or WQEs: called after Schedule and when the SQ's doorbell rang.
+// more asks for another call soon.
+func (q *QP) Run(now int64, budget int) (more bool) {
+	if q.closed {
+		return false
+	}
+	q.now = now
+	q.scheduled = false
+	switch q.state {
+	case Reset, Init:
+		return false
+	case Err:
+		more = q.flush(budget)
+	default:
+		more = q.respond(max(budget/2, 1))
+		if q.state != Err {
+			switch q.typ {
+			case RC:
+				more = q.runRC(budget) || more
+			case UC:
+				more = q.runUC(budget) || more
+			default:
+				more = q.runUD(budget) || more
+			}
+			q.checkDrained()
+		}
+		if q.state == SQE && q.flushSends(&budget) {
+			more = true
+		}
+		if q.state == Err {
+			more = true
+		}
+	}
+	q.armTimer()
+	if more {
+		q.scheduled = true
+	}
+	return more
+}
+
+// Timer is called when the deadline given to ArmTimer has passed.
+func (q *QP) Timer(now int64) {
+	q.timerAt = 0
+	if q.closed {
+		return
+	}
+	q.now = now
+	due := func(t *int64) bool {
+		if *t == 0 || now < *t {
+			return false
+		}
+		*t = 0
+		return true
+	}
+	if due(&q.rnrAt) || due(&q.stallAt) || due(&q.respStallAt) || due(&q.flushAt) {
+		q.wake()
+	}
+	if due(&q.board.lookAt) {
+		q.judge()
+	}
+	if due(&q.ahead.untilAt) {
+		q.dropAhead()
+	}
+	if due(&q.replies.untilAt) {
+		q.window.silence()
+		q.goBack()
+	}
+	if due(&q.rtxAt) {
+		q.timedOut()
+	}
+	q.faultTimer()
+	q.armTimer()
+}
+
+// armTimer makes the adapter's timer fire at the earliest deadline. A timer that
+// is armed too early is left alone: deadlines move back with every
+// acknowledgement, and a spurious Timer costs less than rearming each time.
+func (q *QP) armTimer() {
+	var t int64
+	for _, d := range [...]int64{q.rtxAt, q.board.lookAt, q.ahead.untilAt, q.replies.untilAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
+		q.waits.send.againAt, q.waits.read.againAt, q.waits.request.againAt} {
+		if d != 0 && (t == 0 || d < t) {
+			t = d
+		}
+	}
+	if t != 0 && (q.timerAt == 0 || t < q.timerAt) {
+		q.timerAt = t
+		q.a.ArmTimer(t)
+	}
+}
+
+// Receive processes a packet for this QP whose ICRC holds and whose headers were
+// validated by wire.ParseRoCE. p and its payload are borrowed for the call.
+func (q *QP) Receive(now int64, p *wire.RoCE) {
+	if q.closed {
+		return
+	}
+	q.now = now
+	q.stats.RxPackets++
+	q.stats.RxBytes += uint64(len(p.Payload))
+	if q.state < RTR || q.state == Err {
+		q.drop(DropState)
+		return
+	}
+	if !q.admits(p) {
+		return
+	}
+	if p.TOS&header.ECNMask == header.CE {
+		q.receiveMarked(p)
+	}
+	if p.Info.Op == wire.CNP {
+		q.receiveCNP()
+		return
+	}
+	if q.state == RTR && !q.commEst {
+		q.commEst = true
+		q.a.Event(EventCommEst)
+	}
+	switch q.typ {
+	case RC:
+		q.receiveRC(p)
+	case UC:
+		q.receiveUC(p)
+	default:
+		q.receiveUD(p)
+	}
+	q.armTimer()
+}

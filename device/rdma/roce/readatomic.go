@@ -1,0 +1,110 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// READ and atomic requests, requester's side.
+
+// atomicLen is how many bytes an atomic works on.
+const atomicLen = 8
+
+// sendReadAtomic sends the request for slot cur from PSN nxt on. The number in
+// flight is bounded by max_rd_atomic (IBTA 9.7.8.1).
+func (q *QP) sendReadAtomic(s *sendSlot) bool {
+	end, ok := q.requestEnd(s)
+	if !ok {
+		q.blocked = true
+		return false
+	}
+	w := &s.w
+	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true, selective: !q.cfg.GoBackN}
+	ext, n := wire.RETHLen, 0
+	switch s.info.kind {
+	case kindAtomic:
+		ext = wire.AtomicLen
+	case kindFlush:
+		ext = wire.FETHLen + wire.RETHLen
+	case kindAtomicWrite:
+		n = atomicLen
+	}
+	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
+	if buf == nil {
+		q.stallAt = q.now + bufferDelay
+		return false
+	}
+	switch s.info.kind {
+	case kindRead:
+		off := (q.nxt - s.first) * uint64(q.mtu)
+		n := min(w.Length-off, (end-q.nxt)*uint64(q.mtu))
+		r := wire.RETH{VA: uint64(w.RemoteVA) + off, RKey: uint32(w.RKey), Length: uint32(n)}
+		r.Encode(hdr)
+	case kindFlush:
+		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: w.FlushLen}
+		r.Encode(hdr[w.Flush.Encode(hdr):])
+	case kindAtomicWrite:
+		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: atomicLen}
+		r.Encode(hdr)
+		if !q.gather(s, data, 0) {
+			buf.Free()
+			return false
+		}
+	default:
+		r := wire.AtomicETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), SwapAdd: w.SwapAdd}
+		if w.Opcode == WRCompareSwap {
+			r.Compare = w.Compare
+		}
+		r.Encode(hdr)
+	}
+	if q.nxt >= q.sent {
+		q.rd[q.rdTail&uint32(len(q.rd)-1)] = end
+		q.rdTail++
+	}
+	q.unasked = 0
+	q.advanceNxt(s, end)
+	q.send(&q.tx, buf)
+	return true
+}
+
+// requestEnd returns where the request that starts at nxt ends: as far as last
+// time if it is a repetition, else a new part. ok is false if as many as allowed
+// are in flight.
+//
+// Less than last time is asked for only of what has been executed (repair.go): any
+// other request the peer would take for one of that length.
+func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
+	if q.nxt < q.sent {
+		for i := q.rdHead; i != q.rdTail; i++ {
+			if e := q.rd[i&uint32(len(q.rd)-1)]; e > q.nxt {
+				if q.board.active && q.nxt < q.board.executed {
+					e = q.dueEnd(e)
+				}
+				return e, true
+			}
+		}
+	}
+	if q.rdTail-q.rdHead >= uint32(q.attr.MaxRdAtomic) {
+		return 0, false
+	}
+	part := min(readChunk, q.window.packets())
+	if q.ours && q.attr.MaxRdAtomic > 1 {
+		part = min(readChunk, max(q.window.packets()/2, 1)) // so that there is one behind it, by which its loss shows
+	}
+	return min(s.end, q.nxt+part), true
+}
+
+// dueEnd returns the end of the responses from nxt on that are to be sent again, as far as the window allows.
+func (q *QP) dueEnd(end uint64) uint64 {
+	psn := q.nxt + 1
+	for room := int64(q.window.packets() - q.flight()); psn < end && room > 1 && q.due(psn); psn++ {
+		room--
+	}
+	return psn
+}
+
+// retireRequests forgets the requests that were answered in full.
+func (q *QP) retireRequests() {
+	for q.rdHead != q.rdTail && q.rd[q.rdHead&uint32(len(q.rd)-1)] <= q.una {
+		q.rdHead++
+	}
+}

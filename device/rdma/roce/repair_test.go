@@ -1,0 +1,514 @@
+package roce
+
+import (
+	"fmt"
+	"math/rand"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// marked is a WRITE of one byte, that of its PSN, to the address of the same number, by who understands maps.
+func marked(psn uint32, ack bool) craft {
+	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: ack, sel: true, key: 2, va: uint64(psn & 0xff), length: 1, data: []byte{byte(psn)}}
+}
+
+// wantMap fails unless the one thing sent is a map: psn is expected, and those are there.
+func (n *node) wantMap(sent *[]wire.RoCE, psn uint32, there ...uint64) {
+	n.f.t.Helper()
+	n.runAll()
+	var want wire.Arrivals
+	for _, i := range there {
+		want.Set(i, 1)
+	}
+	if len(*sent) != 1 {
+		n.f.t.Fatalf("%d packets sent, want a map", len(*sent))
+	}
+	p := (*sent)[0]
+	if p.BTH.Opcode != wire.OpRCSelectiveAck || p.BTH.PSN != psn&psnMask || p.AETH().Syndrome != wire.NAKSequence || p.Arrivals() != want {
+		n.f.t.Fatalf("%v psn %#x syndrome %#x, %x; want %#x, %x", p.BTH.Opcode, p.BTH.PSN, p.AETH().Syndrome, p.Arrivals(), psn, want)
+	}
+	*sent = nil
+}
+
+func (f *fabric) wantHeld(n int) {
+	f.t.Helper()
+	if got := f.held.InUse(); got != n {
+		f.t.Fatalf("%d frames are held, want %d", got, n)
+	}
+}
+
+// TestKeep: what is kept is told, executed in order when its turn has come, and once.
+func TestKeep(t *testing.T) {
+	o := opts()
+	o.psnA = 0xfffffe
+	f, b, sent := lone(t, o)
+	mem := b.reg(2, 0, 1<<16, allAccess)
+	clear(mem.buf)
+	b.inject(marked(0, false)) // 0xfffffe and 0xffffff are missing
+	b.inject(marked(2, false))
+	b.wantMap(sent, 0xfffffe, 2, 4)
+	if mem.buf[0] != 0 || mem.buf[2] != 0 {
+		t.Error("placed before its turn")
+	}
+	b.inject(marked(2, true)) // again
+	b.wantMap(sent, 0xfffffe, 2, 4)
+	for range tellEvery - 1 {
+		b.inject(marked(2, false))
+	}
+	b.wantResp(sent) // nothing new
+	f.wantHeld(2)
+	b.inject(marked(0xffffff, true))
+	b.wantMap(sent, 0xfffffe, 1, 2, 4)
+	b.inject(marked(0xfffffe, true)) // 0xfffffe to 0
+	b.wantMap(sent, 1, 1)
+	f.wantHeld(1)
+	mem.buf[0] = 0xee
+	b.inject(marked(0, true)) // a duplicate by now; who asks is told all
+	b.wantMap(sent, 1, 1)
+	b.inject(marked(1, true))
+	b.wantResp(sent, ackOf(2))
+	f.wantHeld(0)
+	if mem.buf[0] != 0xee || mem.buf[1] != 1 || mem.buf[2] != 2 || mem.buf[0xff] != 0xff {
+		t.Errorf("% x", mem.buf[:3])
+	}
+	// Who does not understand is answered as ever, and goes back.
+	c := marked(5, true)
+	c.sel = false
+	b.inject(c)
+	b.wantResp(sent, nakOf(3, wire.NAKSequence))
+	b.inject(marked(6, true)) // from now on nothing helps but 3
+	b.wantResp(sent)
+	f.wantHeld(0)
+	// So is, in the middle, a peer that has become another.
+	b.inject(marked(3, false))
+	b.inject(marked(5, false))
+	b.wantMap(sent, 4, 1)
+	b.inject(c)
+	b.wantResp(sent, nakOf(4, wire.NAKSequence))
+	f.wantHeld(0)
+	if b.q.stats.Kept != 4 {
+		t.Errorf("%d counted", b.q.stats.Kept)
+	}
+}
+
+// TestKeepBounds: how much is kept, and how long.
+func TestKeepBounds(t *testing.T) {
+	o := opts()
+	o.psnA, o.mtu = 0, 1
+	f, b, sent := lone(t, o)
+	b.reg(2, 0, 1<<16, allAccess)
+	b.inject(marked(aheadSpan, true)) // too far ahead, nothing else is there
+	b.wantResp(sent, nakOf(0, wire.NAKSequence))
+	b.inject(marked(0, false))
+	for psn := range uint32(aheadSpan + 70) {
+		b.inject(marked(psn+2, false))
+	}
+	b.runAll()
+	if there := (*sent)[len(*sent)-1].Arrivals(); !there.Has(aheadSpan-1) || len(*sent) > 1+aheadSpan/tellEvery {
+		t.Errorf("%d maps, %x", len(*sent), there)
+	}
+	*sent = nil
+	f.wantHeld(aheadSpan - 1)
+	// The pool is empty: what is there is told, no more.
+	b.inject(marked(1, true)) // 1 to aheadSpan
+	b.wantResp(sent, ackOf(aheadSpan))
+	var all []interface{ Free() }
+	for {
+		x := f.held.Get()
+		if x == nil {
+			break
+		}
+		all = append(all, x)
+	}
+	b.inject(marked(aheadSpan+2, false))
+	b.wantResp(sent, nakOf(aheadSpan+1, wire.NAKSequence))
+	for _, x := range all {
+		x.Free()
+	}
+	b.inject(marked(aheadSpan+1, false))
+	// A READ stands for all the PSNs of its responses.
+	b.inject(craft{op: wire.OpRCReadRequest, psn: aheadSpan + 3, sel: true, key: 2, length: 700})
+	b.inject(marked(aheadSpan+6, true))
+	b.wantMap(sent, aheadSpan+2, 1, 2, 3, 4)
+	// What overlaps with it cannot be right.
+	b.inject(marked(aheadSpan+4, true))
+	b.wantMap(sent, aheadSpan+2, 1, 2, 3, 4)
+	f.wantHeld(2)
+	b.inject(marked(aheadSpan+2, false))
+	b.runAll()
+	if n := len(*sent); n != 4 || (*sent)[3].BTH.Opcode != wire.OpRCAck || (*sent)[3].BTH.PSN != aheadSpan+6 {
+		t.Errorf("%d packets", n)
+	}
+	*sent = nil
+	// Not for ever.
+	b.inject(marked(aheadSpan+8, true))
+	b.wantMap(sent, aheadSpan+7, 1)
+	for range 3 {
+		if f.now = max(f.now, b.timer); f.held.InUse() == 0 {
+			break
+		}
+		b.timer = 0
+		b.q.Timer(f.now)
+	}
+	f.wantHeld(0)
+	if d := f.now - 1e9; d > 2*aheadFor {
+		t.Errorf("kept for %d ms", d/1e6)
+	}
+}
+
+// TestKeepEnds: whatever else stops the responder gives back what it kept.
+func TestKeepEnds(t *testing.T) {
+	for name, end := range map[string]func(f *fabric, b *node){
+		"RNR": func(f *fabric, b *node) { b.inject(craft{op: wire.OpRCSendOnly, psn: 0, sel: true}) },
+		"absent page": func(f *fabric, b *node) {
+			b.paging(1, 0, 0)
+			b.absent(2, 0)
+			b.inject(marked(0, true))
+		},
+		"wrong key": func(f *fabric, b *node) {
+			c := marked(0, true)
+			c.key = 3
+			b.inject(c)
+		},
+		"reset": func(f *fabric, b *node) { b.modify(Attr{State: Reset}, MaskState) },
+		"error": func(f *fabric, b *node) { b.modify(Attr{State: Err}, MaskState) },
+		"close": func(f *fabric, b *node) { b.q.Close() },
+		"inner": func(f *fabric, b *node) { // a SEND without a receive among what is kept
+			b.inject(craft{op: wire.OpRCSendOnly, psn: 1, sel: true})
+			b.inject(marked(0, true))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o := opts()
+			o.psnA = 0
+			f, b, _ := lone(t, o)
+			b.reg(2, 0, 4096, allAccess)
+			b.inject(marked(2, true))
+			b.inject(marked(3, true))
+			f.wantHeld(2)
+			end(f, b)
+			f.wantHeld(0)
+		})
+	}
+}
+
+// TestRepair: of what the peer says that it lacks, only that is sent again, not before it can be lost, and once in its time.
+func TestRepair(t *testing.T) {
+	o := opts()
+	o.psnB, o.timeout = psnMask-1, 18 // 1 s
+	f, b, sent := lone(t, o)
+	b.reg(1, 0, 4096, allAccess)
+	w := WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}
+	only := func(psn uint32) resp { return resp{wire.OpRCWriteOnly, psn & psnMask, wire.NoCredits} }
+	ack := func(psn uint32) { b.inject(craft{op: wire.OpRCAck, psn: psn & psnMask, syn: wire.NoCredits}) }
+	tell := func(psn uint32, there ...uint64) {
+		c := craft{op: wire.OpRCSelectiveAck, psn: psn & psnMask, syn: wire.NAKSequence}
+		for _, i := range there {
+			c.there.Set(i, 1)
+		}
+		b.inject(c)
+	}
+	const first = psnMask - 1
+	pass := func(d int64) {
+		for end := f.now + d; ; {
+			if b.timer == 0 || b.timer > end {
+				f.now = end
+				return
+			}
+			f.now, b.timer = max(f.now, b.timer), 0
+			b.q.Timer(f.now)
+			b.runAll()
+		}
+	}
+	post := func(n int) (out []resp) {
+		for range n {
+			out = append(out, only(first+uint32(len(b.sq))))
+			b.post(w)
+		}
+		return out
+	}
+	b.wantResp(sent, post(1)...)
+	if p := b.q.tx; p.Len() == 0 {
+		t.Fatal("no path")
+	}
+	pass(100e3)
+	ack(first) // 100 us
+	b.wantResp(sent, post(6)...)
+	pass(100e3)
+	tell(first+1, 2, 3, 5) // lacks 0, 1, 4
+	b.wantResp(sent)       // they were sent at the same time
+	pass(20e3)
+	tell(first+1, 2, 3, 5)
+	b.wantResp(sent)
+	pass(6e3) // a quarter of 100 us
+	b.wantResp(sent, only(first+1), only(first+2), only(first+5))
+	tell(first+1, 2, 3, 5)
+	b.wantResp(sent)
+	// New ones go on behind, and that they arrive says that what was repeated is lost again.
+	pass(10e3)
+	b.wantResp(sent, post(1)...)
+	pass(100e3)
+	tell(first+2, 1, 2, 4, 5) // the first has arrived
+	pass(30e3)
+	b.wantResp(sent, only(first+2), only(first+5))
+	// Nothing comes: the oldest is repeated now and then, and at last all is.
+	pass(2e6)
+	if n := len(*sent); n != repairProbes {
+		t.Errorf("%d probes", n)
+	}
+	for i, p := range *sent {
+		if p.BTH.PSN != (first+2)&psnMask || !p.BTH.AckReq || !p.BTH.Selective {
+			t.Errorf("probe %d: %+v", i, p.BTH)
+		}
+	}
+	*sent = nil
+	pass(60e6)
+	if n := len(*sent); n < 4 || (*sent)[0].BTH.PSN != (first+2)&psnMask || (*sent)[1].BTH.PSN != (first+3)&psnMask {
+		t.Errorf("%d packets when it goes back", n)
+	}
+	*sent = nil
+	ack(first + 7)
+	b.wantSends(0, 0, 0, 0, 0, 0, 0, 0)
+	if b.q.board.active || b.q.retryLeft != 7 {
+		t.Error("it still repairs")
+	}
+}
+
+// TestHostileMap: maps that cannot be right do nothing, and none at all does to who goes back N.
+func TestHostileMap(t *testing.T) {
+	for _, back := range []bool{false, true} {
+		o := opts()
+		o.psnB = 100
+		f, b, sent := lone(t, o)
+		b.q.cfg.GoBackN = back
+		b.reg(1, 0, 4096, allAccess)
+		for range 4 {
+			b.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+		}
+		b.runAll()
+		if (*sent)[0].BTH.Selective == back {
+			t.Errorf("goes back %v, and says %v", back, !back)
+		}
+		*sent = nil
+		f.now += 1e6
+		for _, c := range []craft{
+			{psn: 100, there: wire.Arrivals{3}},              // what is expected is there
+			{psn: 100, there: wire.Arrivals{1 << 4, 1}},      // what was never sent is
+			{psn: 104, there: wire.Arrivals{2}},              // ... is missing
+			{psn: 99, there: wire.Arrivals{2}},               // old
+			{psn: 100},                                       // nothing is there
+			{psn: 100 + 1<<22, there: wire.Arrivals{1 << 5}}, //
+		} {
+			c.op, c.syn = wire.OpRCSelectiveAck, wire.NAKSequence
+			b.inject(c)
+			b.wantResp(sent)
+			if b.q.board.active {
+				t.Errorf("%+v is believed", c)
+			}
+		}
+		b.inject(craft{op: wire.OpRCSelectiveAck, psn: 101, syn: wire.NAKSequence, there: wire.Arrivals{2}})
+		if b.runAll(); len(b.sends) != map[bool]int{false: 1}[back] {
+			t.Errorf("%d completions", len(b.sends))
+		}
+	}
+}
+
+// losses drops frames: in 10^4 so many bursts.
+func (f *fabric) losses(share, burst int) {
+	left := 0
+	f.loss = func(*wire.RoCE) bool {
+		if left > 0 {
+			left--
+			return true
+		}
+		if f.rng.Intn(1e4) < share {
+			left = burst - 1
+			return true
+		}
+		return false
+	}
+}
+
+// TestLoss: what is lost for no reason costs little more than itself, on a link of 10 Gbit/s and 40 us; where one end goes back N it costs the
+// window (see README: the figures are those of this test).
+func TestLoss(t *testing.T) {
+	for _, tc := range []struct {
+		name        string
+		loss, burst int
+		seeds       int64   // of little that goes through the mean is looked at
+		write, read float64 // what is useful, at least
+		back        float64 // ... where one end goes back N
+	}{
+		{"none", 0, 1, 1, 0.99, 0.99, 0.99},
+		{"0.1 %", 10, 1, 1, 0.85, 0.9, 0.6},
+		{"1 %", 100, 1, 1, 0.6, 0.7, 0.1},
+		{"1 % in bursts of 8", 12, 8, 4, 0.6, 0.3, 0.2},
+		{"10 %", 1000, 1, 8, 0.03, 0.03, 0.002},
+	} {
+		for _, m := range []struct {
+			name         string
+			op           WROpcode
+			backA, backB bool
+		}{
+			{"write", WRWrite, false, false}, {"write, one goes back", WRWrite, false, true}, {"write, the other", WRWrite, true, false},
+			{"read", WRRead, false, false}, {"read, one goes back", WRRead, false, true}, {"read, the other", WRRead, true, false},
+		} {
+			if m.backA && tc.loss != 100 || m.backB && tc.loss == 0 {
+				continue
+			}
+			t.Run(tc.name+"/"+m.name, func(t *testing.T) {
+				useful := 0.0
+				for seed := range tc.seeds {
+					f := newFabric(t, seed+1)
+					f.delay, f.link = 20e3, slow(10e9, 0, 1000)
+					flows := f.flows(1, m.op, Config{})
+					a, b := flows[0].a.q, flows[0].b.q
+					a.cfg.GoBackN, b.cfg.GoBackN = m.backA, m.backB
+					f.losses(tc.loss, tc.burst)
+					f.run(flows, 10e6)
+					f.link.watch()
+					f.run(flows, 50e6)
+					o := f.outcomes(flows, 50e6)
+					if useful += o.useful; o.retries < 3 {
+						t.Error("it nearly gave up")
+					}
+					maps := a.stats.RxMaps
+					if kept := a.stats.Kept + b.stats.Kept; !m.backA && !m.backB && tc.loss != 0 && kept == 0 || (m.backA || m.backB) && kept+maps != 0 {
+						t.Errorf("%d kept, %d maps", kept, maps)
+					}
+				}
+				useful /= float64(tc.seeds)
+				t.Logf("%.3f", useful)
+				least := map[WROpcode]float64{WRWrite: tc.write, WRRead: tc.read}[m.op]
+				if m.backA || m.backB {
+					least = tc.back
+				}
+				if useful < least {
+					t.Errorf("want %.3f", least)
+				}
+			})
+		}
+	}
+}
+
+// TestReorder: where packets overtake each other and none is lost, next to none is repeated.
+func TestReorder(t *testing.T) {
+	for _, op := range []WROpcode{WRWrite, WRRead} {
+		for _, jitter := range []int64{5e3, 20e3, 40e3} {
+			f := newFabric(t, 1)
+			f.delay, f.link, f.jitter = 20e3, slow(10e9, 0, 1000), jitter
+			flows := f.flows(1, op, Config{})
+			f.run(flows, 60e6)
+			o, q := f.outcomes(flows, 60e6), flows[0].a.q
+			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 || q.window.packets() < 64 || kept < 1000 {
+				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats, q.window.packets(), kept)
+			}
+		}
+	}
+}
+
+// TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since its newest response said so, and
+// responses to requests that say so. As long as its responses say so it gets the whole window.
+func TestPad(t *testing.T) {
+	f := newFabric(t, 1)
+	o := opts()
+	a, b := f.pair(o)
+	const size = 5 * 1024
+	a.reg(1, 0, size, allAccess)
+	b.reg(1, 0, size, allAccess)
+	padded := map[wire.Operation]int{}
+	note := func(n *node) func(*wire.RoCE, []byte) bool {
+		return func(p *wire.RoCE, _ []byte) bool {
+			if n.pad {
+				padded[p.Info.Op]++
+			}
+			return false
+		}
+	}
+	a.onTx, b.onTx = note(a), note(b)
+	for i, tc := range []struct {
+		op           WROpcode
+		backA, backB bool
+		requests     int
+		responses    int
+	}{
+		{op: WRWrite},                           // nothing is known
+		{op: WRWrite, requests: 5},              // it has answered
+		{op: WRWrite, backB: true, requests: 5}, // by its newest answer it was
+		{op: WRWrite, backB: true},
+		{op: WRRead, responses: 5},
+		{op: WRRead, backB: true},
+		{op: WRRead, backA: true},
+		{op: WRWrite, requests: 0}, // the answers to one who does not understand do not say so
+		{op: WRWrite, requests: 5},
+	} {
+		clear(padded)
+		a.q.cfg.GoBackN, b.q.cfg.GoBackN = tc.backA, tc.backB
+		a.post(WQE{Opcode: tc.op, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
+		f.settle(1e9)
+		want := strangerWindow
+		if a.q.ours {
+			want = defaultWindow
+		}
+		if w := &a.q.window; w.full != uint32(want)*winUnit || w.goal != w.full || w.size > w.full {
+			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.size/winUnit, w.goal/winUnit, w.full/winUnit, want)
+		}
+		requests := padded[wire.Write]
+		responses := padded[wire.ReadResponse]
+		delete(padded, wire.Write)
+		delete(padded, wire.ReadResponse)
+		if requests != tc.requests || responses != tc.responses || len(padded) != 0 || len(a.sends) != i+1 {
+			t.Errorf("step %d: %d requests and %d responses may be padded, %v others; want %d and %d", i, requests, responses, padded, tc.requests, tc.responses)
+		}
+	}
+}
+
+// TestPeerChanges: ends come to understand maps and cease to, and forget what they kept, in the middle of everything: no request is
+// lost or done twice.
+func TestPeerChanges(t *testing.T) {
+	for seed := range int64(20) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			f := newFabric(t, seed)
+			o := opts()
+			o.psnA, o.psnB = psnMask-50, psnMask-70
+			a, b := f.pair(o)
+			rng := rand.New(rand.NewSource(seed))
+			const size, n = 20000, 40
+			src, dst := a.reg(1, 0, size, allAccess), b.reg(1, 0, size, allAccess)
+			word := b.reg(2, 0, 8, allAccess)
+			clear(word.buf)
+			a.reg(3, 0, 8, allAccess)
+			for range n {
+				a.post(WQE{Opcode: WRWrite, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
+				a.post(WQE{Opcode: WRFetchAdd, SGEs: []SGE{sge(3, 0, 8)}, RKey: 2, SwapAdd: 1})
+			}
+			f.losses(300, 1+int(seed)%3)
+			f.jitter = seed % 2 * 10e3
+			var change func()
+			change = func() {
+				a.q.cfg.GoBackN, b.q.cfg.GoBackN = rng.Intn(3) == 0, rng.Intn(3) == 0
+				if rng.Intn(2) == 0 {
+					b.q.dropAhead()
+				}
+				if len(a.sends) < 2*n {
+					f.after(rng.Int63n(200e3), change)
+				}
+			}
+			change()
+			f.until("all", 20e9, func() bool { return len(a.sends) == 2*n })
+			f.loss = nil
+			f.settle(1e9)
+			for i, c := range a.sends {
+				if c.c.Status != 0 {
+					t.Fatalf("%d: status %d", i, c.c.Status)
+				}
+			}
+			same(t, "data", dst.buf, src.buf)
+			if word.buf[0] != n || b.atomics != n {
+				t.Errorf("%d of %d atomics", word.buf[0], n)
+			}
+			f.wantHeld(0)
+		})
+	}
+}

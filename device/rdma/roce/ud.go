@@ -1,0 +1,123 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// Unreliable datagrams and the GSI queue pair (IBTA 9.8.3, annex A17): one packet
+// per message, each with its own destination.
+
+// controlledQKey: a work request with this bit set sends the QP's own Q_Key
+// instead (IBTA 10.2.5).
+const controlledQKey = 1 << 31
+
+// runUD sends up to budget datagrams.
+func (q *QP) runUD(budget int) (more bool) {
+	for ; budget > 0; budget-- {
+		s := q.nextUnacked()
+		if s == nil || !q.sendDatagram(s) {
+			return false
+		}
+	}
+	return true
+}
+
+func (q *QP) sendDatagram(s *sendSlot) bool {
+	w := &s.w
+	if !q.udCached || q.udAV != w.AV || q.udQPN != w.RemoteQPN {
+		t, err := w.AV.template(q.cfg.QPN, w.RemoteQPN)
+		if err != nil {
+			q.failHead(StatusLocQPOp)
+			return false
+		}
+		q.tx, q.udAV, q.udQPN, q.udCached = t, w.AV, w.RemoteQPN, true
+	}
+	t := bth{opcode: wire.OpUDSendOnly, solicited: w.Solicited, qpn: w.RemoteQPN, psn: q.nxt}
+	ext := wire.DETHLen
+	if s.info.imm {
+		t.opcode = wire.OpUDSendOnlyImm
+		ext += wire.ImmLen
+	}
+	buf, hdr, data := q.frame(&q.tx, &t, ext, int(w.Length))
+	if buf == nil {
+		q.stallAt = q.now + bufferDelay
+		return false
+	}
+	h := wire.DETH{QKey: w.QKey, SrcQP: q.cfg.QPN}
+	switch {
+	case q.typ == GSI:
+		h.QKey = GSIQKey
+	case w.QKey&controlledQKey != 0:
+		h.QKey = q.attr.QKey
+	}
+	n := h.Encode(hdr)
+	if s.info.imm {
+		wire.PutImm(hdr[n:], w.Imm)
+	}
+	if !q.gather(s, data, 0) {
+		buf.Free()
+		return false
+	}
+	q.nxt++
+	q.una, q.sent = q.nxt, q.nxt
+	q.send(&q.tx, buf)
+	q.completeHead(StatusSuccess)
+	return true
+}
+
+// receiveUD places a datagram behind the 40 bytes of its GRH area. What finds no
+// or too little room is dropped and the receive WQE kept: the sender may be anyone
+// who knows the Q_Key, and must not be able to end the QP.
+func (q *QP) receiveUD(p *wire.RoCE) {
+	d := p.DETH()
+	want := q.attr.QKey
+	if q.typ == GSI {
+		want = GSIQKey
+	}
+	if d.QKey != want {
+		q.drop(DropQKey)
+		return
+	}
+	v := q.takeRecv()
+	n := uint64(len(p.Payload))
+	if v == vOK && q.wqe.Length < wire.GRHLen+n {
+		v = vRecvShort
+	}
+	if v == vOK {
+		p.GRH(&q.grh)
+		v = q.place(0, q.grh[:], wire.GRHLen+n)
+	}
+	if v == vOK && n > 0 {
+		v = q.place(wire.GRHLen, p.Payload, n)
+	}
+	switch v {
+	case vOK:
+	case vRecvProt:
+		q.failRecv(StatusLocProt)
+		q.toErr()
+		return
+	case vRecvBad:
+		q.failRecv(q.wqe.Status)
+		q.toErr()
+		return
+	default:
+		if v == vFault {
+			if q.a.Keep() {
+				return
+			}
+			q.stats.FaultDrops++ // PF-11
+		}
+		q.stats.RxDropped++
+		return
+	}
+	c := &q.rcomp
+	*c = Completion{
+		Opcode: WCRecv, ByteLen: uint32(wire.GRHLen + n), Flags: FlagGRH, SrcQP: d.SrcQP,
+		SL: p.PCP, VLAN: p.VLAN, SMAC: p.SMAC, IPv4: !p.IsV6, RoCEv1: p.V1, Solicited: p.BTH.Solicited,
+	}
+	if p.Info.Is(wire.HasImm) {
+		c.Flags |= FlagImm
+		c.Imm = p.Imm()
+	}
+	q.finishRecv()
+}

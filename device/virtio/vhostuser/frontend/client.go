@@ -1,0 +1,280 @@
+package frontend
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+)
+
+// RefusedError is a back end's negative acknowledgement.
+type RefusedError struct {
+	Request vhostuser.Request
+	Code    uint64
+}
+
+func (e *RefusedError) Error() string {
+	return fmt.Sprintf("frontend: back end refused %v (code %d)", e.Request, e.Code)
+}
+
+// ErrClosed is returned when the back end closed the connection.
+var ErrClosed = errors.New("frontend: connection closed by the back end")
+
+// replyTimeout is generous: stopping a ring waits for the device.
+const replyTimeout = 30 * time.Second
+
+// Client sends single messages and waits for their replies. Its methods may be
+// called from any goroutine; they take turns.
+type Client struct {
+	mu    sync.Mutex // one request and its reply at a time
+	t     *vhostuser.Transport
+	reply vhostuser.Message
+	ack   bool // REPLY_ACK was negotiated
+}
+
+// Dial connects to a back end's socket.
+func Dial(ctx context.Context, path string) (*Client, error) {
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("frontend: %w", err)
+	}
+	return NewClient(c.(*net.UnixConn)), nil
+}
+
+// NewClient takes over a connected socket.
+func NewClient(c *net.UnixConn) *Client {
+	t := vhostuser.NewTransport(c)
+	t.Patience = replyTimeout
+	return &Client{t: t}
+}
+
+// Close closes the connection. Idempotent.
+func (c *Client) Close() error { return c.t.Close() }
+
+// Finish tells the back end that nothing more will come; it then takes the
+// device down.
+func (c *Client) Finish() error { return c.t.CloseWrite() }
+
+// Do sends a request. If it has a reply of its own, or an acknowledgement was
+// negotiated, Do waits for it and returns a copy of the reply's payload.
+func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...int) ([]byte, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	h := vhostuser.Header{Request: req, Flags: vhostuser.FlagVersion}
+	if c.ack && !hasReply {
+		h.Flags |= vhostuser.FlagNeedReply
+	}
+	if err := c.t.Send(h, body, fds...); err != nil {
+		return nil, fmt.Errorf("frontend: %w", err)
+	}
+	if !hasReply && !c.ack {
+		return nil, nil
+	}
+	err := c.t.Recv(&c.reply, func(h vhostuser.Header, fds int) error {
+		if h.Request != req || h.Flags&vhostuser.FlagReply == 0 {
+			return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
+		}
+		if fds != 0 {
+			return fmt.Errorf("frontend: %d descriptors in the reply to %v", fds, req)
+		}
+		return nil
+	})
+	if errors.Is(err, io.EOF) {
+		return nil, fmt.Errorf("%w after %v", ErrClosed, req)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("frontend: reply to %v: %w", req, err)
+	}
+	if hasReply {
+		return append([]byte(nil), c.reply.Body...), nil
+	}
+	code, err := vhostuser.ParseU64(c.reply.Body)
+	if err != nil {
+		return nil, err
+	}
+	if code != 0 {
+		return nil, &RefusedError{Request: req, Code: code}
+	}
+	return nil, nil
+}
+
+func (c *Client) getU64(req vhostuser.Request) (uint64, error) {
+	b, err := c.Do(req, true, nil)
+	if err != nil {
+		return 0, err
+	}
+	return vhostuser.ParseU64(b)
+}
+
+func (c *Client) setU64(req vhostuser.Request, v uint64) error {
+	_, err := c.Do(req, false, vhostuser.AppendU64(nil, v))
+	return err
+}
+
+func (c *Client) setState(req vhostuser.Request, index int, num uint32) error {
+	_, err := c.Do(req, false, vhostuser.VringState{Index: uint32(index), Num: num}.Append(nil))
+	return err
+}
+
+func (c *Client) setFD(req vhostuser.Request, index, fd int) error {
+	if fd < 0 {
+		_, err := c.Do(req, false, vhostuser.VringFD{Index: uint32(index), NoFD: true}.Append(nil))
+		return err
+	}
+	_, err := c.Do(req, false, vhostuser.VringFD{Index: uint32(index)}.Append(nil), fd)
+	return err
+}
+
+// GetFeatures and the methods after it are the messages of the same name.
+func (c *Client) GetFeatures() (uint64, error) { return c.getU64(vhostuser.ReqGetFeatures) }
+
+// SetFeatures acknowledges virtio features.
+func (c *Client) SetFeatures(f uint64) error { return c.setU64(vhostuser.ReqSetFeatures, f) }
+
+// GetProtocolFeatures asks for the protocol features on offer.
+func (c *Client) GetProtocolFeatures() (uint64, error) {
+	return c.getU64(vhostuser.ReqGetProtocolFeatures)
+}
+
+// SetProtocolFeatures acknowledges protocol features; REPLY_ACK holds from the
+// next message on.
+func (c *Client) SetProtocolFeatures(f uint64) error {
+	if err := c.setU64(vhostuser.ReqSetProtocolFeatures, f); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.ack = f&vhostuser.ProtoReplyAck != 0
+	c.mu.Unlock()
+	return nil
+}
+
+// SetOwner begins the session.
+func (c *Client) SetOwner() error { _, err := c.Do(vhostuser.ReqSetOwner, false, nil); return err }
+
+// QueueNum is GET_QUEUE_NUM.
+func (c *Client) QueueNum() (uint64, error) { return c.getU64(vhostuser.ReqGetQueueNum) }
+
+// MaxMemSlots is GET_MAX_MEM_SLOTS.
+func (c *Client) MaxMemSlots() (uint64, error) { return c.getU64(vhostuser.ReqGetMaxMemSlots) }
+
+// SetMemTable hands over all of the guest's memory; fds[i] is region i's file.
+func (c *Client) SetMemTable(t []vhostuser.Region, fds ...int) error {
+	_, err := c.Do(vhostuser.ReqSetMemTable, false, vhostuser.AppendMemTable(nil, t), fds...)
+	return err
+}
+
+// AddMemReg adds one region.
+func (c *Client) AddMemReg(r vhostuser.Region, fd int) error {
+	_, err := c.Do(vhostuser.ReqAddMemReg, false, vhostuser.AppendMemReg(nil, r), fd)
+	return err
+}
+
+// RemMemReg takes one region away.
+func (c *Client) RemMemReg(r vhostuser.Region) error {
+	_, err := c.Do(vhostuser.ReqRemMemReg, false, vhostuser.AppendMemReg(nil, r))
+	return err
+}
+
+// SetVringNum sets a ring's size.
+func (c *Client) SetVringNum(i int, n uint32) error {
+	return c.setState(vhostuser.ReqSetVringNum, i, n)
+}
+
+// SetVringBase sets the first available index, or the places of a packed ring.
+func (c *Client) SetVringBase(i int, base uint32) error {
+	return c.setState(vhostuser.ReqSetVringBase, i, base)
+}
+
+// SetVringEnable enables or disables a ring.
+func (c *Client) SetVringEnable(i int, on bool) error {
+	v := uint32(0)
+	if on {
+		v = 1
+	}
+	return c.setState(vhostuser.ReqSetVringEnable, i, v)
+}
+
+// SetVringAddr says where a ring lies, in user addresses.
+func (c *Client) SetVringAddr(a vhostuser.VringAddr) error {
+	_, err := c.Do(vhostuser.ReqSetVringAddr, false, a.Append(nil))
+	return err
+}
+
+// GetVringBase stops a ring and returns what SetVringBase takes.
+func (c *Client) GetVringBase(i int) (uint32, error) {
+	b, err := c.Do(vhostuser.ReqGetVringBase, true, vhostuser.VringState{Index: uint32(i)}.Append(nil))
+	if err != nil {
+		return 0, err
+	}
+	s, err := vhostuser.ParseVringState(b)
+	if err != nil {
+		return 0, err
+	}
+	if s.Index != uint32(i) {
+		return 0, fmt.Errorf("frontend: GET_VRING_BASE of ring %d: reply for ring %d, index %#x", i, s.Index, s.Num)
+	}
+	return s.Num, nil
+}
+
+// SetVringKick, SetVringCall and SetVringErr hand over an eventfd; -1 is none.
+func (c *Client) SetVringKick(i, fd int) error { return c.setFD(vhostuser.ReqSetVringKick, i, fd) }
+
+// SetVringCall hands over the eventfd by which the device interrupts.
+func (c *Client) SetVringCall(i, fd int) error { return c.setFD(vhostuser.ReqSetVringCall, i, fd) }
+
+// SetVringErr hands over the eventfd by which the device reports a broken ring.
+func (c *Client) SetVringErr(i, fd int) error { return c.setFD(vhostuser.ReqSetVringErr, i, fd) }
+
+// SetBackendReqFD hands over the back end's end of its own channel.
+func (c *Client) SetBackendReqFD(fd int) error {
+	_, err := c.Do(vhostuser.ReqSetBackendReqFD, false, nil, fd)
+	return err
+}
+
+// GetConfig reads len(dst) bytes of configuration space from off on.
+func (c *Client) GetConfig(dst []byte, off uint32) error {
+	body := vhostuser.ConfigSpace{Offset: off, Data: dst}.Append(nil)
+	b, err := c.Do(vhostuser.ReqGetConfig, true, body)
+	if err != nil {
+		return err
+	}
+	if len(b) == 0 {
+		return &RefusedError{Request: vhostuser.ReqGetConfig}
+	}
+	s, err := vhostuser.ParseConfigSpace(b)
+	if err != nil {
+		return err
+	}
+	if s.Offset != off || len(s.Data) != len(dst) {
+		return fmt.Errorf("frontend: GET_CONFIG: asked for %d bytes at %d, got %d at %d", len(dst), off, len(s.Data), s.Offset)
+	}
+	copy(dst, s.Data)
+	return nil
+}
+
+// SetConfig writes configuration space.
+func (c *Client) SetConfig(off uint32, src []byte) error {
+	_, err := c.Do(vhostuser.ReqSetConfig, false, vhostuser.ConfigSpace{Offset: off, Data: src}.Append(nil))
+	return err
+}
+
+// SetStatus sets the virtio device status; 0 resets the device.
+func (c *Client) SetStatus(s uint8) error { return c.setU64(vhostuser.ReqSetStatus, uint64(s)) }
+
+// GetStatus reads it.
+func (c *Client) GetStatus() (uint8, error) {
+	v, err := c.getU64(vhostuser.ReqGetStatus)
+	return uint8(v), err
+}
+
+// ResetDevice is RESET_DEVICE.
+func (c *Client) ResetDevice() error {
+	_, err := c.Do(vhostuser.ReqResetDevice, false, nil)
+	return err
+}

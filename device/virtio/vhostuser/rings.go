@@ -1,0 +1,345 @@
+package vhostuser
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// controlSlot is the epoch reader slot of connections' goroutines (EP-1). Loops
+// count from 0.
+const controlSlot = 15
+
+// ring is what a front end has said about one virtqueue.
+//
+//	          complete: size, address in memory,
+//	          kick seen, enabled, features accepted
+//	stopped ──────────────────────────────────────────▶ running (q != nil)
+//	   ▲                                                   │
+//	   └───────────────────────────────────────────────────┘
+//	    GET_VRING_BASE, disabled, reset, memory withdrawn
+//
+// vhost-user lets a ring be started and yet disabled; such a ring is not handed
+// to the device at all, so buffers stay in it until it is enabled.
+type ring struct {
+	num     uint32 // 0: not said
+	base    uint16
+	addr    VringAddr
+	hasAddr bool
+	started bool // SET_VRING_KICK came and GET_VRING_BASE has not
+	enabled bool
+	kick    int // -1: none
+	call    *virtq.Notifier
+	err     *virtq.Notifier
+
+	q     *virtq.Queue // set while the device has it
+	areas [3]area      // of q, in guest memory
+	holds [3]*hostdriver.Hold
+}
+
+type area struct {
+	pa translate.PA
+	n  uint64
+}
+
+func (r *ring) init() {
+	*r = ring{kick: -1, call: virtq.NewNotifier(), err: virtq.NewNotifier()}
+}
+
+// reset forgets what describes the ring, not whom to notify.
+func (r *ring) reset() {
+	r.dropKick()
+	*r = ring{kick: -1, call: r.call, err: r.err}
+}
+
+func (r *ring) close() {
+	r.dropKick()
+	r.call.Close()
+	r.err.Close()
+}
+
+func (r *ring) dropKick() {
+	if r.kick >= 0 {
+		_ = unix.Close(r.kick)
+		r.kick = -1
+	}
+	r.started = false
+}
+
+// ring looks up a ring by the index in a message.
+func (se *session) ring(i uint32) (*ring, error) {
+	if uint64(i) >= uint64(len(se.rings)) {
+		return nil, protoErr("ring %d, device has %d", i, len(se.rings))
+	}
+	return &se.rings[i], nil
+}
+
+func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error) {
+	i := int(s.Index)
+	switch m.Request {
+	case ReqSetVringNum:
+		if s.Num == 0 || s.Num > virtq.MaxSize || s.Num&(s.Num-1) != 0 && !se.packed() {
+			return nil, protoErr("ring %d: %d entries, want a power of two up to %d", i, s.Num, virtq.MaxSize)
+		}
+		if r.q != nil && s.Num != r.num {
+			return nil, refuse("ring %d: size changes from %d to %d while it runs", i, r.num, s.Num)
+		}
+		r.num = s.Num
+	case ReqSetVringBase:
+		if s.Num > 0xffff && !se.packed() {
+			return nil, protoErr("ring %d: base %#x, want 16 bits", i, s.Num)
+		}
+		if r.q != nil {
+			return nil, refuse("ring %d: base set while it runs", i)
+		}
+		// A packed ring's upper half is where to use, which is where to take: see virtq.Config.
+		r.base = uint16(s.Num)
+	case ReqGetVringBase:
+		se.wasLive = false
+		se.stop(i)
+		r.dropKick()
+		base := uint32(r.base)
+		if se.packed() {
+			base |= base << 16
+		}
+		return VringState{Index: s.Index, Num: base}.Append(nil), nil
+	case ReqSetVringEnable:
+		if s.Num > 1 {
+			return nil, protoErr("ring %d: enable value %d, want 0 or 1", i, s.Num)
+		}
+		was := r.enabled
+		r.enabled = s.Num == 1
+		if !se.isEnabled(r) {
+			se.stop(i)
+			return nil, nil
+		}
+		if err := se.start(i); err != nil {
+			// Who hears that it failed will ask again; for who does not, the
+			// ring starts when what is missing comes.
+			if se.wantsAck(m) {
+				r.enabled = was
+			}
+			return nil, err
+		}
+	}
+	se.tryStart(i)
+	return nil, nil
+}
+
+// packed tells which kind of rings the driver has.
+func (se *session) packed() bool { return se.features&virtio.FeatureRingPacked != 0 }
+
+// isEnabled: without PROTOCOL_FEATURES rings have no disabled state.
+func (se *session) isEnabled(r *ring) bool {
+	return r.enabled || se.features&FeatureProtocolFeatures == 0
+}
+
+func (se *session) setVringAddr(r *ring, a VringAddr) error {
+	i := int(a.Index)
+	if r.q != nil {
+		if a == r.addr {
+			return nil
+		}
+		if _, err := se.resolve(a, int(r.num)); err != nil {
+			return err // the ring runs on where it is
+		}
+		se.stop(i)
+	}
+	r.addr, r.hasAddr = a, true
+	se.tryStart(i)
+	return nil
+}
+
+func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
+	i, fd := int(f.Index), -1
+	if !f.NoFD {
+		fd = m.FDs[0]
+		if err := checkEventFD(fd); err != nil {
+			return fmt.Errorf("ring %d: %w", i, err)
+		}
+	}
+	switch m.Request {
+	case ReqSetVringCall:
+		if err := r.call.Set(fd); err != nil {
+			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
+		}
+		// A front end that masks an interrupt diverts it and looks for what
+		// came meanwhile once, when it unmasks: what arrives between its look
+		// and this message would be lost. One interrupt too many is harmless.
+		if r.q != nil {
+			r.call.Signal()
+		}
+	case ReqSetVringErr:
+		if err := r.err.Set(fd); err != nil {
+			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
+		}
+	case ReqSetVringKick:
+		se.stop(i)
+		r.dropKick()
+		if fd >= 0 {
+			r.kick = m.TakeFD(0)
+		}
+		r.started = true
+		se.tryStart(i)
+	}
+	return nil
+}
+
+// startReady starts every ring for which everything is known now. A ring that
+// cannot start is logged and left alone: the message that made it try, a memory
+// table say, has succeeded, and the front end may be about to move the ring.
+func (se *session) startReady() {
+	for i := range se.rings {
+		se.tryStart(i)
+	}
+}
+
+func (se *session) tryStart(i int) {
+	if err := se.start(i); err != nil {
+		se.log.Warn("ring does not start yet", "ring", i, "reason", err)
+	}
+}
+
+// resolve finds a ring with n entries in guest memory.
+func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
+	want := virtq.Areas(n, se.packed())
+	for k, user := range [3]uint64{addr.Desc, addr.Avail, addr.Used} {
+		a := &want[k]
+		pa, ok := se.mem.UserToPA(user, a.Bytes)
+		if !ok {
+			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, addr.Index, a.Name, user, a.Bytes)
+		}
+		areas[k] = area{pa, a.Bytes}
+	}
+	return areas, nil
+}
+
+// start hands ring i to the device if it is complete. A ring that lies in no
+// memory yet waits for it; the order of addresses and memory is the front
+// end's to choose.
+func (se *session) start(i int) error {
+	r := &se.rings[i]
+	if r.q != nil || !r.started || !r.hasAddr || r.num == 0 || !se.negotiated || !se.isEnabled(r) {
+		return nil
+	}
+	if len(se.regions) == 0 {
+		// Legal, memory may follow; but QEMU leaves memory out that it cannot share.
+		if !se.warnedMemory {
+			se.warnedMemory = true
+			se.log.Warn("the front end starts rings without sharing any guest memory; QEMU needs " +
+				"-object memory-backend-memfd,id=ram,size=SIZE,share=on with -M memory-backend=ram (see `vnicd qemu-args`)")
+		}
+		return nil
+	}
+	n := int(r.num)
+	areas, err := se.resolve(r.addr, n)
+	if err != nil {
+		r.err.Signal()
+		return err
+	}
+	q, err := virtq.New(se.space, virtq.Config{
+		Index: i, Size: n, Desc: areas[0].pa, Avail: areas[1].pa, Used: areas[2].pa, Base: r.base,
+		Packed: se.packed(), EventIdx: se.features&virtio.FeatureEventIdx != 0, Indirect: se.features&virtio.FeatureIndirectDesc != 0,
+		Kick: r.kick, Call: r.call, Err: r.err,
+	})
+	if err != nil {
+		r.err.Signal()
+		return fmt.Errorf("%w: %w", errAdvisory, err)
+	}
+	r.areas = areas
+	err = se.hold(r)
+	if err == nil {
+		err = se.resume(q)
+	}
+	if err == nil {
+		err = se.dev.StartQueue(i, q)
+	}
+	if err != nil {
+		r.release()
+		r.err.Signal()
+		return fmt.Errorf("%w: ring %d: %w", errAdvisory, i, err)
+	}
+	r.q = q
+	se.setLive(true)
+	return nil
+}
+
+// setLive says that rings run, or that one is about to stop.
+func (se *session) setLive(live bool) {
+	if se.backend.isLive() == live {
+		return
+	}
+	se.backend.setLive(live, se.log)
+	se.saveState()
+}
+
+// hold makes the ring present until release: a loop looks at it all the time.
+func (se *session) hold(r *ring) (err error) {
+	for k, a := range r.areas {
+		if r.holds[k], err = se.mem.Hold(se.srv.ctx, a.pa, a.n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release gives the ring's memory back.
+func (r *ring) release() {
+	for k, h := range r.holds {
+		if h != nil {
+			h.Release()
+		}
+		r.holds[k], r.areas[k] = nil, area{}
+	}
+}
+
+// resume brings q to where the ring in memory stands.
+func (se *session) resume(q *virtq.Queue) error {
+	return translate.Guard(func() error {
+		ep := se.space.Epochs()
+		tok := ep.Enter(controlSlot)
+		defer ep.Leave(controlSlot, tok)
+		from := q.Base()
+		changed, err := q.Resume()
+		if changed {
+			se.log.Debug("ring continues from what is used", "ring", q.Index(), "base", from, "used", q.Base())
+		}
+		return err
+	})
+}
+
+// stop takes ring i from the device, if it has it, and remembers where it
+// stands. The description stays, so start can take it up again.
+func (se *session) stop(i int) {
+	r := &se.rings[i]
+	if r.q == nil {
+		return
+	}
+	se.setLive(false)
+	se.dev.StopQueue(i)
+	if n := r.q.InFlight(); n > 0 {
+		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)
+	}
+	r.base = r.q.Base()
+	r.q = nil
+	r.release()
+}
+
+func (se *session) stopAll() {
+	for i := range se.rings {
+		se.stop(i)
+	}
+}
+
+func (se *session) disableAll() {
+	for i := range se.rings {
+		se.stop(i)
+		se.rings[i].dropKick()
+		se.rings[i].enabled = false
+	}
+}

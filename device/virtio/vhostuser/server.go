@@ -1,0 +1,329 @@
+package vhostuser
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// ErrInUse is wrapped by Listen's error when something serves the path already.
+var ErrInUse = errors.New("socket is in use")
+
+// Config of a Server.
+type Config struct {
+	Path string       // where the socket is made
+	Mode os.FileMode  // of the socket; 0 means 0660
+	UID  int          // owner; 0 or less leaves the daemon's own
+	GID  int          // likewise
+	Log  hclog.Logger // nil: silent
+	// VMs, if set, is the host's GVM identifier table: the memory of each
+	// connection is bound there while it lasts, so that it carries its GVMI's
+	// uplink attribute (PF-1, PF-3).
+	VMs *translate.GVMTable
+	// Budget, if set, bounds what the device keeps resident of the guest's
+	// memory (PF-15); the servers of one VM share it.
+	Budget *hostdriver.Budget
+	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed takes memory files that cannot shrink alone,
+	// which are memfds: for front ends that are not trusted with more (a file of a slow or hostile file system would have the
+	// device wait for it).
+	MaxMemory uint64
+	Sealed    bool
+	// SlotName, if set, names an epoch's reader slot, for messages about memory
+	// whose release takes long.
+	SlotName func(slot int) string
+	// Keeper, if set, keeps the connection under the name KeepAs, so that it
+	// outlives this process; see keeping. Kept is what the process before this one
+	// has left: Listen takes what bears that name and goes on with it.
+	Keeper Keeper
+	KeepAs string
+	Kept   Kept
+}
+
+// takeoverPatience is how long a new front end waits for the one before it to
+// be torn down. A QEMU that was killed leaves a device that may have to drain;
+// the next QEMU must not be turned away for that.
+const takeoverPatience = 3 * time.Second
+
+// Server offers one device on one Unix socket, to one front end at a time. When
+// a front end goes, all it had is stopped and unmapped, and the next is served.
+type Server struct {
+	cfg  Config
+	dev  virtio.Device
+	gvmi translate.GVMI
+	log  hclog.Logger
+	ln   *net.UnixListener
+	file fileID // of the socket in the file system
+
+	offer  uint64 // virtio features
+	protos uint64 // protocol features
+	queues int
+
+	patience time.Duration
+	slot     chan struct{}   // holds a token while a connection is served
+	ctx      context.Context // ends with Close
+	cancel   context.CancelFunc
+	wg       sync.WaitGroup
+	once     sync.Once
+
+	mu   sync.Mutex
+	conn *net.UnixConn // being served
+}
+
+// Listen makes the socket and begins to serve dev under gvmi. A socket that a
+// dead process left behind is replaced; one that is served is ErrInUse, and
+// anything else at that path is left alone.
+func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
+	if cfg.Log == nil {
+		cfg.Log = hclog.NewNullLogger()
+	}
+	if cfg.Mode == 0 {
+		cfg.Mode = 0o660
+	}
+	n := dev.NumQueues()
+	if n < 1 || n > MaxQueues {
+		return nil, fmt.Errorf("vhostuser: a device with %d queues, want 1 to %d", n, MaxQueues)
+	}
+	if c := dev.ConfigSize(); c < 0 || c > MaxConfigSize {
+		return nil, fmt.Errorf("vhostuser: a device with %d bytes of configuration, want at most %d", c, MaxConfigSize)
+	}
+	ln, id, err := listen(cfg)
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{
+		cfg: cfg, dev: dev, gvmi: gvmi, log: cfg.Log, ln: ln,
+		offer:    dev.Features() | transportFeatures,
+		protos:   ProtoMQ | ProtoReplyAck | ProtoBackendReq | ProtoResetDevice | ProtoConfigureMemSlots | ProtoStatus,
+		queues:   n,
+		patience: takeoverPatience,
+		slot:     make(chan struct{}, 1),
+		file:     id,
+	}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	if dev.ConfigSize() > 0 {
+		s.protos |= ProtoConfig
+	}
+	if _, ok := dev.(virtio.NetDevice); ok {
+		s.protos |= ProtoRARP | ProtoMTU
+	}
+	s.resume()
+	s.wg.Add(1)
+	go s.accept()
+	return s, nil
+}
+
+// resume goes on with the connection of the process before this one, if it left any.
+func (s *Server) resume() {
+	if s.cfg.Keeper == nil {
+		return
+	}
+	kept := s.cfg.Kept.of(s.cfg.KeepAs)
+	c, err := kept.connection(s.cfg.KeepAs)
+	if c == nil {
+		if err != nil {
+			s.log.Error("the connection of the vnicd before this one cannot be continued", "socket", s.cfg.Path, "error", err)
+		}
+		kept.drop(s.cfg.Keeper)
+		return
+	}
+	s.slot <- struct{}{}
+	s.begin(c, kept)
+}
+
+// begin serves a connection on a goroutine of its own; the caller has the slot.
+func (s *Server) begin(c *net.UnixConn, kept Kept) {
+	s.mu.Lock()
+	s.conn = c
+	s.mu.Unlock()
+	s.wg.Add(1)
+	go s.serve(c, kept)
+}
+
+// listen binds next to the path and renames, so that the socket never shows
+// with other rights than the configured ones.
+func listen(cfg Config) (*net.UnixListener, fileID, error) {
+	fail := func(err error) (*net.UnixListener, fileID, error) {
+		return nil, fileID{}, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
+	}
+	if err := clearStale(cfg.Path); err != nil {
+		return fail(err)
+	}
+	tmp := fmt.Sprintf("%s.%d", cfg.Path, os.Getpid())
+	if room := len(unix.RawSockaddrUnix{}.Path) - 1; len(tmp) > room {
+		return fail(fmt.Errorf("path is %d bytes too long for a socket", len(tmp)-room))
+	}
+	_ = os.Remove(tmp)
+	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: tmp, Net: "unix"})
+	if err != nil {
+		return fail(err)
+	}
+	ln.SetUnlinkOnClose(false)
+	var st unix.Stat_t
+	err = errors.Join(os.Chmod(tmp, cfg.Mode), os.Chown(tmp, orKeep(cfg.UID), orKeep(cfg.GID)), unix.Lstat(tmp, &st))
+	if err == nil {
+		err = os.Rename(tmp, cfg.Path)
+	}
+	if err != nil {
+		_ = ln.Close()
+		_ = os.Remove(tmp)
+		return fail(err)
+	}
+	return ln, fileID{st.Dev, st.Ino}, nil
+}
+
+// orKeep: the zero Config must not mean "root".
+func orKeep(id int) int {
+	if id <= 0 {
+		return -1
+	}
+	return id
+}
+
+func clearStale(path string) error {
+	st, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if st.Mode()&fs.ModeSocket == 0 {
+		return errors.New("exists and is not a socket")
+	}
+	c, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		_ = c.Close()
+		return ErrInUse
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		return fmt.Errorf("cannot tell whether the socket is in use: %w", err)
+	}
+	return nil // rename replaces it
+}
+
+// Close ends the connection, if any, and removes the socket. It returns when
+// the device has been disconnected. Idempotent.
+func (s *Server) Close() error {
+	s.once.Do(func() {
+		s.cancel()
+		// Only remove what is still ours: another daemon may have replaced it.
+		if s.ours() {
+			_ = os.Remove(s.cfg.Path)
+		}
+		_ = s.ln.Close()
+		s.mu.Lock()
+		if s.conn != nil {
+			_ = s.conn.Close()
+		}
+		s.mu.Unlock()
+	})
+	s.wg.Wait()
+	return nil
+}
+
+// ours tells whether the path still leads to this server's listener.
+func (s *Server) ours() bool {
+	var st unix.Stat_t
+	return unix.Lstat(s.cfg.Path, &st) == nil && fileID{st.Dev, st.Ino} == s.file
+}
+
+// fileID tells files apart.
+type fileID struct{ dev, ino uint64 }
+
+// accept serves one connection after the other.
+func (s *Server) accept() {
+	defer s.wg.Done()
+	for {
+		c, err := s.ln.AcceptUnix()
+		if err != nil {
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors, most likely: the socket stays, so try again.
+			s.log.Error("accepting a front end failed", "socket", s.cfg.Path, "error", err)
+			if !s.pause(time.Second) {
+				return
+			}
+			continue
+		}
+		t := time.NewTimer(s.patience)
+		select {
+		case s.slot <- struct{}{}:
+			s.begin(c, nil)
+		case <-t.C:
+			s.log.Warn("front end turned away: the device is in use by another", "socket", s.cfg.Path, "peer", peer(c))
+			_ = c.Close()
+		case <-s.ctx.Done():
+			_ = c.Close()
+		}
+		t.Stop()
+	}
+}
+
+func (s *Server) pause(d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-s.ctx.Done():
+		return false
+	}
+}
+
+func (s *Server) serve(c *net.UnixConn, kept Kept) {
+	defer s.wg.Done()
+	defer kept.drop(s.cfg.Keeper)
+	defer func() {
+		s.mu.Lock()
+		s.conn = nil
+		s.mu.Unlock()
+		<-s.slot
+	}()
+	select {
+	case <-s.ctx.Done(): // Close may have come before conn was known
+		_ = c.Close()
+		return
+	default:
+	}
+	s.log.Debug("front end connected", "socket", s.cfg.Path, "peer", peer(c))
+	err := newSession(s, c).run(kept)
+	switch {
+	case err == nil:
+		s.log.Debug("front end disconnected", "socket", s.cfg.Path)
+	case errors.Is(err, net.ErrClosed):
+		s.log.Debug("connection closed", "socket", s.cfg.Path)
+	default:
+		s.log.Error("connection to front end ended", "socket", s.cfg.Path, "error", err)
+	}
+}
+
+// peer names the process at the other end, for the log.
+func peer(c *net.UnixConn) string {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return "unknown"
+	}
+	var (
+		cred *unix.Ucred
+		cerr error
+	)
+	if err := raw.Control(func(fd uintptr) {
+		cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil || cerr != nil {
+		return "unknown"
+	}
+	return fmt.Sprintf("pid %d uid %d", cred.Pid, cred.Uid)
+}

@@ -1,0 +1,389 @@
+package vhostuser
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// session is one connection. All of it belongs to the connection's goroutine,
+// except the back-end channel.
+type session struct {
+	srv *Server
+	dev virtio.Device
+	log hclog.Logger
+	t   *Transport
+
+	space   *translate.Space
+	mem     *hostdriver.Driver
+	regions []mapped
+
+	features   uint64 // acknowledged
+	negotiated bool   // features were accepted by the device
+	proto      uint64
+	status     uint8
+	rings      []ring
+
+	warnedMemory bool // said that no memory was shared
+
+	backend backend
+
+	kept    keeping
+	wasLive bool // the driver that runs does not know yet that the process was replaced
+}
+
+// errRefused is wrapped by errors that concern one request only: the state has
+// not changed and the connection is sound. The front end hears of it if it
+// asked for a reply.
+var errRefused = errors.New("refused")
+
+func refuse(format string, a ...any) error {
+	return fmt.Errorf("%w: %s", errRefused, fmt.Sprintf(format, a...))
+}
+
+// errAdvisory is wrapped by refusals after which a front end that asked for no
+// reply may go on unknowing: nothing that it will do next depends on it.
+var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
+
+func newSession(s *Server, c *net.UnixConn) *session {
+	se := &session{srv: s, dev: s.dev, log: s.log, t: NewTransport(c), space: translate.NewSpace(s.gvmi)}
+	se.space.Epochs().SetNamer(s.cfg.SlotName)
+	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget})
+	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1}
+	se.rings = make([]ring, s.queues)
+	for i := range se.rings {
+		se.rings[i].init()
+	}
+	return se
+}
+
+// run serves the connection until it ends. It returns nil when the front end
+// closed it in good order. kept is not nil if another process began it.
+func (se *session) run(kept Kept) error {
+	defer se.t.Close()
+	if t := se.srv.cfg.VMs; t != nil {
+		if err := t.Bind(se.space); err != nil {
+			return err
+		}
+		defer t.Release(se.space)
+	}
+	se.backend.offered = se.dev.ConfigSize() > 0
+	se.dev.Connected(se)
+	defer se.teardown()
+	if kept != nil {
+		if err := se.adopt(kept); err != nil {
+			return fmt.Errorf("the connection of the vnicd before this one cannot be continued: %w", err)
+		}
+	} else if err := se.kept.begin(se.t.c); err != nil {
+		return err
+	}
+	var m Message
+	defer m.Close()
+	for {
+		se.announce()
+		if err := se.t.Recv(&m, Header.Check); err != nil {
+			if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {
+				return nil
+			}
+			return err
+		}
+		if err := se.handle(&m); err != nil {
+			return err
+		}
+	}
+}
+
+// teardown gives everything of this connection back, in the order in which it
+// depends on each other: queues, device, memory, channel.
+func (se *session) teardown() {
+	se.kept.end(se.regions)
+	se.stopAll()
+	se.dev.Disconnected()
+	se.mem.Close()
+	for i := range se.rings {
+		se.rings[i].close()
+	}
+	// The front end's twin takes this as the sign that its memory is its own
+	// again, so it comes last.
+	se.backend.close()
+}
+
+// Space implements Conn.
+func (se *session) Space() *translate.Space { return se.space }
+
+// Hold implements Conn.
+func (se *session) Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error) {
+	h, err := se.mem.Hold(ctx, pa, n)
+	if err != nil {
+		return nil, err
+	}
+	return h.Release, nil
+}
+
+// Memory implements Conn.
+func (se *session) Memory() hostdriver.Status { return se.mem.Status() }
+
+// ConfigChanged implements Conn.
+func (se *session) ConfigChanged() { se.backend.configChanged(se.log) }
+
+// handle carries one request out and answers it. An error ends the connection.
+func (se *session) handle(m *Message) error {
+	ru := rules[m.Request]
+	if ru.proto != 0 && se.proto&ru.proto == 0 {
+		return protoErr("%v without protocol feature %#x, which it belongs to", m.Request, ru.proto)
+	}
+	if se.log.IsTrace() {
+		se.log.Trace("vhost-user", "request", m.Request, "size", m.Size, "fds", len(m.FDs), "flags", m.Flags)
+	}
+	reply, err := se.dispatch(m)
+	wantAck := se.wantsAck(m)
+	switch {
+	case err != nil && !errors.Is(err, errRefused):
+		return fmt.Errorf("%v: %w", m.Request, err)
+	case ru.replies:
+		if err != nil { // GET_CONFIG alone has a way to say so: an empty payload
+			se.log.Warn("request refused", "request", m.Request, "reason", err)
+			reply = nil
+		}
+	case err != nil:
+		if !wantAck && !errors.Is(err, errAdvisory) {
+			return fmt.Errorf("%v: %w", m.Request, err)
+		}
+		se.log.Warn("request refused", "request", m.Request, "reason", err)
+		if !wantAck {
+			return nil
+		}
+		reply = AppendU64(nil, 1)
+	case wantAck:
+		reply = AppendU64(nil, 0)
+	default:
+		return nil
+	}
+	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply)
+}
+
+// wantsAck tells whether the sender of m will learn how it went.
+func (se *session) wantsAck(m *Message) bool {
+	return m.NeedReply() && se.proto&ProtoReplyAck != 0
+}
+
+// dispatch is the last stage: the request's own checks, then the change.
+func (se *session) dispatch(m *Message) (reply []byte, err error) {
+	switch m.Request {
+	case ReqGetFeatures:
+		return AppendU64(nil, se.srv.offer), nil
+	case ReqGetProtocolFeatures:
+		return AppendU64(nil, se.srv.protos), nil
+	case ReqGetQueueNum:
+		n := se.srv.queues
+		if _, ok := se.dev.(virtio.NetDevice); ok {
+			n /= 2
+		}
+		return AppendU64(nil, uint64(n)), nil
+	case ReqGetMaxMemSlots:
+		return AppendU64(nil, MaxMemSlots), nil
+	case ReqGetStatus:
+		return AppendU64(nil, uint64(se.status)), nil
+	case ReqSetOwner:
+		return nil, nil // a Unix connection has one owner already
+	case ReqResetOwner:
+		// "Ignore this message, or use it to disable all rings."
+		se.disableAll()
+		return nil, nil
+	case ReqResetDevice:
+		se.reset()
+		return nil, nil
+	case ReqSetMemTable:
+		return nil, se.setMemTable(m)
+	case ReqAddMemReg:
+		return nil, se.addMemReg(m)
+	case ReqRemMemReg:
+		return nil, se.remMemReg(m)
+	case ReqSetBackendReqFD:
+		return nil, se.setChannel(m.TakeFD(0))
+	case ReqGetConfig:
+		return se.getConfig(m)
+	case ReqSetConfig:
+		return nil, se.setConfig(m)
+	case ReqSetFeatures, ReqSetProtocolFeatures, ReqSetStatus, ReqSendRARP, ReqNetSetMTU:
+		v, err := ParseU64(m.Body)
+		if err != nil {
+			return nil, err
+		}
+		return nil, se.setWord(m.Request, v)
+	case ReqSetVringNum, ReqSetVringBase, ReqGetVringBase, ReqSetVringEnable:
+		s, err := ParseVringState(m.Body)
+		if err != nil {
+			return nil, err
+		}
+		r, err := se.ring(s.Index)
+		if err != nil {
+			return nil, err
+		}
+		return se.vringState(m, r, s)
+	case ReqSetVringAddr:
+		a, err := ParseVringAddr(m.Body)
+		if err != nil {
+			return nil, err
+		}
+		r, err := se.ring(a.Index)
+		if err != nil {
+			return nil, err
+		}
+		return nil, se.setVringAddr(r, a)
+	case ReqSetVringKick, ReqSetVringCall, ReqSetVringErr:
+		f, err := ParseVringFD(m.Body, len(m.FDs))
+		if err != nil {
+			return nil, err
+		}
+		r, err := se.ring(f.Index)
+		if err != nil {
+			return nil, err
+		}
+		return nil, se.vringFD(r, f, m)
+	}
+	return nil, protoErr("no handler") // rules and this switch list the same requests
+}
+
+// setChannel takes over the back-end channel.
+func (se *session) setChannel(fd int) error {
+	if err := se.backend.set(fd, se.log); err != nil {
+		return err
+	}
+	se.kept.forget(se.kept.channel())
+	se.kept.keep(se.kept.channel(), fd)
+	return nil
+}
+
+// setWord handles the requests that carry one number.
+func (se *session) setWord(req Request, v uint64) error {
+	switch req {
+	case ReqSetFeatures:
+		return se.setFeatures(v)
+	case ReqSetProtocolFeatures:
+		if extra := v &^ se.srv.protos; extra != 0 {
+			return protoErr("protocol features %#x were not offered", extra)
+		}
+		se.proto = v
+		se.saveState()
+	case ReqSetStatus:
+		return se.setStatus(v)
+	case ReqSendRARP:
+		var mac [6]byte
+		copy(mac[:], AppendU64(nil, v)) // the payload is six bytes of address, two of padding
+		se.dev.(virtio.NetDevice).SendRARP(mac)
+	case ReqNetSetMTU:
+		if v < 68 || v > 65535 { // virtio 1.2, 5.1.4.1
+			return protoErr("MTU %d, want 68 to 65535", v)
+		}
+		se.dev.(virtio.NetDevice).SetMTU(uint16(v))
+	}
+	return nil
+}
+
+// setFeatures takes the driver's choice. A choice that cannot work keeps the
+// rings from starting and FEATURES_OK from being set, instead of ending the
+// connection: front ends send partial sets before the guest runs, and a guest
+// with an old driver deserves a log line rather than a vanished device.
+func (se *session) setFeatures(v uint64) error {
+	if extra := v &^ se.srv.offer; extra != 0 {
+		return protoErr("features %#x were not offered", extra)
+	}
+	if se.negotiated && v == se.features {
+		return nil
+	}
+	for i := range se.rings {
+		if se.rings[i].q != nil {
+			return refuse("features change from %#x to %#x while ring %d runs", se.features, v, i)
+		}
+	}
+	se.features, se.negotiated = v, false
+	if v&virtio.FeatureVersion1 == 0 {
+		se.log.Info("driver has not accepted VERSION_1; rings stay stopped until it does (legacy virtio is not supported)", "features", fmt.Sprintf("%#x", v))
+		return nil
+	}
+	if err := se.dev.SetFeatures(v); err != nil {
+		se.log.Warn("features refused by the device", "features", fmt.Sprintf("%#x", v), "reason", err)
+		return fmt.Errorf("%w: %w", errAdvisory, err)
+	}
+	se.negotiated = true
+	se.startReady()
+	return nil
+}
+
+// setStatus follows the virtio device status (virtio 1.2, 2.1).
+func (se *session) setStatus(v uint64) error {
+	const known = virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusDriverOK | virtio.StatusFeaturesOK | virtio.StatusNeedsReset | virtio.StatusFailed
+	if v&^known != 0 {
+		return protoErr("device status %#x, want bits within %#x", v, known)
+	}
+	if v == 0 {
+		se.reset()
+		return nil
+	}
+	s := uint8(v)
+	var err error
+	if s&virtio.StatusFeaturesOK != 0 && !se.negotiated {
+		s &^= virtio.StatusFeaturesOK // 2.2.2: the driver reads it back and gives up
+		err = fmt.Errorf("%w: FEATURES_OK with features %#x, which do not work", errAdvisory, se.features)
+	}
+	se.status = s
+	if w, ok := se.dev.(virtio.StatusWatcher); ok {
+		w.SetStatus(s)
+	}
+	return err
+}
+
+// reset returns the device and its rings to the initial state. Memory and
+// eventfds towards the guest stay: QEMU hands them over once per connection.
+func (se *session) reset() {
+	se.wasLive = false
+	se.stopAll()
+	for i := range se.rings {
+		se.rings[i].reset()
+	}
+	se.status = 0
+	se.features, se.negotiated = 0, false
+	se.dev.Reset()
+	if w, ok := se.dev.(virtio.StatusWatcher); ok {
+		w.SetStatus(0)
+	}
+}
+
+func (se *session) getConfig(m *Message) ([]byte, error) {
+	c, err := ParseConfigSpace(m.Body)
+	if err != nil {
+		return nil, err
+	}
+	if end := uint64(c.Offset) + uint64(len(c.Data)); end > uint64(se.dev.ConfigSize()) {
+		return nil, refuse("configuration bytes %d to %d, device has %d", c.Offset, end, se.dev.ConfigSize())
+	}
+	clear(c.Data)
+	if err := se.dev.ReadConfig(c.Data, c.Offset); err != nil {
+		return nil, fmt.Errorf("%w: %w", errRefused, err)
+	}
+	return ConfigSpace{Offset: c.Offset, Data: c.Data}.Append(nil), nil
+}
+
+func (se *session) setConfig(m *Message) error {
+	c, err := ParseConfigSpace(m.Body)
+	if err != nil {
+		return err
+	}
+	if end := uint64(c.Offset) + uint64(len(c.Data)); end > uint64(se.dev.ConfigSize()) {
+		return refuse("configuration bytes %d to %d, device has %d", c.Offset, end, se.dev.ConfigSize())
+	}
+	if err := se.dev.WriteConfig(c.Offset, c.Data); err != nil {
+		return fmt.Errorf("%w: %w", errAdvisory, err)
+	}
+	return nil
+}

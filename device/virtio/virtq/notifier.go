@@ -1,0 +1,84 @@
+package virtq
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/loop/eventfd"
+)
+
+// Notifier is an outgoing eventfd whose file the front end may exchange while
+// the data path signals it (vhost-user SET_VRING_CALL: QEMU does so each time a
+// guest masks an interrupt). The descriptor number never changes: Set puts the
+// new file behind it with dup3, so that a loop never writes to a number that
+// was closed and reused.
+type Notifier struct {
+	on atomic.Bool // a file is set
+	fd atomic.Int32
+
+	mu     sync.Mutex // orders Set and Close
+	closed bool
+}
+
+// NewNotifier returns a notifier with no file: Signal does nothing.
+func NewNotifier() *Notifier {
+	n := &Notifier{}
+	n.fd.Store(-1)
+	return n
+}
+
+// Set makes fd the file to be signalled; -1 means none (the driver polls). fd
+// remains the caller's. Callable at any time from any goroutine.
+func (n *Notifier) Set(fd int) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return errors.New("virtq: notifier is closed")
+	}
+	if fd < 0 {
+		n.on.Store(false)
+		return nil
+	}
+	if cur := n.fd.Load(); cur >= 0 {
+		if err := unix.Dup3(fd, int(cur), unix.O_CLOEXEC); err != nil {
+			return fmt.Errorf("virtq: replacing an eventfd: %w", err)
+		}
+	} else {
+		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("virtq: duplicating an eventfd: %w", err)
+		}
+		n.fd.Store(int32(d))
+	}
+	n.on.Store(true)
+	return nil
+}
+
+// Signal adds one to the eventfd. It never blocks for long: a peer that lets
+// its counter overflow has made its own descriptor useless, and Set refuses
+// none but vhost-user makes every descriptor it is given non-blocking.
+func (n *Notifier) Signal() {
+	if !n.on.Load() {
+		return
+	}
+	eventfd.Add(int(n.fd.Load()))
+}
+
+// Close releases the descriptor. The caller makes sure that nobody signals any
+// more. Idempotent.
+func (n *Notifier) Close() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.closed {
+		return
+	}
+	n.closed = true
+	n.on.Store(false)
+	if fd := n.fd.Load(); fd >= 0 {
+		_ = unix.Close(int(fd))
+	}
+}

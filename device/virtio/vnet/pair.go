@@ -1,0 +1,234 @@
+package vnet
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/loop/eventfd"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+const (
+	mailboxSize = 512 // frames on their way from other loops
+	txBudget    = 64  // frames per pair and iteration
+	// segmentsPerFrame is how many segments count like one frame against txBudget.
+	segmentsPerFrame = 8
+	pollPeriod       = int64(time.Millisecond)
+)
+
+// pair is a receive and a transmit queue on one loop.
+type pair struct {
+	d    *Device
+	i    int
+	loop *loop.Loop
+	mail *loop.Mailbox[*frame.Buf]
+	hook *loop.Hook
+	// wakeups carries served faults from the host driver to the loop.
+	wakeups *loop.Mailbox[served]
+
+	// For other goroutines to see.
+	receiving, sending atomic.Bool
+
+	// Loop's own from here on.
+	rx, tx           *virtq.Queue
+	mergeable        bool
+	rxTakes, txTakes frame.Need // left undone: what the guest takes, and what we take from it
+	rxDirty, txDirty bool       // pushed, not yet signalled
+	rxInside         bool       // the epoch of rx, from an iteration's first frame until flush
+	rxEpoch          translate.Token
+	rxc              [maxMerge]virtq.Chain
+	header           [headerLen]byte // of the frame that is being received
+	txc              virtq.Chain
+	txHeader         [headerLen]byte // of the frame that is being sent
+	rxWait, txWait   waiter
+	held             []*frame.Buf // frames for rx while it waits, oldest first
+	heldBytes        int
+	txSkip           bool       // the next chain cannot be read, ever
+	txOpen           bool       // txc is popped and not pushed
+	txCost           int        // of the frame being sent, in frames
+	cur              *frame.Buf // what Poll is sending, or will send next
+	watch            *loop.Watch
+	timer            *loop.Timer // instead of watch, when the driver never kicks
+}
+
+func newPair(d *Device, i int, l *loop.Loop) *pair {
+	p := &pair{d: d, i: i, loop: l}
+	p.mail = loop.NewMailbox(l, mailboxSize, p.receive, (*frame.Buf).Free, loop.Name("vnet mailbox"), loop.OnFault(d.ownFault))
+	p.held = make([]*frame.Buf, 0, heldFrames)
+	p.rxWait.init(p, p.resumeRx)
+	p.txWait.init(p, p.resumeTx)
+	p.wakeups = loop.NewMailbox(l, 8, p.wakeup, nil, loop.Name("vnet faults"), loop.OnFault(d.ownFault))
+	p.hook = l.AtFlush(p.flush, loop.Name("vnet flush"), loop.OnFault(d.ownFault))
+	return p
+}
+
+func (p *pair) close() {
+	p.mail.Close()
+	p.wakeups.Close()
+	p.hook.Close()
+}
+
+// ownFault is fault for the device's own handlers, which also hear of other
+// VMs' memory that was hit on their way; those have been told already.
+func (d *Device) ownFault(f loop.Fault) {
+	if !f.Foreign {
+		d.fault(f)
+	}
+}
+
+// guarded runs f on the pair's loop. It may touch guest memory.
+func (p *pair) guarded(f func()) {
+	if err := translate.Guard(func() error { p.loop.Do(f); return nil }); err != nil {
+		p.d.fail("control", p.i, err)
+	}
+}
+
+func (p *pair) startRx(q *virtq.Queue, features uint64) {
+	p.guarded(func() {
+		p.rx, p.mergeable, p.rxTakes = q, features&FeatureMrgRxbuf != 0, guestTakes(features)
+		p.receiving.Store(true)
+		// Buffers are looked for when a frame needs one; kicks are of no use.
+		p.inEpoch(q, func() error { return q.SetNotify(false) })
+	})
+}
+
+func (p *pair) stopRx() {
+	p.guarded(func() {
+		q := p.rx
+		p.rx = nil
+		p.receiving.Store(false)
+		p.dropHeld()
+		if q != nil {
+			p.leaveRx(q)
+		}
+	})
+}
+
+func (p *pair) startTx(q *virtq.Queue, features uint64) error {
+	q.OnlyReads()
+	if fd := q.KickFD(); fd >= 0 {
+		// The poller does the work; the kick only wakes the loop for it.
+		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("vnet kick"))
+		if err != nil {
+			return err
+		}
+		p.watch = w
+	} else {
+		// The driver asks to be polled (SET_VRING_KICK without a descriptor).
+		// Once a millisecond is the compromise with an idle host's processor.
+		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, loop.Name("vnet poll timer"))
+	}
+	p.guarded(func() {
+		p.tx, p.txTakes = q, hostTakes(features)
+		p.sending.Store(true)
+		if p.timer != nil {
+			p.timer.Arm(p.loop.Now() + pollPeriod)
+		}
+	})
+	p.loop.AddPoller(p, loop.Name("vnet transmit"), loop.OnFault(p.txFault))
+	p.loop.Wake() // what is in the ring already was announced to nobody
+	return nil
+}
+
+func (p *pair) stopTx() {
+	p.loop.RemovePoller(p)
+	if p.watch != nil {
+		p.watch.Close()
+		p.watch = nil
+	}
+	p.guarded(func() {
+		if p.timer != nil {
+			p.timer.Stop()
+			p.timer = nil
+		}
+		q := p.tx
+		p.tx = nil
+		p.sending.Store(false)
+		p.txWait.waiting, p.txSkip = false, false
+		if p.txDirty {
+			p.txDirty = false
+			p.inEpoch(q, q.Signal)
+		}
+	})
+}
+
+// inEpoch runs one operation on a ring outside the data path's own stretches.
+func (p *pair) inEpoch(q *virtq.Queue, f func() error) {
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	if err := f(); err != nil {
+		p.broke(q, err)
+	}
+}
+
+// broke takes note of an error of a ring. What the host can repair is tried
+// again by whoever comes next.
+func (p *pair) broke(q *virtq.Queue, err error) {
+	if virtq.IsRepairable(err) {
+		return
+	}
+	what := "transmit"
+	if q.Index()%2 == 0 {
+		what = "receive"
+	}
+	if q.Broken() == nil {
+		q.Fail(err)
+	}
+	p.d.fail(what, p.i, q.Broken())
+}
+
+// failAll stops the data path of the pair, from whatever loop noticed.
+func (p *pair) failAll(err error) {
+	mark := func() {
+		for _, q := range []*virtq.Queue{p.rx, p.tx} {
+			if q != nil {
+				p.broke(q, err)
+			}
+		}
+	}
+	if p.loop.OnLoop() {
+		mark()
+	} else {
+		p.loop.Post(mark)
+	}
+}
+
+// enterRx enters the epoch of the receive queue's memory for what is left of the iteration: for each
+// frame by itself that would cost as much as writing it.
+func (p *pair) enterRx(q *virtq.Queue) {
+	if !p.rxInside {
+		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.ID()), true
+	}
+}
+
+// leaveRx publishes what was received, and leaves.
+func (p *pair) leaveRx(q *virtq.Queue) {
+	if !p.rxInside {
+		return
+	}
+	defer func() {
+		p.rxInside = false
+		q.Space().Epochs().Leave(p.loop.ID(), p.rxEpoch)
+	}()
+	if p.rxDirty {
+		p.rxDirty = false
+		if err := q.Signal(); err != nil {
+			p.broke(q, err)
+		}
+	}
+}
+
+// flush ends an iteration: one publication and at most one interrupt per queue.
+func (p *pair) flush() {
+	if p.rxInside {
+		p.leaveRx(p.rx)
+	}
+	if p.txDirty {
+		p.txDirty = false
+		p.inEpoch(p.tx, p.tx.Signal)
+	}
+}

@@ -1,0 +1,214 @@
+package vnet
+
+import (
+	"encoding/binary"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// maxMerge bounds the guest buffers that one frame may be spread over: 64 KiB
+// in buffers for one Ethernet frame each, which Linux begins with, take 43.
+const maxMerge = 64
+
+// receive copies a frame into the guest's buffers. On the pair's loop; the
+// frame stays the caller's.
+func (p *pair) receive(b *frame.Buf) {
+	q := p.rx
+	if q == nil || q.Broken() != nil {
+		p.d.drop(p.loop, vswitch.NotReady)
+		return
+	}
+	if p.rxWait.waiting {
+		p.hold(b)
+		return
+	}
+	if !p.deliver(q, b) {
+		p.hold(b)
+	}
+}
+
+// deliver is put with all that surrounds an access to the guest's memory.
+func (p *pair) deliver(q *virtq.Queue, b *frame.Buf) (done bool) {
+	// The caller may be another VM's transmit: if this guest's memory has
+	// vanished, it is this device that stops.
+	prev := p.loop.Blame(p.d.owner)
+	p.enterRx(q)
+	done = p.put(q, b)
+	p.loop.Blame(prev)
+	return done
+}
+
+// put writes a frame to the guest, or drops and counts it. False: the queue
+// waits for an absent page; the frame is for later.
+func (p *pair) put(q *virtq.Queue, b *frame.Buf) (done bool) {
+	if b.Offload.Need&^p.rxTakes != 0 {
+		// On its way when a driver with fewer features took over.
+		p.d.drop(p.loop, vswitch.NotReady)
+		return true
+	}
+	frame := b.Bytes()
+	n, done := p.gather(q, uint64(len(frame))+headerLen)
+	if n == 0 {
+		return done
+	}
+	// Without MRG_RXBUF num_buffers is 1 (5.1.6.4.1), and so is n.
+	gso.PutHeader(&p.header, &b.Offload, p.rxTakes != 0, n)
+	// Write everything before the first push: a frame reaches the guest whole
+	// or not at all.
+	if all := headerLen + len(frame); n == 1 {
+		if dst := p.rxc[0].Piece(all); dst != nil { // as nearly always
+			*(*[headerLen]byte)(dst) = p.header
+			copy(dst[headerLen:], frame)
+			p.push(q, 0, uint32(all))
+			return true
+		}
+	}
+	var written [maxMerge]uint32
+	for i := range n {
+		c := &p.rxc[i]
+		off := uint64(0)
+		if i == 0 {
+			if _, m := c.WriteAt(p.header[:], 0); !m.OK() {
+				return p.missed(q, m, n)
+			}
+			off = headerLen
+		}
+		part := frame
+		if room := c.WritableLen() - off; uint64(len(part)) > room {
+			part = part[:room]
+		}
+		if _, m := c.WriteAt(part, off); !m.OK() {
+			return p.missed(q, m, n)
+		}
+		frame = frame[len(part):]
+		written[i] = uint32(off) + uint32(len(part))
+	}
+	for i := range n {
+		if !p.push(q, i, written[i]) {
+			break
+		}
+	}
+	return true
+}
+
+// push gives buffer i back, filled.
+func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
+	if err := q.Push(&p.rxc[i], written); err != nil {
+		p.broke(q, err)
+		return false
+	}
+	p.rxDirty = true
+	return true
+}
+
+// gather pops buffers for n bytes, as many as that takes, into rxc. None: there
+// are too few, which are given back, and the frame is dropped and counted; or, if
+// done is false, one is absent, and the queue waits.
+func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
+	var room uint64
+	limit := 1
+	if p.mergeable {
+		limit = maxMerge
+	}
+	for room < n {
+		if bufs == limit {
+			p.giveBack(q, bufs, vswitch.Truncated)
+			return 0, true
+		}
+		c := &p.rxc[bufs]
+		got, err := q.Pop(c)
+		if err != nil {
+			if m := virtq.Absent(err); m.Fault() {
+				p.unget(q, bufs)
+				p.rxWait.raise(q.Space(), m, true)
+				return 0, false
+			}
+			p.giveBack(q, bufs, vswitch.NoBuffer)
+			p.broke(q, err)
+			return 0, true
+		}
+		if !got {
+			p.giveBack(q, bufs, vswitch.QueueFull)
+			return 0, true
+		}
+		bufs++
+		// 5.1.6.3.1: at least a header must fit, or no frame ever would.
+		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
+			p.giveBack(q, bufs, vswitch.NoBuffer)
+			p.broke(q, &BufferError{Queue: q.Index(), Readable: c.ReadableLen(), Writable: c.WritableLen()})
+			return 0, true
+		}
+		room += c.WritableLen()
+	}
+	return bufs, true
+}
+
+// missed gives all popped buffers back because one cannot be written: absent for
+// now, then the queue waits and done is false; or no memory of the guest's,
+// which breaks the queue.
+func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) {
+	if m.Fault() {
+		p.unget(q, popped)
+		p.rxWait.raise(q.Space(), m, true)
+		return false
+	}
+	p.giveBack(q, popped, vswitch.Unreachable)
+	p.broke(q, m.Err())
+	return true
+}
+
+func (p *pair) giveBack(q *virtq.Queue, n int, why vswitch.Reason) {
+	p.d.drop(p.loop, why)
+	p.unget(q, n)
+}
+
+// unget gives the first n of rxc back, which are all that is popped.
+func (p *pair) unget(q *virtq.Queue, n int) {
+	if n > 0 {
+		p.unpop(q, &p.rxc[0])
+	}
+}
+
+// unpop gives back c and what was popped after it.
+func (p *pair) unpop(q *virtq.Queue, c *virtq.Chain) {
+	if err := q.Unpop(c); err != nil {
+		p.broke(q, err)
+	}
+}
+
+// flowHash spreads flows over pairs so that one flow stays in order: addresses
+// and ports of IPv4 and IPv6, the MAC addresses of everything else.
+func flowHash(f []byte) uint32 {
+	const (
+		basis = 2166136261 // FNV-1a
+		prime = 16777619
+	)
+	lo, hi := 0, 12
+	if len(f) >= 14 {
+		switch binary.BigEndian.Uint16(f[12:14]) {
+		case 0x0800:
+			lo, hi = 26, 34
+			// Ports only where no fragment can lack them.
+			if len(f) >= 38 && f[14] == 0x45 && binary.BigEndian.Uint16(f[20:22])&0x3fff == 0 && (f[23] == 6 || f[23] == 17) {
+				hi = 38
+			}
+		case 0x86dd:
+			lo, hi = 22, 54
+			if len(f) >= 58 && (f[20] == 6 || f[20] == 17) {
+				hi = 58
+			}
+		}
+	}
+	if hi > len(f) {
+		lo, hi = 0, min(12, len(f))
+	}
+	h := uint32(basis)
+	for _, c := range f[lo:hi] {
+		h = (h ^ uint32(c)) * prime
+	}
+	return h
+}

@@ -1,0 +1,205 @@
+package vnet
+
+import (
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// headerLen is struct virtio_net_hdr_v1, the same in both directions and
+// whatever was negotiated beside VERSION_1 (virtio 1.2, 5.1.6).
+const headerLen = gso.HeaderLen
+
+// Poll implements loop.Poller: the guest's frames, a bounded number of them.
+func (p *pair) Poll(int64) bool {
+	q := p.tx
+	if q == nil || q.Broken() != nil || p.txWait.waiting {
+		return false
+	}
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	in := p.d.cfg.Port.Begin(p.loop)
+	defer in.End()
+	n := 0
+	for n < txBudget {
+		cost := p.transmit(q, &in)
+		if cost == 0 {
+			break
+		}
+		n += cost
+	}
+	p.release()
+	return n > 0
+}
+
+// Prepare implements loop.Poller.
+func (p *pair) Prepare() bool {
+	q := p.tx
+	if q == nil || q.Broken() != nil || p.txWait.waiting {
+		return false
+	}
+	ep := q.Space().Epochs()
+	t := ep.Enter(p.loop.ID())
+	defer ep.Leave(p.loop.ID(), t)
+	err := q.SetNotify(true)
+	n := 0
+	if err == nil {
+		n, err = q.Pending()
+	}
+	if err != nil {
+		p.broke(q, err)
+		return false
+	}
+	return n > 0
+}
+
+// Resume implements loop.Poller.
+func (p *pair) Resume() {
+	if q := p.tx; q != nil && q.Broken() == nil {
+		p.inEpoch(q, func() error { return q.SetNotify(false) })
+	}
+}
+
+// transmit takes one chain, sends its frame and returns what that was worth in
+// frames. 0: there was none, or the queue is broken or waits.
+func (p *pair) transmit(q *virtq.Queue, in *vswitch.Batch) (cost int) {
+	ok, err := q.Pop(&p.txc)
+	if err != nil {
+		p.unreadable(q, err)
+		return 0
+	}
+	if !ok {
+		return 0
+	}
+	p.txOpen = true
+	p.txCost = 1
+	if !p.send(q, in) {
+		p.txOpen = false
+		return 0
+	}
+	p.done(q)
+	return p.txCost
+}
+
+// unreadable is the end, or a pause, of a queue whose next chain cannot be taken.
+func (p *pair) unreadable(q *virtq.Queue, err error) {
+	m := virtq.Absent(err)
+	switch {
+	case !m.Fault():
+		p.broke(q, err)
+	case p.txSkip && m.PA == p.txWait.fault.Miss.PA:
+		p.txSkip = false
+		p.broke(q, m.Err()) // of the ring itself, or an indirect table: no chain can be skipped
+	default:
+		p.txWait.raise(q.Space(), m, false)
+	}
+}
+
+// send copies the frame in and lets it into the network. Whatever is wrong with
+// it is the guest's loss alone: dropped and counted. False: a page is absent; the
+// chain is back in the ring, and the queue waits.
+func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
+	c := &p.txc
+	n := c.ReadableLen()
+	why := vswitch.NoBuffer
+	switch {
+	case p.txSkip:
+		p.txSkip = false
+		why = vswitch.Unreachable
+	case n < headerLen+vswitch.HeaderLen || c.WritableLen() != 0:
+		why = vswitch.ShortFrame
+	case n-headerLen > uint64(p.d.cfg.Pool.Largest()):
+		why = vswitch.TooBig
+	default:
+		b := p.buffer(int(n - headerLen))
+		if b == nil {
+			break
+		}
+		if m := p.copyIn(c, b, int(n-headerLen)); m.Fault() {
+			p.unpop(q, c)
+			p.txWait.raise(q.Space(), m, false)
+			return false
+		} else if !m.OK() {
+			p.d.drop(p.loop, vswitch.Unreachable)
+			p.broke(q, m.Err())
+			return true
+		}
+		var err error
+		if b.Offload, err = gso.Accept(p.txHeader[:], b.Bytes(), p.txTakes); err != nil {
+			why = vswitch.BadHeader
+			break
+		}
+		// Cutting it up, where that has to be, is work like that for a few frames.
+		p.txCost += b.Segments() / segmentsPerFrame
+		in.Input(b)
+		return true
+	}
+	p.d.drop(p.loop, why)
+	return true
+}
+
+// copyIn copies a frame of n bytes into b, and its header beside it: who looks at either looks at the copy.
+func (p *pair) copyIn(c *virtq.Chain, b *frame.Buf, n int) translate.Miss {
+	b.SetLen(n)                                    // buffer has seen to the room
+	if src := c.Piece(headerLen + n); src != nil { // as nearly always
+		p.txHeader = [headerLen]byte(src)
+		copy(b.Bytes(), src[headerLen:])
+		return translate.Miss{}
+	}
+	if _, m := c.ReadAt(p.txHeader[:], 0); !m.OK() {
+		return m
+	}
+	_, m := c.ReadAt(b.Bytes(), headerLen)
+	return m
+}
+
+// buffer sets cur to an empty buffer for n bytes and returns it: the one of the frame before, if nobody else has kept that; nil if
+// there is none.
+func (p *pair) buffer(n int) *frame.Buf {
+	pool := p.d.cfg.Pool
+	if b := p.cur; b != nil && !b.Shared() {
+		// Small frames do not occupy the few big buffers.
+		if b.Reset(); n <= pool.Capacity() && b.Cap() == pool.Capacity() {
+			return b
+		}
+	}
+	p.release()
+	p.cur = pool.GetFor(n)
+	return p.cur
+}
+
+func (p *pair) release() {
+	if b := p.cur; b != nil {
+		p.cur = nil
+		b.Free()
+	}
+}
+
+// done gives the chain back.
+func (p *pair) done(q *virtq.Queue) {
+	p.txOpen = false
+	if err := q.Push(&p.txc, 0); err != nil {
+		p.broke(q, err)
+		return
+	}
+	p.txDirty = true
+}
+
+// txFault cleans up after a memory fault cut Poll short. If the hole was in
+// another VM's memory, on the frame's way, this VM's frame counts as sent.
+func (p *pair) txFault(f loop.Fault) {
+	p.release()
+	open := p.txOpen
+	p.txOpen = false
+	if !f.Foreign {
+		p.d.fault(f)
+		return
+	}
+	if q := p.tx; open && q != nil {
+		p.inEpoch(q, func() error { p.done(q); return nil })
+	}
+}

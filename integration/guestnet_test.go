@@ -238,8 +238,8 @@ func TestVLANUnderlay(t *testing.T) {
 	h := must[*lab.Host](t)(l.Host("h1"))
 	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \""+vmA.MAC+"\"}\n"))
 	l.Share = t.TempDir()
-	for _, p := range []string{"vxlan", "shortpath"} {
-		c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, p+".test"), "./device/"+p)
+	for _, p := range []string{"vxlan", "fastpath"} {
+		c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, p+".test"), "./device/ethernet/"+p)
 		c.Dir, c.Env = l.Root, append(c.Environ(), "CGO_ENABLED=0")
 		if out, err := c.CombinedOutput(); err != nil {
 			t.Fatalf("building the test: %v\n%s", err, out)
@@ -259,7 +259,7 @@ func TestVLANUnderlay(t *testing.T) {
 		t.Errorf("in the VM:\n%s", out)
 	}
 	// The programs of the short path, too, for another kernel than the machine's.
-	out = run(ctx, t, ms[0], "cd /tmp && /host/shortpath.test -test.v -test.run '^(TestFrames|TestRest|TestEntry)$' 2>&1")
+	out = run(ctx, t, ms[0], "cd /tmp && /host/fastpath.test -test.v -test.run '^(TestFrames|TestRest|TestEntry)$' 2>&1")
 	if strings.Count("\n"+out, "\n--- PASS") != 3 {
 		t.Errorf("in the VM:\n%s", out)
 	}

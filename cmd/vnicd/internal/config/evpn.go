@@ -4,7 +4,7 @@ import (
 	"net/netip"
 	"time"
 
-	"gopkg.in/yaml.v3"
+	"go.yaml.in/yaml/v3"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 )

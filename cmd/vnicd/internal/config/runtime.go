@@ -7,7 +7,7 @@ import (
 	"io"
 	"slices"
 
-	"gopkg.in/yaml.v3"
+	"go.yaml.in/yaml/v3"
 )
 
 // Runtime is the line of what did not come from the file but from a request to the running daemon.

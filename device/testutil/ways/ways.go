@@ -111,20 +111,23 @@ func Config(text string) string {
 	if forced.spin != nil {
 		add("spin", *forced.spin)
 	}
-	if forced.local != nil {
-		add("local-copy", *forced.local)
-	}
-	if forced.segmentation != nil {
-		add("segmentation", *forced.segmentation)
-	}
 	if forced.ecn != nil {
 		add("ecn", *forced.ecn)
 	}
 	if forced.short != nil {
 		add("short-path", *forced.short)
 	}
-	if forced.selective != nil {
-		add("selective-repeat", *forced.selective)
+	var debug []string
+	for _, f := range []struct {
+		key   string
+		value *bool
+	}{{"local-copy", forced.local}, {"segmentation", forced.segmentation}, {"selective-repeat", forced.selective}} {
+		if f.value != nil {
+			debug = append(debug, fmt.Sprintf("%s: %v", f.key, *f.value))
+		}
+	}
+	if debug != nil {
+		add("debug", "{"+strings.Join(debug, ", ")+"}")
 	}
 	return b.String()
 }

@@ -64,16 +64,12 @@ type Config struct {
 	Spin time.Duration
 	// Buffers is the number of frame buffers.
 	Buffers int
-	// LocalCopy lets RDMA between VMs of this host be a copy instead of frames. Default true.
-	LocalCopy bool
-	// Segmentation lets several datagrams leave and arrive as one message. Default true.
-	Segmentation bool
-	// ECN has RC connections tell of congestion, and heed it, before packets are lost. Default true.
+	// ECN makes RC connections ECN-capable: they report and respond to congestion before packets are lost. Default true.
 	ECN bool
-	// SelectiveRepeat has RC connections between two vnicds repeat only what was lost. Default true.
-	SelectiveRepeat bool
-	// ShortPath lets the kernel carry established TCP of host ports by itself, or not. Nil: where it can.
+	// ShortPath lets the kernel carry established TCP of host ports, or forbids it. Nil: where the kernel can.
 	ShortPath *bool
+	// Debug switches fast paths off.
+	Debug Debug
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
 	// Monitoring is where metrics are served. Its zero value: nowhere.
@@ -86,6 +82,17 @@ type Config struct {
 	Networks []*Network
 	// VMs, and host applications, in the order of the file.
 	VMs []*VM
+}
+
+// Debug has a switch for each fast path that no operator needs to switch off: they serve to find faults, and to test
+// the paths behind them (`make test-ways`). All default to true.
+type Debug struct {
+	// LocalCopy lets RDMA between VMs of this host be a memory copy instead of frames.
+	LocalCopy bool
+	// Segmentation lets several tunnel datagrams leave and arrive as one message.
+	Segmentation bool
+	// SelectiveRepeat lets RC connections between two vnicds retransmit only lost packets.
+	SelectiveRepeat bool
 }
 
 // Monitoring is the read-only HTTP server.

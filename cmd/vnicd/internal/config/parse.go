@@ -49,7 +49,7 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, LocalCopy: true, Segmentation: true, ECN: true, SelectiveRepeat: true,
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true},
 		EngineNice: DefaultEngineNice, Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
@@ -107,6 +107,8 @@ func (p *parser) mapping(n *yaml.Node, what string, fields map[string]func(*yaml
 		k, v := n.Content[i], n.Content[i+1]
 		f, ok := fields[k.Value]
 		switch {
+		case !ok && what == topLevel && debugKeys[k.Value]:
+			p.errs.add(k.Line, "key %q belongs under `debug:`", k.Value)
 		case !ok:
 			p.errs.add(k.Line, "unknown key %q in %s; known: %s", k.Value, what, knownKeys(fields))
 		case seen[k.Value]:
@@ -303,20 +305,18 @@ func (p *parser) dscp(dst *uint8) func(*yaml.Node) {
 
 func (p *parser) top(n *yaml.Node, c *Config) {
 	mode := uint32(c.SocketMode)
-	p.mapping(n, "the configuration", map[string]func(*yaml.Node){
-		"host":             p.str("host", &c.Host),
-		"run-dir":          p.str("run-dir", &c.RunDir),
-		"control":          p.str("control", &c.Control),
-		"socket-mode":      number(p, "socket-mode", 0, 0o777, &mode),
-		"engines":          number(p, "engines", 1, MaxEngines, &c.Engines),
-		"engine-cpus":      func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
-		"engine-nice":      p.nice("engine-nice", &c.EngineNice),
-		"buffers":          number(p, "buffers", 256, 1<<20, &c.Buffers),
-		"spin":             p.duration("spin", 0, time.Second, "20us", &c.Spin),
-		"local-copy":       p.boolean("local-copy", &c.LocalCopy),
-		"segmentation":     p.boolean("segmentation", &c.Segmentation),
-		"ecn":              p.boolean("ecn", &c.ECN),
-		"selective-repeat": p.boolean("selective-repeat", &c.SelectiveRepeat),
+	p.mapping(n, topLevel, map[string]func(*yaml.Node){
+		"host":        p.str("host", &c.Host),
+		"run-dir":     p.str("run-dir", &c.RunDir),
+		"control":     p.str("control", &c.Control),
+		"socket-mode": number(p, "socket-mode", 0, 0o777, &mode),
+		"engines":     number(p, "engines", 1, MaxEngines, &c.Engines),
+		"engine-cpus": func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
+		"engine-nice": p.nice("engine-nice", &c.EngineNice),
+		"buffers":     number(p, "buffers", 256, 1<<20, &c.Buffers),
+		"spin":        p.duration("spin", 0, time.Second, "20us", &c.Spin),
+		"ecn":         p.boolean("ecn", &c.ECN),
+		"debug":       func(n *yaml.Node) { p.debug(n, &c.Debug) },
 		"short-path": func(n *yaml.Node) {
 			c.ShortPath = new(bool)
 			p.boolean("short-path", c.ShortPath)(n)
@@ -350,6 +350,18 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 			a.Mode = mode
 		}
 	}
+}
+
+const topLevel = "the configuration" // in messages
+
+var debugKeys = map[string]bool{"local-copy": true, "segmentation": true, "selective-repeat": true}
+
+func (p *parser) debug(n *yaml.Node, d *Debug) {
+	p.mapping(n, "debug", map[string]func(*yaml.Node){
+		"local-copy":       p.boolean("debug local-copy", &d.LocalCopy),
+		"segmentation":     p.boolean("debug segmentation", &d.Segmentation),
+		"selective-repeat": p.boolean("debug selective-repeat", &d.SelectiveRepeat),
+	})
 }
 
 func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {

@@ -187,7 +187,7 @@ func (d *Daemon) makeVTEP() error {
 	short := d.cfg.ShortPath
 	vt, err := vxlan.New(vxlan.Config{
 		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
-		NoSegmentation: !d.cfg.Segmentation, NoShortPath: short != nil && !*short, Log: d.log.Named("vxlan"),
+		NoSegmentation: !d.cfg.Debug.Segmentation, NoShortPath: short != nil && !*short, Log: d.log.Named("vxlan"),
 	})
 	if err != nil {
 		return fmt.Errorf("vtep: %w%s", err, hint(err))

@@ -168,8 +168,8 @@ func (d *Device) Describe() Status {
 			s.Stats["np_cnp_sent"] += l.stats.TxCNP
 			s.Stats["rp_cnp_handled"] += l.stats.RxCNP
 			s.Stats["kept_packets"] += l.stats.Kept
-			s.Stats["selective_acks_sent"] += l.stats.TxMaps
-			s.Stats["selective_acks_received"] += l.stats.RxMaps
+			s.Stats["selective_acks_sent"] += l.stats.TxSelectiveAcks
+			s.Stats["selective_acks_received"] += l.stats.RxSelectiveAcks
 		})
 	}
 	for i, g := range d.gids.snap.Load().all {

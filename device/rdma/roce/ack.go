@@ -17,44 +17,44 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	q.meet(p.BTH.Selective)
-	psn := extend(q.una, p.BTH.PSN)
-	if psn < q.una || psn >= q.sent {
+	q.notePeer(p.BTH.Selective)
+	psn := extend(q.req.una, p.BTH.PSN)
+	if psn < q.req.una || psn >= q.req.sent {
 		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
 		q.stats.Duplicates++
-		if psn < q.una && p.Info.Op != wire.Ack {
-			q.twice(psn)
+		if psn < q.req.una && p.Info.Op != wire.Ack {
+			q.recovery.board.DuplicateResponse(psn, q.req.sent)
 		}
-		if psn < q.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
+		if psn < q.req.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
 			q.receiverReady()
 		}
 		return
 	}
-	q.response(psn, p)
-	if q.board.active {
-		q.replay()
-		q.judge()
+	q.handleResponse(psn, p)
+	if q.recovery.board.Active {
+		q.handleQueuedResponses()
+		q.detectLosses()
 	}
-	if q.blocked || q.nxt < q.sent {
+	if q.req.blocked || q.req.nxt < q.req.sent {
 		q.wake()
 	}
 	q.checkDrained()
 }
 
 // meet hears from the peer's newest response whether it is a vnicd, which may have more under way.
-func (q *QP) meet(ours bool) {
-	if q.ours == ours {
+func (q *QP) notePeer(ours bool) {
+	if q.recovery.peerSelective == ours {
 		return
 	}
-	q.ours = ours
+	q.recovery.peerSelective = ours
 	n := q.cfg.Window
 	if !ours {
-		n = min(n, strangerWindow)
+		n = min(n, goBackNWindow)
 	}
-	q.window.bound(n)
+	q.recovery.cwnd.SetMax(n)
 }
 
-func (q *QP) response(psn uint64, p *wire.RoCE) {
+func (q *QP) handleResponse(psn uint64, p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.Ack:
 		q.receiveAck(psn, p)
@@ -63,7 +63,7 @@ func (q *QP) response(psn uint64, p *wire.RoCE) {
 	case wire.ReadResponse:
 		q.receiveReadResponse(psn, p)
 	case wire.SelectiveAck:
-		q.receiveMap(psn, p)
+		q.receiveSelectiveAck(psn, p)
 	}
 }
 
@@ -71,19 +71,19 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 	syn := p.AETH().Syndrome
 	switch syn.Kind() {
 	case wire.SyndromeACK:
-		if !q.ackTo(psn+1) && q.live() && psn >= q.slot(q.head).end {
-			q.gap(psn, p)
+		if !q.acknowledge(psn+1) && q.requesterActive() && psn >= q.req.slot(q.req.head).end {
+			q.responseGap(psn, p)
 		}
 	case wire.SyndromeRNR:
 		q.stats.RxRNR++
-		if !q.ackTo(psn) {
-			q.lost()
+		if !q.acknowledge(psn) {
+			q.gapDetected()
 			return
 		}
 		q.receiverNotReady(syn.Value())
 	case wire.SyndromeNAK:
-		q.ackTo(psn)
-		if !q.live() {
+		q.acknowledge(psn)
+		if !q.requesterActive() {
 			return
 		}
 		// Any other NAK ends the connection at the responder. So a READ before psn that
@@ -91,7 +91,7 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 		// have one, and it is the READ that tells the program why.
 		switch syn {
 		case wire.NAKSequence:
-			q.lost()
+			q.gapDetected()
 		case wire.NAKInvalidRequest:
 			q.failHead(StatusRemInvReq)
 		case wire.NAKRemoteAccess:
@@ -108,87 +108,81 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 
 // live tells whether the requester still runs: completing a WQE may have met a
 // failed one behind it.
-func (q *QP) live() bool { return q.state == RTS || q.state == SQD }
+func (q *QP) requesterActive() bool { return q.state == RTS || q.state == SQD }
 
 // ackTo takes everything before PSN to as acknowledged, as far as no unanswered
 // READ or atomic stands in the way, and reports whether una got there.
-func (q *QP) ackTo(to uint64) bool {
-	start := q.una
-	for q.una < to {
-		s := q.slot(q.head)
-		if s.info.kind.answered() {
+func (q *QP) acknowledge(to uint64) bool {
+	start := q.req.una
+	for q.req.una < to {
+		s := q.req.slot(q.req.head)
+		if s.info.kind.needsResponse() {
 			break
 		}
 		if to < s.end {
-			q.una = to
+			q.req.una = to
 			break
 		}
-		q.una = s.end
+		q.req.una = s.end
 		q.completeHead(StatusSuccess)
 	}
-	q.progress(start)
-	return q.una == to && q.live()
+	q.advanceUna(start)
+	return q.req.una == to && q.requesterActive()
 }
 
 // progress does what is due when una has moved on from start.
-func (q *QP) progress(start uint64) {
-	n := q.una - start
+func (q *QP) advanceUna(start uint64) {
+	n := q.req.una - start
 	if n == 0 {
 		return
 	}
-	if q.board.active {
-		for psn := start; psn < q.una; psn++ {
-			if m := *q.board.mark(psn); m&(isReply|isThere) == isReply {
-				q.replied(psn)
-			} else if !q.board.has(psn) {
-				q.arrived(psn)
-			}
-		}
-		if q.replies.kept > 0 {
-			q.replies.untilAt = q.now + aheadFor
+	if b := &q.recovery.board; b.Active {
+		b.Acknowledged(start, q.req.una, q.req.sent, q.now)
+		if q.recovery.responses.Len() > 0 {
+			q.recovery.responses.expiresAt = q.now + reorderTimeout
 		}
 	}
-	q.retryLeft, q.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
-	q.recovering = false
-	if q.rnrAt != 0 {
-		q.rnrAt = 0 // what was not ready has answered
+	q.recovery.retryLeft, q.req.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
+	q.recovery.gapReported = false
+	if q.req.rnrUntil != 0 {
+		q.req.rnrUntil = 0 // what was not ready has answered
 		q.wake()
 	}
-	if q.nxt < q.una {
-		q.nxt, q.cur = q.una, q.head
+	if q.req.nxt < q.req.una {
+		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
-	q.retireRequests()
-	q.measure()
-	q.rtxAt, q.fullAt, q.probes = 0, 0, 0
-	if q.nxt > q.una {
+	q.req.retireReads()
+	q.measureRTT()
+	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes = 0, 0, 0
+	if q.req.nxt > q.req.una {
 		q.armRetransmit()
 	}
-	q.window.progress(q.una, n)
-	q.retire()
-	if q.head != q.tail && q.slot(q.head).failed {
-		q.failHead(q.slot(q.head).w.Status)
+	q.recovery.cwnd.OnAck(q.req.una, n)
+	q.completeManaged()
+	if q.req.head != q.req.tail && q.req.slot(q.req.head).failed {
+		q.failHead(q.req.slot(q.req.head).w.Status)
 	}
 }
 
 // received moves una past the response just consumed.
-func (q *QP) received(s *sendSlot) {
-	start := q.una
-	q.una++
-	if q.una == s.end {
+func (q *QP) consumeResponse(s *sendSlot) {
+	start := q.req.una
+	q.req.una++
+	if q.req.una == s.end {
 		q.completeHead(StatusSuccess)
 	}
-	q.progress(start)
+	q.advanceUna(start)
 }
 
 // answers tells whether p is the response, an ATOMIC acknowledge or not, that slot
 // head waits for; if not, a gap is dealt with.
-func (q *QP) answers(psn uint64, p *wire.RoCE, atomicAck bool) (*sendSlot, bool) {
-	if !q.ackTo(psn) {
-		q.gap(psn, p)
+func (q *QP) matchResponse(psn uint64, p *wire.RoCE, atomicAck bool) (*sendSlot, bool) {
+	if !q.acknowledge(psn) {
+		q.responseGap(psn, p)
 		return nil, false
 	}
-	s := q.slot(q.head)
-	if !s.info.kind.answered() || (s.info.kind == kindAtomic) != atomicAck {
+	s := q.req.slot(q.req.head)
+	if !s.info.kind.needsResponse() || (s.info.kind == kindAtomic) != atomicAck {
 		q.stats.RxDropped++
 		return nil, false
 	}
@@ -200,7 +194,7 @@ func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, p, false)
+	s, ok := q.matchResponse(psn, p, false)
 	if !ok {
 		return
 	}
@@ -216,7 +210,7 @@ func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
 		return
 	}
 	if q.scatterResult(s, off, p.Payload) {
-		q.received(s)
+		q.consumeResponse(s)
 	}
 }
 
@@ -225,14 +219,14 @@ func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	s, ok := q.answers(psn, p, true)
+	s, ok := q.matchResponse(psn, p, true)
 	if !ok {
 		return
 	}
 	// The result is an integer in the guest's byte order, which is little-endian.
-	binary.LittleEndian.PutUint64(q.result[:], p.AtomicAck())
-	if q.scatterResult(s, 0, q.result[:]) {
-		q.received(s)
+	binary.LittleEndian.PutUint64(q.req.atomicResult[:], p.AtomicAck())
+	if q.scatterResult(s, 0, q.req.atomicResult[:]) {
+		q.consumeResponse(s)
 	}
 }
 
@@ -242,18 +236,18 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	if len(data) == 0 {
 		return true
 	}
-	m := q.a.Scatter(s.w.SGEs, off, data)
+	m := q.memory.Scatter(s.w.SGEs, off, data)
 	switch {
 	case m.OK():
-		if q.waits.send.cause == atResult {
-			q.waits.send.end()
+		if q.faults.send.cause == waitResult {
+			q.faults.send.clear()
 		}
 		return true
 	case m.Fault():
 		m.Len = segmentRest(s.w.SGEs, off, m)
 		q.goBack()
-		q.fullAt, q.probes = 0, 0
-		q.awaitSend(atResult, q.una, m)
+		q.recovery.timeoutAt, q.recovery.probes = 0, 0
+		q.requesterWait(waitResult, q.req.una, m)
 	default:
 		q.stats.LocalErrors++
 		q.failHead(StatusLocProt)
@@ -263,34 +257,34 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 
 // receiverNotReady waits as the peer's RNR NAK asks (IBTA 9.7.5.2.8).
 func (q *QP) receiverNotReady(timer uint8) {
-	if q.rnrAt != 0 {
+	if q.req.rnrUntil != 0 {
 		return // a copy of the NAK
 	}
 	if q.attr.RNRRetry != 7 {
-		if q.rnrLeft == 0 {
+		if q.req.rnrLeft == 0 {
 			q.failHead(StatusRNRRetryExc)
 			return
 		}
-		q.rnrLeft--
+		q.req.rnrLeft--
 	}
 	q.goBack()
-	q.fullAt, q.probes = 0, 0
+	q.recovery.timeoutAt, q.recovery.probes = 0, 0
 	// The peer lives, and that it was silent before was no congestion.
-	q.retryLeft = q.attr.RetryCnt
-	q.window.restore()
-	q.rnrAt = q.now + rnrTimer[timer]
+	q.recovery.retryLeft = q.attr.RetryCnt
+	q.recovery.cwnd.Restore()
+	q.req.rnrUntil = q.now + rnrTimer[timer]
 }
 
 // receiverReady ends the wait for a receiver: an acknowledgement of nothing new is
 // its sign that it is ready before its time (PF-9). An RNR NAK taken back like that
 // does not count. A late copy of an older ACK does no more harm than another NAK.
 func (q *QP) receiverReady() {
-	if q.rnrAt == 0 {
+	if q.req.rnrUntil == 0 {
 		return
 	}
-	q.rnrAt = 0
+	q.req.rnrUntil = 0
 	if q.attr.RNRRetry != 7 {
-		q.rnrLeft = min(q.rnrLeft+1, q.attr.RNRRetry)
+		q.req.rnrLeft = min(q.req.rnrLeft+1, q.attr.RNRRetry)
 	}
 	q.wake()
 }

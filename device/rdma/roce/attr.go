@@ -63,11 +63,11 @@ type Config struct {
 	MaxInline  int // capacity of WQE.InlineData, bytes
 	HasSRQ     bool
 
-	MaxOutstanding int    // send WQEs in flight, 0: 64
-	Window         int    // request packets in flight, 0: 256; 128 at most towards who is no vnicd
-	NoECN          bool   // no congestion control but by loss
-	GoBackN        bool   // no selective repeat
-	MTU            int    // port MTU in bytes, 256..4096: bounds path_mtu and UD messages; 0: 4096
-	Stats          *Stats // counters to use, nil: the QP's own
-	MaxRdAtomic    int    // bound of Attr.MaxRdAtomic and MaxDestRdAtomic, 0: 16
+	MaxOutstanding  int    // send WQEs in flight, 0: 64
+	Window          int    // request packets in flight, 0: 256; 128 at most towards who is no vnicd
+	ECN             bool   // congestion control by marks and CNPs; else by loss alone
+	SelectiveRepeat bool   // between two vnicds, send only lost packets again; else go back N
+	MTU             int    // port MTU in bytes, 256..4096: bounds path_mtu and UD messages; 0: 4096
+	Stats           *Stats // counters to use, nil: the QP's own
+	MaxRdAtomic     int    // bound of Attr.MaxRdAtomic and MaxDestRdAtomic, 0: 16
 }

@@ -137,7 +137,7 @@ func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	o.typ, o.mtu, o.rd, o.destRd = typ, 5, 16, 16
 	mk := func(qpn, peer uint32, av AddressVector, rq, sq uint32) *benchNode {
 		n := &benchNode{pool: pool, mem: make([]byte, 1<<20), sg: sge(1, 0, 1<<20), out: make([]*frame.Buf, 0, 1024)}
-		n.q = NewQP(Config{QPN: qpn, Type: typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: 64}, n)
+		n.q = NewQP(Config{QPN: qpn, Type: typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: 64, ECN: true, SelectiveRepeat: true}, n)
 		set := func(a Attr, m Mask) {
 			if err := n.q.Modify(0, &a, m); err != nil {
 				b.Fatal(err)

@@ -106,7 +106,7 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	o.backA, o.backB = seed/100%3 == 1, seed/100%3 == 2 // seed 0: both repeat selectively
 	a, b := f.pair(o)
 	// Chaos may exceed any retry count; what is tested is the data.
-	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.retryLeft, b.q.retryLeft = 255, 255, 255, 255
+	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.recovery.retryLeft, b.q.recovery.retryLeft = 255, 255, 255, 255
 	f.budget = 1 + rng.Intn(100)
 	count := 25
 	if im.reads {
@@ -166,7 +166,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	o := opts()
 	o.mtu, o.win, o.outstanding = uint8(1+rng.Intn(5)), 8<<rng.Intn(5), 1<<rng.Intn(7)
 	a, b := f.pair(o)
-	a.q.attr.RetryCnt, a.q.retryLeft = 255, 255
+	a.q.attr.RetryCnt, a.q.recovery.retryLeft = 255, 255
 	const count = 25
 	for _, n := range []*node{a, b} {
 		n.reg(1, chTarget, 32<<10, allAccess)
@@ -209,7 +209,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 		// The answer to a READ or atomic before it may have been dropped for a fault
 		// of a's, and b answers no more.
 		for i := range k {
-			if a.sq[i].Opcode.info().kind.answered() && a.sends[i].c.Status == StatusRetryExc {
+			if a.sq[i].Opcode.info().kind.needsResponse() && a.sends[i].c.Status == StatusRetryExc {
 				end = i
 				break
 			}
@@ -296,12 +296,12 @@ func watchAcks(t *testing.T, x, y *node) {
 			if kind == wire.SyndromeACK && answered[p.BTH.PSN] {
 				t.Errorf("ACK for the PSN %#x of a READ or atomic", p.BTH.PSN)
 			}
-			if y.q.pending != 0 {
+			if y.q.resp.pending != 0 {
 				// Only while the oldest READ waits for a page: about what was before it,
 				// and that it is not ready.
-				r, psn := y.q.oldestPending(), extend(y.q.epsn, p.BTH.PSN)
-				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) || y.q.waits.read.psn != r.next {
-					t.Errorf("%v %#x for %#x sent before %d answers", p.BTH.Opcode, p.AETH().Syndrome, psn, y.q.pending)
+				r, psn := y.q.resp.oldestPending(), extend(y.q.resp.epsn, p.BTH.PSN)
+				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) || y.q.faults.read.psn != r.next {
+					t.Errorf("%v %#x for %#x sent before %d answers", p.BTH.Opcode, p.AETH().Syndrome, psn, y.q.resp.pending)
 				}
 			}
 		}

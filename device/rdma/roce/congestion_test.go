@@ -62,7 +62,7 @@ const flowMessage = 64 << 10
 // flows joins n pairs of QPs. Data goes from a to b for WRITEs and to a for READs, over the link.
 func (f *fabric) flows(n int, op WROpcode, cfg Config) (out []*flow) {
 	cfg.Type, cfg.MaxSendSGE, cfg.MaxRecvSGE = RC, 1, 1
-	f.held = newHeld(f.t, n*repliesSpan)
+	f.held = newHeld(f.t, n*responseSpan)
 	o := opts()
 	o.rd, o.destRd, o.timeout = 16, 16, 10 // 4 ms
 	for i := range n {
@@ -92,7 +92,7 @@ func (fl *flow) feed() {
 func (f *fabric) run(flows []*flow, d int64) {
 	f.t.Helper()
 	for _, fl := range flows {
-		fl.base = fl.a.q.una
+		fl.base = fl.a.q.req.una
 	}
 	f.steps = 0
 	for end := f.now + d; f.now < end; {
@@ -129,11 +129,11 @@ func (f *fabric) outcomes(flows []*flow, d int64) (o outcomes) {
 	sum, squares := 0.0, 0.0
 	o.retries = 7
 	for _, fl := range flows {
-		n := float64(fl.a.q.una - fl.base)
+		n := float64(fl.a.q.req.una - fl.base)
 		sum, squares = sum+n, squares+n*n
 		o.cnps += fl.a.q.stats.TxCNP + fl.b.q.stats.TxCNP
 		o.repeats += fl.a.q.stats.Retransmits
-		o.retries = min(o.retries, fl.a.q.retryLeft)
+		o.retries = min(o.retries, fl.a.q.recovery.retryLeft)
 	}
 	all := float64(f.link.rate) * float64(d) / 1e9
 	o.busy, o.useful, o.jain = float64(f.link.sent)/all, sum*linkPacket/all, sum*sum/(float64(len(flows))*squares)
@@ -165,7 +165,7 @@ func TestSharedLink(t *testing.T) {
 			t.Run(fmt.Sprintf("%v/%s", map[WROpcode]string{WRWrite: "write", WRRead: "read"}[op], tc.name), func(t *testing.T) {
 				f := newFabric(t, 1)
 				f.delay, f.link = tc.delay, slow(tc.rate, tc.mark, tc.full)
-				flows := f.flows(tc.flows, op, Config{})
+				flows := f.flows(tc.flows, op, Config{ECN: true, SelectiveRepeat: true})
 				f.run(flows, tc.warm)
 				f.link.watch()
 				f.run(flows, tc.d)
@@ -187,7 +187,7 @@ func TestSharedLinkLoss(t *testing.T) {
 				// Less than a packet takes, so that nothing is reordered. With times that are all equal some flows fall into step with
 				// the queue, and always find it full.
 				f.jitter = 8e3
-				flows := f.flows(n, WRWrite, Config{GoBackN: gbn})
+				flows := f.flows(n, WRWrite, Config{ECN: true, SelectiveRepeat: !gbn})
 				f.run(flows, 150e6)
 				f.link.watch()
 				f.run(flows, 300e6)
@@ -203,7 +203,7 @@ func TestSharedLinkLoss(t *testing.T) {
 func TestCongestionEnds(t *testing.T) {
 	f := newFabric(t, 1)
 	f.delay, f.link = 20e3, slow(1e9, 20, 100)
-	flows := f.flows(8, WRWrite, Config{})
+	flows := f.flows(8, WRWrite, Config{ECN: true, SelectiveRepeat: true})
 	f.run(flows, 150e6)
 	f.run(flows[:1], 60e6) // the others end what they have
 	f.link.watch()
@@ -214,8 +214,8 @@ func TestCongestionEnds(t *testing.T) {
 	// And where nothing marks any more, the window opens fully.
 	f.link = nil
 	f.run(flows[:1], 20e6)
-	if q := flows[0].a.q; q.window.packets() != uint64(q.cfg.Window) {
-		t.Errorf("a window of %d", q.window.packets())
+	if q := flows[0].a.q; q.recovery.cwnd.Packets() != uint64(q.cfg.Window) {
+		t.Errorf("a window of %d", q.recovery.cwnd.Packets())
 	}
 }
 
@@ -258,7 +258,7 @@ func TestCNP(t *testing.T) {
 				}
 				return true
 			}
-			tc.c.psn += uint32(b.q.epsn & psnMask)
+			tc.c.psn += uint32(b.q.resp.epsn & psnMask)
 			tc.c.tos = header.CE
 			for range 50 { // 150 us
 				b.inject(tc.c)
@@ -336,7 +336,7 @@ func TestForgedCNP(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			f := newFabric(t, 1)
 			f.link = slow(1e9, 0, 1000)
-			flows := f.flows(1, WRWrite, Config{NoECN: tc.off})
+			flows := f.flows(1, WRWrite, Config{ECN: !tc.off, SelectiveRepeat: true})
 			f.run(flows, 20e6)
 			a := flows[0].a
 			from := a.q.attr.AV
@@ -354,19 +354,19 @@ func TestForgedCNP(t *testing.T) {
 			}
 			flood()
 			f.run(flows, 20e6)
-			n := a.q.una - flows[0].base
+			n := a.q.req.una - flows[0].base
 			if tc.floor {
 				// One packet takes 2 x 5 us and 9 on the link.
-				if a.q.window.packets() != 1 || n < 950 || a.q.stats.RxCNP < 19000 {
-					t.Errorf("a window of %d, %d packets, %d CNPs", a.q.window.packets(), n, a.q.stats.RxCNP)
+				if a.q.recovery.cwnd.Packets() != 1 || n < 950 || a.q.stats.RxCNP < 19000 {
+					t.Errorf("a window of %d, %d packets, %d CNPs", a.q.recovery.cwnd.Packets(), n, a.q.stats.RxCNP)
 				}
-			} else if a.q.window.packets() != defaultWindow || a.q.stats.RxCNP != 0 || a.q.stats.RxDropped < 19000 {
-				t.Errorf("a window of %d, %d CNPs, %d dropped", a.q.window.packets(), a.q.stats.RxCNP, a.q.stats.RxDropped)
+			} else if a.q.recovery.cwnd.Packets() != defaultWindow || a.q.stats.RxCNP != 0 || a.q.stats.RxDropped < 19000 {
+				t.Errorf("a window of %d, %d CNPs, %d dropped", a.q.recovery.cwnd.Packets(), a.q.stats.RxCNP, a.q.stats.RxDropped)
 			}
 			floods = false
 			f.run(flows, 60e6)
-			if a.q.window.packets() != defaultWindow {
-				t.Errorf("a window of %d afterwards", a.q.window.packets())
+			if a.q.recovery.cwnd.Packets() != defaultWindow {
+				t.Errorf("a window of %d afterwards", a.q.recovery.cwnd.Packets())
 			}
 		})
 	}

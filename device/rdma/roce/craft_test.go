@@ -117,7 +117,7 @@ func (n *node) inject(c craft) {
 // lone makes QP b whose peer is the test, which collects what it sends.
 func lone(t testing.TB, o pairOpt) (f *fabric, b *node, sent *[]wire.RoCE) {
 	f = newFabric(t, 1)
-	b = f.node("b", Config{Type: o.typ, QPN: 0x22, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxRdAtomic: 16, HasSRQ: o.srq})
+	b = f.node("b", Config{Type: o.typ, QPN: 0x22, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxRdAtomic: 16, HasSRQ: o.srq, ECN: true, SelectiveRepeat: true})
 	b.connect(&o, 0x11, o.avB, o.psnA, o.psnB)
 	sent = new([]wire.RoCE)
 	b.onTx = func(p *wire.RoCE, frame []byte) bool {
@@ -424,7 +424,7 @@ func TestResponderUncounted(t *testing.T) {
 	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
 	var want []resp
 	psn := uint32(0)
-	for ; psn < owedSpan-1; psn += 3 { // what is between two of them is acknowledged by the second
+	for ; psn < psnSetSpan-1; psn += 3 { // what is between two of them is acknowledged by the second
 		b.inject(write(psn))
 		b.inject(flush(psn + 1))
 		b.inject(put(psn+2, byte(psn)))
@@ -434,11 +434,11 @@ func TestResponderUncounted(t *testing.T) {
 	same(t, "memory", mem.buf[8:16], bytes.Repeat([]byte{byte(psn - 3)}, 8))
 	// They are not without bounds: one is as good as lost then.
 	want = nil
-	for i := range uint32(owedSpan) {
+	for i := range uint32(psnSetSpan) {
 		b.inject(flush(psn + i))
 		want = append(want, only(psn+i))
 	}
-	psn += owedSpan
+	psn += psnSetSpan
 	b.inject(flush(psn))
 	b.wantResp(sent, append(want, nakOf(psn, wire.NAKSequence))...)
 	executed := b.atomics
@@ -700,7 +700,7 @@ func TestRequesterResponses(t *testing.T) {
 		resp{wire.OpRCFetchAdd, 3, wire.NoCredits})
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence})
 	b.wantResp(sent)
-	b.q.attr.RNRRetry, b.q.rnrLeft = 1, 1
+	b.q.attr.RNRRetry, b.q.req.rnrLeft = 1, 1
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.SyndromeRNR | 5})
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.SyndromeRNR | 5})
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence}) // rxe sends one for what followed

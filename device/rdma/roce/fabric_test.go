@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -525,9 +526,9 @@ func (f *fabric) step() bool {
 // watched fails if the requester has something under way and nothing to wake it should no answer come.
 func (n *node) watched() {
 	q := n.q
-	if q.typ == RC && q.live() && q.sent > q.una && q.timeout != 0 && q.rtxAt == 0 && q.rnrAt == 0 && q.stallAt == 0 &&
-		q.waits.send.cause == atNothing && !n.run && !q.scheduled {
-		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.requester)
+	if q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 && q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
+		q.faults.send.cause == waitNone && !n.run && !q.scheduled {
+		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)
 	}
 }
 
@@ -558,12 +559,17 @@ func (f *fabric) settle(limit int64) {
 	}
 	kept := 0
 	for _, n := range f.nodes {
-		for _, frames := range [][]*frame.Buf{n.q.ahead.frames, n.q.replies.frames} {
-			for _, b := range frames {
-				if b != nil {
-					kept++
+		for _, r := range [...]*recovery.Queue{&n.q.resp.reorder.Queue, &n.q.recovery.responses.Queue} {
+			queued := 0
+			for psn := range r.Span() {
+				if r.Peek(psn) != nil {
+					queued++
 				}
 			}
+			if queued != r.Len() {
+				f.t.Fatalf("%d frames in a reorder queue of length %d", queued, r.Len())
+			}
+			kept += queued
 		}
 	}
 	if n := f.held.InUse(); n != kept {
@@ -635,10 +641,10 @@ func (n *node) connect(o *pairOpt, peer uint32, av AddressVector, rq, sq uint32)
 
 func (f *fabric) pair(o pairOpt) (a, b *node) {
 	f.t.Helper()
-	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, NoECN: o.noECN}
-	cfg.QPN, cfg.GoBackN = 0x11, o.backA
+	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, ECN: !o.noECN}
+	cfg.QPN, cfg.SelectiveRepeat = 0x11, !o.backA
 	a = f.node("a", cfg)
-	cfg.QPN, cfg.GoBackN = 0x22, o.backB
+	cfg.QPN, cfg.SelectiveRepeat = 0x22, !o.backB
 	b = f.node("b", cfg)
 	a.connect(&o, 0x22, o.avA, o.psnB, o.psnA)
 	b.connect(&o, 0x11, o.avB, o.psnA, o.psnB)

@@ -25,57 +25,57 @@ import (
 // the page came in another way, the answer only means that another may be raised.
 
 // cause says what waits, and so what becomes of it if the address is invalid (PF-13).
-type cause uint8
+type waitCause uint8
 
 const (
-	atNothing cause = iota
-	atQueue         // work queue: QP fatal
-	atGather        // requester's message: local protection error
-	atResult        // READ or atomic result: local protection error
-	atRead          // READ at the responder: remote access NAK
-	atWrite         // WRITE: remote access NAK
-	atAtomic        // atomic: remote access NAK
-	atRecv          // receive buffer: local protection error, remote operational NAK
+	waitNone   waitCause = iota
+	waitQueue            // work queue: QP fatal
+	waitGather           // requester's message: local protection error
+	waitResult           // READ or atomic result: local protection error
+	waitRead             // READ at the responder: remote access NAK
+	waitWrite            // WRITE: remote access NAK
+	waitAtomic           // atomic: remote access NAK
+	waitRecv             // receive buffer: local protection error, remote operational NAK
 )
 
 // needs are the rights that a fault is raised with. They go with the wait: when a
 // fault has to wait for another one, what the QP met last is something else.
-var needs = [...]translate.Access{
-	atGather: 0, atResult: translate.LocalWrite, atRecv: translate.LocalWrite,
-	atRead: translate.RemoteRead, atWrite: translate.RemoteWrite, // atAtomic: the operation's
+var faultAccess = [...]translate.Access{
+	waitGather: 0, waitResult: translate.LocalWrite, waitRecv: translate.LocalWrite,
+	waitRead: translate.RemoteRead, waitWrite: translate.RemoteWrite, // atAtomic: the operation's
 }
 
 // wait is something that waits for a fault, if cause is set.
 type wait struct {
-	cause cause
-	mine  bool   // the fault that is out is this one
-	told  bool   // the peer was sent an RNR NAK for it
-	wqe   uint32 // requester: number of the WQE
-	psn   uint64 // requester: nothing from here on is sent; responder: what missed
-	m     translate.Miss
-	since int64 // when psn was first refused
+	cause     waitCause
+	raised    bool   // the fault that is out is this one
+	rnrSent   bool   // the peer was sent an RNR NAK for it
+	wqe       uint32 // requester: number of the WQE
+	psn       uint64 // requester: nothing from here on is sent; responder: what missed
+	miss      translate.Miss
+	refusedAt int64 // when psn was first refused
 	// againAt is when to raise the fault once more, in case that it was forgotten;
 	// 0: due.
-	againAt int64
+	retryAt int64
 }
 
 // waits is the part of a QP that outlives a reset: a fault stays out.
-type waits struct {
-	out     [2]bool // by Side: the adapter owes a Resume
-	send    wait    // Requester
-	read    wait    // Responder: the oldest READ to be answered
-	request wait    // Responder: the request at epsn, which is dropped, or an atomic
-	sqGone  bool    // the queue's memory is invalid: no more is fetched
-	rqGone  bool
+type faultWaits struct {
+	raised    [2]bool // by Side: the adapter owes a Resume
+	send      wait    // Requester
+	read      wait    // Responder: the oldest READ to be answered
+	request   wait    // Responder: the request at epsn, which is dropped, or an atomic
+	sqInvalid bool    // the queue's memory is invalid: no more is fetched
+	rqInvalid bool
 }
 
 const (
 	// faultAgain is a safety net only.
-	faultAgain = 100e6
+	faultRetry = 100e6
 	// maxFault bounds what is asked for at once, bytes.
 	maxFault = 1 << 20
 	// firstDelay is what a fault is thought to take before one was measured, ns.
-	firstDelay = 2e6
+	defaultFaultDelay = 2e6
 	// nakFault in responder.nak stands for an RNR NAK for a fault: its time is chosen
 	// when it leaves.
 	nakFault wire.Syndrome = 0x5f
@@ -83,79 +83,79 @@ const (
 
 // end makes w wait for nothing. Since when its PSN was refused is remembered: the
 // same packet may meet one absent page after another.
-func (w *wait) end() { *w = wait{psn: w.psn, since: w.since} }
+func (w *wait) clear() { *w = wait{psn: w.psn, refusedAt: w.refusedAt} }
 
 // held tells whether there is nothing to do but wait.
-func (w *wait) held() bool { return w.cause != atNothing && w.againAt != 0 }
+func (w *wait) blocked() bool { return w.cause != waitNone && w.retryAt != 0 }
 
 // stops tells whether w keeps PSN psn and all after it from being sent.
-func (w *wait) stops(psn uint64) bool { return w.held() && psn >= w.psn }
+func (w *wait) blocks(psn uint64) bool { return w.blocked() && psn >= w.psn }
 
 // is tells whether w waits for the same as a miss that was just met.
-func (w *wait) is(c cause, m *translate.Miss) bool {
-	return w.cause == c && w.m.Kind == m.Kind && w.m.Key == m.Key && w.m.Where == m.Where
+func (w *wait) sameMiss(c waitCause, m *translate.Miss) bool {
+	return w.cause == c && w.miss.Kind == m.Kind && w.miss.Key == m.Key && w.miss.Where == m.Where
 }
 
 // await makes w wait for m. A miss that is met again changes nothing.
-func (q *QP) await(side Side, w *wait, c cause, psn uint64, m translate.Miss) {
+func (q *QP) waitFor(side Side, w *wait, c waitCause, psn uint64, m translate.Miss) {
 	q.stats.Faults++
 	m.Len = min(max(m.Len, 1), maxFault)
 	overdue := false
-	if w.is(c, &m) {
-		w.psn, w.wqe = psn, q.cur // another operation may meet it first now
-		if w.againAt != 0 {
+	if w.sameMiss(c, &m) {
+		w.psn, w.wqe = psn, q.req.cur // another operation may meet it first now
+		if w.retryAt != 0 {
 			return
 		}
 		overdue = true
 	} else {
-		n := wait{cause: c, wqe: q.cur, psn: psn, m: m, since: q.now}
+		n := wait{cause: c, wqe: q.req.cur, psn: psn, miss: m, refusedAt: q.now}
 		if w.psn == psn {
-			n.told, n.since = w.told, w.since // the peer still waits for the same packet
+			n.rnrSent, n.refusedAt = w.rnrSent, w.refusedAt // the peer still waits for the same packet
 		}
 		*w = n
 	}
-	w.againAt = q.now + faultAgain
-	if overdue || !q.out[side] {
-		q.raise(side, w)
+	w.retryAt = q.now + faultRetry
+	if overdue || !q.faults.raised[side] {
+		q.raiseFault(side, w)
 	}
 }
 
 // raise hands w's fault to the adapter.
-func (q *QP) raise(side Side, w *wait) {
-	if !q.out[side] {
-		q.out[side] = true
-		w.mine = true
+func (q *QP) raiseFault(side Side, w *wait) {
+	if !q.faults.raised[side] {
+		q.faults.raised[side] = true
+		w.raised = true
 	}
-	w.againAt = q.now + faultAgain
-	need := needs[w.cause]
-	if w.cause == atAtomic {
-		need = atomicOps[q.atomic.op].Needs()
+	w.retryAt = q.now + faultRetry
+	need := faultAccess[w.cause]
+	if w.cause == waitAtomic {
+		need = atomicOps[q.resp.atomic.op].Needs()
 	}
-	if w.cause != atQueue {
-		q.a.Fault(side, w.m, need)
+	if w.cause != waitQueue {
+		q.sched.Fault(side, w.miss, need)
 	}
 }
 
 // awaitSend is await for the requester. A miss behind the one that it waits for,
 // met because that was tried again, has to wait its turn.
-func (q *QP) awaitSend(c cause, psn uint64, m translate.Miss) {
-	w := &q.waits.send
-	if w.cause != atNothing && psn > w.psn {
+func (q *QP) requesterWait(c waitCause, psn uint64, m translate.Miss) {
+	w := &q.faults.send
+	if w.cause != waitNone && psn > w.psn {
 		q.stats.Faults++
-		w.againAt = q.now + faultAgain
+		w.retryAt = q.now + faultRetry
 		return
 	}
-	q.await(Requester, w, c, psn, m)
+	q.waitFor(Requester, w, c, psn, m)
 }
 
 // awaitQueue notes that a work queue's memory is absent; the adapter has raised
 // that fault itself.
-func (q *QP) awaitQueue(side Side) {
+func (q *QP) waitForQueue(side Side) {
 	if side == Requester {
-		q.awaitSend(atQueue, q.assigned, translate.Miss{})
+		q.requesterWait(waitQueue, q.req.nextPSN, translate.Miss{})
 		return
 	}
-	q.await(side, &q.waits.request, atQueue, q.epsn, translate.Miss{})
+	q.waitFor(side, &q.faults.request, waitQueue, q.resp.epsn, translate.Miss{})
 }
 
 // Resume says that the fault which side waits for was served: the operation goes
@@ -166,7 +166,7 @@ func (q *QP) Resume(now int64, side Side, ok bool) {
 		return
 	}
 	q.now = now
-	q.out[side] = false
+	q.faults.raised[side] = false
 	if ok {
 		q.stats.Resumed++
 	} else {
@@ -181,23 +181,23 @@ func (q *QP) Resume(now int64, side Side, ok bool) {
 }
 
 func (q *QP) resumeRequester(ok bool) {
-	w := q.waits.send
-	if w.cause == atNothing {
+	w := q.faults.send
+	if w.cause == waitNone {
 		return
 	}
-	q.waits.send.end()
+	q.faults.send.clear()
 	q.wake()
-	if ok || !w.mine {
+	if ok || !w.raised {
 		return
 	}
-	if w.cause == atQueue {
-		q.queueGone(&q.sqGone)
+	if w.cause == waitQueue {
+		q.queueInvalid(&q.faults.sqInvalid)
 		return
 	}
-	if int32(w.wqe-q.head) < 0 || int32(q.tail-w.wqe) <= 0 || !q.live() {
+	if int32(w.wqe-q.req.head) < 0 || int32(q.req.tail-w.wqe) <= 0 || !q.requesterActive() {
 		return
 	}
-	if s := q.slot(w.wqe); !s.failed {
+	if s := q.req.slot(w.wqe); !s.failed {
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)
 	}
@@ -205,37 +205,37 @@ func (q *QP) resumeRequester(ok bool) {
 
 func (q *QP) resumeResponder(ok bool) {
 	switch {
-	case q.waits.read.mine:
-		w := q.waits.read
-		q.waits.read.end()
+	case q.faults.read.raised:
+		w := q.faults.read
+		q.faults.read.clear()
 		q.wake()
-		if !ok && q.pending > 0 {
-			if r := q.oldestPending(); r.next == w.psn {
+		if !ok && q.resp.pending > 0 {
+			if r := q.resp.oldestPending(); r.next == w.psn {
 				q.failRead(r)
 			}
 		}
-	case q.waits.request.mine:
-		w := q.waits.request
-		q.waits.request.end()
+	case q.faults.request.raised:
+		w := q.faults.request
+		q.faults.request.clear()
 		q.resumeRequest(&w, ok)
 	}
-	for _, w := range [...]*wait{&q.waits.read, &q.waits.request} {
-		if w.cause != atNothing && !q.out[Responder] {
-			if w.cause == atQueue { // only looking for a receive raises it
-				w.end()
+	for _, w := range [...]*wait{&q.faults.read, &q.faults.request} {
+		if w.cause != waitNone && !q.faults.raised[Responder] {
+			if w.cause == waitQueue { // only looking for a receive raises it
+				w.clear()
 				q.wake()
 				continue
 			}
-			q.raise(Responder, w)
+			q.raiseFault(Responder, w)
 		}
 	}
 }
 
 // resumeRequest: the packet that missed is long dropped, unless it was an atomic.
 func (q *QP) resumeRequest(w *wait, ok bool) {
-	if w.cause == atQueue {
+	if w.cause == waitQueue {
 		if !ok {
-			q.queueGone(&q.rqGone)
+			q.queueInvalid(&q.faults.rqInvalid)
 			return
 		}
 		if q.state == Err {
@@ -246,82 +246,82 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 		if ok {
 			return
 		}
-		if w.cause == atWrite {
+		if w.cause == waitWrite {
 			q.stats.AccessErrors++
-		} else if q.haveWQE {
+		} else if q.resp.haveRecv {
 			q.stats.LocalErrors++
 			q.failRecv(StatusLocProt)
 			q.toErr()
 		}
 		return
 	}
-	if w.psn != q.epsn || q.fatal.syndrome != 0 || q.state == Err {
+	if w.psn != q.resp.epsn || q.resp.fatal.syndrome != 0 || q.state == Err {
 		return
 	}
 	switch {
-	case !ok && w.cause == atRecv:
+	case !ok && w.cause == waitRecv:
 		q.stats.LocalErrors++
-		q.verdictRC(vRecvProt)
+		q.applyVerdict(vRecvProt)
 	case !ok:
-		q.verdictRC(vRemAccess)
-	case w.cause == atAtomic:
-		q.goOnAtomic()
-	case w.told && q.epsn-q.ackPSN < psnHalf/2:
+		q.applyVerdict(vRemAccess)
+	case w.cause == waitAtomic:
+		q.retryAtomic()
+	case w.rnrSent && q.resp.epsn-q.resp.ackPSN < psnHalf/2:
 		// PF-9: the sender need not wait until its time is over.
-		q.ackPending = true
+		q.resp.ackPending = true
 		q.wake()
 	}
 }
 
 // goOnAtomic tries the atomic that waits once more.
-func (q *QP) goOnAtomic() {
-	q.verdictRC(q.executeAtomic())
-	if q.ahead.untilAt != 0 {
-		q.catchUp()
+func (q *QP) retryAtomic() {
+	q.applyVerdict(q.executeAtomic())
+	if q.resp.reorder.expiresAt != 0 {
+		q.executeQueuedRequests()
 	}
 }
 
 // queueGone ends a QP whose work queue lies in memory that is not valid.
-func (q *QP) queueGone(gone *bool) {
+func (q *QP) queueInvalid(gone *bool) {
 	*gone = true
 	if q.state == Err {
 		return
 	}
-	q.a.Event(EventFatal)
+	q.sched.Event(EventFatal)
 	q.toErr()
 }
 
 // faultTimer looks after faults that were not answered for long.
 func (q *QP) faultTimer() {
 	due := func(w *wait) bool {
-		if w.cause == atNothing || w.againAt == 0 || q.now < w.againAt {
+		if w.cause == waitNone || w.retryAt == 0 || q.now < w.retryAt {
 			return false
 		}
-		w.againAt = 0
+		w.retryAt = 0
 		return true
 	}
-	if due(&q.waits.send) || due(&q.waits.read) {
+	if due(&q.faults.send) || due(&q.faults.read) {
 		q.wake()
 	}
-	switch w := &q.waits.request; {
+	switch w := &q.faults.request; {
 	case !due(w):
-	case w.cause == atAtomic:
-		q.goOnAtomic()
+	case w.cause == waitAtomic:
+		q.retryAtomic()
 	default:
-		q.raise(Responder, w)
+		q.raiseFault(Responder, w)
 	}
 }
 
 // rnrFor returns the RNR NAK for w: it names as long a wait as service is expected
 // to take (PF-8), or as it has taken already, so that a slow pager does not use up
 // the peer's rnr_retry. If w waits no more, the shortest.
-func (q *QP) rnrFor(w *wait) wire.Syndrome {
+func (q *QP) rnrSyndrome(w *wait) wire.Syndrome {
 	d := int64(0)
-	if w.cause != atNothing {
-		if d = q.a.FaultDelay(); d <= 0 {
-			d = firstDelay
+	if w.cause != waitNone {
+		if d = q.sched.FaultDelay(); d <= 0 {
+			d = defaultFaultDelay
 		}
-		d = max(d, q.now-w.since)
+		d = max(d, q.now-w.refusedAt)
 	}
 	return wire.SyndromeRNR | rnrCode(d)
 }

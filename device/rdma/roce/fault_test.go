@@ -126,7 +126,7 @@ func TestIdle(t *testing.T) {
 func TestSelf(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
-	n := f.node("self", Config{Type: RC, QPN: 0x33, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64})
+	n := f.node("self", Config{Type: RC, QPN: 0x33, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, ECN: true, SelectiveRepeat: true})
 	n.connect(&o, 0x33, av(ipA, ipA), 77, 77)
 	m := n.reg(1, 0, 1<<16, allAccess)
 	n.postRecv(sge(1, 0x8000, 4000))

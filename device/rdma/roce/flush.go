@@ -14,23 +14,23 @@ func (q *QP) flush(budget int) (more bool) {
 	if q.flushSends(&budget) {
 		return true
 	}
-	if q.haveWQE {
+	if q.resp.haveRecv {
 		q.failRecv(StatusFlush)
 	}
 	if q.cfg.HasSRQ {
 		// Receives in an SRQ belong to other QPs as well (IBTA 10.2.9.3).
 		if !q.lastWQE {
 			q.lastWQE = true
-			q.a.Event(EventLastWQE)
+			q.sched.Event(EventLastWQE)
 		}
 		return false
 	}
-	if q.rqGone {
+	if q.faults.rqInvalid {
 		return false
 	}
 	found := false
 	for ; budget > 0; budget-- {
-		if v := q.takeRecv(); v != vOK && v != vRecvBad {
+		if v := q.ensureRecv(); v != vOK && v != vRecvBad {
 			q.pollFlush(found)
 			return false
 		}
@@ -52,7 +52,7 @@ func (q *QP) pollFlush(found bool) {
 // flushSends completes send WQEs, at most *budget, and counts them off.
 func (q *QP) flushSends(budget *int) (more bool) {
 	for ; *budget > 0; *budget-- {
-		if q.head == q.tail && (q.sqGone || q.waits.send.held() || !q.fetchInto(q.slot(q.tail))) {
+		if q.req.head == q.req.tail && (q.faults.sqInvalid || q.faults.send.blocked() || !q.fetchInto(q.req.slot(q.req.tail))) {
 			return false
 		}
 		q.stats.Flushed++

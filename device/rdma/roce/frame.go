@@ -42,7 +42,7 @@ type bth struct {
 	solicited bool
 	ackReq    bool
 	selective bool
-	qpn       uint32
+	destQP    uint32
 	psn       uint64 // low 24 bits go out
 }
 
@@ -50,7 +50,7 @@ type bth struct {
 // and n bytes of payload. The caller fills ext and payload, then calls send. buf
 // is nil if there is no buffer.
 func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr, payload []byte) {
-	buf = q.a.GetBuf()
+	buf = q.link.GetBuf()
 	if buf == nil {
 		return nil, nil, nil
 	}
@@ -70,7 +70,7 @@ func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr
 		b[1] |= bthSolicited
 	}
 	binary.BigEndian.PutUint16(b[2:], wire.DefaultPKey)
-	binary.BigEndian.PutUint32(b[4:], t.qpn&psnMask)
+	binary.BigEndian.PutUint32(b[4:], t.destQP&psnMask)
 	binary.BigEndian.PutUint32(b[8:], uint32(t.psn&psnMask))
 	if t.ackReq {
 		b[8] |= bthAckReq
@@ -89,5 +89,5 @@ func (q *QP) send(h *wire.Template, buf *frame.Buf) {
 	h.Seal(b)
 	q.stats.TxPackets++
 	q.stats.TxBytes += uint64(len(b))
-	q.a.Transmit(buf)
+	q.link.Transmit(buf)
 }

@@ -126,9 +126,9 @@ func runHostile(t *testing.T, data []byte) {
 	b.runAll()
 	for len(h.in) > 0 {
 		op := fuzzOps[typ][int(h.byte())%len(fuzzOps[typ])]
-		base := uint32(b.q.epsn)
+		base := uint32(b.q.resp.epsn)
 		if op.Info().Is(wire.Response) {
-			base = uint32(b.q.una)
+			base = uint32(b.q.req.una)
 		}
 		c := craft{
 			op: op, psn: base + h.some(0, 0, 0, 1, 2, psnMask, psnMask-1, 1<<23, 1<<23-1), ack: h.byte()&1 != 0, qkey: h.some(7),
@@ -178,7 +178,7 @@ func runHostile(t *testing.T, data []byte) {
 		if b.q.State() == Err {
 			b.fault = nil
 			b.runAll()
-			if b.q.head != b.q.tail {
+			if b.q.req.head != b.q.req.tail {
 				t.Fatal("not flushed")
 			}
 			break
@@ -189,8 +189,8 @@ func runHostile(t *testing.T, data []byte) {
 			t.Fatalf("memory at %d was written", i)
 		}
 	}
-	if b.q.pending < 0 || b.q.una > b.q.nxt || b.q.nxt > b.q.sent && typ == 0 || int32(b.q.tail-b.q.head) < 0 || int32(b.q.cur-b.q.head) < 0 || int32(b.q.tail-b.q.cur) < 0 {
-		t.Fatalf("inconsistent: %+v", b.q.requester)
+	if b.q.resp.pending < 0 || b.q.req.una > b.q.req.nxt || b.q.req.nxt > b.q.req.sent && typ == 0 || int32(b.q.req.tail-b.q.req.head) < 0 || int32(b.q.req.cur-b.q.req.head) < 0 || int32(b.q.req.tail-b.q.req.cur) < 0 {
+		t.Fatalf("inconsistent: %+v", b.q.req)
 	}
 	if len(b.recvs) > 6 || len(b.sends) > len(b.sq) {
 		t.Fatal("more completions than requests")

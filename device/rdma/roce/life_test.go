@@ -21,10 +21,10 @@ func runLife(t *testing.T, data []byte) {
 	o.srq, o.outstanding = h.byte()&1 != 0, int(h.byte()%4)*2
 	f := newFabric(t, int64(h.byte()))
 	f.local = localMode(h.byte() % 3)
-	cfg := Config{Type: o.typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: o.outstanding, HasSRQ: o.srq, MaxRdAtomic: 16}
+	cfg := Config{Type: o.typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: o.outstanding, HasSRQ: o.srq, MaxRdAtomic: 16, ECN: true}
 	ends := [2]*node{}
 	for i := range ends {
-		cfg.QPN, cfg.GoBackN = uint32(0x11*(i+1)), h.byte()&7 == 0
+		cfg.QPN, cfg.SelectiveRepeat = uint32(0x11*(i+1)), h.byte()&7 != 0
 		ends[i] = f.node(string(rune('a'+i)), cfg)
 		ends[i].reg(1, 0, 4096, allAccess)
 		if h.byte()&3 == 0 {
@@ -110,7 +110,7 @@ func runLife(t *testing.T, data []byte) {
 		t.Errorf("%d frames are held", n)
 	}
 	for _, n := range ends {
-		if len(n.sends) != len(n.sq) || n.q.head != n.q.tail {
+		if len(n.sends) != len(n.sq) || n.q.req.head != n.q.req.tail {
 			t.Errorf("%s: %d of %d requests are completed", n.name, len(n.sends), len(n.sq))
 		}
 		if !o.srq && n.rqNext != len(n.rq) || len(n.recvs) != n.rqNext {

@@ -32,18 +32,18 @@ const (
 )
 
 // outcome is what became of an attempt to go the local way.
-type outcome uint8
+type localOutcome uint8
 
 const (
-	localDone  outcome = iota // some of the WQE, or all, is done
-	localFrame                // the next packet must be a frame
-	localStop                 // nothing to do now: it waits or has failed
-	localMiss                 // own memory missed: requester.missed
+	localDone  localOutcome = iota // some of the WQE, or all, is done
+	localFrame                     // the next packet must be a frame
+	localStop                      // nothing to do now: it waits or has failed
+	localMiss                      // own memory missed: requester.missed
 )
 
 // localPeer returns the peer if requests may go to it directly in this turn, and how many bytes of them.
 func (q *QP) localPeer() (*QP, uint64) {
-	p, slice := q.a.Peer()
+	p, slice := q.link.Peer()
 	if p == nil || p == q || p.closed || p.typ != q.typ || p.mtu != q.mtu || p.state < RTR || p.state == Err {
 		return nil, 0
 	}
@@ -57,68 +57,68 @@ func (q *QP) localPeer() (*QP, uint64) {
 }
 
 // expects tells whether the responder is between packets and waits for psn.
-func (q *QP) expects(psn uint64) bool {
-	return (q.epsn^psn)&psnMask == 0 && q.fatal.syndrome == 0 && q.nak == 0 && !q.nakSent && q.pending == 0 && q.owed.none() && q.repeats.none() &&
-		!q.ahead.there.Any() && !q.dropMsg && q.waits.request.cause == atNothing
+func (q *QP) expectsLocal(psn uint64) bool {
+	return (q.resp.epsn^psn)&psnMask == 0 && q.resp.fatal.syndrome == 0 && q.resp.nak == 0 && !q.resp.nakSent && q.resp.pending == 0 && q.resp.emptyDue.empty() && q.resp.repeatsDue.empty() &&
+		!q.resp.reorder.arrived.Any() && !q.resp.dropMessage && q.faults.request.cause == waitNone
 }
 
 // localRC goes on with slot cur of an RC QP; left is what this turn may still copy.
-func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) outcome {
-	if q.nxt != q.una || q.sent != q.una {
+func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
+	if q.req.nxt != q.req.una || q.req.sent != q.req.una {
 		// Something is under way: it is repeated, or asked about, as frames.
-		if q.nxt < q.sent || q.unasked > 0 {
+		if q.req.nxt < q.req.sent || q.req.sinceAckReq > 0 {
 			return localFrame
 		}
-		q.blocked = true
+		q.req.blocked = true
 		return localStop
 	}
-	if !p.expects(q.nxt) {
+	if !p.expectsLocal(q.req.nxt) {
 		return localFrame
 	}
 	n, res := q.localStep(p, s, left)
 	if n > 0 {
-		q.nxt += n
-		q.una, q.sent = q.nxt, q.nxt
-		if s.info.kind.answered() {
-			p.msn++ // a part of a READ is a request of its own
+		q.req.nxt += n
+		q.req.una, q.req.sent = q.req.nxt, q.req.nxt
+		if s.info.kind.needsResponse() {
+			p.resp.msn++ // a part of a READ is a request of its own
 		} else {
-			p.ackPSN = p.epsn - 1
-			if q.nxt == s.end {
-				p.msn++
+			p.resp.ackPSN = p.resp.epsn - 1
+			if q.req.nxt == s.end {
+				p.resp.msn++
 			}
 		}
-		if q.nxt == s.end {
-			q.cur++
+		if q.req.nxt == s.end {
+			q.req.cur++
 			q.completeHead(StatusSuccess)
 			return localDone
 		}
 	}
-	return q.localMissed(s, res)
+	return q.finishLocalMiss(s, res)
 }
 
 // localUC is localRC for UC. If a frame is under way, the peer expects another PSN.
-func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) outcome {
-	if !p.expects(q.nxt) {
+func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) localOutcome {
+	if !p.expectsLocal(q.req.nxt) {
 		return localFrame
 	}
-	if q.nxt == s.first {
-		p.msg, p.off = 0, 0 // what was in progress is abandoned
+	if q.req.nxt == s.first {
+		p.resp.op, p.resp.off = 0, 0 // what was in progress is abandoned
 	}
 	n, res := q.localStep(p, s, left)
 	if n > 0 {
-		q.nxt += n
-		if q.nxt == s.end {
-			q.una, q.sent = q.nxt, q.nxt
+		q.req.nxt += n
+		if q.req.nxt == s.end {
+			q.req.una, q.req.sent = q.req.nxt, q.req.nxt
 			q.completeHead(StatusSuccess)
 			return localDone
 		}
 	}
-	return q.localMissed(s, res)
+	return q.finishLocalMiss(s, res)
 }
 
 // localStep executes packets of s at p, from nxt on, and returns how many.
-func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome) {
-	off := (q.nxt - s.first) * uint64(q.mtu)
+func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res localOutcome) {
+	off := (q.req.nxt - s.first) * uint64(q.mtu)
 	want, size := uint64(0), uint64(0) // bytes
 	if s.info.kind != kindAtomic {
 		if want = s.w.Length - off; want > *left {
@@ -138,8 +138,8 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 			return 0, res
 		}
 	case kindFlush:
-		if f := flushNeeds(s.w.Flush); p.msg != 0 || p.attr.Access&f != f || len(p.memory) == 0 ||
-			!p.a.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), s.w.Flush.Selectivity == wire.FlushRegion, f).OK() {
+		if f := flushNeeds(s.w.Flush); p.resp.op != 0 || p.attr.Access&f != f || len(p.resp.resources) == 0 ||
+			!p.memory.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), s.w.Flush.Selectivity == wire.FlushRegion, f).OK() {
 			return 0, localFrame
 		}
 		res = localDone
@@ -159,17 +159,17 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 			return 0, res
 		}
 	}
-	if w := &q.waits.send; (w.cause == atGather || w.cause == atResult) && w.psn < q.nxt+n {
-		w.end()
+	if w := &q.faults.send; (w.cause == waitGather || w.cause == waitResult) && w.psn < q.req.nxt+n {
+		w.clear()
 	}
 	if p.state == RTR && !p.commEst {
 		p.commEst = true
-		p.a.Event(EventCommEst)
+		p.sched.Event(EventCommEst)
 	}
 	q.countLocal(p, s, n, size)
-	p.epsn += n
-	if !s.info.kind.answered() {
-		p.placed(s, off, size)
+	p.resp.epsn += n
+	if !s.info.kind.needsResponse() {
+		p.localPlaced(s, off, size)
 	}
 	return n, res
 }
@@ -177,7 +177,7 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res outcome)
 // countLocal counts n packets with size bytes as if they had been frames.
 func (q *QP) countLocal(p *QP, s *sendSlot, n, size uint64) {
 	from, to := q.stats, p.stats
-	if s.info.kind.answered() { // the request
+	if s.info.kind.needsResponse() { // the request
 		from.TxPackets++
 		to.RxPackets++
 		from, to = to, from
@@ -186,7 +186,7 @@ func (q *QP) countLocal(p *QP, s *sendSlot, n, size uint64) {
 	from.TxBytes += size
 	to.RxPackets += n
 	to.RxBytes += size
-	if q.nxt == s.first {
+	if q.req.nxt == s.first {
 		q.stats.LocalMessages++
 	}
 	q.stats.LocalBytes += size
@@ -194,22 +194,22 @@ func (q *QP) countLocal(p *QP, s *sendSlot, n, size uint64) {
 
 // localWrite copies want bytes of a SEND or WRITE from byte off on, and returns how
 // many it got to.
-func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res outcome) {
+func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res localOutcome) {
 	w := &s.w
 	first, last, write := off == 0, off+want == w.Length, s.info.kind == kindWrite
 	switch {
-	case s.info.inv, first && p.msg != 0, !first && (p.msg != s.info.op() || p.off != off):
+	case s.info.inv, first && p.resp.op != 0, !first && (p.resp.op != s.info.op() || p.resp.off != off):
 		return 0, localFrame
 	case write && first && (p.attr.Access&translate.RemoteWrite == 0 ||
-		(!last || s.info.imm && w.Length > 0) && !p.a.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
+		(!last || s.info.imm && w.Length > 0) && !p.memory.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
 		return 0, localFrame
 	}
 	if !write || last && s.info.imm {
-		if p.takeRecv() != vOK {
+		if p.ensureRecv() != vOK {
 			p.armTimer()
 			return 0, localFrame
 		}
-		if !write && off+want > p.wqe.Length {
+		if !write && off+want > p.resp.recv.Length {
 			return 0, localFrame
 		}
 	}
@@ -219,28 +219,28 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 		var m translate.Miss
 		if w.Inline {
 			src = w.InlineData[at : off+want]
-		} else if src, m = q.a.GatherSpan(w, at, want-done); !m.OK() {
-			return done, q.missedOwn(s, at, m)
+		} else if src, m = q.memory.GatherSpan(w, at, want-done); !m.OK() {
+			return done, q.ownMiss(s, at, m)
 		}
 		if write {
 			if first && last && done == 0 && uint64(len(src)) < want &&
-				!p.a.CheckRemote(w.RKey, w.RemoteVA, want, translate.RemoteWrite).OK() {
+				!p.memory.CheckRemote(w.RKey, w.RemoteVA, want, translate.RemoteWrite).OK() {
 				return 0, localFrame // before any of it is written
 			}
-			dst, m = p.a.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), uint64(len(src)), translate.RemoteWrite)
+			dst, m = p.memory.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), uint64(len(src)), translate.RemoteWrite)
 		} else {
-			dst, m = p.a.ScatterSpan(p.wqe.SGEs, at, uint64(len(src)))
+			dst, m = p.memory.ScatterSpan(p.resp.recv.SGEs, at, uint64(len(src)))
 		}
 		if !m.OK() {
 			return done, localFrame
 		}
-		done += uint64(s.copy(dst, src))
+		done += uint64(s.copyPart(dst, src))
 	}
 	return done, localDone
 }
 
 // copy copies a part of the message.
-func (s *sendSlot) copy(dst, src []byte) int {
+func (s *sendSlot) copyPart(dst, src []byte) int {
 	if s.w.Length >= streamFrom {
 		return stream(dst, src)
 	}
@@ -248,18 +248,18 @@ func (s *sendSlot) copy(dst, src []byte) int {
 }
 
 // placed is the responder's part after size bytes of s from off on were placed.
-func (q *QP) placed(s *sendSlot, off, size uint64) {
+func (q *QP) localPlaced(s *sendSlot, off, size uint64) {
 	w := &s.w
 	if off+size < w.Length {
-		q.msg, q.off = s.info.op(), off+size
-		q.va, q.rkey, q.length = w.RemoteVA, w.RKey, w.Length
+		q.resp.op, q.resp.off = s.info.op(), off+size
+		q.resp.va, q.resp.rkey, q.resp.length = w.RemoteVA, w.RKey, w.Length
 		return
 	}
-	q.msg, q.off = 0, 0
+	q.resp.op, q.resp.off = 0, 0
 	if s.info.kind == kindWrite && !s.info.imm {
 		return
 	}
-	c := &q.rcomp
+	c := &q.resp.cqe
 	*c = Completion{Opcode: WCRecv, ByteLen: uint32(w.Length), SrcQP: q.attr.DestQPN, Solicited: w.Solicited, VLAN: NoVLAN}
 	if s.info.kind == kindWrite {
 		c.Opcode = WCRecvWithImm
@@ -271,37 +271,37 @@ func (q *QP) placed(s *sendSlot, off, size uint64) {
 }
 
 // localRead copies want bytes of a READ from byte off on.
-func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res outcome) {
+func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res localOutcome) {
 	w := &s.w
-	if p.msg != 0 || p.attr.Access&translate.RemoteRead == 0 || len(p.memory) == 0 ||
-		want > 0 && !p.a.CheckRemote(w.RKey, w.RemoteVA+translate.VA(off), want, translate.RemoteRead).OK() {
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteRead == 0 || len(p.resp.resources) == 0 ||
+		want > 0 && !p.memory.CheckRemote(w.RKey, w.RemoteVA+translate.VA(off), want, translate.RemoteRead).OK() {
 		return 0, localFrame
 	}
 	for done < want {
 		at := off + done
-		src, m := p.a.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), want-done, translate.RemoteRead)
+		src, m := p.memory.RemoteSpan(w.RKey, w.RemoteVA+translate.VA(at), want-done, translate.RemoteRead)
 		if !m.OK() {
 			return done, localFrame
 		}
-		dst, m := q.a.ScatterSpan(w.SGEs, at, uint64(len(src)))
+		dst, m := q.memory.ScatterSpan(w.SGEs, at, uint64(len(src)))
 		if !m.OK() {
-			return done, q.missedOwn(s, at, m)
+			return done, q.ownMiss(s, at, m)
 		}
-		done += uint64(s.copy(dst, src))
+		done += uint64(s.copyPart(dst, src))
 	}
 	return done, localDone
 }
 
 // localAtomic executes an atomic. Its result must have a place before: memory that
 // is there stays until the epoch is left.
-func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
+func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.msg != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.resp.resources) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
-	dst, m := q.a.ScatterSpan(w.SGEs, 0, atomicLen)
+	dst, m := q.memory.ScatterSpan(w.SGEs, 0, atomicLen)
 	if m.Fault() {
-		return q.missedOwn(s, 0, m)
+		return q.ownMiss(s, 0, m)
 	}
 	if len(dst) < atomicLen {
 		return localFrame // in two places, or none
@@ -310,7 +310,7 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
 	if w.Opcode == WRCompareSwap {
 		op, compare = AtomicCompareSwap, w.Compare
 	}
-	old, m := p.a.AtomicRemote(w.RKey, w.RemoteVA, op, compare, w.SwapAdd)
+	old, m := p.memory.AtomicRemote(w.RKey, w.RemoteVA, op, compare, w.SwapAdd)
 	if !m.OK() {
 		return localFrame
 	}
@@ -319,47 +319,47 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) outcome {
 }
 
 // localAtomicWrite executes an ATOMIC WRITE.
-func (q *QP) localAtomicWrite(p *QP, s *sendSlot) outcome {
+func (q *QP) localAtomicWrite(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.msg != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.memory) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.resp.resources) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
-	src := q.result[:]
+	src := q.req.atomicResult[:]
 	if w.Inline {
 		copy(src, w.InlineData)
-	} else if m := q.a.Gather(src, w, 0); !m.OK() {
-		return q.missedOwn(s, 0, m)
+	} else if m := q.memory.Gather(src, w, 0); !m.OK() {
+		return q.ownMiss(s, 0, m)
 	}
-	if _, m := p.a.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, binary.LittleEndian.Uint64(src)); !m.OK() {
+	if _, m := p.memory.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, binary.LittleEndian.Uint64(src)); !m.OK() {
 		return localFrame
 	}
 	return localDone
 }
 
 // missedOwn notes a miss in the requester's own memory at byte at of the message.
-func (q *QP) missedOwn(s *sendSlot, at uint64, m translate.Miss) outcome {
+func (q *QP) ownMiss(s *sendSlot, at uint64, m translate.Miss) localOutcome {
 	if m.Fault() {
 		m.Len = segmentRest(s.w.SGEs, at, m)
 	}
-	q.missed = m
+	q.req.localMiss = m
 	return localMiss
 }
 
 // localMissed suspends or fails s if that is why the step ended.
-func (q *QP) localMissed(s *sendSlot, res outcome) outcome {
+func (q *QP) finishLocalMiss(s *sendSlot, res localOutcome) localOutcome {
 	if res != localMiss {
 		return res
 	}
-	if !q.missed.Fault() {
+	if !q.req.localMiss.Fault() {
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)
 		return localStop
 	}
-	c := atGather
-	if s.info.kind.returns() {
-		c = atResult
+	c := waitGather
+	if s.info.kind.returnsData() {
+		c = waitResult
 	}
-	q.awaitSend(c, q.nxt, q.missed)
+	q.requesterWait(c, q.req.nxt, q.req.localMiss)
 	return localStop
 }
 

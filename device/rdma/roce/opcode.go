@@ -24,14 +24,14 @@ func (o *sendOps) pick(first, last bool) wire.Opcode {
 
 // wrInfo is what the requester must know of a work request's opcode.
 type wrInfo struct {
-	kind opKind
-	wc   WCOpcode
-	ops  sendOps
-	imm  bool
-	inv  bool
-	uc   bool // UC carries it
-	last bool // begins when all before it have completed
-	ud   bool // UD carries it
+	kind     opKind
+	wc       WCOpcode
+	ops      sendOps
+	imm      bool
+	inv      bool
+	uc       bool // UC carries it
+	afterAll bool // begins when all before it have completed
+	ud       bool // UD carries it
 }
 
 // wrTable is the allow-list of work request opcodes; the others have kindBad.
@@ -46,8 +46,8 @@ var wrTable = [WRRegMR + 2]wrInfo{
 		ops: sendOps{wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLastImm, wire.OpRCSendOnlyImm}},
 	WRSendInv: {kind: kindSend, wc: WCSend, inv: true,
 		ops: sendOps{wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv}},
-	WRLocalInv:    {kind: kindManage, wc: WCLocalInv, last: true},
-	WRBindMW:      {kind: kindManage, wc: WCBindMW, uc: true, last: true},
+	WRLocalInv:    {kind: kindManage, wc: WCLocalInv, afterAll: true},
+	WRBindMW:      {kind: kindManage, wc: WCBindMW, uc: true, afterAll: true},
 	WRRegMR:       {kind: kindManage, wc: WCRegMR},
 	WRRead:        {kind: kindRead, wc: WCRead, ops: sendOps{only: wire.OpRCReadRequest}},
 	WRCompareSwap: {kind: kindAtomic, wc: WCCompareSwap, ops: sendOps{only: wire.OpRCCompareSwap}},
@@ -80,7 +80,7 @@ const (
 )
 
 // answered tells whether only an explicit response completes the request.
-func (k opKind) answered() bool { return k >= kindFlush }
+func (k opKind) needsResponse() bool { return k >= kindFlush }
 
 // returns tells whether the response brings data.
-func (k opKind) returns() bool { return k >= kindRead }
+func (k opKind) returnsData() bool { return k >= kindRead }

@@ -12,7 +12,7 @@ import (
 const (
 	defaultOutstanding = 64
 	defaultWindow      = 256
-	strangerWindow     = 128 // towards who is not known to be a vnicd: a loss costs all of it, and so much Linux rxe has under way itself
+	goBackNWindow      = 128 // towards who is not known to be a vnicd: a loss costs all of it, and so much Linux rxe has under way itself
 	defaultRdAtomic    = 16
 	maxRdAtomic        = 128
 	maxWindow          = 4096
@@ -24,8 +24,13 @@ const (
 // QP is one queue pair. All methods must be called from the same loop; none
 // blocks or allocates, except Modify.
 type QP struct {
-	cfg   Config
-	a     Adapter
+	cfg Config
+
+	queues Queues
+	memory Memory
+	link   Link
+	sched  Scheduler
+
 	typ   Type
 	state State
 	mtu   uint32 // path MTU, bytes
@@ -42,9 +47,10 @@ type QP struct {
 	attr Attr
 	tx   wire.Template // RC, UC: to the peer
 
-	requester
-	responder
-	waits
+	req      requester    // fetches and sends WQEs (requester.go)
+	recovery lossRecovery // sends again what was lost (recovery.go, selective.go)
+	resp     responder    // executes the peer's requests (responder.go)
+	faults   faultWaits   // what waits for absent pages (fault.go)
 
 	flushAt    int64 // Err: when to look again for posted receives
 	flushDelay int64
@@ -68,7 +74,7 @@ func NewQP(cfg Config, a Adapter) *QP {
 		cfg.MaxOutstanding = 1 // unacknowledged: one WQE at a time
 	}
 	cfg.MaxOutstanding = 1 << bits.Len(uint(cfg.MaxOutstanding-1))
-	q := &QP{cfg: cfg, a: a, typ: cfg.Type, stats: cfg.Stats}
+	q := &QP{cfg: cfg, queues: a, memory: a, link: a, sched: a, typ: cfg.Type, stats: cfg.Stats}
 	if q.stats == nil {
 		q.stats = &q.ownStats
 	}
@@ -85,10 +91,10 @@ func (q *QP) reset() {
 	q.flushAt, q.flushDelay = 0, 0
 	q.resetRequester()
 	q.resetResponder()
-	q.waits = waits{out: q.out}
+	q.faults = faultWaits{raised: q.faults.raised}
 	if q.timerAt != 0 {
 		q.timerAt = 0
-		q.a.ArmTimer(0)
+		q.sched.ArmTimer(0)
 	}
 }
 
@@ -120,18 +126,18 @@ func (q *QP) Stats() *Stats { return q.stats }
 func (q *QP) Query(a *Attr) {
 	*a = q.attr
 	a.State, a.CurState = q.state, q.state
-	a.SQDraining = q.state == SQD && q.head != q.tail
-	a.SQPSN = uint32(q.nxt & psnMask)
-	a.RQPSN = uint32(q.epsn & psnMask)
+	a.SQDraining = q.state == SQD && q.req.head != q.req.tail
+	a.SQPSN = uint32(q.req.nxt & psnMask)
+	a.RQPSN = uint32(q.resp.epsn & psnMask)
 }
 
 // Close ends the QP: nothing is completed and the adapter is not called again.
 func (q *QP) Close() {
-	q.dropAhead()
-	q.forget()
+	q.dropQueuedRequests()
+	q.clearScoreboard()
 	q.closed = true
 	q.state = Reset
-	q.slots = nil
+	q.req.slots = nil
 }
 
 // Modify changes attributes and state (IBTA 11.2.5.2, table of 10.3.1). On error,
@@ -159,7 +165,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 	if reason != "" {
 		return refuse(reason)
 	}
-	if from == Reset && to != Reset && q.slots == nil {
+	if from == Reset && to != Reset && q.req.slots == nil {
 		q.allocate() // to flush takes WQEs, too
 	}
 	switch to {
@@ -177,7 +183,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 			remote = a.DestQPN
 		}
 		av := a.AV
-		if q.controlled(&av) {
+		if q.usesECN(&av) {
 			av.TrafficClass = av.TrafficClass&^header.ECNMask | header.ECT0
 		}
 		t, err := av.template(q.cfg.QPN, remote)
@@ -186,7 +192,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 		}
 		q.tx = t
 	}
-	q.take(a, mask)
+	q.applyAttr(a, mask)
 	q.state = to
 	switch {
 	case from == SQD && to == SQD, from == to:
@@ -202,7 +208,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 }
 
 // take copies the attributes that mask names and derives what depends on them.
-func (q *QP) take(a *Attr, mask Mask) {
+func (q *QP) applyAttr(a *Attr, mask Mask) {
 	t := &q.attr
 	if mask&MaskPKeyIndex != 0 {
 		t.PKeyIndex = a.PKeyIndex
@@ -222,15 +228,15 @@ func (q *QP) take(a *Attr, mask Mask) {
 	}
 	if mask&MaskTimeout != 0 {
 		t.Timeout = a.Timeout
-		q.timeout = timeoutNS(a.Timeout)
+		q.recovery.timeout = timeoutNS(a.Timeout)
 	}
 	if mask&MaskRetryCnt != 0 {
 		t.RetryCnt = a.RetryCnt
-		q.retryLeft = a.RetryCnt
+		q.recovery.retryLeft = a.RetryCnt
 	}
 	if mask&MaskRNRRetry != 0 {
 		t.RNRRetry = a.RNRRetry
-		q.rnrLeft = a.RNRRetry
+		q.req.rnrLeft = a.RNRRetry
 	}
 	if mask&MaskMinRNRTimer != 0 {
 		t.MinRNRTimer = a.MinRNRTimer
@@ -240,7 +246,7 @@ func (q *QP) take(a *Attr, mask Mask) {
 	}
 	if mask&MaskMaxDestRdAtomic != 0 {
 		t.MaxDestRdAtomic = a.MaxDestRdAtomic
-		q.resizeResources(int(a.MaxDestRdAtomic))
+		q.resp.resizeResources(int(a.MaxDestRdAtomic))
 	}
 	if mask&MaskSQDNotify != 0 {
 		t.SQDNotify = a.SQDNotify
@@ -253,11 +259,11 @@ func (q *QP) take(a *Attr, mask Mask) {
 	}
 	if mask&MaskRQPSN != 0 {
 		t.RQPSN = a.RQPSN & psnMask
-		q.startResponder(t.RQPSN)
+		q.resp.start(t.RQPSN)
 	}
 	if mask&MaskSQPSN != 0 {
 		t.SQPSN = a.SQPSN & psnMask
-		q.startRequester(t.SQPSN)
+		q.req.start(t.SQPSN)
 	}
 }
 
@@ -267,12 +273,12 @@ func (q *QP) toErr() {
 		return
 	}
 	q.state = Err
-	q.respClear()
-	q.waits.send.end()
-	q.waits.read.end()
-	q.waits.request.end()
-	q.forget()
-	q.rtxAt, q.rnrAt, q.stallAt, q.respStallAt = 0, 0, 0, 0
+	q.dropResponses()
+	q.faults.send.clear()
+	q.faults.read.clear()
+	q.faults.request.clear()
+	q.clearScoreboard()
+	q.recovery.rtxAt, q.req.rnrUntil, q.req.stallUntil, q.resp.stallUntil = 0, 0, 0, 0
 	q.flushDelay = flushDelayMin
 	q.wake()
 }
@@ -287,7 +293,7 @@ func (q *QP) Moved(now int64, stats *Stats) {
 func (q *QP) wake() {
 	if !q.scheduled {
 		q.scheduled = true
-		q.a.Schedule()
+		q.sched.Schedule()
 	}
 }
 
@@ -346,21 +352,21 @@ func (q *QP) Timer(now int64) {
 		*t = 0
 		return true
 	}
-	if due(&q.rnrAt) || due(&q.stallAt) || due(&q.respStallAt) || due(&q.flushAt) {
+	if due(&q.req.rnrUntil) || due(&q.req.stallUntil) || due(&q.resp.stallUntil) || due(&q.flushAt) {
 		q.wake()
 	}
-	if due(&q.board.lookAt) {
-		q.judge()
+	if due(&q.recovery.board.CheckAt) {
+		q.detectLosses()
 	}
-	if due(&q.ahead.untilAt) {
-		q.dropAhead()
+	if due(&q.resp.reorder.expiresAt) {
+		q.dropQueuedRequests()
 	}
-	if due(&q.replies.untilAt) {
-		q.window.silence()
+	if due(&q.recovery.responses.expiresAt) {
+		q.recovery.cwnd.OnSilence()
 		q.goBack()
 	}
-	if due(&q.rtxAt) {
-		q.timedOut()
+	if due(&q.recovery.rtxAt) {
+		q.retransmitTimeout()
 	}
 	q.faultTimer()
 	q.armTimer()
@@ -371,15 +377,15 @@ func (q *QP) Timer(now int64) {
 // acknowledgement, and a spurious Timer costs less than rearming each time.
 func (q *QP) armTimer() {
 	var t int64
-	for _, d := range [...]int64{q.rtxAt, q.board.lookAt, q.ahead.untilAt, q.replies.untilAt, q.rnrAt, q.stallAt, q.respStallAt, q.flushAt,
-		q.waits.send.againAt, q.waits.read.againAt, q.waits.request.againAt} {
+	for _, d := range [...]int64{q.recovery.rtxAt, q.recovery.board.CheckAt, q.resp.reorder.expiresAt, q.recovery.responses.expiresAt, q.req.rnrUntil, q.req.stallUntil, q.resp.stallUntil, q.flushAt,
+		q.faults.send.retryAt, q.faults.read.retryAt, q.faults.request.retryAt} {
 		if d != 0 && (t == 0 || d < t) {
 			t = d
 		}
 	}
 	if t != 0 && (q.timerAt == 0 || t < q.timerAt) {
 		q.timerAt = t
-		q.a.ArmTimer(t)
+		q.sched.ArmTimer(t)
 	}
 }
 
@@ -408,7 +414,7 @@ func (q *QP) Receive(now int64, p *wire.RoCE) {
 	}
 	if q.state == RTR && !q.commEst {
 		q.commEst = true
-		q.a.Event(EventCommEst)
+		q.sched.Event(EventCommEst)
 	}
 	switch q.typ {
 	case RC:

@@ -493,7 +493,7 @@ func TestRCMaxRdAtomic(t *testing.T) {
 			}
 		}
 		f.until("reads", 10e9, func() bool {
-			if k := a.q.rdTail - a.q.rdHead; k > uint32(rd) {
+			if k := a.q.req.readTail - a.q.req.readHead; k > uint32(rd) {
 				t.Fatalf("%d in flight, limit %d", k, rd)
 			}
 			return len(a.sends) == 20
@@ -566,7 +566,7 @@ func TestRCProbe(t *testing.T) {
 			f.loss = nil
 		}
 	}
-	if s := a.q.Stats(); s.Timeouts != 0 || s.Retransmits == 0 || a.q.retryLeft != 1 {
+	if s := a.q.Stats(); s.Timeouts != 0 || s.Retransmits == 0 || a.q.recovery.retryLeft != 1 {
 		t.Errorf("%+v", s)
 	}
 	f.loss = func(*wire.RoCE) bool { return true }

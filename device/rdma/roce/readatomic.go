@@ -14,11 +14,11 @@ const atomicLen = 8
 func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	end, ok := q.requestEnd(s)
 	if !ok {
-		q.blocked = true
+		q.req.blocked = true
 		return false
 	}
 	w := &s.w
-	t := bth{opcode: s.info.ops.only, qpn: q.attr.DestQPN, psn: q.nxt, ackReq: true, selective: !q.cfg.GoBackN}
+	t := bth{opcode: s.info.ops.only, destQP: q.attr.DestQPN, psn: q.req.nxt, ackReq: true, selective: q.cfg.SelectiveRepeat}
 	ext, n := wire.RETHLen, 0
 	switch s.info.kind {
 	case kindAtomic:
@@ -30,13 +30,13 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	}
 	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
-		q.stallAt = q.now + bufferDelay
+		q.req.stallUntil = q.now + bufferDelay
 		return false
 	}
 	switch s.info.kind {
 	case kindRead:
-		off := (q.nxt - s.first) * uint64(q.mtu)
-		n := min(w.Length-off, (end-q.nxt)*uint64(q.mtu))
+		off := (q.req.nxt - s.first) * uint64(q.mtu)
+		n := min(w.Length-off, (end-q.req.nxt)*uint64(q.mtu))
 		r := wire.RETH{VA: uint64(w.RemoteVA) + off, RKey: uint32(w.RKey), Length: uint32(n)}
 		r.Encode(hdr)
 	case kindFlush:
@@ -56,11 +56,11 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		}
 		r.Encode(hdr)
 	}
-	if q.nxt >= q.sent {
-		q.rd[q.rdTail&uint32(len(q.rd)-1)] = end
-		q.rdTail++
+	if q.req.nxt >= q.req.sent {
+		q.req.readEnds[q.req.readTail&uint32(len(q.req.readEnds)-1)] = end
+		q.req.readTail++
 	}
-	q.unasked = 0
+	q.req.sinceAckReq = 0
 	q.advanceNxt(s, end)
 	q.send(&q.tx, buf)
 	return true
@@ -73,38 +73,38 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 // Less than last time is asked for only of what has been executed (repair.go): any
 // other request the peer would take for one of that length.
 func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
-	if q.nxt < q.sent {
-		for i := q.rdHead; i != q.rdTail; i++ {
-			if e := q.rd[i&uint32(len(q.rd)-1)]; e > q.nxt {
-				if q.board.active && q.nxt < q.board.executed {
+	if q.req.nxt < q.req.sent {
+		for i := q.req.readHead; i != q.req.readTail; i++ {
+			if e := q.req.readEnds[i&uint32(len(q.req.readEnds)-1)]; e > q.req.nxt {
+				if q.recovery.board.Active && q.req.nxt < q.recovery.board.Executed {
 					e = q.dueEnd(e)
 				}
 				return e, true
 			}
 		}
 	}
-	if q.rdTail-q.rdHead >= uint32(q.attr.MaxRdAtomic) {
+	if q.req.readTail-q.req.readHead >= uint32(q.attr.MaxRdAtomic) {
 		return 0, false
 	}
-	part := min(readChunk, q.window.packets())
-	if q.ours && q.attr.MaxRdAtomic > 1 {
-		part = min(readChunk, max(q.window.packets()/2, 1)) // so that there is one behind it, by which its loss shows
+	part := min(readChunk, q.recovery.cwnd.Packets())
+	if q.recovery.peerSelective && q.attr.MaxRdAtomic > 1 {
+		part = min(readChunk, max(q.recovery.cwnd.Packets()/2, 1)) // so that there is one behind it, by which its loss shows
 	}
-	return min(s.end, q.nxt+part), true
+	return min(s.end, q.req.nxt+part), true
 }
 
 // dueEnd returns the end of the responses from nxt on that are to be sent again, as far as the window allows.
 func (q *QP) dueEnd(end uint64) uint64 {
-	psn := q.nxt + 1
-	for room := int64(q.window.packets() - q.flight()); psn < end && room > 1 && q.due(psn); psn++ {
+	psn := q.req.nxt + 1
+	for room := int64(q.recovery.cwnd.Packets() - q.inFlight()); psn < end && room > 1 && q.recovery.board.NeedsRetransmit(psn, q.now); psn++ {
 		room--
 	}
 	return psn
 }
 
 // retireRequests forgets the requests that were answered in full.
-func (q *QP) retireRequests() {
-	for q.rdHead != q.rdTail && q.rd[q.rdHead&uint32(len(q.rd)-1)] <= q.una {
-		q.rdHead++
+func (r *requester) retireReads() {
+	for r.readHead != r.readTail && r.readEnds[r.readHead&uint32(len(r.readEnds)-1)] <= r.una {
+		r.readHead++
 	}
 }

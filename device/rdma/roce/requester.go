@@ -2,6 +2,7 @@ package roce
 
 import (
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -19,51 +20,32 @@ import (
 // send and lies in slot cur; sent is the end of what was ever sent. Go-back-N sets
 // nxt back to una and reads the message's data again.
 type requester struct {
-	slots           []sendSlot // power of two
+	slots           []sendSlot // ring of WQEs; the length is a power of two
 	head, cur, tail uint32
 	una, nxt, sent  uint64
-	assigned        uint64 // first PSN of the next WQE
+	nextPSN         uint64 // first PSN of the next WQE
 
-	// READ and atomic requests in flight, by their end (exclusive), oldest first.
-	// A READ is requested in parts of at most readChunk packets, so that a long one
-	// cannot flood the path; a part's limits stay the same when it is asked for again.
-	rd             []uint64 // power of two
-	rdHead, rdTail uint32
+	// Ends (exclusive) of the READ and atomic requests in flight, oldest first. A READ is requested in parts of at most
+	// readChunk packets, so that a long READ cannot flood the path. A repeated part keeps its original limits.
+	readEnds           []uint64 // ring; the length is a power of two
+	readHead, readTail uint32
 
-	ours      bool // the newest response says that the peer is a vnicd, which repeats responses one by one and cuts padding off
-	window    window
-	board     board
-	replies   replies
-	unasked   uint32 // packets sent since the last AckReq
-	timeout   int64  // ns, 0: none
-	retryLeft uint8
-	rnrLeft   uint8
-	// recovering: went back because of a gap; further signs of the same gap are
-	// ignored until something new is acknowledged or the timer expires.
-	recovering bool
-	blocked    bool // Run stopped for something that an acknowledgement cures
+	sinceAckReq uint32 // packets sent since the last AckReq
+	rnrLeft     uint8  // RNR NAKs left before the WQE fails
+	blocked     bool   // Run stopped for a reason that an acknowledgement removes
+	rnrUntil    int64  // RNR wait: nothing is sent before; 0: no wait
+	stallUntil  int64  // no buffer, or a drain in progress: try again then; 0: not stalled
 
-	rtxAt    int64  // retransmission deadline: a probe, or the timeout itself
-	fullAt   int64  // when the timeout counts as one (probe.go)
-	srtt     int64  // smoothed time from request to response, ns; 0: not known
-	rttMin   int64  // the shortest of late, ...
-	rttMinAt int64  // ... and when it was
-	timed    uint64 // PSN whose response is being timed, 0: none
-	timedAt  int64
-	probes   uint8 // sent since the last progress
-	rnrAt    int64 // RNR: silent until then
-	stallAt  int64 // no buffer: try again then
+	localPeer *QP            // the peer, while this Run may reach it directly
+	localMiss translate.Miss // in the QP's own memory, on the local path
 
-	near   *QP            // the peer, while this turn may reach it directly
-	missed translate.Miss // in own memory, on the local path
-
-	// UD: what q.tx was made for
+	// UD: the path that q.tx was encoded for
 	udAV     AddressVector
 	udQPN    uint32
 	udCached bool
 
-	comp   Completion
-	result [atomicLen]byte // of an atomic, on its way to or from memory
+	cqe          Completion
+	atomicResult [atomicLen]byte // result of an atomic, on its way to or from memory
 }
 
 type sendSlot struct {
@@ -72,8 +54,8 @@ type sendSlot struct {
 	first, end uint64
 	// failed: ends with w.Status once all before it have completed (IBTA 10.8.5:
 	// completions stay in order).
-	failed bool
-	done   bool // memory management: executed
+	failed   bool
+	executed bool // memory management: executed
 }
 
 const (
@@ -83,26 +65,24 @@ const (
 	drainDelay  = 5e3  // ns, about as long as a batch of another loop
 )
 
-func (q *QP) slot(n uint32) *sendSlot { return &q.slots[n&uint32(len(q.slots)-1)] }
+func (r *requester) slot(n uint32) *sendSlot { return &r.slots[n&uint32(len(r.slots)-1)] }
 
 // allocate makes the ring of WQEs with storage for their segments and data.
 func (q *QP) allocate() {
 	n := q.cfg.MaxOutstanding
-	q.slots = make([]sendSlot, n)
+	q.req.slots = make([]sendSlot, n)
 	sges := make([]SGE, n*q.cfg.MaxSendSGE)
 	inline := make([]byte, n*q.cfg.MaxInline)
-	for i := range q.slots {
-		w := &q.slots[i].w
+	for i := range q.req.slots {
+		w := &q.req.slots[i].w
 		w.SGEs, sges = sges[:0:q.cfg.MaxSendSGE], sges[q.cfg.MaxSendSGE:]
 		w.InlineData, inline = inline[:0:q.cfg.MaxInline], inline[q.cfg.MaxInline:]
 	}
-	q.wqe.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
+	q.resp.recv.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
 	if q.typ == RC {
-		q.rd = make([]uint64, 1<<ceilLog2(q.cfg.MaxRdAtomic))
-		n := 1 << ceilLog2(q.cfg.Window+readChunk) // what may be under way
-		q.board = newBoard(n)
-		q.replies.frames = make([]*frame.Buf, min(n, repliesSpan))
-		q.ahead.frames = make([]*frame.Buf, aheadSpan)
+		q.req.readEnds = make([]uint64, 1<<ceilLog2(q.cfg.MaxRdAtomic))
+		q.recovery.allocate(1 << ceilLog2(q.cfg.Window+readChunk)) // as many PSNs as may be in flight
+		q.resp.reorder.Queue = recovery.NewQueue(reorderSpan)
 	}
 }
 
@@ -115,33 +95,33 @@ func ceilLog2(n int) int {
 }
 
 func (q *QP) resetRequester() {
-	q.forget()
-	q.requester = requester{slots: q.slots, rd: q.rd, window: newWindow(min(q.cfg.Window, strangerWindow)), board: board{sentAt: q.board.sentAt, marks: q.board.marks},
-		replies: replies{frames: q.replies.frames}}
-	q.startRequester(0)
+	q.clearScoreboard()
+	q.req = requester{slots: q.req.slots, readEnds: q.req.readEnds}
+	q.recovery.reset(min(q.cfg.Window, goBackNWindow))
+	q.req.start(0)
 }
 
-// startRequester sets the first PSN to send.
-func (q *QP) startRequester(psn uint32) {
+// start sets the first PSN to send.
+func (r *requester) start(psn uint32) {
 	p := psnBase + uint64(psn)
-	q.una, q.nxt, q.sent, q.assigned = p, p, p, p
+	r.una, r.nxt, r.sent, r.nextPSN = p, p, p, p
 }
 
 // fetch takes the next WQE from the SQ into the ring.
-func (q *QP) fetch() bool {
+func (q *QP) fetchWQE() bool {
 	if q.state != RTS {
 		return false // SQD: only what was begun
 	}
-	if q.tail-q.head == uint32(len(q.slots)) {
-		q.blocked = true
+	if q.req.tail-q.req.head == uint32(len(q.req.slots)) {
+		q.req.blocked = true
 		return false
 	}
-	s := q.slot(q.tail)
+	s := q.req.slot(q.req.tail)
 	if !q.fetchInto(s) {
 		return false
 	}
 	w := &s.w
-	s.first, s.end = q.assigned, q.assigned
+	s.first, s.end = q.req.nextPSN, q.req.nextPSN
 	if !s.failed {
 		if st := q.checkWQE(s); st != StatusSuccess {
 			s.failed, w.Status = true, st
@@ -155,7 +135,7 @@ func (q *QP) fetch() bool {
 		default:
 			s.end += packets(w.Length, q.mtu)
 		}
-		q.assigned = s.end
+		q.req.nextPSN = s.end
 	}
 	return true
 }
@@ -163,16 +143,16 @@ func (q *QP) fetch() bool {
 // fetchInto asks the adapter for WQE tail; false if there is none now.
 func (q *QP) fetchInto(s *sendSlot) bool {
 	w := &s.w
-	w.Seq, w.SGEs, w.InlineData = q.tail, w.SGEs[:0], w.InlineData[:0]
+	w.Seq, w.SGEs, w.InlineData = q.req.tail, w.SGEs[:0], w.InlineData[:0]
 	w.Opcode, w.Length, w.Status = 0, 0, StatusSuccess // of a bad WQE that leaves them out
-	s.failed, s.done = false, false
-	f := q.a.FetchSend(q.tail, w)
+	s.failed, s.executed = false, false
+	f := q.queues.FetchSend(q.req.tail, w)
 	if f == FetchFault {
-		q.awaitQueue(Requester)
+		q.waitForQueue(Requester)
 		return false
 	}
-	if q.waits.send.cause == atQueue {
-		q.waits.send.end()
+	if q.faults.send.cause == waitQueue {
+		q.faults.send.clear()
 	}
 	switch f {
 	case FetchReady:
@@ -185,7 +165,7 @@ func (q *QP) fetchInto(s *sendSlot) bool {
 		return false
 	}
 	s.info = s.w.Opcode.info()
-	q.tail++
+	q.req.tail++
 	return true
 }
 
@@ -196,7 +176,7 @@ func (q *QP) checkWQE(s *sendSlot) Status {
 	case kindBad:
 		return StatusLocQPOp
 	case kindFlush, kindRead, kindAtomic, kindAtomicWrite:
-		if q.typ != RC || q.attr.MaxRdAtomic == 0 || w.Inline && s.info.kind.returns() {
+		if q.typ != RC || q.attr.MaxRdAtomic == 0 || w.Inline && s.info.kind.returnsData() {
 			return StatusLocQPOp
 		}
 		if s.info.kind == kindFlush && flushNeeds(w.Flush) == 0 {
@@ -223,39 +203,39 @@ func (q *QP) runRC(budget int) (more bool) {
 	if q.state != RTS && q.state != SQD {
 		return false
 	}
-	q.blocked = false
+	q.req.blocked = false
 	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
-		if q.board.active && q.nxt < q.sent {
-			q.skip()
+		if q.recovery.board.Active && q.req.nxt < q.req.sent {
+			q.skipDelivered()
 		}
-		if q.rnrAt != 0 || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
+		if q.req.rnrUntil != 0 || q.req.stallUntil != 0 || q.faults.send.blocks(q.req.nxt) {
 			return false
 		}
-		if q.cur == q.tail && !q.fetch() {
+		if q.req.cur == q.req.tail && !q.fetchWQE() {
 			return false
 		}
-		s := q.slot(q.cur)
+		s := q.req.slot(q.req.cur)
 		if s.failed {
-			if q.cur == q.head {
+			if q.req.cur == q.req.head {
 				q.failHead(s.w.Status)
 			}
 			return false
 		}
 		if s.info.kind == kindManage {
-			if !q.manage(s) {
+			if !q.executeManage(s) {
 				return false
 			}
-			q.cur++
-			q.retire()
+			q.req.cur++
+			q.completeManaged()
 			continue
 		}
 		if !asked {
 			asked = true
-			q.near, left = q.localPeer()
+			q.req.localPeer, left = q.localPeer()
 		}
-		if q.near != nil {
-			switch q.localRC(q.near, s, &left) {
+		if q.req.localPeer != nil {
+			switch q.localRC(q.req.localPeer, s, &left) {
 			case localDone:
 				if left == 0 {
 					return true
@@ -274,68 +254,68 @@ func (q *QP) runRC(budget int) (more bool) {
 
 // sendRC sends the next packet of slot cur, if it may.
 func (q *QP) sendRC(s *sendSlot) bool {
-	full := q.nxt-q.una >= uint64(q.cfg.Window) && !q.board.mending || q.flight() >= q.window.packets() && !(q.board.mending && q.nxt == q.una)
-	if full || q.nxt == s.first && s.w.Fence && q.fenced() {
-		q.blocked = true
+	full := q.req.nxt-q.req.una >= uint64(q.cfg.Window) && !q.recovery.board.Retransmitting || q.inFlight() >= q.recovery.cwnd.Packets() && !(q.recovery.board.Retransmitting && q.req.nxt == q.req.una)
+	if full || q.req.nxt == s.first && s.w.Fence && q.req.fenceBlocks() {
+		q.req.blocked = true
 		return false
 	}
-	if s.info.kind.answered() {
+	if s.info.kind.needsResponse() {
 		return q.sendReadAtomic(s)
 	}
-	buf := q.sendPacket(s, q.nxt-s.first)
+	buf := q.sendPacket(s, q.req.nxt-s.first)
 	if buf == nil {
 		return false
 	}
-	q.advanceNxt(s, q.nxt+1)
+	q.advanceNxt(s, q.req.nxt+1)
 	q.send(&q.tx, buf)
 	return true
 }
 
 // manage executes the memory management request in slot cur, once, when its turn has
 // come: what is behind it finds the memory as it leaves it (IBTA 10.8.3).
-func (q *QP) manage(s *sendSlot) bool {
+func (q *QP) executeManage(s *sendSlot) bool {
 	switch {
-	case s.done: // went back behind it
+	case s.executed: // went back behind it
 		return true
-	case s.info.last && q.cur != q.head, s.w.Fence && q.fenced():
-		q.blocked = true
+	case s.info.afterAll && q.req.cur != q.req.head, s.w.Fence && q.req.fenceBlocks():
+		q.req.blocked = true
 		return false
 	}
-	out, m := q.a.Manage(&s.w)
+	out, m := q.memory.Manage(&s.w)
 	switch {
 	case m.Fault():
-		q.awaitSend(atGather, q.nxt, m)
+		q.requesterWait(waitGather, q.req.nxt, m)
 		return false
 	case !m.OK() || out == translate.Refused:
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusMemMgt)
 		return false
 	case out == translate.Again:
-		q.stallAt = q.now + drainDelay
+		q.req.stallUntil = q.now + drainDelay
 		return false
 	}
-	if q.waits.send.cause == atGather && q.nxt >= q.waits.send.psn {
-		q.waits.send.end()
+	if q.faults.send.cause == waitGather && q.req.nxt >= q.faults.send.psn {
+		q.faults.send.clear()
 	}
-	s.done = true
+	s.executed = true
 	return true
 }
 
 // retire completes memory management requests that nothing stands before any more.
-func (q *QP) retire() {
-	for q.head != q.tail && q.slot(q.head).done && q.live() {
+func (q *QP) completeManaged() {
+	for q.req.head != q.req.tail && q.req.slot(q.req.head).executed && q.requesterActive() {
 		q.completeHead(StatusSuccess)
 	}
 }
 
 // fenced tells whether a READ or atomic before slot cur is still in flight
 // (IBTA 10.8.3.3).
-func (q *QP) fenced() bool {
-	if q.rdHead == q.rdTail {
+func (r *requester) fenceBlocks() bool {
+	if r.readHead == r.readTail {
 		return false
 	}
-	for n := q.head; n != q.cur; n++ {
-		if q.slot(n).info.kind.answered() {
+	for n := r.head; n != r.cur; n++ {
+		if r.slot(n).info.kind.needsResponse() {
 			return true
 		}
 	}
@@ -344,26 +324,16 @@ func (q *QP) fenced() bool {
 
 // advanceNxt notes that everything of s before PSN end was sent.
 func (q *QP) advanceNxt(s *sendSlot, end uint64) {
-	m := marks(0)
-	if s.info.kind.answered() {
-		m = isReply | isFirst
-	}
-	if q.nxt < q.sent {
-		m = q.board.repeated(m, min(end, q.sent)-q.nxt)
-		q.stats.Retransmits += min(end, q.sent) - q.nxt
-	} else if q.timed == 0 && !q.board.active {
-		q.timed, q.timedAt = q.nxt+1, q.now
-	}
-	q.board.note(q.nxt, end, q.now, m)
-	q.nxt = end
-	if end >= q.sent {
-		q.sent = end
-		if q.board.mending {
-			q.board.mending, q.board.holes = false, 0
+	q.noteSent(s, end)
+	q.req.nxt = end
+	if end >= q.req.sent {
+		q.req.sent = end
+		if q.recovery.board.Retransmitting {
+			q.recovery.board.EndRetransmit()
 		}
 	}
 	if end == s.end {
-		q.cur++
+		q.req.cur++
 	}
 	q.armRetransmit()
 }
@@ -377,7 +347,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	first, last := i == 0, s.first+i+1 == s.end
 	t := bth{
 		opcode: s.info.ops.pick(first, last),
-		qpn:    q.attr.DestQPN,
+		destQP: q.attr.DestQPN,
 		psn:    s.first + i,
 		// BTH.SE is meant for the packet that completes a receive (IBTA 9.2.3).
 		solicited: last && w.Solicited && (s.info.kind == kindSend || s.info.imm),
@@ -392,18 +362,18 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	if q.typ == UC {
 		t.opcode += ucOpcode
 	} else {
-		t.selective = !q.cfg.GoBackN
-		q.unasked++
-		if t.ackReq = last || q.near != nil || q.unasked >= ackEvery || q.board.mending || q.flight()+1 >= q.window.packets(); t.ackReq {
-			q.unasked = 0
+		t.selective = q.cfg.SelectiveRepeat
+		q.req.sinceAckReq++
+		if t.ackReq = last || q.req.localPeer != nil || q.req.sinceAckReq >= ackEvery || q.recovery.board.Retransmitting || q.inFlight()+1 >= q.recovery.cwnd.Packets(); t.ackReq {
+			q.req.sinceAckReq = 0
 		}
 	}
 	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
-		q.stallAt = q.now + bufferDelay
+		q.req.stallUntil = q.now + bufferDelay
 		return nil
 	}
-	buf.Offload.Pad = q.ours
+	buf.Offload.Pad = q.recovery.peerSelective
 	if s.info.kind == kindWrite && first {
 		r := wire.RETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), Length: uint32(w.Length)}
 		hdr = hdr[r.Encode(hdr):]
@@ -430,16 +400,16 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 		copy(dst, s.w.InlineData[off:])
 		return true
 	}
-	m := q.a.Gather(dst, &s.w, off)
+	m := q.memory.Gather(dst, &s.w, off)
 	switch {
 	case m.OK():
-		if q.waits.send.cause == atGather && q.nxt >= q.waits.send.psn {
-			q.waits.send.end()
+		if q.faults.send.cause == waitGather && q.req.nxt >= q.faults.send.psn {
+			q.faults.send.clear()
 		}
 		return true
 	case m.Fault():
 		m.Len = segmentRest(s.w.SGEs, off, m)
-		q.awaitSend(atGather, q.nxt, m)
+		q.requesterWait(waitGather, q.req.nxt, m)
 	default:
 		q.stats.LocalErrors++
 		q.failSlot(s, StatusLocProt)
@@ -451,25 +421,25 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 // the oldest, else when its turn comes.
 func (q *QP) failSlot(s *sendSlot, st Status) {
 	s.failed, s.w.Status = true, st
-	if s == q.slot(q.head) {
+	if s == q.req.slot(q.req.head) {
 		q.failHead(st)
 	}
 }
 
 // completeHead finishes the oldest WQE.
 func (q *QP) completeHead(st Status) {
-	s := q.slot(q.head)
-	q.head++
-	if int32(q.cur-q.head) < 0 {
-		q.cur = q.head
+	s := q.req.slot(q.req.head)
+	q.req.head++
+	if int32(q.req.cur-q.req.head) < 0 {
+		q.req.cur = q.req.head
 	}
-	c := &q.comp
+	c := &q.req.cqe
 	*c = Completion{Status: st, ByteLen: uint32(s.w.Length)}
 	c.Opcode = s.info.wc
 	if s.info.kind == kindAtomic {
 		c.ByteLen = 8
 	}
-	q.a.CompleteSend(&s.w, c)
+	q.queues.CompleteSend(&s.w, c)
 }
 
 // failHead completes the oldest WQE with an error and stops the send queue: RC
@@ -481,18 +451,18 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
-	q.assigned, q.una, q.sent = q.nxt, q.nxt, q.nxt // what is sent after SQE has the PSNs that this left unused
-	q.waits.send.end()
+	q.req.nextPSN, q.req.una, q.req.sent = q.req.nxt, q.req.nxt, q.req.nxt // what is sent after SQE has the PSNs that this left unused
+	q.faults.send.clear()
 	q.wake()
 }
 
 // checkDrained raises the event once SQD has nothing left in flight.
 func (q *QP) checkDrained() {
-	if q.state != SQD || !q.draining || q.head != q.tail {
+	if q.state != SQD || !q.draining || q.req.head != q.req.tail {
 		return
 	}
 	q.draining = false
 	if q.attr.SQDNotify {
-		q.a.Event(EventSQDrained)
+		q.sched.Event(EventSQDrained)
 	}
 }

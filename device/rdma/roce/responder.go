@@ -12,65 +12,66 @@ import (
 // requester would take for a loss.
 type responder struct {
 	epsn uint64 // expected PSN
-	msn  uint32
+	msn  uint32 // message sequence number
 
 	// The message in progress.
-	msg     wire.Operation // Send, Write or 0: between messages
-	off     uint64         // bytes placed
-	va      translate.VA
-	rkey    translate.Key
-	length  uint64  // announced by RETH
-	wqe     RecvWQE // the receive in use
-	haveWQE bool
-	dropMsg bool // UC: the rest of this message is ignored
+	op          wire.Operation // Send, Write, or 0 between messages
+	off         uint64         // bytes placed
+	va          translate.VA
+	rkey        translate.Key
+	length      uint64  // announced by RETH
+	recv        RecvWQE // the receive WQE in use
+	haveRecv    bool
+	dropMessage bool // UC: the rest of this message is ignored
 
-	memory   []answer // ring of max_dest_rd_atomic
-	answered uint64   // READs and atomics accepted so far
-	pending  int      // answers with something to send
+	resources []resource // ring of max_dest_rd_atomic
+	accepted  uint64     // READs and atomics accepted so far
+	pending   int        // resources with responses to send
 
-	owed      owedSet // empty answers
-	repeats   owedSet // responses of READs to be sent again, each alone
-	selective bool    // the newest request's sender understands that
+	emptyDue      psnSet // FLUSHes and ATOMIC WRITEs whose responses are due
+	repeatsDue    psnSet // READ responses to be sent again, each alone
+	peerSelective bool   // the sender of the newest request understands selective acknowledgements
 
 	ackPending bool
-	ackPSN     uint64 // newest SEND or WRITE packet executed: an ACK must never
-	// name the PSN of a READ or atomic, which some requesters would complete by it
-	nak     wire.Syndrome // to send, 0: none; may be nakFault
-	nakSent bool          // everything ahead of epsn is dropped in silence (IBTA 9.7.5.2.4)
+	// ackPSN is the newest SEND or WRITE packet executed. An ACK must never name the PSN of a READ or atomic: some
+	// requesters would complete the READ by it.
+	ackPSN  uint64
+	nak     wire.Syndrome // to send; 0: none; may be nakFault
+	nakSent bool          // packets ahead of epsn are dropped without an answer (IBTA 9.7.5.2.4)
 	fatal   failure
 
-	rnrRead uint64 // where the READ that waits was asked for again: RNR NAK is due; 0: none
+	rnrRead uint64 // PSN at which the waiting READ was requested again: an RNR NAK is due; 0: none
 
-	atomic struct { // the newest request, to be executed once its page is there
+	atomic struct { // the newest atomic request, executed once its page is present
 		op               wire.Operation
 		va               translate.VA
 		key              translate.Key
 		compare, swapAdd uint64
 	}
 
-	ahead  ahead
-	cnpDue bool  // marked packets came
-	cnpAt  int64 // not before
+	reorder requestQueue // requests ahead of epsn
+	cnpDue  bool         // marked packets have arrived
+	cnpAt   int64        // no CNP before
 
-	respStallAt int64 // no buffer
-	rcomp       Completion
-	grh         [40]byte // UD: on its way to memory
+	stallUntil int64 // no buffer: try again then; 0: not stalled
+	cqe        Completion
+	grh        [40]byte // UD: GRH area on its way to memory
 }
 
 // answer is a READ or atomic, remembered so that a duplicate can be answered
 // again (IBTA 9.7.5.1.2-3).
-type answer struct {
+type resource struct {
 	first, end uint64 // PSNs of the whole request
 	// The response being sent: next of the request for [start, stop).
 	start, next, stop uint64
-	sent              uint64 // how far responses have ever been sent
+	sentEnd           uint64 // how far responses have ever been sent
 	va                translate.VA
 	key               translate.Key
 	length            uint64
 	value             uint64
 	op                wire.Operation
 	behindSend        bool // the PSN before first is a SEND's or WRITE's
-	owes              bool // ... and is to be acknowledged if this has to wait
+	ackDue            bool // ... and is to be acknowledged if this has to wait
 	pending           bool
 }
 
@@ -96,51 +97,52 @@ const (
 	vRecvProt          // the receive WQE's segments are not accessible
 	vRecvBad           // the receive WQE is malformed; its Status says how
 	vImmAccess         // R_Key violation with the receive WQE of immediate data taken
-	vCrowded           // no room to note an empty answer
+	vNoRoom            // no room to note an empty answer
 )
 
 func (q *QP) resetResponder() {
-	q.dropAhead()
-	q.responder = responder{wqe: RecvWQE{SGEs: q.wqe.SGEs[:0]}, ahead: q.ahead}
-	q.startResponder(0)
+	q.dropQueuedRequests()
+	q.resp = responder{recv: RecvWQE{SGEs: q.resp.recv.SGEs[:0]}, reorder: q.resp.reorder}
+	q.resp.start(0)
 }
 
-func (q *QP) startResponder(psn uint32) {
-	q.epsn = psnBase + uint64(psn)
-	q.ackPSN = q.epsn - 1
+// start sets the first PSN to expect.
+func (r *responder) start(psn uint32) {
+	r.epsn = psnBase + uint64(psn)
+	r.ackPSN = r.epsn - 1
 }
 
 // resizeResources sets how many READs and atomics are remembered. The newest of
 // those known are kept: SQD, where this may change, does not stop the responder.
-func (q *QP) resizeResources(n int) {
-	if n == len(q.memory) {
+func (r *responder) resizeResources(n int) {
+	if n == len(r.resources) {
 		return
 	}
-	old := q.memory
-	q.memory = make([]answer, n)
-	q.pending = 0
-	known := min(q.answered, uint64(len(old)), uint64(n))
+	old := r.resources
+	r.resources = make([]resource, n)
+	r.pending = 0
+	known := min(r.accepted, uint64(len(old)), uint64(n))
 	for i := uint64(1); i <= known; i++ {
-		r := old[(q.answered-i)%uint64(len(old))]
-		q.memory[(q.answered-i)%uint64(n)] = r
-		if r.pending {
-			q.pending++
+		a := old[(r.accepted-i)%uint64(len(old))]
+		r.resources[(r.accepted-i)%uint64(n)] = a
+		if a.pending {
+			r.pending++
 		}
 	}
 }
 
 // respClear drops all that was to be sent.
-func (q *QP) respClear() {
-	for i := range q.memory {
-		q.memory[i].pending = false
+func (q *QP) dropResponses() {
+	for i := range q.resp.resources {
+		q.resp.resources[i].pending = false
 	}
-	q.pending = 0
-	q.ackPending, q.nak = false, 0
-	q.rnrRead = 0
-	q.fatal = failure{}
-	q.owed, q.repeats = owedSet{}, owedSet{}
-	q.cnpDue = false
-	q.dropAhead()
+	q.resp.pending = 0
+	q.resp.ackPending, q.resp.nak = false, 0
+	q.resp.rnrRead = 0
+	q.resp.fatal = failure{}
+	q.resp.emptyDue, q.resp.repeatsDue = psnSet{}, psnSet{}
+	q.resp.cnpDue = false
+	q.dropQueuedRequests()
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {
@@ -148,118 +150,118 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 		q.receiveResponse(p)
 		return
 	}
-	if q.fatal.syndrome != 0 {
+	if q.resp.fatal.syndrome != 0 {
 		q.stats.RxDropped++
 		return
 	}
-	q.selective = p.BTH.Selective && !q.cfg.GoBackN
-	psn := extend(q.epsn, p.BTH.PSN)
+	q.resp.peerSelective = p.BTH.Selective && q.cfg.SelectiveRepeat
+	psn := extend(q.resp.epsn, p.BTH.PSN)
 	switch {
-	case psn > q.epsn:
+	case psn > q.resp.epsn:
 		q.stats.OutOfSequence++
-		if !q.keepAhead(p, psn) && !q.nakSent {
-			q.dropAhead()
-			q.nakSent, q.nak = true, wire.NAKSequence
-			if q.waits.request.cause == atAtomic {
-				q.nak = nakFault // nothing was lost
+		if !q.queueRequest(p, psn) && !q.resp.nakSent {
+			q.dropQueuedRequests()
+			q.resp.nakSent, q.resp.nak = true, wire.NAKSequence
+			if q.faults.request.cause == waitAtomic {
+				q.resp.nak = nakFault // nothing was lost
 			}
 			q.wake()
 		}
 		return
-	case psn < q.epsn:
+	case psn < q.resp.epsn:
 		q.stats.Duplicates++
-		q.duplicate(p, psn)
-		if q.ahead.untilAt != 0 {
-			q.catchUp()
+		q.handleDuplicate(p, psn)
+		if q.resp.reorder.expiresAt != 0 {
+			q.executeQueuedRequests()
 		}
 		return
 	}
-	q.request(p)
-	if q.ahead.untilAt != 0 {
-		q.catchUp()
+	q.executeRequest(p)
+	if q.resp.reorder.expiresAt != 0 {
+		q.executeQueuedRequests()
 	}
 }
 
 // request executes the request that is expected.
-func (q *QP) request(p *wire.RoCE) {
+func (q *QP) executeRequest(p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.ReadRequest:
-		q.verdictRC(q.acceptRead(p))
+		q.applyVerdict(q.acceptRead(p))
 	case wire.Flush:
-		q.verdictRC(q.acceptFlush(p))
+		q.applyVerdict(q.acceptFlush(p))
 	case wire.CompareSwap, wire.FetchAdd, wire.AtomicWrite:
-		q.verdictRC(q.acceptAtomic(p))
+		q.applyVerdict(q.acceptAtomic(p))
 	default:
-		v := q.execute(p)
+		v := q.executeSendWrite(p)
 		if v == vOK {
-			q.ackPSN = q.epsn
-			q.advance(q.epsn + 1) // which gives a kept frame back: from here on p is no more than its copied headers
+			q.resp.ackPSN = q.resp.epsn
+			q.advanceEPSN(q.resp.epsn + 1) // which gives a kept frame back: from here on p is no more than its copied headers
 			if p.Info.Is(wire.Last) {
-				q.msn++
+				q.resp.msn++
 			}
 			if p.BTH.AckReq {
-				q.ackPending = true
+				q.resp.ackPending = true
 				q.wake()
 			}
 		}
-		q.verdictRC(v)
+		q.applyVerdict(v)
 	}
 }
 
 // advance makes psn the next to be expected.
-func (q *QP) advance(psn uint64) {
-	if q.ahead.untilAt != 0 {
-		q.passed(psn - q.epsn)
+func (q *QP) advanceEPSN(psn uint64) {
+	if q.resp.reorder.expiresAt != 0 {
+		q.advanceRequestQueue(psn - q.resp.epsn)
 	}
-	q.epsn = psn
-	q.nakSent, q.nak = false, 0
-	if q.waits.request.cause != atNothing {
-		q.waits.request.end()
+	q.resp.epsn = psn
+	q.resp.nakSent, q.resp.nak = false, 0
+	if q.faults.request.cause != waitNone {
+		q.faults.request.clear()
 	}
 }
 
 // verdictRC turns a failure into its NAK (IBTA 9.9.3, table 60).
-func (q *QP) verdictRC(v verdict) {
+func (q *QP) applyVerdict(v verdict) {
 	switch v {
 	case vOK, vParked:
 		return
 	case vFault:
 		q.stats.FaultDrops++
-		q.nak, q.nakSent = nakFault, true
+		q.resp.nak, q.resp.nakSent = nakFault, true
 	case vNotReady:
-		q.nak, q.nakSent = wire.SyndromeRNR|wire.Syndrome(q.attr.MinRNRTimer&0x1f), true
+		q.resp.nak, q.resp.nakSent = wire.SyndromeRNR|wire.Syndrome(q.attr.MinRNRTimer&0x1f), true
 	case vInvReq:
-		q.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusRemInvReq, event: EventReqErr}
+		q.resp.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusRemInvReq, event: EventReqErr}
 	case vRemAccess:
 		q.stats.AccessErrors++
-		q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr}
+		q.resp.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr}
 	case vImmAccess: // 11.6.2, "Local Access Error"
 		q.stats.AccessErrors++
-		q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusLocAccess, event: EventAccessErr}
-	case vCrowded: // as if it had been lost: when its sender repeats it, the answers before it are out
-		q.nak, q.nakSent = wire.NAKSequence, true
+		q.resp.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusLocAccess, event: EventAccessErr}
+	case vNoRoom: // as if it had been lost: when its sender repeats it, the answers before it are out
+		q.resp.nak, q.resp.nakSent = wire.NAKSequence, true
 	case vRecvShort:
-		q.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusLocLen}
+		q.resp.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusLocLen}
 	case vRecvProt:
-		q.fatal = failure{syndrome: wire.NAKRemoteOp, status: StatusLocProt}
+		q.resp.fatal = failure{syndrome: wire.NAKRemoteOp, status: StatusLocProt}
 	case vRecvBad:
-		q.fatal = failure{syndrome: wire.NAKRemoteOp, status: q.wqe.Status}
+		q.resp.fatal = failure{syndrome: wire.NAKRemoteOp, status: q.resp.recv.Status}
 	}
-	if q.fatal.syndrome != 0 {
-		q.fatal.psn = q.epsn
+	if q.resp.fatal.syndrome != 0 {
+		q.resp.fatal.psn = q.resp.epsn
 	}
-	q.dropAhead()
+	q.dropQueuedRequests()
 	q.wake()
 }
 
 // execute carries out a SEND or WRITE packet that is in sequence, RC or UC. On
 // any verdict but vOK nothing has changed that a repetition of the packet would
 // not find as it was.
-func (q *QP) execute(p *wire.RoCE) verdict {
+func (q *QP) executeSendWrite(p *wire.RoCE) verdict {
 	n := uint64(len(p.Payload))
 	first, last := p.Info.Is(wire.First), p.Info.Is(wire.Last)
 	// Opcode sequence (IBTA 9.7.4.1.2) and packet length (9.7.4.1.6).
-	if first && q.msg != 0 || !first && q.msg != p.Info.Op {
+	if first && q.resp.op != 0 || !first && q.resp.op != p.Info.Op {
 		return vInvReq
 	}
 	if n > uint64(q.mtu) || !last && n != uint64(q.mtu) || last && !first && n == 0 {
@@ -273,7 +275,7 @@ func (q *QP) execute(p *wire.RoCE) verdict {
 		return v
 	}
 	if p.Info.Is(wire.HasIETH) {
-		switch q.a.InvalidateRemote(translate.Key(p.InvKey())) {
+		switch q.memory.InvalidateRemote(translate.Key(p.InvKey())) {
 		case translate.Refused:
 			return vRemAccess
 		case translate.Again:
@@ -281,47 +283,47 @@ func (q *QP) execute(p *wire.RoCE) verdict {
 		}
 	}
 	if !last {
-		q.msg = p.Info.Op
-		q.off += n
+		q.resp.op = p.Info.Op
+		q.resp.off += n
 		return vOK
 	}
 	if p.Info.Op == wire.Send || p.Info.Is(wire.HasImm) {
-		q.completeRecv(p, q.off+n)
+		q.completeRecv(p, q.resp.off+n)
 	}
-	q.msg, q.off = 0, 0
+	q.resp.op, q.resp.off = 0, 0
 	return vOK
 }
 
 // executeSend places payload in the receive buffers, taking a receive WQE for
 // the first packet.
 func (q *QP) executeSend(p *wire.RoCE, n uint64) verdict {
-	if v := q.takeRecv(); v != vOK {
+	if v := q.ensureRecv(); v != vOK {
 		return v
 	}
-	if q.off+n > q.wqe.Length {
+	if q.resp.off+n > q.resp.recv.Length {
 		q.stats.LocalErrors++
 		return vRecvShort
 	}
 	if n == 0 {
 		return vOK
 	}
-	want := q.wqe.Length
+	want := q.resp.recv.Length
 	if p.Info.Is(wire.Last) {
 		want = n
 	}
-	return q.place(q.off, p.Payload, want)
+	return q.scatterRecv(q.resp.off, p.Payload, want)
 }
 
 // place copies data into the receive WQE's segments. If it is absent, up to want
 // bytes from there on are asked for.
-func (q *QP) place(off uint64, data []byte, want uint64) verdict {
-	m := q.a.Scatter(q.wqe.SGEs, off, data)
+func (q *QP) scatterRecv(off uint64, data []byte, want uint64) verdict {
+	m := q.memory.Scatter(q.resp.recv.SGEs, off, data)
 	if m.OK() {
 		return vOK
 	}
 	if m.Fault() {
-		m.Len = min(segmentRest(q.wqe.SGEs, off, m), want)
-		q.await(Responder, &q.waits.request, atRecv, q.epsn, m)
+		m.Len = min(segmentRest(q.resp.recv.SGEs, off, m), want)
+		q.waitFor(Responder, &q.faults.request, waitRecv, q.resp.epsn, m)
 		return vFault
 	}
 	q.stats.LocalErrors++
@@ -329,26 +331,26 @@ func (q *QP) place(off uint64, data []byte, want uint64) verdict {
 }
 
 // takeRecv makes sure that a receive WQE is at hand.
-func (q *QP) takeRecv() verdict {
-	if q.haveWQE {
-		if q.wqe.Status != StatusSuccess {
+func (q *QP) ensureRecv() verdict {
+	if q.resp.haveRecv {
+		if q.resp.recv.Status != StatusSuccess {
 			return vRecvBad
 		}
 		return vOK
 	}
-	q.wqe = RecvWQE{SGEs: q.wqe.SGEs[:0]}
-	switch q.a.FetchRecv(&q.wqe) {
+	q.resp.recv = RecvWQE{SGEs: q.resp.recv.SGEs[:0]}
+	switch q.queues.FetchRecv(&q.resp.recv) {
 	case FetchReady:
-		q.haveWQE = true
+		q.resp.haveRecv = true
 		return vOK
 	case FetchBad:
-		if q.wqe.Status == StatusSuccess {
-			q.wqe.Status = StatusLocQPOp
+		if q.resp.recv.Status == StatusSuccess {
+			q.resp.recv.Status = StatusLocQPOp
 		}
-		q.haveWQE = true
+		q.resp.haveRecv = true
 		return vRecvBad
 	case FetchFault:
-		q.awaitQueue(Responder)
+		q.waitForQueue(Responder)
 		return vFault
 	}
 	return vNotReady
@@ -366,29 +368,29 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 			return vInvReq
 		}
 		if length > 0 { // a zero-length WRITE names no memory (IBTA 9.7.4.1.5)
-			if m := q.a.CheckRemote(key, va, length, translate.RemoteWrite); !m.OK() {
+			if m := q.memory.CheckRemote(key, va, length, translate.RemoteWrite); !m.OK() {
 				return q.writeRefused()
 			}
 		}
-		q.va, q.rkey, q.length, q.off = va, key, length, 0
+		q.resp.va, q.resp.rkey, q.resp.length, q.resp.off = va, key, length, 0
 	}
-	left := q.length - q.off
+	left := q.resp.length - q.resp.off
 	if last && n != left || !last && n >= left {
 		return vInvReq
 	}
 	if p.Info.Is(wire.HasImm) {
 		// Before the data: a repetition after RNR must not have to undo anything.
-		if v := q.takeRecv(); v != vOK {
+		if v := q.ensureRecv(); v != vOK {
 			return v
 		}
 	}
 	if n > 0 {
-		if m := q.a.WriteRemote(q.rkey, q.va+translate.VA(q.off), p.Payload); !m.OK() {
+		if m := q.memory.WriteRemote(q.resp.rkey, q.resp.va+translate.VA(q.resp.off), p.Payload); !m.OK() {
 			if !m.Fault() {
 				return q.writeRefused()
 			}
-			m.Len = rangeRest(q.va, q.length, m)
-			q.await(Responder, &q.waits.request, atWrite, q.epsn, m) // PF-8
+			m.Len = rangeRest(q.resp.va, q.resp.length, m)
+			q.waitFor(Responder, &q.faults.request, waitWrite, q.resp.epsn, m) // PF-8
 			return vFault
 		}
 	}
@@ -397,7 +399,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 
 // writeRefused is the verdict on a WRITE that violates its R_Key's limits.
 func (q *QP) writeRefused() verdict {
-	if q.haveWQE {
+	if q.resp.haveRecv {
 		return vImmAccess
 	}
 	return vRemAccess
@@ -405,7 +407,7 @@ func (q *QP) writeRefused() verdict {
 
 // completeRecv finishes the receive in use with the packet that ends it.
 func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
-	c := &q.rcomp
+	c := &q.resp.cqe
 	*c = Completion{Opcode: WCRecv, ByteLen: uint32(n), SrcQP: q.attr.DestQPN, Solicited: p.BTH.Solicited, VLAN: NoVLAN}
 	if p.Info.Op == wire.Write {
 		c.Opcode = WCRecvWithImm
@@ -424,18 +426,18 @@ func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
 // finishRecv completes the receive in use with rcomp. What waited for its memory
 // waits no more.
 func (q *QP) finishRecv() {
-	q.haveWQE = false
-	if q.waits.request.cause == atRecv {
-		q.waits.request.end()
+	q.resp.haveRecv = false
+	if q.faults.request.cause == waitRecv {
+		q.faults.request.clear()
 	}
-	q.a.CompleteRecv(&q.wqe, &q.rcomp)
+	q.queues.CompleteRecv(&q.resp.recv, &q.resp.cqe)
 }
 
 // failRecv completes the receive in use, if any, with an error.
 func (q *QP) failRecv(st Status) {
-	if !q.haveWQE {
+	if !q.resp.haveRecv {
 		return
 	}
-	q.rcomp = Completion{Status: st, Opcode: WCRecv, VLAN: NoVLAN}
+	q.resp.cqe = Completion{Status: st, Opcode: WCRecv, VLAN: NoVLAN}
 	q.finishRecv()
 }

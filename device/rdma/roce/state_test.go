@@ -65,7 +65,7 @@ func TestTransitions(t *testing.T) {
 
 func TestModifyErrors(t *testing.T) {
 	f := newFabric(t, 1)
-	n := f.node("n", Config{QPN: 5, Type: RC, MTU: 1024, MaxRdAtomic: 8})
+	n := f.node("n", Config{QPN: 5, Type: RC, MTU: 1024, MaxRdAtomic: 8, ECN: true, SelectiveRepeat: true})
 	fails := func(a Attr, m Mask, want string) {
 		t.Helper()
 		var me *ModifyError
@@ -246,7 +246,7 @@ func TestFlushInUse(t *testing.T) {
 		f.loss = func(p *wire.RoCE) bool { return p.Info.Op == wire.Send && p.Info.Flags&wire.Last != 0 }
 		a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 4000)}})
 		f.settle(10e6)
-		if !b.q.haveWQE {
+		if !b.q.resp.haveRecv {
 			t.Fatal("no receive in use")
 		}
 		b.modify(Attr{State: Err}, MaskState)
@@ -278,7 +278,7 @@ func TestSQD(t *testing.T) {
 			a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 50000)}})
 		}
 		f.budget = 10
-		f.until("some progress", 1e9, func() bool { return len(a.sends) > 1 && a.q.head != a.q.tail })
+		f.until("some progress", 1e9, func() bool { return len(a.sends) > 1 && a.q.req.head != a.q.req.tail })
 		a.modify(Attr{State: SQD, SQDNotify: true}, MaskState|MaskSQDNotify)
 		var q Attr
 		a.q.Query(&q)
@@ -287,8 +287,8 @@ func TestSQD(t *testing.T) {
 		}
 		f.settle(100e6)
 		done := len(a.sends)
-		if done < 2 || done > 6 || a.q.head != a.q.tail {
-			t.Fatalf("%v: %d completions, %d in flight", typ, done, a.q.tail-a.q.head)
+		if done < 2 || done > 6 || a.q.req.head != a.q.req.tail {
+			t.Fatalf("%v: %d completions, %d in flight", typ, done, a.q.req.tail-a.q.req.head)
 		}
 		a.wantEvents(EventSQDrained)
 		a.q.Query(&q)
@@ -324,16 +324,16 @@ func TestResizeMemory(t *testing.T) {
 		a.post(WQE{Opcode: WRFetchAdd, RKey: 2, SwapAdd: 1, SGEs: []SGE{sge(1, 0, 8)}})
 	}
 	f.until("atomics", 1e9, func() bool { return len(a.sends) == 6 })
-	last := b.q.epsn - 1
+	last := b.q.resp.epsn - 1
 	for _, n := range []int{7, 2, 3, 1, 16, 16} {
-		b.q.resizeResources(n)
-		r := b.q.remembered(last)
+		b.q.resp.resizeResources(n)
+		r := b.q.resp.findResource(last)
 		if r == nil || r.first != last || r.op != wire.FetchAdd {
 			t.Fatalf("after resize to %d: %+v", n, r)
 		}
 	}
-	b.q.resizeResources(0)
-	if b.q.remembered(last) != nil {
+	b.q.resp.resizeResources(0)
+	if b.q.resp.findResource(last) != nil {
 		t.Error("remembered without room")
 	}
 }

@@ -3,26 +3,26 @@ package roce
 // Stats are counters, written on the QP's loop only. Several QPs of one loop may
 // share one Stats (Config.Stats).
 type Stats struct {
-	TxPackets, TxBytes uint64 // bytes of whole frames
-	RxPackets, RxBytes uint64
-	TxAcks, TxNaks     uint64 // NAKs without RNR
-	TxRNR, RxRNR       uint64
-	Retransmits        uint64 // packets sent again
-	Timeouts           uint64
-	ECNMarked          uint64 // packets received that met congestion
-	TxCNP, RxCNP       uint64 // congestion notifications
-	OutOfSequence      uint64 // requests ahead of the expected PSN
-	Duplicates         uint64
-	Kept               uint64           // requests (of OutOfSequence) and responses ahead of their turn that were kept until then
-	TxMaps, RxMaps     uint64           // NAKs with a map of what has arrived
-	RxDropped          uint64           // wrong state, address, key, opcode or size
-	Drops              [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason
-	AccessErrors       uint64           // R_Key violations as responder
-	LocalErrors        uint64           // local protection and length errors
-	Flushed            uint64           // WQEs of either side completed in error because of the QP's state
-	Faults             uint64           // accesses that met an absent page
-	FaultDrops         uint64           // packets dropped for one
-	Resumed, Invalid   uint64           // faults served; those whose address was not valid
+	TxPackets, TxBytes               uint64 // bytes of whole frames
+	RxPackets, RxBytes               uint64
+	TxAcks, TxNaks                   uint64 // NAKs without RNR
+	TxRNR, RxRNR                     uint64
+	Retransmits                      uint64 // packets sent again
+	Timeouts                         uint64
+	ECNMarked                        uint64 // packets received that met congestion
+	TxCNP, RxCNP                     uint64 // congestion notifications
+	OutOfSequence                    uint64 // requests ahead of the expected PSN
+	Duplicates                       uint64
+	Kept                             uint64           // requests (of OutOfSequence) and responses ahead of their turn that were kept until then
+	TxSelectiveAcks, RxSelectiveAcks uint64           // NAKs with a map of what has arrived
+	RxDropped                        uint64           // wrong state, address, key, opcode or size
+	Drops                            [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason
+	AccessErrors                     uint64           // R_Key violations as responder
+	LocalErrors                      uint64           // local protection and length errors
+	Flushed                          uint64           // WQEs of either side completed in error because of the QP's state
+	Faults                           uint64           // accesses that met an absent page
+	FaultDrops                       uint64           // packets dropped for one
+	Resumed, Invalid                 uint64           // faults served; those whose address was not valid
 	// Requests, or the bytes of them, that a requester carried out by the local path,
 	// counted as packets, too.
 	LocalMessages, LocalBytes uint64

@@ -115,7 +115,7 @@ func TestSlowFaults(t *testing.T) {
 						}
 						f.until("warm", 10e9, func() bool { return len(a.sends) == 20 })
 					}
-					before := a.q.window.size
+					before := a.q.recovery.cwnd.Size
 					for _, n := range []*node{a, b} {
 						n.paging(2, 1, 0)
 						n.whole = true
@@ -127,11 +127,11 @@ func TestSlowFaults(t *testing.T) {
 					}
 					f.until("slow", 600e9, func() bool { return len(a.sends) == len(want) })
 					a.wantSends(want...)
-					if w := &a.q.window; w.size < before || w.goal != w.full {
+					if w := &a.q.recovery.cwnd; w.Size < before || w.Ssthresh != w.Max {
 						t.Errorf("the window is %+v, was %d", w, before)
 					}
-					if a.q.retryLeft != 1 {
-						t.Errorf("%d retries left", a.q.retryLeft)
+					if a.q.recovery.retryLeft != 1 {
+						t.Errorf("%d retries left", a.q.recovery.retryLeft)
 					}
 				})
 			}
@@ -149,7 +149,7 @@ func TestSlowFaults(t *testing.T) {
 	b.delay = 1e6
 	b.service = func() int64 { return b.rng.Int63n(4e6) }
 	b.onTx = func(p *wire.RoCE, _ []byte) bool { // a peer that does not know PF-9
-		return p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK && extend(b.q.epsn, p.BTH.PSN)+1 == a.q.una && a.q.rnrAt != 0
+		return p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK && extend(b.q.resp.epsn, p.BTH.PSN)+1 == a.q.req.una && a.q.req.rnrUntil != 0
 	}
 	for range 100 {
 		a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 20000)}})
@@ -527,7 +527,7 @@ func TestStormIsAlone(t *testing.T) {
 		var s strings.Builder
 		f := newFabric(t, 5)
 		a, b := f.pair(opts())
-		cfg := Config{Type: RC, MaxSendSGE: 8, MaxRecvSGE: 8, MaxRdAtomic: 16}
+		cfg := Config{Type: RC, MaxSendSGE: 8, MaxRecvSGE: 8, MaxRdAtomic: 16, ECN: true, SelectiveRepeat: true}
 		o := opts()
 		cfg.QPN = 0x33
 		c := f.node("c", cfg)

@@ -18,10 +18,10 @@ func (q *QP) runUC(budget int) (more bool) {
 		}
 		if !asked {
 			asked = true
-			q.near, left = q.localPeer()
+			q.req.localPeer, left = q.localPeer()
 		}
-		if q.near != nil && q.nxt != s.end {
-			switch q.localUC(q.near, s, &left) {
+		if q.req.localPeer != nil && q.req.nxt != s.end {
+			switch q.localUC(q.req.localPeer, s, &left) {
 			case localDone:
 				if left == 0 {
 					return true
@@ -31,21 +31,21 @@ func (q *QP) runUC(budget int) (more bool) {
 				return false
 			}
 		}
-		if s.info.kind == kindManage && !q.manage(s) {
+		if s.info.kind == kindManage && !q.executeManage(s) {
 			return false
 		}
 		// In this order, so that a memory fault that the engine catches inside
 		// Transmit finds the message as sent.
-		if q.nxt != s.end {
-			buf := q.sendPacket(s, q.nxt-s.first)
+		if q.req.nxt != s.end {
+			buf := q.sendPacket(s, q.req.nxt-s.first)
 			if buf == nil {
 				return false
 			}
-			q.nxt++
+			q.req.nxt++
 			q.send(&q.tx, buf)
 		}
-		if q.nxt == s.end {
-			q.una, q.sent = q.nxt, q.nxt
+		if q.req.nxt == s.end {
+			q.req.una, q.req.sent = q.req.nxt, q.req.nxt
 			q.completeHead(StatusSuccess)
 		}
 	}
@@ -55,13 +55,13 @@ func (q *QP) runUC(budget int) (more bool) {
 // nextUnacked returns the WQE being sent by an unacknowledged service, fetching
 // one if there is none; nil if there is nothing to do now.
 func (q *QP) nextUnacked() *sendSlot {
-	if q.state != RTS && q.state != SQD || q.stallAt != 0 || q.waits.send.stops(q.nxt) {
+	if q.state != RTS && q.state != SQD || q.req.stallUntil != 0 || q.faults.send.blocks(q.req.nxt) {
 		return nil
 	}
-	if q.head == q.tail && !q.fetch() {
+	if q.req.head == q.req.tail && !q.fetchWQE() {
 		return nil
 	}
-	s := q.slot(q.head)
+	s := q.req.slot(q.req.head)
 	if s.failed {
 		q.failHead(s.w.Status)
 		return nil
@@ -70,30 +70,30 @@ func (q *QP) nextUnacked() *sendSlot {
 }
 
 func (q *QP) receiveUC(p *wire.RoCE) {
-	psn := extend(q.epsn, p.BTH.PSN)
+	psn := extend(q.resp.epsn, p.BTH.PSN)
 	if p.Info.Is(wire.First) {
 		// A new message; whatever was in progress is abandoned, and its receive
 		// WQE serves the next.
-		q.msg, q.off, q.dropMsg = 0, 0, false
-	} else if q.dropMsg || psn != q.epsn || q.msg == 0 {
+		q.resp.op, q.resp.off, q.resp.dropMessage = 0, 0, false
+	} else if q.resp.dropMessage || psn != q.resp.epsn || q.resp.op == 0 {
 		q.abandon(p, psn)
 		return
 	}
-	switch v := q.execute(p); v {
+	switch v := q.executeSendWrite(p); v {
 	case vOK:
-		q.epsn = psn + 1
+		q.resp.epsn = psn + 1
 	case vRecvProt:
 		q.failRecv(StatusLocProt)
 		q.toErr()
 	case vRecvBad:
-		q.failRecv(q.wqe.Status)
+		q.failRecv(q.resp.recv.Status)
 		q.toErr()
 	default:
 		switch v {
 		case vRemAccess, vImmAccess:
 			q.stats.AccessErrors++
 		case vFault:
-			if q.a.Keep() {
+			if q.link.Keep() {
 				return
 			}
 			q.stats.FaultDrops++
@@ -105,7 +105,7 @@ func (q *QP) receiveUC(p *wire.RoCE) {
 // abandon drops a packet and the rest of its message.
 func (q *QP) abandon(p *wire.RoCE, psn uint64) {
 	q.stats.RxDropped++
-	q.msg, q.off = 0, 0
-	q.dropMsg = !p.Info.Is(wire.Last)
-	q.epsn = psn + 1
+	q.resp.op, q.resp.off = 0, 0
+	q.resp.dropMessage = !p.Info.Is(wire.Last)
+	q.resp.epsn = psn + 1
 }

@@ -24,15 +24,15 @@ func (q *QP) runUD(budget int) (more bool) {
 
 func (q *QP) sendDatagram(s *sendSlot) bool {
 	w := &s.w
-	if !q.udCached || q.udAV != w.AV || q.udQPN != w.RemoteQPN {
+	if !q.req.udCached || q.req.udAV != w.AV || q.req.udQPN != w.RemoteQPN {
 		t, err := w.AV.template(q.cfg.QPN, w.RemoteQPN)
 		if err != nil {
 			q.failHead(StatusLocQPOp)
 			return false
 		}
-		q.tx, q.udAV, q.udQPN, q.udCached = t, w.AV, w.RemoteQPN, true
+		q.tx, q.req.udAV, q.req.udQPN, q.req.udCached = t, w.AV, w.RemoteQPN, true
 	}
-	t := bth{opcode: wire.OpUDSendOnly, solicited: w.Solicited, qpn: w.RemoteQPN, psn: q.nxt}
+	t := bth{opcode: wire.OpUDSendOnly, solicited: w.Solicited, destQP: w.RemoteQPN, psn: q.req.nxt}
 	ext := wire.DETHLen
 	if s.info.imm {
 		t.opcode = wire.OpUDSendOnlyImm
@@ -40,7 +40,7 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 	}
 	buf, hdr, data := q.frame(&q.tx, &t, ext, int(w.Length))
 	if buf == nil {
-		q.stallAt = q.now + bufferDelay
+		q.req.stallUntil = q.now + bufferDelay
 		return false
 	}
 	h := wire.DETH{QKey: w.QKey, SrcQP: q.cfg.QPN}
@@ -58,8 +58,8 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 		buf.Free()
 		return false
 	}
-	q.nxt++
-	q.una, q.sent = q.nxt, q.nxt
+	q.req.nxt++
+	q.req.una, q.req.sent = q.req.nxt, q.req.nxt
 	q.send(&q.tx, buf)
 	q.completeHead(StatusSuccess)
 	return true
@@ -78,17 +78,17 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		q.drop(DropQKey)
 		return
 	}
-	v := q.takeRecv()
+	v := q.ensureRecv()
 	n := uint64(len(p.Payload))
-	if v == vOK && q.wqe.Length < wire.GRHLen+n {
+	if v == vOK && q.resp.recv.Length < wire.GRHLen+n {
 		v = vRecvShort
 	}
 	if v == vOK {
-		p.GRH(&q.grh)
-		v = q.place(0, q.grh[:], wire.GRHLen+n)
+		p.GRH(&q.resp.grh)
+		v = q.scatterRecv(0, q.resp.grh[:], wire.GRHLen+n)
 	}
 	if v == vOK && n > 0 {
-		v = q.place(wire.GRHLen, p.Payload, n)
+		v = q.scatterRecv(wire.GRHLen, p.Payload, n)
 	}
 	switch v {
 	case vOK:
@@ -97,12 +97,12 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		q.toErr()
 		return
 	case vRecvBad:
-		q.failRecv(q.wqe.Status)
+		q.failRecv(q.resp.recv.Status)
 		q.toErr()
 		return
 	default:
 		if v == vFault {
-			if q.a.Keep() {
+			if q.link.Keep() {
 				return
 			}
 			q.stats.FaultDrops++ // PF-11
@@ -110,7 +110,7 @@ func (q *QP) receiveUD(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	c := &q.rcomp
+	c := &q.resp.cqe
 	*c = Completion{
 		Opcode: WCRecv, ByteLen: uint32(wire.GRHLen + n), Flags: FlagGRH, SrcQP: d.SrcQP,
 		SL: p.PCP, VLAN: p.VLAN, SMAC: p.SMAC, IPv4: !p.IsV6, RoCEv1: p.V1, Solicited: p.BTH.Solicited,

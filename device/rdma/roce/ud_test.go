@@ -10,7 +10,7 @@ import (
 )
 
 func (f *fabric) datagramQP(name string, typ Type, qpn, qkey uint32) *node {
-	n := f.node(name, Config{Type: typ, QPN: qpn, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MTU: 1024})
+	n := f.node(name, Config{Type: typ, QPN: qpn, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MTU: 1024, ECN: true, SelectiveRepeat: true})
 	m := maskInitUD
 	if typ == GSI {
 		m &^= MaskPort
@@ -68,8 +68,8 @@ func TestUD(t *testing.T) {
 					t.Errorf("GRH area % x", buf[:40])
 				}
 			}
-			if a.q.nxt&psnMask != 5 {
-				t.Errorf("PSN %#x", a.q.nxt)
+			if a.q.req.nxt&psnMask != 5 {
+				t.Errorf("PSN %#x", a.q.req.nxt)
 			}
 		}
 	}

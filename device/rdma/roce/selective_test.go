@@ -5,6 +5,7 @@ import (
 	"math/rand"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
@@ -53,7 +54,7 @@ func TestKeep(t *testing.T) {
 	}
 	b.inject(marked(2, true)) // again
 	b.wantMap(sent, 0xfffffe, 2, 4)
-	for range tellEvery - 1 {
+	for range sackEvery - 1 {
 		b.inject(marked(2, false))
 	}
 	b.wantResp(sent) // nothing new
@@ -98,21 +99,21 @@ func TestKeepBounds(t *testing.T) {
 	o.psnA, o.mtu = 0, 1
 	f, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
-	b.inject(marked(aheadSpan, true)) // too far ahead, nothing else is there
+	b.inject(marked(reorderSpan, true)) // too far ahead, nothing else is there
 	b.wantResp(sent, nakOf(0, wire.NAKSequence))
 	b.inject(marked(0, false))
-	for psn := range uint32(aheadSpan + 70) {
+	for psn := range uint32(reorderSpan + 70) {
 		b.inject(marked(psn+2, false))
 	}
 	b.runAll()
-	if there := (*sent)[len(*sent)-1].Arrivals(); !there.Has(aheadSpan-1) || len(*sent) > 1+aheadSpan/tellEvery {
+	if there := (*sent)[len(*sent)-1].Arrivals(); !there.Has(reorderSpan-1) || len(*sent) > 1+reorderSpan/sackEvery {
 		t.Errorf("%d maps, %x", len(*sent), there)
 	}
 	*sent = nil
-	f.wantHeld(aheadSpan - 1)
+	f.wantHeld(reorderSpan - 1)
 	// The pool is empty: what is there is told, no more.
 	b.inject(marked(1, true)) // 1 to aheadSpan
-	b.wantResp(sent, ackOf(aheadSpan))
+	b.wantResp(sent, ackOf(reorderSpan))
 	var all []interface{ Free() }
 	for {
 		x := f.held.Get()
@@ -121,29 +122,29 @@ func TestKeepBounds(t *testing.T) {
 		}
 		all = append(all, x)
 	}
-	b.inject(marked(aheadSpan+2, false))
-	b.wantResp(sent, nakOf(aheadSpan+1, wire.NAKSequence))
+	b.inject(marked(reorderSpan+2, false))
+	b.wantResp(sent, nakOf(reorderSpan+1, wire.NAKSequence))
 	for _, x := range all {
 		x.Free()
 	}
-	b.inject(marked(aheadSpan+1, false))
+	b.inject(marked(reorderSpan+1, false))
 	// A READ stands for all the PSNs of its responses.
-	b.inject(craft{op: wire.OpRCReadRequest, psn: aheadSpan + 3, sel: true, key: 2, length: 700})
-	b.inject(marked(aheadSpan+6, true))
-	b.wantMap(sent, aheadSpan+2, 1, 2, 3, 4)
+	b.inject(craft{op: wire.OpRCReadRequest, psn: reorderSpan + 3, sel: true, key: 2, length: 700})
+	b.inject(marked(reorderSpan+6, true))
+	b.wantMap(sent, reorderSpan+2, 1, 2, 3, 4)
 	// What overlaps with it cannot be right.
-	b.inject(marked(aheadSpan+4, true))
-	b.wantMap(sent, aheadSpan+2, 1, 2, 3, 4)
+	b.inject(marked(reorderSpan+4, true))
+	b.wantMap(sent, reorderSpan+2, 1, 2, 3, 4)
 	f.wantHeld(2)
-	b.inject(marked(aheadSpan+2, false))
+	b.inject(marked(reorderSpan+2, false))
 	b.runAll()
-	if n := len(*sent); n != 4 || (*sent)[3].BTH.Opcode != wire.OpRCAck || (*sent)[3].BTH.PSN != aheadSpan+6 {
+	if n := len(*sent); n != 4 || (*sent)[3].BTH.Opcode != wire.OpRCAck || (*sent)[3].BTH.PSN != reorderSpan+6 {
 		t.Errorf("%d packets", n)
 	}
 	*sent = nil
 	// Not for ever.
-	b.inject(marked(aheadSpan+8, true))
-	b.wantMap(sent, aheadSpan+7, 1)
+	b.inject(marked(reorderSpan+8, true))
+	b.wantMap(sent, reorderSpan+7, 1)
 	for range 3 {
 		if f.now = max(f.now, b.timer); f.held.InUse() == 0 {
 			break
@@ -152,7 +153,7 @@ func TestKeepBounds(t *testing.T) {
 		b.q.Timer(f.now)
 	}
 	f.wantHeld(0)
-	if d := f.now - 1e9; d > 2*aheadFor {
+	if d := f.now - 1e9; d > 2*reorderTimeout {
 		t.Errorf("kept for %d ms", d/1e6)
 	}
 }
@@ -254,7 +255,7 @@ func TestRepair(t *testing.T) {
 	b.wantResp(sent, only(first+2), only(first+5))
 	// Nothing comes: the oldest is repeated now and then, and at last all is.
 	pass(2e6)
-	if n := len(*sent); n != repairProbes {
+	if n := len(*sent); n != maxGapProbes {
 		t.Errorf("%d probes", n)
 	}
 	for i, p := range *sent {
@@ -270,7 +271,7 @@ func TestRepair(t *testing.T) {
 	*sent = nil
 	ack(first + 7)
 	b.wantSends(0, 0, 0, 0, 0, 0, 0, 0)
-	if b.q.board.active || b.q.retryLeft != 7 {
+	if b.q.recovery.board.Active || b.q.recovery.retryLeft != 7 {
 		t.Error("it still repairs")
 	}
 }
@@ -281,7 +282,7 @@ func TestHostileMap(t *testing.T) {
 		o := opts()
 		o.psnB = 100
 		f, b, sent := lone(t, o)
-		b.q.cfg.GoBackN = back
+		b.q.cfg.SelectiveRepeat = !back
 		b.reg(1, 0, 4096, allAccess)
 		for range 4 {
 			b.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
@@ -303,7 +304,7 @@ func TestHostileMap(t *testing.T) {
 			c.op, c.syn = wire.OpRCSelectiveAck, wire.NAKSequence
 			b.inject(c)
 			b.wantResp(sent)
-			if b.q.board.active {
+			if b.q.recovery.board.Active {
 				t.Errorf("%+v is believed", c)
 			}
 		}
@@ -362,9 +363,9 @@ func TestLoss(t *testing.T) {
 				for seed := range tc.seeds {
 					f := newFabric(t, seed+1)
 					f.delay, f.link = 20e3, slow(10e9, 0, 1000)
-					flows := f.flows(1, m.op, Config{})
+					flows := f.flows(1, m.op, Config{ECN: true, SelectiveRepeat: true})
 					a, b := flows[0].a.q, flows[0].b.q
-					a.cfg.GoBackN, b.cfg.GoBackN = m.backA, m.backB
+					a.cfg.SelectiveRepeat, b.cfg.SelectiveRepeat = !m.backA, !m.backB
 					f.losses(tc.loss, tc.burst)
 					f.run(flows, 10e6)
 					f.link.watch()
@@ -373,7 +374,7 @@ func TestLoss(t *testing.T) {
 					if useful += o.useful; o.retries < 3 {
 						t.Error("it nearly gave up")
 					}
-					maps := a.stats.RxMaps
+					maps := a.stats.RxSelectiveAcks
 					if kept := a.stats.Kept + b.stats.Kept; !m.backA && !m.backB && tc.loss != 0 && kept == 0 || (m.backA || m.backB) && kept+maps != 0 {
 						t.Errorf("%d kept, %d maps", kept, maps)
 					}
@@ -398,11 +399,11 @@ func TestReorder(t *testing.T) {
 		for _, jitter := range []int64{5e3, 20e3, 40e3} {
 			f := newFabric(t, 1)
 			f.delay, f.link, f.jitter = 20e3, slow(10e9, 0, 1000), jitter
-			flows := f.flows(1, op, Config{})
+			flows := f.flows(1, op, Config{ECN: true, SelectiveRepeat: true})
 			f.run(flows, 60e6)
 			o, q := f.outcomes(flows, 60e6), flows[0].a.q
-			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 || q.window.packets() < 64 || kept < 1000 {
-				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats, q.window.packets(), kept)
+			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 || q.recovery.cwnd.Packets() < 64 || kept < 1000 {
+				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats, q.recovery.cwnd.Packets(), kept)
 			}
 		}
 	}
@@ -444,15 +445,15 @@ func TestPad(t *testing.T) {
 		{op: WRWrite, requests: 5},
 	} {
 		clear(padded)
-		a.q.cfg.GoBackN, b.q.cfg.GoBackN = tc.backA, tc.backB
+		a.q.cfg.SelectiveRepeat, b.q.cfg.SelectiveRepeat = !tc.backA, !tc.backB
 		a.post(WQE{Opcode: tc.op, SGEs: []SGE{sge(1, 0, size)}, RKey: 1})
 		f.settle(1e9)
-		want := strangerWindow
-		if a.q.ours {
+		want := goBackNWindow
+		if a.q.recovery.peerSelective {
 			want = defaultWindow
 		}
-		if w := &a.q.window; w.full != uint32(want)*winUnit || w.goal != w.full || w.size > w.full {
-			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.size/winUnit, w.goal/winUnit, w.full/winUnit, want)
+		if w := &a.q.recovery.cwnd; w.Max != uint32(want)*recovery.WindowUnit || w.Ssthresh != w.Max || w.Size > w.Max {
+			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.Size/recovery.WindowUnit, w.Ssthresh/recovery.WindowUnit, w.Max/recovery.WindowUnit, want)
 		}
 		requests := padded[wire.Write]
 		responses := padded[wire.ReadResponse]
@@ -487,9 +488,9 @@ func TestPeerChanges(t *testing.T) {
 			f.jitter = seed % 2 * 10e3
 			var change func()
 			change = func() {
-				a.q.cfg.GoBackN, b.q.cfg.GoBackN = rng.Intn(3) == 0, rng.Intn(3) == 0
+				a.q.cfg.SelectiveRepeat, b.q.cfg.SelectiveRepeat = rng.Intn(3) != 0, rng.Intn(3) != 0
 				if rng.Intn(2) == 0 {
-					b.q.dropAhead()
+					b.q.dropQueuedRequests()
 				}
 				if len(a.sends) < 2*n {
 					f.after(rng.Int63n(200e3), change)

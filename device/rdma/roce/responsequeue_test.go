@@ -24,7 +24,7 @@ func newReader(t *testing.T) (*fabric, *reader) {
 	f, b, sent := lone(t, o)
 	r := &reader{b, b.reg(1, 0, 4096, allAccess), sent}
 	clear(r.mem.buf)
-	r.q.sample(100e3) // the response time
+	r.q.recovery.board.RTT.Sample(r.q.now, 100e3) // the response time
 	r.post(WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 1000)}})
 	r.post(WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 1024, 8)}})
 	r.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 3000, 8)}})
@@ -114,7 +114,7 @@ func (n *reader) check() {
 		}
 	}
 	n.f.wantHeld(0)
-	if n.q.board.active || n.q.retryLeft != 7 {
+	if n.q.recovery.board.Active || n.q.recovery.retryLeft != 7 {
 		n.f.t.Error("it still repairs, or has counted")
 	}
 }
@@ -185,7 +185,7 @@ func TestProbeReply(t *testing.T) {
 	b.reply(1, true)
 	b.pass(26e3)
 	b.wantAsked(readFrom, 256)
-	for range repairProbes {
+	for range maxGapProbes {
 		b.pass(2e6)
 		if len(*b.sent) == 0 {
 			break
@@ -241,7 +241,7 @@ func TestExecuted(t *testing.T) {
 func TestKeepRepliesEnds(t *testing.T) {
 	for name, end := range map[string]func(f *fabric, b *reader){
 		"unmarked":  func(f *fabric, b *reader) { b.reply(3, false) },
-		"goes back": func(f *fabric, b *reader) { b.q.cfg.GoBackN = true; b.reply(3, true) },
+		"goes back": func(f *fabric, b *reader) { b.q.cfg.SelectiveRepeat = false; b.reply(3, true) },
 		"RNR": func(f *fabric, b *reader) {
 			b.inject(craft{op: wire.OpRCAck, psn: readFrom, syn: wire.SyndromeRNR | 1})
 			b.reply(3, true) // from before
@@ -271,12 +271,12 @@ func TestKeepRepliesEnds(t *testing.T) {
 		"error": func(f *fabric, b *reader) { b.modify(Attr{State: Err}, MaskState) },
 		"close": func(f *fabric, b *reader) { b.q.Close() },
 		"silence": func(f *fabric, b *reader) {
-			b.q.timeout, b.q.rtxAt = 0, 0 // for ever
+			b.q.recovery.timeout, b.q.recovery.rtxAt = 0, 0 // for ever
 			b.pass(30e3)
 			if f.held.InUse() == 0 {
 				f.t.Error("too early")
 			}
-			b.pass(2 * aheadFor)
+			b.pass(2 * reorderTimeout)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -303,7 +303,7 @@ func TestKeepRepliesBounds(t *testing.T) {
 	b.reply(2, true)
 	f.wantHeld(1)
 	b.reply(3, true)
-	if b.q.retryLeft != 7 {
+	if b.q.recovery.retryLeft != 7 {
 		t.Error("it went back")
 	}
 	b.reply(0, true)
@@ -324,7 +324,7 @@ func TestKeepRepliesBounds(t *testing.T) {
 	x := f.held.Get()
 	b.reply(1, true)
 	b.wantAsked(readFrom, 1000)
-	if b.q.retryLeft != 6 {
+	if b.q.recovery.retryLeft != 6 {
 		t.Error("it did not go back")
 	}
 	x.Free()
@@ -412,14 +412,14 @@ func TestRepeatReplies(t *testing.T) {
 	}
 	b.wantResp(sent, seq(11, 13)...)
 	// So is who asks for more than is noted.
-	b.inject(read(22, 0, (owedSpan+2)*256)) // 22 to 279
+	b.inject(read(22, 0, (psnSetSpan+2)*256)) // 22 to 279
 	b.runAll()
 	*sent = nil
-	b.inject(read(22, 0, (owedSpan+1)*256))
-	b.wantResp(sent, seq(22, 23+owedSpan)...)
+	b.inject(read(22, 0, (psnSetSpan+1)*256))
+	b.wantResp(sent, seq(22, 23+psnSetSpan)...)
 	b.inject(read(22, 0, 256))
-	b.inject(read(24, 2, owedSpan*256)) // beside the other
-	b.wantResp(sent, append([]resp{only(22)}, seq(24, 24+owedSpan)...)...)
+	b.inject(read(24, 2, psnSetSpan*256)) // beside the other
+	b.wantResp(sent, append([]resp{only(22)}, seq(24, 24+psnSetSpan)...)...)
 	// What another has taken the place of is not sent.
 	b.inject(read(22, 0, 256))
 	b.inject(read(280, 0, 256))
@@ -461,7 +461,7 @@ func TestMixedLoss(t *testing.T) {
 			const size, n = 40000, 40
 			reads := map[*node]map[int][2]int{a: {}, b: {}}
 			for _, x := range []*node{a, b} {
-				x.q.attr.RetryCnt, x.q.retryLeft = 255, 255
+				x.q.attr.RetryCnt, x.q.recovery.retryLeft = 255, 255
 				x.reg(1, 0, size, allAccess) // is read
 				x.reg(2, 0, 8, allAccess)
 				clear(x.regions[2].buf)
@@ -501,10 +501,10 @@ func TestMixedLoss(t *testing.T) {
 				for _, x := range []*node{a, b} {
 					switch rng.Intn(6) {
 					case 0:
-						x.q.cfg.GoBackN = !x.q.cfg.GoBackN
+						x.q.cfg.SelectiveRepeat = !x.q.cfg.SelectiveRepeat
 					case 1:
-						x.q.dropAhead()
-						x.q.repeats = owedSet{}
+						x.q.dropQueuedRequests()
+						x.q.resp.repeatsDue = psnSet{}
 					case 2:
 						x.q.goBack()
 					}

@@ -1,26 +1,26 @@
 package roce
 
 // owedSpan is more than what Linux rxe has in flight, 128 packets.
-const owedSpan = 256
+const psnSetSpan = 256
 
 // owedSet is PSNs of FLUSHes and ATOMIC WRITEs that have been executed and whose responses are to be sent, for the first
 // time or again. In those there is nothing (A19), hence nothing to remember, and they need no place among max_dest_rd_atomic
 // answers: not every requester counts its FLUSHes (rxe does not, and repeats them with another address).
-type owedSet struct {
+type psnSet struct {
 	lo, hi uint64 // all are within [lo, hi), at most owedSpan of them
-	bits   [owedSpan / 64]uint64
+	bits   [psnSetSpan / 64]uint64
 }
 
-func (o *owedSet) word(psn uint64) (w *uint64, bit uint64) {
-	return &o.bits[psn%owedSpan/64], 1 << (psn % 64)
+func (o *psnSet) word(psn uint64) (w *uint64, bit uint64) {
+	return &o.bits[psn%psnSetSpan/64], 1 << (psn % 64)
 }
 
 // fits tells whether add would succeed.
-func (o *owedSet) fits(psn uint64) bool {
-	return o.lo == o.hi || max(o.hi, psn+1)-min(o.lo, psn) <= owedSpan
+func (o *psnSet) fits(psn uint64) bool {
+	return o.lo == o.hi || max(o.hi, psn+1)-min(o.lo, psn) <= psnSetSpan
 }
 
-func (o *owedSet) add(psn uint64) bool {
+func (o *psnSet) add(psn uint64) bool {
 	if !o.fits(psn) {
 		return false
 	}
@@ -34,7 +34,7 @@ func (o *owedSet) add(psn uint64) bool {
 }
 
 // next returns the first.
-func (o *owedSet) next() (psn uint64, ok bool) {
+func (o *psnSet) first() (psn uint64, ok bool) {
 	for ; o.lo < o.hi; o.lo++ {
 		if w, bit := o.word(o.lo); *w&bit != 0 {
 			return o.lo, true
@@ -43,12 +43,12 @@ func (o *owedSet) next() (psn uint64, ok bool) {
 	return 0, false
 }
 
-func (o *owedSet) none() bool {
-	_, ok := o.next()
+func (o *psnSet) empty() bool {
+	_, ok := o.first()
 	return !ok
 }
 
-func (o *owedSet) remove(psn uint64) {
+func (o *psnSet) remove(psn uint64) {
 	w, bit := o.word(psn)
 	*w &^= bit
 }

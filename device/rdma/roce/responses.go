@@ -14,40 +14,40 @@ import (
 // If it only repeats one, for a duplicate, the repetition is dropped: a requester
 // that keeps to the agreement asks for more only after what it had asked for has
 // arrived.
-func (q *QP) newAnswer() *answer {
-	if len(q.memory) == 0 {
+func (r *responder) newResource() *resource {
+	if len(r.resources) == 0 {
 		return nil
 	}
-	r := &q.memory[q.answered%uint64(len(q.memory))]
-	if r.pending {
-		if r.sent < r.end {
+	a := &r.resources[r.accepted%uint64(len(r.resources))]
+	if a.pending {
+		if a.sentEnd < a.end {
 			return nil
 		}
-		r.pending = false
-		q.pending--
+		a.pending = false
+		r.pending--
 	}
-	return r
+	return a
 }
 
 // acceptRead notes a READ request that is in sequence (IBTA 9.7.5.1.8).
 func (q *QP) acceptRead(p *wire.RoCE) verdict {
-	if q.msg != 0 || q.attr.Access&translate.RemoteRead == 0 {
+	if q.resp.op != 0 || q.attr.Access&translate.RemoteRead == 0 {
 		return vInvReq
 	}
 	h := p.RETH()
 	va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
-	r := q.newAnswer()
+	r := q.resp.newResource()
 	if r == nil || n > maxMessage {
 		return vInvReq
 	}
 	if n > 0 {
-		if m := q.a.CheckRemote(key, va, n, translate.RemoteRead); !m.OK() {
+		if m := q.memory.CheckRemote(key, va, n, translate.RemoteRead); !m.OK() {
 			return vRemAccess
 		}
 	}
-	end := q.epsn + packets(n, q.mtu)
-	*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, va: va, key: key, length: n, op: wire.ReadRequest}
-	q.remember(r)
+	end := q.resp.epsn + packets(n, q.mtu)
+	*r = resource{first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end, va: va, key: key, length: n, op: wire.ReadRequest}
+	q.recordResource(r)
 	return vOK
 }
 
@@ -58,7 +58,7 @@ var atomicOps = [...]AtomicOp{
 // acceptAtomic executes an atomic that is in sequence, at once and only once: a
 // duplicate gets the remembered result (IBTA 9.7.5.1.3).
 func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
-	a := &q.atomic
+	a := &q.resp.atomic
 	a.op = p.Info.Op
 	if a.op == wire.AtomicWrite {
 		h := p.RETH()
@@ -71,10 +71,10 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 		h := p.AtomicETH()
 		a.va, a.key, a.compare, a.swapAdd = translate.VA(h.VA), translate.Key(h.RKey), h.Compare, h.SwapAdd
 	}
-	if q.msg != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 || len(q.memory) == 0 {
+	if q.resp.op != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 || len(q.resp.resources) == 0 {
 		return vInvReq
 	}
-	parked := q.waits.request.cause == atAtomic
+	parked := q.faults.request.cause == waitAtomic
 	v := q.executeAtomic()
 	if v == vParked && parked {
 		return vFault // its requester asks again: it is told to wait
@@ -101,16 +101,16 @@ func flushNeeds(h wire.FETH) (need translate.Access) {
 func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	h, f := p.RETH(), p.FETH()
 	need := flushNeeds(f)
-	if need == 0 || q.msg != 0 || q.attr.Access&need != need || len(q.memory) == 0 {
+	if need == 0 || q.resp.op != 0 || q.attr.Access&need != need || len(q.resp.resources) == 0 {
 		return vInvReq
 	}
-	if !q.a.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), f.Selectivity == wire.FlushRegion, need).OK() {
+	if !q.memory.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), f.Selectivity == wire.FlushRegion, need).OK() {
 		return vRemAccess
 	}
-	if !q.owed.add(q.epsn) {
-		return vCrowded
+	if !q.resp.emptyDue.add(q.resp.epsn) {
+		return vNoRoom
 	}
-	q.accepted(q.epsn + 1)
+	q.advanceAccepted(q.resp.epsn + 1)
 	return vOK
 }
 
@@ -118,70 +118,70 @@ func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 // request stays here, without a message (PF-10). Those behind it must not overtake
 // it: the first to arrive is answered RNR.
 func (q *QP) executeAtomic() verdict {
-	a := &q.atomic
-	var r *answer // stays nil for an ATOMIC WRITE
+	a := &q.resp.atomic
+	var r *resource // stays nil for an ATOMIC WRITE
 	if a.op == wire.AtomicWrite {
-		if !q.owed.fits(q.epsn) {
-			return vCrowded
+		if !q.resp.emptyDue.fits(q.resp.epsn) {
+			return vNoRoom
 		}
-	} else if r = q.newAnswer(); r == nil {
+	} else if r = q.resp.newResource(); r == nil {
 		return vInvReq
 	}
-	old, m := q.a.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
+	old, m := q.memory.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
 	if m.Fault() {
-		q.await(Responder, &q.waits.request, atAtomic, q.epsn, m)
+		q.waitFor(Responder, &q.faults.request, waitAtomic, q.resp.epsn, m)
 		return vParked
 	}
 	if !m.OK() {
 		return vRemAccess
 	}
-	dropped := q.nak == nakFault // and the peer does not know yet
-	if end := q.epsn + 1; r != nil {
-		*r = answer{first: q.epsn, end: end, start: q.epsn, next: q.epsn, stop: end, value: old, op: a.op}
-		q.remember(r)
+	dropped := q.resp.nak == nakFault // and the peer does not know yet
+	if end := q.resp.epsn + 1; r != nil {
+		*r = resource{first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end, value: old, op: a.op}
+		q.recordResource(r)
 	} else {
-		q.owed.add(q.epsn)
-		q.accepted(end)
+		q.resp.emptyDue.add(q.resp.epsn)
+		q.advanceAccepted(end)
 	}
 	if dropped {
-		q.nak, q.nakSent = nakFault, true
+		q.resp.nak, q.resp.nakSent = nakFault, true
 	}
 	return vOK
 }
 
 // remember accepts the request that r, the place of newAnswer, answers.
-func (q *QP) remember(r *answer) {
-	q.answered++
+func (q *QP) recordResource(r *resource) {
+	q.resp.accepted++
 	r.pending = true
-	q.pending++
-	r.behindSend = q.ackPSN == r.first-1
-	r.owes = r.behindSend && q.ackPending
-	q.accepted(r.end)
+	q.resp.pending++
+	r.behindSend = q.resp.ackPSN == r.first-1
+	r.ackDue = r.behindSend && q.resp.ackPending
+	q.advanceAccepted(r.end)
 }
 
 // accepted goes on behind a request that has a response, from PSN end on.
-func (q *QP) accepted(end uint64) {
-	q.advance(end)
-	q.msn++
-	q.ackPending = false // the response acknowledges what was before
+func (q *QP) advanceAccepted(end uint64) {
+	q.advanceEPSN(end)
+	q.resp.msn++
+	q.resp.ackPending = false // the response acknowledges what was before
 	q.wake()
 }
 
 // duplicate answers a request that was executed before (IBTA 9.7.4.2.2,
 // 9.7.5.1.2-3). What does not match the original is dropped.
-func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
+func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
-		q.ackPending = true
-		if q.pending > 0 {
-			if r := q.oldestPending(); psn < r.first {
-				r.owes = r.behindSend
+		q.resp.ackPending = true
+		if q.resp.pending > 0 {
+			if r := q.resp.oldestPending(); psn < r.first {
+				r.ackDue = r.behindSend
 			}
 		}
 		q.wake()
 		return
 	}
-	r := q.remembered(psn)
-	if op := p.Info.Op; r == nil && (op == wire.Flush || op == wire.AtomicWrite) && q.owed.add(psn) {
+	r := q.resp.findResource(psn)
+	if op := p.Info.Op; r == nil && (op == wire.Flush || op == wire.AtomicWrite) && q.resp.emptyDue.add(psn) {
 		q.wake()
 		return
 	}
@@ -206,37 +206,37 @@ func (q *QP) duplicate(p *wire.RoCE, psn uint64) {
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
 		// Not sent yet: the original response will do.
-		if w := &q.waits.read; w.held() && r.next == w.psn && r == q.oldestPending() {
-			q.rnrRead = psn
+		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() {
+			q.resp.rnrRead = psn
 			q.wake()
 		}
 		return
 	}
-	if r.op == wire.ReadRequest && q.selective && q.repeat(r, psn, stop) {
+	if r.op == wire.ReadRequest && q.resp.peerSelective && q.queueRepeats(r, psn, stop) {
 		return
 	}
 	r.start, r.next, r.stop = psn, psn, stop
-	q.goOn(r)
+	q.queueResponses(r)
 }
 
 // goOn has r's responses sent, from next on.
-func (q *QP) goOn(r *answer) {
+func (q *QP) queueResponses(r *resource) {
 	if !r.pending {
 		r.pending = true
-		q.pending++
+		q.resp.pending++
 	}
 	q.wake()
 }
 
 // repeat notes that the responses [psn, stop) of r, a READ, are to be sent again, but for those that are about to be sent anyway. Thus the
 // rest of an answer is not cut off, and one gap does not make forget another. False: they are too many.
-func (q *QP) repeat(r *answer, psn, stop uint64) bool {
-	if stop-psn > owedSpan || !q.repeats.fits(psn) || !q.repeats.fits(stop-1) {
+func (q *QP) queueRepeats(r *resource, psn, stop uint64) bool {
+	if stop-psn > psnSetSpan || !q.resp.repeatsDue.fits(psn) || !q.resp.repeatsDue.fits(stop-1) {
 		return false
 	}
 	for ; psn < stop; psn++ {
 		if !r.pending || psn < r.next || psn >= r.stop {
-			q.repeats.add(psn)
+			q.resp.repeatsDue.add(psn)
 		}
 	}
 	q.wake()
@@ -245,58 +245,58 @@ func (q *QP) repeat(r *answer, psn, stop uint64) bool {
 
 // answerAgain sends the response psn of a READ again. If it cannot, it is repeated as the first of all that its answer still has to
 // send: what becomes of it then, and of those behind it, is as with any other.
-func (q *QP) answerAgain(psn uint64) {
-	r := q.remembered(psn)
+func (q *QP) resendReadResponse(psn uint64) {
+	r := q.resp.findResource(psn)
 	if r == nil || r.op != wire.ReadRequest {
-		q.repeats.remove(psn) // its requester has asked for more than agreed since
+		q.resp.repeatsDue.remove(psn) // its requester has asked for more than agreed since
 		return
 	}
-	m, ok := q.answer(r, psn, true, true)
+	m, ok := q.sendResponse(r, psn, true, true)
 	if !m.OK() {
 		if !r.pending {
 			r.next, r.stop = psn, psn+1
 		}
 		r.next, r.stop = min(r.next, psn), max(r.stop, psn+1)
 		r.start = r.next
-		q.goOn(r)
+		q.queueResponses(r)
 	}
 	if ok || !m.OK() {
-		q.repeats.remove(psn)
+		q.resp.repeatsDue.remove(psn)
 	}
 }
 
 // answerEmpty sends the response to the FLUSH or ATOMIC WRITE with PSN psn: that of a READ of nothing (A19).
-func (q *QP) answerEmpty(psn uint64) {
-	t := bth{opcode: wire.OpRCReadResponseOnly, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
+func (q *QP) sendEmptyResponse(psn uint64) {
+	t := bth{opcode: wire.OpRCReadResponseOnly, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
 	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
-		q.respStallAt = q.now + bufferDelay
+		q.resp.stallUntil = q.now + bufferDelay
 		return
 	}
-	h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
+	h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.resp.msn}
 	h.Encode(hdr)
-	q.owed.remove(psn)
+	q.resp.emptyDue.remove(psn)
 	q.send(&q.tx, buf)
 }
 
 // remembered finds the READ or atomic that psn belongs to.
-func (q *QP) remembered(psn uint64) *answer {
-	n := uint64(len(q.memory))
-	for i := uint64(1); i <= min(n, q.answered); i++ {
-		r := &q.memory[(q.answered-i)%n]
-		if psn >= r.first && psn < r.end {
-			return r
+func (r *responder) findResource(psn uint64) *resource {
+	n := uint64(len(r.resources))
+	for i := uint64(1); i <= min(n, r.accepted); i++ {
+		a := &r.resources[(r.accepted-i)%n]
+		if psn >= a.first && psn < a.end {
+			return a
 		}
 	}
 	return nil
 }
 
 // oldestPending returns the first answer that owes responses. pending is not 0.
-func (q *QP) oldestPending() *answer {
-	n := uint64(len(q.memory))
-	for i := min(n, q.answered); i > 0; i-- {
-		if r := &q.memory[(q.answered-i)%n]; r.pending {
-			return r
+func (r *responder) oldestPending() *resource {
+	n := uint64(len(r.resources))
+	for i := min(n, r.accepted); i > 0; i-- {
+		if a := &r.resources[(r.accepted-i)%n]; a.pending {
+			return a
 		}
 	}
 	return nil
@@ -304,70 +304,70 @@ func (q *QP) oldestPending() *answer {
 
 // respond sends up to budget packets of what the responder owes.
 func (q *QP) respond(budget int) (more bool) {
-	if q.cnpDue && q.respStallAt == 0 {
+	if q.resp.cnpDue && q.resp.stallUntil == 0 {
 		q.sendCNP()
 	}
-	for q.respStallAt == 0 {
-		var r *answer
-		if q.pending > 0 {
-			r = q.oldestPending()
+	for q.resp.stallUntil == 0 {
+		var r *resource
+		if q.resp.pending > 0 {
+			r = q.resp.oldestPending()
 		}
-		if psn, ok := q.owed.next(); ok && (r == nil || psn < r.next) {
+		if psn, ok := q.resp.emptyDue.first(); ok && (r == nil || psn < r.next) {
 			if budget--; budget < 0 {
 				return true
 			}
-			q.answerEmpty(psn)
+			q.sendEmptyResponse(psn)
 			continue
 		}
-		if psn, ok := q.repeats.next(); ok && (r == nil || psn < r.next) {
+		if psn, ok := q.resp.repeatsDue.first(); ok && (r == nil || psn < r.next) {
 			if budget--; budget < 0 {
 				return true
 			}
-			q.answerAgain(psn)
+			q.resendReadResponse(psn)
 			continue
 		}
 		if r == nil {
 			break
 		}
-		if w := &q.waits.read; w.held() && r.next == w.psn {
-			q.whileWaiting(r)
+		if w := &q.faults.read; w.blocked() && r.next == w.psn {
+			q.respondWhileWaiting(r)
 			return false
 		}
 		if budget--; budget < 0 {
 			return true
 		}
-		q.answerNext(r)
+		q.sendNextResponse(r)
 	}
-	if q.respStallAt != 0 {
+	if q.resp.stallUntil != 0 {
 		return false
 	}
-	q.rnrRead = 0
-	syn, psn, told := q.fatal.syndrome, q.fatal.psn, false
+	q.resp.rnrRead = 0
+	syn, psn, told := q.resp.fatal.syndrome, q.resp.fatal.psn, false
 	switch {
 	case syn != 0:
-	case q.nak == nakFault:
-		syn, psn = q.rnrFor(&q.waits.request), q.epsn
-	case q.nak != 0:
-		syn, psn = q.nak, q.epsn
-	case q.ahead.there.Any() && (q.ackPending || q.ahead.tell):
-		told = q.sendMap()
-	case q.ackPending:
-		syn, psn = wire.NoCredits, q.ackPSN
+	case q.resp.nak == nakFault:
+		syn, psn = q.rnrSyndrome(&q.faults.request), q.resp.epsn
+	case q.resp.nak != 0:
+		syn, psn = q.resp.nak, q.resp.epsn
+	case q.resp.reorder.arrived.Any() && (q.resp.ackPending || q.resp.reorder.sackDue):
+		told = q.sendSelectiveAck()
+	case q.resp.ackPending:
+		syn, psn = wire.NoCredits, q.resp.ackPSN
 	default:
 		return false
 	}
 	if !told && !q.sendAck(syn, psn) {
 		return false
 	}
-	if q.nak == nakFault && q.waits.request.cause != atNothing {
-		q.waits.request.told = true
+	if q.resp.nak == nakFault && q.faults.request.cause != waitNone {
+		q.faults.request.rnrSent = true
 	}
-	q.ackPending, q.nak = false, 0
-	if f := q.fatal; f.syndrome != 0 {
-		q.fatal = failure{}
+	q.resp.ackPending, q.resp.nak = false, 0
+	if f := q.resp.fatal; f.syndrome != 0 {
+		q.resp.fatal = failure{}
 		q.failRecv(f.status)
 		if f.event != 0 {
-			q.a.Event(f.event)
+			q.sched.Event(f.event)
 		}
 		q.toErr()
 	}
@@ -375,26 +375,26 @@ func (q *QP) respond(budget int) (more bool) {
 }
 
 // whileWaiting sends what may be sent while r, the oldest READ, waits for a page.
-func (q *QP) whileWaiting(r *answer) {
-	if r.owes && q.sendAck(wire.NoCredits, r.first-1) {
-		r.owes = false
+func (q *QP) respondWhileWaiting(r *resource) {
+	if r.ackDue && q.sendAck(wire.NoCredits, r.first-1) {
+		r.ackDue = false
 	}
-	if q.rnrRead < r.next || q.rnrRead >= r.stop {
+	if q.resp.rnrRead < r.next || q.resp.rnrRead >= r.stop {
 		return // nobody asked, or for what another repetition has made obsolete
 	}
-	if q.respStallAt == 0 && q.sendAck(q.rnrFor(&q.waits.read), q.rnrRead) {
-		q.rnrRead = 0
+	if q.resp.stallUntil == 0 && q.sendAck(q.rnrSyndrome(&q.faults.read), q.resp.rnrRead) {
+		q.resp.rnrRead = 0
 	}
 }
 
 func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
-	t := bth{opcode: wire.OpRCAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
+	t := bth{opcode: wire.OpRCAck, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
 	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
-		q.respStallAt = q.now + bufferDelay
+		q.resp.stallUntil = q.now + bufferDelay
 		return false
 	}
-	h := wire.AETH{Syndrome: syn, MSN: q.msn}
+	h := wire.AETH{Syndrome: syn, MSN: q.resp.msn}
 	h.Encode(hdr)
 	switch syn.Kind() {
 	case wire.SyndromeACK:
@@ -409,8 +409,8 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 }
 
 // answer sends the response psn of r, as the first or last of those asked for or not.
-func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, ok bool) {
-	t := bth{opcode: wire.OpRCAtomicAck, qpn: q.attr.DestQPN, psn: psn, selective: q.selective}
+func (q *QP) sendResponse(r *resource, psn uint64, first, last bool) (m translate.Miss, ok bool) {
+	t := bth{opcode: wire.OpRCAtomicAck, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
 	atomicAck := r.op != wire.ReadRequest
 	off := (psn - r.first) * uint64(q.mtu)
@@ -423,23 +423,23 @@ func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, 
 	}
 	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
 	if buf == nil {
-		q.respStallAt = q.now + bufferDelay
+		q.resp.stallUntil = q.now + bufferDelay
 		return m, false
 	}
-	buf.Offload.Pad = q.selective
+	buf.Offload.Pad = q.resp.peerSelective
 	if ext != 0 {
-		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.msn}
+		h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.resp.msn}
 		h.Encode(hdr)
 	}
 	if atomicAck {
 		wire.PutAtomicAck(hdr[wire.AETHLen:], r.value)
 	} else if n > 0 {
-		if m = q.a.ReadRemote(data, r.key, r.va+translate.VA(off)); !m.OK() {
+		if m = q.memory.ReadRemote(data, r.key, r.va+translate.VA(off)); !m.OK() {
 			buf.Free()
 			return m, false
 		}
-		if q.waits.read.cause != atNothing && q.waits.read.psn == psn {
-			q.waits.read.end()
+		if q.faults.read.cause != waitNone && q.faults.read.psn == psn {
+			q.faults.read.clear()
 		}
 	}
 	q.send(&q.tx, buf)
@@ -447,8 +447,8 @@ func (q *QP) answer(r *answer, psn uint64, first, last bool) (m translate.Miss, 
 }
 
 // answerNext sends the next packet of r, unless it has to wait or fails.
-func (q *QP) answerNext(r *answer) {
-	m, ok := q.answer(r, r.next, r.next == r.start, r.next+1 == r.stop)
+func (q *QP) sendNextResponse(r *resource) {
+	m, ok := q.sendResponse(r, r.next, r.next == r.start, r.next+1 == r.stop)
 	if !m.OK() {
 		q.readMiss(r, m)
 	}
@@ -456,38 +456,38 @@ func (q *QP) answerNext(r *answer) {
 		return
 	}
 	r.next++
-	r.owes = false
-	r.sent = max(r.sent, r.next)
+	r.ackDue = false
+	r.sentEnd = max(r.sentEnd, r.next)
 	if r.next == r.stop {
 		r.pending = false
-		q.pending--
+		q.resp.pending--
 	}
 }
 
 // readMiss: absent memory delays the response without a message (PF-10); a key
 // that has gone meanwhile ends the connection.
-func (q *QP) readMiss(r *answer, m translate.Miss) {
+func (q *QP) readMiss(r *resource, m translate.Miss) {
 	if !m.Fault() {
 		q.failRead(r)
 		return
 	}
 	m.Len = rangeRest(r.va, min(r.length, (r.stop-r.first)*uint64(q.mtu)), m)
-	q.await(Responder, &q.waits.read, atRead, r.next, m)
+	q.waitFor(Responder, &q.faults.read, waitRead, r.next, m)
 }
 
 // failRead ends the connection at the next response of r. But if that one has been
 // sent before, the requester most likely has it, and its owner may have taken the
 // memory back since: then the repetition alone ends. A requester that does wait
 // for it learns from the NAK that there is no more; any other ignores it as old.
-func (q *QP) failRead(r *answer) {
+func (q *QP) failRead(r *resource) {
 	psn := r.next
 	q.stats.AccessErrors++
-	if psn < r.sent {
+	if psn < r.sentEnd {
 		r.pending = false
-		q.pending--
+		q.resp.pending--
 		q.sendAck(wire.NAKRemoteAccess, psn)
 		return
 	}
-	q.respClear()
-	q.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn}
+	q.dropResponses()
+	q.resp.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn}
 }

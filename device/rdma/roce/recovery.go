@@ -1,0 +1,140 @@
+package roce
+
+import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
+
+// Loss recovery (IBTA 9.7.6.1.3, 9.7.5.2.4). Towards any peer: go-back-N after a NAK, an implied NAK or a timeout, each counted
+// against retry_cnt until something is acknowledged. Between two vnicds: selective repeat (selective.go).
+//
+// The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would cost that
+// much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as tail-loss probes:
+// a few of them, backing off, not charged to retry_cnt.
+//
+// The time that counts is what the user set, then twice and four times that, which is as long as a timer of that value may take
+// (9.7.6.1.3), with at least one probe in each such time. A peer that gets no processor for half a second, or a congested path, is
+// not a broken connection.
+
+const (
+	probeMin    = 4e6 // ns
+	probeFactor = 8   // of the smoothed response time
+)
+
+// lossRecovery is the part of a QP that detects losses of what the requester has sent and has it sent again.
+type lossRecovery struct {
+	cwnd      recovery.Window
+	board     recovery.Scoreboard
+	responses responseQueue // responses ahead of una
+
+	// peerSelective: the newest response says that the peer is a vnicd, which repeats READ responses one by one and removes
+	// padding.
+	peerSelective bool
+
+	// gapReported: the requester went back because of a gap. Further reports of it are ignored until una advances or the
+	// timer expires.
+	gapReported bool
+
+	retryLeft uint8
+	probes    uint8  // tail-loss probes since una last advanced
+	timeout   int64  // local ACK timeout, ns; 0: none
+	rtxAt     int64  // deadline of the retransmission timer, for a probe or for the timeout; 0: not armed
+	timeoutAt int64  // when the timeout expires and counts against retry_cnt; 0: not running
+	timedPSN  uint64 // una must reach this PSN for a response time to be measured; 0: none is
+	timedAt   int64  // when the packet before timedPSN was sent
+}
+
+// allocate makes the rings for n PSNs in flight.
+func (l *lossRecovery) allocate(n int) {
+	l.board = recovery.NewScoreboard(n)
+	l.responses.Queue = recovery.NewQueue(min(n, responseSpan))
+}
+
+// reset returns to the state of a new QP whose window is at most maxWindow packets, and keeps the rings. No response is queued.
+func (l *lossRecovery) reset(maxWindow int) {
+	l.board.Reset()
+	*l = lossRecovery{cwnd: recovery.NewWindow(maxWindow), board: l.board, responses: responseQueue{Queue: l.responses.Queue}}
+}
+
+// armRetransmit arms the retransmission timer if it is not armed.
+func (q *QP) armRetransmit() {
+	l := &q.recovery
+	if l.timeout == 0 || l.rtxAt != 0 {
+		return
+	}
+	if l.timeoutAt == 0 {
+		l.timeoutAt = q.now + l.timeout<<min(q.attr.RetryCnt-l.retryLeft, 2)
+	}
+	l.rtxAt = min(l.timeoutAt, q.now+l.timeout)
+	if rtt := l.board.RTT.Smoothed; rtt != 0 {
+		d := max(probeMin, probeFactor*rtt)
+		if l.board.Active && l.probes <= maxGapProbes {
+			d = max(gapProbeMin, 2*rtt+l.board.ReorderWindow())
+		}
+		l.rtxAt = min(l.rtxAt, q.now+d<<min(l.probes, 16))
+	}
+}
+
+// measureRTT samples the response time if the timed packet has been acknowledged.
+func (q *QP) measureRTT() {
+	l := &q.recovery
+	if l.timedPSN == 0 || q.req.una < l.timedPSN {
+		return
+	}
+	l.timedPSN = 0
+	l.board.RTT.Sample(q.now, max(q.now-l.timedAt, 1))
+}
+
+// retransmitTimeout is called when the retransmission timer expires.
+func (q *QP) retransmitTimeout() {
+	l := &q.recovery
+	switch {
+	case !q.requesterActive() || q.req.sent == q.req.una:
+	case q.req.rnrUntil != 0 || q.req.stallUntil != 0:
+		// This side is silent: the peer may owe nothing yet.
+		l.timeoutAt = 0
+		q.armRetransmit()
+	case q.now < l.timeoutAt:
+		l.probes++
+		if q.probeGap() {
+			return
+		}
+		if l.board.Active {
+			l.probes = 1 // count the probes that go back
+		}
+		l.cwnd.OnSilence()
+		q.goBack()
+	default:
+		q.stats.Timeouts++
+		l.cwnd.Save()
+		q.countedGoBack()
+	}
+}
+
+// gapDetected reacts to a gap: it goes back once and counts it (IBTA 9.7.6.1.3, 9.7.5.2.4).
+func (q *QP) gapDetected() {
+	if q.recovery.gapReported || q.req.rnrUntil != 0 {
+		return
+	}
+	q.countedGoBack()
+}
+
+// countedGoBack goes back and counts it against retry_cnt. If that is used up, the oldest WQE fails.
+func (q *QP) countedGoBack() {
+	l := &q.recovery
+	if l.retryLeft == 0 {
+		q.failHead(StatusRetryExc)
+		return
+	}
+	l.retryLeft--
+	l.cwnd.OnLoss()
+	l.timeoutAt, l.probes = 0, 0
+	q.goBack()
+}
+
+// goBack makes una the next PSN to send.
+func (q *QP) goBack() {
+	q.req.nxt, q.req.cur = q.req.una, q.req.head
+	q.clearScoreboard()
+	q.recovery.gapReported = true
+	q.recovery.rtxAt = 0
+	q.recovery.timedPSN = 0 // a response would not tell which transmission it answers
+	q.wake()
+}

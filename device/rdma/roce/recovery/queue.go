@@ -1,0 +1,46 @@
+package recovery
+
+import "github.com/vnicd/vnicd/device/frame"
+
+// Queue is a reorder queue: a ring of frames by PSN that arrived before their turn. It does not own the frames: what it returns
+// is the caller's to release.
+type Queue struct {
+	frames []*frame.Buf
+	n      int
+}
+
+// NewQueue returns a queue for frames at most span PSNs apart.
+func NewQueue(span int) Queue { return Queue{frames: make([]*frame.Buf, span)} }
+
+// Span returns how many PSNs the queue has room for.
+func (q *Queue) Span() uint64 { return uint64(len(q.frames)) }
+
+// Len returns how many frames are queued.
+func (q *Queue) Len() int { return q.n }
+
+// Put queues b, the frame with PSN psn. The place must be empty.
+func (q *Queue) Put(psn uint64, b *frame.Buf) {
+	q.frames[psn%uint64(len(q.frames))] = b
+	q.n++
+}
+
+// Peek returns the frame with PSN psn and leaves it queued; nil: there is none.
+func (q *Queue) Peek(psn uint64) *frame.Buf {
+	if q.n == 0 {
+		return nil
+	}
+	return q.frames[psn%uint64(len(q.frames))]
+}
+
+// Take removes and returns the frame with PSN psn; nil: there is none.
+func (q *Queue) Take(psn uint64) *frame.Buf {
+	if q.n == 0 {
+		return nil
+	}
+	f := &q.frames[psn%uint64(len(q.frames))]
+	b := *f
+	if *f = nil; b != nil {
+		q.n--
+	}
+	return b
+}

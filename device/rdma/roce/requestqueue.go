@@ -1,0 +1,138 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// The responder's reorder queue: requests that arrive before their turn. A request is queued if its sender understands selective
+// acknowledgements, and executed when the gap before it has been filled: in order, as if it had just arrived. Nothing is placed out
+// of order.
+//
+// A selective acknowledgement (a NAK for a sequence error with a bitmap of what has arrived, wire.Arrivals) is sent at once. Whether
+// a packet is late or lost is for its sender to decide, who knows the times. If the packet does not say that its sender understands
+// selective acknowledgements, the answer is a plain NAK. So nothing has to be negotiated, and no agreement outlives a change of the
+// peer.
+//
+// Packets are queued for a gap and for no other reason. Any other event that stops the responder (RNR, an absent page, an error)
+// makes the sender go back and send everything again, so the queue is emptied.
+const (
+	reorderSpan = wire.ArrivalsSpan
+	// reorderTimeout is how long a reorder queue is kept without progress, ns.
+	reorderTimeout = 100e6
+	// sackEvery: one selective acknowledgement is sent for this many packets that do not request an acknowledgement.
+	sackEvery = 8
+)
+
+// requestQueue holds requests ahead of epsn.
+type requestQueue struct {
+	recovery.Queue
+	arrived   wire.Arrivals // relative to epsn; bit 0 is set only while queued requests are executed
+	sackDue   bool          // a selective acknowledgement is to be sent
+	sinceSACK uint8         // packets queued since the last one
+	expiresAt int64         // when the queue is emptied; 0: it is empty
+}
+
+// queueRequest queues p, which is ahead of epsn. If it returns false, p is dropped, and the sender goes back.
+func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
+	h := &q.resp.reorder
+	if !p.BTH.Selective || !q.cfg.SelectiveRepeat || q.resp.nakSent || q.faults.request.cause != waitNone {
+		return false
+	}
+	first, d := !h.arrived.Any(), psn-q.resp.epsn
+	switch {
+	case h.arrived.Has(d):
+		q.stats.Duplicates++
+	default:
+		var b *frame.Buf
+		if d < reorderSpan {
+			b = q.link.Hold()
+		}
+		if b == nil {
+			if first {
+				return false
+			}
+			q.stats.RxDropped++ // what is queued need not be sent again
+			break
+		}
+		n := uint64(1)
+		if p.Info.Op == wire.ReadRequest {
+			n = packets(uint64(p.RETH().Length), q.mtu)
+		}
+		h.Put(psn, b)
+		h.arrived.Set(d, n)
+		h.sinceSACK++
+		q.stats.Kept++
+	}
+	if first {
+		h.expiresAt = q.now + reorderTimeout
+	}
+	if first || p.BTH.AckReq || h.sinceSACK >= sackEvery {
+		h.sackDue = true
+		q.wake()
+	}
+	return true
+}
+
+// advanceRequestQueue notes that n PSNs from epsn on are done, and releases their frames.
+func (q *QP) advanceRequestQueue(n uint64) {
+	h := &q.resp.reorder
+	for psn := q.resp.epsn; psn < q.resp.epsn+min(n, reorderSpan); psn++ {
+		if b := h.Take(psn); b != nil {
+			q.link.Release(b)
+		}
+	}
+	h.arrived.Shift(n)
+	h.expiresAt = q.now + reorderTimeout
+}
+
+// dropQueuedRequests empties the queue.
+func (q *QP) dropQueuedRequests() {
+	h := &q.resp.reorder
+	for psn := uint64(0); h.Len() > 0; psn++ {
+		if b := h.Take(psn); b != nil {
+			q.link.Release(b)
+		}
+	}
+	*h = requestQueue{Queue: h.Queue}
+}
+
+// executeQueuedRequests executes the queued requests whose turn it is: at most reorderSpan packets.
+func (q *QP) executeQueuedRequests() {
+	h := &q.resp.reorder
+	for h.arrived.Has(0) && q.faults.request.cause == waitNone {
+		b, psn := h.Peek(q.resp.epsn), q.resp.epsn
+		var p wire.RoCE
+		if b == nil || wire.ParseRoCE(b.Bytes(), &p) != nil { // not the packet that was announced: a PSN within a READ
+			q.dropQueuedRequests()
+			break
+		}
+		q.link.InHand(b)
+		if q.executeRequest(&p); q.resp.epsn == psn {
+			break
+		}
+	}
+	if q.link.InHand(nil); !h.arrived.Any() {
+		h.sackDue, h.sinceSACK, h.expiresAt = false, 0, 0
+	}
+}
+
+// sendSelectiveAck reports which packets ahead of epsn have arrived.
+func (q *QP) sendSelectiveAck() bool {
+	h := &q.resp.reorder
+	t := bth{opcode: wire.OpRCSelectiveAck, destQP: q.attr.DestQPN, psn: q.resp.epsn, selective: q.resp.peerSelective}
+	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen+wire.ArrivalsLen, 0)
+	if buf == nil {
+		q.resp.stallUntil = q.now + bufferDelay
+		return false
+	}
+	a := wire.AETH{Syndrome: wire.NAKSequence, MSN: q.resp.msn}
+	arrived := h.arrived
+	arrived[0] &^= 1
+	arrived.Encode(hdr[a.Encode(hdr):])
+	h.sackDue, h.sinceSACK = false, 0
+	q.stats.TxSelectiveAcks++
+	q.send(&q.tx, buf)
+	return true
+}

@@ -21,10 +21,32 @@ var (
 	comment = regexp.MustCompile(`\s+# .*$`)
 )
 
-// readme returns the commands of the README, those of its blocks first and then those within sentences, and its configuration.
+// userPages are the documents that a new user follows, in this order.
+var userPages = []string{"README.md", "docs/attach.md", "docs/limits.md", "docs/troubleshooting.md"}
+
+// commandsOf splits a line of a block at each && that is not within quotes.
+func commandsOf(line string) (commands []string) {
+	line = comment.ReplaceAllString(strings.TrimRight(line, "\n"), "")
+	quoted, from := false, 0
+	for i := range line {
+		switch {
+		case line[i] == '\'':
+			quoted = !quoted
+		case !quoted && strings.HasPrefix(line[i:], " && "):
+			commands, from = append(commands, strings.TrimSpace(line[from:i])), i+len(" && ")
+		}
+	}
+	return append(commands, strings.TrimSpace(line[from:]))
+}
+
+// readme returns the commands of the user's pages, those of blocks first and then those within sentences, and the
+// configuration.
 func readme(t *testing.T) (commands []string, configuration string) {
 	t.Helper()
-	text := string(must[[]byte](t)(os.ReadFile("../README.md")))
+	text := ""
+	for _, page := range userPages {
+		text += string(must[[]byte](t)(os.ReadFile("../" + page)))
+	}
 	seen := map[string]bool{}
 	add := func(c string) {
 		if c != "" && !seen[c] {
@@ -36,7 +58,9 @@ func readme(t *testing.T) (commands []string, configuration string) {
 		switch m[1] {
 		case "":
 			for line := range strings.Lines(m[2]) {
-				add(strings.TrimSpace(comment.ReplaceAllString(strings.TrimRight(line, "\n"), "")))
+				for _, c := range commandsOf(line) {
+					add(c)
+				}
 			}
 		case "yaml":
 			configuration += m[2]
@@ -48,9 +72,10 @@ func readme(t *testing.T) (commands []string, configuration string) {
 	return commands, configuration
 }
 
-// TestREADME does what the README says, command by command, as a new user on a clean machine (Debian with systemd and libvirt, in a
-// container). A command without a step here fails it, and so does a step whose command the README has no more. Then the service, with VMs
-// at work, is looked at as an operator would, upgraded by a restart, and removed.
+// TestREADME runs every command of the README and of the pages beside it as a new user on a clean machine (a container:
+// Debian with systemd and libvirt). A command without a step here fails the test, and so does a step whose command is on
+// none of these pages. Then it inspects the service with VMs at work as an operator would, upgrades it by a restart, and
+// removes it.
 func TestREADME(t *testing.T) {
 	commands, configuration := readme(t)
 	steps := readmeSteps
@@ -60,12 +85,12 @@ func TestREADME(t *testing.T) {
 	}
 	for _, c := range commands {
 		if steps[c] == nil {
-			t.Errorf("the README's command %q has no step in this test", c)
+			t.Errorf("command %q of the user's pages has no step in this test", c)
 		}
 		delete(left, c)
 	}
 	for c := range left {
-		t.Errorf("the README has no command %q any more", c)
+		t.Errorf("the user's pages have no command %q", c)
 	}
 	if t.Failed() {
 		t.FailNow()

@@ -15,17 +15,19 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestHostApplications: programs of the host (PF-4, MT-10) and VMs on the same host and on another exchange messages, each as
-// server and as client, with pinned memory and with pages on demand; the VMs run the distribution's ibv_rc_pingpong. A program
-// that is killed leaves nothing.
+// TestHostApplications: programs of the host (PF-4, MT-10) and VMs on the same host and on another exchange messages,
+// each as server and as client, with pinned memory and with pages on demand; the VMs run the distribution's
+// ibv_rc_pingpong. A program that is killed leaves nothing.
 func TestHostApplications(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
 	program := filepath.Join(l.Dir, "pingpong")
-	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program, "../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program,
+		"../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	// The configuration gets the applications while everything runs. TCP, for the programs' first words, goes through the host's port.
+	// The configuration gets the applications while everything runs. TCP, for the programs' first words, goes through the
+	// host's port.
 	conf := filepath.Join(w.a.Dir, "vnicd.yaml")
 	f := must[*os.File](t)(os.OpenFile(conf, os.O_APPEND|os.O_WRONLY, 0))
 	_, err := f.WriteString(`applications:
@@ -39,7 +41,8 @@ func TestHostApplications(t *testing.T) {
 	must[string](t)(w.a.NS.Run(ctx, "ip", "link", "set", "lo", "up"))
 	a, b := w.load(ctx, t)
 	app := func(n int, opts string) []string {
-		return append([]string{program, "-socket", fmt.Sprintf("%s/app%d.hca", w.a.Dir, n), "-address", fmt.Sprintf("10.0.0.10%d", n), "-timeout", "4m"}, strings.Fields(opts)...)
+		return append([]string{program, "-socket", fmt.Sprintf("%s/app%d.hca", w.a.Dir, n), "-address",
+			fmt.Sprintf("10.0.0.10%d", n), "-timeout", "4m"}, strings.Fields(opts)...)
 	}
 	serve := func(t *testing.T, opts string) *harness.Process {
 		t.Helper()
@@ -98,12 +101,15 @@ func TestHostApplications(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// killedApplication kills the program while a VM talks to it: the device has nothing of it, and the next program gets the place. If it is the VM's
-// turn to send, its program ends with an error. At any other moment it may be waiting for a message, its own being acknowledged (the device outlives
-// the program by the milliseconds that the kernel takes to end it), and nothing will ever tell it, as with any HCA: then it is ended here.
-func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, vmsTurn bool, serve func(*testing.T, string) *harness.Process) {
+// killedApplication kills the program while a VM talks to it: the device has nothing of it, and the next program gets
+// the place. If it is the VM's turn to send, its program ends with an error. At any other moment it may be waiting for
+// a message, its own being acknowledged (the device outlives the program by the milliseconds that the kernel takes to
+// end it), and nothing will ever tell it, as with any HCA: then it is ended here.
+func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, vmsTurn bool,
+	serve func(*testing.T, string) *harness.Process) {
 	p := serve(t, "-n 1000000")
-	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
+	vm := must[*qemu.Process](t)(b.VM.StartShell(ctx,
+		fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -d %s -g %d -n 1000000 10.0.0.201", b.Device, b.GID)))
 	status := func() string { return must[string](t)(w.a.CLI(ctx, "status", "app1")) }
 	received := func() string { return regexp.MustCompile(`rx_packets +\d+`).FindString(status()) }
 	eventually(ctx, t, "the program's queue pair is connected", func() bool { return strings.Contains(status(), "RTS") })
@@ -121,11 +127,13 @@ func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End
 	}
 	p.Kill()
 	eventually(ctx, t, "nothing is left of the program", func() bool {
-		return strings.Contains(status(), "hca down") && strings.Contains(status(), "0 PDs, 0 CQs, 0 SRQs, 0 MRs with 0 pages, 0 QPs")
+		return strings.Contains(status(), "hca down") &&
+			strings.Contains(status(), "0 PDs, 0 CQs, 0 SRQs, 0 MRs with 0 pages, 0 QPs")
 	})
 	if vmsTurn {
 		run(ctx, t, b.VM, "pkill -CONT -x ibv_rc_pingpong")
-		if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 || !strings.Contains(r.Stdout+r.Stderr, "transport retry counter exceeded") {
+		if r, err := vm.Wait(ctx); err != nil || r.ExitCode == 0 ||
+			!strings.Contains(r.Stdout+r.Stderr, "transport retry counter exceeded") {
 			t.Errorf("the VM's program: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
 		}
 	} else {

@@ -13,7 +13,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestHotAttach plugs both faces into VMs that were started without them, and takes them out again; every failure leaves QEMU as it was.
+// TestHotAttach plugs both faces into VMs that were started without them, and takes them out again; every failure
+// leaves QEMU as it was.
 func TestHotAttach(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("a"))
@@ -32,7 +33,8 @@ vms:
 	ports := []string{"-device", "pcie-root-port,id=rp1,chassis=1", "-device", "pcie-root-port,id=rp2,chassis=2"}
 	monitor := filepath.Join(h.Dir, "op.qmp")
 	ms = must[[]*qemu.Machine](t)(l.Boot(ctx, qemu.Config{
-		Name: "vm1", MemoryMiB: 768, HostShare: l.Share, Netns: h.NS.Name, ExtraArgs: append(ports, qemu.MonitorArgs(monitor)...),
+		Name: "vm1", MemoryMiB: 768, HostShare: l.Share, Netns: h.NS.Name,
+		ExtraArgs: append(ports, qemu.MonitorArgs(monitor)...),
 	}))
 	m := ms[0]
 	attach := func(want string, more ...string) {
@@ -81,7 +83,8 @@ vms:
 		}
 		run(ctx, t, m, "! ibv_devinfo -d vnic0 && ! ip link show eth0")
 	}
-	if out, err := h.CLI(ctx, "detach", "--qmp", monitor, "vm1"); err == nil || !strings.Contains(err.Error(), "not attached") {
+	if out, err := h.CLI(ctx, "detach", "--qmp", monitor, "vm1"); err == nil ||
+		!strings.Contains(err.Error(), "not attached") {
 		t.Errorf("detach of what is not attached: %q, %v", out, err)
 	}
 	quietKernels(ctx, t, m)
@@ -111,14 +114,18 @@ func testUnsuitable(ctx context.Context, t *testing.T, l *lab.Lab, h *lab.Host) 
 		want string
 	}{
 		{"private memory", []string{"-M", "q35", "-m", "128"}, "memory is not shared"},
-		{"private backend", []string{"-M", "q35,memory-backend=x", "-m", "128M", "-object", "memory-backend-memfd,id=x,size=128M,share=off"}, `memory backend "x" has no share=on`},
+		{"private backend", []string{"-M", "q35,memory-backend=x", "-m", "128M", "-object",
+			"memory-backend-memfd,id=x,size=128M,share=off"}, `memory backend "x" has no share=on`},
 		{"no root port", shared, "does not support hotplugging; start the VM with -device pcie-root-port"},
-		{"one root port", append(shared, "-device", "pcie-root-port,id=rp1,chassis=1"), "all 1 PCIe root ports are taken; two are needed; start the VM with"},
+		{"one root port", append(shared, "-device", "pcie-root-port,id=rp1,chassis=1"),
+			"all 1 PCIe root ports are taken; two are needed; start the VM with"},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			monitor := filepath.Join(h.Dir, fmt.Sprintf("u%d.qmp", i))
-			argv := append([]string{l.Images.QEMU, "-S", "-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"}, x.args...)
-			p := must[*harness.Process](t)(h.NS.Start(filepath.Join(h.Dir, fmt.Sprintf("u%d.log", i)), nil, append(argv, qemu.MonitorArgs(monitor)...)...))
+			argv := append([]string{l.Images.QEMU, "-S", "-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"},
+				x.args...)
+			p := must[*harness.Process](t)(h.NS.Start(filepath.Join(h.Dir, fmt.Sprintf("u%d.log", i)), nil,
+				append(argv, qemu.MonitorArgs(monitor)...)...))
 			defer p.Kill()
 			eventually(ctx, t, "QEMU's monitor", func() bool { return exists(monitor) })
 			out, err := h.CLI(ctx, "attach", "--qmp", monitor, "vm2")

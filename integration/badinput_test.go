@@ -46,7 +46,8 @@ func TestBadInput(t *testing.T) {
 		check(t, os.WriteFile(p, []byte(text), 0o644))
 		return p
 	}
-	good := "run-dir: " + dir + "/run\nnetworks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n"
+	good := "run-dir: " + dir +
+		"/run\nnetworks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n"
 
 	for _, x := range []struct {
 		name string
@@ -54,20 +55,29 @@ func TestBadInput(t *testing.T) {
 		want []string
 		code int
 	}{
-		{"unknown key", []string{l.VNICD, "run", "-c", file("colour: red\nnetworks: []\n")}, []string{":1:", `unknown key "colour"`, "known: "}, 2},
-		{"wrong values", []string{l.VNICD, "check", "-c", file("engines: many\nnetworks:\n  - {name: n, vni: 0}\n")}, []string{":1: engines must be a number from 1 to 8", ":3: vni must be a number"}, 2},
-		{"duplicate VNI", []string{l.VNICD, "check", "-c", file("networks:\n  - {name: a, vni: 5}\n  - {name: b, vni: 5}\n")}, []string{":3: vni 5 is already"}, 2},
-		{"duplicate MAC", []string{l.VNICD, "check", "-c", file(good + "  - {name: vm2, network: blue, mac: \"02:00:00:00:00:01\"}\n")}, []string{":6: mac 02:00:00:00:00:01 is already used"}, 2},
+		{"unknown key", []string{l.VNICD, "run", "-c", file("colour: red\nnetworks: []\n")},
+			[]string{":1:", `unknown key "colour"`, "known: "}, 2},
+		{"wrong values", []string{l.VNICD, "check", "-c", file("engines: many\nnetworks:\n  - {name: n, vni: 0}\n")},
+			[]string{":1: engines must be a number from 1 to 8", ":3: vni must be a number"}, 2},
+		{"duplicate VNI", []string{l.VNICD, "check", "-c", file("networks:\n  - {name: a, vni: 5}\n  - {name: b, vni: 5}\n")},
+			[]string{":3: vni 5 is already"}, 2},
+		{"duplicate MAC", []string{l.VNICD, "check", "-c",
+			file(good + "  - {name: vm2, network: blue, mac: \"02:00:00:00:00:01\"}\n")},
+			[]string{":6: mac 02:00:00:00:00:01 is already used"}, 2},
 		{"no file", []string{l.VNICD, "run", "-c", dir + "/none.yaml"}, []string{"none.yaml", "no such file"}, 2},
 		{"no such VM", []string{l.VNICD, "qemu-args", "vm7", "-c", file(good)}, []string{`no VM "vm7"`, "vm1"}, 2},
 		{"unknown flag", []string{l.VNICD, "run", "--fast"}, []string{"unknown flag: --fast", "--help"}, 2},
 		{"unknown command", []string{l.VNICD, "fly"}, []string{`unknown command "fly"`}, 2},
-		{"not running", []string{l.VNICD, "status", "--control", dir + "/nobody.sock"}, []string{"no vnicd at", "vnicd run"}, 1},
-		{"underlay address of somebody else", []string{l.VNICD, "run", "-c", file("run-dir: " + dir + "/run\nvtep: {local: 198.51.100.9}\n")}, []string{"198.51.100.9"}, 1},
-		{"no privilege for a TAP", []string{"setpriv", "--reuid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all", l.VNICD, "run", "-c",
-			file("run-dir: " + filepath.Join(nobodyDir(t), "r") + "\nnetworks:\n  - name: blue\n    vni: 100\n    tap: {name: bluetap0}\n")},
-			[]string{"bluetap0", "CAP_NET_ADMIN"}, 1},
-		{"no privilege for the run directory", []string{"setpriv", "--reuid=65534", "--clear-groups", l.VNICD, "run", "-c", file("run-dir: /run/vnicd-of-root\n" + good[strings.Index(good, "networks"):])},
+		{"not running", []string{l.VNICD, "status", "--control", dir + "/nobody.sock"}, []string{"no vnicd at", "vnicd run"},
+			1},
+		{"underlay address of somebody else", []string{l.VNICD, "run", "-c",
+			file("run-dir: " + dir + "/run\nvtep: {local: 198.51.100.9}\n")}, []string{"198.51.100.9"}, 1},
+		{"no privilege for a TAP", []string{"setpriv", "--reuid=65534", "--clear-groups", "--bounding-set=-all",
+			"--inh-caps=-all", l.VNICD, "run", "-c", file("run-dir: " + filepath.Join(nobodyDir(t), "r") +
+				"\nnetworks:\n  - name: blue\n    vni: 100\n    tap: {name: bluetap0}\n")}, []string{"bluetap0", "CAP_NET_ADMIN"},
+			1},
+		{"no privilege for the run directory", []string{"setpriv", "--reuid=65534", "--clear-groups", l.VNICD, "run", "-c",
+			file("run-dir: /run/vnicd-of-root\n" + good[strings.Index(good, "networks"):])},
 			[]string{"/run/vnicd-of-root", "run-dir"}, 1},
 	} {
 		t.Run(x.name, func(t *testing.T) {
@@ -96,7 +106,8 @@ func TestBadInput(t *testing.T) {
 		old := filepath.Join(dir, "qemu-old")
 		check(t, os.WriteFile(old, []byte("#!/bin/sh\n'"+l.Images.QEMU+"' \"$@\" | grep -v vhost-user-test-device\n"), 0o755))
 		out, code := vnicd(t, l, l.VNICD, "qemu-args", "vm1", "-c", file(good), "--qemu", old)
-		if code != 1 || !strings.Contains(out, "vhost-user-test-device-pci") || !strings.Contains(out, qemu.HCADeviceRelease) {
+		if code != 1 || !strings.Contains(out, "vhost-user-test-device-pci") ||
+			!strings.Contains(out, qemu.HCADeviceRelease) {
 			t.Errorf("status %d:\n%s", code, out)
 		}
 	})
@@ -136,7 +147,8 @@ func nobodyDir(t *testing.T) string {
 // badGuests: memory that is not shared, and a module with another ABI version.
 func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 	h := must[*lab.Host](t)(l.Host("bad"))
-	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: vm2, network: blue, mac: \"02:00:00:00:00:02\"}\n"))
+	check(t, h.Run(ctx,
+		"networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: vm2, network: blue, mac: \"02:00:00:00:00:02\"}\n"))
 
 	// The module with another ABI version: the same source with one number changed.
 	src := filepath.Join(l.Dir, "other-abi")
@@ -146,12 +158,14 @@ func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 	check(t, l.Builder.Module(ctx, src, filepath.Join(l.Share, "other-abi")))
 
 	private := must[qemu.Config](t)(h.Config(ctx, lab.VM{Name: "vm2", MAC: "02:00:00:00:00:02"}))
-	private.ExtraArgs = append(private.ExtraArgs, "-object", "memory-backend-ram,id=private,size=768M", "-machine", "memory-backend=private")
+	private.ExtraArgs = append(private.ExtraArgs, "-object", "memory-backend-ram,id=private,size=768M", "-machine",
+		"memory-backend=private")
 	ms, err := l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, lab.VM{Name: "vm1", MAC: "02:00:00:00:00:01"})))
 	check(t, err)
 	dumpOnFailure(t, []*lab.Host{h}, &ms)
 
-	r := must[qemu.Result](t)(ms[0].Shell(ctx, "modprobe -a ib_uverbs; insmod /host/other-abi/vnicd.ko; dmesg | grep -i vnicd; ls /sys/class/infiniband"))
+	r := must[qemu.Result](t)(ms[0].Shell(ctx,
+		"modprobe -a ib_uverbs; insmod /host/other-abi/vnicd.ko; dmesg | grep -i vnicd; ls /sys/class/infiniband"))
 	if !strings.Contains(r.Stdout, "99") || !strings.Contains(r.Stdout, "ABI") || strings.Contains(r.Stdout, "vnic0") {
 		t.Errorf("a module with ABI 99: %s%s", r.Stdout, r.Stderr)
 	}
@@ -167,7 +181,8 @@ func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 		_, err := l.Boot(boot, private)
 		booted <- err
 	}()
-	eventually(ctx, t, "vnicd says that memory must be shared", func() bool { return strings.Contains(h.Log(), "share=on") })
+	eventually(ctx, t, "vnicd says that memory must be shared",
+		func() bool { return strings.Contains(h.Log(), "share=on") })
 	cancel()
 	<-booted
 }

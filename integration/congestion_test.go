@@ -11,13 +11,15 @@ import (
 	"github.com/vnicd/vnicd/integration/wirefault"
 )
 
-// TestCongestedRouter: programs of two hosts exchange large messages through a router that is congested and marks what is ECN-capable, and
-// drops what is not (MT-8, RFC 6040). Marks go from the outer header to the receiving QP, and as CNPs to the sending one (A17.9.3), and
-// nothing is lost; with `ecn: false` there are none, and what is lost is sent again.
+// TestCongestedRouter: programs of two hosts exchange large messages through a router that is congested and marks what
+// is ECN-capable, and drops what is not (MT-8, RFC 6040). Marks go from the outer header to the receiving QP, and as
+// CNPs to the sending one (A17.9.3), and nothing is lost; with `ecn: false` there are none, and what is lost is sent
+// again.
 func TestCongestedRouter(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	program := filepath.Join(l.Dir, "pingpong")
-	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program, "../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program,
+		"../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	w := wiredHosts(t, l)

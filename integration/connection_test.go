@@ -23,9 +23,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestConnections: two tenants with the same addresses run rdma_cm connections at once between two hosts; `vnicd connection` shows them;
-// the far VMs come to be reached by another VTEP while the connections are open, and these go on; what is forged on the underlay is dropped and
-// counted, and nothing is learnt from it (MT-3 to MT-6, MT-9).
+// TestConnections: two tenants with the same addresses run rdma_cm connections at once between two hosts; `vnicd
+// connection` shows them; the far VMs come to be reached by another VTEP while the connections are open, and these go
+// on; what is forged on the underlay is dropped and counted, and nothing is learnt from it (MT-3 to MT-6, MT-9).
 func TestConnections(t *testing.T) {
 	l, ctx := newLab(t)
 	h1, h2 := must[*lab.Host](t)(l.Host("h1")), must[*lab.Host](t)(l.Host("h2"))
@@ -91,8 +91,10 @@ vms:
 	near, far := established(h1), established(h2)
 	for i, name := range tenants {
 		a, b := near[name], far[name]
-		if a.Role != "active" || b.Role != "passive" || a.Service != "tcp 7174" || b.Service != "tcp 7174" || a.LocalID == 0 || a.LocalID != b.RemoteID || b.LocalID != a.RemoteID ||
-			a.LocalQPN != b.RemoteQPN || b.LocalQPN != a.RemoteQPN || a.LocalGID != "10.0.0.1" || b.LocalGID != "10.0.0.2" || a.RemoteMAC != vmB.MAC || a.QPState != "RTS" || b.QPState != "RTS" {
+		if a.Role != "active" || b.Role != "passive" || a.Service != "tcp 7174" || b.Service != "tcp 7174" ||
+			a.LocalID == 0 || a.LocalID != b.RemoteID || b.LocalID != a.RemoteID ||
+			a.LocalQPN != b.RemoteQPN || b.LocalQPN != a.RemoteQPN || a.LocalGID != "10.0.0.1" || b.LocalGID != "10.0.0.2" ||
+			a.RemoteMAC != vmB.MAC || a.QPState != "RTS" || b.QPState != "RTS" {
 			t.Fatalf("%s:\n%+v\n%+v", name, a, b)
 		}
 		for _, x := range []struct {
@@ -100,7 +102,8 @@ vms:
 			local, other string
 		}{{a, "192.0.2.1", "192.0.2.2"}, {b, "192.0.2.2", "192.0.2.1"}} {
 			u := x.c.Tuple
-			if u == nil || u.VNI != uint32(100*(i+1)) || u.VTEP.String() != x.other || u.Source.String() != x.local || u.UDPPort != 4789 || u.DSCP != 26 || u.Moves != 0 {
+			if u == nil || u.VNI != uint32(100*(i+1)) || u.VTEP.String() != x.other || u.Source.String() != x.local ||
+				u.UDPPort != 4789 || u.DSCP != 26 || u.Moves != 0 {
 				t.Errorf("%s: tuple %+v", name, u)
 			}
 		}
@@ -133,7 +136,8 @@ vms:
 		against(t, 1, "udaddy", "udaddy -s 10.0.0.2")
 		for _, h := range []*lab.Host{h1, h2} {
 			if !slices.ContainsFunc(connections(ctx, t, h), func(c vmConnection) bool {
-				return c.Type == "UD" && c.State == "resolved" && c.Service == "udp 7174" && strings.HasPrefix(c.VM, "red") && c.Tuple != nil && c.Tuple.VNI == 200
+				return c.Type == "UD" && c.State == "resolved" && c.Service == "udp 7174" && strings.HasPrefix(c.VM, "red") &&
+					c.Tuple != nil && c.Tuple.VNI == 200
 			}) {
 				t.Errorf("%s shows no resolved service:\n%s", h.Name, must[string](t)(h.CLI(ctx, "connection")))
 			}
@@ -216,7 +220,8 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 			where = append(where, fmt.Sprint(e))
 		}
 		for _, x := range connections(ctx, t, h2) {
-			where = append(where, fmt.Sprintln(x.VM, x.State, x.LocalQPN, x.RemoteQPN, x.LocalID, x.RemoteID, x.RemoteGID, x.RemoteMAC))
+			where = append(where, fmt.Sprintln(x.VM, x.State, x.LocalQPN, x.RemoteQPN, x.LocalID, x.RemoteID, x.RemoteGID,
+				x.RemoteMAC))
 		}
 		return strings.Join(where, "\n")
 	}
@@ -230,7 +235,8 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 	gid := func(s string) [16]byte { return netip.MustParseAddr(s).As16() }
 	var strange = header.MAC{2, 0, 0, 0, 9, 9}
 	write := func() *cmtest.Packet {
-		p := &cmtest.Packet{VNI: 100, Path: wire.Path{SMAC: mac(c.RemoteMAC), DMAC: mac(c.LocalMAC), VLAN: header.NoVLAN, SrcIP: gid(c.RemoteGID), DstIP: gid(c.LocalGID), SrcPort: 0xc001}}
+		p := &cmtest.Packet{VNI: 100, Path: wire.Path{SMAC: mac(c.RemoteMAC), DMAC: mac(c.LocalMAC), VLAN: header.NoVLAN,
+			SrcIP: gid(c.RemoteGID), DstIP: gid(c.LocalGID), SrcPort: 0xc001}}
 		p.Write(c.LocalQPN, 0x123456, 0x777, 0x7000, bytes.Repeat([]byte{0xee}, 64))
 		return p
 	}
@@ -252,7 +258,8 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 		{"VTEP, unknown", "192.0.2.99", "unknown-peer", write()},
 		{"VTEP, another peer's", "192.0.2.3", "misplaced-roce", write()},
 		{"VNI, unknown", "192.0.2.1", "unknown-vni", with(write(), func(p *cmtest.Packet) { p.VNI = 300 })},
-		{"VNI, the other tenant's", "192.0.2.1", "qp-number", with(write(), func(p *cmtest.Packet) { p.VNI, p.BTH.DestQP = 200, p.BTH.DestQP^0x330000 })},
+		{"VNI, the other tenant's", "192.0.2.1", "qp-number",
+			with(write(), func(p *cmtest.Packet) { p.VNI, p.BTH.DestQP = 200, p.BTH.DestQP^0x330000 })},
 		{"inner MAC", "192.0.2.1", "unwanted-roce", with(write(), func(p *cmtest.Packet) { p.Path.SMAC = strange })},
 		{"inner IP", "192.0.2.1", "peer-address", with(write(), func(p *cmtest.Packet) { p.Path.SrcIP = gid("10.0.0.9") })},
 		{"QP number", "192.0.2.1", "qp-number", with(write(), func(p *cmtest.Packet) { p.BTH.DestQP ^= 0x330000 })},
@@ -261,14 +268,19 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 		{"REQ, VTEP, unknown", "192.0.2.99", "unknown-peer", request(req)},
 		{"REQ, VTEP, another peer's", "192.0.2.3", "misplaced-roce", request(req)},
 		{"REQ, VNI", "192.0.2.1", "unknown-vni", with(request(req), func(p *cmtest.Packet) { p.VNI = 300 })},
-		{"REQ, inner MAC", "192.0.2.1", "unwanted-roce", with(request(req), func(p *cmtest.Packet) { p.Path.SMAC = strange })},
-		{"REQ, inner IP", "192.0.2.1", "cm-gid", with(request(req), func(p *cmtest.Packet) { p.Path.SrcIP = gid("10.0.0.9") })},
-		{"DREQ, QP number", "192.0.2.1", "cm-qp-number", request(cmtest.Message{Kind: cm.DREQ, LocalID: c.RemoteID, RemoteID: c.LocalID, QPN: c.LocalQPN ^ 1})},
-		{"RTU, communication ID", "192.0.2.1", "cm-message", request(cmtest.Message{Kind: cm.RTU, LocalID: c.RemoteID ^ 1, RemoteID: c.LocalID})},
+		{"REQ, inner MAC", "192.0.2.1", "unwanted-roce",
+			with(request(req), func(p *cmtest.Packet) { p.Path.SMAC = strange })},
+		{"REQ, inner IP", "192.0.2.1", "cm-gid", with(request(req),
+			func(p *cmtest.Packet) { p.Path.SrcIP = gid("10.0.0.9") })},
+		{"DREQ, QP number", "192.0.2.1", "cm-qp-number",
+			request(cmtest.Message{Kind: cm.DREQ, LocalID: c.RemoteID, RemoteID: c.LocalID, QPN: c.LocalQPN ^ 1})},
+		{"RTU, communication ID", "192.0.2.1", "cm-message",
+			request(cmtest.Message{Kind: cm.RTU, LocalID: c.RemoteID ^ 1, RemoteID: c.LocalID})},
 	} {
 		start := counts()[tc.reason]
 		check(t, inject(h1, netip.MustParseAddr(tc.from), netip.MustParseAddr("192.0.2.2"), tc.p))
-		eventually(ctx, t, fmt.Sprintf("%s is counted as %s", tc.name, tc.reason), func() bool { return counts()[tc.reason] > start })
+		eventually(ctx, t, fmt.Sprintf("%s is counted as %s", tc.name, tc.reason),
+			func() bool { return counts()[tc.reason] > start })
 		if after := known(); after != before {
 			t.Errorf("%s: something was learnt:\n%s\nbefore:\n%s", tc.name, after, before)
 		}
@@ -282,7 +294,8 @@ func inject(h *lab.Host, from, to netip.Addr, p *cmtest.Packet) error {
 		return err
 	}
 	b := make([]byte, header.IPv4Len+header.UDPLen, 1500)
-	ip := header.IPv4{TotalLen: uint16(len(b) + len(inner)), TTL: 64, Protocol: header.ProtoUDP, Src: from.As4(), Dst: to.As4()}
+	ip := header.IPv4{TotalLen: uint16(len(b) + len(inner)), TTL: 64, Protocol: header.ProtoUDP, Src: from.As4(),
+		Dst: to.As4()}
 	ip.Encode(b)
 	udp := b[header.IPv4Len:]
 	binary.BigEndian.PutUint16(udp, 55555)

@@ -28,7 +28,8 @@ exec chroot . "$@"' sh `
 func TestContainer(t *testing.T) {
 	l, ctx := newLab(t)
 	disk := must[string](t)(l.Builder.Container(ctx))
-	guest, peer := pair(ctx, t, l, "-drive", "file="+disk+",format=raw,if=none,id=container,snapshot=on", "-device", "virtio-blk-pci,drive=container,romfile=")
+	guest, peer := pair(ctx, t, l, "-drive", "file="+disk+",format=raw,if=none,id=container,snapshot=on", "-device",
+		"virtio-blk-pci,drive=container,romfile=")
 	run(ctx, t, guest.VM, "mkdir -p /mnt/container && mount /dev/vdb /mnt/container")
 
 	const version = "cat /etc/debian_version; dpkg-query -W -f '${Version}' ibverbs-providers"
@@ -45,9 +46,11 @@ func TestContainer(t *testing.T) {
 		port    int
 		opts    string
 	}{
-		{"ibv_rc_pingpong", 18515, "-d %s -g %d -n 200"}, {"ibv_uc_pingpong", 18515, "-d %s -g %d -n 200"}, {"ibv_ud_pingpong", 18515, "-d %s -g %d -n 200 -s 1024"},
+		{"ibv_rc_pingpong", 18515, "-d %s -g %d -n 200"}, {"ibv_uc_pingpong", 18515, "-d %s -g %d -n 200"},
+		{"ibv_ud_pingpong", 18515, "-d %s -g %d -n 200 -s 1024"},
 		{"ibv_srq_pingpong", 18515, "-d %s -g %d -n 200 -e"},
-		{"ib_write_bw", 18515, "-F -d %s -x %d -s 65536 -n 50"}, {"ib_send_lat", 18515, "-F -d %s -x %d -e -n 50"}, {"ib_read_bw", 18515, "-F -d %s -x %d -s 65536 -n 50"},
+		{"ib_write_bw", 18515, "-F -d %s -x %d -s 65536 -n 50"}, {"ib_send_lat", 18515, "-F -d %s -x %d -e -n 50"},
+		{"ib_read_bw", 18515, "-F -d %s -x %d -s 65536 -n 50"},
 		{"ib_atomic_lat", 18515, "-F -d %s -x %d -n 50"}, {"ib_send_bw", 18515, "-F -d %s -x %d -q 4 --use-srq -n 50"},
 	} {
 		t.Run(x.program, func(t *testing.T) {

@@ -34,7 +34,8 @@ func TestContinuity(t *testing.T) {
 	a, b := w.load(ctx, t)
 	tcp := must[*qemu.Process](t)(w.vms[1].StartShell(ctx, "exec iperf3 -s -1 -p 5301"))
 	check(t, harness.WaitGuest(ctx, w.vms[1], "ss -ltn | grep -q :5301"))
-	stream := must[*qemu.Process](t)(w.vms[0].StartShell(ctx, fmt.Sprintf("exec iperf3 -c %s -p 5301 -b 1M -t 3600", strings.TrimSuffix(vmB.Addr, "/24"))))
+	stream := must[*qemu.Process](t)(w.vms[0].StartShell(ctx,
+		fmt.Sprintf("exec iperf3 -c %s -p 5301 -b 1M -t 3600", strings.TrimSuffix(vmB.Addr, "/24"))))
 
 	flows := func(when string) {
 		t.Helper()
@@ -58,7 +59,9 @@ func TestContinuity(t *testing.T) {
 		programs["server that sleeps"] = must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf(pingpong, b.GID, "")))
 		check(t, harness.WaitGuest(ctx, b.VM, "ss -ltn | grep -q :18599"))
 		programs["client that sleeps"] = must[*qemu.Process](t)(a.VM.StartShell(ctx, fmt.Sprintf(pingpong, a.GID, b.Addr)))
-		eventually(ctx, t, "both connections are open", func() bool { return connected(ctx, t, w.a, "vm1") == 2 && connected(ctx, t, w.b, "vm2") == 2 })
+		eventually(ctx, t, "both connections are open", func() bool {
+			return connected(ctx, t, w.a, "vm1") == 2 && connected(ctx, t, w.b, "vm2") == 2
+		})
 		start := time.Now()
 		if i%3 == 2 {
 			check(t, victim.Stop(ctx))
@@ -80,10 +83,12 @@ func TestContinuity(t *testing.T) {
 		}
 		check(t, lab.WaitRDMA(ctx, vm, lab.Device))
 		t.Logf("%d: the HCA of %s was back after %.1f s", i, vm.Name(), time.Since(start).Seconds())
-		a, b = must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)), must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
+		a, b = must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)),
+			must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
 		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "50"))
 		flows("again")
-		eventually(ctx, t, "no queue pair is left over", func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1 })
+		eventually(ctx, t, "no queue pair is left over",
+			func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1 })
 	}
 	if n := kept(); n != first {
 		t.Errorf("%d descriptors are kept for vm1, %d before: %v", n, first, w.a.Manager.Kept())
@@ -101,8 +106,8 @@ func TestContinuity(t *testing.T) {
 	eventually(ctx, t, "nothing is kept of a VM that is gone", func() bool { return kept() == 0 })
 }
 
-// connected is how many RC QPs of a VM are in RTR or beyond: before, their programs may still wait for each other by TCP. A server that
-// only receives stays in RTR.
+// connected is how many RC QPs of a VM are in RTR or beyond: before, their programs may still wait for each other by
+// TCP. A server that only receives stays in RTR.
 func connected(ctx context.Context, t *testing.T, h *lab.Host, vm string) (n int) {
 	t.Helper()
 	for _, q := range hcaStatus(ctx, t, h, vm).QPs {

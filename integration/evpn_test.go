@@ -18,8 +18,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// evpnLab is three hosts that know of each other's addresses by BGP alone: no static peers, no flooding of unknown unicast. Each has a
-// Linux bridge that holds vnicd's TAP port.
+// evpnLab is three hosts that know of each other's addresses by BGP alone: no static peers, no flooding of unknown
+// unicast. Each has a Linux bridge that holds vnicd's TAP port.
 type evpnLab struct {
 	*lab.Lab
 	ctx   context.Context
@@ -42,7 +42,8 @@ func newEVPNLab(t *testing.T) *evpnLab {
 		must[string](t)(wire.Run(ctx, "ip", "link", "set", dev, "master", "sw"))
 		check(t, h.NS.AddAddress("ul", netip.MustParsePrefix(hostIP(i)+"/24")))
 		check(t, h.RealWire())
-		must[string](t)(h.NS.Shell(ctx, "ip link add tenant mtu 1450 type bridge && ip link set tenant up && ip tuntap add vmtap mode tap && ip link set vmtap mtu 1450 master tenant up"))
+		must[string](t)(h.NS.Shell(ctx,
+			"ip link add tenant mtu 1450 type bridge && ip link set tenant up && ip tuntap add vmtap mode tap && ip link set vmtap mtu 1450 master tenant up"))
 	}
 	for i, h := range w.hosts {
 		var neighbours []string
@@ -86,13 +87,15 @@ func (w *evpnLab) bridged(v lab.VM, h *lab.Host, more ...string) qemu.Config {
 	return cfg
 }
 
-// migrate moves a running VM to another host, as an operator does: QEMU copies its memory while it runs, stops it, and goes on over there.
+// migrate moves a running VM to another host, as an operator does: QEMU copies its memory while it runs, stops it, and
+// goes on over there.
 func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machine, time.Duration) {
 	w.t.Helper()
 	uri := "unix:" + filepath.Join(w.Dir, "migrate-"+to.Name)
 	there := must[*qemu.Machine](w.t)(qemu.Boot(w.ctx, w.bridged(v, to, "-incoming", uri)))
 	w.Add(there.Kill)
-	check(w.t, m.QMP().Run(w.ctx, "migrate-set-parameters", map[string]any{"downtime-limit": 300, "max-bandwidth": 1 << 30}, nil))
+	check(w.t, m.QMP().Run(w.ctx, "migrate-set-parameters",
+		map[string]any{"downtime-limit": 300, "max-bandwidth": 1 << 30}, nil))
 	check(w.t, m.QMP().Run(w.ctx, "migrate", map[string]any{"uri": uri}, nil))
 	var st struct {
 		Status   string `json:"status"`
@@ -143,7 +146,8 @@ type flow struct {
 // flow starts a program whose answers are lines with a word in them.
 func (w *evpnLab) flow(m *qemu.Machine, name, word, program string) *flow {
 	w.t.Helper()
-	must[*qemu.Process](w.t)(m.StartShell(w.ctx, fmt.Sprintf("stdbuf -oL %s 2>/tmp/%s.err | exec python3 /tmp/talk.py note %s '%s'", program, name, name, word)))
+	must[*qemu.Process](w.t)(m.StartShell(w.ctx,
+		fmt.Sprintf("stdbuf -oL %s 2>/tmp/%s.err | exec python3 /tmp/talk.py note %s '%s'", program, name, name, word)))
 	f := &flow{w, m, name}
 	eventually(w.ctx, w.t, name+" begins", func() bool { return f.answers() > 20 })
 	return f
@@ -158,20 +162,24 @@ func (f *flow) answers() int {
 func (f *flow) goesOn(what string) {
 	f.w.t.Helper()
 	n := f.answers()
-	eventually(f.w.ctx, f.w.t, fmt.Sprintf("%s goes on %s (%d answers so far)", f.name, what, n), func() bool { return f.answers() > n+20 })
+	eventually(f.w.ctx, f.w.t, fmt.Sprintf("%s goes on %s (%d answers so far)", f.name, what, n),
+		func() bool { return f.answers() > n+20 })
 }
 
 // longest is the longest time between two answers since the first n.
 func (f *flow) longest(n int) time.Duration {
 	f.w.t.Helper()
-	out := run(f.w.ctx, f.w.t, f.m, fmt.Sprintf("tail -n +%d /tmp/%s | awk 'NR > 1 && $1-last > gap { gap = $1-last } { last = $1 } END { print gap+0 }'", max(n, 1), f.name))
+	out := run(f.w.ctx, f.w.t, f.m,
+		fmt.Sprintf("tail -n +%d /tmp/%s | awk 'NR > 1 && $1-last > gap { gap = $1-last } { last = $1 } END { print gap+0 }'",
+			max(n, 1), f.name))
 	ms := must[int](f.w.t)(strconv.Atoi(strings.TrimSpace(out)))
 	return time.Duration(ms) * time.Millisecond
 }
 
-// TestVMMoves: a VM is migrated from one host to another, and back, by QEMU, while a VM on a third has a ping, a TCP connection and an RC connection
-// with it. All go on; its type 2 route moves with a higher sequence number, nothing stays at the old place, and the connection's tuple
-// follows. The VM that moves has Linux' rxe, whose state moves with its memory; that of our HCA cannot, as QEMU's generic device says.
+// TestVMMoves: a VM is migrated from one host to another, and back, by QEMU, while a VM on a third has a ping, a TCP
+// connection and an RC connection with it. All go on; its type 2 route moves with a higher sequence number, nothing
+// stays at the old place, and the connection's tuple follows. The VM that moves has Linux' rxe, whose state moves with
+// its memory; that of our HCA cannot, as QEMU's generic device says.
 func TestVMMoves(t *testing.T) {
 	w := newEVPNLab(t)
 	h := w.hosts
@@ -231,12 +239,16 @@ func TestVMMoves(t *testing.T) {
 			moving = append(moving, fmt.Sprint(f.name, " ", f.longest(answers[k])))
 			answers[k] = f.answers()
 		}
-		t.Logf("the VM moved from %s to %s (QEMU stopped it for %v); no answer for: %s (before the move: %s)", h[from].Name, h[to].Name, downtime,
-			strings.Join(moving, ", "), strings.Join(calm, ", "))
+		t.Logf("the VM moved from %s to %s (QEMU stopped it for %v); no answer for: %s (before the move: %s)", h[from].Name,
+			h[to].Name, downtime, strings.Join(moving, ", "), strings.Join(calm, ", "))
 		var after evpn.RouteStatus
 		for _, x := range h {
-			eventually(w.ctx, t, "nothing stays at "+h[from].Name, func() bool { _, stays := w.route(x, moves.MAC, hostIP(from)); return !stays })
-			eventually(w.ctx, t, "it is at "+h[to].Name, func() (ok bool) { after, ok = w.route(x, moves.MAC, hostIP(to)); return ok && after.Active })
+			eventually(w.ctx, t, "nothing stays at "+h[from].Name,
+				func() bool { _, stays := w.route(x, moves.MAC, hostIP(from)); return !stays })
+			eventually(w.ctx, t, "it is at "+h[to].Name, func() (ok bool) {
+				after, ok = w.route(x, moves.MAC, hostIP(to))
+				return ok && after.Active
+			})
 		}
 		if after.Sequence <= before.Sequence {
 			t.Errorf("sequence number %d at %s, then %d at %s", before.Sequence, h[from].Name, after.Sequence, h[to].Name)
@@ -249,6 +261,7 @@ func TestVMMoves(t *testing.T) {
 			t.Errorf("after move %d: tuple %+v", i+1, c.Tuple)
 		}
 	}
-	t.Logf("on h1:\n%s%s", must[string](t)(h[0].CLI(w.ctx, "connection")), must[string](t)(h[0].CLI(w.ctx, "evpn", "routes")))
+	t.Logf("on h1:\n%s%s", must[string](t)(h[0].CLI(w.ctx, "connection")),
+		must[string](t)(h[0].CLI(w.ctx, "evpn", "routes")))
 	quietKernels(w.ctx, t, ms...)
 }

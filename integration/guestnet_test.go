@@ -14,9 +14,10 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, one queue pair and two, another
-// MTU, a network whose MTU shrinks, a reboot, rebinding the driver, packed rings, with which vnicd is killed as well. After each, TCP and UDP run both ways between the VM and a container on
-// another host, and data that are compared.
+// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, one
+// queue pair and two, another MTU, a network whose MTU shrinks, a reboot, rebinding the driver, packed rings, with
+// which vnicd is killed as well. After each, TCP and UDP run both ways between the VM and a container on another host,
+// and data that are compared.
 func TestGuestNetwork(t *testing.T) {
 	w := newTenantLab(t)
 	var err error
@@ -41,7 +42,8 @@ func TestGuestNetwork(t *testing.T) {
 		run(w.ctx, t, vm, "timeout 120 python3 /tmp/echo.py "+endIP(12))
 		for _, opt := range iperf {
 			// A server that is not done with the test before says that it is busy.
-			out := run(w.ctx, t, vm, "for i in 1 2 3 4 5; do timeout 60 iperf3 -c "+endIP(12)+" "+opt+" && exit; sleep 1; done; exit 1")
+			out := run(w.ctx, t, vm, "for i in 1 2 3 4 5; do timeout 60 iperf3 -c "+endIP(12)+" "+opt+
+				" && exit; sleep 1; done; exit 1")
 			for line := range strings.Lines(out) {
 				if strings.Contains(line, "receiver") {
 					t.Logf("iperf3 %s: %s", opt, strings.TrimSpace(line))
@@ -51,7 +53,8 @@ func TestGuestNetwork(t *testing.T) {
 	}
 	t.Run("as booted", traffic)
 	iperf = iperf[:2]
-	for _, f := range []string{"tso off", "gso off", "tx off", "gro off", "rx-gro-hw off", "rx off", "tx on tso on gso on gro on"} {
+	for _, f := range []string{"tso off", "gso off", "tx off", "gro off", "rx-gro-hw off", "rx off",
+		"tx on tso on gso on gro on"} {
 		t.Run("ethtool "+f, func(t *testing.T) {
 			// What the driver cannot change it says.
 			t.Log(strings.TrimSpace(run(w.ctx, t, vm, "ethtool -K eth0 "+f+" 2>&1 || true")))
@@ -90,7 +93,8 @@ func TestGuestNetwork(t *testing.T) {
 		}
 		// The guest is not told; what it sends too big is answered.
 		underlay(1400)
-		if r := must[qemu.Result](t)(vm.Shell(w.ctx, "ping -c 1 -W 5 -M do -s 1400 "+endIP(12))); r.ExitCode == 0 || !strings.Contains(r.Stdout, "1350") {
+		if r := must[qemu.Result](t)(vm.Shell(w.ctx, "ping -c 1 -W 5 -M do -s 1400 "+endIP(12))); r.ExitCode == 0 ||
+			!strings.Contains(r.Stdout, "1350") {
 			t.Errorf("ping does not hear of the MTU:\n%s%s", r.Stdout, r.Stderr)
 		}
 		traffic(t)
@@ -113,7 +117,8 @@ func TestGuestNetwork(t *testing.T) {
 	})
 	quietKernels(w.ctx, t, vm)
 
-	// The same with the other layout of rings, which QEMU offers on request. What is told at run time a restart forgets: the VM is the configured one.
+	// The same with the other layout of rings, which QEMU offers on request. What is told at run time a restart forgets:
+	// the VM is the configured one.
 	t.Run("packed", func(t *testing.T) {
 		w.t = t
 		check(t, vm.Shutdown(w.ctx))
@@ -147,7 +152,8 @@ func TestGuestNetwork(t *testing.T) {
 
 // restartUnderStream kills, and stops, the vnicd of a VM under a TCP stream in both directions, which goes on.
 func restartUnderStream(t *testing.T, w *tenantLab, vm *qemu.Machine, far *container) {
-	srv := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "stream.log"), nil, "iperf3", "-s", "-p", "5302", "--forceflush"))
+	srv := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "stream.log"), nil, "iperf3", "-s", "-p", "5302",
+		"--forceflush"))
 	defer srv.Kill()
 	eventually(w.ctx, t, "iperf3 listens", func() bool { return strings.Contains(srv.LogTail(), "listening") })
 	stream := must[*qemu.Process](t)(vm.StartShell(w.ctx, "exec iperf3 -c "+endIP(12)+" -p 5302 --bidir -b 4M -t 3600"))
@@ -171,12 +177,14 @@ func restartUnderStream(t *testing.T, w *tenantLab, vm *qemu.Machine, far *conta
 		check(t, w.hosts[0].Start(w.ctx))
 	}
 	check(t, stream.Signal(w.ctx, "INT"))
-	if r := must[qemu.Result](t)(stream.Wait(w.ctx)); strings.Contains(r.Stderr, "error") && !strings.Contains(r.Stderr, "interrupt") {
+	if r := must[qemu.Result](t)(stream.Wait(w.ctx)); strings.Contains(r.Stderr, "error") &&
+		!strings.Contains(r.Stderr, "interrupt") {
 		t.Errorf("the TCP stream broke: %s", r.Stderr)
 	}
 }
 
-// echoServer gives back what it gets; echoClient sends four megabytes and compares, then UDP datagrams of all kinds of sizes.
+// echoServer gives back what it gets; echoClient sends four megabytes and compares, then UDP datagrams of all kinds of
+// sizes.
 const echoServer = `import socket, threading
 def tcp(c):
     while True:
@@ -231,12 +239,14 @@ for n in (0, 1, 17, 548, 1000, 1252, 1422, 1423, 3000, 9000, 20000):
             sys.exit("UDP: no answer of %d bytes" % n)
 `
 
-// TestVLANUnderlay runs the tests of device/ethernet/vxlan that need VLAN interfaces in a VM, whose kernel has them: vnicd's VTEP and TAP, and a Linux vxlan
-// device, on a tagged underlay, and tenants that tag their frames. The machine's own kernel may have none. And those of the short path's programs.
+// TestVLANUnderlay runs the tests of device/ethernet/vxlan that need VLAN interfaces in a VM, whose kernel has them:
+// vnicd's VTEP and TAP, and a Linux vxlan device, on a tagged underlay, and tenants that tag their frames. The
+// machine's own kernel may have none. And those of the short path's programs.
 func TestVLANUnderlay(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
-	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \""+vmA.MAC+"\"}\n"))
+	check(t, h.Run(ctx, "networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \""+vmA.MAC+
+		"\"}\n"))
 	l.Share = t.TempDir()
 	for _, p := range []string{"vxlan", "fastpath"} {
 		c := exec.CommandContext(ctx, "go", "test", "-c", "-o", filepath.Join(l.Share, p+".test"), "./device/ethernet/"+p)
@@ -254,7 +264,8 @@ func TestVLANUnderlay(t *testing.T) {
 	check(t, err)
 	run(ctx, t, ms[0], "modprobe -a tun veth vxlan 8021q bridge")
 	start := time.Now()
-	out := run(ctx, t, ms[0], "cd /tmp && /host/vxlan.test -test.v -test.run '^(TestVLANUnderlay|TestVLANGuests|TestVLANShortPath)$' 2>&1")
+	out := run(ctx, t, ms[0],
+		"cd /tmp && /host/vxlan.test -test.v -test.run '^(TestVLANUnderlay|TestVLANGuests|TestVLANShortPath)$' 2>&1")
 	if strings.Contains(out, "no VLAN interfaces") || strings.Count("\n"+out, "\n--- PASS") != 3 {
 		t.Errorf("in the VM:\n%s", out)
 	}

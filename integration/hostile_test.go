@@ -80,8 +80,8 @@ func overhear(t *testing.T, ns *harness.Namespace, dev string, texts ...string) 
 	return func(text string) int64 { return seen[slices.Index(texts, text)].Load() }
 }
 
-// liar sends from a VM's interface what it must not, so many of each kind, untagged and in a VLAN; then frames that it may. Arguments: how many; its own,
-// another's and nobody's MAC; its own and another's IP address.
+// liar sends from a VM's interface what it must not, so many of each kind, untagged and in a VLAN; then frames that it
+// may. Arguments: how many; its own, another's and nobody's MAC; its own and another's IP address.
 const liar = `import socket, struct, sys
 count = int(sys.argv[1])
 own, other, nobody = (bytes.fromhex(x.replace(":", "")) for x in sys.argv[2:5])
@@ -119,8 +119,8 @@ for body in arp(other, me), ip6(near, 58, 255, advert, lie): # as spoofed-neighb
 send(own, ip4(me, truth), 10)
 `
 
-// spoofing: a VM whose interface sends others' MACs and IP addresses, and claims them by ARP and ND. All of it is counted, nobody gets it,
-// no table has it, and others do not notice.
+// spoofing: a VM whose interface sends others' MACs and IP addresses, and claims them by ARP and ND. All of it is
+// counted, nobody gets it, no table has it, and others do not notice.
 func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 	const blue, count = 0, 50
 	const nobody = "02:0a:0a:0a:0a:0a"
@@ -146,7 +146,8 @@ func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 	}
 	drops := w.drops(h, "blue", name)
 	t.Logf("%s: %v", name, drops)
-	for why, want := range map[string]uint64{"spoofed": 2 * 2 * count, "spoofed-ip": 3 * 2 * count, "spoofed-neighbour": 2 * 2 * count} {
+	for why, want := range map[string]uint64{"spoofed": 2 * 2 * count, "spoofed-ip": 3 * 2 * count,
+		"spoofed-neighbour": 2 * 2 * count} {
 		if drops[why] != want {
 			t.Errorf("%d counted as %s, want %d", drops[why], why, want)
 		}
@@ -182,7 +183,8 @@ func headers(dst, src []byte) (all [][]byte) {
 		all = append(all, append(f, body...))
 	}
 	v4 := func(proto byte, frag uint16, l4 ...byte) []byte {
-		p := []byte{0x45, 0, 0, byte(20 + len(l4)), 0, 1, byte(frag >> 8), byte(frag), 64, proto, 0, 0, 10, 0, 0, 13, 10, 0, 0, 11}
+		p := []byte{0x45, 0, 0, byte(20 + len(l4)), 0, 1, byte(frag >> 8), byte(frag), 64, proto, 0, 0, 10, 0, 0, 13, 10, 0,
+			0, 11}
 		return append(p, l4...)
 	}
 	v6 := func(next byte, body ...byte) []byte {
@@ -190,7 +192,8 @@ func headers(dst, src []byte) (all [][]byte) {
 		p[8], p[23], p[24], p[39] = 0xfd, 13, 0xfd, 11
 		return append(p, body...)
 	}
-	roce := []byte{0x30, 0x39, 0x12, 0xb7, 0, 40, 0, 0, 4, 0x40, 0xff, 0xff, 0, 0, 0, 17, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+	roce := []byte{0x30, 0x39, 0x12, 0xb7, 0, 40, 0, 0, 4, 0x40, 0xff, 0xff, 0, 0, 0, 17, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0,
+		0, 0, 0, 0, 0}
 	solicit := append([]byte{135, 0, 0, 0, 0, 0, 0, 0, 0xfd, 15: 0, 23: 11}, 1, 1, 2, 0, 0, 0, 0, 13)
 	eth(0x0806, 0, 1, 8, 0, 6, 4, 0, 1, 2, 0, 0, 0, 0, 13, 10, 0, 0, 13, 0, 0, 0, 0, 0, 0, 10, 0, 0, 11)
 	eth(0x0800, v4(17, 0, roce...)...)
@@ -239,8 +242,9 @@ func (w *tenantLab) drops(h *lab.Host, network, port string) map[string]uint64 {
 	return sum
 }
 
-// TestHostile: what a tenant does, who has a whole host's port to send raw frames from, and a stranger on the underlay, costs what the
-// limits allow, is counted by reason, and neither the other tenant nor the same tenant's others notice (MT-6, MT-9).
+// TestHostile: what a tenant does, who has a whole host's port to send raw frames from, and a stranger on the underlay,
+// costs what the limits allow, is counted by reason, and neither the other tenant nor the same tenant's others notice
+// (MT-6, MT-9).
 func TestHostile(t *testing.T) {
 	w := newTenantLab(t)
 	blue, red := 0, 1
@@ -282,13 +286,15 @@ func TestHostile(t *testing.T) {
 		send func(rng *rand.Rand, i int)
 	}{
 		{"storm", func(_ *rand.Rand, i int) {
-			raw(append(append(append([]byte{}, broadcast...), mac(13)...), 0x88, 0xb5, byte(i>>24), byte(i>>16), byte(i>>8), byte(i)))
+			raw(append(append(append([]byte{}, broadcast...), mac(13)...), 0x88, 0xb5, byte(i>>24), byte(i>>16), byte(i>>8),
+				byte(i)))
 		}},
 		{"MAC flood", func(rng *rand.Rand, _ int) {
 			raw(append(append(rawMAC(rng.Uint32()), rawMAC(rng.Uint32())...), make([]byte, 50)...))
 		}},
 		{"others' MACs", func(rng *rand.Rand, i int) { // as if they were here
-			raw(append(append(append([]byte{}, broadcast...), mac(11+rng.IntN(2))...), 0x88, 0xb5, byte(i>>16), byte(i>>8), byte(i)))
+			raw(append(append(append([]byte{}, broadcast...), mac(11+rng.IntN(2))...), 0x88, 0xb5, byte(i>>16), byte(i>>8),
+				byte(i)))
 		}},
 		{"malformed frames", func(rng *rand.Rand, _ int) { raw(malformed(rng, all)) }},
 		{"stranger's datagrams", func(rng *rand.Rand, i int) {

@@ -73,7 +73,8 @@ func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr st
 	run(ctx, t, target, nvmeTargetEnd)
 }
 
-// nfsServer exports a directory over RDMA. Hardly any grace time: there is nobody to claim locks, and newer kernels do not end it on demand.
+// nfsServer exports a directory over RDMA. Hardly any grace time: there is nobody to claim locks, and newer kernels do
+// not end it on demand.
 const nfsServer = `set -e
 mkdir -p /srv/nfs /run/rpc_pipefs
 mountpoint -q /srv/nfs || mount -t tmpfs none /srv/nfs
@@ -108,8 +109,8 @@ exportfs -ua
 pkill rpc.mountd
 umount /proc/fs/nfsd /srv/nfs`
 
-// echo is a program for sockets of kernels' RDMA consumers, SMC-R and RDS: one end sends everything back, the other compares. Sockets
-// of these families take IP addresses, which Python does not know of SMC's.
+// echo is a program for sockets of kernels' RDMA consumers, SMC-R and RDS: one end sends everything back, the other
+// compares. Sockets of these families take IP addresses, which Python does not know of SMC's.
 const echo = `import ctypes, os, socket, struct, sys
 kind, mode, me, peer = sys.argv[1:]
 if kind == "smc":
@@ -163,9 +164,11 @@ func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu
 	}
 	sent := func() int { return counter(ctx, t, lab.End{VM: a, Device: lab.Device}, "tx_bytes") }
 	before := sent()
-	srv := must[*qemu.Process](t)(b.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
+	srv := must[*qemu.Process](t)(b.StartShell(ctx,
+		fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
 	// SMC listens on a TCP socket of its own; an RDS socket is bound once it is in the list.
-	check(t, harness.WaitGuest(ctx, b, fmt.Sprintf("ss -ltnH | grep -q :5000 || [ %s = rds ] && sleep 1 || ! kill -0 %d", kind, srv.PID())))
+	check(t, harness.WaitGuest(ctx, b, fmt.Sprintf("ss -ltnH | grep -q :5000 || [ %s = rds ] && sleep 1 || ! kill -0 %d",
+		kind, srv.PID())))
 	run(ctx, t, a, fmt.Sprintf("exec timeout -k 5 120 python3 /tmp/echo.py %s ask %s %s", kind, addrA, addrB))
 	if r, err := srv.Wait(ctx); err != nil || r.ExitCode != 0 {
 		t.Errorf("server: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
@@ -231,13 +234,14 @@ func TestKernelSockets(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// TestBesideRXE: our module and rdma_rxe in one guest, on the same interface. rdma_rxe that is unloaded takes our device along, which
-// has its driver id, under a program that sleeps on it and one that works; a reload brings it back. Our module unloaded leaves
-// rxe working. Nothing of it may upset the kernel.
+// TestBesideRXE: our module and rdma_rxe in one guest, on the same interface. rdma_rxe that is unloaded takes our
+// device along, which has its driver id, under a program that sleeps on it and one that works; a reload brings it back.
+// Our module unloaded leaves rxe working. Nothing of it may upset the kernel.
 func TestBesideRXE(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
-	check(t, h.Run(ctx, "networks: [{name: blue, vni: 100}]\nvms: [{name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}]\n"))
+	check(t, h.Run(ctx,
+		"networks: [{name: blue, vni: 100}]\nvms: [{name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}]\n"))
 	var ms []*qemu.Machine
 	dumpOnFailure(t, []*lab.Host{h}, &ms)
 	var err error
@@ -258,8 +262,10 @@ func TestBesideRXE(t *testing.T) {
 		works(lab.Device)
 		e := must[lab.End](t)(lab.NewEnd(ctx, m, lab.Device, vmA.Addr))
 		asleep := must[*qemu.Process](t)(lab.Listen(ctx, m, "rping -s -a "+e.Addr, 0))
-		busy := must[*qemu.Process](t)(lab.Listen(ctx, m, fmt.Sprintf("ibv_rc_pingpong -e -d %s -g %d -n 10000000", e.Device, e.GID), 18515))
-		client := must[*qemu.Process](t)(m.StartShell(ctx, fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -e -d %s -g %d -n 10000000 %s", e.Device, e.GID, e.Addr)))
+		busy := must[*qemu.Process](t)(lab.Listen(ctx, m, fmt.Sprintf("ibv_rc_pingpong -e -d %s -g %d -n 10000000", e.Device,
+			e.GID), 18515))
+		client := must[*qemu.Process](t)(m.StartShell(ctx,
+			fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -e -d %s -g %d -n 10000000 %s", e.Device, e.GID, e.Addr)))
 		check(t, harness.WaitGuest(ctx, m, "[ $(rdma resource show qp link "+lab.Device+"/1 | grep -c RTS) -ge 2 ]"))
 		run(ctx, t, m, "exec timeout -k 5 120 rmmod rdma_rxe")
 		if left := run(ctx, t, m, "ls /sys/class/infiniband"); strings.TrimSpace(left) != "" {

@@ -9,8 +9,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestLimits: 4,096 queue pairs and 65,536 regions of one process in a VM work. Limits are what ibv_devinfo reports, and
-// what is beyond is refused as a card does it.
+// TestLimits: 4,096 queue pairs and 65,536 regions of one process in a VM work. Limits are what ibv_devinfo reports,
+// and what is beyond is refused as a card does it.
 func TestLimits(t *testing.T) {
 	const qps, mrs, ahs = 4096, 65536, 300
 	l, ctx := newLab(t)
@@ -28,13 +28,15 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01", limits: {qps: %d, mrs
 
 	out := run(ctx, t, ms[0], "ibv_devinfo -v -d "+lab.Device)
 	for _, want := range []string{
-		fmt.Sprintf(`max_qp:\s+%d\b`, qps+4), fmt.Sprintf(`max_mr:\s+%d\b`, mrs+4), `max_cq:\s+70\b`, fmt.Sprintf(`max_ah:\s+%d\b`, ahs-1),
+		fmt.Sprintf(`max_qp:\s+%d\b`, qps+4), fmt.Sprintf(`max_mr:\s+%d\b`, mrs+4), `max_cq:\s+70\b`,
+		fmt.Sprintf(`max_ah:\s+%d\b`, ahs-1),
 	} {
 		if !regexp.MustCompile(want).MatchString(out) {
 			t.Errorf("ibv_devinfo lacks %q:\n%s", want, out)
 		}
 	}
 	check(t, l.Programs(ctx, l.Share))
-	t.Log("\n" + run(ctx, t, ms[0], fmt.Sprintf("exec timeout -k 5 900 /host/many %s %d %d %d", a.Device, a.GID, qps, mrs)))
+	t.Log("\n" + run(ctx, t, ms[0], fmt.Sprintf("exec timeout -k 5 900 /host/many %s %d %d %d", a.Device, a.GID, qps,
+		mrs)))
 	quietKernels(ctx, t, ms...)
 }

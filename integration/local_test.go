@@ -31,7 +31,8 @@ vms:
 	a.MTU, b.MTU = 4500, 4500
 	c := lab.VM{Name: "vm3", MAC: b.MAC, Addr: b.Addr}
 	var err error
-	ms, err = l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, a)), must[qemu.Config](t)(h.Config(ctx, b)), must[qemu.Config](t)(h.Config(ctx, c)))
+	ms, err = l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, a)), must[qemu.Config](t)(h.Config(ctx, b)),
+		must[qemu.Config](t)(h.Config(ctx, c)))
 	check(t, err)
 	for _, m := range ms {
 		check(t, lab.LoadModule(ctx, m))
@@ -45,7 +46,8 @@ vms:
 		}
 	})
 	pingpongs(ctx, t, ea, eb)
-	if out := must[string](t)(h.CLI(ctx, "status", "vm1")); regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) == ways.NoLocalCopy() {
+	if out := must[string](t)(h.CLI(ctx, "status",
+		"vm1")); regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) == ways.NoLocalCopy() {
 		t.Errorf("forced to frames: %v, and yet:\n%s", ways.NoLocalCopy(), out)
 	}
 	for _, x := range [][]string{

@@ -18,7 +18,8 @@ import (
 
 // guestCmdline has guest kernels check what they otherwise do not: Debian's have SLUB's and the page allocator's checks
 // and KFENCE, though neither KASAN nor lockdep.
-var guestCmdline = flag.String("guest-cmdline", "", "more words for the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
+var guestCmdline = flag.String("guest-cmdline", "",
+	"more words for the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
 
 // TestMain fails the run if the tests leave namespaces, interfaces or processes
 // behind. It looks only at what can be theirs: other runs on the machine are none of
@@ -34,7 +35,8 @@ func TestMain(m *testing.M) {
 	}
 	pid := os.Getpid()
 	left = append(left, lines("namespace", fmt.Sprintf("ip netns list | cut -d' ' -f1 | grep -e '-%d-' || true", pid))...)
-	left = append(left, lines("process", fmt.Sprintf("pgrep -a -P %d | grep -v pgrep | grep -E 'qemu|vnicd' || true", pid))...)
+	left = append(left, lines("process", fmt.Sprintf("pgrep -a -P %d | grep -v pgrep | grep -E 'qemu|vnicd' || true",
+		pid))...)
 	for _, what := range left {
 		fmt.Fprintf(os.Stderr, "left behind by the tests: %s\n", what)
 		code = 1

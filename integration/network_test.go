@@ -13,9 +13,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestLinuxPeers: a Linux bridge with a vxlan device, and a VM on its other side, is the remote peer of a vnicd, and a VM attached by QEMU's
-// `-netdev tap` through a Linux bridge that holds vnicd's TAP port is in the same tenant network (MT-1, MT-2, MT-10). The VMs also talk in a VLAN
-// of their own.
+// TestLinuxPeers: a Linux bridge with a vxlan device, and a VM on its other side, is the remote peer of a vnicd, and a
+// VM attached by QEMU's `-netdev tap` through a Linux bridge that holds vnicd's TAP port is in the same tenant network
+// (MT-1, MT-2, MT-10). The VMs also talk in a VLAN of their own.
 func TestLinuxPeers(t *testing.T) {
 	t.Run("IPv4", func(t *testing.T) {
 		linuxPeers(t, netip.MustParsePrefix("192.0.2.1/24"), netip.MustParsePrefix("192.0.2.2/24"), 1500, 1450)
@@ -36,11 +36,13 @@ func linuxPeers(t *testing.T, ours, theirs netip.Prefix, mtu, inner int) {
 		tap  string
 		addr string
 	}{{h, "vm2tap", "10.0.0.254/24"}, {peer, "vm3tap", "10.0.0.102/24"}} {
-		must[string](t)(x.host.NS.Shell(ctx, fmt.Sprintf("set -e; ip link add br0 mtu %[1]d type bridge; ip link set br0 up; ip addr add %[3]s dev br0\n"+
-			"ip tuntap add %[2]s mode tap; ip link set %[2]s mtu %[1]d master br0 up", inner, x.tap, x.addr)))
+		must[string](t)(x.host.NS.Shell(ctx,
+			fmt.Sprintf("set -e; ip link add br0 mtu %[1]d type bridge; ip link set br0 up; ip addr add %[3]s dev br0\n"+
+				"ip tuntap add %[2]s mode tap; ip link set %[2]s mtu %[1]d master br0 up", inner, x.tap, x.addr)))
 	}
-	must[string](t)(peer.NS.Shell(ctx, fmt.Sprintf("set -e; ip link add vx100 type vxlan id 100 dstport 4789 local %s remote %s dev ul\n"+
-		"ip link set vx100 master br0 up", theirs.Addr(), ours.Addr())))
+	must[string](t)(peer.NS.Shell(ctx,
+		fmt.Sprintf("set -e; ip link add vx100 type vxlan id 100 dstport 4789 local %s remote %s dev ul\n"+
+			"ip link set vx100 master br0 up", theirs.Addr(), ours.Addr())))
 	check(t, h.Run(ctx, fmt.Sprintf(`vtep:
   local: %q
 networks:
@@ -93,8 +95,9 @@ vms:
 	})
 	t.Run("VLAN", func(t *testing.T) {
 		for i, m := range ms {
-			run(ctx, t, m, fmt.Sprintf("set -e; modprobe 8021q; ip link add link eth0 name eth0.7 type vlan id 7; ip link set eth0.7 mtu %d up; ip addr add 10.0.7.%d/24 dev eth0.7",
-				inner-4, i+1))
+			run(ctx, t, m,
+				fmt.Sprintf("set -e; modprobe 8021q; ip link add link eth0 name eth0.7 type vlan id 7; ip link set eth0.7 mtu %d up; ip addr add 10.0.7.%d/24 dev eth0.7",
+					inner-4, i+1))
 		}
 		for i, m := range ms {
 			for k := range ms {
@@ -108,7 +111,8 @@ vms:
 			iperf(t, m, "10.0.7.3", "-t 1", "-t 1 -R", "-t 1 -u -b 5M")
 		}
 		// Addresses are learnt in the VLAN that they speak in.
-		if out := must[string](t)(h.CLI(ctx, "fdb", "show", "blue")); !regexp.MustCompile(`(?m)^02:00:00:00:00:03 +vlan 7 .*vtep `).MatchString(out) {
+		if out := must[string](t)(h.CLI(ctx, "fdb", "show",
+			"blue")); !regexp.MustCompile(`(?m)^02:00:00:00:00:03 +vlan 7 .*vtep `).MatchString(out) {
 			t.Errorf("the far VM in its VLAN is not in the table:\n%s", out)
 		}
 	})

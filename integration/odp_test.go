@@ -16,7 +16,8 @@ import (
 
 // odpDuration is how long each stress of page faults lasts: the issue's figure is a
 // minute, `make test` has less time.
-var odpDuration = flag.Duration("odp.duration", 5*time.Second, "duration of each run of odpstress; 1m for the long tests")
+var odpDuration = flag.Duration("odp.duration", 5*time.Second,
+	"duration of each run of odpstress; 1m for the long tests")
 
 // install compiles odpstress and puts it into guests.
 func install(ctx context.Context, t *testing.T, l *lab.Lab, ms ...*qemu.Machine) {
@@ -86,7 +87,8 @@ func TestODPPrograms(t *testing.T) {
 		swap bool
 	}{{"to-rxe", false}, {"from-rxe", true}} {
 		t.Run(d.name, func(t *testing.T) {
-			run := func(f func(context.Context, lab.End, lab.End, string, ...string) (string, error), odp, program string, opts ...string) {
+			run := func(f func(context.Context, lab.End, lab.End, string, ...string) (string, error), odp, program string,
+				opts ...string) {
 				t.Helper()
 				client, server := a, rxe
 				client.Opts = odp

@@ -43,7 +43,8 @@ func TestODPOversubscribed(t *testing.T) {
 		all = " -C -s 262144" // what is absent costs by the message
 	} else {
 		for _, m := range w.vms {
-			run(ctx, t, m, `a=$(awk '/MemAvailable/ {print int($2/1024)}' /proc/meminfo); echo $(((a - 80) / 2)) >/proc/sys/vm/nr_hugepages`)
+			run(ctx, t, m,
+				`a=$(awk '/MemAvailable/ {print int($2/1024)}' /proc/meminfo); echo $(((a - 80) / 2)) >/proc/sys/vm/nr_hugepages`)
 		}
 	}
 	oversubscribe := func(t *testing.T) {
@@ -76,7 +77,8 @@ func TestODPOversubscribed(t *testing.T) {
 		oversubscribe(t)
 		s := statusOf(ctx, t, w.a, "vm1")
 		f := s.HCA.Faults
-		t.Logf("vm1: %d guest faults, %d host faults, %d MiB resident of budget %d MiB", f.Guest.Raised, f.Host.Raised, s.Memory.Resident>>20, s.Memory.Budget>>20)
+		t.Logf("vm1: %d guest faults, %d host faults, %d MiB resident of budget %d MiB", f.Guest.Raised, f.Host.Raised,
+			s.Memory.Resident>>20, s.Memory.Budget>>20)
 		if f.Host.Raised == 0 {
 			t.Error("no host faults: the second level was not tested")
 		}
@@ -87,8 +89,10 @@ func TestODPOversubscribed(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 
 	start := func(server, client lab.End) (*qemu.Process, *qemu.Process) {
-		s := must[*qemu.Process](t)(lab.Listen(ctx, server.VM, lab.StressCommand(server, "-r 1024 -H 120", ""), lab.StressPort))
-		c := must[*qemu.Process](t)(client.VM.StartShell(ctx, "exec timeout -k 5 200 "+lab.StressCommand(client, "-t 150 -r 1024 -H 120", server.Addr)))
+		s := must[*qemu.Process](t)(lab.Listen(ctx, server.VM, lab.StressCommand(server, "-r 1024 -H 120", ""),
+			lab.StressPort))
+		c := must[*qemu.Process](t)(client.VM.StartShell(ctx, "exec timeout -k 5 200 "+
+			lab.StressCommand(client, "-t 150 -r 1024 -H 120", server.Addr)))
 		before := hcaStatus(ctx, t, w.a, "vm1").Faults.Guest.Raised
 		eventually(ctx, t, "faults", func() bool { return hcaStatus(ctx, t, w.a, "vm1").Faults.Guest.Raised > before+100 })
 		return s, c

@@ -23,7 +23,8 @@ import (
 
 var screenshots = flag.String("screenshots", "", "`directory` to which TestPage writes what the page looks like")
 
-// player is a VM's driver on the host: a region of which pages are taken away now and then, and a connection to another's.
+// player is a VM's driver on the host: a region of which pages are taken away now and then, and a connection to
+// another's.
 type player struct {
 	dev *guestdrv.Device
 	gid guestdrv.GID
@@ -42,7 +43,8 @@ func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 	p.pd = must[*guestdrv.PD](t)(p.dev.AllocPD())
 	p.cq = must[*guestdrv.CQ](t)(p.dev.CreateCQ(64, guestdrv.CQOptions{}))
 	buf := must[*guestdrv.Buffer](t)(p.dev.Alloc(playSize))
-	p.mr = must[*guestdrv.OnDemandMR](t)(p.pd.RegisterOnDemand(playVA, playSize, abi.AccessLocalWrite|abi.AccessRemoteWrite,
+	p.mr = must[*guestdrv.OnDemandMR](t)(p.pd.RegisterOnDemand(playVA, playSize,
+		abi.AccessLocalWrite|abi.AccessRemoteWrite,
 		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 			for i := range pas {
 				pas[i] = buf.PA() + f.VA - playVA + uint64(i)<<12
@@ -54,7 +56,8 @@ func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 
 func (p *player) qp(t *testing.T) *guestdrv.QP {
 	t.Helper()
-	return must[*guestdrv.QP](t)(p.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: p.cq, RecvCQ: p.cq}))
+	return must[*guestdrv.QP](t)(p.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8,
+		MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: p.cq, RecvCQ: p.cq}))
 }
 
 // play connects two and writes from one to the other, a little at a time, until stop is closed.
@@ -84,8 +87,8 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 					return
 				}
 			}
-			err := x.PostSend(&guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{a.mr.SGEAt(playVA+at, 32<<10)},
-				RemoteAddr: playVA + at, RKey: b.mr.RKey()})
+			err := x.PostSend(&guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled,
+				SGL: []abi.SGE{a.mr.SGEAt(playVA+at, 32<<10)}, RemoteAddr: playVA + at, RKey: b.mr.RKey()})
 			if n, perr := a.cq.PollWait(ctx, wcs); err != nil || perr != nil || n != 1 || wcs[0].Status != abi.WCSuccess {
 				out <- fmt.Errorf("write %d: %w, %+v", i, errors.Join(err, perr), wcs[0])
 				return
@@ -98,7 +101,8 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 // pageTime bounds the test.
 const pageTime = 5 * time.Minute
 
-// TestPage looks at the web page in a browser while VMs work: what it shows is there, it moves, it complains of nothing and asks nobody else.
+// TestPage looks at the web page in a browser while VMs work: what it shows is there, it moves, it complains of nothing
+// and asks nobody else.
 func TestPage(t *testing.T) {
 	vnicd, err := filepath.Abs("../build/vnicd")
 	check(t, err)
@@ -114,7 +118,8 @@ func TestPage(t *testing.T) {
 	check(t, l.Underlay(h1, netip.MustParsePrefix("192.0.2.1/24"), h2, netip.MustParsePrefix("192.0.2.2/24"), 1500))
 	more := ""
 	for i := range 17 {
-		more += fmt.Sprintf("  - {name: idle%02d, network: %s, mac: \"02:00:00:00:01:%02x\"}\n", i, []string{"blue", "green"}[i%2], i)
+		more += fmt.Sprintf("  - {name: idle%02d, network: %s, mac: \"02:00:00:00:01:%02x\"}\n", i,
+			[]string{"blue", "green"}[i%2], i)
 	}
 	check(t, h1.Run(ctx, `
 vtep: {local: 192.0.2.1}
@@ -177,26 +182,31 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	for _, name := range []string{"one", "two", "three", "idle00", "idle16"} {
 		wait(fmt.Sprintf(`document.querySelector('#topology [data-vm="%[1]s"]') && document.querySelector('#vms tr[data-vm="%[1]s"]')`, name))
 	}
-	for _, words := range []string{"blue", "green", "VNI 100", "VNI 200", "blue0", "192.0.2.2", "192.0.2.77", "tunnels from 192.0.2.1"} {
+	for _, words := range []string{"blue", "green", "VNI 100", "VNI 200", "blue0", "192.0.2.2", "192.0.2.77",
+		"tunnels from 192.0.2.1"} {
 		wait(fmt.Sprintf(`text("#topology").includes(%q)`, words))
 	}
 	wait(`document.querySelectorAll("#topology .conn.busy").length === 2 && document.querySelectorAll("#topology .tunnel").length === 3`)
 	// Rates are there, and move.
-	rates := [][2]string{{"one", "RDMA in, out"}, {"two", "RDMA in, out"}, {"one", "Packets/s in, out"}, {"one", "Faults/s guest, host"}}
+	rates := [][2]string{{"one", "RDMA in, out"}, {"two", "RDMA in, out"}, {"one", "Packets/s in, out"},
+		{"one", "Faults/s guest, host"}}
 	if !ways.NoLocalCopy() {
 		rates = append(rates, [2]string{"one", "Messages/s copied"})
 	}
 	for _, x := range rates {
-		wait(fmt.Sprintf(`document.querySelector('#vms tr[data-vm="%s"] td[data-label="%s"]').textContent.match(/[1-9]/)`, x[0], x[1]))
+		wait(fmt.Sprintf(`document.querySelector('#vms tr[data-vm="%s"] td[data-label="%s"]').textContent.match(/[1-9]/)`,
+			x[0], x[1]))
 	}
 	check(t, b.Eval(ctx, `window.was = text("#tile-rdma") + text("#tile-faults"), true`, nil))
 	wait(`text("#tile-rdma") + text("#tile-faults") !== was`)
 	// The heat map and the histogram of the VM that is chosen, at both levels.
 	wait(`(document.querySelector('#vms tr[data-vm="one"]').click(), text("#t-detail") === "one")`)
 	for _, level := range []string{"guest", "host"} {
-		wait(fmt.Sprintf(`document.querySelectorAll("svg.%[1]s .h0, svg.%[1]s .h1, svg.%[1]s .h2, svg.%[1]s .h3").length > 3`, level))
+		wait(fmt.Sprintf(`document.querySelectorAll("svg.%[1]s .h0, svg.%[1]s .h1, svg.%[1]s .h2, svg.%[1]s .h3").length > 3`,
+			level))
 		wait(fmt.Sprintf(`[...document.querySelectorAll("#memory svg.%s rect")].some((r) => /h[1-5]/.test(r.getAttribute("class")))`, level))
-		wait(fmt.Sprintf(`[...document.querySelectorAll("#memory rect.f-%s")].some((r) => r.getAttribute("height") > 0)`, level))
+		wait(fmt.Sprintf(`[...document.querySelectorAll("#memory rect.f-%s")].some((r) => r.getAttribute("height") > 0)`,
+			level))
 	}
 	wait(`document.querySelectorAll("#charts path.line[d^=M]").length === 8`)
 
@@ -206,7 +216,8 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 		dark          bool
 	}{{"light", 1280, 900, false}, {"dark", 1280, 900, true}, {"narrow", 390, 844, false}} {
 		check(t, b.Window(ctx, view.width, view.height, view.dark))
-		wait(fmt.Sprintf(`innerWidth === %d && document.querySelector("#topology svg").viewBox.baseVal.width <= %d`, view.width, view.width))
+		wait(fmt.Sprintf(`innerWidth === %d && document.querySelector("#topology svg").viewBox.baseVal.width <= %d`,
+			view.width, view.width))
 		// Nothing is wider than the window.
 		var over int
 		check(t, b.Eval(ctx, `document.documentElement.scrollWidth - innerWidth`, &over))

@@ -52,10 +52,14 @@ var cmPrograms = []program{
 	{server: "riostream -S 4096 -C 20", client: "riostream -s SERVER -S 4096 -C 20"},
 	{server: "rcopy", client: "rcopy /usr/bin/rping SERVER:/tmp/copy", stays: true},
 	{server: "cmtime -c 4", client: "cmtime -s SERVER -c 4", stays: true},
-	{server: "mckey -m 239.1.2.3 -b SERVER -C 5", client: "mckey -m 239.1.2.3 -b CLIENT -s -C 5", ready: "grep -q 030201EF /proc/net/igmp"},
-	{server: "qperf", client: "qperf -t 1 -cm 1 SERVER rc_bw rc_lat rc_rdma_read_bw rc_rdma_write_bw", ready: "ss -ltnH | grep -q :19765", stays: true},
-	{name: "fi_pingpong rdm", server: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096", client: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
-	{server: "fi_pingpong -p verbs -e msg -I 20 -S 4096", client: "fi_pingpong -p verbs -e msg -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
+	{server: "mckey -m 239.1.2.3 -b SERVER -C 5", client: "mckey -m 239.1.2.3 -b CLIENT -s -C 5",
+		ready: "grep -q 030201EF /proc/net/igmp"},
+	{server: "qperf", client: "qperf -t 1 -cm 1 SERVER rc_bw rc_lat rc_rdma_read_bw rc_rdma_write_bw",
+		ready: "ss -ltnH | grep -q :19765", stays: true},
+	{name: "fi_pingpong rdm", server: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096",
+		client: "fi_pingpong -p 'verbs;ofi_rxm' -e rdm -I 20 -S 4096 SERVER", ready: "ss -ltnH | grep -q :47592"},
+	{server: "fi_pingpong -p verbs -e msg -I 20 -S 4096", client: "fi_pingpong -p verbs -e msg -I 20 -S 4096 SERVER",
+		ready: "ss -ltnH | grep -q :47592"},
 }
 
 // ucxPrograms are runs of UCX's perftest by its verbs transports: messages, active
@@ -63,9 +67,11 @@ var cmPrograms = []program{
 func ucxPrograms() (all []program) {
 	for _, tls := range []string{"rc_v", "ud_v", "rc_v,ud_v"} {
 		ucx := "env UCX_TLS=" + tls + " UCX_NET_DEVICES=" + lab.Device + ":1 ucx_perftest -P 0"
-		for _, x := range []string{"tag_bw -n 50 -s 65536", "tag_lat -n 50", "stream_bw -n 50", "ucp_am_lat -n 50", "ucp_put_bw -n 50 -s 65536", "ucp_get -n 50 -s 65536", "ucp_fadd -n 50 -s 8"} {
+		for _, x := range []string{"tag_bw -n 50 -s 65536", "tag_lat -n 50", "stream_bw -n 50", "ucp_am_lat -n 50",
+			"ucp_put_bw -n 50 -s 65536", "ucp_get -n 50 -s 65536", "ucp_fadd -n 50 -s 8"} {
 			name, _, _ := strings.Cut(x, " ")
-			all = append(all, program{name: "ucx " + tls + " " + name, server: ucx, client: ucx + " SERVER -t " + x, ready: "ss -ltnH | grep -q :13337"})
+			all = append(all, program{name: "ucx " + tls + " " + name, server: ucx, client: ucx + " SERVER -t " + x,
+				ready: "ss -ltnH | grep -q :13337"})
 		}
 	}
 	return all
@@ -76,16 +82,20 @@ func ucxPrograms() (all []program) {
 func perftestRuns() (runs [][]string) {
 	few := [][]string{
 		{"ib_write_bw", "-c", "UC"}, {"ib_send_bw", "-c", "UD", "-s", "1024"}, {"ib_write_bw", "-R"}, {"ib_send_lat", "-e"},
-		{"ib_send_bw", "--use-srq", "-q", "4"}, {"ib_atomic_bw", "-A", "FETCH_AND_ADD"}, {"ib_atomic_lat", "-A", "CMP_AND_SWAP"},
+		{"ib_send_bw", "--use-srq", "-q", "4"}, {"ib_atomic_bw", "-A", "FETCH_AND_ADD"},
+		{"ib_atomic_lat", "-A", "CMP_AND_SWAP"},
 		{"ib_read_lat"}, {"ib_write_lat", "-I", "64", "-s", "64"}, {"ib_read_bw", "-b"},
-		{"ib_send_bw", "-c", "UC", "-b"}, {"ib_send_lat", "-c", "UD", "-s", "1024", "-e"}, {"ib_send_bw", "-c", "UD", "-s", "1024", "-R"},
-		{"ib_send_bw", "-b", "-q", "16"}, {"ib_write_bw", "-c", "UC", "-q", "16"}, {"ib_read_bw", "-R", "-q", "4"}, {"ib_send_bw", "-e"},
+		{"ib_send_bw", "-c", "UC", "-b"}, {"ib_send_lat", "-c", "UD", "-s", "1024", "-e"},
+		{"ib_send_bw", "-c", "UD", "-s", "1024", "-R"},
+		{"ib_send_bw", "-b", "-q", "16"}, {"ib_write_bw", "-c", "UC", "-q", "16"}, {"ib_read_bw", "-R", "-q", "4"},
+		{"ib_send_bw", "-e"},
 	}
 	if !*allPrograms {
 		return few
 	}
 	for _, x := range []struct{ program, transport string }{
-		{"ib_write", "RC"}, {"ib_write", "UC"}, {"ib_read", "RC"}, {"ib_send", "RC"}, {"ib_send", "UC"}, {"ib_send", "UD"}, {"ib_atomic", "RC"},
+		{"ib_write", "RC"}, {"ib_write", "UC"}, {"ib_read", "RC"}, {"ib_send", "RC"}, {"ib_send", "UC"}, {"ib_send", "UD"},
+		{"ib_atomic", "RC"},
 	} {
 		bw, lat := []string{"", "-b", "-q 16", "-b -q 16"}, []string{""}
 		if x.program != "ib_write" { // "Events feature not available on WRITE verb"
@@ -112,7 +122,8 @@ func perftestRuns() (runs [][]string) {
 					switch {
 					case x.transport == "UD":
 						run = append(run, "-s", "1024")
-					case x.transport == "UC" && strings.Contains(more, "-q 16"): // without flow control: no more than the underlay's sockets hold
+					// without flow control: no more than the underlay's sockets hold
+					case x.transport == "UC" && strings.Contains(more, "-q 16"):
 						run = append(run, "-s", "4096")
 					}
 					runs = append(runs, append(run, strings.Fields(cm+" "+more)...))
@@ -185,6 +196,7 @@ func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Ma
 	}
 	sr, err := srv.Wait(wctx)
 	if r.ExitCode != 0 || err != nil || sr.ExitCode != 0 && !p.stays {
-		t.Errorf("client: exit %d\n%s%s\nserver: %v, exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 1500), tail(r.Stderr, 1500), err, sr.ExitCode, tail(sr.Stdout, 1500), tail(sr.Stderr, 1500))
+		t.Errorf("client: exit %d\n%s%s\nserver: %v, exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 1500), tail(r.Stderr, 1500),
+			err, sr.ExitCode, tail(sr.Stdout, 1500), tail(sr.Stderr, 1500))
 	}
 }

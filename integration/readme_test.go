@@ -73,9 +73,9 @@ func readme(t *testing.T) (commands []string, configuration string) {
 }
 
 // TestREADME runs every command of the README and of the pages beside it as a new user on a clean machine (a container:
-// Debian with systemd and libvirt). A command without a step here fails the test, and so does a step whose command is on
-// none of these pages. Then it inspects the service with VMs at work as an operator would, upgrades it by a restart, and
-// removes it.
+// Debian with systemd and libvirt). A command without a step here fails the test, and so does a step whose command is
+// on none of these pages. Then it inspects the service with VMs at work as an operator would, upgrades it by a restart,
+// and removes it.
 func TestREADME(t *testing.T) {
 	commands, configuration := readme(t)
 	steps := readmeSteps
@@ -140,7 +140,8 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"scp build/vnicd-dkms_*.deb guest:": func(u *user, t *testing.T, command string) {
 		u.tryGuestPackage(t)
 	},
-	"ssh guest 'apt-get install ./vnicd-dkms_*.deb && modprobe vnicd && ibv_devinfo'": func(u *user, t *testing.T, command string) {
+	"ssh guest 'apt-get install ./vnicd-dkms_*.deb && modprobe vnicd && ibv_devinfo'": func(u *user, t *testing.T,
+		command string) {
 		u.installModule(t, "vm1")
 		if out := run(u.ctx, t, u.vms["vm1"], "modprobe vnicd && ibv_devinfo"); !strings.Contains(out, "PORT_ACTIVE") {
 			t.Error(out)
@@ -149,7 +150,8 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 		u.stopQEMU(t, "vm1")
 	},
 	"vnicd attach --qmp SOCKET vm1": func(u *user, t *testing.T, command string) {
-		u.startQEMU(t, "vm1", "qemu-system-x86_64 "+u.machineArgs("vm1")+" "+strings.Join(append([]string{"-M", qemu.MachineType}, qemu.MemoryArgs(768, false)...), " ")+
+		u.startQEMU(t, "vm1", "qemu-system-x86_64 "+u.machineArgs("vm1")+" "+
+			strings.Join(append([]string{"-M", qemu.MachineType}, qemu.MemoryArgs(768, false)...), " ")+
 			" -device pcie-root-port,id=rp1,chassis=1 -device pcie-root-port,id=rp2,chassis=2 -qmp unix:vm1.qmp,server=on,wait=off")
 		u.installModule(t, "vm1")
 		run(u.ctx, t, u.vms["vm1"], "modprobe -a virtio_net vnicd rdma_ucm")
@@ -188,8 +190,10 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"vnicd qemu-args --qemu PATH": func(u *user, t *testing.T, command string) {
 		u.run(t, strings.Replace(command, "PATH", "/usr/bin/qemu-system-x86_64 vm1", 1))
 	},
-	"vnicd qemu-args --qemu": func(u *user, t *testing.T, command string) { u.run(t, command+" /usr/bin/qemu-system-x86_64 vm1") },
-	"vnicd qemu-args":        func(u *user, t *testing.T, command string) { u.run(t, command+" vm1") },
+	"vnicd qemu-args --qemu": func(u *user, t *testing.T, command string) {
+		u.run(t, command+" /usr/bin/qemu-system-x86_64 vm1")
+	},
+	"vnicd qemu-args": func(u *user, t *testing.T, command string) { u.run(t, command+" vm1") },
 	"vnicd fdb add": func(u *user, t *testing.T, command string) {
 		u.run(t, command+" 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	},
@@ -206,8 +210,11 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 		ping := must[*qemu.Process](t)(u.vms["vm1"].StartShell(u.ctx, "ping -i 0.2 10.0.0.254"))
 		defer ping.Kill(u.ctx)
 		out := filepath.Join(t.TempDir(), "packets")
-		check(t, os.WriteFile(out, []byte(u.run(t, strings.Replace(strings.Replace(command, "-w -", "-n 4 -w -", 1), "| wireshark -k -i -", "| base64", 1))), 0o644))
-		if text := must[string](t)((&harness.Namespace{}).Shell(u.ctx, "base64 -d <"+out+" | tshark -r -")); !strings.Contains(text, "ICMP") {
+		check(t, os.WriteFile(out,
+			[]byte(u.run(t, strings.Replace(strings.Replace(command, "-w -", "-n 4 -w -", 1), "| wireshark -k -i -", "| base64",
+				1))), 0o644))
+		if text := must[string](t)((&harness.Namespace{}).Shell(u.ctx, "base64 -d <"+out+
+			" | tshark -r -")); !strings.Contains(text, "ICMP") {
 			t.Error(text)
 		}
 	},
@@ -261,14 +268,16 @@ func newUser(t *testing.T, configuration string) *user {
 	l.Add(u.running.Wait)
 	dir := filepath.Join(l.Dir, "host")
 	check(t, os.Mkdir(dir, 0o755))
-	u.c = must[*harness.Container](t)(harness.NewContainer(ctx, u.ns, root, dir, u.build+"="+home+"/vnicd/build", filepath.Dir(l.Images.Rootfs)+"=/srv/vm"))
+	u.c = must[*harness.Container](t)(harness.NewContainer(ctx, u.ns, root, dir, u.build+"="+home+"/vnicd/build",
+		filepath.Dir(l.Images.Rootfs)+"=/srv/vm"))
 	l.Add(func() { check(t, u.c.Close()) })
 	t.Cleanup(func() {
 		for _, m := range u.vms {
 			m.Kill()
 		}
 		if t.Failed() {
-			out, _ := u.c.Run(context.Background(), "systemctl status vnicd; journalctl -n 60 --no-pager; vnicd status; tail -n 20 /var/log/libvirt/qemu/* /home/alice/vnicd/*.log")
+			out, _ := u.c.Run(context.Background(),
+				"systemctl status vnicd; journalctl -n 60 --no-pager; vnicd status; tail -n 20 /var/log/libvirt/qemu/* /home/alice/vnicd/*.log")
 			t.Log(tail(out, 8000))
 		}
 	})
@@ -292,7 +301,9 @@ func (u *user) run(t *testing.T, line string) string {
 }
 
 func (u *user) as(line string) string {
-	return "runuser -l alice -c '" + strings.ReplaceAll("cd vnicd && export EDITOR=edit USER=alice DEBIAN_FRONTEND=noninteractive && "+line, "'", `'\''`) + "'"
+	return "runuser -l alice -c '" +
+		strings.ReplaceAll("cd vnicd && export EDITOR=edit USER=alice DEBIAN_FRONTEND=noninteractive && "+line, "'", `'\''`) +
+		"'"
 }
 
 const macOf = "02:00:00:00:00:0"
@@ -307,7 +318,8 @@ func kernelArgs(vm string) string {
 func (u *user) machineArgs(vm string) string {
 	return fmt.Sprintf("-nodefaults -display none -accel %[2]s -cpu max -pidfile %[1]s.pid -serial file:%[1]s.log -kernel /srv/vm/vmlinuz -initrd /srv/vm/initrd -append \"%[3]s\""+
 		" -drive file=/srv/vm/rootfs.ext4,format=raw,if=virtio,snapshot=on -device virtio-serial-pci,romfile="+
-		" -chardev socket,id=agent,path=%[1]s.agent,server=on,wait=off -device virtserialport,chardev=agent,name=%[4]s", vm, u.l.Accel, kernelArgs(vm), qemu.AgentPort)
+		" -chardev socket,id=agent,path=%[1]s.agent,server=on,wait=off -device virtserialport,chardev=agent,name=%[4]s", vm,
+		u.l.Accel, kernelArgs(vm), qemu.AgentPort)
 }
 
 // start starts a line of the user's shell.
@@ -328,7 +340,9 @@ func (u *user) stopQEMU(t *testing.T, vm string) {
 	t.Helper()
 	u.vms[vm].Kill()
 	delete(u.vms, vm)
-	must[string](t)(u.c.Run(u.ctx, fmt.Sprintf("cd %s/vnicd && p=$(cat %s.pid) && kill $p && while kill -0 $p 2>/dev/null; do sleep 0.1; done", home, vm)))
+	must[string](t)(u.c.Run(u.ctx,
+		fmt.Sprintf("cd %s/vnicd && p=$(cat %s.pid) && kill $p && while kill -0 $p 2>/dev/null; do sleep 0.1; done", home,
+			vm)))
 }
 
 // adopt waits until a VM's guest answers.
@@ -352,13 +366,15 @@ func (u *user) startDomain(t *testing.T, vm, printed string) {
 		}
 		printed = strings.Replace(printed, after, after+"\n"+text, 1)
 	}
-	insert(`xmlns:qemu="http://libvirt.org/schemas/domain/qemu/1.0">`, fmt.Sprintf(`<name>%s</name><memory unit="MiB">768</memory><vcpu>1</vcpu><cpu mode="maximum"/>
+	insert(`xmlns:qemu="http://libvirt.org/schemas/domain/qemu/1.0">`,
+		fmt.Sprintf(`<name>%s</name><memory unit="MiB">768</memory><vcpu>1</vcpu><cpu mode="maximum"/>
 <os><type arch="x86_64" machine="q35">hvm</type><kernel>/srv/vm/vmlinuz</kernel><initrd>/srv/vm/initrd</initrd><cmdline>%s</cmdline></os>
 <features><acpi/><apic/></features>`, vm, kernelArgs(vm)))
 	insert("<devices>", fmt.Sprintf(`<emulator>/usr/bin/qemu-system-x86_64</emulator>
 <disk type="file" device="disk"><driver name="qemu" type="qcow2"/><source file="/var/lib/libvirt/images/%s.qcow2"/><target dev="vda" bus="virtio"/></disk>
 <memballoon model="none"/>`, vm))
-	insert("<qemu:commandline>", fmt.Sprintf(`<qemu:arg value="-chardev"/><qemu:arg value="socket,id=agent,path=`+agent+`,server=on,wait=off"/>
+	insert("<qemu:commandline>", fmt.Sprintf(`<qemu:arg value="-chardev"/><qemu:arg value="socket,id=agent,path=`+agent+
+		`,server=on,wait=off"/>
 <qemu:arg value="-device"/><qemu:arg value='{"driver":"virtio-serial-pci","romfile":""}'/>
 <qemu:arg value="-device"/><qemu:arg value='{"driver":"virtserialport","chardev":"agent","name":"%s"}'/>`, vm, qemu.AgentPort))
 	if u.l.Accel == qemu.TCG {
@@ -374,11 +390,12 @@ virsh -q start %[1]s`, vm, printed)))
 	u.adopt(t, vm, fmt.Sprintf(agent, vm))
 }
 
-// tryGuestPackage installs the guest's package in a clean root of the guest's release, with its compiler and headers, and takes the module
-// that was built there.
+// tryGuestPackage installs the guest's package in a clean root of the guest's release, with its compiler and headers,
+// and takes the module that was built there.
 func (u *user) tryGuestPackage(t *testing.T) {
 	t.Helper()
-	out, err := (&harness.Namespace{}).Shell(u.ctx, fmt.Sprintf("'%s/cmd/vnicd/packaging/try-guest' '%[2]s'/vnicd-dkms_*.deb '%[2]s' 2>&1", u.l.Root, u.build))
+	out, err := (&harness.Namespace{}).Shell(u.ctx,
+		fmt.Sprintf("'%s/cmd/vnicd/packaging/try-guest' '%[2]s'/vnicd-dkms_*.deb '%[2]s' 2>&1", u.l.Root, u.build))
 	if err != nil {
 		t.Fatalf("%v\n%s", err, tail(out, 4000))
 	}

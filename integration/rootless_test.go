@@ -28,7 +28,8 @@ func newSomebody(t *testing.T) *somebody {
 	s := &somebody{dir: t.TempDir()}
 	check(t, os.Chmod(filepath.Dir(s.dir), 0o755))
 	for file, line := range map[string]string{
-		"passwd": fmt.Sprintf("somebody:x:%[1]d:%[1]d::%[2]s:/bin/sh\n", somebodysID, s.dir), "group": fmt.Sprintf("somebody:x:%d:\n", somebodysID),
+		"passwd": fmt.Sprintf("somebody:x:%[1]d:%[1]d::%[2]s:/bin/sh\n", somebodysID, s.dir),
+		"group":  fmt.Sprintf("somebody:x:%d:\n", somebodysID),
 		"subuid": ranges, "subgid": ranges,
 	} {
 		have, _ := os.ReadFile("/etc/" + file)
@@ -71,8 +72,8 @@ func (s *somebody) refusal(ctx context.Context, t *testing.T, before, line strin
 	return string(out)
 }
 
-// TestOrdinaryUser: `make demo` for somebody who is not root, on a clean clone, without images: they are built, and hosts and VMs run, in a
-// user namespace. Where that cannot be, it says why and what to do.
+// TestOrdinaryUser: `make demo` for somebody who is not root, on a clean clone, without images: they are built, and
+// hosts and VMs run, in a user namespace. Where that cannot be, it says why and what to do.
 func TestOrdinaryUser(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*testTimeout()) // images are built, too
 	defer cancel()
@@ -86,10 +87,12 @@ chmod 755 '%[1]s'
 chown -R %[2]d:%[2]d '%[1]s'`, s.dir, somebodysID)))
 
 	for what, x := range map[string]struct{ before, line, want string }{
-		"no newuidmap":    {"", "PATH=$HOME/bin vnicd/vm-images/rootless true", "apt-get install uidmap"},
-		"no range of IDs": {"umount /etc/subuid; : >empty; mount --bind empty /etc/subuid", "vnicd/vm-images/rootless true", "usermod --add-subuids"},
+		"no newuidmap": {"", "PATH=$HOME/bin vnicd/vm-images/rootless true", "apt-get install uidmap"},
+		"no range of IDs": {"umount /etc/subuid; : >empty; mount --bind empty /etc/subuid", "vnicd/vm-images/rootless true",
+			"usermod --add-subuids"},
 		// In a namespace whose users may not make any.
-		"not by the kernel": {"", `vnicd/vm-images/rootless sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --reuid 1 --regid 1 --clear-groups vnicd/vm-images/rootless true'`,
+		"not by the kernel": {"",
+			`vnicd/vm-images/rootless sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --reuid 1 --regid 1 --clear-groups vnicd/vm-images/rootless true'`,
 			"user.max_user_namespaces=0"},
 		"no package": {"", "cd vnicd && PATH=$HOME/bin .ci/deps", "sudo apt-get install"},
 	} {
@@ -106,7 +109,8 @@ func (s *somebody) demo(ctx context.Context, t *testing.T) {
 	// What was downloaded for this test is not downloaded again.
 	env := strings.Fields(must[string](t)((&harness.Namespace{}).Shell(ctx, "go env GOMODCACHE GOPROXY")))
 	log := filepath.Join(t.TempDir(), "log")
-	argv := s.argv("mkdir -p modules; mount --bind '"+env[0]+"/cache/download' modules", "cd vnicd && GOPROXY=file://$HOME/modules,"+env[1]+" make demo")
+	argv := s.argv("mkdir -p modules; mount --bind '"+env[0]+"/cache/download' modules",
+		"cd vnicd && GOPROXY=file://$HOME/modules,"+env[1]+" make demo")
 	p := must[*harness.Process](t)((&harness.Namespace{}).Start(log, nil, argv...))
 	defer p.Kill()
 	err := p.Wait(ctx)

@@ -18,12 +18,14 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestService installs the host's package on a clean machine and looks at the service there, under systemd: its user, its capabilities and
-// its sandbox, restarts, activation by its socket, and what is left when it was purged. TestREADME does the same with two VMs at work.
+// TestService installs the host's package on a clean machine and looks at the service there, under systemd: its user,
+// its capabilities and its sandbox, restarts, activation by its socket, and what is left when it was purged. TestREADME
+// does the same with two VMs at work.
 func TestService(t *testing.T) {
 	_, configuration := readme(t)
 	u := newUser(t, configuration)
-	for _, c := range []string{"make package guest-packages", "sudo apt-get install ./build/vnicd_*.deb", "sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo adduser $USER vnicd"} {
+	for _, c := range []string{"make package guest-packages", "sudo apt-get install ./build/vnicd_*.deb",
+		"sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo adduser $USER vnicd"} {
 		readmeSteps[c](u, t, c)
 	}
 	u.look(t)
@@ -53,14 +55,17 @@ func (u *user) programs(t *testing.T) {
 		return
 	}
 	run(u.ctx, t, u.vms["vm1"], "ping -c 3 -W 10 10.0.0.2")
-	a, b := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")), must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
+	a, b := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")),
+		must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
 	must[string](t)(lab.Pingpong(u.ctx, b, a, "ibv_rc_pingpong", "-c", "-n 500"))
-	for _, x := range [][]string{{"ib_write_bw", "-s 65536", "-n 500"}, {"ib_read_bw", "-s 65536", "-n 500"}, {"ib_send_lat", "-s 2", "-n 500"}} {
+	for _, x := range [][]string{{"ib_write_bw", "-s 65536", "-n 500"}, {"ib_read_bw", "-s 65536", "-n 500"},
+		{"ib_send_lat", "-s 2", "-n 500"}} {
 		t.Log(x[0], lab.Rows(must[string](t)(lab.Perftest(u.ctx, b, a, x[0], x[1:]...))))
 	}
 }
 
-// testBackends: management finds the back end by its description and starts a process for each device; vm1 runs on with these.
+// testBackends: management finds the back end by its description and starts a process for each device; vm1 runs on with
+// these.
 func testBackends(u *user, t *testing.T) {
 	var description struct{ Type, Binary string }
 	check(t, json.Unmarshal([]byte(u.run(t, "cat /usr/share/qemu/vhost-user/50-vnicd-net.json")), &description))
@@ -86,15 +91,18 @@ func testBackends(u *user, t *testing.T) {
 	run(u.ctx, t, u.vms["vm1"], "ping -c 3 10.0.0.254")
 }
 
-// testService: the daemon runs as its own user with the capabilities that the unit lists and no more, confined as the unit says, and
-// serves the demo's programs.
+// testService: the daemon runs as its own user with the capabilities that the unit lists and no more, confined as the
+// unit says, and serves the demo's programs.
 func testService(u *user, t *testing.T) {
 	pid := u.property(t, "MainPID")
 	status := u.run(t, "cat /proc/"+pid+"/status")
-	t.Logf("capabilities and confinement of the daemon:\n%s", strings.Join(regexp.MustCompile(`(?m)^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):.*$`).FindAllString(status, -1), "\n"))
+	t.Logf("capabilities and confinement of the daemon:\n%s",
+		strings.Join(regexp.MustCompile(`(?m)^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):.*$`).FindAllString(status, -1),
+			"\n"))
 	const keeps = 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE
 	want, bound := fmt.Sprintf("%016x", keeps), fmt.Sprintf("%016x", keeps|1<<unix.CAP_BPF)
-	for _, l := range []string{"CapInh:\t" + want, "CapPrm:\t" + want, "CapEff:\t" + want, "CapBnd:\t" + bound, "CapAmb:\t" + want, "NoNewPrivs:\t1", "Seccomp:\t2"} {
+	for _, l := range []string{"CapInh:\t" + want, "CapPrm:\t" + want, "CapEff:\t" + want, "CapBnd:\t" + bound,
+		"CapAmb:\t" + want, "NoNewPrivs:\t1", "Seccomp:\t2"} {
 		if !strings.Contains(status, l+"\n") {
 			t.Errorf("the daemon has no %q:\n%s", l, status)
 		}
@@ -120,7 +128,8 @@ func testService(u *user, t *testing.T) {
 			t.Errorf("in the daemon's mounts, `%s`: %s", line, got)
 		}
 	}
-	if out := u.run(t, "systemd-analyze verify /usr/lib/systemd/system/vnicd.service /usr/lib/systemd/system/vnicd.socket 2>&1"); strings.Contains(out, "vnicd") {
+	if out := u.run(t,
+		"systemd-analyze verify /usr/lib/systemd/system/vnicd.service /usr/lib/systemd/system/vnicd.socket 2>&1"); strings.Contains(out, "vnicd") {
 		t.Errorf("systemd-analyze verify: %s", out)
 	}
 	security := u.run(t, "sudo systemd-analyze security --no-pager vnicd.service | tail -n 1")
@@ -129,7 +138,8 @@ func testService(u *user, t *testing.T) {
 	if exposure == nil || must[float64](t)(strconv.ParseFloat(exposure[1], 64)) > 2.5 {
 		t.Errorf("exposure: %s", security)
 	}
-	for _, f := range []string{"man -w vnicd", "man -w vnicd-run", "ls /usr/share/bash-completion/completions/vnicd /usr/share/zsh/vendor-completions/_vnicd"} {
+	for _, f := range []string{"man -w vnicd", "man -w vnicd-run",
+		"ls /usr/share/bash-completion/completions/vnicd /usr/share/zsh/vendor-completions/_vnicd"} {
 		u.run(t, f)
 	}
 	u.programs(t)
@@ -139,9 +149,11 @@ func testService(u *user, t *testing.T) {
 func testDashboard(u *user, t *testing.T) {
 	b := must[*harness.Browser](t)(harness.NewBrowser(u.ctx, u.ns))
 	defer b.Close()
-	a, z := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")), must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
+	a, z := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")),
+		must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
 	stop := lab.Traffic(u.ctx, z, a)
-	check(t, errors.Join(b.Window(u.ctx, 1280, 900, false), lab.WatchPage(u.ctx, b, "http://127.0.0.1:9469/", "vm1", "vm2")))
+	check(t, errors.Join(b.Window(u.ctx, 1280, 900, false),
+		lab.WatchPage(u.ctx, b, "http://127.0.0.1:9469/", "vm1", "vm2")))
 	if *screenshots != "" {
 		check(t, b.Screenshot(u.ctx, filepath.Join(*screenshots, "readme.png")))
 	}
@@ -199,10 +211,12 @@ func testPurge(u *user, t *testing.T) {
 		t.Errorf("the package has: %s", files)
 	}
 	u.run(t, "sudo apt-get purge -qy vnicd")
-	if left := u.run(t, "ls -d /etc/vnicd /run/vnicd "+strings.Join(strings.Fields(files), " ")+" 2>/dev/null; find / -xdev -newer /etc/new.yaml -iname '*vnicd*' -not -path '/proc/*' -not -path '/sys/*' -not -path '"+home+"/*' 2>/dev/null | grep -v /var/lib/dpkg/ ; true"); left != "" {
+	if left := u.run(t, "ls -d /etc/vnicd /run/vnicd "+strings.Join(strings.Fields(files), " ")+
+		" 2>/dev/null; find / -xdev -newer /etc/new.yaml -iname '*vnicd*' -not -path '/proc/*' -not -path '/sys/*' -not -path '"+home+"/*' 2>/dev/null | grep -v /var/lib/dpkg/ ; true"); left != "" {
 		t.Errorf("left behind:\n%s", left)
 	}
-	if out := u.run(t, pids("vnicd.*")+"; systemctl list-units --all 'vnicd*' --no-legend; ip -br link show blue0 2>/dev/null; true"); out != "" {
+	if out := u.run(t, pids("vnicd.*")+
+		"; systemctl list-units --all 'vnicd*' --no-legend; ip -br link show blue0 2>/dev/null; true"); out != "" {
 		t.Errorf("left behind: %s", out)
 	}
 }

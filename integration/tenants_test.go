@@ -92,7 +92,8 @@ func (w *tenantLab) config(h int, vm bool) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "vtep: {local: %s}\nnetworks:\n", hostIP(h))
 	for i, name := range tenantNames {
-		fmt.Fprintf(&b, "  - {name: %s, vni: %d, storm: 2000, peers: [%s], tap: {name: %s0, bridge: b%s}}\n", name, 100+i, strings.Join(peers, ", "), name, name)
+		fmt.Fprintf(&b, "  - {name: %s, vni: %d, storm: 2000, peers: [%s], tap: {name: %s0, bridge: b%s}}\n", name, 100+i,
+			strings.Join(peers, ", "), name, name)
 	}
 	if vm {
 		fmt.Fprintf(&b, "vms:\n  - {name: %s, network: %s, mac: %q}\n", w.vm(h).Name, tenantNames[h], endMAC(1))
@@ -275,14 +276,16 @@ func (w *tenantLab) cli(h *lab.Host, line string) string {
 	return must[string](w.t)(h.CLI(w.ctx, strings.Fields(line)...))
 }
 
-// TestTenants: three hosts with vnicds, two tenants with the same subnet and MACs, on each host containers behind TAP ports, and a VM of
-// each tenant: full reach inside a tenant and none across, before and after containers and a VM have moved and hosts have gone and come
-// back (MT-1, MT-2, MT-9, MT-10). Then what a tenant, and a stranger on the underlay, can do to the others.
+// TestTenants: three hosts with vnicds, two tenants with the same subnet and MACs, on each host containers behind TAP
+// ports, and a VM of each tenant: full reach inside a tenant and none across, before and after containers and a VM have
+// moved and hosts have gone and come back (MT-1, MT-2, MT-9, MT-10). Then what a tenant, and a stranger on the
+// underlay, can do to the others.
 func TestTenants(t *testing.T) {
 	w := newTenantLab(t)
 	h, blue, red := w.hosts, 0, 1
 	var err error
-	w.ms, err = w.Boot(w.ctx, must[qemu.Config](t)(h[0].Config(w.ctx, w.vm(blue))), must[qemu.Config](t)(h[1].Config(w.ctx, w.vm(red))))
+	w.ms, err = w.Boot(w.ctx, must[qemu.Config](t)(h[0].Config(w.ctx, w.vm(blue))),
+		must[qemu.Config](t)(h[1].Config(w.ctx, w.vm(red))))
 	check(t, err)
 	w.startVM(blue, w.ms[blue])
 	w.startVM(red, w.ms[red])

@@ -96,7 +96,8 @@ func (w *twoHosts) load(ctx context.Context, t *testing.T) (a, b lab.End) {
 	check(t, both(
 		func() error { return lab.LoadModule(ctx, w.vms[0]) },
 		func() error { return lab.LoadModule(ctx, w.vms[1]) }))
-	return must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)), must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
+	return must[lab.End](t)(lab.NewEnd(ctx, w.vms[0], lab.Device, vmA.Addr)),
+		must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
 }
 
 // TestTwoHosts is the main path: stock programs in two VMs on two hosts, RoCEv2 in
@@ -109,7 +110,8 @@ func TestTwoHosts(t *testing.T) {
 
 	t.Run("devinfo", func(t *testing.T) {
 		out := run(ctx, t, w.vms[0], "ibv_devinfo -v -d vnic0")
-		for _, want := range []string{"state:.*PORT_ACTIVE", "link_layer:.*Ethernet", "active_mtu:.*1024", `GID\[.*::ffff:10\.0\.0\.1, RoCE v2`} {
+		for _, want := range []string{"state:.*PORT_ACTIVE", "link_layer:.*Ethernet", "active_mtu:.*1024",
+			`GID\[.*::ffff:10\.0\.0\.1, RoCE v2`} {
 			if !regexp.MustCompile(want).MatchString(out) {
 				t.Errorf("ibv_devinfo lacks %q:\n%s", want, out)
 			}
@@ -180,9 +182,12 @@ func perftests(ctx context.Context, t *testing.T, a, b lab.End) {
 // the right opcodes inside, traffic class as configured (MT-8).
 func capture(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	file := filepath.Join(w.Dir, "underlay.pcapng")
-	p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.Dir, "capture.log"), nil, "tshark", "-q", "-i", "ul", "-w", file, "-f", "udp port 4789"))
+	p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.Dir, "capture.log"), nil, "tshark", "-q", "-i", "ul", "-w",
+		file, "-f", "udp port 4789"))
 	defer p.Kill()
-	eventually(ctx, t, "tshark captures", func() bool { return strings.Contains(p.LogTail(), "Capturing on") && exists(file) })
+	eventually(ctx, t, "tshark captures", func() bool {
+		return strings.Contains(p.LogTail(), "Capturing on") && exists(file)
+	})
 	must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", "4096", "-n", "50"))
 	must[string](t)(lab.Perftest(ctx, a, b, "ib_read_bw", "-s", "4096", "-n", "50"))
 	must[string](t)(lab.Perftest(ctx, a, b, "ib_send_bw", "-s", "4096", "-n", "50"))
@@ -243,9 +248,10 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	}
 }
 
-// pingpongUnderLoss runs 200 turns of the pingpong, which ends without a word to its peer: if the last acknowledgement of all is lost, its
-// receiver asks for it when there is nobody left who could repeat it. That one failure is no defect and has the program run again; it is known
-// by one half that is through with all turns, another that has not been heard, and requests that reached a queue pair that was gone.
+// pingpongUnderLoss runs 200 turns of the pingpong, which ends without a word to its peer: if the last acknowledgement
+// of all is lost, its receiver asks for it when there is nobody left who could repeat it. That one failure is no defect
+// and has the program run again; it is known by one half that is through with all turns, another that has not been
+// heard, and requests that reached a queue pair that was gone.
 func pingpongUnderLoss(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	t.Helper()
 	const unheard, through = "transport retry counter exceeded (12) for wr_id 2", "200 iters in "
@@ -259,7 +265,8 @@ func pingpongUnderLoss(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.
 			return
 		}
 		asked := gone() - before // seven times, of which the wire may have lost some
-		if try == 3 || asked < 4 || strings.Contains(err.Error(), "invalid data") || !strings.Contains(err.Error(), unheard) || !strings.Contains(out+err.Error(), through) {
+		if try == 3 || asked < 4 || strings.Contains(err.Error(), "invalid data") ||
+			!strings.Contains(err.Error(), unheard) || !strings.Contains(out+err.Error(), through) {
 			t.Fatalf("%v\n%d requests reached a queue pair that was gone", err, asked)
 		}
 		t.Logf("the last acknowledgement was lost, and asked for %d times", asked)
@@ -269,7 +276,8 @@ func pingpongUnderLoss(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.
 // verifiedRDMA moves data by READ and WRITE and compares what came back (rping -V).
 func verifiedRDMA(ctx context.Context, t *testing.T, a, b lab.End) {
 	t.Helper()
-	_, _, err := lab.Pair(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", a.VM, "rping -c -a "+b.Addr+" -V -S 60000 -C 30", 0)
+	_, _, err := lab.Pair(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", a.VM, "rping -c -a "+b.Addr+
+		" -V -S 60000 -C 30", 0)
 	check(t, err)
 }
 
@@ -336,8 +344,8 @@ func TestRXE(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// placement has client write, flush if so said, and write atomically at server, which sees by its processor what that does
-// (IBTA A19). rxe's FLUSHes have an ICRC that nobody else accepts (wire's TestRXEFlush).
+// placement has client write, flush if so said, and write atomically at server, which sees by its processor what that
+// does (IBTA A19). rxe's FLUSHes have an ICRC that nobody else accepts (wire's TestRXEFlush).
 func placement(ctx context.Context, t *testing.T, client, server lab.End, flush bool) {
 	t.Helper()
 	how, want := "no", "without FLUSH"
@@ -426,7 +434,8 @@ func TestLifecycle(t *testing.T) {
 		// module can be unloaded.
 		shortly, cancel := context.WithTimeout(ctx, 3*time.Minute)
 		defer cancel()
-		r := must[qemu.Result](t)(w.vms[1].Shell(shortly, "timeout 60 ibv_rc_pingpong -d vnic0 -g 0 -n 1 10.0.0.1; echo status $?"))
+		r := must[qemu.Result](t)(w.vms[1].Shell(shortly,
+			"timeout 60 ibv_rc_pingpong -d vnic0 -g 0 -n 1 10.0.0.1; echo status $?"))
 		if strings.Contains(r.Stdout, "status 0") || strings.Contains(r.Stdout, "status 124") {
 			t.Errorf("a program on a dead device: %s%s", r.Stdout, r.Stderr)
 		}

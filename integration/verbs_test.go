@@ -21,8 +21,8 @@ func counter(ctx context.Context, t *testing.T, e lab.End, name string) (n int) 
 	return n
 }
 
-// verbsErrors runs the table of errors (integration/guest/errors): who is requester there is responder then. What is asked for with an
-// R_Key that does not do is counted.
+// verbsErrors runs the table of errors (integration/guest/errors): who is requester there is responder then. What is
+// asked for with an R_Key that does not do is counted.
 func verbsErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 	const port, forgedKeys = 18519, 14
 	for _, x := range [][2]lab.End{{a, b}, {b, a}} {
@@ -37,8 +37,8 @@ func verbsErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 	}
 }
 
-// tools are those that look at devices, while programs have objects there; counters tell what has passed; asynchronous events of the port
-// reach who waits for them.
+// tools are those that look at devices, while programs have objects there; counters tell what has passed; asynchronous
+// events of the port reach who waits for them.
 func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	m, d := a.VM, a.Device
 	listener := must[*qemu.Process](t)(lab.Listen(ctx, m, "rping -s -a "+a.Addr, 0))
@@ -46,7 +46,8 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	server := must[*qemu.Process](t)(lab.Listen(ctx, m, line+d, 18515))
 	client := must[*qemu.Process](t)(b.VM.StartShell(ctx, "exec "+line+b.Device+" "+a.Addr))
 	eventually(ctx, t, "the pingpong runs", func() bool {
-		return strings.Count(run(ctx, t, m, "rdma resource show qp link "+d+"/1"), "state RTS") >= 3 // the GSI queue pair, too
+		// the GSI queue pair, too
+		return strings.Count(run(ctx, t, m, "rdma resource show qp link "+d+"/1"), "state RTS") >= 3
 	})
 	for _, x := range [][2]string{
 		{"ibv_devices", `(?m)^\s+` + d + `\s+[0-9a-f]{16}$`},
@@ -58,7 +59,8 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 		{"rdma resource show cq dev " + d, `cqe \d+.*comm ibv_srq_pingpon`},
 		{"rdma resource show mr dev " + d, `mrlen \d+.*comm ibv_srq_pingpon`},
 		{"rdma resource show pd dev " + d, `pdn \d+.*comm ibv_srq_pingpon`},
-		{"rdma resource show srq dev " + d, `type BASIC.*pid \d+ comm`}, // iproute2 6.1 prints the queue pairs in place of the name
+		// iproute2 6.1 prints the queue pairs in place of the name
+		{"rdma resource show srq dev " + d, `type BASIC.*pid \d+ comm`},
 		{"rdma resource show cm_id", `state LISTEN.*comm rping`},
 	} {
 		if out := run(ctx, t, m, x[0]); !regexp.MustCompile(x[1]).MatchString(out) {
@@ -105,7 +107,8 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 func eachGID(ctx context.Context, t *testing.T, a, b lab.End) {
 	kinds := func(e lab.End) map[string]int {
 		family, found := map[string]string{}, map[string]int{} // by index; the index by family and type
-		out := run(ctx, t, e.VM, "cd /sys/class/infiniband/"+e.Device+"/ports/1 && grep -s . gids/* gid_attrs/types/* | grep -v :0000:0000$")
+		out := run(ctx, t, e.VM, "cd /sys/class/infiniband/"+e.Device+
+			"/ports/1 && grep -s . gids/* gid_attrs/types/* | grep -v :0000:0000$")
 		for line := range strings.Lines(out) {
 			file, value, _ := strings.Cut(strings.TrimSpace(line), ":")
 			switch index := path.Base(file); {

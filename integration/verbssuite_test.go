@@ -55,7 +55,8 @@ var maySkip = []skipReason{
 	{"Advise MR with flags", "the provider has it since rdma-core 59", bothSuites},
 	{"Device /dev/dri/renderD128 is not present", "there is no graphics card", suite56},
 	{"Allocating dmabuf is not supported", "the same", suite44},
-	{"doesn't have net interface", "it looks for one below the RDMA device's virtio device; ours is that of the network card", suite44},
+	{"doesn't have net interface",
+		"it looks for one below the RDMA device's virtio device; ours is that of the network card", suite44},
 }
 
 // mayFail are tests of Debian 12's suite that expect what no specification says.
@@ -85,7 +86,8 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 	if l.Images.Release == debian12 {
 		have, least = suite44, 95
 	}
-	expected := slices.DeleteFunc(slices.Clone(maySkip), func(s skipReason) bool { return s.in != bothSuites && s.in != have })
+	expected := slices.DeleteFunc(slices.Clone(maySkip),
+		func(s skipReason) bool { return s.in != bothSuites && s.in != have })
 	passed, skipped := 0, make([]int, len(expected))
 	for name := range strings.FieldsSeq(run(ctx, t, vm, "cd /tmp/tests && ls test_*.py")) {
 		name = strings.TrimSuffix(name, ".py")
@@ -93,7 +95,8 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
-			out := must[qemu.Result](t)(vm.Shell(ctx, fmt.Sprintf("exec timeout -k 5 300 python3 /tmp/suite.py /tmp %s %s", lab.Device, name)))
+			out := must[qemu.Result](t)(vm.Shell(ctx, fmt.Sprintf("exec timeout -k 5 300 python3 /tmp/suite.py /tmp %s %s",
+				lab.Device, name)))
 			ended := false
 			for line := range bytes.Lines([]byte(out.Stdout)) {
 				var r struct{ What, Test, Why string }

@@ -31,7 +31,8 @@ func (b *Bench) ucx(ctx context.Context, test string, size, iterations int) (map
 		return nil, err
 	}
 	defer server.Kill()
-	args := []string{"127.0.0.1", "-p", port, "-t", test, "-s", strconv.Itoa(size), "-n", strconv.Itoa(iterations), "-f", "-v"}
+	args := []string{"127.0.0.1", "-p", port, "-t", test, "-s", strconv.Itoa(size), "-n", strconv.Itoa(iterations), "-f",
+		"-v"}
 	for {
 		c := exec.CommandContext(ctx, "ucx_perftest", args...)
 		c.Env = append(os.Environ(), env...)

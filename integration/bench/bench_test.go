@@ -78,13 +78,16 @@ func TestReport(t *testing.T) {
 		t.Fatal(err)
 	}
 	row := Row{Name: "some_row", What: "speed", Anchor: "light", Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}}
-	rep.add(row, &Result{Ours: []float64{5, 4, 6}, Anchor: []float64{10, 10, 10}, Extra: map[string]float64{"p99": 123456}})
-	rep.add(Row{Name: "idle", What: "nothing", Anchor: "nothing", Unit: "%", Goals: []Goal{atMost(1)}}, &Result{Ours: []float64{0.5}, Anchor: []float64{0}})
+	rep.add(row, &Result{Ours: []float64{5, 4, 6}, Anchor: []float64{10, 10, 10},
+		Extra: map[string]float64{"p99": 123456}})
+	rep.add(Row{Name: "idle", What: "nothing", Anchor: "nothing", Unit: "%", Goals: []Goal{atMost(1)}},
+		&Result{Ours: []float64{0.5}, Anchor: []float64{0}})
 	rep.failure(Row{Name: "broken"}, os.ErrNotExist)
 	if err := rep.close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"some_row", "0.50x", "no, off by 47%", "speed / light", "p99 123k", "<= 1 ", "broken", "FAILED"} {
+	for _, want := range []string{"some_row", "0.50x", "no, off by 47%", "speed / light", "p99 123k", "<= 1 ", "broken",
+		"FAILED"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, out.String())
 		}
@@ -160,7 +163,8 @@ func TestFaultTimes(t *testing.T) {
 	}
 }
 
-// TestCounter counts with a clock of the kernel's, which there is everywhere: this process's threads, one that it makes later among them.
+// TestCounter counts with a clock of the kernel's, which there is everywhere: this process's threads, one that it makes
+// later among them.
 func TestCounter(t *testing.T) {
 	c, err := newCounter(unix.PERF_TYPE_SOFTWARE, unix.PERF_COUNT_SW_TASK_CLOCK, os.Getpid())
 	if err != nil {
@@ -193,7 +197,8 @@ func TestCounter(t *testing.T) {
 	if err := c.close(); err != nil {
 		t.Error(err)
 	}
-	if _, err := newCounter(unix.PERF_TYPE_SOFTWARE, 1<<40, os.Getpid()); err == nil || !strings.Contains(err.Error(), "perf_event_open") {
+	if _, err := newCounter(unix.PERF_TYPE_SOFTWARE, 1<<40, os.Getpid()); err == nil ||
+		!strings.Contains(err.Error(), "perf_event_open") {
 		t.Errorf("an unknown event: %v", err)
 	}
 }
@@ -234,7 +239,8 @@ func TestRound(t *testing.T) {
 	}
 	m := Meter{Ours: sample("o"), Anchor: sample("a"), Turns: 2}
 	ours, anchor, err := m.round(context.Background(), 2*time.Second, true)
-	if err != nil || order != "oaao" || ours.Value != 2.5 || anchor.Value != 2.5 || ours.Extra["o"] != 5 || anchor.Extra["a"] != 5 {
+	if err != nil || order != "oaao" || ours.Value != 2.5 || anchor.Value != 2.5 || ours.Extra["o"] != 5 ||
+		anchor.Extra["a"] != 5 {
 		t.Errorf("%v: %v %v %v", order, ours, anchor, err)
 	}
 }

@@ -81,7 +81,8 @@ func ran(hosts []*lab.Host) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and cycles where perf counts them.
+// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and
+// cycles where perf counts them.
 func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
 	var cycles counter
 	if cyclesCounted() == nil {
@@ -123,7 +124,8 @@ func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) 
 // counter is an event of perf_event_open(2), counted for all threads of some processes.
 type counter []int // file descriptors
 
-// newCounter counts an event (PERF_TYPE_..., PERF_COUNT_...) of the threads that the processes have, and of those that these will make.
+// newCounter counts an event (PERF_TYPE_..., PERF_COUNT_...) of the threads that the processes have, and of those that
+// these will make.
 func newCounter(kind uint32, event uint64, pids ...int) (c counter, err error) {
 	attr := unix.PerfEventAttr{Type: kind, Config: event, Bits: unix.PerfBitInherit}
 	attr.Size = uint32(binary.Size(attr))

@@ -25,12 +25,14 @@ import (
 
 func main() {
 	var o options
-	flag.StringVar(&o.only, "only", "", "rows to run, separated by commas or spaces; a name also stands for all that begin with it [all]")
+	flag.StringVar(&o.only, "only", "",
+		"rows to run, separated by commas or spaces; a name also stands for all that begin with it [all]")
 	flag.IntVar(&o.rounds, "rounds", 5, "rounds that count")
 	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
 	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object a line; it is replaced")
 	flag.StringVar(&o.vnicd, "vnicd", "build/vnicd", "the daemon's binary")
-	flag.StringVar(&o.profiles, "profile", "", "directory for a processor profile of each process and row, from one measurement more [none]")
+	flag.StringVar(&o.profiles, "profile", "",
+		"directory for a processor profile of each process and row, from one measurement more [none]")
 	list := flag.Bool("list", false, "list the rows")
 	flag.Parse()
 	rows, err := pick(o.only)

@@ -11,9 +11,11 @@ import (
 )
 
 // micro runs the Go benchmarks of the hot functions, with allocations. They have no
-// anchors and no goals here; whatever allocates where it must not fails a test. They are compiled as the daemon is, with its profile.
+// anchors and no goals here; whatever allocates where it must not fails a test. They are compiled as the daemon is,
+// with its profile.
 func micro(ctx context.Context, o options, rep *report) error {
-	c := exec.CommandContext(ctx, "go", "test", "-pgo", "cmd/vnicd/default.pgo", "-run", "^$", "-bench", ".", "-benchmem", "-benchtime", (o.time / 10).String(),
+	c := exec.CommandContext(ctx, "go", "test", "-pgo", "cmd/vnicd/default.pgo", "-run", "^$", "-bench", ".", "-benchmem",
+		"-benchtime", (o.time / 10).String(),
 		"./translate/...", "./device/...", "./guestdrv/...")
 	c.Stderr = os.Stderr
 	out, err := c.StdoutPipe()

@@ -77,9 +77,10 @@ func fetchProfile(ctx context.Context, socket, to string) error {
 
 // get asks the monitoring server behind a socket.
 func get(ctx context.Context, socket, path string) ([]byte, error) {
-	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
+	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		}}}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://vnicd"+path, nil)
 	if err != nil {
 		return nil, err

@@ -10,108 +10,115 @@ import (
 func registry() []Row {
 	return []Row{
 		{
-			Name: "local_write_1m", What: "local RDMA WRITE 1 MiB, DRAM to DRAM", Anchor: "memcpy on the same buffers", Unit: "GB/s",
-			Goals: []Goal{ratioAtLeast(0.95)}, Open: localWrite1M,
+			Name: "local_write_1m", What: "local RDMA WRITE 1 MiB, DRAM to DRAM", Anchor: "memcpy on the same buffers",
+			Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}, Open: localWrite1M,
 		},
 		{
-			Name: "local_write_lat", What: "local RDMA WRITE 8 B, polled, one way, median", Anchor: "ucx_perftest put, shared memory, median", Unit: "ns",
-			Goals: []Goal{atMost(1000), ratioAtMost(8)}, Open: localLatency,
+			Name: "local_write_lat", What: "local RDMA WRITE 8 B, polled, one way, median",
+			Anchor: "ucx_perftest put, shared memory, median", Unit: "ns", Goals: []Goal{atMost(1000), ratioAtMost(8)},
+			Open: localLatency,
 		},
 		{
-			Name: "local_write_rate", What: "local RDMA WRITE 8 B, one engine", Anchor: "ucx_perftest put, shared memory", Unit: "msg/s",
-			Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
+			Name: "local_write_rate", What: "local RDMA WRITE 8 B, one engine", Anchor: "ucx_perftest put, shared memory",
+			Unit: "msg/s", Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
 		},
 		{
 			Name: "scale_qps", What: "local WRITE 8 B by 1,000 QPs in turn", Anchor: "by one", Unit: "msg/s",
 			Open: manyQPs,
 		},
 		{
-			Name: "scale_memory", What: "local WRITE 8 B to pages all over 64 GiB of registered memory", Anchor: "over 1 MiB", Unit: "msg/s",
-			Open: muchMemory,
+			Name: "scale_memory", What: "local WRITE 8 B to pages all over 64 GiB of registered memory", Anchor: "over 1 MiB",
+			Unit: "msg/s", Open: muchMemory,
 		},
 		{
-			Name: "real_addresses", What: "local RDMA WRITE 4 KiB of a guest's kernel, by real addresses (RA-1)", Anchor: "each registered and invalidated", Unit: "msg/s",
-			Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
+			Name: "real_addresses", What: "local RDMA WRITE 4 KiB of a guest's kernel, by real addresses (RA-1)",
+			Anchor: "each registered and invalidated", Unit: "msg/s", Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
 		},
 		{
-			Name: "latency_busy", What: "local WRITE 8 B, one way, median, while two other VMs stream WRITEs of 64 KiB through the engine", Anchor: "they do not", Unit: "ns",
-			Open: busyLatency(64<<10, 16<<20),
+			Name:   "latency_busy",
+			What:   "local WRITE 8 B, one way, median, while two other VMs stream WRITEs of 64 KiB through the engine",
+			Anchor: "they do not", Unit: "ns", Open: busyLatency(64<<10, 16<<20),
 		},
 		{
-			Name: "latency_hungry", What: "the same, WRITEs of 1 MiB all over 256 MiB of memory", Anchor: "they do not", Unit: "ns",
-			Open: busyLatency(1<<20, 256<<20),
+			Name: "latency_hungry", What: "the same, WRITEs of 1 MiB all over 256 MiB of memory", Anchor: "they do not",
+			Unit: "ns", Open: busyLatency(1<<20, 256<<20),
 		},
 		{
-			Name: "latency_collected", What: "local WRITE 8 B, one way, 99.9th percentile, while the daemon collects garbage again and again", Anchor: "while it never does", Unit: "ns",
-			Goals: []Goal{ratioAtMost(1.25)}, Open: collectedLatency,
+			Name:   "latency_collected",
+			What:   "local WRITE 8 B, one way, 99.9th percentile, while the daemon collects garbage again and again",
+			Anchor: "while it never does", Unit: "ns", Goals: []Goal{ratioAtMost(1.25)}, Open: collectedLatency,
 		},
 		{
-			Name: "fair_8vms", What: "smallest share of 8 VMs with 1 to 8 QPs that WRITE 16 KiB through one engine", Unit: "of 1/8",
-			Goals: []Goal{atLeast(0.9)}, Open: fairShares,
+			Name: "fair_8vms", What: "smallest share of 8 VMs with 1 to 8 QPs that WRITE 16 KiB through one engine",
+			Unit: "of 1/8", Goals: []Goal{atLeast(0.9)}, Open: fairShares,
 		},
 		{
-			Name: "fair_flood", What: "WRITE 64 KiB beside a VM that floods doorbells and posts to a dead QP", Anchor: "beside a VM that does the same as ours", Unit: "GB/s",
-			Goals: []Goal{ratioAtLeast(0.95)}, Open: flooded,
+			Name: "fair_flood", What: "WRITE 64 KiB beside a VM that floods doorbells and posts to a dead QP",
+			Anchor: "beside a VM that does the same as ours", Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}, Open: flooded,
 		},
 		{
-			Name: "remote_write_64k", What: "RDMA WRITE 64 KiB between two hosts, underlay MTU 1500", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
-			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(1500),
+			Name: "remote_write_64k", What: "RDMA WRITE 64 KiB between two hosts, underlay MTU 1500",
+			Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(1500),
 		},
 		{
-			Name: "remote_write_64k_9000", What: "the same, underlay MTU 9000", Anchor: "iperf3 TCP over kernel VXLAN", Unit: "Gbit/s",
-			Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(9000),
+			Name: "remote_write_64k_9000", What: "the same, underlay MTU 9000", Anchor: "iperf3 TCP over kernel VXLAN",
+			Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(9000),
 		},
 		{
-			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts", Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s",
-			Open: remotePackets,
+			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts",
+			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
 		},
 		{
-			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts", Anchor: "rxe in the same VMs", Unit: "MiB/s",
-			Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536", "-n 500"),
+			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts", Anchor: "rxe in the same VMs",
+			Unit: "MiB/s", Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536", "-n 500"),
 		},
 		{
-			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical", Anchor: "rxe in the same VMs", Unit: "us",
-			Open: perftest(lab.Latency, "ib_send_lat", "-s 2", "-n 500"),
+			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical", Anchor: "rxe in the same VMs",
+			Unit: "us", Open: perftest(lab.Latency, "ib_send_lat", "-s 2", "-n 500"),
 		},
 		{
-			Name: "host_tcp", What: "TCP from TAP to TAP, two hosts, underlay MTU 1500", Anchor: "the same by kernel bridge and vxlan", Unit: "Gbit/s",
-			Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(false, true),
+			Name: "host_tcp", What: "TCP from TAP to TAP, two hosts, underlay MTU 1500",
+			Anchor: "the same by kernel bridge and vxlan", Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)},
+			Open: hostTCP(false, true),
 		},
 		{
-			Name: "host_tcp_v6", What: "the same, IPv6 underlay, `zero-checksum6: true`", Anchor: "kernel bridge and vxlan", Unit: "Gbit/s",
-			Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(true, true),
+			Name: "host_tcp_v6", What: "the same, IPv6 underlay, `zero-checksum6: true`", Anchor: "kernel bridge and vxlan",
+			Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(true, true),
 		},
 		{
-			Name: "host_tcp_switch", What: "the same through vnicd, IPv4 underlay, `short-path: false`", Anchor: "kernel bridge and vxlan", Unit: "Gbit/s",
-			Open: hostTCP(false, false),
+			Name: "host_tcp_switch", What: "the same through vnicd, IPv4 underlay, `short-path: false`",
+			Anchor: "kernel bridge and vxlan", Unit: "Gbit/s", Open: hostTCP(false, false),
 		},
 		{
-			Name: "host_tcp_switch_v6", What: "the same through vnicd, IPv6 underlay, default configuration but `short-path: false`", Anchor: "kernel bridge and vxlan", Unit: "Gbit/s",
-			Open: hostTCP(true, false),
+			Name:   "host_tcp_switch_v6",
+			What:   "the same through vnicd, IPv6 underlay, default configuration but `short-path: false`",
+			Anchor: "kernel bridge and vxlan", Unit: "Gbit/s", Open: hostTCP(true, false),
 		},
 		{
-			Name: "host_udp_64", What: "UDP 64 B from TAP to TAP, brought to the other host's UDP", Anchor: "kernel bridge and vxlan", Unit: "packet/s",
-			Goals: []Goal{ratioAtLeast(2)}, Open: hostUDP(64),
+			Name: "host_udp_64", What: "UDP 64 B from TAP to TAP, brought to the other host's UDP",
+			Anchor: "kernel bridge and vxlan", Unit: "packet/s", Goals: []Goal{ratioAtLeast(2)}, Open: hostUDP(64),
 		},
 		{
 			Name: "host_udp_1400", What: "UDP 1400 B", Anchor: "kernel bridge and vxlan", Unit: "packet/s",
 			Goals: []Goal{ratioAtLeast(1)}, Open: hostUDP(1400),
 		},
 		{
-			Name: "vhost_64", What: "64 B frames between two virtio-net ports of testpmd, what one core could pass on", Anchor: "the same through DPDK's vhost", Unit: "frame/s",
-			Goals: []Goal{ratioAtLeast(0.5)}, Open: vhostFrames,
+			Name: "vhost_64", What: "64 B frames between two virtio-net ports of testpmd, what one core could pass on",
+			Anchor: "the same through DPDK's vhost", Unit: "frame/s", Goals: []Goal{ratioAtLeast(0.5)}, Open: vhostFrames,
 		},
-		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"), translationRow("10m_4k", 10_000_000, "4 KiB"),
+		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"),
+		translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
-			Name: "guest_fault", What: "guest fault of a WRITE 8 B, source page absent, raise to resume, median", Anchor: "the WRITE with the page present", Unit: "us",
-			Goals: []Goal{atMost(30)}, Open: guestFault(false),
-		},
-		{
-			Name: "guest_fault_far", What: "the same, target page absent: RNR NAK and unsolicited ACK", Anchor: "the WRITE with the page present", Unit: "us",
-			Open: guestFault(true),
+			Name: "guest_fault", What: "guest fault of a WRITE 8 B, source page absent, raise to resume, median",
+			Anchor: "the WRITE with the page present", Unit: "us", Goals: []Goal{atMost(30)}, Open: guestFault(false),
 		},
 		{
-			Name: "guest_fault_vm", What: "guest fault served by the kernel module in a VM, up to 1 MiB each, raise to resume, mean", Unit: "us",
+			Name: "guest_fault_far", What: "the same, target page absent: RNR NAK and unsolicited ACK",
+			Anchor: "the WRITE with the page present", Unit: "us", Open: guestFault(true),
+		},
+		{
+			Name: "guest_fault_vm",
+			What: "guest fault served by the kernel module in a VM, up to 1 MiB each, raise to resume, mean", Unit: "us",
 			Open: guestFaultVM,
 		},
 		{
@@ -121,19 +128,23 @@ func registry() []Row {
 		neighbourRow("same_slow", true, true), neighbourRow("other_slow", false, true),
 		neighbourRow("same_never", true, false), neighbourRow("other_never", false, false),
 		{
-			Name: "idle_8vms", What: "processor share of an idle daemon, 8 VMs attached", Anchor: "none attached", Unit: "% of a core",
-			Goals: []Goal{atMost(1)}, Open: idle,
+			Name: "idle_8vms", What: "processor share of an idle daemon, 8 VMs attached", Anchor: "none attached",
+			Unit: "% of a core", Goals: []Goal{atMost(1)}, Open: idle,
 		},
-		{Name: "memory_per_vm", What: "daemon's private memory per attached VM, idle", Unit: "KiB", Open: growth(8, 0, 0, makeVMs)},
-		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQs included", Unit: "KiB", Open: growth(100, 2, 256<<20, makeQPs)},
-		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB", Open: growth(2000, 2, 64<<20, makeMRs)},
+		{Name: "memory_per_vm", What: "daemon's private memory per attached VM, idle", Unit: "KiB",
+			Open: growth(8, 0, 0, makeVMs)},
+		{Name: "memory_per_qp", What: "daemon's private memory per RC QP pair, idle, CQs included", Unit: "KiB",
+			Open: growth(100, 2, 256<<20, makeQPs)},
+		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB",
+			Open: growth(2000, 2, 64<<20, makeMRs)},
 		{
-			Name: "start_up", What: "from starting a daemon with 8 VMs until a driver has its device", Anchor: "`vnicd --version`", Unit: "ms",
-			Open: startUp,
+			Name: "start_up", What: "from starting a daemon with 8 VMs until a driver has its device",
+			Anchor: "`vnicd --version`", Unit: "ms", Open: startUp,
 		},
 		{
-			Name: "evpn_100k", What: "100,000 MAC/IP routes of 1,000 hosts, told by a reflector, until all are in the switch's tables", Anchor: "gobgp alone, until it has them", Unit: "s",
-			Open: evpnScale,
+			Name:   "evpn_100k",
+			What:   "100,000 MAC/IP routes of 1,000 hosts, told by a reflector, until all are in the switch's tables",
+			Anchor: "gobgp alone, until it has them", Unit: "s", Open: evpnScale,
 		},
 		{Name: "micro", What: "the Go benchmarks of the hot functions, with allocations", Section: micro},
 	}
@@ -141,8 +152,9 @@ func registry() []Row {
 
 func translationRow(name string, n uint64, host string) Row {
 	return Row{
-		Name: "translate_" + name, What: fmt.Sprintf("both stages, warm, %s scattered pages, %s pages on the host", number(float64(n)), host),
-		Anchor: "a region of one page", Unit: "ns", Goals: []Goal{atMost(10), ratioAtMost(1.25)}, Open: translation(n, host == "2 MiB"),
+		Name: "translate_" + name, What: fmt.Sprintf("both stages, warm, %s scattered pages, %s pages on the host",
+			number(float64(n)), host), Anchor: "a region of one page", Unit: "ns", Goals: []Goal{atMost(10), ratioAtMost(1.25)},
+		Open: translation(n, host == "2 MiB"),
 	}
 }
 
@@ -155,7 +167,8 @@ func neighbourRow(name string, sameVM, answered bool) Row {
 		pager = "pager of 1 ms"
 	}
 	return Row{
-		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager, Anchor: "that QP does not fault", Unit: "msg/s",
-		Goals: []Goal{ratioAtLeast(0.95)}, Open: neighbours(sameVM, answered),
+		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager,
+		Anchor: "that QP does not fault", Unit: "msg/s", Goals: []Goal{ratioAtLeast(0.95)},
+		Open: neighbours(sameVM, answered),
 	}
 }

@@ -39,7 +39,8 @@ func thisMachine() machine {
 		s, _, _ := strings.Cut(string(b), "\n")
 		return s
 	}
-	m := machine{Kernel: line("/proc/sys/kernel/osrelease"), Cores: runtime.NumCPU(), Load: line("/proc/loadavg"), Go: runtime.Version()}
+	m := machine{Kernel: line("/proc/sys/kernel/osrelease"), Cores: runtime.NumCPU(), Load: line("/proc/loadavg"),
+		Go: runtime.Version()}
 	info, _ := os.ReadFile("/proc/cpuinfo")
 	for l := range strings.Lines(string(info)) {
 		if k, v, ok := strings.Cut(l, ":"); ok && strings.TrimSpace(k) == "model name" {
@@ -116,7 +117,8 @@ func (r *report) add(row Row, res *Result) {
 	}
 	what, anchor, ratio, sp := row.What, "", "", percent(l.Spread)
 	if len(res.Anchor) > 0 {
-		l.AnchorWhat, l.Anchor, l.Ratio, l.AnchorSpread = row.Anchor, median(res.Anchor), finite(median(res.ratios())), spread(res.Anchor)
+		l.AnchorWhat, l.Anchor, l.Ratio, l.AnchorSpread = row.Anchor, median(res.Anchor), finite(median(res.ratios())),
+			spread(res.Anchor)
 		what += " / " + row.Anchor
 		anchor, ratio, sp = number(l.Anchor), times(l.Ratio), sp+" "+percent(l.AnchorSpread)
 	}

@@ -24,8 +24,8 @@ type Row struct {
 // Meter takes one sample, in about d. Anchor is nil if the row has none.
 type Meter struct {
 	Ours, Anchor func(ctx context.Context, d time.Duration) (Sample, error)
-	// Turns is how often the two take turns within a round, whose figures are the means; zero: once. The more, the more alike
-	// is what the machine does besides to both.
+	// Turns is how often the two take turns within a round, whose figures are the means; zero: once. The more, the more
+	// alike is what the machine does besides to both.
 	Turns int
 }
 

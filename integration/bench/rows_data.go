@@ -78,7 +78,8 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 // pingPong bounces 8 bytes between x and y, which belong to the two nodes: each side WRITEs
 // once it sees the other's WRITE. Unless it is nil, between is called again and again
 // while the thread waits. The sample is the median of one way in ns.
-func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Context, time.Duration) (Sample, error), error) {
+func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Context, time.Duration) (Sample, error),
+	error) {
 	var bufs [2]*guestdrv.Buffer
 	var wrs [2]guestdrv.SendWR
 	ends := []*end{x, y}
@@ -88,7 +89,8 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 			return nil, err
 		}
 		bufs[i] = buf
-		wrs[1-i] = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8), RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+		wrs[1-i] = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8),
+			RemoteAddr: mr.Addr(), RKey: mr.RKey()}
 	}
 	times := make([]float64, 0, 1<<22)
 	n := uint64(0)
@@ -255,12 +257,14 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// signalled is how many WRITEs of a stream there are to one that is signalled. ib_write_bw has 100, iperf3 sleeps until a third of its buffer is free.
+// signalled is how many WRITEs of a stream there are to one that is signalled. ib_write_bw has 100, iperf3 sleeps until
+// a third of its buffer is free.
 const signalled = 4
 
 // remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
 // at the far end. It returns the hosts; the first sends.
-func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(context.Context, time.Duration) (float64, error), []*lab.Host, error) {
+func (b *Bench) remoteStream(ctx context.Context, mtu, size,
+	window int) (func(context.Context, time.Duration) (float64, error), []*lab.Host, error) {
 	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)
 	if err != nil {
 		return nil, hosts, err
@@ -278,7 +282,8 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size, window int) (func(c
 	if err != nil {
 		return nil, hosts, err
 	}
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(),
+		RKey: dmr.RKey()}
 	f := func(ctx context.Context, d time.Duration) (float64, error) {
 		return x.stream(ctx, d, window, signalled, &wr, nil)
 	}

@@ -22,7 +22,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// A data centre as its route reflector tells of it: each host is a VTEP of one of the networks with so many MACs, each with an IP address.
+// A data centre as its route reflector tells of it: each host is a VTEP of one of the networks with so many MACs, each
+// with an IP address.
 const (
 	evpnHosts    = 1000
 	evpnPerHost  = 100
@@ -44,7 +45,8 @@ func evpnVTEP(host int) netip.Addr {
 	return netip.AddrFrom4([4]byte{10, 1, byte(host >> 8), byte(host)})
 }
 
-// evpnUpdate is one UPDATE: MACs first..first+n-1 at a host, or with no MACs that the host serves its network; or that this is no more so.
+// evpnUpdate is one UPDATE: MACs first..first+n-1 at a host, or with no MACs that the host serves its network; or that
+// this is no more so.
 func evpnUpdate(host, first, n int, seq uint32, gone bool) ([]byte, error) {
 	at := evpnVTEP(host)
 	rd, err := bgp.ParseRouteDistinguisher(fmt.Sprintf("%v:%d", at, vni(host)))
@@ -59,7 +61,8 @@ func evpnUpdate(host, first, n int, seq uint32, gone bool) ([]byte, error) {
 	for i := first; i < first+n && err == nil; i++ {
 		mac := fmt.Sprintf("02:00:00:%02x:%02x:%02x", i>>16, i>>8&0xff, i&0xff)
 		esi := bgp.EthernetSegmentIdentifier{Type: bgp.ESI_ARBITRARY, Value: make([]byte, 9)}
-		err = add(bgp.NewEVPNMacIPAdvertisementRoute(rd, esi, 0, mac, netip.AddrFrom4([4]byte{10, byte(2 + i>>16), byte(i >> 8), byte(i)}), []uint32{vni(host)}))
+		err = add(bgp.NewEVPNMacIPAdvertisementRoute(rd, esi, 0, mac,
+			netip.AddrFrom4([4]byte{10, byte(2 + i>>16), byte(i >> 8), byte(i)}), []uint32{vni(host)}))
 	}
 	if n == 0 {
 		err = add(bgp.NewEVPNMulticastEthernetTagRoute(rd, 0, at))
@@ -87,8 +90,8 @@ func evpnUpdate(host, first, n int, seq uint32, gone bool) ([]byte, error) {
 		return nil, err
 	}
 	attrs := []bgp.PathAttributeInterface{
-		bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP), bgp.NewPathAttributeAsPath(nil), bgp.NewPathAttributeLocalPref(100), reach,
-		bgp.NewPathAttributeExtendedCommunities(communities),
+		bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP), bgp.NewPathAttributeAsPath(nil),
+		bgp.NewPathAttributeLocalPref(100), reach, bgp.NewPathAttributeExtendedCommunities(communities),
 	}
 	if n == 0 {
 		id, err := bgp.NewIngressReplTunnelID(at)
@@ -116,7 +119,8 @@ func newEVPNScript() (*evpnScript, error) {
 		say(&s.gone, h, h*evpnPerHost, evpnPerHost, 0, true)
 		say(&s.gone, h, 0, 0, 0, true)
 	}
-	// Moves come one by one: a MAC that another host of its network tells of with the next number, and the old one no more.
+	// Moves come one by one: a MAC that another host of its network tells of with the next number, and the old one no
+	// more.
 	for i := range evpnMoves {
 		mac := i * evpnHosts * evpnPerHost / evpnMoves
 		old := mac / evpnPerHost
@@ -151,8 +155,11 @@ func tryReflector(dial func() (net.Conn, error)) (*reflector, error) {
 	if err != nil {
 		return nil, err
 	}
-	caps := bgp.NewOptionParameterCapability([]bgp.ParameterCapabilityInterface{bgp.NewCapMultiProtocol(bgp.RF_EVPN), bgp.NewCapFourOctetASNumber(evpnAS)})
-	open, err := bgp.NewBGPOpenMessage(evpnAS, 0, netip.AddrFrom4([4]byte{9, 9, 9, 9}), []bgp.OptionParameterInterface{caps}) // no hold timer
+	caps := bgp.NewOptionParameterCapability([]bgp.ParameterCapabilityInterface{bgp.NewCapMultiProtocol(bgp.RF_EVPN),
+		bgp.NewCapFourOctetASNumber(evpnAS)})
+	// no hold timer
+	open, err := bgp.NewBGPOpenMessage(evpnAS, 0, netip.AddrFrom4([4]byte{9, 9, 9, 9}),
+		[]bgp.OptionParameterInterface{caps})
 	if err == nil {
 		for _, m := range []*bgp.BGPMessage{open, bgp.NewBGPKeepAliveMessage()} {
 			var b []byte
@@ -203,8 +210,8 @@ func until(ctx context.Context, want int, count func() (int, error)) error {
 	}
 }
 
-// evpnScale measures how long a daemon takes from the first byte of everybody's routes until all are in the switch's tables; the
-// anchor is gobgp by itself, which only keeps them.
+// evpnScale measures how long a daemon takes from the first byte of everybody's routes until all are in the switch's
+// tables; the anchor is gobgp by itself, which only keeps them.
 func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 	script, err := newEVPNScript()
 	if err != nil {
@@ -226,7 +233,8 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 		return m, err
 	}
 	b.Add(ours.close)
-	control := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	control := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn,
+		error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", filepath.Join(h.Dir, "vnicd.sock"))
 	}}}
 	b.Add(control.CloseIdleConnections)
@@ -282,7 +290,8 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 		gone, _, err := step(script.gone, 0)
 		return Sample{Value: took.Seconds(), Extra: map[string]float64{
-			"cpu_us_per_route": cpu.Seconds() * 1e6 / all, "bytes_per_route": (full - empty) / all, "us_per_move": moved.Seconds() * 1e6 / evpnMoves, "withdrawal_s": gone.Seconds(),
+			"cpu_us_per_route": cpu.Seconds() * 1e6 / all, "bytes_per_route": (full - empty) / all,
+			"us_per_move": moved.Seconds() * 1e6 / evpnMoves, "withdrawal_s": gone.Seconds(),
 		}}, err
 	}
 	m.Anchor, err = b.gobgpAlone(ctx, script)
@@ -295,7 +304,8 @@ func (b *Bench) evpnHost(ctx context.Context) (*lab.Host, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := h.NS.Shell(ctx, "ip link add under type bridge && ip link set under up && ip addr add 192.0.2.1/24 dev under && ip addr add 192.0.2.9/24 dev under && ip route add 10.0.0.0/8 dev under"); err != nil {
+	if _, err := h.NS.Shell(ctx,
+		"ip link add under type bridge && ip link set under up && ip addr add 192.0.2.1/24 dev under && ip addr add 192.0.2.9/24 dev under && ip route add 10.0.0.0/8 dev under"); err != nil {
 		return nil, err
 	}
 	text := fmt.Sprintf("vtep: {local: 192.0.2.1}\nevpn: {as: %d, neighbours: [{address: 192.0.2.9, passive: true}]}\nnetworks:\n", evpnAS)
@@ -306,7 +316,8 @@ func (b *Bench) evpnHost(ctx context.Context) (*lab.Host, error) {
 }
 
 // gobgpAlone is a gobgp with nothing behind it.
-func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(context.Context, time.Duration) (Sample, error), error) {
+func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(context.Context, time.Duration) (Sample,
+	error), error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
@@ -319,13 +330,15 @@ func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(contex
 	go srv.Serve()
 	b.Add(srv.Stop)
 	if err := srv.StartBgp(ctx, &api.StartBgpRequest{Global: &api.Global{
-		Asn: evpnAS, RouterId: "192.0.2.2", ListenPort: int32(port), ListenAddresses: []string{"127.0.0.1"}, Families: []uint32{9},
+		Asn: evpnAS, RouterId: "192.0.2.2", ListenPort: int32(port), ListenAddresses: []string{"127.0.0.1"},
+		Families: []uint32{9},
 	}}); err != nil {
 		return nil, err
 	}
 	if err := srv.AddPeer(ctx, &api.AddPeerRequest{Peer: &api.Peer{
 		Conf: &api.PeerConf{NeighborAddress: "127.0.0.9", PeerAsn: evpnAS}, Transport: &api.Transport{PassiveMode: true},
-		AfiSafis: []*api.AfiSafi{{Config: &api.AfiSafiConfig{Family: &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}, Enabled: true}}},
+		AfiSafis: []*api.AfiSafi{{Config: &api.AfiSafiConfig{Family: &api.Family{Afi: api.Family_AFI_L2VPN,
+			Safi: api.Family_SAFI_EVPN}, Enabled: true}}},
 	}}); err != nil {
 		return nil, err
 	}
@@ -338,7 +351,8 @@ func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(contex
 	}
 	b.Add(alone.close)
 	count := func() (n int, err error) {
-		t, err := srv.GetTable(ctx, &api.GetTableRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL, Family: &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}})
+		t, err := srv.GetTable(ctx, &api.GetTableRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL,
+			Family: &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}})
 		if err != nil {
 			return 0, err
 		}

@@ -32,17 +32,19 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 	if err != nil {
 		return nil, err
 	}
-	return n.pd.RegisterOnDemand(onDemand, pageSize, allAccess, guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, pas []uint64) error {
-		if wait != nil {
-			wait(ctx)
-		}
-		pas[0] = frame.PA()
-		return ctx.Err()
-	}))
+	return n.pd.RegisterOnDemand(onDemand, pageSize, allAccess,
+		guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, pas []uint64) error {
+			if wait != nil {
+				wait(ctx)
+			}
+			pas[0] = frame.PA()
+			return ctx.Err()
+		}))
 }
 
-// guestFault is the time from raise to resume of the fault of a WRITE of 8 bytes that meets an absent page; far: the page is the responder's.
-// The WRITE's own time, from post to completion, is shown beside it; the anchor is that of one whose page is present.
+// guestFault is the time from raise to resume of the fault of a WRITE of 8 bytes that meets an absent page; far: the
+// page is the responder's. The WRITE's own time, from post to completion, is shown beside it; the anchor is that of one
+// whose page is present.
 func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		h, nodes, err := b.local(ctx, 2, 16<<20)
@@ -65,7 +67,8 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 		if err != nil {
 			return m, err
 		}
-		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: other.Addr(), RKey: other.RKey()}
+		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)},
+			RemoteAddr: other.Addr(), RKey: other.RKey()}
 		if far {
 			wr.SGL[0], wr.RemoteAddr, wr.RKey = other.SGE(0, 8), mr.Addr(), mr.RKey()
 		}
@@ -101,7 +104,8 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 				if err != nil {
 					return Sample{}, err
 				}
-				return Sample{f.median(), map[string]float64{"mean": f.mean(), "post to completion": median(took), "post to completion, p99": took[len(took)*99/100]}}, nil
+				return Sample{f.median(), map[string]float64{"mean": f.mean(), "post to completion": median(took),
+					"post to completion, p99": took[len(took)*99/100]}}, nil
 			}
 		}
 		return Meter{Ours: sample(true), Anchor: sample(false)}, nil
@@ -115,7 +119,9 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	never := guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, _ []uint64) error { return context.Canceled })
+	never := guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, _ []uint64) error {
+		return context.Canceled
+	})
 	sample := func(size uint64) func(context.Context, time.Duration) (Sample, error) {
 		return func(_ context.Context, d time.Duration) (Sample, error) {
 			var took []float64
@@ -173,7 +179,8 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{src.SGE(0, 8)}, RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{src.SGE(0, 8)},
+			RemoteAddr: mr.Addr(), RKey: mr.RKey()}
 		from, to := nodes[0], nodes[1]
 		if !sameVM {
 			from, to = nodes[2], nodes[3]
@@ -190,7 +197,8 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		work := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, pageSize)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+		work := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, pageSize)}, RemoteAddr: dmr.Addr(),
+			RKey: dmr.RKey()}
 		beside := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				g := make(chan struct{})
@@ -276,7 +284,8 @@ func apart(daemon int, f func() (float64, error)) (rate float64, spent time.Dura
 	return rate, spent - engine, err
 }
 
-// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts them.
+// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts
+// them.
 type faults struct {
 	n       uint64
 	sum     time.Duration
@@ -286,7 +295,8 @@ type faults struct {
 // mean is in us.
 func (f *faults) mean() float64 { return float64(f.sum.Nanoseconds()) / float64(f.n) / 1e3 }
 
-// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's histogram_quantile does.
+// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's
+// histogram_quantile does.
 func (f *faults) median() float64 {
 	below := 0.0
 	for i, n := range f.buckets {

@@ -30,7 +30,8 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 			return m, err
 		}
 		// Something to have been busy with.
-		if err := x.qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 0)}, RKey: mr.RKey()}); err != nil {
+		if err := x.qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled,
+			SGL: []abi.SGE{mr.SGE(0, 0)}, RKey: mr.RKey()}); err != nil {
 			return m, err
 		}
 		if err := x.spin(ctx, 1); err != nil {
@@ -63,9 +64,10 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	return Meter{Ours: share(full.Proc), Anchor: share(empty.Proc)}, nil
 }
 
-// growth is what the private memory of a daemon that has just been started grows by per object, in KiB, when n are made. Of its 8 VMs that
-// many have drivers by then.
-func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, nodes []*node, n int) error) func(context.Context, *Bench) (Meter, error) {
+// growth is what the private memory of a daemon that has just been started grows by per object, in KiB, when n are
+// made. Of its 8 VMs that many have drivers by then.
+func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, nodes []*node,
+	n int) error) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		m.Ours = func(ctx context.Context, _ time.Duration) (s Sample, err error) {
 			// Another daemon each time: what Go's collector has freed stays resident, and would be taken for less growth.
@@ -124,7 +126,8 @@ func makeMRs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
 	return nil
 }
 
-// startUp is the time from starting a daemon with 8 VMs until one of their drivers has its device; the anchor is a process that prints its version.
+// startUp is the time from starting a daemon with 8 VMs until one of their drivers has its device; the anchor is a
+// process that prints its version.
 func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 	h, err := b.host()
 	if err != nil {

@@ -14,13 +14,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// Two hosts joined by a veth pair; on each a network of vnicd's with a TAP, and beside it the kernel's own: a bridge with a vxlan
-// device in it. Programs on one host talk to the other by either.
+// Two hosts joined by a veth pair; on each a network of vnicd's with a TAP, and beside it the kernel's own: a bridge
+// with a vxlan device in it. Programs on one host talk to the other by either.
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the short path (by default) and
-// what it needs over IPv6.
+// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the
+// short path (by default) and what it needs over IPv6.
 func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
@@ -45,12 +45,15 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 		if err = h.NS.AddAddress("ul", netip.PrefixFrom(addr(i), bits)); err != nil {
 			return
 		}
-		if _, err = h.NS.Shell(ctx, fmt.Sprintf("ip link add kbr type bridge && ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && "+
-			"ip link set kvx master kbr && ip link set kvx up && ip addr add %s/24 dev kbr && ip link set kbr up", addr(i), addr(1-i), kernelAddr(i))); err != nil {
+		if _, err = h.NS.Shell(ctx,
+			fmt.Sprintf("ip link add kbr type bridge && ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && "+
+				"ip link set kvx master kbr && ip link set kvx up && ip addr add %s/24 dev kbr && ip link set kbr up", addr(i),
+				addr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		if err = b.start(ctx, h, fmt.Sprintf("%svtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
-			way, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
+		if err = b.start(ctx, h,
+			fmt.Sprintf("%svtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
+				way, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
 			return
 		}
 	}
@@ -65,10 +68,12 @@ type transfer struct {
 	extra    map[string]float64
 }
 
-// both measures the same by our addresses and by the kernel's. Beside the rates it shows what the processors ran for each packet (or whatever the
-// unit is) that came through: our daemons alone, and all that the path needs, iperf3 at both ends with what the kernel does in
-// its name and, for ours, the daemons. Unlike rates these hardly depend on who else uses the machine.
-func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer, error)) Meter {
+// both measures the same by our addresses and by the kernel's. Beside the rates it shows what the processors ran for
+// each packet (or whatever the unit is) that came through: our daemons alone, and all that the path needs, iperf3 at
+// both ends with what the kernel does in its name and, for ours, the daemons. Unlike rates these hardly depend on who
+// else uses the machine.
+func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer,
+	error)) Meter {
 	measure := func(ctx context.Context, who, addr string, d time.Duration) (Sample, error) {
 		before, err := ran(hosts)
 		if err != nil {
@@ -107,14 +112,16 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, v6, short)
 		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			r, err := iperf(ctx, hosts[0], addr, d)
-			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024, programs: r.ran(r.End.Sent.Seconds)}, err
+			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024,
+				programs: r.ran(r.End.Sent.Seconds)}, err
 		}), err
 	}
 }
 
-// hostUDP is iperf3 sending datagrams as fast as it can. What counts is what arrives at the receiving host's UDP: the way from interface to interface.
-// How much of that iperf3 gets to read out of its socket in time is a matter of who has the processor, and shown beside it:
-// the sender is not held up by a TAP, as it is by the kernel's path, which it walks itself.
+// hostUDP is iperf3 sending datagrams as fast as it can. What counts is what arrives at the receiving host's UDP: the
+// way from interface to interface. How much of that iperf3 gets to read out of its socket in time is a matter of who
+// has the processor, and shown beside it: the sender is not held up by a TAP, as it is by the kernel's path, which it
+// walks itself.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, false, true)
@@ -131,7 +138,8 @@ func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 			u := r.End.Sum
 			read := u.Packets - u.Lost
 			n := read + after - before
-			return transfer{value: n / u.Seconds, units: n, programs: r.ran(u.Seconds), extra: map[string]float64{"read/s": read / u.Seconds}}, err
+			return transfer{value: n / u.Seconds, units: n, programs: r.ran(u.Seconds),
+				extra: map[string]float64{"read/s": read / u.Seconds}}, err
 		}), err
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// manyQPs is the rate of WRITEs of 8 bytes by 1,000 QPs that one thread feeds in turn, each with what it has room for; the anchor is one QP.
-// What 10 and 100 QPs reach is shown beside it.
+// manyQPs is the rate of WRITEs of 8 bytes by 1,000 QPs that one thread feeds in turn, each with what it has room for;
+// the anchor is one QP. What 10 and 100 QPs reach is shown beside it.
 func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 	const most, queue, message = 1000, 32, 8
 	_, nodes, err := b.local(ctx, 2, 256<<20)
@@ -62,8 +62,9 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// muchMemory is the rate of WRITEs of 8 bytes to 256 pages all over a region of 64 GiB; the anchor's region has 1 MiB, which are as many.
-// What one of 1 GiB reaches is shown beside it. The regions page on demand, in a VM that has that much memory; only those pages of it are touched.
+// muchMemory is the rate of WRITEs of 8 bytes to 256 pages all over a region of 64 GiB; the anchor's region has 1 MiB,
+// which are as many. What one of 1 GiB reaches is shown beside it. The regions page on demand, in a VM that has that
+// much memory; only those pages of it are touched.
 func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 	const small, middle, large, touched = 1 << 20, 1 << 30, 64 << 30, 256
 	_, nodes, err := b.local(ctx, 1, large+middle+small+16<<20)
@@ -84,12 +85,13 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return nil, err
 		}
-		dst, err := n.pd.RegisterOnDemand(onDemand, uint64(size), allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
-			for i := range pas {
-				pas[i] = buf.PA() + f.VA - onDemand + uint64(i*pageSize)
-			}
-			return nil
-		}))
+		dst, err := n.pd.RegisterOnDemand(onDemand, uint64(size), allAccess,
+			guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+				for i := range pas {
+					pas[i] = buf.PA() + f.VA - onDemand + uint64(i*pageSize)
+				}
+				return nil
+			}))
 		if err != nil {
 			return nil, fmt.Errorf("region of %d bytes: %w", size, err)
 		}

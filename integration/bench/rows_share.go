@@ -150,8 +150,9 @@ func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, erro
 	}
 }
 
-// collectedLatency is the 99.9th percentile of the latency between two VMs while the daemon is asked for its metrics all the time, of which
-// it makes garbage. That is collected at a fiftieth of the growth that Go waits for by default; the anchor is a daemon that never collects it.
+// collectedLatency is the 99.9th percentile of the latency between two VMs while the daemon is asked for its metrics
+// all the time, of which it makes garbage. That is collected at a fiftieth of the growth that Go waits for by default;
+// the anchor is a daemon that never collects it.
 func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	open := func(collects bool) (func(context.Context, time.Duration) (Sample, error), error) {
 		h, err := b.host()
@@ -192,7 +193,8 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 			var stop atomic.Bool
 			var askErr error
 			asking.Go(func() {
-				for ; !stop.Load() && askErr == nil; time.Sleep(5 * time.Millisecond) { // which leaves the processors to the two at work
+				// which leaves the processors to the two at work
+				for ; !stop.Load() && askErr == nil; time.Sleep(5 * time.Millisecond) {
 					_, askErr = get(ctx, monitoringSocket(h), "/metrics")
 				}
 			})
@@ -215,7 +217,8 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 			case n == 0:
 				return s, fmt.Errorf("no garbage was collected in %v: choose a longer TIME", d)
 			}
-			return Sample{value, map[string]float64{"collections/s": n / d.Seconds(), "median": s.Value, "max": s.Extra["max"]}}, nil
+			return Sample{value, map[string]float64{"collections/s": n / d.Seconds(), "median": s.Value, "max": s.Extra["max"]}},
+				nil
 		}, nil
 	}
 	if m.Ours, err = open(true); err == nil {
@@ -299,7 +302,8 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	bad := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: make([]byte, 8), RKey: 0xbad}
+	bad := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: make([]byte, 8),
+		RKey: 0xbad}
 	flushed := 0
 	flood := func() error {
 		for range 64 {
@@ -321,7 +325,8 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return Sample{}, err
 		}
-		return Sample{Value: served[0] * message / giga / d.Seconds(), Extra: map[string]float64{"flushed/s": float64(flushed-before) / d.Seconds()}}, nil
+		return Sample{Value: served[0] * message / giga / d.Seconds(),
+			Extra: map[string]float64{"flushed/s": float64(flushed-before) / d.Seconds()}}, nil
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		served, err := feedAll(ctx, []*demand{honest, equal}, d, nothing)

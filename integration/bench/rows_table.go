@@ -28,7 +28,8 @@ const (
 func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 	// The memory is never touched, only its addresses are looked up.
 	const huge = 2 << 20
-	mem, err := unix.Mmap(-1, 0, int(n)<<translate.PageShift+2*huge, unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+	mem, err := unix.Mmap(-1, 0, int(n)<<translate.PageShift+2*huge, unix.PROT_READ,
+		unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, fmt.Errorf("%d pages of address space: %w", n, err)
 	}
@@ -45,7 +46,8 @@ func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 	}
 	vm := translate.NewVM(s, translate.Limits{})
 	r, err := vm.CreateRegion(translate.RegionSpec{
-		PD: 1, Access: translate.LocalWrite | translate.RemoteWrite, PageShift: translate.PageShift, IOVA: firstVA, Length: n << translate.PageShift, NPages: n,
+		PD: 1, Access: translate.LocalWrite | translate.RemoteWrite, PageShift: translate.PageShift, IOVA: firstVA,
+		Length: n << translate.PageShift, NPages: n,
 	})
 	if err != nil {
 		return nil, err
@@ -74,7 +76,8 @@ func (r *resolver) run(_ context.Context, d time.Duration) (Sample, error) {
 		for range 1 << 16 {
 			x = x*6364136223846793005 + 1442695040888963407
 			p := (x >> 32) * set >> 32 * stride
-			if _, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64, translate.RemoteWrite); !m.OK() {
+			if _, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64,
+				translate.RemoteWrite); !m.OK() {
 				return Sample{}, m.Err()
 			}
 		}

@@ -15,13 +15,15 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// vhostFrames is 64-byte frames going round: DPDK's testpmd has two virtio ports (net_virtio_user) and passes what one gets to the other; between
-// the ports is vnicd's switch, or, as anchor, a second testpmd that does the same with two vhost ports (net_vhost).
+// vhostFrames is 64-byte frames going round: DPDK's testpmd has two virtio ports (net_virtio_user) and passes what one
+// gets to the other; between the ports is vnicd's switch, or, as anchor, a second testpmd that does the same with two
+// vhost ports (net_vhost).
 //
-// Who waits for whom depends on how many cores there are, and testpmd polls whether there are frames or not. So what counts is what one core
-// in the middle could pass on: frames by the processor time that they took. For vnicd that is all that the daemon ran, looking for work and
-// being woken included; for testpmd what it says itself (--record-core-cycles), which leaves out its polling in vain. That is by the clock, so on a
-// busy machine it has others' time in it. What did go round is shown beside it, of the best second.
+// Who waits for whom depends on how many cores there are, and testpmd polls whether there are frames or not. So what
+// counts is what one core in the middle could pass on: frames by the processor time that they took. For vnicd that is
+// all that the daemon ran, looking for work and being woken included; for testpmd what it says itself
+// (--record-core-cycles), which leaves out its polling in vain. That is by the clock, so on a busy machine it has
+// others' time in it. What did go round is shown beside it, of the best second.
 func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 	h, err := b.host()
 	if err != nil {
@@ -83,7 +85,8 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 
 var cycles = regexp.MustCompile(`CPU cycles/packet=([\d.]+) .* at (\d+) MHz`)
 
-// parseCycles reads how many packets per second one core can pass on, from what testpmd says of the cycles that each took.
+// parseCycles reads how many packets per second one core can pass on, from what testpmd says of the cycles that each
+// took.
 func parseCycles(s string) (float64, error) {
 	m := cycles.FindStringSubmatch(s)
 	if m == nil {
@@ -97,9 +100,10 @@ func parseCycles(s string) (float64, error) {
 	return mhz * 1e6 / each, err
 }
 
-// guestPorts lets frames go round for d, at least two seconds, and returns the rate and what it would be by the time that the process in the middle
-// ran, were it a whole core's.
-func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Process, sockets [2]string, d time.Duration) (rate, perCore float64, err error) {
+// guestPorts lets frames go round for d, at least two seconds, and returns the rate and what it would be by the time
+// that the process in the middle ran, were it a whole core's.
+func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Process, sockets [2]string,
+	d time.Duration) (rate, perCore float64, err error) {
 	var ports, peers []string
 	for i, path := range sockets {
 		ports = append(ports, fmt.Sprintf("--vdev=net_virtio_user%d,path=%s,mac=%s,queue_size=1024", i, path, vmMAC(i)))
@@ -110,7 +114,8 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 		return 0, 0, err
 	}
 	defer p.Kill()
-	want := 1 + max(2, int(d.Round(time.Second).Seconds())) // the first second is a part of one, and has the beginning in it
+	// the first second is a part of one, and has the beginning in it
+	want := 1 + max(2, int(d.Round(time.Second).Seconds()))
 	var (
 		seen         int
 		total, first float64
@@ -143,7 +148,8 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 	return rate, (total - first) / (ran - begin).Seconds(), nil
 }
 
-// testpmd starts DPDK's test program, whose second thread forwards; cores says where they run (--lcores). It needs no huge pages.
+// testpmd starts DPDK's test program, whose second thread forwards; cores says where they run (--lcores). It needs no
+// huge pages.
 func (b *Bench) testpmd(h *lab.Host, name, cores string, args []string) (*harness.Process, string, error) {
 	log := filepath.Join(h.Dir, "testpmd-"+name+".log")
 	if err := os.WriteFile(log, nil, 0o644); err != nil {
@@ -151,11 +157,13 @@ func (b *Bench) testpmd(h *lab.Host, name, cores string, args []string) (*harnes
 	}
 	prefix := fmt.Sprintf("vnicd-bench-%d-%s", os.Getpid(), name)
 	b.Add(func() { _ = os.RemoveAll(filepath.Join("/var/run/dpdk", prefix)) })
-	argv := []string{"dpdk-testpmd", "--lcores", cores, "-m", "256", "--no-pci", "--no-huge", "--no-shconf", "--file-prefix=" + prefix}
+	argv := []string{"dpdk-testpmd", "--lcores", cores, "-m", "256", "--no-pci", "--no-huge", "--no-shconf",
+		"--file-prefix=" + prefix}
 	for _, a := range args {
 		argv = append(argv, a)
 		if a == "--" {
-			argv = append(argv, "--nb-cores=1", "--forward-mode=io", "--burst=256", "--total-num-mbufs=16384", "--no-lsc-interrupt", "--disable-link-check", "--stats-period=1")
+			argv = append(argv, "--nb-cores=1", "--forward-mode=io", "--burst=256", "--total-num-mbufs=16384",
+				"--no-lsc-interrupt", "--disable-link-check", "--stats-period=1")
 		}
 	}
 	p, err := h.NS.Start(log, nil, argv...)
@@ -166,7 +174,8 @@ func (b *Bench) testpmd(h *lab.Host, name, cores string, args []string) (*harnes
 	return p, log, nil
 }
 
-// parseTestpmd reads the statistics that testpmd prints of its two ports each second: frames received per second, and in all.
+// parseTestpmd reads the statistics that testpmd prints of its two ports each second: frames received per second, and
+// in all.
 func parseTestpmd(s string) (seconds []float64, total float64) {
 	var sum, all float64
 	ports := 0

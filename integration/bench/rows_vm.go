@@ -32,7 +32,8 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 	}
 	network := func(int) string { return "" }
 	if n == 2 {
-		if err := l.Underlay(hosts[0], netip.PrefixFrom(underlayAddr(0), 24), hosts[1], netip.PrefixFrom(underlayAddr(1), 24), 1500); err != nil {
+		if err := l.Underlay(hosts[0], netip.PrefixFrom(underlayAddr(0), 24), hosts[1], netip.PrefixFrom(underlayAddr(1), 24),
+			1500); err != nil {
 			return nil, nil, err
 		}
 		network = peered
@@ -59,9 +60,10 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 	return hosts, vms, nil
 }
 
-// perftest is what a program of perftest tells of two VMs on two hosts; the anchor is the same program over rxe in the same VMs, with our module
-// unloaded: while it is there, RoCE is the HCA's.
-func perftest(value func(out string) (float64, error), program string, opts ...string) func(context.Context, *Bench) (Meter, error) {
+// perftest is what a program of perftest tells of two VMs on two hosts; the anchor is the same program over rxe in the
+// same VMs, with our module unloaded: while it is there, RoCE is the HCA's.
+func perftest(value func(out string) (float64, error), program string, opts ...string) func(context.Context,
+	*Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		_, vms, err := b.guests(ctx, 2)
 		if err != nil {

@@ -126,7 +126,8 @@ func underlayAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, 
 
 // peered is the network of host i of two, for daemon.
 func peered(i int) string {
-	return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", underlayAddr(i), underlayAddr(1-i))
+	return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", underlayAddr(i),
+		underlayAddr(1-i))
 }
 
 // remote is two daemons with a VM each, joined by a veth pair of that MTU, over which
@@ -143,8 +144,9 @@ func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*la
 			return
 		}
 		// Port 4789 belongs to vnicd.
-		if _, err = h.NS.Shell(ctx, fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && ip addr add %s/24 dev kvx && ip link set kvx up",
-			underlayAddr(i), underlayAddr(1-i), kernelAddr(i))); err != nil {
+		if _, err = h.NS.Shell(ctx,
+			fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s remote %s dstport 4790 && ip addr add %s/24 dev kvx && ip link set kvx up",
+				underlayAddr(i), underlayAddr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
 		if err = b.daemon(ctx, h, i, 1, peered(i)); err != nil {
@@ -171,7 +173,8 @@ func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
 		return nil, err
 	}
 	b.Add(func() { _ = d.Close() })
-	n := &node{Device: d, host: h, path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
+	n := &node{Device: d, host: h,
+		path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
 	if err := d.SetGID(0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}
@@ -198,8 +201,8 @@ type end struct {
 	cq  *guestdrv.CQ
 	wcs [32]abi.WC
 
-	// events: it sleeps until there are completions. One that polls keeps a core to itself, which two busy daemons on two cores would miss,
-	// and the anchors' programs do not.
+	// events: it sleeps until there are completions. One that polls keeps a core to itself, which two busy daemons on two
+	// cores would miss, and the anchors' programs do not.
 	events bool
 }
 
@@ -218,14 +221,16 @@ func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 			return
 		}
 		if e.qp, err = n.pd.CreateQP(guestdrv.QPConfig{
-			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: queue, MaxRecvWR: queue, MaxInline: 128, Privileged: privileged,
+			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: queue, MaxRecvWR: queue, MaxInline: 128,
+			Privileged: privileged,
 		}); err != nil {
 			return
 		}
 	}
 	a, b = ends[0], ends[1]
 	for _, p := range [][2]*end{{a, b}, {b, a}} {
-		if err = p[0].qp.Connect(guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path}, guestdrv.ConnectOptions{}); err != nil {
+		if err = p[0].qp.Connect(guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path},
+			guestdrv.ConnectOptions{}); err != nil {
 			return
 		}
 	}
@@ -289,7 +294,8 @@ func (e *end) wait(ctx context.Context, n int, idle func()) error {
 
 // stream keeps up to window requests in flight for d and returns how many completed
 // per second. next prepares request i; one in every is signalled.
-func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr *guestdrv.SendWR, next func(i int)) (float64, error) {
+func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr *guestdrv.SendWR,
+	next func(i int)) (float64, error) {
 	start := time.Now()
 	end := start.Add(d)
 	posted, done := 0, 0

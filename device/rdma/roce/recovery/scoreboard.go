@@ -2,13 +2,13 @@ package recovery
 
 import "github.com/vnicd/vnicd/device/rdma/wire"
 
-// Loss detection follows RFC 8985 (RACK). A packet counts as lost once another packet that was sent later has arrived, and once
-// as much time has passed since it was sent as that one took, plus the reorder window: by how much paths may differ. So neither
-// the order of arrival matters, nor whether a packet is a retransmission.
+// Loss detection follows RFC 8985 (RACK). A packet counts as lost once another packet that was sent later has arrived,
+// and once as much time has passed since it was sent as that one took, plus the reorder window: by how much paths may
+// differ. So neither the order of arrival matters, nor whether a packet is a retransmission.
 //
-// Responses to READs and atomics arrive in the order of their PSNs, behind everything that was requested before them: the time of
-// the request says little about when a response is due. A response is lost if a later one, requested no earlier, has been
-// here for the length of the reorder window.
+// Responses to READs and atomics arrive in the order of their PSNs, behind everything that was requested before them:
+// the time of the request says little about when a response is due. A response is lost if a later one, requested no
+// earlier, has been here for the length of the reorder window.
 const (
 	reorderWindowMin   = 10e3 // ns; the reorder window is a quarter of the smoothed response time, at least this
 	reorderQuartersMax = 8    // quarters of the smoothed response time
@@ -29,9 +29,9 @@ const (
 	Received                             // the peer has the packet; if AwaitsResponse: the response is here
 )
 
-// Scoreboard records what is known of the packets in flight. Until a selective acknowledgement or a response shows a gap it
-// records only when each packet was sent. The methods take the requester's una (oldest PSN without response) and sent (end of all
-// PSNs that were sent).
+// Scoreboard records what is known of the packets in flight. Until a selective acknowledgement or a response shows a
+// gap it records only when each packet was sent. The methods take the requester's una (oldest PSN without response) and
+// sent (end of all PSNs that were sent).
 type Scoreboard struct {
 	sentAt []int64 // ring by PSN: when it was sent last; if Overdue: since when
 	flags  []Flags // ring by PSN
@@ -138,8 +138,8 @@ func (b *Scoreboard) RequestArrived(psn uint64, now int64) {
 	}
 }
 
-// ResponseArrived notes that the response psn is here. It cannot tell whether the response was requested again in vain: that
-// shows when it arrives twice (DuplicateResponse).
+// ResponseArrived notes that the response psn is here. It cannot tell whether the response was requested again in vain:
+// that shows when it arrives twice (DuplicateResponse).
 func (b *Scoreboard) ResponseArrived(psn, una, sent uint64, now int64) {
 	at := *b.time(psn)
 	switch f := *b.flag(psn); {
@@ -185,8 +185,8 @@ func (b *Scoreboard) ResponseQueued(psn, una uint64, now int64) {
 	}
 }
 
-// SelectiveAck takes a selective acknowledgement: the peer expects psn and has the packets of arrivals. It reports whether that
-// says anything new.
+// SelectiveAck takes a selective acknowledgement: the peer expects psn and has the packets of arrivals. It reports
+// whether that says anything new.
 func (b *Scoreboard) SelectiveAck(psn, una, sent uint64, arrivals *wire.Arrivals, now int64) bool {
 	b.Executed = max(b.Executed, psn)
 	end, newest, rtt := uint64(0), int64(0), int64(0)
@@ -216,8 +216,8 @@ func (b *Scoreboard) SelectiveAck(psn, una, sent uint64, arrivals *wire.Arrivals
 	return true
 }
 
-// overdueBefore marks the responses before end that were requested no later than at: all of those that come at all have left the
-// peer.
+// overdueBefore marks the responses before end that were requested no later than at: all of those that come at all have
+// left the peer.
 func (b *Scoreboard) overdueBefore(una, end uint64, at, now int64) {
 	queued := false
 	for psn := una; psn < end; psn++ {
@@ -301,8 +301,8 @@ func (b *Scoreboard) DetectLosses(una, sent uint64, now int64) (lost, oldest uin
 	return b.lost, oldest
 }
 
-// CutWindow tells whether a loss whose oldest PSN is given is to cut the congestion window: once for all that was in flight. It
-// lets the reorder window shrink after some losses without a spurious retransmission.
+// CutWindow tells whether a loss whose oldest PSN is given is to cut the congestion window: once for all that was in
+// flight. It lets the reorder window shrink after some losses without a spurious retransmission.
 func (b *Scoreboard) CutWindow(oldest, sent uint64) bool {
 	if oldest < b.cwndCutEnd {
 		return false

@@ -8,8 +8,8 @@ const (
 	alphaGain = 4       // 1/16, as in RFC 8257
 
 	// After a mark the window grows by one packet per window, as the other flows in the same queue do. From the
-	// growthDelay-th window without a mark on, the increment grows by one packet per window, up to maxGrowth: the path
-	// has become free. Where loss is the only signal, the increment grows at once.
+	// growthDelay-th window without a mark on, the increment grows by one packet per window, up to maxGrowth: the
+	// path has become free. Where loss is the only signal, the increment grows at once.
 	growthDelay = 5
 	maxGrowth   = 8
 
@@ -19,12 +19,12 @@ const (
 	chanceLoss         = 16 // at most one loss among this many packets may be chance
 )
 
-// Window is a congestion window: it bounds the packets that a requester has in flight. The algorithm is DCTCP's (RFC 8257)
-// with one bit of information per window: alpha is a moving average of the windows that were marked, and a marked window is
-// cut by alpha/2. Losses halve it. README.md describes the whole.
+// Window is a congestion window: it bounds the packets that a requester has in flight. The algorithm is DCTCP's (RFC
+// 8257) with one bit of information per window: alpha is a moving average of the windows that were marked, and a marked
+// window is cut by alpha/2. Losses halve it. README.md describes the whole.
 type Window struct {
-	// Size is the window, Max its upper bound, both in packets times WindowUnit. Below Ssthresh (slow-start threshold)
-	// the window doubles per window.
+	// Size is the window, Max its upper bound, both in packets times WindowUnit. Below Ssthresh (slow-start
+	// threshold) the window doubles per window.
 	Size, Max, Ssthresh uint32
 
 	// Size and Ssthresh before silence cut them; 0: it did not.
@@ -85,8 +85,8 @@ const maxAcked = 4096
 
 func ackedUnits(n uint64) uint32 { return uint32(min(n, maxAcked)) * WindowUnit }
 
-// OnMark cuts the window, once per window, because packets from una, the oldest in flight, on may have met congestion. sent is
-// the end of all that was sent.
+// OnMark cuts the window, once per window, because packets from una, the oldest in flight, on may have met congestion.
+// sent is the end of all that was sent.
 func (w *Window) OnMark(una, sent uint64) {
 	if una == sent || una < w.markedEnd {
 		return
@@ -97,8 +97,8 @@ func (w *Window) OnMark(una, sent uint64) {
 	w.Ssthresh, w.acked, w.growth, w.everMarked = w.Size, 0, 0, true
 }
 
-// OnLoss reacts to a loss that is repaired by go-back-N. The packets behind the lost one are dropped at the receiver but still
-// fill the queue on the path, so the retransmission starts with a small window.
+// OnLoss reacts to a loss that is repaired by go-back-N. The packets behind the lost one are dropped at the receiver
+// but still fill the queue on the path, so the retransmission starts with a small window.
 func (w *Window) OnLoss() {
 	size := max(w.Size, w.Ssthresh)
 	w.Ssthresh = max(size/2, min(size, restartWindow*WindowUnit))
@@ -109,10 +109,11 @@ func (w *Window) OnLoss() {
 	}
 }
 
-// OnSelectiveLoss reacts to losses that are repaired by selective repeat; the caller calls it once for all packets that were in
-// flight. Only the lost packets are sent again, so there is no slow start. queued tells whether the queue on the path is longer
-// than usual. A loss counts as chance if the queue is not (TCP Veno's criterion) and if it is one of many packets. Neither is
-// sufficient alone: a flow that joins a queue which is always full has never seen a shorter one.
+// OnSelectiveLoss reacts to losses that are repaired by selective repeat; the caller calls it once for all packets that
+// were in flight. Only the lost packets are sent again, so there is no slow start. queued tells whether the queue on
+// the path is longer than usual. A loss counts as chance if the queue is not (TCP Veno's criterion) and if it is one of
+// many packets. Neither is sufficient alone: a flow that joins a queue which is always full has never seen a shorter
+// one.
 func (w *Window) OnSelectiveLoss(lost uint64, queued bool) {
 	chance := !queued && lost*chanceLoss <= w.Packets()
 	cut := w.Size / 2

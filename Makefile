@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,13 +41,16 @@ guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-
 demo: image build ## two VMs on two "hosts", RDMA between them (no need to be root)
 	$(GO) run -exec 'vm-images/rootless --net' ./integration/demo
 
-test: deps lint test-unit test-fuzz test-vm ## everything: what CI runs
+test: deps lint test-unit test-fuzz test-module test-vm ## everything: what CI runs
 
 test-unit: deps ## unit tests with the race detector
 	$(GO) test -race -timeout 15m $$($(GO) list ./... | grep -v '/integration')
 
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
+
+test-module: image ## the kernel module compiles without a warning, sparse's included
+	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would take `make test` beyond half an hour.
 LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVMMoves)$$

@@ -120,6 +120,7 @@ artifact() {
 progress() {
 	local t=0
 	# A sleep that outlives its shell must not hold the caller's pipes open.
+	# shellcheck disable=SC2217
 	while sleep 10 </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
 		t=$((t + 10))
 		say "... $1, $t s: $(tail -n 1 "$2" 2>/dev/null | tr -d '\r' | cut -c1-90)"

@@ -20,7 +20,7 @@ module_compile() {
 	cp -rL "$src/." "$work/"
 	find "$work" \( -name '*.o' -o -name '*.ko' -o -name '*.mod' -o -name '*.mod.c' -o -name '.*.cmd' \) -delete
 	in_root "$dir/root" make -C "/lib/modules/$kver/build" M="/${work##*/}" -j"$(nproc)" CONFIG_DEBUG_INFO_BTF_MODULES= \
-		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} modules >&2 || rc=$?
+		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} ${WERROR:+${C:+CF=-Wsparse-error}} modules >&2 || rc=$?
 	if ((rc == 0)) && [[ ! -e $work/vnicd.ko ]]; then
 		say "the build made no vnicd.ko but: $(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')"
 		rc=1

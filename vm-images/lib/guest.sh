@@ -50,7 +50,7 @@ guest_recipe() {
 	cp -r "$HERE/guest/files/." "$root/"
 	chmod 755 "$root"/usr/lib/vnicd/*
 	mkdir -p "$root/host"
-	rm -rf "$root"/boot/* "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/*
+	rm -rf "${root:?}"/boot/* "${root:?}"/var/cache/apt/* "${root:?}"/var/lib/apt/lists/*
 	: >"$root/etc/machine-id"
 	rm -f "$root/etc/resolv.conf" "$root/etc/hostname"
 	printf '127.0.0.1 localhost\n::1 localhost ip6-localhost\n' >"$root/etc/hosts"

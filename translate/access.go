@@ -2,9 +2,8 @@ package translate
 
 import "sync/atomic"
 
-// leaf looks up an address that a present leaf covers: where it is on the host,
-// and how many bytes from there on are contiguous at least; run is 0 where there
-// is none. Small enough to be inlined.
+// leaf looks up an address that a present leaf covers. It returns the host address and how many bytes from there on are
+// contiguous at least; run is 0 if no leaf covers it. It is small enough to be inlined.
 func (s *Space) leaf(pa PA) (h hostAddr, run uint64) {
 	dirs := s.table.Load().dirs
 	if i := uint64(pa >> dirShift); i < uint64(len(dirs)) {
@@ -16,7 +15,7 @@ func (s *Space) leaf(pa PA) (h hostAddr, run uint64) {
 	return 0, 0
 }
 
-// find is leaf, and where there is none the 4 KiB entry.
+// find tries the leaf, then the 4 KiB entry.
 func (s *Space) find(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	if h, run = s.leaf(pa); run != 0 {
 		return h, run, None
@@ -73,8 +72,8 @@ func (s *Space) span(pa PA, n uint64) (h hostAddr, got uint64, kind MissKind) {
 	return h, min(run, n), None
 }
 
-// Holds tells whether host address addr is published as memory of this guest. It
-// looks at the whole table: for finding out whose memory a fault was in.
+// Holds reports whether host address addr is published as memory of this guest. It searches the whole table, to
+// attribute a SIGBUS to a VM.
 func (s *Space) Holds(addr uintptr) bool {
 	in := func(w, size uint64) bool {
 		return w&entryPresent != 0 && uint64(addr)-(w-entryPresent) < size
@@ -113,10 +112,9 @@ func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
 	return h, run >= n && s.uplink.Load() == 0
 }
 
-// Host returns host memory for reading and writing, from pa on: at least one
-// byte and at most n, as far as it is contiguous. The bytes are the guest's own,
-// which it may change at any time, and may be used only until the caller leaves
-// its epoch. n == 0 yields nil; a negative n is OutOfRange.
+// Host returns host memory for reading and writing, from pa on: at least one byte and at most n, as far as it is
+// contiguous. The guest may change the bytes at any time; they may be used only until the caller leaves its epoch. n ==
+// 0 yields nil; a negative n is OutOfRange.
 func (s *Space) Host(pa PA, n int) ([]byte, Miss) {
 	if n > 0 {
 		if h, ok := s.fast(pa, uint64(n)); ok {
@@ -196,7 +194,7 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 	if kind := s.permit(true); kind != None {
 		return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
 	}
-	// Look first whether everything is there, then write.
+	// Check first that everything is present, then write.
 	for at, left := pa, n; left > 0; {
 		_, got, kind := s.span(at, left)
 		if kind != None {
@@ -215,8 +213,7 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 	return Miss{}
 }
 
-// Prefetch asks the processor for the first bytes at pa, two cache lines of them, which
-// will be read soon, or written. It never faults.
+// Prefetch prefetches the two cache lines at pa for reading or writing. It never faults.
 func (s *Space) Prefetch(pa PA, write bool) {
 	h, run := s.leaf(pa)
 	if run == 0 {

@@ -75,11 +75,10 @@ const (
 	ZeroBased    Access = 0x20
 	OnDemand     Access = 0x40
 	FlushGlobal  Access = 0x100
-	// LocalRead is what every region grants and no memory window does: a window's key
-	// is no L_Key (IBTA 10.6.7.1).
+	// LocalRead is granted by every region and by no memory window: a window's key is not an L_Key (IBTA 10.6.7.1).
 	LocalRead Access = 1 << 31
 
-	// FlushPersistent nothing grants: memory of a guest does not outlive its power.
+	// FlushPersistent is never granted: guest memory is not persistent.
 	FlushPersistent Access = 0x200
 
 	accessHugeTLB Access = 0x80       // a hint to the guest driver; no meaning here
@@ -88,5 +87,5 @@ const (
 	accessWrites         = LocalWrite | RemoteWrite | RemoteAtomic
 )
 
-// Writes says whether an access that needs a changes memory.
+// Writes reports whether an access that needs a changes memory.
 func (a Access) Writes() bool { return a&accessWrites != 0 }

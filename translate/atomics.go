@@ -6,8 +6,8 @@ import "sync/atomic"
 const casTries = 1024
 
 // CompareSwap is the IBTA CmpSwap operation (9.4.5) on a word of guest memory,
-// atomic also against the guest's own processors: if the word equals compare it
-// becomes swap; the old value is returned either way.
+// atomic with respect to the guest's processors too: if the word equals compare it becomes swap. It returns the old
+// value either way.
 func CompareSwap(p *atomic.Uint64, compare, swap uint64) (old uint64) {
 	for range casTries {
 		if old = p.Load(); old != compare {
@@ -17,8 +17,8 @@ func CompareSwap(p *atomic.Uint64, compare, swap uint64) (old uint64) {
 			return compare
 		}
 	}
-	// The guest changed the word to and fro under us each time. It did differ
-	// from compare when we tried, so any other value is a true answer.
+	// The guest changed the word between Load and CompareAndSwap each time. It differed from compare at each attempt, so
+	// any other value is a correct result.
 	return ^compare
 }
 

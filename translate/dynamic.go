@@ -7,13 +7,13 @@ import (
 	"sync/atomic"
 )
 
-// ErrBusy says that memory windows are bound to a region.
+// ErrBusy means that memory windows are bound to a region.
 var ErrBusy = errors.New("memory windows are bound to it")
 
-// Kind of a key whose meaning work requests change.
+// Kind of a key that work requests change.
 type Kind uint8
 
-// Kinds, numbered as enum ib_mw_type where they are windows.
+// Kinds; windows are numbered as in enum ib_mw_type.
 const (
 	FastRegion Kind = 0 // registered and invalidated by work requests (IBTA 10.6.4)
 	Window1    Kind = 1 // memory window type 1: belongs to a protection domain (IBTA 10.6.7)
@@ -29,26 +29,25 @@ type Outcome uint8
 // Outcomes.
 const (
 	Done    Outcome = iota
-	Again           // others still use what the key meant: ask again soon
+	Again           // others still use the key's former memory: ask again soon
 	Refused         // not permitted, or malformed; nothing has changed
 )
 
-// Dynamic is a key whose meaning work requests change, without a command and
-// without the VM's lock. Its index stays, the low byte is its owner's to choose.
+// Dynamic is a key that work requests register and invalidate, without a command and without the VM's lock. Its index
+// is fixed; the owner chooses the low byte.
 //
 //	free --Register, Bind--> valid --Invalidate--> draining --nobody reads it--> free
 //	                           any --StartDestroy--> closed
 //
-// While it is valid, the MPT has now; lookups see no difference to other regions.
-// now is written again only when nobody can be reading it any more, so that a
-// registration allocates nothing: what takes a key's meaning away is Done only then.
+// While the key is valid, the MPT points to now, like to any region. now is written again only when no reader can see
+// it, so that a registration allocates nothing; an invalidation is Done only then.
 type Dynamic struct {
 	vm     *VM
 	kind   Kind
 	pd     PD
 	handle Key
 	slot   *atomic.Pointer[Region] // its place in the MPT
-	pages  uint64                  // a FastRegion's room
+	pages  uint64                  // a FastRegion's capacity
 
 	mu    sync.Mutex // a leaf, held for one request; guards all below
 	state dynamicState
@@ -67,9 +66,9 @@ const (
 	dynClosed
 )
 
-// CreateDynamic makes a key that means nothing yet. pages, 1..MaxFastPages, is
-// the room of a FastRegion, which counts against Limits.MaxPages, and 0 else. The
-// key is also its handle, for StartDestroy. ErrInvalid, ErrLimit.
+// CreateDynamic makes a key that is not valid yet. pages, 1..MaxFastPages, is the capacity of a FastRegion, which
+// counts against Limits.MaxPages; for windows it is 0. The key is also the handle for StartDestroy. Errors: ErrInvalid,
+// ErrLimit.
 func (vm *VM) CreateDynamic(k Kind, pd PD, pages uint64) (Key, error) {
 	if k > Window2 || k == FastRegion && (pages == 0 || pages > MaxFastPages) || k != FastRegion && pages != 0 {
 		return 0, fmt.Errorf("key of kind %d for %d pages, at most %d: %w", k, pages, MaxFastPages, ErrInvalid)
@@ -115,14 +114,15 @@ type FastSpec struct {
 }
 
 // Register gives a free FastRegion of protection domain pd the memory that sp and
-// pas, its pages, describe (IBTA 11.4.4.1). The caller is inside, by slot.
+// pas, its pages, describe (IBTA 11.4.4.1). The caller has entered the epoch, by slot.
 func (vm *VM) Register(slot int, pd PD, sp *FastSpec, pas []PA) Outcome {
 	d := vm.dynamic(sp.Key)
 	if d == nil || d.kind != FastRegion || d.pd != pd || uint64(len(pas)) > d.pages {
 		return Refused
 	}
 	rs := RegionSpec{
-		Access: sp.Access, PageShift: sp.PageShift, IOVA: sp.IOVA, Length: sp.Length, Offset: sp.Offset, NPages: uint64(len(pas)),
+		Access: sp.Access, PageShift: sp.PageShift, IOVA: sp.IOVA, Length: sp.Length, Offset: sp.Offset,
+		NPages: uint64(len(pas)),
 	}
 	if sp.Access&(OnDemand|ZeroBased) != 0 || rs.validate() != nil {
 		return Refused
@@ -159,13 +159,13 @@ type BindSpec struct {
 	Length uint64 // 0: type 1 only, unbinds
 }
 
-// windowRights are what a window can give. Programs ask for local write as well, which a
-// window, being no L_Key, neither gives nor takes (ibv_bind_mw; IBTA 10.6.7.2.2).
+// windowRights are what a window can give. Programs also ask for local write, which a window cannot grant because it is
+// not an L_Key (ibv_bind_mw; IBTA 10.6.7.2.2).
 const windowRights = RemoteWrite | RemoteRead | RemoteAtomic | FlushGlobal
 
 // Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a
-// QP in protection domain pd, whose own domain is qp: that is where a type 2
-// window lies. A type 1 window may be bound already. The caller is inside, by slot.
+// QP in protection domain pd, whose own domain is qp, to which a type 2 window then belongs. A type 1 window may be
+// bound already. The caller has entered the epoch, by slot.
 func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
 	d := vm.dynamic(sp.Window)
 	if d == nil || d.kind == FastRegion || d.pd != pd || sp.Access&^(windowRights|LocalWrite|ZeroBased) != 0 {
@@ -221,16 +221,15 @@ func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
 	return r
 }
 
-// Invalidate takes the meaning of key away (IBTA 10.6.5), for a QP in protection
-// domain pd. If the answer is Again, the key is void already, and another call says
-// when nobody uses the memory any more. A key that is void is no mistake, one of
-// another kind or domain is. The caller is inside, by slot.
+// Invalidate makes key invalid (IBTA 10.6.5), for a QP in protection domain pd. If it returns Again, the key is already
+// invalid, and another call reports when its memory is no longer in use. An invalid key is not an error; a key of
+// another kind or domain is Refused. The caller has entered the epoch, by slot.
 func (vm *VM) Invalidate(slot int, pd PD, key Key) Outcome {
 	return vm.invalidate(slot, pd, key, func(*Region) bool { return true })
 }
 
-// InvalidateRemote is Invalidate for the peer of a QP whose own domain is qp: it has
-// nothing to do with type 2 windows that other QPs have bound.
+// InvalidateRemote is Invalidate for the peer of a QP whose own domain is qp: it cannot invalidate type 2 windows that
+// other QPs have bound.
 func (vm *VM) InvalidateRemote(slot int, pd, qp PD, key Key) Outcome {
 	return vm.invalidate(slot, pd, key, func(r *Region) bool { return r.pd == pd || r.pd == qp })
 }
@@ -251,7 +250,7 @@ func (vm *VM) invalidate(slot int, pd PD, key Key, may func(*Region) bool) Outco
 	return d.settleLocked()
 }
 
-// invalidateLocked leaves valid, for free if nobody but the caller can be reading.
+// invalidateLocked leaves state dynValid; without a drain if only the caller can be reading.
 func (d *Dynamic) invalidateLocked(slot int) Outcome {
 	d.voidLocked()
 	e := &d.vm.space.epochs
@@ -264,7 +263,7 @@ func (d *Dynamic) invalidateLocked(slot int) Outcome {
 	return Again
 }
 
-// settleLocked ends draining if that is possible by now.
+// settleLocked leaves state dynDraining if the drain is done.
 func (d *Dynamic) settleLocked() Outcome {
 	if d.state == dynDraining {
 		if !d.drain.Done() {
@@ -280,7 +279,7 @@ func (d *Dynamic) publishLocked() {
 	d.slot.Store(&d.now)
 }
 
-// voidLocked takes the meaning out of the MPT.
+// voidLocked removes the key from the MPT.
 func (d *Dynamic) voidLocked() {
 	d.slot.Store(nil)
 	d.now.generation.Add(1)
@@ -300,10 +299,10 @@ func (d *Dynamic) close() {
 	d.state = dynClosed
 }
 
-// Windows of a region that is being destroyed: no more can be bound.
+// noWindows is the window count of a region that is being destroyed: no more can be bound.
 const noWindows = -1 << 30
 
-// hold counts a window in, unless the region is on its way out.
+// hold counts a window, unless the region is being destroyed.
 func (r *Region) hold() bool {
 	for {
 		n := r.windows.Load()
@@ -316,8 +315,8 @@ func (r *Region) hold() bool {
 	}
 }
 
-// view makes r a window on a part of base. It has base's own table, so pages that come and go do so for both, and who
-// releases them waits for the readers of both: they are in the same epochs.
+// view makes r a window on a part of base. It shares base's table, so pages appear and disappear for both, and a
+// release waits for readers of both: they use the same epochs.
 func (r *Region) view(base *Region, sp *BindSpec, key Key) {
 	in := uint64(sp.VA - base.iova)
 	r.key, r.access, r.base = key, sp.Access&windowRights, base

@@ -92,7 +92,8 @@ func TestFastRegion(t *testing.T) {
 	if m := vm.Write(sp.Key, 5, sp.IOVA, src, RemoteWrite); !m.OK() {
 		t.Fatal(m.Err())
 	}
-	if !bytes.Equal(mem[9*PageSize+0x123:10*PageSize], src[:PageSize-0x123]) || !bytes.Equal(mem[2*PageSize:][:PageSize+0x123], src[PageSize-0x123:]) {
+	if !bytes.Equal(mem[9*PageSize+0x123:10*PageSize], src[:PageSize-0x123]) ||
+		!bytes.Equal(mem[2*PageSize:][:PageSize+0x123], src[PageSize-0x123:]) {
 		t.Fatal("bytes are not where the list says")
 	}
 	for what, m := range map[string]Miss{
@@ -190,18 +191,21 @@ func TestInvalidateWaits(t *testing.T) {
 func TestWindows(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	const pd, qp, other = PD(5), PD(1<<31 | 1), PD(1<<31 | 2)
-	r, err := vm.CreateRegion(RegionSpec{PD: pd, Access: LocalWrite | MWBind, PageShift: 12, IOVA: 0x7000_0100, Length: 7936, Offset: 0x100, NPages: 2})
+	r, err := vm.CreateRegion(RegionSpec{PD: pd, Access: LocalWrite | MWBind, PageShift: 12, IOVA: 0x7000_0100,
+		Length: 7936, Offset: 0x100, NPages: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := vm.SetPages(r.Handle(), 0, []PA{dynBase + 4*PageSize, dynBase + PageSize}); err != nil {
 		t.Fatal(err)
 	}
-	plain, err := vm.CreateRegion(RegionSpec{PD: pd, Access: RemoteRead | MWBind, PageShift: 12, IOVA: 0x7000_0000, Length: 4096, NPages: 1})
+	plain, err := vm.CreateRegion(RegionSpec{PD: pd, Access: RemoteRead | MWBind, PageShift: 12, IOVA: 0x7000_0000,
+		Length: 4096, NPages: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
-	noBind, err := vm.CreateRegion(RegionSpec{PD: pd, Access: LocalWrite, PageShift: 12, IOVA: 0x7000_0000, Length: 4096, NPages: 1})
+	noBind, err := vm.CreateRegion(RegionSpec{PD: pd, Access: LocalWrite, PageShift: 12, IOVA: 0x7000_0000, Length: 4096,
+		NPages: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,7 +214,8 @@ func TestWindows(t *testing.T) {
 	for _, k := range []Kind{Window1, Window2} {
 		handle := mustKey(t, vm, k, pd, 0)
 		w := handle
-		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(), Access: LocalWrite | RemoteWrite | RemoteRead | FlushGlobal, VA: 0x7000_0800, Length: 4096}
+		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(),
+			Access: LocalWrite | RemoteWrite | RemoteRead | FlushGlobal, VA: 0x7000_0800, Length: 4096}
 		for what, f := range map[string]func(*BindSpec){
 			"an old key":                func(sp *BindSpec) { sp.Window++ },
 			"no such region":            func(sp *BindSpec) { sp.Region++ },
@@ -249,8 +254,10 @@ func TestWindows(t *testing.T) {
 			t.Fatal("bytes are not where the region has them")
 		}
 		for what, m := range map[string]Miss{
-			"as L_Key": vm.Read(make([]byte, 1), w, domain, 0x7000_0800, LocalRead), "local write": vm.Write(w, domain, 0x7000_0800, []byte{1}, LocalWrite),
-			"before it": vm.Check(w, domain, 0x7000_07ff, 1, RemoteRead), "beyond it": vm.Check(w, domain, 0x7000_0800, 4097, RemoteRead),
+			"as L_Key":          vm.Read(make([]byte, 1), w, domain, 0x7000_0800, LocalRead),
+			"local write":       vm.Write(w, domain, 0x7000_0800, []byte{1}, LocalWrite),
+			"before it":         vm.Check(w, domain, 0x7000_07ff, 1, RemoteRead),
+			"beyond it":         vm.Check(w, domain, 0x7000_0800, 4097, RemoteRead),
 			"a right not given": vm.Check(w, domain, 0x7000_0800, 8, RemoteAtomic),
 		} {
 			if m.OK() {
@@ -278,7 +285,8 @@ func TestWindows(t *testing.T) {
 		}
 		if k == Window1 {
 			want(t, "type 1 is not invalidated", inv(w), Refused)
-			want(t, "zero-based", bind(BindSpec{Window: w, Region: r.LKey(), Access: ZeroBased, VA: next.VA, Length: 8}), Refused)
+			want(t, "zero-based", bind(BindSpec{Window: w, Region: r.LKey(), Access: ZeroBased, VA: next.VA, Length: 8}),
+				Refused)
 			want(t, "bound anew", bind(next), Done)
 			if m := vm.Check(w, domain, 0x7000_0800, 1, RemoteRead); m.Kind != BadKey {
 				t.Errorf("the binding before: %v", m.Err())
@@ -319,7 +327,8 @@ func TestWindowOnDemand(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	const pd, qp = PD(5), PD(1<<31 | 1)
 	for _, implicit := range []bool{false, true} {
-		sp := RegionSpec{PD: pd, Access: LocalWrite | MWBind | OnDemand, Flags: DemandPaging, PageShift: PageShift, IOVA: 0x7000_0100, Length: 7936, Offset: 0x100, NPages: 2}
+		sp := RegionSpec{PD: pd, Access: LocalWrite | MWBind | OnDemand, Flags: DemandPaging, PageShift: PageShift,
+			IOVA: 0x7000_0100, Length: 7936, Offset: 0x100, NPages: 2}
 		first := uint64(0)
 		if implicit {
 			sp.Flags, sp.IOVA, sp.Offset, sp.Length, sp.NPages = DemandPaging|Implicit, 0, 0, MaxImplicit, MaxImplicit>>PageShift
@@ -330,7 +339,8 @@ func TestWindowOnDemand(t *testing.T) {
 			t.Fatal(err)
 		}
 		w := mustKey(t, vm, Window2, pd, 0)
-		bind := BindSpec{Window: w, NewKey: w, Region: r.LKey(), Access: RemoteWrite | RemoteRead | ZeroBased, VA: 0x7000_0800, Length: 4096}
+		bind := BindSpec{Window: w, NewKey: w, Region: r.LKey(), Access: RemoteWrite | RemoteRead | ZeroBased,
+			VA: 0x7000_0800, Length: 4096}
 		want(t, "bind", inside(vm, 1, func() Outcome { return vm.Bind(1, pd, qp, &bind) }), Done)
 		write := func(va VA, b string) Miss {
 			tok := vm.Space().Epochs().Enter(1)
@@ -356,7 +366,8 @@ func TestWindowOnDemand(t *testing.T) {
 			t.Fatal(err)
 		}
 		clear(mem)
-		if m := write(0x7fe, "over"); !m.OK() || string(mem[5*PageSize-2:5*PageSize]) != "ov" || string(mem[PageSize:PageSize+2]) != "er" {
+		if m := write(0x7fe, "over"); !m.OK() || string(mem[5*PageSize-2:5*PageSize]) != "ov" ||
+			string(mem[PageSize:PageSize+2]) != "er" {
 			t.Fatalf("bytes are not where the region has them: %v", m.Err())
 		}
 		if key, va := vm.Beneath(r.LKey(), 0x7000_0800); key != r.LKey() || va != 0x7000_0800 {

@@ -12,19 +12,15 @@ import (
 // Epochs tells when memory that was taken out of the tables is no longer in
 // use (EP-1..5). There is one per Space, so one VM never waits for another.
 //
-// How it works. Each slot (one per loop, in cache lines of its own) has a small
-// ring of counters; a reader counts itself in the one that the current epoch
-// selects, and out of the same one. A release is done once every counter has
-// been seen at zero at some moment after the release was asked for: whoever was
-// inside has then left, and whoever enters later finds the tables already
-// changed. That argument does not depend on which counter a reader chose, so a
-// reader that loaded the epoch and was then delayed does no harm and never has
-// to retry. The epoch number only provides progress: a flip moves new readers
-// to a counter that is empty, so the others can only fall (EP-4).
+// How it works. Each slot (one per loop, on separate cache lines) has a small ring of counters. A reader increments the
+// counter that the current epoch selects, and later decrements the same one. A release is done once every counter has
+// been seen at zero at some moment after the release was requested: all earlier readers have then left, and later
+// readers find the changed tables. This holds whichever counter a reader chose, so a reader that loaded the epoch and
+// was then delayed does no harm and never retries. The epoch number only provides progress: a flip directs new readers
+// to a counter at zero, so the others can only fall (EP-4).
 //
-// Flipping needs an empty counter to move to. If epochRing-1 earlier epochs are
-// all held by slow readers, a release is kept and flips as soon as one is free;
-// it then also waits for readers that came after it, once.
+// A flip needs a counter at zero. If slow readers hold all epochRing-1 earlier epochs, a release is queued and flips as
+// soon as one is free; it then also waits, once, for readers that entered after it.
 type Epochs struct {
 	current atomic.Uint64 // read by every Enter, written by flips only
 	wanted  atomic.Uint32 // bit i: signal when ring counter i falls to zero; read by every Leave
@@ -42,9 +38,9 @@ type Epochs struct {
 
 // EpochStats counts releases.
 type EpochStats struct {
-	Flips   uint64        // times the epoch moved on; one may serve several releases
-	Drains  uint64        // releases that are done
-	Longest time.Duration // that one of them took
+	Flips   uint64        // changes of epoch; one may serve several releases
+	Drains  uint64        // completed releases
+	Longest time.Duration // the longest of them
 }
 
 const (
@@ -63,15 +59,15 @@ type Token uint8
 
 // Enter counts a batch of operations into the current epoch. slot is a small
 // number, best Loop.ID; it is taken modulo 16 and may be shared. Host memory
-// that a lookup returns may be used until the matching Leave. An operation that
-// has to wait for anything must leave first (architecture.md, decision 5).
+// that a lookup returns may be used until the matching Leave. An operation that has to wait for anything must leave
+// first: a waiting reader would block every release.
 func (e *Epochs) Enter(slot int) Token {
 	i := e.current.Load() % epochRing
 	e.slots[uint(slot)%epochSlots].n[i].Add(1)
 	return Token(i)
 }
 
-// Leave counts the batch out. It panics when there was no matching Enter.
+// Leave ends the batch. It panics if there was no matching Enter.
 func (e *Epochs) Leave(slot int, t Token) {
 	switch n := e.slots[uint(slot)%epochSlots].n[t%epochRing].Add(-1); {
 	case n < 0:
@@ -89,20 +85,19 @@ type Drain struct {
 	since time.Time
 
 	// Guarded by e.mu.
-	flipped bool              // readers have been moved on since it was asked for
+	flipped bool              // the epoch has changed since it was requested
 	waiting [epochSlots]uint8 // bit i: ring counter i not yet seen at zero
 	done    bool
 }
 
-// Flip starts a release: call it after the entries have been removed from the
-// tables (EP-2). It does not block.
+// Flip starts a release. Call it after removing the entries from the tables (EP-2). It does not block.
 func (e *Epochs) Flip() *Drain {
 	d := new(Drain)
 	e.begin(d)
 	return d
 }
 
-// begin is Flip into memory of the caller's, which is not in use: done, or new.
+// begin is Flip with storage of the caller: a Drain that is new or done.
 func (e *Epochs) begin(d *Drain) {
 	*d = Drain{e: e, since: time.Now()}
 	for i := range d.waiting {
@@ -114,9 +109,9 @@ func (e *Epochs) begin(d *Drain) {
 	e.advanceLocked()
 }
 
-// Alone reports whether nobody is inside but the caller, who has entered once, by
-// slot. Then nobody uses what was taken out of the tables before the call: it is as
-// good as a Drain that is done, costs no lock, and may be asked from inside.
+// Alone reports whether the caller, which has entered once, by slot, is the only reader. Nothing then uses entries that
+// were removed before the call: true is equivalent to a completed Drain, takes no lock, and may be asked between Enter
+// and Leave.
 func (e *Epochs) Alone(slot int) bool {
 	own := uint(slot) % epochSlots
 	n := int64(0)
@@ -132,8 +127,8 @@ func (e *Epochs) Alone(slot int) bool {
 	return n == 1
 }
 
-// Done reports whether everything that was inside when the release was asked
-// for has left (EP-3). It never blocks; once true it stays true.
+// Done reports whether every reader that was inside when the release was requested has left (EP-3). It never blocks;
+// once true it stays true.
 func (d *Drain) Done() bool {
 	d.e.mu.Lock()
 	defer d.e.mu.Unlock()
@@ -143,8 +138,8 @@ func (d *Drain) Done() bool {
 	return d.done
 }
 
-// DoneOrSignal is Done; if it is false, what SetSignal named is called when readers
-// have left for whom the release waits, and DoneOrSignal is to be called again then.
+// DoneOrSignal is Done. If it returns false, the function given to SetSignal is called once readers that the release
+// waits for have left; call DoneOrSignal again then.
 func (d *Drain) DoneOrSignal() bool {
 	e := d.e
 	e.mu.Lock()
@@ -155,27 +150,25 @@ func (d *Drain) DoneOrSignal() bool {
 	e.advanceLocked()
 	var want uint8
 	if !d.flipped {
-		want = 1 << ((e.current.Load() + 1) % epochRing) // it has to be empty first
+		want = 1 << ((e.current.Load() + 1) % epochRing) // it must be at zero first
 	}
 	for _, w := range d.waiting {
 		want |= w
 	}
 	if !d.done {
-		// Whoever leaves from here on sees the bits, and who has left is seen by us.
+		// Readers that leave from here on see the bits; those that left before are seen by advanceLocked.
 		e.wanted.Or(uint32(want))
 		e.advanceLocked()
 	}
 	return d.done
 }
 
-// SetSignal names the function for DoneOrSignal, in place of any before it. It is
-// called by whoever leaves, so it must not block.
+// SetSignal sets the function for DoneOrSignal and replaces any earlier one. Leaving readers call it, so it must not
+// block.
 func (e *Epochs) SetSignal(f func()) { e.signal.Store(&f) }
 
-// advanceLocked looks at every counter once, on behalf of all releases, and
-// flips for those that still need it. A counter that readers are about to be
-// moved to is among those seen at zero, so no release waits for readers who
-// come after its flip.
+// advanceLocked reads every counter once for all releases, and flips for those that still need it. The counter that new
+// readers will use is among those seen at zero, so no release waits for readers that enter after its flip.
 func (e *Epochs) advanceLocked() {
 	next := e.current.Load() + 1
 	canFlip, wantFlip := true, false
@@ -217,7 +210,7 @@ func (e *Epochs) advanceLocked() {
 // Wait blocks until Done or until ctx ends, in which case it returns ctx's
 // error and may be called again. Never call it between Enter and Leave.
 func (d *Drain) Wait(ctx context.Context) error {
-	// Batches last microseconds, so the first looks come without a timer.
+	// Batches last microseconds, so the first checks come without a timer.
 	for range 64 {
 		if d.Done() {
 			return nil
@@ -245,10 +238,10 @@ func (d *Drain) Wait(ctx context.Context) error {
 	}
 }
 
-// WaitWarn is Wait that calls warn whenever the release has taken patience,
-// twice that, four times that and so on, with the time since Flip and what Held
-// returns then.
-func (d *Drain) WaitWarn(ctx context.Context, patience time.Duration, warn func(since time.Duration, held []string)) error {
+// WaitWarn is Wait that calls warn after patience, twice that, four times that, and so on, with the time since Flip and
+// the result of Held.
+func (d *Drain) WaitWarn(ctx context.Context, patience time.Duration,
+	warn func(since time.Duration, held []string)) error {
 	for patience = max(patience, time.Millisecond); ; patience *= 2 {
 		turn, cancel := context.WithDeadline(ctx, d.since.Add(patience))
 		err := d.Wait(turn)
@@ -286,8 +279,7 @@ func (d *Drain) Held() []string {
 	return names
 }
 
-// SetNamer has name called when Held wants to name a slot, which is in 0..15.
-// It may be called at any time, on any goroutine.
+// SetNamer sets the function by which Held names a slot, 0..15. It may be called at any time, from any goroutine.
 func (e *Epochs) SetNamer(name func(slot int) string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -244,7 +244,8 @@ func TestEpochsWaitWarn(t *testing.T) {
 			e.Leave(17, tok)
 		}
 	})
-	if err != nil || len(times) != 3 || times[0] < time.Millisecond || times[1] < 2*time.Millisecond || times[2] < 4*time.Millisecond {
+	if err != nil || len(times) != 3 || times[0] < time.Millisecond || times[1] < 2*time.Millisecond ||
+		times[2] < 4*time.Millisecond {
 		t.Error(err, times)
 	}
 	if held := d.Held(); len(held) != 0 {

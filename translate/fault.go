@@ -7,20 +7,18 @@ import (
 	"time"
 )
 
-// Fault is a miss that waits for its driver (PF-7). It is embedded in whoever
-// waits, so that raising one allocates nothing and a queue is never longer than
-// there are waiters. Whoever waits holds no epoch.
+// Fault is a miss that waits for its driver (PF-7). The waiting object embeds it, so that raising it allocates nothing
+// and a queue is never longer than the number of waiting objects. A waiting object holds no epoch.
 type Fault struct {
-	// Set by the owner before Raise, left alone until Done. Miss.Len is the
+	// Set by the owner before Raise, unchanged until Done. Miss.Len is the
 	// bytes wanted from Miss.Where on, at least 1; Write says that the access
 	// changes memory.
 	Miss  Miss
 	Write bool
 
-	// Done is set once. It is called exactly once for each Raise that returned
-	// true, on a goroutine of the server, and must not block; the fault may
-	// already be raised anew from within. nil: try again. Otherwise the address
-	// is invalid or its memory is gone for good (PF-13).
+	// Done is set once. A goroutine of the server calls it exactly once for each Raise that returned true. It must not
+	// block, and may raise the fault again. err is nil if the access is to be retried; otherwise the address is invalid or
+	// its memory is gone for good (PF-13).
 	Done func(f *Fault, err error)
 
 	waiting atomic.Bool
@@ -28,16 +26,15 @@ type Fault struct {
 	next    *Fault // in the queue
 }
 
-// Waiting reports whether the fault is raised and not yet served. It turns
-// false just before Done is called.
+// Waiting reports whether the fault is raised and not yet served. It becomes false just before Done is called.
 func (f *Fault) Waiting() bool { return f.waiting.Load() }
 
 // FaultQueue carries faults from the loops to the driver that serves them:
 // oldest first, none lost, none twice. Raising is lock-free; any number of
 // goroutines may serve. The zero value is ready for use.
 type FaultQueue struct {
-	head     atomic.Pointer[Fault] // raised and not yet sorted, newest first
-	sleepers atomic.Int32          // servers that wait, or are about to
+	head     atomic.Pointer[Fault] // raised, not yet sorted, newest first
+	sleepers atomic.Int32          // servers that wait or are about to
 	wakeup   atomic.Pointer[chan struct{}]
 	raised   atomic.Uint64
 	estimate atomic.Int64 // ns
@@ -52,14 +49,14 @@ type FaultQueue struct {
 // FaultStats counts the faults of a queue. Raised = Served + Failed + Waiting.
 type FaultStats struct {
 	Raised  uint64
-	Served  uint64 // tried again
+	Served  uint64 // the access was retried
 	Failed  uint64 // ended with an error (PF-13)
 	Waiting uint64
 	Time    Histogram // from Raise to Finish
 }
 
-// Raise hands f to the server and reports true, or does nothing and reports
-// false if f waits already. Any thread; it never blocks and never allocates.
+// Raise queues f for the server and returns true; if f is already waiting it does nothing and returns false. Safe from
+// any thread; it never blocks and never allocates.
 func (q *FaultQueue) Raise(f *Fault) bool {
 	if !f.waiting.CompareAndSwap(false, true) {
 		return false
@@ -76,9 +73,8 @@ func (q *FaultQueue) Raise(f *Fault) bool {
 	return true
 }
 
-// wake wakes one server if any sleeps. No wake-up is lost: a server announces
-// itself before it looks for the last time, a raiser puts its fault in place
-// before it looks for sleepers, and a token that no server took yet stays.
+// wake wakes one sleeping server, if there is one. No wake-up is lost: a server announces itself before its last check,
+// a raiser queues its fault before it checks for sleepers, and a token that no server has taken stays.
 func (q *FaultQueue) wake() {
 	if q.sleepers.Load() > 0 {
 		select {
@@ -88,7 +84,7 @@ func (q *FaultQueue) wake() {
 	}
 }
 
-// TryNext returns the fault that waits longest, nil if there is none.
+// TryNext returns the oldest fault, or nil.
 func (q *FaultQueue) TryNext() *Fault {
 	q.mu.Lock()
 	if q.sorted == nil {
@@ -103,13 +99,12 @@ func (q *FaultQueue) TryNext() *Fault {
 	more := q.sorted != nil
 	q.mu.Unlock()
 	if more {
-		q.wake() // tokens count at most one: pass it on
+		q.wake() // there is at most one token: pass it on
 	}
 	return f
 }
 
-// Next is TryNext that waits for a fault, or until ctx ends: then it returns
-// ctx's error, also when faults wait.
+// Next waits for a fault. If ctx ends it returns ctx's error, even if faults are queued.
 func (q *FaultQueue) Next(ctx context.Context) (*Fault, error) {
 	for {
 		if err := ctx.Err(); err != nil {
@@ -138,8 +133,8 @@ func (q *FaultQueue) Next(ctx context.Context) (*Fault, error) {
 	}
 }
 
-// Finish records the time of service and calls f.Done with err. f came from
-// Next or TryNext and is finished once; then it belongs to its owner again.
+// Finish records the service time and calls f.Done with err. f came from Next or TryNext; it is finished once and then
+// belongs to its owner again.
 func (q *FaultQueue) Finish(f *Fault, err error) {
 	took := time.Since(f.raised)
 	q.mu.Lock()
@@ -149,22 +144,20 @@ func (q *FaultQueue) Finish(f *Fault, err error) {
 	} else {
 		q.failed++
 	}
-	// Smoothed as round-trip times are: one eighth of each new sample.
+	// Smoothed like a round-trip time, with gain 1/8.
 	old := q.estimate.Load()
 	if q.times.Count == 1 {
 		old = int64(took)
 	}
 	q.estimate.Store(old + (int64(took)-old)/8)
 	q.mu.Unlock()
-	// Waiting ends before Done begins: Done makes the owner try again, which
-	// may raise the next fault at once.
+	// waiting is cleared before Done is called: the owner retries in Done and may raise the next fault at once.
 	done := f.Done
 	f.waiting.Store(false)
 	done(f, err)
 }
 
-// Estimate returns the smoothed time from Raise to Finish, 0 before the first.
-// Any thread.
+// Estimate returns the smoothed time from Raise to Finish, 0 before the first. Safe from any thread.
 func (q *FaultQueue) Estimate() time.Duration { return time.Duration(q.estimate.Load()) }
 
 // Stats returns the counters.
@@ -172,17 +165,16 @@ func (q *FaultQueue) Stats() FaultStats {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	raised := q.raised.Load()
-	return FaultStats{Raised: raised, Served: q.served, Failed: q.failed, Waiting: raised - q.served - q.failed, Time: q.times}
+	return FaultStats{Raised: raised, Served: q.served, Failed: q.failed, Waiting: raised - q.served - q.failed,
+		Time: q.times}
 }
 
-// Faults returns the host event queue: faults of stage two, which the host
-// driver serves (PF-7).
+// Faults returns the queue of stage-two faults, which the host driver serves (PF-7).
 func (s *Space) Faults() *FaultQueue { return &s.faults }
 
-// Fetch raises a host fault for m and waits until it is served; write says that
-// the access will change memory. nil: try again. For goroutines that are no
-// loops, never between Enter and Leave. A miss that is no host fault is returned
-// as the error it is; if ctx ends first its error is returned.
+// Fetch raises a host fault for m and waits until it is served; write means that the access will change memory. It
+// returns nil if the access is to be retried, m's error if m is not a host fault, or ctx's error. It is for control
+// goroutines only, never between Enter and Leave.
 func (s *Space) Fetch(ctx context.Context, m Miss, write bool) error {
 	if m.Kind != HostFault {
 		return m.Err()

@@ -47,7 +47,8 @@ func TestFaultOrder(t *testing.T) {
 		t.Fatal(done, errs)
 	}
 	st := q.Stats()
-	if st.Raised != 4 || st.Served != 1 || st.Failed != 3 || st.Waiting != 0 || st.Time.Count != 4 || q.Estimate() <= 0 || q.Estimate() > st.Time.Max {
+	if st.Raised != 4 || st.Served != 1 || st.Failed != 3 || st.Waiting != 0 || st.Time.Count != 4 || q.Estimate() <= 0 ||
+		q.Estimate() > st.Time.Max {
 		t.Fatalf("%+v, estimate %v", st, q.Estimate())
 	}
 	q.Raise(a)
@@ -381,7 +382,8 @@ func TestFetch(t *testing.T) {
 
 func TestHistogram(t *testing.T) {
 	var h Histogram
-	for _, d := range []time.Duration{-1, 0, 999, time.Microsecond, 3 * time.Microsecond, 1000 * time.Microsecond, time.Hour} {
+	for _, d := range []time.Duration{-1, 0, 999, time.Microsecond, 3 * time.Microsecond, 1000 * time.Microsecond,
+		time.Hour} {
 		h.Add(d)
 	}
 	for i, want := range map[int]uint64{0: 3, 1: 1, 2: 1, 10: 1, HistogramBuckets - 1: 1} {

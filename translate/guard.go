@@ -7,14 +7,13 @@ import (
 	"runtime/debug"
 )
 
-// ErrMemoryGone says that guest memory faulted while it was being touched: the
-// file behind it was shrunk, or a huge page could not be had (SIGBUS).
+// ErrMemoryGone means that an access to guest memory raised SIGBUS: the file behind it was truncated, or no huge page
+// was available.
 var ErrMemoryGone = errors.New("guest memory is gone")
 
 // Guard runs f, which touches guest memory, on a control goroutine, and turns a
-// memory fault into ErrMemoryGone: one VM's memory must never kill the daemon
-// (architecture.md, decision 4). Other panics pass. Loops do not use it; they
-// recover per batch. f must release what it holds by defer.
+// memory fault into ErrMemoryGone: one VM's memory must never end the daemon. Other panics are passed on. Loops do not
+// use Guard; they recover per batch. f must release what it holds by defer.
 func Guard(f func() error) (err error) {
 	old := debug.SetPanicOnFault(true)
 	defer debug.SetPanicOnFault(old)
@@ -30,8 +29,8 @@ func Guard(f func() error) (err error) {
 	return f()
 }
 
-// FaultAddr tells whether a recovered value is a memory fault raised under
-// debug.SetPanicOnFault, and at which host address.
+// FaultAddr reports whether a recovered value is a memory fault raised under debug.SetPanicOnFault, and its host
+// address.
 func FaultAddr(recovered any) (addr uintptr, ok bool) {
 	e, isRuntime := recovered.(runtime.Error)
 	if !isRuntime {

@@ -26,8 +26,8 @@ var (
 
 // GVMTable is the GVM identifier table (PF-1): for each GVMI its PA2MA tables
 // and its uplink attribute. A VM that attaches with several functions (HCA,
-// NIC) has one Space for each, all under the same attribute. Lookups on the
-// data path do not come here: a VM keeps its Space, which carries the attribute.
+// NIC) has one Space for each, all under the same attribute. The data path does not use this table: a VM holds its
+// Space, which holds the attribute.
 type GVMTable struct {
 	mu   sync.Mutex
 	vms  map[GVMI]*gvmEntry
@@ -45,7 +45,7 @@ func NewGVMTable(size int) *GVMTable {
 	return &GVMTable{vms: make(map[GVMI]*gvmEntry), size: size}
 }
 
-// Bind enters s under its GVMI and gives it that GVMI's attribute.
+// Bind adds s under its GVMI and sets that GVMI's attribute in it.
 func (t *GVMTable) Bind(s *Space) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -68,7 +68,7 @@ func (t *GVMTable) Bind(s *Space) error {
 	return nil
 }
 
-// Release removes s; the last Space of a GVMI takes its attribute along.
+// Release removes s. With the last Space of a GVMI its attribute is removed too.
 func (t *GVMTable) Release(s *Space) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -108,9 +108,8 @@ func (t *GVMTable) Uplink(g GVMI) (Uplink, error) {
 	return 0, fmt.Errorf("GVMI %d: %w", g, ErrUnknownGVMI)
 }
 
-// SetUplink changes g's attribute. It holds for every access that starts after
-// the return; to be sure that earlier ones have ended, drain the epochs of
-// Spaces(g). For host applications the attribute stage is off (PF-4).
+// SetUplink changes g's attribute. It applies to every access that starts after the return; to wait for earlier ones,
+// drain the epochs of Spaces(g). For host applications the attribute stage is off (PF-4).
 func (t *GVMTable) SetUplink(g GVMI, u Uplink) error {
 	switch {
 	case g == HostGVMI:

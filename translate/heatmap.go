@@ -6,12 +6,13 @@ const HeatCells = 256
 // minHeatShift makes the smallest cell 64 KiB.
 const minHeatShift = 16
 
-// HeatMap counts events by where in guest memory they happen: in cells of equal size, a power of two, from Base on, a multiple of
-// the size of all. An address outside of it doubles the size of cells and adds up neighbours until it is inside, so that a map is
-// as small for any memory and nothing that was counted is lost. The zero value is ready. Its owner guards it.
+// HeatMap counts events by place in guest memory, in cells of equal size (a power of two) from Base on, which is a
+// multiple of the size of all cells. For an address outside, the cells double in size, merging in pairs, until it is
+// inside: a map has the same size for any memory, and no count is lost. The zero value is ready for use. It is not safe
+// for concurrent use.
 type HeatMap struct {
 	Base  PA
-	Shift uint8 // log2 of a cell's bytes; 0: nothing was counted
+	Shift uint8 // log2 of a cell's bytes; 0: empty
 	Cells [HeatCells]uint64
 }
 
@@ -46,7 +47,7 @@ func (h *HeatMap) CellSize() uint64 {
 	return 1 << h.Shift
 }
 
-// widen doubles the size: what there is becomes the lower half or the upper one.
+// widen doubles the cell size: the present cells become the lower or the upper half.
 func (h *HeatMap) widen() {
 	var half [HeatCells / 2]uint64
 	for i := range half {

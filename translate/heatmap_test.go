@@ -5,7 +5,8 @@ import (
 	"testing"
 )
 
-// A map is what its events are, counted with the cells that it has in the end, and these are no larger than they must be.
+// A map is what its events are, counted with the cells that it has in the end, and these are no larger than they must
+// be.
 func TestHeatMap(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for round := range 500 {

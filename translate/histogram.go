@@ -17,7 +17,7 @@ type Histogram struct {
 	Max     time.Duration
 }
 
-// Add counts d; less than nothing counts as nothing.
+// Add counts d; negative durations count as 0.
 func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
 	h.Buckets[min(bits.Len64(uint64(d/time.Microsecond)), HistogramBuckets-1)]++
@@ -44,9 +44,7 @@ func (h *Histogram) Mean() time.Duration {
 	return h.Sum / time.Duration(h.Count)
 }
 
-// Quantile returns an upper bound of the shortest duration that at least the
-// fraction q (0..1) of those counted do not exceed: the end of its bucket, or
-// Max if that is less.
+// Quantile returns an upper bound of the q-quantile (0..1): the end of its bucket, or Max if that is less.
 func (h *Histogram) Quantile(q float64) time.Duration {
 	need, sum := uint64(q*float64(h.Count)+0.5), uint64(0)
 	for i, n := range h.Buckets {

@@ -8,11 +8,11 @@ import (
 // MissKind says why an address could not be translated.
 type MissKind uint8
 
-// Kinds of misses. GuestFault and HostFault may be cured by their driver
-// (PF-7); all others are errors of whoever asked.
+// Kinds of misses. GuestFault and HostFault can be resolved by their driver (PF-7); all others are errors of the
+// requester.
 const (
 	None       MissKind = iota // no miss
-	BadKey                     // no such key, or one that was deregistered
+	BadKey                     // no such key, or it was deregistered
 	BadPD                      // the key belongs to another protection domain
 	BadAccess                  // the region does not grant what the access needs
 	OutOfRange                 // the region does not span the access
@@ -45,9 +45,8 @@ func (k MissKind) String() string {
 // Miss describes a failed translation, by value so that the data path does not
 // allocate. The zero Miss means success. Fields that do not apply are zero.
 //
-// Its shape is a matter of speed: up to four fields and 32 bytes the compiler
-// keeps a value in registers; beyond that each check for success costs a round
-// trip through the stack, more than the translation itself.
+// It has at most four fields and 32 bytes so that the compiler keeps it in registers; otherwise each check for success
+// goes through the stack and costs more than the translation.
 type Miss struct {
 	Kind MissKind
 	Key  Key // stage one
@@ -64,11 +63,11 @@ type Where struct {
 // OK reports success.
 func (m Miss) OK() bool { return m.Kind == None }
 
-// Fault reports a miss that a driver can cure, after which the access may be
-// tried again (PF-7); every other miss is final.
+// Fault reports whether a driver can resolve the miss, so that the access can be retried (PF-7). Every other miss is
+// final.
 func (m Miss) Fault() bool { return m.Kind == GuestFault || m.Kind == HostFault }
 
-// ErrMiss is what every *MissError matches.
+// ErrMiss matches every *MissError.
 var ErrMiss = errors.New("translation miss")
 
 // MissError is a Miss as an error, for control paths.

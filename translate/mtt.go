@@ -5,8 +5,8 @@ import "sync/atomic"
 // The MTT: one word per page in groups of 512. An entry is PA | 1 when present,
 // | 2 if it must not be written through, else 0. If all pages of a group are
 // physically contiguous, run holds the first entry: then a lookup skips the
-// entries, and a region of 10 million such pages is described by 300 KiB. run is
-// a shortcut beside entries that are always right.
+// entries, and a region of 10 million such pages is described by 300 KiB. run is a shortcut; the entries are
+// authoritative.
 //
 // The groups of a pinned region lie in one slice; their entries are made when
 // first written. Those of a demand region lie in a sparseMTT, and exist while
@@ -60,8 +60,8 @@ func (r *Region) page(p uint64) (entry, contiguous uint64) {
 }
 
 // toPA translates off, an offset into the region that has been checked, and
-// says how many of the n bytes from there on are physically contiguous (at
-// least 1). ok is false when the page is absent, or read-only and to be written.
+// returns how many of the n bytes from there on are physically contiguous (at least 1). ok is false if the page is
+// absent, or read-only and to be written.
 func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
 	if r.phys {
 		return PA(uint64(r.iova) + off), n, true
@@ -141,8 +141,7 @@ func anyPresent(pas []PA) bool {
 }
 
 // setLocked stores pas from page first on; ranges have been checked. It
-// reports whether a present entry was changed or removed: the same page made
-// writable is no change for those who read it.
+// reports whether a present entry was changed or removed. Making the same page writable is not a change for readers.
 func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 	eachPart(first, uint64(len(pas)), func(n, in, from, to uint64) {
 		g, part := r.group(n), pas[from:to]

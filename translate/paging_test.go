@@ -19,7 +19,8 @@ import (
 func TestSparseModel(t *testing.T) {
 	const anchors = 40
 	vm := NewVM(NewSpace(1), Limits{MaxPages: 1 << 24})
-	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit,
+		NPages: MaxImplicit >> 12})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +137,8 @@ func TestSpareGroup(t *testing.T) {
 	var rs [2]*Region
 	for i := range rs {
 		var err error
-		if rs[i], err = vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 30, NPages: 1 << 18}); err != nil {
+		if rs[i], err = vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 30,
+			NPages: 1 << 18}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -234,7 +236,8 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 func TestSparseBounded(t *testing.T) {
 	const groups = 1000
 	vm := NewVM(NewSpace(1), Limits{MaxPages: groups << mttGroupShift})
-	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit,
+		NPages: MaxImplicit >> 12})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -447,7 +450,8 @@ func TestPagingBothLevels(t *testing.T) {
 		t.Fatal(err)
 	}
 	vm := NewVM(s, Limits{})
-	r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite, Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit, NPages: MaxImplicit >> 12})
+	r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite, Flags: DemandPaging | Implicit, PageShift: 12,
+		Length: MaxImplicit, NPages: MaxImplicit >> 12})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -521,7 +525,8 @@ func TestPagingBothLevels(t *testing.T) {
 	servers.Go(func() { // and its notifier
 		rng := rand.New(rand.NewPCG(1, 1))
 		for ctx.Err() == nil {
-			if err := vm.ClearPages(ctx, r.Handle(), page(rng.Uint64N(pages)), 1+rng.Uint64N(4)); err != nil && ctx.Err() == nil {
+			if err := vm.ClearPages(ctx, r.Handle(), page(rng.Uint64N(pages)), 1+rng.Uint64N(4)); err != nil &&
+				ctx.Err() == nil {
 				t.Error(err)
 			}
 			runtime.Gosched()

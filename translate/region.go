@@ -59,14 +59,17 @@ func (sp *RegionSpec) validate() error {
 	}
 	if sp.Flags&Phys != 0 {
 		if sp.Offset != 0 || sp.NPages != 0 || sp.Flags != Phys {
-			return bad("physical region with offset %d, %d pages, flags %#x, expected 0, 0, %#x", sp.Offset, sp.NPages, uint32(sp.Flags), uint32(Phys))
+			return bad("physical region with offset %d, %d pages, flags %#x, expected 0, 0, %#x", sp.Offset, sp.NPages,
+				uint32(sp.Flags), uint32(Phys))
 		}
 		return nil
 	}
-	if sp.Flags&Implicit != 0 && (sp.Flags&DemandPaging == 0 || sp.IOVA != 0 || sp.Offset != 0 || sp.PageShift != PageShift ||
+	if sp.Flags&Implicit != 0 && (sp.Flags&DemandPaging == 0 || sp.IOVA != 0 || sp.Offset != 0 ||
+		sp.PageShift != PageShift ||
 		sp.Length > MaxImplicit || sp.NPages != sp.Length>>PageShift || sp.Length&pageMask != 0) {
 		return bad("implicit region with flags %#x, IOVA %#x, offset %#x, page shift %d, length %#x, %d pages, expected %#x, 0, 0, %d, at most %#x, length in pages",
-			sp.Flags, uint64(sp.IOVA), sp.Offset, sp.PageShift, sp.Length, sp.NPages, DemandPaging|Implicit, PageShift, uint64(MaxImplicit))
+			sp.Flags, uint64(sp.IOVA), sp.Offset, sp.PageShift, sp.Length, sp.NPages, DemandPaging|Implicit, PageShift,
+			uint64(MaxImplicit))
 	}
 	if sp.PageShift < MinPageShift || sp.PageShift > MaxPageShift {
 		return bad("page shift %d, expected %d..%d", sp.PageShift, MinPageShift, MaxPageShift)

@@ -23,10 +23,12 @@ type Ring struct {
 // memory. pas is copied.
 func NewRing(s *Space, pas []PA, pageShift uint8, length uint64) (Ring, error) {
 	if pageShift < MinPageShift || pageShift > MaxPageShift {
-		return Ring{}, fmt.Errorf("ring: page shift %d, expected %d..%d: %w", pageShift, MinPageShift, MaxPageShift, ErrInvalid)
+		return Ring{}, fmt.Errorf("ring: page shift %d, expected %d..%d: %w", pageShift, MinPageShift, MaxPageShift,
+			ErrInvalid)
 	}
 	if length == 0 || (length-1)>>pageShift+1 != uint64(len(pas)) {
-		return Ring{}, fmt.Errorf("ring: %d pages of %#x for %d bytes: %w", len(pas), uint64(1)<<pageShift, length, ErrInvalid)
+		return Ring{}, fmt.Errorf("ring: %d pages of %#x for %d bytes: %w", len(pas), uint64(1)<<pageShift, length,
+			ErrInvalid)
 	}
 	size := uint64(1) << pageShift
 	r := Ring{space: s, base: pas[0], shift: pageShift, length: length}

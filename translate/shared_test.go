@@ -63,7 +63,8 @@ func TestConcurrentRelease(t *testing.T) {
 		if err := s.Map(slotPA, host); err != nil {
 			t.Fatal(err)
 		}
-		r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite, PageShift: 12, Length: slotSize, NPages: uint64(len(pas))})
+		r, err := vm.CreateRegion(RegionSpec{PD: 1, Access: LocalWrite, PageShift: 12, Length: slotSize,
+			NPages: uint64(len(pas))})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -233,7 +234,8 @@ func TestRing(t *testing.T) {
 		if m := r.Read(got[:], PageSize); !m.OK() || got[0]+got[3] != 5 {
 			t.Error(got, m.Err())
 		}
-		for _, c := range []struct{ off, n uint64 }{{length, 1}, {length - 3, 4}, {length + 1, 0}, {^uint64(0), 1}, {^uint64(0) - 3, 8}, {0, length + 1}} {
+		for _, c := range []struct{ off, n uint64 }{{length, 1}, {length - 3, 4}, {length + 1, 0}, {^uint64(0), 1},
+			{^uint64(0) - 3, 8}, {0, length + 1}} {
 			buf := make([]byte, c.n)
 			if m := r.Read(buf, c.off); m.Kind != OutOfRange {
 				t.Errorf("read %d at %#x: %v", c.n, c.off, m.Kind)
@@ -377,7 +379,8 @@ func FuzzAccess(f *testing.F) {
 		s := NewSpace(1)
 		mustMap(t, s, 1<<30, mem[PageSize:2*PageSize])
 		vm := NewVM(s, Limits{MaxPages: 1 << 16})
-		r, err := vm.CreateRegion(RegionSpec{Access: LocalWrite, Flags: RegionFlags(flags), IOVA: VA(iova), Length: length, Offset: offset, NPages: npages, PageShift: shift})
+		r, err := vm.CreateRegion(RegionSpec{Access: LocalWrite, Flags: RegionFlags(flags), IOVA: VA(iova), Length: length,
+			Offset: offset, NPages: npages, PageShift: shift})
 		if err != nil {
 			return
 		}

@@ -14,20 +14,17 @@ var (
 	ErrNotMapped = errors.New("range is not guest memory")
 )
 
-// Space is stage two of one guest memory: PA -> host address (PF-1). The host
-// driver alone writes it (PF-2); loops read it without locks, between Enter and
-// Leave of Epochs.
+// Space is stage two of one guest memory: PA -> host address (PF-1). Only the host driver writes it (PF-2); loops read
+// it without locks, between Enter and Leave of Epochs.
 //
-// The table has one entry per 2 MiB of guest physical memory ("leaf"), used
-// when those 2 MiB are all present and contiguous on the host, or were reserved
-// and nothing of them published yet; else there is a table of 4 KiB entries
-// beneath it. If that lower table exists it is always right; a present leaf is a
-// shortcut beside it. A reader tries the leaf first, and looks beneath a leaf
-// that is 0 only.
+// The table has one entry per 2 MiB of guest physical memory ("leaf"), used if those 2 MiB are all present and
+// contiguous on the host, or all reserved and never published. Otherwise there is a table of 4 KiB entries beneath it.
+// If the lower table exists it is authoritative; a present leaf is a shortcut beside it. A reader tries the leaf first,
+// and uses the lower table only if the leaf is 0.
 type Space struct {
 	table  atomic.Pointer[pa2ma]
 	uplink atomic.Uint32 // Uplink: checked with every access (PF-3)
-	gen    atomic.Uint64 // moves on after every change of table and uplink, before the epoch is drained; see Window
+	gen    atomic.Uint64 // incremented after every change of table and uplink, before the epoch is drained; see Window
 	gvmi   GVMI
 
 	epochs Epochs
@@ -75,7 +72,7 @@ func NewSpace(g GVMI) *Space {
 	return s
 }
 
-// GVMI tells whose memory this is.
+// GVMI returns the VM that this memory belongs to.
 func (s *Space) GVMI() GVMI { return s.gvmi }
 
 // Epochs returns the epochs that guard this memory.
@@ -83,7 +80,7 @@ func (s *Space) Epochs() *Epochs { return &s.epochs }
 
 // Reserve declares [pa, pa+n) as guest memory whose pages are all absent:
 // accesses are host faults (PF-7) until Map publishes them. Both are multiples
-// of the page size. ErrOverlap if any of it is guest memory already.
+// of the page size. It returns ErrOverlap if any of it is guest memory already.
 func (s *Space) Reserve(pa PA, n uint64) error {
 	if err := checkSpan(pa, n); err != nil {
 		return fmt.Errorf("reserve: %w", err)
@@ -100,10 +97,9 @@ func (s *Space) Reserve(pa PA, n uint64) error {
 
 // Map publishes host as the guest memory from pa on. pa, host's address and
 // its length are multiples of the page size; host must be memory outside the Go
-// heap that stays mapped until Unmap (or Withdraw) and a drained epoch: the
-// Space does not keep it from being collected. The range must be no
-// guest memory yet, or reserved and absent; ErrOverlap otherwise. Nothing is
-// changed on error.
+// heap that stays mapped until Unmap (or Withdraw) and a drained epoch: the Space does not keep it alive. The range
+// must not be guest memory yet, or be reserved and absent; otherwise Map returns ErrOverlap. On error nothing is
+// changed.
 func (s *Space) Map(pa PA, host []byte) error {
 	n := uint64(len(host))
 	if err := checkSpan(pa, n); err != nil {
@@ -124,8 +120,7 @@ func (s *Space) Map(pa PA, host []byte) error {
 }
 
 // Withdraw makes [pa, pa+n) absent but keeps it guest memory: later accesses
-// are host faults (PF-14). As with Unmap the caller then drains the epoch
-// before it takes the host memory away.
+// are host faults (PF-14). As with Unmap, the caller then drains the epoch before it releases the host memory.
 func (s *Space) Withdraw(pa PA, n uint64) error {
 	return s.remove("withdraw", pa, n, entryReserved)
 }

@@ -194,7 +194,8 @@ func TestSpaceHostileAddresses(t *testing.T) {
 	mustMap(t, s, 0, hostMem(t, PageSize))
 	mustMap(t, s, MaxPA-PageSize, hostMem(t, PageSize))
 	buf := make([]byte, 64)
-	for _, pa := range []PA{PageSize, PageSize - 1, 1 << 21, 1 << 32, 1 << 47, MaxPA - 1, MaxPA, 1 << 63, ^PA(0), ^PA(0) - 62, ^PA(0) - 63} {
+	for _, pa := range []PA{PageSize, PageSize - 1, 1 << 21, 1 << 32, 1 << 47, MaxPA - 1, MaxPA, 1 << 63, ^PA(0),
+		^PA(0) - 62, ^PA(0) - 63} {
 		if m := s.Read(buf, pa); m.Kind != BadAddress || m.Len != 64-uint64(m.PA-pa) {
 			t.Errorf("read at %v: %+v", pa, m)
 		}

@@ -43,9 +43,9 @@ type VM struct {
 	regions int
 	pages   uint64
 	next    uint32   // lowest index never used
-	free    []uint32 // freed indices, oldest first: a variant comes back late
+	free    []uint32 // freed indices, oldest first, so that a variant recurs late
 
-	clearing *Drain // begun when entries were lost last
+	clearing *Drain // of the last removal of entries
 	spare    mttSpare
 }
 
@@ -61,7 +61,7 @@ type mptGroup struct {
 	variant [mptGroupSize]uint8 // of the next key; guarded by VM.mu
 }
 
-// NewVM returns a VM without regions over s.
+// NewVM returns a VM over s, without regions.
 func NewVM(s *Space, lim Limits) *VM {
 	if lim.MaxRegions <= 0 {
 		lim.MaxRegions = 1 << 16
@@ -119,14 +119,15 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	return r, nil
 }
 
-// newKeyLocked takes an index and makes the next key of it. ErrLimit if there is
-// none, or no room for that many more pages.
+// newKeyLocked takes an index and returns its next key, or ErrLimit if no index is free or there is no room for that
+// many pages.
 func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err error) {
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
 	if pages > vm.lim.MaxPages-vm.pages {
-		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, pages, ErrLimit)
+		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, pages,
+			ErrLimit)
 	}
 	idx = vm.takeIndexLocked()
 	if g = vm.mpt[idx>>mptGroupShift].Load(); g == nil {
@@ -140,15 +141,15 @@ func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err 
 	return g, idx, key, nil
 }
 
-// giveIndexLocked is the opposite.
+// giveIndexLocked returns an index and its pages.
 func (vm *VM) giveIndexLocked(idx uint32, pages uint64) {
 	vm.free = append(vm.free, idx)
 	vm.regions--
 	vm.pages -= pages
 }
 
-// newMPTGroup starts variants at values that differ between neighbours, so that
-// a key whose index is off by one does not fit.
+// newMPTGroup starts the variants of adjacent indices at different values, so that a key whose index is off by one is
+// not valid.
 func newMPTGroup(group uint32) *mptGroup {
 	g := new(mptGroup)
 	for i := range g.variant {
@@ -175,8 +176,8 @@ func (vm *VM) Region(handle uint32) (*Region, error) {
 	return nil, fmt.Errorf("handle %#x: %w", handle, ErrNoRegion)
 }
 
-// Beneath returns what is at a window's address by the key and address of its region: the region's owner, who brings its
-// pages, knows nothing of windows. All else it returns as it is. The caller is inside.
+// Beneath translates a window's key and address into those of its region, because the region's owner, which serves its
+// faults, does not know windows. Other keys are returned unchanged. The caller holds an epoch.
 func (vm *VM) Beneath(key Key, va VA) (Key, VA) {
 	r := vm.byKey(key)
 	if r == nil || r.base == nil {
@@ -185,8 +186,8 @@ func (vm *VM) Beneath(key Key, va VA) (Key, VA) {
 	return r.base.key, r.base.iova + (va - r.iova) + VA(r.offset-r.base.offset)
 }
 
-// Lookup returns what stage one has for an address now, regardless of rights, and whether it has anything: to tell people,
-// not to access memory.
+// Lookup returns the PA that stage one currently has for an address, if any, regardless of rights. It is for reports,
+// not for access.
 func (vm *VM) Lookup(key Key, va VA) (PA, bool) {
 	r := vm.byKey(key)
 	if r == nil {
@@ -200,11 +201,11 @@ func (vm *VM) Lookup(key Key, va VA) (PA, bool) {
 	return pa, ok
 }
 
-// SetPages fills MTT entries from first on. Each PA is a multiple of the
+// SetPages writes MTT entries from first on. Each PA is a multiple of the
 // region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
 // paging only): a write to it is a GuestFault. Nothing is changed on
-// error (ErrNoRegion, ErrInvalid, and ErrLimit for demand regions). Replacing present entries does not wait for
-// readers of the old ones: where those pages go away, use ClearPages first.
+// error (ErrNoRegion, ErrInvalid, and ErrLimit for demand regions). Replacing present entries does not wait for readers
+// of the old ones: use ClearPages first if those pages are going to be released.
 func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -218,11 +219,13 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	}
 	for i, pa := range pas {
 		if pa&absentPA == 0 && (pa&mask != 0 || pa >= MaxPA) {
-			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa, uint64(1)<<r.shift, MaxPA, ErrInvalid)
+			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa,
+				uint64(1)<<r.shift, MaxPA, ErrInvalid)
 		}
 	}
 	if more := r.missingLocked(first, pas); more > vm.lim.MaxPages-vm.pages {
-		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed: %w", vm.pages, vm.lim.MaxPages, more, ErrLimit)
+		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed: %w", vm.pages, vm.lim.MaxPages, more,
+			ErrLimit)
 	}
 	vm.pages -= r.chargeLocked()
 	if r.setLocked(first, pas) {
@@ -233,7 +236,7 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	return nil
 }
 
-// releaseLocked begins the release of entries that were lost.
+// releaseLocked begins the release of removed entries.
 func (vm *VM) releaseLocked() {
 	vm.clearing = vm.space.epochs.Flip()
 	vm.spare.begun(vm.clearing)
@@ -250,9 +253,9 @@ func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64
 	return d.Wait(ctx)
 }
 
-// StartClear is ClearPages that does not wait: nothing uses the old entries any
-// more when the Drain is done. It is nil if there was nothing to remove and nothing
-// uses what another call removed: whoever finds a page absent may rely on that too.
+// StartClear is ClearPages without the wait: the old entries are out of use when the Drain is done. The Drain is nil if
+// nothing was removed and entries that earlier calls removed are out of use too, so that a caller that finds a page
+// absent may release it.
 func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -275,7 +278,7 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 
 // tableLocked returns the region and checks [first, first+count) against its MTT.
 func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
-	if vm.dynamic(Key(handle)) != nil { // its region is a loop's to read and write
+	if vm.dynamic(Key(handle)) != nil { // its region is accessed by a loop
 		return nil, fmt.Errorf("handle %#x: pages come by work requests: %w", handle, ErrInvalid)
 	}
 	r, err := vm.Region(handle)
@@ -301,14 +304,13 @@ func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
 	return d.Wait(ctx)
 }
 
-// StartDestroy is DestroyRegion that does not wait: no operation uses the
-// region any more when the Drain is done. It also destroys what CreateDynamic made.
-// ErrBusy if memory windows are bound to it.
+// StartDestroy is DestroyRegion without the wait: the region is out of use when the Drain is done. It also destroys
+// keys from CreateDynamic. It returns ErrBusy if memory windows are bound to the region.
 func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	if d := vm.dynamic(Key(handle)); d != nil {
-		if d.handle != Key(handle) { // a handle stays, a key does not
+		if d.handle != Key(handle) { // the handle is constant, the key is not
 			return nil, fmt.Errorf("destroy region: handle %#x: %w", handle, ErrNoRegion)
 		}
 		vm.closeLocked(d)

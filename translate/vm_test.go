@@ -16,7 +16,8 @@ func TestTwoStages(t *testing.T) {
 	mustMap(t, s, 0x100000, mem)
 	vm := NewVM(s, Limits{})
 	const va = VA(0x7f0000000123)
-	r, err := vm.CreateRegion(RegionSpec{PD: 3, Access: LocalWrite | RemoteWrite | RemoteRead, PageShift: 12, IOVA: va, Length: 8192, Offset: 0x123, NPages: 3})
+	r, err := vm.CreateRegion(RegionSpec{PD: 3, Access: LocalWrite | RemoteWrite | RemoteRead, PageShift: 12, IOVA: va,
+		Length: 8192, Offset: 0x123, NPages: 3})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +81,8 @@ func (n *naiveRegion) charge() uint64 {
 
 // expect says what an access of n bytes must yield: the first miss, by looking
 // at each byte. Pages are too large for that, so it steps to 4 KiB boundaries.
-func expect(regions map[Key]*naiveRegion, s naiveSpace, key Key, pd PD, va VA, n uint64, need Access) (kind MissKind, at VA) {
+func expect(regions map[Key]*naiveRegion, s naiveSpace, key Key, pd PD, va VA, n uint64, need Access) (kind MissKind,
+	at VA) {
 	reg := regions[key]
 	switch {
 	case reg == nil:
@@ -110,7 +112,8 @@ func TestVMModel(t *testing.T) {
 	const base = PA(1 << 32)
 	host := hostMem(t, pages*PageSize)
 	rng := rand.New(rand.NewPCG(9, 9))
-	rights := []Access{0, LocalWrite, LocalWrite | RemoteWrite, LocalWrite | RemoteRead | RemoteAtomic, RemoteRead, LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic}
+	rights := []Access{0, LocalWrite, LocalWrite | RemoteWrite, LocalWrite | RemoteRead | RemoteAtomic, RemoteRead,
+		LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic}
 	for round := range 2 {
 		s, ms := NewSpace(1), naiveSpace{}
 		for first := uint64(0); first < pages; { // pieces, with reserved and missing ones between
@@ -155,8 +158,9 @@ func TestVMModel(t *testing.T) {
 		for range 350 {
 			switch r := pick(); rng.IntN(6) {
 			case 0:
-				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))], PageShift: uint8(12 + max(0, rng.IntN(20)-10)),
-					IOVA: VA(rng.Uint64() >> rng.IntN(20)), Length: 1 + rng.Uint64N(8<<20)}
+				sp := RegionSpec{PD: PD(rng.IntN(3)), Access: rights[rng.IntN(len(rights))],
+					PageShift: uint8(12 + max(0, rng.IntN(20)-10)), IOVA: VA(rng.Uint64() >> rng.IntN(20)),
+					Length: 1 + rng.Uint64N(8<<20)}
 				switch rng.IntN(8) {
 				case 0:
 					sp = RegionSpec{PD: sp.PD, Access: sp.Access, Flags: Phys, IOVA: VA(base) - VA(rng.IntN(4096)), Length: sp.Length}
@@ -276,7 +280,8 @@ func TestVMModel(t *testing.T) {
 				key, pd, need := r.r.LKey(), r.spec.PD, []Access{0, LocalWrite, RemoteRead, RemoteWrite}[rng.IntN(4)]
 				va, n := r.spec.IOVA+VA(rng.Uint64N(r.spec.Length)), 1+rng.Uint64N(20000)
 				for p := range r.pages { // most often where something is
-					if at := p<<r.spec.PageShift + rng.Uint64N(1<<r.spec.PageShift) - r.spec.Offset; at < r.spec.Length && rng.IntN(4) > 0 {
+					if at := p<<r.spec.PageShift + rng.Uint64N(1<<r.spec.PageShift) - r.spec.Offset; at < r.spec.Length &&
+						rng.IntN(4) > 0 {
 						va = r.spec.IOVA + VA(at)
 					}
 					break
@@ -320,7 +325,8 @@ func TestVMModel(t *testing.T) {
 }
 
 // checkAccess compares every way of access with the model.
-func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace, key Key, pd PD, va VA, n uint64, need Access) {
+func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace, key Key, pd PD, va VA, n uint64,
+	need Access) {
 	t.Helper()
 	// Large lengths are for keys and ranges; copies are made of small ones.
 	kind, at := expect(model, ms, key, pd, va, n, need)
@@ -366,7 +372,8 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 	if m.Kind != wkind || wkind != None && (m.VA != wat || m.Key != key) {
 		t.Fatalf("write %#x %v %d: %+v, model says %v at %v", key, va, n, m, wkind, wat)
 	}
-	if left := n - uint64(wat-va); wkind != None && m.Len != left && !(m.Len > 0 && m.Len < left && (wkind == HostFault || wkind == BadAddress)) {
+	if left := n - uint64(wat-va); wkind != None && m.Len != left &&
+		!(m.Len > 0 && m.Len < left && (wkind == HostFault || wkind == BadAddress)) {
 		t.Fatalf("write %#x %v %d: %+v wants %d bytes, model says %d", key, va, n, m, m.Len, left)
 	}
 	dst := make([]byte, n)
@@ -424,8 +431,11 @@ func TestCreateRegionRefuses(t *testing.T) {
 		"implicit, pinned":    func(s *RegionSpec) { s.Flags, s.IOVA = Implicit, 0 },
 		"implicit, IOVA":      func(s *RegionSpec) { s.Flags = Implicit | DemandPaging },
 		"implicit, offset":    func(s *RegionSpec) { s.Flags, s.IOVA, s.Offset = Implicit|DemandPaging, 0, 1; s.Length -= 1 },
-		"implicit, shift":     func(s *RegionSpec) { s.Flags, s.IOVA, s.PageShift = Implicit|DemandPaging, 0, 13; s.NPages = 1 },
-		"implicit, pages":     func(s *RegionSpec) { s.Flags, s.IOVA, s.NPages = Implicit|DemandPaging, 0, 3 },
+		"implicit, shift": func(s *RegionSpec) {
+			s.Flags, s.IOVA, s.PageShift = Implicit|DemandPaging, 0, 13
+			s.NPages = 1
+		},
+		"implicit, pages": func(s *RegionSpec) { s.Flags, s.IOVA, s.NPages = Implicit|DemandPaging, 0, 3 },
 		"implicit, 2^57 + 1": func(s *RegionSpec) {
 			s.Flags, s.IOVA, s.NPages, s.Length = Implicit|DemandPaging, 0, MaxImplicit>>12+1, MaxImplicit+4096
 		},
@@ -435,7 +445,8 @@ func TestCreateRegionRefuses(t *testing.T) {
 		vm := NewVM(NewSpace(1), Limits{})
 		sp := good
 		f(&sp)
-		if _, err := vm.CreateRegion(sp); !errors.Is(err, ErrInvalid) && !(strings.Contains(name, "all of it") && errors.Is(err, ErrLimit)) {
+		if _, err := vm.CreateRegion(sp); !errors.Is(err, ErrInvalid) &&
+			!(strings.Contains(name, "all of it") && errors.Is(err, ErrLimit)) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if n, pages := vm.Usage(); n != 0 || pages != 0 {
@@ -466,7 +477,8 @@ func TestReadOnlyPages(t *testing.T) {
 	s := NewSpace(1)
 	mustMap(t, s, 0, hostMem(t, 1<<20))
 	vm := NewVM(s, Limits{})
-	sp := RegionSpec{Access: LocalWrite | RemoteAtomic | RemoteRead, Flags: DemandPaging, PageShift: 12, IOVA: 0x40000, Length: 4 << 12, NPages: 4}
+	sp := RegionSpec{Access: LocalWrite | RemoteAtomic | RemoteRead, Flags: DemandPaging, PageShift: 12, IOVA: 0x40000,
+		Length: 4 << 12, NPages: 4}
 	r, err := vm.CreateRegion(sp)
 	if err != nil {
 		t.Fatal(err)
@@ -484,7 +496,8 @@ func TestReadOnlyPages(t *testing.T) {
 	}
 	writes := func(want MissKind, at VA) {
 		t.Helper()
-		if m := vm.Write(r.LKey(), 0, 0x41ff0, buf[:32], 0); m.Kind != want || want != None && (m.VA != 0x41ff0 || m.Len != 32) {
+		if m := vm.Write(r.LKey(), 0, 0x41ff0, buf[:32], 0); m.Kind != want || want != None &&
+			(m.VA != 0x41ff0 || m.Len != 32) {
 			t.Errorf("%+v", m)
 		}
 		if _, m := vm.Uint64(r.LKey(), 0, at, RemoteAtomic); m.Kind != want {
@@ -524,7 +537,8 @@ func TestFaultSaysWhatIsWanted(t *testing.T) {
 	}
 	mustMap(t, s, 0x7000, hostMem(t, PageSize))
 	vm := NewVM(s, Limits{})
-	r, err := vm.CreateRegion(RegionSpec{Access: LocalWrite, Flags: DemandPaging, PageShift: 12, IOVA: 0, Length: 5 << 12, NPages: 5})
+	r, err := vm.CreateRegion(RegionSpec{Access: LocalWrite, Flags: DemandPaging, PageShift: 12, IOVA: 0, Length: 5 << 12,
+		NPages: 5})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -676,7 +690,8 @@ func TestZeroLength(t *testing.T) {
 func TestMissText(t *testing.T) {
 	for kind := BadKey; kind <= Blocked; kind++ {
 		err := Miss{Kind: kind, Key: 0x1234, Where: Where{0x5000, 0x6000}, Len: 7}.Err()
-		if !errors.Is(err, ErrMiss) || !strings.Contains(err.Error(), kind.String()) || !strings.Contains(err.Error(), "7 bytes") {
+		if !errors.Is(err, ErrMiss) || !strings.Contains(err.Error(), kind.String()) ||
+			!strings.Contains(err.Error(), "7 bytes") {
 			t.Errorf("%v", err)
 		}
 	}

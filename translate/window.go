@@ -2,12 +2,10 @@ package translate
 
 import "sync/atomic"
 
-// Window is a stretch of guest memory that is accessed all the time, such as a
-// ring. Where it lies on the host is looked up when it is used first, and again
-// only when the space's tables have changed; a stretch that is not in one piece
-// there, or not all there, is looked up with every access. What its methods
-// return may be used until the caller leaves its epoch, like what Space returns. A
-// window belongs to one goroutine at a time.
+// Window is a range of guest memory that is accessed often, such as a ring. Its host address is looked up on first use,
+// and again only after the space's tables have changed; a range that is not contiguous on the host, or partly absent,
+// is looked up with every access. Results may be used until the caller leaves its epoch, like those of Space. A window
+// belongs to one goroutine at a time.
 type Window struct {
 	space *Space
 	pa    PA
@@ -22,11 +20,11 @@ type Window struct {
 // looked up yet.
 func (s *Space) Window(pa PA, n uint64) Window { return Window{space: s, pa: pa, n: n} }
 
-// whole tells whether all of the window is at host.
+// whole reports whether all of the window is at host.
 func (w *Window) whole() bool { return w.gen == w.space.gen.Load() && w.ok || w.find() }
 
-// find looks the window up, if it has to. The generation is read first: what changes
-// from then on is noticed with the next access.
+// find looks the window up if the tables have changed. The generation is read first, so that a later change is noticed
+// at the next access.
 func (w *Window) find() bool {
 	s := w.space
 	if gen := s.gen.Load(); gen != w.gen {
@@ -41,8 +39,8 @@ func (w *Window) find() bool {
 	return w.ok
 }
 
-// Bytes returns the first n bytes of the window as Space.Host does, nil if they are not in one piece on the host, or not
-// all there, or beyond the window's end.
+// Bytes returns the first n bytes of the window as Space.Host does, or nil if they are not contiguous on the host,
+// partly absent, or beyond the window's end.
 func (w *Window) Bytes(n uint64) []byte {
 	if n <= w.n && w.whole() {
 		return hostBytes(w.host, int(n))
@@ -69,8 +67,8 @@ func (w *Window) Uint32(off uint64) (*atomic.Uint32, Miss) {
 	return w.space.Uint32(w.pa + PA(off))
 }
 
-// Around returns the aligned word that the 2-byte aligned off lies in, and by how
-// many bits its half is shifted there (in a little-endian word).
+// Around returns the aligned word that contains the 2 bytes at off, which is a multiple of 2, and by how many bits they
+// are shifted in it (little-endian).
 func (w *Window) Around(off uint64) (word *atomic.Uint32, shift uint, m Miss) {
 	shift = uint(w.pa+PA(off)) & 2 * 8
 	if w.whole() && off+2 <= w.n {

@@ -98,7 +98,8 @@ func TestWindowModel(t *testing.T) {
 					t.Fatalf("Bytes(%d) of %d at %v: none", size, w.n, w.pa)
 				}
 			default:
-				if direct, _ := s.Host(w.pa, int(size)); len(direct) != int(size) || len(got) != int(size) || &direct[0] != &got[0] {
+				if direct, _ := s.Host(w.pa, int(size)); len(direct) != int(size) || len(got) != int(size) ||
+					&direct[0] != &got[0] {
 					t.Fatalf("Bytes(%d) at %v: %p %d, the space says %p %d", size, w.pa, got, len(got), direct, len(direct))
 				}
 			}

@@ -12,6 +12,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"go.uber.org/goleak"
 
+	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/frame"
@@ -173,7 +174,11 @@ func (r *rig) joinSites() {
 			peers = append(peers, addr(11-i))
 		}
 		ns[i].Do(func() {
-			vt, err := vxlan.New(vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, NoSegmentation: ways.NoSegmentation(), NoShortPath: ways.NoShortPath(), Log: r.log})
+			c := vxlan.Config{Local: addr(i), Loops: s.loops, Pool: s.pool, Segmentation: ways.Segmentation(), Log: r.log}
+			if ways.ShortPath() {
+				c.ShortPath = fastpath.Open
+			}
+			vt, err := vxlan.New(c)
 			if err != nil {
 				r.tb.Fatal(err)
 			}

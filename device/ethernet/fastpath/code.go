@@ -8,7 +8,7 @@ import (
 	"github.com/cilium/ebpf/asm"
 )
 
-// Where things are in struct __sk_buff (linux/bpf.h).
+// Offsets in struct __sk_buff (linux/bpf.h).
 const (
 	skbLen     = 0
 	skbPktType = 4
@@ -21,9 +21,9 @@ const (
 	skbGSOSize = 176
 )
 
-// What a program of tcx answers.
+// Return values of a tcx program.
 const (
-	verdictNext = -1 // TCX_NEXT: on as if we were not there
+	verdictNext = -1 // TCX_NEXT: on as if the program were not attached
 	verdictDrop = 2  // TCX_DROP
 )
 
@@ -41,7 +41,7 @@ const (
 const (
 	protoTCP  = 6
 	protoUDP  = 17
-	tcpOpens  = 0x07 // FIN, SYN, RST: the ends of a connection go through the switch
+	tcpOpens  = 0x07 // FIN, SYN, RST: the start and the end of a connection pass the switch
 	fragments = 0x3fff
 	ecnMask   = 3
 )
@@ -51,8 +51,8 @@ const (
 	etherIPv6 = 0x86dd
 )
 
-// code is a program in the making. Register R6 is the skb all the time, R9 the entry once it is found, R7 the length of the frame's headers, and
-// R8 the ECN field of the inner IP header; R0 to R5 are anybody's.
+// code builds a program. Register R6 holds the skb throughout, R9 the entry once it is found, R7 the length of the frame's
+// headers, and R8 the ECN field of the inner IP header; R0 to R5 are scratch. Label "next" leaves the frame to vnicd.
 type code struct {
 	asm.Instructions
 	label string // of the next instruction
@@ -66,15 +66,15 @@ func (c *code) add(in ...asm.Instruction) {
 	c.Instructions = append(c.Instructions, in...)
 }
 
-// at names the next instruction.
+// at sets the label of the next instruction.
 func (c *code) at(label string) {
 	if c.label != "" {
-		c.add(asm.Mov.Reg(asm.R0, asm.R0)) // two names need two places
+		c.add(asm.Mov.Reg(asm.R0, asm.R0)) // two labels need two instructions
 	}
 	c.label = label
 }
 
-// be is a big-endian value of 16 bits as a load of it gives it.
+// be returns a big-endian 16-bit value as a native load yields it.
 func be(v uint16) int32 {
 	return int32(binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, v)))
 }
@@ -84,7 +84,7 @@ func word(b []byte) int32 { return int32(binary.NativeEndian.Uint32(b)) }
 // skb loads a field of the skb.
 func (c *code) skb(r asm.Register, field int16) { c.add(asm.LoadMem(r, asm.R6, field, asm.Word)) }
 
-// load loads from the stack, store stores there.
+// load loads from the stack, store stores to it.
 func (c *code) load(r asm.Register, at int16, size asm.Size) {
 	c.add(asm.LoadMem(r, asm.RFP, at, size))
 }
@@ -92,19 +92,19 @@ func (c *code) store(at int16, r asm.Register, size asm.Size) {
 	c.add(asm.StoreMem(asm.RFP, at, r, size))
 }
 
-// load16 loads a big-endian value.
+// load16 loads a big-endian 16-bit value from the stack.
 func (c *code) load16(r asm.Register, at int16) {
 	c.load(r, at, asm.Half)
 	c.add(asm.HostTo(asm.BE, r, asm.Half))
 }
 
-// is leaves the frame alone unless there is that on the stack.
+// is leaves the frame to vnicd unless the value on the stack equals want.
 func (c *code) is(at int16, size asm.Size, want int32) {
 	c.load(asm.R2, at, size)
 	c.add(asm.JNE.Imm32(asm.R2, want, "next"))
 }
 
-// clear leaves the frame alone if one of those bits is set on the stack.
+// clear leaves the frame to vnicd if one of the bits is set in the value on the stack.
 func (c *code) clear(at int16, size asm.Size, bits int32) {
 	c.load(asm.R2, at, size)
 	c.add(asm.And.Imm(asm.R2, bits), asm.JNE.Imm(asm.R2, 0, "next"))
@@ -118,31 +118,31 @@ func (c *code) copy(to, from, n int16) {
 	}
 }
 
-// pull copies bytes of the frame to the stack; a frame that has fewer is left alone.
+// pull copies bytes of the frame to the stack, and leaves a shorter frame to vnicd.
 func (c *code) pull(from, at, n int16) {
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(from)), asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, int32(at)),
 		asm.Mov.Imm(asm.R4, int32(n)), asm.FnSkbLoadBytes.Call(), asm.JNE.Imm(asm.R0, 0, "next"))
 }
 
-// push copies bytes of the stack into the frame, which cannot be left alone any more.
+// push copies bytes of the stack into the frame, which is past the point where it could be left to vnicd.
 func (c *code) push(to, at, n int16) {
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(to)), asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, int32(at)),
 		asm.Mov.Imm(asm.R4, int32(n)), asm.Mov.Imm(asm.R5, 0), asm.FnSkbStoreBytes.Call(), asm.JNE.Imm(asm.R0, 0, "drop"))
 }
 
-// room makes or takes away room behind the Ethernet header.
+// room adds room behind the Ethernet header, or removes it.
 func (c *code) room(n int16, flags int64, otherwise string) {
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(n)), asm.Mov.Imm(asm.R3, roomMAC), asm.LoadImm(asm.R4, flags, asm.DWord),
 		asm.FnSkbAdjustRoom.Call(), asm.JNE.Imm(asm.R0, 0, otherwise))
 }
 
-// find looks up in a map what the stack says; R0 is the value.
+// find looks up the key on the stack in a map; R0 points to the value.
 func (c *code) find(m *ebpf.Map, key int16, otherwise string) {
 	c.add(asm.LoadMapPtr(asm.R1, m.FD()), asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, int32(key)), asm.FnMapLookupElem.Call(),
 		asm.JEq.Imm(asm.R0, 0, otherwise))
 }
 
-// sum leaves in R1 the Internet checksum's sum, folded, of an IPv4 header on the stack.
+// sum sets R1 to the folded one's complement sum of an IPv4 header on the stack (RFC 1071).
 func (c *code) sum(at int16) {
 	c.add(asm.Mov.Imm(asm.R1, 0))
 	for i := int16(0); i < 20; i += 2 {
@@ -154,9 +154,9 @@ func (c *code) sum(at int16) {
 	}
 }
 
-// tcp looks at a tenant's frame whose first bytes are at offset from of the skb, and leaves all alone but TCP in the midst of a connection, neither fragmented
-// nor with IP options. It copies the headers to the stack (80 bytes at at), and leaves their length in R7 and the ECN field in R8. whole: the
-// IP packet must end where the skb does.
+// tcp parses a tenant's frame that begins at offset from of the skb, and leaves it to vnicd unless it is TCP within an established
+// connection, without fragmentation and IP options. It copies the headers to the stack (80 bytes at at), and sets R7 to their
+// length and R8 to the ECN field. If whole, the IP packet must end where the skb does.
 func (c *code) tcp(from, at int16, whole bool) {
 	transport := func(hdr int16) {
 		c.clear(at+hdr+13, asm.Byte, tcpOpens)
@@ -199,66 +199,68 @@ func (c *code) tcp(from, at int16, whole bool) {
 	c.add(asm.And.Imm(asm.R8, ecnMask))
 }
 
-// fits leaves the frame alone if it, or what it will be cut into, is larger than the entry allows. less: what of the skb is not the frame.
-// It keeps the frame's length and number of segments on the stack for count.
+// fits leaves the frame to vnicd if it, or one of its segments, is larger than the entry allows. The first less bytes of the skb
+// do not count. It stores the frame's length and number of segments on the stack for count.
 func (c *code) fits(less, length, segments int16) {
 	c.skb(asm.R1, skbLen)
 	c.add(asm.Sub.Imm(asm.R1, int32(less)))
 	c.store(length, asm.R1, asm.Word)
 	c.skb(asm.R3, skbGSOSegs)
 	c.skb(asm.R2, skbGSOSize)
-	c.add(asm.JEq.Imm(asm.R2, 0, "uncut"), asm.JNE.Imm(asm.R3, 0, "told"))
-	// Nobody has counted them: a frame of a guest's, or one that a program like ours has passed on.
+	c.add(asm.JEq.Imm(asm.R2, 0, "uncut"), asm.JNE.Imm(asm.R3, 0, "counted segments"))
+	// The number of segments is not set: a frame of a guest, or one that a program like this has redirected.
 	c.add(asm.Mov.Reg(asm.R3, asm.R1), asm.Add.Reg(asm.R3, asm.R2), asm.Sub.Reg(asm.R3, asm.R7), asm.Sub.Imm(asm.R3, 1),
 		asm.And.Imm(asm.R3, 0xfffff), asm.Div.Reg(asm.R3, asm.R2))
-	c.at("told")
+	c.at("counted segments")
 	c.add(asm.Add.Reg(asm.R2, asm.R7), asm.Mov.Reg(asm.R1, asm.R2))
 	c.at("uncut")
 	c.store(segments, asm.R3, asm.Word)
 	c.add(asm.LoadMem(asm.R2, asm.R9, valueMax, asm.Word), asm.JGT.Reg(asm.R1, asm.R2, "next"))
 }
 
-// holds leaves the frame alone if the network has changed since the entry was made, or while the entry rests, and else notes that it is used.
-func (c *code) holds(generations *ebpf.Map, scratch int16) {
+// valid leaves the frame to vnicd if the entry is void, because the network has changed since it was made, or suspended. Otherwise
+// it notes that the entry is in use.
+func (c *code) valid(generations *ebpf.Map, scratch int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueNet, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)
 	c.find(generations, scratch, "next")
 	c.add(asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord), asm.LoadMem(asm.R2, asm.R9, valueGen, asm.DWord), asm.JNE.Reg(asm.R1, asm.R2, "next"))
 	c.moment()
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueRests, asm.Word), asm.Mov.Reg(asm.R2, asm.R0), asm.Sub.Reg32(asm.R2, asm.R1), asm.JLT.Imm32(asm.R2, restMoments, "next"))
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueSuspended, asm.Word), asm.Mov.Reg(asm.R2, asm.R0), asm.Sub.Reg32(asm.R2, asm.R1),
+		asm.JLT.Imm32(asm.R2, suspendMoments, "next"))
 	c.use()
 }
 
-// rest ends the program for a frame of the entry that goes by vnicd: for a moment all of them do, so that none overtakes it.
-func (c *code) rest() {
+// suspend ends the program for a datagram of the entry that passes through vnicd, and suspends the entry so that none overtakes it.
+func (c *code) suspend() {
 	c.moment()
-	c.mark(valueRests)
+	c.mark(valueSuspended)
 	c.use()
 	c.add(asm.Ja.Label("next"))
 }
 
-// moment leaves the time in R0, in moments.
+// moment sets R0 to the time in moments.
 func (c *code) moment() { c.add(asm.FnKtimeGetCoarseNs.Call(), asm.RSh.Imm(asm.R0, momentShift)) }
 
-// use notes the tick that the moment is in.
+// use notes the current tick as that of the entry's last use; R0 holds the moment.
 func (c *code) use() {
 	c.add(asm.RSh.Imm(asm.R0, tickShift-momentShift))
 	c.mark(valueUsed)
 }
 
-// mark notes R0 in the entry, unless it stands there, so that processors do not take the line from each other.
+// mark stores R0 in a field of the entry unless it is there already, so that processors do not contend for the cache line.
 func (c *code) mark(field int16) {
 	noted := fmt.Sprintf("noted %d", len(c.Instructions))
 	c.add(asm.LoadMem(asm.R1, asm.R9, field, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, noted), asm.StoreMem(asm.R9, field, asm.R0, asm.Word))
 	c.at(noted)
 }
 
-// plain has the skb leave without what its sender's or an earlier program's marks say about the other network.
+// plain clears the skb's mark and priority: they have a meaning in the network that the frame leaves, not in the other.
 func (c *code) plain() {
 	c.add(asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.R6, skbMark, asm.R1, asm.Word), asm.StoreMem(asm.R6, skbPrio, asm.R1, asm.Word))
 }
 
-// count counts the frame as what it becomes on a wire, each segment with its headers.
+// count counts the frame as its segments on a wire, each with its headers.
 func (c *code) count(counters *ebpf.Map, scratch, length, segments, at int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueHost, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)
@@ -274,7 +276,7 @@ func (c *code) count(counters *ebpf.Map, scratch, length, segments, at int16) {
 	c.at("counted")
 }
 
-// end is where frames go that are left alone, and those that cannot be any more.
+// end adds the targets of "next" and "drop".
 func (c *code) end() asm.Instructions {
 	c.at("drop")
 	c.add(asm.Mov.Imm(asm.R0, verdictDrop), asm.Return())

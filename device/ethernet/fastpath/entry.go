@@ -7,23 +7,23 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Way is what an entry is for: frames between two MACs of a network, from a host port to a far end (Out) or back.
-type Way struct {
-	Out      bool
-	Host     int // interface
-	VNI      uint32
-	Peer     netip.Addr // without zone
-	Dst, Src MAC
+// flow is the key of an entry: frames between two MACs of a network, from a host port to a peer (out) or back.
+type flow struct {
+	out      bool
+	host     int // interface index of the host port
+	vni      uint32
+	peer     netip.Addr // without zone
+	dst, src mac
 }
 
-// Terms are what else an entry says.
-type Terms struct {
-	Network    int // number, and the generation that the entry is of
-	Generation uint64
-	Host       *Host
-	Underlay   int // interface that leads to the far end; on the way out
-	MaxFrame   int // bytes, Ethernet header included
-	Tick       uint32
+// terms are the values of an entry.
+type terms struct {
+	network    int    // number
+	generation uint64 // of the network; the entry is valid in it only
+	host       *hostPort
+	underlay   int // interface index of the route to the peer; for out only
+	maxFrame   int // bytes, Ethernet header included
+	tick       uint32
 }
 
 const (
@@ -33,65 +33,65 @@ const (
 	ttl           = 64
 )
 
-// key is an entry's, in the map of its direction.
-func (t *Table) key(w *Way) (*ebpf.Map, []byte) {
-	if w.Out {
+// key returns the map of a flow's direction and the flow's key in it.
+func (t *table) key(f *flow) (*ebpf.Map, []byte) {
+	if f.out {
 		k := make([]byte, sendKeyLen)
-		binary.NativeEndian.PutUint32(k, uint32(w.Host))
-		copy(k[4:], w.Dst[:])
-		copy(k[10:], w.Src[:])
+		binary.NativeEndian.PutUint32(k, uint32(f.host))
+		copy(k[4:], f.dst[:])
+		copy(k[10:], f.src[:])
 		return t.maps.send, k
 	}
 	k := make([]byte, receiveKeyLen)
-	binary.BigEndian.PutUint32(k, w.VNI<<8)
-	copy(k[4:], w.Peer.AsSlice())
-	copy(k[20:], w.Dst[:])
-	copy(k[26:], w.Src[:])
+	binary.BigEndian.PutUint32(k, f.vni<<8)
+	copy(k[4:], f.peer.AsSlice())
+	copy(k[20:], f.dst[:])
+	copy(k[26:], f.src[:])
 	return t.maps.receive, k
 }
 
-func (t *Table) value(w *Way, x *Terms) []byte {
+func (t *table) value(f *flow, x *terms) []byte {
 	v := make([]byte, sendValueLen)
 	ne := binary.NativeEndian
-	ne.PutUint64(v[valueGen:], x.Generation)
-	ne.PutUint32(v[valueUsed:], x.Tick)
-	ne.PutUint32(v[valueNet:], uint32(x.Network))
-	ne.PutUint32(v[valueMax:], uint32(x.MaxFrame))
-	ne.PutUint32(v[valueHost:], uint32(x.Host.number))
-	if !w.Out {
-		ne.PutUint32(v[valueIf:], uint32(x.Host.index))
+	ne.PutUint64(v[valueGen:], x.generation)
+	ne.PutUint32(v[valueUsed:], x.tick)
+	ne.PutUint32(v[valueNet:], uint32(x.network))
+	ne.PutUint32(v[valueMax:], uint32(x.maxFrame))
+	ne.PutUint32(v[valueHost:], uint32(x.host.number))
+	if !f.out {
+		ne.PutUint32(v[valueIf:], uint32(x.host.index))
 		return v[:valueOuter]
 	}
-	ne.PutUint32(v[valueIf:], uint32(x.Underlay))
-	// The outer headers, but for lengths, source port, ECN and IPv4's checksum, which the program writes. As UDP sockets
-	// have them: DF, no checksum (RFC 7348, section 5; RFC 6935), best effort.
+	ne.PutUint32(v[valueIf:], uint32(x.underlay))
+	// The outer headers, except lengths, source port, ECN and IPv4 checksum, which the program writes. They equal those of
+	// the VTEP's UDP sockets: DF, no UDP checksum (RFC 7348, section 5; RFC 6935), best effort.
 	o := v[valueOuter:]
-	if t.cfg.Local.Is6() {
+	if t.cfg.local.Is6() {
 		o[0], o[6], o[7] = 0x60, protoUDP, ttl
-		copy(o[8:], t.cfg.Local.AsSlice())
-		copy(o[24:], w.Peer.AsSlice())
+		copy(o[8:], t.cfg.local.AsSlice())
+		copy(o[24:], f.peer.AsSlice())
 		o = o[40:]
 	} else {
 		o[0], o[6], o[8], o[9] = 0x45, 0x40, ttl, protoUDP
-		copy(o[12:], t.cfg.Local.AsSlice())
-		copy(o[16:], w.Peer.AsSlice())
+		copy(o[12:], t.cfg.local.AsSlice())
+		copy(o[16:], f.peer.AsSlice())
 		o = o[20:]
 	}
-	binary.BigEndian.PutUint16(o[2:], t.cfg.Port)
+	binary.BigEndian.PutUint16(o[2:], t.cfg.port)
 	o[8] = 0x08 // VXLAN's I flag
-	binary.BigEndian.PutUint32(o[12:], w.VNI<<8)
+	binary.BigEndian.PutUint32(o[12:], f.vni<<8)
 	return v
 }
 
-// Put makes an entry, or makes it anew.
-func (t *Table) Put(w Way, x Terms) error {
-	m, k := t.key(&w)
-	return m.Put(k, t.value(&w, &x))
+// put writes an entry, replacing an older one of the same flow.
+func (t *table) put(f flow, x terms) error {
+	m, k := t.key(&f)
+	return m.Put(k, t.value(&f, &x))
 }
 
-// Used returns the tick in which an entry was used last; false: it is no more.
-func (t *Table) Used(w Way) (tick uint32, ok bool) {
-	m, k := t.key(&w)
+// used returns the tick in which an entry was last used; ok is false if there is none.
+func (t *table) used(f flow) (tick uint32, ok bool) {
+	m, k := t.key(&f)
 	v, err := m.LookupBytes(k)
 	if err != nil || v == nil {
 		return 0, false
@@ -99,8 +99,8 @@ func (t *Table) Used(w Way) (tick uint32, ok bool) {
 	return binary.NativeEndian.Uint32(v[valueUsed:]), true
 }
 
-// Delete ends an entry. It may be gone already.
-func (t *Table) Delete(w Way) {
-	m, k := t.key(&w)
+// remove removes an entry, if there is one.
+func (t *table) remove(f flow) {
+	m, k := t.key(&f)
 	_ = m.Delete(k)
 }

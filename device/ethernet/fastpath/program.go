@@ -4,7 +4,7 @@ import (
 	"github.com/cilium/ebpf/asm"
 )
 
-// What VXLAN puts in front of a frame, but for the outer Ethernet header: IP, UDP 8, VXLAN 8.
+// outerLen returns the length of the outer headers without Ethernet: IP, UDP 8, VXLAN 8.
 func outerLen(v6 bool) int16 {
 	if v6 {
 		return 40 + 16
@@ -12,12 +12,12 @@ func outerLen(v6 bool) int16 {
 	return 20 + 16
 }
 
-// sending is the program at a host port's egress: what the host sends into the tenant's network.
+// sending is the program at a host port's egress, for frames that the host sends into the tenant's network.
 //
 //	Ethernet | IP TCP ...   ->   Ethernet (the underlay's) | IP UDP VXLAN Ethernet | IP TCP ...
 //
-// Until room is made the frame is as it was, so whatever the program does not know for sure goes on to vnicd. Large frames stay
-// whole: the underlay's card, or the kernel in front of it, cuts them.
+// The program changes nothing until it makes room, so any frame that it does not know for sure goes on to vnicd. Large frames
+// stay whole: the underlay's card, or the kernel in front of it, cuts them.
 func sending(m *maps, v6 bool) asm.Instructions {
 	const (
 		scratch, length, segments = -4, -8, -12
@@ -41,9 +41,9 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	c.fits(0, length, segments)
 	c.load(asm.R1, length, asm.Word)
 	c.add(asm.JGT.Imm(asm.R1, 65535-int32(n), "next")) // the outer lengths have 16 bits
-	c.holds(m.generations, scratch)
+	c.valid(m.generations, scratch)
 
-	// One of our source ports, by the flow.
+	// A source port of the VTEP, by the flow's hash.
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.FnGetHashRecalc.Call(), asm.LSh.Imm(asm.R0, 32), asm.RSh.Imm(asm.R0, 32),
 		asm.Mul.Imm(asm.R0, int32(m.ports.MaxEntries())), asm.RSh.Imm(asm.R0, 32))
 	c.store(scratch, asm.R0, asm.Word)
@@ -61,7 +61,7 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	if v6 {
 		c.add(asm.StoreImm(asm.RFP, outer-2, int64(be(etherIPv6)), asm.Half))
 		c.store(outer+4, asm.R2, asm.Half)
-		c.add(asm.LSh.Imm(asm.R8, 4)) // of the traffic class, the low half is the high half of this byte
+		c.add(asm.LSh.Imm(asm.R8, 4)) // the low half of the traffic class is the high half of this byte
 		c.store(outer+1, asm.R8, asm.Byte)
 	} else {
 		c.add(asm.StoreImm(asm.RFP, outer-2, int64(be(etherIPv4)), asm.Half))
@@ -84,29 +84,29 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	c.push(12, outer-2, 2+n+14)
 	c.count(m.counters, scratch, length, segments, countSent)
 	c.plain()
-	// Next hop and neighbour are the kernel's affair, which may queue the frame until it knows them.
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0), asm.Mov.Imm(asm.R4, 0), asm.FnRedirectNeigh.Call(),
-		asm.Return())
+	// The kernel resolves next hop and neighbour, and may queue the frame until it has.
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0), asm.Mov.Imm(asm.R4, 0),
+		asm.FnRedirectNeigh.Call(), asm.Return())
 	return c.end()
 }
 
-// receiving is the program at an underlay interface's ingress: sending backwards, to the host port's ingress.
+// receiving is the program at an underlay interface's ingress, the reverse of sending: to the host port's ingress.
 //
-// The entry says that the inner addresses are at exactly this host and at exactly that far end (MT-6). What else the UDP socket or vnicd check
-// is checked here, or the datagram is left to them: outer IP checksum, lengths, fragments, a UDP checksum, reserved bits, and congestion marks that
-// have to be carried over (RFC 6040). A sender may mix datagrams with a checksum, or marked ones, with others: then the entry rests, for those
-// that go by vnicd would be overtaken.
-func receiving(m *maps, c6 *Config) asm.Instructions {
+// The entry says that the inner addresses are at exactly this host and at exactly that peer (MT-6). The program checks all that
+// the UDP socket or vnicd would check, or leaves the datagram to them: outer IP checksum, lengths, fragments, a UDP checksum,
+// reserved bits, and congestion marks to be carried over (RFC 6040). A sender may mix datagrams with a checksum, or marked ones,
+// with others: then the entry is suspended, because datagrams that pass through vnicd would be overtaken.
+func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	const (
 		scratch, length, segments, ecn = -4, -8, -12, -16
 		key                            = -48
 		frame                          = -128 // headers of the tenant's frame
 		outer                          = -184 // the outer IP header; in front of it the Ethernet header
 	)
-	v6 := c6.Local.Is6()
+	v6 := cfg.local.Is6()
 	n := outerLen(v6)
 	udp := outer + n - 16
-	local := c6.Local.AsSlice()
+	local := cfg.local.AsSlice()
 	c := &code{}
 	c.add(asm.Mov.Reg(asm.R6, asm.R1))
 	typ := be(etherIPv4)
@@ -120,7 +120,7 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 		c.add(asm.JNE.Imm(asm.R2, 0, "next"))
 	}
 	c.pull(0, outer-14, 14+n)
-	c.is(udp+2, asm.Half, be(c6.Port))
+	c.is(udp+2, asm.Half, be(cfg.port))
 	if v6 {
 		c.is(outer+6, asm.Byte, protoUDP)
 		for i := int16(0); i < 16; i += 4 {
@@ -173,14 +173,14 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 	}
 	find()
 	c.load(asm.R2, ecn, asm.Word)
-	c.add(asm.JEq.Imm(asm.R2, 0, "unmarked"), asm.JNE.Reg(asm.R2, asm.R8, "rest"))
+	c.add(asm.JEq.Imm(asm.R2, 0, "unmarked"), asm.JNE.Reg(asm.R2, asm.R8, "suspend"))
 	c.at("unmarked")
 	c.fits(14+n, length, segments)
-	c.holds(m.generations, scratch)
+	c.valid(m.generations, scratch)
 
-	// Segments of TCP that the sender's kernel left whole, or datagrams that this host's put together? Those are to be cut where the outer UDP
-	// says, and may have different tenants' frames in them. The kernel takes room away for the former alone unless
-	// told that sizes are fixed, so 4 bytes are taken away and given back; what they were does not matter any more.
+	// A superframe is either TCP segments that the sender's kernel left whole or datagrams that this host's kernel coalesced.
+	// The latter are to be cut at the outer UDP's boundaries, and may contain frames of several tenants. Without fixedGSO the
+	// kernel removes room for the former only, so the program removes 4 bytes and adds them again; their values do not matter.
 	c.skb(asm.R2, skbGSOSize)
 	c.add(asm.JEq.Imm(asm.R2, 0, "tcp alone"))
 	c.room(-4, 0, "next")
@@ -190,12 +190,13 @@ func receiving(m *maps, c6 *Config) asm.Instructions {
 	c.push(0, frame, 14)
 	c.count(m.counters, scratch, length, segments, countReceived)
 	c.plain()
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */), asm.FnRedirect.Call(), asm.Return())
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */), asm.FnRedirect.Call(),
+		asm.Return())
 
 	c.at("summed")
 	c.pull(14+n, frame, 14)
 	find()
-	c.at("rest")
-	c.rest()
+	c.at("suspend")
+	c.suspend()
 	return c.end()
 }

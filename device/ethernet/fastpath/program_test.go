@@ -21,17 +21,17 @@ const (
 )
 
 var (
-	here, there = MAC{2, 0, 0, 0, 0, 1}, MAC{2, 0, 0, 0, 0, 2}
+	here, there = mac{2, 0, 0, 0, 0, 1}, mac{2, 0, 0, 0, 0, 2}
 	ports       = []uint16{50000, 50001, 50002}
 )
 
 type rig struct {
-	*Table
+	*table
 	t          *testing.T
 	v6         bool
 	net        int
 	gen        uint64
-	host       *Host
+	host       *hostPort
 	local, far netip.Addr
 }
 
@@ -45,40 +45,40 @@ func newRig(t *testing.T, v6 bool) *rig {
 		r.local, r.far = netip.MustParseAddr("fd01::1"), netip.MustParseAddr("fd01::2")
 	}
 	var err error
-	if r.Table, err = Open(Config{Local: r.local, Port: 4789, SourcePorts: ports}); err != nil {
+	if r.table, err = openTable(tableConfig{local: r.local, port: 4789, sourcePorts: ports}); err != nil {
 		var v *ebpf.VerifierError
 		if errors.As(err, &v) {
 			t.Fatalf("%+v", v)
 		}
 		t.Fatal(err)
 	}
-	t.Cleanup(r.Close)
-	n, g, ok := r.TakeNetwork()
+	t.Cleanup(r.close)
+	n, g, ok := r.takeNetwork()
 	if !ok {
 		t.Fatal("no network")
 	}
 	r.net, r.gen = n, g.Load()
-	if r.host, err = r.Host(lo); err != nil {
+	if r.host, err = r.attachHost(lo); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(r.host.Close)
+	t.Cleanup(r.host.close)
 	r.put(r.way(true))
 	r.put(r.way(false))
 	return r
 }
 
 // way is there by the host port or back from the far end.
-func (r *rig) way(out bool) Way {
-	w := Way{Out: out, Host: lo, VNI: 100, Peer: r.far, Dst: here, Src: there}
+func (r *rig) way(out bool) flow {
+	w := flow{out: out, host: lo, vni: 100, peer: r.far, dst: here, src: there}
 	if out {
-		w.Dst, w.Src = there, here
+		w.dst, w.src = there, here
 	}
 	return w
 }
 
-func (r *rig) put(w Way) {
+func (r *rig) put(w flow) {
 	r.t.Helper()
-	if err := r.Put(w, Terms{Network: r.net, Generation: r.gen, Host: r.host, Underlay: lo, MaxFrame: mtu + 14}); err != nil {
+	if err := r.table.put(w, terms{network: r.net, generation: r.gen, host: r.host, underlay: lo, maxFrame: mtu + 14}); err != nil {
 		r.t.Fatal(err)
 	}
 }
@@ -101,7 +101,7 @@ func (r *rig) run(p *ebpf.Program, f []byte, gso int) (verdict int32, out []byte
 }
 
 type tcp struct {
-	dst, src MAC
+	dst, src mac
 	v6       bool
 	flags    byte
 	tos      byte
@@ -198,7 +198,7 @@ func goes(f []byte, gso int, whole bool) (ecn byte, ok bool) {
 // sent is the model of sending; nil: left alone.
 func (r *rig) sent(f []byte, gso int) []byte {
 	ecn, ok := goes(f, gso, false)
-	if !ok || gso != 0 || MAC(f) != there || MAC(f[6:]) != here || len(f)+16+20 > 65535 {
+	if !ok || gso != 0 || mac(f) != there || mac(f[6:]) != here || len(f)+16+20 > 65535 {
 		return nil
 	}
 	r.local, r.far = r.far, r.local
@@ -218,7 +218,7 @@ func (r *rig) received(d []byte, gso int) []byte {
 		ip = 40
 	}
 	n := 14 + ip + 16
-	if gso != 0 || len(d) < n || MAC(d) != (MAC{}) { // the kernel cannot be given what it would cut as TCP
+	if gso != 0 || len(d) < n || mac(d) != (mac{}) { // the kernel cannot be given what it would cut as TCP
 		return nil
 	}
 	udp := d[14+ip:]
@@ -242,7 +242,7 @@ func (r *rig) received(d []byte, gso int) []byte {
 	}
 	f := udp[16:]
 	ecn, ok := goes(f, gso, true)
-	if !ok || tos&3 != 0 && tos&3 != ecn || MAC(f) != here || MAC(f[6:]) != there {
+	if !ok || tos&3 != 0 && tos&3 != ecn || mac(f) != here || mac(f[6:]) != there {
 		return nil
 	}
 	return f
@@ -295,7 +295,7 @@ func TestFrames(t *testing.T) {
 			}
 			base := func(out bool) []byte {
 				w := r.way(out)
-				return tcp{dst: w.Dst, src: w.Src, v6: inner6, flags: ack, payload: 100}.frame()
+				return tcp{dst: w.dst, src: w.src, v6: inner6, flags: ack, payload: 100}.frame()
 			}
 			for _, x := range []struct {
 				what   string
@@ -439,7 +439,7 @@ func TestRandomFrames(t *testing.T) {
 		for range 20000 {
 			out := rnd.IntN(2) == 0
 			w := r.way(out)
-			f := tcp{dst: w.Dst, src: w.Src, v6: rnd.IntN(2) == 0, flags: ack, tos: byte(rnd.Uint32()), payload: rnd.IntN(200)}.frame()
+			f := tcp{dst: w.dst, src: w.src, v6: rnd.IntN(2) == 0, flags: ack, tos: byte(rnd.Uint32()), payload: rnd.IntN(200)}.frame()
 			gso := 0
 			p, model := r.send, r.sent
 			if out && rnd.IntN(4) == 0 {
@@ -481,7 +481,7 @@ func TestEntry(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		frame := func(out bool) ([]byte, *ebpf.Program) {
 			w := r.way(out)
-			f := tcp{dst: w.Dst, src: w.Src, flags: ack, payload: 10}.frame()
+			f := tcp{dst: w.dst, src: w.src, flags: ack, payload: 10}.frame()
 			if out {
 				return f, r.send
 			}
@@ -492,9 +492,9 @@ func TestEntry(t *testing.T) {
 			f, p := frame(out)
 			takes := func(what string, want bool) {
 				t.Helper()
-				before := r.host.Totals()
+				before := r.host.totals()
 				v, _ := r.run(p, f, 0)
-				after := r.host.Totals()
+				after := r.host.totals()
 				if (v == redirct) != want {
 					t.Errorf("%s: verdict %d", what, v)
 				}
@@ -502,30 +502,30 @@ func TestEntry(t *testing.T) {
 				if want {
 					n = 1
 				}
-				d := Totals{after.SentFrames - before.SentFrames, after.SentBytes - before.SentBytes, after.ReceivedFrames - before.ReceivedFrames, after.ReceivedBytes - before.ReceivedBytes}
-				if expect := (Totals{n, 64 * n, 0, 0}); out && d != expect {
+				d := totals{after.sentFrames - before.sentFrames, after.sentBytes - before.sentBytes, after.receivedFrames - before.receivedFrames, after.receivedBytes - before.receivedBytes}
+				if expect := (totals{n, 64 * n, 0, 0}); out && d != expect {
 					t.Errorf("%s: counted %+v", what, d)
 				}
-				if expect := (Totals{0, 0, n, 64 * n}); !out && d != expect {
+				if expect := (totals{0, 0, n, 64 * n}); !out && d != expect {
 					t.Errorf("%s: counted %+v", what, d)
 				}
 			}
-			if tick, ok := r.Used(w); tick != 0 || !ok {
+			if tick, ok := r.used(w); tick != 0 || !ok {
 				t.Error("used before it was", tick, ok)
 			}
 			takes("fresh", true)
 			// The kernel's coarse clock may be a tick behind.
-			if tick, ok := r.Used(w); !ok || tick > Now() || tick+2 < Now() {
-				t.Errorf("its use is marked as of %d, now is %d", tick, Now())
+			if tick, ok := r.used(w); !ok || tick > now() || tick+2 < now() {
+				t.Errorf("its use is marked as of %d, now is %d", tick, now())
 			}
 			r.generations[r.net].Add(1)
 			takes("of an older generation", false)
 			r.gen++
 			r.put(w)
 			takes("renewed", true)
-			r.Delete(w)
+			r.remove(w)
 			takes("deleted", false)
-			if _, ok := r.Used(w); ok {
+			if _, ok := r.used(w); ok {
 				t.Error("there after it was deleted")
 			}
 			r.put(w)
@@ -535,10 +535,10 @@ func TestEntry(t *testing.T) {
 		}
 		// A table that is full refuses; the programs go on.
 		var err error
-		for i := 0; i <= MaxEntries && err == nil; i++ {
+		for i := 0; i <= maxEntries && err == nil; i++ {
 			w := r.way(false)
-			binary.BigEndian.PutUint32(w.Src[2:], uint32(i+1000))
-			err = r.Put(w, Terms{Network: r.net, Host: r.host})
+			binary.BigEndian.PutUint32(w.src[2:], uint32(i+1000))
+			err = r.table.put(w, terms{network: r.net, host: r.host})
 		}
 		if err == nil {
 			t.Error("the table takes more than it may")
@@ -551,11 +551,11 @@ func TestEntry(t *testing.T) {
 }
 
 // After a datagram of an entry that goes by vnicd, others do for a moment, and no other entry's.
-func TestRest(t *testing.T) {
+func TestSuspend(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		w, other := r.way(false), r.way(false)
-		other.Src[5]++
-		plain := func(w Way) []byte { return r.wrap(tcp{dst: w.Dst, src: w.Src, flags: ack, payload: 10}.frame(), 0) }
+		other.src[5]++
+		plain := func(w flow) []byte { return r.wrap(tcp{dst: w.dst, src: w.src, flags: ack, payload: 10}.frame(), 0) }
 		at := len(plain(w)) - len(tcp{payload: 10}.frame()) - 16 // the outer UDP header
 		for what, change := range map[string]func(d []byte){
 			"a checksum":                     func(d []byte) { d[at+6] = 1 },
@@ -569,11 +569,11 @@ func TestRest(t *testing.T) {
 				}
 			},
 		} {
-			for _, w := range []Way{w, other} {
-				r.Delete(w)
+			for _, w := range []flow{w, other} {
+				r.remove(w)
 				r.put(w)
 			}
-			goes := func(when string, w Way, change func([]byte), want int32) {
+			goes := func(when string, w flow, change func([]byte), want int32) {
 				t.Helper()
 				d := plain(w)
 				if change != nil {
@@ -593,24 +593,24 @@ func TestRest(t *testing.T) {
 				t.Fatal(err)
 			}
 			if used := binary.NativeEndian.Uint32(v[valueUsed:]); used == 0 {
-				t.Errorf("%s: an entry that rests looks unused", what)
+				t.Errorf("%s: a suspended entry looks unused", what)
 			}
-			binary.NativeEndian.PutUint32(v[valueRests:], uint32(monotonic()>>momentShift)-restMoments-1)
+			binary.NativeEndian.PutUint32(v[valueSuspended:], uint32(monotonic()>>momentShift)-suspendMoments-1)
 			if err := m.Put(k, v); err != nil {
 				t.Fatal(err)
 			}
 			goes("later", w, nil, redirct)
 		}
-		r.Delete(other)
+		r.remove(other)
 	})
 }
 
 // A network's number that is used again does not wake old entries.
 func TestNumbers(t *testing.T) {
 	r := newRig(t, false)
-	r.GiveNetwork(r.net)
-	for range MaxNetworks {
-		n, g, ok := r.TakeNetwork()
+	r.giveNetwork(r.net)
+	for range maxNetworks {
+		n, g, ok := r.takeNetwork()
 		if !ok {
 			t.Fatal("numbers are lost")
 		}
@@ -618,7 +618,7 @@ func TestNumbers(t *testing.T) {
 			t.Error("an old generation is back")
 		}
 	}
-	if _, _, ok := r.TakeNetwork(); ok {
+	if _, _, ok := r.takeNetwork(); ok {
 		t.Error("more networks than there may be")
 	}
 }

@@ -1,10 +1,3 @@
-// Package fastpath carries TCP between host ports and tunnels inside the kernel, by two small programs at the host port's egress
-// and the underlay's ingress. Who decides what may go that way is elsewhere (vswitch, vxlan): here an entry says that
-// frames from one MAC to another, of one network, go from a host port to a far end or back, for as long as the network's generation is the
-// one that the entry was made in. Frames without such an entry, and all that the programs do not know for sure, go on to
-// vnicd as if there were no programs.
-//
-// The programs are attached by links that end with the process, however it ends.
 package fastpath
 
 import (
@@ -19,24 +12,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Bounds of the tables, for each direction. What does not fit goes through vnicd.
+// Bounds of the tables, for each direction. Flows beyond them pass the switch.
 const (
-	MaxEntries  = 8192
-	MaxNetworks = 4096
-	MaxHosts    = 1024
+	maxEntries  = 8192
+	maxNetworks = 4096
+	maxHosts    = 1024
 )
 
-// tickShift makes nanoseconds ticks of about a second, in which the use of an entry is noted.
+// tickShift turns nanoseconds into ticks of about a second, the unit in which the programs note an entry's use.
 const tickShift = 30
 
-// momentShift makes them moments of 67 ms, of which an entry rests for two, less up to one: longer than vnicd has a frame in hand.
+// momentShift turns nanoseconds into units of 67 ms. An entry is suspended for suspendMoments of them, less up to one: longer than
+// vnicd holds a frame.
 const (
-	momentShift = 26
-	restMoments = 2
+	momentShift    = 26
+	suspendMoments = 2
 )
 
-// Now is the tick in which an entry that is used now notes it: the programs have the kernel's monotonic clock, not that of our loops.
-func Now() uint32 { return uint32(monotonic() >> tickShift) }
+// now returns the current tick, by the kernel's monotonic clock, which the programs read too. The loops have another clock.
+func now() uint32 { return uint32(monotonic() >> tickShift) }
 
 func monotonic() int64 {
 	var ts unix.Timespec
@@ -44,35 +38,35 @@ func monotonic() int64 {
 	return ts.Nano()
 }
 
-// TickSeconds is how long ticks are.
-func TickSeconds(ticks uint32) uint32 { return uint32(uint64(ticks) << tickShift / 1e9) }
+// tickSeconds is how long ticks are.
+func tickSeconds(ticks uint32) uint32 { return uint32(uint64(ticks) << tickShift / 1e9) }
 
-// Where things are in entries' values; see values.
+// Offsets in the value of an entry; see value.
 const (
-	valueGen   = 0
-	valueUsed  = 8
-	valueNet   = 12
-	valueIf    = 16
-	valueMax   = 20
-	valueHost  = 24
-	valueRests = 28 // when it began to rest, or went on to
-	valueOuter = 32
+	valueGen       = 0
+	valueUsed      = 8
+	valueNet       = 12
+	valueIf        = 16
+	valueMax       = 20
+	valueHost      = 24
+	valueSuspended = 28 // when it was last suspended
+	valueOuter     = 32
 
 	countSent     = 0
 	countReceived = 16
 )
 
-// MAC is an Ethernet address.
-type MAC = [6]byte
+// mac is an Ethernet address.
+type mac = [6]byte
 
-// Config describes a tunnel end.
-type Config struct {
-	Local       netip.Addr // without zone
-	Port        uint16
-	SourcePorts []uint16 // that its datagrams leave by
+// tableConfig describes a tunnel end.
+type tableConfig struct {
+	local       netip.Addr // without zone
+	port        uint16
+	sourcePorts []uint16 // of the datagrams that it sends
 }
 
-// maps are what the programs know.
+// maps are the programs' maps.
 type maps struct {
 	send, receive *ebpf.Map
 	generations   *ebpf.Map // by network
@@ -84,9 +78,9 @@ func (m *maps) all() []**ebpf.Map {
 	return []**ebpf.Map{&m.send, &m.receive, &m.generations, &m.counters, &m.ports}
 }
 
-// Table is a tunnel end's programs and entries. Not for use by several goroutines at once.
-type Table struct {
-	cfg         Config
+// table is a tunnel end's programs and entries. Only one goroutine may use it at a time.
+type table struct {
+	cfg         tableConfig
 	maps        maps
 	send        *ebpf.Program
 	receive     *ebpf.Program
@@ -96,7 +90,7 @@ type Table struct {
 	underlay    map[int]link.Link
 }
 
-// numbers gives out numbers below max, a returned one as late as may be.
+// numbers allocates numbers below max. A freed one is reused as late as possible.
 type numbers struct {
 	next, max int
 	free      []int
@@ -116,68 +110,68 @@ func (n *numbers) take() (i int, ok bool) {
 
 func (n *numbers) give(i int) { n.free = append(n.free, i) }
 
-// Open loads the programs. An error says what this kernel, or who runs this, lacks.
-func Open(c Config) (*Table, error) {
-	if len(c.SourcePorts) == 0 {
-		return nil, errors.New("shortpath: no source ports")
+// openTable loads the programs. The error says what the kernel or the process lacks.
+func openTable(c tableConfig) (*table, error) {
+	if len(c.sourcePorts) == 0 {
+		return nil, errors.New("short path: no source ports")
 	}
-	t := &Table{cfg: c, networks: numbers{max: MaxNetworks}, hosts: numbers{max: MaxHosts}, underlay: map[int]link.Link{}}
+	t := &table{cfg: c, networks: numbers{max: maxNetworks}, hosts: numbers{max: maxHosts}, underlay: map[int]link.Link{}}
 	if err := t.open(); err != nil {
-		t.Close()
+		t.close()
 		if errors.Is(err, unix.EPERM) {
-			return nil, errors.New("shortpath: it needs CAP_BPF and CAP_NET_ADMIN")
+			return nil, errors.New("short path: it needs CAP_BPF and CAP_NET_ADMIN")
 		}
-		return nil, fmt.Errorf("shortpath: %w", err)
+		return nil, fmt.Errorf("short path: %w", err)
 	}
 	return t, nil
 }
 
-func (t *Table) open() (err error) {
+func (t *table) open() (err error) {
 	for i, s := range []ebpf.MapSpec{
-		{Name: "vnicd_send", Type: ebpf.Hash, KeySize: sendKeyLen, ValueSize: sendValueLen, MaxEntries: MaxEntries},
-		{Name: "vnicd_receive", Type: ebpf.Hash, KeySize: receiveKeyLen, ValueSize: valueOuter, MaxEntries: MaxEntries},
-		{Name: "vnicd_gens", Type: ebpf.Array, KeySize: 4, ValueSize: 8, MaxEntries: MaxNetworks, Flags: mmapable},
-		{Name: "vnicd_counters", Type: ebpf.PerCPUArray, KeySize: 4, ValueSize: 32, MaxEntries: MaxHosts},
-		{Name: "vnicd_ports", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: uint32(len(t.cfg.SourcePorts))},
+		{Name: "vnicd_send", Type: ebpf.Hash, KeySize: sendKeyLen, ValueSize: sendValueLen, MaxEntries: maxEntries},
+		{Name: "vnicd_receive", Type: ebpf.Hash, KeySize: receiveKeyLen, ValueSize: valueOuter, MaxEntries: maxEntries},
+		{Name: "vnicd_gens", Type: ebpf.Array, KeySize: 4, ValueSize: 8, MaxEntries: maxNetworks, Flags: mmapable},
+		{Name: "vnicd_counters", Type: ebpf.PerCPUArray, KeySize: 4, ValueSize: 32, MaxEntries: maxHosts},
+		{Name: "vnicd_ports", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: uint32(len(t.cfg.sourcePorts))},
 	} {
 		if *t.maps.all()[i], err = ebpf.NewMap(&s); err != nil {
 			return err
 		}
 	}
-	for i, p := range t.cfg.SourcePorts {
+	for i, p := range t.cfg.sourcePorts {
 		if err := t.maps.ports.Put(uint32(i), [4]byte{byte(p >> 8), byte(p)}); err != nil {
 			return err
 		}
 	}
-	if t.generations, err = shared(t.maps.generations.FD(), MaxNetworks); err != nil {
+	if t.generations, err = shared(t.maps.generations.FD(), maxNetworks); err != nil {
 		return err
 	}
 	if t.send, err = ebpf.NewProgram(&ebpf.ProgramSpec{Name: "vnicd_send", Type: ebpf.SchedCLS, License: license,
-		Instructions: sending(&t.maps, t.cfg.Local.Is6())}); err != nil {
+		Instructions: sending(&t.maps, t.cfg.local.Is6())}); err != nil {
 		return err
 	}
 	if t.receive, err = ebpf.NewProgram(&ebpf.ProgramSpec{Name: "vnicd_receive", Type: ebpf.SchedCLS, License: license,
 		Instructions: receiving(&t.maps, &t.cfg)}); err != nil {
 		return err
 	}
-	// Kernels before 6.6 do not know what this asks for.
+	// Kernels before 6.6 refuse this query.
 	if _, err := link.QueryPrograms(link.QueryOptions{Target: loopback, Attach: ebpf.AttachTCXIngress}); err != nil {
 		return fmt.Errorf("it needs tcx, of Linux 6.6: %w", err)
 	}
 	return nil
 }
 
-// loopback is the number of the loopback interface, in every network namespace.
+// loopback is the index of the loopback interface, in every network namespace.
 const loopback = 1
 
-// license of the programs; none of what they call asks for the GPL.
+// license of the programs; no helper that they call requires the GPL.
 const license = "Apache-2.0"
 
 // mmapable is BPF_F_MMAPABLE.
 const mmapable = 1 << 10
 
-// Close detaches the programs. The networks' generations may be counted on.
-func (t *Table) Close() {
+// close detaches the programs. The networks' generations may still be advanced.
+func (t *table) close() {
 	for _, l := range t.underlay {
 		_ = l.Close()
 	}
@@ -193,9 +187,9 @@ func (t *Table) Close() {
 	}
 }
 
-// TakeNetwork gives out a network's number and its generation: entries hold only as long as it stands still. It never goes back,
-// also when another network gets the number. False: there are too many networks.
-func (t *Table) TakeNetwork() (number int, generation *atomic.Uint64, ok bool) {
+// takeNetwork allocates a number for a network and returns its generation: entries are valid while it has the value that they
+// were made with. It never decreases, not even when another network gets the number. ok is false if there are too many networks.
+func (t *table) takeNetwork() (number int, generation *atomic.Uint64, ok bool) {
 	if number, ok = t.networks.take(); !ok {
 		return 0, nil, false
 	}
@@ -204,33 +198,33 @@ func (t *Table) TakeNetwork() (number int, generation *atomic.Uint64, ok bool) {
 	return number, g, true
 }
 
-// GiveNetwork takes the number back.
-func (t *Table) GiveNetwork(number int) {
+// giveNetwork frees the number.
+func (t *table) giveNetwork(number int) {
 	t.generations[number].Add(1)
 	t.networks.give(number)
 }
 
-// Underlay has the program look at what arrives at an interface; again is harmless.
-func (t *Table) Underlay(index int) error {
+// attachUnderlay attaches the receiving program to an interface; twice is harmless.
+func (t *table) attachUnderlay(index int) error {
 	if t.underlay[index] != nil {
 		return nil
 	}
 	if len(t.underlay) >= maxUnderlay {
-		return errors.New("shortpath: too many underlay interfaces")
+		return errors.New("short path: too many underlay interfaces")
 	}
 	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: t.receive, Attach: ebpf.AttachTCXIngress})
 	if err != nil {
-		return fmt.Errorf("shortpath: underlay interface %d: %w", index, err)
+		return fmt.Errorf("short path: underlay interface %d: %w", index, err)
 	}
 	t.underlay[index] = l
 	return nil
 }
 
-// maxUnderlay bounds the interfaces that the tunnels' datagrams arrive by.
+// maxUnderlay bounds the interfaces by which the tunnels' datagrams arrive.
 const maxUnderlay = 16
 
-// LeaveUnderlay ends that for interfaces that are not used any more.
-func (t *Table) LeaveUnderlay(used func(index int) bool) {
+// detachUnderlay detaches it from the interfaces that are not used.
+func (t *table) detachUnderlay(used func(index int) bool) {
 	for i, l := range t.underlay {
 		if !used(i) {
 			_ = l.Close()
@@ -239,60 +233,57 @@ func (t *Table) LeaveUnderlay(used func(index int) bool) {
 	}
 }
 
-// Host is a host port with the program.
-type Host struct {
-	t      *Table
+// hostPort is a host port with the sending program attached.
+type hostPort struct {
+	t      *table
 	index  int
 	number int
 	link   link.Link
-	before Totals // when it got its number
+	before totals // counters when it got its number
 }
 
-// Totals counts what went the short way, as frames on a wire.
-type Totals struct{ SentFrames, SentBytes, ReceivedFrames, ReceivedBytes uint64 }
+// totals counts the frames that took the short path, as frames on a wire.
+type totals struct{ sentFrames, sentBytes, receivedFrames, receivedBytes uint64 }
 
-// Host has the program look at what the host sends by a host port.
-func (t *Table) Host(index int) (*Host, error) {
+// attachHost attaches the sending program to a host port's interface.
+func (t *table) attachHost(index int) (*hostPort, error) {
 	n, ok := t.hosts.take()
 	if !ok {
-		return nil, errors.New("shortpath: too many host ports")
+		return nil, errors.New("short path: too many host ports")
 	}
 	l, err := link.AttachTCX(link.TCXOptions{Interface: index, Program: t.send, Attach: ebpf.AttachTCXEgress})
 	if err != nil {
 		t.hosts.give(n)
-		return nil, fmt.Errorf("shortpath: host port %d: %w", index, err)
+		return nil, fmt.Errorf("short path: host port %d: %w", index, err)
 	}
-	h := &Host{t: t, index: index, number: n, link: l}
+	h := &hostPort{t: t, index: index, number: n, link: l}
 	h.before = h.raw()
 	return h, nil
 }
 
-// Index is the interface's.
-func (h *Host) Index() int { return h.index }
-
-// Close takes the program off the host port, whose entries must be gone or of an older generation.
-func (h *Host) Close() {
+// close detaches the program. The host port's entries must have been removed or be void.
+func (h *hostPort) close() {
 	_ = h.link.Close()
 	h.t.hosts.give(h.number)
 }
 
-// Totals adds up what all processors have counted.
-func (h *Host) Totals() Totals {
+// totals sums the counters of all processors.
+func (h *hostPort) totals() totals {
 	now := h.raw()
-	return Totals{now.SentFrames - h.before.SentFrames, now.SentBytes - h.before.SentBytes,
-		now.ReceivedFrames - h.before.ReceivedFrames, now.ReceivedBytes - h.before.ReceivedBytes}
+	return totals{now.sentFrames - h.before.sentFrames, now.sentBytes - h.before.sentBytes,
+		now.receivedFrames - h.before.receivedFrames, now.receivedBytes - h.before.receivedBytes}
 }
 
-func (h *Host) raw() (s Totals) {
+func (h *hostPort) raw() (s totals) {
 	var each [][32]byte
 	if h.t.maps.counters.Lookup(uint32(h.number), &each) != nil {
 		return s // closed
 	}
 	for _, c := range each {
-		s.SentFrames += binary.NativeEndian.Uint64(c[countSent:])
-		s.SentBytes += binary.NativeEndian.Uint64(c[countSent+8:])
-		s.ReceivedFrames += binary.NativeEndian.Uint64(c[countReceived:])
-		s.ReceivedBytes += binary.NativeEndian.Uint64(c[countReceived+8:])
+		s.sentFrames += binary.NativeEndian.Uint64(c[countSent:])
+		s.sentBytes += binary.NativeEndian.Uint64(c[countSent+8:])
+		s.receivedFrames += binary.NativeEndian.Uint64(c[countReceived:])
+		s.receivedBytes += binary.NativeEndian.Uint64(c[countReceived+8:])
 	}
 	return s
 }

@@ -57,8 +57,8 @@ func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p
 		p.set(a, out, h.l3, to, gen)
 	}
 	if out != nil {
-		if by := n.bypass.Load(); by != nil {
-			by.offer(l, f, &h, a, out, from.Remote, to)
+		if p := n.short.Load(); p != nil {
+			offer(*p, l, b, &h, a, out, from.Remote, to)
 		}
 		a.unicast(l, b, out, to)
 		return

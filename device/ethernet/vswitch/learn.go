@@ -36,7 +36,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	}
 	n.entries.Add(1)
 	n.statics.Add(1)
-	n.turn() // it may be the VLAN's own beside one for all VLANs
+	n.advance() // it may be the VLAN's own beside one for all VLANs
 	return nil
 }
 

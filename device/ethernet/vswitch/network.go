@@ -114,8 +114,8 @@ type Network struct {
 	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
 	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
 	// what else Route looks at, before the loops are waited for.
-	gen    atomic.Uint64
-	bypass atomic.Pointer[bypass] // nil: all frames come by here
+	gen   atomic.Uint64
+	short atomic.Pointer[ShortPath] // nil: every frame passes the switch
 
 	readers [loop.MaxLoops]reader
 
@@ -259,7 +259,7 @@ func (n *Network) applyMTULocked() {
 	before := n.MTU()
 	defer func() {
 		if n.MTU() != before {
-			n.turn()
+			n.advance()
 		}
 	}()
 	switch {
@@ -333,7 +333,7 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 // detachLocked takes a out, waits until no loop uses it, and removes its entries.
 func (n *Network) detachLocked(a *Attachment) {
 	a.closed.Store(true)
-	n.turn() // routes end; who has entered one is waited for
+	n.advance() // routes end; who has entered one is waited for
 	old := n.table.Load()
 	// The number stays taken until the entries that carry it are gone.
 	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood), func(x *Attachment) bool { return x == a }))
@@ -341,7 +341,7 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
 	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
-	n.turn() // before the last quiesce: who is inside by an older path has left when this returns
+	n.advance() // before the last quiesce: who is inside by an older path has left when this returns
 	t = newPortTable(slices.Clone(t.byID), t.flood)
 	t.byID[a.id] = nil
 	n.table.Store(t)
@@ -384,7 +384,7 @@ func (n *Network) purge(match func(key uint64, v value) bool) {
 
 // gone keeps the counts right when an entry has left the table or another has taken its place.
 func (n *Network) gone(v value) {
-	n.turn()
+	n.advance()
 	n.entries.Add(-1)
 	if v.static() {
 		n.statics.Add(-1)

@@ -40,6 +40,14 @@ func (p *Path) set(a, out *Attachment, l3 int, to Destination, gen uint64) {
 	p.att, p.gen, p.l3, p.out = a, gen, l3, out
 }
 
+// advance starts a new generation after a change of the tables: every Path, Route and OnlyForwards answer is void.
+func (n *Network) advance() {
+	n.gen.Add(1)
+	if p := n.short.Load(); p != nil {
+		(*p).Invalidate()
+	}
+}
+
 // holds tells whether the path is as the tables of a's network say. Inside enter.
 func (p *Path) holds(a *Attachment) bool {
 	return p.att == a && p.gen == a.net.gen.Load() && p.out != nil

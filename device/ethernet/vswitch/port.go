@@ -130,7 +130,7 @@ func (a *Attachment) SetMonitor(m Monitor) error {
 	if !a.monitor.CompareAndSwap(nil, &m) {
 		return ErrMonitored
 	}
-	a.net.turn()
+	a.net.advance()
 	a.net.Quiesce()
 	return nil
 }
@@ -138,7 +138,7 @@ func (a *Attachment) SetMonitor(m Monitor) error {
 // RemoveMonitor ends that. Once it has returned, Frame is not running and will not be called.
 func (a *Attachment) RemoveMonitor() {
 	a.monitor.Store(nil)
-	a.net.turn()
+	a.net.advance()
 	a.net.Quiesce()
 }
 

@@ -124,7 +124,7 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	} else {
 		p.hca.Store(&f)
 	}
-	p.att.Load().net.turn()
+	p.att.Load().net.advance()
 	p.quiesce()
 }
 

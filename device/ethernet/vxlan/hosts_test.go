@@ -73,7 +73,8 @@ func newFabric(t *testing.T) *fabric {
 func (f *fabric) start(h int) {
 	f.t.Helper()
 	f.under[h].Do(func() {
-		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}), Loops: f.loops, Pool: f.pool, NoSegmentation: ways.NoSegmentation(), NoShortPath: ways.NoShortPath()}))
+		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}), Loops: f.loops, Pool: f.pool,
+			Segmentation: ways.Segmentation(), ShortPath: shortPath(ways.ShortPath())}))
 	})
 	var peers []netip.Addr
 	for i := range fabricHosts {

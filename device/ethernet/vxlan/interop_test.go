@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
@@ -55,8 +56,16 @@ type hostConfig struct {
 	opts  []vxlan.NetworkOption
 	zero  bool // IPv6 datagrams without checksum
 	storm int  // frames per second
-	whole bool // all frames pass the switch, for what it does with them is tried
-	alone bool // every datagram is sent and received by itself
+	whole bool // no short path: all frames pass the switch
+	alone bool // no segmentation: every datagram is sent and received by itself
+}
+
+// shortPath returns the short path's constructor, nil if it is to be off.
+func shortPath(on bool) func(vxlan.ShortPathConfig) (vxlan.ShortPath, error) {
+	if !on {
+		return nil
+	}
+	return fastpath.Open
 }
 
 func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *host {
@@ -69,7 +78,8 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero, NoSegmentation: c.alone || ways.NoSegmentation(), NoShortPath: c.whole || ways.NoShortPath()}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero,
+			Segmentation: !c.alone && ways.Segmentation(), ShortPath: shortPath(!c.whole && ways.ShortPath())}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}
@@ -101,7 +111,6 @@ type wireKind struct {
 	name string
 	v6   bool
 	mtu  int
-	vlan bool // tagged; for tests that say so
 }
 
 // addr is host i's address on it.
@@ -402,4 +411,14 @@ func bitsPerSecond(t *testing.T, r iperf) float64 {
 		t.Fatalf("iperf3 moved nothing: %+v", r)
 	}
 	return v
+}
+
+// tapTotals returns the host port's counters in the network's status.
+func (h *host) tapTotals() (t vswitch.Totals) {
+	for _, p := range h.net.Ports() {
+		if p.Kind == vswitch.KindTAP.String() {
+			t = p.Totals
+		}
+	}
+	return t
 }

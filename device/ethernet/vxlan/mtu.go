@@ -168,7 +168,7 @@ func (vt *VTEP) watch(done <-chan struct{}, links <-chan netlink.LinkUpdate, rou
 			vt.refresh()
 		}
 		if changed && vt.short != nil {
-			vt.short.kick()
+			vt.short.Recheck()
 		}
 		if changed && ok && !pending {
 			pending = true

@@ -109,7 +109,7 @@ func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *
 	}
 	var vt *VTEP
 	ns.Do(func() {
-		if vt, err = New(Config{Local: netip.MustParseAddr(local), Loops: []*loop.Loop{l}, Pool: pool}); err != nil {
+		if vt, err = New(Config{Local: netip.MustParseAddr(local), Loops: []*loop.Loop{l}, Pool: pool, Segmentation: true}); err != nil {
 			t.Fatal(err)
 		}
 	})

@@ -70,7 +70,8 @@ func newReceiver(vt *VTEP, l *loop.Loop, fd int) *receiver {
 	r := &receiver{vt: vt, l: l, fd: fd, head: vt.cfg.Pool.Capacity()}
 	iovs := 1
 	// Also a datagram alone may be as large: one that a kernel inside this machine has left uncut.
-	if vt.cfg.Pool.Largest() >= frame.BigCapacity && (vt.cfg.NoSegmentation || unix.SetsockoptInt(fd, unix.SOL_UDP, unix.UDP_GRO, 1) == nil) { // Linux 5.0
+	if vt.cfg.Pool.Largest() >= frame.BigCapacity &&
+		(!vt.cfg.Segmentation || unix.SetsockoptInt(fd, unix.SOL_UDP, unix.UDP_GRO, 1) == nil) { // Linux 5.0
 		iovs = 2
 		// One piece, of which only what is used becomes memory.
 		slab := make([]byte, rxBatch*(r.head+gsoBytes))

@@ -33,7 +33,7 @@ type Status struct {
 	SourcePorts []uint16        `json:"source_ports"`
 	Networks    []NetworkStatus `json:"networks"`
 	Refused     []Refused       `json:"refused,omitempty"` // the latest
-	ShortPath   ShortPath       `json:"short_path"`
+	ShortPath   ShortPathStatus `json:"short_path"`
 	vswitch.Totals
 }
 
@@ -42,7 +42,7 @@ func (vt *VTEP) Status() Status {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals(), Refused: vt.refusals()}
-	s.ShortPath = vt.shortPath(&s.Totals)
+	s.ShortPath = vt.shortPathStatus(&s.Totals)
 	vt.socketDrops(&s.Totals)
 	for _, t := range vt.tx {
 		if t != nil {

@@ -51,7 +51,7 @@ func TestBatchesInMessages(t *testing.T) {
 		plain       bool
 	}{{"IPv4", localIP, remoteIP, false}, {"IPv6", "2001:db8::1", "2001:db8::2", false}, {"one by one", localIP, remoteIP, true}} {
 		t.Run(c.name, func(t *testing.T) {
-			r := newRig(t, Config{Local: netip.MustParseAddr(c.local), NoSegmentation: c.plain}, []string{c.peer})
+			r := newRigAsIs(t, Config{Local: netip.MustParseAddr(c.local), Segmentation: !c.plain}, []string{c.peer})
 			rng := rand.New(rand.NewPCG(7, 8))
 			choice := []int{60, 60, 61, 75, 76, 77, 300, 1363, 1364, 1380, 1380}
 			padded := 0

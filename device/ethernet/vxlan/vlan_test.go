@@ -128,19 +128,3 @@ func received(t *testing.T, fd int, want string) bool {
 	}
 	return false
 }
-
-// The short path over a tagged underlay; a tenant's own tags are not for it.
-func TestVLANShortPath(t *testing.T) {
-	l := newShortLab(t, wireKind{mtu: 1500, vlan: true}, 0)
-	l.carry("over a tagged underlay")
-	for i, ns := range []*nstest.NS{l.a, l.b} {
-		ns.IP("link", "add", "link", "tap0", "name", "tap0.5", "mtu", "1400", "type", "vlan", "id", "5")
-		ns.IP("link", "set", "tap0.5", "up")
-		ns.Addr("tap0.5", fmt.Sprintf("10.5.0.%d/24", i+1))
-	}
-	before := l.ha.short() + l.hb.short()
-	transfer(t, l.a, l.b, "10.5.0.2:7000", 1<<20)
-	if n := l.ha.short() + l.hb.short() - before; n > 100 { // of what went before
-		t.Errorf("%d frames with a tag went by the short path", n)
-	}
-}

@@ -81,13 +81,13 @@ type Config struct {
 	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers must
 	// be told to accept that. Received datagrams may have any valid checksum or none.
 	ZeroChecksum6 bool
-	// NoSegmentation has every datagram sent and received by itself. Otherwise the kernel or its card cut large frames and
-	// messages of several datagrams, which have checksums then, over IPv4 too, and put together what arrives.
-	NoSegmentation bool
-	// NoShortPath has all frames pass the switch. Otherwise the kernel carries established TCP of host ports by itself where it can; over
-	// IPv6 it sends so only with ZeroChecksum6.
-	NoShortPath bool
-	Log         hclog.Logger
+	// Segmentation lets the kernel or its card cut large frames and messages of several datagrams, and coalesce what arrives.
+	// Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received by itself.
+	Segmentation bool
+	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible, on the
+	// way out over IPv6 only with ZeroChecksum6. Nil: all frames pass the switch.
+	ShortPath func(ShortPathConfig) (ShortPath, error)
+	Log       hclog.Logger
 }
 
 // VTEP is one tunnel end. Networks and peers come and go at any time.
@@ -107,7 +107,7 @@ type VTEP struct {
 	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as found last; 0 = no way
 	kick  chan struct{}                      // one place: MTUs are to be computed again
 
-	short   *short // nil: there is no short path, because of noShort
+	short   ShortPath // nil: there is none, because of noShort
 	noShort string
 
 	refused refusals
@@ -186,7 +186,7 @@ func (vt *VTEP) open() error {
 			return err
 		}
 		vt.tx[l.ID()] = s
-		vt.segments = !vt.cfg.NoSegmentation && canSegment(s.socks[0].fd)
+		vt.segments = vt.cfg.Segmentation && canSegment(s.socks[0].fd)
 	}
 	fds, err := openReceivers(vt.nl, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops))
 	if err != nil {
@@ -266,7 +266,7 @@ func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...Net
 	m[net.VNI()] = p
 	vt.nets.Store(&m)
 	if vt.short != nil {
-		vt.short.join(p)
+		vt.short.Join(p.att)
 	}
 	vt.recompute()
 	return nil
@@ -288,7 +288,7 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	delete(m, vni)
 	vt.nets.Store(&m)
 	if vt.short != nil {
-		vt.short.leave(p)
+		vt.short.Leave(p.att)
 	}
 	p.att.Close()
 	p.net.SetUnderlayMTU(0)
@@ -389,7 +389,7 @@ func (vt *VTEP) SetMonitor(m Monitor) error {
 		return vswitch.ErrMonitored
 	}
 	if vt.short != nil {
-		vt.short.change()
+		vt.short.Invalidate()
 	}
 	return nil
 }
@@ -430,7 +430,7 @@ func (vt *VTEP) Close() {
 
 func (vt *VTEP) shutdown() {
 	if vt.short != nil {
-		vt.short.close()
+		vt.short.Close()
 	}
 	for _, r := range vt.rx {
 		r.stop()

@@ -62,6 +62,12 @@ func (s *sink) Deliver(_ *loop.Loop, b *frame.Buf, to vswitch.Destination) {
 
 func newRig(t testing.TB, c Config, peers []string, opts ...NetworkOption) *rig {
 	t.Helper()
+	c.Segmentation = true
+	return newRigAsIs(t, c, peers, opts...)
+}
+
+func newRigAsIs(t testing.TB, c Config, peers []string, opts ...NetworkOption) *rig {
+	t.Helper()
 	r := &rig{t: t, a: nstest.New(t, "a"), b: nstest.New(t, "b")}
 	nstest.Pair(r.a, r.b, "under", 1500)
 	r.a.Addr("under", localIP+"/24")

@@ -82,8 +82,8 @@ func Engines(n int) int { return or(forced.engines, n) }
 // Spin returns how long they poll before they sleep.
 func Spin(d time.Duration) time.Duration { return or(forced.spin, d) }
 
-// NoSegmentation tells whether tunnels do without messages of several datagrams.
-func NoSegmentation() bool { return !or(forced.segmentation, true) }
+// Segmentation reports whether tunnels send messages of several datagrams.
+func Segmentation() bool { return or(forced.segmentation, true) }
 
 // NoECN tells whether congestion is told by loss alone.
 func NoECN() bool { return !or(forced.ecn, true) }
@@ -91,8 +91,8 @@ func NoECN() bool { return !or(forced.ecn, true) }
 // GoBackN tells whether all that was sent behind a loss is repeated.
 func GoBackN() bool { return !or(forced.selective, true) }
 
-// NoShortPath tells whether all frames of host ports pass the switch.
-func NoShortPath() bool { return !or(forced.short, true) }
+// ShortPath reports whether frames of host ports may take the short path.
+func ShortPath() bool { return or(forced.short, true) }
 
 // NoLocalCopy tells whether RDMA between VMs of one host goes as frames.
 func NoLocalCopy() bool { return !or(forced.local, true) }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
+	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
@@ -185,10 +186,14 @@ func (d *Daemon) makeVTEP() error {
 		dscp = vxlan.BestEffort
 	}
 	short := d.cfg.ShortPath
-	vt, err := vxlan.New(vxlan.Config{
+	c := vxlan.Config{
 		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
-		NoSegmentation: !d.cfg.Debug.Segmentation, NoShortPath: short != nil && !*short, Log: d.log.Named("vxlan"),
-	})
+		Segmentation: d.cfg.Debug.Segmentation, Log: d.log.Named("vxlan"),
+	}
+	if short == nil || *short {
+		c.ShortPath = fastpath.Open
+	}
+	vt, err := vxlan.New(c)
 	if err != nil {
 		return fmt.Errorf("vtep: %w%s", err, hint(err))
 	}

@@ -1,4 +1,4 @@
-package vxlan_test
+package fastpath_test
 
 import (
 	"bytes"
@@ -13,9 +13,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
-	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -162,9 +162,9 @@ func TestShortPathHeedsKernel(t *testing.T) {
 // What the host's firewall comes to forbid ends under a running connection when its entries have come of age, though their frames do not pass it.
 func TestShortPathHeedsFirewall(t *testing.T) {
 	nstest.Require(t, "nft", "nftables")
-	was := *vxlan.RenewTicks
-	*vxlan.RenewTicks = 2
-	t.Cleanup(func() { *vxlan.RenewTicks = was })
+	was := *fastpath.RenewTicks
+	*fastpath.RenewTicks = 2
+	t.Cleanup(func() { *fastpath.RenewTicks = was })
 	l := newShortLab(t, wires[0], 0)
 	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
 	l.hb.carries(t, "at first")
@@ -227,7 +227,7 @@ func TestShortPathForged(t *testing.T) {
 	loops := newLoops(t, 2)
 	var h [2]*host
 	for i := range h {
-		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{vni: 4711, local: fmt.Sprintf("192.0.2.%d", i+1), peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
+		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1), peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
 			tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
 	}
 	// Another tenant, whose peer is the stranger.
@@ -327,7 +327,7 @@ func TestShortPathMoves(t *testing.T) {
 			x.IP("link", "set", "brt", "up")
 			tc = tap.Config{Name: "tap0", Bridge: "brt"}
 		}
-		h[i] = newHost(t, x, loops[i:i+1], hostConfig{vni: 4711, local: fmt.Sprintf("192.0.2.%d", i+1), peers: peers, tap: tc})
+		h[i] = newHost(t, x, loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1), peers: peers, tap: tc})
 	}
 	box := nstest.New(t, "box")
 	ns[1].IP("link", "add", "e0", "mtu", "1450", "type", "veth", "peer", "name", "e0", "mtu", "1450", "netns", box.Name)

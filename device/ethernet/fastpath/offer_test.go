@@ -1,4 +1,4 @@
-package vxlan
+package fastpath
 
 import (
 	"testing"
@@ -31,20 +31,21 @@ func TestOffersAreBounded(t *testing.T) {
 	}
 	defer a.Close()
 	const frames = 100_000
-	s := &short{offers: make(chan vswitch.Candidate, 2*frames)}
+	c := &controller{offers: make(chan vswitch.Candidate, 2*frames)}
+	network := &network{c: c}
 	count := func(many bool) int {
 		l.Do(func() {
 			for i := range frames {
-				c := vswitch.Candidate{From: a, Dst: vswitch.MAC{2}, Src: vswitch.MAC{2, 1}}
+				o := vswitch.Candidate{From: a, Dst: vswitch.MAC{2}, Src: vswitch.MAC{2, 1}}
 				if many {
-					c.Src[3], c.Src[4], c.Src[5] = byte(i>>16), byte(i>>8), byte(i)
+					o.Src[3], o.Src[4], o.Src[5] = byte(i>>16), byte(i>>8), byte(i)
 				}
-				s.Offer(l, c)
+				network.Offer(l, o)
 			}
 		})
-		made := len(s.offers)
+		made := len(c.offers)
 		for range made {
-			<-s.offers
+			<-c.offers
 		}
 		return made
 	}

@@ -1,6 +1,7 @@
-package vxlan_test
+package fastpath_test
 
 import (
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -16,6 +17,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/ways"
 )
 
+// blind is a monitor and a port that ignores all frames.
 type blind struct{}
 
 func (blind) Frame(*loop.Loop, bool, []byte) {}
@@ -24,7 +26,7 @@ func (blind) Datagram(*loop.Loop, bool, netip.AddrPort, netip.AddrPort, uint8, [
 func (blind) Deliver(*loop.Loop, *frame.Buf, vswitch.Destination) {}
 
 func needShort(t *testing.T) {
-	if ways.NoShortPath() {
+	if !ways.ShortPath() {
 		t.Skip("VNICD_WAYS wants no short path")
 	}
 }
@@ -50,12 +52,12 @@ func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
 			}
 			ns.IP("link", "set", dev, "up")
 		}
-		underlay(ns, dev, w.addr(1+i))
+		w.underlay(ns, dev, 1+i)
 	}
 	loops := newLoops(t, 2)
 	for i, h := range []**host{&l.ha, &l.hb} {
 		ns := []*nstest.NS{l.a, l.b}[i]
-		*h = newHost(t, ns, loops[i:i+1], hostConfig{vni: 4711, local: w.addr(1 + i), peers: []string{w.addr(2 - i)}, zero: true,
+		*h = newHost(t, ns, loops[i:i+1], hostConfig{local: w.addr(1 + i), peers: []string{w.addr(2 - i)}, zero: true,
 			tap: tap.Config{Name: "tap0", Rate: rate, Addrs: []netip.Prefix{netip.MustParsePrefix([]string{"10.0.0.1/24", "10.0.0.2/24"}[i])}}})
 		if s := (*h).vt.Status().ShortPath; s.State != "on" {
 			t.Fatal("no short path: ", s.State)
@@ -222,19 +224,42 @@ func TestShortPathRate(t *testing.T) {
 
 // Over IPv6 the kernel's segments have no outer checksum, so nothing is sent so unless that is wanted.
 func TestShortPathChecksum6(t *testing.T) {
-	if ways.NoShortPath() || os.Geteuid() != 0 {
+	if !ways.ShortPath() || os.Geteuid() != 0 {
 		t.Skip("no short path")
 	}
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
 	nstest.Pair(a, b, "u0", 1500)
-	underlay(a, "u0", "2001:db8::1")
-	linuxPeer(b, "u0", "2001:db8::2", "2001:db8::1") // takes no datagram without one
-	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "2001:db8::1", peers: []string{"2001:db8::2"},
+	w := wireKind{v6: true}
+	w.underlay(a, "u0", 1)
+	w.underlay(b, "u0", 2)
+	// The Linux peer accepts no datagram without a checksum.
+	b.IP("link", "add", "vx", "type", "vxlan", "id", fmt.Sprint(vni), "dstport", "4789", "local", w.addr(2), "remote", w.addr(1), "dev", "u0")
+	b.IP("link", "add", "brt", "type", "bridge")
+	b.IP("link", "set", "vx", "master", "brt", "up")
+	b.IP("link", "set", "brt", "up")
+	b.Addr("brt", "10.0.0.2/24")
+	h := newHost(t, a, newLoops(t, 1), hostConfig{local: "2001:db8::1", peers: []string{"2001:db8::2"},
 		tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	b.IP("link", "set", "brt", "mtu", "1430")
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
 	// What arrives may come by the short path all the same.
 	if out := h.vt.Status(); out.OutFrames == 0 || out.ShortPath.State != "on" {
 		t.Errorf("%+v", out)
+	}
+}
+
+// The short path over a tagged underlay; a tenant's own tags are not for it.
+func TestVLANShortPath(t *testing.T) {
+	l := newShortLab(t, wireKind{mtu: 1500, vlan: true}, 0)
+	l.carry("over a tagged underlay")
+	for i, ns := range []*nstest.NS{l.a, l.b} {
+		ns.IP("link", "add", "link", "tap0", "name", "tap0.5", "mtu", "1400", "type", "vlan", "id", "5")
+		ns.IP("link", "set", "tap0.5", "up")
+		ns.Addr("tap0.5", fmt.Sprintf("10.5.0.%d/24", i+1))
+	}
+	before := l.ha.short() + l.hb.short()
+	transfer(t, l.a, l.b, "10.5.0.2:7000", 1<<20)
+	if n := l.ha.short() + l.hb.short() - before; n > 100 { // of what went before
+		t.Errorf("%d frames with a tag went by the short path", n)
 	}
 }

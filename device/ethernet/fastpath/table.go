@@ -113,15 +113,15 @@ func (n *numbers) give(i int) { n.free = append(n.free, i) }
 // openTable loads the programs. The error says what the kernel or the process lacks.
 func openTable(c tableConfig) (*table, error) {
 	if len(c.sourcePorts) == 0 {
-		return nil, errors.New("short path: no source ports")
+		return nil, errors.New("no source ports")
 	}
 	t := &table{cfg: c, networks: numbers{max: maxNetworks}, hosts: numbers{max: maxHosts}, underlay: map[int]link.Link{}}
 	if err := t.open(); err != nil {
 		t.close()
 		if errors.Is(err, unix.EPERM) {
-			return nil, errors.New("short path: it needs CAP_BPF and CAP_NET_ADMIN")
+			return nil, errors.New("vnicd lacks CAP_BPF and CAP_NET_ADMIN")
 		}
-		return nil, fmt.Errorf("short path: %w", err)
+		return nil, err
 	}
 	return t, nil
 }

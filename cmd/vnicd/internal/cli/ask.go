@@ -17,10 +17,10 @@ import (
 // askTime is how long the daemon may take to answer.
 const askTime = 30 * time.Second
 
-const whichSocket = `The socket is that of --control, else the configuration's, else
+const whichSocket = `The control socket is the one given by --control or the configuration, or else
 ` + config.DefaultRunDir + `/vnicd.sock.`
 
-// askFlags are those of every command that asks the running daemon.
+// askFlags adds the flags of commands that talk to the running daemon.
 func (a *app) askFlags(c *cobra.Command) {
 	c.PersistentFlags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.PersistentFlags().BoolVarP(&a.json, "json", "j", false, "JSON output")
@@ -118,8 +118,8 @@ func need(w map[string][]string, keys ...string) error {
 	return nil
 }
 
-// body makes a request's body of the words: lists and single values by their kind. Numbers go as text: the daemon reads the
-// keys as in its configuration.
+// body makes a request's body of the words: lists and single values by their kind. Numbers go as text: the daemon reads
+// the keys as in its configuration.
 func body(w map[string][]string, known map[string]wordKind, rename map[string]string) map[string]any {
 	m := map[string]any{}
 	for k, v := range w {
@@ -136,9 +136,10 @@ func body(w map[string][]string, known map[string]wordKind, rename map[string]st
 	return m
 }
 
-// group is a command that only has sub-commands; without one it shows.
+// group returns a command with sub-commands, which shows if none is given.
 func (a *app) group(use, short, long string, show *cobra.Command, more ...*cobra.Command) *cobra.Command {
-	c := &cobra.Command{Use: use, Short: short, Long: long + "\n\n" + whichSocket, Args: args(cobra.NoArgs), RunE: show.RunE}
+	c := &cobra.Command{Use: use, Short: short, Long: long + "\n\n" + whichSocket, Args: args(cobra.NoArgs),
+		RunE: show.RunE}
 	a.askFlags(c)
 	c.AddCommand(show)
 	c.AddCommand(more...)

@@ -23,23 +23,22 @@ const monitorTime = 10 * time.Second
 // releaseTime is how long a guest may take to let the devices go.
 const releaseTime = time.Minute
 
-const whichMonitor = `SOCKET is a monitor (-qmp unix:SOCKET,server=on,wait=off) that nobody else is connected to:
-QEMU serves one client per monitor. The one that is the VM's qmp in the configuration
-is the daemon's; give QEMU another.`
+const whichMonitor = `SOCKET is a monitor (-qmp unix:SOCKET,server=on,wait=off) without another client:
+QEMU serves one client per monitor. The daemon uses the one that the configuration names
+as the VM's qmp; give QEMU a second one.`
 
 func (a *app) attachCmd() *cobra.Command {
 	var socket, netBus, hcaBus string
 	var wait time.Duration
 	c := &cobra.Command{
 		Use:   "attach --qmp SOCKET VM",
-		Short: "Plug both devices into a VM that runs",
+		Short: "Plug both devices into a running VM",
 		Long: `Plugs the VM's virtio-net and HCA into a running QEMU and waits until the guest's
-drivers have brought both up. If that fails, or an interrupt comes, what was plugged
-in is taken out again.
+drivers have brought both up. On failure or an interrupt both are unplugged again.
 
 The VM's memory must be shared (-object memory-backend-memfd,share=on), which can only
-be said when a VM is started; without, the command changes nothing and says so. On a
-machine with PCI Express two free root ports are needed, such as
+be set when a VM is started; otherwise the command fails and changes nothing. A machine
+with PCI Express needs two free root ports, such as
 -device pcie-root-port,id=rp1,chassis=1 -device pcie-root-port,id=rp2,chassis=2.
 
 ` + whichMonitor + "\n\n" + whichSocket,
@@ -71,8 +70,9 @@ machine with PCI Express two free root ports are needed, such as
 			}
 			defer m.Close()
 			if err := qemu.Attach(ctx, m, qemu.Attachment{
-				VM: vm.Name, NetSocket: vm.NetSocket, HCASocket: vm.HCASocket, MAC: vm.MAC, MTU: statusMTU(s, vm.Network), NetQueues: len(vm.Net.Pairs),
-				HCAQueues: abi.NumQueues(len(s.Engines), len(s.Engines)), NetBus: netBus, HCABus: hcaBus,
+				VM: vm.Name, NetSocket: vm.NetSocket, HCASocket: vm.HCASocket, MAC: vm.MAC, MTU: statusMTU(s, vm.Network),
+				NetQueues: len(vm.Net.Pairs), HCAQueues: abi.NumQueues(len(s.Engines), len(s.Engines)), NetBus: netBus,
+				HCABus: hcaBus,
 			}); err != nil {
 				return hotplugHint(err)
 			}
@@ -95,7 +95,7 @@ machine with PCI Express two free root ports are needed, such as
 	monitorFlag(c, &socket)
 	c.Flags().StringVar(&netBus, "net-bus", "", "`id` of the bus for the virtio-net (default: a free root port)")
 	c.Flags().StringVar(&hcaBus, "hca-bus", "", "`id` of the bus for the HCA (default: a free root port)")
-	c.Flags().DurationVar(&wait, "wait", time.Minute, "how long the guest's drivers may take; 0 = do not wait for them")
+	c.Flags().DurationVar(&wait, "wait", time.Minute, "how long to wait for the guest's drivers; 0 = do not wait")
 	return c
 }
 
@@ -103,11 +103,11 @@ func (a *app) detachCmd() *cobra.Command {
 	var socket string
 	c := &cobra.Command{
 		Use:   "detach --qmp SOCKET VM",
-		Short: "Take both devices out of a VM that runs",
-		Long: `Asks the guest to let the VM's virtio-net and HCA go, waits until it has (a PCI
-Express guest takes five seconds), and removes them from QEMU. RDMA connections of
-programs in the guest are lost. Devices from QEMU's command line can be taken out too
-if they are where hot-plug is possible.
+		Short: "Unplug both devices from a running VM",
+		Long: `Asks the guest to release the VM's virtio-net and HCA, waits until it has done so
+(a PCI Express guest takes five seconds), and removes both from QEMU. RDMA connections
+of programs in the guest end. Devices from QEMU's command line can be unplugged too if
+they are on a bus that supports hot-plug.
 
 ` + whichMonitor,
 		Args: args(cobra.ExactArgs(1)),

@@ -37,8 +37,8 @@ const (
 // daemonTime is how long a front end waits for a daemon that is being restarted.
 const daemonTime = 30 * time.Second
 
-// Args are the words of a command line: a program called by the name of a back end is that sub-command. By the conventions it ignores
-// all else when it is asked what it is.
+// Args are the words of a command line: a program called by the name of a back end is that sub-command. By the
+// conventions it ignores all else when it is asked what it is.
 func Args(argv []string) []string {
 	device, ok := strings.CutPrefix(filepath.Base(argv[0]), backendPrefix)
 	switch _, known := backendDevices[device]; {
@@ -56,14 +56,15 @@ func (a *app) backendCmd() *cobra.Command {
 	var asked bool
 	c := &cobra.Command{
 		Use:   "backend {net | hca} --vm VM {--socket-path PATH | --fd NUMBER}",
-		Short: "Stand for one device of a VM, as a process of its own",
-		Long: `For management that starts a process for each device of a VM, by the conventions for
-vhost-user back ends (QEMU, docs/interop/vhost-user.rst), under the names
-/usr/libexec/vnicd/vnicd-net and /usr/libexec/vnicd/vnicd-hca. The process makes the
-socket of the device, or is given it, connected or listening, and hands each front end
-to the running vnicd, which does the work: rings and guest memory do not pass through
-the process. It ends with SIGTERM, and the device with it; with a connection that was
-given, also when that ends. A vnicd that is restarted is waited for.`,
+		Short: "Represent one device of a VM as a separate process",
+		Long: `For management software that starts one process per device of a VM, as QEMU's
+conventions for vhost-user back ends say (docs/interop/vhost-user.rst), under the names
+/usr/libexec/vnicd/vnicd-net and /usr/libexec/vnicd/vnicd-hca.
+
+The process creates the device's socket, or receives it (connected or listening), and
+passes each front end to the running vnicd, which does the work: rings and guest memory
+do not pass through the process. SIGTERM ends the process and the device; if a connected
+socket was given, so does the end of the connection. While vnicd restarts, it waits.`,
 		Args: func(c *cobra.Command, argv []string) error {
 			if len(argv) == 0 || backendDevices[argv[0]].kind == "" || len(argv) > 1 {
 				return usageError{fmt.Errorf("one device is expected, net or hca; usage: %s", c.UseLine())}
@@ -102,10 +103,10 @@ given, also when that ends. A vnicd that is restarted is waited for.`,
 				func(err error) { fmt.Fprintf(a.err, "vnicd: %s: %v\n", to, err) })
 		},
 	}
-	c.Flags().StringVar(&vm, "vm", "", "whose device it is, by `name`")
-	c.Flags().StringVar(&socket, "socket-path", "", "make the vhost-user socket at this `path`")
-	c.Flags().IntVar(&fd, "fd", 0, "use the vhost-user socket with this `number`")
-	c.Flags().BoolVar(&asked, "print-capabilities", false, "print what this is, as JSON, and nothing else")
+	c.Flags().StringVar(&vm, "vm", "", "`name` of the VM")
+	c.Flags().StringVar(&socket, "socket-path", "", "create the vhost-user socket at this `path`")
+	c.Flags().IntVar(&fd, "fd", 0, "file descriptor `number` of the vhost-user socket")
+	c.Flags().BoolVar(&asked, "print-capabilities", false, "print the capabilities as JSON and exit")
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	return c
 }

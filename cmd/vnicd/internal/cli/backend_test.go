@@ -45,12 +45,14 @@ func TestBackendNames(t *testing.T) {
 			t.Errorf("%s: %d %s", line, status, errText)
 		}
 	}
-	if status, _, errText := alone(t, oneVM, "backend", "net", "--vm", "vm1", "--socket-path", "/x"); status != 1 || !strings.Contains(errText, "no vnicd serves VM vm1") {
+	if status, _, errText := alone(t, oneVM, "backend", "net", "--vm", "vm1", "--socket-path", "/x"); status != 1 ||
+		!strings.Contains(errText, "no vnicd serves VM vm1") {
 		t.Errorf("without a daemon: %d %s", status, errText)
 	}
 }
 
-// A driver works on the device through the program that stands for it, whichever way that was given its socket; the device ends with it.
+// A driver works on the device through the program that stands for it, whichever way that was given its socket; the
+// device ends with it.
 func TestBackend(t *testing.T) {
 	l := newLab(t)
 	connected := func() bool { return strings.Contains(l.ok("status"), "hca up") }

@@ -18,14 +18,13 @@ func (a *app) captureCmd() *cobra.Command {
 	var file string
 	c := &cobra.Command{
 		Use:   "capture PORT|vtep -w FILE",
-		Short: "Write what passes a port to a file for Wireshark",
-		Long: `Writes pcapng. At a port (of a VM, of the host, of a tunnel; see "vnicd port") these are
+		Short: "Write a port's frames to a file for Wireshark",
+		Long: `Writes pcapng. At a port (of a VM, the host or a tunnel; see "vnicd port") it captures
 the tenant's frames in both directions, RoCE included; at "vtep" the datagrams of all
-tunnels, with outer IP and UDP headers made anew from what the sockets tell. Ends with
--n packets or an interrupt. What the daemon had to drop because the reader was slow is
-counted. To watch:
+tunnels, with outer IP and UDP headers reconstructed from what the sockets report. It
+ends after -n packets or with an interrupt. Packets dropped because the reader was slow
+are counted.
 
-    vnicd capture vm1 -w - | wireshark -k -i -
 
 ` + whichSocket,
 		Args: args(cobra.ExactArgs(1)),
@@ -58,8 +57,8 @@ counted. To watch:
 	}
 	a.askFlags(c)
 	c.Flags().StringVarP(&file, "write", "w", "", "`file` to write, - for standard output")
-	c.Flags().Uint64VarP(&o.Count, "count", "n", 0, "end after so many `packets`")
-	c.Flags().Uint64VarP(&o.SnapLen, "snaplen", "s", 0, "keep so many `bytes` of each packet (default all)")
+	c.Flags().Uint64VarP(&o.Count, "count", "n", 0, "end after this number of `packets`")
+	c.Flags().Uint64VarP(&o.SnapLen, "snaplen", "s", 0, "keep this many `bytes` of each packet (default all)")
 	c.Flags().StringVar(&o.Network, "network", "", "the port's `network`, if several have a port of that name")
 	return c
 }

@@ -34,7 +34,8 @@ func TestCapture(t *testing.T) {
 	l := newLab(t)
 	l.far.Addr("under", "192.0.2.2/24")
 	l.far.NoOffload("under")
-	l.far.IP("link", "add", "vx", "type", "vxlan", "id", "100", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1", "dev", "under")
+	l.far.IP("link", "add", "vx", "type", "vxlan", "id", "100", "dstport", "4789", "local", "192.0.2.2", "remote",
+		"192.0.2.1", "dev", "under")
 	l.far.IP("link", "set", "vx", "address", "02:00:00:00:00:77", "up")
 	l.far.Addr("vx", "10.0.0.2/24")
 	l.ok("network add-tap blue blue0 address 10.0.0.3/24")
@@ -49,7 +50,8 @@ func TestCapture(t *testing.T) {
 				done <- Main("test", append([]string{"-c", l.config}, args...), &out, &out)
 				return
 			}
-			if err := a.capture(ctx, daemon.NewClient(filepath.Join(l.dir, "vnicd.sock")), daemon.CaptureOptions{Port: args[0]}, &out); err != nil {
+			if err := a.capture(ctx, daemon.NewClient(filepath.Join(l.dir, "vnicd.sock")), daemon.CaptureOptions{Port: args[0]},
+				&out); err != nil {
 				done <- 1
 				return
 			}
@@ -81,7 +83,8 @@ func TestCapture(t *testing.T) {
 		}
 	}
 	seen := map[string]bool{}
-	for _, x := range tshark(t, inner, "icmp && frame.len > 500", "frame.interface_name", "eth.addr", "frame.packet_flags_direction", "icmp.type") {
+	for _, x := range tshark(t, inner, "icmp && frame.len > 500", "frame.interface_name", "eth.addr",
+		"frame.packet_flags_direction", "icmp.type") {
 		seen[x] = true
 	}
 	var out, in bool

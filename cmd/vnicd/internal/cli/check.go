@@ -20,9 +20,9 @@ func (a *app) load() (*config.Config, error) {
 func (a *app) checkCmd() *cobra.Command {
 	return &cobra.Command{
 		Use:   "check",
-		Short: "Check the configuration file and print nothing but mistakes",
-		Long: `Reads the configuration and reports every mistake in it with its line, all at
-once. Exit status 0: it is good; 2: it has mistakes.`,
+		Short: "Check the configuration file",
+		Long: `Reads the configuration file and reports every mistake with its line. Without
+mistakes it prints nothing. Exit status: 0 no mistakes, 2 mistakes.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			c, err := a.load()

@@ -56,15 +56,17 @@ func (a *app) rootCmd() *cobra.Command {
 		Use:   "vnicd",
 		Short: "A paravirtual RDMA NIC for QEMU VMs",
 		Long: `vnicd gives QEMU VMs a virtual NIC with two faces: an Ethernet NIC (virtio-net)
-and an RDMA HCA that stock rdma-core programs use. VMs of many tenants are joined
-across hosts by RoCEv2 inside VXLAN. No RDMA hardware, no patched QEMU.
+and an RDMA HCA for stock rdma-core programs. It connects the VMs of many tenants
+across hosts by RoCEv2 inside VXLAN, without RDMA hardware and without a patched QEMU.
 
-A VM is attached by two vhost-user sockets, NAME.net and NAME.hca; what to add to
-its QEMU command line is printed by "vnicd qemu-args NAME", or to its libvirt domain by
-"vnicd libvirt-xml NAME"; "vnicd attach" plugs both into a VM that runs.
+A VM attaches through two vhost-user sockets, NAME.net and NAME.hca. "vnicd qemu-args
+NAME" prints the options for its QEMU command line, "vnicd libvirt-xml NAME" the
+elements for its libvirt domain; "vnicd attach" plugs both devices into a running VM.
 
-A running daemon is changed by the commands network, vm, fdb and neigh; whoever may
-open its control socket may do so. Changes are not written to the configuration.`,
+The commands network, vm, fdb and neigh change a running daemon, for every user who
+may open its control socket. They do not change the configuration file.
+
+Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 		Version:       a.version,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -73,6 +75,7 @@ open its control socket may do so. Changes are not written to the configuration.
 	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(), a.captureCmd(),
 		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd())
+	addHelp(root, "")
 	root.SetOut(a.out)
 	root.SetErr(a.err)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {

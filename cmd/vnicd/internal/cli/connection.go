@@ -25,12 +25,13 @@ func (a *app) connectionCmd() *cobra.Command {
 			})
 		},
 	}
-	c := a.group("connection", "Show the VMs' RDMA connections", `Connected queue pairs (RC, UC) of the VMs, and what connection management has
-under way or has just ended. The state is that of connection management (req-sent,
+	c := a.group("connection", "Show the VMs' RDMA connections",
+		`Connected queue pairs (RC, UC) of the VMs, and connections that connection management is
+setting up or has just ended. The state is connection management's (req-sent,
 req-received, rep-sent, rep-received, established, dreq-sent, dreq-received, closed,
-rejected; sidr-* and resolved for datagrams), or direct: programs exchanged their
-addresses by themselves. The last line of each is the overlay tuple that its
-packets follow; moves counts how often that has changed meanwhile.`, show)
+rejected; sidr-* and resolved for datagrams), or direct if the programs exchanged their
+addresses by other means. The last line of each is the overlay tuple of its packets;
+moves counts its changes.`, show)
 	c.Aliases = []string{"conn"}
 	return c
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestConnection shows a connection of programs' own making, and how its tuple follows the operator's changes (MT-3, MT-5).
+// TestConnection shows a connection of programs' own making, and how its tuple follows the operator's changes (MT-3,
+// MT-5).
 func TestConnection(t *testing.T) {
 	l := newLab(t)
 	says := func(line string, want ...string) {
@@ -27,7 +28,8 @@ func TestConnection(t *testing.T) {
 	if out := strings.TrimSpace(l.ok("connection -j")); out != "[]" {
 		t.Errorf("without connections: %s", out)
 	}
-	if status, _, err := l.run("connection show none"); status != 1 || !strings.Contains(err, `no VM "none"; there are: one`) {
+	if status, _, err := l.run("connection show none"); status != 1 ||
+		!strings.Contains(err, `no VM "none"; there are: one`) {
 		t.Errorf("status %d: %s", status, err)
 	}
 	d, err := guestdrv.Open(filepath.Join(l.dir, "one.hca"), guestdrv.Config{Memory: 8 << 20})
@@ -47,7 +49,8 @@ func TestConnection(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4, MaxSendSGE: 1, MaxRecvSGE: 1})
+	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4,
+		MaxSendSGE: 1, MaxRecvSGE: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +58,8 @@ func TestConnection(t *testing.T) {
 	if err := qp.Connect(peer, guestdrv.ConnectOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	says("connection show one", "vm one type RC state direct", "rqpn 0x000077 qp-state RTS", "dst 10.0.0.2 02:00:00:00:00:99", "to nowhere known: flooded")
+	says("connection show one", "vm one type RC state direct", "rqpn 0x000077 qp-state RTS",
+		"dst 10.0.0.2 02:00:00:00:00:99", "to nowhere known: flooded")
 	l.ok("fdb add 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	says("connection", "network blue vni 100 vtep 192.0.2.2 from 192.0.2.1 port 4789 dscp 26 mtu 1450 moves 0")
 	l.ok("network add-peer blue 192.0.2.3")
@@ -66,7 +70,8 @@ func TestConnection(t *testing.T) {
 		t.Fatalf("%v: %+v", err, list)
 	}
 	c := list[0]
-	if c.VM != "one" || c.LocalQPN != qp.Number() || c.Tuple == nil || c.Tuple.VNI != 100 || c.Tuple.VTEP != netip.MustParseAddr("192.0.2.3") || c.Tuple.Moves != 1 {
+	if c.VM != "one" || c.LocalQPN != qp.Number() || c.Tuple == nil || c.Tuple.VNI != 100 ||
+		c.Tuple.VTEP != netip.MustParseAddr("192.0.2.3") || c.Tuple.Moves != 1 {
 		t.Errorf("%+v, tuple %+v", c, c.Tuple)
 	}
 	l.ok("fdb del 02:00:00:00:00:99 network blue")

@@ -19,16 +19,20 @@ func WriteDocs(version, dir string) error {
 	if err := os.MkdirAll(man, 0o755); err != nil {
 		return err
 	}
-	if err := doc.GenManTree(root, &doc.GenManHeader{Section: "8", Source: "vnicd " + version, Manual: "vnicd"}, man); err != nil {
+	if err := doc.GenManTree(root, &doc.GenManHeader{Section: "8", Source: "vnicd " + version, Manual: "vnicd"},
+		man); err != nil {
 		return err
 	}
 	for _, c := range []struct {
 		path string
 		gen  func(*cobra.Command, string) error
 	}{
-		{"usr/share/bash-completion/completions/vnicd", func(c *cobra.Command, f string) error { return c.GenBashCompletionFileV2(f, true) }},
+		{"usr/share/bash-completion/completions/vnicd", func(c *cobra.Command, f string) error {
+			return c.GenBashCompletionFileV2(f, true)
+		}},
 		{"usr/share/zsh/vendor-completions/_vnicd", (*cobra.Command).GenZshCompletionFile},
-		{"usr/share/fish/vendor_completions.d/vnicd.fish", func(c *cobra.Command, f string) error { return c.GenFishCompletionFile(f, true) }},
+		{"usr/share/fish/vendor_completions.d/vnicd.fish",
+			func(c *cobra.Command, f string) error { return c.GenFishCompletionFile(f, true) }},
 	} {
 		path := filepath.Join(dir, c.path)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {

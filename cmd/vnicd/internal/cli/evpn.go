@@ -16,7 +16,7 @@ import (
 
 func (a *app) evpnCmd() *cobra.Command {
 	show := &cobra.Command{
-		Use: "show", Short: "Show BGP sessions and what each network has from them", Args: args(cobra.NoArgs),
+		Use: "show", Short: "Show BGP sessions and the routes of each network", Args: args(cobra.NoArgs),
 		RunE: func(c *cobra.Command, _ []string) error {
 			var s evpn.Status
 			if err := a.ask(c, http.MethodGet, "/v1/evpn", nil, &s); err != nil {
@@ -40,7 +40,8 @@ func (a *app) evpnCmd() *cobra.Command {
 		},
 	}
 	clear := &cobra.Command{
-		Use: "clear MAC network NAME", Short: "Take up a MAC again that was at two places", Args: args(cobra.MinimumNArgs(1)),
+		Use: "clear MAC network NAME", Short: "Use a MAC again that was held as a duplicate",
+		Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], map[string]wordKind{"network": once})
 			if err == nil {
@@ -49,12 +50,13 @@ func (a *app) evpnCmd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(one(w, "network"))+"/duplicates/"+url.PathEscape(argv[0]), nil, nil)
+			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(one(w, "network"))+"/duplicates/"+
+				url.PathEscape(argv[0]), nil, nil)
 		},
 	}
-	return a.group("evpn", "Show BGP EVPN", `BGP EVPN (RFC 7432, RFC 8365): sessions, networks, and routes. A route "in" was told by
-a neighbour and is in use unless a reason stands behind it; a route "out" is this host's own.
-seq is the MAC mobility sequence number: it rises each time that an address moves.`, show, routes, clear)
+	return a.group("evpn", "Show BGP EVPN", `BGP EVPN (RFC 7432, RFC 8365): sessions, networks, and routes. A route "in"
+comes from a neighbour and is in use unless a reason follows it; a route "out" is this
+host's own. seq is the MAC mobility sequence number, which rises with each move.`, show, routes, clear)
 }
 
 func showEVPN(w io.Writer, s *evpn.Status) {
@@ -74,8 +76,8 @@ func showEVPN(w io.Writer, s *evpn.Status) {
 		fmt.Fprintln(w)
 	}
 	for _, n := range s.Networks {
-		fmt.Fprintf(w, "network %s vni %d rd %s import %v export %v vteps %d macs %d ips %d of %d each advertised %d", n.Network, n.VNI, n.RD, n.Import, n.Export,
-			n.VTEPs, n.MACs, n.IPs, n.MaxEntries, n.Advertised)
+		fmt.Fprintf(w, "network %s vni %d rd %s import %v export %v vteps %d macs %d ips %d of %d each advertised %d",
+			n.Network, n.VNI, n.RD, n.Import, n.Export, n.VTEPs, n.MACs, n.IPs, n.MaxEntries, n.Advertised)
 		if n.Waiting > 0 {
 			fmt.Fprintf(w, " without room %d", n.Waiting)
 		}

@@ -26,8 +26,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// fabric is four hosts on one wire: two vnicds, a Linux host with FRR and the kernel's VXLAN, and an FRR that reflects the routes of
-// all. Endpoint i is a namespace with the address 10.0.0.i, plugged into the tenant's bridge of a host.
+// fabric is four hosts on one wire: two vnicds, a Linux host with FRR and the kernel's VXLAN, and an FRR that reflects
+// the routes of all. Endpoint i is a namespace with the address 10.0.0.i, plugged into the tenant's bridge of a host.
 type fabric struct {
 	t       *testing.T // the test in progress
 	all     *testing.T // that the hosts live as long as
@@ -109,7 +109,8 @@ func newWire(t *testing.T, addr string, names ...string) *fabric {
 	f.wire.IP("link", "set", "sw", "up")
 	for i, name := range names {
 		at := netip.MustParsePrefix(fmt.Sprintf(addr, i+1))
-		h := &fabricHost{fabric: f, name: name, addr: at.Addr().String(), ns: nstest.New(t, name), dir: filepath.Join(dir, name)}
+		h := &fabricHost{fabric: f, name: name, addr: at.Addr().String(), ns: nstest.New(t, name),
+			dir: filepath.Join(dir, name)}
 		if err := os.Mkdir(h.dir, 0o777); err != nil {
 			t.Fatal(err)
 		}
@@ -158,7 +159,8 @@ func (h *fabricHost) try(argv ...string) string {
 // start starts a daemon of the host.
 func (h *fabricHost) start(env []string, argv ...string) *daemonProcess {
 	h.t.Helper()
-	p := &daemonProcess{cmd: h.ns.Command(context.Background(), argv[0], argv[1:]...), log: &testlog.Log{}, ended: make(chan struct{})}
+	p := &daemonProcess{cmd: h.ns.Command(context.Background(), argv[0], argv[1:]...), log: &testlog.Log{},
+		ended: make(chan struct{})}
 	p.cmd.Env = append(os.Environ(), env...)
 	p.cmd.Stdout, p.cmd.Stderr = p.log, p.log
 	if err := p.cmd.Start(); err != nil {
@@ -185,13 +187,16 @@ const bgpPassword = "between-us"
 func (h *fabricHost) frr() {
 	h.t.Helper()
 	var b strings.Builder
-	fmt.Fprintf(&b, "router bgp 65001\n bgp router-id %s\n no bgp default ipv4-unicast\n bgp graceful-restart\n bgp graceful-restart preserve-fw-state\n bgp graceful-restart restart-time 12\n", h.addr)
+	fmt.Fprintf(&b,
+		"router bgp 65001\n bgp router-id %s\n no bgp default ipv4-unicast\n bgp graceful-restart\n bgp graceful-restart preserve-fw-state\n bgp graceful-restart restart-time 12\n", h.addr)
 	neighbours := []string{h.reflectAddr()}
 	if h.name == "rr" {
 		neighbours = []string{"192.0.2.1", "192.0.2.2", "192.0.2.3"}
 	}
 	for _, a := range neighbours {
-		fmt.Fprintf(&b, " neighbor %s remote-as 65001\n neighbor %s password %s\n neighbor %s timers 3 %d\n neighbor %s timers connect 2\n", a, a, bgpPassword, a, bgpHold, a)
+		fmt.Fprintf(&b,
+			" neighbor %s remote-as 65001\n neighbor %s password %s\n neighbor %s timers 3 %d\n neighbor %s timers connect 2\n",
+			a, a, bgpPassword, a, bgpHold, a)
 	}
 	b.WriteString(" address-family l2vpn evpn\n")
 	for _, a := range neighbours {
@@ -228,7 +233,8 @@ func (h *fabricHost) bgpd() *daemonProcess {
 
 func (h *fabricHost) program(name string, more ...string) *daemonProcess {
 	h.t.Helper()
-	argv := append([]string{frrLib + name, "--vty_socket", h.dir, "-z", h.dir + "/zserv.api", "-i", h.dir + "/" + name + ".pid", "-f", h.dir + "/" + name + ".conf",
+	argv := append([]string{frrLib + name, "--vty_socket", h.dir, "-z", h.dir + "/zserv.api", "-i", h.dir + "/" + name +
+		".pid", "-f", h.dir + "/" + name + ".conf",
 		"--log", "stdout", "-P", "0"}, more...)
 	return h.start(nil, argv...)
 }
@@ -239,9 +245,11 @@ func (h *fabricHost) vtysh(command string) string {
 
 // vxlan makes the kernel's VXLAN device, which learns nothing: FRR says what is behind it.
 func (h *fabricHost) vxlan() {
-	h.ns.IP("link", "add", "vx100", "mtu", "1450", "type", "vxlan", "id", "100", "local", h.addr, "dstport", "4789", "nolearning")
+	h.ns.IP("link", "add", "vx100", "mtu", "1450", "type", "vxlan", "id", "100", "local", h.addr, "dstport", "4789",
+		"nolearning")
 	h.ns.IP("link", "set", "vx100", "master", "tenant", "up")
-	h.ns.MustExec("bridge", "link", "set", "dev", "vx100", "learning", "off", "flood", "off", "mcast_flood", "on", "bcast_flood", "on", "neigh_suppress", "on")
+	h.ns.MustExec("bridge", "link", "set", "dev", "vx100", "learning", "off", "flood", "off", "mcast_flood", "on",
+		"bcast_flood", "on", "neigh_suppress", "on")
 }
 
 func (h *fabricHost) vnicd() *daemonProcess {
@@ -306,8 +314,10 @@ type endpoint struct {
 
 func (f *fabric) endpoint(n int, at *fabricHost) *endpoint {
 	f.t.Helper()
-	e := &endpoint{fabric: f, ns: nstest.New(f.t, fmt.Sprint("end", n)), n: n, addr: fmt.Sprintf("10.0.0.%d", n), mac: vswitch.MAC{2, 0, 0, 0, 1, byte(n)}}
-	e.ns.IP("link", "add", "eth0", "mtu", "1450", "address", e.mac.String(), "type", "veth", "peer", "name", e.plugName(), "mtu", "1450", "netns", at.ns.Name)
+	e := &endpoint{fabric: f, ns: nstest.New(f.t, fmt.Sprint("end", n)), n: n, addr: fmt.Sprintf("10.0.0.%d", n),
+		mac: vswitch.MAC{2, 0, 0, 0, 1, byte(n)}}
+	e.ns.IP("link", "add", "eth0", "mtu", "1450", "address", e.mac.String(), "type", "veth", "peer", "name", e.plugName(),
+		"mtu", "1450", "netns", at.ns.Name)
 	e.ns.IP("link", "set", "eth0", "up")
 	e.ns.Addr("eth0", e.addr+"/24")
 	e.at = at
@@ -435,7 +445,8 @@ func (x *talker) stop() {
 	x.done.Wait()
 }
 
-// Two vnicds and a Linux host with FRR, by a reflector: everybody reaches everybody though unknown unicast is not flooded.
+// Two vnicds and a Linux host with FRR, by a reflector: everybody reaches everybody though unknown unicast is not
+// flooded.
 func TestEVPN(t *testing.T) {
 	f := newFabric(t)
 	one, two, linux := f.hosts["one"], f.hosts["two"], f.hosts["linux"]
@@ -443,13 +454,15 @@ func TestEVPN(t *testing.T) {
 	for _, x := range []*endpoint{a, b, c} {
 		for _, y := range []*endpoint{a, b, c} {
 			if x != y {
-				f.eventually(fmt.Sprintf("%s answers %s", y.addr, x.addr), func() bool { _, err := x.ns.Exec("ping", "-c1", "-W1", y.addr); return err == nil })
+				f.eventually(fmt.Sprintf("%s answers %s", y.addr, x.addr),
+					func() bool { _, err := x.ns.Exec("ping", "-c1", "-W1", y.addr); return err == nil })
 			}
 		}
 	}
 	f.eventually("FRR has our routes", func() bool {
 		s := linux.vtysh("show bgp l2vpn evpn")
-		return strings.Contains(s, "[3]:[0]:[32]:["+one.addr+"]") && strings.Contains(s, "[2]:[0]:[48]:["+a.mac.String()+"]") &&
+		return strings.Contains(s, "[3]:[0]:[32]:["+one.addr+"]") &&
+			strings.Contains(s, "[2]:[0]:[48]:["+a.mac.String()+"]") &&
 			strings.Contains(s, "[2]:[0]:[48]:["+b.mac.String()+"]:[32]:["+b.addr+"]")
 	})
 	f.eventually("FRR uses them", func() bool {
@@ -476,7 +489,10 @@ func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 	for _, to := range []*fabricHost{f.hosts["two"], f.hosts["linux"], f.hosts["one"]} {
 		old := e.at
 		var before evpn.RouteStatus
-		f.eventually("it is told of at "+old.name, func() (ok bool) { before, ok = f.hosts["one"].route(e.mac, old.addr); return ok })
+		f.eventually("it is told of at "+old.name, func() (ok bool) {
+			before, ok = f.hosts["one"].route(e.mac, old.addr)
+			return ok
+		})
 		p := from.ping(e.addr)
 		p.goesOn(f, "ping before the move")
 		x.goesOn(f, "before the move")
@@ -487,12 +503,15 @@ func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 		p.goesOn(f, "ping after the move from "+old.name+" to "+to.name)
 		x.goesOn(f, "after the move from "+old.name+" to "+to.name)
 		p.stop()
-		t.Logf("%s moved from %s to %s: no answer to ping for %v, on the TCP connection for %v", e.addr, old.name, to.name, p.longest(),
-			time.Duration(x.longest.Load()).Round(time.Millisecond))
+		t.Logf("%s moved from %s to %s: no answer to ping for %v, on the TCP connection for %v", e.addr, old.name, to.name,
+			p.longest(), time.Duration(x.longest.Load()).Round(time.Millisecond))
 		for _, h := range []*fabricHost{f.hosts["one"], f.hosts["two"]} {
 			f.eventually("nothing stays at "+old.name, func() bool { _, stays := h.route(e.mac, old.addr); return !stays })
 			var after evpn.RouteStatus
-			f.eventually("it is used at "+to.name, func() (ok bool) { after, ok = h.route(e.mac, to.addr); return ok && after.Active })
+			f.eventually("it is used at "+to.name, func() (ok bool) {
+				after, ok = h.route(e.mac, to.addr)
+				return ok && after.Active
+			})
 			// FRR begins anew when the old route is gone before it hears the address.
 			if to.name != "linux" && after.Sequence <= before.Sequence {
 				t.Errorf("sequence number %d at %s, %d at %s", before.Sequence, old.name, after.Sequence, to.name)
@@ -514,7 +533,8 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 	defer func() { f.t = f.all }()
 	one, two := f.hosts["one"], f.hosts["two"]
 
-	// The reflector crashes. Its routes outlive it between vnicds (graceful restart); FRR keeps none of this address family.
+	// The reflector crashes. Its routes outlive it between vnicds (graceful restart); FRR keeps none of this address
+	// family.
 	p := a.ping(b.addr)
 	p.goesOn(f, "ping before the crash")
 	f.reflect.daemons[0].kill(syscall.SIGKILL)
@@ -535,7 +555,10 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 	p.goesOn(f, "ping with the new reflector")
 	p.stop()
 	t.Logf("reflector killed and started again under ping: no answer for %v", p.longest())
-	f.eventually("routes are told anew", func() bool { r, ok := two.route(c.mac, f.hosts["linux"].addr); return ok && r.Active })
+	f.eventually("routes are told anew", func() bool {
+		r, ok := two.route(c.mac, f.hosts["linux"].addr)
+		return ok && r.Active
+	})
 
 	// Each of the others crashes and comes back.
 	linux := f.hosts["linux"]
@@ -558,7 +581,10 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 		p.goesOn(f, "ping after the crash")
 		p.stop()
 		t.Logf("speaker of %s killed and started again under ping: no answer for %v", x.host.name, p.longest())
-		f.eventually("its routes are there", func() bool { r, ok := x.asked.route(x.to.mac, x.host.addr); return ok && r.Active })
+		f.eventually("its routes are there", func() bool {
+			r, ok := x.asked.route(x.to.mac, x.host.addr)
+			return ok && r.Active
+		})
 	}
 }
 
@@ -568,8 +594,14 @@ func (f *fabric) partition(t *testing.T, b, c *endpoint) {
 	one, two := f.hosts["one"], f.hosts["two"]
 	f.wire.IP("link", "set", "two", "down")
 	f.eventually("host two's routes are gone", func() bool { _, ok := one.route(b.mac, two.addr); return !ok })
-	f.eventually("host two has nobody's any more", func() bool { _, ok := two.route(c.mac, f.hosts["linux"].addr); return !ok })
+	f.eventually("host two has nobody's any more", func() bool {
+		_, ok := two.route(c.mac, f.hosts["linux"].addr)
+		return !ok
+	})
 	f.wire.IP("link", "set", "two", "up")
 	f.eventually("host two is back", func() bool { r, ok := one.route(b.mac, two.addr); return ok && r.Active })
-	f.eventually("and its endpoint answers", func() bool { _, err := c.ns.Exec("ping", "-c1", "-W1", b.addr); return err == nil })
+	f.eventually("and its endpoint answers", func() bool {
+		_, err := c.ns.Exec("ping", "-c1", "-W1", b.addr)
+		return err == nil
+	})
 }

@@ -21,7 +21,10 @@ func secured(address, more string) string {
 func (f *fabric) meet() (a, b *endpoint) {
 	f.t.Helper()
 	a, b = f.endpoint(11, f.hosts["one"]), f.endpoint(12, f.hosts["two"])
-	f.eventually("the endpoints reach each other", func() bool { _, err := a.ns.Exec("ping", "-c1", "-W1", b.addr); return err == nil })
+	f.eventually("the endpoints reach each other", func() bool {
+		_, err := a.ns.Exec("ping", "-c1", "-W1", b.addr)
+		return err == nil
+	})
 	return a, b
 }
 
@@ -29,7 +32,8 @@ func (h *fabricHost) session(state string) func() bool {
 	return func() bool { return strings.Contains(h.cli("evpn"), " "+state) }
 }
 
-// Two vnicds in different ASs, neighbours of each other: sessions and VTEPs are IPv6, each session is signed and its TTL is looked at.
+// Two vnicds in different ASs, neighbours of each other: sessions and VTEPs are IPv6, each session is signed and its
+// TTL is looked at.
 func TestEVPNOverIPv6(t *testing.T) {
 	f := newWire(t, "2001:db8::%d/64", "one", "two")
 	one, two := f.hosts["one"], f.hosts["two"]
@@ -47,12 +51,14 @@ func TestEVPNOverIPv6(t *testing.T) {
 	t.Logf("vnicd evpn on host one:\n%s%s", one.cli("evpn"), one.cli("evpn", "routes", "blue"))
 
 	// From further away: hosts cannot tell but by the TTL.
-	two.ns.MustExec("nft", `table ip6 far { chain out { type filter hook output priority 0; tcp dport 179 ip6 hoplimit set 254; tcp sport 179 ip6 hoplimit set 254; }; }`)
+	two.ns.MustExec("nft",
+		`table ip6 far { chain out { type filter hook output priority 0; tcp dport 179 ip6 hoplimit set 254; tcp sport 179 ip6 hoplimit set 254; }; }`)
 	f.eventually("the session from further away ends", func() bool { return !one.session("established")() })
 	f.eventually("and its routes", func() bool { _, ok := one.route(b.mac, two.addr); return !ok })
 	two.ns.MustExec("nft", "delete", "table", "ip6", "far")
 	f.eventually("the session is up again", one.session("established"))
-	f.eventually("the endpoints reach each other again", func() bool { _, err := a.ns.Exec("ping", "-c1", "-W1", b.addr); return err == nil })
+	f.eventually("the endpoints reach each other again",
+		func() bool { _, err := a.ns.Exec("ping", "-c1", "-W1", b.addr); return err == nil })
 
 	// With another password nobody gets in; the kernel refuses the segments.
 	p.kill(syscall.SIGTERM)
@@ -69,8 +75,8 @@ func TestEVPNOverIPv6(t *testing.T) {
 	f.eventually("the session is up with the right one", one.session("established"))
 }
 
-// Each vnicd in an AS of its own, with an FRR spine between them, over IPv6 sessions: the spine leaves next hops as they are, and route
-// targets that are derived from different ASs meet.
+// Each vnicd in an AS of its own, with an FRR spine between them, over IPv6 sessions: the spine leaves next hops as
+// they are, and route targets that are derived from different ASs meet.
 func TestEVPNOverSpine(t *testing.T) {
 	f := newWire(t, "192.0.2.%d/24", "one", "two", "rr")
 	one, two, spine := f.hosts["one"], f.hosts["two"], f.hosts["rr"]
@@ -80,9 +86,11 @@ func TestEVPNOverSpine(t *testing.T) {
 		h.ns.Addr("under", at[h]+"/64")
 	}
 	var b strings.Builder
-	fmt.Fprintf(&b, "router bgp 65100\n bgp router-id %s\n no bgp default ipv4-unicast\n no bgp ebgp-requires-policy\n", spine.addr)
+	fmt.Fprintf(&b, "router bgp 65100\n bgp router-id %s\n no bgp default ipv4-unicast\n no bgp ebgp-requires-policy\n",
+		spine.addr)
 	for i, h := range []*fabricHost{one, two} {
-		fmt.Fprintf(&b, " neighbor %[1]s remote-as %[2]d\n neighbor %[1]s password %[3]s\n neighbor %[1]s ttl-security hops 1\n neighbor %[1]s timers 3 %[4]d\n neighbor %[1]s timers connect 2\n",
+		fmt.Fprintf(&b,
+			" neighbor %[1]s remote-as %[2]d\n neighbor %[1]s password %[3]s\n neighbor %[1]s ttl-security hops 1\n neighbor %[1]s timers 3 %[4]d\n neighbor %[1]s timers connect 2\n",
 			at[h], 65001+i, bgpPassword, bgpHold)
 	}
 	b.WriteString(" address-family l2vpn evpn\n")
@@ -96,14 +104,16 @@ func TestEVPNOverSpine(t *testing.T) {
 	}
 	spine.bgpd()
 	for i, h := range []*fabricHost{one, two} {
-		h.vnicdWith(fmt.Sprintf("as: %d, listen: [%q], hold-time: %ds, neighbours: [%s]", 65001+i, at[h], bgpHold, secured(at[spine], ", as: 65100")))
+		h.vnicdWith(fmt.Sprintf("as: %d, listen: [%q], hold-time: %ds, neighbours: [%s]", 65001+i, at[h], bgpHold,
+			secured(at[spine], ", as: 65100")))
 	}
 	_, e := f.meet()
 	r, ok := one.route(e.mac, two.addr)
 	if !ok || !r.Active || r.Neighbour.String() != at[spine] {
 		t.Errorf("route %+v %v", r, ok)
 	}
-	if s := spine.vtysh("show bgp l2vpn evpn"); !regexp.MustCompile(regexp.QuoteMeta("[2]:[0]:[48]:["+e.mac.String()+"]") + `[^*]*` + regexp.QuoteMeta(two.addr)).MatchString(s) {
+	if s := spine.vtysh("show bgp l2vpn evpn"); !regexp.MustCompile(regexp.QuoteMeta("[2]:[0]:[48]:["+e.mac.String()+"]") +
+		`[^*]*` + regexp.QuoteMeta(two.addr)).MatchString(s) {
 		t.Errorf("the spine shows:\n%s", s)
 	}
 	t.Logf("vnicd evpn on host one:\n%s%s", one.cli("evpn"), one.cli("evpn", "routes", "blue"))

@@ -60,8 +60,8 @@ type libvirtDriver struct {
 	Queues int `xml:"queues,attr"`
 }
 
-// libvirtOverride sets a property of QEMU's device: libvirt itself would set a <mtu> on the host's end too, and the end of
-// a vhostuser interface is no interface.
+// libvirtOverride sets a property of QEMU's device: libvirt itself would set a <mtu> on the host's end too, and the end
+// of a vhostuser interface is no interface.
 type libvirtOverride struct {
 	Alias    string `xml:"alias,attr"`
 	Property struct {
@@ -101,12 +101,13 @@ func newLibvirtDomain(vm, netSocket, mac string, mtu, queues int, hca []string) 
 func (a *app) libvirtCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "libvirt-xml VM",
-		Short: "Print what to add to a VM's libvirt domain",
+		Short: "Print the libvirt domain elements that attach a VM",
 		Long: `Prints the parts of a libvirt domain (virsh edit) that attach the VM to vnicd: shared
 guest memory, the virtio-net as a vhostuser interface, and the HCA as arguments that
-libvirt passes on to QEMU. Put each part where the domain has it: <memoryBacking> and
-<qemu:commandline> below <domain>, whose attribute xmlns:qemu is needed too, and
-<interface> below <devices>.
+libvirt passes on to QEMU.
+
+Place <memoryBacking> and <qemu:commandline> below <domain>, which also needs the
+attribute xmlns:qemu, and <interface> below <devices>.
 
 libvirt's QEMU must be able to open the sockets: see socket-mode, the owner of the
 run-dir, and AppArmor or SELinux where they confine QEMU.
@@ -120,7 +121,8 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			}
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
-			if err := e.Encode(newLibvirtDomain(vm.Name, cfg.NetSocket(vm), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues,
+			if err := e.Encode(newLibvirtDomain(vm.Name, cfg.NetSocket(vm), vm.MAC.String(),
+				networkMTU(cfg, running, vm.Network), vm.Queues,
 				qemu.HCAArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
 				return err
 			}

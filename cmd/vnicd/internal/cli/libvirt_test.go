@@ -66,10 +66,12 @@ func TestLibvirtXML(t *testing.T) {
 		t.Fatalf("%v in\n%s", err, out)
 	}
 	i := d.Interface
-	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" || filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.Driver.Queues != 2 {
+	if d.Memory.Access.Mode != "shared" || i.MAC.Address != "02:00:00:00:00:01" ||
+		filepath.Base(i.Source.Path) != "vm1.net" || i.Source.Mode != "client" || i.Driver.Queues != 2 {
 		t.Errorf("%+v from\n%s", d, out)
 	}
-	if o := d.Override; o.Alias != "ua-vm1-net" || o.Alias != i.Alias.Name || o.Property.Name != "host_mtu" || o.Property.Value != 1400 {
+	if o := d.Override; o.Alias != "ua-vm1-net" || o.Alias != i.Alias.Name || o.Property.Name != "host_mtu" ||
+		o.Property.Value != 1400 {
 		t.Errorf("%+v from\n%s", o, out)
 	}
 	var hca []string
@@ -79,10 +81,12 @@ func TestLibvirtXML(t *testing.T) {
 	var device struct{ Driver, ID, Chardev string }
 	if len(hca) != 4 || !strings.Contains(hca[1], "vm1.hca") {
 		t.Errorf("arguments %q", hca)
-	} else if err := json.Unmarshal([]byte(hca[3]), &device); err != nil || device.Driver != "vhost-user-test-device-pci" || device.ID != "vm1-hca" || device.Chardev != "chr-vm1-hca" {
+	} else if err := json.Unmarshal([]byte(hca[3]), &device); err != nil ||
+		device.Driver != "vhost-user-test-device-pci" || device.ID != "vm1-hca" || device.Chardev != "chr-vm1-hca" {
 		t.Errorf("arguments %q", hca)
 	}
-	if status, _, errText := alone(t, oneVM, "libvirt-xml", "vm2"); status != 2 || !strings.Contains(errText, "it has: vm1") {
+	if status, _, errText := alone(t, oneVM, "libvirt-xml", "vm2"); status != 2 ||
+		!strings.Contains(errText, "it has: vm1") {
 		t.Errorf("an unknown VM: %d %s", status, errText)
 	}
 }
@@ -97,7 +101,8 @@ func TestAttachUsage(t *testing.T) {
 		{"detach --qmp /nowhere vm1", "connecting to /nowhere", 1},
 		{"attach --qmp /nowhere vm1", "no vnicd at", 1},
 	} {
-		if status, _, errText := alone(t, oneVM, strings.Fields(c.line)...); status != c.status || !strings.Contains(errText, c.want) {
+		if status, _, errText := alone(t, oneVM, strings.Fields(c.line)...); status != c.status ||
+			!strings.Contains(errText, c.want) {
 			t.Errorf("vnicd %s: %d %s, want %d with %q", c.line, status, errText, c.status, c.want)
 		}
 	}

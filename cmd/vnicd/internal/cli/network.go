@@ -12,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-// inNetwork is the query for one network, "" for all.
+// inNetwork returns the query for one network, "" for all.
 func inNetwork(argv []string) string {
 	if len(argv) == 0 {
 		return ""
@@ -20,18 +20,19 @@ func inNetwork(argv []string) string {
 	return "?network=" + url.QueryEscape(argv[0])
 }
 
-var networkWords = map[string]wordKind{"vni": once, "mtu": once, "peer": many, "learn-peers": flag, "ageing": once, "max-entries": once, "storm": once}
+var networkWords = map[string]wordKind{"vni": once, "mtu": once, "peer": many, "learn-peers": flag, "ageing": once,
+	"max-entries": once, "storm": once}
 
 var tapWords = map[string]wordKind{"address": many, "bridge": once, "rate": once, "offloads": once}
 
 func (a *app) networkCmd() *cobra.Command {
 	show := &cobra.Command{
-		Use: "show [NAME]", Short: "Show networks, their peers and what was dropped", Args: args(cobra.MaximumNArgs(1)),
+		Use: "show [NAME]", Short: "Show networks, their peers and drops", Args: args(cobra.MaximumNArgs(1)),
 		RunE: a.showNetworks,
 	}
 	add := &cobra.Command{
-		Use: "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N]", Short: "Make a network",
-		Args: args(cobra.MinimumNArgs(1)),
+		Use:   "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N]",
+		Short: "Add a network", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], networkWords)
 			if err == nil {
@@ -52,12 +53,14 @@ func (a *app) networkCmd() *cobra.Command {
 		},
 	}
 	peer := func(use, short, method string) *cobra.Command {
-		return &cobra.Command{Use: use, Short: short, Args: args(cobra.ExactArgs(2)), RunE: func(c *cobra.Command, argv []string) error {
-			return a.ask(c, method, "/v1/networks/"+url.PathEscape(argv[0])+"/peers/"+url.PathEscape(argv[1]), nil, nil)
-		}}
+		return &cobra.Command{Use: use, Short: short, Args: args(cobra.ExactArgs(2)),
+			RunE: func(c *cobra.Command, argv []string) error {
+				return a.ask(c, method, "/v1/networks/"+url.PathEscape(argv[0])+"/peers/"+url.PathEscape(argv[1]), nil, nil)
+			}}
 	}
 	tap := &cobra.Command{
-		Use: "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME] [rate BITS] [offloads on|off]", Short: "Give a network the host's port", Args: args(cobra.MinimumNArgs(2)),
+		Use:   "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME] [rate BITS] [offloads on|off]",
+		Short: "Add the host's port to a network", Args: args(cobra.MinimumNArgs(2)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[2:], tapWords)
 			if err != nil {
@@ -75,9 +78,10 @@ func (a *app) networkCmd() *cobra.Command {
 		},
 	}
 	return a.group("network", "Show and change the tenants' networks",
-		"Networks of the running daemon. The words after NAME are the keys of the\nconfiguration file. Changes last until the daemon ends.", show, add, del,
+		`Networks of the running daemon. Arguments after NAME are named like the keys of the
+configuration file. Changes last until the daemon ends.`, show, add, del,
 		peer("add-peer NETWORK ADDRESS", "Add another host's underlay address", http.MethodPut),
-		peer("del-peer NETWORK ADDRESS", "Remove what add-peer added", http.MethodDelete), tap, delTAP)
+		peer("del-peer NETWORK ADDRESS", "Remove a peer that add-peer added", http.MethodDelete), tap, delTAP)
 }
 
 func (a *app) showNetworks(c *cobra.Command, argv []string) error {
@@ -102,8 +106,8 @@ func (a *app) showNetworks(c *cobra.Command, argv []string) error {
 		return a.printJSON(s.Networks)
 	}
 	for _, n := range s.Networks {
-		fmt.Fprintf(a.out, "%s: vni %d mtu %d addresses %d (static %d) neighbours %d moves %d flaps %d%s\n", n.Name, n.VNI, n.MTU, n.Entries, n.Static,
-			len(n.Neighbours), n.Moves, n.Flaps, drops(n.Drops))
+		fmt.Fprintf(a.out, "%s: vni %d mtu %d addresses %d (static %d) neighbours %d moves %d flaps %d%s\n", n.Name, n.VNI,
+			n.MTU, n.Entries, n.Static, len(n.Neighbours), n.Moves, n.Flaps, drops(n.Drops))
 		for _, f := range n.Flapping {
 			fmt.Fprintf(a.out, "    FLAPPING %s vlan %d between %s and %s, %d moves\n", f.MAC, f.VLAN, f.From, f.To, f.Moves)
 		}
@@ -138,8 +142,8 @@ func (a *app) portCmd() *cobra.Command {
 					for _, ip := range p.IPs {
 						fmt.Fprintf(a.out, " ip %s", ip)
 					}
-					fmt.Fprintf(a.out, "\n    rx %d packets %d bytes  tx %d packets %d bytes  floods %d answered %d%s\n", p.InFrames, p.InBytes, p.OutFrames, p.OutBytes,
-						p.Floods, p.Answered, drops(p.Drops))
+					fmt.Fprintf(a.out, "\n    rx %d packets %d bytes  tx %d packets %d bytes  floods %d answered %d%s\n", p.InFrames,
+						p.InBytes, p.OutFrames, p.OutBytes, p.Floods, p.Answered, drops(p.Drops))
 					if p.ShortPath > 0 {
 						fmt.Fprintf(a.out, "    by the short path %d packets of these\n", p.ShortPath)
 					}
@@ -147,8 +151,9 @@ func (a *app) portCmd() *cobra.Command {
 			})
 		},
 	}
-	return a.group("port", "Show the networks' ports", "Ports of VMs, of the host (tap) and of the tunnels (vtep) with their counters and every reason for\na drop. "+
-		"rx is what the port sent into the network, tx what it got.", show)
+	return a.group("port", "Show the networks' ports",
+		`Ports of VMs, of the host (tap) and of the tunnels (vtep) with their counters, and drops
+by reason. rx counts frames from the port, tx frames to it.`, show)
 }
 
 func (a *app) fdbCmd() *cobra.Command {
@@ -162,17 +167,21 @@ func (a *app) fdbCmd() *cobra.Command {
 					if e.VTEP.IsValid() {
 						where = "vtep " + e.VTEP.String()
 					}
-					fmt.Fprintf(t, "%s\t%s\tnetwork %s\t%s\t%s%s\n", e.MAC, vlan(e.VLAN), e.Network, where, e.Source, idle(e.Static, e.Idle))
+					fmt.Fprintf(t, "%s\t%s\tnetwork %s\t%s\t%s%s\n", e.MAC, vlan(e.VLAN), e.Network, where, e.Source,
+						idle(e.Static, e.Idle))
 				}
 				t.Flush()
 			})
 		},
 	}
 	known := map[string]wordKind{"network": once, "vtep": once, "port": once, "vlan": once}
-	return a.group("fdb", "Show and change forwarding tables", "Which MAC is at which port or behind which VTEP. Entries that are added neither age nor move; adding one\n"+
-		"again moves it. Without a VLAN an entry stands for all.", show,
-		a.entry("add MAC network NAME vtep ADDRESS|port NAME [vlan N]", "Add or move an entry", http.MethodPut, "fdb", known, "vtep", "port"),
-		a.entry("del MAC network NAME [vlan N]", "Remove what was added, or forget what was learnt", http.MethodDelete, "fdb", map[string]wordKind{"network": once, "vlan": once}))
+	return a.group("fdb", "Show and change forwarding tables",
+		`Forwarding tables: which MAC is at which port or behind which VTEP. Added entries neither
+age nor move; adding one again moves it. Without a VLAN an entry applies to all.`, show,
+		a.entry("add MAC network NAME vtep ADDRESS|port NAME [vlan N]", "Add or move an entry", http.MethodPut, "fdb",
+			known, "vtep", "port"),
+		a.entry("del MAC network NAME [vlan N]", "Remove an added entry, or forget a learnt one", http.MethodDelete, "fdb",
+			map[string]wordKind{"network": once, "vlan": once}))
 }
 
 func (a *app) neighCmd() *cobra.Command {
@@ -189,44 +198,49 @@ func (a *app) neighCmd() *cobra.Command {
 					if e.Router {
 						how += " router"
 					}
-					fmt.Fprintf(t, "%s\t%s\tmac %s\tnetwork %s\t%s%s\n", e.IP, vlan(e.VLAN), e.MAC, e.Network, how, idle(e.Static, e.Idle))
+					fmt.Fprintf(t, "%s\t%s\tmac %s\tnetwork %s\t%s%s\n", e.IP, vlan(e.VLAN), e.MAC, e.Network, how,
+						idle(e.Static, e.Idle))
 				}
 				t.Flush()
 			})
 		},
 	}
 	known := map[string]wordKind{"network": once, "mac": once, "vlan": once}
-	return a.group("neigh", "Show and change what ARP and neighbour discovery are answered from",
-		"Which IP address is which MAC's. The switch answers requests for them itself; what was added, nobody else may claim.", show,
-		a.entry("add ADDRESS network NAME mac MAC [vlan N]", "Add or change an entry", http.MethodPut, "neighbours", known, "mac"),
-		a.entry("del ADDRESS network NAME [vlan N]", "Remove what was added", http.MethodDelete, "neighbours", map[string]wordKind{"network": once, "vlan": once}))
+	return a.group("neigh", "Show and change the tables for ARP and neighbour discovery",
+		`Which MAC has which IP address. The switch answers ARP and neighbour discovery requests for
+them. Nobody else can claim an added address.`, show,
+		a.entry("add ADDRESS network NAME mac MAC [vlan N]", "Add or change an entry", http.MethodPut, "neighbours",
+			known, "mac"),
+		a.entry("del ADDRESS network NAME [vlan N]", "Remove an added entry", http.MethodDelete, "neighbours",
+			map[string]wordKind{"network": once, "vlan": once}))
 }
 
-// entry is a command that sets or removes one entry of a table; the words in send are the body.
+// entry returns a command that sets or removes one entry of a table; the words in send form the request's body.
 func (a *app) entry(use, short, method, table string, known map[string]wordKind, send ...string) *cobra.Command {
-	return &cobra.Command{Use: use, Short: short, Args: args(cobra.MinimumNArgs(1)), RunE: func(c *cobra.Command, argv []string) error {
-		w, err := words(argv[1:], known)
-		if err == nil {
-			err = need(w, "network")
-		}
-		if err != nil {
-			return err
-		}
-		u := "/v1/networks/" + url.PathEscape(one(w, "network")) + "/" + table + "/" + url.PathEscape(argv[0])
-		if v := one(w, "vlan"); v != "" {
-			u += "?vlan=" + url.QueryEscape(v)
-		}
-		if method == http.MethodDelete {
-			return a.ask(c, method, u, nil, nil)
-		}
-		b := map[string]string{}
-		for _, k := range send {
-			if v := one(w, k); v != "" {
-				b[k] = v
+	return &cobra.Command{Use: use, Short: short, Args: args(cobra.MinimumNArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			w, err := words(argv[1:], known)
+			if err == nil {
+				err = need(w, "network")
 			}
-		}
-		return a.ask(c, method, u, b, nil)
-	}}
+			if err != nil {
+				return err
+			}
+			u := "/v1/networks/" + url.PathEscape(one(w, "network")) + "/" + table + "/" + url.PathEscape(argv[0])
+			if v := one(w, "vlan"); v != "" {
+				u += "?vlan=" + url.QueryEscape(v)
+			}
+			if method == http.MethodDelete {
+				return a.ask(c, method, u, nil, nil)
+			}
+			b := map[string]string{}
+			for _, k := range send {
+				if v := one(w, k); v != "" {
+					b[k] = v
+				}
+			}
+			return a.ask(c, method, u, b, nil)
+		}}
 }
 
 func vlan(n uint16) string {

@@ -93,8 +93,8 @@ func (l *lab) ok(line string) string {
 	return out
 }
 
-// TestRuntimeChanges goes through everything that can be changed in a running daemon, and what must be refused. After every
-// refusal the daemon is as it was.
+// TestRuntimeChanges goes through everything that can be changed in a running daemon, and what must be refused. After
+// every refusal the daemon is as it was.
 func TestRuntimeChanges(t *testing.T) {
 	l := newLab(t)
 	// What does not change by itself.
@@ -104,7 +104,8 @@ func TestRuntimeChanges(t *testing.T) {
 				if strings.Contains(x, "peer ") {
 					x, _, _ = strings.Cut(x, " mtu ") // follows the underlay
 				}
-				if !strings.Contains(x, "learnt ") && !strings.Contains(x, " rx ") && !strings.Contains(x, "snooped") && !strings.Contains(x, " addresses ") {
+				if !strings.Contains(x, "learnt ") && !strings.Contains(x, " rx ") && !strings.Contains(x, "snooped") &&
+					!strings.Contains(x, " addresses ") {
 					s += strings.Join(strings.Fields(x), " ") + "\n"
 				}
 			}
@@ -134,7 +135,8 @@ func TestRuntimeChanges(t *testing.T) {
 		{"network del-peer red 192.0.2.5", "no such peer was added at run time", "", ""},
 		{"network del-peer red 192.0.2.3", "no such peer was added at run time", "", ""},
 		{"network add-tap red red0 address 10.0.0.254/24 offloads maybe", "tap offloads must be true or false", "", ""},
-		{"network add-tap red red0 address 10.0.0.254/24 rate 1G offloads off", "", "port show red", "red0: network red kind tap"},
+		{"network add-tap red red0 address 10.0.0.254/24 rate 1G offloads off", "", "port show red",
+			"red0: network red kind tap"},
 		{"network add-tap red red1", `has the host port "red0"`, "", ""},
 		{"network add-tap blue red0", `tap name "red0" is already used`, "", ""},
 		{"network add-tap blue blue0 bridge nowhere", "nowhere", "", ""},
@@ -155,10 +157,12 @@ func TestRuntimeChanges(t *testing.T) {
 		{"neigh add 10.0.0.9 network blue mac 02:00:00:00:00:09", "", "neigh show blue", "10.0.0.9"},
 		{"neigh add 10.0.0.1 network blue mac 02:00:00:00:00:09", "belongs to another MAC", "neigh", "10.0.0.1"},
 		{"neigh del 10.0.0.9 network blue", "", "neigh", "-10.0.0.9"},
-		{"vm add two network red mac 02:00:00:00:00:01 ip 10.0.0.1 rate 1G", "", "vm", "two  network red   mac 02:00:00:00:00:01"},
+		{"vm add two network red mac 02:00:00:00:00:01 ip 10.0.0.1 rate 1G", "", "vm",
+			"two  network red   mac 02:00:00:00:00:01"},
 		{"vm add two network red mac 02:00:00:00:00:02", `VM name "two" is already used in an earlier request`, "", ""},
 		{"vm add three network red mac 02:00:00:00:00:01", "mac 02:00:00:00:00:01 is already used", "", ""},
-		{"vm add three network none mac 02:00:00:00:00:03", `network "none", which is not defined; defined: blue, red`, "", ""},
+		{"vm add three network none mac 02:00:00:00:00:03", `network "none", which is not defined; defined: blue, red`, "",
+			""},
 		{"vm add three network red mac 02:00:00:00:00:03 rate fast", "rate must be bits per second", "", ""},
 		{"vm add three network red mac 02:00:00:00:00:03 queues 9", "queues must be a number from 1 to 8", "", ""},
 		{"vm add three network red mac 02:00:00:00:00:03 queues 4", "", "port show red", "three: network red kind vm"},
@@ -217,9 +221,10 @@ func TestRuntimeChanges(t *testing.T) {
 // Errors are JSON with what was wrong and a status by its kind.
 func TestAPIErrors(t *testing.T) {
 	l := newLab(t)
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) {
-		return net.Dial("unix", filepath.Join(l.dir, "vnicd.sock"))
-	}}}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) {
+			return net.Dial("unix", filepath.Join(l.dir, "vnicd.sock"))
+		}}}
 	for _, c := range []struct {
 		method, url, body string
 		status            int

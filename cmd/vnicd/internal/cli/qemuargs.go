@@ -20,15 +20,14 @@ func (a *app) qemuArgsCmd() *cobra.Command {
 	var binary string
 	c := &cobra.Command{
 		Use:   "qemu-args VM",
-		Short: "Print what to add to a VM's QEMU command line",
+		Short: "Print the QEMU options that attach a VM",
 		Long: `Prints the arguments that attach the VM to vnicd: shared guest memory, the
-virtio-net and the HCA. They go to a QEMU command line without -m and -M options
-of its own:
+virtio-net and the HCA. Add them to a QEMU command line that has no -m and -M options:
 
     qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2
 
-If the daemon runs, VMs that were added to it are known too, and the virtio-net gets
-the MTU that its network has now (unless the configuration says one).
+If the daemon is running, VMs that were added at run time are known too, and the
+virtio-net gets the present MTU of its network, unless the configuration sets one.
 
 With --no-memory only the two devices are printed; the memory must then be shared
 by other options (-object memory-backend-memfd,share=on with -M memory-backend=).`,
@@ -53,7 +52,8 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 				out = append(out, "-M", qemu.MachineType)
 				out = append(out, qemu.MemoryArgs(memory, huge)...)
 			}
-			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(), networkMTU(cfg, running, vm.Network), vm.Queues)...)
+			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(),
+				networkMTU(cfg, running, vm.Network), vm.Queues)...)
 			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
@@ -70,10 +70,10 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.Flags().IntVarP(&memory, "memory", "m", 1024, "guest memory in `MiB`")
-	c.Flags().BoolVar(&huge, "huge-pages", false, "guest memory from the host's huge pages")
+	c.Flags().BoolVar(&huge, "huge-pages", false, "take the guest's memory from the host's huge pages")
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
-	c.Flags().BoolVar(&lines, "lines", false, "one option per line, to be read")
-	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the device")
+	c.Flags().BoolVar(&lines, "lines", false, "print one option per line, for reading")
+	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the generic vhost-user device")
 	return c
 }
 
@@ -93,7 +93,8 @@ func (a *app) running(c *cobra.Command) *daemon.Status {
 }
 
 // knownVM reads the file, asks the daemon (running is nil if none answers), and finds a VM in either.
-func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, running *daemon.Status, vm *config.VM, err error) {
+func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, running *daemon.Status, vm *config.VM,
+	err error) {
 	if cfg, err = a.load(); err != nil {
 		return nil, nil, nil, err
 	}

@@ -22,12 +22,12 @@ func (a *app) runCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "run",
 		Short: "Run the daemon in the foreground",
-		Long: `Makes the networks, TAP ports, tunnels and VM sockets of the configuration and
-serves them until SIGINT or SIGTERM; SIGHUP is "vnicd reload". QEMU processes may come and go; each finds
-the sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca.
+		Long: `Creates the networks, TAP ports, tunnels and VM sockets of the configuration and
+serves them until SIGINT or SIGTERM. SIGHUP acts as "vnicd reload". Each VM has the
+sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at any time.
 
-A TAP port needs CAP_NET_ADMIN, BGP on its own port CAP_NET_BIND_SERVICE, the short
-path of TAP ports CAP_BPF at the start; everything else runs without privileges.`,
+TAP ports need CAP_NET_ADMIN, BGP on its standard port CAP_NET_BIND_SERVICE, and the
+short path of TAP ports CAP_BPF at the start. All else runs without privileges.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()
@@ -75,7 +75,8 @@ path of TAP ports CAP_BPF at the start; everything else runs without privileges.
 			return d.Close()
 		},
 	}
-	c.Flags().StringVar(&level, "log-level", "", "`level`: trace, debug, info, warn or error (default: the configuration's)")
+	c.Flags().StringVar(&level, "log-level", "",
+		"`level`: trace, debug, info, warn or error (default: the configuration's)")
 	c.Flags().BoolVar(&jsonLog, "log-json", false, "log JSON lines")
 	return c
 }
@@ -100,13 +101,13 @@ func reload(d *daemon.Daemon, log hclog.Logger) {
 func (a *app) reloadCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "reload",
-		Short: "Have the running vnicd read its configuration file again",
-		Long: `Makes the running daemon as its configuration file says now, and prints what changed.
-Networks and VMs are added and removed, VMs move, and peers, host ports and the log level
-follow. VMs that are attached to a QEMU keep running; of them only the network can change.
-A file with mistakes changes nothing, nor does one that asks for what needs a restart
-(engines, buffers, vtep, sockets, monitoring, a network's vni and limits). What was added
-at run time stays.
+		Short: "Make the running vnicd read its configuration file again",
+		Long: `Applies the present configuration file to the running daemon and prints the changes:
+networks and VMs that are added or removed, VMs that move, peers, host ports, the log
+level. VMs that are attached to a QEMU keep running; only their network can change.
+A file with mistakes changes nothing, and neither does one with a change that needs a
+restart (engines, buffers, vtep, sockets, monitoring, a network's vni and limits).
+Objects that were added at run time remain.
 
 ` + whichSocket,
 		Args: args(cobra.NoArgs),

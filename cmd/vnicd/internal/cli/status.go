@@ -20,10 +20,9 @@ import (
 func (a *app) statusCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "status [VM]",
-		Short: "Show what a running vnicd does",
-		Long: `Asks the running daemon over its control socket. Without an argument: tunnels,
-networks with their ports, VMs. With a VM: its two devices, queue pairs and
-counters. -j prints everything as JSON.
+		Short: "Show the state of the running vnicd",
+		Long: `Without an argument: tunnels, networks with their ports, VMs. With a VM: its two
+devices, queue pairs, counters and page faults. -j prints everything as JSON.
 
 ` + whichSocket,
 		Args: args(cobra.MaximumNArgs(1)),
@@ -83,7 +82,8 @@ func showAll(w io.Writer, s *daemon.Status) {
 	fmt.Fprintf(w, "vnicd %s on %s, pid %d, up %s, %d engine(s)\n", s.Version, s.Host, s.PID,
 		time.Duration(s.Uptime*float64(time.Second)).Round(time.Second), len(s.Engines))
 	if v := s.VTEP; v != nil {
-		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames, v.OutFrames, drops(v.Drops))
+		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames,
+			v.OutFrames, drops(v.Drops))
 		p := v.ShortPath
 		fmt.Fprintf(w, "  short path %s", p.State)
 		if p.State == "on" {
@@ -102,14 +102,16 @@ func showAll(w io.Writer, s *daemon.Status) {
 	}
 	if s.VTEP != nil {
 		for _, r := range s.VTEP.Refused {
-			fmt.Fprintf(w, "    refused from %s vni %d: %s %d, last %v ago\n", r.From, r.VNI, r.Reason, r.Count, r.Ago.Round(time.Second))
+			fmt.Fprintf(w, "    refused from %s vni %d: %s %d, last %v ago\n", r.From, r.VNI, r.Reason, r.Count,
+				r.Ago.Round(time.Second))
 		}
 	}
 	for _, n := range s.Networks {
 		fmt.Fprintf(w, "network %s vni %d mtu %d, %d addresses%s\n", n.Name, n.VNI, n.MTU, n.Entries, drops(n.Drops))
 		t := table(w)
 		for _, p := range n.Ports {
-			fmt.Fprintf(t, "    %s\t%s\trx %d (%d B)\ttx %d (%d B)%s\n", p.Kind, p.Name, p.InFrames, p.InBytes, p.OutFrames, p.OutBytes, drops(p.Drops))
+			fmt.Fprintf(t, "    %s\t%s\trx %d (%d B)\ttx %d (%d B)%s\n", p.Kind, p.Name, p.InFrames, p.InBytes, p.OutFrames,
+				p.OutBytes, drops(p.Drops))
 		}
 		t.Flush()
 	}
@@ -137,7 +139,8 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	if v.HCA.Busy {
 		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are not known")
 	} else {
-		fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs, v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
+		fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs,
+			v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
 	}
 	for _, g := range v.HCA.GIDs {
 		fmt.Fprintf(w, "    gid %s\n", g)
@@ -169,21 +172,25 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 // showFaults shows what is absent, who waits for it and how long that takes.
 func showFaults(w io.Writer, v *daemon.VMStatus) {
 	f := &v.HCA.Faults
-	fmt.Fprintf(w, "faults %d parked now, %d RNR sent, %d packets dropped\n", f.Parked, v.HCA.Stats["tx_rnr"], v.HCA.Stats["fault_drops"])
+	fmt.Fprintf(w, "faults %d parked now, %d RNR sent, %d packets dropped\n", f.Parked, v.HCA.Stats["tx_rnr"],
+		v.HCA.Stats["fault_drops"])
 	t := table(w)
 	for _, q := range []struct {
 		name string
 		q    *hca.FaultQueue
 	}{{"guest", &f.Guest}, {"host", &f.Host}} {
-		fmt.Fprintf(t, "    %s\t%d raised\t%d resumed\t%d failed\t%d waiting", q.name, q.q.Raised, q.q.Resumed, q.q.Failed, q.q.Waiting)
+		fmt.Fprintf(t, "    %s\t%d raised\t%d resumed\t%d failed\t%d waiting", q.name, q.q.Raised, q.q.Resumed, q.q.Failed,
+			q.q.Waiting)
 		if len(q.q.Buckets) > 0 {
-			fmt.Fprintf(t, "\tmean %s\tmedian %s\t99%% %s\tmax %s", short(q.q.Mean), short(q.q.Median), short(q.q.P99), short(q.q.Max))
+			fmt.Fprintf(t, "\tmean %s\tmedian %s\t99%% %s\tmax %s", short(q.q.Mean), short(q.q.Median), short(q.q.P99),
+				short(q.q.Max))
 		}
 		fmt.Fprintln(t)
 	}
 	t.Flush()
 	showTimes(w, f)
-	fmt.Fprintf(w, "releases %d invalidations, %d epochs flipped, %d drained, longest %s\n", f.Invalidations, f.EpochsFlipped, f.Drains, short(f.LongestDrain))
+	fmt.Fprintf(w, "releases %d invalidations, %d epochs flipped, %d drained, longest %s\n", f.Invalidations,
+		f.EpochsFlipped, f.Drains, short(f.LongestDrain))
 }
 
 // showTimes shows how long faults took, from the fastest to the slowest there were.

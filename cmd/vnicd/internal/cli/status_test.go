@@ -14,8 +14,9 @@ func TestShowFaults(t *testing.T) {
 		QPs:   []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
 		Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
 		Faults: hca.FaultStatus{
-			Parked:        2,
-			Guest:         hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond, Max: 2 * time.Millisecond, Buckets: []uint64{0, 0, 3, 1}},
+			Parked: 2,
+			Guest: hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond,
+				Max: 2 * time.Millisecond, Buckets: []uint64{0, 0, 3, 1}},
 			Host:          hca.FaultQueue{Raised: 4, Resumed: 4, Buckets: []uint64{0, 0, 0, 0, 4}},
 			Invalidations: 11, EpochsFlipped: 12, Drains: 13, LongestDrain: 1234567 * time.Nanosecond,
 		},

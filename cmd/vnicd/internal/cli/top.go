@@ -21,9 +21,9 @@ func (a *app) topCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "top",
 		Short: "Show live rates of VMs and ports",
-		Long: `Shows, again and again until an interrupt, what each VM does: queue pairs, RDMA and
-Ethernet rates, page faults, what was sent again and what was dropped. The busiest VM
-comes first. Rates are per second, since the line before.
+		Long: `Shows each VM's queue pairs, RDMA and Ethernet rates, page faults, retransmissions
+and drops, until an interrupt. The busiest VM comes first. Rates are per second, over
+the time since the previous view.
 
 ` + whichSocket,
 		Args: args(cobra.NoArgs),
@@ -42,7 +42,8 @@ comes first. Rates are per second, since the line before.
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.Flags().DurationVarP(&every, "delay", "d", 2*time.Second, "time between two views")
-	c.Flags().IntVarP(&rounds, "count", "n", 0, "end after so many `views`, and do not clear the screen between them (default: no end)")
+	c.Flags().IntVarP(&rounds, "count", "n", 0,
+		"end after this number of `views`, and do not clear the screen between them (default: no end)")
 	return c
 }
 
@@ -98,12 +99,14 @@ func showTop(w io.Writer, before, now *daemon.Status) {
 	fmt.Fprintf(w, "vnicd %s on %s, up %v; %d VMs, %d of %d buffers in use\n", now.Version, now.Host,
 		time.Duration(now.Uptime*float64(time.Second)).Round(time.Second), len(now.VMs), now.Buffers.InUse, now.Buffers.Count)
 	t := table(w)
-	fmt.Fprintln(t, "VM\tNET\tHCA\tQPs\tRDMA in B/s\tout B/s\tETH in B/s\tout B/s\tFAULTS/s\tparked\tAGAIN/s\tDROPS/s\tRESIDENT")
+	fmt.Fprintln(t,
+		"VM\tNET\tHCA\tQPs\tRDMA in B/s\tout B/s\tETH in B/s\tout B/s\tFAULTS/s\tparked\tAGAIN/s\tDROPS/s\tRESIDENT")
 	for _, l := range loads(before, now) {
 		v := l.VM
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", v.Name, state(v.Net.Connected, v.Net.Up()), state(v.HCA.Connected, v.HCA.Up),
-			len(v.HCA.QPs), rate(l.RDMAInBytes), rate(l.RDMAOutBytes), rate(l.EthInBytes), rate(l.EthOutBytes), rate(l.GuestFaults+l.HostFaults), v.HCA.Faults.Parked,
-			rate(l.Resent), rate(l.Dropped()), mib(v.Memory.Resident))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", v.Name, state(v.Net.Connected, v.Net.Up()),
+			state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), rate(l.RDMAInBytes), rate(l.RDMAOutBytes), rate(l.EthInBytes),
+			rate(l.EthOutBytes), rate(l.GuestFaults+l.HostFaults), v.HCA.Faults.Parked, rate(l.Resent), rate(l.Dropped()),
+			mib(v.Memory.Resident))
 	}
 	t.Flush()
 }

@@ -39,8 +39,8 @@ func setting(t *testing.T, unit, key string) string {
 	return m[1]
 }
 
-// The daemon serves TAP, tunnels and VMs as a user without other rights than those of its unit file; without them it says what is
-// missing.
+// The daemon serves TAP, tunnels and VMs as a user without other rights than those of its unit file; without them it
+// says what is missing.
 func TestUnitCapabilities(t *testing.T) {
 	nstest.Require(t, "setpriv", "util-linux")
 	text, err := os.ReadFile("../../packaging/vnicd.service")
@@ -49,7 +49,8 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	unit := string(text)
 	caps := setting(t, unit, "AmbientCapabilities")
-	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE CAP_BPF" || setting(t, unit, "NoNewPrivileges") != "yes" {
+	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE CAP_BPF" ||
+		setting(t, unit, "NoNewPrivileges") != "yes" {
 		t.Fatalf("the unit's capabilities are %s", caps)
 	}
 	ns := nstest.Own(t, "unit")
@@ -57,7 +58,8 @@ func TestUnitCapabilities(t *testing.T) {
 	nstest.Pair(ns, far, "under", 1500)
 	ns.Addr("under", "192.0.2.1/24")
 	far.Addr("under", "192.0.2.2/24")
-	far.IP("link", "add", "vx", "type", "vxlan", "id", "100", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1", "dev", "under")
+	far.IP("link", "add", "vx", "type", "vxlan", "id", "100", "dstport", "4789", "local", "192.0.2.2", "remote",
+		"192.0.2.1", "dev", "under")
 	far.IP("link", "set", "vx", "up")
 	far.Addr("vx", "10.0.0.2/24")
 
@@ -88,7 +90,9 @@ func TestUnitCapabilities(t *testing.T) {
 		t.Fatal(err)
 	}
 	command := func(ctx context.Context, caps string) *exec.Cmd {
-		c := exec.CommandContext(ctx, "unshare", "--mount", "sh", "-c", "mount --bind "+tun+` /dev/net/tun && exec "$@"`, "sh", "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups", "--no-new-privs",
+		c := exec.CommandContext(ctx, "unshare", "--mount", "sh", "-c", "mount --bind "+tun+` /dev/net/tun && exec "$@"`,
+			"sh", "setpriv", "--reuid", strconv.Itoa(nobody), "--regid", strconv.Itoa(nobody), "--clear-groups",
+			"--no-new-privs",
 			"--bounding-set", "-all"+caps, "--inh-caps", "-all"+caps, "--ambient-caps", "-all"+caps, binary, "-c", config, "run")
 		return c
 	}
@@ -97,7 +101,8 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	if out, err := command(ctx, "").CombinedOutput(); err == nil || !strings.Contains(string(out), "CAP_NET_BIND_SERVICE") {
+	if out, err := command(ctx, "").CombinedOutput(); err == nil ||
+		!strings.Contains(string(out), "CAP_NET_BIND_SERVICE") {
 		t.Errorf("without capabilities: %v, %s", err, out)
 	}
 	least := plus(strings.TrimSuffix(caps, " CAP_BPF"))
@@ -105,7 +110,8 @@ func TestUnitCapabilities(t *testing.T) {
 	if err := os.WriteFile(config, []byte(forced), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := command(ctx, least).CombinedOutput(); err == nil || !strings.Contains(string(out), "short-path") || !strings.Contains(string(out), "CAP_BPF") {
+	if out, err := command(ctx, least).CombinedOutput(); err == nil || !strings.Contains(string(out), "short-path") ||
+		!strings.Contains(string(out), "CAP_BPF") {
 		t.Errorf("a short path that cannot be, and must: %v, %s", err, out)
 	}
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
@@ -129,7 +135,8 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	l := &lab{t: t, dir: dir, config: config}
 	c, log, ended := serve(least)
-	if out := l.ok("status"); !strings.Contains(out, "short path not possible") || strings.Count(log.String(), "short path") != 1 {
+	if out := l.ok("status"); !strings.Contains(out, "short path not possible") ||
+		strings.Count(log.String(), "short path") != 1 {
 		t.Errorf("without CAP_BPF: %s%s", out, log.String())
 	}
 	_ = c.Process.Signal(syscall.SIGTERM)
@@ -170,7 +177,8 @@ func TestUnitCapabilities(t *testing.T) {
 		t.Helper()
 		nstest.Eventually(t, "the short path is taken", func() bool {
 			upload(t, far, "10.0.0.2:7000", 1<<20)
-			return programs() == 1 && regexp.MustCompile(`short path on: [1-9]\d* entries, \d\d+ frames`).MatchString(l.ok("status"))
+			return programs() == 1 &&
+				regexp.MustCompile(`short path on: [1-9]\d* entries, \d\d+ frames`).MatchString(l.ok("status"))
 		})
 	}
 	used()
@@ -246,8 +254,8 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// Every command, at any depth, has a short and a useful long text, stands in the help of the one above it, in the manual page that is
-// generated from them and in what a shell completes.
+// Every command, at any depth, has a short and a useful long text, stands in the help of the one above it, in the
+// manual page that is generated from them and in what a shell completes.
 func TestHelp(t *testing.T) {
 	dir := t.TempDir()
 	if err := WriteDocs("v1.2.3", dir); err != nil {
@@ -265,14 +273,15 @@ func TestHelp(t *testing.T) {
 	seen := 0
 	var look func(above *cobra.Command, words []string)
 	look = func(above *cobra.Command, words []string) {
-		help, completed := run(append(words, "--help")...), run(append([]string{cobra.ShellCompRequestCmd}, append(words, "")...)...)
+		help, completed := run(append(words, "--help")...),
+			run(append([]string{cobra.ShellCompRequestCmd}, append(words, "")...)...)
 		for _, c := range above.Commands() {
 			seen++
 			if c.Short == "" || strings.HasSuffix(c.Short, ".") || c.Long == "" && above.Parent() == nil {
 				t.Errorf("%s: short %q, long %q", c.CommandPath(), c.Short, c.Long)
 			}
 			for _, l := range strings.Split(c.Long, "\n") {
-				if len(l) > 132 {
+				if len(l) > 100 {
 					t.Errorf("%s: a line of %d characters: %s", c.CommandPath(), len(l), l)
 				}
 			}
@@ -294,7 +303,8 @@ func TestHelp(t *testing.T) {
 		t.Errorf("%d commands", seen)
 	}
 	// These scripts ask the program itself.
-	for _, f := range []string{"bash-completion/completions/vnicd", "zsh/vendor-completions/_vnicd", "fish/vendor_completions.d/vnicd.fish"} {
+	for _, f := range []string{"bash-completion/completions/vnicd", "zsh/vendor-completions/_vnicd",
+		"fish/vendor_completions.d/vnicd.fish"} {
 		if st, err := os.Stat(filepath.Join(dir, "usr/share", f)); err != nil || st.Size() == 0 {
 			t.Errorf("%s: %v", f, err)
 		}

@@ -10,7 +10,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once, "memory-budget": once, "qmp": once}
+var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once,
+	"memory-budget": once, "qmp": once}
 
 func (a *app) vmCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -33,7 +34,7 @@ func (a *app) vmCmd() *cobra.Command {
 	}
 	add := &cobra.Command{
 		Use:   "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] [qmp PATH]",
-		Short: "Make a VM's sockets", Args: args(cobra.MinimumNArgs(1)),
+		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)
 			if err == nil {
@@ -54,17 +55,20 @@ func (a *app) vmCmd() *cobra.Command {
 		},
 	}
 	move := &cobra.Command{
-		Use: "move NAME network NAME", Short: "Put a VM's cable into another network", Args: args(cobra.ExactArgs(3)),
-		Long: "Moves the VM's port to another network while the VM runs: like a cable that is put into another switch. The\n" +
-			"guest keeps its MAC and addresses; RDMA connections to hosts that it no longer reaches fail by their retries.",
+		Use: "move NAME network NAME", Short: "Move a VM to another network", Args: args(cobra.ExactArgs(3)),
+		Long: `Moves the port of a running VM to another network, like a cable plugged into another switch.
+The guest keeps its MAC and addresses. RDMA connections to hosts that it no longer reaches
+fail when their retries are used up.`,
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], map[string]wordKind{"network": once})
 			if err != nil {
 				return err
 			}
-			return a.ask(c, http.MethodPut, "/v1/vms/"+url.PathEscape(argv[0])+"/network", map[string]string{"network": one(w, "network")}, nil)
+			return a.ask(c, http.MethodPut, "/v1/vms/"+url.PathEscape(argv[0])+"/network",
+				map[string]string{"network": one(w, "network")}, nil)
 		},
 	}
-	return a.group("vm", "Show, add, move and remove VMs", "VMs of the running daemon. The words after NAME are the keys of the configuration file.\n"+
-		"Changes last until the daemon ends.", show, add, del, move)
+	return a.group("vm", "Show, add, move and remove VMs",
+		`VMs of the running daemon. Arguments after NAME are named like the keys of the
+configuration file. Changes last until the daemon ends.`, show, add, del, move)
 }

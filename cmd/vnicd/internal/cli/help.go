@@ -1,0 +1,105 @@
+package cli
+
+import (
+	"strings"
+
+	"github.com/spf13/cobra"
+)
+
+// help is what a command's help says beside its own description.
+type help struct {
+	long    string // of sub-commands
+	example string
+}
+
+// helps are by the command's path without "vnicd". A test checks that every command is here.
+var helps = map[string]help{
+	"run":    {"", "vnicd run -c vnicd.yaml --log-level debug"},
+	"reload": {"", "vnicd reload"},
+	"check":  {"", "vnicd check -c vnicd.yaml && systemctl reload vnicd"},
+	"status": {"", "vnicd status\nvnicd status vm1\nvnicd status -j | jq '.vms[].name'"},
+	"top":    {"", "vnicd top\nvnicd top -n 10 -d 1s >rates.txt"},
+	"qemu-args": {"",
+		"qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2\nvnicd qemu-args --lines vm1"},
+	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},
+	"attach":      {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
+	"detach":      {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
+	"backend":     {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},
+	"capture":     {"", "vnicd capture vm1 -w - | wireshark -k -i -\nvnicd capture vtep -n 1000 -w tunnels.pcapng"},
+
+	"network":      {"", "vnicd network\nvnicd network add green vni 200 peer 192.0.2.2"},
+	"network show": {"Without NAME: all networks.", "vnicd network show blue"},
+	"network add": {`vni          VXLAN network identifier, 1 to 16777215
+mtu          bytes [what the narrowest path to a peer leaves]
+peer         underlay address of another host of the network; may be repeated
+learn-peers  accept tunnels from hosts that are not listed
+ageing       lifetime of a learnt address, such as 300s [300s]
+max-entries  size of the forwarding table [16384]
+storm        broadcast, multicast and unknown-unicast frames per second and port;
+             0: unlimited [10000]`, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3"},
+	"network del": {"The network's tunnels and host port are removed with it.", "vnicd network del green"},
+	"network add-peer": {"The address is IPv4 or IPv6, as the VTEP's own. Adding a peer that is listed changes nothing.",
+		"vnicd network add-peer blue 192.0.2.3"},
+	"network del-peer": {"Addresses learnt from this peer are forgotten.", "vnicd network del-peer blue 192.0.2.3"},
+	"network add-tap": {`Creates the TAP interface INTERFACE on the host.
+
+address   address of the interface with prefix length; may be repeated
+bridge    bridge that the interface joins, in place of addresses
+rate      bits per second in each direction, such as 10G [no limit]
+offloads  checksum and segmentation offloads [on]`, "vnicd network add-tap blue blue0 address 10.0.0.254/24"},
+	"network del-tap": {"", "vnicd network del-tap blue"},
+
+	"vm":      {"", "vnicd vm\nvnicd vm move vm1 network green"},
+	"vm show": {"", "vnicd vm show -j"},
+	"vm add": {`Creates the sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca.
+
+network        name of the VM's network
+mac            MAC of both virtio-net and HCA
+ip             an address that the VM may use; may be repeated [any]
+queues         queue pairs of virtio-net [1]
+rate           bits per second in each direction, such as 10G [no limit]
+storm          broadcast, multicast and unknown-unicast frames per second; 0: unlimited
+memory-budget  how much of the VM's memory the device keeps resident, such as 256MiB
+qmp            monitor socket from which memory ballooning is learnt`,
+		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
+	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},
+	"vm move": {"", "vnicd vm move vm1 network green"},
+
+	"port":      {"", "vnicd port"},
+	"port show": {"Without NETWORK: the ports of all networks.", "vnicd port show blue"},
+
+	"fdb":      {"", "vnicd fdb\nvnicd fdb add 02:00:00:00:00:09 network blue vtep 192.0.2.2"},
+	"fdb show": {"Without NETWORK: the tables of all networks.", "vnicd fdb show blue"},
+	"fdb add": {"The address is behind the tunnel to ADDRESS or at the port NAME. vlan is 1 to 4094 [all].",
+		"vnicd fdb add 02:00:00:00:00:09 network blue vtep 192.0.2.2"},
+	"fdb del": {"vlan is 1 to 4094 [all].", "vnicd fdb del 02:00:00:00:00:09 network blue"},
+
+	"neigh":      {"", "vnicd neigh\nvnicd neigh add 10.0.0.9 network blue mac 02:00:00:00:00:09"},
+	"neigh show": {"Without NETWORK: the addresses of all networks.", "vnicd neigh show blue"},
+	"neigh add":  {"vlan is 1 to 4094 [untagged].", "vnicd neigh add 10.0.0.9 network blue mac 02:00:00:00:00:09"},
+	"neigh del":  {"vlan is 1 to 4094 [untagged].", "vnicd neigh del 10.0.0.9 network blue"},
+
+	"connection":      {"", "vnicd connection"},
+	"connection show": {"Without VM: the connections of all VMs.", "vnicd connection show vm1"},
+
+	"evpn":        {"", "vnicd evpn"},
+	"evpn show":   {"", "vnicd evpn show -j"},
+	"evpn routes": {"Without NETWORK: the routes of all networks.", "vnicd evpn routes blue"},
+	"evpn clear": {"For a MAC that was at two places, once one of them is gone.",
+		"vnicd evpn clear 02:00:00:00:00:09 network blue"},
+}
+
+// addHelp fills in the help of c's sub-commands.
+func addHelp(c *cobra.Command, path string) {
+	for _, sub := range c.Commands() {
+		p := strings.TrimSpace(path + " " + sub.Name())
+		h := helps[p]
+		if h.example != "" {
+			sub.Example = "  " + strings.ReplaceAll(h.example, "\n", "\n  ")
+		}
+		if h.long != "" && sub.Long == "" {
+			sub.Long = sub.Short + ".\n\n" + h.long
+		}
+		addHelp(sub, p)
+	}
+}

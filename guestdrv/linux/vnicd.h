@@ -15,9 +15,9 @@
  *
  * Lifetimes. struct vnicd_dev lives from probe to remove of the virtio device.
  * struct vnicd_ibdev belongs to ib_core: "rmmod rdma_rxe" unregisters every
- * device with its driver id, ours included, behind our back. So probe keeps a
- * reference of its own on it, remove drops that one, and whatever calls into
- * ib_core from outside a verb holds ib_device_try_get().
+ * device with its driver id, ours included. So probe takes a reference to it,
+ * which remove drops, and calls into ib_core from outside a verb hold
+ * ib_device_try_get().
  *
  * Locks, outermost first:
  *	vnicd_dev.reg_lock
@@ -165,7 +165,7 @@ struct vnicd_dev {
 	unsigned long *ah_used;
 	u32 ah_next;
 
-	/* Failure: set once, before anything else that tells of it. */
+	/* Failure: set once, before any other sign of it. */
 	unsigned long flags;
 #define VNICD_F_DEAD		0
 #define VNICD_F_RECOVERING	1
@@ -254,7 +254,7 @@ struct vnicd_mw {
 	u32 handle;			/* its first key */
 };
 
-/* The arm word is apart, so that it can outlive a CQ the device never let go. */
+/* Separate, so that it can outlive a CQ that the device did not release. */
 struct vnicd_arm {
 	struct vnicd_grave grave;
 	__le32 word ____cacheline_aligned;
@@ -293,7 +293,7 @@ struct vnicd_wq {
 	u64 *wr_ids;			/* by slot; kernel QPs only */
 };
 
-/* What was written to slots below this number is visible to the caller. */
+/* Slots below this number are visible to the caller. */
 static inline u32 vnicd_wq_posted(const struct vnicd_wq *wq)
 {
 	/* Pairs with the release in vnicd_wq_publish(). */
@@ -426,7 +426,7 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
 			    u64 first, u32 count);
 /*
- * -EBUSY: windows are bound to it, and it goes on. Else 0; @released as
+ * -EBUSY: windows are bound to it; it stays valid. Else 0; @released as
  * vnicd_cmd_destroy() returns it.
  */
 int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released);
@@ -437,8 +437,8 @@ int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 		    const union ib_gid *gid);
 /*
- * Destroys object @handle by @opcode. True: the device has let go of the
- * object's memory. False: nobody knows; bury the memory.
+ * Destroys object @handle by @opcode. True: the device has released the object's
+ * memory. False: unknown; bury the memory.
  */
 bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle);
 
@@ -450,7 +450,7 @@ int vnicd_ring_elems(u32 max_wr);
  */
 struct vnicd_ring_mem *vnicd_ring_create(struct vnicd_dev *vd, u32 num_elems,
 					 u32 elem_size, struct ib_udata *udata);
-/* @released: whether the device has let go of it. NULL is fine. */
+/* @released: the device has released it. @ring may be NULL. */
 void vnicd_ring_destroy(struct vnicd_ring_mem *ring, bool released);
 void vnicd_ring_describe(const struct vnicd_ring_mem *ring, struct vnicd_ring *out);
 void vnicd_ring_pages(const struct vnicd_ring_mem *ring, __le64 *pas);
@@ -527,7 +527,7 @@ int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata);
 int vnicd_destroy_cq(struct ib_cq *ibcq, struct ib_udata *udata);
 int vnicd_poll_cq(struct ib_cq *ibcq, int num, struct ib_wc *wc);
 int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags);
-/* The device has something for this CQ: tells the consumer if it waits. */
+/* Completion event of this CQ: notifies a waiting consumer. */
 void vnicd_cq_event(struct vnicd_cq *cq);
 struct vnicd_cq *vnicd_cq_get(struct vnicd_dev *vd, u32 cqn);
 void vnicd_cq_put(struct vnicd_cq *cq);

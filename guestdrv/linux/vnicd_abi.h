@@ -240,8 +240,8 @@ struct vnicd_clear_gid {
  * The doorbell virtqueue never carries a buffer, only notifications.
  *
  * Engine (device): exchanges summary words with 0, then the words they name;
- * or looks at the words of the slots in use and leaves the summary as it is.
- * Before it sleeps: need_wakeup = 1, full barrier, look once more.
+ * or reads the words of the slots in use and leaves the summary unchanged.
+ * Before it sleeps: need_wakeup = 1, full barrier, scan again.
  */
 #define VNICD_DB_SLOTS		65536
 struct vnicd_doorbells {
@@ -436,7 +436,7 @@ struct vnicd_qp_attr {
  * On demand (ODP-1): page_shift is 12. Pages come by SET_MTT, mostly in answer to
  * a page fault event, and go by CLEAR_MTT; both act on parts. A write to an entry
  * that is read-only is a fault, too: the driver makes the page writable first.
- * The limit max_mtt counts what is populated, not what is spanned.
+ * The limit max_mtt counts populated entries, not the range.
  */
 #define VNICD_MR_PHYS		(1U << 0)
 #define VNICD_MR_ON_DEMAND	(1U << 1)	/* pages come by page fault events, go by CLEAR_MTT */
@@ -511,7 +511,7 @@ struct vnicd_resume_fault {
  *    begin when everything before them has completed;
  *  - LOCAL_INV, and the receive that a SEND_WITH_INV ends, complete when nothing
  *    uses the memory any more.
- * What is not permitted completes with IB_WC_MW_BIND_ERR.
+ * A request that is not permitted completes with IB_WC_MW_BIND_ERR.
  *
  * REG_MR's own part stands in rxe_send_wqe where struct rxe_send_wr has wr. The page
  * list is read once, while the request executes.

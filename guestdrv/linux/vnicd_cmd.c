@@ -106,7 +106,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 		return vnicd_bad_answer(vd, "max_sge", lim->max_sge);
 	if (lim->max_ah < 2)
 		return vnicd_bad_answer(vd, "max_ah", lim->max_ah);
-	/* ... and what is merely generous is trimmed: all these are ints there. */
+	/* ... larger limits are trimmed, because ib_core stores them as int. */
 	lim->max_qp_wr = min(lim->max_qp_wr, 1U << 20);
 	lim->max_cqe = min(lim->max_cqe, (1U << 22) - 1);
 	lim->max_srq_wr = min(lim->max_srq_wr, 1U << 20);
@@ -380,7 +380,7 @@ int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
 			       NULL, 0, NULL, 0, VNICD_EXEC_RESERVED);
 }
 
-/* -ENOENT: whoever waited has given up. */
+/* -ENOENT: the fault is no longer outstanding. */
 int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status)
 {
 	struct vnicd_resume_fault req = {

@@ -283,8 +283,8 @@ static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	return 0;
 
 malformed:
-	/* Nobody knows now what it has done, and with whose memory. */
-	vnicd_fail(q->vd, "it answered nonsense");
+	/* What the device has done, and with which memory, is unknown. */
+	vnicd_fail(q->vd, "malformed response to a command");
 	return -EIO;
 }
 

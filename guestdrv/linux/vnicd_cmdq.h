@@ -46,7 +46,7 @@ struct vnicd_slot {
 /* Of these, only VNICD_EXEC_RESERVED commands get the last ones. */
 #define VNICD_CMDQ_RESERVED 4
 
-/* The kernel cannot go on reclaiming memory before this command is done. */
+/* Memory reclaim waits for this command. */
 #define VNICD_EXEC_RESERVED	(1U << 0)
 /* -ENOENT is an answer like any other, not a sign of lost state. */
 #define VNICD_EXEC_MAY_MISS	(1U << 1)

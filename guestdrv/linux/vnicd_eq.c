@@ -13,7 +13,7 @@
 
 #include "vnicd.h"
 
-/* Events handled in one go before other softirqs and works get their turn. */
+/* Events handled before other softirqs and works may run. */
 #define VNICD_EQ_BUDGET 128
 
 static int vnicd_eq_add_locked(struct vnicd_eq *eq, void *buf)
@@ -236,7 +236,7 @@ int vnicd_eq_start(struct vnicd_eq *eq, struct virtqueue *vq, bool async)
 	return err;
 }
 
-/* After it no event is dispatched any more, nor is one being dispatched. */
+/* When it returns, no event is being dispatched, and none will be. */
 void vnicd_eq_stop(struct vnicd_eq *eq)
 {
 	unsigned long flags;

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Page fault events: who works for whom, and how much at once.
+ * Page fault events: which workers serve them, and how many at once.
  *
  *	event queue --> region's process (struct vnicd_pager)
  *			  up to VNICD_PAGER_RUNNING at work, the rest waits
  *			    vnicd_odp_fetch(), then RESUME_FAULT
  *	            \-> no region: answered EFAULT
  *
- * A fault may take for ever: behind it can be a userfaultfd pager that never
- * answers. So each process has its own share of the workers, one only when they
- * become few, and nobody waits for a fault: a region that ends answers for its faults itself, and interrupts
- * the workers, so that they let go of the address space. What they sleep in can
- * be interrupted by SIGKILL only, which a kernel thread may be sent if it says so.
+ * A fault may never end: a userfaultfd pager that does not answer may be behind
+ * it. So each process has a share of the workers, a single one when few are
+ * left, and nothing waits for a fault: deregistering a region answers its faults
+ * and interrupts the workers, so that they release the address space. Their sleep
+ * can be interrupted by SIGKILL only, which a kernel thread may allow.
  *
- * Each event is answered once (RESUME_FAULT), by whoever takes it off its list:
- * the worker with the gate held for reading, or the end of the region with the
- * gate held for writing.
+ * Each event is answered exactly once (RESUME_FAULT), by the context that removes
+ * it from its list: the worker, with the gate held for reading, or the
+ * deregistration, with the gate held for writing.
  */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
@@ -194,7 +194,7 @@ static int vnicd_fault_fetch(struct vnicd_odp *odp, const struct vnicd_fault *fa
 	spin_lock(&odp->lock);
 	list_del(&me.list);
 	spin_unlock(&odp->lock);
-	/* Nobody sends any more: the thread goes on to other work as it was. */
+	/* No signal can come now: restore the thread's state for other work. */
 	disallow_signal(SIGKILL);
 	flush_signals(current);
 	return err;

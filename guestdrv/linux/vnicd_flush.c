@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * What processes had outstanding when the device died. They poll their CQs in
- * memory, without a system call, so nothing but a completion tells them: every
- * work request in their rings gets one, with flush status (IBTA 10.3.1, error
- * state), and whoever sleeps for a CQ's event is woken.
+ * Completes the work that processes had outstanding when the device died. They
+ * poll their CQs in memory, without a system call, so only a completion reaches
+ * them: every work request in their rings gets one with flush status (IBTA
+ * 10.3.1, error state), and waiters for a CQ's event are woken.
  *
- * The device no longer writes here, or only while it is being given up. What a
- * process does to its rings meanwhile harms its own completions only: indices
- * are masked, and each ring is gone through once at most.
+ * The device no longer writes here. A process that changes its rings meanwhile
+ * harms its own completions only: indices are masked, and each ring is scanned
+ * at most once.
  */
 #include <rdma/ib_user_verbs.h>
 

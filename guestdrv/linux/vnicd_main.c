@@ -10,10 +10,10 @@
  *	                      |   a new generation in config space, or a
  *	                      +-> late answer: unbind, reset, bind
  *
- * Death: every command fails at once from then on, kernel consumers get flush
- * completions, ib_core is told, and the RDMA device is unregistered, which
- * disassociates the processes. What the device has not confirmed to have let go
- * of stays allocated until it is reset, which remove does.
+ * Death: from then on every command fails at once, kernel consumers get flush
+ * completions, ib_core is notified, and the RDMA device is unregistered, which
+ * disassociates the processes. Memory whose release the device has not confirmed
+ * stays allocated until the device is reset, which remove does.
  */
 #include <linux/ctype.h>
 #include <linux/etherdevice.h>
@@ -38,7 +38,7 @@ static void vnicd_recover_work(struct work_struct *work)
 
 	/* Calls remove, which resets the device, then probe. */
 	if (device_reprobe(rec->dev) < 0)
-		dev_err(rec->dev, "did not come back after its reset\n");
+		dev_err(rec->dev, "device did not recover after its reset\n");
 	put_device(rec->dev);
 	kfree(rec);
 }
@@ -83,7 +83,7 @@ static void vnicd_fail_work(struct work_struct *work)
 	}
 	vnicd_ib_unregister(vd);
 	dev_err(&vd->vdev->dev,
-		"RDMA is off until the device shows signs of life, or unbind and bind %s\n",
+		"RDMA is off until the device responds again, or %s is unbound and bound\n",
 		dev_name(&vd->vdev->dev));
 }
 
@@ -148,7 +148,7 @@ static void vnicd_empty_graves(struct vnicd_dev *vd)
 
 /*
  * Reading past the end of config space is a BUG() in virtio_pci, and a foreign
- * device with our id may have less of it. Only PCI can tell the length.
+ * device with our id may have a smaller one. Only PCI knows the length.
  */
 static bool vnicd_config_present(struct virtio_device *vdev)
 {
@@ -409,7 +409,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	vnicd_fault_stop(vd);
 
 	virtio_reset_device(vdev);
-	/* The interrupt is quiet; now nothing queues work any more. */
+	/* Interrupts have stopped, so nothing queues work. */
 	cancel_work_sync(&vd->fail_work);
 	if (vd->wq) {
 		cancel_work_sync(&vd->config_work);
@@ -436,7 +436,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	xa_destroy(&vd->srqs);
 	xa_destroy(&vd->phys_keys);
 	vdev->priv = NULL;
-	/* Last: what was buried refers to it. */
+	/* Last: buried memory refers to it. */
 	if (vd->ib)
 		put_device(&vd->ib->base.dev);
 	kfree(vd);
@@ -491,7 +491,7 @@ static int vnicd_probe(struct virtio_device *vdev)
 
 err_ib:
 	WRITE_ONCE(vd->removing, true);
-	/* Never registered, so ib_core has not let go of it by itself. */
+	/* Never registered, so ib_core does not release it. */
 	ib_dealloc_device(&vd->ib->base);
 err:
 	vnicd_teardown(vd);

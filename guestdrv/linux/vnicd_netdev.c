@@ -100,7 +100,7 @@ static bool vnicd_netdev_is_ours(struct vnicd_dev *vd, struct net_device *ndev)
 	return ours;
 }
 
-/* Under rtnl_lock. Registration replays what is there already. */
+/* Under rtnl_lock. Registration replays events of present netdevs. */
 static int vnicd_netdev_event(struct notifier_block *nb, unsigned long event,
 			      void *ptr)
 {
@@ -227,7 +227,7 @@ static void vnicd_port_work(struct work_struct *work)
 	ib_device_put(ibdev);
 }
 
-/* The port may have changed: tells ib_core if it has. Any context. */
+/* Notifies ib_core if the port has changed. Any context. */
 void vnicd_port_update(struct vnicd_dev *vd)
 {
 	queue_work(vd->wq, &vd->port_work);
@@ -253,7 +253,7 @@ int vnicd_netdev_start(struct vnicd_dev *vd)
 
 void vnicd_netdev_stop(struct vnicd_dev *vd)
 {
-	/* Replays NETDEV_UNREGISTER for all, so the netdev is let go of here. */
+	/* Replays NETDEV_UNREGISTER for all netdevs, which releases ours. */
 	if (vd->netdev_nb_registered)
 		unregister_netdevice_notifier(&vd->netdev_nb);
 	vd->netdev_nb_registered = false;

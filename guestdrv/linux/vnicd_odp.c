@@ -4,27 +4,27 @@
  *
  * The address space of a region is cut into parts. A part exists once a page in
  * it was asked for; it watches its addresses (mmu_interval_notifier) and knows
- * which of its pages were given to the device. So what a process does elsewhere
- * costs nothing, an implicit region takes memory for what is used only, and an
- * invalidation disturbs the faults of its own part only.
+ * which of its pages the device has. So changes elsewhere in the process cost
+ * nothing, an implicit region needs memory only for the parts in use, and an
+ * invalidation affects the faults of its own part only.
  *
  *	fetch					invalidate
  *	  mmap_lock (read)			  gate (read), part->lock
  *	  seq = mmu_interval_read_begin()	  mmu_interval_set_seq()
- *	  have the kernel bring the pages in	  pages that were given: CLEAR_MTT
- *	  look at the page table (hmm)		  	(answered when unused, ODP-5)
+ *	  fault the pages in			  pages of the device: CLEAR_MTT
+ *	  read the page table (hmm)		  	(answered when unused, ODP-5)
  *	  gate (read), part->lock
  *	  seq unchanged? SET_MTT : again
  *
- * mmap_lock is held all the way, so that a process that forks, maps and protects
- * all the time does not keep its own faults from coming to an end.
+ * mmap_lock is held throughout, so that a process that keeps forking, mapping and
+ * protecting cannot starve its own faults.
  *
  * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
  * a page stays where it is because the kernel cannot get past the notifier.
  *
  * Under gate and part->lock nothing allocates memory in a way that could enter
- * reclaim, which calls the notifier. Commands do not: their slots are ready, and
- * CLEAR_MTT has some of its own.
+ * reclaim, which calls the notifier. Commands do not: their slots are allocated
+ * in advance, and some are reserved for CLEAR_MTT.
  *
  * Dirty pages. The device's writes do not set the dirty bit of a page table
  * entry, so a page is given writable only if the kernel already thinks that it
@@ -47,7 +47,7 @@
 
 #define VNICD_PART_SHIFT	24		/* 16 MiB: */
 #define VNICD_PART_PAGES	(1U << (VNICD_PART_SHIFT - PAGE_SHIFT))
-/* Pages that one command brings in at most, and what is looked at around them. */
+/* Pages that one command brings in at most, and the range examined around them. */
 #define VNICD_FETCH_MAX		256U		/* 1 MiB, as in an event */
 #define VNICD_FETCH_AROUND	64U		/* 256 KiB, aligned */
 /* How often a page that keeps going away is tried before the device is asked again. */
@@ -281,7 +281,7 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 	if (part)
 		return part;
 
-	/* Addresses that do not exist take no memory, whoever names them. */
+	/* Addresses that do not exist must not take memory. */
 	mmap_read_lock(odp->mm);
 	exists = vma_lookup(odp->mm, addr);
 	mmap_read_unlock(odp->mm);
@@ -440,7 +440,7 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 		err = how & VNICD_FETCH_PRESENT ? n : got - want;
 	else if (!vnicd_dead(odp->vd))
 		dev_warn_ratelimited(&odp->vd->vdev->dev,
-				     "the device does not take pages of an on-demand region: %d\n",
+				     "device refused pages of an on-demand region: %d\n",
 				     err);
 out:
 	mutex_unlock(&part->lock);
@@ -470,7 +470,7 @@ static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 
 	seq = mmu_interval_read_begin(&part->notifier);
 	if (write && !(how & VNICD_FETCH_PRESENT)) {
-		/* All of them: also what is writable has to become dirty. */
+		/* All of them: writable pages must become dirty, too. */
 		ret = vnicd_touch(mm, addr, n, true, NULL);
 		if (ret < 0)
 			return ret;

@@ -23,11 +23,11 @@ struct vnicd_event;
 struct vnicd_pager;
 
 /*
- * One region. It may outlive its registration a little: that does not wait for
- * who is still busy fetching pages. What they find afterwards is vd == NULL.
+ * One region. It may outlive its registration: deregistration does not wait for
+ * workers that are fetching pages. They then find vd == NULL.
  */
 struct vnicd_odp {
-	refcount_t refs;		/* the registration, and who works on it */
+	refcount_t refs;		/* the registration and its workers */
 	struct vnicd_pager *pager;	/* of the process */
 	struct mm_struct *mm;		/* the pager's; grabbed, not gotten */
 	const struct ib_pd *pd;		/* only to compare with */
@@ -40,8 +40,8 @@ struct vnicd_odp {
 	bool writable;
 
 	/*
-	 * Whoever sends a command about the region holds it for reading, whoever
-	 * ends the region holds it for writing until the device has confirmed.
+	 * Held for reading to send a command about the region, for writing to
+	 * end the region, until the device has confirmed.
 	 * Taken by the MMU notifier, so no memory is allocated with it.
 	 */
 	struct rw_semaphore gate;
@@ -81,8 +81,8 @@ struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 /* The device knows it now, by the numbers that are set: events may come. */
 int vnicd_odp_publish(struct vnicd_odp *odp);
 /*
- * Ends it: the device lets go of every page, pending faults are answered. -EBUSY:
- * windows are bound to it, and it goes on. The only error.
+ * Ends it: the device releases every page, pending faults are answered. The only
+ * error is -EBUSY: windows are bound to it; it stays valid.
  */
 int vnicd_odp_destroy(struct vnicd_odp *odp);
 /* By key, with a reference; NULL: no such region. May be called in verbs and works. */
@@ -97,13 +97,13 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
 
 /* vnicd_fault.c */
 int vnicd_fault_init(void);
-/* Waits for who is still at work; they have been interrupted. */
+/* Waits for the workers, which have been interrupted. */
 void vnicd_fault_exit(void);
 void vnicd_fault_start(struct vnicd_dev *vd);
-/* No events come any more, and no region exists. */
+/* Events have stopped, and no region exists. */
 void vnicd_fault_stop(struct vnicd_dev *vd);
 void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
-/* Answers whoever still waits; the caller holds the gate for writing. */
+/* Answers all pending faults; the caller holds the gate for writing. */
 void vnicd_fault_abandon(struct vnicd_odp *odp);
 /* Wakes the workers of a closed region from whatever they wait for. */
 void vnicd_fault_interrupt(struct vnicd_odp *odp);

@@ -4,11 +4,10 @@
  * processes.
  *
  * A ring is ordinary memory with one reference per page. A process's mapping
- * holds references of its own (vm_insert_page), so a process that destroys a QP
- * and unmaps the ring later, as rdma-core does, or never, keeps nothing alive
- * but those pages, and the driver need not track mappings. Before the rings are
- * freed the device has confirmed that it let go of them; otherwise they are
- * buried until the device is reset.
+ * holds its own references (vm_insert_page), so a process that destroys a QP and
+ * unmaps the ring later, as rdma-core does, or never, keeps only those pages
+ * alive, and the driver need not track mappings. Rings are freed after the device
+ * has confirmed their release; otherwise they are buried until it is reset.
  */
 #include <linux/io.h>
 #include <linux/log2.h>
@@ -17,7 +16,7 @@
 
 #include "vnicd.h"
 
-/* The mmap size in rxe's ABI is 32 bits wide; the rest is plain prudence. */
+/* The mmap size in rxe's ABI is 32 bits wide; the rest is caution. */
 #define VNICD_RING_MAX BIT(30)
 
 static void vnicd_ring_free(struct vnicd_ring_mem *ring)
@@ -203,7 +202,7 @@ int vnicd_mmap(struct ib_ucontext *ctx, struct vm_area_struct *vma)
 	for (i = 0; i < n && !err; i++)
 		err = vm_insert_page(vma, vma->vm_start + (i << PAGE_SHIFT),
 				     vnicd_ring_page(ring, i << PAGE_SHIFT));
-	/* On error the caller of mmap unmaps what is there. */
+	/* On error the caller of mmap unmaps the pages mapped so far. */
 	rdma_user_mmap_entry_put(entry);
 	return err;
 }

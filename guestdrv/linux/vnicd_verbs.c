@@ -7,7 +7,7 @@
 
 #include "vnicd.h"
 
-/* Neither rxe's provider nor anybody else has anything to tell us here. */
+/* No provider, rxe's included, passes driver data here. */
 int vnicd_udata_empty(struct ib_udata *udata)
 {
 	if (udata && udata->inlen && !ib_is_udata_cleared(udata, 0, udata->inlen))
@@ -293,9 +293,9 @@ static int vnicd_get_hw_stats(struct ib_device *ibdev, struct rdma_hw_stats *sta
 }
 
 /*
- * ib_core lets go of the device: on our request, or because rdma_rxe was
- * unloaded, which takes every device with its driver id along. In that case the
- * virtio device stays bound, quiet, until it is probed again.
+ * ib_core releases the device: on our request, or because rdma_rxe was unloaded,
+ * which unregisters every device with its driver id. In that case the virtio
+ * device stays bound and idle until it is probed again.
  */
 static void vnicd_dealloc_driver(struct ib_device *ibdev)
 {
@@ -423,7 +423,7 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 	if (vd->lim.caps & VNICD_CAP_MW)
 		ib_set_device_ops(ibdev, &vnicd_mw_ops);
 
-	/* Held against vnicd_fail(), which would unregister what is half there. */
+	/* vnicd_fail() must not unregister a half registered device. */
 	mutex_lock(&vd->reg_lock);
 	/* No DMA device: segments carry kernel addresses, see vnicd_verbs_post.c. */
 	err = ib_register_device(ibdev, vd->name, NULL);
@@ -440,14 +440,14 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 	}
 	dev_info(&vd->vdev->dev, "RDMA device %s, firmware %s\n",
 		 dev_name(&ibdev->dev), vd->fw_version);
-	/* What happened to the netdev meanwhile has not reached ib_core. */
+	/* ib_core has missed netdev events until here. */
 	vnicd_port_update(vd);
 	return 0;
 }
 
 /*
- * Returns when nobody uses the device any more. Harmless if someone else has
- * unregistered it already: the reference of ours keeps the structure.
+ * Returns when the device is no longer in use. Harmless if it is unregistered
+ * already: our reference keeps the structure.
  */
 void vnicd_ib_unregister(struct vnicd_dev *vd)
 {

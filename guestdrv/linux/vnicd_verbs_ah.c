@@ -97,7 +97,7 @@ static void vnicd_ah_publish(struct vnicd_ah *e, u32 pdn, const struct rdma_ah_a
 static void vnicd_ah_revoke(struct vnicd_ah *e)
 {
 	WRITE_ONCE(e->valid, 0);
-	/* Before the entry is written anew for another handle. */
+	/* Before the entry is rewritten for another handle. */
 	virt_wmb();
 }
 

@@ -6,7 +6,7 @@
  *
  * When the device is dead, polling a kernel CQ yields what is still in the
  * ring, then a flush completion for every work request outstanding on its QPs,
- * so that ib_drain_qp() and friends come to an end.
+ * so that ib_drain_qp() and friends end.
  */
 #include <linux/slab.h>
 #include <rdma/ib_user_verbs.h>

@@ -89,7 +89,7 @@ struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
 		kfree(mr);
 		return ERR_PTR(err);
 	}
-	/* Posting has to turn addresses into physical ones for this key. */
+	/* Posting must translate addresses to physical ones for this key. */
 	err = xa_insert_irq(&vd->phys_keys, mr->base.lkey, mr, GFP_KERNEL);
 	if (err) {
 		vnicd_mr_destroy(mr);

@@ -149,7 +149,7 @@ static int vnicd_fill_ud(struct vnicd_qp *qp, struct rxe_send_wr *out,
 	return 0;
 }
 
-/* The region's list is read by the device, when the request's turn has come. */
+/* The device reads the region's list when it executes the request. */
 static int vnicd_fill_reg(struct rxe_send_wr *out, const struct ib_reg_wr *wr)
 {
 	struct vnicd_reg_wr *reg = (void *)&out->wr;

@@ -104,7 +104,7 @@ static int vnicd_qp_init_sq(struct vnicd_dev *vd, struct vnicd_qp *qp,
 	err = vnicd_wq_init(vd, &qp->sq, cap->max_send_wr, size, udata);
 	if (err)
 		return err;
-	/* The slot is a power of two; what is left over is given away. */
+	/* Slots are a power of two in size: use the rest for more SGEs. */
 	room = size - sizeof(struct rxe_send_wqe);
 	qp->sq.max_sge = min_t(u32, room / sizeof(struct rxe_sge), vd->lim.max_sge);
 	qp->sq.max_inline = min(room, vd->lim.max_inline);

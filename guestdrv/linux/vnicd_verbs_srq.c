@@ -51,8 +51,8 @@ static void vnicd_srq_free_tokens(struct vnicd_srq *srq)
 }
 
 /*
- * Gives the wr_id of a token that is in use and frees it. A token in use links
- * to itself: that tells a forged or repeated one.
+ * Returns the wr_id of a token in use and frees it. A token in use links to
+ * itself, which exposes a forged or repeated one.
  */
 bool vnicd_srq_complete(struct vnicd_srq *srq, u32 token, u64 *wr_id)
 {

@@ -21,7 +21,7 @@ func (l *Loop) settle() error {
 	if l.nice != 0 {
 		// PRIO_PROCESS means one thread on Linux.
 		if err := unix.Setpriority(unix.PRIO_PROCESS, 0, l.nice); err != nil {
-			l.log.Debug("the engine's thread stays as urgent as others (CAP_SYS_NICE and RLIMIT_NICE permit more)", "nice", l.nice, "reason", err)
+			l.log.Debug("engine thread's nice value unchanged (CAP_SYS_NICE or RLIMIT_NICE would permit it)", "nice", l.nice, "reason", err)
 			l.nice = 0
 		}
 	}

@@ -183,7 +183,7 @@ func (r *region) publish(i uint64) error {
 func (r *region) withdraw(i uint64) {
 	pa, b := r.slot(i)
 	if err := r.d.space.Withdraw(pa, uint64(len(b))); err != nil {
-		r.d.log.Error("memory to withdraw is not in the table", "err", err) // a bug
+		r.d.log.Error("withdrawn memory is not in the table", "err", err) // a bug
 	}
 }
 
@@ -219,7 +219,7 @@ func (r *region) discard(i uint64) {
 		err = unix.Madvise(b, unix.MADV_DONTNEED) // not locked then, see lock
 	}
 	if err != nil {
-		r.d.log.Error("memory cannot be given back", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "granule", i, "err", err)
+		r.d.log.Error("memory cannot be released", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "granule", i, "err", err)
 	}
 }
 

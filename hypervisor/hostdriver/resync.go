@@ -71,7 +71,7 @@ func (b *Budget) resync(r *region) {
 	b.mu.Unlock()
 	for _, g := range held {
 		if err := r.populate(g.index); err != nil {
-			r.d.log.Warn("memory that the device holds is gone", "err", err)
+			r.d.log.Warn("memory held by the device disappeared", "err", err)
 		}
 	}
 	for _, g := range lost {

@@ -133,6 +133,6 @@ func (b *Budget) notLocked(log hclog.Logger, err error) {
 	b.counters.unlocked = err.Error()
 	b.mu.Unlock()
 	if first {
-		log.Warn("guest memory cannot be locked: where the host swaps it out, an engine stalls until it is back", "reason", err)
+		log.Warn("guest memory cannot be locked: an engine stalls while the host swaps it in", "reason", err)
 	}
 }

@@ -118,7 +118,7 @@ func (q *queue) done() {
 // gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
 func (q *queue) gone(errno unix.Errno) {
 	if errno != unix.EAGAIN {
-		q.t.log.Error("host port is gone; no more frames from it", "interface", q.t.cfg.Name, "error", errno)
+		q.t.log.Error("host port disappeared", "interface", q.t.cfg.Name, "error", errno)
 		q.watch.Close()
 	}
 }

@@ -167,7 +167,7 @@ func (t *TAP) open() (err error) {
 // follow adopts the network's MTU.
 func (t *TAP) follow(mtu int) {
 	if err := t.SetMTU(min(mtu, t.cfg.maxMTU())); err != nil && !errors.Is(err, ErrClosed) {
-		t.log.Warn("cannot follow the network's MTU", "interface", t.cfg.Name, "error", err)
+		t.log.Warn("cannot set the network's MTU", "interface", t.cfg.Name, "error", err)
 	}
 }
 
@@ -307,7 +307,7 @@ func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	}
 	const message, header = 65535 - 40 - 8, 8 + vswitch.HeaderLen // VXLAN and Ethernet
 	if err := t.nl.LinkSetGSOMaxSegs(link, message/(mtu+header)); err != nil {
-		t.log.Debug("large frames keep their size", "interface", t.cfg.Name, "error", err)
+		t.log.Debug("segmentation offload unavailable", "interface", t.cfg.Name, "error", err)
 	}
 	return nil
 }

@@ -49,5 +49,5 @@ func (a *Attachment) looped(l *loop.Loop, now uint32) {
 	if last != 0 && ago(now, last) < flapWindow || !n.echoes.logged.CompareAndSwap(last, now) {
 		return
 	}
-	go n.log.Warn("frames of the network come back: ports are joined outside", "network", n.cfg.Name, "port", a.cfg.Name)
+	go n.log.Warn("loop detected: two ports are connected outside the network", "network", n.cfg.Name, "port", a.cfg.Name)
 }

@@ -191,7 +191,7 @@ func (n *Network) report(s *flap, now uint32) {
 	}
 	f.logged = now
 	x := n.flapping(*s)
-	go n.log.Warn("an address flaps between ports: two hosts use it, or the ports are joined outside the network",
+	go n.log.Warn("address flaps between ports: two hosts use it, or the ports are connected outside the network",
 		"network", n.cfg.Name, "mac", x.MAC, "vlan", x.VLAN, "from", x.From, "to", x.To, "moves", x.Moves, "flapping so far", f.count.Load())
 }
 

@@ -90,7 +90,7 @@ func (vt *VTEP) refreshLocked() error {
 		return mtuError(dev, under, mtu)
 	}
 	if vt.mtu != 0 && vt.mtu != mtu {
-		vt.log.Info("underlay's MTU has changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
+		vt.log.Info("underlay MTU changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
 	}
 	vt.mtu, vt.dev = mtu, dev
 	vt.virtual.Store(virtual)
@@ -98,9 +98,9 @@ func (vt *VTEP) refreshLocked() error {
 	for vni, p := range *vt.nets.Load() {
 		m := vt.narrowest(p.peers.Load(), paths, devs)
 		if want := p.net.ConfiguredMTU(); want > m && m != p.mtu {
-			vt.log.Warn("the underlay carries less than what a network is configured for", "vni", vni, "mtu", want, "possible", m)
+			vt.log.Warn("configured MTU exceeds what the underlay carries", "vni", vni, "mtu", want, "possible", m)
 		} else if p.mtu != 0 && m != p.mtu {
-			vt.log.Info("a network's MTU has changed", "vni", vni, "mtu", m, "before", p.mtu)
+			vt.log.Info("network MTU changed", "vni", vni, "mtu", m, "before", p.mtu)
 		}
 		p.mtu = m
 		p.net.SetUnderlayMTU(m)

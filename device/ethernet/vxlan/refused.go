@@ -63,7 +63,7 @@ func (vt *VTEP) refuse(l *loop.Loop, from netip.Addr, vni uint32, why vswitch.Re
 		return
 	}
 	r.logged = l.Now()
-	go vt.log.Warn("datagrams from the underlay are refused", "from", from, "vni", vni, "reason", why.String()) // the log may block
+	go vt.log.Warn("datagrams from the underlay refused", "from", from, "vni", vni, "reason", why.String()) // the log may block
 }
 
 func (vt *VTEP) refusals() (out []Refused) {

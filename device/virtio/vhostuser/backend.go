@@ -90,7 +90,7 @@ func (b *backend) tellLocked(log hclog.Logger) {
 		// look at the configuration, and it will find this change too.
 		b.pending = false
 	default:
-		log.Warn("front end's back-end channel failed", "error", err)
+		log.Warn("back-end channel failed", "error", err)
 		_ = unix.Close(b.fd)
 		b.open = false
 	}

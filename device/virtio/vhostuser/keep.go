@@ -159,7 +159,7 @@ func (k *keeping) keep(name string, fd int) {
 		return
 	}
 	if err := k.to.Keep(name, fd); err != nil {
-		k.log.Warn("not kept for the next vnicd: the VM will lose this device when vnicd restarts", "what", name, "error", err)
+		k.log.Warn("cannot be stored with systemd: the VM will lose this device when vnicd restarts", "what", name, "error", err)
 	}
 }
 
@@ -168,7 +168,7 @@ func (k *keeping) forget(name string) {
 		return
 	}
 	if err := k.to.Forget(name); err != nil {
-		k.log.Warn("cannot be withdrawn from what is kept for the next vnicd", "what", name, "error", err)
+		k.log.Warn("cannot be removed from systemd's store", "what", name, "error", err)
 	}
 }
 
@@ -187,7 +187,7 @@ func (k *keeping) write(s *keptState) {
 		_, err = unix.Pwrite(k.state, b, 0)
 	}
 	if err != nil {
-		k.log.Error("the connection's state cannot be kept for the next vnicd", "error", err)
+		k.log.Error("connection state cannot be stored with systemd", "error", err)
 	}
 }
 
@@ -259,7 +259,7 @@ func (se *session) adopt(kept Kept) error {
 		}
 	}
 	se.wasLive = s.Live
-	se.log.Info("serving the VM that the vnicd before this one served", "memory_regions", len(s.Regions), "driver", s.Live)
+	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", s.Live)
 	return nil
 }
 

@@ -201,7 +201,7 @@ func (se *session) startReady() {
 
 func (se *session) tryStart(i int) {
 	if err := se.start(i); err != nil {
-		se.log.Warn("ring does not start yet", "ring", i, "reason", err)
+		se.log.Warn("ring not started yet", "ring", i, "reason", err)
 	}
 }
 
@@ -231,7 +231,7 @@ func (se *session) start(i int) error {
 		// Legal, memory may follow; but QEMU leaves memory out that it cannot share.
 		if !se.warnedMemory {
 			se.warnedMemory = true
-			se.log.Warn("the front end starts rings without sharing any guest memory; QEMU needs " +
+			se.log.Warn("front end starts rings without sharing guest memory; QEMU needs " +
 				"-object memory-backend-memfd,id=ram,size=SIZE,share=on with -M memory-backend=ram (see `vnicd qemu-args`)")
 		}
 		return nil
@@ -307,7 +307,7 @@ func (se *session) resume(q *virtq.Queue) error {
 		from := q.Base()
 		changed, err := q.Resume()
 		if changed {
-			se.log.Debug("ring continues from what is used", "ring", q.Index(), "base", from, "used", q.Base())
+			se.log.Debug("ring resumed at the used index", "ring", q.Index(), "base", from, "used", q.Base())
 		}
 		return err
 	})
@@ -323,7 +323,7 @@ func (se *session) stop(i int) {
 	se.setLive(false)
 	se.dev.StopQueue(i)
 	if n := r.q.InFlight(); n > 0 {
-		se.log.Warn("ring stopped with chains in flight; they will be taken again", "ring", i, "chains", n)
+		se.log.Warn("ring stopped with chains in flight; they will be processed again", "ring", i, "chains", n)
 	}
 	r.base = r.q.Base()
 	r.q = nil

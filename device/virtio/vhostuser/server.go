@@ -133,7 +133,7 @@ func (s *Server) resume() {
 	c, err := kept.connection(s.cfg.KeepAs)
 	if c == nil {
 		if err != nil {
-			s.log.Error("the connection of the vnicd before this one cannot be continued", "socket", s.cfg.Path, "error", err)
+			s.log.Error("connection of the previous vnicd cannot be resumed", "socket", s.cfg.Path, "error", err)
 		}
 		kept.drop(s.cfg.Keeper)
 		return
@@ -263,7 +263,7 @@ func (s *Server) accept() {
 		case s.slot <- struct{}{}:
 			s.begin(c, nil)
 		case <-t.C:
-			s.log.Warn("front end turned away: the device is in use by another", "socket", s.cfg.Path, "peer", peer(c))
+			s.log.Warn("front end refused: device in use by another", "socket", s.cfg.Path, "peer", peer(c))
 			_ = c.Close()
 		case <-s.ctx.Done():
 			_ = c.Close()

@@ -81,7 +81,7 @@ func (se *session) run(kept Kept) error {
 	defer se.teardown()
 	if kept != nil {
 		if err := se.adopt(kept); err != nil {
-			return fmt.Errorf("the connection of the vnicd before this one cannot be continued: %w", err)
+			return fmt.Errorf("connection of the previous vnicd cannot be resumed: %w", err)
 		}
 	} else if err := se.kept.begin(se.t.c); err != nil {
 		return err
@@ -308,7 +308,7 @@ func (se *session) setFeatures(v uint64) error {
 	}
 	se.features, se.negotiated = v, false
 	if v&virtio.FeatureVersion1 == 0 {
-		se.log.Info("driver has not accepted VERSION_1; rings stay stopped until it does (legacy virtio is not supported)", "features", fmt.Sprintf("%#x", v))
+		se.log.Info("driver has not accepted VERSION_1; rings stay stopped (legacy virtio is not supported)", "features", fmt.Sprintf("%#x", v))
 		return nil
 	}
 	if err := se.dev.SetFeatures(v); err != nil {

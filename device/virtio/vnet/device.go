@@ -188,7 +188,7 @@ func (d *Device) recount() {
 // may have shrunk since the VM was started, and too big packets are answered.
 func (d *Device) SetMTU(mtu uint16) {
 	if most := d.cfg.Port.Attachment().Network().MTU(); int(mtu) > most {
-		d.log.Warn("the guest is told a larger MTU than the network carries", "vm", d.cfg.Name, "mtu", mtu, "network", most)
+		d.log.Warn("guest's MTU exceeds the network's", "vm", d.cfg.Name, "mtu", mtu, "network", most)
 	}
 }
 
@@ -256,7 +256,7 @@ func (d *Device) fault(f loop.Fault) {
 func (d *Device) fail(what string, pair int, err error) {
 	s := fmt.Sprintf("%s queue of pair %d: %v", what, pair, err)
 	if d.broken.CompareAndSwap(nil, &s) {
-		d.log.Error("guest's network queue is broken and stays stopped until the guest resets the device", "vm", d.cfg.Name, "queue", what, "pair", pair, "reason", err)
+		d.log.Error("network queue stopped until the guest resets the device", "vm", d.cfg.Name, "queue", what, "pair", pair, "reason", err)
 	}
 }
 

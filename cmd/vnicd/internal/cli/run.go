@@ -84,7 +84,7 @@ short path of TAP ports CAP_BPF at the start. All else runs without privileges.`
 // notify tells systemd, if it waits to be told.
 func notify(state string, log hclog.Logger) {
 	if err := systemd.Notify(state); err != nil {
-		log.Warn("systemd does not hear", "state", state, "error", err)
+		log.Warn("cannot notify systemd", "state", state, "error", err)
 	}
 }
 

@@ -206,7 +206,7 @@ func (d *Daemon) answer(w http.ResponseWriter, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
 	if err := json.NewEncoder(w).Encode(v); err != nil {
-		d.log.Debug("answer on the control socket", "error", err)
+		d.log.Debug("cannot write the response on the control socket", "error", err)
 	}
 }
 

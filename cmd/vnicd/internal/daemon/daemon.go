@@ -103,7 +103,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error
 		}
 	}
 	if left := d.kept.Drop(&d.store); len(left) > 0 {
-		log.Warn("VMs of the vnicd before this one that the configuration does not have: their HCAs are dead", "sockets", left)
+		log.Warn("VMs of the previous vnicd are not in the configuration: their HCAs stay dead", "sockets", left)
 	}
 	return d, nil
 }

@@ -320,7 +320,7 @@ func TestFlood(t *testing.T) {
 		return s.State != "established" && strings.Contains(s.Why, "limit")
 	})
 	eventually(t, "nothing of it stays", func() bool { s := net(); return s.MACs == 0 && s.VTEPs == 0 && len(n.peers()) == 0 })
-	eventually(t, "a log line tells of the limit", func() bool { return strings.Contains(h.log.String(), "more routes than its limit") })
+	eventually(t, "a log line tells of the limit", func() bool { return strings.Contains(h.log.String(), "exceeds its route limit") })
 	for i := range 80 {
 		if err := x.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{truth(i + 1000).path(t)}}); err != nil {
 			t.Fatal(err)

@@ -150,7 +150,7 @@ func (n *Network) contest(m *mac, other *route) {
 	switch {
 	case other.sticky && !m.here.sticky:
 		if more, ok := n.s.warn.allow(n.s.clock()); ok {
-			n.s.log.Warn("another VTEP says that a MAC of this host is its own and does not move", "network", n.table.Network().Name(), "mac", m.addr, "vtep", other.vtep, "more", more)
+			n.s.log.Warn("another VTEP advertises a MAC of this host as static", "network", n.table.Network().Name(), "mac", m.addr, "vtep", other.vtep, "more", more)
 		}
 	case m.here.moves.add(n.s.clock()):
 		n.freeze(m, other)
@@ -164,7 +164,7 @@ func (n *Network) contest(m *mac, other *route) {
 func (n *Network) freeze(m *mac, other *route) {
 	m.here.frozen = true
 	n.duplicates++
-	n.s.log.Error("duplicate MAC: it is here and behind another VTEP; EVPN leaves it alone until one of them is gone",
+	n.s.log.Error("duplicate MAC: here and behind another VTEP; EVPN ignores it until one of them is gone",
 		"network", n.table.Network().Name(), "mac", m.addr, "vtep", other.vtep, "moves", dupMoves, "within", dupTime)
 }
 
@@ -172,7 +172,7 @@ func (n *Network) freeze(m *mac, other *route) {
 func (n *Network) thaw(m *mac) {
 	if m.here.frozen {
 		m.here.frozen, m.here.moves = false, moves{}
-		n.s.log.Info("MAC is no duplicate any more", "network", n.table.Network().Name(), "mac", m.addr)
+		n.s.log.Info("MAC no longer duplicate", "network", n.table.Network().Name(), "mac", m.addr)
 	}
 }
 

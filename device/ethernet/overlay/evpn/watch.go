@@ -92,7 +92,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.again(ctx, n, "BGP neighbour may come back")
 			case p == nil:
 			case received(p) > uint64(n.limit()):
-				b.s.log.Error("BGP session ended: the neighbour sends more routes than its limit", "neighbour", n.Address, "limit", n.limit(), "stays-away", b.s.cfg.LimitIdle)
+				b.s.log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(), "stays-away", b.s.cfg.LimitIdle)
 				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
 				b.remove(ctx, n)
 			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
@@ -117,7 +117,7 @@ func (b *session) add(ctx context.Context, n *Neighbour) error {
 
 func (b *session) again(ctx context.Context, n *Neighbour, why string) {
 	if err := b.add(ctx, n); err != nil {
-		b.s.log.Error("no BGP session any more", "neighbour", n.Address, "error", err)
+		b.s.log.Error("BGP session cannot be restarted", "neighbour", n.Address, "error", err)
 		return
 	}
 	b.s.log.Info(why, "neighbour", n.Address)

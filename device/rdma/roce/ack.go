@@ -6,10 +6,9 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Responses as the requester sees them (IBTA 9.7.5.1.9, 9.7.5.2). A response with
-// PSN p also acknowledges every SEND and WRITE packet before p; a READ or atomic
-// before p that has no response yet means that its response was lost, which counts
-// as a NAK for a sequence error (9.7.5.1.10: implied NAK).
+// Responses, the requester's part (IBTA 9.7.5.1.9, 9.7.5.2). A response with PSN p also acknowledges every SEND and
+// WRITE packet before p. If a READ or atomic before p has no response yet, its response was lost. This counts as a NAK
+// for a sequence error (9.7.5.1.10: implied NAK).
 
 // receiveResponse handles an ACKNOWLEDGE, READ response or ATOMIC acknowledge.
 func (q *QP) receiveResponse(p *wire.RoCE) {
@@ -17,13 +16,13 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	q.notePeer(p.BTH.Selective)
+	q.recovery.notePeer(p.BTH.Selective, q.cfg.Window)
 	psn := extend(q.req.una, p.BTH.PSN)
 	if psn < q.req.una || psn >= q.req.sent {
-		// Old, or for something never sent (IBTA 9.7.5.1.5 ghosts).
+		// A duplicate, or a response to a PSN that was never sent (IBTA 9.7.5.1.5: ghosts).
 		q.stats.Duplicates++
 		if psn < q.req.una && p.Info.Op != wire.Ack {
-			q.recovery.board.DuplicateResponse(psn, q.req.sent)
+			q.recovery.scoreboard.DuplicateResponse(psn, q.req.sent)
 		}
 		if psn < q.req.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
 			q.receiverReady()
@@ -31,7 +30,7 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		return
 	}
 	q.handleResponse(psn, p)
-	if q.recovery.board.Active {
+	if q.recovery.scoreboard.Active {
 		q.handleQueuedResponses()
 		q.detectLosses()
 	}
@@ -41,19 +40,7 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 	q.checkDrained()
 }
 
-// meet hears from the peer's newest response whether it is a vnicd, which may have more under way.
-func (q *QP) notePeer(ours bool) {
-	if q.recovery.peerSelective == ours {
-		return
-	}
-	q.recovery.peerSelective = ours
-	n := q.cfg.Window
-	if !ours {
-		n = min(n, goBackNWindow)
-	}
-	q.recovery.cwnd.SetMax(n)
-}
-
+// handleResponse handles a response that is in order: its PSN is in [una, sent).
 func (q *QP) handleResponse(psn uint64, p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.Ack:
@@ -86,9 +73,9 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 		if !q.requesterActive() {
 			return
 		}
-		// Any other NAK ends the connection at the responder. So a READ before psn that
-		// has no response yet, because it was lost or met an absent page here, will never
-		// have one, and it is the READ that tells the program why.
+		// Any other NAK ends the connection at the responder. If a READ before psn has no response yet, because
+		// it was lost or met an absent page here, it will never have one. Then the READ is the WQE that
+		// completes with the error.
 		switch syn {
 		case wire.NAKSequence:
 			q.gapDetected()
@@ -106,12 +93,12 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 	}
 }
 
-// live tells whether the requester still runs: completing a WQE may have met a
-// failed one behind it.
+// requesterActive tells whether the requester still runs. Completing a WQE may complete a failed one behind it, which
+// ends this.
 func (q *QP) requesterActive() bool { return q.state == RTS || q.state == SQD }
 
-// ackTo takes everything before PSN to as acknowledged, as far as no unanswered
-// READ or atomic stands in the way, and reports whether una got there.
+// acknowledge moves una to PSN to and completes WQEs, but not past a READ or atomic without response. It reports
+// whether una reached to.
 func (q *QP) acknowledge(to uint64) bool {
 	start := q.req.una
 	for q.req.una < to {
@@ -130,13 +117,13 @@ func (q *QP) acknowledge(to uint64) bool {
 	return q.req.una == to && q.requesterActive()
 }
 
-// progress does what is due when una has moved on from start.
+// advanceUna updates timers, counters and the window after una has moved on from start.
 func (q *QP) advanceUna(start uint64) {
 	n := q.req.una - start
 	if n == 0 {
 		return
 	}
-	if b := &q.recovery.board; b.Active {
+	if b := &q.recovery.scoreboard; b.Active {
 		b.Acknowledged(start, q.req.una, q.req.sent, q.now)
 		if q.recovery.responses.Len() > 0 {
 			q.recovery.responses.expiresAt = q.now + reorderTimeout
@@ -145,17 +132,17 @@ func (q *QP) advanceUna(start uint64) {
 	q.recovery.retryLeft, q.req.rnrLeft = q.attr.RetryCnt, q.attr.RNRRetry
 	q.recovery.gapReported = false
 	if q.req.rnrUntil != 0 {
-		q.req.rnrUntil = 0 // what was not ready has answered
+		q.req.rnrUntil = 0 // the receiver has become ready
 		q.wake()
 	}
 	if q.req.nxt < q.req.una {
 		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
 	q.req.retireReads()
-	q.measureRTT()
+	q.recovery.measureRTT(q.req.una, q.now)
 	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes = 0, 0, 0
 	if q.req.nxt > q.req.una {
-		q.armRetransmit()
+		q.recovery.arm(q.now, q.attr.RetryCnt)
 	}
 	q.recovery.cwnd.OnAck(q.req.una, n)
 	q.completeManaged()
@@ -164,7 +151,7 @@ func (q *QP) advanceUna(start uint64) {
 	}
 }
 
-// received moves una past the response just consumed.
+// consumeResponse moves una past the response that was just handled, which is of slot s.
 func (q *QP) consumeResponse(s *sendSlot) {
 	start := q.req.una
 	q.req.una++
@@ -174,8 +161,8 @@ func (q *QP) consumeResponse(s *sendSlot) {
 	q.advanceUna(start)
 }
 
-// answers tells whether p is the response, an ATOMIC acknowledge or not, that slot
-// head waits for; if not, a gap is dealt with.
+// matchResponse returns the slot that waits for response p, an ATOMIC acknowledge or not. If there is none, it handles
+// the gap before p, or drops p.
 func (q *QP) matchResponse(psn uint64, p *wire.RoCE, atomicAck bool) (*sendSlot, bool) {
 	if !q.acknowledge(psn) {
 		q.responseGap(psn, p)
@@ -198,8 +185,8 @@ func (q *QP) receiveReadResponse(psn uint64, p *wire.RoCE) {
 	if !ok {
 		return
 	}
-	// Responders differ in whether a repeated part starts with FIRST or goes on
-	// with MIDDLE (rxe), so the position alone decides the length.
+	// Some responders begin a repetition with FIRST, others (rxe) with MIDDLE, so only the position determines the
+	// length.
 	off := (psn - s.first) * uint64(q.mtu)
 	want := uint64(0) // of an ATOMIC WRITE (A19)
 	if s.info.kind == kindRead {
@@ -230,8 +217,8 @@ func (q *QP) receiveAtomicAck(psn uint64, p *wire.RoCE) {
 	}
 }
 
-// scatterResult stores response data; a miss suspends or fails the WQE. Absent
-// memory costs a repetition: the response is dropped (PF-10).
+// scatterResult stores response data. A miss suspends or fails the WQE. If the memory is absent, the response is
+// dropped and requested again (PF-10).
 func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	if len(data) == 0 {
 		return true
@@ -269,15 +256,14 @@ func (q *QP) receiverNotReady(timer uint8) {
 	}
 	q.goBack()
 	q.recovery.timeoutAt, q.recovery.probes = 0, 0
-	// The peer lives, and that it was silent before was no congestion.
+	// The peer is alive, and its silence before was not congestion.
 	q.recovery.retryLeft = q.attr.RetryCnt
 	q.recovery.cwnd.Restore()
 	q.req.rnrUntil = q.now + rnrTimer[timer]
 }
 
-// receiverReady ends the wait for a receiver: an acknowledgement of nothing new is
-// its sign that it is ready before its time (PF-9). An RNR NAK taken back like that
-// does not count. A late copy of an older ACK does no more harm than another NAK.
+// receiverReady ends an RNR wait: by an acknowledgement of nothing new the receiver says that it is ready early (PF-9).
+// The RNR NAK is then not charged to rnr_retry. A late copy of an older ACK does no more harm than another RNR NAK.
 func (q *QP) receiverReady() {
 	if q.req.rnrUntil == 0 {
 		return

@@ -5,8 +5,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// admits applies the header checks of IBTA 9.6 to an arriving packet, and those that tie a connected QP to its peer's MAC. What
-// fails them is dropped without any answer: it is not from the peer.
+// admits applies the header checks of IBTA 9.6 to an arriving packet, and those that tie a connected QP to its peer's
+// MAC. What fails them is dropped without any answer: it is not from the peer.
 func (q *QP) admits(p *wire.RoCE) bool {
 	if p.Info.Transport != q.typ.transport() && !(p.Info.Op == wire.CNP && q.usesECN(&q.attr.AV)) || p.BTH.DestQP != q.cfg.QPN && q.typ.class() != classUD {
 		q.drop(DropTransport)

@@ -412,7 +412,8 @@ func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 					v = w.SwapAdd
 				}
 			}
-			// A third becomes an ATOMIC WRITE, by what was drawn: to draw more would make other cases of all seeds.
+			// A third becomes an ATOMIC WRITE, by what was drawn: to draw more would make other cases of
+			// all seeds.
 			if w.SwapAdd%3 == 0 {
 				w.Opcode, v = WRAtomicWrite, w.SwapAdd
 				binary.LittleEndian.PutUint64(area, v)

@@ -2,24 +2,25 @@ package roce
 
 import "github.com/vnicd/vnicd/device/rdma/wire"
 
-// Congestion control (RoCE v2: annex A17.9). Packets of an RC QP say that their sender reacts to congestion (ECT(0)). A queue on the
-// path that grows marks them (CE; on the underlay the tunnel copies the mark, RFC 6040). The QP that receives a marked packet, the
-// notification point, sends a CNP to the packet's sender. The sender, the reaction point, reduces its congestion window.
+// Congestion control (RoCE v2: annex A17.9). Packets of an RC QP say that their sender reacts to congestion (ECT(0)). A
+// queue on the path that grows marks them (CE; on the underlay the tunnel copies the mark, RFC 6040). The QP that
+// receives a marked packet, the notification point, sends a CNP to the packet's sender. The sender, the reaction point,
+// reduces its congestion window.
 //
-// CNPs say that there is congestion, not how much, and one QP sends at most one in cnpInterval: hardware relies on that. How much is
-// estimated as DCTCP does (RFC 8257), from how many of the last windows were marked (recovery.Window): a marked window is cut once,
-// however many CNPs arrive. Flows that share a full queue each give way by a few per cent, as often as necessary; a queue that
-// is full for the first time halves them. A CNP can be forged, if at all, only by a sender that passes the checks of the peer
-// (admit.go), and one packet may always be in flight.
+// CNPs say that there is congestion, not how much, and one QP sends at most one in cnpInterval: hardware relies on
+// that. How much is estimated as DCTCP does (RFC 8257), from how many of the last windows were marked
+// (recovery.Window): a marked window is cut once, however many CNPs arrive. Flows that share a full queue each give way
+// by a few per cent, as often as necessary; a queue that is full for the first time halves them. A CNP can be forged,
+// if at all, only by a sender that passes the checks of the peer (admit.go), and one packet may always be in flight.
 //
-// A loss halves the window. READ responses are flow-controlled by the requester, so their marks also count there, as those of
-// requests do at the far end.
+// A loss halves the window. READ responses are flow-controlled by the requester, so their marks also count there, as
+// those of requests do at the far end.
 
 // cnpInterval is the minimum time between CNPs of one QP, ns.
 const cnpInterval = 50e3
 
-// usesECN tells whether the QP takes part in congestion control over path av. UC and UD have no window, so the ECN field of their
-// packets is what their owners' traffic class says. RoCE v1 has no such field.
+// usesECN tells whether the QP takes part in congestion control over path av. UC and UD have no window, so the ECN
+// field of their packets is what their owners' traffic class says. RoCE v1 has no such field.
 func (q *QP) usesECN(av *AddressVector) bool { return q.typ == RC && q.cfg.ECN && !av.RoCEv1 }
 
 // receiveMarked handles the mark of p, a packet of this connection that met congestion.
@@ -49,7 +50,7 @@ func (q *QP) receiveCNP() {
 
 // sendCNP tells the peer that its packets meet congestion, as the notification point.
 func (q *QP) sendCNP() {
-	buf, hdr, _ := q.frame(&q.tx, &bth{}, wire.CNPLen, 0)
+	buf, hdr, _ := q.newFrame(&q.tx, &bth{}, wire.CNPLen, 0)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return
@@ -60,5 +61,5 @@ func (q *QP) sendCNP() {
 	h.Encode(buf.Bytes()[q.tx.Len():])
 	q.resp.cnpDue, q.resp.cnpAt = false, q.now+cnpInterval
 	q.stats.TxCNP++
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 }

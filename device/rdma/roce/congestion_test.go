@@ -8,7 +8,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// link is a slow link with one queue, which marks packets that find it longer than mark and drops those that find it full.
+// link is a slow link with one queue, which marks packets that find it longer than mark and drops those that find it
+// full.
 type link struct {
 	rate         int64 // bytes per second
 	mark, full   int64 // bytes; mark 0: never
@@ -143,8 +144,8 @@ func (f *fabric) outcomes(flows []*flow, d int64) (o outcomes) {
 	return o
 }
 
-// TestSharedLink: flows over one link whose queue marks keep it short and busy, lose nothing once they have found their shares,
-// and share it equally.
+// TestSharedLink: flows over one link whose queue marks keep it short and busy, lose nothing once they have found their
+// shares, and share it equally.
 func TestSharedLink(t *testing.T) {
 	for _, op := range []WROpcode{WRWrite, WRRead} {
 		for _, tc := range []struct {
@@ -177,15 +178,16 @@ func TestSharedLink(t *testing.T) {
 	}
 }
 
-// TestSharedLinkLoss: the queue only drops. All flows live, no retry count gets low, and most of what goes through is useful.
+// TestSharedLinkLoss: the queue only drops. All flows live, no retry count gets low, and most of what goes through is
+// useful.
 func TestSharedLinkLoss(t *testing.T) {
 	for _, gbn := range []bool{true, false} {
 		for n, useful := range map[int]float64{1: 0.8, 8: 0.8, 40: 0.7} {
 			t.Run(fmt.Sprint(n, gbn), func(t *testing.T) {
 				f := newFabric(t, 1)
 				f.delay, f.link = 20e3, slow(1e9, 0, 100)
-				// Less than a packet takes, so that nothing is reordered. With times that are all equal some flows fall into step with
-				// the queue, and always find it full.
+				// Less than a packet takes, so that nothing is reordered. With times that are all equal
+				// some flows fall into step with the queue, and always find it full.
 				f.jitter = 8e3
 				flows := f.flows(n, WRWrite, Config{ECN: true, SelectiveRepeat: !gbn})
 				f.run(flows, 150e6)
@@ -318,8 +320,8 @@ func TestECT(t *testing.T) {
 	}
 }
 
-// TestForgedCNP: a flood of notifications from the peer, or from who passes for it, slows a flow down but does not stop it, and it
-// recovers. From anybody else they are nothing, and so they are where congestion control is off.
+// TestForgedCNP: a flood of notifications from the peer, or from who passes for it, slows a flow down but does not stop
+// it, and it recovers. From anybody else they are nothing, and so they are where congestion control is off.
 func TestForgedCNP(t *testing.T) {
 	for _, tc := range []struct {
 		name  string

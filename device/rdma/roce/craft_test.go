@@ -467,7 +467,8 @@ func TestResponderUncounted(t *testing.T) {
 	}
 }
 
-// A key that goes away between the packets of a WRITE with immediate data is a local access error to the receive (11.6.2).
+// A key that goes away between the packets of a WRITE with immediate data is a local access error to the receive
+// (11.6.2).
 func TestResponderImmAccess(t *testing.T) {
 	o := opts()
 	o.psnA = 0
@@ -693,7 +694,8 @@ func TestRequesterResponses(t *testing.T) {
 		b.wantSends(0, st, StatusFlush, StatusFlush)
 	}
 
-	// Sequence NAK in the middle of the WRITE; a copy of it; RNR and a copy. After a loss the window is of four PSNs.
+	// Sequence NAK in the middle of the WRITE; a copy of it; RNR and a copy. After a loss the window is of four
+	// PSNs.
 	_, b, sent = start()
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence})
 	b.wantResp(sent, resp{wire.OpRCWriteLast, 0, wire.NoCredits}, resp{wire.OpRCReadRequest, 1, wire.NoCredits},

@@ -5,26 +5,23 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Waiting for absent pages. Whatever meets a miss that a driver can cure stops
-// there, raises the fault and holds nothing; Resume makes it look again. What the
-// peer hears of it (PF-8 to PF-11):
+// Waiting for absent pages. An operation that misses an absent page stops, raises a fault and holds no resources.
+// Resume makes it try again. The messages to the peer (PF-8 to PF-11):
 //
-//	requester   send queue, gather, result   nothing: it is merely slow
-//	responder   READ, atomic                 nothing, unless it becomes impatient
-//	            SEND, WRITE                  RNR NAK, and an ACK when it may go on
-//	            UC, UD                       nothing: dropped and counted
+//	requester   send queue, gather, result   none: it is merely slow
+//	responder   READ, atomic                 none, unless the peer repeats the request
+//	            SEND, WRITE                  RNR NAK, and an ACK when the page is present
+//	            UC, UD                       none: dropped and counted
 //
-// A requester that repeats a READ or atomic because its timeout ended would soon
-// have used up retry_cnt. It is told RNR for the response it waits for: to it that
-// looks as if the responder had had no resources to accept the request (IBTA
-// 9.7.5.2.8), and nothing more is counted but rnr_retry. What has executed behind
-// the READ meanwhile was not acknowledged and will be a duplicate.
+// A requester that repeats a READ or atomic after its timeout would soon use up retry_cnt. It gets an RNR NAK for the
+// response that it waits for, as if the responder had had no resources for the request (IBTA 9.7.5.2.8), and counts it
+// against rnr_retry only. Requests that executed behind the READ were not acknowledged and will be duplicates.
 //
-// One fault per side is with the adapter at a time (out). Its answer belongs to the
-// wait that raised it (mine); if that wait has gone meanwhile, by a reset or because
-// the page came in another way, the answer only means that another may be raised.
+// One fault per side is outstanding at a time (faultWaits.raised). Its answer belongs to the wait that raised it
+// (wait.raised). If that wait has ended, by a reset or because the page became present otherwise, the answer only
+// permits another fault to be raised.
 
-// cause says what waits, and so what becomes of it if the address is invalid (PF-13).
+// waitCause says which operation waits, and so how it fails if the address is invalid (PF-13).
 type waitCause uint8
 
 const (
@@ -38,28 +35,27 @@ const (
 	waitRecv             // receive buffer: local protection error, remote operational NAK
 )
 
-// needs are the rights that a fault is raised with. They go with the wait: when a
-// fault has to wait for another one, what the QP met last is something else.
+// faultAccess holds the rights with which a fault is raised. They depend on the wait, not on the newest miss: a fault
+// may have to wait until another one is answered.
 var faultAccess = [...]translate.Access{
 	waitGather: 0, waitResult: translate.LocalWrite, waitRecv: translate.LocalWrite,
-	waitRead: translate.RemoteRead, waitWrite: translate.RemoteWrite, // atAtomic: the operation's
+	waitRead: translate.RemoteRead, waitWrite: translate.RemoteWrite, // waitAtomic: those of the operation
 }
 
-// wait is something that waits for a fault, if cause is set.
+// wait is an operation that waits for an absent page. It waits for none if cause is waitNone.
 type wait struct {
 	cause     waitCause
-	raised    bool   // the fault that is out is this one
+	raised    bool   // the outstanding fault of its side is this one
 	rnrSent   bool   // the peer was sent an RNR NAK for it
 	wqe       uint32 // requester: number of the WQE
-	psn       uint64 // requester: nothing from here on is sent; responder: what missed
+	psn       uint64 // requester: nothing is sent from this PSN on; responder: the PSN that missed
 	miss      translate.Miss
 	refusedAt int64 // when psn was first refused
-	// againAt is when to raise the fault once more, in case that it was forgotten;
-	// 0: due.
+	// retryAt is when the fault is raised once more, in case its answer was lost; 0: due.
 	retryAt int64
 }
 
-// waits is the part of a QP that outlives a reset: a fault stays out.
+// faultWaits is the part of a QP that waits for absent pages. raised outlives a reset: a fault stays outstanding.
 type faultWaits struct {
 	raised    [2]bool // by Side: the adapter owes a Resume
 	send      wait    // Requester
@@ -70,39 +66,38 @@ type faultWaits struct {
 }
 
 const (
-	// faultAgain is a safety net only.
+	// faultRetry is the interval, ns, at which waits are retried without an answer: a safety net.
 	faultRetry = 100e6
-	// maxFault bounds what is asked for at once, bytes.
+	// maxFault bounds the bytes of one fault.
 	maxFault = 1 << 20
-	// firstDelay is what a fault is thought to take before one was measured, ns.
+	// defaultFaultDelay is the expected service time before one was measured, ns.
 	defaultFaultDelay = 2e6
-	// nakFault in responder.nak stands for an RNR NAK for a fault: its time is chosen
-	// when it leaves.
+	// nakFault in responder.nak is an RNR NAK for a fault. Its timer is chosen when it is sent.
 	nakFault wire.Syndrome = 0x5f
 )
 
-// end makes w wait for nothing. Since when its PSN was refused is remembered: the
-// same packet may meet one absent page after another.
+// clear ends the wait. It keeps the time since which its PSN has been refused: the same packet may miss one absent page
+// after another.
 func (w *wait) clear() { *w = wait{psn: w.psn, refusedAt: w.refusedAt} }
 
-// held tells whether there is nothing to do but wait.
+// blocked tells whether w must go on waiting.
 func (w *wait) blocked() bool { return w.cause != waitNone && w.retryAt != 0 }
 
-// stops tells whether w keeps PSN psn and all after it from being sent.
+// blocks tells whether w prevents PSN psn and all after it from being sent.
 func (w *wait) blocks(psn uint64) bool { return w.blocked() && psn >= w.psn }
 
-// is tells whether w waits for the same as a miss that was just met.
+// sameMiss tells whether w waits for the page of the new miss m.
 func (w *wait) sameMiss(c waitCause, m *translate.Miss) bool {
 	return w.cause == c && w.miss.Kind == m.Kind && w.miss.Key == m.Key && w.miss.Where == m.Where
 }
 
-// await makes w wait for m. A miss that is met again changes nothing.
+// waitFor makes w wait for m. A repeated miss changes nothing.
 func (q *QP) waitFor(side Side, w *wait, c waitCause, psn uint64, m translate.Miss) {
 	q.stats.Faults++
 	m.Len = min(max(m.Len, 1), maxFault)
 	overdue := false
 	if w.sameMiss(c, &m) {
-		w.psn, w.wqe = psn, q.req.cur // another operation may meet it first now
+		w.psn, w.wqe = psn, q.req.cur // another operation may be the first to miss the page
 		if w.retryAt != 0 {
 			return
 		}
@@ -110,7 +105,7 @@ func (q *QP) waitFor(side Side, w *wait, c waitCause, psn uint64, m translate.Mi
 	} else {
 		n := wait{cause: c, wqe: q.req.cur, psn: psn, miss: m, refusedAt: q.now}
 		if w.psn == psn {
-			n.rnrSent, n.refusedAt = w.rnrSent, w.refusedAt // the peer still waits for the same packet
+			n.rnrSent, n.refusedAt = w.rnrSent, w.refusedAt // the peer waits because of the same packet
 		}
 		*w = n
 	}
@@ -120,7 +115,7 @@ func (q *QP) waitFor(side Side, w *wait, c waitCause, psn uint64, m translate.Mi
 	}
 }
 
-// raise hands w's fault to the adapter.
+// raiseFault passes w's fault to the scheduler. The adapter has raised that of a work queue itself.
 func (q *QP) raiseFault(side Side, w *wait) {
 	if !q.faults.raised[side] {
 		q.faults.raised[side] = true
@@ -136,8 +131,8 @@ func (q *QP) raiseFault(side Side, w *wait) {
 	}
 }
 
-// awaitSend is await for the requester. A miss behind the one that it waits for,
-// met because that was tried again, has to wait its turn.
+// requesterWait is waitFor for the requester. A miss behind the one that it waits for, which occurs while that one is
+// retried, is not raised before.
 func (q *QP) requesterWait(c waitCause, psn uint64, m translate.Miss) {
 	w := &q.faults.send
 	if w.cause != waitNone && psn > w.psn {
@@ -148,8 +143,7 @@ func (q *QP) requesterWait(c waitCause, psn uint64, m translate.Miss) {
 	q.waitFor(Requester, w, c, psn, m)
 }
 
-// awaitQueue notes that a work queue's memory is absent; the adapter has raised
-// that fault itself.
+// waitForQueue records that a work queue's memory is absent. The adapter has raised that fault itself.
 func (q *QP) waitForQueue(side Side) {
 	if side == Requester {
 		q.requesterWait(waitQueue, q.req.nextPSN, translate.Miss{})
@@ -158,9 +152,8 @@ func (q *QP) waitForQueue(side Side) {
 	q.waitFor(side, &q.faults.request, waitQueue, q.resp.epsn, translate.Miss{})
 }
 
-// Resume says that the fault which side waits for was served: the operation goes
-// on, with a fresh look. !ok: the address is not valid, and the operation fails as
-// its kind does (PF-13). An answer to what went away meanwhile does nothing.
+// Resume is called when the fault that side waits for was served: the operation is tried again. If !ok, the address is
+// invalid and the operation fails (PF-13). The answer to a wait that has ended does nothing.
 func (q *QP) Resume(now int64, side Side, ok bool) {
 	if q.closed {
 		return
@@ -267,13 +260,13 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 	case w.cause == waitAtomic:
 		q.retryAtomic()
 	case w.rnrSent && q.resp.epsn-q.resp.ackPSN < psnHalf/2:
-		// PF-9: the sender need not wait until its time is over.
+		// PF-9: the sender need not wait until its RNR timer expires.
 		q.resp.ackPending = true
 		q.wake()
 	}
 }
 
-// goOnAtomic tries the atomic that waits once more.
+// retryAtomic tries the waiting atomic again.
 func (q *QP) retryAtomic() {
 	q.applyVerdict(q.executeAtomic())
 	if q.resp.reorder.expiresAt != 0 {
@@ -281,9 +274,9 @@ func (q *QP) retryAtomic() {
 	}
 }
 
-// queueGone ends a QP whose work queue lies in memory that is not valid.
-func (q *QP) queueInvalid(gone *bool) {
-	*gone = true
+// queueInvalid fails a QP whose work queue lies in invalid memory.
+func (q *QP) queueInvalid(invalid *bool) {
+	*invalid = true
 	if q.state == Err {
 		return
 	}
@@ -291,8 +284,8 @@ func (q *QP) queueInvalid(gone *bool) {
 	q.toErr()
 }
 
-// faultTimer looks after faults that were not answered for long.
-func (q *QP) faultTimer() {
+// retryFaults retries waits whose faults were not answered for faultRetry.
+func (q *QP) retryFaults() {
 	due := func(w *wait) bool {
 		if w.cause == waitNone || w.retryAt == 0 || q.now < w.retryAt {
 			return false
@@ -312,22 +305,22 @@ func (q *QP) faultTimer() {
 	}
 }
 
-// rnrFor returns the RNR NAK for w: it names as long a wait as service is expected
-// to take (PF-8), or as it has taken already, so that a slow pager does not use up
-// the peer's rnr_retry. If w waits no more, the shortest.
-func (q *QP) rnrSyndrome(w *wait) wire.Syndrome {
+// rnrSyndrome returns the RNR NAK for w. Its timer is the expected service time, delay (PF-8), or the time for which
+// the packet has been refused already, so that a slow pager does not use up the peer's rnr_retry. If the wait has
+// ended, it is the shortest.
+func (w *wait) rnrSyndrome(now, delay int64) wire.Syndrome {
 	d := int64(0)
 	if w.cause != waitNone {
-		if d = q.sched.FaultDelay(); d <= 0 {
+		if d = delay; d <= 0 {
 			d = defaultFaultDelay
 		}
-		d = max(d, q.now-w.refusedAt)
+		d = max(d, now-w.refusedAt)
 	}
 	return wire.SyndromeRNR | rnrCode(d)
 }
 
-// segmentRest returns how many bytes lie between m and the end of its segment. off
-// is where in the message the access began.
+// segmentRest returns the number of bytes from m to the end of its segment. off is the offset in the message at which
+// the access began.
 func segmentRest(sg []SGE, off uint64, m translate.Miss) uint64 {
 	at := uint64(m.VA)
 	if m.Key == 0 { // a segment that skips stage one

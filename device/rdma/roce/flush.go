@@ -1,15 +1,15 @@
 package roce
 
-// Flushing (IBTA 10.3.1.8, 10.8.6): in ERROR everything posted completes with
-// StatusFlush, also what is posted later; in SQE the send queue only.
+// Flushing (IBTA 10.3.1.8, 10.8.6). In ERROR all posted WQEs complete with StatusFlush, also those that are posted
+// later. In SQE only those of the send queue do.
 
-// Posting a receive rings no doorbell, so a QP in ERROR looks for them itself,
-// ever more seldom.
+// Posting a receive rings no doorbell, so a QP in ERROR polls its receive queue, backing off.
 const (
-	flushDelayMin = 1e6
-	flushDelayMax = 256e6
+	flushDelayMin = 1e6   // ns
+	flushDelayMax = 256e6 // ns
 )
 
+// flush completes up to budget posted WQEs. It returns true if there may be more.
 func (q *QP) flush(budget int) (more bool) {
 	if q.flushSends(&budget) {
 		return true
@@ -41,6 +41,7 @@ func (q *QP) flush(budget int) (more bool) {
 	return true
 }
 
+// pollFlush sets the time of the next look at the receive queue.
 func (q *QP) pollFlush(found bool) {
 	if found || q.flushDelay == 0 {
 		q.flushDelay = flushDelayMin
@@ -49,10 +50,11 @@ func (q *QP) pollFlush(found bool) {
 	q.flushDelay = min(q.flushDelay*2, flushDelayMax)
 }
 
-// flushSends completes send WQEs, at most *budget, and counts them off.
+// flushSends completes send WQEs, at most *budget, and subtracts their number from it.
 func (q *QP) flushSends(budget *int) (more bool) {
 	for ; *budget > 0; *budget-- {
-		if q.req.head == q.req.tail && (q.faults.sqInvalid || q.faults.send.blocked() || !q.fetchInto(q.req.slot(q.req.tail))) {
+		if q.req.head == q.req.tail &&
+			(q.faults.sqInvalid || q.faults.send.blocked() || !q.fetchInto(q.req.slot(q.req.tail))) {
 			return false
 		}
 		q.stats.Flushed++

@@ -7,20 +7,19 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Frames are built in place: Modify encodes the constant part (Ethernet to UDP)
-// once from the path; BTH, extension headers and payload are written behind it,
-// and the ICRC closes the frame.
+// Frames are built in place. Modify encodes the constant part (Ethernet to UDP) once from the path. BTH, extension
+// headers and payload are written behind it, and then the ICRC.
 
 const (
 	bthSolicited = 0x80
-	bthMigrated  = 0x40 // IBTA 9.2.3: QPs start in the migrated state and we never leave it
+	bthMigrated  = 0x40 // IBTA 9.2.3: QPs start in the migrated state, which vnicd never leaves
 	bthAckReq    = 0x80
 )
 
 // template encodes the path av. local and remote are QP numbers.
 func (av *AddressVector) template(local, remote uint32) (wire.Template, error) {
 	pcp := av.SL
-	if pcp > 7 { // no priority, but made of what a UD completion told (hca)
+	if pcp > 7 { // not a priority: derived from a UD completion (hca)
 		pcp = 0
 	}
 	p := wire.Path{
@@ -30,7 +29,7 @@ func (av *AddressVector) template(local, remote uint32) (wire.Template, error) {
 		SrcPort: wire.SourcePort(local, remote),
 	}
 	if f := p.FlowLabel; f != 0 {
-		// A flow label decides alone, as the verbs API promises (all 20 bits folded).
+		// A flow label alone determines the port, as the verbs API promises (all 20 bits folded).
 		p.SrcPort = uint16(0xc000 | (f^f>>14)&0x3fff)
 	}
 	return p.Template()
@@ -46,10 +45,9 @@ type bth struct {
 	psn       uint64 // low 24 bits go out
 }
 
-// frame takes a buffer and lays out a frame with ext bytes of extension headers
-// and n bytes of payload. The caller fills ext and payload, then calls send. buf
-// is nil if there is no buffer.
-func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr, payload []byte) {
+// newFrame lays out a frame with ext bytes of extension headers and n bytes of payload in a new buffer. The caller
+// fills ext and payload, then calls transmit. buf is nil if there is no buffer.
+func (q *QP) newFrame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr, payload []byte) {
 	buf = q.link.GetBuf()
 	if buf == nil {
 		return nil, nil, nil
@@ -57,8 +55,8 @@ func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr
 	pad := -n & 3
 	transport := wire.BTHLen + ext + n + pad + wire.ICRCLen
 	if !buf.SetLen(h.Len() + transport) {
-		// Smaller buffers than the path MTU needs: the device refuses such a
-		// configuration; here it is as good as having none.
+		// The buffers are too small for the path MTU. The device refuses such a configuration; here it counts
+		// as having no buffer.
 		buf.Free()
 		return nil, nil, nil
 	}
@@ -83,8 +81,8 @@ func (q *QP) frame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, extHdr
 	return buf, b[wire.BTHLen:data:data], b[data : data+n : data+n]
 }
 
-// send closes a frame built on template h with its ICRC and transmits it.
-func (q *QP) send(h *wire.Template, buf *frame.Buf) {
+// transmit writes the ICRC of a frame that was built on template h, and sends the frame.
+func (q *QP) transmit(h *wire.Template, buf *frame.Buf) {
 	b := buf.Bytes()
 	h.Seal(b)
 	q.stats.TxPackets++

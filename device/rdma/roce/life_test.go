@@ -12,8 +12,9 @@ func (n *node) forget() {
 	n.seen, n.bad = map[uint32]bool{}, map[uint32]Status{}
 }
 
-// runLife has two QPs live any life that their owners can give them: every state from every other, work of any kind posted in all of
-// them, loss and absent pages. Whatever it was, in the error state all that was posted ends, each request once and in order.
+// runLife has two QPs live any life that their owners can give them: every state from every other, work of any kind
+// posted in all of them, loss and absent pages. Whatever it was, in the error state all that was posted ends, each
+// request once and in order.
 func runLife(t *testing.T, data []byte) {
 	h := &hostile{in: data}
 	o := opts()

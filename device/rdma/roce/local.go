@@ -8,46 +8,43 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The local path: the peer is a QP of this same loop, and a request is one copy
-// from memory to memory.
+// The local path: the peer is a QP of the same loop, and a request is one copy from memory to memory.
 //
-// It does only what succeeds. A step is some packets' worth of a message that are
-// sent, executed and acknowledged at once: both QPs go from one packet boundary to
-// another, just as if those packets had been on the wire. Whatever does not succeed
-// at the peer (an absent page, no receive, a wrong key, a wrong state) is left
-// untouched there, and the packet concerned is sent as a frame: it meets the same
-// obstacle and is answered by the one implementation of RNR NAKs, faults and errors
-// that there is. The same holds whenever the adapter says that frames are wanted.
+// Only steps that succeed take it. A step sends, executes and acknowledges some packets' worth of a message at once:
+// both QPs go from one packet boundary to another, as if those packets had been on the wire. A step that cannot succeed
+// at the peer (absent page, no receive, wrong key or state) changes nothing there, and its packet is sent as a frame.
+// The frame fails in the same way and is answered by the only implementation of RNR NAKs, faults and errors. The same
+// holds whenever the adapter says that frames are needed.
 //
-// A step is taken only if nothing of this requester is under way: all that it sent
-// was answered, and the peer expects the very PSN that comes next. So the two kinds
-// never overtake each other.
+// A step is taken only if this requester has nothing in flight and the peer expects the very next PSN. So frames and
+// steps never overtake each other.
 //
-// A miss in memory of one's own suspends as it does when a frame is made.
+// A miss in the requester's own memory suspends it as when a frame is built.
 
-// Messages of streamFrom bytes, which is where Go's copy does so too, are copied past the caches; not in pieces of less than streamLeast.
+// Messages of at least streamFrom bytes are copied with non-temporal stores, as Go's copy does from there on, but not
+// in pieces shorter than streamLeast.
 const (
 	streamFrom  = 1 << 20
 	streamLeast = 2 << 10
 )
 
-// outcome is what became of an attempt to go the local way.
+// localOutcome is the result of a step on the local path.
 type localOutcome uint8
 
 const (
 	localDone  localOutcome = iota // some of the WQE, or all, is done
 	localFrame                     // the next packet must be a frame
-	localStop                      // nothing to do now: it waits or has failed
-	localMiss                      // own memory missed: requester.missed
+	localStop                      // the requester waits or has failed
+	localMiss                      // own memory missed: requester.localMiss
 )
 
-// localPeer returns the peer if requests may go to it directly in this turn, and how many bytes of them.
+// localPeer returns the peer if this Run may use the local path, and how many bytes it may copy.
 func (q *QP) localPeer() (*QP, uint64) {
 	p, slice := q.link.Peer()
 	if p == nil || p == q || p.closed || p.typ != q.typ || p.mtu != q.mtu || p.state < RTR || p.state == Err {
 		return nil, 0
 	}
-	// What admits would say, in both directions.
+	// The checks of admits, in both directions.
 	x, y := &q.attr.AV, &p.attr.AV
 	if q.attr.DestQPN != p.cfg.QPN || p.attr.DestQPN != q.cfg.QPN || x.RoCEv1 != y.RoCEv1 ||
 		x.SMAC != y.DMAC || x.DMAC != y.SMAC || x.SGID != y.DGID || x.DGID != y.SGID || !sameVLAN(x.VLAN, y.VLAN) {
@@ -56,16 +53,18 @@ func (q *QP) localPeer() (*QP, uint64) {
 	return p, slice
 }
 
-// expects tells whether the responder is between packets and waits for psn.
+// expectsLocal tells whether the responder is between packets and expects psn.
 func (q *QP) expectsLocal(psn uint64) bool {
-	return (q.resp.epsn^psn)&psnMask == 0 && q.resp.fatal.syndrome == 0 && q.resp.nak == 0 && !q.resp.nakSent && q.resp.pending == 0 && q.resp.emptyDue.empty() && q.resp.repeatsDue.empty() &&
-		!q.resp.reorder.arrived.Any() && !q.resp.dropMessage && q.faults.request.cause == waitNone
+	r := &q.resp
+	return (r.epsn^psn)&psnMask == 0 && r.fatal.syndrome == 0 && r.nak == 0 && !r.nakSent &&
+		r.pending == 0 && r.emptyDue.empty() && r.repeatsDue.empty() &&
+		!r.reorder.arrived.Any() && !r.dropMessage && q.faults.request.cause == waitNone
 }
 
-// localRC goes on with slot cur of an RC QP; left is what this turn may still copy.
+// localRC takes a step of slot cur of an RC QP. left is the number of bytes that this Run may still copy.
 func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	if q.req.nxt != q.req.una || q.req.sent != q.req.una {
-		// Something is under way: it is repeated, or asked about, as frames.
+		// Packets are in flight. They are resent, or an acknowledgement is requested, as frames.
 		if q.req.nxt < q.req.sent || q.req.sinceAckReq > 0 {
 			return localFrame
 		}
@@ -80,7 +79,7 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 		q.req.nxt += n
 		q.req.una, q.req.sent = q.req.nxt, q.req.nxt
 		if s.info.kind.needsResponse() {
-			p.resp.msn++ // a part of a READ is a request of its own
+			p.resp.msn++ // each part of a READ is a request
 		} else {
 			p.resp.ackPSN = p.resp.epsn - 1
 			if q.req.nxt == s.end {
@@ -96,13 +95,13 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	return q.finishLocalMiss(s, res)
 }
 
-// localUC is localRC for UC. If a frame is under way, the peer expects another PSN.
+// localUC is localRC for UC. If a frame is in flight, the peer expects another PSN.
 func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	if !p.expectsLocal(q.req.nxt) {
 		return localFrame
 	}
 	if q.req.nxt == s.first {
-		p.resp.op, p.resp.off = 0, 0 // what was in progress is abandoned
+		p.resp.op, p.resp.off = 0, 0 // a message in progress is abandoned
 	}
 	n, res := q.localStep(p, s, left)
 	if n > 0 {
@@ -116,7 +115,7 @@ func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	return q.finishLocalMiss(s, res)
 }
 
-// localStep executes packets of s at p, from nxt on, and returns how many.
+// localStep executes packets of s at p, from nxt on, and returns their number.
 func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res localOutcome) {
 	off := (q.req.nxt - s.first) * uint64(q.mtu)
 	want, size := uint64(0), uint64(0) // bytes
@@ -138,8 +137,9 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res localOut
 			return 0, res
 		}
 	case kindFlush:
-		if f := flushNeeds(s.w.Flush); p.resp.op != 0 || p.attr.Access&f != f || len(p.resp.resources) == 0 ||
-			!p.memory.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), s.w.Flush.Selectivity == wire.FlushRegion, f).OK() {
+		f, whole := flushNeeds(s.w.Flush), s.w.Flush.Selectivity == wire.FlushRegion
+		if p.resp.op != 0 || p.attr.Access&f != f || len(p.resp.resources) == 0 ||
+			!p.memory.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), whole, f).OK() {
 			return 0, localFrame
 		}
 		res = localDone
@@ -169,7 +169,7 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res localOut
 	q.countLocal(p, s, n, size)
 	p.resp.epsn += n
 	if !s.info.kind.needsResponse() {
-		p.localPlaced(s, off, size)
+		p.finishLocalWrite(s, off, size)
 	}
 	return n, res
 }
@@ -192,16 +192,17 @@ func (q *QP) countLocal(p *QP, s *sendSlot, n, size uint64) {
 	q.stats.LocalBytes += size
 }
 
-// localWrite copies want bytes of a SEND or WRITE from byte off on, and returns how
-// many it got to.
+// localWrite copies want bytes of a SEND or WRITE from byte off on, and returns how many it has copied.
 func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res localOutcome) {
 	w := &s.w
 	first, last, write := off == 0, off+want == w.Length, s.info.kind == kindWrite
 	switch {
 	case s.info.inv, first && p.resp.op != 0, !first && (p.resp.op != s.info.op() || p.resp.off != off):
 		return 0, localFrame
-	case write && first && (p.attr.Access&translate.RemoteWrite == 0 ||
-		(!last || s.info.imm && w.Length > 0) && !p.memory.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK()): // else see below
+	case write && first && p.attr.Access&translate.RemoteWrite == 0:
+		return 0, localFrame
+	case write && first && (!last || s.info.imm && w.Length > 0) && // else it is checked below
+		!p.memory.CheckRemote(w.RKey, w.RemoteVA, w.Length, translate.RemoteWrite).OK():
 		return 0, localFrame
 	}
 	if !write || last && s.info.imm {
@@ -239,7 +240,7 @@ func (q *QP) localWrite(p *QP, s *sendSlot, off, want uint64) (done uint64, res 
 	return done, localDone
 }
 
-// copy copies a part of the message.
+// copyPart copies a part of the message.
 func (s *sendSlot) copyPart(dst, src []byte) int {
 	if s.w.Length >= streamFrom {
 		return stream(dst, src)
@@ -247,8 +248,8 @@ func (s *sendSlot) copyPart(dst, src []byte) int {
 	return copy(dst, src)
 }
 
-// placed is the responder's part after size bytes of s from off on were placed.
-func (q *QP) localPlaced(s *sendSlot, off, size uint64) {
+// finishLocalWrite updates the responder after size bytes of s from off on were copied to its memory.
+func (q *QP) finishLocalWrite(s *sendSlot, off, size uint64) {
 	w := &s.w
 	if off+size < w.Length {
 		q.resp.op, q.resp.off = s.info.op(), off+size
@@ -260,7 +261,9 @@ func (q *QP) localPlaced(s *sendSlot, off, size uint64) {
 		return
 	}
 	c := &q.resp.cqe
-	*c = Completion{Opcode: WCRecv, ByteLen: uint32(w.Length), SrcQP: q.attr.DestQPN, Solicited: w.Solicited, VLAN: NoVLAN}
+	*c = Completion{
+		Opcode: WCRecv, ByteLen: uint32(w.Length), SrcQP: q.attr.DestQPN, Solicited: w.Solicited, VLAN: NoVLAN,
+	}
 	if s.info.kind == kindWrite {
 		c.Opcode = WCRecvWithImm
 	}
@@ -292,11 +295,12 @@ func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res l
 	return done, localDone
 }
 
-// localAtomic executes an atomic. Its result must have a place before: memory that
-// is there stays until the epoch is left.
+// localAtomic executes an atomic. The memory of its result is looked up before: present memory stays present until the
+// epoch ends.
 func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.resp.op != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.resp.resources) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.resp.resources) == 0 ||
+		w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
 	dst, m := q.memory.ScatterSpan(w.SGEs, 0, atomicLen)
@@ -304,7 +308,7 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 		return q.ownMiss(s, 0, m)
 	}
 	if len(dst) < atomicLen {
-		return localFrame // in two places, or none
+		return localFrame // it spans two pieces of memory, or has none
 	}
 	op, compare := AtomicFetchAdd, uint64(0)
 	if w.Opcode == WRCompareSwap {
@@ -321,7 +325,8 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 // localAtomicWrite executes an ATOMIC WRITE.
 func (q *QP) localAtomicWrite(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.resp.op != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.resp.resources) == 0 || w.RemoteVA&(atomicLen-1) != 0 {
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.resp.resources) == 0 ||
+		w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
 	src := q.req.atomicResult[:]
@@ -330,13 +335,14 @@ func (q *QP) localAtomicWrite(p *QP, s *sendSlot) localOutcome {
 	} else if m := q.memory.Gather(src, w, 0); !m.OK() {
 		return q.ownMiss(s, 0, m)
 	}
-	if _, m := p.memory.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, binary.LittleEndian.Uint64(src)); !m.OK() {
+	value := binary.LittleEndian.Uint64(src)
+	if _, m := p.memory.AtomicRemote(w.RKey, w.RemoteVA, AtomicWrite, 0, value); !m.OK() {
 		return localFrame
 	}
 	return localDone
 }
 
-// missedOwn notes a miss in the requester's own memory at byte at of the message.
+// ownMiss records a miss in the requester's own memory at byte at of the message.
 func (q *QP) ownMiss(s *sendSlot, at uint64, m translate.Miss) localOutcome {
 	if m.Fault() {
 		m.Len = segmentRest(s.w.SGEs, at, m)
@@ -345,7 +351,7 @@ func (q *QP) ownMiss(s *sendSlot, at uint64, m translate.Miss) localOutcome {
 	return localMiss
 }
 
-// localMissed suspends or fails s if that is why the step ended.
+// finishLocalMiss suspends or fails s if the step ended by a miss in the requester's own memory.
 func (q *QP) finishLocalMiss(s *sendSlot, res localOutcome) localOutcome {
 	if res != localMiss {
 		return res
@@ -363,7 +369,7 @@ func (q *QP) finishLocalMiss(s *sendSlot, res localOutcome) localOutcome {
 	return localStop
 }
 
-// op is the operation whose packets carry a SEND or WRITE.
+// op returns the operation of the packets that carry a SEND or WRITE.
 func (i *wrInfo) op() wire.Operation {
 	if i.kind == kindWrite {
 		return wire.Write

@@ -22,7 +22,7 @@ func (o *sendOps) pick(first, last bool) wire.Opcode {
 	return o.middle
 }
 
-// wrInfo is what the requester must know of a work request's opcode.
+// wrInfo describes the opcode of a work request.
 type wrInfo struct {
 	kind     opKind
 	wc       WCOpcode
@@ -30,7 +30,7 @@ type wrInfo struct {
 	imm      bool
 	inv      bool
 	uc       bool // UC carries it
-	afterAll bool // begins when all before it have completed
+	afterAll bool // is executed after all WQEs before it have completed
 	ud       bool // UD carries it
 }
 
@@ -79,8 +79,8 @@ const (
 	kindAtomic      // answered by an ATOMIC acknowledge
 )
 
-// answered tells whether only an explicit response completes the request.
+// needsResponse tells whether only an explicit response completes the request.
 func (k opKind) needsResponse() bool { return k >= kindFlush }
 
-// returns tells whether the response brings data.
+// returnsData tells whether the response carries data.
 func (k opKind) returnsData() bool { return k >= kindRead }

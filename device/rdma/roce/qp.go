@@ -12,17 +12,16 @@ import (
 const (
 	defaultOutstanding = 64
 	defaultWindow      = 256
-	goBackNWindow      = 128 // towards who is not known to be a vnicd: a loss costs all of it, and so much Linux rxe has under way itself
+	goBackNWindow      = 128 // to peers other than vnicd: a loss resends the whole window. Linux rxe has as many in flight
 	defaultRdAtomic    = 16
 	maxRdAtomic        = 128
 	maxWindow          = 4096
 	minWindow          = 8
 	maxMessage         = 1 << 31    // IBTA 9.7.7: largest RC and UC message
-	GSIQKey            = 0x80010000 // of all QPs 1 (IBTA 10.2.5)
+	GSIQKey            = 0x80010000 // Q_Key of every QP 1 (IBTA 10.2.5)
 )
 
-// QP is one queue pair. All methods must be called from the same loop; none
-// blocks or allocates, except Modify.
+// QP is one queue pair. All methods must be called from the same loop. None of them blocks, and only Modify allocates.
 type QP struct {
 	cfg Config
 
@@ -37,10 +36,10 @@ type QP struct {
 	stats *Stats
 
 	now       int64
-	scheduled bool  // the adapter owes us a Run
-	timerAt   int64 // deadline the adapter holds, 0: none
+	scheduled bool  // Schedule was called, and Run has not been since
+	timerAt   int64 // deadline of the scheduler's timer; 0: none
 	closed    bool
-	commEst   bool // event raised already
+	commEst   bool // EventCommEst raised
 	draining  bool // SQD entered, event or query outstanding
 	lastWQE   bool // EventLastWQE raised
 
@@ -48,17 +47,16 @@ type QP struct {
 	tx   wire.Template // RC, UC: to the peer
 
 	req      requester    // fetches and sends WQEs (requester.go)
-	recovery lossRecovery // sends again what was lost (recovery.go, selective.go)
+	recovery lossRecovery // detects losses and resends (recovery.go, selective.go)
 	resp     responder    // executes the peer's requests (responder.go)
-	faults   faultWaits   // what waits for absent pages (fault.go)
+	faults   faultWaits   // operations that wait for absent pages (fault.go)
 
 	flushAt    int64 // Err: when to look again for posted receives
 	flushDelay int64
 	ownStats   Stats
 }
 
-// NewQP makes a QP in state Reset. Zero fields of cfg take their defaults;
-// values out of range are brought into it.
+// NewQP returns a QP in state Reset. Zero fields of cfg take their defaults; values out of range are clamped.
 func NewQP(cfg Config, a Adapter) *QP {
 	def := func(v *int, d, lo, hi int) {
 		if *v == 0 {
@@ -82,15 +80,17 @@ func NewQP(cfg Config, a Adapter) *QP {
 	return q
 }
 
-// reset returns to the condition of a new QP.
+// reset returns to the condition of a new QP. A fault that is outstanding stays so.
 func (q *QP) reset() {
 	q.state = Reset
 	q.attr = Attr{AV: AddressVector{VLAN: NoVLAN}}
 	q.mtu = uint32(q.cfg.MTU)
 	q.commEst, q.draining, q.lastWQE = false, false, false
 	q.flushAt, q.flushDelay = 0, 0
-	q.resetRequester()
-	q.resetResponder()
+	q.clearScoreboard()
+	q.req.reset()
+	q.recovery.reset(min(q.cfg.Window, goBackNWindow))
+	q.resp.reset(q.link)
 	q.faults = faultWaits{raised: q.faults.raised}
 	if q.timerAt != 0 {
 		q.timerAt = 0
@@ -98,8 +98,8 @@ func (q *QP) reset() {
 	}
 }
 
-// Header returns what all packets of an RC or UC QP begin with, Ethernet to UDP, before their lengths are filled in; nil if
-// the QP has no path yet.
+// Header returns the headers that all packets of an RC or UC QP begin with, Ethernet to UDP, without their lengths; nil
+// if the QP has no path yet.
 func (q *QP) Header() []byte {
 	if q.typ.class() == classUD || q.attr.AV.DGID == [16]byte{} {
 		return nil
@@ -110,7 +110,7 @@ func (q *QP) Header() []byte {
 // QPN returns the QP's number.
 func (q *QP) QPN() uint32 { return q.cfg.QPN }
 
-// Destination returns where frames of an RC or UC QP go: address, to be read only, and QP number.
+// Destination returns the address and the QP number that an RC or UC QP sends to. The address is read-only.
 func (q *QP) Destination() (*AddressVector, uint32) { return &q.attr.AV, q.attr.DestQPN }
 
 // MTU returns the path MTU in bytes.
@@ -131,17 +131,17 @@ func (q *QP) Query(a *Attr) {
 	a.RQPSN = uint32(q.resp.epsn & psnMask)
 }
 
-// Close ends the QP: nothing is completed and the adapter is not called again.
+// Close ends the QP. It completes nothing, and the adapter is not called again.
 func (q *QP) Close() {
-	q.dropQueuedRequests()
+	q.resp.reorder.drop(q.link)
 	q.clearScoreboard()
 	q.closed = true
 	q.state = Reset
 	q.req.slots = nil
 }
 
-// Modify changes attributes and state (IBTA 11.2.5.2, table of 10.3.1). On error,
-// a *ModifyError, nothing was changed.
+// Modify changes attributes and state (IBTA 11.2.5.2, table of 10.3.1). If it returns an error, a *ModifyError, nothing
+// was changed.
 func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 	q.now = now
 	from, to := q.state, q.state
@@ -166,7 +166,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 		return refuse(reason)
 	}
 	if from == Reset && to != Reset && q.req.slots == nil {
-		q.allocate() // to flush takes WQEs, too
+		q.allocate() // flushing in ERROR fetches WQEs, too
 	}
 	switch to {
 	case Reset:
@@ -177,7 +177,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 		return nil
 	}
 	if mask&MaskAV != 0 && (q.typ == RC || q.typ == UC) {
-		// The peer's number only spreads source ports; it may be given later.
+		// The peer's QP number only varies the UDP source port, so it may follow later.
 		remote := q.attr.DestQPN
 		if mask&MaskDestQPN != 0 {
 			remote = a.DestQPN
@@ -207,7 +207,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 	return nil
 }
 
-// take copies the attributes that mask names and derives what depends on them.
+// applyAttr copies the attributes that mask names and updates the state that depends on them.
 func (q *QP) applyAttr(a *Attr, mask Mask) {
 	t := &q.attr
 	if mask&MaskPKeyIndex != 0 {
@@ -267,13 +267,13 @@ func (q *QP) applyAttr(a *Attr, mask Mask) {
 	}
 }
 
-// toErr enters the error state; Run flushes what is posted.
+// toErr enters the error state, in which Run flushes posted work.
 func (q *QP) toErr() {
 	if q.state == Err {
 		return
 	}
 	q.state = Err
-	q.dropResponses()
+	q.resp.dropResponses(q.link)
 	q.faults.send.clear()
 	q.faults.read.clear()
 	q.faults.request.clear()
@@ -283,13 +283,13 @@ func (q *QP) toErr() {
 	q.wake()
 }
 
-// Moved tells the QP that it lives on another loop from now on, whose counters are stats: its timer is armed anew.
+// Moved is called first on the loop that the QP has moved to. It counts in stats from then on and arms its timer again.
 func (q *QP) Moved(now int64, stats *Stats) {
 	q.stats = stats
 	q.Timer(now)
 }
 
-// wake asks for a Run, once.
+// wake schedules a Run, if none is scheduled.
 func (q *QP) wake() {
 	if !q.scheduled {
 		q.scheduled = true
@@ -297,9 +297,8 @@ func (q *QP) wake() {
 	}
 }
 
-// Run does what is due and possible now, sending or flushing at most about
-// budget packets or WQEs: called after Schedule and when the SQ's doorbell rang.
-// more asks for another call soon.
+// Run sends responses and requests, or flushes: at most about budget packets or WQEs. It is called after Schedule and
+// when the send queue's doorbell has rung. If it returns more, it must be called again soon.
 func (q *QP) Run(now int64, budget int) (more bool) {
 	if q.closed {
 		return false
@@ -338,7 +337,7 @@ func (q *QP) Run(now int64, budget int) (more bool) {
 	return more
 }
 
-// Timer is called when the deadline given to ArmTimer has passed.
+// Timer is called when the deadline that was passed to ArmTimer has passed.
 func (q *QP) Timer(now int64) {
 	q.timerAt = 0
 	if q.closed {
@@ -355,11 +354,11 @@ func (q *QP) Timer(now int64) {
 	if due(&q.req.rnrUntil) || due(&q.req.stallUntil) || due(&q.resp.stallUntil) || due(&q.flushAt) {
 		q.wake()
 	}
-	if due(&q.recovery.board.CheckAt) {
+	if due(&q.recovery.scoreboard.CheckAt) {
 		q.detectLosses()
 	}
 	if due(&q.resp.reorder.expiresAt) {
-		q.dropQueuedRequests()
+		q.resp.reorder.drop(q.link)
 	}
 	if due(&q.recovery.responses.expiresAt) {
 		q.recovery.cwnd.OnSilence()
@@ -368,17 +367,20 @@ func (q *QP) Timer(now int64) {
 	if due(&q.recovery.rtxAt) {
 		q.retransmitTimeout()
 	}
-	q.faultTimer()
+	q.retryFaults()
 	q.armTimer()
 }
 
-// armTimer makes the adapter's timer fire at the earliest deadline. A timer that
-// is armed too early is left alone: deadlines move back with every
-// acknowledgement, and a spurious Timer costs less than rearming each time.
+// armTimer arms the scheduler's timer for the earliest deadline. A timer that is armed for an earlier time is left
+// alone: deadlines move back with every acknowledgement, and a spurious call of Timer costs less than rearming each
+// time.
 func (q *QP) armTimer() {
 	var t int64
-	for _, d := range [...]int64{q.recovery.rtxAt, q.recovery.board.CheckAt, q.resp.reorder.expiresAt, q.recovery.responses.expiresAt, q.req.rnrUntil, q.req.stallUntil, q.resp.stallUntil, q.flushAt,
-		q.faults.send.retryAt, q.faults.read.retryAt, q.faults.request.retryAt} {
+	for _, d := range [...]int64{
+		q.recovery.rtxAt, q.recovery.scoreboard.CheckAt, q.recovery.responses.expiresAt,
+		q.req.rnrUntil, q.req.stallUntil, q.resp.stallUntil, q.resp.reorder.expiresAt, q.flushAt,
+		q.faults.send.retryAt, q.faults.read.retryAt, q.faults.request.retryAt,
+	} {
 		if d != 0 && (t == 0 || d < t) {
 			t = d
 		}
@@ -389,8 +391,8 @@ func (q *QP) armTimer() {
 	}
 }
 
-// Receive processes a packet for this QP whose ICRC holds and whose headers were
-// validated by wire.ParseRoCE. p and its payload are borrowed for the call.
+// Receive processes a packet for this QP whose headers wire.ParseRoCE has validated and whose ICRC is correct. p and
+// its payload are borrowed for the call.
 func (q *QP) Receive(now int64, p *wire.RoCE) {
 	if q.closed {
 		return

@@ -234,8 +234,8 @@ func TestRCFlush(t *testing.T) {
 	}
 }
 
-// TestRCErrors: which completion status each side gets (IBTA 11.6.2), which event (11.6.3), which state (9.9.2, 9.9.3), and that memory
-// is untouched; where peers are at hand, too. The same from a guest's verbs: integration/guest/errors.
+// TestRCErrors: which completion status each side gets (IBTA 11.6.2), which event (11.6.3), which state (9.9.2, 9.9.3),
+// and that memory is untouched; where peers are at hand, too. The same from a guest's verbs: integration/guest/errors.
 func TestRCErrors(t *testing.T) {
 	for _, mode := range []localMode{framesOnly, localOn} {
 		t.Run(mode.String(), func(t *testing.T) { rcErrors(t, mode) })

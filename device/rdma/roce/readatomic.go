@@ -4,13 +4,13 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// READ and atomic requests, requester's side.
+// READ, atomic, FLUSH and ATOMIC WRITE requests, the requester's part.
 
-// atomicLen is how many bytes an atomic works on.
+// atomicLen is the size of an atomic's operand, bytes.
 const atomicLen = 8
 
-// sendReadAtomic sends the request for slot cur from PSN nxt on. The number in
-// flight is bounded by max_rd_atomic (IBTA 9.7.8.1).
+// sendReadAtomic sends the request of slot cur from PSN nxt on. max_rd_atomic bounds the requests in flight (IBTA
+// 9.7.8.1).
 func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	end, ok := q.requestEnd(s)
 	if !ok {
@@ -18,7 +18,10 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		return false
 	}
 	w := &s.w
-	t := bth{opcode: s.info.ops.only, destQP: q.attr.DestQPN, psn: q.req.nxt, ackReq: true, selective: q.cfg.SelectiveRepeat}
+	t := bth{
+		opcode: s.info.ops.only, destQP: q.attr.DestQPN, psn: q.req.nxt,
+		ackReq: true, selective: q.cfg.SelectiveRepeat,
+	}
 	ext, n := wire.RETHLen, 0
 	switch s.info.kind {
 	case kindAtomic:
@@ -28,7 +31,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	case kindAtomicWrite:
 		n = atomicLen
 	}
-	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
+	buf, hdr, data := q.newFrame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.req.stallUntil = q.now + bufferDelay
 		return false
@@ -62,21 +65,20 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	}
 	q.req.sinceAckReq = 0
 	q.advanceNxt(s, end)
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	return true
 }
 
-// requestEnd returns where the request that starts at nxt ends: as far as last
-// time if it is a repetition, else a new part. ok is false if as many as allowed
-// are in flight.
+// requestEnd returns the end of the request that starts at nxt: the same as before if it is a repetition, else the end
+// of a new part. ok is false if max_rd_atomic requests are in flight.
 //
-// Less than last time is asked for only of what has been executed (repair.go): any
-// other request the peer would take for one of that length.
+// A repetition is shorter than the original only if the peer has executed the original (selective.go). Otherwise the
+// peer would take the shorter request for the original.
 func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 	if q.req.nxt < q.req.sent {
 		for i := q.req.readHead; i != q.req.readTail; i++ {
 			if e := q.req.readEnds[i&uint32(len(q.req.readEnds)-1)]; e > q.req.nxt {
-				if q.recovery.board.Active && q.req.nxt < q.recovery.board.Executed {
+				if q.recovery.scoreboard.Active && q.req.nxt < q.recovery.scoreboard.Executed {
 					e = q.dueEnd(e)
 				}
 				return e, true
@@ -88,21 +90,21 @@ func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 	}
 	part := min(readChunk, q.recovery.cwnd.Packets())
 	if q.recovery.peerSelective && q.attr.MaxRdAtomic > 1 {
-		part = min(readChunk, max(q.recovery.cwnd.Packets()/2, 1)) // so that there is one behind it, by which its loss shows
+		part = min(readChunk, max(q.recovery.cwnd.Packets()/2, 1)) // the part behind it shows that this one is lost
 	}
 	return min(s.end, q.req.nxt+part), true
 }
 
 // dueEnd returns the end of the responses from nxt on that are to be sent again, as far as the window allows.
 func (q *QP) dueEnd(end uint64) uint64 {
-	psn := q.req.nxt + 1
-	for room := int64(q.recovery.cwnd.Packets() - q.inFlight()); psn < end && room > 1 && q.recovery.board.NeedsRetransmit(psn, q.now); psn++ {
+	psn, room := q.req.nxt+1, int64(q.recovery.cwnd.Packets()-q.inFlight())
+	for ; psn < end && room > 1 && q.recovery.scoreboard.NeedsRetransmit(psn, q.now); psn++ {
 		room--
 	}
 	return psn
 }
 
-// retireRequests forgets the requests that were answered in full.
+// retireReads forgets the READ and atomic requests that were answered in full.
 func (r *requester) retireReads() {
 	for r.readHead != r.readTail && r.readEnds[r.readHead&uint32(len(r.readEnds)-1)] <= r.una {
 		r.readHead++

@@ -2,34 +2,34 @@ package roce
 
 import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 
-// Loss recovery (IBTA 9.7.6.1.3, 9.7.5.2.4). Towards any peer: go-back-N after a NAK, an implied NAK or a timeout, each counted
-// against retry_cnt until something is acknowledged. Between two vnicds: selective repeat (selective.go).
+// Loss recovery (IBTA 9.7.6.1.3, 9.7.5.2.4). With any peer: go-back-N after a NAK, an implied NAK or a timeout, each
+// counted against retry_cnt until something is acknowledged. Between two vnicds: selective repeat (selective.go).
 //
-// The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would cost that
-// much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as tail-loss probes:
-// a few of them, backing off, not charged to retry_cnt.
+// The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would
+// cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
+// tail-loss probes: a few of them, backing off, not charged to retry_cnt.
 //
-// The time that counts is what the user set, then twice and four times that, which is as long as a timer of that value may take
-// (9.7.6.1.3), with at least one probe in each such time. A peer that gets no processor for half a second, or a congested path, is
-// not a broken connection.
+// The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
+// may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
+// a congested path, must not break the connection.
 
 const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
 )
 
-// lossRecovery is the part of a QP that detects losses of what the requester has sent and has it sent again.
+// lossRecovery is the part of a QP that detects lost packets and makes the requester send them again.
 type lossRecovery struct {
-	cwnd      recovery.Window
-	board     recovery.Scoreboard
-	responses responseQueue // responses ahead of una
+	cwnd       recovery.Window
+	scoreboard recovery.Scoreboard
+	responses  responseQueue // responses ahead of una
 
-	// peerSelective: the newest response says that the peer is a vnicd, which repeats READ responses one by one and removes
-	// padding.
+	// peerSelective: the newest response says that the peer is a vnicd, which repeats READ responses one by one and
+	// removes padding.
 	peerSelective bool
 
-	// gapReported: the requester went back because of a gap. Further reports of it are ignored until una advances or the
-	// timer expires.
+	// gapReported: the requester went back because of a gap. Further reports of it are ignored until una advances
+	// or the timer expires.
 	gapReported bool
 
 	retryLeft uint8
@@ -37,49 +37,65 @@ type lossRecovery struct {
 	timeout   int64  // local ACK timeout, ns; 0: none
 	rtxAt     int64  // deadline of the retransmission timer, for a probe or for the timeout; 0: not armed
 	timeoutAt int64  // when the timeout expires and counts against retry_cnt; 0: not running
-	timedPSN  uint64 // una must reach this PSN for a response time to be measured; 0: none is
+	timedPSN  uint64 // the response time is measured when una reaches this PSN; 0: no measurement is running
 	timedAt   int64  // when the packet before timedPSN was sent
 }
 
 // allocate makes the rings for n PSNs in flight.
 func (l *lossRecovery) allocate(n int) {
-	l.board = recovery.NewScoreboard(n)
+	l.scoreboard = recovery.NewScoreboard(n)
 	l.responses.Queue = recovery.NewQueue(min(n, responseSpan))
 }
 
-// reset returns to the state of a new QP whose window is at most maxWindow packets, and keeps the rings. No response is queued.
+// reset returns to the state of a new QP whose window is at most maxWindow packets, and keeps the rings. No response is
+// queued.
 func (l *lossRecovery) reset(maxWindow int) {
-	l.board.Reset()
-	*l = lossRecovery{cwnd: recovery.NewWindow(maxWindow), board: l.board, responses: responseQueue{Queue: l.responses.Queue}}
+	l.scoreboard.Reset()
+	*l = lossRecovery{
+		cwnd:       recovery.NewWindow(maxWindow),
+		scoreboard: l.scoreboard,
+		responses:  responseQueue{Queue: l.responses.Queue},
+	}
 }
 
-// armRetransmit arms the retransmission timer if it is not armed.
-func (q *QP) armRetransmit() {
-	l := &q.recovery
+// notePeer records whether the peer's newest response says that it is a vnicd. To a vnicd window packets may be in
+// flight, to others fewer.
+func (l *lossRecovery) notePeer(selective bool, window int) {
+	if l.peerSelective == selective {
+		return
+	}
+	l.peerSelective = selective
+	if !selective {
+		window = min(window, goBackNWindow)
+	}
+	l.cwnd.SetMax(window)
+}
+
+// arm arms the retransmission timer if it is not armed.
+func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 	if l.timeout == 0 || l.rtxAt != 0 {
 		return
 	}
 	if l.timeoutAt == 0 {
-		l.timeoutAt = q.now + l.timeout<<min(q.attr.RetryCnt-l.retryLeft, 2)
+		l.timeoutAt = now + l.timeout<<min(retryCnt-l.retryLeft, 2)
 	}
-	l.rtxAt = min(l.timeoutAt, q.now+l.timeout)
-	if rtt := l.board.RTT.Smoothed; rtt != 0 {
+	l.rtxAt = min(l.timeoutAt, now+l.timeout)
+	if rtt := l.scoreboard.RTT.Smoothed; rtt != 0 {
 		d := max(probeMin, probeFactor*rtt)
-		if l.board.Active && l.probes <= maxGapProbes {
-			d = max(gapProbeMin, 2*rtt+l.board.ReorderWindow())
+		if l.scoreboard.Active && l.probes <= maxGapProbes {
+			d = max(gapProbeMin, 2*rtt+l.scoreboard.ReorderWindow())
 		}
-		l.rtxAt = min(l.rtxAt, q.now+d<<min(l.probes, 16))
+		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, 16))
 	}
 }
 
 // measureRTT samples the response time if the timed packet has been acknowledged.
-func (q *QP) measureRTT() {
-	l := &q.recovery
-	if l.timedPSN == 0 || q.req.una < l.timedPSN {
+func (l *lossRecovery) measureRTT(una uint64, now int64) {
+	if l.timedPSN == 0 || una < l.timedPSN {
 		return
 	}
 	l.timedPSN = 0
-	l.board.RTT.Sample(q.now, max(q.now-l.timedAt, 1))
+	l.scoreboard.RTT.Sample(now, max(now-l.timedAt, 1))
 }
 
 // retransmitTimeout is called when the retransmission timer expires.
@@ -88,16 +104,16 @@ func (q *QP) retransmitTimeout() {
 	switch {
 	case !q.requesterActive() || q.req.sent == q.req.una:
 	case q.req.rnrUntil != 0 || q.req.stallUntil != 0:
-		// This side is silent: the peer may owe nothing yet.
+		// This side waits itself: the peer may have nothing to answer.
 		l.timeoutAt = 0
-		q.armRetransmit()
+		l.arm(q.now, q.attr.RetryCnt)
 	case q.now < l.timeoutAt:
 		l.probes++
 		if q.probeGap() {
 			return
 		}
-		if l.board.Active {
-			l.probes = 1 // count the probes that go back
+		if l.scoreboard.Active {
+			l.probes = 1 // from here on probes go back
 		}
 		l.cwnd.OnSilence()
 		q.goBack()
@@ -108,7 +124,7 @@ func (q *QP) retransmitTimeout() {
 	}
 }
 
-// gapDetected reacts to a gap: it goes back once and counts it (IBTA 9.7.6.1.3, 9.7.5.2.4).
+// gapDetected reacts to a gap: it goes back and counts it, once per gap (IBTA 9.7.6.1.3, 9.7.5.2.4).
 func (q *QP) gapDetected() {
 	if q.recovery.gapReported || q.req.rnrUntil != 0 {
 		return

@@ -7,26 +7,25 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The requester (IBTA 9.7.3, 9.9). WQEs are fetched in order into a ring of
-// slots, get their PSNs then, are sent packet by packet within the window, and
-// complete in order when the responses reach their last PSN:
+// requester is the part of a QP that sends requests (IBTA 9.7.3, 9.9). WQEs are fetched in order into a ring of slots,
+// where they get their PSNs. They are sent packet by packet within the window, and complete in order when the responses
+// reach their last PSN:
 //
 //	   head            cur            tail          slots (numbers of WQEs)
 //	    | acknowledged  | sent, going  | fetched |
 //	    v  in part      v              v
 //	----[una ....................[nxt ............ sent]   PSNs
 //
-// una is the oldest PSN without response and lies in slot head; nxt is the next to
-// send and lies in slot cur; sent is the end of what was ever sent. Go-back-N sets
-// nxt back to una and reads the message's data again.
+// una is the oldest PSN without response and belongs to slot head. nxt is the next PSN to send and belongs to slot cur.
+// sent is the end of all PSNs that were ever sent. Go-back-N sets nxt back to una and gathers the messages' data again.
 type requester struct {
 	slots           []sendSlot // ring of WQEs; the length is a power of two
-	head, cur, tail uint32
-	una, nxt, sent  uint64
-	nextPSN         uint64 // first PSN of the next WQE
+	head, cur, tail uint32     // numbers of WQEs
+	una, nxt, sent  uint64     // PSNs
+	nextPSN         uint64     // first PSN of the next WQE
 
-	// Ends (exclusive) of the READ and atomic requests in flight, oldest first. A READ is requested in parts of at most
-	// readChunk packets, so that a long READ cannot flood the path. A repeated part keeps its original limits.
+	// Ends (exclusive) of the READ and atomic requests in flight, oldest first. A READ is requested in parts of at
+	// most readChunk packets, so that a long READ cannot flood the path. A repeated part keeps its original limits.
 	readEnds           []uint64 // ring; the length is a power of two
 	readHead, readTail uint32
 
@@ -36,10 +35,10 @@ type requester struct {
 	rnrUntil    int64  // RNR wait: nothing is sent before; 0: no wait
 	stallUntil  int64  // no buffer, or a drain in progress: try again then; 0: not stalled
 
-	localPeer *QP            // the peer, while this Run may reach it directly
-	localMiss translate.Miss // in the QP's own memory, on the local path
+	localPeer *QP            // the peer, if this Run may use the local path
+	localMiss translate.Miss // miss in the QP's own memory, on the local path
 
-	// UD: the path that q.tx was encoded for
+	// UD: the path for which QP.tx was encoded
 	udAV     AddressVector
 	udQPN    uint32
 	udCached bool
@@ -48,41 +47,47 @@ type requester struct {
 	atomicResult [atomicLen]byte // result of an atomic, on its way to or from memory
 }
 
+// sendSlot is one WQE in the ring.
 type sendSlot struct {
 	w          WQE
 	info       *wrInfo
-	first, end uint64
-	// failed: ends with w.Status once all before it have completed (IBTA 10.8.5:
-	// completions stay in order).
-	failed   bool
-	executed bool // memory management: executed
+	first, end uint64 // PSNs; equal for memory management requests
+	failed     bool   // completes with w.Status after all before it (IBTA 10.8.5: completions are in order)
+	executed   bool   // memory management: executed
 }
 
 const (
 	readChunk   = 64   // packets
-	ackEvery    = 64   // packets without AckReq
-	bufferDelay = 50e3 // ns before trying again
+	ackEvery    = 64   // packets; one of so many requests an acknowledgement
+	bufferDelay = 50e3 // ns until a buffer is tried again
 	drainDelay  = 5e3  // ns, about as long as a batch of another loop
 )
 
 func (r *requester) slot(n uint32) *sendSlot { return &r.slots[n&uint32(len(r.slots)-1)] }
 
-// allocate makes the ring of WQEs with storage for their segments and data.
+// allocate makes the rings of all parts, when the QP leaves RESET.
 func (q *QP) allocate() {
-	n := q.cfg.MaxOutstanding
-	q.req.slots = make([]sendSlot, n)
-	sges := make([]SGE, n*q.cfg.MaxSendSGE)
-	inline := make([]byte, n*q.cfg.MaxInline)
-	for i := range q.req.slots {
-		w := &q.req.slots[i].w
-		w.SGEs, sges = sges[:0:q.cfg.MaxSendSGE], sges[q.cfg.MaxSendSGE:]
-		w.InlineData, inline = inline[:0:q.cfg.MaxInline], inline[q.cfg.MaxInline:]
-	}
+	q.req.allocate(&q.cfg)
 	q.resp.recv.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
 	if q.typ == RC {
-		q.req.readEnds = make([]uint64, 1<<ceilLog2(q.cfg.MaxRdAtomic))
 		q.recovery.allocate(1 << ceilLog2(q.cfg.Window+readChunk)) // as many PSNs as may be in flight
 		q.resp.reorder.Queue = recovery.NewQueue(reorderSpan)
+	}
+}
+
+// allocate makes the ring of WQEs with storage for their segments and inline data.
+func (r *requester) allocate(cfg *Config) {
+	n := cfg.MaxOutstanding
+	r.slots = make([]sendSlot, n)
+	sges := make([]SGE, n*cfg.MaxSendSGE)
+	inline := make([]byte, n*cfg.MaxInline)
+	for i := range r.slots {
+		w := &r.slots[i].w
+		w.SGEs, sges = sges[:0:cfg.MaxSendSGE], sges[cfg.MaxSendSGE:]
+		w.InlineData, inline = inline[:0:cfg.MaxInline], inline[cfg.MaxInline:]
+	}
+	if cfg.Type == RC {
+		r.readEnds = make([]uint64, 1<<ceilLog2(cfg.MaxRdAtomic))
 	}
 }
 
@@ -94,11 +99,10 @@ func ceilLog2(n int) int {
 	return s
 }
 
-func (q *QP) resetRequester() {
-	q.clearScoreboard()
-	q.req = requester{slots: q.req.slots, readEnds: q.req.readEnds}
-	q.recovery.reset(min(q.cfg.Window, goBackNWindow))
-	q.req.start(0)
+// reset returns to the state of a new QP and keeps the rings.
+func (r *requester) reset() {
+	*r = requester{slots: r.slots, readEnds: r.readEnds}
+	r.start(0)
 }
 
 // start sets the first PSN to send.
@@ -107,10 +111,10 @@ func (r *requester) start(psn uint32) {
 	r.una, r.nxt, r.sent, r.nextPSN = p, p, p, p
 }
 
-// fetch takes the next WQE from the SQ into the ring.
+// fetchWQE fetches the next WQE into the ring and assigns its PSNs. It returns false if there is none or no room.
 func (q *QP) fetchWQE() bool {
 	if q.state != RTS {
-		return false // SQD: only what was begun
+		return false // SQD: only WQEs that were begun
 	}
 	if q.req.tail-q.req.head == uint32(len(q.req.slots)) {
 		q.req.blocked = true
@@ -140,11 +144,11 @@ func (q *QP) fetchWQE() bool {
 	return true
 }
 
-// fetchInto asks the adapter for WQE tail; false if there is none now.
+// fetchInto fetches WQE tail into s. It returns false if none is posted or if it is not accessible.
 func (q *QP) fetchInto(s *sendSlot) bool {
 	w := &s.w
 	w.Seq, w.SGEs, w.InlineData = q.req.tail, w.SGEs[:0], w.InlineData[:0]
-	w.Opcode, w.Length, w.Status = 0, 0, StatusSuccess // of a bad WQE that leaves them out
+	w.Opcode, w.Length, w.Status = 0, 0, StatusSuccess // FetchBad may leave them unset
 	s.failed, s.executed = false, false
 	f := q.queues.FetchSend(q.req.tail, w)
 	if f == FetchFault {
@@ -169,7 +173,7 @@ func (q *QP) fetchInto(s *sendSlot) bool {
 	return true
 }
 
-// checkWQE applies the rules that do not depend on rings (IBTA 10.7, 9.7.7).
+// checkWQE applies the transport's rules to a WQE (IBTA 10.7, 9.7.7).
 func (q *QP) checkWQE(s *sendSlot) Status {
 	w := &s.w
 	switch s.info.kind {
@@ -198,7 +202,7 @@ func (q *QP) checkWQE(s *sendSlot) Status {
 	return StatusSuccess
 }
 
-// runRC sends up to budget packets; more tells whether the budget ended it.
+// runRC sends up to budget packets. It returns true if it stopped because the budget was used up.
 func (q *QP) runRC(budget int) (more bool) {
 	if q.state != RTS && q.state != SQD {
 		return false
@@ -206,7 +210,7 @@ func (q *QP) runRC(budget int) (more bool) {
 	q.req.blocked = false
 	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
-		if q.recovery.board.Active && q.req.nxt < q.req.sent {
+		if q.recovery.scoreboard.Active && q.req.nxt < q.req.sent {
 			q.skipDelivered()
 		}
 		if q.req.rnrUntil != 0 || q.req.stallUntil != 0 || q.faults.send.blocks(q.req.nxt) {
@@ -252,10 +256,9 @@ func (q *QP) runRC(budget int) (more bool) {
 	return true
 }
 
-// sendRC sends the next packet of slot cur, if it may.
+// sendRC sends the next packet of slot cur, if the window permits it.
 func (q *QP) sendRC(s *sendSlot) bool {
-	full := q.req.nxt-q.req.una >= uint64(q.cfg.Window) && !q.recovery.board.Retransmitting || q.inFlight() >= q.recovery.cwnd.Packets() && !(q.recovery.board.Retransmitting && q.req.nxt == q.req.una)
-	if full || q.req.nxt == s.first && s.w.Fence && q.req.fenceBlocks() {
+	if q.windowFull() || q.req.nxt == s.first && s.w.Fence && q.req.fenceBlocks() {
 		q.req.blocked = true
 		return false
 	}
@@ -267,15 +270,22 @@ func (q *QP) sendRC(s *sendSlot) bool {
 		return false
 	}
 	q.advanceNxt(s, q.req.nxt+1)
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	return true
 }
 
-// manage executes the memory management request in slot cur, once, when its turn has
-// come: what is behind it finds the memory as it leaves it (IBTA 10.8.3).
+// windowFull tells whether no more packets may be in flight. The oldest packet may always be sent again.
+func (q *QP) windowFull() bool {
+	retransmitting := q.recovery.scoreboard.Retransmitting
+	return q.req.nxt-q.req.una >= uint64(q.cfg.Window) && !retransmitting ||
+		q.inFlight() >= q.recovery.cwnd.Packets() && !(retransmitting && q.req.nxt == q.req.una)
+}
+
+// executeManage executes the memory management request in slot cur, once and in order: requests behind it find the
+// memory as it leaves it (IBTA 10.8.3). It returns false if the requester must stop.
 func (q *QP) executeManage(s *sendSlot) bool {
 	switch {
-	case s.executed: // went back behind it
+	case s.executed: // the requester went back beyond it
 		return true
 	case s.info.afterAll && q.req.cur != q.req.head, s.w.Fence && q.req.fenceBlocks():
 		q.req.blocked = true
@@ -301,15 +311,14 @@ func (q *QP) executeManage(s *sendSlot) bool {
 	return true
 }
 
-// retire completes memory management requests that nothing stands before any more.
+// completeManaged completes executed memory management requests at the head of the ring.
 func (q *QP) completeManaged() {
 	for q.req.head != q.req.tail && q.req.slot(q.req.head).executed && q.requesterActive() {
 		q.completeHead(StatusSuccess)
 	}
 }
 
-// fenced tells whether a READ or atomic before slot cur is still in flight
-// (IBTA 10.8.3.3).
+// fenceBlocks tells whether a READ or atomic before slot cur is still in flight (IBTA 10.8.3.3).
 func (r *requester) fenceBlocks() bool {
 	if r.readHead == r.readTail {
 		return false
@@ -322,24 +331,24 @@ func (r *requester) fenceBlocks() bool {
 	return false
 }
 
-// advanceNxt notes that everything of s before PSN end was sent.
+// advanceNxt records that the packets of s before PSN end were sent.
 func (q *QP) advanceNxt(s *sendSlot, end uint64) {
 	q.noteSent(s, end)
 	q.req.nxt = end
 	if end >= q.req.sent {
 		q.req.sent = end
-		if q.recovery.board.Retransmitting {
-			q.recovery.board.EndRetransmit()
+		if q.recovery.scoreboard.Retransmitting {
+			q.recovery.scoreboard.EndRetransmit()
 		}
 	}
 	if end == s.end {
 		q.req.cur++
 	}
-	q.armRetransmit()
+	q.recovery.arm(q.now, q.attr.RetryCnt)
 }
 
-// sendPacket builds packet number i of a SEND or WRITE. It returns nil if there
-// is no buffer or the data cannot be had; the latter may fail the WQE.
+// sendPacket builds packet number i of a SEND or WRITE. It returns nil if there is no buffer or if the data is not
+// accessible; the latter may fail the WQE.
 func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	w, mtu := &s.w, uint64(q.mtu)
 	off := i * mtu
@@ -349,7 +358,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 		opcode: s.info.ops.pick(first, last),
 		destQP: q.attr.DestQPN,
 		psn:    s.first + i,
-		// BTH.SE is meant for the packet that completes a receive (IBTA 9.2.3).
+		// BTH.SE is set in the packet that completes a receive (IBTA 9.2.3).
 		solicited: last && w.Solicited && (s.info.kind == kindSend || s.info.imm),
 	}
 	ext := 0
@@ -364,11 +373,13 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	} else {
 		t.selective = q.cfg.SelectiveRepeat
 		q.req.sinceAckReq++
-		if t.ackReq = last || q.req.localPeer != nil || q.req.sinceAckReq >= ackEvery || q.recovery.board.Retransmitting || q.inFlight()+1 >= q.recovery.cwnd.Packets(); t.ackReq {
+		t.ackReq = last || q.req.localPeer != nil || q.req.sinceAckReq >= ackEvery ||
+			q.recovery.scoreboard.Retransmitting || q.inFlight()+1 >= q.recovery.cwnd.Packets()
+		if t.ackReq {
 			q.req.sinceAckReq = 0
 		}
 	}
-	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
+	buf, hdr, data := q.newFrame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.req.stallUntil = q.now + bufferDelay
 		return nil
@@ -391,7 +402,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	return buf
 }
 
-// gather reads message data; a miss suspends (PF-10) or fails the WQE.
+// gather copies message data to dst. A miss suspends (PF-10) or fails the WQE.
 func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	if len(dst) == 0 {
 		return true
@@ -417,8 +428,7 @@ func (q *QP) gather(s *sendSlot, dst []byte, off uint64) bool {
 	return false
 }
 
-// failSlot ends slot s, which is the one being sent, with an error: now if it is
-// the oldest, else when its turn comes.
+// failSlot fails slot s, which is being sent: at once if it is the oldest, else after those before it have completed.
 func (q *QP) failSlot(s *sendSlot, st Status) {
 	s.failed, s.w.Status = true, st
 	if s == q.req.slot(q.req.head) {
@@ -426,7 +436,7 @@ func (q *QP) failSlot(s *sendSlot, st Status) {
 	}
 }
 
-// completeHead finishes the oldest WQE.
+// completeHead completes the oldest WQE with status st.
 func (q *QP) completeHead(st Status) {
 	s := q.req.slot(q.req.head)
 	q.req.head++
@@ -451,12 +461,12 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
-	q.req.nextPSN, q.req.una, q.req.sent = q.req.nxt, q.req.nxt, q.req.nxt // what is sent after SQE has the PSNs that this left unused
+	q.req.nextPSN, q.req.una, q.req.sent = q.req.nxt, q.req.nxt, q.req.nxt // the PSNs that it left unused are used after SQE
 	q.faults.send.clear()
 	q.wake()
 }
 
-// checkDrained raises the event once SQD has nothing left in flight.
+// checkDrained raises EventSQDrained when nothing is in flight in SQD.
 func (q *QP) checkDrained() {
 	if q.state != SQD || !q.draining || q.req.head != q.req.tail {
 		return

@@ -6,29 +6,30 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// The responder's reorder queue: requests that arrive before their turn. A request is queued if its sender understands selective
-// acknowledgements, and executed when the gap before it has been filled: in order, as if it had just arrived. Nothing is placed out
-// of order.
+// The responder's reorder queue: requests that arrive out of order. A request is queued if its sender understands
+// selective acknowledgements, and executed when the gap before it has been filled: in order, as if it had just arrived.
+// Nothing is placed out of order.
 //
-// A selective acknowledgement (a NAK for a sequence error with a bitmap of what has arrived, wire.Arrivals) is sent at once. Whether
-// a packet is late or lost is for its sender to decide, who knows the times. If the packet does not say that its sender understands
-// selective acknowledgements, the answer is a plain NAK. So nothing has to be negotiated, and no agreement outlives a change of the
-// peer.
+// A selective acknowledgement (a NAK for a sequence error with a bitmap of the packets that have arrived,
+// wire.Arrivals) is sent at once. The sender, which knows the times, decides whether a packet is late or lost. If the
+// packet does not carry the mark that its sender understands selective acknowledgements, the answer is a plain NAK. So
+// nothing is negotiated, and no agreement can become stale when the peer changes.
 //
-// Packets are queued for a gap and for no other reason. Any other event that stops the responder (RNR, an absent page, an error)
+// Packets are queued only because of a gap. Any other event that stops the responder (RNR, an absent page, an error)
 // makes the sender go back and send everything again, so the queue is emptied.
 const (
 	reorderSpan = wire.ArrivalsSpan
 	// reorderTimeout is how long a reorder queue is kept without progress, ns.
 	reorderTimeout = 100e6
-	// sackEvery: one selective acknowledgement is sent for this many packets that do not request an acknowledgement.
+	// sackEvery: one selective acknowledgement is sent for this many packets that do not request an
+	// acknowledgement.
 	sackEvery = 8
 )
 
-// requestQueue holds requests ahead of epsn.
+// requestQueue holds requests ahead of the expected PSN.
 type requestQueue struct {
 	recovery.Queue
-	arrived   wire.Arrivals // relative to epsn; bit 0 is set only while queued requests are executed
+	arrived   wire.Arrivals // relative to the expected PSN; bit 0 is set only while queued requests are executed
 	sackDue   bool          // a selective acknowledgement is to be sent
 	sinceSACK uint8         // packets queued since the last one
 	expiresAt int64         // when the queue is emptied; 0: it is empty
@@ -53,7 +54,7 @@ func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
 			if first {
 				return false
 			}
-			q.stats.RxDropped++ // what is queued need not be sent again
+			q.stats.RxDropped++ // the queued ones need not be sent again
 			break
 		}
 		n := uint64(1)
@@ -75,37 +76,35 @@ func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
 	return true
 }
 
-// advanceRequestQueue notes that n PSNs from epsn on are done, and releases their frames.
-func (q *QP) advanceRequestQueue(n uint64) {
-	h := &q.resp.reorder
-	for psn := q.resp.epsn; psn < q.resp.epsn+min(n, reorderSpan); psn++ {
+// advance releases the frames of n PSNs from epsn on, the expected one, which are done.
+func (h *requestQueue) advance(epsn, n uint64, now int64, link Link) {
+	for psn := epsn; psn < epsn+min(n, reorderSpan); psn++ {
 		if b := h.Take(psn); b != nil {
-			q.link.Release(b)
+			link.Release(b)
 		}
 	}
 	h.arrived.Shift(n)
-	h.expiresAt = q.now + reorderTimeout
+	h.expiresAt = now + reorderTimeout
 }
 
-// dropQueuedRequests empties the queue.
-func (q *QP) dropQueuedRequests() {
-	h := &q.resp.reorder
+// drop empties the queue.
+func (h *requestQueue) drop(link Link) {
 	for psn := uint64(0); h.Len() > 0; psn++ {
 		if b := h.Take(psn); b != nil {
-			q.link.Release(b)
+			link.Release(b)
 		}
 	}
 	*h = requestQueue{Queue: h.Queue}
 }
 
-// executeQueuedRequests executes the queued requests whose turn it is: at most reorderSpan packets.
+// executeQueuedRequests executes the queued requests that are in order: at most reorderSpan packets.
 func (q *QP) executeQueuedRequests() {
 	h := &q.resp.reorder
 	for h.arrived.Has(0) && q.faults.request.cause == waitNone {
 		b, psn := h.Peek(q.resp.epsn), q.resp.epsn
 		var p wire.RoCE
-		if b == nil || wire.ParseRoCE(b.Bytes(), &p) != nil { // not the packet that was announced: a PSN within a READ
-			q.dropQueuedRequests()
+		if b == nil || wire.ParseRoCE(b.Bytes(), &p) != nil { // a PSN within a READ: the peer contradicts itself
+			h.drop(q.link)
 			break
 		}
 		q.link.InHand(b)
@@ -122,7 +121,7 @@ func (q *QP) executeQueuedRequests() {
 func (q *QP) sendSelectiveAck() bool {
 	h := &q.resp.reorder
 	t := bth{opcode: wire.OpRCSelectiveAck, destQP: q.attr.DestQPN, psn: q.resp.epsn, selective: q.resp.peerSelective}
-	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen+wire.ArrivalsLen, 0)
+	buf, hdr, _ := q.newFrame(&q.tx, &t, wire.AETHLen+wire.ArrivalsLen, 0)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return false
@@ -133,6 +132,6 @@ func (q *QP) sendSelectiveAck() bool {
 	arrived.Encode(hdr[a.Encode(hdr):])
 	h.sackDue, h.sinceSACK = false, 0
 	q.stats.TxSelectiveAcks++
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	return true
 }

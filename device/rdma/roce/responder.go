@@ -5,11 +5,10 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The responder (IBTA 9.7.4, 9.7.5). Requests execute on arrival; what is to be
-// answered is noted, and Run sends it: READ responses and atomic results in PSN
-// order, then one acknowledgement for all that came meanwhile. So acknowledgements
-// coalesce per batch, and never overtake a READ response before them, which the
-// requester would take for a loss.
+// responder is the part of a QP that executes the peer's requests (IBTA 9.7.4, 9.7.5). Requests execute on arrival and
+// their responses are recorded. Run sends the responses: READ data and atomic results in PSN order, then one
+// acknowledgement for everything that arrived since the last. So acknowledgements coalesce per batch, and never
+// overtake a READ response before them, which would look like a loss to the requester.
 type responder struct {
 	epsn uint64 // expected PSN
 	msn  uint32 // message sequence number
@@ -29,14 +28,14 @@ type responder struct {
 	pending   int        // resources with responses to send
 
 	emptyDue      psnSet // FLUSHes and ATOMIC WRITEs whose responses are due
-	repeatsDue    psnSet // READ responses to be sent again, each alone
+	repeatsDue    psnSet // READ responses to send again, each alone
 	peerSelective bool   // the sender of the newest request understands selective acknowledgements
 
 	ackPending bool
 	// ackPSN is the newest SEND or WRITE packet executed. An ACK must never name the PSN of a READ or atomic: some
 	// requesters would complete the READ by it.
 	ackPSN  uint64
-	nak     wire.Syndrome // to send; 0: none; may be nakFault
+	nak     wire.Syndrome // to be sent; 0: none; may be nakFault
 	nakSent bool          // packets ahead of epsn are dropped without an answer (IBTA 9.7.5.2.4)
 	fatal   failure
 
@@ -55,27 +54,27 @@ type responder struct {
 
 	stallUntil int64 // no buffer: try again then; 0: not stalled
 	cqe        Completion
-	grh        [40]byte // UD: GRH area on its way to memory
+	grh        [40]byte // UD: the GRH area, before it is copied to memory
 }
 
-// answer is a READ or atomic, remembered so that a duplicate can be answered
-// again (IBTA 9.7.5.1.2-3).
+// resource is a responder resource: a READ or atomic that is remembered, so that a duplicate can be answered again
+// (IBTA 9.7.5.1.2-3).
 type resource struct {
 	first, end uint64 // PSNs of the whole request
-	// The response being sent: next of the request for [start, stop).
+	// The responses being sent are [start, stop); next is the next of them.
 	start, next, stop uint64
-	sentEnd           uint64 // how far responses have ever been sent
+	sentEnd           uint64 // end of the responses that were ever sent
 	va                translate.VA
 	key               translate.Key
 	length            uint64
 	value             uint64
 	op                wire.Operation
-	behindSend        bool // the PSN before first is a SEND's or WRITE's
-	ackDue            bool // ... and is to be acknowledged if this has to wait
+	behindSend        bool // the PSN before first is that of a SEND or WRITE
+	ackDue            bool // ... which is to be acknowledged if this resource must wait
 	pending           bool
 }
 
-// failure ends the responder once its NAK is out.
+// failure is an error that ends the connection once its NAK has been sent.
 type failure struct {
 	syndrome wire.Syndrome // 0: none
 	status   Status
@@ -97,23 +96,24 @@ const (
 	vRecvProt          // the receive WQE's segments are not accessible
 	vRecvBad           // the receive WQE is malformed; its Status says how
 	vImmAccess         // R_Key violation with the receive WQE of immediate data taken
-	vNoRoom            // no room to note an empty answer
+	vNoRoom            // no room to record an empty response
 )
 
-func (q *QP) resetResponder() {
-	q.dropQueuedRequests()
-	q.resp = responder{recv: RecvWQE{SGEs: q.resp.recv.SGEs[:0]}, reorder: q.resp.reorder}
-	q.resp.start(0)
+// reset returns to the state of a new QP and keeps the storage.
+func (r *responder) reset(link Link) {
+	r.reorder.drop(link)
+	*r = responder{recv: RecvWQE{SGEs: r.recv.SGEs[:0]}, reorder: r.reorder}
+	r.start(0)
 }
 
-// start sets the first PSN to expect.
+// start sets the first expected PSN.
 func (r *responder) start(psn uint32) {
 	r.epsn = psnBase + uint64(psn)
 	r.ackPSN = r.epsn - 1
 }
 
-// resizeResources sets how many READs and atomics are remembered. The newest of
-// those known are kept: SQD, where this may change, does not stop the responder.
+// resizeResources sets how many READs and atomics are remembered. It keeps the newest: SQD, where the number may
+// change, does not stop the responder.
 func (r *responder) resizeResources(n int) {
 	if n == len(r.resources) {
 		return
@@ -131,18 +131,18 @@ func (r *responder) resizeResources(n int) {
 	}
 }
 
-// respClear drops all that was to be sent.
-func (q *QP) dropResponses() {
-	for i := range q.resp.resources {
-		q.resp.resources[i].pending = false
+// dropResponses discards all responses that are due, and the queued requests.
+func (r *responder) dropResponses(link Link) {
+	for i := range r.resources {
+		r.resources[i].pending = false
 	}
-	q.resp.pending = 0
-	q.resp.ackPending, q.resp.nak = false, 0
-	q.resp.rnrRead = 0
-	q.resp.fatal = failure{}
-	q.resp.emptyDue, q.resp.repeatsDue = psnSet{}, psnSet{}
-	q.resp.cnpDue = false
-	q.dropQueuedRequests()
+	r.pending = 0
+	r.ackPending, r.nak = false, 0
+	r.rnrRead = 0
+	r.fatal = failure{}
+	r.emptyDue, r.repeatsDue = psnSet{}, psnSet{}
+	r.cnpDue = false
+	r.reorder.drop(link)
 }
 
 func (q *QP) receiveRC(p *wire.RoCE) {
@@ -160,7 +160,7 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	case psn > q.resp.epsn:
 		q.stats.OutOfSequence++
 		if !q.queueRequest(p, psn) && !q.resp.nakSent {
-			q.dropQueuedRequests()
+			q.resp.reorder.drop(q.link)
 			q.resp.nakSent, q.resp.nak = true, wire.NAKSequence
 			if q.faults.request.cause == waitAtomic {
 				q.resp.nak = nakFault // nothing was lost
@@ -182,7 +182,7 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 	}
 }
 
-// request executes the request that is expected.
+// executeRequest executes p, the request with the expected PSN.
 func (q *QP) executeRequest(p *wire.RoCE) {
 	switch p.Info.Op {
 	case wire.ReadRequest:
@@ -195,7 +195,7 @@ func (q *QP) executeRequest(p *wire.RoCE) {
 		v := q.executeSendWrite(p)
 		if v == vOK {
 			q.resp.ackPSN = q.resp.epsn
-			q.advanceEPSN(q.resp.epsn + 1) // which gives a kept frame back: from here on p is no more than its copied headers
+			q.advanceEPSN(q.resp.epsn + 1) // releases a queued frame: from here on only the decoded headers of p are valid
 			if p.Info.Is(wire.Last) {
 				q.resp.msn++
 			}
@@ -208,10 +208,10 @@ func (q *QP) executeRequest(p *wire.RoCE) {
 	}
 }
 
-// advance makes psn the next to be expected.
+// advanceEPSN makes psn the expected PSN.
 func (q *QP) advanceEPSN(psn uint64) {
 	if q.resp.reorder.expiresAt != 0 {
-		q.advanceRequestQueue(psn - q.resp.epsn)
+		q.resp.reorder.advance(q.resp.epsn, psn-q.resp.epsn, q.now, q.link)
 	}
 	q.resp.epsn = psn
 	q.resp.nakSent, q.resp.nak = false, 0
@@ -220,7 +220,7 @@ func (q *QP) advanceEPSN(psn uint64) {
 	}
 }
 
-// verdictRC turns a failure into its NAK (IBTA 9.9.3, table 60).
+// applyVerdict records the NAK that verdict v calls for (IBTA 9.9.3, table 60).
 func (q *QP) applyVerdict(v verdict) {
 	switch v {
 	case vOK, vParked:
@@ -238,7 +238,7 @@ func (q *QP) applyVerdict(v verdict) {
 	case vImmAccess: // 11.6.2, "Local Access Error"
 		q.stats.AccessErrors++
 		q.resp.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusLocAccess, event: EventAccessErr}
-	case vNoRoom: // as if it had been lost: when its sender repeats it, the answers before it are out
+	case vNoRoom: // as if it had been lost: when it is repeated, the responses before it have been sent
 		q.resp.nak, q.resp.nakSent = wire.NAKSequence, true
 	case vRecvShort:
 		q.resp.fatal = failure{syndrome: wire.NAKInvalidRequest, status: StatusLocLen}
@@ -250,13 +250,12 @@ func (q *QP) applyVerdict(v verdict) {
 	if q.resp.fatal.syndrome != 0 {
 		q.resp.fatal.psn = q.resp.epsn
 	}
-	q.dropQueuedRequests()
+	q.resp.reorder.drop(q.link)
 	q.wake()
 }
 
-// execute carries out a SEND or WRITE packet that is in sequence, RC or UC. On
-// any verdict but vOK nothing has changed that a repetition of the packet would
-// not find as it was.
+// executeSendWrite executes a SEND or WRITE packet that is in sequence, RC or UC. Unless the verdict is vOK, a
+// repetition of the packet finds the state unchanged.
 func (q *QP) executeSendWrite(p *wire.RoCE) verdict {
 	n := uint64(len(p.Payload))
 	first, last := p.Info.Is(wire.First), p.Info.Is(wire.Last)
@@ -294,8 +293,7 @@ func (q *QP) executeSendWrite(p *wire.RoCE) verdict {
 	return vOK
 }
 
-// executeSend places payload in the receive buffers, taking a receive WQE for
-// the first packet.
+// executeSend copies the payload to the receive buffers. The first packet fetches a receive WQE.
 func (q *QP) executeSend(p *wire.RoCE, n uint64) verdict {
 	if v := q.ensureRecv(); v != vOK {
 		return v
@@ -314,8 +312,8 @@ func (q *QP) executeSend(p *wire.RoCE, n uint64) verdict {
 	return q.scatterRecv(q.resp.off, p.Payload, want)
 }
 
-// place copies data into the receive WQE's segments. If it is absent, up to want
-// bytes from there on are asked for.
+// scatterRecv copies data to the receive WQE's segments, from byte off on. If memory is absent, it raises a fault for
+// up to want bytes.
 func (q *QP) scatterRecv(off uint64, data []byte, want uint64) verdict {
 	m := q.memory.Scatter(q.resp.recv.SGEs, off, data)
 	if m.OK() {
@@ -330,7 +328,7 @@ func (q *QP) scatterRecv(off uint64, data []byte, want uint64) verdict {
 	return vRecvProt
 }
 
-// takeRecv makes sure that a receive WQE is at hand.
+// ensureRecv fetches a receive WQE if none is in use.
 func (q *QP) ensureRecv() verdict {
 	if q.resp.haveRecv {
 		if q.resp.recv.Status != StatusSuccess {
@@ -356,6 +354,7 @@ func (q *QP) ensureRecv() verdict {
 	return vNotReady
 }
 
+// executeWrite writes the payload of a WRITE packet to memory.
 func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 	last := p.Info.Is(wire.Last)
 	if p.Info.Is(wire.First) {
@@ -379,7 +378,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 		return vInvReq
 	}
 	if p.Info.Is(wire.HasImm) {
-		// Before the data: a repetition after RNR must not have to undo anything.
+		// Before the data, so that an RNR NAK leaves nothing to undo.
 		if v := q.ensureRecv(); v != vOK {
 			return v
 		}
@@ -397,7 +396,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 	return vOK
 }
 
-// writeRefused is the verdict on a WRITE that violates its R_Key's limits.
+// writeRefused returns the verdict on a WRITE that violates its R_Key's limits.
 func (q *QP) writeRefused() verdict {
 	if q.resp.haveRecv {
 		return vImmAccess
@@ -405,7 +404,7 @@ func (q *QP) writeRefused() verdict {
 	return vRemAccess
 }
 
-// completeRecv finishes the receive in use with the packet that ends it.
+// completeRecv completes the receive in use with p, the last packet of its message.
 func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
 	c := &q.resp.cqe
 	*c = Completion{Opcode: WCRecv, ByteLen: uint32(n), SrcQP: q.attr.DestQPN, Solicited: p.BTH.Solicited, VLAN: NoVLAN}
@@ -423,8 +422,7 @@ func (q *QP) completeRecv(p *wire.RoCE, n uint64) {
 	q.finishRecv()
 }
 
-// finishRecv completes the receive in use with rcomp. What waited for its memory
-// waits no more.
+// finishRecv completes the receive in use with r.cqe, and ends a wait for its memory.
 func (q *QP) finishRecv() {
 	q.resp.haveRecv = false
 	if q.faults.request.cause == waitRecv {

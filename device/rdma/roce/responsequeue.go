@@ -6,13 +6,14 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// The requester's reorder queue: responses that arrive before their turn. A lost response of a READ or atomic is requested again
-// alone (selective.go). The responses behind it are queued and handled in order when the gap is filled, as if they had just arrived.
-// Nothing is placed out of order.
+// The requester's reorder queue: responses that arrive out of order. A lost response of a READ or atomic is requested
+// again alone (selective.go). The responses behind it are queued and handled in order when the gap is filled, as if
+// they had just arrived. Nothing is placed out of order.
 //
-// Each response says in itself that its sender repeats responses one by one, beside whatever else it is sending (responses.go). A
-// response without that mark that arrives before its turn makes the requester go back. So do an RNR NAK, a NAK, an absent page in
-// the requester's memory, and 100 ms without progress: the queue is emptied, and everything is requested again.
+// Each response carries a mark if its sender repeats responses one by one, beside the responses that it is sending
+// already (responses.go). An out-of-order response without that mark makes the requester go back. So do an RNR NAK, a
+// NAK, an absent page in the requester's memory, and 100 ms without progress: the queue is emptied, and everything is
+// requested again.
 
 // responseSpan bounds how far ahead of una a queued response may be, in PSNs.
 const responseSpan = 256
@@ -32,6 +33,15 @@ func (r *responseQueue) dequeue(psn uint64) *frame.Buf {
 	return b
 }
 
+// drop empties the queue.
+func (r *responseQueue) drop(link Link) {
+	for psn := uint64(0); r.Len() > 0; psn++ {
+		if b := r.dequeue(psn); b != nil {
+			link.Release(b)
+		}
+	}
+}
+
 // keepsResponses tells whether responses of p's sender may be queued at present.
 func (q *QP) keepsResponses(p *wire.RoCE) bool {
 	return p.BTH.Selective && q.cfg.SelectiveRepeat && q.req.rnrUntil == 0 && q.faults.send.cause != waitResult
@@ -44,9 +54,10 @@ func (q *QP) responseGap(psn uint64, p *wire.RoCE) {
 	}
 }
 
-// queueResponse queues p, or records what it says if it carries nothing else. If it returns false, the requester goes back.
+// queueResponse queues p. An ACK is only recorded in the scoreboard, as it carries no data. If it returns false, the
+// requester goes back.
 func (q *QP) queueResponse(psn uint64, p *wire.RoCE) bool {
-	b, r := &q.recovery.board, &q.recovery.responses
+	b, r := &q.recovery.scoreboard, &q.recovery.responses
 	if p.Info.Op == wire.Ack {
 		if b.Start(q.req.una); psn < b.Executed {
 			return true
@@ -66,7 +77,7 @@ func (q *QP) queueResponse(psn uint64, p *wire.RoCE) bool {
 			if r.Len() == 0 {
 				return false
 			}
-			q.stats.RxDropped++ // the others need not be requested again
+			q.stats.RxDropped++ // the queued ones need not be requested again
 			return true
 		}
 		b.Start(q.req.una)
@@ -84,19 +95,9 @@ func (q *QP) queueResponse(psn uint64, p *wire.RoCE) bool {
 	return true
 }
 
-// dropQueuedResponses empties the queue.
-func (q *QP) dropQueuedResponses() {
-	r := &q.recovery.responses
-	for psn := uint64(0); r.Len() > 0; psn++ {
-		if b := r.dequeue(psn); b != nil {
-			q.link.Release(b)
-		}
-	}
-}
-
-// handleQueuedResponses handles the queued responses whose turn it is.
+// handleQueuedResponses handles the queued responses that are in order.
 func (q *QP) handleQueuedResponses() {
-	b := &q.recovery.board
+	b := &q.recovery.scoreboard
 	for q.requesterActive() && b.Active {
 		if q.req.una < b.Executed {
 			q.acknowledge(b.Executed)
@@ -112,7 +113,7 @@ func (q *QP) handleQueuedResponses() {
 			q.handleResponse(psn, &p)
 		}
 		q.link.Release(f)
-		if q.req.una == psn { // it was not the response that is awaited
+		if q.req.una == psn { // it was not the expected response
 			b.ClearReceived(psn)
 			break
 		}

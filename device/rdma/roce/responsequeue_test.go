@@ -24,7 +24,7 @@ func newReader(t *testing.T) (*fabric, *reader) {
 	f, b, sent := lone(t, o)
 	r := &reader{b, b.reg(1, 0, 4096, allAccess), sent}
 	clear(r.mem.buf)
-	r.q.recovery.board.RTT.Sample(r.q.now, 100e3) // the response time
+	r.q.recovery.scoreboard.RTT.Sample(r.q.now, 100e3) // the response time
 	r.post(WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 1000)}})
 	r.post(WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 1024, 8)}})
 	r.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 3000, 8)}})
@@ -114,13 +114,13 @@ func (n *reader) check() {
 		}
 	}
 	n.f.wantHeld(0)
-	if n.q.recovery.board.Active || n.q.recovery.retryLeft != 7 {
+	if n.q.recovery.scoreboard.Active || n.q.recovery.retryLeft != 7 {
 		n.f.t.Error("it still repairs, or has counted")
 	}
 }
 
-// TestKeepReplies: a response that is lost is asked for again alone, once, and not before it can be lost; those behind it are kept,
-// and placed in order.
+// TestKeepReplies: a response that is lost is asked for again alone, once, and not before it can be lost; those behind
+// it are kept, and placed in order.
 func TestKeepReplies(t *testing.T) {
 	f, b := newReader(t)
 	b.reply(0, true)
@@ -236,8 +236,8 @@ func TestExecuted(t *testing.T) {
 	b.wantAsked(readFrom, 1000)
 }
 
-// TestKeepRepliesEnds: whatever else stops the requester, and whoever does not repeat responses alone, makes it go back, and it gives
-// back what it kept.
+// TestKeepRepliesEnds: whatever else stops the requester, and whoever does not repeat responses alone, makes it go
+// back, and it gives back what it kept.
 func TestKeepRepliesEnds(t *testing.T) {
 	for name, end := range map[string]func(f *fabric, b *reader){
 		"unmarked":  func(f *fabric, b *reader) { b.reply(3, false) },
@@ -333,8 +333,8 @@ func TestKeepRepliesBounds(t *testing.T) {
 	f.wantHeld(0)
 }
 
-// TestKeepRequest: of a READ whose request is lost all is asked for, not before something behind it has arrived; a map that says that the request is
-// there says nothing of its responses.
+// TestKeepRequest: of a READ whose request is lost all is asked for, not before something behind it has arrived; a map
+// that says that the request is there says nothing of its responses.
 func TestKeepRequest(t *testing.T) {
 	f, b := newReader(t)
 	tell := func(psn uint32, there wire.Arrivals) {
@@ -446,8 +446,9 @@ func TestRepeatReplies(t *testing.T) {
 	b.wantState(RTS)
 }
 
-// TestMixedLoss: READs of any length, WRITEs, SENDs and atomics, either way, while packets are lost, late, doubled and pages absent, and ends come
-// to understand maps and cease to, and forget what they know. What is read is compared, and each atomic executed once.
+// TestMixedLoss: READs of any length, WRITEs, SENDs and atomics, either way, while packets are lost, late, doubled and
+// pages absent, and ends come to understand maps and cease to, and forget what they know. What is read is compared, and
+// each atomic executed once.
 func TestMixedLoss(t *testing.T) {
 	for seed := range int64(30) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -503,7 +504,7 @@ func TestMixedLoss(t *testing.T) {
 					case 0:
 						x.q.cfg.SelectiveRepeat = !x.q.cfg.SelectiveRepeat
 					case 1:
-						x.q.dropQueuedRequests()
+						x.q.resp.reorder.drop(x.q.link)
 						x.q.resp.repeatsDue = psnSet{}
 					case 2:
 						x.q.goBack()

@@ -7,13 +7,12 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// READs and atomics at the responder, and the sending of all that it owes.
+// READs and atomics at the responder, and the sending of all responses.
 
-// newAnswer takes the next place among those remembered. It fails if that one
-// still owes its first response: the requester has more in flight than agreed.
-// If it only repeats one, for a duplicate, the repetition is dropped: a requester
-// that keeps to the agreement asks for more only after what it had asked for has
-// arrived.
+// newResource returns the resource for the next READ or atomic; nil if that resource still has responses to send for
+// the first time: the requester has more than max_dest_rd_atomic requests in flight. If it is only being repeated, for
+// a duplicate, the repetition is dropped: a requester that respects the limit sends a new request only after earlier
+// responses have arrived.
 func (r *responder) newResource() *resource {
 	if len(r.resources) == 0 {
 		return nil
@@ -29,7 +28,7 @@ func (r *responder) newResource() *resource {
 	return a
 }
 
-// acceptRead notes a READ request that is in sequence (IBTA 9.7.5.1.8).
+// acceptRead records a READ request that is in sequence (IBTA 9.7.5.1.8).
 func (q *QP) acceptRead(p *wire.RoCE) verdict {
 	if q.resp.op != 0 || q.attr.Access&translate.RemoteRead == 0 {
 		return vInvReq
@@ -46,7 +45,10 @@ func (q *QP) acceptRead(p *wire.RoCE) verdict {
 		}
 	}
 	end := q.resp.epsn + packets(n, q.mtu)
-	*r = resource{first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end, va: va, key: key, length: n, op: wire.ReadRequest}
+	*r = resource{
+		first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end,
+		va: va, key: key, length: n, op: wire.ReadRequest,
+	}
 	q.recordResource(r)
 	return vOK
 }
@@ -71,18 +73,19 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 		h := p.AtomicETH()
 		a.va, a.key, a.compare, a.swapAdd = translate.VA(h.VA), translate.Key(h.RKey), h.Compare, h.SwapAdd
 	}
-	if q.resp.op != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 || len(q.resp.resources) == 0 {
+	if q.resp.op != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 ||
+		len(q.resp.resources) == 0 {
 		return vInvReq
 	}
 	parked := q.faults.request.cause == waitAtomic
 	v := q.executeAtomic()
 	if v == vParked && parked {
-		return vFault // its requester asks again: it is told to wait
+		return vFault // its requester repeats it, and gets an RNR NAK
 	}
 	return v
 }
 
-// flushNeeds is the right that a FLUSH needs, of the QP and of the region (A19); 0: it asks for what there is not.
+// flushNeeds returns the rights of QP and region that a FLUSH needs (A19); 0: the FLUSH is not valid.
 func flushNeeds(h wire.FETH) (need translate.Access) {
 	if h.Selectivity > wire.FlushRegion {
 		return 0
@@ -96,15 +99,16 @@ func flushNeeds(h wire.FETH) (need translate.Access) {
 	return need
 }
 
-// acceptFlush notes a FLUSH that is in sequence (A19). All before it has been executed, and what this
-// device stores everybody sees at once: there is nothing left to do.
+// acceptFlush records a FLUSH that is in sequence (A19). All requests before it have been executed, and this device's
+// stores are visible to everybody at once, so nothing is left to do.
 func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	h, f := p.RETH(), p.FETH()
 	need := flushNeeds(f)
 	if need == 0 || q.resp.op != 0 || q.attr.Access&need != need || len(q.resp.resources) == 0 {
 		return vInvReq
 	}
-	if !q.memory.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), f.Selectivity == wire.FlushRegion, need).OK() {
+	whole := f.Selectivity == wire.FlushRegion
+	if !q.memory.FlushRemote(translate.Key(h.RKey), translate.VA(h.VA), uint64(h.Length), whole, need).OK() {
 		return vRemAccess
 	}
 	if !q.resp.emptyDue.add(q.resp.epsn) {
@@ -114,9 +118,8 @@ func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	return vOK
 }
 
-// executeAtomic executes q.atomic, the request at epsn. If its page is absent, the
-// request stays here, without a message (PF-10). Those behind it must not overtake
-// it: the first to arrive is answered RNR.
+// executeAtomic executes resp.atomic, the request with the expected PSN. If its page is absent, the request is kept and
+// no message is sent (PF-10). Requests behind it must not overtake it: the first to arrive is answered by an RNR NAK.
 func (q *QP) executeAtomic() verdict {
 	a := &q.resp.atomic
 	var r *resource // stays nil for an ATOMIC WRITE
@@ -135,9 +138,12 @@ func (q *QP) executeAtomic() verdict {
 	if !m.OK() {
 		return vRemAccess
 	}
-	dropped := q.resp.nak == nakFault // and the peer does not know yet
+	dropped := q.resp.nak == nakFault // a request behind it was dropped, and its RNR NAK has not been sent
 	if end := q.resp.epsn + 1; r != nil {
-		*r = resource{first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end, value: old, op: a.op}
+		*r = resource{
+			first: q.resp.epsn, end: end, start: q.resp.epsn, next: q.resp.epsn, stop: end,
+			value: old, op: a.op,
+		}
 		q.recordResource(r)
 	} else {
 		q.resp.emptyDue.add(q.resp.epsn)
@@ -149,7 +155,7 @@ func (q *QP) executeAtomic() verdict {
 	return vOK
 }
 
-// remember accepts the request that r, the place of newAnswer, answers.
+// recordResource accepts the request that r, from newResource, describes.
 func (q *QP) recordResource(r *resource) {
 	q.resp.accepted++
 	r.pending = true
@@ -159,16 +165,16 @@ func (q *QP) recordResource(r *resource) {
 	q.advanceAccepted(r.end)
 }
 
-// accepted goes on behind a request that has a response, from PSN end on.
+// advanceAccepted makes end the expected PSN, after a request that has a response of its own.
 func (q *QP) advanceAccepted(end uint64) {
 	q.advanceEPSN(end)
 	q.resp.msn++
-	q.resp.ackPending = false // the response acknowledges what was before
+	q.resp.ackPending = false // the response acknowledges everything before it
 	q.wake()
 }
 
-// duplicate answers a request that was executed before (IBTA 9.7.4.2.2,
-// 9.7.5.1.2-3). What does not match the original is dropped.
+// handleDuplicate answers a request that was executed before (IBTA 9.7.4.2.2, 9.7.5.1.2-3). A request that does not
+// match the original is dropped.
 func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
 		q.resp.ackPending = true
@@ -205,7 +211,7 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 		}
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
-		// Not sent yet: the original response will do.
+		// The original responses have not been sent yet, and answer this request too.
 		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() {
 			q.resp.rnrRead = psn
 			q.wake()
@@ -219,7 +225,7 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	q.queueResponses(r)
 }
 
-// goOn has r's responses sent, from next on.
+// queueResponses makes Run send the responses of r from next on.
 func (q *QP) queueResponses(r *resource) {
 	if !r.pending {
 		r.pending = true
@@ -228,8 +234,9 @@ func (q *QP) queueResponses(r *resource) {
 	q.wake()
 }
 
-// repeat notes that the responses [psn, stop) of r, a READ, are to be sent again, but for those that are about to be sent anyway. Thus the
-// rest of an answer is not cut off, and one gap does not make forget another. False: they are too many.
+// queueRepeats records that the responses [psn, stop) of r, a READ, are to be sent again, except those that are about
+// to be sent anyway. So the responses being sent are not cut off, and one gap does not replace another. It returns
+// false if they are too many.
 func (q *QP) queueRepeats(r *resource, psn, stop uint64) bool {
 	if stop-psn > psnSetSpan || !q.resp.repeatsDue.fits(psn) || !q.resp.repeatsDue.fits(stop-1) {
 		return false
@@ -243,12 +250,12 @@ func (q *QP) queueRepeats(r *resource, psn, stop uint64) bool {
 	return true
 }
 
-// answerAgain sends the response psn of a READ again. If it cannot, it is repeated as the first of all that its answer still has to
-// send: what becomes of it then, and of those behind it, is as with any other.
+// resendReadResponse sends the response psn of a READ again. If its memory is not accessible, the response becomes the
+// first of those that its resource has to send, and is handled like any other.
 func (q *QP) resendReadResponse(psn uint64) {
 	r := q.resp.findResource(psn)
 	if r == nil || r.op != wire.ReadRequest {
-		q.resp.repeatsDue.remove(psn) // its requester has asked for more than agreed since
+		q.resp.repeatsDue.remove(psn) // the requester has exceeded max_dest_rd_atomic since
 		return
 	}
 	m, ok := q.sendResponse(r, psn, true, true)
@@ -265,10 +272,10 @@ func (q *QP) resendReadResponse(psn uint64) {
 	}
 }
 
-// answerEmpty sends the response to the FLUSH or ATOMIC WRITE with PSN psn: that of a READ of nothing (A19).
+// sendEmptyResponse sends the response to the FLUSH or ATOMIC WRITE with PSN psn: a READ response without data (A19).
 func (q *QP) sendEmptyResponse(psn uint64) {
 	t := bth{opcode: wire.OpRCReadResponseOnly, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
-	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
+	buf, hdr, _ := q.newFrame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return
@@ -276,10 +283,10 @@ func (q *QP) sendEmptyResponse(psn uint64) {
 	h := wire.AETH{Syndrome: wire.NoCredits, MSN: q.resp.msn}
 	h.Encode(hdr)
 	q.resp.emptyDue.remove(psn)
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 }
 
-// remembered finds the READ or atomic that psn belongs to.
+// findResource returns the READ or atomic that psn belongs to; nil: it is not remembered.
 func (r *responder) findResource(psn uint64) *resource {
 	n := uint64(len(r.resources))
 	for i := uint64(1); i <= min(n, r.accepted); i++ {
@@ -291,7 +298,7 @@ func (r *responder) findResource(psn uint64) *resource {
 	return nil
 }
 
-// oldestPending returns the first answer that owes responses. pending is not 0.
+// oldestPending returns the oldest resource with responses to send. pending is not 0.
 func (r *responder) oldestPending() *resource {
 	n := uint64(len(r.resources))
 	for i := min(n, r.accepted); i > 0; i-- {
@@ -302,7 +309,7 @@ func (r *responder) oldestPending() *resource {
 	return nil
 }
 
-// respond sends up to budget packets of what the responder owes.
+// respond sends up to budget packets of responses. It returns true if it stopped because the budget was used up.
 func (q *QP) respond(budget int) (more bool) {
 	if q.resp.cnpDue && q.resp.stallUntil == 0 {
 		q.sendCNP()
@@ -342,21 +349,21 @@ func (q *QP) respond(budget int) (more bool) {
 		return false
 	}
 	q.resp.rnrRead = 0
-	syn, psn, told := q.resp.fatal.syndrome, q.resp.fatal.psn, false
+	syn, psn, sacked := q.resp.fatal.syndrome, q.resp.fatal.psn, false
 	switch {
 	case syn != 0:
 	case q.resp.nak == nakFault:
-		syn, psn = q.rnrSyndrome(&q.faults.request), q.resp.epsn
+		syn, psn = q.faults.request.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.epsn
 	case q.resp.nak != 0:
 		syn, psn = q.resp.nak, q.resp.epsn
 	case q.resp.reorder.arrived.Any() && (q.resp.ackPending || q.resp.reorder.sackDue):
-		told = q.sendSelectiveAck()
+		sacked = q.sendSelectiveAck()
 	case q.resp.ackPending:
 		syn, psn = wire.NoCredits, q.resp.ackPSN
 	default:
 		return false
 	}
-	if !told && !q.sendAck(syn, psn) {
+	if !sacked && !q.sendAck(syn, psn) {
 		return false
 	}
 	if q.resp.nak == nakFault && q.faults.request.cause != waitNone {
@@ -374,22 +381,26 @@ func (q *QP) respond(budget int) (more bool) {
 	return false
 }
 
-// whileWaiting sends what may be sent while r, the oldest READ, waits for a page.
+// respondWhileWaiting sends the messages that are permitted while r, the oldest READ, waits for a page.
 func (q *QP) respondWhileWaiting(r *resource) {
 	if r.ackDue && q.sendAck(wire.NoCredits, r.first-1) {
 		r.ackDue = false
 	}
 	if q.resp.rnrRead < r.next || q.resp.rnrRead >= r.stop {
-		return // nobody asked, or for what another repetition has made obsolete
+		return // the READ was not repeated, or the repetition is obsolete
 	}
-	if q.resp.stallUntil == 0 && q.sendAck(q.rnrSyndrome(&q.faults.read), q.resp.rnrRead) {
+	if q.resp.stallUntil != 0 {
+		return
+	}
+	if syn := q.faults.read.rnrSyndrome(q.now, q.sched.FaultDelay()); q.sendAck(syn, q.resp.rnrRead) {
 		q.resp.rnrRead = 0
 	}
 }
 
+// sendAck sends an ACK, NAK or RNR NAK. It returns false if there is no buffer.
 func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 	t := bth{opcode: wire.OpRCAck, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
-	buf, hdr, _ := q.frame(&q.tx, &t, wire.AETHLen, 0)
+	buf, hdr, _ := q.newFrame(&q.tx, &t, wire.AETHLen, 0)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return false
@@ -404,11 +415,12 @@ func (q *QP) sendAck(syn wire.Syndrome, psn uint64) bool {
 	default:
 		q.stats.TxNaks++
 	}
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	return true
 }
 
-// answer sends the response psn of r, as the first or last of those asked for or not.
+// sendResponse sends the response psn of r; first and last say where it stands among the requested ones. ok is false if
+// it was not sent: m is the miss, or OK if there is no buffer.
 func (q *QP) sendResponse(r *resource, psn uint64, first, last bool) (m translate.Miss, ok bool) {
 	t := bth{opcode: wire.OpRCAtomicAck, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
 	ext, n := wire.AETHLen+wire.AtomicAckLen, 0
@@ -421,7 +433,7 @@ func (q *QP) sendResponse(r *resource, psn uint64, first, last bool) (m translat
 		}
 		n = int(min(r.length-off, uint64(q.mtu)))
 	}
-	buf, hdr, data := q.frame(&q.tx, &t, ext, n)
+	buf, hdr, data := q.newFrame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return m, false
@@ -442,11 +454,11 @@ func (q *QP) sendResponse(r *resource, psn uint64, first, last bool) (m translat
 			q.faults.read.clear()
 		}
 	}
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	return m, true
 }
 
-// answerNext sends the next packet of r, unless it has to wait or fails.
+// sendNextResponse sends the next response of r, unless it must wait or fails.
 func (q *QP) sendNextResponse(r *resource) {
 	m, ok := q.sendResponse(r, r.next, r.next == r.start, r.next+1 == r.stop)
 	if !m.OK() {
@@ -464,8 +476,8 @@ func (q *QP) sendNextResponse(r *resource) {
 	}
 }
 
-// readMiss: absent memory delays the response without a message (PF-10); a key
-// that has gone meanwhile ends the connection.
+// readMiss handles a miss m in the memory of r. Absent memory delays the response without a message (PF-10); an invalid
+// key ends the connection.
 func (q *QP) readMiss(r *resource, m translate.Miss) {
 	if !m.Fault() {
 		q.failRead(r)
@@ -475,10 +487,9 @@ func (q *QP) readMiss(r *resource, m translate.Miss) {
 	q.waitFor(Responder, &q.faults.read, waitRead, r.next, m)
 }
 
-// failRead ends the connection at the next response of r. But if that one has been
-// sent before, the requester most likely has it, and its owner may have taken the
-// memory back since: then the repetition alone ends. A requester that does wait
-// for it learns from the NAK that there is no more; any other ignores it as old.
+// failRead ends the connection at the next response of r. But if that response has been sent before, the requester most
+// likely has it, and the owner of the memory may have deregistered it since: then only the repetition ends. A requester
+// that does wait for the response fails by the NAK; any other ignores the NAK as old.
 func (q *QP) failRead(r *resource) {
 	psn := r.next
 	q.stats.AccessErrors++
@@ -488,6 +499,8 @@ func (q *QP) failRead(r *resource) {
 		q.sendAck(wire.NAKRemoteAccess, psn)
 		return
 	}
-	q.dropResponses()
-	q.resp.fatal = failure{syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn}
+	q.resp.dropResponses(q.link)
+	q.resp.fatal = failure{
+		syndrome: wire.NAKRemoteAccess, status: StatusRemAccess, event: EventAccessErr, psn: psn,
+	}
 }

@@ -5,23 +5,25 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Selective repeat, the requester's part: only lost packets are sent again. recovery.Scoreboard decides which packets are lost.
-// Retransmissions by selective repeat are not counted against retry_cnt: the peer is alive. The timeout runs on until the oldest
-// packet is acknowledged. Then the scoreboard is cleared, as before any other going back.
+// Selective repeat, the requester's part: only lost packets are sent again. recovery.Scoreboard decides which packets
+// are lost. Retransmissions by selective repeat are not counted against retry_cnt: the peer is alive. The timeout keeps
+// running until the oldest packet is acknowledged. When it expires, the requester goes back, which clears the
+// scoreboard.
 //
-// Retransmission uses the code of going back: nxt returns to una, and what need not be sent again is skipped.
+// Retransmission uses the code of go-back-N: nxt returns to una, and packets that need no retransmission are skipped.
 const (
 	gapProbeMin  = 200e3 // ns
 	maxGapProbes = 3     // probes of one packet each before a probe goes back
 )
 
-// clearScoreboard discards what is known of the packets in flight: all of them are to be sent again.
+// clearScoreboard discards what is known of the packets in flight, and the queued responses: all packets are to be sent
+// again.
 func (q *QP) clearScoreboard() {
-	b := &q.recovery.board
+	b := &q.recovery.scoreboard
 	if !b.Active {
 		return
 	}
-	q.dropQueuedResponses()
+	q.recovery.responses.drop(q.link)
 	b.Clear(q.req.una, q.req.sent)
 }
 
@@ -34,34 +36,35 @@ func (q *QP) receiveSelectiveAck(psn uint64, p *wire.RoCE) {
 	}
 	q.stats.RxSelectiveAcks++
 	if !q.acknowledge(psn) && !(q.requesterActive() && q.keepsResponses(p)) {
-		if q.requesterActive() { // the response of a READ is missing
+		if q.requesterActive() { // the response to a READ is missing
 			q.gapDetected()
 		}
 		return
 	}
 	if q.req.rnrUntil != 0 {
-		return // sent before the RNR NAK; the peer has dropped its reorder queue since
+		return // it was sent before the RNR NAK; the peer has emptied its reorder queue since
 	}
-	b := &q.recovery.board
+	b := &q.recovery.scoreboard
 	b.Start(q.req.una)
 	if b.SelectiveAck(psn, q.req.una, q.req.sent, &arrivals, q.now) {
 		q.restartTimers()
 	}
 }
 
-// restartTimers goes on after a sign that packets do arrive: only the acknowledgement of the oldest is delayed.
+// restartTimers restarts the retransmission timer after a report that packets have arrived behind the gap.
 func (q *QP) restartTimers() {
 	l := &q.recovery
-	l.board.Extend(q.req.sent)
+	l.scoreboard.Extend(q.req.sent)
 	l.timedPSN = 0
 	l.rtxAt, l.probes = 0, 0
-	q.armRetransmit()
+	l.arm(q.now, q.attr.RetryCnt)
 }
 
-// detectLosses looks at all that is in flight, after something has arrived or after some time.
+// detectLosses checks all packets in flight, after an arrival or when the scoreboard's CheckAt has passed, and starts
+// the retransmission of those that are lost.
 func (q *QP) detectLosses() {
 	l, r := &q.recovery, &q.req
-	b := &l.board
+	b := &l.scoreboard
 	b.ClearCounts()
 	b.Retransmitting = b.Retransmitting && r.nxt < r.sent
 	if b.Done(r.una) || !q.requesterActive() {
@@ -69,7 +72,7 @@ func (q *QP) detectLosses() {
 		return
 	}
 	if r.rnrUntil != 0 || r.nxt < r.sent && !b.Retransmitting {
-		return // everything is sent again, except what the peer has
+		return // all packets that the peer has not received are sent again anyway
 	}
 	lost, oldest := b.DetectLosses(r.una, r.sent, q.now)
 	if lost == 0 {
@@ -83,10 +86,10 @@ func (q *QP) detectLosses() {
 	q.wake()
 }
 
-// skipDelivered advances nxt past what need not be sent again.
+// skipDelivered advances nxt past packets that need no retransmission.
 func (q *QP) skipDelivered() {
-	b, r := &q.recovery.board, &q.req
-	q.armRetransmit() // possibly nothing is sent that would arm it
+	b, r := &q.recovery.scoreboard, &q.req
+	q.recovery.arm(q.now, q.attr.RetryCnt) // as nothing may be left to send, which would arm it
 	for r.nxt < r.sent && !b.NeedsRetransmit(r.nxt, q.now) {
 		s := r.slot(r.cur)
 		switch {
@@ -105,24 +108,27 @@ func (q *QP) skipDelivered() {
 	}
 }
 
-// probeGap sends the oldest packet again if the peer has later ones and reports no more. It returns false if going back is due.
+// probeGap sends the oldest packet again if the peer has later ones but has stopped reporting. It returns false if the
+// requester must go back.
 func (q *QP) probeGap() bool {
-	b := &q.recovery.board
+	b := &q.recovery.scoreboard
 	if !b.Active || q.recovery.probes > maxGapProbes || q.req.nxt < q.req.sent && !b.Retransmitting {
 		return false
 	}
 	b.MarkLost(q.req.una)
 	q.detectLosses()
-	q.armRetransmit()
+	q.recovery.arm(q.now, q.attr.RetryCnt)
 	return b.Active
 }
 
-// inFlight returns how many PSNs are in flight; what is lost, or has arrived at the peer, is not.
-func (q *QP) inFlight() uint64 { return q.recovery.board.InFlight(q.req.una, q.req.nxt, q.req.sent) }
+// inFlight returns how many PSNs are in flight; packets that are lost, or have arrived at the peer, are not.
+func (q *QP) inFlight() uint64 {
+	return q.recovery.scoreboard.InFlight(q.req.una, q.req.nxt, q.req.sent)
+}
 
-// noteSent records that the packets [nxt, end) of s are sent now.
+// noteSent records that the packets [nxt, end) of s are sent at this moment.
 func (q *QP) noteSent(s *sendSlot, end uint64) {
-	b, r := &q.recovery.board, &q.req
+	b, r := &q.recovery.scoreboard, &q.req
 	f := recovery.Flags(0)
 	if s.info.kind.needsResponse() {
 		f = recovery.AwaitsResponse | recovery.FirstResponse

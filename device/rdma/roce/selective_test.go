@@ -194,7 +194,8 @@ func TestKeepEnds(t *testing.T) {
 	}
 }
 
-// TestRepair: of what the peer says that it lacks, only that is sent again, not before it can be lost, and once in its time.
+// TestRepair: of what the peer says that it lacks, only that is sent again, not before it can be lost, and once in its
+// time.
 func TestRepair(t *testing.T) {
 	o := opts()
 	o.psnB, o.timeout = psnMask-1, 18 // 1 s
@@ -271,7 +272,7 @@ func TestRepair(t *testing.T) {
 	*sent = nil
 	ack(first + 7)
 	b.wantSends(0, 0, 0, 0, 0, 0, 0, 0)
-	if b.q.recovery.board.Active || b.q.recovery.retryLeft != 7 {
+	if b.q.recovery.scoreboard.Active || b.q.recovery.retryLeft != 7 {
 		t.Error("it still repairs")
 	}
 }
@@ -304,7 +305,7 @@ func TestHostileMap(t *testing.T) {
 			c.op, c.syn = wire.OpRCSelectiveAck, wire.NAKSequence
 			b.inject(c)
 			b.wantResp(sent)
-			if b.q.recovery.board.Active {
+			if b.q.recovery.scoreboard.Active {
 				t.Errorf("%+v is believed", c)
 			}
 		}
@@ -331,8 +332,8 @@ func (f *fabric) losses(share, burst int) {
 	}
 }
 
-// TestLoss: what is lost for no reason costs little more than itself, on a link of 10 Gbit/s and 40 us; where one end goes back N it costs the
-// window (see README: the figures are those of this test).
+// TestLoss: what is lost for no reason costs little more than itself, on a link of 10 Gbit/s and 40 us; where one end
+// goes back N it costs the window (see README: the figures are those of this test).
 func TestLoss(t *testing.T) {
 	for _, tc := range []struct {
 		name        string
@@ -409,8 +410,9 @@ func TestReorder(t *testing.T) {
 	}
 }
 
-// TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since its newest response said so, and
-// responses to requests that say so. As long as its responses say so it gets the whole window.
+// TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since
+// its newest response said so, and responses to requests that say so. As long as its responses say so it gets the whole
+// window.
 func TestPad(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
@@ -465,8 +467,8 @@ func TestPad(t *testing.T) {
 	}
 }
 
-// TestPeerChanges: ends come to understand maps and cease to, and forget what they kept, in the middle of everything: no request is
-// lost or done twice.
+// TestPeerChanges: ends come to understand maps and cease to, and forget what they kept, in the middle of everything:
+// no request is lost or done twice.
 func TestPeerChanges(t *testing.T) {
 	for seed := range int64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -490,7 +492,7 @@ func TestPeerChanges(t *testing.T) {
 			change = func() {
 				a.q.cfg.SelectiveRepeat, b.q.cfg.SelectiveRepeat = rng.Intn(3) != 0, rng.Intn(3) != 0
 				if rng.Intn(2) == 0 {
-					b.q.dropQueuedRequests()
+					b.q.resp.reorder.drop(b.q.link)
 				}
 				if len(a.sends) < 2*n {
 					f.after(rng.Int63n(200e3), change)

@@ -42,7 +42,7 @@ func (q *QP) runUC(budget int) (more bool) {
 				return false
 			}
 			q.req.nxt++
-			q.send(&q.tx, buf)
+			q.transmit(&q.tx, buf)
 		}
 		if q.req.nxt == s.end {
 			q.req.una, q.req.sent = q.req.nxt, q.req.nxt

@@ -38,7 +38,7 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 		t.opcode = wire.OpUDSendOnlyImm
 		ext += wire.ImmLen
 	}
-	buf, hdr, data := q.frame(&q.tx, &t, ext, int(w.Length))
+	buf, hdr, data := q.newFrame(&q.tx, &t, ext, int(w.Length))
 	if buf == nil {
 		q.req.stallUntil = q.now + bufferDelay
 		return false
@@ -60,7 +60,7 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 	}
 	q.req.nxt++
 	q.req.una, q.req.sent = q.req.nxt, q.req.nxt
-	q.send(&q.tx, buf)
+	q.transmit(&q.tx, buf)
 	q.completeHead(StatusSuccess)
 	return true
 }

@@ -5,10 +5,11 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// admits applies the header checks of IBTA 9.6 to an arriving packet, and those that tie a connected QP to its peer's
-// MAC. What fails them is dropped without any answer: it is not from the peer.
+// admits applies the header checks of IBTA 9.6 to a received packet, and checks that a connected QP's packet has its
+// peer's MAC. A packet that fails is dropped without an answer: it is not from the peer.
 func (q *QP) admits(p *wire.RoCE) bool {
-	if p.Info.Transport != q.typ.transport() && !(p.Info.Op == wire.CNP && q.usesECN(&q.attr.AV)) || p.BTH.DestQP != q.cfg.QPN && q.typ.class() != classUD {
+	cnp := p.Info.Op == wire.CNP && q.usesECN(&q.attr.AV)
+	if p.Info.Transport != q.typ.transport() && !cnp || p.BTH.DestQP != q.cfg.QPN && q.typ.class() != classUD {
 		q.drop(DropTransport)
 		return false
 	}
@@ -19,7 +20,7 @@ func (q *QP) admits(p *wire.RoCE) bool {
 		return false
 	}
 	if q.typ.class() == classUD {
-		return true // addresses are the device's to check: any of its GIDs and groups
+		return true // the device checks the addresses: any of its GIDs and groups
 	}
 	av := &q.attr.AV
 	if p.SMAC != header.MAC(av.DMAC) {

@@ -2,7 +2,7 @@ package roce
 
 import "github.com/vnicd/vnicd/translate"
 
-// Mask says which fields of an Attr are meant, numbered as enum ib_qp_attr_mask.
+// Mask selects fields of an Attr, numbered as enum ib_qp_attr_mask.
 type Mask uint32
 
 // Attribute mask bits.
@@ -39,7 +39,7 @@ type Attr struct {
 	PathMTU         uint8 // enum ib_mtu: 1 = 256 .. 5 = 4096
 	Timeout         uint8 // 4.096 us * 2^Timeout, 0..31; 0: never
 	RetryCnt        uint8 // 0..7
-	RNRRetry        uint8 // 0..7, 7: for ever
+	RNRRetry        uint8 // 0..7, 7: unlimited
 	MinRNRTimer     uint8 // 0..31, IBTA table 46
 	MaxRdAtomic     uint8 // READs and atomics this side may have in flight
 	MaxDestRdAtomic uint8 // ... and that it accepts as responder
@@ -64,7 +64,7 @@ type Config struct {
 	HasSRQ     bool
 
 	MaxOutstanding  int    // send WQEs in flight, 0: 64
-	Window          int    // request packets in flight, 0: 256; 128 at most towards who is no vnicd
+	Window          int    // request packets in flight, 0: 256; at most 128 to peers other than vnicd
 	ECN             bool   // congestion control by marks and CNPs; else by loss alone
 	SelectiveRepeat bool   // between two vnicds, send only lost packets again; else go back N
 	MTU             int    // port MTU in bytes, 256..4096: bounds path_mtu and UD messages; 0: 4096

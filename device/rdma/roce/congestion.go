@@ -7,11 +7,11 @@ import "github.com/vnicd/vnicd/device/rdma/wire"
 // receives a marked packet, the notification point, sends a CNP to the packet's sender. The sender, the reaction point,
 // reduces its congestion window.
 //
-// CNPs say that there is congestion, not how much, and one QP sends at most one in cnpInterval: hardware relies on
-// that. How much is estimated as DCTCP does (RFC 8257), from how many of the last windows were marked
-// (recovery.Window): a marked window is cut once, however many CNPs arrive. Flows that share a full queue each give way
-// by a few per cent, as often as necessary; a queue that is full for the first time halves them. A CNP can be forged,
-// if at all, only by a sender that passes the checks of the peer (admit.go), and one packet may always be in flight.
+// A CNP does not say how severe congestion is, and one QP sends at most one in cnpInterval, as hardware expects. The
+// severity is estimated as DCTCP does (RFC 8257), from the share of recent windows that were marked (recovery.Window):
+// a marked window is cut once, however many CNPs arrive. Flows that share a full queue each reduce by a few per cent,
+// as often as necessary; a queue that is full for the first time halves them. A CNP can be forged, if at all, only by a
+// sender that passes the checks of the peer (admit.go), and one packet may always be in flight.
 //
 // A loss halves the window. READ responses are flow-controlled by the requester, so their marks also count there, as
 // those of requests do at the far end.

@@ -56,7 +56,9 @@ var wrTable = [WRRegMR + 2]wrInfo{
 	WRAtomicWrite: {kind: kindAtomicWrite, wc: WCAtomicWrite, ops: sendOps{only: wire.OpRCAtomicWrite}},
 }
 
-var readOps = sendOps{wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly}
+var readOps = sendOps{
+	wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly,
+}
 
 func (o WROpcode) info() *wrInfo {
 	if int(o) < len(wrTable) {

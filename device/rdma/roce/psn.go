@@ -6,9 +6,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Packet sequence numbers have 24 bits on the wire and wrap (IBTA 9.7.1). Inside
-// they are 64-bit and never wrap, so that comparisons are plain: extend places a
-// wire number in the window of 2^23 from base on, or as many before it.
+// Packet sequence numbers have 24 bits on the wire and wrap (IBTA 9.7.1). Internally they have 64 bits and never wrap,
+// so comparisons are plain: extend maps a wire number to the 2^23 numbers from base on, or to the 2^23 before it.
 
 const (
 	psnMask = 1<<24 - 1
@@ -27,8 +26,7 @@ func extend(base uint64, wire uint32) uint64 {
 	return base + d - (1 << 24)
 }
 
-// packets returns how many packets a message of n bytes takes: at least one. mtu is a
-// power of two.
+// packets returns the number of packets of a message of n bytes: at least one. mtu is a power of two.
 func packets(n uint64, mtu uint32) uint64 {
 	if n <= uint64(mtu) {
 		return 1
@@ -36,7 +34,7 @@ func packets(n uint64, mtu uint32) uint64 {
 	return (n + uint64(mtu) - 1) >> bits.TrailingZeros32(mtu)
 }
 
-// rnrTimer gives the wait in ns that a 5-bit RNR NAK timer field names (IBTA table 46).
+// rnrTimer maps the 5-bit timer field of an RNR NAK to the wait in ns (IBTA table 46).
 var rnrTimer = [32]int64{
 	655360e3, 10e3, 20e3, 30e3, 40e3, 60e3, 80e3, 120e3,
 	160e3, 240e3, 320e3, 480e3, 640e3, 960e3, 1280e3, 1920e3,
@@ -44,8 +42,7 @@ var rnrTimer = [32]int64{
 	40960e3, 61440e3, 81920e3, 122880e3, 163840e3, 245760e3, 327680e3, 491520e3,
 }
 
-// rnrCode returns the shortest timer field that names a wait of at least d ns, or
-// the longest there is.
+// rnrCode returns the timer field for the shortest wait of at least d ns, or for the longest one.
 func rnrCode(d int64) wire.Syndrome {
 	for c := 1; c < len(rnrTimer); c++ {
 		if rnrTimer[c] >= d {

@@ -12,7 +12,7 @@ import (
 const (
 	defaultOutstanding = 64
 	defaultWindow      = 256
-	goBackNWindow      = 128 // to peers other than vnicd: a loss resends the whole window. Linux rxe has as many in flight
+	goBackNWindow      = 128 // to peers other than vnicd: a loss resends all of it; as many as Linux rxe has in flight
 	defaultRdAtomic    = 16
 	maxRdAtomic        = 128
 	maxWindow          = 4096

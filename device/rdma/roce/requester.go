@@ -461,7 +461,8 @@ func (q *QP) failHead(st Status) {
 		return
 	}
 	q.state = SQE
-	q.req.nextPSN, q.req.una, q.req.sent = q.req.nxt, q.req.nxt, q.req.nxt // the PSNs that it left unused are used after SQE
+	// The PSNs that it left unused are used after SQE.
+	q.req.nextPSN, q.req.una, q.req.sent = q.req.nxt, q.req.nxt, q.req.nxt
 	q.faults.send.clear()
 	q.wake()
 }

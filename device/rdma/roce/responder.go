@@ -195,7 +195,8 @@ func (q *QP) executeRequest(p *wire.RoCE) {
 		v := q.executeSendWrite(p)
 		if v == vOK {
 			q.resp.ackPSN = q.resp.epsn
-			q.advanceEPSN(q.resp.epsn + 1) // releases a queued frame: from here on only the decoded headers of p are valid
+			// This releases a queued frame: from here on only the decoded headers of p are valid.
+			q.advanceEPSN(q.resp.epsn + 1)
 			if p.Info.Is(wire.Last) {
 				q.resp.msn++
 			}

@@ -76,27 +76,31 @@ const (
 )
 
 const (
-	avMask = MaskAV | MaskPathMTU | MaskDestQPN | MaskRQPSN
-	rtsUD  = MaskCurState | MaskQKey
-	rtsUC  = MaskCurState | MaskAccess | MaskAltPath | MaskPathMigState
-	rtsRC  = rtsUC | MaskMinRNRTimer
+	initMask = MaskPKeyIndex | MaskPort
+	avMask   = MaskAV | MaskPathMTU | MaskDestQPN | MaskRQPSN
+	rtsUD    = MaskCurState | MaskQKey
+	rtsUC    = MaskCurState | MaskAccess | MaskAltPath | MaskPathMigState
+	rtsRC    = rtsUC | MaskMinRNRTimer
 )
 
 var transitions = [Err + 1][Err + 1]transition{
 	Reset: {
 		Reset: {allowed: true},
 		Init: {allowed: true,
-			req: [3]Mask{MaskPKeyIndex | MaskPort | MaskQKey, MaskPKeyIndex | MaskPort | MaskAccess, MaskPKeyIndex | MaskPort | MaskAccess}},
+			req: [3]Mask{initMask | MaskQKey, initMask | MaskAccess, initMask | MaskAccess}},
 		Err: {allowed: true},
 	},
 	Init: {
 		Reset: {allowed: true},
 		Err:   {allowed: true},
 		Init: {allowed: true,
-			opt: [3]Mask{MaskPKeyIndex | MaskPort | MaskQKey, MaskPKeyIndex | MaskPort | MaskAccess, MaskPKeyIndex | MaskPort | MaskAccess}},
+			opt: [3]Mask{initMask | MaskQKey, initMask | MaskAccess, initMask | MaskAccess}},
 		RTR: {allowed: true,
 			req: [3]Mask{0, avMask, avMask | MaskMaxDestRdAtomic | MaskMinRNRTimer},
-			opt: [3]Mask{MaskPKeyIndex | MaskQKey, MaskAltPath | MaskAccess | MaskPKeyIndex, MaskAltPath | MaskAccess | MaskPKeyIndex}},
+			opt: [3]Mask{
+				MaskPKeyIndex | MaskQKey,
+				MaskAltPath | MaskAccess | MaskPKeyIndex,
+				MaskAltPath | MaskAccess | MaskPKeyIndex}},
 	},
 	RTR: {
 		Reset: {allowed: true},
@@ -172,8 +176,8 @@ func (t Type) class() int {
 	return classUD
 }
 
-// checkTransition returns why from -> to with the attributes in mask is refused,
-// or "". The GSI QP is UD without a port attribute.
+// checkTransition returns the reason to refuse from -> to with the attributes in mask, or "". The GSI QP is a UD QP
+// without a port attribute.
 func checkTransition(t Type, from, to State, mask Mask) string {
 	if to > Err || from > Err {
 		return fmt.Sprintf("no such state %d", uint8(to))
@@ -189,7 +193,7 @@ func checkTransition(t Type, from, to State, mask Mask) string {
 		req &^= MaskPort
 	}
 	if to == Reset || to == Err {
-		// Nothing else is needed or taken over; libraries leave stale bits here.
+		// No other attribute is required or applied: libraries leave stale bits here.
 		return ""
 	}
 	if m := req &^ mask; m != 0 {
@@ -201,7 +205,7 @@ func checkTransition(t Type, from, to State, mask Mask) string {
 	return ""
 }
 
-// checkValues returns why a value in a is refused, or "".
+// checkValues returns the reason to refuse a value in a, or "".
 func (c *Config) checkValues(a *Attr, mask Mask) string {
 	bad := func(m Mask, ok bool, name string, v any, want string) string {
 		if mask&m == 0 || ok {
@@ -216,8 +220,10 @@ func (c *Config) checkValues(a *Attr, mask Mask) string {
 		bad(MaskRetryCnt, a.RetryCnt <= 7, "retry_cnt", a.RetryCnt, "0..7"),
 		bad(MaskRNRRetry, a.RNRRetry <= 7, "rnr_retry", a.RNRRetry, "0..7"),
 		bad(MaskMinRNRTimer, a.MinRNRTimer <= 31, "min_rnr_timer", a.MinRNRTimer, "0..31"),
-		bad(MaskMaxRdAtomic, int(a.MaxRdAtomic) <= c.MaxRdAtomic, "max_rd_atomic", a.MaxRdAtomic, fmt.Sprintf("0..%d", c.MaxRdAtomic)),
-		bad(MaskMaxDestRdAtomic, int(a.MaxDestRdAtomic) <= c.MaxRdAtomic, "max_dest_rd_atomic", a.MaxDestRdAtomic, fmt.Sprintf("0..%d", c.MaxRdAtomic)),
+		bad(MaskMaxRdAtomic, int(a.MaxRdAtomic) <= c.MaxRdAtomic, "max_rd_atomic", a.MaxRdAtomic,
+			fmt.Sprintf("0..%d", c.MaxRdAtomic)),
+		bad(MaskMaxDestRdAtomic, int(a.MaxDestRdAtomic) <= c.MaxRdAtomic, "max_dest_rd_atomic", a.MaxDestRdAtomic,
+			fmt.Sprintf("0..%d", c.MaxRdAtomic)),
 		bad(MaskDestQPN, a.DestQPN <= psnMask, "dest_qp_num", a.DestQPN, "24 bits"),
 		bad(MaskPKeyIndex, a.PKeyIndex == 0, "pkey_index", a.PKeyIndex, "0: the partition table has one entry"),
 		bad(MaskPort, a.Port == 1, "port_num", a.Port, "1"),

@@ -13,22 +13,22 @@ type Stats struct {
 	TxCNP, RxCNP                     uint64 // congestion notifications
 	OutOfSequence                    uint64 // requests ahead of the expected PSN
 	Duplicates                       uint64
-	Kept                             uint64           // requests (of OutOfSequence) and responses ahead of their turn that were kept until then
-	TxSelectiveAcks, RxSelectiveAcks uint64           // NAKs with a map of what has arrived
-	RxDropped                        uint64           // wrong state, address, key, opcode or size
-	Drops                            [NumDrops]uint64 // those of RxDropped whose headers do not fit the QP, by reason
+	Kept                             uint64 // requests (of OutOfSequence) and responses put in a reorder queue
+	TxSelectiveAcks, RxSelectiveAcks uint64
+	RxDropped                        uint64           // packets with a wrong state, address, key, opcode or size
+	Drops                            [NumDrops]uint64 // those of RxDropped that Drop counts by reason
 	AccessErrors                     uint64           // R_Key violations as responder
 	LocalErrors                      uint64           // local protection and length errors
 	Flushed                          uint64           // WQEs of either side completed in error because of the QP's state
 	Faults                           uint64           // accesses that met an absent page
-	FaultDrops                       uint64           // packets dropped for one
-	Resumed, Invalid                 uint64           // faults served; those whose address was not valid
-	// Requests, or the bytes of them, that a requester carried out by the local path,
-	// counted as packets, too.
+	FaultDrops                       uint64           // packets dropped because of an absent page
+	Resumed, Invalid                 uint64           // faults served; faults whose address was invalid
+	// Requests on the local path, and their bytes, which the packet counters include.
 	LocalMessages, LocalBytes uint64
 }
 
-// Drop says why a packet was not taken: a header does not fit the QP (IBTA 9.6; MT-6). Such packets get no answer.
+// Drop is the reason why a packet was dropped: a header does not match the QP (IBTA 9.6; MT-6). Such packets get no
+// answer.
 type Drop uint8
 
 // The reasons.
@@ -47,6 +47,7 @@ var dropNames = [NumDrops]string{"qp-state", "transport", "p-key", "peer-mac", "
 // String returns the name that status output uses.
 func (d Drop) String() string { return dropNames[d] }
 
+// drop counts a packet dropped for reason d.
 func (q *QP) drop(d Drop) {
 	q.stats.RxDropped++
 	q.stats.Drops[d]++

@@ -1,13 +1,13 @@
 package roce
 
-// streamBlocks copies n bytes, 80 at least, with stores that do not go through the caches. They are visible to others
-// before anything that is stored afterwards.
+// streamBlocks copies n bytes, at least 80, with non-temporal stores. They are visible to others before any later
+// store.
 //
 //go:noescape
 func streamBlocks(dst, src *byte, n int)
 
-// stream is copy for more bytes than caches should be troubled with: the destination's old content is not read, and
-// neither evicts what others have there.
+// stream is copy for more bytes than should enter the caches: the destination's old content is not read, and neither
+// source nor destination evicts other data.
 func stream(dst, src []byte) int {
 	n := min(len(dst), len(src))
 	if n < streamLeast {

@@ -121,8 +121,8 @@ type Fetch uint8
 const (
 	FetchEmpty Fetch = iota // nothing posted
 	FetchReady              // the WQE is filled in
-	FetchBad                // taken, but malformed: w.Status says which error completes it
-	FetchFault              // the queue's memory is absent for now: ask again later
+	FetchBad                // fetched, but malformed: w.Status is the error with which it completes
+	FetchFault              // the queue's memory is absent; fetch again after Resume
 )
 
 // AtomicOp selects what AtomicRemote does.
@@ -132,10 +132,10 @@ type AtomicOp uint8
 const (
 	AtomicCompareSwap AtomicOp = iota
 	AtomicFetchAdd
-	AtomicWrite // stores swapAdd; what was there is of no interest
+	AtomicWrite // stores swapAdd; the old value is not used
 )
 
-// Needs is the right that op needs, of the QP and of the region.
+// Needs returns the right of QP and region that op needs.
 func (op AtomicOp) Needs() translate.Access {
 	if op == AtomicWrite {
 		return translate.RemoteWrite
@@ -170,8 +170,8 @@ const NoVLAN = 0xffff
 // WQE is a send work request, decoded. The transport owns the storage: it hands
 // FetchSend a WQE whose SGEs and InlineData slices have length 0 and capacity
 // MaxSendSGE and MaxInline; FetchSend appends to them or reslices them, and
-// never grows them. It sets all other fields that the opcode makes use of, and the
-// flags; the rest is of an older WQE.
+// never grows them. It sets the flags and all other fields that the opcode uses;
+// the rest is left from an older WQE.
 type WQE struct {
 	Seq       uint32
 	ID        uint64
@@ -190,7 +190,7 @@ type WQE struct {
 	FlushLen  uint32 // at RemoteVA; Length is 0
 	Length    uint64 // sum of the segments, or len(InlineData)
 
-	// The adapter's, of memory management requests, which have no other data.
+	// Memory management requests, which have no other data; only the adapter uses it.
 	Manage Manage
 
 	SGEs       []SGE
@@ -204,7 +204,7 @@ type WQE struct {
 	Status Status // FetchBad: the completion status
 }
 
-// Manage is what a REG_MR, BIND_MW or LOCAL_INV request asks for; only the adapter looks at it.
+// Manage holds the operands of a REG_MR, BIND_MW or LOCAL_INV request; only the adapter uses it.
 type Manage struct {
 	Key       translate.Key // of the region or window as it is; REG_MR: as it is to be
 	NewKey    translate.Key // BIND_MW: as it is to be

@@ -4,9 +4,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Unreliable connection (IBTA 9.8.2): messages like RC's SEND and WRITE, never
-// acknowledged. A message with a gap is dropped as a whole, the next one starts
-// afresh.
+// Unreliable connection (IBTA 9.8.2): messages like RC's SEND and WRITE, never acknowledged. A message with a gap is
+// dropped as a whole; the next one is independent of it.
 
 // runUC sends up to budget packets.
 func (q *QP) runUC(budget int) (more bool) {
@@ -34,8 +33,7 @@ func (q *QP) runUC(budget int) (more bool) {
 		if s.info.kind == kindManage && !q.executeManage(s) {
 			return false
 		}
-		// In this order, so that a memory fault that the engine catches inside
-		// Transmit finds the message as sent.
+		// In this order, so that nxt is correct if Transmit faults and the engine recovers.
 		if q.req.nxt != s.end {
 			buf := q.sendPacket(s, q.req.nxt-s.first)
 			if buf == nil {
@@ -52,8 +50,8 @@ func (q *QP) runUC(budget int) (more bool) {
 	return true
 }
 
-// nextUnacked returns the WQE being sent by an unacknowledged service, fetching
-// one if there is none; nil if there is nothing to do now.
+// nextUnacked returns the WQE that an unacknowledged service sends, and fetches one if there is none; nil: nothing can
+// be sent.
 func (q *QP) nextUnacked() *sendSlot {
 	if q.state != RTS && q.state != SQD || q.req.stallUntil != 0 || q.faults.send.blocks(q.req.nxt) {
 		return nil
@@ -69,11 +67,11 @@ func (q *QP) nextUnacked() *sendSlot {
 	return s
 }
 
+// receiveUC executes a request packet of a UC connection.
 func (q *QP) receiveUC(p *wire.RoCE) {
 	psn := extend(q.resp.epsn, p.BTH.PSN)
 	if p.Info.Is(wire.First) {
-		// A new message; whatever was in progress is abandoned, and its receive
-		// WQE serves the next.
+		// A new message. One in progress is abandoned, and its receive WQE is used for the next.
 		q.resp.op, q.resp.off, q.resp.dropMessage = 0, 0, false
 	} else if q.resp.dropMessage || psn != q.resp.epsn || q.resp.op == 0 {
 		q.abandon(p, psn)

@@ -22,6 +22,7 @@ func (q *QP) runUD(budget int) (more bool) {
 	return true
 }
 
+// sendDatagram sends the datagram of s and completes it.
 func (q *QP) sendDatagram(s *sendSlot) bool {
 	w := &s.w
 	if !q.req.udCached || q.req.udAV != w.AV || q.req.udQPN != w.RemoteQPN {
@@ -65,9 +66,9 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 	return true
 }
 
-// receiveUD places a datagram behind the 40 bytes of its GRH area. What finds no
-// or too little room is dropped and the receive WQE kept: the sender may be anyone
-// who knows the Q_Key, and must not be able to end the QP.
+// receiveUD copies a datagram behind the 40 bytes of its GRH area. If there is no receive WQE or it is too small, the
+// datagram is dropped and the receive WQE kept: anyone who knows the Q_Key can be the sender, and must not be able to
+// end the QP.
 func (q *QP) receiveUD(p *wire.RoCE) {
 	d := p.DETH()
 	want := q.attr.QKey

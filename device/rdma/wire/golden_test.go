@@ -36,20 +36,6 @@ func TestGoldenHeaders(t *testing.T) {
 		want  codec
 		empty func() codec
 	}{
-		"Ethernet": {"ffffffffffff 020000000001 0806",
-			&header.Ethernet{Dst: header.Broadcast, Src: header.MAC{2, 0, 0, 0, 0, 1}, Type: header.TypeARP, VLAN: header.NoVLAN}, func() codec { return new(header.Ethernet) }},
-		"802.1Q": {"020000000002 020000000001 8100 b123 0800",
-			&header.Ethernet{Dst: header.MAC{2, 0, 0, 0, 0, 2}, Src: header.MAC{2, 0, 0, 0, 0, 1}, Type: header.TypeIPv4, VLAN: 0x123, PCP: 5, DEI: true}, func() codec { return new(header.Ethernet) }},
-		"ARP": {"0001 0800 06 04 0002 020000000001 0a000001 020000000002 0a000002",
-			&header.ARP{Op: header.ARPReply, SenderMAC: header.MAC{2, 0, 0, 0, 0, 1}, TargetMAC: header.MAC{2, 0, 0, 0, 0, 2}, SenderIP: [4]byte{10, 0, 0, 1}, TargetIP: [4]byte{10, 0, 0, 2}}, func() codec { return new(header.ARP) }},
-		// The example of many textbooks, checksum b861.
-		"IPv4": {"45000073 00004000 4011b861 c0a80001 c0a800c7" + strings.Repeat("00", 0x73-20),
-			&header.IPv4{TotalLen: 0x73, DontFrag: true, TTL: 64, Protocol: 17, Checksum: 0xb861, Src: [4]byte{192, 168, 0, 1}, Dst: [4]byte{192, 168, 0, 199}}, func() codec { return new(header.IPv4) }},
-		"IPv6": {"668abcde 0002 11 3f 20010db8000000000000000000000001 20010db8000000000000000000000002 0000",
-			&header.IPv6{TrafficClass: 0x68, FlowLabel: 0xabcde, PayloadLen: 2, NextHeader: header.ProtoUDP, HopLimit: 63, Src: [16]byte{0x20, 1, 0xd, 0xb8, 15: 1}, Dst: [16]byte{0x20, 1, 0xd, 0xb8, 15: 2}}, func() codec { return new(header.IPv6) }},
-		"UDP": {"c001 12b7 000a beef 0000", &header.UDP{SrcPort: 0xc001, DstPort: 4791, Length: 10, Checksum: 0xbeef}, func() codec { return new(header.UDP) }},
-		// RFC 7348, figure 1.
-		"VXLAN": {"08000000 123456 00", &header.VXLAN{VNI: 0x123456}, func() codec { return new(header.VXLAN) }},
 		"BTH": {"0a f0 8001 c0 123456 80 abcdef",
 			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true, DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
 		"BTH, selective": {"0a 40 ffff 00 123456 b5 abcdef",
@@ -87,18 +73,6 @@ func TestGoldenHeaders(t *testing.T) {
 // deref gives comparable values.
 func deref(c codec) any {
 	switch h := c.(type) {
-	case *header.Ethernet:
-		return *h
-	case *header.ARP:
-		return *h
-	case *header.IPv4:
-		return *h
-	case *header.IPv6:
-		return *h
-	case *header.UDP:
-		return *h
-	case *header.VXLAN:
-		return *h
 	case *BTH:
 		return *h
 	case *FETH:
@@ -118,27 +92,12 @@ func deref(c codec) any {
 }
 
 func TestDecodersRefuse(t *testing.T) {
-	ip4 := "45000014 00004000 4011b8c0 c0a80001 c0a800c7"
 	for name, c := range map[string]struct {
 		h     codec
 		bytes string
 		want  error
 	}{
-		"IPv4 version":   {new(header.IPv4), "65" + ip4[2:], ErrVersion},
-		"IPv4 short IHL": {new(header.IPv4), "44" + ip4[2:], ErrLength},
-		"IPv4 long IHL":  {new(header.IPv4), "46" + ip4[2:], ErrLength},
-		"IPv4 total":     {new(header.IPv4), "45000015" + ip4[8:], ErrLength},
-		"IPv4 total < h": {new(header.IPv4), "45000013" + ip4[8:], ErrLength},
-		"IPv4 checksum":  {new(header.IPv4), strings.Replace(ip4, "b8c0", "b8c1", 1), ErrChecksum},
-		"IPv6 version":   {new(header.IPv6), "4" + strings.Repeat("0", 79), ErrVersion},
-		"IPv6 length":    {new(header.IPv6), "60000000 0001 11 40" + strings.Repeat("00", 32), ErrLength},
-		"UDP length 7":   {new(header.UDP), "0001 0002 0007 0000", ErrLength},
-		"UDP length 9":   {new(header.UDP), "0001 0002 0009 0000", ErrLength},
-		"VXLAN no VNI":   {new(header.VXLAN), "00000000 12345600", ErrVersion},
-		"BTH version":    {new(BTH), "04 01 ffff 00000001 00000001", ErrVersion},
-		"ARP hardware":   {new(header.ARP), "0006" + "0800 06 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
-		"ARP protocol":   {new(header.ARP), "0001 86dd 06 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
-		"ARP lengths":    {new(header.ARP), "0001 0800 08 04 0002 020000000001 0a000001 020000000002 0a000002", ErrType},
+		"BTH version": {new(BTH), "04 01 ffff 00000001 00000001", ErrVersion},
 	} {
 		if _, err := c.h.Decode(unhex(t, c.bytes)); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, expected %v", name, err, c.want)

@@ -328,15 +328,15 @@ func FuzzRoCE(f *testing.F) {
 	})
 }
 
-// FuzzHeaders: decode, encode, decode, compare, for each header.
+// FuzzHeaders decodes, encodes, decodes again and compares, for each header.
 func FuzzHeaders(f *testing.F) {
-	f.Add(unhex(f, "45000014 00004000 4011b8c0 c0a80001 c0a800c7"))
-	f.Add(unhex(f, "0001 0800 06 04 0002 020000000001 0a000001 020000000002 0a000002"))
-	f.Add(unhex(f, "020000000002 020000000001 8100 b123 0800"))
+	f.Add(unhex(f, "0a f0 8001 c0 123456 80 abcdef"))
 	f.Add(make([]byte, 64))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		for _, pair := range [][2]codec{{new(header.Ethernet), new(header.Ethernet)}, {new(header.ARP), new(header.ARP)}, {new(header.IPv4), new(header.IPv4)}, {new(header.IPv6), new(header.IPv6)}, {new(header.UDP), new(header.UDP)},
-			{new(header.VXLAN), new(header.VXLAN)}, {new(BTH), new(BTH)}, {new(FETH), new(FETH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)}, {new(AETH), new(AETH)}, {new(DETH), new(DETH)}, {new(Arrivals), new(Arrivals)}} {
+		for _, pair := range [][2]codec{
+			{new(BTH), new(BTH)}, {new(FETH), new(FETH)}, {new(RETH), new(RETH)}, {new(AtomicETH), new(AtomicETH)},
+			{new(AETH), new(AETH)}, {new(DETH), new(DETH)}, {new(Arrivals), new(Arrivals)},
+		} {
 			n, err := pair[0].Decode(b)
 			if err != nil {
 				continue
@@ -344,39 +344,13 @@ func FuzzHeaders(f *testing.F) {
 			if n > len(b) {
 				t.Fatalf("%T: %d of %d bytes", pair[0], n, len(b))
 			}
-			if ip, ok := pair[0].(*header.IPv4); ok {
-				if n != header.IPv4Len {
-					continue // options are not kept
-				}
-				ip.Checksum = 0
-			}
 			out := bytes.Clone(b)
 			pair[0].Encode(out)
 			if _, err := pair[1].Decode(out); err != nil {
 				t.Fatalf("%T: again: %v", pair[0], err)
 			}
-			if ip, ok := pair[1].(*header.IPv4); ok {
-				ip.Checksum = 0
-			}
 			if deref(pair[0]) != deref(pair[1]) {
 				t.Fatalf("%+v, then %+v", pair[0], pair[1])
-			}
-		}
-		var n, m header.Neighbor
-		if len(b) < 32 {
-			return
-		}
-		src, dst := [16]byte(b[:16]), [16]byte(b[16:32])
-		msg := bytes.Clone(b[32:])
-		if len(msg) > 4 { // else no input has the right checksum
-			msg[2], msg[3] = 0, 0
-			binary.BigEndian.PutUint16(msg[2:], header.Checksum(msg, header.PseudoSum6(src, dst, header.ProtoICMPv6, uint32(len(msg)))))
-		}
-		if n.Decode(msg, src, dst) == nil {
-			out := make([]byte, n.Len())
-			n.Encode(out, src, dst)
-			if err := m.Decode(out, src, dst); err != nil || n != m {
-				t.Fatalf("%+v, then %+v, %v", n, m, err)
 			}
 		}
 	})

@@ -12,7 +12,8 @@ import (
 func serialize(t *testing.T, ls ...gopacket.SerializableLayer) []byte {
 	t.Helper()
 	buf := gopacket.NewSerializeBuffer()
-	if err := gopacket.SerializeLayers(buf, gopacket.SerializeOptions{FixLengths: true, ComputeChecksums: true}, ls...); err != nil {
+	if err := gopacket.SerializeLayers(buf, gopacket.SerializeOptions{FixLengths: true, ComputeChecksums: true},
+		ls...); err != nil {
 		t.Fatal(err)
 	}
 	return buf.Bytes()
@@ -41,7 +42,8 @@ func TestAgainstGopacket(t *testing.T) {
 
 	// VXLAN over UDP over IPv4, tagged.
 	eth := Ethernet{Dst: dst, Src: src, Type: TypeIPv4, VLAN: 77, PCP: 6}
-	ip4 := IPv4{TOS: 0x68, TotalLen: uint16(IPv4Len + UDPLen + VXLANLen + len(payload)), ID: 0x4321, DontFrag: true, TTL: 64, Protocol: ProtoUDP, Src: src4, Dst: dst4}
+	ip4 := IPv4{TOS: 0x68, TotalLen: uint16(IPv4Len + UDPLen + VXLANLen + len(payload)), ID: 0x4321, DontFrag: true,
+		TTL: 64, Protocol: ProtoUDP, Src: src4, Dst: dst4}
 	udp := UDP{SrcPort: 50000, DstPort: VXLANPort, Length: uint16(UDPLen + VXLANLen + len(payload))}
 	vx := VXLAN{VNI: 0xabcdef}
 	l4 := make([]byte, udp.Length)
@@ -49,7 +51,8 @@ func TestAgainstGopacket(t *testing.T) {
 	n += vx.Encode(l4[n:])
 	copy(l4[n:], payload)
 	udp.Checksum = Checksum(l4, PseudoSum4(src4, dst4, ProtoUDP, udp.Length))
-	gip4 := &layers.IPv4{Version: 4, TOS: 0x68, Id: 0x4321, Flags: layers.IPv4DontFragment, TTL: 64, Protocol: layers.IPProtocolUDP, SrcIP: src4[:], DstIP: dst4[:]}
+	gip4 := &layers.IPv4{Version: 4, TOS: 0x68, Id: 0x4321, Flags: layers.IPv4DontFragment, TTL: 64,
+		Protocol: layers.IPProtocolUDP, SrcIP: src4[:], DstIP: dst4[:]}
 	gudp := &layers.UDP{SrcPort: 50000, DstPort: 4789}
 	if err := gudp.SetNetworkLayerForChecksum(gip4); err != nil {
 		t.Fatal(err)
@@ -61,11 +64,13 @@ func TestAgainstGopacket(t *testing.T) {
 		eth.Encode, ip4.Encode, udp.Encode, vx.Encode, data)
 
 	// The same over IPv6.
-	ip6 := IPv6{TrafficClass: 0x68, FlowLabel: 0x12345, PayloadLen: udp.Length, NextHeader: ProtoUDP, HopLimit: 63, Src: src6, Dst: dst6}
+	ip6 := IPv6{TrafficClass: 0x68, FlowLabel: 0x12345, PayloadLen: udp.Length, NextHeader: ProtoUDP, HopLimit: 63,
+		Src: src6, Dst: dst6}
 	udp.Checksum = 0
 	udp.Encode(l4)
 	udp.Checksum = Checksum(l4, PseudoSum6(src6, dst6, ProtoUDP, uint32(udp.Length)))
-	gip6 := &layers.IPv6{Version: 6, TrafficClass: 0x68, FlowLabel: 0x12345, NextHeader: layers.IPProtocolUDP, HopLimit: 63, SrcIP: src6[:], DstIP: dst6[:]}
+	gip6 := &layers.IPv6{Version: 6, TrafficClass: 0x68, FlowLabel: 0x12345, NextHeader: layers.IPProtocolUDP,
+		HopLimit: 63, SrcIP: src6[:], DstIP: dst6[:]}
 	gudp = &layers.UDP{SrcPort: 50000, DstPort: 4789}
 	if err := gudp.SetNetworkLayerForChecksum(gip6); err != nil {
 		t.Fatal(err)
@@ -77,19 +82,23 @@ func TestAgainstGopacket(t *testing.T) {
 		eth6.Encode, ip6.Encode, udp.Encode, vx.Encode, data)
 
 	arp := ARP{Op: ARPReply, SenderMAC: src, TargetMAC: dst, SenderIP: src4, TargetIP: dst4}
-	check("ARP", serialize(t, &layers.ARP{AddrType: layers.LinkTypeEthernet, Protocol: layers.EthernetTypeIPv4, HwAddressSize: 6, ProtAddressSize: 4,
-		Operation: layers.ARPReply, SourceHwAddress: src[:], SourceProtAddress: src4[:], DstHwAddress: dst[:], DstProtAddress: dst4[:]}), arp.Encode)
+	check("ARP", serialize(t, &layers.ARP{AddrType: layers.LinkTypeEthernet, Protocol: layers.EthernetTypeIPv4,
+		HwAddressSize: 6, ProtAddressSize: 4,
+		Operation: layers.ARPReply, SourceHwAddress: src[:], SourceProtAddress: src4[:], DstHwAddress: dst[:],
+		DstProtAddress: dst4[:]}), arp.Encode)
 
 	for _, advert := range []bool{false, true} {
 		nb := Neighbor{Advert: advert, Target: dst6, Link: src, HasLink: true}
 		icmp := &layers.ICMPv6{TypeCode: layers.CreateICMPv6TypeCode(NDNeighborSolicit, 0)}
 		opt := layers.ICMPv6Option{Type: layers.ICMPv6OptSourceAddress, Data: src[:]}
-		var body gopacket.SerializableLayer = &layers.ICMPv6NeighborSolicitation{TargetAddress: dst6[:], Options: []layers.ICMPv6Option{opt}}
+		var body gopacket.SerializableLayer = &layers.ICMPv6NeighborSolicitation{TargetAddress: dst6[:],
+			Options: []layers.ICMPv6Option{opt}}
 		if advert {
 			nb.Solicited, nb.Override = true, true
 			icmp.TypeCode = layers.CreateICMPv6TypeCode(NDNeighborAdvert, 0)
 			opt.Type = layers.ICMPv6OptTargetAddress
-			body = &layers.ICMPv6NeighborAdvertisement{Flags: 0x60, TargetAddress: dst6[:], Options: []layers.ICMPv6Option{opt}}
+			body = &layers.ICMPv6NeighborAdvertisement{Flags: 0x60, TargetAddress: dst6[:],
+				Options: []layers.ICMPv6Option{opt}}
 		}
 		if err := icmp.SetNetworkLayerForChecksum(gip6); err != nil {
 			t.Fatal(err)

@@ -106,7 +106,8 @@ func (n *benchNode) GatherSpan(_ *WQE, off, k uint64) ([]byte, translate.Miss) {
 func (n *benchNode) ScatterSpan(_ []SGE, off, k uint64) ([]byte, translate.Miss) {
 	return n.mem[off:][:k], n.miss(0)
 }
-func (n *benchNode) RemoteSpan(_ translate.Key, va translate.VA, k uint64, _ translate.Access) ([]byte, translate.Miss) {
+func (n *benchNode) RemoteSpan(_ translate.Key, va translate.VA, k uint64,
+	_ translate.Access) ([]byte, translate.Miss) {
 	return n.mem[va:][:k], n.miss(va)
 }
 func (n *benchNode) InvalidateRemote(translate.Key) translate.Outcome { return translate.Done }
@@ -137,7 +138,8 @@ func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	o.typ, o.mtu, o.rd, o.destRd = typ, 5, 16, 16
 	mk := func(qpn, peer uint32, av AddressVector, rq, sq uint32) *benchNode {
 		n := &benchNode{pool: pool, mem: make([]byte, 1<<20), sg: sge(1, 0, 1<<20), out: make([]*frame.Buf, 0, 1024)}
-		n.q = NewQP(Config{QPN: qpn, Type: typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: 64, ECN: true, SelectiveRepeat: true}, n)
+		n.q = NewQP(Config{QPN: qpn, Type: typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: 64,
+			ECN: true, SelectiveRepeat: true}, n)
 		set := func(a Attr, m Mask) {
 			if err := n.q.Modify(0, &a, m); err != nil {
 				b.Fatal(err)
@@ -148,7 +150,8 @@ func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 			rtr, rts = maskRTRUC, maskRTSUC
 		}
 		set(Attr{State: Init, Port: 1, Access: o.access}, maskInitRC)
-		set(Attr{State: RTR, AV: av, PathMTU: o.mtu, DestQPN: peer, RQPSN: rq, MaxDestRdAtomic: o.destRd, MinRNRTimer: 12}, rtr)
+		set(Attr{State: RTR, AV: av, PathMTU: o.mtu, DestQPN: peer, RQPSN: rq, MaxDestRdAtomic: o.destRd,
+			MinRNRTimer: 12}, rtr)
 		set(Attr{State: RTS, SQPSN: sq, Timeout: 14, RetryCnt: 7, RNRRetry: 7, MaxRdAtomic: o.rd}, rts)
 		return n
 	}

@@ -63,8 +63,12 @@ func TestRCChaos(t *testing.T) {
 	for i, im := range impairments {
 		for seed := range int64(3) {
 			for _, m := range []localMode{framesOnly, localOn, localMixed} {
-				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) { chaos(t, im, m, seed*100+int64(i), false) })
-				t.Run(fmt.Sprintf("%s/%v/faults/%d", im.name, m, seed), func(t *testing.T) { chaos(t, im, m, seed*100+int64(i), true) })
+				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) {
+					chaos(t, im, m, seed*100+int64(i), false)
+				})
+				t.Run(fmt.Sprintf("%s/%v/faults/%d", im.name, m, seed), func(t *testing.T) {
+					chaos(t, im, m, seed*100+int64(i), true)
+				})
 			}
 		}
 	}
@@ -150,7 +154,8 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 // An address that is not valid, somewhere in the middle of everything: what was
 // before it is done, it has the proper status, what is behind it is flushed (PF-13).
 func TestRCChaosInvalid(t *testing.T) {
-	for _, im := range []impair{impairments[0], impairments[2], {name: "mess", loss: 0.02, dup: 0.1, late: 100e3, lag: 10e3, jitter: 20e3}} {
+	for _, im := range []impair{impairments[0], impairments[2],
+		{name: "mess", loss: 0.02, dup: 0.1, late: 100e3, lag: 10e3, jitter: 20e3}} {
 		for seed := range int64(12) {
 			for _, m := range []localMode{framesOnly, localOn, localMixed} {
 				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) { chaosInvalid(t, im, m, seed) })
@@ -300,8 +305,10 @@ func watchAcks(t *testing.T, x, y *node) {
 				// Only while the oldest READ waits for a page: about what was before it,
 				// and that it is not ready.
 				r, psn := y.q.resp.oldestPending(), extend(y.q.resp.epsn, p.BTH.PSN)
-				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) || y.q.faults.read.psn != r.next {
-					t.Errorf("%v %#x for %#x sent before %d answers", p.BTH.Opcode, p.AETH().Syndrome, psn, y.q.resp.pending)
+				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) ||
+					y.q.faults.read.psn != r.next {
+					t.Errorf("%v %#x for %#x sent before %d answers", p.BTH.Opcode, p.AETH().Syndrome, psn,
+						y.q.resp.pending)
 				}
 			}
 		}
@@ -341,7 +348,8 @@ func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 		recv := func(n int, imm bool, write bool) {
 			r := uint64(chRecv + len(s.recvs)*chRecvPer)
 			s.y.postRecv(sge(5, r, n/2), sge(5, r+uint64(n/2), chRecvPer-n/2))
-			c := cqe{id: uint64(5000 + len(s.recvs)), c: Completion{Opcode: WCRecv, ByteLen: uint32(n), SrcQP: s.x.q.QPN(), VLAN: NoVLAN, Solicited: w.Solicited}}
+			c := cqe{id: uint64(5000 + len(s.recvs)), c: Completion{Opcode: WCRecv, ByteLen: uint32(n),
+				SrcQP: s.x.q.QPN(), VLAN: NoVLAN, Solicited: w.Solicited}}
 			if write {
 				c.c.Opcode = WCRecvWithImm
 			} else {

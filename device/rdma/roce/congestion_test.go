@@ -157,23 +157,30 @@ func TestSharedLink(t *testing.T) {
 			queue       int64 // at most, on the average
 			busy        float64
 		}{
-			{name: "one", flows: 1, rate: 10e9, delay: 20e3, mark: 40, full: 200, warm: 30e6, d: 30e6, queue: 45, busy: 0.9},
-			{name: "two", flows: 2, rate: 1e9, delay: 20e3, mark: 20, full: 100, warm: 150e6, d: 200e6, queue: 25, busy: 0.97},
-			{name: "eight", flows: 8, rate: 1e9, delay: 20e3, mark: 20, full: 100, warm: 150e6, d: 200e6, queue: 30, busy: 0.97},
-			{name: "eight, far", flows: 8, rate: 10e9, delay: 200e3, mark: 100, full: 600, warm: 50e6, d: 50e6, queue: 110, busy: 0.97},
-			{name: "crowd", flows: 40, rate: 1e9, delay: 20e3, mark: 20, full: 600, warm: 150e6, d: 200e6, queue: 45, busy: 0.97},
+			{name: "one", flows: 1, rate: 10e9, delay: 20e3, mark: 40, full: 200, warm: 30e6, d: 30e6, queue: 45,
+				busy: 0.9},
+			{name: "two", flows: 2, rate: 1e9, delay: 20e3, mark: 20, full: 100, warm: 150e6, d: 200e6, queue: 25,
+				busy: 0.97},
+			{name: "eight", flows: 8, rate: 1e9, delay: 20e3, mark: 20, full: 100, warm: 150e6, d: 200e6, queue: 30,
+				busy: 0.97},
+			{name: "eight, far", flows: 8, rate: 10e9, delay: 200e3, mark: 100, full: 600, warm: 50e6, d: 50e6,
+				queue: 110, busy: 0.97},
+			{name: "crowd", flows: 40, rate: 1e9, delay: 20e3, mark: 20, full: 600, warm: 150e6, d: 200e6, queue: 45,
+				busy: 0.97},
 		} {
-			t.Run(fmt.Sprintf("%v/%s", map[WROpcode]string{WRWrite: "write", WRRead: "read"}[op], tc.name), func(t *testing.T) {
-				f := newFabric(t, 1)
-				f.delay, f.link = tc.delay, slow(tc.rate, tc.mark, tc.full)
-				flows := f.flows(tc.flows, op, Config{ECN: true, SelectiveRepeat: true})
-				f.run(flows, tc.warm)
-				f.link.watch()
-				f.run(flows, tc.d)
-				if o := f.outcomes(flows, tc.d); f.link.drops != 0 || o.busy < tc.busy || o.useful < tc.busy || o.jain < 0.95 || o.queue > tc.queue {
-					t.Error("not as it should be")
-				}
-			})
+			t.Run(fmt.Sprintf("%v/%s", map[WROpcode]string{WRWrite: "write", WRRead: "read"}[op], tc.name),
+				func(t *testing.T) {
+					f := newFabric(t, 1)
+					f.delay, f.link = tc.delay, slow(tc.rate, tc.mark, tc.full)
+					flows := f.flows(tc.flows, op, Config{ECN: true, SelectiveRepeat: true})
+					f.run(flows, tc.warm)
+					f.link.watch()
+					f.run(flows, tc.d)
+					if o := f.outcomes(flows, tc.d); f.link.drops != 0 || o.busy < tc.busy || o.useful < tc.busy ||
+						o.jain < 0.95 || o.queue > tc.queue {
+						t.Error("not as it should be")
+					}
+				})
 		}
 	}
 }
@@ -231,14 +238,19 @@ func TestCNP(t *testing.T) {
 		v1   bool
 		want bool
 	}{
-		{name: "send", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8}, want: true},
-		{name: "uc", typ: UC, c: craft{op: wire.OpUCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8}, want: true},
-		{name: "out of sequence", typ: RC, c: craft{op: wire.OpRCWriteOnly, psn: 9, data: make([]byte, 8), va: 0, key: 1, length: 8}, want: true},
+		{name: "send", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8},
+			want: true},
+		{name: "uc", typ: UC, c: craft{op: wire.OpUCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8},
+			want: true},
+		{name: "out of sequence", typ: RC, c: craft{op: wire.OpRCWriteOnly, psn: 9, data: make([]byte, 8), va: 0,
+			key: 1, length: 8}, want: true},
 		{name: "no data", typ: RC, c: craft{op: wire.OpRCReadRequest, va: 0, key: 1, length: 8}},
 		{name: "ack", typ: RC, c: craft{op: wire.OpRCAck, syn: wire.NoCredits}},
 		{name: "cnp", typ: RC, c: craft{op: wire.OpCNP}},
-		{name: "off", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8}, off: true},
-		{name: "RoCE v1", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8}, v1: true},
+		{name: "off", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8},
+			off: true},
+		{name: "RoCE v1", typ: RC, c: craft{op: wire.OpRCWriteOnly, data: make([]byte, 8), va: 0, key: 1, length: 8},
+			v1: true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			f := newFabric(t, 1)
@@ -270,7 +282,8 @@ func TestCNP(t *testing.T) {
 			if want := map[bool]int{true: 3}[tc.want]; cnps != want {
 				t.Errorf("%d CNPs, want %d", cnps, want)
 			}
-			if marked := b.q.stats.ECNMarked; (marked != 0) != !tc.v1 && tc.name != "cnp" || b.q.stats.TxCNP != uint64(cnps) {
+			if marked := b.q.stats.ECNMarked; (marked != 0) != !tc.v1 && tc.name != "cnp" ||
+				b.q.stats.TxCNP != uint64(cnps) {
 				t.Errorf("%d marks, %d CNPs counted", marked, b.q.stats.TxCNP)
 			}
 		})
@@ -362,8 +375,10 @@ func TestForgedCNP(t *testing.T) {
 				if a.q.recovery.cwnd.Packets() != 1 || n < 950 || a.q.stats.RxCNP < 19000 {
 					t.Errorf("a window of %d, %d packets, %d CNPs", a.q.recovery.cwnd.Packets(), n, a.q.stats.RxCNP)
 				}
-			} else if a.q.recovery.cwnd.Packets() != defaultWindow || a.q.stats.RxCNP != 0 || a.q.stats.RxDropped < 19000 {
-				t.Errorf("a window of %d, %d CNPs, %d dropped", a.q.recovery.cwnd.Packets(), a.q.stats.RxCNP, a.q.stats.RxDropped)
+			} else if a.q.recovery.cwnd.Packets() != defaultWindow || a.q.stats.RxCNP != 0 ||
+				a.q.stats.RxDropped < 19000 {
+				t.Errorf("a window of %d, %d CNPs, %d dropped", a.q.recovery.cwnd.Packets(), a.q.stats.RxCNP,
+					a.q.stats.RxDropped)
 			}
 			floods = false
 			f.run(flows, 60e6)

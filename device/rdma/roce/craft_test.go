@@ -43,7 +43,8 @@ func (n *node) frame(c craft) []byte {
 	if c.av != nil {
 		a = *c.av
 	}
-	p := wire.Path{SMAC: a.DMAC, DMAC: a.SMAC, VLAN: a.VLAN, V1: a.RoCEv1, SrcIP: a.DGID, DstIP: a.SGID, TrafficClass: c.tos, SrcPort: 0xc123}
+	p := wire.Path{SMAC: a.DMAC, DMAC: a.SMAC, VLAN: a.VLAN, V1: a.RoCEv1, SrcIP: a.DGID, DstIP: a.SGID,
+		TrafficClass: c.tos, SrcPort: 0xc123}
 	t, err := p.Template()
 	if err != nil {
 		n.f.t.Fatal(err)
@@ -62,7 +63,8 @@ func (n *node) frame(c craft) []byte {
 	if c.qpn == 0 {
 		c.qpn = n.q.QPN()
 	}
-	h := wire.BTH{Opcode: c.op, PSN: c.psn & psnMask, AckReq: c.ack, Selective: c.sel, Solicited: c.se, PKey: c.pkey, DestQP: c.qpn, Pad: uint8(pad)}
+	h := wire.BTH{Opcode: c.op, PSN: c.psn & psnMask, AckReq: c.ack, Selective: c.sel, Solicited: c.se, PKey: c.pkey,
+		DestQP: c.qpn, Pad: uint8(pad)}
 	o += h.Encode(f[o:])
 	if info.Is(wire.HasDETH) {
 		h := wire.DETH{QKey: c.qkey, SrcQP: c.srcqp}
@@ -117,7 +119,8 @@ func (n *node) inject(c craft) {
 // lone makes QP b whose peer is the test, which collects what it sends.
 func lone(t testing.TB, o pairOpt) (f *fabric, b *node, sent *[]wire.RoCE) {
 	f = newFabric(t, 1)
-	b = f.node("b", Config{Type: o.typ, QPN: 0x22, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxRdAtomic: 16, HasSRQ: o.srq, ECN: true, SelectiveRepeat: true})
+	b = f.node("b", Config{Type: o.typ, QPN: 0x22, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxRdAtomic: 16,
+		HasSRQ: o.srq, ECN: true, SelectiveRepeat: true})
 	b.connect(&o, 0x11, o.avB, o.psnA, o.psnB)
 	sent = new([]wire.RoCE)
 	b.onTx = func(p *wire.RoCE, frame []byte) bool {
@@ -178,7 +181,8 @@ func TestResponderSequence(t *testing.T) {
 	f, b, sent := lone(t, o)
 	mem := b.reg(2, 0, 1<<16, allAccess)
 	w := func(psn uint32, data string) craft {
-		return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: uint64(psn & 0xff), length: uint32(len(data)), data: []byte(data)}
+		return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: uint64(psn & 0xff),
+			length: uint32(len(data)), data: []byte(data)}
 	}
 	// In order; two before Run give one acknowledgement.
 	b.inject(w(0xfffffe, "a"))
@@ -236,8 +240,10 @@ func TestResponderReadReplay(t *testing.T) {
 	b.inject(read(10, 0x1000, 512))
 	b.wantResp(sent, first(10), last(11))
 	// Not the same request: nothing.
-	for _, c := range []craft{read(10, 0x1001, 1000), read(10, 0x1000, 1001), read(11, 0x1000, 256), read(10, 0x1000, 100),
-		{op: wire.OpRCReadRequest, psn: 10, key: 3, va: 0x1000, length: 1000}, read(9, 0x1000, 100), read(14, 0x1000, 100),
+	for _, c := range []craft{read(10, 0x1001, 1000), read(10, 0x1000, 1001), read(11, 0x1000, 256),
+		read(10, 0x1000, 100),
+		{op: wire.OpRCReadRequest, psn: 10, key: 3, va: 0x1000, length: 1000}, read(9, 0x1000, 100),
+		read(14, 0x1000, 100),
 		{op: wire.OpRCFetchAdd, psn: 10, key: 2, va: 0x1000}} {
 		b.inject(c)
 	}
@@ -283,8 +289,10 @@ func TestResponderReadReplayUnderWay(t *testing.T) {
 	b.inject(read(14, 0x1000, 8))
 	b.q.Run(b.f.now, 6) // half of it for responses: 10, 11, 12
 	b.inject(read(11, 0x1100, 768))
-	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 10), r(wire.OpRCReadResponseMid, 11), r(wire.OpRCReadResponseMid, 12),
-		r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12), r(wire.OpRCReadResponseLast, 13), r(wire.OpRCReadResponseOnly, 14))
+	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 10), r(wire.OpRCReadResponseMid, 11),
+		r(wire.OpRCReadResponseMid, 12),
+		r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12), r(wire.OpRCReadResponseLast, 13),
+		r(wire.OpRCReadResponseOnly, 14))
 }
 
 // A late copy of an answered READ or atomic must not stand in the way of the next
@@ -317,7 +325,8 @@ func TestResponderReplayGivesWay(t *testing.T) {
 	b.q.Run(b.f.now, 4)
 	b.inject(read(18, 1024)) // 18..21
 	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 14), r(wire.OpRCReadResponseMid, 15),
-		r(wire.OpRCReadResponseFirst, 18), r(wire.OpRCReadResponseMid, 19), r(wire.OpRCReadResponseMid, 20), r(wire.OpRCReadResponseLast, 21))
+		r(wire.OpRCReadResponseFirst, 18), r(wire.OpRCReadResponseMid, 19), r(wire.OpRCReadResponseMid, 20),
+		r(wire.OpRCReadResponseLast, 21))
 	b.inject(read(22, 1024)) // 22..25
 	b.q.Run(b.f.now, 4)
 	*sent = nil
@@ -400,7 +409,8 @@ func TestResponderTooManyReads(t *testing.T) {
 	for i := range uint32(3) {
 		b.inject(craft{op: wire.OpRCReadRequest, psn: i, key: 2, length: 8})
 	}
-	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 0, wire.NoCredits}, resp{wire.OpRCReadResponseOnly, 1, wire.NoCredits}, nakOf(2, wire.NAKInvalidRequest))
+	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 0, wire.NoCredits},
+		resp{wire.OpRCReadResponseOnly, 1, wire.NoCredits}, nakOf(2, wire.NAKInvalidRequest))
 	b.wantState(Err)
 }
 
@@ -492,28 +502,29 @@ func TestResponderInvalid(t *testing.T) {
 	first := craft{op: wire.OpRCSendFirst, data: mtu}
 	wfirst := craft{op: wire.OpRCWriteFirst, key: 2, length: 3000, data: mtu}
 	for name, seq := range map[string][]craft{
-		"middle without first":           {{op: wire.OpRCSendMiddle, data: mtu}},
-		"last without first":             {{op: wire.OpRCSendLast, data: mtu}},
-		"write middle without first":     {{op: wire.OpRCWriteMiddle, data: mtu}},
-		"first after first":              {first, first},
-		"only within a message":          {first, {op: wire.OpRCSendOnly}},
-		"read within a message":          {first, {op: wire.OpRCReadRequest, key: 2, length: 8}},
-		"atomic within a message":        {wfirst, {op: wire.OpRCFetchAdd, key: 2}},
-		"atomic write within a message":  {wfirst, {op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:8]}},
-		"atomic write of 4 bytes":        {{op: wire.OpRCAtomicWrite, key: 2, length: 4, data: mtu[:4]}},
-		"atomic write, lengths differ":   {{op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:16]}},
-		"atomic write, RETH too long":    {{op: wire.OpRCAtomicWrite, key: 2, length: 16, data: mtu[:8]}},
-		"write within a send":            {first, {op: wire.OpRCWriteLast, data: mtu}},
-		"send within a write":            {wfirst, {op: wire.OpRCSendLast, data: mtu}},
-		"short first":                    {{op: wire.OpRCSendFirst, data: mtu[:1020]}},
-		"long first":                     {{op: wire.OpRCSendFirst, data: long}},
-		"short middle":                   {first, {op: wire.OpRCSendMiddle, data: mtu[:4]}},
-		"empty last":                     {first, {op: wire.OpRCSendLast}},
-		"long only":                      {{op: wire.OpRCSendOnly, data: long}},
-		"write only, length differs":     {{op: wire.OpRCWriteOnly, key: 2, length: 9, data: mtu[:8]}},
-		"write first, nothing left":      {{op: wire.OpRCWriteFirst, key: 2, length: 1024, data: mtu}},
-		"write last, too short":          {wfirst, {op: wire.OpRCWriteLast, data: mtu}},
-		"write middle, beyond":           {wfirst, {op: wire.OpRCWriteMiddle, data: mtu}, {op: wire.OpRCWriteMiddle, data: mtu}},
+		"middle without first":          {{op: wire.OpRCSendMiddle, data: mtu}},
+		"last without first":            {{op: wire.OpRCSendLast, data: mtu}},
+		"write middle without first":    {{op: wire.OpRCWriteMiddle, data: mtu}},
+		"first after first":             {first, first},
+		"only within a message":         {first, {op: wire.OpRCSendOnly}},
+		"read within a message":         {first, {op: wire.OpRCReadRequest, key: 2, length: 8}},
+		"atomic within a message":       {wfirst, {op: wire.OpRCFetchAdd, key: 2}},
+		"atomic write within a message": {wfirst, {op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:8]}},
+		"atomic write of 4 bytes":       {{op: wire.OpRCAtomicWrite, key: 2, length: 4, data: mtu[:4]}},
+		"atomic write, lengths differ":  {{op: wire.OpRCAtomicWrite, key: 2, length: 8, data: mtu[:16]}},
+		"atomic write, RETH too long":   {{op: wire.OpRCAtomicWrite, key: 2, length: 16, data: mtu[:8]}},
+		"write within a send":           {first, {op: wire.OpRCWriteLast, data: mtu}},
+		"send within a write":           {wfirst, {op: wire.OpRCSendLast, data: mtu}},
+		"short first":                   {{op: wire.OpRCSendFirst, data: mtu[:1020]}},
+		"long first":                    {{op: wire.OpRCSendFirst, data: long}},
+		"short middle":                  {first, {op: wire.OpRCSendMiddle, data: mtu[:4]}},
+		"empty last":                    {first, {op: wire.OpRCSendLast}},
+		"long only":                     {{op: wire.OpRCSendOnly, data: long}},
+		"write only, length differs":    {{op: wire.OpRCWriteOnly, key: 2, length: 9, data: mtu[:8]}},
+		"write first, nothing left":     {{op: wire.OpRCWriteFirst, key: 2, length: 1024, data: mtu}},
+		"write last, too short":         {wfirst, {op: wire.OpRCWriteLast, data: mtu}},
+		"write middle, beyond": {wfirst, {op: wire.OpRCWriteMiddle, data: mtu},
+			{op: wire.OpRCWriteMiddle, data: mtu}},
 		"write of more than 2^31":        {{op: wire.OpRCWriteFirst, key: 2, length: 1<<31 + 1, data: mtu}},
 		"read of more than 2^31":         {{op: wire.OpRCReadRequest, key: 2, length: 1<<31 + 1}},
 		"write only with 0, length 2^32": {{op: wire.OpRCWriteOnly, key: 2, length: 1<<32 - 1}},
@@ -563,16 +574,21 @@ func TestAdmission(t *testing.T) {
 		return &a
 	}
 	for name, change := range map[string]func(*craft){
-		"source IP":        func(c *craft) { c.av = alter(func(a *AddressVector) { a.DGID[15] = 9 }) },
-		"destination IP":   func(c *craft) { c.av = alter(func(a *AddressVector) { a.SGID[15] = 9 }) },
-		"RoCE v1":          func(c *craft) { c.av = alter(func(a *AddressVector) { a.RoCEv1 = true }) },
-		"VLAN":             func(c *craft) { c.av = alter(func(a *AddressVector) { a.VLAN = 5 }) },
-		"P_Key":            func(c *craft) { c.pkey = 0x8001 },
-		"UC":               func(c *craft) { c.op = wire.OpUCWriteOnly },
-		"UD":               func(c *craft) { c.op = wire.OpUDSendOnly },
-		"other QP":         func(c *craft) { c.qpn = 0x23 },
-		"multicast QPN":    func(c *craft) { c.qpn = 0xffffff },
-		"IPv6 of the same": func(c *craft) { c.av = alter(func(a *AddressVector) { a.DGID[0], a.SGID[0] = 0xfe, 0xfe }) },
+		"source IP":      func(c *craft) { c.av = alter(func(a *AddressVector) { a.DGID[15] = 9 }) },
+		"destination IP": func(c *craft) { c.av = alter(func(a *AddressVector) { a.SGID[15] = 9 }) },
+		"RoCE v1":        func(c *craft) { c.av = alter(func(a *AddressVector) { a.RoCEv1 = true }) },
+		"VLAN":           func(c *craft) { c.av = alter(func(a *AddressVector) { a.VLAN = 5 }) },
+		"P_Key":          func(c *craft) { c.pkey = 0x8001 },
+		"UC":             func(c *craft) { c.op = wire.OpUCWriteOnly },
+		"UD":             func(c *craft) { c.op = wire.OpUDSendOnly },
+		"other QP":       func(c *craft) { c.qpn = 0x23 },
+		"multicast QPN":  func(c *craft) { c.qpn = 0xffffff },
+		"IPv6 of the same": func(c *craft) {
+			c.av = alter(func(a *AddressVector) {
+				a.DGID[0], a.SGID[0] = 0xfe,
+					0xfe
+			})
+		},
 	} {
 		c := good
 		change(&c)
@@ -616,7 +632,8 @@ func TestRequesterResponses(t *testing.T) {
 
 	_, b, sent := start()
 	// Ghosts, old ones, unknown syndromes; ACKs may not answer a READ or atomic.
-	for _, c := range []craft{ack(0xfffffd), ack(5), ack(0x800000), {op: wire.OpRCAck, psn: 4, syn: 0x40}, {op: wire.OpRCAck, psn: 4, syn: 0x80},
+	for _, c := range []craft{ack(0xfffffd), ack(5), ack(0x800000), {op: wire.OpRCAck, psn: 4, syn: 0x40},
+		{op: wire.OpRCAck, psn: 4, syn: 0x80},
 		{op: wire.OpRCAck, psn: 0xfffffe, syn: wire.NAKInvalidRD}} {
 		b.inject(c)
 	}
@@ -673,7 +690,8 @@ func TestRequesterResponses(t *testing.T) {
 	b.inject(rr(wire.OpRCReadResponseFirst, 1, 1024))
 	b.inject(at)
 	b.runAll()
-	if p := (*sent)[0]; p.BTH.Opcode != wire.OpRCReadRequest || p.BTH.PSN != 2 || p.RETH().Length != 1024 || p.RETH().VA != 1024 {
+	if p := (*sent)[0]; p.BTH.Opcode != wire.OpRCReadRequest || p.BTH.PSN != 2 || p.RETH().Length != 1024 ||
+		p.RETH().VA != 1024 {
 		t.Errorf("%v %d %+v", p.BTH.Opcode, p.BTH.PSN, p.RETH())
 	}
 
@@ -687,7 +705,8 @@ func TestRequesterResponses(t *testing.T) {
 	b.wantState(Err)
 
 	// NAK codes.
-	for syn, st := range map[wire.Syndrome]Status{wire.NAKInvalidRequest: StatusRemInvReq, wire.NAKRemoteAccess: StatusRemAccess, wire.NAKRemoteOp: StatusRemOp} {
+	for syn, st := range map[wire.Syndrome]Status{wire.NAKInvalidRequest: StatusRemInvReq,
+		wire.NAKRemoteAccess: StatusRemAccess, wire.NAKRemoteOp: StatusRemOp} {
 		_, b, _ = start()
 		b.inject(craft{op: wire.OpRCAck, psn: 1, syn: syn})
 		b.runAll()
@@ -721,14 +740,16 @@ func TestRequesterHeaders(t *testing.T) {
 	o.psnB = 5
 	_, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
-	b.post(WQE{Opcode: WRWriteImm, RKey: 0x1234, RemoteVA: 0xabcdef, Imm: [4]byte{1, 2, 3, 4}, Solicited: true, SGEs: []SGE{sge(2, 0, 2049)}})
+	b.post(WQE{Opcode: WRWriteImm, RKey: 0x1234, RemoteVA: 0xabcdef, Imm: [4]byte{1, 2, 3, 4}, Solicited: true,
+		SGEs: []SGE{sge(2, 0, 2049)}})
 	b.runAll()
 	if len(*sent) != 3 {
 		t.Fatal(len(*sent))
 	}
 	for i, p := range *sent {
 		lastOne := i == 2
-		if p.BTH.AckReq != lastOne || p.BTH.Solicited != lastOne || !p.BTH.Migrated || p.BTH.PKey != 0xffff || p.BTH.DestQP != 0x11 || p.BTH.PSN != uint32(5+i) {
+		if p.BTH.AckReq != lastOne || p.BTH.Solicited != lastOne || !p.BTH.Migrated || p.BTH.PKey != 0xffff ||
+			p.BTH.DestQP != 0x11 || p.BTH.PSN != uint32(5+i) {
 			t.Errorf("packet %d: %+v", i, p.BTH)
 		}
 		if p.SrcPort < 0xc000 || p.SrcPort != (*sent)[0].SrcPort || p.TTL != 64 {

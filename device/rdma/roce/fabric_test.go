@@ -119,7 +119,8 @@ func newFabric(t testing.TB, seed int64) *fabric {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &fabric{t: t, now: 1e9, pool: pool, held: newHeld(t, 256), rng: rand.New(rand.NewSource(seed)), delay: 5e3, budget: 64}
+	return &fabric{t: t, now: 1e9, pool: pool, held: newHeld(t, 256), rng: rand.New(rand.NewSource(seed)), delay: 5e3,
+		budget: 64}
 }
 
 // newHeld makes the pool of frames that are kept.
@@ -132,7 +133,8 @@ func newHeld(t testing.TB, n int) *frame.Pool {
 }
 
 func (f *fabric) node(name string, cfg Config) *node {
-	n := &node{f: f, name: name, regions: map[translate.Key]*region{}, seen: map[uint32]bool{}, bad: map[uint32]Status{}}
+	n := &node{f: f, name: name, regions: map[translate.Key]*region{}, seen: map[uint32]bool{},
+		bad: map[uint32]Status{}}
 	n.q = NewQP(cfg, n)
 	f.nodes = append(f.nodes, n)
 	return n
@@ -160,7 +162,8 @@ func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 	}
 	n.seen[seq] = true
 	src := &n.sq[seq]
-	if cap(w.SGEs) < len(src.SGEs) || cap(w.InlineData) < len(src.InlineData) || len(w.SGEs) != 0 || len(w.InlineData) != 0 {
+	if cap(w.SGEs) < len(src.SGEs) || cap(w.InlineData) < len(src.InlineData) || len(w.SGEs) != 0 ||
+		len(w.InlineData) != 0 {
 		n.f.t.Fatalf("%s: WQE storage too small or not empty", n.name)
 	}
 	sg, in := append(w.SGEs, src.SGEs...), append(w.InlineData, src.InlineData...)
@@ -282,7 +285,8 @@ func (n *node) CheckRemote(key translate.Key, va translate.VA, k uint64, need tr
 	return m
 }
 
-func (n *node) FlushRemote(key translate.Key, va translate.VA, k uint64, whole bool, need translate.Access) translate.Miss {
+func (n *node) FlushRemote(key translate.Key, va translate.VA, k uint64, whole bool,
+	need translate.Access) translate.Miss {
 	if r := n.regions[key]; whole && r != nil {
 		va, k = translate.VA(r.va), 0
 	}
@@ -319,7 +323,8 @@ func (n *node) WriteRemote(key translate.Key, va translate.VA, src []byte) trans
 	return m
 }
 
-func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
+func (n *node) AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare,
+	swapAdd uint64) (uint64, translate.Miss) {
 	if m := n.miss("atomic"); !m.OK() {
 		return 0, m
 	}
@@ -526,7 +531,8 @@ func (f *fabric) step() bool {
 // watched fails if the requester has something under way and nothing to wake it should no answer come.
 func (n *node) watched() {
 	q := n.q
-	if q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 && q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
+	if q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
+		q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
 		q.faults.send.cause == waitNone && !n.run && !q.scheduled {
 		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)
 	}
@@ -604,7 +610,8 @@ type pairOpt struct {
 }
 
 func opts() pairOpt {
-	return pairOpt{typ: RC, mtu: 3, psnA: 100, psnB: 0xfffff0, retry: 7, rnr: 7, timeout: 14, minRNR: 12, rd: 4, destRd: 4,
+	return pairOpt{typ: RC, mtu: 3, psnA: 100, psnB: 0xfffff0, retry: 7, rnr: 7, timeout: 14, minRNR: 12, rd: 4,
+		destRd: 4,
 		access: translate.RemoteWrite | translate.RemoteRead | translate.RemoteAtomic,
 		avA:    av(ipA, ipB), avB: av(ipB, ipA), stay: RTS}
 }
@@ -632,16 +639,19 @@ func (n *node) connect(o *pairOpt, peer uint32, av AddressVector, rq, sq uint32)
 	if o.typ == UC {
 		rtr, rts = maskRTRUC, maskRTSUC
 	}
-	n.modify(Attr{State: RTR, AV: av, PathMTU: o.mtu, DestQPN: peer, RQPSN: rq, MaxDestRdAtomic: o.destRd, MinRNRTimer: o.minRNR}, rtr)
+	n.modify(Attr{State: RTR, AV: av, PathMTU: o.mtu, DestQPN: peer, RQPSN: rq, MaxDestRdAtomic: o.destRd,
+		MinRNRTimer: o.minRNR}, rtr)
 	if o.stay == RTR {
 		return
 	}
-	n.modify(Attr{State: RTS, SQPSN: sq, Timeout: o.timeout, RetryCnt: o.retry, RNRRetry: o.rnr, MaxRdAtomic: o.rd}, rts)
+	n.modify(Attr{State: RTS, SQPSN: sq, Timeout: o.timeout, RetryCnt: o.retry, RNRRetry: o.rnr, MaxRdAtomic: o.rd},
+		rts)
 }
 
 func (f *fabric) pair(o pairOpt) (a, b *node) {
 	f.t.Helper()
-	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding, Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, ECN: !o.noECN}
+	cfg := Config{Type: o.typ, MaxSendSGE: 8, MaxRecvSGE: 8, MaxInline: 256, MaxOutstanding: o.outstanding,
+		Window: o.win, HasSRQ: o.srq, MaxRdAtomic: 128, ECN: !o.noECN}
 	cfg.QPN, cfg.SelectiveRepeat = 0x11, !o.backA
 	a = f.node("a", cfg)
 	cfg.QPN, cfg.SelectiveRepeat = 0x22, !o.backB

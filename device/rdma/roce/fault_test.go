@@ -17,7 +17,8 @@ func TestFaults(t *testing.T) {
 		{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 0x7000, SwapAdd: 1, SGEs: []SGE{sge(1, 0x7000, 8)}},
 		{Opcode: WRWriteImm, RKey: 2, RemoteVA: 0x4000, SGEs: []SGE{sge(1, 0x4000, 3000)}},
 	}
-	for _, what := range []string{"fetchsend", "fetchrecv", "gather", "scatter", "readremote", "writeremote", "atomic", "bufs"} {
+	for _, what := range []string{"fetchsend", "fetchrecv", "gather", "scatter", "readremote", "writeremote", "atomic",
+		"bufs"} {
 		for _, kind := range []translate.MissKind{translate.GuestFault, translate.HostFault} {
 			t.Run(what, func(t *testing.T) {
 				f := newFabric(t, 1)
@@ -126,7 +127,8 @@ func TestIdle(t *testing.T) {
 func TestSelf(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
-	n := f.node("self", Config{Type: RC, QPN: 0x33, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, ECN: true, SelectiveRepeat: true})
+	n := f.node("self", Config{Type: RC, QPN: 0x33, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, ECN: true,
+		SelectiveRepeat: true})
 	n.connect(&o, 0x33, av(ipA, ipA), 77, 77)
 	m := n.reg(1, 0, 1<<16, allAccess)
 	n.postRecv(sge(1, 0x8000, 4000))

@@ -44,15 +44,21 @@ func (h *hostile) some(likely ...uint32) uint32 {
 
 var fuzzOps = [][]wire.Opcode{
 	{
-		wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLast, wire.OpRCSendLastImm, wire.OpRCSendOnly, wire.OpRCSendOnlyImm,
-		wire.OpRCWriteFirst, wire.OpRCWriteMiddle, wire.OpRCWriteLast, wire.OpRCWriteLastImm, wire.OpRCWriteOnly, wire.OpRCWriteOnlyImm,
-		wire.OpRCReadRequest, wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast, wire.OpRCReadResponseOnly,
-		wire.OpRCAck, wire.OpRCAck, wire.OpRCAck, wire.OpRCAtomicAck, wire.OpRCCompareSwap, wire.OpRCFetchAdd, wire.OpRCSendLastInv, wire.OpRCSendOnlyInv,
+		wire.OpRCSendFirst, wire.OpRCSendMiddle, wire.OpRCSendLast, wire.OpRCSendLastImm, wire.OpRCSendOnly,
+		wire.OpRCSendOnlyImm,
+		wire.OpRCWriteFirst, wire.OpRCWriteMiddle, wire.OpRCWriteLast, wire.OpRCWriteLastImm, wire.OpRCWriteOnly,
+		wire.OpRCWriteOnlyImm,
+		wire.OpRCReadRequest, wire.OpRCReadResponseFirst, wire.OpRCReadResponseMid, wire.OpRCReadResponseLast,
+		wire.OpRCReadResponseOnly,
+		wire.OpRCAck, wire.OpRCAck, wire.OpRCAck, wire.OpRCAtomicAck, wire.OpRCCompareSwap, wire.OpRCFetchAdd,
+		wire.OpRCSendLastInv, wire.OpRCSendOnlyInv,
 		wire.OpRCAtomicWrite, wire.OpRCAtomicWrite, wire.OpRCFlush,
 		wire.OpUCSendOnly, wire.OpCNP, wire.OpCNP, wire.OpRCSelectiveAck, wire.OpRCSelectiveAck, wire.OpRCSelectiveAck,
 	}, {
-		wire.OpUCSendFirst, wire.OpUCSendMiddle, wire.OpUCSendLast, wire.OpUCSendLastImm, wire.OpUCSendOnly, wire.OpUCSendOnlyImm,
-		wire.OpUCWriteFirst, wire.OpUCWriteMiddle, wire.OpUCWriteLast, wire.OpUCWriteLastImm, wire.OpUCWriteOnly, wire.OpUCWriteOnlyImm, wire.OpRCAck,
+		wire.OpUCSendFirst, wire.OpUCSendMiddle, wire.OpUCSendLast, wire.OpUCSendLastImm, wire.OpUCSendOnly,
+		wire.OpUCSendOnlyImm,
+		wire.OpUCWriteFirst, wire.OpUCWriteMiddle, wire.OpUCWriteLast, wire.OpUCWriteLastImm, wire.OpUCWriteOnly,
+		wire.OpUCWriteOnlyImm, wire.OpRCAck,
 	}, {wire.OpUDSendOnly, wire.OpUDSendOnlyImm, wire.OpRCSendOnly},
 }
 
@@ -93,7 +99,8 @@ func runHostile(t *testing.T, data []byte) {
 	}
 	b.regions[keySecret] = &region{va: 0, buf: mem, access: translate.LocalWrite}
 	b.regions[keyRead] = &region{va: size, buf: mem[size : 2*size], access: translate.RemoteRead}
-	b.regions[keyWrite] = &region{va: 2 * size, buf: mem[2*size : 3*size], access: translate.RemoteWrite | translate.RemoteAtomic}
+	b.regions[keyWrite] = &region{va: 2 * size, buf: mem[2*size : 3*size],
+		access: translate.RemoteWrite | translate.RemoteAtomic}
 	clear(mem[size : 3*size])
 	recv := b.reg(keyRecv, 0, 2048, translate.LocalWrite)
 	results := b.reg(1, 0, 4096, translate.LocalWrite)
@@ -131,9 +138,12 @@ func runHostile(t *testing.T, data []byte) {
 			base = uint32(b.q.req.una)
 		}
 		c := craft{
-			op: op, psn: base + h.some(0, 0, 0, 1, 2, psnMask, psnMask-1, 1<<23, 1<<23-1), ack: h.byte()&1 != 0, qkey: h.some(7),
-			va: uint64(h.some(size, 2*size, 0, size-8, 2*size-8, 3*size-8, 3*size)), key: h.some(keyRead, keyWrite, keySecret, 0),
-			length: h.some(0, 1, 8, 256, 257, 600, 1024, 1025, 1<<31, 1<<31+1, 1<<32-1), swap: uint64(h.byte()), cmp: uint64(h.byte()),
+			op: op, psn: base + h.some(0, 0, 0, 1, 2, psnMask, psnMask-1, 1<<23, 1<<23-1), ack: h.byte()&1 != 0,
+			qkey:   h.some(7),
+			va:     uint64(h.some(size, 2*size, 0, size-8, 2*size-8, 3*size-8, 3*size)),
+			key:    h.some(keyRead, keyWrite, keySecret, 0),
+			length: h.some(0, 1, 8, 256, 257, 600, 1024, 1025, 1<<31, 1<<31+1, 1<<32-1), swap: uint64(h.byte()),
+			cmp:  uint64(h.byte()),
 			syn:  wire.Syndrome(h.some(0x1f, 0x1f, 0x1f, 0x20, 0x3f, 0x60, 0x61, 0x62, 0x63, 0x64)),
 			data: make([]byte, h.some(0, 256, 256, 8, 1, 255, 257, 1000)%1400),
 		}
@@ -189,7 +199,9 @@ func runHostile(t *testing.T, data []byte) {
 			t.Fatalf("memory at %d was written", i)
 		}
 	}
-	if b.q.resp.pending < 0 || b.q.req.una > b.q.req.nxt || b.q.req.nxt > b.q.req.sent && typ == 0 || int32(b.q.req.tail-b.q.req.head) < 0 || int32(b.q.req.cur-b.q.req.head) < 0 || int32(b.q.req.tail-b.q.req.cur) < 0 {
+	if b.q.resp.pending < 0 || b.q.req.una > b.q.req.nxt || b.q.req.nxt > b.q.req.sent && typ == 0 ||
+		int32(b.q.req.tail-b.q.req.head) < 0 || int32(b.q.req.cur-b.q.req.head) < 0 ||
+		int32(b.q.req.tail-b.q.req.cur) < 0 {
 		t.Fatalf("inconsistent: %+v", b.q.req)
 	}
 	if len(b.recvs) > 6 || len(b.sends) > len(b.sq) {

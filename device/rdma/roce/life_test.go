@@ -22,7 +22,8 @@ func runLife(t *testing.T, data []byte) {
 	o.srq, o.outstanding = h.byte()&1 != 0, int(h.byte()%4)*2
 	f := newFabric(t, int64(h.byte()))
 	f.local = localMode(h.byte() % 3)
-	cfg := Config{Type: o.typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: o.outstanding, HasSRQ: o.srq, MaxRdAtomic: 16, ECN: true}
+	cfg := Config{Type: o.typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxOutstanding: o.outstanding,
+		HasSRQ: o.srq, MaxRdAtomic: 16, ECN: true}
 	ends := [2]*node{}
 	for i := range ends {
 		cfg.QPN, cfg.SelectiveRepeat = uint32(0x11*(i+1)), h.byte()&7 != 0
@@ -47,8 +48,10 @@ func runLife(t *testing.T, data []byte) {
 			if h.byte()&1 != 0 {
 				to = State(h.byte() % uint8(Err+1))
 			}
-			a := Attr{State: to, Port: 1, Access: o.access, AV: [...]AddressVector{o.avA, o.avB}[i], PathMTU: uint8(h.some(1, 3, 5)), DestQPN: peer.q.QPN(), QKey: 7,
-				MaxDestRdAtomic: uint8(h.some(0, 1, 4)), MaxRdAtomic: uint8(h.some(0, 1, 4)), MinRNRTimer: 1, Timeout: uint8(h.some(0, 8, 14)), RetryCnt: h.byte() & 7,
+			a := Attr{State: to, Port: 1, Access: o.access, AV: [...]AddressVector{o.avA, o.avB}[i],
+				PathMTU: uint8(h.some(1, 3, 5)), DestQPN: peer.q.QPN(), QKey: 7,
+				MaxDestRdAtomic: uint8(h.some(0, 1, 4)), MaxRdAtomic: uint8(h.some(0, 1, 4)), MinRNRTimer: 1,
+				Timeout: uint8(h.some(0, 8, 14)), RetryCnt: h.byte() & 7,
 				RNRRetry: h.byte() & 7, SQDNotify: h.byte()&1 != 0}
 			var m Mask
 			switch to {
@@ -73,8 +76,9 @@ func runLife(t *testing.T, data []byte) {
 				n.forget()
 			}
 		case 2, 3:
-			w := WQE{Opcode: WROpcode(h.byte() % 20), RKey: 1, RemoteVA: 0, SGEs: segments(), Fence: h.byte()&7 == 0, Solicited: h.byte()&7 == 0,
-				AV: [...]AddressVector{o.avA, o.avB}[i], RemoteQPN: peer.q.QPN(), QKey: 7}
+			w := WQE{Opcode: WROpcode(h.byte() % 20), RKey: 1, RemoteVA: 0, SGEs: segments(), Fence: h.byte()&7 == 0,
+				Solicited: h.byte()&7 == 0,
+				AV:        [...]AddressVector{o.avA, o.avB}[i], RemoteQPN: peer.q.QPN(), QKey: 7}
 			if h.byte()&7 == 0 {
 				w.SGEs, w.Inline, w.InlineData = nil, true, make([]byte, h.byte()%64)
 			}

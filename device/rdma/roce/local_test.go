@@ -81,7 +81,8 @@ func (n *node) ScatterSpan(sg []SGE, off, k uint64) ([]byte, translate.Miss) {
 }
 
 // RemoteSpan implements Adapter.
-func (n *node) RemoteSpan(key translate.Key, va translate.VA, k uint64, need translate.Access) ([]byte, translate.Miss) {
+func (n *node) RemoteSpan(key translate.Key, va translate.VA, k uint64,
+	need translate.Access) ([]byte, translate.Miss) {
 	what := "readremote"
 	if need.Writes() {
 		what = "writeremote"
@@ -110,7 +111,8 @@ func TestLocalNoFrames(t *testing.T) {
 		for range 4 {
 			b.postRecv(sge(5, chRecv, 1<<16))
 		}
-		a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 1000), sge(4, chLocal+1000, 1<<20-1000)}})
+		a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget,
+			SGEs: []SGE{sge(4, chLocal, 1000), sge(4, chLocal+1000, 1<<20-1000)}})
 		a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(4, chLocal, 1<<16)}})
 		a.post(WQE{Opcode: WRSendImm, Inline: true, InlineData: []byte("hello")})
 		a.post(WQE{Opcode: WRWriteImm, RKey: 1, RemoteVA: chTarget})
@@ -119,7 +121,8 @@ func TestLocalNoFrames(t *testing.T) {
 			a.post(WQE{Opcode: WRRead, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 1<<20)}})
 			a.post(WQE{Opcode: WRFetchAdd, RKey: 1, RemoteVA: chTarget, SwapAdd: 1, SGEs: []SGE{sge(4, chLocal, 8)}})
 			a.post(WQE{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget + 8, SGEs: []SGE{sge(4, chLocal+64, 8)}})
-			a.post(WQE{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget + 16, Inline: true, InlineData: []byte("inlined!")})
+			a.post(WQE{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget + 16, Inline: true,
+				InlineData: []byte("inlined!")})
 			want = append(want, 0, 0, 0, 0)
 		}
 		f.settle(1e9)
@@ -148,7 +151,8 @@ func TestLocalRefusedWritesNothing(t *testing.T) {
 		a.regions[4].buf[i] = 0xff
 	}
 	before := append([]byte(nil), b.regions[1].buf...)
-	a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 100), sge(4, chLocal+100, 100)}})
+	a.post(WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget,
+		SGEs: []SGE{sge(4, chLocal, 100), sge(4, chLocal+100, 100)}})
 	f.settle(1e9)
 	a.wantSends(StatusRemAccess)
 	same(t, "memory of a WRITE that was refused", b.regions[1].buf, before)

@@ -20,7 +20,8 @@ func TestRCOperations(t *testing.T) {
 	a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0x10000, 100), sge(1, 0x10800, 2900)}, Solicited: true})
 	f.until("send", 1e9, func() bool { return len(a.sends) == 1 && len(b.recvs) == 1 })
 	same(t, "send", dst.buf[:3000], append(append([]byte{}, src.buf[:100]...), src.buf[0x800:0x800+2900]...))
-	if c := b.recvs[0].c; c.Opcode != WCRecv || c.ByteLen != 3000 || c.Flags != 0 || !c.Solicited || c.SrcQP != 0x11 || b.recvs[0].id != 5000 {
+	if c := b.recvs[0].c; c.Opcode != WCRecv || c.ByteLen != 3000 || c.Flags != 0 || !c.Solicited || c.SrcQP != 0x11 ||
+		b.recvs[0].id != 5000 {
 		t.Errorf("receive completion %+v", b.recvs[0])
 	}
 	if c := a.sends[0]; c.c.Opcode != WCSend || c.c.ByteLen != 3000 || c.id != 1000 {
@@ -47,10 +48,12 @@ func TestRCOperations(t *testing.T) {
 	same(t, "write", dst.buf[0x100:0x100+5000], src.buf[:5000])
 
 	b.postRecv()
-	a.post(WQE{Opcode: WRWriteImm, Imm: [4]byte{9, 8, 7, 6}, RKey: 2, RemoteVA: 0x900000, SGEs: []SGE{sge(1, 0x10100, 1025)}})
+	a.post(WQE{Opcode: WRWriteImm, Imm: [4]byte{9, 8, 7, 6}, RKey: 2, RemoteVA: 0x900000,
+		SGEs: []SGE{sge(1, 0x10100, 1025)}})
 	f.until("write imm", 1e9, func() bool { return len(a.sends) == 5 && len(b.recvs) == 4 })
 	same(t, "write imm", dst.buf[:1025], src.buf[0x100:0x100+1025])
-	if c := b.recvs[3].c; c.Opcode != WCRecvWithImm || c.Flags != FlagImm || c.Imm != [4]byte{9, 8, 7, 6} || c.ByteLen != 1025 {
+	if c := b.recvs[3].c; c.Opcode != WCRecvWithImm || c.Flags != FlagImm || c.Imm != [4]byte{9, 8, 7, 6} ||
+		c.ByteLen != 1025 {
 		t.Errorf("receive completion %+v", c)
 	}
 
@@ -64,13 +67,16 @@ func TestRCOperations(t *testing.T) {
 
 	binary.LittleEndian.PutUint64(dst.buf[64:], 40)
 	a.post(WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 0x900040, SwapAdd: 2, SGEs: []SGE{sge(1, 0x10008, 8)}})
-	a.post(WQE{Opcode: WRCompareSwap, RKey: 2, RemoteVA: 0x900040, Compare: 42, SwapAdd: 7, SGEs: []SGE{sge(1, 0x10010, 8)}})
-	a.post(WQE{Opcode: WRCompareSwap, RKey: 2, RemoteVA: 0x900040, Compare: 1, SwapAdd: 8, SGEs: []SGE{sge(1, 0x10018, 4), sge(1, 0x10020, 4)}})
+	a.post(WQE{Opcode: WRCompareSwap, RKey: 2, RemoteVA: 0x900040, Compare: 42, SwapAdd: 7,
+		SGEs: []SGE{sge(1, 0x10010, 8)}})
+	a.post(WQE{Opcode: WRCompareSwap, RKey: 2, RemoteVA: 0x900040, Compare: 1, SwapAdd: 8,
+		SGEs: []SGE{sge(1, 0x10018, 4), sge(1, 0x10020, 4)}})
 	f.until("atomics", 1e9, func() bool { return len(a.sends) == 9 })
 	if v := binary.LittleEndian.Uint64(dst.buf[64:]); v != 7 {
 		t.Errorf("memory holds %d after the atomics", v)
 	}
-	if x, y, z := binary.LittleEndian.Uint64(src.buf[8:]), binary.LittleEndian.Uint64(src.buf[16:]), binary.LittleEndian.Uint32(src.buf[24:]); x != 40 || y != 42 || z != 7 {
+	if x, y, z := binary.LittleEndian.Uint64(src.buf[8:]), binary.LittleEndian.Uint64(src.buf[16:]),
+		binary.LittleEndian.Uint32(src.buf[24:]); x != 40 || y != 42 || z != 7 {
 		t.Errorf("atomics returned %d %d %d", x, y, z)
 	}
 	if c := a.sends[6].c; c.Opcode != WCFetchAdd || c.ByteLen != 8 {
@@ -103,7 +109,8 @@ func TestRCSizesAndMTUs(t *testing.T) {
 	v1A.RoCEv1, v1B.RoCEv1 = true, true
 	vlA, vlB := av(ipA, ipB), av(ipB, ipA)
 	vlA.VLAN, vlB.VLAN, vlA.SL = 100, 100, 3
-	for i, avs := range [][2]AddressVector{{av(ipA, ipB), av(ipB, ipA)}, {av(v6A, v6B), av(v6B, v6A)}, {v1A, v1B}, {vlA, vlB}, {av(ipA, ipB), av(ipB, ipA)}} {
+	for i, avs := range [][2]AddressVector{{av(ipA, ipB), av(ipB, ipA)}, {av(v6A, v6B), av(v6B, v6A)}, {v1A, v1B},
+		{vlA, vlB}, {av(ipA, ipB), av(ipB, ipA)}} {
 		mtu := i%5 + 1
 		m := mtuBytes(uint8(mtu))
 		t.Run(fmt.Sprintf("mtu%d", m), func(t *testing.T) {
@@ -134,7 +141,9 @@ func TestRCSizesAndMTUs(t *testing.T) {
 					}
 					done := len(a.sends)
 					a.post(WQE{Opcode: op, RKey: 2, RemoteVA: 0x90000000, SGEs: []SGE{sge(1, 0x10000, k)}})
-					f.until(fmt.Sprintf("opcode %d of %d bytes", op, k), 60e9, func() bool { return len(a.sends) > done })
+					f.until(fmt.Sprintf("opcode %d of %d bytes", op, k), 60e9, func() bool {
+						return len(a.sends) > done
+					})
 					if st := a.sends[done].c.Status; st != 0 {
 						t.Fatalf("opcode %d of %d bytes: status %d", op, k, st)
 					}
@@ -199,7 +208,8 @@ func TestRCMessageLimit(t *testing.T) {
 }
 
 func flushOf(key translate.Key, va translate.VA, n uint32, selectivity uint8) WQE {
-	return WQE{Opcode: WRFlush, RKey: key, RemoteVA: va, FlushLen: n, Flush: wire.FETH{Placement: wire.FlushGlobal, Selectivity: selectivity}}
+	return WQE{Opcode: WRFlush, RKey: key, RemoteVA: va, FlushLen: n,
+		Flush: wire.FETH{Placement: wire.FlushGlobal, Selectivity: selectivity}}
 }
 
 // TestRCFlush: of a range, of nothing, of a region from outside of it; on the wire and on the local path.
@@ -216,7 +226,8 @@ func TestRCFlush(t *testing.T) {
 		b.reg(1, chTarget, 4096, allAccess|translate.FlushGlobal)
 		for _, w := range []WQE{
 			{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 4096)}},
-			flushOf(1, chTarget, 4096, wire.FlushRange), flushOf(1, chTarget, 0, wire.FlushRange), flushOf(1, 0, 1<<31, wire.FlushRegion),
+			flushOf(1, chTarget, 4096, wire.FlushRange), flushOf(1, chTarget, 0, wire.FlushRange),
+			flushOf(1, 0, 1<<31, wire.FlushRegion),
 			{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal+8, 8)}},
 			flushOf(1, chTarget, 8, wire.FlushRange), // more than rd in flight
 		} {
@@ -256,41 +267,98 @@ func rcErrors(t *testing.T, mode localMode) {
 		event  EventKind
 		stateB State
 	}{
-		{name: "write, no such key", access: allAccess, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 99, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "write, out of range", access: allAccess, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 4090, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "long write, out of range", access: allAccess, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 1, SGEs: []SGE{sge(1, 0, 4096)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "write, region read-only", access: allAccess, region: translate.RemoteRead, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "write, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "read, region forbids", access: allAccess, region: translate.RemoteWrite, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "read, out of range", access: allAccess, region: allAccess, w: WQE{Opcode: WRRead, RKey: 2, RemoteVA: 4000, SGEs: []SGE{sge(1, 0, 4000)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "read, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "atomic, region forbids", access: allAccess, region: translate.RemoteWrite, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "atomic, misaligned", access: allAccess, region: allAccess, w: WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "atomic, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRCompareSwap, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "atomic, result too short", access: allAccess, region: allAccess, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 4)}}, a: StatusLocLen, stateB: RTS},
-		{name: "atomic write, region forbids", access: allAccess, region: translate.RemoteAtomic, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "atomic write, misaligned", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "atomic write, QP forbids", access: noRights, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "atomic write of another length", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 16)}}, a: StatusLocLen, stateB: RTS},
-		{name: "atomic write from bad key", access: allAccess, region: allAccess, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
-		{name: "flush, region forbids", access: allAccess | translate.FlushGlobal, region: translate.RemoteWrite, w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "flush of a region, region forbids", access: allAccess | translate.FlushGlobal, region: translate.RemoteWrite, w: flushOf(2, 0, 0, wire.FlushRegion), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "flush, out of range", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: flushOf(2, 4000, 97, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "flush of a region, no such key", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: flushOf(99, 0, 0, wire.FlushRegion), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
-		{name: "flush, QP forbids", access: noRights, region: translate.FlushGlobal, w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "flush, to persistence", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: WQE{Opcode: WRFlush, RKey: 2, Flush: wire.FETH{Placement: wire.FlushPersistent}}, a: StatusRemInvReq, event: EventReqErr, stateB: Err},
-		{name: "flush, to nothing", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal, w: WQE{Opcode: WRFlush, RKey: 2}, a: StatusLocQPOp, stateB: RTS},
-		{name: "send too long", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 7)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
-		{name: "send too long in its second packet", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 1030)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 1031)}}, a: StatusRemInvReq, b: []Status{StatusLocLen}, stateB: Err},
-		{name: "send into bad key", access: allAccess, region: allAccess, recv: []SGE{sge(77, 0, 8)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},
-		{name: "send into read-only memory", access: allAccess, region: noRights, recv: []SGE{sge(2, 0, 8)}, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},
-		{name: "send, malformed receive", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 8)}, recvSt: StatusLocQPOp, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocQPOp}, stateB: Err},
-		{name: "send with invalidate of no key", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 8)}, w: WQE{Opcode: WRSendInv, InvKey: 55}, a: StatusRemAccess, b: []Status{StatusRemAccess}, event: EventAccessErr, stateB: Err},
-		{name: "gather from bad key", access: allAccess, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
-		{name: "gather beyond region in the third packet", access: allAccess, region: allAccess, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 2048), sge(1, 4095, 8)}}, a: StatusLocProt, stateB: RTS},
-		{name: "read into bad key", access: allAccess, region: allAccess, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
-		{name: "unknown opcode", access: allAccess, region: allAccess, w: WQE{Opcode: 200}, a: StatusLocQPOp, stateB: RTS},
-		{name: "read with inline flag", access: allAccess, region: allAccess, w: WQE{Opcode: WRRead, Inline: true, InlineData: []byte("x")}, a: StatusLocQPOp, stateB: RTS},
+		{name: "write, no such key", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 99, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr,
+			stateB: Err},
+		{name: "write, out of range", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 4090, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "long write, out of range", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 1, SGEs: []SGE{sge(1, 0, 4096)}}, a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "write, region read-only", access: allAccess, region: translate.RemoteRead,
+			w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr,
+			stateB: Err},
+		{name: "write, QP forbids", access: noRights, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr,
+			stateB: Err},
+		{name: "read, region forbids", access: allAccess, region: translate.RemoteWrite,
+			w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr,
+			stateB: Err},
+		{name: "read, out of range", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRRead, RKey: 2, RemoteVA: 4000, SGEs: []SGE{sge(1, 0, 4000)}}, a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "read, QP forbids", access: noRights, region: allAccess,
+			w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr,
+			stateB: Err},
+		{name: "atomic, region forbids", access: allAccess, region: translate.RemoteWrite,
+			w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess, event: EventAccessErr,
+			stateB: Err},
+		{name: "atomic, misaligned", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq,
+			event: EventReqErr, stateB: Err},
+		{name: "atomic, QP forbids", access: noRights, region: allAccess,
+			w: WQE{Opcode: WRCompareSwap, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr,
+			stateB: Err},
+		{name: "atomic, result too short", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 4)}}, a: StatusLocLen, stateB: RTS},
+		{name: "atomic write, region forbids", access: allAccess, region: translate.RemoteAtomic,
+			w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "atomic write, misaligned", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 4, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq,
+			event: EventReqErr, stateB: Err},
+		{name: "atomic write, QP forbids", access: noRights, region: allAccess,
+			w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, event: EventReqErr,
+			stateB: Err},
+		{name: "atomic write of another length", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 16)}}, a: StatusLocLen, stateB: RTS},
+		{name: "atomic write from bad key", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
+		{name: "flush, region forbids", access: allAccess | translate.FlushGlobal, region: translate.RemoteWrite,
+			w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush of a region, region forbids", access: allAccess | translate.FlushGlobal,
+			region: translate.RemoteWrite, w: flushOf(2, 0, 0, wire.FlushRegion), a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "flush, out of range", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal,
+			w: flushOf(2, 4000, 97, wire.FlushRange), a: StatusRemAccess, event: EventAccessErr, stateB: Err},
+		{name: "flush of a region, no such key", access: allAccess | translate.FlushGlobal,
+			region: translate.FlushGlobal, w: flushOf(99, 0, 0, wire.FlushRegion), a: StatusRemAccess,
+			event: EventAccessErr, stateB: Err},
+		{name: "flush, QP forbids", access: noRights, region: translate.FlushGlobal,
+			w: flushOf(2, 0, 64, wire.FlushRange), a: StatusRemInvReq, event: EventReqErr, stateB: Err},
+		{name: "flush, to persistence", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal,
+			w: WQE{Opcode: WRFlush, RKey: 2, Flush: wire.FETH{Placement: wire.FlushPersistent}}, a: StatusRemInvReq,
+			event: EventReqErr, stateB: Err},
+		{name: "flush, to nothing", access: allAccess | translate.FlushGlobal, region: translate.FlushGlobal,
+			w: WQE{Opcode: WRFlush, RKey: 2}, a: StatusLocQPOp, stateB: RTS},
+		{name: "send too long", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 7)},
+			w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemInvReq, b: []Status{StatusLocLen},
+			stateB: Err},
+		{name: "send too long in its second packet", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 1030)},
+			w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 1031)}}, a: StatusRemInvReq, b: []Status{StatusLocLen},
+			stateB: Err},
+		{name: "send into bad key", access: allAccess, region: allAccess, recv: []SGE{sge(77, 0, 8)},
+			w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},
+		{name: "send into read-only memory", access: allAccess, region: noRights, recv: []SGE{sge(2, 0, 8)},
+			w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp, b: []Status{StatusLocProt}, stateB: Err},
+		{name: "send, malformed receive", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 8)},
+			recvSt: StatusLocQPOp, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, a: StatusRemOp,
+			b: []Status{StatusLocQPOp}, stateB: Err},
+		{name: "send with invalidate of no key", access: allAccess, region: allAccess, recv: []SGE{sge(2, 0, 8)},
+			w: WQE{Opcode: WRSendInv, InvKey: 55}, a: StatusRemAccess, b: []Status{StatusRemAccess},
+			event: EventAccessErr, stateB: Err},
+		{name: "gather from bad key", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
+		{name: "gather beyond region in the third packet", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 2048), sge(1, 4095, 8)}}, a: StatusLocProt,
+			stateB: RTS},
+		{name: "read into bad key", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(66, 0, 8)}}, a: StatusLocProt, stateB: RTS},
+		{name: "unknown opcode", access: allAccess, region: allAccess, w: WQE{Opcode: 200}, a: StatusLocQPOp,
+			stateB: RTS},
+		{name: "read with inline flag", access: allAccess, region: allAccess,
+			w: WQE{Opcode: WRRead, Inline: true, InlineData: []byte("x")}, a: StatusLocQPOp, stateB: RTS},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := newFabric(t, 3)

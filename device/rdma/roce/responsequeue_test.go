@@ -65,7 +65,8 @@ func (n *reader) wantAsked(want ...uint32) {
 // reply is the response of PSN readFrom+i, which is filled with i+1.
 func (n *reader) reply(i uint32, sel bool) {
 	n.f.t.Helper()
-	c := craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + i) & psnMask, sel: sel, syn: wire.NoCredits, data: make([]byte, 256)}
+	c := craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + i) & psnMask, sel: sel, syn: wire.NoCredits,
+		data: make([]byte, 256)}
 	switch i {
 	case 3:
 		c.data = c.data[:232]
@@ -158,7 +159,8 @@ func TestKeepRepliesAcked(t *testing.T) {
 	for _, m := range []bool{false, true} {
 		f, b := newReader(t)
 		if m {
-			b.inject(craft{op: wire.OpRCSelectiveAck, psn: (readFrom + 6) & psnMask, sel: true, syn: wire.NAKSequence, there: wire.Arrivals{2}})
+			b.inject(craft{op: wire.OpRCSelectiveAck, psn: (readFrom + 6) & psnMask, sel: true, syn: wire.NAKSequence,
+				there: wire.Arrivals{2}})
 		} else {
 			b.reply(5, true)
 		}
@@ -261,10 +263,12 @@ func TestKeepRepliesEnds(t *testing.T) {
 			b.reply(3, true) // while it waits
 		},
 		"wrong size": func(f *fabric, b *reader) {
-			b.inject(craft{op: wire.OpRCReadResponseOnly, psn: readFrom, sel: true, syn: wire.NoCredits, data: make([]byte, 8)})
+			b.inject(craft{op: wire.OpRCReadResponseOnly, psn: readFrom, sel: true, syn: wire.NoCredits,
+				data: make([]byte, 8)})
 		},
 		"wrong size, kept": func(f *fabric, b *reader) {
-			b.inject(craft{op: wire.OpRCReadResponseOnly, psn: readFrom + 1, sel: true, syn: wire.NoCredits, data: make([]byte, 8)})
+			b.inject(craft{op: wire.OpRCReadResponseOnly, psn: readFrom + 1, sel: true, syn: wire.NoCredits,
+				data: make([]byte, 8)})
 			b.reply(0, true)
 		},
 		"reset": func(f *fabric, b *reader) { b.modify(Attr{State: Reset}, MaskState) },
@@ -329,7 +333,8 @@ func TestKeepRepliesBounds(t *testing.T) {
 	}
 	x.Free()
 	// A response to what has none, ahead of its turn.
-	b.inject(craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + 5) & psnMask, sel: true, syn: wire.NoCredits, data: make([]byte, 8)})
+	b.inject(craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + 5) & psnMask, sel: true, syn: wire.NoCredits,
+		data: make([]byte, 8)})
 	f.wantHeld(0)
 }
 
@@ -435,7 +440,8 @@ func TestRepeatReplies(t *testing.T) {
 	b.wantResp(sent, only(280), only(281))
 	b.absent(2, 0x1000+200*256)
 	b.inject(read(281, 200, 256))
-	b.inject(craft{op: wire.OpRCWriteOnly, psn: 282, sel: true, ack: true, key: 2, va: 0x20000, length: 1, data: []byte{1}})
+	b.inject(craft{op: wire.OpRCWriteOnly, psn: 282, sel: true, ack: true, key: 2, va: 0x20000, length: 1,
+		data: []byte{1}})
 	b.inject(read(283, 100, 256))
 	b.wantResp(sent)
 	b.answer(Responder, true)
@@ -484,7 +490,8 @@ func TestMixedLoss(t *testing.T) {
 						off := rng.Intn(size)
 						k := rng.Intn(size - off)
 						reads[x][i] = [2]int{off, k}
-						x.post(WQE{Opcode: WRRead, SGEs: []SGE{sge(3, uint64(i*size), k/3), sge(3, uint64(i*size+k/3), k-k/3)}, RKey: 1, RemoteVA: vaOf(off), Fence: rng.Intn(8) == 0})
+						x.post(WQE{Opcode: WRRead, SGEs: []SGE{sge(3, uint64(i*size), k/3),
+							sge(3, uint64(i*size+k/3), k-k/3)}, RKey: 1, RemoteVA: vaOf(off), Fence: rng.Intn(8) == 0})
 					}
 				}
 				if seed%3 == 0 {
@@ -536,7 +543,8 @@ func TestMixedLoss(t *testing.T) {
 					}
 				}
 				for i, r := range reads[x] {
-					same(t, fmt.Sprintf("%s READ %d", x.name, i), x.regions[3].buf[i*size:][:r[1]], y.regions[1].buf[r[0]:][:r[1]])
+					same(t, fmt.Sprintf("%s READ %d", x.name, i), x.regions[3].buf[i*size:][:r[1]],
+						y.regions[1].buf[r[0]:][:r[1]])
 				}
 				if got := binary.LittleEndian.Uint64(y.regions[2].buf); got != adds || uint64(y.atomics) != adds {
 					t.Errorf("%s: %d executed %d times, of %d", y.name, got, y.atomics, adds)

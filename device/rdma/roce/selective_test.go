@@ -11,7 +11,8 @@ import (
 
 // marked is a WRITE of one byte, that of its PSN, to the address of the same number, by who understands maps.
 func marked(psn uint32, ack bool) craft {
-	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: ack, sel: true, key: 2, va: uint64(psn & 0xff), length: 1, data: []byte{byte(psn)}}
+	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: ack, sel: true, key: 2, va: uint64(psn & 0xff), length: 1,
+		data: []byte{byte(psn)}}
 }
 
 // wantMap fails unless the one thing sent is a map: psn is expected, and those are there.
@@ -26,8 +27,10 @@ func (n *node) wantMap(sent *[]wire.RoCE, psn uint32, there ...uint64) {
 		n.f.t.Fatalf("%d packets sent, want a map", len(*sent))
 	}
 	p := (*sent)[0]
-	if p.BTH.Opcode != wire.OpRCSelectiveAck || p.BTH.PSN != psn&psnMask || p.AETH().Syndrome != wire.NAKSequence || p.Arrivals() != want {
-		n.f.t.Fatalf("%v psn %#x syndrome %#x, %x; want %#x, %x", p.BTH.Opcode, p.BTH.PSN, p.AETH().Syndrome, p.Arrivals(), psn, want)
+	if p.BTH.Opcode != wire.OpRCSelectiveAck || p.BTH.PSN != psn&psnMask || p.AETH().Syndrome != wire.NAKSequence ||
+		p.Arrivals() != want {
+		n.f.t.Fatalf("%v psn %#x syndrome %#x, %x; want %#x, %x", p.BTH.Opcode, p.BTH.PSN, p.AETH().Syndrome,
+			p.Arrivals(), psn, want)
 	}
 	*sent = nil
 }
@@ -353,8 +356,10 @@ func TestLoss(t *testing.T) {
 			op           WROpcode
 			backA, backB bool
 		}{
-			{"write", WRWrite, false, false}, {"write, one goes back", WRWrite, false, true}, {"write, the other", WRWrite, true, false},
-			{"read", WRRead, false, false}, {"read, one goes back", WRRead, false, true}, {"read, the other", WRRead, true, false},
+			{"write", WRWrite, false, false}, {"write, one goes back", WRWrite, false, true},
+			{"write, the other", WRWrite, true, false},
+			{"read", WRRead, false, false}, {"read, one goes back", WRRead, false, true},
+			{"read, the other", WRRead, true, false},
 		} {
 			if m.backA && tc.loss != 100 || m.backB && tc.loss == 0 {
 				continue
@@ -376,7 +381,8 @@ func TestLoss(t *testing.T) {
 						t.Error("it nearly gave up")
 					}
 					maps := a.stats.RxSelectiveAcks
-					if kept := a.stats.Kept + b.stats.Kept; !m.backA && !m.backB && tc.loss != 0 && kept == 0 || (m.backA || m.backB) && kept+maps != 0 {
+					if kept := a.stats.Kept + b.stats.Kept; !m.backA && !m.backB && tc.loss != 0 && kept == 0 ||
+						(m.backA || m.backB) && kept+maps != 0 {
 						t.Errorf("%d kept, %d maps", kept, maps)
 					}
 				}
@@ -403,8 +409,10 @@ func TestReorder(t *testing.T) {
 			flows := f.flows(1, op, Config{ECN: true, SelectiveRepeat: true})
 			f.run(flows, 60e6)
 			o, q := f.outcomes(flows, 60e6), flows[0].a.q
-			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 || q.recovery.cwnd.Packets() < 64 || kept < 1000 {
-				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats, q.recovery.cwnd.Packets(), kept)
+			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 ||
+				q.recovery.cwnd.Packets() < 64 || kept < 1000 {
+				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats,
+					q.recovery.cwnd.Packets(), kept)
 			}
 		}
 	}
@@ -455,14 +463,16 @@ func TestPad(t *testing.T) {
 			want = defaultWindow
 		}
 		if w := &a.q.recovery.cwnd; w.Max != uint32(want)*recovery.WindowUnit || w.Ssthresh != w.Max || w.Size > w.Max {
-			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.Size/recovery.WindowUnit, w.Ssthresh/recovery.WindowUnit, w.Max/recovery.WindowUnit, want)
+			t.Errorf("step %d: a window of %d up to %d and then %d; want %d", i, w.Size/recovery.WindowUnit,
+				w.Ssthresh/recovery.WindowUnit, w.Max/recovery.WindowUnit, want)
 		}
 		requests := padded[wire.Write]
 		responses := padded[wire.ReadResponse]
 		delete(padded, wire.Write)
 		delete(padded, wire.ReadResponse)
 		if requests != tc.requests || responses != tc.responses || len(padded) != 0 || len(a.sends) != i+1 {
-			t.Errorf("step %d: %d requests and %d responses may be padded, %v others; want %d and %d", i, requests, responses, padded, tc.requests, tc.responses)
+			t.Errorf("step %d: %d requests and %d responses may be padded, %v others; want %d and %d", i, requests,
+				responses, padded, tc.requests, tc.responses)
 		}
 	}
 }

@@ -113,7 +113,8 @@ func TestModifyErrors(t *testing.T) {
 	var got Attr
 	n.q.Query(&got)
 	want := good
-	want.State, want.CurState, want.Port, want.SQPSN, want.Timeout, want.RetryCnt, want.RNRRetry, want.MaxRdAtomic = RTS, RTS, 1, 0xabcdef, 14, 3, 2, 4
+	want.State, want.CurState, want.Port, want.SQPSN, want.Timeout, want.RetryCnt, want.RNRRetry,
+		want.MaxRdAtomic = RTS, RTS, 1, 0xabcdef, 14, 3, 2, 4
 	if got != want {
 		t.Errorf("Query: %+v\nwant   %+v", got, want)
 	}

@@ -149,7 +149,8 @@ func TestSlowFaults(t *testing.T) {
 	b.delay = 1e6
 	b.service = func() int64 { return b.rng.Int63n(4e6) }
 	b.onTx = func(p *wire.RoCE, _ []byte) bool { // a peer that does not know PF-9
-		return p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK && extend(b.q.resp.epsn, p.BTH.PSN)+1 == a.q.req.una && a.q.req.rnrUntil != 0
+		return p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK &&
+			extend(b.q.resp.epsn, p.BTH.PSN)+1 == a.q.req.una && a.q.req.rnrUntil != 0
 	}
 	for range 100 {
 		a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 20000)}})
@@ -237,21 +238,36 @@ func TestFaultInvalid(t *testing.T) {
 		eventsB        []EventKind
 		stateA, stateB State
 	}{
-		{name: "gather", a: true, w: WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(1, 0, 2000), sge(2, 0, 8)}}, send: StatusLocProt, stateA: Err, stateB: RTS},
-		{name: "result", a: true, w: WQE{Opcode: WRRead, RKey: 1, SGEs: []SGE{sge(1, 0, 4000), sge(2, 0, 8)}}, send: StatusLocProt, stateA: Err, stateB: RTS},
-		{name: "atomic result", a: true, w: WQE{Opcode: WRFetchAdd, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}}, send: StatusLocProt, stateA: Err, stateB: RTS},
-		{name: "write", b: true, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
-		{name: "read", b: true, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
-		{name: "atomic", b: true, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
-		{name: "atomic write", b: true, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
-		{name: "gather of an atomic write", a: true, w: WQE{Opcode: WRAtomicWrite, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}}, send: StatusLocProt, stateA: Err, stateB: RTS},
-		{name: "recv", b: true, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemOp, recv: []Status{StatusLocProt}, stateA: Err, stateB: Err},
-		{name: "send queue", queue: "send", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, eventsA: []EventKind{EventFatal}, stateA: Err, stateB: RTS},
-		{name: "receive queue", queue: "recv", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRetryExc, eventsB: []EventKind{EventFatal}, stateA: Err, stateB: Err},
-		{name: "gather, UC", typ: UC, a: true, w: WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(1, 0, 2000), sge(2, 0, 8)}}, send: StatusLocProt, stateA: SQE, stateB: RTS},
-		{name: "write, UC", typ: UC, b: true, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, stateA: RTS, stateB: RTS},
-		{name: "recv, UC", typ: UC, b: true, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}}, recv: []Status{StatusLocProt}, stateA: RTS, stateB: Err},
-		{name: "send queue, UC", typ: UC, queue: "send", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, eventsA: []EventKind{EventFatal}, stateA: Err, stateB: RTS},
+		{name: "gather", a: true, w: WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(1, 0, 2000), sge(2, 0, 8)}},
+			send: StatusLocProt, stateA: Err, stateB: RTS},
+		{name: "result", a: true, w: WQE{Opcode: WRRead, RKey: 1, SGEs: []SGE{sge(1, 0, 4000), sge(2, 0, 8)}},
+			send: StatusLocProt, stateA: Err, stateB: RTS},
+		{name: "atomic result", a: true, w: WQE{Opcode: WRFetchAdd, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}},
+			send: StatusLocProt, stateA: Err, stateB: RTS},
+		{name: "write", b: true, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess,
+			recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "read", b: true, w: WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemAccess,
+			recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "atomic", b: true, w: WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRemAccess,
+			recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "atomic write", b: true, w: WQE{Opcode: WRAtomicWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}},
+			send: StatusRemAccess, recv: []Status{5}, eventsB: []EventKind{EventAccessErr}, stateA: Err, stateB: Err},
+		{name: "gather of an atomic write", a: true, w: WQE{Opcode: WRAtomicWrite, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}},
+			send: StatusLocProt, stateA: Err, stateB: RTS},
+		{name: "recv", b: true, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}}, send: StatusRemOp,
+			recv: []Status{StatusLocProt}, stateA: Err, stateB: Err},
+		{name: "send queue", queue: "send", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}},
+			eventsA: []EventKind{EventFatal}, stateA: Err, stateB: RTS},
+		{name: "receive queue", queue: "recv", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}}, send: StatusRetryExc,
+			eventsB: []EventKind{EventFatal}, stateA: Err, stateB: Err},
+		{name: "gather, UC", typ: UC, a: true, w: WQE{Opcode: WRWrite, RKey: 1,
+			SGEs: []SGE{sge(1, 0, 2000), sge(2, 0, 8)}}, send: StatusLocProt, stateA: SQE, stateB: RTS},
+		{name: "write, UC", typ: UC, b: true, w: WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}},
+			stateA: RTS, stateB: RTS},
+		{name: "recv, UC", typ: UC, b: true, w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 3000)}},
+			recv: []Status{StatusLocProt}, stateA: RTS, stateB: Err},
+		{name: "send queue, UC", typ: UC, queue: "send", w: WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 8)}},
+			eventsA: []EventKind{EventFatal}, stateA: Err, stateB: RTS},
 	} {
 		for _, slow := range []int64{50e3, 700e6} {
 			t.Run(fmt.Sprintf("%s/%d", x.name, slow), func(t *testing.T) {
@@ -417,7 +433,8 @@ func TestLateResume(t *testing.T) {
 					again := func() {
 						for _, m := range []*node{a, b} {
 							m.modify(Attr{State: Reset}, MaskState)
-							m.sq, m.sends, m.recvs, m.rq, m.rqNext, m.seen = nil, nil, nil, m.rq[:0], 0, map[uint32]bool{}
+							m.sq, m.sends, m.recvs, m.rq, m.rqNext, m.seen = nil, nil, nil, m.rq[:0], 0,
+								map[uint32]bool{}
 							m.events = nil
 						}
 						f.queue = nil
@@ -550,7 +567,8 @@ func TestStormIsAlone(t *testing.T) {
 		}
 		rng := rand.New(rand.NewSource(9))
 		for range 30 {
-			w := WQE{Opcode: []WROpcode{WRWrite, WRRead}[rng.Intn(2)], RKey: 1, SGEs: []SGE{sge(1, uint64(rng.Intn(1<<16)), rng.Intn(1<<17))}}
+			w := WQE{Opcode: []WROpcode{WRWrite, WRRead}[rng.Intn(2)], RKey: 1,
+				SGEs: []SGE{sge(1, uint64(rng.Intn(1<<16)), rng.Intn(1<<17))}}
 			for _, n := range []*node{a, b, c, d} {
 				n.post(w)
 			}

@@ -10,7 +10,8 @@ import (
 )
 
 func (f *fabric) datagramQP(name string, typ Type, qpn, qkey uint32) *node {
-	n := f.node(name, Config{Type: typ, QPN: qpn, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MTU: 1024, ECN: true, SelectiveRepeat: true})
+	n := f.node(name, Config{Type: typ, QPN: qpn, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MTU: 1024, ECN: true,
+		SelectiveRepeat: true})
 	m := maskInitUD
 	if typ == GSI {
 		m &^= MaskPort
@@ -48,7 +49,8 @@ func TestUD(t *testing.T) {
 					t.Fatalf("%d bytes: %v %v", n, a.sends, b.recvs)
 				}
 				c := b.recvs[k].c
-				want := Completion{Opcode: WCRecv, ByteLen: uint32(40 + n), Flags: FlagGRH, SrcQP: qa, VLAN: NoVLAN, SMAC: path.SMAC, IPv4: i == 0, RoCEv1: i == 2}
+				want := Completion{Opcode: WCRecv, ByteLen: uint32(40 + n), Flags: FlagGRH, SrcQP: qa, VLAN: NoVLAN,
+					SMAC: path.SMAC, IPv4: i == 0, RoCEv1: i == 2}
 				if n == 256 {
 					want.Flags |= FlagImm
 					want.Imm, want.Solicited = w.Imm, true
@@ -60,7 +62,8 @@ func TestUD(t *testing.T) {
 				same(t, "payload", buf[40:40+n], src.buf[:n])
 				if i == 0 {
 					// Linux: 20 zero bytes, then the IPv4 header.
-					if !bytes.Equal(buf[:20], make([]byte, 20)) || buf[20] != 0x45 || buf[21] != 0x68 || buf[28] != 33 ||
+					if !bytes.Equal(buf[:20], make([]byte, 20)) || buf[20] != 0x45 || buf[21] != 0x68 ||
+						buf[28] != 33 ||
 						!bytes.Equal(buf[32:36], ipA[12:]) || !bytes.Equal(buf[36:40], ipB[12:]) {
 						t.Errorf("GRH area % x", buf[:40])
 					}
@@ -188,7 +191,8 @@ func TestUCOperations(t *testing.T) {
 					continue
 				}
 				c := b.recvs[before].c
-				if c.Status != 0 || c.ByteLen != uint32(n) || op != WRSend && (c.Flags != FlagImm || c.Imm[3] != byte(op)) ||
+				if c.Status != 0 || c.ByteLen != uint32(n) || op != WRSend &&
+					(c.Flags != FlagImm || c.Imm[3] != byte(op)) ||
 					(c.Opcode == WCRecvWithImm) != (op == WRWriteImm) {
 					t.Errorf("completion %+v", c)
 				}

@@ -47,7 +47,8 @@ func (n *node) noFault() {
 }
 
 func write(psn uint32, va uint64, data string) craft {
-	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: va, length: uint32(len(data)), data: []byte(data)}
+	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: va, length: uint32(len(data)),
+		data: []byte(data)}
 }
 
 func rnrOf(psn uint32, code wire.Syndrome) resp { return nakOf(psn, wire.SyndromeRNR|code) }
@@ -155,7 +156,8 @@ func TestResponderReadWaits(t *testing.T) {
 	b.inject(read(15, 0, 10))
 	b.wantResp(sent, rnrOf(12, 23))
 	b.answer(Responder, true)
-	b.wantResp(sent, resp{wire.OpRCReadResponseMid, 12, wire.NoCredits}, resp{wire.OpRCReadResponseLast, 13, wire.NoCredits},
+	b.wantResp(sent, resp{wire.OpRCReadResponseMid, 12, wire.NoCredits},
+		resp{wire.OpRCReadResponseLast, 13, wire.NoCredits},
 		resp{wire.OpRCReadResponseOnly, 15, wire.NoCredits}, ackOf(14))
 
 	// The first page of a READ: the WRITE before it must not wait for its ACK.
@@ -285,13 +287,18 @@ func TestFaultLengths(t *testing.T) {
 		recv int
 		a, b []uint64 // lengths asked for at each side, in order
 	}{
-		{"write", WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x800, 3000), sge(2, 0x4000, 2000)}}, 0, []uint64{3000, 2000}, []uint64{5000}},
-		{"large write", WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 0, SGEs: []SGE{sge(2, 0, 2*mib)}}, 0, []uint64{mib, mib}, []uint64{mib, mib}},
-		{"read", WQE{Opcode: WRRead, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0, 8), sge(2, 0x4000, 6000)}}, 0, []uint64{8, 6000}, []uint64{6008}},
+		{"write", WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 0x400,
+			SGEs: []SGE{sge(2, 0x800, 3000), sge(2, 0x4000, 2000)}}, 0, []uint64{3000, 2000}, []uint64{5000}},
+		{"large write", WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 0, SGEs: []SGE{sge(2, 0, 2*mib)}}, 0,
+			[]uint64{mib, mib}, []uint64{mib, mib}},
+		{"read", WQE{Opcode: WRRead, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0, 8), sge(2, 0x4000, 6000)}}, 0,
+			[]uint64{8, 6000}, []uint64{6008}},
 		{"send", WQE{Opcode: WRSend, SGEs: []SGE{sge(2, 0, 2000)}}, 20000, []uint64{2000}, []uint64{20000}},
 		{"short send", WQE{Opcode: WRSend, SGEs: []SGE{sge(2, 0, 200)}}, 20000, []uint64{200}, []uint64{200}},
-		{"atomic", WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0, []uint64{8}, []uint64{8}},
-		{"atomic write", WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0, []uint64{8}, []uint64{8}},
+		{"atomic", WQE{Opcode: WRFetchAdd, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0, []uint64{8},
+			[]uint64{8}},
+		{"atomic write", WQE{Opcode: WRAtomicWrite, RKey: 2, RemoteVA: 0x400, SGEs: []SGE{sge(2, 0x400, 8)}}, 0,
+			[]uint64{8}, []uint64{8}},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			f := newFabric(t, 1)

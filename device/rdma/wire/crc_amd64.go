@@ -2,7 +2,8 @@ package wire
 
 import "golang.org/x/sys/cpu"
 
-var hasCRC512 = cpu.X86.HasAVX512F && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VPCLMULQDQ && cpu.X86.HasPCLMULQDQ && cpu.X86.HasSSE41
+var hasCRC512 = cpu.X86.HasAVX512F && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VPCLMULQDQ && cpu.X86.HasPCLMULQDQ &&
+	cpu.X86.HasSSE41
 
 // crcAVX512 goes on with a CRC-32 over head and n bytes from p on; n is a multiple of 64.
 //

@@ -37,14 +37,19 @@ func TestGoldenHeaders(t *testing.T) {
 		empty func() codec
 	}{
 		"BTH": {"0a f0 8001 c0 123456 80 abcdef",
-			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true, DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
+			&BTH{Opcode: OpRCWriteOnly, Solicited: true, Migrated: true, Pad: 3, PKey: 0x8001, FECN: true, BECN: true,
+				DestQP: 0x123456, AckReq: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
 		"BTH, selective": {"0a 40 ffff 00 123456 b5 abcdef",
-			&BTH{Opcode: OpRCWriteOnly, Migrated: true, PKey: 0xffff, DestQP: 0x123456, AckReq: true, Selective: true, PSN: 0xabcdef}, func() codec { return new(BTH) }},
-		"arrivals": {"8000000000000002 0000000000000001 0000000000000000 0000000000000100", &Arrivals{1<<63 | 2, 1, 0, 256}, func() codec { return new(Arrivals) }},
-		"FETH":     {"00000012", &FETH{FlushPersistent, FlushRegion}, func() codec { return new(FETH) }},
-		"RETH":     {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324}, func() codec { return new(RETH) }},
+			&BTH{Opcode: OpRCWriteOnly, Migrated: true, PKey: 0xffff, DestQP: 0x123456, AckReq: true, Selective: true,
+				PSN: 0xabcdef}, func() codec { return new(BTH) }},
+		"arrivals": {"8000000000000002 0000000000000001 0000000000000000 0000000000000100",
+			&Arrivals{1<<63 | 2, 1, 0, 256}, func() codec { return new(Arrivals) }},
+		"FETH": {"00000012", &FETH{FlushPersistent, FlushRegion}, func() codec { return new(FETH) }},
+		"RETH": {"0102030405060708 11121314 21222324", &RETH{0x0102030405060708, 0x11121314, 0x21222324},
+			func() codec { return new(RETH) }},
 		"AtomicETH": {"0102030405060708 11121314 2122232425262728 3132333435363738",
-			&AtomicETH{0x0102030405060708, 0x11121314, 0x2122232425262728, 0x3132333435363738}, func() codec { return new(AtomicETH) }},
+			&AtomicETH{0x0102030405060708, 0x11121314, 0x2122232425262728, 0x3132333435363738},
+			func() codec { return new(AtomicETH) }},
 		"AETH": {"62 00abcd", &AETH{NAKRemoteAccess, 0xabcd}, func() codec { return new(AETH) }},
 		"DETH": {"80010000 00 000001", &DETH{0x80010000, 1}, func() codec { return new(DETH) }},
 	} {
@@ -111,7 +116,8 @@ func TestSelectiveMark(t *testing.T) {
 		b := unhex(t, "0a 40 ffff 00 123456 00 abcdef")
 		b[8] = byte(v)
 		var h BTH
-		if _, err := h.Decode(b); err != nil || h.Selective != (v&0x7f == 0x35) || h.AckReq != (v >= 0x80) || h.PSN != 0xabcdef {
+		if _, err := h.Decode(b); err != nil || h.Selective != (v&0x7f == 0x35) || h.AckReq != (v >= 0x80) ||
+			h.PSN != 0xabcdef {
 			t.Errorf("%#x: %+v, %v", v, h, err)
 		}
 	}
@@ -172,12 +178,14 @@ func TestForeignICRC(t *testing.T) {
 			t.Errorf("%s: %v, refused", name, err)
 		}
 		if name == "ConnectX-4" {
-			if p.BTH != (BTH{Opcode: OpCNP, PKey: 0xffff, BECN: true, DestQP: 0x118}) || p.TOS&header.ECNMask != header.ECT0 || len(p.Ext) != CNPLen {
+			if p.BTH != (BTH{Opcode: OpCNP, PKey: 0xffff, BECN: true, DestQP: 0x118}) ||
+				p.TOS&header.ECNMask != header.ECT0 || len(p.Ext) != CNPLen {
 				t.Errorf("%+v", p)
 			}
 			continue
 		}
-		if p.BTH != (BTH{Opcode: OpUCSendOnly, Migrated: true, Pad: 2, PKey: 0xffff, DestQP: 211, PSN: 13571856}) || len(p.Payload) != 18 || p.SrcPort != 49152 {
+		if p.BTH != (BTH{Opcode: OpUCSendOnly, Migrated: true, Pad: 2, PKey: 0xffff, DestQP: 211, PSN: 13571856}) ||
+			len(p.Payload) != 18 || p.SrcPort != 49152 {
 			t.Errorf("%+v", p)
 		}
 	}
@@ -189,7 +197,8 @@ func TestRXEFlush(t *testing.T) {
 	f := unhex(t, `020000000001 020000000002 0800  4500 0040 ec92 4000 4011 3a18 0a000002 0a000001  c036 12b7 002c 0000
 		1c 00 ffff 00000003 80000002  00000001  00005612cddea840 0000023c 00000800  91324f4b`)
 	var p RoCE
-	if err := ParseRoCE(f, &p); err != nil || p.BTH.Opcode != OpRCFlush || p.FETH() != (FETH{Placement: FlushGlobal}) || p.RETH() != (RETH{0x5612cddea840, 0x23c, 0x800}) {
+	if err := ParseRoCE(f, &p); err != nil || p.BTH.Opcode != OpRCFlush || p.FETH() != (FETH{Placement: FlushGlobal}) ||
+		p.RETH() != (RETH{0x5612cddea840, 0x23c, 0x800}) {
 		t.Fatalf("%v, %+v", err, p)
 	}
 	if CheckICRC(f, &p) {
@@ -200,7 +209,8 @@ func TestRXEFlush(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := len(f) - ICRCLen
-	if twice := crc32.Update(binary.LittleEndian.Uint32(g[n:]), crc32.IEEETable, f[n-BTHLen-FETHLen-RETHLen:n]); twice != binary.LittleEndian.Uint32(f[n:]) {
+	if twice := crc32.Update(binary.LittleEndian.Uint32(g[n:]), crc32.IEEETable,
+		f[n-BTHLen-FETHLen-RETHLen:n]); twice != binary.LittleEndian.Uint32(f[n:]) {
 		t.Errorf("ICRC %x, expected %08x", f[n:], twice)
 	}
 }
@@ -224,7 +234,8 @@ func TestGoldenFrames(t *testing.T) {
 		// UD SEND Only, 12 bytes: "deadbeef" and zeros.
 		deth := make([]byte, DETHLen)
 		(&DETH{0x11111111, 0x12}).Encode(deth)
-		f := build(t, path, BTH{Opcode: OpUDSendOnly, PKey: 0xffff, DestQP: 0x11, AckReq: true, PSN: 7}, deth, unhex(t, "deadbeef"))
+		f := build(t, path, BTH{Opcode: OpUDSendOnly, PKey: 0xffff, DestQP: 0x11, AckReq: true, PSN: 7}, deth,
+			unhex(t, "deadbeef"))
 		w := unhex(t, want)
 		if len(f) != len(w)+ICRCLen {
 			t.Fatalf("%s: %d bytes, expected %d", kind, len(f), len(w)+ICRCLen)
@@ -233,7 +244,8 @@ func TestGoldenFrames(t *testing.T) {
 			t.Errorf("%s:\n%x, expected\n%x", kind, f[:len(w)], w)
 		}
 		var p RoCE
-		if err := ParseRoCE(f, &p); err != nil || !CheckICRC(f, &p) || p.DETH() != (DETH{0x11111111, 0x12}) || p.V1 != path.V1 ||
+		if err := ParseRoCE(f, &p); err != nil || !CheckICRC(f, &p) || p.DETH() != (DETH{0x11111111, 0x12}) ||
+			p.V1 != path.V1 ||
 			p.VLAN != path.VLAN || p.SrcIP != path.SrcIP || p.DstIP != path.DstIP || p.TOS != 0x68 || p.TTL != 63 {
 			t.Errorf("%s: %v, %+v", kind, err, p)
 		}

@@ -25,8 +25,10 @@ func TestRoCEByGopacket(t *testing.T) {
 		eth := p.Layer(layers.LayerTypeEthernet).(*layers.Ethernet)
 		tag := p.Layer(layers.LayerTypeDot1Q).(*layers.Dot1Q)
 		udp := p.Layer(layers.LayerTypeUDP).(*layers.UDP)
-		if !bytes.Equal(eth.SrcMAC, path.SMAC[:]) || !bytes.Equal(eth.DstMAC, path.DMAC[:]) || tag.VLANIdentifier != 9 ||
-			udp.DstPort != RoCEPort || uint16(udp.SrcPort) != path.SrcPort || int(udp.Length) != header.UDPLen+len(udp.Payload) || len(udp.Payload) != BTHLen+8+ICRCLen {
+		if !bytes.Equal(eth.SrcMAC, path.SMAC[:]) || !bytes.Equal(eth.DstMAC, path.DMAC[:]) ||
+			tag.VLANIdentifier != 9 ||
+			udp.DstPort != RoCEPort || uint16(udp.SrcPort) != path.SrcPort ||
+			int(udp.Length) != header.UDPLen+len(udp.Payload) || len(udp.Payload) != BTHLen+8+ICRCLen {
 			t.Errorf("%s: %v %v %v", kind, eth, tag, udp)
 		}
 		flow := p.NetworkLayer().NetworkFlow()

@@ -148,7 +148,8 @@ func makeOpcodes() (t [256]OpInfo) {
 			f OpFlags
 			n int
 		}{{HasDETH, DETHLen}, {HasFETH, FETHLen}, {HasRETH, RETHLen}, {HasAtomic, AtomicLen}, {HasAETH, AETHLen},
-			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}, {HasReserved, CNPLen}, {HasArrivals, ArrivalsLen}} {
+			{HasAtomicAck, AtomicAckLen}, {HasImm, ImmLen}, {HasIETH, IETHLen}, {HasReserved, CNPLen},
+			{HasArrivals, ArrivalsLen}} {
 			if f&e.f != 0 {
 				i.ExtLen += uint8(e.n)
 			}

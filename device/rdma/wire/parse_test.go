@@ -14,7 +14,8 @@ import (
 func TestOpcodes(t *testing.T) {
 	ext := map[Opcode]int{ // bytes of extension headers
 		0x00: 0, 0x01: 0, 0x02: 0, 0x03: 4, 0x04: 0, 0x05: 4, 0x06: 16, 0x07: 0, 0x08: 0, 0x09: 4, 0x0a: 16, 0x0b: 20,
-		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1c: 20, 0x1d: 16,
+		0x0c: 16, 0x0d: 4, 0x0e: 0, 0x0f: 4, 0x10: 4, 0x11: 4, 0x12: 12, 0x13: 28, 0x14: 28, 0x16: 4, 0x17: 4, 0x1c: 20,
+		0x1d: 16,
 		0x20: 0, 0x21: 0, 0x22: 0, 0x23: 4, 0x24: 0, 0x25: 4, 0x26: 16, 0x27: 0, 0x28: 0, 0x29: 4, 0x2a: 16, 0x2b: 20,
 		0x64: 8, 0x65: 12, 0x81: 16, 0xd1: 36,
 	}
@@ -61,7 +62,8 @@ func TestEveryOpcode(t *testing.T) {
 		if !info.Valid() {
 			continue
 		}
-		feth, reth, atomic, aeth, deth := FETH{3, 1}, RETH{1 << 60, 2, 3}, AtomicETH{4 << 40, 5, 6, 7}, AETH{NAKSequence, 8}, DETH{9, 10}
+		feth, reth, atomic, aeth, deth := FETH{3, 1}, RETH{1 << 60, 2, 3}, AtomicETH{4 << 40, 5, 6, 7},
+			AETH{NAKSequence, 8}, DETH{9, 10}
 		ext := make([]byte, info.ExtLen)
 		n := 0
 		if info.Is(HasDETH) {
@@ -146,8 +148,11 @@ func TestParseRefuses(t *testing.T) {
 		frame []byte
 		want  error
 	}{
-		"ARP":             {frame("v4", func(b []byte) []byte { b[13] = 6; return b }), ErrType},
-		"two tags":        {frame("v4", func(b []byte) []byte { return append(append(b[:12:12], 0x81, 0, 0, 1, 0x81, 0, 0, 2), b[12:]...) }), ErrType},
+		"ARP": {frame("v4", func(b []byte) []byte { b[13] = 6; return b }), ErrType},
+		"two tags": {frame("v4", func(b []byte) []byte {
+			return append(append(b[:12:12], 0x81, 0, 0, 1, 0x81, 0,
+				0, 2), b[12:]...)
+		}), ErrType},
 		"options":         {frame("v4", func(b []byte) []byte { b[14] = 0x46; return fix4(b) }), ErrOptions},
 		"first fragment":  {frame("v4", func(b []byte) []byte { b[20] = 0x20; return fix4(b) }), ErrFragment},
 		"later fragment":  {frame("v4", func(b []byte) []byte { b[21] = 1; return fix4(b) }), ErrFragment},
@@ -277,7 +282,8 @@ func ptr[T any](v T) *T { return &v }
 // FuzzRoCE: what parses can be built again from what was parsed.
 func FuzzRoCE(f *testing.F) {
 	for _, kind := range []string{"v4", "v6", "v1"} {
-		for _, o := range []Opcode{OpRCSendOnly, OpRCWriteOnlyImm, OpRCAtomicAck, OpUDSendOnlyImm, OpRCCompareSwap, OpRCSendOnlyInv, OpRCSelectiveAck} {
+		for _, o := range []Opcode{OpRCSendOnly, OpRCWriteOnlyImm, OpRCAtomicAck, OpUDSendOnlyImm, OpRCCompareSwap,
+			OpRCSendOnlyInv, OpRCSelectiveAck} {
 			path := testPath(kind)
 			var payload []byte
 			if o.Info().Is(HasPayload) {
@@ -320,9 +326,13 @@ func FuzzRoCE(f *testing.F) {
 		if path.HopLimit == 0 {
 			p.TTL = q.TTL
 		}
-		if p.BTH != q.BTH || !bytes.Equal(p.Ext, q.Ext) || !bytes.Equal(p.Payload, q.Payload) || p.SrcIP != q.SrcIP || p.DstIP != q.DstIP ||
-			p.VLAN != q.VLAN || p.PCP != q.PCP || p.V1 != q.V1 || p.TOS != q.TOS || p.TTL != q.TTL || p.FlowLabel != q.FlowLabel || p.SrcPort != q.SrcPort ||
-			p.FETH() != q.FETH() || p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() || p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() || p.InvKey() != q.InvKey() || p.Arrivals() != q.Arrivals() {
+		if p.BTH != q.BTH || !bytes.Equal(p.Ext, q.Ext) || !bytes.Equal(p.Payload, q.Payload) || p.SrcIP != q.SrcIP ||
+			p.DstIP != q.DstIP ||
+			p.VLAN != q.VLAN || p.PCP != q.PCP || p.V1 != q.V1 || p.TOS != q.TOS || p.TTL != q.TTL ||
+			p.FlowLabel != q.FlowLabel || p.SrcPort != q.SrcPort ||
+			p.FETH() != q.FETH() || p.RETH() != q.RETH() || p.AETH() != q.AETH() || p.DETH() != q.DETH() ||
+			p.AtomicETH() != q.AtomicETH() || p.AtomicAck() != q.AtomicAck() || p.Imm() != q.Imm() ||
+			p.InvKey() != q.InvKey() || p.Arrivals() != q.Arrivals() {
 			t.Fatalf("%+v\n%+v", p, q)
 		}
 	})

@@ -99,7 +99,8 @@ func TestBuildParseICRC(t *testing.T) {
 			var ext [RETHLen + ImmLen]byte
 			n := (&RETH{VA: 0x1122334455667788, RKey: 0x99aabbcc, Length: 0xddeeff00}).Encode(ext[:])
 			PutImm(ext[n:], [4]byte{1, 2, 3, 4})
-			bth := BTH{Opcode: OpRCWriteOnlyImm, Solicited: true, Migrated: true, PKey: DefaultPKey, DestQP: 0x123456, AckReq: true, PSN: 0xfedcba}
+			bth := BTH{Opcode: OpRCWriteOnlyImm, Solicited: true, Migrated: true, PKey: DefaultPKey, DestQP: 0x123456,
+				AckReq: true, PSN: 0xfedcba}
 			f := build(t, testPath(kind), bth, ext[:], payload)
 			if want := slowICRC(f); !bytes.Equal(f[len(f)-4:], want) {
 				t.Fatalf("%s, %d bytes: ICRC %x, want %x", kind, size, f[len(f)-4:], want)

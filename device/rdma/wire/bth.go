@@ -25,8 +25,9 @@ const (
 	DefaultPKey = 0xffff
 	pkeyOffset  = 2
 
-	// SelectiveMark stands in the seven reserved bits beside AckReq, which others send as zero and ignore (IBTA 9.2). All
-	// seven must be right: a peer that gives one of them a meaning of its own is not taken for one of ours.
+	// SelectiveMark is the value of the seven reserved bits beside AckReq, which others send as zero and ignore
+	// (IBTA 9.2). All seven bits must match: a peer that gives one of them a meaning of its own is not taken for a
+	// vnicd.
 	SelectiveMark = 0x35
 )
 
@@ -41,8 +42,8 @@ type BTH struct {
 	BECN      bool
 	DestQP    uint32 // 24 bits
 	AckReq    bool
-	// Selective, of a request: its sender understands OpRCSelectiveAck; of a response: its sender repeats
-	// responses of READs one by one. Only vnicd sets it.
+	// Selective: the sender of a request understands OpRCSelectiveAck; the sender of a response repeats READ
+	// responses one by one. Only vnicd sets it.
 	Selective bool
 	PSN       uint32 // 24 bits
 }
@@ -112,18 +113,19 @@ func (h *RETH) Encode(b []byte) int {
 	return RETHLen
 }
 
-// FETH is the FLUSH extended transport header (IBTA A19.4); the numbers are those of enum ib_placement_type and ib_selectivity_level.
+// FETH is the FLUSH extended transport header (IBTA A19.4). The values are those of enum ib_placement_type and
+// ib_selectivity_level.
 type FETH struct {
 	Placement   uint8 // FlushGlobal, FlushPersistent: 4 bits
 	Selectivity uint8 // FlushRange, FlushRegion: 2 bits
 }
 
-// What a FLUSH asks for, and of what.
+// Placement and selectivity of a FLUSH.
 const (
-	FlushGlobal     = 1 << 0 // others see what was written
-	FlushPersistent = 1 << 1 // so does who looks after a loss of power
-	FlushRange      = 0      // of what RETH names
-	FlushRegion     = 1      // of all the region
+	FlushGlobal     = 1 << 0 // global visibility
+	FlushPersistent = 1 << 1 // persistence: the data survives a loss of power
+	FlushRange      = 0      // the range that RETH names
+	FlushRegion     = 1      // the whole region
 )
 
 // Decode reads the header at the start of b and returns its size, 4.
@@ -145,7 +147,7 @@ func (h *FETH) Encode(b []byte) int {
 type AtomicETH struct {
 	VA      uint64
 	RKey    uint32
-	SwapAdd uint64 // what to store, or to add
+	SwapAdd uint64 // the value to store or to add
 	Compare uint64 // CmpSwap only
 }
 
@@ -260,12 +262,12 @@ func PutIETH(b []byte, rkey uint32) int {
 	return IETHLen
 }
 
-// ArrivalsSpan is how many packets Arrivals tells about.
+// ArrivalsSpan is the number of PSNs that Arrivals covers.
 const ArrivalsSpan = 256
 
-// Arrivals is the extension header of OpRCSelectiveAck, vnicd's own: bit i (of word i/64, the lowest first) says that the packet i
-// behind the expected one, whose PSN is BTH's, has arrived and will be executed when its turn comes. A READ request stands for the
-// PSNs of all its responses.
+// Arrivals is the extension header of OpRCSelectiveAck, vnicd's own. Bit i (of word i/64, lowest bit first) says that
+// the packet with the PSN i after the expected one, which is the BTH's, has arrived and is in the reorder queue. A READ
+// request sets the bits of the PSNs of all its responses.
 type Arrivals [ArrivalsSpan / 64]uint64
 
 // Decode reads the header at the start of b and returns its size, 32.
@@ -287,20 +289,20 @@ func (a *Arrivals) Encode(b []byte) int {
 	return ArrivalsLen
 }
 
-// Any tells whether a bit is set.
+// Any reports whether any bit is set.
 func (a *Arrivals) Any() bool { return *a != Arrivals{} }
 
-// Has tells whether bit i is set; beyond the span none is.
+// Has reports whether bit i is set. Bits beyond the span are not.
 func (a *Arrivals) Has(i uint64) bool { return i < ArrivalsSpan && a[i/64]>>(i%64)&1 != 0 }
 
-// Set sets n bits from i on, as far as the span goes.
+// Set sets n bits from i on, within the span.
 func (a *Arrivals) Set(i, n uint64) {
 	for end := min(i+n, ArrivalsSpan); i < end; i++ {
 		a[i/64] |= 1 << (i % 64)
 	}
 }
 
-// Shift moves all bits down by n: the packet n behind the expected one is expected now.
+// Shift moves all bits down by n: the expected PSN has moved on by n.
 func (a *Arrivals) Shift(n uint64) {
 	from := *a
 	word := func(i uint64) uint64 {

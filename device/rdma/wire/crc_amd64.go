@@ -5,7 +5,7 @@ import "golang.org/x/sys/cpu"
 var hasCRC512 = cpu.X86.HasAVX512F && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VPCLMULQDQ && cpu.X86.HasPCLMULQDQ &&
 	cpu.X86.HasSSE41
 
-// crcAVX512 goes on with a CRC-32 over head and n bytes from p on; n is a multiple of 64.
+// crcAVX512 continues the CRC-32 crc over head and the n bytes at p; n is a multiple of 64.
 //
 //go:noescape
 func crcAVX512(crc uint32, head *[icrcHead]byte, p *byte, n int) uint32

@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// TestCRC compares all lengths up to a jumbo frame's, at any place in memory, with hash/crc32: of whichever implementation this processor has.
+// TestCRC compares all lengths up to a jumbo frame's, at any place in memory, with hash/crc32: of whichever
+// implementation this processor has.
 func TestCRC(t *testing.T) {
 	t.Logf("by VPCLMULQDQ: %t", hasCRC512)
 	rng := rand.New(rand.NewPCG(1, 2))

@@ -1,8 +1,6 @@
-// Package wire encodes and decodes RoCE v1 and v2 packets: GRH, BTH, the
-// extension headers and the ICRC (IBTA chapter 9, annexes A16 and A17). The
-// headers around them are device/frame/header's. No I/O, no state, no
-// allocation on the data path; errors of the parsers are fixed values, so that
-// they can be compared and counted.
+// Package wire encodes and decodes RoCE v1 and v2 packets: GRH, BTH, the extension headers and the ICRC (IBTA chapter
+// 9, annexes A16 and A17). Package device/frame/header has the headers around them. There is no I/O, no state, and no
+// allocation on the data path. The errors of the parsers are fixed values, so that they can be compared and counted.
 package wire
 
 import (
@@ -11,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Errors of the decoders. The first five are those of the headers around a packet.
+// Errors of the decoders. The first five are those of package header.
 var (
 	ErrShort     = header.ErrShort
 	ErrLength    = header.ErrLength
@@ -21,7 +19,7 @@ var (
 	ErrOptions   = errors.New("IP options or extension headers in a RoCE packet")
 	ErrFragment  = errors.New("IP fragment")
 	ErrOpcode    = errors.New("unknown transport opcode")
-	ErrPad       = errors.New("payload and pad are no multiple of 4 bytes")
+	ErrPad       = errors.New("payload and pad are not a multiple of 4 bytes")
 	ErrReserved  = errors.New("reserved field is not zero")
 	ErrAddresses = errors.New("IPv4 and IPv6 addresses mixed")
 )

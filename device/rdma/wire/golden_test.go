@@ -191,8 +191,8 @@ func TestForeignICRC(t *testing.T) {
 	}
 }
 
-// A FLUSH of Linux rxe (6.12; 7.3 does the same) has another ICRC than IBTA's: rxe's table does not say where the payload of a FLUSH
-// begins, so to the sum over everything it adds BTH and all behind it once more, as payload.
+// A FLUSH of Linux rxe (6.12; 7.3 does the same) has another ICRC than IBTA's: rxe's table does not say where the
+// payload of a FLUSH begins, so to the sum over everything it adds BTH and all behind it once more, as payload.
 func TestRXEFlush(t *testing.T) {
 	f := unhex(t, `020000000001 020000000002 0800  4500 0040 ec92 4000 4011 3a18 0a000002 0a000001  c036 12b7 002c 0000
 		1c 00 ffff 00000003 80000002  00000001  00005612cddea840 0000023c 00000800  91324f4b`)

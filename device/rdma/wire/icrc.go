@@ -7,18 +7,18 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// The invariant CRC (IBTA 7.8.1, A17): CRC-32 as Ethernet's over the packet
-// from the (absent, all ones) LRH to the pad, with fields that may change on
-// the way taken as ones: TOS or traffic class, TTL or hop limit, flow label, IP
+// The invariant CRC (IBTA 7.8.1, A17): the CRC-32 of Ethernet over the packet
+// from the (absent, all ones) LRH to the pad, where fields that may change on
+// the way count as ones: TOS or traffic class, TTL or hop limit, flow label, IP
 // and UDP checksum, and the byte before BTH's DestQP (congestion bits). It goes
 // on the wire least significant byte first.
 
 // lrhCRC is the CRC-32 of eight bytes of ones, which stand for the LRH.
 const lrhCRC = 0x2144df1c
 
-// The masked part of a packet, 40 (IPv4: 20+8+12) to 60 bytes, is copied aside, with some more behind it. CRC-32 in hardware takes
-// steps of 64 bytes, so zeros are put in front until the length is such: seeds[k] is the start value that k zeros turn into lrhCRC.
-// Short packets are copied whole.
+// The masked part of a packet, 40 (IPv4: 20+8+12) to 60 bytes, is copied to a buffer, with some bytes behind it. CRC-32
+// in hardware takes steps of 64 bytes, so zeros are put in front to make the length a multiple of that: seeds[k] is the
+// start value that k zeros turn into lrhCRC. Short packets are copied as a whole.
 const (
 	icrcStep = 64
 	icrcHead = 2 * icrcStep // zeros included: more than 60 + 63
@@ -26,7 +26,7 @@ const (
 
 var seeds = makeSeeds()
 
-// makeSeeds runs CRC-32 backwards over zeros.
+// makeSeeds computes CRC-32 backwards over zeros.
 func makeSeeds() (seeds [icrcHead]uint32) {
 	var byTop [256]int // the table's entries differ in their top bytes
 	for i, w := range crc32.IEEETable {
@@ -66,6 +66,7 @@ func icrcAt(frame []byte, net, bth, end int, v6, v1 bool) uint32 {
 	return updateCRC(seeds[k], &buf, frame[rest:end])
 }
 
+// updateCRCPlain is updateCRC without AVX-512.
 func updateCRCPlain(crc uint32, head *[icrcHead]byte, rest []byte) uint32 {
 	crc = crc32.Update(crc, crc32.IEEETable, noescape(head))
 	if len(rest) > 0 {
@@ -74,13 +75,13 @@ func updateCRCPlain(crc uint32, head *[icrcHead]byte, rest []byte) uint32 {
 	return crc
 }
 
-// CheckICRC reports whether the frame that ParseRoCE took apart into p carries
-// the right ICRC.
+// CheckICRC reports whether frame, which ParseRoCE has parsed into p, has the correct ICRC.
 func CheckICRC(frame []byte, p *RoCE) bool {
 	want := icrcAt(frame, p.bth-p.netDistance(), p.bth, p.icrc, p.IsV6, p.V1)
 	return binary.LittleEndian.Uint32(frame[p.icrc:]) == want
 }
 
+// netDistance returns the number of bytes from the network header to the BTH.
 func (p *RoCE) netDistance() int {
 	n := len(p.Net)
 	if !p.V1 {
@@ -89,9 +90,8 @@ func (p *RoCE) netDistance() int {
 	return n
 }
 
-// SealICRC computes the ICRC of a frame that is complete but for the ICRC and
-// writes it to the last four bytes of the packet, as its length fields say.
-// The error tells what is wrong with the headers.
+// SealICRC computes the ICRC of a frame that is complete except for its ICRC, and writes it to the last four bytes of
+// the packet, whose end the length fields determine. It returns an error if the headers are not valid.
 func SealICRC(frame []byte) error {
 	var p RoCE
 	l, err := p.network(frame)
@@ -106,9 +106,8 @@ func SealICRC(frame []byte) error {
 	return nil
 }
 
-// Seal is SealICRC for a frame that begins with what t.Put wrote and ends with
-// the four bytes of the ICRC: nothing is parsed again. The frame must hold a
-// BTH at least.
+// Seal is SealICRC for a frame that begins with the headers of t.Put and ends with the four bytes of the ICRC: nothing
+// is parsed again. The frame must contain at least a BTH.
 func (t *Template) Seal(frame []byte) {
 	end := len(frame) - ICRCLen
 	binary.LittleEndian.PutUint32(frame[end:], icrcAt(frame, int(t.net), int(t.n), end, !t.v4, t.v1))

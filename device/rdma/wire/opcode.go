@@ -60,12 +60,12 @@ const (
 
 	OpCNP Opcode = 0x81 // RoCE v2 (A17.9.3)
 
-	// OpRCSelectiveAck is of the range left to manufacturers (IBTA 9.2.1), and vnicd's: a NAK for a sequence error that says
-	// what has arrived behind the gap. It answers those only who said that they understand it (BTH.Selective).
+	// OpRCSelectiveAck is vnicd's, in the manufacturers' range (IBTA 9.2.1): a NAK for a sequence error that also
+	// says which packets have arrived behind the gap. It is sent only to peers that understand it (BTH.Selective).
 	OpRCSelectiveAck Opcode = 0xd1
 )
 
-// Operation is what an opcode is about, whatever its place in a message.
+// Operation is the operation of an opcode, independent of the packet's place in the message.
 type Operation uint8
 
 // Operations.
@@ -118,7 +118,7 @@ type OpInfo struct {
 // Is reports whether all of f is set.
 func (o *OpInfo) Is(f OpFlags) bool { return o.Flags&f == f }
 
-// Valid reports whether the opcode is one that this device speaks.
+// Valid reports whether this device supports the opcode.
 func (o *OpInfo) Valid() bool { return o.Op != 0 }
 
 // Info returns the description of o; not Valid if o is unknown.
@@ -137,7 +137,7 @@ func hex8(b uint8) string {
 	return string([]byte{'0', 'x', digits[b>>4], digits[b&0xf]})
 }
 
-// opcodes is the allow-list (IBTA 9.2.1): what is not here is refused.
+// opcodes is the allow-list (IBTA 9.2.1): other opcodes are refused.
 var opcodes = makeOpcodes()
 
 func makeOpcodes() (t [256]OpInfo) {

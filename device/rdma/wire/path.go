@@ -6,7 +6,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Path is what all packets between two QPs (or to one address handle) share.
+// Path holds the header fields that all packets between two QPs (or to one address handle) share.
 type Path struct {
 	SMAC, DMAC   header.MAC
 	VLAN         uint16 // or NoVLAN
@@ -33,7 +33,7 @@ type Template struct {
 }
 
 // Template encodes p. RoCE v2 is IPv4 if both addresses are IPv4-mapped, IPv6
-// if neither is, ErrAddresses else; RoCE v1 takes them as GIDs.
+// if neither is; else Template returns ErrAddresses. RoCE v1 uses them as GIDs.
 func (p *Path) Template() (t Template, err error) {
 	t.v1 = p.V1
 	if !t.v1 {
@@ -79,10 +79,10 @@ func (p *Path) Template() (t Template, err error) {
 	return t, nil
 }
 
-// Len is the number of bytes that Put writes: where the BTH goes.
+// Len returns the number of bytes that Put writes: the offset of the BTH.
 func (t *Template) Len() int { return int(t.n) }
 
-// Bytes returns the headers as they are before Put has filled in lengths.
+// Bytes returns the headers without their lengths, which Put fills in.
 func (t *Template) Bytes() []byte { return t.hdr[:t.n] }
 
 // Put writes the headers to frame for a packet of transport bytes from BTH to
@@ -111,7 +111,7 @@ func (t *Template) Put(frame []byte, transport int) int {
 	return n
 }
 
-// SourcePort picks the UDP source port of a connection: in 0xc000..0xffff
+// SourcePort returns the UDP source port of a connection: in 0xc000..0xffff
 // (A17 leaves it to the sender), the same for all packets of a pair of QPs,
 // so that equal-cost paths keep them in order, and spread over pairs.
 func SourcePort(localQP, remoteQP uint32) uint16 {

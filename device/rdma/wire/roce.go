@@ -38,11 +38,9 @@ type RoCE struct {
 	icrc int // where the ICRC begins
 }
 
-// ParseRoCE takes frame apart into p and validates every length against the
-// others. It does not check the ICRC (CheckICRC), P_Key or addresses. Bytes
-// behind the network header's length are ignored (Ethernet padding). The UDP
-// checksum is ignored, as A17 lets senders leave it out. p is undefined on
-// error.
+// ParseRoCE parses frame into p and validates every length against the others. It does not check the ICRC (CheckICRC),
+// the P_Key or addresses. Bytes behind the network packet are ignored (Ethernet padding), and so is the UDP checksum,
+// which A17 permits senders to omit. p is undefined after an error.
 func ParseRoCE(frame []byte, p *RoCE) error {
 	n, err := p.network(frame)
 	if err != nil {
@@ -78,6 +76,7 @@ func ParseRoCE(frame []byte, p *RoCE) error {
 	return nil
 }
 
+// layout holds the offsets of a packet's parts in its frame.
 type layout struct{ net, bth, end int }
 
 // network parses everything before the BTH.
@@ -143,7 +142,7 @@ func (p *RoCE) network(frame []byte) (l layout, err error) {
 	return l, nil
 }
 
-// The accessors below give the extension headers; zero if the opcode has none.
+// The methods below return the extension headers, or zero if the opcode does not have them.
 
 // RETH returns the RDMA header.
 func (p *RoCE) RETH() (h RETH) {
@@ -196,7 +195,7 @@ func (p *RoCE) AtomicAck() uint64 {
 	return 0
 }
 
-// Arrivals returns what has arrived behind a gap.
+// Arrivals returns the bitmap of a selective acknowledgement.
 func (p *RoCE) Arrivals() (a Arrivals) {
 	if p.Info.Is(HasArrivals) {
 		_, _ = a.Decode(p.Ext[AETHLen:])

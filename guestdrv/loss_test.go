@@ -6,6 +6,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -36,7 +37,7 @@ type heldFrame struct {
 // impair puts the impairment behind host h.
 func (r *rig) impair(h *host, i impairment, seed uint64) {
 	im := &impaired{impairment: i, next: h.port.InputHCA, rng: rand.New(rand.NewPCG(seed, 1)), pool: h.site.pool}
-	h.hca.SetUplink(im.input)
+	h.hca.SetPort(framePort(im.input))
 	r.tb.Cleanup(func() {
 		im.mu.Lock()
 		defer im.mu.Unlock()
@@ -46,6 +47,15 @@ func (r *rig) impair(h *host, i impairment, seed uint64) {
 		im.held = nil
 	})
 }
+
+// framePort is a Port that carries frames and knows no paths.
+type framePort func(l *loop.Loop, b *frame.Buf)
+
+func (f framePort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
+func (f framePort) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path)  { f(l, b) }
+func (f framePort) ResolveHCA(*loop.Loop, []byte, *vswitch.Path) bool    { return false }
+func (f framePort) RouteHCA(*loop.Loop, *vswitch.Flow) (r vswitch.Route) { return r }
+func (f framePort) Owner([16]byte, uint16) (mac vswitch.MAC, ok bool)    { return mac, false }
 
 func (im *impaired) input(l *loop.Loop, b *frame.Buf) {
 	im.mu.Lock()

@@ -206,8 +206,9 @@ func (r *rig) attach(i int, s *site) *host {
 		r.tb.Fatal(err)
 	}
 	h.hca, err = hca.New(hca.Config{
-		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits, NoLocalCopy: !localPath, NoECN: ways.NoECN(), GoBackN: ways.GoBackN(),
-		Version: "test", Log: r.log.Named(fmt.Sprintf("h%d", i)),
+		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits, Version: "test",
+		DataPath: &hca.DataPath{LocalCopy: localPath, ECN: ways.ECN(), SelectiveRepeat: ways.SelectiveRepeat()},
+		Log:      r.log.Named(fmt.Sprintf("h%d", i)),
 	})
 	if err != nil {
 		r.tb.Fatal(err)

@@ -47,8 +47,8 @@ vms:
 	})
 	pingpongs(ctx, t, ea, eb)
 	if out := must[string](t)(h.CLI(ctx, "status",
-		"vm1")); regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) == ways.NoLocalCopy() {
-		t.Errorf("forced to frames: %v, and yet:\n%s", ways.NoLocalCopy(), out)
+		"vm1")); regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) != ways.LocalCopy() {
+		t.Errorf("local copies enabled: %v, and yet:\n%s", ways.LocalCopy(), out)
 	}
 	for _, x := range [][]string{
 		{"ib_write_bw", "-a", "-n", "20"},

@@ -190,7 +190,7 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	// Rates are there, and move.
 	rates := [][2]string{{"one", "RDMA in, out"}, {"two", "RDMA in, out"}, {"one", "Packets/s in, out"},
 		{"one", "Faults/s guest, host"}}
-	if !ways.NoLocalCopy() {
+	if ways.LocalCopy() {
 		rates = append(rates, [2]string{"one", "Messages/s copied"})
 	}
 	for _, x := range rates {

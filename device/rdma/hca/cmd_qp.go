@@ -153,7 +153,7 @@ func (q *qp) start(d *Device, recvSGE int) error {
 	q.timer = q.lane.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.lane.fault())
 	q.t = roce.NewQP(roce.Config{
 		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.lane.stats, ECN: !d.cfg.NoECN, SelectiveRepeat: !d.cfg.GoBackN,
+		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.lane.stats, ECN: d.cfg.DataPath.ECN, SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
 	}, q)
 	d.qps[q.index].Store(q)
 	q.lane.qps++

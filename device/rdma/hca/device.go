@@ -48,12 +48,8 @@ type Config struct {
 	MTU func() int
 	// CEQs is the number of completion event queues, 1..abi.MaxCEQs; 0: one per loop.
 	CEQs int
-	// NoLocalCopy makes requests between QPs of one loop frames, too.
-	NoLocalCopy bool
-	// NoECN has RC learn of congestion by loss alone.
-	NoECN bool
-	// GoBackN has RC repeat all that was sent behind a loss, also between two vnicds.
-	GoBackN bool
+	// DataPath selects the optional parts of the data path; nil: DefaultDataPath.
+	DataPath *DataPath
 	// Limits of this VM; zero fields take defaults.
 	Limits Limits
 	// Version is shown to the driver (at most 23 bytes).
@@ -61,6 +57,20 @@ type Config struct {
 	// Log may be nil.
 	Log hclog.Logger
 }
+
+// DataPath selects optional parts of the data path. The peer sees valid RoCE whatever is selected.
+type DataPath struct {
+	// LocalCopy copies from memory to memory between two QPs of one loop. Without it they exchange frames.
+	LocalCopy bool
+	// ECN enables congestion control of RC by ECN marks and CNPs (IBTA A17.9). Without it loss is the only congestion signal.
+	ECN bool
+	// SelectiveRepeat retransmits only lost packets if the peer of an RC QP is a vnicd. Without it, and to other peers, a loss resends
+	// the whole window (go-back-N).
+	SelectiveRepeat bool
+}
+
+// DefaultDataPath selects everything.
+func DefaultDataPath() *DataPath { return &DataPath{LocalCopy: true, ECN: true, SelectiveRepeat: true} }
 
 // Device is the HCA of one VM. It implements virtio.Device (methods for the
 // connection's goroutine) and the HCA face of an vswitch.VMPort (Deliver, Up: any
@@ -126,6 +136,9 @@ func New(cfg Config) (*Device, error) {
 	}
 	if err := d.lim.complete(); err != nil {
 		return nil, err
+	}
+	if d.cfg.DataPath == nil {
+		d.cfg.DataPath = DefaultDataPath()
 	}
 	d.pace = newPacer(d.lim.Messages)
 	switch {

@@ -101,14 +101,14 @@ func TestForeignFault(t *testing.T) {
 	carry := w.carry
 	for _, g := range w.guests { // requests and answers
 		n := 0
-		g.SetUplink(func(l *loop.Loop, f *frame.Buf) {
+		g.SetPort(framePort(func(l *loop.Loop, f *frame.Buf) {
 			if n++; n%2 == 1 {
 				prev := l.Blame(owner)
 				gone[0] = 1
 				l.Blame(prev)
 			}
 			carry(l, f)
-		})
+		}))
 	}
 	for i := range uint64(5) {
 		s := a.wqe()

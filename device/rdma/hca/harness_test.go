@@ -108,7 +108,7 @@ func (w *world) newGuest(id byte, lim Limits) *guest {
 		w.tb.Fatal(err)
 	}
 	g.port.SetHCA(d)
-	d.SetUplink(w.carry)
+	d.SetPort(framePort(w.carry))
 	if LocalPath {
 		d.SetPort(&shortcut{g.port, w})
 	}
@@ -125,11 +125,20 @@ type shortcut struct {
 func (s *shortcut) InputHCA(l *loop.Loop, b *frame.Buf)                 { s.w.carry(l, b) }
 func (s *shortcut) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path) { s.w.carry(l, b) }
 
+// framePort is a Port that carries frames and knows no paths.
+type framePort func(l *loop.Loop, b *frame.Buf)
+
+func (f framePort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
+func (f framePort) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path)  { f(l, b) }
+func (f framePort) ResolveHCA(*loop.Loop, []byte, *vswitch.Path) bool    { return false }
+func (f framePort) RouteHCA(*loop.Loop, *vswitch.Flow) (r vswitch.Route) { return r }
+func (f framePort) Owner([16]byte, uint16) (mac vswitch.MAC, ok bool)    { return mac, false }
+
 // losing makes the network lose frames; from then on everything is frames.
 func (w *world) losing(lose func(frame []byte) bool) {
 	w.lose = lose
 	for _, g := range w.guests {
-		g.SetUplink(w.carry)
+		g.SetPort(framePort(w.carry))
 	}
 }
 

@@ -91,7 +91,7 @@ func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *s
 			t.Fatal(err)
 		}
 		h.dev, err = hca.New(hca.Config{Name: fmt.Sprint("h", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: lim,
-			NoLocalCopy: !hca.LocalPath, NoECN: ways.NoECN(), GoBackN: ways.GoBackN(), Log: hclog.NewNullLogger()})
+			DataPath: &hca.DataPath{LocalCopy: hca.LocalPath, ECN: ways.ECN(), SelectiveRepeat: ways.SelectiveRepeat()}, Log: hclog.NewNullLogger()})
 		if err != nil {
 			t.Fatal(err)
 		}

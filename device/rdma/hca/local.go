@@ -31,7 +31,7 @@ type near struct {
 func (q *qp) neighbour() *qp {
 	n, d := &q.near, q.dev
 	port := d.port.Load()
-	if d.cfg.NoLocalCopy || port == nil || !d.link.Load() {
+	if !d.cfg.DataPath.LocalCopy || port == nil || !d.link.Load() {
 		return nil
 	}
 	av, dest := q.t.Destination()

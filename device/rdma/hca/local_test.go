@@ -97,7 +97,7 @@ func TestLocalPath(t *testing.T) {
 		m.expect("with HCA", false)
 	}
 	for _, g := range []*guest{ga, gb} {
-		g.SetUplink(w.carry)
+		g.SetPort(framePort(w.carry))
 		m.expect("switched off", true)
 		g.SetPort(&shortcut{g.port, w})
 		m.expect("switched on", false)

@@ -35,23 +35,6 @@ func (d *Device) SetPort(p Port) {
 	d.port.Store(&p)
 }
 
-// SetUplink is SetPort for a network that takes frames and knows nothing about them.
-func (d *Device) SetUplink(input func(l *loop.Loop, b *frame.Buf)) {
-	if input == nil {
-		d.SetPort(nil)
-		return
-	}
-	d.SetPort(plainPort(input))
-}
-
-type plainPort func(l *loop.Loop, b *frame.Buf)
-
-func (f plainPort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
-func (f plainPort) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path)  { f(l, b) }
-func (f plainPort) ResolveHCA(*loop.Loop, []byte, *vswitch.Path) bool    { return false }
-func (f plainPort) RouteHCA(*loop.Loop, *vswitch.Flow) (r vswitch.Route) { return r }
-func (f plainPort) Owner([16]byte, uint16) (mac vswitch.MAC, ok bool)    { return mac, false }
-
 // refusal says why an arriving frame reached no QP (MT-6).
 type refusal uint8
 

@@ -85,17 +85,17 @@ func Spin(d time.Duration) time.Duration { return or(forced.spin, d) }
 // Segmentation reports whether tunnels send messages of several datagrams.
 func Segmentation() bool { return or(forced.segmentation, true) }
 
-// NoECN tells whether congestion is told by loss alone.
-func NoECN() bool { return !or(forced.ecn, true) }
+// ECN reports whether RC congestion control uses ECN marks and CNPs.
+func ECN() bool { return or(forced.ecn, true) }
 
-// GoBackN tells whether all that was sent behind a loss is repeated.
-func GoBackN() bool { return !or(forced.selective, true) }
+// SelectiveRepeat reports whether RC retransmits only lost packets.
+func SelectiveRepeat() bool { return or(forced.selective, true) }
 
 // ShortPath reports whether frames of host ports may take the short path.
 func ShortPath() bool { return or(forced.short, true) }
 
-// NoLocalCopy tells whether RDMA between VMs of one host goes as frames.
-func NoLocalCopy() bool { return !or(forced.local, true) }
+// LocalCopy reports whether RDMA between VMs of one host is copied from memory to memory.
+func LocalCopy() bool { return or(forced.local, true) }
 
 // Config is what a daemon's configuration file says of forced settings, but for those that text has already.
 func Config(text string) string {

@@ -23,7 +23,7 @@ func TestConfig(t *testing.T) {
 	if got, want := Config("networks: []\nengines: 1\n"), "spin: 0s\necn: false\nshort-path: false\ndebug: {local-copy: false, segmentation: false, selective-repeat: false}\n"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || !Segmentation() || !ShortPath() || NoECN() || GoBackN() {
+	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || !Segmentation() || !ShortPath() || !ECN() || !SelectiveRepeat() {
 		t.Error("what is not forced is not left alone")
 	}
 }

@@ -86,7 +86,8 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	if v.hca, err = hca.New(hca.Config{
 		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version), Log: log.Named("hca"),
-		NoLocalCopy: !d.cfg.Debug.LocalCopy, NoECN: !d.cfg.ECN, GoBackN: !d.cfg.Debug.SelectiveRepeat, Limits: hca.Limits{
+		DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN, SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
+		Limits: hca.Limits{
 			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages, Messages: c.Limits.Messages,
 		},
 	}); err != nil {

@@ -21,8 +21,8 @@ func benchFetch(b *testing.B, fill func(g *guest, s abi.SendWQE)) {
 	}
 	wqe := roce.WQE{SGEs: make([]roce.SGE, 0, 4), InlineData: make([]byte, 0, 64)}
 	c := roce.Completion{}
-	t, _ := q.lane.enter()
-	defer q.lane.leave(t)
+	t, _ := q.engine.enter()
+	defer q.engine.leave(t)
 	prod := tq.sq.prod()
 	b.ReportAllocs()
 	seq := uint32(0)
@@ -153,12 +153,12 @@ func BenchmarkWrite8(b *testing.B)    { benchWrite(b, 8) }
 func BenchmarkWrite4096(b *testing.B) { benchWrite(b, 4096) }
 func BenchmarkWrite64K(b *testing.B)  { benchWrite(b, 65536) }
 
-// The lane's poll with nothing to do: what an idle VM costs a busy loop.
+// The engine's poll with nothing to do: what an idle VM costs a busy loop.
 func BenchmarkIdlePoll(b *testing.B) {
 	w := newWorld(b, 1, 1, Limits{})
-	l := w.guests[0].lanes[0]
+	e := w.guests[0].engines[0]
 	b.ReportAllocs()
 	for b.Loop() {
-		l.Poll(1)
+		e.Poll(1)
 	}
 }

@@ -28,8 +28,8 @@ func createCQ(c *cmd) error {
 		return err
 	}
 	q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
-	if err = c.holdPages(&q.held, list, r.Ring.PageShift, r.Ring.Length); err == nil {
-		err = c.hold(&q.held, q.arm, 4)
+	if err = c.holdPages(&q.holds, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.holdMemory(&q.holds, q.arm, 4)
 	}
 	if err == nil {
 		err = c.epoch(func() error {
@@ -43,7 +43,7 @@ func createCQ(c *cmd) error {
 		})
 	}
 	if err != nil {
-		q.held.release()
+		q.holds.release()
 		return err
 	}
 	c.t.cqs[q.n] = q
@@ -61,11 +61,11 @@ func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error
 
 // onOwner runs f where nobody else touches an object with that owner: on the
 // owner's loop, or right here while it has none.
-func (c *cmd) onOwner(l *lane, f func() error) error {
-	if l == nil {
+func (c *cmd) onOwner(e *engine, f func() error) error {
+	if e == nil {
 		return c.epoch(f)
 	}
-	return c.on(l, f)
+	return c.on(e, f)
 }
 
 func resizeCQ(c *cmd) error {
@@ -86,7 +86,7 @@ func resizeCQ(c *cmd) error {
 		return err
 	}
 	// The arm word, held last, stays; what the old ring held goes.
-	var h held
+	var h holds
 	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
 		err = c.onOwner(q.owner, func() error { return q.resize(ring) })
 	}
@@ -94,9 +94,9 @@ func resizeCQ(c *cmd) error {
 		h.release()
 		return err
 	}
-	if n := len(q.held); n > 0 {
-		old := q.held[:n-1]
-		q.held = append(h, q.held[n-1])
+	if n := len(q.holds); n > 0 {
+		old := q.holds[:n-1]
+		q.holds = append(h, q.holds[n-1])
 		old.release()
 	}
 	return nil
@@ -115,7 +115,7 @@ func destroyCQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, q.refs)
 	}
 	delete(c.t.cqs, n)
-	q.held.release()
+	q.holds.release()
 	q.ceq.drop(&q.comp)
 	c.d.async.drop(&q.asyn)
 	return nil

@@ -64,8 +64,8 @@ func setDoorbells(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	if int(r.Engine) >= len(c.d.lanes) {
-		return refuse(abi.StatusInvalid, "engine %d, the device has %d", r.Engine, len(c.d.lanes))
+	if int(r.Engine) >= len(c.d.engines) {
+		return refuse(abi.StatusInvalid, "engine %d, the device has %d", r.Engine, len(c.d.engines))
 	}
 	if r.NPages != abi.DoorbellPages {
 		return refuse(abi.StatusInvalid, "doorbell area of %d pages, must be %d", r.NPages, abi.DoorbellPages)
@@ -81,22 +81,22 @@ func setDoorbells(c *cmd) error {
 		}
 		db.pages[i] = translate.PA(pa)
 	}
-	l := c.d.lanes[r.Engine]
-	var h held
+	e := c.d.engines[r.Engine]
+	var h holds
 	for _, pa := range db.pages {
-		if err := c.hold(&h, pa, 1<<dbPageShift); err != nil {
+		if err := c.holdMemory(&h, pa, 1<<dbPageShift); err != nil {
 			h.release()
 			return err
 		}
 	}
-	err := c.on(l, func() error {
-		if n := l.db.qps; n > 0 {
-			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", l.id, n)
+	err := c.on(e, func() error {
+		if n := e.db.qps; n > 0 {
+			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", e.id, n)
 		}
 		if m := db.setWakeup(false); !m.OK() { // the loop is awake
 			return &faultError{what: "doorbell area", miss: m}
 		}
-		l.db, l.armed = db, true
+		e.db, e.armed = db, true
 		return nil
 	})
 	if err != nil {

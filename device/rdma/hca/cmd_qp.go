@@ -89,8 +89,8 @@ func createQP(c *cmd) error {
 		// An ATOMIC WRITE has its operand there, no matter what was asked for; the smallest slot holds it.
 		q.maxInline = max(q.maxInline, abi.AtomicLen)
 	}
-	c.t.lastOwn = (c.t.lastOwn + 1) % ownDomains
-	q.own = translate.PD(ownDomains + c.t.lastOwn)
+	c.t.lastWindowPD = (c.t.lastWindowPD + 1) % firstWindowPD
+	q.windowPD = translate.PD(firstWindowPD + c.t.lastWindowPD)
 	sendSize := sendWQESize(q.maxSendSGE, q.maxInline)
 	if q.sq.ring, err = c.ring(&r.SQ, list[:8*r.SQ.NPages], sendSize, c.d.lim.QPWRs); err != nil {
 		return err
@@ -106,41 +106,41 @@ func createQP(c *cmd) error {
 		recvSGE = q.srq.maxSGE
 	}
 	q.scratch = make([]byte, max(sendSize, recvWQESize(recvSGE)))
-	q.lane = c.place(parts)
+	q.engine = c.place(parts)
 
-	if err := c.t.roomForQP(c.d); err != nil {
+	if err := c.t.checkQPLimit(c.d); err != nil {
 		return err
 	}
 	if q.typ == roce.GSI {
 		q.index, q.n = gsiQPN, gsiQPN
-	} else if q.index, q.n, err = c.t.takeQPIndex(c.d); err != nil {
+	} else if q.index, q.n, err = c.t.allocQPIndex(c.d); err != nil {
 		return err
 	}
 	q.asyn.init(q.n, nodeQP)
-	for i := range q.sides {
-		q.sides[i].init(q, roce.Side(i))
+	for i := range q.waiters {
+		q.waiters[i].init(q, roce.Side(i))
 	}
-	q.bell.init(q.n, nodeServed)
-	q.bell.wake = func(uint32) { q.lane.push(q) }
-	c.share(&parts, q.lane)
-	err = c.on(q.lane, func() error { return q.start(c.d, recvSGE) })
+	q.bellNode.init(q.n, nodeAnswers)
+	q.bellNode.wake = func(uint32) { q.engine.schedule(q) }
+	c.addUser(&parts, q.engine)
+	err = c.on(q.engine, func() error { return q.start(c.d, recvSGE) })
 	if err != nil {
-		c.t.giveQPIndex(q.index)
-		c.unshare(&parts)
+		c.t.freeQPIndex(q.index)
+		c.removeUser(&parts)
 		return err
 	}
 	parts.pd.refs++
 	c.t.qps++
 	c.t.qpList[q.n] = q
-	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.lane.id), DBSlot: uint32(q.index)}
+	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.engine.id), DBSlot: uint32(q.index)}
 	resp.Encode(c.reply(abi.SizeCreateQPResp))
 	return nil
 }
 
-// start makes the transport's half and publishes the QP; on its lane.
+// start makes the transport's half and publishes the QP; on its engine.
 func (q *qp) start(d *Device, recvSGE int) error {
-	if !q.lane.armed {
-		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.lane.id)
+	if !q.engine.armed {
+		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.engine.id)
 	}
 	if m := q.sq.start(); !m.OK() {
 		return &faultError{what: "send queue", miss: m}
@@ -150,15 +150,15 @@ func (q *qp) start(d *Device, recvSGE int) error {
 			return &faultError{what: "receive queue", miss: m}
 		}
 	}
-	q.timer = q.lane.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.lane.fault())
+	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
 	q.t = roce.NewQP(roce.Config{
 		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.lane.stats, ECN: d.cfg.DataPath.ECN, SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
+		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN, SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
 	}, q)
 	d.qps[q.index].Store(q)
-	q.lane.qps++
-	q.rungOn = q.lane
-	q.rungOn.db.join(q.index)
+	q.engine.qps++
+	q.bellEngine = q.engine
+	q.bellEngine.db.join(q.index)
 	return nil
 }
 
@@ -195,25 +195,25 @@ func modifyQP(c *cmd) error {
 			return err
 		}
 	}
-	err = q.lane.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
+	err = q.engine.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
-		if err := c.on(q.lane, q.discard); err != nil {
+		if err := c.on(q.engine, q.discard); err != nil {
 			c.d.warn("work queue could not be emptied", "qp", q.n, "reason", err)
 		}
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
-		c.meet(q)
+		c.colocate(q)
 	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
 	}
 	return err
 }
 
-// modify is on the QP's lane.
+// modify is on the QP's engine.
 func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
-	err := q.t.Modify(q.lane.loop.Now(), a, mask)
+	err := q.t.Modify(q.engine.loop.Now(), a, mask)
 	if err == nil {
-		q.attributes(mask)
+		q.attributesChanged(mask)
 	}
 	return err
 }
@@ -221,15 +221,15 @@ func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 // discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
 // forgets what the transport waited for.
 func (q *qp) discard() error {
-	q.doomed, q.draining = false, false
+	q.failing, q.draining = false, false
 	q.dropKept(len(q.kept))
-	for i := range q.sides {
-		q.sides[i].unpark()
+	for i := range q.waiters {
+		q.waiters[i].unpark()
 	}
 	if m := q.sq.discard(); !m.OK() {
 		return &faultError{what: "send queue", miss: m}
 	}
-	q.settleAll()
+	q.postUnposted()
 	if q.hasRQ {
 		if m := q.rq.discard(); !m.OK() {
 			return &faultError{what: "receive queue", miss: m}
@@ -248,7 +248,7 @@ func queryQP(c *cmd) error {
 		return err
 	}
 	var a roce.Attr
-	q.lane.loop.Do(func() { q.t.Query(&a) })
+	q.engine.loop.Do(func() { q.t.Query(&a) })
 	r := abi.QPAttr{
 		QPN: n, QPState: uint8(a.State), CurQPState: uint8(a.CurState), PathMTU: a.PathMTU, Timeout: a.Timeout,
 		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
@@ -281,24 +281,24 @@ func destroyQP(c *cmd) error {
 	if q.mcast > 0 {
 		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, q.mcast)
 	}
-	q.lane.loop.Do(func() {
+	q.engine.loop.Do(func() {
 		c.d.qps[q.index].Store(nil)
 		q.close()
-		if q.rungOn == q.lane {
-			q.rungOn.db.leave(q.index)
+		if q.bellEngine == q.engine {
+			q.bellEngine.db.leave(q.index)
 		}
 	})
-	if q.rungOn != q.lane {
-		q.rungOn.loop.Do(func() { q.rungOn.db.leave(q.index) })
+	if q.bellEngine != q.engine {
+		q.bellEngine.loop.Do(func() { q.bellEngine.db.leave(q.index) })
 	}
-	c.d.async.drop(&q.asyn, &q.sides[roce.Requester].guest.node, &q.sides[roce.Responder].guest.node)
+	c.d.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	if q.faulting() {
 		c.t.lingering = append(c.t.lingering, q)
 	}
 	delete(c.t.qpList, n)
 	c.t.qps--
-	c.t.giveQPIndex(q.index)
+	c.t.freeQPIndex(q.index)
 	c.t.pds[uint32(q.pd)].refs--
-	c.unshare(&qpParts{scq: q.scq, rcq: q.rcq, srq: q.srq})
+	c.removeUser(&qpParts{scq: q.scq, rcq: q.rcq, srq: q.srq})
 	return nil
 }

@@ -86,7 +86,7 @@ func (c *commandLoop) stop() {
 
 func (c *commandLoop) run(ctx context.Context) {
 	defer close(c.done)
-	defer c.settle()
+	defer c.finish()
 	for {
 		err := c.wake.Wait(func() bool { return c.round(ctx) })
 		if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -103,7 +103,7 @@ func (c *commandLoop) run(ctx context.Context) {
 func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 	for ctx.Err() == nil {
 		err := c.serve(ctx)
-		answered := c.sweep()
+		answered := c.answerDrained()
 		c.signal()
 		if answered && err == nil {
 			continue // there may be more to take now
@@ -132,9 +132,9 @@ func (c *commandLoop) serve(ctx context.Context) error {
 		return nil
 	}
 	for ctx.Err() == nil && len(c.waiting) < maxJobs {
-		c.sweep()
+		c.answerDrained()
 		j := c.job()
-		n, ok, err := c.take(ctx, j)
+		n, ok, err := c.popRequest(ctx, j)
 		if err != nil || !ok {
 			c.free = append(c.free, j)
 			return err
@@ -183,8 +183,8 @@ func drainSoon(d *translate.Drain) bool {
 	return false
 }
 
-// sweep answers the commands whose release is through.
-func (c *commandLoop) sweep() (answered bool) {
+// answerDrained answers the commands whose release has completed.
+func (c *commandLoop) answerDrained() (answered bool) {
 	c.waiting = slices.DeleteFunc(c.waiting, func(j *job) bool {
 		if !j.drain.DoneOrSignal() {
 			if t := time.Since(j.since); t >= j.warn {
@@ -200,9 +200,9 @@ func (c *commandLoop) sweep() (answered bool) {
 	return answered
 }
 
-// settle answers what still waits when the queue stops: it may run again later, and
+// finish answers the commands that still wait when the queue stops: it may run again later, and
 // the driver must not see a command executed twice, or not at all.
-func (c *commandLoop) settle() {
+func (c *commandLoop) finish() {
 	ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 	defer cancel()
 	for _, j := range c.waiting {
@@ -217,11 +217,11 @@ func (c *commandLoop) settle() {
 	c.signal()
 }
 
-// touch runs f, which touches the virtqueue and its buffers, in an epoch; if it
+// withMemory runs f, which touches the virtqueue and its buffers, in an epoch; if it
 // meets a page that is absent on the host, that is fetched, and f runs again. f
 // leaves the queue as it was when it fails with such a miss.
-func (c *commandLoop) touch(ctx context.Context, f func() error) error {
-	return c.d.fetching(ctx, func() error {
+func (c *commandLoop) withMemory(ctx context.Context, f func() error) error {
+	return c.d.retryMisses(ctx, func() error {
 		err := translate.Guard(func() error {
 			e := c.q.Space().Epochs()
 			t := e.Enter(commandSlot)
@@ -235,9 +235,9 @@ func (c *commandLoop) touch(ctx context.Context, f func() error) error {
 	})
 }
 
-// fetching runs f until it meets no page that is absent on the host; those that it
+// retryMisses runs f until it meets no page that is absent on the host; those that it
 // meets are fetched in between, outside of any epoch (PF-7). Not on loops.
-func (d *Device) fetching(ctx context.Context, f func() error) error {
+func (d *Device) retryMisses(ctx context.Context, f func() error) error {
 	for range fetchTries {
 		err := f()
 		m, ok := hostMiss(err)
@@ -269,10 +269,10 @@ func hostMiss(err error) (translate.Miss, bool) {
 	return translate.Miss{}, false
 }
 
-// take pops a chain and copies the request in. It asks for kicks before it looks
+// popRequest pops a chain and copies the request in. It asks for kicks before it looks
 // for the last time.
-func (c *commandLoop) take(ctx context.Context, j *job) (n int, ok bool, err error) {
-	err = c.touch(ctx, func() (err error) {
+func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, err error) {
+	err = c.withMemory(ctx, func() (err error) {
 		if ok, err = c.q.Pop(&j.chain); err == nil && !ok {
 			if err = c.q.SetNotify(true); err == nil {
 				ok, err = c.q.Pop(&j.chain)
@@ -293,7 +293,7 @@ func (c *commandLoop) take(ctx context.Context, j *job) (n int, ok bool, err err
 	if j.chain.WritableLen() < abi.SizeResp {
 		return fail(fmt.Errorf("no room for a response: %d bytes writable, need %d", j.chain.WritableLen(), abi.SizeResp))
 	}
-	err = c.touch(ctx, func() error {
+	err = c.withMemory(ctx, func() error {
 		var m translate.Miss
 		if n, m = j.chain.ReadAll(c.req); !m.OK() {
 			return &faultError{what: "request buffer", miss: m}
@@ -315,7 +315,7 @@ func (c *commandLoop) answer(j *job) error {
 	c.free = append(c.free, j)
 	ctx := context.Background()
 	n := 0
-	err := c.touch(ctx, func() error {
+	err := c.withMemory(ctx, func() error {
 		var m translate.Miss
 		if n, m = j.chain.WriteAll(j.resp[:min(j.n, int(min(j.chain.WritableLen(), maxReply+abi.SizeResp)))]); !m.OK() {
 			return &faultError{what: "response buffer", miss: m}
@@ -323,7 +323,7 @@ func (c *commandLoop) answer(j *job) error {
 		return nil
 	})
 	if err == nil {
-		err = c.touch(ctx, func() error { return c.q.Push(&j.chain, uint32(n)) })
+		err = c.withMemory(ctx, func() error { return c.q.Push(&j.chain, uint32(n)) })
 	}
 	if err != nil {
 		c.q.Fail(err)
@@ -339,7 +339,7 @@ func (c *commandLoop) signal() {
 		return
 	}
 	c.unsent = false
-	if err := c.touch(context.Background(), c.q.Signal); err != nil {
+	if err := c.withMemory(context.Background(), c.q.Signal); err != nil {
 		c.q.Fail(err)
 	}
 }

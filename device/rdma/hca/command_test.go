@@ -434,7 +434,7 @@ func keys[V any](m map[uint32]V) []uint32 { return slices.Sorted(maps.Keys(m)) }
 func (f *fuzzGuest) check(t testing.TB) {
 	t.Helper()
 	tb := &f.tables
-	pds, cqs, srqs, lanes := map[uint32]int{}, map[uint32]int{}, map[uint32]int{}, map[*lane]int{}
+	pds, cqs, srqs, engines := map[uint32]int{}, map[uint32]int{}, map[uint32]int{}, map[*engine]int{}
 	for n, q := range tb.qpList {
 		if f.qpFor(n) != q {
 			t.Fatalf("QP %#x is not in the table of the loops", n)
@@ -445,7 +445,7 @@ func (f *fuzzGuest) check(t testing.TB) {
 		if q.srq != nil {
 			srqs[q.srq.n]++
 		}
-		lanes[q.lane]++
+		engines[q.engine]++
 	}
 	for _, p := range tb.mrs {
 		pds[p]++
@@ -466,9 +466,9 @@ func (f *fuzzGuest) check(t testing.TB) {
 			t.Fatalf("PD %d: %d references, %d users", n, p.refs, pds[n])
 		}
 	}
-	for _, l := range f.lanes {
-		if l.qps != lanes[l] {
-			t.Fatalf("lane %d: %d QPs counted, %d there", l.id, l.qps, lanes[l])
+	for _, e := range f.engines {
+		if e.qps != engines[e] {
+			t.Fatalf("engine %d: %d QPs counted, %d there", e.id, e.qps, engines[e])
 		}
 	}
 	if r, _ := f.vm.Usage(); r != len(tb.mrs) {
@@ -498,7 +498,7 @@ func runFuzzCommands(t testing.TB, seed uint64, steps int) {
 				binary.LittleEndian.PutUint32(e[abi.SendWQEOpcodeOff:], f.r.Uint32N(20))
 				binary.LittleEndian.PutUint32(e[abi.SendWQENumSGEOff:], f.r.Uint32N(3))
 			}
-			for l := range g.lanes {
+			for l := range g.engines {
 				for slot := range uint32(8) {
 					(&tqp{g: g, engine: uint32(l), slot: slot}).bell()
 				}

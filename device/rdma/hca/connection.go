@@ -45,12 +45,12 @@ func (d *Device) sentGSI(q *qp, b *frame.Buf) {
 	c := &d.conns
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	x, _ := c.table.Watch(q.lane.loop.Now(), &cm.Datagram{
-		Out: true, Local: p.SrcIP, Remote: p.DstIP, RemoteMAC: p.DMAC, VLAN: tagOf(p.VLAN), RemoteQPN: p.BTH.DestQP, MAD: p.Payload,
+	x, _ := c.table.Watch(q.engine.loop.Now(), &cm.Datagram{
+		Out: true, Local: p.SrcIP, Remote: p.DstIP, RemoteMAC: p.DMAC, VLAN: networkVLAN(p.VLAN), RemoteQPN: p.BTH.DestQP, MAD: p.Payload,
 	})
 	// The connection's packets will have the addresses of its datagrams.
 	if port := d.port.Load(); x != nil && port != nil {
-		(*port).ResolveHCA(q.lane.loop, b.Bytes(), &x.Path)
+		(*port).ResolveHCA(q.engine.loop, b.Bytes(), &x.Path)
 	}
 }
 
@@ -61,15 +61,15 @@ func (d *Device) admitGSI(q *qp, p *wire.RoCE) bool {
 	if !p.Info.Is(wire.HasDETH) || h.QKey != roce.GSIQKey {
 		return true
 	}
-	c, loop, port := &d.conns, q.lane.loop, d.port.Load()
+	c, loop, port := &d.conns, q.engine.loop, d.port.Load()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !d.owns(p.SMAC, p.SrcIP, p.VLAN) {
+	if !d.ownsAddress(p.SMAC, p.SrcIP, p.VLAN) {
 		c.forged++
 		return false
 	}
 	x, why := c.table.Watch(loop.Now(), &cm.Datagram{
-		Local: p.DstIP, Remote: p.SrcIP, RemoteMAC: p.SMAC, VLAN: tagOf(p.VLAN), RemoteQPN: h.SrcQP, MAD: p.Payload,
+		Local: p.DstIP, Remote: p.SrcIP, RemoteMAC: p.SMAC, VLAN: networkVLAN(p.VLAN), RemoteQPN: h.SrcQP, MAD: p.Payload,
 	})
 	if why != cm.Pass {
 		c.refused[why]++
@@ -84,8 +84,8 @@ func (d *Device) admitGSI(q *qp, p *wire.RoCE) bool {
 	return true
 }
 
-// tagOf makes a frame's VLAN the network's: 0 is untagged.
-func tagOf(vlan uint16) uint16 {
+// networkVLAN converts a frame's VLAN to the network's: 0 is untagged.
+func networkVLAN(vlan uint16) uint16 {
 	if vlan == header.NoVLAN {
 		return 0
 	}
@@ -93,9 +93,9 @@ func tagOf(vlan uint16) uint16 {
 }
 
 // bind finds the path of a connected QP that has got its peer (MT-5): its connection's, if connection management has
-// made one, else by its addresses. On its lane.
+// made one, else by its addresses. On its engine.
 func (q *qp) bind(a *roce.Attr) {
-	h, loop, port := q.t.Header(), q.lane.loop, q.dev.port.Load()
+	h, loop, port := q.t.Header(), q.engine.loop, q.dev.port.Load()
 	if h == nil {
 		return
 	}
@@ -110,12 +110,12 @@ func (q *qp) bind(a *roce.Attr) {
 	}
 }
 
-// unbind ends the QP's connection; on its lane.
+// unbind ends the QP's connection; on its engine.
 func (q *qp) unbind() {
 	q.path = vswitch.Path{}
 	c := &q.dev.conns
 	c.mu.Lock()
-	c.table.Release(q.lane.loop.Now(), q.n)
+	c.table.Release(q.engine.loop.Now(), q.n)
 	c.mu.Unlock()
 }
 
@@ -175,7 +175,7 @@ func tupleOf(p *vswitch.Path) *Tuple {
 // theirs. QPs are left out if a command in progress takes long.
 func (d *Device) Connections() []Connection {
 	var out []Connection
-	if d.lockSoon() {
+	if d.tryLockTables() {
 		defer d.mu.Unlock()
 		d.eachQP(func(q *qp) {
 			if q.typ == roce.RC || q.typ == roce.UC {
@@ -190,7 +190,7 @@ func (d *Device) Connections() []Connection {
 	for i := range out {
 		with[out[i].LocalQPN] = i
 	}
-	now := d.lanes[0].loop.Clock().Now()
+	now := d.engines[0].loop.Clock().Now()
 	for _, c := range d.conns.copy(now) {
 		if i, ok := with[c.LocalQPN]; ok && c.Bound() {
 			out[i].managed(&c, now)
@@ -214,7 +214,7 @@ func (c *connections) copy(now int64) (out []cm.Conn) {
 	return out
 }
 
-// connection describes a QP that has a peer; on its lane.
+// connection describes a QP that has a peer; on its engine.
 func (q *qp) connection() (c Connection, ok bool) {
 	var a roce.Attr
 	q.t.Query(&a)
@@ -223,10 +223,10 @@ func (q *qp) connection() (c Connection, ok bool) {
 		return c, false
 	}
 	if port := q.dev.port.Load(); port != nil {
-		(*port).ResolveHCA(q.lane.loop, h, &q.path)
+		(*port).ResolveHCA(q.engine.loop, h, &q.path)
 	}
 	return Connection{Type: q.typ.String(), State: "direct", QPState: a.State.String(), LocalQPN: q.n, RemoteQPN: a.DestQPN, LocalGID: gidText(a.AV.SGID),
-		RemoteGID: gidText(a.AV.DGID), LocalMAC: macText(a.AV.SMAC), RemoteMAC: macText(a.AV.DMAC), VLAN: tagOf(a.AV.VLAN), RoCEv1: a.AV.RoCEv1,
+		RemoteGID: gidText(a.AV.DGID), LocalMAC: macText(a.AV.SMAC), RemoteMAC: macText(a.AV.DMAC), VLAN: networkVLAN(a.AV.VLAN), RoCEv1: a.AV.RoCEv1,
 		PathMTU: abi.MTUBytes(a.PathMTU), Tuple: tupleOf(&q.path)}, true
 }
 
@@ -267,19 +267,19 @@ func (d *Device) Drops() map[string]uint64 {
 			out[name] += n
 		}
 	}
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
-			for i, n := range l.stats.Drops {
+	for _, e := range d.engines {
+		e.loop.Do(func() {
+			for i, n := range e.stats.Drops {
 				add(roce.Drop(i).String(), n)
 			}
-			add("r-key", l.stats.AccessErrors)
-			add("sequence", l.stats.OutOfSequence)
-			add("duplicate", l.stats.Duplicates)
+			add("r-key", e.stats.AccessErrors)
+			add("sequence", e.stats.OutOfSequence)
+			add("duplicate", e.stats.Duplicates)
 		})
-		add("inbox-full", l.inboxFull.Load())
+		add("inbox-full", e.inboxFull.Load())
 	}
-	for i := range d.turned {
-		add(refusalNames[i], d.turned[i].Load())
+	for i := range d.rejected {
+		add(rejectNames[i], d.rejected[i].Load())
 	}
 	d.conns.mu.Lock()
 	defer d.conns.mu.Unlock()

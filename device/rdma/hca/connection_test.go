@@ -35,16 +35,16 @@ func TestWants(t *testing.T) {
 		t.Fatal("it does not want what it takes")
 	}
 	for name, x := range map[string]struct {
-		why refusal
+		why rejectReason
 		mod func(f []byte) []byte
 	}{
-		"cut off":      {refusedHeader, func(f []byte) []byte { return f[:40] }},
-		"nothing":      {refusedHeader, func([]byte) []byte { return nil }},
-		"source MAC":   {refusedSource, func(f []byte) []byte { f[11] ^= 1; return f }},
-		"source IP":    {refusedSource, func(f []byte) []byte { f[29] ^= 4; ipSum(f[14:34]); return f }},
-		"QP number":    {refusedQPN, func(f []byte) []byte { f[14+20+8+7] ^= 0x40; return f }},
-		"a group":      {refusedGroup, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255; return f }},
-		"not for a UD": {refusedQPN, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 0, 0, 1; return f }},
+		"cut off":      {rejectHeader, func(f []byte) []byte { return f[:40] }},
+		"nothing":      {rejectHeader, func([]byte) []byte { return nil }},
+		"source MAC":   {rejectSource, func(f []byte) []byte { f[11] ^= 1; return f }},
+		"source IP":    {rejectSource, func(f []byte) []byte { f[29] ^= 4; ipSum(f[14:34]); return f }},
+		"QP number":    {rejectQPN, func(f []byte) []byte { f[14+20+8+7] ^= 0x40; return f }},
+		"a group":      {rejectGroup, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255; return f }},
+		"not for a UD": {rejectQPN, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 0, 0, 1; return f }},
 	} {
 		f := x.mod(slices.Clone(good[0]))
 		if len(f) > 50 {
@@ -52,9 +52,9 @@ func TestWants(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		before := g.turned[x.why].Load()
-		if g.Wants(w.loops[0], f) || g.turned[x.why].Load() != before+1 {
-			t.Errorf("%s: wanted, or not counted as %s: %v", name, refusalNames[x.why], g.Drops())
+		before := g.rejected[x.why].Load()
+		if g.Wants(w.loops[0], f) || g.rejected[x.why].Load() != before+1 {
+			t.Errorf("%s: wanted, or not counted as %s: %v", name, rejectNames[x.why], g.Drops())
 		}
 	}
 	f := slices.Clone(good[0])

@@ -18,7 +18,7 @@ import (
 type cq struct {
 	dev   *Device
 	n     uint32
-	owner *lane // nil until the first QP uses it; command goroutine only
+	owner *engine // nil until the first QP uses it; command goroutine only
 	ceq   *eventQueue
 	arm   translate.PA
 
@@ -31,9 +31,9 @@ type cq struct {
 
 	failed atomic.Bool // overrun, or its memory is gone: nothing is written any more
 
-	held held      // the ring and the arm word
-	comp eventNode // for the completion event queue
-	asyn eventNode // for the asynchronous event queue
+	holds holds     // the ring and the arm word
+	comp  eventNode // for the completion event queue
+	asyn  eventNode // for the asynchronous event queue
 
 	refs int // QPs; command goroutine only
 }

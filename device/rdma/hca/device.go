@@ -84,10 +84,10 @@ type Device struct {
 	pace *pacer // nil: no limit
 	log  hclog.Logger
 
-	lanes  []*lane
-	byLoop [loop.MaxLoops]*lane
-	async  *eventQueue
-	ceqs   []*eventQueue
+	engines []*engine
+	byLoop  [loop.MaxLoops]*engine
+	async   *eventQueue
+	ceqs    []*eventQueue
 
 	// Read by loops.
 	port          atomic.Pointer[Port]
@@ -102,19 +102,19 @@ type Device struct {
 	invalidations atomic.Uint64 // CLEAR_MTT commands
 	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
-	turned        refusals
+	rejected      rejectCounts
 	conns         connections
 	// faultCounts has a place for each side of each QP index: see guestFault's
-	// token. A place is touched by the lane of the QP that has the index.
+	// token. A place is touched by the engine of the QP that has the index.
 	faultCounts []uint32
 	warned      rateLimit
 
 	generation atomic.Uint32
 
 	// Of the connection; set by Connected before any queue or object exists.
-	mem  atomic.Pointer[translate.Space]
-	told atomic.Pointer[virtio.Conn] // of changes of the port
-	vm   *translate.VM
+	mem          atomic.Pointer[translate.Space]
+	portListener atomic.Pointer[virtio.Conn] // notified when the port changes
+	vm           *translate.VM
 	// Of the connection's goroutine.
 	conn     virtio.Conn
 	commands *commandLoop
@@ -169,9 +169,9 @@ func New(cfg Config) (*Device, error) {
 		if d.byLoop[l.ID()] != nil {
 			return nil, fmt.Errorf("%w: two loops have ID %d", ErrConfig, l.ID())
 		}
-		ln := newLane(d, i, l)
-		d.lanes = append(d.lanes, ln)
-		d.byLoop[l.ID()] = ln
+		e := newEngine(d, i, l)
+		d.engines = append(d.engines, e)
+		d.byLoop[l.ID()] = e
 	}
 	d.async = d.newEventQueue(abi.EventQueue)
 	for i := range d.cfg.CEQs {
@@ -183,8 +183,8 @@ func New(cfg Config) (*Device, error) {
 	d.link.Store(true)
 	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
 	d.tables.reset(d)
-	for _, l := range d.lanes {
-		l.start()
+	for _, e := range d.engines {
+		e.start()
 	}
 	return d, nil
 }
@@ -199,8 +199,8 @@ func (d *Device) Close() {
 	if d.conn != nil {
 		d.Disconnected()
 	}
-	for _, l := range d.lanes {
-		l.stop()
+	for _, e := range d.engines {
+		e.stop()
 	}
 }
 
@@ -214,7 +214,7 @@ func (d *Device) SetLink(up bool) {
 // PortChanged tells the driver to look at the port again: the MTU is another. It does
 // not wait for anything: who calls it may hold locks that concern all VMs.
 func (d *Device) PortChanged() {
-	if c := d.told.Load(); c != nil {
+	if c := d.portListener.Load(); c != nil {
 		(*c).ConfigChanged()
 	}
 }
@@ -242,10 +242,10 @@ func (d *Device) qpAt(i int) *qp {
 	return d.qps[i].Load()
 }
 
-// wakeAll makes every lane look at what concerns all.
+// wakeAll makes every engine look at what concerns all.
 func (d *Device) wakeAll() {
-	for _, l := range d.lanes {
-		l.wake()
+	for _, e := range d.engines {
+		e.wake()
 	}
 }
 
@@ -253,7 +253,7 @@ func (d *Device) wakeAll() {
 func (d *Device) Features() uint64 { return 0 }
 
 // NumQueues implements virtio.Device.
-func (d *Device) NumQueues() int { return abi.NumQueues(len(d.ceqs), len(d.lanes)) }
+func (d *Device) NumQueues() int { return abi.NumQueues(len(d.ceqs), len(d.engines)) }
 
 // ConfigSize implements virtio.Device.
 func (d *Device) ConfigSize() int { return abi.SizeConfig }
@@ -266,7 +266,7 @@ func (d *Device) ReadConfig(dst []byte, off uint32) error {
 	var b [abi.SizeConfig]byte
 	c := abi.Config{
 		Magic: abi.Magic, ABIVersion: abi.Version, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.ceqs)),
-		NumEngines: uint16(len(d.lanes)), PortMTU: uint32(d.portMTU()), Generation: d.generation.Load(),
+		NumEngines: uint16(len(d.engines)), PortMTU: uint32(d.portMTU()), Generation: d.generation.Load(),
 	}
 	if d.link.Load() {
 		c.LinkUp = 1
@@ -291,28 +291,28 @@ func (d *Device) Connected(c virtio.Conn) {
 	s.Epochs().SetNamer(epochSlot)
 	d.mem.Store(s)
 	d.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
-	for _, l := range d.lanes {
-		l.loop.Do(func() { l.space = s })
+	for _, e := range d.engines {
+		e.loop.Do(func() { e.space = s })
 	}
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = c, d.vm
 	d.mu.Unlock()
-	d.told.Store(&c)
+	d.portListener.Store(&c)
 	d.log.Info("front end connected")
 }
 
 // Attached tells whether a front end is connected. Any goroutine.
-func (d *Device) Attached() bool { return d.told.Load() != nil }
+func (d *Device) Attached() bool { return d.portListener.Load() != nil }
 
 // Disconnected implements virtio.Device.
 func (d *Device) Disconnected() {
-	d.told.Store(nil)
+	d.portListener.Store(nil)
 	d.teardown()
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
-	for _, l := range d.lanes {
-		l.loop.Do(func() { l.space = nil })
+	for _, e := range d.engines {
+		e.loop.Do(func() { e.space = nil })
 	}
 	d.mem.Store(nil)
 	d.vm, d.conn = nil, nil
@@ -348,25 +348,25 @@ func (d *Device) wipe() (lost bool) {
 	qps := t.qps
 	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.ahs.Load() != nil
 	// QPs first: with them go all users of rings, CQs and memory on the loops.
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
+	for _, e := range d.engines {
+		e.loop.Do(func() {
 			for _, q := range d.tables.qpList {
-				if q.lane == l {
+				if q.engine == e {
 					d.qps[q.index].Store(nil)
 					q.close()
 				}
 			}
-			l.armed = false
-			l.db = doorbells{}
+			e.armed = false
+			e.db = doorbells{}
 		})
 	}
 	// Nobody posts events any more; what is pending concerns objects that are gone.
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
-			for _, e := range l.events {
-				e.clear()
+	for _, e := range d.engines {
+		e.loop.Do(func() {
+			for _, q := range e.events {
+				q.clear()
 			}
-			l.forgetAnswers()
+			e.dropAnswers()
 		})
 	}
 	d.conns.mu.Lock()
@@ -396,10 +396,10 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	if i == abi.CommandQueue {
 		return d.startCommandQueue(q)
 	}
-	if e := d.eventQueueAt(i); e != nil {
-		return e.start(q)
+	if eq := d.eventQueueAt(i); eq != nil {
+		return eq.start(q)
 	}
-	return d.lanes[i-abi.DoorbellQueue(len(d.ceqs), 0)].startDoorbells(q)
+	return d.engines[i-abi.DoorbellQueue(len(d.ceqs), 0)].startDoorbells(q)
 }
 
 // startCommandQueue makes the device run. A queue that begins at its beginning has
@@ -418,8 +418,8 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 		return err
 	}
 	d.commands = c
-	for _, l := range d.lanes {
-		l.loop.Do(l.thaw)
+	for _, e := range d.engines {
+		e.loop.Do(e.thaw)
 	}
 	d.setUp()
 	return nil
@@ -434,16 +434,16 @@ func (d *Device) StopQueue(i int) {
 			d.up.Store(false)
 			d.commands.stop()
 			d.commands = nil
-			for _, l := range d.lanes {
-				l.loop.Do(l.freeze)
+			for _, e := range d.engines {
+				e.loop.Do(e.freeze)
 			}
 		}
 	default:
-		if e := d.eventQueueAt(i); e != nil {
-			e.stop()
+		if eq := d.eventQueueAt(i); eq != nil {
+			eq.stop()
 			return
 		}
-		d.lanes[i-abi.DoorbellQueue(len(d.ceqs), 0)].stopDoorbells()
+		d.engines[i-abi.DoorbellQueue(len(d.ceqs), 0)].stopDoorbells()
 	}
 }
 

@@ -175,7 +175,7 @@ func TestPause(t *testing.T) {
 	if string(g.mem) != before {
 		t.Fatal("guest memory changed during the pause")
 	}
-	if l := g.lanes[0]; l.Prepare() {
+	if e := g.engines[0]; e.Prepare() {
 		t.Error("a paused VM keeps its loop awake")
 	}
 	start(7)

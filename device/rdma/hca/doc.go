@@ -4,16 +4,18 @@
 //
 // # Who runs what
 //
-// The data path runs on loops (device/loop). An engine is this device's share
+// The data side runs on loops (device/loop). An engine is this device's share
 // of one loop: the doorbell area, the QPs placed there, their run list, the
-// frames that arrived for them. A QP lives on one engine for good.
+// frames that arrived for them. A QP belongs to one engine. It may move to another
+// once, when it becomes ready to receive (RTR): see place.go.
 //
-// Commands run in one goroutine per device, fed by virtqueue 0, never on a loop.
-// It alone changes the tables; loops see new objects through atomic pointers and
-// are told of removals through Loop.Do, after which they hold no reference.
+// The control side runs commands in one goroutine per device, fed by virtqueue 0, never
+// on a loop. Only this goroutine changes the tables. Loops find new objects through
+// atomic pointers. An object is removed on its loop through Loop.Do, after which the
+// loop holds no reference to it.
 //
-// What meets an absent page (PF-7) parks, outside of any epoch, until the host's or
-// the guest's driver has served the fault: see fault.go. Their answers come from
+// An operation that meets an absent page (PF-7) waits, outside of any epoch, until the
+// host's or the guest's driver has served the fault: see fault.go. Answers come from
 // other goroutines and reach the loop as bits, like events.
 //
 // # Lock order

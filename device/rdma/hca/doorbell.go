@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// doorbells is one lane's doorbell area in guest memory (struct vnicd_doorbells).
+// doorbells is one engine's doorbell area in guest memory (struct vnicd_doorbells).
 // A bit set means only "look at that SQ": spurious bits cost a look, bits of slots
 // without a QP are ignored, and lost bits harm nobody but the guest that lost them.
 //
@@ -18,7 +18,7 @@ import (
 // driver's processor. Bits are cleared only when what they ask for has been done, for
 // that is a cache line to wait for, too.
 //
-// The lane's loop owns the fields.
+// The engine's loop owns the fields.
 type doorbells struct {
 	space *translate.Space
 	pages [abi.DoorbellPages]translate.PA
@@ -79,12 +79,12 @@ func (db *doorbells) summary(i int) (*atomic.Uint64, translate.Miss) {
 	return db.word(abi.DoorbellSummaryOff + 8*uint64(i))
 }
 
-// scan calls ring for every slot whose bit is set, and reports whether there were any; settle is to follow.
+// scan calls ring for every slot whose bit is set, and reports whether there were any; clear must follow.
 // Both are for use inside an epoch. The work is bounded by the number of slots.
 func (db *doorbells) scan(ring func(slot int)) (any bool, m translate.Miss) {
 	if len(db.used) <= fewWords {
 		for _, i := range db.used {
-			if m := db.look(i, ring); !m.OK() {
+			if m := db.scanWord(i, ring); !m.OK() {
 				return any, m
 			}
 		}
@@ -100,7 +100,7 @@ func (db *doorbells) scan(ring func(slot int)) (any bool, m translate.Miss) {
 		}
 		any = true
 		for set := sum.Swap(0); set != 0; set &= set - 1 {
-			if m := db.look(s*wordsPerSum+bits.TrailingZeros64(set), ring); !m.OK() {
+			if m := db.scanWord(s*wordsPerSum+bits.TrailingZeros64(set), ring); !m.OK() {
 				return any, m
 			}
 		}
@@ -108,39 +108,39 @@ func (db *doorbells) scan(ring func(slot int)) (any bool, m translate.Miss) {
 	return any, translate.Miss{}
 }
 
-// look calls ring for the bits of word i.
-func (db *doorbells) look(i int, ring func(slot int)) translate.Miss {
+// scanWord calls ring for the bits of word i.
+func (db *doorbells) scanWord(i int, ring func(slot int)) translate.Miss {
 	w, m := db.bits(i)
 	if !m.OK() {
 		return m
 	}
 	if set := w.Load(); set != 0 {
 		db.seen = append(db.seen, i)
-		each(i, set, ring)
+		forEachBit(i, set, ring)
 	}
 	return translate.Miss{}
 }
 
-// settle clears the words that scan has found bits in, and calls ring for each bit: the bell may have been rung once more
-// after what it was for the first time was done, or be another one. A guest that goes on ringing waits for the next scan.
-func (db *doorbells) settle(ring func(slot int)) {
+// clear clears the words in which scan found bits, and calls ring for each bit: the doorbell may have been rung again
+// after its work was done. A guest that keeps ringing waits for the next scan.
+func (db *doorbells) clear(ring func(slot int)) {
 	for _, i := range db.seen {
 		if w, m := db.bits(i); m.OK() {
-			each(i, w.Swap(0), ring)
+			forEachBit(i, w.Swap(0), ring)
 		}
 	}
 	db.seen = db.seen[:0]
 }
 
-// each calls ring for the slots of set, which are bits of word i.
-func each(i int, set uint64, ring func(slot int)) {
+// forEachBit calls ring for the slots of set, which are bits of word i.
+func forEachBit(i int, set uint64, ring func(slot int)) {
 	for ; set != 0; set &= set - 1 {
 		ring(i*slotsPerWord + bits.TrailingZeros64(set))
 	}
 }
 
-// rung looks without taking anything.
-func (db *doorbells) rung() bool {
+// anySet reports whether a doorbell is set, and clears nothing.
+func (db *doorbells) anySet() bool {
 	if len(db.used) <= fewWords {
 		for _, i := range db.used {
 			if w, m := db.bits(i); m.OK() && w.Load() != 0 {

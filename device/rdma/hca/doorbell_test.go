@@ -12,13 +12,13 @@ import (
 // whose words are looked at themselves, and many.
 func TestDoorbellScan(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{QPs: 65000}).guests[0]
-	l := g.lanes[0]
+	e := g.engines[0]
 	r := rand.New(rand.NewPCG(1, 4))
-	tok, _ := l.enter()
-	defer l.leave(tok)
+	tok, _ := e.enter()
+	defer e.leave(tok)
 	model, live := map[int]bool{}, map[int]bool{}
 	bell := func(slot int) {
-		word := func(off int) translate.PA { return l.db.pages[off>>12] + translate.PA(off&4095) }
+		word := func(off int) translate.PA { return e.db.pages[off>>12] + translate.PA(off&4095) }
 		g.u64(word(abi.DoorbellBitsOff + 8*(slot/64))).Or(1 << (slot % 64))
 		g.u64(word(abi.DoorbellSummaryOff + 8*(slot/4096))).Or(1 << (slot / 64 % 64))
 		model[slot] = true
@@ -28,7 +28,7 @@ func TestDoorbellScan(t *testing.T) {
 		many := round/50%2 == 1
 		for slot := range live {
 			if r.IntN(4) == 0 || !many && round%50 == 0 {
-				l.db.leave(slot)
+				e.db.leave(slot)
 				delete(live, slot)
 			}
 		}
@@ -38,11 +38,11 @@ func TestDoorbellScan(t *testing.T) {
 				slot = slot % (3 * slotsPerWord)
 			}
 			if !live[slot] {
-				l.db.join(slot)
+				e.db.join(slot)
 				live[slot] = true
 			}
 		}
-		modes[len(l.db.used) <= fewWords]++
+		modes[len(e.db.used) <= fewWords]++
 		bell(r.IntN(len(g.qps))) // has hardly ever a QP
 		for slot := range live {
 			if r.IntN(3) == 0 {
@@ -55,11 +55,11 @@ func TestDoorbellScan(t *testing.T) {
 				want++
 			}
 		}
-		if want > 0 && !l.db.rung() {
+		if want > 0 && !e.db.anySet() {
 			t.Fatalf("round %d: %d slots, but rung says no", round, want)
 		}
 		got := map[int]bool{}
-		any, m := l.db.scan(func(s int) {
+		any, m := e.db.scan(func(s int) {
 			if got[s] {
 				t.Fatalf("slot %d twice", s)
 			}
@@ -87,7 +87,7 @@ func TestDoorbellScan(t *testing.T) {
 				late[slot] = true
 			}
 		}
-		l.db.settle(func(s int) {
+		e.db.clear(func(s int) {
 			if !got[s] && !late[s] {
 				t.Fatalf("slot %d is settled, and was not rung", s)
 			}
@@ -100,25 +100,25 @@ func TestDoorbellScan(t *testing.T) {
 				t.Fatalf("slot %d is not settled", s)
 			}
 		}
-		l.db.settle(func(s int) { t.Fatalf("slot %d is settled twice", s) })
-		if len(late) > 0 && !l.db.rung() {
+		e.db.clear(func(s int) { t.Fatalf("slot %d is settled twice", s) })
+		if len(late) > 0 && !e.db.anySet() {
 			t.Fatalf("round %d: %d bells are lost", round, len(late))
 		}
-		l.db.scan(func(s int) {
+		e.db.scan(func(s int) {
 			delete(late, s)
 			delete(model, s)
 		})
 		if len(late) > 0 {
 			t.Fatalf("round %d: %d bells are lost", round, len(late))
 		}
-		l.db.settle(func(int) {})
+		e.db.clear(func(int) {})
 		// The summary may name words that have been cleared already, once.
 		none := func(s int) { t.Fatalf("slot %d again", s) }
-		if any, _ = l.db.scan(none); any && len(l.db.used) <= fewWords {
+		if any, _ = e.db.scan(none); any && len(e.db.used) <= fewWords {
 			t.Fatalf("round %d: there is something after a scan", round)
 		}
-		l.db.settle(none)
-		if any, _ = l.db.scan(none); any || l.db.rung() {
+		e.db.clear(none)
+		if any, _ = e.db.scan(none); any || e.db.anySet() {
 			t.Fatalf("round %d: there is something after two scans", round)
 		}
 	}
@@ -132,25 +132,25 @@ func TestDoorbellScan(t *testing.T) {
 func TestDoorbellWakeup(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
-	l := g.lanes[0]
+	e := g.engines[0]
 	for _, slot := range []uint32{0, 1, 2, 63, 64, 4095, 4096} {
 		(&tqp{g: g, slot: slot}).bell()
 	}
-	g.u64(l.db.pages[0] + abi.DoorbellSummaryOff).Store(1<<64 - 1)
+	g.u64(e.db.pages[0] + abi.DoorbellSummaryOff).Store(1<<64 - 1)
 	w.step(1)
-	flag := g.u32(l.db.pages[0])
+	flag := g.u32(e.db.pages[0])
 	if flag.Load() != 0 {
 		t.Error("need_wakeup is set while the loop runs")
 	}
-	if l.Prepare() || flag.Load() != 1 {
+	if e.Prepare() || flag.Load() != 1 {
 		t.Errorf("need_wakeup %d after Prepare", flag.Load())
 	}
 	q := g.qp(qpSpec{pd: g.pd()})
 	q.bell()
-	if !l.Prepare() {
+	if !e.Prepare() {
 		t.Error("Prepare overlooked a bell")
 	}
-	l.Resume()
+	e.Resume()
 	if flag.Load() != 0 {
 		t.Error("need_wakeup is set after Resume")
 	}

@@ -10,8 +10,8 @@ import (
 )
 
 // Events. An event queue (asynchronous, or one of the completion event queues)
-// belongs to one lane, whose loop alone touches the virtqueue: queue number q to
-// lane q modulo the number of lanes. Anybody may post: the event becomes a bit in
+// belongs to one engine, whose loop alone touches the virtqueue: queue number q to
+// engine q modulo the number of engines. Anybody may post: the event becomes a bit in
 // the object's own eventNode, and the node goes on a list if it is not there
 // already. So memory is bounded by the number of objects, posting never waits,
 // and no event is lost while the driver has no buffer; equal events that the
@@ -25,11 +25,11 @@ const (
 	nodeCQ
 	nodeQP
 	nodeSRQ
-	nodeFault  // a QP, one side of which waits for the guest's driver
-	nodeServed // nothing: answers to faults, for a lane
+	nodeFault   // a QP, one side of which waits for the guest's driver
+	nodeAnswers // nothing: answers to faults, for an engine
 )
 
-// eventNode is an object's place in an event queue, or in a lane's list of answers
+// eventNode is an object's place in an event queue, or in an engine's list of answers
 // to faults.
 //
 //	idle --post--> queued (incoming or waiting list) --last bit posted--> idle
@@ -46,14 +46,14 @@ type eventNode struct {
 
 func (n *eventNode) init(handle uint32, k nodeKind) { n.handle, n.kind = handle, k }
 
-// take empties the node, which has left its list: a post from here on queues it anew.
-func (n *eventNode) take() uint32 {
+// unqueue empties the node, which has left its list: a post from here on queues it anew.
+func (n *eventNode) unqueue() uint32 {
 	n.next = nil
 	n.queued.Store(false)
 	return n.bits.Swap(0)
 }
 
-// eventStack is what any thread pushes nodes on and one lane takes whole.
+// eventStack is what any thread pushes nodes on and one engine takes whole.
 type eventStack struct{ head atomic.Pointer[eventNode] }
 
 // push records bits for n; true if n was not queued before.
@@ -74,7 +74,7 @@ func (s *eventStack) push(n *eventNode, bits uint32) bool {
 // pending tells whether there is something to take.
 func (s *eventStack) pending() bool { return s.head.Load() != nil }
 
-// eventList is a lane's own list of nodes, oldest first.
+// eventList is an engine's own list of nodes, oldest first.
 type eventList struct{ first, last *eventNode }
 
 // collect moves what was pushed to the end of the list, in order.
@@ -142,10 +142,10 @@ func (l *eventList) remove(n *eventNode) {
 type eventQueue struct {
 	dev      *Device
 	index    int // virtqueue
-	lane     *lane
+	engine   *engine
 	incoming eventStack
 
-	// The rest is the lane's.
+	// The rest is the engine's.
 	q       *virtq.Queue // nil while the driver has not started it
 	watch   *loop.Watch
 	waiting eventList // for buffers
@@ -160,75 +160,75 @@ type eventQueue struct {
 	served   eventNode
 }
 
-// newEventQueue makes the event queue of virtqueue i and gives it to its lane.
+// newEventQueue makes the event queue of virtqueue i and gives it to its engine.
 func (d *Device) newEventQueue(i int) *eventQueue {
-	l := d.lanes[i%len(d.lanes)]
-	e := &eventQueue{dev: d, index: i, lane: l}
-	e.served.init(0, nodeServed)
-	e.served.wake = func(bits uint32) {
-		if bits&servedHostFail != 0 && e.fetching {
-			e.dev.warn("event buffer cannot be had, queue stopped", "queue", e.index)
-			e.q.Fail(errEventBuffer)
+	e := d.engines[i%len(d.engines)]
+	eq := &eventQueue{dev: d, index: i, engine: e}
+	eq.served.init(0, nodeAnswers)
+	eq.served.wake = func(bits uint32) {
+		if bits&answerHostFailed != 0 && eq.fetching {
+			eq.dev.warn("event buffer cannot be had, queue stopped", "queue", eq.index)
+			eq.q.Fail(errEventBuffer)
 		}
-		e.fetching = false
-		e.run()
+		eq.fetching = false
+		eq.run()
 	}
-	e.absent.Write = true
-	e.absent.Done = func(_ *translate.Fault, err error) {
+	eq.absent.Write = true
+	eq.absent.Done = func(_ *translate.Fault, err error) {
 		if err != nil {
-			l.answer(&e.served, servedHostFail)
+			e.postAnswer(&eq.served, answerHostFailed)
 			return
 		}
-		l.answer(&e.served, servedHost)
+		e.postAnswer(&eq.served, answerHost)
 	}
-	l.events = append(l.events, e)
-	return e
+	e.events = append(e.events, eq)
+	return eq
 }
 
 // post records events for n; any thread.
-func (e *eventQueue) post(n *eventNode, bits uint32) {
-	if e.incoming.push(n, bits) {
-		e.lane.wake()
+func (eq *eventQueue) post(n *eventNode, bits uint32) {
+	if eq.incoming.push(n, bits) {
+		eq.engine.wake()
 	}
 }
 
 // pending tells whether run has something to do.
-func (e *eventQueue) pending() bool { return e.incoming.pending() }
+func (eq *eventQueue) pending() bool { return eq.incoming.pending() }
 
-// run posts what it can; lane only, inside an epoch.
-func (e *eventQueue) run() {
-	e.waiting.collect(&e.incoming)
-	if e.q == nil || e.absent.Waiting() || e.waiting.first == nil && !e.unsent {
+// run posts what it can; engine only, inside an epoch.
+func (eq *eventQueue) run() {
+	eq.waiting.collect(&eq.incoming)
+	if eq.q == nil || eq.absent.Waiting() || eq.waiting.first == nil && !eq.unsent {
 		return
 	}
-	for e.waiting.first != nil {
-		n := e.waiting.pop()
-		bits := n.take()
-		if left, ok := e.emit(n, bits); !ok {
-			e.waiting.unpop(n, left)
+	for eq.waiting.first != nil {
+		n := eq.waiting.pop()
+		bits := n.unqueue()
+		if left, ok := eq.emit(n, bits); !ok {
+			eq.waiting.unpop(n, left)
 			break
 		}
 	}
-	if e.unsent && e.ok(e.q.Signal()) {
-		e.unsent = false
+	if eq.unsent && eq.check(eq.q.Signal()) {
+		eq.unsent = false
 	}
 }
 
 // emit posts n's events, lowest type first. It returns those that are left and
 // false when the driver has no buffer, or none that is there.
-func (e *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
+func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 	for t := uint32(0); bits>>t != 0; t++ {
 		if bits&(1<<t) == 0 {
 			continue
 		}
-		if !e.take() {
+		if !eq.popBuffer() {
 			return bits, false
 		}
-		e.encode(n, abi.EventType(t))
+		eq.encode(n, abi.EventType(t))
 		if n.kind == nodeFault {
 			n.fault.posting() // what it says has been read: it may be answered, and raised anew, from here on
 		}
-		if !e.write(n) && (n.kind != nodeFault || n.fault.unposted()) {
+		if !eq.write(n) && (n.kind != nodeFault || n.fault.unposted()) {
 			return bits, false
 		}
 		bits &^= 1 << t
@@ -237,77 +237,77 @@ func (e *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 }
 
 // encode puts an event into buf.
-func (e *eventQueue) encode(n *eventNode, t abi.EventType) {
+func (eq *eventQueue) encode(n *eventNode, t abi.EventType) {
 	switch n.kind {
 	case nodeCompletion:
-		(&abi.CEQE{CQN: n.handle}).Encode(e.buf[:])
+		(&abi.CEQE{CQN: n.handle}).Encode(eq.buf[:])
 	case nodeFault:
 		ev := n.fault.event(n.handle)
-		ev.Encode(e.buf[:])
+		ev.Encode(eq.buf[:])
 	default:
-		(&abi.Event{Type: t, Handle: n.handle}).Encode(e.buf[:])
+		(&abi.Event{Type: t, Handle: n.handle}).Encode(eq.buf[:])
 	}
 }
 
 // write puts buf into the buffer that take got, and pushes it.
-func (e *eventQueue) write(n *eventNode) bool {
+func (eq *eventQueue) write(n *eventNode) bool {
 	size := abi.SizeEvent
 	if n.kind == nodeCompletion {
 		size = abi.SizeCEQE
 	}
-	if e.chain.WritableLen() < uint64(size) {
-		e.dev.warn("event buffer too small, queue stopped", "queue", e.index, "bytes", e.chain.WritableLen(), "need", size)
-		e.q.Fail(errEventBuffer)
+	if eq.chain.WritableLen() < uint64(size) {
+		eq.dev.warn("event buffer too small, queue stopped", "queue", eq.index, "bytes", eq.chain.WritableLen(), "need", size)
+		eq.q.Fail(errEventBuffer)
 		return false
 	}
-	w, m := e.chain.WriteAll(e.buf[:size])
+	w, m := eq.chain.WriteAll(eq.buf[:size])
 	if m.Kind == translate.HostFault {
-		if e.ok(e.q.Unpop(&e.chain)) {
-			e.fetch(m)
+		if eq.check(eq.q.Unpop(&eq.chain)) {
+			eq.fetch(m)
 		}
 		return false
 	}
 	if !m.OK() {
-		e.dev.warn("event buffer not in guest memory, queue stopped", "queue", e.index, "miss", m)
-		e.q.Fail(&faultError{what: "event buffer", miss: m})
+		eq.dev.warn("event buffer not in guest memory, queue stopped", "queue", eq.index, "miss", m)
+		eq.q.Fail(&faultError{what: "event buffer", miss: m})
 		return false
 	}
-	if err := e.q.Push(&e.chain, uint32(w)); err != nil {
-		if virtq.IsRepairable(err) && !e.ok(e.q.Unpop(&e.chain)) {
+	if err := eq.q.Push(&eq.chain, uint32(w)); err != nil {
+		if virtq.IsRepairable(err) && !eq.check(eq.q.Unpop(&eq.chain)) {
 			return false
 		}
-		e.ok(err)
+		eq.check(err)
 		return false
 	}
-	e.unsent = true
+	eq.unsent = true
 	return true
 }
 
 // fetch raises a host fault, after which the queue goes on.
-func (e *eventQueue) fetch(m translate.Miss) {
-	if !e.absent.Waiting() {
-		e.absent.Miss, e.fetching = m, true
-		e.lane.hostFaults++
-		e.lane.space.Faults().Raise(&e.absent)
+func (eq *eventQueue) fetch(m translate.Miss) {
+	if !eq.absent.Waiting() {
+		eq.absent.Miss, eq.fetching = m, true
+		eq.engine.hostFaults++
+		eq.engine.space.Faults().Raise(&eq.absent)
 	}
 }
 
-// take pops a buffer of the driver. If there is none it asks to be told, and looks
+// popBuffer pops a buffer of the driver. If there is none it requests a notification and tries
 // once more (virtio 1.2, 2.7.13.3.1); while buffers last the driver need not kick.
-func (e *eventQueue) take() bool {
+func (eq *eventQueue) popBuffer() bool {
 	for starved := false; ; starved = true {
-		ok, err := e.q.Pop(&e.chain)
+		ok, err := eq.q.Pop(&eq.chain)
 		if err == nil && ok {
-			if e.starved {
-				e.starved = e.q.SetNotify(false) != nil // a hint: later will do
+			if eq.starved {
+				eq.starved = eq.q.SetNotify(false) != nil // a hint: later will do
 			}
 			return true
 		}
 		if err == nil && !starved {
-			e.starved = true
-			err = e.q.SetNotify(true)
+			eq.starved = true
+			err = eq.q.SetNotify(true)
 		}
-		if !e.ok(err) {
+		if !eq.check(err) {
 			return false
 		}
 		if starved {
@@ -316,35 +316,35 @@ func (e *eventQueue) take() bool {
 	}
 }
 
-// ok judges what the virtqueue said: a page of it that is absent is fetched.
-func (e *eventQueue) ok(err error) bool {
+// check handles an error of the virtqueue: an absent page of it is fetched.
+func (eq *eventQueue) check(err error) bool {
 	if err == nil {
 		return true
 	}
 	if m, absent := hostMiss(err); absent {
-		e.fetch(m)
+		eq.fetch(m)
 	} else {
-		e.dev.warn("event queue broken", "queue", e.index, "error", err)
+		eq.dev.warn("event queue broken", "queue", eq.index, "error", err)
 	}
 	return false
 }
 
-// drop forgets objects that are going away, on the queue's lane.
-func (e *eventQueue) drop(nodes ...*eventNode) {
-	e.lane.loop.Do(func() {
-		e.waiting.collect(&e.incoming)
+// drop forgets objects that are going away, on the queue's engine.
+func (eq *eventQueue) drop(nodes ...*eventNode) {
+	eq.engine.loop.Do(func() {
+		eq.waiting.collect(&eq.incoming)
 		for _, n := range nodes {
-			e.waiting.remove(n)
-			n.take()
+			eq.waiting.remove(n)
+			n.unqueue()
 		}
 	})
 }
 
-// clear drops everything: the device was reset; lane only.
-func (e *eventQueue) clear() {
-	e.waiting.collect(&e.incoming)
-	for e.waiting.first != nil {
-		e.waiting.pop().take()
+// clear drops everything: the device was reset; engine only.
+func (eq *eventQueue) clear() {
+	eq.waiting.collect(&eq.incoming)
+	for eq.waiting.first != nil {
+		eq.waiting.pop().unqueue()
 	}
-	e.unsent = false
+	eq.unsent = false
 }

@@ -267,7 +267,7 @@ func TestEventBadBuffer(t *testing.T) {
 	g.pd() // commands go on
 }
 
-// A full CQ is a CQ error: one event, and its QPs, on whatever lane, end in the
+// A full CQ is a CQ error: one event, and its QPs, on whatever engine, end in the
 // error state; other QPs go on.
 func TestOverrun(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
@@ -277,7 +277,7 @@ func TestOverrun(t *testing.T) {
 	dq.add(16)
 	small, big := ga.cq(8), ga.cq(256)
 	a := ga.qp(qpSpec{pd: pa, scq: small})
-	// other starts on another lane (its send CQ is new there) and shares small.
+	// other starts on another engine (its send CQ is new there) and shares small.
 	other := ga.qp(qpSpec{pd: pa, scq: big, rcq: small})
 	bystander := ga.qp(qpSpec{pd: pa})
 	b, b2 := gb.qp(qpSpec{pd: pb}), gb.qp(qpSpec{pd: pb})

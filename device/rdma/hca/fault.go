@@ -17,35 +17,35 @@ import (
 //	guest  asynchronous event queue -> VNICD_EVENT_PAGE_FAULT -> the guest's
 //	       driver -> RESUME_FAULT, on the command goroutine
 //
-// Either answer becomes a bit in a served node, which goes to the lane of whoever
+// Either answer becomes a bit in a served node, which goes to the engine of whoever
 // waits, and to nobody else's (PF-16). A waiter has at most one fault in each
 // queue, and all memory of it lies in the waiter: nothing is allocated, nothing can
 // overflow, nothing is lost while the guest's driver has no buffers posted.
 
 // Bits of a served node.
 const (
-	servedHost      = 1 << iota // the host's driver: try again
-	servedHostFail              // the host's driver: there is no such memory
-	servedGuest                 // the guest's driver: try again
-	servedGuestFail             // the guest's driver: no such address (PF-13)
+	answerHost        = 1 << iota // the host's driver: try again
+	answerHostFailed              // the host's driver: there is no such memory
+	answerGuest                   // the guest's driver: try again
+	answerGuestFailed             // the guest's driver: no such address (PF-13)
 )
 
 // maxFaultLen bounds the bytes that one page fault event asks for.
 const maxFaultLen = 1 << 20
 
-// side is a half of a QP, requester or responder, as one that waits for pages.
-// What is not marked otherwise belongs to the QP's loop.
-type side struct {
-	q     *qp
-	which roce.Side
+// faultWaiter is one side of a QP, requester or responder, as a waiter for absent pages.
+// Fields not marked otherwise belong to the QP's loop.
+type faultWaiter struct {
+	q    *qp
+	side roce.Side
 
 	// want is what the transport waits for now; its Kind is None if it does not wait.
 	want translate.Miss
 
-	host   translate.Fault
-	ring   bool // host is about a work ring
-	guest  guestFault
-	served eventNode // answers on their way to the loop
+	host    translate.Fault
+	ring    bool // host is about a work ring
+	guest   guestFault
+	answers eventNode // answers on their way to the loop
 }
 
 // guestFault is a fault on its way to the guest's driver and back.
@@ -83,61 +83,61 @@ const (
 	tokenCountShift = 17
 )
 
-func (s *side) init(q *qp, which roce.Side) {
-	s.q, s.which = q, which
+func (s *faultWaiter) init(q *qp, which roce.Side) {
+	s.q, s.side = q, which
 	s.guest.node.init(q.n, nodeFault)
 	s.guest.node.fault = &s.guest
-	s.served.init(q.n, nodeServed)
-	s.served.wake = s.wake
+	s.answers.init(q.n, nodeAnswers)
+	s.answers.wake = s.onAnswer
 	s.host.Done = s.hostDone
 }
 
-// hostDone hears from the host's driver; any goroutine.
-func (s *side) hostDone(_ *translate.Fault, err error) {
+// hostDone is called when the host's driver has served the fault; any goroutine.
+func (s *faultWaiter) hostDone(_ *translate.Fault, err error) {
 	if err == nil {
-		s.q.lane.answer(&s.served, servedHost)
+		s.q.engine.postAnswer(&s.answers, answerHost)
 		return
 	}
 	s.q.dev.warn("guest memory cannot be had", "qp", s.q.n, "reason", err)
-	s.q.lane.answer(&s.served, servedHostFail)
+	s.q.engine.postAnswer(&s.answers, answerHostFailed)
 }
 
-// park notes that the transport waits for m and has its driver told.
-func (s *side) park(m translate.Miss, need translate.Access) {
+// park records that the transport waits for m and raises the fault.
+func (s *faultWaiter) park(m translate.Miss, need translate.Access) {
 	if s.want.OK() {
-		s.q.lane.parked++
+		s.q.engine.parked++
 	}
 	s.want = m
-	if s.which == roce.Responder {
+	if s.side == roce.Responder {
 		s.q.lastFault = m.Kind
 	}
 	if m.Kind == translate.HostFault {
-		s.ask(m, need.Writes(), false)
+		s.raiseHost(m, need.Writes(), false)
 	} else {
-		s.askGuest(m, need)
+		s.raiseGuest(m, need)
 	}
 }
 
-// unpark is the opposite: the transport does not wait any more.
-func (s *side) unpark() {
+// unpark ends the wait.
+func (s *faultWaiter) unpark() {
 	if !s.want.OK() {
 		s.want = translate.Miss{}
-		s.q.lane.parked--
+		s.q.engine.parked--
 	}
 }
 
-// ask raises a host fault, unless one is on its way already.
-func (s *side) ask(m translate.Miss, write, ring bool) {
+// raiseHost raises a host fault, unless one is outstanding.
+func (s *faultWaiter) raiseHost(m translate.Miss, write, ring bool) {
 	if s.host.Waiting() {
 		return
 	}
 	s.host.Miss, s.host.Write, s.ring = m, write, ring
-	s.q.lane.hostFaults++
-	s.q.lane.space.Faults().Raise(&s.host)
+	s.q.engine.hostFaults++
+	s.q.engine.space.Faults().Raise(&s.host)
 }
 
-// askGuest raises a guest fault, unless one is on its way already.
-func (s *side) askGuest(m translate.Miss, need translate.Access) {
+// raiseGuest raises a guest fault, unless one is outstanding.
+func (s *faultWaiter) raiseGuest(m translate.Miss, need translate.Access) {
 	g, q := &s.guest, s.q
 	if g.state.Load()&faultStateMask != faultIdle {
 		return
@@ -148,43 +148,43 @@ func (s *side) askGuest(m translate.Miss, need translate.Access) {
 			n = max(left, 1)
 		}
 	}
-	g.miss, g.length, g.access, g.since = m, n, need, q.lane.loop.Now()
+	g.miss, g.length, g.access, g.since = m, n, need, q.engine.loop.Now()
 	g.key, g.va = q.dev.vm.Beneath(m.Key, m.VA)
-	count := &q.dev.faultCounts[q.index<<1|int(s.which)]
+	count := &q.dev.faultCounts[q.index<<1|int(s.side)]
 	*count++
-	token := uint32(q.index) | uint32(s.which)<<tokenSideShift | *count<<tokenCountShift
+	token := uint32(q.index) | uint32(s.side)<<tokenSideShift | *count<<tokenCountShift
 	g.state.Store(uint64(token)<<tokenShift | faultRaised)
-	q.lane.guestFaults++
+	q.engine.guestFaults++
 	q.dev.async.post(&g.node, 1<<abi.EventPageFault)
 }
 
-// wake goes on after answers; the lane calls it, inside an epoch.
-func (s *side) wake(bits uint32) {
+// onAnswer resumes the side after its fault was served; called by the engine, inside an epoch.
+func (s *faultWaiter) onAnswer(bits uint32) {
 	q := s.q
-	if q.dead {
+	if q.closed {
 		return
 	}
 	ok := true
-	if bits&(servedGuest|servedGuestFail) != 0 {
+	if bits&(answerGuest|answerGuestFailed) != 0 {
 		// An answer counts for what was asked; the transport may have got on
 		// meanwhile, and what it waits for now is found out by trying.
-		ok = bits&servedGuest != 0 || !sameMiss(&s.guest.miss, &s.want)
+		ok = bits&answerGuest != 0 || !sameMiss(&s.guest.miss, &s.want)
 		s.guest.state.Store(faultIdle)
 	}
-	if bits&servedHostFail != 0 && !s.host.Waiting() {
+	if bits&answerHostFailed != 0 && !s.host.Waiting() {
 		if sameMiss(&s.host.Miss, &s.want) {
 			ok = false
 		}
 		switch {
 		case !s.ring:
-		case s.which == roce.Responder && q.srq != nil:
+		case s.side == roce.Responder && q.srq != nil:
 			q.srq.fail(s.host.Miss)
-		case s.which == roce.Requester && q.sq.stale:
+		case s.side == roce.Requester && q.sq.stale:
 			q.fail("the memory of its send queue is gone")
-			q.settleAll()
+			q.postUnposted()
 		}
 	}
-	if s.which == roce.Requester && !q.settle() {
+	if s.side == roce.Requester && !q.publishSend() {
 		return // raised anew
 	}
 	s.resume(ok)
@@ -195,16 +195,16 @@ func sameMiss(a, b *translate.Miss) bool {
 	return a.Kind == b.Kind && a.Key == b.Key && a.Where == b.Where
 }
 
-func (s *side) resume(ok bool) {
+func (s *faultWaiter) resume(ok bool) {
 	s.unpark()
 	q := s.q
-	q.lane.cur = q
-	q.t.Resume(q.lane.loop.Now(), s.which, ok)
-	q.lane.cur = nil
-	if s.which == roce.Responder {
+	q.engine.current = q
+	q.t.Resume(q.engine.loop.Now(), s.side, ok)
+	q.engine.current = nil
+	if s.side == roce.Responder {
 		if !ok && len(q.kept) > 0 { // what needed the memory would only ask for it again
 			q.dropKept(1)
-			q.lane.keptDrops++
+			q.engine.keptDrops++
 		}
 		q.redeliver()
 	}
@@ -212,7 +212,7 @@ func (s *side) resume(ok bool) {
 
 // Fault implements roce.Adapter.
 func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
-	q.sides[which].park(m, need)
+	q.waiters[which].park(m, need)
 }
 
 // FaultDelay implements roce.Adapter: what faults of the kind that the responder
@@ -221,24 +221,24 @@ func (q *qp) FaultDelay() int64 {
 	if q.lastFault == translate.GuestFault {
 		return q.dev.faults.estimate.Load()
 	}
-	return int64(q.lane.space.Faults().Estimate())
+	return int64(q.engine.space.Faults().Estimate())
 }
 
 // ringFault raises a fault on a work ring, for which side waits.
 func (q *qp) ringFault(which roce.Side, m translate.Miss) roce.Fetch {
-	s := &q.sides[which]
+	s := &q.waiters[which]
 	if s.want.OK() {
-		q.lane.parked++
+		q.engine.parked++
 	}
 	s.want = m
-	s.ask(m, true, true)
+	s.raiseHost(m, true, true)
 	return roce.FetchFault
 }
 
 // faulting tells whether a fault of q is with the host's driver; any thread.
-func (q *qp) faulting() bool { return q.sides[0].host.Waiting() || q.sides[1].host.Waiting() }
+func (q *qp) faulting() bool { return q.waiters[0].host.Waiting() || q.waiters[1].host.Waiting() }
 
-// guestFaults is what the device knows of the faults that its guest's driver served.
+// guestFaults counts the faults that the guest's driver served.
 type guestFaults struct {
 	estimate atomic.Int64 // smoothed time of service, ns
 	resumed  atomic.Uint64
@@ -247,8 +247,8 @@ type guestFaults struct {
 	heat     translate.HeatMap   // where they were answered; guarded by Device.mu
 }
 
-// served counts a fault that took so long; under Device.mu.
-func (f *guestFaults) served(took time.Duration, ok bool) {
+// count counts a served fault; under Device.mu.
+func (f *guestFaults) count(took time.Duration, ok bool) {
 	f.times.Add(took)
 	// Smoothed as round-trip times are.
 	if old := f.estimate.Load(); f.times.Count > 1 {
@@ -272,24 +272,24 @@ func resumeFault(c *cmd) error {
 	if q == nil {
 		return notFound("fault", r.Token)
 	}
-	s := &q.sides[r.Token>>tokenSideShift&1]
+	s := &q.waiters[r.Token>>tokenSideShift&1]
 	from := uint64(r.Token) << tokenShift
 	if !s.guest.state.CompareAndSwap(from|faultPosted, from|faultAnswered) {
 		return notFound("fault", r.Token)
 	}
-	bit := uint32(servedGuest)
+	bit := uint32(answerGuest)
 	if r.Status != abi.StatusOK {
-		bit = servedGuestFail
+		bit = answerGuestFailed
 	}
 	if pa, ok := c.d.vm.Lookup(s.guest.key, s.guest.va); ok {
 		c.d.faults.heat.Add(pa)
 	}
-	c.d.faults.served(time.Duration(q.lane.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
-	q.lane.answer(&s.served, bit)
+	c.d.faults.count(time.Duration(q.engine.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
+	q.engine.postAnswer(&s.answers, bit)
 	return nil
 }
 
-// event is what the guest's driver is told. It is called on the lane of the event
+// event is what the guest's driver is told. It is called on the engine of the event
 // queue, while the fault is raised.
 func (g *guestFault) event(qpn uint32) abi.Event {
 	return abi.Event{

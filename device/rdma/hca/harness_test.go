@@ -209,7 +209,7 @@ func (g *guest) connect() {
 
 func (g *guest) setUpDriver() {
 	g.tb.Helper()
-	for i := range g.lanes {
+	for i := range g.engines {
 		pa := uint64(g.alloc(abi.DoorbellSize))
 		g.must(abi.CmdSetDoorbells, enc(abi.SizeSetDoorbells, &abi.SetDoorbells{Engine: uint32(i), NPages: 3, PA: [3]uint64{pa, pa + 4096, pa + 8192}}))
 	}
@@ -227,13 +227,13 @@ func (g *guest) disconnect() {
 		return
 	}
 	g.Disconnected()
-	for i, l := range g.lanes {
-		if l.qps != 0 || l.first != nil || l.armed || l.space != nil {
-			g.tb.Errorf("lane %d after disconnect: %d QPs, run list %v, armed %v", i, l.qps, l.first != nil, l.armed)
+	for i, e := range g.engines {
+		if e.qps != 0 || e.first != nil || e.armed || e.space != nil {
+			g.tb.Errorf("engine %d after disconnect: %d QPs, run list %v, armed %v", i, e.qps, e.first != nil, e.armed)
 		}
-		for _, e := range l.events {
-			if e.waiting.first != nil || e.pending() {
-				g.tb.Errorf("queue %d still has events after disconnect", e.index)
+		for _, q := range e.events {
+			if q.waiting.first != nil || q.pending() {
+				g.tb.Errorf("queue %d still has events after disconnect", q.index)
 			}
 		}
 	}
@@ -512,9 +512,9 @@ func (w *world) pair() (a, b *tqp) {
 
 // bell rings the doorbell.
 func (q *tqp) bell() {
-	l := q.g.lanes[q.engine]
-	db := l.db.pages[0]
-	if !l.armed {
+	e := q.g.engines[q.engine]
+	db := e.db.pages[0]
+	if !e.armed {
 		return
 	}
 	word := db + abi.DoorbellBitsOff + translate.PA(8*(q.slot/64))

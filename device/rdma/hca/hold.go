@@ -11,18 +11,18 @@ import (
 // the table of address handles. Who writes a completion cannot wait for it, and
 // these are small. Work rings are many, and may be absent (PF-12).
 
-// held is the memory that one object holds.
-type held []func()
+// holds is the memory that one object holds.
+type holds []func()
 
-func (h *held) release() {
+func (h *holds) release() {
 	for _, f := range *h {
 		f()
 	}
 	*h = nil
 }
 
-// hold adds n bytes from pa on to h. It may wait for the host's driver.
-func (c *cmd) hold(h *held, pa translate.PA, n uint64) error {
+// holdMemory adds n bytes from pa on to h. It may wait for the host's driver.
+func (c *cmd) holdMemory(h *holds, pa translate.PA, n uint64) error {
 	f, err := c.t.conn.Hold(c.ctx, pa, n)
 	if err != nil {
 		s := abi.StatusNoMemory // hostdriver.ErrBudget, or the host has none
@@ -36,7 +36,7 @@ func (c *cmd) hold(h *held, pa translate.PA, n uint64) error {
 }
 
 // holdPages adds the first length bytes of a list of pages, neighbours as one.
-func (c *cmd) holdPages(h *held, list []byte, shift uint8, length uint64) error {
+func (c *cmd) holdPages(h *holds, list []byte, shift uint8, length uint64) error {
 	pas := decodePAs(list)
 	for len(pas) > 0 && length > 0 {
 		k := 1
@@ -44,7 +44,7 @@ func (c *cmd) holdPages(h *held, list []byte, shift uint8, length uint64) error 
 			k++
 		}
 		n := min(uint64(k)<<shift, length)
-		if err := c.hold(h, pas[0], n); err != nil {
+		if err := c.holdMemory(h, pas[0], n); err != nil {
 			return err
 		}
 		pas, length = pas[k:], length-n

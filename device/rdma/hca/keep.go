@@ -18,13 +18,13 @@ import (
 // Bounds of what is kept, for buffers are the host's, for all VMs; together they keep half of the pool at most.
 const (
 	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
-	maxLaneKept = 256 // by all QPs of a lane
+	maxLaneKept = 256 // by all QPs of an engine
 	maxLaneHeld = 512 // ... ahead of their turn
 )
 
 // Keep implements roce.Adapter.
 func (q *qp) Keep() bool {
-	if q.sides[roce.Responder].want.Kind != translate.HostFault {
+	if q.waiters[roce.Responder].want.Kind != translate.HostFault {
 		return false
 	}
 	return q.keepThis()
@@ -32,8 +32,8 @@ func (q *qp) Keep() bool {
 
 // keepThis keeps the frame that is being received, ahead of all that comes.
 func (q *qp) keepThis() bool {
-	if q.retry { // it was the first, and stays so
-		q.retry = false
+	if q.redelivering { // it was the first, and stays so
+		q.redelivering = false
 		return true
 	}
 	return q.keep()
@@ -41,31 +41,31 @@ func (q *qp) keepThis() bool {
 
 // keep keeps the frame that is being received, behind the others.
 func (q *qp) keep() bool {
-	l := q.lane
-	if len(q.kept) >= maxKept || l.kept >= maxLaneKept {
+	e := q.engine
+	if len(q.kept) >= maxKept || e.kept >= maxLaneKept {
 		return false
 	}
-	b := l.keepFrame()
+	b := e.keepFrame()
 	if b == nil {
 		return false
 	}
 	q.kept = append(q.kept, b)
-	l.kept++
+	e.kept++
 	return true
 }
 
 // keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one of a train. Nil: it cannot be had.
-func (l *lane) keepFrame() *frame.Buf {
-	pool := l.dev.cfg.Pool
-	if l.frame == nil || !pool.Keep() {
+func (e *engine) keepFrame() *frame.Buf {
+	pool := e.dev.cfg.Pool
+	if e.receiving == nil || !pool.Keep() {
 		return nil
 	}
-	if l.single == nil {
-		l.frame.Ref()
-		return l.frame
+	if e.trainPacket == nil {
+		e.receiving.Ref()
+		return e.receiving
 	}
 	b := pool.Get()
-	if b == nil || !b.Append(l.single) {
+	if b == nil || !b.Append(e.trainPacket) {
 		if b != nil {
 			b.Free()
 		}
@@ -78,19 +78,19 @@ func (l *lane) keepFrame() *frame.Buf {
 // redeliver receives what was kept, until something of it has to be kept again;
 // inside an epoch.
 func (q *qp) redeliver() {
-	l := q.lane
-	for len(q.kept) > 0 && !q.dead {
-		p := &l.rx
+	e := q.engine
+	for len(q.kept) > 0 && !q.closed {
+		p := &e.packet
 		if err := wire.ParseRoCE(q.kept[0].Bytes(), p); err == nil { // as it did before
-			q.retry = true
-			l.cur, l.frame = q, q.kept[0]
-			q.t.Receive(l.loop.Now(), p)
-			l.cur, l.frame = nil, nil
+			q.redelivering = true
+			e.current, e.receiving = q, q.kept[0]
+			q.t.Receive(e.loop.Now(), p)
+			e.current, e.receiving = nil, nil
 			*p = wire.RoCE{}
-			if !q.retry {
+			if !q.redelivering {
 				return
 			}
-			q.retry = false
+			q.redelivering = false
 		}
 		q.dropKept(1)
 	}
@@ -102,21 +102,21 @@ func (q *qp) dropKept(n int) {
 		b.Free()
 	}
 	q.kept = append(q.kept[:0], q.kept[n:]...)
-	q.lane.kept -= n
+	q.engine.kept -= n
 	q.dev.cfg.Pool.Unkeep(n)
 }
 
 // Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so that it leaves
 // room for what waits for pages.
 func (q *qp) Hold() *frame.Buf {
-	l := q.lane
-	if l.held >= maxLaneHeld {
+	e := q.engine
+	if e.heldFrames >= maxLaneHeld {
 		return nil
 	}
-	b := l.keepFrame()
+	b := e.keepFrame()
 	if b != nil {
-		l.held++
-		q.held++
+		e.heldFrames++
+		q.heldFrames++
 	}
 	return b
 }
@@ -124,10 +124,10 @@ func (q *qp) Hold() *frame.Buf {
 // Release implements roce.Adapter.
 func (q *qp) Release(b *frame.Buf) {
 	b.Free()
-	q.lane.held--
-	q.held--
+	q.engine.heldFrames--
+	q.heldFrames--
 	q.dev.cfg.Pool.Unkeep(1)
 }
 
 // InHand implements roce.Adapter.
-func (q *qp) InHand(b *frame.Buf) { q.lane.frame, q.lane.single = b, nil }
+func (q *qp) InHand(b *frame.Buf) { q.engine.receiving, q.engine.trainPacket = b, nil }

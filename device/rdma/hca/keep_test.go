@@ -263,7 +263,7 @@ func TestTrain(t *testing.T) {
 			t.Errorf("lossy %v: %d packets were repeated", lossy, n)
 		}
 	}
-	if n := gb.turned[refusedHeader].Load(); n != 0 {
+	if n := gb.rejected[rejectHeader].Load(); n != 0 {
 		t.Errorf("%d packets are none", n)
 	}
 	big := 0
@@ -279,10 +279,10 @@ func TestTrain(t *testing.T) {
 	for ; big > 0; big-- {
 		w.pool.UnkeepBig()
 	}
-	if n := gb.turned[refusedHeader].Load(); n != 0 || w.train.packets == before || ga.Stats().Value[abi.StatRetransmits] != repeated {
+	if n := gb.rejected[rejectHeader].Load(); n != 0 || w.train.packets == before || ga.Stats().Value[abi.StatRetransmits] != repeated {
 		t.Errorf("without room for trains: %d packets are none, %d came, some were repeated", n, w.train.packets-before)
 	}
-	st, icrc := gb.Describe().Stats, gb.turned[refusedICRC].Load()
+	st, icrc := gb.Describe().Stats, gb.rejected[rejectICRC].Load()
 	if w.train.packets < size/4096 || w.train.sent < 20 || st["kept_packets"] == 0 || icrc == 0 {
 		t.Errorf("%d packets came in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent, st["kept_packets"], icrc)
 	}
@@ -335,11 +335,11 @@ func testHeld(t *testing.T, read bool) {
 		s.SetSGEs([]abi.SGE{{Addr: uint64(ma), Length: size, LKey: ka}})
 		a.post()
 	}
-	l := holder.lanes[0]
-	w.until("all that may be held", func() bool { return l.held == min(maxLaneHeld, w.pool.Count()/2) })
+	e := holder.engines[0]
+	w.until("all that may be held", func() bool { return e.heldFrames == min(maxLaneHeld, w.pool.Count()/2) })
 	w.step(10)
-	if l.held > maxLaneHeld || l.kept != 0 {
-		t.Errorf("%d frames are held, %d kept", l.held, l.kept)
+	if e.heldFrames > maxLaneHeld || e.kept != 0 {
+		t.Errorf("%d frames are held, %d kept", e.heldFrames, e.kept)
 	}
 	holders := bs
 	if read {
@@ -358,8 +358,8 @@ func testHeld(t *testing.T, read bool) {
 		t.Errorf("counted: %v", st)
 	}
 	w.step(10)
-	if n := w.pool.InUse(); n != used || l.held != 0 {
-		t.Errorf("%d frame buffers are in use, %d were; %d are held", n, used, l.held)
+	if n := w.pool.InUse(); n != used || e.heldFrames != 0 {
+		t.Errorf("%d frame buffers are in use, %d were; %d are held", n, used, e.heldFrames)
 	}
 	others := 0
 	for w.pool.Keep() {

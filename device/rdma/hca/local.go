@@ -17,26 +17,26 @@ import (
 // During a turn both VMs' epochs and the switch's are held, so whoever takes a key,
 // a page, a QP or a port away waits for the copy in progress, as for a frame.
 
-// near is what a QP knows of where its frames go. It belongs to the QP's loop, and is
-// forgotten with each change of the QP's attributes.
-type near struct {
+// localRoute caches where the frames of a QP go. It belongs to the QP's loop, and is
+// cleared with each change of the QP's attributes.
+type localRoute struct {
 	route vswitch.Route
 	port  *Port    // that said so
 	dev   *Device  // that has the frames' GID; nil: none on this host
 	gids  *gidSnap // of dev
 }
 
-// neighbour returns the QP that frames of q reach now, nil if that is none of this
-// host or they must be frames.
-func (q *qp) neighbour() *qp {
-	n, d := &q.near, q.dev
+// localPeer returns the QP that frames of q reach at present, nil if it is not on this
+// host or frames must be sent.
+func (q *qp) localPeer() *qp {
+	n, d := &q.localRoute, q.dev
 	port := d.port.Load()
 	if !d.cfg.DataPath.LocalCopy || port == nil || !d.link.Load() {
 		return nil
 	}
 	av, dest := q.t.Destination()
 	if n.port != port || !n.route.Current() || n.dev != nil && n.dev.gids.snap.Load() != n.gids {
-		q.findNear(port, av)
+		q.findLocalRoute(port, av)
 	}
 	if n.dev == nil || !n.dev.up.Load() || !n.dev.link.Load() {
 		return nil
@@ -44,11 +44,11 @@ func (q *qp) neighbour() *qp {
 	return n.dev.qpFor(dest)
 }
 
-// findNear asks the switch.
-func (q *qp) findNear(port *Port, av *roce.AddressVector) {
-	n := &q.near
+// findLocalRoute queries the switch.
+func (q *qp) findLocalRoute(port *Port, av *roce.AddressVector) {
+	n := &q.localRoute
 	n.port, n.dev, n.gids = port, nil, nil
-	n.route = (*port).RouteHCA(q.lane.loop, &vswitch.Flow{
+	n.route = (*port).RouteHCA(q.engine.loop, &vswitch.Flow{
 		Src: vswitch.MAC(av.SMAC), Dst: vswitch.MAC(av.DMAC), SrcIP: av.SGID, V1: av.RoCEv1, Size: int(q.t.MTU()) + mtuOverhead,
 	})
 	dev, ok := n.route.HCA().(*Device)
@@ -61,47 +61,47 @@ func (q *qp) findNear(port *Port, av *roce.AddressVector) {
 	}
 }
 
-// meeting is a lane's turn of a QP with its peer.
-type meeting struct {
-	q    *qp
-	far  *lane // nil: none
-	tok  translate.Token
-	held bool
+// localTurn is an engine's Run of a QP together with its peer.
+type localTurn struct {
+	q     *qp
+	peer  *engine // nil: none
+	token translate.Token
+	held  bool
 }
 
 // How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as long as a pass may.
 const (
-	slice      = 64 << 10
-	sliceAlone = 256 << 10
+	localSlice      = 64 << 10
+	localSliceAlone = 256 << 10
 )
 
 // Peer implements roce.Adapter.
 func (q *qp) Peer() (*roce.QP, uint64) {
-	l := q.lane
-	p := q.neighbour()
+	e := q.engine
+	p := q.localPeer()
 	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
-	if p == nil || p == q || p.lane.loop != l.loop || p.dead || p.neighbour() != q || l.meeting.held || !q.near.route.Enter(l.loop) {
+	if p == nil || p == q || p.engine.loop != e.loop || p.closed || p.localPeer() != q || e.local.held || !q.localRoute.route.Enter(e.loop) {
 		return nil, 0
 	}
-	tok, ok := p.lane.enter()
+	tok, ok := p.engine.enter()
 	if !ok {
-		q.near.route.Leave(l.loop)
+		q.localRoute.route.Leave(e.loop)
 		return nil, 0
 	}
-	l.meeting = meeting{q: q, far: p.lane, tok: tok, held: true}
-	if l.first == nil && !l.loop.Shared() {
-		return p.t, sliceAlone
+	e.local = localTurn{q: q, peer: p.engine, token: tok, held: true}
+	if e.first == nil && !e.loop.Shared() {
+		return p.t, localSliceAlone
 	}
-	return p.t, slice
+	return p.t, localSlice
 }
 
-// part ends a meeting, if there is one; also while a vanished page unwinds it, and
-// then who was there stays known for onFault.
-func (l *lane) part() {
-	if m := &l.meeting; m.held {
+// endLocal ends a localTurn, if there is one; also while a vanished page unwinds it. The
+// peer stays recorded for onMemoryFault.
+func (e *engine) endLocal() {
+	if m := &e.local; m.held {
 		m.held = false
-		m.far.space.Epochs().Leave(l.loop.ID(), m.tok)
-		m.q.near.route.Leave(l.loop)
+		m.peer.space.Epochs().Leave(e.loop.ID(), m.token)
+		m.q.localRoute.route.Leave(e.loop)
 	}
 }
 
@@ -131,9 +131,9 @@ func (q *qp) localSpan(sg []roce.SGE, off, n uint64, need translate.Access) ([]b
 		case !q.phys(s.Key):
 			return q.dev.vm.Resolve(s.Key, q.pd, va, n, need)
 		case need.Writes():
-			return q.lane.space.Host(translate.PA(va), int(n))
+			return q.engine.space.Host(translate.PA(va), int(n))
 		default:
-			return q.lane.space.HostRead(translate.PA(va), int(n))
+			return q.engine.space.HostRead(translate.PA(va), int(n))
 		}
 	}
 	return nil, translate.Miss{Kind: translate.OutOfRange, Len: n}
@@ -143,7 +143,7 @@ func (q *qp) localSpan(sg []roce.SGE, off, n uint64, need translate.Access) ([]b
 func (q *qp) RemoteSpan(key translate.Key, va translate.VA, n uint64, need translate.Access) ([]byte, translate.Miss) {
 	b, m := q.dev.vm.Resolve(key, q.pd, va, n, need)
 	if m.Kind == translate.BadPD {
-		b, m = q.dev.vm.Resolve(key, q.own, va, n, need)
+		b, m = q.dev.vm.Resolve(key, q.windowPD, va, n, need)
 	}
 	return b, m
 }

@@ -204,17 +204,17 @@ func TestLocalPlaces(t *testing.T) {
 	}
 	for _, d := range w.guests {
 		n := 0
-		for _, l := range d.lanes {
-			n += l.qps
+		for _, e := range d.engines {
+			n += e.qps
 		}
 		if n != d.tables.qps {
-			t.Errorf("lanes count %d QPs of %d", n, d.tables.qps)
+			t.Errorf("engines count %d QPs of %d", n, d.tables.qps)
 		}
 	}
 }
 
 // where is the engine that the QP lives on.
-func (q *tqp) where() int { return q.g.qpFor(q.n).lane.id }
+func (q *tqp) where() int { return q.g.qpFor(q.n).engine.id }
 
 // A completion queue that a QP leaves behind is locked if others use it, and follows if nobody does.
 func TestMoveLeavesCQ(t *testing.T) {
@@ -240,7 +240,7 @@ func TestMoveLeavesCQ(t *testing.T) {
 			t.Fatalf("on engines %d and %d", x.where(), y.where())
 		}
 		c := g.tables.cqs[x.scq.n]
-		if c.shared != shared || !shared && c.owner != g.lanes[x.where()] {
+		if c.shared != shared || !shared && c.owner != g.engines[x.where()] {
 			t.Errorf("shared %v, owner %d; want %v", c.shared, c.owner.id, shared)
 		}
 		newMover(t, x, y, 100).expect("moved", false)
@@ -255,7 +255,7 @@ func TestLocalHolds(t *testing.T) {
 	a, b := w.pair()
 	q := a.g.qpFor(a.n)
 	w.loops[0].Do(func() {
-		tok, _ := q.lane.enter()
+		tok, _ := q.engine.enter()
 		if p, _ := q.Peer(); p != b.g.qpFor(b.n).t {
 			t.Fatal("another peer")
 		}
@@ -263,12 +263,12 @@ func TestLocalHolds(t *testing.T) {
 		if da.Done() || db.Done() {
 			t.Error("a release did not wait")
 		}
-		q.lane.part()
-		q.lane.part()
+		q.engine.endLocal()
+		q.engine.endLocal()
 		if da.Done() || !db.Done() {
 			t.Error("the peer's memory is still in use")
 		}
-		q.lane.leave(tok)
+		q.engine.leave(tok)
 		if !da.Done() {
 			t.Error("own memory is still in use")
 		}
@@ -325,7 +325,7 @@ func TestLocalSlices(t *testing.T) {
 		s.SetSGEs([]abi.SGE{{Addr: uint64(m.src), Length: uint32(m.size), LKey: m.lkey}})
 		m.a.post()
 	}
-	copied := func(m *mover) uint64 { return m.a.g.qpFor(m.a.n).lane.stats.LocalBytes }
+	copied := func(m *mover) uint64 { return m.a.g.qpFor(m.a.n).engine.stats.LocalBytes }
 	most := func(m *mover) (n uint64) {
 		for until := copied(m) + size; copied(m) < until; {
 			was := copied(m)
@@ -337,15 +337,15 @@ func TestLocalSlices(t *testing.T) {
 	x.expect("before", false)
 	w.clock.Advance(2 * time.Millisecond)
 	post(x)
-	if n := most(x); n != sliceAlone {
-		t.Errorf("%d bytes in a pass for one VM alone, want %d", n, sliceAlone)
+	if n := most(x); n != localSliceAlone {
+		t.Errorf("%d bytes in a pass for one VM alone, want %d", n, localSliceAlone)
 	}
 	x.a.scq.await(1)
 	post(y)
 	w.step(1)
 	post(x)
-	if n := most(x); n != slice {
-		t.Errorf("%d bytes in a pass for one VM of two, want %d", n, slice)
+	if n := most(x); n != localSlice {
+		t.Errorf("%d bytes in a pass for one VM of two, want %d", n, localSlice)
 	}
 	x.a.scq.await(1)
 	y.a.scq.await(1)
@@ -366,8 +366,8 @@ func TestLocalSlices(t *testing.T) {
 		post(m)
 	}
 	w.step(1)
-	if got(x) != 2*slice || got(z) != 2*slice {
-		t.Errorf("%d and %d bytes in a pass for two QPs of one VM, want two slices of %d for each", got(x), got(z), slice)
+	if got(x) != 2*localSlice || got(z) != 2*localSlice {
+		t.Errorf("%d and %d bytes in a pass for two QPs of one VM, want two slices of %d for each", got(x), got(z), localSlice)
 	}
 	x.a.scq.await(1)
 	z.a.scq.await(1)

@@ -18,12 +18,12 @@ import (
 
 // Manage implements roce.Adapter.
 func (q *qp) Manage(w *roce.WQE) (translate.Outcome, translate.Miss) {
-	vm, slot, m := q.dev.vm, q.lane.loop.ID(), &w.Manage
+	vm, slot, m := q.dev.vm, q.engine.loop.ID(), &w.Manage
 	switch w.Opcode {
 	case roce.WRLocalInv:
 		return vm.Invalidate(slot, q.pd, m.Key), translate.Miss{}
 	case roce.WRBindMW:
-		return vm.Bind(slot, q.pd, q.own, &translate.BindSpec{
+		return vm.Bind(slot, q.pd, q.windowPD, &translate.BindSpec{
 			Window: m.Key, NewKey: m.NewKey, Region: m.Region, Access: m.Access, VA: m.VA, Length: m.Length,
 		}), translate.Miss{}
 	case roce.WRRegMR:
@@ -40,39 +40,39 @@ func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 	if n == 0 || n > abi.MaxFastReg || m.List%8 != 0 || uint64(m.List)%listPage+8*n > listPage {
 		return translate.Refused, translate.Miss{}
 	}
-	l := q.lane
-	raw := l.listRaw[:8*n]
-	if miss := l.space.Read(raw, m.List); !miss.OK() {
+	e := q.engine
+	raw := e.listRaw[:8*n]
+	if miss := e.space.Read(raw, m.List); !miss.OK() {
 		return translate.Refused, miss
 	}
 	for i := range n {
-		l.list[i] = translate.PA(le.Uint64(raw[8*i:]))
+		e.list[i] = translate.PA(le.Uint64(raw[8*i:]))
 	}
-	return q.dev.vm.Register(l.loop.ID(), q.pd, &translate.FastSpec{
+	return q.dev.vm.Register(e.loop.ID(), q.pd, &translate.FastSpec{
 		Key: m.Key, Access: m.Access, PageShift: m.PageShift, IOVA: m.VA, Length: m.Length, Offset: uint64(m.Offset),
-	}, l.list[:n]), translate.Miss{}
+	}, e.list[:n]), translate.Miss{}
 }
 
 // InvalidateRemote implements roce.Adapter.
 func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
-	out := q.dev.vm.InvalidateRemote(q.lane.loop.ID(), q.pd, q.own, key)
+	out := q.dev.vm.InvalidateRemote(q.engine.loop.ID(), q.pd, q.windowPD, key)
 	// Without room the packet is lost; its repetition finds the memory at rest.
 	if out == translate.Again && q.keepThis() {
 		q.draining = true
-		q.lane.push(q)
+		q.engine.schedule(q)
 	}
 	return out
 }
 
-// drained receives again what was kept for an invalidation, and tells whether that
+// drainDone receives again what was kept for an invalidation, and tells whether that
 // is at its end.
-func (q *qp) drained(now int64) bool {
+func (q *qp) drainDone(now int64) bool {
 	if q.drainAt == now {
 		return false
 	}
 	q.drainAt, q.draining = now, false
 	q.redeliver()
-	q.lane.cur = q // whose turn it still is
+	q.engine.current = q // whose turn it still is
 	return !q.draining
 }
 

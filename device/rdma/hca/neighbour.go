@@ -28,22 +28,22 @@ func resolveGID(c *cmd) error {
 		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", r.SGIDIndex)
 	}
 	var resp abi.ResolveResp
-	if port := c.d.port.Load(); c.d.holds(r.DGID, g.vlan) {
+	if port := c.d.port.Load(); c.d.hasAddress(r.DGID, g.vlan) {
 		resp.MAC = c.d.cfg.MAC
 	} else if port != nil {
-		if mac, known := (*port).Owner(r.DGID, tagOf(g.vlan)); known {
+		if mac, known := (*port).Owner(r.DGID, networkVLAN(g.vlan)); known {
 			resp.MAC = mac
 		} else {
-			l := c.d.lanes[0].loop
-			l.Do(func() { c.d.ask(l, *port, g, &r.DGID) })
+			l := c.d.engines[0].loop
+			l.Do(func() { c.d.sendRequest(l, *port, g, &r.DGID) })
 		}
 	}
 	resp.Encode(c.reply(abi.SizeResolveResp))
 	return nil
 }
 
-// ask sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
-func (d *Device) ask(l *loop.Loop, port Port, g *gid, target *[16]byte) {
+// sendRequest sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
+func (d *Device) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {
 	eth := header.Ethernet{Dst: header.Broadcast, Src: d.cfg.MAC, VLAN: g.vlan}
 	if isV4(target) {
 		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.cfg.MAC, SenderIP: [4]byte(g.addr[12:]), TargetIP: [4]byte(target[12:])})
@@ -101,7 +101,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 	switch eth.Type {
 	case header.TypeARP:
 		var m header.ARP
-		if _, err := m.Decode(p); err != nil || m.Op != header.ARPRequest || !d.holds(header.Mapped4(m.TargetIP), eth.VLAN) {
+		if _, err := m.Decode(p); err != nil || m.Op != header.ARPRequest || !d.hasAddress(header.Mapped4(m.TargetIP), eth.VLAN) {
 			return
 		}
 		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.cfg.MAC, SenderIP: m.TargetIP, TargetMAC: m.SenderMAC, TargetIP: m.SenderIP})
@@ -112,7 +112,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 		if err != nil || ip.NextHeader != header.ProtoICMPv6 || ip.HopLimit != 255 || int(ip.PayloadLen) > len(p)-n { // RFC 4861, 7.1.1
 			return
 		}
-		if m.Decode(p[n:n+int(ip.PayloadLen)], ip.Src, ip.Dst) != nil || m.Advert || !d.holds(m.Target, eth.VLAN) {
+		if m.Decode(p[n:n+int(ip.PayloadLen)], ip.Src, ip.Dst) != nil || m.Advert || !d.hasAddress(m.Target, eth.VLAN) {
 			return
 		}
 		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.cfg.MAC, HasLink: true}
@@ -124,7 +124,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 	}
 }
 
-// holds tells whether an address is one of the device's GIDs, of either version.
-func (d *Device) holds(addr [16]byte, vlan uint16) bool {
+// hasAddress reports whether an address is one of the device's GIDs, of either version.
+func (d *Device) hasAddress(addr [16]byte, vlan uint16) bool {
 	return d.gids.has(&addr, false, vlan) || d.gids.has(&addr, true, vlan)
 }

@@ -35,102 +35,102 @@ func (d *Device) SetPort(p Port) {
 	d.port.Store(&p)
 }
 
-// refusal says why an arriving frame reached no QP (MT-6).
-type refusal uint8
+// rejectReason is the reason why an arriving frame reached no QP (MT-6).
+type rejectReason uint8
 
 const (
-	refusedHeader refusal = iota // headers that make no RoCE packet
-	refusedICRC
-	refusedQPN
-	refusedMAC
-	refusedGID
-	refusedGroup
-	refusedSource // an unknown source, and the QP is not its peer
-	numRefusals
+	rejectHeader rejectReason = iota // headers that make no RoCE packet
+	rejectICRC
+	rejectQPN
+	rejectMAC
+	rejectGID
+	rejectGroup
+	rejectSource // an unknown source, and the QP is not its peer
+	numRejects
 )
 
-var refusalNames = [numRefusals]string{"header", "icrc", "qp-number", "own-mac", "own-gid", "group", "unknown-source"}
+var rejectNames = [numRejects]string{"header", "icrc", "qp-number", "own-mac", "own-gid", "group", "unknown-source"}
 
-type refusals [numRefusals]atomic.Uint64
+type rejectCounts [numRejects]atomic.Uint64
 
-// peer is who may send to a QP, as its attributes say, for loops other than its own.
-type peer struct {
-	udKey    bool // anybody who has the Q_Key
+// sourceFilter is the set of senders that a QP accepts, for loops other than its own.
+type sourceFilter struct {
+	byQKey   bool // anybody who has the Q_Key
 	qkey     uint32
 	mac      header.MAC
 	src, dst [16]byte
 }
 
-// attributes follows a change of the QP's attributes: who may send to it, and where its frames go (MT-3: by RTR at the latest,
-// whoever exchanged the addresses). On its lane.
-func (q *qp) attributes(mask roce.Mask) {
+// attributesChanged updates the QP's source filter and path after a change of its attributes (MT-3: by RTR at the latest,
+// whoever exchanged the addresses). On its engine.
+func (q *qp) attributesChanged(mask roce.Mask) {
 	if mask&(roce.MaskState|roce.MaskAV|roce.MaskQKey) == 0 {
 		return
 	}
 	var a roce.Attr
 	q.t.Query(&a)
-	q.near = near{}
+	q.localRoute = localRoute{}
 	switch {
 	case a.State == roce.Reset:
 		q.unbind()
 	case mask&roce.MaskAV != 0 && (q.typ == roce.RC || q.typ == roce.UC):
 		q.bind(&a)
 	}
-	var p *peer
+	var p *sourceFilter
 	switch {
 	case a.State < roce.RTR || a.State == roce.Err:
 	case q.typ == roce.GSI:
-		p = &peer{udKey: true, qkey: roce.GSIQKey}
+		p = &sourceFilter{byQKey: true, qkey: roce.GSIQKey}
 	case q.typ == roce.UD:
-		p = &peer{udKey: true, qkey: a.QKey}
+		p = &sourceFilter{byQKey: true, qkey: a.QKey}
 	default:
-		p = &peer{mac: header.MAC(a.AV.DMAC), src: a.AV.DGID, dst: a.AV.SGID}
+		p = &sourceFilter{mac: header.MAC(a.AV.DMAC), src: a.AV.DGID, dst: a.AV.SGID}
 	}
-	q.peer.Store(p)
+	q.source.Store(p)
 }
 
 // Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the switch does not
 // know, so it may take its time.
 func (d *Device) Wants(_ *loop.Loop, f []byte) bool {
-	why, ok := d.judge(f)
+	why, ok := d.checkSource(f)
 	if !ok {
-		d.turned[why].Add(1)
+		d.rejected[why].Add(1)
 	}
 	return ok
 }
 
-func (d *Device) judge(f []byte) (refusal, bool) {
+func (d *Device) checkSource(f []byte) (rejectReason, bool) {
 	var p wire.RoCE
 	if wire.ParseRoCE(f, &p) != nil {
-		return refusedHeader, false
+		return rejectHeader, false
 	}
 	if !wire.CheckICRC(f, &p) {
-		return refusedICRC, false
+		return rejectICRC, false
 	}
 	if p.BTH.DestQP == mcastQPN {
 		_, ok := d.groups.Load().groups[p.DstIP]
-		return refusedGroup, ok
+		return rejectGroup, ok
 	}
 	q := d.qpFor(p.BTH.DestQP)
 	if q == nil {
-		return refusedQPN, false
+		return rejectQPN, false
 	}
-	x := q.peer.Load()
+	x := q.source.Load()
 	switch {
 	case x == nil:
-		return refusedSource, false
-	case x.udKey:
-		return refusedSource, p.Info.Is(wire.HasDETH) && p.DETH().QKey == x.qkey && d.owns(p.SMAC, p.SrcIP, p.VLAN)
+		return rejectSource, false
+	case x.byQKey:
+		return rejectSource, p.Info.Is(wire.HasDETH) && p.DETH().QKey == x.qkey && d.ownsAddress(p.SMAC, p.SrcIP, p.VLAN)
 	}
-	return refusedSource, p.SMAC == x.mac && p.SrcIP == x.src && p.DstIP == x.dst
+	return rejectSource, p.SMAC == x.mac && p.SrcIP == x.src && p.DstIP == x.dst
 }
 
-// owns tells whether a MAC may speak for an IP address: the address is its own, or nobody's that is known.
-func (d *Device) owns(mac header.MAC, addr [16]byte, vlan uint16) bool {
+// ownsAddress reports whether a MAC may use an IP address: the address is known to be its own, or has no known owner.
+func (d *Device) ownsAddress(mac header.MAC, addr [16]byte, vlan uint16) bool {
 	port := d.port.Load()
 	if port == nil {
 		return true
 	}
-	owner, ok := (*port).Owner(addr, tagOf(vlan))
+	owner, ok := (*port).Owner(addr, networkVLAN(vlan))
 	return !ok || owner == vswitch.MAC(mac)
 }

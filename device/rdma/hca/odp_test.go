@@ -597,14 +597,14 @@ func TestFaultsServedWhileFrozen(t *testing.T) {
 	c.d.set(0, 1, 0)
 	gb.takeAway(c.d.home, 4096)
 	w.until("the fault", func() bool { return gb.Stats().Value[abi.StatHostFaults] == 1 })
-	l := gb.lanes[0]
-	l.loop.Do(l.freeze)
+	e := gb.engines[0]
+	e.loop.Do(e.freeze)
 	gb.hostServe()
 	w.step(20)
 	if gb.Describe().Faults.Parked != 1 {
 		t.Fatal("resumed while frozen")
 	}
-	l.loop.Do(l.thaw)
+	e.loop.Do(e.thaw)
 	if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
 		t.Fatalf("%+v", wc)
 	}

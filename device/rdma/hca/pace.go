@@ -37,7 +37,7 @@ func (p *pacer) reserve(now int64) int64 {
 
 // mayFetch tells whether q may take its next send request now. If not, it gets a turn when it may.
 func (q *qp) mayFetch(p *pacer) bool {
-	now := q.lane.loop.Now()
+	now := q.engine.loop.Now()
 	if q.paceAt == 0 {
 		q.paceAt = p.reserve(now)
 	}

@@ -5,12 +5,12 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
-// Which lane a QP lives on. It gets one when it is created, and may get another once: when it is told its peer, and that lives on
+// Which engine a QP lives on. It gets one when it is created, and may get another once: when it is told its peer, and that lives on
 // another loop of this host. On one loop they need no frames (local.go).
 
-// place chooses the lane of a new QP: where its SRQ or CQs are produced already,
-// so that they need no lock, else the lanes in turn.
-func (c *cmd) place(p qpParts) *lane {
+// place chooses the engine of a new QP: where its SRQ or CQs are produced already,
+// so that they need no lock, else the engines in turn.
+func (c *cmd) place(p qpParts) *engine {
 	switch {
 	case p.srq != nil && p.srq.owner != nil:
 		return p.srq.owner
@@ -19,37 +19,37 @@ func (c *cmd) place(p qpParts) *lane {
 	case p.rcq.owner != nil:
 		return p.rcq.owner
 	}
-	l := c.d.lanes[c.t.nextLane%len(c.d.lanes)]
+	e := c.d.engines[c.t.nextLane%len(c.d.engines)]
 	c.t.nextLane++
-	return l
+	return e
 }
 
-// share counts a QP on lane l as a user of its CQs and SRQ, and makes CQs that
-// another lane uses too take their lock from now on.
-func (c *cmd) share(p *qpParts, l *lane) {
+// addUser counts a QP on engine l as a user of its CQs and SRQ, and makes CQs that
+// another engine uses too take their lock from now on.
+func (c *cmd) addUser(p *qpParts, e *engine) {
 	for _, q := range []*cq{p.scq, p.rcq} {
 		q.refs++
-		q.usedOn(l)
+		q.usedOn(e)
 	}
 	if p.srq != nil {
 		p.srq.refs++
-		p.srq.owner = l
+		p.srq.owner = e
 	}
 }
 
-// usedOn notes that a QP of lane l is about to use the CQ; command goroutine.
-func (q *cq) usedOn(l *lane) {
+// usedOn notes that a QP of engine l is about to use the CQ; command goroutine.
+func (q *cq) usedOn(e *engine) {
 	switch {
 	case q.owner == nil:
-		q.owner = l
-	case q.owner != l && !q.shared:
+		q.owner = e
+	case q.owner != e && !q.shared:
 		// On the owner's loop it takes effect before the other loop's QP is there.
 		q.owner.loop.Do(func() { q.shared = true })
 	}
 }
 
-// unshare is the opposite. An object without users has no owner and no lock.
-func (c *cmd) unshare(p *qpParts) {
+// removeUser is its counterpart. An object without users has no owner and no lock.
+func (c *cmd) removeUser(p *qpParts) {
 	for _, q := range []*cq{p.scq, p.rcq} {
 		if q.refs--; q.refs == 0 {
 			q.owner, q.shared = nil, false
@@ -62,26 +62,26 @@ func (c *cmd) unshare(p *qpParts) {
 	}
 }
 
-// meet brings a QP that has just become ready to receive to its peer's loop, if it should be there.
-func (c *cmd) meet(q *qp) {
-	if len(c.d.lanes) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
+// colocate moves a QP that has just become ready to receive to its peer's loop, if they should share one.
+func (c *cmd) colocate(q *qp) {
+	if len(c.d.engines) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
 		return // the QPs of an SRQ live together
 	}
-	var to *lane
-	q.lane.loop.Do(func() { to = q.meetingPlace() })
+	var to *engine
+	q.engine.loop.Do(func() { to = q.peerEngine() })
 	if to != nil {
-		c.move(q, to)
+		c.moveQP(q, to)
 	}
 }
 
-// meetingPlace returns the lane that q should move to, nil if it should stay; on its loop. Its peer, who asks the same, comes to the
-// same place, whoever asks first or if both do at once: the lower or the higher of the two loops, as their numbers say.
-func (q *qp) meetingPlace() *lane {
-	p := q.neighbour()
-	if p == nil || p == q || p.dev.byLoop[q.lane.loop.ID()] == nil {
+// peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same decision, in any order
+// or at once: the lower or the higher of the two loops, as their QP numbers say.
+func (q *qp) peerEngine() *engine {
+	p := q.localPeer()
+	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
 		return nil
 	}
-	here, there := q.lane.loop.ID(), p.lane.loop.ID()
+	here, there := q.engine.loop.ID(), p.engine.loop.ID()
 	low := (q.n+p.n)>>1&1 == 0
 	if here == there || p.srq == nil && low == (here < there) {
 		return nil
@@ -89,12 +89,12 @@ func (q *qp) meetingPlace() *lane {
 	return q.dev.byLoop[there]
 }
 
-// move takes q, which has a peer and has sent nothing yet, to another lane. For a moment there is no such QP: frames that arrive then
-// are lost, as they were until a moment before. If it is in the middle of something, it stays.
-func (c *cmd) move(q *qp, to *lane) {
-	from, quiet := q.lane, false
+// moveQP moves q, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames that arrive then
+// are lost, as they were before it became ready. If it is not movable, it stays.
+func (c *cmd) moveQP(q *qp, to *engine) {
+	from, quiet := q.engine, false
 	from.loop.Do(func() {
-		if quiet = q.quiet(); quiet {
+		if quiet = q.movable(); quiet {
 			c.d.qps[q.index].Store(nil)
 		}
 	})
@@ -102,15 +102,15 @@ func (c *cmd) move(q *qp, to *lane) {
 		return
 	}
 	// Whoever has found it has done with it after that: only loops look for QPs.
-	for _, l := range c.d.lanes {
-		l.loop.Do(func() {})
+	for _, e := range c.d.engines {
+		e.loop.Do(func() {})
 	}
 	from.loop.Do(func() {
 		if t, ok := from.enter(); ok {
-			from.answered() // a doorbell that was passed on
+			from.runAnswers() // a doorbell that was passed on
 			from.leave(t)
 		}
-		from.unlist(q)
+		from.unschedule(q)
 		q.timer.Stop()
 		from.qps--
 	})
@@ -121,22 +121,22 @@ func (c *cmd) move(q *qp, to *lane) {
 		x.usedOn(to)
 	}
 	to.loop.Do(func() {
-		q.lane, q.near = to, near{}
-		q.timer = to.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), to.fault())
+		q.engine, q.localRoute = to, localRoute{}
+		q.timer = to.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), to.faultOption())
 		to.qps++
 		c.d.qps[q.index].Store(q)
 		q.t.Moved(to.loop.Now(), &to.stats)
-		to.push(q)
+		to.schedule(q)
 	})
 }
 
-// quiet tells whether q is ready to receive, and no answer to anything is on its way to its lane; on its loop.
-func (q *qp) quiet() bool {
-	for i := range q.sides {
-		s := &q.sides[i]
-		if !s.want.OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle || s.served.queued.Load() {
+// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no completion; on its loop.
+func (q *qp) movable() bool {
+	for i := range q.waiters {
+		s := &q.waiters[i]
+		if !s.want.OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle || s.answers.queued.Load() {
 			return false
 		}
 	}
-	return q.t.State() == roce.RTR && !q.dead && !q.doomed && !q.draining && len(q.kept) == 0 && q.held == 0 && len(q.owed) == 0
+	return q.t.State() == roce.RTR && !q.closed && !q.failing && !q.draining && len(q.kept) == 0 && q.heldFrames == 0 && len(q.unpostedCQEs) == 0
 }

@@ -27,80 +27,80 @@ func (d *Device) portMTU() int {
 }
 
 // Deliver takes a RoCE frame that arrived for this VM (vswitch.HCAFace). It runs on
-// any loop and only lends b; the frame goes to the inbox of the lane whose QP it
+// any loop and only lends b; the frame goes to the inbox of the engine whose QP it
 // is for. Frames that nobody can use are dropped and counted there.
 func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
 	if !d.up.Load() || !d.link.Load() {
 		return
 	}
-	if len(d.lanes) == 1 {
-		d.lanes[0].put(b)
+	if len(d.engines) == 1 {
+		d.engines[0].enqueue(b)
 		return
 	}
 	home := d.byLoop[l.ID()]
 	if home == nil {
-		home = d.lanes[0]
+		home = d.engines[0]
 	}
 	var p wire.RoCE
 	if err := wire.ParseRoCE(b.Bytes(), &p); err != nil {
-		home.put(b) // it counts what is wrong
+		home.enqueue(b) // it counts what is wrong
 		return
 	}
 	if p.BTH.DestQP == mcastQPN {
-		for _, ln := range d.lanes {
-			if d.groups.Load().on(&p.DstIP, ln) {
-				ln.put(b)
+		for _, e := range d.engines {
+			if d.groups.Load().hasMember(&p.DstIP, e) {
+				e.enqueue(b)
 			}
 		}
 		return
 	}
 	if q := d.qpFor(p.BTH.DestQP); q != nil {
-		home = q.lane
+		home = q.engine
 	}
-	home.put(b)
+	home.enqueue(b)
 }
 
-// put hands a frame to the lane; any thread. Trains are in big buffers, which are few and for all: half of those may wait in inboxes. Beyond that
+// enqueue puts a frame into the engine's inbox; any thread. Trains are in big buffers, which are few and for all: half of those may wait in inboxes. Beyond that
 // a train is taken apart here.
-func (l *lane) put(b *frame.Buf) {
-	pool := l.dev.cfg.Pool
+func (e *engine) enqueue(b *frame.Buf) {
+	pool := e.dev.cfg.Pool
 	if b.Offload.GSOSize == 0 || pool.KeepBig() {
-		l.hand(b)
+		e.enqueueBuf(b)
 		return
 	}
 	var s gso.Segmenter
 	for s.Start(b); s.Left() > 0; {
 		c := pool.GetFor(b.WireLen())
 		if c == nil {
-			l.inboxFull.Add(uint64(s.Left()))
+			e.inboxFull.Add(uint64(s.Left()))
 			return
 		}
 		c.SetLen(s.Next(c.Room()))
-		l.hand(c)
+		e.enqueueBuf(c)
 		c.Free()
 	}
 }
 
-func (l *lane) hand(b *frame.Buf) {
+func (e *engine) enqueueBuf(b *frame.Buf) {
 	b.Ref()
-	if !l.inbox.Put(b) {
-		l.inboxFull.Add(uint64(b.Segments()))
-		l.handed(b)
+	if !e.inbox.Put(b) {
+		e.inboxFull.Add(uint64(b.Segments()))
+		e.releaseBuf(b)
 	}
 }
 
-// handed gives back what has been handed to the lane.
-func (l *lane) handed(b *frame.Buf) {
+// releaseBuf returns a buffer that was in the inbox.
+func (e *engine) releaseBuf(b *frame.Buf) {
 	if b.Offload.GSOSize != 0 {
-		l.dev.cfg.Pool.UnkeepBig()
+		e.dev.cfg.Pool.UnkeepBig()
 	}
 	b.Free()
 }
 
-// on tells whether a group has members on a lane.
-func (t *mcastTable) on(gid *[16]byte, l *lane) bool {
+// hasMember reports whether a group has members on an engine.
+func (t *mcastTable) hasMember(gid *[16]byte, e *engine) bool {
 	for _, q := range t.groups[*gid] {
-		if q.lane == l {
+		if q.engine == e {
 			return true
 		}
 	}
@@ -117,8 +117,8 @@ func (d *Device) qpFor(n uint32) *qp {
 
 // dispatch gives a parsed frame, whose ICRC holds, to its QP or group (MT-6: what
 // arrives is for this VM's MAC, one of its GIDs, and a QP of it, or is dropped).
-func (l *lane) dispatch(p *wire.RoCE) {
-	d := l.dev
+func (e *engine) dispatch(p *wire.RoCE) {
+	d := e.dev
 	vlan := p.VLAN
 	if vlan == 0 {
 		vlan = abi.NoVLAN // priority tag (802.1Q): no VLAN
@@ -126,40 +126,40 @@ func (l *lane) dispatch(p *wire.RoCE) {
 	if p.BTH.DestQP == mcastQPN {
 		n := 0
 		for _, q := range d.groups.Load().groups[p.DstIP] {
-			if q.lane == l && !q.dead {
-				l.receiveOn(q, p)
+			if q.engine == e && !q.closed {
+				e.receiveOn(q, p)
 				n++
 			}
 		}
 		if n == 0 {
-			d.turned[refusedGroup].Add(1)
+			d.rejected[rejectGroup].Add(1)
 		}
 		return
 	}
 	q := d.qpFor(p.BTH.DestQP)
 	switch {
-	case q == nil || q.lane != l:
-		d.turned[refusedQPN].Add(1)
+	case q == nil || q.engine != e:
+		d.rejected[rejectQPN].Add(1)
 	case p.DMAC != header.MAC(d.cfg.MAC):
-		d.turned[refusedMAC].Add(1)
+		d.rejected[rejectMAC].Add(1)
 	case !d.gids.has(&p.DstIP, p.V1, vlan):
-		d.turned[refusedGID].Add(1)
+		d.rejected[rejectGID].Add(1)
 	case q.typ == roce.GSI && !d.admitGSI(q, p):
 	default:
-		l.receiveOn(q, p)
+		e.receiveOn(q, p)
 	}
 }
 
-func (l *lane) receiveOn(q *qp, p *wire.RoCE) {
+func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
 	if len(q.kept) > 0 {
 		if !q.keep() {
-			l.keptDrops++
+			e.keptDrops++
 		}
 		return
 	}
-	l.cur = q
-	q.t.Receive(l.loop.Now(), p)
-	l.cur = nil
+	e.current = q
+	q.t.Receive(e.loop.Now(), p)
+	e.current = nil
 }
 
 // transmit lets a frame of q into the network. A datagram to a group also goes to
@@ -170,7 +170,7 @@ func (d *Device) transmit(q *qp, b *frame.Buf) {
 	if port == nil || !d.link.Load() {
 		return
 	}
-	l := q.lane.loop
+	l := q.engine.loop
 	if q.typ == roce.RC || q.typ == roce.UC {
 		(*port).SendHCA(l, b, &q.path)
 		return

@@ -80,21 +80,21 @@ func TestAddresses(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	good := w.frames()
 	g := w.guests[1]
-	l := g.lanes[0]
+	e := g.engines[0]
 	for name, x := range map[string]struct {
-		why refusal
+		why rejectReason
 		mod func(f []byte)
 	}{
-		"another MAC":   {refusedMAC, func(f []byte) { f[5] ^= 1 }},
-		"broadcast MAC": {refusedMAC, func(f []byte) { copy(f, []byte{255, 255, 255, 255, 255, 255}) }},
-		"another IP": {refusedGID, func(f []byte) {
+		"another MAC":   {rejectMAC, func(f []byte) { f[5] ^= 1 }},
+		"broadcast MAC": {rejectMAC, func(f []byte) { copy(f, []byte{255, 255, 255, 255, 255, 255}) }},
+		"another IP": {rejectGID, func(f []byte) {
 			f[33] ^= 8
 			ipSum(f[14:34])
 		}},
-		"an unused QP":   {refusedQPN, func(f []byte) { f[14+20+8+7] = 77 }},
-		"QP 0":           {refusedQPN, func(f []byte) { f[14+20+8+7] = 0 }},
-		"an old QP":      {refusedQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
-		"a group nobody": {refusedGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
+		"an unused QP":   {rejectQPN, func(f []byte) { f[14+20+8+7] = 77 }},
+		"QP 0":           {rejectQPN, func(f []byte) { f[14+20+8+7] = 0 }},
+		"an old QP":      {rejectQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
+		"a group nobody": {rejectGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
 	} {
 		f := append([]byte(nil), good[0]...)
 		if [6]byte(f[:6]) != g.cfg.MAC {
@@ -104,17 +104,17 @@ func TestAddresses(t *testing.T) {
 		if err := wire.SealICRC(f); err != nil {
 			t.Fatal(err)
 		}
-		before := g.turned[x.why].Load()
+		before := g.rejected[x.why].Load()
 		w.deliver(g, f)
 		w.step(2)
-		if n := g.turned[x.why].Load() - before; n != 1 {
-			t.Errorf("%s: %d frames counted as %s, want 1", name, n, refusalNames[x.why])
+		if n := g.rejected[x.why].Load() - before; n != 1 {
+			t.Errorf("%s: %d frames counted as %s, want 1", name, n, rejectNames[x.why])
 		}
 	}
-	before := l.stats.RxPackets
+	before := e.stats.RxPackets
 	w.deliver(g, good[0])
 	w.step(2)
-	if l.stats.RxPackets != before+1 {
+	if e.stats.RxPackets != before+1 {
 		t.Error("the unmodified frame did not reach its QP")
 	}
 	// A device that is down, or whose link is, takes nothing.
@@ -124,7 +124,7 @@ func TestAddresses(t *testing.T) {
 	g.SetLink(false)
 	w.deliver(g, good[0])
 	w.step(2)
-	if l.stats.RxPackets != before+1 {
+	if e.stats.RxPackets != before+1 {
 		t.Error("a device that is down took a frame")
 	}
 }
@@ -155,7 +155,7 @@ func TestInboxOverflow(t *testing.T) {
 	}
 	b.Free()
 	s := g.Stats()
-	if n := g.lanes[0].inboxFull.Load(); n != 10 || s.Value[abi.StatRxDropped] < 10 {
+	if n := g.engines[0].inboxFull.Load(); n != 10 || s.Value[abi.StatRxDropped] < 10 {
 		t.Errorf("%d frames dropped, want 10", n)
 	}
 	w.step(inboxFrames/32 + 5)

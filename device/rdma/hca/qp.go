@@ -13,15 +13,15 @@ import (
 
 // qp is a queue pair: rings and memory on this side, the transport's state in t.
 // It implements roce.Adapter. After it is published everything in it belongs to
-// its lane's loop, but for mcast and what never changes.
+// its engine's loop, but for mcast and what never changes.
 type qp struct {
-	dev   *Device
-	lane  *lane
-	n     uint32 // QP number
-	index int    // place in Device.qps, doorbell slot
-	typ   roce.Type
-	pd    translate.PD
-	own   translate.PD // domain of the type 2 memory windows that it bound
+	dev      *Device
+	engine   *engine
+	n        uint32 // QP number
+	index    int    // place in Device.qps, doorbell slot
+	typ      roce.Type
+	pd       translate.PD
+	windowPD translate.PD // domain of the type 2 memory windows that it bound
 
 	privileged bool // RA-2: may use abi.DMALKey
 	sigAll     bool
@@ -34,35 +34,35 @@ type qp struct {
 	srq      *srq
 	scq, rcq *cq
 
-	t     *roce.QP
-	timer *loop.Timer
-	near  near
+	t          *roce.QP
+	timer      *loop.Timer
+	localRoute localRoute
 
 	deadline int64 // the transport's
 	paceAt   int64 // when the next send request may be taken, reserved; 0: not asked (pace.go)
 
-	path vswitch.Path         // RC, UC: to the peer (MT-5)
-	peer atomic.Pointer[peer] // nil: takes nothing
+	path   vswitch.Path                 // RC, UC: to the peer (MT-5)
+	source atomic.Pointer[sourceFilter] // nil: takes nothing
 
-	listed bool // on the lane's run list
-	next   *qp
-	turn   bool // within Run: the SQ's consumer index is written when it ends
-	doomed bool // to be sent to the error state at the next turn
-	dead   bool // destroyed
+	scheduled bool // on the engine's run list
+	next      *qp
+	running   bool // within Run: the SQ's consumer index is written when it ends
+	failing   bool // to be sent to the error state at the next turn
+	closed    bool // destroyed
 
-	rungOn    *lane              // whose doorbells it has: where it was created
-	bell      eventNode          // of one that has moved: rung on the lane it came from
-	sides     [2]side            // by roce.Side: faults
-	lastFault translate.MissKind // of the responder
-	kept      []*frame.Buf       // UC and UD: received again when their page is there
-	held      int                // frames ahead of their turn
-	retry     bool               // the first of them is being received again
-	draining  bool               // it waits for the end of what it invalidated (manage.go)
-	drainAt   int64              // when that was looked at last
+	bellEngine   *engine            // whose doorbells it has: where it was created
+	bellNode     eventNode          // of one that has moved: rung on the engine it came from
+	waiters      [2]faultWaiter     // by roce.Side: faults
+	lastFault    translate.MissKind // of the responder
+	kept         []*frame.Buf       // UC and UD: received again when their page is there
+	heldFrames   int                // frames ahead of their turn
+	redelivering bool               // the first of them is being received again
+	draining     bool               // it waits for the end of what it invalidated (manage.go)
+	drainAt      int64              // when that was looked at last
 
 	// Completions whose consumer index could not be written yet: the page of the
 	// SQ's header is absent, and who polls a completion counts on its slot.
-	owed []abi.WC
+	unpostedCQEs []abi.WC
 
 	asyn    eventNode
 	scratch []byte // one element of SQ or RQ
@@ -76,33 +76,33 @@ var _ roce.Adapter = (*qp)(nil)
 
 // run gives the transport a turn. True: it wants another.
 func (q *qp) run(now int64, budget int) bool {
-	if q.doomed {
-		q.doomed = false
+	if q.failing {
+		q.failing = false
 		if err := q.t.Modify(now, &roce.Attr{State: roce.Err}, roce.MaskState); err == nil {
 			q.Event(roce.EventFatal)
 		}
 	}
-	defer q.lane.part()
-	waits := q.draining && !q.drained(now)
+	defer q.engine.endLocal()
+	waits := q.draining && !q.drainDone(now)
 	if q.t.State() == roce.Err {
 		budget = max(budget/flushCost, 1)
 	}
-	q.turn = true
+	q.running = true
 	more := q.t.Run(now, budget)
-	q.turn = false
-	q.settle()
+	q.running = false
+	q.publishSend()
 	return more || waits
 }
 
 // fail sends the QP to the error state, not at once, for the caller may be inside
 // the transport, but at its next turn.
 func (q *qp) fail(why string) {
-	if q.doomed || q.dead || q.t.State() == roce.Err || q.t.State() == roce.Reset {
+	if q.failing || q.closed || q.t.State() == roce.Err || q.t.State() == roce.Reset {
 		return
 	}
 	q.dev.warn("queue pair failed", "qp", q.n, "reason", why)
-	q.doomed = true
-	q.lane.push(q)
+	q.failing = true
+	q.engine.schedule(q)
 }
 
 // ringMiss judges a miss on ring memory: absent for now (PF-12), or gone.
@@ -141,10 +141,10 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 	q.sq.release()
 	quiet := !w.Signaled && c.Status == roce.StatusSuccess
-	if quiet && q.turn {
+	if quiet && q.running {
 		return // at the end of the turn, or with the next completion
 	}
-	there := q.settle()
+	there := q.publishSend()
 	if quiet {
 		return
 	}
@@ -153,7 +153,7 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 		VendorErr: vendorErr(c.Status),
 	}
 	if !there {
-		q.owed = append(q.owed, q.wc) // at most as many as the SQ has elements
+		q.unpostedCQEs = append(q.unpostedCQEs, q.wc) // at most as many as the SQ has elements
 		return
 	}
 	q.postSend(&q.wc)
@@ -161,30 +161,30 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 
 func (q *qp) postSend(wc *abi.WC) { q.scq.post(wc, wc.Status != uint32(roce.StatusSuccess)) }
 
-// settle writes the SQ's consumer index, if that is due, and then what completions
-// had to wait for it. False: its page is absent, and a fault was raised.
-func (q *qp) settle() bool {
+// publishSend writes the SQ's consumer index, if it is stale, and then the completions that
+// waited for it. False: its page is absent, and a fault was raised.
+func (q *qp) publishSend() bool {
 	if !q.sq.stale {
 		return true
 	}
 	switch m := q.sq.publish(); {
 	case m.Fault():
-		q.sides[roce.Requester].ask(m, true, true)
+		q.waiters[roce.Requester].raiseHost(m, true, true)
 		return false
 	case !m.OK():
 		q.fail("send queue is not in guest memory")
 	}
-	q.settleAll()
+	q.postUnposted()
 	return true
 }
 
-// settleAll posts the completions that waited for the SQ's consumer index.
-func (q *qp) settleAll() {
+// postUnposted posts the completions that waited for the SQ's consumer index.
+func (q *qp) postUnposted() {
 	q.sq.stale = false
-	for i := range q.owed {
-		q.postSend(&q.owed[i])
+	for i := range q.unpostedCQEs {
+		q.postSend(&q.unpostedCQEs[i])
 	}
-	q.owed = q.owed[:0]
+	q.unpostedCQEs = q.unpostedCQEs[:0]
 }
 
 // vendorErr gives failed completions a number that tells vnicd's from others'.
@@ -291,7 +291,7 @@ func (q *qp) readLocal(dst []byte, s *roce.SGE, off uint64) translate.Miss {
 		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
 	}
 	if q.phys(s.Key) {
-		return q.lane.space.Read(dst, translate.PA(va))
+		return q.engine.space.Read(dst, translate.PA(va))
 	}
 	return q.dev.vm.Read(dst, s.Key, q.pd, va, translate.LocalRead)
 }
@@ -325,7 +325,7 @@ func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 		return translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
 	}
 	if q.phys(s.Key) {
-		return q.lane.space.Write(translate.PA(va), src)
+		return q.engine.space.Write(translate.PA(va), src)
 	}
 	return q.dev.vm.Write(s.Key, q.pd, va, src, translate.LocalWrite)
 }
@@ -335,7 +335,7 @@ func (q *qp) writeLocal(s *roce.SGE, off uint64, src []byte) translate.Miss {
 func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss {
 	m := q.dev.vm.Check(key, q.pd, va, n, need)
 	if m.Kind == translate.BadPD {
-		m = q.dev.vm.Check(key, q.own, va, n, need)
+		m = q.dev.vm.Check(key, q.windowPD, va, n, need)
 	}
 	return m
 }
@@ -347,7 +347,7 @@ func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole boo
 	}
 	m := q.dev.vm.CheckKey(key, q.pd, need)
 	if m.Kind == translate.BadPD {
-		m = q.dev.vm.CheckKey(key, q.own, need)
+		m = q.dev.vm.CheckKey(key, q.windowPD, need)
 	}
 	return m
 }
@@ -356,7 +356,7 @@ func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole boo
 func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss {
 	m := q.dev.vm.Read(dst, key, q.pd, va, translate.RemoteRead)
 	if m.Kind == translate.BadPD {
-		m = q.dev.vm.Read(dst, key, q.own, va, translate.RemoteRead)
+		m = q.dev.vm.Read(dst, key, q.windowPD, va, translate.RemoteRead)
 	}
 	return m
 }
@@ -365,7 +365,7 @@ func (q *qp) ReadRemote(dst []byte, key translate.Key, va translate.VA) translat
 func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss {
 	m := q.dev.vm.Write(key, q.pd, va, src, translate.RemoteWrite)
 	if m.Kind == translate.BadPD {
-		m = q.dev.vm.Write(key, q.own, va, src, translate.RemoteWrite)
+		m = q.dev.vm.Write(key, q.windowPD, va, src, translate.RemoteWrite)
 	}
 	return m
 }
@@ -375,7 +375,7 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
 	p, m := q.dev.vm.Uint64(key, q.pd, va, op.Needs())
 	if m.Kind == translate.BadPD {
-		p, m = q.dev.vm.Uint64(key, q.own, va, op.Needs())
+		p, m = q.dev.vm.Uint64(key, q.windowPD, va, op.Needs())
 	}
 	if !m.OK() {
 		return 0, m
@@ -420,28 +420,28 @@ func (q *qp) arm() {
 
 // onTimer is the timer's function.
 func (q *qp) onTimer(now int64) {
-	if q.dead {
+	if q.closed {
 		return
 	}
-	t, ok := q.lane.enter()
+	t, ok := q.engine.enter()
 	if !ok {
 		return
 	}
-	defer q.lane.leave(t)
+	defer q.engine.leave(t)
 	if q.paceAt != 0 && q.paceAt <= now {
-		q.lane.push(q)
+		q.engine.schedule(q)
 	}
 	q.deadline = 0
-	q.lane.cur = q
+	q.engine.current = q
 	q.t.Timer(now) // arms it again if it has a deadline
-	q.lane.cur = nil
+	q.engine.current = nil
 	if q.deadline == 0 && q.paceAt > now {
 		q.arm()
 	}
 }
 
 // Schedule implements roce.Adapter.
-func (q *qp) Schedule() { q.lane.push(q) }
+func (q *qp) Schedule() { q.engine.schedule(q) }
 
 var eventTypes = [...]abi.EventType{
 	roce.EventFatal: abi.EventQPFatal, roce.EventReqErr: abi.EventQPReqErr, roce.EventAccessErr: abi.EventQPAccessErr,
@@ -455,14 +455,14 @@ func (q *qp) Event(k roce.EventKind) {
 
 // close ends the QP: loop only. Nothing of it is left on the loop afterwards.
 func (q *qp) close() {
-	q.dead = true
-	for i := range q.sides {
-		q.sides[i].unpark()
+	q.closed = true
+	for i := range q.waiters {
+		q.waiters[i].unpark()
 	}
 	q.dropKept(len(q.kept))
 	q.t.Close()
 	q.unbind()
 	q.timer.Stop()
-	q.lane.unlist(q)
-	q.lane.qps--
+	q.engine.unschedule(q)
+	q.engine.qps--
 }

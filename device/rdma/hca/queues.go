@@ -9,70 +9,70 @@ import (
 )
 
 // The virtqueues that loops serve: event queues (buffers from the driver) and
-// doorbell queues (kicks alone). Their kick eventfd is watched on the lane's loop.
+// doorbell queues (kicks alone). Their kick eventfd is watched on the engine's loop.
 
 // start begins to serve the queue; control goroutine.
-func (e *eventQueue) start(q *virtq.Queue) (err error) {
-	e.lane.loop.Do(func() {
-		if e.q != nil {
-			err = fmt.Errorf("hca: queue %d runs already", e.index)
+func (eq *eventQueue) start(q *virtq.Queue) (err error) {
+	eq.engine.loop.Do(func() {
+		if eq.q != nil {
+			err = fmt.Errorf("hca: queue %d runs already", eq.index)
 			return
 		}
 		if fd := q.KickFD(); fd >= 0 {
 			var w *loop.Watch
-			if w, err = e.lane.loop.Watch(fd, e.kicked, loop.Name("hca event kick"), e.lane.fault()); err != nil {
+			if w, err = eq.engine.loop.Watch(fd, eq.kicked, loop.Name("hca event kick"), eq.engine.faultOption()); err != nil {
 				return
 			}
-			e.watch = w
+			eq.watch = w
 		}
-		e.q, e.starved = q, false
-		if t, ok := e.lane.enter(); ok {
-			defer e.lane.leave(t)
-			e.run() // events may have waited for the queue
+		eq.q, eq.starved = q, false
+		if t, ok := eq.engine.enter(); ok {
+			defer eq.engine.leave(t)
+			eq.run() // events may have waited for the queue
 		}
 	})
 	return err
 }
 
-func (e *eventQueue) kicked() {
-	eventfd.Take(e.q.KickFD())
-	if t, ok := e.lane.enter(); ok {
-		defer e.lane.leave(t)
-		e.run()
+func (eq *eventQueue) kicked() {
+	eventfd.Take(eq.q.KickFD())
+	if t, ok := eq.engine.enter(); ok {
+		defer eq.engine.leave(t)
+		eq.run()
 	}
 }
 
 // stop ends service; nobody touches the virtqueue when it returns. Pending events
 // stay with their objects.
-func (e *eventQueue) stop() {
-	e.lane.loop.Do(func() {
-		if e.watch != nil {
-			e.watch.Close()
-			e.watch = nil
+func (eq *eventQueue) stop() {
+	eq.engine.loop.Do(func() {
+		if eq.watch != nil {
+			eq.watch.Close()
+			eq.watch = nil
 		}
-		e.q, e.fetching = nil, false
+		eq.q, eq.fetching = nil, false
 	})
 }
 
 // startDoorbells watches the doorbell queue's kick; control goroutine.
-func (l *lane) startDoorbells(q *virtq.Queue) (err error) {
-	l.loop.Do(func() {
+func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
+	e.loop.Do(func() {
 		switch fd := q.KickFD(); {
-		case l.dbWatch != nil:
+		case e.dbWatch != nil:
 			err = fmt.Errorf("hca: doorbell queue %d runs already", q.Index())
 		case fd >= 0:
 			// The kick does nothing by itself: it wakes the loop, which then polls.
-			l.dbWatch, err = l.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("hca doorbell kick"), l.fault())
+			e.dbWatch, err = e.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("hca doorbell kick"), e.faultOption())
 		}
 	})
 	return err
 }
 
-func (l *lane) stopDoorbells() {
-	l.loop.Do(func() {
-		if l.dbWatch != nil {
-			l.dbWatch.Close()
-			l.dbWatch = nil
+func (e *engine) stopDoorbells() {
+	e.loop.Do(func() {
+		if e.dbWatch != nil {
+			e.dbWatch.Close()
+			e.dbWatch = nil
 		}
 	})
 }

@@ -121,8 +121,8 @@ func (w *workRing) maybeMore() bool {
 	return !m.OK() || p != (w.next+w.have)&w.mask
 }
 
-// take counts the element at next as taken.
-func (w *workRing) take() {
+// consume counts the element at next as taken.
+func (w *workRing) consume() {
 	w.next = (w.next + 1) & w.mask
 	w.have--
 }

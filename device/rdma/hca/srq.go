@@ -8,14 +8,14 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// srq is a shared receive queue. All its QPs live on its owner's lane (place sees
+// srq is a shared receive queue. All its QPs live on its owner's engine (place sees
 // to that), so it needs no lock.
 type srq struct {
 	dev    *Device
 	n      uint32
 	pd     translate.PD
 	maxSGE int
-	owner  *lane // nil until the first QP uses it; command goroutine only
+	owner  *engine // nil until the first QP uses it; command goroutine only
 
 	wr      workRing
 	limit   uint32 // 0: disarmed (IBTA 10.2.9)

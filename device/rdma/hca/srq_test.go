@@ -17,7 +17,7 @@ func (r *tring) postRecv(id uint64, sgl ...abi.SGE) {
 	r.push()
 }
 
-// Two QPs on two lanes feed from one SRQ into one CQ, through a limit event and a
+// Two QPs on two engines feed from one SRQ into one CQ, through a limit event and a
 // move to a larger ring, and every request is used once, in order.
 func TestSRQ(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
@@ -27,18 +27,18 @@ func TestSRQ(t *testing.T) {
 	dq.add(8)
 	n, r := gb.srq(pb, 16, 4)
 	rcq := gb.cq(64)
-	// The first QP binds the SRQ to a lane; the second comes to it from the lane
+	// The first QP binds the SRQ to an engine; the second comes to it from the engine
 	// that its send CQ is on already.
 	anchor := gb.cq(64)
 	first := gb.qp(qpSpec{pd: pb, scq: gb.cq(64), rcq: rcq, flags: abi.QPHasSRQ, srq: n})
 	gb.qp(qpSpec{pd: pb, scq: anchor})
-	if gb.tables.cqs[anchor.n].owner == gb.qpFor(first.n).lane {
-		t.Fatal("both lanes are the same: the test does not test sharing")
+	if gb.tables.cqs[anchor.n].owner == gb.qpFor(first.n).engine {
+		t.Fatal("both engines are the same: the test does not test sharing")
 	}
 	// Placement follows the SRQ, so a QP with that anchor shares the anchor instead.
 	second := gb.qp(qpSpec{pd: pb, scq: anchor, rcq: rcq, flags: abi.QPHasSRQ, srq: n})
-	if !gb.tables.cqs[anchor.n].shared || gb.qpFor(second.n).lane != gb.qpFor(first.n).lane {
-		t.Error("the QPs of an SRQ are not on one lane, or the CQ between two lanes has no lock")
+	if !gb.tables.cqs[anchor.n].shared || gb.qpFor(second.n).engine != gb.qpFor(first.n).engine {
+		t.Error("the QPs of an SRQ are not on one engine, or the CQ between two engines has no lock")
 	}
 	senders := []*tqp{ga.qp(qpSpec{pd: pa}), ga.qp(qpSpec{pd: pa})}
 	for i, p := range []*tqp{first, second} {

@@ -68,7 +68,7 @@ type FaultQueue struct {
 	Buckets []uint64 `json:"buckets,omitempty"`
 }
 
-func (q *FaultQueue) times(h *translate.Histogram) {
+func (q *FaultQueue) setTimes(h *translate.Histogram) {
 	q.Sum, q.Mean, q.Median, q.P99, q.Max = h.Sum, h.Mean(), h.Quantile(0.5), h.Quantile(0.99), h.Max
 	n := len(h.Buckets)
 	for n > 0 && h.Buckets[n-1] == 0 {
@@ -94,11 +94,11 @@ type QPStatus struct {
 func (d *Device) Stats() abi.Stats { return d.stats() }
 
 func (d *Device) stats() (s abi.Stats) {
-	for _, l := range d.lanes {
-		l.loop.Do(func() { l.statistics(&s) })
+	for _, e := range d.engines {
+		e.loop.Do(func() { e.statistics(&s) })
 	}
-	for i := range d.turned {
-		if n := d.turned[i].Load(); refusal(i) == refusedICRC {
+	for i := range d.rejected {
+		if n := d.rejected[i].Load(); rejectReason(i) == rejectICRC {
 			s.Value[abi.StatICRCErrors] += n
 		} else {
 			s.Value[abi.StatRxDropped] += n
@@ -116,8 +116,8 @@ func (d *Device) stats() (s abi.Stats) {
 // progress: those that wait for the host's swap device take as long as that does.
 const describePatience = time.Second
 
-// lockSoon takes mu, unless a command holds it for long.
-func (d *Device) lockSoon() bool {
+// tryLockTables locks mu, unless a command holds it for longer than describePatience.
+func (d *Device) tryLockTables() bool {
 	for end := time.Now().Add(describePatience); !d.mu.TryLock(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			return false
@@ -132,13 +132,13 @@ const visit = 64
 // eachQP calls f for every QP, on its loop; under mu. Between some and the next the
 // loop does its work: it is other VMs' too.
 func (d *Device) eachQP(f func(q *qp)) {
-	of := map[*lane][]*qp{}
+	of := map[*engine][]*qp{}
 	for _, q := range d.tables.qpList {
-		of[q.lane] = append(of[q.lane], q)
+		of[q.engine] = append(of[q.engine], q)
 	}
-	for l, qs := range of {
+	for e, qs := range of {
 		for some := range slices.Chunk(qs, visit) {
-			l.loop.Do(func() {
+			e.loop.Do(func() {
 				for _, q := range some {
 					f(q)
 				}
@@ -153,23 +153,23 @@ func (d *Device) eachQP(f func(q *qp)) {
 func (d *Device) Describe() Status {
 	st := d.stats()
 	s := Status{
-		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.told.Load() != nil, Up: d.up.Load(),
+		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil, Up: d.up.Load(),
 		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {
 		s.Stats[abi.Stat(i).String()] = v
 	}
-	for _, l := range d.lanes {
-		l.loop.Do(func() {
-			s.Stats["local_messages"] += l.stats.LocalMessages
-			s.Stats["local_bytes"] += l.stats.LocalBytes
-			s.Stats["np_ecn_marked_roce_packets"] += l.stats.ECNMarked
-			s.Stats["np_cnp_sent"] += l.stats.TxCNP
-			s.Stats["rp_cnp_handled"] += l.stats.RxCNP
-			s.Stats["kept_packets"] += l.stats.Kept
-			s.Stats["selective_acks_sent"] += l.stats.TxSelectiveAcks
-			s.Stats["selective_acks_received"] += l.stats.RxSelectiveAcks
+	for _, e := range d.engines {
+		e.loop.Do(func() {
+			s.Stats["local_messages"] += e.stats.LocalMessages
+			s.Stats["local_bytes"] += e.stats.LocalBytes
+			s.Stats["np_ecn_marked_roce_packets"] += e.stats.ECNMarked
+			s.Stats["np_cnp_sent"] += e.stats.TxCNP
+			s.Stats["rp_cnp_handled"] += e.stats.RxCNP
+			s.Stats["kept_packets"] += e.stats.Kept
+			s.Stats["selective_acks_sent"] += e.stats.TxSelectiveAcks
+			s.Stats["selective_acks_received"] += e.stats.RxSelectiveAcks
 		})
 	}
 	for i, g := range d.gids.snap.Load().all {
@@ -181,7 +181,7 @@ func (d *Device) Describe() Status {
 			s.GIDs = append(s.GIDs, fmt.Sprintf("%d: %s RoCE %s", i, net.IP(g.addr[:]), v))
 		}
 	}
-	if s.Busy = !d.lockSoon(); s.Busy {
+	if s.Busy = !d.tryLockTables(); s.Busy {
 		return s
 	}
 	defer d.mu.Unlock()
@@ -193,12 +193,12 @@ func (d *Device) Describe() Status {
 	d.eachQP(func(q *qp) {
 		var a roce.Attr
 		q.t.Query(&a)
-		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.lane.id, Dest: a.DestQPN}
+		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.engine.id, Dest: a.DestQPN}
 		if a.AV.DGID != [16]byte{} {
 			x.Path = net.IP(a.AV.DGID[:]).String()
 		}
-		for i := range q.sides {
-			if m := q.sides[i].want; !m.OK() {
+		for i := range q.waiters {
+			if m := q.waiters[i].want; !m.OK() {
 				x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
 			}
 		}
@@ -212,26 +212,26 @@ func (d *Device) Describe() Status {
 // faultStatus is called under mu.
 func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	f := FaultStatus{Invalidations: d.invalidations.Load(), GuestHeat: d.faults.heat}
-	for _, l := range d.lanes {
-		l.loop.Do(func() { f.Parked += l.parked })
+	for _, e := range d.engines {
+		e.loop.Do(func() { f.Parked += e.parked })
 	}
 	g := &f.Guest
 	g.Raised, g.Resumed, g.Failed = st.Value[abi.StatGuestFaults], d.faults.resumed.Load(), d.faults.failed.Load()
 	for _, q := range d.tables.qpList {
-		for i := range q.sides {
-			if s := q.sides[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
+		for i := range q.waiters {
+			if s := q.waiters[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
 				g.Waiting++
 			}
 		}
 	}
 	g.Estimate = time.Duration(d.faults.estimate.Load())
-	g.times(&d.faults.times)
+	g.setTimes(&d.faults.times)
 	if conn := d.tables.conn; conn != nil {
 		space := conn.Space()
 		q := space.Faults()
 		h := q.Stats()
 		f.Host = FaultQueue{Raised: h.Raised, Resumed: h.Served, Failed: h.Failed, Waiting: h.Waiting, Estimate: q.Estimate()}
-		f.Host.times(&h.Time)
+		f.Host.setTimes(&h.Time)
 		e := space.Epochs().Stats()
 		f.EpochsFlipped, f.Drains, f.LongestDrain = e.Flips, e.Drains, e.Longest
 	}

@@ -42,7 +42,7 @@ type tables struct {
 	mrs, mws map[uint32]uint32
 
 	lastPD, lastCQ, lastSRQ uint32
-	lastOwn                 uint32 // domains of QPs
+	lastWindowPD            uint32 // domains of QPs
 
 	qps    int
 	qpList map[uint32]*qp // by QP number
@@ -58,8 +58,8 @@ type tables struct {
 
 	// What is held for the doorbell areas, by engine, and for the table of
 	// address handles.
-	dbHeld [abi.MaxEngines]held
-	ahHeld held
+	dbHeld [abi.MaxEngines]holds
+	ahHeld holds
 }
 
 func (t *tables) reset(d *Device) {
@@ -70,7 +70,7 @@ func (t *tables) reset(d *Device) {
 		}
 	}
 	for _, q := range t.cqs {
-		q.held.release()
+		q.holds.release()
 	}
 	for i := range t.dbHeld {
 		t.dbHeld[i].release()
@@ -88,13 +88,13 @@ func (t *tables) reset(d *Device) {
 	d.groups.Store(newMcastTable())
 }
 
-// Protection domains from here on have one member, a QP, for what only that may use.
-const ownDomains = 1 << 31
+// Protection domains from here on have one member, a QP: they hold the type 2B memory windows that it bound.
+const firstWindowPD = 1 << 31
 
-// newID finds a number below ownDomains that is not in use, never 0, and late to come back.
+// newID finds a number below firstWindowPD that is not in use, never 0, and late to come back.
 func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	for {
-		*last = (*last + 1) % ownDomains
+		*last = (*last + 1) % firstWindowPD
 		if *last == 0 {
 			continue
 		}
@@ -104,8 +104,8 @@ func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	}
 }
 
-// takeQPIndex picks an index and makes the QP number from it.
-func (t *tables) takeQPIndex(d *Device) (index int, qpn uint32, err error) {
+// allocQPIndex picks an index and makes the QP number from it.
+func (t *tables) allocQPIndex(d *Device) (index int, qpn uint32, err error) {
 	switch {
 	case t.nextQP < len(d.qps):
 		index = t.nextQP
@@ -121,14 +121,14 @@ func (t *tables) takeQPIndex(d *Device) (index int, qpn uint32, err error) {
 	return index, uint32(g)<<16 | uint32(index), nil
 }
 
-func (t *tables) giveQPIndex(i int) {
+func (t *tables) freeQPIndex(i int) {
 	if i >= firstQPIndex {
 		t.free = append(t.free, uint16(i))
 	}
 }
 
-// roomForQP enforces the limit of QPs.
-func (t *tables) roomForQP(d *Device) error {
+// checkQPLimit enforces the limit of QPs.
+func (t *tables) checkQPLimit(d *Device) error {
 	t.lingering = slices.DeleteFunc(t.lingering, func(q *qp) bool { return !q.faulting() })
 	if n := t.qps + len(t.lingering); n >= d.lim.QPs {
 		return &limitError{what: "queue pairs", n: uint64(n) + 1, max: uint64(d.lim.QPs)}
@@ -202,7 +202,7 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 // epoch runs f inside an epoch of the guest's memory, again if it met a page that
 // was absent on the host. f must not wait.
 func (c *cmd) epoch(f func() error) error {
-	return c.d.fetching(c.ctx, func() error {
+	return c.d.retryMisses(c.ctx, func() error {
 		e := c.d.space().Epochs()
 		t := e.Enter(commandSlot)
 		defer e.Leave(commandSlot, t)
@@ -210,20 +210,20 @@ func (c *cmd) epoch(f func() error) error {
 	})
 }
 
-// on is epoch on a lane's loop.
-func (c *cmd) on(l *lane, f func() error) error {
-	return c.d.fetching(c.ctx, func() error { return l.on(f) })
+// on is epoch on an engine's loop.
+func (c *cmd) on(e *engine, f func() error) error {
+	return c.d.retryMisses(c.ctx, func() error { return e.on(f) })
 }
 
-// on runs f on a lane's loop inside an epoch.
-func (l *lane) on(f func() error) (err error) {
-	l.loop.Do(func() {
-		t, ok := l.enter()
+// on runs f on an engine's loop inside an epoch.
+func (e *engine) on(f func() error) (err error) {
+	e.loop.Do(func() {
+		t, ok := e.enter()
 		if !ok {
 			err = refuse(abi.StatusIO, "the guest's memory is gone")
 			return
 		}
-		defer l.leave(t)
+		defer e.leave(t)
 		err = f()
 	})
 	return err

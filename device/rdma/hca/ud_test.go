@@ -128,7 +128,7 @@ func TestBadAH(t *testing.T) {
 	try("no table at all", 1)
 }
 
-// A group's members hear a datagram wherever their lanes are, the sender's own VM
+// A group's members hear a datagram wherever their engines are, the sender's own VM
 // included, and nobody else does.
 func TestMulticast(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})

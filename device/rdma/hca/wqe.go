@@ -163,7 +163,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	}
 	tail, ok := q.decodeSend(raw, w)
 	if !ok {
-		q.sq.take()
+		q.sq.consume()
 		return roce.FetchBad
 	}
 	if q.typ == roce.UD || q.typ == roce.GSI {
@@ -173,7 +173,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 			return q.ringFault(roce.Requester, m)
 		case !ok:
 			w.Status = roce.StatusLocQPOp
-			q.sq.take()
+			q.sq.consume()
 			return roce.FetchBad
 		}
 	}
@@ -185,7 +185,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	}
 	decodeTail(b, w)
 	w.Status = roce.StatusSuccess
-	q.sq.take()
+	q.sq.consume()
 	return roce.FetchReady
 }
 
@@ -227,7 +227,7 @@ func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.
 		}
 		w.SGEs, w.Length = decodeSGEs(b, w.SGEs)
 	}
-	wr.take()
+	wr.consume()
 	wr.release()
 	cons.Store(wr.done)
 	wr.stale = false

@@ -174,9 +174,9 @@ func TestHostileIndices(t *testing.T) {
 	a.sq.prod().Store(5)
 	a.bell()
 	w.until("the error state", func() bool { return a.state() == abi.QPErr })
-	e := w.guests[0].async
-	e.waiting.collect(&e.incoming)
-	if e.waiting.first == nil || e.waiting.first.bits.Load()&(1<<abi.EventQPFatal) == 0 {
+	eq := w.guests[0].async
+	eq.waiting.collect(&eq.incoming)
+	if eq.waiting.first == nil || eq.waiting.first.bits.Load()&(1<<abi.EventQPFatal) == 0 {
 		t.Error("no QP fatal event")
 	}
 }

@@ -1,0 +1,462 @@
+package hca
+
+import (
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
+)
+
+const (
+	// inboxFrames bounds the frames that wait for an engine. Senders keep at most a
+	// window of packets per QP in flight, so an overflow is a burst of many QPs,
+	// which the transport repairs as any loss.
+	inboxFrames = 2048
+	// A poll gives each QP of the run list qpBudget packets or work requests in
+	// turn, until pollBudget is used up: every VM of a loop, and every QP of a VM,
+	// gets its share whatever the others do.
+	qpBudget   = 16
+	pollBudget = 128
+	pollShared = 32 // while other VMs have work for the loop, for their latency: a slice
+	// QPs that may consume nothing of pollBudget still cost a turn each.
+	pollTurns = 64
+	// What is copied without packets counts against pollBudget, too, in units of 4 KiB,
+	// and so does what is flushed: a WQE read and a CQE written, which nobody may do
+	// faster than others have data moved (make bench ONLY=fair_flood).
+	localShift = 12
+	flushCost  = 4
+	// At most one notice is outstanding.
+	noticeSlots = 2
+)
+
+// engine is the device's share of one loop: an engine of the ABI. All fields that
+// are not marked otherwise belong to the loop.
+//
+// The pipeline of an iteration, in the order of the loop's pollers:
+//
+//	inbox    frames for QPs of this engine: parse, ICRC, roce.QP.Receive
+//	engine     doorbells -> run list -> roce.QP.Run -> WQEs in, frames out, CQEs
+//	notices  events for the driver -> event virtqueues
+//
+// Deliver never calls into a QP: a frame that a QP sends may come back to a QP of
+// the same loop within the same call, through the switch, and the transport is
+// not re-entrant. So every frame goes through an inbox.
+type engine struct {
+	dev  *Device
+	id   int // engine number of the ABI
+	loop *loop.Loop
+
+	inbox   *loop.Mailbox[*frame.Buf]
+	notices *loop.Mailbox[struct{}]
+	events  []*eventQueue // fixed; those whose virtqueue is served here
+
+	armed         bool // SET_DOORBELLS was given and the memory is there
+	db            doorbells
+	dbWatch       *loop.Watch
+	onBell        func(slot int)
+	onBellCleared func(slot int)
+
+	first, last *qp // run list
+	current     *qp // whose turn it is
+	local       localTurn
+	qps         int // QPs that live here
+	cqSeen      uint64
+
+	answers eventStack // to faults: pushed by any thread
+	resume  eventList  // taken from there
+
+	packet       wire.RoCE
+	receiving    *frame.Buf           // that is being received
+	trainPacket  []byte               // the packet in it, if it is a train
+	trainHeaders [gso.MaxHeaders]byte // ... and what each packet of that begins with
+	kept         int                  // frames that QPs keep
+	heldFrames   int                  // those that wait for what was lost before them
+	keptDrops    uint64               // frames that found no room behind those
+
+	stats  roce.Stats
+	parked int // sides of QPs that wait for a page
+	// Faults raised (PF-7).
+	hostFaults, guestFaults uint64
+
+	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in, ...
+	list    [abi.MaxFastReg]translate.PA
+
+	frozen        bool          // no driver: guest memory is left alone
+	inboxFull     atomic.Uint64 // any thread
+	noticePending atomic.Bool   // any thread: a notice is on its way
+	space         *translate.Space
+}
+
+func newEngine(d *Device, id int, loop *loop.Loop) *engine {
+	e := &engine{dev: d, id: id, loop: loop}
+	e.onBell, e.onBellCleared = e.bellFound, e.bellCleared
+	return e
+}
+
+// start puts the engine on its loop.
+func (e *engine) start() {
+	fault := e.faultOption()
+	e.inbox = loop.NewMailbox(e.loop, inboxFrames, e.receive, e.releaseBuf, loop.Name("hca inbox"), fault)
+	e.inbox.Weigh((*frame.Buf).Segments)
+	e.loop.AddPoller(e, loop.Name("hca"), fault)
+	e.notices = loop.NewMailbox(e.loop, noticeSlots, e.onNotice, nil, loop.Name("hca events"), fault)
+}
+
+// stop takes the engine off its loop; no QP lives here any more.
+func (e *engine) stop() {
+	e.inbox.Close()
+	e.loop.RemovePoller(e)
+	e.notices.Close()
+}
+
+// faultOption reports memory faults in a handler to the engine.
+func (e *engine) faultOption() loop.Option { return loop.OnFault(e.onMemoryFault) }
+
+// onMemoryFault is called when a handler of this engine accessed memory that does not exist. If it
+// is another VM's (a frame was on its way into it), the current QP is scheduled again. If it is
+// this guest's, the device stops until a reset: its rings may be half written.
+func (e *engine) onMemoryFault(f loop.Fault) {
+	q, far := e.current, e.local.peer
+	e.current, e.local.peer = nil, nil
+	if far != nil && far.space != e.space && !e.space.Holds(f.Addr) {
+		// A copy between two VMs, and it was not this one's page. If it is nobody's any
+		// more, it went just now, and is looked up anew.
+		if far.space.Holds(f.Addr) {
+			far.onMemoryFault(loop.Fault{Addr: f.Addr, Where: f.Where})
+		}
+		f.Foreign = true
+	}
+	if f.Foreign {
+		if q != nil {
+			e.schedule(q)
+		}
+		e.wake() // for answers behind the one that was cut short
+		return
+	}
+	if !e.dev.broken.Swap(true) {
+		e.dev.up.Store(false)
+		e.dev.log.Error("the guest's memory vanished; the device stops until it is reset", "fault", f)
+	}
+}
+
+// enter begins a batch that touches guest memory. False: the device has no guest,
+// or one that is paused or whose memory vanished.
+func (e *engine) enter() (translate.Token, bool) {
+	if e.space == nil || e.frozen || e.dev.broken.Load() {
+		return 0, false
+	}
+	return e.space.Epochs().Enter(e.loop.ID()), true
+}
+
+func (e *engine) leave(t translate.Token) {
+	e.receiving, e.trainPacket = nil, nil // a fault may have cut receive short
+	e.space.Epochs().Leave(e.loop.ID(), t)
+}
+
+// Poll implements loop.Poller.
+func (e *engine) Poll(now int64) bool {
+	if !e.armed && e.qps == 0 {
+		return false
+	}
+	t, ok := e.enter()
+	if !ok {
+		return false
+	}
+	defer e.leave(t)
+	busy := false
+	if e.armed {
+		e.db.clear(e.onBellCleared) // in case that a fault has cut the last pass short
+		any, m := e.db.scan(e.onBell)
+		if !m.OK() && !m.Fault() {
+			e.dev.warn("doorbell area is gone", "engine", e.id, "miss", m)
+			e.armed = false
+		}
+		busy = any
+	}
+	if n := e.dev.cqFailures.Load(); n != e.cqSeen {
+		e.cqSeen = n
+		e.failQPs()
+	}
+	budget := pollBudget
+	if e.loop.Shared() {
+		budget = pollShared
+	}
+	for turns := 0; e.first != nil && turns < pollTurns && budget > 0; turns++ {
+		q := e.nextQP()
+		e.current = q
+		before := e.served()
+		if q.run(now, min(qpBudget, budget)) {
+			e.schedule(q)
+		}
+		e.current, e.local.peer = nil, nil
+		budget -= int(e.served()-before) + 1
+		busy = true
+	}
+	e.db.clear(e.onBellCleared)
+	return busy
+}
+
+// served is the work done for this engine's QPs so far, in units of pollBudget.
+func (e *engine) served() uint64 {
+	return e.stats.TxPackets + flushCost*e.stats.Flushed + e.stats.LocalBytes>>localShift
+}
+
+// Prepare implements loop.Poller: it sets need_wakeup, then checks for work once more.
+func (e *engine) Prepare() bool {
+	t, ok := e.enter()
+	if !ok {
+		return false // whatever is on the lists waits for thaw or the end
+	}
+	defer e.leave(t)
+	if e.first != nil || e.dev.cqFailures.Load() != e.cqSeen {
+		return true
+	}
+	if !e.armed {
+		return false
+	}
+	e.db.setWakeup(true)
+	return e.db.anySet()
+}
+
+// Resume implements loop.Poller.
+func (e *engine) Resume() {
+	if !e.armed {
+		return
+	}
+	if t, ok := e.enter(); ok {
+		defer e.leave(t)
+		e.db.setWakeup(false)
+	}
+}
+
+// freeze keeps the engine off guest memory: the front end has stopped the command queue, so
+// the VM is paused (its memory must not change) or the driver is gone (its memory is reused soon).
+func (e *engine) freeze() { e.frozen = true }
+
+// thaw ends freeze, and processes timers, doorbells and events that were missed.
+func (e *engine) thaw() {
+	e.frozen = false
+	t, ok := e.enter()
+	if !ok {
+		return
+	}
+	defer e.leave(t)
+	for i := range e.dev.qps {
+		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+			q.t.Timer(e.loop.Now())
+			e.schedule(q)
+		}
+	}
+	e.runAnswers()
+	for _, q := range e.events {
+		q.run()
+	}
+}
+
+// bellFound schedules the QP of a doorbell slot, if it lives here.
+func (e *engine) bellFound(slot int) {
+	if q := e.dev.qpAt(slot); q != nil && q.engine == e {
+		e.schedule(q)
+	}
+}
+
+// bellCleared is called when a doorbell has been cleared. It reschedules the QP if work arrived meanwhile. The doorbells of a QP that has
+// moved are still rung on its first engine, which passes them on.
+func (e *engine) bellCleared(slot int) {
+	switch q := e.dev.qpAt(slot); {
+	case q == nil:
+	case q.engine != e:
+		q.engine.postAnswer(&q.bellNode, 1)
+	case q.sq.maybeMore():
+		e.schedule(q)
+	}
+}
+
+// schedule appends q to the run list unless it is there.
+func (e *engine) schedule(q *qp) {
+	if q.scheduled || q.closed {
+		return
+	}
+	q.scheduled = true
+	q.next = nil
+	if e.last == nil {
+		e.first = q
+	} else {
+		e.last.next = q
+	}
+	e.last = q
+}
+
+func (e *engine) nextQP() *qp {
+	q := e.first
+	e.first = q.next
+	if e.first == nil {
+		e.last = nil
+	}
+	q.next, q.scheduled = nil, false
+	return q
+}
+
+// unschedule takes q off the run list.
+func (e *engine) unschedule(q *qp) {
+	if !q.scheduled {
+		return
+	}
+	var prev *qp
+	for x := e.first; x != nil; prev, x = x, x.next {
+		if x != q {
+			continue
+		}
+		if prev == nil {
+			e.first = q.next
+		} else {
+			prev.next = q.next
+		}
+		if e.last == q {
+			e.last = prev
+		}
+		break
+	}
+	q.next, q.scheduled = nil, false
+}
+
+// failQPs sends the QPs of failed CQs to the error state. It walks all QPs of the
+// engine; a CQ fails once, and costs its VM as much as its VM has QPs.
+func (e *engine) failQPs() {
+	for i := range e.dev.qps {
+		if q := e.dev.qps[i].Load(); q != nil && q.engine == e && (q.scq.failed.Load() || q.rcq.failed.Load()) {
+			q.fail("its completion queue failed")
+		}
+	}
+}
+
+// postAnswer queues the answer to a fault for the engine; any thread.
+func (e *engine) postAnswer(n *eventNode, bit uint32) {
+	if e.answers.push(n, bit) {
+		e.wake()
+	}
+}
+
+// runAnswers resumes operations whose faults were served; inside an epoch. Nodes stay on
+// the list until they are processed, also when a page that vanished unwinds one of them.
+func (e *engine) runAnswers() {
+	e.resume.collect(&e.answers)
+	for e.resume.first != nil {
+		n := e.resume.pop()
+		n.wake(n.unqueue())
+	}
+}
+
+// dropAnswers drops all answers: the objects that wait for them are gone.
+func (e *engine) dropAnswers() {
+	e.resume.collect(&e.answers)
+	for e.resume.first != nil {
+		e.resume.pop().unqueue()
+	}
+}
+
+// wake makes the engine process its event queues and answers, from any thread.
+func (e *engine) wake() {
+	if !e.noticePending.Swap(true) {
+		e.notices.Put(struct{}{})
+	}
+}
+
+// onNotice resumes operations whose faults were served, and serves the event
+// queues of the engine.
+func (e *engine) onNotice(struct{}) {
+	e.noticePending.Store(false)
+	t, ok := e.enter()
+	if !ok {
+		return
+	}
+	defer e.leave(t)
+	e.runAnswers()
+	for _, q := range e.events {
+		if q.waiting.first != nil || q.pending() {
+			q.run()
+		}
+	}
+}
+
+// receive handles a frame from the inbox.
+func (e *engine) receive(b *frame.Buf) {
+	t, ok := e.enter()
+	if !ok {
+		return
+	}
+	defer e.leave(t)
+	if b.Offload.GSOSize != 0 {
+		e.receiveTrain(b)
+	} else {
+		e.receiveFrame(b, nil)
+	}
+	e.packet = wire.RoCE{} // no reference to the buffer outlives the call
+}
+
+// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put in front of them, over what
+// has been received already: nobody else reads the frame, or it is copied.
+func (e *engine) receiveTrain(b *frame.Buf) {
+	if b.Shared() {
+		c := e.dev.cfg.Pool.GetFor(b.Len())
+		if c == nil {
+			e.inboxFull.Add(uint64(b.Segments()))
+			return
+		}
+		defer c.Free()
+		c.Append(b.Bytes())
+		c.Offload = b.Offload
+		b = c
+	}
+	f, head, size := b.Bytes(), int(b.Offload.Payload), int(b.Offload.GSOSize)
+	n := copy(e.trainHeaders[:], f[:head])
+	for at := head; at+size <= len(f); at += size {
+		p := f[at-head : at+size : at+size]
+		copy(p, e.trainHeaders[:n])
+		e.receiveFrame(b, p)
+	}
+}
+
+// receiveFrame handles a frame, which is b or, of a train, single.
+func (e *engine) receiveFrame(b *frame.Buf, single []byte) {
+	frame := single
+	if single == nil {
+		frame = b.Bytes()
+	}
+	p := &e.packet
+	if err := wire.ParseRoCE(frame, p); err != nil {
+		e.dev.rejected[rejectHeader].Add(1)
+		return
+	}
+	if !wire.CheckICRC(frame, p) {
+		e.dev.rejected[rejectICRC].Add(1)
+		return
+	}
+	e.receiving, e.trainPacket = b, single
+	e.dispatch(p)
+	e.receiving, e.trainPacket = nil, nil
+}
+
+// statistics adds the engine's counters to s.
+func (e *engine) statistics(s *abi.Stats) {
+	r := &e.stats
+	for _, x := range []struct {
+		i abi.Stat
+		n uint64
+	}{
+		{abi.StatTxPackets, r.TxPackets}, {abi.StatTxBytes, r.TxBytes}, {abi.StatRxPackets, r.RxPackets},
+		{abi.StatRxBytes, r.RxBytes}, {abi.StatTxAcks, r.TxAcks}, {abi.StatTxNaks, r.TxNaks}, {abi.StatTxRNR, r.TxRNR},
+		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
+		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates},
+		{abi.StatRxDropped, r.RxDropped + e.keptDrops + e.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
+		{abi.StatGuestFaults, e.guestFaults}, {abi.StatHostFaults, e.hostFaults},
+		{abi.StatFaultDrops, r.FaultDrops + e.keptDrops},
+	} {
+		s.Value[x.i] += x.n
+	}
+}

@@ -150,3 +150,59 @@ func queryStats(c *cmd) error {
 	s.Encode(c.reply(abi.SizeStats))
 	return nil
 }
+
+// resolveGID is RESOLVE.
+func resolveGID(c *cmd) error {
+	var r abi.Resolve
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	g, ok := c.d.gids.get(int(r.SGIDIndex))
+	switch {
+	case !ok:
+		return refuse(abi.StatusInvalid, "sgid_index %d is not set", r.SGIDIndex)
+	case r.DGID == [16]byte{} || isMulticast(&r.DGID):
+		return refuse(abi.StatusInvalid, "GID %x is not a unicast GID", r.DGID)
+	case isV4(&g.addr) != isV4(&r.DGID):
+		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", r.SGIDIndex)
+	}
+	var resp abi.ResolveResp
+	if port := c.d.port.Load(); c.d.hasAddress(r.DGID, g.vlan) {
+		resp.MAC = c.d.cfg.MAC
+	} else if port != nil {
+		if mac, known := (*port).Owner(r.DGID, networkVLAN(g.vlan)); known {
+			resp.MAC = mac
+		} else {
+			l := c.d.engines[0].loop
+			l.Do(func() { c.d.sendRequest(l, *port, g, &r.DGID) })
+		}
+	}
+	resp.Encode(c.reply(abi.SizeResolveResp))
+	return nil
+}
+
+// odpUD is what UD pages on demand (ODP-2, ODP-7). On UC and UD what arrives for
+// absent memory is lost until it is there (PF-11).
+const odpUD = abi.ODPSend | abi.ODPRecv | abi.ODPSRQRecv
+
+// attr is QUERY_DEVICE's answer.
+func (d *Device) attr() abi.DeviceAttr {
+	l := &d.lim
+	return abi.DeviceAttr{
+		NodeGUID: eui64(d.cfg.MAC), MaxMRSize: l.MRSize, MaxQP: uint32(l.QPs), MaxQPWR: uint32(l.QPWRs - 1),
+		MaxSGE: uint32(l.SGEs), MaxInline: uint32(l.Inline), MaxCQ: uint32(l.CQs), MaxCQE: uint32(l.CQEs - 1),
+		MaxMR: uint32(l.MRs), MaxPD: uint32(l.PDs), MaxSRQ: uint32(l.SRQs), MaxSRQWR: uint32(l.SRQWRs - 1),
+		MaxSRQSGE: uint32(l.SRQSGEs), MaxAH: uint32(l.AHs), MaxGID: uint32(l.GIDs), MaxQPRdAtom: uint32(l.RdAtomic),
+		MaxQPInitRdAtom: uint32(l.RdAtomic), MaxMcastGrp: uint32(l.McastGroups), MaxMcastQPAttach: uint32(l.McastMembers),
+		MaxMTT: l.MTTs,
+		Caps: abi.CapAtomic | abi.CapAtomicWrite | abi.CapFlushGlobal | abi.CapSRQ | abi.CapUC | abi.CapMcast | abi.CapRoCEv1 | abi.CapResizeCQ |
+			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW,
+		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
+		MaxMW: uint32(l.MRs), MaxFastReg: abi.MaxFastReg,
+	}
+}
+
+// eui64 makes the node GUID from the MAC (RFC 4291, appendix A).
+func eui64(mac [6]byte) [8]byte {
+	return [8]byte{mac[0] ^ 2, mac[1], mac[2], 0xff, 0xfe, mac[3], mac[4], mac[5]}
+}

@@ -3,8 +3,6 @@ package hca
 import (
 	"errors"
 	"fmt"
-
-	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // ErrConfig is wrapped by every complaint of New about its Config.
@@ -98,30 +96,4 @@ func (l *Limits) complete() error {
 		return fmt.Errorf("%w: limit MRSize is %d (at most 2^56), MTTs is %d (at most 2^32)", ErrConfig, l.MRSize, l.MTTs)
 	}
 	return nil
-}
-
-// odpUD is what UD pages on demand (ODP-2, ODP-7). On UC and UD what arrives for
-// absent memory is lost until it is there (PF-11).
-const odpUD = abi.ODPSend | abi.ODPRecv | abi.ODPSRQRecv
-
-// attr is QUERY_DEVICE's answer.
-func (d *Device) attr() abi.DeviceAttr {
-	l := &d.lim
-	return abi.DeviceAttr{
-		NodeGUID: eui64(d.cfg.MAC), MaxMRSize: l.MRSize, MaxQP: uint32(l.QPs), MaxQPWR: uint32(l.QPWRs - 1),
-		MaxSGE: uint32(l.SGEs), MaxInline: uint32(l.Inline), MaxCQ: uint32(l.CQs), MaxCQE: uint32(l.CQEs - 1),
-		MaxMR: uint32(l.MRs), MaxPD: uint32(l.PDs), MaxSRQ: uint32(l.SRQs), MaxSRQWR: uint32(l.SRQWRs - 1),
-		MaxSRQSGE: uint32(l.SRQSGEs), MaxAH: uint32(l.AHs), MaxGID: uint32(l.GIDs), MaxQPRdAtom: uint32(l.RdAtomic),
-		MaxQPInitRdAtom: uint32(l.RdAtomic), MaxMcastGrp: uint32(l.McastGroups), MaxMcastQPAttach: uint32(l.McastMembers),
-		MaxMTT: l.MTTs,
-		Caps: abi.CapAtomic | abi.CapAtomicWrite | abi.CapFlushGlobal | abi.CapSRQ | abi.CapUC | abi.CapMcast | abi.CapRoCEv1 | abi.CapResizeCQ |
-			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW,
-		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
-		MaxMW: uint32(l.MRs), MaxFastReg: abi.MaxFastReg,
-	}
-}
-
-// eui64 makes the node GUID from the MAC (RFC 4291, appendix A).
-func eui64(mac [6]byte) [8]byte {
-	return [8]byte{mac[0] ^ 2, mac[1], mac[2], 0xff, 0xfe, mac[3], mac[4], mac[5]}
 }

@@ -75,33 +75,3 @@ func (q *qp) drainDone(now int64) bool {
 	q.engine.current = q // whose turn it still is
 	return !q.draining
 }
-
-func createMW(c *cmd) error {
-	var r abi.CreateMW
-	if err := r.Decode(c.in); err != nil {
-		return err
-	}
-	p, err := c.t.pd(r.PDN)
-	switch {
-	case err != nil:
-		return err
-	case r.Type != uint32(translate.Window1) && r.Type != uint32(translate.Window2):
-		return refuse(abi.StatusInvalid, "memory window of type %d, must be 1 or 2", r.Type)
-	}
-	key, err := c.d.vm.CreateDynamic(translate.Kind(r.Type), translate.PD(r.PDN), 0)
-	if err != nil {
-		return memoryError(err)
-	}
-	p.refs++
-	c.t.mws[uint32(key)] = r.PDN
-	(&abi.Handle{Handle: uint32(key)}).Encode(c.reply(abi.SizeHandle))
-	return nil
-}
-
-func destroyMW(c *cmd) error {
-	h, err := c.handle()
-	if err != nil {
-		return err
-	}
-	return c.destroyKey(c.t.mws, "memory window", h)
-}

@@ -5,42 +5,11 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
 // Address resolution for drivers that have no network stack beside them: host applications (PF-4). The device asks
 // for others by ARP and ND (RESOLVE), and as the network face of its port answers for its own GIDs. What others say the
 // switch notes, so nothing is kept here.
-
-// resolveGID is RESOLVE.
-func resolveGID(c *cmd) error {
-	var r abi.Resolve
-	if err := r.Decode(c.in); err != nil {
-		return err
-	}
-	g, ok := c.d.gids.get(int(r.SGIDIndex))
-	switch {
-	case !ok:
-		return refuse(abi.StatusInvalid, "sgid_index %d is not set", r.SGIDIndex)
-	case r.DGID == [16]byte{} || isMulticast(&r.DGID):
-		return refuse(abi.StatusInvalid, "GID %x is not a unicast GID", r.DGID)
-	case isV4(&g.addr) != isV4(&r.DGID):
-		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", r.SGIDIndex)
-	}
-	var resp abi.ResolveResp
-	if port := c.d.port.Load(); c.d.hasAddress(r.DGID, g.vlan) {
-		resp.MAC = c.d.cfg.MAC
-	} else if port != nil {
-		if mac, known := (*port).Owner(r.DGID, networkVLAN(g.vlan)); known {
-			resp.MAC = mac
-		} else {
-			l := c.d.engines[0].loop
-			l.Do(func() { c.d.sendRequest(l, *port, g, &r.DGID) })
-		}
-	}
-	resp.Encode(c.reply(abi.SizeResolveResp))
-	return nil
-}
 
 // sendRequest sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
 func (d *Device) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {

@@ -183,3 +183,61 @@ func (d *Device) transmit(q *qp, b *frame.Buf) {
 	}
 	(*port).InputHCA(l, b)
 }
+
+// receive handles a frame from the inbox.
+func (e *engine) receive(b *frame.Buf) {
+	t, ok := e.enter()
+	if !ok {
+		return
+	}
+	defer e.leave(t)
+	if b.Offload.GSOSize != 0 {
+		e.receiveTrain(b)
+	} else {
+		e.receiveFrame(b, nil)
+	}
+	e.packet = wire.RoCE{} // no reference to the buffer outlives the call
+}
+
+// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put in front of them, over what
+// has been received already: nobody else reads the frame, or it is copied.
+func (e *engine) receiveTrain(b *frame.Buf) {
+	if b.Shared() {
+		c := e.dev.cfg.Pool.GetFor(b.Len())
+		if c == nil {
+			e.inboxFull.Add(uint64(b.Segments()))
+			return
+		}
+		defer c.Free()
+		c.Append(b.Bytes())
+		c.Offload = b.Offload
+		b = c
+	}
+	f, head, size := b.Bytes(), int(b.Offload.Payload), int(b.Offload.GSOSize)
+	n := copy(e.trainHeaders[:], f[:head])
+	for at := head; at+size <= len(f); at += size {
+		p := f[at-head : at+size : at+size]
+		copy(p, e.trainHeaders[:n])
+		e.receiveFrame(b, p)
+	}
+}
+
+// receiveFrame handles a frame, which is b or, of a train, single.
+func (e *engine) receiveFrame(b *frame.Buf, single []byte) {
+	frame := single
+	if single == nil {
+		frame = b.Bytes()
+	}
+	p := &e.packet
+	if err := wire.ParseRoCE(frame, p); err != nil {
+		e.dev.rejected[rejectHeader].Add(1)
+		return
+	}
+	if !wire.CheckICRC(frame, p) {
+		e.dev.rejected[rejectICRC].Add(1)
+		return
+	}
+	e.receiving, e.trainPacket = b, single
+	e.dispatch(p)
+	e.receiving, e.trainPacket = nil, nil
+}

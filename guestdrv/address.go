@@ -13,7 +13,7 @@ import (
 // GID is a port address, in network order.
 type GID [16]byte
 
-// IPGID is the GID of an IP address as RoCEv2 forms it: IPv6 as it is, IPv4 mapped (annex A17.4.5).
+// IPGID returns the GID of an IP address in RoCEv2: IPv6 unchanged, IPv4 mapped into IPv6 (IBTA A17.4.5).
 func IPGID(a netip.Addr) GID { return a.As16() }
 
 // GIDOptions of SetGID; the zero value is untagged RoCEv2.
@@ -22,8 +22,8 @@ type GIDOptions struct {
 	VLAN   uint16 // 1..4094; 0: untagged
 }
 
-// SetGID writes an entry of the GID table, 0..Attr().MaxGID-1.
-func (d *Device) SetGID(index int, gid GID, o GIDOptions) error {
+// SetGID writes entry index, 0..DeviceAttr.MaxGID-1, of the GID table.
+func (d *Device) SetGID(ctx context.Context, index int, gid GID, o GIDOptions) error {
 	if index < 0 || int64(index) >= int64(d.attr.MaxGID) {
 		return invalid("GID index %d, expected 0..%d", index, int64(d.attr.MaxGID)-1)
 	}
@@ -31,12 +31,12 @@ func (d *Device) SetGID(index int, gid GID, o GIDOptions) error {
 	if o.RoCEv1 {
 		req.Type = abi.GIDRoCEv1
 	}
-	return d.do(abi.CmdSetGID, &req, abi.SizeSetGID, nil)
+	return d.do(ctx, abi.CmdSetGID, &req, abi.SizeSetGID, nil)
 }
 
-// ClearGID empties an entry of the GID table.
-func (d *Device) ClearGID(index int) error {
-	return d.do(abi.CmdClearGID, &abi.ClearGID{Index: uint16(index)}, abi.SizeClearGID, nil)
+// ClearGID clears an entry of the GID table.
+func (d *Device) ClearGID(ctx context.Context, index int) error {
+	return d.do(ctx, abi.CmdClearGID, &abi.ClearGID{Index: uint16(index)}, abi.SizeClearGID, nil)
 }
 
 func vlanID(v uint16) uint16 {
@@ -46,25 +46,43 @@ func vlanID(v uint16) uint16 {
 	return v
 }
 
-// Path says how to reach a port. MAC is that of the GID's holder, see Resolve.
+// Path describes how to reach a port. See Device.Resolve.
 type Path struct {
 	GID          GID
-	MAC          [6]byte
-	SGIDIndex    uint16
-	VLAN         uint16 // that of the source GID; 0: untagged
+	MAC          [6]byte // of the port with that GID
+	SGIDIndex    uint16  // source: entry of the GID table
+	VLAN         uint16  // of the source GID; 0: untagged
 	TrafficClass uint8
 	HopLimit     uint8 // 0 means 64
 	FlowLabel    uint32
 	SL           uint8
 }
 
-// Resolve finds the path from the GID at sgidIndex to the holder of gid, asking the tenant's network (ARP, ND) until somebody
-// answers or ctx ends.
+func (p *Path) av() abi.AV {
+	return abi.AV{
+		DGID: p.GID, DMAC: p.MAC, SGIDIndex: p.SGIDIndex, VLANID: vlanID(p.VLAN), TrafficClass: p.TrafficClass,
+		HopLimit: p.hopLimit(), FlowLabel: p.FlowLabel, SL: p.SL,
+	}
+}
+
+func pathOf(a *abi.AV) Path {
+	p := Path{
+		GID: a.DGID, MAC: a.DMAC, SGIDIndex: a.SGIDIndex, VLAN: a.VLANID, TrafficClass: a.TrafficClass,
+		HopLimit: a.HopLimit, FlowLabel: a.FlowLabel, SL: a.SL,
+	}
+	if p.VLAN == abi.NoVLAN {
+		p.VLAN = 0
+	}
+	return p
+}
+
+// Resolve returns the path from the GID at sgidIndex to the port with the GID gid. vnicd sends ARP or ND requests into the
+// tenant's network, again and again until a host answers or ctx ends.
 func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, error) {
 	req := abi.Resolve{DGID: gid, SGIDIndex: sgidIndex}
-	for wait := firstAsk; ; wait = min(2*wait, lastAsk) {
+	for wait := firstRetry; ; wait = min(2*wait, lastRetry) {
 		var resp abi.ResolveResp
-		if err := d.do(abi.CmdResolve, &req, abi.SizeResolve, &resp); err != nil {
+		if err := d.do(ctx, abi.CmdResolve, &req, abi.SizeResolve, &resp); err != nil {
 			return Path{}, err
 		}
 		if resp.MAC != ([6]byte{}) {
@@ -73,13 +91,14 @@ func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, 
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
-			return Path{}, fmt.Errorf("nobody in the network has the address %v: %w", netip.AddrFrom16(gid).Unmap(), ctx.Err())
+			return Path{}, fmt.Errorf("no host in the network has the address %v: %w", netip.AddrFrom16(gid).Unmap(), ctx.Err())
 		}
 	}
 }
 
-// Between two looks for an answer, each of which asks again. A second is what RFC 1122, 2.3.2.1 permits.
-const firstAsk, lastAsk = 2 * time.Millisecond, time.Second
+// The interval between two RESOLVE commands, each of which sends a request, doubles from the first value to the last.
+// RFC 1122, 2.3.2.1 recommends at most one request per second.
+const firstRetry, lastRetry = 2 * time.Millisecond, time.Second
 
 func (p *Path) hopLimit() uint8 {
 	if p.HopLimit == 0 {
@@ -95,7 +114,7 @@ type ahTable struct {
 	free []uint32
 }
 
-func (d *Device) setupAHs() error {
+func (d *Device) setupAHs(ctx context.Context) error {
 	n := min(d.cfg.AHEntries, int(min(d.attr.MaxAH, 1<<20)))
 	if n < 2 {
 		return nil
@@ -106,7 +125,7 @@ func (d *Device) setupAHs() error {
 	}
 	pas := buf.pagePAs()
 	req := abi.SetAHTable{NumEntries: uint32(n), NPages: uint32(len(pas))}
-	if err := d.do(abi.CmdSetAHTable, &req, abi.SizeSetAHTable, nil, pas...); err != nil {
+	if err := d.do(ctx, abi.CmdSetAHTable, &req, abi.SizeSetAHTable, nil, pas...); err != nil {
 		return err
 	}
 	d.ahs.buf = buf
@@ -116,13 +135,15 @@ func (d *Device) setupAHs() error {
 	return nil
 }
 
-// AH is an address handle, for UD requests.
+// AH is an address handle, the path of UD requests.
 type AH struct {
-	d   *Device
-	num uint32
+	d      *Device
+	num    uint32
+	closed bool // guarded by ahTable.mu
 }
 
-// CreateAH makes an address handle. It fails with ErrNoMemory if the table (Config.AHEntries) is full.
+// CreateAH makes an address handle. It issues no command, so it does not wait. It fails with ErrNoMemory if the table
+// (Config.AHEntries) is full.
 func (p *PD) CreateAH(path Path) (*AH, error) {
 	if err := p.d.users.enter(); err != nil {
 		return nil, err
@@ -137,37 +158,41 @@ func (p *PD) CreateAH(path Path) (*AH, error) {
 	n := t.free[len(t.free)-1]
 	t.free = t.free[:len(t.free)-1]
 	e := abi.AH{
-		PDN: p.num, DGID: path.GID, DMAC: path.MAC, SGIDIndex: path.SGIDIndex, VLANID: vlanID(path.VLAN),
+		PDN: p.handle, DGID: path.GID, DMAC: path.MAC, SGIDIndex: path.SGIDIndex, VLANID: vlanID(path.VLAN),
 		TrafficClass: path.TrafficClass, HopLimit: path.hopLimit(), FlowLabel: path.FlowLabel, SL: path.SL,
 	}
 	b := t.buf.data[n*abi.SizeAH:][:abi.SizeAH]
 	e.Encode(b)
 	atomic32(b, 0).Store(1) // valid: written last
-	return &AH{p.d, n}, nil
+	return &AH{d: p.d, num: n}, nil
 }
 
-// Number is the handle's entry in the table.
+// Number returns the handle's index in the table.
 func (a *AH) Number() uint32 { return a.num }
 
-// Destroy frees the handle. Requests that name it must have completed.
-func (a *AH) Destroy() {
+// Close releases the handle. Requests that use it must have completed. It always returns nil.
+func (a *AH) Close() error {
 	if a.d.users.enter() != nil {
-		return // the table is gone
+		return nil // Device.Close has released the table
 	}
 	defer a.d.users.leave()
 	t := &a.d.ahs
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	atomic32(t.buf.data, int(a.num)*abi.SizeAH).Store(0)
-	t.free = append(t.free, a.num)
+	if !a.closed {
+		a.closed = true
+		atomic32(t.buf.data, int(a.num)*abi.SizeAH).Store(0)
+		t.free = append(t.free, a.num)
+	}
+	return nil
 }
 
 // AttachMulticast makes a UD QP a member of a multicast group.
-func (q *QP) AttachMulticast(gid GID) error {
-	return q.d.do(abi.CmdAttachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
+func (q *QP) AttachMulticast(ctx context.Context, gid GID) error {
+	return q.d.do(ctx, abi.CmdAttachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
 }
 
 // DetachMulticast ends the membership.
-func (q *QP) DetachMulticast(gid GID) error {
-	return q.d.do(abi.CmdDetachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
+func (q *QP) DetachMulticast(ctx context.Context, gid GID) error {
+	return q.d.do(ctx, abi.CmdDetachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
 }

@@ -77,9 +77,9 @@ func newSparseArena(tb testing.TB, h *host, base uint64, pages, frames, stride i
 }
 
 // register makes the arena's region, an explicit one that covers it.
-func (a *arena) register(access uint32) *arena {
+func (a *arena) register(access guestdrv.Access) *arena {
 	a.tb.Helper()
-	mr, err := a.h.pd.RegisterOnDemand(a.base, uint64(len(a.pages)*page), access, a)
+	mr, err := a.h.pd.RegisterOnDemand(bg, a.base, uint64(len(a.pages)*page), access, a)
 	if err != nil {
 		a.tb.Fatal(err)
 	}
@@ -176,7 +176,7 @@ func (a *arena) evictLocked(n int) {
 		}
 	}
 	a.mu.Unlock()
-	err := mr.Invalidate(a.va(n*page), page)
+	err := mr.Invalidate(bg, a.va(n*page), page)
 	a.mu.Lock()
 	if err == nil { // else the device is gone, or still has the page: the frame stays away
 		if p.store == nil {
@@ -312,12 +312,12 @@ func (a *arena) expect(off int, want []byte, what string) {
 // warm makes frames present on the host, by having the device touch them.
 func (a *arena) warm(x *end) {
 	a.tb.Helper()
-	mr, err := a.h.pd.Register(a.frames, allAccess)
+	mr, err := a.h.pd.Register(bg, a.frames, allAccess)
 	if err != nil {
 		a.tb.Fatal(err)
 	}
 	touch(a.tb, x, mr)
-	if err := mr.Deregister(); err != nil {
+	if err := mr.Close(); err != nil {
 		a.tb.Fatal(err)
 	}
 }

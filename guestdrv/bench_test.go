@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -20,12 +19,12 @@ func benchRig(b *testing.B, vxlan bool) (x, y *end) {
 }
 
 // pollSome spins until there are completions and checks them.
-func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []abi.WC) int {
+func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []guestdrv.Completion) int {
 	for {
 		if n := cq.Poll(wcs); n > 0 {
 			for i := range n {
-				if wcs[i].Status != abi.WCSuccess {
-					b.Fatalf("completion %+v (%s)", wcs[i], abi.WCStatusString(wcs[i].Status))
+				if wcs[i].Status != guestdrv.WCSuccess {
+					b.Fatalf("completion %+v (%s)", wcs[i], wcs[i].Status)
 				}
 			}
 			return n
@@ -44,9 +43,9 @@ func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
 		b.Run(fmt.Sprint(size), func(b *testing.B) {
 			x, y := benchRig(b, vxlan)
 			_, smr := x.h.region(b, size, 0)
-			dst, dmr := y.h.region(b, size, allAccess)
-			wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
-			wcs := make([]abi.WC, 16)
+			_, dmr := y.h.region(b, size, allAccess)
+			wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, size)).With(guestdrv.SendSignaled)
+			wcs := make([]guestdrv.Completion, 16)
 			flying := 0
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
@@ -54,7 +53,7 @@ func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
 				if flying == 16 {
 					flying -= pollSome(b, x.scq, wcs)
 				}
-				if err := x.qp.PostSend(&wr); err != nil {
+				if err := x.qp.PostSend(wr); err != nil {
 					b.Fatal(err)
 				}
 				flying++
@@ -70,9 +69,9 @@ func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
 func BenchmarkWriteRate(b *testing.B) {
 	x, y := benchRig(b, false)
 	_, smr := x.h.region(b, 4096, 0)
-	dst, dmr := y.h.region(b, 4096, allAccess)
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()}
-	wcs := make([]abi.WC, 16)
+	_, dmr := y.h.region(b, 4096, allAccess)
+	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
+	wcs := make([]guestdrv.Completion, 16)
 	const batch, most = 32, 4
 	i, flying := 0, 0
 	b.ReportAllocs()
@@ -80,13 +79,13 @@ func BenchmarkWriteRate(b *testing.B) {
 		i++
 		wr.Flags = 0
 		if i%batch == 0 {
-			wr.Flags = abi.SendSignaled
+			wr.Flags = guestdrv.SendSignaled
 			if flying == most {
 				flying -= pollSome(b, x.scq, wcs)
 			}
 			flying++
 		}
-		if err := x.qp.QueueSend(&wr); err != nil {
+		if err := x.qp.QueueSend(wr); err != nil {
 			b.Fatal(err)
 		}
 		if i%batch == 0 {
@@ -104,10 +103,12 @@ func BenchmarkWriteLatency(b *testing.B) {
 	x, y := benchRig(b, false)
 	xb, xm := x.h.region(b, 4096, allAccess)
 	yb, ym := y.h.region(b, 4096, allAccess)
-	to := func(e *end, mr *guestdrv.MR, far *guestdrv.Buffer, key *guestdrv.MR) guestdrv.SendWR {
-		return guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8), RemoteAddr: far.Addr(), RKey: key.RKey()}
+	to := func(far *guestdrv.MR) *guestdrv.SendWR {
+		wr := guestdrv.NewWrite(0, far.Remote(0))
+		wr.Inline = make([]byte, 8)
+		return wr
 	}
-	xw, yw := to(x, xm, yb, ym), to(y, ym, xb, xm)
+	xw, yw := to(ym), to(xm)
 	bounce := func(e *end, wr *guestdrv.SendWR, seen func() uint64, n uint64) {
 		le.PutUint64(wr.Inline, n)
 		if err := e.qp.PostSend(wr); err != nil {
@@ -121,9 +122,9 @@ func BenchmarkWriteLatency(b *testing.B) {
 	for b.Loop() {
 		n++
 		if n%2 == 1 {
-			bounce(x, &xw, func() uint64 { return yb.Load64(0) }, n)
+			bounce(x, xw, func() uint64 { return yb.Load64(0) }, n)
 		} else {
-			bounce(y, &yw, func() uint64 { return xb.Load64(0) }, n)
+			bounce(y, yw, func() uint64 { return xb.Load64(0) }, n)
 		}
 	}
 }
@@ -134,14 +135,46 @@ func BenchmarkDatapathCalls(b *testing.B) {
 	r := newRig(b, rigConfig{hosts: 1})
 	e := r.hosts[0].end(b, qpDefaults(), 0)
 	_, mr := r.hosts[0].region(b, 4096, allAccess)
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{mr.SGE(0, 8)}}
-	wcs := make([]abi.WC, 4)
+	wr := guestdrv.NewWrite(0, guestdrv.Remote{}, mr.SGE(0, 8))
+	wcs := make([]guestdrv.Completion, 4)
 	b.ReportAllocs()
 	for b.Loop() {
 		e.qp.SendIndices(0, 0)
-		if err := e.qp.QueueSend(&wr); err != nil {
+		if err := e.qp.QueueSend(wr); err != nil {
 			b.Fatal(err)
 		}
 		e.scq.Poll(wcs)
+	}
+}
+
+// TestPostingAllocates: posting a request, made in place or reused, and polling must not allocate (PF-4).
+func TestPostingAllocates(t *testing.T) {
+	if allocsAllowed > 0 {
+		t.Skip("the race detector disables inlining of the constructors")
+	}
+	r := newRig(t, rigConfig{hosts: 1})
+	e := r.hosts[0].end(t, qpDefaults(), 0)
+	_, mr := r.hosts[0].region(t, 4096, allAccess)
+	wcs := make([]guestdrv.Completion, 4)
+	reused := guestdrv.NewWrite(1, mr.Remote(0), mr.SGE(0, 8))
+	for name, post := range map[string]func() error{
+		"reused": func() error { return e.qp.QueueSend(reused) },
+		"WRITE": func() error {
+			return e.qp.QueueSend(guestdrv.NewWrite(1, mr.Remote(0), mr.SGE(0, 8)).With(guestdrv.SendSignaled))
+		},
+		"READ":      func() error { return e.qp.QueueSend(guestdrv.NewRead(1, mr.Remote(0), mr.SGE(0, 8), mr.SGE(8, 8))) },
+		"SEND":      func() error { return e.qp.QueueSend(guestdrv.NewSend(1, mr.SGE(0, 8))) },
+		"FETCH_ADD": func() error { return e.qp.QueueSend(guestdrv.NewFetchAdd(1, mr.Remote(0), 1, mr.SGE(0, 8))) },
+		"poll":      func() error { e.scq.Poll(wcs); return nil },
+	} {
+		n := testing.AllocsPerRun(100, func() {
+			e.qp.SendIndices(0, 0)
+			if err := post(); err != nil {
+				t.Error(err)
+			}
+		})
+		if n != 0 {
+			t.Errorf("%s: %v allocations", name, n)
+		}
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -47,14 +46,14 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		t.Fatal(err)
 	}
 	for range rounds {
-		dmr, err := hb.pd.Register(dst, allAccess)
+		dmr, err := hb.pd.Register(bg, dst, allAccess)
 		if err != nil {
 			t.Fatal(err)
 		}
 		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 8, RetryCnt: 3})
 		const n = 10
 		for i := range n {
-			a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 100000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 100000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		}
 		if rng.IntN(2) == 0 {
 			await(t, a.scq, 1+rng.IntN(3))
@@ -63,7 +62,7 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		kill := func() {
 			if !dead {
 				dead = true
-				if err := b.qp.Destroy(); err != nil {
+				if err := b.qp.Close(); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -71,24 +70,24 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		if rng.IntN(2) == 0 {
 			kill()
 		}
-		if err := dmr.Deregister(); err != nil {
+		if err := dmr.Close(); err != nil {
 			t.Fatal(err)
 		}
 		clear(dst.Bytes())
 		if rng.IntN(2) == 0 {
 			// Every request ends, one way or another; the queue is then empty.
 			for a.qp.Outstanding() > 0 {
-				if wc := await(t, a.scq, 1)[0]; wc.Status != abi.WCSuccess && wc.Status != abi.WCRemAccessErr && wc.Status != abi.WCRetryExcErr && wc.Status != abi.WCWRFlushErr {
-					t.Fatalf("completion %+v (%s)", wc, abi.WCStatusString(wc.Status))
+				if wc := await(t, a.scq, 1)[0]; wc.Status != guestdrv.WCSuccess && wc.Status != guestdrv.WCRemAccessErr && wc.Status != guestdrv.WCRetryExcErr && wc.Status != guestdrv.WCWRFlushErr {
+					t.Fatalf("completion %+v (%s)", wc, wc.Status)
 				}
 			}
 		}
-		if err := a.qp.Destroy(); err != nil {
+		if err := a.qp.Close(); err != nil {
 			t.Fatal(err)
 		}
 		kill()
 		for _, cq := range []*guestdrv.CQ{a.scq, a.rcq, b.scq, b.rcq} {
-			if err := cq.Destroy(); err != nil {
+			if err := cq.Close(); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -113,46 +112,46 @@ func TestLimits(t *testing.T) {
 		make func() (destroyer, error)
 	}{
 		{"PD", func() (destroyer, error) {
-			x, err := h.AllocPD()
+			x, err := h.AllocPD(bg)
 			if err != nil {
 				return nil, err
 			}
-			return x.Destroy, nil
+			return x.Close, nil
 		}},
 		{"CQ", func() (destroyer, error) {
-			x, err := h.CreateCQ(1, guestdrv.CQOptions{})
+			x, err := h.CreateCQ(bg, 1, guestdrv.CQOptions{})
 			if err != nil {
 				return nil, err
 			}
-			return x.Destroy, nil
+			return x.Close, nil
 		}},
 		{"QP", func() (destroyer, error) {
-			x, err := h.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq})
+			x, err := h.pd.CreateQP(bg, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq})
 			if err != nil {
 				return nil, err
 			}
-			return x.Destroy, nil
+			return x.Close, nil
 		}},
 		{"MR", func() (destroyer, error) {
-			x, err := h.pd.Register(buf, 0)
+			x, err := h.pd.Register(bg, buf, 0)
 			if err != nil {
 				return nil, err
 			}
-			return x.Deregister, nil
+			return x.Close, nil
 		}},
 		{"SRQ", func() (destroyer, error) {
-			x, err := h.pd.CreateSRQ(guestdrv.SRQConfig{MaxWR: 1})
+			x, err := h.pd.CreateSRQ(bg, guestdrv.SRQConfig{MaxWR: 1})
 			if err != nil {
 				return nil, err
 			}
-			return x.Destroy, nil
+			return x.Close, nil
 		}},
 	} {
 		var all []destroyer
 		for range 4 {
 			d, err := tc.make()
 			if err != nil {
-				if !errors.Is(err, abi.StatusNoMemory) {
+				if !errors.Is(err, guestdrv.StatusNoMemory) {
 					t.Errorf("%s beyond the limit: %v", tc.name, err)
 				}
 				break

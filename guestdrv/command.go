@@ -1,6 +1,7 @@
 package guestdrv
 
 import (
+	"context"
 	"fmt"
 	"sync"
 	"time"
@@ -10,17 +11,21 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// commander issues commands: up to cmdSlots at once, each with a request and a
-// response buffer of its own. The device begins them in the order of submission
-// and answers in any. A goroutine waits for answers while somebody wants one; those that
-// nobody waits for (post) are taken at the next occasion, without an interrupt.
+// commander issues commands: at most cmdSlots at once, each with its own request and response buffer. The device begins
+// commands in the order of submission and answers them in any order.
+//
+// A slot belongs to its caller from slot() until the answer is taken. A caller that stops waiting abandons the slot: the
+// slot stays with the device, and reapLocked returns it to the free slots when the answer arrives. Posted commands are
+// abandoned from the beginning.
+//
+// Interrupts are enabled only while awaited is not zero. Answers to posted commands wait for the next reap.
 type commander struct {
 	mu      sync.Mutex
 	q       *frontend.Queue // guarded by mu, but for Await
+	awaited int             // callers that wait for an answer or a free slot, and late answers; guarded by mu
 	d       *Device
-	awaited int           // answers, or free slots, that somebody waits for; guarded by mu
-	slots   chan *cmdSlot // free ones
-	pairs   chan struct{} // batches that gather their slots
+	slots   chan *cmdSlot // free slots
+	pairs   chan struct{} // limits batches that are collecting slots
 	all     [cmdSlots]*cmdSlot
 }
 
@@ -37,10 +42,14 @@ type cmdSlot struct {
 	size int         // of the request
 	done chan uint32 // bytes that the device wrote
 
-	// Of a command that nobody waits for.
-	posted  bool
-	refused func() // called if it fails, unless nil; must not block
+	abandoned bool // no caller waits; guarded by commander.mu once submitted
+	late      bool // abandoned while a caller waited: counted in commander.awaited; guarded by commander.mu
+	onLate    lateFunc
 }
+
+// lateFunc receives the answer to a command that no caller waits for. It is called with commander.mu held, so it must
+// neither block nor issue a command. The payload is only valid during the call.
+type lateFunc func(payload []byte, err error)
 
 // encoder and decoder are the two halves of the structures in package abi.
 type encoder interface{ Encode([]byte) }
@@ -75,16 +84,14 @@ func (c *commander) run() {
 	}
 }
 
-// returned tells whether there is an answer to what somebody waits for; if not, an
-// interrupt will say when to look again.
+// returned reports whether an awaited answer may have arrived. If not, an interrupt follows the next one.
 func (c *commander) returned() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.awaited > 0 && c.q.Returned()
 }
 
-// await changes the number of answers that are waited for: with the first, the device
-// is asked for interrupts, with the last to spare them.
+// await adds n to the number of awaited answers. The first enables interrupts, the last disables them.
 func (c *commander) await(n int) {
 	if n == 0 {
 		return
@@ -92,12 +99,9 @@ func (c *commander) await(n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	before := c.awaited
-	c.awaited += n
-	switch {
-	case c.awaited == 0:
-		c.q.EnableCall(false)
-	case before == 0:
-		// What has been returned already would bring no interrupt.
+	c.addAwaitedLocked(n)
+	if before == 0 {
+		// Answers that arrived while interrupts were disabled raise none.
 		for more := true; more; more = c.q.Returned() {
 			if c.reapLocked() != nil {
 				return
@@ -106,7 +110,13 @@ func (c *commander) await(n int) {
 	}
 }
 
-// reapLocked takes all answers that are there.
+func (c *commander) addAwaitedLocked(n int) {
+	if c.awaited += n; c.awaited == 0 {
+		c.q.EnableCall(false)
+	}
+}
+
+// reapLocked takes all answers that have arrived.
 func (c *commander) reapLocked() error {
 	for {
 		token, n, ok, err := c.q.Get()
@@ -118,15 +128,33 @@ func (c *commander) reapLocked() error {
 		}
 		// The queue returns a token only once per Add, so nothing here blocks.
 		s := c.all[token]
-		if !s.posted {
+		if !s.abandoned {
 			s.done <- n
 			continue
 		}
-		if err := parseResponse(s.op, s.resp.Bytes(), n, nil); err != nil && s.refused != nil {
-			s.refused()
+		if s.onLate != nil {
+			s.onLate(parseResponse(s.op, s.resp.Bytes(), n))
 		}
+		if s.late {
+			c.addAwaitedLocked(-1)
+		}
+		s.abandoned, s.late, s.onLate = false, false, nil
 		c.slots <- s
 	}
+}
+
+// abandon leaves a slot to the device, unless its answer has arrived.
+func (c *commander) abandon(s *cmdSlot) (written uint32, answered bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	select {
+	case written = <-s.done:
+		return written, true
+	default:
+	}
+	s.abandoned, s.late = true, true
+	c.addAwaitedLocked(1) // interrupts stay on until the answer arrives: it may release memory
+	return 0, false
 }
 
 // submit hands prepared slots to the device, in order.
@@ -144,9 +172,13 @@ func (c *commander) submit(slots ...*cmdSlot) error {
 }
 
 // slot waits for a free slot.
-func (c *commander) slot(op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
+func (c *commander) slot(ctx context.Context, op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
 	d := c.d
-	if err := d.closing(); err != nil {
+	err := d.closing()
+	if err == nil {
+		err = context.Cause(ctx)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%v: %w", op, err)
 	}
 	select {
@@ -159,27 +191,28 @@ func (c *commander) slot(op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
 	select {
 	case s := <-c.slots:
 		return s, nil
+	case <-ctx.Done():
+		return nil, fmt.Errorf("%v: %w", op, context.Cause(ctx))
+	case <-timeout.C:
+		timeout.Reset(0) // for later waits with the same timer
+		return nil, fmt.Errorf("%v: %w", op, ErrTimeout)
 	case <-d.ctx.Done():
 	case <-d.fe.Gone():
-	case <-timeout.C:
-		return nil, fmt.Errorf("%v: %w", op, ErrTimeout)
 	}
 	return nil, fmt.Errorf("%v: %w", op, d.closing())
 }
 
-// request is a command: fixed is encoded into size bytes, words follow it as a page
-// list.
+// request is a command: fixed is encoded into size bytes, words follow it as a list of pages.
 type request struct {
-	op    abi.Opcode
-	fixed encoder
-	size  int
-	words []uint64
-
-	refused func() // of a posted command: see cmdSlot
+	op     abi.Opcode
+	fixed  encoder
+	size   int
+	words  []uint64
+	onLate lateFunc // or nil
 }
 
-// prepare writes a request.
-func (s *cmdSlot) prepare(r *request) {
+// prepare writes a request into its slot.
+func (s *cmdSlot) prepare(r *request, posted bool) {
 	n := r.size + 8*len(r.words)
 	b := s.req.Bytes()
 	(&abi.Req{Opcode: r.op, Length: uint32(n)}).Encode(b)
@@ -187,41 +220,61 @@ func (s *cmdSlot) prepare(r *request) {
 		r.fixed.Encode(b[abi.SizeReq:])
 	}
 	abi.PutPAs(b[abi.SizeReq+r.size:], r.words)
-	s.op, s.size, s.refused = r.op, abi.SizeReq+n, r.refused
+	s.op, s.size, s.onLate, s.abandoned = r.op, abi.SizeReq+n, r.onLate, posted
 }
 
-// finish waits for the answer to a submitted slot, puts the payload into resp, if
-// that is not nil, and frees the slot.
-func (c *commander) finish(s *cmdSlot, timeout *time.Timer, resp decoder) error {
+// finish waits for the answer to a submitted slot, decodes the payload into resp unless that is nil, and frees the slot.
+// If abandoned is true the answer is outstanding and goes to the request's onLate.
+func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer, resp decoder) (abandoned bool, err error) {
 	d := c.d
+	op := s.op
+	var written uint32
+	answered := false
 	select {
-	case written := <-s.done:
-		defer func() { c.slots <- s }()
-		return parseResponse(s.op, s.resp.Bytes(), written, resp)
-	case <-d.ctx.Done():
-	case <-d.fe.Gone():
+	case written = <-s.done:
+		answered = true
+	case <-ctx.Done():
+		err = context.Cause(ctx)
 	case <-timeout.C:
-		// The slot is lost: its buffers may still be written to.
-		d.fail(ErrTimeout)
-		timeout.Reset(0) // for the next of the batch
-		return fmt.Errorf("%v: %w", s.op, ErrTimeout)
+		err = ErrTimeout
+		timeout.Reset(0) // for the next command of the batch
+	case <-d.ctx.Done():
+		return false, fmt.Errorf("%v: %w", op, d.closing())
+	case <-d.fe.Gone():
+		return false, fmt.Errorf("%v: %w", op, d.closing())
 	}
-	return fmt.Errorf("%v: %w", s.op, d.closing())
+	if !answered {
+		if written, answered = c.abandon(s); !answered {
+			return true, fmt.Errorf("%v: %w", op, err)
+		}
+	}
+	defer func() { s.onLate = nil; c.slots <- s }()
+	return false, decodeResponse(op, s.resp.Bytes(), written, resp)
 }
 
-// do issues a command and waits for its answer: fixed is encoded into size bytes,
-// words follow it as a page list. The response's payload is put into resp, if that
-// is not nil.
-func (d *Device) do(op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
-	b, err := d.begin(request{op: op, fixed: fixed, size: size, words: words})
+// call issues a command and waits for its answer, whose payload is decoded into resp unless that is nil. If abandoned is
+// true, ctx ended or Config.Timeout passed first: the device may execute the command later, and r.onLate receives the answer.
+func (d *Device) call(ctx context.Context, r request, resp decoder) (abandoned bool, err error) {
+	b, err := d.begin(ctx, r)
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer b.end()
-	return b.wait(0, resp)
+	return b.wait(ctx, 0, resp)
 }
 
-// batch is commands that were begun together.
+// do is call for commands that leave nothing to undo.
+func (d *Device) do(ctx context.Context, op abi.Opcode, fixed encoder, size int, resp decoder, words ...uint64) error {
+	_, err := d.call(ctx, request{op: op, fixed: fixed, size: size, words: words}, resp)
+	return err
+}
+
+// onHandle is do for commands whose request is a handle.
+func (d *Device) onHandle(ctx context.Context, op abi.Opcode, handle uint32, resp decoder) error {
+	return d.do(ctx, op, &abi.Handle{Handle: handle}, abi.SizeHandle, resp)
+}
+
+// batch is a group of commands that were begun together.
 type batch struct {
 	d       *Device
 	slots   [maxBatch]*cmdSlot
@@ -231,21 +284,22 @@ type batch struct {
 
 const maxBatch = 2
 
-// begin is do in two halves: when it returns, the commands are in their place among
-// all others, next to each other. The caller then waits for each, and ends the batch.
-func (d *Device) begin(reqs ...request) (*batch, error) { return d.batch(len(reqs), reqs) }
+// begin submits commands next to each other in the order of all commands. The caller then waits for each and ends the
+// batch.
+func (d *Device) begin(ctx context.Context, reqs ...request) (*batch, error) {
+	return d.batch(ctx, len(reqs), reqs)
+}
 
-// post is begin of commands for whose answers nobody waits. A request's refused is
-// called, on any goroutine, if the device refuses it.
-func (d *Device) post(reqs ...request) error {
-	b, err := d.batch(0, reqs)
+// post submits commands without waiting for their answers, which go to each request's onLate.
+func (d *Device) post(ctx context.Context, reqs ...request) error {
+	b, err := d.batch(ctx, 0, reqs)
 	if err == nil {
 		b.end()
 	}
 	return err
 }
 
-func (d *Device) batch(awaited int, reqs []request) (*batch, error) {
+func (d *Device) batch(ctx context.Context, awaited int, reqs []request) (*batch, error) {
 	for i := range reqs {
 		if r := &reqs[i]; abi.SizeReq+r.size+8*len(r.words) > abi.CmdMax {
 			return nil, invalid("%v with %d words is longer than %d bytes", r.op, len(r.words), abi.CmdMax)
@@ -256,28 +310,33 @@ func (d *Device) batch(awaited int, reqs []request) (*batch, error) {
 	}
 	b := &batch{d: d, awaited: awaited, timeout: time.NewTimer(d.cfg.Timeout)}
 	d.cmds.await(awaited)
-	if err := b.submit(reqs); err != nil {
+	if err := b.submit(ctx, reqs); err != nil {
 		b.end()
 		return nil, err
 	}
 	return b, nil
 }
 
-func (b *batch) submit(reqs []request) (err error) {
+func (b *batch) submit(ctx context.Context, reqs []request) (err error) {
 	c := b.d.cmds
 	if len(reqs) > 1 {
-		// Whoever holds a slot and waits for another must not find them all with
-		// others that do the same.
-		c.pairs <- struct{}{}
+		// A batch that holds one slot and waits for another must not find all slots with batches that do the same.
+		select {
+		case c.pairs <- struct{}{}:
+		case <-ctx.Done():
+			return fmt.Errorf("%v: %w", reqs[0].op, context.Cause(ctx))
+		case <-b.timeout.C:
+			b.timeout.Reset(0)
+			return fmt.Errorf("%v: %w", reqs[0].op, ErrTimeout)
+		}
 		defer func() { <-c.pairs }()
 	}
 	slots := b.slots[:len(reqs)]
 	for i := range reqs {
-		if slots[i], err = c.slot(reqs[i].op, b.timeout); err != nil {
+		if slots[i], err = c.slot(ctx, reqs[i].op, b.timeout); err != nil {
 			break
 		}
-		slots[i].prepare(&reqs[i])
-		slots[i].posted = b.awaited == 0
+		slots[i].prepare(&reqs[i], b.awaited == 0)
 	}
 	if err == nil {
 		if err = c.submit(slots...); err == nil {
@@ -287,6 +346,7 @@ func (b *batch) submit(reqs []request) (err error) {
 	}
 	for _, s := range slots {
 		if s != nil {
+			s.abandoned, s.onLate = false, nil
 			c.slots <- s
 		}
 	}
@@ -294,42 +354,45 @@ func (b *batch) submit(reqs []request) (err error) {
 }
 
 // wait waits for the answer to command i, once.
-func (b *batch) wait(i int, resp decoder) error { return b.d.cmds.finish(b.slots[i], b.timeout, resp) }
+func (b *batch) wait(ctx context.Context, i int, resp decoder) (abandoned bool, err error) {
+	return b.d.cmds.finish(ctx, b.slots[i], b.timeout, resp)
+}
 
-// end is called when nobody waits any more.
+// end is called when the caller has waited for all commands.
 func (b *batch) end() {
 	b.d.cmds.await(-b.awaited)
 	b.timeout.Stop()
 	b.d.users.leave()
 }
 
-// parseResponse judges what the device wrote: a header and, on success, a payload.
-func parseResponse(op abi.Opcode, b []byte, written uint32, resp decoder) error {
-	if uint64(written) > uint64(len(b)) {
-		return fmt.Errorf("%v: response of %d bytes in a buffer of %d", op, written, len(b))
+// decodeResponse checks the n bytes that the device wrote and decodes the payload into resp, unless that is nil.
+func decodeResponse(op abi.Opcode, b []byte, n uint32, resp decoder) error {
+	payload, err := parseResponse(op, b, n)
+	if err != nil || resp == nil {
+		return err
 	}
-	b = b[:written]
-	var h abi.Resp
-	if err := h.Decode(b); err != nil {
-		return fmt.Errorf("%v: response: %w", op, err)
-	}
-	if h.Status != abi.StatusOK {
-		return &CommandError{Op: op, Status: h.Status}
-	}
-	b = b[abi.SizeResp:]
-	if uint64(h.Length) > uint64(len(b)) {
-		return fmt.Errorf("%v: response says %d bytes of payload, %d are there", op, h.Length, len(b))
-	}
-	if resp == nil {
-		return nil
-	}
-	if err := resp.Decode(b[:h.Length]); err != nil {
-		return fmt.Errorf("%v: response: %w", op, err)
+	if err := resp.Decode(payload); err != nil {
+		return fmt.Errorf("%v: malformed response: %w", op, err)
 	}
 	return nil
 }
 
-// onHandle is do for commands whose request is a handle.
-func (d *Device) onHandle(op abi.Opcode, handle uint32, resp decoder) error {
-	return d.do(op, &abi.Handle{Handle: handle}, abi.SizeHandle, resp)
+// parseResponse checks the n bytes that the device wrote, a header and, on success, a payload, and returns the payload.
+func parseResponse(op abi.Opcode, b []byte, n uint32) ([]byte, error) {
+	if uint64(n) > uint64(len(b)) {
+		return nil, fmt.Errorf("%v: response of %d bytes in a buffer of %d", op, n, len(b))
+	}
+	b = b[:n]
+	var h abi.Resp
+	if err := h.Decode(b); err != nil {
+		return nil, fmt.Errorf("%v: malformed response: %w", op, err)
+	}
+	if h.Status != abi.StatusOK {
+		return nil, &CommandError{Command: op.String(), Status: Status(h.Status)}
+	}
+	b = b[abi.SizeResp:]
+	if uint64(h.Length) > uint64(len(b)) {
+		return nil, fmt.Errorf("%v: response announces %d bytes of payload and has %d", op, h.Length, len(b))
+	}
+	return b[:h.Length], nil
 }

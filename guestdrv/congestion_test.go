@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -22,31 +21,31 @@ func TestSharedUnderlay(t *testing.T) {
 				chain in { type filter hook prerouting priority -300; udp dport 4789 ip ecn ect0 numgen inc mod 16 0 ip ecn set ce; }
 			}`)
 		}
-		src, smr := from.region(t, size, abi.AccessLocalWrite)
+		src, smr := from.region(t, size, guestdrv.AccessLocalWrite)
 		dst, dmr := to.region(t, flows*size, allAccess)
 		fill(src.Bytes(), 1)
 		var ends []*end
 		for i := range flows {
 			a, _ := connect(t, from, to, qpDefaults(), guestdrv.ConnectOptions{})
-			a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, size)},
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, size)},
 				RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey()})
 			ends = append(ends, a)
 		}
 		for i, e := range ends {
-			expect(t, e.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+			expect(t, e.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 			if !bytes.Equal(src.Bytes(), dst.Bytes()[i*size:][:size]) {
 				t.Errorf("flow %d: data differ", i)
 			}
 		}
-		st, err := from.Stats()
+		st, err := from.Stats(bg)
 		if err != nil {
 			t.Fatal(err)
 		}
-		again := st.Value[abi.StatRetransmits]
+		again := st[guestdrv.StatRetransmits]
 		near, far := from.hca.Describe().Stats, to.hca.Describe().Stats
 		t.Logf("marks %v: %d packets marked, %d CNPs sent, %d heeded; of %d packets %d again, %d timeouts", marks, far["np_ecn_marked_roce_packets"], far["np_cnp_sent"],
-			near["rp_cnp_handled"], st.Value[abi.StatTxPackets], again, st.Value[abi.StatTimeouts])
-		if all := st.Value[abi.StatTxPackets]; again > all/2 {
+			near["rp_cnp_handled"], st[guestdrv.StatTxPackets], again, st[guestdrv.StatTimeouts])
+		if all := st[guestdrv.StatTxPackets]; again > all/2 {
 			t.Errorf("of %d packets %d were sent again", all, again)
 		}
 		for _, n := range []uint64{far["np_ecn_marked_roce_packets"], far["np_cnp_sent"], near["rp_cnp_handled"]} {

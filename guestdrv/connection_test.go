@@ -11,7 +11,6 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame/header"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
 	"github.com/vnicd/vnicd/device/rdma/hca"
@@ -31,9 +30,9 @@ type manager struct {
 func (h *host) manager(tb testing.TB) *manager {
 	tb.Helper()
 	c := udConfig()
-	c.Type, c.Privileged = abi.QPTypeGSI, true
+	c.Type, c.Privileged = guestdrv.QPTypeGSI, true
 	m := &manager{end: h.udEnd(tb, c, gsiQKey)}
-	m.out, m.mr = h.region(tb, 4096, abi.AccessLocalWrite)
+	m.out, m.mr = h.region(tb, 4096, guestdrv.AccessLocalWrite)
 	m.in, m.imr = h.region(tb, 4096, allAccess)
 	h.warm(tb, m.imr)
 	return m
@@ -47,9 +46,9 @@ func (m *manager) say(tb testing.TB, to *manager, x cmtest.Message) {
 	}
 	copy(m.out.Bytes(), x.Bytes())
 	to.recv(tb, 1, to.imr.SGE(0, 4096))
-	m.post(tb, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{m.mr.SGE(0, cm.MADLen)}, AH: m.h.ah(tb, to.h), RemoteQPN: 1, QKey: gsiQKey})
-	expect(tb, m.scq, 2, abi.WCSuccess, abi.WCOpSend)
-	expect(tb, to.rcq, 1, abi.WCSuccess, abi.WCOpRecv)
+	m.post(tb, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{m.mr.SGE(0, cm.MADLen)}, AH: m.h.ah(tb, to.h), RemoteQPN: 1, QKey: gsiQKey})
+	expect(tb, m.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	expect(tb, to.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 	if !bytes.Equal(to.in.Bytes()[grhLen:][:cm.MADLen], m.out.Bytes()[:cm.MADLen]) {
 		tb.Fatalf("%v: it differs", x.Kind)
 	}
@@ -61,7 +60,7 @@ func managed(tb testing.TB, ma, mb *manager, id uint32) (a, b *end) {
 	a, b = ma.h.end(tb, qpDefaults(), 0xfffff0), mb.h.end(tb, qpDefaults(), 0xfffffe)
 	join := func(x, to *end) {
 		tb.Helper()
-		if err := x.qp.Connect(guestdrv.Peer{QPN: to.qp.Number(), PSN: to.psn, Path: to.h.at()}, guestdrv.ConnectOptions{PSN: x.psn, Timeout: 12}); err != nil {
+		if err := x.qp.Connect(bg, guestdrv.Peer{QPN: to.qp.Number(), PSN: to.psn, Path: to.h.at()}, guestdrv.ConnectOptions{PSN: x.psn, Timeout: 12}); err != nil {
 			tb.Fatal(err)
 		}
 	}
@@ -87,8 +86,8 @@ func (h *host) connectionOf(tb testing.TB, qpn uint32) hca.Connection {
 
 func (e *end) write(tb testing.TB, id uint64, n int, smr *guestdrv.MR, dst *guestdrv.Buffer, dmr *guestdrv.MR) {
 	tb.Helper()
-	e.post(tb, &guestdrv.SendWR{ID: id, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	expect(tb, e.scq, id, abi.WCSuccess, abi.WCOpRDMAWrite)
+	e.post(tb, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(tb, e.scq, id, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 }
 
 // TestConnections: what connection management says is watched on both sides, a connection's packets follow its tuple, also when that
@@ -124,7 +123,7 @@ func TestConnections(t *testing.T) {
 		t.Errorf("a connection of programs' own making: %+v", c)
 	}
 
-	src, smr := ha.region(t, 1<<20, abi.AccessLocalWrite)
+	src, smr := ha.region(t, 1<<20, guestdrv.AccessLocalWrite)
 	dst, dmr := hb.region(t, 1<<20, allAccess)
 	fill(src.Bytes(), 1)
 	a.write(t, 1, 1<<20, smr, dst, dmr)
@@ -143,11 +142,11 @@ func TestConnections(t *testing.T) {
 		}
 	}
 	fill(src.Bytes(), 2)
-	a.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	a.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	if err := site.net.SetStatic(vswitch.Address{MAC: vswitch.MAC(hb.mac)}, site.net.Port("vxlan 192.0.2.1"), far); err != nil {
 		t.Fatal(err)
 	}
-	expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+	expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(src.Bytes(), dst.Bytes()) {
 		t.Error("data differ after the move")
 	}
@@ -179,7 +178,7 @@ func TestConnections(t *testing.T) {
 // smr2 registers a buffer for the peer's writes.
 func smr2(tb testing.TB, h *host, b *guestdrv.Buffer) *guestdrv.MR {
 	tb.Helper()
-	mr, err := h.pd.Register(b, allAccess)
+	mr, err := h.pd.Register(bg, b, allAccess)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -223,10 +222,10 @@ func TestForged(t *testing.T) {
 	ha, hb := r.hosts[0], r.hosts[1]
 	ma, mb := ha.manager(t), hb.manager(t)
 	a, b := managed(t, ma, mb, 77)
-	_, smr := ha.region(t, 4096, abi.AccessLocalWrite)
+	_, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
 	dst, dmr := hb.region(t, 4096, allAccess)
 	a.write(t, 1, 64, smr, dst, dmr)
-	secret, xmr := hb.region(t, 4096, abi.AccessLocalWrite) // no right of the peer's
+	secret, xmr := hb.region(t, 4096, guestdrv.AccessLocalWrite) // no right of the peer's
 	ud := hb.udEnd(t, udConfig(), 1234)
 	_, umr := hb.region(t, 4096, allAccess)
 	ud.recv(t, 1, umr.SGE(0, 4096))
@@ -236,7 +235,7 @@ func TestForged(t *testing.T) {
 	}
 	f := &forger{t, ha.site}
 	write := func(key uint32, at *guestdrv.Buffer) *forgery {
-		attr, err := a.qp.Query()
+		attr, err := a.qp.Query(bg)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,9 +9,9 @@ import (
 
 // CQ is a completion queue. One goroutine at a time polls and arms it.
 type CQ struct {
-	d      *Device
-	num    uint32
+	*object
 	ring   *ring
+	spare  *ring // the other ring of an unanswered Resize, see there
 	armBuf *Buffer
 	arm    *atomic.Uint32
 	event  chan struct{} // holds one completion event
@@ -19,12 +19,12 @@ type CQ struct {
 
 // CQOptions of a CQ; the zero value is usable.
 type CQOptions struct {
-	CEQ int // completion event queue, 0..Config().NumCEQs-1
+	CEQ int // completion event queue, 0..Info.NumCEQs-1
 }
 
-// CreateCQ makes a CQ for at least n completions that are not yet polled. If more
-// arrive, the device raises a CQ error event and the CQ is of no more use.
-func (d *Device) CreateCQ(n int, o CQOptions) (*CQ, error) {
+// CreateCQ makes a CQ for at least n unpolled completions, 1..DeviceAttr.MaxCQE. If more arrive, the device raises
+// EventCQErr and the CQ is unusable.
+func (d *Device) CreateCQ(ctx context.Context, n int, o CQOptions) (*CQ, error) {
 	if err := d.users.enter(); err != nil {
 		return nil, err
 	}
@@ -36,41 +36,57 @@ func (d *Device) CreateCQ(n int, o CQOptions) (*CQ, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The arm word has a page of its own, as in a guest: rings are mapped into
-	// user space there, the arm word is not.
+	// The arm word has a page of its own, as in a guest: rings are mapped into user space there, the arm word is not.
 	armBuf, err := d.mem.alloc(4, pageSize)
 	if err != nil {
 		r.free()
 		return nil, err
 	}
-	cq := &CQ{d: d, ring: r, armBuf: armBuf, arm: atomic32(armBuf.data, 0), event: make(chan struct{}, 1)}
+	cq := &CQ{ring: r, armBuf: armBuf, arm: atomic32(armBuf.data, 0), event: make(chan struct{}, 1)}
 	req := abi.CreateCQ{Ring: r.desc(), ArmPA: armBuf.PA(), CEQ: uint32(o.CEQ)}
 	var h abi.Handle
-	// Holding mu keeps an event from being looked up before the CQ is in the table.
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if err := d.do(abi.CmdCreateCQ, &req, abi.SizeCreateCQ, &h, r.pages()...); err != nil {
-		r.free()
-		armBuf.Free()
+	err = d.create(ctx, creation{
+		request: request{op: abi.CmdCreateCQ, fixed: &req, size: abi.SizeCreateCQ, words: r.pages()},
+		resp:    &h, destroy: abi.CmdDestroyCQ, free: cq.freeMemory,
+	})
+	if err != nil {
 		return nil, err
 	}
-	cq.num = h.Handle
-	d.cqs[cq.num] = cq
+	cq.object = &object{d: d, destroy: abi.CmdDestroyCQ, handle: h.Handle, free: func() {
+		d.mu.Lock()
+		if d.cqs[h.Handle] == cq { // the device may have given the number to another CQ
+			delete(d.cqs, h.Handle)
+		}
+		d.mu.Unlock()
+		cq.freeMemory()
+	}}
+	// The device raises events only after Arm, so none precedes this entry.
+	d.mu.Lock()
+	d.cqs[h.Handle] = cq
+	d.mu.Unlock()
 	return cq, nil
 }
 
-// Number is the CQ's number in the device.
-func (c *CQ) Number() uint32 { return c.num }
+func (c *CQ) freeMemory() {
+	c.ring.free()
+	if c.spare != nil {
+		c.spare.free()
+	}
+	c.armBuf.free()
+}
 
-// Cap is the number of completions that the CQ holds.
+// Number returns the CQ's number in the device, as in Event.Handle.
+func (c *CQ) Number() uint32 { return c.handle }
+
+// Cap returns the number of completions that the CQ holds.
 func (c *CQ) Cap() int { return int(c.ring.mask) }
 
-// Poll moves up to len(wcs) completions into wcs and returns their number.
-func (c *CQ) Poll(wcs []abi.WC) int {
+// Poll moves up to len(wcs) completions into wcs and returns their number. It does not wait.
+func (c *CQ) Poll(wcs []Completion) int {
 	cons, prod := c.ring.cons.Load()&c.ring.mask, c.ring.prod.Load()&c.ring.mask
 	n := 0
 	for n < len(wcs) && cons != prod {
-		_ = wcs[n].Decode(c.ring.elem(cons)) // a slot is never too short
+		wcs[n].decode(c.ring.elem(cons))
 		cons = (cons + 1) & c.ring.mask
 		n++
 	}
@@ -80,10 +96,8 @@ func (c *CQ) Poll(wcs []abi.WC) int {
 	return n
 }
 
-// Arm asks for one event for the next completion, or, with solicitedOnly, for
-// the next that is solicited or failed. It reports whether completions are
-// already waiting, which may have come too early to raise the event: poll again
-// then.
+// Arm requests one event for the next completion or, with solicitedOnly, for the next that is solicited or failed. It
+// reports whether completions are present already: these may have arrived too early to raise the event, so poll again.
 func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 	v := uint32(abi.ArmNext)
 	if solicitedOnly {
@@ -93,7 +107,7 @@ func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 	return c.ring.pending() > 0
 }
 
-// Wait blocks until an event came that no Wait has returned for.
+// Wait waits for the next event of the CQ. One event is kept while nobody waits.
 func (c *CQ) Wait(ctx context.Context) error {
 	select {
 	case <-c.event:
@@ -111,8 +125,8 @@ func (c *CQ) Wait(ctx context.Context) error {
 	return c.d.closing()
 }
 
-// PollWait is Poll that waits, by arming the CQ, until at least one completion is there.
-func (c *CQ) PollWait(ctx context.Context, wcs []abi.WC) (int, error) {
+// PollWait is Poll, but arms the CQ and waits until there is at least one completion.
+func (c *CQ) PollWait(ctx context.Context, wcs []Completion) (int, error) {
 	for {
 		n, again, err := c.pollArm(wcs)
 		if n > 0 || len(wcs) == 0 || err != nil {
@@ -127,8 +141,8 @@ func (c *CQ) PollWait(ctx context.Context, wcs []abi.WC) (int, error) {
 	}
 }
 
-// pollArm polls, and arms the CQ if there was nothing; again says that there now is.
-func (c *CQ) pollArm(wcs []abi.WC) (n int, again bool, err error) {
+// pollArm polls, and arms the CQ if it is empty. again reports that completions have arrived meanwhile.
+func (c *CQ) pollArm(wcs []Completion) (n int, again bool, err error) {
 	if err := c.d.users.enter(); err != nil {
 		return 0, false, err
 	}
@@ -139,21 +153,31 @@ func (c *CQ) pollArm(wcs []abi.WC) (n int, again bool, err error) {
 	return n, again, nil
 }
 
-// Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile.
-func (c *CQ) Resize(n int) error {
-	if err := c.d.users.enter(); err != nil {
+// Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile. If Resize ends with its context or
+// with ErrTimeout, it is unknown which ring the device uses: the CQ can only be closed, which releases both.
+func (c *CQ) Resize(ctx context.Context, n int) error {
+	d := c.d
+	if err := d.users.enter(); err != nil {
 		return err
 	}
-	defer c.d.users.leave()
-	if n < 1 || int64(n) > int64(c.d.attr.MaxCQE) {
-		return invalid("CQ of %d entries, expected 1..%d", n, c.d.attr.MaxCQE)
+	defer d.users.leave()
+	if n < 1 || int64(n) > int64(d.attr.MaxCQE) {
+		return invalid("CQ of %d entries, expected 1..%d", n, d.attr.MaxCQE)
 	}
-	r, err := newRing(c.d.mem, n, 1<<abi.WCLog2ElemSize, 0)
+	if c.spare != nil {
+		return invalid("the outcome of an earlier Resize is unknown")
+	}
+	r, err := newRing(d.mem, n, 1<<abi.WCLog2ElemSize, 0)
 	if err != nil {
 		return err
 	}
-	req := abi.ResizeCQ{CQN: c.num, Ring: r.desc()}
-	if err := c.d.do(abi.CmdResizeCQ, &req, abi.SizeResizeCQ, nil, r.pages()...); err != nil {
+	req := abi.ResizeCQ{CQN: c.handle, Ring: r.desc()}
+	abandoned, err := d.call(ctx, request{op: abi.CmdResizeCQ, fixed: &req, size: abi.SizeResizeCQ, words: r.pages()}, nil)
+	switch {
+	case abandoned:
+		c.spare = r
+		return err
+	case err != nil:
 		r.free()
 		return err
 	}
@@ -162,15 +186,5 @@ func (c *CQ) Resize(n int) error {
 	return nil
 }
 
-// Destroy fails with abi.StatusBusy while a QP uses the CQ.
-func (c *CQ) Destroy() error {
-	if err := c.d.onHandle(abi.CmdDestroyCQ, c.num, nil); err != nil {
-		return err
-	}
-	c.d.mu.Lock()
-	delete(c.d.cqs, c.num)
-	c.d.mu.Unlock()
-	c.ring.free()
-	c.armBuf.Free()
-	return nil
-}
+// Close destroys the CQ. It fails with StatusBusy while a QP uses the CQ.
+func (c *CQ) Close() error { return c.close() }

@@ -13,20 +13,21 @@ import (
 
 var le = binary.LittleEndian
 
-// Config of a Device. The zero value is usable.
+// Config configures a Device. The zero value is usable.
 type Config struct {
-	// Memory is the size in bytes of the memory that Device.Alloc, rings and
-	// queues are taken from; 0 means 64 MiB. Pages are only used once touched.
+	// Memory is the size in bytes of the memory for buffers, rings and queues; 0 means 64 MiB. Pages are allocated by
+	// the kernel when they are first used.
 	Memory uint64
-	// AHEntries is the size of the address handle table; 0 means 1024, bounded by the device's limit.
+	// AHEntries is the size of the address handle table; 0 means 1024. The device's limit applies, too.
 	AHEntries int
-	// Timeout bounds connecting and every command; 0 means 30 s.
+	// Timeout bounds Open, every command and every Close of an object; 0 means 30 s. A command also ends with its context.
 	Timeout time.Duration
-	// Plain does without indirect descriptors and event indices.
-	Plain bool
+
+	// simpleQueues disables indirect descriptors and event indices, for tests.
+	simpleQueues bool
 }
 
-// Device is an open HCA.
+// Device is an open HCA. All methods may be called from any goroutine.
 type Device struct {
 	cfg  Config
 	fe   *frontend.Device
@@ -35,6 +36,7 @@ type Device struct {
 	attr abi.DeviceAttr
 	cmds *commander
 	dbs  []*doorbell
+	late lateWork
 
 	async *asyncEvents
 	ahs   ahTable
@@ -50,7 +52,7 @@ type Device struct {
 	wg     sync.WaitGroup
 	once   sync.Once
 	failMu sync.Mutex
-	failed error // first fatal error, guarded by failMu
+	failed error // first fatal error; guarded by failMu
 }
 
 const (
@@ -60,9 +62,9 @@ const (
 	queueSize      = 64 // entries of each virtqueue
 )
 
-// Open connects to the HCA socket of a running vnicd and brings the device up.
-// It fails with ErrNotVNICD or ErrVersion if something else listens there.
-func Open(path string, cfg Config) (_ *Device, err error) {
+// Open connects to the HCA socket of a running vnicd and initialises the device. It fails with ErrNotVNICD or ErrVersion
+// if another device listens there. ctx only bounds Open itself.
+func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 	if cfg.Memory == 0 {
 		cfg.Memory = defaultMemory
 	}
@@ -72,7 +74,10 @@ func Open(path string, cfg Config) (_ *Device, err error) {
 	if cfg.AHEntries == 0 {
 		cfg.AHEntries = defaultAHs
 	}
-	d := &Device{cfg: cfg, cqs: map[uint32]*CQ{}, faults: faultServer{work: make(chan fault), regions: map[uint32]*OnDemandMR{}}}
+	d := &Device{
+		cfg: cfg, cqs: map[uint32]*CQ{}, late: lateWork{wake: make(chan struct{}, 1)},
+		faults: faultServer{work: make(chan fault), regions: map[uint32]*OnDemandMR{}},
+	}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {
@@ -82,13 +87,15 @@ func Open(path string, cfg Config) (_ *Device, err error) {
 	if d.mem, err = newMemory(cfg.Memory); err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(d.ctx, cfg.Timeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, cfg.Timeout, ErrTimeout)
 	defer cancel()
-	fc := frontend.Config{Path: path, Memory: d.mem.Memory, QueueSize: queueSize, NoEvents: cfg.Plain, NoIndir: cfg.Plain}
+	fc := frontend.Config{
+		Path: path, Memory: d.mem.Memory, QueueSize: queueSize, NoEvents: cfg.simpleQueues, NoIndir: cfg.simpleQueues,
+	}
 	if d.fe, err = frontend.Open(ctx, fc); err != nil {
 		return nil, fmt.Errorf("connecting to %s: %w", path, err)
 	}
-	if d.conf, err = d.ReadConfig(); err != nil {
+	if d.conf, err = d.readConfig(ctx); err != nil {
 		return nil, err
 	}
 	if err := d.checkConfig(); err != nil {
@@ -97,16 +104,18 @@ func Open(path string, cfg Config) (_ *Device, err error) {
 	if err := d.startQueues(); err != nil {
 		return nil, err
 	}
-	if err := d.do(abi.CmdQueryDevice, nil, 0, &d.attr); err != nil {
+	if err := d.do(ctx, abi.CmdQueryDevice, nil, 0, &d.attr); err != nil {
 		return nil, err
 	}
 	for _, db := range d.dbs {
-		req := abi.SetDoorbells{Engine: uint32(db.engine), NPages: abi.DoorbellPages, PA: [abi.DoorbellPages]uint64(db.buf.pagePAs())}
-		if err := d.do(abi.CmdSetDoorbells, &req, abi.SizeSetDoorbells, nil); err != nil {
+		req := abi.SetDoorbells{
+			Engine: uint32(db.engine), NPages: abi.DoorbellPages, PA: [abi.DoorbellPages]uint64(db.buf.pagePAs()),
+		}
+		if err := d.do(ctx, abi.CmdSetDoorbells, &req, abi.SizeSetDoorbells, nil); err != nil {
 			return nil, err
 		}
 	}
-	if err := d.setupAHs(); err != nil {
+	if err := d.setupAHs(ctx); err != nil {
 		return nil, err
 	}
 	return d, nil
@@ -127,6 +136,7 @@ func (d *Device) checkConfig() error {
 // startQueues fills the queues and starts their goroutines.
 func (d *Device) startQueues() error {
 	var err error
+	d.wg.Go(func() { d.late.run(d.ctx) })
 	if d.cmds, err = newCommander(d); err != nil {
 		return err
 	}
@@ -134,7 +144,7 @@ func (d *Device) startQueues() error {
 		return err
 	}
 	for i := range int(d.conf.NumCEQs) {
-		if err := d.completionQueue(abi.CEQQueue(i)); err != nil {
+		if err := d.startCEQ(abi.CEQQueue(i)); err != nil {
 			return err
 		}
 	}
@@ -148,9 +158,9 @@ func (d *Device) startQueues() error {
 	return nil
 }
 
-// Close ends the connection, which destroys everything made through the device,
-// and unmaps the memory. Commands and waits under way end with ErrClosed; posting,
-// polling and the use of a Buffer's bytes must have ended. It is idempotent.
+// Close ends the connection, which destroys every object of the device, and unmaps the memory. Commands and waits under
+// way fail with ErrClosed. Posting, polling and accesses to Buffer.Bytes must have ended before. Close returns when all
+// goroutines of the device have ended. Further calls return nil.
 func (d *Device) Close() error {
 	var err error
 	d.once.Do(func() {
@@ -168,7 +178,7 @@ func (d *Device) Close() error {
 	return err
 }
 
-// fail marks the device unusable; the first error stays.
+// fail records a fatal error of the device; the first one stays.
 func (d *Device) fail(err error) {
 	d.failMu.Lock()
 	if d.failed == nil {
@@ -183,61 +193,16 @@ func (d *Device) err() error {
 	return d.failed
 }
 
-// MAC is the address that the HCA shares with the VM's NIC.
-func (d *Device) MAC() [6]byte { return d.conf.MAC }
-
-// Config is the configuration space as it was at Open.
-func (d *Device) Config() abi.Config { return d.conf }
-
-// ReadConfig reads the configuration space anew: link state and MTU may change.
-func (d *Device) ReadConfig() (abi.Config, error) {
-	var b [abi.SizeConfig]byte
-	var c abi.Config
-	if err := d.fe.ReadConfig(b[:], 0); err != nil {
-		return c, fmt.Errorf("reading configuration space: %w", err)
-	}
-	// Magic and version first: with another version the rest may mean anything.
-	if m := le.Uint32(b[0:]); m != abi.Magic {
-		return c, fmt.Errorf("%w: magic %#x, expected %#x", ErrNotVNICD, m, abi.Magic)
-	}
-	if v := le.Uint32(b[4:]); v != abi.Version {
-		return c, fmt.Errorf("%w: device has %d, this driver %d", ErrVersion, v, abi.Version)
-	}
-	if err := c.Decode(b[:]); err != nil {
-		return c, fmt.Errorf("configuration space: %w", err)
-	}
-	return c, nil
-}
-
-// ConfigChanged delivers one value after one or more changes of the configuration space.
-func (d *Device) ConfigChanged() <-chan struct{} { return d.fe.ConfigChanged() }
-
-// Attr are the device's capabilities and this connection's limits.
-func (d *Device) Attr() abi.DeviceAttr { return d.attr }
-
-// Port asks for the port's state.
-func (d *Device) Port() (abi.PortAttr, error) {
-	var p abi.PortAttr
-	err := d.do(abi.CmdQueryPort, nil, 0, &p)
-	return p, err
-}
-
-// Stats asks for the device's counters.
-func (d *Device) Stats() (abi.Stats, error) {
-	var s abi.Stats
-	err := d.do(abi.CmdQueryStats, nil, 0, &s)
-	return s, err
-}
-
-// Alloc takes n bytes of zeroed memory that the device can reach. It fails with
-// ErrNoMemory if Config.Memory is used up.
+// Alloc allocates n bytes of zeroed memory that the device can access. It fails with ErrNoMemory if Config.Memory is
+// used up.
 func (d *Device) Alloc(n int) (*Buffer, error) { return d.AllocAligned(n, pageSize) }
 
-// AllocAligned is Alloc at a PA and VA that are multiples of align, a power of
-// two; the VA is only aligned as well as the memory as a whole is (4 KiB at least).
+// AllocAligned is Alloc at a PA that is a multiple of align, a power of two of at least 4096. The VA is aligned like the
+// memory as a whole, to 4096 at least.
 func (d *Device) AllocAligned(n, align int) (*Buffer, error) {
 	if n <= 0 || align < pageSize || align&(align-1) != 0 {
-		return nil, invalid("allocation of %d bytes aligned to %d: expected a positive size and a power of two from %d on", n, align, pageSize)
+		return nil, invalid("allocation of %d bytes aligned to %d: expected a positive size and a power of two of at least %d",
+			n, align, pageSize)
 	}
 	if err := d.users.enter(); err != nil {
 		return nil, err
@@ -246,7 +211,7 @@ func (d *Device) AllocAligned(n, align int) (*Buffer, error) {
 	return d.mem.alloc(uint64(n), uint64(align))
 }
 
-// closing says why an operation cannot go on, nil if it can.
+// closing returns the reason why operations fail, nil if the device is usable.
 func (d *Device) closing() error {
 	select {
 	case <-d.ctx.Done():

@@ -8,19 +8,28 @@
 // whoever may open it is that application, one program at a time, within its limits.
 // guestdrv/examples/pingpong is a complete program.
 //
-// The interface resembles verbs. A minimal RC sender:
+// The interface resembles verbs. An RC sender, without its error checks:
 //
-//	dev, err := guestdrv.Open("/run/vnicd/app.hca", guestdrv.Config{})
-//	dev.SetGID(0, guestdrv.IPGID(netip.MustParseAddr("10.0.0.5")), guestdrv.GIDOptions{})
-//	pd, err := dev.AllocPD()
+//	dev, err := guestdrv.Open(ctx, "/run/vnicd/app.hca", guestdrv.Config{})
+//	err = dev.SetGID(ctx, 0, guestdrv.IPGID(netip.MustParseAddr("10.0.0.5")), guestdrv.GIDOptions{})
+//	pd, err := dev.AllocPD(ctx)
 //	buf, err := dev.Alloc(1 << 20)
-//	mr, err := pd.Register(buf, abi.AccessLocalWrite)
-//	cq, err := dev.CreateCQ(256, guestdrv.CQOptions{})
-//	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 64, MaxRecvWR: 64})
-//	path, err := dev.Resolve(ctx, theirGID, 0) // ARP or ND
-//	err = qp.Connect(guestdrv.Peer{QPN: theirQPN, Path: path}, guestdrv.ConnectOptions{})
-//	err = qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 4096)}})
-//	n, err := cq.PollWait(ctx, wcs)
+//	mr, err := pd.Register(ctx, buf, guestdrv.AccessLocalWrite)
+//	cq, err := dev.CreateCQ(ctx, 256, guestdrv.CQOptions{})
+//	qp, err := pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 64})
+//	path, err := dev.Resolve(ctx, peerGID, 0) // ARP or ND
+//	err = qp.Connect(ctx, guestdrv.Peer{QPN: peerQPN, Path: path}, guestdrv.ConnectOptions{})
+//	err = qp.PostSend(guestdrv.NewSend(1, mr.SGE(0, 4096)).With(guestdrv.SendSignaled))
+//	n, err := cq.PollWait(ctx, wcs) // then wcs[i].Err()
+//
+// # Commands
+//
+// A method with a context issues a command and waits for the answer. If its context ends or Config.Timeout passes first,
+// only that command fails; the device remains usable. The command may still be executed: its buffers stay with the device
+// until the answer arrives, and an object that it made is destroyed again.
+//
+// Close releases an object. It waits for at most Config.Timeout, may be repeated after an error, and returns nil once the
+// object is closed. Device.Close releases everything.
 //
 // # Memory
 //

@@ -5,8 +5,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
-// doorbell is one engine's doorbell area and its virtqueue, which carries
-// nothing but notifications.
+// doorbell is one engine's doorbell area, and its virtqueue, which carries only notifications.
 type doorbell struct {
 	engine int
 	buf    *Buffer
@@ -21,10 +20,9 @@ func newDoorbell(d *Device, engine int) (*doorbell, error) {
 	return &doorbell{engine: engine, buf: buf, q: d.fe.Queue(abi.DoorbellQueue(int(d.conf.NumCEQs), engine))}, nil
 }
 
-// ring tells the engine that the QP in slot has new work, whose producer index
-// has been stored before. Go's atomics are sequentially consistent, so the load
-// of need_wakeup comes after the bits are visible: either the device's last look
-// before it sleeps sees them, or this sees its flag.
+// ring notifies the engine that the QP in slot has new work, whose producer index was stored before. Go's atomics are
+// sequentially consistent, so the load of need_wakeup follows the stores of the bits: either the device finds the bits in
+// its last check before it sleeps, or this load finds the device's flag.
 func (db *doorbell) ring(slot uint32) {
 	b := db.buf.data
 	atomic64(b, abi.DoorbellBitsOff+int(slot/64)*8).Or(1 << (slot % 64))

@@ -10,36 +10,36 @@ import (
 // operation is an operation of RC and what errors it can meet.
 type operation struct {
 	name string
-	op   uint32
-	data int    // bytes that it gathers
-	into int    // bytes that it scatters
-	need uint32 // right at the peer; 0: it names no memory there
-	recv bool   // it takes a receive
+	op   guestdrv.Opcode
+	data int             // bytes that it gathers
+	into int             // bytes that it scatters
+	need guestdrv.Access // right at the peer; 0: it names no memory there
+	recv bool            // it takes a receive
 }
 
 var operations = []operation{
-	{name: "SEND", op: abi.WRSend, data: 64, recv: true},
-	{name: "SEND with immediate", op: abi.WRSendWithImm, data: 64, recv: true},
-	{name: "SEND with invalidate", op: abi.WRSendWithInv, data: 64, recv: true},
-	{name: "WRITE", op: abi.WRRDMAWrite, data: 64, need: abi.AccessRemoteWrite},
-	{name: "WRITE with immediate", op: abi.WRRDMAWriteWithImm, data: 64, need: abi.AccessRemoteWrite, recv: true},
-	{name: "READ", op: abi.WRRDMARead, into: 64, need: abi.AccessRemoteRead},
-	{name: "compare and swap", op: abi.WRAtomicCmpAndSwp, into: 8, need: abi.AccessRemoteAtomic},
-	{name: "fetch and add", op: abi.WRAtomicFetchAndAdd, into: 8, need: abi.AccessRemoteAtomic},
-	{name: "ATOMIC WRITE", op: abi.WRAtomicWrite, data: 8, need: abi.AccessRemoteWrite},
-	{name: "FLUSH", op: abi.WRFlush, need: abi.AccessFlushGlobal},
+	{name: "SEND", op: guestdrv.WRSend, data: 64, recv: true},
+	{name: "SEND with immediate", op: guestdrv.WRSendWithImm, data: 64, recv: true},
+	{name: "SEND with invalidate", op: guestdrv.WRSendWithInv, data: 64, recv: true},
+	{name: "WRITE", op: guestdrv.WRRDMAWrite, data: 64, need: guestdrv.AccessRemoteWrite},
+	{name: "WRITE with immediate", op: guestdrv.WRRDMAWriteWithImm, data: 64, need: guestdrv.AccessRemoteWrite, recv: true},
+	{name: "READ", op: guestdrv.WRRDMARead, into: 64, need: guestdrv.AccessRemoteRead},
+	{name: "compare and swap", op: guestdrv.WRAtomicCmpAndSwp, into: 8, need: guestdrv.AccessRemoteAtomic},
+	{name: "fetch and add", op: guestdrv.WRAtomicFetchAndAdd, into: 8, need: guestdrv.AccessRemoteAtomic},
+	{name: "ATOMIC WRITE", op: guestdrv.WRAtomicWrite, data: 8, need: guestdrv.AccessRemoteWrite},
+	{name: "FLUSH", op: guestdrv.WRFlush, need: guestdrv.AccessFlushGlobal},
 }
 
 // managing are the verbs that send nothing: table "memory" has them.
-var managing = []uint32{abi.WRLocalInv, abi.WRBindMW, abi.WRRegMR}
+var managing = []guestdrv.Opcode{guestdrv.WRLocalInv, guestdrv.WRBindMW, guestdrv.WRRegMR}
 
 // request makes v's, from and to good memory, with key as R_Key.
-func (w *badWorld) request(v *operation, key uint32) *guestdrv.SendWR {
-	wr := &guestdrv.SendWR{Opcode: v.op, RemoteAddr: w.dmr.Addr(), RKey: key, Flush: guestdrv.Flush{Length: 64, Placement: abi.FlushGlobal}}
+func (w *badWorld) request(v *operation, key uint32) *request {
+	wr := &request{Opcode: v.op, RemoteAddr: w.dmr.Addr(), RKey: key, Flush: guestdrv.Flush{Length: 64, Placement: guestdrv.FlushGlobal}}
 	if n := v.data + v.into; n > 0 {
-		wr.SGL = []abi.SGE{w.smr.SGE(0, n)}
+		wr.SGL = []guestdrv.SGE{w.smr.SGE(0, n)}
 	}
-	if v.op == abi.WRSendWithInv {
+	if v.op == guestdrv.WRSendWithInv {
 		wr.InvalidateKey = key
 	}
 	return wr
@@ -57,7 +57,7 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 				b.wr = w.request(v, good)
 			}
 			all = append(all, b)
-			if v.recv && (b.status == abi.WCRemInvReqErr || b.status == abi.WCRemOpErr || b.status == abi.WCRNRRetryExcErr) {
+			if v.recv && (b.status == guestdrv.WCRemInvReqErr || b.status == guestdrv.WCRemOpErr || b.status == guestdrv.WCRNRRetryExcErr) {
 				b.name, b.srq = b.name+", SRQ", true
 				wr := *b.wr
 				b.wr = &wr
@@ -67,42 +67,42 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 		if v.data+v.into > 0 {
 			wr := w.request(v, good)
 			wr.SGL[0].LKey ^= 0x55
-			b := badRequest{ibta: "9.9.2, 10.6.3", wr: wr, status: abi.WCLocProtErr}
+			b := badRequest{ibta: "9.9.2, 10.6.3", wr: wr, status: guestdrv.WCLocProtErr}
 			if v.recv {
-				b.recv, b.peer = []abi.SGE{w.dmr.SGE(0, 100)}, still
+				b.recv, b.peer = []guestdrv.SGE{w.dmr.SGE(0, 100)}, still
 			}
 			add("bad L_Key", b)
 
 			wr = w.request(v, good)
 			switch {
-			case v.op == abi.WRAtomicWrite:
+			case v.op == guestdrv.WRAtomicWrite:
 				wr.SGL[0].Length = 16
 			case v.into == 8:
 				wr.SGL[0].Length = 7
 			default: // nothing is looked at before
-				wr.SGL = []abi.SGE{{Addr: w.src.Addr(), Length: 1 << 31, LKey: w.smr.LKey()}, w.smr.SGE(0, 1)}
+				wr.SGL = []guestdrv.SGE{{Addr: w.src.Addr(), Length: 1 << 31, LKey: w.smr.LKey()}, w.smr.SGE(0, 1)}
 			}
-			add("wrong length", badRequest{ibta: "9.7.7, 9.9.2, A19", wr: wr, status: abi.WCLocLenErr})
+			add("wrong length", badRequest{ibta: "9.7.7, 9.9.2, A19", wr: wr, status: guestdrv.WCLocLenErr})
 		}
-		if v.into > 0 || v.op == abi.WRAtomicWrite || v.op == abi.WRFlush {
-			add("max_rd_atomic is 0", badRequest{ibta: "9.7.8.1, 11.2.5.2", noRd: true, status: abi.WCLocQPOpErr})
+		if v.into > 0 || v.op == guestdrv.WRAtomicWrite || v.op == guestdrv.WRFlush {
+			add("max_rd_atomic is 0", badRequest{ibta: "9.7.8.1, 11.2.5.2", noRd: true, status: guestdrv.WCLocQPOpErr})
 		}
 		if v.need != 0 {
-			other := uint32(abi.AccessRemoteRead)
+			other := guestdrv.AccessRemoteRead
 			if v.need == other {
-				other = abi.AccessRemoteWrite
+				other = guestdrv.AccessRemoteWrite
 			}
 			add("QP forbids", refusedRequest(badRequest{ibta: "9.7.4.1.5, 11.2.5.2", access: other}))
 			for _, r := range []struct {
 				what, ibta string
 				key        uint32
 			}{
-				{"no such R_Key", "9.9.3, 10.6.3", good ^ 0x55}, {"stale R_Key", "9.9.3, 10.6.5", w.gone.RKey()}, {"reserved R_Key", "9.9.3, 10.6.3", abi.DMALKey},
+				{"no such R_Key", "9.9.3, 10.6.3", good ^ 0x55}, {"stale R_Key", "9.9.3, 10.6.5", w.gone.RKey()}, {"reserved R_Key", "9.9.3, 10.6.3", guestdrv.DMALKey},
 				{"R_Key of another PD", "9.9.3, 10.2.3", w.foreign.RKey()}, {"region without the right", "9.9.3, 10.6.3", w.local.RKey()},
 			} {
 				b := refusedAccess(badRequest{ibta: r.ibta, wr: w.request(v, r.key)})
 				if v.recv { // it was posted, not taken: what a QP in ERR does with those
-					b.recv = []abi.SGE{}
+					b.recv = []guestdrv.SGE{}
 				}
 				add(r.what, b)
 			}
@@ -111,20 +111,20 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 			add("beyond the region", refusedAccess(badRequest{ibta: "9.9.3, 9.7.4.1.5", wr: wr}))
 		}
 		switch {
-		case v.op == abi.WRSendWithInv:
-			add("key is no window's", refusedInvalidation(badRequest{ibta: "9.9.3, 10.6.5", recv: []abi.SGE{w.dmr.SGE(0, 100)}}))
+		case v.op == guestdrv.WRSendWithInv:
+			add("key is no window's", refusedInvalidation(badRequest{ibta: "9.9.3, 10.6.5", recv: []guestdrv.SGE{w.dmr.SGE(0, 100)}}))
 			fallthrough
 		case v.recv && v.need == 0:
-			short := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []abi.SGE{w.dmr.SGE(0, 63)}, status: abi.WCRemInvReqErr, peer: abi.WCLocLenErr, breaks: true}
+			short := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{w.dmr.SGE(0, 63)}, status: guestdrv.WCRemInvReqErr, peer: guestdrv.WCLocLenErr, breaks: true}
 			add("receive too short", short)
-			bad := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []abi.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, status: abi.WCRemOpErr, peer: abi.WCLocProtErr, breaks: true}
+			bad := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true}
 			add("receive's L_Key is bad", bad)
 		}
 		if v.recv {
-			add("no receive", badRequest{ibta: "9.7.5.2.8", status: abi.WCRNRRetryExcErr})
+			add("no receive", badRequest{ibta: "9.7.5.2.8", status: guestdrv.WCRNRRetryExcErr})
 		}
-		add("no peer", badRequest{ibta: "9.7.6.1.3, 9.9.2", alone: true, status: abi.WCRetryExcErr})
-		add("in ERR", badRequest{ibta: "10.3.1.8, 10.8.6", flushed: true, status: abi.WCWRFlushErr})
+		add("no peer", badRequest{ibta: "9.7.6.1.3, 9.9.2", alone: true, status: guestdrv.WCRetryExcErr})
+		add("in ERR", badRequest{ibta: "10.3.1.8, 10.8.6", flushed: true, status: guestdrv.WCWRFlushErr})
 	}
 	return all
 }
@@ -139,12 +139,12 @@ func (b *badRequest) prepare(t *testing.T, a, p *end) {
 		}
 	}
 	if b.noRd {
-		ok(a.qp.Modify(abi.QPAttr{QPState: abi.QPSQD}, abi.QPAttrState))
-		ok(a.qp.Modify(abi.QPAttr{QPState: abi.QPSQD}, abi.QPAttrState|abi.QPAttrMaxQPRdAtomic))
-		ok(a.qp.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState))
+		ok(a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD}, guestdrv.QPAttrState))
+		ok(a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD}, guestdrv.QPAttrState|guestdrv.QPAttrMaxQPRdAtomic))
+		ok(a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPRTS}, guestdrv.QPAttrState))
 	}
 	if b.flushed {
-		ok(a.qp.ToErr())
+		ok(a.qp.ToErr(bg))
 	}
 	if b.alone {
 		destroy(t, p)
@@ -162,32 +162,35 @@ func (b *badRequest) receive(t *testing.T, p *end) {
 }
 
 // cell is a place in the table of RC's verbs and statuses.
-type cell struct{ op, status uint32 }
+type cell struct {
+	op     guestdrv.Opcode
+	status guestdrv.WCStatus
+}
 
 // impossible says why a verb of RC cannot end with a status, by verb where it is one's own reason. Every other cell must
 // have been tried.
-func (v *operation) impossible(status uint32) string {
+func (v *operation) impossible(status guestdrv.WCStatus) string {
 	switch {
-	case status == abi.WCLocEECOpErr, status == abi.WCLocRDDViolErr, status == abi.WCRemInvRdReqErr, status == abi.WCRemAbortErr,
+	case status == abi.WCLocEECOpErr, status == abi.WCLocRDDViolErr, status == abi.WCRemInvRdReqErr, status == guestdrv.WCRemAbortErr,
 		status == abi.WCInvEECNErr, status == abi.WCInvEECStateErr:
 		return "of reliable datagrams, which RoCE does not have (A16)"
-	case status == abi.WCFatalErr, status == abi.WCRespTimeoutErr, status == abi.WCGeneralErr:
+	case status == guestdrv.WCFatalErr, status == guestdrv.WCRespTimeoutErr, status == guestdrv.WCGeneralErr:
 		return "of Linux, for failures of hardware"
-	case status == abi.WCMWBindErr:
+	case status == guestdrv.WCMWBindErr:
 		return "of registration, invalidation and binding"
-	case status == abi.WCBadRespErr:
+	case status == guestdrv.WCBadRespErr:
 		return "a peer that answers wrong: TestRequesterResponses in device/rdma/roce"
-	case status == abi.WCLocAccessErr:
+	case status == guestdrv.WCLocAccessErr:
 		return "of receives: TestResponderImmAccess in device/rdma/roce"
-	case v.data+v.into == 0 && (status == abi.WCLocProtErr || status == abi.WCLocLenErr):
+	case v.data+v.into == 0 && (status == guestdrv.WCLocProtErr || status == guestdrv.WCLocLenErr):
 		return "it has no memory here"
-	case status == abi.WCLocQPOpErr && v.into == 0 && v.op != abi.WRAtomicWrite && v.op != abi.WRFlush:
+	case status == guestdrv.WCLocQPOpErr && v.into == 0 && v.op != guestdrv.WRAtomicWrite && v.op != guestdrv.WRFlush:
 		return "every RC QP carries it; what does not fit into the ring is refused at posting, or an unknown opcode"
-	case v.need == 0 && v.op != abi.WRSendWithInv && status == abi.WCRemAccessErr:
+	case v.need == 0 && v.op != guestdrv.WRSendWithInv && status == guestdrv.WCRemAccessErr:
 		return "it names no memory there"
-	case status == abi.WCRemOpErr && (!v.recv || v.need != 0):
+	case status == guestdrv.WCRemOpErr && (!v.recv || v.need != 0):
 		return "it uses no memory of a receive there"
-	case status == abi.WCRNRRetryExcErr && !v.recv && v.op != abi.WRRDMAWrite:
+	case status == guestdrv.WCRNRRetryExcErr && !v.recv && v.op != guestdrv.WRRDMAWrite:
 		return "it takes no receive, and what waits for a page is not told before its timeout"
 	}
 	return ""
@@ -197,16 +200,16 @@ func (v *operation) impossible(status uint32) string {
 func (w *badWorld) complete(t *testing.T) {
 	for i := range operations {
 		v := &operations[i]
-		for s := uint32(abi.WCLocLenErr); s <= abi.WCGeneralErr; s++ {
+		for s := guestdrv.WCLocLenErr; s <= guestdrv.WCGeneralErr; s++ {
 			seen, why := w.seen[cell{v.op, s}], v.impossible(s)
 			if seen == (why != "") {
-				t.Errorf("%s was seen to end with %q: %v; said to be impossible: %q", v.name, abi.WCStatusString(s), seen, why)
+				t.Errorf("%s was seen to end with %q: %v; said to be impossible: %q", v.name, s, seen, why)
 			}
 		}
 	}
 	for _, op := range managing {
-		if !w.seen[cell{op, abi.WCMWBindErr}] {
-			t.Errorf("opcode %d was not seen to end with %q", op, abi.WCStatusString(abi.WCMWBindErr))
+		if !w.seen[cell{op, guestdrv.WCMWBindErr}] {
+			t.Errorf("opcode %d was not seen to end with %q", op, guestdrv.WCMWBindErr)
 		}
 	}
 }

@@ -10,10 +10,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// asyncEvents is the asynchronous event queue. Page faults of on-demand regions
-// go to their pagers, and their buffers back to the device at once. Other events
-// keep their buffers until NextEvent fetches them: with queueSize of them the
-// device has none left and keeps further events, faults included. None is lost.
+// asyncEvents is the asynchronous event queue. Page faults of on-demand regions are dispatched to their pagers, and their
+// buffers return to the device at once. Other events keep their buffers until NextEvent returns them: while queueSize
+// events wait, the device has no buffer and holds further events, faults included. No event is lost.
 type asyncEvents struct {
 	mu   sync.Mutex
 	q    *frontend.Queue // guarded by mu, but for Await
@@ -25,8 +24,19 @@ type asyncEvents struct {
 	ready  chan struct{} // holds a token while list is not empty
 }
 
+// Event is an asynchronous event. The fields after Handle belong to EventPageFault.
+type Event struct {
+	Type   EventType
+	Handle uint32 // number of the CQ, QP or SRQ
+	VA     uint64 // first byte that is needed
+	Length uint64 // bytes
+	Key    uint32 // of the region
+	Access Access // that the operation needs
+	Token  uint32 // for Device.ResumeFault
+}
+
 type keptEvent struct {
-	event abi.Event
+	event Event
 	buf   uint64
 }
 
@@ -86,7 +96,7 @@ func (a *asyncEvents) run() {
 	}
 }
 
-// handle takes an event that the device wrote into buffer i.
+// handle processes an event that the device wrote into buffer i.
 func (a *asyncEvents) handle(i uint64, n uint32) error {
 	if n < abi.SizeEvent {
 		return fmt.Errorf("queue %d: event of %d bytes, expected %d", abi.EventQueue, n, abi.SizeEvent)
@@ -104,7 +114,9 @@ func (a *asyncEvents) handle(i uint64, n uint32) error {
 		}
 	}
 	a.listMu.Lock()
-	a.list = append(a.list, keptEvent{e, i})
+	a.list = append(a.list, keptEvent{Event{
+		Type: EventType(e.Type), Handle: e.Handle, VA: e.VA, Length: e.Length, Key: e.Key, Access: Access(e.Access), Token: e.Token,
+	}, i})
 	a.signalLocked()
 	a.listMu.Unlock()
 	return nil
@@ -120,7 +132,7 @@ func (a *asyncEvents) signalLocked() {
 	}
 }
 
-// next takes the oldest event, if there is one.
+// next removes the oldest event, if there is one.
 func (a *asyncEvents) next() (keptEvent, bool) {
 	a.listMu.Lock()
 	defer a.listMu.Unlock()
@@ -133,12 +145,11 @@ func (a *asyncEvents) next() (keptEvent, bool) {
 	return e, true
 }
 
-// NextEvent waits for an asynchronous event. Page faults of on-demand regions are
-// none; those of regions that RegisterPages made are, and the caller answers them
-// with ResumeFault.
-func (d *Device) NextEvent(ctx context.Context) (abi.Event, error) {
+// NextEvent waits for an asynchronous event. Page faults of on-demand regions are handled by their pagers and not returned;
+// those of regions with PageAbsent entries (RegisterPages) are, and the caller answers them with ResumeFault.
+func (d *Device) NextEvent(ctx context.Context) (Event, error) {
 	if err := d.users.enter(); err != nil {
-		return abi.Event{}, err
+		return Event{}, err
 	}
 	defer d.users.leave()
 	for {
@@ -149,17 +160,16 @@ func (d *Device) NextEvent(ctx context.Context) (abi.Event, error) {
 		case <-d.async.ready:
 			continue
 		case <-ctx.Done():
-			return abi.Event{}, ctx.Err()
+			return Event{}, ctx.Err()
 		case <-d.ctx.Done():
 		case <-d.fe.Gone():
 		}
-		return abi.Event{}, d.closing()
+		return Event{}, d.closing()
 	}
 }
 
-// completionQueue serves completion event queue i: one goroutine, for which the
-// order of events does not matter.
-func (d *Device) completionQueue(index int) error {
+// startCEQ starts the goroutine that serves the completion event queue with virtqueue number index.
+func (d *Device) startCEQ(index int) error {
 	q := d.fe.Queue(index)
 	bufs, err := d.mem.alloc(abi.SizeCEQE*queueSize, pageSize)
 	if err != nil {
@@ -196,7 +206,7 @@ func (d *Device) completionQueue(index int) error {
 	return nil
 }
 
-// onCompletion passes a completion event of n bytes on to its CQ.
+// onCompletion forwards a completion event of n bytes to its CQ.
 func (d *Device) onCompletion(b []byte, n uint32) error {
 	if n < abi.SizeCEQE {
 		return fmt.Errorf("completion event of %d bytes, expected %d", n, abi.SizeCEQE)
@@ -208,7 +218,7 @@ func (d *Device) onCompletion(b []byte, n uint32) error {
 	d.mu.Lock()
 	cq := d.cqs[e.CQN]
 	d.mu.Unlock()
-	if cq != nil { // else: destroyed meanwhile
+	if cq != nil { // otherwise it has been destroyed
 		select {
 		case cq.event <- struct{}{}:
 		default:

@@ -29,3 +29,14 @@ func (q *QP) SendIndices(prod, cons uint32) {
 	q.sq.prod.Store(prod)
 	q.sq.cons.Store(cons)
 }
+
+// RawSendWR makes a request with any opcode, also invalid ones.
+func RawSendWR(id uint64, op Opcode, key uint32, to Datagram) *SendWR {
+	return &SendWR{ID: id, op: op, key: key, to: to}
+}
+
+// SimpleQueues makes a device do without indirect descriptors and event indices.
+func (c Config) SimpleQueues() Config {
+	c.simpleQueues = true
+	return c
+}

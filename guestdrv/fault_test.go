@@ -4,12 +4,11 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
 // holed registers a buffer of 16 pages at a VA of its own, with every second page absent.
-func (h *host) holed(tb testing.TB, access uint32) (*guestdrv.Buffer, *guestdrv.MR, func()) {
+func (h *host) holed(tb testing.TB, access guestdrv.Access) (*guestdrv.Buffer, *guestdrv.MR, func()) {
 	tb.Helper()
 	const pages = 16
 	buf, err := h.Alloc(pages << 12)
@@ -21,17 +20,17 @@ func (h *host) holed(tb testing.TB, access uint32) (*guestdrv.Buffer, *guestdrv.
 	for i := range pas {
 		whole[i] = buf.PA() + uint64(i)<<12
 		if pas[i] = whole[i]; i%2 == 1 {
-			pas[i] = abi.MTTAbsent
+			pas[i] = guestdrv.PageAbsent
 		}
 	}
-	mr, err := h.pd.RegisterPages(guestdrv.PageSpec{IOVA: 0x5550000, Length: pages << 12, PageShift: 12, PAs: pas, Access: access})
+	mr, err := h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0x5550000, Length: pages << 12, PageShift: 12, PAs: pas, Access: access})
 	if err != nil {
 		tb.Fatal(err)
 	}
 	return buf, mr, func() {
 		tb.Helper()
 		for i := 1; i < pages; i += 2 {
-			if err := mr.SetPages(uint64(i), whole[i:i+1]); err != nil {
+			if err := mr.SetPages(bg, uint64(i), whole[i:i+1]); err != nil {
 				tb.Fatal(err)
 			}
 		}
@@ -43,11 +42,11 @@ func (h *host) faulted(tb testing.TB, n uint64) uint64 {
 	tb.Helper()
 	ctx := ctxFor(tb)
 	for {
-		st, err := h.Stats()
+		st, err := h.Stats(bg)
 		if err != nil {
 			tb.Fatal(err)
 		}
-		if v := st.Value[abi.StatGuestFaults]; v > n {
+		if v := st[guestdrv.StatGuestFaults]; v > n {
 			return v
 		}
 		if ctx.Err() != nil {
@@ -64,14 +63,14 @@ func TestGuestFaults(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		responder bool // whose memory has the holes
-		wr        guestdrv.SendWR
-		wcop      uint32
+		wr        request
+		wcop      guestdrv.WCOpcode
 	}{
-		{"WRITE, responder", true, guestdrv.SendWR{Opcode: abi.WRRDMAWrite}, abi.WCOpRDMAWrite},
-		{"WRITE, requester", false, guestdrv.SendWR{Opcode: abi.WRRDMAWrite}, abi.WCOpRDMAWrite},
-		{"READ, responder", true, guestdrv.SendWR{Opcode: abi.WRRDMARead}, abi.WCOpRDMARead},
-		{"READ, requester", false, guestdrv.SendWR{Opcode: abi.WRRDMARead}, abi.WCOpRDMARead},
-		{"SEND, responder", true, guestdrv.SendWR{Opcode: abi.WRSend}, abi.WCOpSend},
+		{"WRITE, responder", true, request{Opcode: guestdrv.WRRDMAWrite}, guestdrv.WCOpRDMAWrite},
+		{"WRITE, requester", false, request{Opcode: guestdrv.WRRDMAWrite}, guestdrv.WCOpRDMAWrite},
+		{"READ, responder", true, request{Opcode: guestdrv.WRRDMARead}, guestdrv.WCOpRDMARead},
+		{"READ, requester", false, request{Opcode: guestdrv.WRRDMARead}, guestdrv.WCOpRDMARead},
+		{"SEND, responder", true, request{Opcode: guestdrv.WRSend}, guestdrv.WCOpSend},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			r := newRig(t, rigConfig{})
@@ -94,29 +93,29 @@ func TestGuestFaults(t *testing.T) {
 			fill(lb.Bytes(), 2)
 			want := append([]byte{}, la.Bytes()[100:100+n]...)
 			got := lb.Bytes()[200 : 200+n]
-			if tc.wr.Opcode == abi.WRRDMARead {
+			if tc.wr.Opcode == guestdrv.WRRDMARead {
 				want, got = append([]byte{}, got...), la.Bytes()[100:100+n]
 			}
 			b.recv(t, 7, mb.SGE(200, n))
 			wr := tc.wr
-			wr.ID, wr.Flags, wr.SGL, wr.RemoteAddr, wr.RKey = 1, abi.SendSignaled, []abi.SGE{ma.SGE(100, n)}, mb.Addr()+200, mb.RKey()
+			wr.ID, wr.Flags, wr.SGL, wr.RemoteAddr, wr.RKey = 1, guestdrv.SendSignaled, []guestdrv.SGE{ma.SGE(100, n)}, mb.Addr()+200, mb.RKey()
 			a.post(t, &wr)
 			holed.faulted(t, 0)
 
 			_, xm := ha.region(t, 65536, 0)
 			xb, xr := hb.region(t, 65536, allAccess)
 			for i := range 20 {
-				x.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{xm.SGE(0, 65536)}, RemoteAddr: xb.Addr(), RKey: xr.RKey()})
-				expect(t, x.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+				x.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{xm.SGE(0, 65536)}, RemoteAddr: xb.Addr(), RKey: xr.RKey()})
+				expect(t, x.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 			}
-			if wcs := make([]abi.WC, 1); a.scq.Poll(wcs) != 0 {
+			if wcs := make([]guestdrv.Completion, 1); a.scq.Poll(wcs) != 0 {
 				t.Fatalf("completed without the page: %+v", wcs[0])
 			}
 
 			bringIn()
-			expect(t, a.scq, 1, abi.WCSuccess, tc.wcop)
-			if tc.wr.Opcode == abi.WRSend {
-				expect(t, b.rcq, 7, abi.WCSuccess, abi.WCOpRecv)
+			expect(t, a.scq, 1, guestdrv.WCSuccess, tc.wcop)
+			if tc.wr.Opcode == guestdrv.WRSend {
+				expect(t, b.rcq, 7, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 			}
 			if !bytes.Equal(got, want) {
 				t.Error("data differ")

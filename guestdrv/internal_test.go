@@ -39,8 +39,8 @@ func TestMemory(t *testing.T) {
 					owner[first+uint64(i)] = 0
 				}
 				copy(b.Bytes(), ones)
-				b.Free()
-				b.Free() // twice is harmless
+				b.Close()
+				b.Close() // twice is harmless
 				delete(live, k)
 				break
 			}
@@ -67,7 +67,7 @@ func TestMemory(t *testing.T) {
 		}
 	}
 	for _, b := range live {
-		b.Free()
+		b.Close()
 	}
 	if _, err := m.alloc(pages<<pageShift, pageSize); err != nil {
 		t.Errorf("all was freed, yet: %v", err)
@@ -137,12 +137,12 @@ func TestParseResponse(t *testing.T) {
 	handle := make([]byte, abi.SizeHandle)
 	(&abi.Handle{Handle: 77}).Encode(handle)
 	var h abi.Handle
-	parse := func(b []byte) error { return parseResponse(abi.CmdCreatePD, b, uint32(len(b)), &h) }
+	parse := func(b []byte) error { return decodeResponse(abi.CmdCreatePD, b, uint32(len(b)), &h) }
 	if err := parse(resp(abi.StatusOK, abi.SizeHandle, handle...)); err != nil || h.Handle != 77 {
 		t.Errorf("good response: %v, %+v", err, h)
 	}
 	var ce *CommandError
-	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, abi.StatusNoMemory) || !errors.As(err, &ce) || ce.Op != abi.CmdCreatePD {
+	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, StatusNoMemory) || !errors.As(err, &ce) || ce.Command != "CREATE_PD" {
 		t.Errorf("refusal: %v", err)
 	} else if err.Error() != "CREATE_PD: limit reached" {
 		t.Errorf("refusal reads %q", err)
@@ -158,7 +158,7 @@ func TestParseResponse(t *testing.T) {
 			t.Errorf("%s: accepted", name)
 		}
 	}
-	if err := parseResponse(abi.CmdCreatePD, make([]byte, 16), 17, &h); err == nil {
+	if err := decodeResponse(abi.CmdCreatePD, make([]byte, 16), 17, &h); err == nil {
 		t.Error("more written than the buffer holds: accepted")
 	}
 }
@@ -170,7 +170,7 @@ func FuzzResponse(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 0, 120, 0, 0, 0}, uint32(8))
 	f.Fuzz(func(t *testing.T, b []byte, written uint32) {
 		for _, d := range []decoder{nil, new(abi.Handle), new(abi.DeviceAttr), new(abi.QPAttr), new(abi.Stats)} {
-			_ = parseResponse(abi.CmdQueryQP, b, written, d)
+			_ = decodeResponse(abi.CmdQueryQP, b, written, d)
 		}
 	})
 }

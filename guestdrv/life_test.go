@@ -36,29 +36,29 @@ func TestReopen(t *testing.T) {
 		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 14, RetryCnt: 2})
 		_, bm := hb.region(t, size, allAccess)
 		for i := range 20 {
-			wr := &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{xm.SGE(0, size)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
+			wr := &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{xm.SGE(0, size)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
 			a.post(t, wr)
 			wr.RemoteAddr, wr.RKey = ym.Addr(), ym.RKey()
 			x.post(t, wr)
 		}
-		expect(t, a.scq, 0, abi.WCSuccess, abi.WCOpRDMAWrite)
+		expect(t, a.scq, 0, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		_ = b
 		if err := hb.Device.Close(); err != nil {
 			t.Fatal(err)
 		}
 		for i := range 20 {
-			expect(t, x.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+			expect(t, x.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		}
 		// Whatever had not arrived fails: first by too many retries, then flushed.
 		failed := false
 		for _, wc := range await(t, a.scq, 19) {
 			switch {
-			case !failed && wc.Status == abi.WCSuccess:
-			case !failed && (wc.Status == abi.WCRetryExcErr || wc.Status == abi.WCRemAccessErr):
+			case !failed && wc.Status == guestdrv.WCSuccess:
+			case !failed && (wc.Status == guestdrv.WCRetryExcErr || wc.Status == guestdrv.WCRemAccessErr):
 				failed = true
-			case failed && wc.Status == abi.WCWRFlushErr:
+			case failed && wc.Status == guestdrv.WCWRFlushErr:
 			default:
-				t.Fatalf("completion %+v (%s)", wc, abi.WCStatusString(wc.Status))
+				t.Fatalf("completion %+v (%s)", wc, wc.Status)
 			}
 		}
 		destroy(t, a)
@@ -99,7 +99,7 @@ func TestDaemonGone(t *testing.T) {
 	cq := h.cq(t, 10)
 	done := make(chan error, 2)
 	go func() {
-		_, err := cq.PollWait(context.Background(), make([]abi.WC, 1))
+		_, err := cq.PollWait(context.Background(), make([]guestdrv.Completion, 1))
 		done <- err
 	}()
 	go func() {
@@ -114,13 +114,13 @@ func TestDaemonGone(t *testing.T) {
 			t.Errorf("waiting ended with %v", err)
 		}
 	}
-	if _, err := h.AllocPD(); !errors.Is(err, guestdrv.ErrDisconnected) {
+	if _, err := h.AllocPD(bg); !errors.Is(err, guestdrv.ErrDisconnected) {
 		t.Errorf("command without a device: %v", err)
 	}
 	if err := h.Device.Close(); err != nil {
 		t.Error(err)
 	}
-	if _, err := h.AllocPD(); !errors.Is(err, guestdrv.ErrClosed) {
+	if _, err := h.AllocPD(bg); !errors.Is(err, guestdrv.ErrClosed) {
 		t.Errorf("command on a closed device: %v", err)
 	}
 }
@@ -142,7 +142,7 @@ func TestCloseUnderUse(t *testing.T) {
 		started := make(chan struct{}, 3)
 		wg.Go(func() {
 			started <- struct{}{}
-			_, err := cq.PollWait(context.Background(), make([]abi.WC, 1))
+			_, err := cq.PollWait(context.Background(), make([]guestdrv.Completion, 1))
 			check(err)
 		})
 		for range 2 {
@@ -153,11 +153,11 @@ func TestCloseUnderUse(t *testing.T) {
 					if !check(err) {
 						return
 					}
-					mr, err := pd.Register(b, 0)
-					if !check(err) || !check(mr.Deregister()) {
+					mr, err := pd.Register(bg, b, 0)
+					if !check(err) || !check(mr.Close()) {
 						return
 					}
-					b.Free()
+					b.Close()
 				}
 			})
 		}
@@ -185,27 +185,27 @@ func TestConcurrentCommands(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				mr, err := h.pd.Register(b, allAccess)
+				mr, err := h.pd.Register(bg, b, allAccess)
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				cq, err := h.CreateCQ(10, guestdrv.CQOptions{CEQ: i % int(h.Config().NumCEQs)})
+				cq, err := h.CreateCQ(bg, 10, guestdrv.CQOptions{CEQ: i % int(h.Info().NumCEQs)})
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				qp, err := h.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq})
+				qp, err := h.pd.CreateQP(bg, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq})
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				for _, f := range []func() error{qp.Destroy, cq.Destroy, mr.Deregister} {
+				for _, f := range []func() error{qp.Close, cq.Close, mr.Close} {
 					if err := f(); err != nil {
 						t.Error(err)
 					}
 				}
-				b.Free()
+				b.Close()
 			}
 		})
 	}
@@ -227,15 +227,15 @@ func TestLargeRegion(t *testing.T) {
 		pas[i] = buf.PA() + uint64(pages-1-i)<<12
 	}
 	const iova, offset = 0x1230000000, 100
-	mr, err := b.h.pd.RegisterPages(guestdrv.PageSpec{IOVA: iova, Length: pages<<12 - offset, Offset: offset, PageShift: 12, PAs: pas, Access: allAccess})
+	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: iova, Length: pages<<12 - offset, Offset: offset, PageShift: 12, PAs: pas, Access: allAccess})
 	if err != nil {
 		t.Fatal(err)
 	}
-	src, smr := a.h.region(t, 3<<12, abi.AccessLocalWrite)
+	src, smr := a.h.region(t, 3<<12, guestdrv.AccessLocalWrite)
 	fill(src.Bytes(), 1)
 	for _, off := range []int{0, 5000, 8189<<12 - 50, 8190<<12 - 150, (pages-3)<<12 - 200} {
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 3<<12)}, RemoteAddr: iova + uint64(off), RKey: mr.RKey()})
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 3<<12)}, RemoteAddr: iova + uint64(off), RKey: mr.RKey()})
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		var got []byte
 		for p := off + offset; len(got) < 3<<12; {
 			page, in := p>>12, p&4095
@@ -258,13 +258,13 @@ func TestPrivileged(t *testing.T) {
 	src, _ := a.h.region(t, 8192, 0)
 	dst, dmr := b.h.region(t, 8192, allAccess)
 	fill(src.Bytes(), 1)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{{Addr: src.PA() + 1, Length: 6000}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{{Addr: src.PA() + 1, Length: 6000}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(src.Bytes()[1:6001], dst.Bytes()[:6000]) {
 		t.Fatal("data differ")
 	}
-	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{{Addr: 1 << 60, Length: 6}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	expect(t, a.scq, 2, abi.WCLocProtErr, 0)
+	a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: 1 << 60, Length: 6}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 2, guestdrv.WCLocProtErr, 0)
 }
 
 // TestHostileRing spoils what a guest's user space can reach: the geometry in the
@@ -274,18 +274,18 @@ func TestHostileRing(t *testing.T) {
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
 	dst, dmr := b.h.region(t, 4096, allAccess)
 	a.qp.RingGeometry(31, 0xffffffff)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: []byte("x"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: []byte("x"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 
 	x, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
 	x.qp.SendIndices(0xfffffff0, 0x12345678)
 	x.qp.Ring()
 	// Whatever x does with that, the neighbour goes on.
 	for i := range 100 {
-		a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+		a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
-	if err := x.qp.Destroy(); err != nil {
+	if err := x.qp.Close(); err != nil {
 		t.Error(err)
 	}
 }
@@ -295,22 +295,22 @@ func TestDatapathAllocs(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
 	_, smr := a.h.region(t, 4096, 0)
-	_, dmr := b.h.region(t, 4096, abi.AccessLocalWrite)
-	wr := guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 64)}}
-	rwr := guestdrv.RecvWR{ID: 2, SGL: []abi.SGE{dmr.SGE(0, 64)}}
-	wcs := make([]abi.WC, 1)
+	_, dmr := b.h.region(t, 4096, guestdrv.AccessLocalWrite)
+	wr := guestdrv.NewSend(1, smr.SGE(0, 64)).With(guestdrv.SendSignaled)
+	rwr := guestdrv.RecvWR{ID: 2, SGL: []guestdrv.SGE{dmr.SGE(0, 64)}}
+	wcs := make([]guestdrv.Completion, 1)
 	ctx := ctxFor(t)
 	// The whole process is counted: driver, device and loops.
 	n := testing.AllocsPerRun(200, func() {
-		if b.qp.PostRecv(&rwr) != nil || a.qp.PostSend(&wr) != nil {
+		if b.qp.PostRecv(&rwr) != nil || a.qp.PostSend(wr) != nil {
 			t.Fatal("post failed")
 		}
-		for b.rcq.Poll(wcs) == 0 || wcs[0].Status != abi.WCSuccess {
+		for b.rcq.Poll(wcs) == 0 || wcs[0].Status != guestdrv.WCSuccess {
 			if ctx.Err() != nil {
 				t.Fatal("no completion")
 			}
 		}
-		for a.scq.Poll(wcs) == 0 || wcs[0].Status != abi.WCSuccess {
+		for a.scq.Poll(wcs) == 0 || wcs[0].Status != guestdrv.WCSuccess {
 			if ctx.Err() != nil {
 				t.Fatal("no completion")
 			}
@@ -330,13 +330,13 @@ func TestPhysRegion(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	mr, err := b.h.pd.RegisterPages(guestdrv.PageSpec{IOVA: dst.PA(), Length: 20000, PageShift: 12, Access: allAccess, Flags: abi.MRPhys})
+	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: dst.PA(), Length: 20000, PageShift: 12, Access: allAccess, Physical: true})
 	if err != nil {
 		t.Fatal(err)
 	}
 	fill(src.Bytes(), 1)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 19000)}, RemoteAddr: dst.PA() + 1000, RKey: mr.RKey()})
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 19000)}, RemoteAddr: dst.PA() + 1000, RKey: mr.RKey()})
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(dst.Bytes()[1000:], src.Bytes()[:19000]) {
 		t.Error("data differ")
 	}
@@ -345,13 +345,13 @@ func TestPhysRegion(t *testing.T) {
 // TestSecondDriver connects while another driver has the device.
 func TestSecondDriver(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
-	d, err := guestdrv.Open(r.hosts[0].path, guestdrv.Config{Timeout: patience})
+	d, err := guestdrv.Open(bg, r.hosts[0].path, guestdrv.Config{Timeout: patience})
 	if err == nil {
 		_ = d.Close()
 		t.Fatal("two drivers at once")
 	}
 	t.Log(err)
-	if _, err := r.hosts[0].AllocPD(); err != nil {
+	if _, err := r.hosts[0].AllocPD(bg); err != nil {
 		t.Errorf("the first driver was disturbed: %v", err)
 	}
 }
@@ -359,18 +359,18 @@ func TestSecondDriver(t *testing.T) {
 // TestQueryQP reads back what was set.
 func TestQueryQP(t *testing.T) {
 	r := newRig(t, rigConfig{})
-	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: abi.MTU512, Access: abi.AccessRemoteRead}
+	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: guestdrv.MTU512, Access: guestdrv.AccessRemoteRead}
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), o)
-	q, err := a.qp.Query()
+	q, err := a.qp.Query(bg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if q.QPN != a.qp.Number() || q.QPState != abi.QPRTS || q.PathMTU != abi.MTU512 || q.Timeout != 13 || q.RetryCnt != 5 || q.RNRRetry != 4 ||
-		q.MinRNRTimer != 9 || q.MaxRdAtomic != 3 || q.MaxDestRdAtomic != 3 || q.AccessFlags != abi.AccessRemoteRead || q.DestQPN != b.qp.Number() ||
-		q.RQPSN != b.psn || q.SQPSN != a.psn || q.AV.DGID != b.h.gid || q.AV.DMAC != b.h.mac || q.AV.HopLimit != 64 || q.AV.VLANID != abi.NoVLAN {
+	if q.State != guestdrv.QPRTS || q.PathMTU != guestdrv.MTU512 || q.Timeout != 13 || q.RetryCnt != 5 || q.RNRRetry != 4 ||
+		q.MinRNRTimer != 9 || q.MaxRdAtomic != 3 || q.MaxDestRdAtomic != 3 || q.Access != guestdrv.AccessRemoteRead || q.DestQPN != b.qp.Number() ||
+		q.RQPSN != b.psn || q.SQPSN != a.psn || q.Path.GID != b.h.gid || q.Path.MAC != b.h.mac || q.Path.HopLimit != 64 || q.Path.VLAN != 0 {
 		t.Errorf("attributes %+v", q)
 	}
-	if p, err := a.h.Port(); err != nil || p.State != abi.PortActive || p.ActiveMTU != 1024 || p.ActiveSpeed == 0 || p.ActiveWidth == 0 {
+	if p, err := a.h.Port(bg); err != nil || p.State != guestdrv.PortActive || p.ActiveMTU != 1024 || p.ActiveSpeed == 0 || p.ActiveWidth == 0 {
 		t.Errorf("port %+v, %v", p, err)
 	}
 }
@@ -396,18 +396,18 @@ func TestIdle(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
 	_, smr := a.h.region(t, 4096, allAccess)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, SGL: []abi.SGE{smr.SGE(0, 1)}}) // RNR: ends in ERR
-	expect(t, a.scq, 1, abi.WCRNRRetryExcErr, 0)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{smr.SGE(0, 1)}}) // RNR: ends in ERR
+	expect(t, a.scq, 1, guestdrv.WCRNRRetryExcErr, 0)
 	_ = b
 	u := a.h.udEnd(t, udConfig(), 5)
 	ah := a.h.ah(t, b.h)
-	u.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, SGL: []abi.SGE{smr.SGE(0, 4000)}, AH: ah, RemoteQPN: 77, QKey: 5}) // ends in SQE
-	expect(t, u.scq, 2, abi.WCLocLenErr, 0)
+	u.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{smr.SGE(0, 4000)}, AH: ah, RemoteQPN: 77, QKey: 5}) // ends in SQE
+	expect(t, u.scq, 2, guestdrv.WCLocLenErr, 0)
 	sqd, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
-	if err := sqd.qp.Modify(abi.QPAttr{QPState: abi.QPSQD, EnSQDAsyncNotify: 1}, abi.QPAttrState|abi.QPAttrEnSQDAsyncNotify); err != nil {
+	if err := sqd.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 		t.Fatal(err)
 	}
-	a.h.wantEvent(t, abi.EventSQDrained, sqd.qp.Number())
+	a.h.wantEvent(t, guestdrv.EventSQDrained, sqd.qp.Number())
 	// A loop that works for nothing makes tens of thousands of rounds in this time.
 	// ERR QPs look for receives to flush now and then, ever more rarely.
 	var before [2]loop.Stats
@@ -437,7 +437,7 @@ func TestOpenErrors(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer srv.Close()
-		d, err := guestdrv.Open(path, guestdrv.Config{})
+		d, err := guestdrv.Open(bg, path, guestdrv.Config{})
 		if err == nil {
 			d.Close()
 		}
@@ -455,7 +455,7 @@ func TestOpenErrors(t *testing.T) {
 	if err := open(func(b []byte) { b[14] = 0 }); err == nil || !strings.Contains(err.Error(), "completion event queues") {
 		t.Errorf("no completion event queues: %v", err)
 	}
-	if _, err := guestdrv.Open(filepath.Join(t.TempDir(), "none"), guestdrv.Config{}); !errors.Is(err, os.ErrNotExist) {
+	if _, err := guestdrv.Open(bg, filepath.Join(t.TempDir(), "none"), guestdrv.Config{}); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("no socket: %v", err)
 	}
 	var ne *net.OpError
@@ -466,7 +466,7 @@ func TestOpenErrors(t *testing.T) {
 	}
 	ln.SetUnlinkOnClose(false)
 	ln.Close()
-	if _, err := guestdrv.Open(path, guestdrv.Config{}); !errors.As(err, &ne) {
+	if _, err := guestdrv.Open(bg, path, guestdrv.Config{}); !errors.As(err, &ne) {
 		t.Errorf("dead socket: %v", err)
 	}
 }

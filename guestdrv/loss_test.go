@@ -9,7 +9,6 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -124,11 +123,11 @@ func TestImpairedNetwork(t *testing.T) {
 			// A short timeout: the end of a message has nothing behind it that would show its loss.
 			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 12})
 			mixedTraffic(t, a, b, 150, 1)
-			st, err := a.h.Stats()
+			st, err := a.h.Stats(bg)
 			if err != nil {
 				t.Fatal(err)
 			}
-			t.Logf("requester: retransmits %d, timeouts %d, icrc errors %d", st.Value[abi.StatRetransmits], st.Value[abi.StatTimeouts], st.Value[abi.StatICRCErrors])
+			t.Logf("requester: retransmits %d, timeouts %d, icrc errors %d", st[guestdrv.StatRetransmits], st[guestdrv.StatTimeouts], st[guestdrv.StatICRCErrors])
 		})
 	}
 }
@@ -139,7 +138,7 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 	t.Helper()
 	const slots, slotSize = 16, 20000
 	rng := rand.New(rand.NewPCG(seed, 2))
-	local, lmr := a.h.region(t, 2*slots*slotSize, abi.AccessLocalWrite)
+	local, lmr := a.h.region(t, 2*slots*slotSize, guestdrv.AccessLocalWrite)
 	remote, rmr := b.h.region(t, 2*slots*slotSize, allAccess)
 	fill(local.Bytes(), 1)
 	fill(remote.Bytes(), 2)
@@ -154,20 +153,20 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 	var counter uint64
 	const counterOff = 2*slots*slotSize - 8
 	le.PutUint64(remote.Bytes()[counterOff:], 0)
-	wcs := make([]abi.WC, 8)
+	wcs := make([]guestdrv.Completion, 8)
 	done, received := 0, 0
 	collect := func() {
 		k := a.scq.Poll(wcs)
 		for _, wc := range wcs[:k] {
-			if wc.Status != abi.WCSuccess || wc.ID != uint64(done) {
-				t.Fatalf("completion %+v (%s), want id %d", wc, abi.WCStatusString(wc.Status), done)
+			if wc.Status != guestdrv.WCSuccess || wc.ID != uint64(done) {
+				t.Fatalf("completion %+v (%s), want id %d", wc, wc.Status, done)
 			}
 			done++
 		}
 		k = b.rcq.Poll(wcs)
 		for _, wc := range wcs[:k] {
-			if wc.Status != abi.WCSuccess || wc.ID != uint64(received) || int(wc.ByteLen) != recvs[received].n {
-				t.Fatalf("receive %+v (%s), want id %d, %+v", wc, abi.WCStatusString(wc.Status), received, recvs[received])
+			if wc.Status != guestdrv.WCSuccess || wc.ID != uint64(received) || int(wc.ByteLen) != recvs[received].n {
+				t.Fatalf("receive %+v (%s), want id %d, %+v", wc, wc.Status, received, recvs[received])
 			}
 			received++
 		}
@@ -181,38 +180,38 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 			size %= 300
 		}
 		from, to := slot*slotSize, (slots+slot)*slotSize
-		wr := guestdrv.SendWR{ID: uint64(i), Flags: abi.SendSignaled, SGL: []abi.SGE{lmr.SGE(from, size)}, RemoteAddr: remote.Addr() + uint64(to), RKey: rmr.RKey()}
+		wr := request{ID: uint64(i), Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{lmr.SGE(from, size)}, RemoteAddr: remote.Addr() + uint64(to), RKey: rmr.RKey()}
 		switch rng.IntN(6) {
 		case 0, 1:
-			wr.Opcode = abi.WRRDMAWrite
+			wr.Opcode = guestdrv.WRRDMAWrite
 			copy(wantR[to:], wantL[from:from+size])
 		case 2:
-			wr.Opcode = abi.WRRDMAWriteWithImm
+			wr.Opcode = guestdrv.WRRDMAWriteWithImm
 			copy(wantR[to:], wantL[from:from+size])
 			for b.qp.PostRecv(&guestdrv.RecvWR{ID: uint64(len(recvs))}) != nil {
 				collect()
 			}
 			recvs = append(recvs, recv{0, size})
 		case 3:
-			wr.Opcode = abi.WRRDMARead
-			wr.SGL = []abi.SGE{lmr.SGE(to, size/2), lmr.SGE(to+size/2, size-size/2)}
+			wr.Opcode = guestdrv.WRRDMARead
+			wr.SGL = []guestdrv.SGE{lmr.SGE(to, size/2), lmr.SGE(to+size/2, size-size/2)}
 			wr.RemoteAddr = remote.Addr() + uint64(from)
 			copy(wantL[to:], wantR[from:from+size])
 		case 4:
-			wr.Opcode = abi.WRSend
-			for b.qp.PostRecv(&guestdrv.RecvWR{ID: uint64(len(recvs)), SGL: []abi.SGE{rmr.SGE(to, slotSize)}}) != nil {
+			wr.Opcode = guestdrv.WRSend
+			for b.qp.PostRecv(&guestdrv.RecvWR{ID: uint64(len(recvs)), SGL: []guestdrv.SGE{rmr.SGE(to, slotSize)}}) != nil {
 				collect()
 			}
 			recvs = append(recvs, recv{to, size})
 			copy(wantR[to:], wantL[from:from+size])
 		case 5:
-			wr.Opcode, wr.CompareAdd = abi.WRAtomicFetchAndAdd, uint64(i)
-			wr.SGL = []abi.SGE{lmr.SGE(counterOff, 8)}
+			wr.Opcode, wr.CompareAdd = guestdrv.WRAtomicFetchAndAdd, uint64(i)
+			wr.SGL = []guestdrv.SGE{lmr.SGE(counterOff, 8)}
 			wr.RemoteAddr = remote.Addr() + counterOff
 			le.PutUint64(wantL[counterOff:], counter)
 			counter += uint64(i)
 		}
-		for a.qp.PostSend(&wr) == guestdrv.ErrFull {
+		for postSend(a.qp, &wr) == guestdrv.ErrFull {
 			collect()
 		}
 	}

@@ -28,7 +28,7 @@ func kernelPairAs(t *testing.T, r *rig, o guestdrv.ConnectOptions) (a, b *end) {
 
 func fastMR(t *testing.T, e *end, pages int) *guestdrv.FastMR {
 	t.Helper()
-	m, err := e.h.pd.AllocFast(pages)
+	m, err := e.h.pd.AllocFast(bg, pages)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -53,44 +53,44 @@ func TestFastRegister(t *testing.T) {
 		reg := m.Map(mem, off, n, low, allAccess)
 		clear(mem.Bytes())
 		// In one go: register, tell the peer, which writes and gives the memory back.
-		for _, wr := range []*guestdrv.SendWR{
-			{ID: 1, Opcode: abi.WRRegMR, Reg: reg},
-			{ID: 2, Opcode: abi.WRRDMARead, SGL: []abi.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}}, RemoteAddr: smr.Addr(), RKey: smr.RKey()},
+		for _, wr := range []*request{
+			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
+			{ID: 2, Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}}, RemoteAddr: smr.Addr(), RKey: smr.RKey()},
 		} {
-			if err := a.qp.QueueSend(wr); err != nil {
+			if err := queueSend(a.qp, wr); err != nil {
 				t.Fatal(err)
 			}
 		}
 		a.qp.Ring()
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRegMR)
-		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpRDMARead)
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRegMR)
+		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 		if !bytes.Equal(mem.Bytes()[off:off+4000], src.Bytes()[:4000]) {
 			t.Fatal("data differ: a READ behind the registration")
 		}
-		b.post(t, &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA, RKey: reg.RKey})
+		b.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA, RKey: reg.RKey})
 		if round%2 == 0 {
 			a.recv(t, 4)
-			b.post(t, &guestdrv.SendWR{ID: 5, Opcode: abi.WRSendWithInv, InvalidateKey: reg.RKey})
-			wc := expect(t, a.rcq, 4, abi.WCSuccess, abi.WCOpRecv)
-			if wc.Flags&abi.WCFlagsInvalidate != abi.WCFlagsInvalidate || le.Uint32(wc.Ex[:]) != reg.RKey {
+			b.post(t, &request{ID: 5, Opcode: guestdrv.WRSendWithInv, InvalidateKey: reg.RKey})
+			wc := expect(t, a.rcq, 4, guestdrv.WCSuccess, guestdrv.WCOpRecv)
+			if wc.Flags&guestdrv.WCFlagWithInvalidate != guestdrv.WCFlagWithInvalidate || le.Uint32(wc.Imm[:]) != reg.RKey {
 				t.Fatalf("completion of a SEND with Invalidate: %+v", wc)
 			}
-			expect(t, b.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
-			expect(t, b.scq, 5, abi.WCSuccess, abi.WCOpSend)
+			expect(t, b.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+			expect(t, b.scq, 5, guestdrv.WCSuccess, guestdrv.WCOpSend)
 		} else {
-			expect(t, b.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
-			a.post(t, &guestdrv.SendWR{ID: 6, Opcode: abi.WRLocalInv, InvalidateKey: reg.RKey})
-			expect(t, a.scq, 6, abi.WCSuccess, abi.WCOpLocalInv)
+			expect(t, b.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+			a.post(t, &request{ID: 6, Opcode: guestdrv.WRLocalInv, InvalidateKey: reg.RKey})
+			expect(t, a.scq, 6, guestdrv.WCSuccess, guestdrv.WCOpLocalInv)
 		}
 		if !bytes.Equal(mem.Bytes()[off:off+n], src.Bytes()[:n]) {
 			t.Fatal("data differ")
 		}
 	}
 	// What was invalidated is void for the peer.
-	b.post(t, &guestdrv.SendWR{ID: 7, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(), RKey: m.Key()})
-	expect(t, b.scq, 7, abi.WCRemAccessErr, 0)
+	b.post(t, &request{ID: 7, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(), RKey: m.Key()})
+	expect(t, b.scq, 7, guestdrv.WCRemAccessErr, 0)
 	destroy(t, a, b)
-	if err := m.Deregister(); err != nil {
+	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -108,30 +108,30 @@ func TestLocalInvWaits(t *testing.T) {
 	m := fastMR(t, a, 8)
 	for round := range 10 {
 		fill(mem.Bytes(), uint64(round))
-		reg := m.Map(mem, 0, 32<<10, uint8(round), abi.AccessLocalWrite)
-		for _, wr := range []*guestdrv.SendWR{
-			{ID: 1, Opcode: abi.WRRegMR, Reg: reg},
-			{ID: 2, Opcode: abi.WRSend, SGL: []abi.SGE{{Addr: reg.IOVA, Length: 32 << 10, LKey: reg.RKey}}},
-			{ID: 3, Opcode: abi.WRLocalInv, InvalidateKey: reg.RKey},
-			{ID: 4, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{{Addr: mem.PA(), Length: 8}}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
+		reg := m.Map(mem, 0, 32<<10, uint8(round), guestdrv.AccessLocalWrite)
+		for _, wr := range []*request{
+			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
+			{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 32 << 10, LKey: reg.RKey}}},
+			{ID: 3, Opcode: guestdrv.WRLocalInv, InvalidateKey: reg.RKey},
+			{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: mem.PA(), Length: 8}}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
 		} {
-			if err := a.qp.QueueSend(wr); err != nil {
+			if err := queueSend(a.qp, wr); err != nil {
 				t.Fatal(err)
 			}
 		}
 		a.qp.Ring()
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRegMR)
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRegMR)
 		if round%2 == 0 {
 			// The SEND is refused for want of a receive meanwhile: it must find its memory afterwards.
-			if wcs := make([]abi.WC, 1); a.scq.Poll(wcs) != 0 {
+			if wcs := make([]guestdrv.Completion, 1); a.scq.Poll(wcs) != 0 {
 				t.Fatalf("completed without a receive: %+v", wcs)
 			}
 		}
 		b.recv(t, 9, dmr.SGE(0, 32<<10))
-		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
-		expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpLocalInv)
-		expect(t, a.scq, 4, abi.WCSuccess, abi.WCOpRDMAWrite)
-		expect(t, b.rcq, 9, abi.WCSuccess, abi.WCOpRecv)
+		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+		expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpLocalInv)
+		expect(t, a.scq, 4, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+		expect(t, b.rcq, 9, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 		if !bytes.Equal(mem.Bytes(), dst.Bytes()) {
 			t.Fatal("data differ")
 		}
@@ -142,11 +142,11 @@ func TestLocalInvWaits(t *testing.T) {
 func TestManageRefused(t *testing.T) {
 	h := newRig(t, rigConfig{hosts: 1}).hosts[0]
 	for _, n := range []int{0, abi.MaxFastReg + 1} {
-		if _, err := h.pd.AllocFast(n); !errors.Is(err, abi.StatusInvalid) {
+		if _, err := h.pd.AllocFast(bg, n); !errors.Is(err, guestdrv.StatusInvalid) {
 			t.Errorf("region of %d pages: %v", n, err)
 		}
 	}
-	if _, err := h.pd.AllocMW(3); !errors.Is(err, abi.StatusInvalid) {
+	if _, err := h.pd.AllocMW(bg, 3); !errors.Is(err, guestdrv.StatusInvalid) {
 		t.Errorf("window of type 3: %v", err)
 	}
 }
@@ -155,65 +155,65 @@ func TestManageRefused(t *testing.T) {
 func TestMemoryWindows(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
-	mem, mr := ha.region(t, 16384, abi.AccessLocalWrite|abi.AccessMWBind)
+	mem, mr := ha.region(t, 16384, guestdrv.AccessLocalWrite|guestdrv.AccessMWBind)
 	src, smr := hb.region(t, 16384, allAccess)
 	fill(src.Bytes(), 5)
 	for typ := uint32(1); typ <= 2; typ++ {
 		c := qpDefaults()
 		c.SigAll = true
 		a, b := connect(t, ha, hb, c, quick)
-		w, err := ha.pd.AllocMW(typ)
+		w, err := ha.pd.AllocMW(bg, typ)
 		if err != nil {
 			t.Fatal(err)
 		}
-		bind := &guestdrv.BindMW{Key: w.Key(), NewKey: w.Key() + 1, Region: mr.LKey(), Access: abi.AccessRemoteWrite, Addr: mem.Addr() + 500, Length: 6000}
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRBindMW, Bind: bind})
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpBindMW)
+		bind := &guestdrv.BindMW{Key: w.Key(), NewKey: w.Key() + 1, Region: mr.LKey(), Access: guestdrv.AccessRemoteWrite, Addr: mem.Addr() + 500, Length: 6000}
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRBindMW, Bind: bind})
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 		key := w.Key()&^0xff | (w.Key()+1)&0xff
-		write := func(e *end, id uint64, status uint32) {
+		write := func(e *end, id uint64, status guestdrv.WCStatus) {
 			t.Helper()
-			e.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 6000)}, RemoteAddr: bind.Addr, RKey: key})
-			expect(t, e.scq, id, status, abi.WCOpRDMAWrite)
+			e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 6000)}, RemoteAddr: bind.Addr, RKey: key})
+			expect(t, e.scq, id, status, guestdrv.WCOpRDMAWrite)
 		}
-		write(b, 2, abi.WCSuccess)
+		write(b, 2, guestdrv.WCSuccess)
 		if !bytes.Equal(mem.Bytes()[500:6500], src.Bytes()[:6000]) {
 			t.Fatal("data differ")
 		}
-		if err := mr.Deregister(); !errors.Is(err, abi.StatusBusy) {
+		if err := mr.Close(); !errors.Is(err, guestdrv.StatusBusy) {
 			t.Fatalf("a region with a window was deregistered: %v", err)
 		}
 		// Another connection of the same domain: type 1 is for all, type 2B for its QP.
 		x, y := connect(t, ha, hb, c, quick)
-		write(y, 3, map[uint32]uint32{1: abi.WCSuccess, 2: abi.WCRemAccessErr}[typ])
+		write(y, 3, map[uint32]guestdrv.WCStatus{1: guestdrv.WCSuccess, 2: guestdrv.WCRemAccessErr}[typ])
 		destroy(t, x, y)
 		if typ == 1 { // bound anew, the key of before is void
 			next := *bind
 			next.Key, next.NewKey = key, key+1
-			a.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRBindMW, Bind: &next})
-			expect(t, a.scq, 4, abi.WCSuccess, abi.WCOpBindMW)
+			a.post(t, &request{ID: 4, Opcode: guestdrv.WRBindMW, Bind: &next})
+			expect(t, a.scq, 4, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 		} else { // the peer gives it back
 			a.recv(t, 4)
-			b.post(t, &guestdrv.SendWR{ID: 5, Opcode: abi.WRSendWithInv, InvalidateKey: key})
-			expect(t, a.rcq, 4, abi.WCSuccess, abi.WCOpRecv)
-			expect(t, b.scq, 5, abi.WCSuccess, abi.WCOpSend)
+			b.post(t, &request{ID: 5, Opcode: guestdrv.WRSendWithInv, InvalidateKey: key})
+			expect(t, a.rcq, 4, guestdrv.WCSuccess, guestdrv.WCOpRecv)
+			expect(t, b.scq, 5, guestdrv.WCSuccess, guestdrv.WCOpSend)
 			again := *bind
 			again.Key, again.NewKey = key, key
-			a.post(t, &guestdrv.SendWR{ID: 6, Opcode: abi.WRBindMW, Bind: &again})
-			expect(t, a.scq, 6, abi.WCSuccess, abi.WCOpBindMW)
-			write(b, 7, abi.WCSuccess)
-			a.post(t, &guestdrv.SendWR{ID: 8, Opcode: abi.WRLocalInv, InvalidateKey: key})
-			expect(t, a.scq, 8, abi.WCSuccess, abi.WCOpLocalInv)
+			a.post(t, &request{ID: 6, Opcode: guestdrv.WRBindMW, Bind: &again})
+			expect(t, a.scq, 6, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
+			write(b, 7, guestdrv.WCSuccess)
+			a.post(t, &request{ID: 8, Opcode: guestdrv.WRLocalInv, InvalidateKey: key})
+			expect(t, a.scq, 8, guestdrv.WCSuccess, guestdrv.WCOpLocalInv)
 		}
-		write(b, 9, abi.WCRemAccessErr)
+		write(b, 9, guestdrv.WCRemAccessErr)
 		destroy(t, a, b)
-		if err := w.Free(); err != nil {
+		if err := w.Close(); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := mr.Deregister(); err != nil {
+	if err := mr.Close(); err != nil {
 		t.Fatalf("a region whose windows are gone: %v", err)
 	}
-	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg || at.Caps&(abi.CapMemMgt|abi.CapMW) != abi.CapMemMgt|abi.CapMW {
+	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg || at.Caps&(guestdrv.CapMemMgt|guestdrv.CapMW) != guestdrv.CapMemMgt|guestdrv.CapMW {
 		t.Errorf("attributes: %+v", at)
 	}
 }
@@ -224,10 +224,11 @@ func TestMemoryWindows(t *testing.T) {
 func TestWindowsOnDemand(t *testing.T) {
 	const pages, frames, first, n = 32, 8, 3*page + 104, 20 * page
 	for _, tc := range []struct {
-		typ, access     uint32
+		typ             uint32
+		access          guestdrv.Access
 		vxlan, implicit bool
 	}{
-		{1, 0, false, false}, {1, 0, true, true}, {2, 0, true, false}, {2, abi.AccessZeroBased, false, true}, {2, abi.AccessZeroBased, true, false},
+		{1, 0, false, false}, {1, 0, true, true}, {2, 0, true, false}, {2, guestdrv.AccessZeroBased, false, true}, {2, guestdrv.AccessZeroBased, true, false},
 	} {
 		t.Run(fmt.Sprintf("type %d/zero-based %t/implicit %t/VXLAN %t", tc.typ, tc.access != 0, tc.implicit, tc.vxlan), func(t *testing.T) {
 			r := newRig(t, rigConfig{vxlan: tc.vxlan})
@@ -250,9 +251,9 @@ func TestWindowsOnDemand(t *testing.T) {
 				}
 				return nil
 			}
-			const rights = abi.AccessLocalWrite | abi.AccessMWBind
+			const rights = guestdrv.AccessLocalWrite | guestdrv.AccessMWBind
 			if tc.implicit {
-				mr, err := ha.pd.RegisterImplicit(rights, far)
+				mr, err := ha.pd.RegisterImplicit(bg, rights, far)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -263,34 +264,34 @@ func TestWindowsOnDemand(t *testing.T) {
 			mem, mr := hb.region(t, 2*n, allAccess)
 			fill(mem.Bytes(), uint64(tc.typ))
 			want := bytes.Clone(mem.Bytes()[:n])
-			w, err := ha.pd.AllocMW(tc.typ)
+			w, err := ha.pd.AllocMW(bg, tc.typ)
 			if err != nil {
 				t.Fatal(err)
 			}
 			c := qpDefaults()
 			c.SigAll = true
 			bind := guestdrv.BindMW{Key: w.Key(), Region: far.mr.LKey(), Addr: far.va(first), Length: n,
-				Access: tc.access | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic}
+				Access: tc.access | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic}
 			rebind := func(a *end) {
 				t.Helper()
 				bind.NewKey = bind.Key&^0xff | (bind.Key+1)&0xff
-				a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRBindMW, Bind: &bind})
-				expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpBindMW)
+				a.post(t, &request{ID: 1, Opcode: guestdrv.WRBindMW, Bind: &bind})
+				expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 				bind.Key = bind.NewKey
 			}
 			// The peer's operation, which finds no window now, may take the QP to ERROR before the request is complete.
 			unbind := func(a *end) {
 				t.Helper()
-				wr, op := guestdrv.SendWR{ID: 2, Opcode: abi.WRLocalInv, InvalidateKey: bind.Key}, uint32(abi.WCOpLocalInv)
+				wr, op := request{ID: 2, Opcode: guestdrv.WRLocalInv, InvalidateKey: bind.Key}, guestdrv.WCOpLocalInv
 				none := guestdrv.BindMW{Key: bind.Key, NewKey: bind.Key&^0xff | (bind.Key+1)&0xff}
 				if tc.typ == 1 {
-					wr, op = guestdrv.SendWR{ID: 2, Opcode: abi.WRBindMW, Bind: &none}, abi.WCOpBindMW
+					wr, op = request{ID: 2, Opcode: guestdrv.WRBindMW, Bind: &none}, guestdrv.WCOpBindMW
 				}
 				a.post(t, &wr)
 				switch wc := await(t, a.scq, 1)[0]; {
-				case wc.ID != 2 || wc.Status != abi.WCWRFlushErr && (wc.Status != abi.WCSuccess || wc.Opcode != op):
-					t.Fatalf("completion %+v (%s), want id 2, success or flushed", wc, abi.WCStatusString(wc.Status))
-				case wc.Status == abi.WCSuccess && tc.typ == 1:
+				case wc.ID != 2 || wc.Status != guestdrv.WCWRFlushErr && (wc.Status != guestdrv.WCSuccess || wc.Opcode != op):
+					t.Fatalf("completion %+v (%s), want id 2, success or flushed", wc, wc.Status)
+				case wc.Status == guestdrv.WCSuccess && tc.typ == 1:
 					bind.Key = none.NewKey
 				}
 			}
@@ -300,49 +301,49 @@ func TestWindowsOnDemand(t *testing.T) {
 				}
 				return bind.Addr + uint64(off)
 			}
-			do := func(b *end, op, wcop uint32, local, off, n int, status uint32) {
+			do := func(b *end, op guestdrv.Opcode, wcop guestdrv.WCOpcode, local, off, n int, status guestdrv.WCStatus) {
 				t.Helper()
-				b.post(t, &guestdrv.SendWR{ID: 3, Opcode: op, SGL: []abi.SGE{mr.SGE(local, n)}, RemoteAddr: at(off), RKey: bind.Key, Swap: 5, CompareAdd: 5})
+				b.post(t, &request{ID: 3, Opcode: op, SGL: []guestdrv.SGE{mr.SGE(local, n)}, RemoteAddr: at(off), RKey: bind.Key, Swap: 5, CompareAdd: 5})
 				expect(t, b.scq, 3, status, wcop)
 			}
 
 			a, b := connect(t, ha, hb, c, faulty)
 			rebind(a)
 			for off := 0; off < n; off += 5 * page {
-				do(b, abi.WRRDMAWrite, abi.WCOpRDMAWrite, off, off, 5*page, abi.WCSuccess)
+				do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, off, off, 5*page, guestdrv.WCSuccess)
 			}
 			for off := 0; off < n; off += 5 * page {
-				do(b, abi.WRRDMARead, abi.WCOpRDMARead, n+off, off, 5*page, abi.WCSuccess)
+				do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n+off, off, 5*page, guestdrv.WCSuccess)
 			}
 			if !bytes.Equal(mem.Bytes()[n:], want) {
 				t.Error("data differ")
 			}
 			far.expect(first, want, "the region beneath")
 			far.evictAll()
-			do(b, abi.WRAtomicFetchAndAdd, abi.WCOpFetchAdd, 0, 7*page, 8, abi.WCSuccess)
+			do(b, guestdrv.WRAtomicFetchAndAdd, guestdrv.WCOpFetchAdd, 0, 7*page, 8, guestdrv.WCSuccess)
 			le.PutUint64(want[7*page:], le.Uint64(want[7*page:])+5)
 			far.expect(first, want, "after an atomic")
 			if got := far.mr.Stats(); got.Faults < n/page || got.Failed != 0 {
 				t.Errorf("faults: %+v", got)
 			}
-			if err := far.mr.Deregister(); !errors.Is(err, abi.StatusBusy) {
+			if err := far.mr.Close(); !errors.Is(err, guestdrv.StatusBusy) {
 				t.Fatalf("a region with a window was deregistered: %v", err)
 			}
 			far.evictAll()
-			do(b, abi.WRRDMAWrite, abi.WCOpRDMAWrite, 0, 0, 8, abi.WCSuccess) // and still has its Pager
+			do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, 0, 0, 8, guestdrv.WCSuccess) // and still has its Pager
 
 			// The window goes while an operation waits for a page of it: nobody waits for the page, and the operation
 			// finds no window afterwards.
 			far.evictAll()
 			hold.Store(true)
-			b.post(t, &guestdrv.SendWR{ID: 4, Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: at(9 * page), RKey: bind.Key})
+			b.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: at(9 * page), RKey: bind.Key})
 			if f := <-asked; f.VA != far.va(first+9*page)&^(page-1) || !f.Write {
 				t.Errorf("the Pager was asked for %#x, write %t", f.VA, f.Write)
 			}
 			unbind(a)
 			hold.Store(false)
 			release()
-			expect(t, b.scq, 4, abi.WCRemAccessErr, abi.WCOpRDMAWrite)
+			expect(t, b.scq, 4, guestdrv.WCRemAccessErr, guestdrv.WCOpRDMAWrite)
 			far.expect(first+9*page, want[9*page:10*page], "a window that was gone")
 			destroy(t, a, b)
 
@@ -351,13 +352,13 @@ func TestWindowsOnDemand(t *testing.T) {
 			rebind(a)
 			far.evictAll()
 			refuse.Store(true)
-			do(b, abi.WRRDMARead, abi.WCOpRDMARead, n, page, 8, abi.WCRemAccessErr)
+			do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n, page, 8, guestdrv.WCRemAccessErr)
 			destroy(t, a, b)
-			if err := w.Free(); err != nil {
+			if err := w.Close(); err != nil {
 				t.Fatal(err)
 			}
 			far.check()
-			if err := far.mr.Deregister(); err != nil {
+			if err := far.mr.Close(); err != nil {
 				t.Errorf("a region whose window is gone: %v", err)
 			}
 		})

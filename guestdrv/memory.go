@@ -12,13 +12,12 @@ const (
 	pageShift = 12
 	pageSize  = 1 << pageShift
 
-	// paBase is where the memory begins in the driver's physical address space.
-	// Any page multiple would do; one that is no valid offset into the memfd and
-	// no mapped VA makes mix-ups fail at once.
+	// paBase is the PA of the memory's first byte. Any multiple of the page size would do. This one is neither a valid
+	// offset into the memfd nor a mapped VA, so that confusing the three fails at once.
 	paBase translate.PA = 1 << 40
 )
 
-// memory is the driver's "guest memory": a sealed memfd, handed out in pages.
+// memory takes the place of guest memory: a sealed memfd, allocated in pages.
 type memory struct {
 	*frontend.Memory
 	size uint64
@@ -33,8 +32,8 @@ func newMemory(size uint64) (*memory, error) {
 	return &memory{m, size}, nil
 }
 
-// alloc takes n bytes, rounded up to pages, contiguous in VA and PA, zeroed, and
-// aligned to align (a power of two, at least a page) in PA.
+// alloc allocates n bytes, rounded up to pages, contiguous in VA and PA, zeroed, and aligned to align (a power of two, at
+// least a page) in PA.
 func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 	size := (n + pageSize - 1) &^ (pageSize - 1)
 	pa, err := m.Alloc(int(size), int(align))
@@ -51,11 +50,11 @@ func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 	return &Buffer{mem: m, pa: uint64(pa), size: int(size), data: data[:n:n], va: addressOf(data)}, nil
 }
 
-// has tells whether the page at pa is the driver's.
+// has reports whether the page at pa belongs to the memory.
 func (m *memory) has(pa uint64) bool { return pa-uint64(paBase) < m.size }
 
-// Buffer is memory that both this process and the device can reach: whole pages,
-// contiguous in VA and in PA. It must not be used after Free or Device.Close.
+// Buffer is memory that both this process and the device can access: whole pages, contiguous in VA and in PA. It must not
+// be used after its Close or Device.Close.
 type Buffer struct {
 	mem  *memory
 	pa   uint64
@@ -67,17 +66,17 @@ type Buffer struct {
 // Bytes returns the buffer's memory.
 func (b *Buffer) Bytes() []byte { return b.data }
 
-// Len is the buffer's length in bytes.
+// Len returns the buffer's length in bytes.
 func (b *Buffer) Len() int { return len(b.data) }
 
-// Addr is the buffer's VA, as work requests name it.
+// Addr returns the VA of the first byte, as work requests use it: its address in this process.
 func (b *Buffer) Addr() uint64 { return b.va }
 
-// PA is the buffer's physical address.
+// PA returns the physical address of the first byte, as page lists use it: its place in the driver's memory.
 func (b *Buffer) PA() uint64 { return b.pa }
 
-// Load64 reads the word at off, a multiple of 8, for programs that watch memory which
-// peers write: later reads of what was written before it see that.
+// Load64 reads the 8 bytes at off, a multiple of 8, in the order of this machine. A program that polls memory written by a
+// peer uses it: what the peer wrote before is visible to later reads.
 func (b *Buffer) Load64(off int) uint64 { return atomic64(b.data, off).Load() }
 
 // pagePAs returns the PAs of the buffer's 4 KiB pages.
@@ -89,8 +88,13 @@ func (b *Buffer) pagePAs() []uint64 {
 	return pas
 }
 
-// Free gives the memory back. Nothing, a registered region least of all, may use it any more.
-func (b *Buffer) Free() {
+// Close releases the memory. The caller has closed the regions that contain it. It always returns nil.
+func (b *Buffer) Close() error {
+	b.free()
+	return nil
+}
+
+func (b *Buffer) free() {
 	if b.data != nil {
 		b.data = nil
 		b.mem.Free(translate.PA(b.pa), b.size)

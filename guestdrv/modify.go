@@ -1,25 +1,61 @@
 package guestdrv
 
 import (
+	"context"
 	"fmt"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// Modify changes the attributes that mask (abi.QPAttr... bits) names. The device
-// refuses what the QP's state and type do not permit (IBTA 10.3.1) with
-// abi.StatusInvalid.
-func (q *QP) Modify(attr abi.QPAttr, mask uint32) error {
+// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those that its mask names; QP.Query returns all.
+type QPAttr struct {
+	State            QPState
+	CurState         QPState
+	PathMTU          MTU
+	Timeout          uint8 // of an ACK: 4.096 us * 2^Timeout, 0..31; 0: never
+	RetryCnt         uint8 // 0..7
+	RNRRetry         uint8 // 0..7; 7: without limit
+	MinRNRTimer      uint8 // 0..31, IBTA table 45
+	MaxRdAtomic      uint8 // READs and atomics at once as requester
+	MaxDestRdAtomic  uint8 // READs and atomics at once as responder
+	EnSQDAsyncNotify bool  // with State QPSQD: raise EventSQDrained
+	SQDraining       bool  // Query only
+	PKeyIndex        uint16
+	Port             uint16 // 1
+	Access           Access // rights of remote peers
+	QKey             uint32
+	DestQPN          uint32
+	RQPSN            uint32 // first PSN to receive
+	SQPSN            uint32 // first PSN to send
+	Path             Path
+}
+
+// Modify changes the attributes that mask names. The device refuses with StatusInvalid what the QP's state and type do not
+// permit (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change later. No
+// goroutine may post while State becomes QPReset.
+func (q *QP) Modify(ctx context.Context, attr QPAttr, mask QPAttrMask) error {
 	if err := q.d.users.enter(); err != nil {
 		return err
 	}
 	defer q.d.users.leave()
-	attr.QPN, attr.AttrMask = q.num, mask
-	if err := q.d.do(abi.CmdModifyQP, &attr, abi.SizeQPAttr, nil); err != nil {
+	req := abi.QPAttr{
+		QPN: q.num, AttrMask: uint32(mask), QPState: uint8(attr.State), CurQPState: uint8(attr.CurState),
+		PathMTU: uint8(attr.PathMTU), Timeout: attr.Timeout, RetryCnt: attr.RetryCnt, RNRRetry: attr.RNRRetry,
+		MinRNRTimer: attr.MinRNRTimer, MaxRdAtomic: attr.MaxRdAtomic, MaxDestRdAtomic: attr.MaxDestRdAtomic,
+		PKeyIndex: attr.PKeyIndex, PortNum: attr.Port, AccessFlags: uint32(attr.Access), QKey: attr.QKey,
+		DestQPN: attr.DestQPN, RQPSN: attr.RQPSN, SQPSN: attr.SQPSN,
+	}
+	if attr.EnSQDAsyncNotify {
+		req.EnSQDAsyncNotify = 1
+	}
+	if mask&QPAttrAV != 0 {
+		req.AV = attr.Path.av()
+	}
+	if err := q.d.do(ctx, abi.CmdModifyQP, &req, abi.SizeQPAttr, nil); err != nil {
 		return fmt.Errorf("QP %d: %w", q.num, err)
 	}
-	if mask&abi.QPAttrState != 0 && attr.QPState == abi.QPReset {
-		// RESET empties the queues; the driver owns the producers, the device the consumers.
+	if mask&QPAttrState != 0 && attr.State == QPReset {
+		// RESET empties the queues. The driver owns the producer indices, the device the consumer indices.
 		q.sq.prod.Store(q.sq.cons.Load() & q.sq.mask)
 		if q.ring != nil {
 			q.ring.prod.Store(q.ring.cons.Load() & q.ring.mask)
@@ -28,52 +64,59 @@ func (q *QP) Modify(attr abi.QPAttr, mask uint32) error {
 	return nil
 }
 
-// Query asks for the QP's attributes.
-func (q *QP) Query() (abi.QPAttr, error) {
+// Query returns the QP's attributes.
+func (q *QP) Query(ctx context.Context) (QPAttr, error) {
 	var a abi.QPAttr
-	err := q.d.onHandle(abi.CmdQueryQP, q.num, &a)
-	return a, err
+	if err := q.d.onHandle(ctx, abi.CmdQueryQP, q.num, &a); err != nil {
+		return QPAttr{}, err
+	}
+	return QPAttr{
+		State: QPState(a.QPState), CurState: QPState(a.CurQPState), PathMTU: MTU(a.PathMTU), Timeout: a.Timeout,
+		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
+		MaxDestRdAtomic: a.MaxDestRdAtomic, EnSQDAsyncNotify: a.EnSQDAsyncNotify != 0, SQDraining: a.SQDraining != 0,
+		PKeyIndex: a.PKeyIndex, Port: a.PortNum, Access: Access(a.AccessFlags), QKey: a.QKey, DestQPN: a.DestQPN,
+		RQPSN: a.RQPSN, SQPSN: a.SQPSN, Path: pathOf(&a.AV),
+	}, nil
 }
 
-// DefaultQKey is the Q_Key of UD QPs that ask for no other.
+// DefaultQKey is a Q_Key for UD QPs that need no particular one.
 const DefaultQKey = 0x11111111
 
-// ToInit takes the QP from RESET to INIT. access are the rights of remote peers
-// (RC, UC), qkey is for UD.
-func (q *QP) ToInit(access, qkey uint32) error {
-	a := abi.QPAttr{QPState: abi.QPInit, PortNum: 1, AccessFlags: access, QKey: qkey}
-	mask := uint32(abi.QPAttrState | abi.QPAttrPKeyIndex | abi.QPAttrPort)
+// ToInit moves the QP from RESET to INIT. access are the rights of remote peers (RC, UC); qkey is for UD.
+func (q *QP) ToInit(ctx context.Context, access Access, qkey uint32) error {
+	a := QPAttr{State: QPInit, Port: 1, Access: access, QKey: qkey}
+	mask := QPAttrState | QPAttrPKeyIndex | QPAttrPort
 	switch q.typ {
-	case abi.QPTypeUD:
-		mask |= abi.QPAttrQKey
-	case abi.QPTypeGSI:
-		mask = abi.QPAttrState | abi.QPAttrPKeyIndex | abi.QPAttrQKey
+	case QPTypeUD:
+		mask |= QPAttrQKey
+	case QPTypeGSI:
+		mask = QPAttrState | QPAttrPKeyIndex | QPAttrQKey
 	default:
-		mask |= abi.QPAttrAccessFlags
+		mask |= QPAttrAccessFlags
 	}
-	return q.Modify(a, mask)
+	return q.Modify(ctx, a, mask)
 }
 
 // Peer is the other end of a connection.
 type Peer struct {
 	QPN uint32
-	PSN uint32 // the peer's first send PSN
+	PSN uint32 // first PSN that the peer sends
 	Path
 }
 
 // ConnectOptions of a connection. The zero value is usable.
 type ConnectOptions struct {
-	PSN         uint32 // first send PSN; the peer's Peer.PSN
-	Access      uint32 // rights of the peer; 0 means all
-	MTU         uint8  // abi.MTU...; 0 means the largest that the port carries
-	Timeout     uint8  // 4.096 us * 2^Timeout; 0 means 14 (67 ms)
-	RetryCnt    uint8  // 0 means 7; see NoRetry
-	RNRRetry    uint8  // 0 means 7, for ever; see NoRetry
+	PSN         uint32 // first PSN to send; the peer needs it as Peer.PSN
+	Access      Access // rights of the peer; 0 means all
+	MTU         MTU    // 0 means the largest that the port carries
+	Timeout     uint8  // of an ACK: 4.096 us * 2^Timeout; 0 means 14 (67 ms)
+	RetryCnt    uint8  // 1..7 or NoRetry; 0 means 7
+	RNRRetry    uint8  // 1..7 or NoRetry; 0 means 7, without limit
 	MinRNRTimer uint8  // 0 means 12 (0.64 ms)
-	RdAtomic    uint8  // READs and atomics at once, each way; 0 means what the device offers, at most 16
+	RdAtomic    uint8  // READs and atomics at once in each direction; 0 means the device's limit, at most 16
 }
 
-// NoRetry in RetryCnt and RNRRetry means none at all.
+// NoRetry in RetryCnt or RNRRetry disables retries.
 const NoRetry = 0xff
 
 func retries(n uint8) uint8 {
@@ -86,19 +129,19 @@ func retries(n uint8) uint8 {
 	return n
 }
 
-func (o ConnectOptions) withDefaults(d *Device) (ConnectOptions, error) {
+func (o ConnectOptions) withDefaults(ctx context.Context, d *Device) (ConnectOptions, error) {
 	if o.Access == 0 {
-		o.Access = abi.AccessRemoteRead | abi.AccessRemoteWrite | abi.AccessRemoteAtomic
+		o.Access = AccessRemoteRead | AccessRemoteWrite | AccessRemoteAtomic
 		if d.attr.Caps&abi.CapFlushGlobal != 0 {
-			o.Access |= abi.AccessFlushGlobal
+			o.Access |= AccessFlushGlobal
 		}
 	}
 	if o.MTU == 0 {
-		c, err := d.ReadConfig()
+		c, err := d.readConfig(ctx)
 		if err != nil {
 			return o, err
 		}
-		if o.MTU = abi.MTUFromBytes(int(c.PortMTU)); o.MTU == 0 {
+		if o.MTU = MTUFromBytes(int(c.PortMTU)); o.MTU == 0 {
 			return o, invalid("the port's MTU of %d bytes carries no RoCE", c.PortMTU)
 		}
 	}
@@ -115,52 +158,50 @@ func (o ConnectOptions) withDefaults(d *Device) (ConnectOptions, error) {
 	return o, nil
 }
 
-// ToRTR takes an RC or UC QP from INIT to RTR: it can receive from peer.
-func (q *QP) ToRTR(peer Peer, o ConnectOptions) error {
-	o, err := o.withDefaults(q.d)
+// ToRTR moves an RC or UC QP from INIT to RTR: it receives from peer.
+func (q *QP) ToRTR(ctx context.Context, peer Peer, o ConnectOptions) error {
+	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {
 		return err
 	}
-	a := abi.QPAttr{
-		QPState: abi.QPRTR, PathMTU: o.MTU, DestQPN: peer.QPN, RQPSN: peer.PSN, MaxDestRdAtomic: o.RdAtomic, MinRNRTimer: o.MinRNRTimer,
-		AV: abi.AV{
-			DGID: peer.GID, DMAC: peer.MAC, SGIDIndex: peer.SGIDIndex, VLANID: vlanID(peer.VLAN), TrafficClass: peer.TrafficClass,
-			HopLimit: peer.hopLimit(), FlowLabel: peer.FlowLabel, SL: peer.SL,
-		},
+	a := QPAttr{
+		State: QPRTR, PathMTU: o.MTU, DestQPN: peer.QPN, RQPSN: peer.PSN, MaxDestRdAtomic: o.RdAtomic, MinRNRTimer: o.MinRNRTimer,
+		Path: peer.Path,
 	}
-	mask := uint32(abi.QPAttrState | abi.QPAttrAV | abi.QPAttrPathMTU | abi.QPAttrDestQPN | abi.QPAttrRQPSN)
-	if q.typ == abi.QPTypeRC {
-		mask |= abi.QPAttrMaxDestRdAtomic | abi.QPAttrMinRNRTimer
+	mask := QPAttrState | QPAttrAV | QPAttrPathMTU | QPAttrDestQPN | QPAttrRQPSN
+	if q.typ == QPTypeRC {
+		mask |= QPAttrMaxDestRdAtomic | QPAttrMinRNRTimer
 	}
-	return q.Modify(a, mask)
+	return q.Modify(ctx, a, mask)
 }
 
-// ToRTS takes an RC or UC QP from RTR to RTS: it can send.
-func (q *QP) ToRTS(o ConnectOptions) error {
-	o, err := o.withDefaults(q.d)
+// ToRTS moves an RC or UC QP from RTR to RTS: it sends, too.
+func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
+	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {
 		return err
 	}
-	a := abi.QPAttr{
-		QPState: abi.QPRTS, SQPSN: o.PSN, Timeout: o.Timeout, RetryCnt: o.RetryCnt, RNRRetry: o.RNRRetry, MaxRdAtomic: o.RdAtomic,
+	a := QPAttr{
+		State: QPRTS, SQPSN: o.PSN, Timeout: o.Timeout, RetryCnt: o.RetryCnt, RNRRetry: o.RNRRetry, MaxRdAtomic: o.RdAtomic,
 	}
-	mask := uint32(abi.QPAttrState | abi.QPAttrSQPSN)
-	if q.typ == abi.QPTypeRC {
-		mask |= abi.QPAttrTimeout | abi.QPAttrRetryCnt | abi.QPAttrRNRRetry | abi.QPAttrMaxQPRdAtomic
+	mask := QPAttrState | QPAttrSQPSN
+	if q.typ == QPTypeRC {
+		mask |= QPAttrTimeout | QPAttrRetryCnt | QPAttrRNRRetry | QPAttrMaxQPRdAtomic
 	}
-	return q.Modify(a, mask)
+	return q.Modify(ctx, a, mask)
 }
 
-// Connect takes a fresh RC or UC QP to RTS, connected to peer, whose side does the same.
-func (q *QP) Connect(peer Peer, o ConnectOptions) error {
-	o, err := o.withDefaults(q.d)
+// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same; a message that
+// arrives before it has done so is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
+func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
+	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {
 		return err
 	}
-	if err := q.ToInit(o.Access, 0); err != nil {
+	if err := q.ToInit(ctx, o.Access, 0); err != nil {
 		return err
 	}
-	// The defaults were filled in: 0 and NoRetry must not be read anew.
+	// The defaults have been applied: 0 must not become a default once more.
 	again := o
 	if again.RetryCnt == 0 {
 		again.RetryCnt = NoRetry
@@ -168,25 +209,29 @@ func (q *QP) Connect(peer Peer, o ConnectOptions) error {
 	if again.RNRRetry == 0 {
 		again.RNRRetry = NoRetry
 	}
-	if err := q.ToRTR(peer, again); err != nil {
+	if err := q.ToRTR(ctx, peer, again); err != nil {
 		return err
 	}
-	return q.ToRTS(again)
+	return q.ToRTS(ctx, again)
 }
 
-// StartUD takes a fresh UD or GSI QP to RTS.
-func (q *QP) StartUD(qkey uint32) error {
-	if err := q.ToInit(0, qkey); err != nil {
+// StartUD moves a new UD or GSI QP through INIT and RTR to RTS. Peers need qkey to send to it.
+func (q *QP) StartUD(ctx context.Context, qkey uint32) error {
+	if err := q.ToInit(ctx, 0, qkey); err != nil {
 		return err
 	}
-	if err := q.Modify(abi.QPAttr{QPState: abi.QPRTR}, abi.QPAttrState); err != nil {
+	if err := q.Modify(ctx, QPAttr{State: QPRTR}, QPAttrState); err != nil {
 		return err
 	}
-	return q.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState|abi.QPAttrSQPSN)
+	return q.Modify(ctx, QPAttr{State: QPRTS}, QPAttrState|QPAttrSQPSN)
 }
 
-// ToErr takes the QP to ERR: everything in its queues completes with abi.WCWRFlushErr.
-func (q *QP) ToErr() error { return q.Modify(abi.QPAttr{QPState: abi.QPErr}, abi.QPAttrState) }
+// ToErr moves the QP to ERR: all outstanding requests complete with WCWRFlushErr.
+func (q *QP) ToErr(ctx context.Context) error {
+	return q.Modify(ctx, QPAttr{State: QPErr}, QPAttrState)
+}
 
-// Reset takes the QP to RESET: its queues are empty, nothing completes.
-func (q *QP) Reset() error { return q.Modify(abi.QPAttr{QPState: abi.QPReset}, abi.QPAttrState) }
+// Reset moves the QP to RESET: its queues become empty, and the requests in them do not complete.
+func (q *QP) Reset(ctx context.Context) error {
+	return q.Modify(ctx, QPAttr{State: QPReset}, QPAttrState)
+}

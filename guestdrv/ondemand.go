@@ -10,31 +10,28 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// On-demand paging (ODP-1..8): a region whose pages a Pager brings in when the
-// device asks for them, and which the program takes away again with Invalidate.
+// On-demand paging (ODP-1..8): a Pager provides the pages of a region when the device needs them, and the program revokes
+// them with Invalidate.
 //
-//	device: PAGE_FAULT event ─▶ Pager.PageIn ─▶ SET_MTT, RESUME_FAULT ─▶ the operation goes on
-//	program: forgets a page ─▶ Invalidate: CLEAR_MTT ─▶ uses the page for something else
+//	device: PAGE_FAULT event ─▶ Pager.PageIn ─▶ SET_MTT, RESUME_FAULT ─▶ the operation resumes
+//	program: unmaps a page ─▶ Invalidate: CLEAR_MTT ─▶ reuses the page
 //
-// What PageIn found is only put into the table if no Invalidate of these pages
-// began meanwhile; otherwise PageIn is asked again. So once Invalidate has returned
-// the device has none of the pages that the Pager gave before.
+// The result of PageIn enters the table only if no Invalidate of these pages began meanwhile; otherwise PageIn is called
+// again. So once Invalidate has returned, the device uses none of the pages that the Pager returned before.
 
-// Pager says where the pages of an on-demand region are. PageIn is called from many
-// goroutines at once, for different faults and perhaps for the same page.
+// Pager provides the pages of an on-demand region. PageIn is called from many goroutines at once, for different faults and
+// possibly for the same page.
 //
-// PageIn sets pas[i], which is abi.MTTAbsent, to the PA of page i from f.VA on
-// (Buffer.PA, a multiple of 4096), with abi.MTTReadOnly added if peers may not write
-// to it yet. pas[0] must be given, and be writable if f.Write; what follows the
-// first page that is left absent is not looked at. An error means that the address
-// is not valid: the operation that waits fails (PF-13). PageIn may take its time:
-// nobody else waits for it. It must return when ctx ends, which it does when
-// the region is deregistered or the device closed.
+// PageIn sets pas[i], which is PageAbsent before, to the PA of page number i counted from f.VA (Buffer.PA, a multiple of
+// 4096), plus PageReadOnly if writes shall fault. pas[0] is required, and must be writable if f.Write is set. Entries after
+// the first absent one are ignored. An error means that the address is invalid: the faulting operation fails (PF-13). PageIn
+// may block; only the faulting operation waits for it. It must return when ctx ends, which happens when the region or the
+// device is closed.
 type Pager interface {
 	PageIn(ctx context.Context, f PageFault, pas []uint64) error
 }
 
-// PagerFunc is a function as a Pager.
+// PagerFunc is a function that implements Pager.
 type PagerFunc func(ctx context.Context, f PageFault, pas []uint64) error
 
 // PageIn calls p.
@@ -42,99 +39,102 @@ func (p PagerFunc) PageIn(ctx context.Context, f PageFault, pas []uint64) error 
 	return p(ctx, f, pas)
 }
 
-// PageFault says what pages are wanted for.
+// PageFault describes why pages are needed.
 type PageFault struct {
 	VA    uint64 // of the first page: a multiple of 4096
-	Write bool   // they are going to be written to
-	QPN   uint32 // whose operation waits; 0: nobody's, as with Prefetch
+	Write bool   // the operation writes
+	QPN   uint32 // of the operation; 0: Prefetch
 }
 
 // ImplicitLength is the size of the implicit region, which begins at VA 0.
 const ImplicitLength = 1 << 57
 
-// maxPageIn bounds the pages of one call of PageIn: what an event asks for at most.
+// maxPageIn bounds the pages of one call of PageIn. An event requests at most as many.
 const maxPageIn = 1 << 20 >> pageShift
 
-// OnDemandMR is a region whose pages come and go.
+// OnDemandMR is a region with pages on demand.
 type OnDemandMR struct {
 	MR
 	pager  Pager
-	ctx    context.Context // ends with Deregister and with the device
+	ctx    context.Context // ends with the region and with the device
 	cancel context.CancelFunc
 	base   uint64 // VA of the first page
 	pages  uint64
 
 	users sync.WaitGroup // calls of PageIn; Add under faultServer.mu, while registered
 
-	// publish is held for reading from the check that a window is not stale until
-	// its pages are in the table, and for writing while one is made so: tables
-	// never get what was found before an invalidation.
+	// publish is held for reading from the check that a window is not stale until its pages are in the table, and for
+	// writing while windows become stale: a table never receives what PageIn returned before an invalidation.
 	publish sync.RWMutex
 	mu      sync.Mutex
 	windows map[*window]struct{} // guarded by mu
 
-	careful atomic.Bool // a SET_MTT was refused: look at answers before resuming
+	careful atomic.Bool // a posted SET_MTT was refused: wait for its answer before RESUME_FAULT
 	stats   struct{ faults, pages, failed, retries, invalidations, prefetches atomic.Uint64 }
 }
 
-// window is a range of pages that PageIn is looking for.
+// window is a range of pages for which a call of PageIn is under way.
 type window struct {
 	first, count uint64
-	stale        bool // guarded by mu: invalidated meanwhile
+	stale        bool // invalidated meanwhile; guarded by mu
 }
 
-// OnDemandStats counts what happened to one region (ODP-8).
+// OnDemandStats are the counters of an on-demand region (ODP-8).
 type OnDemandStats struct {
 	Faults        uint64 // events
-	Pages         uint64 // given to the device
+	Pages         uint64 // set in the device's table
 	Failed        uint64 // faults that ended with an error
-	Retries       uint64 // calls of PageIn whose outcome an Invalidate made void
+	Retries       uint64 // results of PageIn that an Invalidate made stale
 	Invalidations uint64
 	Prefetches    uint64
 }
 
-// RegisterOnDemand registers length bytes from VA iova on, without any page: pager
-// gives them when they are needed. The time it takes does not depend on length.
-func (p *PD) RegisterOnDemand(iova, length uint64, access uint32, pager Pager) (*OnDemandMR, error) {
+// RegisterOnDemand registers length bytes from VA iova on without pages; pager provides them when the device needs them.
+// The time it takes does not depend on length.
+func (p *PD) RegisterOnDemand(ctx context.Context, iova, length uint64, access Access, pager Pager) (*OnDemandMR, error) {
 	offset := iova & (pageSize - 1)
 	if length == 0 || offset+length < length || iova+length-1 < iova {
 		return nil, invalid("on-demand region of %d bytes at %#x", length, iova)
 	}
-	return p.onDemand(abi.CreateMR{
-		Access: access, Flags: abi.MROnDemand, PageShift: pageShift, IOVA: iova, Length: length, Offset: offset,
+	return p.onDemand(ctx, abi.CreateMR{
+		Access: uint32(access), Flags: abi.MROnDemand, PageShift: pageShift, IOVA: iova, Length: length, Offset: offset,
 		NPages: (offset + length + pageSize - 1) >> pageShift,
 	}, pager)
 }
 
-// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1):
-// every VA is valid for which pager has a page.
-func (p *PD) RegisterImplicit(access uint32, pager Pager) (*OnDemandMR, error) {
-	return p.onDemand(abi.CreateMR{
-		Access: access, Flags: abi.MROnDemand | abi.MRImplicit, PageShift: pageShift, Length: ImplicitLength, NPages: ImplicitLength >> pageShift,
+// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1): every VA is valid for which pager has a
+// page.
+func (p *PD) RegisterImplicit(ctx context.Context, access Access, pager Pager) (*OnDemandMR, error) {
+	return p.onDemand(ctx, abi.CreateMR{
+		Access: uint32(access), Flags: abi.MROnDemand | abi.MRImplicit, PageShift: pageShift, Length: ImplicitLength, NPages: ImplicitLength >> pageShift,
 	}, pager)
 }
 
-func (p *PD) onDemand(req abi.CreateMR, pager Pager) (*OnDemandMR, error) {
+func (p *PD) onDemand(ctx context.Context, req abi.CreateMR, pager Pager) (*OnDemandMR, error) {
 	d := p.d
 	r := &OnDemandMR{pager: pager, base: req.IOVA - req.Offset, pages: req.NPages, windows: map[*window]struct{}{}}
 	r.ctx, r.cancel = context.WithCancel(d.ctx)
-	req.PDN = p.num
-	mr, err := d.createMR(&req)
+	req.PDN = p.handle
+	mr, err := d.createMR(ctx, &req)
 	if err != nil {
 		r.cancel()
 		return nil, err
 	}
 	r.MR = *mr
 	d.faults.add(r.lkey, r)
+	r.free = func() {
+		d.faults.forget(r.lkey)
+		r.cancel()
+	}
 	return r, nil
 }
 
-// Deregister revokes the region and returns when nothing uses its pages any more
-// (EP-3) and no call of PageIn is under way. What waits for its pages fails. Windows keep it, as any region.
-func (r *OnDemandMR) Deregister() error {
-	err := r.MR.Deregister()
-	if errors.Is(err, abi.StatusBusy) {
-		return err
+// Close deregisters the region. When it returns nil, the device has stopped using its pages (EP-3) and no call of PageIn
+// is under way. Operations that wait for pages fail. It fails with StatusBusy while windows are bound to the region.
+func (r *OnDemandMR) Close() error {
+	err := r.MR.Close()
+	if errors.Is(err, StatusBusy) || errors.Is(err, ErrTimeout) {
+		return err // still registered, or unknown
 	}
 	r.cancel()
 	r.users.Wait()
@@ -150,13 +150,12 @@ func (r *OnDemandMR) Stats() OnDemandStats {
 	}
 }
 
-// SGEAt names n bytes from VA va on.
-func (r *OnDemandMR) SGEAt(va uint64, n int) abi.SGE {
-	return abi.SGE{Addr: va, Length: uint32(n), LKey: r.lkey}
+// SGEAt returns n bytes from VA va on.
+func (r *OnDemandMR) SGEAt(va uint64, n int) SGE {
+	return SGE{Addr: va, Length: uint32(n), LKey: r.lkey}
 }
 
-// span gives the indices of the pages that hold part of [va, va+n), as far as the
-// region goes.
+// span returns the first index and the number of the region's pages that contain part of [va, va+n).
 func (r *OnDemandMR) span(va, n uint64) (first, count uint64) {
 	end := va + n
 	if end < va {
@@ -171,25 +170,25 @@ func (r *OnDemandMR) span(va, n uint64) (first, count uint64) {
 	return first, (end-r.base)>>pageShift - first + 1
 }
 
-// Invalidate takes the pages that hold part of [va, va+n) away from the device and
-// returns when it does not use them any more (ODP-5, EP-3). Before the call, the
-// program has seen to it that its Pager does not give them out any more. It does not
-// wait for calls of PageIn.
-func (r *OnDemandMR) Invalidate(va, n uint64) error {
+// Invalidate revokes the pages that contain part of [va, va+n). When it returns nil, the device has stopped using them
+// (ODP-5, EP-3). Before the call, the program makes sure that its Pager does not return them any more. Invalidate does not
+// wait for calls of PageIn. If it ends with its context or with ErrTimeout, the device may still use the pages: call it again.
+func (r *OnDemandMR) Invalidate(ctx context.Context, va, n uint64) error {
 	first, count := r.span(va, n)
 	if count == 0 {
 		return nil
 	}
 	r.stats.invalidations.Add(1)
-	b, err := r.startInvalidate(first, count)
+	b, err := r.startInvalidate(ctx, first, count)
 	if err != nil {
 		return err
 	}
 	defer b.end()
-	return b.wait(0, nil)
+	_, err = b.wait(ctx, 0, nil)
+	return err
 }
 
-func (r *OnDemandMR) startInvalidate(first, count uint64) (*batch, error) {
+func (r *OnDemandMR) startInvalidate(ctx context.Context, first, count uint64) (*batch, error) {
 	r.publish.Lock()
 	defer r.publish.Unlock()
 	r.mu.Lock()
@@ -199,13 +198,14 @@ func (r *OnDemandMR) startInvalidate(first, count uint64) (*batch, error) {
 		}
 	}
 	r.mu.Unlock()
-	// Commands begin in the order of submission: pages that are published from now
-	// on stay.
-	return r.d.begin(request{op: abi.CmdClearMTT, fixed: &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, size: abi.SizeClearMTT})
+	// The device begins commands in the order of submission, so later publications survive.
+	return r.d.begin(ctx, request{
+		op: abi.CmdClearMTT, fixed: &abi.ClearMTT{Handle: r.handle, First: first, Count: count}, size: abi.SizeClearMTT,
+	})
 }
 
-// Prefetch brings the pages that hold part of [va, va+n) in (ODP-8). It ends at the
-// first that the Pager does not give.
+// Prefetch calls the Pager for the pages that contain part of [va, va+n) and sets them in the device's table (ODP-8). It
+// fails at the first page that the Pager does not provide.
 func (r *OnDemandMR) Prefetch(ctx context.Context, va, n uint64, write bool) error {
 	if !r.d.faults.use(r) {
 		return fmt.Errorf("prefetch: %w", ErrClosed)
@@ -227,11 +227,10 @@ func (r *OnDemandMR) Prefetch(ctx context.Context, va, n uint64, write bool) err
 	return nil
 }
 
-var errNoPage = errors.New("the pager gave no page")
+var errNoPage = errors.New("the pager returned no page")
 
-// pageIn asks the Pager for pages and puts them into the table, until no
-// invalidation came in between. It returns how many pages were put there. If a is not
-// nil the fault that it answers is over then.
+// pageIn calls the Pager and publishes the result, repeatedly while invalidations make it stale. It returns the number of
+// pages that it set. Unless a is nil, it also answers the fault.
 func (r *OnDemandMR) pageIn(ctx context.Context, first uint64, f PageFault, pas []uint64, a *answer) (uint64, error) {
 	f.VA = r.base + first<<pageShift
 	w := &window{first: first, count: uint64(len(pas))}
@@ -245,7 +244,7 @@ func (r *OnDemandMR) pageIn(ctx context.Context, first uint64, f PageFault, pas 
 	}()
 	for {
 		for i := range pas {
-			pas[i] = abi.MTTAbsent
+			pas[i] = PageAbsent
 		}
 		if err := r.pager.PageIn(ctx, f, pas); err != nil {
 			return 0, err
@@ -265,22 +264,22 @@ func (r *OnDemandMR) pageIn(ctx context.Context, first uint64, f PageFault, pas 
 	}
 }
 
-// given checks what the Pager gave and returns how many pages that is.
+// given validates the result of PageIn and returns its number of pages.
 func (r *OnDemandMR) given(pas []uint64, write bool) (int, error) {
 	for i, pa := range pas {
 		switch {
-		case pa == abi.MTTAbsent && i > 0:
+		case pa == PageAbsent && i > 0:
 			return i, nil
-		case pa == abi.MTTAbsent || i == 0 && write && pa&abi.MTTReadOnly != 0:
+		case pa == PageAbsent || i == 0 && write && pa&PageReadOnly != 0:
 			return 0, errNoPage
-		case pa&(pageSize-1)&^abi.MTTReadOnly != 0 || !r.d.mem.has(pa&^(pageSize-1)):
-			return 0, invalid("the pager gave PA %#x, which is no page of the driver's memory", pa)
+		case pa&(pageSize-1)&^PageReadOnly != 0 || !r.d.mem.has(pa&^(pageSize-1)):
+			return 0, invalid("the pager returned PA %#x, which is no page of the driver's memory", pa)
 		}
 	}
 	return len(pas), nil
 }
 
-// publishWindow puts pas into the table, unless w has become stale.
+// publishWindow sets pas in the table, unless w has become stale.
 func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done bool, err error) {
 	r.publish.RLock()
 	defer r.publish.RUnlock()
@@ -293,7 +292,7 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	}
 	r.stats.pages.Add(uint64(len(pas)))
 	if a == nil || r.careful.Load() {
-		err = r.SetPages(w.first, pas)
+		err = r.SetPages(r.d.ctx, w.first, pas)
 		if err == nil && a != nil {
 			err = a.give(r.d, true)
 		}
@@ -302,50 +301,57 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	return true, r.setAndResume(w.first, pas, a)
 }
 
-// setAndResume is SET_MTT and RESUME_FAULT at once: the device begins commands in
-// order, so the operation that is resumed finds the pages. Nobody waits for the answers.
-// If the pages are refused it faults anew, and then is told.
+// setAndResume posts SET_MTT and RESUME_FAULT together: the device begins commands in order, so the resumed operation finds
+// the pages, and nobody waits for the answers. If the device refuses the pages, the operation faults again and the next
+// answer is sent carefully.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 	set := abi.SetMTT{Handle: r.handle, Count: uint32(len(pas)), First: first}
-	err := r.d.post(request{op: abi.CmdSetMTT, fixed: &set, size: abi.SizeSetMTT, words: pas, refused: func() { r.careful.Store(true) }}, resume(a.token, true))
+	err := r.d.post(r.d.ctx, request{
+		op: abi.CmdSetMTT, fixed: &set, size: abi.SizeSetMTT, words: pas,
+		onLate: func(_ []byte, err error) {
+			if err != nil {
+				r.careful.Store(true)
+			}
+		},
+	}, resume(a.token, true))
 	a.given = err == nil
 	return err
 }
 
-// answer to a page fault event.
+// answer is the answer to a page fault event.
 type answer struct {
 	token uint32
 	given bool
 }
 
-// give answers, if that has not been done. An error says that nobody waits any more.
+// give sends the answer unless it has been sent. An error means that the faulting operation is gone.
 func (a *answer) give(d *Device, valid bool) error {
 	if a.given {
 		return nil
 	}
 	a.given = true
-	return d.ResumeFault(a.token, valid)
+	return d.ResumeFault(d.ctx, a.token, valid)
 }
 
-// faultServer hands page faults to the regions that they are about.
+// faultServer dispatches page faults to their regions.
 type faultServer struct {
-	work    chan fault // to a goroutine that waits for one
+	work    chan fault // to an idle goroutine
 	mu      sync.Mutex
-	regions map[uint32]*OnDemandMR // by key; nil: a region without Pager. Guarded by mu
+	regions map[uint32]*OnDemandMR // by key; nil: a region without Pager; guarded by mu
 	waiting int                    // faults that are being served; guarded by mu
-	idle    int                    // goroutines that wait for a fault; guarded by mu
+	idle    int                    // goroutines that wait for work; guarded by mu
 }
 
-// maxIdle bounds faultServer.idle: a goroutine that has served a fault has the stack for the next.
+// maxIdle bounds faultServer.idle. Reusing a goroutine reuses its grown stack.
 const maxIdle = 4
 
-// fault is a page fault event, and the region it is about; nil: that is gone.
+// fault is a page fault event and its region, nil if the region is closed.
 type fault struct {
 	event  abi.Event
 	region *OnDemandMR
 }
 
-// add makes a region known. Nobody who knows its key can have used it before.
+// add registers a region. Its key is not in use yet: the program learns it afterwards.
 func (s *faultServer) add(key uint32, r *OnDemandMR) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -358,7 +364,7 @@ func (s *faultServer) forget(key uint32) {
 	delete(s.regions, key)
 }
 
-// use keeps r's Deregister waiting; r.users.Done ends that. False: it is deregistered.
+// use makes r's Close wait until r.users.Done. It returns false if r is closed.
 func (s *faultServer) use(r *OnDemandMR) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -369,8 +375,8 @@ func (s *faultServer) use(r *OnDemandMR) bool {
 	return true
 }
 
-// dispatch starts serving a page fault. served is false if the region has no Pager:
-// then the program answers. It never blocks for long.
+// dispatch starts serving a page fault. served is false if the region has no Pager: the program answers. It does not wait
+// for the Pager.
 func (s *faultServer) dispatch(d *Device, e *abi.Event) (served bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -378,7 +384,7 @@ func (s *faultServer) dispatch(d *Device, e *abi.Event) (served bool, err error)
 	if known && r == nil {
 		return false, nil
 	}
-	// A QP waits for one page on each side at most.
+	// A QP has at most one fault as requester and one as responder.
 	if most := 2 * int64(d.attr.MaxQP); int64(s.waiting) > most {
 		return true, fmt.Errorf("more than %d page faults at once", most)
 	}
@@ -395,14 +401,14 @@ func (s *faultServer) dispatch(d *Device, e *abi.Event) (served bool, err error)
 	return true, nil
 }
 
-// serve serves f, and then waits for more, unless enough others do.
+// serve serves f and then waits for more work, unless maxIdle goroutines do so already.
 func (s *faultServer) serve(d *Device, f fault) {
 	for {
 		if r := f.region; r != nil {
 			r.serve(&f.event)
 			r.users.Done()
 		} else {
-			_ = d.ResumeFault(f.event.Token, false) // if the device is gone too, nobody waits
+			_ = d.ResumeFault(d.ctx, f.event.Token, false) // fails only if the operation or the device is gone
 		}
 		s.mu.Lock()
 		s.waiting--
@@ -440,13 +446,12 @@ func (r *OnDemandMR) serve(e *abi.Event) {
 	}
 }
 
-// ResumeFault answers a page fault event that NextEvent returned: its operation
-// tries again, or, if the address is not valid, fails (PF-13). Events are answered
-// exactly once; an answer that comes too late, after its QP was destroyed, fails with
-// abi.StatusNotFound.
-func (d *Device) ResumeFault(token uint32, valid bool) error {
-	r := resume(token, valid)
-	return d.do(r.op, r.fixed, r.size, nil)
+// ResumeFault answers a page fault event that NextEvent returned: the operation continues or, if valid is false, fails
+// (PF-13). Each event is answered exactly once. If the operation's QP was destroyed meanwhile, ResumeFault fails with
+// StatusNotFound.
+func (d *Device) ResumeFault(ctx context.Context, token uint32, valid bool) error {
+	_, err := d.call(ctx, resume(token, valid), nil)
+	return err
 }
 
 func resume(token uint32, valid bool) request {

@@ -12,7 +12,6 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -72,12 +71,12 @@ func TestOversubscription(t *testing.T) {
 				}
 				ar.evictAll()
 				ar.check()
-				if err := ar.mr.Deregister(); err != nil {
+				if err := ar.mr.Close(); err != nil {
 					t.Error(err)
 				}
 				ar.check()
 			}
-			if n := hb.stat(t, abi.StatHostFaults); tc.cfg.budget > 0 && n < 20 {
+			if n := hb.stat(t, guestdrv.StatHostFaults); tc.cfg.budget > 0 && n < 20 {
 				t.Errorf("only %d host faults under a budget", n)
 			}
 		})
@@ -92,36 +91,36 @@ func randomOps(t *testing.T, a, b *end, near, far *arena, lo, size, ops int, see
 	for i := range ops {
 		n := 1 + rng.IntN(5*page)
 		at, to := rng.IntN(size-n), rng.IntN(size-n)
-		wr := guestdrv.SendWR{ID: uint64(i), Flags: abi.SendSignaled, RKey: far.mr.RKey()}
-		var wcop uint32
+		wr := request{ID: uint64(i), Flags: guestdrv.SendSignaled, RKey: far.mr.RKey()}
+		var wcop guestdrv.WCOpcode
 		switch rng.IntN(4) {
 		case 0:
-			wr.Opcode, wcop = abi.WRRDMAWrite, abi.WCOpRDMAWrite
+			wr.Opcode, wcop = guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite
 		case 1:
-			wr.Opcode, wcop = abi.WRRDMARead, abi.WCOpRDMARead
+			wr.Opcode, wcop = guestdrv.WRRDMARead, guestdrv.WCOpRDMARead
 		case 2:
-			wr.Opcode, wcop = abi.WRSend, abi.WCOpSend
+			wr.Opcode, wcop = guestdrv.WRSend, guestdrv.WCOpSend
 			b.recv(t, uint64(i), far.mr.SGEAt(far.va(lo+to), n))
 		case 3:
-			wr.Opcode, wcop = abi.WRAtomicFetchAndAdd, abi.WCOpFetchAdd
+			wr.Opcode, wcop = guestdrv.WRAtomicFetchAndAdd, guestdrv.WCOpFetchAdd
 			n, to = 8, to&^7
 			wr.CompareAdd = rng.Uint64()
 		}
-		wr.SGL, wr.RemoteAddr = []abi.SGE{near.mr.SGEAt(near.va(lo+at), n)}, far.va(lo+to)
-		if wr.Opcode == abi.WRRDMAWrite || wr.Opcode == abi.WRSend {
+		wr.SGL, wr.RemoteAddr = []guestdrv.SGE{near.mr.SGEAt(near.va(lo+at), n)}, far.va(lo+to)
+		if wr.Opcode == guestdrv.WRRDMAWrite || wr.Opcode == guestdrv.WRSend {
 			fill(here[at:at+n], rng.Uint64())
 			near.write(lo+at, here[at:at+n])
 		}
 		a.post(t, &wr)
-		expect(t, a.scq, uint64(i), abi.WCSuccess, wcop)
+		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, wcop)
 		switch wr.Opcode {
-		case abi.WRRDMARead:
+		case guestdrv.WRRDMARead:
 			copy(here[at:at+n], there[to:])
-		case abi.WRAtomicFetchAndAdd:
+		case guestdrv.WRAtomicFetchAndAdd:
 			copy(here[at:at+n], there[to:])
 			binary.NativeEndian.PutUint64(there[to:], binary.NativeEndian.Uint64(there[to:])+wr.CompareAdd)
-		case abi.WRSend:
-			expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecv)
+		case guestdrv.WRSend:
+			expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv)
 			fallthrough
 		default:
 			copy(there[to:to+n], here[at:])
@@ -162,13 +161,13 @@ func TestNoLateWrites(t *testing.T) {
 						rng := rand.New(rand.NewPCG(uint64(w), 3))
 						for i := range perQP + window {
 							if i < perQP {
-								a.post(t, &guestdrv.SendWR{
-									ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, n)},
+								a.post(t, &request{
+									ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, n)},
 									RemoteAddr: far.va(rng.IntN(pages*page - n)), RKey: far.mr.RKey(),
 								})
 							}
 							if i >= window {
-								expect(t, a.scq, uint64(i-window), abi.WCSuccess, abi.WCOpRDMAWrite)
+								expect(t, a.scq, uint64(i-window), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 								out.worked(2)
 							}
 						}
@@ -206,10 +205,10 @@ func TestNeverAnswered(t *testing.T) {
 			r := newRig(t, rigConfig{hosts: 4, loops: 1})
 			ha, hb := r.hosts[0], r.hosts[1]
 			stuck := newArena(t, ha, 1<<40, 8, 8)
-			status := uint32(abi.WCLocProtErr)
+			status := guestdrv.WCLocProtErr
 			if side == "far" {
 				stuck = newArena(t, hb, 1<<40, 8, 8)
-				status = abi.WCRemAccessErr
+				status = guestdrv.WCRemAccessErr
 			}
 			var asked atomic.Int32
 			stuck.hook = func(ctx context.Context, f guestdrv.PageFault) error {
@@ -224,7 +223,7 @@ func TestNeverAnswered(t *testing.T) {
 			for range 3 {
 				a, _ := connect(t, ha, hb, qpDefaults(), faulty)
 				_, mr := ha.region(t, page, allAccess)
-				wr := &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.base, RKey: stuck.mr.RKey()}
+				wr := &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.base, RKey: stuck.mr.RKey()}
 				if side == "near" {
 					_, fmr := hb.region(t, page, allAccess)
 					wr.SGL[0], wr.RemoteAddr, wr.RKey = stuck.mr.SGEAt(stuck.base, 8), fmr.Addr(), fmr.RKey()
@@ -244,41 +243,41 @@ func TestNeverAnswered(t *testing.T) {
 			// Other pages of the same region, with faults of their own.
 			x, _ := connect(t, ha, hb, qpDefaults(), faulty)
 			_, mr := ha.region(t, page, allAccess)
-			wr := &guestdrv.SendWR{ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.va(3 * page), RKey: stuck.mr.RKey()}
+			wr := &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.va(3 * page), RKey: stuck.mr.RKey()}
 			if side == "near" {
 				_, fmr := hb.region(t, page, allAccess)
 				wr.SGL[0], wr.RemoteAddr, wr.RKey = stuck.mr.SGEAt(stuck.va(3*page), 8), fmr.Addr(), fmr.RKey()
 			}
 			for range 10 {
 				x.post(t, wr)
-				expect(t, x.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+				expect(t, x.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 				if !stuck.evict(3) {
 					t.Error("the page was not there")
 				}
 			}
 			for range 20 {
 				_, mr := ha.region(t, page, allAccess)
-				if err := mr.Deregister(); err != nil {
+				if err := mr.Close(); err != nil {
 					t.Fatal(err)
 				}
-				if err := stuck.mr.Invalidate(0, 1<<63); err != nil {
+				if err := stuck.mr.Invalidate(bg, 0, 1<<63); err != nil {
 					t.Fatal(err)
 				}
 			}
 			for _, a := range waiting {
-				var wcs [1]abi.WC
+				var wcs [1]guestdrv.Completion
 				if a.scq.Poll(wcs[:]) != 0 {
 					t.Errorf("completed without its page: %+v", wcs[0])
 				}
 			}
-			if err := stuck.mr.Deregister(); err != nil {
+			if err := stuck.mr.Close(); err != nil {
 				t.Fatal(err)
 			}
 			for _, a := range waiting {
 				if wc := await(t, a.scq, 1)[0]; wc.ID != 1 || wc.Status != status {
-					t.Errorf("completion %+v (%s), want %q", wc, abi.WCStatusString(wc.Status), abi.WCStatusString(status))
+					t.Errorf("completion %+v (%s), want %q", wc, wc.Status, status)
 				}
-				expect(t, a.scq, 2, abi.WCWRFlushErr, 0)
+				expect(t, a.scq, 2, guestdrv.WCWRFlushErr, 0)
 			}
 			stuck.check()
 		})
@@ -306,11 +305,11 @@ func TestDestroyWhileFaulting(t *testing.T) {
 	_, mr := ha.region(t, page, allAccess)
 	for i := range 12 {
 		a, b := connect(t, ha, hb, qpDefaults(), faulty)
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
 		eventually(t, "a fault", func() bool { return asked.Load() == int32(i+1) })
 		if i%3 == 0 { // a reset in place of destruction, and the fault after that
 			for _, e := range []*end{b, a} {
-				if err := e.qp.Modify(abi.QPAttr{QPState: abi.QPReset}, abi.QPAttrState); err != nil {
+				if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPReset}, guestdrv.QPAttrState); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -321,7 +320,7 @@ func TestDestroyWhileFaulting(t *testing.T) {
 	// Answers to faults of QPs that are gone: the numbers are in use again.
 	a, b := connect(t, ha, hb, qpDefaults(), faulty)
 	mixedTraffic(t, a, b, 30, 1)
-	if err := far.mr.Deregister(); err != nil {
+	if err := far.mr.Close(); err != nil {
 		t.Fatal(err)
 	}
 	far.check()
@@ -345,30 +344,30 @@ func TestStarvedEvents(t *testing.T) {
 	cq := hb.cq(t, 8)
 	want := map[uint32]bool{}
 	for range n {
-		e := hb.end(t, guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq}, 1)
-		if err := e.qp.Connect(guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: ha.at()}, guestdrv.ConnectOptions{}); err != nil {
+		e := hb.end(t, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq}, 1)
+		if err := e.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: ha.at()}, guestdrv.ConnectOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		if err := e.qp.Modify(abi.QPAttr{QPState: abi.QPSQD, EnSQDAsyncNotify: 1}, abi.QPAttrState|abi.QPAttrEnSQDAsyncNotify); err != nil {
+		if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 			t.Fatal(err)
 		}
 		want[e.qp.Number()] = true
 	}
 	buf, mr := ha.region(t, page, allAccess)
 	fill(buf.Bytes(), 1)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(100), RKey: far.mr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(100), RKey: far.mr.RKey()})
 	hb.faulted(t, 0)
 	if asked.Load() {
 		t.Error("the fault came before events that are older")
 	}
 	for len(want) > 0 {
 		e := hb.nextEvent(t)
-		if e.Type != abi.EventSQDrained || !want[e.Handle] {
+		if e.Type != guestdrv.EventSQDrained || !want[e.Handle] {
 			t.Fatalf("event %v of %d", e.Type, e.Handle)
 		}
 		delete(want, e.Handle)
 	}
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	far.expect(100, buf.Bytes(), "far side")
 }
 
@@ -386,13 +385,13 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 	var mr *guestdrv.OnDemandMR
 	ready := make(chan struct{})
 	asked := 0
-	mr, err = hb.pd.RegisterOnDemand(1<<40, 8*page, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+	mr, err = hb.pd.RegisterOnDemand(bg, 1<<40, 8*page, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 		<-ready
 		pas[0] = frames.PA() + uint64(asked*page)
 		if asked++; asked < 5 {
-			return mr.Invalidate(f.VA+8, 1)
+			return mr.Invalidate(bg, f.VA+8, 1)
 		}
-		return mr.Invalidate(f.VA+page, page) // another one: none of our business
+		return mr.Invalidate(bg, f.VA+page, page) // another one: none of our business
 	}))
 	if err != nil {
 		t.Fatal(err)
@@ -400,8 +399,8 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 	close(ready)
 	buf, lmr := ha.region(t, page, allAccess)
 	fill(buf.Bytes(), 7)
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{lmr.SGE(0, page)}, RemoteAddr: mr.Addr() + page, RKey: mr.RKey()})
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{lmr.SGE(0, page)}, RemoteAddr: mr.Addr() + page, RKey: mr.RKey()})
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if s := mr.Stats(); s.Retries != 4 || s.Pages != 1 || asked != 5 {
 		t.Errorf("asked %d times, %+v", asked, s)
 	}
@@ -414,7 +413,7 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 			t.Errorf("frame %d was written to", i)
 		}
 	}
-	if err := mr.Deregister(); err != nil {
+	if err := mr.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if err := mr.Prefetch(ctxFor(t), mr.Addr(), page, false); !errors.Is(err, guestdrv.ErrClosed) {
@@ -438,9 +437,9 @@ func TestDaemonClosesWhileFaulting(t *testing.T) {
 			a, _ := connect(t, ha, hb, qpDefaults(), faulty)
 			ar := []*arena{stuck, busy}[i%2]
 			for k := range 60 {
-				a.post(t, &guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: ar.va((i*k*page + 7) % (7 * page)), RKey: ar.mr.RKey()})
+				a.post(t, &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: ar.va((i*k*page + 7) % (7 * page)), RKey: ar.mr.RKey()})
 				if ar == busy {
-					a.post(t, &guestdrv.SendWR{Opcode: abi.WRRDMARead, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: busy.va((i*60 + k) % 199 * page), RKey: ar.mr.RKey()})
+					a.post(t, &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: busy.va((i*60 + k) % 199 * page), RKey: ar.mr.RKey()})
 				}
 				if a.qp.Outstanding() > 60 {
 					break
@@ -451,7 +450,7 @@ func TestDaemonClosesWhileFaulting(t *testing.T) {
 		if err := hb.srv.Close(); err != nil {
 			t.Error(err)
 		}
-		if err := stuck.mr.Deregister(); !errors.Is(err, guestdrv.ErrDisconnected) {
+		if err := stuck.mr.Close(); !errors.Is(err, guestdrv.ErrDisconnected) {
 			t.Errorf("deregistration without a device: %v", err)
 		}
 	}

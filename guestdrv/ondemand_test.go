@@ -9,11 +9,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-const readOnlyPage = abi.MTTReadOnly
+const readOnlyPage = guestdrv.PageReadOnly
 
 // faulty are options for connections that meet faults on a busy machine: only what
 // never comes is to be given up.
@@ -24,8 +23,8 @@ var faulty = guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
 func touch(tb testing.TB, x *end, mr *guestdrv.MR) {
 	tb.Helper()
 	for off := 0; off < int(mr.Len()); off += granule {
-		x.post(tb, &guestdrv.SendWR{ID: 9, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(off, 1)}, RemoteAddr: mr.Addr() + uint64(off), RKey: mr.RKey()})
-		expect(tb, x.scq, 9, abi.WCSuccess, abi.WCOpRDMAWrite)
+		x.post(tb, &request{ID: 9, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(off, 1)}, RemoteAddr: mr.Addr() + uint64(off), RKey: mr.RKey()})
+		expect(tb, x.scq, 9, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
 }
 
@@ -42,19 +41,19 @@ func (h *host) warm(tb testing.TB, mr *guestdrv.MR) {
 func (h *host) selfEnd(tb testing.TB) *end {
 	tb.Helper()
 	e := h.end(tb, qpDefaults(), 77)
-	if err := e.qp.Connect(guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()}, guestdrv.ConnectOptions{PSN: 77}); err != nil {
+	if err := e.qp.Connect(bg, guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()}, guestdrv.ConnectOptions{PSN: 77}); err != nil {
 		tb.Fatal(err)
 	}
 	return e
 }
 
-func (h *host) stat(tb testing.TB, s abi.Stat) uint64 {
+func (h *host) stat(tb testing.TB, s guestdrv.Stat) uint64 {
 	tb.Helper()
-	st, err := h.Stats()
+	st, err := h.Stats(bg)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	return st.Value[s]
+	return st[s]
 }
 
 // eventually waits until cond holds.
@@ -73,9 +72,9 @@ func eventually(tb testing.TB, what string, cond func() bool) {
 // ro of the far one.
 type verb struct {
 	name     string
-	typ      uint32
-	op       uint32 // abi.WR...
-	wcop     uint32
+	typ      guestdrv.QPType
+	op       guestdrv.Opcode
+	wcop     guestdrv.WCOpcode
 	n        int
 	recv     bool // takes a receive buffer
 	reverse  bool // data flow to the near side
@@ -83,16 +82,16 @@ type verb struct {
 }
 
 var verbs = []verb{
-	{name: "RC SEND", typ: abi.QPTypeRC, op: abi.WRSend, wcop: abi.WCOpSend, n: 30000, recv: true},
-	{name: "RC SEND with immediate", typ: abi.QPTypeRC, op: abi.WRSendWithImm, wcop: abi.WCOpSend, n: 9000, recv: true},
-	{name: "RC WRITE", typ: abi.QPTypeRC, op: abi.WRRDMAWrite, wcop: abi.WCOpRDMAWrite, n: 50000},
-	{name: "RC WRITE with immediate", typ: abi.QPTypeRC, op: abi.WRRDMAWriteWithImm, wcop: abi.WCOpRDMAWrite, n: 9000, recv: true},
-	{name: "RC READ", typ: abi.QPTypeRC, op: abi.WRRDMARead, wcop: abi.WCOpRDMARead, n: 50000, reverse: true, readOnly: true},
-	{name: "RC compare and swap", typ: abi.QPTypeRC, op: abi.WRAtomicCmpAndSwp, wcop: abi.WCOpCompSwap, n: 8},
-	{name: "RC fetch and add", typ: abi.QPTypeRC, op: abi.WRAtomicFetchAndAdd, wcop: abi.WCOpFetchAdd, n: 8},
-	{name: "UC SEND", typ: abi.QPTypeUC, op: abi.WRSend, wcop: abi.WCOpSend, n: 9000, recv: true},
-	{name: "UC WRITE", typ: abi.QPTypeUC, op: abi.WRRDMAWrite, wcop: abi.WCOpRDMAWrite, n: 9000},
-	{name: "UD SEND", typ: abi.QPTypeUD, op: abi.WRSend, wcop: abi.WCOpSend, n: 1000, recv: true},
+	{name: "RC SEND", typ: guestdrv.QPTypeRC, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 30000, recv: true},
+	{name: "RC SEND with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRSendWithImm, wcop: guestdrv.WCOpSend, n: 9000, recv: true},
+	{name: "RC WRITE", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMAWrite, wcop: guestdrv.WCOpRDMAWrite, n: 50000},
+	{name: "RC WRITE with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMAWriteWithImm, wcop: guestdrv.WCOpRDMAWrite, n: 9000, recv: true},
+	{name: "RC READ", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMARead, wcop: guestdrv.WCOpRDMARead, n: 50000, reverse: true, readOnly: true},
+	{name: "RC compare and swap", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicCmpAndSwp, wcop: guestdrv.WCOpCompSwap, n: 8},
+	{name: "RC fetch and add", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicFetchAndAdd, wcop: guestdrv.WCOpFetchAdd, n: 8},
+	{name: "UC SEND", typ: guestdrv.QPTypeUC, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 9000, recv: true},
+	{name: "UC WRITE", typ: guestdrv.QPTypeUC, op: guestdrv.WRRDMAWrite, wcop: guestdrv.WCOpRDMAWrite, n: 9000},
+	{name: "UD SEND", typ: guestdrv.QPTypeUD, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 1000, recv: true},
 }
 
 // TestOnDemand runs every operation of every transport with pages that are absent
@@ -126,7 +125,7 @@ func TestOnDemand(t *testing.T) {
 					v.run(t, la, ra, sides, levels)
 					// No memory is given back: what the next ones get is to be absent on the host.
 					for _, a := range []*arena{la, ra} {
-						if err := a.mr.Deregister(); err != nil {
+						if err := a.mr.Close(); err != nil {
 							t.Error(err)
 						}
 					}
@@ -139,25 +138,25 @@ func TestOnDemand(t *testing.T) {
 // run does the operation once, or until it arrives, and checks it.
 func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	ha, hb := la.h, ra.h
-	guest := []uint64{ha.stat(t, abi.StatGuestFaults), hb.stat(t, abi.StatGuestFaults)}
-	hosts := []uint64{ha.stat(t, abi.StatHostFaults), hb.stat(t, abi.StatHostFaults)}
+	guest := []uint64{ha.stat(t, guestdrv.StatGuestFaults), hb.stat(t, guestdrv.StatGuestFaults)}
+	hosts := []uint64{ha.stat(t, guestdrv.StatHostFaults), hb.stat(t, guestdrv.StatHostFaults)}
 	a, b := v.ends(t, ha, hb)
 	const lo, ro = 4000, 2 * page // unaligned: the first page is used by 96 bytes
 	src := make([]byte, v.n)
 	fill(src, uint64(levels))
-	wr := guestdrv.SendWR{
-		ID: 1, Opcode: v.op, Flags: abi.SendSignaled, SGL: []abi.SGE{la.mr.SGEAt(la.va(lo), v.n)}, RemoteAddr: ra.va(ro), RKey: ra.mr.RKey(),
+	wr := request{
+		ID: 1, Opcode: v.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{la.mr.SGEAt(la.va(lo), v.n)}, RemoteAddr: ra.va(ro), RKey: ra.mr.RKey(),
 	}
 	old := make([]byte, v.n)
 	fill(old, 99)
 	want := src
 	switch v.op {
-	case abi.WRRDMARead:
+	case guestdrv.WRRDMARead:
 		ra.write(ro, src)
-	case abi.WRAtomicCmpAndSwp:
+	case guestdrv.WRAtomicCmpAndSwp:
 		ra.write(ro, old)
 		wr.CompareAdd, wr.Swap = binary.NativeEndian.Uint64(old), binary.NativeEndian.Uint64(src)
-	case abi.WRAtomicFetchAndAdd:
+	case guestdrv.WRAtomicFetchAndAdd:
 		ra.write(ro, old)
 		wr.CompareAdd = 12345
 		want = binary.NativeEndian.AppendUint64(nil, binary.NativeEndian.Uint64(old)+12345)
@@ -165,10 +164,10 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 		la.write(lo, src)
 	}
 	grh := 0
-	if v.typ == abi.QPTypeUD {
+	if v.typ == guestdrv.QPTypeUD {
 		grh = grhLen
 		wr.AH, wr.RemoteQPN, wr.QKey = ha.ah(t, hb), b.qp.Number(), 5
-		defer wr.AH.Destroy()
+		defer wr.AH.Close()
 	}
 	if v.recv {
 		// With immediate, no memory of the receive buffer is used.
@@ -177,11 +176,11 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	arrived := func() bool { return bytes.Equal(ra.read(ro, v.n), want) }
 	if v.recv {
 		arrived = func() bool {
-			var wcs [1]abi.WC
+			var wcs [1]guestdrv.Completion
 			if b.rcq.Poll(wcs[:]) == 0 {
 				return false
 			}
-			if wcs[0].Status != abi.WCSuccess || int(wcs[0].ByteLen) != v.n+grh {
+			if wcs[0].Status != guestdrv.WCSuccess || int(wcs[0].ByteLen) != v.n+grh {
 				t.Fatalf("receive completion %+v", wcs[0])
 			}
 			return true
@@ -189,10 +188,10 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	}
 	for done := false; !done; {
 		a.post(t, &wr)
-		expect(t, a.scq, 1, abi.WCSuccess, v.wcop)
-		if v.typ == abi.QPTypeRC {
+		expect(t, a.scq, 1, guestdrv.WCSuccess, v.wcop)
+		if v.typ == guestdrv.QPTypeRC {
 			if v.recv {
-				expect(t, b.rcq, 2, abi.WCSuccess, abi.WCOpRecv+btoi(v.op == abi.WRRDMAWriteWithImm))
+				expect(t, b.rcq, 2, guestdrv.WCSuccess, guestdrv.WCOpRecv+btoi(v.op == guestdrv.WRRDMAWriteWithImm))
 			}
 			break
 		}
@@ -206,14 +205,14 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	switch {
 	case v.reverse:
 		la.expect(lo, want, "near side")
-	case v.op == abi.WRAtomicCmpAndSwp || v.op == abi.WRAtomicFetchAndAdd:
+	case v.op == guestdrv.WRAtomicCmpAndSwp || v.op == guestdrv.WRAtomicFetchAndAdd:
 		la.expect(lo, old, "near side, what the atomic returned")
 		ra.expect(ro, want, "far side")
 	default:
 		ra.expect(ro, want, "far side")
 	}
 	for i, h := range []*host{ha, hb} {
-		g, n := h.stat(t, abi.StatGuestFaults)-guest[i], h.stat(t, abi.StatHostFaults)-hosts[i]
+		g, n := h.stat(t, guestdrv.StatGuestFaults)-guest[i], h.stat(t, guestdrv.StatHostFaults)-hosts[i]
 		absent := sides&(1<<i) != 0
 		if (g > 0) != (absent && levels&1 != 0) {
 			t.Errorf("side %d: %d guest faults", i, g)
@@ -225,9 +224,9 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	}
 }
 
-func btoi(b bool) uint32 {
+func btoi(b bool) guestdrv.WCOpcode {
 	if b {
-		return abi.WCOpRecvRDMAWithImm - abi.WCOpRecv
+		return guestdrv.WCOpRecvRDMAWithImm - guestdrv.WCOpRecv
 	}
 	return 0
 }
@@ -236,7 +235,7 @@ func btoi(b bool) uint32 {
 func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
 	c := qpDefaults()
 	c.Type = v.typ
-	if v.typ == abi.QPTypeUD {
+	if v.typ == guestdrv.QPTypeUD {
 		return ha.udEnd(t, c, 5), hb.udEnd(t, c, 5)
 	}
 	return connect(t, ha, hb, c, faulty)
@@ -245,8 +244,8 @@ func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
 // TestOnDemandCapabilities looks at what the device says it can do (ODP-2).
 func TestOnDemandCapabilities(t *testing.T) {
 	at := newRig(t, rigConfig{hosts: 1}).hosts[0].Attr()
-	const all = abi.ODPSend | abi.ODPRecv | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic | abi.ODPSRQRecv
-	if at.ODPRC != all || at.ODPUC&(abi.ODPSend|abi.ODPWrite) != abi.ODPSend|abi.ODPWrite || at.ODPUD&(abi.ODPSend) != abi.ODPSend {
+	const all = guestdrv.ODPSend | guestdrv.ODPRecv | guestdrv.ODPWrite | guestdrv.ODPRead | guestdrv.ODPAtomic | guestdrv.ODPSRQRecv
+	if at.ODPRC != all || at.ODPUC&(guestdrv.ODPSend|guestdrv.ODPWrite) != guestdrv.ODPSend|guestdrv.ODPWrite || at.ODPUD&(guestdrv.ODPSend) != guestdrv.ODPSend {
 		t.Errorf("RC %#x, UC %#x, UD %#x", at.ODPRC, at.ODPUC, at.ODPUD)
 	}
 }
@@ -261,7 +260,7 @@ func TestImplicit(t *testing.T) {
 		t.Fatal(err)
 	}
 	places := []uint64{0, page, 1 << 32, 0x7fff_ffff_f000, 1 << 48, 1<<56 - page, guestdrv.ImplicitLength - page}
-	mr, err := hb.pd.RegisterImplicit(allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+	mr, err := hb.pd.RegisterImplicit(bg, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 		for i, p := range places {
 			if p == f.VA {
 				pas[0] = buf.PA() + uint64(i*page)
@@ -276,23 +275,23 @@ func TestImplicit(t *testing.T) {
 	src, smr := ha.region(t, page, 0)
 	for i, va := range places {
 		fill(src.Bytes(), uint64(i))
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, page)}, RemoteAddr: va, RKey: mr.RKey()})
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, page)}, RemoteAddr: va, RKey: mr.RKey()})
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if !bytes.Equal(buf.Bytes()[i*page:][:page], src.Bytes()) {
 			t.Errorf("%#x: data differ", va)
 		}
 	}
 	// A huge invalidation costs what is there.
-	if err := mr.Invalidate(0, guestdrv.ImplicitLength); err != nil {
+	if err := mr.Invalidate(bg, 0, guestdrv.ImplicitLength); err != nil {
 		t.Fatal(err)
 	}
 	before := mr.Stats().Faults
-	a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: 1 << 48, RKey: mr.RKey()})
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: 1 << 48, RKey: mr.RKey()})
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if mr.Stats().Faults == before {
 		t.Error("no fault after an invalidation")
 	}
-	if err := mr.Deregister(); err != nil {
+	if err := mr.Close(); err != nil {
 		t.Error(err)
 	}
 }
@@ -308,23 +307,23 @@ func TestReadOnlyPages(t *testing.T) {
 	content := make([]byte, page)
 	fill(content, 3)
 	far.write(0, content)
-	buf, mr := ha.region(t, page, abi.AccessLocalWrite)
-	wr := &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMARead, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, page)}, RemoteAddr: far.base, RKey: far.mr.RKey()}
+	buf, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
+	wr := &request{ID: 1, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.base, RKey: far.mr.RKey()}
 	a.post(t, wr)
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMARead)
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 	if !bytes.Equal(buf.Bytes(), content) {
 		t.Error("READ: data differ")
 	}
 	faults := far.mr.Stats().Faults
 	a.post(t, wr)
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMARead)
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 	if n := far.mr.Stats().Faults; n != faults {
 		t.Errorf("%d faults by reading a page that is there", n-faults)
 	}
 	fill(buf.Bytes(), 4)
-	wr.Opcode = abi.WRRDMAWrite
+	wr.Opcode = guestdrv.WRRDMAWrite
 	a.post(t, wr)
-	expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	far.expect(0, buf.Bytes(), "after WRITE")
 	if n := far.mr.Stats().Faults; n == faults {
 		t.Error("a read-only page was written to without a fault")
@@ -341,12 +340,12 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	const pages = 200
 	far := newArena(t, hb, 1<<30, pages, pages)
 	far.register(allAccess)
-	_, mr := ha.region(t, page, abi.AccessLocalWrite)
+	_, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
 	hb.stat(t, 0)
 	hb.CommandInterrupts()
 	for i := range uint64(pages) {
-		a.post(t, &guestdrv.SendWR{ID: i, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base + i*page, RKey: far.mr.RKey()})
-		expect(t, a.scq, i, abi.WCSuccess, abi.WCOpRDMAWrite)
+		a.post(t, &request{ID: i, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base + i*page, RKey: far.mr.RKey()})
+		expect(t, a.scq, i, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if i == pages/2 {
 			hb.stat(t, 0)
 		}
@@ -376,19 +375,19 @@ func TestInvalidAddress(t *testing.T) {
 			_, goodFar := hb.region(t, 2*page, allAccess)
 			for _, tc := range []struct {
 				name      string
-				op        uint32
+				op        guestdrv.Opcode
 				near, far bool // whose address is invalid
-				status    uint32
-				farStatus uint32 // of the receive, if there is one
+				status    guestdrv.WCStatus
+				farStatus guestdrv.WCStatus // of the receive, if there is one
 			}{
-				{"WRITE, near", abi.WRRDMAWrite, true, false, abi.WCLocProtErr, 0},
-				{"WRITE, far", abi.WRRDMAWrite, false, true, abi.WCRemAccessErr, 0},
-				{"READ, near", abi.WRRDMARead, true, false, abi.WCLocProtErr, 0},
-				{"READ, far", abi.WRRDMARead, false, true, abi.WCRemAccessErr, 0},
-				{"atomic, far", abi.WRAtomicFetchAndAdd, false, true, abi.WCRemAccessErr, 0},
-				{"atomic, near", abi.WRAtomicFetchAndAdd, true, false, abi.WCLocProtErr, 0},
-				{"SEND, near", abi.WRSend, true, false, abi.WCLocProtErr, 0},
-				{"SEND, far", abi.WRSend, false, true, abi.WCRemOpErr, abi.WCLocProtErr},
+				{"WRITE, near", guestdrv.WRRDMAWrite, true, false, guestdrv.WCLocProtErr, 0},
+				{"WRITE, far", guestdrv.WRRDMAWrite, false, true, guestdrv.WCRemAccessErr, 0},
+				{"READ, near", guestdrv.WRRDMARead, true, false, guestdrv.WCLocProtErr, 0},
+				{"READ, far", guestdrv.WRRDMARead, false, true, guestdrv.WCRemAccessErr, 0},
+				{"atomic, far", guestdrv.WRAtomicFetchAndAdd, false, true, guestdrv.WCRemAccessErr, 0},
+				{"atomic, near", guestdrv.WRAtomicFetchAndAdd, true, false, guestdrv.WCLocProtErr, 0},
+				{"SEND, near", guestdrv.WRSend, true, false, guestdrv.WCLocProtErr, 0},
+				{"SEND, far", guestdrv.WRSend, false, true, guestdrv.WCRemOpErr, guestdrv.WCLocProtErr},
 			} {
 				t.Run(tc.name, func(t *testing.T) {
 					a, b := connect(t, ha, hb, qpDefaults(), faulty)
@@ -399,16 +398,16 @@ func TestInvalidAddress(t *testing.T) {
 					if tc.far {
 						remote, rkey, into = far.va(64), far.mr.RKey(), far.mr.SGEAt(far.va(64), 8)
 					}
-					if tc.op == abi.WRSend {
+					if tc.op == guestdrv.WRSend {
 						b.recv(t, 2, into)
 					}
-					a.post(t, &guestdrv.SendWR{ID: 1, Opcode: tc.op, Flags: abi.SendSignaled, SGL: []abi.SGE{local}, RemoteAddr: remote, RKey: rkey})
+					a.post(t, &request{ID: 1, Opcode: tc.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{local}, RemoteAddr: remote, RKey: rkey})
 					if wc := await(t, a.scq, 1)[0]; wc.Status != tc.status {
-						t.Errorf("%s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(tc.status))
+						t.Errorf("%s, want %s", wc.Status, tc.status)
 					}
 					if tc.farStatus != 0 {
 						if wc := await(t, b.rcq, 1)[0]; wc.Status != tc.farStatus {
-							t.Errorf("receive: %s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(tc.farStatus))
+							t.Errorf("receive: %s, want %s", wc.Status, tc.farStatus)
 						}
 					}
 					destroy(t, a, b)
@@ -429,7 +428,7 @@ func TestOnDemandBounds(t *testing.T) {
 	far := newArena(t, hb, 1<<40, 4, 4).register(allAccess)
 	foreign := newArena(t, hc, 1<<40, 4, 4).register(allAccess)
 	gone := newArena(t, hb, 1<<41, 4, 4).register(allAccess)
-	if err := gone.mr.Deregister(); err != nil {
+	if err := gone.mr.Close(); err != nil {
 		t.Fatal(err)
 	}
 	// The very top of the address space.
@@ -456,13 +455,13 @@ func TestOnDemandBounds(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
-			a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, tc.n)}, RemoteAddr: tc.va, RKey: tc.key})
-			want := uint32(abi.WCSuccess)
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, tc.n)}, RemoteAddr: tc.va, RKey: tc.key})
+			want := guestdrv.WCSuccess
 			if !tc.ok {
-				want = abi.WCRemAccessErr
+				want = guestdrv.WCRemAccessErr
 			}
 			if wc := await(t, a.scq, 1)[0]; wc.Status != want {
-				t.Errorf("%s, want %s", abi.WCStatusString(wc.Status), abi.WCStatusString(want))
+				t.Errorf("%s, want %s", wc.Status, want)
 			}
 			destroy(t, a, b)
 		})
@@ -474,7 +473,7 @@ func TestOnDemandBounds(t *testing.T) {
 		t.Errorf("%d faults, want 2", n)
 	}
 	for _, bad := range []struct{ iova, n uint64 }{{0, 0}, {1 << 63, 1<<63 + 1}, {4095, 1<<64 - 1}} {
-		if _, err := hb.pd.RegisterOnDemand(bad.iova, bad.n, allAccess, far); err == nil {
+		if _, err := hb.pd.RegisterOnDemand(bg, bad.iova, bad.n, allAccess, far); err == nil {
 			t.Errorf("a region of %#x bytes at %#x was accepted", bad.n, bad.iova)
 		}
 	}
@@ -484,7 +483,7 @@ func TestOnDemandBounds(t *testing.T) {
 func TestResumeTokens(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	for _, token := range []uint32{0, 1, 0x10001, 0xffffffff} {
-		if err := r.hosts[0].ResumeFault(token, true); !errors.Is(err, abi.StatusNotFound) {
+		if err := r.hosts[0].ResumeFault(bg, token, true); !errors.Is(err, guestdrv.StatusNotFound) {
 			t.Errorf("token %#x: %v", token, err)
 		}
 	}
@@ -497,7 +496,7 @@ func TestResumeTokens(t *testing.T) {
 func TestOnDemandSRQ(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
-	srq, err := hb.pd.CreateSRQ(guestdrv.SRQConfig{MaxWR: 16, MaxSGE: 2})
+	srq, err := hb.pd.CreateSRQ(bg, guestdrv.SRQConfig{MaxWR: 16, MaxSGE: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -518,7 +517,7 @@ func TestOnDemandSRQ(t *testing.T) {
 	far.register(allAccess)
 	for i := range 8 {
 		off := 2 * i * page // two pages each, the message in two parts
-		if err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(i), SGL: []abi.SGE{far.mr.SGEAt(far.va(off+100), 1000), far.mr.SGEAt(far.va(off+page), n)}}); err != nil {
+		if err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(i), SGL: []guestdrv.SGE{far.mr.SGEAt(far.va(off+100), 1000), far.mr.SGEAt(far.va(off+page), n)}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -527,7 +526,7 @@ func TestOnDemandSRQ(t *testing.T) {
 	c := qpDefaults()
 	c.SRQ = srq
 	send := func(a *end, id uint64) {
-		a.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, n)}})
+		a.post(t, &request{ID: id, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, n)}})
 	}
 	pair := func() (a, b *end) {
 		a, b = ha.end(t, qpDefaults(), 1), hb.end(t, c, 2)
@@ -540,9 +539,9 @@ func TestOnDemandSRQ(t *testing.T) {
 	for i := range 5 {
 		a, b := pair()
 		send(a, 2)
-		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
+		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
 		wc := await(t, b.rcq, 1)[0]
-		if wc.Status != abi.WCSuccess || wc.ByteLen != n || wc.ID == 0 {
+		if wc.Status != guestdrv.WCSuccess || wc.ByteLen != n || wc.ID == 0 {
 			t.Fatalf("QP %d: completion %+v", i, wc)
 		}
 		off := 2 * int(wc.ID) * page
@@ -550,8 +549,8 @@ func TestOnDemandSRQ(t *testing.T) {
 		far.expect(off+page, buf.Bytes()[1000:], "second part")
 	}
 	close(release)
-	expect(t, first.scq, 1, abi.WCSuccess, abi.WCOpSend)
-	expect(t, into.rcq, 0, abi.WCSuccess, abi.WCOpRecv)
+	expect(t, first.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	expect(t, into.rcq, 0, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 	far.expect(100, buf.Bytes()[:1000], "first part")
 	far.expect(page, buf.Bytes()[1000:], "second part")
 }

@@ -4,7 +4,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -18,7 +17,7 @@ func TestMessageRate(t *testing.T) {
 	dst, dmr := hb.region(t, 4096, allAccess)
 	write := func(e *end, id uint64) {
 		t.Helper()
-		e.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	}
 	var ends []*end
 	for range 2 {
@@ -32,7 +31,7 @@ func TestMessageRate(t *testing.T) {
 	}
 	for _, e := range ends {
 		for i := range uint64(n) {
-			expect(t, e.scq, i, abi.WCSuccess, abi.WCOpRDMAWrite)
+			expect(t, e.scq, i, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		}
 	}
 	// The first goes at once, and 1 ms may be made up for.
@@ -43,14 +42,14 @@ func TestMessageRate(t *testing.T) {
 	r = newRig(t, rigConfig{limits: hca.Limits{Messages: 1}})
 	a, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
 	for i := range uint64(n) {
-		a.post(t, &guestdrv.SendWR{ID: i, Opcode: abi.WRSend})
+		a.post(t, &request{ID: i, Opcode: guestdrv.WRSend})
 	}
-	if err := a.qp.ToErr(); err != nil {
+	if err := a.qp.ToErr(bg); err != nil {
 		t.Fatal(err)
 	}
 	start = time.Now()
 	for i := range uint64(n) {
-		if wc := await(t, a.scq, 1)[0]; wc.ID != i || wc.Status != abi.WCWRFlushErr {
+		if wc := await(t, a.scq, 1)[0]; wc.ID != i || wc.Status != guestdrv.WCWRFlushErr {
 			t.Fatalf("completion %+v", wc)
 		}
 	}

@@ -1,49 +1,45 @@
 package guestdrv
 
 import (
-	"errors"
+	"context"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// PD is a protection domain: regions, QPs, SRQs and address handles of one PD work together.
-type PD struct {
-	d   *Device
-	num uint32
-}
+// PD is a protection domain: regions, windows, QPs, SRQs and address handles work together only within one PD.
+type PD struct{ *object }
 
 // AllocPD makes a protection domain.
-func (d *Device) AllocPD() (*PD, error) {
+func (d *Device) AllocPD(ctx context.Context) (*PD, error) {
 	var h abi.Handle
-	if err := d.do(abi.CmdCreatePD, nil, 0, &h); err != nil {
+	err := d.create(ctx, creation{request: request{op: abi.CmdCreatePD}, resp: &h, destroy: abi.CmdDestroyPD})
+	if err != nil {
 		return nil, err
 	}
-	return &PD{d, h.Handle}, nil
+	return &PD{&object{d: d, destroy: abi.CmdDestroyPD, handle: h.Handle}}, nil
 }
 
-// Number is the PD's number in the device.
-func (p *PD) Number() uint32 { return p.num }
+// Number returns the PD's number in the device.
+func (p *PD) Number() uint32 { return p.handle }
 
-// Destroy fails with abi.StatusBusy while something uses the PD.
-func (p *PD) Destroy() error { return p.d.onHandle(abi.CmdDestroyPD, p.num, nil) }
+// Close destroys the PD. It fails with StatusBusy while an object of the PD exists.
+func (p *PD) Close() error { return p.close() }
 
 // MR is a registered memory region.
 type MR struct {
-	d          *Device
-	buf        *Buffer // nil if made by RegisterPages
+	*object
 	lkey, rkey uint32
-	handle     uint32
 	iova       uint64
 	length     uint64
 }
 
-// Register registers the whole of buf at its own VA. access are abi.Access bits.
-func (p *PD) Register(buf *Buffer, access uint32) (*MR, error) {
-	return p.RegisterRange(buf, 0, buf.Len(), access)
+// Register registers the whole of buf at its own VA.
+func (p *PD) Register(ctx context.Context, buf *Buffer, access Access) (*MR, error) {
+	return p.RegisterRange(ctx, buf, 0, buf.Len(), access)
 }
 
-// RegisterRange registers n bytes of buf from off on, at their own VA.
-func (p *PD) RegisterRange(buf *Buffer, off, n int, access uint32) (*MR, error) {
+// RegisterRange registers n bytes of buf from offset off on, at their own VA.
+func (p *PD) RegisterRange(ctx context.Context, buf *Buffer, off, n int, access Access) (*MR, error) {
 	if off < 0 || n <= 0 || off > buf.Len() || n > buf.Len()-off {
 		return nil, invalid("region of %d bytes at %d in a buffer of %d", n, off, buf.Len())
 	}
@@ -53,59 +49,78 @@ func (p *PD) RegisterRange(buf *Buffer, off, n int, access uint32) (*MR, error) 
 	for i := range pas {
 		pas[i] = first + uint64(i)<<pageShift
 	}
-	mr, err := p.RegisterPages(PageSpec{IOVA: buf.Addr() + uint64(off), Length: uint64(n), Offset: inPage, PageShift: pageShift, PAs: pas, Access: access})
-	if err != nil {
-		return nil, err
-	}
-	mr.buf = buf
-	return mr, nil
+	return p.RegisterPages(ctx, PageSpec{
+		IOVA: buf.Addr() + uint64(off), Length: uint64(n), Offset: inPage, PageShift: pageShift, PAs: pas, Access: access,
+	})
 }
 
 // PageSpec describes a region page by page.
 type PageSpec struct {
 	IOVA      uint64   // VA of the first byte
-	Length    uint64   // bytes, > 0
+	Length    uint64   // bytes, at least 1
 	Offset    uint64   // of the first byte in the first page
-	PageShift uint8    // 12..30
-	PAs       []uint64 // one per page; abi.MTTAbsent set: absent, faults of which come from NextEvent
-	Access    uint32   // abi.Access bits
-	Flags     uint32   // abi.MRPhys: no PAs, VAs are PAs
+	PageShift uint8    // log2 of the page size, 12..30
+	PAs       []uint64 // one per page; PageAbsent: a page fault, see NextEvent
+	Access    Access
+	Physical  bool // VAs are PAs, and there are no pages
 }
 
+// Marks of a page in a list of PAs.
+const (
+	PageAbsent   = abi.MTTAbsent   // in place of a PA: the page faults
+	PageReadOnly = abi.MTTReadOnly // added to a PA, in on-demand regions: writes fault
+)
+
 // RegisterPages registers a region from any pages of the driver's memory, in any order.
-func (p *PD) RegisterPages(s PageSpec) (*MR, error) {
+func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	req := abi.CreateMR{
-		PDN: p.num, Access: s.Access, Flags: s.Flags, PageShift: s.PageShift, IOVA: s.IOVA, Length: s.Length,
+		PDN: p.handle, Access: uint32(s.Access), PageShift: s.PageShift, IOVA: s.IOVA, Length: s.Length,
 		Offset: s.Offset, NPages: uint64(len(s.PAs)),
 	}
-	mr, err := p.d.createMR(&req)
+	if s.Physical {
+		req.Flags = abi.MRPhys
+	}
+	mr, err := p.d.createMR(ctx, &req)
 	if err != nil {
 		return nil, err
 	}
-	p.d.faults.add(mr.lkey, nil)
-	if err := mr.SetPages(0, s.PAs); err != nil {
-		_ = mr.Deregister()
+	faults, key := &p.d.faults, mr.lkey
+	faults.add(key, nil)
+	mr.free = func() { faults.forget(key) }
+	if err := mr.SetPages(ctx, 0, s.PAs); err != nil {
+		_ = mr.Close() // the caller learns the first error; Device.Close releases what is left
 		return nil, err
 	}
 	return mr, nil
 }
 
-func (d *Device) createMR(req *abi.CreateMR) (*MR, error) {
+func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*MR, error) {
 	var resp abi.CreateMRResp
-	if err := d.do(abi.CmdCreateMR, req, abi.SizeCreateMR, &resp); err != nil {
+	err := d.create(ctx, creation{
+		request: request{op: abi.CmdCreateMR, fixed: req, size: abi.SizeCreateMR},
+		resp:    &resp, destroy: abi.CmdDestroyMR, handle: func(payload []byte) uint32 {
+			var r abi.CreateMRResp
+			_ = r.Decode(payload) // handle 0 does not exist
+			return r.Handle
+		},
+	})
+	if err != nil {
 		return nil, err
 	}
-	return &MR{d: d, lkey: resp.LKey, rkey: resp.RKey, handle: resp.Handle, iova: req.IOVA, length: req.Length}, nil
+	return &MR{
+		object: &object{d: d, destroy: abi.CmdDestroyMR, handle: resp.Handle},
+		lkey:   resp.LKey, rkey: resp.RKey, iova: req.IOVA, length: req.Length,
+	}, nil
 }
 
-// SetPages replaces the table entries from first on. Large lists take several
-// commands.
-func (m *MR) SetPages(first uint64, pas []uint64) error {
+// SetPages replaces the region's pages from number first on. A long list takes several commands; if one fails, the pages
+// of earlier ones are set.
+func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
 	const most = (abi.CmdMax - abi.SizeReq - abi.SizeSetMTT) / 8
 	for len(pas) > 0 {
 		n := min(len(pas), most)
 		req := abi.SetMTT{Handle: m.handle, Count: uint32(n), First: first}
-		if err := m.d.do(abi.CmdSetMTT, &req, abi.SizeSetMTT, nil, pas[:n]...); err != nil {
+		if err := m.d.do(ctx, abi.CmdSetMTT, &req, abi.SizeSetMTT, nil, pas[:n]...); err != nil {
 			return err
 		}
 		first, pas = first+uint64(n), pas[n:]
@@ -113,29 +128,26 @@ func (m *MR) SetPages(first uint64, pas []uint64) error {
 	return nil
 }
 
-// Deregister returns when nothing uses the memory any more (EP-3). While windows are bound to the region, it goes on:
-// abi.StatusBusy.
-func (m *MR) Deregister() error {
-	err := m.d.onHandle(abi.CmdDestroyMR, m.handle, nil)
-	if !errors.Is(err, abi.StatusBusy) {
-		m.d.faults.forget(m.lkey)
-	}
-	return err
-}
+// Close deregisters the region. When it returns nil, the device has stopped using the memory (EP-3). It fails with
+// StatusBusy while windows are bound to the region, which then stays registered.
+func (m *MR) Close() error { return m.close() }
 
-// LKey is the key for local segments.
+// LKey returns the key for local segments.
 func (m *MR) LKey() uint32 { return m.lkey }
 
-// RKey is the key for remote access.
+// RKey returns the key for remote access.
 func (m *MR) RKey() uint32 { return m.rkey }
 
-// Addr is the VA of the region's first byte, Len its length.
+// Addr returns the VA of the region's first byte.
 func (m *MR) Addr() uint64 { return m.iova }
 
-// Len is the region's length in bytes.
+// Len returns the region's length in bytes.
 func (m *MR) Len() uint64 { return m.length }
 
-// SGE names n bytes from off on; the device checks that they lie in the region.
-func (m *MR) SGE(off, n int) abi.SGE {
-	return abi.SGE{Addr: m.iova + uint64(off), Length: uint32(n), LKey: m.lkey}
+// SGE returns n bytes from offset off on. The device checks the range when it uses the segment.
+func (m *MR) SGE(off, n int) SGE {
+	return SGE{Addr: m.iova + uint64(off), Length: uint32(n), LKey: m.lkey}
 }
+
+// Remote returns the place at offset off, for a peer's requests.
+func (m *MR) Remote(off int) Remote { return Remote{Addr: m.iova + uint64(off), RKey: m.rkey} }

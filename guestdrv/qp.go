@@ -1,29 +1,32 @@
 package guestdrv
 
 import (
+	"context"
+	"fmt"
+
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// QPConfig describes a QP to be made.
+// QPConfig describes a QP. The limits are those of DeviceAttr.
 type QPConfig struct {
-	Type           uint32 // abi.QPType...
+	Type           QPType
 	SendCQ, RecvCQ *CQ
-	SRQ            *SRQ // in place of a receive queue, or nil
-	MaxSendWR      int
-	MaxRecvWR      int
-	MaxSendSGE     int // 0 means 1
-	MaxRecvSGE     int // 0 means 1
-	MaxInline      int // bytes
-	SigAll         bool
-	Privileged     bool // may use abi.DMALKey with PAs (RA-2)
+	SRQ            *SRQ // takes the place of a receive queue; or nil
+	MaxSendWR      int  // outstanding send requests; 0 means 1
+	MaxRecvWR      int  // outstanding receive requests; 0 means 1
+	MaxSendSGE     int  // of a request; 0 means 1
+	MaxRecvSGE     int  // of a request; 0 means 1
+	MaxInline      int  // bytes of inline data in a request
+	SigAll         bool // every send request completes as with SendSignaled
+	Privileged     bool // may use DMALKey with PAs (RA-2), and NewRegister
 }
 
-// QP is a queue pair. One goroutine at a time posts sends, one posts receives.
+// QP is a queue pair. One goroutine at a time posts send requests, and one posts receive requests.
 type QP struct {
-	recvQueue // of no use with an SRQ
-	d         *Device
+	*object
+	recvQueue // empty if the QP uses an SRQ
 	num       uint32
-	typ       uint32
+	typ       QPType
 	sq        *ring
 	maxSGE    int
 	maxInline int
@@ -31,8 +34,8 @@ type QP struct {
 	slot      uint32
 }
 
-// CreateQP makes a QP in state RESET.
-func (p *PD) CreateQP(c QPConfig) (*QP, error) {
+// CreateQP makes a QP in state RESET. See QP.Connect and QP.StartUD for the next step.
+func (p *PD) CreateQP(ctx context.Context, c QPConfig) (*QP, error) {
 	if err := p.d.users.enter(); err != nil {
 		return nil, err
 	}
@@ -56,9 +59,9 @@ func (p *PD) CreateQP(c QPConfig) (*QP, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &QP{d: d, typ: c.Type, sq: sq, maxSGE: c.MaxSendSGE, maxInline: c.MaxInline}
+	q := &QP{typ: c.Type, sq: sq, maxSGE: c.MaxSendSGE, maxInline: c.MaxInline}
 	req := abi.CreateQP{
-		Type: c.Type, PDN: p.num, SendCQN: c.SendCQ.num, RecvCQN: c.RecvCQ.num,
+		Type: uint32(c.Type), PDN: p.handle, SendCQN: c.SendCQ.handle, RecvCQN: c.RecvCQ.handle,
 		MaxSendSGE: uint32(c.MaxSendSGE), MaxInline: uint32(c.MaxInline), SQ: sq.desc(),
 	}
 	pages := sq.pages()
@@ -70,7 +73,7 @@ func (p *PD) CreateQP(c QPConfig) (*QP, error) {
 	}
 	if c.SRQ != nil {
 		req.Flags |= abi.QPHasSRQ
-		req.SRQN = c.SRQ.num
+		req.SRQN = c.SRQ.handle
 	} else {
 		if q.recvQueue, err = newRecvQueue(d.mem, c.MaxRecvWR, c.MaxRecvSGE); err != nil {
 			sq.free()
@@ -80,13 +83,17 @@ func (p *PD) CreateQP(c QPConfig) (*QP, error) {
 		pages = append(pages, q.ring.pages()...)
 	}
 	var resp abi.CreateQPResp
-	err = d.do(abi.CmdCreateQP, &req, abi.SizeCreateQP, &resp, pages...)
-	if err == nil && (int64(resp.Engine) >= int64(len(d.dbs)) || resp.DBSlot >= abi.DoorbellSlots) {
-		err = invalid("device answered CREATE_QP with engine %d, doorbell %d", resp.Engine, resp.DBSlot)
-	}
+	err = d.create(ctx, creation{
+		request: request{op: abi.CmdCreateQP, fixed: &req, size: abi.SizeCreateQP, words: pages},
+		resp:    &resp, destroy: abi.CmdDestroyQP, free: q.freeRings,
+	})
 	if err != nil {
-		q.freeRings()
 		return nil, err
+	}
+	q.object = &object{d: d, destroy: abi.CmdDestroyQP, handle: resp.QPN, free: q.freeRings}
+	if int64(resp.Engine) >= int64(len(d.dbs)) || resp.DBSlot >= abi.DoorbellSlots {
+		_ = q.Close()
+		return nil, fmt.Errorf("malformed response to CREATE_QP: engine %d, doorbell %d", resp.Engine, resp.DBSlot)
 	}
 	q.num, q.db, q.slot = resp.QPN, d.dbs[resp.Engine], resp.DBSlot
 	return q, nil
@@ -99,52 +106,17 @@ func (q *QP) freeRings() {
 	}
 }
 
-// Number is the QP's number on the wire.
+// Number returns the QP's number, which its peers need.
 func (q *QP) Number() uint32 { return q.num }
 
-// Destroy ends the QP without completing what is in its queues.
-func (q *QP) Destroy() error {
-	if err := q.d.onHandle(abi.CmdDestroyQP, q.num, nil); err != nil {
-		return err
-	}
-	q.freeRings()
-	return nil
-}
+// Type returns the QP's type.
+func (q *QP) Type() QPType { return q.typ }
 
-// SendWR is a send request. Which fields count depends on Opcode, as with verbs.
-type SendWR struct {
-	ID     uint64
-	Opcode uint32    // abi.WR...
-	Flags  uint32    // abi.Send...; SendInline takes the data from Inline, not SGL
-	SGL    []abi.SGE // gathered (or, for READ and atomics, scattered to) in order
-	Inline []byte
+// Close destroys the QP. Outstanding requests do not complete. Nobody may post meanwhile or afterwards.
+func (q *QP) Close() error { return q.close() }
 
-	Imm           [4]byte // SEND_WITH_IMM, WRITE_WITH_IMM: in network order
-	InvalidateKey uint32  // SEND_WITH_INV, LOCAL_INV
-
-	RemoteAddr uint64 // READ, WRITE, FLUSH, atomics, ATOMIC WRITE (8 bytes)
-	RKey       uint32
-	CompareAdd uint64 // what to compare with, or to add
-	Swap       uint64
-	Flush      Flush
-
-	Reg  *abi.RegWR // REG_MR, of privileged QPs only: see FastMR.Map
-	Bind *BindMW    // BIND_MW
-
-	AH        *AH // UD
-	RemoteQPN uint32
-	QKey      uint32
-}
-
-// Flush is what a FLUSH asks for (IBTA A19).
-type Flush struct {
-	Length      uint32 // from RemoteAddr on
-	Placement   uint8  // abi.FlushGlobal
-	Selectivity uint8  // abi.FlushRange, abi.FlushMR
-}
-
-// PostSend queues a request and rings the doorbell. It fails with ErrFull if as
-// many requests as the queue holds have not completed, or with ErrInvalid.
+// PostSend queues a request and rings the doorbell. It fails with ErrFull if QPConfig.MaxSendWR requests are outstanding,
+// or with ErrInvalid. It copies the request, neither blocks nor allocates, and takes no lock.
 func (q *QP) PostSend(wr *SendWR) error {
 	if err := q.QueueSend(wr); err != nil {
 		return err
@@ -153,64 +125,28 @@ func (q *QP) PostSend(wr *SendWR) error {
 	return nil
 }
 
-// QueueSend is PostSend without the doorbell: queue several requests, then Ring once.
-// The device may begin with them before.
+// QueueSend is PostSend without the doorbell: queue several requests, then call Ring once. The device may start them
+// earlier.
 func (q *QP) QueueSend(wr *SendWR) error {
-	inline := wr.Flags&abi.SendInline != 0
 	switch {
-	case inline && len(wr.Inline) > q.maxInline:
+	case len(wr.Inline) > q.maxInline:
 		return errInlineLen
-	case !inline && len(wr.SGL) > q.maxSGE:
+	case wr.Inline == nil && len(wr.SGL) > q.maxSGE:
 		return errTooManySGEs
 	}
 	slot := q.sq.room()
 	if slot == nil {
 		return ErrFull
 	}
-	w := abi.SendWQE(slot)
-	w.SetRequest(wr.ID, wr.Opcode, wr.Flags)
-	switch wr.Opcode {
-	case abi.WRSendWithImm, abi.WRRDMAWriteWithImm:
-		w.SetImm(wr.Imm)
-	case abi.WRSendWithInv, abi.WRLocalInv, abi.WRRDMAReadWithInv:
-		w.SetInvalidateRKey(wr.InvalidateKey)
-	}
-	switch wr.Opcode {
-	case abi.WRRDMAWrite, abi.WRRDMAWriteWithImm, abi.WRRDMARead, abi.WRRDMAReadWithInv, abi.WRAtomicWrite:
-		w.SetRDMA(wr.RemoteAddr, wr.RKey)
-	case abi.WRFlush:
-		w.SetFlush(wr.RemoteAddr, wr.Flush.Length, wr.RKey, wr.Flush.Placement, wr.Flush.Selectivity)
-		q.sq.publish()
-		return nil
-	case abi.WRAtomicCmpAndSwp, abi.WRAtomicFetchAndAdd:
-		w.SetAtomic(wr.RemoteAddr, wr.RKey, wr.CompareAdd, wr.Swap)
-	case abi.WRRegMR:
-		if wr.Reg != nil {
-			wr.Reg.Encode(w[abi.SendWQERegOff:])
-		}
-	case abi.WRBindMW:
-		if b := wr.Bind; b != nil {
-			w.SetMW(b.Addr, b.Length, b.Region, b.Key, b.NewKey, b.Access)
-		}
-	default:
-		if q.typ == abi.QPTypeUD || q.typ == abi.QPTypeGSI {
-			if wr.AH == nil {
-				return errNoAH
-			}
-			w.SetUD(wr.RemoteQPN, wr.QKey, wr.AH.num)
-		}
-	}
-	if inline {
-		w.SetInline(wr.Inline)
-	} else {
-		w.SetSGEs(wr.SGL)
+	if err := wr.encode(q, slot); err != nil {
+		return err
 	}
 	q.sq.publish()
 	return nil
 }
 
-// Ring tells the device that requests were queued.
+// Ring rings the doorbell: it notifies the device of queued requests.
 func (q *QP) Ring() { q.db.ring(q.slot) }
 
-// Outstanding is the number of send requests that have not completed.
+// Outstanding returns the number of send requests that have not completed.
 func (q *QP) Outstanding() int { return q.sq.pending() }

@@ -17,7 +17,6 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/ways"
@@ -233,7 +232,7 @@ func (r *rig) attach(i int, s *site) *host {
 // open connects a driver to h and gives it an address and a PD.
 func (r *rig) open(h *host) {
 	r.tb.Helper()
-	d, err := guestdrv.Open(h.path, r.cfg.driver)
+	d, err := guestdrv.Open(bg, h.path, r.cfg.driver)
 	if err != nil {
 		r.tb.Fatal(err)
 	}
@@ -243,26 +242,26 @@ func (r *rig) open(h *host) {
 		}
 	})
 	h.Device = d
-	if err := d.SetGID(0, h.gid, guestdrv.GIDOptions{}); err != nil {
+	if err := d.SetGID(bg, 0, h.gid, guestdrv.GIDOptions{}); err != nil {
 		r.tb.Fatal(err)
 	}
-	if h.pd, err = d.AllocPD(); err != nil {
+	if h.pd, err = d.AllocPD(bg); err != nil {
 		r.tb.Fatal(err)
 	}
 }
 
 func (h *host) at() guestdrv.Path { return guestdrv.Path{GID: h.gid, MAC: h.mac} }
 
-const allAccess = abi.AccessLocalWrite | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic
+const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic
 
 // region allocates and registers n bytes.
-func (h *host) region(tb testing.TB, n int, access uint32) (*guestdrv.Buffer, *guestdrv.MR) {
+func (h *host) region(tb testing.TB, n int, access guestdrv.Access) (*guestdrv.Buffer, *guestdrv.MR) {
 	tb.Helper()
 	b, err := h.Alloc(n)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	mr, err := h.pd.Register(b, access)
+	mr, err := h.pd.Register(bg, b, access)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -271,7 +270,7 @@ func (h *host) region(tb testing.TB, n int, access uint32) (*guestdrv.Buffer, *g
 
 func (h *host) cq(tb testing.TB, n int) *guestdrv.CQ {
 	tb.Helper()
-	cq, err := h.CreateCQ(n, guestdrv.CQOptions{})
+	cq, err := h.CreateCQ(bg, n, guestdrv.CQOptions{})
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -289,7 +288,7 @@ type end struct {
 
 // qpDefaults are generous enough for most tests.
 func qpDefaults() guestdrv.QPConfig {
-	return guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 128}
+	return guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 128}
 }
 
 func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
@@ -303,7 +302,7 @@ func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
 	}
 	e.scq, e.rcq = c.SendCQ, c.RecvCQ
 	var err error
-	if e.qp, err = h.pd.CreateQP(c); err != nil {
+	if e.qp, err = h.pd.CreateQP(bg, c); err != nil {
 		tb.Fatal(err)
 	}
 	return e
@@ -324,7 +323,7 @@ func join(tb testing.TB, a, b *end, o guestdrv.ConnectOptions) {
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		o := o
 		o.PSN = x[0].psn
-		if err := x[0].qp.Connect(guestdrv.Peer{QPN: x[1].qp.Number(), PSN: x[1].psn, Path: x[1].h.at()}, o); err != nil {
+		if err := x[0].qp.Connect(bg, guestdrv.Peer{QPN: x[1].qp.Number(), PSN: x[1].psn, Path: x[1].h.at()}, o); err != nil {
 			tb.Fatal(err)
 		}
 	}
@@ -337,12 +336,12 @@ func ctxFor(tb testing.TB) context.Context {
 }
 
 // await returns the next n completions of cq, by completion events.
-func await(tb testing.TB, cq *guestdrv.CQ, n int) []abi.WC {
+func await(tb testing.TB, cq *guestdrv.CQ, n int) []guestdrv.Completion {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	out := make([]abi.WC, 0, n)
-	buf := make([]abi.WC, n)
+	out := make([]guestdrv.Completion, 0, n)
+	buf := make([]guestdrv.Completion, n)
 	for len(out) < n {
 		k, err := cq.PollWait(ctx, buf[:n-len(out)])
 		if err != nil {
@@ -354,24 +353,24 @@ func await(tb testing.TB, cq *guestdrv.CQ, n int) []abi.WC {
 }
 
 // expect returns the next completion of cq and checks it.
-func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status, opcode uint32) abi.WC {
+func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status guestdrv.WCStatus, opcode guestdrv.WCOpcode) guestdrv.Completion {
 	tb.Helper()
 	wc := await(tb, cq, 1)[0]
-	if wc.ID != id || wc.Status != status || (status == abi.WCSuccess && wc.Opcode != opcode) {
-		tb.Fatalf("completion %+v (%s), want id %d, %q, opcode %d", wc, abi.WCStatusString(wc.Status), id, abi.WCStatusString(status), opcode)
+	if wc.ID != id || wc.Status != status || (status == guestdrv.WCSuccess && wc.Opcode != opcode) {
+		tb.Fatalf("completion %+v (%s), want id %d, %q, opcode %d", wc, wc.Status, id, status, opcode)
 	}
 	return wc
 }
 
 // post is PostSend that must succeed.
-func (e *end) post(tb testing.TB, wr *guestdrv.SendWR) {
+func (e *end) post(tb testing.TB, wr *request) {
 	tb.Helper()
-	if err := e.qp.PostSend(wr); err != nil {
+	if err := postSend(e.qp, wr); err != nil {
 		tb.Fatal(err)
 	}
 }
 
-func (e *end) recv(tb testing.TB, id uint64, sgl ...abi.SGE) {
+func (e *end) recv(tb testing.TB, id uint64, sgl ...guestdrv.SGE) {
 	tb.Helper()
 	if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: id, SGL: sgl}); err != nil {
 		tb.Fatal(err)

@@ -7,8 +7,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// ring is a work or completion ring in shared memory (rdma_user_rxe.h), seen
-// from the side that owns one of its indices: prod for work queues, cons for CQs.
+// ring is a work or completion ring in shared memory (rdma_user_rxe.h). The driver writes one of its indices: prod of work
+// queues, cons of CQs.
 type ring struct {
 	buf  *Buffer
 	data []byte
@@ -18,8 +18,7 @@ type ring struct {
 	cons *atomic.Uint32
 }
 
-// newRing makes a ring that holds at least n elements of at least size bytes,
-// with extra bytes after it.
+// newRing allocates a ring for at least n elements of at least size bytes, with extra bytes after it.
 func newRing(mem *memory, n, size, extra int) (*ring, error) {
 	log2 := uint8(max(bits.Len(uint(size-1)), 6))
 	elems := uint32(1) << bits.Len(uint(n)) // the smallest power of two above n: one stays empty
@@ -47,7 +46,7 @@ func (r *ring) desc() abi.Ring {
 	}
 }
 
-// pages are the PAs that belong to desc.
+// pages returns the PAs that follow desc in a command.
 func (r *ring) pages() []uint64 { return r.buf.pagePAs()[:r.desc().NPages] }
 
 // elem returns element i.
@@ -56,7 +55,7 @@ func (r *ring) elem(i uint32) []byte {
 	return r.data[off : off+1<<r.log2]
 }
 
-// room returns the slot to fill, or nil if the ring is full.
+// room returns the next slot to fill, or nil if the ring is full.
 func (r *ring) room() []byte {
 	p := r.prod.Load()
 	if (p+1)&r.mask == r.cons.Load()&r.mask {
@@ -65,10 +64,10 @@ func (r *ring) room() []byte {
 	return r.elem(p)
 }
 
-// publish makes the slot from room visible.
+// publish makes the slot that room returned visible to the device.
 func (r *ring) publish() { r.prod.Store((r.prod.Load() + 1) & r.mask) }
 
 // pending returns the number of elements that are published and not consumed.
 func (r *ring) pending() int { return int((r.prod.Load() - r.cons.Load()) & r.mask) }
 
-func (r *ring) free() { r.buf.Free() }
+func (r *ring) free() { r.buf.free() }

@@ -1,16 +1,12 @@
 package guestdrv
 
 import (
+	"context"
+
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// RecvWR is a receive request: a place for one incoming message.
-type RecvWR struct {
-	ID  uint64
-	SGL []abi.SGE
-}
-
-// recvQueue is the posting side of an RQ or SRQ.
+// recvQueue is the posting side of a receive queue or an SRQ.
 type recvQueue struct {
 	ring   *ring
 	maxSGE int
@@ -21,9 +17,9 @@ func newRecvQueue(mem *memory, n, maxSGE int) (recvQueue, error) {
 	return recvQueue{r, maxSGE}, err
 }
 
-// PostRecv queues a receive request. It fails with ErrFull, or with ErrInvalid
-// if there are too many SGEs. There is no doorbell: the device looks when a
-// message arrives.
+// PostRecv queues a receive request. It fails with ErrFull, or with ErrInvalid if there are too many SGEs. There is no
+// doorbell: the device reads the queue when a message arrives. PostRecv copies the request, neither blocks nor allocates,
+// and takes no lock.
 func (q *recvQueue) PostRecv(wr *RecvWR) error {
 	if len(wr.SGL) > q.maxSGE {
 		return errTooManySGEs
@@ -32,85 +28,104 @@ func (q *recvQueue) PostRecv(wr *RecvWR) error {
 	if e == nil {
 		return ErrFull
 	}
-	abi.RecvWQE(e).Set(wr.ID, wr.SGL)
+	wr.encode(e)
 	q.ring.publish()
 	return nil
 }
 
-var (
-	errTooManySGEs = invalid("more SGEs than the queue was made for")
-	errInlineLen   = invalid("more inline data than the queue was made for")
-	errNoAH        = invalid("a UD request needs an address handle")
-)
-
 // SRQ is a shared receive queue. One goroutine at a time posts to it.
 type SRQ struct {
+	*object
 	recvQueue
-	d   *Device
-	num uint32
+	spare *ring // the other ring of an unanswered Resize, see there
 }
 
-// SRQConfig says how large an SRQ is.
+// SRQConfig describes an SRQ. The limits are those of DeviceAttr.
 type SRQConfig struct {
-	MaxWR, MaxSGE int
-	Limit         uint32 // see SetLimit
+	MaxWR  int    // outstanding requests, at least 1
+	MaxSGE int    // of a request
+	Limit  uint32 // see SRQ.SetLimit
 }
 
 // CreateSRQ makes a shared receive queue.
-func (p *PD) CreateSRQ(c SRQConfig) (*SRQ, error) {
-	if err := p.d.users.enter(); err != nil {
+func (p *PD) CreateSRQ(ctx context.Context, c SRQConfig) (*SRQ, error) {
+	d := p.d
+	if err := d.users.enter(); err != nil {
 		return nil, err
 	}
-	defer p.d.users.leave()
-	a := &p.d.attr
+	defer d.users.leave()
+	a := &d.attr
 	if c.MaxWR < 1 || int64(c.MaxWR) > int64(a.MaxSRQWR) || c.MaxSGE < 0 || int64(c.MaxSGE) > int64(a.MaxSRQSGE) {
 		return nil, invalid("SRQ of %d requests with %d SGEs, at most %d with %d", c.MaxWR, c.MaxSGE, a.MaxSRQWR, a.MaxSRQSGE)
 	}
-	q, err := newRecvQueue(p.d.mem, c.MaxWR, c.MaxSGE)
+	q, err := newRecvQueue(d.mem, c.MaxWR, c.MaxSGE)
 	if err != nil {
 		return nil, err
 	}
-	req := abi.CreateSRQ{PDN: p.num, MaxSGE: uint32(c.MaxSGE), Limit: c.Limit, Ring: q.ring.desc()}
+	s := &SRQ{recvQueue: q}
+	req := abi.CreateSRQ{PDN: p.handle, MaxSGE: uint32(c.MaxSGE), Limit: c.Limit, Ring: q.ring.desc()}
 	var h abi.Handle
-	if err := p.d.do(abi.CmdCreateSRQ, &req, abi.SizeCreateSRQ, &h, q.ring.pages()...); err != nil {
-		q.ring.free()
+	err = d.create(ctx, creation{
+		request: request{op: abi.CmdCreateSRQ, fixed: &req, size: abi.SizeCreateSRQ, words: q.ring.pages()},
+		resp:    &h, destroy: abi.CmdDestroySRQ, free: s.freeRings,
+	})
+	if err != nil {
 		return nil, err
 	}
-	return &SRQ{q, p.d, h.Handle}, nil
+	s.object = &object{d: d, destroy: abi.CmdDestroySRQ, handle: h.Handle, free: s.freeRings}
+	return s, nil
 }
 
-// Number is the SRQ's number in the device.
-func (s *SRQ) Number() uint32 { return s.num }
-
-// SetLimit arms the limit: when fewer than limit requests are left, the device
-// raises one SRQ limit event and disarms it. 0 disarms.
-func (s *SRQ) SetLimit(limit uint32) error {
-	req := abi.ModifySRQ{SRQN: s.num, Flags: abi.SRQLimit, Limit: limit}
-	return s.d.do(abi.CmdModifySRQ, &req, abi.SizeModifySRQ, nil)
+func (s *SRQ) freeRings() {
+	s.ring.free()
+	if s.spare != nil {
+		s.spare.free()
+	}
 }
 
-// Limit asks for the armed limit, 0 if none.
-func (s *SRQ) Limit() (uint32, error) {
+// Number returns the SRQ's number in the device, as in Event.Handle.
+func (s *SRQ) Number() uint32 { return s.handle }
+
+// SetLimit arms the limit: when fewer than limit requests are left, the device raises one EventSRQLimit and disarms it.
+// 0 disarms.
+func (s *SRQ) SetLimit(ctx context.Context, limit uint32) error {
+	req := abi.ModifySRQ{SRQN: s.handle, Flags: abi.SRQLimit, Limit: limit}
+	return s.d.do(ctx, abi.CmdModifySRQ, &req, abi.SizeModifySRQ, nil)
+}
+
+// Limit queries the armed limit, 0 if there is none.
+func (s *SRQ) Limit(ctx context.Context) (uint32, error) {
 	var a abi.SRQAttr
-	err := s.d.onHandle(abi.CmdQuerySRQ, s.num, &a)
+	err := s.d.onHandle(ctx, abi.CmdQuerySRQ, s.handle, &a)
 	return a.Limit, err
 }
 
-// Resize moves the SRQ to a ring for at least n requests. Nobody may post meanwhile.
-func (s *SRQ) Resize(n int) error {
-	if err := s.d.users.enter(); err != nil {
+// Resize moves the SRQ to a ring for at least n requests. Nobody may post meanwhile. If Resize ends with its context or
+// with ErrTimeout, it is unknown which ring the device uses: the SRQ can only be closed, which releases both.
+func (s *SRQ) Resize(ctx context.Context, n int) error {
+	d := s.d
+	if err := d.users.enter(); err != nil {
 		return err
 	}
-	defer s.d.users.leave()
-	if n < 1 || int64(n) > int64(s.d.attr.MaxSRQWR) {
-		return invalid("SRQ of %d requests, expected 1..%d", n, s.d.attr.MaxSRQWR)
+	defer d.users.leave()
+	if n < 1 || int64(n) > int64(d.attr.MaxSRQWR) {
+		return invalid("SRQ of %d requests, expected 1..%d", n, d.attr.MaxSRQWR)
 	}
-	q, err := newRecvQueue(s.d.mem, n, s.maxSGE)
+	if s.spare != nil {
+		return invalid("the outcome of an earlier Resize is unknown")
+	}
+	q, err := newRecvQueue(d.mem, n, s.maxSGE)
 	if err != nil {
 		return err
 	}
-	req := abi.ModifySRQ{SRQN: s.num, Flags: abi.SRQResize, Ring: q.ring.desc()}
-	if err := s.d.do(abi.CmdModifySRQ, &req, abi.SizeModifySRQ, nil, q.ring.pages()...); err != nil {
+	req := abi.ModifySRQ{SRQN: s.handle, Flags: abi.SRQResize, Ring: q.ring.desc()}
+	r := request{op: abi.CmdModifySRQ, fixed: &req, size: abi.SizeModifySRQ, words: q.ring.pages()}
+	abandoned, err := d.call(ctx, r, nil)
+	switch {
+	case abandoned:
+		s.spare = q.ring
+		return err
+	case err != nil:
 		q.ring.free()
 		return err
 	}
@@ -119,11 +134,5 @@ func (s *SRQ) Resize(n int) error {
 	return nil
 }
 
-// Destroy fails with abi.StatusBusy while a QP uses the SRQ.
-func (s *SRQ) Destroy() error {
-	if err := s.d.onHandle(abi.CmdDestroySRQ, s.num, nil); err != nil {
-		return err
-	}
-	s.ring.free()
-	return nil
-}
+// Close destroys the SRQ. It fails with StatusBusy while a QP uses the SRQ.
+func (s *SRQ) Close() error { return s.close() }

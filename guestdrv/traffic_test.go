@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -37,10 +36,10 @@ func TestSizesOfRequests(t *testing.T) {
 	c := qpDefaults()
 	c.MaxSendSGE, c.MaxRecvSGE, c.MaxInline = int(at.MaxSGE), int(at.MaxSGE), int(at.MaxInline)
 	a, b := connect(t, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
-	src, smr := a.h.region(t, 100000, abi.AccessLocalWrite)
+	src, smr := a.h.region(t, 100000, guestdrv.AccessLocalWrite)
 	dst, dmr := b.h.region(t, 100000, allAccess)
 	fill(src.Bytes(), 1)
-	var gather, scatter []abi.SGE
+	var gather, scatter []guestdrv.SGE
 	var want []byte
 	for i := range c.MaxSendSGE {
 		n, off := 1+i*97%700, i*1000+i
@@ -52,9 +51,9 @@ func TestSizesOfRequests(t *testing.T) {
 		scatter = append(scatter, dmr.SGE((c.MaxRecvSGE-1-i)*2000, per))
 	}
 	b.recv(t, 1, scatter...)
-	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: gather})
-	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
-	if wc := expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv); int(wc.ByteLen) != len(want) {
+	a.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: gather})
+	expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	if wc := expect(t, b.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); int(wc.ByteLen) != len(want) {
 		t.Fatalf("%d bytes received of %d", wc.ByteLen, len(want))
 	}
 	var got []byte
@@ -65,22 +64,22 @@ func TestSizesOfRequests(t *testing.T) {
 		t.Error("data differ")
 	}
 
-	a.post(t, &guestdrv.SendWR{
-		ID: 3, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: src.Bytes()[:c.MaxInline], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+	a.post(t, &request{
+		ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: src.Bytes()[:c.MaxInline], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
 	})
-	expect(t, a.scq, 3, abi.WCSuccess, abi.WCOpRDMAWrite)
+	expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(dst.Bytes()[:c.MaxInline], src.Bytes()[:c.MaxInline]) {
 		t.Error("inline data differ")
 	}
 
 	// More than the queue was made for is refused before it reaches the device.
-	if err := a.qp.PostSend(&guestdrv.SendWR{SGL: make([]abi.SGE, c.MaxSendSGE+1)}); err == nil {
+	if err := postSend(a.qp, &request{SGL: make([]guestdrv.SGE, c.MaxSendSGE+1)}); err == nil {
 		t.Error("too many SGEs were accepted")
 	}
-	if err := a.qp.PostSend(&guestdrv.SendWR{Flags: abi.SendInline, Inline: make([]byte, c.MaxInline+1)}); err == nil {
+	if err := postSend(a.qp, &request{Flags: sendInline, Inline: make([]byte, c.MaxInline+1)}); err == nil {
 		t.Error("too much inline data was accepted")
 	}
-	if err := b.qp.PostRecv(&guestdrv.RecvWR{SGL: make([]abi.SGE, c.MaxRecvSGE+1)}); err == nil {
+	if err := b.qp.PostRecv(&guestdrv.RecvWR{SGL: make([]guestdrv.SGE, c.MaxRecvSGE+1)}); err == nil {
 		t.Error("too many receive SGEs were accepted")
 	}
 }
@@ -103,19 +102,19 @@ func TestDrain(t *testing.T) {
 			if got := a.scqPolled(t, n); got != n {
 				t.Fatalf("%d completions of %d", got, n)
 			}
-			if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState); err != nil {
+			if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPRTS}, guestdrv.QPAttrState); err != nil {
 				t.Fatal(err)
 			}
 		}
 		for i := range n {
-			a.post(t, &guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 200000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 200000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		}
-		if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPSQD, EnSQDAsyncNotify: 1}, abi.QPAttrState|abi.QPAttrEnSQDAsyncNotify); err != nil {
+		if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 			t.Fatal(err)
 		}
-		a.h.wantEvent(t, abi.EventSQDrained, a.qp.Number())
-		q, err := a.qp.Query()
-		if err != nil || q.QPState != abi.QPSQD || q.SQDraining != 0 {
+		a.h.wantEvent(t, guestdrv.EventSQDrained, a.qp.Number())
+		q, err := a.qp.Query(bg)
+		if err != nil || q.State != guestdrv.QPSQD || q.SQDraining {
 			t.Fatalf("drained: %+v, %v", q, err)
 		}
 		left = a.qp.Outstanding()
@@ -126,11 +125,11 @@ func TestDrain(t *testing.T) {
 	if a.qp.Outstanding() != left {
 		t.Fatal("a drained queue went on")
 	}
-	if err := a.qp.Modify(abi.QPAttr{QPState: abi.QPRTS}, abi.QPAttrState); err != nil {
+	if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPRTS}, guestdrv.QPAttrState); err != nil {
 		t.Fatal(err)
 	}
 	for i := n - left; i < n; i++ {
-		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpRDMAWrite)
+		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
 	if !bytes.Equal(src.Bytes(), dst.Bytes()) {
 		t.Error("data differ")
@@ -140,10 +139,10 @@ func TestDrain(t *testing.T) {
 // scqPolled polls n completions at most, which must be there, in order and good.
 func (e *end) scqPolled(tb testing.TB, n int) int {
 	tb.Helper()
-	wcs := make([]abi.WC, n+1)
+	wcs := make([]guestdrv.Completion, n+1)
 	got := e.scq.Poll(wcs)
 	for i := range got {
-		if wcs[i].ID != uint64(i) || wcs[i].Status != abi.WCSuccess {
+		if wcs[i].ID != uint64(i) || wcs[i].Status != guestdrv.WCSuccess {
 			tb.Fatalf("completion %+v", wcs[i])
 		}
 	}
@@ -162,15 +161,15 @@ func TestLink(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatal("the driver was not told")
 		}
-		c, err := h.ReadConfig()
-		if err != nil || (c.LinkUp == 1) != up {
-			t.Errorf("link %d, %v; want up %v", c.LinkUp, err, up)
+		c, err := h.ReadInfo(bg)
+		if err != nil || (c.LinkUp) != up {
+			t.Errorf("link %t, %v; want up %v", c.LinkUp, err, up)
 		}
-		want := uint32(abi.PortDown)
+		want := guestdrv.PortDown
 		if up {
-			want = abi.PortActive
+			want = guestdrv.PortActive
 		}
-		if p, err := h.Port(); err != nil || p.State != want {
+		if p, err := h.Port(bg); err != nil || p.State != want {
 			t.Errorf("port state %d, %v; want %d", p.State, err, want)
 		}
 	}
@@ -178,11 +177,11 @@ func TestLink(t *testing.T) {
 
 // TestPlain uses virtqueues without indirect descriptors and event indices.
 func TestPlain(t *testing.T) {
-	r := newRig(t, rigConfig{driver: guestdrv.Config{Plain: true}})
+	r := newRig(t, rigConfig{driver: guestdrv.Config{}.SimpleQueues()})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
 	mixedTraffic(t, a, b, 50, 1)
 	b.recv(t, 1)
-	a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled})
-	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
-	expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv)
+	a.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled})
+	expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	expect(t, b.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }

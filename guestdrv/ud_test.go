@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -14,7 +13,7 @@ const grhLen = 40
 func (h *host) udEnd(tb testing.TB, c guestdrv.QPConfig, qkey uint32) *end {
 	tb.Helper()
 	e := h.end(tb, c, 0)
-	if err := e.qp.StartUD(qkey); err != nil {
+	if err := e.qp.StartUD(bg, qkey); err != nil {
 		tb.Fatal(err)
 	}
 	return e
@@ -31,7 +30,7 @@ func (h *host) ah(tb testing.TB, to *host) *guestdrv.AH {
 
 func udConfig() guestdrv.QPConfig {
 	c := qpDefaults()
-	c.Type = abi.QPTypeUD
+	c.Type = guestdrv.QPTypeUD
 	return c
 }
 
@@ -46,19 +45,19 @@ func TestUD(t *testing.T) {
 		fill(src.Bytes(), uint64(i))
 		clear(dst.Bytes())
 		b.recv(t, uint64(i), dmr.SGE(1, 20), dmr.SGE(21, 2000)) // the GRH is cut in two
-		wr := &guestdrv.SendWR{
-			ID: uint64(i), Opcode: abi.WRSendWithImm, Imm: [4]byte{1, 2, 3, byte(i)}, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(3, n)},
+		wr := &request{
+			ID: uint64(i), Opcode: guestdrv.WRSendWithImm, Imm: [4]byte{1, 2, 3, byte(i)}, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(3, n)},
 			AH: ah, RemoteQPN: b.qp.Number(), QKey: guestdrv.DefaultQKey,
 		}
 		if n <= 64 {
-			wr.Flags |= abi.SendInline
+			wr.Flags |= sendInline
 			wr.Inline = src.Bytes()[3 : 3+n]
 		}
 		a.post(t, wr)
-		expect(t, a.scq, uint64(i), abi.WCSuccess, abi.WCOpSend)
-		wc := expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecv)
-		if int(wc.ByteLen) != n+grhLen || wc.SrcQP != a.qp.Number() || wc.Flags&(abi.WCFlagGRH|abi.WCFlagWithImm) != abi.WCFlagGRH|abi.WCFlagWithImm ||
-			wc.Ex != wr.Imm || wc.SL != abi.WCSLIPv4 {
+		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpSend)
+		wc := expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv)
+		if int(wc.ByteLen) != n+grhLen || wc.SrcQPN != a.qp.Number() || wc.Flags&(guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm) != guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm ||
+			wc.Imm != wr.Imm || wc.SL != guestdrv.WCSLIPv4 {
 			t.Fatalf("%d bytes: completion %+v", n, wc)
 		}
 		got := dst.Bytes()[1:]
@@ -81,8 +80,8 @@ func TestUDDrops(t *testing.T) {
 	b.h.warm(t, dmr)
 	ah := a.h.ah(t, b.h)
 	send := func(id uint64, qpn, qkey uint32, n int) {
-		a.post(t, &guestdrv.SendWR{ID: id, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, AH: ah, RemoteQPN: qpn, QKey: qkey})
-		expect(t, a.scq, id, abi.WCSuccess, abi.WCOpSend)
+		a.post(t, &request{ID: id, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, AH: ah, RemoteQPN: qpn, QKey: qkey})
+		expect(t, a.scq, id, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	}
 	send(1, b.qp.Number(), 6, 10) // no buffer there yet
 	send(2, b.qp.Number(), 5, 10) // wrong Q_Key
@@ -92,20 +91,20 @@ func TestUDDrops(t *testing.T) {
 	// which is posted only when the counters say that the others are gone.
 	ctx := ctxFor(t)
 	for {
-		st, err := b.h.Stats()
+		st, err := b.h.Stats(bg)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if st.Value[abi.StatRxDropped] >= 3 {
+		if st[guestdrv.StatRxDropped] >= 3 {
 			break
 		}
 		if ctx.Err() != nil {
-			t.Fatalf("drops were not counted: %v", st.Value)
+			t.Fatalf("drops were not counted: %v", st)
 		}
 	}
 	b.recv(t, 9, dmr.SGE(0, 100))
 	send(4, b.qp.Number(), 6, 60)
-	if wc := expect(t, b.rcq, 9, abi.WCSuccess, abi.WCOpRecv); wc.ByteLen != 100 {
+	if wc := expect(t, b.rcq, 9, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 100 {
 		t.Fatalf("completion %+v", wc)
 	}
 }
@@ -114,7 +113,7 @@ func TestUDDrops(t *testing.T) {
 func TestGSI(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	c := udConfig()
-	c.Type, c.Privileged = abi.QPTypeGSI, true
+	c.Type, c.Privileged = guestdrv.QPTypeGSI, true
 	const gsiQKey = 0x80010000
 	a, b := r.hosts[0].udEnd(t, c, gsiQKey), r.hosts[1].udEnd(t, c, gsiQKey)
 	if a.qp.Number() != 1 || b.qp.Number() != 1 {
@@ -125,13 +124,13 @@ func TestGSI(t *testing.T) {
 	b.h.warm(t, dmr)
 	fill(src.Bytes(), 1)
 	// Both sides name real addresses (RA-1), as a kernel does.
-	b.recv(t, 1, abi.SGE{Addr: dst.PA(), Length: 4096, LKey: abi.DMALKey})
-	a.post(t, &guestdrv.SendWR{
-		ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{{Addr: src.PA(), Length: 256, LKey: abi.DMALKey}},
+	b.recv(t, 1, guestdrv.SGE{Addr: dst.PA(), Length: 4096, LKey: guestdrv.DMALKey})
+	a.post(t, &request{
+		ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{{Addr: src.PA(), Length: 256, LKey: guestdrv.DMALKey}},
 		AH: a.h.ah(t, b.h), RemoteQPN: 1, QKey: gsiQKey,
 	})
-	expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpSend)
-	if wc := expect(t, b.rcq, 1, abi.WCSuccess, abi.WCOpRecv); wc.SrcQP != 1 || wc.ByteLen != 256+grhLen {
+	expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	if wc := expect(t, b.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.SrcQPN != 1 || wc.ByteLen != 256+grhLen {
 		t.Fatalf("completion %+v", wc)
 	}
 	if !bytes.Equal(src.Bytes()[:256], dst.Bytes()[grhLen:][:256]) {
@@ -141,7 +140,7 @@ func TestGSI(t *testing.T) {
 
 func TestMulticast(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 3})
-	if r.hosts[0].Attr().Caps&abi.CapMcast == 0 {
+	if r.hosts[0].Attr().Caps&guestdrv.CapMcast == 0 {
 		t.Fatal("device has no multicast")
 	}
 	group := guestdrv.GID{10: 0xff, 11: 0xff, 12: 239, 13: 1, 14: 2, 15: 3}
@@ -156,7 +155,7 @@ func TestMulticast(t *testing.T) {
 	}
 	_, smr := r.hosts[0].region(t, 4096, 0)
 	for i, e := range ends[1:] {
-		if err := e.qp.AttachMulticast(group); err != nil {
+		if err := e.qp.AttachMulticast(bg, group); err != nil {
 			t.Fatal(err)
 		}
 		_, mr := e.h.region(t, 4096, allAccess)
@@ -164,13 +163,13 @@ func TestMulticast(t *testing.T) {
 		e.recv(t, uint64(i), mr.SGE(0, 4096))
 	}
 	const mcastQPN = 0xffffff
-	ends[0].post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 99)}, AH: ah, RemoteQPN: mcastQPN, QKey: 5})
-	expect(t, ends[0].scq, 1, abi.WCSuccess, abi.WCOpSend)
+	ends[0].post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 99)}, AH: ah, RemoteQPN: mcastQPN, QKey: 5})
+	expect(t, ends[0].scq, 1, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	for i, e := range ends[1:] {
-		if wc := expect(t, e.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecv); wc.ByteLen != 99+grhLen || wc.SrcQP != ends[0].qp.Number() {
+		if wc := expect(t, e.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 99+grhLen || wc.SrcQPN != ends[0].qp.Number() {
 			t.Errorf("member %d: completion %+v", i, wc)
 		}
-		if err := e.qp.DetachMulticast(group); err != nil {
+		if err := e.qp.DetachMulticast(bg, group); err != nil {
 			t.Error(err)
 		}
 	}
@@ -179,7 +178,7 @@ func TestMulticast(t *testing.T) {
 func TestUC(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	c := qpDefaults()
-	c.Type = abi.QPTypeUC
+	c.Type = guestdrv.QPTypeUC
 	a, b := connect(t, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})
 	src, smr := a.h.region(t, 100000, 0)
 	dst, dmr := b.h.region(t, 100000, allAccess)
@@ -187,16 +186,16 @@ func TestUC(t *testing.T) {
 	for i, n := range []int{0, 1, 1024, 5000, 99999} {
 		fill(src.Bytes(), uint64(i))
 		b.recv(t, uint64(i), dmr.SGE(0, 100000))
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}})
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpSend)
-		if wc := expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecv); int(wc.ByteLen) != n || !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}})
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpSend)
+		if wc := expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); int(wc.ByteLen) != n || !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
 			t.Fatalf("%d bytes: completion %+v, or data differ", n, wc)
 		}
 		clear(dst.Bytes())
 		b.recv(t, uint64(i))
-		a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRRDMAWriteWithImm, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpRDMAWrite)
-		if expect(t, b.rcq, uint64(i), abi.WCSuccess, abi.WCOpRecvRDMAWithImm); !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWriteWithImm, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+		if expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecvRDMAWithImm); !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
 			t.Fatalf("%d bytes: data differ", n)
 		}
 	}

@@ -2,9 +2,8 @@ package guestdrv
 
 import "sync"
 
-// users counts the calls that touch the device's memory, so that Close can wait
-// for them before it unmaps. Calls nest. Posting and polling, which must not
-// lock, are not counted: their callers stop before they close.
+// users counts the calls that access the device's memory, so that Close can wait for them before it unmaps. Calls nest.
+// Posting and polling take no lock and are not counted: their callers must have stopped before Close.
 type users struct {
 	mu     sync.Mutex
 	n      int           // guarded by mu
@@ -12,7 +11,7 @@ type users struct {
 	idle   chan struct{} // closed by the last leave after close
 }
 
-// enter fails with ErrClosed once close was called.
+// enter fails with ErrClosed after close.
 func (u *users) enter() error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -32,7 +31,7 @@ func (u *users) leave() {
 	}
 }
 
-// close keeps new users out. The channel is closed when the last has left.
+// close makes enter fail. The returned channel is closed when the last user has left.
 func (u *users) close() <-chan struct{} {
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -12,18 +11,18 @@ import (
 func TestAcrossVXLAN(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
-	src, smr := a.h.region(t, 8<<20, abi.AccessLocalWrite)
+	src, smr := a.h.region(t, 8<<20, guestdrv.AccessLocalWrite)
 	dst, dmr := b.h.region(t, 8<<20, allAccess)
 	for i, n := range messageSizes {
 		fill(src.Bytes(), uint64(i))
-		a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-		expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if !bytes.Equal(src.Bytes()[:n], dst.Bytes()[:n]) {
 			t.Fatalf("WRITE of %d bytes: data differ", n)
 		}
 		clear(src.Bytes())
-		a.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRRDMARead, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-		expect(t, a.scq, 2, abi.WCSuccess, abi.WCOpRDMARead)
+		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 		if !bytes.Equal(src.Bytes()[:n], dst.Bytes()[:n]) {
 			t.Fatalf("READ of %d bytes: data differ", n)
 		}
@@ -32,9 +31,9 @@ func TestAcrossVXLAN(t *testing.T) {
 
 	ua, ub := r.hosts[0].udEnd(t, udConfig(), 5), r.hosts[1].udEnd(t, udConfig(), 5)
 	ub.recv(t, 1, dmr.SGE(0, 4096))
-	ua.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 1000)}, AH: a.h.ah(t, b.h), RemoteQPN: ub.qp.Number(), QKey: 5})
-	expect(t, ua.scq, 2, abi.WCSuccess, abi.WCOpSend)
-	expect(t, ub.rcq, 1, abi.WCSuccess, abi.WCOpRecv)
+	ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 1000)}, AH: a.h.ah(t, b.h), RemoteQPN: ub.qp.Number(), QKey: 5})
+	expect(t, ua.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+	expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }
 
 // TestAddressing connects by every kind of address.
@@ -65,22 +64,22 @@ func TestAddressing(t *testing.T) {
 				return guestdrv.Path{GID: tc.gid(byte(k + 1)), MAC: r.hosts[k].mac, SGIDIndex: uint16(index), VLAN: tc.o.VLAN, TrafficClass: 0x68, FlowLabel: 0x12345}
 			}
 			for k, h := range r.hosts {
-				if err := h.SetGID(index, tc.gid(byte(k+1)), tc.o); err != nil {
+				if err := h.SetGID(bg, index, tc.gid(byte(k+1)), tc.o); err != nil {
 					t.Fatal(err)
 				}
 			}
 			a, b := r.hosts[0].end(t, qpDefaults(), 1), r.hosts[1].end(t, qpDefaults(), 2)
-			if err := a.qp.Connect(guestdrv.Peer{QPN: b.qp.Number(), PSN: 2, Path: path(1)}, guestdrv.ConnectOptions{PSN: 1}); err != nil {
+			if err := a.qp.Connect(bg, guestdrv.Peer{QPN: b.qp.Number(), PSN: 2, Path: path(1)}, guestdrv.ConnectOptions{PSN: 1}); err != nil {
 				t.Fatal(err)
 			}
-			if err := b.qp.Connect(guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: path(0)}, guestdrv.ConnectOptions{PSN: 2}); err != nil {
+			if err := b.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: path(0)}, guestdrv.ConnectOptions{PSN: 2}); err != nil {
 				t.Fatal(err)
 			}
-			src, smr := a.h.region(t, 16384, abi.AccessLocalWrite)
+			src, smr := a.h.region(t, 16384, guestdrv.AccessLocalWrite)
 			dst, dmr := b.h.region(t, 16384, allAccess)
 			fill(src.Bytes(), uint64(i))
-			a.post(t, &guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 16001)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-			expect(t, a.scq, 1, abi.WCSuccess, abi.WCOpRDMAWrite)
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 16001)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 			if !bytes.Equal(src.Bytes()[:16001], dst.Bytes()[:16001]) {
 				t.Error("data differ")
 			}
@@ -92,9 +91,9 @@ func TestAddressing(t *testing.T) {
 			}
 			clear(dst.Bytes())
 			ub.recv(t, 1, dmr.SGE(0, 4096))
-			ua.post(t, &guestdrv.SendWR{ID: 2, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{smr.SGE(0, 999)}, AH: ah, RemoteQPN: ub.qp.Number(), QKey: 5})
-			expect(t, ua.scq, 2, abi.WCSuccess, abi.WCOpSend)
-			if wc := expect(t, ub.rcq, 1, abi.WCSuccess, abi.WCOpRecv); wc.ByteLen != 999+grhLen || wc.Flags&abi.WCFlagGRH == 0 {
+			ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 999)}, AH: ah, RemoteQPN: ub.qp.Number(), QKey: 5})
+			expect(t, ua.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
+			if wc := expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 999+grhLen || wc.Flags&guestdrv.WCFlagGRH == 0 {
 				t.Errorf("completion %+v", wc)
 			}
 			grh := dst.Bytes()[:grhLen]
@@ -109,10 +108,10 @@ func TestAddressing(t *testing.T) {
 			if !bytes.Equal(dst.Bytes()[grhLen:][:999], src.Bytes()[:999]) {
 				t.Error("UD: data differ")
 			}
-			ah.Destroy()
+			ah.Close()
 			destroy(t, a, b, ua, ub)
 			for _, h := range r.hosts {
-				if err := h.ClearGID(index); err != nil {
+				if err := h.ClearGID(bg, index); err != nil {
 					t.Error(err)
 				}
 			}

@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
@@ -38,13 +37,13 @@ const playVA, playSize = 1 << 40, 48 << 20
 func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 	t.Helper()
 	p := &player{gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}))}
-	p.dev = must[*guestdrv.Device](t)(guestdrv.Open(filepath.Join(h.Dir, name+".hca"), guestdrv.Config{Memory: 64 << 20}))
-	check(t, p.dev.SetGID(0, p.gid, guestdrv.GIDOptions{}))
-	p.pd = must[*guestdrv.PD](t)(p.dev.AllocPD())
-	p.cq = must[*guestdrv.CQ](t)(p.dev.CreateCQ(64, guestdrv.CQOptions{}))
+	p.dev = must[*guestdrv.Device](t)(guestdrv.Open(context.Background(), filepath.Join(h.Dir, name+".hca"), guestdrv.Config{Memory: 64 << 20}))
+	check(t, p.dev.SetGID(context.Background(), 0, p.gid, guestdrv.GIDOptions{}))
+	p.pd = must[*guestdrv.PD](t)(p.dev.AllocPD(context.Background()))
+	p.cq = must[*guestdrv.CQ](t)(p.dev.CreateCQ(context.Background(), 64, guestdrv.CQOptions{}))
 	buf := must[*guestdrv.Buffer](t)(p.dev.Alloc(playSize))
-	p.mr = must[*guestdrv.OnDemandMR](t)(p.pd.RegisterOnDemand(playVA, playSize,
-		abi.AccessLocalWrite|abi.AccessRemoteWrite,
+	p.mr = must[*guestdrv.OnDemandMR](t)(p.pd.RegisterOnDemand(context.Background(), playVA, playSize,
+		guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite,
 		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 			for i := range pas {
 				pas[i] = buf.PA() + f.VA - playVA + uint64(i)<<12
@@ -56,7 +55,7 @@ func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 
 func (p *player) qp(t *testing.T) *guestdrv.QP {
 	t.Helper()
-	return must[*guestdrv.QP](t)(p.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8,
+	return must[*guestdrv.QP](t)(p.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8,
 		MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: p.cq, RecvCQ: p.cq}))
 }
 
@@ -65,14 +64,14 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 	t.Helper()
 	x, y := a.qp(t), b.qp(t)
 	o := guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
-	check(t, x.Connect(guestdrv.Peer{QPN: y.Number(), Path: guestdrv.Path{GID: b.gid, MAC: b.dev.MAC()}}, o))
-	check(t, y.Connect(guestdrv.Peer{QPN: x.Number(), Path: guestdrv.Path{GID: a.gid, MAC: a.dev.MAC()}}, o))
+	check(t, x.Connect(context.Background(), guestdrv.Peer{QPN: y.Number(), Path: guestdrv.Path{GID: b.gid, MAC: b.dev.MAC()}}, o))
+	check(t, y.Connect(context.Background(), guestdrv.Peer{QPN: x.Number(), Path: guestdrv.Path{GID: a.gid, MAC: a.dev.MAC()}}, o))
 	out := make(chan error, 1)
 	go func() {
 		defer close(out)
 		ctx, cancel := context.WithTimeout(context.Background(), testTimeout())
 		defer cancel()
-		wcs := make([]abi.WC, 1)
+		wcs := make([]guestdrv.Completion, 1)
 		for i := 0; ; i++ {
 			select {
 			case <-stop:
@@ -82,14 +81,14 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 			// Mostly near the beginning, so that the picture is not one colour.
 			at := uint64(rand.ExpFloat64()*playSize/8) % (playSize - 32<<10) &^ 4095
 			if i%4 == 0 {
-				if err := a.mr.Invalidate(playVA+at, 32<<10); err != nil {
+				if err := a.mr.Invalidate(context.Background(), playVA+at, 32<<10); err != nil {
 					out <- err
 					return
 				}
 			}
-			err := x.PostSend(&guestdrv.SendWR{ID: uint64(i), Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled,
-				SGL: []abi.SGE{a.mr.SGEAt(playVA+at, 32<<10)}, RemoteAddr: playVA + at, RKey: b.mr.RKey()})
-			if n, perr := a.cq.PollWait(ctx, wcs); err != nil || perr != nil || n != 1 || wcs[0].Status != abi.WCSuccess {
+			err := x.PostSend(guestdrv.NewWrite(uint64(i), guestdrv.Remote{Addr: playVA + at, RKey: b.mr.RKey()},
+				a.mr.SGEAt(playVA+at, 32<<10)).With(guestdrv.SendSignaled))
+			if n, perr := a.cq.PollWait(ctx, wcs); err != nil || perr != nil || n != 1 || wcs[0].Status != guestdrv.WCSuccess {
 				out <- fmt.Errorf("write %d: %w, %+v", i, errors.Join(err, perr), wcs[0])
 				return
 			}

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -35,12 +34,12 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	clear(dst.Bytes())
 	at := 0
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: make([]abi.SGE, 1), RKey: dmr.RKey()}
+	wr := guestdrv.NewWrite(0, dmr.Remote(0), make([]guestdrv.SGE, 1)...)
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing([]*lab.Host{x.host}, "KiB", func() (Sample, float64, error) {
-			rate, err := x.stream(ctx, d, 8, 1, &wr, func(int) {
+			rate, err := x.stream(ctx, d, 8, 1, wr, func(int) {
 				at = (at + 1) % slots
-				wr.SGL[0], wr.RemoteAddr = smr.SGE(at*size, size), dmr.Addr()+uint64(at*size)
+				wr.SGL[0], wr.Remote = smr.SGE(at*size, size), dmr.Remote(at*size)
 			})
 			return Sample{Value: rate * size / giga}, rate * d.Seconds() * size / 1024, err
 		})
@@ -81,7 +80,7 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Context, time.Duration) (Sample, error),
 	error) {
 	var bufs [2]*guestdrv.Buffer
-	var wrs [2]guestdrv.SendWR
+	var wrs [2]*guestdrv.SendWR
 	ends := []*end{x, y}
 	for i, n := range nodes[:2] {
 		buf, mr, err := n.region(4096)
@@ -89,8 +88,8 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 			return nil, err
 		}
 		bufs[i] = buf
-		wrs[1-i] = guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendInline, Inline: make([]byte, 8),
-			RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+		wrs[1-i] = guestdrv.NewWrite(0, mr.Remote(0))
+		wrs[1-i].Inline = make([]byte, 8)
 	}
 	times := make([]float64, 0, 1<<22)
 	n := uint64(0)
@@ -103,7 +102,7 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 			for i := range ends {
 				n++
 				binary.LittleEndian.PutUint64(wrs[i].Inline, n)
-				if err := ends[i].qp.PostSend(&wrs[i]); err != nil {
+				if err := ends[i].qp.PostSend(wrs[i]); err != nil {
 					return Sample{}, err
 				}
 				for spins := 0; bufs[1-i].Load64(0) != n; spins++ {
@@ -141,10 +140,10 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, 8)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}
+	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing([]*lab.Host{x.host}, "message", func() (Sample, float64, error) {
-			rate, err := x.stream(ctx, d, depth-depth/8, 32, &wr, nil)
+			rate, err := x.stream(ctx, d, depth-depth/8, 32, wr, nil)
 			return Sample{Value: rate}, rate * d.Seconds(), err
 		})
 	}
@@ -175,35 +174,36 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	var regs [slots]*abi.RegWR
+	var regs [slots]*guestdrv.Registration
 	for i := range regs {
-		f, err := nodes[0].pd.AllocFast(1)
+		f, err := nodes[0].pd.AllocFast(context.Background(), 1)
 		if err != nil {
 			return m, err
 		}
-		regs[i] = f.Map(src, i*size, size, 1, abi.AccessLocalWrite)
+		regs[i] = f.Map(src, i*size, size, 1, guestdrv.AccessLocalWrite)
 	}
-	sgl := make([]abi.SGE, 1)
-	wr := guestdrv.SendWR{RKey: dmr.RKey()}
+	sgl := make([]guestdrv.SGE, 1)
+	wr := new(guestdrv.SendWR)
+	set := func(next *guestdrv.SendWR) { *wr = *next.With(wr.Flags) }
 	write := func(i int, addr uint64, key uint32) {
-		sgl[0] = abi.SGE{Addr: addr + uint64(i*size), Length: size, LKey: key}
-		wr.Opcode, wr.SGL, wr.RemoteAddr = abi.WRRDMAWrite, sgl, dmr.Addr()+uint64(i*size)
+		sgl[0] = guestdrv.SGE{Addr: addr + uint64(i*size), Length: size, LKey: key}
+		set(guestdrv.NewWrite(0, dmr.Remote(i*size), sgl...))
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, err := x.stream(ctx, d, slots, 1, &wr, func(i int) { write(i%slots, src.PA(), abi.DMALKey) })
+		rate, err := x.stream(ctx, d, slots, 1, wr, func(i int) { write(i%slots, src.PA(), guestdrv.DMALKey) })
 		return Sample{Value: rate}, err
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		const requests = 3
-		rate, err := x.stream(ctx, d, slots*requests, requests, &wr, func(n int) {
+		rate, err := x.stream(ctx, d, slots*requests, requests, wr, func(n int) {
 			i := n / requests % slots
 			switch n % requests {
 			case 0:
-				wr.Opcode, wr.SGL, wr.Reg = abi.WRRegMR, nil, regs[i]
+				set(guestdrv.NewRegister(0, regs[i]))
 			case 1:
 				write(i, src.Addr(), regs[i].RKey)
 			case 2:
-				wr.Opcode, wr.SGL, wr.InvalidateKey = abi.WRLocalInv, nil, regs[i].RKey
+				set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
 			}
 		})
 		return Sample{Value: rate / requests}, err
@@ -282,10 +282,9 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size,
 	if err != nil {
 		return nil, hosts, err
 	}
-	wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, size)}, RemoteAddr: dmr.Addr(),
-		RKey: dmr.RKey()}
+	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, size))
 	f := func(ctx context.Context, d time.Duration) (float64, error) {
-		return x.stream(ctx, d, window, signalled, &wr, nil)
+		return x.stream(ctx, d, window, signalled, wr, nil)
 	}
 	return f, hosts, b.iperfServer(hosts[1])
 }

@@ -14,7 +14,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -32,7 +31,7 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 	if err != nil {
 		return nil, err
 	}
-	return n.pd.RegisterOnDemand(onDemand, pageSize, allAccess,
+	return n.pd.RegisterOnDemand(context.Background(), onDemand, pageSize, allAccess,
 		guestdrv.PagerFunc(func(ctx context.Context, _ guestdrv.PageFault, pas []uint64) error {
 			if wait != nil {
 				wait(ctx)
@@ -67,10 +66,9 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 		if err != nil {
 			return m, err
 		}
-		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGE(0, 8)},
-			RemoteAddr: other.Addr(), RKey: other.RKey()}
+		wr := guestdrv.NewWrite(0, other.Remote(0), mr.SGE(0, 8)).With(guestdrv.SendSignaled)
 		if far {
-			wr.SGL[0], wr.RemoteAddr, wr.RKey = other.SGE(0, 8), mr.Addr(), mr.RKey()
+			wr.SGL[0], wr.Remote = other.SGE(0, 8), mr.Remote(0)
 		}
 		sample := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
@@ -78,12 +76,12 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 				writes := func() error {
 					for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
 						if fault {
-							if err := mr.Invalidate(mr.Addr(), pageSize); err != nil {
+							if err := mr.Invalidate(context.Background(), mr.Addr(), pageSize); err != nil {
 								return err
 							}
 						}
 						start := time.Now()
-						if err := x.qp.PostSend(&wr); err != nil {
+						if err := x.qp.PostSend(wr); err != nil {
 							return err
 						}
 						if err := x.spinIdly(ctx, 1); err != nil {
@@ -127,12 +125,12 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 			var took []float64
 			for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
 				start := time.Now()
-				mr, err := nodes[0].pd.RegisterOnDemand(onDemand, size, allAccess, never)
+				mr, err := nodes[0].pd.RegisterOnDemand(context.Background(), onDemand, size, allAccess, never)
 				if err != nil {
 					return Sample{}, err
 				}
 				took = append(took, float64(time.Since(start))/1e3)
-				if err := mr.Deregister(); err != nil {
+				if err := mr.Close(); err != nil {
 					return Sample{}, err
 				}
 			}
@@ -179,8 +177,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{src.SGE(0, 8)},
-			RemoteAddr: mr.Addr(), RKey: mr.RKey()}
+		wr := guestdrv.NewWrite(0, mr.Remote(0), src.SGE(0, 8)).With(guestdrv.SendSignaled)
 		from, to := nodes[0], nodes[1]
 		if !sameVM {
 			from, to = nodes[2], nodes[3]
@@ -197,8 +194,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		work := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{smr.SGE(0, pageSize)}, RemoteAddr: dmr.Addr(),
-			RKey: dmr.RKey()}
+		work := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, pageSize))
 		beside := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				g := make(chan struct{})
@@ -213,10 +209,10 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 				wg.Go(func() {
 					for !stop.Load() && ferr == nil {
 						if fault {
-							ferr = mr.Invalidate(mr.Addr(), pageSize)
+							ferr = mr.Invalidate(context.Background(), mr.Addr(), pageSize)
 						}
 						if ferr == nil {
-							ferr = faulty.qp.PostSend(&wr)
+							ferr = faulty.qp.PostSend(wr)
 						}
 						for n := 0; n == 0 && ferr == nil; {
 							time.Sleep(time.Millisecond) // no spinning: two cores are few
@@ -224,7 +220,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 						}
 					}
 				})
-				rate, spent, err := apart(h.Proc.PID(), func() (float64, error) { return x.stream(ctx, d, 16, 1, &work, nil) })
+				rate, spent, err := apart(h.Proc.PID(), func() (float64, error) { return x.stream(ctx, d, 16, 1, work, nil) })
 				faults := float64(mr.Stats().Faults - before)
 				stop.Store(true)
 				if fault {

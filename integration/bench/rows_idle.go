@@ -7,7 +7,6 @@ import (
 	"net"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -30,8 +29,7 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 			return m, err
 		}
 		// Something to have been busy with.
-		if err := x.qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled,
-			SGL: []abi.SGE{mr.SGE(0, 0)}, RKey: mr.RKey()}); err != nil {
+		if err := x.qp.PostSend(guestdrv.NewWrite(0, guestdrv.Remote{RKey: mr.RKey()}, mr.SGE(0, 0)).With(guestdrv.SendSignaled)); err != nil {
 			return m, err
 		}
 		if err := x.spin(ctx, 1); err != nil {
@@ -119,7 +117,7 @@ func makeMRs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
 		return err
 	}
 	for range n {
-		if _, err := nodes[0].pd.Register(buf, allAccess); err != nil {
+		if _, err := nodes[0].pd.Register(context.Background(), buf, allAccess); err != nil {
 			return err
 		}
 	}
@@ -162,7 +160,7 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 			case <-time.After(100 * time.Microsecond):
 			}
 		}
-		d, err := guestdrv.Open(hcaSocket(h, 0), guestdrv.Config{Memory: 16 << 20})
+		d, err := guestdrv.Open(context.Background(), hcaSocket(h, 0), guestdrv.Config{Memory: 16 << 20})
 		if err != nil {
 			return Sample{}, err
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -85,7 +84,7 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return nil, err
 		}
-		dst, err := n.pd.RegisterOnDemand(onDemand, uint64(size), allAccess,
+		dst, err := n.pd.RegisterOnDemand(context.Background(), onDemand, uint64(size), allAccess,
 			guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 				for i := range pas {
 					pas[i] = buf.PA() + f.VA - onDemand + uint64(i*pageSize)
@@ -95,12 +94,12 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("region of %d bytes: %w", size, err)
 		}
-		wr := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, SGL: []abi.SGE{src.SGE(0, 8)}, RKey: dst.RKey()}
+		wr := guestdrv.NewWrite(0, dst.Remote(0), src.SGE(0, 8))
 		at, stride := uint64(0), uint64(size/touched)
 		return func(ctx context.Context, d time.Duration) (float64, error) {
-			return x.stream(ctx, d, depth-depth/8, 32, &wr, func(int) {
+			return x.stream(ctx, d, depth-depth/8, 32, wr, func(int) {
 				at = (at + 97) % touched
-				wr.RemoteAddr = dst.Addr() + at*stride
+				wr.Remote.Addr = dst.Addr() + at*stride
 			})
 		}, nil
 	}

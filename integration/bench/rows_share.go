@@ -13,7 +13,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -22,7 +21,7 @@ import (
 // thread can serve many.
 type demand struct {
 	*end
-	wr      guestdrv.SendWR
+	wr      *guestdrv.SendWR
 	slots   int // buffers of each side, used in turn
 	window  int // requests under way
 	posted  int
@@ -53,7 +52,7 @@ func newDemand(x, y *node, message, memory, window int) (*demand, error) {
 func demandOf(e *end, src, dst *guestdrv.MR, message, window int) *demand {
 	return &demand{
 		end: e, src: src, dst: dst, message: message, window: window, slots: int(src.Len()) / message,
-		wr: guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: make([]abi.SGE, 1), RKey: dst.RKey()},
+		wr: guestdrv.NewWrite(0, dst.Remote(0), make([]guestdrv.SGE, 1)...).With(guestdrv.SendSignaled),
 	}
 }
 
@@ -64,8 +63,8 @@ func (d *demand) feed() error {
 	before := d.posted
 	for ; err == nil && d.posted-d.done < d.window; d.posted++ {
 		at := d.posted % d.slots * d.message
-		d.wr.SGL[0], d.wr.RemoteAddr = d.src.SGE(at, d.message), d.dst.Addr()+uint64(at)
-		err = d.qp.QueueSend(&d.wr)
+		d.wr.SGL[0], d.wr.Remote = d.src.SGE(at, d.message), d.dst.Remote(at)
+		err = d.qp.QueueSend(d.wr)
 	}
 	if d.posted > before {
 		d.qp.Ring()
@@ -302,8 +301,8 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	bad := guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled | abi.SendInline, Inline: make([]byte, 8),
-		RKey: 0xbad}
+	bad := guestdrv.NewWrite(0, guestdrv.Remote{RKey: 0xbad}).With(guestdrv.SendSignaled)
+	bad.Inline = make([]byte, 8)
 	flushed := 0
 	flood := func() error {
 		for range 64 {
@@ -311,7 +310,7 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 		flushed += dead.cq.Poll(dead.wcs[:])
 		for range len(dead.wcs) {
-			if dead.qp.QueueSend(&bad) != nil {
+			if dead.qp.QueueSend(bad) != nil {
 				break // full
 			}
 		}

@@ -12,7 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -168,21 +167,21 @@ type node struct {
 }
 
 func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
-	d, err := guestdrv.Open(hcaSocket(h, i), guestdrv.Config{Memory: memory})
+	d, err := guestdrv.Open(context.Background(), hcaSocket(h, i), guestdrv.Config{Memory: memory})
 	if err != nil {
 		return nil, err
 	}
 	b.Add(func() { _ = d.Close() })
 	n := &node{Device: d, host: h,
 		path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
-	if err := d.SetGID(0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
+	if err := d.SetGID(context.Background(), 0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}
-	n.pd, err = d.AllocPD()
+	n.pd, err = d.AllocPD(context.Background())
 	return n, err
 }
 
-const allAccess = abi.AccessLocalWrite | abi.AccessRemoteWrite | abi.AccessRemoteRead | abi.AccessRemoteAtomic
+const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic
 
 // region allocates and registers size bytes.
 func (n *node) region(size int) (*guestdrv.Buffer, *guestdrv.MR, error) {
@@ -190,7 +189,7 @@ func (n *node) region(size int) (*guestdrv.Buffer, *guestdrv.MR, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	mr, err := n.pd.Register(buf, allAccess)
+	mr, err := n.pd.Register(context.Background(), buf, allAccess)
 	return buf, mr, err
 }
 
@@ -199,7 +198,7 @@ type end struct {
 	*node
 	qp  *guestdrv.QP
 	cq  *guestdrv.CQ
-	wcs [32]abi.WC
+	wcs [32]guestdrv.Completion
 
 	// events: it sleeps until there are completions. One that polls keeps a core to itself, which two busy daemons on two
 	// cores would miss, and the anchors' programs do not.
@@ -217,11 +216,11 @@ func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 	for i, n := range []*node{x, y} {
 		e := &end{node: n}
 		ends[i] = e
-		if e.cq, err = n.CreateCQ(2*queue, guestdrv.CQOptions{}); err != nil {
+		if e.cq, err = n.CreateCQ(context.Background(), 2*queue, guestdrv.CQOptions{}); err != nil {
 			return
 		}
-		if e.qp, err = n.pd.CreateQP(guestdrv.QPConfig{
-			Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: queue, MaxRecvWR: queue, MaxInline: 128,
+		if e.qp, err = n.pd.CreateQP(context.Background(), guestdrv.QPConfig{
+			Type: guestdrv.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: queue, MaxRecvWR: queue, MaxInline: 128,
 			Privileged: privileged,
 		}); err != nil {
 			return
@@ -229,7 +228,7 @@ func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 	}
 	a, b = ends[0], ends[1]
 	for _, p := range [][2]*end{{a, b}, {b, a}} {
-		if err = p[0].qp.Connect(guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path},
+		if err = p[0].qp.Connect(context.Background(), guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path},
 			guestdrv.ConnectOptions{}); err != nil {
 			return
 		}
@@ -245,8 +244,8 @@ func (e *end) poll() (int, error) {
 
 func (e *end) check(n int) error {
 	for i := range n {
-		if wc := &e.wcs[i]; wc.Status != abi.WCSuccess {
-			return fmt.Errorf("completion: %s", abi.WCStatusString(wc.Status))
+		if wc := &e.wcs[i]; wc.Status != guestdrv.WCSuccess {
+			return fmt.Errorf("completion: %s", wc.Status)
 		}
 	}
 	return nil
@@ -306,9 +305,9 @@ func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr
 					next(posted)
 				}
 				posted++
-				wr.Flags &^= abi.SendSignaled
+				wr.Flags &^= guestdrv.SendSignaled
 				if posted%every == 0 {
-					wr.Flags |= abi.SendSignaled
+					wr.Flags |= guestdrv.SendSignaled
 				}
 				if err := e.qp.QueueSend(wr); err != nil {
 					return 0, err

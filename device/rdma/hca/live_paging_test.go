@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -20,7 +19,7 @@ func (s *site) budgeted(i, size int) (*client, *guestdrv.Buffer, *guestdrv.MR) {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	mr, err := c.pd.Register(b, abi.AccessLocalWrite|abi.AccessRemoteRead|abi.AccessRemoteWrite)
+	mr, err := c.pd.Register(context.Background(), b, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -44,10 +43,9 @@ func TestBudget(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	rng := rand.New(rand.NewPCG(1, 2))
-	wcs := make([]abi.WC, 4)
+	wcs := make([]guestdrv.Completion, 4)
 	post := func(i int, from, to int) error {
-		return a.qp.PostSend(&guestdrv.SendWR{ID: uint64(i), Opcode: []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[i%2], Flags: abi.SendSignaled,
-			SGL: []abi.SGE{ma.SGE(from, chunk)}, RemoteAddr: mb.Addr() + uint64(to), RKey: mb.RKey()})
+		return a.qp.PostSend(requests[i%2](uint64(i), mb.Remote(to), ma.SGE(from, chunk)).With(guestdrv.SendSignaled))
 	}
 	for i := range 300 {
 		from, to := rng.IntN(size-chunk), rng.IntN(size-chunk)
@@ -62,7 +60,7 @@ func TestBudget(t *testing.T) {
 			t.Fatal(err)
 		}
 		n, err := a.cq.PollWait(ctx, wcs)
-		if err != nil || n != 1 || wcs[0].Status != abi.WCSuccess {
+		if err != nil || n != 1 || wcs[0].Status != guestdrv.WCSuccess {
 			t.Fatalf("transfer %d: %d completions, %+v, %v; %+v", i, n, wcs[0], err, ca.h.dev.Describe().Faults)
 		}
 		if !bytes.Equal(ba.Bytes()[from:][:chunk], bb.Bytes()[to:][:chunk]) {
@@ -128,7 +126,7 @@ func BenchmarkGuestFault(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	mr, err := cb.pd.RegisterOnDemand(0x10000, 4096, abi.AccessLocalWrite|abi.AccessRemoteWrite,
+	mr, err := cb.pd.RegisterOnDemand(context.Background(), 0x10000, 4096, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite,
 		guestdrv.PagerFunc(func(_ context.Context, _ guestdrv.PageFault, pas []uint64) error {
 			pas[0] = uint64(page.PA())
 			return nil
@@ -136,16 +134,16 @@ func BenchmarkGuestFault(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	wcs := make([]abi.WC, 1)
+	wcs := make([]guestdrv.Completion, 1)
 	for b.Loop() {
-		err := x.qp.PostSend(&guestdrv.SendWR{Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{ca.mr.SGE(0, 8)}, RemoteAddr: 0x10000, RKey: mr.RKey()})
+		err := x.qp.PostSend(guestdrv.NewWrite(0, mr.Remote(0), ca.mr.SGE(0, 8)).With(guestdrv.SendSignaled))
 		if err != nil {
 			b.Fatal(err)
 		}
-		if n, err := x.cq.PollWait(b.Context(), wcs); n != 1 || err != nil || wcs[0].Status != abi.WCSuccess {
+		if n, err := x.cq.PollWait(b.Context(), wcs); n != 1 || err != nil || wcs[0].Status != guestdrv.WCSuccess {
 			b.Fatalf("%d, %v, %+v", n, err, wcs[0])
 		}
-		if err := mr.Invalidate(0x10000, 4096); err != nil {
+		if err := mr.Invalidate(context.Background(), 0x10000, 4096); err != nil {
 			b.Fatal(err)
 		}
 	}

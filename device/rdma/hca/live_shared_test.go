@@ -5,7 +5,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -17,14 +16,14 @@ func TestCQBetweenLoops(t *testing.T) {
 	a, b := s.open(0), s.open(1)
 	const n = 1500
 	cq := func(c *client, size int) *guestdrv.CQ {
-		q, err := c.CreateCQ(size, guestdrv.CQOptions{})
+		q, err := c.CreateCQ(context.Background(), size, guestdrv.CQOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return q
 	}
 	qp := func(c *client, scq, rcq *guestdrv.CQ) *end {
-		q, err := c.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: scq, RecvCQ: rcq, MaxSendWR: 64, MaxRecvWR: 64})
+		q, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: scq, RecvCQ: rcq, MaxSendWR: 64, MaxRecvWR: 64})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -52,7 +51,7 @@ func TestCQBetweenLoops(t *testing.T) {
 		wg.Go(func() {
 			for id := uint64(0); id < n && ctx.Err() == nil; {
 				// Unsignalled: a slot is free as soon as the consumer index has passed it.
-				if e.qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: abi.WRSend, SGL: []abi.SGE{a.mr.SGE(0, 64)}}) == nil {
+				if e.qp.PostSend(guestdrv.NewSend(id, a.mr.SGE(0, 64))) == nil {
 					id++
 				}
 			}
@@ -61,13 +60,13 @@ func TestCQBetweenLoops(t *testing.T) {
 	posted, got := map[uint32]uint64{}, map[uint32]uint64{}
 	recv := func(e *end) {
 		for posted[e.qp.Number()] < n && posted[e.qp.Number()]-got[e.qp.Number()] < 60 {
-			if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: posted[e.qp.Number()], SGL: []abi.SGE{b.mr.SGE(0, 64)}}); err != nil {
+			if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: posted[e.qp.Number()], SGL: []guestdrv.SGE{b.mr.SGE(0, 64)}}); err != nil {
 				return
 			}
 			posted[e.qp.Number()]++
 		}
 	}
-	wcs := make([]abi.WC, 32)
+	wcs := make([]guestdrv.Completion, 32)
 	for got[x.qp.Number()]+got[y.qp.Number()] < 2*n {
 		recv(x)
 		recv(y)
@@ -76,7 +75,7 @@ func TestCQBetweenLoops(t *testing.T) {
 			t.Fatalf("%v after %v", err, got)
 		}
 		for _, wc := range wcs[:k] {
-			if wc.Status != abi.WCSuccess || wc.ID != got[wc.QPN] {
+			if wc.Status != guestdrv.WCSuccess || wc.ID != got[wc.QPN] {
 				t.Fatalf("completion %+v, want id %d", wc, got[wc.QPN])
 			}
 			got[wc.QPN]++
@@ -112,22 +111,21 @@ func TestMeeting(t *testing.T) {
 			for _, p := range both {
 				wg.Go(func() {
 					peer := guestdrv.Peer{QPN: p[1].qp.Number(), Path: guestdrv.Path{GID: p[1].c.h.gid, MAC: p[1].c.h.mac}}
-					err := p[0].qp.Connect(peer, guestdrv.ConnectOptions{Timeout: 15})
+					err := p[0].qp.Connect(context.Background(), peer, guestdrv.ConnectOptions{Timeout: 15})
 					ready.Done()
 					if err != nil {
 						t.Error(err)
 						return
 					}
 					ready.Wait() // or it would be refused by a peer that is not ready
-					wcs := make([]abi.WC, 8)
+					wcs := make([]guestdrv.Completion, 8)
 					for id := range uint64(50) {
-						op := []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[id%2]
-						if err := p[0].qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: op, Flags: abi.SendSignaled, SGL: []abi.SGE{p[0].c.mr.SGE(0, 9000)},
-							RemoteAddr: p[1].c.mr.Addr(), RKey: p[1].c.mr.RKey()}); err != nil {
+						wr := requests[id%2](id, p[1].c.mr.Remote(0), p[0].c.mr.SGE(0, 9000)).With(guestdrv.SendSignaled)
+						if err := p[0].qp.PostSend(wr); err != nil {
 							t.Error(err)
 							return
 						}
-						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != abi.WCSuccess || wcs[0].ID != id {
+						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != guestdrv.WCSuccess || wcs[0].ID != id {
 							t.Errorf("request %d: %d completions, %+v, %v", id, n, wcs[0], err)
 							return
 						}
@@ -148,10 +146,10 @@ func TestMeeting(t *testing.T) {
 			}
 		}
 		for _, e := range append(xs, ys...) {
-			if err := e.qp.Destroy(); err != nil {
+			if err := e.qp.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if err := e.cq.Destroy(); err != nil {
+			if err := e.cq.Close(); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -129,19 +129,19 @@ func (s *site) open(i int) *client {
 	s.t.Helper()
 	c := &client{h: s.hosts[i]}
 	var err error
-	if c.Device, err = guestdrv.Open(c.h.path, guestdrv.Config{}); err != nil {
+	if c.Device, err = guestdrv.Open(context.Background(), c.h.path, guestdrv.Config{}); err != nil {
 		s.t.Fatal(err)
 	}
-	if err = c.SetGID(0, c.h.gid, guestdrv.GIDOptions{}); err != nil {
+	if err = c.SetGID(context.Background(), 0, c.h.gid, guestdrv.GIDOptions{}); err != nil {
 		s.t.Fatal(err)
 	}
-	if c.pd, err = c.AllocPD(); err != nil {
+	if c.pd, err = c.AllocPD(context.Background()); err != nil {
 		s.t.Fatal(err)
 	}
 	if c.b, err = c.Alloc(bufSize); err != nil {
 		s.t.Fatal(err)
 	}
-	if c.mr, err = c.pd.Register(c.b, abi.AccessLocalWrite|abi.AccessRemoteRead|abi.AccessRemoteWrite|abi.AccessRemoteAtomic); err != nil {
+	if c.mr, err = c.pd.Register(context.Background(), c.b, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite|guestdrv.AccessRemoteAtomic); err != nil {
 		s.t.Fatal(err)
 	}
 	return c
@@ -155,11 +155,11 @@ type end struct {
 
 func (c *client) end(t testing.TB) *end {
 	t.Helper()
-	cq, err := c.CreateCQ(128, guestdrv.CQOptions{})
+	cq, err := c.CreateCQ(context.Background(), 128, guestdrv.CQOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	qp, err := c.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 32, MaxRecvWR: 32})
+	qp, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 32, MaxRecvWR: 32})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -172,20 +172,22 @@ func join(t testing.TB, a, b *end) {
 	o := guestdrv.ConnectOptions{Timeout: 15}
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
-		if err := x[0].qp.Connect(p, o); err != nil {
+		if err := x[0].qp.Connect(context.Background(), p, o); err != nil {
 			t.Fatal(err)
 		}
 	}
 }
 
+// requests are the constructors that the tests alternate.
+var requests = []func(uint64, guestdrv.Remote, ...guestdrv.SGE) *guestdrv.SendWR{guestdrv.NewWrite, guestdrv.NewRead}
+
 // write keeps writing until stop or the QP fails; it returns how many writes succeeded.
-func (e *end) write(ctx context.Context, peer *end) (done int, last uint32) {
-	wcs := make([]abi.WC, 32)
+func (e *end) write(ctx context.Context, peer *end) (done int, last guestdrv.WCStatus) {
+	wcs := make([]guestdrv.Completion, 32)
 	posted := 0
 	for id := uint64(0); ctx.Err() == nil; {
 		for posted < 16 {
-			err := e.qp.PostSend(&guestdrv.SendWR{ID: id, Opcode: []uint32{abi.WRRDMAWrite, abi.WRRDMARead}[id%2], Flags: abi.SendSignaled,
-				SGL: []abi.SGE{e.c.mr.SGE(0, 20000)}, RemoteAddr: peer.c.mr.Addr(), RKey: peer.c.mr.RKey()})
+			err := e.qp.PostSend(requests[id%2](id, peer.c.mr.Remote(0), e.c.mr.SGE(0, 20000)).With(guestdrv.SendSignaled))
 			if err != nil {
 				return done, last
 			}
@@ -198,7 +200,7 @@ func (e *end) write(ctx context.Context, peer *end) (done int, last uint32) {
 		}
 		posted -= n
 		for _, wc := range wcs[:n] {
-			if last = wc.Status; last != abi.WCSuccess {
+			if last = wc.Status; last != guestdrv.WCSuccess {
 				return done, last
 			}
 			done++
@@ -219,7 +221,7 @@ func TestDestroyUnderTraffic(t *testing.T) {
 	var wg sync.WaitGroup
 	sctx, stop := context.WithCancel(ctx)
 	steadyDone := 0
-	var steadyLast uint32
+	var steadyLast guestdrv.WCStatus
 	wg.Go(func() { steadyDone, steadyLast = steady.write(sctx, steadyPeer) })
 	wg.Go(func() {
 		for sctx.Err() == nil {
@@ -242,14 +244,14 @@ func TestDestroyUnderTraffic(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		mr, err := b.pd.Register(tmp, abi.AccessLocalWrite)
+		mr, err := b.pd.Register(context.Background(), tmp, guestdrv.AccessLocalWrite)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := mr.Deregister(); err != nil { // drains while traffic runs
+		if err := mr.Close(); err != nil { // drains while traffic runs
 			t.Fatal(err)
 		}
-		if err := x.cq.Destroy(); !errors.Is(err, abi.StatusBusy) {
+		if err := x.cq.Close(); !errors.Is(err, guestdrv.StatusBusy) {
 			t.Fatalf("destroying a CQ in use: %v", err)
 		}
 		victim, other := x, y
@@ -257,25 +259,25 @@ func TestDestroyUnderTraffic(t *testing.T) {
 			victim, other = y, x
 		}
 		if round%3 == 0 {
-			if err := victim.qp.ToErr(); err != nil {
+			if err := victim.qp.ToErr(context.Background()); err != nil {
 				t.Fatal(err)
 			}
 		}
 		wstop()
 		ww.Wait()
 		for _, e := range []*end{victim, other} {
-			if err := e.qp.Destroy(); err != nil {
+			if err := e.qp.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if err := e.cq.Destroy(); err != nil {
+			if err := e.cq.Close(); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
 	stop()
 	wg.Wait()
-	if steadyDone == 0 || steadyLast != abi.WCSuccess {
-		t.Errorf("the steady connection: %d done, last status %q", steadyDone, abi.WCStatusString(steadyLast))
+	if steadyDone == 0 || steadyLast != guestdrv.WCSuccess {
+		t.Errorf("the steady connection: %d done, last status %q", steadyDone, steadyLast)
 	}
 	for _, c := range []*client{a, b} {
 		if err := c.Close(); err != nil {
@@ -297,7 +299,7 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 	var wg sync.WaitGroup
 	sctx, stop := context.WithCancel(ctx)
 	var steadyDone int
-	var steadyLast uint32
+	var steadyLast guestdrv.WCStatus
 	wg.Go(func() { steadyDone, steadyLast = steady.write(sctx, steadyPeer) })
 	for range 4 {
 		c := s.open(2)
@@ -309,17 +311,17 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 		var failed atomic.Uint32
 		ww.Go(func() {
 			_, last := in.write(ctx, cin)
-			failed.Store(last)
+			failed.Store(uint32(last))
 		})
 		wctx, wstop := context.WithCancel(ctx)
 		ww.Go(func() { cout.write(wctx, out) })
 		// Both directions are under way before the plug is pulled.
 		for {
-			st, err := a.Stats()
+			st, err := a.Stats(context.Background())
 			if err != nil {
 				t.Fatal(err)
 			}
-			if st.Value[abi.StatRxPackets] > 0 && st.Value[abi.StatTxPackets] > 0 {
+			if st[guestdrv.StatRxPackets] > 0 && st[guestdrv.StatTxPackets] > 0 {
 				break
 			}
 		}
@@ -328,11 +330,11 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 		}
 		wstop()
 		ww.Wait()
-		if f := failed.Load(); f != abi.WCRetryExcErr {
-			t.Errorf("the peer of the front end that went ended with %q", abi.WCStatusString(f))
+		if f := guestdrv.WCStatus(failed.Load()); f != guestdrv.WCRetryExcErr {
+			t.Errorf("the peer of the front end that went ended with %q", f)
 		}
 		for _, e := range []*end{in, out} {
-			if err := e.qp.Destroy(); err != nil {
+			if err := e.qp.Close(); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -342,8 +344,8 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 	}
 	stop()
 	wg.Wait()
-	if steadyDone == 0 || steadyLast != abi.WCSuccess {
-		t.Errorf("the steady connection: %d done, last status %q", steadyDone, abi.WCStatusString(steadyLast))
+	if steadyDone == 0 || steadyLast != guestdrv.WCSuccess {
+		t.Errorf("the steady connection: %d done, last status %q", steadyDone, steadyLast)
 	}
 	for _, c := range []*client{a, b} {
 		if err := c.Close(); err != nil {

@@ -19,7 +19,6 @@ import (
 	"os/signal"
 	"time"
 
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -60,7 +59,7 @@ func run(ctx context.Context, o options) error {
 	if o.size < 1 || o.size > 1<<30 || o.n < 1 {
 		return errors.New("-size and -n must be positive")
 	}
-	e, err := newEnd(o, guestdrv.IPGID(addr))
+	e, err := newEnd(ctx, o, guestdrv.IPGID(addr))
 	if err != nil {
 		return err
 	}
@@ -79,7 +78,7 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	peer := guestdrv.Peer{QPN: theirs.qpn, PSN: theirs.psn, Path: path}
-	if err := e.qp.Connect(peer, guestdrv.ConnectOptions{PSN: mine.psn, MTU: abi.MTUFromBytes(o.mtu)}); err != nil {
+	if err := e.qp.Connect(ctx, peer, guestdrv.ConnectOptions{PSN: mine.psn, MTU: guestdrv.MTUFromBytes(o.mtu)}); err != nil {
 		return err
 	}
 	if err := ready(conn, o, mine); err != nil {
@@ -103,14 +102,14 @@ type end struct {
 	cq       *guestdrv.CQ
 	qp       *guestdrv.QP
 	out, in  *guestdrv.Buffer
-	from, to abi.SGE
-	wcs      [2]abi.WC
+	from, to guestdrv.SGE
+	wcs      [2]guestdrv.Completion
 	done     [recvID + 1]int // completions that nobody has waited for, by ID
 }
 
-func newEnd(o options, gid guestdrv.GID) (_ *end, err error) {
+func newEnd(ctx context.Context, o options, gid guestdrv.GID) (_ *end, err error) {
 	e := &end{gid: gid}
-	if e.dev, err = guestdrv.Open(o.socket, guestdrv.Config{Memory: uint64(2*o.size) + 16<<20}); err != nil {
+	if e.dev, err = guestdrv.Open(ctx, o.socket, guestdrv.Config{Memory: uint64(2*o.size) + 16<<20}); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -118,40 +117,40 @@ func newEnd(o options, gid guestdrv.GID) (_ *end, err error) {
 			_ = e.dev.Close()
 		}
 	}()
-	if err = e.dev.SetGID(0, gid, guestdrv.GIDOptions{}); err != nil {
+	if err = e.dev.SetGID(ctx, 0, gid, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}
-	pd, err := e.dev.AllocPD()
+	pd, err := e.dev.AllocPD(context.Background())
 	if err != nil {
 		return nil, err
 	}
-	if e.out, e.from, err = memory(e.dev, pd, o); err != nil {
+	if e.out, e.from, err = memory(ctx, e.dev, pd, o); err != nil {
 		return nil, err
 	}
-	if e.in, e.to, err = memory(e.dev, pd, o); err != nil {
+	if e.in, e.to, err = memory(ctx, e.dev, pd, o); err != nil {
 		return nil, err
 	}
-	if e.cq, err = e.dev.CreateCQ(16, guestdrv.CQOptions{}); err != nil {
+	if e.cq, err = e.dev.CreateCQ(ctx, 16, guestdrv.CQOptions{}); err != nil {
 		return nil, err
 	}
-	e.qp, err = pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: 1, MaxRecvWR: 1})
+	e.qp, err = pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: 1, MaxRecvWR: 1})
 	return e, err
 }
 
 // memory makes a buffer and registers it, at once or page by page when the device asks.
-func memory(dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, abi.SGE, error) {
+func memory(ctx context.Context, dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, guestdrv.SGE, error) {
 	buf, err := dev.Alloc(o.size)
 	if err != nil {
-		return nil, abi.SGE{}, err
+		return nil, guestdrv.SGE{}, err
 	}
 	if !o.onDemand {
-		mr, err := pd.Register(buf, abi.AccessLocalWrite)
+		mr, err := pd.Register(ctx, buf, guestdrv.AccessLocalWrite)
 		if err != nil {
-			return nil, abi.SGE{}, err
+			return nil, guestdrv.SGE{}, err
 		}
 		return buf, mr.SGE(0, o.size), nil
 	}
-	mr, err := pd.RegisterOnDemand(buf.Addr(), uint64(o.size), abi.AccessLocalWrite,
+	mr, err := pd.RegisterOnDemand(ctx, buf.Addr(), uint64(o.size), guestdrv.AccessLocalWrite,
 		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 			for i := range pas {
 				pas[i] = buf.PA() + f.VA - buf.Addr() + uint64(i)*4096
@@ -159,7 +158,7 @@ func memory(dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer,
 			return nil
 		}))
 	if err != nil {
-		return nil, abi.SGE{}, err
+		return nil, guestdrv.SGE{}, err
 	}
 	return buf, mr.SGEAt(buf.Addr(), o.size), nil
 }
@@ -184,8 +183,8 @@ func (e *end) play(ctx context.Context, o options) error {
 			}
 		}
 		fill(e.out.Bytes(), i)
-		wr := guestdrv.SendWR{ID: sendID, Opcode: abi.WRSend, Flags: abi.SendSignaled, SGL: []abi.SGE{e.from}}
-		if err := e.qp.PostSend(&wr); err != nil {
+		wr := guestdrv.NewSend(sendID, e.from).With(guestdrv.SendSignaled)
+		if err := e.qp.PostSend(wr); err != nil {
 			return err
 		}
 		if err := e.await(ctx, sendID); err != nil {
@@ -209,7 +208,7 @@ func (e *end) play(ctx context.Context, o options) error {
 const sendID, recvID = 1, 2
 
 func (e *end) receive() error {
-	return e.qp.PostRecv(&guestdrv.RecvWR{ID: recvID, SGL: []abi.SGE{e.to}})
+	return e.qp.PostRecv(guestdrv.NewRecv(recvID, e.to))
 }
 
 // await waits for a completion; sends and receives complete in any order.
@@ -220,8 +219,8 @@ func (e *end) await(ctx context.Context, id uint64) error {
 			return err
 		}
 		for _, wc := range e.wcs[:n] {
-			if wc.Status != abi.WCSuccess {
-				return errors.New(abi.WCStatusString(wc.Status))
+			if err := wc.Err(); err != nil {
+				return err
 			}
 			e.done[wc.ID]++
 		}

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"net"
@@ -61,7 +62,9 @@ func TestBackend(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "s")
 			argv := []string{"-c", l.config, "backend", "hca", "--vm", "one"}
 			var files []*os.File
-			open := func() (*guestdrv.Device, error) { return guestdrv.Open(path, guestdrv.Config{Memory: 8 << 20}) }
+			open := func() (*guestdrv.Device, error) {
+				return guestdrv.Open(context.Background(), path, guestdrv.Config{Memory: 8 << 20})
+			}
 			switch x {
 			case "--socket-path":
 				argv = append(argv, "--socket-path="+path)
@@ -124,7 +127,7 @@ func TestBackend(t *testing.T) {
 				if err != nil {
 					t.Fatal(err, log.String())
 				}
-				if _, err := d.AllocPD(); err != nil {
+				if _, err := d.AllocPD(context.Background()); err != nil {
 					t.Error(err)
 				}
 				if !connected() {

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"net/netip"
 	"path/filepath"
@@ -8,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -32,30 +32,30 @@ func TestConnection(t *testing.T) {
 		!strings.Contains(err, `no VM "none"; there are: one`) {
 		t.Errorf("status %d: %s", status, err)
 	}
-	d, err := guestdrv.Open(filepath.Join(l.dir, "one.hca"), guestdrv.Config{Memory: 8 << 20})
+	d, err := guestdrv.Open(context.Background(), filepath.Join(l.dir, "one.hca"), guestdrv.Config{Memory: 8 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer d.Close()
 	gid := func(n byte) guestdrv.GID { return guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, n})) }
-	if err := d.SetGID(0, gid(1), guestdrv.GIDOptions{}); err != nil {
+	if err := d.SetGID(context.Background(), 0, gid(1), guestdrv.GIDOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	pd, err := d.AllocPD()
+	pd, err := d.AllocPD(context.Background())
 	if err != nil {
 		t.Fatal(err)
 	}
-	cq, err := d.CreateCQ(16, guestdrv.CQOptions{})
+	cq, err := d.CreateCQ(context.Background(), 16, guestdrv.CQOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4,
+	qp, err := pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 4, MaxRecvWR: 4,
 		MaxSendSGE: 1, MaxRecvSGE: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
 	peer := guestdrv.Peer{QPN: 0x77, Path: guestdrv.Path{GID: gid(2), MAC: [6]byte{2, 0, 0, 0, 0, 0x99}}}
-	if err := qp.Connect(peer, guestdrv.ConnectOptions{}); err != nil {
+	if err := qp.Connect(context.Background(), peer, guestdrv.ConnectOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	says("connection show one", "vm one type RC state direct", "rqpn 0x000077 qp-state RTS",

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"context"
 	"net"
 	"os"
 	"path/filepath"
@@ -19,7 +20,7 @@ func TestReload(t *testing.T) {
 		t.Fatal(err)
 	}
 	head, _, _ := strings.Cut(string(before), "networks:")
-	guest, err := guestdrv.Open(filepath.Join(l.dir, "one.hca"), guestdrv.Config{Memory: 8 << 20})
+	guest, err := guestdrv.Open(context.Background(), filepath.Join(l.dir, "one.hca"), guestdrv.Config{Memory: 8 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -79,7 +80,7 @@ func TestReload(t *testing.T) {
 				t.Errorf("%s: vnicd %s: want %q in\n%s%s", step.name, step.show, step.says, shown, errText)
 			}
 		}
-		if _, err := guest.Port(); err != nil {
+		if _, err := guest.Port(context.Background()); err != nil {
 			t.Fatalf("%s: the attached VM lost its device: %v", step.name, err)
 		}
 	}

@@ -14,7 +14,6 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -63,27 +62,27 @@ type client struct {
 
 func open(t *testing.T, d *Daemon, name, addr string) *client {
 	t.Helper()
-	dev, err := guestdrv.Open(filepath.Join(d.cfg.RunDir, name+".hca"), guestdrv.Config{Memory: 16 << 20})
+	dev, err := guestdrv.Open(context.Background(), filepath.Join(d.cfg.RunDir, name+".hca"), guestdrv.Config{Memory: 16 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = dev.Close() })
 	c := &client{Device: dev, gid: guestdrv.IPGID(netip.MustParseAddr(addr))}
-	err = dev.SetGID(0, c.gid, guestdrv.GIDOptions{})
+	err = dev.SetGID(context.Background(), 0, c.gid, guestdrv.GIDOptions{})
 	if err == nil {
-		c.pd, err = dev.AllocPD()
+		c.pd, err = dev.AllocPD(context.Background())
 	}
 	if err == nil {
 		c.buf, err = dev.Alloc(8192)
 	}
 	if err == nil {
-		c.mr, err = c.pd.Register(c.buf, abi.AccessLocalWrite|abi.AccessRemoteWrite)
+		c.mr, err = c.pd.Register(context.Background(), c.buf, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
 	}
 	if err == nil {
-		c.cq, err = dev.CreateCQ(16, guestdrv.CQOptions{})
+		c.cq, err = dev.CreateCQ(context.Background(), 16, guestdrv.CQOptions{})
 	}
 	if err == nil {
-		c.qp, err = c.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 4, MaxRecvWR: 4})
+		c.qp, err = c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 4, MaxRecvWR: 4})
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -97,7 +96,7 @@ func (c *client) to(ctx context.Context, o *client) error {
 	if err != nil {
 		return err
 	}
-	return c.qp.Connect(guestdrv.Peer{QPN: o.qp.Number(), Path: path}, guestdrv.ConnectOptions{})
+	return c.qp.Connect(context.Background(), guestdrv.Peer{QPN: o.qp.Number(), Path: path}, guestdrv.ConnectOptions{})
 }
 
 // TestApplications: two programs of the host find each other by address and write to each other's memory, under GVMI 0, each
@@ -113,12 +112,12 @@ func TestApplications(t *testing.T) {
 		}
 		want := fmt.Sprintf("round %d", round)
 		copy(a.buf.Bytes(), want)
-		write := guestdrv.SendWR{ID: 7, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{a.mr.SGE(0, len(want))}, RemoteAddr: b.buf.Addr(), RKey: b.mr.RKey()}
-		if err := a.qp.PostSend(&write); err != nil {
+		write := guestdrv.NewWrite(7, b.mr.Remote(0), a.mr.SGE(0, len(want))).With(guestdrv.SendSignaled)
+		if err := a.qp.PostSend(write); err != nil {
 			t.Fatal(err)
 		}
-		wcs := make([]abi.WC, 2)
-		if n, err := a.cq.PollWait(ctx, wcs); n != 1 || err != nil || wcs[0].Status != abi.WCSuccess {
+		wcs := make([]guestdrv.Completion, 2)
+		if n, err := a.cq.PollWait(ctx, wcs); n != 1 || err != nil || wcs[0].Status != guestdrv.WCSuccess {
 			t.Fatalf("%d %v %+v", n, err, wcs[0])
 		}
 		if got := string(b.buf.Bytes()[:len(want)]); got != want {
@@ -162,25 +161,28 @@ func TestApplicationQuota(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(d.cfg.RunDir, "a.net")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a network socket for an application: %v", err)
 	}
-	if _, err := guestdrv.Open(path, guestdrv.Config{Memory: 65 << 20}); err == nil {
+	if _, err := guestdrv.Open(context.Background(), path, guestdrv.Config{Memory: 65 << 20}); err == nil {
 		t.Error("shared 65 MiB of memory; 64 are allowed")
 	}
 	a := open(t, d, "a", "10.0.0.10")
-	if _, err := guestdrv.Open(path, guestdrv.Config{Timeout: 20 * time.Second}); err == nil {
+	if _, err := guestdrv.Open(context.Background(), path, guestdrv.Config{Timeout: 20 * time.Second}); err == nil {
 		t.Error("two programs are one application")
 	}
 	for what, f := range map[string]func() error{
 		"QPs": func() error {
-			_, err := a.pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeUD, SendCQ: a.cq, RecvCQ: a.cq})
+			_, err := a.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeUD, SendCQ: a.cq, RecvCQ: a.cq})
 			return err
 		},
-		"CQs": func() error { _, err := a.CreateCQ(1, guestdrv.CQOptions{}); return err },
-		"MRs": func() error { _, err := a.pd.Register(a.buf, abi.AccessLocalWrite); return err },
+		"CQs": func() error { _, err := a.CreateCQ(context.Background(), 1, guestdrv.CQOptions{}); return err },
+		"MRs": func() error {
+			_, err := a.pd.Register(context.Background(), a.buf, guestdrv.AccessLocalWrite)
+			return err
+		},
 	} {
 		n := 0
 		for err := error(nil); err == nil && n < 100; n++ {
 			err = f()
-			if err != nil && !errors.Is(err, abi.StatusNoMemory) {
+			if err != nil && !errors.Is(err, guestdrv.StatusNoMemory) {
 				t.Errorf("%s: %v", what, err)
 			}
 		}
@@ -192,11 +194,11 @@ func TestApplicationQuota(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.pd.Register(big, abi.AccessLocalWrite); !errors.Is(err, abi.StatusNoMemory) {
+	if _, err := a.pd.Register(context.Background(), big, guestdrv.AccessLocalWrite); !errors.Is(err, guestdrv.StatusNoMemory) {
 		t.Errorf("a region of 101 pages, 100 are allowed: %v", err)
 	}
 	// Another's address: the switch does not let the questions out, so nobody is found.
-	if err := a.SetGID(1, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")), guestdrv.GIDOptions{}); err != nil {
+	if err := a.SetGID(context.Background(), 1, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")), guestdrv.GIDOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	b := open(t, d, "b", "10.0.0.11")
@@ -211,7 +213,7 @@ func TestApplicationQuota(t *testing.T) {
 	if err := d.RemoveVM("a"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.AllocPD(); !errors.Is(err, guestdrv.ErrDisconnected) {
+	if _, err := a.AllocPD(context.Background()); !errors.Is(err, guestdrv.ErrDisconnected) {
 		t.Errorf("after the application was removed: %v", err)
 	}
 }

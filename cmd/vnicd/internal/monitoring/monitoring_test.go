@@ -28,7 +28,6 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
-	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -95,7 +94,7 @@ func filled() *daemon.Status {
 	}
 	s.VTEP.Drops, s.Networks[0].Drops, s.Networks[0].Ports[0].Drops = drops(101), drops(201), drops(301)
 	s.VMs[0].HCA.Drops = map[string]uint64{"header": 401}
-	for i := range abi.NumStats {
+	for i := range guestdrv.NumStats {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
 	s.VMs[0].HCA.Stats["local_messages"], s.VMs[0].HCA.Stats["local_bytes"] = 701, 702
@@ -309,33 +308,33 @@ func (s *stage) traffic(socket string) {
 			s.t.Fatal(err)
 		}
 	}
-	dev, err := guestdrv.Open(socket, guestdrv.Config{Memory: 16 << 20})
+	dev, err := guestdrv.Open(context.Background(), socket, guestdrv.Config{Memory: 16 << 20})
 	must(err)
 	s.t.Cleanup(func() { _ = dev.Close() })
 	gid := guestdrv.IPGID(netip.MustParseAddr("10.0.0.1"))
-	must(dev.SetGID(0, gid, guestdrv.GIDOptions{}))
-	pd, err := dev.AllocPD()
+	must(dev.SetGID(context.Background(), 0, gid, guestdrv.GIDOptions{}))
+	pd, err := dev.AllocPD(context.Background())
 	must(err)
-	cq, err := dev.CreateCQ(64, guestdrv.CQOptions{})
+	cq, err := dev.CreateCQ(context.Background(), 64, guestdrv.CQOptions{})
 	must(err)
-	qp, err := pd.CreateQP(guestdrv.QPConfig{Type: abi.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: cq, RecvCQ: cq})
+	qp, err := pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: cq, RecvCQ: cq})
 	must(err)
-	must(qp.Connect(guestdrv.Peer{QPN: qp.Number(), Path: guestdrv.Path{GID: gid, MAC: dev.MAC()}}, guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}))
+	must(qp.Connect(context.Background(), guestdrv.Peer{QPN: qp.Number(), Path: guestdrv.Path{GID: gid, MAC: dev.MAC()}}, guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}))
 	buf, err := dev.Alloc(64 << 10)
 	must(err)
-	const access = abi.AccessLocalWrite | abi.AccessRemoteWrite
-	mr, err := pd.RegisterOnDemand(1<<40, 64<<10, access, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+	const access = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite
+	mr, err := pd.RegisterOnDemand(context.Background(), 1<<40, 64<<10, access, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
 		for i := range pas {
 			pas[i] = buf.PA() + f.VA - 1<<40 + uint64(i)<<12
 		}
 		return nil
 	}))
 	must(err)
-	must(qp.PostSend(&guestdrv.SendWR{ID: 1, Opcode: abi.WRRDMAWrite, Flags: abi.SendSignaled, SGL: []abi.SGE{mr.SGEAt(1<<40, 4096)}, RemoteAddr: 1<<40 + 8192, RKey: mr.RKey()}))
+	must(qp.PostSend(guestdrv.NewWrite(1, mr.Remote(8192), mr.SGEAt(1<<40, 4096)).With(guestdrv.SendSignaled)))
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	wcs := make([]abi.WC, 1)
-	if n, err := cq.PollWait(ctx, wcs); n != 1 || err != nil || wcs[0].Status != abi.WCSuccess {
+	wcs := make([]guestdrv.Completion, 1)
+	if n, err := cq.PollWait(ctx, wcs); n != 1 || err != nil || wcs[0].Status != guestdrv.WCSuccess {
 		s.t.Fatalf("write: %d, %+v, %v", n, wcs, err)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"go/ast"
 	"go/parser"
+	"go/scanner"
 	"go/token"
 	"io/fs"
 	"net/url"
@@ -14,6 +15,7 @@ import (
 	"strings"
 	"testing"
 	"unicode"
+	"unicode/utf8"
 )
 
 const root = ".."
@@ -58,7 +60,8 @@ func functions(t *testing.T, path string) map[string]bool {
 	t.Helper()
 	names := map[string]bool{}
 	if strings.HasSuffix(path, ".c") {
-		for _, m := range regexp.MustCompile(`(?m)^[a-z][\w\s*]*?\b(\w+)\([^;]*?\)\s*\{`).FindAllStringSubmatch(read(t, path), -1) {
+		for _, m := range regexp.MustCompile(`(?m)^[a-z][\w\s*]*?\b(\w+)\([^;]*?\)\s*\{`).FindAllStringSubmatch(read(t, path),
+			-1) {
 			names[m[1]] = true
 		}
 		return names
@@ -166,7 +169,8 @@ func TestLinks(t *testing.T) {
 // TestRequirements checks that every requirement that the project cites is defined in requirements.md.
 func TestRequirements(t *testing.T) {
 	defined := map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^\| ([A-Z]+-\d+) \|`).FindAllStringSubmatch(read(t, "docs/requirements.md"), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^\| ([A-Z]+-\d+) \|`).FindAllStringSubmatch(read(t, "docs/requirements.md"),
+		-1) {
 		defined[m[1]] = true
 	}
 	cited := regexp.MustCompile(`\b(?:PF|RA|ODP|EP|MT|HF|TR|CO)-\d+\b`)
@@ -174,6 +178,61 @@ func TestRequirements(t *testing.T) {
 		for _, number := range cited.FindAllString(read(t, p), -1) {
 			if !defined[number] {
 				t.Errorf("%s cites %s, which docs/requirements.md does not define", p, number)
+			}
+		}
+	}
+}
+
+// maxLine bounds the lines of sources and documents, in characters.
+const maxLine = 120
+
+// TestLineLength checks that lines are at most maxLine long: in Go files except where a string literal is long, in
+// documents except tables and blocks.
+func TestLineLength(t *testing.T) {
+	fence := regexp.MustCompile("(?ms)^```.*?^```$")
+	report := func(path string, line int, text string) {
+		if n := utf8.RuneCountInString(text); n > maxLine {
+			t.Errorf("%s:%d: %d characters, want at most %d", path, line, n, maxLine)
+		}
+	}
+	for _, p := range files(t, ".go") {
+		text := read(t, p)
+		long := longStrings(t, p, text)
+		for i, line := range strings.Split(text, "\n") {
+			if !long[i+1] {
+				report(p, i+1, line)
+			}
+		}
+	}
+	for _, p := range files(t, ".md") {
+		text := fence.ReplaceAllStringFunc(read(t, p), func(block string) string {
+			return strings.Repeat("\n", strings.Count(block, "\n"))
+		})
+		for i, line := range strings.Split(text, "\n") {
+			if !strings.HasPrefix(line, "|") {
+				report(p, i+1, line)
+			}
+		}
+	}
+}
+
+// longStrings returns the lines of a Go file that hold string literals of 60 characters or more, or parts of them.
+func longStrings(t *testing.T, path, text string) map[int]bool {
+	t.Helper()
+	lines := map[int]bool{}
+	set := token.NewFileSet()
+	f := set.AddFile(path, -1, len(text))
+	var s scanner.Scanner
+	s.Init(f, []byte(text), nil, 0)
+	for {
+		pos, tok, lit := s.Scan()
+		if tok == token.EOF {
+			return lines
+		}
+		if tok == token.STRING && len(lit) >= 60 {
+			first := set.Position(pos).Line
+			for i := range strings.Count(lit, "\n") + 1 {
+				lines[first+i] = true
 			}
 		}
 	}

@@ -146,7 +146,8 @@ func (d *Device) Port(ctx context.Context) (PortAttr, error) {
 	var p abi.PortAttr
 	err := d.do(ctx, abi.CmdQueryPort, nil, 0, &p)
 	return PortAttr{
-		State: PortState(p.State), MaxMTU: p.MaxMTU, ActiveMTU: p.ActiveMTU, ActiveSpeed: p.ActiveSpeed, ActiveWidth: p.ActiveWidth,
+		State: PortState(p.State), MaxMTU: p.MaxMTU, ActiveMTU: p.ActiveMTU, ActiveSpeed: p.ActiveSpeed,
+		ActiveWidth: p.ActiveWidth,
 	}, err
 }
 

@@ -12,7 +12,8 @@ import (
 // as a configured daemon's would.
 func benchRig(b *testing.B, vxlan bool) (x, y *end) {
 	b.Helper()
-	r := newRig(b, rigConfig{loops: 1, mtu: 9000, vxlan: vxlan, spin: 50 * time.Microsecond, driver: guestdrv.Config{Memory: 32 << 20}})
+	r := newRig(b, rigConfig{loops: 1, mtu: 9000, vxlan: vxlan, spin: 50 * time.Microsecond,
+		driver: guestdrv.Config{Memory: 32 << 20}})
 	c := qpDefaults()
 	c.MaxSendWR = 256
 	return connect(b, r.hosts[0], r.hosts[1], c, guestdrv.ConnectOptions{})

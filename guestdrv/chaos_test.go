@@ -53,7 +53,8 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 8, RetryCnt: 3})
 		const n = 10
 		for i := range n {
-			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 100000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(0, 100000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		}
 		if rng.IntN(2) == 0 {
 			await(t, a.scq, 1+rng.IntN(3))
@@ -77,7 +78,8 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		if rng.IntN(2) == 0 {
 			// Every request ends, one way or another; the queue is then empty.
 			for a.qp.Outstanding() > 0 {
-				if wc := await(t, a.scq, 1)[0]; wc.Status != guestdrv.WCSuccess && wc.Status != guestdrv.WCRemAccessErr && wc.Status != guestdrv.WCRetryExcErr && wc.Status != guestdrv.WCWRFlushErr {
+				if wc := await(t, a.scq, 1)[0]; wc.Status != guestdrv.WCSuccess && wc.Status != guestdrv.WCRemAccessErr &&
+					wc.Status != guestdrv.WCRetryExcErr && wc.Status != guestdrv.WCWRFlushErr {
 					t.Fatalf("completion %+v (%s)", wc, wc.Status)
 				}
 			}

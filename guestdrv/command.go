@@ -14,9 +14,9 @@ import (
 // commander issues commands: at most cmdSlots at once, each with its own request and response buffer. The device begins
 // commands in the order of submission and answers them in any order.
 //
-// A slot belongs to its caller from slot() until the answer is taken. A caller that stops waiting abandons the slot: the
-// slot stays with the device, and reapLocked returns it to the free slots when the answer arrives. Posted commands are
-// abandoned from the beginning.
+// A slot belongs to its caller from slot() until the answer is taken. A caller that stops waiting abandons the slot:
+// the slot stays with the device, and reapLocked returns it to the free slots when the answer arrives. Posted commands
+// are abandoned from the beginning.
 //
 // Interrupts are enabled only while awaited is not zero. Answers to posted commands wait for the next reap.
 type commander struct {
@@ -56,7 +56,8 @@ type encoder interface{ Encode([]byte) }
 type decoder interface{ Decode([]byte) error }
 
 func newCommander(d *Device) (*commander, error) {
-	c := &commander{q: d.fe.Queue(abi.CommandQueue), d: d, slots: make(chan *cmdSlot, cmdSlots), pairs: make(chan struct{}, cmdSlots/2)}
+	c := &commander{q: d.fe.Queue(abi.CommandQueue), d: d, slots: make(chan *cmdSlot, cmdSlots),
+		pairs: make(chan struct{}, cmdSlots/2)}
 	for i := range cmdSlots {
 		s := &cmdSlot{n: i, done: make(chan uint32, 1)}
 		var err error
@@ -223,9 +224,10 @@ func (s *cmdSlot) prepare(r *request, posted bool) {
 	s.op, s.size, s.onLate, s.abandoned = r.op, abi.SizeReq+n, r.onLate, posted
 }
 
-// finish waits for the answer to a submitted slot, decodes the payload into resp unless that is nil, and frees the slot.
-// If abandoned is true the answer is outstanding and goes to the request's onLate.
-func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer, resp decoder) (abandoned bool, err error) {
+// finish waits for the answer to a submitted slot, decodes the payload into resp unless that is nil, and frees the
+// slot. If abandoned is true the answer is outstanding and goes to the request's onLate.
+func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer, resp decoder) (abandoned bool,
+	err error) {
 	d := c.d
 	op := s.op
 	var written uint32
@@ -252,8 +254,9 @@ func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer,
 	return false, decodeResponse(op, s.resp.Bytes(), written, resp)
 }
 
-// call issues a command and waits for its answer, whose payload is decoded into resp unless that is nil. If abandoned is
-// true, ctx ended or Config.Timeout passed first: the device may execute the command later, and r.onLate receives the answer.
+// call issues a command and waits for its answer, whose payload is decoded into resp unless that is nil. If abandoned
+// is true, ctx ended or Config.Timeout passed first: the device may execute the command later, and r.onLate receives
+// the answer.
 func (d *Device) call(ctx context.Context, r request, resp decoder) (abandoned bool, err error) {
 	b, err := d.begin(ctx, r)
 	if err != nil {

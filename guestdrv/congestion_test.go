@@ -8,14 +8,16 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestSharedUnderlay: eight flows over an underlay of 40 Mbit/s with a short queue all end, and no more is sent in vain than is of use.
-// If it marks packets, the mark on the outer header reaches the inner one (RFC 6040), the far HCA tells of it, and the near one hears.
+// TestSharedUnderlay: eight flows over an underlay of 40 Mbit/s with a short queue all end, and no more is sent in vain
+// than is of use. If it marks packets, the mark on the outer header reaches the inner one (RFC 6040), the far HCA tells
+// of it, and the near one hears.
 func TestSharedUnderlay(t *testing.T) {
 	const flows, size = 8, 512 << 10
 	for _, marks := range []bool{true, false} {
 		r := newRig(t, rigConfig{vxlan: true})
 		from, to := r.hosts[0], r.hosts[1]
-		from.site.ns.MustExec("tc", "qdisc", "add", "dev", "underlay", "root", "tbf", "rate", "40mbit", "burst", "10k", "limit", "100k")
+		from.site.ns.MustExec("tc", "qdisc", "add", "dev", "underlay", "root", "tbf", "rate", "40mbit", "burst", "10k",
+			"limit", "100k")
 		if marks {
 			to.site.ns.MustExec("nft", `table ip marks {
 				chain in { type filter hook prerouting priority -300; udp dport 4789 ip ecn ect0 numgen inc mod 16 0 ip ecn set ce; }
@@ -27,8 +29,8 @@ func TestSharedUnderlay(t *testing.T) {
 		var ends []*end
 		for i := range flows {
 			a, _ := connect(t, from, to, qpDefaults(), guestdrv.ConnectOptions{})
-			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, size)},
-				RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey()})
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(0, size)}, RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey()})
 			ends = append(ends, a)
 		}
 		for i, e := range ends {
@@ -43,8 +45,9 @@ func TestSharedUnderlay(t *testing.T) {
 		}
 		again := st[guestdrv.StatRetransmits]
 		near, far := from.hca.Describe().Stats, to.hca.Describe().Stats
-		t.Logf("marks %v: %d packets marked, %d CNPs sent, %d heeded; of %d packets %d again, %d timeouts", marks, far["np_ecn_marked_roce_packets"], far["np_cnp_sent"],
-			near["rp_cnp_handled"], st[guestdrv.StatTxPackets], again, st[guestdrv.StatTimeouts])
+		t.Logf("marks %v: %d packets marked, %d CNPs sent, %d heeded; of %d packets %d again, %d timeouts", marks,
+			far["np_ecn_marked_roce_packets"], far["np_cnp_sent"], near["rp_cnp_handled"], st[guestdrv.StatTxPackets], again,
+			st[guestdrv.StatTimeouts])
 		if all := st[guestdrv.StatTxPackets]; again > all/2 {
 			t.Errorf("of %d packets %d were sent again", all, again)
 		}

@@ -46,7 +46,8 @@ func (m *manager) say(tb testing.TB, to *manager, x cmtest.Message) {
 	}
 	copy(m.out.Bytes(), x.Bytes())
 	to.recv(tb, 1, to.imr.SGE(0, 4096))
-	m.post(tb, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{m.mr.SGE(0, cm.MADLen)}, AH: m.h.ah(tb, to.h), RemoteQPN: 1, QKey: gsiQKey})
+	m.post(tb, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{m.mr.SGE(0, cm.MADLen)}, AH: m.h.ah(tb, to.h), RemoteQPN: 1, QKey: gsiQKey})
 	expect(tb, m.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	expect(tb, to.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 	if !bytes.Equal(to.in.Bytes()[grhLen:][:cm.MADLen], m.out.Bytes()[:cm.MADLen]) {
@@ -60,11 +61,13 @@ func managed(tb testing.TB, ma, mb *manager, id uint32) (a, b *end) {
 	a, b = ma.h.end(tb, qpDefaults(), 0xfffff0), mb.h.end(tb, qpDefaults(), 0xfffffe)
 	join := func(x, to *end) {
 		tb.Helper()
-		if err := x.qp.Connect(bg, guestdrv.Peer{QPN: to.qp.Number(), PSN: to.psn, Path: to.h.at()}, guestdrv.ConnectOptions{PSN: x.psn, Timeout: 12}); err != nil {
+		if err := x.qp.Connect(bg, guestdrv.Peer{QPN: to.qp.Number(), PSN: to.psn, Path: to.h.at()},
+			guestdrv.ConnectOptions{PSN: x.psn, Timeout: 12}); err != nil {
 			tb.Fatal(err)
 		}
 	}
-	ma.say(tb, mb, cmtest.Message{Kind: cm.REQ, LocalID: id, Service: 0x01061c06, QPN: a.qp.Number(), PSN: a.psn, PathMTU: 3})
+	ma.say(tb, mb, cmtest.Message{Kind: cm.REQ, LocalID: id, Service: 0x01061c06, QPN: a.qp.Number(), PSN: a.psn,
+		PathMTU: 3})
 	join(b, a)
 	mb.say(tb, ma, cmtest.Message{Kind: cm.REP, LocalID: id + 1, RemoteID: id, QPN: b.qp.Number(), PSN: b.psn})
 	join(a, b)
@@ -86,12 +89,13 @@ func (h *host) connectionOf(tb testing.TB, qpn uint32) hca.Connection {
 
 func (e *end) write(tb testing.TB, id uint64, n int, smr *guestdrv.MR, dst *guestdrv.Buffer, dmr *guestdrv.MR) {
 	tb.Helper()
-	e.post(tb, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	e.post(tb, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	expect(tb, e.scq, id, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 }
 
-// TestConnections: what connection management says is watched on both sides, a connection's packets follow its tuple, also when that
-// changes while the connection is open, and all of it can be seen (MT-3, MT-4, MT-5).
+// TestConnections: what connection management says is watched on both sides, a connection's packets follow its tuple,
+// also when that changes while the connection is open, and all of it can be seen (MT-3, MT-4, MT-5).
 func TestConnections(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true, second: true})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -99,9 +103,10 @@ func TestConnections(t *testing.T) {
 	a, b := managed(t, ma, mb, 0x11110001)
 	direct, _ := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
 
-	want := hca.Connection{Type: "RC", State: "established", QPState: "RTS", Role: "active", LocalQPN: a.qp.Number(), RemoteQPN: b.qp.Number(),
-		LocalID: 0x11110001, RemoteID: 0x11110002, ServiceID: "0x0000000001061c06", Service: "tcp 7174", LocalGID: "10.0.0.1", RemoteGID: "10.0.0.2",
-		LocalMAC: "02:00:00:00:00:01", RemoteMAC: "02:00:00:00:00:02", PathMTU: 1024}
+	want := hca.Connection{Type: "RC", State: "established", QPState: "RTS", Role: "active", LocalQPN: a.qp.Number(),
+		RemoteQPN: b.qp.Number(), LocalID: 0x11110001, RemoteID: 0x11110002, ServiceID: "0x0000000001061c06",
+		Service: "tcp 7174", LocalGID: "10.0.0.1", RemoteGID: "10.0.0.2", LocalMAC: "02:00:00:00:00:01",
+		RemoteMAC: "02:00:00:00:00:02", PathMTU: 1024}
 	tuple := hca.Tuple{Network: "tenant", VNI: 7, Port: "vxlan 192.0.2.1", Kind: "vtep", Far: 1, MTU: 1500}
 	check := func(what string, got hca.Connection, want hca.Connection, tuple hca.Tuple) {
 		t.Helper()
@@ -114,12 +119,15 @@ func TestConnections(t *testing.T) {
 		}
 	}
 	check("active", ha.connectionOf(t, a.qp.Number()), want, tuple)
-	want.Role, want.LocalQPN, want.RemoteQPN, want.LocalID, want.RemoteID = "passive", b.qp.Number(), a.qp.Number(), 0x11110002, 0x11110001
-	want.LocalGID, want.RemoteGID, want.LocalMAC, want.RemoteMAC = want.RemoteGID, want.LocalGID, want.RemoteMAC, want.LocalMAC
+	want.Role, want.LocalQPN, want.RemoteQPN, want.LocalID, want.RemoteID = "passive", b.qp.Number(), a.qp.Number(),
+		0x11110002, 0x11110001
+	want.LocalGID, want.RemoteGID, want.LocalMAC, want.RemoteMAC = want.RemoteGID, want.LocalGID, want.RemoteMAC,
+		want.LocalMAC
 	back := tuple
 	back.Port = "vxlan 192.0.2.2"
 	check("passive", hb.connectionOf(t, b.qp.Number()), want, back)
-	if c := ha.connectionOf(t, direct.qp.Number()); c.State != "direct" || c.Role != "" || c.Tuple == nil || *c.Tuple != tuple {
+	if c := ha.connectionOf(t, direct.qp.Number()); c.State != "direct" || c.Role != "" || c.Tuple == nil ||
+		*c.Tuple != tuple {
 		t.Errorf("a connection of programs' own making: %+v", c)
 	}
 
@@ -142,8 +150,10 @@ func TestConnections(t *testing.T) {
 		}
 	}
 	fill(src.Bytes(), 2)
-	a.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
-	if err := site.net.SetStatic(vswitch.Address{MAC: vswitch.MAC(hb.mac)}, site.net.Port("vxlan 192.0.2.1"), far); err != nil {
+	a.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 1<<20)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	if err := site.net.SetStatic(vswitch.Address{MAC: vswitch.MAC(hb.mac)}, site.net.Port("vxlan 192.0.2.1"),
+		far); err != nil {
 		t.Fatal(err)
 	}
 	expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
@@ -204,7 +214,8 @@ func (f *forger) send(p *forgery) {
 		f.tb.Fatal(err)
 	}
 	f.site.ns.Do(func() {
-		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(p.from)}, &net.UDPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 4789})
+		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(p.from)},
+			&net.UDPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 4789})
 		if err != nil {
 			f.tb.Fatal(err)
 		}
@@ -215,8 +226,8 @@ func (f *forger) send(p *forgery) {
 	})
 }
 
-// TestForged: a packet or connection request in which anything is forged is dropped and counted by its reason, and nothing is learnt
-// from it (MT-4, MT-6).
+// TestForged: a packet or connection request in which anything is forged is dropped and counted by its reason, and
+// nothing is learnt from it (MT-4, MT-6).
 func TestForged(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true, second: true})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -230,7 +241,8 @@ func TestForged(t *testing.T) {
 	_, umr := hb.region(t, 4096, allAccess)
 	ud.recv(t, 1, umr.SGE(0, 4096))
 	ha.site.ns.Addr("underlay", "192.0.2.99/24") // nobody's peer
-	if err := hb.site.net.SetNeighbour(netip.MustParseAddr("10.0.0.1"), vswitch.Address{MAC: vswitch.MAC(ha.mac)}); err != nil {
+	if err := hb.site.net.SetNeighbour(netip.MustParseAddr("10.0.0.1"),
+		vswitch.Address{MAC: vswitch.MAC(ha.mac)}); err != nil {
 		t.Fatal(err)
 	}
 	f := &forger{t, ha.site}
@@ -286,14 +298,18 @@ func TestForged(t *testing.T) {
 		{"VTEP, another peer's", "misplaced-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.from = "192.0.2.11" })},
 		{"VNI", "unknown-vni", with(write(dmr.RKey(), dst), func(p *forgery) { p.VNI = 8 })},
 		{"inner source MAC", "unwanted-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = strange })},
-		{"inner source MAC of the receiver", "static-moved", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = hb.mac })},
-		{"inner source IP", "peer-address", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SrcIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
-		{"inner destination IP", "own-gid", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.DstIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
+		{"inner source MAC of the receiver", "static-moved",
+			with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = hb.mac })},
+		{"inner source IP", "peer-address", with(write(dmr.RKey(), dst),
+			func(p *forgery) { p.Path.SrcIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
+		{"inner destination IP", "own-gid", with(write(dmr.RKey(), dst),
+			func(p *forgery) { p.Path.DstIP = guestdrv.IPGID(netip.MustParseAddr("10.0.0.9")) })},
 		{"QP number", "qp-number", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.DestQP ^= 0x10000 })},
 		{"P_Key", "p-key", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.PKey = 0x8001 })},
 		{"service", "transport", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.Opcode = wire.OpUCWriteOnly })},
 		{"PSN", "sequence", with(write(dmr.RKey(), dst), func(p *forgery) { p.BTH.PSN = (p.BTH.PSN + 1000) & wire.PSNMask })},
-		{"R_Key and PSN", "sequence", with(write(dmr.RKey()^0x100, dst), func(p *forgery) { p.BTH.PSN = (p.BTH.PSN + 1000) & wire.PSNMask })},
+		{"R_Key and PSN", "sequence", with(write(dmr.RKey()^0x100, dst),
+			func(p *forgery) { p.BTH.PSN = (p.BTH.PSN + 1000) & wire.PSNMask })},
 		{"Q_Key", "q-key", datagram(ud.qp.Number(), 1235, 5, make([]byte, 64))},
 		{"Q_Key of QP 1", "q-key", datagram(1, 1235, 1, req.Bytes())},
 		{"REQ, VTEP, unknown", "unknown-peer", with(request(req), func(p *forgery) { p.from = "192.0.2.99" })},
@@ -324,8 +340,8 @@ func TestForged(t *testing.T) {
 			t.Fatalf("%s: it reached memory", tc.name)
 		}
 	}
-	// Whoever is in the peer's place with the right numbers is the peer; a wrong key is answered as IBTA 9.7.4.1 has it, and
-	// the memory is safe.
+	// Whoever is in the peer's place with the right numbers is the peer; a wrong key is answered as IBTA 9.7.4.1 has it,
+	// and the memory is safe.
 	a.write(t, 2, 64, smr, dst, dmr)
 	start := maps.Clone(counts())
 	f.send(write(xmr.RKey(), secret))

@@ -153,8 +153,8 @@ func (c *CQ) pollArm(wcs []Completion) (n int, again bool, err error) {
 	return n, again, nil
 }
 
-// Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile. If Resize ends with its context or
-// with ErrTimeout, it is unknown which ring the device uses: the CQ can only be closed, which releases both.
+// Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile. If Resize ends with its context
+// or with ErrTimeout, it is unknown which ring the device uses: the CQ can only be closed, which releases both.
 func (c *CQ) Resize(ctx context.Context, n int) error {
 	d := c.d
 	if err := d.users.enter(); err != nil {

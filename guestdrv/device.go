@@ -62,8 +62,8 @@ const (
 	queueSize      = 64 // entries of each virtqueue
 )
 
-// Open connects to the HCA socket of a running vnicd and initialises the device. It fails with ErrNotVNICD or ErrVersion
-// if another device listens there. ctx only bounds Open itself.
+// Open connects to the HCA socket of a running vnicd and initialises the device. It fails with ErrNotVNICD or
+// ErrVersion if another device listens there. ctx only bounds Open itself.
 func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 	if cfg.Memory == 0 {
 		cfg.Memory = defaultMemory
@@ -197,12 +197,13 @@ func (d *Device) err() error {
 // used up.
 func (d *Device) Alloc(n int) (*Buffer, error) { return d.AllocAligned(n, pageSize) }
 
-// AllocAligned is Alloc at a PA that is a multiple of align, a power of two of at least 4096. The VA is aligned like the
-// memory as a whole, to 4096 at least.
+// AllocAligned is Alloc at a PA that is a multiple of align, a power of two of at least 4096. The VA is aligned like
+// the memory as a whole, to 4096 at least.
 func (d *Device) AllocAligned(n, align int) (*Buffer, error) {
 	if n <= 0 || align < pageSize || align&(align-1) != 0 {
-		return nil, invalid("allocation of %d bytes aligned to %d: expected a positive size and a power of two of at least %d",
-			n, align, pageSize)
+		return nil,
+			invalid("allocation of %d bytes aligned to %d: expected a positive size and a power of two of at least %d", n, align,
+				pageSize)
 	}
 	if err := d.users.enter(); err != nil {
 		return nil, err

@@ -24,12 +24,12 @@
 //
 // # Commands
 //
-// A method with a context issues a command and waits for the answer. If its context ends or Config.Timeout passes first,
-// only that command fails; the device remains usable. The command may still be executed: its buffers stay with the device
-// until the answer arrives, and an object that it made is destroyed again.
+// A method with a context issues a command and waits for the answer. If its context ends or Config.Timeout passes
+// first, only that command fails; the device remains usable. The command may still be executed: its buffers stay with
+// the device until the answer arrives, and an object that it made is destroyed again.
 //
-// Close releases an object. It waits for at most Config.Timeout, may be repeated after an error, and returns nil once the
-// object is closed. Device.Close releases everything.
+// Close releases an object. It waits for at most Config.Timeout, may be repeated after an error, and returns nil once
+// the object is closed. Device.Close releases everything.
 //
 // # Memory
 //

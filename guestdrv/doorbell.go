@@ -21,8 +21,8 @@ func newDoorbell(d *Device, engine int) (*doorbell, error) {
 }
 
 // ring notifies the engine that the QP in slot has new work, whose producer index was stored before. Go's atomics are
-// sequentially consistent, so the load of need_wakeup follows the stores of the bits: either the device finds the bits in
-// its last check before it sleeps, or this load finds the device's flag.
+// sequentially consistent, so the load of need_wakeup follows the stores of the bits: either the device finds the bits
+// in its last check before it sleeps, or this load finds the device's flag.
 func (db *doorbell) ring(slot uint32) {
 	b := db.buf.data
 	atomic64(b, abi.DoorbellBitsOff+int(slot/64)*8).Or(1 << (slot % 64))

@@ -60,7 +60,8 @@ func TestRNRRecovers(t *testing.T) {
 	src, smr := a.h.region(t, 8192, 0)
 	dst, dmr := b.h.region(t, 8192, guestdrv.AccessLocalWrite)
 	fill(src.Bytes(), 1)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 5000)}})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 5000)}})
 	ctx := ctxFor(t)
 	for {
 		st, err := a.h.Stats(bg)
@@ -112,7 +113,8 @@ func TestFlush(t *testing.T) {
 	}
 	join(t, a, b, guestdrv.ConnectOptions{})
 	b.recv(t, 80, dmr.SGE(0, 100))
-	a.post(t, &request{ID: 81, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 100)}})
+	a.post(t, &request{ID: 81, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 100)}})
 	expect(t, a.scq, 81, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	expect(t, b.rcq, 80, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }
@@ -135,26 +137,33 @@ func TestCommandErrors(t *testing.T) {
 	}
 	check("PD in use", h.pd.Close(), guestdrv.StatusBusy)
 	check("CQ in use", cq.Close(), guestdrv.StatusBusy)
-	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 12, PAs: []uint64{12345 << 12}, Access: allAccess})
+	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 12, PAs: []uint64{12345 << 12},
+		Access: allAccess})
 	check("PA outside memory", err, guestdrv.StatusFault)
-	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 8192, PageShift: 12, PAs: []uint64{buf.PA()}, Access: allAccess})
+	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 8192, PageShift: 12, PAs: []uint64{buf.PA()},
+		Access: allAccess})
 	check("too few pages", err, guestdrv.StatusInvalid)
-	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 11, PAs: []uint64{buf.PA()}, Access: allAccess})
+	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0, Length: 4096, PageShift: 11, PAs: []uint64{buf.PA()},
+		Access: allAccess})
 	check("bad page shift", err, guestdrv.StatusInvalid)
-	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: ^uint64(0) - 100, Length: 4096, PageShift: 12, PAs: []uint64{buf.PA()}, Access: allAccess})
+	_, err = h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: ^uint64(0) - 100, Length: 4096, PageShift: 12,
+		PAs: []uint64{buf.PA()}, Access: allAccess})
 	check("VA range wraps", err, guestdrv.StatusInvalid)
 	_, err = h.pd.Register(bg, buf, guestdrv.AccessRemoteWrite)
 	check("remote write without local write", err, guestdrv.StatusInvalid)
 	check("SET_MTT beyond the table", mr.SetPages(bg, 1, []uint64{buf.PA(), buf.PA()}), guestdrv.StatusInvalid)
-	check("RTR from RESET", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: h.at()}, guestdrv.ConnectOptions{}), guestdrv.StatusInvalid)
+	check("RTR from RESET", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: h.at()}, guestdrv.ConnectOptions{}),
+		guestdrv.StatusInvalid)
 	check("GID of another MAC's index", h.ClearGID(bg, 60000), guestdrv.StatusInvalid)
 	if err := qp.ToInit(bg, guestdrv.AccessRemoteRead, 0); err != nil {
 		t.Fatal(err)
 	}
 	path := h.at()
 	path.SGIDIndex = 5
-	check("empty GID entry", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: path}, guestdrv.ConnectOptions{}), guestdrv.StatusInvalid)
-	check("MTU above the port's", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: h.at()}, guestdrv.ConnectOptions{MTU: guestdrv.MTU4096}), guestdrv.StatusInvalid)
+	check("empty GID entry", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: path}, guestdrv.ConnectOptions{}),
+		guestdrv.StatusInvalid)
+	check("MTU above the port's", qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: h.at()},
+		guestdrv.ConnectOptions{MTU: guestdrv.MTU4096}), guestdrv.StatusInvalid)
 	if err := qp.Close(); err != nil {
 		t.Fatal(err)
 	}

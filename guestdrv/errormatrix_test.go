@@ -22,7 +22,8 @@ var operations = []operation{
 	{name: "SEND with immediate", op: guestdrv.WRSendWithImm, data: 64, recv: true},
 	{name: "SEND with invalidate", op: guestdrv.WRSendWithInv, data: 64, recv: true},
 	{name: "WRITE", op: guestdrv.WRRDMAWrite, data: 64, need: guestdrv.AccessRemoteWrite},
-	{name: "WRITE with immediate", op: guestdrv.WRRDMAWriteWithImm, data: 64, need: guestdrv.AccessRemoteWrite, recv: true},
+	{name: "WRITE with immediate", op: guestdrv.WRRDMAWriteWithImm, data: 64, need: guestdrv.AccessRemoteWrite,
+		recv: true},
 	{name: "READ", op: guestdrv.WRRDMARead, into: 64, need: guestdrv.AccessRemoteRead},
 	{name: "compare and swap", op: guestdrv.WRAtomicCmpAndSwp, into: 8, need: guestdrv.AccessRemoteAtomic},
 	{name: "fetch and add", op: guestdrv.WRAtomicFetchAndAdd, into: 8, need: guestdrv.AccessRemoteAtomic},
@@ -35,7 +36,8 @@ var managing = []guestdrv.Opcode{guestdrv.WRLocalInv, guestdrv.WRBindMW, guestdr
 
 // request makes v's, from and to good memory, with key as R_Key.
 func (w *badWorld) request(v *operation, key uint32) *request {
-	wr := &request{Opcode: v.op, RemoteAddr: w.dmr.Addr(), RKey: key, Flush: guestdrv.Flush{Length: 64, Placement: guestdrv.FlushGlobal}}
+	wr := &request{Opcode: v.op, RemoteAddr: w.dmr.Addr(), RKey: key,
+		Flush: guestdrv.Flush{Length: 64, Placement: guestdrv.FlushGlobal}}
 	if n := v.data + v.into; n > 0 {
 		wr.SGL = []guestdrv.SGE{w.smr.SGE(0, n)}
 	}
@@ -57,7 +59,8 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 				b.wr = w.request(v, good)
 			}
 			all = append(all, b)
-			if v.recv && (b.status == guestdrv.WCRemInvReqErr || b.status == guestdrv.WCRemOpErr || b.status == guestdrv.WCRNRRetryExcErr) {
+			if v.recv && (b.status == guestdrv.WCRemInvReqErr || b.status == guestdrv.WCRemOpErr ||
+				b.status == guestdrv.WCRNRRetryExcErr) {
 				b.name, b.srq = b.name+", SRQ", true
 				wr := *b.wr
 				b.wr = &wr
@@ -97,8 +100,10 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 				what, ibta string
 				key        uint32
 			}{
-				{"no such R_Key", "9.9.3, 10.6.3", good ^ 0x55}, {"stale R_Key", "9.9.3, 10.6.5", w.gone.RKey()}, {"reserved R_Key", "9.9.3, 10.6.3", guestdrv.DMALKey},
-				{"R_Key of another PD", "9.9.3, 10.2.3", w.foreign.RKey()}, {"region without the right", "9.9.3, 10.6.3", w.local.RKey()},
+				{"no such R_Key", "9.9.3, 10.6.3", good ^ 0x55}, {"stale R_Key", "9.9.3, 10.6.5", w.gone.RKey()},
+				{"reserved R_Key", "9.9.3, 10.6.3", guestdrv.DMALKey},
+				{"R_Key of another PD", "9.9.3, 10.2.3", w.foreign.RKey()},
+				{"region without the right", "9.9.3, 10.6.3", w.local.RKey()},
 			} {
 				b := refusedAccess(badRequest{ibta: r.ibta, wr: w.request(v, r.key)})
 				if v.recv { // it was posted, not taken: what a QP in ERR does with those
@@ -112,12 +117,15 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 		}
 		switch {
 		case v.op == guestdrv.WRSendWithInv:
-			add("key is no window's", refusedInvalidation(badRequest{ibta: "9.9.3, 10.6.5", recv: []guestdrv.SGE{w.dmr.SGE(0, 100)}}))
+			add("key is no window's", refusedInvalidation(badRequest{ibta: "9.9.3, 10.6.5",
+				recv: []guestdrv.SGE{w.dmr.SGE(0, 100)}}))
 			fallthrough
 		case v.recv && v.need == 0:
-			short := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{w.dmr.SGE(0, 63)}, status: guestdrv.WCRemInvReqErr, peer: guestdrv.WCLocLenErr, breaks: true}
+			short := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{w.dmr.SGE(0, 63)}, status: guestdrv.WCRemInvReqErr,
+				peer: guestdrv.WCLocLenErr, breaks: true}
 			add("receive too short", short)
-			bad := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true}
+			bad := badRequest{ibta: "9.7.5.2, 9.9.3", recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100,
+				LKey: w.dmr.LKey() ^ 0x55}}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true}
 			add("receive's L_Key is bad", bad)
 		}
 		if v.recv {
@@ -167,12 +175,12 @@ type cell struct {
 	status guestdrv.WCStatus
 }
 
-// impossible says why a verb of RC cannot end with a status, by verb where it is one's own reason. Every other cell must
-// have been tried.
+// impossible says why a verb of RC cannot end with a status, by verb where it is one's own reason. Every other cell
+// must have been tried.
 func (v *operation) impossible(status guestdrv.WCStatus) string {
 	switch {
-	case status == abi.WCLocEECOpErr, status == abi.WCLocRDDViolErr, status == abi.WCRemInvRdReqErr, status == guestdrv.WCRemAbortErr,
-		status == abi.WCInvEECNErr, status == abi.WCInvEECStateErr:
+	case status == abi.WCLocEECOpErr, status == abi.WCLocRDDViolErr, status == abi.WCRemInvRdReqErr,
+		status == guestdrv.WCRemAbortErr, status == abi.WCInvEECNErr, status == abi.WCInvEECStateErr:
 		return "of reliable datagrams, which RoCE does not have (A16)"
 	case status == guestdrv.WCFatalErr, status == guestdrv.WCRespTimeoutErr, status == guestdrv.WCGeneralErr:
 		return "of Linux, for failures of hardware"

@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// Sentinel errors, for errors.Is. A refusal by the device is a *CommandError, which matches its Status: see StatusBusy and
-// its like. An operation whose context ends first fails with the context's error.
+// Sentinel errors, for errors.Is. A refusal by the device is a *CommandError, which matches its Status: see StatusBusy
+// and its like. An operation whose context ends first fails with the context's error.
 var (
 	// ErrClosed is returned by operations on a closed device.
 	ErrClosed = errors.New("device is closed")

@@ -61,7 +61,8 @@ func newBadWorld(t *testing.T) *badWorld {
 	_, w.readOnly = hb.region(t, 8192, guestdrv.AccessRemoteRead)
 	_, w.local = hb.region(t, 8192, guestdrv.AccessLocalWrite)
 	var err error
-	w.absent, err = hb.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0x10000, Length: 8192, PageShift: 12, PAs: []uint64{w.dst.PA(), guestdrv.PageAbsent}, Access: allAccess})
+	w.absent, err = hb.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0x10000, Length: 8192, PageShift: 12,
+		PAs: []uint64{w.dst.PA(), guestdrv.PageAbsent}, Access: allAccess})
 	ok(err)
 	w.gone, err = hb.pd.Register(bg, w.dst, allAccess)
 	ok(err)
@@ -88,19 +89,23 @@ func newBadWorld(t *testing.T) *badWorld {
 }
 
 func (w *badWorld) write(mr *guestdrv.MR, off uint64, n int) *request {
-	return &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey()}
+	return &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off,
+		RKey: mr.RKey()}
 }
 
 func (w *badWorld) read(mr *guestdrv.MR, off uint64, n int) *request {
-	return &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey()}
+	return &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off,
+		RKey: mr.RKey()}
 }
 
 func (w *badWorld) atomic(mr *guestdrv.MR, off uint64) *request {
-	return &request{Opcode: guestdrv.WRAtomicFetchAndAdd, SGL: []guestdrv.SGE{w.smr.SGE(0, 8)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey(), CompareAdd: 1}
+	return &request{Opcode: guestdrv.WRAtomicFetchAndAdd, SGL: []guestdrv.SGE{w.smr.SGE(0, 8)},
+		RemoteAddr: mr.Addr() + off, RKey: mr.RKey(), CompareAdd: 1}
 }
 
 func (w *badWorld) atomicWrite(mr *guestdrv.MR, off uint64, n int) *request {
-	return &request{Opcode: guestdrv.WRAtomicWrite, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off, RKey: mr.RKey()}
+	return &request{Opcode: guestdrv.WRAtomicWrite, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, RemoteAddr: mr.Addr() + off,
+		RKey: mr.RKey()}
 }
 
 func send(sge ...guestdrv.SGE) *request { return &request{Opcode: guestdrv.WRSend, SGL: sge} }
@@ -130,60 +135,94 @@ func (w *badWorld) reliable() []badRequest {
 		// The peer's memory: NAK "remote access error" (9.7.5.2, 9.9.3).
 		refusedAccess(badRequest{name: "write beyond the end", ibta: "9.7.4.1.5, 10.6.3", wr: w.write(dmr, 8000, 500)}),
 		refusedAccess(badRequest{name: "write before the start", ibta: "9.7.4.1.5, 10.6.3", wr: w.write(dmr, ^uint64(0), 1)}),
-		refusedAccess(badRequest{name: "write that wraps", ibta: "9.7.4.1.5", wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: ^uint64(0) - 10, RKey: dmr.RKey()}}),
+		refusedAccess(badRequest{name: "write that wraps", ibta: "9.7.4.1.5",
+			wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: ^uint64(0) - 10,
+				RKey: dmr.RKey()}}),
 		refusedAccess(badRequest{name: "write without right", ibta: "10.6.3", wr: w.write(w.readOnly, 0, 100)}),
 		refusedAccess(badRequest{name: "write to another PD", ibta: "10.2.3", wr: w.write(w.foreign, 0, 100)}),
 		refusedAccess(badRequest{name: "write with a stale key", ibta: "10.6.5", wr: w.write(w.gone, 0, 100)}),
-		refusedAccess(badRequest{name: "write with key 0", ibta: "10.6.3", wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: w.dst.PA()}}),
-		refusedAccess(badRequest{name: "write with the reserved key", ibta: "10.6.3", wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: w.dst.PA(), RKey: guestdrv.DMALKey}}),
-		refusedAccess(badRequest{name: "write of several packets beyond the end", ibta: "9.7.4.1.5", wr: w.write(dmr, 8192-5000, 5001)}),
-		refusedAccess(badRequest{name: "read beyond the end", ibta: "9.7.4.1.5", wr: w.read(dmr, 8000, 500)}),
+		refusedAccess(badRequest{name: "write with key 0", ibta: "10.6.3",
+			wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: w.dst.PA()}}),
+		refusedAccess(badRequest{name: "write with the reserved key", ibta: "10.6.3",
+			wr: &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 64)}, RemoteAddr: w.dst.PA(),
+				RKey: guestdrv.DMALKey}}),
+		refusedAccess(badRequest{name: "write of several packets beyond the end", ibta: "9.7.4.1.5",
+			wr: w.write(dmr, 8192-5000, 5001)}), refusedAccess(badRequest{name: "read beyond the end", ibta: "9.7.4.1.5",
+			wr: w.read(dmr, 8000, 500)}),
 		refusedAccess(badRequest{name: "read without right", ibta: "10.6.3", wr: w.read(w.local, 0, 100)}),
 		refusedAccess(badRequest{name: "read of another PD", ibta: "10.2.3", wr: w.read(w.foreign, 0, 100)}),
 		refusedAccess(badRequest{name: "atomic without right", ibta: "10.6.3", wr: w.atomic(w.readOnly, 0)}),
 		refusedAccess(badRequest{name: "atomic beyond the end", ibta: "9.7.4.1.5", wr: w.atomic(dmr, 8192)}),
-		refusedAccess(badRequest{name: "atomic write without right", ibta: "A19, 10.6.3", wr: w.atomicWrite(w.readOnly, 0, 8)}),
-		refusedAccess(badRequest{name: "atomic write beyond the end", ibta: "A19, 9.7.4.1.5", wr: w.atomicWrite(dmr, 8192, 8)}),
-		refusedInvalidation(badRequest{name: "invalidate an ordinary region of the peer", ibta: "10.6.5, 9.9.3", wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: dmr.RKey()}, recv: []guestdrv.SGE{}}),
-		refusedInvalidation(badRequest{name: "invalidate another domain's region of the peer", ibta: "10.6.5, 9.9.3", wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: w.peerFast.Key()}, recv: []guestdrv.SGE{}}),
-		refusedInvalidation(badRequest{name: "invalidate nothing of the peer", ibta: "10.6.5, 9.9.3", wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: 0xfffff00}, recv: []guestdrv.SGE{}}),
-		{name: "write to an absent page that stays so", ibta: "9.7.5.2.8", wr: w.write(w.absent, 4096, 100), status: guestdrv.WCRNRRetryExcErr, event: guestdrv.EventPageFault},
+		refusedAccess(badRequest{name: "atomic write without right", ibta: "A19, 10.6.3",
+			wr: w.atomicWrite(w.readOnly, 0, 8)}), refusedAccess(badRequest{name: "atomic write beyond the end",
+			ibta: "A19, 9.7.4.1.5", wr: w.atomicWrite(dmr, 8192, 8)}),
+		refusedInvalidation(badRequest{name: "invalidate an ordinary region of the peer", ibta: "10.6.5, 9.9.3",
+			wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: dmr.RKey()}, recv: []guestdrv.SGE{}}),
+		refusedInvalidation(badRequest{name: "invalidate another domain's region of the peer", ibta: "10.6.5, 9.9.3",
+			wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: w.peerFast.Key()}, recv: []guestdrv.SGE{}}),
+		refusedInvalidation(badRequest{name: "invalidate nothing of the peer", ibta: "10.6.5, 9.9.3",
+			wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: 0xfffff00}, recv: []guestdrv.SGE{}}),
+		{name: "write to an absent page that stays so", ibta: "9.7.5.2.8", wr: w.write(w.absent, 4096, 100),
+			status: guestdrv.WCRNRRetryExcErr, event: guestdrv.EventPageFault},
 
 		// What the peer's QP does not do: NAK "invalid request".
-		refusedRequest(badRequest{name: "write, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.write(dmr, 0, 100), access: guestdrv.AccessRemoteRead}),
-		refusedRequest(badRequest{name: "read, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.read(dmr, 0, 100), access: guestdrv.AccessRemoteWrite}),
-		refusedRequest(badRequest{name: "atomic, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.atomic(dmr, 0), access: guestdrv.AccessRemoteWrite}),
-		refusedRequest(badRequest{name: "atomic unaligned", ibta: "9.4.5", wr: w.atomic(dmr, 4)}),
-		refusedRequest(badRequest{name: "atomic write, QP forbids", ibta: "A19, 11.2.5.2", wr: w.atomicWrite(dmr, 0, 8), access: guestdrv.AccessRemoteAtomic}),
-		refusedRequest(badRequest{name: "atomic write unaligned", ibta: "A19", wr: w.atomicWrite(dmr, 4, 8)}),
+		refusedRequest(badRequest{name: "write, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.write(dmr, 0, 100),
+			access: guestdrv.AccessRemoteRead}), refusedRequest(badRequest{name: "read, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2",
+			wr: w.read(dmr, 0, 100), access: guestdrv.AccessRemoteWrite}),
+		refusedRequest(badRequest{name: "atomic, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.atomic(dmr, 0),
+			access: guestdrv.AccessRemoteWrite}), refusedRequest(badRequest{name: "atomic unaligned", ibta: "9.4.5",
+			wr: w.atomic(dmr, 4)}),
+		refusedRequest(badRequest{name: "atomic write, QP forbids", ibta: "A19, 11.2.5.2", wr: w.atomicWrite(dmr, 0, 8),
+			access: guestdrv.AccessRemoteAtomic}), refusedRequest(badRequest{name: "atomic write unaligned", ibta: "A19",
+			wr: w.atomicWrite(dmr, 4, 8)}),
 
 		// The peer's receive: NAK "invalid request" for its length, "remote operational error" for its memory.
-		{name: "receive buffer too short", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 5000)), recv: []guestdrv.SGE{dmr.SGE(0, 4999)}, status: guestdrv.WCRemInvReqErr, peer: guestdrv.WCLocLenErr, breaks: true},
-		{name: "receive buffer's key is bad", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 100)), recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: dmr.LKey() ^ 0x55}}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true},
-		{name: "receive buffer is read-only", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 100)), recv: []guestdrv.SGE{w.readOnly.SGE(0, 100)}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true},
-		{name: "receive buffer is another domain's", ibta: "10.2.3, 9.9.3", wr: send(smr.SGE(0, 100)), recv: []guestdrv.SGE{w.foreign.SGE(0, 100)}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true},
+		{name: "receive buffer too short", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 5000)),
+			recv: []guestdrv.SGE{dmr.SGE(0, 4999)}, status: guestdrv.WCRemInvReqErr, peer: guestdrv.WCLocLenErr, breaks: true},
+		{name: "receive buffer's key is bad", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 100)),
+			recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: dmr.LKey() ^ 0x55}}, status: guestdrv.WCRemOpErr,
+			peer: guestdrv.WCLocProtErr, breaks: true},
+		{name: "receive buffer is read-only", ibta: "9.7.5.2, 9.9.3", wr: send(smr.SGE(0, 100)),
+			recv: []guestdrv.SGE{w.readOnly.SGE(0, 100)}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr,
+			breaks: true},
+		{name: "receive buffer is another domain's", ibta: "10.2.3, 9.9.3", wr: send(smr.SGE(0, 100)),
+			recv: []guestdrv.SGE{w.foreign.SGE(0, 100)}, status: guestdrv.WCRemOpErr, peer: guestdrv.WCLocProtErr, breaks: true},
 		{name: "no receive buffer", ibta: "9.7.5.2.8", wr: send(smr.SGE(0, 100)), status: guestdrv.WCRNRRetryExcErr},
-		{name: "immediate data without receive buffer", ibta: "9.7.5.2.8", wr: &request{Opcode: guestdrv.WRRDMAWriteWithImm, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}, status: guestdrv.WCRNRRetryExcErr},
+		{name: "immediate data without receive buffer", ibta: "9.7.5.2.8",
+			wr:     &request{Opcode: guestdrv.WRRDMAWriteWithImm, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
+			status: guestdrv.WCRNRRetryExcErr},
 
 		// The requester's own memory and requests: nothing of it reaches the peer.
-		{name: "gather beyond the end", ibta: "9.9.2, 10.6.3", wr: send(guestdrv.SGE{Addr: w.src.Addr() + 8000, Length: 500, LKey: smr.LKey()}), recv: []guestdrv.SGE{}, status: guestdrv.WCLocProtErr, peer: still},
-		{name: "gather with a bad key", ibta: "9.9.2, 10.6.3", wr: send(guestdrv.SGE{Addr: w.src.Addr(), Length: 5, LKey: smr.LKey() ^ 0x55}), recv: []guestdrv.SGE{}, status: guestdrv.WCLocProtErr, peer: still},
-		{name: "gather with the reserved key", ibta: "9.9.2, 10.6.3", wr: send(guestdrv.SGE{Addr: w.src.PA(), Length: 5, LKey: guestdrv.DMALKey}), recv: []guestdrv.SGE{}, status: guestdrv.WCLocProtErr, peer: still},
-		{name: "scatter without right", ibta: "9.9.2, 10.6.3", wr: &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{w.ro.SGE(0, 100)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}, status: guestdrv.WCLocProtErr},
-		{name: "atomic without room for the answer", ibta: "9.9.2, 11.4.1", wr: &request{Opcode: guestdrv.WRAtomicFetchAndAdd, SGL: []guestdrv.SGE{smr.SGE(0, 4)}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()}, status: guestdrv.WCLocLenErr},
+		{name: "gather beyond the end", ibta: "9.9.2, 10.6.3",
+			wr: send(guestdrv.SGE{Addr: w.src.Addr() + 8000, Length: 500, LKey: smr.LKey()}), recv: []guestdrv.SGE{},
+			status: guestdrv.WCLocProtErr, peer: still},
+		{name: "gather with a bad key", ibta: "9.9.2, 10.6.3",
+			wr: send(guestdrv.SGE{Addr: w.src.Addr(), Length: 5, LKey: smr.LKey() ^ 0x55}), recv: []guestdrv.SGE{},
+			status: guestdrv.WCLocProtErr, peer: still},
+		{name: "gather with the reserved key", ibta: "9.9.2, 10.6.3",
+			wr: send(guestdrv.SGE{Addr: w.src.PA(), Length: 5, LKey: guestdrv.DMALKey}), recv: []guestdrv.SGE{},
+			status: guestdrv.WCLocProtErr, peer: still},
+		{name: "scatter without right", ibta: "9.9.2, 10.6.3",
+			wr: &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{w.ro.SGE(0, 100)}, RemoteAddr: dmr.Addr(),
+				RKey: dmr.RKey()}, status: guestdrv.WCLocProtErr},
+		{name: "atomic without room for the answer", ibta: "9.9.2, 11.4.1",
+			wr: &request{Opcode: guestdrv.WRAtomicFetchAndAdd, SGL: []guestdrv.SGE{smr.SGE(0, 4)}, RemoteAddr: dmr.Addr(),
+				RKey: dmr.RKey()}, status: guestdrv.WCLocLenErr},
 		{name: "atomic write of 16 bytes", ibta: "A19", wr: w.atomicWrite(dmr, 0, 16), status: guestdrv.WCLocLenErr},
-		{name: "unknown opcode", ibta: "9.9.2, 10.7.2", wr: &request{Opcode: 99, SGL: []guestdrv.SGE{smr.SGE(0, 100)}}, recv: []guestdrv.SGE{}, status: guestdrv.WCLocQPOpErr, peer: still},
+		{name: "unknown opcode", ibta: "9.9.2, 10.7.2", wr: &request{Opcode: 99, SGL: []guestdrv.SGE{smr.SGE(0, 100)}},
+			recv: []guestdrv.SGE{}, status: guestdrv.WCLocQPOpErr, peer: still},
 	}
 }
 
 // manage are registration, invalidation and binding (10.6, 11.4.4): "memory management operation error".
 func (w *badWorld) manage() (all []badRequest) {
 	reg := func(name string, f func(*guestdrv.Registration)) badRequest {
-		return badRequest{name: name, ibta: "11.4.4.1, 10.6.4", kernel: true, status: guestdrv.WCMWBindErr, make: func() *request {
-			x := w.fast.Map(w.mem, 100, 8192, 9, allAccess)
-			f(x)
-			return &request{Opcode: guestdrv.WRRegMR, Reg: x}
-		}}
+		return badRequest{name: name, ibta: "11.4.4.1, 10.6.4", kernel: true, status: guestdrv.WCMWBindErr,
+			make: func() *request {
+				x := w.fast.Map(w.mem, 100, 8192, 9, allAccess)
+				f(x)
+				return &request{Opcode: guestdrv.WRRegMR, Reg: x}
+			}}
 	}
 	inv := func(name string, kernel bool, key func() uint32) badRequest {
 		return badRequest{name: name, ibta: "10.6.5", kernel: kernel, status: guestdrv.WCMWBindErr, make: func() *request {
@@ -192,7 +231,8 @@ func (w *badWorld) manage() (all []badRequest) {
 	}
 	bind := func(name string, f func(*guestdrv.BindMW)) badRequest {
 		return badRequest{name: name, ibta: "10.6.7.2, 11.4.4.2", status: guestdrv.WCMWBindErr, make: func() *request {
-			x := &guestdrv.BindMW{Key: w.w2.Key(), NewKey: w.w2.Key() + 1, Region: w.sendBind.LKey(), Access: guestdrv.AccessRemoteRead, Addr: w.sendBind.Addr(), Length: 100}
+			x := &guestdrv.BindMW{Key: w.w2.Key(), NewKey: w.w2.Key() + 1, Region: w.sendBind.LKey(),
+				Access: guestdrv.AccessRemoteRead, Addr: w.sendBind.Addr(), Length: 100}
 			f(x)
 			return &request{Opcode: guestdrv.WRBindMW, Bind: x}
 		}}
@@ -231,11 +271,17 @@ func (w *badWorld) unreliable() []badRequest {
 	return []badRequest{
 		{name: "write beyond the end", ibta: "9.8.2.2", wr: w.write(w.dmr, 8000, 500), recv: []guestdrv.SGE{}, peer: still},
 		{name: "write without right", ibta: "9.8.2.2", wr: w.write(w.readOnly, 0, 100), recv: []guestdrv.SGE{}, peer: still},
-		{name: "write, QP forbids", ibta: "9.8.2.2", wr: w.write(w.dmr, 0, 100), access: guestdrv.AccessLocalWrite, recv: []guestdrv.SGE{}, peer: still},
+		{name: "write, QP forbids", ibta: "9.8.2.2", wr: w.write(w.dmr, 0, 100), access: guestdrv.AccessLocalWrite,
+			recv: []guestdrv.SGE{}, peer: still},
 		{name: "no receive buffer", ibta: "9.8.2.2", wr: send(w.smr.SGE(0, 100))},
-		{name: "receive buffer too short", ibta: "9.8.2.2, 9.9.3", wr: send(w.smr.SGE(0, 5000)), recv: []guestdrv.SGE{w.dmr.SGE(0, 4999)}, peer: still},
-		{name: "receive buffer's key is bad", ibta: "9.9.3", wr: send(w.smr.SGE(0, 100)), recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, peer: guestdrv.WCLocProtErr, breaks: true},
-		{name: "gather with a bad key", ibta: "9.9.2, 10.3.1.7", wr: send(guestdrv.SGE{Addr: w.src.Addr(), Length: 5, LKey: w.smr.LKey() ^ 0x55}), recv: []guestdrv.SGE{}, status: guestdrv.WCLocProtErr, peer: still},
+		{name: "receive buffer too short", ibta: "9.8.2.2, 9.9.3", wr: send(w.smr.SGE(0, 5000)),
+			recv: []guestdrv.SGE{w.dmr.SGE(0, 4999)}, peer: still},
+		{name: "receive buffer's key is bad", ibta: "9.9.3", wr: send(w.smr.SGE(0, 100)),
+			recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, peer: guestdrv.WCLocProtErr,
+			breaks: true},
+		{name: "gather with a bad key", ibta: "9.9.2, 10.3.1.7",
+			wr: send(guestdrv.SGE{Addr: w.src.Addr(), Length: 5, LKey: w.smr.LKey() ^ 0x55}), recv: []guestdrv.SGE{},
+			status: guestdrv.WCLocProtErr, peer: still},
 		{name: "read", ibta: "10.7.2, 10.3.1.7", wr: w.read(w.dmr, 0, 100), status: guestdrv.WCLocQPOpErr},
 		{name: "atomic", ibta: "10.7.2, 10.3.1.7", wr: w.atomic(w.dmr, 0), status: guestdrv.WCLocQPOpErr},
 		{name: "atomic write", ibta: "A19, 10.3.1.7", wr: w.atomicWrite(w.dmr, 0, 8), status: guestdrv.WCLocQPOpErr},
@@ -253,12 +299,17 @@ func (w *badWorld) datagrams() []badRequest {
 	return []badRequest{
 		{name: "longer than the MTU", ibta: "9.8.3, 10.3.1.7", wr: to(w.ah, 5, 1025), status: guestdrv.WCLocLenErr},
 		{name: "stale address handle", ibta: "10.2.2, 10.3.1.7", wr: to(w.staleAH, 5, 10), status: guestdrv.WCLocQPOpErr},
-		{name: "another PD's address handle", ibta: "10.2.3, 10.3.1.7", wr: to(w.foreignAH, 5, 10), status: guestdrv.WCLocQPOpErr},
+		{name: "another PD's address handle", ibta: "10.2.3, 10.3.1.7", wr: to(w.foreignAH, 5, 10),
+			status: guestdrv.WCLocQPOpErr},
 		{name: "gather with a bad key", ibta: "9.9.2, 10.3.1.7", wr: badKey, status: guestdrv.WCLocProtErr},
-		{name: "another Q_Key", ibta: "9.6.1.4, 10.2.5", wr: to(w.ah, 6, 10), recv: []guestdrv.SGE{w.dmr.SGE(0, 100)}, peer: still},
+		{name: "another Q_Key", ibta: "9.6.1.4, 10.2.5", wr: to(w.ah, 6, 10), recv: []guestdrv.SGE{w.dmr.SGE(0, 100)},
+			peer: still},
 		{name: "no receive buffer", ibta: "9.8.3", wr: to(w.ah, 5, 10)},
-		{name: "receive buffer too short", ibta: "9.8.3, 9.9.3", wr: to(w.ah, 5, 61), recv: []guestdrv.SGE{w.dmr.SGE(0, 100)}, peer: still},
-		{name: "receive buffer's key is bad", ibta: "9.9.3", wr: to(w.ah, 5, 10), recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, peer: guestdrv.WCLocProtErr, breaks: true},
+		{name: "receive buffer too short", ibta: "9.8.3, 9.9.3", wr: to(w.ah, 5, 61), recv: []guestdrv.SGE{w.dmr.SGE(0, 100)},
+			peer: still},
+		{name: "receive buffer's key is bad", ibta: "9.9.3", wr: to(w.ah, 5, 10),
+			recv: []guestdrv.SGE{{Addr: w.dst.Addr(), Length: 100, LKey: w.dmr.LKey() ^ 0x55}}, peer: guestdrv.WCLocProtErr,
+			breaks: true},
 	}
 }
 
@@ -272,7 +323,8 @@ func TestErrors(t *testing.T) {
 		all  []badRequest
 	}{
 		{"RC", guestdrv.QPTypeRC, w.reliable()}, {"memory", guestdrv.QPTypeRC, w.manage()},
-		{"verbs", guestdrv.QPTypeRC, w.everyVerb()}, {"UC", guestdrv.QPTypeUC, w.unreliable()}, {"UD", guestdrv.QPTypeUD, w.datagrams()},
+		{"verbs", guestdrv.QPTypeRC, w.everyVerb()}, {"UC", guestdrv.QPTypeUC, w.unreliable()},
+		{"UD", guestdrv.QPTypeUD, w.datagrams()},
 	} {
 		for i := range x.all {
 			b := &x.all[i]
@@ -289,7 +341,8 @@ func TestErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range []guestdrv.Stat{guestdrv.StatAccessErrors, guestdrv.StatTxNaks, guestdrv.StatTxRNR, guestdrv.StatRxDropped} {
+	for _, n := range []guestdrv.Stat{guestdrv.StatAccessErrors, guestdrv.StatTxNaks, guestdrv.StatTxRNR,
+		guestdrv.StatRxDropped} {
 		if st[n] == 0 {
 			t.Errorf("errors were not counted: statistic %d", n)
 		}
@@ -395,7 +448,8 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ guestdrv.QPType) {
 		hb.wantEvent(t, guestdrv.EventQPLastWQE, p.qp.Number())
 	}
 	b.goOn(t, w, a, p, typ, local)
-	if b.peer != guestdrv.WCSuccess && b.peer != guestdrv.WCLocLenErr && typ == guestdrv.QPTypeRC && !bytes.Equal(before, w.dst.Bytes()) {
+	if b.peer != guestdrv.WCSuccess && b.peer != guestdrv.WCLocLenErr && typ == guestdrv.QPTypeRC &&
+		!bytes.Equal(before, w.dst.Bytes()) {
 		t.Error("the target was written to")
 	}
 }

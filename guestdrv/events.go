@@ -10,9 +10,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// asyncEvents is the asynchronous event queue. Page faults of on-demand regions are dispatched to their pagers, and their
-// buffers return to the device at once. Other events keep their buffers until NextEvent returns them: while queueSize
-// events wait, the device has no buffer and holds further events, faults included. No event is lost.
+// asyncEvents is the asynchronous event queue. Page faults of on-demand regions are dispatched to their pagers, and
+// their buffers return to the device at once. Other events keep their buffers until NextEvent returns them: while
+// queueSize events wait, the device has no buffer and holds further events, faults included. No event is lost.
 type asyncEvents struct {
 	mu   sync.Mutex
 	q    *frontend.Queue // guarded by mu, but for Await
@@ -59,7 +59,8 @@ func newAsyncEvents(d *Device) (*asyncEvents, error) {
 func (a *asyncEvents) give(i uint64) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.q.Add(i, nil, []frontend.Buf{{PA: translate.PA(a.bufs.PA() + i*abi.SizeEvent), Len: abi.SizeEvent}}); err != nil {
+	if err := a.q.Add(i, nil, []frontend.Buf{{PA: translate.PA(a.bufs.PA() + i*abi.SizeEvent),
+		Len: abi.SizeEvent}}); err != nil {
 		return err
 	}
 	a.q.Kick()
@@ -115,7 +116,8 @@ func (a *asyncEvents) handle(i uint64, n uint32) error {
 	}
 	a.listMu.Lock()
 	a.list = append(a.list, keptEvent{Event{
-		Type: EventType(e.Type), Handle: e.Handle, VA: e.VA, Length: e.Length, Key: e.Key, Access: Access(e.Access), Token: e.Token,
+		Type: EventType(e.Type), Handle: e.Handle, VA: e.VA, Length: e.Length, Key: e.Key, Access: Access(e.Access),
+		Token: e.Token,
 	}, i})
 	a.signalLocked()
 	a.listMu.Unlock()
@@ -145,8 +147,8 @@ func (a *asyncEvents) next() (keptEvent, bool) {
 	return e, true
 }
 
-// NextEvent waits for an asynchronous event. Page faults of on-demand regions are handled by their pagers and not returned;
-// those of regions with PageAbsent entries (RegisterPages) are, and the caller answers them with ResumeFault.
+// NextEvent waits for an asynchronous event. Page faults of on-demand regions are handled by their pagers and not
+// returned; those of regions with PageAbsent entries (RegisterPages) are, and the caller answers them with ResumeFault.
 func (d *Device) NextEvent(ctx context.Context) (Event, error) {
 	if err := d.users.enter(); err != nil {
 		return Event{}, err

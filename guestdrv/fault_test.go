@@ -23,7 +23,8 @@ func (h *host) holed(tb testing.TB, access guestdrv.Access) (*guestdrv.Buffer, *
 			pas[i] = guestdrv.PageAbsent
 		}
 	}
-	mr, err := h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0x5550000, Length: pages << 12, PageShift: 12, PAs: pas, Access: access})
+	mr, err := h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: 0x5550000, Length: pages << 12, PageShift: 12, PAs: pas,
+		Access: access})
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -98,14 +99,16 @@ func TestGuestFaults(t *testing.T) {
 			}
 			b.recv(t, 7, mb.SGE(200, n))
 			wr := tc.wr
-			wr.ID, wr.Flags, wr.SGL, wr.RemoteAddr, wr.RKey = 1, guestdrv.SendSignaled, []guestdrv.SGE{ma.SGE(100, n)}, mb.Addr()+200, mb.RKey()
+			wr.ID, wr.Flags, wr.SGL, wr.RemoteAddr, wr.RKey = 1, guestdrv.SendSignaled, []guestdrv.SGE{ma.SGE(100, n)},
+				mb.Addr()+200, mb.RKey()
 			a.post(t, &wr)
 			holed.faulted(t, 0)
 
 			_, xm := ha.region(t, 65536, 0)
 			xb, xr := hb.region(t, 65536, allAccess)
 			for i := range 20 {
-				x.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{xm.SGE(0, 65536)}, RemoteAddr: xb.Addr(), RKey: xr.RKey()})
+				x.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+					SGL: []guestdrv.SGE{xm.SGE(0, 65536)}, RemoteAddr: xb.Addr(), RKey: xr.RKey()})
 				expect(t, x.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 			}
 			if wcs := make([]guestdrv.Completion, 1); a.scq.Poll(wcs) != 0 {

@@ -54,7 +54,8 @@ func TestMemory(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if uint64(b.Len()) != n || b.PA()%align != 0 || b.PA() < uint64(paBase) || b.PA()+n > uint64(paBase)+pages<<pageShift {
+		if uint64(b.Len()) != n || b.PA()%align != 0 || b.PA() < uint64(paBase) ||
+			b.PA()+n > uint64(paBase)+pages<<pageShift {
 			t.Fatalf("asked for %d bytes aligned to %#x, got %d at %#x", n, align, b.Len(), b.PA())
 		}
 		if !bytes.Equal(b.Bytes(), zeros[:n]) {
@@ -83,7 +84,8 @@ func TestRing(t *testing.T) {
 			t.Fatal(err)
 		}
 		d := r.desc()
-		if int(d.NumElems) <= n || d.NumElems&(d.NumElems-1) != 0 || d.Log2ElemSize != 7 || d.Length != abi.RingLength(d.NumElems, 7) ||
+		if int(d.NumElems) <= n || d.NumElems&(d.NumElems-1) != 0 || d.Log2ElemSize != 7 ||
+			d.Length != abi.RingLength(d.NumElems, 7) ||
 			uint64(d.NPages) != (d.Length+pageSize-1)/pageSize || len(r.pages()) != int(d.NPages) {
 			t.Fatalf("ring for %d elements: %+v", n, d)
 		}
@@ -142,7 +144,8 @@ func TestParseResponse(t *testing.T) {
 		t.Errorf("good response: %v, %+v", err, h)
 	}
 	var ce *CommandError
-	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, StatusNoMemory) || !errors.As(err, &ce) || ce.Command != "CREATE_PD" {
+	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, StatusNoMemory) || !errors.As(err, &ce) ||
+		ce.Command != "CREATE_PD" {
 		t.Errorf("refusal: %v", err)
 	} else if err.Error() != "CREATE_PD: limit reached" {
 		t.Errorf("refusal reads %q", err)

@@ -36,7 +36,8 @@ func TestReopen(t *testing.T) {
 		a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{Timeout: 14, RetryCnt: 2})
 		_, bm := hb.region(t, size, allAccess)
 		for i := range 20 {
-			wr := &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{xm.SGE(0, size)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
+			wr := &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{xm.SGE(0, size)}, RemoteAddr: bm.Addr(), RKey: bm.RKey()}
 			a.post(t, wr)
 			wr.RemoteAddr, wr.RKey = ym.Addr(), ym.RKey()
 			x.post(t, wr)
@@ -227,14 +228,16 @@ func TestLargeRegion(t *testing.T) {
 		pas[i] = buf.PA() + uint64(pages-1-i)<<12
 	}
 	const iova, offset = 0x1230000000, 100
-	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: iova, Length: pages<<12 - offset, Offset: offset, PageShift: 12, PAs: pas, Access: allAccess})
+	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: iova, Length: pages<<12 - offset, Offset: offset,
+		PageShift: 12, PAs: pas, Access: allAccess})
 	if err != nil {
 		t.Fatal(err)
 	}
 	src, smr := a.h.region(t, 3<<12, guestdrv.AccessLocalWrite)
 	fill(src.Bytes(), 1)
 	for _, off := range []int{0, 5000, 8189<<12 - 50, 8190<<12 - 150, (pages-3)<<12 - 200} {
-		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 3<<12)}, RemoteAddr: iova + uint64(off), RKey: mr.RKey()})
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, 3<<12)}, RemoteAddr: iova + uint64(off), RKey: mr.RKey()})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		var got []byte
 		for p := off + offset; len(got) < 3<<12; {
@@ -258,12 +261,14 @@ func TestPrivileged(t *testing.T) {
 	src, _ := a.h.region(t, 8192, 0)
 	dst, dmr := b.h.region(t, 8192, allAccess)
 	fill(src.Bytes(), 1)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{{Addr: src.PA() + 1, Length: 6000}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{{Addr: src.PA() + 1, Length: 6000}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(src.Bytes()[1:6001], dst.Bytes()[:6000]) {
 		t.Fatal("data differ")
 	}
-	a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: 1 << 60, Length: 6}}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: 1 << 60, Length: 6}},
+		RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	expect(t, a.scq, 2, guestdrv.WCLocProtErr, 0)
 }
 
@@ -274,7 +279,8 @@ func TestHostileRing(t *testing.T) {
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
 	dst, dmr := b.h.region(t, 4096, allAccess)
 	a.qp.RingGeometry(31, 0xffffffff)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: []byte("x"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: []byte("x"),
+		RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 
 	x, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
@@ -282,7 +288,8 @@ func TestHostileRing(t *testing.T) {
 	x.qp.Ring()
 	// Whatever x does with that, the neighbour goes on.
 	for i := range 100 {
-		a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline,
+			Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
 	if err := x.qp.Close(); err != nil {
@@ -330,12 +337,14 @@ func TestPhysRegion(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: dst.PA(), Length: 20000, PageShift: 12, Access: allAccess, Physical: true})
+	mr, err := b.h.pd.RegisterPages(bg, guestdrv.PageSpec{IOVA: dst.PA(), Length: 20000, PageShift: 12, Access: allAccess,
+		Physical: true})
 	if err != nil {
 		t.Fatal(err)
 	}
 	fill(src.Bytes(), 1)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 19000)}, RemoteAddr: dst.PA() + 1000, RKey: mr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 19000)}, RemoteAddr: dst.PA() + 1000, RKey: mr.RKey()})
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(dst.Bytes()[1000:], src.Bytes()[:19000]) {
 		t.Error("data differ")
@@ -359,18 +368,23 @@ func TestSecondDriver(t *testing.T) {
 // TestQueryQP reads back what was set.
 func TestQueryQP(t *testing.T) {
 	r := newRig(t, rigConfig{})
-	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: guestdrv.MTU512, Access: guestdrv.AccessRemoteRead}
+	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: guestdrv.MTU512,
+		Access: guestdrv.AccessRemoteRead}
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), o)
 	q, err := a.qp.Query(bg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if q.State != guestdrv.QPRTS || q.PathMTU != guestdrv.MTU512 || q.Timeout != 13 || q.RetryCnt != 5 || q.RNRRetry != 4 ||
-		q.MinRNRTimer != 9 || q.MaxRdAtomic != 3 || q.MaxDestRdAtomic != 3 || q.Access != guestdrv.AccessRemoteRead || q.DestQPN != b.qp.Number() ||
-		q.RQPSN != b.psn || q.SQPSN != a.psn || q.Path.GID != b.h.gid || q.Path.MAC != b.h.mac || q.Path.HopLimit != 64 || q.Path.VLAN != 0 {
+	if q.State != guestdrv.QPRTS || q.PathMTU != guestdrv.MTU512 || q.Timeout != 13 || q.RetryCnt != 5 ||
+		q.RNRRetry != 4 ||
+		q.MinRNRTimer != 9 || q.MaxRdAtomic != 3 || q.MaxDestRdAtomic != 3 || q.Access != guestdrv.AccessRemoteRead ||
+		q.DestQPN != b.qp.Number() ||
+		q.RQPSN != b.psn || q.SQPSN != a.psn || q.Path.GID != b.h.gid || q.Path.MAC != b.h.mac || q.Path.HopLimit != 64 ||
+		q.Path.VLAN != 0 {
 		t.Errorf("attributes %+v", q)
 	}
-	if p, err := a.h.Port(bg); err != nil || p.State != guestdrv.PortActive || p.ActiveMTU != 1024 || p.ActiveSpeed == 0 || p.ActiveWidth == 0 {
+	if p, err := a.h.Port(bg); err != nil || p.State != guestdrv.PortActive || p.ActiveMTU != 1024 || p.ActiveSpeed == 0 ||
+		p.ActiveWidth == 0 {
 		t.Errorf("port %+v, %v", p, err)
 	}
 }
@@ -401,10 +415,13 @@ func TestIdle(t *testing.T) {
 	_ = b
 	u := a.h.udEnd(t, udConfig(), 5)
 	ah := a.h.ah(t, b.h)
-	u.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{smr.SGE(0, 4000)}, AH: ah, RemoteQPN: 77, QKey: 5}) // ends in SQE
+	// ends in SQE
+	u.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{smr.SGE(0, 4000)}, AH: ah, RemoteQPN: 77,
+		QKey: 5})
 	expect(t, u.scq, 2, guestdrv.WCLocLenErr, 0)
 	sqd, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
-	if err := sqd.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
+	if err := sqd.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true},
+		guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 		t.Fatal(err)
 	}
 	a.h.wantEvent(t, guestdrv.EventSQDrained, sqd.qp.Number())
@@ -446,7 +463,8 @@ func TestOpenErrors(t *testing.T) {
 	if err := open(func(b []byte) { b[0] ^= 1 }); !errors.Is(err, guestdrv.ErrNotVNICD) {
 		t.Errorf("wrong magic: %v", err)
 	}
-	if err := open(func(b []byte) { b[4] = 99 }); !errors.Is(err, guestdrv.ErrVersion) || !strings.Contains(err.Error(), "99") {
+	if err := open(func(b []byte) { b[4] = 99 }); !errors.Is(err, guestdrv.ErrVersion) ||
+		!strings.Contains(err.Error(), "99") {
 		t.Errorf("wrong version: %v", err)
 	}
 	if err := open(func(b []byte) { b[abi.SizeConfig-1] = 1 }); !errors.Is(err, abi.ErrReserved) {
@@ -455,7 +473,8 @@ func TestOpenErrors(t *testing.T) {
 	if err := open(func(b []byte) { b[14] = 0 }); err == nil || !strings.Contains(err.Error(), "completion event queues") {
 		t.Errorf("no completion event queues: %v", err)
 	}
-	if _, err := guestdrv.Open(bg, filepath.Join(t.TempDir(), "none"), guestdrv.Config{}); !errors.Is(err, os.ErrNotExist) {
+	if _, err := guestdrv.Open(bg, filepath.Join(t.TempDir(), "none"), guestdrv.Config{}); !errors.Is(err,
+		os.ErrNotExist) {
 		t.Errorf("no socket: %v", err)
 	}
 	var ne *net.OpError

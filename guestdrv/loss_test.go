@@ -127,7 +127,8 @@ func TestImpairedNetwork(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			t.Logf("requester: retransmits %d, timeouts %d, icrc errors %d", st[guestdrv.StatRetransmits], st[guestdrv.StatTimeouts], st[guestdrv.StatICRCErrors])
+			t.Logf("requester: retransmits %d, timeouts %d, icrc errors %d", st[guestdrv.StatRetransmits],
+				st[guestdrv.StatTimeouts], st[guestdrv.StatICRCErrors])
 		})
 	}
 }
@@ -180,7 +181,8 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 			size %= 300
 		}
 		from, to := slot*slotSize, (slots+slot)*slotSize
-		wr := request{ID: uint64(i), Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{lmr.SGE(from, size)}, RemoteAddr: remote.Addr() + uint64(to), RKey: rmr.RKey()}
+		wr := request{ID: uint64(i), Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{lmr.SGE(from, size)},
+			RemoteAddr: remote.Addr() + uint64(to), RKey: rmr.RKey()}
 		switch rng.IntN(6) {
 		case 0, 1:
 			wr.Opcode = guestdrv.WRRDMAWrite

@@ -55,7 +55,8 @@ func TestFastRegister(t *testing.T) {
 		// In one go: register, tell the peer, which writes and gives the memory back.
 		for _, wr := range []*request{
 			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
-			{ID: 2, Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}}, RemoteAddr: smr.Addr(), RKey: smr.RKey()},
+			{ID: 2, Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}},
+				RemoteAddr: smr.Addr(), RKey: smr.RKey()},
 		} {
 			if err := queueSend(a.qp, wr); err != nil {
 				t.Fatal(err)
@@ -67,7 +68,8 @@ func TestFastRegister(t *testing.T) {
 		if !bytes.Equal(mem.Bytes()[off:off+4000], src.Bytes()[:4000]) {
 			t.Fatal("data differ: a READ behind the registration")
 		}
-		b.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA, RKey: reg.RKey})
+		b.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA,
+			RKey: reg.RKey})
 		if round%2 == 0 {
 			a.recv(t, 4)
 			b.post(t, &request{ID: 5, Opcode: guestdrv.WRSendWithInv, InvalidateKey: reg.RKey})
@@ -87,7 +89,8 @@ func TestFastRegister(t *testing.T) {
 		}
 	}
 	// What was invalidated is void for the peer.
-	b.post(t, &request{ID: 7, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(), RKey: m.Key()})
+	b.post(t, &request{ID: 7, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(),
+		RKey: m.Key()})
 	expect(t, b.scq, 7, guestdrv.WCRemAccessErr, 0)
 	destroy(t, a, b)
 	if err := m.Close(); err != nil {
@@ -113,7 +116,8 @@ func TestLocalInvWaits(t *testing.T) {
 			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
 			{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 32 << 10, LKey: reg.RKey}}},
 			{ID: 3, Opcode: guestdrv.WRLocalInv, InvalidateKey: reg.RKey},
-			{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: mem.PA(), Length: 8}}, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
+			{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{{Addr: mem.PA(), Length: 8}}, RemoteAddr: dmr.Addr(),
+				RKey: dmr.RKey()},
 		} {
 			if err := queueSend(a.qp, wr); err != nil {
 				t.Fatal(err)
@@ -166,13 +170,15 @@ func TestMemoryWindows(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		bind := &guestdrv.BindMW{Key: w.Key(), NewKey: w.Key() + 1, Region: mr.LKey(), Access: guestdrv.AccessRemoteWrite, Addr: mem.Addr() + 500, Length: 6000}
+		bind := &guestdrv.BindMW{Key: w.Key(), NewKey: w.Key() + 1, Region: mr.LKey(), Access: guestdrv.AccessRemoteWrite,
+			Addr: mem.Addr() + 500, Length: 6000}
 		a.post(t, &request{ID: 1, Opcode: guestdrv.WRBindMW, Bind: bind})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 		key := w.Key()&^0xff | (w.Key()+1)&0xff
 		write := func(e *end, id uint64, status guestdrv.WCStatus) {
 			t.Helper()
-			e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 6000)}, RemoteAddr: bind.Addr, RKey: key})
+			e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 6000)},
+				RemoteAddr: bind.Addr, RKey: key})
 			expect(t, e.scq, id, status, guestdrv.WCOpRDMAWrite)
 		}
 		write(b, 2, guestdrv.WCSuccess)
@@ -213,14 +219,15 @@ func TestMemoryWindows(t *testing.T) {
 	if err := mr.Close(); err != nil {
 		t.Fatalf("a region whose windows are gone: %v", err)
 	}
-	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg || at.Caps&(guestdrv.CapMemMgt|guestdrv.CapMW) != guestdrv.CapMemMgt|guestdrv.CapMW {
+	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg ||
+		at.Caps&(guestdrv.CapMemMgt|guestdrv.CapMW) != guestdrv.CapMemMgt|guestdrv.CapMW {
 		t.Errorf("attributes: %+v", at)
 	}
 }
 
-// TestWindowsOnDemand: windows on a region whose pages come and go, more of them than there are frames, beneath operations
-// under way. The region's owner is asked by the region's own key and address, however the window names them; and what is
-// evicted nobody writes to through the window either, which the arena looks at (EP-3).
+// TestWindowsOnDemand: windows on a region whose pages come and go, more of them than there are frames, beneath
+// operations under way. The region's owner is asked by the region's own key and address, however the window names them;
+// and what is evicted nobody writes to through the window either, which the arena looks at (EP-3).
 func TestWindowsOnDemand(t *testing.T) {
 	const pages, frames, first, n = 32, 8, 3*page + 104, 20 * page
 	for _, tc := range []struct {
@@ -228,139 +235,143 @@ func TestWindowsOnDemand(t *testing.T) {
 		access          guestdrv.Access
 		vxlan, implicit bool
 	}{
-		{1, 0, false, false}, {1, 0, true, true}, {2, 0, true, false}, {2, guestdrv.AccessZeroBased, false, true}, {2, guestdrv.AccessZeroBased, true, false},
+		{1, 0, false, false}, {1, 0, true, true}, {2, 0, true, false}, {2, guestdrv.AccessZeroBased, false, true},
+		{2, guestdrv.AccessZeroBased, true, false},
 	} {
-		t.Run(fmt.Sprintf("type %d/zero-based %t/implicit %t/VXLAN %t", tc.typ, tc.access != 0, tc.implicit, tc.vxlan), func(t *testing.T) {
-			r := newRig(t, rigConfig{vxlan: tc.vxlan})
-			ha, hb := r.hosts[0], r.hosts[1]
-			far := newArena(t, ha, 1<<41, pages, frames)
-			var hold, refuse atomic.Bool
-			asked, answer := make(chan guestdrv.PageFault, 1), make(chan struct{})
-			release := sync.OnceFunc(func() { close(answer) })
-			t.Cleanup(release) // or the device, which a failed test ends, waits for its Pager without end
-			far.hook = func(_ context.Context, f guestdrv.PageFault) error {
-				switch {
-				case refuse.Load():
-					return errOutside
-				case hold.Load():
-					select {
-					case asked <- f:
-					default:
+		t.Run(fmt.Sprintf("type %d/zero-based %t/implicit %t/VXLAN %t", tc.typ, tc.access != 0, tc.implicit, tc.vxlan),
+			func(t *testing.T) {
+				r := newRig(t, rigConfig{vxlan: tc.vxlan})
+				ha, hb := r.hosts[0], r.hosts[1]
+				far := newArena(t, ha, 1<<41, pages, frames)
+				var hold, refuse atomic.Bool
+				asked, answer := make(chan guestdrv.PageFault, 1), make(chan struct{})
+				release := sync.OnceFunc(func() { close(answer) })
+				t.Cleanup(release) // or the device, which a failed test ends, waits for its Pager without end
+				far.hook = func(_ context.Context, f guestdrv.PageFault) error {
+					switch {
+					case refuse.Load():
+						return errOutside
+					case hold.Load():
+						select {
+						case asked <- f:
+						default:
+						}
+						<-answer
 					}
-					<-answer
+					return nil
 				}
-				return nil
-			}
-			const rights = guestdrv.AccessLocalWrite | guestdrv.AccessMWBind
-			if tc.implicit {
-				mr, err := ha.pd.RegisterImplicit(bg, rights, far)
+				const rights = guestdrv.AccessLocalWrite | guestdrv.AccessMWBind
+				if tc.implicit {
+					mr, err := ha.pd.RegisterImplicit(bg, rights, far)
+					if err != nil {
+						t.Fatal(err)
+					}
+					far.use(mr)
+				} else {
+					far.register(rights)
+				}
+				mem, mr := hb.region(t, 2*n, allAccess)
+				fill(mem.Bytes(), uint64(tc.typ))
+				want := bytes.Clone(mem.Bytes()[:n])
+				w, err := ha.pd.AllocMW(bg, tc.typ)
 				if err != nil {
 					t.Fatal(err)
 				}
-				far.use(mr)
-			} else {
-				far.register(rights)
-			}
-			mem, mr := hb.region(t, 2*n, allAccess)
-			fill(mem.Bytes(), uint64(tc.typ))
-			want := bytes.Clone(mem.Bytes()[:n])
-			w, err := ha.pd.AllocMW(bg, tc.typ)
-			if err != nil {
-				t.Fatal(err)
-			}
-			c := qpDefaults()
-			c.SigAll = true
-			bind := guestdrv.BindMW{Key: w.Key(), Region: far.mr.LKey(), Addr: far.va(first), Length: n,
-				Access: tc.access | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic}
-			rebind := func(a *end) {
-				t.Helper()
-				bind.NewKey = bind.Key&^0xff | (bind.Key+1)&0xff
-				a.post(t, &request{ID: 1, Opcode: guestdrv.WRBindMW, Bind: &bind})
-				expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
-				bind.Key = bind.NewKey
-			}
-			// The peer's operation, which finds no window now, may take the QP to ERROR before the request is complete.
-			unbind := func(a *end) {
-				t.Helper()
-				wr, op := request{ID: 2, Opcode: guestdrv.WRLocalInv, InvalidateKey: bind.Key}, guestdrv.WCOpLocalInv
-				none := guestdrv.BindMW{Key: bind.Key, NewKey: bind.Key&^0xff | (bind.Key+1)&0xff}
-				if tc.typ == 1 {
-					wr, op = request{ID: 2, Opcode: guestdrv.WRBindMW, Bind: &none}, guestdrv.WCOpBindMW
+				c := qpDefaults()
+				c.SigAll = true
+				bind := guestdrv.BindMW{Key: w.Key(), Region: far.mr.LKey(), Addr: far.va(first), Length: n,
+					Access: tc.access | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic}
+				rebind := func(a *end) {
+					t.Helper()
+					bind.NewKey = bind.Key&^0xff | (bind.Key+1)&0xff
+					a.post(t, &request{ID: 1, Opcode: guestdrv.WRBindMW, Bind: &bind})
+					expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
+					bind.Key = bind.NewKey
 				}
-				a.post(t, &wr)
-				switch wc := await(t, a.scq, 1)[0]; {
-				case wc.ID != 2 || wc.Status != guestdrv.WCWRFlushErr && (wc.Status != guestdrv.WCSuccess || wc.Opcode != op):
-					t.Fatalf("completion %+v (%s), want id 2, success or flushed", wc, wc.Status)
-				case wc.Status == guestdrv.WCSuccess && tc.typ == 1:
-					bind.Key = none.NewKey
+				// The peer's operation, which finds no window now, may take the QP to ERROR before the request is complete.
+				unbind := func(a *end) {
+					t.Helper()
+					wr, op := request{ID: 2, Opcode: guestdrv.WRLocalInv, InvalidateKey: bind.Key}, guestdrv.WCOpLocalInv
+					none := guestdrv.BindMW{Key: bind.Key, NewKey: bind.Key&^0xff | (bind.Key+1)&0xff}
+					if tc.typ == 1 {
+						wr, op = request{ID: 2, Opcode: guestdrv.WRBindMW, Bind: &none}, guestdrv.WCOpBindMW
+					}
+					a.post(t, &wr)
+					switch wc := await(t, a.scq, 1)[0]; {
+					case wc.ID != 2 || wc.Status != guestdrv.WCWRFlushErr && (wc.Status != guestdrv.WCSuccess || wc.Opcode != op):
+						t.Fatalf("completion %+v (%s), want id 2, success or flushed", wc, wc.Status)
+					case wc.Status == guestdrv.WCSuccess && tc.typ == 1:
+						bind.Key = none.NewKey
+					}
 				}
-			}
-			at := func(off int) uint64 {
-				if tc.access != 0 {
-					return uint64(off)
+				at := func(off int) uint64 {
+					if tc.access != 0 {
+						return uint64(off)
+					}
+					return bind.Addr + uint64(off)
 				}
-				return bind.Addr + uint64(off)
-			}
-			do := func(b *end, op guestdrv.Opcode, wcop guestdrv.WCOpcode, local, off, n int, status guestdrv.WCStatus) {
-				t.Helper()
-				b.post(t, &request{ID: 3, Opcode: op, SGL: []guestdrv.SGE{mr.SGE(local, n)}, RemoteAddr: at(off), RKey: bind.Key, Swap: 5, CompareAdd: 5})
-				expect(t, b.scq, 3, status, wcop)
-			}
+				do := func(b *end, op guestdrv.Opcode, wcop guestdrv.WCOpcode, local, off, n int, status guestdrv.WCStatus) {
+					t.Helper()
+					b.post(t, &request{ID: 3, Opcode: op, SGL: []guestdrv.SGE{mr.SGE(local, n)}, RemoteAddr: at(off), RKey: bind.Key,
+						Swap: 5, CompareAdd: 5})
+					expect(t, b.scq, 3, status, wcop)
+				}
 
-			a, b := connect(t, ha, hb, c, faulty)
-			rebind(a)
-			for off := 0; off < n; off += 5 * page {
-				do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, off, off, 5*page, guestdrv.WCSuccess)
-			}
-			for off := 0; off < n; off += 5 * page {
-				do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n+off, off, 5*page, guestdrv.WCSuccess)
-			}
-			if !bytes.Equal(mem.Bytes()[n:], want) {
-				t.Error("data differ")
-			}
-			far.expect(first, want, "the region beneath")
-			far.evictAll()
-			do(b, guestdrv.WRAtomicFetchAndAdd, guestdrv.WCOpFetchAdd, 0, 7*page, 8, guestdrv.WCSuccess)
-			le.PutUint64(want[7*page:], le.Uint64(want[7*page:])+5)
-			far.expect(first, want, "after an atomic")
-			if got := far.mr.Stats(); got.Faults < n/page || got.Failed != 0 {
-				t.Errorf("faults: %+v", got)
-			}
-			if err := far.mr.Close(); !errors.Is(err, guestdrv.StatusBusy) {
-				t.Fatalf("a region with a window was deregistered: %v", err)
-			}
-			far.evictAll()
-			do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, 0, 0, 8, guestdrv.WCSuccess) // and still has its Pager
+				a, b := connect(t, ha, hb, c, faulty)
+				rebind(a)
+				for off := 0; off < n; off += 5 * page {
+					do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, off, off, 5*page, guestdrv.WCSuccess)
+				}
+				for off := 0; off < n; off += 5 * page {
+					do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n+off, off, 5*page, guestdrv.WCSuccess)
+				}
+				if !bytes.Equal(mem.Bytes()[n:], want) {
+					t.Error("data differ")
+				}
+				far.expect(first, want, "the region beneath")
+				far.evictAll()
+				do(b, guestdrv.WRAtomicFetchAndAdd, guestdrv.WCOpFetchAdd, 0, 7*page, 8, guestdrv.WCSuccess)
+				le.PutUint64(want[7*page:], le.Uint64(want[7*page:])+5)
+				far.expect(first, want, "after an atomic")
+				if got := far.mr.Stats(); got.Faults < n/page || got.Failed != 0 {
+					t.Errorf("faults: %+v", got)
+				}
+				if err := far.mr.Close(); !errors.Is(err, guestdrv.StatusBusy) {
+					t.Fatalf("a region with a window was deregistered: %v", err)
+				}
+				far.evictAll()
+				do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, 0, 0, 8, guestdrv.WCSuccess) // and still has its Pager
 
-			// The window goes while an operation waits for a page of it: nobody waits for the page, and the operation
-			// finds no window afterwards.
-			far.evictAll()
-			hold.Store(true)
-			b.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: at(9 * page), RKey: bind.Key})
-			if f := <-asked; f.VA != far.va(first+9*page)&^(page-1) || !f.Write {
-				t.Errorf("the Pager was asked for %#x, write %t", f.VA, f.Write)
-			}
-			unbind(a)
-			hold.Store(false)
-			release()
-			expect(t, b.scq, 4, guestdrv.WCRemAccessErr, guestdrv.WCOpRDMAWrite)
-			far.expect(first+9*page, want[9*page:10*page], "a window that was gone")
-			destroy(t, a, b)
+				// The window goes while an operation waits for a page of it: nobody waits for the page, and the operation
+				// finds no window afterwards.
+				far.evictAll()
+				hold.Store(true)
+				b.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)},
+					RemoteAddr: at(9 * page), RKey: bind.Key})
+				if f := <-asked; f.VA != far.va(first+9*page)&^(page-1) || !f.Write {
+					t.Errorf("the Pager was asked for %#x, write %t", f.VA, f.Write)
+				}
+				unbind(a)
+				hold.Store(false)
+				release()
+				expect(t, b.scq, 4, guestdrv.WCRemAccessErr, guestdrv.WCOpRDMAWrite)
+				far.expect(first+9*page, want[9*page:10*page], "a window that was gone")
+				destroy(t, a, b)
 
-			// What the region's owner has no page for is invalid through the window, too (PF-13).
-			a, b = connect(t, ha, hb, c, faulty)
-			rebind(a)
-			far.evictAll()
-			refuse.Store(true)
-			do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n, page, 8, guestdrv.WCRemAccessErr)
-			destroy(t, a, b)
-			if err := w.Close(); err != nil {
-				t.Fatal(err)
-			}
-			far.check()
-			if err := far.mr.Close(); err != nil {
-				t.Errorf("a region whose window is gone: %v", err)
-			}
-		})
+				// What the region's owner has no page for is invalid through the window, too (PF-13).
+				a, b = connect(t, ha, hb, c, faulty)
+				rebind(a)
+				far.evictAll()
+				refuse.Store(true)
+				do(b, guestdrv.WRRDMARead, guestdrv.WCOpRDMARead, n, page, 8, guestdrv.WCRemAccessErr)
+				destroy(t, a, b)
+				if err := w.Close(); err != nil {
+					t.Fatal(err)
+				}
+				far.check()
+				if err := far.mr.Close(); err != nil {
+					t.Errorf("a region whose window is gone: %v", err)
+				}
+			})
 	}
 }

@@ -32,8 +32,8 @@ func newMemory(size uint64) (*memory, error) {
 	return &memory{m, size}, nil
 }
 
-// alloc allocates n bytes, rounded up to pages, contiguous in VA and PA, zeroed, and aligned to align (a power of two, at
-// least a page) in PA.
+// alloc allocates n bytes, rounded up to pages, contiguous in VA and PA, zeroed, and aligned to align (a power of two,
+// at least a page) in PA.
 func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 	size := (n + pageSize - 1) &^ (pageSize - 1)
 	pa, err := m.Alloc(int(size), int(align))
@@ -53,8 +53,8 @@ func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 // has reports whether the page at pa belongs to the memory.
 func (m *memory) has(pa uint64) bool { return pa-uint64(paBase) < m.size }
 
-// Buffer is memory that both this process and the device can access: whole pages, contiguous in VA and in PA. It must not
-// be used after its Close or Device.Close.
+// Buffer is memory that both this process and the device can access: whole pages, contiguous in VA and in PA. It must
+// not be used after its Close or Device.Close.
 type Buffer struct {
 	mem  *memory
 	pa   uint64
@@ -75,8 +75,8 @@ func (b *Buffer) Addr() uint64 { return b.va }
 // PA returns the physical address of the first byte, as page lists use it: its place in the driver's memory.
 func (b *Buffer) PA() uint64 { return b.pa }
 
-// Load64 reads the 8 bytes at off, a multiple of 8, in the order of this machine. A program that polls memory written by a
-// peer uses it: what the peer wrote before is visible to later reads.
+// Load64 reads the 8 bytes at off, a multiple of 8, in the order of this machine. A program that polls memory written
+// by a peer uses it: what the peer wrote before is visible to later reads.
 func (b *Buffer) Load64(off int) uint64 { return atomic64(b.data, off).Load() }
 
 // pagePAs returns the PAs of the buffer's 4 KiB pages.

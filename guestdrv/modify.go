@@ -7,7 +7,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those that its mask names; QP.Query returns all.
+// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those that its mask names; QP.Query returns
+// all.
 type QPAttr struct {
 	State            QPState
 	CurState         QPState
@@ -30,9 +31,9 @@ type QPAttr struct {
 	Path             Path
 }
 
-// Modify changes the attributes that mask names. The device refuses with StatusInvalid what the QP's state and type do not
-// permit (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change later. No
-// goroutine may post while State becomes QPReset.
+// Modify changes the attributes that mask names. The device refuses with StatusInvalid what the QP's state and type do
+// not permit (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change
+// later. No goroutine may post while State becomes QPReset.
 func (q *QP) Modify(ctx context.Context, attr QPAttr, mask QPAttrMask) error {
 	if err := q.d.users.enter(); err != nil {
 		return err
@@ -165,8 +166,8 @@ func (q *QP) ToRTR(ctx context.Context, peer Peer, o ConnectOptions) error {
 		return err
 	}
 	a := QPAttr{
-		State: QPRTR, PathMTU: o.MTU, DestQPN: peer.QPN, RQPSN: peer.PSN, MaxDestRdAtomic: o.RdAtomic, MinRNRTimer: o.MinRNRTimer,
-		Path: peer.Path,
+		State: QPRTR, PathMTU: o.MTU, DestQPN: peer.QPN, RQPSN: peer.PSN, MaxDestRdAtomic: o.RdAtomic,
+		MinRNRTimer: o.MinRNRTimer, Path: peer.Path,
 	}
 	mask := QPAttrState | QPAttrAV | QPAttrPathMTU | QPAttrDestQPN | QPAttrRQPSN
 	if q.typ == QPTypeRC {
@@ -191,8 +192,9 @@ func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 	return q.Modify(ctx, a, mask)
 }
 
-// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same; a message that
-// arrives before it has done so is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
+// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same; a message
+// that arrives before it has done so is sent again (RC) or lost (UC). After an error, Reset the QP before the next
+// attempt.
 func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// object is the device's part of a PD, CQ, SRQ, QP, region or window: a handle and the memory that the device uses for it.
-// The memory is released only once the device has confirmed that the object is destroyed.
+// object is the device's part of a PD, CQ, SRQ, QP, region or window: a handle and the memory that the device uses for
+// it. The memory is released only once the device has confirmed that the object is destroyed.
 type object struct {
 	d       *Device
 	destroy abi.Opcode
@@ -60,8 +60,8 @@ func (d *Device) create(ctx context.Context, c creation) error {
 	return err
 }
 
-// close destroys the object and releases its memory. It waits for at most Config.Timeout. It may be called again after a
-// failure, and after success returns nil. Calls while a destroy command is outstanding wait for that command, because
+// close destroys the object and releases its memory. It waits for at most Config.Timeout. It may be called again after
+// a failure, and after success returns nil. Calls while a destroy command is outstanding wait for that command, because
 // the device may reuse the handle as soon as it has executed it.
 func (o *object) close() error {
 	o.mu.Lock()

@@ -10,23 +10,23 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// On-demand paging (ODP-1..8): a Pager provides the pages of a region when the device needs them, and the program revokes
-// them with Invalidate.
+// On-demand paging (ODP-1..8): a Pager provides the pages of a region when the device needs them, and the program
+// revokes them with Invalidate.
 //
 //	device: PAGE_FAULT event ─▶ Pager.PageIn ─▶ SET_MTT, RESUME_FAULT ─▶ the operation resumes
 //	program: unmaps a page ─▶ Invalidate: CLEAR_MTT ─▶ reuses the page
 //
-// The result of PageIn enters the table only if no Invalidate of these pages began meanwhile; otherwise PageIn is called
-// again. So once Invalidate has returned, the device uses none of the pages that the Pager returned before.
+// The result of PageIn enters the table only if no Invalidate of these pages began meanwhile; otherwise PageIn is
+// called again. So once Invalidate has returned, the device uses none of the pages that the Pager returned before.
 
-// Pager provides the pages of an on-demand region. PageIn is called from many goroutines at once, for different faults and
-// possibly for the same page.
+// Pager provides the pages of an on-demand region. PageIn is called from many goroutines at once, for different faults
+// and possibly for the same page.
 //
-// PageIn sets pas[i], which is PageAbsent before, to the PA of page number i counted from f.VA (Buffer.PA, a multiple of
-// 4096), plus PageReadOnly if writes shall fault. pas[0] is required, and must be writable if f.Write is set. Entries after
-// the first absent one are ignored. An error means that the address is invalid: the faulting operation fails (PF-13). PageIn
-// may block; only the faulting operation waits for it. It must return when ctx ends, which happens when the region or the
-// device is closed.
+// PageIn sets pas[i], which is PageAbsent before, to the PA of page number i counted from f.VA (Buffer.PA, a multiple
+// of 4096), plus PageReadOnly if writes shall fault. pas[0] is required, and must be writable if f.Write is set.
+// Entries after the first absent one are ignored. An error means that the address is invalid: the faulting operation
+// fails (PF-13). PageIn may block; only the faulting operation waits for it. It must return when ctx ends, which
+// happens when the region or the device is closed.
 type Pager interface {
 	PageIn(ctx context.Context, f PageFault, pas []uint64) error
 }
@@ -89,9 +89,10 @@ type OnDemandStats struct {
 	Prefetches    uint64
 }
 
-// RegisterOnDemand registers length bytes from VA iova on without pages; pager provides them when the device needs them.
-// The time it takes does not depend on length.
-func (p *PD) RegisterOnDemand(ctx context.Context, iova, length uint64, access Access, pager Pager) (*OnDemandMR, error) {
+// RegisterOnDemand registers length bytes from VA iova on without pages; pager provides them when the device needs
+// them. The time it takes does not depend on length.
+func (p *PD) RegisterOnDemand(ctx context.Context, iova, length uint64, access Access, pager Pager) (*OnDemandMR,
+	error) {
 	offset := iova & (pageSize - 1)
 	if length == 0 || offset+length < length || iova+length-1 < iova {
 		return nil, invalid("on-demand region of %d bytes at %#x", length, iova)
@@ -102,11 +103,12 @@ func (p *PD) RegisterOnDemand(ctx context.Context, iova, length uint64, access A
 	}, pager)
 }
 
-// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1): every VA is valid for which pager has a
-// page.
+// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1): every VA is valid for which pager
+// has a page.
 func (p *PD) RegisterImplicit(ctx context.Context, access Access, pager Pager) (*OnDemandMR, error) {
 	return p.onDemand(ctx, abi.CreateMR{
-		Access: uint32(access), Flags: abi.MROnDemand | abi.MRImplicit, PageShift: pageShift, Length: ImplicitLength, NPages: ImplicitLength >> pageShift,
+		Access: uint32(access), Flags: abi.MROnDemand | abi.MRImplicit, PageShift: pageShift, Length: ImplicitLength,
+		NPages: ImplicitLength >> pageShift,
 	}, pager)
 }
 
@@ -129,8 +131,9 @@ func (p *PD) onDemand(ctx context.Context, req abi.CreateMR, pager Pager) (*OnDe
 	return r, nil
 }
 
-// Close deregisters the region. When it returns nil, the device has stopped using its pages (EP-3) and no call of PageIn
-// is under way. Operations that wait for pages fail. It fails with StatusBusy while windows are bound to the region.
+// Close deregisters the region. When it returns nil, the device has stopped using its pages (EP-3) and no call of
+// PageIn is under way. Operations that wait for pages fail. It fails with StatusBusy while windows are bound to the
+// region.
 func (r *OnDemandMR) Close() error {
 	err := r.MR.Close()
 	if errors.Is(err, StatusBusy) || errors.Is(err, ErrTimeout) {
@@ -171,8 +174,9 @@ func (r *OnDemandMR) span(va, n uint64) (first, count uint64) {
 }
 
 // Invalidate revokes the pages that contain part of [va, va+n). When it returns nil, the device has stopped using them
-// (ODP-5, EP-3). Before the call, the program makes sure that its Pager does not return them any more. Invalidate does not
-// wait for calls of PageIn. If it ends with its context or with ErrTimeout, the device may still use the pages: call it again.
+// (ODP-5, EP-3). Before the call, the program makes sure that its Pager does not return them any more. Invalidate does
+// not wait for calls of PageIn. If it ends with its context or with ErrTimeout, the device may still use the pages:
+// call it again.
 func (r *OnDemandMR) Invalidate(ctx context.Context, va, n uint64) error {
 	first, count := r.span(va, n)
 	if count == 0 {
@@ -204,8 +208,8 @@ func (r *OnDemandMR) startInvalidate(ctx context.Context, first, count uint64) (
 	})
 }
 
-// Prefetch calls the Pager for the pages that contain part of [va, va+n) and sets them in the device's table (ODP-8). It
-// fails at the first page that the Pager does not provide.
+// Prefetch calls the Pager for the pages that contain part of [va, va+n) and sets them in the device's table (ODP-8).
+// It fails at the first page that the Pager does not provide.
 func (r *OnDemandMR) Prefetch(ctx context.Context, va, n uint64, write bool) error {
 	if !r.d.faults.use(r) {
 		return fmt.Errorf("prefetch: %w", ErrClosed)
@@ -229,8 +233,8 @@ func (r *OnDemandMR) Prefetch(ctx context.Context, va, n uint64, write bool) err
 
 var errNoPage = errors.New("the pager returned no page")
 
-// pageIn calls the Pager and publishes the result, repeatedly while invalidations make it stale. It returns the number of
-// pages that it set. Unless a is nil, it also answers the fault.
+// pageIn calls the Pager and publishes the result, repeatedly while invalidations make it stale. It returns the number
+// of pages that it set. Unless a is nil, it also answers the fault.
 func (r *OnDemandMR) pageIn(ctx context.Context, first uint64, f PageFault, pas []uint64, a *answer) (uint64, error) {
 	f.VA = r.base + first<<pageShift
 	w := &window{first: first, count: uint64(len(pas))}
@@ -301,9 +305,9 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	return true, r.setAndResume(w.first, pas, a)
 }
 
-// setAndResume posts SET_MTT and RESUME_FAULT together: the device begins commands in order, so the resumed operation finds
-// the pages, and nobody waits for the answers. If the device refuses the pages, the operation faults again and the next
-// answer is sent carefully.
+// setAndResume posts SET_MTT and RESUME_FAULT together: the device begins commands in order, so the resumed operation
+// finds the pages, and nobody waits for the answers. If the device refuses the pages, the operation faults again and
+// the next answer is sent carefully.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 	set := abi.SetMTT{Handle: r.handle, Count: uint32(len(pas)), First: first}
 	err := r.d.post(r.d.ctx, request{
@@ -375,8 +379,8 @@ func (s *faultServer) use(r *OnDemandMR) bool {
 	return true
 }
 
-// dispatch starts serving a page fault. served is false if the region has no Pager: the program answers. It does not wait
-// for the Pager.
+// dispatch starts serving a page fault. served is false if the region has no Pager: the program answers. It does not
+// wait for the Pager.
 func (s *faultServer) dispatch(d *Device, e *abi.Event) (served bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -437,7 +441,8 @@ func (r *OnDemandMR) serve(e *abi.Event) {
 	a := answer{token: e.Token}
 	err := errNoPage
 	if first, count := r.span(e.VA, e.Length); count > 0 {
-		f := PageFault{QPN: e.Handle, Write: e.Access&(abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteAtomic) != 0}
+		f := PageFault{QPN: e.Handle,
+			Write: e.Access&(abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteAtomic) != 0}
 		_, err = r.pageIn(r.ctx, first, f, make([]uint64, min(count, maxPageIn)), &a)
 	}
 	if err != nil {

@@ -223,7 +223,8 @@ func TestNeverAnswered(t *testing.T) {
 			for range 3 {
 				a, _ := connect(t, ha, hb, qpDefaults(), faulty)
 				_, mr := ha.region(t, page, allAccess)
-				wr := &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.base, RKey: stuck.mr.RKey()}
+				wr := &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)},
+					RemoteAddr: stuck.base, RKey: stuck.mr.RKey()}
 				if side == "near" {
 					_, fmr := hb.region(t, page, allAccess)
 					wr.SGL[0], wr.RemoteAddr, wr.RKey = stuck.mr.SGEAt(stuck.base, 8), fmr.Addr(), fmr.RKey()
@@ -243,7 +244,8 @@ func TestNeverAnswered(t *testing.T) {
 			// Other pages of the same region, with faults of their own.
 			x, _ := connect(t, ha, hb, qpDefaults(), faulty)
 			_, mr := ha.region(t, page, allAccess)
-			wr := &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: stuck.va(3 * page), RKey: stuck.mr.RKey()}
+			wr := &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)},
+				RemoteAddr: stuck.va(3 * page), RKey: stuck.mr.RKey()}
 			if side == "near" {
 				_, fmr := hb.region(t, page, allAccess)
 				wr.SGL[0], wr.RemoteAddr, wr.RKey = stuck.mr.SGEAt(stuck.va(3*page), 8), fmr.Addr(), fmr.RKey()
@@ -305,7 +307,8 @@ func TestDestroyWhileFaulting(t *testing.T) {
 	_, mr := ha.region(t, page, allAccess)
 	for i := range 12 {
 		a, b := connect(t, ha, hb, qpDefaults(), faulty)
-		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
 		eventually(t, "a fault", func() bool { return asked.Load() == int32(i+1) })
 		if i%3 == 0 { // a reset in place of destruction, and the fault after that
 			for _, e := range []*end{b, a} {
@@ -345,17 +348,20 @@ func TestStarvedEvents(t *testing.T) {
 	want := map[uint32]bool{}
 	for range n {
 		e := hb.end(t, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq}, 1)
-		if err := e.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: ha.at()}, guestdrv.ConnectOptions{}); err != nil {
+		if err := e.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: ha.at()},
+			guestdrv.ConnectOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
+		if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true},
+			guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 			t.Fatal(err)
 		}
 		want[e.qp.Number()] = true
 	}
 	buf, mr := ha.region(t, page, allAccess)
 	fill(buf.Bytes(), 1)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(100), RKey: far.mr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(100), RKey: far.mr.RKey()})
 	hb.faulted(t, 0)
 	if asked.Load() {
 		t.Error("the fault came before events that are older")
@@ -385,21 +391,23 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 	var mr *guestdrv.OnDemandMR
 	ready := make(chan struct{})
 	asked := 0
-	mr, err = hb.pd.RegisterOnDemand(bg, 1<<40, 8*page, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
-		<-ready
-		pas[0] = frames.PA() + uint64(asked*page)
-		if asked++; asked < 5 {
-			return mr.Invalidate(bg, f.VA+8, 1)
-		}
-		return mr.Invalidate(bg, f.VA+page, page) // another one: none of our business
-	}))
+	mr, err = hb.pd.RegisterOnDemand(bg, 1<<40, 8*page, allAccess,
+		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+			<-ready
+			pas[0] = frames.PA() + uint64(asked*page)
+			if asked++; asked < 5 {
+				return mr.Invalidate(bg, f.VA+8, 1)
+			}
+			return mr.Invalidate(bg, f.VA+page, page) // another one: none of our business
+		}))
 	if err != nil {
 		t.Fatal(err)
 	}
 	close(ready)
 	buf, lmr := ha.region(t, page, allAccess)
 	fill(buf.Bytes(), 7)
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{lmr.SGE(0, page)}, RemoteAddr: mr.Addr() + page, RKey: mr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{lmr.SGE(0, page)}, RemoteAddr: mr.Addr() + page, RKey: mr.RKey()})
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if s := mr.Stats(); s.Retries != 4 || s.Pages != 1 || asked != 5 {
 		t.Errorf("asked %d times, %+v", asked, s)
@@ -437,9 +445,11 @@ func TestDaemonClosesWhileFaulting(t *testing.T) {
 			a, _ := connect(t, ha, hb, qpDefaults(), faulty)
 			ar := []*arena{stuck, busy}[i%2]
 			for k := range 60 {
-				a.post(t, &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: ar.va((i*k*page + 7) % (7 * page)), RKey: ar.mr.RKey()})
+				a.post(t, &request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)},
+					RemoteAddr: ar.va((i*k*page + 7) % (7 * page)), RKey: ar.mr.RKey()})
 				if ar == busy {
-					a.post(t, &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: busy.va((i*60 + k) % 199 * page), RKey: ar.mr.RKey()})
+					a.post(t, &request{Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{mr.SGE(0, page)},
+						RemoteAddr: busy.va((i*60 + k) % 199 * page), RKey: ar.mr.RKey()})
 				}
 				if a.qp.Outstanding() > 60 {
 					break

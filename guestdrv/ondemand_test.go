@@ -23,7 +23,8 @@ var faulty = guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
 func touch(tb testing.TB, x *end, mr *guestdrv.MR) {
 	tb.Helper()
 	for off := 0; off < int(mr.Len()); off += granule {
-		x.post(tb, &request{ID: 9, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(off, 1)}, RemoteAddr: mr.Addr() + uint64(off), RKey: mr.RKey()})
+		x.post(tb, &request{ID: 9, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{mr.SGE(off, 1)}, RemoteAddr: mr.Addr() + uint64(off), RKey: mr.RKey()})
 		expect(tb, x.scq, 9, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
 }
@@ -41,7 +42,8 @@ func (h *host) warm(tb testing.TB, mr *guestdrv.MR) {
 func (h *host) selfEnd(tb testing.TB) *end {
 	tb.Helper()
 	e := h.end(tb, qpDefaults(), 77)
-	if err := e.qp.Connect(bg, guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()}, guestdrv.ConnectOptions{PSN: 77}); err != nil {
+	if err := e.qp.Connect(bg, guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()},
+		guestdrv.ConnectOptions{PSN: 77}); err != nil {
 		tb.Fatal(err)
 	}
 	return e
@@ -83,12 +85,17 @@ type verb struct {
 
 var verbs = []verb{
 	{name: "RC SEND", typ: guestdrv.QPTypeRC, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 30000, recv: true},
-	{name: "RC SEND with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRSendWithImm, wcop: guestdrv.WCOpSend, n: 9000, recv: true},
+	{name: "RC SEND with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRSendWithImm, wcop: guestdrv.WCOpSend, n: 9000,
+		recv: true},
 	{name: "RC WRITE", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMAWrite, wcop: guestdrv.WCOpRDMAWrite, n: 50000},
-	{name: "RC WRITE with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMAWriteWithImm, wcop: guestdrv.WCOpRDMAWrite, n: 9000, recv: true},
-	{name: "RC READ", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMARead, wcop: guestdrv.WCOpRDMARead, n: 50000, reverse: true, readOnly: true},
-	{name: "RC compare and swap", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicCmpAndSwp, wcop: guestdrv.WCOpCompSwap, n: 8},
-	{name: "RC fetch and add", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicFetchAndAdd, wcop: guestdrv.WCOpFetchAdd, n: 8},
+	{name: "RC WRITE with immediate", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMAWriteWithImm,
+		wcop: guestdrv.WCOpRDMAWrite, n: 9000, recv: true},
+	{name: "RC READ", typ: guestdrv.QPTypeRC, op: guestdrv.WRRDMARead, wcop: guestdrv.WCOpRDMARead, n: 50000,
+		reverse: true, readOnly: true},
+	{name: "RC compare and swap", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicCmpAndSwp, wcop: guestdrv.WCOpCompSwap,
+		n: 8},
+	{name: "RC fetch and add", typ: guestdrv.QPTypeRC, op: guestdrv.WRAtomicFetchAndAdd, wcop: guestdrv.WCOpFetchAdd,
+		n: 8},
 	{name: "UC SEND", typ: guestdrv.QPTypeUC, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 9000, recv: true},
 	{name: "UC WRITE", typ: guestdrv.QPTypeUC, op: guestdrv.WRRDMAWrite, wcop: guestdrv.WCOpRDMAWrite, n: 9000},
 	{name: "UD SEND", typ: guestdrv.QPTypeUD, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 1000, recv: true},
@@ -107,7 +114,8 @@ func TestOnDemand(t *testing.T) {
 	for _, v := range verbs {
 		for sides := near; sides <= near|far; sides++ {
 			for levels := 1; levels <= 3; levels++ {
-				name := fmt.Sprintf("%s/%s/%s", v.name, []string{"", "near", "far", "both"}[sides], []string{"", "guest", "host", "guest and host"}[levels])
+				name := fmt.Sprintf("%s/%s/%s", v.name, []string{"", "near", "far", "both"}[sides],
+					[]string{"", "guest", "host", "guest and host"}[levels])
 				base += 1 << 30
 				t.Run(name, func(t *testing.T) {
 					la, ra := newArena(t, ha, base, 16, 16), newArena(t, hb, base+1<<29, 16, 16)
@@ -145,7 +153,8 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	src := make([]byte, v.n)
 	fill(src, uint64(levels))
 	wr := request{
-		ID: 1, Opcode: v.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{la.mr.SGEAt(la.va(lo), v.n)}, RemoteAddr: ra.va(ro), RKey: ra.mr.RKey(),
+		ID: 1, Opcode: v.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{la.mr.SGEAt(la.va(lo), v.n)},
+		RemoteAddr: ra.va(ro), RKey: ra.mr.RKey(),
 	}
 	old := make([]byte, v.n)
 	fill(old, 99)
@@ -244,8 +253,10 @@ func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
 // TestOnDemandCapabilities looks at what the device says it can do (ODP-2).
 func TestOnDemandCapabilities(t *testing.T) {
 	at := newRig(t, rigConfig{hosts: 1}).hosts[0].Attr()
-	const all = guestdrv.ODPSend | guestdrv.ODPRecv | guestdrv.ODPWrite | guestdrv.ODPRead | guestdrv.ODPAtomic | guestdrv.ODPSRQRecv
-	if at.ODPRC != all || at.ODPUC&(guestdrv.ODPSend|guestdrv.ODPWrite) != guestdrv.ODPSend|guestdrv.ODPWrite || at.ODPUD&(guestdrv.ODPSend) != guestdrv.ODPSend {
+	const all = guestdrv.ODPSend | guestdrv.ODPRecv | guestdrv.ODPWrite | guestdrv.ODPRead | guestdrv.ODPAtomic |
+		guestdrv.ODPSRQRecv
+	if at.ODPRC != all || at.ODPUC&(guestdrv.ODPSend|guestdrv.ODPWrite) != guestdrv.ODPSend|guestdrv.ODPWrite ||
+		at.ODPUD&(guestdrv.ODPSend) != guestdrv.ODPSend {
 		t.Errorf("RC %#x, UC %#x, UD %#x", at.ODPRC, at.ODPUC, at.ODPUD)
 	}
 }
@@ -260,7 +271,8 @@ func TestImplicit(t *testing.T) {
 		t.Fatal(err)
 	}
 	places := []uint64{0, page, 1 << 32, 0x7fff_ffff_f000, 1 << 48, 1<<56 - page, guestdrv.ImplicitLength - page}
-	mr, err := hb.pd.RegisterImplicit(bg, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+	mr, err := hb.pd.RegisterImplicit(bg, allAccess, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault,
+		pas []uint64) error {
 		for i, p := range places {
 			if p == f.VA {
 				pas[0] = buf.PA() + uint64(i*page)
@@ -275,7 +287,8 @@ func TestImplicit(t *testing.T) {
 	src, smr := ha.region(t, page, 0)
 	for i, va := range places {
 		fill(src.Bytes(), uint64(i))
-		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, page)}, RemoteAddr: va, RKey: mr.RKey()})
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, page)}, RemoteAddr: va, RKey: mr.RKey()})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if !bytes.Equal(buf.Bytes()[i*page:][:page], src.Bytes()) {
 			t.Errorf("%#x: data differ", va)
@@ -286,7 +299,8 @@ func TestImplicit(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := mr.Stats().Faults
-	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: 1 << 48, RKey: mr.RKey()})
+	a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: 1 << 48, RKey: mr.RKey()})
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if mr.Stats().Faults == before {
 		t.Error("no fault after an invalidation")
@@ -308,7 +322,8 @@ func TestReadOnlyPages(t *testing.T) {
 	fill(content, 3)
 	far.write(0, content)
 	buf, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
-	wr := &request{ID: 1, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.base, RKey: far.mr.RKey()}
+	wr := &request{ID: 1, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, page)},
+		RemoteAddr: far.base, RKey: far.mr.RKey()}
 	a.post(t, wr)
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 	if !bytes.Equal(buf.Bytes(), content) {
@@ -344,7 +359,8 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	hb.stat(t, 0)
 	hb.CommandInterrupts()
 	for i := range uint64(pages) {
-		a.post(t, &request{ID: i, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base + i*page, RKey: far.mr.RKey()})
+		a.post(t, &request{ID: i, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base + i*page, RKey: far.mr.RKey()})
 		expect(t, a.scq, i, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if i == pages/2 {
 			hb.stat(t, 0)
@@ -401,7 +417,8 @@ func TestInvalidAddress(t *testing.T) {
 					if tc.op == guestdrv.WRSend {
 						b.recv(t, 2, into)
 					}
-					a.post(t, &request{ID: 1, Opcode: tc.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{local}, RemoteAddr: remote, RKey: rkey})
+					a.post(t, &request{ID: 1, Opcode: tc.op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{local},
+						RemoteAddr: remote, RKey: rkey})
 					if wc := await(t, a.scq, 1)[0]; wc.Status != tc.status {
 						t.Errorf("%s, want %s", wc.Status, tc.status)
 					}
@@ -455,7 +472,8 @@ func TestOnDemandBounds(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			a, b := connect(t, ha, hb, qpDefaults(), guestdrv.ConnectOptions{})
-			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, tc.n)}, RemoteAddr: tc.va, RKey: tc.key})
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{mr.SGE(0, tc.n)}, RemoteAddr: tc.va, RKey: tc.key})
 			want := guestdrv.WCSuccess
 			if !tc.ok {
 				want = guestdrv.WCRemAccessErr
@@ -517,7 +535,8 @@ func TestOnDemandSRQ(t *testing.T) {
 	far.register(allAccess)
 	for i := range 8 {
 		off := 2 * i * page // two pages each, the message in two parts
-		if err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(i), SGL: []guestdrv.SGE{far.mr.SGEAt(far.va(off+100), 1000), far.mr.SGEAt(far.va(off+page), n)}}); err != nil {
+		if err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(i),
+			SGL: []guestdrv.SGE{far.mr.SGEAt(far.va(off+100), 1000), far.mr.SGEAt(far.va(off+page), n)}}); err != nil {
 			t.Fatal(err)
 		}
 	}

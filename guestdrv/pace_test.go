@@ -8,7 +8,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestMessageRate: two queue pairs together send no faster than the VM's limit, both get on, and what is flushed is not slowed.
+// TestMessageRate: two queue pairs together send no faster than the VM's limit, both get on, and what is flushed is not
+// slowed.
 func TestMessageRate(t *testing.T) {
 	const rate, n = 500, 64
 	r := newRig(t, rigConfig{limits: hca.Limits{Messages: rate}})
@@ -17,7 +18,8 @@ func TestMessageRate(t *testing.T) {
 	dst, dmr := hb.region(t, 4096, allAccess)
 	write := func(e *end, id uint64) {
 		t.Helper()
-		e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		e.post(t, &request{ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 	}
 	var ends []*end
 	for range 2 {

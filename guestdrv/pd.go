@@ -113,8 +113,8 @@ func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*MR, error) {
 	}, nil
 }
 
-// SetPages replaces the region's pages from number first on. A long list takes several commands; if one fails, the pages
-// of earlier ones are set.
+// SetPages replaces the region's pages from number first on. A long list takes several commands; if one fails, the
+// pages of earlier ones are set.
 func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
 	const most = (abi.CmdMax - abi.SizeReq - abi.SizeSetMTT) / 8
 	for len(pas) > 0 {

@@ -115,8 +115,8 @@ func (q *QP) Type() QPType { return q.typ }
 // Close destroys the QP. Outstanding requests do not complete. Nobody may post meanwhile or afterwards.
 func (q *QP) Close() error { return q.close() }
 
-// PostSend queues a request and rings the doorbell. It fails with ErrFull if QPConfig.MaxSendWR requests are outstanding,
-// or with ErrInvalid. It copies the request, neither blocks nor allocates, and takes no lock.
+// PostSend queues a request and rings the doorbell. It fails with ErrFull if QPConfig.MaxSendWR requests are
+// outstanding, or with ErrInvalid. It copies the request, neither blocks nor allocates, and takes no lock.
 func (q *QP) PostSend(wr *SendWR) error {
 	if err := q.QueueSend(wr); err != nil {
 		return err

@@ -14,7 +14,8 @@ var le = binary.LittleEndian
 
 // sizes that hit every packet boundary case: none, one byte, around one MTU,
 // several packets, and far more than fits into any window.
-var messageSizes = []int{0, 1, 2, 3, 4, 7, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 65536, 100001, 1 << 20, 8 << 20}
+var messageSizes = []int{0, 1, 2, 3, 4, 7, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 65536, 100001, 1 << 20,
+	8 << 20}
 
 func TestRCWrite(t *testing.T) {
 	r := newRig(t, rigConfig{})
@@ -79,7 +80,8 @@ func TestRCSend(t *testing.T) {
 		fill(src.Bytes(), uint64(i))
 		clear(dst.Bytes())
 		b.recv(t, uint64(100+i), dmr.SGE(3, room-3))
-		wr := &request{ID: uint64(i), Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(1, n)}}
+		wr := &request{ID: uint64(i), Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(1, n)}}
 		if i%2 == 1 {
 			wr.Opcode, wr.Imm = guestdrv.WRSendWithImm, imm
 		}
@@ -130,14 +132,16 @@ func TestRCInline(t *testing.T) {
 		fill(data, uint64(n))
 		clear(dst.Bytes())
 		a.post(t, &request{
-			ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: data[:n], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+			ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: data[:n],
+			RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
 		})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		b.recv(t, 2, dmr.SGE(1024, 1024))
 		a.post(t, &request{ID: 3, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled | sendInline, Inline: data[:n]})
 		expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpSend)
 		expect(t, b.rcq, 2, guestdrv.WCSuccess, guestdrv.WCOpRecv)
-		if !bytes.Equal(dst.Bytes()[:n], data[:n]) || !bytes.Equal(dst.Bytes()[1024:1024+n], data[:n]) || !allZero(dst.Bytes()[n:1024]) {
+		if !bytes.Equal(dst.Bytes()[:n], data[:n]) || !bytes.Equal(dst.Bytes()[1024:1024+n], data[:n]) ||
+			!allZero(dst.Bytes()[n:1024]) {
 			t.Fatalf("%d bytes: data differ", n)
 		}
 	}
@@ -171,7 +175,8 @@ func TestRCScatterGather(t *testing.T) {
 		t.Fatal("SEND: data differ")
 	}
 
-	a.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: gather, RemoteAddr: dst.Addr() + 5, RKey: dmr.RKey()})
+	a.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: gather,
+		RemoteAddr: dst.Addr() + 5, RKey: dmr.RKey()})
 	expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(dst.Bytes()[5:5+len(want)], want) {
 		t.Fatal("WRITE: data differ")
@@ -180,7 +185,8 @@ func TestRCScatterGather(t *testing.T) {
 	fill(dst.Bytes(), 2)
 	clear(src.Bytes())
 	back := []guestdrv.SGE{smr.SGE(3, 1025), smr.SGE(10000, 2), smr.SGE(30001, 5000)}
-	a.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: back, RemoteAddr: dst.Addr() + 7, RKey: dmr.RKey()})
+	a.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: back,
+		RemoteAddr: dst.Addr() + 7, RKey: dmr.RKey()})
 	expect(t, a.scq, 4, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 	got = append([]byte{}, src.Bytes()[3:3+1025]...)
 	got = append(got, src.Bytes()[10000:10002]...)
@@ -207,8 +213,8 @@ func TestRCAtomics(t *testing.T) {
 			wcop = guestdrv.WCOpCompSwap
 		}
 		a.post(t, &request{
-			ID: 9, Opcode: op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{omr.SGE(32, 8)}, RemoteAddr: word.Addr() + 16, RKey: wmr.RKey(),
-			CompareAdd: compareAdd, Swap: swap,
+			ID: 9, Opcode: op, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{omr.SGE(32, 8)}, RemoteAddr: word.Addr() + 16,
+			RKey: wmr.RKey(), CompareAdd: compareAdd, Swap: swap,
 		})
 		expect(t, a.scq, 9, guestdrv.WCSuccess, wcop)
 		if o, n := le.Uint64(old.Bytes()[32:]), le.Uint64(target); o != wantOld || n != wantNew {
@@ -269,7 +275,8 @@ func TestRCAtomicWrite(t *testing.T) {
 
 	// More than may be in flight at once, behind a long WRITE over the same place.
 	const writes = 200
-	a.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+	a.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr(),
+		RKey: dmr.RKey()})
 	for i := range uint64(writes) {
 		wr := request{Flags: sendInline, Inline: le.AppendUint64(nil, i)}
 		if i == writes-1 {
@@ -305,15 +312,18 @@ func TestRCFlush(t *testing.T) {
 	}
 	put(request{Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr()})
 	for i := range 200 {
-		put(request{Opcode: guestdrv.WRFlush, RemoteAddr: dst.Addr() + uint64(i), Flush: guestdrv.Flush{Length: uint32(i), Placement: guestdrv.FlushGlobal}})
+		put(request{Opcode: guestdrv.WRFlush, RemoteAddr: dst.Addr() + uint64(i),
+			Flush: guestdrv.Flush{Length: uint32(i), Placement: guestdrv.FlushGlobal}})
 		put(request{Opcode: guestdrv.WRAtomicWrite, SGL: []guestdrv.SGE{smr.SGE(i, 8)}, RemoteAddr: dst.Addr()})
 	}
-	put(request{ID: 5, Opcode: guestdrv.WRFlush, Flags: guestdrv.SendSignaled, Flush: guestdrv.Flush{Placement: guestdrv.FlushGlobal, Selectivity: guestdrv.FlushMR}})
+	put(request{ID: 5, Opcode: guestdrv.WRFlush, Flags: guestdrv.SendSignaled,
+		Flush: guestdrv.Flush{Placement: guestdrv.FlushGlobal, Selectivity: guestdrv.FlushMR}})
 	expect(t, a.scq, 5, guestdrv.WCSuccess, guestdrv.WCOpFlush)
 	if !bytes.Equal(dst.Bytes()[8:], src.Bytes()[8:]) || !bytes.Equal(dst.Bytes()[:8], src.Bytes()[199:207]) {
 		t.Error("data differ")
 	}
-	if _, err := b.h.pd.Register(bg, dst, guestdrv.AccessLocalWrite|abi.AccessFlushPersistent); !errors.Is(err, guestdrv.StatusInvalid) {
+	if _, err := b.h.pd.Register(bg, dst, guestdrv.AccessLocalWrite|abi.AccessFlushPersistent); !errors.Is(err,
+		guestdrv.StatusInvalid) {
 		t.Errorf("a region that asks for persistence: %v", err)
 	}
 }
@@ -371,7 +381,8 @@ func TestRCOrder(t *testing.T) {
 		}
 	}
 	for i := 1; i <= 100; i++ {
-		if !bytes.Equal(remote.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) || !bytes.Equal(local.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) {
+		if !bytes.Equal(remote.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) ||
+			!bytes.Equal(local.Bytes()[i*piece:][:piece], remote.Bytes()[:piece]) {
 			t.Fatalf("piece %d differs", i)
 		}
 	}
@@ -403,7 +414,8 @@ func TestMTUs(t *testing.T) {
 			fill(src.Bytes(), uint64(mtu))
 			for _, n := range []int{mtu.Bytes() - 1, mtu.Bytes(), mtu.Bytes() + 1, 99999} {
 				clear(dst.Bytes())
-				a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+				a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+					SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 				expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 				if !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
 					t.Fatalf("%d bytes: data differ", n)
@@ -418,14 +430,16 @@ func TestLoopback(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
 	a, b := connect(t, r.hosts[0], r.hosts[0], qpDefaults(), guestdrv.ConnectOptions{})
 	self := r.hosts[0].end(t, qpDefaults(), 77)
-	if err := self.qp.Connect(bg, guestdrv.Peer{QPN: self.qp.Number(), PSN: self.psn, Path: self.h.at()}, guestdrv.ConnectOptions{PSN: self.psn}); err != nil {
+	if err := self.qp.Connect(bg, guestdrv.Peer{QPN: self.qp.Number(), PSN: self.psn, Path: self.h.at()},
+		guestdrv.ConnectOptions{PSN: self.psn}); err != nil {
 		t.Fatal(err)
 	}
 	src, smr := a.h.region(t, 100000, guestdrv.AccessLocalWrite)
 	dst, dmr := b.h.region(t, 100000, allAccess)
 	for i, e := range []*end{a, b, self} {
 		fill(src.Bytes(), uint64(i))
-		e.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 99999)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		e.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, 99999)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		expect(t, e.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if !bytes.Equal(dst.Bytes()[:99999], src.Bytes()[:99999]) {
 			t.Fatal("data differ")
@@ -454,8 +468,8 @@ func TestManyQPs(t *testing.T) {
 	for range rounds {
 		for i, e := range ends {
 			e.post(t, &request{
-				ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(i*size, size)},
-				RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey(),
+				ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(i*size, size)}, RemoteAddr: dst.Addr() + uint64(i*size), RKey: dmr.RKey(),
 			})
 		}
 	}
@@ -486,7 +500,8 @@ func TestPinnedIsThereAtOnce(t *testing.T) {
 	dst, dmr := b.h.region(t, room, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
 	write := func(id uint64, n int) {
 		a.post(t, &request{
-			ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+			ID: id, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)},
+			RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
 		})
 		expect(t, a.scq, id, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}

@@ -22,14 +22,16 @@ type Datagram struct {
 	QKey uint32
 }
 
-// SendWR is a send request. A constructor such as NewWrite makes it; the exported fields may then be changed, also between
-// posts of the same request. Posting copies everything, so a request may be reused once the posting method has returned.
-// A request that is posted without SendSignaled on a QP without QPConfig.SigAll completes silently unless it fails.
+// SendWR is a send request. A constructor such as NewWrite makes it; the exported fields may then be changed, also
+// between posts of the same request. Posting copies everything, so a request may be reused once the posting method has
+// returned. A request that is posted without SendSignaled on a QP without QPConfig.SigAll completes silently unless it
+// fails.
 type SendWR struct {
-	ID     uint64 // returned in the completion
-	Flags  SendFlags
-	SGL    []SGE  // gathered (WRITE, SEND) or scattered to (READ, atomics) in order; at most QPConfig.MaxSendSGE
-	Inline []byte // if not nil, the data of a WRITE, SEND or ATOMIC WRITE in place of SGL; at most QPConfig.MaxInline bytes
+	ID    uint64 // returned in the completion
+	Flags SendFlags
+	SGL   []SGE // gathered (WRITE, SEND) or scattered to (READ, atomics) in order; at most QPConfig.MaxSendSGE
+	// if not nil, the data of a WRITE, SEND or ATOMIC WRITE in place of SGL; at most QPConfig.MaxInline bytes
+	Inline []byte
 	Remote Remote // target of WRITE, READ, atomics, ATOMIC WRITE and FLUSH
 
 	op         Opcode
@@ -87,8 +89,8 @@ func NewRead(id uint64, from Remote, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRRDMARead, Remote: from, SGL: sgl}
 }
 
-// NewCompareSwap compares the 8 bytes at the aligned address at with compare, and replaces them by swap if they are equal
-// (RC). What they were before goes to result, in the order of this machine.
+// NewCompareSwap compares the 8 bytes at the aligned address at with compare, and replaces them by swap if they are
+// equal (RC). What they were before goes to result, in the order of this machine.
 func NewCompareSwap(id uint64, at Remote, compare, swap uint64, result ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRAtomicCmpAndSwp, Remote: at, compareAdd: compare, swap: swap, SGL: result}
 }
@@ -113,8 +115,8 @@ func NewLocalInvalidate(id uint64, key uint32) *SendWR {
 	return &SendWR{ID: id, op: WRLocalInv, key: key}
 }
 
-// NewRegister registers memory under a FastMR's key, see FastMR.Map (privileged QPs). r must not change while the request
-// is being posted.
+// NewRegister registers memory under a FastMR's key, see FastMR.Map (privileged QPs). r must not change while the
+// request is being posted.
 func NewRegister(id uint64, r *Registration) *SendWR { return &SendWR{ID: id, op: WRRegMR, reg: r} }
 
 // NewBind binds a window to part of a region.

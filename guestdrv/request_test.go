@@ -9,8 +9,8 @@ import (
 // bg is for calls that are bounded by Config.Timeout only.
 var bg = context.Background()
 
-// request describes a send request by fields, for tests that vary the operation or need an invalid one. Its wr makes the
-// SendWR by the operation's constructor.
+// request describes a send request by fields, for tests that vary the operation or need an invalid one. Its wr makes
+// the SendWR by the operation's constructor.
 type request struct {
 	ID     uint64
 	Opcode guestdrv.Opcode

@@ -200,21 +200,23 @@ func (r *rig) attach(i int, s *site) *host {
 		gid:  guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
 	}
 	var err error
-	h.port, err = vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: vswitch.MAC(h.mac), Loop: s.loops[i%len(s.loops)]})
+	h.port, err = vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: vswitch.MAC(h.mac),
+		Loop: s.loops[i%len(s.loops)]})
 	if err != nil {
 		r.tb.Fatal(err)
 	}
 	h.hca, err = hca.New(hca.Config{
-		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits, Version: "test",
-		DataPath: &hca.DataPath{LocalCopy: localPath, ECN: ways.ECN(), SelectiveRepeat: ways.SelectiveRepeat()},
-		Log:      r.log.Named(fmt.Sprintf("h%d", i)),
+		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits,
+		Version: "test", DataPath: &hca.DataPath{LocalCopy: localPath, ECN: ways.ECN(),
+			SelectiveRepeat: ways.SelectiveRepeat()}, Log: r.log.Named(fmt.Sprintf("h%d", i)),
 	})
 	if err != nil {
 		r.tb.Fatal(err)
 	}
 	h.hca.SetPort(h.port)
 	h.port.SetHCA(h.hca)
-	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
+	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"),
+		Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}
@@ -252,7 +254,8 @@ func (r *rig) open(h *host) {
 
 func (h *host) at() guestdrv.Path { return guestdrv.Path{GID: h.gid, MAC: h.mac} }
 
-const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic
+const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead |
+	guestdrv.AccessRemoteAtomic
 
 // region allocates and registers n bytes.
 func (h *host) region(tb testing.TB, n int, access guestdrv.Access) (*guestdrv.Buffer, *guestdrv.MR) {
@@ -288,7 +291,8 @@ type end struct {
 
 // qpDefaults are generous enough for most tests.
 func qpDefaults() guestdrv.QPConfig {
-	return guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 128}
+	return guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4,
+		MaxInline: 128}
 }
 
 func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
@@ -353,7 +357,8 @@ func await(tb testing.TB, cq *guestdrv.CQ, n int) []guestdrv.Completion {
 }
 
 // expect returns the next completion of cq and checks it.
-func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status guestdrv.WCStatus, opcode guestdrv.WCOpcode) guestdrv.Completion {
+func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status guestdrv.WCStatus,
+	opcode guestdrv.WCOpcode) guestdrv.Completion {
 	tb.Helper()
 	wc := await(tb, cq, 1)[0]
 	if wc.ID != id || wc.Status != status || (status == guestdrv.WCSuccess && wc.Opcode != opcode) {

@@ -7,8 +7,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// ring is a work or completion ring in shared memory (rdma_user_rxe.h). The driver writes one of its indices: prod of work
-// queues, cons of CQs.
+// ring is a work or completion ring in shared memory (rdma_user_rxe.h). The driver writes one of its indices: prod of
+// work queues, cons of CQs.
 type ring struct {
 	buf  *Buffer
 	data []byte

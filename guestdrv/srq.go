@@ -18,8 +18,8 @@ func newRecvQueue(mem *memory, n, maxSGE int) (recvQueue, error) {
 }
 
 // PostRecv queues a receive request. It fails with ErrFull, or with ErrInvalid if there are too many SGEs. There is no
-// doorbell: the device reads the queue when a message arrives. PostRecv copies the request, neither blocks nor allocates,
-// and takes no lock.
+// doorbell: the device reads the queue when a message arrives. PostRecv copies the request, neither blocks nor
+// allocates, and takes no lock.
 func (q *recvQueue) PostRecv(wr *RecvWR) error {
 	if len(wr.SGL) > q.maxSGE {
 		return errTooManySGEs

@@ -47,7 +47,8 @@ func TestSRQ(t *testing.T) {
 	fill(src.Bytes(), 1)
 	posted := 0
 	post := func() error {
-		err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(posted), SGL: []guestdrv.SGE{dmr.SGE(posted%30*2048, 1024), dmr.SGE(posted%30*2048+1024, 1024)}})
+		err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(posted),
+			SGL: []guestdrv.SGE{dmr.SGE(posted%30*2048, 1024), dmr.SGE(posted%30*2048+1024, 1024)}})
 		if err == nil {
 			posted++
 		}
@@ -75,7 +76,8 @@ func TestSRQ(t *testing.T) {
 	next := uint64(0) // requests are consumed in order, whichever QP takes them
 	send := func(i int) {
 		t.Helper()
-		as[i%3].post(t, &request{ID: uint64(i), Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(i, 1500)}})
+		as[i%3].post(t, &request{ID: uint64(i), Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(i, 1500)}})
 		expect(t, as[i%3].scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpSend)
 		expect(t, c.RecvCQ, next, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 		if !bytes.Equal(dst.Bytes()[next%30*2048:][:1500], src.Bytes()[i:i+1500]) {

@@ -65,7 +65,8 @@ func TestSizesOfRequests(t *testing.T) {
 	}
 
 	a.post(t, &request{
-		ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: src.Bytes()[:c.MaxInline], RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
+		ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline, Inline: src.Bytes()[:c.MaxInline],
+		RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
 	})
 	expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(dst.Bytes()[:c.MaxInline], src.Bytes()[:c.MaxInline]) {
@@ -107,9 +108,11 @@ func TestDrain(t *testing.T) {
 			}
 		}
 		for i := range n {
-			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 200000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(0, 200000)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		}
-		if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true}, guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
+		if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPSQD, EnSQDAsyncNotify: true},
+			guestdrv.QPAttrState|guestdrv.QPAttrEnSQDAsyncNotify); err != nil {
 			t.Fatal(err)
 		}
 		a.h.wantEvent(t, guestdrv.EventSQDrained, a.qp.Number())

@@ -46,8 +46,8 @@ func TestUD(t *testing.T) {
 		clear(dst.Bytes())
 		b.recv(t, uint64(i), dmr.SGE(1, 20), dmr.SGE(21, 2000)) // the GRH is cut in two
 		wr := &request{
-			ID: uint64(i), Opcode: guestdrv.WRSendWithImm, Imm: [4]byte{1, 2, 3, byte(i)}, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(3, n)},
-			AH: ah, RemoteQPN: b.qp.Number(), QKey: guestdrv.DefaultQKey,
+			ID: uint64(i), Opcode: guestdrv.WRSendWithImm, Imm: [4]byte{1, 2, 3, byte(i)}, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(3, n)}, AH: ah, RemoteQPN: b.qp.Number(), QKey: guestdrv.DefaultQKey,
 		}
 		if n <= 64 {
 			wr.Flags |= sendInline
@@ -56,7 +56,8 @@ func TestUD(t *testing.T) {
 		a.post(t, wr)
 		expect(t, a.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpSend)
 		wc := expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv)
-		if int(wc.ByteLen) != n+grhLen || wc.SrcQPN != a.qp.Number() || wc.Flags&(guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm) != guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm ||
+		if int(wc.ByteLen) != n+grhLen || wc.SrcQPN != a.qp.Number() ||
+			wc.Flags&(guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm) != guestdrv.WCFlagGRH|guestdrv.WCFlagWithImm ||
 			wc.Imm != wr.Imm || wc.SL != guestdrv.WCSLIPv4 {
 			t.Fatalf("%d bytes: completion %+v", n, wc)
 		}
@@ -80,7 +81,8 @@ func TestUDDrops(t *testing.T) {
 	b.h.warm(t, dmr)
 	ah := a.h.ah(t, b.h)
 	send := func(id uint64, qpn, qkey uint32, n int) {
-		a.post(t, &request{ID: id, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, AH: ah, RemoteQPN: qpn, QKey: qkey})
+		a.post(t, &request{ID: id, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)},
+			AH: ah, RemoteQPN: qpn, QKey: qkey})
 		expect(t, a.scq, id, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	}
 	send(1, b.qp.Number(), 6, 10) // no buffer there yet
@@ -126,8 +128,9 @@ func TestGSI(t *testing.T) {
 	// Both sides name real addresses (RA-1), as a kernel does.
 	b.recv(t, 1, guestdrv.SGE{Addr: dst.PA(), Length: 4096, LKey: guestdrv.DMALKey})
 	a.post(t, &request{
-		ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{{Addr: src.PA(), Length: 256, LKey: guestdrv.DMALKey}},
-		AH: a.h.ah(t, b.h), RemoteQPN: 1, QKey: gsiQKey,
+		ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{{Addr: src.PA(), Length: 256, LKey: guestdrv.DMALKey}}, AH: a.h.ah(t, b.h), RemoteQPN: 1,
+		QKey: gsiQKey,
 	})
 	expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	if wc := expect(t, b.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.SrcQPN != 1 || wc.ByteLen != 256+grhLen {
@@ -163,10 +166,12 @@ func TestMulticast(t *testing.T) {
 		e.recv(t, uint64(i), mr.SGE(0, 4096))
 	}
 	const mcastQPN = 0xffffff
-	ends[0].post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 99)}, AH: ah, RemoteQPN: mcastQPN, QKey: 5})
+	ends[0].post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 99)}, AH: ah, RemoteQPN: mcastQPN, QKey: 5})
 	expect(t, ends[0].scq, 1, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	for i, e := range ends[1:] {
-		if wc := expect(t, e.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 99+grhLen || wc.SrcQPN != ends[0].qp.Number() {
+		if wc := expect(t, e.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 99+grhLen ||
+			wc.SrcQPN != ends[0].qp.Number() {
 			t.Errorf("member %d: completion %+v", i, wc)
 		}
 		if err := e.qp.DetachMulticast(bg, group); err != nil {
@@ -188,14 +193,17 @@ func TestUC(t *testing.T) {
 		b.recv(t, uint64(i), dmr.SGE(0, 100000))
 		a.post(t, &request{ID: 1, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpSend)
-		if wc := expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); int(wc.ByteLen) != n || !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+		if wc := expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecv); int(wc.ByteLen) != n ||
+			!bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
 			t.Fatalf("%d bytes: completion %+v, or data differ", n, wc)
 		}
 		clear(dst.Bytes())
 		b.recv(t, uint64(i))
-		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWriteWithImm, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMAWriteWithImm, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
-		if expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecvRDMAWithImm); !bytes.Equal(dst.Bytes()[:n], src.Bytes()[:n]) {
+		if expect(t, b.rcq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRecvRDMAWithImm); !bytes.Equal(dst.Bytes()[:n],
+			src.Bytes()[:n]) {
 			t.Fatalf("%d bytes: data differ", n)
 		}
 	}

@@ -15,13 +15,15 @@ func TestAcrossVXLAN(t *testing.T) {
 	dst, dmr := b.h.region(t, 8<<20, allAccess)
 	for i, n := range messageSizes {
 		fill(src.Bytes(), uint64(i))
-		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		if !bytes.Equal(src.Bytes()[:n], dst.Bytes()[:n]) {
 			t.Fatalf("WRITE of %d bytes: data differ", n)
 		}
 		clear(src.Bytes())
-		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+		a.post(t, &request{ID: 2, Opcode: guestdrv.WRRDMARead, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 		if !bytes.Equal(src.Bytes()[:n], dst.Bytes()[:n]) {
 			t.Fatalf("READ of %d bytes: data differ", n)
@@ -31,7 +33,8 @@ func TestAcrossVXLAN(t *testing.T) {
 
 	ua, ub := r.hosts[0].udEnd(t, udConfig(), 5), r.hosts[1].udEnd(t, udConfig(), 5)
 	ub.recv(t, 1, dmr.SGE(0, 4096))
-	ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 1000)}, AH: a.h.ah(t, b.h), RemoteQPN: ub.qp.Number(), QKey: 5})
+	ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+		SGL: []guestdrv.SGE{smr.SGE(0, 1000)}, AH: a.h.ah(t, b.h), RemoteQPN: ub.qp.Number(), QKey: 5})
 	expect(t, ua.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }
@@ -61,7 +64,8 @@ func TestAddressing(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			index := i + 1
 			path := func(k int) guestdrv.Path {
-				return guestdrv.Path{GID: tc.gid(byte(k + 1)), MAC: r.hosts[k].mac, SGIDIndex: uint16(index), VLAN: tc.o.VLAN, TrafficClass: 0x68, FlowLabel: 0x12345}
+				return guestdrv.Path{GID: tc.gid(byte(k + 1)), MAC: r.hosts[k].mac, SGIDIndex: uint16(index), VLAN: tc.o.VLAN,
+					TrafficClass: 0x68, FlowLabel: 0x12345}
 			}
 			for k, h := range r.hosts {
 				if err := h.SetGID(bg, index, tc.gid(byte(k+1)), tc.o); err != nil {
@@ -69,16 +73,19 @@ func TestAddressing(t *testing.T) {
 				}
 			}
 			a, b := r.hosts[0].end(t, qpDefaults(), 1), r.hosts[1].end(t, qpDefaults(), 2)
-			if err := a.qp.Connect(bg, guestdrv.Peer{QPN: b.qp.Number(), PSN: 2, Path: path(1)}, guestdrv.ConnectOptions{PSN: 1}); err != nil {
+			if err := a.qp.Connect(bg, guestdrv.Peer{QPN: b.qp.Number(), PSN: 2, Path: path(1)},
+				guestdrv.ConnectOptions{PSN: 1}); err != nil {
 				t.Fatal(err)
 			}
-			if err := b.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: path(0)}, guestdrv.ConnectOptions{PSN: 2}); err != nil {
+			if err := b.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: path(0)},
+				guestdrv.ConnectOptions{PSN: 2}); err != nil {
 				t.Fatal(err)
 			}
 			src, smr := a.h.region(t, 16384, guestdrv.AccessLocalWrite)
 			dst, dmr := b.h.region(t, 16384, allAccess)
 			fill(src.Bytes(), uint64(i))
-			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 16001)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(0, 16001)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
 			expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 			if !bytes.Equal(src.Bytes()[:16001], dst.Bytes()[:16001]) {
 				t.Error("data differ")
@@ -91,9 +98,11 @@ func TestAddressing(t *testing.T) {
 			}
 			clear(dst.Bytes())
 			ub.recv(t, 1, dmr.SGE(0, 4096))
-			ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, 999)}, AH: ah, RemoteQPN: ub.qp.Number(), QKey: 5})
+			ua.post(t, &request{ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{smr.SGE(0, 999)}, AH: ah, RemoteQPN: ub.qp.Number(), QKey: 5})
 			expect(t, ua.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpSend)
-			if wc := expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 999+grhLen || wc.Flags&guestdrv.WCFlagGRH == 0 {
+			if wc := expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen != 999+grhLen ||
+				wc.Flags&guestdrv.WCFlagGRH == 0 {
 				t.Errorf("completion %+v", wc)
 			}
 			grh := dst.Bytes()[:grhLen]

@@ -19,7 +19,8 @@ func (p *PD) AllocFast(ctx context.Context, pages int) (*FastMR, error) {
 	if err != nil {
 		return nil, err
 	}
-	mr, err := p.d.createMR(ctx, &abi.CreateMR{PDN: p.handle, Flags: abi.MRFast, PageShift: pageShift, NPages: uint64(pages)})
+	mr, err := p.d.createMR(ctx, &abi.CreateMR{PDN: p.handle, Flags: abi.MRFast, PageShift: pageShift,
+		NPages: uint64(pages)})
 	if err != nil {
 		list.free()
 		return nil, err
@@ -50,8 +51,8 @@ func (r *Registration) encode(b []byte) {
 	w.Encode(b)
 }
 
-// Map writes the region's page list for n bytes of buf from offset off on, and returns the registration of these bytes at
-// their own VA, under the key with low byte low. The list must not change before the request is complete.
+// Map writes the region's page list for n bytes of buf from offset off on, and returns the registration of these bytes
+// at their own VA, under the key with low byte low. The list must not change before the request is complete.
 func (m *FastMR) Map(buf *Buffer, off, n int, low uint8, access Access) *Registration {
 	first := (buf.PA() + uint64(off)) &^ (pageSize - 1)
 	inPage := off & (pageSize - 1)
@@ -60,8 +61,8 @@ func (m *FastMR) Map(buf *Buffer, off, n int, low uint8, access Access) *Registr
 		le.PutUint64(m.list.Bytes()[8*i:], first+uint64(i)<<pageShift)
 	}
 	return &Registration{
-		IOVA: buf.Addr() + uint64(off), Length: uint64(n), PageList: m.list.PA(), NPages: uint32(pages), Offset: uint32(inPage),
-		RKey: m.handle&^0xff | uint32(low), Access: access, PageShift: pageShift,
+		IOVA: buf.Addr() + uint64(off), Length: uint64(n), PageList: m.list.PA(), NPages: uint32(pages),
+		Offset: uint32(inPage), RKey: m.handle&^0xff | uint32(low), Access: access, PageShift: pageShift,
 	}
 }
 

@@ -37,7 +37,8 @@ const playVA, playSize = 1 << 40, 48 << 20
 func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 	t.Helper()
 	p := &player{gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}))}
-	p.dev = must[*guestdrv.Device](t)(guestdrv.Open(context.Background(), filepath.Join(h.Dir, name+".hca"), guestdrv.Config{Memory: 64 << 20}))
+	p.dev = must[*guestdrv.Device](t)(guestdrv.Open(context.Background(), filepath.Join(h.Dir, name+".hca"),
+		guestdrv.Config{Memory: 64 << 20}))
 	check(t, p.dev.SetGID(context.Background(), 0, p.gid, guestdrv.GIDOptions{}))
 	p.pd = must[*guestdrv.PD](t)(p.dev.AllocPD(context.Background()))
 	p.cq = must[*guestdrv.CQ](t)(p.dev.CreateCQ(context.Background(), 64, guestdrv.CQOptions{}))
@@ -55,8 +56,9 @@ func newPlayer(t *testing.T, h *lab.Host, name string, n int) *player {
 
 func (p *player) qp(t *testing.T) *guestdrv.QP {
 	t.Helper()
-	return must[*guestdrv.QP](t)(p.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8,
-		MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: p.cq, RecvCQ: p.cq}))
+	return must[*guestdrv.QP](t)(p.pd.CreateQP(context.Background(),
+		guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: p.cq,
+			RecvCQ: p.cq}))
 }
 
 // play connects two and writes from one to the other, a little at a time, until stop is closed.
@@ -64,8 +66,10 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 	t.Helper()
 	x, y := a.qp(t), b.qp(t)
 	o := guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
-	check(t, x.Connect(context.Background(), guestdrv.Peer{QPN: y.Number(), Path: guestdrv.Path{GID: b.gid, MAC: b.dev.MAC()}}, o))
-	check(t, y.Connect(context.Background(), guestdrv.Peer{QPN: x.Number(), Path: guestdrv.Path{GID: a.gid, MAC: a.dev.MAC()}}, o))
+	check(t, x.Connect(context.Background(), guestdrv.Peer{QPN: y.Number(),
+		Path: guestdrv.Path{GID: b.gid, MAC: b.dev.MAC()}}, o))
+	check(t, y.Connect(context.Background(), guestdrv.Peer{QPN: x.Number(),
+		Path: guestdrv.Path{GID: a.gid, MAC: a.dev.MAC()}}, o))
 	out := make(chan error, 1)
 	go func() {
 		defer close(out)

@@ -83,8 +83,9 @@ const (
 
 	accessHugeTLB Access = 0x80       // a hint to the guest driver; no meaning here
 	accessHints   Access = 0x3ff00000 // IB_UVERBS_ACCESS_OPTIONAL_RANGE: may be ignored
-	accessKnown          = LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic | MWBind | ZeroBased | OnDemand | FlushGlobal
-	accessWrites         = LocalWrite | RemoteWrite | RemoteAtomic
+	accessKnown          = LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic | MWBind | ZeroBased | OnDemand |
+		FlushGlobal
+	accessWrites = LocalWrite | RemoteWrite | RemoteAtomic
 )
 
 // Writes reports whether an access that needs a changes memory.

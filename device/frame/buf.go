@@ -79,8 +79,8 @@ func (b *Buf) Append(p []byte) bool {
 	return true
 }
 
-// Around returns the frame with so many bytes in front of it and behind it, whose contents are undefined and which do not become part of it. Only a
-// sole owner may write to them. Nil if there is no such room.
+// Around returns the frame with so many bytes in front of it and behind it, whose contents are undefined and which do
+// not become part of it. Only a sole owner may write to them. Nil if there is no such room.
 func (b *Buf) Around(before, behind int) []byte {
 	from, to := b.off-before, b.off+b.n+behind
 	if from < 0 || to > len(b.data) {

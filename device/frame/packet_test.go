@@ -16,7 +16,8 @@ func newPool(t testing.TB, c Config) *Pool {
 }
 
 func TestPoolConfig(t *testing.T) {
-	for _, c := range []Config{{Count: -1}, {Count: MaxCount + 1}, {Capacity: -1}, {Capacity: MinCapacity - 1}, {Capacity: MaxCapacity + 1}} {
+	for _, c := range []Config{{Count: -1}, {Count: MaxCount + 1}, {Capacity: -1}, {Capacity: MinCapacity - 1},
+		{Capacity: MaxCapacity + 1}} {
 		if _, err := NewPool(c); err == nil {
 			t.Errorf("%+v was accepted", c)
 		}
@@ -178,7 +179,8 @@ func TestAround(t *testing.T) {
 				}
 				continue
 			}
-			if len(d) != before+5+behind || cap(d) != len(d) || string(d[before:before+5]) != "frame" || string(b.Bytes()) != "frame" {
+			if len(d) != before+5+behind || cap(d) != len(d) || string(d[before:before+5]) != "frame" ||
+				string(b.Bytes()) != "frame" {
 				t.Fatalf("%d before, %d behind: %q of %q", before, behind, d, b.Bytes())
 			}
 		}

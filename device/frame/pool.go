@@ -22,8 +22,8 @@ const DefaultCapacity = 10 << 10
 // DefaultCount is the number of buffers made when Config.Count is zero.
 const DefaultCount = 8192
 
-// BigCapacity is the frame capacity of the big buffers: an IPv6 packet of 64 KiB with its Ethernet header and two tags, and
-// some bytes by which a receiver notices that there was more.
+// BigCapacity is the frame capacity of the big buffers: an IPv6 packet of 64 KiB with its Ethernet header and two tags,
+// and some bytes by which a receiver notices that there was more.
 const BigCapacity = 64<<10 + 256
 
 // Limits of what NewPool accepts. They keep a wrong configuration value from becoming an enormous allocation.
@@ -153,8 +153,8 @@ func (p *Pool) put(b *Buf) {
 // nextTag returns the upper half of a head word that follows h.
 func nextTag(h uint64) uint64 { return (h>>32 + 1) << 32 }
 
-// Keep asks to keep one more buffer for long, until something outside the data path has happened. Half of the pool may be kept:
-// however many wait, the others go on. True is to be followed by Unkeep.
+// Keep asks to keep one more buffer for long, until something outside the data path has happened. Half of the pool may
+// be kept: however many wait, the others go on. True is to be followed by Unkeep.
 func (p *Pool) Keep() bool {
 	if p.kept.Add(1) > int64(len(p.bufs)/2) {
 		p.kept.Add(-1)
@@ -193,8 +193,8 @@ func (p *Pool) Exhausted() uint64 {
 	return n
 }
 
-// InUse counts the buffers that have an owner, big ones included, for status output and leak tests. It walks the free list, again and
-// again if loops change it meanwhile, and after some tries settles for an estimate.
+// InUse counts the buffers that have an owner, big ones included, for status output and leak tests. It walks the free
+// list, again and again if loops change it meanwhile, and after some tries settles for an estimate.
 func (p *Pool) InUse() int {
 	free := 0
 	for range 16 {

@@ -18,10 +18,11 @@ func epollNow(epfd int, events []unix.EpollEvent) int {
 	return int(n)
 }
 
-// nap bounds how long a loop that goes to sleep keeps Go's processor. Traffic that lets a loop sleep for some microseconds at a time
-// would else hand it over and claim it back for each, and have the runtime's monitor thread awake all the while, which
-// cost a fifth of what TCP between hosts takes of the daemons. In fact the runtime ends it by a signal, at once to stop the world,
-// and after 10 ms in any case. A bound that is shorter than a tick would have the kernel set a timer for each sleep.
+// nap bounds how long a loop that goes to sleep keeps Go's processor. Traffic that lets a loop sleep for some
+// microseconds at a time would else hand it over and claim it back for each, and have the runtime's monitor thread
+// awake all the while, which cost a fifth of what TCP between hosts takes of the daemons. In fact the runtime ends it
+// by a signal, at once to stop the world, and after 10 ms in any case. A bound that is shorter than a tick would have
+// the kernel set a timer for each sleep.
 const nap = int64(20 * time.Millisecond)
 
 // epollWait blocks until an event or for timeout nanoseconds; negative = for ever. It returns the number of events, 0

@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hole maps a page of a file and then shrinks the file: what a hostile or broken VM does to us. Touching it is a SIGBUS.
+// hole maps a page of a file and then shrinks the file: what a hostile or broken VM does to us. Touching it is a
+// SIGBUS.
 func hole(t *testing.T) []byte {
 	t.Helper()
 	f, err := os.CreateTemp(t.TempDir(), "guest")

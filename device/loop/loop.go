@@ -61,7 +61,8 @@ type Config struct {
 	// ID is 0 to MaxLoops-1 and must differ among the loops that work together: it selects the loop's slot in counters
 	// and epochs.
 	ID int
-	// SpinFor is how long the loop goes on polling after the last work before it sleeps, at most (see adapt). Zero: sleep at once.
+	// SpinFor is how long the loop goes on polling after the last work before it sleeps, at most (see adapt). Zero: sleep
+	// at once.
 	SpinFor time.Duration
 	// CPUs are the processors on which the thread stays. Empty: wherever the process may run.
 	CPUs []int
@@ -153,8 +154,8 @@ func New(c Config) (*Loop, error) {
 	if c.SpinFor < 0 {
 		return nil, fmt.Errorf("engine: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
-	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock, log: c.Log,
-		events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
+	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
+		log: c.Log, events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
 	if l.clock == nil {
 		l.clock = realClock{}
 	}
@@ -188,8 +189,8 @@ func (l *Loop) ID() int { return l.id }
 // Now returns the time of the current iteration in nanoseconds. Loop thread only; elsewhere use the clock.
 func (l *Loop) Now() int64 { return l.now }
 
-// Shared tells whether several pollers have had work lately (sharedFor): whoever has much to do then does it in small parts, for the
-// others' sake. Mailboxes do not count, for what they hand over belongs to a poller. Loop thread only.
+// Shared tells whether several pollers have had work lately (sharedFor): whoever has much to do then does it in small
+// parts, for the others' sake. Mailboxes do not count, for what they hand over belongs to a poller. Loop thread only.
 func (l *Loop) Shared() bool { return l.now-l.sharedAt < sharedFor }
 
 // Clock returns the loop's clock, which is safe to read anywhere.
@@ -419,7 +420,8 @@ type Stats struct {
 
 // Stats returns the loop's counters.
 func (l *Loop) Stats() Stats {
-	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load(), CPUs: l.cpus, Nice: l.nice}
+	return Stats{ID: l.id, Rounds: l.rounds.Load(), Sleeps: l.sleeps.Load(), Faults: l.faults.Load(), CPUs: l.cpus,
+		Nice: l.nice}
 }
 
 // String says what the loop does, for messages about one that is stuck: an

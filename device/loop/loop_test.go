@@ -246,7 +246,8 @@ func TestWatchClosedInBatch(t *testing.T) {
 					ws[j].Close()
 				}
 			}
-			if _, err := l.Watch(other, func() { t.Error("new watch ran for an old event") }); err != nil && !errors.Is(err, ErrDuplicate) {
+			if _, err := l.Watch(other, func() { t.Error("new watch ran for an old event") }); err != nil &&
+				!errors.Is(err, ErrDuplicate) {
 				t.Error(err)
 			}
 		})

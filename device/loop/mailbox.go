@@ -45,7 +45,8 @@ func (m *Mailbox[T]) Put(v T) bool {
 	return true
 }
 
-// Weigh has values count as more than one, 1 at least, of what is handed over per iteration. To be called before the first Put.
+// Weigh has values count as more than one, 1 at least, of what is handed over per iteration. To be called before the
+// first Put.
 func (m *Mailbox[T]) Weigh(f func(T) int) { m.weigh = f }
 
 // Poll implements Poller.

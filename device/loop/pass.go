@@ -136,9 +136,9 @@ func (l *Loop) begin() {
 	}
 }
 
-// adapt learns from how long nobody had work, ns, how long to poll before the next sleep. Polling that was in vain is halved, for on few
-// cores it is taken from those for whose work the loop waits. The time includes that of waking up; so after maxMisses it is tried
-// whether work would have come while polling.
+// adapt learns from how long nobody had work, ns, how long to poll before the next sleep. Polling that was in vain is
+// halved, for on few cores it is taken from those for whose work the loop waits. The time includes that of waking up;
+// so after maxMisses it is tried whether work would have come while polling.
 func (l *Loop) adapt(idle int64) {
 	if idle > l.spin {
 		l.patience /= 2

@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// settle puts the calling thread, which is the loop's, where Config wants it. That it may not be as urgent as that is no error.
+// settle puts the calling thread, which is the loop's, where Config wants it. That it may not be as urgent as that is
+// no error.
 func (l *Loop) settle() error {
 	if len(l.cpus) > 0 {
 		if err := setAffinity(0, l.cpus); err != nil {
@@ -21,7 +22,8 @@ func (l *Loop) settle() error {
 	if l.nice != 0 {
 		// PRIO_PROCESS means one thread on Linux.
 		if err := unix.Setpriority(unix.PRIO_PROCESS, 0, l.nice); err != nil {
-			l.log.Debug("engine thread's nice value unchanged (CAP_SYS_NICE or RLIMIT_NICE would permit it)", "nice", l.nice, "reason", err)
+			l.log.Debug("engine thread's nice value unchanged (CAP_SYS_NICE or RLIMIT_NICE would permit it)", "nice", l.nice,
+				"reason", err)
 			l.nice = 0
 		}
 	}
@@ -49,8 +51,8 @@ func addProcessors(n int) {
 
 var processors sync.Mutex
 
-// KeepOff takes the threads of this process, and those that they will make, off cpus: for processors that loops are to have for
-// themselves. It changes nothing if there would be no processor left. Call it before Start.
+// KeepOff takes the threads of this process, and those that they will make, off cpus: for processors that loops are to
+// have for themselves. It changes nothing if there would be no processor left. Call it before Start.
 func KeepOff(cpus []int) error {
 	for again := true; again; { // a thread that was not seen yet may have made another meanwhile
 		again = false

@@ -68,7 +68,8 @@ func TestNoSuchProcessor(t *testing.T) {
 	}
 }
 
-// TestKeepOff runs in a process of its own, whose threads are to leave the first of two processors; loops may still go there.
+// TestKeepOff runs in a process of its own, whose threads are to leave the first of two processors; loops may still go
+// there.
 func TestKeepOff(t *testing.T) {
 	const env = "VNICD_TEST_KEEP_OFF"
 	if os.Getenv(env) == "" {

@@ -110,7 +110,8 @@ func (d *Driver) add(s Slot) error {
 	}
 	if !f.keepsSize && !d.warned {
 		d.warned = true
-		d.log.Warn("guest memory file is not sealed against shrinking; if it shrinks, the VM loses its device", "guest_pa", hclog.Fmt("%#x", s.GuestPA))
+		d.log.Warn("guest memory file is not sealed against shrinking; if it shrinks, the VM loses its device", "guest_pa",
+			hclog.Fmt("%#x", s.GuestPA))
 	}
 	r, err := d.newRegion(s, f)
 	if err != nil {
@@ -141,7 +142,8 @@ func (d *Driver) checkLocked(s *Slot) error {
 	}
 	for _, r := range d.regions {
 		if overlap(s.UserAddr, s.Size, r.UserAddr, r.Size) || overlap(s.GuestPA, s.Size, r.GuestPA, r.Size) {
-			return fmt.Errorf("user address %#x; there is one at %#x, %#x bytes, user address %#x: %w", s.UserAddr, r.GuestPA, r.Size, r.UserAddr, translate.ErrOverlap)
+			return fmt.Errorf("user address %#x; there is one at %#x, %#x bytes, user address %#x: %w", s.UserAddr, r.GuestPA,
+				r.Size, r.UserAddr, translate.ErrOverlap)
 		}
 	}
 	return nil
@@ -222,7 +224,8 @@ const drainPatience = time.Second
 // that is long is reported, with who holds it, and never cut short but by ctx.
 func (d *Driver) drained(ctx context.Context, e *translate.Drain) error {
 	return e.WaitWarn(ctx, drainPatience, func(since time.Duration, held []string) {
-		d.log.Warn("release waits: guest memory still in use", "gvmi", d.space.GVMI(), "since", since.Round(time.Millisecond), "by", held)
+		d.log.Warn("release waits: guest memory still in use", "gvmi", d.space.GVMI(), "since", since.Round(time.Millisecond),
+			"by", held)
 	})
 }
 

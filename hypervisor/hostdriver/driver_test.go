@@ -50,7 +50,8 @@ func TestSlotLife(t *testing.T) {
 			t.Errorf("UserToPA(%#x, %#x) = %v, %v", c.user, c.n, pa, ok)
 		}
 	}
-	for _, c := range [][3]uint64{{0x100000000, 2 << 20, 0x7f0000000000}, {0x100000000, 3 << 20, 0x7f0000001000}, {0, 3 << 20, 0x7f0000000000}} {
+	for _, c := range [][3]uint64{{0x100000000, 2 << 20, 0x7f0000000000}, {0x100000000, 3 << 20, 0x7f0000001000},
+		{0, 3 << 20, 0x7f0000000000}} {
 		if err := d.RemoveSlot(c[0], c[1], c[2]); !errors.Is(err, ErrNoSlot) {
 			t.Errorf("%#x: %v", c, err)
 		}

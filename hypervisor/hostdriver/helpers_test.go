@@ -95,7 +95,8 @@ func fetch(ctx context.Context, s *translate.Space, pa translate.PA, n uint64) e
 // access calls f with the host memory at [pa, pa+n), inside an epoch, as soon as
 // all of it is present. Until then it parks: it leaves the epoch, waits for the
 // fault, and looks afresh.
-func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, n uint64, f func(b []byte), parked ...func()) error {
+func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, n uint64, f func(b []byte),
+	parked ...func()) error {
 	for {
 		tok := s.Epochs().Enter(slot)
 		b, m := s.Host(pa, int(n))
@@ -108,7 +109,8 @@ func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, 
 			return nil
 		}
 		if m.OK() { // Host returns what is present
-			m = translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa + translate.PA(len(b))}, Len: n - uint64(len(b))}
+			m = translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa + translate.PA(len(b))},
+				Len: n - uint64(len(b))}
 		}
 		for _, p := range parked {
 			p()
@@ -246,7 +248,8 @@ func audit(b *Budget, quiet bool) error {
 	switch {
 	case listed > n || used > b.used || held > b.held || huge > b.huge,
 		quiet && (listed < n || used < b.used || held < b.held || huge < b.huge):
-		return fmt.Errorf("regions have %d granules, %d bytes, %d held, %d huge; the books %d, %d, %d, %d", listed, used, held, huge, n, b.used, b.held, b.huge)
+		return fmt.Errorf("regions have %d granules, %d bytes, %d held, %d huge; the books %d, %d, %d, %d", listed, used,
+			held, huge, n, b.used, b.held, b.huge)
 	case b.limit != 0 && (b.used > b.limit || b.held > b.limit/2):
 		return fmt.Errorf("%d bytes used, %d held of %d", b.used, b.held, b.limit)
 	}

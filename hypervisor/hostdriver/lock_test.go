@@ -45,7 +45,8 @@ func TestNotAllowedToLock(t *testing.T) {
 	var log bytes.Buffer
 	b := NewBudget(MinBudget)
 	s := translate.NewSpace(1)
-	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}), Options{Budget: b})
+	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: new(sync.Mutex), Level: hclog.Warn}),
+		Options{Budget: b})
 	defer d.Close()
 	for i := range uint64(2) {
 		slot(t, d, name, i<<32, 16<<20)

@@ -92,12 +92,14 @@ func (d *Driver) newRegion(s Slot, f file) (*region, error) {
 	if length < s.Size || length > maxInt || s.Offset > maxInt {
 		return nil, fmt.Errorf("offset %#x is too large: %w", s.Offset, translate.ErrInvalid)
 	}
-	b, err := unix.Mmap(s.FD, int64(s.Offset-lead), int(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
+	b, err := unix.Mmap(s.FD, int64(s.Offset-lead), int(length), unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, fmt.Errorf("mmap of fd %d: %w", s.FD, err)
 	}
 	s.FD = -1
-	r := &region{Slot: s, d: d, whole: b, size: length, lead: lead, huge: f.block > translate.PageSize, granules: make(map[uint64]*granule)}
+	r := &region{Slot: s, d: d, whole: b, size: length, lead: lead, huge: f.block > translate.PageSize,
+		granules: make(map[uint64]*granule)}
 	limit := d.opts.Budget.limit
 	size := f.block
 	if !r.huge {

@@ -47,7 +47,8 @@ func TestDemand(t *testing.T) {
 		}
 	}
 	want := uint64(2<<20 + 2*minGranule)
-	if u, st := smaps(t, name), d.Status(); u.rss != want || u.locked != want || st.Resident != want || st.HostFaults != 3 || st.FailedFaults != 0 || st.FaultTime.Count != 3 {
+	if u, st := smaps(t, name), d.Status(); u.rss != want || u.locked != want || st.Resident != want ||
+		st.HostFaults != 3 || st.FailedFaults != 0 || st.FaultTime.Count != 3 {
 		t.Errorf("%+v, %+v, expected %d bytes resident", u, st, want)
 	}
 	// What the device writes is what the file has.
@@ -385,7 +386,8 @@ func TestModel(t *testing.T) {
 						if !present(h.s, pa) {
 							t.Errorf("driver %d, %v is held and absent", k, pa)
 						}
-					} else if !errors.Is(err, ErrBudget) && !errors.Is(err, translate.ErrMiss) && !errors.Is(err, translate.ErrMemoryGone) {
+					} else if !errors.Is(err, ErrBudget) && !errors.Is(err, translate.ErrMiss) &&
+						!errors.Is(err, translate.ErrMemoryGone) {
 						fail(err) // the second slot may be away, if the range reaches into it
 					}
 				case op < 17 && len(holds) > 0:

@@ -20,7 +20,8 @@ func raise(s *translate.Space, pa translate.PA, n int) []*waiter {
 	ws := make([]*waiter, n)
 	for i := range ws {
 		w := &waiter{done: make(chan error, 1)}
-		w.Miss = translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa + translate.PA(i*minGranule)}, Len: 1}
+		w.Miss = translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa + translate.PA(i*minGranule)},
+			Len: 1}
 		w.Done = func(_ *translate.Fault, err error) { w.done <- err }
 		s.Faults().Raise(&w.Fault)
 		ws[i] = w
@@ -79,7 +80,8 @@ func TestCloseAmidFaults(t *testing.T) {
 	release()
 	<-closed
 	for i, w := range ws {
-		if err := <-w.done; !errors.Is(err, ErrClosed) && !errors.Is(err, translate.ErrMemoryGone) && !errors.Is(err, translate.ErrMiss) {
+		if err := <-w.done; !errors.Is(err, ErrClosed) && !errors.Is(err, translate.ErrMemoryGone) &&
+			!errors.Is(err, translate.ErrMiss) {
 			t.Errorf("fault %d: %v", i, err)
 		}
 	}

@@ -86,8 +86,8 @@ func (b *Budget) status() (Status, []*Driver) {
 	c := b.counters
 	s := Status{
 		Budget: b.limit, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
-		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded, Unlocked: c.unlocked,
-		HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest, Heat: c.heat,
+		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded,
+		Unlocked: c.unlocked, HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest, Heat: c.heat,
 	}
 	for d := range b.drivers {
 		f := d.space.Faults().Stats()

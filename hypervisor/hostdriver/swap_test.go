@@ -85,7 +85,8 @@ func memoryCgroup(t *testing.T, limit int) (dir string) {
 	dir, file := filepath.Join(v1, name), "memory.limit_in_bytes"
 	if _, err := os.Stat(filepath.Join(v1, "memory.limit_in_bytes")); err != nil {
 		dir, file = filepath.Join(v2, name), "memory.max"
-		if b, err := os.ReadFile(filepath.Join(v2, "cgroup.subtree_control")); err != nil || !bytes.Contains(b, []byte("memory")) {
+		if b, err := os.ReadFile(filepath.Join(v2, "cgroup.subtree_control")); err != nil ||
+			!bytes.Contains(b, []byte("memory")) {
 			t.Skipf("no memory cgroups: neither %s nor the controller in %s/cgroup.subtree_control", v1, v2)
 		}
 	}
@@ -204,7 +205,8 @@ func swapRun() error {
 	}
 	st := d.Status()
 	fmt.Printf("resident %d MiB at most, swapped %d MiB at most, parked %d times; faults: %d, mean %v, 99%% within %v; %d evictions, %d second chances\n",
-		most.rss>>20, most.swap>>20, parked.Load(), st.HostFaults, st.FaultTime.Mean(), st.FaultTime.Quantile(0.99), st.Evictions, st.Refaults)
+		most.rss>>20, most.swap>>20, parked.Load(), st.HostFaults, st.FaultTime.Mean(), st.FaultTime.Quantile(0.99),
+		st.Evictions, st.Refaults)
 	if most.swap < swapSize/4 {
 		return fmt.Errorf("%d bytes of %d were in swap: the test tests nothing", most.swap, swapSize)
 	}

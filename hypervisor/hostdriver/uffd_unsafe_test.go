@@ -32,7 +32,8 @@ func stall(t *testing.T, r *region) (release func()) {
 		t.Fatal("UFFDIO_API:", e)
 	}
 	reg := struct{ start, len, mode, ioctls uint64 }{
-		start: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(r.whole)))), len: uint64(len(r.whole)), mode: uffdRegisterMissing,
+		start: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(r.whole)))), len: uint64(len(r.whole)),
+		mode: uffdRegisterMissing,
 	}
 	if _, _, e := unix.Syscall(unix.SYS_IOCTL, fd, uffdioRegister, uintptr(unsafe.Pointer(&reg))); e != 0 {
 		t.Fatal("UFFDIO_REGISTER:", e)

@@ -63,7 +63,8 @@ type agentLine struct {
 
 // newAgent takes over conn.
 func newAgent(conn net.Conn) *agent {
-	a := &agent{conn: conn, done: make(chan struct{}), resync: 5 * time.Second, nextID: 1, pending: map[int64]chan agentLine{}}
+	a := &agent{conn: conn, done: make(chan struct{}), resync: 5 * time.Second, nextID: 1,
+		pending: map[int64]chan agentLine{}}
 	go a.read()
 	return a
 }

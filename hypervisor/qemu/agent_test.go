@@ -16,7 +16,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// fakeGuest is a qemu-ga that runs a few made-up programs: it answers in order, one request at a time, like the real one.
+// fakeGuest is a qemu-ga that runs a few made-up programs: it answers in order, one request at a time, like the real
+// one.
 type fakeGuest struct {
 	t    *testing.T
 	conn net.Conn
@@ -132,7 +133,8 @@ func (f *fakeGuest) handle(cmd string, raw json.RawMessage) (any, error) {
 		if p.killed {
 			return map[string]any{"exited": true, "signal": 9, "out-data": p.out}, nil
 		}
-		return map[string]any{"exited": true, "exitcode": p.code, "out-data": p.out, "err-data": []byte("e"), "out-truncated": p.trunc}, nil
+		return map[string]any{"exited": true, "exitcode": p.code, "out-data": p.out, "err-data": []byte("e"),
+			"out-truncated": p.trunc}, nil
 	case "guest-file-open":
 		if a.Mode == "r" && f.files[a.Path] == nil {
 			return nil, errors.New("No such file or directory")
@@ -219,7 +221,8 @@ func TestExec(t *testing.T) {
 	if r, err := a.exec(ctx, Command{Argv: []string{"cat"}, Stdin: []byte("\x00in")}); err != nil || r.Stdout != "\x00in" {
 		t.Errorf("cat: %+v, %v", r, err)
 	}
-	if r, err := a.exec(ctx, Command{Argv: []string{"echo", "x"}, Env: []string{"A=1"}}); err != nil || r.Stdout != "A=1 x" {
+	if r, err := a.exec(ctx, Command{Argv: []string{"echo", "x"}, Env: []string{"A=1"}}); err != nil ||
+		r.Stdout != "A=1 x" {
 		t.Errorf("env: %+v, %v", r, err)
 	}
 	if r, err := a.exec(ctx, Command{Argv: []string{"slow", "5"}}); err != nil || r.ExitCode != 0 {
@@ -333,7 +336,8 @@ func TestAgentSlowAndNoisy(t *testing.T) {
 			// Only after a few syncs does the answer to the first request come.
 			if syncs++; syncs == 3 {
 				_ = first
-				fmt.Fprintf(guest, "noise\n{\"return\": 5, \"id\": 4711}\n{\"return\": 6}\nhalf a li\xff{\"return\": 42, \"id\": 1}\n")
+				fmt.Fprintf(guest,
+					"noise\n{\"return\": 5, \"id\": 4711}\n{\"return\": 6}\nhalf a li\xff{\"return\": 42, \"id\": 1}\n")
 			}
 		}
 	}()

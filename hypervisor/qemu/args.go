@@ -49,14 +49,14 @@ func MemoryArgs(mib int, huge bool) []string {
 // MachineType is the argument of -M that goes with MemoryArgs.
 const MachineType = "q35,memory-backend=ram"
 
-// HCAArgs attaches the paravirtual HCA that listens on the vhost-user socket. id distinguishes devices of one VM, vqs is
-// the number of virtqueues (command, events, completion queues, doorbells).
+// HCAArgs attaches the paravirtual HCA that listens on the vhost-user socket. id distinguishes devices of one VM, vqs
+// is the number of virtqueues (command, events, completion queues, doorbells).
 func HCAArgs(socket, id string, vqs int) []string {
 	return []string{"-chardev", chardevArg(socket, id), "-device", hcaDevice(id, vqs).arg()}
 }
 
-// HCAArgsJSON is HCAArgs with the device in JSON: QEMU makes the devices that are not in JSON first, and the HCA then has
-// the place that libvirt, which writes JSON, has chosen for another.
+// HCAArgsJSON is HCAArgs with the device in JSON: QEMU makes the devices that are not in JSON first, and the HCA then
+// has the place that libvirt, which writes JSON, has chosen for another.
 func HCAArgsJSON(socket, id string, vqs int) []string {
 	d, err := json.Marshal(hcaDevice(id, vqs).json(""))
 	if err != nil {
@@ -74,8 +74,8 @@ func MonitorArgs(socket string) []string {
 	return []string{"-qmp", "unix:" + escape(socket) + ",server=on,wait=off"}
 }
 
-// NetArgs attaches a virtio-net of so many queue pairs (0: one) that is served on the vhost-user socket. mtu is announced to the
-// guest; 0 announces none.
+// NetArgs attaches a virtio-net of so many queue pairs (0: one) that is served on the vhost-user socket. mtu is
+// announced to the guest; 0 announces none.
 func NetArgs(socket, id, mac string, mtu, queues int) []string {
 	return []string{
 		"-chardev", fmt.Sprintf("%s,reconnect-ms=%d", chardevArg(socket, id), ReconnectMS),

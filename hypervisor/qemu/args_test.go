@@ -50,11 +50,13 @@ func TestArgs(t *testing.T) {
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host,romfile=",
 		"-chardev", "socket,id=chr-nic0,path=/run/vm1.net,reconnect-ms=500",
 		"-netdev", "vhost-user,id=net-nic0,chardev=chr-nic0,queues=4",
-		"-device", "virtio-net-pci,id=nic0,netdev=net-nic0,mac=52:54:00:00:00:0a,romfile=,host_mtu=1450,rx_queue_size=1024,tx_queue_size=1024,mq=on,vectors=10",
+		"-device",
+		"virtio-net-pci,id=nic0,netdev=net-nic0,mac=52:54:00:00:00:0a,romfile=,host_mtu=1450,rx_queue_size=1024,tx_queue_size=1024,mq=on,vectors=10",
 		"-netdev", "tap,id=net-nic1,ifname=tap0,script=no,downscript=no",
 		"-device", "virtio-net-pci,id=nic1,netdev=net-nic1,mac=52:54:00:00:00:0b,romfile=",
 		"-chardev", "socket,id=chr-hca0,path=/run/vm1.hca",
-		"-device", "vhost-user-test-device-pci,id=hca0,chardev=chr-hca0,virtio-id=38,num_vqs=6,vq_size=256,config_size=128,romfile=",
+		"-device",
+		"vhost-user-test-device-pci,id=hca0,chardev=chr-hca0,virtio-id=38,num_vqs=6,vq_size=256,config_size=128,romfile=",
 		"-S",
 	}
 	got := c.Args()

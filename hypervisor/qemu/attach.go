@@ -34,12 +34,12 @@ type Attachment struct {
 // poll is how long to wait between two looks at what the guest does at its own pace.
 const poll = 100 * time.Millisecond
 
-// undoTime bounds the undoing after a failure, which must work when the caller's context has ended. A guest takes 5 s to let a PCIe
-// device go (its slot's button has that much time to be pressed again).
+// undoTime bounds the undoing after a failure, which must work when the caller's context has ended. A guest takes 5 s
+// to let a PCIe device go (its slot's button has that much time to be pressed again).
 const undoTime = 60 * time.Second
 
-// Attach plugs both faces into the running VM behind c. It returns when QEMU has them; the guest's drivers may still be on their
-// way. On an error everything is undone, or the error says what is left.
+// Attach plugs both faces into the running VM behind c. It returns when QEMU has them; the guest's drivers may still be
+// on their way. On an error everything is undone, or the error says what is left.
 func Attach(ctx context.Context, c *qmp.Client, a Attachment) error {
 	if err := checkVM(ctx, c, a.VM); err != nil {
 		return err
@@ -86,7 +86,8 @@ func checkVM(ctx context.Context, c *qmp.Client, vm string) error {
 	return nil
 }
 
-// chooseBuses fills in the buses that are not given from free PCIe root ports. On machines without such ports QEMU chooses.
+// chooseBuses fills in the buses that are not given from free PCIe root ports. On machines without such ports QEMU
+// chooses.
 func (a *Attachment) chooseBuses(ctx context.Context, c *qmp.Client) error {
 	devices, err := c.PCI(ctx)
 	if err != nil {
@@ -97,7 +98,8 @@ func (a *Attachment) chooseBuses(ctx context.Context, c *qmp.Client) error {
 		if d.Bridge == nil || d.QdevID == "" {
 			continue
 		}
-		if kind, err := c.QOMGet(ctx, "/machine/peripheral/"+d.QdevID, "type"); err != nil || kind != "pcie-root-port" && kind != "ioh3420" {
+		if kind, err := c.QOMGet(ctx, "/machine/peripheral/"+d.QdevID, "type"); err != nil || kind != "pcie-root-port" &&
+			kind != "ioh3420" {
 			continue
 		}
 		ports++
@@ -148,8 +150,8 @@ func explain(err error) error {
 	return err
 }
 
-// Detach takes both faces out of the running VM behind c and returns when the guest has let them go and QEMU has nothing left of
-// them. Parts that are not there are passed over; ErrNotAttached says that none was.
+// Detach takes both faces out of the running VM behind c and returns when the guest has let them go and QEMU has
+// nothing left of them. Parts that are not there are passed over; ErrNotAttached says that none was.
 func Detach(ctx context.Context, c *qmp.Client, vm string) error {
 	found := false
 	var devices []string

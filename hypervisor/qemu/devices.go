@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// device is one QEMU device: its driver, then its properties in order. The command line and hot-plug are made of the same
-// list, so they cannot differ.
+// device is one QEMU device: its driver, then its properties in order. The command line and hot-plug are made of the
+// same list, so they cannot differ.
 type device []property
 
 type property struct {
@@ -30,7 +30,8 @@ func (d device) arg() string {
 	return strings.Join(words, ",")
 }
 
-// json is the device as arguments of device_add, which insists on the properties' types. bus "" leaves the choice to QEMU.
+// json is the device as arguments of device_add, which insists on the properties' types. bus "" leaves the choice to
+// QEMU.
 func (d device) json(bus string) map[string]any {
 	m := map[string]any{}
 	for _, p := range d {
@@ -42,14 +43,16 @@ func (d device) json(bus string) map[string]any {
 	return m
 }
 
-// hcaDevice leaves page-per-vq off: notifications need no page of their own, and a window of 8 MiB does not fit behind a root port.
+// hcaDevice leaves page-per-vq off: notifications need no page of their own, and a window of 8 MiB does not fit behind
+// a root port.
 func hcaDevice(id string, vqs int) device {
 	return device{{"driver", HCADevice}, {"id", id}, {"chardev", chardevID(id)}, {"virtio-id", VirtioID}, {"num_vqs", vqs},
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
-// netDevice has an interrupt for each queue, for the control queue and for changes of the configuration if there are several pairs.
-// Its rings are as long as QEMU allows if a vhost-user back end serves them: a guest that does not get to run for a moment loses less.
+// netDevice has an interrupt for each queue, for the control queue and for changes of the configuration if there are
+// several pairs. Its rings are as long as QEMU allows if a vhost-user back end serves them: a guest that does not get
+// to run for a moment loses less.
 func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 	d := device{{"driver", "virtio-net-pci"}, {"id", id}, {"netdev", netdevID(id)}, {"mac", mac}, {"romfile", ""}}
 	if mtu > 0 {

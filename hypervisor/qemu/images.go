@@ -67,7 +67,8 @@ func (b *Builder) Find(ctx context.Context) (*Images, error) {
 	if err := json.Unmarshal(out, img); err != nil {
 		return nil, fmt.Errorf("qemu: reading the output of %s paths -j: %w", b.Script, err)
 	}
-	for name, p := range map[string]string{"QEMU": img.QEMU, "KERNEL": img.Kernel, "INITRD": img.Initrd, "ROOTFS": img.Rootfs} {
+	for name, p := range map[string]string{"QEMU": img.QEMU, "KERNEL": img.Kernel, "INITRD": img.Initrd,
+		"ROOTFS": img.Rootfs} {
 		if _, err := os.Stat(p); err != nil {
 			return nil, fmt.Errorf("qemu: %s of %s: %w", name, b.Script, err)
 		}
@@ -121,7 +122,8 @@ func (b *Builder) run(ctx context.Context, args ...string) ([]byte, error) {
 		cmd.Stderr = io.MultiWriter(tail, b.Log)
 	}
 	if err := cmd.Run(); err != nil {
-		return nil, fmt.Errorf("qemu: %s %s: %w: %s", b.Script, strings.Join(args, " "), err, strings.TrimSpace(tail.String()))
+		return nil, fmt.Errorf("qemu: %s %s: %w: %s", b.Script, strings.Join(args, " "), err,
+			strings.TrimSpace(tail.String()))
 	}
 	return out.Bytes(), nil
 }

@@ -1,7 +1,7 @@
 // Package qemu starts and drives the VMs: command lines, processes, and commands inside the guest.
 //
-// A Machine owns one QEMU process, its monitor and its guest agent. QEMU is a child in the strict sense: it is killed by
-// the kernel when this process ends, however that happens. Whoever calls Boot must call Kill or Shutdown; both join
+// A Machine owns one QEMU process, its monitor and its guest agent. QEMU is a child in the strict sense: it is killed
+// by the kernel when this process ends, however that happens. Whoever calls Boot must call Kill or Shutdown; both join
 // everything, are idempotent and may be called from several goroutines.
 //
 //	Boot ──▶ running ──(Shutdown, Kill, QEMU ends by itself)──▶ ended
@@ -71,7 +71,8 @@ func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 	return m, nil
 }
 
-// Adopt connects to the guest agent of a VM that somebody else started. Only its guest can be used, and Kill leaves the VM alone.
+// Adopt connects to the guest agent of a VM that somebody else started. Only its guest can be used, and Kill leaves the
+// VM alone.
 func Adopt(ctx context.Context, name, agentSocket string) (*Machine, error) {
 	m := &Machine{cfg: Config{Name: name}, done: make(chan struct{})}
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)

@@ -76,7 +76,8 @@ func TestBuilder(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	json := `{"QEMU": "` + file + `", "KERNEL": "` + file + `", "INITRD": "` + file + `", "ROOTFS": "` + file + `", "KVER": "6.12"}`
+	json := `{"QEMU": "` + file + `", "KERNEL": "` + file + `", "INITRD": "` + file + `", "ROOTFS": "` + file +
+		`", "KVER": "6.12"}`
 	b := &Builder{Script: script(t, "echo '"+json+"'")}
 	if img, err := b.Find(ctx); err != nil || img.KVer != "6.12" || img.Rootfs != file {
 		t.Errorf("find: %+v, %v", img, err)

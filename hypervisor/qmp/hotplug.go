@@ -63,7 +63,8 @@ func (c *Client) AddUnixChardev(ctx context.Context, id, path string, reconnect 
 	if reconnect > 0 {
 		data["reconnect-ms"] = reconnect
 	}
-	return c.Run(ctx, "chardev-add", map[string]any{"id": id, "backend": map[string]any{"type": "socket", "data": data}}, nil)
+	return c.Run(ctx, "chardev-add", map[string]any{"id": id, "backend": map[string]any{"type": "socket", "data": data}},
+		nil)
 }
 
 // RemoveChardev removes a character device that nothing uses.
@@ -73,7 +74,8 @@ func (c *Client) RemoveChardev(ctx context.Context, id string) error {
 
 // AddVhostNetdev makes the host side of a virtio-net of so many queue pairs that a vhost-user back end serves.
 func (c *Client) AddVhostNetdev(ctx context.Context, id, chardev string, queues int) error {
-	return c.Run(ctx, "netdev_add", map[string]any{"type": "vhost-user", "id": id, "chardev": chardev, "queues": queues}, nil)
+	return c.Run(ctx, "netdev_add", map[string]any{"type": "vhost-user", "id": id, "chardev": chardev, "queues": queues},
+		nil)
 }
 
 // RemoveNetdev removes the host side of a network device.
@@ -86,7 +88,8 @@ func (c *Client) AddDevice(ctx context.Context, props map[string]any) error {
 	return c.Run(ctx, "device_add", props, nil)
 }
 
-// RemoveDevice asks the guest to let a device go. When it has, the device no longer exists; QEMU does not wait for that.
+// RemoveDevice asks the guest to let a device go. When it has, the device no longer exists; QEMU does not wait for
+// that.
 func (c *Client) RemoveDevice(ctx context.Context, id string) error {
 	return c.Run(ctx, "device_del", map[string]any{"id": id}, nil)
 }

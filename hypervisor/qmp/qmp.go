@@ -1,7 +1,7 @@
 // Package qmp speaks QEMU's machine protocol over the monitor socket of one VM.
 //
-// It wraps the socket monitor of github.com/digitalocean/go-qemu/qmp and adds what that leaves to its caller: deadlines,
-// a closed state that every caller sees, and events that can never hold up commands.
+// It wraps the socket monitor of github.com/digitalocean/go-qemu/qmp and adds what that leaves to its caller:
+// deadlines, a closed state that every caller sees, and events that can never hold up commands.
 //
 // Ownership: Dial starts one goroutine, Close joins it. All methods may be called from several goroutines; commands
 // run one at a time.

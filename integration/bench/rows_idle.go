@@ -29,7 +29,8 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 			return m, err
 		}
 		// Something to have been busy with.
-		if err := x.qp.PostSend(guestdrv.NewWrite(0, guestdrv.Remote{RKey: mr.RKey()}, mr.SGE(0, 0)).With(guestdrv.SendSignaled)); err != nil {
+		if err := x.qp.PostSend(guestdrv.NewWrite(0, guestdrv.Remote{RKey: mr.RKey()},
+			mr.SGE(0, 0)).With(guestdrv.SendSignaled)); err != nil {
 			return m, err
 		}
 		if err := x.spin(ctx, 1); err != nil {

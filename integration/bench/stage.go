@@ -181,7 +181,8 @@ func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
 	return n, err
 }
 
-const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic
+const allAccess = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead |
+	guestdrv.AccessRemoteAtomic
 
 // region allocates and registers size bytes.
 func (n *node) region(size int) (*guestdrv.Buffer, *guestdrv.MR, error) {

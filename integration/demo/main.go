@@ -103,7 +103,8 @@ func (d *demo) hosts(ctx context.Context) (err error) {
 	if d.b, err = d.Host("h2"); err != nil {
 		return err
 	}
-	if err := d.Underlay(d.a, netip.MustParsePrefix("192.0.2.1/24"), d.b, netip.MustParsePrefix("192.0.2.2/24"), 1500); err != nil {
+	if err := d.Underlay(d.a, netip.MustParsePrefix("192.0.2.1/24"), d.b, netip.MustParsePrefix("192.0.2.2/24"),
+		1500); err != nil {
 		return err
 	}
 	conf := func(local, peer, vm, mac string) string {
@@ -149,7 +150,8 @@ func (d *demo) guests(ctx context.Context) error {
 		return err
 	}
 	lines := strings.Split(strings.TrimSpace(ping), "\n")
-	fmt.Fprintf(&d.summary, "ping vm1 -> vm2 (virtio-net over VXLAN)\n    %s\n    %s\n", lines[len(lines)-2], lines[len(lines)-1])
+	fmt.Fprintf(&d.summary, "ping vm1 -> vm2 (virtio-net over VXLAN)\n    %s\n    %s\n", lines[len(lines)-2],
+		lines[len(lines)-1])
 	info, err := d.vms[0].Run(ctx, "ibv_devinfo")
 	if err != nil {
 		return err
@@ -220,10 +222,12 @@ func (d *demo) picture(ctx context.Context, client, server lab.End) error {
 	defer b.Close()
 	file := filepath.Join(d.Root, "build", "page.png")
 	stop := lab.Traffic(ctx, client, server)
-	if err := errors.Join(b.Window(ctx, 1280, 900, false), lab.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"), b.Screenshot(ctx, file), stop()); err != nil {
+	if err := errors.Join(b.Window(ctx, 1280, 900, false), lab.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"),
+		b.Screenshot(ctx, file), stop()); err != nil {
 		return err
 	}
-	fmt.Fprintf(&d.summary, "the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and moving rates\n    %s\n", file)
+	fmt.Fprintf(&d.summary,
+		"the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and moving rates\n    %s\n", file)
 	return nil
 }
 

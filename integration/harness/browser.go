@@ -68,8 +68,10 @@ func NewBrowser(ctx context.Context, ns *Namespace) (*Browser, error) {
 		return nil, err
 	}
 	b.in, b.out = in, out
-	argv := ns.argv([]string{path, "--headless", "--remote-debugging-pipe", "--user-data-dir=" + b.dir, "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-		"--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"})
+	argv := ns.argv([]string{path, "--headless", "--remote-debugging-pipe", "--user-data-dir=" + b.dir, "--no-sandbox",
+		"--disable-gpu", "--disable-dev-shm-usage",
+		"--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+		"--hide-scrollbars", "--force-color-profile=srgb"})
 	b.cmd = exec.Command(argv[0], argv[1:]...)
 	b.cmd.ExtraFiles = []*os.File{theirIn, theirOut}
 	b.cmd.Env = append(os.Environ(), "HOME="+b.dir)
@@ -112,7 +114,8 @@ func (b *Browser) open(ctx context.Context) error {
 		return err
 	}
 	var session struct{ SessionID string }
-	if err := b.call(ctx, "Target.attachToTarget", map[string]any{"targetId": target.TargetID, "flatten": true}, &session); err != nil {
+	if err := b.call(ctx, "Target.attachToTarget", map[string]any{"targetId": target.TargetID, "flatten": true},
+		&session); err != nil {
 		return err
 	}
 	b.session = session.SessionID
@@ -216,8 +219,10 @@ func (b *Browser) Window(ctx context.Context, width, height int, dark bool) erro
 		scheme = "dark"
 	}
 	return errors.Join(
-		b.call(ctx, "Emulation.setDeviceMetricsOverride", map[string]any{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false}, nil),
-		b.call(ctx, "Emulation.setEmulatedMedia", map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": scheme}}}, nil))
+		b.call(ctx, "Emulation.setDeviceMetricsOverride",
+			map[string]any{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false}, nil),
+		b.call(ctx, "Emulation.setEmulatedMedia",
+			map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": scheme}}}, nil))
 }
 
 // Open goes to a page.
@@ -241,7 +246,8 @@ func (b *Browser) Eval(ctx context.Context, expression string, result any) error
 			Exception struct{ Description string }
 		}
 	}
-	if err := b.call(ctx, "Runtime.evaluate", map[string]any{"expression": expression, "returnByValue": true, "awaitPromise": true}, &r); err != nil {
+	if err := b.call(ctx, "Runtime.evaluate", map[string]any{"expression": expression, "returnByValue": true,
+		"awaitPromise": true}, &r); err != nil {
 		return err
 	}
 	if x := r.ExceptionDetails; x != nil {
@@ -272,7 +278,8 @@ func (b *Browser) Wait(ctx context.Context, expression string) error {
 // Screenshot writes the whole page, as a PNG.
 func (b *Browser) Screenshot(ctx context.Context, file string) error {
 	var r struct{ Data string }
-	if err := b.call(ctx, "Page.captureScreenshot", map[string]any{"format": "png", "captureBeyondViewport": true}, &r); err != nil {
+	if err := b.call(ctx, "Page.captureScreenshot", map[string]any{"format": "png", "captureBeyondViewport": true},
+		&r); err != nil {
 		return err
 	}
 	text, err := base64.StdEncoding.DecodeString(r.Data)

@@ -21,8 +21,8 @@ type Container struct {
 	cgroup string // below the mount point of cgroup2
 }
 
-// start-up, in namespaces of its own: "$1" is the root, "$2" the scratch directory over which everything is mounted, "$3" the control
-// group, and the rest are directories and files to be seen read-only inside, each as FROM=TO.
+// start-up, in namespaces of its own: "$1" is the root, "$2" the scratch directory over which everything is mounted,
+// "$3" the control group, and the rest are directories and files to be seen read-only inside, each as FROM=TO.
 const containerInit = `
 root=$1 dir=$2 group=$3
 shift 3
@@ -69,11 +69,12 @@ umount -l /mnt
 exec env -i container=vnicd TERM=dumb PATH=/usr/sbin:/usr/bin:/sbin:/bin /sbin/init'
 `
 
-// NewContainer starts the system in the directory root, which is not changed. dir is an existing empty directory; binds (FROM=TO) are what
-// it sees of this machine, read-only. It returns when systemd says that it is up.
+// NewContainer starts the system in the directory root, which is not changed. dir is an existing empty directory; binds
+// (FROM=TO) are what it sees of this machine, read-only. It returns when systemd says that it is up.
 func NewContainer(ctx context.Context, ns *Namespace, root, dir string, binds ...string) (*Container, error) {
 	c := &Container{ns: ns, cgroup: ns.Name}
-	argv := append([]string{"unshare", "--mount", "--uts", "--ipc", "sh", "-ec", containerInit, "sh", root, dir, c.cgroup}, binds...)
+	argv := append([]string{"unshare", "--mount", "--uts", "--ipc", "sh", "-ec", containerInit, "sh", root, dir, c.cgroup},
+		binds...)
 	var err error
 	if c.proc, err = ns.Start(dir+".log", nil, argv...); err != nil {
 		return nil, err
@@ -113,7 +114,8 @@ func (c *Container) boot(ctx context.Context) error {
 
 // Command is a line of its shell, to be run as root.
 func (c *Container) Command(ctx context.Context, line string) *exec.Cmd {
-	return exec.CommandContext(ctx, "nsenter", "--target", c.init, "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--wdns=/root", "env", "-i",
+	return exec.CommandContext(ctx, "nsenter", "--target", c.init, "--mount", "--uts", "--ipc", "--net", "--pid",
+		"--cgroup", "--wdns=/root", "env", "-i",
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8", "sh", "-c", line)
 }
 

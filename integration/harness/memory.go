@@ -46,10 +46,12 @@ func (g *MemoryGroup) Add(pid int) error {
 // Wrap writes a script that runs program in the group, and returns its path.
 func (g *MemoryGroup) Wrap(dir, program string) (string, error) {
 	p := filepath.Join(dir, filepath.Base(g.dir)+"-"+filepath.Base(program))
-	return p, os.WriteFile(p, fmt.Appendf(nil, "#!/bin/sh\necho $$ >'%s/cgroup.procs' && exec '%s' \"$@\"\n", g.dir, program), 0o755)
+	return p, os.WriteFile(p, fmt.Appendf(nil, "#!/bin/sh\necho $$ >'%s/cgroup.procs' && exec '%s' \"$@\"\n", g.dir,
+		program), 0o755)
 }
 
-// SetLimit bounds the group's memory, in bytes; what is beyond is swapped out first, which may take a while. 0: no limit.
+// SetLimit bounds the group's memory, in bytes; what is beyond is swapped out first, which may take a while. 0: no
+// limit.
 func (g *MemoryGroup) SetLimit(ctx context.Context, bytes uint64) error {
 	text := strconv.FormatUint(bytes, 10)
 	if bytes == 0 {
@@ -86,11 +88,13 @@ func (g *MemoryGroup) Close() error {
 	}
 }
 
-// AddSwap makes a swap file and uses it until the returned function is called; that brings back into memory what is there.
+// AddSwap makes a swap file and uses it until the returned function is called; that brings back into memory what is
+// there.
 func AddSwap(path string, mib int) (remove func() error, err error) {
 	ctx := context.Background()
 	// Not sparse: the kernel refuses a swap file with holes.
-	if _, err := command(ctx, "dd", "if=/dev/zero", "of="+path, "bs=1M", "count="+strconv.Itoa(mib), "status=none"); err != nil {
+	if _, err := command(ctx, "dd", "if=/dev/zero", "of="+path, "bs=1M", "count="+strconv.Itoa(mib),
+		"status=none"); err != nil {
 		return nil, err
 	}
 	if err := os.Chmod(path, 0o600); err != nil {

@@ -35,7 +35,8 @@ type Namespace struct {
 
 var nsCount atomic.Uint32
 
-// NewNamespace makes a namespace called PREFIX-PID-N with its loopback up. Needs iproute2 and root, be it of a user namespace.
+// NewNamespace makes a namespace called PREFIX-PID-N with its loopback up. Needs iproute2 and root, be it of a user
+// namespace.
 func NewNamespace(prefix string) (*Namespace, error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("harness: network namespaces need root: run this by vm-images/rootless --net")

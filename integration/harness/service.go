@@ -40,7 +40,8 @@ func NewServiceManager(dir string) (*ServiceManager, error) {
 func (m *ServiceManager) Start(ns *Namespace, log string, env []string, argv ...string) (*Process, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	env = append(slices.Clone(env), "NOTIFY_SOCKET="+m.socket, "LISTEN_FDS="+strconv.Itoa(len(m.files)), "LISTEN_FDNAMES="+strings.Join(m.names, ":"))
+	env = append(slices.Clone(env), "NOTIFY_SOCKET="+m.socket, "LISTEN_FDS="+strconv.Itoa(len(m.files)), "LISTEN_FDNAMES="+
+		strings.Join(m.names, ":"))
 	// Only the process itself can tell its number before it is there.
 	argv = append([]string{"/bin/sh", "-c", `LISTEN_PID=$$ exec "$@"`, "sh"}, argv...)
 	f, err := os.OpenFile(log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)

@@ -132,7 +132,8 @@ func LoadModule(ctx context.Context, m *qemu.Machine, file string, params ...str
 
 // AddRXE makes a Linux SoftRoCE device on a guest's interface.
 func AddRXE(ctx context.Context, m *qemu.Machine, name, ifname string) error {
-	_, err := m.Run(ctx, fmt.Sprintf("modprobe -a ib_uverbs rdma_ucm ib_umad rdma_rxe && rdma link add %s type rxe netdev %s", name, ifname))
+	_, err := m.Run(ctx,
+		fmt.Sprintf("modprobe -a ib_uverbs rdma_ucm ib_umad rdma_rxe && rdma link add %s type rxe netdev %s", name, ifname))
 	return err
 }
 

@@ -115,7 +115,8 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 
 // Launch starts vnicd with the configuration that Run wrote and waits for nothing. The process is the caller's.
 func (h *Host) Launch() (*harness.Process, error) {
-	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"), "--log-level", "debug"}
+	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"),
+		"--log-level", "debug"}
 	if h.Manager != nil {
 		return h.Manager.Start(h.NS, log, h.Env, argv...)
 	}
@@ -218,7 +219,8 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		}
 		nic.Addresses = []netip.Prefix{p}
 	}
-	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
+	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name,
+		KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
 	if v.MemoryMiB != 0 {
 		cfg.MemoryMiB = v.MemoryMiB
 	}
@@ -227,7 +229,8 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		if err := makeSparse(disk, v.SwapMiB); err != nil {
 			return cfg, err
 		}
-		cfg.ExtraArgs = append(cfg.ExtraArgs, "-drive", "file="+disk+",format=raw,if=none,id=swap,cache=unsafe", "-device", "virtio-blk-pci,drive=swap,romfile=")
+		cfg.ExtraArgs = append(cfg.ExtraArgs, "-drive", "file="+disk+",format=raw,if=none,id=swap,cache=unsafe", "-device",
+			"virtio-blk-pci,drive=swap,romfile=")
 	}
 	if h.Group != nil {
 		img := *h.lab.Images

@@ -30,8 +30,8 @@ func Traffic(ctx context.Context, client, server End) (stop func() error) {
 	return func() error { close(end); return <-done }
 }
 
-// WatchPage opens a daemon's web page while vms are at work: they are in its picture, their rates are there and move, the page has nothing
-// to complain of and asks nobody but the daemon. The last of vms is then shown in detail.
+// WatchPage opens a daemon's web page while vms are at work: they are in its picture, their rates are there and move,
+// the page has nothing to complain of and asks nobody but the daemon. The last of vms is then shown in detail.
 func WatchPage(ctx context.Context, b *harness.Browser, where string, vms ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
@@ -42,17 +42,21 @@ func WatchPage(ctx context.Context, b *harness.Browser, where string, vms ...str
 	for _, vm := range vms {
 		const row = `#vms tr[data-vm="%[1]s"] td[data-label="RDMA in, out"]`
 		rate := fmt.Sprintf(`document.querySelector('`+row+`').textContent`, vm)
-		waits = append(waits, fmt.Sprintf(`document.querySelector('#topology [data-vm="%[1]s"]') && document.querySelector('`+row+`')`, vm),
-			rate+`.match(/[1-9]/)`, fmt.Sprintf(`(window.was ??= {}, window.was[%[1]q] ??= %[2]s, window.was[%[1]q] !== %[2]s && %[2]s.match(/[1-9]/))`, vm, rate),
+		waits = append(waits, fmt.Sprintf(`document.querySelector('#topology [data-vm="%[1]s"]') && document.querySelector('`+
+			row+`')`, vm), rate+`.match(/[1-9]/)`,
+			fmt.Sprintf(`(window.was ??= {}, window.was[%[1]q] ??= %[2]s, window.was[%[1]q] !== %[2]s && %[2]s.match(/[1-9]/))`,
+				vm, rate),
 			fmt.Sprintf(`(document.querySelector('#vms tr[data-vm="%[1]s"]').click(), document.querySelector("#t-detail").textContent === "%[1]s")`, vm))
 	}
-	waits = append(waits, `document.querySelector("#topology .conn.busy") && document.querySelector("#detail").offsetHeight > 0 && document.querySelector("#memory svg")`)
+	waits = append(waits,
+		`document.querySelector("#topology .conn.busy") && document.querySelector("#detail").offsetHeight > 0 && document.querySelector("#memory svg")`)
 	for _, w := range waits {
 		if err := b.Wait(ctx, w); err != nil {
 			var text string
 			late, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 			defer cancel()
-			return errors.Join(fmt.Errorf("waiting for %s: %w", w, err), b.Eval(late, "document.body.innerText", &text), errors.New(text))
+			return errors.Join(fmt.Errorf("waiting for %s: %w", w, err), b.Eval(late, "document.body.innerText", &text),
+				errors.New(text))
 		}
 	}
 	if bad := b.Complaints(); len(bad) > 0 {

@@ -31,7 +31,8 @@ func WaitRDMA(ctx context.Context, m *qemu.Machine, device string) error {
 	defer cancel()
 	cond := fmt.Sprintf("grep -q ACTIVE /sys/class/infiniband/%[1]s/ports/1/state && grep -q ^0000:0000:0000:0000:0000:ffff: /sys/class/infiniband/%[1]s/ports/1/gids/*", device)
 	if err := harness.WaitGuest(ctx, m, cond); err != nil {
-		out, _ := m.Shell(context.Background(), "ls /sys/class/infiniband; rdma link; cat /sys/class/infiniband/*/ports/1/state; cat /sys/class/infiniband/*/ports/1/gids/* | sort | uniq -c | tail; dmesg | tail -20")
+		out, _ := m.Shell(context.Background(),
+			"ls /sys/class/infiniband; rdma link; cat /sys/class/infiniband/*/ports/1/state; cat /sys/class/infiniband/*/ports/1/gids/* | sort | uniq -c | tail; dmesg | tail -20")
 		return fmt.Errorf("%s does not come up: %w\n%s%s", device, err, out.Stdout, out.Stderr)
 	}
 	return nil
@@ -80,7 +81,8 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 	cond := fmt.Sprintf("until %s; do kill -0 %d 2>/dev/null || exit 9; sleep 0.05; done", listens, p.PID())
 	if r, werr := server.Shell(wctx, cond); werr != nil || r.ExitCode != 0 {
 		sr, _ := finish(ctx, server, p)
-		return nil, fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), cmd, port, orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
+		return nil, fmt.Errorf("VM %s: `%s` does not listen on port %d: %w\n%s%s", server.Name(), cmd, port,
+			orStatus(werr, r.ExitCode), sr.Stdout, sr.Stderr)
 	}
 	return p, nil
 }
@@ -100,12 +102,14 @@ func finish(ctx context.Context, m *qemu.Machine, p *qemu.Process) (qemu.Result,
 
 // Pair runs a server program in one guest (Listen), the client in the other (same
 // guest permitted), and waits for both.
-func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
+func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string,
+	port int) (serverOut, clientOut string, err error) {
 	return PairFor(ctx, limit, server, serverCmd, client, clientCmd, port)
 }
 
 // PairFor is Pair with a limit of its own.
-func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string, port int) (serverOut, clientOut string, err error) {
+func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverCmd string, client *qemu.Machine,
+	clientCmd string, port int) (serverOut, clientOut string, err error) {
 	p, err := listen(ctx, server, limited(d, serverCmd), port)
 	if err != nil {
 		return "", "", err
@@ -117,9 +121,11 @@ func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverC
 	sr, serr := finish(ctx, server, p)
 	switch {
 	case cerr != nil || cr.ExitCode != 0:
-		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s\nserver on %s: %s%s", client.Name(), clientCmd, orStatus(cerr, cr.ExitCode), cr.Stdout, cr.Stderr, server.Name(), sr.Stdout, sr.Stderr)
+		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s\nserver on %s: %s%s", client.Name(), clientCmd,
+			orStatus(cerr, cr.ExitCode), cr.Stdout, cr.Stderr, server.Name(), sr.Stdout, sr.Stderr)
 	case serr != nil || sr.ExitCode != 0:
-		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s", server.Name(), serverCmd, orStatus(serr, sr.ExitCode), sr.Stdout, sr.Stderr)
+		return sr.Stdout, cr.Stdout, fmt.Errorf("VM %s: `%s`: %w\n%s%s", server.Name(), serverCmd,
+			orStatus(serr, sr.ExitCode), sr.Stdout, sr.Stderr)
 	}
 	return sr.Stdout, cr.Stdout, nil
 }
@@ -162,8 +168,8 @@ func Perftest(ctx context.Context, client, server End, program string, opts ...s
 	return out, err
 }
 
-// Pingpong runs an ibv_*_pingpong program. If opts have it compare what the server received, the first byte of each page (-c), it is an
-// error if that is wrong; the program only says so.
+// Pingpong runs an ibv_*_pingpong program. If opts have it compare what the server received, the first byte of each
+// page (-c), it is an error if that is wrong; the program only says so.
 func Pingpong(ctx context.Context, client, server End, program string, opts ...string) (string, error) {
 	cmd := func(e End) string {
 		return fmt.Sprintf("%s -d %s -g %d %s %s", program, e.Device, e.GID, e.Opts, strings.Join(opts, " "))
@@ -181,8 +187,8 @@ const invalidData = "invalid data in page"
 // Row is one line of perftest's table.
 type Row []float64
 
-// number: a standard deviation is the root of what rounding may have made negative; and if a busy machine keeps perftest from finding out how fast the
-// processor's clock is, times are infinite.
+// number: a standard deviation is the root of what rounding may have made negative; and if a busy machine keeps
+// perftest from finding out how fast the processor's clock is, times are infinite.
 var number = regexp.MustCompile(`^\s*\d+(\s+([\d.]+|-?nan|inf))+\s*$`)
 
 // Rows picks the lines of numbers out of perftest's output: for *_bw bytes,

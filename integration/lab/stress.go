@@ -27,7 +27,8 @@ func StressCommand(e End, opts, to string) string {
 // README: what is done is the client's say, memory and chaos each side's). To go on until
 // all of a large region was seen (-C) it may take many times d. It returns what both
 // printed. A status other than 0 is an error that says what was wrong.
-func Stress(ctx context.Context, d time.Duration, client End, clientOpts string, server End, serverOpts string) (string, error) {
+func Stress(ctx context.Context, d time.Duration, client End, clientOpts string, server End, serverOpts string) (string,
+	error) {
 	sout, cout, err := PairFor(ctx, 20*d+10*time.Minute, server.VM, StressCommand(server, serverOpts, ""),
 		client.VM, StressCommand(client, fmt.Sprintf("-t %d %s", int(d.Seconds()), clientOpts), server.Addr), StressPort)
 	return sout + cout, err

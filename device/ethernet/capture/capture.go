@@ -1,12 +1,13 @@
 // Package capture shows what passes a port of a network, or the VTEP, as a pcapng stream that Wireshark reads.
 //
-// Loops copy packets into rings, one per loop, bounded: a slow reader costs packets, which are counted, and never holds a
-// loop up. One goroutine reads the rings and writes the stream. Without a capture a port pays for looking at one pointer.
+// Loops copy packets into rings, one per loop, bounded: a slow reader costs packets, which are counted, and never holds
+// a loop up. One goroutine reads the rings and writes the stream. Without a capture a port pays for looking at one
+// pointer.
 //
 // A port's frames are what its device exchanges with the network (inner frames, RoCE included); outbound is what the
-// device sends. At the VTEP it is the datagrams; of these the sockets do not show the outer headers below UDP, so IP and UDP
-// headers are made anew from what is known (addresses, ports, traffic class, lengths; hop limit, identification and UDP
-// checksum are not), and there is no outer Ethernet header.
+// device sends. At the VTEP it is the datagrams; of these the sockets do not show the outer headers below UDP, so IP
+// and UDP headers are made anew from what is known (addresses, ports, traffic class, lengths; hop limit, identification
+// and UDP checksum are not), and there is no outer Ethernet header.
 package capture
 
 import (
@@ -73,11 +74,13 @@ func (k *Capture) Datagram(l *loop.Loop, out bool, src, dst netip.AddrPort, tos 
 	udp := header.UDP{SrcPort: src.Port(), DstPort: dst.Port(), Length: uint16(n)}
 	at := header.IPv4Len
 	if src.Addr().Is4() {
-		ip := header.IPv4{TOS: tos, TotalLen: uint16(at + n), DontFrag: true, TTL: 64, Protocol: header.ProtoUDP, Src: src.Addr().As4(), Dst: dst.Addr().As4()}
+		ip := header.IPv4{TOS: tos, TotalLen: uint16(at + n), DontFrag: true, TTL: 64, Protocol: header.ProtoUDP,
+			Src: src.Addr().As4(), Dst: dst.Addr().As4()}
 		ip.Encode(h[:])
 	} else {
 		at = header.IPv6Len
-		ip := header.IPv6{TrafficClass: tos, PayloadLen: uint16(n), NextHeader: header.ProtoUDP, HopLimit: 64, Src: src.Addr().As16(), Dst: dst.Addr().As16()}
+		ip := header.IPv6{TrafficClass: tos, PayloadLen: uint16(n), NextHeader: header.ProtoUDP, HopLimit: 64,
+			Src: src.Addr().As16(), Dst: dst.Addr().As16()}
 		ip.Encode(h[:])
 	}
 	udp.Encode(h[at:])
@@ -97,8 +100,8 @@ func (k *Capture) Dropped() (n uint64) {
 	return n
 }
 
-// Run writes the stream to w until ctx ends, Count is reached, or w fails, whose error it returns. flush, if set, is called
-// whenever nothing more is there.
+// Run writes the stream to w until ctx ends, Count is reached, or w fails, whose error it returns. flush, if set, is
+// called whenever nothing more is there.
 func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 	p := NewWriter(w, k.cfg.Program)
 	p.Interface(k.cfg.Link, uint32(k.cfg.SnapLen), k.cfg.Name)

@@ -106,7 +106,8 @@ func testLoops(t *testing.T, n int) (loops []*loop.Loop) {
 	return loops
 }
 
-// Several loops at once, a reader that is slow at first: every packet comes or is counted as dropped, each loop's in order.
+// Several loops at once, a reader that is slow at first: every packet comes or is counted as dropped, each loop's in
+// order.
 func TestRun(t *testing.T) {
 	loops := testLoops(t, 3)
 	k := New(Config{Name: "x", Link: LinkEthernet, SnapLen: 1000}, loops)
@@ -192,7 +193,8 @@ func TestTshark(t *testing.T) {
 		t.Fatal("this test needs tshark: apt-get install tshark")
 	}
 	l := testLoops(t, 1)[0]
-	inner, _ := hex.DecodeString("02000000000202000000000108004500002100004000401126ca0a0000010a000002c0001389000d0000" + "68656c6c6f")
+	inner, _ := hex.DecodeString("02000000000202000000000108004500002100004000401126ca0a0000010a000002c0001389000d0000" +
+		"68656c6c6f")
 	vx, _ := hex.DecodeString("0800000000006400")
 	for _, c := range []struct {
 		name       string
@@ -205,10 +207,13 @@ func TestTshark(t *testing.T) {
 			[]string{"frame.interface_name", "eth.src", "ip.dst", "udp.dstport", "frame.packet_flags_direction"},
 			[]string{"port,02:00:00:00:00:01,10.0.0.2,5001,0x00000002", "port,02:00:00:00:00:01,10.0.0.2,5001,0x00000001"}},
 		{"datagrams over IPv4", LinkRaw, func(k *Capture) {
-			k.Datagram(l, true, netip.MustParseAddrPort("192.0.2.1:50000"), netip.MustParseAddrPort("192.0.2.2:4789"), 0x68, vx, inner)
-		}, []string{"ip.src", "ip.dsfield.dscp", "ip.checksum.status", "udp.srcport", "vxlan.vni"}, []string{"192.0.2.1|10.0.0.1,26|0,1|1,50000|49152,100"}},
+			k.Datagram(l, true, netip.MustParseAddrPort("192.0.2.1:50000"), netip.MustParseAddrPort("192.0.2.2:4789"), 0x68, vx,
+				inner)
+		}, []string{"ip.src", "ip.dsfield.dscp", "ip.checksum.status", "udp.srcport", "vxlan.vni"},
+			[]string{"192.0.2.1|10.0.0.1,26|0,1|1,50000|49152,100"}},
 		{"datagrams over IPv6", LinkRaw, func(k *Capture) {
-			k.Datagram(l, false, netip.MustParseAddrPort("[2001:db8::2]:50000"), netip.MustParseAddrPort("[2001:db8::1]:4789"), 0x68, nil, append(vx, inner...))
+			k.Datagram(l, false, netip.MustParseAddrPort("[2001:db8::2]:50000"), netip.MustParseAddrPort("[2001:db8::1]:4789"),
+				0x68, nil, append(vx, inner...))
 		}, []string{"ipv6.src", "ipv6.tclass.dscp", "vxlan.vni", "ip.src"}, []string{"2001:db8::2,26,100,10.0.0.1"}},
 	} {
 		k := New(Config{Name: "port", Link: c.link}, []*loop.Loop{l})
@@ -224,7 +229,8 @@ func TestTshark(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.Close()
-		args := []string{"-r", file, "-T", "fields", "-E", "separator=,", "-E", "aggregator=|", "-o", "ip.check_checksum:TRUE"}
+		args := []string{"-r", file, "-T", "fields", "-E", "separator=,", "-E", "aggregator=|", "-o",
+			"ip.check_checksum:TRUE"}
 		for _, x := range c.fields {
 			args = append(args, "-e", x)
 		}

@@ -6,9 +6,9 @@ import (
 	"io"
 )
 
-// The file format is pcapng (draft-ietf-opsawg-pcapng), written here in little endian: one section, interfaces, enhanced
-// packet blocks with direction, interface statistics at the end. gopacket's writer knows no direction and allocates per
-// packet; what is needed of the format is less than its use would be.
+// The file format is pcapng (draft-ietf-opsawg-pcapng), written here in little endian: one section, interfaces,
+// enhanced packet blocks with direction, interface statistics at the end. gopacket's writer knows no direction and
+// allocates per packet; what is needed of the format is less than its use would be.
 const (
 	blockSection   = 0x0a0d0d0a
 	blockInterface = 1

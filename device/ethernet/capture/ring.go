@@ -5,8 +5,8 @@ import (
 	"sync/atomic"
 )
 
-// ring carries packets from one loop to the reader, by copy: one producer, one consumer, no locks, bounded. What does not fit
-// is dropped and counted. Positions only grow; the place in buf is the position modulo its size.
+// ring carries packets from one loop to the reader, by copy: one producer, one consumer, no locks, bounded. What does
+// not fit is dropped and counted. Positions only grow; the place in buf is the position modulo its size.
 type ring struct {
 	buf     []byte // its size is a power of two
 	_       [64]byte

@@ -51,8 +51,9 @@ const (
 	etherIPv6 = 0x86dd
 )
 
-// code builds a program. Register R6 holds the skb throughout, R9 the entry once it is found, R7 the length of the frame's
-// headers, and R8 the ECN field of the inner IP header; R0 to R5 are scratch. Label "next" leaves the frame to vnicd.
+// code builds a program. Register R6 holds the skb throughout, R9 the entry once it is found, R7 the length of the
+// frame's headers, and R8 the ECN field of the inner IP header; R0 to R5 are scratch. Label "next" leaves the frame to
+// vnicd.
 type code struct {
 	asm.Instructions
 	label string // of the next instruction
@@ -120,26 +121,28 @@ func (c *code) copy(to, from, n int16) {
 
 // pull copies bytes of the frame to the stack, and leaves a shorter frame to vnicd.
 func (c *code) pull(from, at, n int16) {
-	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(from)), asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, int32(at)),
-		asm.Mov.Imm(asm.R4, int32(n)), asm.FnSkbLoadBytes.Call(), asm.JNE.Imm(asm.R0, 0, "next"))
+	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(from)), asm.Mov.Reg(asm.R3, asm.RFP),
+		asm.Add.Imm(asm.R3, int32(at)), asm.Mov.Imm(asm.R4, int32(n)), asm.FnSkbLoadBytes.Call(),
+		asm.JNE.Imm(asm.R0, 0, "next"))
 }
 
 // push copies bytes of the stack into the frame, which is past the point where it could be left to vnicd.
 func (c *code) push(to, at, n int16) {
-	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(to)), asm.Mov.Reg(asm.R3, asm.RFP), asm.Add.Imm(asm.R3, int32(at)),
-		asm.Mov.Imm(asm.R4, int32(n)), asm.Mov.Imm(asm.R5, 0), asm.FnSkbStoreBytes.Call(), asm.JNE.Imm(asm.R0, 0, "drop"))
+	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(to)), asm.Mov.Reg(asm.R3, asm.RFP),
+		asm.Add.Imm(asm.R3, int32(at)), asm.Mov.Imm(asm.R4, int32(n)), asm.Mov.Imm(asm.R5, 0), asm.FnSkbStoreBytes.Call(),
+		asm.JNE.Imm(asm.R0, 0, "drop"))
 }
 
 // room adds room behind the Ethernet header, or removes it.
 func (c *code) room(n int16, flags int64, otherwise string) {
-	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(n)), asm.Mov.Imm(asm.R3, roomMAC), asm.LoadImm(asm.R4, flags, asm.DWord),
-		asm.FnSkbAdjustRoom.Call(), asm.JNE.Imm(asm.R0, 0, otherwise))
+	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(n)), asm.Mov.Imm(asm.R3, roomMAC),
+		asm.LoadImm(asm.R4, flags, asm.DWord), asm.FnSkbAdjustRoom.Call(), asm.JNE.Imm(asm.R0, 0, otherwise))
 }
 
 // find looks up the key on the stack in a map; R0 points to the value.
 func (c *code) find(m *ebpf.Map, key int16, otherwise string) {
-	c.add(asm.LoadMapPtr(asm.R1, m.FD()), asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, int32(key)), asm.FnMapLookupElem.Call(),
-		asm.JEq.Imm(asm.R0, 0, otherwise))
+	c.add(asm.LoadMapPtr(asm.R1, m.FD()), asm.Mov.Reg(asm.R2, asm.RFP), asm.Add.Imm(asm.R2, int32(key)),
+		asm.FnMapLookupElem.Call(), asm.JEq.Imm(asm.R0, 0, otherwise))
 }
 
 // sum sets R1 to the folded one's complement sum of an IPv4 header on the stack (RFC 1071).
@@ -154,9 +157,9 @@ func (c *code) sum(at int16) {
 	}
 }
 
-// tcp parses a tenant's frame that begins at offset from of the skb, and leaves it to vnicd unless it is TCP within an established
-// connection, without fragmentation and IP options. It copies the headers to the stack (80 bytes at at), and sets R7 to their
-// length and R8 to the ECN field. If whole, the IP packet must end where the skb does.
+// tcp parses a tenant's frame that begins at offset from of the skb, and leaves it to vnicd unless it is TCP within an
+// established connection, without fragmentation and IP options. It copies the headers to the stack (80 bytes at at),
+// and sets R7 to their length and R8 to the ECN field. If whole, the IP packet must end where the skb does.
 func (c *code) tcp(from, at int16, whole bool) {
 	transport := func(hdr int16) {
 		c.clear(at+hdr+13, asm.Byte, tcpOpens)
@@ -199,8 +202,8 @@ func (c *code) tcp(from, at int16, whole bool) {
 	c.add(asm.And.Imm(asm.R8, ecnMask))
 }
 
-// fits leaves the frame to vnicd if it, or one of its segments, is larger than the entry allows. The first less bytes of the skb
-// do not count. It stores the frame's length and number of segments on the stack for count.
+// fits leaves the frame to vnicd if it, or one of its segments, is larger than the entry allows. The first less bytes
+// of the skb do not count. It stores the frame's length and number of segments on the stack for count.
 func (c *code) fits(less, length, segments int16) {
 	c.skb(asm.R1, skbLen)
 	c.add(asm.Sub.Imm(asm.R1, int32(less)))
@@ -218,20 +221,22 @@ func (c *code) fits(less, length, segments int16) {
 	c.add(asm.LoadMem(asm.R2, asm.R9, valueMax, asm.Word), asm.JGT.Reg(asm.R1, asm.R2, "next"))
 }
 
-// valid leaves the frame to vnicd if the entry is void, because the network has changed since it was made, or suspended. Otherwise
-// it notes that the entry is in use.
+// valid leaves the frame to vnicd if the entry is void, because the network has changed since it was made, or
+// suspended. Otherwise it notes that the entry is in use.
 func (c *code) valid(generations *ebpf.Map, scratch int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueNet, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)
 	c.find(generations, scratch, "next")
-	c.add(asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord), asm.LoadMem(asm.R2, asm.R9, valueGen, asm.DWord), asm.JNE.Reg(asm.R1, asm.R2, "next"))
+	c.add(asm.LoadMem(asm.R1, asm.R0, 0, asm.DWord), asm.LoadMem(asm.R2, asm.R9, valueGen, asm.DWord),
+		asm.JNE.Reg(asm.R1, asm.R2, "next"))
 	c.moment()
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueSuspended, asm.Word), asm.Mov.Reg(asm.R2, asm.R0), asm.Sub.Reg32(asm.R2, asm.R1),
-		asm.JLT.Imm32(asm.R2, suspendMoments, "next"))
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueSuspended, asm.Word), asm.Mov.Reg(asm.R2, asm.R0),
+		asm.Sub.Reg32(asm.R2, asm.R1), asm.JLT.Imm32(asm.R2, suspendMoments, "next"))
 	c.use()
 }
 
-// suspend ends the program for a datagram of the entry that passes through vnicd, and suspends the entry so that none overtakes it.
+// suspend ends the program for a datagram of the entry that passes through vnicd, and suspends the entry so that none
+// overtakes it.
 func (c *code) suspend() {
 	c.moment()
 	c.mark(valueSuspended)
@@ -248,16 +253,19 @@ func (c *code) use() {
 	c.mark(valueUsed)
 }
 
-// mark stores R0 in a field of the entry unless it is there already, so that processors do not contend for the cache line.
+// mark stores R0 in a field of the entry unless it is there already, so that processors do not contend for the cache
+// line.
 func (c *code) mark(field int16) {
 	noted := fmt.Sprintf("noted %d", len(c.Instructions))
-	c.add(asm.LoadMem(asm.R1, asm.R9, field, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, noted), asm.StoreMem(asm.R9, field, asm.R0, asm.Word))
+	c.add(asm.LoadMem(asm.R1, asm.R9, field, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, noted),
+		asm.StoreMem(asm.R9, field, asm.R0, asm.Word))
 	c.at(noted)
 }
 
 // plain clears the skb's mark and priority: they have a meaning in the network that the frame leaves, not in the other.
 func (c *code) plain() {
-	c.add(asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.R6, skbMark, asm.R1, asm.Word), asm.StoreMem(asm.R6, skbPrio, asm.R1, asm.Word))
+	c.add(asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.R6, skbMark, asm.R1, asm.Word),
+		asm.StoreMem(asm.R6, skbPrio, asm.R1, asm.Word))
 }
 
 // count counts the frame as its segments on a wire, each with its headers.
@@ -268,11 +276,12 @@ func (c *code) count(counters *ebpf.Map, scratch, length, segments, at int16) {
 	c.load(asm.R1, segments, asm.Word)
 	c.add(asm.JNE.Imm(asm.R1, 0, "several"), asm.Mov.Imm(asm.R1, 1))
 	c.at("several")
-	c.add(asm.LoadMem(asm.R2, asm.R0, at, asm.DWord), asm.Add.Reg(asm.R2, asm.R1), asm.StoreMem(asm.R0, at, asm.R2, asm.DWord),
-		asm.Sub.Imm(asm.R1, 1), asm.Mul.Reg(asm.R1, asm.R7))
+	c.add(asm.LoadMem(asm.R2, asm.R0, at, asm.DWord), asm.Add.Reg(asm.R2, asm.R1),
+		asm.StoreMem(asm.R0, at, asm.R2, asm.DWord), asm.Sub.Imm(asm.R1, 1), asm.Mul.Reg(asm.R1, asm.R7))
 	c.load(asm.R2, length, asm.Word)
 	c.add(asm.Add.Reg(asm.R1, asm.R2),
-		asm.LoadMem(asm.R2, asm.R0, at+8, asm.DWord), asm.Add.Reg(asm.R2, asm.R1), asm.StoreMem(asm.R0, at+8, asm.R2, asm.DWord))
+		asm.LoadMem(asm.R2, asm.R0, at+8, asm.DWord), asm.Add.Reg(asm.R2, asm.R1),
+		asm.StoreMem(asm.R0, at+8, asm.R2, asm.DWord))
 	c.at("counted")
 }
 

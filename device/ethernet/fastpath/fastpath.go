@@ -1,18 +1,19 @@
-// Package fastpath implements the short path: the kernel carries established TCP between host ports and tunnels by two eBPF
-// programs, at a host port's egress and at the underlay's ingress, where the switch would forward it unchanged.
+// Package fastpath implements the short path: the kernel carries established TCP between host ports and tunnels by two
+// eBPF programs, at a host port's egress and at the underlay's ingress, where the switch would forward it unchanged.
 //
 //	loop: the switch forwards a TCP frame      -> Offer, at most 640 per second (offer.go)
 //	controller: does the switch only forward   -> an entry, of the network's generation as it was before the question
 //	such frames, and does the kernel permit?      (admit.go, kernel.go, ipsec.go)
-//	any change of the network's tables         -> another generation: all its entries are void, frames come to the switch again
+//	any change of the network's tables         -> another generation: its entries are void, frames return to the switch
 //	controller, once a second                  -> entries in use keep their addresses from ageing; idle and void ones are
 //	                                              removed (sweep.go)
-//	controller, on a kernel notification       -> the same; if interfaces, routes or IPsec policies have changed, all entries
-//	                                              are void
-//	controller, once a minute                  -> all entries are void: frames pass netfilter again before they are offered
+//	controller, on a kernel notification       -> the same; if interfaces, routes or IPsec policies have changed,
+//	                                              all entries are void
+//	controller, once a minute                  -> all entries are void: frames pass netfilter again first
 //
-// So the switch decides what takes the short path, and a decision ends with the change that ends the reason for it. Frames
-// without a valid entry, and all that the programs do not know for sure, go on to vnicd as if there were no programs.
+// So the switch decides what takes the short path, and a decision ends with the change that ends the reason for it.
+// Frames without a valid entry, and all that the programs do not know for sure, go on to vnicd as if there were no
+// programs.
 //
 // Lock order: VTEP.mu, then vswitch's, then controller.mu.
 package fastpath
@@ -94,12 +95,12 @@ type entry struct {
 	peer netip.Addr
 }
 
-// Open loads the programs and starts the controller, in the network namespace of the calling thread. The error says what the
-// kernel or the process lacks.
+// Open loads the programs and starts the controller, in the network namespace of the calling thread. The error says
+// what the kernel or the process lacks.
 func Open(cfg vxlan.ShortPathConfig) (vxlan.ShortPath, error) {
-	c := &controller{cfg: cfg, v6: cfg.Local.Is6(), offers: make(chan vswitch.Candidate, offerQueue), checks: make(chan struct{}, 1),
-		done: make(chan struct{}), renewed: now(), nets: map[*vswitch.Attachment]*network{}, hosts: map[*vswitch.Attachment]*host{},
-		entries: map[flow]*entry{}, routes: map[netip.Addr]route{}}
+	c := &controller{cfg: cfg, v6: cfg.Local.Is6(), offers: make(chan vswitch.Candidate, offerQueue),
+		checks: make(chan struct{}, 1), done: make(chan struct{}), renewed: now(), nets: map[*vswitch.Attachment]*network{},
+		hosts: map[*vswitch.Attachment]*host{}, entries: map[flow]*entry{}, routes: map[netip.Addr]route{}}
 	if err := c.open(); err != nil {
 		c.release()
 		return nil, err
@@ -109,7 +110,8 @@ func Open(cfg vxlan.ShortPathConfig) (vxlan.ShortPath, error) {
 }
 
 func (c *controller) open() (err error) {
-	if c.table, err = openTable(tableConfig{local: c.cfg.Local, port: c.cfg.Port, sourcePorts: c.cfg.SourcePorts}); err != nil {
+	if c.table, err = openTable(tableConfig{local: c.cfg.Local, port: c.cfg.Port,
+		sourcePorts: c.cfg.SourcePorts}); err != nil {
 		return err
 	}
 	if c.ipsec, err = watchPolicies(c.v6, c.Recheck); err != nil {
@@ -265,7 +267,8 @@ func (n *network) Carried(a *vswitch.Attachment) vswitch.Totals {
 	defer c.mu.Unlock()
 	if h := c.hosts[a]; h != nil {
 		t := h.totals()
-		return vswitch.Totals{InFrames: t.sentFrames, InBytes: t.sentBytes, OutFrames: t.receivedFrames, OutBytes: t.receivedBytes}
+		return vswitch.Totals{InFrames: t.sentFrames, InBytes: t.sentBytes, OutFrames: t.receivedFrames,
+			OutBytes: t.receivedBytes}
 	}
 	if a == n.tunnel {
 		return c.carriedLocked(n)
@@ -286,5 +289,6 @@ func (c *controller) carriedLocked(n *network) vswitch.Totals {
 
 // tunnelled turns a host port's counters into those of the tunnel port.
 func tunnelled(t totals) vswitch.Totals {
-	return vswitch.Totals{InFrames: t.receivedFrames, InBytes: t.receivedBytes, OutFrames: t.sentFrames, OutBytes: t.sentBytes}
+	return vswitch.Totals{InFrames: t.receivedFrames, InBytes: t.receivedBytes, OutFrames: t.sentFrames,
+		OutBytes: t.sentBytes}
 }

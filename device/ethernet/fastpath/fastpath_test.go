@@ -58,7 +58,8 @@ func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
 	for i, h := range []**host{&l.ha, &l.hb} {
 		ns := []*nstest.NS{l.a, l.b}[i]
 		*h = newHost(t, ns, loops[i:i+1], hostConfig{local: w.addr(1 + i), peers: []string{w.addr(2 - i)}, zero: true,
-			tap: tap.Config{Name: "tap0", Rate: rate, Addrs: []netip.Prefix{netip.MustParsePrefix([]string{"10.0.0.1/24", "10.0.0.2/24"}[i])}}})
+			tap: tap.Config{Name: "tap0", Rate: rate,
+				Addrs: []netip.Prefix{netip.MustParsePrefix([]string{"10.0.0.1/24", "10.0.0.2/24"}[i])}}})
 		if s := (*h).vt.Status().ShortPath; s.State != "on" {
 			t.Fatal("no short path: ", s.State)
 		}
@@ -104,8 +105,8 @@ func (l *shortLab) frames() (n [2]uint64) {
 	return n
 }
 
-// Data arrive intact by the short path, over either underlay, the kernel's and the switch's counters together are those of all frames, and
-// addresses that are used in the kernel alone do not age.
+// Data arrive intact by the short path, over either underlay, the kernel's and the switch's counters together are those
+// of all frames, and addresses that are used in the kernel alone do not age.
 func TestShortPath(t *testing.T) {
 	for _, w := range wires {
 		t.Run(w.name, func(t *testing.T) {
@@ -166,7 +167,8 @@ func TestShortPathLeft(t *testing.T) {
 		{"capture of the port", func() error { return att.SetMonitor(blind{}) }, att.RemoveMonitor, true},
 		{"capture of the tunnels", func() error { return l.ha.vt.SetMonitor(blind{}) }, l.ha.vt.RemoveMonitor, true},
 		{"a static entry elsewhere", func() (err error) {
-			elsewhere, err = l.ha.net.Attach(blind{}, vswitch.PortConfig{Name: "elsewhere", Kind: vswitch.KindVM, MACs: []vswitch.MAC{there}})
+			elsewhere, err = l.ha.net.Attach(blind{}, vswitch.PortConfig{Name: "elsewhere", Kind: vswitch.KindVM,
+				MACs: []vswitch.MAC{there}})
 			return err
 		}, func() { elsewhere.Close() }, false},
 		{"the peer gone", func() error { return l.ha.vt.RemovePeer(4711, peer) }, func() {
@@ -233,7 +235,8 @@ func TestShortPathChecksum6(t *testing.T) {
 	w.underlay(a, "u0", 1)
 	w.underlay(b, "u0", 2)
 	// The Linux peer accepts no datagram without a checksum.
-	b.IP("link", "add", "vx", "type", "vxlan", "id", fmt.Sprint(vni), "dstport", "4789", "local", w.addr(2), "remote", w.addr(1), "dev", "u0")
+	b.IP("link", "add", "vx", "type", "vxlan", "id", fmt.Sprint(vni), "dstport", "4789", "local", w.addr(2), "remote",
+		w.addr(1), "dev", "u0")
 	b.IP("link", "add", "brt", "type", "bridge")
 	b.IP("link", "set", "vx", "master", "brt", "up")
 	b.IP("link", "set", "brt", "up")

@@ -75,8 +75,8 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero,
-			Segmentation: ways.Segmentation(), ShortPath: fastpath.Open}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool,
+			ZeroChecksum6: c.zero, Segmentation: ways.Segmentation(), ShortPath: fastpath.Open}))
 		if err := h.vt.AddNetwork(h.net, peers); err != nil {
 			t.Fatal(err)
 		}
@@ -102,7 +102,8 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 }
 
 // wires are the underlays that the short path is tried over.
-var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500}, {name: "IPv6 jumbo", v6: true, mtu: 9000}}
+var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500},
+	{name: "IPv6 jumbo", v6: true, mtu: 9000}}
 
 type wireKind struct {
 	name string

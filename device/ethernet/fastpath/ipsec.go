@@ -22,8 +22,8 @@ type policies struct {
 	err    error // why they are not known
 }
 
-// watchPolicies reads the policies of the calling thread's network namespace, and calls changed after each notification of a
-// change, on a goroutine of its own.
+// watchPolicies reads the policies of the calling thread's network namespace, and calls changed after each notification
+// of a change, on a goroutine of its own.
 func watchPolicies(v6 bool, changed func()) (*policies, error) {
 	p := &policies{family: netlink.FAMILY_V4, ended: make(chan struct{})}
 	if v6 {
@@ -72,8 +72,8 @@ func (p *policies) changed() bool {
 	return (p.err == nil) != (wasErr == nil) || !reflect.DeepEqual(was, p.all)
 }
 
-// cover reports whether a policy may do more with datagrams between two addresses than let them pass. Policies that cannot be
-// read may.
+// cover reports whether a policy may do more with datagrams between two addresses than let them pass. Policies that
+// cannot be read may.
 func (p *policies) cover(local, far netip.Addr) bool {
 	if p.err != nil {
 		return true

@@ -17,8 +17,9 @@ type route struct {
 	mtu int // for tenants
 }
 
-// routeTo asks the kernel for the route to a peer. ok is false if there is none, if it leads over no Ethernet interface, or if
-// the kernel would not send datagrams as they are: the short path bypasses IPsec and encapsulating routes.
+// routeTo asks the kernel for the route to a peer. ok is false if there is none, if it leads over no Ethernet
+// interface, or if the kernel would not send datagrams as they are: the short path bypasses IPsec and encapsulating
+// routes.
 func (c *controller) routeTo(peer netip.Addr) (to route, ok bool) {
 	if c.ipsec.cover(c.cfg.Local, peer) {
 		return route{}, false
@@ -68,8 +69,8 @@ type hostState struct {
 	monitored bool // promiscuous, as captures make it; they would not see the frames that leave by the short path
 }
 
-// hostState asks the kernel for a host port's interface. If that has moved to another namespace, its index here belongs to
-// another interface or to none.
+// hostState asks the kernel for a host port's interface. If that has moved to another namespace, its index here belongs
+// to another interface or to none.
 func (c *controller) hostState(index int) (hostState, error) {
 	link, err := c.nl.LinkByIndex(index)
 	if err != nil {

@@ -89,8 +89,8 @@ func (h *host) carries(t *testing.T, when string) {
 	})
 }
 
-// What the kernel is told to do with the way, or with a host port's frames, ends the short path under a running connection: for a network's tables know
-// nothing of it.
+// What the kernel is told to do with the way, or with a host port's frames, ends the short path under a running
+// connection: for a network's tables know nothing of it.
 func TestShortPathHeedsKernel(t *testing.T) {
 	l := newShortLab(t, wires[0], 0)
 	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
@@ -104,12 +104,15 @@ func TestShortPathHeedsKernel(t *testing.T) {
 		do, undo func()
 		flows    bool
 	}{
-		{"an IPsec policy on what leaves", func() { policy("add", "out", here, peer, "action", "block") }, func() { policy("del", "out", here, peer) }, false},
+		{"an IPsec policy on what leaves", func() { policy("add", "out", here, peer, "action", "block") },
+			func() { policy("del", "out", here, peer) }, false},
 		{"an IPsec policy on what arrives", func() {
 			policy("add", "in", peer, here, "tmpl", "src", peer, "dst", here, "proto", "esp", "mode", "transport")
 		}, func() { policy("del", "in", peer, here) }, false},
-		{"somebody who looks at the TAP", func() { l.a.IP("link", "set", "tap0", "promisc", "on") }, func() { l.a.IP("link", "set", "tap0", "promisc", "off") }, true},
-		{"a route that leads nowhere", func() { l.a.IP("route", "add", "blackhole", peer) }, func() { l.a.IP("route", "del", "blackhole", peer) }, false},
+		{"somebody who looks at the TAP", func() { l.a.IP("link", "set", "tap0", "promisc", "on") },
+			func() { l.a.IP("link", "set", "tap0", "promisc", "off") }, true},
+		{"a route that leads nowhere", func() { l.a.IP("route", "add", "blackhole", peer) },
+			func() { l.a.IP("route", "del", "blackhole", peer) }, false},
 	} {
 		l.ha.carries(t, "before "+x.what)
 		x.do()
@@ -159,7 +162,8 @@ func TestShortPathHeedsKernel(t *testing.T) {
 	}
 }
 
-// What the host's firewall comes to forbid ends under a running connection when its entries have come of age, though their frames do not pass it.
+// What the host's firewall comes to forbid ends under a running connection when its entries have come of age, though
+// their frames do not pass it.
 func TestShortPathHeedsFirewall(t *testing.T) {
 	nstest.Require(t, "nft", "nftables")
 	was := *fastpath.RenewTicks
@@ -168,7 +172,8 @@ func TestShortPathHeedsFirewall(t *testing.T) {
 	l := newShortLab(t, wires[0], 0)
 	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
 	l.hb.carries(t, "at first")
-	l.b.MustExec("nft", "add table inet f; add chain inet f in { type filter hook input priority 0; }; add rule inet f in udp dport 4789 drop")
+	l.b.MustExec("nft",
+		"add table inet f; add chain inet f in { type filter hook input priority 0; }; add rule inet f in udp dport 4789 drop")
 	nstest.Eventually(t, "the stream stops", func() bool {
 		before := s.arrived.Load()
 		time.Sleep(100 * time.Millisecond)
@@ -218,8 +223,8 @@ func sharedWire(t *testing.T, names ...string) (ns []*nstest.NS) {
 	return ns
 }
 
-// A stranger on the underlay forges datagrams of a connection that goes by the short path: what the tunnel would not accept is not accepted, and
-// is counted as ever (MT-6).
+// A stranger on the underlay forges datagrams of a connection that goes by the short path: what the tunnel would not
+// accept is not accepted, and is counted as ever (MT-6).
 func TestShortPathForged(t *testing.T) {
 	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")
@@ -227,8 +232,9 @@ func TestShortPathForged(t *testing.T) {
 	loops := newLoops(t, 2)
 	var h [2]*host
 	for i := range h {
-		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1), peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
-			tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
+		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1),
+			peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
+			tap:   tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
 	}
 	// Another tenant, whose peer is the stranger.
 	other := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 4712, Name: "other"}))
@@ -279,13 +285,15 @@ func TestShortPathForged(t *testing.T) {
 		f = append(f, 0, 7, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0)
 		f = append(f, text...)
 		d := []byte{0x45, 0, 0, byte(36 + len(f)), 0, 0, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, from, 192, 0, 2, 2}
-		d = append(d, 0xc3, 0x50, 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8), byte(vni), 0)
+		d = append(d, 0xc3, 0x50, 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8),
+			byte(vni), 0)
 		if err := unix.Sendto(raw, append(d, f...), 0, &unix.SockaddrInet4{Addr: [4]byte{192, 0, 2, 2}}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	am, bm := h[0].tap.MAC(), h[1].tap.MAC()
-	// Whoever can send from a's address can send as a: the tunnel is no better than the underlay (SECURITY). It shows that others would come, too.
+	// Whoever can send from a's address can send as a: the tunnel is no better than the underlay (SECURITY). It shows that
+	// others would come, too.
 	nstest.Eventually(t, "what is right in everything arrives", func() bool {
 		forge('9', 1, 4711, bm, am)
 		look()
@@ -297,7 +305,8 @@ func TestShortPathForged(t *testing.T) {
 		forge('3', 1, 4712, bm, am) // as a, in a network that a is no peer of
 		forge('4', 1, 4713, bm, am) // as a, in no network
 		st := h[1].vt.Status()
-		return h[1].net.Status().Drops[vswitch.UnknownPeer.String()] > 0 && other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
+		return h[1].net.Status().Drops[vswitch.UnknownPeer.String()] > 0 &&
+			other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
 	})
 	look()
 	if marks["1"] || marks["2"] || marks["3"] || marks["4"] {
@@ -307,8 +316,8 @@ func TestShortPathForged(t *testing.T) {
 	s.goesOn(t, "after all", 1<<20)
 }
 
-// A container behind a TAP's bridge moves to another host, its connection and all: it goes on, by the short path there, and nothing of it by the short path
-// at the old place.
+// A container behind a TAP's bridge moves to another host, its connection and all: it goes on, by the short path there,
+// and nothing of it by the short path at the old place.
 func TestShortPathMoves(t *testing.T) {
 	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")

@@ -14,8 +14,8 @@ const (
 	offerQueue = 256 // offers that wait for the controller; more are dropped
 )
 
-// recentOffers are the times of one loop's latest offers, by a hash of the addresses. Whatever addresses frames carry, the
-// loop makes at most offersHeld offers per offerEvery.
+// recentOffers are the times of one loop's latest offers, by a hash of the addresses. Whatever addresses frames carry,
+// the loop makes at most offersHeld offers per offerEvery.
 type recentOffers struct {
 	at [offersHeld]int64
 	_  [64]byte

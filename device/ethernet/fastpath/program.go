@@ -16,8 +16,8 @@ func outerLen(v6 bool) int16 {
 //
 //	Ethernet | IP TCP ...   ->   Ethernet (the underlay's) | IP UDP VXLAN Ethernet | IP TCP ...
 //
-// The program changes nothing until it makes room, so any frame that it does not know for sure goes on to vnicd. Large frames
-// stay whole: the underlay's card, or the kernel in front of it, cuts them.
+// The program changes nothing until it makes room, so any frame that it does not know for sure goes on to vnicd. Large
+// frames stay whole: the underlay's card, or the kernel in front of it, cuts them.
 func sending(m *maps, v6 bool) asm.Instructions {
 	const (
 		scratch, length, segments = -4, -8, -12
@@ -85,17 +85,18 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	c.count(m.counters, scratch, length, segments, countSent)
 	c.plain()
 	// The kernel resolves next hop and neighbour, and may queue the frame until it has.
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0), asm.Mov.Imm(asm.R4, 0),
-		asm.FnRedirectNeigh.Call(), asm.Return())
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 0), asm.Mov.Imm(asm.R3, 0),
+		asm.Mov.Imm(asm.R4, 0), asm.FnRedirectNeigh.Call(), asm.Return())
 	return c.end()
 }
 
 // receiving is the program at an underlay interface's ingress, the reverse of sending: to the host port's ingress.
 //
-// The entry says that the inner addresses are at exactly this host and at exactly that peer (MT-6). The program checks all that
-// the UDP socket or vnicd would check, or leaves the datagram to them: outer IP checksum, lengths, fragments, a UDP checksum,
-// reserved bits, and congestion marks to be carried over (RFC 6040). A sender may mix datagrams with a checksum, or marked ones,
-// with others: then the entry is suspended, because datagrams that pass through vnicd would be overtaken.
+// The entry says that the inner addresses are at exactly this host and at exactly that peer (MT-6). The program checks
+// all that the UDP socket or vnicd would check, or leaves the datagram to them: outer IP checksum, lengths, fragments,
+// a UDP checksum, reserved bits, and congestion marks to be carried over (RFC 6040). A sender may mix datagrams with a
+// checksum, or marked ones, with others: then the entry is suspended, because datagrams that pass through vnicd would
+// be overtaken.
 func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	const (
 		scratch, length, segments, ecn = -4, -8, -12, -16
@@ -178,9 +179,10 @@ func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	c.fits(14+n, length, segments)
 	c.valid(m.generations, scratch)
 
-	// A superframe is either TCP segments that the sender's kernel left whole or datagrams that this host's kernel coalesced.
-	// The latter are to be cut at the outer UDP's boundaries, and may contain frames of several tenants. Without fixedGSO the
-	// kernel removes room for the former only, so the program removes 4 bytes and adds them again; their values do not matter.
+	// A superframe is either TCP segments that the sender's kernel left whole or datagrams that this host's kernel
+	// coalesced. The latter are to be cut at the outer UDP's boundaries, and may contain frames of several tenants.
+	// Without fixedGSO the kernel removes room for the former only, so the program removes 4 bytes and adds them again;
+	// their values do not matter.
 	c.skb(asm.R2, skbGSOSize)
 	c.add(asm.JEq.Imm(asm.R2, 0, "tcp alone"))
 	c.room(-4, 0, "next")
@@ -190,8 +192,8 @@ func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	c.push(0, frame, 14)
 	c.count(m.counters, scratch, length, segments, countReceived)
 	c.plain()
-	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */), asm.FnRedirect.Call(),
-		asm.Return())
+	c.add(asm.LoadMem(asm.R1, asm.R9, valueIf, asm.Word), asm.Mov.Imm(asm.R2, 1 /* BPF_F_INGRESS */),
+		asm.FnRedirect.Call(), asm.Return())
 
 	c.at("summed")
 	c.pull(14+n, frame, 14)

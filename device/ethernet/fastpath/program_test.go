@@ -12,7 +12,8 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// The programs, run by the kernel over frames made by hand and by chance, against a model that says the same in plain words.
+// The programs, run by the kernel over frames made by hand and by chance, against a model that says the same in plain
+// words.
 
 const (
 	lo      = 1 // interface that the kernel runs the programs for
@@ -78,7 +79,8 @@ func (r *rig) way(out bool) flow {
 
 func (r *rig) put(w flow) {
 	r.t.Helper()
-	if err := r.table.put(w, terms{network: r.net, generation: r.gen, host: r.host, underlay: lo, maxFrame: mtu + 14}); err != nil {
+	if err := r.table.put(w, terms{network: r.net, generation: r.gen, host: r.host, underlay: lo,
+		maxFrame: mtu + 14}); err != nil {
 		r.t.Fatal(err)
 	}
 }
@@ -224,19 +226,23 @@ func (r *rig) received(d []byte, gso int) []byte {
 	udp := d[14+ip:]
 	var tos byte
 	if r.v6 {
-		if binary.BigEndian.Uint16(d[12:]) != etherIPv6 || d[20] != protoUDP || int(binary.BigEndian.Uint16(d[18:])) != len(udp) ||
+		if binary.BigEndian.Uint16(d[12:]) != etherIPv6 || d[20] != protoUDP ||
+			int(binary.BigEndian.Uint16(d[18:])) != len(udp) ||
 			!bytes.Equal(d[22:54], append(r.far.AsSlice(), r.local.AsSlice()...)) {
 			return nil
 		}
 		tos = d[15] >> 4
 	} else {
-		if binary.BigEndian.Uint16(d[12:]) != etherIPv4 || d[14] != 0x45 || d[23] != protoUDP || int(binary.BigEndian.Uint16(d[16:])) != 20+len(udp) ||
-			!bytes.Equal(d[26:34], append(r.far.AsSlice(), r.local.AsSlice()...)) || sum16(d[14:34]) != 0xffff || binary.BigEndian.Uint16(d[20:])&0x3fff != 0 {
+		if binary.BigEndian.Uint16(d[12:]) != etherIPv4 || d[14] != 0x45 || d[23] != protoUDP ||
+			int(binary.BigEndian.Uint16(d[16:])) != 20+len(udp) ||
+			!bytes.Equal(d[26:34], append(r.far.AsSlice(), r.local.AsSlice()...)) || sum16(d[14:34]) != 0xffff ||
+			binary.BigEndian.Uint16(d[20:])&0x3fff != 0 {
 			return nil
 		}
 		tos = d[15]
 	}
-	if binary.BigEndian.Uint16(udp[2:]) != 4789 || int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 || udp[7] != 0 ||
+	if binary.BigEndian.Uint16(udp[2:]) != 4789 || int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 ||
+		udp[7] != 0 ||
 		!bytes.Equal(udp[8:16], []byte{8, 0, 0, 0, 0, 0, 100, 0}) {
 		return nil
 	}
@@ -439,7 +445,8 @@ func TestRandomFrames(t *testing.T) {
 		for range 20000 {
 			out := rnd.IntN(2) == 0
 			w := r.way(out)
-			f := tcp{dst: w.dst, src: w.src, v6: rnd.IntN(2) == 0, flags: ack, tos: byte(rnd.Uint32()), payload: rnd.IntN(200)}.frame()
+			f := tcp{dst: w.dst, src: w.src, v6: rnd.IntN(2) == 0, flags: ack, tos: byte(rnd.Uint32()),
+				payload: rnd.IntN(200)}.frame()
 			gso := 0
 			p, model := r.send, r.sent
 			if out && rnd.IntN(4) == 0 {
@@ -502,7 +509,8 @@ func TestEntry(t *testing.T) {
 				if want {
 					n = 1
 				}
-				d := totals{after.sentFrames - before.sentFrames, after.sentBytes - before.sentBytes, after.receivedFrames - before.receivedFrames, after.receivedBytes - before.receivedBytes}
+				d := totals{after.sentFrames - before.sentFrames, after.sentBytes - before.sentBytes,
+					after.receivedFrames - before.receivedFrames, after.receivedBytes - before.receivedBytes}
 				if expect := (totals{n, 64 * n, 0, 0}); out && d != expect {
 					t.Errorf("%s: counted %+v", what, d)
 				}

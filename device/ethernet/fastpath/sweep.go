@@ -27,7 +27,8 @@ func (c *controller) sweepLocked() {
 	}
 }
 
-// checkHostsLocked makes the entries of a host port void if its interface has changed, and forgets ports that have gone.
+// checkHostsLocked makes the entries of a host port void if its interface has changed, and forgets ports that have
+// gone.
 func (c *controller) checkHostsLocked() {
 	for a, h := range c.hosts {
 		state, err := c.hostState(h.index)
@@ -44,8 +45,8 @@ func (c *controller) checkHostsLocked() {
 	}
 }
 
-// checkRoutesLocked makes all entries void if a route to a peer has changed. It asks for every route: path MTU discovery, for
-// one, causes no notification. Programs are detached from underlay interfaces that no entry uses.
+// checkRoutesLocked makes all entries void if a route to a peer has changed. It asks for every route: path MTU
+// discovery, for one, causes no notification. Programs are detached from underlay interfaces that no entry uses.
 func (c *controller) checkRoutesLocked() {
 	used := map[netip.Addr]bool{}
 	for _, e := range c.entries {

@@ -22,14 +22,15 @@ const (
 // tickShift turns nanoseconds into ticks of about a second, the unit in which the programs note an entry's use.
 const tickShift = 30
 
-// momentShift turns nanoseconds into units of 67 ms. An entry is suspended for suspendMoments of them, less up to one: longer than
-// vnicd holds a frame.
+// momentShift turns nanoseconds into units of 67 ms. An entry is suspended for suspendMoments of them, less up to one:
+// longer than vnicd holds a frame.
 const (
 	momentShift    = 26
 	suspendMoments = 2
 )
 
-// now returns the current tick, by the kernel's monotonic clock, which the programs read too. The loops have another clock.
+// now returns the current tick, by the kernel's monotonic clock, which the programs read too. The loops have another
+// clock.
 func now() uint32 { return uint32(monotonic() >> tickShift) }
 
 func monotonic() int64 {
@@ -187,8 +188,9 @@ func (t *table) close() {
 	}
 }
 
-// takeNetwork allocates a number for a network and returns its generation: entries are valid while it has the value that they
-// were made with. It never decreases, not even when another network gets the number. ok is false if there are too many networks.
+// takeNetwork allocates a number for a network and returns its generation: entries are valid while it has the value
+// that they were made with. It never decreases, not even when another network gets the number. ok is false if there are
+// too many networks.
 func (t *table) takeNetwork() (number int, generation *atomic.Uint64, ok bool) {
 	if number, ok = t.networks.take(); !ok {
 		return 0, nil, false

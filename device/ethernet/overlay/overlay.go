@@ -1,15 +1,15 @@
 // Package overlay is where a tenant network's tables come from. A TableSource (static configuration, the control API,
 // EVPN) offers routes; the Table of a network holds what all sources offer, picks the best for each key, and keeps the
-// switch (vswitch) and the tunnels (vxlan) in step with that. What the data path learns by itself ranks below all of it and
-// stays in the switch.
+// switch (vswitch) and the tunnels (vxlan) in step with that. What the data path learns by itself ranks below all of it
+// and stays in the switch.
 //
 //	Peer   this VTEP serves the network: floods go to it          (EVPN type 3)
 //	MAC    this MAC is behind that VTEP, or at that local port    (EVPN type 2)
 //	IP     this IP address is that MAC's: ARP and ND are answered (EVPN type 2)
 //
-// A route that cannot take effect (its VTEP is no peer, a VM of this host has the MAC) is kept, shown with the reason, and
-// tried again whenever something changes. A Table's methods may be called from any goroutine but loops. Lock order: Table.mu,
-// then vxlan's and vswitch's.
+// A route that cannot take effect (its VTEP is no peer, a VM of this host has the MAC) is kept, shown with the reason,
+// and tried again whenever something changes. A Table's methods may be called from any goroutine but loops. Lock order:
+// Table.mu, then vxlan's and vswitch's.
 package overlay
 
 import (
@@ -135,8 +135,8 @@ type Table struct {
 	mu     sync.Mutex
 	routes map[Key]*entry
 	count  int
-	// Entries that depend on what other entries are about: those whose best offer is behind a VTEP, and those not in force. So a
-	// change costs what depends on it, not a walk of the table.
+	// Entries that depend on what other entries are about: those whose best offer is behind a VTEP, and those not in
+	// force. So a change costs what depends on it, not a walk of the table.
 	behind  map[netip.Addr]map[*entry]struct{}
 	waiting map[*entry]struct{}
 }
@@ -156,7 +156,8 @@ type offer struct {
 
 // NewTable makes the table of a network whose tunnel port, if the host has a VTEP, exists already.
 func NewTable(net *vswitch.Network, vt *vxlan.VTEP) *Table {
-	return &Table{net: net, vt: vt, routes: make(map[Key]*entry), behind: make(map[netip.Addr]map[*entry]struct{}), waiting: make(map[*entry]struct{})}
+	return &Table{net: net, vt: vt, routes: make(map[Key]*entry), behind: make(map[netip.Addr]map[*entry]struct{}),
+		waiting: make(map[*entry]struct{})}
 }
 
 // Network returns the network whose table it is.
@@ -165,9 +166,9 @@ func (t *Table) Network() *vswitch.Network { return t.net }
 // Tunnels returns the host's VTEP, nil if it has none.
 func (t *Table) Tunnels() *vxlan.VTEP { return t.vt }
 
-// Set adds a source's route, or replaces what it said about the same key. The error says why the route has not taken effect
-// (errors.Is with this package's and vswitch's errors); it stays in the table all the same. Malformed routes and those beyond
-// the table's limit are refused.
+// Set adds a source's route, or replaces what it said about the same key. The error says why the route has not taken
+// effect (errors.Is with this package's and vswitch's errors); it stays in the table all the same. Malformed routes and
+// those beyond the table's limit are refused.
 func (t *Table) Set(src TableSource, r Route) error {
 	r.VTEP, r.Behind, r.IP = unmap(r.VTEP), unmap(r.Behind), unmap(r.IP)
 	if err := r.check(); err != nil {
@@ -265,7 +266,8 @@ func (t *Table) WithdrawAll(src TableSource) {
 	}
 }
 
-// Retry tries the routes again that have not taken effect: a port has come or gone. What yields to ports is its source's affair.
+// Retry tries the routes again that have not taken effect: a port has come or gone. What yields to ports is its
+// source's affair.
 func (t *Table) Retry() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -327,7 +329,8 @@ func (t *Table) withdrawLocked(k Key, e *entry, src TableSource) {
 // settleLocked makes the best offer of a key the one in force.
 func (t *Table) settleLocked(e *entry) {
 	defer t.fileLocked(e)
-	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed && !t.replaces(&e.offers[0].Route, e.installed)) {
+	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed &&
+		!t.replaces(&e.offers[0].Route, e.installed)) {
 		t.remove(e.installed)
 		e.installed = nil
 	}
@@ -338,14 +341,15 @@ func (t *Table) settleLocked(e *entry) {
 	r := e.offers[0].Route
 	if e.why = t.install(&r); e.why == nil {
 		e.installed = &r
-	} else if e.installed != nil { // it was, and its port or peer is gone; or it is another's place that was to be replaced
+	} else if e.installed != nil {
+		// It was installed and its port or peer is gone, or another's entry was to be replaced.
 		t.remove(e.installed)
 		e.installed = nil
 	}
 }
 
-// replaces tells whether one route may be installed over the other: an address that moves from VTEP to VTEP is never unknown
-// in between.
+// replaces tells whether one route may be installed over the other: an address that moves from VTEP to VTEP is never
+// unknown in between.
 func (t *Table) replaces(r, old *Route) bool {
 	return r.Kind == MAC && r.Behind.IsValid() && old.Behind.IsValid()
 }
@@ -428,12 +432,14 @@ func (t *Table) Routes() (out []RouteStatus) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	keys := slices.SortedFunc(maps.Keys(t.routes), func(a, b Key) int {
-		return cmp.Or(cmp.Compare(a.Kind, b.Kind), a.VTEP.Compare(b.VTEP), slices.Compare(a.MAC[:], b.MAC[:]), a.IP.Compare(b.IP), cmp.Compare(a.VLAN, b.VLAN))
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), a.VTEP.Compare(b.VTEP), slices.Compare(a.MAC[:], b.MAC[:]),
+			a.IP.Compare(b.IP), cmp.Compare(a.VLAN, b.VLAN))
 	})
 	for _, k := range keys {
 		e := t.routes[k]
 		for i, o := range e.offers {
-			s := RouteStatus{Kind: k.Kind, Source: o.src.Name(), VTEP: k.VTEP, MAC: k.MAC, VLAN: k.VLAN, Port: o.Port, IP: k.IP, Active: i == 0 && e.why == nil}
+			s := RouteStatus{Kind: k.Kind, Source: o.src.Name(), VTEP: k.VTEP, MAC: k.MAC, VLAN: k.VLAN, Port: o.Port, IP: k.IP,
+				Active: i == 0 && e.why == nil}
 			switch {
 			case k.Kind == MAC:
 				s.VTEP = o.Behind

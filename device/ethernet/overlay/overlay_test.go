@@ -159,7 +159,8 @@ func TestTunnels(t *testing.T) {
 	}
 	var vt *vxlan.VTEP
 	ns.Do(func() {
-		if vt, err = vxlan.New(vxlan.Config{Local: netip.MustParseAddr("192.0.2.1"), Loops: []*loop.Loop{l}, Pool: pool}); err != nil {
+		if vt, err = vxlan.New(vxlan.Config{Local: netip.MustParseAddr("192.0.2.1"), Loops: []*loop.Loop{l},
+			Pool: pool}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -235,7 +236,8 @@ func TestTunnels(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	n := newNetwork(t)
-	if _, err := n.Attach(nullPort{}, vswitch.PortConfig{Name: "vm", Kind: vswitch.KindVM, MACs: []vswitch.MAC{mac(9)}, IPs: []netip.Addr{ip(9)}}); err != nil {
+	if _, err := n.Attach(nullPort{}, vswitch.PortConfig{Name: "vm", Kind: vswitch.KindVM, MACs: []vswitch.MAC{mac(9)},
+		IPs: []netip.Addr{ip(9)}}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := n.Attach(nullPort{}, vswitch.PortConfig{Name: "tap", Kind: vswitch.KindTAP}); err != nil {
@@ -244,7 +246,8 @@ func TestRefused(t *testing.T) {
 	tab, api := NewTable(n, nil), &API{}
 	for _, r := range []Route{
 		{}, {Key: Key{Kind: 9}}, {Key: Key{Kind: Peer}}, {Key: Key{Kind: Peer, VTEP: netip.MustParseAddr("224.0.0.1")}},
-		{Key: Key{Kind: MAC, MAC: mac(1)}}, {Key: Key{Kind: MAC}, Port: "tap"}, {Key: Key{Kind: MAC, MAC: mac(1)}, Port: "tap", Behind: ip(1)},
+		{Key: Key{Kind: MAC, MAC: mac(1)}}, {Key: Key{Kind: MAC}, Port: "tap"},
+		{Key: Key{Kind: MAC, MAC: mac(1)}, Port: "tap", Behind: ip(1)},
 		{Key: Key{Kind: IP, IP: ip(1)}}, {Key: Key{Kind: IP}, At: mac(1)},
 	} {
 		if err := tab.Set(api, r); err == nil {

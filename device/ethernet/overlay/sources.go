@@ -38,8 +38,8 @@ func (s *Static) Detach(t *Table) {
 	}
 }
 
-// API is the source of what an operator says at run time. It has nothing to say by itself: the control API calls the table's
-// methods in its name. One serves all networks.
+// API is the source of what an operator says at run time. It has nothing to say by itself: the control API calls the
+// table's methods in its name. One serves all networks.
 type API struct{}
 
 // Name implements TableSource.

@@ -40,9 +40,9 @@ func (d *device) close() (err error) {
 	return err
 }
 
-// openDevice makes an interface with so many queues. water makes it, but can neither ask for virtio headers nor give descriptors that Go's
-// poller does not know; so it is made persistent for a moment, opened again for each queue, and made to go with
-// those descriptors. Kernels that refuse virtio headers get an interface without offloads.
+// openDevice makes an interface with so many queues. water makes it, but can neither ask for virtio headers nor give
+// descriptors that Go's poller does not know; so it is made persistent for a moment, opened again for each queue, and
+// made to go with those descriptors. Kernels that refuse virtio headers get an interface without offloads.
 func openDevice(name string, pool *frame.Pool, queues int, offloads bool) (d device, err error) {
 	multi := queues > 1
 	ifce, err := water.New(water.Config{DeviceType: water.TAP,
@@ -125,8 +125,8 @@ func attach(name string, flags uint16) (fd int, err error) {
 	return fd, nil
 }
 
-// enable asks the kernel for frames with as much left undone as it knows; cut: we have the buffers for large ones. A kernel that
-// gives frames of a kind takes them as well.
+// enable asks the kernel for frames with as much left undone as it knows; cut: we have the buffers for large ones. A
+// kernel that gives frames of a kind takes them as well.
 func enable(fd int, cut bool) frame.Need {
 	try := func(flags int) bool { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, flags) == nil }
 	switch {

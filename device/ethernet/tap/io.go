@@ -16,8 +16,8 @@ const (
 	segmentsPerFrame = 8
 )
 
-// ready reads frames from the interface into the network. How large the next one is nobody tells; so where large ones may
-// come they are read into a big buffer, and small ones are copied out of it, lest they occupy the few big buffers.
+// ready reads frames from the interface into the network. How large the next one is nobody tells; so where large ones
+// may come they are read into a big buffer, and small ones are copied out of it, lest they occupy the few big buffers.
 func (q *queue) ready() {
 	t, l := q.t, q.loop
 	for left := readBatch; left > 0; left-- {
@@ -67,8 +67,8 @@ func (q *queue) ready() {
 	}
 }
 
-// buffer sets cur to what the next frame is read into, and returns it: a big buffer where large frames may come, else, or while
-// there is none, a small one; nil when there is none either.
+// buffer sets cur to what the next frame is read into, and returns it: a big buffer where large frames may come, else,
+// or while there is none, a small one; nil when there is none either.
 func (q *queue) buffer() *frame.Buf {
 	t, pool := q.t, q.t.cfg.Pool
 	if t.dev.takes&frame.NeedGSO != 0 && (q.cur == nil || q.cur.Cap() < frame.BigCapacity) {

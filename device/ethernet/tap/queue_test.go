@@ -23,7 +23,8 @@ func (c *tally) Deliver(l *loop.Loop, b *frame.Buf, _ vswitch.Destination) {
 	}
 }
 
-// A TAP with a queue for each of three loops: the host's flows are spread over them, none is lost, and what any loop writes arrives.
+// A TAP with a queue for each of three loops: the host's flows are spread over them, none is lost, and what any loop
+// writes arrives.
 func TestQueues(t *testing.T) {
 	for _, plain := range []bool{false, true} {
 		t.Run(fmt.Sprint("without offloads ", plain), func(t *testing.T) {
@@ -43,7 +44,8 @@ func TestQueues(t *testing.T) {
 			if _, err := r.try(tap.Config{Name: "twice", More: []*loop.Loop{r.loop}}); err == nil {
 				t.Error("a loop was taken twice")
 			}
-			p := r.open(tap.Config{Name: "queues", More: loops[1:], NoOffloads: plain, Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}})
+			p := r.open(tap.Config{Name: "queues", More: loops[1:], NoOffloads: plain,
+				Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}})
 			c := &tally{}
 			peer := vswitch.MAC{2, 0, 0, 0, 0, 9}
 			att, err := r.net.Attach(c, vswitch.PortConfig{Name: "tally", Kind: vswitch.KindVM, MACs: []vswitch.MAC{peer}})
@@ -97,7 +99,8 @@ func TestQueues(t *testing.T) {
 
 // udpTo is a datagram of one byte from 10.1.2.9 to 10.1.2.5:9.
 func udpTo(dst, src vswitch.MAC, data byte) []byte {
-	f := append(append(dst[:], src[:]...), 8, 0, 0x45, 0, 0, 29, 0, 0, 0, 0, 64, 17, 0, 0, 10, 1, 2, 9, 10, 1, 2, 5, 0, 7, 0, 9, 0, 9, 0, 0, data)
+	f := append(append(dst[:], src[:]...), 8, 0, 0x45, 0, 0, 29, 0, 0, 0, 0, 64, 17, 0, 0, 10, 1, 2, 9, 10, 1, 2, 5, 0, 7,
+		0, 9, 0, 9, 0, 0, data)
 	sum := uint32(0)
 	for i := 14; i < 34; i += 2 {
 		sum += uint32(f[i])<<8 | uint32(f[i+1])

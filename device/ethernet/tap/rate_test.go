@@ -13,8 +13,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// Traffic in both directions keeps to the port's rate: while the clock stands, as much passes as the burst is, then what the time is
-// worth; the rest is counted. The other direction has a rate of its own.
+// Traffic in both directions keeps to the port's rate: while the clock stands, as much passes as the burst is, then
+// what the time is worth; the rest is counted. The other direction has a rate of its own.
 func TestRate(t *testing.T) {
 	const (
 		rate  = 100_000_000
@@ -66,7 +66,8 @@ func TestRate(t *testing.T) {
 		var links []struct {
 			Stats struct{ RX struct{ Bytes int } } `json:"stats64"`
 		}
-		if err := json.Unmarshal([]byte(r.ns.IP("-s", "-j", "link", "show", "host0")), &links); err != nil || len(links) != 1 {
+		if err := json.Unmarshal([]byte(r.ns.IP("-s", "-j", "link", "show", "host0")), &links); err != nil ||
+			len(links) != 1 {
 			t.Fatal(links, err)
 		}
 		toHost = 8 * links[0].Stats.RX.Bytes

@@ -1,8 +1,9 @@
-// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames one loop or several
-// read and to which any loop writes, checksums and segmentation left undone where both sides agree (device.go).
+// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames one
+// loop or several read and to which any loop writes, checksums and segmentation left undone where both sides agree
+// (device.go).
 //
-// The descriptors are ours alone: non-blocking, each watched by its loop's epoll only. The interface is not persistent, so it
-// goes with them, whatever happens to the daemon.
+// The descriptors are ours alone: non-blocking, each watched by its loop's epoll only. The interface is not persistent,
+// so it goes with them, whatever happens to the daemon.
 package tap
 
 import (
@@ -35,8 +36,8 @@ type Config struct {
 	Network *vswitch.Network
 	// Loop reads the interface.
 	Loop *loop.Loop
-	// More are further loops that read it, each a queue of its own. The kernel spreads flows over queues, and sends a flow to the queue that
-	// wrote its other direction last.
+	// More are further loops that read it, each a queue of its own. The kernel spreads flows over queues, and sends a flow
+	// to the queue that wrote its other direction last.
 	More []*loop.Loop
 	Pool *frame.Pool
 	// MTU of the interface in bytes; zero = the network's, whenever that changes.
@@ -45,7 +46,8 @@ type Config struct {
 	MAC vswitch.MAC
 	// Addrs are the host's addresses in the tenant's network, with their prefix lengths.
 	Addrs []netip.Prefix
-	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge then.
+	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge
+	// then.
 	Bridge string
 	// Rate is the port's limit in bits per second, as in vswitch.PortConfig; zero = none.
 	Rate int64
@@ -78,10 +80,13 @@ func (c *Config) check() error {
 	switch {
 	case c.Network == nil || c.Loop == nil || c.Pool == nil:
 		return errors.New("tap: network, loop and pool are required")
-	case c.Name == "" || len(c.Name) >= unix.IFNAMSIZ || strings.ContainsAny(c.Name, "/:% \t\n") || c.Name == "." || c.Name == "..":
-		return fmt.Errorf("tap: %q is not an interface name; want 1 to %d characters without / : %% or blanks", c.Name, unix.IFNAMSIZ-1)
+	case c.Name == "" || len(c.Name) >= unix.IFNAMSIZ || strings.ContainsAny(c.Name, "/:% \t\n") || c.Name == "." ||
+		c.Name == "..":
+		return fmt.Errorf("tap: %q is not an interface name; want 1 to %d characters without / : %% or blanks", c.Name,
+			unix.IFNAMSIZ-1)
 	case c.Bridge != "" && len(c.Addrs) > 0:
-		return fmt.Errorf("tap: %s: a member of bridge %s has no addresses of its own; give them to the bridge", c.Name, c.Bridge)
+		return fmt.Errorf("tap: %s: a member of bridge %s has no addresses of its own; give them to the bridge", c.Name,
+			c.Bridge)
 	case c.MAC.IsGroup():
 		return fmt.Errorf("tap: %s: %v is a group address", c.Name, c.MAC)
 	}
@@ -233,7 +238,8 @@ func (t *TAP) connect() error {
 	for i, l := range t.cfg.More {
 		t.fds[l.ID()] = t.dev.fds[i+1]
 	}
-	_, err := t.cfg.Network.Attach(t, vswitch.PortConfig{Name: t.cfg.Name, Kind: vswitch.KindTAP, Rate: t.cfg.Rate, Loop: t.cfg.Loop,
+	_, err := t.cfg.Network.Attach(t, vswitch.PortConfig{Name: t.cfg.Name, Kind: vswitch.KindTAP, Rate: t.cfg.Rate,
+		Loop:     t.cfg.Loop,
 		Attached: func(a *vswitch.Attachment) { t.att = a }})
 	if err != nil {
 		return err
@@ -299,8 +305,8 @@ func (t *TAP) SetMTU(mtu int) error {
 	return t.setMTU(link, mtu)
 }
 
-// setMTU also has TCP make its large frames no larger than what a tunnel sends in one message (64 KiB of UDP): of 46 segments the last
-// two would cost as much as the others together.
+// setMTU also has TCP make its large frames no larger than what a tunnel sends in one message (64 KiB of UDP): of 46
+// segments the last two would cost as much as the others together.
 func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
 		return fmt.Errorf("tap: %s: set MTU %d: %w", t.cfg.Name, mtu, err)

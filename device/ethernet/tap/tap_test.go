@@ -187,9 +187,11 @@ func TestFrames(t *testing.T) {
 	r := newRig(t)
 	p := r.open(tap.Config{Name: "host0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
 	me := "\x02\x00\x00\x00\x00\x01"
-	arp := "\xff\xff\xff\xff\xff\xff" + me + "\x08\x06\x00\x01\x08\x00\x06\x04\x00\x01" + me + "\x0a\x01\x02\x04" + "\x00\x00\x00\x00\x00\x00" + "\x0a\x01\x02\x03"
+	arp := "\xff\xff\xff\xff\xff\xff" + me + "\x08\x06\x00\x01\x08\x00\x06\x04\x00\x01" + me + "\x0a\x01\x02\x04" +
+		"\x00\x00\x00\x00\x00\x00" + "\x0a\x01\x02\x03"
 	hw := p.MAC()
-	want := me + string(hw[:]) + "\x08\x06\x00\x01\x08\x00\x06\x04\x00\x02" + string(hw[:]) + "\x0a\x01\x02\x03" + me + "\x0a\x01\x02\x04"
+	want := me + string(hw[:]) + "\x08\x06\x00\x01\x08\x00\x06\x04\x00\x02" + string(hw[:]) + "\x0a\x01\x02\x03" + me +
+		"\x0a\x01\x02\x04"
 	ask := func() {
 		t.Helper()
 		r.inject(arp)
@@ -248,7 +250,8 @@ func TestDeleted(t *testing.T) {
 		return r.loop.Stats().Rounds-before.Rounds < 5
 	})
 	r.inject("\xff\xff\xff\xff\xff\xff\x02\x00\x00\x00\x00\x01\x08\x00")
-	if n := p.Attachment().Counters.Dropped(vswitch.SendError) + p.Attachment().Counters.Dropped(vswitch.NotReady); n == 0 {
+	if n := p.Attachment().Counters.Dropped(vswitch.SendError) +
+		p.Attachment().Counters.Dropped(vswitch.NotReady); n == 0 {
 		t.Error("frame to a deleted interface is not counted")
 	}
 }
@@ -271,7 +274,8 @@ func TestBridgeMember(t *testing.T) {
 	var p *tap.TAP
 	far.Do(func() {
 		var err error
-		if p, err = tap.Open(tap.Config{Name: "host1", Network: r.net, Loop: r.loop, Pool: r.pool, Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}}); err != nil {
+		if p, err = tap.Open(tap.Config{Name: "host1", Network: r.net, Loop: r.loop, Pool: r.pool,
+			Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -296,7 +300,8 @@ func TestErrors(t *testing.T) {
 		{tap.Config{Name: "x", MTU: 1451}, nil, "want 68 to 1450"},
 		{tap.Config{Name: "x", MTU: 20}, nil, "want 68 to 1450"},
 		{tap.Config{Name: "x", MAC: vswitch.MAC{1}}, nil, "group address"},
-		{tap.Config{Name: "x", Bridge: "b", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/8")}}, nil, "give them to the bridge"},
+		{tap.Config{Name: "x", Bridge: "b", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/8")}}, nil,
+			"give them to the bridge"},
 		{tap.Config{Name: "x", Addrs: []netip.Prefix{{}}}, nil, "invalid address"},
 		{tap.Config{Name: "x", Bridge: "absent"}, nil, "absent"},
 		{tap.Config{Name: "x", Bridge: "nobridge0"}, nil, "not a bridge"},

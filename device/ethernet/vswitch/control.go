@@ -2,8 +2,8 @@ package vswitch
 
 import "net/netip"
 
-// What a control plane for addresses (EVPN) needs of the switch: to say what tunnels are for, to hear that something has
-// changed on this host's ports, and to list what is there.
+// What a control plane for addresses (EVPN) needs of the switch: to say what tunnels are for, to hear that something
+// has changed on this host's ports, and to list what is there.
 
 // Bits of Network.tunnels.
 const (
@@ -11,8 +11,8 @@ const (
 	noTunnelLearn
 )
 
-// SetTunnels says whether unicast frames to unknown addresses are flooded into tunnels, and whether addresses are learnt from what
-// comes out of them. Both are so at first. Frames are judged as before; what was learnt already ages.
+// SetTunnels says whether unicast frames to unknown addresses are flooded into tunnels, and whether addresses are
+// learnt from what comes out of them. Both are so at first. Frames are judged as before; what was learnt already ages.
 func (n *Network) SetTunnels(floodUnknown, learn bool) {
 	var v uint32
 	if !floodUnknown {

@@ -8,7 +8,8 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Yielding entries: tunnels cannot move them, ports of this host can, by any frame but RoCE; a VM's port takes them when it is attached.
+// Yielding entries: tunnels cannot move them, ports of this host can, by any frame but RoCE; a VM's port takes them
+// when it is attached.
 func TestYielding(t *testing.T) {
 	b := newBench(t, Config{})
 	tunnel, tap := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}), b.port(PortConfig{Name: "tap", Kind: KindTAP})
@@ -69,7 +70,8 @@ func TestYieldingNeighbour(t *testing.T) {
 	b.port(PortConfig{Name: "vxlan", Kind: KindVTEP})
 	tap := b.port(PortConfig{Name: "tap", Kind: KindTAP})
 	one, two := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
-	for _, err := range []error{b.net.SetYieldingNeighbour(one, Address{MAC: mac(7)}), b.net.SetNeighbour(two, Address{MAC: mac(7)})} {
+	for _, err := range []error{b.net.SetYieldingNeighbour(one, Address{MAC: mac(7)}),
+		b.net.SetNeighbour(two, Address{MAC: mac(7)})} {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -93,7 +95,8 @@ func TestYieldingNeighbour(t *testing.T) {
 // Without flooding and learning, a tunnel gets known and group addresses only, and teaches nothing.
 func TestSetTunnels(t *testing.T) {
 	b := newBench(t, Config{})
-	tunnel, tap, other := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}), b.port(PortConfig{Name: "tap", Kind: KindTAP}), b.port(PortConfig{Name: "other", Kind: KindTAP})
+	tunnel, tap, other := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}),
+		b.port(PortConfig{Name: "tap", Kind: KindTAP}), b.port(PortConfig{Name: "other", Kind: KindTAP})
 	b.net.SetTunnels(false, false)
 	b.input(tap.att, buildFrame(mac(50), mac(1), "x"), Source{Remote: 0})
 	if len(tunnel.got) != 0 || len(other.got) != 1 {

@@ -7,8 +7,8 @@ import (
 	"sync/atomic"
 )
 
-// fdb is the forwarding database of one network: MAC and VLAN -> port, remote, last seen. Any loop looks up and learns at any
-// time; nobody waits for anybody.
+// fdb is the forwarding database of one network: MAC and VLAN -> port, remote, last seen. Any loop looks up and learns
+// at any time; nobody waits for anybody.
 //
 // It is a set-associative table like a switch chip's: a MAC may be in one of two buckets of seven slots, chosen by
 // a hash with a secret seed, so that a guest that picks its MACs cannot fill the bucket of another. The table has twice
@@ -175,7 +175,8 @@ const (
 
 // put stores v under key. decide sees the present value (0 = none) while the buckets are locked and may refuse. Slots
 // whose entries have expired are reused; evict is told of each entry that goes that way.
-func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, decide func(old value) bool, evict func(value)) putResult {
+func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, decide func(old value) bool,
+	evict func(value)) putResult {
 	a, c, ok := t.lockPair(key, wait)
 	if !ok {
 		return putBusy

@@ -7,15 +7,16 @@ import (
 )
 
 // An address that moves flapMoves times within flapWindow flaps: two hosts use it, or two ports of the network are one
-// segment outside it (a looped bridge). Where it was before the first of those moves is its home. It is put back there at
-// once, and held while frames go on bringing it from elsewhere, until its home has been silent for a window: then the next
-// one who speaks has it, and the count begins anew. So of a loop that lasts only the first few frames of a contest pass,
-// and a host that has moved waits a window at most unless a loop repeats what it says from its new place; then it waits until
-// the table forgets the old one.
+// segment outside it (a looped bridge). Where it was before the first of those moves is its home. It is put back there
+// at once, and held while frames go on bringing it from elsewhere, until its home has been silent for a window: then
+// the next one who speaks has it, and the count begins anew. So of a loop that lasts only the first few frames of a
+// contest pass, and a host that has moved waits a window at most unless a loop repeats what it says from its new place;
+// then it waits until the table forgets the old one.
 const (
 	flapMoves  = 5
 	flapWindow = 10 // seconds
-	// An address that moves more seldom has its home remembered for so many seconds: a loop repeats what a host says that says little.
+	// An address that moves more seldom has its home remembered for so many seconds: a loop repeats what a host says that
+	// says little.
 	flapMemory = 60
 	flapSlots  = 64
 )
@@ -112,8 +113,8 @@ func (n *Network) mayFlap(key uint64, from, to value, now uint32) verdict {
 	return moveHeld
 }
 
-// moved counts a move that has been made. It returns true if the address flaps and has been sent home again: the frame that
-// brought it is to be dropped.
+// moved counts a move that has been made. It returns true if the address flaps and has been sent home again: the frame
+// that brought it is to be dropped.
 func (n *Network) moved(key uint64, from, to value, now uint32) bool {
 	n.moves.Add(1)
 	f := &n.flaps
@@ -147,8 +148,8 @@ func (n *Network) homeless(s *flap, now uint32) bool {
 	return h == nil || h.closed.Load() || s.home.expired(now, n.age)
 }
 
-// sendHome puts a flapping address that is not homeless back from where it is. It returns false when another loop is at the
-// entry.
+// sendHome puts a flapping address that is not homeless back from where it is. It returns false when another loop is at
+// the entry.
 func (n *Network) sendHome(s *flap, from value) bool {
 	h := n.byID(s.home.port())
 	if h == nil {
@@ -169,7 +170,8 @@ func (n *Network) sendHome(s *flap, from value) bool {
 	return true
 }
 
-// forgetHomes is called when places or addresses have ceased to be, with what else removes them: nobody is sent home meanwhile.
+// forgetHomes is called when places or addresses have ceased to be, with what else removes them: nobody is sent home
+// meanwhile.
 func (n *Network) forgetHomes(gone func(*flap) bool, and func()) {
 	f := &n.flaps
 	f.lock()
@@ -182,7 +184,8 @@ func (n *Network) forgetHomes(gone func(*flap) bool, and func()) {
 	and()
 }
 
-// report counts an address that flaps. It logs at most once per window, on a goroutine of its own, because the log may block.
+// report counts an address that flaps. It logs at most once per window, on a goroutine of its own, because the log may
+// block.
 func (n *Network) report(s *flap, now uint32) {
 	f := &n.flaps
 	f.count.Add(1)
@@ -192,7 +195,8 @@ func (n *Network) report(s *flap, now uint32) {
 	f.logged = now
 	x := n.flapping(*s)
 	go n.log.Warn("address flaps between ports: two hosts use it, or the ports are connected outside the network",
-		"network", n.cfg.Name, "mac", x.MAC, "vlan", x.VLAN, "from", x.From, "to", x.To, "moves", x.Moves, "flapping so far", f.count.Load())
+		"network", n.cfg.Name, "mac", x.MAC, "vlan", x.VLAN, "from", x.From, "to", x.To, "moves", x.Moves, "flapping so far",
+		f.count.Load())
 }
 
 // Flapping is an address that moves to and fro.
@@ -212,7 +216,8 @@ func (n *Network) flapping(s flap) Flapping {
 		}
 		return ""
 	}
-	return Flapping{MAC: keyMAC(s.key), VLAN: keyVLAN(s.key), Moves: s.moves, Home: name(s.home.port()), From: name(s.ports[0]), To: name(s.ports[1])}
+	return Flapping{MAC: keyMAC(s.key), VLAN: keyVLAN(s.key), Moves: s.moves, Home: name(s.home.port()),
+		From: name(s.ports[0]), To: name(s.ports[1])}
 }
 
 // Flapping lists the addresses that flap now, ordered by address.

@@ -17,7 +17,8 @@ type flapBench struct {
 
 func newFlapBench(t *testing.T, c Config) *flapBench {
 	b := newBench(t, c)
-	return &flapBench{bench: b, home: b.port(PortConfig{Name: "home", Kind: KindTAP}), x: b.port(PortConfig{Name: "x", Kind: KindTAP}), y: b.port(PortConfig{Name: "y", Kind: KindTAP})}
+	return &flapBench{bench: b, home: b.port(PortConfig{Name: "home", Kind: KindTAP}),
+		x: b.port(PortConfig{Name: "x", Kind: KindTAP}), y: b.port(PortConfig{Name: "y", Kind: KindTAP})}
 }
 
 // from sends a new broadcast of mac(1) and tells whether it passed.
@@ -37,8 +38,8 @@ func (b *flapBench) wantAt(want, when string) {
 	}
 }
 
-// What the network has flooded, and gets back from elsewhere, is dropped and teaches nothing, from the first on; but only for so long, and not
-// what is new.
+// What the network has flooded, and gets back from elsewhere, is dropped and teaches nothing, from the first on; but
+// only for so long, and not what is new.
 func TestEcho(t *testing.T) {
 	b := newFlapBench(t, Config{})
 	send := func(p *recPort, what string) (passed bool) {
@@ -75,7 +76,8 @@ func TestEcho(t *testing.T) {
 	b.wantAt("x", "repeating itself")
 }
 
-// Once found flapping an address is at home at once, and at home when the hold ends; the frame that was one too many is dropped.
+// Once found flapping an address is at home at once, and at home when the hold ends; the frame that was one too many is
+// dropped.
 func TestFlapHome(t *testing.T) {
 	for _, first := range []int{0, 1} { // whichever port the last move goes to
 		b := newFlapBench(t, Config{})
@@ -119,8 +121,9 @@ func TestFlapHome(t *testing.T) {
 	}
 }
 
-// A loop goes on for minutes, and brings back everything that was ever said, ten times a second at two ports. A host that says
-// something now and then stays where it is all the time; of one that is silent a few frames per window are lost, not its place.
+// A loop goes on for minutes, and brings back everything that was ever said, ten times a second at two ports. A host
+// that says something now and then stays where it is all the time; of one that is silent a few frames per window are
+// lost, not its place.
 func TestFlapLoopPersists(t *testing.T) {
 	for _, every := range []time.Duration{5 * time.Second, time.Hour} {
 		t.Run(every.String(), func(t *testing.T) {
@@ -158,8 +161,8 @@ func TestFlapLoopPersists(t *testing.T) {
 	}
 }
 
-// A bridge repeats at one port whatever it is given, and the host says little: five moves within a window do not come about,
-// until it says more. Then its home is where it was before all that.
+// A bridge repeats at one port whatever it is given, and the host says little: five moves within a window do not come
+// about, until it says more. Then its home is where it was before all that.
 func TestFlapSlowLoop(t *testing.T) {
 	b := newFlapBench(t, Config{})
 	say := func() (repeated bool) {
@@ -183,8 +186,9 @@ func TestFlapSlowLoop(t *testing.T) {
 	}
 }
 
-// A host that moves is found at once; one that moves too often, or while its address is held, when its old place has been silent for
-// a window; and if a loop repeats what it says from its new place, when the table has forgotten the old one.
+// A host that moves is found at once; one that moves too often, or while its address is held, when its old place has
+// been silent for a window; and if a loop repeats what it says from its new place, when the table has forgotten the old
+// one.
 func TestFlapMove(t *testing.T) {
 	found := func(t *testing.T, b *flapBench, from, loop *recPort, within int) {
 		t.Helper()
@@ -281,8 +285,8 @@ func TestFlapHomeGone(t *testing.T) {
 	})
 }
 
-// Under random moves of few addresses between ports that come and go the table's accounts are right, nothing points to a port that has
-// gone, and an address that is listed as flapping is at its home.
+// Under random moves of few addresses between ports that come and go the table's accounts are right, nothing points to
+// a port that has gone, and an address that is listed as flapping is at its home.
 func TestFlapModel(t *testing.T) {
 	b := newBench(t, Config{MaxEntries: 64, MaxPortEntries: 64})
 	rng := rand.New(rand.NewPCG(7, 8))

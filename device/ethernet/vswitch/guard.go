@@ -44,8 +44,8 @@ func (a *Attachment) setIPs(list []netip.Addr) error {
 	return nil
 }
 
-// guard tells whether a frame's layer-3 source is one of the port's. Frames in which it cannot be seen (cut off, more than
-// two tags) are none; Ethernet types that carry no IP address are not its business.
+// guard tells whether a frame's layer-3 source is one of the port's. Frames in which it cannot be seen (cut off, more
+// than two tags) are none; Ethernet types that carry no IP address are not its business.
 func (a *Attachment) guard(f []byte, h *headerInfo) bool {
 	p := f[h.l3:]
 	switch h.typ {
@@ -85,7 +85,8 @@ func withoutAddress4(p []byte) bool {
 		return true
 	}
 	off := int(p[0]&15) * 4
-	return p[9] == protoUDP && binary.BigEndian.Uint16(p[6:])&0x1fff == 0 && len(p) >= off+4 && binary.BigEndian.Uint16(p[off+2:]) == dhcpServerPort
+	return p[9] == protoUDP && binary.BigEndian.Uint16(p[6:])&0x1fff == 0 && len(p) >= off+4 &&
+		binary.BigEndian.Uint16(p[off+2:]) == dhcpServerPort
 }
 
 func (a *Attachment) mayUse(src ip) bool {
@@ -101,8 +102,8 @@ func (a *Attachment) mayUse6(src ip) bool {
 	return a.mayUse(src) || a.linkLocal && src[0] == 0xfe && src[1]&0xc0 == 0x80
 }
 
-// transport6 returns the protocol behind the IPv6 header and its extension headers, and where it begins. Of a later fragment
-// it is the fragment header's own number.
+// transport6 returns the protocol behind the IPv6 header and its extension headers, and where it begins. Of a later
+// fragment it is the fragment header's own number.
 func transport6(p []byte) (proto uint8, off int) {
 	proto, off = p[6], header.IPv6Len
 	for range maxHeaders {

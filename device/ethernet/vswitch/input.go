@@ -84,8 +84,8 @@ func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
 	return v, ok && !v.expired(now, n.age)
 }
 
-// parse reads a frame's Ethernet header, of 14 bytes at least, and at most two VLAN tags. Of a frame that ends inside a tag,
-// the tag is the type.
+// parse reads a frame's Ethernet header, of 14 bytes at least, and at most two VLAN tags. Of a frame that ends inside a
+// tag, the tag is the type.
 func parse(f []byte) (h headerInfo) {
 	h.l3 = HeaderLen
 	h.typ = binary.BigEndian.Uint16(f[12:])

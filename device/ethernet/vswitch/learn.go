@@ -55,8 +55,8 @@ func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 	return n.setStatic(m, a, uint16(remote), false)
 }
 
-// SetYielding is SetStatic for what a control plane says of an address behind a tunnel: no tunnel's frames move it, but a port
-// of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
+// SetYielding is SetStatic for what a control plane says of an address behind a tunnel: no tunnel's frames move it, but
+// a port of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
 func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
 		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
@@ -106,16 +106,18 @@ func (n *Network) FlushRemote(a *Attachment, remote Remote) {
 // FlushPort forgets what was learnt on a port.
 func (n *Network) FlushPort(a *Attachment) {
 	gone := func(v value) bool { return v.port() == a.id && !v.static() }
-	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) })
+	n.forgetHomes(func(s *flap) bool { return gone(s.home) },
+		func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) })
 }
 
-// learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs to a
-// static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere, or because it has come
-// back to us from elsewhere, or is a RoCE frame that teaches nothing.
+// learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs
+// to a static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere, or
+// because it has come back to us from elsewhere, or is a RoCE frame that teaches nothing.
 //
-// RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6): one from elsewhere
-// than its address is known to be is dropped; an address that moves says so by ARP, neighbour discovery or any other frame, or is
-// moved by a table source. A new address is learnt from a RoCE frame only if its receiver would take the frame.
+// RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6):
+// one from elsewhere than its address is known to be is dropped; an address that moves says so by ARP, neighbour
+// discovery or any other frame, or is moved by a table source. A new address is learnt from a RoCE frame only if its
+// receiver would take the frame.
 func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, remote uint16, now uint32) bool {
 	src := macKey(f[6:]) | h.vlan
 	fresh := makeValue(a.id, false, remote, now)
@@ -165,7 +167,8 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, re
 	return !a.learns() || n.learnSlow(l, a, src, fresh, f, now)
 }
 
-// takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this host.
+// takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this
+// host.
 func (a *Attachment) takesOver(v value, f []byte) bool {
 	return v.yields() && a.cfg.Kind != KindVTEP && !IsRoCE(f)
 }
@@ -238,8 +241,8 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 	return !static || a.mayMove(l, old, fresh, f)
 }
 
-// mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and if it is
-// RoCE from the entry's remote. Else it is counted.
+// mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and
+// if it is RoCE from the entry's remote. Else it is counted.
 func (a *Attachment) mayMove(l *loop.Loop, static, from value, f []byte) bool {
 	switch {
 	case static.port() != from.port():
@@ -274,8 +277,8 @@ func (n *Network) sweepSome(now uint32, count int) {
 // displaceTries bounds how many buckets displace looks into.
 const displaceTries = 64
 
-// displace makes room for a port that has less than its share of a full table, at the cost of one that has more: a flood
-// of addresses on one port keeps nobody else from being learnt. It returns false when there is no such entry.
+// displace makes room for a port that has less than its share of a full table, at the cost of one that has more: a
+// flood of addresses on one port keeps nobody else from being learnt. It returns false when there is no such entry.
 func (n *Network) displace(a *Attachment) bool {
 	t := n.table.Load()
 	share := (int64(n.cfg.MaxEntries) - n.statics.Load()) / int64(max(t.learn, 1))

@@ -171,7 +171,8 @@ func TestMTU(t *testing.T) {
 
 func TestForwarding(t *testing.T) {
 	b := newBench(t, Config{})
-	p1, p2, p3 := b.port(PortConfig{Name: "p1", Kind: KindTAP}), b.port(PortConfig{Name: "p2", Kind: KindTAP}), b.port(PortConfig{Name: "p3", Kind: KindTAP})
+	p1, p2, p3 := b.port(PortConfig{Name: "p1", Kind: KindTAP}), b.port(PortConfig{Name: "p2", Kind: KindTAP}),
+		b.port(PortConfig{Name: "p3", Kind: KindTAP})
 	check := func(what string, want1, want2, want3 int) {
 		t.Helper()
 		if a, c, d := len(p1.take()), len(p2.take()), len(p3.take()); a != want1 || c != want2 || d != want3 {
@@ -207,7 +208,8 @@ func TestForwarding(t *testing.T) {
 	}{
 		{ShortFrame, nil}, {ShortFrame, buildFrame(mac(1), mac(2), "")[:13]},
 		{BadSource, buildFrame(mac(1), broadcast, "")}, {BadSource, buildFrame(mac(1), MAC{}, "")},
-		{Reserved, buildFrame(MAC{1, 0x80, 0xc2, 0, 0, 0}, mac(2), "")}, {Reserved, buildFrame(MAC{1, 0x80, 0xc2, 0, 0, 15}, mac(2), "")},
+		{Reserved, buildFrame(MAC{1, 0x80, 0xc2, 0, 0, 0}, mac(2), "")},
+		{Reserved, buildFrame(MAC{1, 0x80, 0xc2, 0, 0, 15}, mac(2), "")},
 	} {
 		before := p2.att.Counters.Dropped(c.r)
 		b.input(p2.att, c.f, Source{})
@@ -316,7 +318,8 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 	if len(vm1.take()) != 1 || len(tap.take()) != 0 {
 		t.Error("static entries are not there from the start")
 	}
-	if _, err := b.net.Attach(&recPort{}, PortConfig{Kind: KindVM, MACs: []MAC{mac(9), mac(2)}}); !errors.Is(err, ErrMACInUse) {
+	if _, err := b.net.Attach(&recPort{}, PortConfig{Kind: KindVM, MACs: []MAC{mac(9), mac(2)}}); !errors.Is(err,
+		ErrMACInUse) {
 		t.Errorf("second port with the same MAC: %v", err)
 	}
 	if _, ok := b.net.Lookup(mac(9)); ok {
@@ -343,7 +346,8 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 	if e, ok := b.net.Lookup(mac(50)); !ok || !e.Static || e.Remote != 7 || e.Port != "tap" {
 		t.Errorf("static entry: %+v %v", e, ok)
 	}
-	if !b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) || b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) || b.net.RemoveStatic(Address{MAC: mac(1)}, tap.att) {
+	if !b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) || b.net.RemoveStatic(Address{MAC: mac(50)}, tap.att) ||
+		b.net.RemoveStatic(Address{MAC: mac(1)}, tap.att) {
 		t.Error("RemoveStatic")
 	}
 	// A VM arrives whose address was learnt from elsewhere before: it moved here.
@@ -390,7 +394,8 @@ func TestLimits(t *testing.T) {
 	if got := len(b.net.Entries()); got != 100 {
 		t.Errorf("%d entries listed", got)
 	}
-	if p1.att.Counters.Dropped(PortFull)+p1.att.Counters.Dropped(TableFull) == 0 || p2.att.Counters.Dropped(TableFull) == 0 {
+	if p1.att.Counters.Dropped(PortFull)+p1.att.Counters.Dropped(TableFull) == 0 ||
+		p2.att.Counters.Dropped(TableFull) == 0 {
 		t.Error("refusals are not counted")
 	}
 	p2.take()
@@ -582,7 +587,8 @@ func (w *watcher) Frame(_ *loop.Loop, out bool, f []byte) {
 	}
 }
 
-// A monitor sees what its port sends, refused frames too, and what it is given; nothing of others, and nothing after its end.
+// A monitor sees what its port sends, refused frames too, and what it is given; nothing of others, and nothing after
+// its end.
 func TestMonitor(t *testing.T) {
 	b := newBench(t, Config{})
 	p, q := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})

@@ -9,7 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// A storm on one port passes at its limit, is counted, and leaves known unicast of that port and floods of others alone.
+// A storm on one port passes at its limit, is counted, and leaves known unicast of that port and floods of others
+// alone.
 func TestStorm(t *testing.T) {
 	b := newBench(t, Config{Storm: 100})
 	p, q := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
@@ -107,7 +108,8 @@ func TestRate(t *testing.T) {
 
 func TestLimitBounds(t *testing.T) {
 	b := newBench(t, Config{})
-	for _, c := range []PortConfig{{Rate: -1}, {Rate: MinRate - 1}, {Rate: MaxRate + 1}, {Storm: -2}, {Storm: MaxStorm + 1}} {
+	for _, c := range []PortConfig{{Rate: -1}, {Rate: MinRate - 1}, {Rate: MaxRate + 1}, {Storm: -2},
+		{Storm: MaxStorm + 1}} {
 		if _, err := b.net.Attach(&recPort{}, c); err == nil {
 			t.Errorf("%+v was accepted", c)
 		}
@@ -204,7 +206,8 @@ func TestFlapping(t *testing.T) {
 	if st.Flaps != 3 || len(st.Flapping) != 3 {
 		t.Fatalf("%d flaps: %+v", st.Flaps, st.Flapping)
 	}
-	if f := st.Flapping[0]; f != (Flapping{MAC: mac(2), VLAN: 5, Moves: flapMoves, Home: "left", From: "left", To: "right"}) {
+	if f := st.Flapping[0]; f != (Flapping{MAC: mac(2), VLAN: 5, Moves: flapMoves, Home: "left", From: "left",
+		To: "right"}) {
 		t.Errorf("%+v", f)
 	}
 	deadline := time.Now().Add(10 * time.Second)

@@ -35,7 +35,8 @@ func macKey(b []byte) uint64 {
 	return uint64(b[0])<<40 | uint64(b[1])<<32 | uint64(b[2])<<24 | uint64(b[3])<<16 | uint64(b[4])<<8 | uint64(b[5])
 }
 
-// Address is what the forwarding table goes by: a MAC in a VLAN (the outermost tag's; 0 = untagged, or priority-tagged).
+// Address is what the forwarding table goes by: a MAC in a VLAN (the outermost tag's; 0 = untagged, or
+// priority-tagged).
 type Address struct {
 	MAC  MAC
 	VLAN uint16

@@ -139,7 +139,8 @@ func TestTableModel(t *testing.T) {
 				perPort += p.att.entries.Load()
 			}
 			if c := b.net.entries.Load(); c != physical || perPort+b.net.statics.Load() != c {
-				t.Fatalf("step %d: counted %d, in the table %d, by ports %d + %d static", step, c, physical, perPort, b.net.statics.Load())
+				t.Fatalf("step %d: counted %d, in the table %d, by ports %d + %d static", step, c, physical, perPort,
+					b.net.statics.Load())
 			}
 		}
 	}

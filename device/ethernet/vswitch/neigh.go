@@ -62,7 +62,8 @@ func (t *neighbours) init(maxEntries int) {
 }
 
 func (t *neighbours) set(a *ip, vlan uint16) *neighSet {
-	hi, lo := bits.Mul64(binary.LittleEndian.Uint64(a[:])^t.seed[0], binary.LittleEndian.Uint64(a[8:])^t.seed[1]^uint64(vlan)*0x9e3779b97f4a7c15)
+	hi, lo := bits.Mul64(binary.LittleEndian.Uint64(a[:])^t.seed[0],
+		binary.LittleEndian.Uint64(a[8:])^t.seed[1]^uint64(vlan)*0x9e3779b97f4a7c15)
 	h := (hi ^ lo) * 0xd6e8feb86659fd93
 	return &t.sets[h>>32&t.mask]
 }
@@ -143,8 +144,8 @@ func (n *Network) neighExpired(now uint32) func(*neighbour) bool {
 	return func(e *neighbour) bool { return !e.static && int32(now-e.seen) > int32(n.age) }
 }
 
-// snoop notes that a MAC has said to have an IP address. It returns false if the address is static for another one. Only an
-// advertisement says what its sender is; a solicitation (known false) refreshes.
+// snoop notes that a MAC has said to have an IP address. It returns false if the address is static for another one.
+// Only an advertisement says what its sender is; a solicitation (known false) refreshes.
 func (n *Network) snoop(a *Attachment, addr ip, vlan uint16, mac uint64, router, known bool, now uint32) bool {
 	t := &n.neigh
 	if !t.mu.TryLock() {
@@ -290,7 +291,8 @@ func (n *Network) Neighbours() (out []Neighbour) {
 			if e.mac == 0 || expired(e) {
 				continue
 			}
-			x := Neighbour{IP: netip.AddrFrom16(e.ip).Unmap(), VLAN: e.vlan, MAC: keyMAC(e.mac), Static: e.static, Router: e.router}
+			x := Neighbour{IP: netip.AddrFrom16(e.ip).Unmap(), VLAN: e.vlan, MAC: keyMAC(e.mac), Static: e.static,
+				Router: e.router}
 			if a := n.byID(e.port); a != nil {
 				x.Port = a.cfg.Name
 			}

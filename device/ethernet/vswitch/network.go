@@ -1,5 +1,5 @@
-// Package vswitch is the logical forwarding element, a tenant's Ethernet switch (MT-2). One Network per VNI; each has its
-// own table and its own ports, so tenants with the same addresses never meet (MT-9).
+// Package vswitch is the logical forwarding element, a tenant's Ethernet switch (MT-2). One Network per VNI; each has
+// its own table and its own ports, so tenants with the same addresses never meet (MT-9).
 //
 // What happens to a frame, all on the loop that brought it, in Attachment.Input:
 //
@@ -78,7 +78,8 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
-	// NoHold lets addresses that flap go on doing so, and frames that come back pass; else they stay where they were first.
+	// NoHold lets addresses that flap go on doing so, and frames that come back pass; else they stay where they were
+	// first.
 	NoHold bool
 	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
 	MaxNeighbours int
@@ -111,9 +112,9 @@ type Network struct {
 	tunnels   atomic.Uint32 // what tunnels are for: noTunnelFlood, noTunnelLearn
 	changed   atomic.Pointer[func()]
 	table     atomic.Pointer[portTable]
-	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes hold only
-	// as long as it stands still. A new address changes nothing for those that are known. It also moves on after a change of
-	// what else Route looks at, before the loops are waited for.
+	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes
+	// hold only as long as it stands still. A new address changes nothing for those that are known. It also moves on after
+	// a change of what else Route looks at, before the loops are waited for.
 	gen   atomic.Uint64
 	short atomic.Pointer[ShortPath] // nil: every frame passes the switch
 
@@ -149,7 +150,8 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("lfe: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
 	}
 	if c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU) {
-		return nil, fmt.Errorf("lfe: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU, MinMTU, MaxMTU)
+		return nil, fmt.Errorf("lfe: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU,
+			MinMTU, MaxMTU)
 	}
 	def(&c.MaxEntries, DefaultMaxEntries)
 	def(&c.MaxPortEntries, min(DefaultPortEntries, c.MaxEntries))
@@ -168,7 +170,8 @@ func NewNetwork(c Config) (*Network, error) {
 	}
 	def(&c.MaxNeighbours, DefaultMaxNeighbours)
 	if c.MaxNeighbours < 1 || c.MaxNeighbours > MaxMaxNeighbours {
-		return nil, fmt.Errorf("lfe: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours, MaxMaxNeighbours)
+		return nil, fmt.Errorf("lfe: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours,
+			MaxMaxNeighbours)
 	}
 	if c.Storm == 0 {
 		c.Storm = DefaultStorm
@@ -336,7 +339,8 @@ func (n *Network) detachLocked(a *Attachment) {
 	n.advance() // routes end; who has entered one is waited for
 	old := n.table.Load()
 	// The number stays taken until the entries that carry it are gone.
-	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood), func(x *Attachment) bool { return x == a }))
+	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood),
+		func(x *Attachment) bool { return x == a }))
 	n.table.Store(t)
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })

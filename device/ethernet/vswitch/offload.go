@@ -11,13 +11,14 @@ import (
 // Frames keep what their senders have left undone (frame.Offload) on their whole way. Only where one leaves through a
 // port that does not take it so, it is finished in software.
 
-// SetOffloads says what may be left undone in frames that the port is given, from now on; frames on their way may still be as
-// they were agreed on before. At first it is nothing. A port that does not take NeedCsum gets frames to be cut all the same, if it
-// takes those: their checksums are a part of that.
+// SetOffloads says what may be left undone in frames that the port is given, from now on; frames on their way may still
+// be as they were agreed on before. At first it is nothing. A port that does not take NeedCsum gets frames to be cut
+// all the same, if it takes those: their checksums are a part of that.
 func (a *Attachment) SetOffloads(n frame.Need) { a.offloads.Store(uint32(n)) }
 
-// Accepts returns what may be left undone in a frame from this port that begins with f, 14 bytes at least: that of the one port
-// that it would go to now, nothing if it is not one. For those who can choose in which form a frame comes. Loop thread only.
+// Accepts returns what may be left undone in a frame from this port that begins with f, 14 bytes at least: that of the
+// one port that it would go to now, nothing if it is not one. For those who can choose in which form a frame comes.
+// Loop thread only.
 func (a *Attachment) Accepts(l *loop.Loop, f []byte) frame.Need {
 	n := a.net
 	r := n.enter(l)
@@ -42,8 +43,8 @@ func (a *Attachment) takes(b *frame.Buf) bool {
 	return need == 0 || need&^frame.Need(a.offloads.Load()) == 0
 }
 
-// Cut delivers a frame to the port a second time, in segments cut in software: for a port that was given it whole and finds that
-// it cannot use it so.
+// Cut delivers a frame to the port a second time, in segments cut in software: for a port that was given it whole and
+// finds that it cannot use it so.
 func (a *Attachment) Cut(l *loop.Loop, b *frame.Buf, to Destination) {
 	a.segment(l, b, to, a.port.Deliver)
 }
@@ -72,7 +73,8 @@ func (a *Attachment) finish(l *loop.Loop, b *frame.Buf, to Destination) {
 	a.output(l, c, to)
 }
 
-func (a *Attachment) segment(l *loop.Loop, b *frame.Buf, to Destination, output func(*loop.Loop, *frame.Buf, Destination)) {
+func (a *Attachment) segment(l *loop.Loop, b *frame.Buf, to Destination,
+	output func(*loop.Loop, *frame.Buf, Destination)) {
 	var (
 		s gso.Segmenter
 		c *frame.Buf

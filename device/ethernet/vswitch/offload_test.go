@@ -34,7 +34,8 @@ func udp4(dst, src MAC, dport uint16, n int) []byte {
 	for i := range n {
 		f = append(f, byte(i*3))
 	}
-	ip := header.IPv4{TotalLen: uint16(len(f) - HeaderLen), DontFrag: true, TTL: 64, Protocol: header.ProtoUDP, Src: [4]byte{10, 0, 0, 1}, Dst: [4]byte{10, 0, 0, 2}}
+	ip := header.IPv4{TotalLen: uint16(len(f) - HeaderLen), DontFrag: true, TTL: 64, Protocol: header.ProtoUDP,
+		Src: [4]byte{10, 0, 0, 1}, Dst: [4]byte{10, 0, 0, 2}}
 	ip.Encode(f[HeaderLen:])
 	u := header.UDP{SrcPort: 5, DstPort: dport, Length: uint16(header.UDPLen + n)}
 	u.Checksum = ^header.Checksum(nil, header.PseudoSum4(ip.Src, ip.Dst, header.ProtoUDP, u.Length))
@@ -64,7 +65,9 @@ func (b *bench) offloaded(f []byte, size int) *frame.Buf {
 func sound(f []byte) bool {
 	p := f[HeaderLen:]
 	n := len(p) - header.IPv4Len
-	return header.Checksum(p[:header.IPv4Len], 0) == 0 && header.Checksum(p[header.IPv4Len:], header.PseudoSum4([4]byte(p[12:16]), [4]byte(p[16:20]), header.ProtoUDP, uint16(n))) == 0
+	return header.Checksum(p[:header.IPv4Len], 0) == 0 &&
+		header.Checksum(p[header.IPv4Len:], header.PseudoSum4([4]byte(p[12:16]), [4]byte(p[16:20]), header.ProtoUDP,
+			uint16(n))) == 0
 }
 
 // A frame reaches each port as far finished as that wants it, all others untouched.
@@ -86,7 +89,8 @@ func TestOffloadsPerPort(t *testing.T) {
 			var ports []*keeper
 			for i, need := range takes {
 				p := &keeper{}
-				if _, err := b.net.Attach(p, PortConfig{Name: fmt.Sprint(i), Kind: KindTAP, Attached: func(a *Attachment) { a.SetOffloads(need) }}); err != nil {
+				if _, err := b.net.Attach(p, PortConfig{Name: fmt.Sprint(i), Kind: KindTAP,
+					Attached: func(a *Attachment) { a.SetOffloads(need) }}); err != nil {
 					t.Fatal(err)
 				}
 				ports = append(ports, p)
@@ -141,13 +145,15 @@ func TestFinishInPlace(t *testing.T) {
 	buf.Free()
 }
 
-// Segments count against the MTU and the storm limit; what there is no buffer for is counted segment by segment; RoCE is not cut.
+// Segments count against the MTU and the storm limit; what there is no buffer for is counted segment by segment; RoCE
+// is not cut.
 func TestOffloadLimits(t *testing.T) {
 	b := newBench(t, Config{MTU: 1028, Storm: 5})
 	from := b.port(PortConfig{Name: "from", Kind: KindTAP})
 	to := &keeper{}
 	var out *Attachment
-	if _, err := b.net.Attach(to, PortConfig{Name: "to", Kind: KindTAP, Attached: func(a *Attachment) { out = a }}); err != nil {
+	if _, err := b.net.Attach(to, PortConfig{Name: "to", Kind: KindTAP,
+		Attached: func(a *Attachment) { out = a }}); err != nil {
 		t.Fatal(err)
 	}
 	defer to.free()
@@ -214,7 +220,8 @@ func TestRoCEIsNotCut(t *testing.T) {
 	}
 }
 
-// A train goes to an HCA as it is, and to everybody else as the packets that it is made of; where somebody captures there are none.
+// A train goes to an HCA as it is, and to everybody else as the packets that it is made of; where somebody captures
+// there are none.
 func TestTrain(t *testing.T) {
 	const n, size = 3, 100
 	b := newBench(t, Config{})

@@ -7,9 +7,9 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Path is where the frames of one connection go: what the switch has found for one of them, kept until its tables change
-// (MT-5). All frames that are sent on a path have the same Ethernet and IP addresses. The zero value is a path that is
-// not known yet. A path is used on one loop at a time.
+// Path is where the frames of one connection go: what the switch has found for one of them, kept until its tables
+// change (MT-5). All frames that are sent on a path have the same Ethernet and IP addresses. The zero value is a path
+// that is not known yet. A path is used on one loop at a time.
 type Path struct {
 	att *Attachment // that it begins at
 	gen uint64      // Network.gen when it was found
@@ -53,8 +53,8 @@ func (p *Path) holds(a *Attachment) bool {
 	return p.att == a && p.gen == a.net.gen.Load() && p.out != nil
 }
 
-// Send lets a frame into the network as Input does, on a path: the first frame finds it, further ones take it without looking
-// into any table until one changes. Loop thread only.
+// Send lets a frame into the network as Input does, on a path: the first frame finds it, further ones take it without
+// looking into any table until one changes. Loop thread only.
 func (a *Attachment) Send(l *loop.Loop, b *frame.Buf, p *Path) {
 	n := a.net
 	r := n.enter(l)
@@ -78,8 +78,8 @@ func (a *Attachment) Send(l *loop.Loop, b *frame.Buf, p *Path) {
 	}
 }
 
-// Resolve finds the path of frames that begin as f does (Ethernet and IP header), without sending one. False: there is none, for
-// the destination is not known, or the port may not send such frames. Loop thread only.
+// Resolve finds the path of frames that begin as f does (Ethernet and IP header), without sending one. False: there is
+// none, for the destination is not known, or the port may not send such frames. Loop thread only.
 func (a *Attachment) Resolve(l *loop.Loop, f []byte, p *Path) bool {
 	n := a.net
 	r := n.enter(l)
@@ -115,8 +115,8 @@ func (n *Network) lookup(dst, vlan uint64, now uint32) (*Attachment, Destination
 	return n.byID(v.port()), Destination{Remote: Remote(v.remote())}
 }
 
-// Owner returns the MAC that an IP address is known to have, IPv4 as mapped IPv6; vlan is 0 for untagged frames. Safe from
-// any goroutine; it may fail to find one while the table changes.
+// Owner returns the MAC that an IP address is known to have, IPv4 as mapped IPv6; vlan is 0 for untagged frames. Safe
+// from any goroutine; it may fail to find one while the table changes.
 func (n *Network) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
 	e, ok := n.neighbourOf(addr, vlan, n.seconds())
 	return keyMAC(e.mac), ok

@@ -23,7 +23,8 @@ func (b *bench) send(a *Attachment, f []byte, p *Path) {
 	buf.Free()
 }
 
-// Paths against lookups (MT-5): whatever happens to the tables, a frame on a path comes out where the tables say at that moment.
+// Paths against lookups (MT-5): whatever happens to the tables, a frame on a path comes out where the tables say at
+// that moment.
 func TestPathModel(t *testing.T) {
 	const age = 30
 	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 512, MaxPortEntries: 512, NoHold: true, Storm: Unlimited})
@@ -229,7 +230,8 @@ func TestRoCELearning(t *testing.T) {
 	at := func(m MAC) Remote { e, _ := b.net.Lookup(m); return e.Remote }
 	drops := func(what string, misplaced, unwanted uint64) {
 		t.Helper()
-		if m, u := tunnel.att.Counters.Dropped(Misplaced), tunnel.att.Counters.Dropped(Unwanted); m != misplaced || u != unwanted {
+		if m, u := tunnel.att.Counters.Dropped(Misplaced), tunnel.att.Counters.Dropped(Unwanted); m != misplaced ||
+			u != unwanted {
 			t.Errorf("%s: %d misplaced, %d unwanted, want %d and %d", what, m, u, misplaced, unwanted)
 		}
 	}

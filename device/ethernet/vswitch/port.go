@@ -59,8 +59,8 @@ type Port interface {
 
 // Monitor sees a port's frames.
 type Monitor interface {
-	// Frame is called for every frame that the port sends (out) before any check, and for every one that it is given. It runs
-	// on the loop l, on several loops at once; it must not block, change or keep f.
+	// Frame is called for every frame that the port sends (out) before any check, and for every one that it is given. It
+	// runs on the loop l, on several loops at once; it must not block, change or keep f.
 	Frame(l *loop.Loop, out bool, f []byte)
 }
 
@@ -124,8 +124,8 @@ type Attachment struct {
 	Counters Counters
 }
 
-// SetMonitor lets m see the port's frames: once it has returned, all of them, and there are frames where routes (see Route)
-// did without. ErrMonitored if somebody does already.
+// SetMonitor lets m see the port's frames: once it has returned, all of them, and there are frames where routes (see
+// Route) did without. ErrMonitored if somebody does already.
 func (a *Attachment) SetMonitor(m Monitor) error {
 	if !a.monitor.CompareAndSwap(nil, &m) {
 		return ErrMonitored
@@ -148,9 +148,9 @@ func (a *Attachment) Network() *Network { return a.net }
 // Config returns what the port was attached with. Its slices must not be changed.
 func (a *Attachment) Config() PortConfig { return a.cfg }
 
-// Close takes the port off the network and removes its table entries. Once it has returned, Deliver is not running on any
-// loop and will not be called, and frames that the port still sends are dropped. It waits for the frames in progress
-// on other loops, so it is for the control plane; never call it from inside Deliver. Twice is harmless.
+// Close takes the port off the network and removes its table entries. Once it has returned, Deliver is not running on
+// any loop and will not be called, and frames that the port still sends are dropped. It waits for the frames in
+// progress on other loops, so it is for the control plane; never call it from inside Deliver. Twice is harmless.
 func (a *Attachment) Close() {
 	n := a.net
 	n.mu.Lock()

@@ -7,15 +7,16 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// reader is one loop's own part of a network: whether it is inside, and what it need not do anew for each frame of a burst.
+// reader is one loop's own part of a network: whether it is inside, and what it need not do anew for each frame of a
+// burst.
 type reader struct {
-	// seq is odd while the loop is inside Input. A writer that has published a new port table waits until every loop that was
-	// inside has left; then nobody uses the old table.
+	// seq is odd while the loop is inside Input. A writer that has published a new port table waits until every loop that
+	// was inside has left; then nobody uses the old table.
 	seq   atomic.Uint64
 	depth int // a port may send from inside Deliver
 	loop  int // whose it is
-	// in and out are what has passed since the loop entered and is not in the ports' counters yet: a counter that others read costs
-	// a store that waits for all stores before it, such as those of a frame to a guest's memory.
+	// in and out are what has passed since the loop entered and is not in the ports' counters yet: a counter that others
+	// read costs a store that waits for all stores before it, such as those of a frame to a guest's memory.
 	in, out tally
 	known   [knownPlaces]place
 	_       [64]byte
@@ -54,7 +55,8 @@ func (r *reader) leave() {
 	}
 }
 
-// countIn counts a frame, or one that becomes several, that a port sends; it is in the port's counters when the loop has left.
+// countIn counts a frame, or one that becomes several, that a port sends; it is in the port's counters when the loop
+// has left.
 func (r *reader) countIn(a *Attachment, frames, bytes int) {
 	if r.in.port != a {
 		r.publishIn()
@@ -88,8 +90,8 @@ func (r *reader) publishOut() {
 	}
 }
 
-// lookup is Network.lookup, of which the loop remembers what it has found in this second, for as long as no known address may be
-// elsewhere; gen is Network.gen before.
+// lookup is Network.lookup, of which the loop remembers what it has found in this second, for as long as no known
+// address may be elsewhere; gen is Network.gen before.
 func (r *reader) lookup(n *Network, dst, vlan, gen uint64, now uint32) (*Attachment, Destination) {
 	key := dst | vlan
 	p := &r.known[(key^key>>4)%knownPlaces]
@@ -101,8 +103,8 @@ func (r *reader) lookup(n *Network, dst, vlan, gen uint64, now uint32) (*Attachm
 	return out, to
 }
 
-// Batch is a stretch of a loop's work with frames of a VM's network device: what each frame would cost for entering the network
-// and counting is done once.
+// Batch is a stretch of a loop's work with frames of a VM's network device: what each frame would cost for entering the
+// network and counting is done once.
 type Batch struct {
 	port *VMPort
 	att  *Attachment

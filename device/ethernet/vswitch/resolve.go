@@ -7,15 +7,15 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Address resolution. What ARP and ND messages say about their senders is noted; a request for a known address is answered
-// here instead of being flooded (RFC 9161 describes the same for EVPN). Rules:
+// Address resolution. What ARP and ND messages say about their senders is noted; a request for a known address is
+// answered here instead of being flooded (RFC 9161 describes the same for EVPN). Rules:
 //
 //   - Nobody may claim an address that is static for another MAC.
 //   - A port with MACs of its own may claim addresses for those only.
 //   - Requests from tunnels are not answered: the host at their other end has let them pass because it does not know.
 //   - Nothing is answered unless the target's MAC is in the table, on another port than the request's.
-//   - Probes (ARP from 0.0.0.0, RFC 5227; solicitations from ::, RFC 4862 section 5.4) and announcements are about who has
-//     an address. They are answered from static entries only: what was snooped may have gone.
+//   - Probes (ARP from 0.0.0.0, RFC 5227; solicitations from ::, RFC 4862 section 5.4) and announcements are about who
+//     has an address. They are answered from static entries only: what was snooped may have gone.
 
 // headerInfo is what admit has found in a frame.
 type headerInfo struct {
@@ -87,7 +87,8 @@ func (a *Attachment) arp(l *loop.Loop, f []byte, h *headerInfo, from Source, now
 	b.Append(f[6:12])
 	b.Append(mac[:])
 	b.Append(f[12:h.l3]) // the same tags
-	reply := header.ARP{Op: header.ARPReply, SenderMAC: header.MAC(mac), SenderIP: m.TargetIP, TargetMAC: m.SenderMAC, TargetIP: m.SenderIP}
+	reply := header.ARP{Op: header.ARPReply, SenderMAC: header.MAC(mac), SenderIP: m.TargetIP, TargetMAC: m.SenderMAC,
+		TargetIP: m.SenderIP}
 	at := b.Len()
 	b.SetLen(at + header.ARPLen)
 	reply.Encode(b.Bytes()[at:])
@@ -152,7 +153,8 @@ func (a *Attachment) nd(l *loop.Loop, f []byte, h *headerInfo, off int, from Sou
 	}
 	defer b.Free()
 	mac, to := keyMAC(e.mac), src
-	reply := header.Neighbor{Advert: true, Router: e.router, Solicited: !probe, Override: true, Target: m.Target, Link: header.MAC(mac), HasLink: true}
+	reply := header.Neighbor{Advert: true, Router: e.router, Solicited: !probe, Override: true, Target: m.Target,
+		Link: header.MAC(mac), HasLink: true}
 	if probe { // to all nodes (RFC 4861, 7.2.4)
 		to = ip{0: 0xff, 1: 2, 15: 1}
 		b.Append([]byte{0x33, 0x33, 0, 0, 0, 1})
@@ -164,7 +166,8 @@ func (a *Attachment) nd(l *loop.Loop, f []byte, h *headerInfo, off int, from Sou
 	at := b.Len()
 	b.SetLen(at + header.IPv6Len + reply.Len())
 	out := b.Bytes()[at:]
-	ip6 := header.IPv6{PayloadLen: uint16(reply.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: m.Target, Dst: to}
+	ip6 := header.IPv6{PayloadLen: uint16(reply.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: m.Target,
+		Dst: to}
 	ip6.Encode(out)
 	reply.Encode(out[header.IPv6Len:], m.Target, to)
 	a.answer(l, b, from)

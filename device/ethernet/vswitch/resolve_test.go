@@ -181,7 +181,8 @@ func TestNDSuppression(t *testing.T) {
 	take()
 	b.input(tap.att, solicit(mac(2), "::", "fd00::1"), Source{})
 	to := MAC{0x33, 0x33, 0, 0, 0, 1}
-	dad := nd(to, mac(1), "fd00::1", "ff02::1", header.Neighbor{Advert: true, Override: true, Target: addr("fd00::1").As16(), Link: header.MAC(mac(1)), HasLink: true})
+	dad := nd(to, mac(1), "fd00::1", "ff02::1", header.Neighbor{Advert: true, Override: true,
+		Target: addr("fd00::1").As16(), Link: header.MAC(mac(1)), HasLink: true})
 	if len(tap.got) != 1 || tap.got[0].frame != string(dad) {
 		t.Errorf("duplicate address detection of a configured address: %+v", tap.got)
 	}
@@ -208,18 +209,21 @@ func TestNDSuppression(t *testing.T) {
 // What a port may claim as its own, in every header that carries an address.
 func TestGuard(t *testing.T) {
 	b := newBench(t, withPool(t))
-	strict := b.port(PortConfig{Name: "strict", Kind: KindVM, MACs: []MAC{mac(1)}, IPs: []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}})
+	strict := b.port(PortConfig{Name: "strict", Kind: KindVM, MACs: []MAC{mac(1)},
+		IPs: []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}})
 	own := b.port(PortConfig{Name: "own", Kind: KindVM, MACs: []MAC{mac(2)}, IPs: []netip.Addr{addr("fe80::2")}})
 	free := b.port(PortConfig{Name: "free", Kind: KindVM, MACs: []MAC{mac(3)}})
 	tap := b.port(PortConfig{Name: "tap", Kind: KindTAP})
 	v4 := func(src string, proto byte, rest ...byte) []byte {
-		h := header.IPv4{TotalLen: uint16(20 + len(rest)), TTL: 64, Protocol: proto, Src: addr(src).As4(), Dst: [4]byte{10, 0, 0, 9}}
+		h := header.IPv4{TotalLen: uint16(20 + len(rest)), TTL: 64, Protocol: proto, Src: addr(src).As4(),
+			Dst: [4]byte{10, 0, 0, 9}}
 		p := make([]byte, 20)
 		h.Encode(p)
 		return append(p, rest...)
 	}
 	v6 := func(src string, next byte, rest ...byte) []byte {
-		h := header.IPv6{PayloadLen: uint16(len(rest)), NextHeader: next, HopLimit: 255, Src: addr(src).As16(), Dst: addr("fd00::9").As16()}
+		h := header.IPv6{PayloadLen: uint16(len(rest)), NextHeader: next, HopLimit: 255, Src: addr(src).As16(),
+			Dst: addr("fd00::9").As16()}
 		p := make([]byte, 40)
 		h.Encode(p)
 		return append(p, rest...)
@@ -265,14 +269,18 @@ func TestGuard(t *testing.T) {
 		{"ARP probe", strict, arp(1, broadcast, mac(1), "", "0.0.0.0", "10.0.0.9"), NumReasons},
 		{"ARP, another's IP", strict, arp(2, mac(99), mac(1), "", "10.0.0.7", "10.0.0.9"), SpoofedIP},
 		{"ARP, another's MAC", strict, arp(2, mac(99), mac(1), mac(7).String(), "10.0.0.1", "10.0.0.9"), SpoofedNeighbour},
-		{"ARP, another's MAC, any IP", free, arp(2, mac(99), mac(3), mac(7).String(), "10.0.0.3", "10.0.0.9"), SpoofedNeighbour},
+		{"ARP, another's MAC, any IP", free, arp(2, mac(99), mac(3), mac(7).String(), "10.0.0.3", "10.0.0.9"),
+			SpoofedNeighbour},
 		{"ARP, a configured IP, from a VM", free, arp(2, mac(99), mac(3), "", "10.0.0.1", "10.0.0.9"), SpoofedNeighbour},
 		{"ARP, a configured IP, from the host", tap, arp(1, broadcast, mac(8), "", "10.0.0.1", "10.0.0.1"), SpoofedNeighbour},
 		{"advertisement", strict, advert(mac(99), mac(1), "fd00::1", "fd00::9", false), NumReasons},
-		{"advertisement of another's IP", strict, nd(mac(99), mac(1), "fe80::1", "fd00::9", header.Neighbor{Advert: true, Target: addr("fd00::7").As16()}), SpoofedNeighbour},
+		{"advertisement of another's IP", strict, nd(mac(99), mac(1), "fe80::1", "fd00::9",
+			header.Neighbor{Advert: true, Target: addr("fd00::7").As16()}), SpoofedNeighbour},
 		{"advertisement of another's MAC", free, nd(mac(99), mac(3), "fe80::1", "fd00::9",
-			header.Neighbor{Advert: true, Target: addr("fd00::7").As16(), Link: header.MAC(mac(7)), HasLink: true}), SpoofedNeighbour},
-		{"advertisement of a configured IP, by the host", tap, advert(mac(99), mac(8), "fd00::1", "fd00::9", false), SpoofedNeighbour},
+			header.Neighbor{Advert: true, Target: addr("fd00::7").As16(), Link: header.MAC(mac(7)), HasLink: true}),
+			SpoofedNeighbour},
+		{"advertisement of a configured IP, by the host", tap, advert(mac(99), mac(8), "fd00::1", "fd00::9", false),
+			SpoofedNeighbour},
 		{"solicitation with a configured IP, by the host", tap, solicit(mac(8), "fd00::1", "fd00::9"), SpoofedNeighbour},
 	} {
 		before, others := c.p.att.Counters.Totals(), 0
@@ -307,7 +315,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A frame beyond the MTU is answered as the network would, never more often than the limit, and never an error by an error.
+// A frame beyond the MTU is answered as the network would, never more often than the limit, and never an error by an
+// error.
 func TestTooBigAnswer(t *testing.T) {
 	b := newBench(t, withPool(t))
 	vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1)}})
@@ -323,7 +332,8 @@ func TestTooBigAnswer(t *testing.T) {
 		return append(f, p...)
 	}
 	v6 := func(next byte, rest ...byte) []byte {
-		h := header.IPv6{PayloadLen: 1461, NextHeader: next, HopLimit: 64, Src: addr("fd00::1").As16(), Dst: addr("fd00::2").As16()}
+		h := header.IPv6{PayloadLen: 1461, NextHeader: next, HopLimit: 64, Src: addr("fd00::1").As16(),
+			Dst: addr("fd00::2").As16()}
 		p := make([]byte, 1501)
 		h.Encode(p)
 		copy(p[40:], rest)
@@ -372,7 +382,8 @@ func TestTooBigAnswer(t *testing.T) {
 		if h.typ == etherIPv4 {
 			var ip4 header.IPv4
 			n, err := ip4.Decode(p)
-			if err != nil || n != 20 || ip4.Src != [4]byte{10, 0, 0, 2} || ip4.Dst != [4]byte{10, 0, 0, 1} || len(p) != icmpMax4 {
+			if err != nil || n != 20 || ip4.Src != [4]byte{10, 0, 0, 2} || ip4.Dst != [4]byte{10, 0, 0, 1} ||
+				len(p) != icmpMax4 {
 				t.Errorf("%s: %+v %v, %d bytes", c.name, ip4, err, len(p))
 			}
 			m := p[20:]
@@ -525,7 +536,8 @@ func TestNeighbourLimits(t *testing.T) {
 	b := newBench(t, c)
 	p, q := b.port(PortConfig{Name: "p", Kind: KindTAP}), b.port(PortConfig{Name: "q", Kind: KindTAP})
 	for i := range 3000 {
-		f := arp(header.ARPReply, mac(99), mac(1), "", netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}).String(), "10.0.0.1")
+		f := arp(header.ARPReply, mac(99), mac(1), "", netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}).String(),
+			"10.0.0.1")
 		b.input(p.att, f, Source{})
 	}
 	b.input(q.att, arp(header.ARPReply, mac(99), mac(2), "", "10.9.9.9", "10.0.0.1"), Source{})
@@ -602,7 +614,8 @@ func FuzzInput(f *testing.F) {
 		c.MaxEntries, c.MaxNeighbours = 64, 16
 		b := newBench(t, c)
 		b.net.SetUnderlayMTU(MinMTU)
-		vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1)}, IPs: []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}})
+		vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1)},
+			IPs: []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}})
 		tap := b.port(PortConfig{Name: "tap", Kind: KindTAP})
 		if len(data) > 9000 {
 			data = data[:9000]

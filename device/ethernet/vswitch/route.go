@@ -15,24 +15,24 @@ type Flow struct {
 	Size     int      // bytes of the largest frame, without its Ethernet header
 }
 
-// Route is what the switch does with the frames of a flow, for those who would rather do without them. It says so for as
-// long as nothing has changed: ports, static addresses, monitors, MTU, the devices behind the ports. The zero Route was never
-// current.
+// Route is what the switch does with the frames of a flow, for those who would rather do without them. It says so for
+// as long as nothing has changed: ports, static addresses, monitors, MTU, the devices behind the ports. The zero Route
+// was never current.
 type Route struct {
 	net *Network
 	gen uint64
 	hca HCAFace
 }
 
-// HCA returns the device that the frames would be given to, if that is the HCA of a VM's port and nobody else has to do with
-// them: no monitor at either port, no rate to be kept, no table entry that may age. Otherwise nil.
+// HCA returns the device that the frames would be given to, if that is the HCA of a VM's port and nobody else has to do
+// with them: no monitor at either port, no rate to be kept, no table entry that may age. Otherwise nil.
 func (r *Route) HCA() HCAFace { return r.hca }
 
 // Current tells whether nothing has changed since.
 func (r *Route) Current() bool { return r.net != nil && r.net.gen.Load() == r.gen }
 
-// Enter tells whether the route is current, and makes who changes the network wait until Leave, as for a frame on its way.
-// Loop thread only; it may be entered several times.
+// Enter tells whether the route is current, and makes who changes the network wait until Leave, as for a frame on its
+// way. Loop thread only; it may be entered several times.
 func (r *Route) Enter(l *loop.Loop) bool {
 	if r.net == nil {
 		return false
@@ -56,7 +56,8 @@ func (p *VMPort) RouteHCA(l *loop.Loop, f *Flow) Route {
 	defer in.leave()
 	r := Route{net: n, gen: n.gen.Load()} // first: what changes from here on is seen
 	dst := f.Dst.key()
-	if a.closed.Load() || !a.unseen() || a.limits.in.unit != 0 || !a.owns(f.Src.key()) || a.ips != nil && !a.mayUseGID(f) ||
+	if a.closed.Load() || !a.unseen() || a.limits.in.unit != 0 || !a.owns(f.Src.key()) || a.ips != nil &&
+		!a.mayUseGID(f) ||
 		f.Size > n.MTU() || dst&groupBit != 0 {
 		return r
 	}

@@ -92,7 +92,8 @@ func TestRouteRandom(t *testing.T) {
 			if rng.IntN(4) > 0 {
 				src = from
 			}
-			f := Flow{Src: mac(src), Dst: mac(rng.IntN(n)), SrcIP: header.Mapped4(addr(from).As4()), Size: 1000 + rng.IntN(2)*501}
+			f := Flow{Src: mac(src), Dst: mac(rng.IntN(n)), SrcIP: header.Mapped4(addr(from).As4()),
+				Size: 1000 + rng.IntN(2)*501}
 			if rng.IntN(8) == 0 {
 				f.Dst = mac(100 + rng.IntN(3))
 			}

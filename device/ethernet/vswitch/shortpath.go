@@ -17,8 +17,8 @@ type ShortPath interface {
 	Carried(a *Attachment) Totals
 }
 
-// Candidate describes untagged TCP frames from one address to another. One port is a host port, the other a tunnel port;
-// Remote is that tunnel's far end.
+// Candidate describes untagged TCP frames from one address to another. One port is a host port, the other a tunnel
+// port; Remote is that tunnel's far end.
 type Candidate struct {
 	From, To *Attachment
 	Remote   Remote
@@ -57,11 +57,12 @@ func isTCP(p []byte, typ uint16) bool {
 }
 
 // OnlyForwards reports whether the switch forwards every frame that the candidate describes, if it is within the MTU,
-// unchanged. The answer is valid until the next ShortPath.Invalidate. Both addresses must be known to be at exactly these
-// places (MT-6), and neither port may have a monitor, a rate, or a list of addresses. Safe from any goroutine.
+// unchanged. The answer is valid until the next ShortPath.Invalidate. Both addresses must be known to be at exactly
+// these places (MT-6), and neither port may have a monitor, a rate, or a list of addresses. Safe from any goroutine.
 func (n *Network) OnlyForwards(c *Candidate) bool {
 	a, out := c.From, c.To
-	if a.closed.Load() || out.closed.Load() || !a.unseen() || !out.unseen() || a.limits.in.unit != 0 || out.limits.out.unit != 0 ||
+	if a.closed.Load() || out.closed.Load() || !a.unseen() || !out.unseen() || a.limits.in.unit != 0 ||
+		out.limits.out.unit != 0 ||
 		a.keys != nil || a.ips != nil {
 		return false
 	}

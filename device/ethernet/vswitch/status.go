@@ -66,7 +66,8 @@ func (n *Network) Status() Status {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(),
-		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(), Neighbours: n.Neighbours()}
+		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(),
+		Neighbours: n.Neighbours()}
 	var sum Totals
 	sum.Merge(n.pastTotals)
 	s.Ports = n.Ports()
@@ -132,7 +133,8 @@ func (n *Network) entry(k uint64, v value, now uint32) (Entry, bool) {
 	if a == nil || v.expired(now, n.age) {
 		return Entry{}, false
 	}
-	e := Entry{MAC: keyMAC(k), VLAN: keyVLAN(k), Port: a.cfg.Name, Kind: a.cfg.Kind.String(), Remote: Remote(v.remote()), Static: v.static()}
+	e := Entry{MAC: keyMAC(k), VLAN: keyVLAN(k), Port: a.cfg.Name, Kind: a.cfg.Kind.String(), Remote: Remote(v.remote()),
+		Static: v.static()}
 	if idle := int32(now - v.seen()); !e.Static && idle > 0 {
 		e.Idle = time.Duration(idle) * time.Second
 	}

@@ -9,18 +9,20 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// A frame beyond the MTU does not vanish: its sender is told, by the ICMP message that a router would send (RFC 1191, RFC
-// 8201). A switch has no address of its own, so the message comes from the packet's destination, as with Linux' tunnels.
+// A frame beyond the MTU does not vanish: its sender is told, by the ICMP message that a router would send (RFC 1191,
+// RFC 8201). A switch has no address of its own, so the message comes from the packet's destination, as with Linux'
+// tunnels.
 
-// How much of the packet goes into the message: as much as fits a message of the least MTU (RFC 1812, 4.3.2.3; RFC 4443, 3.2).
+// How much of the packet goes into the message: as much as fits a message of the least MTU (RFC 1812, 4.3.2.3; RFC
+// 4443, 3.2).
 const (
 	icmpMax4 = 576
 	icmpMax6 = 1280
 )
 
-// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that frames of that length
-// do not get to where it was meant for, but frames of up to limit bytes, tags included, do. Loop thread only; within the
-// sending port's limit of such answers.
+// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that frames of that
+// length do not get to where it was meant for, but frames of up to limit bytes, tags included, do. Loop thread only;
+// within the sending port's limit of such answers.
 func (n *Network) AnswerTooBig(l *loop.Loop, f []byte, limit int) {
 	if len(f) < HeaderLen {
 		return
@@ -73,8 +75,8 @@ func (a *Attachment) answer(l *loop.Loop, b *frame.Buf, from Source) {
 	a.output(l, b, Destination{Remote: from.Remote})
 }
 
-// answerable4 keeps to RFC 1122, 3.2.2: no answer to errors, fragments other than the first, or what was not from one host to
-// another; and none without DF, since a router would have cut the packet up.
+// answerable4 keeps to RFC 1122, 3.2.2: no answer to errors, fragments other than the first, or what was not from one
+// host to another; and none without DF, since a router would have cut the packet up.
 func answerable4(p []byte) bool {
 	if len(p) < header.IPv4Len || p[0]>>4 != 4 {
 		return false
@@ -109,7 +111,8 @@ func fragmentationNeeded4(b *frame.Buf, p []byte, mtu int) {
 	b.Append(p)
 	out := b.Bytes()[at:]
 	// Internetwork control (RFC 1812, 4.3.2.5).
-	h := header.IPv4{TOS: 0xc0, TotalLen: uint16(len(out)), TTL: 64, Protocol: protoICMP, Src: [4]byte(p[16:20]), Dst: [4]byte(p[12:16])}
+	h := header.IPv4{TOS: 0xc0, TotalLen: uint16(len(out)), TTL: 64, Protocol: protoICMP, Src: [4]byte(p[16:20]),
+		Dst: [4]byte(p[12:16])}
 	h.Encode(out)
 	m := out[header.IPv4Len:]
 	m[0], m[1] = 3, 4
@@ -124,10 +127,12 @@ func packetTooBig6(b *frame.Buf, p []byte, mtu int) {
 	b.SetLen(at + header.IPv6Len + 8)
 	b.Append(p)
 	out := b.Bytes()[at:]
-	h := header.IPv6{PayloadLen: uint16(len(out) - header.IPv6Len), NextHeader: header.ProtoICMPv6, HopLimit: 64, Src: ip(p[24:40]), Dst: ip(p[8:24])}
+	h := header.IPv6{PayloadLen: uint16(len(out) - header.IPv6Len), NextHeader: header.ProtoICMPv6, HopLimit: 64,
+		Src: ip(p[24:40]), Dst: ip(p[8:24])}
 	h.Encode(out)
 	m := out[header.IPv6Len:]
 	m[0], m[1], m[2], m[3] = 2, 0, 0, 0
 	binary.BigEndian.PutUint32(m[4:], uint32(mtu))
-	binary.BigEndian.PutUint16(m[2:], header.Checksum(m, header.PseudoSum6(h.Src, h.Dst, header.ProtoICMPv6, uint32(len(m)))))
+	binary.BigEndian.PutUint16(m[2:], header.Checksum(m,
+		header.PseudoSum6(h.Src, h.Dst, header.ProtoICMPv6, uint32(len(m)))))
 }

@@ -22,8 +22,8 @@ type HCAFace interface {
 	Up() bool
 }
 
-// Inspector is an HCA that tells of a RoCE frame, of any content, whether it would take it: the switch asks before it learns an
-// unknown address from one. Wants is called on any loop.
+// Inspector is an HCA that tells of a RoCE frame, of any content, whether it would take it: the switch asks before it
+// learns an unknown address from one. Wants is called on any loop.
 type Inspector interface {
 	Wants(l *loop.Loop, f []byte) bool
 }
@@ -55,8 +55,8 @@ type VMPortConfig struct {
 // NewVMPort attaches a VM's port, without faces yet. The MAC is the only source address that it may use.
 func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	p := &VMPort{}
-	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: cmp.Or(c.Kind, KindVM), MACs: []MAC{c.MAC}, IPs: c.IPs, Storm: c.Storm, Rate: c.Rate,
-		Loop: c.Loop, Hairpin: true,
+	_, err := n.Attach(p, PortConfig{Name: c.Name, Kind: cmp.Or(c.Kind, KindVM), MACs: []MAC{c.MAC}, IPs: c.IPs,
+		Storm: c.Storm, Rate: c.Rate, Loop: c.Loop, Hairpin: true,
 		Attached: func(a *Attachment) {
 			a.SetOffloads(frame.NeedTrain)
 			p.att.Store(a)
@@ -94,8 +94,8 @@ func (p *VMPort) Move(to *Network) error {
 	return nil
 }
 
-// SetOffloads says what may be left undone in frames for the network device, as Attachment.SetOffloads; the port keeps it when it
-// moves. The HCA takes trains.
+// SetOffloads says what may be left undone in frames for the network device, as Attachment.SetOffloads; the port keeps
+// it when it moves. The HCA takes trains.
 func (p *VMPort) SetOffloads(n frame.Need) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -15,7 +15,8 @@ import (
 
 // Layer-3 packets, written out byte by byte; port 4791 is 0x12b7.
 var (
-	v4RoCE  = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0xc0, 0, 0x12, 0xb7, 0, 8, 0, 0}
+	v4RoCE = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0xc0, 0, 0x12, 0xb7, 0, 8, 0,
+		0}
 	v4Other = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x12, 0xb7, 0, 53, 0, 8, 0, 0}
 	v6RoCE  = slices.Concat([]byte{0x60, 0, 0, 0, 0, 8, 17, 64}, make([]byte, 32), []byte{0xc0, 0, 0x12, 0xb7, 0, 8, 0, 0})
 )
@@ -71,9 +72,11 @@ func TestIsRoCE(t *testing.T) {
 		{"IPv6 type, version 4", eth(0x86dd, with(v6RoCE, 0, 0x45)), false},
 		{"IPv6 UDP header cut off", eth(0x86dd, v6RoCE[:47]), false},
 		{"IPv6 hop-by-hop", eth(0x86dd, v6Headers(0, []byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
-		{"IPv6 four headers", eth(0x86dd, v6Headers(0, []byte{60, 0, 0, 0, 0, 0, 0, 0}, []byte{43, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-			[]byte{60, 0, 0, 0, 0, 0, 0, 0}, []byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
-		{"IPv6 five headers", eth(0x86dd, v6Headers(60, slices.Repeat([]byte{60, 0, 0, 0, 0, 0, 0, 0}, 4), []byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
+		{"IPv6 four headers", eth(0x86dd, v6Headers(0, []byte{60, 0, 0, 0, 0, 0, 0, 0},
+			[]byte{43, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, []byte{60, 0, 0, 0, 0, 0, 0, 0},
+			[]byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
+		{"IPv6 five headers", eth(0x86dd, v6Headers(60, slices.Repeat([]byte{60, 0, 0, 0, 0, 0, 0, 0}, 4),
+			[]byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
 		{"IPv6 first fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 1, 0, 0, 0, 0})), true},
 		{"IPv6 later fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 9, 0, 0, 0, 0})), false},
 		{"IPv6 header beyond the frame", eth(0x86dd, v6Headers(60, []byte{17, 255, 0, 0, 0, 0, 0, 0})), false},
@@ -185,8 +188,8 @@ func TestVMPort(t *testing.T) {
 	vm.Close()
 }
 
-// A port moves between networks: its own address goes along, what it sends arrives there only, and an address that is taken
-// there keeps it where it is.
+// A port moves between networks: its own address goes along, what it sends arrives there only, and an address that is
+// taken there keeps it where it is.
 func TestVMPortMove(t *testing.T) {
 	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
 	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: a.loop})
@@ -232,8 +235,8 @@ func TestVMPortMove(t *testing.T) {
 	}
 }
 
-// A batch's frames are counted when it ends, each at the port that it was for; once the port has moved they arrive where it is
-// now, in the middle of a batch, too.
+// A batch's frames are counted when it ends, each at the port that it was for; once the port has moved they arrive
+// where it is now, in the middle of a batch, too.
 func TestBatch(t *testing.T) {
 	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
 	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1)})
@@ -273,7 +276,8 @@ func TestBatch(t *testing.T) {
 		out bool
 		n   uint64
 		len uint64
-	}{{first, false, 9, 9*14 + 3 + 6}, {p.att, true, 6, 6*14 + 3}, {q.att, true, 3, 3*14 + 6}, {vm.Attachment(), false, 1, 17}, {there.att, true, 1, 17}} {
+	}{{first, false, 9, 9*14 + 3 + 6}, {p.att, true, 6, 6*14 + 3}, {q.att, true, 3, 3*14 + 6},
+		{vm.Attachment(), false, 1, 17}, {there.att, true, 1, 17}} {
 		got := c.att.Counters.Totals()
 		want := Totals{InFrames: c.n, InBytes: c.len}
 		if c.out {

@@ -30,10 +30,12 @@ func framesGot(t *testing.T, ns *nstest.NS, dev string) uint64 {
 	return links[0].Stats.RX.Packets
 }
 
-// Large frames over a wire inside the machine, which passes messages on as they are, both underlays, both ways: every byte arrives as it
-// was (nobody looks at the checksums of what was put together), and most segments come to the receiver's kernel in large frames.
+// Large frames over a wire inside the machine, which passes messages on as they are, both underlays, both ways: every
+// byte arrives as it was (nobody looks at the checksums of what was put together), and most segments come to the
+// receiver's kernel in large frames.
 func TestOffloadsContent(t *testing.T) {
-	for _, c := range []struct{ name, a, b string }{{"IPv4", "192.0.2.1", "192.0.2.2"}, {"IPv6", "2001:db8::1", "2001:db8::2"}} {
+	for _, c := range []struct{ name, a, b string }{{"IPv4", "192.0.2.1", "192.0.2.2"},
+		{"IPv6", "2001:db8::1", "2001:db8::2"}} {
 		t.Run(c.name, func(t *testing.T) {
 			a, b := nstest.New(t, "a"), nstest.New(t, "b")
 			nstest.Pair(a, b, "under", 1500)
@@ -41,8 +43,9 @@ func TestOffloadsContent(t *testing.T) {
 			underlay(b, "under", c.b)
 			loops := newLoops(t, 2)
 			mk := func(ns *nstest.NS, l *loop.Loop, local, peer string, i int) *host {
-				return newHost(t, ns, []*loop.Loop{l}, hostConfig{vni: 4711, whole: true, local: local, peers: []string{peer}, tap: tap.Config{Name: "tenant",
-					Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)), netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
+				return newHost(t, ns, []*loop.Loop{l}, hostConfig{vni: 4711, whole: true, local: local, peers: []string{peer},
+					tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
+						netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			mk(a, loops[0], c.a, c.b, 1)
 			hb := mk(b, loops[1], c.b, c.a, 2)

@@ -61,7 +61,8 @@ func newHolePort(t *testing.T) *holePort {
 func TestFaultInOneVM(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	hole := newHolePort(t)
-	if _, err := r.net.Attach(hole, vswitch.PortConfig{Name: "hole", Kind: vswitch.KindVM, MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 66}}}); err != nil {
+	if _, err := r.net.Attach(hole, vswitch.PortConfig{Name: "hole", Kind: vswitch.KindVM,
+		MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 66}}}); err != nil {
 		t.Fatal(err)
 	}
 	// The sink's address becomes known, so that frames for it are not flooded into the hole.

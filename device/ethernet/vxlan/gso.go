@@ -8,9 +8,9 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 )
 
-// Segmentation on the underlay. The segments of a frame to be cut are datagrams of equal size to one peer; the kernel takes
-// them as one message (UDP_SEGMENT, Linux 4.18) and cuts that where its card cannot. We write each segment's headers, its
-// payload goes out from where it is. Linux wants such datagrams to have a checksum of their own.
+// Segmentation on the underlay. The segments of a frame to be cut are datagrams of equal size to one peer; the kernel
+// takes them as one message (UDP_SEGMENT, Linux 4.18) and cuts that where its card cannot. We write each segment's
+// headers, its payload goes out from where it is. Linux wants such datagrams to have a checksum of their own.
 
 const (
 	// gsoSegments bounds the segments of one message: the kernel's UDP_MAX_SEGMENTS before Linux 6.9.
@@ -34,7 +34,8 @@ func canSegment(fd int) bool {
 	return err == nil
 }
 
-// cannotCut tells whether an error may be one of messages to be cut only: the path has become narrower, or its card cannot.
+// cannotCut tells whether an error may be one of messages to be cut only: the path has become narrower, or its card
+// cannot.
 func cannotCut(errno unix.Errno) bool {
 	return errno == unix.EINVAL || errno == unix.EIO || errno == unix.EMSGSIZE || errno == unix.EOPNOTSUPP
 }
@@ -53,8 +54,8 @@ func (p *port) oneByOne() {
 	p.att.SetOffloads(0)
 }
 
-// cut sends a frame that is to be cut to one peer, behind what its flow has sent before. If the kernel does not do it, the switch
-// does; also while somebody captures, who is to see each datagram.
+// cut sends a frame that is to be cut to one peer, behind what its flow has sent before. If the kernel does not do it,
+// the switch does; also while somebody captures, who is to see each datagram.
 func (s *sender) cut(b *frame.Buf, p *port, x *peer, fl flow) {
 	k := s.socket(fl)
 	if k.n > 0 {
@@ -110,8 +111,8 @@ func sendOne(fd int, m *[1]mmsghdr) unix.Errno {
 	return unix.EAGAIN
 }
 
-// checksums switches outer checksums on for what follows on the socket, or to the VTEP's way (none over IPv4; see Config
-// over IPv6). False: the kernel refuses.
+// checksums switches outer checksums on for what follows on the socket, or to the VTEP's way (none over IPv4; see
+// Config over IPv6). False: the kernel refuses.
 func (k *txSocket) checksums(vt *VTEP, on bool) bool {
 	if vt.v6 && !vt.cfg.ZeroChecksum6 || k.summed == on {
 		return true

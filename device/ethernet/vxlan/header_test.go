@@ -132,7 +132,8 @@ func TestClassify(t *testing.T) {
 		tos  uint8
 	}{
 		{base, true, 0}, {tagged(base), true, 0}, {ip6(0x6a, 1, 2, protoUDP, 1, roceV2Port), true, 0x6a},
-		{ip4(0x6a, 1, 2, protoUDP, roceV2Port, 1), false, 0x6a}, {ip4(3, 1, 2, protoTCP, 1, roceV2Port), false, 3}, {fragment, false, 0},
+		{ip4(0x6a, 1, 2, protoUDP, roceV2Port, 1), false, 0x6a}, {ip4(3, 1, 2, protoTCP, 1, roceV2Port), false, 3},
+		{fragment, false, 0},
 	} {
 		if fl := classify(c.f); fl.roce != c.roce || fl.tos != c.tos {
 			t.Errorf("%x: %+v", c.f, fl)

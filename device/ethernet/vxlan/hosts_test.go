@@ -17,8 +17,8 @@ import (
 
 const fabricHosts = 3
 
-// fabric is three hosts on one underlay, two tenants on each, whose endpoints have the same addresses: endpoint i of either
-// tenant is 10.0.0.i with MAC 02:00:00:00:00:0i, in a namespace of its own.
+// fabric is three hosts on one underlay, two tenants on each, whose endpoints have the same addresses: endpoint i of
+// either tenant is 10.0.0.i with MAC 02:00:00:00:00:0i, in a namespace of its own.
 type fabric struct {
 	t     *testing.T
 	loops []*loop.Loop
@@ -44,7 +44,8 @@ func newFabric(t *testing.T) *fabric {
 		f.under[h].Addr(dev, fmt.Sprintf("192.0.2.%d/24", h+1))
 		for tenant := range 2 {
 			f.ends[h][tenant] = nstest.New(t, fmt.Sprintf("t%d-%d", tenant, h))
-			f.nets[h][tenant] = must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: uint32(tenant + 1), Name: fmt.Sprint("tenant", tenant), Pool: f.pool}))
+			f.nets[h][tenant] = must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: uint32(tenant + 1),
+				Name: fmt.Sprint("tenant", tenant), Pool: f.pool}))
 		}
 		f.start(h)
 		for tenant := range 2 {
@@ -73,8 +74,8 @@ func newFabric(t *testing.T) *fabric {
 func (f *fabric) start(h int) {
 	f.t.Helper()
 	f.under[h].Do(func() {
-		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}), Loops: f.loops, Pool: f.pool,
-			Segmentation: ways.Segmentation(), ShortPath: shortPath(ways.ShortPath())}))
+		f.vt[h] = must[*vxlan.VTEP](f.t)(vxlan.New(vxlan.Config{Local: netip.AddrFrom4([4]byte{192, 0, 2, byte(h + 1)}),
+			Loops: f.loops, Pool: f.pool, Segmentation: ways.Segmentation(), ShortPath: shortPath(ways.ShortPath())}))
 	})
 	var peers []netip.Addr
 	for i := range fabricHosts {
@@ -93,8 +94,9 @@ func (f *fabric) start(h int) {
 func (f *fabric) plug(h, tenant, i int) {
 	f.t.Helper()
 	f.ends[h][tenant].Do(func() {
-		f.taps[h][tenant] = must[*tap.TAP](f.t)(tap.Open(tap.Config{Name: "end", Network: f.nets[h][tenant], Loop: f.loops[h%2], Pool: f.pool,
-			MAC: vswitch.MAC{2, 0, 0, 0, 0, byte(i)}, Addrs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 24)}}))
+		f.taps[h][tenant] = must[*tap.TAP](f.t)(tap.Open(tap.Config{Name: "end", Network: f.nets[h][tenant],
+			Loop: f.loops[h%2], Pool: f.pool, MAC: vswitch.MAC{2, 0, 0, 0, 0, byte(i)},
+			Addrs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 24)}}))
 	})
 }
 
@@ -121,8 +123,8 @@ func (f *fabric) everybody(tenant int, where [fabricHosts]int) {
 	}
 }
 
-// Three hosts, two tenants with the same subnet and MACs: full reach inside a tenant and none across, also after an endpoint has
-// moved to another host and a host has gone and come back (MT-9).
+// Three hosts, two tenants with the same subnet and MACs: full reach inside a tenant and none across, also after an
+// endpoint has moved to another host and a host has gone and come back (MT-9).
 func TestThreeHosts(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	f := newFabric(t)

@@ -72,14 +72,16 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 	t.Helper()
 	h := &host{}
 	h.pool = must[*frame.Pool](t)(frame.NewPool(frame.Config{Count: 2048, Big: 128}))
-	h.net = must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: c.vni, Name: fmt.Sprint("net", c.vni), Pool: h.pool, Storm: c.storm}))
+	h.net = must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: c.vni, Name: fmt.Sprint("net", c.vni),
+		Pool: h.pool, Storm: c.storm}))
 	var peers []netip.Addr
 	for _, p := range c.peers {
 		peers = append(peers, netip.MustParseAddr(p))
 	}
 	ns.Do(func() {
-		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool, ZeroChecksum6: c.zero,
-			Segmentation: !c.alone && ways.Segmentation(), ShortPath: shortPath(!c.whole && ways.ShortPath())}))
+		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool,
+			ZeroChecksum6: c.zero, Segmentation: !c.alone && ways.Segmentation(),
+			ShortPath: shortPath(!c.whole && ways.ShortPath())}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)
 		}
@@ -105,7 +107,8 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 }
 
 // wires are the underlays that peers of other makes are tried over.
-var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500}, {name: "IPv6 jumbo", v6: true, mtu: 9000}}
+var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500},
+	{name: "IPv6 jumbo", v6: true, mtu: 9000}}
 
 type wireKind struct {
 	name string
@@ -141,7 +144,8 @@ func underlay(ns *nstest.NS, dev, addr string) {
 // linuxPeer makes a Linux host with a vxlan device in a bridge, 10.0.0.2 and fd00::2 in the tenant's network.
 func linuxPeer(ns *nstest.NS, dev, local, remote string, opts ...string) {
 	underlay(ns, dev, local)
-	ns.IP(append([]string{"link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", local, "remote", remote, "dev", dev}, opts...)...)
+	ns.IP(append([]string{"link", "add", "vx", "type", "vxlan", "id", "4711", "dstport", "4789", "local", local, "remote",
+		remote, "dev", dev}, opts...)...)
 	ns.IP("link", "add", "brt", "type", "bridge")
 	ns.IP("link", "set", "vx", "master", "brt", "up")
 	ns.IP("link", "set", "brt", "up")
@@ -190,8 +194,9 @@ func TestLinuxPeer(t *testing.T) {
 			underlay(a, "under", local)
 			linuxPeer(b, "under", remote, local, u.device...)
 			loops := newLoops(t, 2)
-			h := newHost(t, a, loops, hostConfig{vni: 4711, local: local, peers: []string{remote}, zero: u.zero, tap: tap.Config{Name: "tenant",
-				Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"), netip.MustParsePrefix("fd00::1/64")}}})
+			h := newHost(t, a, loops, hostConfig{vni: 4711, local: local, peers: []string{remote}, zero: u.zero,
+				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
+					netip.MustParsePrefix("fd00::1/64")}}})
 			if got, want := h.net.MTU(), u.inner(); got != want {
 				t.Errorf("network MTU %d, want %d", got, want)
 			}
@@ -227,7 +232,8 @@ func TestLinuxPeer(t *testing.T) {
 				t.Logf("UDP: %.1f %% lost", lost)
 			}
 			st := h.net.Status()
-			for _, r := range []vswitch.Reason{vswitch.UnknownPeer, vswitch.BadHeader, vswitch.UnderlayTooBig, vswitch.SendError, vswitch.Unreachable} {
+			for _, r := range []vswitch.Reason{vswitch.UnknownPeer, vswitch.BadHeader, vswitch.UnderlayTooBig, vswitch.SendError,
+				vswitch.Unreachable} {
 				if n := st.Drops[r.String()] + h.vt.Counters.Dropped(r); n != 0 {
 					t.Errorf("dropped as %v: %d", r, n)
 				}
@@ -246,7 +252,8 @@ func TestVLANUnderlay(t *testing.T) {
 	nstest.Pair(a, b, "under", 1500)
 	b.NoOffload("under")
 	for _, ns := range []*nstest.NS{a, b} {
-		if out, err := ns.Exec("ip", "link", "add", "link", "under", "name", "under.7", "type", "vlan", "id", "7"); err != nil {
+		if out, err := ns.Exec("ip", "link", "add", "link", "under", "name", "under.7", "type", "vlan", "id",
+			"7"); err != nil {
 			t.Skipf("this kernel has no VLAN interfaces (CONFIG_VLAN_8021Q): %s", out)
 		}
 		ns.IP("link", "set", "under.7", "mtu", "1496", "up")
@@ -261,8 +268,8 @@ func TestVLANUnderlay(t *testing.T) {
 	a.Ping("10.0.0.2", "-s", "1418", "-Mdo")
 }
 
-// Two ports of the network are joined outside by a bridge: what is flooded comes back, is counted and dropped, and traffic between others goes
-// on.
+// Two ports of the network are joined outside by a bridge: what is flooded comes back, is counted and dropped, and
+// traffic between others goes on.
 func TestLoopedBridge(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -279,7 +286,8 @@ func TestLoopedBridge(t *testing.T) {
 	a.IP("link", "set", "loop", "up")
 	for i := range 2 {
 		a.Do(func() {
-			x := must[*tap.TAP](t)(tap.Open(tap.Config{Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net, Loop: loops[i], Pool: h.pool}))
+			x := must[*tap.TAP](t)(tap.Open(tap.Config{Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net,
+				Loop: loops[i], Pool: h.pool}))
 			t.Cleanup(func() { x.Close() })
 		})
 	}
@@ -306,7 +314,8 @@ func TestLinkLocalUnderlay(t *testing.T) {
 	a.Addr("under", "fe80::a/64")
 	b.Addr("under", "fe80::b/64")
 	b.NoOffload("under")
-	b.IP("link", "add", "vx", "type", "vxlan", "id", "7", "dstport", "4789", "local", "fe80::b", "remote", "fe80::a", "dev", "under")
+	b.IP("link", "add", "vx", "type", "vxlan", "id", "7", "dstport", "4789", "local", "fe80::b", "remote", "fe80::a",
+		"dev", "under")
 	b.IP("link", "set", "vx", "up")
 	b.Addr("vx", "10.0.0.2/24")
 	newHost(t, a, newLoops(t, 1), hostConfig{vni: 7, local: "fe80::a%under", peers: []string{"fe80::b%under"},
@@ -333,14 +342,16 @@ func TestTwoTenants(t *testing.T) {
 	c := nstest.New(t, "c")
 	mac := first.tap.MAC()
 	c.Do(func() {
-		p := must[*tap.TAP](t)(tap.Open(tap.Config{Name: "tenant", Network: second, Loop: loops[1], Pool: first.pool, MAC: mac,
-			Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}))
+		p := must[*tap.TAP](t)(tap.Open(tap.Config{Name: "tenant", Network: second, Loop: loops[1], Pool: first.pool,
+			MAC: mac, Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}))
 		t.Cleanup(func() { p.Close() })
 	})
 	// The peer's two tenants: same address, same MAC, in one namespace each.
 	far := nstest.New(t, "far")
-	b.IP("link", "add", "vx1", "type", "vxlan", "id", "1", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1", "dev", "under")
-	b.IP("link", "add", "vx2", "type", "vxlan", "id", "2", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1", "dev", "under")
+	b.IP("link", "add", "vx1", "type", "vxlan", "id", "1", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1",
+		"dev", "under")
+	b.IP("link", "add", "vx2", "type", "vxlan", "id", "2", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1",
+		"dev", "under")
 	b.IP("link", "set", "vx2", "netns", far.Name)
 	b.IP("link", "set", "vx1", "address", "02:00:00:00:00:99", "up")
 	far.IP("link", "set", "vx2", "address", "02:00:00:00:00:99", "up")
@@ -382,8 +393,8 @@ type iperf struct {
 	} `json:"end"`
 }
 
-// runIperf runs iperf3 against the server at to. That may not listen yet, and it does not between two clients; with -J some versions make no
-// exit status of an error.
+// runIperf runs iperf3 against the server at to. That may not listen yet, and it does not between two clients; with -J
+// some versions make no exit status of an error.
 func runIperf(t *testing.T, from *nstest.NS, to string, args ...string) (r iperf) {
 	t.Helper()
 	nstest.Eventually(t, "iperf3 reaches its server", func() bool {

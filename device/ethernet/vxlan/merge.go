@@ -5,9 +5,9 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 )
 
-// Receive coalescing. Frames of one flow that follow each other in a batch go into their network as one large frame, as a sender with
-// TSO or USO would have brought it, if the port that has their destination takes it so; package gso says which frames can be put
-// together. Nothing is kept beyond the batch, and what leaves a flow leaves it in order.
+// Receive coalescing. Frames of one flow that follow each other in a batch go into their network as one large frame, as
+// a sender with TSO or USO would have brought it, if the port that has their destination takes it so; package gso says
+// which frames can be put together. Nothing is kept beyond the batch, and what leaves a flow leaves it in order.
 
 // mergeFlows bounds the flows that are put together at a time.
 const mergeFlows = 8

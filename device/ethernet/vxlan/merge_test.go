@@ -31,7 +31,8 @@ func tcp4(dst, src byte, port uint16, seq uint32, payload []byte) []byte {
 	binary.BigEndian.PutUint32(tcp[4:], seq)
 	tcp[12], tcp[13] = 5<<4, 0x10
 	copy(tcp[20:], payload)
-	binary.BigEndian.PutUint16(tcp[16:], header.Checksum(tcp, header.PseudoSum4([4]byte(ip[12:]), [4]byte(ip[16:]), protoTCP, uint16(len(tcp)))))
+	binary.BigEndian.PutUint16(tcp[16:], header.Checksum(tcp,
+		header.PseudoSum4([4]byte(ip[12:]), [4]byte(ip[16:]), protoTCP, uint16(len(tcp)))))
 	return f
 }
 
@@ -66,8 +67,8 @@ func text(n, seed int) []byte {
 	return p
 }
 
-// One message of the kernel's with many segments: one frame for a port that takes it so, with one payload; each as it was for one that
-// does not. Counted is what was on the wire, either way.
+// One message of the kernel's with many segments: one frame for a port that takes it so, with one payload; each as it
+// was for one that does not. Counted is what was on the wire, either way.
 func TestReceiveMerged(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))) // the sink's address becomes known
@@ -111,8 +112,8 @@ func TestReceiveMerged(t *testing.T) {
 	}
 }
 
-// RoCE packets of one queue pair in one message: one train for a port that takes it so, each as it was for one that does not; counted is what was on the
-// wire. Others between them come in their place.
+// RoCE packets of one queue pair in one message: one train for a port that takes it so, each as it was for one that
+// does not; counted is what was on the wire. Others between them come in their place.
 func TestReceiveTrain(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))) // the sink's address becomes known
@@ -164,8 +165,8 @@ func TestReceiveTrain(t *testing.T) {
 	}
 }
 
-// Datagrams that the kernel has put together and that are no segments of one flow: each arrives as it was, in order, wherever in the buffers
-// it lies.
+// Datagrams that the kernel has put together and that are no segments of one flow: each arrives as it was, in order,
+// wherever in the buffers it lies.
 func TestReceiveSeveral(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.att.SetOffloads(frame.NeedAll)
@@ -236,8 +237,8 @@ func TestReceiveSeveralHostile(t *testing.T) {
 
 func slicesConcat(s ...[]byte) []byte { return bytes.Join(s, nil) }
 
-// Many connections at once, their segments in any order and in messages of one or several: what arrives, cut again where it was put
-// together, is for each connection what was sent, in that order.
+// Many connections at once, their segments in any order and in messages of one or several: what arrives, cut again
+// where it was put together, is for each connection what was sent, in that order.
 func TestReceiveMergedModel(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
@@ -263,7 +264,8 @@ func TestReceiveMergedModel(t *testing.T) {
 		defer b.Free()
 		b.Append([]byte(f))
 		size := 100 // of every segment here but a last one
-		b.Offload = frame.Offload{Need: frame.NeedCsum | frame.NeedTSO4, CsumOff: 16, GSOSize: uint16(size), L3: 14, L4: 34, Payload: 54}
+		b.Offload = frame.Offload{Need: frame.NeedCsum | frame.NeedTSO4, CsumOff: 16, GSOSize: uint16(size), L3: 14, L4: 34,
+			Payload: 54}
 		var s gso.Segmenter
 		dst := make([]byte, 2000)
 		for s.Start(b); s.Left() > 0; {
@@ -328,11 +330,13 @@ func plainID(s string) string {
 	return string(f)
 }
 
-// Guests' memory vanishes under large frames and under datagrams in the midst of a message: what is for others arrives, no buffer is lost.
+// Guests' memory vanishes under large frames and under datagrams in the midst of a message: what is for others arrives,
+// no buffer is lost.
 func TestFaultInMessage(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	hole := newHolePort(t)
-	att, err := r.net.Attach(hole, vswitch.PortConfig{Name: "hole", Kind: vswitch.KindVM, MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 66}}})
+	att, err := r.net.Attach(hole, vswitch.PortConfig{Name: "hole", Kind: vswitch.KindVM,
+		MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 66}}})
 	if err != nil {
 		t.Fatal(err)
 	}

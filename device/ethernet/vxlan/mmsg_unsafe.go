@@ -64,12 +64,12 @@ func (c *control) putTOS(tos uint8, v6 bool) {
 	binary.NativeEndian.PutUint32(c[16:], uint32(tos))
 }
 
-// rxControl holds the ancillary data of a received message: traffic class and, if the kernel has put several datagrams together,
-// their size.
+// rxControl holds the ancillary data of a received message: traffic class and, if the kernel has put several datagrams
+// together, their size.
 type rxControl [24 + 24]byte
 
-// parse reads n bytes of control messages. size is 0 where the message is one datagram; what the kernel says otherwise is for the
-// caller to check.
+// parse reads n bytes of control messages. size is 0 where the message is one datagram; what the kernel says otherwise
+// is for the caller to check.
 func (c *rxControl) parse(n uint64) (tos uint8, size int) {
 	p := c[:min(n, uint64(len(c)))]
 	for len(p) > unix.SizeofCmsghdr {
@@ -121,7 +121,8 @@ func (m *mmsghdr) setControl(c []byte) {
 // txControl holds the ancillary data of a message to be sent.
 type txControl [24 + 24]byte
 
-// put writes what is wanted: size, unless 0, has the message cut into datagrams of so many bytes. It returns the part that is used.
+// put writes what is wanted: size, unless 0, has the message cut into datagrams of so many bytes. It returns the part
+// that is used.
 func (c *txControl) put(tos uint8, v6 bool, size int) []byte {
 	n := 0
 	if size != 0 {

@@ -9,20 +9,21 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// The MTU that tenants get. A network carries what its narrowest path carries: for each of its peers, the route's MTU (a
-// configured one, or what path MTU discovery has found), else that of the interface the route goes out by. Without a peer
-// that can be reached it is the interface of the local address that counts. Interfaces, routes and the kernel's refusals
-// (EMSGSIZE) are followed.
+// The MTU that tenants get. A network carries what its narrowest path carries: for each of its peers, the route's MTU
+// (a configured one, or what path MTU discovery has found), else that of the interface the route goes out by. Without a
+// peer that can be reached it is the interface of the local address that counts. Interfaces, routes and the kernel's
+// refusals (EMSGSIZE) are followed.
 
 const (
 	// settle is how long changes are collected before the MTUs are computed again.
 	settle = 100 * time.Millisecond
-	// recheck is how often they are computed in any case: what path MTU discovery finds expires silently (RFC 1191, 6.3; net.ipv4.route.mtu_expires).
+	// recheck is how often they are computed in any case: what path MTU discovery finds expires silently (RFC 1191, 6.3;
+	// net.ipv4.route.mtu_expires).
 	recheck = time.Minute
 )
 
-// inner is what encapsulation leaves of an underlay MTU, within our buffers: a received datagram holds VXLAN header, inner
-// Ethernet header and perhaps two VLAN tags in one buffer.
+// inner is what encapsulation leaves of an underlay MTU, within our buffers: a received datagram holds VXLAN header,
+// inner Ethernet header and perhaps two VLAN tags in one buffer.
 func (vt *VTEP) inner(mtu int) int {
 	if vt.v6 {
 		mtu -= overhead6
@@ -32,8 +33,8 @@ func (vt *VTEP) inner(mtu int) int {
 	return min(mtu, vt.cfg.Pool.Capacity()-HeaderLen-vswitch.HeaderLen-8)
 }
 
-// pathTo asks the kernel for the way to a peer, and returns the largest inner layer-3 packet (of an untagged frame) that it
-// carries; 0 when there is none.
+// pathTo asks the kernel for the way to a peer, and returns the largest inner layer-3 packet (of an untagged frame)
+// that it carries; 0 when there is none.
 func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 	var opts *netlink.RouteGetOptions
 	if x.scope != 0 {
@@ -110,8 +111,8 @@ func (vt *VTEP) refreshLocked() error {
 	return nil
 }
 
-// follow starts a goroutine that computes the MTUs again when something has changed, until stopWatch. If the kernel does not
-// tell us of changes, the VTEP works all the same, with the MTUs it found.
+// follow starts a goroutine that computes the MTUs again when something has changed, until stopWatch. If the kernel
+// does not tell us of changes, the VTEP works all the same, with the MTUs it found.
 func (vt *VTEP) follow() {
 	done, stopped := make(chan struct{}), make(chan struct{})
 	lost := func(err error) {
@@ -122,11 +123,13 @@ func (vt *VTEP) follow() {
 		}
 	}
 	links, routes := make(chan netlink.LinkUpdate, 16), make(chan netlink.RouteUpdate, 16)
-	if err := netlink.LinkSubscribeWithOptions(links, done, netlink.LinkSubscribeOptions{ErrorCallback: lost}); err != nil {
+	if err := netlink.LinkSubscribeWithOptions(links, done,
+		netlink.LinkSubscribeOptions{ErrorCallback: lost}); err != nil {
 		vt.log.Warn("changes of the underlay's interfaces are not followed", "error", err)
 		close(links)
 	}
-	if err := netlink.RouteSubscribeWithOptions(routes, done, netlink.RouteSubscribeOptions{ErrorCallback: lost}); err != nil {
+	if err := netlink.RouteSubscribeWithOptions(routes, done,
+		netlink.RouteSubscribeOptions{ErrorCallback: lost}); err != nil {
 		vt.log.Warn("changes of the underlay's routes are not followed", "error", err)
 		close(routes)
 	}

@@ -60,7 +60,8 @@ func watchWire(t *testing.T, ns *nstest.NS, dev string) *wireCheck {
 
 func (w *wireCheck) look(f []byte) {
 	const outer = header.EthernetLen + header.IPv4Len + header.UDPLen
-	if len(f) < outer+vxlan.HeaderLen+header.EthernetLen+header.IPv4Len || f[12] != 8 || f[13] != 0 || f[23] != header.ProtoUDP || binary.BigEndian.Uint16(f[36:]) != 4789 {
+	if len(f) < outer+vxlan.HeaderLen+header.EthernetLen+header.IPv4Len || f[12] != 8 || f[13] != 0 ||
+		f[23] != header.ProtoUDP || binary.BigEndian.Uint16(f[36:]) != 4789 {
 		return
 	}
 	end := header.EthernetLen + int(binary.BigEndian.Uint16(f[16:]))
@@ -123,8 +124,8 @@ func (w *wireCheck) report(t *testing.T, limit int) {
 	}
 }
 
-// Two hosts, offloads on and off on either, against each other and against Linux: TCP both ways, datagrams that the sender
-// leaves to be cut, and every checksum on the wire right.
+// Two hosts, offloads on and off on either, against each other and against Linux: TCP both ways, datagrams that the
+// sender leaves to be cut, and every checksum on the wire right.
 func TestOffloads(t *testing.T) {
 	nstest.Require(t, "iperf3", "iperf3")
 	for _, c := range []struct {
@@ -132,7 +133,8 @@ func TestOffloads(t *testing.T) {
 		here, there bool // with offloads
 		linux       bool
 	}{
-		{"both", true, true, false}, {"sender only", true, false, false}, {"receiver only", false, true, false}, {"none", false, false, false},
+		{"both", true, true, false}, {"sender only", true, false, false}, {"receiver only", false, true, false},
+		{"none", false, false, false},
 		{"Linux peer", true, false, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -144,8 +146,11 @@ func TestOffloads(t *testing.T) {
 			underlay(a, "under", "192.0.2.1")
 			loops := newLoops(t, 2)
 			host := func(ns *nstest.NS, i int, offloads bool) *host {
-				return newHost(t, ns, loops[i-1:i], hostConfig{vni: 4711, whole: true, local: fmt.Sprint("192.0.2.", i), peers: []string{fmt.Sprint("192.0.2.", 3-i)}, tap: tap.Config{Name: "tenant", NoOffloads: !offloads,
-					Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)), netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
+				return newHost(t, ns, loops[i-1:i], hostConfig{vni: 4711, whole: true, local: fmt.Sprint("192.0.2.", i),
+					peers: []string{fmt.Sprint("192.0.2.", 3-i)},
+					tap: tap.Config{Name: "tenant", NoOffloads: !offloads,
+						Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
+							netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			ha := host(a, 1, c.here)
 			if c.linux {
@@ -192,7 +197,8 @@ func datagrams(t *testing.T, from, to *nstest.NS) {
 			server = must[*net.UDPConn](t)(net.ListenUDP(c.network, must[*net.UDPAddr](t)(net.ResolveUDPAddr(c.network, c.dst))))
 		})
 		from.Do(func() {
-			client = must[*net.UDPConn](t)(net.DialUDP(c.network, nil, must[*net.UDPAddr](t)(net.ResolveUDPAddr(c.network, c.dst))))
+			client = must[*net.UDPConn](t)(net.DialUDP(c.network, nil,
+				must[*net.UDPAddr](t)(net.ResolveUDPAddr(c.network, c.dst))))
 		})
 		const size, total = 1200, 12*1200 + 7
 		data := make([]byte, total)
@@ -240,8 +246,8 @@ func datagrams(t *testing.T, from, to *nstest.NS) {
 	}
 }
 
-// The underlay becomes narrower under a transfer whose frames the kernel cuts: it refuses them, they are cut here, found too big one
-// by one, and the transfer goes on with smaller ones.
+// The underlay becomes narrower under a transfer whose frames the kernel cuts: it refuses them, they are cut here,
+// found too big one by one, and the transfer goes on with smaller ones.
 func TestOffloadsPathShrinks(t *testing.T) {
 	nstest.Require(t, "iperf3", "iperf3")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -293,8 +299,8 @@ func TestUncutWithoutSegmentation(t *testing.T) {
 	underlay(a, "under", "192.0.2.1")
 	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
 	b.IP("link", "set", "brt", "mtu", "1450")
-	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, whole: true, alone: true,
-		tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, whole: true,
+		alone: true, tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
 	if n := h.vt.Status().Drops[vswitch.Truncated.String()]; n != 0 {
 		t.Errorf("%d datagrams were too large", n)

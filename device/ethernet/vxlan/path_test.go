@@ -14,8 +14,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// A network's MTU follows the narrowest path to its peers: routes, interfaces, and what becomes of the peers. Another network
-// with other peers has its own.
+// A network's MTU follows the narrowest path to its peers: routes, interfaces, and what becomes of the peers. Another
+// network with other peers has its own.
 func TestPathMTU(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		c, peer, other, over := Config{}, remoteIP, "192.0.2.3", 50
@@ -84,7 +84,8 @@ func TestLoopbackAddress(t *testing.T) {
 }
 
 // plain makes a VTEP with one network, and a port in it that a test sends from.
-func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *vswitch.Network, *vswitch.Attachment, *sink) {
+func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *vswitch.Network, *vswitch.Attachment,
+	*sink) {
 	t.Helper()
 	l, err := loop.New(loop.Config{})
 	if err != nil {
@@ -103,13 +104,15 @@ func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *
 		t.Fatal(err)
 	}
 	s := &sink{frames: make(chan string, 1000)}
-	att, err := n.Attach(s, vswitch.PortConfig{Name: "vm", Kind: vswitch.KindVM, MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 1}}, Loop: l})
+	att, err := n.Attach(s, vswitch.PortConfig{Name: "vm", Kind: vswitch.KindVM, MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 1}},
+		Loop: l})
 	if err != nil {
 		t.Fatal(err)
 	}
 	var vt *VTEP
 	ns.Do(func() {
-		if vt, err = New(Config{Local: netip.MustParseAddr(local), Loops: []*loop.Loop{l}, Pool: pool, Segmentation: true}); err != nil {
+		if vt, err = New(Config{Local: netip.MustParseAddr(local), Loops: []*loop.Loop{l}, Pool: pool,
+			Segmentation: true}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -125,8 +128,8 @@ func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *
 	return vt, n, att, s
 }
 
-// A router on the way has a narrower link. The kernel learns that from its ICMP; the network's MTU follows, and the sender in
-// the tenant's network is told instead of its frames vanishing.
+// A router on the way has a narrower link. The kernel learns that from its ICMP; the network's MTU follows, and the
+// sender in the tenant's network is told instead of its frames vanishing.
 func TestPathMTUDiscovery(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		a, m, b := nstest.New(t, "a"), nstest.New(t, "m"), nstest.New(t, "b")
@@ -161,7 +164,8 @@ func TestPathMTUDiscovery(t *testing.T) {
 				p.Free()
 			})
 		}
-		// Nobody looks at the routes meanwhile: whoever does finds what the ICMP has said, too, and then the switch refuses the frame before it gets here.
+		// Nobody looks at the routes meanwhile: whoever does finds what the ICMP has said, too, and then the switch refuses
+		// the frame before it gets here.
 		vt.mu.Lock()
 		unlock := sync.OnceFunc(vt.mu.Unlock)
 		defer unlock()
@@ -204,7 +208,8 @@ func TestRefused(t *testing.T) {
 	r.send(r.remote, datagram(8, 77, good))
 	r.send(r.remote, datagram(0, 100, good))
 	for i, s := range r.vt.tx[0].socks {
-		if _, err := r.remote.WriteToUDPAddrPort(datagram(8, 100, good), netip.AddrPortFrom(r.vt.Local(), s.port)); err != nil {
+		if _, err := r.remote.WriteToUDPAddrPort(datagram(8, 100, good),
+			netip.AddrPortFrom(r.vt.Local(), s.port)); err != nil {
 			t.Fatal(i, err)
 		}
 	}

@@ -34,12 +34,14 @@ func newOpenVSwitch(t *testing.T, ns *nstest.NS) *openVSwitch {
 	db, sock := filepath.Join(dir, "conf.db"), "unix:"+filepath.Join(dir, "db.sock")
 	nstest.Run(t, "ovsdb-tool", "create", db, "/usr/share/openvswitch/vswitch.ovsschema")
 	env := []string{"env", "OVS_RUNDIR=" + dir, "OVS_LOGDIR=" + dir, "OVS_DBDIR=" + dir}
-	ns.Start(env[0], append(env[1:], "ovsdb-server", db, "--remote=p"+sock, "--no-chdir", "--unixctl="+filepath.Join(dir, "db.ctl"))...)
+	ns.Start(env[0], append(env[1:], "ovsdb-server", db, "--remote=p"+sock, "--no-chdir", "--unixctl="+
+		filepath.Join(dir, "db.ctl"))...)
 	nstest.Eventually(t, "the OVS database answers", func() bool {
 		_, err := ns.Exec("ovs-vsctl", "--timeout=5", "--no-wait", "--db="+sock, "init")
 		return err == nil
 	})
-	ns.Start(env[0], append(env[1:], "ovs-vswitchd", sock, "--no-chdir", "--unixctl="+filepath.Join(dir, "vswitchd.ctl"), "--log-file="+filepath.Join(dir, "vswitchd.log"))...)
+	ns.Start(env[0], append(env[1:], "ovs-vswitchd", sock, "--no-chdir", "--unixctl="+filepath.Join(dir, "vswitchd.ctl"),
+		"--log-file="+filepath.Join(dir, "vswitchd.log"))...)
 	t.Cleanup(func() {
 		if t.Failed() {
 			b, _ := os.ReadFile(filepath.Join(dir, "vswitchd.log"))
@@ -52,11 +54,12 @@ func newOpenVSwitch(t *testing.T, ns *nstest.NS) *openVSwitch {
 // ctl changes the switch's configuration and waits until it is in force.
 func (o *openVSwitch) ctl(args ...string) {
 	o.t.Helper()
-	o.ns.MustExec("ovs-vsctl", append([]string{"--timeout=15", "--db=unix:" + filepath.Join(o.dir, "db.sock")}, args...)...)
+	o.ns.MustExec("ovs-vsctl", append([]string{"--timeout=15", "--db=unix:" + filepath.Join(o.dir, "db.sock")},
+		args...)...)
 }
 
-// Open vSwitch is the remote peer, a VXLAN implementation that is neither ours nor Linux': ping and iperf3 both ways, tagged frames, jumbo
-// frames, over IPv4 and IPv6.
+// Open vSwitch is the remote peer, a VXLAN implementation that is neither ours nor Linux': ping and iperf3 both ways,
+// tagged frames, jumbo frames, over IPv4 and IPv6.
 func TestOpenVSwitchPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
@@ -73,10 +76,12 @@ func TestOpenVSwitchPeer(t *testing.T) {
 			o.ctl("add-br", "phy", "--", "set", "bridge", "phy", "datapath_type=netdev", "--", "add-port", "phy", "under")
 			underlay(b, "phy", remote)
 			b.IP("link", "set", "phy", "mtu", fmt.Sprint(u.mtu), "up")
-			o.ctl("add-br", "tenant", "--", "set", "bridge", "tenant", "datapath_type=netdev", "--", "add-port", "tenant", "vx", "--",
+			o.ctl("add-br", "tenant", "--", "set", "bridge", "tenant", "datapath_type=netdev", "--", "add-port", "tenant", "vx",
+				"--",
 				"set", "interface", "vx", "type=vxlan", "options:key=4711", "options:local_ip="+remote, "options:remote_ip="+local)
-			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: local, peers: []string{remote}, tap: tap.Config{Name: "tenant",
-				Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"), netip.MustParsePrefix("fd00::1/64")}}})
+			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: local, peers: []string{remote},
+				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
+					netip.MustParsePrefix("fd00::1/64")}}})
 			mtu := fmt.Sprint(h.net.MTU())
 			b.IP("link", "set", "tenant", "mtu", mtu, "up")
 			b.Addr("tenant", "10.0.0.2/24")
@@ -105,8 +110,8 @@ func TestOpenVSwitchPeer(t *testing.T) {
 	}
 }
 
-// Four Linux hosts with vxlan devices are peers of one network, which all know each other: everybody reaches everybody, with tagged and with large
-// frames. A frame of one of them is not sent on to the others, who have it already.
+// Four Linux hosts with vxlan devices are peers of one network, which all know each other: everybody reaches everybody,
+// with tagged and with large frames. A frame of one of them is not sent on to the others, who have it already.
 func TestManyLinuxPeers(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	const linux = 4
@@ -157,7 +162,8 @@ func TestManyLinuxPeers(t *testing.T) {
 				}
 			}
 			// The peers' kernels have begun to talk before our VTEP had its network.
-			refused := slices.DeleteFunc(h.vt.Status().Refused, func(r vxlan.Refused) bool { return r.Reason == vswitch.UnknownVNI.String() })
+			refused := slices.DeleteFunc(h.vt.Status().Refused,
+				func(r vxlan.Refused) bool { return r.Reason == vswitch.UnknownVNI.String() })
 			if st.Flaps != 0 || len(refused) != 0 {
 				t.Errorf("%d flaps, refused %+v", st.Flaps, refused)
 			}

@@ -9,8 +9,9 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// refusals remembers whose datagrams were not accepted, and why (MT-6): the counters say how many, this says who. Bounded:
-// a newcomer takes the place of whoever was silent longest, so a flood from many addresses shows the latest of them.
+// refusals remembers whose datagrams were not accepted, and why (MT-6): the counters say how many, this says who.
+// Bounded: a newcomer takes the place of whoever was silent longest, so a flood from many addresses shows the latest of
+// them.
 type refusals struct {
 	busy   atomic.Bool // held for the fields below; loops do not wait for it
 	list   [refusedSlots]refusal
@@ -63,7 +64,8 @@ func (vt *VTEP) refuse(l *loop.Loop, from netip.Addr, vni uint32, why vswitch.Re
 		return
 	}
 	r.logged = l.Now()
-	go vt.log.Warn("datagrams from the underlay refused", "from", from, "vni", vni, "reason", why.String()) // the log may block
+	// the log may block
+	go vt.log.Warn("datagrams from the underlay refused", "from", from, "vni", vni, "reason", why.String())
 }
 
 func (vt *VTEP) refusals() (out []Refused) {
@@ -76,7 +78,8 @@ func (vt *VTEP) refusals() (out []Refused) {
 	now := vt.cfg.Loops[0].Clock().Now()
 	for _, x := range list {
 		if x.count > 0 {
-			out = append(out, Refused{From: x.from, VNI: x.vni, Reason: x.why.String(), Count: x.count, Ago: time.Duration(now - x.last).Round(time.Millisecond)})
+			out = append(out, Refused{From: x.from, VNI: x.vni, Reason: x.why.String(), Count: x.count,
+				Ago: time.Duration(now - x.last).Round(time.Millisecond)})
 		}
 	}
 	return out

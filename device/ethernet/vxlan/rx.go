@@ -19,9 +19,10 @@ const (
 
 // receiver is the receiving half of one loop.
 //
-// A message is one datagram or, if the kernel has put some of a flow together (UDP_GRO), several of equal size, of which the last
-// may be shorter. It is received into a frame buffer and, what does not fit there, into the message's spill. A datagram alone goes on
-// in that frame buffer; one of several is copied out, or becomes part of a large frame (merge.go).
+// A message is one datagram or, if the kernel has put some of a flow together (UDP_GRO), several of equal size, of
+// which the last may be shorter. It is received into a frame buffer and, what does not fit there, into the message's
+// spill. A datagram alone goes on in that frame buffer; one of several is copied out, or becomes part of a large frame
+// (merge.go).
 type receiver struct {
 	vt    *VTEP
 	l     *loop.Loop
@@ -60,7 +61,8 @@ type message struct {
 	from netip.AddrPort
 	vni  uint32 // of the first datagram
 
-	// Where the sender's datagram before went, in this message or another of the batch, as most do. port is nil if there is none.
+	// Where the sender's datagram before went, in this message or another of the batch, as most do. port is nil if there
+	// is none.
 	header [HeaderLen]byte
 	port   *port
 	peer   *peer
@@ -196,7 +198,8 @@ func (r *receiver) open() bool {
 	return true
 }
 
-// bytes returns a datagram of message i. One that lies across the end of the frame buffer is made one piece in front of the spill.
+// bytes returns a datagram of message i. One that lies across the end of the frame buffer is made one piece in front of
+// the spill.
 func (r *receiver) bytes(i, from, to int) []byte {
 	room := r.bufs[i].Room()
 	if to <= len(room) {
@@ -296,7 +299,8 @@ func (r *receiver) look(d []byte) bool {
 	return true
 }
 
-// deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are copied.
+// deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are
+// copied.
 func (r *receiver) deliver(f []byte, p *port, x *peer, alone int) {
 	if alone >= 0 {
 		b := r.bufs[alone]

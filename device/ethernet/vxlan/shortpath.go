@@ -80,7 +80,8 @@ func (vt *VTEP) openShortPath() {
 		vt.noShort = "off"
 		return
 	}
-	c := ShortPathConfig{Local: vt.cfg.Local.WithZone(""), Port: vt.cfg.Port, ZeroChecksum6: vt.cfg.ZeroChecksum6, Tunnel: tunnel{vt}, Log: vt.log}
+	c := ShortPathConfig{Local: vt.cfg.Local.WithZone(""), Port: vt.cfg.Port, ZeroChecksum6: vt.cfg.ZeroChecksum6,
+		Tunnel: tunnel{vt}, Log: vt.log}
 	for _, s := range vt.tx {
 		if s != nil {
 			for _, k := range s.socks {

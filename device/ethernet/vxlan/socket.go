@@ -155,7 +155,8 @@ func openSender(nl *netlink.Handle, local netip.Addr, zeroChecksum6 bool) (fd in
 	}
 	setBuffer(fd, unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sndBuf)
 	filter := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
-	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+		&unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
 		unix.Close(fd)
 		return -1, 0, fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
 	}
@@ -183,10 +184,10 @@ func closeAll(fds []int) {
 	}
 }
 
-// underlayMTU returns the MTU and the name of the interface that has the address. virtual: what arrives there may come from a kernel
-// on this machine, which passes messages on as their sender has made them, not as they were put together from a wire; all datagrams of
-// such a message are of one network then. Else somebody could hide datagrams of other networks in what a kernel's vxlan
-// device has sent in one.
+// underlayMTU returns the MTU and the name of the interface that has the address. virtual: what arrives there may come
+// from a kernel on this machine, which passes messages on as their sender has made them, not as they were put together
+// from a wire; all datagrams of such a message are of one network then. Else somebody could hide datagrams of other
+// networks in what a kernel's vxlan device has sent in one.
 func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, virtual bool, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {

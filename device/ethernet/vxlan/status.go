@@ -41,7 +41,8 @@ type Status struct {
 func (vt *VTEP) Status() Status {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
-	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals(), Refused: vt.refusals()}
+	s := Status{Local: vt.cfg.Local, Port: vt.cfg.Port, Device: vt.dev, MTU: vt.mtu, Totals: vt.Counters.Totals(),
+		Refused: vt.refusals()}
 	s.ShortPath = vt.shortPathStatus(&s.Totals)
 	vt.socketDrops(&s.Totals)
 	for _, t := range vt.tx {

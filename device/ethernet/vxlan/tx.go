@@ -13,8 +13,8 @@ import (
 const (
 	// txBatch is how many datagrams one socket sends with one call.
 	txBatch = 128
-	// maxPad bounds the padding by which frames become as long as their neighbours: the first packet of an RDMA WRITE is so much
-	// longer than the others, by its RETH.
+	// maxPad bounds the padding by which frames become as long as their neighbours: the first packet of an RDMA WRITE is
+	// so much longer than the others, by its RETH.
 	maxPad = 16
 )
 
@@ -103,8 +103,8 @@ func (s *sender) flush() {
 	s.dirty = s.dirty[:0]
 }
 
-// run is how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer, all of one size, but that
-// the last may be shorter. Frames that may be padded count as of the size of the longest.
+// run is how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer, all of one
+// size, but that the last may be shorter. Frames that may be padded count as of the size of the longest.
 func (k *txSocket) run(i int) (n, size int) {
 	first := k.bufs[i]
 	size = first.Len()
@@ -156,8 +156,8 @@ func (k *txSocket) messages(vt *VTEP, i int, together bool) (n int, ok bool) {
 	return n, k.checksums(vt, cut) || !cut
 }
 
-// datagram appends what datagram i is put together from: one piece if nobody else looks at the frame, for each costs the kernel as much as
-// copying some 200 bytes.
+// datagram appends what datagram i is put together from: one piece if nobody else looks at the frame, for each costs
+// the kernel as much as copying some 200 bytes.
 func (k *txSocket) datagram(iovs []unix.Iovec, i, pad int) []unix.Iovec {
 	b, header := k.bufs[i], &k.ports[i].header
 	if !b.Shared() {
@@ -225,9 +225,9 @@ func (s *sender) send(k *txSocket) {
 	k.n = 0
 }
 
-// tooBig handles a frame that the kernel found too big for the path to its peer, which it has just learnt from the underlay:
-// the network gets its new MTU, and the frame's sender an answer, if we know the MTU by now. The answer waits for the
-// loop's next round, because this one is at its end; a sender has one answer under way at most.
+// tooBig handles a frame that the kernel found too big for the path to its peer, which it has just learnt from the
+// underlay: the network gets its new MTU, and the frame's sender an answer, if we know the MTU by now. The answer waits
+// for the loop's next round, because this one is at its end; a sender has one answer under way at most.
 func (s *sender) tooBig(b *frame.Buf, p *port, x *peer) {
 	s.vt.recompute()
 	mtu := (*s.vt.paths.Load())[x.addr]

@@ -42,14 +42,16 @@ func naiveRuns(frames []sent) (messages int) {
 	return messages
 }
 
-// Batches of frames of any sizes leave in as few messages as there may be, and arrive one by one, whole, in order and with no more than padding behind them;
-// over both underlays, and the same when the kernel is not to be asked for that. Some frames somebody else holds as well: nothing is written to them.
+// Batches of frames of any sizes leave in as few messages as there may be, and arrive one by one, whole, in order and
+// with no more than padding behind them; over both underlays, and the same when the kernel is not to be asked for that.
+// Some frames somebody else holds as well: nothing is written to them.
 func TestBatchesInMessages(t *testing.T) {
 	for _, c := range []struct {
 		name        string
 		local, peer string
 		plain       bool
-	}{{"IPv4", localIP, remoteIP, false}, {"IPv6", "2001:db8::1", "2001:db8::2", false}, {"one by one", localIP, remoteIP, true}} {
+	}{{"IPv4", localIP, remoteIP, false}, {"IPv6", "2001:db8::1", "2001:db8::2", false},
+		{"one by one", localIP, remoteIP, true}} {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRigAsIs(t, Config{Local: netip.MustParseAddr(c.local), Segmentation: !c.plain}, []string{c.peer})
 			rng := rand.New(rand.NewPCG(7, 8))

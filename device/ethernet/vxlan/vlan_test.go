@@ -17,9 +17,9 @@ import (
 // vlanTags are what tenants put on their frames: nothing, a tag (IEEE 802.1Q), a tag within another (802.1ad).
 var vlanTags = []string{"", "\x81\x00\x60\x07", "\x88\xa8\x00\x08\x81\x00\x00\x07"}
 
-// tagged has two raw sockets in a tenant's network, at a TAP of ours and behind somebody else's switch, send each other frames that fill the network's
-// MTU, tags included; they must arrive as they are. The first one is flooded, for nobody knows its receiver; the others
-// have one.
+// tagged has two raw sockets in a tenant's network, at a TAP of ours and behind somebody else's switch, send each other
+// frames that fill the network's MTU, tags included; they must arrive as they are. The first one is flooded, for nobody
+// knows its receiver; the others have one.
 func tagged(t *testing.T, h *host, ours, theirs int, number byte) {
 	t.Helper()
 	ends := [2]struct {
@@ -57,9 +57,11 @@ func TestVLANGuests(t *testing.T) {
 			linuxPeer(b, "under", u.addr(2), u.addr(1))
 			nstest.Pair(guest, b, "guest", u.inner())
 			b.IP("link", "set", "guest", "master", "brt")
-			h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: u.addr(1), peers: []string{u.addr(2)}, tap: tap.Config{Name: "tenant"}})
+			h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: u.addr(1), peers: []string{u.addr(2)},
+				tap: tap.Config{Name: "tenant"}})
 			tagged(t, h, packetSocket(t, a, "tenant"), packetSocket(t, guest, "guest"), 2)
-			if out, err := a.Exec("ip", "link", "add", "link", "tenant", "name", "tenant.7", "type", "vlan", "id", "7"); err != nil {
+			if out, err := a.Exec("ip", "link", "add", "link", "tenant", "name", "tenant.7", "type", "vlan", "id",
+				"7"); err != nil {
 				t.Logf("this kernel has no VLAN interfaces (TestVLANUnderlay of package integration runs this in a VM): %s", out)
 				return
 			}

@@ -6,10 +6,11 @@
 // ECN, and on into the network (vswitch checks the inner frame).
 //
 // Sending: Deliver, on any loop, appends to that loop's batch, holding a reference to the frame; the header goes
-// in front by scatter/gather, so frames that go to several peers are never copied. The batch leaves at the loop's flush,
-// or when it is full; a frame to be cut leaves at once, for the kernel to cut (gso.go). What the kernel does not take at once is dropped and counted, as a network card does; sending
-// never waits. Each loop sends from several sockets, whose ports are the flows' entropy for the underlay's
-// equal-cost paths; one flow stays on one socket, so it is not reordered.
+// in front by scatter/gather, so frames that go to several peers are never copied. The batch leaves at the loop's
+// flush, or when it is full; a frame to be cut leaves at once, for the kernel to cut (gso.go). What the kernel does not
+// take at once is dropped and counted, as a network card does; sending never waits. Each loop sends from several
+// sockets, whose ports are the flows' entropy for the underlay's equal-cost paths; one flow stays on one socket, so it
+// is not reordered.
 //
 // Lock order: VTEP.mu, then vswitch's.
 package vxlan
@@ -78,14 +79,14 @@ type Config struct {
 	DSCP int
 	// SourcePorts is the number of UDP source ports per loop, 1 to 64; zero = DefaultSourcePorts.
 	SourcePorts int
-	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers must
-	// be told to accept that. Received datagrams may have any valid checksum or none.
+	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers
+	// must be told to accept that. Received datagrams may have any valid checksum or none.
 	ZeroChecksum6 bool
-	// Segmentation lets the kernel or its card cut large frames and messages of several datagrams, and coalesce what arrives.
-	// Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received by itself.
+	// Segmentation lets the kernel or its card cut large frames and messages of several datagrams, and coalesce what
+	// arrives. Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received by itself.
 	Segmentation bool
-	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible, on the
-	// way out over IPv6 only with ZeroChecksum6. Nil: all frames pass the switch.
+	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible, on
+	// the way out over IPv6 only with ZeroChecksum6. Nil: all frames pass the switch.
 	ShortPath func(ShortPathConfig) (ShortPath, error)
 	Log       hclog.Logger
 }
@@ -206,16 +207,16 @@ func (vt *VTEP) open() error {
 // Local returns the VTEP's underlay address.
 func (vt *VTEP) Local() netip.Addr { return vt.cfg.Local }
 
-// MTU returns the largest inner layer-3 packet in bytes that the interface of the local address and our buffers carry: the
-// interface's MTU less 50 (IPv4) or 70 (IPv6). The paths to a network's peers may leave it more or less.
+// MTU returns the largest inner layer-3 packet in bytes that the interface of the local address and our buffers carry:
+// the interface's MTU less 50 (IPv4) or 70 (IPv6). The paths to a network's peers may leave it more or less.
 func (vt *VTEP) MTU() int {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	return vt.mtu
 }
 
-// RefreshMTU looks at interfaces and routes again and passes the MTUs on to the networks. The VTEP does so by itself when
-// something changes.
+// RefreshMTU looks at interfaces and routes again and passes the MTUs on to the networks. The VTEP does so by itself
+// when something changes.
 func (vt *VTEP) RefreshMTU() error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -226,7 +227,8 @@ func (vt *VTEP) RefreshMTU() error {
 }
 
 func mtuError(dev string, under, mtu int) error {
-	return fmt.Errorf("vxlan: interface %s has MTU %d, which leaves %d for tenants; want at least %d", dev, under, mtu, vswitch.MinMTU)
+	return fmt.Errorf("vxlan: interface %s has MTU %d, which leaves %d for tenants; want at least %d", dev, under, mtu,
+		vswitch.MinMTU)
 }
 
 // AddNetwork makes the VTEP a port of a network, with the hosts that serve the same VNI as peers. The network's MTU
@@ -254,7 +256,8 @@ func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...Net
 	p.configured = slices.Clone(peers)
 	p.mtu = vt.narrowest(p.peers.Load(), make(map[netip.Addr]int), make(map[int]int))
 	if want := net.ConfiguredMTU(); want > p.mtu {
-		return fmt.Errorf("%w: network %q wants %d, the paths from %s carry %d", ErrMTU, net.Name(), want, vt.cfg.Local, p.mtu)
+		return fmt.Errorf("%w: network %q wants %d, the paths from %s carry %d", ErrMTU, net.Name(), want, vt.cfg.Local,
+			p.mtu)
 	}
 	if _, err := net.Attach(p, vswitch.PortConfig{Name: "vxlan " + vt.cfg.Local.String(), Kind: vswitch.KindVTEP,
 		Attached: func(a *vswitch.Attachment) { p.att = a }}); err != nil {
@@ -356,8 +359,8 @@ func (vt *VTEP) SetLearnPeers(vni uint32, on bool) error {
 	return nil
 }
 
-// Attachment returns the VTEP's port of a network, nil if there is none, for static entries (vswitch.Network.SetStatic with
-// the number that Remote gives).
+// Attachment returns the VTEP's port of a network, nil if there is none, for static entries (vswitch.Network.SetStatic
+// with the number that Remote gives).
 func (vt *VTEP) Attachment(vni uint32) *vswitch.Attachment {
 	if p := (*vt.nets.Load())[vni]; p != nil {
 		return p.att
@@ -377,9 +380,9 @@ func (vt *VTEP) Remote(vni uint32, peer netip.Addr) (r vswitch.Remote, ok bool) 
 
 // Monitor sees a VTEP's datagrams.
 type Monitor interface {
-	// Datagram is called for every datagram that was sent (out) and for every one that arrived, before any check. The payload is
-	// header and inner one behind the other. It runs on the loop l, on several loops at once; it must not block, change or
-	// keep the slices.
+	// Datagram is called for every datagram that was sent (out) and for every one that arrived, before any check. The
+	// payload is header and inner one behind the other. It runs on the loop l, on several loops at once; it must not
+	// block, change or keep the slices.
 	Datagram(l *loop.Loop, out bool, src, dst netip.AddrPort, tos uint8, header, inner []byte)
 }
 

@@ -217,7 +217,8 @@ func TestReceiveChecks(t *testing.T) {
 	} {
 		before := c.count(c.why)
 		r.send(c.from, c.p)
-		nstest.Eventually(t, fmt.Sprintf("case %d is counted as %v", i, c.why), func() bool { return c.count(c.why) == before+1 })
+		nstest.Eventually(t, fmt.Sprintf("case %d is counted as %v", i, c.why),
+			func() bool { return c.count(c.why) == before+1 })
 		r.send(r.remote, datagram(8, 100, good))
 		if f := <-r.sink.frames; f != string(good) {
 			t.Errorf("case %d: %x arrived", i, f)
@@ -241,9 +242,11 @@ func TestLearnPeers(t *testing.T) {
 	r.send(r.remote, datagram(8, 100, good))
 	<-r.sink.frames
 	r.send(stranger, datagram(8, 100, good))
-	nstest.Eventually(t, "second stranger is refused", func() bool { return r.vt.Attachment(100).Counters.Dropped(vswitch.UnknownPeer) == 1 })
+	nstest.Eventually(t, "second stranger is refused",
+		func() bool { return r.vt.Attachment(100).Counters.Dropped(vswitch.UnknownPeer) == 1 })
 	st := r.vt.Status()
-	if len(st.Networks) != 1 || len(st.Networks[0].Peers) != 1 || !st.Networks[0].Peers[0].Learnt || st.Networks[0].Peers[0].Addr.String() != remoteIP {
+	if len(st.Networks) != 1 || len(st.Networks[0].Peers) != 1 || !st.Networks[0].Peers[0].Learnt ||
+		st.Networks[0].Peers[0].Addr.String() != remoteIP {
 		t.Errorf("%+v", st.Networks)
 	}
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
@@ -323,7 +326,8 @@ func TestUnderlayTooBig(t *testing.T) {
 		r.vt.stopWatch = nil
 		// The path to the peer is narrower than the device.
 		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
-		small, big := macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)), macs(9, 1, append(ip4(0, 1, 2, protoUDP, 7, 8), make([]byte, 1380)...))
+		small, big := macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)),
+			macs(9, 1, append(ip4(0, 1, 2, protoUDP, 7, 8), make([]byte, 1380)...))
 		var frames [][]byte
 		for i := range 20 {
 			f := small

@@ -1,8 +1,10 @@
-// Package gso does in software what senders leave to network cards: checksums, segmentation and merging of TCP (TSO) and UDP
-// (USO). It is the one place that does so, and the one that decides whether to believe the headers that ask for it.
+// Package gso does in software what senders leave to network cards: checksums, segmentation and merging of TCP (TSO)
+// and UDP (USO). It is the one place that does so, and the one that decides whether to believe the headers that ask for
+// it.
 //
-// Accept checks a virtio header against its frame; Complete and Segmenter do the work where a frame leaves through a port
-// that cannot; Merger makes large frames of small ones. Nothing here allocates or keeps state beyond the frame in the making.
+// Accept checks a virtio header against its frame; Complete and Segmenter do the work where a frame leaves through a
+// port that cannot; Merger makes large frames of small ones. Nothing here allocates or keeps state beyond the frame in
+// the making.
 package gso
 
 import (
@@ -79,15 +81,15 @@ func sumWithout(h []byte, words ...int) uint32 {
 // Left returns how many segments are still to come.
 func (s *Segmenter) Left() int { return (len(s.f) - s.pos + s.size - 1) / s.size }
 
-// Next writes the next segment, finished, to the start of dst and returns its length. dst must have room for it (Offload's
-// Payload plus GSOSize), and Left must not be 0.
+// Next writes the next segment, finished, to the start of dst and returns its length. dst must have room for it
+// (Offload's Payload plus GSOSize), and Left must not be 0.
 func (s *Segmenter) Next(dst []byte) int {
 	n, part := s.Header(dst)
 	return n + copy(dst[n:n+len(part)], part)
 }
 
-// Header is Next for who sends from several places: it writes the segment's headers only, Offload's Payload bytes, and returns
-// their length and the payload, which stays where it is in the frame.
+// Header is Next for who sends from several places: it writes the segment's headers only, Offload's Payload bytes, and
+// returns their length and the payload, which stays where it is in the frame.
 func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 	part = s.f[s.pos:]
 	last := len(part) <= s.size

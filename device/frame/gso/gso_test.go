@@ -32,7 +32,8 @@ func (s shape) String() string {
 // build returns the packet of segment i, whose payload is part, complete.
 func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*layers.TCP)) []byte {
 	t.Helper()
-	eth := &layers.Ethernet{SrcMAC: net.HardwareAddr{2, 0, 0, 0, 0, 1}, DstMAC: net.HardwareAddr{2, 0, 0, 0, 0, 2}, EthernetType: layers.EthernetTypeIPv4}
+	eth := &layers.Ethernet{SrcMAC: net.HardwareAddr{2, 0, 0, 0, 0, 1}, DstMAC: net.HardwareAddr{2, 0, 0, 0, 0, 2},
+		EthernetType: layers.EthernetTypeIPv4}
 	l3 := layers.EthernetTypeIPv4
 	if s.v6 {
 		l3 = layers.EthernetTypeIPv6
@@ -55,11 +56,13 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 	}
 	var ip gopacket.NetworkLayer
 	if s.v6 {
-		h := &layers.IPv6{Version: 6, TrafficClass: 0x2a, FlowLabel: 0x12345, HopLimit: 64, NextHeader: proto, SrcIP: net.ParseIP("2001:db8::1"), DstIP: net.ParseIP("2001:db8::2")}
+		h := &layers.IPv6{Version: 6, TrafficClass: 0x2a, FlowLabel: 0x12345, HopLimit: 64, NextHeader: proto,
+			SrcIP: net.ParseIP("2001:db8::1"), DstIP: net.ParseIP("2001:db8::2")}
 		ip = h
 		ls = append(ls, h)
 	} else {
-		h := &layers.IPv4{Version: 4, IHL: 5, TOS: 2, Id: uint16(0xfffe + i), Flags: layers.IPv4DontFragment, TTL: 64, Protocol: proto, SrcIP: net.IP{10, 0, 0, 1}, DstIP: net.IP{10, 0, 0, 2}}
+		h := &layers.IPv4{Version: 4, IHL: 5, TOS: 2, Id: uint16(0xfffe + i), Flags: layers.IPv4DontFragment, TTL: 64,
+			Protocol: proto, SrcIP: net.IP{10, 0, 0, 1}, DstIP: net.IP{10, 0, 0, 2}}
 		if s.options {
 			h.Options = []layers.IPv4Option{{OptionType: 148, OptionLength: 4, OptionData: []byte{0, 0}}} // router alert
 		}
@@ -75,7 +78,8 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 	} else {
 		h := &layers.TCP{SrcPort: 1000, DstPort: 2000, Seq: s.seq + at, Ack: 77, ACK: true, Window: 500}
 		if s.options {
-			h.Options = []layers.TCPOption{{OptionType: layers.TCPOptionKindTimestamps, OptionLength: 10, OptionData: []byte("timestam")}}
+			h.Options = []layers.TCPOption{{OptionType: layers.TCPOptionKindTimestamps, OptionLength: 10,
+				OptionData: []byte("timestam")}}
 		}
 		if change != nil {
 			change(h)
@@ -86,7 +90,8 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 		ls = append(ls, h)
 	}
 	buf := gopacket.NewSerializeBuffer()
-	if err := gopacket.SerializeLayers(buf, gopacket.SerializeOptions{FixLengths: true, ComputeChecksums: true}, append(ls, gopacket.Payload(part))...); err != nil {
+	if err := gopacket.SerializeLayers(buf, gopacket.SerializeOptions{FixLengths: true, ComputeChecksums: true},
+		append(ls, gopacket.Payload(part))...); err != nil {
 		t.Fatal(err)
 	}
 	// Without the padding of short frames, which is the card's to add.
@@ -100,8 +105,8 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 	return bytes.Clone(f[:n])
 }
 
-// undo replaces a finished packet's transport checksum by the sum of the pseudo-header, as a sender does that leaves the rest to
-// its card, and returns the virtio header.
+// undo replaces a finished packet's transport checksum by the sum of the pseudo-header, as a sender does that leaves
+// the rest to its card, and returns the virtio header.
 func (s shape) undo(t testing.TB, f []byte, size int) []byte {
 	t.Helper()
 	x, ok := locate(f)
@@ -126,7 +131,8 @@ func (s shape) undo(t testing.TB, f []byte, size int) []byte {
 	binary.LittleEndian.PutUint16(h[atCsumOffset:], uint16(x.csumOff))
 	if size > 0 {
 		binary.LittleEndian.PutUint16(h[atGSOSize:], uint16(size))
-		h[atType] = map[[2]bool]byte{{false, false}: typeTCPv4, {true, false}: typeTCPv6, {false, true}: typeUDP, {true, true}: typeUDP}[[2]bool{s.v6, s.udp}]
+		h[atType] = map[[2]bool]byte{{false, false}: typeTCPv4, {true, false}: typeTCPv6, {false, true}: typeUDP,
+			{true, true}: typeUDP}[[2]bool{s.v6, s.udp}]
 	}
 	return h
 }
@@ -316,27 +322,42 @@ func TestHostileHeaders(t *testing.T) {
 		{"no TSO", tcp, frame.NeedCsum, func(h, f []byte) []byte { return f }, ErrNotNegotiated},
 		{"no TSO6", v6, frame.NeedAll &^ frame.NeedTSO6, func(h, f []byte) []byte { return f }, ErrNotNegotiated},
 		{"no USO4", udp, frame.NeedAll &^ frame.NeedUSO4, func(h, f []byte) []byte { return f }, ErrNotNegotiated},
-		{"no ECN", tcp, frame.NeedAll &^ frame.NeedECN, func(h, f []byte) []byte { h[atType] |= typeECN; return f }, ErrNotNegotiated},
+		{"no ECN", tcp, frame.NeedAll &^ frame.NeedECN, func(h, f []byte) []byte { h[atType] |= typeECN; return f },
+			ErrNotNegotiated},
 		{"ECN with UDP", udp, frame.NeedAll, func(h, f []byte) []byte { h[atType] |= typeECN; return f }, ErrType},
 		{"ECN alone", tcp, frame.NeedAll, func(h, f []byte) []byte { h[atType] = typeECN; return f }, ErrType},
 		{"UFO", udp, frame.NeedAll, func(h, f []byte) []byte { h[atType] = 3; return f }, ErrType},
 		{"wrong IP version", v6, frame.NeedAll, func(h, f []byte) []byte { h[atType] = typeTCPv4; return f }, ErrType},
 		{"wrong protocol", tcp, frame.NeedAll, func(h, f []byte) []byte { h[atType] = typeUDP; return f }, ErrType},
-		{"start beyond the end", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 0xffff); return f }, ErrChecksum},
-		{"offset beyond the end", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumOffset, uint16(len(f)-34-1)); return f }, ErrChecksum},
-		{"both wrap around", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 0xffff); put(h, atCsumOffset, 0xffff); return f }, ErrChecksum},
-		{"start in the options", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 35); return f }, ErrHeaders},
-		{"offset of the ports", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumOffset, 0); return f }, ErrHeaders},
+		{"start beyond the end", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 0xffff); return f },
+			ErrChecksum},
+		{"offset beyond the end", tcp, frame.NeedAll, func(h, f []byte) []byte {
+			put(h, atCsumOffset, uint16(len(f)-34-1))
+			return f
+		}, ErrChecksum},
+		{"both wrap around", tcp, frame.NeedAll, func(h, f []byte) []byte {
+			put(h, atCsumStart, 0xffff)
+			put(h, atCsumOffset, 0xffff)
+			return f
+		}, ErrChecksum},
+		{"start in the options", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 35); return f },
+			ErrHeaders},
+		{"offset of the ports", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumOffset, 0); return f },
+			ErrHeaders},
 		{"no segment size", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atGSOSize, 0); return f }, ErrSize},
 		{"too many segments", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atGSOSize, 1); return f }, ErrSize},
 		{"too many datagrams", udp, frame.NeedAll, func(h, f []byte) []byte { put(h, atGSOSize, 23); return f }, ErrSize},
-		{"TCP header of 16 bytes", tcp, frame.NeedAll, func(h, f []byte) []byte { f[14+20+12] = 4 << 4; return f }, ErrHeaders},
+		{"TCP header of 16 bytes", tcp, frame.NeedAll, func(h, f []byte) []byte { f[14+20+12] = 4 << 4; return f },
+			ErrHeaders},
 		{"TCP header beyond the end", tcp, frame.NeedAll, func(h, f []byte) []byte {
 			f[14+20+12] = 15 << 4
 			binary.BigEndian.PutUint16(f[16:], 50)
 			return f[:14+50]
 		}, ErrHeaders},
-		{"no payload", tcp, frame.NeedAll, func(h, f []byte) []byte { binary.BigEndian.PutUint16(f[16:], 40); return f[:14+40] }, ErrHeaders},
+		{"no payload", tcp, frame.NeedAll, func(h, f []byte) []byte {
+			binary.BigEndian.PutUint16(f[16:], 40)
+			return f[:14+40]
+		}, ErrHeaders},
 		{"IP length differs", tcp, frame.NeedAll, func(h, f []byte) []byte { f[17]++; return f }, ErrHeaders},
 		{"IPv6 length differs", v6, frame.NeedAll, func(h, f []byte) []byte { f[19]++; return f }, ErrHeaders},
 		{"IPv6 extension header", v6, frame.NeedAll, func(h, f []byte) []byte { f[20] = 0; return f }, ErrHeaders},
@@ -347,7 +368,11 @@ func TestHostileHeaders(t *testing.T) {
 			put(h, atCsumStart, 34+12)
 			return append(append(bytes.Clone(f[:12]), 0x81, 0, 0, 1, 0x81, 0, 0, 1, 0x81, 0, 0, 1), f[12:]...)
 		}, ErrHeaders},
-		{"cut Ethernet header", tcp, frame.NeedAll, func(h, f []byte) []byte { put(h, atCsumStart, 0); put(h, atCsumOffset, 0); return f[:13] }, ErrHeaders},
+		{"cut Ethernet header", tcp, frame.NeedAll, func(h, f []byte) []byte {
+			put(h, atCsumStart, 0)
+			put(h, atCsumOffset, 0)
+			return f[:13]
+		}, ErrHeaders},
 	} {
 		f := tc.s.build(t, 0, 0, pattern(tc.s.payload), nil)
 		h := tc.s.undo(t, f, 1000)
@@ -386,8 +411,8 @@ func TestHeaderRoundTrip(t *testing.T) {
 	}
 }
 
-// Whatever a guest says, nothing is read or written outside its frame, and what Accept lets through is cut into segments of the
-// right size with right checksums whose payloads are the frame's.
+// Whatever a guest says, nothing is read or written outside its frame, and what Accept lets through is cut into
+// segments of the right size with right checksums whose payloads are the frame's.
 func FuzzAccept(f *testing.F) {
 	for _, s := range shapes {
 		for _, size := range []int{0, 900} {
@@ -478,7 +503,8 @@ func BenchmarkSegments(b *testing.B) {
 	}
 }
 
-// What a kernel has left undone is found, and finishing it gives what the kernel would have sent; a finished frame is left alone.
+// What a kernel has left undone is found, and finishing it gives what the kernel would have sent; a finished frame is
+// left alone.
 func TestUnfinished(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, n := range []int{0, 1, 1000, 20000} {

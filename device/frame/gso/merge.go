@@ -29,9 +29,9 @@ const (
 	maxIP        = 65535
 )
 
-// Parse tells whether a frame may be a part of a large one: TCP with payload and none but plain flags, or UDP with payload and a
-// checksum (and not RoCE v2, whose packets have a sum each of their own); no IP options or extension headers, no fragment, no padding. It looks at headers
-// only.
+// Parse tells whether a frame may be a part of a large one: TCP with payload and none but plain flags, or UDP with
+// payload and a checksum (and not RoCE v2, whose packets have a sum each of their own); no IP options or extension
+// headers, no fragment, no padding. It looks at headers only.
 func Parse(f []byte) (p Part, ok bool) {
 	if p.transport, ok = locate(f); !ok {
 		return p, false
@@ -49,7 +49,8 @@ func Parse(f []byte) (p Part, ok bool) {
 		p.last = fl&(flagFIN|flagPSH) != 0
 		return p, fl&^(flagFIN|flagPSH|flagECE) == flagACK
 	}
-	return p, int(binary.BigEndian.Uint16(l4[4:])) == len(l4) && l4[udpCsum]|l4[udpCsum+1] != 0 && binary.BigEndian.Uint16(l4[2:]) != protoRoCE
+	return p, int(binary.BigEndian.Uint16(l4[4:])) == len(l4) && l4[udpCsum]|l4[udpCsum+1] != 0 &&
+		binary.BigEndian.Uint16(l4[2:]) != protoRoCE
 }
 
 // Need is what the frame that such parts become needs.
@@ -87,11 +88,11 @@ func (t *transport) pseudo(f []byte, length int) uint32 {
 	return header.PseudoSum4([4]byte(f[t.l3+12:t.l3+16]), [4]byte(f[t.l3+16:t.l3+20]), proto, uint16(length))
 }
 
-// Merger is the opposite of Segmenter: it makes a large frame of parts that arrive one after the other. The large frame is such that
-// cutting it gives the parts again, but for IPv4 IDs of packets that may not be fragmented anyway.
+// Merger is the opposite of Segmenter: it makes a large frame of parts that arrive one after the other. The large frame
+// is such that cutting it gives the parts again, but for IPv4 IDs of packets that may not be fragmented anyway.
 //
-// The first part stays where it is until a second one fits; so a part that remains alone costs nothing, and its bytes must
-// not change before Take.
+// The first part stays where it is until a second one fits; so a part that remains alone costs nothing, and its bytes
+// must not change before Take.
 type Merger struct {
 	b     *frame.Buf // nil while there is one part only
 	first []byte
@@ -180,7 +181,8 @@ func (m *Merger) continues(f []byte, p *Part) bool {
 		return true
 	}
 	const endings = flagFIN | flagPSH
-	return u32(a[4:]) == m.seq && u32(a[8:]) == u32(b[8:]) && a[12] == b[12] && a[tcpFlags]&^endings == b[tcpFlags]&^endings &&
+	return u32(a[4:]) == m.seq && u32(a[8:]) == u32(b[8:]) && a[12] == b[12] &&
+		a[tcpFlags]&^endings == b[tcpFlags]&^endings &&
 		u16(a[14:]) == u16(b[14:]) && bytes.Equal(a[tcpCsum+2:p.payload-p.l4], b[tcpCsum+2:p.payload-p.l4])
 }
 
@@ -188,8 +190,8 @@ func u16(b []byte) uint16 { return binary.BigEndian.Uint16(b) }
 func u32(b []byte) uint32 { return binary.BigEndian.Uint32(b) }
 func u64(b []byte) uint64 { return binary.BigEndian.Uint64(b) }
 
-// Take empties the Merger. It returns the large frame, whose Offload is set, and a reference to it; or, when there was one part only,
-// nil: that part is whole as it is.
+// Take empties the Merger. It returns the large frame, whose Offload is set, and a reference to it; or, when there was
+// one part only, nil: that part is whole as it is.
 func (m *Merger) Take() *frame.Buf {
 	b, h := m.b, &m.head
 	m.b, m.n, m.first = nil, 0, nil

@@ -122,8 +122,8 @@ func mergeAll(pool *frame.Pool, in [][]byte) (out [][]byte, merged int) {
 	return out, merged
 }
 
-// plain is a frame in a form in which frames that mean the same are equal: the ID of an IPv4 packet that may not be fragmented has no
-// meaning (RFC 6864), and a sum of 0 can be written in two ways.
+// plain is a frame in a form in which frames that mean the same are equal: the ID of an IPv4 packet that may not be
+// fragmented has no meaning (RFC 6864), and a sum of 0 can be written in two ways.
 func plain(f []byte) []byte {
 	f = bytes.Clone(f)
 	t, ok := locate(f)
@@ -160,8 +160,8 @@ func checkMerge(t *testing.T, pool *frame.Pool, in [][]byte) (merged int) {
 	return merged
 }
 
-// Whatever happens to the frames of a flow, bytes changed with and without their sums put right, frames lost, doubled and exchanged: what
-// is put together comes apart into the frames that were there, in their order.
+// Whatever happens to the frames of a flow, bytes changed with and without their sums put right, frames lost, doubled
+// and exchanged: what is put together comes apart into the frames that were there, in their order.
 func TestMergeLosesNothing(t *testing.T) {
 	pool := newPool(t)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -220,7 +220,8 @@ func repair(f []byte) {
 // What stays as it is, each for a reason of its own; the flow goes on behind it.
 func TestMergeRefuses(t *testing.T) {
 	pool := newPool(t)
-	tcp4, udp4, tcp6 := shape{payload: 3000, seq: 1}, shape{udp: true, payload: 3000}, shape{v6: true, payload: 3000, seq: 1}
+	tcp4, udp4, tcp6 := shape{payload: 3000, seq: 1}, shape{udp: true, payload: 3000},
+		shape{v6: true, payload: 3000, seq: 1}
 	const l3, tcp = 14, 34
 	for _, c := range []struct {
 		name   string
@@ -297,7 +298,8 @@ func TestMergeBounds(t *testing.T) {
 // Frames of any content go through; what is put together comes apart again.
 func FuzzMerge(f *testing.F) {
 	pool := newPool(f)
-	for _, s := range []shape{{payload: 300}, {udp: true, payload: 300}, {v6: true, tags: 1, options: true, payload: 300}} {
+	for _, s := range []shape{{payload: 300}, {udp: true, payload: 300},
+		{v6: true, tags: 1, options: true, payload: 300}} {
 		var seed []byte
 		for _, p := range s.parts(f, pool, 100) {
 			seed = append(binary.BigEndian.AppendUint16(seed, uint16(len(p))), p...)

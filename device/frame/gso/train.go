@@ -17,9 +17,10 @@ const (
 	transportUC = 1
 )
 
-// Train couples RoCE v2 packets of one queue pair that follow each other: the first as it is, and of the others what is behind the UDP header, for
-// all in front of that is the same, lengths included. So they pass the switch as one frame (packet.NeedTrain). Nothing is computed; whoever cuts a
-// train has every packet again byte by byte, and each still has its ICRC.
+// Train couples RoCE v2 packets of one queue pair that follow each other: the first as it is, and of the others what is
+// behind the UDP header, for all in front of that is the same, lengths included. So they pass the switch as one frame
+// (packet.NeedTrain). Nothing is computed; whoever cuts a train has every packet again byte by byte, and each still has
+// its ICRC.
 //
 // As in a Merger the first packet stays where it is until a second one fits.
 type Train struct {
@@ -30,7 +31,8 @@ type Train struct {
 	n     int // packets; 0 = empty
 }
 
-// Start begins with a frame; the Train must be empty. False: it can be no part of a train. roce tells whether it is RoCE v2 at least.
+// Start begins with a frame; the Train must be empty. False: it can be no part of a train. roce tells whether it is
+// RoCE v2 at least.
 func (t *Train) Start(f []byte) (ok, roce bool) {
 	p, ok := locate(f)
 	if !ok || p.tcp || binary.BigEndian.Uint16(f[p.l4+2:]) != protoRoCE {
@@ -38,7 +40,8 @@ func (t *Train) Start(f []byte) (ok, roce bool) {
 	}
 	f = p.unpadded(f)
 	bth, whole := p.payload(f)
-	if !whole || !p.v6 && f[p.l3] != typeOfIPv4 || int(binary.BigEndian.Uint16(f[p.l4+4:])) != len(f)-p.l4 || len(f)-bth < minRoCE {
+	if !whole || !p.v6 && f[p.l3] != typeOfIPv4 || int(binary.BigEndian.Uint16(f[p.l4+4:])) != len(f)-p.l4 ||
+		len(f)-bth < minRoCE {
 		return false, true
 	}
 	if k := f[bth] >> 5; k != transportRC && k != transportUC {
@@ -78,11 +81,13 @@ func (t *Train) Add(pool *frame.Pool, f []byte) bool {
 	return t.b.Append(f[t.bth:])
 }
 
-// Take empties the Train. It returns it and a reference to it; or, when there was one packet only, nil: that one is whole as it is.
+// Take empties the Train. It returns it and a reference to it; or, when there was one packet only, nil: that one is
+// whole as it is.
 func (t *Train) Take() *frame.Buf {
 	b := t.b
 	if b != nil {
-		b.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: uint16(len(t.first) - t.bth), L3: uint16(t.t.l3), L4: uint16(t.t.l4), Payload: uint16(t.bth)}
+		b.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: uint16(len(t.first) - t.bth), L3: uint16(t.t.l3),
+			L4: uint16(t.t.l4), Payload: uint16(t.bth)}
 	}
 	t.b, t.n, t.first = nil, 0, nil
 	return b

@@ -15,7 +15,8 @@ import (
 // rocePacket is a packet with n bytes of payload.
 func rocePacket(t testing.TB, v6 bool, vlan uint16, op wire.Opcode, qpn, psn uint32, n int) []byte {
 	t.Helper()
-	p := wire.Path{SMAC: header.MAC{2, 5: 1}, DMAC: header.MAC{2, 5: 2}, VLAN: vlan, SrcIP: header.Mapped4([4]byte{10, 0, 0, 1}), DstIP: header.Mapped4([4]byte{10, 0, 0, 2}), SrcPort: 0xc123}
+	p := wire.Path{SMAC: header.MAC{2, 5: 1}, DMAC: header.MAC{2, 5: 2}, VLAN: vlan,
+		SrcIP: header.Mapped4([4]byte{10, 0, 0, 1}), DstIP: header.Mapped4([4]byte{10, 0, 0, 2}), SrcPort: 0xc123}
 	if v6 {
 		p.SrcIP, p.DstIP = [16]byte{0xfe, 0x80, 15: 1}, [16]byte{0xfe, 0x80, 15: 2}
 	}
@@ -118,7 +119,9 @@ func TestTrainRefuses(t *testing.T) {
 		{"another queue pair", true, func(f []byte) []byte { f[bth+7]++; return f }},
 		{"UD", true, func(f []byte) []byte { f[bth] = byte(wire.OpUDSendOnly); return f }},
 		{"CNP", true, func(f []byte) []byte { f[bth] = byte(wire.OpCNP); return f }},
-		{"shorter", true, func(f []byte) []byte { return rocePacket(t, false, header.NoVLAN, wire.OpRCWriteMiddle, 17, 5, 1020) }},
+		{"shorter", true, func(f []byte) []byte {
+			return rocePacket(t, false, header.NoVLAN, wire.OpRCWriteMiddle, 17, 5, 1020)
+		}},
 		{"IP length", true, func(f []byte) []byte { f[l3+3]--; return f }},
 		{"IP ID", true, func(f []byte) []byte { f[l3+5]++; return f }},
 		{"CE mark", true, func(f []byte) []byte { f[l3+1] |= 3; return f }},

@@ -31,7 +31,8 @@ const (
 	typeECN   = 0x80 // beside a TCP type
 )
 
-// MaxHeaders bounds the headers of a frame to be cut, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all options.
+// MaxHeaders bounds the headers of a frame to be cut, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all
+// options.
 const MaxHeaders = header.EthernetLen + maxTags*header.VLANLen + 60 + 60
 
 // Bounds on frames to be cut.
@@ -51,10 +52,10 @@ var (
 	ErrSize          = errors.New("gso: segment size of 0, or too many segments")
 )
 
-// Accept reads the virtio header h (HeaderLen bytes) that came with frame f from somebody who may leave things of allowed
-// to us. It trusts neither: what it returns has been checked against the frame, and from then on the frame's bytes
-// up to the payload may not change. The header's hdr_len, a hint, is ignored. f must be the caller's own: a checksum
-// in a place that nobody here understands is completed at once, so that what switches inspect is what leaves.
+// Accept reads the virtio header h (HeaderLen bytes) that came with frame f from somebody who may leave things of
+// allowed to us. It trusts neither: what it returns has been checked against the frame, and from then on the frame's
+// bytes up to the payload may not change. The header's hdr_len, a hint, is ignored. f must be the caller's own: a
+// checksum in a place that nobody here understands is completed at once, so that what switches inspect is what leaves.
 func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
 	flags, typ := h[atFlags], h[atType]
 	if flags&flagNeedsCsum == 0 {
@@ -121,8 +122,8 @@ func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
 // DataValid tells whether a header says that the frame's checksum was found right. Only the kernel is believed.
 func DataValid(h []byte) bool { return h[atFlags]&(flagDataValid|flagNeedsCsum) == flagDataValid }
 
-// PutHeader writes the virtio header for a frame that stands in bufs guest buffers (0 for a TAP device). valid: the receiver
-// may be told that the checksum is right.
+// PutHeader writes the virtio header for a frame that stands in bufs guest buffers (0 for a TAP device). valid: the
+// receiver may be told that the checksum is right.
 func PutHeader(h *[HeaderLen]byte, o *frame.Offload, valid bool, bufs int) {
 	*h = [HeaderLen]byte{}
 	binary.LittleEndian.PutUint16(h[atNumBuffers:], uint16(bufs))
@@ -231,7 +232,8 @@ func (t *transport) unpadded(f []byte) []byte {
 	return f[:end]
 }
 
-// payload finds where the payload of a packet begins that ends with the frame, as those to be cut do; there must be some.
+// payload finds where the payload of a packet begins that ends with the frame, as those to be cut do; there must be
+// some.
 func (t *transport) payload(f []byte) (at int, ok bool) {
 	at = t.l4 + header.UDPLen
 	if t.tcp {
@@ -252,9 +254,10 @@ func (t *transport) offload(n frame.Need) frame.Offload {
 	return frame.Offload{Need: n, CsumOff: uint8(t.csumOff), L3: uint16(t.l3), L4: uint16(t.l4)}
 }
 
-// Unfinished finds what a kernel has left undone in a frame of TCP that comes without a header that says so, as out of a tunnel over a wire inside
-// this machine: the checksum field holds the sum of the pseudo-header alone, and what is beyond limit, the size of the network's frames, is still to be
-// cut. A finished frame may look so once in 65536 times; finishing it again changes nothing.
+// Unfinished finds what a kernel has left undone in a frame of TCP that comes without a header that says so, as out of
+// a tunnel over a wire inside this machine: the checksum field holds the sum of the pseudo-header alone, and what is
+// beyond limit, the size of the network's frames, is still to be cut. A finished frame may look so once in 65536 times;
+// finishing it again changes nothing.
 func Unfinished(f []byte, limit int) (o frame.Offload, ok bool) {
 	t, ok := locate(f)
 	if !ok || !t.tcp {

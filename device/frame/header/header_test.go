@@ -35,7 +35,8 @@ func TestNeighborGolden(t *testing.T) {
 	}{
 		"solicitation": {Neighbor{Target: dst, Link: MAC{2, 0, 0, 0, 0, 1}, HasLink: true},
 			"8700 7a1b 00000000 fe800000000000000000000000000002 0101 020000000001"},
-		"advertisement": {Neighbor{Advert: true, Router: true, Solicited: true, Override: true, Target: dst, Link: MAC{2, 0, 0, 0, 0, 2}, HasLink: true},
+		"advertisement": {Neighbor{Advert: true, Router: true, Solicited: true, Override: true, Target: dst,
+			Link: MAC{2, 0, 0, 0, 0, 2}, HasLink: true},
 			"8800 9819 e0000000 fe800000000000000000000000000002 0201 020000000002"},
 		"without option": {Neighbor{Advert: true, Solicited: true, Target: dst},
 			"8800 3c25 40000000 fe800000000000000000000000000002"},
@@ -82,7 +83,8 @@ func TestNeighborGolden(t *testing.T) {
 		}
 	}
 	var got Neighbor
-	if err := got.Decode(seal(unhex(t, fixed+"0e01 000000000000 0101 020000000009")), src, dst); err != nil || got.Link != (MAC{2, 0, 0, 0, 0, 9}) {
+	if err := got.Decode(seal(unhex(t, fixed+"0e01 000000000000 0101 020000000009")), src, dst); err != nil ||
+		got.Link != (MAC{2, 0, 0, 0, 0, 9}) {
 		t.Error("unknown options are skipped:", err)
 	}
 }

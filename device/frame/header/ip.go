@@ -73,7 +73,8 @@ func (h *IPv4) Decode(b []byte) (int, error) {
 // their checksum.
 func headerSum(b []byte) uint16 {
 	b = b[:IPv4Len]
-	sum := uint64(binary.BigEndian.Uint32(b)) + uint64(binary.BigEndian.Uint32(b[4:])) + uint64(binary.BigEndian.Uint32(b[8:])) +
+	sum := uint64(binary.BigEndian.Uint32(b)) + uint64(binary.BigEndian.Uint32(b[4:])) +
+		uint64(binary.BigEndian.Uint32(b[8:])) +
 		uint64(binary.BigEndian.Uint32(b[12:])) + uint64(binary.BigEndian.Uint32(b[16:]))
 	return fold(sum)
 }
@@ -237,7 +238,8 @@ func PseudoSum6(src, dst [16]byte, protocol uint8, length uint32) uint32 {
 	return Sum16(src[:]) + Sum16(dst[:]) + uint32(protocol) + length>>16 + length&0xffff
 }
 
-// Sum16 adds up the big-endian 16-bit words of b, whose length is even; for PseudoSum and headers without carries to fold.
+// Sum16 adds up the big-endian 16-bit words of b, whose length is even; for PseudoSum and headers without carries to
+// fold.
 func Sum16(b []byte) (sum uint32) {
 	for i := 0; i+1 < len(b); i += 2 {
 		sum += uint32(b[i])<<8 | uint32(b[i+1])

@@ -100,7 +100,8 @@ func TestEnds(t *testing.T) {
 	if err := w.SetDeadline(time.Time{}); err != nil {
 		t.Fatal(err)
 	}
-	if err := w.Wait(func() bool { return w.SetDeadline(time.Now().Add(time.Millisecond)) != nil }); !errors.Is(err, os.ErrDeadlineExceeded) {
+	if err := w.Wait(func() bool { return w.SetDeadline(time.Now().Add(time.Millisecond)) != nil }); !errors.Is(err,
+		os.ErrDeadlineExceeded) {
 		t.Fatal(err)
 	}
 	if err := w.SetDeadline(time.Time{}); err != nil {
@@ -112,7 +113,8 @@ func TestEnds(t *testing.T) {
 		w.Close()
 		w.Close()
 	}()
-	if err := w.Wait(func() bool { looked <- struct{}{}; return false }); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+	if err := w.Wait(func() bool { looked <- struct{}{}; return false }); err == nil ||
+		errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatal(err)
 	}
 	if err := w.Wait(never); err == nil {
@@ -120,7 +122,8 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// TestTake: Take takes the count and does not wait for one, not even of an eventfd that its other owner has made one that blocks.
+// TestTake: Take takes the count and does not wait for one, not even of an eventfd that its other owner has made one
+// that blocks.
 func TestTake(t *testing.T) {
 	w := newWaiter(t)
 	readable := func() bool {

@@ -58,7 +58,8 @@ func parseHeader(t *testing.T) (structs []cStruct, consts []string) {
 		}
 	}
 	if len(structs) < 29 || len(consts) < 90 {
-		t.Fatalf("found only %d structures and %d constants in %s: has its style changed?", len(structs), len(consts), abiHeader)
+		t.Fatalf("found only %d structures and %d constants in %s: has its style changed?", len(structs), len(consts),
+			abiHeader)
 	}
 	return structs, consts
 }
@@ -138,16 +139,20 @@ var goConsts = map[string]uint64{
 	"VNICD_CMD_ATTACH_MCAST": uint64(CmdAttachMcast), "VNICD_CMD_DETACH_MCAST": uint64(CmdDetachMcast),
 	"VNICD_CMD_QUERY_STATS": uint64(CmdQueryStats), "VNICD_CMD_CLEAR_MTT": uint64(CmdClearMTT),
 	"VNICD_CMD_RESUME_FAULT": uint64(CmdResumeFault), "VNICD_CMD_CREATE_MW": uint64(CmdCreateMW),
-	"VNICD_CMD_DESTROY_MW": uint64(CmdDestroyMW), "VNICD_CMD_RESOLVE": uint64(CmdResolve), "VNICD_MR_FAST": MRFast, "VNICD_WR_REG_MR": WRRegMR,
-	"VNICD_WR_REG_OFFSET": SendWQERegOff, "VNICD_WR_FLUSH_OFFSET": SendWQEFlushRKeyOff - 12, "VNICD_WC_REG_MR": WCOpRegMR, "VNICD_MAX_FAST_REG": MaxFastReg,
-	"VNICD_ODP_SEND": ODPSend, "VNICD_ODP_RECV": ODPRecv, "VNICD_ODP_WRITE": ODPWrite, "VNICD_ODP_READ": ODPRead,
+	"VNICD_CMD_DESTROY_MW": uint64(CmdDestroyMW), "VNICD_CMD_RESOLVE": uint64(CmdResolve), "VNICD_MR_FAST": MRFast,
+	"VNICD_WR_REG_MR":     WRRegMR,
+	"VNICD_WR_REG_OFFSET": SendWQERegOff, "VNICD_WR_FLUSH_OFFSET": SendWQEFlushRKeyOff - 12, "VNICD_WC_REG_MR": WCOpRegMR,
+	"VNICD_MAX_FAST_REG": MaxFastReg,
+	"VNICD_ODP_SEND":     ODPSend, "VNICD_ODP_RECV": ODPRecv, "VNICD_ODP_WRITE": ODPWrite, "VNICD_ODP_READ": ODPRead,
 	"VNICD_ODP_ATOMIC": ODPAtomic, "VNICD_ODP_SRQ_RECV": ODPSRQRecv,
 	"VNICD_OK": uint64(StatusOK), "VNICD_EINVAL": uint64(StatusInvalid), "VNICD_ENOMEM": uint64(StatusNoMemory),
-	"VNICD_ENOENT": uint64(StatusNotFound), "VNICD_EBUSY": uint64(StatusBusy), "VNICD_EOPNOTSUPP": uint64(StatusUnsupported),
-	"VNICD_EFAULT": uint64(StatusFault), "VNICD_EPERM": uint64(StatusPermission), "VNICD_EIO": uint64(StatusIO),
+	"VNICD_ENOENT": uint64(StatusNotFound), "VNICD_EBUSY": uint64(StatusBusy),
+	"VNICD_EOPNOTSUPP": uint64(StatusUnsupported),
+	"VNICD_EFAULT":     uint64(StatusFault), "VNICD_EPERM": uint64(StatusPermission), "VNICD_EIO": uint64(StatusIO),
 	"VNICD_CAP_ATOMIC": CapAtomic, "VNICD_CAP_SRQ": CapSRQ, "VNICD_CAP_UC": CapUC, "VNICD_CAP_MCAST": CapMcast,
 	"VNICD_CAP_ROCE_V1": CapRoCEv1, "VNICD_CAP_RESIZE_CQ": CapResizeCQ, "VNICD_CAP_LOCAL_DMA_LKEY": CapLocalDMALKey,
-	"VNICD_CAP_MEM_MGT": CapMemMgt, "VNICD_CAP_MW": CapMW, "VNICD_CAP_ATOMIC_WRITE": CapAtomicWrite, "VNICD_CAP_FLUSH_GLOBAL": CapFlushGlobal, "VNICD_DMA_LKEY": DMALKey,
+	"VNICD_CAP_MEM_MGT": CapMemMgt, "VNICD_CAP_MW": CapMW, "VNICD_CAP_ATOMIC_WRITE": CapAtomicWrite,
+	"VNICD_CAP_FLUSH_GLOBAL": CapFlushGlobal, "VNICD_DMA_LKEY": DMALKey,
 	"VNICD_GID_ROCE_V1": GIDRoCEv1, "VNICD_GID_ROCE_V2": GIDRoCEv2, "VNICD_DB_SLOTS": DoorbellSlots,
 	"VNICD_ARM_NONE": ArmNone, "VNICD_ARM_SOLICITED": ArmSolicited, "VNICD_ARM_NEXT": ArmNext,
 	"VNICD_SRQ_LIMIT": SRQLimit, "VNICD_SRQ_RESIZE": SRQResize,
@@ -157,7 +162,8 @@ var goConsts = map[string]uint64{
 	"VNICD_MTT_ABSENT": MTTAbsent, "VNICD_MTT_READ_ONLY": MTTReadOnly,
 	"VNICD_STAT_TX_PACKETS": uint64(StatTxPackets), "VNICD_STAT_TX_BYTES": uint64(StatTxBytes),
 	"VNICD_STAT_RX_PACKETS": uint64(StatRxPackets), "VNICD_STAT_RX_BYTES": uint64(StatRxBytes),
-	"VNICD_STAT_TX_ACKS": uint64(StatTxAcks), "VNICD_STAT_TX_NAKS": uint64(StatTxNaks), "VNICD_STAT_TX_RNR": uint64(StatTxRNR),
+	"VNICD_STAT_TX_ACKS": uint64(StatTxAcks), "VNICD_STAT_TX_NAKS": uint64(StatTxNaks),
+	"VNICD_STAT_TX_RNR": uint64(StatTxRNR),
 	"VNICD_STAT_RX_RNR": uint64(StatRxRNR), "VNICD_STAT_RETRANSMITS": uint64(StatRetransmits),
 	"VNICD_STAT_TIMEOUTS": uint64(StatTimeouts), "VNICD_STAT_OUT_OF_SEQUENCE": uint64(StatOutOfSequence),
 	"VNICD_STAT_DUPLICATES": uint64(StatDuplicates), "VNICD_STAT_ICRC_ERRORS": uint64(StatICRCErrors),
@@ -182,7 +188,8 @@ var uapiConsts = map[string]uint64{
 	"IB_UVERBS_WR_TSO": WRTSO, "IB_UVERBS_WR_RDMA_READ_WITH_INV": WRRDMAReadWithInv,
 	"IB_UVERBS_WR_MASKED_ATOMIC_CMP_AND_SWP":   WRMaskedAtomicCmpAndSwp,
 	"IB_UVERBS_WR_MASKED_ATOMIC_FETCH_AND_ADD": WRMaskedAtomicFetchAdd,
-	"IB_UVERBS_WC_SEND":                        WCOpSend, "IB_UVERBS_WC_RDMA_WRITE": WCOpRDMAWrite, "IB_UVERBS_WC_RDMA_READ": WCOpRDMARead,
+	"IB_UVERBS_WC_SEND":                        WCOpSend, "IB_UVERBS_WC_RDMA_WRITE": WCOpRDMAWrite,
+	"IB_UVERBS_WC_RDMA_READ": WCOpRDMARead,
 	"IB_UVERBS_WC_COMP_SWAP": WCOpCompSwap, "IB_UVERBS_WC_FETCH_ADD": WCOpFetchAdd, "IB_UVERBS_WC_BIND_MW": WCOpBindMW,
 	"IB_UVERBS_WC_LOCAL_INV": WCOpLocalInv, "IB_UVERBS_WC_TSO": WCOpTSO,
 	"IB_UVERBS_ACCESS_LOCAL_WRITE": AccessLocalWrite, "IB_UVERBS_ACCESS_REMOTE_WRITE": AccessRemoteWrite,
@@ -203,10 +210,13 @@ var verbsConsts = map[string]uint64{
 	"IBV_QP_ACCESS_FLAGS": QPAttrAccessFlags, "IBV_QP_PKEY_INDEX": QPAttrPKeyIndex, "IBV_QP_PORT": QPAttrPort,
 	"IBV_QP_QKEY": QPAttrQKey, "IBV_QP_AV": QPAttrAV, "IBV_QP_PATH_MTU": QPAttrPathMTU, "IBV_QP_TIMEOUT": QPAttrTimeout,
 	"IBV_QP_RETRY_CNT": QPAttrRetryCnt, "IBV_QP_RNR_RETRY": QPAttrRNRRetry, "IBV_QP_RQ_PSN": QPAttrRQPSN,
-	"IBV_QP_MAX_QP_RD_ATOMIC": QPAttrMaxQPRdAtomic, "IBV_QP_ALT_PATH": QPAttrAltPath, "IBV_QP_MIN_RNR_TIMER": QPAttrMinRNRTimer,
-	"IBV_QP_SQ_PSN": QPAttrSQPSN, "IBV_QP_MAX_DEST_RD_ATOMIC": QPAttrMaxDestRdAtomic, "IBV_QP_PATH_MIG_STATE": QPAttrPathMigState,
-	"IBV_QP_CAP": QPAttrCap, "IBV_QP_DEST_QPN": QPAttrDestQPN, "IBV_QP_RATE_LIMIT": QPAttrRateLimit,
-	"IBV_MTU_256": MTU256, "IBV_MTU_512": MTU512, "IBV_MTU_1024": MTU1024, "IBV_MTU_2048": MTU2048, "IBV_MTU_4096": MTU4096,
+	"IBV_QP_MAX_QP_RD_ATOMIC": QPAttrMaxQPRdAtomic, "IBV_QP_ALT_PATH": QPAttrAltPath,
+	"IBV_QP_MIN_RNR_TIMER": QPAttrMinRNRTimer,
+	"IBV_QP_SQ_PSN":        QPAttrSQPSN, "IBV_QP_MAX_DEST_RD_ATOMIC": QPAttrMaxDestRdAtomic,
+	"IBV_QP_PATH_MIG_STATE": QPAttrPathMigState,
+	"IBV_QP_CAP":            QPAttrCap, "IBV_QP_DEST_QPN": QPAttrDestQPN, "IBV_QP_RATE_LIMIT": QPAttrRateLimit,
+	"IBV_MTU_256": MTU256, "IBV_MTU_512": MTU512, "IBV_MTU_1024": MTU1024, "IBV_MTU_2048": MTU2048,
+	"IBV_MTU_4096":   MTU4096,
 	"IBV_SEND_FENCE": SendFence, "IBV_SEND_SIGNALED": SendSignaled, "IBV_SEND_SOLICITED": SendSolicited,
 	"IBV_SEND_INLINE": SendInline, "IBV_SEND_IP_CSUM": SendIPCsum,
 	"IBV_WC_SUCCESS": WCSuccess, "IBV_WC_LOC_LEN_ERR": WCLocLenErr, "IBV_WC_LOC_QP_OP_ERR": WCLocQPOpErr,
@@ -215,9 +225,11 @@ var verbsConsts = map[string]uint64{
 	"IBV_WC_REM_INV_REQ_ERR": WCRemInvReqErr, "IBV_WC_REM_ACCESS_ERR": WCRemAccessErr, "IBV_WC_REM_OP_ERR": WCRemOpErr,
 	"IBV_WC_RETRY_EXC_ERR": WCRetryExcErr, "IBV_WC_RNR_RETRY_EXC_ERR": WCRNRRetryExcErr,
 	"IBV_WC_LOC_RDD_VIOL_ERR": WCLocRDDViolErr, "IBV_WC_REM_INV_RD_REQ_ERR": WCRemInvRdReqErr,
-	"IBV_WC_REM_ABORT_ERR": WCRemAbortErr, "IBV_WC_INV_EECN_ERR": WCInvEECNErr, "IBV_WC_INV_EEC_STATE_ERR": WCInvEECStateErr,
-	"IBV_WC_FATAL_ERR": WCFatalErr, "IBV_WC_RESP_TIMEOUT_ERR": WCRespTimeoutErr, "IBV_WC_GENERAL_ERR": WCGeneralErr,
-	"IBV_WC_RECV": WCOpRecv, "IBV_WC_RECV_RDMA_WITH_IMM": WCOpRecvRDMAWithImm,
+	"IBV_WC_REM_ABORT_ERR": WCRemAbortErr, "IBV_WC_INV_EECN_ERR": WCInvEECNErr,
+	"IBV_WC_INV_EEC_STATE_ERR": WCInvEECStateErr,
+	"IBV_WC_FATAL_ERR":         WCFatalErr, "IBV_WC_RESP_TIMEOUT_ERR": WCRespTimeoutErr,
+	"IBV_WC_GENERAL_ERR": WCGeneralErr,
+	"IBV_WC_RECV":        WCOpRecv, "IBV_WC_RECV_RDMA_WITH_IMM": WCOpRecvRDMAWithImm,
 	"IBV_WC_GRH": WCFlagGRH, "IBV_WC_WITH_IMM": WCFlagWithImm, "IBV_WC_WITH_INV": WCFlagWithInvalidateUser,
 	"IBV_PORT_NOP": PortNop, "IBV_PORT_DOWN": PortDown, "IBV_PORT_INIT": PortInit, "IBV_PORT_ARMED": PortArmed,
 	"IBV_PORT_ACTIVE": PortActive,
@@ -403,7 +415,8 @@ func TestMatchesC(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d sizes, offsets and constants agree; of %d numbers of <infiniband/verbs.h> %d compared", len(want), len(verbsConsts), n)
+	t.Logf("%d sizes, offsets and constants agree; of %d numbers of <infiniband/verbs.h> %d compared", len(want),
+		len(verbsConsts), n)
 }
 
 // runC compiles and runs a program that prints each expression; those of

@@ -31,19 +31,22 @@ func TestGolden(t *testing.T) {
 			GID: [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: 7}},
 			"0100 02 00 ffff 020000000007 00000000 00000000000000000000ffff0a000007"},
 		{"set_mtt", &SetMTT{Handle: 5, Count: 3, First: 0x100000002}, "05000000 03000000 0200000001000000"},
-		{"clear_mtt", &ClearMTT{Handle: 5, First: 0x100000002, Count: 7}, "05000000 00000000 0200000001000000 0700000000000000"},
+		{"clear_mtt", &ClearMTT{Handle: 5, First: 0x100000002, Count: 7},
+			"05000000 00000000 0200000001000000 0700000000000000"},
 		{"resume_fault", &ResumeFault{Token: 0x11223344, Status: StatusFault}, "44332211 06000000"},
 		{"ah", &AH{Valid: 1, PDN: 2, DGID: [16]byte{0xfe, 0x80, 15: 9}, DMAC: [6]byte{2}, SGIDIndex: 3, VLANID: 7,
 			TrafficClass: 4, HopLimit: 64, FlowLabel: 0xabcde, SL: 3},
 			"01000000 02000000 fe800000000000000000000000000009 020000000000 0300 0700 04 40 debc0a00 03 00000000000000 0000000000000000 0000000000000000"},
-		{"reg_wr", &RegWR{IOVA: 0xffff888000001123, Length: 0x2000, PageList: 0x40001000, NPages: 3, Offset: 0x123, RKey: 0x107, Access: 7, PageShift: 12},
+		{"reg_wr", &RegWR{IOVA: 0xffff888000001123, Length: 0x2000, PageList: 0x40001000, NPages: 3, Offset: 0x123,
+			RKey: 0x107, Access: 7, PageShift: 12},
 			"2311000080 88ffff 0020000000000000 0010004000000000 03000000 23010000 07010000 07000000 0c 00000000000000"},
 		{"create_mw", &CreateMW{PDN: 3, Type: 2}, "03000000 02000000"},
-		{"resolve", &Resolve{DGID: [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: 2}, SGIDIndex: 3}, "00000000 00000000 0000ffff 0a000002 0300 000000000000"},
+		{"resolve", &Resolve{DGID: [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: 2}, SGIDIndex: 3},
+			"00000000 00000000 0000ffff 0a000002 0300 000000000000"},
 		{"resolve_resp", &ResolveResp{MAC: [6]byte{2, 0, 0, 0, 0, 9}}, "020000000009 0000"},
 		{"ceqe", &CEQE{CQN: 9}, "09000000 00000000"},
-		{"wc", &WC{ID: 0x0102030405060708, Status: WCSuccess, Opcode: WCOpRecv, ByteLen: 48, Ex: [4]byte{0xde, 0xad, 0xbe, 0xef},
-			QPN: 17, SrcQP: 18, Flags: WCFlagGRH | WCFlagWithImm, PortNum: 1},
+		{"wc", &WC{ID: 0x0102030405060708, Status: WCSuccess, Opcode: WCOpRecv, ByteLen: 48,
+			Ex: [4]byte{0xde, 0xad, 0xbe, 0xef}, QPN: 17, SrcQP: 18, Flags: WCFlagGRH | WCFlagWithImm, PortNum: 1},
 			"0807060504030201 00000000 80000000 00000000 30000000 deadbeef 11000000 12000000 03000000 0000 0000 00 00 01 00"},
 	} {
 		want, err := hex.DecodeString(strings.ReplaceAll(tc.hex, " ", ""))
@@ -103,13 +106,15 @@ func TestWQEViews(t *testing.T) {
 	w.SetRDMA(0x1122334455667788, 0x99)
 	sgl := []SGE{{Addr: 0x1000, Length: 5, LKey: 7}, {Addr: 0x2000, Length: 6, LKey: 8}}
 	w.SetSGEs(sgl)
-	if w.ID() != 1 || w.Opcode() != WRRDMAWriteWithImm || w.Flags() != SendSignaled|SendFence || w.Imm() != [4]byte{1, 2, 3, 4} ||
+	if w.ID() != 1 || w.Opcode() != WRRDMAWriteWithImm || w.Flags() != SendSignaled|SendFence ||
+		w.Imm() != [4]byte{1, 2, 3, 4} ||
 		w.RemoteAddr() != 0x1122334455667788 || w.RKey() != 0x99 || w.NumSGE() != 2 || w.DMALength() != 11 ||
 		w.SGE(0) != sgl[0] || w.SGE(1) != sgl[1] {
 		t.Errorf("RDMA request reads back wrong: %x", b)
 	}
 	// Literal bytes at the offsets of rdma_user_rxe.h.
-	if b[12] != 1 || !bytes.Equal(b[20:24], []byte{1, 2, 3, 4}) || b[24] != 0x88 || b[32] != 0x99 || b[184] != 11 || b[196] != 2 || b[209] != 0x10 {
+	if b[12] != 1 || !bytes.Equal(b[20:24], []byte{1, 2, 3, 4}) || b[24] != 0x88 || b[32] != 0x99 || b[184] != 11 ||
+		b[196] != 2 || b[209] != 0x10 {
 		t.Errorf("RDMA request stands wrong: %x", b)
 	}
 	w.SetRequest(2, WRAtomicCmpAndSwp, 0)

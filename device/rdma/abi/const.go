@@ -243,7 +243,8 @@ const (
 
 var statNames = [NumStats]string{
 	"tx_packets", "tx_bytes", "rx_packets", "rx_bytes", "tx_acks", "tx_naks", "tx_rnr", "rx_rnr", "retransmits",
-	"timeouts", "out_of_sequence", "duplicates", "icrc_errors", "rx_dropped", "access_errors", "guest_faults", "host_faults",
+	"timeouts", "out_of_sequence", "duplicates", "icrc_errors", "rx_dropped", "access_errors", "guest_faults",
+	"host_faults",
 	"invalidations", "faults_resumed", "faults_failed", "fault_drops",
 }
 
@@ -272,9 +273,10 @@ const (
 )
 
 var eventNames = map[EventType]string{
-	EventCQErr: "CQ error", EventQPFatal: "QP fatal", EventQPReqErr: "QP request error", EventQPAccessErr: "QP access error",
-	EventQPCommEst: "communication established", EventSQDrained: "SQ drained", EventQPLastWQE: "last WQE reached",
-	EventSRQErr: "SRQ error", EventSRQLimit: "SRQ limit reached", EventPageFault: "page fault",
+	EventCQErr: "CQ error", EventQPFatal: "QP fatal", EventQPReqErr: "QP request error",
+	EventQPAccessErr: "QP access error", EventQPCommEst: "communication established", EventSQDrained: "SQ drained",
+	EventQPLastWQE: "last WQE reached", EventSRQErr: "SRQ error", EventSRQLimit: "SRQ limit reached",
+	EventPageFault: "page fault",
 }
 
 func (e EventType) String() string {

@@ -141,7 +141,8 @@ func (w SendWQE) NumSGE() uint32 { return le.Uint32(w[SendWQENumSGEOff:]) }
 // SGE returns element i; the caller has checked that the slot holds it.
 func (w SendWQE) SGE(i int) SGE { return getSGE(w[SendWQESGEOff+i*SizeSGE:]) }
 
-// Flush returns the rest of what a FLUSH names besides RemoteAddr, and what it asks for. The provider has its length in DMALength.
+// Flush returns the rest of what a FLUSH names besides RemoteAddr, and what it asks for. The provider has its length in
+// DMALength.
 func (w SendWQE) Flush() (rkey uint32, placement, selectivity uint8) {
 	return le.Uint32(w[SendWQEFlushRKeyOff:]), w[SendWQEFlushTypeOff], w[SendWQEFlushLevelOff]
 }

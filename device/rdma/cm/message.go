@@ -1,7 +1,7 @@
-// Package cm watches communication management (IBTA volume 1, chapter 12) between a VM and its peers: the datagrams that set up
-// and end connections, as they pass queue pair 1. It keeps a bounded table of the VM's connections, by the communication
-// IDs of both sides, and says which arriving datagrams contradict it (MT-3, MT-4). It takes no part: nothing is answered, sent or
-// changed, and there is no I/O, no clock and no lock in it.
+// Package cm watches communication management (IBTA volume 1, chapter 12) between a VM and its peers: the datagrams
+// that set up and end connections, as they pass queue pair 1. It keeps a bounded table of the VM's connections, by the
+// communication IDs of both sides, and says which arriving datagrams contradict it (MT-3, MT-4). It takes no part:
+// nothing is answered, sent or changed, and there is no I/O, no clock and no lock in it.
 package cm
 
 import (
@@ -59,8 +59,8 @@ var (
 	ErrMalformed = errors.New("cm: malformed message")
 )
 
-// Message is a view of a whole management datagram that Parse has accepted; its methods never fail. A field that the kind
-// does not have reads as whatever lies there.
+// Message is a view of a whole management datagram that Parse has accepted; its methods never fail. A field that the
+// kind does not have reads as whatever lies there.
 type Message []byte
 
 // Parse checks that b begins with a message.
@@ -90,8 +90,8 @@ func (m Message) Kind() Kind { return Kind(binary.BigEndian.Uint16(m[16:])) }
 // Transaction returns the transaction ID: equal in a repetition, and in the answer.
 func (m Message) Transaction() uint64 { return binary.BigEndian.Uint64(m[8:]) }
 
-// LocalID returns the communication ID that the sender gave the connection; of SIDR messages the request ID, which is the
-// requester's in both directions.
+// LocalID returns the communication ID that the sender gave the connection; of SIDR messages the request ID, which is
+// the requester's in both directions.
 func (m Message) LocalID() uint32 { return m.u32(0) }
 
 // RemoteID returns the receiver's communication ID; REQ and SIDR messages have none. 0 in a REJ: not known yet.

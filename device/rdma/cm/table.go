@@ -6,8 +6,8 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// State is what the messages that have passed say about a connection. It is the watcher's view: a message that passed may
-// still be lost in the guest, and a guest may end a connection without a word.
+// State is what the messages that have passed say about a connection. It is the watcher's view: a message that passed
+// may still be lost in the guest, and a guest may end a connection without a word.
 //
 //	REQ out  req-sent -- REP in --> rep-received -- RTU out --> established
 //	REQ in   req-received -- REP out --> rep-sent -- RTU in --> established
@@ -33,9 +33,9 @@ const (
 	Resolved
 )
 
-var stateNames = [...]string{ReqSent: "req-sent", ReqReceived: "req-received", RepSent: "rep-sent", RepReceived: "rep-received",
-	Established: "established", DreqSent: "dreq-sent", DreqReceived: "dreq-received", Closed: "closed", Rejected: "rejected",
-	SIDRSent: "sidr-sent", SIDRReceived: "sidr-received", Resolved: "resolved"}
+var stateNames = [...]string{ReqSent: "req-sent", ReqReceived: "req-received", RepSent: "rep-sent",
+	RepReceived: "rep-received", Established: "established", DreqSent: "dreq-sent", DreqReceived: "dreq-received",
+	Closed: "closed", Rejected: "rejected", SIDRSent: "sidr-sent", SIDRReceived: "sidr-received", Resolved: "resolved"}
 
 // String returns the name that status output uses.
 func (s State) String() string { return stateNames[s] }
@@ -103,7 +103,8 @@ const (
 	NumReasons
 )
 
-var reasonNames = [NumReasons]string{"", "cm-malformed", "cm-source-qp", "cm-gid", "cm-peer", "cm-qp-number", "cm-message"}
+var reasonNames = [NumReasons]string{"", "cm-malformed", "cm-source-qp", "cm-gid", "cm-peer", "cm-qp-number",
+	"cm-message"}
 
 // String returns the name that status output uses.
 func (r Reason) String() string { return reasonNames[r] }
@@ -177,8 +178,8 @@ func (t *Table) Each(now int64, f func(*Conn)) {
 // ByQP returns the connection of a local queue pair, nil if there is none.
 func (t *Table) ByQP(qpn uint32) *Conn { return t.byQP[qpn] }
 
-// Bind finds the connection that a local queue pair is being made ready for, by its peer, and binds it to that: it lives until
-// Release. Nil: its addresses were exchanged in another way.
+// Bind finds the connection that a local queue pair is being made ready for, by its peer, and binds it to that: it
+// lives until Release. Nil: its addresses were exchanged in another way.
 func (t *Table) Bind(qpn uint32, remote [16]byte, remoteQPN uint32) *Conn {
 	c := t.byPeerQP[peerKey{remote, idKey{id: remoteQPN}}]
 	if c == nil || qpn == 0 || c.State.over() || c.LocalQPN != qpn && (c.LocalQPN != 0 || c.Active) {
@@ -207,8 +208,8 @@ func (t *Table) Release(now int64, qpn uint32) {
 	t.settle(now, c)
 }
 
-// Watch takes note of a datagram. c is the connection it belongs to, nil if none is known; a datagram whose reason is not Pass has
-// changed nothing and, if it came from outside, should not get through.
+// Watch takes note of a datagram. c is the connection it belongs to, nil if none is known; a datagram whose reason is
+// not Pass has changed nothing and, if it came from outside, should not get through.
 func (t *Table) Watch(now int64, d *Datagram) (c *Conn, why Reason) {
 	t.age(now)
 	m, err := Parse(d.MAD)
@@ -248,8 +249,8 @@ func (t *Table) request(now int64, d *Datagram, m Message) (*Conn, Reason) {
 		}
 	}
 	id := idKey{m.LocalID(), sidr}
-	fresh := &Conn{Active: d.Out, Service: m.ServiceID(), Local: d.Local, Remote: d.Remote, RemoteMAC: d.RemoteMAC, VLAN: d.VLAN,
-		sidr: sidr, Began: now, State: ReqReceived, Transport: 3}
+	fresh := &Conn{Active: d.Out, Service: m.ServiceID(), Local: d.Local, Remote: d.Remote, RemoteMAC: d.RemoteMAC,
+		VLAN: d.VLAN, sidr: sidr, Began: now, State: ReqReceived, Transport: 3}
 	var old *Conn
 	if d.Out {
 		old = t.byLocal[id]
@@ -344,7 +345,8 @@ func (c *Conn) check(d *Datagram, m Message) Reason {
 		local, remote = remote, local
 	}
 	// A REJ may come from, or go to, who has no ID yet.
-	if c.haveLocal && local != c.LocalID && (k != REJ || local != 0) || c.haveRemote && remote != c.RemoteID && (k != REJ || remote != 0) {
+	if c.haveLocal && local != c.LocalID && (k != REJ || local != 0) || c.haveRemote && remote != c.RemoteID &&
+		(k != REJ || remote != 0) {
 		return WrongMessage
 	}
 	switch k {
@@ -470,8 +472,8 @@ func (t *Table) end(c *Conn, s State) {
 	c.expires = 1 // with the next look
 }
 
-// age forgets what has expired. Lists are in the order of the last messages; times differ a little within one, so that an entry
-// may stay as long as one before it.
+// age forgets what has expired. Lists are in the order of the last messages; times differ a little within one, so that
+// an entry may stay as long as one before it.
 func (t *Table) age(now int64) {
 	for _, l := range [...]*list{&t.half, &t.past} {
 		for l.first != nil && l.first.expires <= now {

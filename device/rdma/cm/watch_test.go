@@ -82,8 +82,8 @@ func TestLife(t *testing.T) {
 	}
 	x, y = carry(t, 0, a, b, cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22})
 	states("RTU", x, y, cm.Established, cm.Established)
-	want := cm.Conn{State: cm.Established, Active: true, Service: tcp7174, PathMTU: 3, LocalID: 11, RemoteID: 22, LocalQPN: 0x101, RemoteQPN: 0x202,
-		Local: gid(1), Remote: gid(2), RemoteMAC: mac(2)}
+	want := cm.Conn{State: cm.Established, Active: true, Service: tcp7174, PathMTU: 3, LocalID: 11, RemoteID: 22,
+		LocalQPN: 0x101, RemoteQPN: 0x202, Local: gid(1), Remote: gid(2), RemoteMAC: mac(2)}
 	if s := show(x); s != show(&want) {
 		t.Errorf("active:\n%s\nwant\n%s", s, show(&want))
 	}
@@ -165,18 +165,28 @@ func TestForged(t *testing.T) {
 		mod  func(*cm.Datagram)
 		want cm.Reason
 	}{
-		"source queue pair":    {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22}, func(d *cm.Datagram) { d.RemoteQPN = 2 }, cm.SourceQP},
-		"not a message":        {cmtest.Message{Kind: 0x30}, func(d *cm.Datagram) {}, cm.Malformed},
-		"cut off":              {cmtest.Message{Kind: cm.RTU}, func(d *cm.Datagram) { d.MAD = d.MAD[:100] }, cm.Malformed},
-		"another GID":          {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22}, func(d *cm.Datagram) { d.Remote = gid(3) }, cm.WrongPeer},
-		"another MAC":          {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22}, func(d *cm.Datagram) { d.RemoteMAC = mac(3) }, cm.WrongPeer},
-		"another VLAN":         {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22}, func(d *cm.Datagram) { d.VLAN = 3 }, cm.WrongPeer},
-		"another ID":           {cmtest.Message{Kind: cm.RTU, LocalID: 12, RemoteID: 22}, func(*cm.Datagram) {}, cm.WrongMessage},
-		"DREQ for another QP":  {cmtest.Message{Kind: cm.DREQ, LocalID: 11, RemoteID: 22, QPN: 0x203}, func(*cm.Datagram) {}, cm.WrongQP},
-		"REP from who asked":   {cmtest.Message{Kind: cm.REP, LocalID: 11, RemoteID: 22, QPN: 0x101}, func(*cm.Datagram) {}, cm.WrongMessage},
-		"REQ, path elsewhere":  {cmtest.Message{Kind: cm.REQ, LocalID: 99, QPN: 1, Local: gid(4), Remote: gid(2)}, func(*cm.Datagram) {}, cm.WrongGID},
-		"REQ, path not to us":  {cmtest.Message{Kind: cm.REQ, LocalID: 99, QPN: 1, Local: gid(1), Remote: gid(4)}, func(*cm.Datagram) {}, cm.WrongGID},
-		"REQ again, other MAC": {cmtest.Message{Kind: cm.REQ, LocalID: 11, QPN: 0x101, Service: 5, Local: gid(1), Remote: gid(2)}, func(d *cm.Datagram) { d.RemoteMAC = mac(3) }, cm.WrongPeer},
+		"source queue pair": {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22},
+			func(d *cm.Datagram) { d.RemoteQPN = 2 }, cm.SourceQP},
+		"not a message": {cmtest.Message{Kind: 0x30}, func(d *cm.Datagram) {}, cm.Malformed},
+		"cut off":       {cmtest.Message{Kind: cm.RTU}, func(d *cm.Datagram) { d.MAD = d.MAD[:100] }, cm.Malformed},
+		"another GID": {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22},
+			func(d *cm.Datagram) { d.Remote = gid(3) }, cm.WrongPeer},
+		"another MAC": {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22},
+			func(d *cm.Datagram) { d.RemoteMAC = mac(3) }, cm.WrongPeer},
+		"another VLAN": {cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22}, func(d *cm.Datagram) { d.VLAN = 3 },
+			cm.WrongPeer},
+		"another ID": {cmtest.Message{Kind: cm.RTU, LocalID: 12, RemoteID: 22}, func(*cm.Datagram) {},
+			cm.WrongMessage},
+		"DREQ for another QP": {cmtest.Message{Kind: cm.DREQ, LocalID: 11, RemoteID: 22, QPN: 0x203}, func(*cm.Datagram) {},
+			cm.WrongQP},
+		"REP from who asked": {cmtest.Message{Kind: cm.REP, LocalID: 11, RemoteID: 22, QPN: 0x101}, func(*cm.Datagram) {},
+			cm.WrongMessage},
+		"REQ, path elsewhere": {cmtest.Message{Kind: cm.REQ, LocalID: 99, QPN: 1, Local: gid(4), Remote: gid(2)},
+			func(*cm.Datagram) {}, cm.WrongGID},
+		"REQ, path not to us": {cmtest.Message{Kind: cm.REQ, LocalID: 99, QPN: 1, Local: gid(1), Remote: gid(4)},
+			func(*cm.Datagram) {}, cm.WrongGID},
+		"REQ again, other MAC": {cmtest.Message{Kind: cm.REQ, LocalID: 11, QPN: 0x101, Service: 5, Local: gid(1),
+			Remote: gid(2)}, func(d *cm.Datagram) { d.RemoteMAC = mac(3) }, cm.WrongPeer},
 	} {
 		d := datagram(false, 1, 2, &tc.m)
 		tc.mod(d)
@@ -222,8 +232,8 @@ func TestLiarModel(t *testing.T) {
 		if rng.IntN(2) == 0 { // the liar, from its own or another's address
 			from := []byte{9, s.peer}[rng.IntN(2)]
 			pick := func(right uint32) uint32 { return []uint32{right, right + 1, rng.Uint32()}[rng.IntN(3)] }
-			m := cmtest.Message{Kind: kinds[rng.IntN(len(kinds))], LocalID: pick(s.id), RemoteID: pick(mine), QPN: pick(peerQPN), Service: uint64(rng.IntN(2)),
-				Local: gid(from), Remote: gid(2)}
+			m := cmtest.Message{Kind: kinds[rng.IntN(len(kinds))], LocalID: pick(s.id), RemoteID: pick(mine), QPN: pick(peerQPN),
+				Service: uint64(rng.IntN(2)), Local: gid(from), Remote: gid(2)}
 			d := datagram(false, from, 2, &m)
 			// It cannot have the peer's MAC and everything else right: that is a peer.
 			d.RemoteMAC = mac(9)
@@ -349,7 +359,8 @@ func FuzzTable(f *testing.F) {
 			now += int64(e&0x1f) * int64(time.Second)
 			switch {
 			case op < 200:
-				m := cmtest.Message{Kind: kinds[int(op)%len(kinds)], LocalID: uint32(a), RemoteID: uint32(b), QPN: uint32(c), Local: gid(3), Remote: gid(2), Status: e >> 7}
+				m := cmtest.Message{Kind: kinds[int(op)%len(kinds)], LocalID: uint32(a), RemoteID: uint32(b), QPN: uint32(c),
+					Local: gid(3), Remote: gid(2), Status: e >> 7}
 				out := e&0x40 != 0
 				from, to := byte(3), byte(2)
 				if out {
@@ -372,7 +383,8 @@ func FuzzTable(f *testing.F) {
 }
 
 func show(c *cm.Conn) string {
-	return fmt.Sprint(c.State, c.Active, c.Service, c.LocalID, c.RemoteID, c.LocalQPN, c.RemoteQPN, c.Local, c.Remote, c.RemoteMAC, c.VLAN)
+	return fmt.Sprint(c.State, c.Active, c.Service, c.LocalID, c.RemoteID, c.LocalQPN, c.RemoteQPN, c.Local, c.Remote,
+		c.RemoteMAC, c.VLAN)
 }
 
 func key(peer byte, id uint32) string { return fmt.Sprint(peer, "/", id) }

@@ -48,7 +48,8 @@ func BenchmarkFetchSend(b *testing.B) {
 	b.Run("sge4", func(b *testing.B) {
 		benchFetch(b, func(g *guest, s abi.SendWQE) {
 			s.SetRequest(1, abi.WRRDMAWrite, 0)
-			s.SetSGEs([]abi.SGE{{Addr: 1, Length: 1, LKey: 5}, {Addr: 1, Length: 1, LKey: 5}, {Addr: 1, Length: 1, LKey: 5}, {Addr: 1, Length: 1, LKey: 5}})
+			s.SetSGEs([]abi.SGE{{Addr: 1, Length: 1, LKey: 5}, {Addr: 1, Length: 1, LKey: 5}, {Addr: 1, Length: 1, LKey: 5},
+				{Addr: 1, Length: 1, LKey: 5}})
 		})
 	})
 	b.Run("inline64", func(b *testing.B) {
@@ -129,7 +130,8 @@ func benchWriteOn(b *testing.B, w *world, size int) {
 	}
 }
 
-// cpuTime is what this process has used, ns: on a machine that others use, too, it says more than the time that has passed.
+// cpuTime is what this process has used, ns: on a machine that others use, too, it says more than the time that has
+// passed.
 func cpuTime(b *testing.B) int64 {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {

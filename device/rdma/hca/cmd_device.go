@@ -18,7 +18,8 @@ func queryPort(c *cmd) error {
 	mtu := uint32(c.d.portMTU())
 	// 25 Gbit/s: what copying by one core comes to, and no promise. Libraries rank
 	// devices by it.
-	a := abi.PortAttr{State: abi.PortDown, MaxMTU: 4096, ActiveMTU: mtu, ActiveSpeed: abi.SpeedEDR, ActiveWidth: abi.Width1X}
+	a := abi.PortAttr{State: abi.PortDown, MaxMTU: 4096, ActiveMTU: mtu, ActiveSpeed: abi.SpeedEDR,
+		ActiveWidth: abi.Width1X}
 	if c.d.link.Load() {
 		a.State = abi.PortActive
 	}
@@ -195,7 +196,8 @@ func (d *Device) attr() abi.DeviceAttr {
 		MaxSRQSGE: uint32(l.SRQSGEs), MaxAH: uint32(l.AHs), MaxGID: uint32(l.GIDs), MaxQPRdAtom: uint32(l.RdAtomic),
 		MaxQPInitRdAtom: uint32(l.RdAtomic), MaxMcastGrp: uint32(l.McastGroups), MaxMcastQPAttach: uint32(l.McastMembers),
 		MaxMTT: l.MTTs,
-		Caps: abi.CapAtomic | abi.CapAtomicWrite | abi.CapFlushGlobal | abi.CapSRQ | abi.CapUC | abi.CapMcast | abi.CapRoCEv1 | abi.CapResizeCQ |
+		Caps: abi.CapAtomic | abi.CapAtomicWrite | abi.CapFlushGlobal | abi.CapSRQ | abi.CapUC | abi.CapMcast |
+			abi.CapRoCEv1 | abi.CapResizeCQ |
 			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW,
 		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
 		MaxMW: uint32(l.MRs), MaxFastReg: abi.MaxFastReg,

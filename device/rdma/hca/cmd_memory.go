@@ -54,7 +54,8 @@ func createMR(c *cmd) error {
 	case r.Flags == abi.MRFast:
 		return c.createFast(&r, p)
 	case r.Flags&^uint32(abi.MRPhys|abi.MROnDemand|abi.MRImplicit) != 0:
-		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x, and %#x alone", r.Flags, abi.MRPhys|abi.MROnDemand|abi.MRImplicit, abi.MRFast)
+		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x, and %#x alone", r.Flags,
+			abi.MRPhys|abi.MROnDemand|abi.MRImplicit, abi.MRFast)
 	case r.Access&abi.AccessOnDemand != 0 && r.Flags&abi.MROnDemand == 0:
 		return refuse(abi.StatusInvalid, "access %#x says on demand, flags %#x do not", r.Access, r.Flags)
 	case r.Flags&abi.MROnDemand != 0 && r.PageShift != translate.PageShift:
@@ -63,8 +64,8 @@ func createMR(c *cmd) error {
 		return &limitError{what: "bytes of a memory region", n: r.Length, max: c.d.lim.MRSize}
 	}
 	reg, err := c.d.vm.CreateRegion(translate.RegionSpec{
-		PD: translate.PD(r.PDN), Access: translate.Access(r.Access), Flags: translate.RegionFlags(r.Flags), PageShift: r.PageShift,
-		IOVA: translate.VA(r.IOVA), Length: r.Length, Offset: r.Offset, NPages: r.NPages,
+		PD: translate.PD(r.PDN), Access: translate.Access(r.Access), Flags: translate.RegionFlags(r.Flags),
+		PageShift: r.PageShift, IOVA: translate.VA(r.IOVA), Length: r.Length, Offset: r.Offset, NPages: r.NPages,
 	})
 	if err != nil {
 		return memoryError(err)
@@ -79,7 +80,8 @@ func createMR(c *cmd) error {
 // createFast makes a key for REG_MR requests.
 func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
 	if r.Access != 0 || r.IOVA != 0 || r.Length != 0 || r.Offset != 0 || r.PageShift != translate.PageShift {
-		return refuse(abi.StatusInvalid, "region for fast registration with access %#x, iova %#x, length %d, offset %d, page_shift %d, must be 0 and %d",
+		return refuse(abi.StatusInvalid,
+			"region for fast registration with access %#x, iova %#x, length %d, offset %d, page_shift %d, must be 0 and %d",
 			r.Access, r.IOVA, r.Length, r.Offset, r.PageShift, translate.PageShift)
 	}
 	key, err := c.d.vm.CreateDynamic(translate.FastRegion, translate.PD(r.PDN), r.NPages)

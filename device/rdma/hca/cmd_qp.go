@@ -153,7 +153,8 @@ func (q *qp) start(d *Device, recvSGE int) error {
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
 	q.t = roce.NewQP(roce.Config{
 		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN, SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
+		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN,
+		SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
 	}, q)
 	d.qps[q.index].Store(q)
 	q.engine.qps++
@@ -177,8 +178,9 @@ func modifyQP(c *cmd) error {
 	case err != nil:
 		return err
 	case r.AttrMask&^uint32(knownAttrs) != 0:
-		return refuse(abi.StatusUnsupported, "attributes %#x of mask %#x (alternate path, capabilities, rate) cannot be modified",
-			r.AttrMask&^uint32(knownAttrs), r.AttrMask)
+		return refuse(abi.StatusUnsupported,
+			"attributes %#x of mask %#x (alternate path, capabilities, rate) cannot be modified", r.AttrMask&^uint32(knownAttrs),
+			r.AttrMask)
 	case r.AttrMask&abi.QPAttrPort != 0 && r.PortNum != 1:
 		return refuse(abi.StatusInvalid, "port %d, there is only port 1", r.PortNum)
 	case r.AttrMask&abi.QPAttrPKeyIndex != 0 && r.PKeyIndex != 0:
@@ -199,7 +201,7 @@ func modifyQP(c *cmd) error {
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
 		if err := c.on(q.engine, q.discard); err != nil {
-			c.d.warn("work queue could not be emptied", "qp", q.n, "reason", err)
+			c.d.warn("work queue not flushed", "qp", q.n, "reason", err)
 		}
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
 		c.colocate(q)

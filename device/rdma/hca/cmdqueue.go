@@ -111,7 +111,7 @@ func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 		var again time.Duration
 		switch {
 		case err != nil && !virtq.IsRepairable(err):
-			c.d.log.Error("command queue broken; the device waits for a reset", "error", err)
+			c.d.log.Error("command queue broken; device stopped until reset", "error", err)
 		case err != nil || c.q.KickFD() < 0:
 			again = pollQueue
 		case len(c.waiting) > 0:
@@ -189,7 +189,8 @@ func (c *commandLoop) answerDrained() (answered bool) {
 		if !j.drain.DoneOrSignal() {
 			if t := time.Since(j.since); t >= j.warn {
 				j.warn *= 2
-				c.d.log.Warn("guest memory is still in use, its release waits", "since", t.Round(time.Millisecond), "held_by", j.drain.Held())
+				c.d.log.Warn("release waits: guest memory still in use", "since", t.Round(time.Millisecond), "held_by",
+					j.drain.Held())
 			}
 			return false
 		}

@@ -32,7 +32,8 @@ const cmdBuf = 256
 // commandQueue starts the device's command queue; the goroutine behind it is real.
 func (g *guest) commandQueue(size uint16) *drvcq {
 	g.tb.Helper()
-	d := &drvcq{g: g, size: size, desc: g.alloc(int(size) * 32), avail: g.alloc(4096), used: g.alloc(4096), req: g.alloc(int(size) * cmdBuf), out: g.alloc(int(size) * cmdBuf)}
+	d := &drvcq{g: g, size: size, desc: g.alloc(int(size) * 32), avail: g.alloc(4096), used: g.alloc(4096),
+		req: g.alloc(int(size) * cmdBuf), out: g.alloc(int(size) * cmdBuf)}
 	var err error
 	for _, fd := range []*int{&d.kick, &d.call} {
 		if *fd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
@@ -48,7 +49,8 @@ func (g *guest) commandQueue(size uint16) *drvcq {
 		g.tb.Fatal(err)
 	}
 	g.tb.Cleanup(call.Close)
-	d.q, err = virtq.New(g.space, virtq.Config{Index: abi.CommandQueue, Size: int(size), Desc: d.desc, Avail: d.avail, Used: d.used, Kick: d.kick, Call: call})
+	d.q, err = virtq.New(g.space, virtq.Config{Index: abi.CommandQueue, Size: int(size), Desc: d.desc, Avail: d.avail,
+		Used: d.used, Kick: d.kick, Call: call})
 	if err != nil {
 		g.tb.Fatal(err)
 	}
@@ -219,7 +221,8 @@ func TestReleaseBetweenCommands(t *testing.T) {
 	r.set(0, 2, 0)
 	tok := g.space.Epochs().Enter(3)
 	want := []uint16{2: d.submit(abi.CmdClearMTT, clearOf(r, 0))}
-	want[0] = d.submit(abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: ring.desc, ArmPA: uint64(arm)}, ring.pas...))
+	want[0] = d.submit(abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: ring.desc, ArmPA: uint64(arm)},
+		ring.pas...))
 	<-inside // the release waits, the command behind it is being executed
 	want[1], want[2] = want[2], d.submit(abi.CmdQueryPort, nil)
 	goOn <- tok

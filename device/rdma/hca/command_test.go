@@ -84,7 +84,8 @@ func TestReferences(t *testing.T) {
 	pd := g.pd()
 	cq := g.cq(64)
 	r := g.ring(64, 7)
-	srq := g.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: 2, Ring: r.desc}, r.pas...))
+	srq := g.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: 2, Ring: r.desc},
+		r.pas...))
 	qp := g.qp(qpSpec{typ: abi.QPTypeUD, pd: pd, flags: abi.QPHasSRQ, srq: srq, scq: cq})
 	key := g.mr(pd, g.alloc(4096), 4096, 1)
 	group := abi.Mcast{QPN: qp.n, GID: [16]byte{0: 0xff, 1: 2, 15: 1}}
@@ -112,8 +113,8 @@ func TestReferences(t *testing.T) {
 // Limits hold, and what was refused was not counted: after one object goes, one
 // more fits.
 func TestLimits(t *testing.T) {
-	g := newWorld(t, 1, 1, Limits{QPs: 3, CQs: 2, PDs: 2, SRQs: 1, MRs: 2, MTTs: 8, QPWRs: 64, CQEs: 64, SGEs: 4, Inline: 64,
-		SRQWRs: 64, McastGroups: 1, McastMembers: 1, AHs: 64, GIDs: 2}).guests[0]
+	g := newWorld(t, 1, 1, Limits{QPs: 3, CQs: 2, PDs: 2, SRQs: 1, MRs: 2, MTTs: 8, QPWRs: 64, CQEs: 64, SGEs: 4,
+		Inline: 64, SRQWRs: 64, McastGroups: 1, McastMembers: 1, AHs: 64, GIDs: 2}).guests[0]
 	pd := g.pd()
 	pd2 := g.pd()
 	g.refused(abi.StatusNoMemory, abi.CmdCreatePD, nil)
@@ -123,7 +124,8 @@ func TestLimits(t *testing.T) {
 	cq := g.cq(64)
 	g.cq(64)
 	r := g.ring(64, 6)
-	g.refused(abi.StatusNoMemory, abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: r.desc, ArmPA: uint64(memBase)}, r.pas...))
+	g.refused(abi.StatusNoMemory, abi.CmdCreateCQ, enc(abi.SizeCreateCQ,
+		&abi.CreateCQ{Ring: r.desc, ArmPA: uint64(memBase)}, r.pas...))
 	r = g.ring(128, 6)
 	g.refused(abi.StatusNoMemory, abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: cq.n, Ring: r.desc}, r.pas...))
 
@@ -137,10 +139,12 @@ func TestLimits(t *testing.T) {
 	g.must(abi.CmdDestroyQP, handle(old))
 	q := g.qp(qpSpec{pd: pd, scq: cq})
 	if q.n == old || q.slot != old&qpIndexMask {
-		t.Errorf("QP number %#x in slot %d after %#x was destroyed: the index comes back, the number does not", q.n, q.slot, old)
+		t.Errorf("QP number %#x in slot %d after %#x was destroyed: the index comes back, the number does not", q.n, q.slot,
+			old)
 	}
 	for _, mod := range []func(r *abi.CreateQP){
-		func(r *abi.CreateQP) { r.MaxSendSGE = 5 }, func(r *abi.CreateQP) { r.MaxRecvSGE = 5 }, func(r *abi.CreateQP) { r.MaxInline = 65 },
+		func(r *abi.CreateQP) { r.MaxSendSGE = 5 }, func(r *abi.CreateQP) { r.MaxRecvSGE = 5 },
+		func(r *abi.CreateQP) { r.MaxInline = 65 },
 	} {
 		g.must(abi.CmdDestroyQP, handle(q.n))
 		_, r, _ := g.qpRequest(&qpSpec{pd: pd, scq: cq})
@@ -156,8 +160,10 @@ func TestLimits(t *testing.T) {
 	gid[15] = 9
 	g.refused(abi.StatusNoMemory, abi.CmdAttachMcast, enc(abi.SizeMcast, &abi.Mcast{QPN: qps[2].n, GID: gid}))
 
-	g.refused(abi.StatusInvalid, abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Index: 2, Type: 2, VLANID: abi.NoVLAN, SMAC: g.cfg.MAC, GID: g.gid()}))
-	g.refused(abi.StatusNoMemory, abi.CmdSetAHTable, enc(abi.SizeSetAHTable, &abi.SetAHTable{NumEntries: 65, NPages: 2}, 0, 0))
+	g.refused(abi.StatusInvalid, abi.CmdSetGID, enc(abi.SizeSetGID,
+		&abi.SetGID{Index: 2, Type: 2, VLANID: abi.NoVLAN, SMAC: g.cfg.MAC, GID: g.gid()}))
+	g.refused(abi.StatusNoMemory, abi.CmdSetAHTable, enc(abi.SizeSetAHTable, &abi.SetAHTable{NumEntries: 65, NPages: 2}, 0,
+		0))
 	mr := abi.CreateMR{PDN: pd, PageShift: 12, Length: 9 * 4096, NPages: 9}
 	g.refused(abi.StatusNoMemory, abi.CmdCreateMR, enc(abi.SizeCreateMR, &mr))
 }
@@ -195,10 +201,19 @@ func TestRingChecks(t *testing.T) {
 	try("too short", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.Ring.Length-- }))
 	try("longer than its pages", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.Ring.Length = 1 << 40 }))
 	try("length wraps", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.Ring.Length = 1<<64 - 1 }))
-	try("a page too many", abi.StatusInvalid, func(r *abi.CreateCQ, pas []uint64) []uint64 { r.Ring.NPages++; return append(pas, pas[0]) })
+	try("a page too many", abi.StatusInvalid, func(r *abi.CreateCQ, pas []uint64) []uint64 {
+		r.Ring.NPages++
+		return append(pas, pas[0])
+	})
 	try("page misaligned", abi.StatusInvalid, func(r *abi.CreateCQ, pas []uint64) []uint64 { pas[0] += 8; return pas })
-	try("page outside memory", abi.StatusFault, func(r *abi.CreateCQ, pas []uint64) []uint64 { pas[0] = 0x1000; return pas })
-	try("page far outside", abi.StatusFault, func(r *abi.CreateCQ, pas []uint64) []uint64 { pas[1] = 1<<63 + 4096; return pas })
+	try("page outside memory", abi.StatusFault, func(r *abi.CreateCQ, pas []uint64) []uint64 {
+		pas[0] = 0x1000
+		return pas
+	})
+	try("page far outside", abi.StatusFault, func(r *abi.CreateCQ, pas []uint64) []uint64 {
+		pas[1] = 1<<63 + 4096
+		return pas
+	})
 	try("arm word misaligned", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.ArmPA += 2 }))
 	try("arm word outside", abi.StatusFault, keep(func(r *abi.CreateCQ) { r.ArmPA = 64 }))
 	try("no such event queue", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.CEQ = 1 }))
@@ -249,12 +264,14 @@ func TestQPChecks(t *testing.T) {
 	init := uint32(abi.QPAttrState | abi.QPAttrPKeyIndex | abi.QPAttrPort | abi.QPAttrAccessFlags)
 	mod("port 2", abi.StatusInvalid, abi.QPAttr{AttrMask: init, QPState: abi.QPInit, PortNum: 2})
 	mod("pkey 1", abi.StatusInvalid, abi.QPAttr{AttrMask: init, QPState: abi.QPInit, PortNum: 1, PKeyIndex: 1})
-	mod("alternate path", abi.StatusUnsupported, abi.QPAttr{AttrMask: init | abi.QPAttrAltPath, QPState: abi.QPInit, PortNum: 1})
+	mod("alternate path", abi.StatusUnsupported, abi.QPAttr{AttrMask: init | abi.QPAttrAltPath, QPState: abi.QPInit,
+		PortNum: 1})
 	mod("unknown bit", abi.StatusUnsupported, abi.QPAttr{AttrMask: init | 1<<30, QPState: abi.QPInit, PortNum: 1})
 	mod("state 200", abi.StatusInvalid, abi.QPAttr{AttrMask: init, QPState: 200, PortNum: 1})
 	mod("to RTS", abi.StatusInvalid, abi.QPAttr{AttrMask: abi.QPAttrState, QPState: abi.QPRTS})
 	mod("to INIT", abi.StatusOK, abi.QPAttr{AttrMask: init, QPState: abi.QPInit, PortNum: 1})
-	rtr := uint32(abi.QPAttrState | abi.QPAttrAV | abi.QPAttrPathMTU | abi.QPAttrDestQPN | abi.QPAttrRQPSN | abi.QPAttrMaxDestRdAtomic | abi.QPAttrMinRNRTimer)
+	rtr := uint32(abi.QPAttrState | abi.QPAttrAV | abi.QPAttrPathMTU | abi.QPAttrDestQPN | abi.QPAttrRQPSN |
+		abi.QPAttrMaxDestRdAtomic | abi.QPAttrMinRNRTimer)
 	av := func(f func(*abi.AV)) abi.QPAttr {
 		a := abi.QPAttr{AttrMask: rtr, QPState: abi.QPRTR, PathMTU: 1, DestQPN: 2, AV: g.av()}
 		f(&a.AV)
@@ -267,7 +284,8 @@ func TestQPChecks(t *testing.T) {
 	mod("no dgid", abi.StatusInvalid, av(func(a *abi.AV) { a.DGID = [16]byte{} }))
 	mod("IPv6 from an IPv4 GID", abi.StatusInvalid, av(func(a *abi.AV) { a.DGID = [16]byte{0: 0xfe, 1: 0x80, 15: 1} }))
 	mod("flow label", abi.StatusInvalid, av(func(a *abi.AV) { a.FlowLabel = 1 << 20 }))
-	mod("MTU above the port's", abi.StatusInvalid, func() abi.QPAttr { a := av(func(*abi.AV) {}); a.PathMTU = 6; return a }())
+	mod("MTU above the port's", abi.StatusInvalid,
+		func() abi.QPAttr { a := av(func(*abi.AV) {}); a.PathMTU = 6; return a }())
 	mod("to RTR", abi.StatusOK, av(func(*abi.AV) {}))
 }
 
@@ -381,8 +399,8 @@ func (f *fuzzGuest) step() {
 	case abi.CmdModifySRQ:
 		b = enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: srq, Flags: r.Uint32N(5), Limit: r.Uint32N(20), Ring: ring}, pas...)
 	case abi.CmdCreateQP:
-		q := abi.CreateQP{Type: r.Uint32N(6), Flags: r.Uint32N(10), PDN: pd, SendCQN: cq, RecvCQN: cq, MaxSendSGE: r.Uint32N(34),
-			MaxRecvSGE: r.Uint32N(34), MaxInline: r.Uint32N(600), SQ: ring, RQ: ring}
+		q := abi.CreateQP{Type: r.Uint32N(6), Flags: r.Uint32N(10), PDN: pd, SendCQN: cq, RecvCQN: cq,
+			MaxSendSGE: r.Uint32N(34), MaxRecvSGE: r.Uint32N(34), MaxInline: r.Uint32N(600), SQ: ring, RQ: ring}
 		if q.Flags&abi.QPHasSRQ != 0 {
 			q.SRQN, q.RQ = srq, abi.Ring{}
 			b = enc(abi.SizeCreateQP, &q, pas...)
@@ -390,8 +408,8 @@ func (f *fuzzGuest) step() {
 			b = enc(abi.SizeCreateQP, &q, append(append([]uint64(nil), pas...), pas...)...)
 		}
 	case abi.CmdModifyQP:
-		a := abi.QPAttr{QPN: qp, AttrMask: r.Uint32N(1 << 21), QPState: uint8(r.UintN(8)), PathMTU: uint8(r.UintN(7)), PortNum: 1,
-			MaxRdAtomic: uint8(r.UintN(20)), MaxDestRdAtomic: uint8(r.UintN(20)), DestQPN: qp, AV: f.av()}
+		a := abi.QPAttr{QPN: qp, AttrMask: r.Uint32N(1 << 21), QPState: uint8(r.UintN(8)), PathMTU: uint8(r.UintN(7)),
+			PortNum: 1, MaxRdAtomic: uint8(r.UintN(20)), MaxDestRdAtomic: uint8(r.UintN(20)), DestQPN: qp, AV: f.av()}
 		if q := tb.qpList[qp]; q != nil {
 			var at abi.QPAttr
 			_ = at.Decode(f.must(abi.CmdQueryQP, handle(q.n)))
@@ -405,11 +423,12 @@ func (f *fuzzGuest) step() {
 		}
 		b = enc(abi.SizeQPAttr, &a)
 	case abi.CmdCreateMR:
-		b = enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, Access: r.Uint32N(32), Flags: r.Uint32N(3), PageShift: uint8(11 + r.UintN(4)),
-			IOVA: r.Uint64(), Length: r.Uint64N(1 << 16), NPages: r.Uint64N(32)})
+		b = enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, Access: r.Uint32N(32), Flags: r.Uint32N(3),
+			PageShift: uint8(11 + r.UintN(4)), IOVA: r.Uint64(), Length: r.Uint64N(1 << 16), NPages: r.Uint64N(32)})
 	case abi.CmdSetMTT:
 		n := r.Uint32N(4)
-		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: f.pick(keys(tb.mrs)), Count: n, First: r.Uint64() >> r.UintN(64)}, make([]uint64, n)...)
+		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: f.pick(keys(tb.mrs)), Count: n, First: r.Uint64() >> r.UintN(64)},
+			make([]uint64, n)...)
 	case abi.CmdAttachMcast, abi.CmdDetachMcast:
 		b = enc(abi.SizeMcast, &abi.Mcast{QPN: qp, GID: [16]byte{0: 0xff, 15: byte(r.UintN(3))}})
 	}

@@ -17,8 +17,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// connections is what the adapter knows of the connection management that passes its queue pair 1 (MT-3, MT-4). The lock is
-// taken for management datagrams and for changes of QPs, never for data.
+// connections is what the adapter knows of the connection management that passes its queue pair 1 (MT-3, MT-4). The
+// lock is taken for management datagrams and for changes of QPs, never for data.
 type connections struct {
 	mu      sync.Mutex
 	table   *cm.Table
@@ -46,7 +46,8 @@ func (d *Device) sentGSI(q *qp, b *frame.Buf) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	x, _ := c.table.Watch(q.engine.loop.Now(), &cm.Datagram{
-		Out: true, Local: p.SrcIP, Remote: p.DstIP, RemoteMAC: p.DMAC, VLAN: networkVLAN(p.VLAN), RemoteQPN: p.BTH.DestQP, MAD: p.Payload,
+		Out: true, Local: p.SrcIP, Remote: p.DstIP, RemoteMAC: p.DMAC, VLAN: networkVLAN(p.VLAN), RemoteQPN: p.BTH.DestQP,
+		MAD: p.Payload,
 	})
 	// The connection's packets will have the addresses of its datagrams.
 	if port := d.port.Load(); x != nil && port != nil {
@@ -119,8 +120,8 @@ func (q *qp) unbind() {
 	c.mu.Unlock()
 }
 
-// Connection describes a connection of the VM for people: a connected QP, one that connection management is setting up or has
-// ended, or one of datagrams that a service ID was resolved for.
+// Connection describes a connection of the VM for people: a connected QP, one that connection management is setting up
+// or has ended, or one of datagrams that a service ID was resolved for.
 type Connection struct {
 	Type string `json:"type"` // RC, UC, UD
 	// State is that of connection management (cm.State), or "direct": programs have exchanged addresses by themselves.
@@ -168,11 +169,12 @@ func tupleOf(p *vswitch.Path) *Tuple {
 		return nil
 	}
 	n, c := out.Network(), out.Config()
-	return &Tuple{Network: n.Name(), VNI: n.VNI(), Port: c.Name, Kind: c.Kind.String(), Far: far, MTU: n.MTU(), Moves: p.Moves()}
+	return &Tuple{Network: n.Name(), VNI: n.VNI(), Port: c.Name, Kind: c.Kind.String(), Far: far, MTU: n.MTU(),
+		Moves: p.Moves()}
 }
 
-// Connections lists the VM's connections: those with a QP by QP number, then the others. It visits the loops; any goroutine but
-// theirs. QPs are left out if a command in progress takes long.
+// Connections lists the VM's connections: those with a QP by QP number, then the others. It visits the loops; any
+// goroutine but theirs. QPs are left out if a command in progress takes long.
 func (d *Device) Connections() []Connection {
 	var out []Connection
 	if d.tryLockTables() {
@@ -196,9 +198,9 @@ func (d *Device) Connections() []Connection {
 			out[i].managed(&c, now)
 			continue
 		}
-		x := Connection{Type: [...]string{"RC", "UC", "RD", "UD"}[c.Transport&3], LocalQPN: c.LocalQPN, RemoteQPN: c.RemoteQPN,
-			LocalGID: gidText(c.Local), RemoteGID: gidText(c.Remote), LocalMAC: macText(d.cfg.MAC), RemoteMAC: macText(c.RemoteMAC), VLAN: c.VLAN,
-			Tuple: tupleOf(&c.Path)}
+		x := Connection{Type: [...]string{"RC", "UC", "RD", "UD"}[c.Transport&3], LocalQPN: c.LocalQPN,
+			RemoteQPN: c.RemoteQPN, LocalGID: gidText(c.Local), RemoteGID: gidText(c.Remote), LocalMAC: macText(d.cfg.MAC),
+			RemoteMAC: macText(c.RemoteMAC), VLAN: c.VLAN, Tuple: tupleOf(&c.Path)}
 		x.managed(&c, now)
 		out = append(out, x)
 	}
@@ -225,9 +227,10 @@ func (q *qp) connection() (c Connection, ok bool) {
 	if port := q.dev.port.Load(); port != nil {
 		(*port).ResolveHCA(q.engine.loop, h, &q.path)
 	}
-	return Connection{Type: q.typ.String(), State: "direct", QPState: a.State.String(), LocalQPN: q.n, RemoteQPN: a.DestQPN, LocalGID: gidText(a.AV.SGID),
-		RemoteGID: gidText(a.AV.DGID), LocalMAC: macText(a.AV.SMAC), RemoteMAC: macText(a.AV.DMAC), VLAN: networkVLAN(a.AV.VLAN), RoCEv1: a.AV.RoCEv1,
-		PathMTU: abi.MTUBytes(a.PathMTU), Tuple: tupleOf(&q.path)}, true
+	return Connection{Type: q.typ.String(), State: "direct", QPState: a.State.String(), LocalQPN: q.n,
+		RemoteQPN: a.DestQPN, LocalGID: gidText(a.AV.SGID), RemoteGID: gidText(a.AV.DGID), LocalMAC: macText(a.AV.SMAC),
+		RemoteMAC: macText(a.AV.DMAC), VLAN: networkVLAN(a.AV.VLAN), RoCEv1: a.AV.RoCEv1, PathMTU: abi.MTUBytes(a.PathMTU),
+		Tuple: tupleOf(&q.path)}, true
 }
 
 // managed adds what connection management says.

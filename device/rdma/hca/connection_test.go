@@ -17,7 +17,8 @@ func TestConnectionsLife(t *testing.T) {
 			t.Fatalf("%+v", list)
 		}
 	}
-	if c := a.g.Connections()[0]; c.RemoteQPN != b.n || c.LocalGID != "10.0.0.1" || c.RemoteGID != "10.0.0.2" || c.RemoteMAC != "02:00:00:00:00:02" {
+	if c := a.g.Connections()[0]; c.RemoteQPN != b.n || c.LocalGID != "10.0.0.1" || c.RemoteGID != "10.0.0.2" ||
+		c.RemoteMAC != "02:00:00:00:00:02" {
 		t.Errorf("%+v", c)
 	}
 	a.g.Reset()
@@ -38,12 +39,15 @@ func TestWants(t *testing.T) {
 		why rejectReason
 		mod func(f []byte) []byte
 	}{
-		"cut off":      {rejectHeader, func(f []byte) []byte { return f[:40] }},
-		"nothing":      {rejectHeader, func([]byte) []byte { return nil }},
-		"source MAC":   {rejectSource, func(f []byte) []byte { f[11] ^= 1; return f }},
-		"source IP":    {rejectSource, func(f []byte) []byte { f[29] ^= 4; ipSum(f[14:34]); return f }},
-		"QP number":    {rejectQPN, func(f []byte) []byte { f[14+20+8+7] ^= 0x40; return f }},
-		"a group":      {rejectGroup, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255; return f }},
+		"cut off":    {rejectHeader, func(f []byte) []byte { return f[:40] }},
+		"nothing":    {rejectHeader, func([]byte) []byte { return nil }},
+		"source MAC": {rejectSource, func(f []byte) []byte { f[11] ^= 1; return f }},
+		"source IP":  {rejectSource, func(f []byte) []byte { f[29] ^= 4; ipSum(f[14:34]); return f }},
+		"QP number":  {rejectQPN, func(f []byte) []byte { f[14+20+8+7] ^= 0x40; return f }},
+		"a group": {rejectGroup, func(f []byte) []byte {
+			f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255
+			return f
+		}},
 		"not for a UD": {rejectQPN, func(f []byte) []byte { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 0, 0, 1; return f }},
 	} {
 		f := x.mod(slices.Clone(good[0]))

@@ -62,10 +62,11 @@ type Config struct {
 type DataPath struct {
 	// LocalCopy copies from memory to memory between two QPs of one loop. Without it they exchange frames.
 	LocalCopy bool
-	// ECN enables congestion control of RC by ECN marks and CNPs (IBTA A17.9). Without it loss is the only congestion signal.
+	// ECN enables congestion control of RC by ECN marks and CNPs (IBTA A17.9). Without it loss is the only congestion
+	// signal.
 	ECN bool
-	// SelectiveRepeat retransmits only lost packets if the peer of an RC QP is a vnicd. Without it, and to other peers, a loss resends
-	// the whole window (go-back-N).
+	// SelectiveRepeat retransmits only lost packets if the peer of an RC QP is a vnicd. Without it, and to other peers, a
+	// loss resends the whole window (go-back-N).
 	SelectiveRepeat bool
 }
 
@@ -411,7 +412,7 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 		return errors.New("hca: the command queue runs already")
 	}
 	if q.Base() == 0 && d.wipe() {
-		d.log.Info("a new driver: what the last one left is dropped")
+		d.log.Info("new driver: state of the previous one dropped")
 	}
 	c, err := d.startCommands(q)
 	if err != nil {

@@ -93,7 +93,8 @@ func TestConfigSpace(t *testing.T) {
 func TestPortMTU(t *testing.T) {
 	mtu := 0
 	d := &Device{cfg: Config{MTU: func() int { return mtu }}}
-	for _, c := range [][2]int{{9000, 4096}, {4192, 4096}, {4191, 2048}, {1500, 1024}, {1450, 1024}, {1120, 1024}, {1119, 512}, {352, 256}, {100, 256}, {0, 256}} {
+	for _, c := range [][2]int{{9000, 4096}, {4192, 4096}, {4191, 2048}, {1500, 1024}, {1450, 1024}, {1120, 1024},
+		{1119, 512}, {352, 256}, {100, 256}, {0, 256}} {
 		if mtu = c[0]; d.portMTU() != c[1] {
 			t.Errorf("network MTU %d: path MTU %d, want %d", c[0], d.portMTU(), c[1])
 		}
@@ -145,7 +146,8 @@ func TestPause(t *testing.T) {
 	dq := g.eventQueue(abi.CEQQueue(0), 4, 64)
 	start := func(base uint16) {
 		t.Helper()
-		q, err := virtq.New(g.space, virtq.Config{Size: 4, Desc: dq.desc, Avail: g.alloc(4096), Used: g.alloc(4096), Base: base, Kick: dq.kick})
+		q, err := virtq.New(g.space, virtq.Config{Size: 4, Desc: dq.desc, Avail: g.alloc(4096), Used: g.alloc(4096),
+			Base: base, Kick: dq.kick})
 		if err != nil {
 			t.Fatal(err)
 		}

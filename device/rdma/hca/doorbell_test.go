@@ -199,7 +199,8 @@ func TestFairness(t *testing.T) {
 	})
 }
 
-// Requests that are flushed are not free: a VM that posts to QPs in the error state gets no more of a pass than one whose requests are carried out.
+// Requests that are flushed are not free: a VM that posts to QPs in the error state gets no more of a pass than one
+// whose requests are carried out.
 func TestFlushedShare(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]

@@ -140,7 +140,7 @@ func (e *engine) onMemoryFault(f loop.Fault) {
 	}
 	if !e.dev.broken.Swap(true) {
 		e.dev.up.Store(false)
-		e.dev.log.Error("the guest's memory vanished; the device stops until it is reset", "fault", f)
+		e.dev.log.Error("guest memory disappeared; device stopped until reset", "fault", f)
 	}
 }
 
@@ -173,7 +173,7 @@ func (e *engine) Poll(now int64) bool {
 		e.db.clear(e.onBellCleared) // in case that a fault has cut the last pass short
 		any, m := e.db.scan(e.onBell)
 		if !m.OK() && !m.Fault() {
-			e.dev.warn("doorbell area is gone", "engine", e.id, "miss", m)
+			e.dev.warn("doorbell area unavailable", "engine", e.id, "miss", m)
 			e.armed = false
 		}
 		busy = any
@@ -265,8 +265,8 @@ func (e *engine) bellFound(slot int) {
 	}
 }
 
-// bellCleared is called when a doorbell has been cleared. It reschedules the QP if work arrived meanwhile. The doorbells of a QP that has
-// moved are still rung on its first engine, which passes them on.
+// bellCleared is called when a doorbell has been cleared. It reschedules the QP if work arrived meanwhile. The
+// doorbells of a QP that has moved are still rung on its first engine, which passes them on.
 func (e *engine) bellCleared(slot int) {
 	switch q := e.dev.qpAt(slot); {
 	case q == nil:

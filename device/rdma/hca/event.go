@@ -167,7 +167,7 @@ func (d *Device) newEventQueue(i int) *eventQueue {
 	eq.served.init(0, nodeAnswers)
 	eq.served.wake = func(bits uint32) {
 		if bits&answerHostFailed != 0 && eq.fetching {
-			eq.dev.warn("event buffer cannot be had, queue stopped", "queue", eq.index)
+			eq.dev.warn("event buffer unavailable, queue stopped", "queue", eq.index)
 			eq.q.Fail(errEventBuffer)
 		}
 		eq.fetching = false

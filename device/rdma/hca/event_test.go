@@ -42,7 +42,8 @@ func (g *guest) eventQueue(index int, size uint16, bufLen int) *drvq {
 		g.tb.Fatal(err)
 	}
 	g.tb.Cleanup(func() { unix.Close(d.kick) })
-	d.q, err = virtq.New(g.space, virtq.Config{Index: index, Size: int(size), Desc: d.desc, Avail: d.avail, Used: d.used, Kick: d.kick})
+	d.q, err = virtq.New(g.space, virtq.Config{Index: index, Size: int(size), Desc: d.desc, Avail: d.avail, Used: d.used,
+		Kick: d.kick})
 	if err != nil {
 		g.tb.Fatal(err)
 	}
@@ -77,7 +78,8 @@ func (d *drvq) get() (out [][]byte) {
 	for d.got != uint16(d.g.u32(d.used).Load()>>16) {
 		e := d.g.at(d.used+4+8*translate.PA(d.got%d.size), 8)
 		i := uint16(binary.LittleEndian.Uint32(e))
-		out = append(out, append([]byte(nil), d.g.at(d.buf+translate.PA(int(i)*d.bufLen), int(binary.LittleEndian.Uint32(e[4:])))...))
+		out = append(out, append([]byte(nil), d.g.at(d.buf+translate.PA(int(i)*d.bufLen),
+			int(binary.LittleEndian.Uint32(e[4:])))...))
 		d.free = append(d.free, i)
 		d.got++
 	}

@@ -98,7 +98,7 @@ func (s *faultWaiter) hostDone(_ *translate.Fault, err error) {
 		s.q.engine.postAnswer(&s.answers, answerHost)
 		return
 	}
-	s.q.dev.warn("guest memory cannot be had", "qp", s.q.n, "reason", err)
+	s.q.dev.warn("guest memory unavailable", "qp", s.q.n, "reason", err)
 	s.q.engine.postAnswer(&s.answers, answerHostFailed)
 }
 

@@ -28,7 +28,8 @@ func (g *guest) demand(pd uint32, pages int, access uint32) *dregion {
 	g.tb.Helper()
 	r := &dregion{g: g, iova: 0x7f1200000000, home: g.alloc(pages * 4096), pages: pages}
 	var resp abi.CreateMRResp
-	req := abi.CreateMR{PDN: pd, Access: access, Flags: abi.MROnDemand, PageShift: 12, IOVA: r.iova, Length: uint64(pages) * 4096, NPages: uint64(pages)}
+	req := abi.CreateMR{PDN: pd, Access: access, Flags: abi.MROnDemand, PageShift: 12, IOVA: r.iova,
+		Length: uint64(pages) * 4096, NPages: uint64(pages)}
 	if err := resp.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
 		g.tb.Fatal(err)
 	}
@@ -45,12 +46,14 @@ func (r *dregion) set(first, n int, mark uint64) {
 	for i := range pas {
 		pas[i] = uint64(r.home) + uint64(first+i)*4096 | mark
 	}
-	r.g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.handle, Count: uint32(n), First: uint64(first)}, pas...))
+	r.g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.handle, Count: uint32(n), First: uint64(first)},
+		pas...))
 }
 
 func (r *dregion) clear(first, n int) {
 	r.g.tb.Helper()
-	r.g.must(abi.CmdClearMTT, enc(abi.SizeClearMTT, &abi.ClearMTT{Handle: r.handle, First: uint64(first), Count: uint64(n)}))
+	r.g.must(abi.CmdClearMTT, enc(abi.SizeClearMTT, &abi.ClearMTT{Handle: r.handle, First: uint64(first),
+		Count: uint64(n)}))
 }
 
 // serve brings in what an event asks for and resumes who waits.

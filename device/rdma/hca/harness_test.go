@@ -98,8 +98,9 @@ func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 
 func (w *world) newGuest(id byte, lim Limits) *guest {
 	w.tb.Helper()
-	d, err := New(Config{Name: "g" + string('0'+rune(id)), MAC: [6]byte{2, 0, 0, 0, 0, id}, Loops: w.loops, Pool: w.pool, Limits: lim,
-		MTU: func() int { return 4096 + mtuOverhead }})
+	d, err := New(Config{Name: "g" + string('0'+rune(id)), MAC: [6]byte{2, 0, 0, 0, 0, id}, Loops: w.loops, Pool: w.pool,
+		Limits: lim,
+		MTU:    func() int { return 4096 + mtuOverhead }})
 	if err != nil {
 		w.tb.Fatal(err)
 	}
@@ -211,9 +212,11 @@ func (g *guest) setUpDriver() {
 	g.tb.Helper()
 	for i := range g.engines {
 		pa := uint64(g.alloc(abi.DoorbellSize))
-		g.must(abi.CmdSetDoorbells, enc(abi.SizeSetDoorbells, &abi.SetDoorbells{Engine: uint32(i), NPages: 3, PA: [3]uint64{pa, pa + 4096, pa + 8192}}))
+		g.must(abi.CmdSetDoorbells, enc(abi.SizeSetDoorbells,
+			&abi.SetDoorbells{Engine: uint32(i), NPages: 3, PA: [3]uint64{pa, pa + 4096, pa + 8192}}))
 	}
-	g.must(abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Index: 0, Type: abi.GIDRoCEv2, VLANID: abi.NoVLAN, SMAC: g.cfg.MAC, GID: g.gid()}))
+	g.must(abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Index: 0, Type: abi.GIDRoCEv2, VLANID: abi.NoVLAN,
+		SMAC: g.cfg.MAC, GID: g.gid()}))
 }
 
 func (g *guest) gid() [16]byte {
@@ -487,7 +490,8 @@ func (g *guest) av() abi.AV {
 func (q *tqp) connectRC(peer *tqp) {
 	q.g.tb.Helper()
 	q.modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
-	q.modify(abi.QPRTR, abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN|abi.QPAttrMaxDestRdAtomic|abi.QPAttrMinRNRTimer,
+	q.modify(abi.QPRTR,
+		abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN|abi.QPAttrMaxDestRdAtomic|abi.QPAttrMinRNRTimer,
 		abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: peer.n, RQPSN: 7, MaxDestRdAtomic: 4, MinRNRTimer: 1, AV: peer.g.av()})
 	q.modify(abi.QPRTS, abi.QPAttrSQPSN|abi.QPAttrTimeout|abi.QPAttrRetryCnt|abi.QPAttrRNRRetry|abi.QPAttrMaxQPRdAtomic,
 		abi.QPAttr{SQPSN: 7, Timeout: 14, RetryCnt: 3, RNRRetry: 7, MaxRdAtomic: 4})

@@ -83,7 +83,8 @@ func TestForeignKeys(t *testing.T) {
 			t.Errorf("as a local key: status %d", s)
 		}
 		p = g.loop(1)
-		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(x.secret), x.key); s != abi.WCRemAccessErr {
+		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(x.secret),
+			x.key); s != abi.WCRemAccessErr {
 			t.Errorf("as a remote key: status %d", s)
 		}
 		x.intact(t, "key")
@@ -104,7 +105,8 @@ func TestEqualKeys(t *testing.T) {
 	}
 	p := g.qp(qpSpec{pd: pd})
 	p.connectRC(p)
-	if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(g.alloc(4096)), Length: 8, LKey: own}, uint64(x.secret), own); s == abi.WCSuccess {
+	if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(g.alloc(4096)), Length: 8, LKey: own}, uint64(x.secret),
+		own); s == abi.WCSuccess {
 		t.Errorf("status %d", s)
 	}
 	x.intact(t, "equal keys")
@@ -120,7 +122,8 @@ func TestForeignQPNumber(t *testing.T) {
 	mine := g.alloc(4096)
 	own := g.mr(1, mine, 4096, demandAccess)
 	for _, op := range []uint32{abi.WRRDMAWrite, abi.WRRDMARead} {
-		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: secretLen, LKey: own}, uint64(x.secret), x.key); s != abi.WCRetryExcErr {
+		if s := p.run(op, abi.SGE{Addr: uint64(mine), Length: secretLen, LKey: own}, uint64(x.secret),
+			x.key); s != abi.WCRetryExcErr {
 			t.Errorf("op %d: status %d", op, s)
 		}
 		p = g.qp(qpSpec{pd: 1})
@@ -130,7 +133,8 @@ func TestForeignQPNumber(t *testing.T) {
 	// The connection itself is none the worse for it.
 	buf := x.a.g.alloc(4096)
 	k := x.a.g.mr(1, buf, 4096, demandAccess)
-	if s := x.a.run(abi.WRRDMARead, abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}, uint64(x.secret), x.key); s != abi.WCSuccess {
+	if s := x.a.run(abi.WRRDMARead, abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}, uint64(x.secret),
+		x.key); s != abi.WCSuccess {
 		t.Errorf("the rightful peer: status %d", s)
 	}
 	// Nor do commands reach what another VM has.
@@ -152,11 +156,13 @@ func TestForeignAddresses(t *testing.T) {
 	d := g.demand(pd, 1, demandAccess)
 	for _, pa := range []uint64{0, uint64(memBase) - 4096, uint64(memBase) + memSize, 1<<48 - 4096} {
 		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1}, pa))
-		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1}, pa|abi.MTTReadOnly))
+		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1},
+			pa|abi.MTTReadOnly))
 		// RA-1: real addresses, of a QP that may use them.
 		p := g.qp(qpSpec{pd: pd, flags: abi.QPPrivileged})
 		p.connectRC(p)
-		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: pa, Length: 8, LKey: abi.DMALKey}, uint64(mine), own); s != abi.WCLocProtErr {
+		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: pa, Length: 8, LKey: abi.DMALKey}, uint64(mine),
+			own); s != abi.WCLocProtErr {
 			t.Errorf("PA %#x: status %d", pa, s)
 		}
 		var r abi.CreateMRResp
@@ -165,7 +171,8 @@ func TestForeignAddresses(t *testing.T) {
 			t.Fatal(err)
 		}
 		p = g.loop(pd)
-		if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, pa, r.RKey); s != abi.WCRemAccessErr {
+		if s := p.run(abi.WRRDMARead, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, pa,
+			r.RKey); s != abi.WCRemAccessErr {
 			t.Errorf("physical region at %#x: status %d", pa, s)
 		}
 	}
@@ -196,7 +203,8 @@ func TestUplinkAttribute(t *testing.T) {
 			if s := x.a.run(abi.WRRDMAWrite, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr && s != abi.WCRetryExcErr {
 				t.Errorf("writing what is read-only: status %d", s)
 			}
-		} else if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr && s != abi.WCRetryExcErr {
+		} else if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr &&
+			s != abi.WCRetryExcErr {
 			t.Errorf("reading what is blocked: status %d", s)
 		}
 		x.intact(t, "uplink")
@@ -207,7 +215,8 @@ func TestUplinkAttribute(t *testing.T) {
 		p.connectRC(p)
 		mine := x.evil.alloc(4096)
 		own := x.evil.mr(1, mine, 4096, demandAccess)
-		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(mine), own); s != abi.WCSuccess {
+		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: uint64(mine), Length: 8, LKey: own}, uint64(mine),
+			own); s != abi.WCSuccess {
 			t.Errorf("another VM: status %d", s)
 		}
 		if err := table.SetUplink(x.b.g.space.GVMI(), 0); err != nil {

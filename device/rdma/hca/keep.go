@@ -54,7 +54,8 @@ func (q *qp) keep() bool {
 	return true
 }
 
-// keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one of a train. Nil: it cannot be had.
+// keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one
+// of a train. Nil: it cannot be had.
 func (e *engine) keepFrame() *frame.Buf {
 	pool := e.dev.cfg.Pool
 	if e.receiving == nil || !pool.Keep() {
@@ -106,8 +107,8 @@ func (q *qp) dropKept(n int) {
 	q.dev.cfg.Pool.Unkeep(n)
 }
 
-// Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so that it leaves
-// room for what waits for pages.
+// Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so
+// that it leaves room for what waits for pages.
 func (q *qp) Hold() *frame.Buf {
 	e := q.engine
 	if e.heldFrames >= maxLaneHeld {

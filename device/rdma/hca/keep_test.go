@@ -15,7 +15,8 @@ import (
 // connectUC makes a connection of two UC QPs; either may write into the other's memory.
 func connectUC(a, b *tqp) {
 	for _, x := range [][2]*tqp{{a, b}, {b, a}} {
-		x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: abi.AccessRemoteWrite})
+		x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags,
+			abi.QPAttr{AccessFlags: abi.AccessRemoteWrite})
 		x[0].modify(abi.QPRTR, abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN,
 			abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: x[1].n, AV: x[1].g.av()})
 		x[0].modify(abi.QPRTS, abi.QPAttrSQPSN, abi.QPAttr{})
@@ -220,8 +221,8 @@ func (t *train) leave(l *loop.Loop) {
 	b.Free()
 }
 
-// What comes in trains arrives as if it had come one by one: in order, or held or kept by itself if its turn or its page is not there yet. Packets that
-// are not what they claim cost themselves only.
+// What comes in trains arrives as if it had come one by one: in order, or held or kept by itself if its turn or its
+// page is not there yet. Packets that are not what they claim cost themselves only.
 func TestTrain(t *testing.T) {
 	const size = 1 << 20
 	w := newWorld(t, 1, 2, Limits{})
@@ -279,12 +280,14 @@ func TestTrain(t *testing.T) {
 	for ; big > 0; big-- {
 		w.pool.UnkeepBig()
 	}
-	if n := gb.rejected[rejectHeader].Load(); n != 0 || w.train.packets == before || ga.Stats().Value[abi.StatRetransmits] != repeated {
+	if n := gb.rejected[rejectHeader].Load(); n != 0 || w.train.packets == before ||
+		ga.Stats().Value[abi.StatRetransmits] != repeated {
 		t.Errorf("without room for trains: %d packets are none, %d came, some were repeated", n, w.train.packets-before)
 	}
 	st, icrc := gb.Describe().Stats, gb.rejected[rejectICRC].Load()
 	if w.train.packets < size/4096 || w.train.sent < 20 || st["kept_packets"] == 0 || icrc == 0 {
-		t.Errorf("%d packets came in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent, st["kept_packets"], icrc)
+		t.Errorf("%d packets came in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent,
+			st["kept_packets"], icrc)
 	}
 	w.step(10)
 	if n := w.pool.InUse(); n != used {
@@ -292,8 +295,8 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// What comes ahead of its turn on RC, requests at the responder and answers to READs at the requester, is held until what was lost has been
-// repeated, within bounds, and given back whatever becomes of the QP or of its peer.
+// What comes ahead of its turn on RC, requests at the responder and answers to READs at the requester, is held until
+// what was lost has been repeated, within bounds, and given back whatever becomes of the QP or of its peer.
 func TestHeld(t *testing.T) {
 	for _, read := range []bool{false, true} {
 		t.Run(map[bool]string{false: "requests", true: "answers"}[read], func(t *testing.T) { testHeld(t, read) })
@@ -306,7 +309,8 @@ func testHeld(t *testing.T, read bool) {
 	ga, gb := w.guests[0], w.guests[1]
 	pa, pb := ga.pd(), gb.pd()
 	ma, mb := ga.alloc(size), gb.alloc(size)
-	ka, kb := ga.mr(pa, ma, size, abi.AccessLocalWrite), gb.mr(pb, mb, size, abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteRead)
+	ka, kb := ga.mr(pa, ma, size, abi.AccessLocalWrite),
+		gb.mr(pb, mb, size, abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteRead)
 	fill(ga.at(ma, size), 5)
 	fill(gb.at(mb, size), 7)
 	want := bytes.Clone(ga.at(ma, size))
@@ -354,7 +358,8 @@ func testHeld(t *testing.T, read bool) {
 	if !bytes.Equal(ga.at(ma, size), want) || !bytes.Equal(gb.at(mb, size), want) {
 		t.Error("data differ")
 	}
-	if st := holder.Describe().Stats; st["kept_packets"] == 0 || !read && (st["selective_acks_sent"] == 0 || ga.Describe().Stats["selective_acks_received"] == 0) {
+	if st := holder.Describe().Stats; st["kept_packets"] == 0 || !read &&
+		(st["selective_acks_sent"] == 0 || ga.Describe().Stats["selective_acks_received"] == 0) {
 		t.Errorf("counted: %v", st)
 	}
 	w.step(10)

@@ -19,7 +19,8 @@ func (s *site) budgeted(i, size int) (*client, *guestdrv.Buffer, *guestdrv.MR) {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	mr, err := c.pd.Register(context.Background(), b, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite)
+	mr, err := c.pd.Register(context.Background(), b,
+		guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -126,7 +127,8 @@ func BenchmarkGuestFault(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	mr, err := cb.pd.RegisterOnDemand(context.Background(), 0x10000, 4096, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite,
+	mr, err := cb.pd.RegisterOnDemand(context.Background(), 0x10000, 4096,
+		guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite,
 		guestdrv.PagerFunc(func(_ context.Context, _ guestdrv.PageFault, pas []uint64) error {
 			pas[0] = uint64(page.PA())
 			return nil

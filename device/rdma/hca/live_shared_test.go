@@ -23,7 +23,8 @@ func TestCQBetweenLoops(t *testing.T) {
 		return q
 	}
 	qp := func(c *client, scq, rcq *guestdrv.CQ) *end {
-		q, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: scq, RecvCQ: rcq, MaxSendWR: 64, MaxRecvWR: 64})
+		q, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: scq, RecvCQ: rcq,
+			MaxSendWR: 64, MaxRecvWR: 64})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -60,7 +61,8 @@ func TestCQBetweenLoops(t *testing.T) {
 	posted, got := map[uint32]uint64{}, map[uint32]uint64{}
 	recv := func(e *end) {
 		for posted[e.qp.Number()] < n && posted[e.qp.Number()]-got[e.qp.Number()] < 60 {
-			if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: posted[e.qp.Number()], SGL: []guestdrv.SGE{b.mr.SGE(0, 64)}}); err != nil {
+			if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: posted[e.qp.Number()],
+				SGL: []guestdrv.SGE{b.mr.SGE(0, 64)}}); err != nil {
 				return
 			}
 			posted[e.qp.Number()]++
@@ -89,8 +91,8 @@ func TestCQBetweenLoops(t *testing.T) {
 	}
 }
 
-// QPs of two loops are told their peers, at both ends at once and while others work, and meet: no request fails, and with the local
-// path both ends are on one loop afterwards.
+// QPs of two loops are told their peers, at both ends at once and while others work, and meet: no request fails, and
+// with the local path both ends are on one loop afterwards.
 func TestMeeting(t *testing.T) {
 	s := newSiteOf(t, 2, 3, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
@@ -125,7 +127,8 @@ func TestMeeting(t *testing.T) {
 							t.Error(err)
 							return
 						}
-						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != guestdrv.WCSuccess || wcs[0].ID != id {
+						if n, err := p[0].cq.PollWait(ctx, wcs); err != nil || n != 1 || wcs[0].Status != guestdrv.WCSuccess ||
+							wcs[0].ID != id {
 							t.Errorf("request %d: %d completions, %+v, %v", id, n, wcs[0], err)
 							return
 						}

@@ -84,14 +84,15 @@ func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *s
 	}
 	dir := t.TempDir()
 	for i := range hosts {
-		h := &host{budget: hostdriver.NewBudget(budget), path: filepath.Join(dir, fmt.Sprint(i)), mac: [6]byte{2, 0, 0, 0, 1, byte(i)},
-			gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 1, byte(i)}))}
+		h := &host{budget: hostdriver.NewBudget(budget), path: filepath.Join(dir, fmt.Sprint(i)),
+			mac: [6]byte{2, 0, 0, 0, 1, byte(i)}, gid: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 1, byte(i)}))}
 		port, err := vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprint(i), MAC: h.mac, Loop: s.loops[i%loops]})
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.dev, err = hca.New(hca.Config{Name: fmt.Sprint("h", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: lim,
-			DataPath: &hca.DataPath{LocalCopy: hca.LocalPath, ECN: ways.ECN(), SelectiveRepeat: ways.SelectiveRepeat()}, Log: hclog.NewNullLogger()})
+		h.dev, err = hca.New(hca.Config{Name: fmt.Sprint("h", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU,
+			Limits: lim, DataPath: &hca.DataPath{LocalCopy: hca.LocalPath, ECN: ways.ECN(),
+				SelectiveRepeat: ways.SelectiveRepeat()}, Log: hclog.NewNullLogger()})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -141,7 +142,9 @@ func (s *site) open(i int) *client {
 	if c.b, err = c.Alloc(bufSize); err != nil {
 		s.t.Fatal(err)
 	}
-	if c.mr, err = c.pd.Register(context.Background(), c.b, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite|guestdrv.AccessRemoteAtomic); err != nil {
+	if c.mr, err = c.pd.Register(context.Background(), c.b,
+		guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead|guestdrv.AccessRemoteWrite|
+			guestdrv.AccessRemoteAtomic); err != nil {
 		s.t.Fatal(err)
 	}
 	return c
@@ -159,7 +162,8 @@ func (c *client) end(t testing.TB) *end {
 	if err != nil {
 		t.Fatal(err)
 	}
-	qp, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq, MaxSendWR: 32, MaxRecvWR: 32})
+	qp, err := c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq,
+		MaxSendWR: 32, MaxRecvWR: 32})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -405,7 +409,8 @@ func TestHostileCommandChains(t *testing.T) {
 		return ok
 	}
 	for name, c := range map[string]struct{ out, in []frontend.Buf }{
-		"request too long":          {[]frontend.Buf{{PA: 0x100000, Len: abi.CmdMax + 1}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},
+		"request too long": {[]frontend.Buf{{PA: 0x100000, Len: abi.CmdMax + 1}},
+			[]frontend.Buf{{PA: 0x180000, Len: 64}}},
 		"no room for a response":    {[]frontend.Buf{{PA: 0x100000, Len: 8}}, nil},
 		"little room":               {[]frontend.Buf{{PA: 0x100000, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 7}}},
 		"request outside memory":    {[]frontend.Buf{{PA: 0x10, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},

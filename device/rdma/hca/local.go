@@ -49,7 +49,8 @@ func (q *qp) findLocalRoute(port *Port, av *roce.AddressVector) {
 	n := &q.localRoute
 	n.port, n.dev, n.gids = port, nil, nil
 	n.route = (*port).RouteHCA(q.engine.loop, &vswitch.Flow{
-		Src: vswitch.MAC(av.SMAC), Dst: vswitch.MAC(av.DMAC), SrcIP: av.SGID, V1: av.RoCEv1, Size: int(q.t.MTU()) + mtuOverhead,
+		Src: vswitch.MAC(av.SMAC), Dst: vswitch.MAC(av.DMAC), SrcIP: av.SGID, V1: av.RoCEv1,
+		Size: int(q.t.MTU()) + mtuOverhead,
 	})
 	dev, ok := n.route.HCA().(*Device)
 	if !ok || av.VLAN != roce.NoVLAN || dev.cfg.MAC != av.DMAC {
@@ -69,7 +70,8 @@ type localTurn struct {
 	held  bool
 }
 
-// How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as long as a pass may.
+// How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as
+// long as a pass may.
 const (
 	localSlice      = 64 << 10
 	localSliceAlone = 256 << 10
@@ -80,7 +82,8 @@ func (q *qp) Peer() (*roce.QP, uint64) {
 	e := q.engine
 	p := q.localPeer()
 	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
-	if p == nil || p == q || p.engine.loop != e.loop || p.closed || p.localPeer() != q || e.local.held || !q.localRoute.route.Enter(e.loop) {
+	if p == nil || p == q || p.engine.loop != e.loop || p.closed || p.localPeer() != q || e.local.held ||
+		!q.localRoute.route.Enter(e.loop) {
 		return nil, 0
 	}
 	tok, ok := p.engine.enter()
@@ -124,7 +127,8 @@ func (q *qp) localSpan(sg []roce.SGE, off, n uint64, need translate.Access) ([]b
 		}
 		va, ok := s.VA.Add(off)
 		if !ok {
-			return nil, translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA}, Len: uint64(s.Length)}
+			return nil, translate.Miss{Kind: translate.OutOfRange, Key: s.Key, Where: translate.Where{VA: s.VA},
+				Len: uint64(s.Length)}
 		}
 		n = min(n, uint64(s.Length)-off)
 		switch {

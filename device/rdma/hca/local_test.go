@@ -144,7 +144,8 @@ func TestLocalPeerGone(t *testing.T) {
 		{"own port down", func(m *mover) { m.a.g.link.Store(false) }},
 		{"peer has no driver", func(m *mover) { m.b.g.up.Store(false) }},
 		{"peer's address gone", func(m *mover) {
-			m.b.g.must(abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Type: abi.GIDRoCEv2, VLANID: abi.NoVLAN, SMAC: m.b.g.cfg.MAC, GID: [16]byte{10: 0xff, 11: 0xff, 12: 11, 15: 99}}))
+			m.b.g.must(abi.CmdSetGID, enc(abi.SizeSetGID, &abi.SetGID{Type: abi.GIDRoCEv2, VLANID: abi.NoVLAN,
+				SMAC: m.b.g.cfg.MAC, GID: [16]byte{10: 0xff, 11: 0xff, 12: 11, 15: 99}}))
 		}},
 		{"peer connected to another", func(m *mover) {
 			third := m.a.g.w.guests[1]
@@ -171,8 +172,8 @@ func TestLocalPeerGone(t *testing.T) {
 	}
 }
 
-// QPs of different loops come together, QPs of one VM copy, too, and a QP that is its own peer sends frames. Whoever has a
-// receive queue with others stays.
+// QPs of different loops come together, QPs of one VM copy, too, and a QP that is its own peer sends frames. Whoever
+// has a receive queue with others stays.
 func TestLocalPlaces(t *testing.T) {
 	w := localWorld(t, 3, 2)
 	g, h := w.guests[0], w.guests[1]
@@ -367,7 +368,8 @@ func TestLocalSlices(t *testing.T) {
 	}
 	w.step(1)
 	if got(x) != 2*localSlice || got(z) != 2*localSlice {
-		t.Errorf("%d and %d bytes in a pass for two QPs of one VM, want two slices of %d for each", got(x), got(z), localSlice)
+		t.Errorf("%d and %d bytes in a pass for two QPs of one VM, want two slices of %d for each", got(x), got(z),
+			localSlice)
 	}
 	x.a.scq.await(1)
 	z.a.scq.await(1)

@@ -37,7 +37,8 @@ func TestInvalidationWaits(t *testing.T) {
 		t.Helper()
 		s := a.wqe()
 		s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
-		reg := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key&^0xff | low, Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
+		reg := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key&^0xff | low,
+			Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
 		reg.Encode(s[abi.SendWQERegOff:])
 		a.post()
 		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpRegMR {
@@ -81,7 +82,8 @@ func TestInvalidationWaits(t *testing.T) {
 	void(k)
 	epochs.Leave(busy, other)
 	got := a.rcq.await(2)
-	if got[0].ID != 20 || got[0].Status != abi.WCSuccess || got[0].Flags&abi.WCFlagsInvalidate == 0 || le.Uint32(got[0].Ex[:]) != k || got[1].ID != 21 {
+	if got[0].ID != 20 || got[0].Status != abi.WCSuccess || got[0].Flags&abi.WCFlagsInvalidate == 0 ||
+		le.Uint32(got[0].Ex[:]) != k || got[1].ID != 21 {
 		t.Fatalf("receives %+v", got)
 	}
 	b.scq.await(2)

@@ -15,7 +15,8 @@ import (
 func (d *Device) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {
 	eth := header.Ethernet{Dst: header.Broadcast, Src: d.cfg.MAC, VLAN: g.vlan}
 	if isV4(target) {
-		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.cfg.MAC, SenderIP: [4]byte(g.addr[12:]), TargetIP: [4]byte(target[12:])})
+		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.cfg.MAC, SenderIP: [4]byte(g.addr[12:]),
+			TargetIP: [4]byte(target[12:])})
 		return
 	}
 	// The solicited-node group of the target, and its MAC (RFC 4291, 2.7.1; RFC 2464, 7).
@@ -50,8 +51,8 @@ func (d *Device) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n 
 	port.InputHCA(l, b)
 }
 
-// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for one of the
-// device's GIDs while a driver runs; all else ends there.
+// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for
+// one of the device's GIDs while a driver runs; all else ends there.
 func (d *Device) Neighbours() vswitch.Face { return neighbours{d} }
 
 type neighbours struct{ d *Device }
@@ -70,21 +71,25 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 	switch eth.Type {
 	case header.TypeARP:
 		var m header.ARP
-		if _, err := m.Decode(p); err != nil || m.Op != header.ARPRequest || !d.hasAddress(header.Mapped4(m.TargetIP), eth.VLAN) {
+		if _, err := m.Decode(p); err != nil || m.Op != header.ARPRequest ||
+			!d.hasAddress(header.Mapped4(m.TargetIP), eth.VLAN) {
 			return
 		}
-		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.cfg.MAC, SenderIP: m.TargetIP, TargetMAC: m.SenderMAC, TargetIP: m.SenderIP})
+		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.cfg.MAC, SenderIP: m.TargetIP,
+			TargetMAC: m.SenderMAC, TargetIP: m.SenderIP})
 	case header.TypeIPv6:
 		var ip header.IPv6
 		var m header.Neighbor
 		n, err := ip.Decode(p)
-		if err != nil || ip.NextHeader != header.ProtoICMPv6 || ip.HopLimit != 255 || int(ip.PayloadLen) > len(p)-n { // RFC 4861, 7.1.1
+		// RFC 4861, 7.1.1
+		if err != nil || ip.NextHeader != header.ProtoICMPv6 || ip.HopLimit != 255 || int(ip.PayloadLen) > len(p)-n {
 			return
 		}
 		if m.Decode(p[n:n+int(ip.PayloadLen)], ip.Src, ip.Dst) != nil || m.Advert || !d.hasAddress(m.Target, eth.VLAN) {
 			return
 		}
-		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.cfg.MAC, HasLink: true}
+		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.cfg.MAC,
+			HasLink: true}
 		to := ip.Src
 		if to == ([16]byte{}) { // somebody is about to take the address: all are told (RFC 4861, 7.2.4)
 			to, eth.Dst, reply.Solicited = [16]byte{0: 0xff, 1: 2, 15: 1}, header.MAC{0x33, 0x33, 0, 0, 0, 1}, false

@@ -102,16 +102,19 @@ func TestNeighbours(t *testing.T) {
 			t.Fatalf("%s was asked %d times, want 2", c.host, len(asked))
 		}
 		if v4 {
-			reply := header.ARP{Op: header.ARPReply, SenderMAC: hostMAC, SenderIP: netip.MustParseAddr(c.host).As4(), TargetMAC: a.cfg.MAC, TargetIP: netip.MustParseAddr(c.a).As4()}
-			say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeARP, VLAN: header.NoVLAN}, header.ARPLen, func(b []byte) { reply.Encode(b) })
+			reply := header.ARP{Op: header.ARPReply, SenderMAC: hostMAC, SenderIP: netip.MustParseAddr(c.host).As4(),
+				TargetMAC: a.cfg.MAC, TargetIP: netip.MustParseAddr(c.a).As4()}
+			say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeARP, VLAN: header.NoVLAN}, header.ARPLen,
+				func(b []byte) { reply.Encode(b) })
 		} else {
 			src, dst := gid(c.host), gid(c.a)
 			reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: src, Link: hostMAC, HasLink: true}
 			ip := header.IPv6{PayloadLen: uint16(reply.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: src, Dst: dst}
-			say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeIPv6, VLAN: header.NoVLAN}, header.IPv6Len+reply.Len(), func(b []byte) {
-				ip.Encode(b)
-				reply.Encode(b[header.IPv6Len:], src, dst)
-			})
+			say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeIPv6, VLAN: header.NoVLAN},
+				header.IPv6Len+reply.Len(), func(b []byte) {
+					ip.Encode(b)
+					reply.Encode(b[header.IPv6Len:], src, dst)
+				})
 		}
 		if got := resolve(c.host); got != hostMAC {
 			t.Errorf("%s is at %x, want %x", c.host, got, hostMAC)
@@ -121,16 +124,19 @@ func TestNeighbours(t *testing.T) {
 			t.Helper()
 			host.take()
 			if v4 {
-				q := header.ARP{Op: header.ARPRequest, SenderMAC: hostMAC, SenderIP: netip.MustParseAddr(c.host).As4(), TargetIP: netip.MustParseAddr(target).As4()}
-				say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeARP, VLAN: header.NoVLAN}, header.ARPLen, func(b []byte) { q.Encode(b) })
+				q := header.ARP{Op: header.ARPRequest, SenderMAC: hostMAC, SenderIP: netip.MustParseAddr(c.host).As4(),
+					TargetIP: netip.MustParseAddr(target).As4()}
+				say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeARP, VLAN: header.NoVLAN}, header.ARPLen,
+					func(b []byte) { q.Encode(b) })
 			} else {
 				src, dst := gid(c.host), gid(target)
 				q := header.Neighbor{Target: dst, Link: hostMAC, HasLink: true}
 				ip := header.IPv6{PayloadLen: uint16(q.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: src, Dst: dst}
-				say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeIPv6, VLAN: header.NoVLAN}, header.IPv6Len+q.Len(), func(b []byte) {
-					ip.Encode(b)
-					q.Encode(b[header.IPv6Len:], src, dst)
-				})
+				say(header.Ethernet{Dst: a.cfg.MAC, Src: hostMAC, Type: header.TypeIPv6, VLAN: header.NoVLAN},
+					header.IPv6Len+q.Len(), func(b []byte) {
+						ip.Encode(b)
+						q.Encode(b[header.IPv6Len:], src, dst)
+					})
 			}
 			return host.take()
 		}
@@ -171,5 +177,6 @@ func claims(f []byte, mac header.MAC, addr [16]byte) bool {
 	var ip header.IPv6
 	var m header.Neighbor
 	h, err := ip.Decode(f[n:])
-	return err == nil && m.Decode(f[n+h:], ip.Src, ip.Dst) == nil && m.Advert && m.Target == addr && m.Link == mac && m.HasLink
+	return err == nil && m.Decode(f[n+h:], ip.Src, ip.Dst) == nil && m.Advert && m.Target == addr && m.Link == mac &&
+		m.HasLink
 }

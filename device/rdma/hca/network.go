@@ -61,8 +61,8 @@ type sourceFilter struct {
 	src, dst [16]byte
 }
 
-// attributesChanged updates the QP's source filter and path after a change of its attributes (MT-3: by RTR at the latest,
-// whoever exchanged the addresses). On its engine.
+// attributesChanged updates the QP's source filter and path after a change of its attributes (MT-3: by RTR at the
+// latest, whoever exchanged the addresses). On its engine.
 func (q *qp) attributesChanged(mask roce.Mask) {
 	if mask&(roce.MaskState|roce.MaskAV|roce.MaskQKey) == 0 {
 		return
@@ -89,8 +89,8 @@ func (q *qp) attributesChanged(mask roce.Mask) {
 	q.source.Store(p)
 }
 
-// Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the switch does not
-// know, so it may take its time.
+// Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the
+// switch does not know, so it may take its time.
 func (d *Device) Wants(_ *loop.Loop, f []byte) bool {
 	why, ok := d.checkSource(f)
 	if !ok {

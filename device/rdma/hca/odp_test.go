@@ -52,7 +52,8 @@ func TestGuestFaultEvents(t *testing.T) {
 				at = 104
 			}
 			copy(d.bytes(int(at), c.size), want)
-			if (c.op == abi.WRRDMAWrite || c.op == abi.WRAtomicWrite) && !c.local || c.op == abi.WRSend || c.op == abi.WRRDMARead && c.local {
+			if (c.op == abi.WRRDMAWrite || c.op == abi.WRAtomicWrite) && !c.local || c.op == abi.WRSend ||
+				c.op == abi.WRRDMARead && c.local {
 				copy(d.bytes(int(at), c.size), make([]byte, c.size))
 				copy(far.g.at(other, c.size), want)
 			}
@@ -93,7 +94,8 @@ func TestGuestFaultEvents(t *testing.T) {
 			if wcs[0].ID != 9 || wcs[0].Status != abi.WCSuccess || faults == 0 {
 				t.Fatalf("%+v after %d faults", wcs[0], faults)
 			}
-			if c.op != abi.WRAtomicFetchAndAdd && (!bytes.Equal(d.bytes(int(at), c.size), want) || !bytes.Equal(far.g.at(other, c.size), want)) {
+			if c.op != abi.WRAtomicFetchAndAdd && (!bytes.Equal(d.bytes(int(at), c.size), want) ||
+				!bytes.Equal(far.g.at(other, c.size), want)) {
 				t.Error("data differs")
 			}
 			st := near.g.Stats()
@@ -146,7 +148,8 @@ func TestAbsentRings(t *testing.T) {
 			if what == "SRQ" {
 				rq = gb.ring(64, 7)
 				spec.flags = abi.QPHasSRQ
-				spec.srq = gb.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: spec.pd, MaxSGE: 4, Ring: rq.desc}, rq.pas...))
+				spec.srq = gb.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ,
+					&abi.CreateSRQ{PDN: spec.pd, MaxSGE: 4, Ring: rq.desc}, rq.pas...))
 			}
 			b := gb.qp(spec)
 			if what != "SRQ" {
@@ -251,7 +254,8 @@ func TestFaultsWithoutBuffers(t *testing.T) {
 		t.Errorf("%d faults wait, %d parked, want %d", f.Guest.Waiting, f.Parked, n)
 	}
 	for _, q := range st.QPs {
-		if len(q.Waits) != 1 || !strings.HasPrefix(q.Waits[0], "responder: ") || !strings.Contains(q.Waits[0], "absent in the guest") {
+		if len(q.Waits) != 1 || !strings.HasPrefix(q.Waits[0], "responder: ") ||
+			!strings.Contains(q.Waits[0], "absent in the guest") {
 			t.Fatalf("QP %#x waits for %q", q.QPN, q.Waits)
 		}
 	}
@@ -301,7 +305,8 @@ func TestHostileTokens(t *testing.T) {
 	try := func(g *guest, token uint32) {
 		t.Helper()
 		for _, s := range []abi.Status{abi.StatusOK, abi.StatusFault} {
-			g.refused(abi.StatusNotFound, abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: token, Status: s}))
+			g.refused(abi.StatusNotFound, abi.CmdResumeFault,
+				enc(abi.SizeResumeFault, &abi.ResumeFault{Token: token, Status: s}))
 		}
 	}
 	all := func(g *guest) {
@@ -447,7 +452,8 @@ func TestHostFaults(t *testing.T) {
 	}
 	for _, g := range w.guests {
 		f := g.Describe().Faults
-		if f.Host.Raised == 0 || f.Host.Resumed != f.Host.Raised || f.Parked != 0 || f.Host.Estimate == 0 || f.Guest.Raised != 0 {
+		if f.Host.Raised == 0 || f.Host.Resumed != f.Host.Raised || f.Parked != 0 || f.Host.Estimate == 0 ||
+			f.Guest.Raised != 0 {
 			t.Errorf("%+v", f)
 		}
 	}
@@ -651,7 +657,8 @@ func TestImplicitRegion(t *testing.T) {
 	gb := b.g
 	dq := gb.faultQueue(4)
 	var resp abi.CreateMRResp
-	req := abi.CreateMR{PDN: 1, Access: demandAccess | abi.AccessOnDemand, Flags: abi.MROnDemand | abi.MRImplicit, PageShift: 12, Length: 1 << 57, NPages: 1 << 45}
+	req := abi.CreateMR{PDN: 1, Access: demandAccess | abi.AccessOnDemand, Flags: abi.MROnDemand | abi.MRImplicit,
+		PageShift: 12, Length: 1 << 57, NPages: 1 << 45}
 	if err := resp.Decode(gb.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
 		t.Fatal(err)
 	}
@@ -672,7 +679,8 @@ func TestImplicitRegion(t *testing.T) {
 			if e.VA != va+64 || e.Length != 64 || e.Key != resp.RKey {
 				t.Fatalf("event %+v", e)
 			}
-			gb.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: resp.Handle, Count: 1, First: va >> 12}, uint64(home)))
+			gb.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: resp.Handle, Count: 1, First: va >> 12},
+				uint64(home)))
 			gb.resumeFault(e.Token, abi.StatusOK)
 		}
 		if wc := a.scq.await(1)[0]; wc.Status != want {
@@ -717,7 +725,8 @@ func TestFaultDelay(t *testing.T) {
 	}
 	c.a[0].scq.await(1)
 	h := gb.Describe().Faults.Guest
-	if h.Max < 50*time.Millisecond || h.Median < 50*time.Millisecond/2 || len(h.Buckets) < 16 || h.Estimate != time.Duration(guest) {
+	if h.Max < 50*time.Millisecond || h.Median < 50*time.Millisecond/2 || len(h.Buckets) < 16 ||
+		h.Estimate != time.Duration(guest) {
 		t.Errorf("%+v", h)
 	}
 }

@@ -32,7 +32,8 @@ type naivePager struct {
 const canary = 0xc5
 
 func newNaivePager(t *testing.T, g *guest, pd uint32, pages int, seed uint64) *naivePager {
-	p := &naivePager{t: t, g: g, dq: g.faultQueue(4), d: g.demand(pd, pages, demandAccess), rng: rand.New(rand.NewPCG(seed, 1))}
+	p := &naivePager{t: t, g: g, dq: g.faultQueue(4), d: g.demand(pd, pages, demandAccess),
+		rng: rand.New(rand.NewPCG(seed, 1))}
 	for i := range pages {
 		p.at = append(p.at, p.d.home+translate.PA(i*4096))
 	}
@@ -106,7 +107,8 @@ func (p *naivePager) serve(e abi.Event) {
 	for i := first; i <= last; i++ {
 		pas = append(pas, uint64(p.at[i])|mark)
 	}
-	p.want(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: p.d.handle, Count: uint32(len(pas)), First: first}, pas...))
+	p.want(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: p.d.handle, Count: uint32(len(pas)), First: first},
+		pas...))
 	p.want(abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: e.Token}))
 	p.served++
 }

@@ -5,8 +5,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
-// Which engine a QP lives on. It gets one when it is created, and may get another once: when it is told its peer, and that lives on
-// another loop of this host. On one loop they need no frames (local.go).
+// Which engine a QP lives on. It gets one when it is created, and may get another once: when it is told its peer, and
+// that lives on another loop of this host. On one loop they need no frames (local.go).
 
 // place chooses the engine of a new QP: where its SRQ or CQs are produced already,
 // so that they need no lock, else the engines in turn.
@@ -74,8 +74,8 @@ func (c *cmd) colocate(q *qp) {
 	}
 }
 
-// peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same decision, in any order
-// or at once: the lower or the higher of the two loops, as their QP numbers say.
+// peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same
+// decision, in any order or at once: the lower or the higher of the two loops, as their QP numbers say.
 func (q *qp) peerEngine() *engine {
 	p := q.localPeer()
 	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
@@ -89,8 +89,8 @@ func (q *qp) peerEngine() *engine {
 	return q.dev.byLoop[there]
 }
 
-// moveQP moves q, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames that arrive then
-// are lost, as they were before it became ready. If it is not movable, it stays.
+// moveQP moves q, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames
+// that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(q *qp, to *engine) {
 	from, quiet := q.engine, false
 	from.loop.Do(func() {
@@ -130,7 +130,8 @@ func (c *cmd) moveQP(q *qp, to *engine) {
 	})
 }
 
-// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no completion; on its loop.
+// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no
+// completion; on its loop.
 func (q *qp) movable() bool {
 	for i := range q.waiters {
 		s := &q.waiters[i]
@@ -138,5 +139,6 @@ func (q *qp) movable() bool {
 			return false
 		}
 	}
-	return q.t.State() == roce.RTR && !q.closed && !q.failing && !q.draining && len(q.kept) == 0 && q.heldFrames == 0 && len(q.unpostedCQEs) == 0
+	return q.t.State() == roce.RTR && !q.closed && !q.failing && !q.draining && len(q.kept) == 0 && q.heldFrames == 0 &&
+		len(q.unpostedCQEs) == 0
 }

@@ -341,7 +341,8 @@ func (q *qp) CheckRemote(key translate.Key, va translate.VA, n uint64, need tran
 }
 
 // FlushRemote implements roce.Adapter.
-func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool, need translate.Access) translate.Miss {
+func (q *qp) FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool,
+	need translate.Access) translate.Miss {
 	if !whole {
 		return q.CheckRemote(key, va, n, need)
 	}
@@ -372,7 +373,8 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 
 // AtomicRemote implements roce.Adapter. It is atomic against the guest's own
 // processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
-func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64, translate.Miss) {
+func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64,
+	translate.Miss) {
 	p, m := q.dev.vm.Uint64(key, q.pd, va, op.Needs())
 	if m.Kind == translate.BadPD {
 		p, m = q.dev.vm.Uint64(key, q.windowPD, va, op.Needs())

@@ -70,7 +70,8 @@ func TestRCTransfer(t *testing.T) {
 	s.SetRDMA(uint64(dst), kb)
 	s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: n, LKey: ka}})
 	a.post()
-	if wc = a.scq.await(1)[0]; wc.ID != 14 || wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpRDMARead || wc.ByteLen != n {
+	if wc = a.scq.await(1)[0]; wc.ID != 14 || wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpRDMARead ||
+		wc.ByteLen != n {
 		t.Fatalf("read completion %+v", wc)
 	}
 	if !bytes.Equal(a.g.at(src, n), b.g.at(dst, n)) {

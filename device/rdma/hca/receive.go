@@ -60,8 +60,8 @@ func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
 	home.enqueue(b)
 }
 
-// enqueue puts a frame into the engine's inbox; any thread. Trains are in big buffers, which are few and for all: half of those may wait in inboxes. Beyond that
-// a train is taken apart here.
+// enqueue puts a frame into the engine's inbox; any thread. Trains are in big buffers, which are few and for all: half
+// of those may wait in inboxes. Beyond that a train is taken apart here.
 func (e *engine) enqueue(b *frame.Buf) {
 	pool := e.dev.cfg.Pool
 	if b.Offload.GSOSize == 0 || pool.KeepBig() {
@@ -199,8 +199,8 @@ func (e *engine) receive(b *frame.Buf) {
 	e.packet = wire.RoCE{} // no reference to the buffer outlives the call
 }
 
-// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put in front of them, over what
-// has been received already: nobody else reads the frame, or it is copied.
+// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put
+// in front of them, over what has been received already: nobody else reads the frame, or it is copied.
 func (e *engine) receiveTrain(b *frame.Buf) {
 	if b.Shared() {
 		c := e.dev.cfg.Pool.GetFor(b.Len())

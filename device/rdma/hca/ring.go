@@ -36,7 +36,8 @@ func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElem
 	pageSize := uint64(1) << a.PageShift
 	switch {
 	case a.Length < need:
-		return ring{}, fmt.Errorf("length is %d, %d elements of %d bytes need %d", a.Length, a.NumElems, 1<<a.Log2ElemSize, need)
+		return ring{}, fmt.Errorf("length is %d, %d elements of %d bytes need %d", a.Length, a.NumElems, 1<<a.Log2ElemSize,
+			need)
 	case a.Length > uint64(a.NPages)<<a.PageShift:
 		return ring{}, fmt.Errorf("length is %d, %d pages of %d bytes hold less", a.Length, a.NPages, pageSize)
 	case a.Length <= uint64(a.NPages-1)<<a.PageShift:

@@ -9,7 +9,8 @@ import (
 func (g *guest) srq(pd, elems, limit uint32) (uint32, *tring) {
 	g.tb.Helper()
 	r := g.ring(elems, 7)
-	return g.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: 4, Limit: limit, Ring: r.desc}, r.pas...)), &r
+	return g.mustHandle(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ,
+		&abi.CreateSRQ{PDN: pd, MaxSGE: 4, Limit: limit, Ring: r.desc}, r.pas...)), &r
 }
 
 func (r *tring) postRecv(id uint64, sgl ...abi.SGE) {
@@ -66,7 +67,8 @@ func TestSRQ(t *testing.T) {
 		t.Fatalf("events %+v with 5 requests left and limit 4", ev)
 	}
 	nr := gb.ring(64, 8)
-	gb.must(abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: nr.desc}, nr.pas...))
+	gb.must(abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: nr.desc},
+		nr.pas...))
 	if p, c := nr.prod().Load(), nr.cons().Load(); p != 5 || c != 0 {
 		t.Fatalf("new ring: producer %d, consumer %d, want 5 and 0", p, c)
 	}
@@ -95,8 +97,10 @@ func TestSRQ(t *testing.T) {
 		r.postRecv(uint64(100 + i))
 	}
 	small := gb.ring(16, 8)
-	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: small.desc}, small.pas...))
-	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: abi.SRQLimit, Limit: 64}))
+	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ,
+		&abi.ModifySRQ{SRQN: n, Flags: abi.SRQResize, Ring: small.desc}, small.pas...))
+	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ,
+		&abi.ModifySRQ{SRQN: n, Flags: abi.SRQLimit, Limit: 64}))
 	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: 4}))
 }
 

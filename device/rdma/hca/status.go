@@ -153,8 +153,8 @@ func (d *Device) eachQP(f func(q *qp)) {
 func (d *Device) Describe() Status {
 	st := d.stats()
 	s := Status{
-		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil, Up: d.up.Load(),
-		Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
+		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
+		Up: d.up.Load(), Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {

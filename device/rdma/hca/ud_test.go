@@ -76,7 +76,8 @@ func TestUD(t *testing.T) {
 			t.Fatal("data differ")
 		}
 		// The IPv4 header is the last 20 of the 40 bytes.
-		if h := gb.at(dst+20, 20); h[0] != 0x45 || !bytes.Equal(h[12:16], []byte{10, 0, 0, 1}) || !bytes.Equal(h[16:20], []byte{10, 0, 0, 2}) {
+		if h := gb.at(dst+20, 20); h[0] != 0x45 || !bytes.Equal(h[12:16], []byte{10, 0, 0, 1}) ||
+			!bytes.Equal(h[16:20], []byte{10, 0, 0, 2}) {
 			t.Errorf("header area % x", h)
 		}
 	}
@@ -264,7 +265,8 @@ func TestKeysAndDomains(t *testing.T) {
 	ka := ga.mr(pa, src, 4096, abi.AccessLocalWrite|remoteAll)
 	foreign := gb.mr(pb2, dst, 4096, abi.AccessLocalWrite|remoteAll)
 	readOnly := gb.mr(pb, dst, 4096, abi.AccessLocalWrite|abi.AccessRemoteRead)
-	for name, key := range map[string]uint32{"another PD": foreign, "no right": readOnly, "the other VM's key": ka ^ 0x5500, "garbage": 0xdeadbeef} {
+	for name, key := range map[string]uint32{"another PD": foreign, "no right": readOnly,
+		"the other VM's key": ka ^ 0x5500, "garbage": 0xdeadbeef} {
 		a, b := ga.qp(qpSpec{pd: pa}), gb.qp(qpSpec{pd: pb})
 		a.connectRC(b)
 		b.connectRC(a)

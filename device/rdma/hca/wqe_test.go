@@ -31,7 +31,8 @@ func TestDecodeSendGolden(t *testing.T) {
 	p32(raw[184:], 12345) // dma.length, wrong
 	p32(raw[188:], 0xffffffff)
 	p32(raw[196:], 3) // num_sge
-	for i, s := range []abi.SGE{{Addr: 0x1000, Length: 10, LKey: 7}, {Addr: 0x2000, Length: 0, LKey: 8}, {Addr: 0x3000, Length: 0xffffffff, LKey: 9}} {
+	for i, s := range []abi.SGE{{Addr: 0x1000, Length: 10, LKey: 7}, {Addr: 0x2000, Length: 0, LKey: 8},
+		{Addr: 0x3000, Length: 0xffffffff, LKey: 9}} {
 		p64(raw[208+16*i:], s.Addr)
 		p32(raw[216+16*i:], s.Length)
 		p32(raw[220+16*i:], s.LKey)

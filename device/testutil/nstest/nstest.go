@@ -140,8 +140,8 @@ func (ns *NS) Do(f func()) {
 	f()
 }
 
-// Ping waits until addr answers, and then insists on answers to at least eight of the first ten questions, however late: a
-// loaded machine is slow, and may lose one to a full buffer. opts are extra options, such as a size.
+// Ping waits until addr answers, and then insists on answers to at least eight of the first ten questions, however
+// late: a loaded machine is slow, and may lose one to a full buffer. opts are extra options, such as a size.
 func (ns *NS) Ping(addr string, opts ...string) {
 	ns.tb.Helper()
 	Eventually(ns.tb, addr+" answers "+ns.Name, func() bool {

@@ -26,7 +26,8 @@ func (ns *NS) NoOffload(dev string) {
 			_    [16]byte
 		}{data: unsafe.Pointer(&value)}
 		copy(req.name[:unix.IFNAMSIZ-1], dev)
-		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), unix.SIOCETHTOOL, uintptr(unsafe.Pointer(&req))); errno != 0 {
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), unix.SIOCETHTOOL,
+			uintptr(unsafe.Pointer(&req))); errno != 0 {
 			ns.tb.Fatalf("nstest: %s: checksum offload of %s: %v", ns.Name, dev, errno)
 		}
 	})

@@ -12,8 +12,9 @@ import (
 // isolated marks the process that Isolate has started.
 const isolated = "VNICD_TEST_NETNS"
 
-// Isolate runs the test binary again in a network namespace of its own and returns its exit status; in that process it returns
-// false. For TestMain of packages whose code under test makes interfaces on goroutines of its own, which Do cannot reach.
+// Isolate runs the test binary again in a network namespace of its own and returns its exit status; in that process it
+// returns false. For TestMain of packages whose code under test makes interfaces on goroutines of its own, which Do
+// cannot reach.
 func Isolate() (status int, done bool) {
 	if os.Getenv(isolated) != "" || os.Geteuid() != 0 { // without root, New tells what is missing
 		return 0, false

@@ -1,5 +1,6 @@
-// Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and packages
-// that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces them:
+// Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and
+// packages that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces
+// them:
 //
 //	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false"
 //
@@ -132,8 +133,8 @@ func Config(text string) string {
 	return b.String()
 }
 
-// Tests is a testing.M for goleak.VerifyTestMain, whose tests run with frames and once more with the local path. Benchmarks and
-// fuzzing run once.
+// Tests is a testing.M for goleak.VerifyTestMain, whose tests run with frames and once more with the local path.
+// Benchmarks and fuzzing run once.
 type Tests struct {
 	M     *testing.M
 	Local *bool // whether the tests' devices may copy instead of sending frames

@@ -20,10 +20,12 @@ func TestParse(t *testing.T) {
 func TestConfig(t *testing.T) {
 	defer func(old settings) { forced = old }(forced)
 	forced, _ = parse("engines=2 spin=0s local-copy=false segmentation=false ecn=false short-path=false selective-repeat=false")
-	if got, want := Config("networks: []\nengines: 1\n"), "spin: 0s\necn: false\nshort-path: false\ndebug: {local-copy: false, segmentation: false, selective-repeat: false}\n"; got != want {
+	if got, want := Config("networks: []\nengines: 1\n"),
+		"spin: 0s\necn: false\nshort-path: false\ndebug: {local-copy: false, segmentation: false, selective-repeat: false}\n"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || !Segmentation() || !ShortPath() || !ECN() || !SelectiveRepeat() {
+	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || !Segmentation() || !ShortPath() || !ECN() ||
+		!SelectiveRepeat() {
 		t.Error("what is not forced is not left alone")
 	}
 }

@@ -34,7 +34,8 @@ func TestRingsAreHeld(t *testing.T) {
 	ctx, conn := testContext(t), dev.conn
 	for round := range 2 {
 		for pa := translate.PA(0x100000); pa < 0x100000+size; pa += 0x10000 {
-			if err := conn.Space().Fetch(ctx, translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa}, Len: 1}, true); err != nil {
+			if err := conn.Space().Fetch(ctx, translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa}, Len: 1},
+				true); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -371,7 +371,8 @@ func roundTrip(t testing.TB, d *frontend.Device, m *frontend.Memory, i int, text
 	copy(out, text)
 	half := uint32(len(text) / 2)
 	q := d.Queue(i)
-	err = q.Add(42, []frontend.Buf{{PA: pa, Len: half}, {PA: pa + translate.PA(half), Len: uint32(len(text)) - half}}, []frontend.Buf{{PA: pa + 4096, Len: 4096}})
+	err = q.Add(42, []frontend.Buf{{PA: pa, Len: half}, {PA: pa + translate.PA(half), Len: uint32(len(text)) - half}},
+		[]frontend.Buf{{PA: pa + 4096, Len: 4096}})
 	if err != nil {
 		t.Fatal(err)
 	}

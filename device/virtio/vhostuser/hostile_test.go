@@ -71,7 +71,9 @@ func TestViolations(t *testing.T) {
 	r := m.Regions()[0]
 	state := func(i, n uint32) []byte { return vhostuser.VringState{Index: i, Num: n}.Append(nil) }
 	word := func(v uint64) []byte { return vhostuser.AppendU64(nil, v) }
-	proto := message(vhostuser.ReqSetProtocolFeatures, word(vhostuser.ProtoMQ|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus|vhostuser.ProtoConfig|vhostuser.ProtoBackendReq))
+	proto := message(vhostuser.ReqSetProtocolFeatures,
+		word(vhostuser.ProtoMQ|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus|vhostuser.ProtoConfig|
+			vhostuser.ProtoBackendReq))
 	ev, nul := eventfd(t), null(t)
 	small, err := unix.MemfdCreate("vnicd-guest", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -95,7 +97,8 @@ func TestViolations(t *testing.T) {
 		{"features not offered", message(vhostuser.ReqSetFeatures, word(1<<26)), nil, "features 0x4000000 were not offered"},
 		{"protocol features not offered", message(vhostuser.ReqSetProtocolFeatures, word(1<<1)), nil, "were not offered"},
 		{"descriptor without need", header(vhostuser.ReqGetFeatures, 0), []int{ev}, "1 file descriptors, want 0"},
-		{"many descriptors", header(vhostuser.ReqGetFeatures, 0), slices.Repeat([]int{ev}, 40), "more than 8 file descriptors"},
+		{"many descriptors", header(vhostuser.ReqGetFeatures, 0), slices.Repeat([]int{ev}, 40),
+			"more than 8 file descriptors"},
 		{"ring index", message(vhostuser.ReqSetVringNum, state(3, 8)), nil, "ring 3, device has 3"},
 		{"ring index huge", message(vhostuser.ReqSetVringBase, state(0xffffffff, 8)), nil, "ring 4294967295"},
 		{"ring size", message(vhostuser.ReqSetVringNum, state(0, 7)), nil, "7 entries, want a power of two"},
@@ -106,16 +109,25 @@ func TestViolations(t *testing.T) {
 		{"kick of the wrong kind", message(vhostuser.ReqSetVringKick, word(0)), []int{nul}, "/dev/null"},
 		{"call of the wrong kind", message(vhostuser.ReqSetVringCall, word(0)), []int{small}, "want an eventfd"},
 		{"kick index", message(vhostuser.ReqSetVringKick, word(77)), []int{ev}, "ring 77"},
-		{"address logging", message(vhostuser.ReqSetVringAddr, vhostuser.VringAddr{Flags: 1}.Append(nil)), nil, "logging is not offered"},
-		{"memory that is no file", slices.Concat(proto, message(vhostuser.ReqAddMemReg, vhostuser.AppendMemReg(nil, r))), []int{ev}, "ADD_MEM_REG"},
-		{"memory shorter than said", slices.Concat(proto, message(vhostuser.ReqAddMemReg, vhostuser.AppendMemReg(nil, r))), []int{small}, "ADD_MEM_REG: refused"},
-		{"table without files", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())), nil, "1 regions and 0 file descriptors"},
-		{"table with a hole in its file", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())), []int{small}, "SET_MEM_TABLE: refused"},
-		{"overlapping table", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, []vhostuser.Region{r, r})), []int{m.FD(), m.FD()}, "overlap"},
-		{"removing what is not there", slices.Concat(proto, message(vhostuser.ReqRemMemReg, vhostuser.AppendMemReg(nil, r))), nil, "no memory region"},
+		{"address logging", message(vhostuser.ReqSetVringAddr, vhostuser.VringAddr{Flags: 1}.Append(nil)), nil,
+			"logging is not offered"},
+		{"memory that is no file", slices.Concat(proto, message(vhostuser.ReqAddMemReg, vhostuser.AppendMemReg(nil, r))),
+			[]int{ev}, "ADD_MEM_REG"},
+		{"memory shorter than said", slices.Concat(proto, message(vhostuser.ReqAddMemReg, vhostuser.AppendMemReg(nil, r))),
+			[]int{small}, "ADD_MEM_REG: refused"},
+		{"table without files", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())), nil,
+			"1 regions and 0 file descriptors"},
+		{"table with a hole in its file", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())),
+			[]int{small}, "SET_MEM_TABLE: refused"},
+		{"overlapping table", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, []vhostuser.Region{r, r})),
+			[]int{m.FD(), m.FD()}, "overlap"},
+		{"removing what is not there", slices.Concat(proto, message(vhostuser.ReqRemMemReg, vhostuser.AppendMemReg(nil, r))),
+			nil, "no memory region"},
 		{"status", slices.Concat(proto, message(vhostuser.ReqSetStatus, word(256))), nil, "device status 0x100"},
-		{"channel of the wrong kind", slices.Concat(proto, message(vhostuser.ReqSetBackendReqFD, nil)), []int{ev}, "no Unix stream socket"},
-		{"configuration size", slices.Concat(proto, header(vhostuser.ReqGetConfig, 12), make([]byte, 4), []byte{9, 0, 0, 0}, make([]byte, 4)), nil, "configuration of 9 bytes"},
+		{"channel of the wrong kind", slices.Concat(proto, message(vhostuser.ReqSetBackendReqFD, nil)), []int{ev},
+			"no Unix stream socket"},
+		{"configuration size", slices.Concat(proto, header(vhostuser.ReqGetConfig, 12), make([]byte, 4), []byte{9, 0, 0, 0},
+			make([]byte, 4)), nil, "configuration of 9 bytes"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			dev.clearCalls()
@@ -199,9 +211,12 @@ func TestAcknowledgedRefusals(t *testing.T) {
 	beyond = far
 	beyond.GuestPA = 1 << 62
 	refused("guest address too far", c.AddMemReg(beyond, m.FD()))
-	refused("removal of half a region", c.RemMemReg(vhostuser.Region{GuestPA: rs[0].GuestPA, Size: 4096, UserAddr: rs[0].UserAddr}))
-	refused("table with a region behind its file", c.SetMemTable([]vhostuser.Region{rs[0], rs[1], beyond}, m.FD(), m.FD(), m.FD()))
-	refused("ring outside memory", c.SetVringAddr(vhostuser.VringAddr{Index: 1, Desc: 1 << 50, Avail: 1 << 50, Used: 1 << 50}))
+	refused("removal of half a region", c.RemMemReg(vhostuser.Region{GuestPA: rs[0].GuestPA, Size: 4096,
+		UserAddr: rs[0].UserAddr}))
+	refused("table with a region behind its file", c.SetMemTable([]vhostuser.Region{rs[0], rs[1], beyond}, m.FD(), m.FD(),
+		m.FD()))
+	refused("ring outside memory", c.SetVringAddr(vhostuser.VringAddr{Index: 1, Desc: 1 << 50, Avail: 1 << 50,
+		Used: 1 << 50}))
 
 	roundTrip(t, d, m, 1, "the ring runs on where it was")
 	refused("base of a running ring", c.SetVringBase(1, 0))
@@ -401,7 +416,8 @@ func TestRandomMessages(t *testing.T) {
 			if len(fds) > 0 {
 				oob = unix.UnixRights(fds...)
 			}
-			h := vhostuser.Header{Request: req, Flags: vhostuser.FlagVersion | uint32(rng.IntN(2))*vhostuser.FlagNeedReply, Size: uint32(len(body))}
+			h := vhostuser.Header{Request: req, Flags: vhostuser.FlagVersion | uint32(rng.IntN(2))*vhostuser.FlagNeedReply,
+				Size: uint32(len(body))}
 			_, _, err := c.WriteMsgUnix(append(h.Append(nil), body...), oob, nil)
 			return err == nil
 		}
@@ -418,7 +434,8 @@ func TestRandomMessages(t *testing.T) {
 			case 2:
 				ok = send(vhostuser.ReqSetVringNum, vhostuser.VringState{Index: i, Num: 1 << rng.IntN(10)}.Append(nil))
 			case 3:
-				ok = send(vhostuser.ReqSetVringAddr, vhostuser.VringAddr{Index: i, Desc: base + uint64(rng.IntN(8))<<12, Avail: base + uint64(rng.IntN(8))<<12, Used: base + uint64(rng.IntN(300))<<12}.Append(nil))
+				ok = send(vhostuser.ReqSetVringAddr, vhostuser.VringAddr{Index: i, Desc: base + uint64(rng.IntN(8))<<12,
+					Avail: base + uint64(rng.IntN(8))<<12, Used: base + uint64(rng.IntN(300))<<12}.Append(nil))
 			case 4:
 				ok = send(vhostuser.ReqSetVringKick, vhostuser.VringFD{Index: i}.Append(nil), ev)
 			case 5:

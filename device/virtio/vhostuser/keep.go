@@ -159,7 +159,8 @@ func (k *keeping) keep(name string, fd int) {
 		return
 	}
 	if err := k.to.Keep(name, fd); err != nil {
-		k.log.Warn("cannot be stored with systemd: the VM will lose this device when vnicd restarts", "what", name, "error", err)
+		k.log.Warn("cannot be stored with systemd: the VM will lose this device when vnicd restarts", "what", name, "error",
+			err)
 	}
 }
 

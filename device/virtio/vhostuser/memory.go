@@ -99,7 +99,8 @@ func (se *session) addMemReg(m *Message) error {
 		return err
 	}
 	if len(se.regions) >= MaxMemSlots {
-		return refuse("memory region at PA %#x: %d regions are there, want at most %d", r.GuestPA, len(se.regions), MaxMemSlots)
+		return refuse("memory region at PA %#x: %d regions are there, want at most %d", r.GuestPA, len(se.regions),
+			MaxMemSlots)
 	}
 	for _, o := range se.regions {
 		if r.overlaps(o.Region) {
@@ -148,7 +149,8 @@ func (se *session) mapRegion(r mapped, fd int) error {
 			return fmt.Errorf("%d bytes of memory beside %d: this front end may share %d in all", r.Size, have, most)
 		}
 	}
-	err := se.mem.AddSlot(hostdriver.Slot{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, FD: fd, Offset: r.Offset})
+	err := se.mem.AddSlot(hostdriver.Slot{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, FD: fd,
+		Offset: r.Offset})
 	if err != nil {
 		return err
 	}

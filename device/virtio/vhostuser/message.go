@@ -150,14 +150,16 @@ var rules = map[Request]rule{
 	ReqSendRARP:            {name: "SEND_RARP", minSize: 8, maxSize: 8, proto: ProtoRARP},
 	ReqNetSetMTU:           {name: "NET_SET_MTU", minSize: 8, maxSize: 8, proto: ProtoMTU},
 	ReqSetBackendReqFD:     {name: "SET_BACKEND_REQ_FD", minFDs: 1, maxFDs: 1, proto: ProtoBackendReq},
-	ReqGetConfig:           {name: "GET_CONFIG", minSize: configHeader, maxSize: configHeader + MaxConfigSize, proto: ProtoConfig, replies: true},
-	ReqSetConfig:           {name: "SET_CONFIG", minSize: configHeader, maxSize: configHeader + MaxConfigSize, proto: ProtoConfig},
-	ReqResetDevice:         {name: "RESET_DEVICE", proto: ProtoResetDevice},
-	ReqGetMaxMemSlots:      {name: "GET_MAX_MEM_SLOTS", proto: ProtoConfigureMemSlots, replies: true},
-	ReqAddMemReg:           {name: "ADD_MEM_REG", minSize: singleSize, maxSize: singleSize, minFDs: 1, maxFDs: 1, proto: ProtoConfigureMemSlots},
+	ReqGetConfig: {name: "GET_CONFIG", minSize: configHeader, maxSize: configHeader + MaxConfigSize,
+		proto: ProtoConfig, replies: true}, ReqSetConfig: {name: "SET_CONFIG", minSize: configHeader,
+		maxSize: configHeader + MaxConfigSize, proto: ProtoConfig},
+	ReqResetDevice:    {name: "RESET_DEVICE", proto: ProtoResetDevice},
+	ReqGetMaxMemSlots: {name: "GET_MAX_MEM_SLOTS", proto: ProtoConfigureMemSlots, replies: true},
+	ReqAddMemReg: {name: "ADD_MEM_REG", minSize: singleSize, maxSize: singleSize, minFDs: 1, maxFDs: 1,
+		proto: ProtoConfigureMemSlots},
 	// One descriptor is tolerated: "for compatibility with existing incorrect implementations".
-	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize, maxFDs: 1, proto: ProtoConfigureMemSlots},
-	ReqSetStatus: {name: "SET_STATUS", minSize: 8, maxSize: 8, proto: ProtoStatus},
+	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize, maxFDs: 1,
+		proto: ProtoConfigureMemSlots}, ReqSetStatus: {name: "SET_STATUS", minSize: 8, maxSize: 8, proto: ProtoStatus},
 	ReqGetStatus: {name: "GET_STATUS", proto: ProtoStatus, replies: true},
 }
 
@@ -196,4 +198,5 @@ func (h Header) Check(fds int) error {
 const FeatureProtocolFeatures = 1 << 30
 
 // transportFeatures are the feature bits that the server offers for every device.
-const transportFeatures = virtio.FeatureIndirectDesc | virtio.FeatureEventIdx | virtio.FeatureVersion1 | FeatureProtocolFeatures
+const transportFeatures = virtio.FeatureIndirectDesc | virtio.FeatureEventIdx | virtio.FeatureVersion1 |
+	FeatureProtocolFeatures

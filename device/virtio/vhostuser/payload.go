@@ -153,7 +153,8 @@ func (r Region) overlaps(o Region) bool {
 }
 
 func parseRegion(b []byte) (Region, error) {
-	r := Region{GuestPA: ne.Uint64(b[0:8]), Size: ne.Uint64(b[8:16]), UserAddr: ne.Uint64(b[16:24]), Offset: ne.Uint64(b[24:32])}
+	r := Region{GuestPA: ne.Uint64(b[0:8]), Size: ne.Uint64(b[8:16]), UserAddr: ne.Uint64(b[16:24]),
+		Offset: ne.Uint64(b[24:32])}
 	return r, r.check()
 }
 
@@ -233,7 +234,8 @@ func ParseConfigSpace(b []byte) (ConfigSpace, error) {
 		return c, protoErr("configuration of %d bytes in a payload with room for %d", size, len(c.Data))
 	}
 	if uint64(c.Offset)+uint64(size) > MaxConfigSize {
-		return c, protoErr("configuration bytes %d to %d, want at most %d", c.Offset, uint64(c.Offset)+uint64(size), MaxConfigSize)
+		return c, protoErr("configuration bytes %d to %d, want at most %d", c.Offset, uint64(c.Offset)+uint64(size),
+			MaxConfigSize)
 	}
 	return c, nil
 }

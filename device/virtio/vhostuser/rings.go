@@ -212,7 +212,8 @@ func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
 		a := &want[k]
 		pa, ok := se.mem.UserToPA(user, a.Bytes)
 		if !ok {
-			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory, addr.Index, a.Name, user, a.Bytes)
+			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory,
+				addr.Index, a.Name, user, a.Bytes)
 		}
 		areas[k] = area{pa, a.Bytes}
 	}
@@ -244,8 +245,8 @@ func (se *session) start(i int) error {
 	}
 	q, err := virtq.New(se.space, virtq.Config{
 		Index: i, Size: n, Desc: areas[0].pa, Avail: areas[1].pa, Used: areas[2].pa, Base: r.base,
-		Packed: se.packed(), EventIdx: se.features&virtio.FeatureEventIdx != 0, Indirect: se.features&virtio.FeatureIndirectDesc != 0,
-		Kick: r.kick, Call: r.call, Err: r.err,
+		Packed: se.packed(), EventIdx: se.features&virtio.FeatureEventIdx != 0,
+		Indirect: se.features&virtio.FeatureIndirectDesc != 0, Kick: r.kick, Call: r.call, Err: r.err,
 	})
 	if err != nil {
 		r.err.Signal()

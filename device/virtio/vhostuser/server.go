@@ -35,9 +35,9 @@ type Config struct {
 	// Budget, if set, bounds what the device keeps resident of the guest's
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget
-	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed takes memory files that cannot shrink alone,
-	// which are memfds: for front ends that are not trusted with more (a file of a slow or hostile file system would have the
-	// device wait for it).
+	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed takes memory files that cannot shrink
+	// alone, which are memfds: for front ends that are not trusted with more (a file of a slow or hostile file system
+	// would have the device wait for it).
 	MaxMemory uint64
 	Sealed    bool
 	// SlotName, if set, names an epoch's reader slot, for messages about memory

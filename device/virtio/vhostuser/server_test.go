@@ -54,7 +54,8 @@ func TestWholeDevice(t *testing.T) {
 				}
 				dev.wait(t, "disconnect", func() bool { return slices.Contains(dev.log, "disconnected") })
 				calls := dev.calls()
-				if calls[0] != "connected" || calls[len(calls)-1] != "disconnected" || slices.Contains(calls, "DISCONNECTED WITH QUEUES RUNNING") {
+				if calls[0] != "connected" || calls[len(calls)-1] != "disconnected" ||
+					slices.Contains(calls, "DISCONNECTED WITH QUEUES RUNNING") {
 					t.Fatalf("calls %q", calls)
 				}
 			}
@@ -231,8 +232,8 @@ func stopAndResume(t *testing.T, features uint64) {
 	}
 }
 
-// TestPackedBase: a base of a packed ring is two places with their wrap counters, and what the ring says goes before it: a front end
-// that has lost its back end hands over what it knew before (QEMU does).
+// TestPackedBase: a base of a packed ring is two places with their wrap counters, and what the ring says goes before
+// it: a front end that has lost its back end hands over what it knew before (QEMU does).
 func TestPackedBase(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -349,11 +350,13 @@ func TestDeviceRefusals(t *testing.T) {
 	m := memory(t)
 	dev.fail(nil, errors.New("no"))
 	var refused *frontend.RefusedError
-	if _, err := frontend.Open(testContext(t), frontend.Config{Path: path, Memory: m}); !errors.As(err, &refused) || refused.Request != vhostuser.ReqSetVringEnable {
+	if _, err := frontend.Open(testContext(t), frontend.Config{Path: path, Memory: m}); !errors.As(err, &refused) ||
+		refused.Request != vhostuser.ReqSetVringEnable {
 		t.Fatal(err)
 	}
 	dev.fail(errors.New("not these"), nil)
-	if _, err := frontend.Open(testContext(t), frontend.Config{Path: path, Memory: m}); !errors.As(err, &refused) || refused.Request != vhostuser.ReqSetFeatures {
+	if _, err := frontend.Open(testContext(t), frontend.Config{Path: path, Memory: m}); !errors.As(err, &refused) ||
+		refused.Request != vhostuser.ReqSetFeatures {
 		t.Fatal(err)
 	}
 }
@@ -530,7 +533,8 @@ func TestQEMUOrder(t *testing.T) {
 	r := m.Regions()[0]
 	features, err := c.GetFeatures()
 	features &^= virtio.FeatureRingPacked // unless asked for (packed=on)
-	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
+	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|
+		vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
 	_, err = c.QueueNum()
 	must(err, c.SetOwner())
 	for i := range 2 {

@@ -308,7 +308,8 @@ func (se *session) setFeatures(v uint64) error {
 	}
 	se.features, se.negotiated = v, false
 	if v&virtio.FeatureVersion1 == 0 {
-		se.log.Info("driver has not accepted VERSION_1; rings stay stopped (legacy virtio is not supported)", "features", fmt.Sprintf("%#x", v))
+		se.log.Info("driver has not accepted VERSION_1; rings stay stopped (legacy virtio is not supported)", "features",
+			fmt.Sprintf("%#x", v))
 		return nil
 	}
 	if err := se.dev.SetFeatures(v); err != nil {
@@ -322,7 +323,8 @@ func (se *session) setFeatures(v uint64) error {
 
 // setStatus follows the virtio device status (virtio 1.2, 2.1).
 func (se *session) setStatus(v uint64) error {
-	const known = virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusDriverOK | virtio.StatusFeaturesOK | virtio.StatusNeedsReset | virtio.StatusFailed
+	const known = virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusDriverOK | virtio.StatusFeaturesOK |
+		virtio.StatusNeedsReset | virtio.StatusFailed
 	if v&^known != 0 {
 		return protoErr("device status %#x, want bits within %#x", v, known)
 	}

@@ -13,8 +13,8 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
-// TestUntrusted: a front end that is only trusted to be a program of the host shares sealed memfds, and no more than it may,
-// however it cuts it up. Whatever it tries, the next one is served.
+// TestUntrusted: a front end that is only trusted to be a program of the host shares sealed memfds, and no more than it
+// may, however it cuts it up. Whatever it tries, the next one is served.
 func TestUntrusted(t *testing.T) {
 	dev, log := newEcho(3), &testlog.Log{}
 	path := filepath.Join(t.TempDir(), "s")
@@ -67,9 +67,11 @@ func TestUntrusted(t *testing.T) {
 		{"a file", disk(t.TempDir()), []vhostuser.Region{region(0, 4096)}, "no memfd that is sealed"},
 		{"a file in memory", disk(shm), []vhostuser.Region{region(0, 4096)}, "no memfd that is sealed"},
 		{"a memfd that may shrink", memfd(0), []vhostuser.Region{region(0, 4096)}, "no memfd that is sealed"},
-		{"a memfd that may not grow", memfd(unix.F_SEAL_GROW), []vhostuser.Region{region(0, 4096)}, "no memfd that is sealed"},
+		{"a memfd that may not grow", memfd(unix.F_SEAL_GROW), []vhostuser.Region{region(0, 4096)},
+			"no memfd that is sealed"},
 		{"too much at once", sealed, []vhostuser.Region{region(0, most+4096)}, "may share 2097152"},
-		{"too much in parts", sealed, []vhostuser.Region{region(0, most/2), region(1, most/2), region(2, 4096)}, "may share 2097152"},
+		{"too much in parts", sealed, []vhostuser.Region{region(0, most/2), region(1, most/2), region(2, 4096)},
+			"may share 2097152"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			dev.clearCalls()
@@ -81,7 +83,8 @@ func TestUntrusted(t *testing.T) {
 			if _, err := c.GetProtocolFeatures(); err != nil {
 				t.Fatal(err)
 			}
-			if err := c.SetProtocolFeatures(vhostuser.ProtoMQ | vhostuser.ProtoReplyAck | vhostuser.ProtoConfigureMemSlots); err != nil {
+			if err := c.SetProtocolFeatures(vhostuser.ProtoMQ | vhostuser.ProtoReplyAck |
+				vhostuser.ProtoConfigureMemSlots); err != nil {
 				t.Fatal(err)
 			}
 			for i, r := range tc.regions {

@@ -100,8 +100,9 @@ func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 // WriteAll is WriteAt from the start of the writable part.
 func (c *Chain) WriteAll(src []byte) (int, translate.Miss) { return c.WriteAt(src, 0) }
 
-// Piece returns the chain's first n bytes where they are on the host, if the chain is one segment and they are in one piece there;
-// else nil. They are the guest's own, which it may change at any time, and may be used until the caller leaves its epoch.
+// Piece returns the chain's first n bytes where they are on the host, if the chain is one segment and they are in one
+// piece there; else nil. They are the guest's own, which it may change at any time, and may be used until the caller
+// leaves its epoch.
 func (c *Chain) Piece(n int) []byte { return c.first.Bytes(uint64(n)) }
 
 // reset empties the chain and keeps its storage.

@@ -38,7 +38,8 @@ type MissError struct {
 }
 
 func (e *MissError) Error() string {
-	return fmt.Sprintf("virtq: queue %d: %s at PA %#x (%d bytes): %v", e.Queue, e.What, uint64(e.Miss.PA), e.Miss.Len, e.Miss.Kind)
+	return fmt.Sprintf("virtq: queue %d: %s at PA %#x (%d bytes): %v", e.Queue, e.What, uint64(e.Miss.PA), e.Miss.Len,
+		e.Miss.Kind)
 }
 
 func (e *MissError) Unwrap() error {

@@ -36,7 +36,8 @@ type model struct {
 
 // layout is the driver's side of one of the two kinds of ring.
 type layout interface {
-	// put makes a chain available if there is room: out bufs to be read, then others to be written; table: in an indirect one.
+	// put makes a chain available if there is room: out bufs to be read, then others to be written; table: in an indirect
+	// one.
 	put(r *rand.Rand, bufs []Seg, out int, table bool) (o *offered, ok bool)
 	full() bool
 	// bufs names places for the buffers of the chain that put would make next.
@@ -203,7 +204,8 @@ func (m *model) pop(t *testing.T) {
 	o := m.offers[0]
 	m.offers = m.offers[1:]
 	if c.Head() != o.head || c.ReadableLen() != uint64(len(o.out)) || c.WritableLen() != uint64(o.inLen) {
-		t.Fatalf("chain head %d, %d+%d bytes; offered head %d, %d+%d", c.Head(), c.ReadableLen(), c.WritableLen(), o.head, len(o.out), o.inLen)
+		t.Fatalf("chain head %d, %d+%d bytes; offered head %d, %d+%d", c.Head(), c.ReadableLen(), c.WritableLen(), o.head,
+			len(o.out), o.inLen)
 	}
 	got := make([]byte, len(o.out)+1)
 	if n, miss := c.ReadAll(got); !miss.OK() || !bytes.Equal(got[:n], o.out) {
@@ -338,8 +340,8 @@ func (m *model) crash(t *testing.T) {
 	m.fresh, m.first = 0, !changed
 }
 
-// tear lets the queue publish what is staged, and takes back what it wrote last: the first of the descriptors. What was to be
-// told there is lost; nothing else may be.
+// tear lets the queue publish what is staged, and takes back what it wrote last: the first of the descriptors. What was
+// to be told there is lost; nothing else may be.
 func (m *model) tear(t *testing.T, p *packedDriver) {
 	n, behind := 0, 0
 	for _, o := range m.staged {
@@ -482,11 +484,12 @@ func checkSums(t *testing.T, c *Chain) {
 	}
 }
 
-// FuzzPacked lets a driver write anything into a packed ring while the device works: it takes and uses no more than there is, and
-// writes nowhere else.
+// FuzzPacked lets a driver write anything into a packed ring while the device works: it takes and uses no more than
+// there is, and writes nowhere else.
 func FuzzPacked(f *testing.F) {
 	f.Add([]byte{0, 1, 2, 3, 4}, []byte{}, true)
-	f.Add([]byte{5, 47, 0x80, 5, 46, 2, 0, 0, 1, 1, 2, 3}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x81, 0}, false)
+	f.Add([]byte{5, 47, 0x80, 5, 46, 2, 0, 0, 1, 1, 2, 3}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x81, 0},
+		false)
 	f.Add([]byte{0, 6, 5, 14, 0x80, 0, 4, 0, 1, 2, 6, 0}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x84, 0}, true)
 	f.Fuzz(func(t *testing.T, ops, ring []byte, indirect bool) {
 		const size = 5

@@ -7,10 +7,11 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The packed ring (virtio 1.2, 2.8): descriptors alone, which the driver makes available and the device overwrites when they are used.
-// Two of their flags say which it is, in terms of a wrap counter that changes with every round.
+// The packed ring (virtio 1.2, 2.8): descriptors alone, which the driver makes available and the device overwrites when
+// they are used. Two of their flags say which it is, in terms of a wrap counter that changes with every round.
 //
-// A place is the offset of a descriptor and, in bit 15, the wrap counter there, as event structures and vhost-user's bases have it.
+// A place is the offset of a descriptor and, in bit 15, the wrap counter there, as event structures and vhost-user's
+// bases have it.
 
 const (
 	descAvail = 1 << 7
@@ -26,7 +27,8 @@ const (
 	unknown      = eventMask // is reserved: nothing was written yet
 )
 
-// distance is how far place b lies behind a, within two rounds. For a place beyond the ring, which a driver may make up, it is any number.
+// distance is how far place b lies behind a, within two rounds. For a place beyond the ring, which a driver may make
+// up, it is any number.
 func (q *Queue) distance(a, b uint16) int {
 	n := int(b&^wrapBit) - int(a&^wrapBit) + (int(b>>15)-int(a>>15))*int(q.size)
 	if n < 0 {
@@ -45,7 +47,8 @@ func (q *Queue) forward(p uint16, n int) uint16 {
 	return p&wrapBit | uint16(at)
 }
 
-// availableAt and usedAt are the two flags of a descriptor at place p that has been made available, and that has been used (2.8.1).
+// availableAt and usedAt are the two flags of a descriptor at place p that has been made available, and that has been
+// used (2.8.1).
 func availableAt(p uint16) uint32 {
 	if p&wrapBit != 0 {
 		return descAvail
@@ -75,13 +78,14 @@ func (q *Queue) pendingPacked() (int, error) {
 	}
 	// All are in flight: the driver cannot own one of them.
 	if q.InFlight() == int(q.size) {
-		return 0, q.breakRing("descriptor flags", uint32(q.lastAvail&^wrapBit), uint64(flags), fmt.Sprintf("no more than %d descriptors in flight", q.size))
+		return 0, q.breakRing("descriptor flags", uint32(q.lastAvail&^wrapBit), uint64(flags),
+			fmt.Sprintf("no more than %d descriptors in flight", q.size))
 	}
 	return 1, nil
 }
 
-// fetchPacked fills ready, until something is wrong. Where the chain behind one of several descriptors begins is not known
-// before that one is walked, so it is the last.
+// fetchPacked fills ready, until something is wrong. Where the chain behind one of several descriptors begins is not
+// known before that one is walked, so it is the last.
 func (q *Queue) fetchPacked() error {
 	most := min(int(q.size)-q.InFlight(), ahead)
 	if most == 0 {
@@ -123,8 +127,9 @@ type used struct {
 	written uint32
 }
 
-// showPacked writes the used descriptors of the staged chains. The driver looks at them one after the other, so it sees none
-// before the first, which is marked last (2.8.9), in a store that orders the others before it, and the reads of event words after it.
+// showPacked writes the used descriptors of the staged chains. The driver looks at them one after the other, so it sees
+// none before the first, which is marked last (2.8.9), in a store that orders the others before it, and the reads of
+// event words after it.
 func (q *Queue) showPacked() translate.Miss {
 	for i := len(q.staged) - 1; i >= 0; i-- {
 		if m := q.show(&q.staged[i], i == 0); !m.OK() {

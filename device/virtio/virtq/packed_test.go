@@ -376,7 +376,8 @@ func TestHostilePackedRings(t *testing.T) {
 			g.put(1, one, 1, 0)
 		}, "descriptor flags"},
 		{"address wraps", nil, func(g *packedGuest) { g.put(1, []Seg{{top - 2, 4}}, 1, 0) }, "descriptor address"},
-		{"more than 4 GiB", nil, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 0xffffffff}, {bufArea, 1}}, 2, 0) }, "descriptor length"},
+		{"more than 4 GiB", nil, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 0xffffffff}, {bufArea, 1}}, 2, 0) },
+			"descriptor length"},
 		{"indirect not negotiated", nil, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 16}}, 1, 4) }, "descriptor flags"},
 		{"indirect with next", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 16}}, 1, 5) }, "descriptor flags"},
 		{"indirect in a list", ind, func(g *packedGuest) {
@@ -384,10 +385,14 @@ func TestHostilePackedRings(t *testing.T) {
 			g.put(1, []Seg{{bufArea, 16}}, 1, 4)
 		}, "descriptor flags"},
 		{"empty indirect table", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 0}}, 1, 4) }, "indirect table length"},
-		{"ragged indirect table", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 17}}, 1, 4) }, "indirect table length"},
-		{"huge indirect table", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 16 * (MaxChain + 1)}}, 1, 4) }, "indirect table length"},
-		{"indirect table wraps", ind, func(g *packedGuest) { g.put(1, []Seg{{top - 15, 32}}, 1, 4) }, "indirect table address"},
-		{"indirect table outside memory", ind, func(g *packedGuest) { g.put(1, []Seg{{1 << 40, 32}}, 1, 4) }, "indirect descriptor"},
+		{"ragged indirect table", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 17}}, 1, 4) },
+			"indirect table length"},
+		{"huge indirect table", ind, func(g *packedGuest) { g.put(1, []Seg{{bufArea, 16 * (MaxChain + 1)}}, 1, 4) },
+			"indirect table length"},
+		{"indirect table wraps", ind, func(g *packedGuest) { g.put(1, []Seg{{top - 15, 32}}, 1, 4) },
+			"indirect table address"},
+		{"indirect table outside memory", ind, func(g *packedGuest) { g.put(1, []Seg{{1 << 40, 32}}, 1, 4) },
+			"indirect descriptor"},
 		{"readable behind writable in a table", ind, func(g *packedGuest) {
 			g.setDesc(bufArea, 0, uint64(bufArea), 1, 0, 2)
 			g.setDesc(bufArea, 1, uint64(bufArea), 1, 0, 0)
@@ -401,7 +406,8 @@ func TestHostilePackedRings(t *testing.T) {
 	}
 }
 
-// TestOnlyReads: what a device does not write to is read, whatever an indirect table says; elsewhere drivers are taken at their word.
+// TestOnlyReads: what a device does not write to is read, whatever an indirect table says; elsewhere drivers are taken
+// at their word.
 func TestOnlyReads(t *testing.T) {
 	for _, only := range []bool{false, true} {
 		g := newPackedGuest(t, 4)
@@ -456,7 +462,8 @@ func TestPackedInFlightBound(t *testing.T) {
 	}
 }
 
-// TestPackedReadAhead: what is wrong with a later chain is told in its turn, and chains that were given back come again.
+// TestPackedReadAhead: what is wrong with a later chain is told in its turn, and chains that were given back come
+// again.
 func TestPackedReadAhead(t *testing.T) {
 	g := newPackedGuest(t, 64)
 	q := g.queue(nil)
@@ -497,8 +504,8 @@ func TestPackedReadAhead(t *testing.T) {
 	}
 }
 
-// TestPackedAbsent: each page of a ring that the host has taken away is waited for, in the turn of what is on it; memory that
-// does not exist breaks the queue.
+// TestPackedAbsent: each page of a ring that the host has taken away is waited for, in the turn of what is on it;
+// memory that does not exist breaks the queue.
 func TestPackedAbsent(t *testing.T) {
 	for _, gone := range []bool{false, true} {
 		g := newPackedGuest(t, 512)

@@ -41,8 +41,8 @@ type Config struct {
 	Err  *Notifier // told when the queue breaks; may be nil
 }
 
-// Queue is the device's side of one running virtqueue. What the two layouts have in common is here; split.go and packed.go are what
-// they have not. See the package comment for who may call what.
+// Queue is the device's side of one running virtqueue. What the two layouts have in common is here; split.go and
+// packed.go are what they have not. See the package comment for who may call what.
 //
 // Where the device stands is said by running indices of the available and used rings, or by places in the packed ring.
 type Queue struct {
@@ -106,7 +106,8 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x, want a multiple of %d", c.Index, a.Name, uint64(pa), a.Align)
 		}
 		if _, ok := pa.Add(a.Bytes); !ok {
-			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x runs past the end of the address space", c.Index, a.Name, uint64(pa))
+			return nil, fmt.Errorf("virtq: queue %d: %s at PA %#x runs past the end of the address space", c.Index, a.Name,
+				uint64(pa))
 		}
 	}
 	q := &Queue{
@@ -133,8 +134,8 @@ type Area struct {
 	Bytes, Align uint64
 }
 
-// Areas describes the areas of a queue with size entries, in the order of Config (virtio 1.2, 2.7 and 2.8.10.1). In a packed queue the
-// two behind the descriptors are the event suppression structures.
+// Areas describes the areas of a queue with size entries, in the order of Config (virtio 1.2, 2.7 and 2.8.10.1). In a
+// packed queue the two behind the descriptors are the event suppression structures.
 func Areas(size int, packed bool) [3]Area {
 	desc := descSize * uint64(size)
 	if packed {
@@ -158,12 +159,12 @@ func (q *Queue) Space() *translate.Space { return q.space }
 // user only reads from it and never closes it.
 func (q *Queue) KickFD() int { return q.kick }
 
-// OnlyReads says that the device writes into no buffer of this queue. Then WRITE in a packed ring's indirect tables is not believed:
-// DPDK's driver (22.11, and later ones) leaves it set on the headers with which its tables begin.
+// OnlyReads says that the device writes into no buffer of this queue. Then WRITE in a packed ring's indirect tables is
+// not believed: DPDK's driver (22.11, and later ones) leaves it set on the headers with which its tables begin.
 func (q *Queue) OnlyReads() { q.onlyReads = true }
 
-// Base is where a queue that takes this one up has to begin, as GET_VRING_BASE reports it: what was popped and not pushed is taken
-// again. Call it only when the queue is no longer in use.
+// Base is where a queue that takes this one up has to begin, as GET_VRING_BASE reports it: what was popped and not
+// pushed is taken again. Call it only when the queue is no longer in use.
 func (q *Queue) Base() uint16 { return q.usedNext }
 
 // InFlight is how much of the ring was popped and not yet pushed: chains, or, in a packed ring, their descriptors.

@@ -26,7 +26,8 @@ func TestChainRoundTrip(t *testing.T) {
 	if ok, err := q.Pop(&c); !ok || err != nil {
 		t.Fatalf("Pop = %v, %v", ok, err)
 	}
-	if c.Head() != 5 || c.ReadableLen() != 12 || c.WritableLen() != 103 || len(c.Readable()) != 2 || len(c.Writable()) != 2 {
+	if c.Head() != 5 || c.ReadableLen() != 12 || c.WritableLen() != 103 || len(c.Readable()) != 2 ||
+		len(c.Writable()) != 2 {
 		t.Fatalf("chain %+v", c)
 	}
 	got := make([]byte, 20)
@@ -490,7 +491,8 @@ func TestReadAhead(t *testing.T) {
 	}
 }
 
-// TestReadAheadOutsideMemory: a descriptor that lies outside of memory ends the queue in its chain's turn, not when it is read ahead.
+// TestReadAheadOutsideMemory: a descriptor that lies outside of memory ends the queue in its chain's turn, not when it
+// is read ahead.
 func TestReadAheadOutsideMemory(t *testing.T) {
 	g := newGuest(t, 1<<15)
 	q := g.queue(func(c *Config) { c.Desc = memBase + memSize - 4*16 })

@@ -1,9 +1,9 @@
 package virtq
 
 // Resume reads from the ring how much of it the device has used, and continues from there. A front end that lost its
-// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started), and
-// where its base differs, chains were taken and never returned, and they are taken again (the
-// devices here return chains in the order in which they took them). Then the driver is interrupted, too: nobody knows whether it heard of
+// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started),
+// and where its base differs, chains were taken and never returned, and they are taken again (the devices here return
+// chains in the order in which they took them). Then the driver is interrupted, too: nobody knows whether it heard of
 // what was returned last. Call it once, before the first Pop. It returns whether the base had to be changed.
 func (q *Queue) Resume() (changed bool, err error) {
 	from, at := q.lastAvail, uint16(0)
@@ -25,11 +25,12 @@ func (q *Queue) Resume() (changed bool, err error) {
 
 // resumePacked finds the place of the next used descriptor, and sets usedPub and staged.
 //
-// The device alone changes USED flags, and changes all of them once in each round: those before the place have the wrap counter that is
-// valid there, those behind it the other one (a new ring is all zeros, and begins with 1). So they change at one place, except that
-// a device which was killed in the midst of showPacked leaves three: behind p, where it should have ended, there are descriptors that are
-// available, and from x to e some that have been overwritten, and that the driver will not see before the others. They cannot be taken again;
-// those from p to x are returned with nothing written, which for a receiver is a frame too short.
+// The device alone changes USED flags, and changes all of them once in each round: those before the place have the wrap
+// counter that is valid there, those behind it the other one (a new ring is all zeros, and begins with 1). So they
+// change at one place, except that a device which was killed in the midst of showPacked leaves three: behind p, where
+// it should have ended, there are descriptors that are available, and from x to e some that have been overwritten, and
+// that the driver will not see before the others. They cannot be taken again; those from p to x are returned with
+// nothing written, which for a receiver is a frame too short.
 func (q *Queue) resumePacked() (uint16, error) {
 	r := usedFlags{q: q}
 	place, x, found := uint16(0), uint16(0), false

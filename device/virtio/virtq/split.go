@@ -7,7 +7,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The split ring (virtio 1.2, 2.7): a descriptor table, and two rings beside it that say what is available and what is used.
+// The split ring (virtio 1.2, 2.7): a descriptor table, and two rings beside it that say what is available and what is
+// used.
 
 const (
 	availNoInterrupt = 1 // 2.7.6
@@ -29,7 +30,8 @@ func (q *Queue) pendingSplit() (int, error) {
 	// A driver cannot own a descriptor twice: what is in flight here is not
 	// available again before it has been pushed.
 	if int(n)+q.InFlight() > int(q.size) {
-		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("no more than %d chains with %d in flight", q.size, q.InFlight()))
+		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("no more than %d chains with %d in flight", q.size,
+			q.InFlight()))
 	}
 	q.availSeen = v
 	return int(n), nil
@@ -53,8 +55,8 @@ func (q *Queue) fetchSplit() (err error) {
 	return nil
 }
 
-// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in one piece. An
-// error is the caller's to judge: it may not be that chain's turn yet.
+// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in
+// one piece. An error is the caller's to judge: it may not be that chain's turn yet.
 func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 	slot := at & q.mask
 	if ring != nil {
@@ -67,7 +69,8 @@ func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 		t.head = uint16(le32(w.Load()) >> shift)
 	}
 	if t.head >= q.size {
-		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head), Want: fmt.Sprintf("below %d", q.size)}
+		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head),
+			Want: fmt.Sprintf("below %d", q.size)}
 	}
 	if table != nil {
 		t.desc.decode(table[descSize*int(t.head):])

@@ -45,7 +45,8 @@ func (d *descriptor) decode(b []byte) {
 
 // decodePacked takes the two words of a packed ring's descriptor. Whether it is available is no matter any more.
 func (d *descriptor) decodePacked(addr, last uint64) {
-	d.addr, d.len, d.next, d.flags = translate.PA(addr), uint32(last), uint16(last>>32), uint16(last>>48)&^(descAvail|descUsed)
+	d.addr, d.len, d.next, d.flags = translate.PA(addr), uint32(last), uint16(last>>32),
+		uint16(last>>48)&^(descAvail|descUsed)
 }
 
 func (q *Queue) readPacked(table *translate.Window, i uint32, d *descriptor) translate.Miss {
@@ -113,8 +114,8 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	}
 }
 
-// walkPacked follows a list of descriptors, d first, which stand one behind the other (2.8.6). The last one has the id. The ring's size is the bound, as the
-// driver owns none of those that are in flight.
+// walkPacked follows a list of descriptors, d first, which stand one behind the other (2.8.6). The last one has the id.
+// The ring's size is the bound, as the driver owns none of those that are in flight.
 func (q *Queue) walkPacked(c *Chain, d descriptor) error {
 	at, limit := q.lastAvail, int(q.size)-q.InFlight()
 	for n := 1; ; n++ {
@@ -170,7 +171,8 @@ func (q *Queue) openTable(d *descriptor, i uint32) error {
 	case d.flags&descNext != 0:
 		return q.breakRing("descriptor flags", i, uint64(d.flags), "INDIRECT without NEXT")
 	case d.len == 0 || d.len%descSize != 0 || d.len > MaxChain*descSize:
-		return q.breakRing("indirect table length", i, uint64(d.len), fmt.Sprintf("a multiple of %d from %d to %d", descSize, descSize, MaxChain*descSize))
+		return q.breakRing("indirect table length", i, uint64(d.len),
+			fmt.Sprintf("a multiple of %d from %d to %d", descSize, descSize, MaxChain*descSize))
 	}
 	if _, ok := d.addr.Add(uint64(d.len)); !ok {
 		return q.breakRing("indirect table address", i, uint64(d.addr), "no wrap-around")

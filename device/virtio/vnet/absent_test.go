@@ -108,7 +108,8 @@ func (g *rawGuest) serve(n int, write bool, err error) {
 	g.t.Helper()
 	var f *translate.Fault
 	waitFor(g.t, "a host fault", func() bool { f = g.space.Faults().TryNext(); return f != nil })
-	if pa := translate.PA(rawBuf + n*page); f.Miss.Kind != translate.HostFault || f.Miss.PA&^(page-1) != pa || f.Write != write {
+	if pa := translate.PA(rawBuf + n*page); f.Miss.Kind != translate.HostFault || f.Miss.PA&^(page-1) != pa ||
+		f.Write != write {
 		g.t.Errorf("fault %v, write %v; expected page %v, write %v", f.Miss.Err(), f.Write, pa, write)
 	}
 	if err == nil {

@@ -12,7 +12,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// lane is one ring of a guest whose driver does nothing but offer the same buffers again: what is measured is the device.
+// lane is one ring of a guest whose driver does nothing but offer the same buffers again: what is measured is the
+// device.
 type lane struct {
 	q     *virtq.Queue
 	mem   []byte
@@ -29,7 +30,8 @@ func newLane(t testing.TB, index int, flags uint16, n int, raw []byte) *lane {
 	desc, used, bufs := 0, 8192, 16384
 	l := &lane{avail: 4096}
 	var err error
-	if l.mem, err = unix.Mmap(-1, 0, bufs+laneSize*laneBuffer, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE); err != nil {
+	if l.mem, err = unix.Mmap(-1, 0, bufs+laneSize*laneBuffer, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_ANON|unix.MAP_PRIVATE); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Munmap(l.mem) })
@@ -45,7 +47,8 @@ func newLane(t testing.TB, index int, flags uint16, n int, raw []byte) *lane {
 		binary.LittleEndian.PutUint16(l.mem[l.avail+4+2*i:], uint16(i))
 		copy(l.mem[bufs+i*laneBuffer:], raw)
 	}
-	l.q, err = virtq.New(s, virtq.Config{Index: index, Size: laneSize, Desc: base + translate.PA(desc), Avail: base + translate.PA(l.avail), Used: base + translate.PA(used), Kick: -1})
+	l.q, err = virtq.New(s, virtq.Config{Index: index, Size: laneSize, Desc: base + translate.PA(desc),
+		Avail: base + translate.PA(l.avail), Used: base + translate.PA(used), Kick: -1})
 	if err != nil {
 		t.Fatal(err)
 	}

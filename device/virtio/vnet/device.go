@@ -256,7 +256,8 @@ func (d *Device) fault(f loop.Fault) {
 func (d *Device) fail(what string, pair int, err error) {
 	s := fmt.Sprintf("%s queue of pair %d: %v", what, pair, err)
 	if d.broken.CompareAndSwap(nil, &s) {
-		d.log.Error("network queue stopped until the guest resets the device", "vm", d.cfg.Name, "queue", what, "pair", pair, "reason", err)
+		d.log.Error("network queue stopped until the guest resets the device", "vm", d.cfg.Name, "queue", what, "pair", pair,
+			"reason", err)
 	}
 }
 

@@ -129,7 +129,8 @@ func (h *host) vm(i int, pairs int) *vm {
 	for k := range h.loops {
 		loops = append(loops, h.loops[(i+k)%len(h.loops)])
 	}
-	if v.dev, err = New(Config{Name: fmt.Sprint("vm", i), MAC: v.mac, Pairs: pairs, Loops: loops, Pool: h.pool, Port: v.port}); err != nil {
+	if v.dev, err = New(Config{Name: fmt.Sprint("vm", i), MAC: v.mac, Pairs: pairs, Loops: loops, Pool: h.pool,
+		Port: v.port}); err != nil {
 		h.t.Fatal(err)
 	}
 	v.port.SetNet(v.dev)
@@ -157,7 +158,8 @@ func (v *vm) boot(features uint64, rxSize, rxCount int) *vm {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features | v.h.rings, NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
+	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features | v.h.rings,
+		NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
 	if err != nil {
 		t.Fatal(err)
 	}

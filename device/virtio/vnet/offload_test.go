@@ -15,10 +15,12 @@ import (
 
 const (
 	hostAll  = FeatureCsum | FeatureHostTSO4 | FeatureHostTSO6 | FeatureHostECN | FeatureHostUSO
-	guestAll = FeatureGuestCsum | FeatureGuestTSO4 | FeatureGuestTSO6 | FeatureGuestECN | FeatureGuestUSO4 | FeatureGuestUSO6
+	guestAll = FeatureGuestCsum | FeatureGuestTSO4 | FeatureGuestTSO6 | FeatureGuestECN | FeatureGuestUSO4 |
+		FeatureGuestUSO6
 )
 
-// ipPacket builds a TCP or UDP packet with n bytes of payload whose checksum is undone, and its virtio header; size = 0: not to be cut.
+// ipPacket builds a TCP or UDP packet with n bytes of payload whose checksum is undone, and its virtio header; size =
+// 0: not to be cut.
 func ipPacket(dst, src vswitch.MAC, v6, tcp bool, n, size int) (h, f []byte) {
 	f = append(append(append(f, dst[:]...), src[:]...), 8, 0)
 	l4 := 14 + header.IPv4Len
@@ -39,11 +41,13 @@ func ipPacket(dst, src vswitch.MAC, v6, tcp bool, n, size int) (h, f []byte) {
 	}
 	var sum uint32
 	if v6 {
-		ip := header.IPv6{PayloadLen: uint16(len(f) - l4), NextHeader: proto, HopLimit: 64, Src: [16]byte{0xfd, 15: 1}, Dst: [16]byte{0xfd, 15: 2}}
+		ip := header.IPv6{PayloadLen: uint16(len(f) - l4), NextHeader: proto, HopLimit: 64, Src: [16]byte{0xfd, 15: 1},
+			Dst: [16]byte{0xfd, 15: 2}}
 		ip.Encode(f[14:])
 		sum = header.PseudoSum6(ip.Src, ip.Dst, proto, uint32(len(f)-l4))
 	} else {
-		ip := header.IPv4{TotalLen: uint16(len(f) - 14), ID: 9, DontFrag: true, TTL: 64, Protocol: proto, Src: [4]byte{10, 0, 0, 1}, Dst: [4]byte{10, 0, 0, 2}}
+		ip := header.IPv4{TotalLen: uint16(len(f) - 14), ID: 9, DontFrag: true, TTL: 64, Protocol: proto,
+			Src: [4]byte{10, 0, 0, 1}, Dst: [4]byte{10, 0, 0, 2}}
 		ip.Encode(f[14:])
 		sum = header.PseudoSum4(ip.Src, ip.Dst, proto, uint16(len(f)-l4))
 	}

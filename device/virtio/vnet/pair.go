@@ -56,7 +56,8 @@ type pair struct {
 
 func newPair(d *Device, i int, l *loop.Loop) *pair {
 	p := &pair{d: d, i: i, loop: l}
-	p.mail = loop.NewMailbox(l, mailboxSize, p.receive, (*frame.Buf).Free, loop.Name("vnet mailbox"), loop.OnFault(d.ownFault))
+	p.mail = loop.NewMailbox(l, mailboxSize, p.receive, (*frame.Buf).Free, loop.Name("vnet mailbox"),
+		loop.OnFault(d.ownFault))
 	p.held = make([]*frame.Buf, 0, heldFrames)
 	p.rxWait.init(p, p.resumeRx)
 	p.txWait.init(p, p.resumeTx)

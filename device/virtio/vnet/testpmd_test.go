@@ -24,9 +24,11 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-var testpmdTime = flag.Duration("testpmd.duration", 200*time.Millisecond, "how long DPDK's driver sends in each combination of features")
+var testpmdTime = flag.Duration("testpmd.duration", 200*time.Millisecond,
+	"how long DPDK's driver sends in each combination of features")
 
-// testpmd is DPDK's packet generator with two virtio-net drivers of its own (net_virtio_user), which speak vhost-user to our devices.
+// testpmd is DPDK's packet generator with two virtio-net drivers of its own (net_virtio_user), which speak vhost-user
+// to our devices.
 type testpmd struct {
 	t   *testing.T
 	cmd *exec.Cmd
@@ -46,7 +48,8 @@ func newTestpmd(t *testing.T, vms [2]*vm, dev string, opts ...string) *testpmd {
 	// It writes prompts at once and the rest when a buffer is full, unless told otherwise.
 	// Threads that no core is reserved for, so that several can run at a time.
 	all := fmt.Sprintf("(0-%d)", runtime.NumCPU()-1)
-	args := []string{"-o0", "dpdk-testpmd", "--lcores", "0@" + all + ",1@" + all, "--no-huge", "-m", "256", "--no-pci", "--no-telemetry", "--no-shconf"}
+	args := []string{"-o0", "dpdk-testpmd", "--lcores", "0@" + all + ",1@" + all, "--no-huge", "-m", "256", "--no-pci",
+		"--no-telemetry", "--no-shconf"}
 	for i, v := range vms {
 		args = append(args, fmt.Sprintf("--vdev=net_virtio_user%d,path=%s,mac=%v,%s", i, v.path, v.mac, dev))
 	}
@@ -184,13 +187,15 @@ type pmdCombo struct {
 	features  uint64 // must have been agreed upon
 }
 
-// pmdCombos are all that the driver has: ways to receive and send, numbers of queues, offloads, each with split and with packed rings.
+// pmdCombos are all that the driver has: ways to receive and send, numbers of queues, offloads, each with split and
+// with packed rings.
 func pmdCombos() (all []pmdCombo) {
 	bit := func(n, i int) int { return n >> i & 1 }
 	for n := range 16 {
 		queues := 1 + bit(n, 3)
-		c := pmdCombo{queues: queues, name: fmt.Sprintf("mrg%d-order%d-vector%d-queues%d", bit(n, 0), bit(n, 1), bit(n, 2), queues),
-			dev: fmt.Sprintf("mrg_rxbuf=%d,in_order=%d,vectorized=%d,queues=%d,queue_size=%d,cq=%d", bit(n, 0), bit(n, 1), bit(n, 2), queues, 256>>bit(n, 1), queues-1)}
+		c := pmdCombo{queues: queues, name: fmt.Sprintf("mrg%d-order%d-vector%d-queues%d", bit(n, 0), bit(n, 1), bit(n, 2),
+			queues), dev: fmt.Sprintf("mrg_rxbuf=%d,in_order=%d,vectorized=%d,queues=%d,queue_size=%d,cq=%d", bit(n, 0),
+			bit(n, 1), bit(n, 2), queues, 256>>bit(n, 1), queues-1)}
 		if queues > 1 {
 			c.opts, c.features = []string{"--rxq=2", "--txq=2"}, FeatureMQ
 		}
@@ -201,14 +206,21 @@ func pmdCombos() (all []pmdCombo) {
 	tso := append(checksums, "tso set 500 0", "tso set 500 1")
 	for mrg := range 2 {
 		for _, c := range []pmdCombo{
-			{name: "sums-sent", opts: []string{"--tx-offloads=0x800c", "--forward-mode=csum"}, setup: checksums, packets: true, features: FeatureCsum},
-			{name: "sums-received", opts: []string{"--rx-offloads=0xc", "--forward-mode=csum"}, packets: true, features: FeatureGuestCsum},
-			{name: "sums", opts: []string{"--tx-offloads=0x800c", "--rx-offloads=0xc", "--forward-mode=csum"}, setup: checksums, packets: true, features: FeatureCsum | FeatureGuestCsum},
-			{name: "tso", opts: []string{"--tx-offloads=0x802c", "--rx-offloads=0xc", "--forward-mode=csum"}, setup: tso, packets: true, features: FeatureHostTSO4 | FeatureHostTSO6},
-			{name: "tso-lro", opts: []string{"--tx-offloads=0x802c", "--rx-offloads=0x1c", "--forward-mode=csum"}, setup: tso, packets: true, features: FeatureHostTSO4 | FeatureHostTSO6 | FeatureGuestTSO4 | FeatureGuestTSO6},
+			{name: "sums-sent", opts: []string{"--tx-offloads=0x800c", "--forward-mode=csum"}, setup: checksums, packets: true,
+				features: FeatureCsum},
+			{name: "sums-received", opts: []string{"--rx-offloads=0xc", "--forward-mode=csum"}, packets: true,
+				features: FeatureGuestCsum},
+			{name: "sums", opts: []string{"--tx-offloads=0x800c", "--rx-offloads=0xc", "--forward-mode=csum"}, setup: checksums,
+				packets: true, features: FeatureCsum | FeatureGuestCsum},
+			{name: "tso", opts: []string{"--tx-offloads=0x802c", "--rx-offloads=0xc", "--forward-mode=csum"}, setup: tso,
+				packets: true, features: FeatureHostTSO4 | FeatureHostTSO6},
+			{name: "tso-lro", opts: []string{"--tx-offloads=0x802c", "--rx-offloads=0x1c", "--forward-mode=csum"}, setup: tso,
+				packets: true, features: FeatureHostTSO4 | FeatureHostTSO6 | FeatureGuestTSO4 | FeatureGuestTSO6},
 			{name: "pieces", opts: []string{"--tx-offloads=0x8000", "--txpkts=64,600,200"}},
-			{name: "scatter", opts: []string{"--mbuf-size=512", "--rx-offloads=0x2000", "--tx-offloads=0x8000", "--txpkts=300,300,300"}},
-			{name: "jumbo", opts: []string{"--mbuf-size=10240", "--max-pkt-len=9018", "--tx-offloads=0x8000", "--txpkts=2000,2000,2000,2000", "--total-num-mbufs=3000"}},
+			{name: "scatter", opts: []string{"--mbuf-size=512", "--rx-offloads=0x2000", "--tx-offloads=0x8000",
+				"--txpkts=300,300,300"}},
+			{name: "jumbo", opts: []string{"--mbuf-size=10240", "--max-pkt-len=9018", "--tx-offloads=0x8000",
+				"--txpkts=2000,2000,2000,2000", "--total-num-mbufs=3000"}},
 		} {
 			if c.name == "scatter" && mrg == 0 {
 				continue // the driver offers it with mergeable buffers only
@@ -229,7 +241,8 @@ func pmdCombos() (all []pmdCombo) {
 func feed(t *testing.T, h *host, vms [2]*vm) {
 	t.Helper()
 	var port *vswitch.Attachment
-	if _, err := h.net.Attach(nowhere{}, vswitch.PortConfig{Name: "feed", Kind: vswitch.KindTAP, Attached: func(a *vswitch.Attachment) { port = a }}); err != nil {
+	if _, err := h.net.Attach(nowhere{}, vswitch.PortConfig{Name: "feed", Kind: vswitch.KindTAP,
+		Attached: func(a *vswitch.Attachment) { port = a }}); err != nil {
 		t.Fatal(err)
 	}
 	defer port.Close()
@@ -266,10 +279,10 @@ func (w *whole) Frame(_ *loop.Loop, in bool, _ []byte) {
 	}
 }
 
-// TestTestpmd lets a native front end that nobody here wrote drive two devices, with every combination of features that its driver offers, in
-// both directions. Frames go to and fro between two ports of a network, then so many are sent that receive rings run
-// over. Every frame that was sent has been received or is counted as dropped. Combinations run beside each other, each with devices and a driver
-// of its own, as many at a time as -parallel says.
+// TestTestpmd lets a native front end that nobody here wrote drive two devices, with every combination of features that
+// its driver offers, in both directions. Frames go to and fro between two ports of a network, then so many are sent
+// that receive rings run over. Every frame that was sent has been received or is counted as dropped. Combinations run
+// beside each other, each with devices and a driver of its own, as many at a time as -parallel says.
 func TestTestpmd(t *testing.T) {
 	for _, c := range pmdCombos() {
 		t.Run(c.name, func(t *testing.T) {
@@ -330,7 +343,8 @@ func TestTestpmd(t *testing.T) {
 				for i, v := range vms {
 					now[i] = p.stats(i)
 					c := v.port.Attachment().Counters.Totals()
-					if frames[i].in.Load() != now[i].tx || frames[i].out.Load() != now[i].rx+now[i].missed+c.Drops[vswitch.QueueFull.String()] {
+					if frames[i].in.Load() != now[i].tx ||
+						frames[i].out.Load() != now[i].rx+now[i].missed+c.Drops[vswitch.QueueFull.String()] {
 						return false
 					}
 				}
@@ -349,7 +363,8 @@ func TestTestpmd(t *testing.T) {
 			p.quit()
 			for i, v := range vms {
 				// Frames to be cut count as what they become.
-				if cut := v.port.Attachment().Counters.Totals().InFrames > frames[i].in.Load(); cut != (c.features&FeatureHostTSO4 != 0) {
+				cut := v.port.Attachment().Counters.Totals().InFrames > frames[i].in.Load()
+				if cut != (c.features&FeatureHostTSO4 != 0) {
 					t.Errorf("port %d: frames to be cut: %v", i, cut)
 				}
 				for r, n := range vms[i].port.Attachment().Counters.Totals().Drops {

@@ -157,8 +157,8 @@ func (p *pair) copyIn(c *virtq.Chain, b *frame.Buf, n int) translate.Miss {
 	return m
 }
 
-// buffer sets cur to an empty buffer for n bytes and returns it: the one of the frame before, if nobody else has kept that; nil if
-// there is none.
+// buffer sets cur to an empty buffer for n bytes and returns it: the one of the frame before, if nobody else has kept
+// that; nil if there is none.
 func (p *pair) buffer(n int) *frame.Buf {
 	pool := p.d.cfg.Pool
 	if b := p.cur; b != nil && !b.Shared() {

@@ -93,7 +93,8 @@ func TestBadFrames(t *testing.T) {
 			t.Fatalf("%s: got %x", tc.name, got)
 		}
 		if n := a.dropped(tc.why) - before; n != 1 {
-			t.Errorf("%s: counted %d times as %v; all drops: %v", tc.name, n, tc.why, a.port.Attachment().Counters.Totals().Drops)
+			t.Errorf("%s: counted %d times as %v; all drops: %v", tc.name, n, tc.why,
+				a.port.Attachment().Counters.Totals().Drops)
 		}
 	}
 	if s := a.dev.Describe(); s.Broken != "" || s.Pairs[0] != "rx+tx" || !s.Connected {
@@ -208,8 +209,8 @@ func TestMemoryVanishes(t *testing.T) {
 	kick := newEventfd(t)
 	for i := range 2 {
 		must(t, cl.SetVringNum(i, 8),
-			cl.SetVringAddr(vhostuser.VringAddr{Index: uint32(i), Desc: 1<<30 + uint64(i)<<14, Avail: 1<<30 + uint64(i)<<14 + 0x1000, Used: 1<<30 + uint64(i)<<14 + 0x2000}),
-			cl.SetVringKick(i, kick))
+			cl.SetVringAddr(vhostuser.VringAddr{Index: uint32(i), Desc: 1<<30 + uint64(i)<<14,
+				Avail: 1<<30 + uint64(i)<<14 + 0x1000, Used: 1<<30 + uint64(i)<<14 + 0x2000}), cl.SetVringKick(i, kick))
 	}
 	_, err := cl.GetFeatures()
 	must(t, err)
@@ -239,8 +240,10 @@ func rawClient(t *testing.T, path string) (*frontend.Client, int) {
 	fd, err := unix.MemfdCreate("vnicd-guest", unix.MFD_CLOEXEC)
 	must(t, err)
 	t.Cleanup(func() { unix.Close(fd) })
-	must(t, unix.Ftruncate(fd, 1<<20), cl.SetProtocolFeatures(vhostuser.ProtoReplyAck|vhostuser.ProtoMTU|vhostuser.ProtoRARP|vhostuser.ProtoMQ),
-		cl.SetFeatures(virtio.FeatureVersion1), cl.SetMemTable([]vhostuser.Region{{GuestPA: 0, Size: 1 << 20, UserAddr: 1 << 30}}, fd))
+	must(t, unix.Ftruncate(fd, 1<<20),
+		cl.SetProtocolFeatures(vhostuser.ProtoReplyAck|vhostuser.ProtoMTU|vhostuser.ProtoRARP|vhostuser.ProtoMQ),
+		cl.SetFeatures(virtio.FeatureVersion1),
+		cl.SetMemTable([]vhostuser.Region{{GuestPA: 0, Size: 1 << 20, UserAddr: 1 << 30}}, fd))
 	return cl, fd
 }
 
@@ -281,7 +284,8 @@ func TestNetMessages(t *testing.T) {
 	must(t, err)
 	got := a.recv(0)
 	if len(got) != 60 || !bytes.Equal(got[:6], bytes.Repeat([]byte{0xff}, 6)) || !bytes.Equal(got[6:12], c.mac[:]) ||
-		binary.BigEndian.Uint16(got[12:]) != 0x8035 || !bytes.Equal(got[22:28], c.mac[:]) || !bytes.Equal(got[32:38], c.mac[:]) {
+		binary.BigEndian.Uint16(got[12:]) != 0x8035 || !bytes.Equal(got[22:28], c.mac[:]) ||
+		!bytes.Equal(got[32:38], c.mac[:]) {
 		t.Fatalf("%x", got)
 	}
 }
@@ -303,7 +307,8 @@ func multiqueue(t *testing.T, h *host) {
 		for flow := range flows {
 			f := buildFrame(b.mac, a.mac, 14, 0)
 			f[12], f[13] = 8, 0
-			f = append(f, 0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x30, byte(flow), 0x40, 0, 0, 0, 0, 0)
+			f = append(f, 0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x30, byte(flow), 0x40, 0, 0, 0,
+				0, 0)
 			f = binary.BigEndian.AppendUint32(append(f, byte(flow)), n)
 			a.send(flow%2, f)
 		}

@@ -13,8 +13,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// identity is what the ends tell each other over TCP, in the form of ibv_rc_pingpong: LID (none in Ethernet), QP number, first
-// PSN and GID in hexadecimal.
+// identity is what the ends tell each other over TCP, in the form of ibv_rc_pingpong: LID (none in Ethernet), QP
+// number, first PSN and GID in hexadecimal.
 type identity struct {
 	qpn, psn uint32
 	gid      guestdrv.GID

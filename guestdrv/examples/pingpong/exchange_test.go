@@ -18,7 +18,8 @@ func TestIdentity(t *testing.T) {
 	if got := string(want.encode()); got != said {
 		t.Errorf("%q, want %q", got, said)
 	}
-	for _, bad := range []string{"", strings.Repeat("\x00", messageSize), strings.Repeat(":", messageSize), strings.Replace(said, "f42a24", "-42a24", 1),
+	for _, bad := range []string{"", strings.Repeat("\x00", messageSize), strings.Repeat(":", messageSize),
+		strings.Replace(said, "f42a24", "-42a24", 1),
 		strings.Replace(said, "000011", "0x0011", 1), strings.Replace(said, "ffff", "ffxf", 1), said[:messageSize-3]} {
 		if got, err := decode([]byte(bad)); err == nil {
 			t.Errorf("%q is %+v", bad, got)

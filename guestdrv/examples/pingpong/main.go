@@ -1,11 +1,12 @@
-// Pingpong is a host application (PF-4): a program of the host that exchanges messages with a VM through vnicd's RDMA, with
-// ibv_rc_pingpong of ibverbs-utils, or another pingpong, at the other end.
+// Pingpong is a host application (PF-4): a program of the host that exchanges messages with a VM through vnicd's RDMA,
+// with ibv_rc_pingpong of ibverbs-utils, or another pingpong, at the other end.
 //
 //	host:   pingpong -socket /run/vnicd/app.hca -address 10.0.0.5            # waits, as a server does
 //	guest:  ibv_rc_pingpong -d vnic0 -g INDEX 10.0.0.254                     # the host's address in the tenant's network
 //
-// With an argument it is the client. The two tell each other who they are over TCP, as ibv_rc_pingpong does; the RDMA address
-// (-address) need not be the TCP one. Each message is sent back by the other end, so what arrives is compared with what was sent.
+// With an argument it is the client. The two tell each other who they are over TCP, as ibv_rc_pingpong does; the RDMA
+// address (-address) need not be the TCP one. Each message is sent back by the other end, so what arrives is compared
+// with what was sent.
 package main
 
 import (
@@ -78,7 +79,8 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	peer := guestdrv.Peer{QPN: theirs.qpn, PSN: theirs.psn, Path: path}
-	if err := e.qp.Connect(ctx, peer, guestdrv.ConnectOptions{PSN: mine.psn, MTU: guestdrv.MTUFromBytes(o.mtu)}); err != nil {
+	if err := e.qp.Connect(ctx, peer, guestdrv.ConnectOptions{PSN: mine.psn,
+		MTU: guestdrv.MTUFromBytes(o.mtu)}); err != nil {
 		return err
 	}
 	if err := ready(conn, o, mine); err != nil {
@@ -133,12 +135,14 @@ func newEnd(ctx context.Context, o options, gid guestdrv.GID) (_ *end, err error
 	if e.cq, err = e.dev.CreateCQ(ctx, 16, guestdrv.CQOptions{}); err != nil {
 		return nil, err
 	}
-	e.qp, err = pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: 1, MaxRecvWR: 1})
+	e.qp, err = pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq, MaxSendWR: 1,
+		MaxRecvWR: 1})
 	return e, err
 }
 
 // memory makes a buffer and registers it, at once or page by page when the device asks.
-func memory(ctx context.Context, dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, guestdrv.SGE, error) {
+func memory(ctx context.Context, dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, guestdrv.SGE,
+	error) {
 	buf, err := dev.Alloc(o.size)
 	if err != nil {
 		return nil, guestdrv.SGE{}, err

@@ -31,7 +31,8 @@ func (c *Config) check(errs *Errors) {
 		c.checkPeers(errs, n)
 		if t := n.TAP; t != nil && t.Name != "" {
 			if len(t.Name) > maxInterfaceName || !nameRule.MatchString(t.Name) {
-				errs.add(t.Line, "tap name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", t.Name, maxInterfaceName)
+				errs.add(t.Line, "tap name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", t.Name,
+					maxInterfaceName)
 			}
 			if line, dup := taps[t.Name]; dup {
 				errs.add(t.Line, "tap name %q is already used in %s", t.Name, at(line))
@@ -92,7 +93,8 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 			for _, n := range c.Networks {
 				have = append(have, n.Name)
 			}
-			errs.add(vm.Line, "%s %q is in network %q, which is not defined; defined: %s", vm.What(), vm.Name, vm.Network, orNone(have))
+			errs.add(vm.Line, "%s %q is in network %q, which is not defined; defined: %s", vm.What(), vm.Name, vm.Network,
+				orNone(have))
 		}
 		// MT-9: two tenants may use one MAC; inside a network it is a mistake.
 		if k := (port{vm.Network, vm.MAC.String()}); vm.MAC != nil {

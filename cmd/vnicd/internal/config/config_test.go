@@ -70,19 +70,23 @@ func TestParseGood(t *testing.T) {
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
 		t.Errorf("HCA socket %q", got)
 	}
-	if len(b.IPs) != 2 || b.Queues != 4 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 || b.QMP != "/run/b.qmp" {
+	if len(b.IPs) != 2 || b.Queues != 4 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 ||
+		b.QMP != "/run/b.qmp" {
 		t.Errorf("VM b: %+v", b)
 	}
 	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {
 		t.Errorf("network red: %+v", n)
 	}
-	if e := c.EVPN; e == nil || e.AS != 65001 || e.RouterID != netip.MustParseAddr("192.0.2.1") || !slices.Equal(e.Listen, []netip.Addr{netip.MustParseAddr("192.0.2.1")}) ||
-		e.Port != 179 || e.HoldTime != 90*time.Second || len(e.Neighbours) != 2 || e.Neighbours[0].AS != 65001 || e.Neighbours[0].Hops != 1 ||
+	if e := c.EVPN; e == nil || e.AS != 65001 || e.RouterID != netip.MustParseAddr("192.0.2.1") ||
+		!slices.Equal(e.Listen, []netip.Addr{netip.MustParseAddr("192.0.2.1")}) ||
+		e.Port != 179 || e.HoldTime != 90*time.Second || len(e.Neighbours) != 2 || e.Neighbours[0].AS != 65001 ||
+		e.Neighbours[0].Hops != 1 ||
 		e.Neighbours[0].MaxRoutes != 1000 || len(e.Neighbours[0].NextHops) != 2 || e.Neighbours[0].NextHops[1].Bits() != 32 ||
 		e.Neighbours[1].AS != 4200000000 || !e.Neighbours[1].Passive || e.Neighbours[1].NextHops != nil {
 		t.Errorf("evpn %+v", e)
 	}
-	if n := c.Network("blue"); n.FloodUnknown || !n.EVPN || len(n.RouteTargets) != 2 || n.RouteTargets[1].String() != "192.0.2.1:7" || !c.Network("red").FloodUnknown {
+	if n := c.Network("blue"); n.FloodUnknown || !n.EVPN || len(n.RouteTargets) != 2 ||
+		n.RouteTargets[1].String() != "192.0.2.1:7" || !c.Network("red").FloodUnknown {
 		t.Errorf("network blue: %+v", n)
 	}
 	if c.Control != "/run/v/vnicd.sock" {
@@ -98,7 +102,8 @@ func TestParseGood(t *testing.T) {
 
 // Who says nothing of the short path has it where it can be.
 func TestShortPath(t *testing.T) {
-	for text, want := range map[string]string{"engines: 1": "nil", "short-path: true": "true", "short-path: off": "false"} {
+	for text, want := range map[string]string{"engines: 1": "nil", "short-path: true": "true",
+		"short-path: off": "false"} {
 		c, err := Parse("x.yaml", []byte(text))
 		if err != nil {
 			t.Fatal(err)
@@ -123,11 +128,13 @@ func app(key string) string { return strings.Replace(vm(key), "vms:", "applicati
 
 // An application's permissions are those of VM sockets unless it has its own.
 func TestApplication(t *testing.T) {
-	c, err := Parse("x.yaml", []byte(app("limits: {qps: 4}")+"\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", socket-mode: 0o600, group: 7, memory: 64MiB}\nsocket-mode: 0o640"))
+	c, err := Parse("x.yaml", []byte(app("limits: {qps: 4}")+
+		"\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", socket-mode: 0o600, group: 7, memory: 64MiB}\nsocket-mode: 0o640"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if a := c.VMs[0]; *a.Application != (Application{Mode: 0o640, GID: -1, Memory: 1 << 30}) || a.Limits.QPs != 4 || a.What() != "application" {
+	if a := c.VMs[0]; *a.Application != (Application{Mode: 0o640, GID: -1, Memory: 1 << 30}) || a.Limits.QPs != 4 ||
+		a.What() != "application" {
 		t.Errorf("%+v %+v", a, a.Application)
 	}
 	if a := c.VMs[1]; *a.Application != (Application{Mode: 0o600, GID: 7, Memory: 64 << 20}) {
@@ -141,24 +148,30 @@ func TestParseMistakes(t *testing.T) {
 		{"empty", "", "the file is empty"},
 		{"syntax", "a: [1\nb: 2", "x.yaml:"},
 		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
-		{"unknown key", "engine: 1", `x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, debug, ecn, engine-cpus`},
-		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3", `x.yaml:4: unknown key "vlan" in a network`},
+		{"unknown key", "engine: 1",
+			`x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, debug, ecn, engine-cpus`},
+		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3",
+			`x.yaml:4: unknown key "vlan" in a network`},
 		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
 		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},
 		{"type", "engines: [1]", "x.yaml:1: engines needs a value, found a list"},
 		{"null", "engines:", "engines needs a value, found nothing"},
-		{"processors", "engine-cpus: 3-2", `x.yaml:1: engine-cpus must be a list of processors, 0 to 1023, such as 2-3,8, found "3-2"`},
+		{"processors", "engine-cpus: 3-2",
+			`x.yaml:1: engine-cpus must be a list of processors, 0 to 1023, such as 2-3,8, found "3-2"`},
 		{"processor -1", "engine-cpus: -1", "engine-cpus must be a list of processors"},
 		{"processor 1024", "engine-cpus: 1-1024", "engine-cpus must be a list of processors"},
 		{"processor twice", "engines: 3\nengine-cpus: 4,3-4", "x.yaml:2: engine-cpus names processor 4 twice"},
-		{"too few processors", "engines: 3\nengine-cpus: 2-3", "engine-cpus must name one processor for each of the 3 engines, found 2"},
+		{"too few processors", "engines: 3\nengine-cpus: 2-3",
+			"engine-cpus must name one processor for each of the 3 engines, found 2"},
 		{"nice", "engine-nice: -21", "engine-nice must be a number from -20 to 19"},
 		{"debug key at the top", "local-copy: false", "x.yaml:1: key \"local-copy\" belongs under `debug:`"},
-		{"debug", "debug: {local-copy: 3, ecn: false}", "unknown key \"ecn\" in debug; known: local-copy, segmentation, selective-repeat"},
+		{"debug", "debug: {local-copy: 3, ecn: false}",
+			"unknown key \"ecn\" in debug; known: local-copy, segmentation, selective-repeat"},
 		{"spin", "spin: fast", "spin must be a duration"},
 		{"short path", "short-path: auto", `x.yaml:1: short-path must be true or false, found "auto"`},
 		{"log", "log-level: loud", "log-level must be trace, debug"},
-		{"monitoring", "monitoring: {listen: 9469}", "x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},
+		{"monitoring", "monitoring: {listen: 9469}",
+			"x.yaml:1: monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found \"9469\""},
 		{"monitoring port", "monitoring: {listen: \"localhost:0\"}", "monitoring listen must be HOST:PORT"},
 		{"monitoring page", "monitoring: {page: perhaps}", "x.yaml:1: monitoring page must be"},
 		{"monitoring nowhere", "monitoring: {pprof: true}", "x.yaml:1: monitoring needs `listen`"},
@@ -166,51 +179,82 @@ func TestParseMistakes(t *testing.T) {
 		{"relative", "run-dir: here", "run-dir must be an absolute path"},
 		{"vni", "networks:\n  - name: a\n    vni: 16777216", "x.yaml:3: vni must be a number from 1 to 16777215"},
 		{"vni missing", "networks:\n  - name: a", "x.yaml:2: a network needs `vni`"},
-		{"vni twice", "networks:\n  - {name: a, vni: 7}\n  - {name: b, vni: 7}", "x.yaml:3: vni 7 is already the network's of line 2"},
-		{"name twice", "networks:\n  - {name: a, vni: 7}\n  - {name: a, vni: 8}", `x.yaml:3: network name "a" is already used in line 2`},
-		{"mac", "vms:\n  - {name: v, network: n, mac: \"01:00:00:00:00:01\"}", "x.yaml:2: mac must be a unicast Ethernet address"},
-		{"mac twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}\n  - {name: w, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:4: mac 02:00:00:00:00:01 is already used in network "n" by the VM of line 3`},
-		{"no network", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:2: VM "v" is in network "n", which is not defined; defined: none`},
-		{"peer family", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [\"2001:db8::1\"]}", "x.yaml:3: peer 2001:db8::1 of network \"a\" is of another address family"},
-		{"peer self", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}", "is this host itself"},
+		{"vni twice", "networks:\n  - {name: a, vni: 7}\n  - {name: b, vni: 7}",
+			"x.yaml:3: vni 7 is already the network's of line 2"},
+		{"name twice", "networks:\n  - {name: a, vni: 7}\n  - {name: a, vni: 8}",
+			`x.yaml:3: network name "a" is already used in line 2`},
+		{"mac", "vms:\n  - {name: v, network: n, mac: \"01:00:00:00:00:01\"}",
+			"x.yaml:2: mac must be a unicast Ethernet address"},
+		{"mac twice",
+			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}\n  - {name: w, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:4: mac 02:00:00:00:00:01 is already used in network "n" by the VM of line 3`},
+		{"no network", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}",
+			`x.yaml:2: VM "v" is in network "n", which is not defined; defined: none`},
+		{"peer family", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [\"2001:db8::1\"]}",
+			"x.yaml:3: peer 2001:db8::1 of network \"a\" is of another address family"},
+		{"peer self", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}",
+			"is this host itself"},
 		{"peer without vtep", "networks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}", "there is no `vtep` section"},
 		{"vtep local", "vtep: {port: 4789}", "vtep needs `local`"},
 		{"dscp", "vtep: {local: 192.0.2.1, dscp: af99}", "dscp must be 0 to 63"},
 		{"tap name", "networks:\n  - {name: a, vni: 1, tap: {name: a-name-far-too-long}}", "is not an interface name"},
-		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}", "an address must be IP/LENGTH"},
-		{"rate", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 10g}", `rate must be bits per second from 64k to 1000G such as 10G, found "10g"`},
+		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}",
+			"an address must be IP/LENGTH"},
+		{"rate", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 10g}",
+			`rate must be bits per second from 64k to 1000G such as 10G, found "10g"`},
 		{"rate range", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", rate: 1001G}", "rate must be"},
-		{"budget unit", vm("memory-budget: 256"), `x.yaml:6: memory-budget must be a whole number of KiB, MiB, GiB or TiB, at least 4 MiB, such as 256MiB, found "256"`},
+		{"budget unit", vm("memory-budget: 256"),
+			`x.yaml:6: memory-budget must be a whole number of KiB, MiB, GiB or TiB, at least 4 MiB, such as 256MiB, found "256"`},
 		{"budget unit of 1000", vm("memory-budget: 256MB"), "memory-budget must be"},
 		{"budget fraction", vm("memory-budget: 1.5GiB"), "memory-budget must be"},
 		{"budget small", vm("memory-budget: 4095KiB"), "memory-budget must be"},
 		{"budget sign", vm("memory-budget: -1GiB"), "memory-budget must be"},
 		{"budget huge", vm("memory-budget: 8388608TiB"), "memory-budget must be"},
 		{"qmp relative", vm("qmp: vm.qmp"), `x.yaml:3: qmp must be an absolute path of at most 107 bytes, found "vm.qmp"`},
-		{"qmp twice", vm("qmp: /a") + "\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", qmp: /a}", "x.yaml:7: qmp /a is already the VM's of line 3; a monitor serves one client"},
+		{"qmp twice", vm("qmp: /a") + "\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", qmp: /a}",
+			"x.yaml:7: qmp /a is already the VM's of line 3; a monitor serves one client"},
 		{"ageing", "networks:\n  - {name: a, vni: 1, ageing: 300}", `ageing must be a duration from 1s`},
-		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}", "x.yaml:2: ips must be a unicast IP address"},
-		{"ip twice", "networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
-		{"application key", app("queues: 2"), `x.yaml:6: unknown key "queues" in an application; known: group, ips, limits, mac, memory, memory-budget, name, network, rate, socket-mode, storm`},
+		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}",
+			"x.yaml:2: ips must be a unicast IP address"},
+		{"ip twice",
+			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
+		{"application key", app("queues: 2"),
+			`x.yaml:6: unknown key "queues" in an application; known: group, ips, limits, mac, memory, memory-budget, name, network, rate, socket-mode, storm`},
 		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
-		{"application group", app("group: no such group"), `x.yaml:6: group must be a group of this host or its number, found "no such group"`},
+		{"application group", app("group: no such group"),
+			`x.yaml:6: group must be a group of this host or its number, found "no such group"`},
 		{"application memory", app("memory: 1000"), "x.yaml:6: memory must be a whole number of KiB"},
-		{"application network", "applications:\n  - {name: a, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:2: application "a" is in network "n", which is not defined`},
-		{"application like a VM", vm("rate: 1G") + "\napplications: [{name: v, network: n, mac: \"02:00:00:00:00:02\"}]", `x.yaml:7: application name "v" is already used in line 3`},
+		{"application network", "applications:\n  - {name: a, network: n, mac: \"02:00:00:00:00:01\"}",
+			`x.yaml:2: application "a" is in network "n", which is not defined`},
+		{"application like a VM", vm("rate: 1G") + "\napplications: [{name: v, network: n, mac: \"02:00:00:00:00:02\"}]",
+			`x.yaml:7: application name "v" is already used in line 3`},
 		{"bad VM name", "vms:\n  - {name: ../x, network: n, mac: \"02:00:00:00:00:01\"}", `VM name "../x" must be`},
 		{"evpn without vtep", "evpn: {as: 1, neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs a `vtep` section"},
 		{"evpn as", "evpn: {neighbours: [{address: 192.0.2.2}]}", "x.yaml:1: evpn needs `as`"},
-		{"evpn alone", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: []}", "x.yaml:2: evpn has 0 neighbours; it needs 1 to 64"},
-		{"router id", "vtep: {local: \"2001:db8::1\"}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2}]}", "x.yaml:2: evpn needs `router-id`"},
-		{"router id family", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, router-id: \"::2\", neighbours: [{address: 192.0.2.2}]}", "router-id must be written as an IPv4 address"},
-		{"neighbour twice", "vtep: {local: 192.0.2.1}\nevpn:\n  as: 1\n  neighbours:\n    - {address: 192.0.2.2}\n    - {address: 192.0.2.2}", "x.yaml:6: neighbour 192.0.2.2 stands already in line 5"},
-		{"neighbour self", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.1}]}", "neighbour 192.0.2.1 is this host itself"},
-		{"neighbour key", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, secret: x}]}", `x.yaml:2: unknown key "secret" in a neighbour`},
-		{"neighbour next hop", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, next-hops: [all]}]}", "a next hop must be an IP address or IP/LENGTH"},
-		{"password", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, password: " + strings.Repeat("x", 81) + "}]}", "password is 81 bytes long; it may have 80"},
-		{"passive, nowhere", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, port: 0, neighbours: [{address: 192.0.2.2, passive: true}]}", "neighbour 192.0.2.2 is passive"},
+		{"evpn alone", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: []}",
+			"x.yaml:2: evpn has 0 neighbours; it needs 1 to 64"},
+		{"router id", "vtep: {local: \"2001:db8::1\"}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2}]}",
+			"x.yaml:2: evpn needs `router-id`"},
+		{"router id family",
+			"vtep: {local: 192.0.2.1}\nevpn: {as: 1, router-id: \"::2\", neighbours: [{address: 192.0.2.2}]}",
+			"router-id must be written as an IPv4 address"},
+		{"neighbour twice",
+			"vtep: {local: 192.0.2.1}\nevpn:\n  as: 1\n  neighbours:\n    - {address: 192.0.2.2}\n    - {address: 192.0.2.2}",
+			"x.yaml:6: neighbour 192.0.2.2 stands already in line 5"},
+		{"neighbour self", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.1}]}",
+			"neighbour 192.0.2.1 is this host itself"},
+		{"neighbour key", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, secret: x}]}",
+			`x.yaml:2: unknown key "secret" in a neighbour`},
+		{"neighbour next hop",
+			"vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, next-hops: [all]}]}",
+			"a next hop must be an IP address or IP/LENGTH"},
+		{"password", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, password: " +
+			strings.Repeat("x", 81) + "}]}", "password is 81 bytes long; it may have 80"},
+		{"passive, nowhere",
+			"vtep: {local: 192.0.2.1}\nevpn: {as: 1, port: 0, neighbours: [{address: 192.0.2.2, passive: true}]}",
+			"neighbour 192.0.2.2 is passive"},
 		{"route target", "networks:\n  - {name: a, vni: 1, route-targets: [blue]}", `x.yaml:2: a route target is AS:NUMBER`},
-		{"route target alone", "networks:\n  - {name: a, vni: 1, route-targets: [\"1:1\"]}", "has route-targets, but there is no `evpn` section"},
+		{"route target alone", "networks:\n  - {name: a, vni: 1, route-targets: [\"1:1\"]}",
+			"has route-targets, but there is no `evpn` section"},
 		{"long path", "run-dir: /" + strings.Repeat("x", 120), "a unix socket's path has at most 107"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -49,8 +49,9 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true},
-		EngineNice: DefaultEngineNice, Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true,
+		Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true}, EngineNice: DefaultEngineNice,
+		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
@@ -374,7 +375,8 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 			if !filepath.IsAbs(s) {
 				_, port, err := net.SplitHostPort(s)
 				if v, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || v == 0 {
-					p.errs.add(n.Line, "monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found %q", s)
+					p.errs.add(n.Line,
+						"monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found %q", s)
 					return
 				}
 			}
@@ -606,7 +608,8 @@ func (p *parser) size(what string, lo uint64, dst *uint64) func(*yaml.Node) {
 				return
 			}
 		}
-		p.errs.add(n.Line, "%s must be a whole number of KiB, MiB, GiB or TiB, at least %d MiB, such as 256MiB, found %q", what, lo>>20, s)
+		p.errs.add(n.Line, "%s must be a whole number of KiB, MiB, GiB or TiB, at least %d MiB, such as 256MiB, found %q",
+			what, lo>>20, s)
 	}
 }
 

@@ -16,9 +16,9 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 )
 
-// The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the configuration
-// file. Errors are {"error": "..."} with the status 400 (the request is wrong), 404 (what it names is not there), 409 (it
-// conflicts with what is there) or 500.
+// The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the
+// configuration file. Errors are {"error": "..."} with the status 400 (the request is wrong), 404 (what it names is not
+// there), 409 (it conflicts with what is there) or 500.
 //
 //	GET    /v1/status
 //	POST   /v1/reload                                read the configuration file again: ["what changed", ...]
@@ -86,12 +86,18 @@ func (d *Daemon) api() http.Handler {
 	handle("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
 
 	handle("POST /v1/reload", func(*http.Request) (any, error) { return d.Reload() })
-	handle("POST /v1/networks", func(r *http.Request) (any, error) { return done(with(r, config.ParseNetwork, d.AddNetwork)) })
-	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) { return done(d.RemoveNetwork(r.PathValue("network"))) })
+	handle("POST /v1/networks", func(r *http.Request) (any, error) {
+		return done(with(r, config.ParseNetwork, d.AddNetwork))
+	})
+	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) {
+		return done(d.RemoveNetwork(r.PathValue("network")))
+	})
 	handle("PUT /v1/networks/{network}/tap", func(r *http.Request) (any, error) {
 		return done(with(r, config.ParseTAP, func(c *config.TAP) error { return d.AddTAP(r.PathValue("network"), c) }))
 	})
-	handle("DELETE /v1/networks/{network}/tap", func(r *http.Request) (any, error) { return done(d.RemoveTAP(r.PathValue("network"))) })
+	handle("DELETE /v1/networks/{network}/tap", func(r *http.Request) (any, error) {
+		return done(d.RemoveTAP(r.PathValue("network")))
+	})
 	handle("POST /v1/vms", func(r *http.Request) (any, error) { return done(with(r, config.ParseVM, d.AddVM)) })
 	handle("DELETE /v1/vms/{vm}", func(r *http.Request) (any, error) { return done(d.RemoveVM(r.PathValue("vm"))) })
 	handle("PUT /v1/vms/{vm}/network", func(r *http.Request) (any, error) {
@@ -220,8 +226,8 @@ func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
 		status = http.StatusBadRequest
 	case errors.Is(err, errNotFound), errors.Is(err, overlay.ErrNoPort):
 		status = http.StatusNotFound
-	case isAny(err, errConflict, vswitch.ErrMonitored, vswitch.ErrMACInUse, vswitch.ErrIPInUse, vswitch.ErrTooManyPorts, vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer,
-		overlay.ErrNoTunnel, overlay.ErrLimit):
+	case isAny(err, errConflict, vswitch.ErrMonitored, vswitch.ErrMACInUse, vswitch.ErrIPInUse, vswitch.ErrTooManyPorts,
+		vxlan.ErrMTU, vxlan.ErrTooManyPeers, overlay.ErrNoPeer, overlay.ErrNoTunnel, overlay.ErrLimit):
 		status = http.StatusConflict
 	}
 	d.log.Debug("request refused", "method", r.Method, "path", r.URL.Path, "status", status, "error", err)

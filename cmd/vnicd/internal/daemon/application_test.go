@@ -62,7 +62,8 @@ type client struct {
 
 func open(t *testing.T, d *Daemon, name, addr string) *client {
 	t.Helper()
-	dev, err := guestdrv.Open(context.Background(), filepath.Join(d.cfg.RunDir, name+".hca"), guestdrv.Config{Memory: 16 << 20})
+	dev, err := guestdrv.Open(context.Background(), filepath.Join(d.cfg.RunDir, name+".hca"),
+		guestdrv.Config{Memory: 16 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -82,7 +83,8 @@ func open(t *testing.T, d *Daemon, name, addr string) *client {
 		c.cq, err = dev.CreateCQ(context.Background(), 16, guestdrv.CQOptions{})
 	}
 	if err == nil {
-		c.qp, err = c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: c.cq, RecvCQ: c.cq, MaxSendWR: 4, MaxRecvWR: 4})
+		c.qp, err = c.pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: c.cq, RecvCQ: c.cq,
+			MaxSendWR: 4, MaxRecvWR: 4})
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -99,8 +101,8 @@ func (c *client) to(ctx context.Context, o *client) error {
 	return c.qp.Connect(context.Background(), guestdrv.Peer{QPN: o.qp.Number(), Path: path}, guestdrv.ConnectOptions{})
 }
 
-// TestApplications: two programs of the host find each other by address and write to each other's memory, under GVMI 0, each
-// with its own keys. What a program leaves when it goes is gone, and its place is another's.
+// TestApplications: two programs of the host find each other by address and write to each other's memory, under GVMI 0,
+// each with its own keys. What a program leaves when it goes is gone, and its place is another's.
 func TestApplications(t *testing.T) {
 	d := applications(t)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -194,11 +196,13 @@ func TestApplicationQuota(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.pd.Register(context.Background(), big, guestdrv.AccessLocalWrite); !errors.Is(err, guestdrv.StatusNoMemory) {
+	if _, err := a.pd.Register(context.Background(), big, guestdrv.AccessLocalWrite); !errors.Is(err,
+		guestdrv.StatusNoMemory) {
 		t.Errorf("a region of 101 pages, 100 are allowed: %v", err)
 	}
 	// Another's address: the switch does not let the questions out, so nobody is found.
-	if err := a.SetGID(context.Background(), 1, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")), guestdrv.GIDOptions{}); err != nil {
+	if err := a.SetGID(context.Background(), 1, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")),
+		guestdrv.GIDOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	b := open(t, d, "b", "10.0.0.11")

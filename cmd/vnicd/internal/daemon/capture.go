@@ -33,9 +33,9 @@ type captures struct {
 	stop   map[int]context.CancelFunc
 }
 
-// capture serves GET /v1/capture?port=NAME[&network=NAME][&count=N][&snaplen=N]: the answer is a pcapng stream that lasts
-// until count packets were sent, the client hangs up, or DELETE /v1/capture/ID (of the Capture-Id header) ends it in good order.
-// Port "vtep" is the tunnels' outer side.
+// capture serves GET /v1/capture?port=NAME[&network=NAME][&count=N][&snaplen=N]: the answer is a pcapng stream that
+// lasts until count packets were sent, the client hangs up, or DELETE /v1/capture/ID (of the Capture-Id header) ends it
+// in good order. Port "vtep" is the tunnels' outer side.
 func (d *Daemon) capture(w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	var count, snap uint64
@@ -53,7 +53,8 @@ func (d *Daemon) capture(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	name := q.Get("port")
-	k := capture.New(capture.Config{Name: name, Link: capture.LinkEthernet, SnapLen: int(snap), Count: count, Program: "vnicd " + d.version}, d.loops)
+	k := capture.New(capture.Config{Name: name, Link: capture.LinkEthernet, SnapLen: int(snap), Count: count,
+		Program: "vnicd " + d.version}, d.loops)
 	var remove func()
 	var err error
 	if name == "vtep" {
@@ -106,7 +107,8 @@ func (d *Daemon) captureVTEP(snap int, count uint64) (*capture.Capture, func(), 
 	if d.vtep == nil {
 		return nil, nil, fmt.Errorf("%w: this host has no vtep", errNotFound)
 	}
-	k := capture.New(capture.Config{Name: "vtep", Link: capture.LinkRaw, SnapLen: snap, Count: count, Program: "vnicd " + d.version}, d.loops)
+	k := capture.New(capture.Config{Name: "vtep", Link: capture.LinkRaw, SnapLen: snap, Count: count, Program: "vnicd " +
+		d.version}, d.loops)
 	if err := d.vtep.SetMonitor(k); err != nil {
 		return nil, nil, err
 	}
@@ -133,7 +135,8 @@ func (d *Daemon) capturePort(network, name string, k *capture.Capture) (remove f
 	case len(found) == 0:
 		return nil, fmt.Errorf("%w: no port %q; there are: vtep, %s", errNotFound, name, list(have))
 	case len(found) > 1:
-		return nil, fmt.Errorf("%w: networks %s have a port %q each; say which network", errConflict, strings.Join(where, ", "), name)
+		return nil, fmt.Errorf("%w: networks %s have a port %q each; say which network", errConflict,
+			strings.Join(where, ", "), name)
 	}
 	if err := found[0].SetMonitor(k); err != nil {
 		return nil, err
@@ -182,9 +185,10 @@ type CaptureOptions struct {
 	Count, SnapLen uint64
 }
 
-// Capture copies a capture's stream to w until it ends: by itself, or when ctx ends. It returns how many packets came and how
-// many were lost in the daemon. began is called when it runs.
-func (c *Client) Capture(ctx context.Context, o CaptureOptions, w io.Writer, began func()) (taken, dropped uint64, err error) {
+// Capture copies a capture's stream to w until it ends: by itself, or when ctx ends. It returns how many packets came
+// and how many were lost in the daemon. began is called when it runs.
+func (c *Client) Capture(ctx context.Context, o CaptureOptions, w io.Writer, began func()) (taken, dropped uint64,
+	err error) {
 	q := url.Values{"port": {o.Port}}
 	if o.Network != "" {
 		q.Set("network", o.Network)

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Changes at run time. Each is checked as a whole before anything happens, exactly as the file would be; it takes effect
-// entirely or not at all; and none is written to the file.
+// Changes at run time. Each is checked as a whole before anything happens, exactly as the file would be; it takes
+// effect entirely or not at all; and none is written to the file.
 
 // Errors that tell the kind of refusal.
 var (
@@ -149,7 +149,9 @@ func (d *Daemon) RemoveTAP(name string) error {
 	if n.tap == nil {
 		return fmt.Errorf("%w: network %q has no host port", errNotFound, name)
 	}
-	return d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = nil }) }, func() error {
+	return d.changeLocked(func(next *config.Config) {
+		replaceNetwork(next, name, func(x *config.Network) { x.TAP = nil })
+	}, func() error {
 		n.closeTAP()
 		d.portsChanged(n)
 		d.log.Info("host port removed", "network", name)
@@ -197,8 +199,9 @@ func beingRemoved(name string) error {
 	return fmt.Errorf("VM %q is being removed: its memory is still in use, see the log", name)
 }
 
-// RemoveVM disconnects a VM and removes its sockets. At once it is off its network and out of the configuration; then its memory is
-// released (EP-3), which takes as long as somebody uses it. Nothing but this call, and who wants the VM's name, waits for that.
+// RemoveVM disconnects a VM and removes its sockets. At once it is off its network and out of the configuration; then
+// its memory is released (EP-3), which takes as long as somebody uses it. Nothing but this call, and who wants the VM's
+// name, waits for that.
 func (d *Daemon) RemoveVM(name string) error {
 	v, err := d.takeVM(name)
 	if err != nil {
@@ -259,7 +262,8 @@ func (d *Daemon) MoveVM(name, to string) error {
 	return err
 }
 
-// SetRoute sets an entry of a network's table: a peer, a MAC or an IP address. It replaces an earlier one that was set so.
+// SetRoute sets an entry of a network's table: a peer, a MAC or an IP address. It replaces an earlier one that was set
+// so.
 func (d *Daemon) SetRoute(name string, r overlay.Route) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

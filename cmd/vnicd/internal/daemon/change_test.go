@@ -11,8 +11,9 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
-// TestRemovalThatDoesNotEnd: somebody uses a VM's memory and does not let go. Its removal waits for that (EP-3), and nobody else does: it
-// is off its network, what is asked and changed beside it is done, and only its name is taken until it is gone.
+// TestRemovalThatDoesNotEnd: somebody uses a VM's memory and does not let go. Its removal waits for that (EP-3), and
+// nobody else does: it is off its network, what is asked and changed beside it is done, and only its name is taken
+// until it is gone.
 func TestRemovalThatDoesNotEnd(t *testing.T) {
 	d := applications(t)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -56,8 +57,9 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 			t.Errorf("removed once more: %v", err)
 		}
 		if err := errors.Join(
-			d.AddVM(&sameMAC), d.AddNetwork(&config.Network{Name: "m", VNI: 2, MTU: 1500}), d.MoveVM("c", "m"), d.RemoveVM("b"), d.RemoveVM("c"),
-			d.RemoveNetwork("m"), d.RemoveNetwork("n"), d.AddNetwork(&config.Network{Name: "n", VNI: 1, MTU: 1500}),
+			d.AddVM(&sameMAC), d.AddNetwork(&config.Network{Name: "m", VNI: 2, MTU: 1500}), d.MoveVM("c", "m"), d.RemoveVM("b"),
+			d.RemoveVM("c"), d.RemoveNetwork("m"), d.RemoveNetwork("n"),
+			d.AddNetwork(&config.Network{Name: "n", VNI: 1, MTU: 1500}),
 		); err != nil {
 			t.Error(err)
 		}

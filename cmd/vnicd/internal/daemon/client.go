@@ -29,8 +29,8 @@ func NewClient(path string) *Client {
 	}}}
 }
 
-// Do sends a request with in as its JSON body (nil: none) and reads the answer into out (nil: not wanted). An error that the
-// daemon reports is returned with its text.
+// Do sends a request with in as its JSON body (nil: none) and reads the answer into out (nil: not wanted). An error
+// that the daemon reports is returned with its text.
 func (c *Client) Do(ctx context.Context, method, url string, in, out any) error {
 	var body io.Reader
 	if in != nil {

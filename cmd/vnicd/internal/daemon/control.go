@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 )
 
-// control is the HTTP server on the unix socket. Whoever may open the socket may do everything: its permissions (0660, the
-// daemon's user and group) are the only check.
+// control is the HTTP server on the unix socket. Whoever may open the socket may do everything: its permissions (0660,
+// the daemon's user and group) are the only check.
 type control struct {
 	srv  *http.Server
 	done chan struct{}
@@ -28,8 +28,8 @@ func startControl(d *Daemon, path string) (*control, error) {
 		return nil, fmt.Errorf("control socket: %w", err)
 	}
 	c := &control{
-		srv:  &http.Server{Handler: d.api(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second, MaxHeaderBytes: 64 << 10},
-		done: make(chan struct{}),
+		srv: &http.Server{Handler: d.api(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
+			MaxHeaderBytes: 64 << 10}, done: make(chan struct{}),
 	}
 	go func() {
 		defer close(c.done)
@@ -54,7 +54,8 @@ func (c *control) close() {
 func ListenUnix(path string) (net.Listener, error) {
 	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		_ = conn.Close()
-		return nil, fmt.Errorf("%s is in use: another vnicd is running with this path; stop it or choose another `control` and `run-dir`", path)
+		return nil,
+			fmt.Errorf("%s is in use: another vnicd is running with this path; stop it or choose another `control` and `run-dir`", path)
 	}
 	if fi, err := os.Lstat(path); err == nil {
 		if fi.Mode().Type() != os.ModeSocket {

@@ -93,10 +93,13 @@ func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.E
 // Start makes everything in cfg and serves it until Close. On an error nothing
 // is left behind.
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
-	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{}, vms: map[string]*vm{}, going: map[string]*vm{},
-		source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{},
+		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
 	d.kept = d.store.Kept()
-	for _, step := range []func() error{d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve} {
+	steps := []func() error{
+		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve,
+	}
+	for _, step := range steps {
 		if err := step(); err != nil {
 			_ = d.Close()
 			return nil, err
@@ -130,18 +133,21 @@ func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 func (d *Daemon) makeRunDir() error {
 	if err := os.MkdirAll(d.cfg.RunDir, 0o755); err != nil {
 		if errors.Is(err, fs.ErrPermission) {
-			return fmt.Errorf("run-dir %s cannot be made: %w; run as root or set `run-dir` to a directory of yours", d.cfg.RunDir, err)
+			return fmt.Errorf("run-dir %s cannot be made: %w; run as root or set `run-dir` to a directory of yours",
+				d.cfg.RunDir, err)
 		}
 		return fmt.Errorf("run-dir: %w", err)
 	}
 	if err := unix.Access(d.cfg.RunDir, unix.W_OK|unix.X_OK); err != nil {
-		return fmt.Errorf("run-dir %s is not writable: %w; run as root or set `run-dir` to a directory of yours", d.cfg.RunDir, err)
+		return fmt.Errorf("run-dir %s is not writable: %w; run as root or set `run-dir` to a directory of yours",
+			d.cfg.RunDir, err)
 	}
 	return nil
 }
 
 func (d *Daemon) makeLoops() (err error) {
-	if d.pool, err = frame.NewPool(frame.Config{Count: d.cfg.Buffers, Capacity: bufferSize, Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
+	if d.pool, err = frame.NewPool(frame.Config{Count: d.cfg.Buffers, Capacity: bufferSize,
+		Big: max(d.cfg.Buffers/bigBuffers, 64)}); err != nil {
 		return err
 	}
 	if err := loop.KeepOff(d.cfg.EngineCPUs); err != nil {
@@ -205,7 +211,8 @@ func (d *Daemon) makeVTEP() error {
 	return nil
 }
 
-// renounce gives up what only the VTEP's programs needed to be loaded: whoever takes this process over is not to load others.
+// renounce gives up what only the VTEP's programs needed to be loaded: whoever takes this process over is not to load
+// others.
 func (d *Daemon) renounce() error {
 	if err := dropCapability(unix.CAP_BPF); err != nil {
 		d.log.Debug("CAP_BPF stays", "why", err)
@@ -219,8 +226,8 @@ func (d *Daemon) makeEVPN() (err error) {
 		return nil
 	}
 	ec := evpn.Config{
-		AS: c.AS, RouterID: c.RouterID, VTEP: d.cfg.VTEP.Local, Listen: c.Listen, Port: c.Port, HoldTime: c.HoldTime, RestartTime: c.RestartTime,
-		Log: d.log.Named("evpn"),
+		AS: c.AS, RouterID: c.RouterID, VTEP: d.cfg.VTEP.Local, Listen: c.Listen, Port: c.Port, HoldTime: c.HoldTime,
+		RestartTime: c.RestartTime, Log: d.log.Named("evpn"),
 	}
 	for _, n := range c.Neighbours {
 		ec.Neighbours = append(ec.Neighbours, n.Neighbour)

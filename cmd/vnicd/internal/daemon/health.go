@@ -13,7 +13,8 @@ type probe struct {
 	last chan struct{} // closed when the engine has answered; nil = never asked
 }
 
-// ask returns a channel that is closed when do has returned. While an earlier question is not answered, it is that one's.
+// ask returns a channel that is closed when do has returned. While an earlier question is not answered, it is that
+// one's.
 func (p *probe) ask(do func()) <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -83,8 +83,8 @@ func Loads(before, now *Status) []Load {
 		stat := func(name string) uint64 { return Since(o.HCA.Stats[name], v.HCA.Stats[name]) }
 		out = append(out, Load{
 			VM:          v,
-			RDMAInBytes: stat("rx_bytes"), RDMAOutBytes: stat("tx_bytes"), RDMAInPackets: stat("rx_packets"), RDMAOutPackets: stat("tx_packets"),
-			Messages:   stat("local_messages"),
+			RDMAInBytes: stat("rx_bytes"), RDMAOutBytes: stat("tx_bytes"), RDMAInPackets: stat("rx_packets"),
+			RDMAOutPackets: stat("tx_packets"), Messages: stat("local_messages"),
 			EthInBytes: Since(a.OutBytes, b.OutBytes), EthOutBytes: Since(a.InBytes, b.InBytes),
 			EthInFrames: Since(a.OutFrames, b.OutFrames), EthOutFrames: Since(a.InFrames, b.InFrames),
 			GuestFaults: stat("guest_faults"), HostFaults: Since(o.Memory.HostFaults, v.Memory.HostFaults),

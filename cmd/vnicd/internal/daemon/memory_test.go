@@ -32,7 +32,8 @@ func TestWatchMemory(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		fmt.Fprintln(c, `{"QMP": {"version": {"qemu": {"micro": 3, "minor": 1, "major": 11}, "package": ""}, "capabilities": []}}`)
+		fmt.Fprintln(c,
+			`{"QMP": {"version": {"qemu": {"micro": 3, "minor": 1, "major": 11}, "package": ""}, "capabilities": []}}`)
 		if line, err := bufio.NewReader(c).ReadString('\n'); err != nil || !strings.Contains(line, "qmp_capabilities") {
 			t.Fatal(line, err)
 		}

@@ -27,13 +27,15 @@ type network struct {
 // newNetwork makes a network with its tunnel port and host port, or nothing.
 func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
 	lc := vswitch.Config{
-		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool, Log: d.log.Named("switch"),
+		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool,
+		Log: d.log.Named("switch"),
 	}
 	n := &network{hand: map[netip.Addr]bool{}}
 	if d.evpn != nil && c.EVPN {
 		// As many addresses of others as the switch may learn here, and room for both.
 		others := cmp.Or(c.MaxEntries, vswitch.DefaultMaxEntries)
-		n.evpn = d.evpn.Network(evpn.NetworkConfig{Import: c.RouteTargets, Export: c.RouteTargets, MaxEntries: others, Present: d.present})
+		n.evpn = d.evpn.Network(evpn.NetworkConfig{Import: c.RouteTargets, Export: c.RouteTargets, MaxEntries: others,
+			Present: d.present})
 		lc.MaxEntries = min(2*others, vswitch.MaxMaxEntries)
 		lc.MaxNeighbours = min(others+vswitch.DefaultMaxNeighbours, vswitch.MaxMaxNeighbours)
 	}
@@ -83,7 +85,8 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 // maxPeers bounds the VTEPs of one network.
 const maxPeers = 4096
 
-// setTunnels says what tunnels are for. Where EVPN alone says who is behind them, nothing is learnt from what comes out.
+// setTunnels says what tunnels are for. Where EVPN alone says who is behind them, nothing is learnt from what comes
+// out.
 func (n *network) setTunnels(c *config.Network) {
 	n.sw.SetTunnels(c.FloodUnknown, n.evpn == nil || c.LearnPeers || len(c.Peers) > 0 || len(n.hand) > 0)
 }
@@ -105,8 +108,8 @@ func (d *Daemon) portsChanged(n *network) {
 func (n *network) openTAP(d *Daemon, c *config.TAP) (err error) {
 	first := d.nextLoop()
 	n.tap, err = tap.Open(tap.Config{
-		Network: n.sw, Loop: first, More: d.otherLoops(first), Pool: d.pool, Name: c.Name, Addrs: c.Addresses, Bridge: c.Bridge,
-		Rate: c.Rate, NoOffloads: !c.Offloads, Log: d.log.Named("tap"),
+		Network: n.sw, Loop: first, More: d.otherLoops(first), Pool: d.pool, Name: c.Name, Addrs: c.Addresses,
+		Bridge: c.Bridge, Rate: c.Rate, NoOffloads: !c.Offloads, Log: d.log.Named("tap"),
 	})
 	if err != nil {
 		n.tap = nil

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// dropCapability gives a capability up for good, on every thread. It fails in a program that was built with cgo, whose threads Go does not
-// know all.
+// dropCapability gives a capability up for good, on every thread. It fails in a program that was built with cgo, whose
+// threads Go does not know all.
 func dropCapability(c uint) error {
 	h := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var sets [2]unix.CapUserData
@@ -23,7 +23,8 @@ func dropCapability(c uint) error {
 	s.Permitted &^= bit
 	s.Effective &^= bit
 	s.Inheritable &^= bit // and with it, ambient
-	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&h)), uintptr(unsafe.Pointer(&sets[0])), 0)
+	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&h)),
+		uintptr(unsafe.Pointer(&sets[0])), 0)
 	if errno == unix.ENOTSUP {
 		return errors.New("built with cgo")
 	}

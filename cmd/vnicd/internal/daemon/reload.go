@@ -14,11 +14,12 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 )
 
-// Reload reads the configuration file again and makes what it brought as the file says now. It returns what it changed, in words.
+// Reload reads the configuration file again and makes what it brought as the file says now. It returns what it changed,
+// in words.
 //
-// The plan is made first: a file with mistakes, or one that asks for what cannot change in a running daemon, changes nothing. Steps
-// that follow can still fail (an address in use); the error then says so, and the list what was done before. What was added at run
-// time stays, unless the file has something of that name now.
+// The plan is made first: a file with mistakes, or one that asks for what cannot change in a running daemon, changes
+// nothing. Steps that follow can still fail (an address in use); the error then says so, and the list what was done
+// before. What was added at run time stays, unless the file has something of that name now.
 func (d *Daemon) Reload() ([]string, error) {
 	d.reloading.Lock()
 	defer d.reloading.Unlock()
@@ -52,8 +53,8 @@ type step struct {
 	do   func() error
 }
 
-// fixed names the keys of the file's top level that differ and that a running daemon cannot change: all but networks, VMs and
-// log-level.
+// fixed names the keys of the file's top level that differ and that a running daemon cannot change: all but networks,
+// VMs and log-level.
 func fixed(was, is *config.Config) (keys []string) {
 	a, b := reflect.ValueOf(was).Elem(), reflect.ValueOf(is).Elem()
 	for i := range a.NumField() {
@@ -92,14 +93,17 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		a.Line, a.Peers, a.LearnPeers, a.TAP = 0, nil, false, nil
 		b.Line, b.Peers, b.LearnPeers, b.TAP = 0, nil, false, nil
 		if !reflect.DeepEqual(a, b) {
-			wrong = append(wrong, fmt.Sprintf("line %d: network %q can change its peers and its tap; for other keys remove it and add it again", n.Line, n.Name))
+			wrong = append(wrong,
+				fmt.Sprintf("line %d: network %q can change its peers and its tap; for other keys remove it and add it again",
+					n.Line, n.Name))
 			continue
 		}
 		nets = append(nets, d.planNetwork(old, n)...)
 	}
 	for _, old := range d.cfg.Networks {
 		if old.Line != config.Runtime && next.Network(old.Name) == nil {
-			delNets = append(delNets, step{"network " + old.Name + " removed", func() error { return d.RemoveNetwork(old.Name) }})
+			delNets = append(delNets, step{"network " + old.Name + " removed",
+				func() error { return d.RemoveNetwork(old.Name) }})
 		}
 	}
 
@@ -114,9 +118,11 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		switch {
 		case reflect.DeepEqual(a, b) && old.Network == v.Network:
 		case reflect.DeepEqual(a, b):
-			moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network, func() error { return d.MoveVM(v.Name, v.Network) }})
+			moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network,
+				func() error { return d.MoveVM(v.Name, v.Network) }})
 		case d.vms[v.Name].attached():
-			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network can change now", v.Line, v.What(), v.Name))
+			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network can change now", v.Line, v.What(),
+				v.Name))
 		default:
 			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
 			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.Line) }})
@@ -140,21 +146,25 @@ func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {
 			steps = append(steps, step{"host port " + old.TAP.Name + " removed", func() error { return d.RemoveTAP(n.Name) }})
 		}
 		if n.TAP != nil {
-			steps = append(steps, step{"host port " + n.TAP.Name + " added", func() error { return d.addTAP(n.Name, n.TAP, n.TAP.Line) }})
+			steps = append(steps, step{"host port " + n.TAP.Name + " added",
+				func() error { return d.addTAP(n.Name, n.TAP, n.TAP.Line) }})
 		}
 	}
 	for _, p := range n.Peers {
 		if !slices.Contains(old.Peers, p) {
-			steps = append(steps, step{fmt.Sprintf("peer %s of network %s added", p, n.Name), func() error { return d.setPeer(n.Name, p, true) }})
+			steps = append(steps, step{fmt.Sprintf("peer %s of network %s added", p, n.Name),
+				func() error { return d.setPeer(n.Name, p, true) }})
 		}
 	}
 	for _, p := range old.Peers {
 		if !slices.Contains(n.Peers, p) {
-			steps = append(steps, step{fmt.Sprintf("peer %s of network %s removed", p, n.Name), func() error { return d.setPeer(n.Name, p, false) }})
+			steps = append(steps, step{fmt.Sprintf("peer %s of network %s removed", p, n.Name),
+				func() error { return d.setPeer(n.Name, p, false) }})
 		}
 	}
 	if n.LearnPeers != old.LearnPeers {
-		steps = append(steps, step{fmt.Sprintf("network %s learns peers: %v", n.Name, n.LearnPeers), func() error { return d.setLearnPeers(n.Name, n.LearnPeers) }})
+		steps = append(steps, step{fmt.Sprintf("network %s learns peers: %v", n.Name, n.LearnPeers),
+			func() error { return d.setLearnPeers(n.Name, n.LearnPeers) }})
 	}
 	return steps
 }

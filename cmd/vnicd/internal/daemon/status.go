@@ -86,7 +86,8 @@ func (d *Daemon) Status() *Status {
 
 func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
-		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg), HCA: v.hca.Describe(), Memory: v.budget.Status(),
+		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
+		HCA: v.hca.Describe(), Memory: v.budget.Status(),
 	}
 	if v.net != nil {
 		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()

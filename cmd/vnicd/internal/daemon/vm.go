@@ -68,7 +68,8 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 func (v *vm) open(d *Daemon) (err error) {
 	c, home, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
 	log := d.log.With("vm", c.Name)
-	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs, Rate: c.Rate, Storm: c.Storm, Loop: home, Kind: v.kind()})
+	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs,
+		Rate: c.Rate, Storm: c.Storm, Loop: home, Kind: v.kind()})
 	if err != nil {
 		return err
 	}
@@ -78,17 +79,20 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	if c.Application == nil {
 		if v.net, err = vnet.New(vnet.Config{
-			Name: c.Name, MAC: vswitch.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*loop.Loop{home}, d.otherLoops(home)...), Pool: d.pool, Port: v.port, Log: log.Named("net"),
+			Name: c.Name, MAC: vswitch.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*loop.Loop{home}, d.otherLoops(home)...),
+			Pool: d.pool, Port: v.port, Log: log.Named("net"),
 		}); err != nil {
 			return err
 		}
 		v.undo.push(v.net.Close)
 	}
 	if v.hca, err = hca.New(hca.Config{
-		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version), Log: log.Named("hca"),
-		DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN, SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
+		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version),
+		Log: log.Named("hca"), DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN,
+			SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
 		Limits: hca.Limits{
-			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages, Messages: c.Limits.Messages,
+			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages,
+			Messages: c.Limits.Messages,
 		},
 	}); err != nil {
 		return err
@@ -110,13 +114,15 @@ func (v *vm) open(d *Daemon) (err error) {
 	d.fronts.Store(c.Name, v.attached)
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
 	socket := vhostuser.Config{
-		Path: d.cfg.HCASocket(c), Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms, Budget: v.budget, SlotName: d.slotName,
+		Path: d.cfg.HCASocket(c), Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms,
+		Budget: v.budget, SlotName: d.slotName,
 	}
 	if a := c.Application; a != nil {
 		socket.Mode, socket.GID, socket.MaxMemory, socket.Sealed = os.FileMode(a.Mode), a.GID, a.Memory, true
 		return v.listen(socket, v.hca)
 	}
-	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its connection.
+	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its
+	// connection.
 	plain := socket
 	plain.Path = d.cfg.NetSocket(c)
 	if err := v.listen(plain, v.net); err != nil {

@@ -37,11 +37,13 @@ func gauge(name, help string, labels ...string) metric {
 
 // The daemon.
 var (
-	buildInfo        = gauge("build_info", "Always 1; the labels tell version and host name.", "version", "host")
-	uptime           = gauge("uptime_seconds", "Time since the daemon was started.")
-	engineRounds     = counter("engine_rounds_total", "Iterations of a data-path thread.", "engine")
-	engineSleeps     = counter("engine_sleeps_total", "Times that a data-path thread found nothing to do and slept.", "engine")
-	engineFaults     = counter("engine_memory_faults_total", "Accesses to guest memory that had vanished, survived by a data-path thread.", "engine")
+	buildInfo    = gauge("build_info", "Always 1; the labels tell version and host name.", "version", "host")
+	uptime       = gauge("uptime_seconds", "Time since the daemon was started.")
+	engineRounds = counter("engine_rounds_total", "Iterations of a data-path thread.", "engine")
+	engineSleeps = counter("engine_sleeps_total", "Times that a data-path thread found nothing to do and slept.",
+		"engine")
+	engineFaults = counter("engine_memory_faults_total",
+		"Accesses to guest memory that had vanished, survived by a data-path thread.", "engine")
 	buffers          = gauge("buffers", "Frame buffers of the usual size.")
 	buffersUsed      = gauge("buffers_in_use", "Frame buffers of all sizes that are in use.")
 	buffersExhausted = counter("buffers_exhausted_total", "Times that no frame buffer was free.")
@@ -49,13 +51,16 @@ var (
 
 // The tunnels.
 var (
-	vtepInfo  = gauge("vtep_info", "Always 1; the labels tell underlay address, UDP port and interface.", "local", "port", "device")
+	vtepInfo = gauge("vtep_info", "Always 1; the labels tell underlay address, UDP port and interface.", "local", "port",
+		"device")
 	vtepMTU   = gauge("vtep_mtu_bytes", "Largest MTU that the underlay interface leaves to tenants.")
 	vtepPeers = gauge("vtep_peers", "Other hosts of a network.", "network", "source")
 	vtepPort  = newTraffic("vtep", "the tunnels")
 
-	shortEntries = gauge("short_path_entries", "Pairs of addresses whose TCP the kernel carries between host ports and tunnels.")
-	shortFrames  = counter("short_path_frames_total", "Frames of the tunnels that the kernel carried so; those of vtep_* have them, too.")
+	shortEntries = gauge("short_path_entries",
+		"Pairs of addresses whose TCP the kernel carries between host ports and tunnels.")
+	shortFrames = counter("short_path_frames_total",
+		"Frames of the tunnels that the kernel carried so; those of vtep_* have them, too.")
 )
 
 // Networks and their ports.
@@ -68,32 +73,40 @@ var (
 	networkDisplaced = counter("network_displaced_total", "Learnt addresses that made room in a full table.", "network")
 	networkFlaps     = counter("network_flaps_total", "Addresses that moved to and fro and were held.", "network")
 	networkFlapping  = gauge("network_flapping", "Addresses that are being held for moving to and fro.", "network")
-	networkDrops     = counter("network_dropped_frames_total", "Frames dropped at all ports of a network, closed ones included.", "network", "reason")
+	networkDrops     = counter("network_dropped_frames_total",
+		"Frames dropped at all ports of a network, closed ones included.", "network", "reason")
 
-	port        = newTraffic("port", "a port", "network", "kind", "port")
-	portShort   = counter("port_short_path_frames_total", "Frames of a port that the kernel carried past vnicd, both directions.", "network", "kind", "port")
+	port      = newTraffic("port", "a port", "network", "kind", "port")
+	portShort = counter("port_short_path_frames_total",
+		"Frames of a port that the kernel carried past vnicd, both directions.", "network", "kind", "port")
 	portLearned = gauge("port_learned_addresses", "Addresses learnt at a port.", "network", "kind", "port")
 )
 
 // BGP EVPN. Neighbours are labels by their addresses: there are as many as the configuration names.
 var (
-	evpnInfo       = gauge("evpn_info", "Always 1; the labels tell AS, router id and VTEP.", "as", "router_id", "vtep")
-	evpnUp         = gauge("evpn_session_up", "Whether the BGP session with a neighbour is established.", "neighbour", "as")
-	evpnSince      = gauge("evpn_session_established_timestamp_seconds", "When the session was established; 0 = it is not.", "neighbour")
+	evpnInfo = gauge("evpn_info", "Always 1; the labels tell AS, router id and VTEP.", "as", "router_id", "vtep")
+	evpnUp   = gauge("evpn_session_up", "Whether the BGP session with a neighbour is established.", "neighbour",
+		"as")
+	evpnSince = gauge("evpn_session_established_timestamp_seconds",
+		"When the session was established; 0 = it is not.", "neighbour")
 	evpnReceived   = gauge("evpn_session_routes_received", "Routes that a neighbour has told.", "neighbour")
 	evpnLimit      = gauge("evpn_session_routes_limit", "Routes with which the neighbour's session is ended.", "neighbour")
 	evpnAdvertised = gauge("evpn_session_routes_advertised", "Routes that a neighbour was told.", "neighbour")
 	evpnUpdates    = counter("evpn_session_updates_received_total", "UPDATE messages from a neighbour.", "neighbour")
 	evpnFlaps      = counter("evpn_session_flaps_total", "Times that a young session has ended.", "neighbour")
-	evpnRefused    = counter("evpn_routes_refused_total", "Routes that did not count when they arrived, by reason.", "reason")
+	evpnRefused    = counter("evpn_routes_refused_total", "Routes that did not count when they arrived, by reason.",
+		"reason")
 
-	evpnVTEPs      = gauge("evpn_network_vteps", "VTEPs that have told that they serve a network.", "network", "vni")
-	evpnAddresses  = gauge("evpn_network_addresses", "Addresses of a network that were taken over from others: mac, ip.", "network", "type")
-	evpnMax        = gauge("evpn_network_addresses_limit", "Addresses of each type that may be taken over.", "network")
-	evpnWaiting    = gauge("evpn_network_addresses_waiting", "Addresses for which there is no room.", "network")
-	evpnOut        = gauge("evpn_network_routes_advertised", "Addresses of this host that are advertised: MACs, and MACs with IP.", "network")
+	evpnVTEPs     = gauge("evpn_network_vteps", "VTEPs that have told that they serve a network.", "network", "vni")
+	evpnAddresses = gauge("evpn_network_addresses", "Addresses of a network that were taken over from others: mac, ip.",
+		"network", "type")
+	evpnMax     = gauge("evpn_network_addresses_limit", "Addresses of each type that may be taken over.", "network")
+	evpnWaiting = gauge("evpn_network_addresses_waiting", "Addresses for which there is no room.", "network")
+	evpnOut     = gauge("evpn_network_routes_advertised",
+		"Addresses of this host that are advertised: MACs, and MACs with IP.", "network")
 	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are here and elsewhere, and left alone.", "network")
-	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was found to be here and elsewhere.", "network")
+	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was found to be here and elsewhere.",
+		"network")
 )
 
 // traffic is what is counted at ports and tunnels alike.
@@ -106,8 +119,9 @@ func newTraffic(prefix, what string, labels ...string) traffic {
 		outFrames: counter(prefix+"_out_frames_total", "Frames that left the network by "+what+".", labels...),
 		outBytes:  counter(prefix+"_out_bytes_total", "Bytes that left the network by "+what+".", labels...),
 		floods:    counter(prefix+"_floods_total", "Frames from "+what+" that went to all others.", labels...),
-		answered:  counter(prefix+"_answered_total", "Requests from "+what+" that the switch answered in place of others.", labels...),
-		drops:     counter(prefix+"_dropped_frames_total", "Frames dropped at "+what+", by reason.", append(labels[:len(labels):len(labels)], "reason")...),
+		answered: counter(prefix+"_answered_total", "Requests from "+what+" that the switch answered in place of others.",
+			labels...), drops: counter(prefix+"_dropped_frames_total", "Frames dropped at "+what+", by reason.",
+			append(labels[:len(labels):len(labels)], "reason")...),
 	}
 }
 
@@ -116,37 +130,46 @@ var (
 	vmInfo     = gauge("vm_info", "Always 1; the labels tell a VM's network and MAC.", "vm", "network", "mac")
 	vmAttached = gauge("vm_attached", "Whether a QEMU is connected to a face of the VM's NIC.", "vm", "face")
 	vmUp       = gauge("vm_up", "Whether a guest's driver has brought up a face of the VM's NIC.", "vm", "face")
-	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped for an error until the guest resets it.", "vm", "face")
+	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped for an error until the guest resets it.",
+		"vm", "face")
 
-	hcaLink    = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
-	hcaMTU     = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
-	hcaGIDs    = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
-	hcaBusy    = gauge("hca_busy", "Whether a command of the guest waits for the host's memory; objects, queue pairs and fault times are missing then.", "vm")
+	hcaLink = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
+	hcaMTU  = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
+	hcaGIDs = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
+	hcaBusy = gauge("hca_busy",
+		"Whether a command of the guest waits for the host's memory; objects, queue pairs and fault times are missing then.",
+		"vm")
 	hcaObjects = gauge("hca_objects", "Objects that the guest has made: pd, cq, srq, mr.", "vm", "type")
 	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
 	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA did not accept.", "vm", "reason")
-	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.", "vm")
+	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.",
+		"vm")
 	hcaMarked  = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received that had met congestion.", "vm")
 	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
 	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and heeded.", "vm")
-	hcaKept    = counter("hca_kept_packets_total", "RDMA packets, of requests and responses, that came before their turn and were kept.", "vm")
-	hcaMapsOut = counter("hca_selective_acks_sent_total", "Selective acknowledgements sent: a packet is missing, others behind it are there.", "vm")
-	hcaMapsIn  = counter("hca_selective_acks_received_total", "Selective acknowledgements received.", "vm")
-	hcaLocalB  = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.", "vm")
-	hcaStats   = newHCAStats()
+	hcaKept    = counter("hca_kept_packets_total",
+		"RDMA packets, of requests and responses, that came before their turn and were kept.", "vm")
+	hcaMapsOut = counter("hca_selective_acks_sent_total",
+		"Selective acknowledgements sent: a packet is missing, others behind it are there.", "vm")
+	hcaMapsIn = counter("hca_selective_acks_received_total", "Selective acknowledgements received.", "vm")
+	hcaLocalB = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.",
+		"vm")
+	hcaStats = newHCAStats()
 
-	faultTime    = family(prometheus.UntypedValue, "fault_duration_seconds", "Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
+	faultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
+		"Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
 	faultWaiting = gauge("faults_waiting", "Page faults that are raised and not yet answered.", "vm", "level")
 	faultParked  = gauge("faults_parked", "Sides of queue pairs that wait for an absent page.", "vm")
 	epochFlips   = counter("epoch_flips_total", "Releases of guest memory that were begun.", "vm")
 	epochDrains  = counter("epoch_drains_total", "Releases of guest memory that waited for operations to end.", "vm")
 	epochLongest = gauge("epoch_drain_longest_seconds", "The longest that a release of guest memory has waited.", "vm")
 
-	memBudget    = gauge("memory_budget_bytes", "Limit of what is kept resident for a VM's devices; 0 = none.", "vm")
-	memResident  = gauge("memory_resident_bytes", "Guest memory that is kept resident for a VM's devices.", "vm")
-	memInactive  = gauge("memory_inactive_bytes", "Of the resident memory, what is given back next.", "vm")
-	memHeld      = gauge("memory_held_bytes", "Of the resident memory, what cannot be given back while it is in use.", "vm")
+	memBudget   = gauge("memory_budget_bytes", "Limit of what is kept resident for a VM's devices; 0 = none.", "vm")
+	memResident = gauge("memory_resident_bytes", "Guest memory that is kept resident for a VM's devices.", "vm")
+	memInactive = gauge("memory_inactive_bytes", "Of the resident memory, what is given back next.", "vm")
+	memHeld     = gauge("memory_held_bytes", "Of the resident memory, what cannot be given back while it is in use.",
+		"vm")
 	memHuge      = gauge("memory_hugetlb_bytes", "Guest memory in huge pages, which is not counted as resident.", "vm")
 	memUnlocked  = gauge("memory_unlocked", "Whether the host's kernel may swap memory that the device uses.", "vm")
 	memEvictions = counter("memory_evictions_total", "Pieces of memory given back to make room for others.", "vm")

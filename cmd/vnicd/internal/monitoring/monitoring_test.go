@@ -98,7 +98,8 @@ func filled() *daemon.Status {
 		s.VMs[0].HCA.Stats[i.String()] = uint64(500 + i)
 	}
 	s.VMs[0].HCA.Stats["local_messages"], s.VMs[0].HCA.Stats["local_bytes"] = 701, 702
-	for i, name := range []string{"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled", "kept_packets", "selective_acks_sent", "selective_acks_received"} {
+	for i, name := range []string{"np_ecn_marked_roce_packets", "np_cnp_sent", "rp_cnp_handled", "kept_packets",
+		"selective_acks_sent", "selective_acks_received"} {
 		s.VMs[0].HCA.Stats[name] = uint64(711 + i)
 	}
 	s.VMs[0].HCA.Busy = false
@@ -225,7 +226,8 @@ func TestBusy(t *testing.T) {
 	}
 	for name, want := range map[string]bool{
 		"vnicd_hca_busy": true, "vnicd_hca_rx_packets_total": true, "vnicd_memory_resident_bytes": true,
-		"vnicd_hca_objects": false, "vnicd_hca_queue_pairs": false, "vnicd_fault_duration_seconds": false, "vnicd_epoch_flips_total": false,
+		"vnicd_hca_objects": false, "vnicd_hca_queue_pairs": false, "vnicd_fault_duration_seconds": false,
+		"vnicd_epoch_flips_total": false,
 	} {
 		if have[name] != want {
 			t.Errorf("%s: %v", name, have[name])
@@ -249,7 +251,8 @@ func TestHistogram(t *testing.T) {
 		}
 	}
 	g, h := got["guest"], got["host"]
-	if g.GetSampleCount() != 7 || len(g.Bucket) != 31 || g.Bucket[1].GetUpperBound() != 2e-6 || g.Bucket[1].GetCumulativeCount() != 3 || g.Bucket[30].GetCumulativeCount() != 7 {
+	if g.GetSampleCount() != 7 || len(g.Bucket) != 31 || g.Bucket[1].GetUpperBound() != 2e-6 ||
+		g.Bucket[1].GetCumulativeCount() != 3 || g.Bucket[30].GetCumulativeCount() != 7 {
 		t.Errorf("guest: %v", g)
 	}
 	if h.GetSampleCount() != 5 || h.Bucket[30].GetCumulativeCount() != 0 {
@@ -297,7 +300,9 @@ vms: [{name: one, network: blue, mac: "02:00:00:00:00:01", memory-budget: 64MiB}
 }
 
 func unixTransport(path string) http.RoundTripper {
-	return &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", path) }}
+	return &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) {
+		return net.Dial("unix", path)
+	}}
 }
 
 // traffic has the VM write to itself, through pages that are absent at first.
@@ -317,18 +322,21 @@ func (s *stage) traffic(socket string) {
 	must(err)
 	cq, err := dev.CreateCQ(context.Background(), 64, guestdrv.CQOptions{})
 	must(err)
-	qp, err := pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8, MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: cq, RecvCQ: cq})
+	qp, err := pd.CreateQP(context.Background(), guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 8, MaxRecvWR: 8,
+		MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: cq, RecvCQ: cq})
 	must(err)
-	must(qp.Connect(context.Background(), guestdrv.Peer{QPN: qp.Number(), Path: guestdrv.Path{GID: gid, MAC: dev.MAC()}}, guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}))
+	must(qp.Connect(context.Background(), guestdrv.Peer{QPN: qp.Number(), Path: guestdrv.Path{GID: gid, MAC: dev.MAC()}},
+		guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}))
 	buf, err := dev.Alloc(64 << 10)
 	must(err)
 	const access = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite
-	mr, err := pd.RegisterOnDemand(context.Background(), 1<<40, 64<<10, access, guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
-		for i := range pas {
-			pas[i] = buf.PA() + f.VA - 1<<40 + uint64(i)<<12
-		}
-		return nil
-	}))
+	mr, err := pd.RegisterOnDemand(context.Background(), 1<<40, 64<<10, access,
+		guestdrv.PagerFunc(func(_ context.Context, f guestdrv.PageFault, pas []uint64) error {
+			for i := range pas {
+				pas[i] = buf.PA() + f.VA - 1<<40 + uint64(i)<<12
+			}
+			return nil
+		}))
 	must(err)
 	must(qp.PostSend(guestdrv.NewWrite(1, mr.Remote(8192), mr.SGEAt(1<<40, 4096)).With(guestdrv.SendSignaled)))
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -365,20 +373,22 @@ func TestScrape(t *testing.T) {
 		t.Fatalf("%d %s", status, text)
 	}
 	vm := s.d.Status().VMs[0]
+	build := `vnicd_build_info{host="` + s.d.Status().Host + `",version="v1.2.3"}`
 	for line, n := range map[string]any{
-		`vnicd_build_info{host="` + s.d.Status().Host + `",version="v1.2.3"}`:                     1,
-		`vnicd_vm_info{mac="02:00:00:00:00:01",network="blue",vm="one"}`:                          1,
-		`vnicd_vm_attached{face="hca",vm="one"}`:                                                  1,
-		`vnicd_vm_attached{face="net",vm="one"}`:                                                  0,
-		`vnicd_hca_queue_pairs{state="RTS",type="RC",vm="one"}`:                                   1,
-		`vnicd_hca_guest_faults_total{vm="one"}`:                                                  vm.HCA.Stats["guest_faults"],
-		`vnicd_hca_tx_packets_total{vm="one"}`:                                                    vm.HCA.Stats["tx_packets"],
-		`vnicd_fault_duration_seconds_count{level="guest",vm="one"}`:                              vm.HCA.Faults.Guest.Resumed,
-		`vnicd_fault_duration_seconds_sum{level="host",vm="one"}`:                                 vm.HCA.Faults.Host.Sum.Seconds(),
-		`vnicd_memory_resident_bytes{vm="one"}`:                                                   float64(vm.Memory.Resident),
-		`vnicd_memory_budget_bytes{vm="one"}`:                                                     float64(64 << 20),
-		`vnicd_hca_registered_pages{vm="one"}`:                                                    vm.HCA.MTTs,
-		`vnicd_network_info{network="blue",vni="100"}`:                                            1,
+		build: 1,
+		`vnicd_vm_info{mac="02:00:00:00:00:01",network="blue",vm="one"}`: 1,
+		`vnicd_vm_attached{face="hca",vm="one"}`:                         1,
+		`vnicd_vm_attached{face="net",vm="one"}`:                         0,
+		`vnicd_hca_queue_pairs{state="RTS",type="RC",vm="one"}`:          1,
+		`vnicd_hca_guest_faults_total{vm="one"}`:                         vm.HCA.Stats["guest_faults"],
+		`vnicd_hca_tx_packets_total{vm="one"}`:                           vm.HCA.Stats["tx_packets"],
+		`vnicd_fault_duration_seconds_count{level="guest",vm="one"}`:     vm.HCA.Faults.Guest.Resumed,
+		`vnicd_fault_duration_seconds_sum{level="host",vm="one"}`:        vm.HCA.Faults.Host.Sum.Seconds(),
+		`vnicd_memory_resident_bytes{vm="one"}`:                          float64(vm.Memory.Resident),
+		`vnicd_memory_budget_bytes{vm="one"}`:                            float64(64 << 20),
+		`vnicd_hca_registered_pages{vm="one"}`:                           vm.HCA.MTTs,
+		`vnicd_network_info{network="blue",vni="100"}`:                   1,
+
 		`vnicd_port_dropped_frames_total{kind="vm",network="blue",port="one",reason="not-ready"}`: nil,
 	} {
 		want := fmt.Sprintf("%s %v\n", line, n)
@@ -400,7 +410,8 @@ func TestScrape(t *testing.T) {
 	for _, c := range []struct {
 		method, path string
 		status       int
-	}{{"POST", "/metrics", 405}, {"GET", "/", 404}, {"GET", "/debug/pprof/", 404}, {"GET", "/v1/status", 404}, {"GET", "/healthz", 200}} {
+	}{{"POST", "/metrics", 405}, {"GET", "/", 404}, {"GET", "/debug/pprof/", 404}, {"GET", "/v1/status", 404},
+		{"GET", "/healthz", 200}} {
 		if status, text := s.get(c.method, c.path); status != c.status {
 			t.Errorf("%s %s: %d %s, want %d", c.method, c.path, status, text, c.status)
 		}
@@ -419,7 +430,8 @@ func grep(text, word string) string {
 
 func TestProfiles(t *testing.T) {
 	s := newStage(t, true)
-	if status, text := s.get("GET", "/debug/pprof/goroutine?debug=1"); status != 200 || !strings.Contains(text, "goroutine profile") {
+	if status, text := s.get("GET", "/debug/pprof/goroutine?debug=1"); status != 200 ||
+		!strings.Contains(text, "goroutine profile") {
 		t.Errorf("%d %s", status, text)
 	}
 }
@@ -449,7 +461,8 @@ func TestListenErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if _, err := Serve(config.Monitoring{Listen: l.Addr().String()}, stuck{}, hclog.NewNullLogger()); err == nil || !strings.Contains(err.Error(), "address already in use") {
+	if _, err := Serve(config.Monitoring{Listen: l.Addr().String()}, stuck{}, hclog.NewNullLogger()); err == nil ||
+		!strings.Contains(err.Error(), "address already in use") {
 		t.Errorf("an address in use: %v", err)
 	}
 	if s, err := Serve(config.Monitoring{}, stuck{}, hclog.NewNullLogger()); s != nil || err != nil {

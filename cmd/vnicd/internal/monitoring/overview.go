@@ -12,11 +12,12 @@ import (
 
 // overview is the answer to GET /v1/overview; README.md describes it.
 type overview struct {
-	Host        string              `json:"host"`
-	Version     string              `json:"version"`
-	Uptime      float64             `json:"uptime_seconds"`
-	At          int64               `json:"at_ms"`  // when the figures were gathered, Unix time
-	Age         int64               `json:"age_ms"` // how long ago that was: more than a few seconds if the data path does not answer
+	Host    string  `json:"host"`
+	Version string  `json:"version"`
+	Uptime  float64 `json:"uptime_seconds"`
+	At      int64   `json:"at_ms"` // when the figures were gathered, Unix time
+	// how long ago that was: more than a few seconds if the data path does not answer
+	Age         int64               `json:"age_ms"`
 	Buffers     daemon.BufferStatus `json:"buffers"`
 	VTEP        *tunnels            `json:"vtep,omitempty"`
 	Networks    []networkView       `json:"networks"`
@@ -115,7 +116,8 @@ func group(all []daemon.VMConnection) []connection {
 		out = append(out, k)
 	}
 	slices.SortFunc(out, func(a, b connection) int {
-		return cmp.Or(cmp.Compare(b.Count, a.Count), cmp.Compare(a.VM, b.VM), cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.To, b.To))
+		return cmp.Or(cmp.Compare(b.Count, a.Count), cmp.Compare(a.VM, b.VM), cmp.Compare(a.Kind, b.Kind),
+			cmp.Compare(a.To, b.To))
 	})
 	return out[:min(len(out), maxConnections)]
 }
@@ -124,8 +126,9 @@ func group(all []daemon.VMConnection) []connection {
 func (v *view) overview(now time.Time, since uint64, vm string) *overview {
 	s := v.status
 	o := &overview{
-		Host: s.Host, Version: s.Version, Uptime: s.Uptime, At: v.at.UnixMilli(), Age: max(now.Sub(v.at).Milliseconds(), 0), Buffers: s.Buffers,
-		Networks: []networkView{}, VMs: []vmView{}, Connections: v.connections, Problems: v.problems, Samples: []sample{},
+		Host: s.Host, Version: s.Version, Uptime: s.Uptime, At: v.at.UnixMilli(), Age: max(now.Sub(v.at).Milliseconds(), 0),
+		Buffers: s.Buffers, Networks: []networkView{}, VMs: []vmView{}, Connections: v.connections, Problems: v.problems,
+		Samples: []sample{},
 	}
 	for i := range series {
 		o.Series = append(o.Series, series[i].name)
@@ -141,7 +144,8 @@ func (v *view) overview(now time.Time, since uint64, vm string) *overview {
 	}
 	for i := range s.Networks {
 		n := &s.Networks[i]
-		x := networkView{Name: n.Name, VNI: n.VNI, MTU: n.MTU, Addresses: n.Entries, TAPs: []string{}, Peers: append([]peerView{}, peers[n.VNI]...)}
+		x := networkView{Name: n.Name, VNI: n.VNI, MTU: n.MTU, Addresses: n.Entries, TAPs: []string{},
+			Peers: append([]peerView{}, peers[n.VNI]...)}
 		for _, p := range n.Ports {
 			if p.Kind == "tap" {
 				x.TAPs = append(x.TAPs, p.Name)
@@ -169,7 +173,8 @@ func newVMView(m *daemon.VMStatus) vmView {
 	x := vmView{
 		Name: m.Name, Network: m.Network, MAC: m.MAC, Net: state(m.Net.Connected, m.Net.Up(), m.Net.Broken != ""),
 		HCA: state(m.HCA.Connected, m.HCA.Up, m.HCA.Failed), QPs: len(m.HCA.QPs), MRs: m.HCA.MRs, Parked: m.HCA.Faults.Parked,
-		Budget: m.Memory.Budget, Resident: m.Memory.Resident, Faults: [2]uint64{m.HCA.Stats["guest_faults"], m.Memory.HostFaults},
+		Budget: m.Memory.Budget, Resident: m.Memory.Resident,
+		Faults: [2]uint64{m.HCA.Stats["guest_faults"], m.Memory.HostFaults},
 	}
 	for _, a := range m.Memory.Areas {
 		x.Memory += a.Size
@@ -193,7 +198,8 @@ func state(connected, up, broken bool) string {
 // stripCells is the length of a strip.
 const stripCells = 32
 
-// strip adds up both levels over the VM's memory, holes left out. What lies outside of it, of memory that was unplugged, is left out.
+// strip adds up both levels over the VM's memory, holes left out. What lies outside of it, of memory that was
+// unplugged, is left out.
 func strip(m *daemon.VMStatus) []uint64 {
 	both := m.Memory.Heat
 	both.Merge(&m.HCA.Faults.GuestHeat)
@@ -230,8 +236,9 @@ func newDetail(m *daemon.VMStatus) *vmDetail {
 	g, f := &m.HCA.Faults.Guest, &m.Memory.FaultTime
 	d := &vmDetail{
 		Name: m.Name, Areas: append([]hostdriver.Area{}, m.Memory.Areas...),
-		Guest: levelView{Waiting: g.Waiting, Median: int64(g.Median), P99: int64(g.P99), Max: int64(g.Max), Buckets: append([]uint64{}, g.Buckets...)},
-		Host: levelView{Waiting: m.HCA.Faults.Host.Waiting, Median: int64(f.Quantile(0.5)), P99: int64(f.Quantile(0.99)), Max: int64(f.Max),
+		Guest: levelView{Waiting: g.Waiting, Median: int64(g.Median), P99: int64(g.P99), Max: int64(g.Max),
+			Buckets: append([]uint64{}, g.Buckets...)}, Host: levelView{Waiting: m.HCA.Faults.Host.Waiting,
+			Median: int64(f.Quantile(0.5)), P99: int64(f.Quantile(0.99)), Max: int64(f.Max),
 			Buckets: append([]uint64{}, withoutEnd(f.Buckets[:])...)},
 	}
 	d.Guest.heat(&m.HCA.Faults.GuestHeat)

@@ -16,13 +16,14 @@ import (
 //go:embed page
 var pageFiles embed.FS
 
-// policy lets the page load its own files and ask this server, and nothing else: no inline script or style, no other origin, no frame
-// around it.
+// policy lets the page load its own files and ask this server, and nothing else: no inline script or style, no other
+// origin, no frame around it.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 // fileTypes are those that the page consists of.
 var fileTypes = map[string]string{
-	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
+	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+	".svg": "image/svg+xml",
 }
 
 // servePage adds the page and its figures to mux. where is the address that the server listens at.
@@ -61,8 +62,8 @@ func servePage(mux *http.ServeMux, s *sampler, where string) {
 	}))
 }
 
-// guarded refuses requests for a name that is not this server's: a page of somebody else's whose name is made to resolve to our
-// address (DNS rebinding) would otherwise be of our origin.
+// guarded refuses requests for a name that is not this server's: a page of somebody else's whose name is made to
+// resolve to our address (DNS rebinding) would otherwise be of our origin.
 func guarded(where string, h http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		head := w.Header()
@@ -73,15 +74,16 @@ func guarded(where string, h http.HandlerFunc) http.Handler {
 		head.Set("Cross-Origin-Opener-Policy", "same-origin")
 		head.Set("Cache-Control", "no-store")
 		if !ownName(r.Host, where) {
-			http.Error(w, "ask for this server by its IP address, as localhost, or by the name in monitoring.listen", http.StatusForbidden)
+			http.Error(w, "ask for this server by its IP address, as localhost, or by the name in monitoring.listen",
+				http.StatusForbidden)
 			return
 		}
 		h(w, r)
 	})
 }
 
-// ownName tells whether a Host header names this server: by an address, which needs no name service, as localhost, or as where, the
-// configured address, does.
+// ownName tells whether a Host header names this server: by an address, which needs no name service, as localhost, or
+// as where, the configured address, does.
 func ownName(host, where string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {

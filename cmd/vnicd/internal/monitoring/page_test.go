@@ -38,7 +38,8 @@ func TestOverview(t *testing.T) {
 		t.Errorf("a list is null, which is none to the page: %s", text)
 	}
 	vm := s.d.Status().VMs[0]
-	if len(o.VMs) != 1 || o.VMs[0].Name != "one" || o.VMs[0].HCA != "up" || o.VMs[0].Net != "down" || o.VMs[0].QPs != 1 || o.VMs[0].Memory != 16<<20 ||
+	if len(o.VMs) != 1 || o.VMs[0].Name != "one" || o.VMs[0].HCA != "up" || o.VMs[0].Net != "down" || o.VMs[0].QPs != 1 ||
+		o.VMs[0].Memory != 16<<20 ||
 		o.VMs[0].Faults != [2]uint64{vm.HCA.Stats["guest_faults"], vm.Memory.HostFaults} || o.VMs[0].Budget != 64<<20 {
 		t.Errorf("VM: %+v", o.VMs)
 	}
@@ -49,21 +50,26 @@ func TestOverview(t *testing.T) {
 		return all
 	}
 	d := o.Detail
-	if d == nil || len(d.Areas) != 1 || d.Areas[0].Size != 16<<20 || sum(d.Guest.Cells) != vm.HCA.Faults.Guest.Resumed || sum(d.Host.Cells) != vm.Memory.HostFaults ||
-		sum(d.Guest.Cells) == 0 || d.Guest.BasePA > d.Areas[0].GuestPA || sum(d.Host.Buckets) != d.Host.Count || d.Host.Count == 0 {
+	if d == nil || len(d.Areas) != 1 || d.Areas[0].Size != 16<<20 || sum(d.Guest.Cells) != vm.HCA.Faults.Guest.Resumed ||
+		sum(d.Host.Cells) != vm.Memory.HostFaults ||
+		sum(d.Guest.Cells) == 0 || d.Guest.BasePA > d.Areas[0].GuestPA || sum(d.Host.Buckets) != d.Host.Count ||
+		d.Host.Count == 0 {
 		t.Errorf("detail: %+v, status %+v", d, vm.HCA.Faults)
 	}
 	if got := sum(o.VMs[0].Strip); got != sum(d.Guest.Cells)+sum(d.Host.Cells) {
 		t.Errorf("the strip has %d faults", got)
 	}
-	if c := o.Connections; len(c) != 1 || c[0] != (connection{VM: "one", Kind: "vm", To: "one", Count: 1}) && c[0].Kind != "" {
+	if c := o.Connections; len(c) != 1 || c[0] != (connection{VM: "one", Kind: "vm", To: "one", Count: 1}) &&
+		c[0].Kind != "" {
 		t.Errorf("connections %+v", c)
 	}
 	if len(o.Samples[0].VMs["one"]) != len(o.Series) || len(o.Series) != len(series) {
 		t.Errorf("samples %+v of %v", o.Samples, o.Series)
 	}
 	var later overview
-	if _, text := s.get("GET", fmt.Sprintf("/v1/overview?since=%d", o.Samples[len(o.Samples)-1].Seq+1000)); json.Unmarshal([]byte(text), &later) != nil || len(later.Samples) != 0 || later.Detail != nil {
+	if _, text := s.get("GET", fmt.Sprintf("/v1/overview?since=%d",
+		o.Samples[len(o.Samples)-1].Seq+1000)); json.Unmarshal([]byte(text), &later) != nil || len(later.Samples) != 0 ||
+		later.Detail != nil {
 		t.Errorf("after the last sample: %+v", later)
 	}
 	if status, _ := s.get("GET", "/v1/overview?since=x"); status != http.StatusBadRequest {
@@ -91,7 +97,8 @@ func TestPagePolicy(t *testing.T) {
 			!slices.Equal(m, []string{"http://www.w3.org/2000/svg"}) {
 			t.Errorf("%s has %q", f, m)
 		}
-		if strings.HasSuffix(f, ".html") && regexp.MustCompile(`(?i)<style|\sstyle=|\son[a-z]+=|<script[^>]*>[^<]`).Match(text) {
+		if strings.HasSuffix(f, ".html") &&
+			regexp.MustCompile(`(?i)<style|\sstyle=|\son[a-z]+=|<script[^>]*>[^<]`).Match(text) {
 			t.Errorf("%s has script or style in it", f)
 		}
 	}
@@ -99,7 +106,9 @@ func TestPagePolicy(t *testing.T) {
 		t.Errorf("policy %q allows more than this server's own files", policy)
 	}
 	for _, p := range paths {
-		for host, want := range map[string]int{"127.0.0.1:9469": 200, "[::1]:9469": 200, "localhost": 200, "LOCALHOST:80": 200, "203.0.113.9": 200, "evil.example": 403, "evil.example:9469": 403, "127.0.0.1.evil.example": 403, "": 403} {
+		for host, want := range map[string]int{"127.0.0.1:9469": 200, "[::1]:9469": 200, "localhost": 200,
+			"LOCALHOST:80": 200, "203.0.113.9": 200, "evil.example": 403, "evil.example:9469": 403,
+			"127.0.0.1.evil.example": 403, "": 403} {
 			req, _ := http.NewRequest("GET", "http://vnicd"+p, nil)
 			if req.Host = host; host == "" {
 				req.Host = "vnicd"
@@ -112,7 +121,8 @@ func TestPagePolicy(t *testing.T) {
 			if got := resp.StatusCode; got != want && !(p == "/v1/overview" && want == 200 && got == 503) {
 				t.Errorf("%s as %q: %d, want %d", p, host, got, want)
 			}
-			if csp := resp.Header.Get("Content-Security-Policy"); csp != policy || resp.Header.Get("Access-Control-Allow-Origin") != "" {
+			if csp := resp.Header.Get("Content-Security-Policy"); csp != policy ||
+				resp.Header.Get("Access-Control-Allow-Origin") != "" {
 				t.Errorf("%s: policy %q", p, csp)
 			}
 		}
@@ -135,8 +145,10 @@ func TestNoPage(t *testing.T) {
 // healthyVM is a status with one VM that works.
 func healthyVM() *daemon.Status {
 	v := daemon.VMStatus{Name: "one", Network: "blue", Net: vnet.Status{Connected: true, Pairs: []string{"rx+tx"}},
-		HCA: hca.Status{Connected: true, Up: true, Link: true, Stats: map[string]uint64{}, Drops: map[string]uint64{}}, Memory: hostdriver.Status{Budget: 64 << 20}}
-	return &daemon.Status{Networks: []vswitch.Status{{Name: "blue", Ports: []vswitch.PortStatus{{Name: "one", Kind: "vm"}}}}, VMs: []daemon.VMStatus{v}}
+		HCA:    hca.Status{Connected: true, Up: true, Link: true, Stats: map[string]uint64{}, Drops: map[string]uint64{}},
+		Memory: hostdriver.Status{Budget: 64 << 20}}
+	return &daemon.Status{Networks: []vswitch.Status{{Name: "blue",
+		Ports: []vswitch.PortStatus{{Name: "one", Kind: "vm"}}}}, VMs: []daemon.VMStatus{v}}
 }
 
 // Each thing that goes wrong is found, once, with its severity; what is normal is not.
@@ -150,33 +162,48 @@ func TestFindings(t *testing.T) {
 	}{
 		{name: "well"},
 		{name: "traffic, faults, resent", is: func(_ *daemon.Status, v *daemon.VMStatus) {
-			v.HCA.Stats["retransmits"], v.HCA.Stats["guest_faults"], v.HCA.Drops["duplicate"], v.HCA.Drops["sequence"] = 9, 9, 9, 9
+			v.HCA.Stats["retransmits"], v.HCA.Stats["guest_faults"], v.HCA.Drops["duplicate"], v.HCA.Drops["sequence"] = 9, 9, 9,
+				9
 		}},
 		{name: "broken net", want: "error net", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Net.Broken = "a ring" }},
 		{name: "broken HCA", want: "error hca", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Failed = true }},
 		{name: "half", want: "warning half", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Net.Connected = false }},
 		{name: "no driver", want: "note driver", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Up = false }},
 		{name: "no link", want: "warning link", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Link = false }},
-		{name: "stuck in the guest", want: "error guest-stuck", was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 1 },
-			is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 2 }},
+		{name: "stuck in the guest", want: "error guest-stuck",
+			was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 1 },
+			is:  func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 2 }},
 		{name: "served in the guest", was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 1 },
 			is: func(_ *daemon.Status, v *daemon.VMStatus) {
 				v.HCA.Faults.Guest.Waiting, v.HCA.Faults.Guest.Resumed = 2, 7
 			}},
-		{name: "stuck on the host", want: "error host-stuck", was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Host.Waiting = 1 },
-			is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Host.Waiting = 1 }},
-		{name: "memory failed", want: "error host-failed", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.FailedFaults = 1 }},
-		{name: "wrong addresses", want: "warning guest-failed", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Stats["faults_failed"] = 1 }},
-		{name: "timeouts", want: "warning timeouts", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Stats["timeouts"] = 1 }},
+		{name: "stuck on the host", want: "error host-stuck",
+			was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Host.Waiting = 1 },
+			is:  func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Host.Waiting = 1 }},
+		{name: "memory failed", want: "error host-failed",
+			is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.FailedFaults = 1 }},
+		{name: "wrong addresses", want: "warning guest-failed",
+			is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Stats["faults_failed"] = 1 }},
+		{name: "timeouts", want: "warning timeouts", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.HCA.Stats["timeouts"] = 1
+		}},
 		{name: "drops", want: "warning drops", is: func(s *daemon.Status, _ *daemon.VMStatus) { drops(s, vswitch.Spoofed) }},
 		{name: "flooded while down", want: "", is: func(s *daemon.Status, v *daemon.VMStatus) {
 			v.Net.Connected, v.HCA.Connected, v.Net.Pairs, v.HCA.Up = false, false, nil, false
 			drops(s, vswitch.NotReady)
 		}},
-		{name: "refused", want: "warning refused", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Drops["icrc"] = 3 }},
-		{name: "swappable", want: "warning unlocked", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.Unlocked = "limit" }},
-		{name: "small budget", want: "warning budget", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Memory.Evictions, v.Memory.Refaults = 500, 400 }},
-		{name: "flapping", want: "warning flapping", is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Networks[0].Flapping = make([]vswitch.Flapping, 2) }},
+		{name: "refused", want: "warning refused", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.HCA.Drops["icrc"] = 3
+		}},
+		{name: "swappable", want: "warning unlocked", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.Memory.Unlocked = "limit"
+		}},
+		{name: "small budget", want: "warning budget", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.Memory.Evictions, v.Memory.Refaults = 500, 400
+		}},
+		{name: "flapping", want: "warning flapping", is: func(s *daemon.Status, _ *daemon.VMStatus) {
+			s.Networks[0].Flapping = make([]vswitch.Flapping, 2)
+		}},
 		{name: "buffers", want: "error buffers", is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Buffers.Exhausted = 1 }},
 	} {
 		before, now := healthyVM(), healthyVM()
@@ -199,7 +226,8 @@ func TestFindings(t *testing.T) {
 	}
 }
 
-// A problem has one beginning, is told for a while when it is over, and begins anew after that. The present and the worst come first.
+// A problem has one beginning, is told for a while when it is over, and begins anew after that. The present and the
+// worst come first.
 func TestWatch(t *testing.T) {
 	var w watch
 	at := time.UnixMilli(1e12)

@@ -72,7 +72,8 @@ next:
 			}
 			return 1
 		}
-		return cmp.Or(cmp.Compare(gone(&a), gone(&b)), cmp.Compare(rank(&a), rank(&b)), cmp.Compare(b.Since, a.Since), strings.Compare(a.VM, b.VM))
+		return cmp.Or(cmp.Compare(gone(&a), gone(&b)), cmp.Compare(rank(&a), rank(&b)), cmp.Compare(b.Since, a.Since),
+			strings.Compare(a.VM, b.VM))
 	})
 	if len(w.known) > maxProblems {
 		w.known = w.known[:maxProblems]
@@ -122,7 +123,8 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 }
 
 // vmFindings tells what is wrong with one VM.
-func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(severity, kind, what string, args ...any)) {
+func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
+	put func(severity, kind, what string, args ...any)) {
 	v := l.VM
 	h, m := &v.HCA, &v.Memory
 	if v.Going {
@@ -149,10 +151,12 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(se
 		put(warning, "busy", "a command of the guest waits for the host's memory")
 	}
 	if !h.Busy && !o.HCA.Busy {
-		if g, was := &h.Faults.Guest, &o.HCA.Faults.Guest; g.Waiting > 0 && was.Waiting > 0 && g.Resumed+g.Failed == was.Resumed+was.Failed {
+		if g, was := &h.Faults.Guest, &o.HCA.Faults.Guest; g.Waiting > 0 && was.Waiting > 0 &&
+			g.Resumed+g.Failed == was.Resumed+was.Failed {
 			put(severe, "guest-stuck", "%d page faults wait, and the guest's driver answers none", g.Waiting)
 		}
-		if q, was := &h.Faults.Host, &o.HCA.Faults.Host; q.Waiting > 0 && was.Waiting > 0 && q.Resumed+q.Failed == was.Resumed+was.Failed {
+		if q, was := &h.Faults.Host, &o.HCA.Faults.Host; q.Waiting > 0 && was.Waiting > 0 &&
+			q.Resumed+q.Failed == was.Resumed+was.Failed {
 			put(severe, "host-stuck", "%d page faults wait for the host's memory, and none is served", q.Waiting)
 		}
 	}
@@ -160,10 +164,12 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(se
 		put(severe, "host-failed", "%d page faults of the host level failed: memory could not be had", n)
 	}
 	if n := daemon.Since(o.HCA.Stats["faults_failed"], h.Stats["faults_failed"]); n > 0 {
-		put(warning, "guest-failed", "%d page faults were answered with an error: a program uses memory that it does not have", n)
+		put(warning, "guest-failed",
+			"%d page faults were answered with an error: a program uses memory that it does not have", n)
 	}
 	if l.Timeouts > 0 {
-		put(warning, "timeouts", "%s acknowledgements/s did not come in time, %s packets/s are sent again", rate(l.Timeouts, seconds), rate(l.Resent, seconds))
+		put(warning, "timeouts", "%s acknowledgements/s did not come in time, %s packets/s are sent again",
+			rate(l.Timeouts, seconds), rate(l.Resent, seconds))
 	}
 	if drops := maps.Clone(l.Drops); len(drops) > 0 {
 		if !v.Net.Up() {
@@ -186,7 +192,8 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64, put func(se
 	// Each second chance is memory that was about to go while it was needed.
 	evicted, again := daemon.Since(o.Memory.Evictions, m.Evictions), daemon.Since(o.Memory.Refaults, m.Refaults)
 	if m.Budget > 0 && float64(min(evicted, again)) > 20*seconds {
-		put(warning, "budget", "its memory budget is too small for what it uses: %s evictions/s, %s second chances/s", rate(evicted, seconds), rate(again, seconds))
+		put(warning, "budget", "its memory budget is too small for what it uses: %s evictions/s, %s second chances/s",
+			rate(evicted, seconds), rate(again, seconds))
 	}
 }
 
@@ -206,7 +213,9 @@ func rate(n uint64, seconds float64) string {
 
 // perSecond names the three most frequent reasons.
 func perSecond(m map[string]uint64, seconds float64) string {
-	names := slices.SortedFunc(maps.Keys(m), func(a, b string) int { return cmp.Or(cmp.Compare(m[b], m[a]), strings.Compare(a, b)) })
+	names := slices.SortedFunc(maps.Keys(m), func(a, b string) int {
+		return cmp.Or(cmp.Compare(m[b], m[a]), strings.Compare(a, b))
+	})
 	var parts []string
 	for i, name := range names {
 		if i == 3 {

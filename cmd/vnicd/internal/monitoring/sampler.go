@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-// The page's figures are gathered by one goroutine, however many look: what readers cost does not depend on their number, and
-// who opens the page sees the last minutes at once.
+// The page's figures are gathered by one goroutine, however many look: what readers cost does not depend on their
+// number, and who opens the page sees the last minutes at once.
 
 const (
 	samplePeriod = 2 * time.Second

@@ -1,5 +1,5 @@
-// Package monitoring serves what a running daemon does to monitoring systems: Prometheus metrics, a health check and, if asked
-// for, Go's profiles. It only reads. Whoever reaches the address may read all of it.
+// Package monitoring serves what a running daemon does to monitoring systems: Prometheus metrics, a health check and,
+// if asked for, Go's profiles. It only reads. Whoever reaches the address may read all of it.
 //
 //	GET /metrics        the figures of `vnicd status`, and those of the process
 //	GET /healthz        200 "ok", or 503 with what is stuck
@@ -52,7 +52,8 @@ type Server struct {
 	done    chan struct{}
 }
 
-// Serve listens where cfg says and serves until Close. Without an address it does nothing and returns nil, which may be closed.
+// Serve listens where cfg says and serves until Close. Without an address it does nothing and returns nil, which may be
+// closed.
 func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error) {
 	if cfg.Listen == "" {
 		return nil, nil
@@ -108,14 +109,16 @@ func listen(where string) (net.Listener, error) {
 
 func registry(status func() *daemon.Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(collector{status}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(collector{status}, collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
 
 func handler(src Source, profiles bool, log hclog.Logger) *http.ServeMux {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry(src.Status), promhttp.HandlerOpts{
-		ErrorLog: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn}), MaxRequestsInFlight: scrapes, Timeout: scrapeTime,
+		ErrorLog: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn}), MaxRequestsInFlight: scrapes,
+		Timeout: scrapeTime,
 	}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {
 		ctx, cancel := context.WithTimeout(r.Context(), healthTime)

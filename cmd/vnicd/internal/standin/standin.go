@@ -1,6 +1,6 @@
-// Package standin lets a process stand for a vhost-user device that another process serves: what a front end says on the one's socket is
-// handed to the other's, message by message, with its descriptors, and back. Rings, guest memory and eventfds are not among that: they
-// pass directly.
+// Package standin lets a process stand for a vhost-user device that another process serves: what a front end says on
+// the one's socket is handed to the other's, message by message, with its descriptors, and back. Rings, guest memory
+// and eventfds are not among that: they pass directly.
 package standin
 
 import (
@@ -68,9 +68,10 @@ func Passed(fd int) (*Front, error) {
 	return f, nil
 }
 
-// Serve joins front ends, one after the other, to what dial returns, until ctx ends or, with a connection, that does. A front end that could
-// not be served to its end goes to failed.
-func (f *Front) Serve(ctx context.Context, dial func(context.Context) (*net.UnixConn, error), failed func(error)) error {
+// Serve joins front ends, one after the other, to what dial returns, until ctx ends or, with a connection, that does. A
+// front end that could not be served to its end goes to failed.
+func (f *Front) Serve(ctx context.Context, dial func(context.Context) (*net.UnixConn, error),
+	failed func(error)) error {
 	if f.conn != nil {
 		return f.serve(ctx, f.conn, dial)
 	}
@@ -114,7 +115,8 @@ func (f *Front) serve(ctx context.Context, c *net.UnixConn, dial func(context.Co
 	}
 	wg.Wait()
 	for _, err := range errs {
-		if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+		if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, syscall.EPIPE) &&
+			!errors.Is(err, syscall.ECONNRESET) {
 			return err
 		}
 	}
@@ -138,8 +140,8 @@ func Dial(ctx context.Context, path string, limit time.Duration) (*net.UnixConn,
 	}
 }
 
-// Bounds of a message (QEMU, docs/interop/vhost-user.rst, "Header": request, flags, size of what follows). The largest that QEMU sends has
-// a few hundred bytes and eight descriptors.
+// Bounds of a message (QEMU, docs/interop/vhost-user.rst, "Header": request, flags, size of what follows). The largest
+// that QEMU sends has a few hundred bytes and eight descriptors.
 const (
 	headerSize     = 12
 	maxMessage     = 64 << 10

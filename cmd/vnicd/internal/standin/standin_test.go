@@ -153,7 +153,8 @@ func TestDial(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
-	for name, b := range map[string][]byte{"too large": func() []byte { m := message(1, 0); m[10] = 2; return m }(), "cut short": message(1, 8)[:headerSize+3]} {
+	for name, b := range map[string][]byte{"too large": func() []byte { m := message(1, 0); m[10] = 2; return m }(),
+		"cut short": message(1, 8)[:headerSize+3]} {
 		front, in := pair(t)
 		out, _ := pair(t)
 		if _, err := front.Write(b); err != nil {
@@ -161,7 +162,8 @@ func TestRefused(t *testing.T) {
 		}
 		_ = front.Close()
 		f := &Front{conn: in}
-		if err := f.Serve(context.Background(), func(context.Context) (*net.UnixConn, error) { return out, nil }, nil); err == nil {
+		if err := f.Serve(context.Background(), func(context.Context) (*net.UnixConn, error) { return out, nil },
+			nil); err == nil {
 			t.Errorf("a message that is %s was taken", name)
 		}
 	}

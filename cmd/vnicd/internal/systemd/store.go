@@ -6,8 +6,8 @@ import (
 	"syscall"
 )
 
-// Store is systemd's file descriptor store (FileDescriptorStoreMax=): what is kept there is passed to the service when it
-// is started again, however it ended. Names have a slash, which tells them from those of sockets.
+// Store is systemd's file descriptor store (FileDescriptorStoreMax=): what is kept there is passed to the service when
+// it is started again, however it ended. Names have a slash, which tells them from those of sockets.
 type Store struct{ frozen atomic.Bool }
 
 // Keep stores a copy of fd under name.

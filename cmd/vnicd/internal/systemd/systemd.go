@@ -32,7 +32,8 @@ func notify(state string, fds ...int) error {
 	if path == "" {
 		return nil
 	}
-	c, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"}) // a leading @ is an abstract name there too
+	// a leading @ is an abstract name there too
+	c, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"})
 	if err != nil {
 		return fmt.Errorf("systemd: %w", err)
 	}

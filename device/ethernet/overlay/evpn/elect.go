@@ -21,7 +21,8 @@ type mac struct {
 	after  uint32 // above the sequence numbers of claims that were withdrawn
 }
 
-// ip is the same for an IP address. A MAC's mobility decides where its IP addresses are; between MACs, who says it last.
+// ip is the same for an IP address. A MAC's mobility decides where its IP addresses are; between MACs, who says it
+// last.
 type ip struct {
 	addr   netip.Addr
 	routes []*route
@@ -54,8 +55,8 @@ func (f *full) take(x any, was, is bool) bool {
 	return true
 }
 
-// beats orders claims to one MAC (RFC 7432 sections 15 and 15.2): static addresses do not move, then the later move counts, then
-// the lower address.
+// beats orders claims to one MAC (RFC 7432 sections 15 and 15.2): static addresses do not move, then the later move
+// counts, then the lower address.
 func (a mobility) beats(b mobility, vtep, other netip.Addr) bool {
 	switch {
 	case a.sticky != b.sticky:
@@ -66,8 +67,9 @@ func (a mobility) beats(b mobility, vtep, other netip.Addr) bool {
 	return vtep.Less(other)
 }
 
-// maxClaims bounds the routes about one address: every change of one looks at all of them, so whoever makes up a quarter of a million
-// for one MAC must not have that done. More are not kept, and come into consideration when they are told again.
+// maxClaims bounds the routes about one address: every change of one looks at all of them, so whoever makes up a
+// quarter of a million for one MAC must not have that done. More are not kept, and come into consideration when they
+// are told again.
 const maxClaims = 1024
 
 // crowded tells whether there is no room for one more route about an address.
@@ -100,7 +102,8 @@ func (s *Speaker) takeLocked(p *apiutil.Path) {
 	}
 	if why != nil {
 		if n, ok := s.warn.allow(s.clock()); ok {
-			s.log.Warn("EVPN route refused", "network", r.net.table.Network().Name(), "route", r.nlri, "neighbour", r.from, "next-hop", r.vtep, "why", why, "more", n)
+			s.log.Warn("EVPN route refused", "network", r.net.table.Network().Name(), "route", r.nlri, "neighbour", r.from,
+				"next-hop", r.vtep, "why", why, "more", n)
 		}
 	}
 	old := s.routes[k]
@@ -192,8 +195,8 @@ func (n *Network) mac(a vswitch.MAC) *mac {
 	return m
 }
 
-// remember keeps the sequence number of a MAC that nobody has any more, so that it rises also when an address is withdrawn at its old
-// place before it is heard at the new one. Of too many, any are forgotten.
+// remember keeps the sequence number of a MAC that nobody has any more, so that it rises also when an address is
+// withdrawn at its old place before it is heard at the new one. Of too many, any are forgotten.
 func (n *Network) remember(m *mac) {
 	if m.after == 0 {
 		return
@@ -226,7 +229,8 @@ func (m *mac) strongest() (best *route) {
 	return best
 }
 
-// next is a sequence number above those of all claims of others, those that do not count included: gobgp compares with them too.
+// next is a sequence number above those of all claims of others, those that do not count included: gobgp compares with
+// them too.
 func (m *mac) next() uint32 {
 	seq := m.after
 	for _, r := range m.routes {

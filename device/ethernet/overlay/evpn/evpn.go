@@ -1,17 +1,20 @@
-// Package evpn feeds the overlay's tables from BGP EVPN (RFC 7432 over VXLAN, RFC 8365), and tells others what is on this host.
+// Package evpn feeds the overlay's tables from BGP EVPN (RFC 7432 over VXLAN, RFC 8365), and tells others what is on
+// this host.
 //
-// One Speaker per daemon keeps the BGP sessions (session.go, on osrg/gobgp). One Network per tenant network is its MAC-VRF and the
-// overlay.TableSource of its table:
+// One Speaker per daemon keeps the BGP sessions (session.go, on osrg/gobgp). One Network per tenant network is its
+// MAC-VRF and the overlay.TableSource of its table:
 //
 //	sessions ── best path of each NLRI ──▶ decode, judge (route.go) ──▶ elect per MAC and IP (elect.go) ──▶ overlay.Table
 //	vswitch: addresses at this host's ports ──▶ claim, sequence numbers, duplicates (local.go) ──▶ sessions
 //
-// What arrives is from others: every route is checked against this host's networks, VTEP and limits before it counts, and one that
-// does not count is kept with the reason. An address that is at a port of this host and at another is decided by MAC mobility
-// (RFC 7432 section 15): sticky first, then the higher sequence number, then the lower VTEP address.
+// What arrives is from others: every route is checked against this host's networks, VTEP and limits before it counts,
+// and one that does not count is kept with the reason. An address that is at a port of this host and at another is
+// decided by MAC mobility (RFC 7432 section 15): sticky first, then the higher sequence number, then the lower VTEP
+// address.
 //
-// Concurrency: Speaker.mu guards all routes and claims; it is taken by the goroutine that hears gobgp, by the one that looks at the
-// ports, and by callers, never by loops. Lock order: Speaker.mu, then gobgp's own, overlay.Table's and vswitch's.
+// Concurrency: Speaker.mu guards all routes and claims; it is taken by the goroutine that hears gobgp, by the one that
+// looks at the ports, and by callers, never by loops. Lock order: Speaker.mu, then gobgp's own, overlay.Table's and
+// vswitch's.
 package evpn
 
 import (
@@ -51,8 +54,8 @@ type Config struct {
 	Port   uint16
 	// HoldTime ends a session on which nothing was heard; zero: DefaultHoldTime.
 	HoldTime time.Duration
-	// RestartTime is how long others may keep this host's routes when its sessions break (RFC 4724); zero: no graceful restart, in
-	// either direction.
+	// RestartTime is how long others may keep this host's routes when its sessions break (RFC 4724); zero: no graceful
+	// restart, in either direction.
 	RestartTime time.Duration
 	// LimitIdle is how long a neighbour stays away that has exceeded its MaxRoutes; zero: DefaultLimitIdle.
 	LimitIdle  time.Duration
@@ -69,7 +72,8 @@ type Neighbour struct {
 	Password string
 	// Hops is how many hops away the neighbour is at most, by the TTL of what arrives (RFC 5082); 0: not checked.
 	Hops uint8
-	// Passive waits for the neighbour to connect. Port is where to connect to; zero: DefaultPort. Local is the address to do so from.
+	// Passive waits for the neighbour to connect. Port is where to connect to; zero: DefaultPort. Local is the address to
+	// do so from.
 	Passive bool
 	Port    uint16
 	Local   netip.Addr
@@ -123,8 +127,8 @@ func New(c Config) (*Speaker, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Speaker{
-		cfg: c, log: c.Log, clock: c.Clock, networks: map[uint32]*Network{}, targets: map[RouteTarget][]*Network{}, routes: map[nlri]*route{},
-		ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
+		cfg: c, log: c.Log, clock: c.Clock, networks: map[uint32]*Network{}, targets: map[RouteTarget][]*Network{},
+		routes: map[nlri]*route{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
 	}
 	if err := s.bgp.open(ctx, s); err != nil {
 		s.Close()
@@ -134,7 +138,8 @@ func New(c Config) (*Speaker, error) {
 	return s, nil
 }
 
-// Close ends all sessions; what was advertised is withdrawn by that. Networks must be detached before. It may be called twice.
+// Close ends all sessions; what was advertised is withdrawn by that. Networks must be detached before. It may be called
+// twice.
 func (s *Speaker) Close() {
 	s.mu.Lock()
 	closed := s.closed
@@ -153,8 +158,8 @@ var ErrVNI = errors.New("evpn: the VNI has a network")
 
 // NetworkConfig describes a tenant network to the speaker.
 type NetworkConfig struct {
-	// Import and Export are the route targets; nil: derived (RFC 8365 section 5.1.2.1). Derived ones are imported whatever their AS, so
-	// that networks may span several.
+	// Import and Export are the route targets; nil: derived (RFC 8365 section 5.1.2.1). Derived ones are imported whatever
+	// their AS, so that networks may span several.
 	Import, Export []RouteTarget
 	// MaxEntries bounds the addresses taken over from others, MACs and IPs each; zero: vswitch.DefaultMaxEntries.
 	MaxEntries int
@@ -236,8 +241,8 @@ func (n *Network) Attach(t *overlay.Table) error {
 	return nil
 }
 
-// freeRDLocked makes a route distinguisher: the router id and a number (RFC 7432 section 7.9). The number only tells this host's
-// networks apart; it is the lower half of the VNI, or the next that is free.
+// freeRDLocked makes a route distinguisher: the router id and a number (RFC 7432 section 7.9). The number only tells
+// this host's networks apart; it is the lower half of the VNI, or the next that is free.
 func (s *Speaker) freeRDLocked(vni uint32) (rd [8]byte) {
 	id := s.cfg.RouterID.As4()
 	rd[1] = 1 // IPv4 address and 2 octets

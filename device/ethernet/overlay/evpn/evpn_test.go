@@ -22,8 +22,10 @@ func TestTwo(t *testing.T) {
 	eventually(t, "flood lists", func() bool {
 		return slices.Equal(a.peers(), []netip.Addr{vtepAddr(2)}) && slices.Equal(b.peers(), []netip.Addr{vtepAddr(1)})
 	})
-	eventually(t, "a VM's MAC and one that was learnt", func() bool { return b.behind(hwaddr(1)) == vtepAddr(1) && a.behind(hwaddr(2)) == vtepAddr(2) })
-	if st := one.s.Status(); len(st.Sessions) != 1 || st.Sessions[0].State != "established" || st.Sessions[0].Received != 2 || st.Sessions[0].Advertised != 2 ||
+	eventually(t, "a VM's MAC and one that was learnt",
+		func() bool { return b.behind(hwaddr(1)) == vtepAddr(1) && a.behind(hwaddr(2)) == vtepAddr(2) })
+	if st := one.s.Status(); len(st.Sessions) != 1 || st.Sessions[0].State != "established" ||
+		st.Sessions[0].Received != 2 || st.Sessions[0].Advertised != 2 ||
 		len(st.Networks) != 1 || st.Networks[0].MACs != 1 || st.Networks[0].VTEPs != 1 || st.Networks[0].Advertised != 1 {
 		t.Errorf("status %+v", st)
 	}
@@ -32,7 +34,9 @@ func TestTwo(t *testing.T) {
 	other := one.tenant(101, NetworkConfig{})
 	other.attach("vm3", hwaddr(3))
 	eventually(t, "the foreign route is there, unused", func() bool {
-		return slices.ContainsFunc(two.s.Routes(""), func(r RouteStatus) bool { return r.MAC == hwaddr(3) && !r.Active && r.Why == errTarget.Error() })
+		return slices.ContainsFunc(two.s.Routes(""), func(r RouteStatus) bool {
+			return r.MAC == hwaddr(3) && !r.Active && r.Why == errTarget.Error()
+		})
 	})
 	if _, ok := b.net.Lookup(hwaddr(3)); ok {
 		t.Error("a MAC of another network was taken over")
@@ -40,14 +44,17 @@ func TestTwo(t *testing.T) {
 
 	// The network comes later than the routes about it.
 	late := two.tenant(101, NetworkConfig{})
-	eventually(t, "routes that were there before the network", func() bool { return late.behind(hwaddr(3)) == vtepAddr(1) })
+	eventually(t, "routes that were there before the network",
+		func() bool { return late.behind(hwaddr(3)) == vtepAddr(1) })
 
 	// What goes is withdrawn.
 	a.net.Port("vm1").Close()
 	one.s.Retry()
 	eventually(t, "withdrawal of a MAC", func() bool { _, ok := b.net.Lookup(hwaddr(1)); return !ok })
 	other.remove()
-	eventually(t, "withdrawal of a network", func() bool { return len(late.peers()) == 0 && !late.behind(hwaddr(3)).IsValid() })
+	eventually(t, "withdrawal of a network", func() bool {
+		return len(late.peers()) == 0 && !late.behind(hwaddr(3)).IsValid()
+	})
 	one.s.Close()
 	eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
 }
@@ -83,7 +90,8 @@ func TestBeginning(t *testing.T) {
 	eventually(t, "the sessions are up", func() bool { return up(one) })
 	for n, macs := range told {
 		for _, m := range macs {
-			eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)), func() bool { return a.behind(m) == vtepAddr(n) })
+			eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)),
+				func() bool { return a.behind(m) == vtepAddr(n) })
 		}
 	}
 }
@@ -126,7 +134,8 @@ func TestMobility(t *testing.T) {
 		x.speak(map[*tenant]*vswitch.Attachment{a: at1, b: at2}[x], m)
 		for _, y := range []*tenant{a, b, c} {
 			if y != x {
-				eventually(t, fmt.Sprintf("move %d: host %d knows that it is at host %d", i, y.n, x.n), func() bool { return y.behind(m) == vtepAddr(x.n) })
+				eventually(t, fmt.Sprintf("move %d: host %d knows that it is at host %d", i, y.n, x.n),
+					func() bool { return y.behind(m) == vtepAddr(x.n) })
 			}
 		}
 		r, ok := c.route(m, vtepAddr(x.n))

@@ -18,8 +18,8 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// intruder is a BGP speaker that says what it likes, as neighbour 9 of host 1. It must be made before the host has networks: starting a
-// gobgp sets variables of the package that others read when they have routes.
+// intruder is a BGP speaker that says what it likes, as neighbour 9 of host 1. It must be made before the host has
+// networks: starting a gobgp sets variables of the package that others read when they have routes.
 type intruder struct {
 	f   *fabric
 	srv *server.BgpServer
@@ -32,7 +32,8 @@ func (f *fabric) intruder() *intruder {
 	go func() { x.srv.Serve(); close(done) }()
 	f.t.Cleanup(func() { x.srv.Stop(); <-done })
 	c := f.config(9, 1)
-	g := &api.Global{Asn: testAS, RouterId: c.RouterID.String(), ListenPort: int32(f.port), ListenAddresses: []string{f.bgpAddr(9).String()}, Families: []uint32{9}}
+	g := &api.Global{Asn: testAS, RouterId: c.RouterID.String(), ListenPort: int32(f.port),
+		ListenAddresses: []string{f.bgpAddr(9).String()}, Families: []uint32{9}}
 	if err := x.srv.StartBgp(context.Background(), &api.StartBgpRequest{Global: g}); err != nil {
 		f.t.Fatal(err)
 	}
@@ -60,7 +61,8 @@ type lie struct {
 }
 
 func truth(n int) lie {
-	return lie{rd: "192.0.2.9:100", mac: hwaddr(n), vni: 100, target: "65001:100", nextHop: vtepAddr(9), encap: bgp.TUNNEL_TYPE_VXLAN}
+	return lie{rd: "192.0.2.9:100", mac: hwaddr(n), vni: 100, target: "65001:100", nextHop: vtepAddr(9),
+		encap: bgp.TUNNEL_TYPE_VXLAN}
 }
 
 func (l lie) path(t testing.TB) *apiutil.Path {
@@ -73,7 +75,8 @@ func (l lie) path(t testing.TB) *apiutil.Path {
 	if err != nil {
 		t.Fatal(err)
 	}
-	key, err := bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Value: make([]byte, 9)}, l.etag, l.mac.String(), l.ip, []uint32{l.vni})
+	key, err := bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Value: make([]byte, 9)}, l.etag,
+		l.mac.String(), l.ip, []uint32{l.vni})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +86,8 @@ func (l lie) path(t testing.TB) *apiutil.Path {
 	}
 	attrs := []bgp.PathAttributeInterface{
 		bgp.NewPathAttributeOrigin(0), reach,
-		bgp.NewPathAttributeExtendedCommunities([]bgp.ExtendedCommunityInterface{bgp.NewEncapExtended(l.encap), rt, bgp.NewMacMobilityExtended(l.seq, l.sticky)}),
+		bgp.NewPathAttributeExtendedCommunities([]bgp.ExtendedCommunityInterface{bgp.NewEncapExtended(l.encap), rt,
+			bgp.NewMacMobilityExtended(l.seq, l.sticky)}),
 	}
 	if l.pref > 0 {
 		attrs = append(attrs, bgp.NewPathAttributeLocalPref(l.pref))
@@ -111,9 +115,11 @@ func (x *intruder) serve(vtep netip.Addr, vni uint32) {
 	}
 	id, _ := bgp.NewIngressReplTunnelID(vtep)
 	reach, _ := bgp.NewPathAttributeMpReachNLRI(bgp.RF_EVPN, []bgp.PathNLRI{{NLRI: key}}, vtep)
-	attrs := []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(0), reach, bgp.NewPathAttributeExtendedCommunities([]bgp.ExtendedCommunityInterface{rt}),
+	attrs := []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(0), reach,
+		bgp.NewPathAttributeExtendedCommunities([]bgp.ExtendedCommunityInterface{rt}),
 		bgp.NewPathAttributePmsiTunnel(bgp.PMSI_TUNNEL_TYPE_INGRESS_REPL, false, vni, id)}
-	if _, err := x.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key, Attrs: attrs}}}); err != nil {
+	if _, err := x.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
+		Attrs: attrs}}}); err != nil {
 		x.f.t.Fatal(err)
 	}
 }
@@ -174,12 +180,14 @@ func TestHostileRoutes(t *testing.T) {
 	if len(red.peers()) != 0 {
 		t.Errorf("peers of the other tenant: %v", red.peers())
 	}
-	if log := h.log.String(); !strings.Contains(log, "EVPN route refused") || !strings.Contains(log, "neighbour=127.0.1.9") {
+	if log := h.log.String(); !strings.Contains(log, "EVPN route refused") ||
+		!strings.Contains(log, "neighbour=127.0.1.9") {
 		t.Error("no log line says what was refused")
 	}
 }
 
-// A thief claims the MAC of a VM of this host: by higher numbers, by the same key, as static. The VM keeps it; the contest ends.
+// A thief claims the MAC of a VM of this host: by higher numbers, by the same key, as static. The VM keeps it; the
+// contest ends.
 func TestTheft(t *testing.T) {
 	f := newFabric(t)
 	h := f.host(1, f.config(1, 9))
@@ -210,7 +218,10 @@ func TestTheft(t *testing.T) {
 	for i := range uint32(dupMoves) {
 		l.seq = 100 + 10*i
 		x.tell(l)
-		eventually(t, "the claim is heard", func() bool { r, ok := n.route(m, vtepAddr(9)); return ok && r.Sequence == l.seq })
+		eventually(t, "the claim is heard", func() bool {
+			r, ok := n.route(m, vtepAddr(9))
+			return ok && r.Sequence == l.seq
+		})
 	}
 	eventually(t, "the duplicate is found", func() bool { return h.s.Status().Networks[0].Frozen == 1 })
 	if !strings.Contains(h.log.String(), "duplicate MAC") {
@@ -240,7 +251,8 @@ func TestTheft(t *testing.T) {
 	}
 }
 
-// Claims of the same number: the lower VTEP has the address (RFC 7432 section 15). A static one does not move to who speaks here (section 15.2).
+// Claims of the same number: the lower VTEP has the address (RFC 7432 section 15). A static one does not move to who
+// speaks here (section 15.2).
 func TestTies(t *testing.T) {
 	f := newFabric(t)
 	h := f.host(1, f.config(1, 9))
@@ -277,8 +289,8 @@ func TestTies(t *testing.T) {
 	}
 }
 
-// A flood of routes: a network takes what it has room for, and gives room that becomes free; a neighbour beyond its limit loses
-// its session, and with it all that it has said, for some time.
+// A flood of routes: a network takes what it has room for, and gives room that becomes free; a neighbour beyond its
+// limit loses its session, and with it all that it has said, for some time.
 func TestFlood(t *testing.T) {
 	f := newFabric(t)
 	c := f.config(1, 9)
@@ -319,17 +331,26 @@ func TestFlood(t *testing.T) {
 		s := h.s.Status().Sessions[0]
 		return s.State != "established" && strings.Contains(s.Why, "limit")
 	})
-	eventually(t, "nothing of it stays", func() bool { s := net(); return s.MACs == 0 && s.VTEPs == 0 && len(n.peers()) == 0 })
-	eventually(t, "a log line tells of the limit", func() bool { return strings.Contains(h.log.String(), "exceeds its route limit") })
+	eventually(t, "nothing of it stays", func() bool {
+		s := net()
+		return s.MACs == 0 && s.VTEPs == 0 && len(n.peers()) == 0
+	})
+	eventually(t, "a log line tells of the limit", func() bool {
+		return strings.Contains(h.log.String(), "exceeds its route limit")
+	})
 	for i := range 80 {
 		if err := x.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{truth(i + 1000).path(t)}}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "the neighbour is let in again", func() bool { s := net(); return s.MACs == 5 && n.behind(hwaddr(26)) == vtepAddr(9) })
+	eventually(t, "the neighbour is let in again", func() bool {
+		s := net()
+		return s.MACs == 5 && n.behind(hwaddr(26)) == vtepAddr(9)
+	})
 }
 
-// Routes that never come into consideration (here: they have been through this AS) are kept by gobgp all the same, and count.
+// Routes that never come into consideration (here: they have been through this AS) are kept by gobgp all the same, and
+// count.
 func TestFloodUnseen(t *testing.T) {
 	f := newFabric(t)
 	c := f.config(1)
@@ -361,7 +382,8 @@ func TestCrowd(t *testing.T) {
 		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		x.tell(l)
 	}
-	eventually(t, "those beyond the bound are refused", func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
+	eventually(t, "those beyond the bound are refused",
+		func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
 	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
 		t.Errorf("%d routes are kept", got)
 	}
@@ -372,7 +394,8 @@ func TestCrowd(t *testing.T) {
 
 // What comes from the wire is decoded by gobgp and judged here; neither may fail, and what counts is as it must be.
 func FuzzRoute(f *testing.F) {
-	for _, l := range []lie{truth(1), {rd: "65001:7", mac: hwaddr(2), ip: netip.MustParseAddr("fd00::1"), vni: 100, target: "1.2.3.4:5", nextHop: vtepAddr(9), encap: 9, seq: 3, sticky: true}} {
+	for _, l := range []lie{truth(1), {rd: "65001:7", mac: hwaddr(2), ip: netip.MustParseAddr("fd00::1"), vni: 100,
+		target: "1.2.3.4:5", nextHop: vtepAddr(9), encap: 9, seq: 3, sticky: true}} {
 		p := l.path(f)
 		msg := bgp.NewBGPUpdateMessage(nil, p.Attrs, nil)
 		b, err := msg.Body.Serialize()
@@ -399,7 +422,8 @@ func FuzzRoute(f *testing.F) {
 				if why != nil {
 					continue
 				}
-				if r.net != n || r.etag != 0 || r.vtep == s.cfg.VTEP || !r.vtep.Is4() || r.vtep.IsMulticast() || r.kind == bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT && (r.mac.IsZero() || r.mac.IsGroup()) {
+				if r.net != n || r.etag != 0 || r.vtep == s.cfg.VTEP || !r.vtep.Is4() || r.vtep.IsMulticast() ||
+					r.kind == bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT && (r.mac.IsZero() || r.mac.IsGroup()) {
 					t.Errorf("counts: %+v", r)
 				}
 			}

@@ -12,9 +12,10 @@ const farthest = 255
 
 var errNoListener = errors.New("no socket listens there")
 
-// sendFar has the sockets of this process that listen on a TCP port answer with the highest TTL. gobgp sets that on connections only when
-// it has accepted them; until then the kernel answers with its default, and a neighbour with TTL security drops that: two gobgps would
-// never meet. It hands out no listener, so they are looked for among this process's descriptors.
+// sendFar has the sockets of this process that listen on a TCP port answer with the highest TTL. gobgp sets that on
+// connections only when it has accepted them; until then the kernel answers with its default, and a neighbour with TTL
+// security drops that: two gobgps would never meet. It hands out no listener, so they are looked for among this
+// process's descriptors.
 func sendFar(port uint16) error {
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {

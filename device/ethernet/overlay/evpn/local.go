@@ -8,13 +8,15 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Duplicate detection (RFC 7432 section 15.1): an address that has moved to this host so often in that time is at two places.
+// Duplicate detection (RFC 7432 section 15.1): an address that has moved to this host so often in that time is at two
+// places.
 const (
 	dupMoves = 5
 	dupTime  = 180 * time.Second
 )
 
-// How often the ports are looked at: at once when something has come, but not more often than this; and for what has aged.
+// How often the ports are looked at: at once when something has come, but not more often than this; and for what has
+// aged.
 const (
 	lookApart = 20 * time.Millisecond
 	lookEvery = time.Second
@@ -43,7 +45,8 @@ func (m *moves) add(now time.Time) bool {
 	return m.n >= dupMoves && now.Sub(oldest) < dupTime
 }
 
-// claim is what is advertised: a MAC, or a MAC with an IP address. The zero claim stands for the network itself (type 3).
+// claim is what is advertised: a MAC, or a MAC with an IP address. The zero claim stands for the network itself (type
+// 3).
 type claim struct {
 	mac vswitch.MAC
 	ip  netip.Addr
@@ -150,7 +153,8 @@ func (n *Network) contest(m *mac, other *route) {
 	switch {
 	case other.sticky && !m.here.sticky:
 		if more, ok := n.s.warn.allow(n.s.clock()); ok {
-			n.s.log.Warn("another VTEP advertises a MAC of this host as static", "network", n.table.Network().Name(), "mac", m.addr, "vtep", other.vtep, "more", more)
+			n.s.log.Warn("another VTEP advertises a MAC of this host as static", "network", n.table.Network().Name(), "mac",
+				m.addr, "vtep", other.vtep, "more", more)
 		}
 	case m.here.moves.add(n.s.clock()):
 		n.freeze(m, other)

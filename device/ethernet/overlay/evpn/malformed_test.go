@@ -41,7 +41,8 @@ func (f *fabric) call(t *testing.T, n int) *raw {
 			return false
 		}
 		caps := []bgp.ParameterCapabilityInterface{bgp.NewCapMultiProtocol(bgp.RF_EVPN), bgp.NewCapFourOctetASNumber(testAS)}
-		open, err := bgp.NewBGPOpenMessage(testAS, 90, netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}), []bgp.OptionParameterInterface{bgp.NewOptionParameterCapability(caps)})
+		open, err := bgp.NewBGPOpenMessage(testAS, 90, netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}),
+			[]bgp.OptionParameterInterface{bgp.NewOptionParameterCapability(caps)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -146,11 +147,13 @@ func with(b []byte, at int, v ...byte) []byte {
 	return b
 }
 
-// What a neighbour sends that is malformed costs it at most its own session, as RFC 7606 (treat-as-withdraw) and RFC 4271 section 6
-// (NOTIFICATION) have it; another neighbour's session and what it has told are not touched, and the log says what it was.
+// What a neighbour sends that is malformed costs it at most its own session, as RFC 7606 (treat-as-withdraw) and RFC
+// 4271 section 6 (NOTIFICATION) have it; another neighbour's session and what it has told are not touched, and the log
+// says what it was.
 func TestMalformed(t *testing.T) {
 	var none [2]byte
-	header, updateError := func(sub byte) [2]byte { return [2]byte{1, sub} }, func(sub byte) [2]byte { return [2]byte{3, sub} }
+	header, updateError := func(sub byte) [2]byte { return [2]byte{1, sub} },
+		func(sub byte) [2]byte { return [2]byte{3, sub} }
 	cases := []struct {
 		name      string
 		bytes     func(x *raw, right []byte, mac int) []byte
@@ -173,7 +176,8 @@ func TestMalformed(t *testing.T) {
 		{"communities of eleven bytes", func(x *raw, _ []byte, m int) []byte {
 			return update(rawOrigin, rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget[:len(rawTarget)-5])
 		}, none, true, false},
-		{"route type that gobgp does not know", func(x *raw, _ []byte, m int) []byte { // RFC 7606 section 5.4 would pass over it
+		// RFC 7606 section 5.4 would pass over it
+		{"route type that gobgp does not know", func(x *raw, _ []byte, m int) []byte {
 			return update(rawOrigin, rawASPath, rawPref, rawReach(append([]byte{6, 3, 1, 2, 3}, x.rawMAC(m)...)...), rawTarget)
 		}, updateError(10), true, false},
 		{"NLRI shorter than its fields", func(x *raw, _ []byte, m int) []byte {
@@ -186,12 +190,18 @@ func TestMalformed(t *testing.T) {
 			return update(rawOrigin, rawASPath, rawPref, rawReach(with(x.rawMAC(m), 31, 33)...), rawTarget)
 		}, updateError(10), true, false},
 		{"next hop of five bytes", func(x *raw, _ []byte, m int) []byte {
-			return update(rawOrigin, rawASPath, rawPref, attribute(0x80, 14, append([]byte{0, 25, 70, 5, 1, 2, 3, 4, 5, 0}, x.rawMAC(m)...)...), rawTarget)
+			return update(rawOrigin, rawASPath, rawPref, attribute(0x80, 14,
+				append([]byte{0, 25, 70, 5, 1, 2, 3, 4, 5, 0}, x.rawMAC(m)...)...), rawTarget)
 		}, updateError(5), true, false},
-		{"attributes longer than the message", func(x *raw, right []byte, _ int) []byte { return with(right, 21, 0xff, 0xff) }, updateError(1), true, false},
-		{"message of 18 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0, 18) }, header(2), true, false},
-		{"message of 65535 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0xff, 0xff) }, header(2), true, false},
-		{"message of no type", func(x *raw, right []byte, _ int) []byte { return with(right, 18, 77) }, header(3), true, false},
+		{"attributes longer than the message", func(x *raw, right []byte, _ int) []byte {
+			return with(right, 21, 0xff, 0xff)
+		}, updateError(1), true, false},
+		{"message of 18 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0, 18) }, header(2), true,
+			false},
+		{"message of 65535 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0xff, 0xff) }, header(2),
+			true, false},
+		{"message of no type", func(x *raw, right []byte, _ int) []byte { return with(right, 18, 77) }, header(3), true,
+			false},
 		{"second OPEN", func(x *raw, right []byte, _ int) []byte {
 			return message(bgp.BGP_MSG_OPEN, 4, 0xfd, 0xe9, 0, 90, 10, 0, 0, 1, 0)
 		}, none, false, true},
@@ -218,7 +228,8 @@ func TestMalformed(t *testing.T) {
 	serve := f.call(t, firstRaw+len(cases)-1) // the last case ends its session itself
 	reach := vtepAddr(9).As4()
 	type3 := append([]byte{3, 17, 0, 1, 10, 0, 0, 1, 0, 100, 0, 0, 0, 0, 32}, reach[:]...)
-	serve.send(update(rawOrigin, rawASPath, rawPref, rawReach(type3...), rawTarget, attribute(0xc0, 22, append([]byte{0, 6, 0, 0, 100}, reach[:]...)...)))
+	serve.send(update(rawOrigin, rawASPath, rawPref, rawReach(type3...), rawTarget,
+		attribute(0xc0, 22, append([]byte{0, 6, 0, 0, 100}, reach[:]...)...)))
 	eventually(t, "VTEP 9", func() bool { return len(a.peers()) == 2 })
 	t.Run("cases", func(t *testing.T) {
 		for i, tc := range cases {
@@ -254,7 +265,8 @@ func TestMalformed(t *testing.T) {
 			})
 		}
 	})
-	if after := session(2); after.Since != before.Since || after.Flaps != before.Flaps || a.behind(hwaddr(2)) != vtepAddr(2) {
+	if after := session(2); after.Since != before.Since || after.Flaps != before.Flaps ||
+		a.behind(hwaddr(2)) != vtepAddr(2) {
 		t.Errorf("another neighbour suffers: %+v, was %+v", after, before)
 	}
 	for line := range strings.Lines(one.log.String()) {
@@ -264,7 +276,8 @@ func TestMalformed(t *testing.T) {
 	}
 }
 
-// UPDATEs with bytes that are wrong at random: whatever becomes of the sessions, the speaker and its other neighbour go on.
+// UPDATEs with bytes that are wrong at random: whatever becomes of the sessions, the speaker and its other neighbour go
+// on.
 func TestMangled(t *testing.T) {
 	const callers, each = 16, 400
 	f := newFabric(t)
@@ -282,7 +295,8 @@ func TestMangled(t *testing.T) {
 				t.Parallel()
 				rng := rand.New(rand.NewSource(int64(i)))
 				x := f.call(t, firstRaw+i)
-				// Most of them what is in fields of fixed length, which the session outlives; in the end anything behind the header.
+				// Most of them what is in fields of fixed length, which the session outlives; in the end anything behind the
+				// header.
 				for n := range each {
 					u := x.truth(1000*i + n)
 					fields := u[bytes.Index(u, x.rawMAC(1000*i+n))+2:]
@@ -291,7 +305,8 @@ func TestMangled(t *testing.T) {
 					}
 					for range 1 + rng.Intn(4) {
 						at := rng.Intn(len(fields))
-						if n >= each-20 || at != 22 && at != 29 && (at < 33 || at >= 37) { // the lengths of MAC and IP; the header of the communities
+						// the lengths of MAC and IP; the header of the communities
+						if n >= each-20 || at != 22 && at != 29 && (at < 33 || at >= 37) {
 							fields[at] = byte(rng.Uint32())
 						}
 					}
@@ -302,7 +317,8 @@ func TestMangled(t *testing.T) {
 			})
 		}
 	})
-	if s := one.s.Status().Sessions[0]; s.Neighbour != f.bgpAddr(2) || s.State != "established" || s.Flaps != 0 || a.behind(hwaddr(2)) != vtepAddr(2) {
+	if s := one.s.Status().Sessions[0]; s.Neighbour != f.bgpAddr(2) || s.State != "established" || s.Flaps != 0 ||
+		a.behind(hwaddr(2)) != vtepAddr(2) {
 		t.Errorf("another neighbour suffers: %+v", s)
 	}
 	b.attach("vm3", hwaddr(3))

@@ -26,7 +26,8 @@ import (
 func TestMain(m *testing.M) {
 	// The race detector reads its options before any Go code runs.
 	if os.Getenv("GORACE") == "" {
-		if err := syscall.Exec("/proc/self/exe", os.Args, append(os.Environ(), "GORACE=suppressions=testdata/gobgp.races")); err != nil {
+		if err := syscall.Exec("/proc/self/exe", os.Args,
+			append(os.Environ(), "GORACE=suppressions=testdata/gobgp.races")); err != nil {
 			panic(err)
 		}
 	}
@@ -57,7 +58,8 @@ type nullPort struct{}
 
 func (nullPort) Deliver(*loop.Loop, *frame.Buf, vswitch.Destination) {}
 
-// fabric is several hosts in one process: their VTEPs in one network namespace, their BGP sessions over the loopback interface.
+// fabric is several hosts in one process: their VTEPs in one network namespace, their BGP sessions over the loopback
+// interface.
 type fabric struct {
 	t    *testing.T
 	ns   *nstest.NS
@@ -107,14 +109,16 @@ func vtepAddr(n int) netip.Addr            { return netip.AddrFrom4([4]byte{192,
 
 const testAS = 65001
 
-// config is that of a host which has the others as neighbours. Of two, the higher one waits: gobgp may take long to settle who of two
-// that connect at once gives way.
+// config is that of a host which has the others as neighbours. Of two, the higher one waits: gobgp may take long to
+// settle who of two that connect at once gives way.
 func (f *fabric) config(n int, others ...int) Config {
 	c := Config{
-		AS: testAS, RouterID: vtepAddr(n), VTEP: vtepAddr(n), Listen: []netip.Addr{f.bgpAddr(n)}, Port: f.port, RestartTime: 20 * time.Second,
+		AS: testAS, RouterID: vtepAddr(n), VTEP: vtepAddr(n), Listen: []netip.Addr{f.bgpAddr(n)}, Port: f.port,
+		RestartTime: 20 * time.Second,
 	}
 	for _, o := range others {
-		c.Neighbours = append(c.Neighbours, Neighbour{Address: f.bgpAddr(o), AS: testAS, Port: f.port, Local: f.bgpAddr(n), Passive: n > o})
+		c.Neighbours = append(c.Neighbours, Neighbour{Address: f.bgpAddr(o), AS: testAS, Port: f.port, Local: f.bgpAddr(n),
+			Passive: n > o})
 	}
 	return c
 }
@@ -156,7 +160,8 @@ func (h *host) tenant(vni uint32, c NetworkConfig) *tenant {
 	h.t.Helper()
 	x := &tenant{host: h}
 	var err error
-	if x.net, err = vswitch.NewNetwork(vswitch.Config{VNI: vni, Name: fmt.Sprint("net", vni), MaxEntries: 1024}); err != nil {
+	if x.net, err = vswitch.NewNetwork(vswitch.Config{VNI: vni, Name: fmt.Sprint("net", vni),
+		MaxEntries: 1024}); err != nil {
 		h.t.Fatal(err)
 	}
 	if err := h.vt.AddNetwork(x.net, nil); err != nil {

@@ -124,7 +124,8 @@ func (a *attributes) readCommunity(ec bgp.ExtendedCommunityInterface) {
 	case *bgp.MacMobilityExtended:
 		a.seq, a.sticky = ec.Sequence, ec.IsSticky
 	default:
-		if t, sub := ec.GetTypes(); sub == bgp.EC_SUBTYPE_ROUTE_TARGET && (t == twoOctetAS || t == ipv4Address || t == fourOctetAS) {
+		if t, sub := ec.GetTypes(); sub == bgp.EC_SUBTYPE_ROUTE_TARGET &&
+			(t == twoOctetAS || t == ipv4Address || t == fourOctetAS) {
 			if b, err := ec.Serialize(); err == nil && len(b) == len(RouteTarget{}) {
 				a.targets = append(a.targets, RouteTarget(b))
 			}
@@ -132,8 +133,8 @@ func (a *attributes) readCommunity(ec bgp.ExtendedCommunityInterface) {
 	}
 }
 
-// decode reads a path of another speaker and judges it. The route is nil when it is about no network of this host; else why says
-// that it does not count.
+// decode reads a path of another speaker and judges it. The route is nil when it is about no network of this host; else
+// why says that it does not count.
 func (s *Speaker) decode(p *apiutil.Path) (*route, error) {
 	k, ok := identify(p)
 	if !ok {
@@ -168,7 +169,8 @@ func label(p *apiutil.Path, a *attributes) (vni uint32, ok bool) {
 	return 0, false
 }
 
-// importerLocked finds the network that imports a route with those targets: the one with that VNI, if there is, else any.
+// importerLocked finds the network that imports a route with those targets: the one with that VNI, if there is, else
+// any.
 func (s *Speaker) importerLocked(targets []RouteTarget, vni uint32) (found *Network, match bool) {
 	for _, rt := range targets {
 		for _, n := range s.targets[rt] {
@@ -244,7 +246,8 @@ func (s *Speaker) mayName(from, vtep netip.Addr) bool {
 
 // hostAddr tells whether an address can be that of one host on a network.
 func hostAddr(a netip.Addr) bool {
-	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255}) && a.Zone() == ""
+	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() &&
+		a != netip.AddrFrom4([4]byte{255, 255, 255, 255}) && a.Zone() == ""
 }
 
 func unmap(a netip.Addr) netip.Addr {

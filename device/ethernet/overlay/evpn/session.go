@@ -29,8 +29,9 @@ type session struct {
 	done    sync.WaitGroup
 }
 
-// Timers of gobgp that have no key, in seconds: how long it waits before it connects again. A reflector that has been restarted
-// tells others that this host's routes are gone until this host is back (RFC 4724 would have it wait; FRR does not).
+// Timers of gobgp that have no key, in seconds: how long it waits before it connects again. A reflector that has been
+// restarted tells others that this host's routes are gone until this host is back (RFC 4724 would have it wait; FRR
+// does not).
 const (
 	connectRetry = 2
 	idleHold     = 1
@@ -43,7 +44,8 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 	ctx, b.stop = context.WithCancel(ctx)
 	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{log: s.log.Named("bgp")}), nil))
 	b.done.Go(b.srv.Serve)
-	g := &api.Global{Asn: s.cfg.AS, RouterId: s.cfg.RouterID.String(), ListenPort: -1, Families: []uint32{uint32(oc.AFI_SAFI_TYPE_L2VPN_EVPN.ToInt())}}
+	g := &api.Global{Asn: s.cfg.AS, RouterId: s.cfg.RouterID.String(), ListenPort: -1,
+		Families: []uint32{uint32(oc.AFI_SAFI_TYPE_L2VPN_EVPN.ToInt())}}
 	if s.cfg.Port != 0 {
 		g.ListenPort = int32(s.cfg.Port)
 		for _, a := range s.cfg.Listen {
@@ -69,7 +71,8 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 			s.takeLocked(p)
 		}
 	}
-	if err := b.srv.WatchEvent(ctx, server.WatchEventMessageCallbacks{OnBestPath: take, OnPeerUpdate: b.peerChanged}, server.WatchBestPath(false), server.WatchPeer()); err != nil {
+	if err := b.srv.WatchEvent(ctx, server.WatchEventMessageCallbacks{OnBestPath: take, OnPeerUpdate: b.peerChanged},
+		server.WatchBestPath(false), server.WatchPeer()); err != nil {
 		return fmt.Errorf("evpn: %w", err)
 	}
 	for i := range s.cfg.Neighbours {
@@ -81,14 +84,16 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 	return nil
 }
 
-// setPolicy makes a host of the router: it passes on nothing but its own routes; and no neighbour's preference puts another's route
-// in the place of this host's with the same key.
+// setPolicy makes a host of the router: it passes on nothing but its own routes; and no neighbour's preference puts
+// another's route in the place of this host's with the same key.
 func (b *session) setPolicy(ctx context.Context) error {
 	own := &api.Policy{Name: "own", Statements: []*api.Statement{{
-		Name: "own", Conditions: &api.Conditions{RouteType: api.Conditions_ROUTE_TYPE_LOCAL}, Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT},
+		Name: "own", Conditions: &api.Conditions{RouteType: api.Conditions_ROUTE_TYPE_LOCAL},
+		Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT},
 	}}}
 	equal := &api.Policy{Name: "equal", Statements: []*api.Statement{{
-		Name: "equal", Conditions: &api.Conditions{}, Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT, LocalPref: &api.LocalPrefAction{Value: 100}},
+		Name: "equal", Conditions: &api.Conditions{}, Actions: &api.Actions{RouteAction: api.RouteAction_ROUTE_ACTION_ACCEPT,
+			LocalPref: &api.LocalPrefAction{Value: 100}},
 	}}}
 	for _, x := range []struct {
 		policy    *api.Policy
@@ -97,7 +102,8 @@ func (b *session) setPolicy(ctx context.Context) error {
 		err := b.srv.AddPolicy(ctx, &api.AddPolicyRequest{Policy: x.policy})
 		if err == nil {
 			err = b.srv.AddPolicyAssignment(ctx, &api.AddPolicyAssignmentRequest{Assignment: &api.PolicyAssignment{
-				Name: "global", Direction: x.direction, Policies: []*api.Policy{x.policy}, DefaultAction: api.RouteAction_ROUTE_ACTION_REJECT,
+				Name: "global", Direction: x.direction, Policies: []*api.Policy{x.policy},
+				DefaultAction: api.RouteAction_ROUTE_ACTION_REJECT,
 			}})
 		}
 		if err != nil {
@@ -122,14 +128,16 @@ func (s *Speaker) peer(n *Neighbour) *api.Peer {
 	p := &api.Peer{
 		Conf: &api.PeerConf{NeighborAddress: n.Address.String(), PeerAsn: n.AS, AuthPassword: n.Password},
 		Timers: &api.Timers{Config: &api.TimersConfig{
-			HoldTime: uint64(s.cfg.HoldTime / time.Second), KeepaliveInterval: uint64(s.cfg.HoldTime / time.Second / 3), ConnectRetry: connectRetry, IdleHoldTimeAfterReset: idleHold,
+			HoldTime: uint64(s.cfg.HoldTime / time.Second), KeepaliveInterval: uint64(s.cfg.HoldTime / time.Second / 3),
+			ConnectRetry: connectRetry, IdleHoldTimeAfterReset: idleHold,
 		}},
 		Transport: &api.Transport{PassiveMode: n.Passive, RemotePort: uint32(n.Port)},
 		AfiSafis: []*api.AfiSafi{{
 			Config:            &api.AfiSafiConfig{Family: family, Enabled: true},
 			MpGracefulRestart: &api.MpGracefulRestart{Config: &api.MpGracefulRestartConfig{Enabled: graceful}},
 		}},
-		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(s.cfg.RestartTime / time.Second), DeferralTime: 1},
+		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(s.cfg.RestartTime / time.Second),
+			DeferralTime: 1},
 	}
 	if n.Local.IsValid() {
 		p.Transport.LocalAddress = n.Local.String()
@@ -152,7 +160,8 @@ func (n *Network) attrs(c claim, m mobility) (out []bgp.PathAttributeInterface, 
 	if m != (mobility{}) {
 		communities = append(communities, bgp.NewMacMobilityExtended(m.seq, m.sticky))
 	}
-	out = []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP), bgp.NewPathAttributeExtendedCommunities(communities)}
+	out = []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP),
+		bgp.NewPathAttributeExtendedCommunities(communities)}
 	if c == (claim{}) {
 		id, err := bgp.NewIngressReplTunnelID(n.s.cfg.VTEP)
 		if err != nil {
@@ -169,7 +178,8 @@ func (n *Network) nlri(c claim) (bgp.NLRI, error) {
 	if c == (claim{}) {
 		return bgp.NewEVPNMulticastEthernetTagRoute(rd, 0, n.s.cfg.VTEP)
 	}
-	return bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Type: bgp.ESI_ARBITRARY, Value: make([]byte, 9)}, 0, c.mac.String(), c.ip, []uint32{n.vni})
+	return bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Type: bgp.ESI_ARBITRARY,
+		Value: make([]byte, 9)}, 0, c.mac.String(), c.ip, []uint32{n.vni})
 }
 
 func (b *session) advertise(n *Network, c claim, m mobility) error {
@@ -185,14 +195,16 @@ func (b *session) advertise(n *Network, c claim, m mobility) error {
 	if err != nil {
 		return err
 	}
-	_, err = b.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key, Attrs: append(attrs, reach), Age: b.s.clock().Unix()}}})
+	_, err = b.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
+		Attrs: append(attrs, reach), Age: b.s.clock().Unix()}}})
 	return err
 }
 
 func (b *session) withdraw(n *Network, c claim) {
 	key, err := n.nlri(c)
 	if err == nil {
-		err = b.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key, Withdrawal: true}}})
+		err = b.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
+			Withdrawal: true}}})
 	}
 	if err != nil {
 		b.s.log.Warn("not withdrawn", "network", n.table.Network().Name(), "mac", c.mac, "ip", c.ip, "error", err)
@@ -201,13 +213,14 @@ func (b *session) withdraw(n *Network, c claim) {
 
 // each calls f with the best path of every NLRI.
 func (b *session) each(f func(*apiutil.Path)) error {
-	return b.srv.ListPath(apiutil.ListPathRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL, Family: bgp.RF_EVPN}, func(_ bgp.NLRI, paths []*apiutil.Path) {
-		for _, p := range paths {
-			if p.Best {
-				f(p)
+	return b.srv.ListPath(apiutil.ListPathRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL, Family: bgp.RF_EVPN},
+		func(_ bgp.NLRI, paths []*apiutil.Path) {
+			for _, p := range paths {
+				if p.Best {
+					f(p)
+				}
 			}
-		}
-	})
+		})
 }
 
 // peerChanged logs what operators want to know of sessions.
@@ -220,7 +233,8 @@ func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Tim
 	switch {
 	case p.State.SessionState == bgp.BGP_FSM_ESTABLISHED:
 		b.s.log.Info("BGP session up", "neighbour", p.State.NeighborAddress, "as", p.State.PeerASN)
-	case p.State.SessionState == bgp.BGP_FSM_IDLE && p.State.DisconnectReason != api.PeerState_DISCONNECT_REASON_UNSPECIFIED:
+	case p.State.SessionState == bgp.BGP_FSM_IDLE &&
+		p.State.DisconnectReason != api.PeerState_DISCONNECT_REASON_UNSPECIFIED:
 		b.s.log.Warn("BGP session down", "neighbour", p.State.NeighborAddress, "why", p.State.DisconnectMessage)
 	}
 }

@@ -74,7 +74,8 @@ type RouteStatus struct {
 
 // Status gathers a snapshot.
 func (s *Speaker) Status() *Status {
-	st := &Status{AS: s.cfg.AS, RouterID: s.cfg.RouterID, VTEP: s.cfg.VTEP, Sessions: s.bgp.sessions(), Networks: []NetworkStatus{}}
+	st := &Status{AS: s.cfg.AS, RouterID: s.cfg.RouterID, VTEP: s.cfg.VTEP, Sessions: s.bgp.sessions(),
+		Networks: []NetworkStatus{}}
 	var out uint64 // all sessions are told the same
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -82,9 +83,9 @@ func (s *Speaker) Status() *Status {
 	for _, vni := range slices.Sorted(maps.Keys(s.networks)) {
 		n := s.networks[vni]
 		x := NetworkStatus{
-			Network: n.table.Network().Name(), VNI: vni, RD: rdName(n.rd), Import: n.cfg.Import, Export: n.export, VTEPs: len(n.vteps),
-			MACs: n.taken.macs.n, IPs: n.taken.ips.n, MaxEntries: n.cfg.MaxEntries, Waiting: len(n.taken.macs.waiting) + len(n.taken.ips.waiting),
-			Advertised: len(n.said), Duplicates: n.duplicates,
+			Network: n.table.Network().Name(), VNI: vni, RD: rdName(n.rd), Import: n.cfg.Import, Export: n.export,
+			VTEPs: len(n.vteps), MACs: n.taken.macs.n, IPs: n.taken.ips.n, MaxEntries: n.cfg.MaxEntries,
+			Waiting: len(n.taken.macs.waiting) + len(n.taken.ips.waiting), Advertised: len(n.said), Duplicates: n.duplicates,
 		}
 		if x.Import == nil {
 			x.Import = n.export
@@ -108,8 +109,8 @@ func (s *Speaker) Status() *Status {
 // MaxListed bounds what Routes returns.
 const MaxListed = 1 << 18
 
-// Routes lists what this host advertises and what others have told it, of a network or of all; those that are about no network of
-// this host only in the latter case.
+// Routes lists what this host advertises and what others have told it, of a network or of all; those that are about no
+// network of this host only in the latter case.
 func (s *Speaker) Routes(network string) (out []RouteStatus) {
 	var foreign []*apiutil.Path
 	if network == "" {
@@ -122,9 +123,11 @@ func (s *Speaker) Routes(network string) (out []RouteStatus) {
 		if network != "" && name != network {
 			continue
 		}
-		out = append(out, RouteStatus{Network: name, Type: "multicast", RD: rdName(n.rd), IP: s.cfg.VTEP, VTEP: s.cfg.VTEP, Active: true})
+		out = append(out, RouteStatus{Network: name, Type: "multicast", RD: rdName(n.rd), IP: s.cfg.VTEP, VTEP: s.cfg.VTEP,
+			Active: true})
 		for c, m := range n.said {
-			out = append(out, RouteStatus{Network: name, Type: "mac", RD: rdName(n.rd), MAC: c.mac, IP: c.ip, VTEP: s.cfg.VTEP, Sequence: m.seq, Sticky: m.sticky, Active: true})
+			out = append(out, RouteStatus{Network: name, Type: "mac", RD: rdName(n.rd), MAC: c.mac, IP: c.ip, VTEP: s.cfg.VTEP,
+				Sequence: m.seq, Sticky: m.sticky, Active: true})
 		}
 	}
 	for _, r := range s.routes {
@@ -145,13 +148,15 @@ func (s *Speaker) Routes(network string) (out []RouteStatus) {
 		}
 	}
 	slices.SortFunc(out, func(a, b RouteStatus) int {
-		return cmp.Or(cmp.Compare(a.Network, b.Network), strings.Compare(b.Type, a.Type), slices.Compare(a.MAC[:], b.MAC[:]), a.IP.Compare(b.IP), a.VTEP.Compare(b.VTEP), cmp.Compare(a.RD, b.RD))
+		return cmp.Or(cmp.Compare(a.Network, b.Network), strings.Compare(b.Type, a.Type), slices.Compare(a.MAC[:], b.MAC[:]),
+			a.IP.Compare(b.IP), a.VTEP.Compare(b.VTEP), cmp.Compare(a.RD, b.RD))
 	})
 	return out
 }
 
 func (r *route) status(why error) RouteStatus {
-	x := RouteStatus{Type: r.typeName(), RD: rdName(r.rd), MAC: r.mac, IP: r.nlri.ip, VTEP: r.vtep, Sequence: r.seq, Sticky: r.sticky, Neighbour: r.from, Active: why == nil}
+	x := RouteStatus{Type: r.typeName(), RD: rdName(r.rd), MAC: r.mac, IP: r.nlri.ip, VTEP: r.vtep, Sequence: r.seq,
+		Sticky: r.sticky, Neighbour: r.from, Active: why == nil}
 	if why != nil {
 		x.Why = why.Error()
 	}
@@ -171,8 +176,9 @@ func (b *session) sessions() []SessionStatus {
 			return
 		}
 		x := SessionStatus{
-			Neighbour: a, AS: p.GetConf().GetPeerAsn(), MaxRoutes: limits[a], Flaps: p.GetState().GetFlops(), Updates: p.GetState().GetMessages().GetReceived().GetUpdate(),
-			State: strings.ToLower(strings.TrimPrefix(p.GetState().GetSessionState().String(), "SESSION_STATE_")),
+			Neighbour: a, AS: p.GetConf().GetPeerAsn(), MaxRoutes: limits[a], Flaps: p.GetState().GetFlops(),
+			Updates: p.GetState().GetMessages().GetReceived().GetUpdate(),
+			State:   strings.ToLower(strings.TrimPrefix(p.GetState().GetSessionState().String(), "SESSION_STATE_")),
 		}
 		if p.GetState().GetSessionState() == api.PeerState_SESSION_STATE_ESTABLISHED {
 			x.Since = p.GetTimers().GetState().GetUptime().AsTime()
@@ -185,7 +191,8 @@ func (b *session) sessions() []SessionStatus {
 	for _, n := range b.s.cfg.Neighbours {
 		if until, away := b.away.get(n.Address); away {
 			out = append(out, SessionStatus{Neighbour: n.Address, AS: n.AS, State: "idle", MaxRoutes: limits[n.Address],
-				Why: "it has sent more routes than its limit; it may come back in " + until.Sub(b.s.clock()).Round(time.Second).String()})
+				Why: "it has sent more routes than its limit; it may come back in " +
+					until.Sub(b.s.clock()).Round(time.Second).String()})
 		}
 	}
 	slices.SortFunc(out, func(a, b SessionStatus) int { return a.Neighbour.Compare(b.Neighbour) })

@@ -19,8 +19,8 @@ const (
 	subTarget   = 0x02
 )
 
-// vxlanService marks a VNI in an automatically derived target (RFC 8365 section 5.1.2.1): A = 0, type 1 (VXLAN), domain 0. Linux' FRR
-// leaves it out unless told otherwise, and so does vnicd.
+// vxlanService marks a VNI in an automatically derived target (RFC 8365 section 5.1.2.1): A = 0, type 1 (VXLAN), domain
+// 0. Linux' FRR leaves it out unless told otherwise, and so does vnicd.
 const vxlanService = 1 << 28
 
 // ErrRouteTarget says that a text is no route target.

@@ -11,16 +11,17 @@ import (
 )
 
 // Neighbours are looked at once in watchEvery, for what gobgp leaves to its user:
-//   - one that sends more routes than its limit is taken out, its routes with it, and let in again after Config.LimitIdle (RFC 4486).
-//     gobgp's own limit counts all routes for each UPDATE, keeps the neighbour down for ever, and with graceful restart its routes for
-//     the restart time;
-//   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC 4271 section
-//     6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime begins anew;
-//   - it tells a neighbour all, and only then begins to tell it of changes: what becomes a route in between would be kept from it. Each
-//     session is told all once more when it is up.
+//   - one that sends more routes than its limit is taken out, its routes with it, and let in again after
+//     Config.LimitIdle (RFC 4486). gobgp's own limit counts all routes for each UPDATE, keeps the neighbour down for
+//     ever, and with graceful restart its routes for the restart time;
+//   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC
+//     4271 section 6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime
+//     begins anew;
+//   - it tells a neighbour all, and only then begins to tell it of changes: what becomes a route in between would be
+//     kept from it. Each session is told all once more when it is up.
 //
-// Looking counts all routes. While nothing is heard of any it is done once in watchQuiet: routes that cannot be anybody's best, such as
-// those that have been through this AS, are kept and count, but are not heard of.
+// Looking counts all routes. While nothing is heard of any it is done once in watchQuiet: routes that cannot be
+// anybody's best, such as those that have been through this AS, are kept and count, but are not heard of.
 const (
 	watchEvery    = time.Second
 	watchQuiet    = 3 * time.Second
@@ -92,12 +93,15 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.again(ctx, n, "BGP neighbour may come back")
 			case p == nil:
 			case received(p) > uint64(n.limit()):
-				b.s.log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(), "stays-away", b.s.cfg.LimitIdle)
+				b.s.log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(),
+					"stays-away", b.s.cfg.LimitIdle)
 				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
 				b.remove(ctx, n)
 			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
 				told[n.Address] = begun
-				_ = b.srv.ResetPeer(ctx, &api.ResetPeerRequest{Address: n.Address.String(), Soft: true, Direction: api.ResetPeerRequest_DIRECTION_OUT}) // it is there
+				// it is there
+				_ = b.srv.ResetPeer(ctx, &api.ResetPeerRequest{Address: n.Address.String(), Soft: true,
+					Direction: api.ResetPeerRequest_DIRECTION_OUT})
 			case state != api.PeerState_SESSION_STATE_OPENSENT && state != api.PeerState_SESSION_STATE_OPENCONFIRM:
 			case !greets:
 				greeting[n.Address] = now

@@ -32,7 +32,8 @@ func Of(m cm.Message) Message {
 	}
 	switch x.Kind {
 	case cm.REQ:
-		x.Service, x.QPN, x.PSN, x.Transport, x.PathMTU, x.PKey = m.ServiceID(), m.QPN(), m.PSN(), m.Transport(), m.PathMTU(), m.PKey()
+		x.Service, x.QPN, x.PSN, x.Transport, x.PathMTU, x.PKey = m.ServiceID(), m.QPN(), m.PSN(), m.Transport(), m.PathMTU(),
+			m.PKey()
 		x.Local, x.Remote = m.GIDs()
 	case cm.REP:
 		x.QPN, x.PSN = m.QPN(), m.PSN()

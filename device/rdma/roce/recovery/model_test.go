@@ -190,7 +190,8 @@ func (s *sender) check() {
 	}
 	lost, delivered, oldest, checkAt := m.detect(s.now)
 	gotLost, gotOldest := b.DetectLosses(m.una, m.sent, s.now)
-	if gotLost != lost || gotOldest != oldest || b.CheckAt != checkAt || b.RTT != m.rtt || b.ReorderWindow() != m.window() {
+	if gotLost != lost || gotOldest != oldest || b.CheckAt != checkAt || b.RTT != m.rtt ||
+		b.ReorderWindow() != m.window() {
 		s.t.Fatalf("step %d: lost %d from %d on, check at %d, %+v, window %d, want %d from %d on, %d, %+v, %d", s.step,
 			gotLost, gotOldest, b.CheckAt, b.RTT, b.ReorderWindow(), lost, oldest, checkAt, m.rtt, m.window())
 	}

@@ -141,23 +141,25 @@ func TestLosses(t *testing.T) {
 		loss           func(w *Window)
 		size1, sthresh uint32 // packets
 	}{
-		"go-back-N restarts below half":        {100, func(w *Window) { w.OnLoss() }, 4, 50},
-		"go-back-N again while restarting":     {100, func(w *Window) { w.OnLoss(); w.OnLoss() }, 4, 25},
-		"go-back-N, small window":              {3, func(w *Window) { w.OnLoss() }, 3, 3},
-		"go-back-N, one packet":                {1, func(w *Window) { w.OnLoss() }, 1, 1},
-		"selective, congestion":                {100, func(w *Window) { w.OnSelectiveLoss(1, true) }, 50, 50},
-		"selective, chance":                    {100, func(w *Window) { w.OnSelectiveLoss(1, false) }, 80, 80},
-		"selective, one in 16":                 {96, func(w *Window) { w.OnSelectiveLoss(6, false) }, 76, 76}, // 76.8
-		"selective, more than one in 16":       {96, func(w *Window) { w.OnSelectiveLoss(7, false) }, 48, 48},
-		"selective, at least two packets":      {3, func(w *Window) { w.OnSelectiveLoss(3, true) }, 2, 2},
-		"selective, one packet stays":          {1, func(w *Window) { w.OnSelectiveLoss(1, true) }, 1, 1},
-		"selective, more lost than ever fits":  {100, func(w *Window) { w.OnSelectiveLoss(1<<40, false) }, 50, 50},
-		"silence":                              {100, func(w *Window) { w.OnSilence() }, 4, 50},
-		"silence that was no congestion":       {100, func(w *Window) { w.OnSilence(); w.Restore() }, 100, 100},
-		"repeated silence is restored as well": {100, func(w *Window) { w.OnSilence(); w.OnSilence(); w.Restore() }, 100, 100},
-		"restored once":                        {100, func(w *Window) { w.OnSilence(); w.Restore(); w.OnLoss(); w.Restore() }, 4, 50},
-		"an acknowledgement confirms the cut":  {100, func(w *Window) { w.OnSilence(); w.OnAck(2, 1); w.Restore() }, 5, 50},
-		"restored below a new maximum":         {100, func(w *Window) { w.OnSilence(); w.SetMax(64); w.Restore() }, 64, 64},
+		"go-back-N restarts below half":       {100, func(w *Window) { w.OnLoss() }, 4, 50},
+		"go-back-N again while restarting":    {100, func(w *Window) { w.OnLoss(); w.OnLoss() }, 4, 25},
+		"go-back-N, small window":             {3, func(w *Window) { w.OnLoss() }, 3, 3},
+		"go-back-N, one packet":               {1, func(w *Window) { w.OnLoss() }, 1, 1},
+		"selective, congestion":               {100, func(w *Window) { w.OnSelectiveLoss(1, true) }, 50, 50},
+		"selective, chance":                   {100, func(w *Window) { w.OnSelectiveLoss(1, false) }, 80, 80},
+		"selective, one in 16":                {96, func(w *Window) { w.OnSelectiveLoss(6, false) }, 76, 76}, // 76.8
+		"selective, more than one in 16":      {96, func(w *Window) { w.OnSelectiveLoss(7, false) }, 48, 48},
+		"selective, at least two packets":     {3, func(w *Window) { w.OnSelectiveLoss(3, true) }, 2, 2},
+		"selective, one packet stays":         {1, func(w *Window) { w.OnSelectiveLoss(1, true) }, 1, 1},
+		"selective, more lost than ever fits": {100, func(w *Window) { w.OnSelectiveLoss(1<<40, false) }, 50, 50},
+		"silence":                             {100, func(w *Window) { w.OnSilence() }, 4, 50},
+		"silence that was no congestion":      {100, func(w *Window) { w.OnSilence(); w.Restore() }, 100, 100},
+		"repeated silence is restored as well": {100, func(w *Window) { w.OnSilence(); w.OnSilence(); w.Restore() }, 100,
+			100},
+		"restored once": {100, func(w *Window) { w.OnSilence(); w.Restore(); w.OnLoss(); w.Restore() },
+			4, 50},
+		"an acknowledgement confirms the cut": {100, func(w *Window) { w.OnSilence(); w.OnAck(2, 1); w.Restore() }, 5, 50},
+		"restored below a new maximum":        {100, func(w *Window) { w.OnSilence(); w.SetMax(64); w.Restore() }, 64, 64},
 	} {
 		w := avoidance(c.size, 256)
 		c.loss(&w)

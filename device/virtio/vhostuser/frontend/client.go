@@ -252,7 +252,8 @@ func (c *Client) GetConfig(dst []byte, off uint32) error {
 		return err
 	}
 	if s.Offset != off || len(s.Data) != len(dst) {
-		return fmt.Errorf("frontend: GET_CONFIG: asked for %d bytes at %d, got %d at %d", len(dst), off, len(s.Data), s.Offset)
+		return fmt.Errorf("frontend: GET_CONFIG: asked for %d bytes at %d, got %d at %d", len(dst), off, len(s.Data),
+			s.Offset)
 	}
 	copy(dst, s.Data)
 	return nil

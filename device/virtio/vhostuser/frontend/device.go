@@ -77,7 +77,8 @@ func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
 		n = int(num)
 	}
 	for i := range n {
-		q, err := newQueue(d.mem, i, cfg.QueueSize, d.features&virtio.FeatureRingPacked != 0, d.features&virtio.FeatureEventIdx != 0, d.features&virtio.FeatureIndirectDesc != 0)
+		q, err := newQueue(d.mem, i, cfg.QueueSize, d.features&virtio.FeatureRingPacked != 0,
+			d.features&virtio.FeatureEventIdx != 0, d.features&virtio.FeatureIndirectDesc != 0)
 		if err != nil {
 			return nil, err
 		}
@@ -95,7 +96,8 @@ func (d *Device) driverOK() error {
 	if d.proto&vhostuser.ProtoStatus == 0 {
 		return nil
 	}
-	return d.client.SetStatus(virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusFeaturesOK | virtio.StatusDriverOK)
+	return d.client.SetStatus(virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusFeaturesOK |
+		virtio.StatusDriverOK)
 }
 
 func (d *Device) negotiate(cfg Config) error {

@@ -32,7 +32,8 @@ func newMemory(t testing.TB, ranges ...Range) *Memory {
 	return m
 }
 
-// TestSparse allocates far more than it touches: memory comes with the first touch, also where it has been in use before.
+// TestSparse allocates far more than it touches: memory comes with the first touch, also where it has been in use
+// before.
 func TestSparse(t *testing.T) {
 	const size = 1 << 40
 	m := newMemory(t, Range{PA: 1 << 42, Size: size})
@@ -132,7 +133,8 @@ func TestMemoryBounds(t *testing.T) {
 		pa translate.PA
 		n  int
 		ok bool
-	}{{0x10000, 0x1000, true}, {0x10fff, 1, true}, {0x11000, 0, true}, {0x10fff, 2, false}, {0xffff, 1, false}, {0x10000, -1, false}, {1 << 60, 1, false}} {
+	}{{0x10000, 0x1000, true}, {0x10fff, 1, true}, {0x11000, 0, true}, {0x10fff, 2, false}, {0xffff, 1, false},
+		{0x10000, -1, false}, {1 << 60, 1, false}} {
 		if _, err := m.Bytes(b.pa, b.n); (err == nil) != b.ok {
 			t.Errorf("Bytes(%v, %d): %v", b.pa, b.n, err)
 		}
@@ -161,7 +163,8 @@ func TestQueueFormat(t *testing.T) {
 	desc, avail, _ := q.Rings()
 	d, _ := m.Bytes(desc, 64)
 	a, _ := m.Bytes(avail, 14)
-	if !bytes.Equal(d[:32], []byte{0x11, 0x11, 0, 0, 0, 0, 0, 0, 0x22, 0, 0, 0, 1, 0, 1, 0, 0x33, 0x33, 0, 0, 0, 0, 0, 0, 0x44, 0, 0, 0, 2, 0, 0, 0}) {
+	if !bytes.Equal(d[:32], []byte{0x11, 0x11, 0, 0, 0, 0, 0, 0, 0x22, 0, 0, 0, 1, 0, 1, 0, 0x33, 0x33, 0, 0, 0, 0, 0, 0,
+		0x44, 0, 0, 0, 2, 0, 0, 0}) {
 		t.Fatalf("descriptors %x", d)
 	}
 	if binary.LittleEndian.Uint16(a[2:]) != 0 {

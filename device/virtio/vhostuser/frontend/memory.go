@@ -126,7 +126,8 @@ func (m *Memory) Bytes(pa translate.PA, n int) ([]byte, error) {
 // UserAddr is the user address of pa, as SET_VRING_ADDR wants it.
 func (m *Memory) UserAddr(pa translate.PA) uint64 { return userBase + uint64(pa) }
 
-// Alloc takes n bytes of memory, aligned to align (a power of two) and zeroed: the memory must not have been written to while it was nobody's.
+// Alloc takes n bytes of memory, aligned to align (a power of two) and zeroed: the memory must not have been written to
+// while it was nobody's.
 func (m *Memory) Alloc(n, align int) (translate.PA, error) {
 	if n <= 0 || align <= 0 || align&(align-1) != 0 {
 		return 0, fmt.Errorf("frontend: allocating %d bytes aligned to %d", n, align)

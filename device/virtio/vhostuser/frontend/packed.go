@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The packed ring (virtio 1.2, 2.8). A place is an offset and, in bit 15, the wrap counter there. Its arithmetic is the driver's
-// own, though virtq has the like: a mistake made once would otherwise not show between the two.
+// The packed ring (virtio 1.2, 2.8). A place is an offset and, in bit 15, the wrap counter there. Its arithmetic is the
+// driver's own, though virtq has the like: a mistake made once would otherwise not show between the two.
 
 const (
 	flagAvail = 1 << 7

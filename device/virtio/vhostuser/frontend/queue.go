@@ -336,7 +336,8 @@ func (q *Queue) EnableCall(on bool) {
 	q.aIdx.Store(le32(uint32(q.flags) | uint32(q.kicked)<<16))
 }
 
-// resumeAt is where the device has to go on, as far as the driver knows: the used index, or, as VMMs have it, both places of a packed ring.
+// resumeAt is where the device has to go on, as far as the driver knows: the used index, or, as VMMs have it, both
+// places of a packed ring.
 func (q *Queue) resumeAt() uint32 {
 	if q.packed != nil {
 		return uint32(q.seen) | uint32(q.seen)<<16
@@ -348,7 +349,8 @@ func (q *Queue) resumeAt() uint32 {
 func (q *Queue) stoppedAt(base uint32) error {
 	if q.packed != nil {
 		if base>>16 != base&0xffff || q.distance(q.seen, uint16(base)) > q.distance(q.seen, q.kicked) {
-			return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x seen", q.index, base, q.kicked, q.seen)
+			return fmt.Errorf("frontend: queue %d stopped at %#x, with %#x available and %#x seen", q.index, base, q.kicked,
+				q.seen)
 		}
 		return nil
 	}

@@ -7,8 +7,9 @@ import (
 )
 
 // The file format is pcapng (draft-ietf-opsawg-pcapng), written here in little endian: one section, interfaces,
-// enhanced packet blocks with direction, interface statistics at the end. gopacket's writer knows no direction and
-// allocates per packet; what is needed of the format is less than its use would be.
+// enhanced packet blocks with direction, interface statistics at the end. gopacket's NgWriter writes the same
+// (WritePacketWithOptions carries the direction), but it allocates several times per packet, and the daemon would
+// depend on gopacket, which only tests use, for these four block types.
 const (
 	blockSection   = 0x0a0d0d0a
 	blockInterface = 1

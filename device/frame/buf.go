@@ -101,7 +101,7 @@ func (b *Buf) Pool() *Pool { return b.pool.home }
 // Ref adds a reference; the caller must hold one already.
 func (b *Buf) Ref() {
 	if b.refs.Add(1) <= 1 || b.free {
-		panic(fmt.Sprintf("packet: Ref on free buffer %d", b.index))
+		panic(fmt.Sprintf("frame: Ref on free buffer %d", b.index))
 	}
 }
 
@@ -113,12 +113,12 @@ func (b *Buf) Free() {
 		case n > 0:
 			return
 		case n < 0:
-			panic(fmt.Sprintf("packet: Free on free buffer %d", b.index))
+			panic(fmt.Sprintf("frame: Free on free buffer %d", b.index))
 		}
 		b.refs.Store(1)
 	}
 	if b.free {
-		panic(fmt.Sprintf("packet: Free on free buffer %d", b.index))
+		panic(fmt.Sprintf("frame: Free on free buffer %d", b.index))
 	}
 	b.free = true
 	b.pool.put(b)

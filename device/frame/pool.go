@@ -74,14 +74,14 @@ func NewPool(c Config) (*Pool, error) {
 		c.Capacity = DefaultCapacity
 	}
 	if c.Count < 1 || c.Count > MaxCount {
-		return nil, fmt.Errorf("packet: pool of %d buffers; want 1 to %d", c.Count, MaxCount)
+		return nil, fmt.Errorf("frame: pool of %d buffers; want 1 to %d", c.Count, MaxCount)
 	}
 	if c.Capacity < MinCapacity || c.Capacity > MaxCapacity {
-		return nil, fmt.Errorf("packet: buffer capacity %d bytes; want %d to %d", c.Capacity, MinCapacity, MaxCapacity)
+		return nil, fmt.Errorf("frame: buffer capacity %d bytes; want %d to %d", c.Capacity, MinCapacity, MaxCapacity)
 	}
 	p := newClass(c.Count, c.Capacity)
 	if c.Big < 0 || c.Big > MaxCount {
-		return nil, fmt.Errorf("packet: %d big buffers; want 0 to %d", c.Big, MaxCount)
+		return nil, fmt.Errorf("frame: %d big buffers; want 0 to %d", c.Big, MaxCount)
 	}
 	if c.Big > 0 {
 		p.big = newClass(c.Big, BigCapacity)

@@ -32,7 +32,7 @@ type ManualClock struct {
 // NewManualClock makes a clock that stands at start nanoseconds; start must be positive.
 func NewManualClock(start int64) *ManualClock {
 	if start <= 0 {
-		panic("engine: a manual clock starts at a positive time")
+		panic("loop: a manual clock starts at a positive time")
 	}
 	return &ManualClock{now: start, loops: make(map[*Loop]struct{})}
 }

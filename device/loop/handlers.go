@@ -52,7 +52,7 @@ func (l *Loop) addWatch(w *Watch) error {
 		if errors.Is(err, unix.EEXIST) {
 			return fmt.Errorf("%w: fd %d", ErrDuplicate, w.fd)
 		}
-		return fmt.Errorf("engine: watch fd %d: %w", w.fd, err)
+		return fmt.Errorf("loop: watch fd %d: %w", w.fd, err)
 	}
 	if slot == len(l.watches) {
 		l.watches = append(l.watches, w)

@@ -51,9 +51,9 @@ const (
 
 // Errors that callers test for.
 var (
-	ErrClosed    = errors.New("engine: loop is closed")
-	ErrStarted   = errors.New("engine: loop was started before")
-	ErrDuplicate = errors.New("engine: descriptor is watched already")
+	ErrClosed    = errors.New("loop: loop is closed")
+	ErrStarted   = errors.New("loop: loop was started before")
+	ErrDuplicate = errors.New("loop: descriptor is watched already")
 )
 
 // Config describes a loop.
@@ -149,10 +149,10 @@ type doCall struct {
 // New makes a loop that is not running yet.
 func New(c Config) (*Loop, error) {
 	if c.ID < 0 || c.ID >= MaxLoops {
-		return nil, fmt.Errorf("engine: loop ID %d; want 0 to %d", c.ID, MaxLoops-1)
+		return nil, fmt.Errorf("loop: loop ID %d; want 0 to %d", c.ID, MaxLoops-1)
 	}
 	if c.SpinFor < 0 {
-		return nil, fmt.Errorf("engine: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
+		return nil, fmt.Errorf("loop: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
 	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
 		log: c.Log, events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
@@ -164,17 +164,17 @@ func New(c Config) (*Loop, error) {
 	}
 	var err error
 	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return nil, fmt.Errorf("engine: epoll_create1: %w", err)
+		return nil, fmt.Errorf("loop: epoll_create1: %w", err)
 	}
 	if l.wakefd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		unix.Close(l.epfd)
-		return nil, fmt.Errorf("engine: eventfd: %w", err)
+		return nil, fmt.Errorf("loop: eventfd: %w", err)
 	}
 	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: wakeSlot}
 	if err = unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, l.wakefd, &ev); err != nil {
 		unix.Close(l.epfd)
 		unix.Close(l.wakefd)
-		return nil, fmt.Errorf("engine: epoll_ctl: %w", err)
+		return nil, fmt.Errorf("loop: epoll_ctl: %w", err)
 	}
 	l.now = l.clock.Now()
 	if m, ok := l.clock.(*ManualClock); ok {
@@ -222,7 +222,7 @@ func (l *Loop) Start() error {
 // are still there simply never run again. Calling it twice is harmless; calling it on the loop's own thread is a bug.
 func (l *Loop) Close() {
 	if l.OnLoop() {
-		panic("engine: Close called on the loop's own thread")
+		panic("loop: Close called on the loop's own thread")
 	}
 	l.inlineMu.Lock()
 	l.lifeMu.Lock()
@@ -359,7 +359,7 @@ func (l *Loop) Step() {
 	l.lifeMu.RUnlock()
 	if life != lifeNew {
 		l.inlineMu.Unlock()
-		panic("engine: Step on a loop that was started")
+		panic("loop: Step on a loop that was started")
 	}
 	l.inline(func() {
 		old := debug.SetPanicOnFault(true)

@@ -16,7 +16,7 @@ import (
 func (l *Loop) settle() error {
 	if len(l.cpus) > 0 {
 		if err := setAffinity(0, l.cpus); err != nil {
-			return fmt.Errorf("engine: loop %d: processors %v: %w", l.id, l.cpus, err)
+			return fmt.Errorf("loop: loop %d: processors %v: %w", l.id, l.cpus, err)
 		}
 	}
 	if l.nice != 0 {
@@ -58,16 +58,16 @@ func KeepOff(cpus []int) error {
 		again = false
 		tasks, err := os.ReadDir("/proc/self/task")
 		if err != nil {
-			return fmt.Errorf("engine: %w", err)
+			return fmt.Errorf("loop: %w", err)
 		}
 		for _, t := range tasks {
 			tid, err := strconv.Atoi(t.Name())
 			if err != nil {
-				return fmt.Errorf("engine: thread %q: %w", t.Name(), err)
+				return fmt.Errorf("loop: thread %q: %w", t.Name(), err)
 			}
 			changed, err := leave(tid, cpus)
 			if err != nil && !errors.Is(err, unix.ESRCH) {
-				return fmt.Errorf("engine: thread %d: %w", tid, err)
+				return fmt.Errorf("loop: thread %d: %w", tid, err)
 			}
 			again = again || changed
 		}

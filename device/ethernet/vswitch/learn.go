@@ -26,7 +26,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	case conflict:
 		return ErrMACInUse
 	case res == putNoSpace:
-		return fmt.Errorf("lfe: forwarding table has no room for static entry %v", m)
+		return fmt.Errorf("vswitch: forwarding table has no room for static entry %v", m)
 	}
 	if m.VLAN == 0 { // it stands for all VLANs
 		n.fdb.tagged(m.key(), func(k uint64) { n.remove(k, func(v value) bool { return !v.static() }) })
@@ -45,7 +45,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 // port. ErrMACInUse: static for another port.
 func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
-		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+		return fmt.Errorf("vswitch: network %q: %v cannot be a static entry", n.cfg.Name, m)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -59,7 +59,7 @@ func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 // a port of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
 func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
-		return fmt.Errorf("lfe: network %q: %v cannot be a static entry", n.cfg.Name, m)
+		return fmt.Errorf("vswitch: network %q: %v cannot be a static entry", n.cfg.Name, m)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()

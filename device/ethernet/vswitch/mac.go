@@ -12,7 +12,7 @@ type MAC [6]byte
 func ParseMAC(s string) (MAC, error) {
 	a, err := net.ParseMAC(s)
 	if err != nil || len(a) != 6 {
-		return MAC{}, fmt.Errorf("lfe: %q is not an Ethernet address; want six bytes such as 52:54:00:12:34:56", s)
+		return MAC{}, fmt.Errorf("vswitch: %q is not an Ethernet address; want six bytes such as 52:54:00:12:34:56", s)
 	}
 	return MAC(a), nil
 }

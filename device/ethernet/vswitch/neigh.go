@@ -21,7 +21,7 @@ const (
 )
 
 // ErrIPInUse says that an IP address is static for another MAC of the network.
-var ErrIPInUse = errors.New("lfe: IP address belongs to another MAC of the network")
+var ErrIPInUse = errors.New("vswitch: IP address belongs to another MAC of the network")
 
 // ip is an address as the table has it; IPv4 addresses are mapped (RFC 4291, 2.5.5.2).
 type ip = [16]byte
@@ -223,10 +223,10 @@ func (n *Network) SetYieldingNeighbour(addr netip.Addr, m Address) error {
 
 func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16, yields bool) error {
 	if !addr.IsValid() || addr.IsUnspecified() || addr.IsMulticast() {
-		return fmt.Errorf("lfe: network %q: %v is not the address of a host", n.cfg.Name, addr)
+		return fmt.Errorf("vswitch: network %q: %v is not the address of a host", n.cfg.Name, addr)
 	}
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
-		return fmt.Errorf("lfe: network %q: %v cannot be the neighbour %v", n.cfg.Name, m, addr)
+		return fmt.Errorf("vswitch: network %q: %v cannot be the neighbour %v", n.cfg.Name, m, addr)
 	}
 	a, now := ip(addr.As16()), n.seconds()
 	t := &n.neigh
@@ -241,7 +241,7 @@ func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16, yields b
 	}
 	if e == nil {
 		if e = t.slot(t.set(&a, m.VLAN), noPort, n.neighExpired(now)); e == nil || e.mac == 0 && t.count >= t.max {
-			return fmt.Errorf("lfe: network %q: no room for neighbour %v", n.cfg.Name, addr)
+			return fmt.Errorf("vswitch: network %q: no room for neighbour %v", n.cfg.Name, addr)
 		}
 	}
 	t.remove(e)

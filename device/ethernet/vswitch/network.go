@@ -55,10 +55,10 @@ const HeaderLen = 14
 
 // Errors that callers test for.
 var (
-	ErrMACInUse     = errors.New("lfe: MAC address is in use by another port of the network")
-	ErrTooManyPorts = errors.New("lfe: network has its maximum of ports")
-	ErrClosed       = errors.New("lfe: port is closed")
-	ErrMonitored    = errors.New("lfe: port is being captured already")
+	ErrMACInUse     = errors.New("vswitch: MAC address is in use by another port of the network")
+	ErrTooManyPorts = errors.New("vswitch: network has its maximum of ports")
+	ErrClosed       = errors.New("vswitch: port is closed")
+	ErrMonitored    = errors.New("vswitch: port is being captured already")
 )
 
 // Config describes a network. Zero values take the defaults.
@@ -147,10 +147,10 @@ func newPortTable(byID, flood []*Attachment) *portTable {
 // NewNetwork makes a switch without ports.
 func NewNetwork(c Config) (*Network, error) {
 	if c.VNI == 0 || c.VNI > MaxVNI {
-		return nil, fmt.Errorf("lfe: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
+		return nil, fmt.Errorf("vswitch: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
 	}
 	if c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU) {
-		return nil, fmt.Errorf("lfe: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU,
+		return nil, fmt.Errorf("vswitch: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU,
 			MinMTU, MaxMTU)
 	}
 	def(&c.MaxEntries, DefaultMaxEntries)
@@ -160,27 +160,27 @@ func NewNetwork(c Config) (*Network, error) {
 		c.Age = DefaultAge
 	}
 	if c.MaxEntries < 1 || c.MaxEntries > MaxMaxEntries {
-		return nil, fmt.Errorf("lfe: network %q: table of %d entries; want 1 to %d", c.Name, c.MaxEntries, MaxMaxEntries)
+		return nil, fmt.Errorf("vswitch: network %q: table of %d entries; want 1 to %d", c.Name, c.MaxEntries, MaxMaxEntries)
 	}
 	if c.MaxPortEntries < 1 || c.MaxPortEntries > c.MaxEntries {
-		return nil, fmt.Errorf("lfe: network %q: %d entries per port; want 1 to %d", c.Name, c.MaxPortEntries, c.MaxEntries)
+		return nil, fmt.Errorf("vswitch: network %q: %d entries per port; want 1 to %d", c.Name, c.MaxPortEntries, c.MaxEntries)
 	}
 	if c.MaxPorts < 1 || c.MaxPorts > maxMaxPorts {
-		return nil, fmt.Errorf("lfe: network %q: %d ports; want 1 to %d", c.Name, c.MaxPorts, maxMaxPorts)
+		return nil, fmt.Errorf("vswitch: network %q: %d ports; want 1 to %d", c.Name, c.MaxPorts, maxMaxPorts)
 	}
 	def(&c.MaxNeighbours, DefaultMaxNeighbours)
 	if c.MaxNeighbours < 1 || c.MaxNeighbours > MaxMaxNeighbours {
-		return nil, fmt.Errorf("lfe: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours,
+		return nil, fmt.Errorf("vswitch: network %q: table of %d neighbours; want 1 to %d", c.Name, c.MaxNeighbours,
 			MaxMaxNeighbours)
 	}
 	if c.Storm == 0 {
 		c.Storm = DefaultStorm
 	}
 	if err := checkStorm(c.Storm); err != nil {
-		return nil, fmt.Errorf("lfe: network %q: %w", c.Name, err)
+		return nil, fmt.Errorf("vswitch: network %q: %w", c.Name, err)
 	}
 	if c.Age < time.Second || c.Age > 365*24*time.Hour {
-		return nil, fmt.Errorf("lfe: network %q: ageing time %v; want 1s to a year", c.Name, c.Age)
+		return nil, fmt.Errorf("vswitch: network %q: ageing time %v; want 1s to a year", c.Name, c.Age)
 	}
 	n := &Network{cfg: c, age: uint32(c.Age / time.Second), clock: c.Clock, fdb: newFDB(c.MaxEntries), log: c.Log}
 	for i := range n.readers {
@@ -280,11 +280,11 @@ func (n *Network) applyMTULocked() {
 func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 	for _, m := range pc.MACs {
 		if m.IsGroup() || m.IsZero() {
-			return nil, fmt.Errorf("lfe: network %q, port %q: %v is not the address of a port", n.cfg.Name, pc.Name, m)
+			return nil, fmt.Errorf("vswitch: network %q, port %q: %v is not the address of a port", n.cfg.Name, pc.Name, m)
 		}
 	}
 	if err := pc.check(); err != nil {
-		return nil, fmt.Errorf("lfe: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
+		return nil, fmt.Errorf("vswitch: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -306,7 +306,7 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 		a.keys = append(a.keys, m.key())
 	}
 	if err := a.setIPs(pc.IPs); err != nil {
-		return nil, fmt.Errorf("lfe: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
+		return nil, fmt.Errorf("vswitch: network %q, port %q: %w", n.cfg.Name, pc.Name, err)
 	}
 	byID := slices.Clone(old.byID)
 	if id == len(byID) {

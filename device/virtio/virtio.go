@@ -11,8 +11,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Device is a virtio device that a Server offers to front ends. Its methods are
-// called from the connection's goroutine, one at a time, never from a loop.
+// Device is a virtio device that a transport offers to front ends. The transport calls its methods from the
+// connection's goroutine, one at a time, never from a loop.
 //
 //	      Connected            SetFeatures, StartQueue*
 //	idle ───────────▶ attached ────────────────────────▶ running
@@ -24,30 +24,26 @@ import (
 // Disconnected has returned, unless the front end withdraws a part of it (then
 // translate's epochs drain it, and rings inside it are stopped first).
 type Device interface {
-	// Features are the device-specific virtio feature bits (0..23, 50..63), and
-	// RING_PACKED and IN_ORDER if the device wants them. The transport's
-	// (VERSION_1, other ring features) are added by the server.
+	// Features returns the device-specific virtio feature bits (0..23, 50..63), and RING_PACKED and IN_ORDER if the
+	// device supports them. The transport adds its own (VERSION_1, other ring features).
 	Features() uint64
 
 	// NumQueues is the number of virtqueues, 1..MaxQueues.
 	NumQueues() int
 
-	// ConfigSize is the size of the configuration space in bytes, at most
-	// MaxConfigSize; 0 means that the front end keeps it (as QEMU does for
-	// virtio-net) and CONFIG is not offered.
+	// ConfigSize returns the size of the configuration space in bytes, at most what the transport supports. 0: the
+	// front end keeps the configuration space (as QEMU does for virtio-net).
 	ConfigSize() int
 
-	// Connected begins a connection with a fresh, empty guest memory. c stays
-	// valid until Disconnected returns.
+	// Connected begins a connection with new, empty guest memory. c is valid until Disconnected returns.
 	Connected(c Conn)
 
-	// Disconnected ends it. It implies Reset. When it returns, nobody touches
-	// the guest's memory any more.
+	// Disconnected ends the connection. It implies Reset. When it returns, the device no longer accesses the guest's
+	// memory.
 	Disconnected()
 
-	// SetFeatures tells what was negotiated: a subset of Features plus the
-	// transport's bits. It is called while no queue runs; an error keeps the
-	// queues from starting.
+	// SetFeatures sets the negotiated features: a subset of Features, and the transport's bits. It is called while no
+	// queue runs; after an error no queue starts.
 	SetFeatures(features uint64) error
 
 	// ReadConfig fills dst with the configuration from offset off on; both lie
@@ -56,54 +52,52 @@ type Device interface {
 	ReadConfig(dst []byte, off uint32) error
 	WriteConfig(off uint32, src []byte) error
 
-	// StartQueue hands over queue i. The device may use q until it has returned
-	// from StopQueue(i). On an error the queue stays stopped.
+	// StartQueue starts queue i. The device may use q until StopQueue(i) has returned. On an error the queue stays
+	// stopped.
 	StartQueue(i int, q *virtq.Queue) error
 
-	// StopQueue returns once nobody touches the queue any more. Every chain that
-	// was popped must have been pushed or given back (Unpop) by then.
+	// StopQueue returns once the device no longer accesses the queue. By then every popped chain has been pushed or
+	// returned untouched (Unpop).
 	StopQueue(i int)
 
 	// Reset returns the device to its initial state: driver gone, guest rebooted.
 	Reset()
 }
 
-// Conn is what a device gets to know of its front end.
+// Conn is a device's view of its front end. A transport implements it.
 type Conn interface {
 	// Space is the guest's memory under this connection.
 	Space() *translate.Space
 
-	// Hold makes [pa, pa+n) present and keeps it so until release, which may be
-	// called on any goroutine, also after the memory or the connection is gone.
-	// It may wait for the host's swap device, so never on a loop; ctx ends the
-	// wait. The error is a *translate.MissError for what is no guest memory,
-	// hostdriver.ErrBudget when too much is held, or that of the memory. The
-	// server itself holds the rings of running queues.
+	// Hold makes [pa, pa+n) present and keeps it resident until release, which may be called from any goroutine, also
+	// after the memory or the connection has gone. It may wait for the host's swap device, so it must not be called on
+	// a loop; ctx ends the wait. The error is a *translate.MissError if the range is not guest memory,
+	// hostdriver.ErrBudget if too much is held, or that of the memory. The transport itself holds the rings of running
+	// queues.
 	Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error)
 
-	// Memory tells what is resident of the VM's memory.
+	// Memory reports how much of the VM's memory is resident.
 	Memory() hostdriver.Status
 
-	// ConfigChanged tells the driver that the configuration space changed, if
-	// the front end has a back-end channel. It never blocks; notices that
-	// arrive before the front end listens are kept. Callable from anywhere.
+	// ConfigChanged notifies the driver that the configuration space has changed, if the transport can. It never
+	// blocks; a notification before the front end listens is delivered later. It is safe from any goroutine.
 	ConfigChanged()
 }
 
-// StatusWatcher is implemented by devices that want to see the virtio device
-// status (DRIVER_OK = 4 and so on). Front ends without the STATUS protocol
-// feature never say; then only started queues tell that a driver is there.
+// StatusWatcher is implemented by devices that need the virtio device status (DRIVER_OK and so on; virtio 1.2, 2.1).
+// Some front ends do not report it (vhost-user without the STATUS protocol feature); then only started queues show
+// that there is a driver.
 type StatusWatcher interface {
 	SetStatus(status uint8)
 }
 
-// NetDevice is implemented by network devices, for the two messages that only
-// they get and for GET_QUEUE_NUM, which counts pairs of queues for them.
+// NetDevice is implemented by network devices, for what only they need of a transport. Their queues are counted in
+// pairs.
 type NetDevice interface {
-	// SendRARP announces mac on the network (VHOST_USER_SEND_RARP).
+	// SendRARP announces mac on the network after a migration (in vhost-user: VHOST_USER_SEND_RARP).
 	SendRARP(mac [6]byte)
 
-	// SetMTU is the MTU the guest was told (VHOST_USER_NET_SET_MTU).
+	// SetMTU reports the MTU that the guest's configuration space has (in vhost-user: VHOST_USER_NET_SET_MTU).
 	SetMTU(mtu uint16)
 }
 

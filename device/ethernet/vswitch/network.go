@@ -150,8 +150,8 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("vswitch: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
 	}
 	if c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU) {
-		return nil, fmt.Errorf("vswitch: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name, c.MTU,
-			MinMTU, MaxMTU)
+		return nil, fmt.Errorf("vswitch: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name,
+			c.MTU, MinMTU, MaxMTU)
 	}
 	def(&c.MaxEntries, DefaultMaxEntries)
 	def(&c.MaxPortEntries, min(DefaultPortEntries, c.MaxEntries))
@@ -163,7 +163,8 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("vswitch: network %q: table of %d entries; want 1 to %d", c.Name, c.MaxEntries, MaxMaxEntries)
 	}
 	if c.MaxPortEntries < 1 || c.MaxPortEntries > c.MaxEntries {
-		return nil, fmt.Errorf("vswitch: network %q: %d entries per port; want 1 to %d", c.Name, c.MaxPortEntries, c.MaxEntries)
+		return nil, fmt.Errorf("vswitch: network %q: %d entries per port; want 1 to %d", c.Name, c.MaxPortEntries,
+			c.MaxEntries)
 	}
 	if c.MaxPorts < 1 || c.MaxPorts > maxMaxPorts {
 		return nil, fmt.Errorf("vswitch: network %q: %d ports; want 1 to %d", c.Name, c.MaxPorts, maxMaxPorts)

@@ -3,7 +3,7 @@ SHELL       := /bin/bash
 GO          ?= go
 BUILD       := build
 # The last tag vX.Y.Z, commits since, the commit; before the first tag: as if v0.1.0 were the beginning.
-VERSION     := $(shell git describe --tags --match 'v[0-9]*' --dirty 2>/dev/null || { n=$$(git rev-list --count HEAD 2>/dev/null) && echo v0.1.0-$$n-g$$(git rev-parse --short HEAD); } || echo v0.1.0)
+VERSION     := $(shell git describe --tags --match 'v[0-9]*' --dirty 2>/dev/null || { n=$$(git rev-list --count HEAD 2>/dev/null) && echo v0.1.0-$$n-g$$(git describe --always --exclude '*' --dirty); } || echo v0.1.0)
 FUZZTIME    ?= 10000x
 PACKAGES    ?=
 ONLY        ?=

@@ -9,6 +9,6 @@ import (
 )
 
 // version is set by the linker (Makefile).
-var version = "dev"
+var version = "v0.1.0-dev"
 
 func main() { os.Exit(cli.Main(version, cli.Args(os.Args), os.Stdout, os.Stderr)) }

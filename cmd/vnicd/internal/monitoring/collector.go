@@ -37,9 +37,9 @@ func gauge(name, help string, labels ...string) metric {
 
 // The daemon.
 var (
-	buildInfo    = gauge("build_info", "Always 1; the labels tell version and host name.", "version", "host")
-	uptime       = gauge("uptime_seconds", "Time since the daemon was started.")
-	engineRounds = counter("engine_rounds_total", "Iterations of a data-path thread.", "engine")
+	buildInfo    = gauge("build_info", "Always 1; labels: version and host name.", "version", "host")
+	uptime       = gauge("uptime_seconds", "Time since the daemon's start.")
+	engineRounds = counter("engine_rounds_total", "Passes of a data-path thread.", "engine")
 	engineSleeps = counter("engine_sleeps_total", "Times that a data-path thread found nothing to do and slept.",
 		"engine")
 	engineFaults = counter("engine_memory_faults_total",
@@ -51,7 +51,7 @@ var (
 
 // The tunnels.
 var (
-	vtepInfo = gauge("vtep_info", "Always 1; the labels tell underlay address, UDP port and interface.", "local", "port",
+	vtepInfo = gauge("vtep_info", "Always 1; labels: underlay address, UDP port and interface.", "local", "port",
 		"device")
 	vtepMTU   = gauge("vtep_mtu_bytes", "Largest MTU that the underlay interface leaves to tenants.")
 	vtepPeers = gauge("vtep_peers", "Other hosts of a network.", "network", "source")
@@ -65,14 +65,14 @@ var (
 
 // Networks and their ports.
 var (
-	networkInfo      = gauge("network_info", "Always 1; the label tells the VXLAN network identifier.", "network", "vni")
+	networkInfo      = gauge("network_info", "Always 1; label: the VXLAN network identifier.", "network", "vni")
 	networkMTU       = gauge("network_mtu_bytes", "MTU of a network.", "network")
 	networkAddresses = gauge("network_addresses", "Entries of a network's forwarding table.", "network", "source")
-	networkMoves     = counter("network_moves_total", "Addresses that were seen at another port than before.", "network")
-	networkAged      = counter("network_aged_total", "Learnt addresses that were forgotten for their age.", "network")
-	networkDisplaced = counter("network_displaced_total", "Learnt addresses that made room in a full table.", "network")
-	networkFlaps     = counter("network_flaps_total", "Addresses that moved to and fro and were held.", "network")
-	networkFlapping  = gauge("network_flapping", "Addresses that are being held for moving to and fro.", "network")
+	networkMoves     = counter("network_moves_total", "Addresses that moved to another port.", "network")
+	networkAged      = counter("network_aged_total", "Learnt addresses that expired.", "network")
+	networkDisplaced = counter("network_displaced_total", "Learnt addresses evicted from a full table.", "network")
+	networkFlaps     = counter("network_flaps_total", "Addresses that flapped between ports and were held.", "network")
+	networkFlapping  = gauge("network_flapping", "Addresses that are held because they flap.", "network")
 	networkDrops     = counter("network_dropped_frames_total",
 		"Frames dropped at all ports of a network, closed ones included.", "network", "reason")
 
@@ -84,28 +84,30 @@ var (
 
 // BGP EVPN. Neighbours are labels by their addresses: there are as many as the configuration names.
 var (
-	evpnInfo = gauge("evpn_info", "Always 1; the labels tell AS, router id and VTEP.", "as", "router_id", "vtep")
+	evpnInfo = gauge("evpn_info", "Always 1; labels: AS, router id and VTEP.", "as", "router_id", "vtep")
 	evpnUp   = gauge("evpn_session_up", "Whether the BGP session with a neighbour is established.", "neighbour",
 		"as")
 	evpnSince = gauge("evpn_session_established_timestamp_seconds",
 		"When the session was established; 0 = it is not.", "neighbour")
-	evpnReceived   = gauge("evpn_session_routes_received", "Routes that a neighbour has told.", "neighbour")
-	evpnLimit      = gauge("evpn_session_routes_limit", "Routes with which the neighbour's session is ended.", "neighbour")
-	evpnAdvertised = gauge("evpn_session_routes_advertised", "Routes that a neighbour was told.", "neighbour")
+	evpnReceived = gauge("evpn_session_routes_received", "Routes received from a neighbour.", "neighbour")
+	evpnLimit    = gauge("evpn_session_routes_limit", "Number of routes at which the neighbour's session ends.",
+		"neighbour")
+	evpnAdvertised = gauge("evpn_session_routes_advertised", "Routes advertised to a neighbour.", "neighbour")
 	evpnUpdates    = counter("evpn_session_updates_received_total", "UPDATE messages from a neighbour.", "neighbour")
-	evpnFlaps      = counter("evpn_session_flaps_total", "Times that a young session has ended.", "neighbour")
-	evpnRefused    = counter("evpn_routes_refused_total", "Routes that did not count when they arrived, by reason.",
+	evpnFlaps      = counter("evpn_session_flaps_total", "Sessions that ended soon after they were established.",
+		"neighbour")
+	evpnRefused = counter("evpn_routes_refused_total", "Received routes that were refused, by reason.",
 		"reason")
 
-	evpnVTEPs     = gauge("evpn_network_vteps", "VTEPs that have told that they serve a network.", "network", "vni")
-	evpnAddresses = gauge("evpn_network_addresses", "Addresses of a network that were taken over from others: mac, ip.",
+	evpnVTEPs     = gauge("evpn_network_vteps", "Remote VTEPs that advertise a network.", "network", "vni")
+	evpnAddresses = gauge("evpn_network_addresses", "Remote addresses of a network that are in use: mac, ip.",
 		"network", "type")
-	evpnMax     = gauge("evpn_network_addresses_limit", "Addresses of each type that may be taken over.", "network")
-	evpnWaiting = gauge("evpn_network_addresses_waiting", "Addresses for which there is no room.", "network")
+	evpnMax     = gauge("evpn_network_addresses_limit", "Limit of remote addresses of each type.", "network")
+	evpnWaiting = gauge("evpn_network_addresses_waiting", "Remote addresses that wait for room.", "network")
 	evpnOut     = gauge("evpn_network_routes_advertised",
 		"Addresses of this host that are advertised: MACs, and MACs with IP.", "network")
-	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are here and elsewhere, and left alone.", "network")
-	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was found to be here and elsewhere.",
+	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are here and elsewhere, and not updated.", "network")
+	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was detected as duplicate.",
 		"network")
 )
 
@@ -118,8 +120,8 @@ func newTraffic(prefix, what string, labels ...string) traffic {
 		inBytes:   counter(prefix+"_in_bytes_total", "Bytes that entered the network by "+what+".", labels...),
 		outFrames: counter(prefix+"_out_frames_total", "Frames that left the network by "+what+".", labels...),
 		outBytes:  counter(prefix+"_out_bytes_total", "Bytes that left the network by "+what+".", labels...),
-		floods:    counter(prefix+"_floods_total", "Frames from "+what+" that went to all others.", labels...),
-		answered: counter(prefix+"_answered_total", "Requests from "+what+" that the switch answered in place of others.",
+		floods:    counter(prefix+"_floods_total", "Frames from "+what+" that were flooded.", labels...),
+		answered: counter(prefix+"_answered_total", "ARP and ND requests from "+what+" that the switch answered.",
 			labels...), drops: counter(prefix+"_dropped_frames_total", "Frames dropped at "+what+", by reason.",
 			append(labels[:len(labels):len(labels)], "reason")...),
 	}
@@ -127,10 +129,10 @@ func newTraffic(prefix, what string, labels ...string) traffic {
 
 // The VMs.
 var (
-	vmInfo     = gauge("vm_info", "Always 1; the labels tell a VM's network and MAC.", "vm", "network", "mac")
+	vmInfo     = gauge("vm_info", "Always 1; labels: the VM's network and MAC.", "vm", "network", "mac")
 	vmAttached = gauge("vm_attached", "Whether a QEMU is connected to a face of the VM's NIC.", "vm", "face")
 	vmUp       = gauge("vm_up", "Whether a guest's driver has brought up a face of the VM's NIC.", "vm", "face")
-	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped for an error until the guest resets it.",
+	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped because of an error.",
 		"vm", "face")
 
 	hcaLink = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
@@ -139,15 +141,16 @@ var (
 	hcaBusy = gauge("hca_busy",
 		"Whether a command of the guest waits for the host's memory; objects, queue pairs and fault times are missing then.",
 		"vm")
-	hcaObjects = gauge("hca_objects", "Objects that the guest has made: pd, cq, srq, mr.", "vm", "type")
+	hcaObjects = gauge("hca_objects", "Objects of the guest: pd, cq, srq, mr.", "vm", "type")
 	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
-	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA did not accept.", "vm", "reason")
+	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA refused.", "vm", "reason")
 	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.",
 		"vm")
-	hcaMarked  = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received that had met congestion.", "vm")
+	hcaMarked = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received with an ECN congestion mark.",
+		"vm")
 	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
-	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and heeded.", "vm")
+	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and obeyed.", "vm")
 	hcaKept    = counter("hca_kept_packets_total",
 		"RDMA packets, of requests and responses, that came before their turn and were kept.", "vm")
 	hcaMapsOut = counter("hca_selective_acks_sent_total",
@@ -159,26 +162,26 @@ var (
 
 	faultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
 		"Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
-	faultWaiting = gauge("faults_waiting", "Page faults that are raised and not yet answered.", "vm", "level")
+	faultWaiting = gauge("faults_waiting", "Page faults raised and not yet served.", "vm", "level")
 	faultParked  = gauge("faults_parked", "Sides of queue pairs that wait for an absent page.", "vm")
 	epochFlips   = counter("epoch_flips_total", "Releases of guest memory that were begun.", "vm")
 	epochDrains  = counter("epoch_drains_total", "Releases of guest memory that waited for operations to end.", "vm")
-	epochLongest = gauge("epoch_drain_longest_seconds", "The longest that a release of guest memory has waited.", "vm")
+	epochLongest = gauge("epoch_drain_longest_seconds", "The longest wait of a release of guest memory.", "vm")
 
-	memBudget   = gauge("memory_budget_bytes", "Limit of what is kept resident for a VM's devices; 0 = none.", "vm")
-	memResident = gauge("memory_resident_bytes", "Guest memory that is kept resident for a VM's devices.", "vm")
-	memInactive = gauge("memory_inactive_bytes", "Of the resident memory, what is given back next.", "vm")
-	memHeld     = gauge("memory_held_bytes", "Of the resident memory, what cannot be given back while it is in use.",
+	memBudget   = gauge("memory_budget_bytes", "Limit of memory kept resident for a VM's devices; 0: no limit.", "vm")
+	memResident = gauge("memory_resident_bytes", "Guest memory kept resident for a VM's devices.", "vm")
+	memInactive = gauge("memory_inactive_bytes", "Resident memory that is released next.", "vm")
+	memHeld     = gauge("memory_held_bytes", "Resident memory that cannot be released while it is in use.",
 		"vm")
 	memHuge      = gauge("memory_hugetlb_bytes", "Guest memory in huge pages, which is not counted as resident.", "vm")
 	memUnlocked  = gauge("memory_unlocked", "Whether the host's kernel may swap memory that the device uses.", "vm")
-	memEvictions = counter("memory_evictions_total", "Pieces of memory given back to make room for others.", "vm")
+	memEvictions = counter("memory_evictions_total", "Pieces of memory released to make room for others.", "vm")
 	memWithdrawn = counter("memory_withdrawals_total", "Pieces of memory that became inactive.", "vm")
 	memRefaults  = counter("memory_refaults_total", "Inactive pieces of memory that were used again.", "vm")
-	memDiscarded = counter("memory_discarded_total", "Pieces of memory that a balloon or an unplugged device took.", "vm")
+	memDiscarded = counter("memory_discarded_total", "Pieces of memory removed by a balloon or an unplugged device.", "vm")
 	memFaults    = counter("memory_faults_total", "Page faults of the host level, answered or failed.", "vm")
 	memFailed    = counter("memory_failed_faults_total", "Page faults of the host level that failed.", "vm")
-	memLongest   = gauge("memory_drain_longest_seconds", "The longest that giving memory back has waited.", "vm")
+	memLongest   = gauge("memory_drain_longest_seconds", "The longest wait of a memory release.", "vm")
 )
 
 // statHelp explains the HCA's counters.

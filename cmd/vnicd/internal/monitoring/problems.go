@@ -19,7 +19,7 @@ const (
 	note    = "note"    // something is missing that may be meant to be
 )
 
-// Problem is something that an operator should know of. What to do about each stands in OPERATING.md.
+// Problem is a condition that an operator should know. OPERATING.md says what to do about each.
 type Problem struct {
 	Severity string `json:"severity"`
 	VM       string `json:"vm,omitempty"`
@@ -102,7 +102,7 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 	}
 	for i := range now.Networks {
 		if n := &now.Networks[i]; len(n.Flapping) > 0 {
-			put(warning, "flapping", "", n.Name, "%d addresses move to and fro", len(n.Flapping))
+			put(warning, "flapping", "", n.Name, "%d addresses flap between ports", len(n.Flapping))
 		}
 	}
 	old := map[string]*daemon.VMStatus{}
@@ -142,7 +142,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 		put(note, "driver", "no driver in the guest has brought up the HCA")
 	}
 	if h.Failed {
-		put(severe, "hca", "its HCA has stopped until the guest resets it: the guest's memory vanished")
+		put(severe, "hca", "its HCA has stopped until the guest resets it: guest memory disappeared")
 	}
 	if h.Up && !h.Link && o.HCA.Up {
 		put(warning, "link", "the HCA's port is down: in the guest, its virtio-net is missing or down")
@@ -161,14 +161,14 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 		}
 	}
 	if n := daemon.Since(o.Memory.FailedFaults, m.FailedFaults); n > 0 {
-		put(severe, "host-failed", "%d page faults of the host level failed: memory could not be had", n)
+		put(severe, "host-failed", "%d page faults of the host level failed: memory was not available", n)
 	}
 	if n := daemon.Since(o.HCA.Stats["faults_failed"], h.Stats["faults_failed"]); n > 0 {
 		put(warning, "guest-failed",
-			"%d page faults were answered with an error: a program uses memory that it does not have", n)
+			"%d page faults were answered with an error: a program uses an address that it has not mapped", n)
 	}
 	if l.Timeouts > 0 {
-		put(warning, "timeouts", "%s acknowledgements/s did not come in time, %s packets/s are sent again",
+		put(warning, "timeouts", "%s acknowledgements/s timed out, %s packets/s are retransmitted",
 			rate(l.Timeouts, seconds), rate(l.Resent, seconds))
 	}
 	if drops := maps.Clone(l.Drops); len(drops) > 0 {
@@ -184,7 +184,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 		delete(refused, again) // what loss and page faults bring with them
 	}
 	if len(refused) > 0 {
-		put(warning, "refused", "RoCE packets are not accepted: %s", perSecond(refused, seconds))
+		put(warning, "refused", "RoCE packets are refused: %s", perSecond(refused, seconds))
 	}
 	if m.Unlocked != "" {
 		put(warning, "unlocked", "the host may swap memory that its devices use: %s", m.Unlocked)
@@ -192,7 +192,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	// Each second chance is memory that was about to go while it was needed.
 	evicted, again := daemon.Since(o.Memory.Evictions, m.Evictions), daemon.Since(o.Memory.Refaults, m.Refaults)
 	if m.Budget > 0 && float64(min(evicted, again)) > 20*seconds {
-		put(warning, "budget", "its memory budget is too small for what it uses: %s evictions/s, %s second chances/s",
+		put(warning, "budget", "its memory budget is too small: %s evictions/s and %s refaults/s",
 			rate(evicted, seconds), rate(again, seconds))
 	}
 }

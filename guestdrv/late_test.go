@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -92,11 +93,11 @@ func TestLateAnswers(t *testing.T) {
 		if err := qp.Close(); err != nil {
 			t.Errorf("round %d: Close after the late answer: %v", round, err)
 		}
-		eventually(t, "the objects made late are destroyed", func() bool {
+		testutil.Eventually(t, "the objects made late are destroyed", func() bool {
 			now := h.hca.Describe()
 			return now.PDs == before.PDs && now.CQs == before.CQs && len(now.QPs) == len(before.QPs)
 		})
-		eventually(t, "their memory is free", func() bool { return largest(t, h) == room })
+		testutil.Eventually(t, "their memory is free", func() bool { return largest(t, h) == room })
 	}
 	// All slots are there again, and the device works.
 	for range 40 {

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -234,7 +235,7 @@ func TestNeverAnswered(t *testing.T) {
 				a.post(t, wr)
 				waiting = append(waiting, a)
 			}
-			eventually(t, "three faults", func() bool { return asked.Load() == 3 })
+			testutil.Eventually(t, "three faults", func() bool { return asked.Load() == 3 })
 
 			for _, p := range [][2]*host{{ha, hb}, {hb, ha}, {r.hosts[2], r.hosts[3]}, {ha, r.hosts[2]}} {
 				x, y := connect(t, p[0], p[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -309,7 +310,7 @@ func TestDestroyWhileFaulting(t *testing.T) {
 		a, b := connect(t, ha, hb, qpDefaults(), faulty)
 		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
 			SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
-		eventually(t, "a fault", func() bool { return asked.Load() == int32(i+1) })
+		testutil.Eventually(t, "a fault", func() bool { return asked.Load() == int32(i+1) })
 		if i%3 == 0 { // a reset in place of destruction, and the fault after that
 			for _, e := range []*end{b, a} {
 				if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPReset}, guestdrv.QPAttrState); err != nil {
@@ -456,7 +457,7 @@ func TestDaemonClosesWhileFaulting(t *testing.T) {
 				}
 			}
 		}
-		eventually(t, "faults", func() bool { return stuck.mr.Stats().Faults > 0 && busy.mr.Stats().Faults > 5 })
+		testutil.Eventually(t, "faults", func() bool { return stuck.mr.Stats().Faults > 0 && busy.mr.Stats().Faults > 5 })
 		if err := hb.srv.Close(); err != nil {
 			t.Error(err)
 		}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -56,18 +57,6 @@ func (h *host) stat(tb testing.TB, s guestdrv.Stat) uint64 {
 		tb.Fatal(err)
 	}
 	return st[s]
-}
-
-// eventually waits until cond holds.
-func eventually(tb testing.TB, what string, cond func() bool) {
-	tb.Helper()
-	ctx := ctxFor(tb)
-	for !cond() {
-		if ctx.Err() != nil {
-			tb.Fatalf("waited in vain: %s", what)
-		}
-		time.Sleep(time.Millisecond)
-	}
 }
 
 // verb is an operation between two arenas: n bytes at offset lo of the near one and
@@ -554,7 +543,7 @@ func TestOnDemandSRQ(t *testing.T) {
 	}
 	first, into := pair()
 	send(first, 1)
-	eventually(t, "the first fault", func() bool { return far.mr.Stats().Faults > 0 })
+	testutil.Eventually(t, "the first fault", func() bool { return far.mr.Stats().Faults > 0 })
 	for i := range 5 {
 		a, b := pair()
 		send(a, 2)

@@ -4,11 +4,12 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 func TestFaultOrder(t *testing.T) {
@@ -174,16 +175,6 @@ func serve(ctx context.Context, q *FaultQueue) {
 	}
 }
 
-// waitFor waits until ok holds.
-func waitFor(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for start := time.Now(); !ok(); runtime.Gosched() {
-		if time.Since(start) > time.Minute {
-			t.Fatal("waited in vain until " + what)
-		}
-	}
-}
-
 // A server whose context ends just as it is woken leaves the wake-up to another
 // one, which would sleep for ever.
 func TestFaultQueueWakeupPassedOn(t *testing.T) {
@@ -194,13 +185,13 @@ func TestFaultQueueWakeupPassedOn(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		turn, end := context.WithCancel(ctx)
 		servers.Go(func() { serve(turn, &q) }) // first in line
-		waitFor(t, "one sleeps", func() bool { return q.sleepers.Load() == 1 })
+		testutil.Eventually(t, "one sleeps", func() bool { return q.sleepers.Load() == 1 })
 		servers.Go(func() { serve(ctx, &q) })
-		waitFor(t, "two sleep", func() bool { return q.sleepers.Load() == 2 })
+		testutil.Eventually(t, "two sleep", func() bool { return q.sleepers.Load() == 2 })
 		time.Sleep(10 * time.Microsecond) // announced is not yet asleep
 		q.Raise(f)
 		end()
-		waitFor(t, "the fault is served", func() bool { return !f.Waiting() })
+		testutil.Eventually(t, "the fault is served", func() bool { return !f.Waiting() })
 		cancel()
 		servers.Wait()
 	}
@@ -229,17 +220,17 @@ func TestFaultQueueWakesAllServers(t *testing.T) {
 	}
 	var faults [servers]Fault
 	for range 300 {
-		waitFor(t, "all sleep", func() bool { return q.sleepers.Load() == servers })
+		testutil.Eventually(t, "all sleep", func() bool { return q.sleepers.Load() == servers })
 		for i := range faults {
 			faults[i].Done = func(*Fault, error) {}
 			q.Raise(&faults[i])
 		}
-		waitFor(t, "all serve", func() bool { return serving.Load() == servers })
+		testutil.Eventually(t, "all serve", func() bool { return serving.Load() == servers })
 		serving.Store(0)
 		for range servers {
 			release <- struct{}{}
 		}
-		waitFor(t, "all are served", func() bool { return q.Stats().Waiting == 0 })
+		testutil.Eventually(t, "all are served", func() bool { return q.Stats().Waiting == 0 })
 	}
 	cancel()
 	all.Wait()
@@ -277,7 +268,7 @@ func TestFaultQueueNoLostWakeup(t *testing.T) {
 		q.Raise(f)
 		for spin := 0; f.Waiting(); spin++ {
 			if spin == 2000 {
-				waitFor(t, "the fault is served", func() bool { return !f.Waiting() })
+				testutil.Eventually(t, "the fault is served", func() bool { return !f.Waiting() })
 			}
 		}
 		x = x*6364136223846793005 + 1442695040888963407

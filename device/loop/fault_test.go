@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // hole maps a page of a file and then shrinks the file: what a hostile or broken VM does to us. Touching it is a
@@ -57,7 +59,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 	expect := func(what string) {
 		t.Helper()
 		want++
-		eventually(t, what+" reports its fault", func() bool { return faults.Load() == want })
+		testutil.Eventually(t, what+" reports its fault", func() bool { return faults.Load() == want })
 		ran := false
 		l.Do(func() { ran = true })
 		if !ran {

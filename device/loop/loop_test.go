@@ -10,6 +10,8 @@ import (
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -53,15 +55,6 @@ func kick(t testing.TB, fd int) {
 func drain(fd int) {
 	var b [8]byte
 	_, _ = unix.Read(fd, b[:])
-}
-
-func eventually(t testing.TB, what string, cond func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !cond(); time.Sleep(100 * time.Microsecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("waited in vain: %s", what)
-		}
-	}
 }
 
 func openFDs(t *testing.T) int {
@@ -210,7 +203,7 @@ func TestWatch(t *testing.T) {
 	}
 	for i := range int32(5) {
 		kick(t, fd)
-		eventually(t, "ready runs", func() bool { return runs.Load() == i+1 })
+		testutil.Eventually(t, "ready runs", func() bool { return runs.Load() == i+1 })
 	}
 	w.Close()
 	w.Close()
@@ -223,7 +216,7 @@ func TestWatch(t *testing.T) {
 	if _, err := l.Watch(fd, func() { drain(fd); runs.Add(1) }); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "level-triggered", func() bool { return runs.Load() == 6 })
+	testutil.Eventually(t, "level-triggered", func() bool { return runs.Load() == 6 })
 }
 
 // A handler closes another watch whose event is in the same batch, and a new watch takes the slot: neither may run
@@ -275,7 +268,7 @@ func TestWatchClosesItself(t *testing.T) {
 		}
 	})
 	kick(t, fd)
-	eventually(t, "ready runs", func() bool { return runs.Load() == 1 })
+	testutil.Eventually(t, "ready runs", func() bool { return runs.Load() == 1 })
 	l.Do(func() {})
 	if runs.Load() != 1 {
 		t.Error("ran after closing itself")
@@ -335,10 +328,10 @@ func TestPollerProtocol(t *testing.T) {
 				kick(t, fd)
 			}
 			if i%7 == 0 {
-				eventually(t, "work is seen", func() bool { return p.done.Load() == i+1 })
+				testutil.Eventually(t, "work is seen", func() bool { return p.done.Load() == i+1 })
 			}
 		}
-		eventually(t, "all work is seen", func() bool { return p.done.Load() == n })
+		testutil.Eventually(t, "all work is seen", func() bool { return p.done.Load() == n })
 		l.RemovePoller(p)
 		l.Do(func() {
 			if p.prepared != 0 {
@@ -360,13 +353,13 @@ func TestPrepareRefusesSleep(t *testing.T) {
 	refuse.Store(true)
 	p.inPrepare = refuse.Load
 	l.AddPoller(p)
-	eventually(t, "keeps going", func() bool { return l.Stats().Rounds > 100 })
+	testutil.Eventually(t, "keeps going", func() bool { return l.Stats().Rounds > 100 })
 	if s := l.Stats().Sleeps; s > 50 { // it may have slept before the poller was there
 		t.Errorf("slept %d times", s)
 	}
 	refuse.Store(false)
 	s := l.Stats().Sleeps
-	eventually(t, "sleeps", func() bool { return l.Stats().Sleeps > s })
+	testutil.Eventually(t, "sleeps", func() bool { return l.Stats().Sleeps > s })
 }
 
 // Removing pollers, hooks and watches from inside the walk over them skips nobody and runs nobody twice.
@@ -414,7 +407,7 @@ func TestIdleSleeps(t *testing.T) {
 	l := startLoop(t, Config{SpinFor: 20 * time.Microsecond})
 	l.AddPoller(&testPoller{})
 	NewMailbox(l, 4, func(int) {}, nil)
-	eventually(t, "falls asleep", func() bool { return l.sleeping.Load() == 1 })
+	testutil.Eventually(t, "falls asleep", func() bool { return l.sleeping.Load() == 1 })
 	before := l.Stats()
 	time.Sleep(50 * time.Millisecond) // not for a result: a stretch in which nothing may happen
 	if after := l.Stats(); after.Rounds > before.Rounds+1 {
@@ -445,7 +438,7 @@ func TestMailbox(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	eventually(t, "all arrive", func() bool { return released.Load() == producers*each })
+	testutil.Eventually(t, "all arrive", func() bool { return released.Load() == producers*each })
 	m.Close()
 	m.Close()
 }

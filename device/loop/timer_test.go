@@ -4,6 +4,8 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 func TestTimerBasics(t *testing.T) {
@@ -113,7 +115,7 @@ func TestTimerWakesLoop(t *testing.T) {
 	l = startLoop(t, Config{ID: 1, Clock: clock})
 	tm = l.NewTimer(func(now int64) { got <- now })
 	l.Do(func() { tm.Arm(1_000_000) })
-	eventually(t, "falls asleep", func() bool { return l.sleeping.Load() == 1 })
+	testutil.Eventually(t, "falls asleep", func() bool { return l.sleeping.Load() == 1 })
 	clock.Advance(time.Millisecond)
 	if now := <-got; now != 1_000_001 {
 		t.Errorf("fired at %d", now)

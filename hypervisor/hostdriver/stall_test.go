@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"time"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -27,15 +27,6 @@ func raise(s *translate.Space, pa translate.PA, n int) []*waiter {
 		ws[i] = w
 	}
 	return ws
-}
-
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("timeout:", what)
-		}
-	}
 }
 
 // filling counts the granules that somebody makes resident.
@@ -63,7 +54,7 @@ func TestCloseAmidFaults(t *testing.T) {
 	slot(t, d, name, 0, 64<<20)
 	release := stall(t, d.regions[0])
 	ws := append(raise(s, 0, 3*servers), raise(s, 0, 2)...)
-	eventually(t, "all servers are stuck", func() bool { return fills(b) == servers })
+	testutil.Eventually(t, "all servers are stuck", func() bool { return fills(b) == servers })
 	held := make(chan error, 1)
 	go func() {
 		_, err := d.Hold(context.Background(), 0, 1)
@@ -71,7 +62,7 @@ func TestCloseAmidFaults(t *testing.T) {
 	}()
 	closed := make(chan struct{})
 	go func() { d.Close(); close(closed) }()
-	eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
+	testutil.Eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
 	select {
 	case <-closed:
 		t.Fatal("unmapped while the kernel fills it")
@@ -106,10 +97,10 @@ func TestRemoveAmidFaults(t *testing.T) {
 	r := d.regions[0]
 	release := stall(t, r)
 	ws := raise(s, 0, servers-1)
-	eventually(t, "servers are stuck", func() bool { return fills(b) == servers-1 })
+	testutil.Eventually(t, "servers are stuck", func() bool { return fills(b) == servers-1 })
 	removed := make(chan error, 1)
 	go func() { removed <- d.RemoveSlot(0, 8<<20, 0x7f0000000000) }()
-	eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
+	testutil.Eventually(t, "slot is withdrawn", func() bool { return !s.Contains(0, 1) })
 	if err := fetch(testContext(t), s, 8<<20, 1<<20); err != nil {
 		t.Error("a fault in another slot:", err)
 	}
@@ -145,7 +136,7 @@ func TestFaultsOfOthers(t *testing.T) {
 	release := stall(t, stuck.regions[0])
 	defer release()
 	ws := raise(stuckS, 0, 500)
-	eventually(t, "servers are stuck", func() bool { return fills(stuckB) == servers })
+	testutil.Eventually(t, "servers are stuck", func() bool { return fills(stuckB) == servers })
 	d, s := newDriver(t, Options{Budget: NewBudget(MinBudget)})
 	slot(t, d, "vnicd-test-others", 0, 64<<20)
 	ctx := testContext(t)
@@ -182,7 +173,7 @@ func TestSameGranule(t *testing.T) {
 	for range 100 {
 		ws = append(ws, raise(s, 1<<20, 1)...)
 	}
-	eventually(t, "one server is stuck", func() bool { return fills(b) == 1 })
+	testutil.Eventually(t, "one server is stuck", func() bool { return fills(b) == 1 })
 	cancel()
 	if err := <-gone; !errors.Is(err, context.Canceled) {
 		t.Error(err)

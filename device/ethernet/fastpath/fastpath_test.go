@@ -13,6 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 )
@@ -83,7 +84,7 @@ func (h *host) short() uint64 { return h.vt.Status().ShortPath.Frames }
 func (l *shortLab) carry(why string) {
 	l.t.Helper()
 	const size = 8 << 20
-	nstest.Eventually(l.t, "the short path is taken "+why, func() bool {
+	testutil.Eventually(l.t, "the short path is taken "+why, func() bool {
 		short, all := [2]uint64{l.ha.short(), l.hb.short()}, l.frames()
 		transfer(l.t, l.a, l.b, "10.0.0.2:7000", size)
 		now := l.frames()
@@ -210,7 +211,7 @@ func TestShortPathLeft(t *testing.T) {
 	if err := l.ha.tap.Close(); err != nil {
 		t.Fatal(err)
 	}
-	nstest.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
+	testutil.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
 }
 
 // A port with a rate keeps to the switch, which keeps the rate.

@@ -16,6 +16,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -67,13 +68,13 @@ func (zeroes) Read(b []byte) (int, error) {
 func (s *stream) goesOn(t *testing.T, what string, n int64) {
 	t.Helper()
 	before := s.arrived.Load()
-	nstest.Eventually(t, "the stream goes on "+what, func() bool { return s.arrived.Load()-before >= n })
+	testutil.Eventually(t, "the stream goes on "+what, func() bool { return s.arrived.Load()-before >= n })
 }
 
 // still waits until a host carries nothing by the short path.
 func (h *host) still(t *testing.T, why string) {
 	t.Helper()
-	nstest.Eventually(t, "nothing goes by the short path: "+why, func() bool {
+	testutil.Eventually(t, "nothing goes by the short path: "+why, func() bool {
 		before := h.short()
 		time.Sleep(50 * time.Millisecond)
 		return h.short() == before
@@ -82,7 +83,7 @@ func (h *host) still(t *testing.T, why string) {
 
 func (h *host) carries(t *testing.T, when string) {
 	t.Helper()
-	nstest.Eventually(t, "the short path is taken "+when, func() bool {
+	testutil.Eventually(t, "the short path is taken "+when, func() bool {
 		before := h.short()
 		time.Sleep(50 * time.Millisecond)
 		return h.short() > before+10
@@ -117,19 +118,19 @@ func TestShortPathHeedsKernel(t *testing.T) {
 		l.ha.carries(t, "before "+x.what)
 		x.do()
 		if x.flows {
-			nstest.Eventually(t, "the stream goes on past the short path", func() bool {
+			testutil.Eventually(t, "the stream goes on past the short path", func() bool {
 				before := l.ha.short()
 				s.goesOn(t, x.what, 4<<20)
 				return l.ha.short() == before
 			})
 		} else {
 			// What is on its way may still arrive.
-			nstest.Eventually(t, "the stream stops: "+x.what, func() bool {
+			testutil.Eventually(t, "the stream stops: "+x.what, func() bool {
 				before := s.arrived.Load()
 				time.Sleep(50 * time.Millisecond)
 				return s.arrived.Load() == before
 			})
-			nstest.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
+			testutil.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
 			// The switch sees frames of TCP all the same, and offers them.
 			l.a.Do(func() {
 				if c, err := net.DialTimeout("tcp", "10.0.0.2:7000", 300*time.Millisecond); err == nil {
@@ -153,7 +154,7 @@ func TestShortPathHeedsKernel(t *testing.T) {
 	c := nstest.New(t, "c")
 	l.a.IP("link", "set", "tap0", "netns", c.Name)
 	l.a.IP("link", "add", "other", "index", fmt.Sprint(l.ha.tap.Index()), "type", "bridge")
-	nstest.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
+	testutil.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
 	c.IP("link", "set", "tap0", "up")
 	c.Addr("tap0", "10.0.0.1/24")
 	transfer(t, c, l.b, "10.0.0.2:7001", 8<<20)
@@ -174,7 +175,7 @@ func TestShortPathHeedsFirewall(t *testing.T) {
 	l.hb.carries(t, "at first")
 	l.b.MustExec("nft",
 		"add table inet f; add chain inet f in { type filter hook input priority 0; }; add rule inet f in udp dport 4789 drop")
-	nstest.Eventually(t, "the stream stops", func() bool {
+	testutil.Eventually(t, "the stream stops", func() bool {
 		before := s.arrived.Load()
 		time.Sleep(100 * time.Millisecond)
 		return s.arrived.Load() == before
@@ -294,12 +295,12 @@ func TestShortPathForged(t *testing.T) {
 	am, bm := h[0].tap.MAC(), h[1].tap.MAC()
 	// Whoever can send from a's address can send as a: the tunnel is no better than the underlay (SECURITY). It shows that
 	// others would come, too.
-	nstest.Eventually(t, "what is right in everything arrives", func() bool {
+	testutil.Eventually(t, "what is right in everything arrives", func() bool {
 		forge('9', 1, 4711, bm, am)
 		look()
 		return marks["9"]
 	})
-	nstest.Eventually(t, "the others are counted", func() bool { // some may find a full socket
+	testutil.Eventually(t, "the others are counted", func() bool { // some may find a full socket
 		forge('1', 3, 4711, bm, am) // from its own address: no peer of this network
 		forge('2', 3, 4712, bm, am) // in the network whose peer it is
 		forge('3', 1, 4712, bm, am) // as a, in a network that a is no peer of

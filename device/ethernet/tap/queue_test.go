@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // tally counts the frames that each loop brings.
@@ -66,7 +66,7 @@ func TestQueues(t *testing.T) {
 					}
 				}
 			})
-			nstest.Eventually(t, "all frames arrive", func() bool {
+			testutil.Eventually(t, "all frames arrive", func() bool {
 				return c.loops[0].Load()+c.loops[1].Load()+c.loops[2].Load() == flows
 			})
 			for i := range loops {

@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // Traffic in both directions keeps to the port's rate: while the clock stands, as much passes as the burst is, then
@@ -40,7 +40,7 @@ func TestRate(t *testing.T) {
 	sent := func() {
 		t.Helper()
 		before := dropped()
-		nstest.Eventually(t, "the host's frames exceed the rate", func() bool {
+		testutil.Eventually(t, "the host's frames exceed the rate", func() bool {
 			for range 50 {
 				_, _ = conn.Write(datagram)
 			}

@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -218,7 +219,7 @@ func TestFrames(t *testing.T) {
 	question := held[0]
 	question.Append([]byte(arp))
 	r.loop.Do(func() { r.sink.keep = true }) // and takes the buffer that the port still has
-	nstest.Eventually(t, "a frame is lost", func() bool {
+	testutil.Eventually(t, "a frame is lost", func() bool {
 		r.loop.Do(func() { r.att.Input(r.loop, question, vswitch.Source{}) })
 		return p.Attachment().Counters.Dropped(vswitch.NoBuffer) > 0
 	})
@@ -244,7 +245,7 @@ func TestDeleted(t *testing.T) {
 	r := newRig(t)
 	p := r.open(tap.Config{Name: "host0"})
 	r.ns.IP("link", "del", "host0")
-	nstest.Eventually(t, "the loop sleeps again", func() bool {
+	testutil.Eventually(t, "the loop sleeps again", func() bool {
 		before := r.loop.Stats()
 		time.Sleep(5 * time.Millisecond)
 		return r.loop.Stats().Rounds-before.Rounds < 5

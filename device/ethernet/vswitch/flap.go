@@ -80,7 +80,7 @@ const (
 // mayFlap tells whether an address may go from one place to another.
 func (n *Network) mayFlap(key uint64, from, to value, now uint32) verdict {
 	f := &n.flaps
-	if n.cfg.NoHold {
+	if n.cfg.noHold {
 		return moveFree
 	}
 	if !f.tryLock() {
@@ -139,7 +139,7 @@ func (n *Network) moved(key uint64, from, to value, now uint32) bool {
 		s.since = now
 		n.report(s, now)
 	}
-	return s.moves >= flapMoves && !n.cfg.NoHold && s.home.place() != to.place() && n.sendHome(s, to)
+	return s.moves >= flapMoves && !n.cfg.noHold && s.home.place() != to.place() && n.sendHome(s, to)
 }
 
 // homeless tells whether an address' home has ceased to be, or has been silent for the ageing time.

@@ -132,7 +132,7 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, re
 		case v.static() && !a.takesOver(v, f):
 			return a.mayMove(l, v, fresh, f)
 		case v.static(): // who set it judges whether it flaps
-			if !n.cfg.NoHold && n.echoes.echo(f, now) {
+			if !n.cfg.noHold && n.echoes.echo(f, now) {
 				a.looped(l, now)
 				return false
 			}
@@ -142,7 +142,7 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, re
 			return false
 		case !a.learns():
 			return true
-		case !n.cfg.NoHold && n.echoes.echo(f, now):
+		case !n.cfg.noHold && n.echoes.echo(f, now):
 			a.looped(l, now)
 			return false
 		default:

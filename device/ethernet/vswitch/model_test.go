@@ -26,7 +26,7 @@ func TestTableModel(t *testing.T) {
 		seen   int64
 	}
 	const age = 20
-	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 4096, MaxPortEntries: 4096, NoHold: true})
+	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 4096, MaxPortEntries: 4096, noHold: true})
 	model := map[Address]entry{}
 	rng := rand.New(rand.NewPCG(5, 6))
 	var ports []*recPort

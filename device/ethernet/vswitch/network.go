@@ -78,9 +78,9 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
-	// NoHold lets addresses that flap go on doing so, and frames that come back pass; else they stay where they were
-	// first.
-	NoHold bool
+	// noHold disables the detection of loops outside, for tests of models that know none: flapping addresses move
+	// freely, and frames that return pass.
+	noHold bool
 	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
 	MaxNeighbours int
 	// Pool gives buffers for what the switch says itself: answers to ARP and neighbour solicitations, and ICMP errors for

@@ -27,7 +27,7 @@ func (b *bench) send(a *Attachment, f []byte, p *Path) {
 // that moment.
 func TestPathModel(t *testing.T) {
 	const age = 30
-	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 512, MaxPortEntries: 512, NoHold: true, Storm: Unlimited})
+	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 512, MaxPortEntries: 512, noHold: true, Storm: Unlimited})
 	rng := rand.New(rand.NewPCG(1, 2))
 	vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1000)}, Hairpin: true})
 	var ports []*recPort

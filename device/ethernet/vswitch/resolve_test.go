@@ -432,7 +432,7 @@ func parseVID(f []byte) uint16 { h := parse(f); return h.vid() }
 func TestNeighbourModel(t *testing.T) {
 	const age, limit = 20, 40
 	c := withPool(t)
-	c.Age, c.MaxNeighbours, c.NoHold = age*time.Second, 4*limit, true
+	c.Age, c.MaxNeighbours, c.noHold = age*time.Second, 4*limit, true
 	b := newBench(t, c)
 	type key struct {
 		ip   netip.Addr

@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
-	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // holePort copies every frame into memory that is gone, as a VM's device would whose memory file has shrunk.
@@ -81,7 +81,7 @@ func TestFaultInOneVM(t *testing.T) {
 		r.send(r.remote, datagram(8, 100, macs(dst, 2, ip4(0, 1, 2, protoUDP, uint16(i), 8))))
 	}
 	close(gate)
-	nstest.Eventually(t, "all faults are reported", func() bool { return hole.faults.Load() == n/3 })
+	testutil.Eventually(t, "all faults are reported", func() bool { return hole.faults.Load() == n/3 })
 	for i := range n {
 		if i%3 == 0 {
 			continue

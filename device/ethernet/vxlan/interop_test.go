@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 )
@@ -294,7 +295,7 @@ func TestLoopedBridge(t *testing.T) {
 	start := time.Now()
 	// A broadcast each; nobody needs to answer.
 	_, _ = a.Exec("ping", "-c3", "-i0.1", "-W1", "-b", "10.0.0.255")
-	nstest.Eventually(t, "the loop is noticed", func() bool { return h.net.Status().Drops[vswitch.Looped.String()] > 0 })
+	testutil.Eventually(t, "the loop is noticed", func() bool { return h.net.Status().Drops[vswitch.Looped.String()] > 0 })
 	st, took := h.net.Status(), time.Since(start)
 	var floods uint64
 	for _, p := range st.Ports {
@@ -374,7 +375,7 @@ func TestTwoTenants(t *testing.T) {
 }
 
 func waitListen(t *testing.T, ns *nstest.NS, port int) {
-	nstest.Eventually(t, "iperf3 listens", func() bool {
+	testutil.Eventually(t, "iperf3 listens", func() bool {
 		out, _ := ns.Exec("ss", "-Hltn", "sport", "=", fmt.Sprint(port))
 		return out != ""
 	})
@@ -397,7 +398,7 @@ type iperf struct {
 // some versions make no exit status of an error.
 func runIperf(t *testing.T, from *nstest.NS, to string, args ...string) (r iperf) {
 	t.Helper()
-	nstest.Eventually(t, "iperf3 reaches its server", func() bool {
+	testutil.Eventually(t, "iperf3 reaches its server", func() bool {
 		out, status := from.Exec("iperf3", append([]string{"-c", to, "-J"}, args...)...)
 		r = iperf{}
 		if err := json.Unmarshal([]byte(out), &r); err != nil {

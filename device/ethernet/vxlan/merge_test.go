@@ -15,7 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/wire"
-	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // tcp4 is a segment of a connection that is told by its source port, from one MAC to another, sums right.
@@ -224,7 +224,7 @@ func TestReceiveSeveralHostile(t *testing.T) {
 				t.Errorf("%s: %x arrived", c.name, f)
 			}
 		}
-		nstest.Eventually(t, c.name+" is counted", func() bool { return r.vt.Counters.Dropped(c.why) == before+c.drops })
+		testutil.Eventually(t, c.name+" is counted", func() bool { return r.vt.Counters.Dropped(c.why) == before+c.drops })
 		r.send(r.remote, d(100))
 		if f := <-r.sink.frames; f != string(good) {
 			t.Errorf("%s: %x arrived next", c.name, f)
@@ -370,7 +370,7 @@ func TestFaultInMessage(t *testing.T) {
 			t.Fatalf("got %x", f)
 		}
 	}
-	nstest.Eventually(t, "all faults are reported", func() bool { return hole.faults.Load() == hole.tried.Load() })
+	testutil.Eventually(t, "all faults are reported", func() bool { return hole.faults.Load() == hole.tried.Load() })
 	if want := int32(rounds/2 + rounds/2*n/3); hole.tried.Load() != want {
 		t.Errorf("%d frames went to the hole, want %d", hole.tried.Load(), want)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 )
@@ -216,7 +217,7 @@ func datagrams(t *testing.T, from, to *nstest.NS) {
 			t.Fatal(err)
 		}
 		got := make([]byte, 1<<16)
-		nstest.Eventually(t, "all datagrams of one frame arrive", func() bool {
+		testutil.Eventually(t, "all datagrams of one frame arrive", func() bool {
 			if _, err := client.Write(data); err != nil {
 				t.Fatal(err)
 			}
@@ -263,19 +264,19 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	waitListen(t, b, 5201)
 	a.Start("iperf3", "-c", "10.0.0.2", "-t", "15")
 	sent := func() uint64 { return h.tapTotals().InBytes }
-	nstest.Eventually(t, "the transfer runs", func() bool { return sent() > 4<<20 })
+	testutil.Eventually(t, "the transfer runs", func() bool { return sent() > 4<<20 })
 	a.IP("link", "set", "under", "mtu", "1300")
-	nstest.Eventually(t, "the network follows", func() bool { return h.net.MTU() == 1250 })
+	testutil.Eventually(t, "the network follows", func() bool { return h.net.MTU() == 1250 })
 	arrived := func() uint64 { return h.vt.Status().OutBytes }
 	before := arrived()
-	nstest.Eventually(t, "the transfer goes on", func() bool { return arrived() > before+4<<20 })
+	testutil.Eventually(t, "the transfer goes on", func() bool { return arrived() > before+4<<20 })
 	// Who captures sees each datagram as it is on the wire.
 	var m monitor
 	if err := h.vt.SetMonitor(&m); err != nil {
 		t.Fatal(err)
 	}
 	before = sent()
-	nstest.Eventually(t, "the transfer still goes on", func() bool { return sent() > before+4<<20 })
+	testutil.Eventually(t, "the transfer still goes on", func() bool { return sent() > before+4<<20 })
 	h.vt.RemoveMonitor()
 	if m.frames.Load() < 1000 || m.largest.Load() > 1250+header.EthernetLen {
 		t.Errorf("%d datagrams seen, inner frames of up to %d bytes", m.frames.Load(), m.largest.Load())

@@ -11,6 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -32,7 +33,7 @@ func TestPathMTU(t *testing.T) {
 		}
 		becomes := func(what string, first, next int) {
 			t.Helper()
-			nstest.Eventually(t, what, func() bool { return r.net.MTU() == first-over && second.MTU() == next-over })
+			testutil.Eventually(t, what, func() bool { return r.net.MTU() == first-over && second.MTU() == next-over })
 		}
 		becomes("the interface's", 1500, 1500)
 		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
@@ -169,13 +170,13 @@ func TestPathMTUDiscovery(t *testing.T) {
 		vt.mu.Lock()
 		unlock := sync.OnceFunc(vt.mu.Unlock)
 		defer unlock()
-		nstest.Eventually(t, "what is too big is counted", func() bool {
+		testutil.Eventually(t, "what is too big is counted", func() bool {
 			send()
 			return vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) > 0
 		})
 		unlock()
 		var mtu int
-		nstest.Eventually(t, "the sender is told", func() bool {
+		testutil.Eventually(t, "the sender is told", func() bool {
 			send()
 			select {
 			case s := <-got.frames:
@@ -191,7 +192,7 @@ func TestPathMTUDiscovery(t *testing.T) {
 		if mtu != 1400-over {
 			t.Errorf("told %d, want %d", mtu, 1400-over)
 		}
-		nstest.Eventually(t, "the network's MTU follows", func() bool { return n.MTU() == 1400-over })
+		testutil.Eventually(t, "the network's MTU follows", func() bool { return n.MTU() == 1400-over })
 	}
 }
 
@@ -218,7 +219,7 @@ func TestRefused(t *testing.T) {
 		{From: netip.MustParseAddr(remoteIP), VNI: 77, Reason: "unknown-vni", Count: 1}:      true,
 		{From: netip.MustParseAddr(remoteIP), VNI: 0, Reason: "bad-header", Count: 1}:        true,
 	}
-	nstest.Eventually(t, "three are named", func() bool {
+	testutil.Eventually(t, "three are named", func() bool {
 		left := len(want)
 		for _, x := range r.vt.Status().Refused {
 			x.Ago = 0
@@ -228,7 +229,7 @@ func TestRefused(t *testing.T) {
 		}
 		return left == 0
 	})
-	nstest.Eventually(t, "the wrong port is counted", func() bool { return r.vt.Status().Drops[WrongPort] == 1 })
+	testutil.Eventually(t, "the wrong port is counted", func() bool { return r.vt.Status().Drops[WrongPort] == 1 })
 	select {
 	case f := <-r.sink.frames:
 		t.Errorf("%x arrived", f)
@@ -254,7 +255,7 @@ func TestSocketOverflow(t *testing.T) {
 		l.Post(func() { <-gate })
 	}
 	p := datagram(8, 100, append(macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8)), make([]byte, 1300)...))
-	nstest.Eventually(t, "the socket's buffer overflows", func() bool {
+	testutil.Eventually(t, "the socket's buffer overflows", func() bool {
 		for range 500 {
 			r.send(r.remote, p)
 		}

@@ -11,6 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -36,7 +37,7 @@ func newOpenVSwitch(t *testing.T, ns *nstest.NS) *openVSwitch {
 	env := []string{"env", "OVS_RUNDIR=" + dir, "OVS_LOGDIR=" + dir, "OVS_DBDIR=" + dir}
 	ns.Start(env[0], append(env[1:], "ovsdb-server", db, "--remote=p"+sock, "--no-chdir", "--unixctl="+
 		filepath.Join(dir, "db.ctl"))...)
-	nstest.Eventually(t, "the OVS database answers", func() bool {
+	testutil.Eventually(t, "the OVS database answers", func() bool {
 		_, err := ns.Exec("ovs-vsctl", "--timeout=5", "--no-wait", "--db="+sock, "init")
 		return err == nil
 	})

@@ -15,10 +15,6 @@ import (
 // NetworkOption adjusts one network of a VTEP.
 type NetworkOption func(*port)
 
-// LearnPeers accepts frames from hosts that are not configured, and makes them peers from then on: for underlays whose
-// hosts are all trusted.
-func LearnPeers() NetworkOption { return func(p *port) { p.learn.Store(true) } }
-
 // MaxPeers bounds the peers of the network, configured and learnt; the default is DefaultMaxPeers.
 func MaxPeers(n int) NetworkOption { return func(p *port) { p.maxPeers = n } }
 

@@ -11,6 +11,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/tap"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -30,7 +31,7 @@ func tagged(t *testing.T, h *host, ours, theirs int, number byte) {
 		from, to := ends[i%2], ends[1-i%2]
 		for _, tags := range vlanTags {
 			f := to.mac + from.mac + tags + "\x88\xb5" + strings.Repeat(string(rune('a'+i)), h.net.MTU()-len(tags))
-			nstest.Eventually(t, fmt.Sprintf("frame %d with tags %x arrives", i, tags), func() bool {
+			testutil.Eventually(t, fmt.Sprintf("frame %d with tags %x arrives", i, tags), func() bool {
 				if _, err := unix.Write(from.socket, []byte(f)); err != nil {
 					t.Fatal(err)
 				}

@@ -18,6 +18,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
@@ -217,7 +218,7 @@ func TestReceiveChecks(t *testing.T) {
 	} {
 		before := c.count(c.why)
 		r.send(c.from, c.p)
-		nstest.Eventually(t, fmt.Sprintf("case %d is counted as %v", i, c.why),
+		testutil.Eventually(t, fmt.Sprintf("case %d is counted as %v", i, c.why),
 			func() bool { return c.count(c.why) == before+1 })
 		r.send(r.remote, datagram(8, 100, good))
 		if f := <-r.sink.frames; f != string(good) {
@@ -232,7 +233,10 @@ func TestReceiveChecks(t *testing.T) {
 
 // With learning, a stranger becomes a peer, within the limit, and gets floods from then on.
 func TestLearnPeers(t *testing.T) {
-	r := newRig(t, Config{}, nil, LearnPeers(), MaxPeers(1))
+	r := newRig(t, Config{}, nil, MaxPeers(1))
+	if err := r.vt.SetLearnPeers(100, true); err != nil {
+		t.Fatal(err)
+	}
 	stranger := r.socket("192.0.2.3:4789")
 	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
@@ -242,7 +246,7 @@ func TestLearnPeers(t *testing.T) {
 	r.send(r.remote, datagram(8, 100, good))
 	<-r.sink.frames
 	r.send(stranger, datagram(8, 100, good))
-	nstest.Eventually(t, "second stranger is refused",
+	testutil.Eventually(t, "second stranger is refused",
 		func() bool { return r.vt.Attachment(100).Counters.Dropped(vswitch.UnknownPeer) == 1 })
 	st := r.vt.Status()
 	if len(st.Networks) != 1 || len(st.Networks[0].Peers) != 1 || !st.Networks[0].Peers[0].Learnt ||
@@ -351,7 +355,7 @@ func TestUnderlayTooBig(t *testing.T) {
 			}
 		}
 		// The last one is counted after the last small one has arrived.
-		nstest.Eventually(t, fmt.Sprint("counted as too big: ", want), func() bool {
+		testutil.Eventually(t, fmt.Sprint("counted as too big: ", want), func() bool {
 			return r.vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) == want
 		})
 		if err := r.vt.RefreshMTU(); err != nil || r.net.MTU() != map[bool]int{false: 1350, true: 1330}[v6] {
@@ -402,7 +406,7 @@ func TestReceiveWithoutBuffers(t *testing.T) {
 	for range 5 {
 		r.send(r.remote, datagram(8, 100, good))
 	}
-	nstest.Eventually(t, "five are counted", func() bool { return r.vt.Counters.Dropped(vswitch.NoBuffer) == 5 })
+	testutil.Eventually(t, "five are counted", func() bool { return r.vt.Counters.Dropped(vswitch.NoBuffer) == 5 })
 	for _, b := range held {
 		b.Free()
 	}
@@ -583,7 +587,7 @@ func TestPeerChurn(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	nstest.Eventually(t, "frames arrive again", func() bool {
+	testutil.Eventually(t, "frames arrive again", func() bool {
 		r.send(r.remote, datagram(8, 100, good))
 		select {
 		case <-r.sink.frames:

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -92,24 +93,15 @@ func TestBudget(t *testing.T) {
 		}
 	}
 	for _, h := range s.hosts {
-		eventually(t, "the device is idle", func() bool {
+		testutil.Eventually(t, "the device is idle", func() bool {
 			st := h.dev.Describe()
 			return !st.Connected && st.Faults.Parked == 0
 		})
 		// What the guests had is neither held nor resident any more.
-		eventually(t, "its memory is given back", func() bool {
+		testutil.Eventually(t, "its memory is given back", func() bool {
 			m := h.budget.Status()
 			return m.Held == 0 && m.Resident == 0
 		})
-	}
-}
-
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !cond(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("gave up waiting until %s", what)
-		}
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
@@ -374,17 +375,6 @@ func (s *site) raw(i int) (*frontend.Device, *frontend.Memory) {
 	return d, mem
 }
 
-func waitFor(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	deadline := time.Now().Add(patience)
-	for !cond() {
-		if time.Now().After(deadline) {
-			t.Fatalf("gave up waiting for %s", what)
-		}
-		time.Sleep(200 * time.Microsecond)
-	}
-}
-
 // Chains that make no command break the command queue and nothing more: the
 // device goes down cleanly, and the next front end is served.
 func TestHostileCommandChains(t *testing.T) {
@@ -401,7 +391,7 @@ func TestHostileCommandChains(t *testing.T) {
 		}
 		q.Kick()
 		ok := false
-		waitFor(t, "an answer", func() bool {
+		testutil.Eventually(t, "an answer", func() bool {
 			_, n, got, err := q.Get()
 			ok = n == 16
 			return got || err != nil
@@ -427,11 +417,11 @@ func TestHostileCommandChains(t *testing.T) {
 			if err := q.Add(7, c.out, c.in); err == nil {
 				q.Kick()
 			}
-			waitFor(t, "the one PD", func() bool { return s.hosts[0].dev.Describe().PDs == 1 })
+			testutil.Eventually(t, "the one PD", func() bool { return s.hosts[0].dev.Describe().PDs == 1 })
 			if err := d.Close(); err != nil {
 				t.Error(err)
 			}
-			waitFor(t, "the disconnect", func() bool { return !s.hosts[0].dev.Describe().Connected })
+			testutil.Eventually(t, "the disconnect", func() bool { return !s.hosts[0].dev.Describe().Connected })
 		})
 	}
 	c := s.open(0)
@@ -458,7 +448,7 @@ func TestQueueRestarts(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	waitFor(t, "the device to be up", s.hosts[0].dev.Up)
+	testutil.Eventually(t, "the device to be up", s.hosts[0].dev.Up)
 	if err := d.Close(); err != nil {
 		t.Error(err)
 	}

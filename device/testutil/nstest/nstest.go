@@ -16,6 +16,8 @@ import (
 
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 var serial atomic.Int32
@@ -144,7 +146,7 @@ func (ns *NS) Do(f func()) {
 // late: a loaded machine is slow, and may lose one to a full buffer. opts are extra options, such as a size.
 func (ns *NS) Ping(addr string, opts ...string) {
 	ns.tb.Helper()
-	Eventually(ns.tb, addr+" answers "+ns.Name, func() bool {
+	testutil.Eventually(ns.tb, addr+" answers "+ns.Name, func() bool {
 		_, err := ns.Exec("ping", "-c1", "-W1", addr)
 		return err == nil
 	})
@@ -159,18 +161,6 @@ func (ns *NS) Ping(addr string, opts ...string) {
 	}
 	if got < 8 {
 		ns.tb.Fatalf("%s: ping %s:\n%s", ns.Name, addr, out)
-	}
-}
-
-// Eventually waits until cond holds, with a generous limit.
-func Eventually(tb testing.TB, what string, cond func() bool) {
-	tb.Helper()
-	deadline := time.Now().Add(20 * time.Second)
-	for !cond() {
-		if time.Now().After(deadline) {
-			tb.Fatalf("waited 20 s in vain: %s", what)
-		}
-		time.Sleep(2 * time.Millisecond)
 	}
 }
 

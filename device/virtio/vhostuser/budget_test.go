@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -70,5 +71,5 @@ func TestRingsAreHeld(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, "nothing is resident", func() bool { return budget.Status().Resident == 0 })
+	testutil.Eventually(t, "nothing is resident", func() bool { return budget.Status().Resident == 0 })
 }

@@ -4,6 +4,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 	"github.com/vnicd/vnicd/translate"
@@ -43,5 +44,5 @@ func TestGVMBinding(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, "the binding ends with the connection", func() bool { return vms.Spaces(gvmi) == nil })
+	testutil.Eventually(t, "the binding ends with the connection", func() bool { return vms.Spaces(gvmi) == nil })
 }

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
@@ -159,7 +160,7 @@ func TestViolations(t *testing.T) {
 				t.Fatalf("connection answers %x, %v", b, err)
 			}
 			dev.wait(t, "disconnect", func() bool { return slices.Contains(dev.log, "disconnected") })
-			waitFor(t, "log line", func() bool { return strings.Contains(log.String(), tc.want) })
+			testutil.Eventually(t, "log line", func() bool { return strings.Contains(log.String(), tc.want) })
 			if t.Failed() {
 				t.Log(log.String())
 			}
@@ -167,18 +168,6 @@ func TestViolations(t *testing.T) {
 	}
 	d := open(t, frontend.Config{Path: path, Memory: m})
 	roundTrip(t, d, m, 2, "still alive")
-}
-
-// waitFor polls: for conditions that no channel announces.
-func waitFor(t testing.TB, what string, cond func() bool) {
-	t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
-	for !cond() {
-		if time.Now().After(deadline) {
-			t.Fatalf("timeout waiting for %s", what)
-		}
-		time.Sleep(time.Millisecond)
-	}
 }
 
 // TestAcknowledgedRefusals: with REPLY_ACK the front end hears of refusals and
@@ -494,5 +483,5 @@ func TestPollingFrontEnd(t *testing.T) {
 	if err := c.SetVringKick(0, -1); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, "the chain", q.Pending)
+	testutil.Eventually(t, "the chain", q.Pending)
 }

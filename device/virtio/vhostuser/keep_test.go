@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
@@ -159,7 +160,7 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "nothing is kept of a front end that has gone", func() bool { return len(s.names()) == 0 })
+	testutil.Eventually(t, "nothing is kept of a front end that has gone", func() bool { return len(s.names()) == 0 })
 }
 
 // What the front end said while no process ran goes before the notice; a driver that
@@ -210,16 +211,7 @@ func TestKeptInParts(t *testing.T) {
 			case <-testContext(t).Done():
 				t.Fatal("the front end waits for ever")
 			}
-			eventually(t, "nothing is kept", func() bool { return len(s.names()) == 0 })
+			testutil.Eventually(t, "nothing is kept", func() bool { return len(s.names()) == 0 })
 		})
-	}
-}
-
-func eventually(t *testing.T, what string, cond func() bool) {
-	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !cond(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("waited in vain: %s", what)
-		}
 	}
 }

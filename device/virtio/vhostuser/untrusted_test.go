@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
@@ -93,7 +94,7 @@ func TestUntrusted(t *testing.T) {
 					t.Fatalf("region %d: %v", i, err)
 				}
 			}
-			waitFor(t, "log line", func() bool { return strings.Contains(log.String(), tc.want) })
+			testutil.Eventually(t, "log line", func() bool { return strings.Contains(log.String(), tc.want) })
 			_ = c.Close()
 			dev.wait(t, "disconnect", func() bool { return len(dev.log) > 0 && dev.log[len(dev.log)-1] == "disconnected" })
 		})

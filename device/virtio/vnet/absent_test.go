@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -107,7 +108,7 @@ func (g *rawGuest) withdraw(n int) {
 func (g *rawGuest) serve(n int, write bool, err error) {
 	g.t.Helper()
 	var f *translate.Fault
-	waitFor(g.t, "a host fault", func() bool { f = g.space.Faults().TryNext(); return f != nil })
+	testutil.Eventually(g.t, "a host fault", func() bool { f = g.space.Faults().TryNext(); return f != nil })
 	if pa := translate.PA(rawBuf + n*page); f.Miss.Kind != translate.HostFault || f.Miss.PA&^(page-1) != pa ||
 		f.Write != write {
 		g.t.Errorf("fault %v, write %v; expected page %v, write %v", f.Miss.Err(), f.Write, pa, write)
@@ -142,7 +143,7 @@ func absentBuffers(t *testing.T, h *host) {
 	}
 	check := func(idx uint16) {
 		t.Helper()
-		waitFor(t, "the frame", func() bool { return gb.used(0) > idx })
+		testutil.Eventually(t, "the frame", func() bool { return gb.used(0) > idx })
 		if got := gb.buf(int(idx))[headerLen:][:200]; !bytes.Equal(got, fr(int(idx))) {
 			t.Errorf("frame %d: %x", idx, got[:20])
 		}
@@ -156,7 +157,7 @@ func absentBuffers(t *testing.T, h *host) {
 	send(1, fr(1))
 	send(2, fr(2))
 	otherFrame := buildFrame(other.mac, other.mac, 60, 9)
-	waitFor(t, "the fault", func() bool { return ga.space.Faults().Stats().Waiting == 1 })
+	testutil.Eventually(t, "the fault", func() bool { return ga.space.Faults().Stats().Waiting == 1 })
 	if n := ga.used(1); n != 1 {
 		t.Errorf("%d chains returned, expected 1", n)
 	}
@@ -166,7 +167,7 @@ func absentBuffers(t *testing.T, h *host) {
 	gb.serve(1, true, nil)
 	check(1)
 	check(2)
-	waitFor(t, "chains", func() bool { return ga.used(1) == 3 })
+	testutil.Eventually(t, "chains", func() bool { return ga.used(1) == 3 })
 	other.send(0, otherFrame)
 
 	// A page that cannot be had costs the frame that needed it, and no more.
@@ -174,14 +175,14 @@ func absentBuffers(t *testing.T, h *host) {
 	copy(ga.buf(3), append(make([]byte, headerLen), fr(3)...))
 	send(3, fr(3))
 	ga.serve(3, false, errors.New("no memory"))
-	waitFor(t, "the chain", func() bool { return ga.used(1) == 4 })
+	testutil.Eventually(t, "the chain", func() bool { return ga.used(1) == 4 })
 	if n := a.dropped(vswitch.Unreachable); n != 1 {
 		t.Errorf("%d frames unreachable, expected 1", n)
 	}
 	gb.withdraw(3)
 	send(4, fr(4))
 	gb.serve(3, true, errors.New("no memory"))
-	waitFor(t, "the drop", func() bool { return b.dropped(vswitch.Unreachable) == 1 })
+	testutil.Eventually(t, "the drop", func() bool { return b.dropped(vswitch.Unreachable) == 1 })
 	if n := gb.used(0); n != 3 {
 		t.Errorf("%d buffers returned, expected 3", n)
 	}
@@ -206,7 +207,7 @@ func absentReceiveIsBounded(t *testing.T, h *host) {
 			a.port.InputNet(h.loops[0], buf)
 		})
 	}
-	waitFor(t, "drops", func() bool { return b.dropped(vswitch.QueueFull) == sent-heldFrames })
+	testutil.Eventually(t, "drops", func() bool { return b.dropped(vswitch.QueueFull) == sent-heldFrames })
 	if n := h.pool.InUse(); n != heldFrames {
 		t.Errorf("%d buffers in use, expected %d", n, heldFrames)
 	}
@@ -234,7 +235,7 @@ func absentRingIsBroken(t *testing.T, h *host) {
 	}
 	h.loops[0].Wake()
 	faults := 0
-	waitFor(t, "the queue's end", func() bool {
+	testutil.Eventually(t, "the queue's end", func() bool {
 		if f := g.space.Faults().TryNext(); f != nil {
 			faults++
 			g.space.Faults().Finish(f, errors.New("no memory"))

@@ -330,14 +330,3 @@ func buildFrame(dst, src vswitch.MAC, n int, fill byte) []byte {
 }
 
 func (v *vm) dropped(r vswitch.Reason) uint64 { return v.port.Attachment().Counters.Dropped(r) }
-
-func waitFor(t testing.TB, what string, cond func() bool) {
-	t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
-	for !cond() {
-		if time.Now().After(deadline) {
-			t.Fatalf("timeout waiting for %s", what)
-		}
-		time.Sleep(time.Millisecond)
-	}
-}

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // TestWakesFromSleep: each frame is sent when the loops are asleep, or just
@@ -21,7 +23,7 @@ func TestWakesFromSleep(t *testing.T) {
 					if i%3 == 0 {
 						before := h.loops[1].Stats().Sleeps
 						h.loops[1].Wake()
-						waitFor(t, "sleep", func() bool { return h.loops[1].Stats().Sleeps > before })
+						testutil.Eventually(t, "sleep", func() bool { return h.loops[1].Stats().Sleeps > before })
 					}
 					f := buildFrame(b.mac, a.mac, 100, byte(i))
 					a.send(0, f)
@@ -43,7 +45,7 @@ func idle(t *testing.T, h *host) {
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
 	a.send(0, buildFrame(b.mac, a.mac, 100, 1))
 	b.recv(0)
-	waitFor(t, "quiet", func() bool {
+	testutil.Eventually(t, "quiet", func() bool {
 		before := h.loops[0].Stats().Rounds
 		time.Sleep(100 * time.Millisecond)
 		return h.loops[0].Stats().Rounds-before <= 1

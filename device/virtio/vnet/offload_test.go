@@ -9,6 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -229,7 +230,7 @@ func TestHostileOffloads(t *testing.T) {
 	binary.LittleEndian.PutUint16(hdr[6:], 6)
 	binary.LittleEndian.PutUint16(hdr[8:], 0)
 	a.sendRaw(0, append(hdr, f...))
-	waitFor(t, "the changed source", func() bool { return a.dropped(vswitch.Spoofed) == 1 })
+	testutil.Eventually(t, "the changed source", func() bool { return a.dropped(vswitch.Spoofed) == 1 })
 }
 
 // TestOffered: without buffers for large frames only checksums are offered.

@@ -16,6 +16,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
@@ -179,7 +180,7 @@ func brokenQueues(t *testing.T, h *host) {
 			h.t = t
 			c := h.vm(3, 1).boot(0, 2000, 0)
 			tc.spoil(c)
-			waitFor(t, "broken", func() bool { return strings.Contains(c.dev.Describe().Broken, tc.want) })
+			testutil.Eventually(t, "broken", func() bool { return strings.Contains(c.dev.Describe().Broken, tc.want) })
 			f := buildFrame(b.mac, a.mac, 99, 7)
 			a.send(0, f)
 			if got := b.recv(0); !bytes.Equal(got, f) {
@@ -216,7 +217,7 @@ func TestMemoryVanishes(t *testing.T) {
 	must(t, err)
 	must(t, unix.Ftruncate(fd, 0))
 	a.send(0, buildFrame(c.mac, a.mac, 60, 0))
-	waitFor(t, "fault", func() bool { return strings.Contains(c.dev.Describe().Broken, "memory fault") })
+	testutil.Eventually(t, "fault", func() bool { return strings.Contains(c.dev.Describe().Broken, "memory fault") })
 	for i := range 5 {
 		f := buildFrame(b.mac, a.mac, 100, byte(i))
 		a.send(0, f)
@@ -226,7 +227,7 @@ func TestMemoryVanishes(t *testing.T) {
 		}
 	}
 	cl.Close()
-	waitFor(t, "teardown", func() bool { return !c.dev.Describe().Connected })
+	testutil.Eventually(t, "teardown", func() bool { return !c.dev.Describe().Connected })
 	if s := c.dev.Describe(); s.Pairs[0] != "stopped" {
 		t.Fatalf("%+v", s)
 	}
@@ -332,7 +333,7 @@ func multiqueue(t *testing.T, h *host) {
 				}
 			}
 			if !progress {
-				waitFor(t, "frames", func() bool { return b.fe.Queue(0).Pending() || b.fe.Queue(2).Pending() })
+				testutil.Eventually(t, "frames", func() bool { return b.fe.Queue(0).Pending() || b.fe.Queue(2).Pending() })
 			}
 		}
 	}
@@ -401,7 +402,7 @@ func restartUnderTraffic(t *testing.T, h *host) {
 	for arrived := false; !arrived; {
 		before := b.dropped(vswitch.QueueFull)
 		a.send(0, f)
-		waitFor(t, "frame or drop", func() bool {
+		testutil.Eventually(t, "frame or drop", func() bool {
 			got, err := b.take(0)
 			arrived = arrived || bytes.Equal(got, f)
 			return arrived || errors.Is(err, errNone) && b.dropped(vswitch.QueueFull) > before

@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/vnicd/vnicd/device/testutil/nstest"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -120,7 +120,7 @@ func TestBackend(t *testing.T) {
 			for range rounds {
 				var d *guestdrv.Device
 				var err error
-				nstest.Eventually(t, "the socket", func() bool {
+				testutil.Eventually(t, "the socket", func() bool {
 					d, err = open()
 					return !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ECONNREFUSED)
 				})
@@ -135,7 +135,7 @@ func TestBackend(t *testing.T) {
 				}
 				if rounds == 2 {
 					_ = d.Close()
-					nstest.Eventually(t, "the daemon sees the front end go", func() bool { return !connected() })
+					testutil.Eventually(t, "the daemon sees the front end go", func() bool { return !connected() })
 					continue
 				}
 				defer d.Close()
@@ -146,7 +146,7 @@ func TestBackend(t *testing.T) {
 			if err := <-ended; err != nil || log.String() != "" {
 				t.Errorf("it ended with %v: %s", err, log.String())
 			}
-			nstest.Eventually(t, "the device ends with its program", func() bool { return !connected() })
+			testutil.Eventually(t, "the device ends with its program", func() bool { return !connected() })
 			if _, err := os.Stat(path); x == "--socket-path" && err == nil {
 				t.Error("the socket is left")
 			}

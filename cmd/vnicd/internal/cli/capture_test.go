@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
@@ -57,7 +58,7 @@ func TestCapture(t *testing.T) {
 			}
 			done <- 0
 		}()
-		nstest.Eventually(t, "the capture runs", func() bool { return strings.Contains(out.String(), "capturing") })
+		testutil.Eventually(t, "the capture runs", func() bool { return strings.Contains(out.String(), "capturing") })
 		return func() string {
 			select {
 			case status := <-done:

@@ -22,6 +22,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
@@ -65,11 +66,7 @@ const fabricPatience = 90 * time.Second
 
 func (f *fabric) eventually(what string, ok func() bool) {
 	f.t.Helper()
-	for end := time.Now().Add(fabricPatience); !ok(); time.Sleep(50 * time.Millisecond) {
-		if time.Now().After(end) {
-			f.t.Fatalf("waited %v in vain: %s", fabricPatience, what)
-		}
-	}
+	testutil.Eventually(f.t, what, ok)
 }
 
 const (

@@ -22,6 +22,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
@@ -125,7 +126,7 @@ func TestUnitCapabilities(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = c.Process.Kill() }) // gone already is fine
 		go func() { ended <- c.Wait() }()
-		nstest.Eventually(t, "the daemon is ready", func() bool {
+		testutil.Eventually(t, "the daemon is ready", func() bool {
 			if len(ended) > 0 {
 				t.Fatalf("the daemon ended with %v: %s", <-ended, log.String())
 			}
@@ -175,7 +176,7 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	used := func() {
 		t.Helper()
-		nstest.Eventually(t, "the short path is taken", func() bool {
+		testutil.Eventually(t, "the short path is taken", func() bool {
 			upload(t, far, "10.0.0.2:7000", 1<<20)
 			return programs() == 1 &&
 				regexp.MustCompile(`short path on: [1-9]\d* entries, \d\d+ frames`).MatchString(l.ok("status"))
@@ -195,7 +196,7 @@ func TestUnitCapabilities(t *testing.T) {
 	used()
 	_ = c.Process.Kill()
 	<-ended
-	nstest.Eventually(t, "the programs of a daemon that was killed are gone", func() bool { return programs() == 0 })
+	testutil.Eventually(t, "the programs of a daemon that was killed are gone", func() bool { return programs() == 0 })
 	c, _, ended = serve(plus(caps))
 	used()
 	_ = c.Process.Signal(syscall.SIGTERM)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // Two speakers tell each other what is at their ports: flood lists, MACs, IP addresses; and take it back.
@@ -19,10 +20,10 @@ func TestTwo(t *testing.T) {
 	tap := b.attach("tap2")
 	b.speak(tap, hwaddr(2))
 
-	eventually(t, "flood lists", func() bool {
+	testutil.Eventually(t, "flood lists", func() bool {
 		return slices.Equal(a.peers(), []netip.Addr{vtepAddr(2)}) && slices.Equal(b.peers(), []netip.Addr{vtepAddr(1)})
 	})
-	eventually(t, "a VM's MAC and one that was learnt",
+	testutil.Eventually(t, "a VM's MAC and one that was learnt",
 		func() bool { return b.behind(hwaddr(1)) == vtepAddr(1) && a.behind(hwaddr(2)) == vtepAddr(2) })
 	if st := one.s.Status(); len(st.Sessions) != 1 || st.Sessions[0].State != "established" ||
 		st.Sessions[0].Received != 2 || st.Sessions[0].Advertised != 2 ||
@@ -33,7 +34,7 @@ func TestTwo(t *testing.T) {
 	// A network of the same VNI is the same network; others are not told of, in either direction.
 	other := one.tenant(101, NetworkConfig{})
 	other.attach("vm3", hwaddr(3))
-	eventually(t, "the foreign route is there, unused", func() bool {
+	testutil.Eventually(t, "the foreign route is there, unused", func() bool {
 		return slices.ContainsFunc(two.s.Routes(""), func(r RouteStatus) bool {
 			return r.MAC == hwaddr(3) && !r.Active && r.Why == errTarget.Error()
 		})
@@ -44,19 +45,19 @@ func TestTwo(t *testing.T) {
 
 	// The network comes later than the routes about it.
 	late := two.tenant(101, NetworkConfig{})
-	eventually(t, "routes that were there before the network",
+	testutil.Eventually(t, "routes that were there before the network",
 		func() bool { return late.behind(hwaddr(3)) == vtepAddr(1) })
 
 	// What goes is withdrawn.
 	a.net.Port("vm1").Close()
 	one.s.Retry()
-	eventually(t, "withdrawal of a MAC", func() bool { _, ok := b.net.Lookup(hwaddr(1)); return !ok })
+	testutil.Eventually(t, "withdrawal of a MAC", func() bool { _, ok := b.net.Lookup(hwaddr(1)); return !ok })
 	other.remove()
-	eventually(t, "withdrawal of a network", func() bool {
+	testutil.Eventually(t, "withdrawal of a network", func() bool {
 		return len(late.peers()) == 0 && !late.behind(hwaddr(3)).IsValid()
 	})
 	one.s.Close()
-	eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
+	testutil.Eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
 }
 
 // What appears while sessions begin is told of: gobgp has a moment between telling all and telling of changes.
@@ -87,10 +88,10 @@ func TestBeginning(t *testing.T) {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	eventually(t, "the sessions are up", func() bool { return up(one) })
+	testutil.Eventually(t, "the sessions are up", func() bool { return up(one) })
 	for n, macs := range told {
 		for _, m := range macs {
-			eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)),
+			testutil.Eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)),
 				func() bool { return a.behind(m) == vtepAddr(n) })
 		}
 	}
@@ -115,7 +116,7 @@ func TestCollision(t *testing.T) {
 	}
 	start := time.Now()
 	for _, h := range hosts {
-		eventually(t, "all sessions are up", func() bool {
+		testutil.Eventually(t, "all sessions are up", func() bool {
 			return !slices.ContainsFunc(h.s.Status().Sessions, func(s SessionStatus) bool { return s.State != "established" })
 		})
 	}
@@ -134,7 +135,7 @@ func TestMobility(t *testing.T) {
 		x.speak(map[*tenant]*vswitch.Attachment{a: at1, b: at2}[x], m)
 		for _, y := range []*tenant{a, b, c} {
 			if y != x {
-				eventually(t, fmt.Sprintf("move %d: host %d knows that it is at host %d", i, y.n, x.n),
+				testutil.Eventually(t, fmt.Sprintf("move %d: host %d knows that it is at host %d", i, y.n, x.n),
 					func() bool { return y.behind(m) == vtepAddr(x.n) })
 			}
 		}
@@ -143,6 +144,6 @@ func TestMobility(t *testing.T) {
 			t.Errorf("move %d: route %+v %v", i, r, ok)
 		}
 		old := map[*tenant]*tenant{a: b, b: a}[x]
-		eventually(t, "nothing stays at the old place", func() bool { _, ok := c.route(m, vtepAddr(old.n)); return !ok })
+		testutil.Eventually(t, "nothing stays at the old place", func() bool { _, ok := c.route(m, vtepAddr(old.n)); return !ok })
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/server"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // intruder is a BGP speaker that says what it likes, as neighbour 9 of host 1. It must be made before the host has
@@ -151,8 +152,8 @@ func TestHostileRoutes(t *testing.T) {
 		x.tell(l)
 	}
 	x.tell(truth(50)) // and one that is right
-	eventually(t, "the right one", func() bool { return blue.behind(hwaddr(50)) == vtepAddr(9) })
-	eventually(t, "reasons", func() bool {
+	testutil.Eventually(t, "the right one", func() bool { return blue.behind(hwaddr(50)) == vtepAddr(9) })
+	testutil.Eventually(t, "reasons", func() bool {
 		seen := map[string]bool{}
 		for _, r := range h.s.Routes("") {
 			if r.Active && r.Neighbour.IsValid() && r.MAC != hwaddr(50) && r.Type == "mac" {
@@ -204,7 +205,7 @@ func TestTheft(t *testing.T) {
 	l.rd, l.pref, l.seq = "192.0.2.1:100", 5000, 0
 	x.tell(l)
 	x.tell(truth(50))
-	eventually(t, "what came after it", func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
+	testutil.Eventually(t, "what came after it", func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
 	if r, ok := n.route(m, vtepAddr(9)); ok {
 		t.Errorf("another's route has the place of this host's own: %+v", r)
 	}
@@ -213,24 +214,24 @@ func TestTheft(t *testing.T) {
 		l = truth(1)
 		l.seq = 10 * (i + 1)
 		x.tell(l)
-		eventually(t, "this host claims it anew", func() bool { return said().Sequence == l.seq+1 })
+		testutil.Eventually(t, "this host claims it anew", func() bool { return said().Sequence == l.seq+1 })
 	}
 	for i := range uint32(dupMoves) {
 		l.seq = 100 + 10*i
 		x.tell(l)
-		eventually(t, "the claim is heard", func() bool {
+		testutil.Eventually(t, "the claim is heard", func() bool {
 			r, ok := n.route(m, vtepAddr(9))
 			return ok && r.Sequence == l.seq
 		})
 	}
-	eventually(t, "the duplicate is found", func() bool { return h.s.Status().Networks[0].Frozen == 1 })
+	testutil.Eventually(t, "the duplicate is found", func() bool { return h.s.Status().Networks[0].Frozen == 1 })
 	if !strings.Contains(h.log.String(), "duplicate MAC") {
 		t.Error("no log line tells of the duplicate")
 	}
 	before := said()
 	l.seq = math.MaxUint32
 	x.tell(l)
-	eventually(t, "the last claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sequence == l.seq })
+	testutil.Eventually(t, "the last claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sequence == l.seq })
 	if after := said(); after != before {
 		t.Errorf("the contest goes on: %+v, %+v", before, after)
 	}
@@ -245,7 +246,7 @@ func TestTheft(t *testing.T) {
 		t.Error("the VM has lost its MAC")
 	}
 	x.tell(l)
-	eventually(t, "the static claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sticky })
+	testutil.Eventually(t, "the static claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sticky })
 	if !mine() {
 		t.Error("the VM has lost its MAC to a static claim")
 	}
@@ -266,24 +267,24 @@ func TestTies(t *testing.T) {
 	m := hwaddr(1)
 	n.speak(at, m)
 	said := func(m vswitch.MAC) bool { _, ok := n.route(m, vtepAddr(1)); return ok }
-	eventually(t, "it is told of", func() bool { return said(m) })
+	testutil.Eventually(t, "it is told of", func() bool { return said(m) })
 	l := truth(1)
 	x.tell(l)
-	eventually(t, "the other claim is heard", func() bool { r, ok := n.route(m, vtepAddr(9)); return ok && !r.Active })
+	testutil.Eventually(t, "the other claim is heard", func() bool { r, ok := n.route(m, vtepAddr(9)); return ok && !r.Active })
 	if !said(m) || n.behind(m).IsValid() {
 		t.Error("a claim with the same number from a higher VTEP has taken the address")
 	}
 	l.rd, l.nextHop = "192.0.1.1:100", lower
 	x.tell(l)
-	eventually(t, "a lower VTEP has it", func() bool { return n.behind(m) == lower && !said(m) })
+	testutil.Eventually(t, "a lower VTEP has it", func() bool { return n.behind(m) == lower && !said(m) })
 
 	l = truth(2)
 	l.sticky = true
 	x.tell(l)
-	eventually(t, "the static address is there", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
+	testutil.Eventually(t, "the static address is there", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
 	n.speak(at, hwaddr(2))
 	n.speak(at, hwaddr(3))
-	eventually(t, "another that speaks here is told of", func() bool { return said(hwaddr(3)) })
+	testutil.Eventually(t, "another that speaks here is told of", func() bool { return said(hwaddr(3)) })
 	if said(hwaddr(2)) || n.behind(hwaddr(2)) != vtepAddr(9) {
 		t.Error("a static address has moved")
 	}
@@ -303,7 +304,7 @@ func TestFlood(t *testing.T) {
 		x.tell(truth(i + 1))
 	}
 	net := func() NetworkStatus { return h.s.Status().Networks[0] }
-	eventually(t, "the network is full", func() bool { s := net(); return s.MACs == 10 && s.Waiting == 20 })
+	testutil.Eventually(t, "the network is full", func() bool { s := net(); return s.MACs == 10 && s.Waiting == 20 })
 	waiting := 0
 	for _, r := range h.s.Routes("net100") {
 		if r.Why == errFull.Error() {
@@ -318,7 +319,7 @@ func TestFlood(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "room is given to those who wait", func() bool { s := net(); return s.MACs == 5 && s.Waiting == 0 })
+	testutil.Eventually(t, "room is given to those who wait", func() bool { s := net(); return s.MACs == 5 && s.Waiting == 0 })
 	for i := range 5 {
 		if got := n.behind(hwaddr(26 + i)); got != vtepAddr(9) {
 			t.Errorf("MAC %d is at %v", 26+i, got)
@@ -327,15 +328,15 @@ func TestFlood(t *testing.T) {
 	for i := range 80 {
 		x.tell(truth(i + 1000))
 	}
-	eventually(t, "the session is ended", func() bool {
+	testutil.Eventually(t, "the session is ended", func() bool {
 		s := h.s.Status().Sessions[0]
 		return s.State != "established" && strings.Contains(s.Why, "limit")
 	})
-	eventually(t, "nothing of it stays", func() bool {
+	testutil.Eventually(t, "nothing of it stays", func() bool {
 		s := net()
 		return s.MACs == 0 && s.VTEPs == 0 && len(n.peers()) == 0
 	})
-	eventually(t, "a log line tells of the limit", func() bool {
+	testutil.Eventually(t, "a log line tells of the limit", func() bool {
 		return strings.Contains(h.log.String(), "exceeds its route limit")
 	})
 	for i := range 80 {
@@ -343,7 +344,7 @@ func TestFlood(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "the neighbour is let in again", func() bool {
+	testutil.Eventually(t, "the neighbour is let in again", func() bool {
 		s := net()
 		return s.MACs == 5 && n.behind(hwaddr(26)) == vtepAddr(9)
 	})
@@ -363,7 +364,7 @@ func TestFloodUnseen(t *testing.T) {
 	for i := range 2 * c.Neighbours[0].MaxRoutes {
 		x.send(update(rawOrigin, through, rawPref, rawReach(x.rawMAC(i)...), rawTarget))
 	}
-	eventually(t, "the session is ended", func() bool {
+	testutil.Eventually(t, "the session is ended", func() bool {
 		s := h.s.Status().Sessions[0]
 		return s.State != "established" && strings.Contains(s.Why, "limit")
 	})
@@ -382,14 +383,14 @@ func TestCrowd(t *testing.T) {
 		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		x.tell(l)
 	}
-	eventually(t, "those beyond the bound are refused",
+	testutil.Eventually(t, "those beyond the bound are refused",
 		func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
 	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
 		t.Errorf("%d routes are kept", got)
 	}
-	eventually(t, "the address is heard", func() bool { return n.behind(hwaddr(1)) == vtepAddr(9) })
+	testutil.Eventually(t, "the address is heard", func() bool { return n.behind(hwaddr(1)) == vtepAddr(9) })
 	x.tell(truth(2))
-	eventually(t, "another address is heard", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
+	testutil.Eventually(t, "another address is heard", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
 }
 
 // What comes from the wire is decoded by gobgp and judged here; neither may fail, and what counts is as it must be.

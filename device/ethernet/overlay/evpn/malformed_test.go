@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
+
+	"github.com/vnicd/vnicd/device/testutil"
 )
 
 // raw is a neighbour that sends bytes: its OPEN and KEEPALIVE are right.
@@ -34,7 +36,7 @@ func (f *fabric) rawNeighbour(n int) Neighbour {
 func (f *fabric) call(t *testing.T, n int) *raw {
 	t.Helper()
 	x := &raw{t: t, f: f, n: n}
-	eventually(t, "the session is up", func() bool {
+	testutil.Eventually(t, "the session is up", func() bool {
 		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: f.bgpAddr(n).AsSlice()}, Timeout: time.Second}
 		var err error
 		if x.conn, err = d.Dial("tcp", netip.AddrPortFrom(f.bgpAddr(1), f.port).String()); err != nil {
@@ -215,7 +217,7 @@ func TestMalformed(t *testing.T) {
 	one, two := f.host(1, c), f.host(2, f.config(2, 1))
 	a, b := one.tenant(100, NetworkConfig{}), two.tenant(100, NetworkConfig{})
 	b.attach("vm2", hwaddr(2))
-	eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	testutil.Eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
 	session := func(n int) (s SessionStatus) {
 		for _, s = range one.s.Status().Sessions {
 			if s.Neighbour == f.bgpAddr(n) {
@@ -230,7 +232,7 @@ func TestMalformed(t *testing.T) {
 	type3 := append([]byte{3, 17, 0, 1, 10, 0, 0, 1, 0, 100, 0, 0, 0, 0, 32}, reach[:]...)
 	serve.send(update(rawOrigin, rawASPath, rawPref, rawReach(type3...), rawTarget,
 		attribute(0xc0, 22, append([]byte{0, 6, 0, 0, 100}, reach[:]...)...)))
-	eventually(t, "VTEP 9", func() bool { return len(a.peers()) == 2 })
+	testutil.Eventually(t, "VTEP 9", func() bool { return len(a.peers()) == 2 })
 	t.Run("cases", func(t *testing.T) {
 		for i, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) {
@@ -241,7 +243,7 @@ func TestMalformed(t *testing.T) {
 				}
 				mac := 1000 + i
 				x.send(x.truth(mac))
-				eventually(t, "what is right counts", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return ok })
+				testutil.Eventually(t, "what is right counts", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return ok })
 				x.send(tc.bytes(x, x.truth(mac), mac))
 				if i == len(cases)-1 {
 					x.conn.Close()
@@ -252,10 +254,10 @@ func TestMalformed(t *testing.T) {
 					}
 				} else {
 					x.send(x.truth(2000 + i))
-					eventually(t, "the session goes on", func() bool { _, ok := a.route(hwaddr(2000+i), vtepAddr(9)); return ok })
+					testutil.Eventually(t, "the session goes on", func() bool { _, ok := a.route(hwaddr(2000+i), vtepAddr(9)); return ok })
 				}
 				if tc.withdrawn {
-					eventually(t, "the route is withdrawn", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return !ok })
+					testutil.Eventually(t, "the route is withdrawn", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return !ok })
 				} else if _, ok := a.route(hwaddr(mac), vtepAddr(9)); !ok {
 					t.Error("the route is withdrawn")
 				}
@@ -288,7 +290,7 @@ func TestMangled(t *testing.T) {
 	one, two := f.host(1, c), f.host(2, f.config(2, 1))
 	a, b := one.tenant(100, NetworkConfig{MaxEntries: 50}), two.tenant(100, NetworkConfig{})
 	b.attach("vm2", hwaddr(2))
-	eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	testutil.Eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
 	t.Run("callers", func(t *testing.T) {
 		for i := range callers {
 			t.Run(fmt.Sprint(i), func(t *testing.T) {
@@ -322,7 +324,7 @@ func TestMangled(t *testing.T) {
 		t.Errorf("another neighbour suffers: %+v", s)
 	}
 	b.attach("vm3", hwaddr(3))
-	eventually(t, "what it tells afterwards", func() bool { return a.behind(hwaddr(3)) == vtepAddr(2) })
+	testutil.Eventually(t, "what it tells afterwards", func() bool { return a.behind(hwaddr(3)) == vtepAddr(2) })
 	if st := one.s.Status().Networks[0]; st.MACs > 50 || st.IPs > 50 {
 		t.Errorf("beyond the limit: %+v", st)
 	}

@@ -43,15 +43,6 @@ func TestMain(m *testing.M) {
 // patience is how long a test waits for what must come.
 const patience = 60 * time.Second
 
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !ok(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("waited %v in vain: %s", patience, what)
-		}
-	}
-}
-
 func hwaddr(n int) vswitch.MAC { return vswitch.MAC{2, 0, 0, byte(n >> 16), byte(n >> 8), byte(n)} }
 
 type nullPort struct{}

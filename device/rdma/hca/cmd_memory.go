@@ -1,8 +1,6 @@
 package hca
 
 import (
-	"errors"
-
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -93,22 +91,6 @@ func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
 	resp := abi.CreateMRResp{LKey: uint32(key), RKey: uint32(key), Handle: uint32(key)}
 	resp.Encode(c.reply(abi.SizeCreateMRResp))
 	return nil
-}
-
-// memoryError gives translate's errors the status that the guest sees.
-func memoryError(err error) error {
-	s := abi.StatusInvalid
-	switch {
-	case errors.Is(err, translate.ErrLimit):
-		s = abi.StatusNoMemory
-	case errors.Is(err, translate.ErrBusy):
-		s = abi.StatusBusy
-	case errors.Is(err, translate.ErrNoRegion):
-		s = abi.StatusNotFound
-	case errors.Is(err, translate.ErrNotMapped):
-		s = abi.StatusFault
-	}
-	return &statusError{status: s, msg: err.Error()}
 }
 
 func setMTT(c *cmd) error {

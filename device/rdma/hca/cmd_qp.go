@@ -3,7 +3,6 @@ package hca
 import (
 	"errors"
 
-	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
 	"github.com/vnicd/vnicd/translate"
@@ -123,7 +122,7 @@ func createQP(c *cmd) error {
 	q.bellNode.init(q.n, nodeAnswers)
 	q.bellNode.wake = func(uint32) { q.engine.schedule(q) }
 	c.addUser(&parts, q.engine)
-	err = c.on(q.engine, func() error { return q.start(c.d, recvSGE) })
+	err = c.on(q.engine, func() error { return q.start(recvSGE) })
 	if err != nil {
 		c.t.freeQPIndex(q.index)
 		c.removeUser(&parts)
@@ -134,32 +133,6 @@ func createQP(c *cmd) error {
 	c.t.qpList[q.n] = q
 	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.engine.id), DBSlot: uint32(q.index)}
 	resp.Encode(c.reply(abi.SizeCreateQPResp))
-	return nil
-}
-
-// start makes the transport's half and publishes the QP; on its engine.
-func (q *qp) start(d *Device, recvSGE int) error {
-	if !q.engine.armed {
-		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.engine.id)
-	}
-	if m := q.sq.start(); !m.OK() {
-		return &faultError{what: "send queue", miss: m}
-	}
-	if q.hasRQ {
-		if m := q.rq.start(); !m.OK() {
-			return &faultError{what: "receive queue", miss: m}
-		}
-	}
-	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
-	q.t = roce.NewQP(roce.Config{
-		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN,
-		SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
-	}, q)
-	d.qps[q.index].Store(q)
-	q.engine.qps++
-	q.bellEngine = q.engine
-	q.bellEngine.db.join(q.index)
 	return nil
 }
 
@@ -209,35 +182,6 @@ func modifyQP(c *cmd) error {
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
 	}
 	return err
-}
-
-// modify is on the QP's engine.
-func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
-	err := q.t.Modify(q.engine.loop.Now(), a, mask)
-	if err == nil {
-		q.attributesChanged(mask)
-	}
-	return err
-}
-
-// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
-// forgets what the transport waited for.
-func (q *qp) discard() error {
-	q.failing, q.draining = false, false
-	q.dropKept(len(q.kept))
-	for i := range q.waiters {
-		q.waiters[i].unpark()
-	}
-	if m := q.sq.discard(); !m.OK() {
-		return &faultError{what: "send queue", miss: m}
-	}
-	q.postUnposted()
-	if q.hasRQ {
-		if m := q.rq.discard(); !m.OK() {
-			return &faultError{what: "receive queue", miss: m}
-		}
-	}
-	return nil
 }
 
 func queryQP(c *cmd) error {

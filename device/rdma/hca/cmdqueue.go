@@ -256,20 +256,6 @@ func (d *Device) retryMisses(ctx context.Context, f func() error) error {
 	return refuse(abi.StatusIO, "guest memory keeps vanishing")
 }
 
-// hostMiss finds a host fault in err.
-func hostMiss(err error) (translate.Miss, bool) {
-	var f *faultError
-	var q *virtq.MissError
-	switch {
-	case err == nil:
-	case errors.As(err, &f):
-		return f.miss, f.miss.Kind == translate.HostFault
-	case errors.As(err, &q):
-		return q.Miss, q.Miss.Kind == translate.HostFault
-	}
-	return translate.Miss{}, false
-}
-
 // popRequest pops a chain and copies the request in. It asks for kicks before it looks
 // for the last time.
 func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, err error) {

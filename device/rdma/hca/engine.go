@@ -402,3 +402,17 @@ func (e *engine) statistics(s *abi.Stats) {
 		s.Value[x.i] += x.n
 	}
 }
+
+// on runs f on an engine's loop inside an epoch.
+func (e *engine) on(f func() error) (err error) {
+	e.loop.Do(func() {
+		t, ok := e.enter()
+		if !ok {
+			err = refuse(abi.StatusIO, "the guest's memory is gone")
+			return
+		}
+		defer e.leave(t)
+		err = f()
+	})
+	return err
+}

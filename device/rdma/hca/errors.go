@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -57,4 +58,34 @@ func statusOf(err error) abi.Status {
 	default:
 		return abi.StatusInvalid
 	}
+}
+
+// memoryError gives translate's errors the status that the guest sees.
+func memoryError(err error) error {
+	s := abi.StatusInvalid
+	switch {
+	case errors.Is(err, translate.ErrLimit):
+		s = abi.StatusNoMemory
+	case errors.Is(err, translate.ErrBusy):
+		s = abi.StatusBusy
+	case errors.Is(err, translate.ErrNoRegion):
+		s = abi.StatusNotFound
+	case errors.Is(err, translate.ErrNotMapped):
+		s = abi.StatusFault
+	}
+	return &statusError{status: s, msg: err.Error()}
+}
+
+// hostMiss finds a host fault in err.
+func hostMiss(err error) (translate.Miss, bool) {
+	var f *faultError
+	var q *virtq.MissError
+	switch {
+	case err == nil:
+	case errors.As(err, &f):
+		return f.miss, f.miss.Kind == translate.HostFault
+	case errors.As(err, &q):
+		return q.Miss, q.Miss.Kind == translate.HostFault
+	}
+	return translate.Miss{}, false
 }

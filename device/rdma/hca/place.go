@@ -1,7 +1,6 @@
 package hca
 
 import (
-	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
@@ -74,71 +73,24 @@ func (c *cmd) colocate(q *qp) {
 	}
 }
 
-// peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same
-// decision, in any order or at once: the lower or the higher of the two loops, as their QP numbers say.
-func (q *qp) peerEngine() *engine {
-	p := q.localPeer()
-	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
-		return nil
-	}
-	here, there := q.engine.loop.ID(), p.engine.loop.ID()
-	low := (q.n+p.n)>>1&1 == 0
-	if here == there || p.srq == nil && low == (here < there) {
-		return nil
-	}
-	return q.dev.byLoop[there]
-}
-
 // moveQP moves q, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames
 // that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(q *qp, to *engine) {
-	from, quiet := q.engine, false
-	from.loop.Do(func() {
-		if quiet = q.movable(); quiet {
-			c.d.qps[q.index].Store(nil)
-		}
-	})
-	if !quiet {
+	from, hidden := q.engine, false
+	from.loop.Do(func() { hidden = q.hide() })
+	if !hidden {
 		return
 	}
 	// Whoever has found it has done with it after that: only loops look for QPs.
 	for _, e := range c.d.engines {
 		e.loop.Do(func() {})
 	}
-	from.loop.Do(func() {
-		if t, ok := from.enter(); ok {
-			from.runAnswers() // a doorbell that was passed on
-			from.leave(t)
-		}
-		from.unschedule(q)
-		q.timer.Stop()
-		from.qps--
-	})
+	from.loop.Do(q.leaveEngine)
 	for _, x := range []*cq{q.scq, q.rcq} {
 		if x.refs == 1 || x.refs == 2 && q.scq == q.rcq {
 			x.owner = to // nobody else's
 		}
 		x.usedOn(to)
 	}
-	to.loop.Do(func() {
-		q.engine, q.localRoute = to, localRoute{}
-		q.timer = to.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), to.faultOption())
-		to.qps++
-		c.d.qps[q.index].Store(q)
-		q.t.Moved(to.loop.Now(), &to.stats)
-		to.schedule(q)
-	})
-}
-
-// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no
-// completion; on its loop.
-func (q *qp) movable() bool {
-	for i := range q.waiters {
-		s := &q.waiters[i]
-		if !s.want.OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle || s.answers.queued.Load() {
-			return false
-		}
-	}
-	return q.t.State() == roce.RTR && !q.closed && !q.failing && !q.draining && len(q.kept) == 0 && q.heldFrames == 0 &&
-		len(q.unpostedCQEs) == 0
+	to.loop.Do(func() { q.joinEngine(to) })
 }

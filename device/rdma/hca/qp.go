@@ -11,6 +11,20 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
+// QP numbers. The low 16 bits are the index in Device.qps, which is also the
+// doorbell slot; the upper 8 count how often the index was used, so that a packet
+// or an event for a QP that is gone does not meet its successor. 0xff is left out
+// there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
+// with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
+const (
+	qpIndexes    = 1 << 16
+	qpIndexMask  = qpIndexes - 1
+	gsiQPN       = 1
+	firstQPIndex = 2
+	mcastQPN     = 0xffffff
+	maxQPGen     = 0xff
+)
+
 // qp is a queue pair: rings and memory on this side, the transport's state in t.
 // It implements roce.Adapter. After it is published everything in it belongs to
 // its engine's loop, but for mcast and what never changes.
@@ -467,4 +481,60 @@ func (q *qp) close() {
 	q.timer.Stop()
 	q.engine.unschedule(q)
 	q.engine.qps--
+}
+
+// start makes the transport's half and publishes the QP; on its engine.
+func (q *qp) start(recvSGE int) error {
+	d := q.dev
+	if !q.engine.armed {
+		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.engine.id)
+	}
+	if m := q.sq.start(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	if q.hasRQ {
+		if m := q.rq.start(); !m.OK() {
+			return &faultError{what: "receive queue", miss: m}
+		}
+	}
+	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
+	q.t = roce.NewQP(roce.Config{
+		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
+		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN,
+		SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
+	}, q)
+	d.qps[q.index].Store(q)
+	q.engine.qps++
+	q.bellEngine = q.engine
+	q.bellEngine.db.join(q.index)
+	return nil
+}
+
+// modify is on the QP's engine.
+func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
+	err := q.t.Modify(q.engine.loop.Now(), a, mask)
+	if err == nil {
+		q.attributesChanged(mask)
+	}
+	return err
+}
+
+// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
+// forgets what the transport waited for.
+func (q *qp) discard() error {
+	q.failing, q.draining = false, false
+	q.dropKept(len(q.kept))
+	for i := range q.waiters {
+		q.waiters[i].unpark()
+	}
+	if m := q.sq.discard(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	q.postUnposted()
+	if q.hasRQ {
+		if m := q.rq.discard(); !m.OK() {
+			return &faultError{what: "receive queue", miss: m}
+		}
+	}
+	return nil
 }

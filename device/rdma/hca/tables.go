@@ -10,20 +10,6 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// QP numbers. The low 16 bits are the index in Device.qps, which is also the
-// doorbell slot; the upper 8 count how often the index was used, so that a packet
-// or an event for a QP that is gone does not meet its successor. 0xff is left out
-// there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
-// with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
-const (
-	qpIndexes    = 1 << 16
-	qpIndexMask  = qpIndexes - 1
-	gsiQPN       = 1
-	firstQPIndex = 2
-	mcastQPN     = 0xffffff
-	maxQPGen     = 0xff
-)
-
 // pd is a protection domain.
 type pd struct {
 	refs int // QPs, SRQs, MRs and MWs
@@ -213,20 +199,6 @@ func (c *cmd) epoch(f func() error) error {
 // on is epoch on an engine's loop.
 func (c *cmd) on(e *engine, f func() error) error {
 	return c.d.retryMisses(c.ctx, func() error { return e.on(f) })
-}
-
-// on runs f on an engine's loop inside an epoch.
-func (e *engine) on(f func() error) (err error) {
-	e.loop.Do(func() {
-		t, ok := e.enter()
-		if !ok {
-			err = refuse(abi.StatusIO, "the guest's memory is gone")
-			return
-		}
-		defer e.leave(t)
-		err = f()
-	})
-	return err
 }
 
 // commandSlot is the epoch slot of control goroutines; loops use theirs.

@@ -1,0 +1,67 @@
+package hca
+
+import (
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+)
+
+// A QP moves between engines: the parts of a move that run on loops. place.go decides, and puts them in order.
+
+// peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same
+// decision, in any order or at once: the lower or the higher of the two loops, as their QP numbers say.
+func (q *qp) peerEngine() *engine {
+	p := q.localPeer()
+	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
+		return nil
+	}
+	here, there := q.engine.loop.ID(), p.engine.loop.ID()
+	low := (q.n+p.n)>>1&1 == 0
+	if here == there || p.srq == nil && low == (here < there) {
+		return nil
+	}
+	return q.dev.byLoop[there]
+}
+
+// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no
+// completion; on its loop.
+func (q *qp) movable() bool {
+	for i := range q.waiters {
+		s := &q.waiters[i]
+		if !s.want.OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle || s.answers.queued.Load() {
+			return false
+		}
+	}
+	return q.t.State() == roce.RTR && !q.closed && !q.failing && !q.draining && len(q.kept) == 0 && q.heldFrames == 0 &&
+		len(q.unpostedCQEs) == 0
+}
+
+// hide takes q out of the index of QPs if it is movable; on its loop.
+func (q *qp) hide() bool {
+	if !q.movable() {
+		return false
+	}
+	q.dev.qps[q.index].Store(nil)
+	return true
+}
+
+// leaveEngine takes q, which is hidden and which no loop has in hand any more, off its engine; on its loop.
+func (q *qp) leaveEngine() {
+	e := q.engine
+	if t, ok := e.enter(); ok {
+		e.runAnswers() // a doorbell that was passed on
+		e.leave(t)
+	}
+	e.unschedule(q)
+	q.timer.Stop()
+	e.qps--
+}
+
+// joinEngine gives q to an engine and puts it back into the index of QPs; on that engine's loop.
+func (q *qp) joinEngine(e *engine) {
+	q.engine, q.localRoute = e, localRoute{}
+	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption())
+	e.qps++
+	q.dev.qps[q.index].Store(q)
+	q.t.Moved(e.loop.Now(), &e.stats)
+	e.schedule(q)
+}

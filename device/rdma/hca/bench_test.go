@@ -65,7 +65,7 @@ func BenchmarkCQPost(b *testing.B) {
 	w := newWorld(b, 1, 1, Limits{})
 	g := w.guests[0]
 	c := g.cq(256)
-	q := g.tables.cqs[c.n]
+	q := g.tables.cqs[c.n].q
 	wc := abi.WC{ID: 1}
 	e := g.space.Epochs()
 	t := e.Enter(0)

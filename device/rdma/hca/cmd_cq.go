@@ -28,8 +28,9 @@ func createCQ(c *cmd) error {
 		return err
 	}
 	q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
-	if err = c.holdPages(&q.holds, list, r.Ring.PageShift, r.Ring.Length); err == nil {
-		err = c.holdMemory(&q.holds, q.arm, 4)
+	o := &cqObject{q: q}
+	if err = c.holdPages(&o.holds, list, r.Ring.PageShift, r.Ring.Length); err == nil {
+		err = c.holdMemory(&o.holds, q.arm, 4)
 	}
 	if err == nil {
 		err = c.epoch(func() error {
@@ -43,10 +44,10 @@ func createCQ(c *cmd) error {
 		})
 	}
 	if err != nil {
-		q.holds.release()
+		o.holds.release()
 		return err
 	}
-	c.t.cqs[q.n] = q
+	c.t.cqs[q.n] = o
 	(&abi.Handle{Handle: q.n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -77,7 +78,7 @@ func resizeCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q, err := c.t.cq(r.CQN)
+	o, err := c.t.cq(r.CQN)
 	if err != nil {
 		return err
 	}
@@ -88,15 +89,15 @@ func resizeCQ(c *cmd) error {
 	// The arm word, held last, stays; what the old ring held goes.
 	var h holds
 	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
-		err = c.onOwner(q.owner, func() error { return q.resize(ring) })
+		err = c.onOwner(o.owner, func() error { return o.q.resize(ring) })
 	}
 	if err != nil {
 		h.release()
 		return err
 	}
-	if n := len(q.holds); n > 0 {
-		old := q.holds[:n-1]
-		q.holds = append(h, q.holds[n-1])
+	if n := len(o.holds); n > 0 {
+		old := o.holds[:n-1]
+		o.holds = append(h, o.holds[n-1])
 		old.release()
 	}
 	return nil
@@ -107,17 +108,17 @@ func destroyCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q, err := c.t.cq(n)
+	o, err := c.t.cq(n)
 	if err != nil {
 		return err
 	}
-	if q.refs > 0 {
-		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, q.refs)
+	if o.refs > 0 {
+		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.cqs, n)
-	q.holds.release()
-	q.ceq.drop(&q.comp)
-	c.d.async.drop(&q.asyn)
+	o.holds.release()
+	o.q.ceq.drop(&o.q.comp)
+	c.d.async.drop(&o.q.asyn)
 	return nil
 }
 
@@ -146,7 +147,7 @@ func createSRQ(c *cmd) error {
 	if r.Limit > ring.mask {
 		return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
 	}
-	s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), translate.PD(r.PDN), int(r.MaxSGE), r.Limit, ring)
+	s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
 	err = c.epoch(func() error {
 		if m := s.wr.start(); !m.OK() {
 			return &faultError{what: "shared receive queue", miss: m}
@@ -157,7 +158,7 @@ func createSRQ(c *cmd) error {
 		return err
 	}
 	p.refs++
-	c.t.srqs[s.n] = s
+	c.t.srqs[s.n] = &srqObject{q: s, pdn: r.PDN}
 	(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -171,7 +172,7 @@ func modifySRQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	s, err := c.t.srq(r.SRQN)
+	o, err := c.t.srq(r.SRQN)
 	switch {
 	case err != nil:
 		return err
@@ -180,13 +181,14 @@ func modifySRQ(c *cmd) error {
 	case r.Flags&abi.SRQResize == 0 && r.Ring.NPages != 0:
 		return refuse(abi.StatusInvalid, "a ring without the resize flag")
 	}
+	s := o.q
 	var ring ring
 	if r.Flags&abi.SRQResize != 0 {
 		if ring, err = c.ring(&r.Ring, list, recvWQESize(s.maxSGE), c.d.lim.SRQWRs); err != nil {
 			return err
 		}
 	}
-	return c.onOwner(s.owner, func() error {
+	return c.onOwner(o.owner, func() error {
 		mask := s.wr.mask
 		if r.Flags&abi.SRQResize != 0 {
 			mask = ring.mask
@@ -211,13 +213,13 @@ func querySRQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	s, err := c.t.srq(n)
+	o, err := c.t.srq(n)
 	if err != nil {
 		return err
 	}
 	var a abi.SRQAttr
-	err = c.onOwner(s.owner, func() error {
-		a.Limit = s.limit
+	err = c.onOwner(o.owner, func() error {
+		a.Limit = o.q.limit
 		return nil
 	})
 	a.Encode(c.reply(abi.SizeSRQAttr))
@@ -229,15 +231,15 @@ func destroySRQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	s, err := c.t.srq(n)
+	o, err := c.t.srq(n)
 	if err != nil {
 		return err
 	}
-	if s.refs > 0 {
-		return refuse(abi.StatusBusy, "shared receive queue %d is used by %d queue pairs", n, s.refs)
+	if o.refs > 0 {
+		return refuse(abi.StatusBusy, "shared receive queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.srqs, n)
-	c.t.pds[uint32(s.pd)].refs--
-	c.d.async.drop(&s.asyn)
+	c.t.pds[o.pdn].refs--
+	c.d.async.drop(&o.q.asyn)
 	return nil
 }

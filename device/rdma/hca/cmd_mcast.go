@@ -9,54 +9,54 @@ import (
 
 // Commands about multicast groups.
 
-func (c *cmd) mcast() (*qp, [16]byte, error) {
+func (c *cmd) mcast() (*qpObject, [16]byte, error) {
 	var r abi.Mcast
 	if err := r.Decode(c.in); err != nil {
 		return nil, r.GID, err
 	}
-	q, err := c.t.qp(r.QPN)
+	o, err := c.t.qp(r.QPN)
 	switch {
 	case err != nil:
 		return nil, r.GID, err
-	case q.typ != roce.UD:
+	case o.q.typ != roce.UD:
 		return nil, r.GID, refuse(abi.StatusInvalid, "QP %#x is not of type UD", r.QPN)
 	case !isMulticast(&r.GID):
 		return nil, r.GID, refuse(abi.StatusInvalid, "GID %x is not a multicast GID", r.GID)
 	}
-	return q, r.GID, nil
+	return o, r.GID, nil
 }
 
 func attachMcast(c *cmd) error {
-	q, gid, err := c.mcast()
+	o, gid, err := c.mcast()
 	if err != nil {
 		return err
 	}
 	t := c.d.groups.Load()
 	m, known := t.groups[gid]
 	switch {
-	case slices.Contains(m, q):
+	case slices.Contains(m, o.q):
 		return nil // attached already: success, as verbs have it
 	case !known && len(t.groups) >= c.d.lim.McastGroups:
 		return &limitError{what: "multicast groups", n: uint64(len(t.groups)) + 1, max: uint64(c.d.lim.McastGroups)}
 	case len(m) >= c.d.lim.McastMembers:
 		return &limitError{what: "members of a multicast group", n: uint64(len(m)) + 1, max: uint64(c.d.lim.McastMembers)}
 	}
-	c.d.groups.Store(t.with(gid, append(slices.Clone(m), q)))
-	q.mcast++
+	c.d.groups.Store(t.with(gid, append(slices.Clone(m), o.q)))
+	o.mcast++
 	return nil
 }
 
 func detachMcast(c *cmd) error {
-	q, gid, err := c.mcast()
+	o, gid, err := c.mcast()
 	if err != nil {
 		return err
 	}
 	t := c.d.groups.Load()
-	i := slices.Index(t.groups[gid], q)
+	i := slices.Index(t.groups[gid], o.q)
 	if i < 0 {
-		return refuse(abi.StatusNotFound, "QP %#x is not attached to %x", q.n, gid)
+		return refuse(abi.StatusNotFound, "QP %#x is not attached to %x", o.q.n, gid)
 	}
 	c.d.groups.Store(t.with(gid, slices.Delete(slices.Clone(t.groups[gid]), i, i+1)))
-	q.mcast--
+	o.mcast--
 	return nil
 }

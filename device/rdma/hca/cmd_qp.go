@@ -13,8 +13,8 @@ import (
 // qpParts are the objects that a new QP refers to.
 type qpParts struct {
 	pd       *pd
-	scq, rcq *cq
-	srq      *srq
+	scq, rcq *cqObject
+	srq      *srqObject // nil: none
 }
 
 func (c *cmd) qpParts(r *abi.CreateQP) (p qpParts, err error) {
@@ -82,7 +82,10 @@ func createQP(c *cmd) error {
 	q := &qp{
 		dev: c.d, typ: roce.Type(r.Type), pd: translate.PD(r.PDN), privileged: r.Flags&abi.QPPrivileged != 0,
 		sigAll: r.Flags&abi.QPSigAll != 0, maxSendSGE: int(r.MaxSendSGE), maxRecvSGE: int(r.MaxRecvSGE),
-		maxInline: int(r.MaxInline), scq: parts.scq, rcq: parts.rcq, srq: parts.srq,
+		maxInline: int(r.MaxInline), scq: parts.scq.q, rcq: parts.rcq.q,
+	}
+	if parts.srq != nil {
+		q.srq = parts.srq.q
 	}
 	if q.typ == roce.RC {
 		// An ATOMIC WRITE has its operand there, no matter what was asked for; the smallest slot holds it.
@@ -130,7 +133,7 @@ func createQP(c *cmd) error {
 	}
 	parts.pd.refs++
 	c.t.qps++
-	c.t.qpList[q.n] = q
+	c.t.qpList[q.n] = &qpObject{q: q, uses: parts, bells: q.engine}
 	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.engine.id), DBSlot: uint32(q.index)}
 	resp.Encode(c.reply(abi.SizeCreateQPResp))
 	return nil
@@ -146,7 +149,7 @@ func modifyQP(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	q, err := c.t.qp(r.QPN)
+	o, err := c.t.qp(r.QPN)
 	switch {
 	case err != nil:
 		return err
@@ -170,6 +173,7 @@ func modifyQP(c *cmd) error {
 			return err
 		}
 	}
+	q := o.q
 	err = q.engine.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
@@ -177,7 +181,7 @@ func modifyQP(c *cmd) error {
 			c.d.warn("work queue not flushed", "qp", q.n, "reason", err)
 		}
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
-		c.colocate(q)
+		c.colocate(o)
 	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
 	}
@@ -189,12 +193,12 @@ func queryQP(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q, err := c.t.qp(n)
+	o, err := c.t.qp(n)
 	if err != nil {
 		return err
 	}
 	var a roce.Attr
-	q.engine.loop.Do(func() { q.t.Query(&a) })
+	o.q.engine.loop.Do(func() { o.q.t.Query(&a) })
 	r := abi.QPAttr{
 		QPN: n, QPState: uint8(a.State), CurQPState: uint8(a.CurState), PathMTU: a.PathMTU, Timeout: a.Timeout,
 		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
@@ -220,22 +224,23 @@ func destroyQP(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q, err := c.t.qp(n)
+	o, err := c.t.qp(n)
 	if err != nil {
 		return err
 	}
-	if q.mcast > 0 {
-		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, q.mcast)
+	if o.mcast > 0 {
+		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, o.mcast)
 	}
+	q := o.q
 	q.engine.loop.Do(func() {
 		c.d.qps[q.index].Store(nil)
 		q.close()
-		if q.bellEngine == q.engine {
-			q.bellEngine.db.leave(q.index)
+		if o.bells == q.engine {
+			o.bells.db.leave(q.index)
 		}
 	})
-	if q.bellEngine != q.engine {
-		q.bellEngine.loop.Do(func() { q.bellEngine.db.leave(q.index) })
+	if o.bells != q.engine {
+		o.bells.loop.Do(func() { o.bells.db.leave(q.index) })
 	}
 	c.d.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	if q.faulting() {
@@ -245,6 +250,6 @@ func destroyQP(c *cmd) error {
 	c.t.qps--
 	c.t.freeQPIndex(q.index)
 	c.t.pds[uint32(q.pd)].refs--
-	c.removeUser(&qpParts{scq: q.scq, rcq: q.rcq, srq: q.srq})
+	c.removeUser(&o.uses)
 	return nil
 }

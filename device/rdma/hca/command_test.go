@@ -410,9 +410,9 @@ func (f *fuzzGuest) step() {
 	case abi.CmdModifyQP:
 		a := abi.QPAttr{QPN: qp, AttrMask: r.Uint32N(1 << 21), QPState: uint8(r.UintN(8)), PathMTU: uint8(r.UintN(7)),
 			PortNum: 1, MaxRdAtomic: uint8(r.UintN(20)), MaxDestRdAtomic: uint8(r.UintN(20)), DestQPN: qp, AV: f.av()}
-		if q := tb.qpList[qp]; q != nil {
+		if tb.qpList[qp] != nil {
 			var at abi.QPAttr
-			_ = at.Decode(f.must(abi.CmdQueryQP, handle(q.n)))
+			_ = at.Decode(f.must(abi.CmdQueryQP, handle(qp)))
 			switch r.IntN(4) {
 			case 0, 1: // the next state in line, with all that any transition needs
 				a.QPState = at.QPState + 1
@@ -454,7 +454,8 @@ func (f *fuzzGuest) check(t testing.TB) {
 	t.Helper()
 	tb := &f.tables
 	pds, cqs, srqs, engines := map[uint32]int{}, map[uint32]int{}, map[uint32]int{}, map[*engine]int{}
-	for n, q := range tb.qpList {
+	for n, o := range tb.qpList {
+		q := o.q
 		if f.qpFor(n) != q {
 			t.Fatalf("QP %#x is not in the table of the loops", n)
 		}
@@ -469,10 +470,10 @@ func (f *fuzzGuest) check(t testing.TB) {
 	for _, p := range tb.mrs {
 		pds[p]++
 	}
-	for _, s := range tb.srqs {
-		pds[uint32(s.pd)]++
-		if s.refs != srqs[s.n] {
-			t.Fatalf("SRQ %d: %d references, %d users", s.n, s.refs, srqs[s.n])
+	for n, s := range tb.srqs {
+		pds[s.pdn]++
+		if s.refs != srqs[n] {
+			t.Fatalf("SRQ %d: %d references, %d users", n, s.refs, srqs[n])
 		}
 	}
 	for n, c := range tb.cqs {

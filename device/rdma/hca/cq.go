@@ -9,18 +9,17 @@ import (
 )
 
 // cq is a completion queue. Its producer is the loop of its QPs; if QPs of more
-// than one loop share it, shared is set (on the owner's loop, before the second
+// than one loop share it, shared is set (on the first one's loop, before the second
 // loop learns of the CQ) and mu orders them.
 //
 // The order of a completion: element, producer index (release and full barrier),
 // arm word. The driver's is the reverse: arm word, barrier, producer index. So
 // either the driver sees the completion or the device sees the arm word.
 type cq struct {
-	dev   *Device
-	n     uint32
-	owner *engine // nil until the first QP uses it; command goroutine only
-	ceq   *eventQueue
-	arm   translate.PA
+	dev *Device
+	n   uint32
+	ceq *eventQueue
+	arm translate.PA
 
 	shared bool
 	mu     sync.Mutex
@@ -31,11 +30,8 @@ type cq struct {
 
 	failed atomic.Bool // overrun, or its memory is gone: nothing is written any more
 
-	holds holds     // the ring and the arm word
-	comp  eventNode // for the completion event queue
-	asyn  eventNode // for the asynchronous event queue
-
-	refs int // QPs; command goroutine only
+	comp eventNode // for the completion event queue
+	asyn eventNode // for the asynchronous event queue
 }
 
 // newCQ makes a CQ whose ring is empty.
@@ -141,7 +137,7 @@ func (c *cq) fail(why string, m translate.Miss) {
 }
 
 // resize moves the completions that the guest has not polled to a new ring. It
-// runs where no producer does: on the owner's loop, or before there is one, and
+// runs where no producer does: on its QPs' loop, or before there is one, and
 // under mu if shared.
 func (c *cq) resize(r ring) error {
 	if c.shared {

@@ -351,8 +351,8 @@ func (d *Device) wipe() (lost bool) {
 	// QPs first: with them go all users of rings, CQs and memory on the loops.
 	for _, e := range d.engines {
 		e.loop.Do(func() {
-			for _, q := range d.tables.qpList {
-				if q.engine == e {
+			for _, o := range t.qpList {
+				if q := o.q; q.engine == e {
 					d.qps[q.index].Store(nil)
 					q.close()
 				}

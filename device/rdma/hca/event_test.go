@@ -104,7 +104,7 @@ func TestArm(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
 	c := g.cq(64)
-	q := g.tables.cqs[c.n]
+	q := g.tables.cqs[c.n].q
 	dq := g.eventQueue(abi.CEQQueue(0), 8, abi.SizeCEQE)
 	dq.add(4)
 	arm := g.u32(c.arm)
@@ -143,7 +143,7 @@ func TestEventsWait(t *testing.T) {
 	fire := func(i int) {
 		g.u32(cqs[i].arm).Store(abi.ArmNext)
 		tok := g.space.Epochs().Enter(0)
-		g.tables.cqs[cqs[i].n].post(&abi.WC{}, false)
+		g.tables.cqs[cqs[i].n].q.post(&abi.WC{}, false)
 		g.space.Epochs().Leave(0, tok)
 	}
 	for _, i := range []int{3, 0, 3, 4, 1, 0} { // before the queue exists at all
@@ -323,7 +323,7 @@ func TestConsumerPassesProducer(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
 	c := g.cq(8)
-	q := g.tables.cqs[c.n]
+	q := g.tables.cqs[c.n].q
 	tok := g.space.Epochs().Enter(0)
 	defer g.space.Epochs().Leave(0, tok)
 	for i := range uint64(100) {

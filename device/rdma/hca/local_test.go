@@ -241,8 +241,8 @@ func TestMoveLeavesCQ(t *testing.T) {
 			t.Fatalf("on engines %d and %d", x.where(), y.where())
 		}
 		c := g.tables.cqs[x.scq.n]
-		if c.shared != shared || !shared && c.owner != g.engines[x.where()] {
-			t.Errorf("shared %v, owner %d; want %v", c.shared, c.owner.id, shared)
+		if c.q.shared != shared || !shared && c.owner != g.engines[x.where()] {
+			t.Errorf("shared %v, owner %d; want %v", c.q.shared, c.owner.id, shared)
 		}
 		newMover(t, x, y, 100).expect("moved", false)
 		newMover(t, y, x, 100).expect("moved", false)

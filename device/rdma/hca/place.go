@@ -23,12 +23,12 @@ func (c *cmd) place(p qpParts) *engine {
 	return e
 }
 
-// addUser counts a QP on engine l as a user of its CQs and SRQ, and makes CQs that
+// addUser counts a QP on engine e as a user of its CQs and SRQ, and makes CQs that
 // another engine uses too take their lock from now on.
 func (c *cmd) addUser(p *qpParts, e *engine) {
-	for _, q := range []*cq{p.scq, p.rcq} {
-		q.refs++
-		q.usedOn(e)
+	for _, o := range []*cqObject{p.scq, p.rcq} {
+		o.refs++
+		o.usedOn(e)
 	}
 	if p.srq != nil {
 		p.srq.refs++
@@ -36,22 +36,22 @@ func (c *cmd) addUser(p *qpParts, e *engine) {
 	}
 }
 
-// usedOn notes that a QP of engine l is about to use the CQ; command goroutine.
-func (q *cq) usedOn(e *engine) {
+// usedOn notes that a QP of engine e is about to use the CQ.
+func (o *cqObject) usedOn(e *engine) {
 	switch {
-	case q.owner == nil:
-		q.owner = e
-	case q.owner != e && !q.shared:
+	case o.owner == nil:
+		o.owner = e
+	case o.owner != e && !o.q.shared:
 		// On the owner's loop it takes effect before the other loop's QP is there.
-		q.owner.loop.Do(func() { q.shared = true })
+		o.owner.loop.Do(func() { o.q.shared = true })
 	}
 }
 
 // removeUser is its counterpart. An object without users has no owner and no lock.
 func (c *cmd) removeUser(p *qpParts) {
-	for _, q := range []*cq{p.scq, p.rcq} {
-		if q.refs--; q.refs == 0 {
-			q.owner, q.shared = nil, false
+	for _, o := range []*cqObject{p.scq, p.rcq} {
+		if o.refs--; o.refs == 0 {
+			o.owner, o.q.shared = nil, false
 		}
 	}
 	if p.srq != nil {
@@ -62,21 +62,22 @@ func (c *cmd) removeUser(p *qpParts) {
 }
 
 // colocate moves a QP that has just become ready to receive to its peer's loop, if they should share one.
-func (c *cmd) colocate(q *qp) {
+func (c *cmd) colocate(o *qpObject) {
+	q := o.q
 	if len(c.d.engines) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
 		return // the QPs of an SRQ live together
 	}
 	var to *engine
 	q.engine.loop.Do(func() { to = q.peerEngine() })
 	if to != nil {
-		c.moveQP(q, to)
+		c.moveQP(o, to)
 	}
 }
 
-// moveQP moves q, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames
+// moveQP moves a QP, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames
 // that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
-func (c *cmd) moveQP(q *qp, to *engine) {
-	from, hidden := q.engine, false
+func (c *cmd) moveQP(o *qpObject, to *engine) {
+	q, from, hidden := o.q, o.q.engine, false
 	from.loop.Do(func() { hidden = q.hide() })
 	if !hidden {
 		return
@@ -86,7 +87,7 @@ func (c *cmd) moveQP(q *qp, to *engine) {
 		e.loop.Do(func() {})
 	}
 	from.loop.Do(q.leaveEngine)
-	for _, x := range []*cq{q.scq, q.rcq} {
+	for _, x := range []*cqObject{o.uses.scq, o.uses.rcq} {
 		if x.refs == 1 || x.refs == 2 && q.scq == q.rcq {
 			x.owner = to // nobody else's
 		}

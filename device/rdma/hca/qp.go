@@ -27,7 +27,7 @@ const (
 
 // qp is a queue pair: rings and memory on this side, the transport's state in t.
 // It implements roce.Adapter. After it is published everything in it belongs to
-// its engine's loop, but for mcast and what never changes.
+// its engine's loop, but for what never changes.
 type qp struct {
 	dev      *Device
 	engine   *engine
@@ -64,7 +64,6 @@ type qp struct {
 	failing   bool // to be sent to the error state at the next turn
 	closed    bool // destroyed
 
-	bellEngine   *engine            // whose doorbells it has: where it was created
 	bellNode     eventNode          // of one that has moved: rung on the engine it came from
 	waiters      [2]faultWaiter     // by roce.Side: faults
 	lastFault    translate.MissKind // of the responder
@@ -82,8 +81,6 @@ type qp struct {
 	scratch []byte // one element of SQ or RQ
 	ah      [abi.SizeAH]byte
 	wc      abi.WC
-
-	mcast int // groups; command goroutine only
 }
 
 var _ roce.Adapter = (*qp)(nil)
@@ -505,8 +502,7 @@ func (q *qp) start(recvSGE int) error {
 	}, q)
 	d.qps[q.index].Store(q)
 	q.engine.qps++
-	q.bellEngine = q.engine
-	q.bellEngine.db.join(q.index)
+	q.engine.db.join(q.index)
 	return nil
 }
 

@@ -8,14 +8,12 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// srq is a shared receive queue. All its QPs live on its owner's engine (place sees
-// to that), so it needs no lock.
+// srq is a shared receive queue. All its QPs live on one engine (place sees to that),
+// so it needs no lock.
 type srq struct {
 	dev    *Device
 	n      uint32
-	pd     translate.PD
 	maxSGE int
-	owner  *engine // nil until the first QP uses it; command goroutine only
 
 	wr      workRing
 	limit   uint32 // 0: disarmed (IBTA 10.2.9)
@@ -23,11 +21,10 @@ type srq struct {
 
 	failed atomic.Bool
 	asyn   eventNode
-	refs   int // QPs; command goroutine only
 }
 
-func newSRQ(d *Device, n uint32, pd translate.PD, maxSGE int, limit uint32, r ring) *srq {
-	s := &srq{dev: d, n: n, pd: pd, maxSGE: maxSGE, limit: limit, wr: workRing{ring: r}}
+func newSRQ(d *Device, n uint32, maxSGE int, limit uint32, r ring) *srq {
+	s := &srq{dev: d, n: n, maxSGE: maxSGE, limit: limit, wr: workRing{ring: r}}
 	s.scratch = make([]byte, recvWQESize(maxSGE))
 	s.asyn.init(n, nodeSRQ)
 	return s
@@ -85,7 +82,7 @@ func (s *srq) fail(m translate.Miss) (roce.Fetch, translate.Miss) {
 }
 
 // resize moves the requests that are not consumed yet to a new ring; called where no
-// QP consumes: on the owner's loop, or before there is one.
+// QP consumes: on its QPs' loop, or before there is one.
 func (s *srq) resize(r ring) error {
 	prod, m := s.wr.index(abi.RingProducerOff)
 	if !m.OK() {

@@ -38,7 +38,7 @@ func TestSRQ(t *testing.T) {
 	}
 	// Placement follows the SRQ, so a QP with that anchor shares the anchor instead.
 	second := gb.qp(qpSpec{pd: pb, scq: anchor, rcq: rcq, flags: abi.QPHasSRQ, srq: n})
-	if !gb.tables.cqs[anchor.n].shared || gb.qpFor(second.n).engine != gb.qpFor(first.n).engine {
+	if !gb.tables.cqs[anchor.n].q.shared || gb.qpFor(second.n).engine != gb.qpFor(first.n).engine {
 		t.Error("the QPs of an SRQ are not on one engine, or the CQ between two engines has no lock")
 	}
 	senders := []*tqp{ga.qp(qpSpec{pd: pa}), ga.qp(qpSpec{pd: pa})}
@@ -109,7 +109,7 @@ func TestResizeCQ(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
 	c := g.cq(8)
-	q := g.tables.cqs[c.n]
+	q := g.tables.cqs[c.n].q
 	post := func(id uint64) {
 		tok := g.space.Epochs().Enter(0)
 		defer g.space.Epochs().Leave(0, tok)

@@ -133,8 +133,8 @@ const visit = 64
 // loop does its work: it is other VMs' too.
 func (d *Device) eachQP(f func(q *qp)) {
 	of := map[*engine][]*qp{}
-	for _, q := range d.tables.qpList {
-		of[q.engine] = append(of[q.engine], q)
+	for _, o := range d.tables.qpList {
+		of[o.q.engine] = append(of[o.q.engine], o.q)
 	}
 	for e, qs := range of {
 		for some := range slices.Chunk(qs, visit) {
@@ -217,9 +217,9 @@ func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	}
 	g := &f.Guest
 	g.Raised, g.Resumed, g.Failed = st.Value[abi.StatGuestFaults], d.faults.resumed.Load(), d.faults.failed.Load()
-	for _, q := range d.tables.qpList {
-		for i := range q.waiters {
-			if s := q.waiters[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
+	for _, o := range d.tables.qpList {
+		for i := range o.q.waiters {
+			if s := o.q.waiters[i].guest.state.Load() & faultStateMask; s == faultRaised || s == faultPosted {
 				g.Waiting++
 			}
 		}

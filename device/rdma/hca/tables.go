@@ -15,6 +15,33 @@ type pd struct {
 	refs int // QPs, SRQs, MRs and MWs
 }
 
+// An object below is what a handle of the guest names: the data side's queue, and what only the control side keeps
+// about it.
+
+// cqObject is a completion queue.
+type cqObject struct {
+	q     *cq
+	owner *engine // whose loop completes into it; nil until the first QP uses it
+	refs  int     // QPs
+	holds holds   // the ring and the arm word
+}
+
+// srqObject is a shared receive queue.
+type srqObject struct {
+	q     *srq
+	pdn   uint32
+	owner *engine // whose loop fetches from it; nil until the first QP uses it
+	refs  int     // QPs
+}
+
+// qpObject is a queue pair.
+type qpObject struct {
+	q     *qp
+	uses  qpParts
+	bells *engine // whose doorbells it has: where it was created
+	mcast int     // groups
+}
+
 // tables are what the guest made, by number. Device.mu guards them; only the
 // command goroutine and Reset change them.
 type tables struct {
@@ -22,8 +49,8 @@ type tables struct {
 	vm   *translate.VM
 
 	pds  map[uint32]*pd
-	cqs  map[uint32]*cq
-	srqs map[uint32]*srq
+	cqs  map[uint32]*cqObject
+	srqs map[uint32]*srqObject
 	// mrs and mws remember the PD of every region and window, for its reference count.
 	mrs, mws map[uint32]uint32
 
@@ -31,10 +58,10 @@ type tables struct {
 	lastWindowPD            uint32 // domains of QPs
 
 	qps    int
-	qpList map[uint32]*qp // by QP number
-	gen    []uint8        // next generation of each index
-	free   []uint16       // indices, least recently used first
-	nextQP int            // lowest index never used
+	qpList map[uint32]*qpObject // by QP number
+	gen    []uint8              // next generation of each index
+	free   []uint16             // indices, least recently used first
+	nextQP int                  // lowest index never used
 
 	nextLane int
 
@@ -50,13 +77,13 @@ type tables struct {
 
 func (t *tables) reset(d *Device) {
 	conn, vm, gen, lingering := t.conn, t.vm, t.gen, t.lingering
-	for _, q := range t.qpList {
-		if q.faulting() {
-			lingering = append(lingering, q)
+	for _, o := range t.qpList {
+		if o.q.faulting() {
+			lingering = append(lingering, o.q)
 		}
 	}
-	for _, q := range t.cqs {
-		q.holds.release()
+	for _, o := range t.cqs {
+		o.holds.release()
 	}
 	for i := range t.dbHeld {
 		t.dbHeld[i].release()
@@ -66,9 +93,8 @@ func (t *tables) reset(d *Device) {
 		gen = make([]uint8, len(d.qps))
 	}
 	*t = tables{
-		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cq{}, srqs: map[uint32]*srq{}, mrs: map[uint32]uint32{},
-		mws:    map[uint32]uint32{},
-		qpList: map[uint32]*qp{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
+		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cqObject{}, srqs: map[uint32]*srqObject{},
+		mrs: map[uint32]uint32{}, mws: map[uint32]uint32{}, qpList: map[uint32]*qpObject{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
 	}
 	d.gids.reset(d.lim.GIDs)
 	d.groups.Store(newMcastTable())
@@ -133,23 +159,23 @@ func (t *tables) pd(n uint32) (*pd, error) {
 	return nil, notFound("protection domain", n)
 }
 
-func (t *tables) cq(n uint32) (*cq, error) {
-	if c := t.cqs[n]; c != nil {
-		return c, nil
+func (t *tables) cq(n uint32) (*cqObject, error) {
+	if o := t.cqs[n]; o != nil {
+		return o, nil
 	}
 	return nil, notFound("completion queue", n)
 }
 
-func (t *tables) srq(n uint32) (*srq, error) {
-	if s := t.srqs[n]; s != nil {
-		return s, nil
+func (t *tables) srq(n uint32) (*srqObject, error) {
+	if o := t.srqs[n]; o != nil {
+		return o, nil
 	}
 	return nil, notFound("shared receive queue", n)
 }
 
-func (t *tables) qp(n uint32) (*qp, error) {
-	if q := t.qpList[n]; q != nil {
-		return q, nil
+func (t *tables) qp(n uint32) (*qpObject, error) {
+	if o := t.qpList[n]; o != nil {
+		return o, nil
 	}
 	return nil, notFound("queue pair", n)
 }

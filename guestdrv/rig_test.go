@@ -214,7 +214,7 @@ func (r *rig) attach(i int, s *site) *host {
 		r.tb.Fatal(err)
 	}
 	h.hca.SetPort(h.port)
-	h.port.SetHCA(h.hca)
+	h.port.SetHCA(h.hca.HCAFace())
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"),
 		Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
 	if err != nil {

@@ -18,8 +18,8 @@ func createCQ(c *cmd) error {
 		return err
 	case len(c.t.cqs) >= c.d.lim.CQs:
 		return &limitError{what: "completion queues", n: uint64(len(c.t.cqs)) + 1, max: uint64(c.d.lim.CQs)}
-	case int(r.CEQ) >= len(c.d.ceqs):
-		return refuse(abi.StatusInvalid, "completion event queue %d, the device has %d", r.CEQ, len(c.d.ceqs))
+	case int(r.CEQ) >= len(c.d.data.ceqs):
+		return refuse(abi.StatusInvalid, "completion event queue %d, the device has %d", r.CEQ, len(c.d.data.ceqs))
 	case r.ArmPA&3 != 0:
 		return refuse(abi.StatusInvalid, "arm word at PA %#x is not 4-byte aligned", r.ArmPA)
 	}
@@ -27,14 +27,14 @@ func createCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q := newCQ(c.d, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.ceqs[r.CEQ])
+	q := newCQ(c.d.data, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.data.ceqs[r.CEQ])
 	o := &cqObject{q: q}
 	if err = c.holdPages(&o.holds, list, r.Ring.PageShift, r.Ring.Length); err == nil {
 		err = c.holdMemory(&o.holds, q.arm, 4)
 	}
 	if err == nil {
 		err = c.epoch(func() error {
-			if _, m := c.d.space().Uint32(q.arm); !m.OK() {
+			if _, m := c.d.data.space().Uint32(q.arm); !m.OK() {
 				return &faultError{what: "arm word", miss: m}
 			}
 			if m := q.start(); !m.OK() {
@@ -57,7 +57,7 @@ func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error
 	if a.NPages == 0 {
 		return ring{}, refuse(abi.StatusInvalid, "the ring has no pages")
 	}
-	return newRing(c.d.space(), a, list, minElem, maxElems)
+	return newRing(c.d.data.space(), a, list, minElem, maxElems)
 }
 
 // onOwner runs f where nobody else touches an object with that owner: on the
@@ -118,7 +118,7 @@ func destroyCQ(c *cmd) error {
 	delete(c.t.cqs, n)
 	o.holds.release()
 	o.q.ceq.drop(&o.q.comp)
-	c.d.async.drop(&o.q.asyn)
+	c.d.data.async.drop(&o.q.asyn)
 	return nil
 }
 
@@ -147,7 +147,7 @@ func createSRQ(c *cmd) error {
 	if r.Limit > ring.mask {
 		return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
 	}
-	s := newSRQ(c.d, newID(c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
+	s := newSRQ(c.d.data, newID(c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
 	err = c.epoch(func() error {
 		if m := s.wr.start(); !m.OK() {
 			return &faultError{what: "shared receive queue", miss: m}
@@ -240,6 +240,6 @@ func destroySRQ(c *cmd) error {
 	}
 	delete(c.t.srqs, n)
 	c.t.pds[o.pdn].refs--
-	c.d.async.drop(&o.q.asyn)
+	c.d.data.async.drop(&o.q.asyn)
 	return nil
 }

@@ -15,12 +15,12 @@ func queryDevice(c *cmd) error {
 }
 
 func queryPort(c *cmd) error {
-	mtu := uint32(c.d.portMTU())
+	mtu := uint32(c.d.data.portMTU())
 	// 25 Gbit/s: what copying by one core comes to, and no promise. Libraries rank
 	// devices by it.
 	a := abi.PortAttr{State: abi.PortDown, MaxMTU: 4096, ActiveMTU: mtu, ActiveSpeed: abi.SpeedEDR,
 		ActiveWidth: abi.Width1X}
-	if c.d.link.Load() {
+	if c.d.data.link.Load() {
 		a.State = abi.PortActive
 	}
 	a.Encode(c.reply(abi.SizePortAttr))
@@ -44,7 +44,7 @@ func setGID(c *cmd) error {
 	case r.GID == [16]byte{} || isMulticast(&r.GID):
 		return refuse(abi.StatusInvalid, "GID %x is not a unicast GID", r.GID)
 	}
-	c.d.gids.put(int(r.Index), gid{set: true, v1: r.Type == abi.GIDRoCEv1, vlan: r.VLANID, addr: r.GID})
+	c.d.data.gids.put(int(r.Index), gid{set: true, v1: r.Type == abi.GIDRoCEv1, vlan: r.VLANID, addr: r.GID})
 	return nil
 }
 
@@ -56,7 +56,7 @@ func clearGID(c *cmd) error {
 	if int(r.Index) >= c.d.lim.GIDs {
 		return refuse(abi.StatusInvalid, "GID index %d, the table has %d entries", r.Index, c.d.lim.GIDs)
 	}
-	c.d.gids.put(int(r.Index), gid{})
+	c.d.data.gids.put(int(r.Index), gid{})
 	return nil
 }
 
@@ -65,14 +65,14 @@ func setDoorbells(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	if int(r.Engine) >= len(c.d.engines) {
-		return refuse(abi.StatusInvalid, "engine %d, the device has %d", r.Engine, len(c.d.engines))
+	if int(r.Engine) >= len(c.d.data.engines) {
+		return refuse(abi.StatusInvalid, "engine %d, the device has %d", r.Engine, len(c.d.data.engines))
 	}
 	if r.NPages != abi.DoorbellPages {
 		return refuse(abi.StatusInvalid, "doorbell area of %d pages, must be %d", r.NPages, abi.DoorbellPages)
 	}
-	space := c.d.space()
-	db := newDoorbells(space, len(c.d.qps))
+	space := c.d.data.space()
+	db := newDoorbells(space, len(c.d.data.qps))
 	for i, pa := range r.PA {
 		if pa&dbPageOffMask != 0 {
 			return refuse(abi.StatusInvalid, "doorbell page %d at PA %#x is not 4 KiB aligned", i, pa)
@@ -82,7 +82,7 @@ func setDoorbells(c *cmd) error {
 		}
 		db.pages[i] = translate.PA(pa)
 	}
-	e := c.d.engines[r.Engine]
+	e := c.d.data.engines[r.Engine]
 	var h holds
 	for _, pa := range db.pages {
 		if err := c.holdMemory(&h, pa, 1<<dbPageShift); err != nil {
@@ -119,14 +119,14 @@ func setAHTable(c *cmd) error {
 		return err
 	}
 	switch {
-	case c.d.ahs.Load() != nil:
+	case c.d.data.ahs.Load() != nil:
 		return refuse(abi.StatusBusy, "the address handle table was given before")
 	case r.NumEntries == 0 || r.NPages == 0:
 		return refuse(abi.StatusInvalid, "address handle table of %d entries in %d pages", r.NumEntries, r.NPages)
 	case r.NumEntries > uint32(c.d.lim.AHs):
 		return &limitError{what: "address handles", n: uint64(r.NumEntries), max: uint64(c.d.lim.AHs)}
 	}
-	mem, err := translate.NewRing(c.d.space(), decodePAs(list), 12, uint64(r.NumEntries)*abi.SizeAH)
+	mem, err := translate.NewRing(c.d.data.space(), decodePAs(list), 12, uint64(r.NumEntries)*abi.SizeAH)
 	if err != nil {
 		return memoryError(err)
 	}
@@ -134,7 +134,7 @@ func setAHTable(c *cmd) error {
 		c.t.ahHeld.release()
 		return err
 	}
-	c.d.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
+	c.d.data.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
 	return nil
 }
 
@@ -158,7 +158,7 @@ func resolveGID(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	g, ok := c.d.gids.get(int(r.SGIDIndex))
+	g, ok := c.d.data.gids.get(int(r.SGIDIndex))
 	switch {
 	case !ok:
 		return refuse(abi.StatusInvalid, "sgid_index %d is not set", r.SGIDIndex)
@@ -168,14 +168,14 @@ func resolveGID(c *cmd) error {
 		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", r.SGIDIndex)
 	}
 	var resp abi.ResolveResp
-	if port := c.d.port.Load(); c.d.hasAddress(r.DGID, g.vlan) {
+	if port := c.d.data.port.Load(); c.d.data.hasAddress(r.DGID, g.vlan) {
 		resp.MAC = c.d.cfg.MAC
 	} else if port != nil {
 		if mac, known := (*port).Owner(r.DGID, networkVLAN(g.vlan)); known {
 			resp.MAC = mac
 		} else {
-			l := c.d.engines[0].loop
-			l.Do(func() { c.d.sendRequest(l, *port, g, &r.DGID) })
+			l := c.d.data.engines[0].loop
+			l.Do(func() { c.d.data.sendRequest(l, *port, g, &r.DGID) })
 		}
 	}
 	resp.Encode(c.reply(abi.SizeResolveResp))

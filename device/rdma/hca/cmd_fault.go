@@ -1,9 +1,11 @@
 package hca
 
 import (
+	"sync/atomic"
 	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // resumeFault is the guest driver's answer to a page fault event.
@@ -12,7 +14,7 @@ func resumeFault(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	q := c.d.qpAt(int(r.Token & qpIndexMask))
+	q := c.d.data.qpAt(int(r.Token & qpIndexMask))
 	if q == nil {
 		return notFound("fault", r.Token)
 	}
@@ -25,10 +27,34 @@ func resumeFault(c *cmd) error {
 	if r.Status != abi.StatusOK {
 		bit = answerGuestFailed
 	}
-	if pa, ok := c.d.vm.Lookup(s.guest.key, s.guest.va); ok {
+	if pa, ok := c.d.data.vm.Lookup(s.guest.key, s.guest.va); ok {
 		c.d.faults.heat.Add(pa)
 	}
-	c.d.faults.count(time.Duration(q.engine.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
+	c.d.countFault(time.Duration(q.engine.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
 	q.engine.postAnswer(&s.answers, bit)
 	return nil
+}
+
+// guestFaults counts the faults that the guest's driver served.
+type guestFaults struct {
+	resumed atomic.Uint64
+	failed  atomic.Uint64
+	times   translate.Histogram // guarded by Device.mu
+	heat    translate.HeatMap   // where they were answered; guarded by Device.mu
+}
+
+// countFault counts a served fault; under mu.
+func (d *Device) countFault(took time.Duration, ok bool) {
+	f, delay := &d.faults, &d.data.faultDelay
+	f.times.Add(took)
+	// Smoothed as round-trip times are.
+	if old := delay.Load(); f.times.Count > 1 {
+		took = time.Duration(old + (int64(took)-old)/8)
+	}
+	delay.Store(int64(took))
+	if ok {
+		f.resumed.Add(1)
+	} else {
+		f.failed.Add(1)
+	}
 }

@@ -31,7 +31,7 @@ func attachMcast(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	t := c.d.groups.Load()
+	t := c.d.data.groups.Load()
 	m, known := t.groups[gid]
 	switch {
 	case slices.Contains(m, o.q):
@@ -41,7 +41,7 @@ func attachMcast(c *cmd) error {
 	case len(m) >= c.d.lim.McastMembers:
 		return &limitError{what: "members of a multicast group", n: uint64(len(m)) + 1, max: uint64(c.d.lim.McastMembers)}
 	}
-	c.d.groups.Store(t.with(gid, append(slices.Clone(m), o.q)))
+	c.d.data.groups.Store(t.with(gid, append(slices.Clone(m), o.q)))
 	o.mcast++
 	return nil
 }
@@ -51,12 +51,12 @@ func detachMcast(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	t := c.d.groups.Load()
+	t := c.d.data.groups.Load()
 	i := slices.Index(t.groups[gid], o.q)
 	if i < 0 {
 		return refuse(abi.StatusNotFound, "QP %#x is not attached to %x", o.q.n, gid)
 	}
-	c.d.groups.Store(t.with(gid, slices.Delete(slices.Clone(t.groups[gid]), i, i+1)))
+	c.d.data.groups.Store(t.with(gid, slices.Delete(slices.Clone(t.groups[gid]), i, i+1)))
 	o.mcast--
 	return nil
 }

@@ -61,7 +61,7 @@ func createMR(c *cmd) error {
 	case r.Length > c.d.lim.MRSize && r.Flags&abi.MRImplicit == 0:
 		return &limitError{what: "bytes of a memory region", n: r.Length, max: c.d.lim.MRSize}
 	}
-	reg, err := c.d.vm.CreateRegion(translate.RegionSpec{
+	reg, err := c.d.data.vm.CreateRegion(translate.RegionSpec{
 		PD: translate.PD(r.PDN), Access: translate.Access(r.Access), Flags: translate.RegionFlags(r.Flags),
 		PageShift: r.PageShift, IOVA: translate.VA(r.IOVA), Length: r.Length, Offset: r.Offset, NPages: r.NPages,
 	})
@@ -82,7 +82,7 @@ func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
 			"region for fast registration with access %#x, iova %#x, length %d, offset %d, page_shift %d, must be 0 and %d",
 			r.Access, r.IOVA, r.Length, r.Offset, r.PageShift, translate.PageShift)
 	}
-	key, err := c.d.vm.CreateDynamic(translate.FastRegion, translate.PD(r.PDN), r.NPages)
+	key, err := c.d.data.vm.CreateDynamic(translate.FastRegion, translate.PD(r.PDN), r.NPages)
 	if err != nil {
 		return memoryError(err)
 	}
@@ -105,14 +105,14 @@ func setMTT(c *cmd) error {
 	pas := decodePAs(list)
 	for i, pa := range pas {
 		// Every access is checked again; this tells the driver of its mistake at once.
-		if pa&abi.MTTAbsent == 0 && !c.d.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
+		if pa&abi.MTTAbsent == 0 && !c.d.data.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
 			return refuse(abi.StatusFault, "page %d at %v is not in guest memory", r.First+uint64(i), pa)
 		}
 	}
-	if err := c.d.vm.SetPages(r.Handle, r.First, pas); err != nil {
+	if err := c.d.data.vm.SetPages(r.Handle, r.First, pas); err != nil {
 		return memoryError(err)
 	}
-	if reg, err := c.d.vm.Region(r.Handle); err == nil && !reg.Demand() {
+	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
 		c.warm(pas, reg.PageSize())
 	}
 	return nil
@@ -155,7 +155,7 @@ func clearMTT(c *cmd) error {
 		return err
 	}
 	var err error
-	if c.drain, err = c.d.vm.StartClear(r.Handle, r.First, r.Count); err != nil {
+	if c.drain, err = c.d.data.vm.StartClear(r.Handle, r.First, r.Count); err != nil {
 		return memoryError(err)
 	}
 	c.d.invalidations.Add(1)
@@ -178,7 +178,7 @@ func (c *cmd) destroyKey(keys map[uint32]uint32, what string, h uint32) (err err
 	if !ok {
 		return notFound(what, h)
 	}
-	if c.drain, err = c.d.vm.StartDestroy(h); err != nil {
+	if c.drain, err = c.d.data.vm.StartDestroy(h); err != nil {
 		return memoryError(err)
 	}
 	delete(keys, h)
@@ -198,7 +198,7 @@ func createMW(c *cmd) error {
 	case r.Type != uint32(translate.Window1) && r.Type != uint32(translate.Window2):
 		return refuse(abi.StatusInvalid, "memory window of type %d, must be 1 or 2", r.Type)
 	}
-	key, err := c.d.vm.CreateDynamic(translate.Kind(r.Type), translate.PD(r.PDN), 0)
+	key, err := c.d.data.vm.CreateDynamic(translate.Kind(r.Type), translate.PD(r.PDN), 0)
 	if err != nil {
 		return memoryError(err)
 	}

@@ -80,7 +80,7 @@ func createQP(c *cmd) error {
 		return err
 	}
 	q := &qp{
-		dev: c.d, typ: roce.Type(r.Type), pd: translate.PD(r.PDN), privileged: r.Flags&abi.QPPrivileged != 0,
+		dev: c.d.data, typ: roce.Type(r.Type), pd: translate.PD(r.PDN), privileged: r.Flags&abi.QPPrivileged != 0,
 		sigAll: r.Flags&abi.QPSigAll != 0, maxSendSGE: int(r.MaxSendSGE), maxRecvSGE: int(r.MaxRecvSGE),
 		maxInline: int(r.MaxInline), scq: parts.scq.q, rcq: parts.rcq.q,
 	}
@@ -169,7 +169,7 @@ func modifyQP(c *cmd) error {
 		Access: translate.Access(r.AccessFlags), QKey: r.QKey, DestQPN: r.DestQPN, RQPSN: r.RQPSN, SQPSN: r.SQPSN,
 	}
 	if r.AttrMask&abi.QPAttrAV != 0 {
-		if err := c.d.resolve(&r.AV, &a.AV); err != nil {
+		if err := c.d.data.resolve(&r.AV, &a.AV); err != nil {
 			return err
 		}
 	}
@@ -178,7 +178,7 @@ func modifyQP(c *cmd) error {
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
 		if err := c.on(q.engine, q.discard); err != nil {
-			c.d.warn("work queue not flushed", "qp", q.n, "reason", err)
+			c.d.data.warn("work queue not flushed", "qp", q.n, "reason", err)
 		}
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
 		c.colocate(o)
@@ -233,7 +233,7 @@ func destroyQP(c *cmd) error {
 	}
 	q := o.q
 	q.engine.loop.Do(func() {
-		c.d.qps[q.index].Store(nil)
+		c.d.data.qps[q.index].Store(nil)
 		q.close()
 		if o.bells == q.engine {
 			o.bells.db.leave(q.index)
@@ -242,7 +242,7 @@ func destroyQP(c *cmd) error {
 	if o.bells != q.engine {
 		o.bells.loop.Do(func() { o.bells.db.leave(q.index) })
 	}
-	c.d.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
+	c.d.data.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	if q.faulting() {
 		c.t.lingering = append(c.t.lingering, q)
 	}

@@ -247,7 +247,7 @@ func (d *Device) retryMisses(ctx context.Context, f func() error) error {
 		}
 		d.fetches.Add(1)
 		fctx, cancel := context.WithTimeout(ctx, drainTimeout)
-		ferr := d.space().Fetch(fctx, m, true)
+		ferr := d.data.space().Fetch(fctx, m, true)
 		cancel()
 		if ferr != nil {
 			return fmt.Errorf("%w: %w", err, ferr)

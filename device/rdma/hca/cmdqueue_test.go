@@ -291,7 +291,7 @@ func TestReleaseWatchdog(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
 	var log testlog.Log
-	g.log = log.Logger()
+	g.Device.log = log.Logger()
 	d := g.commandQueue(64)
 	r := g.demand(g.pd(), 1, demandAccess)
 	r.set(0, 1, 0)

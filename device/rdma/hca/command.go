@@ -61,7 +61,7 @@ func (d *Device) execute(ctx context.Context, req, out []byte, room uint64) (int
 	s := statusOf(err)
 	// Who wakes faulting operations up too late or too early loses a race, no more.
 	if err != nil && !(c.op == abi.CmdResumeFault && s == abi.StatusNotFound) {
-		d.warn("command refused", "command", c.op, "status", s, "reason", err)
+		d.data.warn("command refused", "command", c.op, "status", s, "reason", err)
 	}
 	if err != nil {
 		c.n, c.drain = 0, nil
@@ -91,7 +91,7 @@ func (c *cmd) dispatch(req []byte, room uint64) error {
 		return refuse(abi.StatusInvalid, "payload of %d bytes, need %d", len(c.in), e.fixed)
 	case room < uint64(abi.SizeResp+e.reply):
 		return refuse(abi.StatusInvalid, "room for a response of %d bytes, need %d", room, abi.SizeResp+e.reply)
-	case c.d.broken.Load():
+	case c.d.data.broken.Load():
 		return refuse(abi.StatusIO, "the guest's memory vanished earlier")
 	}
 	c.d.mu.Lock()

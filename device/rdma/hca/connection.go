@@ -85,8 +85,8 @@ func (d *Device) Connections() []Connection {
 	for i := range out {
 		with[out[i].LocalQPN] = i
 	}
-	now := d.engines[0].loop.Clock().Now()
-	for _, c := range d.conns.copy(now) {
+	now := d.data.engines[0].loop.Clock().Now()
+	for _, c := range d.data.conns.copy(now) {
 		if i, ok := with[c.LocalQPN]; ok && c.Bound() {
 			out[i].managed(&c, now)
 			continue
@@ -154,7 +154,7 @@ func (d *Device) Drops() map[string]uint64 {
 			out[name] += n
 		}
 	}
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for i, n := range e.stats.Drops {
 				add(roce.Drop(i).String(), n)
@@ -165,14 +165,9 @@ func (d *Device) Drops() map[string]uint64 {
 		})
 		add("inbox-full", e.inboxFull.Load())
 	}
-	for i := range d.rejected {
-		add(rejectNames[i], d.rejected[i].Load())
+	for i := range d.data.rejected {
+		add(rejectNames[i], d.data.rejected[i].Load())
 	}
-	d.conns.mu.Lock()
-	defer d.conns.mu.Unlock()
-	for i, n := range d.conns.refused {
-		add(cm.Reason(i).String(), n)
-	}
-	add("cm-mac", d.conns.forged)
+	d.data.conns.countDrops(add)
 	return out
 }

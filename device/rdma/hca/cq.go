@@ -16,7 +16,7 @@ import (
 // arm word. The driver's is the reverse: arm word, barrier, producer index. So
 // either the driver sees the completion or the device sees the arm word.
 type cq struct {
-	dev *Device
+	dev *dataSide
 	n   uint32
 	ceq *eventQueue
 	arm translate.PA
@@ -35,7 +35,7 @@ type cq struct {
 }
 
 // newCQ makes a CQ whose ring is empty.
-func newCQ(d *Device, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq {
+func newCQ(d *dataSide, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq {
 	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq}
 	c.comp.init(n, nodeCompletion)
 	c.asyn.init(n, nodeCQ)

@@ -2,30 +2,25 @@ package hca
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
-	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
 
-var le = binary.LittleEndian
-
-var (
-	errEventBuffer = errors.New("event buffer is too small")
-	errReadOnly    = errors.New("hca: the configuration space is read-only")
-)
+var errReadOnly = errors.New("hca: the configuration space is read-only")
 
 // drainTimeout is how long a reset waits for users of guest memory before it says
 // so. Batches last microseconds; only a stuck loop gets here.
@@ -58,64 +53,23 @@ type Config struct {
 	Log hclog.Logger
 }
 
-// DataPath selects optional parts of the data path. The peer sees valid RoCE whatever is selected.
-type DataPath struct {
-	// LocalCopy copies from memory to memory between two QPs of one loop. Without it they exchange frames.
-	LocalCopy bool
-	// ECN enables congestion control of RC by ECN marks and CNPs (IBTA A17.9). Without it loss is the only congestion
-	// signal.
-	ECN bool
-	// SelectiveRepeat retransmits only lost packets if the peer of an RC QP is a vnicd. Without it, and to other peers, a
-	// loss resends the whole window (go-back-N).
-	SelectiveRepeat bool
-}
-
-// DefaultDataPath selects everything.
-func DefaultDataPath() *DataPath { return &DataPath{LocalCopy: true, ECN: true, SelectiveRepeat: true} }
-
-// Device is the HCA of one VM. It implements virtio.Device (methods for the
-// connection's goroutine) and the HCA face of an vswitch.VMPort (Deliver, Up: any
-// loop). States:
+// Device is the HCA of one VM: its control side, which has the data side in data. It implements virtio.Device (methods
+// for the connection's goroutine). States:
 //
 //	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
 //	        connected: down <-> up (queue 0 runs)
 type Device struct {
 	cfg  Config
 	lim  Limits
-	pace *pacer // nil: no limit
 	log  hclog.Logger
+	data *dataSide
 
-	engines []*engine
-	byLoop  [loop.MaxLoops]*engine
-	async   *eventQueue
-	ceqs    []*eventQueue
-
-	// Read by loops.
-	port          atomic.Pointer[Port]
-	up            atomic.Bool
-	link          atomic.Bool
-	broken        atomic.Bool // the guest's memory vanished: nothing is done until a reset
-	gids          gidTable
-	ahs           atomic.Pointer[ahTable]
-	groups        atomic.Pointer[mcastTable]
-	qps           []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
-	cqFailures    atomic.Uint64
+	generation    atomic.Uint32
 	invalidations atomic.Uint64 // CLEAR_MTT commands
 	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
-	rejected      rejectCounts
-	conns         connections
-	// faultCounts has a place for each side of each QP index: see guestFault's
-	// token. A place is touched by the engine of the QP that has the index.
-	faultCounts []uint32
-	warned      rateLimit
+	portListener  atomic.Pointer[virtio.Conn] // notified when the port changes; nil: no front end
 
-	generation atomic.Uint32
-
-	// Of the connection; set by Connected before any queue or object exists.
-	mem          atomic.Pointer[translate.Space]
-	portListener atomic.Pointer[virtio.Conn] // notified when the port changes
-	vm           *translate.VM
 	// Of the connection's goroutine.
 	conn     virtio.Conn
 	commands *commandLoop
@@ -125,9 +79,7 @@ type Device struct {
 	tables tables
 }
 
-var (
-	_ virtio.Device = (*Device)(nil)
-)
+var _ virtio.Device = (*Device)(nil)
 
 // New makes an adapter and puts it on its loops. Errors wrap ErrConfig.
 func New(cfg Config) (*Device, error) {
@@ -141,7 +93,6 @@ func New(cfg Config) (*Device, error) {
 	if d.cfg.DataPath == nil {
 		d.cfg.DataPath = DefaultDataPath()
 	}
-	d.pace = newPacer(d.lim.Messages)
 	switch {
 	case cfg.Name == "" || len(cfg.Name) > 31:
 		return nil, fmt.Errorf("%w: name %q must have 1..31 bytes", ErrConfig, cfg.Name)
@@ -167,24 +118,18 @@ func New(cfg Config) (*Device, error) {
 		d.cfg.MTU = func() int { return 1500 }
 	}
 	for i, l := range loops {
-		if d.byLoop[l.ID()] != nil {
+		if slices.ContainsFunc(loops[:i], func(x *loop.Loop) bool { return x.ID() == l.ID() }) {
 			return nil, fmt.Errorf("%w: two loops have ID %d", ErrConfig, l.ID())
 		}
-		e := newEngine(d, i, l)
-		d.engines = append(d.engines, e)
-		d.byLoop[l.ID()] = e
 	}
-	d.async = d.newEventQueue(abi.EventQueue)
-	for i := range d.cfg.CEQs {
-		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
+	d.data = &dataSide{
+		mac: cfg.MAC, pool: cfg.Pool, mtu: d.cfg.MTU, options: *d.cfg.DataPath, rdAtomic: d.lim.RdAtomic,
+		pace: newPacer(d.lim.Messages), log: d.log,
 	}
-	d.qps = make([]atomic.Pointer[qp], d.lim.QPs+firstQPIndex)
-	d.faultCounts = make([]uint32, 2*len(d.qps))
-	d.conns.table = cm.NewTable(2 * d.lim.QPs)
-	d.link.Store(true)
+	d.data.init(loops, d.cfg.CEQs, d.lim.QPs)
 	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
 	d.tables.reset(d)
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.start()
 	}
 	return d, nil
@@ -200,14 +145,14 @@ func (d *Device) Close() {
 	if d.conn != nil {
 		d.Disconnected()
 	}
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.stop()
 	}
 }
 
 // SetLink sets the port's state and tells the driver. From any goroutine but loops.
 func (d *Device) SetLink(up bool) {
-	if d.link.Swap(up) != up {
+	if d.data.link.Swap(up) != up {
 		d.PortChanged()
 	}
 }
@@ -220,41 +165,37 @@ func (d *Device) PortChanged() {
 	}
 }
 
-// Up tells whether a driver runs the device: frames for it are the HCA's then.
-func (d *Device) Up() bool { return d.up.Load() }
+// SetPort names where frames go. Nil: nowhere.
+func (d *Device) SetPort(p Port) {
+	if p == nil {
+		d.data.port.Store(nil)
+		return
+	}
+	d.data.port.Store(&p)
+}
+
+// HCAFace is the HCA face of the device's port (vswitch.VMPort). It is the data side itself: frames pass nothing else.
+func (d *Device) HCAFace() vswitch.HCAFace { return d.data }
+
+// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for
+// one of the device's GIDs while a driver runs; all else ends there.
+func (d *Device) Neighbours() vswitch.Face { return neighbours{d.data} }
 
 // MAC returns the device's address.
 func (d *Device) MAC() [6]byte { return d.cfg.MAC }
 
-// setUp recomputes Up; connection goroutine. A running command queue is the sign of a
+// setUp recomputes up; connection goroutine. A running command queue is the sign of a
 // driver: front ends start queues when the driver sets DRIVER_OK, and QEMU does not
 // pass the status itself on for its generic device.
 func (d *Device) setUp() {
-	d.up.Store(d.commands != nil && !d.broken.Load())
-}
-
-func (d *Device) space() *translate.Space { return d.mem.Load() }
-
-// qpAt returns the QP at an index of the table, nil if there is none.
-func (d *Device) qpAt(i int) *qp {
-	if i < 0 || i >= len(d.qps) {
-		return nil
-	}
-	return d.qps[i].Load()
-}
-
-// wakeAll makes every engine look at what concerns all.
-func (d *Device) wakeAll() {
-	for _, e := range d.engines {
-		e.wake()
-	}
+	d.data.up.Store(d.commands != nil && !d.data.broken.Load())
 }
 
 // Features implements virtio.Device: the ABI has no feature bits yet.
 func (d *Device) Features() uint64 { return 0 }
 
 // NumQueues implements virtio.Device.
-func (d *Device) NumQueues() int { return abi.NumQueues(len(d.ceqs), len(d.engines)) }
+func (d *Device) NumQueues() int { return abi.NumQueues(len(d.data.ceqs), len(d.data.engines)) }
 
 // ConfigSize implements virtio.Device.
 func (d *Device) ConfigSize() int { return abi.SizeConfig }
@@ -266,10 +207,10 @@ func (d *Device) SetFeatures(uint64) error { return nil }
 func (d *Device) ReadConfig(dst []byte, off uint32) error {
 	var b [abi.SizeConfig]byte
 	c := abi.Config{
-		Magic: abi.Magic, ABIVersion: abi.Version, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.ceqs)),
-		NumEngines: uint16(len(d.engines)), PortMTU: uint32(d.portMTU()), Generation: d.generation.Load(),
+		Magic: abi.Magic, ABIVersion: abi.Version, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.data.ceqs)),
+		NumEngines: uint16(len(d.data.engines)), PortMTU: uint32(d.data.portMTU()), Generation: d.generation.Load(),
 	}
-	if d.link.Load() {
+	if d.data.link.Load() {
 		c.LinkUp = 1
 	}
 	copy(c.DeviceName[:31], d.cfg.Name)
@@ -290,13 +231,13 @@ func (d *Device) Connected(c virtio.Conn) {
 	d.conn = c
 	s := c.Space()
 	s.Epochs().SetNamer(epochSlot)
-	d.mem.Store(s)
-	d.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
-	for _, e := range d.engines {
+	d.data.mem.Store(s)
+	d.data.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
+	for _, e := range d.data.engines {
 		e.loop.Do(func() { e.space = s })
 	}
 	d.mu.Lock()
-	d.tables.conn, d.tables.vm = c, d.vm
+	d.tables.conn, d.tables.vm = c, d.data.vm
 	d.mu.Unlock()
 	d.portListener.Store(&c)
 	d.log.Info("front end connected")
@@ -312,11 +253,11 @@ func (d *Device) Disconnected() {
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() { e.space = nil })
 	}
-	d.mem.Store(nil)
-	d.vm, d.conn = nil, nil
+	d.data.mem.Store(nil)
+	d.data.vm, d.conn = nil, nil
 	d.log.Info("front end disconnected")
 }
 
@@ -336,7 +277,7 @@ func (d *Device) teardown() (lost bool) {
 	for i := range d.NumQueues() {
 		d.StopQueue(i) // stopped already, as the contract says; harmless then
 	}
-	d.up.Store(false)
+	d.data.up.Store(false)
 	d.generation.Add(1)
 	return d.wipe()
 }
@@ -347,13 +288,13 @@ func (d *Device) wipe() (lost bool) {
 	defer d.mu.Unlock()
 	t := &d.tables
 	qps := t.qps
-	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.ahs.Load() != nil
+	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.data.ahs.Load() != nil
 	// QPs first: with them go all users of rings, CQs and memory on the loops.
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for _, o := range t.qpList {
 				if q := o.q; q.engine == e {
-					d.qps[q.index].Store(nil)
+					d.data.qps[q.index].Store(nil)
 					q.close()
 				}
 			}
@@ -362,7 +303,7 @@ func (d *Device) wipe() (lost bool) {
 		})
 	}
 	// Nobody posts events any more; what is pending concerns objects that are gone.
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for _, q := range e.events {
 				q.clear()
@@ -370,14 +311,12 @@ func (d *Device) wipe() (lost bool) {
 			e.dropAnswers()
 		})
 	}
-	d.conns.mu.Lock()
-	d.conns.table.Clear()
-	d.conns.mu.Unlock()
-	d.ahs.Store(nil)
-	if d.vm != nil {
+	d.data.conns.clear()
+	d.data.ahs.Store(nil)
+	if d.data.vm != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 		defer cancel()
-		if err := d.vm.DestroyAll(ctx); err != nil {
+		if err := d.data.vm.DestroyAll(ctx); err != nil {
 			d.log.Error("memory regions are still in use after a reset", "error", err)
 		}
 	}
@@ -385,7 +324,7 @@ func (d *Device) wipe() (lost bool) {
 		d.log.Info("device reset", "qps", qps)
 	}
 	d.tables.reset(d)
-	d.broken.Store(false)
+	d.data.broken.Store(false)
 	return lost
 }
 
@@ -400,7 +339,7 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	if eq := d.eventQueueAt(i); eq != nil {
 		return eq.start(q)
 	}
-	return d.engines[i-abi.DoorbellQueue(len(d.ceqs), 0)].startDoorbells(q)
+	return d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].startDoorbells(q)
 }
 
 // startCommandQueue makes the device run. A queue that begins at its beginning has
@@ -419,7 +358,7 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 		return err
 	}
 	d.commands = c
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(e.thaw)
 	}
 	d.setUp()
@@ -432,10 +371,10 @@ func (d *Device) StopQueue(i int) {
 	case i < 0 || i >= d.NumQueues():
 	case i == abi.CommandQueue:
 		if d.commands != nil {
-			d.up.Store(false)
+			d.data.up.Store(false)
 			d.commands.stop()
 			d.commands = nil
-			for _, e := range d.engines {
+			for _, e := range d.data.engines {
 				e.loop.Do(e.freeze)
 			}
 		}
@@ -444,16 +383,16 @@ func (d *Device) StopQueue(i int) {
 			eq.stop()
 			return
 		}
-		d.engines[i-abi.DoorbellQueue(len(d.ceqs), 0)].stopDoorbells()
+		d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].stopDoorbells()
 	}
 }
 
 func (d *Device) eventQueueAt(i int) *eventQueue {
 	if i == abi.EventQueue {
-		return d.async
+		return d.data.async
 	}
-	if n := i - abi.CEQQueue(0); n < len(d.ceqs) {
-		return d.ceqs[n]
+	if n := i - abi.CEQQueue(0); n < len(d.data.ceqs) {
+		return d.data.ceqs[n]
 	}
 	return nil
 }

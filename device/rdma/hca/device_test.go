@@ -92,7 +92,7 @@ func TestConfigSpace(t *testing.T) {
 // The path MTU leaves room for every header.
 func TestPortMTU(t *testing.T) {
 	mtu := 0
-	d := &Device{cfg: Config{MTU: func() int { return mtu }}}
+	d := &dataSide{mtu: func() int { return mtu }}
 	for _, c := range [][2]int{{9000, 4096}, {4192, 4096}, {4191, 2048}, {1500, 1024}, {1450, 1024}, {1120, 1024},
 		{1119, 512}, {352, 256}, {100, 256}, {0, 256}} {
 		if mtu = c[0]; d.portMTU() != c[1] {

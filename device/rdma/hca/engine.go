@@ -47,7 +47,7 @@ const (
 // the same loop within the same call, through the switch, and the transport is
 // not re-entrant. So every frame goes through an inbox.
 type engine struct {
-	dev  *Device
+	dev  *dataSide
 	id   int // engine number of the ABI
 	loop *loop.Loop
 
@@ -92,7 +92,7 @@ type engine struct {
 	space         *translate.Space
 }
 
-func newEngine(d *Device, id int, loop *loop.Loop) *engine {
+func newEngine(d *dataSide, id int, loop *loop.Loop) *engine {
 	e := &engine{dev: d, id: id, loop: loop}
 	e.onBell, e.onBellCleared = e.bellFound, e.bellCleared
 	return e

@@ -1,6 +1,7 @@
 package hca
 
 import (
+	"errors"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/loop"
@@ -8,6 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
+
+var errEventBuffer = errors.New("event buffer is too small")
 
 // Events. An event queue (asynchronous, or one of the completion event queues)
 // belongs to one engine, whose loop alone touches the virtqueue: queue number q to
@@ -140,7 +143,7 @@ func (l *eventList) remove(n *eventNode) {
 
 // eventQueue is one event virtqueue.
 type eventQueue struct {
-	dev      *Device
+	dev      *dataSide
 	index    int // virtqueue
 	engine   *engine
 	incoming eventStack
@@ -161,7 +164,7 @@ type eventQueue struct {
 }
 
 // newEventQueue makes the event queue of virtqueue i and gives it to its engine.
-func (d *Device) newEventQueue(i int) *eventQueue {
+func (d *dataSide) newEventQueue(i int) *eventQueue {
 	e := d.engines[i%len(d.engines)]
 	eq := &eventQueue{dev: d, index: i, engine: e}
 	eq.served.init(0, nodeAnswers)

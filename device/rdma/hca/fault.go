@@ -2,7 +2,6 @@ package hca
 
 import (
 	"sync/atomic"
-	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
@@ -219,7 +218,7 @@ func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
 // waits for, or met last, have taken.
 func (q *qp) FaultDelay() int64 {
 	if q.lastFault == translate.GuestFault {
-		return q.dev.faults.estimate.Load()
+		return q.dev.faultDelay.Load()
 	}
 	return int64(q.engine.space.Faults().Estimate())
 }
@@ -237,30 +236,6 @@ func (q *qp) ringFault(which roce.Side, m translate.Miss) roce.Fetch {
 
 // faulting tells whether a fault of q is with the host's driver; any thread.
 func (q *qp) faulting() bool { return q.waiters[0].host.Waiting() || q.waiters[1].host.Waiting() }
-
-// guestFaults counts the faults that the guest's driver served.
-type guestFaults struct {
-	estimate atomic.Int64 // smoothed time of service, ns
-	resumed  atomic.Uint64
-	failed   atomic.Uint64
-	times    translate.Histogram // guarded by Device.mu
-	heat     translate.HeatMap   // where they were answered; guarded by Device.mu
-}
-
-// count counts a served fault; under Device.mu.
-func (f *guestFaults) count(took time.Duration, ok bool) {
-	f.times.Add(took)
-	// Smoothed as round-trip times are.
-	if old := f.estimate.Load(); f.times.Count > 1 {
-		took = time.Duration(old + (int64(took)-old)/8)
-	}
-	f.estimate.Store(int64(took))
-	if ok {
-		f.resumed.Add(1)
-	} else {
-		f.failed.Add(1)
-	}
-}
 
 // event is what the guest's driver is told. It is called on the engine of the event
 // queue, while the fault is raised.

@@ -81,7 +81,7 @@ func isMulticast(a *[16]byte) bool {
 // resolve completes an address handle with what the GID table says about its
 // source. It refuses handles that contradict the table: the VLAN is the tenant
 // administrator's, not the application's.
-func (d *Device) resolve(av *abi.AV, out *roce.AddressVector) error {
+func (d *dataSide) resolve(av *abi.AV, out *roce.AddressVector) error {
 	g, ok := d.gids.get(int(av.SGIDIndex))
 	switch {
 	case !ok:
@@ -98,7 +98,7 @@ func (d *Device) resolve(av *abi.AV, out *roce.AddressVector) error {
 		return refuse(abi.StatusInvalid, "dgid and GID %d are of different address families", av.SGIDIndex)
 	}
 	*out = roce.AddressVector{
-		DMAC: av.DMAC, SMAC: d.cfg.MAC, VLAN: g.vlan, SGID: g.addr, DGID: av.DGID, TrafficClass: av.TrafficClass,
+		DMAC: av.DMAC, SMAC: d.mac, VLAN: g.vlan, SGID: g.addr, DGID: av.DGID, TrafficClass: av.TrafficClass,
 		HopLimit: av.HopLimit, SL: av.SL & 0xf, FlowLabel: av.FlowLabel, RoCEv1: g.v1, SGIDIndex: av.SGIDIndex,
 	}
 	if out.HopLimit == 0 {
@@ -115,7 +115,7 @@ type ahTable struct {
 }
 
 // lookup copies entry i in, once, and resolves it for a QP of the given PD.
-func (d *Device) lookup(i uint32, pd uint32, tmp *[abi.SizeAH]byte, out *roce.AddressVector) (translate.Miss, bool) {
+func (d *dataSide) lookup(i uint32, pd uint32, tmp *[abi.SizeAH]byte, out *roce.AddressVector) (translate.Miss, bool) {
 	t := d.ahs.Load()
 	if t == nil || i == 0 || i >= t.n {
 		return translate.Miss{}, false

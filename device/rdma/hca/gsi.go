@@ -32,8 +32,25 @@ func (c *connections) dropped() uint64 {
 	return n
 }
 
+// clear forgets all connections.
+func (c *connections) clear() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.table.Clear()
+}
+
+// countDrops calls add for each reason to drop a datagram.
+func (c *connections) countDrops(add func(reason string, n uint64)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i, n := range c.refused {
+		add(cm.Reason(i).String(), n)
+	}
+	add("cm-mac", c.forged)
+}
+
 // sentGSI takes note of a frame that the GSI QP sends.
-func (d *Device) sentGSI(q *qp, b *frame.Buf) {
+func (d *dataSide) sentGSI(q *qp, b *frame.Buf) {
 	var p wire.RoCE
 	if wire.ParseRoCE(b.Bytes(), &p) != nil || !p.Info.Is(wire.HasDETH) {
 		return
@@ -53,7 +70,7 @@ func (d *Device) sentGSI(q *qp, b *frame.Buf) {
 
 // admitGSI tells whether a packet that has arrived for the GSI QP may reach it. Those without the GSI's Q_Key are the
 // transport's to drop.
-func (d *Device) admitGSI(q *qp, p *wire.RoCE) bool {
+func (d *dataSide) admitGSI(q *qp, p *wire.RoCE) bool {
 	h := p.DETH()
 	if !p.Info.Is(wire.HasDETH) || h.QKey != roce.GSIQKey {
 		return true

@@ -43,17 +43,18 @@ type world struct {
 // guest is a device and its guest's memory, which the test plays the driver in.
 type guest struct {
 	*Device
-	w     *world
-	tb    testing.TB
-	mem   []byte
-	memfd int
-	space *translate.Space
-	view  *translate.Space // the guest's own view: nothing is ever absent
-	next  translate.PA
-	resp  [abi.SizeResp + maxReply]byte
-	notes int                             // config change notices
-	hold  func(pa translate.PA, n uint64) // nil, or what Hold does
-	port  *vswitch.VMPort
+	*dataSide // the device's
+	w         *world
+	tb        testing.TB
+	mem       []byte
+	memfd     int
+	space     *translate.Space
+	view      *translate.Space // the guest's own view: nothing is ever absent
+	next      translate.PA
+	resp      [abi.SizeResp + maxReply]byte
+	notes     int                             // config change notices
+	hold      func(pa translate.PA, n uint64) // nil, or what Hold does
+	port      *vswitch.VMPort
 }
 
 const (
@@ -104,11 +105,11 @@ func (w *world) newGuest(id byte, lim Limits) *guest {
 	if err != nil {
 		w.tb.Fatal(err)
 	}
-	g := &guest{Device: d, w: w, tb: w.tb}
+	g := &guest{Device: d, dataSide: d.data, w: w, tb: w.tb}
 	if g.port, err = vswitch.NewVMPort(w.net, vswitch.VMPortConfig{Name: d.cfg.Name, MAC: d.cfg.MAC}); err != nil {
 		w.tb.Fatal(err)
 	}
-	g.port.SetHCA(d)
+	g.port.SetHCA(d.HCAFace())
 	d.SetPort(framePort(w.carry))
 	if LocalPath {
 		d.SetPort(&shortcut{g.port, w})

@@ -57,7 +57,7 @@ func (q *qp) keep() bool {
 // keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one
 // of a train. Nil: it cannot be had.
 func (e *engine) keepFrame() *frame.Buf {
-	pool := e.dev.cfg.Pool
+	pool := e.dev.pool
 	if e.receiving == nil || !pool.Keep() {
 		return nil
 	}
@@ -104,7 +104,7 @@ func (q *qp) dropKept(n int) {
 	}
 	q.kept = append(q.kept[:0], q.kept[n:]...)
 	q.engine.kept -= n
-	q.dev.cfg.Pool.Unkeep(n)
+	q.dev.pool.Unkeep(n)
 }
 
 // Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so
@@ -127,7 +127,7 @@ func (q *qp) Release(b *frame.Buf) {
 	b.Free()
 	q.engine.heldFrames--
 	q.heldFrames--
-	q.dev.cfg.Pool.Unkeep(1)
+	q.dev.pool.Unkeep(1)
 }
 
 // InHand implements roce.Adapter.

@@ -98,7 +98,7 @@ func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *s
 			t.Fatal(err)
 		}
 		h.dev.SetPort(port)
-		port.SetHCA(h.dev)
+		port.SetHCA(h.dev.HCAFace())
 		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.path, Budget: h.budget}, h.dev, 1)
 		if err != nil {
 			t.Fatal(err)
@@ -441,14 +441,14 @@ func TestQueueRestarts(t *testing.T) {
 		if err := d.StopQueue(i); err != nil {
 			t.Fatal(err)
 		}
-		if i == abi.CommandQueue && s.hosts[0].dev.Up() {
+		if i == abi.CommandQueue && s.hosts[0].dev.HCAFace().Up() {
 			t.Error("up without a command queue")
 		}
 		if err := d.StartQueue(i); err != nil {
 			t.Fatal(err)
 		}
 	}
-	testutil.Eventually(t, "the device to be up", s.hosts[0].dev.Up)
+	testutil.Eventually(t, "the device to be up", s.hosts[0].dev.HCAFace().Up)
 	if err := d.Close(); err != nil {
 		t.Error(err)
 	}

@@ -21,9 +21,9 @@ import (
 // cleared with each change of the QP's attributes.
 type localRoute struct {
 	route vswitch.Route
-	port  *Port    // that said so
-	dev   *Device  // that has the frames' GID; nil: none on this host
-	gids  *gidSnap // of dev
+	port  *Port     // that said so
+	dev   *dataSide // that has the frames' GID; nil: none on this host
+	gids  *gidSnap  // of dev
 }
 
 // localPeer returns the QP that frames of q reach at present, nil if it is not on this
@@ -31,7 +31,7 @@ type localRoute struct {
 func (q *qp) localPeer() *qp {
 	n, d := &q.localRoute, q.dev
 	port := d.port.Load()
-	if !d.cfg.DataPath.LocalCopy || port == nil || !d.link.Load() {
+	if !d.options.LocalCopy || port == nil || !d.link.Load() {
 		return nil
 	}
 	av, dest := q.t.Destination()
@@ -52,8 +52,8 @@ func (q *qp) findLocalRoute(port *Port, av *roce.AddressVector) {
 		Src: vswitch.MAC(av.SMAC), Dst: vswitch.MAC(av.DMAC), SrcIP: av.SGID, V1: av.RoCEv1,
 		Size: int(q.t.MTU()) + mtuOverhead,
 	})
-	dev, ok := n.route.HCA().(*Device)
-	if !ok || av.VLAN != roce.NoVLAN || dev.cfg.MAC != av.DMAC {
+	dev, ok := n.route.HCA().(*dataSide)
+	if !ok || av.VLAN != roce.NoVLAN || dev.mac != av.DMAC {
 		return
 	}
 	gids := dev.gids.snap.Load()

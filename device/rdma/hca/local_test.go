@@ -93,7 +93,7 @@ func TestLocalPath(t *testing.T) {
 	for _, g := range []*guest{ga, gb} {
 		g.port.SetHCA(nil)
 		m.expect("without HCA", true)
-		g.port.SetHCA(g.Device)
+		g.port.SetHCA(g.HCAFace())
 		m.expect("with HCA", false)
 	}
 	for _, g := range []*guest{ga, gb} {

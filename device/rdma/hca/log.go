@@ -43,7 +43,7 @@ func (r *rateLimit) allow(now int64) (ok bool, dropped int) {
 
 // warn logs what a guest did wrong. Any thread; it is not for the data path, only
 // for what stops an object or refuses a command.
-func (d *Device) warn(msg string, args ...any) {
+func (d *dataSide) warn(msg string, args ...any) {
 	ok, dropped := d.warned.allow(loop.Monotonic())
 	if !ok {
 		return

@@ -1,7 +1,6 @@
 package hca
 
 import (
-	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
@@ -12,25 +11,25 @@ import (
 // switch notes, so nothing is kept here.
 
 // sendRequest sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
-func (d *Device) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {
-	eth := header.Ethernet{Dst: header.Broadcast, Src: d.cfg.MAC, VLAN: g.vlan}
+func (d *dataSide) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {
+	eth := header.Ethernet{Dst: header.Broadcast, Src: d.mac, VLAN: g.vlan}
 	if isV4(target) {
-		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.cfg.MAC, SenderIP: [4]byte(g.addr[12:]),
+		d.sendARP(l, port, eth, &header.ARP{Op: header.ARPRequest, SenderMAC: d.mac, SenderIP: [4]byte(g.addr[12:]),
 			TargetIP: [4]byte(target[12:])})
 		return
 	}
 	// The solicited-node group of the target, and its MAC (RFC 4291, 2.7.1; RFC 2464, 7).
 	group := [16]byte{0: 0xff, 1: 2, 11: 1, 12: 0xff, 13: target[13], 14: target[14], 15: target[15]}
 	eth.Dst = header.MAC{0x33, 0x33, group[12], group[13], group[14], group[15]}
-	d.sendND(l, port, eth, g.addr, group, &header.Neighbor{Target: *target, Link: d.cfg.MAC, HasLink: true})
+	d.sendND(l, port, eth, g.addr, group, &header.Neighbor{Target: *target, Link: d.mac, HasLink: true})
 }
 
-func (d *Device) sendARP(l *loop.Loop, port Port, eth header.Ethernet, m *header.ARP) {
+func (d *dataSide) sendARP(l *loop.Loop, port Port, eth header.Ethernet, m *header.ARP) {
 	eth.Type = header.TypeARP
 	d.sendNeighbour(l, port, &eth, header.ARPLen, func(b []byte) { m.Encode(b) })
 }
 
-func (d *Device) sendND(l *loop.Loop, port Port, eth header.Ethernet, src, dst [16]byte, m *header.Neighbor) {
+func (d *dataSide) sendND(l *loop.Loop, port Port, eth header.Ethernet, src, dst [16]byte, m *header.Neighbor) {
 	eth.Type = header.TypeIPv6
 	ip := header.IPv6{PayloadLen: uint16(m.Len()), NextHeader: header.ProtoICMPv6, HopLimit: 255, Src: src, Dst: dst}
 	d.sendNeighbour(l, port, &eth, header.IPv6Len+m.Len(), func(b []byte) {
@@ -40,8 +39,8 @@ func (d *Device) sendND(l *loop.Loop, port Port, eth header.Ethernet, src, dst [
 }
 
 // sendNeighbour lets a frame with n bytes behind its Ethernet header in. Without a buffer it is lost, as on a wire.
-func (d *Device) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n int, payload func([]byte)) {
-	b := d.cfg.Pool.Get()
+func (d *dataSide) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n int, payload func([]byte)) {
+	b := d.pool.Get()
 	if b == nil {
 		return
 	}
@@ -51,11 +50,8 @@ func (d *Device) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n 
 	port.InputHCA(l, b)
 }
 
-// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for
-// one of the device's GIDs while a driver runs; all else ends there.
-func (d *Device) Neighbours() vswitch.Face { return neighbours{d} }
-
-type neighbours struct{ d *Device }
+// neighbours is the network face of a port without a network card.
+type neighbours struct{ d *dataSide }
 
 // Deliver implements vswitch.Face.
 func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
@@ -67,7 +63,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 		return
 	}
 	p, asker := f[n:], eth.Src
-	eth.Dst, eth.Src = asker, d.cfg.MAC
+	eth.Dst, eth.Src = asker, d.mac
 	switch eth.Type {
 	case header.TypeARP:
 		var m header.ARP
@@ -75,7 +71,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 			!d.hasAddress(header.Mapped4(m.TargetIP), eth.VLAN) {
 			return
 		}
-		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.cfg.MAC, SenderIP: m.TargetIP,
+		d.sendARP(l, *port, eth, &header.ARP{Op: header.ARPReply, SenderMAC: d.mac, SenderIP: m.TargetIP,
 			TargetMAC: m.SenderMAC, TargetIP: m.SenderIP})
 	case header.TypeIPv6:
 		var ip header.IPv6
@@ -88,7 +84,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 		if m.Decode(p[n:n+int(ip.PayloadLen)], ip.Src, ip.Dst) != nil || m.Advert || !d.hasAddress(m.Target, eth.VLAN) {
 			return
 		}
-		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.cfg.MAC,
+		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.mac,
 			HasLink: true}
 		to := ip.Src
 		if to == ([16]byte{}) { // somebody is about to take the address: all are told (RFC 4861, 7.2.4)
@@ -99,6 +95,6 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 }
 
 // hasAddress reports whether an address is one of the device's GIDs, of either version.
-func (d *Device) hasAddress(addr [16]byte, vlan uint16) bool {
+func (d *dataSide) hasAddress(addr [16]byte, vlan uint16) bool {
 	return d.gids.has(&addr, false, vlan) || d.gids.has(&addr, true, vlan)
 }

@@ -42,7 +42,7 @@ func TestNeighbours(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(p.Close)
-		p.SetHCA(g.Device)
+		p.SetHCA(g.HCAFace())
 		p.SetNet(g.Neighbours())
 		g.SetPort(p)
 		t.Cleanup(func() { g.SetPort(nil); p.SetNet(nil); p.SetHCA(nil) })

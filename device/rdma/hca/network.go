@@ -26,15 +26,6 @@ type Port interface {
 	Owner(addr [16]byte, vlan uint16) (vswitch.MAC, bool)
 }
 
-// SetPort names where frames go. Nil: nowhere.
-func (d *Device) SetPort(p Port) {
-	if p == nil {
-		d.port.Store(nil)
-		return
-	}
-	d.port.Store(&p)
-}
-
 // rejectReason is the reason why an arriving frame reached no QP (MT-6).
 type rejectReason uint8
 
@@ -91,7 +82,7 @@ func (q *qp) attributesChanged(mask roce.Mask) {
 
 // Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the
 // switch does not know, so it may take its time.
-func (d *Device) Wants(_ *loop.Loop, f []byte) bool {
+func (d *dataSide) Wants(_ *loop.Loop, f []byte) bool {
 	why, ok := d.checkSource(f)
 	if !ok {
 		d.rejected[why].Add(1)
@@ -99,7 +90,7 @@ func (d *Device) Wants(_ *loop.Loop, f []byte) bool {
 	return ok
 }
 
-func (d *Device) checkSource(f []byte) (rejectReason, bool) {
+func (d *dataSide) checkSource(f []byte) (rejectReason, bool) {
 	var p wire.RoCE
 	if wire.ParseRoCE(f, &p) != nil {
 		return rejectHeader, false
@@ -126,7 +117,7 @@ func (d *Device) checkSource(f []byte) (rejectReason, bool) {
 }
 
 // ownsAddress reports whether a MAC may use an IP address: the address is known to be its own, or has no known owner.
-func (d *Device) ownsAddress(mac header.MAC, addr [16]byte, vlan uint16) bool {
+func (d *dataSide) ownsAddress(mac header.MAC, addr [16]byte, vlan uint16) bool {
 	port := d.port.Load()
 	if port == nil {
 		return true

@@ -18,7 +18,7 @@ func (c *cmd) place(p qpParts) *engine {
 	case p.rcq.owner != nil:
 		return p.rcq.owner
 	}
-	e := c.d.engines[c.t.nextLane%len(c.d.engines)]
+	e := c.d.data.engines[c.t.nextLane%len(c.d.data.engines)]
 	c.t.nextLane++
 	return e
 }
@@ -64,7 +64,7 @@ func (c *cmd) removeUser(p *qpParts) {
 // colocate moves a QP that has just become ready to receive to its peer's loop, if they should share one.
 func (c *cmd) colocate(o *qpObject) {
 	q := o.q
-	if len(c.d.engines) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
+	if len(c.d.data.engines) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
 		return // the QPs of an SRQ live together
 	}
 	var to *engine
@@ -83,7 +83,7 @@ func (c *cmd) moveQP(o *qpObject, to *engine) {
 		return
 	}
 	// Whoever has found it has done with it after that: only loops look for QPs.
-	for _, e := range c.d.engines {
+	for _, e := range c.d.data.engines {
 		e.loop.Do(func() {})
 	}
 	from.loop.Do(q.leaveEngine)

@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// QP numbers. The low 16 bits are the index in Device.qps, which is also the
+// QP numbers. The low 16 bits are the index in dataSide.qps, which is also the
 // doorbell slot; the upper 8 count how often the index was used, so that a packet
 // or an event for a QP that is gone does not meet its successor. 0xff is left out
 // there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
@@ -29,10 +29,10 @@ const (
 // It implements roce.Adapter. After it is published everything in it belongs to
 // its engine's loop, but for what never changes.
 type qp struct {
-	dev      *Device
+	dev      *dataSide
 	engine   *engine
 	n        uint32 // QP number
-	index    int    // place in Device.qps, doorbell slot
+	index    int    // place in dataSide.qps, doorbell slot
 	typ      roce.Type
 	pd       translate.PD
 	windowPD translate.PD // domain of the type 2 memory windows that it bound
@@ -404,7 +404,7 @@ func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, 
 }
 
 // GetBuf implements roce.Adapter.
-func (q *qp) GetBuf() *frame.Buf { return q.dev.cfg.Pool.Get() }
+func (q *qp) GetBuf() *frame.Buf { return q.dev.pool.Get() }
 
 // Transmit implements roce.Adapter.
 func (q *qp) Transmit(b *frame.Buf) {
@@ -497,8 +497,8 @@ func (q *qp) start(recvSGE int) error {
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
 	q.t = roce.NewQP(roce.Config{
 		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.lim.RdAtomic, Stats: &q.engine.stats, ECN: d.cfg.DataPath.ECN,
-		SelectiveRepeat: d.cfg.DataPath.SelectiveRepeat,
+		MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: &q.engine.stats, ECN: d.options.ECN,
+		SelectiveRepeat: d.options.SelectiveRepeat,
 	}, q)
 	d.qps[q.index].Store(q)
 	q.engine.qps++

@@ -22,14 +22,14 @@ const (
 // portMTU is the largest path MTU that the tenant's network carries: 256..4096.
 // A network too small even for 256 bytes still gets that: the frames are dropped
 // where they do not fit, as on any link.
-func (d *Device) portMTU() int {
-	return abi.MTUBytes(max(abi.MTUFromBytes(d.cfg.MTU()-mtuOverhead), abi.MTU256))
+func (d *dataSide) portMTU() int {
+	return abi.MTUBytes(max(abi.MTUFromBytes(d.mtu()-mtuOverhead), abi.MTU256))
 }
 
 // Deliver takes a RoCE frame that arrived for this VM (vswitch.HCAFace). It runs on
 // any loop and only lends b; the frame goes to the inbox of the engine whose QP it
 // is for. Frames that nobody can use are dropped and counted there.
-func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
+func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
 	if !d.up.Load() || !d.link.Load() {
 		return
 	}
@@ -63,7 +63,7 @@ func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
 // enqueue puts a frame into the engine's inbox; any thread. Trains are in big buffers, which are few and for all: half
 // of those may wait in inboxes. Beyond that a train is taken apart here.
 func (e *engine) enqueue(b *frame.Buf) {
-	pool := e.dev.cfg.Pool
+	pool := e.dev.pool
 	if b.Offload.GSOSize == 0 || pool.KeepBig() {
 		e.enqueueBuf(b)
 		return
@@ -92,7 +92,7 @@ func (e *engine) enqueueBuf(b *frame.Buf) {
 // releaseBuf returns a buffer that was in the inbox.
 func (e *engine) releaseBuf(b *frame.Buf) {
 	if b.Offload.GSOSize != 0 {
-		e.dev.cfg.Pool.UnkeepBig()
+		e.dev.pool.UnkeepBig()
 	}
 	b.Free()
 }
@@ -108,7 +108,7 @@ func (t *mcastTable) hasMember(gid *[16]byte, e *engine) bool {
 }
 
 // qpFor finds a QP by its number.
-func (d *Device) qpFor(n uint32) *qp {
+func (d *dataSide) qpFor(n uint32) *qp {
 	if q := d.qpAt(int(n & qpIndexMask)); q != nil && q.n == n {
 		return q
 	}
@@ -140,7 +140,7 @@ func (e *engine) dispatch(p *wire.RoCE) {
 	switch {
 	case q == nil || q.engine != e:
 		d.rejected[rejectQPN].Add(1)
-	case p.DMAC != header.MAC(d.cfg.MAC):
+	case p.DMAC != header.MAC(d.mac):
 		d.rejected[rejectMAC].Add(1)
 	case !d.gids.has(&p.DstIP, p.V1, vlan):
 		d.rejected[rejectGID].Add(1)
@@ -165,7 +165,7 @@ func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
 // transmit lets a frame of q into the network. A datagram to a group also goes to
 // the members on this port, which the switch, rightly, does not send it back to
 // (IBTA 10.5). A sender that is a member hears itself.
-func (d *Device) transmit(q *qp, b *frame.Buf) {
+func (d *dataSide) transmit(q *qp, b *frame.Buf) {
 	port := d.port.Load()
 	if port == nil || !d.link.Load() {
 		return
@@ -203,7 +203,7 @@ func (e *engine) receive(b *frame.Buf) {
 // in front of them, over what has been received already: nobody else reads the frame, or it is copied.
 func (e *engine) receiveTrain(b *frame.Buf) {
 	if b.Shared() {
-		c := e.dev.cfg.Pool.GetFor(b.Len())
+		c := e.dev.pool.GetFor(b.Len())
 		if c == nil {
 			e.inboxFull.Add(uint64(b.Segments()))
 			return

@@ -11,7 +11,7 @@ import (
 // srq is a shared receive queue. All its QPs live on one engine (place sees to that),
 // so it needs no lock.
 type srq struct {
-	dev    *Device
+	dev    *dataSide
 	n      uint32
 	maxSGE int
 
@@ -23,7 +23,7 @@ type srq struct {
 	asyn   eventNode
 }
 
-func newSRQ(d *Device, n uint32, maxSGE int, limit uint32, r ring) *srq {
+func newSRQ(d *dataSide, n uint32, maxSGE int, limit uint32, r ring) *srq {
 	s := &srq{dev: d, n: n, maxSGE: maxSGE, limit: limit, wr: workRing{ring: r}}
 	s.scratch = make([]byte, recvWQESize(maxSGE))
 	s.asyn.init(n, nodeSRQ)

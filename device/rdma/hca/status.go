@@ -94,17 +94,17 @@ type QPStatus struct {
 func (d *Device) Stats() abi.Stats { return d.stats() }
 
 func (d *Device) stats() (s abi.Stats) {
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() { e.statistics(&s) })
 	}
-	for i := range d.rejected {
-		if n := d.rejected[i].Load(); rejectReason(i) == rejectICRC {
+	for i := range d.data.rejected {
+		if n := d.data.rejected[i].Load(); rejectReason(i) == rejectICRC {
 			s.Value[abi.StatICRCErrors] += n
 		} else {
 			s.Value[abi.StatRxDropped] += n
 		}
 	}
-	s.Value[abi.StatRxDropped] += d.conns.dropped()
+	s.Value[abi.StatRxDropped] += d.data.conns.dropped()
 	s.Value[abi.StatHostFaults] += d.fetches.Load()
 	s.Value[abi.StatInvalidations] = d.invalidations.Load()
 	s.Value[abi.StatFaultsResumed] = d.faults.resumed.Load()
@@ -154,13 +154,14 @@ func (d *Device) Describe() Status {
 	st := d.stats()
 	s := Status{
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
-		Up: d.up.Load(), Link: d.link.Load(), Failed: d.broken.Load(), PortMTU: d.portMTU(), Stats: map[string]uint64{},
+		Up: d.data.up.Load(), Link: d.data.link.Load(), Failed: d.data.broken.Load(), PortMTU: d.data.portMTU(),
+		Stats: map[string]uint64{},
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {
 		s.Stats[abi.Stat(i).String()] = v
 	}
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			s.Stats["local_messages"] += e.stats.LocalMessages
 			s.Stats["local_bytes"] += e.stats.LocalBytes
@@ -172,7 +173,7 @@ func (d *Device) Describe() Status {
 			s.Stats["selective_acks_received"] += e.stats.RxSelectiveAcks
 		})
 	}
-	for i, g := range d.gids.snap.Load().all {
+	for i, g := range d.data.gids.snap.Load().all {
 		if g.set {
 			v := "v2"
 			if g.v1 {
@@ -212,7 +213,7 @@ func (d *Device) Describe() Status {
 // faultStatus is called under mu.
 func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	f := FaultStatus{Invalidations: d.invalidations.Load(), GuestHeat: d.faults.heat}
-	for _, e := range d.engines {
+	for _, e := range d.data.engines {
 		e.loop.Do(func() { f.Parked += e.parked })
 	}
 	g := &f.Guest
@@ -224,7 +225,7 @@ func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 			}
 		}
 	}
-	g.Estimate = time.Duration(d.faults.estimate.Load())
+	g.Estimate = time.Duration(d.data.faultDelay.Load())
 	g.setTimes(&d.faults.times)
 	if conn := d.tables.conn; conn != nil {
 		space := conn.Space()

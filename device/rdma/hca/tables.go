@@ -90,14 +90,15 @@ func (t *tables) reset(d *Device) {
 	}
 	t.ahHeld.release()
 	if gen == nil {
-		gen = make([]uint8, len(d.qps))
+		gen = make([]uint8, len(d.data.qps))
 	}
 	*t = tables{
 		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cqObject{}, srqs: map[uint32]*srqObject{},
-		mrs: map[uint32]uint32{}, mws: map[uint32]uint32{}, qpList: map[uint32]*qpObject{}, gen: gen, nextQP: firstQPIndex, lingering: lingering,
+		mrs: map[uint32]uint32{}, mws: map[uint32]uint32{}, qpList: map[uint32]*qpObject{},
+		gen: gen, nextQP: firstQPIndex, lingering: lingering,
 	}
-	d.gids.reset(d.lim.GIDs)
-	d.groups.Store(newMcastTable())
+	d.data.gids.reset(d.lim.GIDs)
+	d.data.groups.Store(newMcastTable())
 }
 
 // Protection domains from here on have one member, a QP: they hold the type 2B memory windows that it bound.
@@ -119,7 +120,7 @@ func newID[T any](m map[uint32]T, last *uint32) uint32 {
 // allocQPIndex picks an index and makes the QP number from it.
 func (t *tables) allocQPIndex(d *Device) (index int, qpn uint32, err error) {
 	switch {
-	case t.nextQP < len(d.qps):
+	case t.nextQP < len(d.data.qps):
 		index = t.nextQP
 		t.nextQP++
 	case len(t.free) > 0:
@@ -215,7 +216,7 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 // was absent on the host. f must not wait.
 func (c *cmd) epoch(f func() error) error {
 	return c.d.retryMisses(c.ctx, func() error {
-		e := c.d.space().Epochs()
+		e := c.d.data.space().Epochs()
 		t := e.Enter(commandSlot)
 		defer e.Leave(commandSlot, t)
 		return f()

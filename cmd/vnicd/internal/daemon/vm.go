@@ -105,7 +105,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	} else {
 		v.port.SetNet(v.hca.Neighbours())
 	}
-	v.port.SetHCA(v.hca)
+	v.port.SetHCA(v.hca.HCAFace())
 	v.followMTU(sw)
 	v.undo.push(func() { v.stopMTU() })
 	// Undone before the devices close: nothing is delivered to a closed device.

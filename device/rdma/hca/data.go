@@ -1,0 +1,119 @@
+package hca
+
+import (
+	"encoding/binary"
+	"sync/atomic"
+
+	"github.com/hashicorp/go-hclog"
+
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/cm"
+	"github.com/vnicd/vnicd/translate"
+)
+
+var le = binary.LittleEndian
+
+// DataPath selects optional parts of the data path. The peer sees valid RoCE whatever is selected.
+type DataPath struct {
+	// LocalCopy copies from memory to memory between two QPs of one loop. Without it they exchange frames.
+	LocalCopy bool
+	// ECN enables congestion control of RC by ECN marks and CNPs (IBTA A17.9). Without it loss is the only congestion
+	// signal.
+	ECN bool
+	// SelectiveRepeat retransmits only lost packets if the peer of an RC QP is a vnicd. Without it, and to other peers, a
+	// loss resends the whole window (go-back-N).
+	SelectiveRepeat bool
+}
+
+// DefaultDataPath selects everything.
+func DefaultDataPath() *DataPath { return &DataPath{LocalCopy: true, ECN: true, SelectiveRepeat: true} }
+
+// dataSide is the part of a Device that loops use: engines, queue pairs, the guest's memory, and snapshots of what the
+// control side decides. It implements the HCA face of a vswitch.VMPort.
+//
+// The data side uses nothing that the control side declares, and never calls it (TestSides). Control makes the data
+// side's objects and reaches them in one of three ways: before they are published, on their loop (Loop.Do), or through
+// atomics.
+type dataSide struct {
+	// Set before the engines start.
+	mac      [6]byte
+	pool     *frame.Pool
+	mtu      func() int // of the tenant's network (Ethernet payload)
+	options  DataPath
+	rdAtomic int    // outstanding READs and atomics of a QP, either side
+	pace     *pacer // nil: no limit
+	log      hclog.Logger
+	engines  []*engine
+	byLoop   [loop.MaxLoops]*engine
+	async    *eventQueue
+	ceqs     []*eventQueue
+
+	// Set by control, read by loops.
+	port       atomic.Pointer[Port]
+	up         atomic.Bool // a driver runs the device; an engine clears it with broken
+	link       atomic.Bool
+	gids       gidTable
+	ahs        atomic.Pointer[ahTable]
+	groups     atomic.Pointer[mcastTable]
+	faultDelay atomic.Int64         // smoothed time that the guest's driver takes for a fault, ns
+	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
+
+	// Set by loops, read by control.
+	broken     atomic.Bool // the guest's memory vanished: nothing is done until a reset clears this
+	cqFailures atomic.Uint64
+	rejected   rejectCounts
+	conns      connections
+	// faultCounts has a place for each side of each QP index: see guestFault's
+	// token. A place is touched by the engine of the QP that has the index.
+	faultCounts []uint32
+	warned      rateLimit
+
+	// The guest's memory: of the connection, set before any queue or object exists.
+	mem atomic.Pointer[translate.Space]
+	vm  *translate.VM
+}
+
+var _ interface {
+	vswitch.HCAFace
+	vswitch.Inspector
+} = (*dataSide)(nil)
+
+// init makes engines, event queues and tables for so many completion event queues and queue pairs.
+func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
+	for i, l := range loops {
+		e := newEngine(d, i, l)
+		d.engines = append(d.engines, e)
+		d.byLoop[l.ID()] = e
+	}
+	d.async = d.newEventQueue(abi.EventQueue)
+	for i := range ceqs {
+		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
+	}
+	d.qps = make([]atomic.Pointer[qp], qps+firstQPIndex)
+	d.faultCounts = make([]uint32, 2*len(d.qps))
+	d.conns.table = cm.NewTable(2 * qps)
+	d.link.Store(true)
+}
+
+// Up implements vswitch.HCAFace: it tells whether a driver runs the device. RoCE frames are the HCA's then.
+func (d *dataSide) Up() bool { return d.up.Load() }
+
+func (d *dataSide) space() *translate.Space { return d.mem.Load() }
+
+// qpAt returns the QP at an index of the table, nil if there is none.
+func (d *dataSide) qpAt(i int) *qp {
+	if i < 0 || i >= len(d.qps) {
+		return nil
+	}
+	return d.qps[i].Load()
+}
+
+// wakeAll makes every engine look at what concerns all.
+func (d *dataSide) wakeAll() {
+	for _, e := range d.engines {
+		e.wake()
+	}
+}

@@ -1,3 +1,5 @@
+// Side: control
+
 package hca
 
 import (

@@ -1,3 +1,5 @@
+// Side: both
+
 package hca
 
 import (

@@ -1,3 +1,5 @@
+// Side: data
+
 package hca
 
 import (

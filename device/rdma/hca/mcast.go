@@ -1,3 +1,5 @@
+// Side: data
+
 package hca
 
 // mcastTable maps group GIDs to the UD QPs attached (IBTA 10.5). It is a snapshot

@@ -3,12 +3,15 @@ package frame
 import (
 	"fmt"
 	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 // Buf is one frame buffer: a window [off, off+len) into fixed storage, what is still to be done to the frame, and a
 // reference count.
 type Buf struct {
 	Offload Offload // read-only as the frame is
+	layout  header.Layout
 
 	data  []byte // headroom and capacity; never changes
 	off   int
@@ -43,6 +46,7 @@ func (b *Buf) SetLen(n int) bool {
 		return false
 	}
 	b.n = n
+	b.layout.L3 = 0
 	return true
 }
 
@@ -54,6 +58,7 @@ func (b *Buf) Prepend(n int) []byte {
 	}
 	b.off -= n
 	b.n += n
+	b.layout.L3 = 0
 	return b.data[b.off : b.off+n : b.off+n]
 }
 
@@ -65,6 +70,7 @@ func (b *Buf) TrimFront(n int) bool {
 	}
 	b.off += n
 	b.n -= n
+	b.layout.L3 = 0
 	return true
 }
 
@@ -76,6 +82,7 @@ func (b *Buf) Append(p []byte) bool {
 	}
 	copy(b.data[end:], p)
 	b.n += len(p)
+	b.layout.L3 = 0
 	return true
 }
 
@@ -93,6 +100,31 @@ func (b *Buf) Around(before, behind int) []byte {
 func (b *Buf) Reset() {
 	b.off, b.n = Headroom, 0
 	b.Offload = Offload{}
+	b.layout.L3 = 0
+}
+
+// Layout returns where the frame's headers are. The first call finds it; it holds until the frame's length or start
+// changes. A frame enters a network located, so whoever shares it only reads.
+func (b *Buf) Layout() *header.Layout {
+	if b.layout.L3 == 0 {
+		b.locate()
+	}
+	return &b.layout
+}
+
+func (b *Buf) locate() { b.layout.Locate(b.Bytes()) }
+
+// SetLayout spares Layout the search: for a caller that has located these headers, or has written them.
+func (b *Buf) SetLayout(l *header.Layout) { b.layout = *l }
+
+// CopyFrom makes the empty buffer b a copy of a frame, with what is known of it. It returns false, changing nothing,
+// if the frame does not fit.
+func (b *Buf) CopyFrom(src *Buf) bool {
+	if !b.Append(src.Bytes()) {
+		return false
+	}
+	b.Offload, b.layout = src.Offload, src.layout
+	return true
 }
 
 // Pool returns the pool to take further buffers from.

@@ -22,17 +22,17 @@ const (
 
 // Offload goes with a frame: what is still to be done to it, and where. It is set before the frame enters a network
 // and has been checked against the frame (package gso), so that whoever reads it may rely on it. The zero value belongs
-// to a frame that is finished. Offsets are from the frame's start; whoever moves the start clears or corrects them.
+// to a frame that is finished. Where the headers are, Buf.Layout says.
 type Offload struct {
 	Need    Need
-	CsumOff uint8 // of the checksum field, from L4: 16 (TCP) or 6 (UDP)
+	CsumOff uint8 // of the checksum field, from Layout.L4: 16 (TCP) or 6 (UDP)
 	// Valid tells that somebody trustworthy found the transport checksum right.
 	Valid bool
 	// Pad tells that padding behind the frame does no harm: its receiver is known to cut it off.
 	Pad bool
 	// GSOSize is the number of payload bytes per segment; 0 = not to be cut.
-	GSOSize         uint16
-	L3, L4, Payload uint16 // where IP header, transport header and (only if GSOSize is set) payload begin
+	GSOSize uint16
+	Payload uint16 // where the payload begins, only if GSOSize is set
 }
 
 // WireLen is the length of the longest frame that b becomes on a wire: its own, or that of a full segment.

@@ -56,8 +56,7 @@ func (q *queue) ready() {
 		}
 		if b.Cap() > t.cfg.Pool.Capacity() && b.Len() <= t.cfg.Pool.Capacity() {
 			if q.small = t.cfg.Pool.Get(); q.small != nil {
-				q.small.Append(b.Bytes())
-				q.small.Offload = b.Offload
+				q.small.CopyFrom(b)
 				b = q.small
 			}
 		}
@@ -93,8 +92,7 @@ func (t *TAP) accept(b *frame.Buf) bool {
 	}
 	h := [gso.HeaderLen]byte(b.Bytes())
 	b.TrimFront(gso.HeaderLen)
-	var err error
-	if b.Offload, err = gso.Accept(h[:], b.Bytes(), t.dev.takes); err != nil {
+	if gso.Accept(h[:], b, t.dev.takes) != nil {
 		return false
 	}
 	b.Offload.Valid = gso.DataValid(h[:])
@@ -154,6 +152,6 @@ func (t *TAP) write(l *loop.Loop, b *frame.Buf) unix.Errno {
 		return write(fd, b.Bytes())
 	}
 	o := &t.out[l.ID()]
-	gso.PutHeader(&o.header, &b.Offload, true, 0)
+	gso.PutHeader(&o.header, b, true, 0)
 	return o.write(fd, b.Bytes())
 }

@@ -12,8 +12,6 @@ import (
 const MaxIPs = 64
 
 const (
-	etherARP = 0x0806
-
 	protoICMP = 1
 	protoIGMP = 2
 
@@ -46,34 +44,33 @@ func (a *Attachment) setIPs(list []netip.Addr) error {
 
 // guard tells whether a frame's layer-3 source is one of the port's. Frames in which it cannot be seen (cut off, more
 // than two tags) are none; Ethernet types that carry no IP address are not its business.
-func (a *Attachment) guard(f []byte, h *headerInfo) bool {
-	p := f[h.l3:]
-	switch h.typ {
-	case etherIPv4:
+func (a *Attachment) guard(f []byte, h *header.Layout) bool {
+	p := f[h.L3:]
+	switch h.Type {
+	case header.TypeIPv4:
 		if len(p) < header.IPv4Len || p[0]>>4 != 4 {
 			return false
 		}
 		src := [4]byte(p[12:16])
 		return a.mayUse(header.Mapped4(src)) || src == [4]byte{} && withoutAddress4(p)
-	case etherIPv6:
+	case header.TypeIPv6:
 		if len(p) < header.IPv6Len || p[0]>>4 != 6 {
 			return false
 		}
 		src := ip(p[8:24])
 		if src == (ip{}) { // duplicate address detection, router solicitation, MLD
-			proto, _ := transport6(p)
-			return proto == header.ProtoICMPv6
+			return h.Proto == header.ProtoICMPv6
 		}
 		return a.mayUse6(src)
-	case etherRoCE: // a global route header (IBTA annex A16)
+	case header.TypeRoCE1: // a global route header (IBTA annex A16)
 		return len(p) >= header.IPv6Len && a.mayUse6(ip(p[8:24]))
-	case etherARP:
+	case header.TypeARP:
 		if len(p) < header.ARPLen {
 			return false
 		}
 		spa := [4]byte(p[14:18])
 		return spa == [4]byte{} || a.mayUse(header.Mapped4(spa))
-	case etherVLAN, etherQinQ:
+	case header.TypeVLAN, header.TypeQinQ:
 		return false
 	}
 	return true
@@ -85,7 +82,7 @@ func withoutAddress4(p []byte) bool {
 		return true
 	}
 	off := int(p[0]&15) * 4
-	return p[9] == protoUDP && binary.BigEndian.Uint16(p[6:])&0x1fff == 0 && len(p) >= off+4 &&
+	return p[9] == header.ProtoUDP && binary.BigEndian.Uint16(p[6:])&0x1fff == 0 && len(p) >= off+4 &&
 		binary.BigEndian.Uint16(p[off+2:]) == dhcpServerPort
 }
 
@@ -100,27 +97,4 @@ func (a *Attachment) mayUse(src ip) bool {
 
 func (a *Attachment) mayUse6(src ip) bool {
 	return a.mayUse(src) || a.linkLocal && src[0] == 0xfe && src[1]&0xc0 == 0x80
-}
-
-// transport6 returns the protocol behind the IPv6 header and its extension headers, and where it begins. Of a later
-// fragment it is the fragment header's own number.
-func transport6(p []byte) (proto uint8, off int) {
-	proto, off = p[6], header.IPv6Len
-	for range maxHeaders {
-		if len(p) < off+8 {
-			return proto, off
-		}
-		switch proto {
-		case 0, 43, 60:
-			proto, off = p[off], off+8+int(p[off+1])*8
-		case 44:
-			if binary.BigEndian.Uint16(p[off+2:])&0xfff8 != 0 {
-				return proto, off
-			}
-			proto, off = p[off], off+8
-		default:
-			return proto, off
-		}
-	}
-	return proto, off
 }

@@ -1,10 +1,10 @@
 package vswitch
 
 import (
-	"encoding/binary"
 	"time"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -33,11 +33,11 @@ func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p
 	}
 	frames := b.Segments()
 	r.countIn(a, frames, b.WireBytes())
-	h := parse(f)
-	if reason, ok := a.admit(l, b, f, &h); !ok {
+	h := b.Layout()
+	if reason, ok := a.admit(l, b, f, h); !ok {
 		a.Counters.Drop(l, reason, frames)
 		if reason == TooBig {
-			a.tooBig(l, f, &h, n.MTU(), from)
+			a.tooBig(l, f, h, n.MTU(), from)
 		}
 		return
 	}
@@ -45,20 +45,20 @@ func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p
 	if n.tick.Load() != now {
 		n.sweep(now)
 	}
-	if a.keys == nil && !n.learn(l, a, f, &h, uint16(from.Remote), now) {
+	if a.keys == nil && !n.learn(l, a, b, uint16(from.Remote), now) {
 		return
 	}
-	if (h.typ == etherARP || h.typ == etherIPv6) && a.resolve(l, f, &h, from, now) {
+	if (h.Type == header.TypeARP || h.Type == header.TypeIPv6) && a.resolve(l, f, h, from, now) {
 		return
 	}
 	t, gen := n.table.Load(), n.gen.Load()
-	out, to := r.lookup(n, macKey(f), h.vlan, gen, now)
+	out, to := r.lookup(n, macKey(f), vlanKey(h.VLAN), gen, now)
 	if p != nil {
-		p.set(a, out, h.l3, to, gen)
+		p.set(a, out, int(h.L3), to, gen)
 	}
 	if out != nil {
 		if p := n.short.Load(); p != nil {
-			offer(*p, l, b, &h, a, out, from.Remote, to)
+			offer(*p, l, b, h, a, out, from.Remote, to)
 		}
 		a.unicast(l, b, out, to)
 		return
@@ -84,31 +84,12 @@ func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
 	return v, ok && !v.expired(now, n.age)
 }
 
-// parse reads a frame's Ethernet header, of 14 bytes at least, and at most two VLAN tags. Of a frame that ends inside a
-// tag, the tag is the type.
-func parse(f []byte) (h headerInfo) {
-	h.l3 = HeaderLen
-	h.typ = binary.BigEndian.Uint16(f[12:])
-	if !isTag(h.typ) || len(f) < HeaderLen+4 {
-		return h
-	}
-	h.vlan = uint64(binary.BigEndian.Uint16(f[14:])&0xfff) << 48
-	for h.l3 < HeaderLen+4*maxTags && len(f) >= h.l3+4 && isTag(h.typ) {
-		h.l3 += 4
-		h.typ = binary.BigEndian.Uint16(f[h.l3-2:])
-	}
-	return h
-}
-
-// isTag tells whether an Ethernet type announces a VLAN tag.
-func isTag(typ uint16) bool { return typ == etherVLAN || typ == etherQinQ }
-
 // admit checks what can be seen without the tables.
-func (a *Attachment) admit(l *loop.Loop, b *frame.Buf, f []byte, h *headerInfo) (why Reason, ok bool) {
-	if isTag(h.typ) && len(f) < h.l3+4 {
+func (a *Attachment) admit(l *loop.Loop, b *frame.Buf, f []byte, h *header.Layout) (why Reason, ok bool) {
+	if header.IsTag(h.Type) && len(f) < int(h.L3)+header.VLANLen {
 		return ShortFrame, false
 	}
-	if b.WireLen() > int(a.net.mtu.Load())+h.l3 {
+	if b.WireLen() > int(a.net.mtu.Load())+int(h.L3) {
 		return TooBig, false
 	}
 	src := macKey(f[6:])

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -118,26 +120,27 @@ func (n *Network) FlushPort(a *Attachment) {
 // one from elsewhere than its address is known to be is dropped; an address that moves says so by ARP, neighbour
 // discovery or any other frame, or is moved by a table source. A new address is learnt from a RoCE frame only if its
 // receiver would take the frame.
-func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, remote uint16, now uint32) bool {
-	src := macKey(f[6:]) | h.vlan
+func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16, now uint32) bool {
+	f, h := b.Bytes(), b.Layout()
+	src := macKey(f[6:]) | vlanKey(h.VLAN)
 	fresh := makeValue(a.id, false, remote, now)
-	b, slot, v, ok := n.fdb.find(src)
+	bucket, slot, v, ok := n.fdb.find(src)
 	if ok {
 		switch {
 		case v.place() == fresh.place():
 			if v.seen() != now {
-				b.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
+				bucket.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
 			}
 			return true
-		case v.static() && !a.takesOver(v, f):
-			return a.mayMove(l, v, fresh, f)
+		case v.static() && !a.takesOver(v, h):
+			return a.mayMove(l, v, fresh, h)
 		case v.static(): // who set it judges whether it flaps
 			if !n.cfg.noHold && n.echoes.echo(f, now) {
 				a.looped(l, now)
 				return false
 			}
 		case v.expired(now, n.age):
-		case IsRoCE(f):
+		case h.Is(header.IsRoCE):
 			a.Counters.Drop(l, Misplaced, 1)
 			return false
 		case !a.learns():
@@ -156,21 +159,21 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, f []byte, h *headerInfo, re
 		}
 	}
 	if src&^macBits != 0 {
-		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(v, f) {
-			return a.mayMove(l, v, fresh, f)
+		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(v, h) {
+			return a.mayMove(l, v, fresh, h)
 		}
 	}
-	if IsRoCE(f) && !n.wanted(l, f, h, now) {
+	if h.Is(header.IsRoCE) && !n.wanted(l, b, now) {
 		a.Counters.Drop(l, Unwanted, 1)
 		return false
 	}
-	return !a.learns() || n.learnSlow(l, a, src, fresh, f, now)
+	return !a.learns() || n.learnSlow(l, a, src, fresh, h, now)
 }
 
 // takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this
 // host.
-func (a *Attachment) takesOver(v value, f []byte) bool {
-	return v.yields() && a.cfg.Kind != KindVTEP && !IsRoCE(f)
+func (a *Attachment) takesOver(v value, h *header.Layout) bool {
+	return v.yields() && a.cfg.Kind != KindVTEP && !h.Is(header.IsRoCE)
 }
 
 // learns tells whether addresses are learnt from the port's frames.
@@ -179,22 +182,22 @@ func (a *Attachment) learns() bool {
 }
 
 // wanted asks the receiver of a RoCE frame, if it is a port that can tell, whether it takes it.
-func (n *Network) wanted(l *loop.Loop, f []byte, h *headerInfo, now uint32) bool {
-	out, _ := n.lookup(macKey(f), h.vlan, now)
+func (n *Network) wanted(l *loop.Loop, b *frame.Buf, now uint32) bool {
+	out, _ := n.lookup(macKey(b.Bytes()), vlanKey(b.Layout().VLAN), now)
 	if out == nil {
 		return true
 	}
 	j, ok := out.port.(judge)
-	return !ok || j.wants(l, f)
+	return !ok || j.wants(l, b)
 }
 
 // judge is a port that tells of a RoCE frame whether it would take it.
 type judge interface {
-	wants(l *loop.Loop, f []byte) bool
+	wants(l *loop.Loop, b *frame.Buf) bool
 }
 
 // learnSlow inserts a new address or moves a known one.
-func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value, f []byte, now uint32) bool {
+func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value, h *header.Layout, now uint32) bool {
 	// Take the places first and give them back if they are not needed: several loops insert at once and the limits hold.
 	if a.entries.Add(1) > a.maxEntries {
 		a.entries.Add(-1)
@@ -214,7 +217,7 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 	static, held := false, false
 	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
 		old = v
-		static = v != 0 && v.static() && !a.takesOver(v, f)
+		static = v != 0 && v.static() && !a.takesOver(v, h)
 		return !static
 	}, n.gone)
 	if res == putDone && a.cfg.Kind != KindVTEP {
@@ -238,16 +241,16 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 		a.Counters.Drop(l, FlapHeld, 1)
 		return false
 	}
-	return !static || a.mayMove(l, old, fresh, f)
+	return !static || a.mayMove(l, old, fresh, h)
 }
 
 // mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and
 // if it is RoCE from the entry's remote. Else it is counted.
-func (a *Attachment) mayMove(l *loop.Loop, static, from value, f []byte) bool {
+func (a *Attachment) mayMove(l *loop.Loop, static, from value, h *header.Layout) bool {
 	switch {
 	case static.port() != from.port():
 		a.Counters.Drop(l, StaticMoved, 1)
-	case static.remote() != from.remote() && IsRoCE(f):
+	case static.remote() != from.remote() && h.Is(header.IsRoCE):
 		a.Counters.Drop(l, Misplaced, 1)
 	default:
 		return true

@@ -60,6 +60,9 @@ func (a Address) String() string {
 
 func keyVLAN(k uint64) uint16 { return uint16(k >> 48) }
 
+// vlanKey is the part of a table key that a VLAN id makes.
+func vlanKey(vlan uint16) uint64 { return uint64(vlan) << 48 }
+
 func keyMAC(k uint64) MAC {
 	return MAC{byte(k >> 40), byte(k >> 32), byte(k >> 24), byte(k >> 16), byte(k >> 8), byte(k)}
 }

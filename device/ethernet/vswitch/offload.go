@@ -5,6 +5,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -16,14 +17,14 @@ import (
 // all the same, if it takes those: their checksums are a part of that.
 func (a *Attachment) SetOffloads(n frame.Need) { a.offloads.Store(uint32(n)) }
 
-// Accepts returns what may be left undone in a frame from this port that begins with f, 14 bytes at least: that of the
+// Accepts returns what may be left undone in a frame from this port that begins with f, located in at: that of the
 // one port that it would go to now, nothing if it is not one. For those who can choose in which form a frame comes.
 // Loop thread only.
-func (a *Attachment) Accepts(l *loop.Loop, f []byte) frame.Need {
+func (a *Attachment) Accepts(l *loop.Loop, f []byte, at *header.Layout) frame.Need {
 	n := a.net
 	r := n.enter(l)
 	defer r.leave()
-	out, _ := n.lookup(macKey(f), parse(f).vlan, uint32(l.Now()/int64(time.Second)))
+	out, _ := n.lookup(macKey(f), vlanKey(at.VLAN), uint32(l.Now()/int64(time.Second)))
 	if out == nil {
 		return 0
 	}
@@ -67,8 +68,7 @@ func (a *Attachment) finish(l *loop.Loop, b *frame.Buf, to Destination) {
 		return
 	}
 	defer c.Free() // a port may run into a hole in a guest's memory
-	c.Append(b.Bytes())
-	c.Offload = b.Offload
+	c.CopyFrom(b)
 	gso.Complete(c)
 	a.output(l, c, to)
 }
@@ -93,6 +93,7 @@ func (a *Attachment) segment(l *loop.Loop, b *frame.Buf, to Destination,
 			return
 		}
 		c.SetLen(s.Next(c.Room()))
+		c.SetLayout(b.Layout())
 		output(l, c, to)
 		if c.Shared() {
 			c.Free()

@@ -55,8 +55,7 @@ func (b *bench) offloaded(f []byte, size int) *frame.Buf {
 	if buf == nil || !buf.Append(f) {
 		b.t.Fatal("no buffer")
 	}
-	var err error
-	if buf.Offload, err = gso.Accept(h[:], buf.Bytes(), frame.NeedAll); err != nil {
+	if err := gso.Accept(h[:], buf, frame.NeedAll); err != nil {
 		b.t.Fatal(err)
 	}
 	return buf
@@ -211,7 +210,7 @@ func TestRoCEIsNotCut(t *testing.T) {
 	vm.SetHCA(h)
 	vm.Attachment().SetOffloads(frame.NeedAll)
 	for _, size := range []int{0, 50} {
-		buf := b.offloaded(udp4(mac(9), mac(1), roceV2Port, 100), size)
+		buf := b.offloaded(udp4(mac(9), mac(1), header.PortRoCE, 100), size)
 		b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
 		buf.Free()
 	}
@@ -236,13 +235,13 @@ func TestTrain(t *testing.T) {
 	vm.SetNet(deliverTo{guest})
 	in := func(dst MAC) {
 		t.Helper()
-		first := udp4(dst, mac(1), roceV2Port, size)
+		first := udp4(dst, mac(1), header.PortRoCE, size)
 		buf := b.pool.GetFor(len(first) + (n-1)*size)
 		buf.Append(first)
 		for i := 1; i < n; i++ {
 			buf.Append(bytes.Repeat([]byte{byte(i)}, size))
 		}
-		buf.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: size, L3: 14, L4: 34, Payload: 42}
+		buf.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: size, Payload: 42}
 		b.loop.Do(func() { from.att.Input(b.loop, buf, Source{}) })
 		buf.Free()
 	}
@@ -252,7 +251,7 @@ func TestTrain(t *testing.T) {
 		if len(got) != n {
 			t.Fatalf("%s: %d frames arrived, want %d", what, len(got), n)
 		}
-		want := udp4(dst, mac(1), roceV2Port, size)
+		want := udp4(dst, mac(1), header.PortRoCE, size)
 		for i := range got {
 			if i > 0 {
 				copy(want[42:], bytes.Repeat([]byte{byte(i)}, size))
@@ -263,7 +262,8 @@ func TestTrain(t *testing.T) {
 		}
 	}
 	accepts := func(dst MAC) (need frame.Need) {
-		b.loop.Do(func() { need = from.att.Accepts(b.loop, udp4(dst, mac(1), roceV2Port, size)) })
+		f := udp4(dst, mac(1), header.PortRoCE, size)
+		b.loop.Do(func() { need = from.att.Accepts(b.loop, f, header.Locate(f)) })
 		return need
 	}
 

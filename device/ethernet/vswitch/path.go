@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -90,16 +91,16 @@ func (a *Attachment) Resolve(l *loop.Loop, f []byte, p *Path) bool {
 	if p.holds(a) {
 		return true
 	}
-	h := parse(f)
-	if src := macKey(f[6:]); a.keys != nil && !a.owns(src) || a.ips != nil && !a.guard(f, &h) {
+	h := header.Locate(f)
+	if src := macKey(f[6:]); a.keys != nil && !a.owns(src) || a.ips != nil && !a.guard(f, h) {
 		return false
 	}
 	gen := n.gen.Load()
-	out, to := n.lookup(macKey(f), h.vlan, uint32(l.Now()/int64(time.Second)))
+	out, to := n.lookup(macKey(f), vlanKey(h.VLAN), uint32(l.Now()/int64(time.Second)))
 	if out == a && !a.cfg.Hairpin {
 		out = nil
 	}
-	p.set(a, out, h.l3, to, gen)
+	p.set(a, out, int(h.L3), to, gen)
 	return out != nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -194,11 +195,11 @@ func TestPathSpoofed(t *testing.T) {
 func roce(dst, src MAC, from [4]byte) []byte {
 	f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
 	p := make([]byte, 44)
-	p[0], p[9] = 0x45, protoUDP
+	p[0], p[9] = 0x45, header.ProtoUDP
 	binary.BigEndian.PutUint16(p[2:], uint16(len(p)))
 	copy(p[12:], from[:])
 	copy(p[16:], []byte{10, 0, 0, 2})
-	binary.BigEndian.PutUint16(p[22:], roceV2Port)
+	binary.BigEndian.PutUint16(p[22:], header.PortRoCE)
 	return append(f, p...)
 }
 
@@ -211,7 +212,8 @@ type choosy struct {
 
 func (c *choosy) Up() bool                       { return true }
 func (c *choosy) Deliver(*loop.Loop, *frame.Buf) { c.got++ }
-func (c *choosy) Wants(_ *loop.Loop, f []byte) bool {
+func (c *choosy) Wants(_ *loop.Loop, b *frame.Buf) bool {
+	f := b.Bytes()
 	c.asked++
 	return f[14+15] == c.from
 }

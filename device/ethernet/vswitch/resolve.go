@@ -17,24 +17,15 @@ import (
 //   - Probes (ARP from 0.0.0.0, RFC 5227; solicitations from ::, RFC 4862 section 5.4) and announcements are about who
 //     has an address. They are answered from static entries only: what was snooped may have gone.
 
-// headerInfo is what admit has found in a frame.
-type headerInfo struct {
-	vlan uint64 // part of a table key
-	typ  uint16 // Ethernet type behind at most two tags
-	l3   int    // what follows it
-}
-
-func (h *headerInfo) vid() uint16 { return keyVLAN(h.vlan) }
-
 // resolve handles the frame if it is about address resolution. Done is true when the frame ends here: answered, or
 // dropped and counted.
-func (a *Attachment) resolve(l *loop.Loop, f []byte, h *headerInfo, from Source, now uint32) (done bool) {
+func (a *Attachment) resolve(l *loop.Loop, f []byte, h *header.Layout, from Source, now uint32) (done bool) {
 	switch {
-	case h.typ == etherARP:
+	case h.Type == header.TypeARP:
 		return a.arp(l, f, h, from, now)
-	case h.typ == etherIPv6 && len(f) >= h.l3+header.IPv6Len+8:
-		p := f[h.l3:]
-		if proto, off := transport6(p); proto == header.ProtoICMPv6 && len(p) >= off+8 {
+	case h.Is(header.IsIPv6):
+		if h.Proto == header.ProtoICMPv6 && len(f) >= int(h.L4)+8 {
+			p, off := f[h.L3:], int(h.L4-h.L3)
 			switch p[off] {
 			case header.NDNeighborSolicit, header.NDNeighborAdvert:
 				return a.nd(l, f, h, off, from, now)
@@ -48,17 +39,17 @@ func (a *Attachment) resolve(l *loop.Loop, f []byte, h *headerInfo, from Source,
 }
 
 // claim notes an address, or counts and refuses.
-func (a *Attachment) claim(l *loop.Loop, addr ip, h *headerInfo, mac uint64, router, known bool, now uint32) bool {
-	if a.net.snoop(a, addr, h.vid(), mac, router, known, now) {
+func (a *Attachment) claim(l *loop.Loop, addr ip, h *header.Layout, mac uint64, router, known bool, now uint32) bool {
+	if a.net.snoop(a, addr, h.VLAN, mac, router, known, now) {
 		return true
 	}
 	a.Counters.Drop(l, SpoofedNeighbour, 1)
 	return false
 }
 
-func (a *Attachment) arp(l *loop.Loop, f []byte, h *headerInfo, from Source, now uint32) (done bool) {
+func (a *Attachment) arp(l *loop.Loop, f []byte, h *header.Layout, from Source, now uint32) (done bool) {
 	var m header.ARP
-	if _, err := m.Decode(f[h.l3:]); err != nil {
+	if _, err := m.Decode(f[h.L3:]); err != nil {
 		return false // not about IPv4 over Ethernet
 	}
 	sender := macKey(m.SenderMAC[:])
@@ -86,7 +77,7 @@ func (a *Attachment) arp(l *loop.Loop, f []byte, h *headerInfo, from Source, now
 	mac := keyMAC(e.mac)
 	b.Append(f[6:12])
 	b.Append(mac[:])
-	b.Append(f[12:h.l3]) // the same tags
+	b.Append(f[12:h.L3]) // the same tags
 	reply := header.ARP{Op: header.ARPReply, SenderMAC: header.MAC(mac), SenderIP: m.TargetIP, TargetMAC: m.SenderMAC,
 		TargetIP: m.SenderIP}
 	at := b.Len()
@@ -97,16 +88,16 @@ func (a *Attachment) arp(l *loop.Loop, f []byte, h *headerInfo, from Source, now
 }
 
 // answers looks for the entry that answers a request of a sender on this port.
-func (a *Attachment) answers(target ip, h *headerInfo, sender uint64, probe bool, now uint32) (neighbour, bool) {
+func (a *Attachment) answers(target ip, h *header.Layout, sender uint64, probe bool, now uint32) (neighbour, bool) {
 	n := a.net
 	if n.cfg.Pool == nil || a.cfg.Kind == KindVTEP {
 		return neighbour{}, false
 	}
-	e, ok := n.neighbourOf(target, h.vid(), now)
+	e, ok := n.neighbourOf(target, h.VLAN, now)
 	if !ok || e.mac == sender || probe && !e.static {
 		return neighbour{}, false
 	}
-	v, ok := n.find(e.mac, h.vlan, now)
+	v, ok := n.find(e.mac, vlanKey(h.VLAN), now)
 	return e, ok && v.port() != a.id
 }
 
@@ -119,9 +110,9 @@ func (a *Attachment) owns(mac uint64) bool {
 	return false
 }
 
-// nd handles a neighbour solicitation or advertisement; off is where ICMPv6 begins behind the IPv6 header at h.l3.
-func (a *Attachment) nd(l *loop.Loop, f []byte, h *headerInfo, off int, from Source, now uint32) (done bool) {
-	p := f[h.l3:]
+// nd handles a neighbour solicitation or advertisement; off is where ICMPv6 begins behind the IPv6 header at h.L3.
+func (a *Attachment) nd(l *loop.Loop, f []byte, h *header.Layout, off int, from Source, now uint32) (done bool) {
+	p := f[h.L3:]
 	src, dst := ip(p[8:24]), ip(p[24:40])
 	end := header.IPv6Len + int(binary.BigEndian.Uint16(p[4:]))
 	var m header.Neighbor
@@ -162,7 +153,7 @@ func (a *Attachment) nd(l *loop.Loop, f []byte, h *headerInfo, off int, from Sou
 		b.Append(f[6:12])
 	}
 	b.Append(mac[:])
-	b.Append(f[12:h.l3])
+	b.Append(f[12:h.L3])
 	at := b.Len()
 	b.SetLen(at + header.IPv6Len + reply.Len())
 	out := b.Bytes()[at:]

@@ -372,14 +372,14 @@ func TestTooBigAnswer(t *testing.T) {
 			continue
 		}
 		f := []byte(got[0].frame)
-		h := parse(f)
-		p := f[h.l3:]
-		if macKey(f) != mac(1).key() || macKey(f[6:]) != mac(2).key() || h.vid() != parseVID(c.f) {
-			t.Errorf("%s: Ethernet header %x", c.name, f[:h.l3])
+		h := header.Locate(f)
+		p := f[h.L3:]
+		if macKey(f) != mac(1).key() || macKey(f[6:]) != mac(2).key() || h.VLAN != parseVID(c.f) {
+			t.Errorf("%s: Ethernet header %x", c.name, f[:h.L3])
 		}
 		var mtu int
 		var quoted []byte
-		if h.typ == etherIPv4 {
+		if h.Type == header.TypeIPv4 {
 			var ip4 header.IPv4
 			n, err := ip4.Decode(p)
 			if err != nil || n != 20 || ip4.Src != [4]byte{10, 0, 0, 2} || ip4.Dst != [4]byte{10, 0, 0, 1} ||
@@ -402,7 +402,7 @@ func TestTooBigAnswer(t *testing.T) {
 			}
 			mtu, quoted = int(binary.BigEndian.Uint32(m[4:])), m[8:]
 		}
-		if mtu != 1500 || !strings.HasPrefix(string(c.f[parse(c.f).l3:]), string(quoted)) {
+		if mtu != 1500 || !strings.HasPrefix(string(c.f[header.Locate(c.f).L3:]), string(quoted)) {
 			t.Errorf("%s: MTU %d, quotes %x", c.name, mtu, quoted[:20])
 		}
 	}
@@ -426,7 +426,7 @@ func TestTooBigAnswer(t *testing.T) {
 	}
 }
 
-func parseVID(f []byte) uint16 { h := parse(f); return h.vid() }
+func parseVID(f []byte) uint16 { h := header.Locate(f); return h.VLAN }
 
 // The neighbour table against a map.
 func TestNeighbourModel(t *testing.T) {

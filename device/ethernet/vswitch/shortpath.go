@@ -2,6 +2,7 @@ package vswitch
 
 import (
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -35,7 +36,7 @@ func (n *Network) SetShortPath(p ShortPath) {
 }
 
 // offer offers a frame from port a to port out to the short path.
-func offer(p ShortPath, l *loop.Loop, b *frame.Buf, h *headerInfo, a, out *Attachment, from Remote, to Destination) {
+func offer(p ShortPath, l *loop.Loop, b *frame.Buf, h *header.Layout, a, out *Attachment, from Remote, to Destination) {
 	c := Candidate{From: a, To: out, Remote: to.Remote}
 	switch {
 	case a.cfg.Kind == KindTAP && out.cfg.Kind == KindVTEP:
@@ -44,16 +45,11 @@ func offer(p ShortPath, l *loop.Loop, b *frame.Buf, h *headerInfo, a, out *Attac
 	default:
 		return
 	}
-	f := b.Bytes()
-	if h.l3 == HeaderLen && isTCP(f[HeaderLen:], h.typ) {
+	if h.L3 == HeaderLen && h.Proto == header.ProtoTCP && h.L4 != 0 {
+		f := b.Bytes()
 		c.Dst, c.Src = MAC(f), MAC(f[6:])
 		p.Offer(l, c)
 	}
-}
-
-func isTCP(p []byte, typ uint16) bool {
-	const tcp = 6
-	return typ == etherIPv4 && len(p) > 9 && p[9] == tcp || typ == etherIPv6 && len(p) > 6 && p[6] == tcp
 }
 
 // OnlyForwards reports whether the switch forwards every frame that the candidate describes, if it is within the MTU,

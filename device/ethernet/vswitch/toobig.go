@@ -29,24 +29,24 @@ func (n *Network) AnswerTooBig(l *loop.Loop, f []byte, limit int) {
 	}
 	r := n.enter(l)
 	defer r.leave()
-	h := parse(f)
-	v, ok := n.find(macKey(f[6:]), h.vlan, uint32(l.Now()/int64(time.Second)))
+	h := header.Locate(f)
+	v, ok := n.find(macKey(f[6:]), vlanKey(h.VLAN), uint32(l.Now()/int64(time.Second)))
 	if !ok {
 		return
 	}
 	if a := n.byID(v.port()); a != nil {
-		a.tooBig(l, f, &h, limit-h.l3, Source{Remote: Remote(v.remote())})
+		a.tooBig(l, f, h, limit-int(h.L3), Source{Remote: Remote(v.remote())})
 	}
 }
 
-func (a *Attachment) tooBig(l *loop.Loop, f []byte, h *headerInfo, mtu int, from Source) {
-	if a.net.cfg.Pool == nil || macKey(f)&groupBit != 0 || IsRoCE(f) {
+func (a *Attachment) tooBig(l *loop.Loop, f []byte, h *header.Layout, mtu int, from Source) {
+	if a.net.cfg.Pool == nil || macKey(f)&groupBit != 0 || h.Is(header.IsRoCE) {
 		return
 	}
-	p := f[h.l3:]
-	v6 := h.typ == etherIPv6
+	p := f[h.L3:]
+	v6 := h.Type == header.TypeIPv6
 	switch {
-	case h.typ == etherIPv4 && answerable4(p), v6 && answerable6(p):
+	case h.Type == header.TypeIPv4 && answerable4(p), v6 && answerable6(p, h):
 	default:
 		return
 	}
@@ -60,7 +60,7 @@ func (a *Attachment) tooBig(l *loop.Loop, f []byte, h *headerInfo, mtu int, from
 	defer b.Free()
 	b.Append(f[6:12])
 	b.Append(f[0:6])
-	b.Append(f[12:h.l3])
+	b.Append(f[12:h.L3])
 	if v6 {
 		packetTooBig6(b, p, mtu)
 	} else {
@@ -96,12 +96,12 @@ func answerable4(p []byte) bool {
 	return true
 }
 
-func answerable6(p []byte) bool {
+func answerable6(p []byte, h *header.Layout) bool {
 	if len(p) < header.IPv6Len || p[0]>>4 != 6 || p[8] == 0xff || p[24] == 0xff || ip(p[8:24]) == (ip{}) {
 		return false
 	}
-	proto, off := transport6(p)
-	return proto != header.ProtoICMPv6 || len(p) > off && p[off] >= 128 // below are errors
+	off := int(h.L4 - h.L3)
+	return h.Proto != header.ProtoICMPv6 || len(p) > off && p[off] >= 128 // below are errors
 }
 
 func fragmentationNeeded4(b *frame.Buf, p []byte, mtu int) {

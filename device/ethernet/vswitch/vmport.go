@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -25,10 +26,10 @@ type HCAFace interface {
 // Inspector is an HCA that tells of a RoCE frame, of any content, whether it would take it: the switch asks before it
 // learns an unknown address from one. Wants is called on any loop.
 type Inspector interface {
-	Wants(l *loop.Loop, f []byte) bool
+	Wants(l *loop.Loop, b *frame.Buf) bool
 }
 
-// VMPort is a VM's port: a network device and an HCA with one MAC between them. RoCE frames (see IsRoCE) for the VM go
+// VMPort is a VM's port: a network device and an HCA with one MAC between them. RoCE frames (header.IsRoCE) for the VM go
 // to the HCA if it is up, everything else to the network device. What one of them sends never goes to the
 // other, except frames to the VM's own MAC, which come back as if they had come from outside (a QP may be connected
 // to a QP of the same VM).
@@ -148,18 +149,18 @@ func (p *VMPort) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
 }
 
 // wants implements judge.
-func (p *VMPort) wants(l *loop.Loop, f []byte) bool {
+func (p *VMPort) wants(l *loop.Loop, b *frame.Buf) bool {
 	h := p.hca.Load()
 	if h == nil || !(*h).Up() {
 		return true
 	}
 	i, ok := (*h).(Inspector)
-	return !ok || i.Wants(l, f)
+	return !ok || i.Wants(l, b)
 }
 
 // Deliver implements Port.
 func (p *VMPort) Deliver(l *loop.Loop, b *frame.Buf, to Destination) {
-	if h := p.hca.Load(); h != nil && IsRoCE(b.Bytes()) && (*h).Up() {
+	if h := p.hca.Load(); h != nil && b.Layout().Is(header.IsRoCE) && (*h).Up() {
 		if b.Offload.GSOSize != 0 && b.Offload.Need != frame.NeedTrain { // RoCE packets are not cut: each has its ICRC
 			p.att.Load().Counters.Drop(l, BadHeader, 1)
 			return

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"reflect"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -37,76 +36,6 @@ func with(p []byte, changes ...int) []byte {
 		p[changes[i]] = byte(changes[i+1])
 	}
 	return p
-}
-
-// v6Headers puts extension headers between an IPv6 header and UDP to port 4791.
-func v6Headers(first byte, headers ...[]byte) []byte {
-	p := with(v6RoCE[:40], 6, int(first))
-	return slices.Concat(p, slices.Concat(headers...), v6RoCE[40:])
-}
-
-func TestIsRoCE(t *testing.T) {
-	options := slices.Concat([]byte{0x46}, v4RoCE[1:20], []byte{1, 1, 1, 1}, v4RoCE[20:])
-	for _, c := range []struct {
-		name string
-		f    []byte
-		want bool
-	}{
-		{"v1", eth(0x8915, nil), true},
-		{"v1 tagged", eth(0x8915, nil, 0x8100), true},
-		{"v2 IPv4", eth(0x800, v4RoCE), true},
-		{"v2 IPv4 tagged", eth(0x800, v4RoCE, 0x8100), true},
-		{"v2 IPv4 double tagged", eth(0x800, v4RoCE, 0x88a8, 0x8100), true},
-		{"three tags", eth(0x800, v4RoCE, 0x88a8, 0x8100, 0x8100), false},
-		{"v2 IPv4 with options", eth(0x800, options), true},
-		{"v2 IPv6", eth(0x86dd, v6RoCE), true},
-		{"source port only", eth(0x800, v4Other), false},
-		{"TCP to 4791", eth(0x800, with(v4RoCE, 9, 6)), false},
-		{"first fragment", eth(0x800, with(v4RoCE, 6, 0x20)), true},
-		{"later fragment", eth(0x800, with(v4RoCE, 6, 0x20, 7, 1)), false},
-		{"last fragment", eth(0x800, with(v4RoCE, 6, 0x00, 7, 1)), false},
-		{"IPv4 type, version 6", eth(0x800, with(v4RoCE, 0, 0x65)), false},
-		{"header length below 20", eth(0x800, with(v4RoCE, 0, 0x44)), false},
-		{"header length beyond the frame", eth(0x800, with(v4RoCE, 0, 0x4f)), false},
-		{"UDP header cut off", eth(0x800, v4RoCE[:27]), false},
-		{"IPv6 type, version 4", eth(0x86dd, with(v6RoCE, 0, 0x45)), false},
-		{"IPv6 UDP header cut off", eth(0x86dd, v6RoCE[:47]), false},
-		{"IPv6 hop-by-hop", eth(0x86dd, v6Headers(0, []byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
-		{"IPv6 four headers", eth(0x86dd, v6Headers(0, []byte{60, 0, 0, 0, 0, 0, 0, 0},
-			[]byte{43, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, []byte{60, 0, 0, 0, 0, 0, 0, 0},
-			[]byte{17, 0, 0, 0, 0, 0, 0, 0})), true},
-		{"IPv6 five headers", eth(0x86dd, v6Headers(60, slices.Repeat([]byte{60, 0, 0, 0, 0, 0, 0, 0}, 4),
-			[]byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
-		{"IPv6 first fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 1, 0, 0, 0, 0})), true},
-		{"IPv6 later fragment", eth(0x86dd, v6Headers(44, []byte{17, 0, 0, 9, 0, 0, 0, 0})), false},
-		{"IPv6 header beyond the frame", eth(0x86dd, v6Headers(60, []byte{17, 255, 0, 0, 0, 0, 0, 0})), false},
-		{"IPv6 ESP", eth(0x86dd, v6Headers(50, []byte{17, 0, 0, 0, 0, 0, 0, 0})), false},
-		{"ARP", eth(0x806, v4RoCE), false},
-		{"no type", make([]byte, 13), false},
-		{"tag cut off", eth(0x8100, []byte{0, 1}), false},
-	} {
-		if got := IsRoCE(c.f); got != c.want {
-			t.Errorf("%s: %v", c.name, got)
-		}
-	}
-}
-
-func FuzzIsRoCE(f *testing.F) {
-	f.Add(eth(0x800, v4RoCE))
-	f.Add(eth(0x86dd, v6Headers(0, []byte{17, 0, 0, 0, 0, 0, 0, 0}), 0x8100))
-	f.Add(eth(0x8915, nil))
-	f.Fuzz(func(t *testing.T, p []byte) {
-		if !IsRoCE(p) {
-			return
-		}
-		// Whatever was taken for RoCE names it somewhere, and stays RoCE when more follows.
-		if s := string(p); !strings.Contains(s, "\x89\x15") && !strings.Contains(s, "\x12\xb7") {
-			t.Errorf("%x", p)
-		}
-		if !IsRoCE(append(p[:len(p):len(p)], 1, 2, 3)) {
-			t.Errorf("%x is RoCE only without a trailer", p)
-		}
-	})
 }
 
 // face records frames, or passes them on as an answer.
@@ -315,11 +244,3 @@ func TestPanicInDeliver(t *testing.T) {
 type panicPort struct{}
 
 func (panicPort) Deliver(*loop.Loop, *frame.Buf, Destination) { panic("fault") }
-
-func BenchmarkIsRoCE(b *testing.B) {
-	f := eth(0x800, v4RoCE)
-	b.ReportAllocs()
-	for b.Loop() {
-		IsRoCE(f)
-	}
-}

@@ -1,6 +1,10 @@
 package vxlan
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+
+	"github.com/vnicd/vnicd/device/frame/header"
+)
 
 // Codepoints of the ECN field (RFC 3168).
 const (
@@ -30,7 +34,7 @@ func decapECN(f []byte, outer uint8) bool {
 	if outer == ecnNot || outer == ecnECT0 {
 		return true
 	}
-	fl := classify(f)
+	fl := classify(f, header.Locate(f))
 	if fl.ip == 0 {
 		return true // nothing to mark
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/testutil"
 )
@@ -66,7 +67,7 @@ func TestFaultInOneVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	// The sink's address becomes known, so that frames for it are not flooded into the hole.
-	r.inject(r.loops[0], macs(1, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	r.inject(r.loops[0], macs(1, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	const n = 300
 	// Batches need a loop that is busy with something else while they arrive.
 	gate := make(chan struct{})
@@ -78,7 +79,7 @@ func TestFaultInOneVM(t *testing.T) {
 		if i%3 == 0 {
 			dst = 66
 		}
-		r.send(r.remote, datagram(8, 100, macs(dst, 2, ip4(0, 1, 2, protoUDP, uint16(i), 8))))
+		r.send(r.remote, datagram(8, 100, macs(dst, 2, ip4(0, 1, 2, header.ProtoUDP, uint16(i), 8))))
 	}
 	close(gate)
 	testutil.Eventually(t, "all faults are reported", func() bool { return hole.faults.Load() == n/3 })
@@ -86,7 +87,7 @@ func TestFaultInOneVM(t *testing.T) {
 		if i%3 == 0 {
 			continue
 		}
-		want := macs(1, 2, ip4(0, 1, 2, protoUDP, uint16(i), 8))
+		want := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, uint16(i), 8))
 		if got := <-r.sink.frames; got != string(want) {
 			t.Fatalf("frame %d: got %x", i, got)
 		}

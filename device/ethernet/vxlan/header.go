@@ -3,6 +3,8 @@ package vxlan
 import (
 	"encoding/binary"
 	"math/bits"
+
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 // HeaderLen is the length of the VXLAN header.
@@ -25,19 +27,7 @@ func parseHeader(p []byte) (vni uint32, ok bool) {
 	return binary.BigEndian.Uint32(p[4:]) >> 8, true
 }
 
-const (
-	etherIPv4 = 0x0800
-	etherIPv6 = 0x86dd
-	etherVLAN = 0x8100
-	etherQinQ = 0x88a8
-	etherRoCE = 0x8915
-
-	protoTCP  = 6
-	protoUDP  = 17
-	protoSCTP = 132
-
-	roceV2Port = 4791
-)
+const protoSCTP = 132
 
 // flow is what the outer headers take from the inner frame.
 type flow struct {
@@ -47,66 +37,47 @@ type flow struct {
 	ip   int // offset of the inner IP header, 0 = none
 }
 
-// classify reads an inner Ethernet frame. Flows are told apart by addresses, protocol and ports; a RoCE v2 QP has a UDP
+// classify tells which flow the frame f, located in at, belongs to. Flows are told apart by addresses, protocol and ports; a RoCE v2 QP has a UDP
 // source port of its own (IBTA annex A17), so each QP is a flow. Fragments have no ports to go by. Frames that are not
 // IP go by their MAC addresses and, for RoCE v1, by the global route header's addresses.
-func classify(f []byte) (fl flow) {
-	off := 12
-	for len(f) >= off+4 && off < 20 {
-		if t := binary.BigEndian.Uint16(f[off:]); t != etherVLAN && t != etherQinQ {
-			break
-		}
-		off += 4
+func classify(f []byte, at *header.Layout) (fl flow) {
+	if at.L3 == 0 {
+		return fl // shorter than an Ethernet header
 	}
-	if len(f) < off+2 {
-		return fl
-	}
-	p := f[off+2:]
+	p := f[at.L3:]
+	fl.roce = at.Is(header.IsRoCE) && !at.Is(header.IsFragment)
 	var a, b, c uint64
-	switch binary.BigEndian.Uint16(f[off:]) {
-	case etherIPv4:
-		if len(p) < 20 || p[0]>>4 != 4 {
-			break
-		}
-		fl.ip, fl.tos = off+2, p[1]
-		a, c = binary.BigEndian.Uint64(p[12:]), uint64(p[9])
-		if ihl := int(p[0]&15) * 4; binary.BigEndian.Uint16(p[6:])&0x3fff == 0 && ihl >= 20 {
-			b, fl.roce = ports(p[9], p, ihl)
-		}
+	switch {
+	case at.L4 != 0 && !at.Is(header.IsIPv6):
+		fl.ip, fl.tos = int(at.L3), p[1]
+		a, b, c = binary.BigEndian.Uint64(p[12:]), ports(f, at), uint64(p[9])
 		fl.hash = mix(a, b, c)
 		return fl
-	case etherIPv6:
-		if len(p) < 40 || p[0]>>4 != 6 {
-			break
-		}
-		fl.ip, fl.tos = off+2, p[0]<<4|p[1]>>4
-		b, fl.roce = ports(p[6], p, 40)
+	case at.L4 != 0:
+		fl.ip, fl.tos = int(at.L3), p[0]<<4|p[1]>>4
+		a = binary.BigEndian.Uint64(p[8:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[16:]), 23)
+		b = ports(f, at) ^ uint64(p[6])<<32
+		c = binary.BigEndian.Uint64(p[24:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[32:]), 41)
+		fl.hash = mix(a, b, c)
+		return fl
+	case at.Type == header.TypeRoCE1 && len(p) >= header.IPv6Len:
 		a = binary.BigEndian.Uint64(p[8:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[16:]), 23)
 		c = binary.BigEndian.Uint64(p[24:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[32:]), 41)
-		fl.hash = mix(a, b^uint64(p[6])<<32, c)
-		return fl
-	case etherRoCE:
-		fl.roce = true
-		if len(p) >= 40 {
-			a = binary.BigEndian.Uint64(p[8:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[16:]), 23)
-			c = binary.BigEndian.Uint64(p[24:]) ^ bits.RotateLeft64(binary.BigEndian.Uint64(p[32:]), 41)
-		}
 	}
-	b = uint64(binary.BigEndian.Uint32(f[8:])) | uint64(binary.BigEndian.Uint16(f[off:]))<<32
+	b = uint64(binary.BigEndian.Uint32(f[8:])) | uint64(at.Type)<<32
 	fl.hash = mix(a^binary.BigEndian.Uint64(f), b, c)
 	return fl
 }
 
-// ports returns both ports of a transport header at off, and whether it is RoCE v2.
-func ports(proto uint8, p []byte, off int) (v uint64, roce bool) {
-	switch proto {
-	case protoTCP, protoUDP, protoSCTP:
-		if len(p) >= off+4 {
-			v = uint64(binary.BigEndian.Uint32(p[off:]))
-			roce = proto == protoUDP && v&0xffff == roceV2Port
+// ports returns both ports of a TCP, UDP or SCTP header that no fragmentation or IPv6 extension header hides, else 0.
+func ports(f []byte, at *header.Layout) uint64 {
+	switch at.Proto {
+	case header.ProtoTCP, header.ProtoUDP, protoSCTP:
+		if at.Flags&(header.IsFragment|header.IsExtended) == 0 && len(f) >= int(at.L4)+4 {
+			return uint64(binary.BigEndian.Uint32(f[at.L4:]))
 		}
 	}
-	return v, roce
+	return 0
 }
 
 func mix(a, b, c uint64) uint32 {

@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 func TestHeaderGolden(t *testing.T) {
@@ -56,7 +58,7 @@ func FuzzHeader(f *testing.F) {
 func ip4(tos uint8, src, dst byte, proto uint8, sport, dport uint16) []byte {
 	f := make([]byte, 14+20+8)
 	f[0], f[6] = 2, 2
-	binary.BigEndian.PutUint16(f[12:], etherIPv4)
+	binary.BigEndian.PutUint16(f[12:], header.TypeIPv4)
 	p := f[14:]
 	p[0], p[1], p[3], p[8], p[9] = 0x45, tos, 28, 64, proto
 	p[12], p[15], p[16], p[19] = 10, src, 10, dst
@@ -69,7 +71,7 @@ func ip4(tos uint8, src, dst byte, proto uint8, sport, dport uint16) []byte {
 func ip6(tc uint8, src, dst byte, proto uint8, sport, dport uint16) []byte {
 	f := make([]byte, 14+40+8)
 	f[0], f[6] = 2, 2
-	binary.BigEndian.PutUint16(f[12:], etherIPv6)
+	binary.BigEndian.PutUint16(f[12:], header.TypeIPv6)
 	p := f[14:]
 	p[0], p[1], p[5], p[6], p[7] = 0x60|tc>>4, tc<<4, 8, proto, 64
 	p[8], p[23], p[24], p[39] = 0xfd, src, 0xfd, dst
@@ -95,35 +97,35 @@ func tagged(f []byte) []byte {
 }
 
 func TestClassify(t *testing.T) {
-	base := ip4(0, 1, 2, protoUDP, 50000, roceV2Port)
-	same := classify(base).hash
+	base := ip4(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE)
+	same := flowOf(base).hash
 	for name, f := range map[string][]byte{
 		"another payload": append(slices.Clone(base), 1, 2, 3),
-		"tos":             ip4(2, 1, 2, protoUDP, 50000, roceV2Port),
+		"tos":             ip4(2, 1, 2, header.ProtoUDP, 50000, header.PortRoCE),
 		"tag":             tagged(base),
 	} {
-		if classify(f).hash != same {
+		if flowOf(f).hash != same {
 			t.Errorf("%s changes the flow", name)
 		}
 	}
-	fragment := ip4(0, 1, 2, protoUDP, 50000, roceV2Port)
+	fragment := ip4(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE)
 	fragment[20] = 0x20
 	for name, f := range map[string][]byte{
-		"source":   ip4(0, 3, 2, protoUDP, 50000, roceV2Port),
-		"dest":     ip4(0, 1, 3, protoUDP, 50000, roceV2Port),
-		"port":     ip4(0, 1, 2, protoUDP, 50001, roceV2Port),
-		"proto":    ip4(0, 1, 2, protoTCP, 50000, roceV2Port),
-		"v6":       ip6(0, 1, 2, protoUDP, 50000, roceV2Port),
+		"source":   ip4(0, 3, 2, header.ProtoUDP, 50000, header.PortRoCE),
+		"dest":     ip4(0, 1, 3, header.ProtoUDP, 50000, header.PortRoCE),
+		"port":     ip4(0, 1, 2, header.ProtoUDP, 50001, header.PortRoCE),
+		"proto":    ip4(0, 1, 2, header.ProtoTCP, 50000, header.PortRoCE),
+		"v6":       ip6(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE),
 		"fragment": fragment,
 	} {
-		if classify(f).hash == same {
+		if flowOf(f).hash == same {
 			t.Errorf("%s does not change the flow", name)
 		}
 	}
 	// All fragments of a packet take one path.
-	last := ip4(0, 1, 2, protoUDP, 1111, 2222)
+	last := ip4(0, 1, 2, header.ProtoUDP, 1111, 2222)
 	last[20], last[21] = 0, 1
-	if classify(fragment).hash != classify(last).hash {
+	if flowOf(fragment).hash != flowOf(last).hash {
 		t.Error("fragments of one packet differ")
 	}
 	for _, c := range []struct {
@@ -131,17 +133,17 @@ func TestClassify(t *testing.T) {
 		roce bool
 		tos  uint8
 	}{
-		{base, true, 0}, {tagged(base), true, 0}, {ip6(0x6a, 1, 2, protoUDP, 1, roceV2Port), true, 0x6a},
-		{ip4(0x6a, 1, 2, protoUDP, roceV2Port, 1), false, 0x6a}, {ip4(3, 1, 2, protoTCP, 1, roceV2Port), false, 3},
+		{base, true, 0}, {tagged(base), true, 0}, {ip6(0x6a, 1, 2, header.ProtoUDP, 1, header.PortRoCE), true, 0x6a},
+		{ip4(0x6a, 1, 2, header.ProtoUDP, header.PortRoCE, 1), false, 0x6a}, {ip4(3, 1, 2, header.ProtoTCP, 1, header.PortRoCE), false, 3},
 		{fragment, false, 0},
 	} {
-		if fl := classify(c.f); fl.roce != c.roce || fl.tos != c.tos {
+		if fl := flowOf(c.f); fl.roce != c.roce || fl.tos != c.tos {
 			t.Errorf("%x: %+v", c.f, fl)
 		}
 	}
 	v1 := slices.Concat(base[:12], []byte{0x89, 0x15}, ip6(0, 1, 2, 27, 0, 0)[14:])
 	v1b := slices.Concat(base[:12], []byte{0x89, 0x15}, ip6(0, 1, 3, 27, 0, 0)[14:])
-	if a, b := classify(v1), classify(v1b); !a.roce || a.hash == b.hash {
+	if a, b := flowOf(v1), flowOf(v1b); !a.roce || a.hash == b.hash {
 		t.Errorf("RoCE v1: %+v %+v", a, b)
 	}
 }
@@ -151,7 +153,7 @@ func TestHashSpread(t *testing.T) {
 	var n [DefaultSourcePorts]int
 	const flows = 16000
 	for i := range flows {
-		h := classify(ip4(0, 1, 2, protoUDP, uint16(0xc000+i), roceV2Port)).hash
+		h := flowOf(ip4(0, 1, 2, header.ProtoUDP, uint16(0xc000+i), header.PortRoCE)).hash
 		n[uint64(h)*DefaultSourcePorts>>32]++
 	}
 	for i, k := range n {
@@ -172,9 +174,9 @@ func TestDecapECN(t *testing.T) {
 	} {
 		for _, dscp := range []uint8{0, 26, 63} {
 			for name, f := range map[string][]byte{
-				"IPv4": ip4(dscp<<2|uint8(c.inner), 1, 2, protoUDP, 1, 2),
-				"IPv6": ip6(dscp<<2|uint8(c.inner), 1, 2, protoUDP, 1, 2),
-				"VLAN": tagged(ip4(dscp<<2|uint8(c.inner), 1, 2, protoUDP, 1, 2)),
+				"IPv4": ip4(dscp<<2|uint8(c.inner), 1, 2, header.ProtoUDP, 1, 2),
+				"IPv6": ip6(dscp<<2|uint8(c.inner), 1, 2, header.ProtoUDP, 1, 2),
+				"VLAN": tagged(ip4(dscp<<2|uint8(c.inner), 1, 2, header.ProtoUDP, 1, 2)),
 			} {
 				ok := decapECN(f, dscp<<2|uint8(c.outer))
 				if ok != (c.want >= 0) {
@@ -183,7 +185,7 @@ func TestDecapECN(t *testing.T) {
 				if !ok {
 					continue
 				}
-				fl := classify(f)
+				fl := flowOf(f)
 				if fl.tos != dscp<<2|uint8(c.want) {
 					t.Errorf("%s inner %d outer %d: traffic class %#x", name, c.inner, c.outer, fl.tos)
 				}
@@ -199,17 +201,17 @@ func TestDecapECN(t *testing.T) {
 }
 
 func FuzzInner(f *testing.F) {
-	f.Add(ip4(2, 1, 2, protoUDP, 50000, roceV2Port), uint8(3))
-	f.Add(tagged(ip6(1, 1, 2, protoTCP, 5, 6)), uint8(0))
+	f.Add(ip4(2, 1, 2, header.ProtoUDP, 50000, header.PortRoCE), uint8(3))
+	f.Add(tagged(ip6(1, 1, 2, header.ProtoTCP, 5, 6)), uint8(0))
 	f.Fuzz(func(t *testing.T, p []byte, outer uint8) {
-		before := classify(p)
+		before := flowOf(p)
 		if before.ip >= len(p) && before.ip != 0 {
 			t.Fatalf("IP header at %d of %d", before.ip, len(p))
 		}
 		if !decapECN(p, outer) {
 			return
 		}
-		after := classify(p)
+		after := flowOf(p)
 		if after.hash != before.hash || after.tos>>2 != before.tos>>2 || after.roce != before.roce {
 			t.Errorf("decapsulation changed more than ECN: %+v, %+v", before, after)
 		}
@@ -230,9 +232,11 @@ func TestOuterTOS(t *testing.T) {
 }
 
 func BenchmarkClassify(b *testing.B) {
-	f := ip4(0, 1, 2, protoUDP, 50000, roceV2Port)
+	f := ip4(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE)
 	b.ReportAllocs()
 	for b.Loop() {
-		classify(f)
+		flowOf(f)
 	}
 }
+
+func flowOf(f []byte) flow { return classify(f, header.Locate(f)) }

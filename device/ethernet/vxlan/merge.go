@@ -3,6 +3,7 @@ package vxlan
 import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 // Receive coalescing. Frames of one flow that follow each other in a batch go into their network as one large frame, as
@@ -29,7 +30,8 @@ type merger struct {
 type output struct {
 	b     *frame.Buf // nil: f
 	f     []byte
-	alone int // see receiver.deliver
+	at    header.Layout // of f
+	alone int           // see receiver.deliver
 	port  *port
 	peer  *peer
 }
@@ -43,7 +45,8 @@ type mergedFlow struct {
 	takes frame.Need // what the port of the destination takes
 	asked bool
 	first []byte // the first part
-	alone int    // see receiver.deliver
+	at    header.Layout
+	alone int // see receiver.deliver
 }
 
 // train is RoCE packets that follow each other in one connection of one network and peer. There is one at a time.
@@ -52,31 +55,36 @@ type train struct {
 	port  *port
 	peer  *peer
 	takes bool // the port of the destination does
-	alone int  // see receiver.deliver
+	at    header.Layout
+	alone int // see receiver.deliver
 }
 
-// couple takes a RoCE packet, valid until flush; false: the frame is none.
-func (r *receiver) couple(f []byte, p *port, x *peer, alone int) bool {
-	g := &r.merger
-	t := &g.train
-	if t.Packets() > 0 && t.port == p && t.peer == x && t.Continues(f) {
-		if t.Packets() == 1 {
-			t.takes = p.att.Accepts(r.l, f)&frame.NeedTrain != 0
-		}
-		if t.takes && t.Add(r.vt.cfg.Pool, f) {
-			return true
-		}
+// continues takes a RoCE packet, valid until flush, that continues the train; false: it does not. Its headers are those
+// of the train, byte by byte, so they need not be located.
+func (r *receiver) continues(f []byte, p *port, x *peer) bool {
+	t := &r.merger.train
+	if t.Packets() == 0 || t.port != p || t.peer != x || !t.Continues(f) {
+		return false
 	}
+	if t.Packets() == 1 {
+		t.takes = p.att.Accepts(r.l, f, &t.at)&frame.NeedTrain != 0
+	}
+	return t.takes && t.Add(r.vt.cfg.Pool, f)
+}
+
+// couple begins a train with a RoCE packet, valid until flush; false: the frame is none.
+func (r *receiver) couple(f []byte, at *header.Layout, p *port, x *peer, alone int) bool {
+	g := &r.merger
 	var next gso.Train
-	ok, roce := next.Start(f)
+	ok, roce := next.Start(f, at)
 	if !roce {
 		return false
 	}
 	g.uncouple()
 	if ok {
-		*t = train{Train: next, port: p, peer: x, alone: alone}
+		g.train = train{Train: next, port: p, peer: x, at: *at, alone: alone}
 	} else {
-		g.put(output{f: f, alone: alone, port: p, peer: x})
+		g.put(output{f: f, at: *at, alone: alone, port: p, peer: x})
 	}
 	r.drain()
 	return true
@@ -86,24 +94,24 @@ func (r *receiver) couple(f []byte, p *port, x *peer, alone int) bool {
 func (g *merger) uncouple() {
 	if t := &g.train; t.Packets() > 0 {
 		f := t.First()
-		g.put(output{b: t.Take(), f: f, alone: t.alone, port: t.port, peer: t.peer})
+		g.put(output{b: t.Take(), f: f, at: t.at, alone: t.alone, port: t.port, peer: t.peer})
 	}
 }
 
 // merge takes a frame, valid until flush.
-func (r *receiver) merge(f []byte, p *port, x *peer, alone int) {
+func (r *receiver) merge(f []byte, at *header.Layout, p *port, x *peer, alone int) {
 	g := &r.merger
-	part, ok := gso.Parse(f)
+	part, ok := gso.Parse(f, at)
 	if !ok && g.used == 0 {
-		r.deliver(f, p, x, alone)
+		r.deliver(f, at, p, x, alone)
 		return
 	}
-	r.sort(f, p, x, alone, part, ok)
+	r.sort(f, at, p, x, alone, part, ok)
 	r.drain()
 }
 
 // sort adds a frame to its flow, or begins one with it, and puts out what has to leave for that.
-func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok bool) {
+func (r *receiver) sort(f []byte, at *header.Layout, p *port, x *peer, alone int, part gso.Part, ok bool) {
 	g := &r.merger
 	if fl := g.last; ok && fl != nil && fl.Parts() > 0 && fl.port == p && fl.peer == x && r.add(fl, f, part) {
 		if fl.Full() {
@@ -111,7 +119,7 @@ func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok
 		}
 		return
 	}
-	hash := classify(f).hash
+	hash := classify(f, at).hash
 	var free *mergedFlow
 	for i := range g.flows {
 		fl := &g.flows[i]
@@ -134,7 +142,7 @@ func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok
 		break
 	}
 	if !ok || part.Last() {
-		g.put(output{f: f, alone: alone, port: p, peer: x})
+		g.put(output{f: f, at: *at, alone: alone, port: p, peer: x})
 		return
 	}
 	if free == nil {
@@ -143,13 +151,13 @@ func (r *receiver) sort(f []byte, p *port, x *peer, alone int, part gso.Part, ok
 		g.finish(free)
 	}
 	free.Start(f, part)
-	free.port, free.peer, free.hash, free.first, free.alone, free.asked = p, x, hash, f, alone, false
+	free.port, free.peer, free.hash, free.first, free.at, free.alone, free.asked = p, x, hash, f, *at, alone, false
 	g.used++
 }
 
 func (r *receiver) add(fl *mergedFlow, f []byte, part gso.Part) bool {
 	if !fl.asked {
-		fl.asked, fl.takes = true, fl.port.att.Accepts(r.l, fl.first)
+		fl.asked, fl.takes = true, fl.port.att.Accepts(r.l, fl.first, &fl.at)
 	}
 	return part.Need()&^(fl.takes|frame.NeedCsum) == 0 && fl.Add(r.vt.cfg.Pool, f, part)
 }
@@ -157,7 +165,7 @@ func (r *receiver) add(fl *mergedFlow, f []byte, part gso.Part) bool {
 // finish puts out what a flow has.
 func (g *merger) finish(fl *mergedFlow) {
 	g.used--
-	g.put(output{b: fl.Take(), f: fl.first, alone: fl.alone, port: fl.port, peer: fl.peer})
+	g.put(output{b: fl.Take(), f: fl.first, at: fl.at, alone: fl.alone, port: fl.port, peer: fl.peer})
 }
 
 func (g *merger) put(o output) {
@@ -174,7 +182,7 @@ func (r *receiver) drain() {
 		if o.b != nil {
 			r.input(o.b, o.port, o.peer)
 		} else {
-			r.deliver(o.f, o.port, o.peer, o.alone)
+			r.deliver(o.f, &o.at, o.port, o.peer, o.alone)
 		}
 	}
 }

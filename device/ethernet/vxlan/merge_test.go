@@ -23,7 +23,7 @@ func tcp4(dst, src byte, port uint16, seq uint32, payload []byte) []byte {
 	f := macs(dst, src, make([]byte, 54+len(payload)))
 	f[12] = 8
 	ip, tcp := f[14:34], f[34:]
-	copy(ip, []byte{0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, protoTCP, 0, 0, 10, 0, 0, src, 10, 0, 0, dst})
+	copy(ip, []byte{0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, header.ProtoTCP, 0, 0, 10, 0, 0, src, 10, 0, 0, dst})
 	binary.BigEndian.PutUint16(ip[2:], uint16(len(f)-14))
 	binary.BigEndian.PutUint16(ip[10:], header.Checksum(ip, 0))
 	binary.BigEndian.PutUint16(tcp, port)
@@ -32,7 +32,7 @@ func tcp4(dst, src byte, port uint16, seq uint32, payload []byte) []byte {
 	tcp[12], tcp[13] = 5<<4, 0x10
 	copy(tcp[20:], payload)
 	binary.BigEndian.PutUint16(tcp[16:], header.Checksum(tcp,
-		header.PseudoSum4([4]byte(ip[12:]), [4]byte(ip[16:]), protoTCP, uint16(len(tcp)))))
+		header.PseudoSum4([4]byte(ip[12:]), [4]byte(ip[16:]), header.ProtoTCP, uint16(len(tcp)))))
 	return f
 }
 
@@ -71,7 +71,7 @@ func text(n, seed int) []byte {
 // was for one that does not. Counted is what was on the wire, either way.
 func TestReceiveMerged(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))) // the sink's address becomes known
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8))) // the sink's address becomes known
 	const n, size = 40, 1300
 	payload := text((n-1)*size+100, 3)
 	var frames [][]byte
@@ -116,11 +116,11 @@ func TestReceiveMerged(t *testing.T) {
 // does not; counted is what was on the wire. Others between them come in their place.
 func TestReceiveTrain(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))) // the sink's address becomes known
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8))) // the sink's address becomes known
 	const n, other, at = 40, 20, 42
 	var frames [][]byte
 	for i := range n {
-		f := append(macs(1, 2, ip4(0, 1, 2, protoUDP, 0xc123, 4791)), make([]byte, 1024)...)
+		f := append(macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 0xc123, 4791)), make([]byte, 1024)...)
 		ip := f[14:34]
 		binary.BigEndian.PutUint16(ip[2:], uint16(len(f)-14))
 		copy(ip[10:], []byte{0, 0})
@@ -173,7 +173,7 @@ func TestReceiveSeveral(t *testing.T) {
 	for _, size := range []int{46, 333, 1400, 1440} {
 		var frames [][]byte
 		for i := range min(64, 60000/(size+HeaderLen+14)) {
-			f := macs(1, 2, ip4(0, 1, 2, protoUDP, uint16(i), 4791))
+			f := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, uint16(i), 4791))
 			f = append(f, text(14+size-len(f), i)...)
 			frames = append(frames, f)
 		}
@@ -190,7 +190,7 @@ func TestReceiveSeveral(t *testing.T) {
 // Messages that lie about what is in them are dropped, counted by datagrams, and the next one is looked at.
 func TestReceiveSeveralHostile(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	two, err := vswitch.NewNetwork(vswitch.Config{VNI: 200, Name: "two hundred"})
 	if err != nil {
 		t.Fatal(err)
@@ -241,7 +241,7 @@ func slicesConcat(s ...[]byte) []byte { return bytes.Join(s, nil) }
 // where it was put together, is for each connection what was sent, in that order.
 func TestReceiveMergedModel(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	r.att.SetOffloads(frame.NeedAll)
 	pool, err := frame.NewPool(frame.Config{Count: 1, Big: 1})
 	if err != nil {
@@ -264,7 +264,7 @@ func TestReceiveMergedModel(t *testing.T) {
 		defer b.Free()
 		b.Append([]byte(f))
 		size := 100 // of every segment here but a last one
-		b.Offload = frame.Offload{Need: frame.NeedCsum | frame.NeedTSO4, CsumOff: 16, GSOSize: uint16(size), L3: 14, L4: 34,
+		b.Offload = frame.Offload{Need: frame.NeedCsum | frame.NeedTSO4, CsumOff: 16, GSOSize: uint16(size),
 			Payload: 54}
 		var s gso.Segmenter
 		dst := make([]byte, 2000)
@@ -341,7 +341,7 @@ func TestFaultInMessage(t *testing.T) {
 		t.Fatal(err)
 	}
 	att.SetOffloads(frame.NeedAll)
-	r.inject(r.loops[0], macs(1, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	r.inject(r.loops[0], macs(1, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	const rounds, n = 20, 30
 	for k := range rounds {
 		var frames [][]byte

@@ -10,6 +10,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
@@ -155,7 +156,7 @@ func TestPathMTUDiscovery(t *testing.T) {
 		if n.MTU() != 1500-over {
 			t.Fatalf("MTU %d at first", n.MTU())
 		}
-		f := macs(9, 1, append(ip4(0, 1, 2, protoTCP, 7, 8), make([]byte, 1380)...))
+		f := macs(9, 1, append(ip4(0, 1, 2, header.ProtoTCP, 7, 8), make([]byte, 1380)...))
 		f[ethLen+6] |= 0x40 // DF
 		send := func() {
 			l.Do(func() {
@@ -202,7 +203,7 @@ const ethLen = vswitch.HeaderLen
 func TestRefused(t *testing.T) {
 	r := newRig(t, Config{SourcePorts: 1}, []string{remoteIP})
 	stranger := r.socket("192.0.2.3:4789")
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	for range 5 {
 		r.send(stranger, datagram(8, 100, good))
 	}
@@ -254,7 +255,7 @@ func TestSocketOverflow(t *testing.T) {
 	for _, l := range r.loops {
 		l.Post(func() { <-gate })
 	}
-	p := datagram(8, 100, append(macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8)), make([]byte, 1300)...))
+	p := datagram(8, 100, append(macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8)), make([]byte, 1300)...))
 	testutil.Eventually(t, "the socket's buffer overflows", func() bool {
 		for range 500 {
 			r.send(r.remote, p)

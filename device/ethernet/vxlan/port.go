@@ -221,7 +221,7 @@ func (p *port) Deliver(l *loop.Loop, b *frame.Buf, to vswitch.Destination) {
 	if !to.Flood {
 		if int(to.Remote) < len(set.byID) {
 			if x := set.byID[to.Remote]; x != nil && !x.retired {
-				s.put(b, p, x, classify(b.Bytes()))
+				s.put(b, p, x, classify(b.Bytes(), b.Layout()))
 				return
 			}
 		}
@@ -232,7 +232,7 @@ func (p *port) Deliver(l *loop.Loop, b *frame.Buf, to vswitch.Destination) {
 		p.drop(l, vswitch.NoPeers, 1)
 		return
 	}
-	fl := classify(b.Bytes())
+	fl := classify(b.Bytes(), b.Layout())
 	for _, x := range set.list {
 		s.put(b, p, x, fl)
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 )
 
@@ -236,7 +237,11 @@ func (r *receiver) datagram(i, from, to int) {
 		alone = i
 	}
 	several := alone < 0 || r.have > 1
-	if several && fits && r.couple(f, p, x, alone) || r.unfinished(f, p, x) {
+	if several && fits && r.continues(f, p, x) {
+		return
+	}
+	at := header.Locate(f)
+	if several && fits && r.couple(f, at, p, x, alone) || r.unfinished(f, at, p, x) {
 		return
 	}
 	if !fits {
@@ -244,15 +249,15 @@ func (r *receiver) datagram(i, from, to int) {
 		return
 	}
 	if several {
-		r.merge(f, p, x, alone)
+		r.merge(f, at, p, x, alone)
 	} else {
-		r.deliver(f, p, x, alone)
+		r.deliver(f, at, p, x, alone)
 	}
 }
 
 // unfinished takes a frame of TCP that a kernel inside this machine has left undone, as one with a short path does.
-func (r *receiver) unfinished(f []byte, p *port, x *peer) bool {
-	o, ok := gso.Unfinished(f, p.net.MTU()+vswitch.HeaderLen)
+func (r *receiver) unfinished(f []byte, at *header.Layout, p *port, x *peer) bool {
+	o, ok := gso.Unfinished(f, at, p.net.MTU()+vswitch.HeaderLen)
 	if !ok {
 		return false
 	}
@@ -263,6 +268,7 @@ func (r *receiver) unfinished(f []byte, p *port, x *peer) bool {
 		return true
 	}
 	b.Append(f)
+	b.SetLayout(at)
 	b.Offload = o
 	r.input(b, p, x)
 	return true
@@ -301,11 +307,12 @@ func (r *receiver) look(d []byte) bool {
 
 // deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are
 // copied.
-func (r *receiver) deliver(f []byte, p *port, x *peer, alone int) {
+func (r *receiver) deliver(f []byte, at *header.Layout, p *port, x *peer, alone int) {
 	if alone >= 0 {
 		b := r.bufs[alone]
 		b.SetLen(HeaderLen + len(f))
 		b.TrimFront(HeaderLen)
+		b.SetLayout(at)
 		p.att.Input(r.l, b, vswitch.Source{Remote: x.id})
 		return
 	}
@@ -315,6 +322,7 @@ func (r *receiver) deliver(f []byte, p *port, x *peer, alone int) {
 		return
 	}
 	b.Append(f)
+	b.SetLayout(at)
 	r.input(b, p, x)
 }
 

@@ -252,7 +252,7 @@ func (s *sender) show(m Monitor, k *txSocket, from, to int) {
 	for i := from; i < to; i++ {
 		f := k.bufs[i].Bytes()
 		m.Datagram(s.l, true, netip.AddrPortFrom(c.Local, k.port), netip.AddrPortFrom(k.peers[i].addr, c.Port),
-			outerTOS(classify(f), s.vt.dscp), k.ports[i].header[:], f)
+			outerTOS(classify(f, k.bufs[i].Layout()), s.vt.dscp), k.ports[i].header[:], f)
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 // sent is a frame's size, and whether it may be padded.
@@ -62,7 +63,7 @@ func TestBatchesInMessages(t *testing.T) {
 				var sizes []sent
 				pads, shares := rng.IntN(4), rng.IntN(4) // of 3: how many frames may be padded, and are shared
 				for range 1 + rng.IntN(txBatch-1) {
-					f := macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8))
+					f := macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 					size := choice[rng.IntN(len(choice))]
 					if n := len(sizes); n > 0 && rng.IntN(4) > 0 {
 						size = sizes[n-1].size

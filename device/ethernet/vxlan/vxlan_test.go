@@ -17,6 +17,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
@@ -196,7 +197,7 @@ func macs(dst, src byte, f []byte) []byte {
 func TestReceiveChecks(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	stranger := r.socket("192.0.2.3:4789")
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	global := func(why vswitch.Reason) uint64 { return r.vt.Counters.Dropped(why) }
 	port := func(why vswitch.Reason) uint64 { return r.vt.Attachment(100).Counters.Dropped(why) }
 	for i, c := range []struct {
@@ -238,8 +239,8 @@ func TestLearnPeers(t *testing.T) {
 		t.Fatal(err)
 	}
 	stranger := r.socket("192.0.2.3:4789")
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
-	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	if r.vt.Attachment(100).Counters.Dropped(vswitch.NoPeers) != 1 {
 		t.Error("flood to nobody is not counted")
 	}
@@ -253,9 +254,9 @@ func TestLearnPeers(t *testing.T) {
 		st.Networks[0].Peers[0].Addr.String() != remoteIP {
 		t.Errorf("%+v", st.Networks)
 	}
-	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	p, from := r.receive(r.remote)
-	if string(p) != string(datagram(8, 100, macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))) || from.Addr() != r.vt.Local() {
+	if string(p) != string(datagram(8, 100, macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))) || from.Addr() != r.vt.Local() {
 		t.Errorf("%x from %v", p, from)
 	}
 	// A learnt peer that becomes a configured one keeps its number; one that is removed is forgotten.
@@ -274,7 +275,7 @@ func TestSourcePorts(t *testing.T) {
 	seen := map[uint16]bool{}
 	for range 3 {
 		for flow := range uint16(40) {
-			r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, protoUDP, 0xc000+flow, roceV2Port)))
+			r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 0xc000+flow, header.PortRoCE)))
 			_, from := r.receive(r.remote)
 			if from.Port() < firstPort {
 				t.Errorf("source port %d", from.Port())
@@ -294,7 +295,7 @@ func TestSourcePorts(t *testing.T) {
 // Both loops' sockets get their share of the flows.
 func TestReusePort(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	for i := range 64 {
 		r.send(r.socket(fmt.Sprintf("%s:%d", remoteIP, 20000+i)), datagram(8, 100, good))
 		<-r.sink.frames
@@ -330,8 +331,8 @@ func TestUnderlayTooBig(t *testing.T) {
 		r.vt.stopWatch = nil
 		// The path to the peer is narrower than the device.
 		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
-		small, big := macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)),
-			macs(9, 1, append(ip4(0, 1, 2, protoUDP, 7, 8), make([]byte, 1380)...))
+		small, big := macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)),
+			macs(9, 1, append(ip4(0, 1, 2, header.ProtoUDP, 7, 8), make([]byte, 1380)...))
 		var frames [][]byte
 		for i := range 20 {
 			f := small
@@ -373,7 +374,7 @@ func TestQueueFull(t *testing.T) {
 	}
 	var frames [][]byte
 	for range 200 {
-		frames = append(frames, macs(9, 1, append(ip4(0, 1, 2, protoUDP, 7, 8), make([]byte, 1000)...)))
+		frames = append(frames, macs(9, 1, append(ip4(0, 1, 2, header.ProtoUDP, 7, 8), make([]byte, 1000)...)))
 	}
 	start := time.Now()
 	r.inject(r.loops[0], frames...)
@@ -388,7 +389,7 @@ func TestQueueFull(t *testing.T) {
 
 func TestUnreachable(t *testing.T) {
 	r := newRig(t, Config{}, []string{"198.51.100.1"})
-	r.inject(r.loops[1], macs(9, 1, ip4(0, 1, 2, protoUDP, 7, 8)))
+	r.inject(r.loops[1], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	r.loops[1].Do(func() {})
 	if n := r.vt.Attachment(100).Counters.Dropped(vswitch.Unreachable); n != 1 {
 		t.Errorf("%d counted as unreachable", n)
@@ -398,7 +399,7 @@ func TestUnreachable(t *testing.T) {
 // An empty pool: datagrams leave the socket, are counted, and the loop does not spin or stop.
 func TestReceiveWithoutBuffers(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	var held []*frame.Buf
 	for b := r.pool.Get(); b != nil; b = r.pool.Get() {
 		held = append(held, b)
@@ -423,15 +424,15 @@ func TestOuterHeader(t *testing.T) {
 		frame    []byte
 		tos      uint8
 	}{
-		{false, false, ip4(0, 1, 2, protoUDP, 50000, roceV2Port), 26 << 2},
-		{false, false, ip4(0xff, 1, 2, protoUDP, 50000, roceV2Port), 26<<2 | 3},
-		{false, false, ip4(0xfe, 1, 2, protoTCP, 50000, 80), 2},
-		{true, false, ip6(1, 1, 2, protoUDP, 50000, roceV2Port), 26<<2 | 1},
-		{true, true, ip6(0, 1, 2, protoTCP, 50000, 80), 0},
+		{false, false, ip4(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE), 26 << 2},
+		{false, false, ip4(0xff, 1, 2, header.ProtoUDP, 50000, header.PortRoCE), 26<<2 | 3},
+		{false, false, ip4(0xfe, 1, 2, header.ProtoTCP, 50000, 80), 2},
+		{true, false, ip6(1, 1, 2, header.ProtoUDP, 50000, header.PortRoCE), 26<<2 | 1},
+		{true, true, ip6(0, 1, 2, header.ProtoTCP, 50000, 80), 0},
 	} {
-		cfg, peer, etherType := Config{ZeroChecksum6: c.zero}, remoteIP, uint16(etherIPv4)
+		cfg, peer, etherType := Config{ZeroChecksum6: c.zero}, remoteIP, uint16(header.TypeIPv4)
 		if c.v6 {
-			cfg.Local, peer, etherType = netip.MustParseAddr("2001:db8::1"), "2001:db8::2", etherIPv6
+			cfg.Local, peer, etherType = netip.MustParseAddr("2001:db8::1"), "2001:db8::2", header.TypeIPv6
 		}
 		r := newRig(t, cfg, []string{peer})
 		fd := r.capture(etherType)
@@ -442,7 +443,7 @@ func TestOuterHeader(t *testing.T) {
 			if err != nil {
 				t.Fatalf("no datagram on the wire: %v", err)
 			}
-			if classify(f[:n]).hash == 0 || n < 14+8 {
+			if flowOf(f[:n]).hash == 0 || n < 14+8 {
 				continue
 			}
 			p := f[14:n]
@@ -450,10 +451,10 @@ func TestOuterHeader(t *testing.T) {
 			if c.v6 {
 				udp = p[40:]
 			}
-			if p[9] != protoUDP && !c.v6 || c.v6 && p[6] != protoUDP || binary.BigEndian.Uint16(udp[2:]) != DefaultPort {
+			if p[9] != header.ProtoUDP && !c.v6 || c.v6 && p[6] != header.ProtoUDP || binary.BigEndian.Uint16(udp[2:]) != DefaultPort {
 				continue
 			}
-			if got := classify(f[:n]).tos; got != c.tos {
+			if got := flowOf(f[:n]).tos; got != c.tos {
 				t.Errorf("%+v: traffic class %#x", c, got)
 			}
 			if !c.v6 && p[6]&0x40 == 0 {
@@ -560,7 +561,7 @@ func TestPeerChurn(t *testing.T) {
 	})
 	fds = nstest.OpenFDs(t)
 	r := newRig(t, Config{}, []string{remoteIP})
-	good := macs(1, 2, ip4(0, 1, 2, protoUDP, 7, 8))
+	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	r.send(r.remote, datagram(8, 100, good))
 	<-r.sink.frames
 	if err := r.vt.SetPeers(100, addrs([]string{"192.0.2.3"})); err != nil {
@@ -602,7 +603,7 @@ func BenchmarkEncapsulate(b *testing.B) {
 	r := newRig(b, Config{}, []string{remoteIP})
 	buf := r.pool.Get()
 	defer buf.Free()
-	buf.Append(macs(9, 1, append(ip4(0, 1, 2, protoUDP, 50000, roceV2Port), make([]byte, 1000)...)))
+	buf.Append(macs(9, 1, append(ip4(0, 1, 2, header.ProtoUDP, 50000, header.PortRoCE), make([]byte, 1000)...)))
 	l, s := r.loops[0], r.vt.tx[0]
 	port := (*r.vt.nets.Load())[100]
 	b.Run("batch without the kernel", func(b *testing.B) {

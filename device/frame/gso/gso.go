@@ -17,7 +17,7 @@ import (
 // Complete computes the checksum of a frame that needs just that. Only a sole owner may call it.
 func Complete(b *frame.Buf) {
 	o := &b.Offload
-	complete(b.Bytes(), int(o.L4), int(o.CsumOff))
+	complete(b.Bytes(), int(b.Layout().L4), int(o.CsumOff))
 	*o = frame.Offload{Valid: true}
 }
 
@@ -47,8 +47,8 @@ type Segmenter struct {
 
 // Start begins with a frame whose Offload, from Accept, has a GSOSize.
 func (s *Segmenter) Start(b *frame.Buf) {
-	o, f := &b.Offload, b.Bytes()
-	*s = Segmenter{f: f, l3: int(o.L3), l4: int(o.L4), payload: int(o.Payload), size: int(o.GSOSize), pos: int(o.Payload),
+	o, f, at := &b.Offload, b.Bytes(), b.Layout()
+	*s = Segmenter{f: f, l3: int(at.L3), l4: int(at.L4), payload: int(o.Payload), size: int(o.GSOSize), pos: int(o.Payload),
 		v6: o.Need&(frame.NeedTSO6|frame.NeedUSO6) != 0, tcp: o.Need&frame.NeedTSO != 0, train: o.Need&frame.NeedTrain != 0}
 	if s.train {
 		return

@@ -105,17 +105,26 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 	return bytes.Clone(f[:n])
 }
 
+// acceptBytes is Accept for a frame in no buffer, which it changes as Accept does.
+func acceptBytes(t testing.TB, h, f []byte, allowed frame.Need) (frame.Offload, error) {
+	b := load(t, newPool(t), f)
+	defer b.Free()
+	err := Accept(h, b, allowed)
+	copy(f, b.Bytes())
+	return b.Offload, err
+}
+
 // undo replaces a finished packet's transport checksum by the sum of the pseudo-header, as a sender does that leaves
 // the rest to its card, and returns the virtio header.
 func (s shape) undo(t testing.TB, f []byte, size int) []byte {
 	t.Helper()
-	x, ok := locate(f)
+	x, ok := locate(f, header.Locate(f))
 	if !ok {
 		t.Fatalf("%v: cannot find the transport header", s)
 	}
 	n := len(f) - x.l4
 	sum := uint32(0)
-	proto := uint8(protoTCP)
+	proto := uint8(header.ProtoTCP)
 	if s.udp {
 		proto = header.ProtoUDP
 	}
@@ -189,7 +198,7 @@ func TestSegmentsAgainstGopacket(t *testing.T) {
 			data := pattern(s.payload)
 			first, last := func(h *layers.TCP) { h.CWR = true }, func(h *layers.TCP) { h.PSH, h.FIN = true, true }
 			f := s.build(t, 0, 0, data, func(h *layers.TCP) { first(h); last(h) })
-			o, err := Accept(s.undo(t, f, size), f, frame.NeedAll)
+			o, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
 			if err != nil {
 				t.Fatalf("%v, size %d: %v", s, size, err)
 			}
@@ -231,7 +240,7 @@ func TestCompleteAgainstGopacket(t *testing.T) {
 	for _, s := range shapes {
 		want := s.build(t, 0, 0, pattern(s.payload), nil)
 		f := bytes.Clone(want)
-		o, err := Accept(s.undo(t, f, 0), f, frame.NeedCsum)
+		o, err := acceptBytes(t, s.undo(t, f, 0), f, frame.NeedCsum)
 		if err != nil {
 			t.Fatal(s, err)
 		}
@@ -260,7 +269,7 @@ func TestZeroSum(t *testing.T) {
 			continue
 		}
 		for _, size := range []int{0, 1000} {
-			o, err := Accept(s.undo(t, f, size), f, frame.NeedAll)
+			o, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -294,9 +303,35 @@ func TestForeignChecksum(t *testing.T) {
 	binary.LittleEndian.PutUint16(h[atCsumOffset:], 0)
 	want := bytes.Clone(f)
 	binary.BigEndian.PutUint16(want[6:], header.Checksum(f[6:], 0))
-	o, err := Accept(h, f, frame.NeedAll)
+	o, err := acceptBytes(t, h, f, frame.NeedAll)
 	if err != nil || o != (frame.Offload{}) || !bytes.Equal(f, want) {
 		t.Errorf("%+v %v\n%x\n%x", o, err, f, want)
+	}
+}
+
+// A checksum that is completed inside a header changes what the frame is; the layout does not outlive it.
+func TestForeignChecksumInHeader(t *testing.T) {
+	s := shape{payload: 100, udp: true}
+	f := s.build(t, 0, 0, pattern(100), nil)
+	b := load(t, newPool(t), f)
+	defer b.Free()
+	h := s.undo(t, b.Bytes(), 0)
+	const port = 36 // UDP destination port
+	binary.LittleEndian.PutUint16(h[atCsumStart:], uint16(b.Len()-2))
+	binary.LittleEndian.PutUint16(h[atCsumOffset:], 0)
+	if b.Layout().Is(header.IsRoCE) {
+		t.Fatal("RoCE to begin with")
+	}
+	// The last word is such that its sum, put into the port, makes RoCE of the frame.
+	binary.LittleEndian.PutUint16(h[atCsumStart:], port)
+	sum := uint32(^header.Checksum(b.Bytes()[port:b.Len()-2], 0))
+	last := uint16((uint32(^uint16(header.PortRoCE)) + 0xffff - sum) % 0xffff)
+	binary.BigEndian.PutUint16(b.Bytes()[b.Len()-2:], last)
+	if err := Accept(h, b, frame.NeedAll); err != nil {
+		t.Fatal(err)
+	}
+	if got := binary.BigEndian.Uint16(b.Bytes()[port:]); got != header.PortRoCE || !b.Layout().Is(header.IsRoCE) {
+		t.Errorf("port %d, %+v", got, b.Layout())
 	}
 }
 
@@ -377,7 +412,7 @@ func TestHostileHeaders(t *testing.T) {
 		f := tc.s.build(t, 0, 0, pattern(tc.s.payload), nil)
 		h := tc.s.undo(t, f, 1000)
 		f = tc.spoil(h, f)
-		if _, err := Accept(h, f, tc.allowed); !errors.Is(err, tc.want) {
+		if _, err := acceptBytes(t, h, f, tc.allowed); !errors.Is(err, tc.want) {
 			t.Errorf("%s: %v, want %v", tc.name, err, tc.want)
 		}
 	}
@@ -388,24 +423,29 @@ func TestHeaderRoundTrip(t *testing.T) {
 	for _, s := range shapes {
 		for _, size := range []int{0, 1000} {
 			f := s.build(t, 0, 0, pattern(s.payload), nil)
-			want, err := Accept(s.undo(t, f, size), f, frame.NeedAll)
+			want, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
 			if err != nil {
 				t.Fatal(err)
 			}
 			var h [HeaderLen]byte
-			PutHeader(&h, &want, true, 3)
-			got, err := Accept(h[:], f, frame.NeedAll)
+			b := load(t, newPool(t), f)
+			b.Offload = want
+			PutHeader(&h, b, true, 3)
+			b.Free()
+			got, err := acceptBytes(t, h[:], f, frame.NeedAll)
 			if err != nil || got != want || h[atNumBuffers] != 3 {
 				t.Errorf("%v: %+v %v, want %+v", s, got, err, want)
 			}
 		}
 	}
 	var h [HeaderLen]byte
-	PutHeader(&h, &frame.Offload{Valid: true}, true, 1)
+	b := load(t, newPool(t), nil)
+	b.Offload.Valid = true
+	PutHeader(&h, b, true, 1)
 	if !DataValid(h[:]) {
 		t.Error("a valid checksum is not said to be so")
 	}
-	PutHeader(&h, &frame.Offload{Valid: true}, false, 1)
+	PutHeader(&h, b, false, 1)
 	if h != [HeaderLen]byte{atNumBuffers: 1} {
 		t.Errorf("%x for a receiver without checksum offload", h)
 	}
@@ -426,16 +466,16 @@ func FuzzAccept(f *testing.F) {
 		if len(h) < HeaderLen || len(fr) > 65000 {
 			return
 		}
-		o, err := Accept(h, fr, frame.NeedAll)
-		if err != nil || o.Need == 0 {
-			return
-		}
 		b := load(t, pool, fr)
 		defer b.Free()
-		b.Offload = o
+		if Accept(h, b, frame.NeedAll) != nil || b.Offload.Need == 0 {
+			return
+		}
+		o := b.Offload
+		fr = bytes.Clone(b.Bytes())
 		if o.GSOSize == 0 {
 			Complete(b)
-			at := int(o.L4) + int(o.CsumOff)
+			at := int(b.Layout().L4) + int(o.CsumOff)
 			if got := b.Bytes(); !bytes.Equal(got[:at], fr[:at]) || !bytes.Equal(got[at+2:], fr[at+2:]) {
 				t.Fatal("more than the checksum has changed")
 			}
@@ -452,13 +492,13 @@ func FuzzAccept(f *testing.F) {
 			if n > int(o.Payload)+int(o.GSOSize) || n <= int(o.Payload) || i < total-1 && n != int(o.Payload)+int(o.GSOSize) {
 				t.Fatalf("segment %d of %d has %d bytes; %+v", i, total, n, o)
 			}
-			x, ok := locate(dst[:n])
+			x, ok := locate(dst[:n], header.Locate(dst[:n]))
 			if p, whole := x.payload(dst[:n]); !ok || !whole || p != int(o.Payload) {
 				t.Fatalf("segment %d: %x", i, dst[:n])
 			}
 			proto := uint8(header.ProtoUDP)
 			if x.tcp {
-				proto = protoTCP
+				proto = header.ProtoTCP
 			}
 			sum := uint32(0)
 			if ip := dst[x.l3:]; x.v6 {
@@ -485,8 +525,7 @@ func BenchmarkSegments(b *testing.B) {
 		b.Run(fmt.Sprintf("v6=%v", s.v6), func(b *testing.B) {
 			f := s.build(b, 0, 0, pattern(s.payload), nil)
 			buf := load(b, newPool(b), f)
-			var err error
-			if buf.Offload, err = Accept(s.undo(b, buf.Bytes(), 1400), buf.Bytes(), frame.NeedAll); err != nil {
+			if err := Accept(s.undo(b, buf.Bytes(), 1400), buf, frame.NeedAll); err != nil {
 				b.Fatal(err)
 			}
 			dst := make([]byte, 2000)
@@ -526,7 +565,7 @@ func TestUnfinished(t *testing.T) {
 			tr := transport{l3: l3, l4: l4, csumOff: 16, v6: v6, tcp: true}
 			binary.BigEndian.PutUint16(f[l4+16:], ^header.Checksum(nil, tr.pseudo(f, 20+n)))
 			const limit = 14 + 1450
-			o, ok := Unfinished(f, limit)
+			o, ok := Unfinished(f, header.Locate(f), limit)
 			if !ok || o.Need&frame.NeedCsum == 0 || (o.GSOSize != 0) != (n > 1400) {
 				t.Fatalf("v6 %v, %d bytes: %+v, %v", v6, n, o, ok)
 			}
@@ -535,7 +574,7 @@ func TestUnfinished(t *testing.T) {
 			}
 			if f[len(f)-1]++; n > 1400 {
 				short := f[:len(f)-1]
-				if _, ok := Unfinished(short, limit); ok {
+				if _, ok := Unfinished(short, header.Locate(short), limit); ok {
 					t.Error("a large frame that is cut off is taken")
 				}
 			}
@@ -543,7 +582,7 @@ func TestUnfinished(t *testing.T) {
 			if n > 0 && header.Checksum(f[l4:], tr.pseudo(f, 20+n)) != 0 {
 				t.Fatal("not finished")
 			}
-			if o, ok := Unfinished(f, limit); ok {
+			if o, ok := Unfinished(f, header.Locate(f), limit); ok {
 				t.Errorf("v6 %v, %d bytes, finished: %+v", v6, n, o)
 			}
 		}

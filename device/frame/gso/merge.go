@@ -25,15 +25,14 @@ const (
 const (
 	dontFragment = 0x4000
 	typeOfIPv4   = 0x45 // version 4, no options
-	protoRoCE    = 4791 // UDP destination port (IBTA annex A17)
 	maxIP        = 65535
 )
 
 // Parse tells whether a frame may be a part of a large one: TCP with payload and none but plain flags, or UDP with
 // payload and a checksum (and not RoCE v2, whose packets have a sum each of their own); no IP options or extension
 // headers, no fragment, no padding. It looks at headers only.
-func Parse(f []byte) (p Part, ok bool) {
-	if p.transport, ok = locate(f); !ok {
+func Parse(f []byte, at *header.Layout) (p Part, ok bool) {
+	if p.transport, ok = locate(f, at); !ok {
 		return p, false
 	}
 	if p.payload, ok = p.transport.payload(f); !ok {
@@ -49,8 +48,7 @@ func Parse(f []byte) (p Part, ok bool) {
 		p.last = fl&(flagFIN|flagPSH) != 0
 		return p, fl&^(flagFIN|flagPSH|flagECE) == flagACK
 	}
-	return p, int(binary.BigEndian.Uint16(l4[4:])) == len(l4) && l4[udpCsum]|l4[udpCsum+1] != 0 &&
-		binary.BigEndian.Uint16(l4[2:]) != protoRoCE
+	return p, int(binary.BigEndian.Uint16(l4[4:])) == len(l4) && l4[udpCsum]|l4[udpCsum+1] != 0 && !at.Is(header.IsRoCE)
 }
 
 // Need is what the frame that such parts become needs.
@@ -80,7 +78,7 @@ func (p *Part) valid(f []byte, pseudo uint32) bool {
 func (t *transport) pseudo(f []byte, length int) uint32 {
 	proto := uint8(header.ProtoUDP)
 	if t.tcp {
-		proto = protoTCP
+		proto = header.ProtoTCP
 	}
 	if t.v6 {
 		return header.PseudoSum6([16]byte(f[t.l3+8:t.l3+24]), [16]byte(f[t.l3+24:t.l3+40]), proto, uint32(length))
@@ -215,5 +213,6 @@ func (m *Merger) Take() *frame.Buf {
 	binary.BigEndian.PutUint16(f[h.l4+h.csumOff:], ^header.Checksum(nil, h.pseudo(f, length)))
 	b.Offload = h.offload(h.Need())
 	b.Offload.GSOSize, b.Offload.Payload = uint16(m.size), uint16(h.payload)
+	b.SetLayout(&h.at)
 	return b
 }

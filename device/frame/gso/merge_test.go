@@ -9,6 +9,7 @@ import (
 	"github.com/gopacket/gopacket/layers"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 // cutAll returns the frames that b becomes, or b itself.
@@ -27,7 +28,7 @@ func cutAll(b *frame.Buf) (out [][]byte) {
 // parts are the frames of a large one.
 func (s shape) parts(t testing.TB, pool *frame.Pool, size int) [][]byte {
 	f := s.build(t, 0, 0, pattern(s.payload), func(h *layers.TCP) { h.PSH = true })
-	o, err := Accept(s.undo(t, f, size), f, frame.NeedAll)
+	o, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
 	if err != nil {
 		t.Fatalf("%v: %v", s, err)
 	}
@@ -45,7 +46,7 @@ func TestMergeUndoesCutting(t *testing.T) {
 			parts := s.parts(t, pool, size)
 			var m Merger
 			for i, f := range parts {
-				p, ok := Parse(f)
+				p, ok := Parse(f, header.Locate(f))
 				if want := s.v6 || !s.options; ok != want {
 					t.Fatalf("%v: Parse says %v", s, ok)
 				}
@@ -69,7 +70,7 @@ func TestMergeUndoesCutting(t *testing.T) {
 				continue
 			}
 			f := s.build(t, 0, 0, pattern(s.payload), func(h *layers.TCP) { h.PSH = true })
-			o, err := Accept(s.undo(t, f, size), f, frame.NeedAll)
+			o, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -101,7 +102,7 @@ func mergeAll(pool *frame.Pool, in [][]byte) (out [][]byte, merged int) {
 		}
 	}
 	for _, f := range in {
-		p, ok := Parse(f)
+		p, ok := Parse(f, header.Locate(f))
 		if m.Parts() > 0 {
 			if ok && m.Add(pool, f, p) {
 				if m.Full() {
@@ -126,7 +127,7 @@ func mergeAll(pool *frame.Pool, in [][]byte) (out [][]byte, merged int) {
 // fragmented has no meaning (RFC 6864), and a sum of 0 can be written in two ways.
 func plain(f []byte) []byte {
 	f = bytes.Clone(f)
-	t, ok := locate(f)
+	t, ok := locate(f, header.Locate(f))
 	if !ok {
 		return f
 	}
@@ -200,7 +201,7 @@ func TestMergeLosesNothing(t *testing.T) {
 
 // repair puts a frame's sums right.
 func repair(f []byte) {
-	t, ok := locate(f)
+	t, ok := locate(f, header.Locate(f))
 	if !ok {
 		return
 	}
@@ -248,7 +249,7 @@ func TestMergeRefuses(t *testing.T) {
 		{"no DF, same ID", udp4, func(f []byte) { f[l3+6] = 0 }, false},
 		{"UDP sum of zero", udp4, func(f []byte) { f[tcp+6], f[tcp+7] = 0, 0 }, true},
 		{"UDP length", udp4, func(f []byte) { f[tcp+5]-- }, false},
-		{"RoCE", udp4, func(f []byte) { binary.BigEndian.PutUint16(f[tcp+2:], protoRoCE) }, false},
+		{"RoCE", udp4, func(f []byte) { binary.BigEndian.PutUint16(f[tcp+2:], header.PortRoCE) }, false},
 		{"flow label", tcp6, func(f []byte) { f[l3+3]++ }, false},
 		{"IPv6 length", tcp6, func(f []byte) { f[l3+5]-- }, false},
 	} {
@@ -268,7 +269,7 @@ func TestMergeBounds(t *testing.T) {
 	pool := newPool(t)
 	s := shape{payload: 60000, seq: 1}
 	in := s.parts(t, pool, 1000)
-	p, _ := Parse(in[0])
+	p, _ := Parse(in[0], header.Locate(in[0]))
 	in[59][tcpFlags+p.l4] &^= flagPSH
 	repair(in[59])
 	s.seq += 60000
@@ -279,7 +280,7 @@ func TestMergeBounds(t *testing.T) {
 	s = shape{udp: true, payload: 6400}
 	in = append(s.parts(t, pool, 50), s.parts(t, pool, 50)...)
 	for _, f := range in { // their numbers are those of two runs
-		if p, _ := Parse(f); f[p.l3+6]&0x40 == 0 {
+		if p, _ := Parse(f, header.Locate(f)); f[p.l3+6]&0x40 == 0 {
 			t.Fatal("the test wants packets with DF")
 		}
 	}
@@ -335,7 +336,7 @@ func BenchmarkMerge(b *testing.B) {
 			var m Merger
 			for b.Loop() {
 				for i, f := range parts {
-					p, _ := Parse(f)
+					p, _ := Parse(f, header.Locate(f))
 					if i == 0 {
 						m.Start(f, p)
 					} else if !m.Add(pool, f, p) {

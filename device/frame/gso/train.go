@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 )
 
 const maxTrain = 64 // packets
@@ -33,9 +34,9 @@ type Train struct {
 
 // Start begins with a frame; the Train must be empty. False: it can be no part of a train. roce tells whether it is
 // RoCE v2 at least.
-func (t *Train) Start(f []byte) (ok, roce bool) {
-	p, ok := locate(f)
-	if !ok || p.tcp || binary.BigEndian.Uint16(f[p.l4+2:]) != protoRoCE {
+func (t *Train) Start(f []byte, at *header.Layout) (ok, roce bool) {
+	p, ok := locate(f, at)
+	if !ok || p.tcp || !at.Is(header.IsRoCE) {
 		return false, false
 	}
 	f = p.unpadded(f)
@@ -86,8 +87,8 @@ func (t *Train) Add(pool *frame.Pool, f []byte) bool {
 func (t *Train) Take() *frame.Buf {
 	b := t.b
 	if b != nil {
-		b.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: uint16(len(t.first) - t.bth), L3: uint16(t.t.l3),
-			L4: uint16(t.t.l4), Payload: uint16(t.bth)}
+		b.Offload = frame.Offload{Need: frame.NeedTrain, GSOSize: uint16(len(t.first) - t.bth), Payload: uint16(t.bth)}
+		b.SetLayout(&t.t.at)
 	}
 	t.b, t.n, t.first = nil, 0, nil
 	return b

@@ -60,7 +60,7 @@ func trains(t testing.TB, pool *frame.Pool, in [][]byte) (out [][]byte, coupled 
 			continue
 		}
 		finish()
-		if ok, _ := tr.Start(f); !ok {
+		if ok, _ := tr.Start(f, header.Locate(f)); !ok {
 			out = append(out, f)
 		}
 	}
@@ -149,7 +149,7 @@ func TestTrainRefuses(t *testing.T) {
 			t.Errorf("%s: %d were coupled", c.name, n)
 		}
 		var tr Train
-		if _, roce := tr.Start(in[1]); roce != c.roce {
+		if _, roce := tr.Start(in[1], header.Locate(in[1])); roce != c.roce {
 			t.Errorf("%s: RoCE: %v", c.name, roce)
 		}
 	}
@@ -214,7 +214,7 @@ func TestTrainAllocates(t *testing.T) {
 	}
 	var tr Train
 	n := testing.AllocsPerRun(100, func() {
-		tr.Start(in[0])
+		tr.Start(in[0], header.Locate(in[0]))
 		for _, f := range in[1:] {
 			if !tr.Continues(f) || !tr.Add(pool, f) {
 				t.Fatal("no train")

@@ -33,7 +33,7 @@ const (
 
 // MaxHeaders bounds the headers of a frame to be cut, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all
 // options.
-const MaxHeaders = header.EthernetLen + maxTags*header.VLANLen + 60 + 60
+const MaxHeaders = header.EthernetLen + header.MaxTags*header.VLANLen + 60 + 60
 
 // Bounds on frames to be cut.
 const (
@@ -52,36 +52,41 @@ var (
 	ErrSize          = errors.New("gso: segment size of 0, or too many segments")
 )
 
-// Accept reads the virtio header h (HeaderLen bytes) that came with frame f from somebody who may leave things of
-// allowed to us. It trusts neither: what it returns has been checked against the frame, and from then on the frame's
-// bytes up to the payload may not change. The header's hdr_len, a hint, is ignored. f must be the caller's own: a
-// checksum in a place that nobody here understands is completed at once, so that what switches inspect is what leaves.
-func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
+// Accept reads the virtio header h (HeaderLen bytes) that came with the frame b from a sender that may leave allowed to
+// us, and sets b's Offload. It trusts neither: what it stores has been checked against the frame, and from then on the
+// frame's bytes up to the payload may not change. The header's hdr_len, a hint, is ignored. The frame must be the
+// caller's own: a checksum in a place that Locate does not know is completed at once, so that what switches inspect is
+// what leaves. After an error b's Offload is empty.
+func Accept(h []byte, b *frame.Buf, allowed frame.Need) error {
+	b.Offload = frame.Offload{}
 	flags, typ := h[atFlags], h[atType]
 	if flags&flagNeedsCsum == 0 {
 		if typ != typeNone {
-			return o, ErrType // virtio 1.2, 5.1.6.2.1: segmentation needs checksum offload
+			return ErrType // virtio 1.2, 5.1.6.2.1: segmentation needs checksum offload
 		}
-		return o, nil
+		return nil
 	}
 	if allowed&frame.NeedCsum == 0 {
-		return o, ErrNotNegotiated
+		return ErrNotNegotiated
 	}
+	f := b.Bytes()
 	start, off := int(binary.LittleEndian.Uint16(h[atCsumStart:])), int(binary.LittleEndian.Uint16(h[atCsumOffset:]))
 	if start+off+2 > len(f) {
-		return o, ErrChecksum
+		return ErrChecksum
 	}
-	t, ok := locate(f)
+	t, ok := locate(f, b.Layout())
 	ok = ok && t.l4 == start && t.csumOff == off
 	if typ == typeNone {
 		if !ok {
 			complete(f, start, off)
-			return o, nil
+			b.SetLayout(&header.Layout{}) // it may have been a part of any header
+			return nil
 		}
-		return t.offload(frame.NeedCsum), nil
+		b.Offload = t.offload(frame.NeedCsum)
+		return nil
 	}
 	if !ok {
-		return o, ErrHeaders
+		return ErrHeaders
 	}
 	need := frame.NeedCsum
 	switch {
@@ -94,17 +99,17 @@ func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
 	case typ == typeUDP && !t.tcp && t.v6:
 		need |= frame.NeedUSO6
 	default:
-		return o, ErrType
+		return ErrType
 	}
 	if typ&typeECN != 0 {
 		need |= frame.NeedECN
 	}
 	if need&^allowed != 0 {
-		return o, ErrNotNegotiated
+		return ErrNotNegotiated
 	}
 	payload, ok := t.payload(f)
 	if !ok {
-		return o, ErrHeaders
+		return ErrHeaders
 	}
 	limit := MaxSegments
 	if !t.tcp {
@@ -112,11 +117,12 @@ func Accept(h, f []byte, allowed frame.Need) (o frame.Offload, err error) {
 	}
 	size := int(binary.LittleEndian.Uint16(h[atGSOSize:]))
 	if size == 0 || len(f)-payload > limit*size {
-		return o, ErrSize
+		return ErrSize
 	}
-	o = t.offload(need)
+	o := t.offload(need)
 	o.GSOSize, o.Payload = uint16(size), uint16(payload)
-	return o, nil
+	b.Offload = o
+	return nil
 }
 
 // DataValid tells whether a header says that the frame's checksum was found right. Only the kernel is believed.
@@ -124,7 +130,8 @@ func DataValid(h []byte) bool { return h[atFlags]&(flagDataValid|flagNeedsCsum) 
 
 // PutHeader writes the virtio header for a frame that stands in bufs guest buffers (0 for a TAP device). valid: the
 // receiver may be told that the checksum is right.
-func PutHeader(h *[HeaderLen]byte, o *frame.Offload, valid bool, bufs int) {
+func PutHeader(h *[HeaderLen]byte, b *frame.Buf, valid bool, bufs int) {
+	o := &b.Offload
 	*h = [HeaderLen]byte{}
 	binary.LittleEndian.PutUint16(h[atNumBuffers:], uint16(bufs))
 	if o.Need == 0 {
@@ -134,7 +141,7 @@ func PutHeader(h *[HeaderLen]byte, o *frame.Offload, valid bool, bufs int) {
 		return
 	}
 	h[atFlags] = flagNeedsCsum
-	binary.LittleEndian.PutUint16(h[atCsumStart:], o.L4)
+	binary.LittleEndian.PutUint16(h[atCsumStart:], b.Layout().L4)
 	binary.LittleEndian.PutUint16(h[atCsumOffset:], uint16(o.CsumOff))
 	if o.GSOSize == 0 {
 		return
@@ -156,59 +163,29 @@ func PutHeader(h *[HeaderLen]byte, o *frame.Offload, valid bool, bufs int) {
 
 // transport is where a frame has its headers.
 type transport struct {
+	at              header.Layout
 	l3, l4, csumOff int
 	v6, tcp         bool
 }
 
 const (
-	typeQinQ = 0x88a8
-	maxTags  = 2
-
-	protoTCP = 6
-
-	tcpLen     = 20
-	tcpCsum    = 16
-	udpCsum    = 6
-	tcpFlags   = 13
-	flagFIN    = 0x01
-	flagPSH    = 0x08
-	flagCWR    = 0x80
-	fragmented = 0x3fff // more fragments, or an offset
+	tcpLen   = 20
+	tcpCsum  = 16
+	udpCsum  = 6
+	tcpFlags = 13
+	flagFIN  = 0x01
+	flagPSH  = 0x08
+	flagCWR  = 0x80
 )
 
 // locate finds the TCP or UDP header, of a packet that is no fragment and, over IPv6, has no extension headers.
-func locate(f []byte) (t transport, ok bool) {
-	t.l3 = header.EthernetLen
-	if len(f) < t.l3 {
+func locate(f []byte, at *header.Layout) (t transport, ok bool) {
+	if at.Flags&(header.IsFragment|header.IsExtended) != 0 || at.L4 == 0 {
 		return t, false
 	}
-	typ := binary.BigEndian.Uint16(f[12:])
-	for range maxTags {
-		if typ != header.TypeVLAN && typ != typeQinQ {
-			break
-		}
-		if len(f) < t.l3+header.VLANLen {
-			return t, false
-		}
-		typ = binary.BigEndian.Uint16(f[t.l3+2:])
-		t.l3 += header.VLANLen
-	}
-	p := f[t.l3:]
-	var proto uint8
-	switch {
-	case typ == header.TypeIPv4 && len(p) >= header.IPv4Len && p[0]>>4 == 4:
-		n := int(p[0]&15) * 4
-		if n < header.IPv4Len || binary.BigEndian.Uint16(p[6:])&fragmented != 0 {
-			return t, false
-		}
-		proto, t.l4 = p[9], t.l3+n
-	case typ == header.TypeIPv6 && len(p) >= header.IPv6Len && p[0]>>4 == 6:
-		proto, t.l4, t.v6 = p[6], t.l3+header.IPv6Len, true
-	default:
-		return t, false
-	}
-	switch proto {
-	case protoTCP:
+	t = transport{at: *at, l3: int(at.L3), l4: int(at.L4), v6: at.Is(header.IsIPv6)}
+	switch at.Proto {
+	case header.ProtoTCP:
 		t.tcp, t.csumOff = true, tcpCsum
 		return t, len(f) >= t.l4+tcpLen
 	case header.ProtoUDP:
@@ -251,20 +228,20 @@ func (t *transport) payload(f []byte) (at int, ok bool) {
 }
 
 func (t *transport) offload(n frame.Need) frame.Offload {
-	return frame.Offload{Need: n, CsumOff: uint8(t.csumOff), L3: uint16(t.l3), L4: uint16(t.l4)}
+	return frame.Offload{Need: n, CsumOff: uint8(t.csumOff)}
 }
 
 // Unfinished finds what a kernel has left undone in a frame of TCP that comes without a header that says so, as out of
 // a tunnel over a wire inside this machine: the checksum field holds the sum of the pseudo-header alone, and what is
 // beyond limit, the size of the network's frames, is still to be cut. A finished frame may look so once in 65536 times;
 // finishing it again changes nothing.
-func Unfinished(f []byte, limit int) (o frame.Offload, ok bool) {
-	t, ok := locate(f)
+func Unfinished(f []byte, at *header.Layout, limit int) (o frame.Offload, ok bool) {
+	t, ok := locate(f, at)
 	if !ok || !t.tcp {
 		return o, false
 	}
-	at := t.l4 + t.csumOff
-	if header.Checksum(f[at:at+2], 0) != header.Checksum(nil, t.pseudo(f, len(f)-t.l4)) {
+	field := f[t.l4+t.csumOff:]
+	if header.Checksum(field[:2], 0) != header.Checksum(nil, t.pseudo(f, len(f)-t.l4)) {
 		return o, false
 	}
 	o = t.offload(frame.NeedCsum)

@@ -17,6 +17,7 @@ const (
 	TypeARP   = 0x0806
 	TypeVLAN  = 0x8100 // IEEE 802.1Q
 	TypeIPv6  = 0x86dd
+	TypeQinQ  = 0x88a8 // IEEE 802.1ad
 	TypeRoCE1 = 0x8915 // IBTA annex A16
 )
 

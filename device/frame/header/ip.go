@@ -24,9 +24,13 @@ const (
 
 // IP protocol numbers.
 const (
+	ProtoTCP    = 6
 	ProtoUDP    = 17
 	ProtoICMPv6 = 58
 )
+
+// PortRoCE is the UDP destination port of RoCE v2 (IBTA annex A17).
+const PortRoCE = 4791
 
 // IPv4 is an IPv4 header (RFC 791) without options.
 type IPv4 struct {

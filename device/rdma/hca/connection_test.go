@@ -32,7 +32,7 @@ func TestWants(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	good := w.frames()
 	g := w.guests[1]
-	if !g.Wants(w.loops[0], good[0]) {
+	if !w.wants(g, good[0]) {
 		t.Fatal("it does not want what it takes")
 	}
 	for name, x := range map[string]struct {
@@ -57,13 +57,13 @@ func TestWants(t *testing.T) {
 			}
 		}
 		before := g.rejected[x.why].Load()
-		if g.Wants(w.loops[0], f) || g.rejected[x.why].Load() != before+1 {
+		if w.wants(g, f) || g.rejected[x.why].Load() != before+1 {
 			t.Errorf("%s: wanted, or not counted as %s: %v", name, rejectNames[x.why], g.Drops())
 		}
 	}
 	f := slices.Clone(good[0])
 	f[len(f)-1] ^= 1
-	if g.Wants(w.loops[0], f) || g.Drops()["icrc"] != 1 {
+	if w.wants(g, f) || g.Drops()["icrc"] != 1 {
 		t.Errorf("a wrong ICRC: %v", g.Drops())
 	}
 }

@@ -54,7 +54,7 @@ func (c *connections) countDrops(add func(reason string, n uint64)) {
 // sentGSI takes note of a frame that the GSI QP sends.
 func (d *dataSide) sentGSI(q *qp, b *frame.Buf) {
 	var p wire.RoCE
-	if wire.ParseRoCE(b.Bytes(), &p) != nil || !p.Info.Is(wire.HasDETH) {
+	if wire.ParseRoCE(b.Bytes(), b.Layout(), &p) != nil || !p.Info.Is(wire.HasDETH) {
 		return
 	}
 	c := &d.conns

@@ -75,6 +75,7 @@ func (e *engine) keepFrame() *frame.Buf {
 		pool.Unkeep(1)
 		return nil
 	}
+	b.SetLayout(e.receiving.Layout())
 	return b
 }
 
@@ -84,7 +85,7 @@ func (q *qp) redeliver() {
 	e := q.engine
 	for len(q.kept) > 0 && !q.closed {
 		p := &e.packet
-		if err := wire.ParseRoCE(q.kept[0].Bytes(), p); err == nil { // as it did before
+		if b := q.kept[0]; wire.ParseRoCE(b.Bytes(), b.Layout(), p) == nil { // as it did before
 			q.redelivering = true
 			e.current, e.receiving = q, q.kept[0]
 			q.t.Receive(e.loop.Now(), p)

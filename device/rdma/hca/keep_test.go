@@ -2,6 +2,7 @@ package hca
 
 import (
 	"bytes"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame"
@@ -180,7 +181,7 @@ func (t *train) take(l *loop.Loop, f []byte) {
 		return
 	}
 	t.leave(l)
-	if f = bytes.Clone(f); !first(t.Start(f)) {
+	if f = bytes.Clone(f); !first(t.Start(f, header.Locate(f))) {
 		t.alone(l, f)
 	}
 }
@@ -322,7 +323,7 @@ func testHeld(t *testing.T, read bool) {
 	used, lossy := w.pool.InUse(), true
 	w.losing(func(f []byte) bool {
 		var p wire.RoCE
-		if wire.ParseRoCE(f, &p) != nil {
+		if wire.ParseRoCE(f, header.Locate(f), &p) != nil {
 			t.Fatal("not RoCE")
 		}
 		return lossy && p.Info.Op == lose && p.Info.Is(wire.First)

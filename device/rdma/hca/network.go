@@ -84,17 +84,18 @@ func (q *qp) attributesChanged(mask roce.Mask) {
 
 // Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the
 // switch does not know, so it may take its time.
-func (d *dataSide) Wants(_ *loop.Loop, f []byte) bool {
-	why, ok := d.checkSource(f)
+func (d *dataSide) Wants(_ *loop.Loop, b *frame.Buf) bool {
+	why, ok := d.checkSource(b)
 	if !ok {
 		d.rejected[why].Add(1)
 	}
 	return ok
 }
 
-func (d *dataSide) checkSource(f []byte) (rejectReason, bool) {
+func (d *dataSide) checkSource(b *frame.Buf) (rejectReason, bool) {
 	var p wire.RoCE
-	if wire.ParseRoCE(f, &p) != nil {
+	f := b.Bytes()
+	if wire.ParseRoCE(f, b.Layout(), &p) != nil {
 		return rejectHeader, false
 	}
 	if !wire.CheckICRC(f, &p) {

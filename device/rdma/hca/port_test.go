@@ -4,20 +4,33 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// deliver hands a frame to a guest.
-func (w *world) deliver(g *guest, f []byte) {
+// buf returns a new buffer with the frame f.
+func (w *world) buf(f []byte) *frame.Buf {
 	b := w.pool.Get()
 	if b == nil {
 		w.tb.Fatal("out of buffers")
 	}
-	copy(b.Room(), f)
-	b.SetLen(len(f))
+	b.Append(f)
+	return b
+}
+
+// deliver hands a frame to a guest.
+func (w *world) deliver(g *guest, f []byte) {
+	b := w.buf(f)
 	g.Deliver(w.loops[0], b)
 	b.Free()
+}
+
+// wants asks a guest's device whether it takes a frame.
+func (w *world) wants(g *guest, f []byte) bool {
+	b := w.buf(f)
+	defer b.Free()
+	return g.data.Wants(w.loops[0], b)
 }
 
 // frames records the frames of some traffic.

@@ -44,7 +44,7 @@ func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
 		home = d.engines[0]
 	}
 	var p wire.RoCE
-	if err := wire.ParseRoCE(b.Bytes(), &p); err != nil {
+	if err := wire.ParseRoCE(b.Bytes(), b.Layout(), &p); err != nil {
 		home.enqueue(b) // it counts what is wrong
 		return
 	}
@@ -78,6 +78,7 @@ func (e *engine) enqueue(b *frame.Buf) {
 			return
 		}
 		c.SetLen(s.Next(c.Room()))
+		c.SetLayout(b.Layout())
 		e.enqueueBuf(c)
 		c.Free()
 	}
@@ -211,8 +212,7 @@ func (e *engine) receiveTrain(b *frame.Buf) {
 			return
 		}
 		defer c.Free()
-		c.Append(b.Bytes())
-		c.Offload = b.Offload
+		c.CopyFrom(b)
 		b = c
 	}
 	f, head, size := b.Bytes(), int(b.Offload.Payload), int(b.Offload.GSOSize)
@@ -231,7 +231,7 @@ func (e *engine) receiveFrame(b *frame.Buf, single []byte) {
 		frame = b.Bytes()
 	}
 	p := &e.packet
-	if err := wire.ParseRoCE(frame, p); err != nil {
+	if err := wire.ParseRoCE(frame, b.Layout(), p); err != nil {
 		e.dev.rejected[rejectHeader].Add(1)
 		return
 	}

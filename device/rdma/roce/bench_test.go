@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"github.com/vnicd/vnicd/device/frame/header"
 	"math/rand"
 	"testing"
 
@@ -163,7 +164,7 @@ func spin(x, y *benchNode, p *wire.RoCE) {
 	now := int64(1)
 	deliver := func(from, to *benchNode) {
 		for _, b := range from.out {
-			if err := wire.ParseRoCE(b.Bytes(), p); err != nil || !wire.CheckICRC(b.Bytes(), p) {
+			if err := wire.ParseRoCE(b.Bytes(), header.Locate(b.Bytes()), p); err != nil || !wire.CheckICRC(b.Bytes(), p) {
 				panic("bad frame")
 			}
 			if to.hand = b; to.lose == 0 || to.rng.Intn(to.lose) != 0 {

@@ -2,6 +2,7 @@ package roce
 
 import (
 	"bytes"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/wire"
@@ -107,7 +108,7 @@ func (n *node) inject(c craft) {
 	n.f.t.Helper()
 	fr := n.frame(c)
 	var p wire.RoCE
-	if err := wire.ParseRoCE(fr, &p); err != nil {
+	if err := wire.ParseRoCE(fr, header.Locate(fr), &p); err != nil {
 		n.f.t.Fatalf("%+v: %v", c, err)
 	}
 	n.f.frame = fr

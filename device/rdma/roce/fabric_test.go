@@ -5,6 +5,7 @@ import (
 	"container/heap"
 	"encoding/binary"
 	"fmt"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"math/rand"
 	"testing"
 
@@ -406,7 +407,7 @@ func (n *node) Transmit(b *frame.Buf) {
 	f.frames++
 	f.bytes += len(frame)
 	var p wire.RoCE
-	if err := wire.ParseRoCE(frame, &p); err != nil {
+	if err := wire.ParseRoCE(frame, header.Locate(frame), &p); err != nil {
 		f.t.Fatalf("%s sent a malformed frame: %v\n%x", n.name, err, frame)
 	}
 	if !wire.CheckICRC(frame, &p) {
@@ -470,7 +471,7 @@ func (f *fabric) deliver(d *delivery) {
 		d.fn()
 		return
 	}
-	if err := wire.ParseRoCE(d.frame, &f.p); err != nil || !wire.CheckICRC(d.frame, &f.p) {
+	if err := wire.ParseRoCE(d.frame, header.Locate(d.frame), &f.p); err != nil || !wire.CheckICRC(d.frame, &f.p) {
 		return
 	}
 	if to := f.byQPN(f.p.BTH.DestQP); to != nil {

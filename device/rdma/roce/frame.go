@@ -60,6 +60,7 @@ func (q *QP) newFrame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, ext
 		buf.Free()
 		return nil, nil, nil
 	}
+	buf.SetLayout(h.Layout())
 	b := buf.Bytes()
 	b = b[h.Put(b, transport):]
 	b[0] = byte(t.opcode)

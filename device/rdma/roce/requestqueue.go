@@ -103,7 +103,7 @@ func (q *QP) executeQueuedRequests() {
 	for h.arrived.Has(0) && q.faults.request.cause == waitNone {
 		b, psn := h.Peek(q.resp.epsn), q.resp.epsn
 		var p wire.RoCE
-		if b == nil || wire.ParseRoCE(b.Bytes(), &p) != nil { // a PSN within a READ: the peer contradicts itself
+		if b == nil || wire.ParseRoCE(b.Bytes(), b.Layout(), &p) != nil { // a PSN within a READ: the peer contradicts itself
 			h.drop(q.link)
 			break
 		}

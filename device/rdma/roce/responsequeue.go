@@ -109,7 +109,7 @@ func (q *QP) handleQueuedResponses() {
 		}
 		q.link.InHand(f)
 		var p wire.RoCE
-		if wire.ParseRoCE(f.Bytes(), &p) == nil { // as it did on arrival
+		if wire.ParseRoCE(f.Bytes(), f.Layout(), &p) == nil { // as it did on arrival
 			q.handleResponse(psn, &p)
 		}
 		q.link.Release(f)

@@ -94,7 +94,7 @@ func (p *RoCE) netDistance() int {
 // the packet, whose end the length fields determine. It returns an error if the headers are not valid.
 func SealICRC(frame []byte) error {
 	var p RoCE
-	l, err := p.network(frame)
+	l, err := p.network(frame, header.Locate(frame))
 	if err != nil {
 		return err
 	}

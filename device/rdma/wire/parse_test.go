@@ -106,7 +106,7 @@ func TestEveryOpcode(t *testing.T) {
 		}
 		f := build(t, testPath("v4"), BTH{Opcode: Opcode(i)}, ext, payload)
 		var p RoCE
-		if err := ParseRoCE(f, &p); err != nil || !CheckICRC(f, &p) {
+		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || !CheckICRC(f, &p) {
 			t.Fatalf("%s: %v", info.Name, err)
 		}
 		want := func(f OpFlags, got, value, zero any) {
@@ -177,23 +177,23 @@ func TestParseRefuses(t *testing.T) {
 			c.frame[43] |= 0x10
 			c.want = ErrLength
 		}
-		if err := ParseRoCE(c.frame, &p); !errors.Is(err, c.want) {
+		if err := ParseRoCE(c.frame, header.Locate(c.frame), &p); !errors.Is(err, c.want) {
 			t.Errorf("%s: %v, expected %v", name, err, c.want)
 		}
 	}
 	var p RoCE
 	ack := build(t, testPath("v4"), BTH{Opcode: OpRCAck}, make([]byte, AETHLen+4), nil) // an ACK with data
-	if err := ParseRoCE(ack, &p); !errors.Is(err, ErrLength) {
+	if err := ParseRoCE(ack, header.Locate(ack), &p); !errors.Is(err, ErrLength) {
 		t.Error(err)
 	}
 	ext := build(t, testPath("v4"), BTH{Opcode: OpRCCompareSwap}, make([]byte, AtomicLen-4), nil)
-	if err := ParseRoCE(ext, &p); !errors.Is(err, ErrShort) {
+	if err := ParseRoCE(ext, header.Locate(ext), &p); !errors.Is(err, ErrShort) {
 		t.Error(err)
 	}
 	for _, kind := range []string{"v4", "v6", "v1"} {
 		f := frame(kind, func(b []byte) []byte { return b })
 		for n := range f {
-			if ParseRoCE(f[:n:n], &p) == nil {
+			if ParseRoCE(f[:n:n], header.Locate(f[:n:n]), &p) == nil {
 				t.Errorf("%s: %d of %d bytes accepted", kind, n, len(f))
 			}
 			if SealICRC(f[:n:n]) == nil {
@@ -214,7 +214,7 @@ func TestICRCCoverage(t *testing.T) {
 		for size := range 120 {
 			f := build(t, path, BTH{Opcode: OpRCSendOnly, PKey: 0xffff, DestQP: 7, PSN: 9}, nil, make([]byte, size))
 			var p RoCE
-			if err := ParseRoCE(f, &p); err != nil {
+			if err := ParseRoCE(f, header.Locate(f), &p); err != nil {
 				t.Fatal(err)
 			}
 			if size%40 != 0 && size > 3 {
@@ -253,7 +253,7 @@ func TestHopLimitZero(t *testing.T) {
 		path.HopLimit = 0
 		f := build(t, path, BTH{Opcode: OpRCSendOnly}, nil, nil)
 		var p RoCE
-		if err := ParseRoCE(f, &p); err != nil || p.TTL != 64 {
+		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || p.TTL != 64 {
 			t.Error(err, p.TTL)
 		}
 	}
@@ -269,7 +269,7 @@ func TestNoAllocations(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() {
 		tm.Put(f, len(f)-tm.Len())
 		tm.Seal(f)
-		if SealICRC(f) != nil || ParseRoCE(f, &p) != nil || !CheckICRC(f, &p) {
+		if SealICRC(f) != nil || ParseRoCE(f, header.Locate(f), &p) != nil || !CheckICRC(f, &p) {
 			t.Fatal("broken")
 		}
 	}); n != 0 {
@@ -296,7 +296,7 @@ func FuzzRoCE(f *testing.F) {
 	f.Fuzz(func(t *testing.T, frame []byte) {
 		before := bytes.Clone(frame)
 		var p RoCE
-		if err := ParseRoCE(frame, &p); err != nil {
+		if err := ParseRoCE(frame, header.Locate(frame), &p); err != nil {
 			_ = SealICRC(bytes.Clone(frame))
 			return
 		}
@@ -317,7 +317,7 @@ func FuzzRoCE(f *testing.F) {
 		copy(again[n:], p.Payload)
 		tm.Seal(again)
 		var q RoCE
-		if err := ParseRoCE(again, &q); err != nil {
+		if err := ParseRoCE(again, header.Locate(again), &q); err != nil {
 			t.Fatalf("built again: %v", err)
 		}
 		if !CheckICRC(again, &q) {
@@ -373,7 +373,7 @@ func BenchmarkParse(b *testing.B) {
 			var p RoCE
 			b.ReportAllocs()
 			for range b.N {
-				if err := ParseRoCE(f, &p); err != nil {
+				if err := ParseRoCE(f, header.Locate(f), &p); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -387,7 +387,7 @@ func BenchmarkICRC(b *testing.B) {
 			b.Run(fmt.Sprintf("%s/%d", kind, size), func(b *testing.B) {
 				f := build(b, testPath(kind), BTH{Opcode: OpRCSendOnly}, nil, make([]byte, size))
 				var p RoCE
-				if err := ParseRoCE(f, &p); err != nil {
+				if err := ParseRoCE(f, header.Locate(f), &p); err != nil {
 					b.Fatal(err)
 				}
 				b.SetBytes(int64(len(f)))

@@ -27,6 +27,7 @@ type Template struct {
 	hdr [header.EthernetLen + header.VLANLen + header.IPv6Len + header.UDPLen]byte
 	n   uint8 // bytes of hdr
 	net uint8 // where the network header begins
+	at  header.Layout
 	v4  bool
 	v1  bool
 	sum uint32 // IPv4: sum over the header without TotalLen
@@ -76,11 +77,15 @@ func (p *Path) Template() (t Template, err error) {
 		n += udp.Encode(t.hdr[n:])
 	}
 	t.n = uint8(n)
+	t.at.Locate(t.hdr[:n])
 	return t, nil
 }
 
 // Len returns the number of bytes that Put writes: the offset of the BTH.
 func (t *Template) Len() int { return int(t.n) }
+
+// Layout returns where the headers are, of every frame that begins with them.
+func (t *Template) Layout() *header.Layout { return &t.at }
 
 // Bytes returns the headers without their lengths, which Put fills in.
 func (t *Template) Bytes() []byte { return t.hdr[:t.n] }

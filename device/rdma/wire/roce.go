@@ -38,11 +38,11 @@ type RoCE struct {
 	icrc int // where the ICRC begins
 }
 
-// ParseRoCE parses frame into p and validates every length against the others. It does not check the ICRC (CheckICRC),
-// the P_Key or addresses. Bytes behind the network packet are ignored (Ethernet padding), and so is the UDP checksum,
+// ParseRoCE parses frame, whose headers are where at says, into p and validates every length against the others. It does
+// not check the ICRC (CheckICRC), the P_Key or addresses. Bytes behind the network packet are ignored (Ethernet padding), and so is the UDP checksum,
 // which A17 permits senders to omit. p is undefined after an error.
-func ParseRoCE(frame []byte, p *RoCE) error {
-	n, err := p.network(frame)
+func ParseRoCE(frame []byte, at *header.Layout, p *RoCE) error {
+	n, err := p.network(frame, at)
 	if err != nil {
 		return err
 	}
@@ -79,17 +79,26 @@ func ParseRoCE(frame []byte, p *RoCE) error {
 // layout holds the offsets of a packet's parts in its frame.
 type layout struct{ net, bth, end int }
 
-// network parses everything before the BTH.
-func (p *RoCE) network(frame []byte) (l layout, err error) {
-	var eth header.Ethernet
-	if l.net, err = eth.Decode(frame); err != nil {
-		return l, err
+// network parses everything before the BTH. RoCE has one VLAN tag at most, no IP options and no extension headers.
+func (p *RoCE) network(frame []byte, at *header.Layout) (l layout, err error) {
+	l.net = int(at.L3)
+	switch p.VLAN, p.PCP = header.NoVLAN, 0; l.net {
+	case header.EthernetLen:
+	case header.EthernetLen + header.VLANLen:
+		if binary.BigEndian.Uint16(frame[12:]) != header.TypeVLAN {
+			return l, ErrType
+		}
+		p.VLAN, p.PCP = at.VLAN, frame[header.EthernetLen]>>5
+	case 0:
+		return l, ErrShort
+	default:
+		return l, ErrType
 	}
-	p.DMAC, p.SMAC, p.VLAN, p.PCP = eth.Dst, eth.Src, eth.VLAN, eth.PCP
+	p.DMAC, p.SMAC = header.MAC(frame[0:6]), header.MAC(frame[6:12])
 	b := frame[l.net:]
 	var proto uint8
 	n := 0
-	switch eth.Type {
+	switch at.Type {
 	case header.TypeIPv4:
 		var ip header.IPv4
 		if n, err = ip.Decode(b); err != nil {
@@ -110,7 +119,7 @@ func (p *RoCE) network(frame []byte) (l layout, err error) {
 		if n, err = ip.Decode(b); err != nil {
 			return l, err
 		}
-		p.V1, p.IsV6 = eth.Type == header.TypeRoCE1, true
+		p.V1, p.IsV6 = at.Type == header.TypeRoCE1, true
 		p.SrcIP, p.DstIP = ip.Src, ip.Dst
 		p.TOS, p.TTL, p.FlowLabel = ip.TrafficClass, ip.HopLimit, ip.FlowLabel
 		proto, l.end = ip.NextHeader, l.net+header.IPv6Len+int(ip.PayloadLen)

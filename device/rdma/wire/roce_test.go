@@ -112,7 +112,7 @@ func TestBuildParseICRC(t *testing.T) {
 			}
 			f = append(f, 0, 0, 0) // Ethernet padding
 			var p RoCE
-			if err := ParseRoCE(f, &p); err != nil {
+			if err := ParseRoCE(f, header.Locate(f), &p); err != nil {
 				t.Fatalf("%s, %d bytes: %v", kind, size, err)
 			}
 			if !CheckICRC(f, &p) {

@@ -226,7 +226,7 @@ func rarp(mac [6]byte) []byte {
 func (d *Device) Deliver(l *loop.Loop, b *frame.Buf) {
 	p := d.pairs[0]
 	if n := d.active.Load(); n > 1 {
-		p = d.pairs[flowHash(b.Bytes())%uint32(n)]
+		p = d.pairs[flowHash(b.Bytes(), b.Layout())%uint32(n)]
 	}
 	if p.loop == l {
 		p.receive(b)

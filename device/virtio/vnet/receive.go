@@ -1,11 +1,10 @@
 package vnet
 
 import (
-	"encoding/binary"
-
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -56,7 +55,7 @@ func (p *pair) put(q *virtq.Queue, b *frame.Buf) (done bool) {
 		return done
 	}
 	// Without MRG_RXBUF num_buffers is 1 (5.1.6.4.1), and so is n.
-	gso.PutHeader(&p.header, &b.Offload, p.rxTakes != 0, n)
+	gso.PutHeader(&p.header, b, p.rxTakes != 0, n)
 	// Write everything before the first push: a frame reaches the guest whole
 	// or not at all.
 	if all := headerLen + len(frame); n == 1 {
@@ -180,31 +179,24 @@ func (p *pair) unpop(q *virtq.Queue, c *virtq.Chain) {
 	}
 }
 
-// flowHash spreads flows over pairs so that one flow stays in order: addresses
-// and ports of IPv4 and IPv6, the MAC addresses of everything else.
-func flowHash(f []byte) uint32 {
+// flowHash spreads flows over pairs so that one flow stays in order: addresses and ports of IPv4 and IPv6, the MAC
+// addresses of everything else. at is the layout of f.
+func flowHash(f []byte, at *header.Layout) uint32 {
 	const (
 		basis = 2166136261 // FNV-1a
 		prime = 16777619
 	)
-	lo, hi := 0, 12
-	if len(f) >= 14 {
-		switch binary.BigEndian.Uint16(f[12:14]) {
-		case 0x0800:
-			lo, hi = 26, 34
-			// Ports only where no fragment can lack them.
-			if len(f) >= 38 && f[14] == 0x45 && binary.BigEndian.Uint16(f[20:22])&0x3fff == 0 && (f[23] == 6 || f[23] == 17) {
-				hi = 38
-			}
-		case 0x86dd:
-			lo, hi = 22, 54
-			if len(f) >= 58 && (f[20] == 6 || f[20] == 17) {
-				hi = 58
-			}
+	lo, hi := 0, min(12, len(f))
+	if at.L4 != 0 {
+		lo, hi = int(at.L3)+12, int(at.L3)+header.IPv4Len
+		if at.Is(header.IsIPv6) {
+			lo, hi = int(at.L3)+8, int(at.L3)+header.IPv6Len
 		}
-	}
-	if hi > len(f) {
-		lo, hi = 0, min(12, len(f))
+		// Ports only where no fragment can lack them, and where they follow the addresses.
+		ports := at.Proto == header.ProtoTCP || at.Proto == header.ProtoUDP
+		if ports && int(at.L4) == hi && !at.Is(header.IsFragment) && len(f) >= hi+4 {
+			hi += 4
+		}
 	}
 	h := uint32(basis)
 	for _, c := range f[lo:hi] {

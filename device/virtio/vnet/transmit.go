@@ -128,8 +128,7 @@ func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
 			p.broke(q, m.Err())
 			return true
 		}
-		var err error
-		if b.Offload, err = gso.Accept(p.txHeader[:], b.Bytes(), p.txTakes); err != nil {
+		if gso.Accept(p.txHeader[:], b, p.txTakes) != nil {
 			why = vswitch.BadHeader
 			break
 		}

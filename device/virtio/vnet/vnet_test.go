@@ -15,6 +15,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio"
@@ -423,24 +424,25 @@ func TestNewRefusals(t *testing.T) {
 }
 
 func TestFlowHash(t *testing.T) {
+	hash := func(f []byte) uint32 { return flowHash(f, header.Locate(f)) }
 	udp := func(port byte, frag byte) []byte {
 		f := buildFrame(vswitch.MAC{1}, vswitch.MAC{2}, 14, 0)
 		f[12], f[13] = 8, 0
 		return append(f, 0x45, 0, 0, 0, 0, 0, frag, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0, port, 0, 7, 0, 0, 0, 0)
 	}
-	if flowHash(udp(1, 0x40)) == flowHash(udp(2, 0x40)) {
+	if hash(udp(1, 0x40)) == hash(udp(2, 0x40)) {
 		t.Error("ports do not count")
 	}
-	if flowHash(udp(1, 0x20)) != flowHash(udp(2, 0x20)) {
+	if hash(udp(1, 0x20)) != hash(udp(2, 0x20)) {
 		t.Error("fragments go different ways")
 	}
 	for n := range 60 { // any length does
-		flowHash(udp(1, 0x40)[:min(n, 42)])
+		hash(udp(1, 0x40)[:min(n, 42)])
 		v6 := make([]byte, n)
 		if n > 13 {
 			v6[12], v6[13] = 0x86, 0xdd
 		}
-		flowHash(v6)
+		hash(v6)
 	}
 }
 

@@ -105,11 +105,6 @@ func createQP(c *cmd) error {
 		}
 		q.hasRQ = true
 	}
-	recvSGE := q.maxRecvSGE
-	if q.srq != nil {
-		recvSGE = q.srq.maxSGE
-	}
-	q.scratch = make([]byte, max(sendSize, recvWQESize(recvSGE)))
 	q.engine = c.place(parts)
 
 	if err := c.t.checkQPLimit(c.d); err != nil {
@@ -120,14 +115,9 @@ func createQP(c *cmd) error {
 	} else if q.index, q.n, err = c.t.allocQPIndex(c.d); err != nil {
 		return err
 	}
-	q.asyn.init(q.n, nodeQP)
-	for i := range q.waiters {
-		q.waiters[i].init(q, roce.Side(i))
-	}
-	q.bellNode.init(q.n, nodeAnswers)
-	q.bellNode.wake = func(uint32) { q.engine.schedule(q) }
+	q.init()
 	c.addUser(&parts, q.engine)
-	err = c.on(q.engine, func() error { return q.start(recvSGE) })
+	err = c.on(q.engine, q.start)
 	if err != nil {
 		c.t.freeQPIndex(q.index)
 		c.removeUser(&parts)
@@ -235,7 +225,6 @@ func destroyQP(c *cmd) error {
 	}
 	q := o.q
 	q.engine.loop.Do(func() {
-		c.d.data.qps[q.index].Store(nil)
 		q.close()
 		if o.bells == q.engine {
 			o.bells.db.leave(q.index)

@@ -295,13 +295,11 @@ func (d *Device) wipe() (lost bool) {
 	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for _, o := range t.qpList {
-				if q := o.q; q.engine == e {
-					d.data.qps[q.index].Store(nil)
-					q.close()
+				if o.q.engine == e {
+					o.q.close()
 				}
 			}
-			e.armed = false
-			e.db = doorbells{}
+			e.forgetDoorbells()
 		})
 	}
 	// Nobody posts events any more; what is pending concerns objects that are gone.

@@ -362,6 +362,9 @@ func (e *engine) dropAnswers() {
 	}
 }
 
+// forgetDoorbells ends the use of the doorbell area: the QPs that had doorbells are gone.
+func (e *engine) forgetDoorbells() { e.armed, e.db = false, doorbells{} }
+
 // wake makes the engine process its event queues and answers, from any thread.
 func (e *engine) wake() {
 	if !e.noticePending.Swap(true) {

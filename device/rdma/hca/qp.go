@@ -468,8 +468,9 @@ func (q *qp) Event(k roce.EventKind) {
 	q.dev.async.post(&q.asyn, 1<<eventTypes[k])
 }
 
-// close ends the QP: loop only. Nothing of it is left on the loop afterwards.
+// close ends the QP: loop only. No loop finds it any more, and nothing of it is left on this one afterwards.
 func (q *qp) close() {
+	q.dev.qps[q.index].Store(nil)
 	q.closed = true
 	for i := range q.waiters {
 		q.waiters[i].unpark()
@@ -482,8 +483,27 @@ func (q *qp) close() {
 	q.engine.qps--
 }
 
+// recvSGEs is how many segments a receive request of the QP may have.
+func (q *qp) recvSGEs() int {
+	if q.srq != nil {
+		return q.srq.maxSGE
+	}
+	return q.maxRecvSGE
+}
+
+// init completes a QP whose numbers, rings and capabilities are set; start follows.
+func (q *qp) init() {
+	q.scratch = make([]byte, max(sendWQESize(q.maxSendSGE, q.maxInline), recvWQESize(q.recvSGEs())))
+	q.asyn.init(q.n, nodeQP)
+	for i := range q.waiters {
+		q.waiters[i].init(q, roce.Side(i))
+	}
+	q.bellNode.init(q.n, nodeAnswers)
+	q.bellNode.wake = func(uint32) { q.engine.schedule(q) }
+}
+
 // start makes the transport's half and publishes the QP; on its engine.
-func (q *qp) start(recvSGE int) error {
+func (q *qp) start() error {
 	d := q.dev
 	if !q.engine.armed {
 		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.engine.id)
@@ -498,8 +518,8 @@ func (q *qp) start(recvSGE int) error {
 	}
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
 	q.t = roce.NewQP(roce.Config{
-		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: recvSGE, MaxInline: q.maxInline, HasSRQ: q.srq != nil,
-		MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: &q.engine.stats, ECN: d.options.ECN,
+		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: q.recvSGEs(), MaxInline: q.maxInline,
+		HasSRQ: q.srq != nil, MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: &q.engine.stats, ECN: d.options.ECN,
 		SelectiveRepeat: d.options.SelectiveRepeat,
 	}, q)
 	d.qps[q.index].Store(q)

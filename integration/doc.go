@@ -1,5 +1,4 @@
-// Package integration boots VMs and makes network namespaces: the whole path from a
-// guest's application to the wire. Only tests are here; what they share with
-// `make demo` is in lab, harness (hosts, guests) and wirefault (a wire that loses
-// packets).
+// Package integration holds tests that boot VMs and create network namespaces. They exercise the whole path from a
+// guest's application to the wire. Packages lab, harness (hosts, guests) and wirefault (a wire that loses packets) hold
+// what the tests share with `make demo`.
 package integration

@@ -16,14 +16,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// guestCmdline has guest kernels check what they otherwise do not: Debian's have SLUB's and the page allocator's checks
-// and KFENCE, though neither KASAN nor lockdep.
+// guestCmdline enables checks of the guest kernels. Debian's kernels have SLUB's and the page allocator's checks and
+// KFENCE, but neither KASAN nor lockdep.
 var guestCmdline = flag.String("guest-cmdline", "",
-	"more words for the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
+	"arguments to append to the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
 
-// TestMain fails the run if the tests leave namespaces, interfaces or processes
-// behind. It looks only at what can be theirs: other runs on the machine are none of
-// its business.
+// TestMain fails the run if the tests leave namespaces, interfaces or processes behind. It ignores those of other runs
+// on the machine.
 func TestMain(m *testing.M) {
 	before := interfaces()
 	code := m.Run()
@@ -44,7 +43,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// interfaces names the TAP and VXLAN interfaces outside of namespaces.
+// interfaces returns the TAP and VXLAN interfaces outside of namespaces.
 func interfaces() map[string]bool {
 	found := map[string]bool{}
 	for _, l := range lines("interface", "ip -o link show type tun; ip -o link show type vxlan") {
@@ -64,8 +63,8 @@ func lines(what, shell string) (found []string) {
 	return found
 }
 
-// testTimeout bounds one top-level test under TCG on a busy machine; those that stress
-// page faults take many times -odp.duration, and -programs.all is a hundred programs more.
+// testTimeout bounds one top-level test under TCG on a busy machine. Page fault stress takes many times -odp.duration;
+// -programs.all runs a hundred programs more.
 func testTimeout() time.Duration {
 	d := 25*time.Minute + 60**odpDuration
 	if *allPrograms {
@@ -79,7 +78,7 @@ func newLab(t *testing.T) (*lab.Lab, context.Context) {
 	return makeLab(t, true)
 }
 
-// newLabWithoutModule is for tests whose guests need no RDMA.
+// newLabWithoutModule is for tests whose guests use no RDMA.
 func newLabWithoutModule(t *testing.T) (*lab.Lab, context.Context) {
 	t.Helper()
 	return makeLab(t, false)
@@ -94,7 +93,7 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Run)
-	// A guest on a machine that is busy with others stands still for longer than its kernel believes possible.
+	// On a busy machine a guest may stand still for longer than its kernel's watchdogs allow.
 	l.KernelArgs = append(strings.Fields(*guestCmdline), "rcupdate.rcu_cpu_stall_timeout=300", "watchdog_thresh=60")
 	return l, ctx
 }
@@ -126,7 +125,7 @@ func run(ctx context.Context, t *testing.T, m *qemu.Machine, line string) string
 	return out
 }
 
-// quietKernels fails the test if a guest's kernel log has a complaint.
+// quietKernels fails the test if a guest's kernel log reports a defect.
 func quietKernels(ctx context.Context, t *testing.T, ms ...*qemu.Machine) {
 	t.Helper()
 	for _, m := range ms {
@@ -139,7 +138,7 @@ func quietKernels(ctx context.Context, t *testing.T, ms ...*qemu.Machine) {
 	}
 }
 
-// dumpOnFailure shows what a person would look at first.
+// dumpOnFailure logs the hosts' status and logs and the guests' kernel logs of a failed test.
 func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 	t.Cleanup(func() {
 		if !t.Failed() {
@@ -171,7 +170,7 @@ func tail(s string, n int) string {
 	return s
 }
 
-// both runs f for two things at once.
+// both runs f and g concurrently.
 func both(f, g func() error) error {
 	var wg sync.WaitGroup
 	var e1, e2 error
@@ -188,7 +187,7 @@ func eventually(ctx context.Context, t *testing.T, what string, cond func() bool
 	deadline := time.Now().Add(3 * time.Minute)
 	for !cond() {
 		if time.Now().After(deadline) || ctx.Err() != nil {
-			t.Fatalf("waited in vain: %s", what)
+			t.Fatalf("timed out waiting for: %s", what)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}

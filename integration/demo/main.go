@@ -1,7 +1,6 @@
-// Command demo is `make demo`: two "hosts" (network namespaces joined by a veth
-// pair), a vnicd and a VM on each, and stock RDMA programs between the VMs. RoCEv2
-// crosses the underlay inside VXLAN. The same programs then run over SoftRoCE
-// (rxe) in the same VMs, for comparison. The exit status is 0 if all of it worked.
+// Command demo is `make demo`: two "hosts" (network namespaces joined by a veth pair), a vnicd and a VM on each, and
+// stock RDMA programs between the VMs. RoCEv2 crosses the underlay inside VXLAN. The same programs then run over
+// SoftRoCE (rxe) in the same VMs, for comparison. The exit status is 0 if every step worked.
 package main
 
 import (
@@ -96,7 +95,7 @@ func run(ctx context.Context) error {
 }
 
 func (d *demo) hosts(ctx context.Context) (err error) {
-	step("making two hosts, joined by a veth pair, with a vnicd on each")
+	step("creating two hosts, joined by a veth pair, with a vnicd on each")
 	if d.a, err = d.Host("h1"); err != nil {
 		return err
 	}
@@ -160,13 +159,13 @@ func (d *demo) guests(ctx context.Context) error {
 	return nil
 }
 
-// result of the program runs over one device.
+// result holds the output of the programs over one device.
 type result struct {
 	write, read, lat float64
 	pingpong         string
 }
 
-// ends are the device in both VMs.
+// ends returns the device's end in both VMs.
 func (d *demo) ends(ctx context.Context, device string) (client, server lab.End, err error) {
 	if client, err = lab.NewEnd(ctx, d.vms[0], device, addrA); err == nil {
 		server, err = lab.NewEnd(ctx, d.vms[1], device, addrB)
@@ -208,7 +207,7 @@ func (d *demo) programs(ctx context.Context, device string) (r result, err error
 	return r, nil
 }
 
-// picture looks at the web page of h1 while RDMA goes on, and writes what it looks like, if there is a browser.
+// picture checks the web page of h1 during RDMA traffic and writes a screenshot of it, if a browser is installed.
 func (d *demo) picture(ctx context.Context, client, server lab.End) error {
 	if _, err := harness.FindBrowser(); err != nil {
 		step("no picture of the web page: %v", err)
@@ -227,11 +226,11 @@ func (d *demo) picture(ctx context.Context, client, server lab.End) error {
 		return err
 	}
 	fmt.Fprintf(&d.summary,
-		"the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and moving rates\n    %s\n", file)
+		"the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and changing rates\n    %s\n", file)
 	return nil
 }
 
-// healthy fails the demo if a guest's kernel complained.
+// healthy fails the demo if a guest's kernel log reports a defect.
 func (d *demo) healthy(ctx context.Context) error {
 	for _, m := range d.vms {
 		bad, err := harness.KernelComplaints(ctx, m)
@@ -239,7 +238,7 @@ func (d *demo) healthy(ctx context.Context) error {
 			return err
 		}
 		if len(bad) > 0 {
-			return fmt.Errorf("the kernel of %s complained:\n%s", m.Name(), strings.Join(bad, "\n"))
+			return fmt.Errorf("the kernel log of %s reports defects:\n%s", m.Name(), strings.Join(bad, "\n"))
 		}
 	}
 	return nil
@@ -256,7 +255,7 @@ func (d *demo) show(ours, theirs result) {
 	row("ib_write_bw 64 KiB", "MiB/s", ours.write, theirs.write, ours.write/theirs.write)
 	row("ib_read_bw  64 KiB", "MiB/s", ours.read, theirs.read, ours.read/theirs.read)
 	row("ib_send_lat 2 B", "us", ours.lat, theirs.lat, theirs.lat/ours.lat)
-	fmt.Println("\nAll of it worked. `make test` checks much more; README.md says how to attach your own VM.")
+	fmt.Println("\nEvery step worked. `make test` checks much more; README.md says how to attach your own VM.")
 }
 
 func indent(s string) string {

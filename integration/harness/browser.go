@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// browsers are the names of the program, in the order of preference.
+// browsers are the names of Chromium's executable, in order of preference.
 var browsers = []string{"chromium-headless-shell", "chromium", "google-chrome"}
 
 // FindBrowser returns the path of a Chromium, or an error that says what to install.
@@ -35,13 +35,13 @@ type Browser struct {
 	out     *os.File // from the browser
 	dir     string
 	session string
-	read    chan struct{} // closed when the browser sends no more
+	read    chan struct{} // closed when the browser's output ends
 
 	mu       sync.Mutex
 	next     int
 	calls    map[int]chan answer
-	errors   []string // what the page's console and the browser complain of
-	requests []string // addresses that were asked for
+	errors   []string // errors of the page's console and the browser
+	requests []string // addresses that the page requested
 }
 
 type answer struct {
@@ -89,7 +89,7 @@ func NewBrowser(ctx context.Context, ns *Namespace) (*Browser, error) {
 	return b, nil
 }
 
-// Close ends the browser.
+// Close stops the browser.
 func (b *Browser) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
@@ -127,7 +127,7 @@ func (b *Browser) open(ctx context.Context) error {
 	return nil
 }
 
-// listen takes what the browser sends until it ends.
+// listen reads the browser's messages until its output ends.
 func (b *Browser) listen() {
 	defer close(b.read)
 	r := bufio.NewReaderSize(b.out, 1<<20)
@@ -206,7 +206,7 @@ func (b *Browser) call(ctx context.Context, method string, params map[string]any
 		}
 		return json.Unmarshal(a.Result, result)
 	case <-b.read:
-		return fmt.Errorf("%s: the browser has ended", method)
+		return fmt.Errorf("%s: the browser has exited", method)
 	case <-ctx.Done():
 		return fmt.Errorf("%s: %w", method, ctx.Err())
 	}
@@ -225,7 +225,7 @@ func (b *Browser) Window(ctx context.Context, width, height int, dark bool) erro
 			map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": scheme}}}, nil))
 }
 
-// Open goes to a page.
+// Open loads a page.
 func (b *Browser) Open(ctx context.Context, url string) error {
 	var r struct{ ErrorText string }
 	if err := b.call(ctx, "Page.navigate", map[string]any{"url": url}, &r); err != nil {
@@ -237,7 +237,7 @@ func (b *Browser) Open(ctx context.Context, url string) error {
 	return nil
 }
 
-// Eval runs a JavaScript expression in the page, waits for a promise if it is one, and decodes what it yields.
+// Eval runs a JavaScript expression in the page, awaits it if it is a promise, and decodes its value.
 func (b *Browser) Eval(ctx context.Context, expression string, result any) error {
 	var r struct {
 		Result           struct{ Value json.RawMessage }
@@ -269,13 +269,13 @@ func (b *Browser) Wait(ctx context.Context, expression string) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("the page did not come to %s: %w", expression, errors.Join(ctx.Err(), err))
+			return fmt.Errorf("the page did not reach %s: %w", expression, errors.Join(ctx.Err(), err))
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
 }
 
-// Screenshot writes the whole page, as a PNG.
+// Screenshot writes an image of the whole page as PNG.
 func (b *Browser) Screenshot(ctx context.Context, file string) error {
 	var r struct{ Data string }
 	if err := b.call(ctx, "Page.captureScreenshot", map[string]any{"format": "png", "captureBeyondViewport": true},
@@ -289,14 +289,14 @@ func (b *Browser) Screenshot(ctx context.Context, file string) error {
 	return os.WriteFile(file, text, 0o644)
 }
 
-// Complaints are the errors and warnings of the page so far.
+// Complaints returns the errors and warnings of the page so far.
 func (b *Browser) Complaints() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return slices.Clone(b.errors)
 }
 
-// Requests are the addresses that the page has asked for so far.
+// Requests returns the addresses that the page requested so far.
 func (b *Browser) Requests() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// Container is a machine of its own as far as a container can be: its own first process (systemd), processes, mounts,
-// control groups and host name, in a network namespace; the kernel is this one. What is written there goes with it.
+// Container is a container with its own init (systemd), processes, mounts, control groups and host name, in a network
+// namespace. It shares this machine's kernel. Closing it discards everything written inside.
 type Container struct {
 	ns     *Namespace
 	proc   *Process
@@ -21,8 +21,8 @@ type Container struct {
 	cgroup string // below the mount point of cgroup2
 }
 
-// start-up, in namespaces of its own: "$1" is the root, "$2" the scratch directory over which everything is mounted,
-// "$3" the control group, and the rest are directories and files to be seen read-only inside, each as FROM=TO.
+// containerInit runs in new namespaces: "$1" is the root, "$2" the scratch directory over which everything is mounted,
+// "$3" the control group. Further arguments FROM=TO are directories and files that appear read-only inside.
 const containerInit = `
 root=$1 dir=$2 group=$3
 shift 3
@@ -70,7 +70,8 @@ exec env -i container=vnicd TERM=dumb PATH=/usr/sbin:/usr/bin:/sbin:/bin /sbin/i
 `
 
 // NewContainer starts the system in the directory root, which is not changed. dir is an existing empty directory; binds
-// (FROM=TO) are what it sees of this machine, read-only. It returns when systemd says that it is up.
+// (FROM=TO) make files of this machine visible inside, read-only. It returns when systemd reports that start-up is
+// complete.
 func NewContainer(ctx context.Context, ns *Namespace, root, dir string, binds ...string) (*Container, error) {
 	c := &Container{ns: ns, cgroup: ns.Name}
 	argv := append([]string{"unshare", "--mount", "--uts", "--ipc", "sh", "-ec", containerInit, "sh", root, dir, c.cgroup},
@@ -91,35 +92,35 @@ func (c *Container) boot(ctx context.Context) error {
 	for {
 		select {
 		case <-c.proc.Done():
-			return fmt.Errorf("the container ended: %s", c.proc.LogTail())
+			return fmt.Errorf("the container exited: %s", c.proc.LogTail())
 		case <-ctx.Done():
 			return fmt.Errorf("the container does not come up: %s", c.proc.LogTail())
 		case <-time.After(50 * time.Millisecond):
 		}
 		if c.init == "" {
 			b, _ := os.ReadFile(fmt.Sprintf("/proc/%[1]d/task/%[1]d/children", c.proc.PID()))
-			// A shell first, which makes itself the system's first process.
+			// The first process is a shell until it execs the init.
 			name, _ := os.ReadFile(fmt.Sprintf("/proc/%s/comm", strings.TrimSpace(string(b))))
 			if string(name) != "systemd\n" {
 				continue
 			}
 			c.init = strings.TrimSpace(string(b))
 		}
-		// "degraded" is for its user to judge.
+		// The caller judges "degraded".
 		if out, _ := c.Run(ctx, "systemctl is-system-running --wait"); out == "running\n" || out == "degraded\n" {
 			return nil
 		}
 	}
 }
 
-// Command is a line of its shell, to be run as root.
+// Command returns a shell command that runs as root in the container.
 func (c *Container) Command(ctx context.Context, line string) *exec.Cmd {
 	return exec.CommandContext(ctx, "nsenter", "--target", c.init, "--mount", "--uts", "--ipc", "--net", "--pid",
 		"--cgroup", "--wdns=/root", "env", "-i",
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8", "sh", "-c", line)
 }
 
-// Run runs a line of its shell as root and returns its standard output.
+// Run runs a shell command as root in the container and returns its standard output.
 func (c *Container) Run(ctx context.Context, line string) (string, error) {
 	var out, errOut bytes.Buffer
 	cmd := c.Command(ctx, line)
@@ -131,13 +132,13 @@ func (c *Container) Run(ctx context.Context, line string) (string, error) {
 	return out.String(), nil
 }
 
-// Path is where this machine finds a file of the container.
+// Path returns the path by which this machine reaches a file of the container.
 func (c *Container) Path(file string) string { return filepath.Join("/proc", c.init, "root", file) }
 
-// Close ends it and all that runs there. Idempotent.
+// Close kills the container's processes and removes it. Idempotent.
 func (c *Container) Close() error {
 	c.proc.Kill()
-	// Its control groups have no processes any more, or soon will not.
+	// The control groups' processes have ended or are about to.
 	const clean = `t=$(mktemp -d) && mount -t cgroup2 cgroup2 "$t" && cd "$t" && [ ! -d "$0" ] || {
 	i=0
 	until find "$0" -depth -type d -exec rmdir {} + 2>/dev/null; do i=$((i + 1)); [ $i -lt 100 ] || exit 1; sleep 0.1; done

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// MemoryGroup is a memory cgroup, version 1 or 2, whichever the machine has. Memory counts for the group whose process
-// touches it first: guest memory therefore for QEMU's or vnicd's.
+// MemoryGroup is a memory cgroup of version 1 or 2, depending on the machine. A page is charged to the group whose
+// process touches it first: guest memory therefore to QEMU's or vnicd's.
 type MemoryGroup struct {
 	dir          string
 	limit, usage string // file names
@@ -20,7 +20,7 @@ type MemoryGroup struct {
 
 const cgroups = "/sys/fs/cgroup"
 
-// NewMemoryGroup makes a group called NAME-PID without a limit. Needs root.
+// NewMemoryGroup creates a group called NAME-PID without a limit. It needs root.
 func NewMemoryGroup(name string) (*MemoryGroup, error) {
 	g := &MemoryGroup{limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes"}
 	root := filepath.Join(cgroups, "memory")
@@ -38,7 +38,7 @@ func NewMemoryGroup(name string) (*MemoryGroup, error) {
 	return g, nil
 }
 
-// Add puts a process into the group; what it has already stays where it counts.
+// Add moves a process into the group. Memory charged before stays with its former group.
 func (g *MemoryGroup) Add(pid int) error {
 	return os.WriteFile(filepath.Join(g.dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0)
 }
@@ -50,8 +50,8 @@ func (g *MemoryGroup) Wrap(dir, program string) (string, error) {
 		program), 0o755)
 }
 
-// SetLimit bounds the group's memory, in bytes; what is beyond is swapped out first, which may take a while. 0: no
-// limit.
+// SetLimit bounds the group's memory, in bytes; 0: no limit. The kernel first swaps out the excess, which may take a
+// while.
 func (g *MemoryGroup) SetLimit(ctx context.Context, bytes uint64) error {
 	text := strconv.FormatUint(bytes, 10)
 	if bytes == 0 {
@@ -62,12 +62,12 @@ func (g *MemoryGroup) SetLimit(ctx context.Context, bytes uint64) error {
 		if err == nil || ctx.Err() != nil {
 			return err
 		}
-		// EBUSY: the kernel gave up for now.
+		// EBUSY: the kernel gave up; try again.
 		time.Sleep(50 * time.Millisecond)
 	}
 }
 
-// Usage is the group's memory in bytes, page cache included.
+// Usage returns the group's memory in bytes, page cache included.
 func (g *MemoryGroup) Usage() (uint64, error) {
 	b, err := os.ReadFile(filepath.Join(g.dir, g.usage))
 	if err != nil {
@@ -76,7 +76,7 @@ func (g *MemoryGroup) Usage() (uint64, error) {
 	return strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
 }
 
-// Close removes the group; its processes must have ended. A process that was just reaped may count for an instant more.
+// Close removes the group; its processes must have ended. A reaped process may count for an instant more.
 func (g *MemoryGroup) Close() error {
 	deadline := time.Now().Add(10 * time.Second)
 	for {
@@ -88,8 +88,8 @@ func (g *MemoryGroup) Close() error {
 	}
 }
 
-// AddSwap makes a swap file and uses it until the returned function is called; that brings back into memory what is
-// there.
+// AddSwap creates a swap file and enables it until the returned function is called, which brings its contents back into
+// memory.
 func AddSwap(path string, mib int) (remove func() error, err error) {
 	ctx := context.Background()
 	// Not sparse: the kernel refuses a swap file with holes.

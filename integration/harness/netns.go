@@ -1,8 +1,8 @@
 // Package harness holds what the integration tests and the demo share: network namespaces as hosts, processes in them,
-// VMs, and the few things done in every guest.
+// VMs, and common steps in guests.
 //
-// Nothing here needs a *testing.T: functions return errors, and what was made is undone by its Close or Kill. Cleanup
-// collects those for programs that are no tests.
+// Nothing here needs a *testing.T: functions return errors, and Close or Kill undoes what was created. Cleanup collects
+// such functions for programs other than tests.
 package harness
 
 import (
@@ -25,7 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Namespace is a named network namespace, which plays a host. The zero value is the namespace of the caller.
+// Namespace is a named network namespace that represents a host. The zero value is the caller's namespace.
 type Namespace struct {
 	Name string // under /run/netns; "" for the caller's
 
@@ -35,11 +35,11 @@ type Namespace struct {
 
 var nsCount atomic.Uint32
 
-// NewNamespace makes a namespace called PREFIX-PID-N with its loopback up. Needs iproute2 and root, be it of a user
-// namespace.
+// NewNamespace creates a namespace called PREFIX-PID-N with its loopback up. It needs iproute2 and root, possibly root
+// of a user namespace.
 func NewNamespace(prefix string) (*Namespace, error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("harness: network namespaces need root: run this by vm-images/rootless --net")
+		return nil, errors.New("harness: network namespaces need root: run this with vm-images/rootless --net")
 	}
 	ns := &Namespace{Name: fmt.Sprintf("%s-%d-%d", prefix, os.Getpid(), nsCount.Add(1))}
 	ctx := context.Background()
@@ -52,7 +52,7 @@ func NewNamespace(prefix string) (*Namespace, error) {
 	return ns, nil
 }
 
-// Close kills what still runs in the namespace and removes it, with all its interfaces. Idempotent.
+// Close kills the processes in the namespace and removes it with all its interfaces. Idempotent.
 func (ns *Namespace) Close() error {
 	if ns.Name == "" {
 		return nil
@@ -100,8 +100,8 @@ func command(ctx context.Context, argv ...string) (string, error) {
 	return out.String(), nil
 }
 
-// Do calls f on a thread that is in the namespace; sockets made by f belong there. f must not start goroutines that
-// count on it.
+// Do calls f on a thread in the namespace; sockets that f creates belong to it. Goroutines that f starts do not run
+// there.
 func (ns *Namespace) Do(f func() error) error {
 	if ns == nil || ns.Name == "" {
 		return f()
@@ -125,7 +125,7 @@ func (ns *Namespace) Do(f func() error) error {
 }
 
 // AddVeth joins two namespaces by a veth pair with the given interface names, both ends up. mtu 0 keeps the default.
-// The pair goes with either namespace.
+// Removing either namespace removes the pair.
 func AddVeth(a *Namespace, ifA string, b *Namespace, ifB string, mtu int) error {
 	ctx := context.Background()
 	if _, err := a.Run(ctx, "ip", "link", "add", ifA, "type", "veth", "peer", "name", ifB, "netns", b.Name); err != nil {
@@ -146,7 +146,7 @@ func AddVeth(a *Namespace, ifA string, b *Namespace, ifB string, mtu int) error 
 	return nil
 }
 
-// AddAddress gives an interface of the namespace an address; IPv6 without duplicate detection, so it is usable at once.
+// AddAddress adds an address to an interface. IPv6 skips duplicate detection, so that the address is usable at once.
 func (ns *Namespace) AddAddress(ifname string, p netip.Prefix) error {
 	args := []string{"ip", "addr", "add", p.String(), "dev", ifname}
 	if p.Addr().Is6() {
@@ -156,7 +156,7 @@ func (ns *Namespace) AddAddress(ifname string, p netip.Prefix) error {
 	return err
 }
 
-// Process is a program that was started in a namespace.
+// Process is a program started in a namespace.
 type Process struct {
 	Log  string // file with its standard output and error
 	name string
@@ -165,8 +165,8 @@ type Process struct {
 	err  error // written before done is closed
 }
 
-// Start starts a program in the namespace, its output going to the file log. It dies with the caller. Environment
-// words in env are added to the caller's.
+// Start starts a program in the namespace with its output in the file log. It dies with the caller. env is added to the
+// caller's environment.
 func (ns *Namespace) Start(log string, env []string, argv ...string) (*Process, error) {
 	f, err := os.Create(log)
 	if err != nil {
@@ -175,7 +175,7 @@ func (ns *Namespace) Start(log string, env []string, argv ...string) (*Process, 
 	return ns.start(f, env, nil, argv...)
 }
 
-// start is Start with files that the program finds from descriptor 3 on. It closes the log.
+// start is Start with open files passed from descriptor 3 on. It closes the log.
 func (ns *Namespace) start(f *os.File, env []string, files []*os.File, argv ...string) (*Process, error) {
 	p := &Process{Log: f.Name(), name: strings.Join(argv, " "), done: make(chan struct{})}
 	full := ns.argv(argv)
@@ -185,7 +185,7 @@ func (ns *Namespace) start(f *os.File, env []string, files []*os.File, argv ...s
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error, 1)
 	go func() {
-		// The parent-death signal comes when the thread that forked ends, so this thread waits for the child.
+		// The parent-death signal is sent when the forking thread ends, so this thread waits for the child.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		defer f.Close()
@@ -204,7 +204,7 @@ func (ns *Namespace) start(f *os.File, env []string, files []*os.File, argv ...s
 	return p, nil
 }
 
-// PID is the process id; `ip netns exec` turns into the program, so it is the program's own.
+// PID returns the process id. `ip netns exec` execs the program, so it is the program's own.
 func (p *Process) PID() int { return p.proc.Pid }
 
 // Done is closed when the process has ended.
@@ -218,7 +218,7 @@ func (p *Process) Signal(s os.Signal) error {
 	return nil
 }
 
-// Wait waits for the end; a status other than 0 is an error with the end of the log.
+// Wait waits for the process to exit. A non-zero status is an error that includes the end of the log.
 func (p *Process) Wait(ctx context.Context) error {
 	select {
 	case <-p.done:
@@ -231,7 +231,7 @@ func (p *Process) Wait(ctx context.Context) error {
 	return nil
 }
 
-// Stop sends SIGTERM, waits until ctx ends, then kills; the error says how it ended.
+// Stop sends SIGTERM, waits until ctx ends, then kills. The error tells the exit status.
 func (p *Process) Stop(ctx context.Context) error {
 	if err := p.Signal(syscall.SIGTERM); err != nil {
 		return err
@@ -243,7 +243,7 @@ func (p *Process) Stop(ctx context.Context) error {
 	return err
 }
 
-// Kill ends the process and what it started with SIGKILL and joins it. Idempotent.
+// Kill kills the process group with SIGKILL and waits for the process. Idempotent.
 func (p *Process) Kill() {
 	select {
 	case <-p.done:
@@ -254,7 +254,7 @@ func (p *Process) Kill() {
 	<-p.done
 }
 
-// LogTail is the end of the process's output.
+// LogTail returns the end of the process's output.
 func (p *Process) LogTail() string {
 	b, err := os.ReadFile(p.Log)
 	if err != nil {
@@ -266,7 +266,7 @@ func (p *Process) LogTail() string {
 	return strings.TrimSpace(string(b))
 }
 
-// Cleanup collects what has to be undone, for programs without a testing.T. The zero value is ready.
+// Cleanup collects functions that undo things, for programs without a testing.T. The zero value is ready.
 type Cleanup struct {
 	mu    sync.Mutex
 	funcs []func() // guarded by mu
@@ -279,7 +279,7 @@ func (c *Cleanup) Add(f func()) {
 	c.funcs = append(c.funcs, f)
 }
 
-// Run runs and forgets what was registered. Safe to call twice and from a signal handler's goroutine.
+// Run runs and removes the registered functions. It may be called twice, and from a signal handler's goroutine.
 func (c *Cleanup) Run() {
 	for {
 		c.mu.Lock()

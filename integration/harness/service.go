@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ServiceManager does for one service what systemd does: it keeps descriptors that the service hands over (FDSTORE,
-// FDSTOREREMOVE of sd_notify(3)), and passes them on when the service is started again.
+// ServiceManager does for one service what systemd does: it keeps descriptors that the service stores (FDSTORE,
+// FDSTOREREMOVE of sd_notify(3)) and passes them to the service when it is started again.
 type ServiceManager struct {
 	socket string
 	conn   *net.UnixConn
@@ -25,7 +25,7 @@ type ServiceManager struct {
 	files []*os.File
 }
 
-// NewServiceManager listens to a service in a socket in dir.
+// NewServiceManager listens for a service's messages on a socket in dir.
 func NewServiceManager(dir string) (*ServiceManager, error) {
 	m := &ServiceManager{socket: filepath.Join(dir, "notify"), done: make(chan struct{})}
 	var err error
@@ -36,13 +36,13 @@ func NewServiceManager(dir string) (*ServiceManager, error) {
 	return m, nil
 }
 
-// Start starts the service as Namespace.Start does, with all that is kept. The log is appended to.
+// Start starts the service as Namespace.Start does and passes the stored descriptors. Output is appended to the log.
 func (m *ServiceManager) Start(ns *Namespace, log string, env []string, argv ...string) (*Process, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	env = append(slices.Clone(env), "NOTIFY_SOCKET="+m.socket, "LISTEN_FDS="+strconv.Itoa(len(m.files)), "LISTEN_FDNAMES="+
 		strings.Join(m.names, ":"))
-	// Only the process itself can tell its number before it is there.
+	// LISTEN_PID is known only to the process itself.
 	argv = append([]string{"/bin/sh", "-c", `LISTEN_PID=$$ exec "$@"`, "sh"}, argv...)
 	f, err := os.OpenFile(log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
 	if err != nil {
@@ -51,14 +51,14 @@ func (m *ServiceManager) Start(ns *Namespace, log string, env []string, argv ...
 	return ns.start(f, env, m.files, argv...)
 }
 
-// Kept are the names of what is kept.
+// Kept returns the names of the stored descriptors.
 func (m *ServiceManager) Kept() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Clone(m.names)
 }
 
-// Close drops all that is kept.
+// Close closes the stored descriptors.
 func (m *ServiceManager) Close() error {
 	err := m.conn.Close()
 	<-m.done

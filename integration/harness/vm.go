@@ -15,11 +15,11 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
-// BootTimeout is how long a guest may take from start to its first command: 6 s under emulation
-// on an idle machine, and as much longer as the machine is busy.
+// BootTimeout bounds the time from a guest's start to its first command. Under emulation it is 6 s on an idle machine
+// and grows with the machine's load.
 const BootTimeout = 10 * time.Minute
 
-// Env is what booting VMs needs: artifacts, accelerator, source tree and a scratch directory.
+// Env holds what booting VMs needs: artifacts, accelerator, source tree and a scratch directory.
 type Env struct {
 	Root    string // source tree
 	Builder *qemu.Builder
@@ -28,10 +28,10 @@ type Env struct {
 	Dir     string // short path under the system's temporary directory, holds sockets and logs
 }
 
-// Prepare finds the images, building what is missing, and probes the accelerator. Progress goes to log (may be nil).
+// Prepare finds the images, builds missing ones, and probes the accelerator. Progress goes to log (may be nil).
 func Prepare(ctx context.Context, log io.Writer) (*Env, error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("harness: VMs with network namespaces need root: run this by vm-images/rootless --net")
+		return nil, errors.New("harness: VMs with network namespaces need root: run this with vm-images/rootless --net")
 	}
 	script, err := qemu.FindScript(".")
 	if err != nil {
@@ -56,8 +56,8 @@ func Prepare(ctx context.Context, log io.Writer) (*Env, error) {
 // Close removes the scratch directory, logs included.
 func (e *Env) Close() error { return os.RemoveAll(e.Dir) }
 
-// Module compiles guestdrv/linux for the guest's kernel and returns the directory that holds vnicd.ko. Given to a VM as
-// HostShare, the module is /host/vnicd.ko there.
+// Module compiles guestdrv/linux for the guest's kernel and returns the directory that holds vnicd.ko. In a VM with
+// this directory as HostShare the module is /host/vnicd.ko.
 func (e *Env) Module(ctx context.Context) (string, error) {
 	out := filepath.Join(e.Dir, "module")
 	if err := e.Builder.Module(ctx, filepath.Join(e.Root, "guestdrv", "linux"), out); err != nil {
@@ -66,13 +66,13 @@ func (e *Env) Module(ctx context.Context) (string, error) {
 	return out, nil
 }
 
-// Programs compiles what the tests run in guests (integration/guest) for the guest's release and puts it into dir.
+// Programs compiles the guest programs (integration/guest) for the guest's release and puts them into dir.
 func (e *Env) Programs(ctx context.Context, dir string) error {
 	return e.Builder.Programs(ctx, filepath.Join(e.Root, "integration", "guest"), dir)
 }
 
-// Boot starts a VM and waits until it runs commands. Images, accelerator and a
-// directory Dir/NAME are filled in unless given. On error nothing runs any more.
+// Boot starts a VM and waits until it runs commands. Images, accelerator and a directory Dir/NAME are filled in unless
+// given. On error no process is left.
 func (e *Env) Boot(ctx context.Context, cfg qemu.Config) (*qemu.Machine, error) {
 	if cfg.Images == nil {
 		cfg.Images = e.Images
@@ -123,21 +123,22 @@ func (e *Env) BootAll(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine
 	return ms, nil
 }
 
-// LoadModule loads a kernel module file in the guest after the RDMA stack it builds on. There is no udev in the guest,
-// so the user-space interfaces (uverbs, rdma_cm, umad) are loaded here too.
+// LoadModule loads a kernel module file in the guest after the RDMA modules it needs. The guest has no udev, so the
+// user-space interfaces (uverbs, rdma_cm, umad) are loaded here too.
 func LoadModule(ctx context.Context, m *qemu.Machine, file string, params ...string) error {
 	_, err := m.Run(ctx, "modprobe -a ib_uverbs rdma_ucm ib_umad && insmod "+file+" "+strings.Join(params, " "))
 	return err
 }
 
-// AddRXE makes a Linux SoftRoCE device on a guest's interface.
+// AddRXE creates a Linux SoftRoCE device on a guest's interface.
 func AddRXE(ctx context.Context, m *qemu.Machine, name, ifname string) error {
 	_, err := m.Run(ctx,
 		fmt.Sprintf("modprobe -a ib_uverbs rdma_ucm ib_umad rdma_rxe && rdma link add %s type rxe netdev %s", name, ifname))
 	return err
 }
 
-// WaitGuest waits until a shell condition holds in the guest. The loop runs there, so it costs no round trips.
+// WaitGuest waits until a shell condition holds in the guest. The loop runs in the guest, so polling costs no round
+// trips.
 func WaitGuest(ctx context.Context, m *qemu.Machine, cond string) error {
 	if _, err := m.Run(ctx, "until { "+cond+" ; } >/dev/null 2>&1; do sleep 0.05; done"); err != nil {
 		return fmt.Errorf("waiting for %q: %w", cond, err)
@@ -145,14 +146,14 @@ func WaitGuest(ctx context.Context, m *qemu.Machine, cond string) error {
 	return nil
 }
 
-// complaint matches what a kernel prints when something in it went wrong.
+// complaint matches the kernel's messages about defects.
 var complaint = regexp.MustCompile(`\b(WARNING:|BUG:|BUG [\w-]+ \(|pagealloc:|Oops|general protection fault|[Kk]ernel panic|Call Trace:|` +
 	`refcount_t:|UBSAN:|KASAN:|KCSAN:|INFO: task .* blocked|soft lockup|rcu: INFO|unregister_netdevice: waiting|leaked|Tainted: .*W)`)
 
 // KernelLog is the guest's kernel log.
 func KernelLog(ctx context.Context, m *qemu.Machine) (string, error) { return m.Run(ctx, "dmesg") }
 
-// KernelComplaints returns the lines of the guest's kernel log that report a defect, empty when there is none.
+// KernelComplaints returns the lines of the guest's kernel log that report a defect.
 func KernelComplaints(ctx context.Context, m *qemu.Machine) ([]string, error) {
 	text, err := KernelLog(ctx, m)
 	if err != nil {
@@ -161,7 +162,7 @@ func KernelComplaints(ctx context.Context, m *qemu.Machine) ([]string, error) {
 	return Complaints(text), nil
 }
 
-// Complaints picks the lines that report a defect out of a kernel log or console log.
+// Complaints returns the lines of a kernel log or console log that report a defect.
 func Complaints(log string) []string {
 	var bad []string
 	for l := range strings.Lines(log) {

@@ -1,8 +1,8 @@
-// Package lab builds what the VM tests and `make demo` share: "hosts" (network
-// namespaces with an underlay address and a running vnicd) and VMs on them.
+// Package lab builds what the VM tests and `make demo` share: "hosts" (network namespaces with an underlay address and
+// a running vnicd) and VMs on them.
 //
-// Everything goes through what a user has: the vnicd binary, its configuration
-// file, its control socket, stock programs in the guest. Close undoes all of it.
+// It uses only what a user has: the vnicd binary, its configuration file, its control socket, stock programs in the
+// guest.
 package lab
 
 import (
@@ -31,12 +31,11 @@ type Lab struct {
 	VNICD string
 	// Share is the directory that guests see as /host; vnicd.ko lies in it.
 	Share string
-	// KernelArgs are more words for the kernel command line of every VM.
+	// KernelArgs are appended to the kernel command line of every VM.
 	KernelArgs []string
 }
 
-// New prepares images, binary and, if asked for, the kernel module; progress goes
-// to log.
+// New prepares images, binary and, on request, the kernel module; progress goes to log.
 func New(ctx context.Context, log io.Writer, module bool) (*Lab, error) {
 	env, err := harness.Prepare(ctx, log)
 	if err != nil {
@@ -57,7 +56,7 @@ func New(ctx context.Context, log io.Writer, module bool) (*Lab, error) {
 	return l, nil
 }
 
-// Host is a "host": a namespace, an underlay address, a vnicd.
+// Host is a namespace with an underlay address and a vnicd.
 type Host struct {
 	lab *Lab
 	// Name is short; it is part of interface and directory names.
@@ -70,11 +69,11 @@ type Host struct {
 	Env []string
 	// Group, if set before Start and Config, bounds the memory of vnicd and of the VMs.
 	Group *harness.MemoryGroup
-	// Manager, if set before Start, keeps what vnicd leaves to the next vnicd.
+	// Manager, if set before Start, keeps the descriptors that vnicd passes to its successor.
 	Manager *harness.ServiceManager
 }
 
-// Host makes a host without links and without vnicd.
+// Host creates a host without links and without vnicd.
 func (l *Lab) Host(name string) (*Host, error) {
 	ns, err := harness.NewNamespace("vnicd-" + name)
 	if err != nil {
@@ -93,17 +92,15 @@ func (l *Lab) Underlay(a *Host, addrA netip.Prefix, b *Host, addrB netip.Prefix,
 	return errors.Join(a.NS.AddAddress("ul", addrA), b.NS.AddAddress("ul", addrB), a.RealWire(), b.RealWire())
 }
 
-// RealWire makes the host's underlay interface treat frames as a network card does
-// that leaves nothing undone on the wire: a veth pair otherwise hands over frames
-// larger than the MTU, and inner TCP checksums that nobody has computed.
+// RealWire makes the host's underlay interface behave like a physical one. By default a veth pair passes frames larger
+// than the MTU, and inner TCP segments without a checksum.
 func (h *Host) RealWire() error {
 	_, err := h.NS.Run(context.Background(), "ethtool", "-K", "ul",
 		"tso", "off", "gso", "off", "gro", "off", "tx-udp-segmentation", "off", "tx", "off")
 	return err
 }
 
-// Run writes the configuration (run-dir is added) and starts vnicd on the host;
-// it returns when the daemon answers.
+// Run writes the configuration (run-dir is added) and starts vnicd on the host. It returns when the daemon answers.
 func (h *Host) Run(ctx context.Context, yaml string) error {
 	path := filepath.Join(h.Dir, "vnicd.yaml")
 	text := fmt.Sprintf("host: %s\nrun-dir: %s\n%s%s", h.Name, h.Dir, ways.Config(yaml), yaml)
@@ -113,7 +110,7 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 	return h.Start(ctx)
 }
 
-// Launch starts vnicd with the configuration that Run wrote and waits for nothing. The process is the caller's.
+// Launch starts vnicd with the configuration that Run wrote, without waiting. The caller owns the process.
 func (h *Host) Launch() (*harness.Process, error) {
 	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"),
 		"--log-level", "debug"}
@@ -123,7 +120,7 @@ func (h *Host) Launch() (*harness.Process, error) {
 	return h.NS.Start(log, h.Env, argv...)
 }
 
-// Start is Launch, and returns when the daemon answers.
+// Start calls Launch and returns when the daemon answers.
 func (h *Host) Start(ctx context.Context) error {
 	p, err := h.Launch()
 	if err != nil {
@@ -132,7 +129,7 @@ func (h *Host) Start(ctx context.Context) error {
 	h.Proc = p
 	h.lab.Add(p.Kill)
 	if h.Group != nil {
-		// Not by a wrapper: `ip netns exec` hides the cgroups. It has hardly any memory yet.
+		// A wrapper would not work: `ip netns exec` hides the cgroups. vnicd has hardly any memory yet.
 		if err := h.Group.Add(p.PID()); err != nil {
 			return err
 		}
@@ -145,7 +142,7 @@ func (h *Host) Start(ctx context.Context) error {
 		}
 		select {
 		case <-p.Done():
-			return fmt.Errorf("vnicd on %s ended: %s", h.Name, p.LogTail())
+			return fmt.Errorf("vnicd on %s exited: %s", h.Name, p.LogTail())
 		case <-ctx.Done():
 			return fmt.Errorf("vnicd on %s does not answer: %s", h.Name, p.LogTail())
 		case <-time.After(20 * time.Millisecond):
@@ -153,7 +150,7 @@ func (h *Host) Start(ctx context.Context) error {
 	}
 }
 
-// Stop ends vnicd in good order and reports a bad exit status.
+// Stop stops vnicd with SIGTERM and reports a bad exit status.
 func (h *Host) Stop(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -165,7 +162,7 @@ func (h *Host) CLI(ctx context.Context, args ...string) (string, error) {
 	return h.NS.Run(ctx, append([]string{h.lab.VNICD, "-c", filepath.Join(h.Dir, "vnicd.yaml")}, args...)...)
 }
 
-// Status is `vnicd status -j`, decoded loosely.
+// Status returns the decoded output of `vnicd status -j`.
 func (h *Host) Status(ctx context.Context) (map[string]any, error) {
 	out, err := h.CLI(ctx, "status", "-j")
 	if err != nil {
@@ -175,7 +172,7 @@ func (h *Host) Status(ctx context.Context) (map[string]any, error) {
 	return m, json.Unmarshal([]byte(out), &m)
 }
 
-// Log is the daemon's log so far.
+// Log returns the daemon's log so far.
 func (h *Host) Log() string {
 	b, err := os.ReadFile(filepath.Join(h.Dir, "vnicd.log"))
 	if err != nil {
@@ -184,7 +181,7 @@ func (h *Host) Log() string {
 	return string(b)
 }
 
-// VM describes a guest that is attached to a host's vnicd.
+// VM describes a guest attached to a host's vnicd.
 type VM struct {
 	Name string
 	MAC  string
@@ -195,18 +192,18 @@ type VM struct {
 	MemoryMiB, SwapMiB int
 	// Budget is the VM's memory-budget, such as 64MiB; "": none.
 	Budget string
-	// KernelArgs are more words for the kernel command line.
+	// KernelArgs are appended to the kernel command line.
 	KernelArgs []string
-	// NoHCA leaves the HCA away: virtio-net only.
+	// NoHCA omits the HCA: virtio-net only.
 	NoHCA bool
-	// Queues are virtio-net's queue pairs, as the configuration says; 0: one.
+	// Queues is the number of virtio-net queue pairs in the configuration; 0: one.
 	Queues int
 	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.
 	Tap string
 }
 
-// Config is the QEMU configuration of a guest on h. queues comes from
-// `vnicd qemu-args`, so that the printed arguments are what is tried.
+// Config returns the QEMU configuration of a guest on h. The HCA's arguments come from `vnicd qemu-args`, so that the
+// tests use what users are told.
 func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 	if v.MTU == 0 {
 		v.MTU = 1450
@@ -248,7 +245,7 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 	nic.Socket = filepath.Join(h.Dir, v.Name+".net")
 	cfg.NICs = []qemu.NIC{nic}
 	if !v.NoHCA {
-		// The device's arguments are taken from the command a user would run.
+		// Take the device's arguments from the command that a user would run.
 		out, err := h.CLI(ctx, "qemu-args", v.Name, "--no-memory", "--lines")
 		if err != nil {
 			return cfg, err

@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 )
 
-// Traffic keeps ib_write_bw going between two ends until stop is called, which says whether it worked.
+// Traffic runs ib_write_bw between two ends until stop is called; stop returns the first error.
 func Traffic(ctx context.Context, client, server End) (stop func() error) {
 	end, done := make(chan struct{}), make(chan error, 1)
 	go func() {
@@ -30,8 +30,9 @@ func Traffic(ctx context.Context, client, server End) (stop func() error) {
 	return func() error { close(end); return <-done }
 }
 
-// WatchPage opens a daemon's web page while vms are at work: they are in its picture, their rates are there and move,
-// the page has nothing to complain of and asks nobody but the daemon. The last of vms is then shown in detail.
+// WatchPage opens a daemon's web page while vms transfer data. It checks that the page draws them and that their rates
+// change, that the page reports no errors, and that it requests nothing from other origins. The last VM's details are
+// left open.
 func WatchPage(ctx context.Context, b *harness.Browser, where string, vms ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
@@ -60,11 +61,11 @@ func WatchPage(ctx context.Context, b *harness.Browser, where string, vms ...str
 		}
 	}
 	if bad := b.Complaints(); len(bad) > 0 {
-		return fmt.Errorf("the page complains: %q", bad)
+		return fmt.Errorf("the page reports errors: %q", bad)
 	}
 	for _, r := range b.Requests() {
 		if !strings.HasPrefix(r, where) {
-			return fmt.Errorf("the page asks for %s", r)
+			return fmt.Errorf("the page requests %s", r)
 		}
 	}
 	return nil

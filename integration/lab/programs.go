@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 )
 
-// Device is the RDMA device's name in guests with our module.
+// Device is the RDMA device's name in guests that run our module.
 const Device = "vnic0"
 
 // LoadModule loads vnicd.ko in a guest and waits until the RDMA device is active
@@ -52,16 +52,15 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 	return strconv.Atoi(fields[0])
 }
 
-// limit is how long a program may take unless it is said otherwise.
+// limit bounds a program's run time by default.
 const limit = 4 * time.Minute
 
-// limited ends a program that hangs (status 124): no test waits for one for ever.
+// limited ends a program that hangs (status 124), so that no test waits for ever.
 func limited(d time.Duration, cmd string) string {
 	return fmt.Sprintf("exec timeout -k 5 %d %s", int(d.Seconds()), cmd)
 }
 
-// Listen starts a server program in a guest and waits until it listens on the TCP
-// port (0: an rdma_cm listener).
+// Listen starts a server program in a guest and waits until it listens on the TCP port (0: an rdma_cm listener).
 func Listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
 	return listen(ctx, server, limited(limit, cmd), port)
 }
@@ -73,7 +72,7 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 	}
 	wctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	// Ends early if the server does.
+	// The wait ends early if the server exits.
 	listens := fmt.Sprintf("ss -ltnH | grep -q :%d", port)
 	if port == 0 {
 		listens = "rdma resource show cm_id | grep -q 'state LISTEN'"
@@ -87,7 +86,7 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 	return p, nil
 }
 
-// finish waits a minute for a program to end, then tells what its queue pairs do, and kills it.
+// finish waits a minute for a program to exit; then it reports the state of the queue pairs and kills the program.
 func finish(ctx context.Context, m *qemu.Machine, p *qemu.Process) (qemu.Result, error) {
 	wctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -100,14 +99,13 @@ func finish(ctx context.Context, m *qemu.Machine, p *qemu.Process) (qemu.Result,
 	return r, err
 }
 
-// Pair runs a server program in one guest (Listen), the client in the other (same
-// guest permitted), and waits for both.
+// Pair runs a server program in one guest (Listen) and the client in the other or the same guest, and waits for both.
 func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *qemu.Machine, clientCmd string,
 	port int) (serverOut, clientOut string, err error) {
 	return PairFor(ctx, limit, server, serverCmd, client, clientCmd, port)
 }
 
-// PairFor is Pair with a limit of its own.
+// PairFor is Pair with a given time limit.
 func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverCmd string, client *qemu.Machine,
 	clientCmd string, port int) (serverOut, clientOut string, err error) {
 	p, err := listen(ctx, server, limited(d, serverCmd), port)
@@ -142,24 +140,23 @@ type End struct {
 	VM     *qemu.Machine
 	Device string
 	GID    int
-	Addr   string // without length
-	// Opts are more options for this end's programs, such as on-demand paging here only.
+	Addr   string // without prefix length
+	// Opts are options for this end's programs only, such as on-demand paging.
 	Opts string
 }
 
-// NewEnd looks up the GID index.
+// NewEnd returns an end and looks up its GID index.
 func NewEnd(ctx context.Context, m *qemu.Machine, device, addr string) (End, error) {
 	gid, err := GIDIndex(ctx, m, device)
 	a, _, _ := strings.Cut(addr, "/")
 	return End{VM: m, Device: device, GID: gid, Addr: a}, err
 }
 
-// perftestPort is perftest's and the pingpongs' TCP port.
+// perftestPort is the TCP port of perftest and the pingpongs.
 const perftestPort = 18515
 
-// Perftest runs a perftest program (ib_write_bw ...) with the client on one end
-// and the server on the other; opts go to both. -F silences the warnings that the
-// emulated CPU's clock causes.
+// Perftest runs a perftest program (ib_write_bw ...) with the client on one end and the server on the other; opts go to
+// both. -F suppresses the warnings about the emulated CPU's clock.
 func Perftest(ctx context.Context, client, server End, program string, opts ...string) (string, error) {
 	cmd := func(e End) string {
 		return fmt.Sprintf("%s -F -d %s -x %d %s %s", program, e.Device, e.GID, e.Opts, strings.Join(opts, " "))
@@ -168,8 +165,8 @@ func Perftest(ctx context.Context, client, server End, program string, opts ...s
 	return out, err
 }
 
-// Pingpong runs an ibv_*_pingpong program. If opts have it compare what the server received, the first byte of each
-// page (-c), it is an error if that is wrong; the program only says so.
+// Pingpong runs an ibv_*_pingpong program. With -c the program compares the first byte of each page and only prints a
+// mismatch; here a mismatch is an error.
 func Pingpong(ctx context.Context, client, server End, program string, opts ...string) (string, error) {
 	cmd := func(e End) string {
 		return fmt.Sprintf("%s -d %s -g %d %s %s", program, e.Device, e.GID, e.Opts, strings.Join(opts, " "))
@@ -181,19 +178,18 @@ func Pingpong(ctx context.Context, client, server End, program string, opts ...s
 	return out, err
 }
 
-// invalidData is what a pingpong prints about a page, and ends well all the same.
+// invalidData is the message about a wrong page; the program exits with status 0 nevertheless.
 const invalidData = "invalid data in page"
 
 // Row is one line of perftest's table.
 type Row []float64
 
-// number: a standard deviation is the root of what rounding may have made negative; and if a busy machine keeps
-// perftest from finding out how fast the processor's clock is, times are infinite.
+// number matches a column. A standard deviation may be the root of a rounded, negative number; on a busy machine
+// perftest may fail to measure the clock and print infinite times.
 var number = regexp.MustCompile(`^\s*\d+(\s+([\d.]+|-?nan|inf))+\s*$`)
 
-// Rows picks the lines of numbers out of perftest's output: for *_bw bytes,
-// iterations, peak MB/s, average MB/s, Mmsg/s; for *_lat bytes, iterations,
-// t_min, t_max, t_typical, t_avg, t_stdev, 99%, 99.9% in microseconds.
+// Rows returns the number lines of perftest's output: for *_bw bytes, iterations, peak MB/s, average MB/s, Mmsg/s; for
+// *_lat bytes, iterations, t_min, t_max, t_typical, t_avg, t_stdev, 99%, 99.9% in microseconds.
 func Rows(out string) []Row {
 	var rows []Row
 	for line := range strings.Lines(out) {
@@ -212,10 +208,10 @@ func Rows(out string) []Row {
 	return rows
 }
 
-// Bandwidth is the average MiB/s of the last row of a *_bw run.
+// Bandwidth returns the average MiB/s of the last row of a *_bw run.
 func Bandwidth(out string) (float64, error) { return column(out, 3) }
 
-// Latency is the typical latency in microseconds of the last row of a *_lat run.
+// Latency returns the typical latency in microseconds of the last row of a *_lat run.
 func Latency(out string) (float64, error) { return column(out, 4) }
 
 func column(out string, i int) (float64, error) {

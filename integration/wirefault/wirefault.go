@@ -1,6 +1,6 @@
-// Package wirefault is a wire with faults: it relays Ethernet frames between two
-// interfaces and loses, reorders, duplicates or marks a share of them. The kernel of the
-// build machine has neither netem nor a queue that marks; this also makes the faults repeatable (a seed).
+// Package wirefault is a wire with faults: it relays Ethernet frames between two interfaces and loses, reorders,
+// duplicates or marks a share of them. The build machine's kernel has neither netem nor a marking qdisc; here the
+// faults are also repeatable, by seed.
 package wirefault
 
 import (
@@ -16,18 +16,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Policy says which share of the UDP frames suffers, in parts per thousand.
-// Other frames (ARP, ND) pass untouched, so that the hosts find each other.
+// Policy sets the share of UDP frames that suffer each fault, in parts per thousand. Other frames (ARP, ND) pass
+// untouched, so that the hosts resolve each other's addresses.
 type Policy struct {
 	Drop, Reorder, Duplicate int
-	// Congest is what a router's queue does (RFC 3168): a frame that is ECN-capable is marked, another is dropped.
+	// Congest is the share that is treated as by a router's queue (RFC 3168): ECN-capable frames are marked, others
+	// dropped.
 	Congest int
-	// Distance is how many frames overtake a reordered one (default 3).
+	// Distance is the number of frames that overtake a reordered one (default 3).
 	Distance int
 	Seed     int64
 }
 
-// Counters of one relay, both directions together.
+// Counters count both directions of one relay.
 type Counters struct{ Frames, Dropped, Reordered, Duplicated, Marked atomic.Uint64 }
 
 // Wire is a running relay.
@@ -40,8 +41,7 @@ type Wire struct {
 	once   sync.Once
 }
 
-// Start relays between interfaces a and b of the named network namespace. Both
-// must be up. Close ends it.
+// Start relays between interfaces a and b of the named network namespace. Both must be up. Close stops the relay.
 func Start(ns, a, b string, p Policy) (*Wire, error) {
 	w := &Wire{fds: [2]int{-1, -1}, stop: -1}
 	w.SetPolicy(p)
@@ -81,7 +81,7 @@ func (w *Wire) SetPolicy(p Policy) {
 	w.policy.Store(&p)
 }
 
-// Close stops the relay and waits for it. It may be called twice.
+// Close stops the relay and waits for it. Idempotent.
 func (w *Wire) Close() error {
 	w.once.Do(func() {
 		_, _ = unix.Write(w.stop, []byte{1, 0, 0, 0, 0, 0, 0, 0})
@@ -99,7 +99,7 @@ func (w *Wire) closeFDs() {
 	}
 }
 
-// inNamespace runs f on a thread of that namespace and throws the thread away.
+// inNamespace runs f on a thread of that namespace, which ends with f.
 func inNamespace(ns string, f func() error) error {
 	done := make(chan error, 1)
 	go func() {
@@ -147,7 +147,7 @@ func packetSocket(name string) (int, error) {
 	return fd, nil
 }
 
-// held is a frame that later ones overtake.
+// held is a frame delayed until later ones have overtaken it.
 type held struct {
 	frame []byte
 	left  int
@@ -168,7 +168,7 @@ func (w *Wire) relay(from, to int, dir int64) {
 	}
 	for {
 		fds := []unix.PollFd{{Fd: int32(from), Events: unix.POLLIN}, {Fd: int32(w.stop), Events: unix.POLLIN}}
-		// A held frame must not wait for ever for others to overtake it.
+		// Send held frames after a while even if none follow.
 		timeout := -1
 		if len(late) > 0 {
 			timeout = 5
@@ -228,7 +228,7 @@ func (w *Wire) relay(from, to int, dir int64) {
 	}
 }
 
-// isUDP tells IPv4 and IPv6 frames that carry UDP (the tunnels).
+// isUDP reports whether an IPv4 or IPv6 frame carries UDP (the tunnels).
 func isUDP(f []byte) bool {
 	switch {
 	case len(f) >= 34 && f[12] == 0x08 && f[13] == 0x00:
@@ -239,9 +239,9 @@ func isUDP(f []byte) bool {
 	return false
 }
 
-// mark sets congestion experienced in the frame's outer IP header, or tells that it is not ECN-capable.
+// mark sets congestion experienced in the frame's outer IP header, or returns false if the frame is not ECN-capable.
 func mark(f []byte) bool {
-	if f[12] == 0x86 { // IPv6: the traffic class's last bits are in the middle of a byte
+	if f[12] == 0x86 { // IPv6: the ECN bits are in the middle of a byte
 		if f[15]&0x30 == 0 {
 			return false
 		}
@@ -253,7 +253,7 @@ func mark(f []byte) bool {
 		return false
 	}
 	f[15] |= 3
-	// RFC 1624: one word of the header has grown by the difference.
+	// RFC 1624: update the checksum by the difference.
 	sum := uint32(^binary.BigEndian.Uint16(f[24:])) + uint32(f[15]-tos)
 	binary.BigEndian.PutUint16(f[24:], ^uint16(sum+sum>>16))
 	return true

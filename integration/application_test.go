@@ -15,9 +15,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestHostApplications: programs of the host (PF-4, MT-10) and VMs on the same host and on another exchange messages,
-// each as server and as client, with pinned memory and with pages on demand; the VMs run the distribution's
-// ibv_rc_pingpong. A program that is killed leaves nothing.
+// TestHostApplications: programs of the host (PF-4, MT-10) exchange messages with VMs on the same host and on another,
+// as server and as client, with pinned memory and with on-demand pages. The VMs run the distribution's ibv_rc_pingpong.
+// A killed program leaves nothing behind.
 func TestHostApplications(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -26,8 +26,8 @@ func TestHostApplications(t *testing.T) {
 		"../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	// The configuration gets the applications while everything runs. TCP, for the programs' first words, goes through the
-	// host's port.
+	// Add the applications to the running daemon's configuration. The programs exchange their parameters over TCP
+	// through the host's port.
 	conf := filepath.Join(w.a.Dir, "vnicd.yaml")
 	f := must[*os.File](t)(os.OpenFile(conf, os.O_APPEND|os.O_WRONLY, 0))
 	_, err := f.WriteString(`applications:
@@ -101,10 +101,10 @@ func TestHostApplications(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// killedApplication kills the program while a VM talks to it: the device has nothing of it, and the next program gets
-// the place. If it is the VM's turn to send, its program ends with an error. At any other moment it may be waiting for
-// a message, its own being acknowledged (the device outlives the program by the milliseconds that the kernel takes to
-// end it), and nothing will ever tell it, as with any HCA: then it is ended here.
+// killedApplication kills the program while a VM talks to it: the device releases all its objects, and the next program
+// gets the address. If the VM's program sends next, it ends with an error. Otherwise it may wait for a message after
+// its own was acknowledged (the device outlives the program by the milliseconds that the kernel takes to end it) and
+// never learns of the end, as with any HCA; then the test ends it.
 func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End, vmsTurn bool,
 	serve func(*testing.T, string) *harness.Process) {
 	p := serve(t, "-n 1000000")
@@ -116,7 +116,7 @@ func killedApplication(ctx context.Context, t *testing.T, w *twoHosts, b lab.End
 	first := received()
 	eventually(ctx, t, "messages come", func() bool { return received() != first })
 	if vmsTurn {
-		// The program answers at once, so a VM that is stopped has its turn soon.
+		// The host's program answers at once, so the stopped VM program is the next to send.
 		run(ctx, t, b.VM, "pkill -STOP -x ibv_rc_pingpong")
 		was := ""
 		eventually(ctx, t, "the program has answered", func() bool {

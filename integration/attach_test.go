@@ -13,8 +13,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestHotAttach plugs both faces into VMs that were started without them, and takes them out again; every failure
-// leaves QEMU as it was.
+// TestHotAttach attaches both faces to VMs that were started without them, and detaches them. Every failure leaves QEMU
+// unchanged.
 func TestHotAttach(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("a"))
@@ -49,18 +49,18 @@ vms:
 	parts := func() string { return qemuParts(ctx, t, m.QMP()) }
 	none := parts()
 
-	// A guest without drivers: undone.
+	// Without drivers in the guest everything is undone.
 	attach("no driver in the guest brought up the virtio-net and the HCA (is vnicd.ko loaded in the guest?) within 2s; the devices were taken out again", "--wait", "2s")
 	if now := parts(); now != none {
 		t.Fatalf("a failed attach left %q", now)
 	}
-	// Without the HCA's driver: undone too, though half of it worked.
+	// Without the HCA's driver everything is undone, although virtio-net came up.
 	run(ctx, t, m, "modprobe -a virtio_pci virtio_net")
 	attach("no driver in the guest brought up the HCA (is", "--wait", "5s")
 	if now := parts(); now != none {
 		t.Fatalf("a failed attach left %q", now)
 	}
-	// A place that does not exist: the virtio-net is in already then.
+	// The HCA's bus does not exist; virtio-net has been plugged by then.
 	attach("Bus 'rp9' not found", "--hca-bus", "rp9")
 	if now := parts(); now != none {
 		t.Fatalf("a failed attach left %q", now)
@@ -85,12 +85,12 @@ vms:
 	}
 	if out, err := h.CLI(ctx, "detach", "--qmp", monitor, "vm1"); err == nil ||
 		!strings.Contains(err.Error(), "not attached") {
-		t.Errorf("detach of what is not attached: %q, %v", out, err)
+		t.Errorf("detach without attach: %q, %v", out, err)
 	}
 	quietKernels(ctx, t, m)
 }
 
-// qemuParts names what attach adds to a QEMU.
+// qemuParts lists the objects that attach adds to a QEMU.
 func qemuParts(ctx context.Context, t *testing.T, c *qmp.Client) string {
 	t.Helper()
 	var parts []string
@@ -105,7 +105,7 @@ func qemuParts(ctx context.Context, t *testing.T, c *qmp.Client) string {
 	return strings.Join(parts, " ")
 }
 
-// testUnsuitable tries VMs that were not made for it. They never run: -S.
+// testUnsuitable tries VMs that were started without what attach needs. They are never run (-S).
 func testUnsuitable(ctx context.Context, t *testing.T, l *lab.Lab, h *lab.Host) {
 	shared := append([]string{"-M", qemu.MachineType}, qemu.MemoryArgs(128, false)...)
 	for i, x := range []struct {

@@ -17,7 +17,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// vnicd runs the binary as a user would and returns all it printed and its status.
+// vnicd runs the binary as a user would and returns its output and exit status.
 func vnicd(t *testing.T, l *lab.Lab, argv ...string) (out string, status int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -33,12 +33,12 @@ func vnicd(t *testing.T, l *lab.Lab, argv ...string) (out string, status int) {
 	return string(b), 0
 }
 
-// TestBadInput: every mistake has a message that says what is wrong and what was
-// expected, an exit status, and leaves nothing behind.
+// TestBadInput: for every mistake there is a message that names it and what was expected, and an exit status. Nothing
+// is left behind.
 func TestBadInput(t *testing.T) {
 	l, ctx := newLab(t)
 	dir := t.TempDir()
-	// Readable for a user without privileges.
+	// An unprivileged user must be able to read it.
 	check(t, os.Chmod(dir, 0o755))
 	check(t, os.Chmod(filepath.Dir(dir), 0o755))
 	file := func(text string) string {
@@ -70,7 +70,7 @@ func TestBadInput(t *testing.T) {
 		{"unknown command", []string{l.VNICD, "fly"}, []string{`unknown command "fly"`}, 2},
 		{"not running", []string{l.VNICD, "status", "--control", dir + "/nobody.sock"}, []string{"no vnicd at", "vnicd run"},
 			1},
-		{"underlay address of somebody else", []string{l.VNICD, "run", "-c",
+		{"underlay address not of this host", []string{l.VNICD, "run", "-c",
 			file("run-dir: " + dir + "/run\nvtep: {local: 198.51.100.9}\n")}, []string{"198.51.100.9"}, 1},
 		{"no privilege for a TAP", []string{"setpriv", "--reuid=65534", "--clear-groups", "--bounding-set=-all",
 			"--inh-caps=-all", l.VNICD, "run", "-c", file("run-dir: " + filepath.Join(nobodyDir(t), "r") +
@@ -81,7 +81,7 @@ func TestBadInput(t *testing.T) {
 			[]string{"/run/vnicd-of-root", "run-dir"}, 1},
 	} {
 		t.Run(x.name, func(t *testing.T) {
-			// The binary must be reachable for the unprivileged user too.
+			// The unprivileged user must reach the binary too.
 			out, code := vnicd(t, l, publicBinary(t, l, x.argv)...)
 			if code != x.code {
 				t.Errorf("exit status %d, want %d", code, x.code)
@@ -114,7 +114,7 @@ func TestBadInput(t *testing.T) {
 	t.Run("guest", func(t *testing.T) { badGuests(ctx, t, l) })
 }
 
-// publicBinary replaces the daemon's path by that of a copy which every user may run.
+// publicBinary replaces the daemon's path with that of a copy that every user may run.
 func publicBinary(t *testing.T, l *lab.Lab, argv []string) []string {
 	t.Helper()
 	if argv[0] == l.VNICD {
@@ -133,7 +133,7 @@ func publicBinary(t *testing.T, l *lab.Lab, argv []string) []string {
 	return out
 }
 
-// nobodyDir is a directory of the user nobody.
+// nobodyDir returns a directory owned by the user nobody.
 func nobodyDir(t *testing.T) string {
 	t.Helper()
 	d, err := os.MkdirTemp("/tmp", "vnicd-nobody-")
@@ -144,13 +144,13 @@ func nobodyDir(t *testing.T) string {
 	return d
 }
 
-// badGuests: memory that is not shared, and a module with another ABI version.
+// badGuests boots a guest whose memory is not shared, and loads a module with another ABI version.
 func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 	h := must[*lab.Host](t)(l.Host("bad"))
 	check(t, h.Run(ctx,
 		"networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: vm2, network: blue, mac: \"02:00:00:00:00:02\"}\n"))
 
-	// The module with another ABI version: the same source with one number changed.
+	// Build the module with another ABI version: the same source with one number changed.
 	src := filepath.Join(l.Dir, "other-abi")
 	_, err := (&harness.Namespace{}).Shell(ctx, fmt.Sprintf(
 		"cp -r '%s/guestdrv/linux' '%s' && sed -i 's/^#define VNICD_ABI_VERSION.*/#define VNICD_ABI_VERSION 99/' '%s/vnicd_abi.h'", l.Env.Root, src, src))
@@ -173,7 +173,7 @@ func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 	check(t, harness.LoadModule(ctx, ms[0], "/host/vnicd.ko")) // the right one still works
 	quietKernels(ctx, t, ms...)
 
-	// The guest does not come up with a dead network; that is not waited for.
+	// The guest does not come up without its network; do not wait for it.
 	boot, cancel := context.WithCancel(ctx)
 	defer cancel()
 	booted := make(chan error, 1)

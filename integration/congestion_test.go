@@ -11,10 +11,10 @@ import (
 	"github.com/vnicd/vnicd/integration/wirefault"
 )
 
-// TestCongestedRouter: programs of two hosts exchange large messages through a router that is congested and marks what
-// is ECN-capable, and drops what is not (MT-8, RFC 6040). Marks go from the outer header to the receiving QP, and as
-// CNPs to the sending one (A17.9.3), and nothing is lost; with `ecn: false` there are none, and what is lost is sent
-// again.
+// TestCongestedRouter: programs of two hosts exchange large messages through a congested router that marks ECN-capable
+// packets and drops others (MT-8, RFC 6040). Marks pass from the outer header to the receiving QP and return to the
+// sending QP as CNPs (A17.9.3); nothing is lost. With `ecn: false` there are no marks, and lost packets are
+// retransmitted.
 func TestCongestedRouter(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	program := filepath.Join(l.Dir, "pingpong")
@@ -62,9 +62,9 @@ func TestCongestedRouter(t *testing.T) {
 			case ecn && (marked == 0 || dropped != 0 || sum["selective_acks_sent"]+sum["tx_naks"] != 0):
 				t.Error("want packets marked and none lost")
 			case ecn && (seen > marked || seen < marked/2 || heeded > sent || heeded < sent/2 || heeded == 0):
-				t.Errorf("%d packets marked, %d seen, %d CNPs sent, %d heeded", marked, seen, sent, heeded)
+				t.Errorf("%d packets marked, %d received with a mark, %d CNPs sent, %d handled", marked, seen, sent, heeded)
 			case !ecn && (dropped == 0 || sum["retransmits"] < dropped/2 || marked+seen+sent != 0):
-				t.Error("want packets lost and sent again, and none marked")
+				t.Error("want packets lost and retransmitted, and none marked")
 			}
 			for _, h := range hosts {
 				check(t, h.Stop(ctx))

@@ -23,9 +23,10 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestConnections: two tenants with the same addresses run rdma_cm connections at once between two hosts; `vnicd
-// connection` shows them; the far VMs come to be reached by another VTEP while the connections are open, and these go
-// on; what is forged on the underlay is dropped and counted, and nothing is learnt from it (MT-3 to MT-6, MT-9).
+// TestConnections: two tenants with equal addresses run rdma_cm connections between two hosts at the same time; `vnicd
+// connection` shows them. The remote VMs become reachable through another VTEP while the connections are open, and the
+// connections continue. Packets forged on the underlay are dropped and counted, and nothing is learnt from them (MT-3
+// to MT-6, MT-9).
 func TestConnections(t *testing.T) {
 	l, ctx := newLab(t)
 	h1, h2 := must[*lab.Host](t)(l.Host("h1")), must[*lab.Host](t)(l.Host("h2"))
@@ -61,7 +62,7 @@ vms:
 		check(t, lab.LoadModule(ctx, m))
 	}
 
-	// Both tenants talk all the time from here on.
+	// From here on both tenants exchange data all the time.
 	pings := func(i int) int {
 		n, _ := strconv.Atoi(strings.TrimSpace(run(ctx, t, ms[i], "grep -c 'ping data' /tmp/rping.log || true")))
 		return n
@@ -74,7 +75,7 @@ vms:
 		t.Helper()
 		for i, name := range tenants {
 			n := pings(i)
-			eventually(ctx, t, fmt.Sprintf("%s: %s pings on (%d so far)", what, name, n), func() bool { return pings(i) > n+20 })
+			eventually(ctx, t, fmt.Sprintf("%s: %s continues to ping (%d so far)", what, name, n), func() bool { return pings(i) > n+20 })
 		}
 	}
 	progress("at first")
@@ -113,7 +114,7 @@ vms:
 	t.Run("forged", func(t *testing.T) { forged(ctx, t, h1, h2, far["blue"]) })
 	progress("after the forged packets")
 
-	// against runs a server beside those that listen already, and its client.
+	// against runs a server beside the existing listeners, and its client.
 	against := func(t *testing.T, i int, server, client string) {
 		t.Helper()
 		listeners := func() string {
@@ -132,7 +133,7 @@ vms:
 	t.Run("ucmatose", func(t *testing.T) {
 		against(t, 0, "ucmatose -c 8 -C 20 -p 7999", "ucmatose -s 10.0.0.2 -c 8 -C 20 -p 7999")
 	})
-	t.Run("udaddy", func(t *testing.T) { // a service ID is resolved to a datagram queue pair
+	t.Run("udaddy", func(t *testing.T) { // the service ID is resolved to a datagram queue pair
 		against(t, 1, "udaddy", "udaddy -s 10.0.0.2")
 		for _, h := range []*lab.Host{h1, h2} {
 			if !slices.ContainsFunc(connections(ctx, t, h), func(c vmConnection) bool {
@@ -144,7 +145,7 @@ vms:
 		}
 	})
 
-	// h2 sends from, and is reached at, its other address: for h1 that is another VTEP.
+	// Rewrite h2's address to its other one in both directions: h1 sees another VTEP.
 	must[string](t)(h2.NS.Run(ctx, "nft", `table ip moved {
 		chain in { type filter hook prerouting priority -300; ip daddr 192.0.2.12 udp dport 4789 ip daddr set 192.0.2.2; }
 		chain out { type filter hook postrouting priority 300; ip saddr 192.0.2.2 udp dport 4789 ip saddr set 192.0.2.12; }
@@ -163,12 +164,12 @@ vms:
 	}
 	t.Logf("after the move, on h1:\n%s", must[string](t)(h1.CLI(ctx, "connection")))
 
-	// The end is seen, too.
+	// Closed connections disappear from the table.
 	for i := range tenants {
 		run(ctx, t, ms[i], "pkill -INT rping; while pgrep rping; do sleep 0.1; done")
 	}
 	for _, h := range []*lab.Host{h1, h2} {
-		eventually(ctx, t, "no connection is left on "+h.Name, func() bool { return len(established(h)) == 0 })
+		eventually(ctx, t, "no connections on "+h.Name, func() bool { return len(established(h)) == 0 })
 	}
 	quietKernels(ctx, t, ms...)
 }
@@ -185,7 +186,7 @@ func connections(ctx context.Context, t *testing.T, h *lab.Host) (list []vmConne
 	return list
 }
 
-// forged sends packets with something forged from h1's underlay to h2, where c is a connection of the blue VM.
+// forged sends packets with one forged field from h1's underlay to h2, where c is a connection of the blue VM.
 func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection) {
 	counts := func() map[string]uint64 {
 		var s struct {
@@ -279,7 +280,7 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 	} {
 		start := counts()[tc.reason]
 		check(t, inject(h1, netip.MustParseAddr(tc.from), netip.MustParseAddr("192.0.2.2"), tc.p))
-		eventually(ctx, t, fmt.Sprintf("%s is counted as %s", tc.name, tc.reason),
+		eventually(ctx, t, fmt.Sprintf("%s counted as %s", tc.name, tc.reason),
 			func() bool { return counts()[tc.reason] > start })
 		if after := known(); after != before {
 			t.Errorf("%s: something was learnt:\n%s\nbefore:\n%s", tc.name, after, before)
@@ -287,7 +288,7 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 	}
 }
 
-// inject sends a packet on a host's underlay through a raw socket, from any address.
+// inject sends a packet with any source address on a host's underlay through a raw socket.
 func inject(h *lab.Host, from, to netip.Addr, p *cmtest.Packet) error {
 	inner, err := p.Bytes()
 	if err != nil {

@@ -8,9 +8,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// inContainer runs a command in a root of another Debian release, with namespaces of its
-// own as a container has them, and with what a container runtime hands in: the device
-// nodes of RDMA and a read-only /sys. The network is the guest's.
+// inContainer runs a command in a root of another Debian release, with its own namespaces and with what a container
+// runtime provides: the RDMA device nodes and a read-only /sys. It uses the guest's network.
 const inContainer = `unshare --mount --uts --ipc --pid --fork sh -ec '
 mount --bind /mnt/container /mnt/container
 cd /mnt/container
@@ -23,8 +22,8 @@ cp -a /dev/infiniband/. dev/infiniband
 cp -a /dev/null /dev/zero /dev/random /dev/urandom dev
 exec chroot . "$@"' sh `
 
-// TestContainer: a program in a container of another Debian release, with that release's
-// own rdma-core and nothing of ours, uses the HCA.
+// TestContainer: a program in a container of another Debian release, with that release's rdma-core and none of our
+// files, uses the HCA.
 func TestContainer(t *testing.T) {
 	l, ctx := newLab(t)
 	disk := must[string](t)(l.Builder.Container(ctx))
@@ -35,7 +34,7 @@ func TestContainer(t *testing.T) {
 	const version = "cat /etc/debian_version; dpkg-query -W -f '${Version}' ibverbs-providers"
 	in := run(ctx, t, guest.VM, inContainer+"sh -c \""+strings.ReplaceAll(version, "$", `\$`)+"\"")
 	if out := run(ctx, t, guest.VM, version); in == out {
-		t.Fatalf("the container is no other release than the guest: %s", out)
+		t.Fatalf("the container has the same release as the guest: %s", out)
 	}
 	t.Log("in the container:", in)
 	if out := run(ctx, t, guest.VM, inContainer+"ibv_devinfo -v -d "+lab.Device); !strings.Contains(out, "PORT_ACTIVE") {

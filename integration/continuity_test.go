@@ -16,11 +16,9 @@ import (
 
 var restarts = flag.Int("restarts", 3, "how often TestContinuity kills vnicd; 20 for the long test")
 
-// TestContinuity: vnicd is killed (and, every third time, stopped in good order) and
-// started again under two VMs with an RC connection at work and a TCP stream between
-// them. The stream goes on; the RDMA programs, those that poll as those that sleep, end
-// with errors by themselves; the HCA comes back by itself and works again. Nothing is
-// left over on host or guest.
+// TestContinuity: vnicd is killed (every third time stopped) and started again while two VMs have an RC connection in
+// use and a TCP stream between them. The stream continues. RDMA programs, polling and sleeping ones, end with errors by
+// themselves; the HCA comes back by itself and works again. Nothing is left over on host or guest.
 func TestContinuity(t *testing.T) {
 	l, ctx := newLab(t)
 	w := makeTwoHosts(ctx, t, l, func(w *twoHosts) {
@@ -52,7 +50,7 @@ func TestContinuity(t *testing.T) {
 		if i%2 == 1 {
 			victim, vm = w.b, w.vms[1]
 		}
-		// Some poll, some sleep.
+		// Some programs poll, some sleep.
 		programs := map[string]*qemu.Process{}
 		programs["client that polls"], programs["server that polls"] = w.stream(ctx, t, a, b)
 		const pingpong = "exec timeout -k 5 200 ibv_rc_pingpong -e -n 100000000 -p 18599 -d vnic0 -g %d %s"
@@ -70,15 +68,15 @@ func TestContinuity(t *testing.T) {
 			<-victim.Proc.Done()
 		}
 		check(t, victim.Start(ctx))
-		// Whose vnicd was away must notice, and who sends to it; who waits to be sent
-		// to on the other side does not, as with any RC connection.
+		// Programs in the VM whose vnicd restarted must end, and so must those that send to it. A program on the other
+		// side that only waits for messages does not learn of it, as with any RC connection.
 		idle := map[bool]string{true: "server that sleeps", false: "client that sleeps"}[victim == w.a]
 		check(t, programs[idle].Signal(ctx, "KILL"))
 		for what, p := range programs {
 			r := must[qemu.Result](t)(p.Wait(ctx))
 			t.Logf("%d: the %s ended with status %d: %s", i, what, r.ExitCode, tail(strings.TrimSpace(r.Stderr), 100))
 			if r.ExitCode == 0 || r.ExitCode == 124 {
-				t.Errorf("%d: the %s noticed nothing", i, what)
+				t.Errorf("%d: the %s did not end", i, what)
 			}
 		}
 		check(t, lab.WaitRDMA(ctx, vm, lab.Device))
@@ -87,7 +85,7 @@ func TestContinuity(t *testing.T) {
 			must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
 		must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "50"))
 		flows("again")
-		eventually(ctx, t, "no queue pair is left over",
+		eventually(ctx, t, "no queue pairs remain",
 			func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1 })
 	}
 	if n := kept(); n != first {
@@ -101,13 +99,13 @@ func TestContinuity(t *testing.T) {
 		}
 	}
 	quietKernels(ctx, t, w.vms...)
-	// A VM that ends leaves nothing.
+	// A VM that exits leaves nothing behind.
 	w.vms[0].Kill()
-	eventually(ctx, t, "nothing is kept of a VM that is gone", func() bool { return kept() == 0 })
+	eventually(ctx, t, "no descriptors are kept for an exited VM", func() bool { return kept() == 0 })
 }
 
-// connected is how many RC QPs of a VM are in RTR or beyond: before, their programs may still wait for each other by
-// TCP. A server that only receives stays in RTR.
+// connected returns the number of RC QPs of a VM in RTR or beyond: before RTR their programs may still wait for each
+// other on TCP. A server that only receives stays in RTR.
 func connected(ctx context.Context, t *testing.T, h *lab.Host, vm string) (n int) {
 	t.Helper()
 	for _, q := range hcaStatus(ctx, t, h, vm).QPs {
@@ -118,7 +116,7 @@ func connected(ctx context.Context, t *testing.T, h *lab.Host, vm string) (n int
 	return n
 }
 
-// received is how many bytes the guest's network card has received.
+// received returns the number of bytes that the guest's network card received.
 func received(ctx context.Context, t *testing.T, m *qemu.Machine) (n int) {
 	t.Helper()
 	_, err := fmt.Sscan(run(ctx, t, m, "cat /sys/class/net/eth0/statistics/rx_bytes"), &n)

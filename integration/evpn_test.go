@@ -18,7 +18,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// evpnLab is three hosts that know of each other's addresses by BGP alone: no static peers, no flooding of unknown
+// evpnLab has three hosts that learn each other's addresses by BGP only: no static peers, no flooding of unknown
 // unicast. Each has a Linux bridge that holds vnicd's TAP port.
 type evpnLab struct {
 	*lab.Lab
@@ -62,7 +62,7 @@ func newEVPNLab(t *testing.T) *evpnLab {
 	return w
 }
 
-// route is what a host knows of a MAC, without IP address, at another's VTEP.
+// route returns a host's route for a MAC, without IP address, at another host's VTEP.
 func (w *evpnLab) route(h *lab.Host, mac, vtep string) (r evpn.RouteStatus, ok bool) {
 	w.t.Helper()
 	var list []evpn.RouteStatus
@@ -75,7 +75,7 @@ func (w *evpnLab) route(h *lab.Host, mac, vtep string) (r evpn.RouteStatus, ok b
 	return r, false
 }
 
-// bridged is a VM whose card hangs on a host's Linux bridge. It has no device that forbids QEMU to migrate it.
+// bridged configures a VM whose card is attached to a host's Linux bridge. It has no device that prevents migration.
 func (w *evpnLab) bridged(v lab.VM, h *lab.Host, more ...string) qemu.Config {
 	w.t.Helper()
 	v.Tap = "vmtap"
@@ -87,8 +87,8 @@ func (w *evpnLab) bridged(v lab.VM, h *lab.Host, more ...string) qemu.Config {
 	return cfg
 }
 
-// migrate moves a running VM to another host, as an operator does: QEMU copies its memory while it runs, stops it, and
-// goes on over there.
+// migrate moves a running VM to another host as an operator does: QEMU copies its memory while it runs, stops it, and
+// resumes it on the other host.
 func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machine, time.Duration) {
 	w.t.Helper()
 	uri := "unix:" + filepath.Join(w.Dir, "migrate-"+to.Name)
@@ -102,7 +102,7 @@ func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machin
 		Downtime int    `json:"downtime"`
 		Error    string `json:"error-desc"`
 	}
-	eventually(w.ctx, w.t, "the migration ends", func() bool {
+	eventually(w.ctx, w.t, "the end of the migration", func() bool {
 		check(w.t, m.QMP().Run(w.ctx, "query-migrate", nil, &st))
 		return st.Status == "completed" || st.Status == "failed"
 	})
@@ -114,7 +114,7 @@ func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machin
 	return there, time.Duration(st.Downtime) * time.Millisecond
 }
 
-// talkScript serves and asks over one TCP connection, and notes when lines come that have a word in them.
+// talkScript is server and client of one TCP connection, and records the times of lines that contain a word.
 const talkScript = `import socket, sys, time
 if sys.argv[1] == "serve":
     c, _ = socket.create_server(("", 7000)).accept()
@@ -136,14 +136,14 @@ else:
                 f.write("%d\n" % (time.monotonic() * 1000))
 `
 
-// flow is something that goes on all the time in a VM. It notes when each of its answers came.
+// flow is continuous traffic in a VM whose answers' times are recorded.
 type flow struct {
 	w    *evpnLab
 	m    *qemu.Machine
 	name string
 }
 
-// flow starts a program whose answers are lines with a word in them.
+// flow starts a program whose answers are lines that contain word.
 func (w *evpnLab) flow(m *qemu.Machine, name, word, program string) *flow {
 	w.t.Helper()
 	must[*qemu.Process](w.t)(m.StartShell(w.ctx,
@@ -158,15 +158,15 @@ func (f *flow) answers() int {
 	return n
 }
 
-// goesOn waits for more answers than there are.
+// goesOn waits for 21 more answers.
 func (f *flow) goesOn(what string) {
 	f.w.t.Helper()
 	n := f.answers()
-	eventually(f.w.ctx, f.w.t, fmt.Sprintf("%s goes on %s (%d answers so far)", f.name, what, n),
+	eventually(f.w.ctx, f.w.t, fmt.Sprintf("more answers for %s %s (%d so far)", f.name, what, n),
 		func() bool { return f.answers() > n+20 })
 }
 
-// longest is the longest time between two answers since the first n.
+// longest returns the longest time between two answers after the first n.
 func (f *flow) longest(n int) time.Duration {
 	f.w.t.Helper()
 	out := run(f.w.ctx, f.w.t, f.m,
@@ -176,10 +176,10 @@ func (f *flow) longest(n int) time.Duration {
 	return time.Duration(ms) * time.Millisecond
 }
 
-// TestVMMoves: a VM is migrated from one host to another, and back, by QEMU, while a VM on a third has a ping, a TCP
-// connection and an RC connection with it. All go on; its type 2 route moves with a higher sequence number, nothing
-// stays at the old place, and the connection's tuple follows. The VM that moves has Linux' rxe, whose state moves with
-// its memory; that of our HCA cannot, as QEMU's generic device says.
+// TestVMMoves: QEMU migrates a VM from one host to another and back while a VM on a third host exchanges pings, TCP
+// data and RC messages with it. All three continue. The VM's type 2 route moves with a higher sequence number, nothing
+// stays at the old host, and the connection's tuple follows. The migrated VM uses Linux rxe, whose state moves with the
+// VM's memory. Our HCA's state cannot move: QEMU's generic vhost-user device forbids migration.
 func TestVMMoves(t *testing.T) {
 	w := newEVPNLab(t)
 	h := w.hosts
@@ -190,7 +190,7 @@ func TestVMMoves(t *testing.T) {
 	ms = must[[]*qemu.Machine](t)(w.Boot(w.ctx, must[qemu.Config](t)(h[0].Config(w.ctx, stays)), w.bridged(moves, h[1])))
 	a, b := ms[0], ms[1]
 	check(t, both(func() error { return lab.LoadModule(w.ctx, a) }, func() error {
-		// Both hosts have the disk; from here on nobody writes to it.
+		// Both hosts share the disk; from here on nothing writes to it.
 		if _, err := b.Run(w.ctx, "sync; mount -o remount,ro /"); err != nil {
 			return err
 		}
@@ -224,7 +224,7 @@ func TestVMMoves(t *testing.T) {
 		from := 3 - to
 		before, ok := w.route(h[0], moves.MAC, hostIP(from))
 		if !ok || !before.Active || connection().Tuple.VTEP.String() != hostIP(from) {
-			t.Fatalf("the VM is not at %s: %+v, tuple %+v", h[from].Name, before, connection().Tuple)
+			t.Fatalf("the VM's route is not at %s: %+v, tuple %+v", h[from].Name, before, connection().Tuple)
 		}
 		var calm, moving []string
 		for k, f := range flows {
@@ -243,9 +243,9 @@ func TestVMMoves(t *testing.T) {
 			h[to].Name, downtime, strings.Join(moving, ", "), strings.Join(calm, ", "))
 		var after evpn.RouteStatus
 		for _, x := range h {
-			eventually(w.ctx, t, "nothing stays at "+h[from].Name,
+			eventually(w.ctx, t, "no route remains at "+h[from].Name,
 				func() bool { _, stays := w.route(x, moves.MAC, hostIP(from)); return !stays })
-			eventually(w.ctx, t, "it is at "+h[to].Name, func() (ok bool) {
+			eventually(w.ctx, t, "the route is at "+h[to].Name, func() (ok bool) {
 				after, ok = w.route(x, moves.MAC, hostIP(to))
 				return ok && after.Active
 			})

@@ -15,9 +15,9 @@ import (
 )
 
 // TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, one
-// queue pair and two, another MTU, a network whose MTU shrinks, a reboot, rebinding the driver, packed rings, with
-// which vnicd is killed as well. After each, TCP and UDP run both ways between the VM and a container on another host,
-// and data that are compared.
+// queue pair and two, another MTU, a network whose MTU shrinks, a reboot, rebinding the driver, and packed rings, with
+// which vnicd is killed too. After each step TCP and UDP run in both directions between the VM and a container on
+// another host, and transferred data is compared.
 func TestGuestNetwork(t *testing.T) {
 	w := newTenantLab(t)
 	var err error
@@ -41,7 +41,7 @@ func TestGuestNetwork(t *testing.T) {
 		run(w.ctx, t, vm, "ping -c 3 -i 0.2 -W 5 "+endIP(12))
 		run(w.ctx, t, vm, "timeout 120 python3 /tmp/echo.py "+endIP(12))
 		for _, opt := range iperf {
-			// A server that is not done with the test before says that it is busy.
+			// A server still busy with the previous test answers that it is busy.
 			out := run(w.ctx, t, vm, "for i in 1 2 3 4 5; do timeout 60 iperf3 -c "+endIP(12)+" "+opt+
 				" && exit; sleep 1; done; exit 1")
 			for line := range strings.Lines(out) {
@@ -56,7 +56,7 @@ func TestGuestNetwork(t *testing.T) {
 	for _, f := range []string{"tso off", "gso off", "tx off", "gro off", "rx-gro-hw off", "rx off",
 		"tx on tso on gso on gro on"} {
 		t.Run("ethtool "+f, func(t *testing.T) {
-			// What the driver cannot change it says.
+			// ethtool reports what the driver cannot change.
 			t.Log(strings.TrimSpace(run(w.ctx, t, vm, "ethtool -K eth0 "+f+" 2>&1 || true")))
 			traffic(t)
 		})
@@ -64,7 +64,7 @@ func TestGuestNetwork(t *testing.T) {
 	for _, n := range []int{1, 2} {
 		t.Run(fmt.Sprint("queues ", n), func(t *testing.T) {
 			run(w.ctx, t, vm, fmt.Sprint("ethtool -L eth0 combined ", n))
-			eventually(w.ctx, t, "so many queue pairs run", func() bool {
+			eventually(w.ctx, t, fmt.Sprintf("%d running queue pairs", n), func() bool {
 				return strings.Count(w.cli(w.hosts[0], "vm show -j"), "rx+tx") == n
 			})
 			traffic(t)
@@ -83,7 +83,7 @@ func TestGuestNetwork(t *testing.T) {
 				w.ip(x.NS, "link set ul mtu %d", mtu)
 				w.ip(w.wire, "link set w%d mtu %d", h, mtu)
 			}
-			// A container is told by who runs it.
+			// A container's MTU is set by its operator.
 			w.ip(far.ns, "link set eth0 mtu %d", mtu-50)
 			for _, x := range w.hosts {
 				eventually(w.ctx, t, "the network's MTU follows", func() bool {
@@ -91,14 +91,14 @@ func TestGuestNetwork(t *testing.T) {
 				})
 			}
 		}
-		// The guest is not told; what it sends too big is answered.
+		// The guest is not told; oversized packets are answered.
 		underlay(1400)
 		if r := must[qemu.Result](t)(vm.Shell(w.ctx, "ping -c 1 -W 5 -M do -s 1400 "+endIP(12))); r.ExitCode == 0 ||
 			!strings.Contains(r.Stdout, "1350") {
-			t.Errorf("ping does not hear of the MTU:\n%s%s", r.Stdout, r.Stderr)
+			t.Errorf("ping does not report the MTU:\n%s%s", r.Stdout, r.Stderr)
 		}
 		traffic(t)
-		// It may start again meanwhile, though QEMU goes on to tell it the MTU from before.
+		// The guest may restart meanwhile, although QEMU still offers it the previous MTU.
 		check(t, vm.Reboot(w.ctx))
 		guestFiles()
 		traffic(t)
@@ -117,14 +117,14 @@ func TestGuestNetwork(t *testing.T) {
 	})
 	quietKernels(w.ctx, t, vm)
 
-	// The same with the other layout of rings, which QEMU offers on request. What is told at run time a restart forgets:
-	// the VM is the configured one.
+	// The same with packed rings, which QEMU offers on request. A restarted vnicd forgets run-time changes: the VM is
+	// the configured one.
 	t.Run("packed", func(t *testing.T) {
 		w.t = t
 		check(t, vm.Shutdown(w.ctx))
 		w.cli(w.hosts[0], "vm del "+me.Name)
 		w.cli(w.hosts[0], fmt.Sprintf("vm add %s network blue mac %s", me.Name, me.MAC))
-		me.Queues, me.NoHCA = 0, true // QEMU ends with the vnicd of an HCA that has no driver
+		me.Queues, me.NoHCA = 0, true // without a driver for its HCA, QEMU exits with vnicd
 		c := must[qemu.Config](t)(w.hosts[0].Config(w.ctx, me))
 		c.ExtraArgs = append(c.ExtraArgs, "-global", "virtio-net-pci.packed=on")
 		w.ms, err = w.Boot(w.ctx, c)
@@ -150,7 +150,7 @@ func TestGuestNetwork(t *testing.T) {
 	})
 }
 
-// restartUnderStream kills, and stops, the vnicd of a VM under a TCP stream in both directions, which goes on.
+// restartUnderStream kills and stops the vnicd of a VM during a TCP stream in both directions; the stream continues.
 func restartUnderStream(t *testing.T, w *tenantLab, vm *qemu.Machine, far *container) {
 	srv := must[*harness.Process](t)(far.ns.Start(filepath.Join(w.Dir, "stream.log"), nil, "iperf3", "-s", "-p", "5302",
 		"--forceflush"))
@@ -164,7 +164,7 @@ func restartUnderStream(t *testing.T, w *tenantLab, vm *qemu.Machine, far *conta
 	}
 	for i := range *restarts {
 		before := moved()
-		eventually(w.ctx, t, "the stream flows both ways", func() bool {
+		eventually(w.ctx, t, "data in both directions of the stream", func() bool {
 			now := moved()
 			return now[0] > before[0]+300_000 && now[1] > before[1]+300_000
 		})
@@ -183,7 +183,7 @@ func restartUnderStream(t *testing.T, w *tenantLab, vm *qemu.Machine, far *conta
 	}
 }
 
-// echoServer gives back what it gets; echoClient sends four megabytes and compares, then UDP datagrams of all kinds of
+// echoServer returns what it receives. echoClient sends four megabytes and compares, then UDP datagrams of various
 // sizes.
 const echoServer = `import socket, threading
 def tcp(c):
@@ -222,7 +222,7 @@ while True:
     got += b
 t.join()
 if bytes(got) != data:
-    sys.exit("TCP: sent %d bytes, got %d, or others" % (len(data), len(got)))
+    sys.exit("TCP: sent %d bytes, received %d, or the data differs" % (len(data), len(got)))
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 s.settimeout(2)
 s.connect((sys.argv[1], 7001))
@@ -236,12 +236,12 @@ for n in (0, 1, 17, 548, 1000, 1252, 1422, 1423, 3000, 9000, 20000):
         except OSError:
             pass
         if time.time() > end:
-            sys.exit("UDP: no answer of %d bytes" % n)
+            sys.exit("UDP: no reply of %d bytes" % n)
 `
 
-// TestVLANUnderlay runs the tests of device/ethernet/vxlan that need VLAN interfaces in a VM, whose kernel has them:
-// vnicd's VTEP and TAP, and a Linux vxlan device, on a tagged underlay, and tenants that tag their frames. The
-// machine's own kernel may have none. And those of the short path's programs.
+// TestVLANUnderlay runs the tests of device/ethernet/vxlan that need VLAN interfaces in a VM, because the machine's own
+// kernel may have none: vnicd's VTEP and TAP and a Linux vxlan device on a tagged underlay, and tenants that tag their
+// frames. It also tests the short path's programs.
 func TestVLANUnderlay(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -268,7 +268,7 @@ func TestVLANUnderlay(t *testing.T) {
 	if strings.Contains(out, "no VLAN interfaces") || strings.Count("\n"+out, "\n--- PASS") != 2 {
 		t.Errorf("in the VM:\n%s", out)
 	}
-	// The programs of the short path, too, for another kernel than the machine's.
+	// Test the short path's programs on a kernel other than the machine's.
 	out = run(ctx, t, ms[0],
 		"cd /tmp && /host/fastpath.test -test.v -test.run '^(TestVLANShortPath|TestFrames|TestSuspend|TestEntry)$' 2>&1")
 	if strings.Contains(out, "no VLAN interfaces") || strings.Count("\n"+out, "\n--- PASS") != 4 {

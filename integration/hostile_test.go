@@ -22,7 +22,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// packetSocket sends frames as they are from an interface of a namespace.
+// packetSocket returns a function that sends raw frames from an interface of a namespace.
 func packetSocket(t *testing.T, ns *harness.Namespace, dev string) func([]byte) {
 	t.Helper()
 	var fd int
@@ -37,10 +37,10 @@ func packetSocket(t *testing.T, ns *harness.Namespace, dev string) func([]byte) 
 		return unix.Bind(fd, &unix.SockaddrLinklayer{Ifindex: i.Index})
 	}))
 	t.Cleanup(func() { unix.Close(fd) })
-	return func(f []byte) { _, _ = unix.Write(fd, f) } // a full queue is fine, and so is a refusal
+	return func(f []byte) { _, _ = unix.Write(fd, f) } // send errors are fine: a full queue or a refusal
 }
 
-// overhear counts the frames that come to an interface of a namespace, by which of the texts they have in them.
+// overhear counts the frames that arrive at an interface of a namespace, by the text that they contain.
 func overhear(t *testing.T, ns *harness.Namespace, dev string, texts ...string) (count func(text string) int64) {
 	t.Helper()
 	const all = 3 << 8 // ETH_P_ALL in network byte order
@@ -80,8 +80,9 @@ func overhear(t *testing.T, ns *harness.Namespace, dev string, texts ...string) 
 	return func(text string) int64 { return seen[slices.Index(texts, text)].Load() }
 }
 
-// liar sends from a VM's interface what it must not, so many of each kind, untagged and in a VLAN; then frames that it
-// may. Arguments: how many; its own, another's and nobody's MAC; its own and another's IP address.
+// liar sends forbidden frames from a VM's interface, a given number of each kind, untagged and in a VLAN; then
+// permitted frames. Arguments: number; its own MAC, another VM's and an unused one; its own and another VM's IP
+// address.
 const liar = `import socket, struct, sys
 count = int(sys.argv[1])
 own, other, nobody = (bytes.fromhex(x.replace(":", "")) for x in sys.argv[2:5])
@@ -119,8 +120,8 @@ for body in arp(other, me), ip6(near, 58, 255, advert, lie): # as spoofed-neighb
 send(own, ip4(me, truth), 10)
 `
 
-// spoofing: a VM whose interface sends others' MACs and IP addresses, and claims them by ARP and ND. All of it is
-// counted, nobody gets it, no table has it, and others do not notice.
+// spoofing: a VM's interface sends with other VMs' MACs and IP addresses, and claims them by ARP and ND. Every such
+// frame is counted and reaches no port, no table contains the addresses, and other VMs are not affected.
 func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 	const blue, count = 0, 50
 	const nobody = "02:0a:0a:0a:0a:0a"
@@ -138,10 +139,10 @@ func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 	check(t, vm.WriteFile(w.ctx, "/tmp/liar.py", []byte(liar)))
 	run(w.ctx, t, vm, fmt.Sprintln("python3 /tmp/liar.py", count, endMAC(1), endMAC(12), nobody, endIP(1), endIP(12)))
 	for i, n := range heard {
-		// What it may send came last.
-		eventually(w.ctx, t, "true frames arrive", func() bool { return n("this is true") >= 2 })
+		// The permitted frames were sent last.
+		eventually(w.ctx, t, "the permitted frames", func() bool { return n("this is true") >= 2 })
 		if lies := n("this is a lie"); lies > 0 {
-			t.Errorf("%s has got %d of the lies", w.ends[blue][i].name(), lies)
+			t.Errorf("%s received %d spoofed frames", w.ends[blue][i].name(), lies)
 		}
 	}
 	drops := w.drops(h, "blue", name)
@@ -155,7 +156,7 @@ func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 	for i, x := range w.hosts {
 		fdb, neigh := w.cli(x, "fdb show blue"), w.cli(x, "neigh show blue")
 		if strings.Contains(fdb+neigh, nobody) {
-			t.Errorf("host %d knows nobody's MAC:\n%s%s", i+1, fdb, neigh)
+			t.Errorf("host %d has learnt the unused MAC:\n%s%s", i+1, fdb, neigh)
 		}
 		where := map[bool]string{true: "port blue0", false: "vtep " + hostIP(1)}[i == 1]
 		for line := range strings.Lines(fdb) {
@@ -176,7 +177,7 @@ func spoofing(t *testing.T, w *tenantLab, victims func(*testing.T)) {
 
 func rawMAC(n uint32) []byte { return binary.BigEndian.AppendUint32([]byte{2, 9}, n) }
 
-// headers are the beginnings of frames of every kind that the switch looks into.
+// headers returns the headers of every kind of frame that the switch parses.
 func headers(dst, src []byte) (all [][]byte) {
 	eth := func(typ uint16, body ...byte) {
 		f := binary.BigEndian.AppendUint16(append(append([]byte{}, dst...), src...), typ)
@@ -211,7 +212,7 @@ func headers(dst, src []byte) (all [][]byte) {
 	return all
 }
 
-// malformed makes one of those, cut off or with bytes changed.
+// malformed returns one of those, truncated or with bytes changed.
 func malformed(rng *rand.Rand, all [][]byte) []byte {
 	f := append([]byte{}, all[rng.IntN(len(all))]...)
 	for range rng.IntN(4) {
@@ -223,7 +224,7 @@ func malformed(rng *rand.Rand, all [][]byte) []byte {
 	return f
 }
 
-// drops are what a network's ports on a host have dropped, or one of them has.
+// drops returns the drop counters of a network's ports on a host, or of one port.
 func (w *tenantLab) drops(h *lab.Host, network, port string) map[string]uint64 {
 	w.t.Helper()
 	sum := map[string]uint64{}
@@ -242,9 +243,9 @@ func (w *tenantLab) drops(h *lab.Host, network, port string) map[string]uint64 {
 	return sum
 }
 
-// TestHostile: what a tenant does, who has a whole host's port to send raw frames from, and a stranger on the underlay,
-// costs what the limits allow, is counted by reason, and neither the other tenant nor the same tenant's others notice
-// (MT-6, MT-9).
+// TestHostile: a tenant that sends raw frames from a whole host's port, and a host on the underlay that is no peer. The
+// effects stay within the limits and are counted by reason; neither the other tenant nor other ports of the same tenant
+// are affected (MT-6, MT-9).
 func TestHostile(t *testing.T) {
 	w := newTenantLab(t)
 	blue, red := 0, 1
@@ -263,7 +264,7 @@ func TestHostile(t *testing.T) {
 	}
 	victims(t)
 	t.Run("spoofing VM", func(t *testing.T) { w.t = t; spoofing(t, w, victims) })
-	// Datagrams to host 1's VTEP, from a stranger and from host 2's address.
+	// Datagrams to host 1's VTEP, from an unknown host and from host 2's address.
 	stranger := must[*harness.Namespace](t)(harness.NewNamespace("vnicd-stranger"))
 	w.Add(func() { _ = stranger.Close() })
 	check(t, harness.AddVeth(stranger, "ul", w.wire, "ws", 1500))
@@ -292,7 +293,7 @@ func TestHostile(t *testing.T) {
 		{"MAC flood", func(rng *rand.Rand, _ int) {
 			raw(append(append(rawMAC(rng.Uint32()), rawMAC(rng.Uint32())...), make([]byte, 50)...))
 		}},
-		{"others' MACs", func(rng *rand.Rand, i int) { // as if they were here
+		{"others' MACs", func(rng *rand.Rand, i int) { // as if they were on this host
 			raw(append(append(append([]byte{}, broadcast...), mac(11+rng.IntN(2))...), 0x88, 0xb5, byte(i>>16), byte(i>>8),
 				byte(i)))
 		}},
@@ -301,7 +302,7 @@ func TestHostile(t *testing.T) {
 			inner := malformed(rng, all)
 			switch i % 4 {
 			case 0:
-				fromStranger(vx(8, 100, inner)) // no peer
+				fromStranger(vx(8, 100, inner)) // not from a peer
 			case 1:
 				fromStranger(vx(8, rng.Uint32()>>8, inner))
 			case 2:
@@ -332,7 +333,7 @@ func TestHostile(t *testing.T) {
 		t.Run(attack.name, func(t *testing.T) {
 			w.t = t
 			if attack.name == "others' MACs" {
-				// What may be claimed is what is learnt. Where addresses are has been told, as it is of VMs.
+				// Allowed claims are learnt. The ends' locations are configured here, as those of VMs are.
 				for h, x := range w.hosts {
 					for i := range 2 {
 						where := "vtep " + hostIP(i)
@@ -348,7 +349,7 @@ func TestHostile(t *testing.T) {
 			wg.Go(func() {
 				for i := 0; ; i++ {
 					attack.send(rng, i)
-					if i%200 == 0 { // 40,000 a second at most: twenty times the storm limit
+					if i%200 == 0 { // at most 40,000 per second: twenty times the storm limit
 						select {
 						case <-stop:
 							return
@@ -367,18 +368,18 @@ func TestHostile(t *testing.T) {
 	t.Logf("host 3: %v; host 1: %v", at3, at1)
 	for _, r := range []string{"storm", "port-table-full", "static-moved"} {
 		if at3[r] == 0 {
-			t.Errorf("host 3 has counted no %s", r)
+			t.Errorf("host 3 counted no %s", r)
 		}
 	}
 	for _, r := range []string{"too-big", "short-frame", "bad-source", "reserved-group"} {
 		if at1[r] == 0 {
-			t.Errorf("host 1 has counted no %s", r)
+			t.Errorf("host 1 counted no %s", r)
 		}
 	}
 	status := w.cli(w.hosts[0], "status")
 	for _, want := range []string{"192.0.2.99", "unknown-peer", "unknown-vni", "bad-header"} {
 		if !strings.Contains(status, want) {
-			t.Errorf("`vnicd status` on host 1 does not say %q:\n%s", want, status)
+			t.Errorf("`vnicd status` on host 1 does not contain %q:\n%s", want, status)
 		}
 	}
 	if d := w.drops(w.hosts[0], "red", ""); d["storm"]+d["flapping"]+d["table-full"] != 0 {

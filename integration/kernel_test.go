@@ -11,10 +11,10 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// Kernel consumers: what they need of the device (fast registration, invalidation by
-// either side, the reserved key for real addresses: RA-1 to RA-3) has no user of its own in a guest.
+// Tests with kernel consumers. They need fast registration, invalidation by either side, and the reserved key for real
+// addresses (RA-1 to RA-3), which no other program in a guest uses.
 
-// nvmeTarget makes a RAM disk an NVMe subsystem that listens on addr over RDMA.
+// nvmeTarget exports a RAM disk as an NVMe subsystem that listens on addr over RDMA.
 const nvmeTarget = `set -e
 modprobe brd rd_nr=1 rd_size=65536
 modprobe -a nvmet nvmet-rdma
@@ -30,7 +30,7 @@ echo %s > ports/1/addr_traddr
 echo 4420 > ports/1/addr_trsvcid
 ln -s /sys/kernel/config/nvmet/subsystems/vnicd ports/1/subsystems/vnicd`
 
-// nvmeTargetEnd takes all of it away.
+// nvmeTargetEnd removes it all.
 const nvmeTargetEnd = `set -e
 cd /sys/kernel/config/nvmet
 rm ports/1/subsystems/vnicd
@@ -41,8 +41,8 @@ cd /
 until rmmod nvmet-rdma; do sleep 0.1; done
 rmmod nvmet brd`
 
-// nvmeUse puts a file system on the target's disk, has fio write and verify, and
-// reads everything again after another mount.
+// nvmeUse creates a file system on the target's disk, has fio write and verify, and reads everything again after
+// remounting.
 const nvmeUse = `set -e
 modprobe nvme-rdma
 nvme connect -t rdma -a %s -s 4420 -n vnicd -i 2 -Q 32 \
@@ -64,7 +64,7 @@ umount /mnt/nvme
 nvme disconnect -n vnicd >/dev/null
 rmmod nvme-rdma`
 
-// nvme runs it all from one guest to another.
+// nvme runs these scripts with one guest as host and the other as target.
 func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr string) {
 	t.Helper()
 	a, _, _ := strings.Cut(addr, "/")
@@ -73,8 +73,8 @@ func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr st
 	run(ctx, t, target, nvmeTargetEnd)
 }
 
-// nfsServer exports a directory over RDMA. Hardly any grace time: there is nobody to claim locks, and newer kernels do
-// not end it on demand.
+// nfsServer exports a directory over RDMA. The grace time is short: no client has locks to reclaim, and newer kernels
+// do not end it on demand.
 const nfsServer = `set -e
 mkdir -p /srv/nfs /run/rpc_pipefs
 mountpoint -q /srv/nfs || mount -t tmpfs none /srv/nfs
@@ -109,8 +109,8 @@ exportfs -ua
 pkill rpc.mountd
 umount /proc/fs/nfsd /srv/nfs`
 
-// echo is a program for sockets of kernels' RDMA consumers, SMC-R and RDS: one end sends everything back, the other
-// compares. Sockets of these families take IP addresses, which Python does not know of SMC's.
+// echo is a program for the kernel's RDMA sockets, SMC-R and RDS: one end returns what it receives, the other compares.
+// Sockets of these families take IP addresses; Python does not support SMC's.
 const echo = `import ctypes, os, socket, struct, sys
 kind, mode, me, peer = sys.argv[1:]
 if kind == "smc":
@@ -154,7 +154,8 @@ else:
         import time; time.sleep(2) # the last answer is on its way
 `
 
-// sockets has two guests talk by SMC-R or RDS, and tells whether RDMA carried it: SMC-R falls back to TCP in silence.
+// sockets lets two guests communicate by SMC-R or RDS, and reports whether RDMA carried it: SMC-R silently falls back
+// to TCP.
 func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu.Machine) bool {
 	t.Helper()
 	addrA, _, _ := strings.Cut(vmA.Addr, "/")
@@ -166,7 +167,7 @@ func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu
 	before := sent()
 	srv := must[*qemu.Process](t)(b.StartShell(ctx,
 		fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
-	// SMC listens on a TCP socket of its own; an RDS socket is bound once it is in the list.
+	// SMC listens on its own TCP socket; an RDS socket is bound once it is in the list.
 	check(t, harness.WaitGuest(ctx, b, fmt.Sprintf("ss -ltnH | grep -q :5000 || [ %s = rds ] && sleep 1 || ! kill -0 %d",
 		kind, srv.PID())))
 	run(ctx, t, a, fmt.Sprintf("exec timeout -k 5 120 python3 /tmp/echo.py %s ask %s %s", kind, addrA, addrB))
@@ -176,8 +177,8 @@ func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu
 	return sent()-before >= 1<<20
 }
 
-// TestKernelConsumers: NVMe over RDMA and NFS over RDMA between two hosts, both halves
-// on our HCA, and NVMe with rxe as the other half, both ways round.
+// TestKernelConsumers: NVMe over RDMA and NFS over RDMA between two hosts, with our HCA at both ends, and NVMe with rxe
+// at one end, in both roles.
 func TestKernelConsumers(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -215,7 +216,7 @@ func TestKernelSockets(t *testing.T) {
 	w := newTwoHosts(ctx, t, l)
 	a, b := w.vms[0], w.vms[1]
 	w.load(ctx, t)
-	// A link that has just come may take SMC a moment and a connection over TCP to notice.
+	// SMC may need a moment, and one connection over TCP, to notice a new link.
 	smc := func(t *testing.T) {
 		if l.Images.Release == backports {
 			if r, err := a.Shell(ctx, "modinfo smc"); err == nil && r.ExitCode != 0 {
@@ -226,7 +227,7 @@ func TestKernelSockets(t *testing.T) {
 	}
 	rds := func(t *testing.T) {
 		if !sockets(ctx, t, "rds", "rds rds_rdma", a, b) {
-			t.Error("that was not RDMA")
+			t.Error("the connection did not use RDMA")
 		}
 	}
 	t.Run("smc", smc)
@@ -234,9 +235,9 @@ func TestKernelSockets(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// TestBesideRXE: our module and rdma_rxe in one guest, on the same interface. rdma_rxe that is unloaded takes our
-// device along, which has its driver id, under a program that sleeps on it and one that works; a reload brings it back.
-// Our module unloaded leaves rxe working. Nothing of it may upset the kernel.
+// TestBesideRXE: our module and rdma_rxe in one guest, on the same interface. Unloading rdma_rxe also removes our
+// device, which has its driver id, under a sleeping and a busy program; a reload brings it back. Unloading our module
+// leaves rxe working. The guest's kernel reports no defect.
 func TestBesideRXE(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -269,10 +270,10 @@ func TestBesideRXE(t *testing.T) {
 		check(t, harness.WaitGuest(ctx, m, "[ $(rdma resource show qp link "+lab.Device+"/1 | grep -c RTS) -ge 2 ]"))
 		run(ctx, t, m, "exec timeout -k 5 120 rmmod rdma_rxe")
 		if left := run(ctx, t, m, "ls /sys/class/infiniband"); strings.TrimSpace(left) != "" {
-			t.Fatalf("after rmmod rdma_rxe there is %s: has the kernel become wiser?", left)
+			t.Fatalf("after rmmod rdma_rxe there is still %s: has the kernel changed?", left)
 		}
 		if log := run(ctx, t, m, "dmesg | tail -50"); !strings.Contains(log, "vnicd") {
-			t.Errorf("the module says nothing:\n%s", log)
+			t.Errorf("the module logged nothing:\n%s", log)
 		}
 		_ = asleep.Signal(ctx, "TERM")
 		for what, p := range map[string]*qemu.Process{"asleep": asleep, "busy": busy, "client": client} {

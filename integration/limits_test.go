@@ -9,13 +9,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestLimits: 4,096 queue pairs and 65,536 regions of one process in a VM work. Limits are what ibv_devinfo reports,
-// and what is beyond is refused as a card does it.
+// TestLimits: 4,096 queue pairs and 65,536 regions of one process in a VM work. ibv_devinfo reports the limits, and
+// requests beyond them fail with a card's errors.
 func TestLimits(t *testing.T) {
 	const qps, mrs, ahs = 4096, 65536, 300
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
-	// A few more, for the kernel's own.
+	// A few more for the kernel's own objects.
 	check(t, h.Run(ctx, fmt.Sprintf(`networks: [{name: blue, vni: 100}]
 vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01", limits: {qps: %d, mrs: %d, cqs: 70, ahs: %d}}]
 `, qps+4, mrs+4, ahs)))

@@ -11,9 +11,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestOneHost: two VMs under one vnicd run the same programs; no underlay is there
-// (architecture, decision 8). A third VM in another network has the MAC and the
-// address of the second and never meets them (MT-9).
+// TestOneHost: two VMs under one vnicd run the same programs, without an underlay (ARCHITECTURE.md, Decisions). A third
+// VM in another network has the MAC and the address of the second and never receives its traffic (MT-9).
 func TestOneHost(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -48,7 +47,7 @@ vms:
 	pingpongs(ctx, t, ea, eb)
 	if out := must[string](t)(h.CLI(ctx, "status",
 		"vm1")); regexp.MustCompile(`local_messages\s+[1-9]`).MatchString(out) != ways.LocalCopy() {
-		t.Errorf("local copies enabled: %v, and yet:\n%s", ways.LocalCopy(), out)
+		t.Errorf("local copies enabled: %v, but:\n%s", ways.LocalCopy(), out)
 	}
 	for _, x := range [][]string{
 		{"ib_write_bw", "-a", "-n", "20"},
@@ -72,7 +71,7 @@ vms:
 		}
 	})
 	t.Run("tenants", func(t *testing.T) {
-		// vm3 shares vm2's addresses in another network: the neighbour of vm1 is vm2.
+		// vm3 has vm2's addresses in another network: vm1 must reach vm2.
 		if r := must[qemu.Result](t)(ms[2].Shell(ctx, "ping -c 2 -W 1 10.0.0.1")); r.ExitCode == 0 {
 			t.Error("a VM reached another tenant's VM")
 		}

@@ -13,9 +13,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestLinuxPeers: a Linux bridge with a vxlan device, and a VM on its other side, is the remote peer of a vnicd, and a
-// VM attached by QEMU's `-netdev tap` through a Linux bridge that holds vnicd's TAP port is in the same tenant network
-// (MT-1, MT-2, MT-10). The VMs also talk in a VLAN of their own.
+// TestLinuxPeers: the remote peer of a vnicd is a Linux bridge with a vxlan device and a VM behind it. A local VM
+// attached by QEMU's `-netdev tap` to a Linux bridge that holds vnicd's TAP port is in the same tenant network (MT-1,
+// MT-2, MT-10). The VMs also communicate in a VLAN.
 func TestLinuxPeers(t *testing.T) {
 	t.Run("IPv4", func(t *testing.T) {
 		linuxPeers(t, netip.MustParsePrefix("192.0.2.1/24"), netip.MustParsePrefix("192.0.2.2/24"), 1500, 1450)
@@ -30,7 +30,7 @@ func linuxPeers(t *testing.T, ours, theirs netip.Prefix, mtu, inner int) {
 	h := must[*lab.Host](t)(l.Host("h1"))
 	peer := must[*lab.Host](t)(l.Host("h2")) // runs no vnicd
 	check(t, l.Underlay(h, ours, peer, theirs, mtu))
-	// Bridges with QEMU's TAPs: here vnicd's TAP port joins it, there the kernel's vxlan device.
+	// Bridges with QEMU's TAPs: vnicd's TAP port joins the local one, the kernel's vxlan device the remote one.
 	for _, x := range []struct {
 		host *lab.Host
 		tap  string
@@ -67,7 +67,7 @@ vms:
 
 	t.Run("ping", func(t *testing.T) {
 		for _, to := range []string{"10.0.0.102", "10.0.0.2", "10.0.0.3", "10.0.0.254"} {
-			// Full-sized frames, not to be fragmented.
+			// Full-sized frames that must not be fragmented.
 			run(ctx, t, ms[0], fmt.Sprintf("ping -c 3 -i 0.2 -W 5 -M do -s %d %s", inner-28, to))
 		}
 		run(ctx, t, ms[1], "ping -c 3 -i 0.2 -W 5 10.0.0.102")
@@ -110,7 +110,7 @@ vms:
 		for _, m := range ms[:2] {
 			iperf(t, m, "10.0.7.3", "-t 1", "-t 1 -R", "-t 1 -u -b 5M")
 		}
-		// Addresses are learnt in the VLAN that they speak in.
+		// Addresses are learnt per VLAN.
 		if out := must[string](t)(h.CLI(ctx, "fdb", "show",
 			"blue")); !regexp.MustCompile(`(?m)^02:00:00:00:00:03 +vlan 7 .*vtep `).MatchString(out) {
 			t.Errorf("the far VM in its VLAN is not in the table:\n%s", out)

@@ -17,8 +17,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// ucx runs ucx_perftest (Debian's ucx-utils) between two processes over shared
-// memory and returns the last line of its figures by column name.
+// ucx runs ucx_perftest (Debian's ucx-utils) between two processes over shared memory and returns the last line of its
+// figures by column name.
 func (b *Bench) ucx(ctx context.Context, test string, size, iterations int) (map[string]float64, error) {
 	port, err := freePort()
 	if err != nil {
@@ -40,7 +40,7 @@ func (b *Bench) ucx(ctx context.Context, test string, size, iterations int) (map
 		if err == nil {
 			return parseCSV(string(out))
 		}
-		// The server may not listen yet; it says nothing when it does.
+		// The server may not listen yet; it prints nothing when it does.
 		select {
 		case <-server.Done():
 			return nil, fmt.Errorf("ucx_perftest: %s", server.LogTail())
@@ -51,7 +51,7 @@ func (b *Bench) ucx(ctx context.Context, test string, size, iterations int) (map
 	}
 }
 
-// freePort is a TCP port of the loopback that nothing listens on.
+// freePort returns a TCP port of the loopback that is not in use.
 func freePort() (string, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -61,7 +61,7 @@ func freePort() (string, error) {
 	return port, errors.Join(err, l.Close())
 }
 
-// parseCSV takes a header line and the last line of values beneath it.
+// parseCSV parses a header line and the last line of values below it.
 func parseCSV(s string) (map[string]float64, error) {
 	var head, last []string
 	for l := range strings.Lines(s) {
@@ -87,7 +87,7 @@ func parseCSV(s string) (map[string]float64, error) {
 	return m, nil
 }
 
-// iperfServer runs iperf3 on h; it ends with the row.
+// iperfServer runs iperf3 on h until the row ends.
 func (b *Bench) iperfServer(h *lab.Host) error {
 	p, err := h.NS.Start(filepath.Join(h.Dir, "iperf3.log"), nil, "iperf3", "-s")
 	if err != nil {
@@ -97,8 +97,8 @@ func (b *Bench) iperfServer(h *lab.Host) error {
 	return nil
 }
 
-// iperf sends from h to addr for d, at least a second, and returns what arrived in
-// bits, packets (UDP only) and the time it took.
+// iperf sends from h to addr for d, at least a second. The result holds the received bits or packets (UDP only) and the
+// time.
 func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args ...string) (r iperfResult, err error) {
 	secs := strconv.Itoa(max(1, int(d.Round(time.Second).Seconds())))
 	argv := append([]string{"iperf3", "-c", addr, "-t", secs, "-J"}, args...)
@@ -114,7 +114,7 @@ func iperf(ctx context.Context, h *lab.Host, addr string, d time.Duration, args 
 			}
 			err = errors.New(r.Error)
 		}
-		// The server may not listen yet, or not be done with the test before.
+		// The server may not listen yet, or still be busy with the previous test.
 		select {
 		case <-ctx.Done():
 			return r, fmt.Errorf("%w: %s", err, out)
@@ -145,7 +145,7 @@ type iperfResult struct {
 	} `json:"end"`
 }
 
-// ran is the processor time of both ends in a test of so many seconds.
+// ran returns the processor time of both ends in a test of that many seconds.
 func (r *iperfResult) ran(seconds float64) time.Duration {
 	return time.Duration((r.End.CPU.Client + r.End.CPU.Server) / 100 * seconds * float64(time.Second))
 }

@@ -126,7 +126,7 @@ func TestParsers(t *testing.T) {
 	}
 	for _, l := range []string{"ok  \tgithub.com/x 1.2s", "BenchmarkFoo", "goos: linux", "BenchmarkFoo some words here"} {
 		if _, ok := parseBenchmark(l); ok {
-			t.Errorf("%q is no benchmark", l)
+			t.Errorf("%q was parsed as a benchmark", l)
 		}
 	}
 }
@@ -163,8 +163,7 @@ func TestFaultTimes(t *testing.T) {
 	}
 }
 
-// TestCounter counts with a clock of the kernel's, which there is everywhere: this process's threads, one that it makes
-// later among them.
+// TestCounter counts a software event that every kernel has, for this process's threads and one that is created later.
 func TestCounter(t *testing.T) {
 	c, err := newCounter(unix.PERF_TYPE_SOFTWARE, unix.PERF_COUNT_SW_TASK_CLOCK, os.Getpid())
 	if err != nil {
@@ -189,7 +188,7 @@ func TestCounter(t *testing.T) {
 	}()
 	for deadline := time.Now().Add(time.Minute); read()-before < 10*time.Millisecond; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("a thread at work for a minute counts %v", read()-before)
+			t.Fatalf("a thread was busy for a minute and %v was counted", read()-before)
 		}
 	}
 	stop.Store(true)
@@ -223,14 +222,14 @@ func TestParseTestpmd(t *testing.T) {
 	}
 }
 
-// The two take turns, neither always first, and the figures of a round are means.
+// Ours and anchor alternate, each first in turn, and a round's figures are means.
 func TestRound(t *testing.T) {
 	var order string
 	n := 0.0
 	sample := func(who string) func(context.Context, time.Duration) (Sample, error) {
 		return func(_ context.Context, d time.Duration) (Sample, error) {
 			if d != time.Second {
-				t.Errorf("a turn of %v", d)
+				t.Errorf("one sample took %v", d)
 			}
 			order += who
 			n++

@@ -17,9 +17,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// What processes take of the machine: time, cycles, memory.
+// Resources that processes use: time, cycles, memory.
 
-// cpuTime is what a process's threads have run, from the scheduler's account.
+// cpuTime returns the run time of a process's threads, by the scheduler's account.
 func cpuTime(p *harness.Process) (sum time.Duration, err error) {
 	threads, err := threadTimes(p.PID())
 	for _, t := range threads {
@@ -28,7 +28,7 @@ func cpuTime(p *harness.Process) (sum time.Duration, err error) {
 	return sum, err
 }
 
-// threadTimes is what each thread of a process has run, by thread.
+// threadTimes returns the run time of each thread of a process, by thread id.
 func threadTimes(pid int) (map[int]time.Duration, error) {
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 	if err != nil || len(files) == 0 {
@@ -38,7 +38,7 @@ func threadTimes(pid int) (map[int]time.Duration, error) {
 	for _, f := range files {
 		b, err := os.ReadFile(f)
 		if err != nil {
-			continue // a thread that has ended
+			continue // the thread has ended
 		}
 		tid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
 		if err != nil {
@@ -54,7 +54,7 @@ func threadTimes(pid int) (map[int]time.Duration, error) {
 	return times, nil
 }
 
-// privateMemory is a process's anonymous resident memory in bytes: not its guests'.
+// privateMemory returns a process's anonymous resident memory in bytes, which excludes guest memory.
 func privateMemory(p *harness.Process) (float64, error) {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.PID()))
 	if err != nil {
@@ -69,7 +69,7 @@ func privateMemory(p *harness.Process) (float64, error) {
 	return 0, fmt.Errorf("process %d: no RssAnon", p.PID())
 }
 
-// ran is what the hosts' daemons have run.
+// ran returns the run time of the hosts' daemons.
 func ran(hosts []*lab.Host) (sum time.Duration, err error) {
 	for _, h := range hosts {
 		t, err := cpuTime(h.Proc)
@@ -81,8 +81,8 @@ func ran(hosts []*lab.Host) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// costing adds to a sample what the hosts' daemons have taken of the processors for each of so many units: ns, and
-// cycles where perf counts them.
+// costing adds to a sample the processor time in ns that the hosts' daemons used per unit, and cycles if perf counts
+// them.
 func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
 	var cycles counter
 	if cyclesCounted() == nil {
@@ -121,11 +121,11 @@ func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) 
 	return s, nil
 }
 
-// counter is an event of perf_event_open(2), counted for all threads of some processes.
+// counter counts an event of perf_event_open(2) for all threads of some processes.
 type counter []int // file descriptors
 
-// newCounter counts an event (PERF_TYPE_..., PERF_COUNT_...) of the threads that the processes have, and of those that
-// these will make.
+// newCounter counts an event (PERF_TYPE_..., PERF_COUNT_...) for the processes' threads and the threads that these
+// create later.
 func newCounter(kind uint32, event uint64, pids ...int) (c counter, err error) {
 	attr := unix.PerfEventAttr{Type: kind, Config: event, Bits: unix.PerfBitInherit}
 	attr.Size = uint32(binary.Size(attr))
@@ -141,7 +141,7 @@ func newCounter(kind uint32, event uint64, pids ...int) (c counter, err error) {
 			}
 			fd, err := unix.PerfEventOpen(&attr, tid, -1, -1, unix.PERF_FLAG_FD_CLOEXEC)
 			switch {
-			case errors.Is(err, unix.ESRCH): // it has ended
+			case errors.Is(err, unix.ESRCH): // the thread has ended
 			case err != nil:
 				return nil, errors.Join(fmt.Errorf("perf_event_open: %w", err), c.close())
 			default:
@@ -152,7 +152,7 @@ func newCounter(kind uint32, event uint64, pids ...int) (c counter, err error) {
 	return c, nil
 }
 
-// read returns what has been counted since newCounter.
+// read returns the count since newCounter.
 func (c counter) read() (sum uint64, err error) {
 	var n [8]byte
 	for _, fd := range c {
@@ -171,7 +171,7 @@ func (c counter) close() (err error) {
 	return err
 }
 
-// cyclesCounted is nil where perf counts the processors' cycles; most virtual machines do not let it.
+// cyclesCounted returns nil if perf counts processor cycles here; most virtual machines do not allow it.
 var cyclesCounted = sync.OnceValue(func() error {
 	c, err := newCounter(unix.PERF_TYPE_HARDWARE, unix.PERF_COUNT_HW_CPU_CYCLES, os.Getpid())
 	return errors.Join(err, c.close())

@@ -1,14 +1,11 @@
-// Command bench is `make bench`: it measures what vnicd promises about speed, and
-// beside each figure an anchor, something else that this machine does, in the same
-// run. What matters are the ratios: the machine, and who else uses it, differ.
+// Command bench is `make bench`: it measures what vnicd promises about speed. In the same run it measures an anchor for
+// each figure, another workload of the same machine. The ratios matter: machines and their other load differ.
 //
-// A measurement is a Row: a name, a unit, goals, and two closures. Rows of the data
-// path run the vnicd binary as a user would and drive it with package guestdrv,
-// which is the native driver: no VM, so that no CPU emulator is measured.
+// A measurement is a Row: a name, a unit, goals, and two closures. Rows of the data path run the vnicd binary as a user
+// would and drive it with package guestdrv, the native driver: no VM, so that no CPU emulator is measured.
 //
-// Every round runs the anchor and the measurement one after the other, in turns
-// first; the first round only warms up. The table shows medians, and as spread half
-// the distance between the best and the worst round, in percent of the median.
+// Every round runs the anchor and the measurement, in alternating order; the first round only warms up. The table shows
+// medians; the spread is half the distance between the best and the worst round, in percent of the median.
 package main
 
 import (
@@ -26,13 +23,13 @@ import (
 func main() {
 	var o options
 	flag.StringVar(&o.only, "only", "",
-		"rows to run, separated by commas or spaces; a name also stands for all that begin with it [all]")
-	flag.IntVar(&o.rounds, "rounds", 5, "rounds that count")
+		"rows to run, separated by commas or spaces; a name also selects the rows that begin with it [all]")
+	flag.IntVar(&o.rounds, "rounds", 5, "rounds, besides one that warms up")
 	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
-	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object a line; it is replaced")
+	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object per line; it is overwritten")
 	flag.StringVar(&o.vnicd, "vnicd", "build/vnicd", "the daemon's binary")
 	flag.StringVar(&o.profiles, "profile", "",
-		"directory for a processor profile of each process and row, from one measurement more [none]")
+		"directory for a processor profile of each process and row, taken in an additional measurement [none]")
 	list := flag.Bool("list", false, "list the rows")
 	flag.Parse()
 	rows, err := pick(o.only)
@@ -63,7 +60,7 @@ type options struct {
 	time                       time.Duration
 }
 
-// pick returns the rows that only names, in their own order.
+// pick returns the rows that only selects, in registry order.
 func pick(only string) ([]Row, error) {
 	all := registry()
 	names := strings.FieldsFunc(only, func(r rune) bool { return r == ',' || r == ' ' })
@@ -85,14 +82,13 @@ func pick(only string) ([]Row, error) {
 	}
 	for _, n := range names {
 		if !used[n] {
-			return nil, fmt.Errorf("no row %q; -list shows those there are", n)
+			return nil, fmt.Errorf("no row %q; -list shows all rows", n)
 		}
 	}
 	return out, nil
 }
 
-// run measures the rows one after the other. A row that fails does not keep the
-// others from running; goals that are missed are results, not errors.
+// run measures the rows one after the other. It continues after a row that fails; missed goals are results, not errors.
 func run(ctx context.Context, o options, rows []Row) error {
 	rep, err := newReport(o.out, os.Stdout)
 	if err != nil {

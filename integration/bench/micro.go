@@ -10,9 +10,8 @@ import (
 	"strings"
 )
 
-// micro runs the Go benchmarks of the hot functions, with allocations. They have no
-// anchors and no goals here; whatever allocates where it must not fails a test. They are compiled as the daemon is,
-// with its profile.
+// micro runs the Go benchmarks of the hot functions, with allocations. They have neither anchors nor goals: unwanted
+// allocations fail unit tests. They are compiled like the daemon, with its PGO profile.
 func micro(ctx context.Context, o options, rep *report) error {
 	c := exec.CommandContext(ctx, "go", "test", "-pgo", "cmd/vnicd/default.pgo", "-run", "^$", "-bench", ".", "-benchmem",
 		"-benchtime", (o.time / 10).String(),

@@ -17,13 +17,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// profileTime is how long a profile lasts: at Go's 100 samples a second less says little.
+// profileTime is the length of a profile. Go samples 100 times a second, so a shorter profile tells little.
 const profileTime = 5 * time.Second
 
-// monitoringSocket is where a daemon serves profiles or metrics, if it does.
+// monitoringSocket is the path of the socket where a daemon serves profiles or metrics.
 func monitoringSocket(h *lab.Host) string { return filepath.Join(h.Dir, "monitoring.sock") }
 
-// start runs a daemon with configuration y. With -profile it has its profiles served.
+// start runs a daemon with configuration y. With -profile it enables the daemon's profiles.
 func (b *Bench) start(ctx context.Context, h *lab.Host, y string) error {
 	if b.profiles != "" {
 		b.daemons = append(b.daemons, h)
@@ -32,15 +32,14 @@ func (b *Bench) start(ctx context.Context, h *lab.Host, y string) error {
 	return h.Run(ctx, y)
 }
 
-// stop ends a daemon that start has started.
+// stop stops a daemon that start started.
 func (b *Bench) stop(ctx context.Context, h *lab.Host) error {
 	b.daemons = slices.DeleteFunc(b.daemons, func(d *lab.Host) bool { return d == h })
 	return h.Stop(ctx)
 }
 
-// profile takes processor profiles while f measures once more, which does not count: of
-// each daemon, ROW.HOST.pprof, and of this process, where the native driver and what
-// posts for it run, ROW.driver.pprof.
+// profile takes processor profiles during an additional run of f that is not counted: one of each daemon,
+// ROW.HOST.pprof, and one of this process, which runs the native driver and posts the requests, ROW.driver.pprof.
 func (b *Bench) profile(ctx context.Context, row string, f func(context.Context, time.Duration) (Sample, error)) error {
 	if err := os.MkdirAll(b.profiles, 0o755); err != nil {
 		return err
@@ -66,7 +65,7 @@ func (b *Bench) profile(ctx context.Context, row string, f func(context.Context,
 	return errors.Join(errs...)
 }
 
-// fetchProfile has the daemon behind the socket take a profile, and writes it to a file.
+// fetchProfile requests a profile from the daemon behind the socket and writes it to a file.
 func fetchProfile(ctx context.Context, socket, to string) error {
 	body, err := get(ctx, socket, fmt.Sprintf("/debug/pprof/profile?seconds=%d", profileTime/time.Second))
 	if err != nil {
@@ -75,7 +74,7 @@ func fetchProfile(ctx context.Context, socket, to string) error {
 	return os.WriteFile(to, body, 0o644)
 }
 
-// get asks the monitoring server behind a socket.
+// get requests a path from the monitoring server behind a socket.
 func get(ctx context.Context, socket, path string) ([]byte, error) {
 	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {

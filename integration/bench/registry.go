@@ -6,7 +6,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// registry lists the rows in the order of the table.
+// registry returns the rows in the order of the table.
 func registry() []Row {
 	return []Row{
 		{

@@ -14,20 +14,20 @@ import (
 	"strings"
 )
 
-// report prints the table as rows come in and writes the same as JSON lines.
+// report prints the table as results arrive and writes them as JSON lines.
 type report struct {
 	out  io.Writer
 	file *os.File
 	enc  *json.Encoder
-	err  error // first one of writing
+	err  error // first write error
 }
 
-// machine says where a run took place.
+// machine describes the machine of a run.
 type machine struct {
 	Kernel string `json:"kernel"`
 	CPU    string `json:"cpu"`
 	Cores  int    `json:"cores"`
-	Load   string `json:"load"` // when the run began
+	Load   string `json:"load"` // at the start of the run
 	Go     string `json:"go"`
 	Commit string `json:"commit,omitempty"`
 	Cycles string `json:"cycles,omitempty"` // why perf does not count them
@@ -35,7 +35,7 @@ type machine struct {
 
 func thisMachine() machine {
 	line := func(path string) string {
-		b, _ := os.ReadFile(path) // empty if it cannot be known
+		b, _ := os.ReadFile(path) // empty if it cannot be read
 		s, _, _ := strings.Cut(string(b), "\n")
 		return s
 	}
@@ -57,7 +57,7 @@ func thisMachine() machine {
 	return m
 }
 
-// line is one row's JSON.
+// line is the JSON of one row.
 type line struct {
 	Row          string             `json:"row"`
 	What         string             `json:"what"`
@@ -68,7 +68,7 @@ type line struct {
 	Ratio        float64            `json:"ratio,omitempty"`
 	Goal         string             `json:"goal,omitempty"`
 	Met          *bool              `json:"met,omitempty"`
-	Short        float64            `json:"short,omitempty"` // by which part the goal is missed
+	Short        float64            `json:"short,omitempty"` // how far the goal is missed, as a part of it
 	Spread       float64            `json:"spread"`
 	AnchorSpread float64            `json:"anchor_spread,omitempty"`
 	Extra        map[string]float64 `json:"extra,omitempty"`
@@ -93,10 +93,10 @@ func newReport(path string, out io.Writer) (*report, error) {
 	r.printf("%s, %d cores, Linux %s, %s; load %s\n", m.CPU, m.Cores, m.Kernel, m.Go, m.Load)
 	var load float64
 	if _, err := fmt.Sscan(m.Load, &load); err == nil && load > 0.5 {
-		r.printf("Others use this machine: whatever needs two cores at once is measured too low, and the spread is large.\n")
+		r.printf("This machine has other load: rows that need two cores at once are measured too low, and the spread is large.\n")
 	}
 	if m.Cycles != "" {
-		r.printf("No cycles beside the figures, only time: the processors' are not counted here (%s).\n", m.Cycles)
+		r.printf("Figures show time but no cycles, which are not counted here (%s).\n", m.Cycles)
 	}
 	r.printf("\n")
 	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "met?", "spread +-%", "what / anchor")
@@ -155,7 +155,7 @@ func (r *report) failure(row Row, err error) {
 
 func (r *report) close() error { return errors.Join(r.err, r.file.Close()) }
 
-// finite makes 0, which is left out, of what is no number.
+// finite replaces infinities and NaN by 0, which JSON omits.
 func finite(v float64) float64 {
 	if math.IsInf(v, 0) || math.IsNaN(v) {
 		return 0

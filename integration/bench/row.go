@@ -10,26 +10,26 @@ import (
 
 // Row is one line of the table.
 type Row struct {
-	Name   string // as ONLY= takes it
+	Name   string // selects the row in ONLY=
 	What   string // what is measured
-	Anchor string // what it is compared with; empty: nothing
-	Unit   string // of both
-	Goals  []Goal // all of which must be met; none: reported only
-	// Open sets the stage; what has to be undone goes to Bench.Add.
+	Anchor string // what it is compared with; "": nothing
+	Unit   string // of the row and its anchor
+	Goals  []Goal // all must be met; none: reported only
+	// Open prepares the row; undo functions go to Bench.Add.
 	Open func(ctx context.Context, b *Bench) (Meter, error)
-	// Section, in place of Open, prints figures of its own kind.
+	// Section, instead of Open, prints figures in its own format.
 	Section func(ctx context.Context, o options, r *report) error
 }
 
-// Meter takes one sample, in about d. Anchor is nil if the row has none.
+// Meter's functions each take one sample, in about d. Anchor is nil if the row has none.
 type Meter struct {
 	Ours, Anchor func(ctx context.Context, d time.Duration) (Sample, error)
-	// Turns is how often the two take turns within a round, whose figures are the means; zero: once. The more, the more
-	// alike is what the machine does besides to both.
+	// Turns is the number of alternations within a round, whose figures are the means; 0: once. More alternations
+	// expose both to the same disturbance by other load.
 	Turns int
 }
 
-// round returns the figures of one round, of which ours comes first or last.
+// round returns the figures of one round; oursFirst gives the order.
 func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (ours, anchor Sample, err error) {
 	turns := max(m.Turns, 1)
 	take := func(f func(context.Context, time.Duration) (Sample, error), to *Sample) {
@@ -61,7 +61,7 @@ func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (our
 	return ours, anchor, err
 }
 
-// Sample is one figure, and perhaps others that belong to it, such as a percentile.
+// Sample is one figure with optional related figures, such as a percentile.
 type Sample struct {
 	Value float64
 	Extra map[string]float64
@@ -90,7 +90,7 @@ func (g Goal) describe() string {
 	return op + " " + strings.TrimSuffix(number(g.Bound), ".00")
 }
 
-// missing is by how much v falls short of the goal as a part of the bound; 0 or less: met.
+// missing returns the part of the bound by which v misses the goal; 0 or less: met.
 func (g Goal) missing(v float64) float64 {
 	if g.AtLeast {
 		return 1 - v/g.Bound
@@ -98,7 +98,7 @@ func (g Goal) missing(v float64) float64 {
 	return v/g.Bound - 1
 }
 
-// Result is what the rounds of a row gave.
+// Result holds the figures of a row's rounds.
 type Result struct {
 	Ours, Anchor []float64
 	Extra        map[string]float64 // medians
@@ -112,7 +112,7 @@ func (r *Result) ratios() []float64 {
 	return out
 }
 
-// short is by how much the worst goal is missed; 0: all are met.
+// short returns the part by which the worst goal is missed; 0: all are met.
 func (r *Result) short(goals []Goal) float64 {
 	worst := 0.0
 	for _, g := range goals {
@@ -125,9 +125,9 @@ func (r *Result) short(goals []Goal) float64 {
 	return worst
 }
 
-// measure opens a row, runs its rounds and clears the stage.
+// measure opens a row, runs its rounds and cleans up.
 func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
-	// A device that does not answer must not hold up the other rows.
+	// A device that hangs must not delay the other rows for ever.
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute+time.Duration(4*o.rounds)*o.time)
 	defer cancel()
 	b, err := newBench(o)
@@ -147,7 +147,7 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 			return nil, err
 		}
 		if round == 0 {
-			continue // it warms up
+			continue // warm-up
 		}
 		res.Ours = append(res.Ours, ours.Value)
 		if m.Anchor != nil {
@@ -173,14 +173,14 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 	return res, nil
 }
 
-// median of v, which is not empty; v is left as it is.
+// median returns the median of v, which must not be empty and is not modified.
 func median(v []float64) float64 {
 	s := slices.Sorted(slices.Values(v))
 	n := len(s)
 	return (s[(n-1)/2] + s[n/2]) / 2
 }
 
-// spread is half the distance between the extremes as a part of the median.
+// spread returns half the distance between the extremes as a part of the median.
 func spread(v []float64) float64 {
 	m := median(v)
 	if m == 0 {

@@ -13,8 +13,8 @@ import (
 
 const giga = 1e9
 
-// localWrite1M streams WRITEs of 1 MiB between two VMs of one daemon. Source and
-// destination go round in more memory than caches hold.
+// localWrite1M streams WRITEs of 1 MiB between two VMs of one daemon. Source and destination cycle through more memory
+// than caches hold.
 func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size, slots = 1 << 20, 160
 	nodes, x, _, err := b.localPair(ctx, 2, slots*size+16<<20)
@@ -56,7 +56,7 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// localLatency bounces 8 bytes.
+// localLatency measures the one-way latency of 8 bytes.
 func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	nodes, x, y, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
@@ -74,9 +74,9 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// pingPong bounces 8 bytes between x and y, which belong to the two nodes: each side WRITEs
-// once it sees the other's WRITE. Unless it is nil, between is called again and again
-// while the thread waits. The sample is the median of one way in ns.
+// pingPong bounces 8 bytes between x and y, which belong to the two nodes: each side WRITEs once it sees the other's
+// WRITE. If between is not nil it is called repeatedly while the thread waits. The sample is the median of one way in
+// ns.
 func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Context, time.Duration) (Sample, error),
 	error) {
 	var bufs [2]*guestdrv.Buffer
@@ -126,7 +126,7 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 	}, nil
 }
 
-// smallMessages streams WRITEs of 8 bytes in batches of 32, of which one is signalled.
+// smallMessages streams WRITEs of 8 bytes in batches of 32, one of them signalled.
 func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	nodes, x, _, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
@@ -154,8 +154,8 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// realAddresses streams WRITEs of 4 KiB as a guest kernel's block or file driver does, out of memory that it names by
-// real addresses (RA-1); the anchor registers each, writes, and invalidates it, in the same queue.
+// realAddresses streams WRITEs of 4 KiB as a guest kernel's block or file driver does, from memory named by real
+// addresses (RA-1). The anchor registers each buffer, writes and invalidates it, in the same queue.
 func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size, slots = 4096, 64
 	_, nodes, err := b.local(ctx, 2, 32<<20)
@@ -211,8 +211,8 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// remoteWrite streams WRITEs of 64 KiB between VMs of two daemons; the anchor is
-// iperf3's TCP over the kernel's VXLAN, the same wire.
+// remoteWrite streams WRITEs of 64 KiB between VMs of two daemons. The anchor is iperf3's TCP over the kernel's VXLAN,
+// on the same wire.
 func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		const size = 64 << 10
@@ -234,7 +234,7 @@ func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 	}
 }
 
-// remotePackets is the same with messages of one packet each, against UDP.
+// remotePackets streams messages of one packet each; the anchor is UDP.
 func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size = 1024
 	ours, hosts, err := b.remoteStream(ctx, 1500, size, 128)
@@ -257,12 +257,12 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// signalled is how many WRITEs of a stream there are to one that is signalled. ib_write_bw has 100, iperf3 sleeps until
-// a third of its buffer is free.
+// signalled is the number of WRITEs per signalled WRITE of a stream. ib_write_bw has 100; iperf3 sleeps until a third
+// of its buffer is free.
 const signalled = 4
 
-// remoteStream prepares a stream of WRITEs between two daemons, and an iperf3 server
-// at the far end. It returns the hosts; the first sends.
+// remoteStream prepares a stream of WRITEs between two daemons and an iperf3 server at the far end. It returns the
+// hosts; the first one sends.
 func (b *Bench) remoteStream(ctx context.Context, mtu, size,
 	window int) (func(context.Context, time.Duration) (float64, error), []*lab.Host, error) {
 	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)

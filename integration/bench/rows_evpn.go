@@ -22,7 +22,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// A data centre as its route reflector tells of it: each host is a VTEP of one of the networks with so many MACs, each
+// A data centre as its route reflector announces it: each host is a VTEP of one network and has a number of MACs, each
 // with an IP address.
 const (
 	evpnHosts    = 1000
@@ -33,7 +33,7 @@ const (
 	evpnFirstVNI = 100
 )
 
-// reflector is the other end of a BGP session. What it says is made beforehand.
+// reflector is the peer of a BGP session. Its messages are encoded in advance.
 type reflector struct {
 	conn net.Conn
 	done chan struct{}
@@ -45,8 +45,8 @@ func evpnVTEP(host int) netip.Addr {
 	return netip.AddrFrom4([4]byte{10, 1, byte(host >> 8), byte(host)})
 }
 
-// evpnUpdate is one UPDATE: MACs first..first+n-1 at a host, or with no MACs that the host serves its network; or that
-// this is no more so.
+// evpnUpdate encodes one UPDATE: MACs first..first+n-1 at a host or, without MACs, that the host serves its network.
+// gone withdraws them.
 func evpnUpdate(host, first, n int, seq uint32, gone bool) ([]byte, error) {
 	at := evpnVTEP(host)
 	rd, err := bgp.ParseRouteDistinguisher(fmt.Sprintf("%v:%d", at, vni(host)))
@@ -103,7 +103,7 @@ func evpnUpdate(host, first, n int, seq uint32, gone bool) ([]byte, error) {
 	return bgp.NewBGPUpdateMessage(nil, attrs, nil).Serialize()
 }
 
-// evpnScript is what the reflector says in each round, and then takes back.
+// evpnScript holds the UPDATEs that the reflector sends in each round, and their withdrawal.
 type evpnScript struct{ full, moves, gone []byte }
 
 func newEVPNScript() (*evpnScript, error) {
@@ -119,8 +119,8 @@ func newEVPNScript() (*evpnScript, error) {
 		say(&s.gone, h, h*evpnPerHost, evpnPerHost, 0, true)
 		say(&s.gone, h, 0, 0, 0, true)
 	}
-	// Moves come one by one: a MAC that another host of its network tells of with the next number, and the old one no
-	// more.
+	// MACs move one by one: another host of the network announces the MAC with the next sequence number, and the old
+	// route is withdrawn.
 	for i := range evpnMoves {
 		mac := i * evpnHosts * evpnPerHost / evpnMoves
 		old := mac / evpnPerHost
@@ -129,13 +129,13 @@ func newEVPNScript() (*evpnScript, error) {
 		say(&s.moves, old, mac, 1, 0, true)
 		say(&s.gone, to, mac, 1, 0, true)
 	}
-	// The last word: when that counts, so does all before it.
+	// This UPDATE comes last: once it is in effect, so are all before it.
 	say(&s.moves, 0, evpnHosts*evpnPerHost, 1, 0, false)
 	say(&s.gone, 0, evpnHosts*evpnPerHost, 1, 0, true)
 	return s, err
 }
 
-// dialReflector opens a session as a reflector of the same AS would.
+// dialReflector opens a session as a reflector of the same AS.
 func dialReflector(ctx context.Context, dial func() (net.Conn, error)) (*reflector, error) {
 	for {
 		r, err := tryReflector(dial)
@@ -195,7 +195,7 @@ func (r *reflector) close() {
 	<-r.done
 }
 
-// until looks again and again whether so many routes count.
+// until polls until count returns want.
 func until(ctx context.Context, want int, count func() (int, error)) error {
 	for {
 		n, err := count()
@@ -205,13 +205,13 @@ func until(ctx context.Context, want int, count func() (int, error)) error {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("%d routes, want %d: %w", n, want, ctx.Err())
-		case <-time.After(100 * time.Millisecond): // looking costs the one who is measured
+		case <-time.After(100 * time.Millisecond): // polling costs the measured daemon time
 		}
 	}
 }
 
-// evpnScale measures how long a daemon takes from the first byte of everybody's routes until all are in the switch's
-// tables; the anchor is gobgp by itself, which only keeps them.
+// evpnScale measures the time from the first byte of all routes until the switch's tables hold all of them. The anchor
+// is gobgp alone, which only stores them.
 func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 	script, err := newEVPNScript()
 	if err != nil {
@@ -252,7 +252,7 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 		for _, x := range s.Networks {
 			n += min(x.MACs, x.IPs)
 			if x.MACs+x.IPs == 0 {
-				n += x.VTEPs // nothing is left only when they are gone, too
+				n += x.VTEPs // nothing is left only when these are gone, too
 			}
 		}
 		return n, nil
@@ -298,7 +298,7 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, err
 }
 
-// evpnHost is a daemon that waits for a reflector.
+// evpnHost starts a daemon that waits for a reflector.
 func (b *Bench) evpnHost(ctx context.Context) (*lab.Host, error) {
 	h, err := b.host()
 	if err != nil {
@@ -315,7 +315,7 @@ func (b *Bench) evpnHost(ctx context.Context) (*lab.Host, error) {
 	return h, h.Run(ctx, text)
 }
 
-// gobgpAlone is a gobgp with nothing behind it.
+// gobgpAlone starts a gobgp that only stores routes.
 func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(context.Context, time.Duration) (Sample,
 	error), error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")

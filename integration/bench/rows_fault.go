@@ -25,7 +25,7 @@ const (
 	onDemand = 1 << 40 // VA of on-demand regions
 )
 
-// onePage is an on-demand region of one page that is always to be had.
+// onePage registers an on-demand region of one page; wait delays its pager.
 func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error) {
 	frame, err := n.Alloc(pageSize)
 	if err != nil {
@@ -41,9 +41,9 @@ func (n *node) onePage(wait func(context.Context)) (*guestdrv.OnDemandMR, error)
 		}))
 }
 
-// guestFault is the time from raise to resume of the fault of a WRITE of 8 bytes that meets an absent page; far: the
-// page is the responder's. The WRITE's own time, from post to completion, is shown beside it; the anchor is that of one
-// whose page is present.
+// guestFault measures the time from raise to resume of a guest fault: a WRITE of 8 bytes meets an absent page, which is
+// the responder's if far. The WRITE's time from post to completion is shown too. The anchor is a WRITE whose page is
+// present.
 func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		h, nodes, err := b.local(ctx, 2, 16<<20)
@@ -110,8 +110,7 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 	}
 }
 
-// registration is the time to register an on-demand region of 1 GiB; the anchor is
-// one of a page.
+// registration measures the time to register an on-demand region of 1 GiB; the anchor is one page.
 func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 	_, nodes, err := b.local(ctx, 1, 16<<20)
 	if err != nil {
@@ -140,13 +139,11 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 	return Meter{Ours: sample(1 << 30), Anchor: sample(pageSize)}, nil
 }
 
-// neighbours is the rate of one QP's WRITEs of 4 KiB while another QP faults without
-// end: its page is thrown out whenever it has been used, and its pager takes a
-// millisecond, or for ever. The anchor is the rate while that QP does the same with
-// its page left alone, a millisecond apart: on two cores its driver takes from ours, too.
-// Beside the rates stands what the faults cost in processor time, of daemon and driver, but
-// for the two threads that the neighbour needs: its own, and the engine. On few cores
-// that is what it can lose.
+// neighbours measures the rate of one QP's WRITEs of 4 KiB while another QP faults all the time: its page is evicted
+// after each use, and its pager takes a millisecond or never answers. The anchor is the rate while that QP's page stays
+// and it works a millisecond apart: on two cores its driver also takes time from ours. Shown beside the rates is the
+// processor time that the faults cost daemon and driver, without the two threads that the measured QP needs, its own
+// and the engine. On few cores the QP can lose that time.
 func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		h, nodes, err := b.local(ctx, 4, 16<<20)
@@ -157,7 +154,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		// gate keeps the pager until it is closed.
+		// gate blocks the pager until it is closed.
 		var gate atomic.Pointer[chan struct{}]
 		mr, err := nodes[1].onePage(func(ctx context.Context) {
 			var patience <-chan time.Time
@@ -199,7 +196,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				g := make(chan struct{})
 				if !fault {
-					close(g) // what the last measurement has thrown out comes at once
+					close(g) // pages evicted by the last measurement come in at once
 				}
 				gate.Store(&g)
 				before := mr.Stats().Faults
@@ -244,8 +241,8 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 	}
 }
 
-// apart runs f on a thread of its own and returns what this process and the daemon ran
-// meanwhile on other threads, the daemon's busiest excepted, which is its engine.
+// apart runs f on a separate thread and returns the time that the other threads of this process and of the daemon ran
+// meanwhile, except the daemon's busiest thread, its engine.
 func apart(daemon int, f func() (float64, error)) (rate float64, spent time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -280,19 +277,18 @@ func apart(daemon int, f func() (float64, error)) (rate float64, spent time.Dura
 	return rate, spent - engine, err
 }
 
-// faults are guest faults that the VMs' drivers have answered, with their times from raise to resume as a device counts
-// them.
+// faults counts guest faults that the VMs' drivers answered, with their times from raise to resume as the device
+// measures them.
 type faults struct {
 	n       uint64
 	sum     time.Duration
 	buckets []uint64 // as in hca.FaultQueue
 }
 
-// mean is in us.
+// mean returns the mean in us.
 func (f *faults) mean() float64 { return float64(f.sum.Nanoseconds()) / float64(f.n) / 1e3 }
 
-// median is in us: where it lies in its bucket is computed as if those in it were evenly spread, as PromQL's
-// histogram_quantile does.
+// median returns the median in us. It interpolates linearly within a bucket, like PromQL's histogram_quantile.
 func (f *faults) median() float64 {
 	below := 0.0
 	for i, n := range f.buckets {
@@ -305,7 +301,7 @@ func (f *faults) median() float64 {
 	return math.NaN()
 }
 
-// served runs f and returns the guest faults that were answered meanwhile, at least one.
+// served runs f and returns the guest faults answered meanwhile, at least one.
 func served(ctx context.Context, h *lab.Host, f func() error) (now faults, err error) {
 	before, err := guestFaults(ctx, h)
 	if err != nil {
@@ -327,7 +323,7 @@ func served(ctx context.Context, h *lab.Host, f func() error) (now faults, err e
 	return now, nil
 }
 
-// guestFaults are those of all VMs so far.
+// guestFaults returns the faults of all VMs so far.
 func guestFaults(ctx context.Context, h *lab.Host) (f faults, err error) {
 	out, err := h.CLI(ctx, "status", "-j")
 	if err != nil {

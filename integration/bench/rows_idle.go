@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// idle has 8 VMs attached, each with a connection to the next, and nobody doing
-// anything; the anchor is a daemon to which nobody is attached.
+// idle measures a daemon with 8 attached VMs, each connected to the next, all idle; the anchor is a daemon without
+// attached VMs.
 func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	full, nodes, err := b.local(ctx, 8, 16<<20)
 	if err != nil {
@@ -28,7 +28,7 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return m, err
 		}
-		// Something to have been busy with.
+		// Give the engines some work first.
 		if err := x.qp.PostSend(guestdrv.NewWrite(0, guestdrv.Remote{RKey: mr.RKey()},
 			mr.SGE(0, 0)).With(guestdrv.SendSignaled)); err != nil {
 			return m, err
@@ -63,13 +63,14 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	return Meter{Ours: share(full.Proc), Anchor: share(empty.Proc)}, nil
 }
 
-// growth is what the private memory of a daemon that has just been started grows by per object, in KiB, when n are
-// made. Of its 8 VMs that many have drivers by then.
+// growth measures how much a new daemon's private memory grows per object, in KiB, when n objects are created. attached
+// is the number of its 8 VMs that have drivers.
 func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, nodes []*node,
 	n int) error) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		m.Ours = func(ctx context.Context, _ time.Duration) (s Sample, err error) {
-			// Another daemon each time: what Go's collector has freed stays resident, and would be taken for less growth.
+			// Each measurement starts a new daemon: memory that Go's collector freed stays resident and would hide
+			// growth.
 			h, err := b.host()
 			if err != nil {
 				return s, err
@@ -125,8 +126,8 @@ func makeMRs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
 	return nil
 }
 
-// startUp is the time from starting a daemon with 8 VMs until one of their drivers has its device; the anchor is a
-// process that prints its version.
+// startUp measures the time from starting a daemon with 8 VMs until a driver has its device; the anchor is a process
+// that prints its version.
 func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 	h, err := b.host()
 	if err != nil {
@@ -155,7 +156,7 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 			}
 			select {
 			case <-p.Done():
-				return Sample{}, fmt.Errorf("vnicd ended: %s", p.LogTail())
+				return Sample{}, fmt.Errorf("vnicd exited: %s", p.LogTail())
 			case <-ctx.Done():
 				return Sample{}, ctx.Err()
 			case <-time.After(100 * time.Microsecond):

@@ -14,13 +14,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// Two hosts joined by a veth pair; on each a network of vnicd's with a TAP, and beside it the kernel's own: a bridge
-// with a vxlan device in it. Programs on one host talk to the other by either.
+// Two hosts are joined by a veth pair. Each has a vnicd network with a TAP and, beside it, a kernel bridge with a vxlan
+// device. Programs on one host reach the other over either.
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-// tenants are two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short: with the
-// short path (by default) and what it needs over IPv6.
+// tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short enables
+// the short path (the default) and, over IPv6, what it needs.
 func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
@@ -60,18 +60,18 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 	return hosts, b.iperfServer(hosts[1])
 }
 
-// transfer is what one run of iperf3 brought.
+// transfer is the result of one run of iperf3.
 type transfer struct {
-	value    float64       // what the row shows
-	units    float64       // packets or KiB that came through
-	programs time.Duration // that iperf3 ran, at both ends
+	value    float64       // the row's figure
+	units    float64       // packets or KiB received
+	programs time.Duration // processor time of iperf3, both ends
 	extra    map[string]float64
 }
 
-// both measures the same by our addresses and by the kernel's. Beside the rates it shows what the processors ran for
-// each packet (or whatever the unit is) that came through: our daemons alone, and all that the path needs, iperf3 at
-// both ends with what the kernel does in its name and, for ours, the daemons. Unlike rates these hardly depend on who
-// else uses the machine.
+// both measures the same transfer over our addresses and over the kernel's. Beside the rates it shows the processor
+// time per received packet (or other unit): of our daemons only, and of the whole path, which is iperf3 at both ends
+// with the kernel work charged to it and, for ours, the daemons. Unlike rates, these figures hardly depend on the
+// machine's other load.
 func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer,
 	error)) Meter {
 	measure := func(ctx context.Context, who, addr string, d time.Duration) (Sample, error) {
@@ -106,7 +106,7 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 	}
 }
 
-// hostTCP is one connection of iperf3.
+// hostTCP measures one iperf3 connection.
 func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, v6, short)
@@ -118,10 +118,10 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	}
 }
 
-// hostUDP is iperf3 sending datagrams as fast as it can. What counts is what arrives at the receiving host's UDP: the
-// way from interface to interface. How much of that iperf3 gets to read out of its socket in time is a matter of who
-// has the processor, and shown beside it: the sender is not held up by a TAP, as it is by the kernel's path, which it
-// walks itself.
+// hostUDP measures iperf3 sending datagrams at full speed. The figure counts datagrams that reach the receiving host's
+// UDP, that is, the path from interface to interface. How many iperf3 reads from its socket in time depends on
+// scheduling and is shown beside it: a TAP does not slow the sender down, while the kernel's path runs on the sender's
+// own time.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, false, true)
@@ -144,11 +144,11 @@ func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	}
 }
 
-// unread is how many datagrams the kernel has dropped in a namespace because a socket was full, other than a VTEP's.
+// unread returns the number of datagrams that the kernel dropped in a namespace for full sockets, without VTEP sockets.
 func unread(ns *harness.Namespace) (n float64, err error) {
 	var snmp, sockets []byte
 	if err := ns.Do(func() (err error) {
-		// Files of the calling thread's namespace.
+		// These files belong to the calling thread's namespace.
 		if snmp, err = os.ReadFile("/proc/thread-self/net/snmp"); err != nil {
 			return err
 		}
@@ -160,7 +160,7 @@ func unread(ns *harness.Namespace) (n float64, err error) {
 	return parseUnread(string(snmp), string(sockets))
 }
 
-// parseUnread takes the drops of sockets on port 4789 from RcvbufErrors of all.
+// parseUnread subtracts the drops of sockets on port 4789 from all RcvbufErrors.
 func parseUnread(snmp, sockets string) (n float64, err error) {
 	var names []string
 	for l := range strings.Lines(snmp) {

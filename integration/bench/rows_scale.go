@@ -9,8 +9,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// manyQPs is the rate of WRITEs of 8 bytes by 1,000 QPs that one thread feeds in turn, each with what it has room for;
-// the anchor is one QP. What 10 and 100 QPs reach is shown beside it.
+// manyQPs measures the rate of WRITEs of 8 bytes by 1,000 QPs; one thread fills their queues in turn. The anchor is one
+// QP. The rates of 10 and 100 QPs are shown beside it.
 func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 	const most, queue, message = 1000, 32, 8
 	_, nodes, err := b.local(ctx, 2, 256<<20)
@@ -38,7 +38,7 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 		sum := 0.0
 		for _, s := range served {
 			if s == 0 && err == nil {
-				err = errors.New("a queue pair was not served")
+				err = errors.New("a queue pair made no progress")
 			}
 			sum += s
 		}
@@ -61,9 +61,9 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// muchMemory is the rate of WRITEs of 8 bytes to 256 pages all over a region of 64 GiB; the anchor's region has 1 MiB,
-// which are as many. What one of 1 GiB reaches is shown beside it. The regions page on demand, in a VM that has that
-// much memory; only those pages of it are touched.
+// muchMemory measures the rate of WRITEs of 8 bytes to 256 pages scattered over a region of 64 GiB. The anchor's region
+// has 1 MiB, which is 256 pages; a region of 1 GiB is shown beside it. The regions page on demand in a VM with that
+// much memory, of which only those pages are touched.
 func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 	const small, middle, large, touched = 1 << 20, 1 << 30, 64 << 30, 256
 	_, nodes, err := b.local(ctx, 1, large+middle+small+16<<20)

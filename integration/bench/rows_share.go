@@ -17,13 +17,12 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// demand is a stream of WRITEs that its owner keeps going by calling feed, so that one
-// thread can serve many.
+// demand is a stream of WRITEs that advances when its owner calls feed, so that one thread can serve many streams.
 type demand struct {
 	*end
 	wr      *guestdrv.SendWR
 	slots   int // buffers of each side, used in turn
-	window  int // requests under way
+	window  int // outstanding requests
 	posted  int
 	done    int
 	src     *guestdrv.MR
@@ -48,7 +47,7 @@ func newDemand(x, y *node, message, memory, window int) (*demand, error) {
 	return demandOf(e, src, dst, message, window), nil
 }
 
-// demandOf is e's stream of messages from src to dst, all over both, which are equally large.
+// demandOf returns e's stream of messages from src to dst, scattered over both, which have equal size.
 func demandOf(e *end, src, dst *guestdrv.MR, message, window int) *demand {
 	return &demand{
 		end: e, src: src, dst: dst, message: message, window: window, slots: int(src.Len()) / message,
@@ -56,7 +55,7 @@ func demandOf(e *end, src, dst *guestdrv.MR, message, window int) *demand {
 	}
 }
 
-// feed takes completions and posts as many requests again.
+// feed polls completions and posts as many requests.
 func (d *demand) feed() error {
 	n, err := d.poll()
 	d.done += n
@@ -72,14 +71,14 @@ func (d *demand) feed() error {
 	return err
 }
 
-// drain waits for what is under way.
+// drain waits for outstanding requests.
 func (d *demand) drain(ctx context.Context) error {
 	err := d.spin(ctx, d.posted-d.done)
 	d.done = d.posted
 	return err
 }
 
-// feedAll feeds all of them for a time, and returns how many requests of each were served.
+// feedAll feeds all streams for d and returns the number of completed requests of each.
 func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() error) ([]float64, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -108,8 +107,8 @@ func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() 
 
 func nothing() error { return nil }
 
-// busyLatency is the latency between two VMs while two others keep the same engine busy
-// with messages of that size in memory bytes on either side.
+// busyLatency measures the latency between two VMs while two others keep the same engine busy with messages of that
+// size, in memory bytes on either side.
 func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		_, nodes, err := b.local(ctx, 4, uint64(memory)+16<<20)
@@ -149,9 +148,9 @@ func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, erro
 	}
 }
 
-// collectedLatency is the 99.9th percentile of the latency between two VMs while the daemon is asked for its metrics
-// all the time, of which it makes garbage. That is collected at a fiftieth of the growth that Go waits for by default;
-// the anchor is a daemon that never collects it.
+// collectedLatency measures the 99.9th percentile of the latency between two VMs while the daemon is asked for its
+// metrics all the time, which produces garbage. The collector runs at a fiftieth of the growth of Go's default; the
+// anchor is a daemon that never collects.
 func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	open := func(collects bool) (func(context.Context, time.Duration) (Sample, error), error) {
 		h, err := b.host()
@@ -182,7 +181,7 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 			return nil, err
 		}
 		return func(ctx context.Context, d time.Duration) (Sample, error) {
-			// What this process collects is not the daemon's.
+			// Collections of this process must not count as the daemon's.
 			defer debug.SetGCPercent(debug.SetGCPercent(-1))
 			before, err := collections(ctx, h)
 			if err != nil {
@@ -192,7 +191,7 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 			var stop atomic.Bool
 			var askErr error
 			asking.Go(func() {
-				// which leaves the processors to the two at work
+				// leaves the processors to the two VMs
 				for ; !stop.Load() && askErr == nil; time.Sleep(5 * time.Millisecond) {
 					_, askErr = get(ctx, monitoringSocket(h), "/metrics")
 				}
@@ -226,7 +225,7 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, err
 }
 
-// collections is how often a daemon has collected garbage.
+// collections returns the number of garbage collections of a daemon.
 func collections(ctx context.Context, h *lab.Host) (float64, error) {
 	metrics, err := get(ctx, monitoringSocket(h), "/metrics")
 	if err != nil {
@@ -240,8 +239,7 @@ func collections(ctx context.Context, h *lab.Host) (float64, error) {
 	return 0, fmt.Errorf("%s: no go_gc_duration_seconds_count among the metrics", h.Name)
 }
 
-// fairShares has 8 VMs ask for more than an eighth of the engine each, with 1, 1, 2, 2, 4,
-// 4, 8 and 8 QPs.
+// fairShares runs 8 VMs with 1, 1, 2, 2, 4, 4, 8 and 8 QPs, each of which demands more than an eighth of the engine.
 func fairShares(ctx context.Context, b *Bench) (m Meter, err error) {
 	const vms, message, memory = 8, 16 << 10, 1 << 20
 	_, nodes, err := b.local(ctx, vms+1, 64<<20)
@@ -276,9 +274,8 @@ func fairShares(ctx context.Context, b *Bench) (m Meter, err error) {
 	return m, nil
 }
 
-// flooded is the rate of one VM beside another that rings doorbells without end, of a QP
-// that has nothing to do and of one in the error state, to which it posts as fast
-// as its completions are taken.
+// flooded measures the rate of one VM beside another that rings doorbells all the time: of an idle QP, and of a QP in
+// the error state to which it posts as fast as completions are polled.
 func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 	const message, memory, window = 64 << 10, 4 << 20, 32
 	_, nodes, err := b.local(ctx, 3, 32<<20)

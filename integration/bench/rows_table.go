@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// resolver is a region of n scattered 4 KiB pages and the way through both stages.
+// resolver is a region of n scattered 4 KiB pages, looked up through both stages.
 type resolver struct {
 	vm  *translate.VM
 	key translate.Key
@@ -20,13 +20,13 @@ type resolver struct {
 const (
 	firstPA = translate.PA(1 << 32)
 	firstVA = translate.VA(0x7f0000000000)
-	inSet   = 256 // pages that are looked up: what stays warm
+	inSet   = 256 // pages looked up: the warm set
 )
 
-// resolver makes the tables. With large, guest and host memory are aligned to each
-// other, as a VM's are, and stage two finds pieces of 2 MiB; else pages of 4 KiB.
+// resolver builds the tables. With large, guest and host memory are aligned to each other, as a VM's are, and stage two
+// maps pieces of 2 MiB; otherwise pages of 4 KiB.
 func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
-	// The memory is never touched, only its addresses are looked up.
+	// Only addresses are looked up; the memory is never touched.
 	const huge = 2 << 20
 	mem, err := unix.Mmap(-1, 0, int(n)<<translate.PageShift+2*huge, unix.PROT_READ,
 		unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
@@ -56,7 +56,7 @@ func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 	for first := uint64(0); first < n; first += uint64(len(pas)) {
 		pas = pas[:0]
 		for p := first; p < min(first+uint64(cap(pas)), n); p++ {
-			// A permutation without neighbours: n is no multiple of this prime.
+			// A permutation without adjacent pages: n is no multiple of this prime.
 			pas = append(pas, firstPA+translate.PA(p*7919%n<<translate.PageShift))
 		}
 		if err := vm.SetPages(r.Handle(), first, pas); err != nil {
@@ -66,7 +66,7 @@ func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 	return &resolver{vm, r.LKey(), n}, nil
 }
 
-// run looks up pages of the warm set at random for d: ns each, epoch not counted.
+// run looks up random pages of the warm set for d and returns ns per look-up, without the epoch.
 func (r *resolver) run(_ context.Context, d time.Duration) (Sample, error) {
 	set := min(r.n, inSet)
 	stride := r.n / set
@@ -86,7 +86,7 @@ func (r *resolver) run(_ context.Context, d time.Duration) (Sample, error) {
 	return Sample{Value: float64(time.Since(start)) / float64(n)}, nil
 }
 
-// translation is the row for a region of n pages; the anchor is a region of one.
+// translation returns the row for a region of n pages; the anchor is a region of one.
 func translation(n uint64, large bool) func(context.Context, *Bench) (Meter, error) {
 	return func(_ context.Context, b *Bench) (m Meter, err error) {
 		many, err := b.resolver(n, large)

@@ -15,15 +15,14 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// vhostFrames is 64-byte frames going round: DPDK's testpmd has two virtio ports (net_virtio_user) and passes what one
-// gets to the other; between the ports is vnicd's switch, or, as anchor, a second testpmd that does the same with two
-// vhost ports (net_vhost).
+// vhostFrames circulates 64-byte frames: DPDK's testpmd has two virtio ports (net_virtio_user) and forwards between
+// them. The ports are joined by vnicd's switch or, as anchor, by a second testpmd with two vhost ports (net_vhost).
 //
-// Who waits for whom depends on how many cores there are, and testpmd polls whether there are frames or not. So what
-// counts is what one core in the middle could pass on: frames by the processor time that they took. For vnicd that is
-// all that the daemon ran, looking for work and being woken included; for testpmd what it says itself
-// (--record-core-cycles), which leaves out its polling in vain. That is by the clock, so on a busy machine it has
-// others' time in it. What did go round is shown beside it, of the best second.
+// The bottleneck depends on the number of cores, and testpmd polls all the time. The figure is therefore what one core
+// in the middle could forward: frames divided by the processor time they took. For vnicd this is all time that the
+// daemon ran, including polling and wake-ups; for testpmd it is its own count (--record-core-cycles), which excludes
+// empty polls. That count is wall-clock time and on a busy machine includes other processes' time. The frames forwarded
+// in the best second are shown beside it.
 func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 	h, err := b.host()
 	if err != nil {
@@ -44,10 +43,10 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		var ports []string
 		for i, path := range anchors {
-			_ = os.Remove(path) // of the round before
+			_ = os.Remove(path) // of the previous round
 			ports = append(ports, fmt.Sprintf("--vdev=net_vhost%d,iface=%s", i, path))
 		}
-		// The core on which the other one does not forward.
+		// Use the core on which the other testpmd does not forward.
 		p, log, err := b.testpmd(h, "vhost", "0@1,1@0", append(ports, "--", "--auto-start", "--record-core-cycles"))
 		if err != nil {
 			return Sample{}, err
@@ -55,7 +54,7 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 		defer p.Kill()
 		forwards := func() bool {
 			text, err := os.ReadFile(log)
-			return err == nil && strings.Contains(string(text), "Port statistics") // it has begun
+			return err == nil && strings.Contains(string(text), "Port statistics") // it has started
 		}
 		if err := waitFor(ctx, p, forwards); err != nil {
 			return Sample{}, err
@@ -64,14 +63,14 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return Sample{}, err
 		}
-		// It tells when it ends.
+		// testpmd prints the cycles when it exits.
 		if err := p.Signal(os.Interrupt); err != nil {
 			return Sample{}, err
 		}
 		select {
 		case <-p.Done():
 		case <-ctx.Done():
-			return Sample{}, fmt.Errorf("testpmd does not end: %w", ctx.Err())
+			return Sample{}, fmt.Errorf("testpmd does not exit: %w", ctx.Err())
 		}
 		text, err := os.ReadFile(log)
 		if err != nil {
@@ -85,12 +84,11 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 
 var cycles = regexp.MustCompile(`CPU cycles/packet=([\d.]+) .* at (\d+) MHz`)
 
-// parseCycles reads how many packets per second one core can pass on, from what testpmd says of the cycles that each
-// took.
+// parseCycles computes the packets per second that one core can forward from testpmd's cycles per packet.
 func parseCycles(s string) (float64, error) {
 	m := cycles.FindStringSubmatch(s)
 	if m == nil {
-		return 0, errors.New("testpmd says nothing of cycles")
+		return 0, errors.New("testpmd printed no cycles")
 	}
 	each, err := strconv.ParseFloat(m[1], 64)
 	if err != nil || each == 0 {
@@ -100,8 +98,8 @@ func parseCycles(s string) (float64, error) {
 	return mhz * 1e6 / each, err
 }
 
-// guestPorts lets frames go round for d, at least two seconds, and returns the rate and what it would be by the time
-// that the process in the middle ran, were it a whole core's.
+// guestPorts circulates frames for d, at least two seconds, and returns the rate and the rate per core of processor
+// time of the process in the middle.
 func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Process, sockets [2]string,
 	d time.Duration) (rate, perCore float64, err error) {
 	var ports, peers []string
@@ -114,7 +112,7 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 		return 0, 0, err
 	}
 	defer p.Kill()
-	// the first second is a part of one, and has the beginning in it
+	// the first second is incomplete and includes the start
 	want := 1 + max(2, int(d.Round(time.Second).Seconds()))
 	var (
 		seen         int
@@ -131,7 +129,7 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 		if len(seconds) == seen {
 			return false
 		}
-		// The figures are those of a moment ago.
+		// The statistics are from a moment ago, so sample the time now.
 		if ran, failed = cpuTime(middle); failed != nil {
 			return true
 		}
@@ -148,7 +146,7 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 	return rate, (total - first) / (ran - begin).Seconds(), nil
 }
 
-// testpmd starts DPDK's test program, whose second thread forwards; cores says where they run (--lcores). It needs no
+// testpmd starts DPDK's test program, whose second thread forwards; cores places the threads (--lcores). It needs no
 // huge pages.
 func (b *Bench) testpmd(h *lab.Host, name, cores string, args []string) (*harness.Process, string, error) {
 	log := filepath.Join(h.Dir, "testpmd-"+name+".log")
@@ -174,8 +172,8 @@ func (b *Bench) testpmd(h *lab.Host, name, cores string, args []string) (*harnes
 	return p, log, nil
 }
 
-// parseTestpmd reads the statistics that testpmd prints of its two ports each second: frames received per second, and
-// in all.
+// parseTestpmd parses the statistics that testpmd prints for its two ports each second: frames received per second, and
+// in total.
 func parseTestpmd(s string) (seconds []float64, total float64) {
 	var sum, all float64
 	ports := 0
@@ -200,14 +198,14 @@ func parseTestpmd(s string) (seconds []float64, total float64) {
 	return seconds, total
 }
 
-// waitFor waits until something has become true, or a process has ended.
+// waitFor waits until ok returns true or the process exits.
 func waitFor(ctx context.Context, p *harness.Process, ok func() bool) error {
 	for !ok() {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("%w: %s", ctx.Err(), p.LogTail())
 		case <-p.Done():
-			return fmt.Errorf("testpmd ended: %s", p.LogTail())
+			return fmt.Errorf("testpmd exited: %s", p.LogTail())
 		case <-time.After(10 * time.Millisecond):
 		}
 	}

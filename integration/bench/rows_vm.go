@@ -12,11 +12,11 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// guestAddr is VM i's address of eth0.
+// guestAddr returns the address of VM i's eth0.
 func guestAddr(i int) string { return fmt.Sprintf("10.0.0.%d/24", i+1) }
 
-// guests boots n VMs with our kernel module, each on a host with a vnicd of its own. n is 1, or 2, which an
-// underlay joins. Images and module are built first if need be.
+// guests boots n VMs with our kernel module, each on its own host with a vnicd. n is 1, or 2 joined by an underlay.
+// Images and module are built first if needed.
 func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qemu.Machine, err error) {
 	l, err := lab.New(context.WithoutCancel(ctx), os.Stderr, true)
 	if err != nil {
@@ -60,8 +60,8 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 	return hosts, vms, nil
 }
 
-// perftest is what a program of perftest tells of two VMs on two hosts; the anchor is the same program over rxe in the
-// same VMs, with our module unloaded: while it is there, RoCE is the HCA's.
+// perftest measures a program of perftest between two VMs on two hosts. The anchor is the same program over rxe in the
+// same VMs, with our module unloaded: while it is loaded the HCA receives all RoCE frames.
 func perftest(value func(out string) (float64, error), program string, opts ...string) func(context.Context,
 	*Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
@@ -110,9 +110,8 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 	}
 }
 
-// guestFaultVM is the mean time of a guest fault whose driver is the kernel module in
-// a VM, from raise to RESUME_FAULT, as the device counts it: perftest writes from and to
-// fresh on-demand buffers, 4 MiB each.
+// guestFaultVM measures the mean time of guest faults served by the kernel module in a VM, from raise to RESUME_FAULT
+// as the device counts it: perftest writes from and to fresh on-demand buffers of 4 MiB.
 func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 	hosts, vms, err := b.guests(ctx, 1)
 	if err != nil {

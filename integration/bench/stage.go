@@ -17,18 +17,17 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// Bench is a row's stage: daemons, drivers connected to them, and what has to be
-// undone.
+// Bench is the environment of a row: daemons, drivers connected to them, and undo functions.
 type Bench struct {
 	*lab.Lab
 	count    int         // of hosts
-	profiles string      // directory; empty: none
+	profiles string      // directory; "": none
 	daemons  []*lab.Host // that serve profiles
 }
 
 func newBench(o options) (*Bench, error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("daemons run in network namespaces here: needs root")
+		return nil, errors.New("daemons run in network namespaces here, which need root")
 	}
 	vnicd, err := filepath.Abs(o.vnicd)
 	if err != nil {
@@ -52,8 +51,8 @@ func hcaSocket(h *lab.Host, i int) string { return filepath.Join(h.Dir, vmName(i
 
 func vmMAC(i int) string { return fmt.Sprintf("02:00:00:00:01:%02x", i) }
 
-// daemon starts a vnicd with one engine that serves VMs first..first+n-1 on one
-// network; vtep is what comes before the VMs in its configuration.
+// daemon starts a vnicd with one engine that serves VMs first..first+n-1 on one network; vtep precedes the VMs in its
+// configuration.
 func (b *Bench) daemon(ctx context.Context, h *lab.Host, first, n int, vtep string) error {
 	var y strings.Builder
 	y.WriteString(vtep)
@@ -83,7 +82,7 @@ func (b *Bench) hosts(n int) (hosts []*lab.Host, err error) {
 	return hosts, nil
 }
 
-// local is one daemon with n VMs and a driver connected to each.
+// local starts one daemon with n VMs and connects a driver to each.
 func (b *Bench) local(ctx context.Context, n int, memory uint64) (*lab.Host, []*node, error) {
 	h, err := b.host()
 	if err != nil {
@@ -109,7 +108,7 @@ func (b *Bench) attach(h *lab.Host, first, n int, memory uint64) ([]*node, error
 	return nodes, nil
 }
 
-// localPair is local with a connection between the first two VMs.
+// localPair calls local and connects the first two VMs.
 func (b *Bench) localPair(ctx context.Context, n int, memory uint64) (nodes []*node, x, y *end, err error) {
 	if _, nodes, err = b.local(ctx, n, memory); err == nil {
 		x, y, err = connect(nodes[0], nodes[1])
@@ -117,20 +116,19 @@ func (b *Bench) localPair(ctx context.Context, n int, memory uint64) (nodes []*n
 	return nodes, x, y, err
 }
 
-// kernelAddr is where host i's kernel VXLAN device is.
+// kernelAddr returns the address of host i's kernel VXLAN device.
 func kernelAddr(i int) string { return fmt.Sprintf("10.99.0.%d", i+1) }
 
-// underlayAddr is where host i of two is on the wire that joins them.
+// underlayAddr returns host i's address on the wire between the two hosts.
 func underlayAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}) }
 
-// peered is the network of host i of two, for daemon.
+// peered returns the network configuration of host i of two, for daemon.
 func peered(i int) string {
 	return fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n", underlayAddr(i),
 		underlayAddr(1-i))
 }
 
-// remote is two daemons with a VM each, joined by a veth pair of that MTU, over which
-// goes a VXLAN of the kernel's, too.
+// remote starts two daemons with a VM each, joined by a veth pair of that MTU, which also carries a kernel VXLAN.
 func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*lab.Host, nodes [2]*node, err error) {
 	if hosts, err = b.hosts(2); err != nil {
 		return
@@ -201,17 +199,17 @@ type end struct {
 	cq  *guestdrv.CQ
 	wcs [32]guestdrv.Completion
 
-	// events: it sleeps until there are completions. One that polls keeps a core to itself, which two busy daemons on two
-	// cores would miss, and the anchors' programs do not.
+	// With events the end sleeps until there are completions. A polling end occupies a core, which two busy daemons on
+	// two cores would lack; the anchors' programs do not poll.
 	events bool
 }
 
 const depth = 256 // work requests of a queue
 
-// connect makes a connected pair of RC QPs of processes.
+// connect creates a connected pair of RC QPs of processes.
 func connect(x, y *node) (a, b *end, err error) { return connectAs(x, y, depth, false) }
 
-// connectAs is connect with queues of so many work requests; privileged QPs are a kernel's (RA-2).
+// connectAs is connect with queues of that many work requests; privileged QPs are a kernel's (RA-2).
 func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 	var ends [2]*end
 	for i, n := range []*node{x, y} {
@@ -237,7 +235,7 @@ func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 	return
 }
 
-// poll counts and checks completions that are there.
+// poll takes available completions and checks them.
 func (e *end) poll() (int, error) {
 	n := e.cq.Poll(e.wcs[:])
 	return n, e.check(n)
@@ -252,7 +250,7 @@ func (e *end) check(n int) error {
 	return nil
 }
 
-// next is poll, but that it waits for events if the end does.
+// next is poll, but waits for events if the end uses them.
 func (e *end) next(ctx context.Context) (int, error) {
 	if !e.events {
 		return e.poll()
@@ -264,13 +262,13 @@ func (e *end) next(ctx context.Context) (int, error) {
 	return n, e.check(n)
 }
 
-// errStuck is what spinning loops end with when the context does.
-var errStuck = errors.New("no completion came")
+// errStuck ends a spinning loop whose context has ended.
+var errStuck = errors.New("no completion arrived")
 
-// spin polls until at least n completions came.
+// spin polls until at least n completions arrived.
 func (e *end) spin(ctx context.Context, n int) error { return e.wait(ctx, n, func() {}) }
 
-// spinIdly is spin that lets others run, such as the driver that serves a fault: cores are few.
+// spinIdly is spin that yields the processor to other threads, such as the driver that serves a fault.
 func (e *end) spinIdly(ctx context.Context, n int) error {
 	return e.wait(ctx, n, func() { _, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) })
 }

@@ -14,12 +14,11 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// odpDuration is how long each stress of page faults lasts: the issue's figure is a
-// minute, `make test` has less time.
+// odpDuration is the length of each page fault stress. The requirement is a minute; `make test` has less time.
 var odpDuration = flag.Duration("odp.duration", 5*time.Second,
 	"duration of each run of odpstress; 1m for the long tests")
 
-// install compiles odpstress and puts it into guests.
+// install compiles odpstress and copies it into guests.
 func install(ctx context.Context, t *testing.T, l *lab.Lab, ms ...*qemu.Machine) {
 	t.Helper()
 	check(t, l.Programs(ctx, l.Share))
@@ -28,7 +27,7 @@ func install(ctx context.Context, t *testing.T, l *lab.Lab, ms ...*qemu.Machine)
 	}
 }
 
-// stress runs odpstress for the time that was asked for, and logs what it says at the end.
+// stress runs odpstress for odpDuration and logs the last line of its output.
 func stress(ctx context.Context, t *testing.T, client lab.End, clientOpts string, server lab.End, serverOpts string) {
 	t.Helper()
 	start := time.Now()
@@ -43,9 +42,8 @@ func stress(ctx context.Context, t *testing.T, client lab.End, clientOpts string
 	}
 }
 
-// TestODPPrograms: stock programs use on-demand paging between two hosts, explicit and
-// implicit, and against Linux rxe (ODP-1, ODP-2, ODP-7). Nothing is pinned: odpstress
-// fails if VmPin or VmLck grows (ODP-4).
+// TestODPPrograms: stock programs use on-demand paging between two hosts, explicit and implicit, and against Linux rxe
+// (ODP-1, ODP-2, ODP-7). Nothing is pinned: odpstress fails if VmPin or VmLck grows (ODP-4).
 func TestODPPrograms(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -67,7 +65,7 @@ func TestODPPrograms(t *testing.T) {
 	before := hcaStatus(ctx, t, w.b, "vm2").Faults.Guest.Raised
 	odpPrograms(ctx, t, l.Images.Release, a, b)
 	if n := hcaStatus(ctx, t, w.b, "vm2").Faults.Guest.Raised; n == before {
-		t.Error("no page fault at all: the test shows nothing")
+		t.Error("no page fault occurred: the test shows nothing")
 	}
 	t.Run("verified", func(t *testing.T) { stress(ctx, t, a, "-w atomic,send,ud", b, "") })
 	t.Run("verified-implicit", func(t *testing.T) {
@@ -77,7 +75,7 @@ func TestODPPrograms(t *testing.T) {
 	t.Run("tool", func(t *testing.T) { toolDetects(ctx, t, a, b) })
 	quietKernels(ctx, t, w.vms...)
 
-	// The same with rxe in vm2, which has no on-demand paging itself.
+	// The same with rxe in vm2, which runs without on-demand paging.
 	run(ctx, t, w.vms[1], "rmmod vnicd")
 	check(t, harness.AddRXE(ctx, w.vms[1], "rxe0", "eth0"))
 	check(t, lab.WaitRDMA(ctx, w.vms[1], "rxe0"))
@@ -123,23 +121,23 @@ func odpPrograms(ctx context.Context, t *testing.T, release string, a, b lab.End
 	} {
 		t.Run(strings.Join(x, ""), func(t *testing.T) {
 			if x[0] == "ib_atomic_bw" && release == debian12 {
-				t.Skip("Debian 12's perftest refuses atomics on demand by itself; `verified` has them")
+				t.Skip("Debian 12's perftest refuses atomics with on-demand paging; `verified` covers them")
 			}
 			t.Log(lab.Rows(must[string](t)(lab.Perftest(ctx, a, b, x[0], x[1:]...))))
 		})
 	}
 	t.Run("UD", func(t *testing.T) {
-		// On demand at the sender only: a datagram into an absent page is dropped (PF-11),
-		// and perftest waits for each. So the receiver must have no memory budget either.
-		// odpstress has absent receive buffers.
+		// On-demand paging at the sender only: a datagram into an absent page is dropped (PF-11), and perftest waits
+		// for every datagram. For the same reason the receiver must have no memory budget. odpstress covers absent
+		// receive buffers.
 		b := b
 		b.Opts = "--odp"
 		t.Log(lab.Rows(must[string](t)(lab.Perftest(ctx, b, a, "ib_send_bw", "-c", "UD", "-s", "1024", "-n", "200"))))
 	})
 }
 
-// accessErrors: beyond a region, without rights, stale keys, other VMs' keys, holes,
-// wrapping addresses; right error, nothing changed, both directions (PF-5, PF-13).
+// accessErrors: accesses beyond a region, without rights, with stale keys, with other VMs' keys, into holes, and with
+// wrapping addresses get the right error and change nothing, in both directions (PF-5, PF-13).
 func accessErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 	for _, kind := range []string{"pinned", "odp", "implicit"} {
 		opts := fmt.Sprintf("-m %[1]s -l %[1]s", kind)
@@ -150,26 +148,25 @@ func accessErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 	}
 }
 
-// toolDetects: pinned memory does not follow its owner; odpstress must say so, or its
-// good word is worth nothing.
+// toolDetects shows that odpstress can fail: pinned memory does not follow changes by its owner, and odpstress must
+// report that.
 func toolDetects(ctx context.Context, t *testing.T, a, b lab.End) {
 	for _, x := range [][2]string{
 		{"dontneed", "are not of generation"},
-		{"mremap", ""}, // whichever shows first
+		{"mremap", ""}, // any of several errors
 		{"protnone", "landed in memory"},
 	} {
 		out, err := lab.Stress(ctx, 20*time.Second, a, "-m pinned -l pinned", b, "-r 1 -m pinned -l pinned -c "+x[0])
 		if err == nil || !strings.Contains(err.Error(), "server: FAILED") || !strings.Contains(err.Error(), x[1]) {
-			t.Errorf("chaos %s with pinned memory went unnoticed: %v\n%s", x[0], err, out)
+			t.Errorf("chaos %s with pinned memory was not detected: %v\n%s", x[0], err, out)
 		}
 	}
 }
 
-// TestODPRelease: while a peer writes and reads a region as fast as it can, its owner
-// gives memory back, replaces, moves, forks, protects, migrates and compacts it: no
-// write ever lands in memory that was released before, and nothing hangs (EP-1 to EP-4,
-// ODP-5). On one host, so the local path; freed pages are poisoned, and the kernel
-// checks them when it hands them out again. The guests have two memory nodes.
+// TestODPRelease: while a peer writes and reads a region at full speed, its owner releases, replaces, moves, forks,
+// protects, migrates and compacts memory. No write reaches memory released before, and nothing hangs (EP-1 to EP-4,
+// ODP-5). Both VMs are on one host, which tests the local path. Freed pages are poisoned, and the kernel checks them
+// when it reuses them. The guests have two memory nodes.
 func TestODPRelease(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -214,9 +211,9 @@ vms:
 	quietKernels(ctx, t, ms...)
 }
 
-// stuckPager: one QP faults without end, because the pager behind its region never
-// answers. Others of the same VMs go on, their releases drain, and the process that
-// owns the region can be killed (PF-8, PF-16, EP-5). A slow pager is only slow.
+// stuckPager: QPs fault, and the pager behind their region never answers. Other QPs of the same VMs make progress,
+// their releases drain, and the process that owns the region can be killed (PF-8, PF-16, EP-5). A slow pager only
+// delays.
 func stuckPager(ctx context.Context, t *testing.T, h *lab.Host, a, b lab.End) {
 	server := must[*qemu.Process](t)(lab.Listen(ctx, b.VM, lab.StressCommand(b, "-p 18601 -r 4 -P never", ""), 18601))
 	client := must[*qemu.Process](t)(a.VM.StartShell(ctx, "exec timeout -k 5 200 "+
@@ -240,7 +237,7 @@ func stuckPager(ctx context.Context, t *testing.T, h *lab.Host, a, b lab.End) {
 	})
 }
 
-// noneHeld waits until no fault waits and no epoch is held, as it must be when all is quiet.
+// noneHeld waits until no fault waits and no epoch is held, as required when the VMs are idle.
 func noneHeld(ctx context.Context, t *testing.T, h *lab.Host, vms ...string) {
 	t.Helper()
 	for _, vm := range vms {

@@ -12,10 +12,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestGuestMemory: what a hypervisor does to guest memory while RDMA uses it. A balloon
-// takes pages and returns them, a DIMM comes and goes (vhost-user adds and removes the
-// slot), the other VM's memory is of huge pages. The device lets go of what leaves,
-// and every byte checks (PF-14, EP-1, EP-3).
+// TestGuestMemory: a hypervisor changes guest memory while RDMA uses it. A balloon takes pages and returns them, a DIMM
+// is plugged and unplugged (vhost-user adds and removes the slot), and the other VM's memory uses huge pages. The
+// device releases removed memory, and all data verifies (PF-14, EP-1, EP-3).
 func TestGuestMemory(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -54,7 +53,7 @@ vms:
 		t.Helper()
 		check(t, ms[0].QMP().Run(ctx, command, args, out))
 	}
-	// under runs odpstress in both directions while f does something to vm1's memory.
+	// under runs odpstress in both directions while f changes vm1's memory.
 	under := func(t *testing.T, f func()) {
 		t.Helper()
 		server := must[*qemu.Process](t)(lab.Listen(ctx, b.VM, lab.StressCommand(b, "-r 16 -c keep", ""), lab.StressPort))
@@ -72,7 +71,7 @@ vms:
 	t.Run("huge pages", func(t *testing.T) {
 		under(t, func() {})
 		if resident, _, huge := memory("vm2"); huge == 0 || resident != 0 {
-			t.Errorf("%d bytes of huge pages resident, and %d of others", huge, resident)
+			t.Errorf("%d bytes resident in huge pages, and %d in others", huge, resident)
 		}
 	})
 	t.Run("balloon", func(t *testing.T) {
@@ -89,7 +88,7 @@ vms:
 			before, _, _ := memory("vm1")
 			q("balloon", map[string]any{"value": small}, nil)
 			eventually(ctx, t, "the balloon is inflated", func() bool { return actual() == small })
-			eventually(ctx, t, "the device has let go of what the balloon took", func() bool {
+			eventually(ctx, t, "the device has released the balloon's pages", func() bool {
 				_, discarded, _ := memory("vm1")
 				return discarded > 0
 			})
@@ -113,17 +112,17 @@ vms:
 			q("device_add", map[string]any{"driver": "pc-dimm", "id": "dimm", "memdev": "extra"}, nil)
 			eventually(ctx, t, "the guest has more memory", func() bool { return total() >= before+size>>10 })
 		})
-		// What is movable is taken from there first: the next regions lie in it.
+		// The kernel allocates movable pages from the DIMM first, so the next regions lie in it.
 		under(t, func() {
 			q("device_del", map[string]any{"id": "dimm"}, nil)
-			eventually(ctx, t, "the guest has given the memory back", func() bool {
+			eventually(ctx, t, "the guest has released the DIMM's memory", func() bool {
 				var devices []any
 				q("query-memory-devices", nil, &devices)
 				return len(devices) == 0
 			})
 		})
 		if n := total(); n != before {
-			t.Errorf("the guest has %d KiB, before the DIMM it had %d", n, before)
+			t.Errorf("the guest has %d KiB; before the DIMM it had %d", n, before)
 		}
 		q("object-del", map[string]any{"id": "extra"}, nil)
 		under(t, func() {})
@@ -132,8 +131,7 @@ vms:
 	quietKernels(ctx, t, ms...)
 }
 
-// reserveHugePages makes the host's kernel set aside so many huge pages of 2 MiB until the
-// test ends.
+// reserveHugePages makes the host's kernel reserve n huge pages of 2 MiB until the test ends.
 func reserveHugePages(t *testing.T, n int) {
 	t.Helper()
 	const file = "/proc/sys/vm/nr_hugepages"
@@ -145,6 +143,6 @@ func reserveHugePages(t *testing.T, n int) {
 	t.Cleanup(func() { check(t, os.WriteFile(file, []byte(strconv.Itoa(before)), 0)) })
 	check(t, os.WriteFile(file, []byte(strconv.Itoa(before+n)), 0))
 	if got := read(); got < before+n {
-		t.Fatalf("the kernel has set aside %d huge pages of %d: not enough contiguous memory is free", got-before, n)
+		t.Fatalf("the kernel reserved %d huge pages of %d: not enough contiguous memory is free", got-before, n)
 	}
 }

@@ -11,13 +11,12 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// thorough is true of long runs, which must see all of a large region.
+// thorough is true for long runs, which must cover all of a large region.
 func thorough() bool { return *odpDuration >= time.Minute }
 
-// TestODPOversubscribed: guests of 512 MiB register 1 GiB and the peers write and read
-// all of it, both directions at once; then also with the host's memory limited, so that
-// both levels fault (PF-15). At last in the midst of it a VM is reset and a daemon
-// killed: nothing stays stuck or held.
+// TestODPOversubscribed: guests of 512 MiB register 1 GiB, and the peers write and read all of it, in both directions
+// at once; then also with the host's memory limited, so that both stages fault (PF-15). Finally a VM is reset and a
+// daemon killed during the load: nothing stays stuck or held.
 func TestODPOversubscribed(t *testing.T) {
 	l, ctx := newLab(t)
 	group := must[*harness.MemoryGroup](t)(harness.NewMemoryGroup("vnicd-odp"))
@@ -36,11 +35,11 @@ func TestODPOversubscribed(t *testing.T) {
 		run(ctx, t, m, "mkswap /dev/vdb && swapon /dev/vdb")
 	}
 	install(ctx, t, l, w.vms...)
-	// A long run sees all of the region. A short one cannot write more than a guest has,
-	// so there the guests get on with less.
+	// A long run covers all of the region. A short one cannot write more than a guest's memory, so there the guests get
+	// less memory.
 	all := ""
 	if thorough() {
-		all = " -C -s 262144" // what is absent costs by the message
+		all = " -C -s 262144" // an absent page costs per message
 	} else {
 		for _, m := range w.vms {
 			run(ctx, t, m,
@@ -80,7 +79,7 @@ func TestODPOversubscribed(t *testing.T) {
 		t.Logf("vm1: %d guest faults, %d host faults, %d MiB resident of budget %d MiB", f.Guest.Raised, f.Host.Raised,
 			s.Memory.Resident>>20, s.Memory.Budget>>20)
 		if f.Host.Raised == 0 {
-			t.Error("no host faults: the second level was not tested")
+			t.Error("no host faults: stage two was not tested")
 		}
 	})
 	check(t, group.SetLimit(ctx, 0))
@@ -110,7 +109,7 @@ func TestODPOversubscribed(t *testing.T) {
 		check(t, w.vms[1].Reset(ctx))
 		ended(t, c)
 		eventually(ctx, t, "the survivor's QPs are gone", func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 })
-		// Until a driver comes what the last one left is frozen, faults included.
+		// The previous driver's objects, faults included, are frozen until a new driver starts.
 		check(t, lab.LoadModule(ctx, w.vms[1]))
 		noneHeld(ctx, t, w.b, "vm2")
 		run(ctx, t, w.vms[1], "mkswap /dev/vdb && swapon /dev/vdb")
@@ -123,21 +122,21 @@ func TestODPOversubscribed(t *testing.T) {
 		w.a.Proc.Kill()
 		ended(t, c)
 		ended(t, s)
-		// No worker of the driver is stuck with a page fault that nobody answers.
+		// No worker of the driver is stuck in an unanswered page fault.
 		run(ctx, t, w.vms[0], "timeout 60 rmmod vnicd")
 		noneHeld(ctx, t, w.b, "vm2")
 	})
 	quietKernels(ctx, t, w.vms...)
 	t.Run("VM killed", func(t *testing.T) {
 		w.vms[1].Kill()
-		eventually(ctx, t, "nothing of its memory is held", func() bool {
+		eventually(ctx, t, "none of its memory is held", func() bool {
 			m := statusOf(ctx, t, w.b, "vm2").Memory
 			return m.Resident == 0 && m.Held == 0
 		})
 	})
 }
 
-// swapped is how many pages a guest has written to its swap disk and read back.
+// swapped returns the number of pages that a guest swapped out and in.
 func swapped(ctx context.Context, t *testing.T, m *qemu.Machine) (n int) {
 	t.Helper()
 	_, err := fmt.Sscan(run(ctx, t, m, "awk '/^pswp(in|out) / {n += $2} END {print n}' /proc/vmstat"), &n)

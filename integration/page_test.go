@@ -20,10 +20,10 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-var screenshots = flag.String("screenshots", "", "`directory` to which TestPage writes what the page looks like")
+var screenshots = flag.String("screenshots", "", "`directory` to which TestPage writes screenshots")
 
-// player is a VM's driver on the host: a region of which pages are taken away now and then, and a connection to
-// another's.
+// player is a VM's driver on the host. It has a region that loses pages now and then, and a connection to another
+// player.
 type player struct {
 	dev *guestdrv.Device
 	gid guestdrv.GID
@@ -61,7 +61,7 @@ func (p *player) qp(t *testing.T) *guestdrv.QP {
 			RecvCQ: p.cq}))
 }
 
-// play connects two and writes from one to the other, a little at a time, until stop is closed.
+// play connects two players and writes small messages from one to the other until stop is closed.
 func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) {
 	t.Helper()
 	x, y := a.qp(t), b.qp(t)
@@ -82,7 +82,7 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 				return
 			case <-time.After(5 * time.Millisecond):
 			}
-			// Mostly near the beginning, so that the picture is not one colour.
+			// Mostly near the beginning, so that the heat map has several colours.
 			at := uint64(rand.ExpFloat64()*playSize/8) % (playSize - 32<<10) &^ 4095
 			if i%4 == 0 {
 				if err := a.mr.Invalidate(context.Background(), playVA+at, 32<<10); err != nil {
@@ -104,8 +104,8 @@ func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) 
 // pageTime bounds the test.
 const pageTime = 5 * time.Minute
 
-// TestPage looks at the web page in a browser while VMs work: what it shows is there, it moves, it complains of nothing
-// and asks nobody else.
+// TestPage checks the web page in a browser while VMs transfer data: all elements are present, their figures change,
+// the page reports no error and requests nothing from other origins.
 func TestPage(t *testing.T) {
 	vnicd, err := filepath.Abs("../build/vnicd")
 	check(t, err)
@@ -170,10 +170,10 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 			late, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 			defer cancel()
 			_ = b.Eval(late, "document.body.innerText", &text)
-			t.Fatalf("%v\ncomplaints: %q\npage:\n%s\ndaemon:\n%s", err, b.Complaints(), text, tail(h1.Log(), 2000))
+			t.Fatalf("%v\nerrors: %q\npage:\n%s\ndaemon:\n%s", err, b.Complaints(), text, tail(h1.Log(), 2000))
 		}
 	}
-	// text returns what an element shows; rate its first number that is not 0.
+	// text returns an element's text; rate returns its first number that is not 0.
 	const helpers = `
 		window.text = (q) => document.querySelector(q)?.textContent ?? "";
 		window.rate = (vm, label) => parseFloat(text('#vms tr[data-vm="' + vm + '"] td[data-label="' + label + '"]'));
@@ -181,7 +181,7 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	eventually(ctx, t, "the page's script", func() bool { return b.Eval(ctx, helpers, nil) == nil })
 	wait(`text("#live") === "live"`)
 	wait(`text("#host") === "p1" && text("#about").includes("up ")`)
-	// Everything is in the picture, and in the table.
+	// The picture and the table show every VM.
 	for _, name := range []string{"one", "two", "three", "idle00", "idle16"} {
 		wait(fmt.Sprintf(`document.querySelector('#topology [data-vm="%[1]s"]') && document.querySelector('#vms tr[data-vm="%[1]s"]')`, name))
 	}
@@ -190,7 +190,7 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 		wait(fmt.Sprintf(`text("#topology").includes(%q)`, words))
 	}
 	wait(`document.querySelectorAll("#topology .conn.busy").length === 2 && document.querySelectorAll("#topology .tunnel").length === 3`)
-	// Rates are there, and move.
+	// Rates are shown, and change.
 	rates := [][2]string{{"one", "RDMA in, out"}, {"two", "RDMA in, out"}, {"one", "Packets/s in, out"},
 		{"one", "Faults/s guest, host"}}
 	if ways.LocalCopy() {
@@ -202,7 +202,7 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	}
 	check(t, b.Eval(ctx, `window.was = text("#tile-rdma") + text("#tile-faults"), true`, nil))
 	wait(`text("#tile-rdma") + text("#tile-faults") !== was`)
-	// The heat map and the histogram of the VM that is chosen, at both levels.
+	// The heat map and the histogram of the selected VM, at both stages.
 	wait(`(document.querySelector('#vms tr[data-vm="one"]').click(), text("#t-detail") === "one")`)
 	for _, level := range []string{"guest", "host"} {
 		wait(fmt.Sprintf(`document.querySelectorAll("svg.%[1]s .h0, svg.%[1]s .h1, svg.%[1]s .h2, svg.%[1]s .h3").length > 3`,
@@ -233,29 +233,29 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	}
 	check(t, b.Window(ctx, 1280, 900, false))
 
-	// What goes wrong is told, with the VM and since when.
+	// Failures are shown with the VM and the time.
 	end()
 	wait(`[...document.querySelectorAll('#vms tr[data-vm="one"] .c-down')].length === 2`)
 	if bad := b.Complaints(); len(bad) > 0 {
-		t.Errorf("the page complains: %q", bad)
+		t.Errorf("the page reports errors: %q", bad)
 	}
 	for _, r := range b.Requests() {
 		if !strings.HasPrefix(r, where) {
-			t.Errorf("the page asks for %s", r)
+			t.Errorf("the page requests %s", r)
 		}
 	}
 	if len(b.Requests()) < 8 {
 		t.Errorf("requests: %q", b.Requests())
 	}
 
-	// A daemon that goes away is told, and one that comes back is shown again.
+	// A stopped daemon is reported, and shown again once it is back.
 	check(t, h1.Stop(ctx))
 	wait(`text("#live").startsWith("no answer since")`)
 	check(t, h1.Start(ctx))
 	wait(`text("#live") === "live" && rate("one", "RDMA in, out") === 0`)
 	for _, bad := range b.Complaints() {
 		if !strings.Contains(bad, "ERR_CONNECTION_REFUSED") && !strings.Contains(bad, "503") {
-			t.Errorf("the page complains: %s", bad)
+			t.Errorf("the page reports errors: %s", bad)
 		}
 	}
 }

@@ -16,8 +16,8 @@ import (
 
 var allPrograms = flag.Bool("programs.all", false, "run every combination of perftest's programs, not one of each kind")
 
-// TestPrograms: everything that the distribution has to try verbs with, between two
-// hosts, and programs of our own for what none of those try.
+// TestPrograms runs all of the distribution's verbs programs between two hosts, and our programs for what they do not
+// cover.
 func TestPrograms(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -26,7 +26,7 @@ func TestPrograms(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// TestProgramsOnOneHost: the same between two VMs under one vnicd.
+// TestProgramsOnOneHost runs the same between two VMs under one vnicd.
 func TestProgramsOnOneHost(t *testing.T) {
 	l, ctx := newLab(t)
 	a, b := pair(ctx, t, l)
@@ -38,12 +38,11 @@ func TestProgramsOnOneHost(t *testing.T) {
 type program struct {
 	name           string // "": the first word of server
 	server, client string // SERVER and CLIENT stand for addresses
-	ready          string // that the server is ready; "": an rdma_cm listener
-	stays          bool   // the server does not end by itself
+	ready          string // condition that the server is ready; "": an rdma_cm listener
+	stays          bool   // the server does not exit by itself
 }
 
-// cmPrograms are those of rdmacm-utils, all on the connection manager, and other
-// packages' own.
+// cmPrograms are the programs of rdmacm-utils, all based on the connection manager, and those of other packages.
 var cmPrograms = []program{
 	{server: "rping -s -a SERVER -C 20 -V", client: "rping -c -a SERVER -C 20 -V"},
 	{server: "ucmatose -c 4 -C 20 -S 1000", client: "ucmatose -s SERVER -c 4 -C 20 -S 1000"},
@@ -62,8 +61,8 @@ var cmPrograms = []program{
 		ready: "ss -ltnH | grep -q :47592"},
 }
 
-// ucxPrograms are runs of UCX's perftest by its verbs transports: messages, active
-// messages, remote memory and atomics.
+// ucxPrograms are runs of UCX's perftest over its verbs transports: messages, active messages, remote memory access and
+// atomics.
 func ucxPrograms() (all []program) {
 	for _, tls := range []string{"rc_v", "ud_v", "rc_v,ud_v"} {
 		ucx := "env UCX_TLS=" + tls + " UCX_NET_DEVICES=" + lab.Device + ":1 ucx_perftest -P 0"
@@ -77,8 +76,8 @@ func ucxPrograms() (all []program) {
 	return all
 }
 
-// perftestRuns gives the options of perftest's runs: one of each kind, or with
-// -programs.all every combination that perftest takes.
+// perftestRuns returns the options of perftest's runs: one of each kind, or with -programs.all every combination that
+// perftest accepts.
 func perftestRuns() (runs [][]string) {
 	few := [][]string{
 		{"ib_write_bw", "-c", "UC"}, {"ib_send_bw", "-c", "UD", "-s", "1024"}, {"ib_write_bw", "-R"}, {"ib_send_lat", "-e"},
@@ -101,9 +100,9 @@ func perftestRuns() (runs [][]string) {
 		if x.program != "ib_write" { // "Events feature not available on WRITE verb"
 			bw, lat = append(bw, "-e"), append(lat, "-e")
 		}
-		if x.program == "ib_send" && x.transport != "UC" { // IBTA 10.2.9: there are no shared receives for UC
+		if x.program == "ib_send" && x.transport != "UC" { // IBTA 10.2.9: UC has no shared receives
 			srq := "--use-srq"
-			if x.transport == "RC" { // perftest shares 100 receives of datagrams: enough for one queue pair's
+			if x.transport == "RC" { // perftest shares 100 datagram receives, enough for one queue pair
 				srq += " -q 4"
 			}
 			bw, lat = append(bw, srq), append(lat, "--use-srq")
@@ -116,13 +115,13 @@ func perftestRuns() (runs [][]string) {
 			add := func(kind string, all []string) {
 				for _, more := range all {
 					if kind == "_lat" && x.transport == "UD" && cm+more == "-R--use-srq" {
-						continue // it posts a receive to the queue pair, which has no queue for it
+						continue // perftest posts a receive to the queue pair, which has no receive queue
 					}
 					run := []string{x.program + kind, "-c", x.transport}
 					switch {
 					case x.transport == "UD":
 						run = append(run, "-s", "1024")
-					// without flow control: no more than the underlay's sockets hold
+					// no flow control: send no more than the underlay's sockets hold
 					case x.transport == "UC" && strings.Contains(more, "-q 16"):
 						run = append(run, "-s", "4096")
 					}

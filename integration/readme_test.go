@@ -24,7 +24,7 @@ var (
 // userPages are the documents that a new user follows, in this order.
 var userPages = []string{"README.md", "docs/attach.md", "docs/limits.md", "docs/troubleshooting.md"}
 
-// commandsOf splits a line of a block at each && that is not within quotes.
+// commandsOf splits a line of a block at each && outside quotes.
 func commandsOf(line string) (commands []string) {
 	line = comment.ReplaceAllString(strings.TrimRight(line, "\n"), "")
 	quoted, from := false, 0
@@ -39,7 +39,7 @@ func commandsOf(line string) (commands []string) {
 	return append(commands, strings.TrimSpace(line[from:]))
 }
 
-// readme returns the commands of the user's pages, those of blocks first and then those within sentences, and the
+// readme returns the commands of the user's pages, first those in blocks, then those in sentences, and the
 // configuration.
 func readme(t *testing.T) (commands []string, configuration string) {
 	t.Helper()
@@ -72,10 +72,10 @@ func readme(t *testing.T) (commands []string, configuration string) {
 	return commands, configuration
 }
 
-// TestREADME runs every command of the README and of the pages beside it as a new user on a clean machine (a container:
+// TestREADME runs every command of the README and its linked pages as a new user on a clean machine (a container:
 // Debian with systemd and libvirt). A command without a step here fails the test, and so does a step whose command is
-// on none of these pages. Then it inspects the service with VMs at work as an operator would, upgrades it by a restart,
-// and removes it.
+// on none of these pages. Then it inspects the service as an operator would while VMs transfer data, upgrades it by a
+// restart, and removes it.
 func TestREADME(t *testing.T) {
 	commands, configuration := readme(t)
 	steps := readmeSteps
@@ -98,7 +98,7 @@ func TestREADME(t *testing.T) {
 	u := newUser(t, configuration)
 	for _, c := range commands {
 		if !t.Run(c, func(t *testing.T) { steps[c](u, t, c) }) {
-			t.Fatal("the rest builds on this")
+			t.Fatal("later steps need this one")
 		}
 	}
 	t.Run("back ends", func(t *testing.T) { testBackends(u, t) })
@@ -106,10 +106,10 @@ func TestREADME(t *testing.T) {
 	u.look(t)
 }
 
-// readmeSteps are what is done for each command of the README. Those that name no place of ours are run as they stand.
+// readmeSteps maps each command of the README to its step. Commands without placeholders run unchanged (asIs).
 var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"make demo": inSource(""),
-	// Whoever reads this has run these: they are the tests themselves.
+	// These targets run this test.
 	"make test": func(u *user, t *testing.T, command string) {
 		if ci := string(must[[]byte](t)(os.ReadFile("../.ci/run"))); !strings.Contains(ci, "\n"+command+"\n") {
 			t.Errorf(".ci/run does not run `%s`:\n%s", command, ci)
@@ -121,7 +121,7 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 			t.Errorf("`%s` does not run this test", command)
 		}
 	},
-	"make test-kernels":           inSource("--dry-run"), // hours of VM tests, each of which also runs by itself
+	"make test-kernels":           inSource("--dry-run"), // hours of VM tests, each of which can run alone
 	"make bench":                  inSource(`ONLY=local_write_lat ROUNDS=1 TIME=50ms`),
 	"make image":                  inSource(""),
 	"make module":                 inSource("BUILD=%s"),
@@ -185,7 +185,7 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	},
 	"vnicd status vm1": asIs,
 
-	// Within sentences.
+	// Commands in sentences.
 	"vnicd top": func(u *user, t *testing.T, command string) { u.run(t, "timeout --preserve-status -s INT 3 "+command) },
 	"vnicd qemu-args --qemu PATH": func(u *user, t *testing.T, command string) {
 		u.run(t, strings.Replace(command, "PATH", "/usr/bin/qemu-system-x86_64 vm1", 1))
@@ -220,7 +220,7 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	},
 }
 
-// inSource runs a command in the source tree, with more words; %s is where the user's packages lie.
+// inSource runs a command in the source tree with additional arguments; %s is the directory of the user's packages.
 func inSource(more string) func(u *user, t *testing.T, command string) {
 	return func(u *user, t *testing.T, command string) {
 		if strings.Contains(more, "%s") {
@@ -236,24 +236,24 @@ func inSource(more string) func(u *user, t *testing.T, command string) {
 	}
 }
 
-// asIs runs a command as the user.
+// asIs runs a command unchanged as the user.
 func asIs(u *user, t *testing.T, command string) {
 	if out := strings.TrimSpace(u.run(t, command)); out != "" {
 		t.Log(tail(out, 1500))
 	}
 }
 
-// user is somebody who follows the README.
+// user follows the README.
 type user struct {
 	ctx    context.Context
 	l      *lab.Lab
 	ns     *harness.Namespace
 	c      *harness.Container
-	build  string // has the packages: build/ in the user's directory
+	build  string // directory of the packages: build/ in the user's directory
 	vms    map[string]*qemu.Machine
 	server *qemu.Process
 
-	running sync.WaitGroup // programs that were started in the container
+	running sync.WaitGroup // programs started in the container
 }
 
 const home = "/home/alice"
@@ -294,7 +294,7 @@ cat >/etc/new.yaml <<'Y'
 	return u
 }
 
-// run runs a line of the user's shell, in the directory with the packages.
+// run runs a line in the user's shell, in the directory with the packages.
 func (u *user) run(t *testing.T, line string) string {
 	t.Helper()
 	return must[string](t)(u.c.Run(u.ctx, u.as(line)))
@@ -308,13 +308,13 @@ func (u *user) as(line string) string {
 
 const macOf = "02:00:00:00:00:0"
 
-// kernelArgs are the guest's kernel command line; vm1 has 10.0.0.1.
+// kernelArgs returns the guest's kernel command line; vm1 has 10.0.0.1.
 func kernelArgs(vm string) string {
 	n := strings.TrimPrefix(vm, "vm")
 	return fmt.Sprintf("console=ttyS0 quiet loglevel=5 panic=-1 net.ifnames=0 vnicd.hostname=%s vnicd.net=%s%s,10.0.0.%s/24,name=eth0", vm, macOf, n, n)
 }
 
-// machineArgs are a VM's own arguments, without its memory.
+// machineArgs returns a VM's arguments without its memory.
 func (u *user) machineArgs(vm string) string {
 	return fmt.Sprintf("-nodefaults -display none -accel %[2]s -cpu max -pidfile %[1]s.pid -serial file:%[1]s.log -kernel /srv/vm/vmlinuz -initrd /srv/vm/initrd -append \"%[3]s\""+
 		" -drive file=/srv/vm/rootfs.ext4,format=raw,if=virtio,snapshot=on -device virtio-serial-pci,romfile="+
@@ -322,7 +322,7 @@ func (u *user) machineArgs(vm string) string {
 		u.l.Accel, kernelArgs(vm), qemu.AgentPort)
 }
 
-// start starts a line of the user's shell.
+// start starts a line in the user's shell.
 func (u *user) start(t *testing.T, line string) {
 	t.Helper()
 	cmd := u.c.Command(u.ctx, u.as("exec "+line))
@@ -355,7 +355,7 @@ func (u *user) adopt(t *testing.T, vm, socket string) {
 	check(t, m.WaitReady(ctx))
 }
 
-// startDomain makes a domain of what `vnicd libvirt-xml` printed and starts it.
+// startDomain defines and starts a domain from what `vnicd libvirt-xml` printed.
 func (u *user) startDomain(t *testing.T, vm, printed string) {
 	t.Helper()
 	const agent = "/var/lib/libvirt/qemu/%s.agent"
@@ -391,7 +391,7 @@ virsh -q start %[1]s`, vm, printed)))
 }
 
 // tryGuestPackage installs the guest's package in a clean root of the guest's release, with its compiler and headers,
-// and takes the module that was built there.
+// and keeps the module built there.
 func (u *user) tryGuestPackage(t *testing.T) {
 	t.Helper()
 	out, err := (&harness.Namespace{}).Shell(u.ctx,
@@ -402,7 +402,7 @@ func (u *user) tryGuestPackage(t *testing.T) {
 	t.Log(tail(strings.TrimSpace(out), 200))
 }
 
-// installModule puts that module into a guest, where DKMS would have.
+// installModule copies that module into a guest, to DKMS's directory.
 func (u *user) installModule(t *testing.T, vm string) {
 	t.Helper()
 	m := u.vms[vm]

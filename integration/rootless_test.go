@@ -13,14 +13,14 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 )
 
-// somebody is an ordinary user of this machine, for as long as a test runs: the machine's files know nothing of them.
+// somebody is a temporary unprivileged user, unknown to the machine's own files.
 type somebody struct {
-	dir string // has passwd, group, subuid, subgid
+	dir string // holds passwd, group, subuid, subgid
 }
 
 const somebodysID = 61234
 
-// ranges that somebody may use, and somebody else in there.
+// ranges of subordinate IDs for the user, and for another user within them.
 const ranges = "somebody:1000000000:65536\ndaemon:1000000000:65536\n"
 
 func newSomebody(t *testing.T) *somebody {
@@ -38,7 +38,8 @@ func newSomebody(t *testing.T) *somebody {
 	return s
 }
 
-// argv is how to run a line of the user's shell. before is run as root, in the same mount namespace.
+// argv returns the command that runs a line in the user's shell. before runs first, as root in the same mount
+// namespace.
 func (s *somebody) argv(before, line string) []string {
 	return []string{"unshare", "--mount", "sh", "-ec", fmt.Sprintf(`
 for f in passwd group subuid subgid; do [ -e /etc/$f ] || continue; mount --bind '%[1]s'/$f /etc/$f; done
@@ -47,7 +48,7 @@ cd '%[1]s'
 exec setpriv --reuid %[2]d --regid %[2]d --clear-groups env -i HOME='%[1]s' USER=somebody PATH="$PATH" %[4]s sh -c "$0"`, s.dir, somebodysID, before, kept("VNICD_MIRROR", "GOFLAGS")) + "\n", line}
 }
 
-// kept are settings of this process that a user of this machine has, too.
+// kept returns settings of this process that the user inherits.
 func kept(names ...string) (words string) {
 	for _, n := range names {
 		if v, ok := os.LookupEnv(n); ok {
@@ -57,7 +58,7 @@ func kept(names ...string) (words string) {
 	return words
 }
 
-// refusal runs a line that has to fail and returns what it said.
+// refusal runs a line that must fail and returns its output.
 func (s *somebody) refusal(ctx context.Context, t *testing.T, before, line string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
@@ -67,18 +68,18 @@ func (s *somebody) refusal(ctx context.Context, t *testing.T, before, line strin
 	c.WaitDelay = time.Second
 	out, err := c.CombinedOutput()
 	if err == nil || ctx.Err() != nil {
-		t.Errorf("%s: no error, or no end: %v: %s", line, err, out)
+		t.Errorf("%s: no error, or a timeout: %v: %s", line, err, out)
 	}
 	return string(out)
 }
 
-// TestOrdinaryUser: `make demo` for somebody who is not root, on a clean clone, without images: they are built, and
-// hosts and VMs run, in a user namespace. Where that cannot be, it says why and what to do.
+// TestOrdinaryUser: `make demo` as an unprivileged user, on a clean clone, without images: images are built, and hosts
+// and VMs run, in a user namespace. If that is not possible the message says why and what to do.
 func TestOrdinaryUser(t *testing.T) {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*testTimeout()) // images are built, too
+	ctx, cancel := context.WithTimeout(context.Background(), 2*testTimeout()) // includes building images
 	defer cancel()
 	s := newSomebody(t)
-	// The source as it is here, without what was built.
+	// The current source tree without build results.
 	must[string](t)((&harness.Namespace{}).Shell(ctx, fmt.Sprintf(`set -e
 mkdir '%[1]s/vnicd' '%[1]s/bin'
 git -C .. ls-files -z --cached --others --exclude-standard | tar -C .. --null -T - -c | tar -x -C '%[1]s/vnicd'
@@ -90,7 +91,7 @@ chown -R %[2]d:%[2]d '%[1]s'`, s.dir, somebodysID)))
 		"no newuidmap": {"", "PATH=$HOME/bin vnicd/vm-images/rootless true", "apt-get install uidmap"},
 		"no range of IDs": {"umount /etc/subuid; : >empty; mount --bind empty /etc/subuid", "vnicd/vm-images/rootless true",
 			"usermod --add-subuids"},
-		// In a namespace whose users may not make any.
+		// Run in a namespace whose users may not create namespaces.
 		"not by the kernel": {"",
 			`vnicd/vm-images/rootless sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --reuid 1 --regid 1 --clear-groups vnicd/vm-images/rootless true'`,
 			"user.max_user_namespaces=0"},
@@ -98,7 +99,7 @@ chown -R %[2]d:%[2]d '%[1]s'`, s.dir, somebodysID)))
 	} {
 		t.Run(what, func(t *testing.T) {
 			if out := s.refusal(ctx, t, x.before, x.line); !strings.Contains(out, x.want) {
-				t.Errorf("it says nothing of %q: %s", x.want, out)
+				t.Errorf("no %q in the message: %s", x.want, out)
 			}
 		})
 	}
@@ -106,7 +107,7 @@ chown -R %[2]d:%[2]d '%[1]s'`, s.dir, somebodysID)))
 }
 
 func (s *somebody) demo(ctx context.Context, t *testing.T) {
-	// What was downloaded for this test is not downloaded again.
+	// Reuse the modules downloaded for this test.
 	env := strings.Fields(must[string](t)((&harness.Namespace{}).Shell(ctx, "go env GOMODCACHE GOPROXY")))
 	log := filepath.Join(t.TempDir(), "log")
 	argv := s.argv("mkdir -p modules; mount --bind '"+env[0]+"/cache/download' modules",
@@ -115,7 +116,7 @@ func (s *somebody) demo(ctx context.Context, t *testing.T) {
 	defer p.Kill()
 	err := p.Wait(ctx)
 	text := string(must[[]byte](t)(os.ReadFile(log)))
-	if err != nil || !strings.Contains(text, "All of it worked.") {
+	if err != nil || !strings.Contains(text, "Every step worked.") {
 		t.Fatalf("%v\n%s", err, tail(text, 6000))
 	}
 	t.Log(tail(text, 1500))

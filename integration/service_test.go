@@ -18,9 +18,9 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestService installs the host's package on a clean machine and looks at the service there, under systemd: its user,
-// its capabilities and its sandbox, restarts, activation by its socket, and what is left when it was purged. TestREADME
-// does the same with two VMs at work.
+// TestService installs the host's package on a clean machine and checks the service under systemd: its user,
+// capabilities and sandbox, restarts, socket activation, and what remains after purging it. TestREADME runs the same
+// steps with two VMs.
 func TestService(t *testing.T) {
 	_, configuration := readme(t)
 	u := newUser(t, configuration)
@@ -31,7 +31,7 @@ func TestService(t *testing.T) {
 	u.look(t)
 }
 
-// look looks at the service, and in the end removes it.
+// look checks the service, and removes it at the end.
 func (u *user) look(t *testing.T) {
 	t.Run("service", func(t *testing.T) { testService(u, t) })
 	t.Run("restart", func(t *testing.T) { testServiceRestart(u, t) })
@@ -39,13 +39,13 @@ func (u *user) look(t *testing.T) {
 	t.Run("purge", func(t *testing.T) { testPurge(u, t) })
 }
 
-// property reads a property of the service.
+// property returns a property of the service.
 func (u *user) property(t *testing.T, name string) string {
 	t.Helper()
 	return strings.TrimSpace(u.run(t, "systemctl show -P "+name+" vnicd.service"))
 }
 
-// programs runs those of the demo between the two VMs, if there are any.
+// programs runs the demo's programs between the two VMs, if there are any.
 func (u *user) programs(t *testing.T) {
 	t.Helper()
 	for _, m := range u.vms {
@@ -64,15 +64,15 @@ func (u *user) programs(t *testing.T) {
 	}
 }
 
-// testBackends: management finds the back end by its description and starts a process for each device; vm1 runs on with
-// these.
+// testBackends: management software finds the back end by its description and starts a process for each device; vm1
+// then uses these.
 func testBackends(u *user, t *testing.T) {
 	var description struct{ Type, Binary string }
 	check(t, json.Unmarshal([]byte(u.run(t, "cat /usr/share/qemu/vhost-user/50-vnicd-net.json")), &description))
 	var capabilities struct{ Type string }
 	check(t, json.Unmarshal([]byte(u.run(t, description.Binary+" --what-is-this --print-capabilities")), &capabilities))
 	if description.Type != "net" || capabilities.Type != "net" {
-		t.Errorf("%+v says that it is %+v", description, capabilities)
+		t.Errorf("description %+v but capabilities %+v", description, capabilities)
 	}
 	u.stopQEMU(t, "vm1")
 	args := strings.TrimSpace(u.run(t, "vnicd qemu-args vm1"))
@@ -91,8 +91,8 @@ func testBackends(u *user, t *testing.T) {
 	run(u.ctx, t, u.vms["vm1"], "ping -c 3 10.0.0.254")
 }
 
-// testService: the daemon runs as its own user with the capabilities that the unit lists and no more, confined as the
-// unit says, and serves the demo's programs.
+// testService: the daemon runs as its own user with exactly the capabilities that the unit lists, confined as the unit
+// says, and serves the demo's programs.
 func testService(u *user, t *testing.T) {
 	pid := u.property(t, "MainPID")
 	status := u.run(t, "cat /proc/"+pid+"/status")
@@ -111,9 +111,9 @@ func testService(u *user, t *testing.T) {
 		t.Errorf("the daemon runs as %s", who)
 	}
 	if out := u.run(t, "vnicd status"); !strings.Contains(out, "short path on") {
-		t.Errorf("the unit allows no short path: %s", out)
+		t.Errorf("the short path is off under the unit: %s", out)
 	}
-	// What it sees, from within its mounts.
+	// The file system as the daemon sees it.
 	inside := func(line string) string {
 		out, err := u.c.Run(u.ctx, "nsenter --target "+pid+" --mount sh -c '"+line+"'")
 		return fmt.Sprint(out, err)
@@ -145,7 +145,7 @@ func testService(u *user, t *testing.T) {
 	u.programs(t)
 }
 
-// testDashboard looks at the page while the two VMs are at work.
+// testDashboard checks the page while the two VMs transfer data.
 func testDashboard(u *user, t *testing.T) {
 	b := must[*harness.Browser](t)(harness.NewBrowser(u.ctx, u.ns))
 	defer b.Close()
@@ -160,7 +160,7 @@ func testDashboard(u *user, t *testing.T) {
 	check(t, stop())
 }
 
-// testServiceRestart: under both VMs, the next daemon takes over what systemd kept.
+// testServiceRestart: with both VMs running, the next daemon takes over the descriptors that systemd kept.
 func testServiceRestart(u *user, t *testing.T) {
 	kept := func() int { return must[int](t)(strconv.Atoi(u.property(t, "NFileDescriptorStore"))) }
 	before, pid := kept(), u.property(t, "MainPID")
@@ -181,7 +181,7 @@ func testServiceRestart(u *user, t *testing.T) {
 	quietKernels(u.ctx, t, slices.Collect(maps.Values(u.vms))...)
 }
 
-// testActivation: with the socket's unit, whoever asks the daemon starts it.
+// testActivation: with the socket's unit, connecting to the control socket starts the daemon.
 func testActivation(u *user, t *testing.T) {
 	u.run(t, "sudo systemctl stop vnicd && sudo systemctl enable --now vnicd.socket")
 	if s := u.property(t, "ActiveState"); s != "inactive" {
@@ -191,15 +191,15 @@ func testActivation(u *user, t *testing.T) {
 		t.Error(out)
 	}
 	if s := u.property(t, "ActiveState"); s != "active" {
-		t.Errorf("the service is %s after somebody asked", s)
+		t.Errorf("the service is %s after a request", s)
 	}
 	u.programs(t)
 }
 
-// pids is a command that prints the processes whose name fits.
+// pids returns a command that prints the processes whose name matches.
 func pids(name string) string { return "grep -slx '" + name + "' /proc/[0-9]*/comm | cut -d/ -f3" }
 
-// testPurge: nothing of the package stays but its user.
+// testPurge: only the package's user remains.
 func testPurge(u *user, t *testing.T) {
 	if len(u.vms) > 0 {
 		must[string](t)(u.c.Run(u.ctx, "virsh -q destroy vm2"))

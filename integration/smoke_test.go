@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/integration/harness"
 )
 
-// TestGuestSmoke boots one guest without an HCA: the images, the command channel, reboot and shutdown work.
+// TestGuestSmoke boots one guest without an HCA and checks the images, the command channel, reboot and shutdown.
 func TestGuestSmoke(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Minute)
 	defer cancel()
@@ -47,7 +47,7 @@ func TestGuestSmoke(t *testing.T) {
 	expect("modinfo -F description rdma_rxe", "Soft RDMA")
 	expect("cat /host/hello", "from the host")
 	expect("touch /host/x 2>&1 || true", "Read-only file system")
-	// No device yet: the program is there and says so.
+	// There is no device yet, which the program reports.
 	expect("ibv_devinfo 2>&1 || true", "No IB devices found")
 
 	if err := m.Reboot(ctx); err != nil {

@@ -15,13 +15,13 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// What all tenants have in common: endpoint i of each is 10.0.0.i with a MAC made of i, and says who it is at askPort.
+// Endpoint i of each tenant is 10.0.0.i with a MAC derived from i, and tells its name at askPort.
 const (
 	tenantHosts = 3
 	askPort     = 7000
 )
 
-// The tenants, by number; VM i of either has endpoint number i+1 and the same addresses as the other tenant's.
+// The tenants by number. VM i of each has endpoint number i+1 and the same addresses as the other tenant's VM i.
 var tenantNames = [2]string{"blue", "red"}
 
 func endIP(i int) string  { return fmt.Sprintf("10.0.0.%d", i) }
@@ -32,11 +32,11 @@ type container struct {
 	tenant, number int
 	ns             *harness.Namespace
 	host           *lab.Host // nil: unplugged
-	port           string    // its end in the host's bridge
+	port           string    // its veth end in the host's bridge
 	hear           net.Listener
 }
 
-// tenantLab is three hosts on one wire, each with both tenants' networks and a container of each.
+// tenantLab has three hosts on one wire, each with both tenants' networks and a container of each.
 type tenantLab struct {
 	*lab.Lab
 	ctx   context.Context
@@ -81,7 +81,7 @@ func newTenantLab(t *testing.T) *tenantLab {
 	return w
 }
 
-// config is a host's configuration, with the VM of the tenant of the host's number.
+// config returns a host's configuration, with the VM of the tenant of the host's number.
 func (w *tenantLab) config(h int, vm bool) string {
 	var peers []string
 	for i := range tenantHosts {
@@ -106,7 +106,7 @@ func (w *tenantLab) ip(ns *harness.Namespace, format string, args ...any) {
 	must[string](w.t)(ns.Run(w.ctx, append([]string{"ip"}, strings.Fields(fmt.Sprintf(format, args...))...)...))
 }
 
-// container makes one that is not plugged in.
+// container creates an unplugged container.
 func (w *tenantLab) container(tenant, number int) *container {
 	w.t.Helper()
 	c := &container{tenant: tenant, number: number, port: fmt.Sprintf("c%s%d", tenantNames[tenant], number)}
@@ -132,7 +132,7 @@ func (w *tenantLab) container(tenant, number int) *container {
 
 func (c *container) name() string { return fmt.Sprintf("%s %d", tenantNames[c.tenant], c.number) }
 
-// plug puts a container on a host, taking it from where it was.
+// plug attaches a container to a host, detaching it from its previous host.
 func (w *tenantLab) plug(c *container, h *lab.Host) {
 	w.t.Helper()
 	w.unplug(c)
@@ -151,7 +151,7 @@ func (w *tenantLab) unplug(c *container) {
 	}
 }
 
-// ask tells who answers a container at an address.
+// ask returns the name of the endpoint that answers a container at an address.
 func (c *container) ask(number int, timeout time.Duration) (string, error) {
 	var s net.Conn
 	err := c.ns.Do(func() (err error) {
@@ -169,7 +169,7 @@ func (c *container) ask(number int, timeout time.Duration) (string, error) {
 	return strings.TrimSpace(string(b)), err
 }
 
-// reaches waits until number answers c, in the name of c's tenant.
+// reaches waits until c gets an answer from number in the name of c's tenant.
 func (w *tenantLab) reaches(c *container, number int) {
 	w.t.Helper()
 	want := fmt.Sprintf("%s %d", tenantNames[c.tenant], number)
@@ -184,15 +184,15 @@ func (w *tenantLab) reaches(c *container, number int) {
 	}
 }
 
-// misses makes sure that nobody answers c there.
+// misses checks that c gets no answer from number.
 func (w *tenantLab) misses(c *container, number int) {
 	w.t.Helper()
 	if got, err := c.ask(number, 2*time.Second); err == nil {
-		w.t.Fatalf("%s asked %d, who is not there, and %q answered", c.name(), number, got)
+		w.t.Fatalf("%s asked %d, which is not plugged in, and %q answered", c.name(), number, got)
 	}
 }
 
-// all lets everybody of a tenant who is plugged in reach everybody else, VMs included.
+// all checks that all plugged-in endpoints of a tenant reach each other, the VM included.
 func (w *tenantLab) all(tenant int, vm *qemu.Machine) {
 	w.t.Helper()
 	var numbers []int
@@ -215,7 +215,7 @@ func (w *tenantLab) all(tenant int, vm *qemu.Machine) {
 	}
 }
 
-// guestScript is what VMs answer and ask with.
+// guestScript is the VMs' server and client.
 const guestScript = `import socket, sys, threading, time
 def serve(name):
     s = socket.create_server(("", 7000))
@@ -239,7 +239,7 @@ for ip in sys.argv[2:]:
     print(ip, ask(ip))
 `
 
-// bootVM starts a tenant's VM on a host that knows it.
+// bootVM starts a tenant's VM on a host whose configuration has it.
 func (w *tenantLab) bootVM(tenant int, h *lab.Host) *qemu.Machine {
 	w.t.Helper()
 	ms, err := w.Boot(w.ctx, must[qemu.Config](w.t)(h.Config(w.ctx, w.vm(tenant))))
@@ -252,7 +252,7 @@ func (w *tenantLab) vm(tenant int) lab.VM {
 	return lab.VM{Name: tenantNames[tenant] + "-vm", MAC: endMAC(1), Addr: endIP(1) + "/24", MemoryMiB: 512}
 }
 
-// startVM begins what a VM answers with.
+// startVM starts the server in a VM.
 func (w *tenantLab) startVM(tenant int, m *qemu.Machine) {
 	w.t.Helper()
 	check(w.t, m.WriteFile(w.ctx, "/tmp/ask.py", []byte(guestScript)))
@@ -276,10 +276,9 @@ func (w *tenantLab) cli(h *lab.Host, line string) string {
 	return must[string](w.t)(h.CLI(w.ctx, strings.Fields(line)...))
 }
 
-// TestTenants: three hosts with vnicds, two tenants with the same subnet and MACs, on each host containers behind TAP
-// ports, and a VM of each tenant: full reach inside a tenant and none across, before and after containers and a VM have
-// moved and hosts have gone and come back (MT-1, MT-2, MT-9, MT-10). Then what a tenant, and a stranger on the
-// underlay, can do to the others.
+// TestTenants: three hosts with vnicds, two tenants with equal subnets and MACs, on each host containers behind TAP
+// ports, and a VM of each tenant. Endpoints reach their own tenant and no other, before and after containers and a VM
+// move and hosts stop and return (MT-1, MT-2, MT-9, MT-10). Then it tests attacks by a tenant and from the underlay.
 func TestTenants(t *testing.T) {
 	w := newTenantLab(t)
 	h, blue, red := w.hosts, 0, 1
@@ -299,11 +298,11 @@ func TestTenants(t *testing.T) {
 
 	t.Run("container moves", func(t *testing.T) {
 		w.t = t
-		// 13 leaves red; blue's must not answer for it.
+		// 13 leaves red; blue's 13 must not answer in its place.
 		w.unplug(w.ends[red][2])
 		w.misses(w.ends[red][0], 13)
 		w.reaches(w.ends[blue][0], 13)
-		// It comes back on another host, and blue's 12 joins it there.
+		// It returns on another host, and blue's 12 moves there too.
 		w.plug(w.ends[red][2], h[0])
 		w.plug(w.ends[blue][1], h[0])
 		everybody()
@@ -322,12 +321,12 @@ func TestTenants(t *testing.T) {
 	})
 	t.Run("VM moves", func(t *testing.T) {
 		w.t = t
-		// An operator has told host 2 where the VM is, and tells it again.
+		// An operator tells host 2 where the VM is, and updates it later.
 		w.cli(h[1], "fdb add "+endMAC(1)+" network blue vtep "+hostIP(0))
 		w.reaches(w.ends[blue][1], 1)
 		check(t, w.ms[blue].Shutdown(w.ctx))
 		w.cli(h[0], "vm del blue-vm")
-		w.misses(w.ends[blue][1], 1) // red's is still there
+		w.misses(w.ends[blue][1], 1) // red's VM is still there
 		w.cli(h[2], "vm add blue-vm network blue mac "+endMAC(1))
 		w.cli(h[1], "fdb add "+endMAC(1)+" network blue vtep "+hostIP(2))
 		w.ms[blue] = w.bootVM(blue, h[2])

@@ -38,8 +38,7 @@ func hostConfig(local, peer string, vms ...lab.VM) string {
 	return b.String()
 }
 
-// twoHosts are h1 and h2 with a faulty wire between them (no faults at first), a
-// vnicd and a VM on each.
+// twoHosts is h1 and h2, joined by a faulty wire (initially without faults), with a vnicd and a VM on each.
 type twoHosts struct {
 	*lab.Lab
 	a, b *lab.Host
@@ -53,8 +52,7 @@ func newTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *twoHosts {
 	return makeTwoHosts(ctx, t, l, nil, vmA, vmB)
 }
 
-// makeTwoHosts is newTwoHosts with other VMs; prepare, if any, sees the hosts before
-// anything runs there.
+// makeTwoHosts is newTwoHosts with other VMs; prepare, if not nil, is called before anything runs on the hosts.
 func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*twoHosts), va, vb lab.VM) *twoHosts {
 	t.Helper()
 	w := wiredHosts(t, l)
@@ -70,7 +68,7 @@ func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*t
 	return w
 }
 
-// wiredHosts are the hosts and the wire, with nothing that runs there.
+// wiredHosts returns the hosts and the wire, with nothing running.
 func wiredHosts(t *testing.T, l *lab.Lab) *twoHosts {
 	t.Helper()
 	w := &twoHosts{Lab: l, a: must[*lab.Host](t)(l.Host("h1")), b: must[*lab.Host](t)(l.Host("h2"))}
@@ -100,8 +98,7 @@ func (w *twoHosts) load(ctx context.Context, t *testing.T) (a, b lab.End) {
 		must[lab.End](t)(lab.NewEnd(ctx, w.vms[1], lab.Device, vmB.Addr))
 }
 
-// TestTwoHosts is the main path: stock programs in two VMs on two hosts, RoCEv2 in
-// VXLAN between them (MT-1, PF-6).
+// TestTwoHosts is the main path: stock programs in VMs on two hosts, connected by RoCEv2 in VXLAN (MT-1, PF-6).
 func TestTwoHosts(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -118,7 +115,7 @@ func TestTwoHosts(t *testing.T) {
 		}
 	})
 	t.Run("ping6", func(t *testing.T) {
-		// Neighbour discovery is multicast: it must cross the tunnels as ARP does.
+		// Neighbour discovery is multicast and must cross the tunnels as ARP does.
 		ll := strings.TrimSpace(run(ctx, t, w.vms[1], "ip -6 -o addr show dev eth0 scope link | sed 's/.*inet6 //;s,/.*,,'"))
 		run(ctx, t, w.vms[0], "ping -c 2 -i 0.2 -W 5 "+ll+"%eth0")
 	})
@@ -178,8 +175,8 @@ func perftests(ctx context.Context, t *testing.T, a, b lab.End) {
 	}
 }
 
-// capture looks at the underlay with tshark: VXLAN with the right VNI, RoCEv2 with
-// the right opcodes inside, traffic class as configured (MT-8).
+// capture decodes the underlay with tshark: VXLAN with the right VNI, RoCEv2 with the right opcodes inside, traffic
+// class as configured (MT-8).
 func capture(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	file := filepath.Join(w.Dir, "underlay.pcapng")
 	p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.Dir, "capture.log"), nil, "tshark", "-q", "-i", "ul", "-w",
@@ -214,8 +211,8 @@ func capture(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	}
 }
 
-// wireFaults: with 1 % of the underlay's packets lost, or reordered, programs end
-// with correct data. The pingpong looks at the first byte of each page that it receives (-c), rping at all (-V).
+// wireFaults: with 1 % of the underlay's packets lost, or reordered, programs end with correct data. The pingpong
+// compares the first byte of each received page (-c), rping all of the data (-V).
 func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	defer w.wire.SetPolicy(wirefault.Policy{})
 	for _, x := range []struct {
@@ -240,18 +237,18 @@ func wireFaults(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 				verifiedUnderLoss(ctx, t, a, b)
 			}
 			if n := x.count() - before; n == 0 {
-				t.Error("the wire did no harm: the test shows nothing")
+				t.Error("the wire injected no faults: the test shows nothing")
 			} else {
-				t.Logf("%d packets suffered of %d", n, w.wire.Frames.Load())
+				t.Logf("faults in %d packets of %d", n, w.wire.Frames.Load())
 			}
 		})
 	}
 }
 
-// pingpongUnderLoss runs 200 turns of the pingpong, which ends without a word to its peer: if the last acknowledgement
-// of all is lost, its receiver asks for it when there is nobody left who could repeat it. That one failure is no defect
-// and has the program run again; it is known by one half that is through with all turns, another that has not been
-// heard, and requests that reached a queue pair that was gone.
+// pingpongUnderLoss runs 200 iterations of the pingpong, whose halves exit without telling each other: if the last
+// acknowledgement of all is lost, its receiver retransmits to a QP that no longer exists. That failure is no defect,
+// and the program runs again. It is recognised by one half that completed all iterations, another that exceeded its
+// retries, and requests that reached a destroyed queue pair.
 func pingpongUnderLoss(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.End) {
 	t.Helper()
 	const unheard, through = "transport retry counter exceeded (12) for wr_id 2", "200 iters in "
@@ -264,16 +261,16 @@ func pingpongUnderLoss(ctx context.Context, t *testing.T, w *twoHosts, a, b lab.
 		if err == nil {
 			return
 		}
-		asked := gone() - before // seven times, of which the wire may have lost some
+		asked := gone() - before // seven requests, of which the wire may have lost some
 		if try == 3 || asked < 4 || strings.Contains(err.Error(), "invalid data") ||
 			!strings.Contains(err.Error(), unheard) || !strings.Contains(out+err.Error(), through) {
-			t.Fatalf("%v\n%d requests reached a queue pair that was gone", err, asked)
+			t.Fatalf("%v\n%d requests reached a destroyed queue pair", err, asked)
 		}
-		t.Logf("the last acknowledgement was lost, and asked for %d times", asked)
+		t.Logf("the last acknowledgement was lost, and %d retries reached a destroyed queue pair", asked)
 	}
 }
 
-// verifiedRDMA moves data by READ and WRITE and compares what came back (rping -V).
+// verifiedRDMA moves data by READ and WRITE and compares the result (rping -V).
 func verifiedRDMA(ctx context.Context, t *testing.T, a, b lab.End) {
 	t.Helper()
 	_, _, err := lab.Pair(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", a.VM, "rping -c -a "+b.Addr+
@@ -281,10 +278,9 @@ func verifiedRDMA(ctx context.Context, t *testing.T, a, b lab.End) {
 	check(t, err)
 }
 
-// verifiedUnderLoss is verifiedRDMA where packets may be lost: its client compares
-// what came back, so its exit status says all. Its server may wait for ever: the
-// kernel's CM gives up a DREQ, which is sent once then, when the client destroys its
-// ID right after disconnecting.
+// verifiedUnderLoss is verifiedRDMA with lost packets. The client compares the data, so its exit status is the result.
+// The server may wait for ever: if the client destroys its ID right after disconnecting, the kernel's CM sends the DREQ
+// only once.
 func verifiedUnderLoss(ctx context.Context, t *testing.T, a, b lab.End) {
 	t.Helper()
 	p, err := lab.Listen(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", 0)
@@ -295,14 +291,14 @@ func verifiedUnderLoss(ctx context.Context, t *testing.T, a, b lab.End) {
 	if r, err := p.Wait(wctx); err != nil {
 		_ = p.Signal(ctx, "TERM")
 		_ = must[qemu.Result](t)(p.Wait(ctx))
-		t.Log("the server was not told of the disconnection")
+		t.Log("the DREQ did not reach the server")
 	} else if r.ExitCode != 0 {
 		t.Errorf("server: exit status %d:\n%s", r.ExitCode, r.Stderr)
 	}
 }
 
-// TestRXE: a VM with our HCA and a VM with Linux' SoftRoCE over plain virtio-net in
-// one tenant network, both ways round. rxe checks our ICRCs.
+// TestRXE: a VM with our HCA and a VM with Linux SoftRoCE over virtio-net in one tenant network, in both roles. rxe
+// checks our ICRCs.
 func TestRXE(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -320,7 +316,7 @@ func TestRXE(t *testing.T) {
 		t.Run(d.name, func(t *testing.T) {
 			t.Run("placement", func(t *testing.T) {
 				if l.Images.Release == debian12 {
-					t.Skip("its kernel's rxe has no ATOMIC WRITE (Linux 6.2)")
+					t.Skip("this kernel's rxe has no ATOMIC WRITE (Linux 6.2)")
 				}
 				placement(ctx, t, d.client, d.server, false)
 			})
@@ -336,7 +332,7 @@ func TestRXE(t *testing.T) {
 			}
 		})
 	}
-	// No packet of ours was refused, and none of rxe's by us.
+	// rxe refused none of our packets, and we none of rxe's.
 	s := must[string](t)(w.a.CLI(ctx, "status", "vm1"))
 	if m := regexp.MustCompile(`icrc_errors\s+(\d+)`).FindStringSubmatch(s); m == nil || m[1] != "0" {
 		t.Errorf("ICRC errors:\n%s", s)
@@ -344,8 +340,8 @@ func TestRXE(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// placement has client write, flush if so said, and write atomically at server, which sees by its processor what that
-// does (IBTA A19). rxe's FLUSHes have an ICRC that nobody else accepts (wire's TestRXEFlush).
+// placement: client writes, flushes if flush is set, and sends ATOMIC WRITEs to server, which checks the effect with
+// its processor (IBTA A19). rxe's FLUSHes have an ICRC that no other implementation accepts (wire's TestRXEFlush).
 func placement(ctx context.Context, t *testing.T, client, server lab.End, flush bool) {
 	t.Helper()
 	how, want := "no", "without FLUSH"
@@ -364,7 +360,7 @@ func placement(ctx context.Context, t *testing.T, client, server lab.End, flush 
 	check(t, both(start(server, ""), start(client, server.Addr)))
 }
 
-// TestLifecycle: unloading, killed programs, reboot, a killed QEMU, a stopped vnicd.
+// TestLifecycle: unloading the module, killed programs, reboot, a killed QEMU, a stopped vnicd.
 func TestLifecycle(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -387,13 +383,13 @@ func TestLifecycle(t *testing.T) {
 			cli, srv := w.stream(ctx, t, a, b)
 			procs := []*qemu.Process{cli, srv}
 			for _, i := range []int{victim, 1 - victim} {
-				// The other may have ended by itself.
+				// The peer's program may have exited by itself.
 				_, err := w.vms[i].Shell(ctx, "pkill -KILL ib_write_bw")
 				check(t, err)
 				_, err = procs[i].Wait(ctx)
 				check(t, err)
 			}
-			eventually(ctx, t, "its queue pairs are gone", func() bool {
+			eventually(ctx, t, "the programs' queue pairs are gone", func() bool {
 				return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1
 			})
 		}
@@ -410,14 +406,14 @@ func TestLifecycle(t *testing.T) {
 		quick(t)
 	})
 	t.Run("QEMU killed", func(t *testing.T) {
-		// A connection is open when the peer dies; the survivor's program ends with an
-		// error of its own (retries exceeded), and the survivor goes on.
+		// A connection is open when the peer's QEMU dies: the survivor's program ends with retries exceeded, and the
+		// survivor continues to work.
 		cli, _ := w.stream(ctx, t, a, b)
 		w.vms[1].Kill()
 		r := must[qemu.Result](t)(cli.Wait(ctx))
 		t.Logf("survivor's program: exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 600), tail(r.Stderr, 600))
 		if r.ExitCode == 0 || r.ExitCode == 124 {
-			t.Error("the survivor's program noticed nothing")
+			t.Error("the survivor's program ended without an error")
 		}
 		eventually(ctx, t, "the dead VM's objects are gone", func() bool { return rdmaQPs(ctx, t, w.b, "vm2") == 0 })
 		ms, err := l.Boot(ctx, must[qemu.Config](t)(w.b.Config(ctx, vmB)))
@@ -430,8 +426,7 @@ func TestLifecycle(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 	t.Run("vnicd stopped", func(t *testing.T) {
 		check(t, w.b.Stop(ctx))
-		// The guest's driver sees a dead device: nothing hangs, programs fail, the
-		// module can be unloaded.
+		// The guest's driver sees a dead device: nothing hangs, programs fail, and the module can be unloaded.
 		shortly, cancel := context.WithTimeout(ctx, 3*time.Minute)
 		defer cancel()
 		r := must[qemu.Result](t)(w.vms[1].Shell(shortly,
@@ -445,7 +440,7 @@ func TestLifecycle(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 }
 
-// stream starts an endless stream of WRITEs from vm1 to vm2 and returns when it flows.
+// stream starts an endless stream of WRITEs from vm1 to vm2 and returns once data flows.
 func (w *twoHosts) stream(ctx context.Context, t *testing.T, a, b lab.End) (client, server *qemu.Process) {
 	t.Helper()
 	const program = "exec timeout -k 5 200 ib_write_bw -F -d %s -x %d --run_infinitely -D 1"
@@ -459,13 +454,13 @@ func (w *twoHosts) stream(ctx context.Context, t *testing.T, a, b lab.End) (clie
 	return client, server
 }
 
-// rdmaQPs is the number of queue pairs of a VM; the GSI QP counts.
+// rdmaQPs returns the number of a VM's queue pairs, including the GSI QP.
 func rdmaQPs(ctx context.Context, t *testing.T, h *lab.Host, vm string) int {
 	t.Helper()
 	return len(hcaStatus(ctx, t, h, vm).QPs)
 }
 
-// vmStatus is what `vnicd status VM -j` says of the HCA and of memory.
+// vmStatus holds the HCA and memory parts of `vnicd status VM -j`.
 type vmStatus struct {
 	HCA    hca.Status
 	Memory hostdriver.Status

@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// counter reads one of the port's hw_counters.
+// counter returns one of the port's hw_counters.
 func counter(ctx context.Context, t *testing.T, e lab.End, name string) (n int) {
 	t.Helper()
 	_, err := fmt.Sscan(run(ctx, t, e.VM, "cat /sys/class/infiniband/"+e.Device+"/ports/1/hw_counters/"+name), &n)
@@ -21,8 +21,8 @@ func counter(ctx context.Context, t *testing.T, e lab.End, name string) (n int) 
 	return n
 }
 
-// verbsErrors runs the table of errors (integration/guest/errors): who is requester there is responder then. What is
-// asked for with an R_Key that does not do is counted.
+// verbsErrors runs the table of errors (integration/guest/errors) in both directions. Accesses with an invalid R_Key
+// are counted.
 func verbsErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 	const port, forgedKeys = 18519, 14
 	for _, x := range [][2]lab.End{{a, b}, {b, a}} {
@@ -31,14 +31,14 @@ func verbsErrors(ctx context.Context, t *testing.T, a, b lab.End) {
 		_, out, err := lab.Pair(ctx, x[1].VM, line(x[1]), x[0].VM, line(x[0])+" "+x[1].Addr, port)
 		check(t, err)
 		if n := counter(ctx, t, x[1], "access_errors") - before; n < forgedKeys {
-			t.Errorf("%d access errors were counted, at least %d provoked", n, forgedKeys)
+			t.Errorf("%d access errors were counted, want at least %d", n, forgedKeys)
 		}
 		t.Log(strings.TrimSpace(out))
 	}
 }
 
-// tools are those that look at devices, while programs have objects there; counters tell what has passed; asynchronous
-// events of the port reach who waits for them.
+// tools runs the programs that inspect devices while other programs have objects there. Counters count traffic, and
+// asynchronous events of the port reach their listeners.
 func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	m, d := a.VM, a.Device
 	listener := must[*qemu.Process](t)(lab.Listen(ctx, m, "rping -s -a "+a.Addr, 0))
@@ -73,7 +73,7 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 		check(t, err)
 	}
 
-	// What passes is counted, and both ways to ask agree.
+	// Traffic is counted, and both interfaces agree.
 	const sent = 40 << 16
 	bytes := func() int { return counter(ctx, t, a, "tx_bytes") }
 	before := bytes()
@@ -86,7 +86,7 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	watch := must[*qemu.Process](t)(m.StartShell(ctx, "exec stdbuf -oL ibv_asyncwatch -d "+d+" >/tmp/asyncwatch"))
 	told := func(event string) {
 		t.Helper()
-		eventually(ctx, t, "ibv_asyncwatch tells of "+event, func() bool {
+		eventually(ctx, t, "ibv_asyncwatch reports  "+event, func() bool {
 			return strings.Contains(run(ctx, t, m, "cat /tmp/asyncwatch"), event)
 		})
 	}
@@ -103,7 +103,7 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	check(t, lab.WaitRDMA(ctx, m, d))
 }
 
-// eachGID: every kind of GID that an interface gives, RoCE v1 and v2, IPv4 and IPv6, connects RC and UD queue pairs.
+// eachGID: every kind of GID of an interface, RoCE v1 and v2, IPv4 and IPv6, connects RC and UD queue pairs.
 func eachGID(ctx context.Context, t *testing.T, a, b lab.End) {
 	kinds := func(e lab.End) map[string]int {
 		family, found := map[string]string{}, map[string]int{} // by index; the index by family and type

@@ -19,13 +19,13 @@ import (
 //go:embed testdata/verbssuite.py
 var suiteDriver []byte
 
-// foreign are the modules of the suite that are about other vendors' devices or graphics cards.
+// foreign matches the suite's modules for other vendors' devices and for graphics cards.
 var foreign = regexp.MustCompile(`^test_(mlx5|efa|efadv|hns|hnsdv|hbl|hbldv|irdma|mana|bnxt|cuda)(_|$)`)
 
-// debian12 is the guest whose suite is that of rdma-core 44; the others' is that of 56.
+// debian12 is the release whose suite is rdma-core 44's; the other releases have 56's.
 const debian12 = "bookworm"
 
-// backports are guests with the newest kernel that Debian has for its stable release.
+// backports is the release with the newest kernel that Debian has for its stable release.
 const backports = "trixie-backports"
 
 type suite int
@@ -36,36 +36,36 @@ const (
 	suite56
 )
 
-// skipReason is why a suite may leave out a test, and what that stands for.
+// skipReason is a reason for which the suite may skip a test, and what it means here.
 type skipReason struct {
 	reason, why string
 	in          suite
 }
 
-// maySkip lists those. Every one must occur, so that none outlives its cause.
+// maySkip lists those reasons. Each must occur, so that obsolete entries are removed.
 var maySkip = []skipReason{
-	{"Create XRCD is not supported", "XRC: neither the provider nor rxe have it", bothSuites},
-	{"Device memory is not supported", "nor memory on the device", bothSuites},
-	{"Create QP type 8 is not supported", "nor raw packets", bothSuites},
-	{"Create Raw Packet QP ", "the same", bothSuites},
-	{"Extended CQ is not supported", "tag matching: of InfiniBand cards", bothSuites},
-	{"Rereg MR is not supported", "the provider does not have it", bothSuites},
-	{"Parent Domain is not supported", "nor this", bothSuites},
-	{"Importing a device is not supported", "nor this", bothSuites},
+	{"Create XRCD is not supported", "XRC: neither the provider nor rxe support it", bothSuites},
+	{"Device memory is not supported", "device memory: likewise", bothSuites},
+	{"Create QP type 8 is not supported", "raw packets: likewise", bothSuites},
+	{"Create Raw Packet QP ", "raw packets: likewise", bothSuites},
+	{"Extended CQ is not supported", "tag matching: InfiniBand cards only", bothSuites},
+	{"Rereg MR is not supported", "the provider does not support it", bothSuites},
+	{"Parent Domain is not supported", "the provider does not support it", bothSuites},
+	{"Importing a device is not supported", "the provider does not support it", bothSuites},
 	{"Advise MR with flags", "the provider has it since rdma-core 59", bothSuites},
-	{"Device /dev/dri/renderD128 is not present", "there is no graphics card", suite56},
-	{"Allocating dmabuf is not supported", "the same", suite44},
+	{"Device /dev/dri/renderD128 is not present", "the VM has no graphics card", suite56},
+	{"Allocating dmabuf is not supported", "the VM has no graphics card", suite44},
 	{"doesn't have net interface",
-		"it looks for one below the RDMA device's virtio device; ours is that of the network card", suite44},
+		"it looks below the RDMA device's virtio device; our interface belongs to the network card", suite44},
 }
 
-// mayFail are tests of Debian 12's suite that expect what no specification says.
+// mayFail are tests of Debian 12's suite whose expectations no specification requires.
 var mayFail = map[string]string{
-	"tests.test_cq.CQTest.test_resize_cq": "30 completions may not fit into a CQ that is asked for one entry: ours has 31 then, and newer suites agree",
+	"tests.test_cq.CQTest.test_resize_cq": "the test expects fewer than 30 entries in a CQ created with one; ours has 31, which newer suites accept",
 }
 
-// TestVerbsSuite: rdma-core's own tests of every verb, as Debian ships them, in one VM.
-// Client and server of a test are one process with two queue pairs of one device.
+// TestVerbsSuite runs rdma-core's tests of every verb, as Debian ships them, in one VM. A test's client and server are
+// one process with two queue pairs of one device.
 func TestVerbsSuite(t *testing.T) {
 	l, ctx := newLab(t)
 	h := must[*lab.Host](t)(l.Host("h1"))
@@ -80,7 +80,7 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 	check(t, lab.LoadModule(ctx, vm))
 	check(t, vm.WriteFile(ctx, "/tmp/suite.py", suiteDriver))
 	run(ctx, t, vm, "echo 16 >/proc/sys/vm/nr_hugepages")
-	// Debian compresses what it takes for documentation.
+	// Debian compresses files in its documentation directories.
 	run(ctx, t, vm, "cp -r /usr/share/doc/rdma-core/tests /tmp/tests && find /tmp/tests -name '*.gz' -exec gunzip {} +")
 	have, least := suite56, 100
 	if l.Images.Release == debian12 {

@@ -75,7 +75,8 @@ vms:
 		t.Helper()
 		for i, name := range tenants {
 			n := pings(i)
-			eventually(ctx, t, fmt.Sprintf("%s: %s continues to ping (%d so far)", what, name, n), func() bool { return pings(i) > n+20 })
+			more := fmt.Sprintf("%s: %s continues to ping (%d so far)", what, name, n)
+			eventually(ctx, t, more, func() bool { return pings(i) > n+20 })
 		}
 	}
 	progress("at first")

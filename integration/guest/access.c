@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * Accesses that must fail, each on a fresh connection, and what they must leave
- * alone. The server offers regions, the client tries; the server then looks
- * whether a byte has changed.
+ * Invalid accesses, each on a fresh connection, and memory that they must not change. The server offers regions, the
+ * client tries; the server then checks whether a byte has changed.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -13,7 +12,8 @@
 #include "stress.h"
 
 #define LEN	(16 * PAGE)
-#define ALL	(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)
+#define ALL	(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | \
+		 IBV_ACCESS_REMOTE_ATOMIC)
 
 enum region { OPEN, NO_WRITE, NO_READ, NO_ATOMIC, STALE, HOLE, READ_ONLY, FOREIGN_PD, WHOLE, REGIONS };
 enum { MSG_TRY = 100, MSG_READY, MSG_CHECK, MSG_CHECKED, MSG_END };
@@ -24,7 +24,7 @@ struct offer {
 	uint32_t implicit;	/* server has an implicit region */
 };
 
-/* What a case changes about the client's own side. */
+/* The client's local buffer and key of a case. */
 enum local { GOOD, BAD_KEY, STALE_KEY, BEYOND, NOT_WRITABLE, LOCAL_HOLE, REMOTES_KEY };
 
 static const struct bad {
@@ -101,7 +101,7 @@ static bool untouched(const char *p, size_t n)
 	return true;
 }
 
-/* Cases that need on-demand memory: with pinned memory a hole cannot be registered, or is none. */
+/* Some cases need on-demand memory: pinned memory cannot have a hole. */
 static bool wanted(const struct bad *b, const struct offer *of)
 {
 	if (b->region == HOLE || b->region == READ_ONLY)
@@ -125,11 +125,12 @@ static struct ibv_mr *hole_mr(struct nic *n, char **p)
 int access_server(struct nic *n, int fd)
 {
 	const int rights[REGIONS] = {
-		[OPEN] = ALL, [NO_WRITE] = IBV_ACCESS_REMOTE_READ, [NO_READ] = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE,
-		[NO_ATOMIC] = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE, [STALE] = ALL, [FOREIGN_PD] = ALL,
-		[READ_ONLY] = ALL,
+		[OPEN] = ALL, [NO_WRITE] = IBV_ACCESS_REMOTE_READ,
+		[NO_READ] = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE,
+		[NO_ATOMIC] = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE,
+		[STALE] = ALL, [FOREIGN_PD] = ALL, [READ_ONLY] = ALL,
 	};
-	/* Keys are checked whatever kind of memory; a whole address space has no bounds to test. */
+	/* The kind of memory does not matter for keys; a whole address space has no bounds to test. */
 	enum memory kind = opt.memory == IMPLICIT ? ON_DEMAND : opt.memory;
 	struct ibv_cq *cq = ibv_create_cq(n->ctx, 16, NULL, NULL, 0);
 	struct ibv_qp *qp = nic_qp(n, IBV_QPT_RC, cq, 4);
@@ -202,7 +203,8 @@ int access_client(struct nic *n, int fd)
 	struct ibv_qp *qp = nic_qp(n, IBV_QPT_RC, cq, 4);
 	struct remote self = nic_self(n, qp, 1), peer;
 	char *good = region(false), *ro = region(false), *gone = region(false), *hole = NULL;
-	struct ibv_mr *mr = nic_register(n, kind, good, LEN, ALL), *ro_mr = nic_register(n, kind, ro, LEN, 0), *stale, *hole_region = NULL;
+	struct ibv_mr *mr = nic_register(n, kind, good, LEN, ALL), *ro_mr = nic_register(n, kind, ro, LEN, 0);
+	struct ibv_mr *stale, *hole_region = NULL;
 	uint32_t stale_key;
 	struct offer of;
 	unsigned i, tried = 0, wrong = 0;
@@ -218,7 +220,8 @@ int access_client(struct nic *n, int fd)
 	for (i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
 		const struct bad *b = &cases[i];
 		struct ibv_sge sge = { (uint64_t)good, b->len, mr->lkey };
-		struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = b->op, .send_flags = IBV_SEND_SIGNALED }, *bad;
+		struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = b->op,
+					  .send_flags = IBV_SEND_SIGNALED }, *bad;
 		uint64_t addr, start = now_ms();
 		uint32_t key;
 		struct ibv_wc wc;
@@ -237,7 +240,7 @@ int access_client(struct nic *n, int fd)
 		addr = b->region == REGIONS ? (uint64_t)good : of.addr[b->region] + b->offset;
 		key = b->region == REGIONS ? mr->rkey : of.key[b->region];
 		if (b->offset == INT64_MIN)
-			addr = -(uint64_t)b->len / 2;	/* the end lies at a small address again */
+			addr = -(uint64_t)b->len / 2;	/* wraps: the end is at a small address */
 		if (b->offset == INT64_MAX)
 			addr = 0;
 		switch (b->local) {
@@ -268,13 +271,14 @@ int access_client(struct nic *n, int fd)
 		if (k < 0)
 			fail(EXIT_VERBS, "ibv_poll_cq: %m");
 		if (wc.status != b->want) {
-			fprintf(stderr, "client: FAILED: %s: %s, not %s\n", b->name, ibv_wc_status_str(wc.status), ibv_wc_status_str(b->want));
+			fprintf(stderr, "client: FAILED: %s: %s, not %s\n", b->name, ibv_wc_status_str(wc.status),
+				ibv_wc_status_str(b->want));
 			wrong++;
 		}
-		/* Only the one that reaches over the end may have written what lies before it. */
+		/* Only the WRITE that runs beyond the end may have written what is before it. */
 		msg_send(fd, MSG_CHECK, i, b->len != LEN);
 		if (msg_recv(fd).type != MSG_CHECKED)
-			fail(EXIT_PEER, "no answer");
+			fail(EXIT_PEER, "unexpected answer");
 		if (!untouched(good, LEN) || !untouched(ro, LEN) || !untouched(gone, LEN))
 			fail(EXIT_DATA, "%s changed local memory", b->name);
 	}

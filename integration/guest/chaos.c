@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * What an owner does to its memory while others write it. Memory that has left
- * the region is parked: nothing may change it any more.
+ * What an owner does to its memory while the peer writes it. Memory that has left the region is parked: nothing may
+ * change it.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -22,7 +22,7 @@
 #endif
 #define HUGE ((uintptr_t)2 << 20)
 
-/* Everything that may block goes through here, so that the watchdog can name it. */
+/* Calls that may block go through here, so that the watchdog can name them. */
 #define DO(c, call) ({ pulse_begin(&(c)->pulse, #call); __typeof__(call) _r = (call); pulse_end(&(c)->pulse); _r; })
 
 static void must(int err, const char *what)
@@ -58,10 +58,7 @@ void chaos_finish(struct chaos *c)
 		unpark(c, &c->parked[i]);
 }
 
-/*
- * Pages just freed are the first to be handed out again: a mapping filled at
- * once gets the very same memory, and a late write would show in it.
- */
+/* Pages just freed are reused first: a mapping filled at once gets the same memory, and a late write shows in it. */
 static void recycle(struct chaos *c, size_t n)
 {
 	char *p = DO(c, mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
@@ -71,7 +68,7 @@ static void recycle(struct chaos *c, size_t n)
 	chaos_park(c, p, n);
 }
 
-/* Contents go, nothing is ever unmapped. */
+/* Contents are lost; nothing is ever unmapped. */
 
 static void op_dontneed(struct chaos *c, char *p, size_t n)
 {
@@ -86,24 +83,26 @@ static void op_free(struct chaos *c, char *p, size_t n)
 
 static void op_replace(struct chaos *c, char *p, size_t n)
 {
-	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0)) != p, "mmap(MAP_FIXED)");
+	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+			-1, 0)) != p, "mmap(MAP_FIXED)");
 	recycle(c, n);
 }
 
-/* The pages themselves live on elsewhere; the region gets fresh ones. */
+/* The pages themselves move elsewhere; the region gets fresh ones. */
 static void op_mremap(struct chaos *c, char *p, size_t n)
 {
 	chaos_park(c, DO(c, carry_pages(p, n, MREMAP_DONTUNMAP, map_pages(n))), n);
 }
 
-/* For a while there is nothing. */
+/* For a while nothing is mapped. */
 
 static void op_munmap(struct chaos *c, char *p, size_t n)
 {
 	must(DO(c, munmap(p, n)), "munmap");
 	nap_us(below(&c->random, 3000));
-	/* Nobody else has got the address in between: threads of this program map nothing so late. */
-	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0)) != p, "mmap(MAP_FIXED_NOREPLACE)");
+	/* No other mapping has taken the address: threads of this program map nothing at this stage. */
+	must(DO(c, mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+			-1, 0)) != p, "mmap(MAP_FIXED_NOREPLACE)");
 	recycle(c, n);
 }
 
@@ -132,7 +131,7 @@ static void op_protnone(struct chaos *c, char *p, size_t n)
 	must(DO(c, mprotect(p, n, PROT_READ | PROT_WRITE)), "mprotect");
 }
 
-/* Contents stay. Advice may be refused: EAGAIN, EINVAL, EBUSY depend on the kernel's mood. */
+/* Contents stay. Advice may be refused: EAGAIN, EINVAL and EBUSY depend on the kernel's state. */
 
 static void op_pageout(struct chaos *c, char *p, size_t n)
 {
@@ -151,7 +150,7 @@ static void op_mprotect(struct chaos *c, char *p, size_t n)
 	must(DO(c, mprotect(p, n, PROT_READ | PROT_WRITE)), "mprotect");
 }
 
-/* The child's memory is of the instant of the fork: later writes are the parent's alone. */
+/* The child keeps the memory as of the fork: later writes reach the parent only. */
 static void op_fork(struct chaos *c, char *p, size_t n)
 {
 	unsigned us = 1000 + below(&c->random, 20000);
@@ -167,7 +166,8 @@ static void op_fork(struct chaos *c, char *p, size_t n)
 	}
 	must(DO(c, waitpid(child, &status, 0)) != child, "waitpid");
 	if (status)
-		fail(EXIT_DATA, "a write after a fork landed in the child's memory, %zu bytes at %p (status %#x)", n, p, status);
+		fail(EXIT_DATA, "a write after a fork landed in the child's memory, %zu bytes at %p (status %#x)", n, p,
+		     status);
 }
 
 static void op_movepages(struct chaos *c, char *p, size_t n)
@@ -181,8 +181,9 @@ static void op_movepages(struct chaos *c, char *p, size_t n)
 		pages[i] = p + (size_t)i * PAGE;
 		nodes[i] = node;
 	}
-	/* ENODEV with one node: then compaction is what migrates. */
-	if (DO(c, syscall(SYS_move_pages, 0, (long)count, pages, nodes, status, 2)) < 0 && errno != ENODEV && errno != ENOENT && errno != ENOMEM)
+	/* ENODEV with one node: then compaction migrates pages. */
+	if (DO(c, syscall(SYS_move_pages, 0, (long)count, pages, nodes, status, 2)) < 0 && errno != ENODEV &&
+	    errno != ENOENT && errno != ENOMEM)
 		fail(EXIT_SETUP, "move_pages: %m");
 	free(nodes);
 	free(status);
@@ -195,7 +196,8 @@ static void op_migrate(struct chaos *c, char *p, size_t n)
 
 	(void)p;
 	(void)n;
-	if (DO(c, syscall(SYS_migrate_pages, 0, 8 * sizeof(long), &from, &to)) < 0 && errno != EINVAL && errno != ENOMEM)
+	if (DO(c, syscall(SYS_migrate_pages, 0, 8 * sizeof(long), &from, &to)) < 0 && errno != EINVAL &&
+	    errno != ENOMEM)
 		fail(EXIT_SETUP, "migrate_pages: %m");
 }
 
@@ -217,8 +219,8 @@ static void op_compact(struct chaos *c, char *p, size_t n)
 }
 
 /*
- * Into a huge page, all that lies around. Not by MADV_HUGEPAGE: that would leave
- * mappings of different kinds side by side, which mremap refuses to move at once.
+ * Collapses the surrounding memory into a huge page. MADV_HUGEPAGE would leave adjacent mappings of different kinds,
+ * which mremap refuses to move at once.
  */
 static void op_thp(struct chaos *c, char *p, size_t n)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What the small programs of this folder have in common: how they fail, open the device, meet their other half and connect
- * queue pairs.
+ * Shared by the small programs of this folder: failing, opening the device, connecting to the peer and connecting queue
+ * pairs.
  */
 #ifndef COMMON_H
 #define COMMON_H
@@ -25,7 +25,7 @@ static inline void check(int ok, const char *what)
 	exit(1);
 }
 
-/* now is the time in seconds. */
+/* now returns the time in seconds. */
 static inline double now(void)
 {
 	struct timespec t;
@@ -47,7 +47,7 @@ static inline struct ibv_context *open_device(const char *name)
 	return ctx;
 }
 
-/* join_peer connects to a server, or without one waits for who does. */
+/* join_peer connects to a server, or without one waits for a client. */
 static inline int join_peer(const char *server, int port)
 {
 	struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons(port) };
@@ -71,16 +71,19 @@ static inline int join_peer(const char *server, int port)
 	return i;
 }
 
-/* swap tells the peer something and hears the same of it: both have come that far. */
+/* swap exchanges data with the peer, and thus waits until both have reached this point. */
 static inline void swap(int s, const void *mine, void *theirs, size_t n)
 {
-	check(send(s, mine, n, MSG_NOSIGNAL) == (ssize_t)n && recv(s, theirs, n, MSG_WAITALL) == (ssize_t)n, "the other side has ended");
+	check(send(s, mine, n, MSG_NOSIGNAL) == (ssize_t)n && recv(s, theirs, n, MSG_WAITALL) == (ssize_t)n,
+	      "the other side has exited");
 }
 
-/* to_rts connects an RC or UC queue pair, or makes a UD one ready; a says how, as far as the type knows it. */
-static inline void to_rts(struct ibv_qp *qp, uint32_t dest, const union ibv_gid *dgid, int gid_index, struct ibv_qp_attr a)
+/* to_rts connects an RC or UC queue pair, or makes a UD one ready, with the attributes in a that its type supports. */
+static inline void to_rts(struct ibv_qp *qp, uint32_t dest, const union ibv_gid *dgid, int gid_index,
+			  struct ibv_qp_attr a)
 {
-	int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT, rtr = IBV_QP_STATE, rts = IBV_QP_STATE | IBV_QP_SQ_PSN;
+	int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT, rtr = IBV_QP_STATE;
+	int rts = IBV_QP_STATE | IBV_QP_SQ_PSN;
 
 	if (qp->qp_type == IBV_QPT_UD) {
 		init |= IBV_QP_QKEY;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * The hammer: WRITEs, READs and atomics all over the peer's region, many at once.
- * It knows the generation of every sector, and no two of its operations touch the
- * same sector at the same time; so every READ has exactly one right answer, save
- * in a chunk whose owner is releasing pages just now.
+ * The hammer: WRITEs, READs and atomics all over the peer's region, many at once. It knows the generation of every
+ * sector, and no two of its operations access the same sector at the same time. So every READ has exactly one right
+ * answer, except in a chunk whose owner is releasing pages.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -17,11 +16,11 @@ enum state { NORMAL, WILD, SETTLING, FROZEN };
 
 struct op {
 	enum ibv_wr_opcode kind;
-	bool busy;		/* belongs to the device */
+	bool busy;		/* the device executes it */
 	bool again;		/* failed because of a hole in the region: to be repeated */
-	bool job;		/* part of what the owner asked for */
+	bool job;		/* part of the owner's request */
 	unsigned qp;
-	uint32_t first, count;	/* sectors; atomics: number of the counter */
+	uint32_t first, count;	/* sectors; atomics: index of the counter */
 	char *buf;
 	uint64_t since;
 };
@@ -38,8 +37,8 @@ struct hammer {
 		struct remote to;
 		uint32_t psn;
 		unsigned busy;		/* operations in the queue */
-		bool broken, asked;	/* in error; reconnection asked for */
-		uint64_t flushed;	/* first flushed operation without one that says why */
+		bool broken, asked;	/* in error; reconnection requested */
+		uint64_t flushed;	/* time of the first flushed completion without an error completion */
 		uint64_t counter[COUNTERS];
 	} lane[MAX_QPS];
 	struct op *op;
@@ -52,13 +51,13 @@ struct hammer {
 	uint32_t *gen;
 	uint8_t *state;
 	uint32_t wild;		/* chunk that is wild, or chunks */
-	uint32_t *order, cells, next_write, next_read;	/* the sweep: all cells once, shuffled */
+	uint32_t *order, cells, next_write, next_read;	/* the sweep: each cell once, in random order */
 
-	/* The owner's request: chunk, and how far it has got. */
+	/* The owner's request: chunk and progress. */
 	struct job { uint32_t chunk, answer, next, pending; bool active, write; } job;
 
-	bool claimed;		/* the owner has a chunk in its hands, from WILD to THAW */
-	bool sweeping;		/* time is over: only what is left of the sweep */
+	bool claimed;		/* the owner works on a chunk, from WILD to THAW */
+	bool sweeping;		/* time is over: only finish the sweep */
 	bool ending, done;
 	unsigned long long writes, reads, atomics, written, read, reconnects, loose;
 	struct pulse pulse;
@@ -139,7 +138,8 @@ static bool taken(struct hammer *h, uint32_t first, uint32_t count)
 static void post(struct hammer *h, struct op *o)
 {
 	struct lane *l = &h->lane[o->qp];
-	struct ibv_sge sge = { .addr = (uint64_t)o->buf, .length = atomic(o) ? 8 : o->count * SECTOR, .lkey = h->mr->lkey };
+	struct ibv_sge sge = { .addr = (uint64_t)o->buf, .length = atomic(o) ? 8 : o->count * SECTOR,
+			       .lkey = h->mr->lkey };
 	struct ibv_send_wr wr = { .wr_id = o - h->op, .sg_list = &sge, .num_sge = 1, .opcode = o->kind }, *bad;
 	int err;
 
@@ -148,7 +148,7 @@ static void post(struct hammer *h, struct op *o)
 
 		wr.wr.atomic.remote_addr = h->to.counters + (o->qp * COUNTERS + o->first) * sizeof(*c);
 		wr.wr.atomic.rkey = h->to.counter_key;
-		/* The last value is known, so an operation done twice, or never, is seen at the next. */
+		/* The previous value is known, so the next operation detects one executed twice or never. */
 		wr.wr.atomic.compare_add = o->kind == IBV_WR_ATOMIC_CMP_AND_SWP ? *c : 1;
 		wr.wr.atomic.swap = *c + 1;
 	} else {
@@ -194,13 +194,14 @@ static bool ours(struct hammer *h, uint32_t sector)
 	return s == NORMAL || s == WILD;
 }
 
-/* A step of the sweep that is possible now. */
+/* Starts the next operation of the sweep, if possible now. */
 static bool sweep(struct hammer *h, struct op *o)
 {
 	uint32_t first;
 
-	/* READs stay behind, so that what is written gets a chance to be paged out. */
-	if (h->next_read < h->cells && (h->next_read + h->cells / 8 + 2 * h->ops < h->next_write || h->next_write == h->cells)) {
+	/* READs lag behind, so that written pages may be paged out first. */
+	if (h->next_read < h->cells && (h->next_read + h->cells / 8 + 2 * h->ops < h->next_write ||
+					h->next_write == h->cells)) {
 		first = h->order[h->next_read] * h->cell;
 		if (!ours(h, first) || taken(h, first, h->cell))
 			return false;
@@ -218,7 +219,7 @@ static bool sweep(struct hammer *h, struct op *o)
 	return true;
 }
 
-/* Something new for an idle operation; false: not now. */
+/* Starts a new operation if one is possible now. */
 static bool choose(struct hammer *h, struct op *o)
 {
 	uint32_t chunk, first, count, most;
@@ -227,7 +228,7 @@ static bool choose(struct hammer *h, struct op *o)
 		first = h->job.chunk * h->chunk_sectors + h->job.next;
 		count = h->cell < h->chunk_sectors - h->job.next ? h->cell : h->chunk_sectors - h->job.next;
 		if (taken(h, first, count))
-			return false;	/* older operations end first */
+			return false;	/* wait for older operations */
 		h->job.next += count;
 		h->job.pending++;
 		o->job = true;
@@ -245,7 +246,7 @@ static bool choose(struct hammer *h, struct op *o)
 	if (h->sweeping)
 		return sweep(h, o);
 	if (opt.atomics && !(h->to.chaos & CHAOS_HOLE) && !below(&h->random, 8)) {
-		/* One at a time per counter. */
+		/* One operation at a time per counter. */
 		uint32_t c = below(&h->random, COUNTERS);
 		unsigned i;
 
@@ -275,15 +276,17 @@ static void check_read(struct hammer *h, struct op *o)
 	bool wild = h->state[chunk_of(h, o->first)] == WILD || h->state[chunk_of(h, o->first)] == SETTLING;
 	uint32_t s;
 
-	/* While a settled chunk is read for the owner, the answer is exact again. */
+	/* When a settled chunk is read for the owner, the answer is exact. */
 	if (o->job && !h->job.write)
 		wild = false;
 	for (s = 0; s < o->count; s++) {
 		const char *p = o->buf + s * SECTOR;
 		uint32_t sector = o->first + s;
 
-		if (wild ? !pattern_upto(p, h->seed, sector, h->gen[sector]) : !pattern_is(p, h->seed, sector, h->gen[sector]))
-			pattern_blame(wild ? "RDMA READ of a chunk being released" : "RDMA READ", p, h->seed, sector, h->gen[sector]);
+		if (wild ? !pattern_upto(p, h->seed, sector, h->gen[sector]) :
+		    !pattern_is(p, h->seed, sector, h->gen[sector]))
+			pattern_blame(wild ? "RDMA READ of a chunk being released" : "RDMA READ", p, h->seed, sector,
+				      h->gen[sector]);
 	}
 	h->loose += wild;
 }
@@ -296,7 +299,7 @@ static void completed(struct hammer *h, const struct ibv_wc *wc)
 	o->busy = false;
 	l->busy--;
 	if (wc->status == IBV_WC_WR_FLUSH_ERR && !l->broken) {
-		/* Which one failed comes later: older ones may be flushed before it. */
+		/* The error completion comes later: older requests may be flushed before it. */
 		if (!l->flushed)
 			l->flushed = now_ms();
 		o->again = true;
@@ -305,7 +308,8 @@ static void completed(struct hammer *h, const struct ibv_wc *wc)
 	if (wc->status != IBV_WC_SUCCESS) {
 		if (!(h->to.chaos & CHAOS_HOLE) || atomic(o) ||
 		    (wc->status != IBV_WC_REM_ACCESS_ERR && wc->status != IBV_WC_WR_FLUSH_ERR))
-			fail(EXIT_VERBS, "%s of %u sectors at %u (offset %#llx) on queue pair %u after %llu ms: %s (vendor %#x)",
+			fail(EXIT_VERBS,
+			     "%s of %u sectors at %u (offset %#llx) on queue pair %u after %llu ms: %s (vendor %#x)",
 			     atomic(o) ? "atomic" : o->kind == IBV_WR_RDMA_READ ? "READ" : "WRITE", o->count, o->first,
 			     (unsigned long long)o->first * SECTOR, o->qp, (unsigned long long)(now_ms() - o->since),
 			     ibv_wc_status_str(wc->status), wc->vendor_err);
@@ -320,8 +324,8 @@ static void completed(struct hammer *h, const struct ibv_wc *wc)
 		memcpy(&old, o->buf, sizeof(old));
 		if (old != l->counter[o->first])
 			fail(EXIT_DATA, "%s of counter %u on queue pair %u found %llu instead of %llu",
-			     o->kind == IBV_WR_ATOMIC_FETCH_AND_ADD ? "fetch-and-add" : "compare-and-swap", o->first, o->qp,
-			     (unsigned long long)old, (unsigned long long)l->counter[o->first]);
+			     o->kind == IBV_WR_ATOMIC_FETCH_AND_ADD ? "fetch-and-add" : "compare-and-swap", o->first,
+			     o->qp, (unsigned long long)old, (unsigned long long)l->counter[o->first]);
 		l->counter[o->first]++;
 		h->atomics++;
 	} else if (o->kind == IBV_WR_RDMA_READ) {
@@ -336,7 +340,7 @@ static void completed(struct hammer *h, const struct ibv_wc *wc)
 		o->job = false;
 		h->job.pending--;
 	}
-	/* Let local memory be absent as well, now and then. */
+	/* Now and then make local memory absent as well. */
 	if (opt.local != PINNED && !below(&h->random, 8))
 		madvise(h->arena + h->slot * (o - h->op), h->slot, below(&h->random, 2) ? MADV_DONTNEED : MADV_PAGEOUT);
 }
@@ -346,7 +350,7 @@ static void job_start(struct hammer *h, uint32_t chunk, bool write, uint32_t gen
 	h->job = (struct job){ .chunk = chunk, .write = write, .answer = gen, .active = true };
 }
 
-/* The owner's requests; it has one at a time. */
+/* Handles the owner's requests; the owner has one at a time. */
 static void request(struct hammer *h)
 {
 	struct msg m = msg_recv(h->fd);
@@ -409,7 +413,7 @@ static void job_step(struct hammer *h)
 	h->state[h->job.chunk] = FROZEN;
 }
 
-/* Queue pairs in error begin anew once all they had has been flushed. */
+/* Reconnects queue pairs in error once all their requests have been flushed. */
 static void mend(struct hammer *h)
 {
 	unsigned i;
@@ -418,7 +422,7 @@ static void mend(struct hammer *h)
 		struct lane *l = &h->lane[i];
 
 		if (l->flushed && now_ms() > l->flushed + 3000)
-			fail(EXIT_VERBS, "all operations of queue pair %u were flushed, and none said why", i);
+			fail(EXIT_VERBS, "all operations of queue pair %u were flushed without an error completion", i);
 		if (l->broken && !l->busy && !l->asked) {
 			l->psn = (l->psn + (1u << 20)) & 0xffffff;
 			l->asked = true;
@@ -454,7 +458,7 @@ static void wait_for_something(struct hammer *h)
 	if (!p[0].revents)
 		return;
 	if (ibv_get_cq_event(h->channel, &cq, &ctx))
-		fail(EXIT_VERBS, "the device is gone: %m");
+		fail(EXIT_VERBS, "the device was removed: %m");
 	ibv_ack_cq_events(cq, 1);
 }
 
@@ -496,8 +500,8 @@ void *hammer_run(void *arg)
 			busy += o->busy || o->again;
 			if (o->busy && now_ms() > o->since + opt.patience * 1000ull)
 				fail(EXIT_HANG, "%s of %u sectors at %u (offset %#llx) on queue pair %u hangs for %d s",
-				     atomic(o) ? "atomic" : o->kind == IBV_WR_RDMA_READ ? "READ" : "WRITE", o->count, o->first,
-				     (unsigned long long)o->first * SECTOR, o->qp, opt.patience);
+				     atomic(o) ? "atomic" : o->kind == IBV_WR_RDMA_READ ? "READ" : "WRITE", o->count,
+				     o->first, (unsigned long long)o->first * SECTOR, o->qp, opt.patience);
 		}
 		if (now_ms() > end) {
 			h->sweeping = opt.cover;
@@ -506,14 +510,15 @@ void *hammer_run(void *arg)
 		if (h->ending && !busy && !h->claimed)
 			break;
 		if (now_ms() > last + 2000) {
-			say("%llu MiB written, %llu MiB read, %llu atomics, %llu reconnects, covered %u%% written %u%% read", h->written >> 20,
-			    h->read >> 20, h->atomics, h->reconnects, 100u * h->next_write / h->cells, 100u * h->next_read / h->cells);
+			say("%llu MiB written, %llu MiB read, %llu atomics, %llu reconnects, sweep %u%% WRITE %u%% READ",
+			    h->written >> 20, h->read >> 20, h->atomics, h->reconnects, 100u * h->next_write / h->cells,
+			    100u * h->next_read / h->cells);
 			last = now_ms();
 		}
 		if (some) {
 			armed = false;
 		} else if (!armed) {
-			ibv_req_notify_cq(h->cq, 0);	/* then look once more */
+			ibv_req_notify_cq(h->cq, 0);	/* then poll once more */
 			armed = true;
 		} else {
 			wait_for_something(h);
@@ -526,6 +531,7 @@ void *hammer_run(void *arg)
 
 void hammer_report(struct hammer *h)
 {
-	say("result writes=%llu reads=%llu atomics=%llu written=%llu read=%llu reconnects=%llu loose=%llu covered=%u", h->writes, h->reads,
-	    h->atomics, h->written, h->read, h->reconnects, h->loose, 100u * h->next_read / h->cells);
+	say("result writes=%llu reads=%llu atomics=%llu written=%llu read=%llu reconnects=%llu loose=%llu covered=%u",
+	    h->writes, h->reads, h->atomics, h->written, h->read, h->reconnects, h->loose,
+	    100u * h->next_read / h->cells);
 }

@@ -11,8 +11,9 @@
 #include "stress.h"
 
 struct options opt = {
-	.device = "vnic0", .port = 18600, .memory = ON_DEMAND, .local = ON_DEMAND, .region = 64u << 20, .chunk = 256u << 10,
-	.pager_ms = -2, .patience = 60, .seconds = 5, .qps = 2, .depth = 8, .seed = 1, .message = 64u << 10,
+	.device = "vnic0", .port = 18600, .memory = ON_DEMAND, .local = ON_DEMAND, .region = 64u << 20,
+	.chunk = 256u << 10, .pager_ms = -2, .patience = 60, .seconds = 5, .qps = 2, .depth = 8, .seed = 1,
+	.message = 64u << 10,
 };
 
 static int usage(void)
@@ -24,14 +25,14 @@ static int usage(void)
 		"usage: odpstress [options] [SERVER]     without SERVER: wait for a client\n"
 		"  -d DEVICE  -x GID-INDEX  -p TCP-PORT\n"
 		"  -m MEMORY  of the region: pinned, odp or implicit [odp]     -l MEMORY  of local buffers [odp]\n"
-		"  -r MIB     size of the region [64]    -c LIST  what its owner does meanwhile [none]: all, keep, release, hole, or\n"
-		"            %s\n"
-		"  -P MS      the region's pages come from a pager that takes MS ms each; never: it does not answer\n"
-		"  -H SECONDS until something counts as hung [60]\n"
-		"client only, holds for both sides:\n"
-		"  -w LIST    rdma, atomic, send, ud [rdma]; or access: what must fail\n"
-		"  -t SECONDS [5]   -C  go on until all of the region was written and read   -S SEED [1]\n"
-		"  -s BYTES   largest message [65536]    -q QPS [2]    -k operations per queue pair at once [8]\n",
+		"  -r MIB     size of the region [64]    -c LIST  what its owner does [none]: all, keep, release,\n"
+		"             hole, or%s\n"
+		"  -P MS      a pager provides the region's pages in MS ms each; never: it does not answer\n"
+		"  -H SECONDS after which an operation counts as hung [60]\n"
+		"client only, applies to both sides:\n"
+		"  -w LIST    rdma, atomic, send, ud [rdma]; or access: invalid accesses\n"
+		"  -t SECONDS [5]   -C  continue until all of the region was written and read   -S SEED [1]\n"
+		"  -s BYTES   largest message [65536]    -q QPS [2]    -k concurrent operations per queue pair [8]\n",
 		list);
 	return EXIT_SETUP;
 }
@@ -47,7 +48,7 @@ static enum memory memory_kind(const char *s)
 	fail(EXIT_SETUP, "unknown memory %s: pinned, odp or implicit", s);
 }
 
-/* Sent by the client at first. */
+/* Sent by the client at the start. */
 struct plan {
 	uint32_t seconds, qps, depth, seed, message;
 	uint8_t rdma, atomics, send, ud, cover, access;
@@ -60,8 +61,9 @@ static void words(const char *list)
 	char *copy = strdup(list), *w, *save = NULL;
 
 	for (w = strtok_r(copy, ",", &save); w; w = strtok_r(NULL, ",", &save)) {
-		bool *b = !strcmp(w, "rdma") ? &opt.rdma : !strcmp(w, "atomic") ? &opt.atomics : !strcmp(w, "send") ? &opt.send :
-			  !strcmp(w, "ud") ? &opt.ud : !strcmp(w, "access") ? &access_only : NULL;
+		bool *b = !strcmp(w, "rdma") ? &opt.rdma : !strcmp(w, "atomic") ? &opt.atomics :
+			  !strcmp(w, "send") ? &opt.send : !strcmp(w, "ud") ? &opt.ud :
+			  !strcmp(w, "access") ? &access_only : NULL;
 
 		if (!b)
 			fail(EXIT_SETUP, "unknown work %s", w);
@@ -105,15 +107,17 @@ static void parse(int argc, char **argv)
 
 static void agree(int fd)
 {
-	struct plan p = { opt.seconds, opt.qps, opt.depth, opt.seed, opt.message, opt.rdma, opt.atomics, opt.send, opt.ud, opt.cover, access_only };
+	struct plan p = { opt.seconds, opt.qps, opt.depth, opt.seed, opt.message, opt.rdma, opt.atomics, opt.send,
+			  opt.ud, opt.cover, access_only };
 
 	if (opt.server) {
 		net_send(fd, &p, sizeof(p));
 		return;
 	}
 	net_recv(fd, &p, sizeof(p));
-	if (!p.qps || p.qps > MAX_QPS || !p.depth || p.message < SECTOR || p.message > opt.chunk || opt.chunk % p.message)
-		fail(EXIT_PEER, "the client's plan makes no sense");
+	if (!p.qps || p.qps > MAX_QPS || !p.depth || p.message < SECTOR || p.message > opt.chunk ||
+	    opt.chunk % p.message)
+		fail(EXIT_PEER, "the client sent an invalid plan");
 	opt.seconds = p.seconds;
 	opt.qps = p.qps;
 	opt.depth = p.depth;
@@ -161,7 +165,7 @@ int main(int argc, char **argv)
 	nic_open(&nic);
 	if (!opt.server)
 		listener = net_listen(opt.port);
-	/* 0: setting up. 1: the client's hammer and the server's owner. 2: the other way round. 3, 4: SEND, UD. */
+	/* 0: setup. 1: client's hammer, server's owner. 2: server's hammer, client's owner. 3, 4: SEND, UD. */
 	for (i = 0; i < 5; i++)
 		sock[i] = opt.server ? net_connect(opt.server, opt.port) : net_accept(listener);
 	agree(sock[0]);
@@ -180,9 +184,10 @@ int main(int argc, char **argv)
 		ud = talk_make(&nic, true);
 	for (i = 0; opt.rdma && i < (int)opt.qps; i++) {
 		uint32_t psn = opt.seed * 1000 + i;
-		struct remote h = nic_self(&nic, hammer_qp(hammer, i), psn), o = nic_self(&nic, owner_qp(owner, i), psn);
+		struct remote h = nic_self(&nic, hammer_qp(hammer, i), psn);
+		struct remote o = nic_self(&nic, owner_qp(owner, i), psn);
 
-		/* Our owner's peer is their hammer, and the other way round. */
+		/* Each side's owner is connected to the other side's hammer. */
 		if (opt.server) {
 			o = swap(sock[0], o);
 			h = swap(sock[0], h);
@@ -207,7 +212,7 @@ int main(int argc, char **argv)
 	}
 	memset(&theirs, 0, sizeof(theirs));
 	mine = opt.rdma ? owner_target(owner) : theirs;
-	net_send(sock[0], &mine, sizeof(mine));	/* all is connected */
+	net_send(sock[0], &mine, sizeof(mine));	/* all queue pairs are connected */
 	net_recv(sock[0], &theirs, sizeof(theirs));
 	if (opt.rdma) {
 		owner_socket(owner, sock[opt.server ? 2 : 1]);
@@ -244,7 +249,7 @@ int main(int argc, char **argv)
 	    (unsigned long long)(most.lock - at_start.lock), (long long)(most.foll - at_start.foll));
 	if (nothing_pinned && (most.pin != at_start.pin || most.lock != at_start.lock))
 		fail(EXIT_PINNED, "VmPin or VmLck grew");
-	/* Nobody leaves before the other is done with this side's memory. */
+	/* Wait until the other side no longer uses this side's memory. */
 	net_send(sock[0], "x", 1);
 	net_recv(sock[0], &(char){ 0 }, 1);
 	say("ok");

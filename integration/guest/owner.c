@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * The owner of a region: lets the peer write it, takes memory away, and checks
- * with its own eyes. See README.md for the agreement with the hammer.
+ * The owner of a region: lets the peer write it, takes memory away, and checks the contents with the processor.
+ * README.md describes the protocol with the hammer.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -30,13 +30,14 @@ struct owner {
 
 struct owner *owner_make(struct nic *n)
 {
-	const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+	const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE |
+			   IBV_ACCESS_REMOTE_ATOMIC;
 	struct owner *o = calloc(1, sizeof(*o));
 	uint64_t start;
 	unsigned i;
 
 	o->nic = n;
-	/* Not aligned to anything but pages. */
+	/* Aligned to pages only. */
 	o->base = (char *)map_pages(opt.region + 8 * PAGE) + 3 * PAGE;
 	o->counters = map_pages(COUNTER_BYTES);
 	if (opt.pager_ms > -2)
@@ -80,7 +81,7 @@ void owner_connect(struct owner *o, unsigned i, const struct remote *to, uint32_
 	qp_connect(o->nic, o->qp[i], to, psn);
 }
 
-/* The generations of all sectors follow, then the counters. Everything is compared by this processor. */
+/* Receives the generations of all sectors, then the counters, and compares everything with the processor. */
 static void verify_all(struct owner *o, uint64_t seed)
 {
 	uint32_t sectors = opt.region / SECTOR, *gen = malloc(sectors * sizeof(*gen)), s, written = 0;
@@ -90,8 +91,8 @@ static void verify_all(struct owner *o, uint64_t seed)
 	net_recv(o->fd, gen, sectors * sizeof(*gen));
 	for (s = 0; s < sectors; s++) {
 		if (!(s % 1024))
-			pulse_begin(&o->chaos.pulse, "the owner's reading of its region");
-		/* Reading what nobody wrote would fill memory with nothing but zero pages. */
+			pulse_begin(&o->chaos.pulse, "the owner's check of its region");
+		/* Reading sectors that were never written would only fill memory with zero pages. */
 		if (opt.pager_ms > -2 && !gen[s])
 			continue;
 		if (!pattern_is(o->base + (size_t)s * SECTOR, seed, s, gen[s]))
@@ -110,7 +111,7 @@ static void verify_all(struct owner *o, uint64_t seed)
 	say("verified %zu MiB by the processor, %u MiB of it written by the peer", opt.region >> 20, written / 2048);
 }
 
-/* Handles what the hammer wants by itself; returns other messages. */
+/* Handles the hammer's own requests; returns other messages. */
 static bool handled(struct owner *o, struct msg *m)
 {
 	*m = msg_recv(o->fd);
@@ -134,7 +135,7 @@ static bool handled(struct owner *o, struct msg *m)
 	return false;
 }
 
-/* Asks and waits for the answer; false if the hammer is done instead. */
+/* Sends a request and waits for the answer; false if the hammer has finished instead. */
 static bool ask(struct owner *o, uint32_t type, uint32_t chunk, uint64_t b, uint32_t answer, uint64_t *value)
 {
 	struct msg m;
@@ -165,7 +166,7 @@ static void check_chunk(struct owner *o, const char *p, uint64_t seed, uint32_t 
 	pulse_end(&o->chaos.pulse);
 }
 
-/* The parent writes after a fork; the peer must see the parent's page, the child its own. */
+/* The parent writes after a fork: the peer must see the parent's page, the child its own. */
 static bool fork_then_write(struct owner *o, uint32_t chunk, char *p, uint64_t seed, uint32_t gen)
 {
 	uint32_t first = chunk * (opt.chunk / SECTOR), s;
@@ -199,7 +200,7 @@ static bool fork_then_write(struct owner *o, uint32_t chunk, char *p, uint64_t s
 	return go_on;
 }
 
-/* A settled chunk belongs to the owner; the peer only reads, when asked to. Returns false at the end. */
+/* Until THAW a settled chunk belongs to the owner; the peer only reads on request. Returns false at the end. */
 static bool settled(struct owner *o, uint32_t chunk, char *p, uint64_t seed, uint32_t gen)
 {
 	uint32_t first = chunk * (opt.chunk / SECTOR);
@@ -218,11 +219,11 @@ static bool settled(struct owner *o, uint32_t chunk, char *p, uint64_t seed, uin
 		if (mprotect(p, n, PROT_READ | PROT_WRITE))
 			fail(EXIT_SETUP, "mprotect: %m");
 		return true;
-	case 2:		/* out to swap: what the device wrote must have counted as dirty */
+	case 2:		/* out to swap: the device's writes must have marked the pages dirty */
 		madvise(p, n, MADV_PAGEOUT);
 		check_chunk(o, p, seed, first, gen, "chunk after page-out, by the owner");
 		return ask(o, MSG_VERIFY, chunk, gen, MSG_VERIFIED, NULL);
-	case 3:		/* away and back: pages move, their contents with them */
+	case 3:		/* away and back: pages move with their contents */
 		to = carry_pages(p, n, 0, map_pages(n));
 		check_chunk(o, to, seed, first, gen, "chunk moved by mremap, by the owner");
 		carry_pages(to, n, 0, p);
@@ -231,7 +232,7 @@ static bool settled(struct owner *o, uint32_t chunk, char *p, uint64_t seed, uin
 	return true;
 }
 
-/* Page-aligned part of [p, p+n). */
+/* A random page-aligned part of [p, p+n). */
 static char *part(struct owner *o, char *p, size_t n, size_t *len)
 {
 	size_t pages = n / PAGE, first = below(&o->chaos.random, pages);
@@ -253,7 +254,7 @@ static bool pick(struct owner *o, int kinds, unsigned *op)
 	return n;
 }
 
-/* One round on one chunk, while the peer writes and reads it as fast as it can. */
+/* One round on one chunk, while the peer writes and reads it at full speed. */
 static void release_cycle(struct owner *o)
 {
 	uint32_t chunk = below(&o->chaos.random, opt.region / opt.chunk);
@@ -271,7 +272,7 @@ static void release_cycle(struct owner *o)
 			struct msg m;
 
 			if (!handled(o, &m))
-				fail(EXIT_PEER, "message %u in the midst", m.type);
+				fail(EXIT_PEER, "unexpected message %u during a release", m.type);
 			if (o->done)
 				return;
 		}
@@ -296,7 +297,7 @@ void *owner_run(void *arg)
 
 		if (net_readable(o->fd, opt.chaos ? (int)below(&o->chaos.random, 3) : 1000)) {
 			if (!handled(o, &m))
-				fail(EXIT_PEER, "message %u out of turn", m.type);
+				fail(EXIT_PEER, "unexpected message %u", m.type);
 			continue;
 		}
 		if (pick(o, CHAOS_KEEP, &op)) {
@@ -304,7 +305,8 @@ void *owner_run(void *arg)
 				p = (char *)o->counters;
 				n = COUNTER_BYTES;
 			} else {
-				p = part(o, o->base + below(&o->chaos.random, opt.region / opt.chunk) * opt.chunk, opt.chunk, &n);
+				p = part(o, o->base + below(&o->chaos.random, opt.region / opt.chunk) * opt.chunk,
+					 opt.chunk, &n);
 			}
 			chaos_do(&o->chaos, op, p, n);
 		}

@@ -26,7 +26,7 @@ static void *pager(void *arg)
 			continue;
 		if (delay < 0) {
 			if (!served++)
-				say("the pager got its first fault and never answers");
+				say("the pager received its first fault and will not answer");
 			continue;
 		}
 		nap_us(delay * 1000);

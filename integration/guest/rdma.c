@@ -26,8 +26,10 @@ struct ibv_mr *nic_register(struct nic *n, enum memory kind, void *p, size_t len
 
 	if (kind == IMPLICIT) {
 		if (!n->implicit)
-			n->implicit = ibv_reg_mr(n->pd, NULL, SIZE_MAX, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ |
-						 IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_ON_DEMAND);
+			n->implicit = ibv_reg_mr(n->pd, NULL, SIZE_MAX,
+						 IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ |
+						 IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC |
+						 IBV_ACCESS_ON_DEMAND);
 		if (!n->implicit)
 			fail(EXIT_SETUP, "registering the implicit region: %m");
 		return n->implicit;
@@ -73,7 +75,8 @@ void qp_connect(struct nic *n, struct ibv_qp *qp, const struct remote *to, uint3
 	};
 	int err;
 
-	err = ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | (rc ? IBV_QP_ACCESS_FLAGS : IBV_QP_QKEY));
+	err = ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
+			    (rc ? IBV_QP_ACCESS_FLAGS : IBV_QP_QKEY));
 	if (err)
 		fail(EXIT_SETUP, "queue pair to INIT: %s", strerror(err));
 
@@ -87,9 +90,10 @@ void qp_connect(struct nic *n, struct ibv_qp *qp, const struct remote *to, uint3
 	if (err)
 		fail(EXIT_SETUP, "queue pair to RTR: %s", strerror(err));
 
-	/* Swapping takes its time: 4.3 s * 7 until the peer is given up. */
+	/* Swapping is slow: 4.3 s * 7 until the peer is given up. */
 	a = (struct ibv_qp_attr){
-		.qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = 20, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 16,
+		.qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = 20, .retry_cnt = 7, .rnr_retry = 7,
+		.max_rd_atomic = 16,
 	};
 	err = ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN |
 			    (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * odpstress: RDMA into and out of memory that its owner keeps taking away.
- * The protocol is described in README.md; this file has what the parts share.
+ * odpstress: RDMA into and out of memory that its owner keeps releasing. README.md describes the protocol; this file
+ * declares what the parts share.
  */
 #ifndef STRESS_H
 #define STRESS_H
@@ -14,11 +14,11 @@
 
 /* Exit statuses. */
 enum {
-	EXIT_SETUP = 1,		/* wrong usage, or something could not be made */
-	EXIT_DATA = 2,		/* bytes are wrong: lost, stale or astray */
-	EXIT_HANG = 3,		/* an operation or a system call did not end */
+	EXIT_SETUP = 1,		/* wrong usage, or a resource could not be created */
+	EXIT_DATA = 2,		/* wrong bytes: lost, stale or misplaced */
+	EXIT_HANG = 3,		/* an operation or a system call did not complete */
 	EXIT_VERBS = 4,		/* a completion with an unexpected status */
-	EXIT_PEER = 5,		/* the other side ended early; it knows why */
+	EXIT_PEER = 5,		/* the other side exited early and printed the reason */
 	EXIT_PINNED = 6,	/* memory was pinned or locked */
 };
 
@@ -29,10 +29,10 @@ enum {
 
 enum memory { PINNED, ON_DEMAND, IMPLICIT };
 
-/* What kinds of memory operations an owner may do. */
+/* Kinds of memory operations by an owner. */
 enum {
 	CHAOS_KEEP = 1,		/* contents stay */
-	CHAOS_RELEASE = 2,	/* contents go, at once replaced by fresh pages */
+	CHAOS_RELEASE = 2,	/* contents are lost and replaced by zero pages at once */
 	CHAOS_HOLE = 4,		/* for a while nothing is mapped: remote access errors */
 };
 
@@ -41,13 +41,13 @@ struct options {
 	int gid_index, port;
 	enum memory memory, local;
 	size_t region;		/* bytes, multiple of chunk */
-	size_t chunk;		/* unit of agreement between owner and hammer */
+	size_t chunk;		/* unit of the protocol between owner and hammer */
 	unsigned long chaos;	/* bits of chaos_ops[] */
 	int pager_ms;		/* userfaultfd: delay per fault; -1: never answer; -2: no pager */
-	int patience;		/* seconds until something counts as hung */
-	/* The rest is the client's say. */
+	int patience;		/* seconds after which an operation counts as hung */
+	/* The client chooses the rest. */
 	unsigned seconds, qps, depth, seed;
-	uint32_t message;	/* bytes at most */
+	uint32_t message;	/* maximum, in bytes */
 	bool rdma, atomics, send, ud, cover;
 };
 
@@ -62,42 +62,43 @@ uint64_t rnd(uint64_t *state);				/* splitmix64 */
 uint64_t below(uint64_t *state, uint64_t n);		/* 0 .. n-1 */
 uint64_t meminfo(const char *file, const char *key);	/* number after KEY in a /proc file, 0 if absent */
 void *map_pages(size_t n);				/* private anonymous memory, page-aligned */
-char *carry_pages(char *p, size_t n, int how, char *to);	/* mremap to a given place; how: more flags */
+char *carry_pages(char *p, size_t n, int how, char *to);	/* mremap to a given address; how: further flags */
 
 /*
- * Contents of a sector are a function of seed, sector and generation, word by
- * word, so that a word found anywhere tells what it is. Generation 0: zeros.
+ * A sector's contents are a function of seed, sector and generation, word by word, so that any word found identifies
+ * itself. Generation 0: zeros.
  */
 void pattern_fill(void *p, uint64_t seed, uint32_t sector, uint32_t gen);
 bool pattern_is(const void *p, uint64_t seed, uint32_t sector, uint32_t gen);
-/* Every word is zero or of some generation up to newest. */
+/* Every word is zero or belongs to a generation up to newest. */
 bool pattern_upto(const void *p, uint64_t seed, uint32_t sector, uint32_t newest);
-/* Says what is in a sector that is not as wanted, and exits. */
-__attribute__((noreturn)) void pattern_blame(const char *who, const void *p, uint64_t seed, uint32_t sector, uint32_t gen);
+/* Reports the contents of a wrong sector and exits. */
+__attribute__((noreturn)) void pattern_blame(const char *who, const void *p, uint64_t seed, uint32_t sector,
+					     uint32_t gen);
 uint64_t checksum(const void *p, size_t n);
 
-/* What a thread is doing, for the watchdog in main(). */
+/* A thread's current operation, for the watchdog in main(). */
 struct pulse {
-	const char *what;	/* NULL: nothing that could hang */
+	const char *what;	/* NULL: nothing that can hang */
 	uint64_t since;
 	struct pulse *next;
 };
 void pulse_add(struct pulse *p);
 void pulse_begin(struct pulse *p, const char *what);
 void pulse_end(struct pulse *p);
-void pulse_watch(void);		/* exits if something hangs */
+void pulse_watch(void);		/* exits if an operation hangs */
 
 /* net.c: messages over TCP. */
 enum msg_type {
-	MSG_WILD = 1,	/* owner: chunk A may lose its contents any time from now */
-	MSG_SETTLE,	/* owner: no releases in chunk A any more; write all of it, read it back, leave it alone */
-	MSG_VERIFY,	/* owner: chunk A has generation B everywhere; read it and say so */
-	MSG_THAW,	/* owner: chunk A is as any other again */
-	MSG_DONE_OK,	/* owner: all of the region is as it should be */
+	MSG_WILD = 1,	/* owner: chunk A may lose its contents at any time */
+	MSG_SETTLE,	/* owner: no further releases in chunk A; write it, read it back, then leave it alone */
+	MSG_VERIFY,	/* owner: chunk A has generation B everywhere; read it and confirm */
+	MSG_THAW,	/* owner: chunk A is normal again */
+	MSG_DONE_OK,	/* owner: the whole region is correct */
 	MSG_WILD_OK, MSG_SETTLED /* generation B */, MSG_VERIFIED,
-	MSG_RECONNECT,	/* hammer: queue pair A starts anew with PSN B */
+	MSG_RECONNECT,	/* hammer: queue pair A is reconnected with PSN B */
 	MSG_RECONNECTED,
-	MSG_DONE,	/* hammer: the end; generations and counters follow */
+	MSG_DONE,	/* hammer: finished; generations and counters follow */
 };
 struct msg {
 	uint32_t type, a;
@@ -116,11 +117,11 @@ struct msg msg_recv(int fd);
 struct nic {
 	struct ibv_context *ctx;
 	struct ibv_pd *pd;
-	struct ibv_mr *implicit;	/* made on first use */
+	struct ibv_mr *implicit;	/* created on first use */
 	struct ibv_port_attr port;
 	union ibv_gid gid;
 };
-struct remote {			/* where a queue pair's peer is */
+struct remote {			/* address of a queue pair's peer */
 	union ibv_gid gid;
 	uint32_t qpn, psn, mtu;
 };
@@ -132,7 +133,7 @@ void qp_connect(struct nic *n, struct ibv_qp *qp, const struct remote *to, uint3
 void qp_reset(struct ibv_qp *qp);
 struct ibv_ah *nic_ah(struct nic *n, const struct remote *to);
 
-/* What owner and hammer of one direction tell each other at first. */
+/* Exchanged by owner and hammer of one direction at the start. */
 struct target {
 	uint64_t addr, length, chunk, counters;
 	uint32_t rkey, counter_key, chaos, reserved;
@@ -143,7 +144,7 @@ struct owner *owner_make(struct nic *n);
 struct target owner_target(struct owner *o);
 struct ibv_qp *owner_qp(struct owner *o, unsigned i);
 void owner_connect(struct owner *o, unsigned i, const struct remote *to, uint32_t psn);
-void *owner_run(void *o);	/* thread; socket set before */
+void *owner_run(void *o);	/* thread; the socket is set before */
 void owner_socket(struct owner *o, int fd);
 void owner_report(struct owner *o);
 
@@ -162,7 +163,7 @@ struct chaos {
 	uint64_t random;
 	struct pulse pulse;
 	unsigned long long done[32];
-	/* Memory that has left the region and must not change any more. */
+	/* Memory that has left the region and must not change. */
 	struct parked {
 		char *p;
 		size_t n;
@@ -181,7 +182,7 @@ extern const unsigned chaos_count;
 unsigned long chaos_parse(const char *list);
 void chaos_do(struct chaos *c, unsigned op, char *p, size_t n);
 void chaos_park(struct chaos *c, char *p, size_t n);
-void chaos_finish(struct chaos *c);	/* checks what is still parked */
+void chaos_finish(struct chaos *c);	/* checks the memory still parked */
 void chaos_list(char *buf, size_t len);
 
 /* pager.c */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * SENDs both ways at once, out of and into memory that is absent again and again.
- * RC: all of them arrive, in order. UD: some may be lost while pages come.
+ * SENDs in both directions at once, out of and into memory that is absent again and again. RC: all of them arrive, in
+ * order. UD: some may be lost while pages are brought in.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -80,11 +80,13 @@ void talk_connect(struct talk *t, const struct remote *to, uint32_t psn)
 
 static void post_send(struct talk *t, unsigned i)
 {
-	uint32_t most = t->ud ? (128u << (t->to.mtu < t->nic->port.active_mtu ? t->to.mtu : t->nic->port.active_mtu)) / SECTOR : opt.message / SECTOR;
+	uint32_t mtu = t->to.mtu < t->nic->port.active_mtu ? t->to.mtu : t->nic->port.active_mtu;
+	uint32_t most = (t->ud ? 128u << mtu : opt.message) / SECTOR;
 	uint32_t sectors = 1 + below(&t->random, most), s;
 	char *p = t->out + i * t->slot + below(&t->random, 64);
 	struct ibv_sge sge = { (uint64_t)p, sectors * SECTOR, t->out_mr->lkey };
-	struct ibv_send_wr wr = { .wr_id = i, .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND_WITH_IMM, .imm_data = htonl(t->sent) }, *bad;
+	struct ibv_send_wr wr = { .wr_id = i, .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND_WITH_IMM,
+				  .imm_data = htonl(t->sent) }, *bad;
 	int err;
 
 	if (t->ud) {
@@ -95,7 +97,7 @@ static void post_send(struct talk *t, unsigned i)
 	for (s = 0; s < sectors; s++)
 		pattern_fill(p + s * SECTOR, t->out_seed, t->sent, s + 1);
 	if (opt.local != PINNED && !below(&t->random, 4))
-		madvise(t->out + i * t->slot, t->slot, MADV_PAGEOUT);	/* the gather meets absent pages */
+		madvise(t->out + i * t->slot, t->slot, MADV_PAGEOUT);	/* the gather finds absent pages */
 	err = ibv_post_send(t->qp, &wr, &bad);
 	if (err)
 		fail(EXIT_VERBS, "ibv_post_send: %s", strerror(err));
@@ -110,7 +112,7 @@ static void received(struct talk *t, const struct ibv_wc *wc)
 	uint32_t len = wc->byte_len - (t->ud ? GRH : 0), seq = ntohl(wc->imm_data), s;
 
 	if (!t->ud && seq != t->received)
-		fail(EXIT_DATA, "message %u came instead of %u", seq, t->received);
+		fail(EXIT_DATA, "message %u arrived instead of %u", seq, t->received);
 	if (!len || len % SECTOR || len > opt.message)
 		fail(EXIT_DATA, "message %u has %u bytes", seq, len);
 	for (s = 0; s < len / SECTOR; s++)
@@ -133,8 +135,8 @@ static bool progress(struct talk *t)
 	while ((n = ibv_poll_cq(t->cq, 1, &wc)) > 0) {
 		some = true;
 		if (wc.status != IBV_WC_SUCCESS)
-			fail(EXIT_VERBS, "%s %s: %s (vendor %#x)", t->ud ? "UD" : "RC", wc.wr_id < SLOTS ? "SEND" : "receive",
-			     ibv_wc_status_str(wc.status), wc.vendor_err);
+			fail(EXIT_VERBS, "%s %s: %s (vendor %#x)", t->ud ? "UD" : "RC",
+			     wc.wr_id < SLOTS ? "SEND" : "receive", ibv_wc_status_str(wc.status), wc.vendor_err);
 		if (wc.wr_id < SLOTS) {
 			t->used[wc.wr_id] = false;
 			t->done++;
@@ -177,7 +179,7 @@ void *talk_run(void *arg)
 			progress(t);
 			nap_us(1000);
 		}
-		/* Each fault costs what arrives meanwhile; but the page comes (PF-11). */
+		/* A fault loses the datagrams that arrive meanwhile, but the page is brought in (PF-11). */
 		if (t->received > expect || t->received < expect / 100 + 1)
 			fail(EXIT_DATA, "%u of %u datagrams arrived", t->received, expect);
 	} else {
@@ -186,7 +188,7 @@ void *talk_run(void *arg)
 				nap_us(500);
 	}
 	pulse_end(&t->pulse);
-	/* Nobody goes away before both have all. */
+	/* Neither side exits before both have received everything. */
 	net_send(t->fd, &expect, sizeof(expect));
 	net_recv(t->fd, &expect, sizeof(expect));
 	return NULL;

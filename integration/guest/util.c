@@ -40,7 +40,7 @@ void fail(int status, const char *fmt, ...)
 	va_end(ap);
 	fprintf(stderr, "%s: FAILED: %s\n", role(), line);
 	fflush(NULL);
-	_exit(status);	/* other threads go on until then: no destructors */
+	_exit(status);	/* other threads still run: no destructors */
 }
 
 uint64_t now_ms(void)
@@ -103,8 +103,8 @@ void *map_pages(size_t n)
 }
 
 /*
- * Linux before 6.17 moves pages of one mapping only, and a fork keeps neighbours from becoming one. The first attempt may have
- * unmapped where they are to go; that another thread is given just that before the second would be a bad moment.
+ * Linux before 6.17 moves pages of one mapping only, and a fork prevents adjacent mappings from being merged. The first
+ * attempt may have unmapped the destination; another thread must not map it before the second attempt.
  */
 char *carry_pages(char *p, size_t n, int how, char *to)
 {
@@ -120,7 +120,7 @@ char *carry_pages(char *p, size_t n, int how, char *to)
 	return to;
 }
 
-/* Both odd, so that multiplying by them can be undone. */
+/* Both are odd, so that multiplication by them is invertible. */
 #define GEN_STEP	0xd6e8feb86659fd93ull
 #define WORD_STEP	0xa0761d6478bd642full
 #define WORDS		(SECTOR / sizeof(uint64_t))
@@ -130,13 +130,13 @@ static uint64_t origin(uint64_t seed, uint32_t sector)
 	return mix(seed * 0x2545f4914f6cdd1dull + sector);
 }
 
-/* The generation that a word belongs to, if to any; else something huge. */
+/* The generation of a word, or a huge number if it belongs to none. */
 static uint64_t generation(uint64_t v, uint64_t seed, uint32_t sector, unsigned word)
 {
 	uint64_t inv = GEN_STEP;
 	int i;
 
-	for (i = 0; i < 5; i++)		/* Newton: bits double each time */
+	for (i = 0; i < 5; i++)		/* Newton: correct bits double each time */
 		inv *= 2 - GEN_STEP * inv;
 	return (v - origin(seed, sector) - word * WORD_STEP) * inv;
 }
@@ -244,7 +244,8 @@ void pulse_watch(void)
 		uint64_t since = __atomic_load_n(&p->since, __ATOMIC_ACQUIRE);
 
 		if (what && now_ms() > since + opt.patience * 1000ull &&
-		    what == __atomic_load_n(&p->what, __ATOMIC_ACQUIRE) && since == __atomic_load_n(&p->since, __ATOMIC_ACQUIRE))
-			fail(EXIT_HANG, "%s did not end within %d s", what, opt.patience);
+		    what == __atomic_load_n(&p->what, __ATOMIC_ACQUIRE) &&
+		    since == __atomic_load_n(&p->since, __ATOMIC_ACQUIRE))
+			fail(EXIT_HANG, "%s did not complete within %d s", what, opt.patience);
 	}
 }

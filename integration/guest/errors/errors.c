@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * errors DEVICE GID-INDEX [SERVER]: provokes each error that a verbs program can, one after the other, on fresh queue pairs
- * between this program and its like, through the guest's own libibverbs. The table says what comes of it: the completions
- * of requester (the one with SERVER) and responder, the states of both queue pairs, the asynchronous event, and that memory is
- * untouched. Afterwards both queue pairs work again. Exit status 0: all was as the table says.
+ * errors DEVICE GID-INDEX [SERVER]: provokes each error that a verbs program can provoke, one after the other, on fresh
+ * queue pairs between two instances of this program, through the guest's own libibverbs. The table lists the results:
+ * the completions of requester (the one with SERVER) and responder, the states of both queue pairs, the asynchronous
+ * event, and whether memory may change. Afterwards both queue pairs work again. Exit status 0: all results matched.
  *
- * Statuses are those of IBTA volume 1, 11.6.2; who is in which state, 10.3.1; what a responder checks and answers, 9.7.4 and
- * 9.7.5.2 (UC: 9.8.2, UD: 9.8.3); asynchronous events, 11.6.3. Not here, for no program can provoke them with a sound device:
- * Bad Response; Remote Aborted and all about EE contexts (RD only); Local Access, which needs a region that goes between two
- * packets (device/rdma/roce's TestResponderImmAccess).
+ * Statuses are defined in IBTA volume 1, 11.6.2; queue pair states in 10.3.1; a responder's checks and answers in 9.7.4
+ * and 9.7.5.2 (UC: 9.8.2, UD: 9.8.3); asynchronous events in 11.6.3. No program can provoke the following with a
+ * correct device: Bad Response; Remote Aborted and everything about EE contexts (RD only); Local Access, which needs a
+ * region invalidated between two packets (device/rdma/roce's TestResponderImmAccess).
  */
 #include "../common.h"
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 
 #define PORT   18519
 #define SIZE   8192
-#define LENGTH 64	/* of a request that says nothing else */
+#define LENGTH 64	/* default length of a request */
 #define QKEY   0x1234
 
 #define RIGHTS (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)
@@ -24,7 +24,7 @@
 
 enum op { WRITE, WRITE_IMM, SEND, SEND_INV, READ, ADD, SWAP, PUT, FLUSH, BIND, INVALIDATE };
 
-/* What a key names: the region that the row is about, or something that does not do. */
+/* What a key names: the row's region, or an unsuitable one. */
 enum key { GOOD, NONE, OTHER_PD, GONE, WEAK };
 
 struct row {
@@ -34,14 +34,14 @@ struct row {
 	enum key lkey, rkey, recv_key;	/* of the request, of its target, of the receive */
 	uint32_t length, from, at;	/* from, at: offsets in the source and in the target */
 	unsigned target, qp;	/* rights of the target's region, of the responder's queue pair; 0: all */
-	int receive;		/* the responder posts two receives of so many bytes; 0: none */
-	int srq;		/* these are a shared queue's */
-	int no_reads;		/* 1: the requester may have none under way, 2: the responder takes none */
+	int receive;		/* the responder posts two receives of this size; 0: none */
+	int srq;		/* they are posted to a shared receive queue */
+	int no_reads;		/* 1: the requester's max_rd_atomic is 0; 2: the responder's */
 	int deaf;		/* the responder stays in RESET */
-	uint32_t qkey;		/* what the requester adds to the right Q_Key */
-	/* What comes of it. */
+	uint32_t qkey;		/* added to the right Q_Key by the requester */
+	/* Expected results. */
 	enum ibv_wc_status status;
-	int got;		/* the first receive completes with this; -1: it stays. Others are flushed if that queue pair is in ERROR */
+	int got;		/* status of the first receive; -1: it stays queued. In ERROR others are flushed */
 	enum ibv_qp_state state, peer;	/* 0: RTS */
 	int event;		/* the responder's; -1: none */
 	int changes;		/* the target may be written before the error is found */
@@ -49,95 +49,117 @@ struct row {
 
 #define FAILS(s)        .status = IBV_WC_##s, .state = IBV_QPS_ERR, .got = -1, .event = -1
 #define STOPS(s)        .status = IBV_WC_##s, .state = IBV_QPS_SQE, .got = -1, .event = -1
-#define REFUSED(s, e)   .status = IBV_WC_##s, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = -1, .event = IBV_EVENT_QP_##e
+#define REFUSED(s, e)   .status = IBV_WC_##s, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = -1, \
+			.event = IBV_EVENT_QP_##e
 #define FAILS_BOTH(s,r) .status = IBV_WC_##s, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_##r, .event = -1
 #define LOST            .status = IBV_WC_SUCCESS, .got = -1, .event = -1
 
 static const struct row rows[] = {
-	/* The requester's own: it alone is in ERROR (9.9.2). */
-	{ "WRITE from a key that names nothing", .op = WRITE, .lkey = NONE, FAILS(LOC_PROT_ERR) },
+	/* Local errors: only the requester goes to ERROR (9.9.2). */
+	{ "WRITE from an invalid key", .op = WRITE, .lkey = NONE, FAILS(LOC_PROT_ERR) },
 	{ "WRITE from a region of another PD", .op = WRITE, .lkey = OTHER_PD, FAILS(LOC_PROT_ERR) },
-	{ "SEND from a region that was deregistered", .op = SEND, .lkey = GONE, .receive = 64, FAILS(LOC_PROT_ERR) },
+	{ "SEND from a deregistered region", .op = SEND, .lkey = GONE, .receive = 64, FAILS(LOC_PROT_ERR) },
 	{ "WRITE from beyond a region", .op = WRITE, .from = SIZE - LENGTH + 1, FAILS(LOC_PROT_ERR) },
 	{ "READ into a region without local write", .op = READ, .lkey = WEAK, FAILS(LOC_PROT_ERR) },
-	{ "READ into a key that names nothing", .op = READ, .lkey = NONE, FAILS(LOC_PROT_ERR) },
-	{ "FETCH_ADD into a region without local write", .op = ADD, .lkey = WEAK, .length = 8, .changes = 1, FAILS(LOC_PROT_ERR) },
+	{ "READ into an invalid key", .op = READ, .lkey = NONE, FAILS(LOC_PROT_ERR) },
+	{ "FETCH_ADD into a region without local write", .op = ADD, .lkey = WEAK, .length = 8, .changes = 1,
+	  FAILS(LOC_PROT_ERR) },
 	{ "SEND of more than 2^31 bytes", .op = SEND, .length = (1u << 31) + 1, .receive = 64, FAILS(LOC_LEN_ERR) },
 	{ "FETCH_ADD with a result of 4 bytes", .op = ADD, .length = 4, FAILS(LOC_LEN_ERR) },
 	{ "READ with max_rd_atomic 0", .op = READ, .no_reads = 1, FAILS(LOC_QP_OP_ERR) },
-	{ "BIND_MW of a region without that right", .op = BIND, FAILS(MW_BIND_ERR) },
-	{ "LOCAL_INV of a key that names nothing", .op = INVALIDATE, FAILS(MW_BIND_ERR) },
+	{ "BIND_MW of a region without the right", .op = BIND, FAILS(MW_BIND_ERR) },
+	{ "LOCAL_INV of an invalid key", .op = INVALIDATE, FAILS(MW_BIND_ERR) },
 
 	/* R_Key violations (9.7.4.1, NAK Remote Access Error). */
-	{ "WRITE to a key that names nothing", .op = WRITE, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "WRITE to an invalid key", .op = WRITE, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
 	{ "WRITE to a region of another PD", .op = WRITE, .rkey = OTHER_PD, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "WRITE to a region that was deregistered", .op = WRITE, .rkey = GONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "WRITE to a deregistered region", .op = WRITE, .rkey = GONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
 	{ "WRITE beyond a region", .op = WRITE, .at = SIZE - LENGTH + 1, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "WRITE of several packets, the last beyond a region", .op = WRITE, .at = 8, .length = SIZE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "WRITE to a region that may be read", .op = WRITE, .target = IBV_ACCESS_REMOTE_READ, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "WRITE with immediate data to a key that names nothing", .op = WRITE_IMM, .rkey = NONE, .receive = 64,
-	  .status = IBV_WC_REM_ACCESS_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_WR_FLUSH_ERR, .event = IBV_EVENT_QP_ACCESS_ERR },
-	{ "READ of a key that names nothing", .op = READ, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "WRITE of several packets, the last beyond a region", .op = WRITE, .at = 8, .length = SIZE,
+	  REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "WRITE to a read-only region", .op = WRITE, .target = IBV_ACCESS_REMOTE_READ,
+	  REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "WRITE with immediate data to an invalid key", .op = WRITE_IMM, .rkey = NONE, .receive = 64,
+	  .status = IBV_WC_REM_ACCESS_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_WR_FLUSH_ERR,
+	  .event = IBV_EVENT_QP_ACCESS_ERR },
+	{ "READ of an invalid key", .op = READ, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
 	{ "READ beyond a region", .op = READ, .at = SIZE - LENGTH + 1, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "READ of a region that may be written", .op = READ, .target = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "FETCH_ADD in a region that may be written", .op = ADD, .length = 8, .target = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "CMP_SWAP with a key that names nothing", .op = SWAP, .length = 8, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
-	{ "SEND that invalidates a key that names nothing", .op = SEND_INV, .rkey = NONE, .receive = 64, .changes = 1,
-	  .status = IBV_WC_REM_ACCESS_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_REM_ACCESS_ERR, .event = IBV_EVENT_QP_ACCESS_ERR },
+	{ "READ of a write-only region", .op = READ, .target = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE,
+	  REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "FETCH_ADD in a write-only region", .op = ADD, .length = 8,
+	  .target = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "CMP_SWAP with an invalid key", .op = SWAP, .length = 8, .rkey = NONE, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "SEND that invalidates an invalid key", .op = SEND_INV, .rkey = NONE, .receive = 64, .changes = 1,
+	  .status = IBV_WC_REM_ACCESS_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_REM_ACCESS_ERR,
+	  .event = IBV_EVENT_QP_ACCESS_ERR },
 
-	/* Requests that are none (9.7.4.1, NAK Invalid Request). */
-	{ "WRITE, the queue pair takes none", .op = WRITE, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_WRITE, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "READ, the queue pair takes none", .op = READ, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_READ, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "FETCH_ADD, the queue pair takes none", .op = ADD, .length = 8, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_ATOMIC, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	/* Invalid requests (9.7.4.1, NAK Invalid Request). */
+	{ "WRITE, not enabled in the queue pair", .op = WRITE, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_WRITE,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	{ "READ, not enabled in the queue pair", .op = READ, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_READ,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	{ "FETCH_ADD, not enabled in the queue pair", .op = ADD, .length = 8, .qp = RIGHTS & ~IBV_ACCESS_REMOTE_ATOMIC,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
 	{ "READ, more than max_dest_rd_atomic", .op = READ, .no_reads = 2, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "FETCH_ADD at an address that is no multiple of 8", .op = ADD, .length = 8, .at = 4, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "CMP_SWAP at an address that is no multiple of 8", .op = SWAP, .length = 8, .at = 1, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "SEND that is longer than the receive", .op = SEND, .receive = LENGTH - 1, .changes = 1, FAILS_BOTH(REM_INV_REQ_ERR, LOC_LEN_ERR) },
-	{ "SEND of several packets that is longer than the receive", .op = SEND, .length = 4000, .receive = 3999, .changes = 1, FAILS_BOTH(REM_INV_REQ_ERR, LOC_LEN_ERR) },
+	{ "FETCH_ADD at an address not a multiple of 8", .op = ADD, .length = 8, .at = 4,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	{ "CMP_SWAP at an address not a multiple of 8", .op = SWAP, .length = 8, .at = 1,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	{ "SEND longer than the receive", .op = SEND, .receive = LENGTH - 1, .changes = 1,
+	  FAILS_BOTH(REM_INV_REQ_ERR, LOC_LEN_ERR) },
+	{ "SEND of several packets longer than the receive", .op = SEND, .length = 4000, .receive = 3999, .changes = 1,
+	  FAILS_BOTH(REM_INV_REQ_ERR, LOC_LEN_ERR) },
 
-	/* The responder cannot take it (9.7.5.2, NAK Remote Operational Error). */
-	{ "SEND into a key that names nothing", .op = SEND, .receive = 64, .recv_key = NONE, FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
-	{ "SEND into a region of another PD", .op = SEND, .receive = 64, .recv_key = OTHER_PD, FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
-	{ "SEND into a region without local write", .op = SEND, .receive = 64, .recv_key = WEAK, FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
-	{ "SEND into a shared receive's key that names nothing", .op = SEND, .receive = 64, .recv_key = NONE, .srq = 1,
-	  .status = IBV_WC_REM_OP_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_LOC_PROT_ERR, .event = IBV_EVENT_QP_LAST_WQE_REACHED },
+	/* The responder cannot execute it (9.7.5.2, NAK Remote Operational Error). */
+	{ "SEND into an invalid key", .op = SEND, .receive = 64, .recv_key = NONE,
+	  FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
+	{ "SEND into a region of another PD", .op = SEND, .receive = 64, .recv_key = OTHER_PD,
+	  FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
+	{ "SEND into a region without local write", .op = SEND, .receive = 64, .recv_key = WEAK,
+	  FAILS_BOTH(REM_OP_ERR, LOC_PROT_ERR) },
+	{ "SEND into a shared receive's invalid key", .op = SEND, .receive = 64, .recv_key = NONE, .srq = 1,
+	  .status = IBV_WC_REM_OP_ERR, .state = IBV_QPS_ERR, .peer = IBV_QPS_ERR, .got = IBV_WC_LOC_PROT_ERR,
+	  .event = IBV_EVENT_QP_LAST_WQE_REACHED },
 
-	/* Nobody answers, or never with yes (9.7.6.1, 9.7.5.2.8). */
+	/* No answer, or RNR NAKs only (9.7.6.1, 9.7.5.2.8). */
 	{ "SEND to a queue pair in RESET", .op = SEND, .deaf = 1, FAILS(RETRY_EXC_ERR) },
 	{ "READ from a queue pair in RESET", .op = READ, .deaf = 1, FAILS(RETRY_EXC_ERR) },
 	{ "SEND without a receive", .op = SEND, FAILS(RNR_RETRY_EXC_ERR) },
 	{ "WRITE with immediate data without a receive", .op = WRITE_IMM, .changes = 1, FAILS(RNR_RETRY_EXC_ERR) },
 
-	/* UC: a request that cannot be done is lost, only errors of one's own are told, in SQE (9.8.2, 10.3.1). */
-	{ "UC: WRITE to a key that names nothing", IBV_QPT_UC, .op = WRITE, .rkey = NONE, .receive = 64, LOST },
+	/* UC: a request that fails at the responder is lost; local errors lead to SQE (9.8.2, 10.3.1). */
+	{ "UC: WRITE to an invalid key", IBV_QPT_UC, .op = WRITE, .rkey = NONE, .receive = 64, LOST },
 	{ "UC: WRITE beyond a region", IBV_QPT_UC, .op = WRITE, .at = SIZE - LENGTH + 1, .receive = 64, LOST },
-	{ "UC: WRITE, the queue pair takes none", IBV_QPT_UC, .op = WRITE, .qp = IBV_ACCESS_REMOTE_READ, .receive = 64, LOST },
-	{ "UC: SEND that is longer than the receive", IBV_QPT_UC, .op = SEND, .receive = LENGTH - 1, .changes = 1, LOST },
+	{ "UC: WRITE, not enabled in the queue pair", IBV_QPT_UC, .op = WRITE, .qp = IBV_ACCESS_REMOTE_READ,
+	  .receive = 64, LOST },
+	{ "UC: SEND longer than the receive", IBV_QPT_UC, .op = SEND, .receive = LENGTH - 1, .changes = 1, LOST },
 	{ "UC: SEND without a receive", IBV_QPT_UC, .op = SEND, LOST },
-	{ "UC: WRITE from a key that names nothing", IBV_QPT_UC, .op = WRITE, .lkey = NONE, STOPS(LOC_PROT_ERR) },
+	{ "UC: WRITE from an invalid key", IBV_QPT_UC, .op = WRITE, .lkey = NONE, STOPS(LOC_PROT_ERR) },
 	{ "UC: READ", IBV_QPT_UC, .op = READ, STOPS(LOC_QP_OP_ERR) },
-	{ "UC: SEND into a key that names nothing", IBV_QPT_UC, .op = SEND, .receive = 64, .recv_key = NONE,
+	{ "UC: SEND into an invalid key", IBV_QPT_UC, .op = SEND, .receive = 64, .recv_key = NONE,
 	  .status = IBV_WC_SUCCESS, .got = IBV_WC_LOC_PROT_ERR, .peer = IBV_QPS_ERR, .event = -1 },
 
-	/* UD: the same; the Q_Key is checked (9.8.3, 10.2.5). */
+	/* UD: the same; the Q_Key is checked too (9.8.3, 10.2.5). */
 	{ "UD: another Q_Key", IBV_QPT_UD, .op = SEND, .qkey = 1, .receive = 128, LOST },
-	{ "UD: SEND that is longer than the receive", IBV_QPT_UD, .op = SEND, .receive = 40 + LENGTH - 1, LOST },
+	{ "UD: SEND longer than the receive", IBV_QPT_UD, .op = SEND, .receive = 40 + LENGTH - 1, LOST },
 	{ "UD: SEND without a receive", IBV_QPT_UD, .op = SEND, LOST },
-	{ "UD: SEND that is longer than a packet", IBV_QPT_UD, .op = SEND, .length = 4097, STOPS(LOC_LEN_ERR) },
-	{ "UD: SEND from a key that names nothing", IBV_QPT_UD, .op = SEND, .lkey = NONE, STOPS(LOC_PROT_ERR) },
+	{ "UD: SEND longer than a packet", IBV_QPT_UD, .op = SEND, .length = 4097, STOPS(LOC_LEN_ERR) },
+	{ "UD: SEND from an invalid key", IBV_QPT_UD, .op = SEND, .lkey = NONE, STOPS(LOC_PROT_ERR) },
 	{ "UD: WRITE", IBV_QPT_UD, .op = WRITE, STOPS(LOC_QP_OP_ERR) },
-	{ "UD: SEND into a key that names nothing", IBV_QPT_UD, .op = SEND, .receive = 128, .recv_key = NONE,
+	{ "UD: SEND into an invalid key", IBV_QPT_UD, .op = SEND, .receive = 128, .recv_key = NONE,
 	  .status = IBV_WC_SUCCESS, .got = IBV_WC_LOC_PROT_ERR, .peer = IBV_QPS_ERR, .event = -1 },
 
 	/* Annex A19. */
-	{ "ATOMIC WRITE at an address that is no multiple of 8", .op = PUT, .length = 8, .at = 4, REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
-	{ "ATOMIC WRITE to a region that may be read", .op = PUT, .length = 8, .target = IBV_ACCESS_REMOTE_READ, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "ATOMIC WRITE at an address not a multiple of 8", .op = PUT, .length = 8, .at = 4,
+	  REFUSED(REM_INV_REQ_ERR, REQ_ERR) },
+	{ "ATOMIC WRITE to a read-only region", .op = PUT, .length = 8, .target = IBV_ACCESS_REMOTE_READ,
+	  REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
 #ifdef HAVE_FLUSH
-	{ "FLUSH of a region without that right", .op = FLUSH, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
+	{ "FLUSH of a region without the right", .op = FLUSH, REFUSED(REM_ACCESS_ERR, ACCESS_ERR) },
 #endif
 };
 
-/* side is what one tells the other before each row. */
+/* side is exchanged before each row. */
 struct side {
 	uint32_t row, qpn, rkey;
 	uint64_t addr;
@@ -147,8 +169,8 @@ struct side {
 static struct ibv_context *ctx;
 static struct ibv_pd *pd, *other_pd;
 static struct ibv_cq *cq;
-static struct ibv_mr *source, *landing;	/* of mem, of target_mem, with all rights */
-static struct ibv_mr *foreign, *weak;	/* of another PD; without any right */
+static struct ibv_mr *source, *landing;	/* of mem and of target_mem, with all rights */
+static struct ibv_mr *foreign, *weak;	/* of another PD; without rights */
 static struct ibv_ah *ah;
 static uint32_t gone;
 static struct side mine, theirs;
@@ -203,7 +225,7 @@ static struct ibv_qp *make_qp(struct ibv_srq *srq)
 	return qp;
 }
 
-/* ready connects a queue pair as a row says, or as is usual. */
+/* ready connects a queue pair with the row's attributes, or with the default ones. */
 static void ready(struct ibv_qp *qp, const struct row *as)
 {
 	unsigned rights = as && as->qp ? as->qp : RIGHTS;
@@ -214,7 +236,7 @@ static void ready(struct ibv_qp *qp, const struct row *as)
 #endif
 	to_rts(qp, theirs.qpn, &theirs.gid, gid_index, (struct ibv_qp_attr){
 		.qp_access_flags = rights, .qkey = QKEY, .min_rnr_timer = 1, .rnr_retry = 2,
-		/* A peer that does not answer is given up soon; others may take their time. */
+		/* A peer that does not answer is given up soon; other peers may be slow. */
 		.timeout = as && as->deaf ? 8 : 18, .retry_cnt = as && as->deaf ? 1 : 7,
 		.max_rd_atomic = !as || as->no_reads != 1, .max_dest_rd_atomic = !as || as->no_reads != 2 });
 }
@@ -227,13 +249,14 @@ static void receive(struct ibv_qp *qp, struct ibv_srq *srq, uint32_t length, uin
 	check(!(srq ? ibv_post_srq_recv(srq, &wr, &bad) : ibv_post_recv(qp, &wr, &bad)), "ibv_post_recv");
 }
 
-static void post(struct ibv_qp *qp, enum ibv_wr_opcode op, struct ibv_sge *sge, uint64_t to, uint32_t rkey, uint32_t qkey)
+static void post(struct ibv_qp *qp, enum ibv_wr_opcode op, struct ibv_sge *sge, uint64_t to, uint32_t rkey,
+		 uint32_t qkey)
 {
 	struct ibv_send_wr wr = { .wr_id = 1, .opcode = op, .sg_list = sge, .num_sge = !!sge }, *bad;
 
 	if (op == IBV_WR_SEND_WITH_INV)
 		wr.invalidate_rkey = rkey;
-	if (qp->qp_type == IBV_QPT_UD) { /* a WRITE, too: the provider looks for an address handle */
+	if (qp->qp_type == IBV_QPT_UD) { /* also for a WRITE: the provider needs an address handle */
 		wr.wr.ud.ah = ah;
 		wr.wr.ud.remote_qpn = theirs.qpn;
 		wr.wr.ud.remote_qkey = qkey;
@@ -244,7 +267,7 @@ static void post(struct ibv_qp *qp, enum ibv_wr_opcode op, struct ibv_sge *sge, 
 	check(!ibv_post_send(qp, &wr, &bad), "ibv_post_send");
 }
 
-/* By the other interface: ibv_post_send looks at some of these itself. */
+/* Uses the ibv_wr interface: ibv_post_send rejects some of these requests itself. */
 static void post_ex(struct ibv_qp *qp, const struct ibv_sge *sge, uint64_t to)
 {
 	struct ibv_qp_ex *x = ibv_qp_to_qp_ex(qp);
@@ -295,11 +318,12 @@ static void post_manage(struct ibv_qp *qp, struct ibv_mw *mw)
 static void provoke(struct ibv_qp *qp, struct ibv_mw *mw)
 {
 	static const enum ibv_wr_opcode opcode[] = {
-		[WRITE] = IBV_WR_RDMA_WRITE, [WRITE_IMM] = IBV_WR_RDMA_WRITE_WITH_IMM, [SEND] = IBV_WR_SEND, [SEND_INV] = IBV_WR_SEND_WITH_INV,
-		[READ] = IBV_WR_RDMA_READ,
+		[WRITE] = IBV_WR_RDMA_WRITE, [WRITE_IMM] = IBV_WR_RDMA_WRITE_WITH_IMM,
+		[SEND] = IBV_WR_SEND, [SEND_INV] = IBV_WR_SEND_WITH_INV, [READ] = IBV_WR_RDMA_READ,
 	};
 	uint64_t to = theirs.addr + row->at;
-	struct ibv_sge sge = { .addr = (uintptr_t)mem + row->from, .length = row->length ? row->length : LENGTH, .lkey = key(row->lkey, source) };
+	struct ibv_sge sge = { .addr = (uintptr_t)mem + row->from, .length = row->length ? row->length : LENGTH,
+			       .lkey = key(row->lkey, source) };
 
 	if (row->op <= READ)
 		post(qp, opcode[row->op], &sge, to, theirs.rkey, QKEY + row->qkey);
@@ -309,7 +333,7 @@ static void provoke(struct ibv_qp *qp, struct ibv_mw *mw)
 		post_manage(qp, mw);
 }
 
-/* completes takes the next completion and returns its length. */
+/* completes polls the next completion and returns its length. */
 static uint32_t completes(uint64_t id, enum ibv_wc_status status, const char *what)
 {
 	double end = now() + 60;
@@ -323,11 +347,11 @@ static uint32_t completes(uint64_t id, enum ibv_wc_status status, const char *wh
 	if (wc.status != status)
 		wrong(what, ibv_wc_status_str(wc.status), ibv_wc_status_str(status));
 	if (wc.wr_id != id)
-		wrong(what, "a completion of another request", "this one's");
+		wrong(what, "a completion of another request", "one of this request");
 	return wc.byte_len;
 }
 
-/* lost: the responder sees nothing of it, and takes what the requester sends behind it. */
+/* lost: the responder ignores the request, and receives the requester's next one. */
 static int lost(void) { return row->status == IBV_WC_SUCCESS && row->got < 0 && row->receive; }
 
 static void idle(const char *what)
@@ -349,7 +373,7 @@ static void in_state(struct ibv_qp *qp, enum ibv_qp_state want, const char *what
 		wrong(what, a.qp_state < 7 ? name[a.qp_state] : "?", name[want]);
 }
 
-/* happens takes the asynchronous event that is due, if any, and finds no other. */
+/* happens takes the expected asynchronous event, if any, and checks that there is no other. */
 static void happens(struct ibv_qp *qp, int want)
 {
 	struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
@@ -374,7 +398,7 @@ static void move(struct ibv_qp *qp, enum ibv_qp_state to)
 	check(!ibv_modify_qp(qp, &a, IBV_QP_STATE), "ibv_modify_qp");
 }
 
-/* again: the queue pairs work as if nothing had been, out of SQE at once, else after RESET. */
+/* again checks that the queue pairs work: out of SQE at once, otherwise after RESET. */
 static void again(struct ibv_qp *qp, int active)
 {
 	struct ibv_sge sge = { .addr = (uintptr_t)mem, .length = LENGTH, .lkey = source->lkey };
@@ -395,7 +419,7 @@ static void again(struct ibv_qp *qp, int active)
 		post(qp, IBV_WR_SEND, &sge, 0, 0, QKEY);
 	completes(active ? 1 : 2, IBV_WC_SUCCESS, "the SEND afterwards");
 	if (!active && memcmp(target_mem + grh, mem, LENGTH))
-		wrong("the SEND afterwards", "other data", "what was sent");
+		wrong("the SEND afterwards", "other data", "the data sent");
 }
 
 static void requester(struct ibv_qp *qp, struct ibv_mw *mw)
@@ -404,10 +428,10 @@ static void requester(struct ibv_qp *qp, struct ibv_mw *mw)
 	completes(1, row->status, "requester");
 	if (row->status != IBV_WC_SUCCESS) {
 		post(qp, IBV_WR_SEND, NULL, 0, 0, QKEY);
-		completes(1, IBV_WC_WR_FLUSH_ERR, "behind it");
+		completes(1, IBV_WC_WR_FLUSH_ERR, "the next request");
 	} else if (lost()) {
 		post(qp, IBV_WR_SEND, NULL, 0, 0, QKEY);
-		completes(1, IBV_WC_SUCCESS, "behind it");
+		completes(1, IBV_WC_SUCCESS, "the next request");
 	}
 	in_state(qp, row->state ? row->state : IBV_QPS_RTS, "requester's state");
 	happens(qp, -1);
@@ -417,23 +441,23 @@ static void requester(struct ibv_qp *qp, struct ibv_mw *mw)
 
 static void responder(struct ibv_qp *qp, const char *before)
 {
-	int i = 0, grh = type() == IBV_QPT_UD ? 40 : 0;	/* what is behind it may have one */
+	int i = 0, grh = type() == IBV_QPT_UD ? 40 : 0;	/* the next request may have a GRH */
 
 	swap(peer, &mine, &theirs, sizeof(mine));
-	if (lost() && (int)completes(2, IBV_WC_SUCCESS, "what is behind it") != grh)
-		wrong("responder", "has received it", "only what is behind it");
+	if (lost() && (int)completes(2, IBV_WC_SUCCESS, "the next request") != grh)
+		wrong("responder", "received it", "only the next request");
 	if (row->got >= 0) {
 		completes(2, row->got, "responder");
 		i = 1;
 	}
-	/* What nobody had begun with comes back, unless it belongs to others too. */
+	/* Unused receives are flushed, unless they are in a shared receive queue. */
 	for (; row->peer == IBV_QPS_ERR && row->receive && !row->srq && i < 2; i++)
 		completes(2, IBV_WC_WR_FLUSH_ERR, "responder's other receive");
 	in_state(qp, row->peer || row->deaf ? row->peer : IBV_QPS_RTS, "responder's state");
 	happens(qp, row->event);
 	idle("responder");
 	if (!row->changes && memcmp(target_mem + grh, before + grh, SIZE - grh))
-		wrong("responder's memory", "changed", "as it was");
+		wrong("responder's memory", "changed", "unchanged");
 }
 
 static void run(int active, const char *before)
@@ -457,9 +481,10 @@ static void run(int active, const char *before)
 	mine.addr = (uintptr_t)target_mem;
 	swap(peer, &mine, &theirs, sizeof(mine));
 	if (theirs.row != mine.row)
-		wrong("the other side", "is at another row", "at this one");
+		wrong("the other side", "at another row", "at this row");
 	if (active && type() == IBV_QPT_UD && !ah) {
-		struct ibv_ah_attr a = { .is_global = 1, .port_num = 1, .grh = { .dgid = theirs.gid, .sgid_index = gid_index, .hop_limit = 64 } };
+		struct ibv_ah_attr a = { .is_global = 1, .port_num = 1,
+			.grh = { .dgid = theirs.gid, .sgid_index = gid_index, .hop_limit = 64 } };
 
 		check((ah = ibv_create_ah(pd, &a)) != NULL, "ibv_create_ah");
 	}
@@ -473,7 +498,7 @@ static void run(int active, const char *before)
 	else
 		responder(qp, before);
 	swap(peer, &mine, &theirs, sizeof(mine));
-	if (!row->srq) /* in which receives are left that do not do */
+	if (!row->srq) /* which still holds unsuitable receives */
 		again(qp, active);
 	swap(peer, &mine, &theirs, sizeof(mine));
 	check(!ibv_destroy_qp(qp) && !ibv_dereg_mr(target), "ibv_destroy_qp, ibv_dereg_mr");
@@ -508,6 +533,6 @@ int main(int argc, char **argv)
 	peer = join_peer(argc == 4 ? argv[3] : NULL, PORT);
 	for (row = rows; row < rows + sizeof(rows) / sizeof(*rows); row++)
 		run(argc == 4, before);
-	printf("%zu errors, each as it should be\n", row - rows);
+	printf("%zu errors, all as expected\n", row - rows);
 	return 0;
 }

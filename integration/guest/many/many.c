@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * many DEVICE GID-INDEX QPS MRS: makes memory regions, queue pairs and address handles until the device
- * refuses, at least so many; each pair of queue pairs writes through regions of its own. Prints what each
- * eighth took per object, so that one sees whether the last cost what the first did.
- * Exit status 0: there were enough, all worked, and the refusal was ENOMEM, at the limit that is reported.
+ * many DEVICE GID-INDEX QPS MRS: creates memory regions, queue pairs and address handles until the device refuses, at
+ * least the given numbers; each pair of queue pairs writes through its own regions. Prints the time per object for each
+ * eighth of them, which shows whether the last cost as much as the first. Exit status 0: there were enough, all worked,
+ * and the refusal was ENOMEM, at the reported limit.
  */
 #include "../common.h"
 
@@ -45,7 +45,7 @@ static void *make_ah(int i)
 	return ibv_create_ah(pd, &a);
 }
 
-/* Makes objects until that fails or there are most of them, and returns how many there are. */
+/* Creates objects until that fails or there are most of them, and returns their number. */
 static int fill(const char *what, void *(*make)(int), void **all, int most, int reported)
 {
 	double start = now(), part = start;
@@ -64,9 +64,9 @@ static int fill(const char *what, void *(*make)(int), void **all, int most, int 
 		}
 	}
 	printf("; %d of %d\n", n, reported);
-	check(n < most, "the device refused none");
+	check(n < most, "the device has no limit");
 	check(errno == ENOMEM, "the refusal was another error");
-	/* The kernel's own (the GSI queue pair, say) count as well. */
+	/* The kernel's own objects, such as the GSI queue pair, count as well. */
 	check(n <= reported && n >= reported - 8, "the limit is not the one reported");
 	return n;
 }
@@ -74,7 +74,8 @@ static int fill(const char *what, void *(*make)(int), void **all, int most, int 
 static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
 {
 	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
-		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 17, .retry_cnt = 7, .rnr_retry = 7, .min_rnr_timer = 12 });
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 17, .retry_cnt = 7, .rnr_retry = 7,
+		.min_rnr_timer = 12 });
 }
 
 /* Queue pair i writes word i of its region to word i of its peer's. */
@@ -95,7 +96,7 @@ static void write_one(struct ibv_qp *qp, int i, struct ibv_mr *from, struct ibv_
 	while (!(n = ibv_poll_cq(cq, 1, &wc)))
 		check(now() < end, "a WRITE does not complete");
 	check(n == 1 && wc.status == IBV_WC_SUCCESS && wc.wr_id == (uint64_t)i, "completion");
-	check(!memcmp((char *)to->addr + off, &want, 8), "what was written is not there");
+	check(!memcmp((char *)to->addr + off, &want, 8), "the data written is not there");
 }
 
 int main(int argc, char **argv)
@@ -134,7 +135,7 @@ int main(int argc, char **argv)
 	}
 	printf("connected, us each: %.0f\n", 1e6 * (now() - start) / nqp);
 	start = now();
-	for (i = 0; i < (nqp & ~1); i++) /* neighbours in number use the same pages, but not the same regions */
+	for (i = 0; i < (nqp & ~1); i++) /* adjacent ones use the same pages, but not the same regions */
 		write_one(qp[i], i, mr[(i * 16) % nmr], mr[(i * 16 + 7) % nmr]);
 	printf("WRITEs, us each: %.0f\n", 1e6 * (now() - start) / i);
 
@@ -148,7 +149,7 @@ int main(int argc, char **argv)
 	for (i = 0; i < nmr; i++)
 		check(!ibv_dereg_mr(mr[i]), "ibv_dereg_mr");
 	printf("regions deregistered, us each: %.0f\n", 1e6 * (now() - start) / nmr);
-	/* All of it can be had again. */
-	check((qp[0] = make_qp(0)) && (mr[0] = make_mr(0)) && (ah[0] = make_ah(0)), "nothing came back");
+	/* Resources are available again. */
+	check((qp[0] = make_qp(0)) && (mr[0] = make_mr(0)) && (ah[0] = make_ah(0)), "resources were not released");
 	return 0;
 }

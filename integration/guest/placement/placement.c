@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * placement DEVICE GID-INDEX yes|no [SERVER]: WRITE, FLUSH (or not) and ATOMIC WRITE through the guest's own libibverbs,
- * many at once. Each round writes a record, flushes it, and puts the round's number into a word, 8 bytes at once. Who looks at
- * the word by its processor must find in the record what that round, or a later one, has written.
+ * placement DEVICE GID-INDEX yes|no [SERVER]: many concurrent WRITEs, FLUSHes (or not) and ATOMIC WRITEs through the
+ * guest's own libibverbs. Each round writes a record, flushes it, and puts the round's number into a word with one
+ * 8-byte write. When the peer's processor sees the word, the record must hold the data of that round or a later one.
  */
 #include "../common.h"
 
@@ -11,7 +11,7 @@
 #define AHEAD  8	/* rounds in flight */
 #define RECORD 2048	/* two packets */
 #define SLOTS  16
-#define DEPTH  4	/* max_rd_atomic: less than what is in flight */
+#define DEPTH  4	/* max_rd_atomic: fewer than are in flight */
 
 struct side {
 	uint32_t qpn, rkey;
@@ -45,16 +45,18 @@ static void active(struct ibv_qp *qp, struct ibv_mr *mr, char *mem)
 			ibv_wr_set_sge(x, mr->lkey, (uintptr_t)record, RECORD);
 #ifdef HAVE_FLUSH
 			if (theirs.flush)
-				ibv_wr_flush(x, theirs.rkey, to, RECORD, IBV_FLUSH_GLOBAL, round & 1 ? IBV_FLUSH_RANGE : IBV_FLUSH_MR);
+				ibv_wr_flush(x, theirs.rkey, to, RECORD, IBV_FLUSH_GLOBAL,
+					     round & 1 ? IBV_FLUSH_RANGE : IBV_FLUSH_MR);
 #endif
 			x->wr_flags = IBV_SEND_SIGNALED;
 			ibv_wr_atomic_write(x, theirs.rkey, theirs.addr, &round);
 			check(!ibv_wr_complete(x), "ibv_wr_complete");
 		}
 		n = ibv_poll_cq(cq, 1, &wc);
-		check(n >= 0 && now() < end, "no completion came");
+		check(n >= 0 && now() < end, "no completion arrived");
 		if (n && (wc.status != IBV_WC_SUCCESS || wc.wr_id != done + 1)) {
-			fprintf(stderr, "placement: round %llu of %llu: %s\n", (unsigned long long)wc.wr_id, (unsigned long long)done + 1, ibv_wc_status_str(wc.status));
+			fprintf(stderr, "placement: round %llu of %llu: %s\n", (unsigned long long)wc.wr_id,
+				(unsigned long long)done + 1, ibv_wc_status_str(wc.status));
 			exit(1);
 		}
 		done += n;
@@ -71,13 +73,15 @@ static void passive(char *mem)
 		uint64_t v = *word;
 		volatile uint64_t *record = (void *)(mem + 64 + v % SLOTS * RECORD);
 
-		check(now() < end, "the word does not get there");
-		check(v >= seen && v <= ROUNDS, "the word went back");
+		check(now() < end, "the word does not arrive");
+		check(v >= seen && v <= ROUNDS, "the word decreased");
 		for (k = 0; v != seen && k < RECORD / 8; k++) {
 			uint64_t r = record[k];
 
-			if ((r >> 16 < v || (r & 0xffff) != k) && *word + AHEAD < v + SLOTS) { /* else it is being written again */
-				fprintf(stderr, "placement: round %llu: word %llu is %#llx\n", (unsigned long long)v, (unsigned long long)k, (unsigned long long)r);
+			if ((r >> 16 < v || (r & 0xffff) != k) &&
+			    *word + AHEAD < v + SLOTS) { /* otherwise it is being overwritten */
+				fprintf(stderr, "placement: round %llu: word %llu is %#llx\n", (unsigned long long)v,
+					(unsigned long long)k, (unsigned long long)r);
 				exit(1);
 			}
 		}

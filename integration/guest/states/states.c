@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * states DEVICE GID-INDEX: what queue pairs, CQs and SRQs do besides carrying data, on two queue pairs of this process: drain
- * (IBTA 10.3.1.5), solicited events (11.4.2.2), an SRQ's limit (10.2.9.2), a CQ that overruns (10.2.4, 11.6.3.2), resizing
- * with entries inside (11.2.8.3), and refusals with their errno. Exit status 0: all was so; else a line says what not.
+ * states DEVICE GID-INDEX: functions of queue pairs, CQs and SRQs other than data transfer, on two queue pairs of this
+ * process: drain (IBTA 10.3.1.5), solicited events (11.4.2.2), an SRQ's limit (10.2.9.2), CQ overrun (10.2.4,
+ * 11.6.3.2), resizing with entries inside (11.2.8.3), and refusals with their errno. Exit status 0: all was right;
+ * otherwise a line says what was wrong.
  */
 #include "../common.h"
 #include <fcntl.h>
@@ -24,7 +25,8 @@ static struct ibv_qp *make_qp(struct ibv_cq *send, struct ibv_srq *srq)
 {
 	struct ibv_qp_init_attr init = {
 		.send_cq = send, .recv_cq = rcq, .srq = srq, .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
-		.cap = { .max_send_wr = 60, .max_recv_wr = 32, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64 },
+		.cap = { .max_send_wr = 60, .max_recv_wr = 32, .max_send_sge = 1, .max_recv_sge = 1,
+			.max_inline_data = 64 },
 	};
 	struct ibv_qp *qp = ibv_create_qp(pd, &init);
 
@@ -35,7 +37,8 @@ static struct ibv_qp *make_qp(struct ibv_cq *send, struct ibv_srq *srq)
 static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
 {
 	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
-		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 18, .retry_cnt = 7, .rnr_retry = 7, .min_rnr_timer = 12 });
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE, .timeout = 18, .retry_cnt = 7, .rnr_retry = 7,
+		.min_rnr_timer = 12 });
 }
 
 /* a sends to b. */
@@ -84,7 +87,7 @@ static void completions(struct ibv_cq *cq, int n, enum ibv_wc_status status, con
 	check(!ibv_poll_cq(cq, 1, &wc), what);
 }
 
-/* event takes the next asynchronous event. */
+/* event takes the next asynchronous event and checks its type. */
 static struct ibv_async_event event(enum ibv_event_type want, const char *what)
 {
 	struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
@@ -127,7 +130,7 @@ static enum ibv_qp_state state(struct ibv_qp *qp, struct ibv_qp_attr *a)
 	return a->qp_state;
 }
 
-/* What was begun ends, what is posted in SQD waits for RTS. */
+/* Requests begun before SQD complete; requests posted in SQD wait for RTS. */
 static void drain(void)
 {
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_SQD, .en_sqd_async_notify = 1 };
@@ -155,7 +158,7 @@ static void drain(void)
 	destroy(x, y);
 }
 
-/* Armed for solicited ones a CQ does not tell of others; of errors it does. */
+/* A CQ armed for solicited completions signals only those and errors. */
 static void solicited(void)
 {
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_ERR };
@@ -169,9 +172,9 @@ static void solicited(void)
 	check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
 	completions(scq, 1, IBV_WC_SUCCESS, "SEND");
 	completions(rcq, 1, IBV_WC_SUCCESS, "receive");
-	check(!notified(200), "an event for what was not solicited");
+	check(!notified(200), "an event for an unsolicited completion");
 	check(!send_to(x, IBV_WR_SEND, 64, IBV_SEND_SOLICITED), "ibv_post_send");
-	check(notified(60000), "no event for what was solicited");
+	check(notified(60000), "no event for a solicited completion");
 	completions(scq, 1, IBV_WC_SUCCESS, "solicited SEND");
 	completions(rcq, 1, IBV_WC_SUCCESS, "solicited receive");
 	check(!ibv_req_notify_cq(rcq, 1), "ibv_req_notify_cq");
@@ -181,7 +184,7 @@ static void solicited(void)
 	destroy(x, y);
 }
 
-/* The limit is told of once, and can be set anew; what is in the SRQ survives its resizing. */
+/* The limit event comes once and can be armed again; receives in an SRQ survive resizing. */
 static void srq_limit(void)
 {
 	struct ibv_srq_init_attr init = { .attr = { .max_wr = 16, .max_sge = 1 } };
@@ -198,7 +201,7 @@ static void srq_limit(void)
 			check(!receive(NULL, srq), "ibv_post_srq_recv");
 		a.srq_limit = 4;
 		check(!ibv_modify_srq(srq, &a, IBV_SRQ_LIMIT), "limit");
-		check(!ibv_query_srq(srq, &a) && a.srq_limit == 4, "the limit is another");
+		check(!ibv_query_srq(srq, &a) && a.srq_limit == 4, "the limit is wrong");
 		for (i = 0; i < 2; i++)
 			check(!send_to(x, IBV_WR_SEND, 64, 0), "ibv_post_send");
 		completions(rcq, 2, IBV_WC_SUCCESS, "receives down to the limit");
@@ -218,12 +221,13 @@ static void srq_limit(void)
 	check(ibv_modify_srq(srq, &a, IBV_SRQ_LIMIT) == EINVAL, "a limit beyond the SRQ");
 	check(ibv_destroy_srq(srq) == EBUSY, "an SRQ in use was destroyed");
 	check(!ibv_modify_qp(y, &err, IBV_QP_STATE), "to ERROR");
-	check(event(IBV_EVENT_QP_LAST_WQE_REACHED, "QP_LAST_WQE_REACHED").element.qp == y, "last WQE: another queue pair");
+	check(event(IBV_EVENT_QP_LAST_WQE_REACHED, "QP_LAST_WQE_REACHED").element.qp == y,
+	      "last WQE: another queue pair");
 	destroy(x, y);
 	check(!ibv_destroy_srq(srq), "ibv_destroy_srq");
 }
 
-/* A CQ without room is in error, its queue pairs too; another's are not. */
+/* A CQ overrun puts the CQ and its queue pairs into error, but no others. */
 static void overrun(void)
 {
 	struct ibv_cq *small = ibv_create_cq(ctx, 3, NULL, NULL, 0);
@@ -234,7 +238,7 @@ static void overrun(void)
 	check(small != NULL, "ibv_create_cq");
 	pair(&x, &y, small, NULL);
 	pair(&bystander, &other, scq, NULL);
-	for (i = 0; i < small->cqe + 5; i++) /* a CQ has more room than was asked for */
+	for (i = 0; i < small->cqe + 5; i++) /* a CQ may have more room than requested */
 		check(!send_to(x, IBV_WR_RDMA_WRITE, 8, 0), "ibv_post_send");
 	for (i = 0; i < 2; i++) {
 		struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN };
@@ -254,7 +258,7 @@ static void overrun(void)
 	check(!ibv_destroy_cq(small), "ibv_destroy_cq");
 }
 
-/* What is in a CQ survives its resizing; it does not shrink below that. */
+/* Entries survive resizing; a CQ does not shrink below their number. */
 static void resize(void)
 {
 	struct ibv_cq *cq = ibv_create_cq(ctx, 7, NULL, NULL, 0);
@@ -265,17 +269,17 @@ static void resize(void)
 	pair(&x, &y, cq, NULL);
 	for (i = 0; i < 7; i++)
 		check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
-	for (i = 0; i < 7; i++) { /* the last of them says that all have come */
+	for (i = 0; i < 7; i++) { /* the last one shows that all have arrived */
 		check(!send_to(y, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
 		completions(scq, 1, IBV_WC_SUCCESS, "WRITE back");
 		usleep(10000);
 	}
 	check(!ibv_resize_cq(cq, 100), "ibv_resize_cq");
-	check(cq->cqe >= 100, "it is smaller than was asked for");
+	check(cq->cqe >= 100, "it is smaller than requested");
 	for (i = 0; i < 25; i++)
 		check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
 	usleep(200000);
-	check(ibv_resize_cq(cq, 3) == EINVAL, "it shrank below what is inside");
+	check(ibv_resize_cq(cq, 3) == EINVAL, "it shrank below its number of entries");
 	completions(cq, 32, IBV_WC_SUCCESS, "after resizing");
 	check(!ibv_resize_cq(cq, 3), "ibv_resize_cq to less");
 	check(!send_to(x, IBV_WR_RDMA_WRITE, 64, 0), "ibv_post_send");
@@ -284,7 +288,7 @@ static void resize(void)
 	check(!ibv_destroy_cq(cq), "ibv_destroy_cq");
 }
 
-/* refused checks a call's result and errno: some verbs return it, some only set it. */
+/* refused checks a call's result and errno: some verbs return the error, some only set errno. */
 static void refused(int ok, int want, const char *what)
 {
 	check(!ok && errno == want, what);
@@ -292,8 +296,10 @@ static void refused(int ok, int want, const char *what)
 
 static void refusals(void)
 {
-	struct ibv_qp_init_attr init = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
-	struct ibv_ah_attr ah = { .is_global = 1, .port_num = 1, .grh = { .dgid = gid, .sgid_index = gid_index, .hop_limit = 64 } };
+	struct ibv_qp_init_attr init = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC,
+		.cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_ah_attr ah = { .is_global = 1, .port_num = 1,
+		.grh = { .dgid = gid, .sgid_index = gid_index, .hop_limit = 64 } };
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTS };
 	struct ibv_device_attr dev;
 	struct ibv_qp *x, *y;
@@ -312,28 +318,32 @@ static void refusals(void)
 	init.cap.max_inline_data = 1 << 20;
 	refused(ibv_create_qp(pd, &init) != NULL, EINVAL, "more inline data than the limit");
 	ah.grh.sgid_index = 250;
-	check(!ibv_create_ah(pd, &ah), "an address handle with a GID that is none"); /* the provider looks for it, with an errno of its own */
+	/* the provider looks up the GID and has an errno of its own */
+	check(!ibv_create_ah(pd, &ah), "an address handle with an invalid GID");
 	x = make_qp(scq, NULL);
 	check(ibv_modify_qp(x, &a, IBV_QP_STATE) == EINVAL, "RESET to RTS");
 	a.qp_state = IBV_QPS_INIT;
 	check(ibv_modify_qp(x, &a, IBV_QP_STATE) == EINVAL, "INIT without attributes");
 	a.port_num = 2;
-	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL, "a port that is none");
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL,
+	      "an invalid port");
 	a.port_num = 1;
 	a.pkey_index = 9;
-	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL, "a P_Key index that is none");
+	check(ibv_modify_qp(x, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) == EINVAL,
+	      "an invalid P_Key index");
 	check(state(x, &a) == IBV_QPS_RESET, "a refused ibv_modify_qp changed the state");
 	check(ibv_destroy_cq(scq) == EBUSY, "a CQ in use was destroyed");
 	check(ibv_dealloc_pd(pd) == EBUSY, "a PD in use was deallocated");
 	check(!ibv_destroy_qp(x), "ibv_destroy_qp");
 
 	pair(&x, &y, scq, NULL);
-	check(send_to(x, IBV_WR_SEND, 1024, IBV_SEND_INLINE) == EINVAL, "more inline data than the queue pair takes");
+	check(send_to(x, IBV_WR_SEND, 1024, IBV_SEND_INLINE) == EINVAL,
+	      "more inline data than the queue pair supports");
 	a = (struct ibv_qp_attr){ .alt_port_num = 1 };
 	check(ibv_modify_qp(x, &a, IBV_QP_ALT_PATH) != 0, "an alternate path");
 	for (i = 0; i < 1000 && !receive(x, NULL); i++)
 		;
-	check(i >= 32 && i < 1000 && receive(x, NULL) == ENOMEM, "a receive queue that is full");
+	check(i >= 32 && i < 1000 && receive(x, NULL) == ENOMEM, "a full receive queue");
 	check(state(x, &a) == IBV_QPS_RTS, "refusals changed the state");
 	destroy(x, y);
 }
@@ -360,7 +370,7 @@ int main(int argc, char **argv)
 	overrun();
 	resize();
 	refusals();
-	no_event("an event too many");
+	no_event("an unexpected event");
 	puts("states: all right");
 	return 0;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * windows DEVICE GID-INDEX: memory windows of both types through the guest's own
- * libibverbs, on two RC queue pairs of this process that are connected to each
- * other, on a pinned region, an on-demand one, and an implicit one. Exit status 0: everything was as IBTA 10.6.7 says; else a line says what not.
+ * windows DEVICE GID-INDEX: memory windows of both types through the guest's own libibverbs, on two connected RC queue
+ * pairs of this process, on a pinned region, an on-demand one, and an implicit one. Exit status 0: all was as IBTA
+ * 10.6.7 requires; otherwise a line says what was wrong.
  */
 #include "../common.h"
 #include <sys/mman.h>
@@ -31,8 +31,8 @@ static struct ibv_qp *make_qp(void)
 static void connect_qp(struct ibv_qp *qp, struct ibv_qp *to)
 {
 	to_rts(qp, to->qp_num, &gid, gid_index, (struct ibv_qp_attr){
-		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
-		.min_rnr_timer = 12, .max_rd_atomic = 1, .max_dest_rd_atomic = 1 });
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ, .timeout = 14, .retry_cnt = 7,
+		.rnr_retry = 7, .min_rnr_timer = 12, .max_rd_atomic = 1, .max_dest_rd_atomic = 1 });
 }
 
 static struct ibv_wc completion(void)
@@ -63,7 +63,8 @@ static void post(struct ibv_qp *qp, struct ibv_send_wr *wr)
 	check(!ibv_post_send(qp, wr, &bad), "ibv_post_send");
 }
 
-static void write_to(struct ibv_qp *qp, struct ibv_mr *from, void *to, uint32_t rkey, enum ibv_wc_status status, const char *what)
+static void write_to(struct ibv_qp *qp, struct ibv_mr *from, void *to, uint32_t rkey, enum ibv_wc_status status,
+		     const char *what)
 {
 	struct ibv_sge sge = { .addr = (uintptr_t)from->addr, .length = 100, .lkey = from->lkey };
 	struct ibv_send_wr wr = {
@@ -75,12 +76,14 @@ static void write_to(struct ibv_qp *qp, struct ibv_mr *from, void *to, uint32_t 
 	expect(status, what);
 }
 
-static void bind2(struct ibv_qp *qp, struct ibv_mw *mw, uint32_t rkey, struct ibv_mr *mr, void *addr, enum ibv_wc_status status)
+static void bind2(struct ibv_qp *qp, struct ibv_mw *mw, uint32_t rkey, struct ibv_mr *mr, void *addr,
+		  enum ibv_wc_status status)
 {
 	struct ibv_send_wr wr = {
 		.opcode = IBV_WR_BIND_MW,
 		.bind_mw = { .mw = mw, .rkey = rkey, .bind_info = {
-			.mr = mr, .addr = (uintptr_t)addr, .length = 4096, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE } },
+			.mr = mr, .addr = (uintptr_t)addr, .length = 4096,
+			.mw_access_flags = IBV_ACCESS_REMOTE_WRITE } },
 	};
 
 	post(qp, &wr);
@@ -89,13 +92,13 @@ static void bind2(struct ibv_qp *qp, struct ibv_mw *mw, uint32_t rkey, struct ib
 		mw->rkey = rkey;
 }
 
-/* What the guest's kernel takes away the device lets go of and asks for anew, also through a window. */
+/* Also through a window, the device releases pages that the guest's kernel takes away, and faults them in again. */
 static void comes_and_goes(struct ibv_qp *qp, struct ibv_mr *src, char *at, uint32_t rkey)
 {
 	for (int i = 0; i < 20; i++) {
 		check(!madvise(mem, SIZE, MADV_DONTNEED), "madvise");
-		write_to(qp, src, at, rkey, IBV_WC_SUCCESS, "WRITE into pages that were taken away");
-		check(!memcmp(at, src->addr, 100) && !at[-1] && !at[100], "data differ in a page that came back");
+		write_to(qp, src, at, rkey, IBV_WC_SUCCESS, "WRITE into released pages");
+		check(!memcmp(at, src->addr, 100) && !at[-1] && !at[100], "data differ in a page faulted in again");
 	}
 }
 
@@ -113,7 +116,8 @@ static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src, i
 	memset(mem, 0, SIZE);
 	if (type == IBV_MW_TYPE_1) {
 		struct ibv_mw_bind bind = {
-			.bind_info = { .mr = mr, .addr = (uintptr_t)at, .length = 4096, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE },
+			.bind_info = { .mr = mr, .addr = (uintptr_t)at, .length = 4096,
+				.mw_access_flags = IBV_ACCESS_REMOTE_WRITE },
 		};
 
 		check(!ibv_bind_mw(a, mw, &bind), "ibv_bind_mw");
@@ -138,7 +142,7 @@ static void both(enum ibv_mw_type type, struct ibv_mr *mr, struct ibv_mr *src, i
 		post(a, &wr);
 		expect(IBV_WC_SUCCESS, "LOCAL_INV");
 	}
-	write_to(b, src, at, old, IBV_WC_REM_ACCESS_ERR, "WRITE into what was a window");
+	write_to(b, src, at, old, IBV_WC_REM_ACCESS_ERR, "WRITE into an invalidated window");
 	check(!ibv_destroy_qp(a) && !ibv_destroy_qp(b), "ibv_destroy_qp");
 	if (type == IBV_MW_TYPE_2) { // a process cannot register by work request, nor bind what it may not
 		a = make_qp();
@@ -161,7 +165,7 @@ int main(int argc, char **argv)
 	ctx = open_device(argv[1]);
 	check(!ibv_query_gid(ctx, 1, gid_index, &gid) && !ibv_query_device(ctx, &attr), "ibv_query_gid");
 	check(attr.max_mw > 0 && (attr.device_cap_flags & (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) ==
-	      (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B), "windows are not among the capabilities");
+	      (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2B), "the device does not report windows");
 	pd = ibv_alloc_pd(ctx);
 	cq = ibv_create_cq(ctx, 64, NULL, NULL, 0);
 	mem = aligned_alloc(4096, 2 * SIZE);

@@ -10,8 +10,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// benchNode is a node without checks, copies or maps: what is measured is the
-// transport and the codec.
+// benchNode is a node without checks, copies or maps: benchmarks measure the transport and the codec.
 type benchNode struct {
 	q, near      *QP // near: reached directly
 	pool         *frame.Pool
@@ -22,16 +21,16 @@ type benchNode struct {
 	sg           SGE
 	out          []*frame.Buf
 	run          bool
-	faults       int // so many accesses miss, each after accesses succeeded
+	faults       int // every faults-th access misses; 0: none
 	accesses     int
 	timer        int64
-	served       [2]bool // faults to be resumed
+	served       [2]bool // faults waiting for Resume
 	hand         *frame.Buf
-	lose         int // one of so many frames that arrive; 0: none
+	lose         int // one of this many arriving frames is lost; 0: none
 	rng          *rand.Rand
 }
 
-// miss is a page fault now and then.
+// miss injects a page fault now and then.
 func (n *benchNode) miss(va translate.VA) (m translate.Miss) {
 	if n.faults == 0 {
 		return m
@@ -159,7 +158,7 @@ func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	return mk(0x11, 0x22, o.avA, 1, 2), mk(0x22, 0x11, o.avB, 2, 1)
 }
 
-// spin moves frames and runs until x has completed all that was posted.
+// spin moves frames and runs the QPs until x has completed all posted requests.
 func spin(x, y *benchNode, p *wire.RoCE) {
 	now := int64(1)
 	deliver := func(from, to *benchNode) {
@@ -253,7 +252,7 @@ func BenchmarkUCWrite8(b *testing.B) {
 	benchmarkOps(b, UC, WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
 }
 
-// No operation allocates once a connection is warm, with faults or without.
+// No operation allocates once a connection is warm, with or without faults.
 func TestNoAllocations(t *testing.T) {
 	for _, faults := range []int{0, 7} {
 		for _, lose := range []int{0, 10} {
@@ -280,10 +279,10 @@ func noAllocations(t *testing.T, faults, lose int) {
 			t.Errorf("opcode %d: %v allocations per 10 operations", w.Opcode, n)
 		}
 		if s := y.q.Stats(); faults > 0 && s.Resumed+x.q.Stats().Resumed == 0 {
-			t.Errorf("opcode %d: no fault", w.Opcode)
+			t.Errorf("opcode %d: no fault occurred", w.Opcode)
 		}
 		if s := y.q.Stats(); lose > 0 && faults == 0 && s.Kept == 0 {
-			t.Errorf("opcode %d: nothing was kept", w.Opcode)
+			t.Errorf("opcode %d: nothing was queued for reordering", w.Opcode)
 		}
 	}
 }

@@ -10,13 +10,12 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Mixed operations in random order over a bad network, against a naive model.
+// Mixed operations in random order over a bad network, compared with a naive model.
 //
-// The model executes each request at once. That is what the transport promises
-// as long as no request touches bytes that one in flight before it also touches,
-// unless ordering rules cover the pair (writes and atomics run in order). So every
-// WQE gets its own source or result area; writes and sends share a small target
-// and may overlap each other; READs use an area of their own; atomics a few words.
+// The model executes each request at once. The transport promises this result if no request touches bytes that an
+// earlier request in flight touches, unless ordering rules cover the pair (writes and atomics execute in order). So
+// every WQE gets its own source or result area; writes and sends share a small target and may overlap each other; READs
+// use their own area; atomics a few words.
 
 type impair struct {
 	name   string
@@ -24,8 +23,8 @@ type impair struct {
 	every  int // every k-th frame is lost
 	dup    float64
 	jitter int64
-	late   int64 // a duplicate may come so much later
-	lag    int64 // QPs may run so much later
+	late   int64 // maximum delay of a duplicate
+	lag    int64 // maximum delay of a Run
 	flip   float64
 	reads  bool // short READs and atomics only
 }
@@ -38,7 +37,7 @@ var impairments = []impair{
 	{name: "every2", every: 2},
 	{name: "dup", dup: 0.3},
 	{name: "late", dup: 0.3, late: 60e3, lag: 20e3},
-	// READs and atomics compete for few places while copies of old ones come in.
+	// READs and atomics compete for few resources while copies of old ones arrive.
 	{name: "late-reads", dup: 0.5, late: 60e3, lag: 20e3, reads: true},
 	{name: "later", dup: 0.3, late: 3e6, lag: 20e3},
 	{name: "reorder", jitter: 40e3},
@@ -53,7 +52,7 @@ func (f *fabric) impair(im impair) {
 	f.loss = func(*wire.RoCE) bool {
 		n++
 		if f.rng.Intn(8) == 0 {
-			n++ // else the repetitions may fall into step with the losses for ever
+			n++ // otherwise the repetitions may stay in step with the losses for ever
 		}
 		return im.every != 0 && n%im.every == 0 || f.rng.Float64() < im.loss
 	}
@@ -87,7 +86,7 @@ type chaosSide struct {
 const (
 	chTarget  = 0x100000 // writes: 32 KiB
 	chAtomics = 0x200000 // 4 words
-	chSource  = 0x300000 // READs take from here, never written: 64 KiB
+	chSource  = 0x300000 // source of READs, never written: 64 KiB
 	chLocal   = 0x800000 // per WQE: 64 KiB
 	chRecv    = 0x4000000
 	chPer     = 1 << 16
@@ -102,14 +101,14 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	o.retry = 7
 	o.mtu = uint8(1 + rng.Intn(5))
 	o.rd = uint8(1) << rng.Intn(4)
-	o.destRd = o.rd + uint8(max(0, rng.Intn(6)-3)) // mostly just what the requester uses
+	o.destRd = o.rd + uint8(max(0, rng.Intn(6)-3)) // mostly the number that the requester uses
 	o.psnA, o.psnB = psnMask-uint32(rng.Intn(300)), psnMask-uint32(rng.Intn(300))
 	o.outstanding = 1 << rng.Intn(7)
 	o.win = 8 << rng.Intn(5)
 	o.minRNR = 10
-	o.backA, o.backB = seed/100%3 == 1, seed/100%3 == 2 // seed 0: both repeat selectively
+	o.backA, o.backB = seed/100%3 == 1, seed/100%3 == 2 // seed 0: both use selective repeat
 	a, b := f.pair(o)
-	// Chaos may exceed any retry count; what is tested is the data.
+	// Chaos may exceed any retry count; the test is about the data.
 	a.q.attr.RetryCnt, b.q.attr.RetryCnt, a.q.recovery.retryLeft, b.q.recovery.retryLeft = 255, 255, 255, 255
 	f.budget = 1 + rng.Intn(100)
 	count := 25
@@ -134,7 +133,7 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	watchAcks(t, a, b)
 	watchAcks(t, b, a)
 	f.impair(im)
-	late := rng.Intn(2) == 0 // some receives come late: RNR
+	late := rng.Intn(2) == 0 // some receives are posted late: RNR
 	for _, s := range sides {
 		if late {
 			all := s.y.rq
@@ -151,8 +150,8 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 	}
 }
 
-// An address that is not valid, somewhere in the middle of everything: what was
-// before it is done, it has the proper status, what is behind it is flushed (PF-13).
+// An invalid address somewhere among other requests: requests before it are done, it completes with the proper status,
+// and requests behind it are flushed (PF-13).
 func TestRCChaosInvalid(t *testing.T) {
 	for _, im := range []impair{impairments[0], impairments[2],
 		{name: "mess", loss: 0.02, dup: 0.1, late: 100e3, lag: 10e3, jitter: 20e3}} {
@@ -184,7 +183,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	s := &chaosSide{x: a, y: b}
 	s.build(rng, count, false)
 	f.impair(im)
-	// The victim is a WQE with local data, or a SEND with remote ones.
+	// The victim is a WQE with local data, or a SEND whose receive buffer is invalid.
 	k, st, node := 0, StatusLocProt, a
 	base, key := uint64(0), translate.Key(4)
 	for {
@@ -211,8 +210,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	f.settle(3e9)
 	end := k
 	if node == b {
-		// The answer to a READ or atomic before it may have been dropped for a fault
-		// of a's, and b answers no more.
+		// The answer to a READ or atomic before it may have been dropped for a fault at a, and b answers no more.
 		for i := range k {
 			if a.sq[i].Opcode.info().kind.needsResponse() && a.sends[i].c.Status == StatusRetryExc {
 				end = i
@@ -251,14 +249,14 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 			same(t, fmt.Sprintf("READ %d", i), a.regions[4].buf[i*chPer:i*chPer+len(want)], want)
 		}
 	}
-	// More than one if it was found again while another fault was out.
+	// More than one if the invalid page is met again during another fault.
 	if node.failed < 1 || node.failed > 20 {
-		t.Errorf("%d answers that the address is invalid", node.failed)
+		t.Errorf("%d faults answered as invalid", node.failed)
 	}
 }
 
-// chaosFaults makes n's memory come and go at both levels, its work queues too,
-// with service times from nothing to more than the safety net.
+// chaosFaults makes n's memory come and go at both stages, its work queues too, with service times from 0 to more than
+// faultRetry.
 func (n *node) chaosFaults(seed int64) {
 	n.paging(seed, 0.5, 0.01)
 	n.service = func() int64 { return n.rng.Int63n([]int64{1, 20e3, 200e3, 2e6, 20e6, 150e6}[n.rng.Intn(6)]) }
@@ -277,9 +275,9 @@ func (n *node) chaosFaults(seed int64) {
 	}
 }
 
-// watchAcks fails when y's ACKs would mislead a requester that is as trusting as
-// Linux rxe: an ACK must not carry the PSN of a READ or atomic, and no ACK or NAK
-// may overtake the answer to one before it, but an RNR NAK for that one itself.
+// watchAcks fails if y's ACKs would mislead a requester that trusts them as Linux rxe does: an ACK must not carry the
+// PSN of a READ or atomic, and no ACK or NAK may overtake the answer to an earlier one, except an RNR NAK for that
+// request itself.
 func watchAcks(t *testing.T, x, y *node) {
 	answered := map[uint32]bool{}
 	before := x.onTx
@@ -302,8 +300,7 @@ func watchAcks(t *testing.T, x, y *node) {
 				t.Errorf("ACK for the PSN %#x of a READ or atomic", p.BTH.PSN)
 			}
 			if y.q.resp.pending != 0 {
-				// Only while the oldest READ waits for a page: about what was before it,
-				// and that it is not ready.
+				// Allowed while the oldest READ waits for a page: an ACK for requests before it, and its RNR NAK.
 				r, psn := y.q.resp.oldestPending(), extend(y.q.resp.epsn, p.BTH.PSN)
 				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) ||
 					y.q.faults.read.psn != r.next {
@@ -420,12 +417,12 @@ func (s *chaosSide) build(rng *rand.Rand, count int, reads bool) {
 					v = w.SwapAdd
 				}
 			}
-			// A third becomes an ATOMIC WRITE, by what was drawn: to draw more would make other cases of
-			// all seeds.
+			// A third becomes ATOMIC WRITEs, by a value drawn already: another draw would change the cases of all
+			// seeds.
 			if w.SwapAdd%3 == 0 {
 				w.Opcode, v = WRAtomicWrite, w.SwapAdd
 				binary.LittleEndian.PutUint64(area, v)
-				s.wantAt[i] = v // which stays
+				s.wantAt[i] = v // the result area stays unchanged
 				if w.Inline = v&8 == 0; w.Inline {
 					w.InlineData = append([]byte{}, area[:8]...)
 				}

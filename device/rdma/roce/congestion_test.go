@@ -13,14 +13,14 @@ import (
 type link struct {
 	rate         int64 // bytes per second
 	mark, full   int64 // bytes; mark 0: never
-	free         int64 // when all that is queued will have left
+	free         int64 // when all queued bytes will have left
 	sent         int64 // bytes
 	marks, drops int
 	longest      int64 // queue, bytes
-	sum, n       int64 // of what packets found
+	sum, n       int64 // queue lengths found by packets
 }
 
-// pass queues a frame and returns when it has left the link, negative if never.
+// pass queues a frame and returns the time at which it has left the link; negative: dropped.
 func (l *link) pass(now int64, p *wire.RoCE, frame []byte) int64 {
 	l.free = max(l.free, now)
 	queue := (l.free - now) * l.rate / 1e9
@@ -48,10 +48,10 @@ func setCE(frame []byte) {
 	ip[10], ip[11] = byte(sum>>8), byte(sum)
 }
 
-// watch forgets what was counted.
+// watch resets the counters.
 func (l *link) watch() { *l = link{rate: l.rate, mark: l.mark, full: l.full, free: l.free} }
 
-// flow is a QP that always has something to send, and its peer.
+// flow is a QP that always has data to send, and its peer.
 type flow struct {
 	a, b *node
 	op   WROpcode
@@ -82,14 +82,14 @@ func (f *fabric) flows(n int, op WROpcode, cfg Config) (out []*flow) {
 	return out
 }
 
-// feed keeps work before the QP.
+// feed keeps requests posted.
 func (fl *flow) feed() {
 	for len(fl.a.sq)-len(fl.a.sends) < 8 {
 		fl.a.post(WQE{Opcode: fl.op, SGEs: []SGE{sge(1, 0, flowMessage)}, RKey: 1})
 	}
 }
 
-// run lets the flows send for d ns and fails if one ends.
+// run lets the flows send for d ns and fails if one stops.
 func (f *fabric) run(flows []*flow, d int64) {
 	f.t.Helper()
 	for _, fl := range flows {
@@ -103,26 +103,26 @@ func (f *fabric) run(flows []*flow, d int64) {
 		}
 		for range 100 {
 			if !f.step() {
-				f.t.Fatal("nothing is under way")
+				f.t.Fatal("nothing is in flight")
 			}
 		}
 	}
 }
 
-// linkPacket is what a full packet of a flow takes on the link.
+// linkPacket is the size of a full packet of a flow on the link.
 const linkPacket = 1024 + header.EthernetLen + header.IPv4Len + header.UDPLen + wire.BTHLen + wire.ICRCLen
 
-// slow makes a link of so many bits per second.
+// slow returns a link with the given bits per second.
 func slow(rate, mark, full int64) *link {
 	return &link{rate: rate / 8, mark: mark * linkPacket, full: full * linkPacket}
 }
 
-// outcomes are what is looked at after a run of d ns.
+// outcomes are the results of a run of d ns.
 type outcomes struct {
-	busy, useful, jain float64 // shares of the link's rate; Jain's index of fairness: 1 if all had the same
-	queue              int64   // on the average, packets
+	busy, useful, jain float64 // shares of the link's rate; Jain's index of fairness: 1 if all flows are equal
+	queue              int64   // average, packets
 	cnps, repeats      uint64
-	retries            uint8 // that are left, the least
+	retries            uint8 // lowest number of retries left
 }
 
 func (f *fabric) outcomes(flows []*flow, d int64) (o outcomes) {
@@ -144,8 +144,8 @@ func (f *fabric) outcomes(flows []*flow, d int64) (o outcomes) {
 	return o
 }
 
-// TestSharedLink: flows over one link whose queue marks keep it short and busy, lose nothing once they have found their
-// shares, and share it equally.
+// TestSharedLink: a marking queue keeps the flows of one link from overfilling it: the queue stays short, the link
+// busy, nothing is lost once the flows have converged, and they share the link equally.
 func TestSharedLink(t *testing.T) {
 	for _, op := range []WROpcode{WRWrite, WRRead} {
 		for _, tc := range []struct {
@@ -154,7 +154,7 @@ func TestSharedLink(t *testing.T) {
 			rate, delay int64
 			mark, full  int64 // packets
 			warm, d     int64
-			queue       int64 // at most, on the average
+			queue       int64 // maximum of the average
 			busy        float64
 		}{
 			{name: "one", flows: 1, rate: 10e9, delay: 20e3, mark: 40, full: 200, warm: 30e6, d: 30e6, queue: 45,
@@ -178,14 +178,14 @@ func TestSharedLink(t *testing.T) {
 					f.run(flows, tc.d)
 					if o := f.outcomes(flows, tc.d); f.link.drops != 0 || o.busy < tc.busy || o.useful < tc.busy ||
 						o.jain < 0.95 || o.queue > tc.queue {
-						t.Error("not as it should be")
+						t.Error("results are out of bounds")
 					}
 				})
 		}
 	}
 }
 
-// TestSharedLinkLoss: the queue only drops. All flows live, no retry count gets low, and most of what goes through is
+// TestSharedLinkLoss: the queue only drops. All flows survive, no retry count gets low, and most packets sent are
 // useful.
 func TestSharedLinkLoss(t *testing.T) {
 	for _, gbn := range []bool{true, false} {
@@ -193,34 +193,34 @@ func TestSharedLinkLoss(t *testing.T) {
 			t.Run(fmt.Sprint(n, gbn), func(t *testing.T) {
 				f := newFabric(t, 1)
 				f.delay, f.link = 20e3, slow(1e9, 0, 100)
-				// Less than a packet takes, so that nothing is reordered. With times that are all equal
-				// some flows fall into step with the queue, and always find it full.
+				// Shorter than one packet, so that nothing is reordered. With constant times some flows stay in step
+				// with the queue and always find it full.
 				f.jitter = 8e3
 				flows := f.flows(n, WRWrite, Config{ECN: true, SelectiveRepeat: !gbn})
 				f.run(flows, 150e6)
 				f.link.watch()
 				f.run(flows, 300e6)
 				if o := f.outcomes(flows, 300e6); o.useful < useful || o.jain < 0.9 || o.retries < 4 {
-					t.Error("not as it should be")
+					t.Error("results are out of bounds")
 				}
 			})
 		}
 	}
 }
 
-// TestCongestionEnds: of eight flows seven stop; the one that is left has the whole link soon.
+// TestCongestionEnds: seven of eight flows stop; the last one soon uses the whole link.
 func TestCongestionEnds(t *testing.T) {
 	f := newFabric(t, 1)
 	f.delay, f.link = 20e3, slow(1e9, 20, 100)
 	flows := f.flows(8, WRWrite, Config{ECN: true, SelectiveRepeat: true})
 	f.run(flows, 150e6)
-	f.run(flows[:1], 60e6) // the others end what they have
+	f.run(flows[:1], 60e6) // the others finish posted requests
 	f.link.watch()
 	f.run(flows[:1], 20e6)
 	if o := f.outcomes(flows[:1], 20e6); o.useful < 0.97 {
 		t.Error("the link is not used")
 	}
-	// And where nothing marks any more, the window opens fully.
+	// Without marks the window opens fully.
 	f.link = nil
 	f.run(flows[:1], 20e6)
 	if q := flows[0].a.q; q.recovery.cwnd.Packets() != uint64(q.cfg.Window) {
@@ -228,7 +228,7 @@ func TestCongestionEnds(t *testing.T) {
 	}
 }
 
-// TestCNP: what a notification looks like (A17.9.3), what causes one and what does not, and how often.
+// TestCNP checks a CNP's contents (A17.9.3), which packets cause one, and how often.
 func TestCNP(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -290,7 +290,7 @@ func TestCNP(t *testing.T) {
 	}
 }
 
-// TestECT: packets of RC over RoCE v2 say that they may be marked, and keep their traffic class otherwise.
+// TestECT: packets of RC over RoCE v2 are ECN-capable, and otherwise keep their traffic class.
 func TestECT(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -327,14 +327,14 @@ func TestECT(t *testing.T) {
 			}
 			var attr Attr
 			if a.q.Query(&attr); attr.AV.TrafficClass != tc.class {
-				t.Errorf("%#x is queried", attr.AV.TrafficClass)
+				t.Errorf("Query returns traffic class %#x", attr.AV.TrafficClass)
 			}
 		})
 	}
 }
 
-// TestForgedCNP: a flood of notifications from the peer, or from who passes for it, slows a flow down but does not stop
-// it, and it recovers. From anybody else they are nothing, and so they are where congestion control is off.
+// TestForgedCNP: a flood of CNPs with the peer's addresses slows a flow down but does not stop it, and it recovers.
+// CNPs from other senders are ignored, and so are all if congestion control is off.
 func TestForgedCNP(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -371,7 +371,7 @@ func TestForgedCNP(t *testing.T) {
 			f.run(flows, 20e6)
 			n := a.q.req.una - flows[0].base
 			if tc.floor {
-				// One packet takes 2 x 5 us and 9 on the link.
+				// A packet takes 2 x 5 us and 9 us on the link.
 				if a.q.recovery.cwnd.Packets() != 1 || n < 950 || a.q.stats.RxCNP < 19000 {
 					t.Errorf("a window of %d, %d packets, %d CNPs", a.q.recovery.cwnd.Packets(), n, a.q.stats.RxCNP)
 				}

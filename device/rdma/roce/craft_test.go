@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Hand-made packets: what the other side is here is the test.
+// Hand-made packets: the test plays the other side.
 
 type craft struct {
 	op     wire.Opcode
@@ -103,7 +103,7 @@ func (n *node) frame(c craft) []byte {
 	return f
 }
 
-// inject delivers c to n at once and runs what follows from it.
+// inject delivers c to n at once and runs n.
 func (n *node) inject(c craft) {
 	n.f.t.Helper()
 	fr := n.frame(c)
@@ -117,7 +117,7 @@ func (n *node) inject(c craft) {
 	leave()
 }
 
-// lone makes QP b whose peer is the test, which collects what it sends.
+// lone returns QP b, whose peer is the test; sent collects its packets.
 func lone(t testing.TB, o pairOpt) (f *fabric, b *node, sent *[]wire.RoCE) {
 	f = newFabric(t, 1)
 	b = f.node("b", Config{Type: o.typ, QPN: 0x22, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64, MaxRdAtomic: 16,
@@ -131,11 +131,11 @@ func lone(t testing.TB, o pairOpt) (f *fabric, b *node, sent *[]wire.RoCE) {
 	return f, b, sent
 }
 
-// runAll lets b do what is due without advancing the clock.
+// runAll runs b until nothing is due, without advancing the clock.
 func (n *node) runAll() {
 	for i := 0; n.run; i++ {
 		if i > 100000 {
-			n.f.t.Fatal("does not come to rest")
+			n.f.t.Fatal("the QP does not come to rest")
 		}
 		n.run = false
 		leave := n.enter()
@@ -185,11 +185,11 @@ func TestResponderSequence(t *testing.T) {
 		return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: uint64(psn & 0xff),
 			length: uint32(len(data)), data: []byte(data)}
 	}
-	// In order; two before Run give one acknowledgement.
+	// In order; two packets before Run get one acknowledgement.
 	b.inject(w(0xfffffe, "a"))
 	b.inject(w(0xffffff, "b"))
 	b.wantResp(sent, ackOf(0xffffff))
-	// Wrapped; a gap: one NAK, however much follows.
+	// The PSN wraps; a gap gets one NAK, however much follows.
 	b.inject(w(2, "x"))
 	b.inject(w(1, "y"))
 	b.wantResp(sent, nakOf(0, wire.NAKSequence))
@@ -202,7 +202,7 @@ func TestResponderSequence(t *testing.T) {
 	if mem.buf[0xfe] != '!' {
 		t.Error("a duplicate WRITE was executed")
 	}
-	// The expected one ends the gap; the next gap gives a NAK again.
+	// The expected packet ends the gap; the next gap gets a NAK again.
 	b.inject(w(0, "c"))
 	b.inject(w(2, "x"))
 	b.wantResp(sent, nakOf(1, wire.NAKSequence))
@@ -231,7 +231,7 @@ func TestResponderReadReplay(t *testing.T) {
 	b.inject(read(15, 0x2000, 0))
 	// Responses in order; the READ at 15 acknowledges the WRITE before it.
 	b.wantResp(sent, first(10), mid(11), mid(12), last(13), only(15))
-	// A partial repetition, from the middle; then the whole; then the end.
+	// Partial repetitions: from the middle, the whole, the end, the beginning.
 	b.inject(read(12, 0x1200, 488))
 	b.wantResp(sent, first(12), last(13))
 	b.inject(read(10, 0x1000, 1000))
@@ -240,7 +240,7 @@ func TestResponderReadReplay(t *testing.T) {
 	b.wantResp(sent, only(13))
 	b.inject(read(10, 0x1000, 512))
 	b.wantResp(sent, first(10), last(11))
-	// Not the same request: nothing.
+	// A different request gets no answer.
 	for _, c := range []craft{read(10, 0x1001, 1000), read(10, 0x1000, 1001), read(11, 0x1000, 256),
 		read(10, 0x1000, 100),
 		{op: wire.OpRCReadRequest, psn: 10, key: 3, va: 0x1000, length: 1000}, read(9, 0x1000, 100),
@@ -249,22 +249,21 @@ func TestResponderReadReplay(t *testing.T) {
 		b.inject(c)
 	}
 	b.wantResp(sent)
-	// A duplicate while the original is under way does not start it again.
+	// A duplicate during the original's responses does not restart them.
 	b.inject(read(16, 0x3000, 600)) // 16..18
 	b.inject(read(16, 0x3000, 600))
 	b.wantResp(sent, first(16), mid(17), last(18))
 	// Forgotten: two are remembered, 10 is the third.
 	b.inject(read(10, 0x1000, 1000))
 	b.wantResp(sent)
-	// The duplicate of a WRITE is acknowledged with the newest WRITE's PSN, never
-	// with a READ's.
+	// A duplicate WRITE is acknowledged with the newest WRITE's PSN, never with a READ's.
 	b.inject(craft{op: wire.OpRCWriteOnly, psn: 14, ack: true, key: 2, va: 0x5000, length: 1, data: []byte{9}})
 	b.wantResp(sent, ackOf(14))
 	if mem.buf[0x4000] != 1 {
 		t.Error("duplicate executed")
 	}
-	// A key that has gone when the repetition comes: NAK, and the connection stays,
-	// for the requester may have had its answer. Not so for a new READ.
+	// The key is gone when the repetition arrives: NAK, but the connection stays, because the requester may have
+	// received its answer. A new READ ends it.
 	delete(b.regions, 2)
 	b.inject(read(17, 0x3100, 344))
 	b.wantResp(sent, nakOf(17, wire.NAKRemoteAccess))
@@ -275,8 +274,8 @@ func TestResponderReadReplay(t *testing.T) {
 	b.wantEvents(EventAccessErr)
 }
 
-// A repetition that comes while the response is under way: from where it asks, if
-// that part has gone out already; and responses of a later READ stay behind.
+// A repetition that arrives during the response restarts it at the requested PSN if that part was already sent.
+// Responses of a later READ stay behind it.
 func TestResponderReadReplayUnderWay(t *testing.T) {
 	o := opts()
 	o.mtu, o.psnA, o.destRd = 1, 10, 2
@@ -288,7 +287,7 @@ func TestResponderReadReplayUnderWay(t *testing.T) {
 	r := func(op wire.Opcode, psn uint32) resp { return resp{op, psn, wire.NoCredits} }
 	b.inject(read(10, 0x1000, 1024)) // 10..13
 	b.inject(read(14, 0x1000, 8))
-	b.q.Run(b.f.now, 6) // half of it for responses: 10, 11, 12
+	b.q.Run(b.f.now, 6) // 6 responses' budget: 10, 11, 12
 	b.inject(read(11, 0x1100, 768))
 	b.wantResp(sent, r(wire.OpRCReadResponseFirst, 10), r(wire.OpRCReadResponseMid, 11),
 		r(wire.OpRCReadResponseMid, 12),
@@ -296,8 +295,8 @@ func TestResponderReadReplayUnderWay(t *testing.T) {
 		r(wire.OpRCReadResponseOnly, 14))
 }
 
-// A late copy of an answered READ or atomic must not stand in the way of the next
-// one: with max_dest_rd_atomic 1 both want the same place.
+// A late copy of an answered READ or atomic must not block the next one: with max_dest_rd_atomic 1 both need the same
+// resource.
 func TestResponderReplayGivesWay(t *testing.T) {
 	o := opts()
 	o.mtu, o.psnA, o.destRd = 1, 10, 1
@@ -318,7 +317,7 @@ func TestResponderReplayGivesWay(t *testing.T) {
 	b.inject(add(12))
 	b.inject(read(13, 8))
 	b.wantResp(sent, r(wire.OpRCReadResponseOnly, 13))
-	// Even if the repetition is under way; but not if it is the first response.
+	// Also while the repetition is being sent; but not while the first response is.
 	b.inject(read(14, 1024)) // 14..17
 	b.runAll()
 	*sent = nil
@@ -369,7 +368,7 @@ func TestResponderAtomicReplay(t *testing.T) {
 	}
 }
 
-// An ATOMIC WRITE is executed once; its duplicates are acknowledged by what the original was.
+// An ATOMIC WRITE is executed once; its duplicates get the original's response.
 func TestResponderAtomicWriteReplay(t *testing.T) {
 	o := opts()
 	o.psnA, o.destRd = 0, 2
@@ -392,7 +391,7 @@ func TestResponderAtomicWriteReplay(t *testing.T) {
 	}
 	b.wantResp(sent, only(0), only(1), only(0))
 	same(t, "memory", mem.buf[8:16], []byte("another."))
-	// No duplicates: other requests that claim the PSN of one.
+	// Not duplicates: other requests with the PSN of one.
 	b.inject(craft{op: wire.OpRCReadRequest, psn: 1, key: 2, va: 8})
 	b.inject(craft{op: wire.OpRCFetchAdd, psn: 1, key: 2, va: 8})
 	b.wantResp(sent)
@@ -415,8 +414,8 @@ func TestResponderTooManyReads(t *testing.T) {
 	b.wantState(Err)
 }
 
-// FLUSHes and ATOMIC WRITEs, which some requesters do not count, need no place among what was agreed on. Old ones are
-// answered although nobody remembers them, and not executed.
+// FLUSHes and ATOMIC WRITEs, which some requesters do not count, need no resource of max_dest_rd_atomic. Old ones are
+// answered although they are no longer remembered, and not executed.
 func TestResponderUncounted(t *testing.T) {
 	o := opts()
 	o.psnA, o.destRd = 0, 1
@@ -435,7 +434,7 @@ func TestResponderUncounted(t *testing.T) {
 	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
 	var want []resp
 	psn := uint32(0)
-	for ; psn < psnSetSpan-1; psn += 3 { // what is between two of them is acknowledged by the second
+	for ; psn < psnSetSpan-1; psn += 3 { // a PSN between two of them is acknowledged by the second
 		b.inject(write(psn))
 		b.inject(flush(psn + 1))
 		b.inject(put(psn+2, byte(psn)))
@@ -443,7 +442,7 @@ func TestResponderUncounted(t *testing.T) {
 	}
 	b.wantResp(sent, want...)
 	same(t, "memory", mem.buf[8:16], bytes.Repeat([]byte{byte(psn - 3)}, 8))
-	// They are not without bounds: one is as good as lost then.
+	// Their number is bounded: beyond it a request counts as lost.
 	want = nil
 	for i := range uint32(psnSetSpan) {
 		b.inject(flush(psn + i))
@@ -462,7 +461,7 @@ func TestResponderUncounted(t *testing.T) {
 		t.Errorf("%d executed again", b.atomics-executed)
 	}
 
-	// They push out nothing, and go in order with what is remembered.
+	// They evict no resource, and are answered in order with remembered ones.
 	add := craft{op: wire.OpRCFetchAdd, psn: psn, key: 2, va: 64, swap: 1}
 	b.inject(flush(psn - 1))
 	b.inject(add)
@@ -478,8 +477,7 @@ func TestResponderUncounted(t *testing.T) {
 	}
 }
 
-// A key that goes away between the packets of a WRITE with immediate data is a local access error to the receive
-// (11.6.2).
+// A key invalidated between the packets of a WRITE with immediate data is a local access error of the receive (11.6.2).
 func TestResponderImmAccess(t *testing.T) {
 	o := opts()
 	o.psnA = 0
@@ -495,8 +493,7 @@ func TestResponderImmAccess(t *testing.T) {
 	b.wantState(Err)
 }
 
-// Opcode sequence and packet length (IBTA 9.7.4.1): each violation is an invalid
-// request, and touches nothing.
+// Opcode sequence and packet length (IBTA 9.7.4.1): each violation is an invalid request and changes no memory.
 func TestResponderInvalid(t *testing.T) {
 	mtu := make([]byte, 1024)
 	long := make([]byte, 1028)
@@ -548,7 +545,7 @@ func TestResponderInvalid(t *testing.T) {
 			same(t, "memory", mem.buf, before)
 			b.wantState(Err)
 			b.wantEvents(EventReqErr)
-			// Nothing is answered any more.
+			// No further request is answered.
 			b.inject(craft{op: wire.OpRCWriteOnly, psn: 7, ack: true})
 			b.wantResp(sent)
 			b.runAll()
@@ -561,7 +558,7 @@ func TestResponderInvalid(t *testing.T) {
 	}
 }
 
-// Whatever does not come from the peer, in every respect, is ignored.
+// TestAdmission: packets that differ from the peer's in any checked field are ignored.
 func TestAdmission(t *testing.T) {
 	o := opts()
 	o.psnA = 0
@@ -601,7 +598,7 @@ func TestAdmission(t *testing.T) {
 	}
 	b.wantResp(sent)
 	same(t, "memory", mem.buf, before)
-	// A limited member, a priority tag: the peer.
+	// A limited P_Key member and a priority tag are accepted.
 	c := good
 	c.pkey = 0x7fff
 	c.av = alter(func(a *AddressVector) { a.VLAN = 0 })
@@ -610,7 +607,7 @@ func TestAdmission(t *testing.T) {
 	b.wantState(RTS)
 }
 
-// Responses that make no sense change nothing; those that do, in any order.
+// TestRequesterResponses: invalid responses change nothing; valid ones are accepted in any order.
 func TestRequesterResponses(t *testing.T) {
 	o := opts()
 	o.psnB, o.timeout = 0xfffffe, 0
@@ -632,7 +629,7 @@ func TestRequesterResponses(t *testing.T) {
 	at := craft{op: wire.OpRCAtomicAck, psn: 3, syn: wire.NoCredits, orig: 77}
 
 	_, b, sent := start()
-	// Ghosts, old ones, unknown syndromes; ACKs may not answer a READ or atomic.
+	// Ghosts, old responses, unknown syndromes; an ACK does not answer a READ or atomic.
 	for _, c := range []craft{ack(0xfffffd), ack(5), ack(0x800000), {op: wire.OpRCAck, psn: 4, syn: 0x40},
 		{op: wire.OpRCAck, psn: 4, syn: 0x80},
 		{op: wire.OpRCAck, psn: 0xfffffe, syn: wire.NAKInvalidRD}} {
@@ -642,7 +639,7 @@ func TestRequesterResponses(t *testing.T) {
 	b.wantSends()
 	b.inject(ack(0xfffffe))
 	b.wantSends()
-	b.inject(ack(1)) // names the READ: acknowledges the WRITE only
+	b.inject(ack(1)) // has the READ's PSN: acknowledges the WRITE only
 	b.wantSends(0)
 	b.inject(ack(1))
 	b.inject(ack(2))
@@ -660,17 +657,17 @@ func TestRequesterResponses(t *testing.T) {
 	b.inject(at)
 	b.wantResp(sent)
 	if b.regions[2].buf[0x1000] != 77 {
-		t.Error("atomic result")
+		t.Error("wrong atomic result")
 	}
 
-	// A READ response acknowledges the WRITE before it; MIDDLE after MIDDLE or
-	// FIRST after FIRST are taken by position.
+	// A READ response acknowledges the WRITE before it. Responses are placed by position: MIDDLE after MIDDLE or FIRST
+	// after FIRST are accepted.
 	_, b, sent = start()
 	b.inject(rr(wire.OpRCReadResponseMid, 1, 1024))
 	b.wantSends(0)
 	b.inject(rr(wire.OpRCReadResponseOnly, 2, 1024))
 	b.wantSends(0, 0)
-	// The ACK of the SEND shows that the atomic's response was lost: once.
+	// The ACK of the SEND shows that the atomic's response was lost; this is counted once.
 	b.inject(ack(4))
 	b.wantResp(sent, resp{wire.OpRCFetchAdd, 3, wire.NoCredits}, resp{wire.OpRCSendOnly, 4, wire.NoCredits})
 	b.inject(ack(4))
@@ -679,7 +676,7 @@ func TestRequesterResponses(t *testing.T) {
 	b.inject(ack(4))
 	b.wantSends(0, 0, 0, 0)
 
-	// A lost READ response: the rest is asked for from there on.
+	// A lost READ response: the rest is requested from there on.
 	_, b, sent = start()
 	b.inject(rr(wire.OpRCReadResponseLast, 2, 1024))
 	b.wantSends(0)
@@ -699,7 +696,7 @@ func TestRequesterResponses(t *testing.T) {
 	// Responses of a wrong kind or size.
 	_, b, _ = start()
 	b.inject(at)
-	b.wantSends(0) // only that the WRITE arrived
+	b.wantSends(0) // acknowledges the WRITE only
 	b.inject(rr(wire.OpRCReadResponseFirst, 1, 1020))
 	b.runAll()
 	b.wantSends(0, StatusBadResp, StatusFlush, StatusFlush)
@@ -714,8 +711,7 @@ func TestRequesterResponses(t *testing.T) {
 		b.wantSends(0, st, StatusFlush, StatusFlush)
 	}
 
-	// Sequence NAK in the middle of the WRITE; a copy of it; RNR and a copy. After a loss the window is of four
-	// PSNs.
+	// Sequence NAK in the middle of the WRITE, and a copy; RNR NAK and a copy. After a loss the window is four PSNs.
 	_, b, sent = start()
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence})
 	b.wantResp(sent, resp{wire.OpRCWriteLast, 0, wire.NoCredits}, resp{wire.OpRCReadRequest, 1, wire.NoCredits},
@@ -725,17 +721,17 @@ func TestRequesterResponses(t *testing.T) {
 	b.q.attr.RNRRetry, b.q.req.rnrLeft = 1, 1
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.SyndromeRNR | 5})
 	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.SyndromeRNR | 5})
-	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence}) // rxe sends one for what followed
+	b.inject(craft{op: wire.OpRCAck, psn: 0, syn: wire.NAKSequence}) // rxe sends one for each following packet
 	b.wantResp(sent)
 	if b.timer != b.f.now+60e3 {
-		t.Errorf("timer %d ns ahead", b.timer-b.f.now)
+		t.Errorf("timer expires in %d ns", b.timer-b.f.now)
 	}
 	b.wantSends()
 	b.wantState(RTS)
 }
 
-// The RETH of a repeated WRITE's middle needs none, a repeated FIRST the whole;
-// solicited and AckReq stand on the last packet.
+// A repeated MIDDLE of a WRITE has no RETH, a repeated FIRST has the whole length; solicited and AckReq are set in the
+// last packet.
 func TestRequesterHeaders(t *testing.T) {
 	o := opts()
 	o.psnB = 5
@@ -768,8 +764,8 @@ func TestRequesterHeaders(t *testing.T) {
 	}
 }
 
-// After an RNR NAK what follows is dropped in silence until the request is repeated
-// (IBTA 9.7.5.2.8); the wait named is min_rnr_timer's code.
+// After an RNR NAK following packets are dropped without an answer until the request is repeated (IBTA 9.7.5.2.8). The
+// NAK's timer is min_rnr_timer.
 func TestResponderNotReady(t *testing.T) {
 	o := opts()
 	o.psnA, o.minRNR = 20, 17

@@ -15,9 +15,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The test fabric: QPs with adapters over plain Go memory, joined by queues of
-// frames, under one virtual clock. Every frame is parsed and its ICRC checked as
-// the device would.
+// The test fabric: QPs with adapters over plain Go memory, joined by queues of frames, under one virtual clock. Every
+// frame is parsed and its ICRC checked as the device would.
 
 type region struct {
 	va     uint64
@@ -52,7 +51,7 @@ type node struct {
 	run      bool
 	timer    int64
 	inCall   bool
-	noBufs   int                                  // fail so many GetBufs
+	noBufs   int                                  // the next noBufs calls of GetBuf fail
 	fault    func(what string) translate.MissKind // injected misses
 	recvMiss func() Fetch                         // injected FetchRecv results
 	bad      map[uint32]Status                    // send WQEs that FetchSend finds bad
@@ -60,7 +59,7 @@ type node struct {
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
-	slow     bool // its frames take the link
+	slow     bool // its frames go through the link
 	pad      bool // the frame being sent may be padded
 	seen     map[uint32]bool
 	atomics  int
@@ -71,7 +70,7 @@ type delivery struct {
 	at    int64
 	order int
 	frame []byte
-	fn    func() // instead of a frame
+	fn    func() // called instead of delivering a frame
 }
 
 // deliveries is a heap by time, then order of sending.
@@ -96,23 +95,23 @@ type fabric struct {
 	queue  deliveries
 	order  int
 	pool   *frame.Pool
-	held   *frame.Pool // frames that QPs keep
-	frame  []byte      // that is being received
+	held   *frame.Pool // frames held by QPs
+	frame  []byte      // the frame being received
 	rng    *rand.Rand
 	delay  int64
 	jitter int64 // reorders
 	loss   func(p *wire.RoCE) bool
 	dup    float64
-	lag    int64   // how long a QP that is scheduled may have to wait for its Run
-	late   int64   // how much later than the original a duplicate may come
-	flip   float64 // corruption
+	lag    int64   // maximum delay of a scheduled QP's Run
+	late   int64   // maximum delay of a duplicate behind the original
+	flip   float64 // corruption rate
 	frames int
 	bytes  int
 	p      wire.RoCE
 	budget int
 	steps  int
 	local  localMode
-	link   *link // that frames of some nodes share; nil: none
+	link   *link // link shared by frames of some nodes; nil: none
 }
 
 func newFabric(t testing.TB, seed int64) *fabric {
@@ -124,7 +123,7 @@ func newFabric(t testing.TB, seed int64) *fabric {
 		budget: 64}
 }
 
-// newHeld makes the pool of frames that are kept.
+// newHeld returns the pool of held frames.
 func newHeld(t testing.TB, n int) *frame.Pool {
 	pool, err := frame.NewPool(frame.Config{Count: n, Capacity: 4300})
 	if err != nil {
@@ -141,7 +140,7 @@ func (f *fabric) node(name string, cfg Config) *node {
 	return n
 }
 
-// guard fails the test when the QP is called while it calls the adapter.
+// enter fails the test if the QP is called while it calls the adapter.
 func (n *node) enter() func() {
 	if n.inCall {
 		n.f.t.Fatalf("%s: QP entered twice", n.name)
@@ -436,7 +435,7 @@ func (n *node) Transmit(b *frame.Buf) {
 		g := frame
 		if f.flip > 0 && f.rng.Float64() < f.flip {
 			g = append([]byte(nil), frame...)
-			// Not the Ethernet header: that is the link's to protect.
+			// Not in the Ethernet header, which the link protects.
 			g[14+f.rng.Intn(len(g)-14)] ^= 1 << f.rng.Intn(8)
 		}
 		at := passed + f.delay
@@ -460,7 +459,7 @@ func (f *fabric) byQPN(qpn uint32) *node {
 	return nil
 }
 
-// after calls fn once d ns have passed.
+// after calls fn after d ns.
 func (f *fabric) after(d int64, fn func()) {
 	f.order++
 	heap.Push(&f.queue, delivery{at: f.now + d, order: f.order, fn: fn})
@@ -482,8 +481,7 @@ func (f *fabric) deliver(d *delivery) {
 	}
 }
 
-// step does one thing that is due, or advances the clock to the next; false if
-// nothing will ever happen again.
+// step does one thing that is due, or advances the clock to the next; false if nothing is left to do.
 func (f *fabric) step() bool {
 	f.steps++
 	for _, n := range f.nodes {
@@ -529,7 +527,7 @@ func (f *fabric) step() bool {
 	return true
 }
 
-// watched fails if the requester has something under way and nothing to wake it should no answer come.
+// watched fails if the requester has requests in flight and no timer or schedule to continue without an answer.
 func (n *node) watched() {
 	q := n.q
 	if q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
@@ -539,7 +537,7 @@ func (n *node) watched() {
 	}
 }
 
-// until steps until done, at most limit of virtual time.
+// until steps until done, for at most limit ns of virtual time.
 func (f *fabric) until(what string, limit int64, done func() bool) {
 	f.t.Helper()
 	end := f.now + limit
@@ -548,17 +546,17 @@ func (f *fabric) until(what string, limit int64, done func() bool) {
 			f.t.Fatalf("%s: not within %d ms of virtual time (%d steps)", what, limit/1e6, f.steps)
 		}
 		if !f.step() {
-			f.t.Fatalf("%s: nothing left to do", what)
+			f.t.Fatalf("%s: no event is left", what)
 		}
 	}
 }
 
-// settle steps until nothing happens for a while or nothing is left.
+// settle steps until nothing happens for a while or nothing is left to do.
 func (f *fabric) settle(limit int64) {
 	f.t.Helper()
 	for end := f.now + limit; f.now < end && f.step(); {
 		if f.steps > 20e6 {
-			f.t.Fatal("does not settle")
+			f.t.Fatal("the fabric does not settle")
 		}
 	}
 	if n := f.pool.InUse(); n != 0 {
@@ -580,7 +578,7 @@ func (f *fabric) settle(limit int64) {
 		}
 	}
 	if n := f.held.InUse(); n != kept {
-		f.t.Fatalf("%d frames are held, %d of them by QPs", n, kept)
+		f.t.Fatalf("%d frames are held, but QPs account for %d", n, kept)
 	}
 }
 
@@ -606,8 +604,8 @@ type pairOpt struct {
 	avA, avB         AddressVector
 	outstanding, win int
 	srq, noECN       bool
-	backA, backB     bool  // go back N
-	stay             State // leave both there
+	backA, backB     bool  // go-back-N
+	stay             State // leave both in this state
 }
 
 func opts() pairOpt {
@@ -662,7 +660,7 @@ func (f *fabric) pair(o pairOpt) (a, b *node) {
 	return a, b
 }
 
-// reg makes a region of n bytes with random contents.
+// reg registers a region of n bytes with random contents.
 func (n *node) reg(key translate.Key, va uint64, size int, access translate.Access) *region {
 	r := &region{va: va, buf: make([]byte, size), access: access}
 	x := n.f.rng.Uint64() | 1
@@ -678,7 +676,7 @@ func (n *node) reg(key translate.Key, va uint64, size int, access translate.Acce
 
 const allAccess = translate.LocalWrite | translate.RemoteWrite | translate.RemoteRead | translate.RemoteAtomic
 
-// post adds a send WQE and rings.
+// post adds a send WQE and schedules the QP.
 func (n *node) post(w WQE) {
 	if w.Length == 0 {
 		for _, s := range w.SGEs {
@@ -705,7 +703,7 @@ func sge(key translate.Key, va uint64, n int) SGE {
 	return SGE{VA: translate.VA(va), Length: uint32(n), Key: key}
 }
 
-// sent fails unless exactly the send completions with these statuses are there.
+// wantSends fails unless the send completions have exactly these statuses.
 func (n *node) wantSends(st ...Status) {
 	n.f.t.Helper()
 	if got := statuses(n.sends); got != fmt.Sprint(st) {

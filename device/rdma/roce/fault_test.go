@@ -7,8 +7,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Absent memory (PF-8, PF-10, PF-12): everything ends well as soon as it is there,
-// whatever access met it; and exhausted frame buffers likewise.
+// TestFaults (PF-8, PF-10, PF-12): every operation completes once absent memory is present, and once frame buffers are
+// available again.
 func TestFaults(t *testing.T) {
 	ops := []WQE{
 		{Opcode: WRWrite, RKey: 2, RemoteVA: 0x1000, SGEs: []SGE{sge(1, 0, 5000)}},
@@ -23,7 +23,7 @@ func TestFaults(t *testing.T) {
 			t.Run(what, func(t *testing.T) {
 				f := newFabric(t, 1)
 				o := opts()
-				o.retry, o.timeout = 1, 9 // waiting must not use up retries
+				o.retry, o.timeout = 1, 9 // waits must not use up retries
 				a, b := f.pair(o)
 				src := a.reg(1, 0, 1<<16, allAccess)
 				dst := b.reg(2, 0, 1<<16, allAccess)
@@ -72,7 +72,7 @@ func TestFaults(t *testing.T) {
 					t.Errorf("%d atomics executed", b.atomics)
 				}
 				if s := a.q.Stats().Faults + b.q.Stats().Faults; s == 0 && what != "bufs" {
-					t.Error("no fault counted")
+					t.Error("no fault was counted")
 				}
 				if what == "writeremote" && b.q.Stats().TxRNR == 0 {
 					t.Error("no RNR NAK for a WRITE to absent memory (PF-8)")
@@ -107,7 +107,7 @@ func TestFaultDrops(t *testing.T) {
 	b.wantRecvs(0)
 }
 
-// An idle connection arms no timer again and again.
+// An idle connection does not rearm its timer.
 func TestIdle(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())
@@ -123,7 +123,7 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// A loop-back connection: a QP whose peer is itself.
+// A loop-back connection: the QP is its own peer.
 func TestSelf(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()

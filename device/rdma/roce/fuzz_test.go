@@ -9,10 +9,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// hostile drives a QP with packets made from bytes, as a peer that may send
-// whatever it likes with the right addresses and a right ICRC. Checked: no panic,
-// bounded work, nothing outside of what was exposed is read or written, the QP can
-// still be brought back.
+// hostile drives a QP with packets made from bytes, as a peer that sends anything with the right addresses and a right
+// ICRC. Checked: no panic, bounded work, only exposed memory is read or written, and the QP can be recovered.
 type hostile struct {
 	in []byte
 }
@@ -33,7 +31,7 @@ func (h *hostile) u32() uint32 {
 	return binary.LittleEndian.Uint32(b[:])
 }
 
-// some picks one of the likely values, or any.
+// some returns one of the likely values, or any.
 func (h *hostile) some(likely ...uint32) uint32 {
 	k := int(h.byte())
 	if k >= 240 {
@@ -63,7 +61,7 @@ var fuzzOps = [][]wire.Opcode{
 }
 
 const (
-	keySecret = 7 // no remote rights; also where the sends come from
+	keySecret = 7 // no remote rights; also the source of sends
 	keyRead   = 8
 	keyWrite  = 9
 	keyRecv   = 10
@@ -91,7 +89,7 @@ func runHostile(t *testing.T, data []byte) {
 	} else {
 		f, b, sent = lone(t, o)
 	}
-	// Two guards around the two exposed areas, all in one address range.
+	// Two guard areas around the two exposed areas, all in one address range.
 	const size = 1024
 	mem := make([]byte, 4*size)
 	for i := range mem {
@@ -105,7 +103,7 @@ func runHostile(t *testing.T, data []byte) {
 	recv := b.reg(keyRecv, 0, 2048, translate.LocalWrite)
 	results := b.reg(1, 0, 4096, translate.LocalWrite)
 	_, _ = recv, results
-	if h.byte()&1 != 0 { // pages come when the input says so, or never
+	if h.byte()&1 != 0 { // pages become present if the input says so
 		b.paging(int64(h.byte()), 0.3, 0.1)
 		b.service = func() int64 { return -1 }
 		b.fault = func(what string) translate.MissKind {
@@ -160,15 +158,15 @@ func runHostile(t *testing.T, data []byte) {
 		if h.byte()&3 != 0 {
 			*sent = (*sent)[:0]
 			b.runAll()
-			// At most what can be in flight: all the answers remembered at their
-			// full length, the window, an acknowledgement, and flushes.
+			// At most what can be in flight: all remembered responses at full length, the window, an acknowledgement,
+			// and flushes.
 			if n := len(*sent); n > 4*(size/256+2)+128+2 {
-				t.Fatalf("one packet made the QP send %d", n)
+				t.Fatalf("one packet made the QP send %d packets", n)
 			}
 			for _, p := range *sent {
 				for _, x := range p.Payload {
 					if x == secret && p.Info.Op == wire.ReadResponse {
-						t.Fatal("a READ response carries memory that was not exposed")
+						t.Fatal("a READ response contains memory that was not exposed")
 					}
 				}
 			}
@@ -215,7 +213,7 @@ func runHostile(t *testing.T, data []byte) {
 
 func FuzzReceive(f *testing.F) { fuzzFrom(f, 400, runHostile) }
 
-// The same with fixed seeds, so that every test run covers it.
+// TestHostile runs fixed seeds, so that every test run covers it.
 func TestHostile(t *testing.T) { runFixed(t, 2, 1200, runHostile) }
 
 // fuzzFrom fuzzes run, from inputs of up to 20+most bytes.
@@ -229,7 +227,7 @@ func fuzzFrom(f *testing.F, most int, run func(*testing.T, []byte)) {
 	f.Fuzz(run)
 }
 
-// runFixed runs with the random inputs of a seed, of up to most bytes each, and shows the first that fails.
+// runFixed runs a seed's random inputs, of up to most bytes each, and logs the first that fails.
 func runFixed(t *testing.T, seed int64, most int, run func(*testing.T, []byte)) {
 	n := 2000
 	if testing.Short() {

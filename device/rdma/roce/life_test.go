@@ -6,15 +6,14 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// forget is what an adapter does when its QP goes to RESET: its queues are empty.
+// forget empties the queues, as an adapter does when its QP goes to RESET.
 func (n *node) forget() {
 	n.sq, n.rq, n.rqNext, n.sends, n.recvs, n.events = nil, nil, 0, nil, nil, nil
 	n.seen, n.bad = map[uint32]bool{}, map[uint32]Status{}
 }
 
-// runLife has two QPs live any life that their owners can give them: every state from every other, work of any kind
-// posted in all of them, loss and absent pages. Whatever it was, in the error state all that was posted ends, each
-// request once and in order.
+// runLife takes two QPs through any states: every transition, requests of any kind posted in all states, loss and
+// absent pages. In the error state all posted requests complete, each once and in order.
 func runLife(t *testing.T, data []byte) {
 	h := &hostile{in: data}
 	o := opts()
@@ -43,7 +42,7 @@ func runLife(t *testing.T, data []byte) {
 		i := int(h.byte()) % 2
 		n, peer := ends[i], ends[1-i]
 		switch h.byte() % 8 {
-		case 0, 1: // one step of the usual way up, or any other
+		case 0, 1: // one step towards RTS, or to any other state
 			to := min(n.q.State()+1, RTS)
 			if h.byte()&1 != 0 {
 				to = State(h.byte() % uint8(Err+1))
@@ -116,15 +115,15 @@ func runLife(t *testing.T, data []byte) {
 	}
 	for _, n := range ends {
 		if len(n.sends) != len(n.sq) || n.q.req.head != n.q.req.tail {
-			t.Errorf("%s: %d of %d requests are completed", n.name, len(n.sends), len(n.sq))
+			t.Errorf("%s: %d of %d requests completed", n.name, len(n.sends), len(n.sq))
 		}
 		if !o.srq && n.rqNext != len(n.rq) || len(n.recvs) != n.rqNext {
-			t.Errorf("%s: of %d receives %d were taken and %d completed", n.name, len(n.rq), n.rqNext, len(n.recvs))
+			t.Errorf("%s: of %d receives %d were fetched and %d completed", n.name, len(n.rq), n.rqNext, len(n.recvs))
 		}
 	}
 }
 
 func FuzzLife(f *testing.F) { fuzzFrom(f, 600, runLife) }
 
-// The same with fixed seeds, so that every test run covers it.
+// TestAnyLife runs fixed seeds, so that every test run covers it.
 func TestAnyLife(t *testing.T) { runFixed(t, 3, 1500, runLife) }

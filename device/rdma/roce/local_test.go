@@ -6,13 +6,13 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// localMode says how often QPs of a fabric may reach each other directly.
+// localMode says when QPs of a fabric use the local path.
 type localMode uint8
 
 const (
 	framesOnly localMode = iota
 	localOn
-	localMixed // comes and goes with each turn
+	localMixed // changes with each Run
 )
 
 func (m localMode) String() string { return [...]string{"frames", "local", "mixed"}[m] }
@@ -28,8 +28,7 @@ func (n *node) Peer() (*QP, uint64) {
 	return nil, 0
 }
 
-// span cuts what n bytes from va on are to what is contiguous: some of it, and
-// within a page if pages come and go.
+// span limits n bytes from va on to a contiguous part, within a page if pages come and go.
 func (n *node) span(b []byte, key translate.Key, va uint64, need translate.Access) ([]byte, translate.Miss) {
 	k := uint64(len(b))
 	if n.rng != nil {
@@ -139,8 +138,7 @@ func TestLocalNoFrames(t *testing.T) {
 	}
 }
 
-// A WRITE that goes beyond its region writes nothing, also when it comes in pieces: the
-// peer looks at all of it first.
+// A WRITE beyond its region writes nothing, even in several pieces: the peer checks the whole range first.
 func TestLocalRefusedWritesNothing(t *testing.T) {
 	f := newFabric(t, 1)
 	f.local = localOn
@@ -155,5 +153,5 @@ func TestLocalRefusedWritesNothing(t *testing.T) {
 		SGEs: []SGE{sge(4, chLocal, 100), sge(4, chLocal+100, 100)}})
 	f.settle(1e9)
 	a.wantSends(StatusRemAccess)
-	same(t, "memory of a WRITE that was refused", b.regions[1].buf, before)
+	same(t, "memory of a refused WRITE", b.regions[1].buf, before)
 }

@@ -7,10 +7,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// TestManageOrder: memory management requests among others, on a wire that loses
-// packets, by an adapter that is busy or has its memory paged out now and then. Each
-// is done once; LOCAL_INV and BIND_MW when all before them have completed; all
-// complete in order (IBTA 10.8.3).
+// TestManageOrder: memory management requests among others, over a wire that loses packets, with an adapter that is
+// busy or has its memory paged out now and then. Each executes once; LOCAL_INV and BIND_MW after all requests before
+// them have completed; all complete in order (IBTA 10.8.3).
 func TestManageOrder(t *testing.T) {
 	for _, typ := range []Type{RC, UC} {
 		f := newFabric(t, 11)
@@ -29,7 +28,7 @@ func TestManageOrder(t *testing.T) {
 			case done[w.Seq]:
 				t.Fatalf("%v: request %d executed twice", typ, w.Seq)
 			case w.Opcode != WRRegMR && len(a.sends) != int(w.Seq):
-				t.Fatalf("%v: request %d began when %d had completed", typ, w.Seq, len(a.sends))
+				t.Fatalf("%v: request %d executed when %d had completed", typ, w.Seq, len(a.sends))
 			case f.rng.Intn(3) == 0:
 				return translate.Again
 			}
@@ -76,7 +75,7 @@ func TestManageOrder(t *testing.T) {
 	}
 }
 
-// TestManageRefused: what was posted before is not harmed, what comes behind is flushed.
+// TestManageRefused: requests posted before are not affected, those behind are flushed.
 func TestManageRefused(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())

@@ -6,26 +6,25 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// pager is a node's drivers of both levels: pages are present, or absent in the
-// guest, on the host, or both, and may go again at any time. It checks what the
-// transport asks of it.
+// pager plays a node's guest driver and host driver: pages are present, or absent in the guest, on the host, or both,
+// and may be evicted at any time. It checks what the transport requests.
 type pager struct {
-	service func() int64                // ns a fault takes; below 0: it is never answered. nil: 200 us
-	refuse  func(m translate.Miss) bool // the address is not valid
+	service func() int64                // service time of a fault, ns; negative: it is never answered. nil: 200 us
+	refuse  func(m translate.Miss) bool // the address is invalid
 	delay   int64                       // FaultDelay; 0: 200 us; -1: not known
 
 	rng    *rand.Rand // nil: every page is present
 	pages  map[pageID]absence
-	gone   float64 // probability that a page is absent at first, for each level
-	evict  float64 // ... that a page goes with an access
+	gone   float64 // probability that a page is absent at first, for each stage
+	evict  float64 // probability that an access evicts its page
 	raised [2]int
 	served int
 	failed int
 	asked  []translate.Miss
-	missed map[missed]bool  // what accesses have met
+	missed map[missed]bool  // accesses that missed
 	idle   bool             // nothing is
-	whole  bool             // always all that is asked for is brought in
-	open   [2]func(ok bool) // faults that wait for ever, by side
+	whole  bool             // always bring in all requested pages
+	open   [2]func(ok bool) // unanswered faults, by side
 	busy   [2]bool
 }
 
@@ -43,7 +42,7 @@ const (
 	hostAbsent
 )
 
-// missed is an access of some kind that met an absent byte.
+// missed is an access of some kind to an absent byte.
 type missed struct {
 	key  translate.Key
 	va   translate.VA
@@ -69,7 +68,7 @@ func (p *pager) page(id pageID) absence {
 	return a
 }
 
-// touch translates an access that is within its region and needs these rights.
+// touch translates an access that is within its region and has the rights.
 func (n *node) touch(key translate.Key, va, k uint64, need translate.Access) translate.Miss {
 	if n.rng == nil || k == 0 {
 		return translate.Miss{}
@@ -98,7 +97,7 @@ func (n *node) touch(key translate.Key, va, k uint64, need translate.Access) tra
 	return translate.Miss{}
 }
 
-// Keep implements Adapter: this one keeps nothing.
+// Keep implements Adapter; it keeps nothing.
 func (n *node) Keep() bool { return false }
 
 // Fault implements Adapter.
@@ -114,14 +113,14 @@ func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 			n.f.t.Fatalf("%s: fault for %+v: beyond the region", n.name, m)
 		}
 		if !n.missed[missed{m.Key, m.VA, need}] {
-			n.f.t.Fatalf("%s: fault for %+v with rights %#x, which nobody needed there", n.name, m, need)
+			n.f.t.Fatalf("%s: fault for %+v with rights %#x, which no access needed", n.name, m, need)
 		}
 	}
 	n.asked = append(n.asked, m)
 	n.raise(side, m)
 }
 
-// raise is Fault, also for work queues.
+// raise handles faults, also of work queues.
 func (n *node) raise(side Side, m translate.Miss) {
 	if n.busy[side] {
 		return
@@ -151,7 +150,7 @@ func (n *node) raise(side Side, m translate.Miss) {
 	n.f.after(d, func() { done(n.refuse == nil || !n.refuse(m)) })
 }
 
-// pageIn brings in what was asked for, sometimes less, sometimes nothing.
+// pageIn brings in the requested pages, sometimes fewer, sometimes none.
 func (n *node) pageIn(m translate.Miss) {
 	if n.rng == nil || m.Key == 0 || n.idle {
 		return

@@ -96,7 +96,7 @@ func (n *node) RemoteSpan(key translate.Key, va translate.VA, k uint64,
 	return n.span(b, key, uint64(va), need)
 }
 
-// What goes the local way makes no frames.
+// Operations on the local path send no frames.
 func TestLocalNoFrames(t *testing.T) {
 	for _, typ := range []Type{RC, UC} {
 		f := newFabric(t, 1)

@@ -22,7 +22,7 @@ type pager struct {
 	failed int
 	asked  []translate.Miss
 	missed map[missed]bool  // accesses that missed
-	idle   bool             // nothing is
+	idle   bool             // brings in nothing
 	whole  bool             // always bring in all requested pages
 	open   [2]func(ok bool) // unanswered faults, by side
 	busy   [2]bool

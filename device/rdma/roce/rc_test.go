@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Each operation with data, immediate and completion fields on both sides.
+// Each operation with its data, immediate data and completion fields on both sides.
 func TestRCOperations(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())
@@ -73,7 +73,7 @@ func TestRCOperations(t *testing.T) {
 		SGEs: []SGE{sge(1, 0x10018, 4), sge(1, 0x10020, 4)}})
 	f.until("atomics", 1e9, func() bool { return len(a.sends) == 9 })
 	if v := binary.LittleEndian.Uint64(dst.buf[64:]); v != 7 {
-		t.Errorf("memory holds %d after the atomics", v)
+		t.Errorf("memory is %d after the atomics", v)
 	}
 	if x, y, z := binary.LittleEndian.Uint64(src.buf[8:]), binary.LittleEndian.Uint64(src.buf[16:]),
 		binary.LittleEndian.Uint32(src.buf[24:]); x != 40 || y != 42 || z != 7 {
@@ -101,8 +101,7 @@ func TestRCOperations(t *testing.T) {
 	}
 }
 
-// All sizes by all path MTUs for the three data operations, over IPv4, IPv6,
-// RoCE v1 and VLANs, under loss; PSNs wrap on the way.
+// All sizes with all path MTUs for the three data operations, over IPv4, IPv6, RoCE v1 and VLANs, with loss; PSNs wrap.
 func TestRCSizesAndMTUs(t *testing.T) {
 	v6A, v6B := [16]byte{0: 0xfe, 1: 0x80, 15: 1}, [16]byte{0: 0xfe, 1: 0x80, 15: 2}
 	v1A, v1B := av(ipA, ipB), av(ipB, ipA)
@@ -156,7 +155,7 @@ func TestRCSizesAndMTUs(t *testing.T) {
 	}
 }
 
-// Zero-length requests name no memory: key and address do not matter.
+// Zero-length requests access no memory: key and address are not checked.
 func TestRCZeroLength(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())
@@ -169,7 +168,7 @@ func TestRCZeroLength(t *testing.T) {
 	b.wantRecvs(0)
 }
 
-// 8 MiB each way, SEND, WRITE and READ.
+// 8 MiB in each direction: SEND, WRITE and READ.
 func TestRCLarge(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
@@ -194,8 +193,7 @@ func TestRCLarge(t *testing.T) {
 	}
 }
 
-// A message of 2^31 bytes is accepted, one byte more is a local length error;
-// checked without moving the data.
+// A message of 2^31 bytes is accepted, one byte more is a local length error; checked without moving the data.
 func TestRCMessageLimit(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())
@@ -212,7 +210,8 @@ func flushOf(key translate.Key, va translate.VA, n uint32, selectivity uint8) WQ
 		Flush: wire.FETH{Placement: wire.FlushGlobal, Selectivity: selectivity}}
 }
 
-// TestRCFlush: of a range, of nothing, of a region from outside of it; on the wire and on the local path.
+// TestRCFlush: FLUSH of a range, of nothing, and of a region by an address outside it; on the wire and on the local
+// path.
 func TestRCFlush(t *testing.T) {
 	for _, local := range []bool{false, true} {
 		f := newFabric(t, 1)
@@ -229,7 +228,7 @@ func TestRCFlush(t *testing.T) {
 			flushOf(1, chTarget, 4096, wire.FlushRange), flushOf(1, chTarget, 0, wire.FlushRange),
 			flushOf(1, 0, 1<<31, wire.FlushRegion),
 			{Opcode: WRAtomicWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal+8, 8)}},
-			flushOf(1, chTarget, 8, wire.FlushRange), // more than rd in flight
+			flushOf(1, chTarget, 8, wire.FlushRange), // exceeds max_rd_atomic
 		} {
 			a.post(w)
 		}
@@ -245,8 +244,8 @@ func TestRCFlush(t *testing.T) {
 	}
 }
 
-// TestRCErrors: which completion status each side gets (IBTA 11.6.2), which event (11.6.3), which state (9.9.2, 9.9.3),
-// and that memory is untouched; where peers are at hand, too. The same from a guest's verbs: integration/guest/errors.
+// TestRCErrors checks the completion status at each side (IBTA 11.6.2), the event (11.6.3), the state (9.9.2, 9.9.3),
+// and that memory is unchanged; also on the local path. integration/guest/errors checks the same with a guest's verbs.
 func TestRCErrors(t *testing.T) {
 	for _, mode := range []localMode{framesOnly, localOn} {
 		t.Run(mode.String(), func(t *testing.T) { rcErrors(t, mode) })
@@ -377,7 +376,7 @@ func rcErrors(t *testing.T, mode localMode) {
 			}
 			before := append([]byte{}, dst.buf...)
 			_ = src
-			// One that succeeds before, one flushed behind.
+			// One request succeeds before it, one behind it is flushed.
 			a.post(WQE{Opcode: WRWrite, RKey: 4, SGEs: []SGE{sge(3, 0, 64)}})
 			if c.access == noRights {
 				a.sq = nil
@@ -408,7 +407,7 @@ func rcErrors(t *testing.T, mode localMode) {
 	}
 }
 
-// An error of a WQE waits until those before it have completed.
+// A failed WQE completes after all WQEs before it.
 func TestRCErrorOrder(t *testing.T) {
 	f := newFabric(t, 5)
 	a, b := f.pair(opts())
@@ -430,7 +429,7 @@ func TestRCErrorOrder(t *testing.T) {
 	a.wantSends(0, 0, StatusLocLen, StatusFlush, StatusFlush)
 }
 
-// RNR: nothing posted, then something.
+// RNR: first no receive is posted, then one is.
 func TestRCReceiverNotReady(t *testing.T) {
 	for _, op := range []WROpcode{WRSend, WRWriteImm} {
 		f := newFabric(t, 6)
@@ -452,7 +451,7 @@ func TestRCReceiverNotReady(t *testing.T) {
 		b.wantRecvs(0)
 		same(t, "data", dst.buf[:3000], src.buf[:3000])
 		if a.q.Stats().Timeouts != 0 {
-			t.Errorf("timeouts while waiting for RNR")
+			t.Errorf("timeouts during an RNR wait")
 		}
 	}
 }
@@ -503,7 +502,7 @@ func TestRCRetryExceeded(t *testing.T) {
 	}
 }
 
-// Timeout 0 never gives up, and never repeats by itself.
+// Timeout 0: no retransmission by time, and no error.
 func TestRCNoTimeout(t *testing.T) {
 	f := newFabric(t, 7)
 	o := opts()
@@ -519,7 +518,7 @@ func TestRCNoTimeout(t *testing.T) {
 	}
 }
 
-// A fence holds a request back until READs and atomics before it are done.
+// A fence holds a request back until READs and atomics before it have completed.
 func TestRCFence(t *testing.T) {
 	f := newFabric(t, 8)
 	a, b := f.pair(opts())
@@ -544,7 +543,7 @@ func TestRCFence(t *testing.T) {
 	}
 }
 
-// No more READs and atomics in flight than max_rd_atomic.
+// At most max_rd_atomic READs and atomics are in flight.
 func TestRCMaxRdAtomic(t *testing.T) {
 	for rd := uint8(1); rd <= 5; rd++ {
 		f := newFabric(t, 9)
@@ -572,7 +571,7 @@ func TestRCMaxRdAtomic(t *testing.T) {
 			}
 		}
 	}
-	// None allowed at all: a local error, not a hang.
+	// max_rd_atomic 0 is a local error, not a hang.
 	f := newFabric(t, 9)
 	o := opts()
 	o.rd = 0
@@ -597,9 +596,8 @@ func TestRCNoDestRdAtomic(t *testing.T) {
 	b.wantEvents(EventReqErr)
 }
 
-// A loss that nothing behind it reveals is repaired after a few response times,
-// long before the timeout, and costs no retry; a dead peer is still given the full
-// time of all retries.
+// A loss that no later packet reveals is repaired after a few response times, long before the timeout, and is not
+// charged to retry_cnt. A dead peer still gets the full time of all retries.
 func TestRCProbe(t *testing.T) {
 	f := newFabric(t, 9)
 	o := opts()
@@ -645,6 +643,6 @@ func TestRCProbe(t *testing.T) {
 		t.Errorf("gave up after %d ms, want %d ms", took/1e6, want/1e6)
 	}
 	if n := f.frames - frames; n > 300 {
-		t.Errorf("%d frames to a dead peer", n)
+		t.Errorf("%d frames sent to a dead peer", n)
 	}
 }

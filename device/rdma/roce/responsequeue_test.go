@@ -9,7 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// reader is a QP with a READ of four packets, an atomic, a WRITE and a READ of two under way, at PSNs 0xfffffe to 5.
+// reader is a QP with a READ of four packets, an atomic, a WRITE and a READ of two packets in flight, at PSNs 0xfffffe
+// to 5.
 type reader struct {
 	*node
 	mem  *region
@@ -34,7 +35,7 @@ func newReader(t *testing.T) (*fabric, *reader) {
 	return f, r
 }
 
-// wantAsked fails unless the READs sent are of these first PSNs and lengths.
+// wantAsked fails unless READs with exactly these first PSNs and lengths were sent.
 func (n *reader) wantAsked(want ...uint32) {
 	n.f.t.Helper()
 	n.runAll()
@@ -44,10 +45,10 @@ func (n *reader) wantAsked(want ...uint32) {
 			got = append(got, p.BTH.PSN, p.RETH().Length)
 			i := uint64(p.BTH.PSN-readFrom) & psnMask
 			if i >= 6 {
-				i += 2 // the second is of 2048
+				i += 2 // the second READ is at 2048
 			}
 			if p.RETH().VA != 256*i {
-				n.f.t.Errorf("PSN %#x asks for %#x", p.BTH.PSN, p.RETH().VA)
+				n.f.t.Errorf("PSN %#x requests %#x", p.BTH.PSN, p.RETH().VA)
 			}
 		}
 	}
@@ -62,7 +63,7 @@ func (n *reader) wantAsked(want ...uint32) {
 	*n.sent = nil
 }
 
-// reply is the response of PSN readFrom+i, which is filled with i+1.
+// reply injects the response with PSN readFrom+i, filled with i+1.
 func (n *reader) reply(i uint32, sel bool) {
 	n.f.t.Helper()
 	c := craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + i) & psnMask, sel: sel, syn: wire.NoCredits,
@@ -81,7 +82,7 @@ func (n *reader) reply(i uint32, sel bool) {
 	n.inject(c)
 }
 
-// pass lets d ns go by.
+// pass advances the clock by d ns.
 func (n *reader) pass(d int64) {
 	for end := n.f.now + d; ; {
 		n.runAll()
@@ -96,7 +97,7 @@ func (n *reader) pass(d int64) {
 	}
 }
 
-// check compares all that was read.
+// check compares the data of all READs.
 func (n *reader) check() {
 	n.f.t.Helper()
 	n.wantSends(0, 0, 0, 0)
@@ -106,7 +107,7 @@ func (n *reader) check() {
 		case i >= 2048:
 			want = byte(i/256 - 1)
 		case i == 1024:
-			want = 5 // the word, of the guest's byte order
+			want = 5 // the atomic's result, in the guest's byte order
 		case i >= 1000:
 			want = 0
 		}
@@ -116,12 +117,12 @@ func (n *reader) check() {
 	}
 	n.f.wantHeld(0)
 	if n.q.recovery.scoreboard.Active || n.q.recovery.retryLeft != 7 {
-		n.f.t.Error("it still repairs, or has counted")
+		n.f.t.Error("a recovery is still active, or retry_cnt was charged")
 	}
 }
 
-// TestKeepReplies: a response that is lost is asked for again alone, once, and not before it can be lost; those behind
-// it are kept, and placed in order.
+// TestKeepReplies: a lost response is requested again alone, once, and not before it counts as lost; responses behind
+// it are queued and placed in order.
 func TestKeepReplies(t *testing.T) {
 	f, b := newReader(t)
 	b.reply(0, true)
@@ -130,18 +131,18 @@ func TestKeepReplies(t *testing.T) {
 	b.reply(4, true) // a copy
 	f.wantHeld(2)
 	if b.mem.buf[512] != 0 || b.mem.buf[1024] != 0 || len(b.sends) != 0 {
-		t.Error("placed before its turn")
+		t.Error("placed out of order")
 	}
 	b.wantAsked()
 	b.pass(20e3)
-	b.wantAsked() // not before a quarter of 100 us has passed
+	b.wantAsked() // not before a quarter of 100 us
 	b.pass(6e3)
 	b.wantAsked(readFrom+1, 256, readFrom+3, 232)
-	b.reply(6, true) // it acknowledges the WRITE
-	b.pass(40e3)     // ... and says nothing of what was asked for later than itself
+	b.reply(6, true) // acknowledges the WRITE
+	b.pass(40e3)     // ... but tells nothing about later requests
 	b.wantAsked()
 	f.wantHeld(3)
-	b.reply(3, true) // the second hole, so the request for the first is lost
+	b.reply(3, true) // the second gap, so the request for the first was lost
 	b.pass(26e3)
 	b.wantAsked(readFrom+1, 256)
 	b.reply(1, true)
@@ -150,11 +151,12 @@ func TestKeepReplies(t *testing.T) {
 	b.reply(7, true)
 	b.check()
 	if b.q.stats.Kept != 4 || b.q.stats.Retransmits != 3 {
-		t.Errorf("%d kept, %d repeated", b.q.stats.Kept, b.q.stats.Retransmits)
+		t.Errorf("%d queued, %d retransmits", b.q.stats.Kept, b.q.stats.Retransmits)
 	}
 }
 
-// TestKeepRepliesAcked: an acknowledgement and a map show a gap, too, and what is executed is not repeated.
+// TestKeepRepliesAcked: an acknowledgement and a selective acknowledgement reveal a gap too, and executed requests are
+// not repeated.
 func TestKeepRepliesAcked(t *testing.T) {
 	for _, m := range []bool{false, true} {
 		f, b := newReader(t)
@@ -165,7 +167,7 @@ func TestKeepRepliesAcked(t *testing.T) {
 			b.reply(5, true)
 		}
 		b.pass(26e3)
-		if m { // of the second READ the request is missing, though what is behind it is there
+		if m { // the second READ's request is missing, although later ones arrived
 			b.wantAsked(readFrom, 1000, readFrom+6, 512)
 		} else {
 			b.wantAsked(readFrom, 1000)
@@ -181,7 +183,7 @@ func TestKeepRepliesAcked(t *testing.T) {
 	}
 }
 
-// TestProbeReply: if nothing else comes, the oldest is asked for several times, and in the end all is.
+// TestProbeReply: without other packets the oldest response is requested several times, and at last all are.
 func TestProbeReply(t *testing.T) {
 	f, b := newReader(t)
 	b.reply(1, true)
@@ -200,7 +202,7 @@ func TestProbeReply(t *testing.T) {
 		}
 	}
 	if all == 0 {
-		t.Errorf("%d requests, none for all", len(*b.sent))
+		t.Errorf("%d requests, none for the whole READ", len(*b.sent))
 	}
 	f.wantHeld(0)
 	*b.sent = nil
@@ -210,7 +212,7 @@ func TestProbeReply(t *testing.T) {
 	b.check()
 }
 
-// TestAskedAlone: responses that were asked for alone come in the order in which they were, whatever their PSNs.
+// TestAskedAlone: single responses arrive in the order of their requests, whatever their PSNs.
 func TestAskedAlone(t *testing.T) {
 	_, b := newReader(t)
 	b.reply(2, true)
@@ -224,7 +226,7 @@ func TestAskedAlone(t *testing.T) {
 	b.wantAsked(readFrom+1, 256, readFrom+3, 232)
 }
 
-// TestExecuted: what must have been executed is not sent again, not even when all is.
+// TestExecuted: requests that must have been executed are not retransmitted, not even when going back.
 func TestExecuted(t *testing.T) {
 	_, b := newReader(t)
 	b.q.goBack()
@@ -232,21 +234,21 @@ func TestExecuted(t *testing.T) {
 	b.runAll()
 	for _, p := range *b.sent {
 		if p.Info.Op == wire.Write {
-			t.Error("the WRITE is sent again")
+			t.Error("the WRITE was retransmitted")
 		}
 	}
 	b.wantAsked(readFrom, 1000)
 }
 
-// TestKeepRepliesEnds: whatever else stops the requester, and whoever does not repeat responses alone, makes it go
-// back, and it gives back what it kept.
+// TestKeepRepliesEnds: other events that stop the requester, and peers that do not repeat single responses, make it go
+// back and release the queued frames.
 func TestKeepRepliesEnds(t *testing.T) {
 	for name, end := range map[string]func(f *fabric, b *reader){
 		"unmarked":  func(f *fabric, b *reader) { b.reply(3, false) },
 		"goes back": func(f *fabric, b *reader) { b.q.cfg.SelectiveRepeat = false; b.reply(3, true) },
 		"RNR": func(f *fabric, b *reader) {
 			b.inject(craft{op: wire.OpRCAck, psn: readFrom, syn: wire.SyndromeRNR | 1})
-			b.reply(3, true) // from before
+			b.reply(3, true) // sent before
 		},
 		"RNR behind": func(f *fabric, b *reader) {
 			b.inject(craft{op: wire.OpRCAck, psn: readFrom + 1, sel: true, syn: wire.SyndromeRNR | 1})
@@ -260,7 +262,7 @@ func TestKeepRepliesEnds(t *testing.T) {
 			b.paging(1, 0, 0)
 			b.absent(1, 0)
 			b.reply(0, true)
-			b.reply(3, true) // while it waits
+			b.reply(3, true) // during the wait
 		},
 		"wrong size": func(f *fabric, b *reader) {
 			b.inject(craft{op: wire.OpRCReadResponseOnly, psn: readFrom, sel: true, syn: wire.NoCredits,
@@ -275,10 +277,10 @@ func TestKeepRepliesEnds(t *testing.T) {
 		"error": func(f *fabric, b *reader) { b.modify(Attr{State: Err}, MaskState) },
 		"close": func(f *fabric, b *reader) { b.q.Close() },
 		"silence": func(f *fabric, b *reader) {
-			b.q.recovery.timeout, b.q.recovery.rtxAt = 0, 0 // for ever
+			b.q.recovery.timeout, b.q.recovery.rtxAt = 0, 0 // no timer
 			b.pass(30e3)
 			if f.held.InUse() == 0 {
-				f.t.Error("too early")
+				f.t.Error("released too early")
 			}
 			b.pass(2 * reorderTimeout)
 		},
@@ -299,7 +301,7 @@ func TestKeepRepliesEnds(t *testing.T) {
 	}
 }
 
-// TestKeepRepliesBounds: no more is kept than there is room for, and what is not kept is asked for again.
+// TestKeepRepliesBounds: the queue is bounded, and responses that do not fit are requested again.
 func TestKeepRepliesBounds(t *testing.T) {
 	f, b := newReader(t)
 	f.held = newHeld(t, 1)
@@ -322,7 +324,7 @@ func TestKeepRepliesBounds(t *testing.T) {
 		b.reply(4+i, true)
 	}
 	b.check()
-	// Nothing at all: it goes back.
+	// No response arrives: it goes back.
 	f, b = newReader(t)
 	f.held = newHeld(t, 1)
 	x := f.held.Get()
@@ -332,14 +334,14 @@ func TestKeepRepliesBounds(t *testing.T) {
 		t.Error("it did not go back")
 	}
 	x.Free()
-	// A response to what has none, ahead of its turn.
+	// A response to a request without one, out of order.
 	b.inject(craft{op: wire.OpRCReadResponseOnly, psn: (readFrom + 5) & psnMask, sel: true, syn: wire.NoCredits,
 		data: make([]byte, 8)})
 	f.wantHeld(0)
 }
 
-// TestKeepRequest: of a READ whose request is lost all is asked for, not before something behind it has arrived; a map
-// that says that the request is there says nothing of its responses.
+// TestKeepRequest: a READ whose request was lost is requested as a whole, once something behind it has arrived. A
+// selective acknowledgement of the request tells nothing about its responses.
 func TestKeepRequest(t *testing.T) {
 	f, b := newReader(t)
 	tell := func(psn uint32, there wire.Arrivals) {
@@ -353,7 +355,7 @@ func TestKeepRequest(t *testing.T) {
 	for i := range uint32(4) {
 		b.reply(i, true)
 	}
-	b.reply(7, true) // of the atomic and of 6 the responses are lost
+	b.reply(7, true) // the responses of the atomic and of 6 are lost
 	b.pass(26e3)
 	if n := len(*b.sent); n != 2 || (*b.sent)[0].Info.Op != wire.FetchAdd {
 		t.Fatalf("%d packets", n)
@@ -364,7 +366,7 @@ func TestKeepRequest(t *testing.T) {
 	b.check()
 }
 
-// TestRepeatReplies: to who understands it single responses are sent again, beside what is being sent.
+// TestRepeatReplies: a peer that supports it gets single responses again, between the responses being sent.
 func TestRepeatReplies(t *testing.T) {
 	o := opts()
 	o.mtu, o.psnA, o.destRd = 1, 10, 2
@@ -382,19 +384,19 @@ func TestRepeatReplies(t *testing.T) {
 		out[len(out)-1].op = wire.OpRCReadResponseLast
 		return out
 	}
-	step := func(n int) { // so many packets are sent
+	step := func(n int) { // sends n packets
 		leave := b.enter()
 		b.q.Run(f.now, 2*n)
 		leave()
 	}
 	b.inject(read(10, 0, 2560)) // 10 to 19
 	step(6)
-	b.inject(read(14, 4, 768)) // 14 and 15 have been sent, 16 will be
+	b.inject(read(14, 4, 768)) // 14 and 15 have been sent, 16 has not
 	b.inject(read(11, 1, 256))
 	b.inject(read(11, 1, 256))
 	all := seq(10, 20)
 	b.wantResp(sent, append(append(all[:6:6], only(11), only(14), only(15)), all[6:]...)...)
-	// Both are remembered while the next is sent, and all are marked.
+	// Both are remembered while the next is sent, and all responses carry the mark.
 	b.inject(read(20, 10, 512))
 	step(1)
 	b.inject(read(13, 3, 256))
@@ -403,34 +405,34 @@ func TestRepeatReplies(t *testing.T) {
 	b.runAll()
 	for _, p := range *sent {
 		if !p.BTH.Selective {
-			t.Errorf("%v is not marked", p.BTH)
+			t.Errorf("%v has no Selective bit", p.BTH)
 		}
 	}
 	b.wantResp(sent, append(seq(20, 22)[:1], only(13), only(19), only(20), seq(20, 22)[1])...)
-	// Whoever does not understand is answered as ever.
+	// A peer without the mark gets the responses from there on.
 	c := read(11, 1, 512)
 	c.sel = false
 	b.inject(c)
 	b.runAll()
 	if (*sent)[0].BTH.Selective {
-		t.Error("marked")
+		t.Error("the response has the Selective bit")
 	}
 	b.wantResp(sent, seq(11, 13)...)
-	// So is who asks for more than is noted.
+	// So does a request for more responses than can be noted.
 	b.inject(read(22, 0, (psnSetSpan+2)*256)) // 22 to 279
 	b.runAll()
 	*sent = nil
 	b.inject(read(22, 0, (psnSetSpan+1)*256))
 	b.wantResp(sent, seq(22, 23+psnSetSpan)...)
 	b.inject(read(22, 0, 256))
-	b.inject(read(24, 2, psnSetSpan*256)) // beside the other
+	b.inject(read(24, 2, psnSetSpan*256)) // in addition to the other
 	b.wantResp(sent, append([]resp{only(22)}, seq(24, 24+psnSetSpan)...)...)
-	// What another has taken the place of is not sent.
+	// A response whose resource was replaced is not sent.
 	b.inject(read(22, 0, 256))
 	b.inject(read(280, 0, 256))
 	b.inject(read(281, 200, 256))
 	b.wantResp(sent, only(280), only(281))
-	// A page that has gone meanwhile: the repetition waits, and those behind it; a key: it alone ends.
+	// A page became absent: the repetition waits, and so do those behind it. An invalid key ends only that repetition.
 	b.stuck(0x1000)
 	b.inject(read(280, 0, 256))
 	b.wantResp(sent)
@@ -452,9 +454,9 @@ func TestRepeatReplies(t *testing.T) {
 	b.wantState(RTS)
 }
 
-// TestMixedLoss: READs of any length, WRITEs, SENDs and atomics, either way, while packets are lost, late, doubled and
-// pages absent, and ends come to understand maps and cease to, and forget what they know. What is read is compared, and
-// each atomic executed once.
+// TestMixedLoss: READs of any length, WRITEs, SENDs and atomics, in both directions, with packets lost, late or
+// duplicated and pages absent, while the ends switch selective repeat on and off and discard their queues. READ data is
+// compared, and each atomic executes once.
 func TestMixedLoss(t *testing.T) {
 	for seed := range int64(30) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -469,12 +471,12 @@ func TestMixedLoss(t *testing.T) {
 			reads := map[*node]map[int][2]int{a: {}, b: {}}
 			for _, x := range []*node{a, b} {
 				x.q.attr.RetryCnt, x.q.recovery.retryLeft = 255, 255
-				x.reg(1, 0, size, allAccess) // is read
+				x.reg(1, 0, size, allAccess) // source of READs
 				x.reg(2, 0, 8, allAccess)
 				clear(x.regions[2].buf)
 				x.reg(3, 0, n*size, allAccess) // results
-				x.reg(4, 0, size, allAccess)   // is written
-				x.reg(5, 0, n*1024, allAccess) // is received
+				x.reg(4, 0, size, allAccess)   // target of WRITEs
+				x.reg(5, 0, n*1024, allAccess) // receive buffers
 				for range n {
 					x.postRecv(sge(5, uint64(len(x.rq))*1024, 1024))
 				}
@@ -547,7 +549,7 @@ func TestMixedLoss(t *testing.T) {
 						y.regions[1].buf[r[0]:][:r[1]])
 				}
 				if got := binary.LittleEndian.Uint64(y.regions[2].buf); got != adds || uint64(y.atomics) != adds {
-					t.Errorf("%s: %d executed %d times, of %d", y.name, got, y.atomics, adds)
+					t.Errorf("%s: sum is %d after %d atomics, want %d", y.name, got, y.atomics, adds)
 				}
 			}
 		})

@@ -9,14 +9,14 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// marked is a WRITE of one byte, that of its PSN, to the address of the same number, by who understands maps.
+// marked is a one-byte WRITE of its PSN to the address of the same number, from a peer that supports selective repeat.
 func marked(psn uint32, ack bool) craft {
 	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: ack, sel: true, key: 2, va: uint64(psn & 0xff), length: 1,
 		data: []byte{byte(psn)}}
 }
 
-// wantMap fails unless the one thing sent is a map: psn is expected, and those are there.
-func (n *node) wantMap(sent *[]wire.RoCE, psn uint32, there ...uint64) {
+// wantSACK fails unless exactly one selective acknowledgement was sent: psn is expected, and those offsets have arrived.
+func (n *node) wantSACK(sent *[]wire.RoCE, psn uint32, there ...uint64) {
 	n.f.t.Helper()
 	n.runAll()
 	var want wire.Arrivals
@@ -24,7 +24,7 @@ func (n *node) wantMap(sent *[]wire.RoCE, psn uint32, there ...uint64) {
 		want.Set(i, 1)
 	}
 	if len(*sent) != 1 {
-		n.f.t.Fatalf("%d packets sent, want a map", len(*sent))
+		n.f.t.Fatalf("%d packets sent, want a selective acknowledgement", len(*sent))
 	}
 	p := (*sent)[0]
 	if p.BTH.Opcode != wire.OpRCSelectiveAck || p.BTH.PSN != psn&psnMask || p.AETH().Syndrome != wire.NAKSequence ||
@@ -42,7 +42,7 @@ func (f *fabric) wantHeld(n int) {
 	}
 }
 
-// TestKeep: what is kept is told, executed in order when its turn has come, and once.
+// TestKeep: queued requests are reported, and executed in order and once.
 func TestKeep(t *testing.T) {
 	o := opts()
 	o.psnA = 0xfffffe
@@ -51,58 +51,58 @@ func TestKeep(t *testing.T) {
 	clear(mem.buf)
 	b.inject(marked(0, false)) // 0xfffffe and 0xffffff are missing
 	b.inject(marked(2, false))
-	b.wantMap(sent, 0xfffffe, 2, 4)
+	b.wantSACK(sent, 0xfffffe, 2, 4)
 	if mem.buf[0] != 0 || mem.buf[2] != 0 {
-		t.Error("placed before its turn")
+		t.Error("placed out of order")
 	}
-	b.inject(marked(2, true)) // again
-	b.wantMap(sent, 0xfffffe, 2, 4)
+	b.inject(marked(2, true)) // a copy
+	b.wantSACK(sent, 0xfffffe, 2, 4)
 	for range sackEvery - 1 {
 		b.inject(marked(2, false))
 	}
 	b.wantResp(sent) // nothing new
 	f.wantHeld(2)
 	b.inject(marked(0xffffff, true))
-	b.wantMap(sent, 0xfffffe, 1, 2, 4)
+	b.wantSACK(sent, 0xfffffe, 1, 2, 4)
 	b.inject(marked(0xfffffe, true)) // 0xfffffe to 0
-	b.wantMap(sent, 1, 1)
+	b.wantSACK(sent, 1, 1)
 	f.wantHeld(1)
 	mem.buf[0] = 0xee
-	b.inject(marked(0, true)) // a duplicate by now; who asks is told all
-	b.wantMap(sent, 1, 1)
+	b.inject(marked(0, true)) // a duplicate now; AckReq gets a full report
+	b.wantSACK(sent, 1, 1)
 	b.inject(marked(1, true))
 	b.wantResp(sent, ackOf(2))
 	f.wantHeld(0)
 	if mem.buf[0] != 0xee || mem.buf[1] != 1 || mem.buf[2] != 2 || mem.buf[0xff] != 0xff {
 		t.Errorf("% x", mem.buf[:3])
 	}
-	// Who does not understand is answered as ever, and goes back.
+	// A peer without the mark gets a plain NAK, and goes back.
 	c := marked(5, true)
 	c.sel = false
 	b.inject(c)
 	b.wantResp(sent, nakOf(3, wire.NAKSequence))
-	b.inject(marked(6, true)) // from now on nothing helps but 3
+	b.inject(marked(6, true)) // from now on only 3 helps
 	b.wantResp(sent)
 	f.wantHeld(0)
-	// So is, in the middle, a peer that has become another.
+	// The same if the peer changes in the middle.
 	b.inject(marked(3, false))
 	b.inject(marked(5, false))
-	b.wantMap(sent, 4, 1)
+	b.wantSACK(sent, 4, 1)
 	b.inject(c)
 	b.wantResp(sent, nakOf(4, wire.NAKSequence))
 	f.wantHeld(0)
 	if b.q.stats.Kept != 4 {
-		t.Errorf("%d counted", b.q.stats.Kept)
+		t.Errorf("%d requests counted as queued", b.q.stats.Kept)
 	}
 }
 
-// TestKeepBounds: how much is kept, and how long.
+// TestKeepBounds: how many requests are queued, and for how long.
 func TestKeepBounds(t *testing.T) {
 	o := opts()
 	o.psnA, o.mtu = 0, 1
 	f, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
-	b.inject(marked(reorderSpan, true)) // too far ahead, nothing else is there
+	b.inject(marked(reorderSpan, true)) // too far ahead, and the queue is empty
 	b.wantResp(sent, nakOf(0, wire.NAKSequence))
 	b.inject(marked(0, false))
 	for psn := range uint32(reorderSpan + 70) {
@@ -110,12 +110,12 @@ func TestKeepBounds(t *testing.T) {
 	}
 	b.runAll()
 	if there := (*sent)[len(*sent)-1].Arrivals(); !there.Has(reorderSpan-1) || len(*sent) > 1+reorderSpan/sackEvery {
-		t.Errorf("%d maps, %x", len(*sent), there)
+		t.Errorf("%d selective acknowledgements, %x", len(*sent), there)
 	}
 	*sent = nil
 	f.wantHeld(reorderSpan - 1)
-	// The pool is empty: what is there is told, no more.
-	b.inject(marked(1, true)) // 1 to aheadSpan
+	// The pool is empty: queued requests are reported, further ones dropped.
+	b.inject(marked(1, true)) // executes 1 to reorderSpan
 	b.wantResp(sent, ackOf(reorderSpan))
 	var all []interface{ Free() }
 	for {
@@ -131,13 +131,13 @@ func TestKeepBounds(t *testing.T) {
 		x.Free()
 	}
 	b.inject(marked(reorderSpan+1, false))
-	// A READ stands for all the PSNs of its responses.
+	// A READ occupies the PSNs of all its responses.
 	b.inject(craft{op: wire.OpRCReadRequest, psn: reorderSpan + 3, sel: true, key: 2, length: 700})
 	b.inject(marked(reorderSpan+6, true))
-	b.wantMap(sent, reorderSpan+2, 1, 2, 3, 4)
-	// What overlaps with it cannot be right.
+	b.wantSACK(sent, reorderSpan+2, 1, 2, 3, 4)
+	// A request that overlaps with it is invalid.
 	b.inject(marked(reorderSpan+4, true))
-	b.wantMap(sent, reorderSpan+2, 1, 2, 3, 4)
+	b.wantSACK(sent, reorderSpan+2, 1, 2, 3, 4)
 	f.wantHeld(2)
 	b.inject(marked(reorderSpan+2, false))
 	b.runAll()
@@ -145,9 +145,9 @@ func TestKeepBounds(t *testing.T) {
 		t.Errorf("%d packets", n)
 	}
 	*sent = nil
-	// Not for ever.
+	// The queue is emptied after a time.
 	b.inject(marked(reorderSpan+8, true))
-	b.wantMap(sent, reorderSpan+7, 1)
+	b.wantSACK(sent, reorderSpan+7, 1)
 	for range 3 {
 		if f.now = max(f.now, b.timer); f.held.InUse() == 0 {
 			break
@@ -157,11 +157,11 @@ func TestKeepBounds(t *testing.T) {
 	}
 	f.wantHeld(0)
 	if d := f.now - 1e9; d > 2*reorderTimeout {
-		t.Errorf("kept for %d ms", d/1e6)
+		t.Errorf("queued for %d ms", d/1e6)
 	}
 }
 
-// TestKeepEnds: whatever else stops the responder gives back what it kept.
+// TestKeepEnds: any other event that stops the responder releases the queued frames.
 func TestKeepEnds(t *testing.T) {
 	for name, end := range map[string]func(f *fabric, b *node){
 		"RNR": func(f *fabric, b *node) { b.inject(craft{op: wire.OpRCSendOnly, psn: 0, sel: true}) },
@@ -178,7 +178,7 @@ func TestKeepEnds(t *testing.T) {
 		"reset": func(f *fabric, b *node) { b.modify(Attr{State: Reset}, MaskState) },
 		"error": func(f *fabric, b *node) { b.modify(Attr{State: Err}, MaskState) },
 		"close": func(f *fabric, b *node) { b.q.Close() },
-		"inner": func(f *fabric, b *node) { // a SEND without a receive among what is kept
+		"inner": func(f *fabric, b *node) { // a queued SEND without a receive
 			b.inject(craft{op: wire.OpRCSendOnly, psn: 1, sel: true})
 			b.inject(marked(0, true))
 		},
@@ -197,8 +197,8 @@ func TestKeepEnds(t *testing.T) {
 	}
 }
 
-// TestRepair: of what the peer says that it lacks, only that is sent again, not before it can be lost, and once in its
-// time.
+// TestRepair: only packets that the peer reports missing are retransmitted, not before they count as lost, and once per
+// response time.
 func TestRepair(t *testing.T) {
 	o := opts()
 	o.psnB, o.timeout = psnMask-1, 18 // 1 s
@@ -238,10 +238,10 @@ func TestRepair(t *testing.T) {
 		t.Fatal("no path")
 	}
 	pass(100e3)
-	ack(first) // 100 us
+	ack(first) // response time 100 us
 	b.wantResp(sent, post(6)...)
 	pass(100e3)
-	tell(first+1, 2, 3, 5) // lacks 0, 1, 4
+	tell(first+1, 2, 3, 5) // 0, 1 and 4 are missing
 	b.wantResp(sent)       // they were sent at the same time
 	pass(20e3)
 	tell(first+1, 2, 3, 5)
@@ -250,14 +250,14 @@ func TestRepair(t *testing.T) {
 	b.wantResp(sent, only(first+1), only(first+2), only(first+5))
 	tell(first+1, 2, 3, 5)
 	b.wantResp(sent)
-	// New ones go on behind, and that they arrive says that what was repeated is lost again.
+	// New packets follow; their arrival shows that retransmissions were lost again.
 	pass(10e3)
 	b.wantResp(sent, post(1)...)
 	pass(100e3)
 	tell(first+2, 1, 2, 4, 5) // the first has arrived
 	pass(30e3)
 	b.wantResp(sent, only(first+2), only(first+5))
-	// Nothing comes: the oldest is repeated now and then, and at last all is.
+	// No response: the oldest is repeated a few times, then all are.
 	pass(2e6)
 	if n := len(*sent); n != maxGapProbes {
 		t.Errorf("%d probes", n)
@@ -276,12 +276,12 @@ func TestRepair(t *testing.T) {
 	ack(first + 7)
 	b.wantSends(0, 0, 0, 0, 0, 0, 0, 0)
 	if b.q.recovery.scoreboard.Active || b.q.recovery.retryLeft != 7 {
-		t.Error("it still repairs")
+		t.Error("the recovery is still active")
 	}
 }
 
-// TestHostileMap: maps that cannot be right do nothing, and none at all does to who goes back N.
-func TestHostileMap(t *testing.T) {
+// TestHostileSACK: invalid selective acknowledgements change nothing, and a requester that uses go-back-N ignores all.
+func TestHostileSACK(t *testing.T) {
 	for _, back := range []bool{false, true} {
 		o := opts()
 		o.psnB = 100
@@ -293,23 +293,23 @@ func TestHostileMap(t *testing.T) {
 		}
 		b.runAll()
 		if (*sent)[0].BTH.Selective == back {
-			t.Errorf("goes back %v, and says %v", back, !back)
+			t.Errorf("SelectiveRepeat %v, but the request has Selective %v", !back, back)
 		}
 		*sent = nil
 		f.now += 1e6
 		for _, c := range []craft{
-			{psn: 100, there: wire.Arrivals{3}},              // what is expected is there
-			{psn: 100, there: wire.Arrivals{1 << 4, 1}},      // what was never sent is
+			{psn: 100, there: wire.Arrivals{3}},              // the expected PSN has arrived
+			{psn: 100, there: wire.Arrivals{1 << 4, 1}},      // a PSN never sent has arrived
 			{psn: 104, there: wire.Arrivals{2}},              // ... is missing
 			{psn: 99, there: wire.Arrivals{2}},               // old
-			{psn: 100},                                       // nothing is there
+			{psn: 100},                                       // nothing has arrived
 			{psn: 100 + 1<<22, there: wire.Arrivals{1 << 5}}, //
 		} {
 			c.op, c.syn = wire.OpRCSelectiveAck, wire.NAKSequence
 			b.inject(c)
 			b.wantResp(sent)
 			if b.q.recovery.scoreboard.Active {
-				t.Errorf("%+v is believed", c)
+				t.Errorf("%+v was accepted", c)
 			}
 		}
 		b.inject(craft{op: wire.OpRCSelectiveAck, psn: 101, syn: wire.NAKSequence, there: wire.Arrivals{2}})
@@ -319,7 +319,7 @@ func TestHostileMap(t *testing.T) {
 	}
 }
 
-// losses drops frames: in 10^4 so many bursts.
+// losses drops frames: with probability share in 10^4 a burst begins.
 func (f *fabric) losses(share, burst int) {
 	left := 0
 	f.loss = func(*wire.RoCE) bool {
@@ -335,15 +335,15 @@ func (f *fabric) losses(share, burst int) {
 	}
 }
 
-// TestLoss: what is lost for no reason costs little more than itself, on a link of 10 Gbit/s and 40 us; where one end
-// goes back N it costs the window (see README: the figures are those of this test).
+// TestLoss: a random loss costs little more than the lost packet, on a link of 10 Gbit/s with 40 us; if one end uses
+// go-back-N it costs the window (the README's figures are from this test).
 func TestLoss(t *testing.T) {
 	for _, tc := range []struct {
 		name        string
 		loss, burst int
-		seeds       int64   // of little that goes through the mean is looked at
-		write, read float64 // what is useful, at least
-		back        float64 // ... where one end goes back N
+		seeds       int64   // with few packets the mean of several runs counts
+		write, read float64 // minimum useful share
+		back        float64 // ... if one end uses go-back-N
 	}{
 		{"none", 0, 1, 1, 0.99, 0.99, 0.99},
 		{"0.1 %", 10, 1, 1, 0.85, 0.9, 0.6},
@@ -378,12 +378,12 @@ func TestLoss(t *testing.T) {
 					f.run(flows, 50e6)
 					o := f.outcomes(flows, 50e6)
 					if useful += o.useful; o.retries < 3 {
-						t.Error("it nearly gave up")
+						t.Error("retry_cnt was nearly exhausted")
 					}
 					maps := a.stats.RxSelectiveAcks
 					if kept := a.stats.Kept + b.stats.Kept; !m.backA && !m.backB && tc.loss != 0 && kept == 0 ||
 						(m.backA || m.backB) && kept+maps != 0 {
-						t.Errorf("%d kept, %d maps", kept, maps)
+						t.Errorf("%d queued, %d selective acknowledgements", kept, maps)
 					}
 				}
 				useful /= float64(tc.seeds)
@@ -400,7 +400,7 @@ func TestLoss(t *testing.T) {
 	}
 }
 
-// TestReorder: where packets overtake each other and none is lost, next to none is repeated.
+// TestReorder: with reordering and without loss hardly any packet is repeated.
 func TestReorder(t *testing.T) {
 	for _, op := range []WROpcode{WRWrite, WRRead} {
 		for _, jitter := range []int64{5e3, 20e3, 40e3} {
@@ -411,15 +411,15 @@ func TestReorder(t *testing.T) {
 			o, q := f.outcomes(flows, 60e6), flows[0].a.q
 			if kept := q.stats.Kept + flows[0].b.q.stats.Kept; o.repeats > 20 || o.useful < 0.95 ||
 				q.recovery.cwnd.Packets() < 64 || kept < 1000 {
-				t.Errorf("%d us: %d repeated, a window of %d, %d kept", jitter/1e3, o.repeats,
+				t.Errorf("%d us: %d repeated, a window of %d, %d queued", jitter/1e3, o.repeats,
 					q.recovery.cwnd.Packets(), kept)
 			}
 		}
 	}
 }
 
-// TestPad: frames may be padded that go to who has shown to be one of ours, and only those with data: requests since
-// its newest response said so, and responses to requests that say so. As long as its responses say so it gets the whole
+// TestPad: only frames with data to a peer known to be a vnicd may be padded: requests since its newest response
+// carried the mark, and responses to requests with the mark. While its responses carry the mark it gets the whole
 // window.
 func TestPad(t *testing.T) {
 	f := newFabric(t, 1)
@@ -444,14 +444,14 @@ func TestPad(t *testing.T) {
 		requests     int
 		responses    int
 	}{
-		{op: WRWrite},                           // nothing is known
+		{op: WRWrite},                           // the peer is unknown
 		{op: WRWrite, requests: 5},              // it has answered
-		{op: WRWrite, backB: true, requests: 5}, // by its newest answer it was
+		{op: WRWrite, backB: true, requests: 5}, // by its newest response it was a vnicd
 		{op: WRWrite, backB: true},
 		{op: WRRead, responses: 5},
 		{op: WRRead, backB: true},
 		{op: WRRead, backA: true},
-		{op: WRWrite, requests: 0}, // the answers to one who does not understand do not say so
+		{op: WRWrite, requests: 0}, // responses to requests without the mark carry none
 		{op: WRWrite, requests: 5},
 	} {
 		clear(padded)
@@ -477,8 +477,8 @@ func TestPad(t *testing.T) {
 	}
 }
 
-// TestPeerChanges: ends come to understand maps and cease to, and forget what they kept, in the middle of everything:
-// no request is lost or done twice.
+// TestPeerChanges: ends switch selective repeat on and off and discard their queues at any time: no request is lost or
+// executed twice.
 func TestPeerChanges(t *testing.T) {
 	for seed := range int64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {

@@ -10,8 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// The transition table, written down a second time as pairs of states with the
-// minimal mask, per type, after IBTA table 91.
+// The transition table written a second time, as pairs of states with the minimal mask, per type (IBTA table 91).
 func TestTransitions(t *testing.T) {
 	type key struct{ from, to State }
 	ud := map[key]Mask{
@@ -56,7 +55,7 @@ func TestTransitions(t *testing.T) {
 					t.Errorf("%v %v to %v with cap: %q", typ, from, to, r)
 				}
 				if r := checkTransition(typ, from, to, need|MaskRQPSN); from != Init && r == "" {
-					t.Errorf("%v %v to %v takes rq_psn", typ, from, to)
+					t.Errorf("%v %v to %v accepts rq_psn", typ, from, to)
 				}
 			}
 		}
@@ -123,11 +122,11 @@ func TestModifyErrors(t *testing.T) {
 	n.q.Receive(1, &wire.RoCE{})
 	n.q.Timer(1)
 	if n.q.Run(1, 1) {
-		t.Error("a closed QP wants to run")
+		t.Error("a closed QP asks for another Run")
 	}
 }
 
-// What arrives and what is posted in the states before RTS.
+// Packets and requests in the states before RTS.
 func TestEarlyStates(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()
@@ -163,7 +162,7 @@ func TestEarlyStates(t *testing.T) {
 	b.wantEvents(EventCommEst)
 }
 
-// ERROR flushes both queues in order, also what is posted later; RESET forgets.
+// ERROR flushes both queues in order, including WQEs posted later; RESET discards them.
 func TestFlush(t *testing.T) {
 	for _, srq := range []bool{false, true} {
 		f := newFabric(t, 2)
@@ -203,7 +202,7 @@ func TestFlush(t *testing.T) {
 			t.Error("not flushed")
 		}
 		if !srq {
-			// No doorbell: found by looking.
+			// No doorbell: found by polling.
 			f.settle(10e9)
 			a.postRecv(sge(1, 0, 100))
 			f.settle(1e9)
@@ -217,7 +216,7 @@ func TestFlush(t *testing.T) {
 		if a.timer != 0 {
 			t.Error("a timer is left after RESET")
 		}
-		// And anew from sequence number 0.
+		// Start again from sequence number 0.
 		a.sq, a.sends, a.rq, a.rqNext, a.recvs, a.events = nil, nil, nil, 0, nil, nil
 		a.seen = map[uint32]bool{}
 		b.onTx, f.loss = nil, nil
@@ -232,8 +231,7 @@ func TestFlush(t *testing.T) {
 	}
 }
 
-// A receive in use by a message in progress is flushed first; with an SRQ it is
-// the only one.
+// A receive in use by a message in progress is flushed first; with an SRQ only that one is.
 func TestFlushInUse(t *testing.T) {
 	for _, srq := range []bool{false, true} {
 		f := newFabric(t, 2)
@@ -265,7 +263,7 @@ func TestFlushInUse(t *testing.T) {
 	}
 }
 
-// SQD finishes what was begun, raises the event, keeps the rest for RTS.
+// SQD completes requests that were begun, raises the event, and keeps the rest for RTS.
 func TestSQD(t *testing.T) {
 	for _, typ := range []Type{RC, UC} {
 		f := newFabric(t, 3)
@@ -313,7 +311,7 @@ func TestSQD(t *testing.T) {
 	}
 }
 
-// max_dest_rd_atomic may change in SQD; what is remembered stays.
+// max_dest_rd_atomic may change in SQD; remembered requests stay.
 func TestResizeMemory(t *testing.T) {
 	f := newFabric(t, 4)
 	o := opts()
@@ -335,7 +333,7 @@ func TestResizeMemory(t *testing.T) {
 	}
 	b.q.resp.resizeResources(0)
 	if b.q.resp.findResource(last) != nil {
-		t.Error("remembered without room")
+		t.Error("a request is remembered beyond max_dest_rd_atomic")
 	}
 }
 

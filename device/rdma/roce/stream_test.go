@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestStream: every byte and no other, whatever the places and lengths.
+// TestStream checks that exactly the given bytes are copied, at all offsets and lengths.
 func TestStream(t *testing.T) {
 	const room = 4*streamLeast + 256
 	src, dst, want := make([]byte, room), make([]byte, room), make([]byte, room)
@@ -34,7 +34,7 @@ func TestStream(t *testing.T) {
 	}
 }
 
-// BenchmarkStream: slices of messages all over more memory than caches hold.
+// BenchmarkStream copies slices all over more memory than caches hold.
 func BenchmarkStream(b *testing.B) {
 	const memory, slice = 64 << 20, 64 << 10
 	dst, src := make([]byte, memory), make([]byte, memory)

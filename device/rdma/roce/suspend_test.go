@@ -10,10 +10,10 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Suspended sides, seen from both ends of a connection.
+// Tests with a suspended side, observed at both ends of a connection.
 
-// An ACK of nothing new ends the wait that an RNR NAK named (PF-9), and the NAK
-// counts no more; other packets do not.
+// An ACK of nothing new ends an RNR wait (PF-9), and the RNR NAK is not charged to rnr_retry. Other packets do not end
+// the wait.
 func TestRequesterUnsolicitedAck(t *testing.T) {
 	o := opts()
 	o.psnB, o.rnr = 100, 1
@@ -36,7 +36,7 @@ func TestRequesterUnsolicitedAck(t *testing.T) {
 		ack(100, wire.NoCredits)
 		b.wantResp(sent, only(101))
 	}
-	// Any sign of progress ends it too.
+	// Progress ends the wait too.
 	ack(101, wire.SyndromeRNR|20)
 	b.wantResp(sent)
 	b.post(w)
@@ -44,7 +44,7 @@ func TestRequesterUnsolicitedAck(t *testing.T) {
 	ack(101, wire.NoCredits)
 	b.wantResp(sent, only(102))
 	b.wantSends(0, 0)
-	// Without one, the time is kept, and counted.
+	// Otherwise the wait lasts its full time, and is charged to rnr_retry.
 	ack(102, wire.SyndromeRNR|20)
 	f.now += 10239e3
 	b.timer = 0
@@ -58,8 +58,7 @@ func TestRequesterUnsolicitedAck(t *testing.T) {
 	b.wantSends(0, 0, StatusRNRRetryExc)
 }
 
-// With both sides vnicd, a sender goes on as soon as the fault is served, however
-// long the wait was that it was told.
+// Between vnicds a sender continues as soon as the fault is served, however long its RNR wait.
 func TestResumeIsPrompt(t *testing.T) {
 	for _, op := range []WROpcode{WRWrite, WRSend, WRRead, WRFetchAdd, WRAtomicWrite} {
 		f := newFabric(t, 1)
@@ -68,7 +67,7 @@ func TestResumeIsPrompt(t *testing.T) {
 		b.reg(2, 0, 4096, allAccess)
 		b.paging(1, 0, 0)
 		b.absent(2, 0)
-		b.delay = 400e6 // a bad guess
+		b.delay = 400e6 // far too long
 		b.service = func() int64 { return 3e6 }
 		b.whole = true
 		b.postRecv(sge(2, 0, 4096))
@@ -82,8 +81,8 @@ func TestResumeIsPrompt(t *testing.T) {
 	}
 }
 
-// Faults far longer than the timeouts use up neither retry_cnt nor, where the
-// expected service time is about right, rnr_retry; nor do they narrow the window.
+// Faults far longer than the timeouts use up neither retry_cnt nor, if the expected service time is about right,
+// rnr_retry; and they do not reduce the window.
 func TestSlowFaults(t *testing.T) {
 	for _, x := range []struct {
 		name string
@@ -128,7 +127,7 @@ func TestSlowFaults(t *testing.T) {
 					f.until("slow", 600e9, func() bool { return len(a.sends) == len(want) })
 					a.wantSends(want...)
 					if w := &a.q.recovery.cwnd; w.Size < before || w.Ssthresh != w.Max {
-						t.Errorf("the window is %+v, was %d", w, before)
+						t.Errorf("the window is %+v, it was %d", w, before)
 					}
 					if a.q.recovery.retryLeft != 1 {
 						t.Errorf("%d retries left", a.q.recovery.retryLeft)
@@ -137,7 +136,7 @@ func TestSlowFaults(t *testing.T) {
 			}
 		}
 	}
-	// rnr_retry 3, service times that vary by four around what is expected.
+	// rnr_retry 3, service times within a factor of four of the expected one.
 	f := newFabric(t, 1)
 	o := opts()
 	o.rnr = 3
@@ -148,7 +147,7 @@ func TestSlowFaults(t *testing.T) {
 	b.whole = true
 	b.delay = 1e6
 	b.service = func() int64 { return b.rng.Int63n(4e6) }
-	b.onTx = func(p *wire.RoCE, _ []byte) bool { // a peer that does not know PF-9
+	b.onTx = func(p *wire.RoCE, _ []byte) bool { // a peer that does not implement PF-9
 		return p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK &&
 			extend(b.q.resp.epsn, p.BTH.PSN)+1 == a.q.req.una && a.q.req.rnrUntil != 0
 	}
@@ -161,8 +160,8 @@ func TestSlowFaults(t *testing.T) {
 	}
 }
 
-// Each side waits alone (PF-16): while one never goes on, the other does, and what
-// the suspended requester has sent already is still repeated and completed.
+// The sides wait independently (PF-16): while one never resumes, the other makes progress, and requests that the
+// suspended requester has already sent are still repeated and completed.
 func TestSidesWaitAlone(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.pair(opts())
@@ -174,7 +173,7 @@ func TestSidesWaitAlone(t *testing.T) {
 	small := WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(1, 0, 3000)}}
 	bad := WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(2, 0, 3000)}}
 	a.absent(2, 0)
-	// a's requester waits; the ACK for what it sent before is lost once.
+	// a's requester waits; one ACK for its earlier requests is lost.
 	lost := false
 	b.onTx = func(p *wire.RoCE, _ []byte) bool {
 		drop := !lost && p.Info.Op == wire.Ack
@@ -196,7 +195,7 @@ func TestSidesWaitAlone(t *testing.T) {
 	a.wantSends(0)
 	a.answer(Requester, true)
 	f.until("a", 1e9, func() bool { return len(a.sends) == 3 })
-	// a's responder waits, for a READ; a's requester goes on.
+	// a's responder waits, for a READ; a's requester makes progress.
 	a.absent(2, 0)
 	b.post(WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}})
 	f.settle(1e9)
@@ -210,27 +209,27 @@ func TestSidesWaitAlone(t *testing.T) {
 	}
 	a.answer(Responder, true)
 	f.until("b", 2e9, func() bool { return len(b.sends) == 11 })
-	// Both at once.
+	// Both wait at once.
 	a.absent(2, 0)
 	a.post(bad)
 	b.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}})
 	f.settle(1e9)
 	if a.open[0] == nil || a.open[1] == nil {
-		t.Fatal("not both wait")
+		t.Fatal("the two sides do not both wait")
 	}
 	a.answer(Responder, true)
 	a.answer(Requester, true)
 	f.until("both", 2e9, func() bool { return len(b.sends) == 12 && len(a.sends) == 14 })
 }
 
-// Invalid addresses end in the proper error, wherever they are met (PF-13).
+// Invalid addresses end in the proper error, wherever they occur (PF-13).
 func TestFaultInvalid(t *testing.T) {
 	absent := func(n *node, key translate.Key) { n.absent(key, 0) }
 	for _, x := range []struct {
 		name           string
 		typ            Type
 		w              WQE
-		a, b           bool // whose page 0 of key 2 is absent
+		a, b           bool // page 0 of key 2 is absent there
 		queue          string
 		send           Status
 		recv           []Status
@@ -320,7 +319,7 @@ func TestFaultInvalid(t *testing.T) {
 				b.wantEvents(x.eventsB...)
 				for _, n := range []*node{a, b} {
 					if n.timer != 0 && n.q.flushAt == 0 {
-						t.Errorf("%s: a timer runs for ever", n.name)
+						t.Errorf("%s: the timer is rearmed for ever", n.name)
 					}
 				}
 			})
@@ -328,9 +327,8 @@ func TestFaultInvalid(t *testing.T) {
 	}
 }
 
-// The response of a READ is dropped because its page is absent at the requester, and
-// then a WRITE behind it ends the connection: the responder is silent from now on.
-// The requester says so at once, instead of asking for the response until it gives up.
+// A READ response is dropped because its page is absent at the requester; then a WRITE behind it ends the connection,
+// and the responder no longer answers. The READ must fail at once, not after all retries.
 func TestNakBehindSuspendedRead(t *testing.T) {
 	for _, target := range []struct {
 		name   string
@@ -363,7 +361,8 @@ func TestNakBehindSuspendedRead(t *testing.T) {
 	}
 }
 
-// UD: dropped, counted, raised once; the page comes, or the buffer ends (PF-11, PF-13).
+// UD: the datagram is dropped and counted, and one fault is raised; then the page becomes present, or the receive fails
+// (PF-11, PF-13).
 func TestFaultUD(t *testing.T) {
 	f := newFabric(t, 1)
 	a, b := f.datagramQP("a", UD, 0x11, 7), f.datagramQP("b", UD, 0x22, 7)
@@ -379,7 +378,7 @@ func TestFaultUD(t *testing.T) {
 	f.settle(1e6)
 	b.wantRecvs()
 	if s := b.q.Stats(); s.FaultDrops != 3 || b.raised[Responder] != 1 || b.asked[0].Len != 1000 {
-		t.Fatalf("%+v, asked for %v", *s, b.asked)
+		t.Fatalf("%+v, requested %v", *s, b.asked)
 	}
 	b.answer(Responder, true)
 	a.post(w)
@@ -395,7 +394,7 @@ func TestFaultUD(t *testing.T) {
 	a.wantSends(0, 0, 0, 0, 0)
 }
 
-// Answers to what has gone meanwhile do nothing: neither a valid nor an invalid one.
+// Answers to waits that have ended change nothing, valid or invalid.
 func TestLateResume(t *testing.T) {
 	for _, x := range []struct {
 		name string
@@ -443,20 +442,20 @@ func TestLateResume(t *testing.T) {
 					}
 					switch meanwhile {
 					case "reset":
-						// A new life that meets the same page: the old answer is not for it.
+						// After a reset the same page is missed again: the old answer is not for it.
 						again()
 						b.postRecv(sge(2, 0, 4000))
 						a.post(x.w)
 						f.settle(5e6)
 						if n.raised[x.side] != 1 {
-							t.Fatal("raised while one is out")
+							t.Fatal("a second fault was raised before the first was answered")
 						}
 						n.idle = true
 						n.open[x.side](ok)
 						n.idle = false
 						f.settle(200e6)
 						if n.raised[x.side] != 2 {
-							t.Fatal("not raised after the old answer")
+							t.Fatal("no fault was raised after the old answer")
 						}
 						a.wantSends()
 						n.answer(x.side, true)
@@ -489,7 +488,7 @@ func TestLateResume(t *testing.T) {
 						n.q.Close()
 						n.open[x.side](ok)
 					case "page came":
-						// The safety net or a repetition finds the page there.
+						// A retry or a repetition finds the page present.
 						n.present()
 						f.until("op", 10e9, func() bool { return len(a.sends) == 1 })
 						a.wantSends(0)
@@ -506,7 +505,7 @@ func TestLateResume(t *testing.T) {
 	}
 }
 
-// A fault that the adapter forgot is raised again.
+// A fault whose answer was lost is raised again.
 func TestFaultForgotten(t *testing.T) {
 	for _, w := range []WQE{
 		{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(2, 0, 3000)}},
@@ -538,7 +537,7 @@ func TestFaultForgotten(t *testing.T) {
 	}
 }
 
-// A storm of faults on one connection changes nothing of what another sends, nor when.
+// A storm of faults on one connection changes neither the packets of another nor their times.
 func TestStormIsAlone(t *testing.T) {
 	trace := func(storm bool) string {
 		var s strings.Builder

@@ -61,7 +61,7 @@ func TestUD(t *testing.T) {
 				buf := dst.buf[k*2048:]
 				same(t, "payload", buf[40:40+n], src.buf[:n])
 				if i == 0 {
-					// Linux: 20 zero bytes, then the IPv4 header.
+					// Like Linux: 20 zero bytes, then the IPv4 header.
 					if !bytes.Equal(buf[:20], make([]byte, 20)) || buf[20] != 0x45 || buf[21] != 0x68 ||
 						buf[28] != 33 ||
 						!bytes.Equal(buf[32:36], ipA[12:]) || !bytes.Equal(buf[36:40], ipB[12:]) {
@@ -90,12 +90,12 @@ func TestUDDrops(t *testing.T) {
 	before := append([]byte{}, dst.buf...)
 	b.postRecv(sge(2, 0, 39))
 	send(0x42, 8)       // wrong Q_Key
-	send(0x80000042, 8) // controlled: the QP's own 7 goes out
+	send(0x80000042, 8) // controlled: the QP's own 7 is sent
 	if b.q.Stats().RxDropped != 2 {
 		t.Errorf("%+v", *b.q.Stats())
 	}
 	a.modify(Attr{QKey: 0x80000042}, MaskQKey)
-	send(0x80000000, 8) // too little room: kept for a smaller one
+	send(0x80000000, 8) // too small a receive: it stays for a smaller message
 	if b.q.Stats().RxDropped != 3 || b.rqNext != 1 {
 		t.Errorf("%+v", *b.q.Stats())
 	}
@@ -105,21 +105,21 @@ func TestUDDrops(t *testing.T) {
 	f.settle(1e6)
 	b.wantRecvs(StatusFlush)
 
-	// No receive posted at all.
+	// No receive is posted.
 	f = newFabric(t, 1)
 	a, b = f.datagramQP("a", UD, 0x11, 7), f.datagramQP("b", UD, 0x22, 7)
 	a.reg(1, 0, 4096, allAccess)
 	send(7, 8)
 	a.wantSends(0)
 	b.wantState(RTS)
-	// A receive that is malformed or inaccessible ends the QP.
+	// A malformed or inaccessible receive ends the QP.
 	b.postRecv(sge(2, 0, 100))
 	send(7, 8)
 	b.wantRecvs(StatusLocProt)
 	b.wantState(Err)
 }
 
-// Send errors put UD and UC into SQE, which flushes, and from which RTS returns.
+// Send errors put UD and UC into SQE, which flushes; RTS ends SQE.
 func TestSQE(t *testing.T) {
 	for _, c := range []struct {
 		w    WQE
@@ -149,7 +149,7 @@ func TestSQE(t *testing.T) {
 		a.post(good)
 		f.settle(1e6)
 		a.wantSends(0, c.want, StatusFlush, StatusFlush)
-		// The receive side goes on.
+		// The receive side still works.
 		back := good
 		back.AV, back.RemoteQPN, back.SGEs = av(ipB, ipA), 0x11, []SGE{sge(2, 0, 8)}
 		b.post(back)
@@ -199,7 +199,7 @@ func TestUCOperations(t *testing.T) {
 			}
 		}
 	}
-	// READ and atomics are not for UC.
+	// UC has no READ and no atomics.
 	f := newFabric(t, 1)
 	o := opts()
 	o.typ = UC
@@ -211,8 +211,8 @@ func TestUCOperations(t *testing.T) {
 	a.wantState(SQE)
 }
 
-// Lost, reordered and duplicated UC packets: a message arrives as it was sent or
-// not at all, and receive WQEs are neither lost nor mixed up.
+// With lost, reordered and duplicated UC packets a message arrives as it was sent or not at all, and receive WQEs are
+// neither lost nor swapped.
 func TestUCLoss(t *testing.T) {
 	for seed := range int64(20) {
 		f := newFabric(t, seed)
@@ -227,7 +227,7 @@ func TestUCLoss(t *testing.T) {
 		for i := range n {
 			lens[i] = f.rng.Intn(size)
 			b.postRecv(sge(2, uint64(i*size), size))
-			// Every message says which it is.
+			// Every message contains its number.
 			for k := range lens[i] {
 				a.regions[1].buf[i*size+k] = byte(i + k/256)
 			}
@@ -249,7 +249,7 @@ func TestUCLoss(t *testing.T) {
 	}
 }
 
-// UC's drop rules packet by packet (IBTA 9.8.2.2).
+// UC's rules for dropping, packet by packet (IBTA 9.8.2.2).
 func TestUCResponder(t *testing.T) {
 	o := opts()
 	o.typ, o.psnA, o.mtu = UC, 100, 1
@@ -271,12 +271,12 @@ func TestUCResponder(t *testing.T) {
 	b.wantRecvs(0)
 	b.postRecv(sge(2, 0, 700))
 	b.inject(c(wire.OpUCSendFirst, 52, 256))
-	b.inject(c(wire.OpUCSendOnly, 53, 3)) // abandons the one before
+	b.inject(c(wire.OpUCSendOnly, 53, 3)) // abandons the previous message
 	b.wantRecvs(0, 0)
 	if b.recvs[1].c.ByteLen != 3 || b.recvs[1].id != 5001 {
 		t.Errorf("%+v", b.recvs[1])
 	}
-	// Too long for the receive; without rights; bad key: dropped, QP lives.
+	// Too long for the receive, no rights, bad key: the message is dropped and the QP continues.
 	b.postRecv(sge(2, 0, 2))
 	b.inject(c(wire.OpUCSendOnly, 54, 3))
 	before := append([]byte{}, mem.buf...)

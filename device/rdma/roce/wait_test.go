@@ -8,9 +8,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Suspension and resumption packet by packet: faults are answered by the test.
+// Suspension and resumption packet by packet: the test answers the faults.
 
-// stuck makes b's faults wait until answer is called, and its page at va absent.
+// stuck makes b's faults wait until answer is called, and its pages at absent.
 func (n *node) stuck(absent ...uint64) {
 	n.service = func() int64 { return -1 }
 	n.paging(1, 0, 0)
@@ -23,14 +23,14 @@ func (n *node) absent(key translate.Key, va uint64) {
 	n.pages[pageID{key, va / pageBytes}] = guestAbsent
 }
 
-// present brings all pages in, without anybody being told.
+// present makes all pages present without answering a fault.
 func (n *node) present() { clear(n.pages) }
 
-// answer serves the fault that waits on side.
+// answer serves the fault of side.
 func (n *node) answer(side Side, ok bool) {
 	n.f.t.Helper()
 	if n.open[side] == nil {
-		n.f.t.Fatalf("%s: nothing waits on side %d", n.name, side)
+		n.f.t.Fatalf("%s: no fault waits on side %d", n.name, side)
 	}
 	if ok {
 		n.present()
@@ -38,11 +38,11 @@ func (n *node) answer(side Side, ok bool) {
 	n.open[side](ok)
 }
 
-// noFault fails if a fault waits.
+// noFault fails if a fault is outstanding.
 func (n *node) noFault() {
 	n.f.t.Helper()
 	if n.busy != [2]bool{} {
-		n.f.t.Fatalf("%s: faults are out: %v", n.name, n.busy)
+		n.f.t.Fatalf("%s: faults are outstanding: %v", n.name, n.busy)
 	}
 }
 
@@ -53,9 +53,8 @@ func write(psn uint32, va uint64, data string) craft {
 
 func rnrOf(psn uint32, code wire.Syndrome) resp { return nakOf(psn, wire.SyndromeRNR|code) }
 
-// The wait that an RNR NAK names follows the service time, or what the service has
-// taken already (PF-8); a missing receive has MinRNRTimer. On service the sender is
-// told, by an ACK of what it knows (PF-9).
+// The timer of an RNR NAK follows the expected service time, or the time already waited (PF-8); for a missing receive
+// it is MinRNRTimer. When the page is present the sender gets an ACK of the requests done (PF-9).
 func TestResponderRNR(t *testing.T) {
 	o := opts()
 	o.psnA, o.minRNR = 10, 7
@@ -84,7 +83,7 @@ func TestResponderRNR(t *testing.T) {
 	b.inject(write(11, 0x1000, "b"))
 	b.wantResp(sent, ackOf(11))
 	if mem.buf[0x1000] != 'b' {
-		t.Error("not written")
+		t.Error("the WRITE was not executed")
 	}
 	send := craft{op: wire.OpRCSendOnly, psn: 12, ack: true, data: []byte{1}}
 	b.inject(send)
@@ -100,7 +99,7 @@ func TestResponderRNR(t *testing.T) {
 	b.inject(send)
 	b.wantResp(sent, ackOf(12))
 	b.wantRecvs(0)
-	b.delay = -1 // nothing was measured yet
+	b.delay = -1 // no service time was measured yet
 	b.absent(2, 0x1000)
 	b.inject(write(13, 0x1000, "b"))
 	b.wantResp(sent, rnrOf(13, 16))
@@ -109,9 +108,8 @@ func TestResponderRNR(t *testing.T) {
 	}
 }
 
-// A fault that is served before its RNR NAK has left: the NAK must go out all the
-// same, for the packet is lost, but names the shortest time. And an ACK that would
-// name the PSN of a READ names the newest WRITE before it instead.
+// A fault is served before its RNR NAK was sent: the NAK must still be sent, because the packet was dropped, with the
+// shortest timer. An ACK must not name the PSN of a READ but the newest WRITE before it.
 func TestResponderRNRLate(t *testing.T) {
 	o := opts()
 	o.psnA = 10
@@ -131,8 +129,8 @@ func TestResponderRNRLate(t *testing.T) {
 	b.wantResp(sent, ackOf(10))
 }
 
-// A READ waits for its page in silence (PF-10); what was before it is acknowledged,
-// what is behind it executes. If its requester asks again, it is told to wait.
+// A READ waits for its page without a message (PF-10). Requests before it are acknowledged, requests behind it execute.
+// If its requester repeats it, it gets an RNR NAK.
 func TestResponderReadWaits(t *testing.T) {
 	o := opts()
 	o.psnA, o.mtu = 10, 3 // 1024 bytes
@@ -160,12 +158,12 @@ func TestResponderReadWaits(t *testing.T) {
 		resp{wire.OpRCReadResponseLast, 13, wire.NoCredits},
 		resp{wire.OpRCReadResponseOnly, 15, wire.NoCredits}, ackOf(14))
 
-	// The first page of a READ: the WRITE before it must not wait for its ACK.
+	// The first page of a READ is absent: the WRITE before it gets its ACK without waiting.
 	b.absent(2, 0x2000)
 	b.inject(write(16, 0, "c"))
 	b.inject(read(17, 0x2000, 8))
 	b.wantResp(sent, ackOf(16))
-	// A lost ACK, asked for again.
+	// A lost ACK is requested again.
 	b.inject(write(16, 0, "c"))
 	b.wantResp(sent, ackOf(16))
 	b.inject(read(17, 0x2000, 8))
@@ -176,7 +174,7 @@ func TestResponderReadWaits(t *testing.T) {
 	// After another READ there is nothing to acknowledge.
 	b.absent(2, 0x2000)
 	b.inject(read(18, 0x2000, 8))
-	b.inject(write(19, 0x5000, "z")) // behind it, and absent as well: told when the READ is answered
+	b.inject(write(19, 0x5000, "z")) // behind it, and absent as well: RNR NAK when the READ is answered
 	b.absent(2, 0x5000)
 	b.inject(write(19, 0x5000, "z"))
 	b.wantResp(sent)
@@ -190,8 +188,8 @@ func (n *node) noFaultBut(s Side) {
 	}
 }
 
-// A READ and the WRITE behind it miss: one fault at a time, the second at once after
-// the first, and the messages in order.
+// A READ and the WRITE behind it miss: one fault at a time, the second right after the first, and the messages in
+// order.
 func TestResponderTwoWaits(t *testing.T) {
 	o := opts()
 	o.psnA = 10
@@ -213,7 +211,7 @@ func TestResponderTwoWaits(t *testing.T) {
 	b.inject(write(11, 0x5000, "z"))
 	b.wantResp(sent, ackOf(11))
 	b.noFault()
-	// The other way round: a WRITE waits, and a READ is asked for again.
+	// Conversely: a WRITE waits, and a READ is repeated.
 	b.absent(2, 0x5000)
 	b.absent(2, 0x1000)
 	b.inject(write(12, 0x5000, "z"))
@@ -227,7 +225,7 @@ func TestResponderTwoWaits(t *testing.T) {
 	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 10, wire.NoCredits}, ackOf(11))
 }
 
-// An atomic waits in silence and is executed once (PF-10); nothing overtakes it.
+// An atomic waits without a message and executes once (PF-10); nothing overtakes it.
 func TestResponderAtomicWaits(t *testing.T) {
 	o := opts()
 	o.psnA = 10
@@ -256,7 +254,7 @@ func TestResponderAtomicWaits(t *testing.T) {
 	b.inject(write(12, 0, "x"))
 	b.wantResp(sent, ackOf(12))
 
-	// Served before the NAK for those behind it has left.
+	// Served before the NAK for the requests behind it was sent.
 	b.absent(2, 0x1000)
 	b.inject(add(13))
 	b.inject(write(14, 0, "y"))
@@ -268,7 +266,7 @@ func TestResponderAtomicWaits(t *testing.T) {
 		t.Errorf("%d atomics, sum %d", b.atomics, mem.buf[0x1000])
 	}
 
-	// An ATOMIC WRITE is no different.
+	// An ATOMIC WRITE behaves the same.
 	b.absent(2, 0x1000)
 	b.inject(craft{op: wire.OpRCAtomicWrite, psn: 15, key: 2, va: 0x1000, length: 8, data: []byte("12345678")})
 	b.inject(write(16, 0, "z"))
@@ -278,14 +276,14 @@ func TestResponderAtomicWaits(t *testing.T) {
 	same(t, "memory", mem.buf[0x1000:0x1008], []byte("12345678"))
 }
 
-// What a fault asks for is what will be needed, as far as the transport can know.
+// A fault requests the bytes that will be needed, as far as the transport can know.
 func TestFaultLengths(t *testing.T) {
 	const mib = 1 << 20
 	for _, x := range []struct {
 		name string
 		w    WQE
 		recv int
-		a, b []uint64 // lengths asked for at each side, in order
+		a, b []uint64 // requested lengths at each side, in order
 	}{
 		{"write", WQE{Opcode: WRWrite, RKey: 2, RemoteVA: 0x400,
 			SGEs: []SGE{sge(2, 0x800, 3000), sge(2, 0x4000, 2000)}}, 0, []uint64{3000, 2000}, []uint64{5000}},
@@ -324,7 +322,7 @@ func TestFaultLengths(t *testing.T) {
 				return
 			}
 			if got, want := fmt.Sprint(lengths(a), lengths(b)), fmt.Sprint(x.a, x.b); got != want {
-				t.Errorf("asked for %s, want %s", got, want)
+				t.Errorf("requested %s, want %s", got, want)
 			}
 		})
 	}

@@ -42,7 +42,7 @@ func reading(responses ...uint64) (b *Scoreboard, sent uint64) {
 	return b, sent
 }
 
-// queue does what the requester does with response psn, which arrives before its turn.
+// queue does what the requester does with response psn, which arrives out of order.
 func queue(b *Scoreboard, psn, una, sent uint64, now int64) {
 	b.Start(una)
 	b.ResponseArrived(psn, una, sent, now)
@@ -275,7 +275,7 @@ func TestLaterRequestedResponse(t *testing.T) {
 }
 
 // TestRepeatedResponses: responses that were requested again alone are answered at once, in the order of their
-// requests. One that arrives twice was requested in vain.
+// requests. A response that arrives twice was requested unnecessarily.
 func TestRepeatedResponses(t *testing.T) {
 	b, sent := reading(6)
 	queue(b, base+4, base, sent, 150*us)
@@ -324,8 +324,8 @@ func TestRepeatedResponses(t *testing.T) {
 	}
 }
 
-// TestQueuedRequests: a READ that the peer has in its reorder queue is not answered before the gap in front of it is
-// filled, so later responses do not make its own overdue.
+// TestQueuedRequests: a READ in the peer's reorder queue is answered only when the gap in front of it is filled, so
+// later responses do not make its responses overdue.
 func TestQueuedRequests(t *testing.T) {
 	b := sending(2) // a gap at 0
 	for i := range uint64(2) {
@@ -334,7 +334,7 @@ func TestQueuedRequests(t *testing.T) {
 	const sent = base + 6
 	b.Start(base)
 	if !b.SelectiveAck(base, base, sent, arrivals(1, 2, 3, 4, 5), 145*us) {
-		t.Error("no news")
+		t.Error("the report brought no news")
 	}
 	b.Extend(sent)
 	for i := uint64(2); i < 6; i++ {
@@ -353,7 +353,7 @@ func TestQueuedRequests(t *testing.T) {
 	}
 }
 
-// TestMarkLost: the oldest packet counts as lost at once when the peer says no more.
+// TestMarkLost: without further responses the oldest packet counts as lost at once.
 func TestMarkLost(t *testing.T) {
 	b := sending(4)
 	b.Start(base)
@@ -407,7 +407,7 @@ func TestHostileResponses(t *testing.T) {
 		b.DuplicateResponse(psn, sent)
 	}
 	b.NoteSent(base, base+1, 160*us, AwaitsResponse|RetransmittedAlone)
-	b.DuplicateResponse(base-64, sent) // has the same place in the ring
+	b.DuplicateResponse(base-64, sent) // uses the same place in the ring
 	if b.reorderQuarters != before.reorderQuarters || b.reorderHold != before.reorderHold {
 		t.Error("a duplicate of a PSN out of range widened the reorder window")
 	}

@@ -15,10 +15,10 @@ import (
 
 const abiHeader = "../../../guestdrv/linux/vnicd_abi.h"
 
-// cStruct is a structure of vnicd_abi.h as a text search finds it.
+// cStruct is a structure of vnicd_abi.h as found by text search.
 type cStruct struct {
 	name     string
-	fields   []string // reserved ones left out
+	fields   []string // without reserved ones
 	reserved []string
 }
 
@@ -30,8 +30,7 @@ var (
 	reMember = regexp.MustCompile(`(?m)^\s+(VNICD_\w+)`)
 )
 
-// parseHeader finds all structures and constants of the header, so that the test
-// notices what was added to it and forgotten in Go.
+// parseHeader finds all structures and constants of the header, so that the test detects additions that Go lacks.
 func parseHeader(t *testing.T) (structs []cStruct, consts []string) {
 	t.Helper()
 	text, err := os.ReadFile(abiHeader)
@@ -200,9 +199,8 @@ var uapiConsts = map[string]uint64{
 	"IB_UVERBS_QPT_RC": QPTypeRC, "IB_UVERBS_QPT_UC": QPTypeUC, "IB_UVERBS_QPT_UD": QPTypeUD,
 }
 
-// verbsConsts stand in libibverbs' <infiniband/verbs.h> (libibverbs-dev), not in
-// linux-libc-dev; they are compared where that header is installed, and by
-// TestCoreNumbers against literals everywhere.
+// verbsConsts are defined in libibverbs' <infiniband/verbs.h> (libibverbs-dev), not in linux-libc-dev. They are
+// compared if that header is installed; TestCoreNumbers compares them with literals everywhere.
 var verbsConsts = map[string]uint64{
 	"IBV_QPS_RESET": QPReset, "IBV_QPS_INIT": QPInit, "IBV_QPS_RTR": QPRTR, "IBV_QPS_RTS": QPRTS, "IBV_QPS_SQD": QPSQD,
 	"IBV_QPS_SQE": QPSQE, "IBV_QPS_ERR": QPErr,
@@ -289,8 +287,7 @@ var goOffsets = map[string]uint64{
 	"sizeof(struct ib_uverbs_wc)":                             SizeWC,
 }
 
-// field is where Encode puts a field of a Go struct, found by encoding the
-// struct with nothing but that field set.
+// field is the place where Encode puts a field of a Go struct, found by encoding the struct with only that field set.
 type field struct {
 	cname        string
 	offset, size int
@@ -346,7 +343,7 @@ func TestMatchesC(t *testing.T) {
 	want := map[string]uint64{} // C expression -> the Go side's value
 	add := func(expr string, v uint64) {
 		if _, ok := want[expr]; ok {
-			t.Errorf("%s stands twice in the table", expr)
+			t.Errorf("%s is in the table twice", expr)
 		}
 		want[expr] = v
 	}

@@ -13,8 +13,7 @@ var (
 	ErrReserved = errors.New("reserved field is not zero")
 )
 
-// DecodeError says which structure could not be decoded and why. It wraps
-// ErrShort or ErrReserved.
+// DecodeError tells which structure could not be decoded and why. It wraps ErrShort or ErrReserved.
 type DecodeError struct {
 	Struct string // name of the C structure
 	Offset int    // of the first offending byte; the input's length for ErrShort
@@ -31,9 +30,8 @@ func (e *DecodeError) Error() string {
 
 func (e *DecodeError) Unwrap() error { return e.Err }
 
-// codec walks over a structure's bytes, either way round. One list of fields
-// per structure serves Encode and Decode, so that the two cannot drift apart.
-// The caller has checked that b is long enough.
+// codec walks over a structure's bytes in either direction. One list of fields per structure serves Encode and Decode,
+// so that the two cannot diverge. The caller has checked that b is long enough.
 type codec struct {
 	b   []byte
 	off int

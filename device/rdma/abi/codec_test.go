@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// record is what every mirrored structure can do.
+// record is implemented by every mirrored structure.
 type record interface {
 	Encode([]byte)
 	Decode([]byte) error
@@ -65,7 +65,7 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestDecodeRefuses gives every structure too few bytes and a bit in each reserved byte.
+// TestDecodeRefuses truncates every structure, and sets a bit in each reserved byte.
 func TestDecodeRefuses(t *testing.T) {
 	for name, mk := range goStructs {
 		if mk == nil {
@@ -115,7 +115,7 @@ func TestWQEViews(t *testing.T) {
 	// Literal bytes at the offsets of rdma_user_rxe.h.
 	if b[12] != 1 || !bytes.Equal(b[20:24], []byte{1, 2, 3, 4}) || b[24] != 0x88 || b[32] != 0x99 || b[184] != 11 ||
 		b[196] != 2 || b[209] != 0x10 {
-		t.Errorf("RDMA request stands wrong: %x", b)
+		t.Errorf("wrong layout of the RDMA request: %x", b)
 	}
 	w.SetRequest(2, WRAtomicCmpAndSwp, 0)
 	w.SetAtomic(0x10, 0x20, 0x30, 0x40)
@@ -175,8 +175,7 @@ func TestStrings(t *testing.T) {
 	}
 }
 
-// FuzzRoundTrip decodes arbitrary bytes as each structure; what decodes must
-// encode to the same bytes again.
+// FuzzRoundTrip decodes arbitrary bytes as each structure; what decodes must encode to the same bytes.
 func FuzzRoundTrip(f *testing.F) {
 	var names []string
 	for name, mk := range goStructs {

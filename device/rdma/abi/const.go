@@ -91,10 +91,10 @@ func (o Opcode) String() string {
 // Status is the outcome of a command (enum vnicd_status). It is an error when it is not StatusOK.
 type Status uint32
 
-// The statuses and the errno into which a Linux driver maps them.
+// The statuses and the errno to which a Linux driver maps them.
 const (
 	StatusOK          Status = 0
-	StatusInvalid     Status = 1 // EINVAL: malformed or contradicting request
+	StatusInvalid     Status = 1 // EINVAL: malformed or contradictory request
 	StatusNoMemory    Status = 2 // ENOMEM: a per-VM limit is reached
 	StatusNotFound    Status = 3 // ENOENT: no such object
 	StatusBusy        Status = 4 // EBUSY: the object is still in use
@@ -109,7 +109,7 @@ var statusNames = [...]string{
 	"address outside guest memory", "not permitted", "device failure",
 }
 
-// Error gives the status in words, so that a Status can serve as a sentinel error.
+// Error describes the status, so that a Status can serve as a sentinel error.
 func (s Status) Error() string {
 	if int(s) < len(statusNames) {
 		return statusNames[s]
@@ -132,8 +132,8 @@ const (
 	CapFlushGlobal  = 1 << 10 // FLUSH to global visibility, on RC
 )
 
-// What on-demand paging covers, per transport: DeviceAttr.ODPRC and its like
-// (ODP-2; the bits of enum ib_odp_transport_cap_bits).
+// What on-demand paging covers, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum
+// ib_odp_transport_cap_bits).
 const (
 	ODPSend    = 1 << 0
 	ODPRecv    = 1 << 1
@@ -152,7 +152,7 @@ const (
 	GIDRoCEv2 = 2
 )
 
-// NoVLAN in a vlan_id means untagged.
+// NoVLAN in a vlan_id stands for untagged.
 const NoVLAN = 0xffff
 
 // Layout of a doorbell area (struct vnicd_doorbells): the driver sets bit
@@ -198,9 +198,9 @@ const (
 // Flags of CreateMR.
 const (
 	MRPhys     = 1 << 0 // VAs are PAs; the region has no table
-	MROnDemand = 1 << 1 // pages come by page fault events, go by CLEAR_MTT
+	MROnDemand = 1 << 1 // pages are set after page fault events and removed by CLEAR_MTT
 	MRImplicit = 1 << 2 // with MROnDemand: the whole address space
-	MRFast     = 1 << 3 // means nothing until a REG_MR request (RegWR)
+	MRFast     = 1 << 3 // unusable until a REG_MR request (RegWR)
 )
 
 // MaxFastReg bounds the pages of a MRFast region: their list lies in one page.
@@ -235,8 +235,8 @@ const (
 	StatGuestFaults   // raised to the guest's driver (PF-7)
 	StatHostFaults    // raised to the host's driver
 	StatInvalidations // CLEAR_MTT
-	StatFaultsResumed // guest faults answered: go on
-	StatFaultsFailed  // guest faults answered: no such address
+	StatFaultsResumed // guest faults answered: try again
+	StatFaultsFailed  // guest faults answered: invalid address
 	StatFaultDrops    // packets dropped for a fault (PF-8, PF-11)
 	NumStats
 )
@@ -255,10 +255,10 @@ func (s Stat) String() string {
 	return fmt.Sprintf("stat %d", int(s))
 }
 
-// EventType says what happened (enum vnicd_event_type).
+// EventType is the type of an asynchronous event (enum vnicd_event_type).
 type EventType uint32
 
-// The asynchronous events; the handle is a CQ, QP or SRQ number as the name says.
+// The asynchronous events; the handle is the number of the CQ, QP or SRQ in the name.
 const (
 	EventCQErr       EventType = 1
 	EventQPFatal     EventType = 2

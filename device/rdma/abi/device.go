@@ -124,14 +124,13 @@ func (x *Resp) Decode(b []byte) error {
 	return c.end("vnicd_resp")
 }
 
-// Ring is where a ring lies; its page list follows the command
-// (struct vnicd_ring).
+// Ring describes a ring's geometry; its page list follows the command (struct vnicd_ring).
 type Ring struct {
 	Length       uint64 `c:"length"`         // bytes, header included
 	NPages       uint32 `c:"npages"`         // 0: no ring
 	PageShift    uint8  `c:"page_shift"`     // 12..30
 	Log2ElemSize uint8  `c:"log2_elem_size"` // 6..16
-	NumElems     uint32 `c:"num_elems"`      // power of two; one stays empty
+	NumElems     uint32 `c:"num_elems"`      // power of two; one element stays empty
 }
 
 func (x *Ring) fields(c *codec) {

@@ -4,17 +4,17 @@
 // (rdma_user_rxe.h), the completions of ib_user_verbs.h, and the numbers of
 // ib_verbs.h.
 //
-// Two kinds of things live here:
+// It has two kinds of types:
 //
 //   - structures that are copied in or out as a whole (commands, events,
 //     configuration space, address handles, completions) are Go structs with
 //     Encode and Decode; Decode refuses nonzero reserved fields;
-//   - elements of work rings, of which a reader wants a few fields, are byte
+//   - elements of work rings, of which a reader needs a few fields, are byte
 //     views (SendWQE, RecvWQE) with one accessor per field.
 //
-// Everything is little-endian by explicit conversion; the package does no I/O,
+// Everything is converted to little-endian explicitly. The package does no I/O,
 // never allocates on the success path and trusts no length it is given. It does
-// not judge values: whether a page shift or a QP state makes sense is the
+// not validate values: whether a page shift or a QP state makes sense is the
 // device's business.
 //
 // A test compiles the C headers and compares every size, offset and constant.

@@ -1,7 +1,7 @@
 package abi
 
-// The numbers of Linux's RDMA core (include/rdma/ib_verbs.h and its uapi
-// headers), which the device's commands and rings use as they are.
+// The numbers of Linux's RDMA core (include/rdma/ib_verbs.h and its uapi headers), which the device's commands and
+// rings use unchanged.
 
 // QP states (enum ib_qp_state).
 const (
@@ -57,7 +57,7 @@ func MTUBytes(mtu uint8) int {
 	return 128 << mtu
 }
 
-// MTUFromBytes gives the largest MTU256..MTU4096 that is at most n bytes; 0 if n is below 256.
+// MTUFromBytes returns the largest MTU256..MTU4096 that is at most n bytes; 0 if n is below 256.
 func MTUFromBytes(n int) uint8 {
 	for m := uint8(MTU4096); m >= MTU256; m-- {
 		if MTUBytes(m) <= n {
@@ -80,7 +80,7 @@ const (
 	AccessFlushGlobal     = 1 << 8
 	AccessFlushPersistent = 1 << 9
 	AccessRelaxedOrdering = 1 << 20
-	// AccessOptional are the bits that a provider ignores if it does not know them.
+	// AccessOptional are the bits that a provider may ignore.
 	AccessOptional = 0x3ff00000
 )
 
@@ -105,7 +105,7 @@ const (
 	WRRegMR                 = 0x20 // kernel users only
 )
 
-// What a FLUSH asks for (enum ib_placement_type), and of what (enum ib_selectivity_level).
+// Placement of a FLUSH (enum ib_placement_type) and its selectivity (enum ib_selectivity_level).
 const (
 	FlushGlobal     = 1 << 0
 	FlushPersistent = 1 << 1
@@ -113,7 +113,7 @@ const (
 	FlushMR         = 1
 )
 
-// AtomicLen is how many bytes an atomic or an ATOMIC WRITE works on.
+// AtomicLen is the operand size of an atomic or ATOMIC WRITE in bytes.
 const AtomicLen = 8
 
 // Flags of a send request (enum ib_send_flags).
@@ -160,7 +160,7 @@ var wcStatusNames = [...]string{
 	"fatal error", "response timeout", "general error",
 }
 
-// WCStatusString gives a completion status in words.
+// WCStatusString describes a completion status.
 func WCStatusString(status uint32) string {
 	if int64(status) < int64(len(wcStatusNames)) {
 		return wcStatusNames[status]
@@ -188,7 +188,7 @@ const (
 	WCOpRecvRDMAWithImm = 129
 )
 
-// What kind of packet a UD completion is of, in its service level (CompleteRecv in hca).
+// Packet kinds of a UD completion, in its service level (CompleteRecv in hca).
 const (
 	WCSLRoCEv1 = 0x0
 	WCSLIPv6   = 0x9 // RoCE v2

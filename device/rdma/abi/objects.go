@@ -233,8 +233,8 @@ func (x *CreateQP) Decode(b []byte) error {
 // (struct vnicd_create_qp_resp).
 type CreateQPResp struct {
 	QPN    uint32 `c:"qpn"`     // 24 bits; 1 for the GSI QP
-	Engine uint32 `c:"engine"`  // whose doorbell area
-	DBSlot uint32 `c:"db_slot"` // which bit of it
+	Engine uint32 `c:"engine"`  // number of the doorbell area
+	DBSlot uint32 `c:"db_slot"` // bit of the doorbell area
 }
 
 func (x *CreateQPResp) fields(c *codec) {
@@ -379,7 +379,7 @@ type CreateMR struct {
 	Access    uint32 `c:"access"`     // Access... bits
 	Flags     uint32 `c:"flags"`      // MRPhys, MROnDemand, MRImplicit
 	PageShift uint8  `c:"page_shift"` // 12..30
-	IOVA      uint64 `c:"iova"`       // first VA as the keys' holders name it
+	IOVA      uint64 `c:"iova"`       // first VA as used with the keys
 	Length    uint64 `c:"length"`     // bytes, > 0
 	Offset    uint64 `c:"offset"`     // of the first byte in the first page
 	NPages    uint64 `c:"npages"`     // MTT entries; covers Offset + Length
@@ -568,15 +568,14 @@ func (x *Mcast) Decode(b []byte) error {
 	return c.end("vnicd_mcast")
 }
 
-// RegWR is what a REG_MR request has at SendWQERegOff of its element
-// (struct vnicd_reg_wr).
+// RegWR holds the operands of a REG_MR request, at SendWQERegOff of its element (struct vnicd_reg_wr).
 type RegWR struct {
 	IOVA      uint64 `c:"iova"`
 	Length    uint64 `c:"length"`
 	PageList  uint64 `c:"page_list"` // PA of NPages PAs, 8-byte aligned, in one 4 KiB page
 	NPages    uint32 `c:"npages"`
 	Offset    uint32 `c:"offset"` // of the first byte in the first page
-	RKey      uint32 `c:"rkey"`   // that it is to have
+	RKey      uint32 `c:"rkey"`   // new key
 	Access    uint32 `c:"access"` // Access bits
 	PageShift uint8  `c:"page_shift"`
 }

@@ -1,11 +1,11 @@
 package abi
 
-// Header of a work or completion ring (struct rxe_queue_buf): geometry hints for
-// user space, then the two indices, each on a cache line of its own, then the
-// elements. Indices are pre-masked: always below the number of elements. The
-// ring is empty when they are equal and full when one more would make them so.
+// Header of a work or completion ring (struct rxe_queue_buf): geometry for user space, then the two indices, each on
+// its own cache line, then the elements. Indices are pre-masked: always below the number of elements. The ring is empty
+// if they are equal and full if one more element would make them equal.
 //
-// The header is shared with a guest's user space: the device believes only the
+// The header is shared with a guest's user space: the device uses only the geometry given by command, and masks every
+// index that it reads.
 // geometry given by command, and masks whatever index it reads.
 const (
 	RingLog2ElemSizeOff = 0
@@ -76,25 +76,24 @@ type SGE struct {
 	LKey   uint32
 }
 
-// SendWQE is a view of one slot of a send queue, copied out of guest memory. It
-// must be at least SizeSendWQE bytes long. Posting through the legacy verbs
-// leaves most of what is not named here stale, IOVA and DMALength included in
-// some providers: compute lengths from the SGEs.
+// SendWQE is a view of one slot of a send queue, copied out of guest memory. It must be at least SizeSendWQE bytes
+// long. The legacy verbs leave most fields without an accessor here stale, and some providers IOVA and DMALength too:
+// compute lengths from the SGEs.
 type SendWQE []byte
 
 // ID is the work request's wr_id.
 func (w SendWQE) ID() uint64 { return le.Uint64(w[SendWQEIDOff:]) }
 
-// Opcode is the WR... number.
+// Opcode returns the WR... number.
 func (w SendWQE) Opcode() uint32 { return le.Uint32(w[SendWQEOpcodeOff:]) }
 
-// Flags are Send... bits.
+// Flags returns the Send... bits.
 func (w SendWQE) Flags() uint32 { return le.Uint32(w[SendWQEFlagsOff:]) }
 
-// Imm is the immediate data's four bytes as they stand in memory, in network order.
+// Imm returns the four bytes of immediate data as in memory, in network order.
 func (w SendWQE) Imm() [4]byte { return [4]byte(w[SendWQEExOff:]) }
 
-// InvalidateRKey is the key of a SEND_WITH_INV or LOCAL_INV; it shares its place with Imm.
+// InvalidateRKey returns the key of a SEND_WITH_INV or LOCAL_INV; it shares its place with Imm.
 func (w SendWQE) InvalidateRKey() uint32 { return le.Uint32(w[SendWQEExOff:]) }
 
 // RemoteAddr is the remote VA of an RDMA or atomic request.
@@ -121,18 +120,17 @@ func (w SendWQE) QKey() uint32 { return le.Uint32(w[SendWQEQKeyOff:]) }
 // PKeyIndex is the P_Key index of a UD request; only the GSI QP uses it.
 func (w SendWQE) PKeyIndex() uint16 { return le.Uint16(w[SendWQEPKeyIndexOff:]) }
 
-// AHNum names the UD request's entry of the address handle table.
+// AHNum returns the UD request's index in the address handle table.
 func (w SendWQE) AHNum() uint32 { return le.Uint32(w[SendWQEAHNumOff:]) }
 
-// MW gives a BIND_MW request: the range, the region's L_Key, the window's present
-// and new R_Key and its access rights.
+// MW returns the operands of a BIND_MW request: the range, the region's L_Key, the window's present and new R_Key and
+// its access rights.
 func (w SendWQE) MW() (addr, length uint64, mrLKey, mwRKey, newRKey, access uint32) {
 	return le.Uint64(w[SendWQEMWAddrOff:]), le.Uint64(w[SendWQEMWLengthOff:]), le.Uint32(w[SendWQEMWMRLKeyOff:]),
 		le.Uint32(w[SendWQEMWRKeyOff:]), le.Uint32(w[SendWQEMWNewRKeyOff:]), le.Uint32(w[SendWQEMWAccessOff:])
 }
 
-// DMALength is the message length as the poster computed it: the length of the
-// inline data if SendInline is set; otherwise not to be relied upon.
+// DMALength is the message length that the poster computed: reliable only if SendInline is set, for inline data.
 func (w SendWQE) DMALength() uint32 { return le.Uint32(w[SendWQEDMALengthOff:]) }
 
 // NumSGE is the number of SGEs; it is meaningless if SendInline is set.
@@ -141,8 +139,7 @@ func (w SendWQE) NumSGE() uint32 { return le.Uint32(w[SendWQENumSGEOff:]) }
 // SGE returns element i; the caller has checked that the slot holds it.
 func (w SendWQE) SGE(i int) SGE { return getSGE(w[SendWQESGEOff+i*SizeSGE:]) }
 
-// Flush returns the rest of what a FLUSH names besides RemoteAddr, and what it asks for. The provider has its length in
-// DMALength.
+// Flush returns the R_Key, placement and selectivity of a FLUSH. The provider keeps its length in DMALength.
 func (w SendWQE) Flush() (rkey uint32, placement, selectivity uint8) {
 	return le.Uint32(w[SendWQEFlushRKeyOff:]), w[SendWQEFlushTypeOff], w[SendWQEFlushLevelOff]
 }
@@ -152,7 +149,7 @@ func (w SendWQE) Inline(n int) []byte { return w[SendWQESGEOff : SendWQESGEOff+n
 
 // The setters below are for the driver's side.
 
-// SetRequest writes what every work request has, and clears the rest of the fixed part.
+// SetRequest writes the fields of every work request, and clears the rest of the fixed part.
 func (w SendWQE) SetRequest(id uint64, opcode, flags uint32) {
 	clear(w[:SizeSendWQE])
 	le.PutUint64(w[SendWQEIDOff:], id)
@@ -173,7 +170,7 @@ func (w SendWQE) SetRDMA(addr uint64, rkey uint32) {
 	le.PutUint64(w[SendWQEIOVAOff:], addr)
 }
 
-// SetFlush stores what a FLUSH names and asks for, as the rxe provider does.
+// SetFlush stores the operands of a FLUSH, as the rxe provider does.
 func (w SendWQE) SetFlush(addr uint64, length, rkey uint32, placement, selectivity uint8) {
 	le.PutUint64(w[SendWQERemoteAddrOff:], addr)
 	le.PutUint32(w[SendWQEFlushRKeyOff:], rkey)
@@ -199,7 +196,7 @@ func (w SendWQE) SetUD(qpn, qkey, ah uint32) {
 	le.PutUint32(w[SendWQEAHNumOff:], ah)
 }
 
-// SetMW fills in what a BIND_MW request has besides.
+// SetMW stores the operands of a BIND_MW request.
 func (w SendWQE) SetMW(addr, length uint64, mrLKey, mwRKey, newRKey, access uint32) {
 	le.PutUint64(w[SendWQEMWAddrOff:], addr)
 	le.PutUint64(w[SendWQEMWLengthOff:], length)

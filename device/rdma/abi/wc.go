@@ -4,7 +4,7 @@ import "encoding/binary"
 
 var le = binary.LittleEndian
 
-// Sizes of a completion: the structure, and the ring slot in which it stands.
+// Sizes of a completion: the structure, and its ring slot.
 const (
 	SizeWC         = 48
 	WCLog2ElemSize = 6
@@ -23,10 +23,10 @@ const (
 	wcPortOff      = 46
 )
 
-// WC is a completion as it stands in a CQ (struct ib_uverbs_wc).
+// WC is a completion as it is in a CQ (struct ib_uverbs_wc).
 type WC struct {
 	ID           uint64  `c:"wr_id"`
-	Status       uint32  `c:"status"` // WC... status; of a failed WC only ID, Status, VendorErr and QPN mean something
+	Status       uint32  `c:"status"` // WC... status; of a failed WC only ID, Status, VendorErr and QPN are valid
 	Opcode       uint32  `c:"opcode"` // WCOp...
 	VendorErr    uint32  `c:"vendor_err"`
 	ByteLen      uint32  `c:"byte_len"`

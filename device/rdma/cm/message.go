@@ -1,7 +1,7 @@
 // Package cm watches communication management (IBTA volume 1, chapter 12) between a VM and its peers: the datagrams
-// that set up and end connections, as they pass queue pair 1. It keeps a bounded table of the VM's connections, by the
-// communication IDs of both sides, and says which arriving datagrams contradict it (MT-3, MT-4). It takes no part:
-// nothing is answered, sent or changed, and there is no I/O, no clock and no lock in it.
+// over queue pair 1 that set up and end connections. It keeps a bounded table of the VM's connections, by the
+// communication IDs of both sides, and reports arriving datagrams that contradict it (MT-3, MT-4). It only observes: it
+// answers, sends and changes nothing, and uses no I/O, clock or lock.
 package cm
 
 import (
@@ -22,13 +22,13 @@ const (
 	data = 24 // where the message begins, behind the MAD header
 )
 
-// Kind is a message: the attribute ID (IBTA 12.6, table 105).
+// Kind is the type of a message: its attribute ID (IBTA 12.6, table 105).
 type Kind uint16
 
 // The messages.
 const (
 	REQ     Kind = 0x10 // request for communication
-	MRA     Kind = 0x11 // message receipt acknowledgement: it takes longer
+	MRA     Kind = 0x11 // message receipt acknowledgement: the answer will take longer
 	REJ     Kind = 0x12 // reject
 	REP     Kind = 0x13 // reply
 	RTU     Kind = 0x14 // ready to use
@@ -43,7 +43,7 @@ const (
 var kindNames = map[Kind]string{REQ: "REQ", MRA: "MRA", REJ: "REJ", REP: "REP", RTU: "RTU", DREQ: "DREQ", DREP: "DREP",
 	SIDRReq: "SIDR_REQ", SIDRRep: "SIDR_REP", LAP: "LAP", APR: "APR"}
 
-// String returns IBTA's name.
+// String returns the name in IBTA.
 func (k Kind) String() string {
 	if s := kindNames[k]; s != "" {
 		return s
@@ -55,12 +55,12 @@ func (k Kind) String() string {
 var (
 	// ErrOther: a management datagram of another class.
 	ErrOther = errors.New("cm: not communication management")
-	// ErrMalformed: no management datagram, or a message that chapter 12 does not know.
+	// ErrMalformed: not a management datagram, or a message that chapter 12 does not define.
 	ErrMalformed = errors.New("cm: malformed message")
 )
 
 // Message is a view of a whole management datagram that Parse has accepted; its methods never fail. A field that the
-// kind does not have reads as whatever lies there.
+// kind does not have returns the bytes at its place.
 type Message []byte
 
 // Parse checks that b begins with a message.
@@ -84,20 +84,20 @@ func (m Message) u24(off int) uint32 { return binary.BigEndian.Uint32(m[data+off
 func (m Message) u32(off int) uint32 { return binary.BigEndian.Uint32(m[data+off:]) }
 func (m Message) u64(off int) uint64 { return binary.BigEndian.Uint64(m[data+off:]) }
 
-// Kind returns which message it is.
+// Kind returns the type of the message.
 func (m Message) Kind() Kind { return Kind(binary.BigEndian.Uint16(m[16:])) }
 
-// Transaction returns the transaction ID: equal in a repetition, and in the answer.
+// Transaction returns the transaction ID, which repetitions and the answer share.
 func (m Message) Transaction() uint64 { return binary.BigEndian.Uint64(m[8:]) }
 
-// LocalID returns the communication ID that the sender gave the connection; of SIDR messages the request ID, which is
-// the requester's in both directions.
+// LocalID returns the sender's communication ID; of SIDR messages the request ID, which is the requester's in both
+// directions.
 func (m Message) LocalID() uint32 { return m.u32(0) }
 
-// RemoteID returns the receiver's communication ID; REQ and SIDR messages have none. 0 in a REJ: not known yet.
+// RemoteID returns the receiver's communication ID; REQ and SIDR messages have none. 0 in a REJ: unknown.
 func (m Message) RemoteID() uint32 { return m.u32(4) }
 
-// ServiceID of REQ, SIDR_REQ and SIDR_REP: what the requester wants to talk to.
+// ServiceID returns the requested service of REQ, SIDR_REQ and SIDR_REP.
 func (m Message) ServiceID() uint64 {
 	if m.Kind() == SIDRRep {
 		return m.u64(12)
@@ -124,7 +124,7 @@ func (m Message) PSN() uint32 {
 	return m.u24(20)
 }
 
-// Transport returns the service type that a REQ asks for: 0 RC, 1 UC, 2 RD, 3 another (IBTA 12.7.9).
+// Transport returns the service type of a REQ: 0 RC, 1 UC, 2 RD, 3 other (IBTA 12.7.9).
 func (m Message) Transport() uint8 { return m.u8(43) >> 1 & 3 }
 
 // PathMTU returns the MTU code of a REQ: 1 (256 bytes) to 5 (4096 bytes), others are reserved.
@@ -133,19 +133,19 @@ func (m Message) PathMTU() uint8 { return m.u8(50) >> 4 }
 // PKey returns the partition of a REQ.
 func (m Message) PKey() uint16 { return m.u16(48) }
 
-// GIDs returns the ends of a REQ's primary path: the sender's, the receiver's.
+// GIDs returns the ends of a REQ's primary path: the sender's and the receiver's.
 func (m Message) GIDs() (local, remote [16]byte) {
 	return [16]byte(m[data+56:]), [16]byte(m[data+72:])
 }
 
-// Reason returns why a REJ rejects (IBTA 12.6.7.2).
+// Reason returns the reason of a REJ (IBTA 12.6.7.2).
 func (m Message) Reason() uint16 { return m.u16(10) }
 
-// Status returns that of a SIDR_REP: 0 is success (IBTA 12.6.7, table 121).
+// Status returns the status of a SIDR_REP: 0 is success (IBTA 12.6.7, table 121).
 func (m Message) Status() uint8 { return m.u8(4) }
 
 // QKey returns the key of a SIDR_REP.
 func (m Message) QKey() uint32 { return m.u32(20) }
 
-// ServiceTimeout returns the time code of an MRA: it takes 4.096 us times 2 to the power of it.
+// ServiceTimeout returns the time code of an MRA: the time is 4.096 us * 2^code.
 func (m Message) ServiceTimeout() uint8 { return m.u8(9) >> 3 }

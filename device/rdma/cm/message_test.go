@@ -11,7 +11,7 @@ import (
 
 var kinds = []cm.Kind{cm.REQ, cm.MRA, cm.REJ, cm.REP, cm.RTU, cm.DREQ, cm.DREP, cm.SIDRReq, cm.SIDRRep, cm.LAP, cm.APR}
 
-// Literal bytes, at the places that IBTA's tables 106 to 121 give.
+// Literal bytes at the offsets of IBTA's tables 106 to 121.
 func TestGolden(t *testing.T) {
 	req := make([]byte, cm.MADLen)
 	copy(req, []byte{1, 7, 2, 3, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0x10, 0, 0, 0, 0, 0, 0})

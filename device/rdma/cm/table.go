@@ -6,15 +6,15 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// State is what the messages that have passed say about a connection. It is the watcher's view: a message that passed
-// may still be lost in the guest, and a guest may end a connection without a word.
+// State is the state of a connection as the observed messages show it. An observed message may still be lost in the
+// guest, and a guest may end a connection without a message.
 //
 //	REQ out  req-sent -- REP in --> rep-received -- RTU out --> established
 //	REQ in   req-received -- REP out --> rep-sent -- RTU in --> established
 //	established -- DREQ out/in --> dreq-sent/dreq-received -- DREP --> closed
 //	any but closed -- REJ --> rejected        SIDR_REQ out/in: sidr-sent/sidr-received -- SIDR_REP --> resolved
 //
-// rejected and closed are terminal: the entry is shown for a while, then forgotten.
+// rejected and closed are terminal: the entry is shown for a while, then removed.
 type State uint8
 
 // The states.
@@ -40,17 +40,17 @@ var stateNames = [...]string{ReqSent: "req-sent", ReqReceived: "req-received", R
 // String returns the name that status output uses.
 func (s State) String() string { return stateNames[s] }
 
-// Bound tells whether a local queue pair has the connection (Bind).
+// Bound reports whether the connection belongs to a local queue pair (Bind).
 func (c *Conn) Bound() bool { return c.bound }
 
 func (s State) over() bool { return s == Closed || s == Rejected }
 
-// Conn is one connection. The Table's own: callers change nothing but Path.
+// Conn is one connection. The Table owns it: callers change nothing but Path.
 type Conn struct {
 	State   State
-	Active  bool // the VM asked for it
+	Active  bool // the VM requested it
 	Service uint64
-	// Transport is as in the REQ: 0 RC, 1 UC; of SIDR, 3.
+	// Transport is as in the REQ: 0 RC, 1 UC; 3 for SIDR.
 	Transport uint8
 	PathMTU   uint8 // code of the REQ
 
@@ -59,15 +59,15 @@ type Conn struct {
 	Local, Remote       [16]byte
 	RemoteMAC           [6]byte
 	VLAN                uint16 // 0: untagged
-	Reject              uint16 // why it was rejected
-	Began               int64  // ns, of the clock that Watch is given
+	Reject              uint16 // reason of the rejection
+	Began               int64  // ns, by the clock given to Watch
 
-	// Path is the overlay tuple of the connection: for whoever keeps the table to fill in.
+	// Path is the overlay tuple of the connection; the caller sets it.
 	Path vswitch.Path
 
 	haveLocal, haveRemote bool // the IDs are known
 	sidr, bound           bool
-	expires               int64 // 0: it does not
+	expires               int64 // 0: never
 	prev, next            *Conn // in its list
 	list                  *list
 }
@@ -76,30 +76,30 @@ type Conn struct {
 const (
 	DefaultMax = 4096
 
-	// HalfOpen is how long a connection that is being set up or taken down is remembered without a message. The longest
+	// HalfOpen is how long a connection that is being set up or closed is remembered without a message. The longest
 	// response timeout that Linux uses is about 8 s, with 15 retries.
 	HalfOpen = 150 * time.Second
-	// Over is how long one that has ended is shown.
+	// Over is how long an ended connection is shown.
 	Over = 10 * time.Second
 
-	maxService = 10 * time.Minute // that an MRA may ask for
+	maxService = 10 * time.Minute // longest delay that an MRA may request
 
-	// maxLoose bounds the connections without a queue pair, which anybody in the network can begin.
+	// maxLoose bounds the connections without a queue pair, which any host in the network can begin.
 	maxLoose = DefaultMax
 )
 
-// Reason says why an arriving datagram contradicts what is known.
+// Reason tells how an arriving datagram contradicts the table.
 type Reason uint8
 
-// The reasons. Pass is none.
+// The reasons. Pass means no contradiction.
 const (
 	Pass         Reason = iota
-	Malformed           // a class 7 datagram that chapter 12 does not know
+	Malformed           // a class 7 datagram that chapter 12 does not define
 	SourceQP            // not from queue pair 1
-	WrongGID            // a REQ whose path does not lie between the addresses of its packet
+	WrongGID            // a REQ whose path is not between the addresses of its packet
 	WrongPeer           // for a connection with another peer: GID, MAC or VLAN
 	WrongQP             // names another queue pair than the connection's
-	WrongMessage        // that cannot come in the connection's state, or with other IDs than it has
+	WrongMessage        // not allowed in the connection's state, or with other IDs
 	NumReasons
 )
 
@@ -119,19 +119,19 @@ type Datagram struct {
 	MAD           []byte
 }
 
-// Table is the connections of one VM. Not safe for concurrent use. The zero value is not usable.
+// Table holds the connections of one VM. It is not safe for concurrent use. The zero value is not usable.
 type Table struct {
 	max     int
 	byLocal map[idKey]*Conn
-	// Remote IDs are the peers' to choose; a peer is its GID.
+	// Peers choose the remote IDs; a peer is identified by its GID.
 	byRemote map[peerKey]*Conn
-	byQP     map[uint32]*Conn  // local QPN, of those that have a queue pair here
+	byQP     map[uint32]*Conn  // by local QPN, if bound
 	byPeerQP map[peerKey]*Conn // remote QPN
-	open     list              // with a queue pair: live as long as it
-	half     list              // without: expire
+	open     list              // bound: live as long as their queue pair
+	half     list              // not bound: expire
 	past     list
 
-	// Untracked counts connections that found no room, Strays messages about connections that are not known.
+	// Untracked counts connections for which the table had no room, Strays messages about unknown connections.
 	Untracked, Strays uint64
 }
 
@@ -145,7 +145,7 @@ type peerKey struct {
 	idKey
 }
 
-// NewTable makes a table of at most max connections, 0: DefaultMax.
+// NewTable returns a table of at most max connections; 0: DefaultMax.
 func NewTable(max int) *Table {
 	if max <= 0 {
 		max = DefaultMax
@@ -155,14 +155,14 @@ func NewTable(max int) *Table {
 	return t
 }
 
-// Clear forgets everything but the counters.
+// Clear removes all connections and keeps the counters.
 func (t *Table) Clear() {
 	t.byLocal, t.byRemote = map[idKey]*Conn{}, map[peerKey]*Conn{}
 	t.byQP, t.byPeerQP = map[uint32]*Conn{}, map[peerKey]*Conn{}
 	t.open, t.half, t.past = list{}, list{}, list{}
 }
 
-// Len returns how many connections there are.
+// Len returns the number of connections.
 func (t *Table) Len() int { return t.open.n + t.half.n + t.past.n }
 
 // Each calls f for every connection that has not expired at now, those with a queue pair first.
@@ -178,8 +178,8 @@ func (t *Table) Each(now int64, f func(*Conn)) {
 // ByQP returns the connection of a local queue pair, nil if there is none.
 func (t *Table) ByQP(qpn uint32) *Conn { return t.byQP[qpn] }
 
-// Bind finds the connection that a local queue pair is being made ready for, by its peer, and binds it to that: it
-// lives until Release. Nil: its addresses were exchanged in another way.
+// Bind finds the connection for which a local queue pair is made ready, by its peer, and binds it to the queue pair: it
+// lives until Release. Nil: the queue pair's peer was not set up by CM.
 func (t *Table) Bind(qpn uint32, remote [16]byte, remoteQPN uint32) *Conn {
 	c := t.byPeerQP[peerKey{remote, idKey{id: remoteQPN}}]
 	if c == nil || qpn == 0 || c.State.over() || c.LocalQPN != qpn && (c.LocalQPN != 0 || c.Active) {
@@ -194,7 +194,7 @@ func (t *Table) Bind(qpn uint32, remote [16]byte, remoteQPN uint32) *Conn {
 	return c
 }
 
-// Release ends the connection of a queue pair that is no more, or is reset.
+// Release ends the connection of a queue pair that is destroyed or reset.
 func (t *Table) Release(now int64, qpn uint32) {
 	c := t.byQP[qpn]
 	if c == nil {
@@ -208,8 +208,8 @@ func (t *Table) Release(now int64, qpn uint32) {
 	t.settle(now, c)
 }
 
-// Watch takes note of a datagram. c is the connection it belongs to, nil if none is known; a datagram whose reason is
-// not Pass has changed nothing and, if it came from outside, should not get through.
+// Watch records a datagram. c is its connection, nil if none is known. If why is not Pass nothing was changed, and an
+// arriving datagram should be dropped.
 func (t *Table) Watch(now int64, d *Datagram) (c *Conn, why Reason) {
 	t.age(now)
 	m, err := Parse(d.MAD)
@@ -236,7 +236,7 @@ func (t *Table) Watch(now int64, d *Datagram) (c *Conn, why Reason) {
 	return c, Pass
 }
 
-// request begins a connection, or repeats its beginning.
+// request begins a connection, or handles a repeated request.
 func (t *Table) request(now int64, d *Datagram, m Message) (*Conn, Reason) {
 	sidr := m.Kind() == SIDRReq
 	if !sidr {
@@ -300,11 +300,11 @@ func (t *Table) request(now int64, d *Datagram, m Message) (*Conn, Reason) {
 	return fresh, Pass
 }
 
-// repeats tells whether a request is one that began c.
+// repeats reports whether x is a repetition of the request that began c.
 func (c *Conn) repeats(x *Conn) bool {
 	qpn := c.LocalQPN == x.LocalQPN
 	if !c.Active {
-		qpn = c.RemoteQPN == x.RemoteQPN // ours may be known by now
+		qpn = c.RemoteQPN == x.RemoteQPN // ours may be known meanwhile
 	}
 	return c.Active == x.Active && qpn && c.Service == x.Service && c.Remote == x.Remote && c.Local == x.Local &&
 		c.RemoteMAC == x.RemoteMAC && c.VLAN == x.VLAN
@@ -328,7 +328,7 @@ func (t *Table) find(d *Datagram, m Message) *Conn {
 	return t.byRemote[peerKey{d.Remote, idKey{id: remote}}]
 }
 
-// check compares a message with what is known of its connection.
+// check compares a message with the state of its connection.
 func (c *Conn) check(d *Datagram, m Message) Reason {
 	if c.Remote != d.Remote || c.Local != d.Local || c.VLAN != d.VLAN || c.RemoteMAC != d.RemoteMAC {
 		return WrongPeer
@@ -344,7 +344,7 @@ func (c *Conn) check(d *Datagram, m Message) Reason {
 	if !d.Out {
 		local, remote = remote, local
 	}
-	// A REJ may come from, or go to, who has no ID yet.
+	// In a REJ either side may have no ID yet.
 	if c.haveLocal && local != c.LocalID && (k != REJ || local != 0) || c.haveRemote && remote != c.RemoteID &&
 		(k != REJ || remote != 0) {
 		return WrongMessage
@@ -369,7 +369,7 @@ func (c *Conn) check(d *Datagram, m Message) Reason {
 	return Pass
 }
 
-// qpn is the queue pair at one end.
+// qpn returns the queue pair at one end.
 func (c *Conn) qpn(local bool) *uint32 {
 	if local {
 		return &c.LocalQPN
@@ -377,7 +377,7 @@ func (c *Conn) qpn(local bool) *uint32 {
 	return &c.RemoteQPN
 }
 
-// apply takes a message that fits into account.
+// apply updates the connection by a valid message.
 func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	k := m.Kind()
 	if !c.sidr {
@@ -428,7 +428,7 @@ func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	t.settle(now+int64(wait), c)
 }
 
-// learnIDs takes over the communication ID that the other side of a REP, MRA or REJ has given.
+// learnIDs records the communication ID that the other side sent in a REP, MRA or REJ.
 func (t *Table) learnIDs(c *Conn, out bool, m Message) {
 	if m.Kind() == REJ {
 		return
@@ -438,7 +438,7 @@ func (t *Table) learnIDs(c *Conn, out bool, m Message) {
 	case out && !c.haveLocal:
 		c.LocalID, c.haveLocal = id, true
 		if old := t.byLocal[idKey{id: id}]; old != nil {
-			t.remove(old) // a guest that gives an ID again has forgotten the first
+			t.remove(old) // a guest that reuses an ID has forgotten the first connection
 		}
 		t.byLocal[idKey{id: id}] = c
 	case !out && !c.haveRemote:
@@ -450,7 +450,7 @@ func (t *Table) learnIDs(c *Conn, out bool, m Message) {
 	}
 }
 
-// settle puts a connection into the list of its state, at the end.
+// settle appends a connection to the list of its state.
 func (t *Table) settle(now int64, c *Conn) {
 	switch {
 	case c.bound:
@@ -469,10 +469,10 @@ func (t *Table) end(c *Conn, s State) {
 	delete(t.byQP, c.LocalQPN)
 	c.bound, c.State = false, s
 	t.move(c, &t.past)
-	c.expires = 1 // with the next look
+	c.expires = 1 // at the next look-up
 }
 
-// age forgets what has expired. Lists are in the order of the last messages; times differ a little within one, so that
+// age removes expired connections. Lists are ordered by the last message; expiry times differ a little within one, so
 // an entry may stay as long as one before it.
 func (t *Table) age(now int64) {
 	for _, l := range [...]*list{&t.half, &t.past} {
@@ -482,7 +482,7 @@ func (t *Table) age(now int64) {
 	}
 }
 
-// room makes room for one more, at the cost of those that are over or half open.
+// room makes room for one connection by removing ended or half-open ones. It returns false if all are bound.
 func (t *Table) room() bool {
 	if t.Len() < t.max && t.half.n+t.past.n < maxLoose {
 		return true
@@ -519,7 +519,7 @@ type list struct {
 	n           int
 }
 
-// move takes a connection out of its list and appends it to another, nil: to none.
+// move removes a connection from its list and appends it to another; nil: to none.
 func (t *Table) move(c *Conn, to *list) {
 	if l := c.list; l != nil {
 		if c.prev == nil {

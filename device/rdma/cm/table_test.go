@@ -1,6 +1,6 @@
 package cm
 
-// invariants is for tests: it says what is wrong with the table, "" if nothing.
+// invariants returns a violated invariant of the table, or "".
 func (t *Table) invariants() string {
 	seen := map[*Conn]bool{}
 	for i, l := range [...]*list{&t.open, &t.half, &t.past} {

@@ -22,7 +22,7 @@ type side struct {
 
 func newSide(n byte) *side { return &side{n, cm.NewTable(0)} }
 
-// sent is a message from one to another, as the sender's or the receiver's table sees it.
+// datagram is a message from one to another, as the sender's or the receiver's table sees it.
 func datagram(out bool, from, to byte, m *cmtest.Message) *cm.Datagram {
 	d := &cm.Datagram{Out: out, Local: gid(to), Remote: gid(from), RemoteMAC: mac(from), RemoteQPN: 1, MAD: m.Bytes()}
 	if out {
@@ -55,7 +55,7 @@ func carry(t *testing.T, now int64, a, b *side, m cmtest.Message) (atA, atB *cm.
 
 const tcp7174 = 0x01061c06
 
-// The whole life of a connection, seen from both sides.
+// The whole life of a connection, at both sides.
 func TestLife(t *testing.T) {
 	a, b := newSide(1), newSide(2)
 	states := func(what string, atA, atB *cm.Conn, sa, sb cm.State) {
@@ -92,7 +92,7 @@ func TestLife(t *testing.T) {
 	if s := show(y); s != show(&want) {
 		t.Errorf("passive:\n%s\nwant\n%s", s, show(&want))
 	}
-	// With a queue pair it stays, however long nothing is said.
+	// With a queue pair it stays, however long without messages.
 	year := int64(365 * 24 * time.Hour)
 	if n := count(a.table, year); n != 1 {
 		t.Fatalf("%d connections after a year", n)
@@ -140,7 +140,7 @@ func TestRejectAndSIDR(t *testing.T) {
 	}
 }
 
-// Both ends in one VM: one table sees every message twice.
+// Both ends are in one VM: one table sees every message twice.
 func TestLoopback(t *testing.T) {
 	a := newSide(1)
 	carry(t, 0, a, a, cmtest.Message{Kind: cm.REQ, LocalID: 1, QPN: 5})
@@ -194,7 +194,7 @@ func TestForged(t *testing.T) {
 			t.Errorf("%s: %v, %+v, want %v", name, why, c, tc.want)
 		}
 		if after := list(b.table, 0, 1); !slices.Equal(before, after) {
-			t.Fatalf("%s: learnt something:\n%v\nbefore\n%v", name, after, before)
+			t.Fatalf("%s: the table changed:\n%v\nbefore\n%v", name, after, before)
 		}
 	}
 	carry(t, 0, a, b, cmtest.Message{Kind: cm.RTU, LocalID: 11, RemoteID: 22})
@@ -202,7 +202,7 @@ func TestForged(t *testing.T) {
 	if _, why := b.table.Watch(0, datagram(false, 1, 2, &again)); why != cm.WrongPeer {
 		t.Errorf("a REQ with the IDs of an open connection: %v", why)
 	}
-	// Others' classes are none of ours.
+	// Other management classes are not watched.
 	d := datagram(false, 1, 2, &again)
 	d.MAD[1] = 3
 	if _, why := b.table.Watch(0, d); why != cm.Pass {
@@ -210,7 +210,8 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// Honest peers and a liar at random: a table that sees both knows of the honest what one knows that sees only them.
+// Honest peers and a liar at random: a table that sees both must agree about the honest peers with one that sees only
+// them.
 func TestLiarModel(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	honest, both := newSide(2), newSide(2)
@@ -229,13 +230,13 @@ func TestLiarModel(t *testing.T) {
 		now += int64(rng.IntN(100)) * int64(time.Millisecond)
 		s := scripts[rng.IntN(len(scripts))]
 		mine, qpn, peerQPN := s.id+10000, s.id+20000, s.id+30000
-		if rng.IntN(2) == 0 { // the liar, from its own or another's address
+		if rng.IntN(2) == 0 { // the liar, with its own or another's address
 			from := []byte{9, s.peer}[rng.IntN(2)]
 			pick := func(right uint32) uint32 { return []uint32{right, right + 1, rng.Uint32()}[rng.IntN(3)] }
 			m := cmtest.Message{Kind: kinds[rng.IntN(len(kinds))], LocalID: pick(s.id), RemoteID: pick(mine), QPN: pick(peerQPN),
 				Service: uint64(rng.IntN(2)), Local: gid(from), Remote: gid(2)}
 			d := datagram(false, from, 2, &m)
-			// It cannot have the peer's MAC and everything else right: that is a peer.
+			// It cannot have the peer's MAC and everything else right: then it would be the peer.
 			d.RemoteMAC = mac(9)
 			if m.Kind == cm.REQ && from == s.peer {
 				m.LocalID = s.id // another ID of a peer's would be a new connection, which only the switch can refuse
@@ -303,7 +304,7 @@ func TestLiarModel(t *testing.T) {
 	}
 }
 
-// The table is bounded: open connections are never lost to those that only begin.
+// The table is bounded: bound connections are never dropped for half-open ones.
 func TestBound(t *testing.T) {
 	b := &side{2, cm.NewTable(10)}
 	for i := range uint32(5) {
@@ -322,7 +323,7 @@ func TestBound(t *testing.T) {
 	}
 	for i := range uint32(5) {
 		if b.table.Bind(300+i, gid(1), 2000+995+i) == nil {
-			t.Error("the newest is not there")
+			t.Error("the newest connection is missing")
 		}
 	}
 	m := cmtest.Message{Kind: cm.REQ, LocalID: 7777, QPN: 7777, Local: gid(1), Remote: gid(2)}
@@ -334,7 +335,7 @@ func TestBound(t *testing.T) {
 		t.Error("not cleared")
 	}
 
-	// However many queue pairs a VM may have: what has none, anybody can begin.
+	// The bound on connections without a queue pair does not depend on the VM's number of queue pairs.
 	b.table = cm.NewTable(1 << 20)
 	for i := range uint32(5 * cm.DefaultMax) {
 		m := cmtest.Message{Kind: cm.REQ, LocalID: i, QPN: i, Local: gid(1), Remote: gid(2)}
@@ -389,7 +390,7 @@ func show(c *cm.Conn) string {
 
 func key(peer byte, id uint32) string { return fmt.Sprint(peer, "/", id) }
 
-// list shows the connections with a peer; with 2 for peer only which there are.
+// list returns the connections with a peer; peer 2: only which exist.
 func list(t *cm.Table, now int64, peer byte) (out []string) {
 	t.Each(now, func(c *cm.Conn) {
 		switch {

@@ -25,8 +25,8 @@ const (
 	DefaultPKey = 0xffff
 	pkeyOffset  = 2
 
-	// SelectiveMark is the value of the seven reserved bits beside AckReq, which others send as zero and ignore
-	// (IBTA 9.2). All seven bits must match: a peer that gives one of them a meaning of its own is not taken for a
+	// SelectiveMark is the value of the seven reserved bits beside AckReq, which other implementations send as zero and
+	// ignore (IBTA 9.2). All seven bits must match, so that a peer that uses one of them otherwise is not taken for a
 	// vnicd.
 	SelectiveMark = 0x35
 )

@@ -6,10 +6,10 @@ import (
 	"testing"
 )
 
-// TestCRC compares all lengths up to a jumbo frame's, at any place in memory, with hash/crc32: of whichever
-// implementation this processor has.
+// TestCRC compares all lengths up to a jumbo frame's, at any offset, with hash/crc32, using the implementation chosen
+// for this processor.
 func TestCRC(t *testing.T) {
-	t.Logf("by VPCLMULQDQ: %t", hasCRC512)
+	t.Logf("uses VPCLMULQDQ: %t", hasCRC512)
 	rng := rand.New(rand.NewPCG(1, 2))
 	data := make([]byte, 16<<10)
 	for i := range data {
@@ -29,7 +29,7 @@ func TestCRC(t *testing.T) {
 	}
 }
 
-// TestICRCPlain is for processors without AVX-512.
+// TestICRCPlain checks the implementation for processors without AVX-512.
 func TestICRCPlain(t *testing.T) {
 	defer func(was bool) { hasCRC512 = was }(hasCRC512)
 	hasCRC512 = false

@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// unhex turns spaced hexadecimal digits into bytes.
+// unhex converts spaced hexadecimal digits into bytes.
 func unhex(t testing.TB, s string) []byte {
 	t.Helper()
 	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
@@ -23,13 +23,13 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
-// codec is what all fixed headers have in common.
+// codec is the interface of all fixed headers.
 type codec interface {
 	Decode([]byte) (int, error)
 	Encode([]byte) int
 }
 
-// Literal bytes from the header diagrams of the specifications, both ways.
+// Literal bytes from the header diagrams of the specifications, in both directions.
 func TestGoldenHeaders(t *testing.T) {
 	for name, c := range map[string]struct {
 		bytes string
@@ -67,7 +67,7 @@ func TestGoldenHeaders(t *testing.T) {
 		if m := c.want.Encode(out); m != n || !bytes.Equal(out, b[:n]) {
 			t.Errorf("%s: encoded %x, expected %x", name, out, b[:n])
 		}
-		for short := range n { // every truncation is noticed
+		for short := range n { // every truncation is detected
 			if _, err := c.empty().Decode(b[:short]); !errors.Is(err, ErrShort) {
 				t.Errorf("%s: %d of %d bytes: %v", name, short, n, err)
 			}
@@ -75,7 +75,7 @@ func TestGoldenHeaders(t *testing.T) {
 	}
 }
 
-// deref gives comparable values.
+// deref returns a comparable value.
 func deref(c codec) any {
 	switch h := c.(type) {
 	case *BTH:
@@ -110,7 +110,7 @@ func TestDecodersRefuse(t *testing.T) {
 	}
 }
 
-// Reserved bits of others do not pass for the mark of a selective requester.
+// Other values of the reserved bits are not taken for SelectiveMark.
 func TestSelectiveMark(t *testing.T) {
 	for v := range 256 {
 		b := unhex(t, "0a 40 ffff 00 123456 00 abcdef")
@@ -123,7 +123,7 @@ func TestSelectiveMark(t *testing.T) {
 	}
 }
 
-// Arrivals against a list of bits.
+// Compare Arrivals with a list of bits.
 func TestArrivals(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	for range 2000 {
@@ -157,7 +157,7 @@ func TestArrivals(t *testing.T) {
 	}
 }
 
-// Frames as others sent them: what they computed as ICRC must be what we do.
+// Frames sent by other implementations: our ICRC must equal theirs.
 func TestForeignICRC(t *testing.T) {
 	for name, c := range map[string]struct{ frame string }{
 		// Linux rxe, UC SEND Only, 18 bytes and 2 of pad (from Scapy's test suite).
@@ -175,7 +175,7 @@ func TestForeignICRC(t *testing.T) {
 		}
 		var p RoCE
 		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || !CheckICRC(f, &p) {
-			t.Errorf("%s: %v, refused", name, err)
+			t.Errorf("%s: refused: %v", name, err)
 		}
 		if name == "ConnectX-4" {
 			if p.BTH != (BTH{Opcode: OpCNP, PKey: 0xffff, BECN: true, DestQP: 0x118}) ||
@@ -191,8 +191,8 @@ func TestForeignICRC(t *testing.T) {
 	}
 }
 
-// A FLUSH of Linux rxe (6.12; 7.3 does the same) has another ICRC than IBTA's: rxe's table does not say where the
-// payload of a FLUSH begins, so to the sum over everything it adds BTH and all behind it once more, as payload.
+// A FLUSH of Linux rxe (6.12; 7.3 does the same) has an ICRC that differs from IBTA's: rxe's table does not define
+// where a FLUSH's payload begins, so rxe adds BTH and everything behind it to the sum a second time, as payload.
 func TestRXEFlush(t *testing.T) {
 	f := unhex(t, `020000000001 020000000002 0800  4500 0040 ec92 4000 4011 3a18 0a000002 0a000001  c036 12b7 002c 0000
 		1c 00 ffff 00000003 80000002  00000001  00005612cddea840 0000023c 00000800  91324f4b`)
@@ -215,7 +215,7 @@ func TestRXEFlush(t *testing.T) {
 	}
 }
 
-// Whole frames by hand: what the builder makes of a path, header by header.
+// Whole frames written by hand: the headers that Template builds from a path.
 func TestGoldenFrames(t *testing.T) {
 	for kind, want := range map[string]string{
 		"v4": `020000000002 020000000001 0800  4568 0038 0000 4000 3f11 274b 0a000001 0a000002  c123 12b7 0024 0000

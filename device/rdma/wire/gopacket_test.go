@@ -11,8 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// TestRoCEByGopacket lets gopacket take apart what we build, as far as it knows
-// the layers.
+// TestRoCEByGopacket parses our frames with gopacket, as far as it knows the layers.
 func TestRoCEByGopacket(t *testing.T) {
 	for _, kind := range []string{"v4", "v6"} {
 		path := testPath(kind)

@@ -7,11 +7,9 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// The invariant CRC (IBTA 7.8.1, A17): the CRC-32 of Ethernet over the packet
-// from the (absent, all ones) LRH to the pad, where fields that may change on
-// the way count as ones: TOS or traffic class, TTL or hop limit, flow label, IP
-// and UDP checksum, and the byte before BTH's DestQP (congestion bits). It goes
-// on the wire least significant byte first.
+// The invariant CRC (IBTA 7.8.1, A17) is the CRC-32 of Ethernet over the packet from the LRH (absent, all ones) to the
+// pad. Fields that may change on the way count as ones: TOS or traffic class, TTL or hop limit, flow label, IP and UDP
+// checksum, and the byte before BTH's DestQP (congestion bits). It is sent least significant byte first.
 
 // lrhCRC is the CRC-32 of eight bytes of ones, which stand for the LRH.
 const lrhCRC = 0x2144df1c

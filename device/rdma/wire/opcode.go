@@ -60,8 +60,8 @@ const (
 
 	OpCNP Opcode = 0x81 // RoCE v2 (A17.9.3)
 
-	// OpRCSelectiveAck is vnicd's, in the manufacturers' range (IBTA 9.2.1): a NAK for a sequence error that also
-	// says which packets have arrived behind the gap. It is sent only to peers that understand it (BTH.Selective).
+	// OpRCSelectiveAck is vnicd's, in the manufacturers' range (IBTA 9.2.1): a NAK for a sequence error that also lists
+	// the packets that have arrived behind the gap. It is sent only to peers that support it (BTH.Selective).
 	OpRCSelectiveAck Opcode = 0xd1
 )
 
@@ -84,8 +84,7 @@ const (
 	SelectiveAck
 )
 
-// OpFlags say which extension headers follow the BTH and where in a message
-// the packet stands.
+// OpFlags tell which extension headers follow the BTH and where in a message the packet stands.
 type OpFlags uint16
 
 // Flags. An only-packet has First and Last.

@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// TestOpcodes writes the table of IBTA 9.2.1 and 9.3 out once more.
+// TestOpcodes repeats the table of IBTA 9.2.1 and 9.3.
 func TestOpcodes(t *testing.T) {
 	ext := map[Opcode]int{ // bytes of extension headers
 		0x00: 0, 0x01: 0, 0x02: 0, 0x03: 4, 0x04: 0, 0x05: 4, 0x06: 16, 0x07: 0, 0x08: 0, 0x09: 4, 0x0a: 16, 0x0b: 20,
@@ -33,7 +33,7 @@ func TestOpcodes(t *testing.T) {
 			continue
 		}
 		transport := Transport(o >> 5)
-		if o == 0xd1 { // a manufacturer's
+		if o == 0xd1 { // manufacturers' range
 			transport = RC
 		}
 		if info.Transport != transport || info.Name == "" || o.String() != info.Name {
@@ -55,7 +55,7 @@ func TestOpcodes(t *testing.T) {
 	}
 }
 
-// Each opcode, built with its headers, comes apart the same way.
+// TestEveryOpcode builds each opcode with its headers and parses it again.
 func TestEveryOpcode(t *testing.T) {
 	for i := range 256 {
 		info := Opcode(i).Info()
@@ -138,7 +138,7 @@ func TestParseRefuses(t *testing.T) {
 		b := build(t, testPath(kind), BTH{Opcode: OpRCSendOnly, PKey: 0xffff}, nil, make([]byte, 64))
 		return f(b)
 	}
-	fix4 := func(b []byte) []byte { // a right IPv4 checksum, after damage
+	fix4 := func(b []byte) []byte { // corrects the IPv4 checksum after the change
 		b[24], b[25] = 0, 0
 		n := min(int(b[14]&0xf)*4, len(b)-14)
 		binary.BigEndian.PutUint16(b[24:], header.Checksum(b[14:14+n], 0))
@@ -203,7 +203,7 @@ func TestParseRefuses(t *testing.T) {
 	}
 }
 
-// What may change on the way does not matter to the ICRC, all else does.
+// The ICRC ignores exactly the fields that may change on the way.
 func TestICRCCoverage(t *testing.T) {
 	for kind, free := range map[string]map[int]byte{ // byte in the frame -> bits that may change
 		"v4": {15: 0xff, 22: 0xff, 24: 0xff, 25: 0xff, 40: 0xff, 41: 0xff, 46: 0xff},
@@ -218,7 +218,7 @@ func TestICRCCoverage(t *testing.T) {
 				t.Fatal(err)
 			}
 			if size%40 != 0 && size > 3 {
-				continue // flipping is for some sizes, parsing for all
+				continue // bits are flipped for some sizes only
 			}
 			for i := header.EthernetLen; i < len(f); i++ {
 				for bit := range 8 {
@@ -279,7 +279,7 @@ func TestNoAllocations(t *testing.T) {
 
 func ptr[T any](v T) *T { return &v }
 
-// FuzzRoCE: what parses can be built again from what was parsed.
+// FuzzRoCE: every frame that parses can be built again from the parsed fields.
 func FuzzRoCE(f *testing.F) {
 	for _, kind := range []string{"v4", "v6", "v1"} {
 		for _, o := range []Opcode{OpRCSendOnly, OpRCWriteOnlyImm, OpRCAtomicAck, OpUDSendOnlyImm, OpRCCompareSwap,
@@ -302,13 +302,13 @@ func FuzzRoCE(f *testing.F) {
 		}
 		CheckICRC(frame, &p)
 		if !bytes.Equal(frame, before) {
-			t.Fatal("parsing changes the frame")
+			t.Fatal("parsing changed the frame")
 		}
 		path := Path{SMAC: p.SMAC, DMAC: p.DMAC, VLAN: p.VLAN, PCP: p.PCP, V1: p.V1, SrcIP: p.SrcIP, DstIP: p.DstIP,
 			TrafficClass: p.TOS, HopLimit: p.TTL, FlowLabel: p.FlowLabel, SrcPort: p.SrcPort}
 		tm, err := path.Template()
 		if err != nil || tm.v4 == p.IsV6 {
-			return // mapped addresses in an IPv6 header: legal to receive, not sent
+			return // IPv4-mapped addresses in an IPv6 header: legal to receive, not sent
 		}
 		again := make([]byte, tm.Len()+BTHLen+len(p.Ext)+len(p.Payload)+int(p.BTH.Pad)+ICRCLen)
 		n := tm.Put(again, len(again)-tm.Len())
@@ -318,10 +318,10 @@ func FuzzRoCE(f *testing.F) {
 		tm.Seal(again)
 		var q RoCE
 		if err := ParseRoCE(again, header.Locate(again), &q); err != nil {
-			t.Fatalf("built again: %v", err)
+			t.Fatalf("building it again: %v", err)
 		}
 		if !CheckICRC(again, &q) {
-			t.Fatal("ICRC of what was built")
+			t.Fatal("wrong ICRC in the frame built again")
 		}
 		if path.HopLimit == 0 {
 			p.TTL = q.TTL

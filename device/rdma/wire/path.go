@@ -21,8 +21,7 @@ type Path struct {
 
 const defaultHopLimit = 64
 
-// Template is the encoded header of a Path, ready to be copied before each
-// packet. The zero Template is not usable.
+// Template is the encoded header of a Path, ready to be copied before each packet. The zero Template is not usable.
 type Template struct {
 	hdr [header.EthernetLen + header.VLANLen + header.IPv6Len + header.UDPLen]byte
 	n   uint8 // bytes of hdr
@@ -33,8 +32,8 @@ type Template struct {
 	sum uint32 // IPv4: sum over the header without TotalLen
 }
 
-// Template encodes p. RoCE v2 is IPv4 if both addresses are IPv4-mapped, IPv6
-// if neither is; else Template returns ErrAddresses. RoCE v1 uses them as GIDs.
+// Template encodes p. RoCE v2 uses IPv4 if both addresses are IPv4-mapped, IPv6 if neither is; otherwise Template
+// returns ErrAddresses. RoCE v1 uses the addresses as GIDs.
 func (p *Path) Template() (t Template, err error) {
 	t.v1 = p.V1
 	if !t.v1 {
@@ -116,9 +115,9 @@ func (t *Template) Put(frame []byte, transport int) int {
 	return n
 }
 
-// SourcePort returns the UDP source port of a connection: in 0xc000..0xffff
-// (A17 leaves it to the sender), the same for all packets of a pair of QPs,
-// so that equal-cost paths keep them in order, and spread over pairs.
+// SourcePort returns the UDP source port of a connection, in 0xc000..0xffff (A17 leaves it to the sender). All packets
+// of a pair of QPs have the same port, so that equal-cost paths keep them in order; different pairs spread over the
+// ports.
 func SourcePort(localQP, remoteQP uint32) uint16 {
 	h := (uint64(localQP&QPNMask)<<24 | uint64(remoteQP&QPNMask)) * 0x9e3779b97f4a7c15
 	return 0xc000 | uint16(h>>50)

@@ -228,9 +228,8 @@ func (p *RoCE) InvKey() uint32 {
 	return 0
 }
 
-// GRH fills the 40 bytes that precede a datagram in its receive buffer: the
-// GRH or IPv6 header, or zeros and then the IPv4 header, as Linux has it (union
-// rdma_network_hdr).
+// GRH fills the 40 bytes that precede a datagram in its receive buffer: the GRH or IPv6 header, or, as in Linux (union
+// rdma_network_hdr), 20 zeros and the IPv4 header.
 func (p *RoCE) GRH(dst *[GRHLen]byte) {
 	n := len(p.Net)
 	clear(dst[:GRHLen-n])

@@ -26,8 +26,7 @@ func slowCRC(b []byte) uint32 {
 	return ^crc
 }
 
-// slowICRC computes the ICRC of an untagged frame from the text of IBTA 7.8.1
-// and A17.
+// slowICRC computes the ICRC of an untagged frame as IBTA 7.8.1 and A17 describe it.
 func slowICRC(frame []byte) []byte {
 	b := bytes.Repeat([]byte{0xff}, 8)
 	b = append(b, frame[14:len(frame)-4]...)
@@ -116,7 +115,7 @@ func TestBuildParseICRC(t *testing.T) {
 				t.Fatalf("%s, %d bytes: %v", kind, size, err)
 			}
 			if !CheckICRC(f, &p) {
-				t.Fatal("ICRC refused")
+				t.Fatal("CheckICRC refused a correct ICRC")
 			}
 			bth.Pad = uint8(-size & 3)
 			if p.BTH != bth || !bytes.Equal(p.Payload, payload) || p.Imm() != [4]byte{1, 2, 3, 4} ||
@@ -125,7 +124,7 @@ func TestBuildParseICRC(t *testing.T) {
 			}
 			f[len(f)-8] ^= 1
 			if CheckICRC(f, &p) {
-				t.Fatal("damage not seen")
+				t.Fatal("the corruption was not detected")
 			}
 		}
 	}

@@ -1,5 +1,5 @@
-// Package nstest makes network namespaces for tests: real kernels' worth of interfaces, routes and tunnels, gone again
-// when the test ends.
+// Package nstest creates network namespaces for tests, with interfaces, routes and tunnels of the real kernel. They are
+// removed when the test ends.
 package nstest
 
 import (
@@ -28,19 +28,19 @@ type NS struct {
 	Name string
 }
 
-// New makes a namespace with loopback up. It is deleted, and processes in it are killed, when the test ends. A
-// test that is not run by root fails: a network test that silently does not run tests nothing.
+// New creates a namespace with loopback up. When the test ends it is deleted and processes in it are killed. Without
+// root the test fails: a skipped network test would test nothing.
 func New(tb testing.TB, hint string) *NS {
 	tb.Helper()
 	if os.Geteuid() != 0 {
-		tb.Fatal("this test makes network namespaces and must be run by root (sudo go test ./device/...)")
+		tb.Fatal("this test creates network namespaces and must be run by root (sudo go test ./device/...)")
 	}
 	ns := &NS{tb: tb, Name: fmt.Sprintf("vnicd-%s-%d-%d", hint, os.Getpid(), serial.Add(1))}
 	Run(tb, "ip", "netns", "add", ns.Name)
 	tb.Cleanup(func() {
 		out, _ := exec.Command("ip", "netns", "pids", ns.Name).Output()
 		for _, pid := range strings.Fields(string(out)) {
-			_ = exec.Command("kill", "-9", pid).Run() // gone already is fine
+			_ = exec.Command("kill", "-9", pid).Run() // may have exited already
 		}
 		if out, err := exec.Command("ip", "netns", "del", ns.Name).CombinedOutput(); err != nil {
 			tb.Errorf("delete namespace %s: %v: %s", ns.Name, err, out)
@@ -57,9 +57,9 @@ func Pair(a, b *NS, dev string, mtu int) {
 	a.IP("link", "add", dev, "mtu", m, "type", "veth", "peer", "name", dev, "mtu", m, "netns", b.Name)
 	a.IP("link", "set", dev, "up")
 	b.IP("link", "set", dev, "up")
-	// The kernel deletes what is in a namespace some time after the namespace: the
-	// name would be taken for the next test in a.
-	a.tb.Cleanup(func() { _ = exec.Command("ip", "-n", a.Name, "link", "del", dev).Run() }) // gone already is fine
+	// The kernel deletes a namespace's interfaces some time after the namespace; until then the name would be taken for
+	// the next test in a.
+	a.tb.Cleanup(func() { _ = exec.Command("ip", "-n", a.Name, "link", "del", dev).Run() }) // may be deleted already
 }
 
 // IP runs ip in the namespace and fails the test if that fails.
@@ -68,7 +68,7 @@ func (ns *NS) IP(args ...string) string {
 	return Run(ns.tb, "ip", append([]string{"-n", ns.Name}, args...)...)
 }
 
-// Addr adds an address, usable at once also if it is IPv6.
+// Addr adds an address that is usable at once, also if it is IPv6.
 func (ns *NS) Addr(dev, addr string) {
 	ns.tb.Helper()
 	args := []string{"addr", "add", addr, "dev", dev}
@@ -78,7 +78,7 @@ func (ns *NS) Addr(dev, addr string) {
 	ns.IP(args...)
 }
 
-// Command makes a command that runs in the namespace, killed when the test process dies.
+// Command returns a command that runs in the namespace and is killed when the test process dies.
 func (ns *NS) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	c := exec.CommandContext(ctx, "ip", append([]string{"netns", "exec", ns.Name, name}, args...)...)
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -111,12 +111,12 @@ func (ns *NS) Start(name string, args ...string) {
 		ns.tb.Fatalf("%s: start %s: %v", ns.Name, name, err)
 	}
 	ns.tb.Cleanup(func() {
-		_ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL) // gone already is fine
+		_ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL) // may have exited already
 		_ = c.Wait()
 	})
 }
 
-// Do runs f on a thread that is in the namespace. Sockets and interfaces that f makes stay there.
+// Do runs f on a thread in the namespace. Sockets and interfaces that f creates belong to it.
 func (ns *NS) Do(f func()) {
 	ns.tb.Helper()
 	runtime.LockOSThread()
@@ -134,7 +134,7 @@ func (ns *NS) Do(f func()) {
 		ns.tb.Fatalf("nstest: enter %s: %v", ns.Name, err)
 	}
 	defer func() {
-		// If this fails the thread stays locked, and ends with its goroutine.
+		// On failure the thread stays locked, and ends with its goroutine.
 		if err := netns.Set(old); err == nil {
 			runtime.UnlockOSThread()
 		}
@@ -142,15 +142,15 @@ func (ns *NS) Do(f func()) {
 	f()
 }
 
-// Ping waits until addr answers, and then insists on answers to at least eight of the first ten questions, however
-// late: a loaded machine is slow, and may lose one to a full buffer. opts are extra options, such as a size.
+// Ping waits until addr answers, and then requires answers to at least eight of the first ten requests, however late: a
+// loaded machine is slow, and may lose one in a full buffer. opts are extra options, such as a size.
 func (ns *NS) Ping(addr string, opts ...string) {
 	ns.tb.Helper()
 	testutil.Eventually(ns.tb, addr+" answers "+ns.Name, func() bool {
 		_, err := ns.Exec("ping", "-c1", "-W1", addr)
 		return err == nil
 	})
-	// With a deadline ping asks on until it has ten answers; without one it would not wait for those that are late.
+	// With a deadline ping sends until it has ten answers; without one it would not wait for late answers.
 	args := append([]string{"-c10", "-i0.02", "-w10"}, opts...)
 	out := ns.MustExec("ping", append(args, addr)...)
 	got := 0
@@ -174,7 +174,7 @@ func Run(tb testing.TB, name string, args ...string) string {
 	return string(out)
 }
 
-// Require fails the test with the Debian package to install if a program is missing.
+// Require fails the test with the name of the Debian package to install if a program is missing.
 func Require(tb testing.TB, program, pkg string) {
 	tb.Helper()
 	if _, err := exec.LookPath(program); err != nil {
@@ -182,7 +182,7 @@ func Require(tb testing.TB, program, pkg string) {
 	}
 }
 
-// OpenFDs counts the process' open descriptors, for leak tests.
+// OpenFDs returns the number of the process's open descriptors, for leak tests.
 func OpenFDs(tb testing.TB) int {
 	tb.Helper()
 	d, err := unix.Open("/proc/self/fd", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)

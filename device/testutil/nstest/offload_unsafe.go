@@ -8,9 +8,9 @@ import (
 
 const ethtoolSetTxChecksum = 0x17 // ETHTOOL_STXCSUM, linux/ethtool.h
 
-// NoOffload makes an interface's kernel compute checksums and cut segments before it sends, as a wire demands (the
-// same as ethtool -K DEV tx off). A veth pair otherwise passes on frames with unfinished checksums and of up to 64 KiB,
-// relying on the other end being a kernel too.
+// NoOffload makes an interface's kernel compute checksums and segment packets before sending, as a physical wire
+// requires (like ethtool -K DEV tx off). By default a veth pair passes frames with unfinished checksums and of up to 64
+// KiB, because the other end is a kernel too.
 func (ns *NS) NoOffload(dev string) {
 	ns.tb.Helper()
 	ns.Do(func() {

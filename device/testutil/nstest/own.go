@@ -9,14 +9,14 @@ import (
 	"testing"
 )
 
-// isolated marks the process that Isolate has started.
+// isolated marks a process started by Isolate.
 const isolated = "VNICD_TEST_NETNS"
 
-// Isolate runs the test binary again in a network namespace of its own and returns its exit status; in that process it
-// returns false. For TestMain of packages whose code under test makes interfaces on goroutines of its own, which Do
-// cannot reach.
+// Isolate runs the test binary again in its own network namespace and returns its exit status; in that process it
+// returns false. It is for TestMain of packages whose code under test creates interfaces on its own goroutines, which
+// Do cannot reach.
 func Isolate() (status int, done bool) {
-	if os.Getenv(isolated) != "" || os.Geteuid() != 0 { // without root, New tells what is missing
+	if os.Getenv(isolated) != "" || os.Geteuid() != 0 { // without root New reports what is missing
 		return 0, false
 	}
 	c := exec.Command(os.Args[0], os.Args[1:]...)
@@ -35,7 +35,7 @@ func Isolate() (status int, done bool) {
 	return 1, true
 }
 
-// Own gives the namespace that Isolate has made a name, until the test ends.
+// Own names the namespace that Isolate created, until the test ends.
 func Own(tb testing.TB, hint string) *NS {
 	tb.Helper()
 	if os.Getenv(isolated) == "" {

@@ -1,4 +1,4 @@
-// Package testlog is a log that tests read while it is written.
+// Package testlog provides a log that tests can read while it is written.
 package testlog
 
 import (
@@ -8,7 +8,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 )
 
-// Log keeps what is written to it. The zero value is empty; any goroutine may use it.
+// Log keeps everything written to it. The zero value is empty; any goroutine may use it.
 type Log struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -21,7 +21,7 @@ func (l *Log) Write(p []byte) (int, error) {
 	return l.b.Write(p)
 }
 
-// String returns all that was written so far.
+// String returns everything written so far.
 func (l *Log) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,10 +1,11 @@
-// Package ways is for tests: over which ways they run. Left alone, each rig has the engines that its test asks for, and
-// packages that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS forces
+// Package ways selects the settings with which tests run. By default each rig has the engines that its test requests,
+// and packages that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS
+// forces settings:
 // them:
 //
 //	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false"
 //
-// What is not named there is left alone. `make test-ways` runs a set in which every pair of settings occurs.
+// Settings not named keep their defaults. `make test-ways` runs a set in which every pair of settings occurs.
 package ways
 
 import (
@@ -20,7 +21,7 @@ import (
 // Env is the variable's name.
 const Env = "VNICD_WAYS"
 
-// settings are what VNICD_WAYS names; nil: left alone.
+// settings are the forced settings; nil: not forced.
 type settings struct {
 	engines                  *int
 	spin                     *time.Duration
@@ -32,7 +33,7 @@ var forced = must(parse(os.Getenv(Env)))
 
 func must(s settings, err error) settings {
 	if err != nil {
-		panic(err) // a run that was to show something else must not pass
+		panic(err) // a run with other settings than requested must not pass
 	}
 	return s
 }
@@ -44,7 +45,7 @@ func parse(text string) (s settings, err error) {
 		case "engines":
 			s.engines, err = take(strconv.Atoi(value))
 			if err == nil && *s.engines < 1 {
-				err = fmt.Errorf("%q is no number of engines", value)
+				err = fmt.Errorf("%q is not a number of engines", value)
 			}
 		case "spin":
 			s.spin, err = take(time.ParseDuration(value))
@@ -77,10 +78,10 @@ func or[T any](p *T, otherwise T) T {
 	return otherwise
 }
 
-// Engines returns how many loops a rig has whose test asks for n.
+// Engines returns the number of loops of a rig whose test requests n.
 func Engines(n int) int { return or(forced.engines, n) }
 
-// Spin returns how long they poll before they sleep.
+// Spin returns how long loops poll before they sleep.
 func Spin(d time.Duration) time.Duration { return or(forced.spin, d) }
 
 // Segmentation reports whether tunnels send messages of several datagrams.
@@ -98,7 +99,7 @@ func ShortPath() bool { return or(forced.short, true) }
 // LocalCopy reports whether RDMA between VMs of one host is copied from memory to memory.
 func LocalCopy() bool { return or(forced.local, true) }
 
-// Config is what a daemon's configuration file says of forced settings, but for those that text has already.
+// Config returns lines for a daemon's configuration file with the forced settings, except those that text has already.
 func Config(text string) string {
 	var b strings.Builder
 	add := func(key string, value any) {
@@ -133,7 +134,7 @@ func Config(text string) string {
 	return b.String()
 }
 
-// Tests is a testing.M for goleak.VerifyTestMain, whose tests run with frames and once more with the local path.
+// Tests is a testing.M for goleak.VerifyTestMain. It runs the tests with frames and once more with the local path.
 // Benchmarks and fuzzing run once.
 type Tests struct {
 	M     *testing.M
@@ -151,7 +152,7 @@ func (t Tests) Run() int {
 	if once {
 		return code
 	}
-	fmt.Println("once more, with the local path")
+	fmt.Println("running again with the local path")
 	*t.Local = true
 	return max(code, t.M.Run())
 }

@@ -12,7 +12,7 @@ func TestParse(t *testing.T) {
 	}
 	for _, bad := range []string{"engines=0", "engines", "spin=5", "local-copy=perhaps", "loops=1"} {
 		if _, err := parse(bad); err == nil {
-			t.Errorf("%q is taken", bad)
+			t.Errorf("%q is accepted", bad)
 		}
 	}
 }
@@ -26,6 +26,6 @@ func TestConfig(t *testing.T) {
 	}
 	if forced = (settings{}); Config("") != "" || Engines(3) != 3 || !Segmentation() || !ShortPath() || !ECN() ||
 		!SelectiveRepeat() {
-		t.Error("what is not forced is not left alone")
+		t.Error("settings that are not forced were changed")
 	}
 }

@@ -1,4 +1,4 @@
-// Package cmtest writes messages of communication management, for tests of whoever reads them.
+// Package cmtest encodes messages of communication management for tests.
 package cmtest
 
 import (
@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/cm"
 )
 
-// Message is what the accessors of cm.Message read; fields that its kind does not have are ignored.
+// Message holds the fields that cm.Message's methods return; fields that its kind does not have are ignored.
 type Message struct {
 	Kind              cm.Kind
 	Transaction       uint64
@@ -24,7 +24,7 @@ type Message struct {
 	ServiceTimeout    uint8
 }
 
-// Of reads a message.
+// Of decodes a message.
 func Of(m cm.Message) Message {
 	x := Message{Kind: m.Kind(), Transaction: m.Transaction(), LocalID: m.LocalID()}
 	if x.Kind != cm.REQ && x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
@@ -51,7 +51,7 @@ func Of(m cm.Message) Message {
 	return x
 }
 
-// Bytes is the whole management datagram.
+// Bytes returns the whole management datagram.
 func (x *Message) Bytes() []byte {
 	b := make([]byte, cm.MADLen)
 	b[0], b[1], b[2], b[3] = 1, 7, 2, 3

@@ -6,16 +6,16 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Packet is a RoCE packet inside VXLAN, as somebody on the underlay may forge it.
+// Packet is a RoCE packet inside VXLAN, as a host on the underlay may forge it.
 type Packet struct {
 	VNI  uint32
 	Path wire.Path
 	BTH  wire.BTH
-	Ext  []byte // extension headers that the opcode asks for
+	Ext  []byte // extension headers of the opcode
 	Data []byte // a multiple of four bytes
 }
 
-// Bytes is the UDP payload: VXLAN header, inner frame, right ICRC.
+// Bytes returns the UDP payload: VXLAN header, inner frame, correct ICRC.
 func (p *Packet) Bytes() ([]byte, error) {
 	t, err := p.Path.Template()
 	if err != nil {
@@ -41,7 +41,7 @@ func (p *Packet) Datagram(qpn, qkey, from uint32, data []byte) {
 	h.Encode(p.Ext)
 }
 
-// Write makes it an RDMA WRITE of all data.
+// Write makes it an RDMA WRITE of data in one packet.
 func (p *Packet) Write(qpn, psn, key uint32, va uint64, data []byte) {
 	p.BTH = wire.BTH{Opcode: wire.OpRCWriteOnly, Migrated: true, PKey: wire.DefaultPKey, DestQP: qpn, PSN: psn}
 	p.Ext, p.Data = make([]byte, wire.RETHLen), data

@@ -57,7 +57,7 @@ type wait struct {
 
 // faultWaits is the part of a QP that waits for absent pages. raised outlives a reset: a fault stays outstanding.
 type faultWaits struct {
-	raised    [2]bool // by Side: the adapter owes a Resume
+	raised    [2]bool // by Side: a fault is outstanding, Resume follows
 	send      wait    // Requester
 	read      wait    // Responder: the oldest READ to be answered
 	request   wait    // Responder: the request at epsn, which is dropped, or an atomic
@@ -224,7 +224,7 @@ func (q *QP) resumeResponder(ok bool) {
 	}
 }
 
-// resumeRequest: the packet that missed is long dropped, unless it was an atomic.
+// resumeRequest ends the wait of a request. Its packet was dropped at the miss, unless it was an atomic.
 func (q *QP) resumeRequest(w *wait, ok bool) {
 	if w.cause == waitQueue {
 		if !ok {

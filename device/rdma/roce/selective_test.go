@@ -15,7 +15,8 @@ func marked(psn uint32, ack bool) craft {
 		data: []byte{byte(psn)}}
 }
 
-// wantSACK fails unless exactly one selective acknowledgement was sent: psn is expected, and those offsets have arrived.
+// wantSACK fails unless exactly one selective acknowledgement was sent: psn is expected, and those offsets have
+// arrived.
 func (n *node) wantSACK(sent *[]wire.RoCE, psn uint32, there ...uint64) {
 	n.f.t.Helper()
 	n.runAll()

@@ -6,7 +6,7 @@ TEXT ·streamBlocks(SB), NOSPLIT, $0-24
 	MOVQ src+8(FP), SI
 	MOVQ n+16(FP), CX
 
-	// The first bytes, then on from where the destination is aligned.
+	// Copy the first 16 bytes, then continue where the destination is aligned.
 	MOVQ DI, AX
 	NEGQ AX
 	ANDQ $15, AX
@@ -35,7 +35,7 @@ loop:
 	SUBQ $64, CX
 	JGE loop
 
-	// CX is 64 less than what is left: the block that ends with the last byte.
+	// CX is the number of bytes left minus 64: copy the block that ends with the last byte.
 	CMPQ CX, $-64
 	JEQ done
 	ADDQ CX, SI
@@ -50,5 +50,5 @@ loop:
 	MOVOU X3, 48(DI)
 
 done:
-	SFENCE // before anybody is told
+	SFENCE // stores are visible before any later store
 	RET

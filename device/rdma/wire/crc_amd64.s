@@ -1,15 +1,15 @@
 #include "textflag.h"
 
-// Constants for CRC-32 by carry-less multiplication, bits reflected (Gopal et al., "Fast CRC Computation for Generic Polynomials Using
-// PCLMULQDQ Instruction", Intel, 2009): a lane of 128 bits moves on by D bits when its first half is multiplied by x^(D+32) and its second by
-// x^(D-32), both modulo the polynomial.
+// Constants for CRC-32 by carry-less multiplication, bits reflected (Gopal et al., "Fast CRC Computation for Generic
+// Polynomials Using PCLMULQDQ Instruction", Intel, 2009): multiplying the first half of a 128-bit lane by x^(D+32) and
+// the second by x^(D-32), both modulo the polynomial, shifts the lane by D bits.
 DATA crcBy2048<>+0(SB)/8, $0x11542778a
 DATA crcBy2048<>+8(SB)/8, $0x1322d1430
 GLOBL crcBy2048<>(SB), RODATA|NOPTR, $16
 DATA crcBy512<>+0(SB)/8, $0x154442bd4
 DATA crcBy512<>+8(SB)/8, $0x1c6e41596
 GLOBL crcBy512<>(SB), RODATA|NOPTR, $16
-// By 384, 256 and 128: the lanes of a block to the last one.
+// Shifts by 384, 256 and 128: from the lanes of a block to the last one.
 DATA crcLanes<>+0(SB)/8, $0x03db1ecdc
 DATA crcLanes<>+8(SB)/8, $0x174359406
 DATA crcLanes<>+16(SB)/8, $0x0f1da05aa
@@ -26,7 +26,7 @@ DATA crcPoly<>+0(SB)/8, $0x1db710641
 DATA crcPoly<>+8(SB)/8, $0x1f7011641
 GLOBL crcPoly<>(SB), RODATA|NOPTR, $16
 
-// MOVE moves the lanes of Z on by the constants in Z8 and adds what is at FROM.
+// MOVE shifts the lanes of Z by the constants in Z8 and adds the data at FROM.
 #define MOVE(FROM, Z) \
 	VPCLMULQDQ $0x00, Z8, Z, Z4 \
 	VPCLMULQDQ $0x11, Z8, Z, Z  \
@@ -45,7 +45,7 @@ TEXT ·crcAVX512(SB), NOSPLIT, $0-36
 	CMPQ CX, $384
 	JLT few
 
-	// Four blocks at a time, for each step waits for the one before.
+	// Four blocks at a time, because each step depends on the previous one.
 	VMOVDQU64 (SI), Z2
 	VMOVDQU64 64(SI), Z3
 	ADDQ $128, SI

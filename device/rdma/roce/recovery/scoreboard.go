@@ -138,8 +138,8 @@ func (b *Scoreboard) RequestArrived(psn uint64, now int64) {
 	}
 }
 
-// ResponseArrived notes that the response psn is here. It cannot tell whether the response was requested again in vain:
-// that shows when it arrives twice (DuplicateResponse).
+// ResponseArrived notes that the response psn is here. Whether it was requested again unnecessarily shows only when it
+// arrives twice (DuplicateResponse).
 func (b *Scoreboard) ResponseArrived(psn, una, sent uint64, now int64) {
 	at := *b.time(psn)
 	switch f := *b.flag(psn); {

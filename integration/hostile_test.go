@@ -87,7 +87,7 @@ const liar = `import socket, struct, sys
 count = int(sys.argv[1])
 own, other, nobody = (bytes.fromhex(x.replace(":", "")) for x in sys.argv[2:5])
 me, them = (socket.inet_aton(x) for x in sys.argv[5:7])
-everybody, lie, truth = b"\xff" * 6, b"this is a lie", b"this is true"
+broadcast, lie, truth = b"\xff" * 6, b"this is a lie", b"this is true"
 def checksum(b):
     n = sum(struct.unpack("!%dH" % (len(b) // 2), b))
     n = (n & 0xffff) + (n >> 16)
@@ -99,7 +99,7 @@ def ip4(src, data):
 def ip6(src, proto, hops, body, tail=b""):
     return b"\x86\xdd" + struct.pack("!IHBB", 6 << 28, len(body), proto, hops) + src + all_nodes + body + tail
 def arp(mac, ip):
-    return b"\x08\x06" + struct.pack("!HHBBH", 1, 0x800, 6, 4, 2) + mac + ip + everybody + me + lie
+    return b"\x08\x06" + struct.pack("!HHBBH", 1, 0x800, 6, 4, 2) + mac + ip + broadcast + me + lie
 all_nodes = socket.inet_pton(socket.AF_INET6, "ff02::1")
 far, near = socket.inet_pton(socket.AF_INET6, "fd00::12"), socket.inet_pton(socket.AF_INET6, "fe80::1")
 advert = struct.pack("!BBHI", 136, 0, 0, 0x20000000) + far + b"\x02\x01" + own
@@ -110,7 +110,7 @@ s.bind(("eth0", 0))
 def send(mac, body, n):
     for tag in (b"", b"\x81\x00\x00\x07"):
         for i in range(n):
-            s.send(everybody + mac + tag + body)
+            s.send(broadcast + mac + tag + body)
 for mac in other, nobody:                       # counted as spoofed
     send(mac, b"\x88\xb5" + lie, count)
 for body in ip4(them, lie), ip6(far, 59, 1, lie), arp(own, them): # as spoofed-ip

@@ -33,7 +33,7 @@ type container struct {
 	ns             *harness.Namespace
 	host           *lab.Host // nil: unplugged
 	port           string    // its veth end in the host's bridge
-	hear           net.Listener
+	listener       net.Listener
 }
 
 // tenantLab has three hosts on one wire, each with both tenants' networks and a container of each.
@@ -113,13 +113,13 @@ func (w *tenantLab) container(tenant, number int) *container {
 	c.ns = must[*harness.Namespace](w.t)(harness.NewNamespace("vnicd-" + c.port))
 	w.Add(func() { _ = c.ns.Close() })
 	check(w.t, c.ns.Do(func() (err error) {
-		c.hear, err = net.Listen("tcp", fmt.Sprint(":", askPort))
+		c.listener, err = net.Listen("tcp", fmt.Sprint(":", askPort))
 		return err
 	}))
-	w.Add(func() { _ = c.hear.Close() })
+	w.Add(func() { _ = c.listener.Close() })
 	go func() {
 		for {
-			s, err := c.hear.Accept()
+			s, err := c.listener.Accept()
 			if err != nil {
 				return
 			}
@@ -288,13 +288,13 @@ func TestTenants(t *testing.T) {
 	check(t, err)
 	w.startVM(blue, w.ms[blue])
 	w.startVM(red, w.ms[red])
-	everybody := func() {
+	allReach := func() {
 		t.Helper()
 		for tenant := range tenantNames {
 			w.all(tenant, w.ms[tenant])
 		}
 	}
-	everybody()
+	allReach()
 
 	t.Run("container moves", func(t *testing.T) {
 		w.t = t
@@ -305,10 +305,10 @@ func TestTenants(t *testing.T) {
 		// It returns on another host, and blue's 12 moves there too.
 		w.plug(w.ends[red][2], h[0])
 		w.plug(w.ends[blue][1], h[0])
-		everybody()
+		allReach()
 		w.plug(w.ends[red][2], h[2])
 		w.plug(w.ends[blue][1], h[1])
-		everybody()
+		allReach()
 	})
 	t.Run("host goes", func(t *testing.T) {
 		w.t = t
@@ -317,7 +317,7 @@ func TestTenants(t *testing.T) {
 		w.reaches(w.ends[blue][0], 12)
 		w.vmReaches(w.ms[red], red, 11, 12)
 		check(t, h[2].Start(w.ctx))
-		everybody()
+		allReach()
 	})
 	t.Run("VM moves", func(t *testing.T) {
 		w.t = t
@@ -330,9 +330,9 @@ func TestTenants(t *testing.T) {
 		w.cli(h[2], "vm add blue-vm network blue mac "+endMAC(1))
 		w.cli(h[1], "fdb add "+endMAC(1)+" network blue vtep "+hostIP(2))
 		w.ms[blue] = w.bootVM(blue, h[2])
-		everybody()
+		allReach()
 		w.cli(h[1], "fdb del "+endMAC(1)+" network blue")
-		everybody()
+		allReach()
 	})
 	t.Run("host stops", func(t *testing.T) {
 		w.t = t
@@ -340,7 +340,7 @@ func TestTenants(t *testing.T) {
 		w.misses(w.ends[red][1], 11)
 		w.reaches(w.ends[blue][1], 1)
 		check(t, h[0].Run(w.ctx, w.config(0, false)))
-		everybody()
+		allReach()
 	})
 	for i, x := range h {
 		s := must[map[string]any](t)(x.Status(w.ctx))

@@ -84,19 +84,19 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	})
 
 	watch := must[*qemu.Process](t)(m.StartShell(ctx, "exec stdbuf -oL ibv_asyncwatch -d "+d+" >/tmp/asyncwatch"))
-	told := func(event string) {
+	reported := func(event string) {
 		t.Helper()
 		eventually(ctx, t, "ibv_asyncwatch reports  "+event, func() bool {
 			return strings.Contains(run(ctx, t, m, "cat /tmp/asyncwatch"), event)
 		})
 	}
-	told(d)
+	reported(d)
 	run(ctx, t, m, "ip address add 10.99.0.1/24 dev eth0")
-	told("IBV_EVENT_GID_CHANGE")
+	reported("IBV_EVENT_GID_CHANGE")
 	run(ctx, t, m, "ip address del 10.99.0.1/24 dev eth0; ip link set eth0 down")
-	told("IBV_EVENT_PORT_ERR")
+	reported("IBV_EVENT_PORT_ERR")
 	run(ctx, t, m, "ip link set eth0 up")
-	told("IBV_EVENT_PORT_ACTIVE")
+	reported("IBV_EVENT_PORT_ACTIVE")
 	check(t, watch.Signal(ctx, "TERM"))
 	_, err := watch.Wait(ctx)
 	check(t, err)

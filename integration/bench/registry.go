@@ -143,7 +143,7 @@ func registry() []Row {
 		},
 		{
 			Name:   "evpn_100k",
-			What:   "100,000 MAC/IP routes of 1,000 hosts, told by a reflector, until all are in the switch's tables",
+			What:   "100,000 MAC/IP routes of 1,000 hosts, announced by a reflector, until all are in the switch's tables",
 			Anchor: "gobgp alone, until it has them", Unit: "s", Open: evpnScale,
 		},
 		{Name: "micro", What: "the Go benchmarks of the hot functions, with allocations", Section: micro},
@@ -167,7 +167,7 @@ func neighbourRow(name string, sameVM, answered bool) Row {
 		pager = "pager of 1 ms"
 	}
 	return Row{
-		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults without end, " + pager,
+		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults all the time, " + pager,
 		Anchor: "that QP does not fault", Unit: "msg/s", Goals: []Goal{ratioAtLeast(0.95)},
 		Open: neighbours(sameVM, answered),
 	}

@@ -76,11 +76,11 @@ func (m *ServiceManager) listen() {
 		if err != nil {
 			return
 		}
-		m.hear(string(b[:n]), oob[:oobn])
+		m.handle(string(b[:n]), oob[:oobn])
 	}
 }
 
-func (m *ServiceManager) hear(state string, oob []byte) {
+func (m *ServiceManager) handle(state string, oob []byte) {
 	var fds []int
 	if msgs, err := unix.ParseSocketControlMessage(oob); err == nil && len(msgs) == 1 {
 		fds, _ = unix.ParseUnixRights(&msgs[0])

@@ -12,7 +12,7 @@ func (t *Table) invariants() string {
 			case c.list != l || c.prev != last || seen[c]:
 				return "links"
 			case c.bound != (i == 0):
-				return "a connection's list does not tell whether it is bound"
+				return "a connection is in the wrong list for being bound or not"
 			case i == 2 && !c.State.over():
 				return "past without being over"
 			}

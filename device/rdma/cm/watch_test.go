@@ -179,7 +179,7 @@ func TestForged(t *testing.T) {
 			cm.WrongMessage},
 		"DREQ for another QP": {cmtest.Message{Kind: cm.DREQ, LocalID: 11, RemoteID: 22, QPN: 0x203}, func(*cm.Datagram) {},
 			cm.WrongQP},
-		"REP from who asked": {cmtest.Message{Kind: cm.REP, LocalID: 11, RemoteID: 22, QPN: 0x101}, func(*cm.Datagram) {},
+		"REP from requester": {cmtest.Message{Kind: cm.REP, LocalID: 11, RemoteID: 22, QPN: 0x101}, func(*cm.Datagram) {},
 			cm.WrongMessage},
 		"REQ, path elsewhere": {cmtest.Message{Kind: cm.REQ, LocalID: 99, QPN: 1, Local: gid(4), Remote: gid(2)},
 			func(*cm.Datagram) {}, cm.WrongGID},

@@ -93,7 +93,7 @@ func (q *QP) receiveAck(psn uint64, p *wire.RoCE) {
 	}
 }
 
-// requesterActive tells whether the requester still runs. Completing a WQE may complete a failed one behind it, which
+// requesterActive reports whether the requester still runs. Completing a WQE may complete a failed one behind it, which
 // ends this.
 func (q *QP) requesterActive() bool { return q.state == RTS || q.state == SQD }
 

@@ -66,7 +66,7 @@ type Memory interface {
 	// CheckRemote checks an R_Key against the QP's PD, its rights and the range.
 	CheckRemote(key translate.Key, va translate.VA, n uint64, need translate.Access) translate.Miss
 	// FlushRemote is CheckRemote for a FLUSH; if whole, for the region or window as a whole. n may be 0. When it
-	// returns, the stores of Scatter, WriteRemote and AtomicRemote are visible to everybody.
+	// returns, the stores of Scatter, WriteRemote and AtomicRemote are visible to all observers.
 	FlushRemote(key translate.Key, va translate.VA, n uint64, whole bool, need translate.Access) translate.Miss
 	// ReadRemote and WriteRemote check (RemoteRead, RemoteWrite) and copy all bytes, or miss.
 	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss

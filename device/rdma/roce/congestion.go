@@ -19,7 +19,7 @@ import "github.com/vnicd/vnicd/device/rdma/wire"
 // cnpInterval is the minimum time between CNPs of one QP, ns.
 const cnpInterval = 50e3
 
-// usesECN tells whether the QP takes part in congestion control over path av. UC and UD have no window, so the ECN
+// usesECN reports whether the QP takes part in congestion control over path av. UC and UD have no window, so the ECN
 // field of their packets is what their owners' traffic class says. RoCE v1 has no such field.
 func (q *QP) usesECN(av *AddressVector) bool { return q.typ == RC && q.cfg.ECN && !av.RoCEv1 }
 

@@ -80,13 +80,13 @@ const (
 // after another.
 func (w *wait) clear() { *w = wait{psn: w.psn, refusedAt: w.refusedAt} }
 
-// blocked tells whether w must go on waiting.
+// blocked reports whether w must go on waiting.
 func (w *wait) blocked() bool { return w.cause != waitNone && w.retryAt != 0 }
 
-// blocks tells whether w prevents PSN psn and all after it from being sent.
+// blocks reports whether w prevents PSN psn and all after it from being sent.
 func (w *wait) blocks(psn uint64) bool { return w.blocked() && psn >= w.psn }
 
-// sameMiss tells whether w waits for the page of the new miss m.
+// sameMiss reports whether w waits for the page of the new miss m.
 func (w *wait) sameMiss(c waitCause, m *translate.Miss) bool {
 	return w.cause == c && w.miss.Kind == m.Kind && w.miss.Key == m.Key && w.miss.Where == m.Where
 }

@@ -53,7 +53,7 @@ func (q *QP) localPeer() (*QP, uint64) {
 	return p, slice
 }
 
-// expectsLocal tells whether the responder is between packets and expects psn.
+// expectsLocal reports whether the responder is between packets and expects psn.
 func (q *QP) expectsLocal(psn uint64) bool {
 	r := &q.resp
 	return (r.epsn^psn)&psnMask == 0 && r.fatal.syndrome == 0 && r.nak == 0 && !r.nakSent &&

@@ -81,8 +81,8 @@ const (
 	kindAtomic      // answered by an ATOMIC acknowledge
 )
 
-// needsResponse tells whether only an explicit response completes the request.
+// needsResponse reports whether only an explicit response completes the request.
 func (k opKind) needsResponse() bool { return k >= kindFlush }
 
-// returnsData tells whether the response carries data.
+// returnsData reports whether the response carries data.
 func (k opKind) returnsData() bool { return k >= kindRead }

@@ -17,7 +17,7 @@ func (o *psnSet) word(psn uint64) (w *uint64, bit uint64) {
 	return &o.bits[psn%psnSetSpan/64], 1 << (psn % 64)
 }
 
-// fits tells whether add would succeed.
+// fits reports whether add would succeed.
 func (o *psnSet) fits(psn uint64) bool {
 	return o.lo == o.hi || max(o.hi, psn+1)-min(o.lo, psn) <= psnSetSpan
 }

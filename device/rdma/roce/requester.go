@@ -58,7 +58,7 @@ type sendSlot struct {
 
 const (
 	readChunk   = 64   // packets
-	ackEvery    = 64   // packets; one of so many requests an acknowledgement
+	ackEvery    = 64   // packets between two acknowledgement requests
 	bufferDelay = 50e3 // ns until a buffer is tried again
 	drainDelay  = 5e3  // ns, about as long as a batch of another loop
 )
@@ -274,7 +274,7 @@ func (q *QP) sendRC(s *sendSlot) bool {
 	return true
 }
 
-// windowFull tells whether no more packets may be in flight. The oldest packet may always be sent again.
+// windowFull reports whether no more packets may be in flight. The oldest packet may always be sent again.
 func (q *QP) windowFull() bool {
 	retransmitting := q.recovery.scoreboard.Retransmitting
 	return q.req.nxt-q.req.una >= uint64(q.cfg.Window) && !retransmitting ||
@@ -318,7 +318,7 @@ func (q *QP) completeManaged() {
 	}
 }
 
-// fenceBlocks tells whether a READ or atomic before slot cur is still in flight (IBTA 10.8.3.3).
+// fenceBlocks reports whether a READ or atomic before slot cur is still in flight (IBTA 10.8.3.3).
 func (r *requester) fenceBlocks() bool {
 	if r.readHead == r.readTail {
 		return false

@@ -42,7 +42,7 @@ func (r *responseQueue) drop(link Link) {
 	}
 }
 
-// keepsResponses tells whether responses of p's sender may be queued at present.
+// keepsResponses reports whether responses of p's sender may be queued at present.
 func (q *QP) keepsResponses(p *wire.RoCE) bool {
 	return p.BTH.Selective && q.cfg.SelectiveRepeat && q.req.rnrUntil == 0 && q.faults.send.cause != waitResult
 }

@@ -100,7 +100,7 @@ func flushNeeds(h wire.FETH) (need translate.Access) {
 }
 
 // acceptFlush records a FLUSH that is in sequence (A19). All requests before it have been executed, and this device's
-// stores are visible to everybody at once, so nothing is left to do.
+// stores are visible to all observers at once, so nothing is left to do.
 func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	h, f := p.RETH(), p.FETH()
 	need := flushNeeds(f)

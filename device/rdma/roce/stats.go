@@ -19,7 +19,7 @@ type Stats struct {
 	Drops                            [NumDrops]uint64 // those of RxDropped that Drop counts by reason
 	AccessErrors                     uint64           // R_Key violations as responder
 	LocalErrors                      uint64           // local protection and length errors
-	Flushed                          uint64           // WQEs of either side completed in error because of the QP's state
+	Flushed                          uint64           // WQEs of either side flushed because of the state
 	Faults                           uint64           // accesses that met an absent page
 	FaultDrops                       uint64           // packets dropped because of an absent page
 	Resumed, Invalid                 uint64           // faults served; faults whose address was invalid

@@ -96,7 +96,7 @@ func (b *Scoreboard) NoteRetransmit(f Flags, n uint64) Flags {
 // EndRetransmit notes that all that is lost has been sent again.
 func (b *Scoreboard) EndRetransmit() { b.Retransmitting, b.lost = false, 0 }
 
-// Delivered tells whether psn need not be sent again.
+// Delivered reports whether psn need not be sent again.
 func (b *Scoreboard) Delivered(psn uint64) bool {
 	f := *b.flag(psn)
 	return f&Received != 0 || f&AwaitsResponse == 0 && psn < b.Executed
@@ -258,7 +258,7 @@ func (b *Scoreboard) lostAt(psn uint64) int64 {
 	return at + b.newestRTT + b.ReorderWindow()
 }
 
-// NeedsRetransmit tells whether psn is to be sent again.
+// NeedsRetransmit reports whether psn is to be sent again.
 func (b *Scoreboard) NeedsRetransmit(psn uint64, now int64) bool {
 	if b.Delivered(psn) {
 		return false
@@ -275,7 +275,7 @@ func (b *Scoreboard) ReorderWindow() int64 {
 	return max(reorderWindowMin, b.RTT.Smoothed*max(b.reorderQuarters, 1)/4)
 }
 
-// Done tells whether there is nothing left to recover.
+// Done reports whether there is nothing left to recover.
 func (b *Scoreboard) Done(una uint64) bool { return una >= b.recoveryEnd && !b.Retransmitting }
 
 // ClearCounts discards the results of the last DetectLosses.
@@ -301,7 +301,7 @@ func (b *Scoreboard) DetectLosses(una, sent uint64, now int64) (lost, oldest uin
 	return b.lost, oldest
 }
 
-// CutWindow tells whether a loss whose oldest PSN is given is to cut the congestion window: once for all that was in
+// CutWindow reports whether a loss whose oldest PSN is given is to cut the congestion window: once for all that was in
 // flight. It lets the reorder window shrink after some losses without a spurious retransmission.
 func (b *Scoreboard) CutWindow(oldest, sent uint64) bool {
 	if oldest < b.cwndCutEnd {
@@ -314,7 +314,7 @@ func (b *Scoreboard) CutWindow(oldest, sent uint64) bool {
 	return true
 }
 
-// QueueBuilt tells whether the newest response time says that the queue on the path is longer than usual.
+// QueueBuilt reports whether the newest response time says that the queue on the path is longer than usual.
 func (b *Scoreboard) QueueBuilt() bool { return b.lastRTT > b.RTT.Min+b.RTT.Min/2 }
 
 // InFlight returns how many PSNs are in flight; what is lost, or has arrived at the peer, is not.

@@ -110,7 +110,7 @@ func (w *Window) OnLoss() {
 }
 
 // OnSelectiveLoss reacts to losses that are repaired by selective repeat; the caller calls it once for all packets that
-// were in flight. Only the lost packets are sent again, so there is no slow start. queued tells whether the queue on
+// were in flight. Only the lost packets are sent again, so there is no slow start. queued reports whether the queue on
 // the path is longer than usual. A loss counts as chance if the queue is not (TCP Veno's criterion) and if it is one of
 // many packets. Neither is sufficient alone: a flow that joins a queue which is always full has never seen a shorter
 // one.

@@ -214,7 +214,7 @@ func TestSetMax(t *testing.T) {
 	}
 	w = NewWindow(128)
 	w.OnSilence()
-	w.SetMax(256) // the response that ends the silence says who the peer is
+	w.SetMax(256) // the response that ends the silence identifies the peer as a vnicd
 	w.Restore()
 	if w.Ssthresh != w.Max {
 		t.Errorf("slow start up to %d packets, want 256", w.Ssthresh/WindowUnit)

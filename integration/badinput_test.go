@@ -181,7 +181,7 @@ func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 		_, err := l.Boot(boot, private)
 		booted <- err
 	}()
-	eventually(ctx, t, "vnicd says that memory must be shared",
+	eventually(ctx, t, "vnicd's message that memory must be shared",
 		func() bool { return strings.Contains(h.Log(), "share=on") })
 	cancel()
 	<-booted

@@ -59,7 +59,7 @@ ln -s fd/1 dev/stdout
 ln -s fd/2 dev/stderr
 exec unshare --pid --cgroup --fork --kill-child --mount-proc="$dir/root/proc" sh -ec '
 mount -t cgroup2 cgroup2 sys/fs/cgroup
-# The kernel is not its own: of its settings, only the network namespace may be changed.
+# The kernel is shared: only the settings of the network namespace may be changed.
 mount --bind proc/sys proc/sys
 mount --bind proc/sys/net proc/sys/net
 mount -o remount,bind,ro proc/sys

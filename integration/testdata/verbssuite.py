@@ -46,4 +46,4 @@ class Result(unittest.TestResult):
 
 unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module("tests." + module)).run(Result())
 say("ended")
-os._exit(0)  # skip the clean-up of pyverbs at interpreter exit, whose order is random
+os._exit(0)  # skip the clean-up of pyverbs at interpreter exit, whose order is undefined

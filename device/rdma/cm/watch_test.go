@@ -103,7 +103,7 @@ func TestLife(t *testing.T) {
 	states("DREP", x, y, cm.Closed, cm.Closed)
 	a.table.Release(year, 0x101)
 	if count(a.table, year) != 1 || count(a.table, year+int64(cm.Over)) != 0 || a.table.ByQP(0x101) != nil {
-		t.Error("a closed connection is to be shown for a while, then forgotten")
+		t.Error("a closed connection must be shown for a while, then removed")
 	}
 	if a.table.Strays+b.table.Strays != 0 {
 		t.Error("strays")

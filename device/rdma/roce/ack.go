@@ -242,7 +242,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	return false
 }
 
-// receiverNotReady waits as the peer's RNR NAK asks (IBTA 9.7.5.2.8).
+// receiverNotReady waits for the time given in the peer's RNR NAK (IBTA 9.7.5.2.8).
 func (q *QP) receiverNotReady(timer uint8) {
 	if q.req.rnrUntil != 0 {
 		return // a copy of the NAK
@@ -262,7 +262,7 @@ func (q *QP) receiverNotReady(timer uint8) {
 	q.req.rnrUntil = q.now + rnrTimer[timer]
 }
 
-// receiverReady ends an RNR wait: by an acknowledgement of nothing new the receiver says that it is ready early (PF-9).
+// receiverReady ends an RNR wait: an acknowledgement of nothing new means that the receiver became ready early (PF-9).
 // The RNR NAK is then not charged to rnr_retry. A late copy of an older ACK does no more harm than another RNR NAK.
 func (q *QP) receiverReady() {
 	if q.req.rnrUntil == 0 {

@@ -112,7 +112,7 @@ type Link interface {
 	// frame does not change until Release. Nil: no more frames may be held.
 	Hold() *frame.Buf
 	Release(b *frame.Buf)
-	// InHand says that b, which is held, is the frame that is being received from here on; nil: none is.
+	// InHand tells the adapter that the held frame b is being received from now on; nil: no held frame is.
 	InHand(b *frame.Buf)
 }
 

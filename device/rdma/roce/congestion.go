@@ -19,8 +19,8 @@ import "github.com/vnicd/vnicd/device/rdma/wire"
 // cnpInterval is the minimum time between CNPs of one QP, ns.
 const cnpInterval = 50e3
 
-// usesECN reports whether the QP takes part in congestion control over path av. UC and UD have no window, so the ECN
-// field of their packets is what their owners' traffic class says. RoCE v1 has no such field.
+// usesECN reports whether the QP takes part in congestion control over path av. UC and UD have no window, so their
+// packets' ECN field comes from the traffic class. RoCE v1 has no such field.
 func (q *QP) usesECN(av *AddressVector) bool { return q.typ == RC && q.cfg.ECN && !av.RoCEv1 }
 
 // receiveMarked handles the mark of p, a packet of this connection that met congestion.

@@ -80,7 +80,7 @@ const (
 // after another.
 func (w *wait) clear() { *w = wait{psn: w.psn, refusedAt: w.refusedAt} }
 
-// blocked reports whether w must go on waiting.
+// blocked reports whether w must still wait.
 func (w *wait) blocked() bool { return w.cause != waitNone && w.retryAt != 0 }
 
 // blocks reports whether w prevents PSN psn and all after it from being sent.
@@ -232,7 +232,7 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 			return
 		}
 		if q.state == Err {
-			q.wake() // to go on flushing
+			q.wake() // to continue flushing
 		}
 	}
 	if q.typ != RC {

@@ -10,11 +10,11 @@ import (
 
 // The local path: the peer is a QP of the same loop, and a request is one copy from memory to memory.
 //
-// Only steps that succeed take it. A step sends, executes and acknowledges some packets' worth of a message at once:
-// both QPs go from one packet boundary to another, as if those packets had been on the wire. A step that cannot succeed
+// Only steps that succeed use it. A step sends, executes and acknowledges several packets of a message at once: both
+// QPs advance from one packet boundary to another, as if those packets had been on the wire. A step that cannot succeed
 // at the peer (absent page, no receive, wrong key or state) changes nothing there, and its packet is sent as a frame.
 // The frame fails in the same way and is answered by the only implementation of RNR NAKs, faults and errors. The same
-// holds whenever the adapter says that frames are needed.
+// happens whenever the adapter requires frames.
 //
 // A step is taken only if this requester has nothing in flight and the peer expects the very next PSN. So frames and
 // steps never overtake each other.

@@ -111,7 +111,7 @@ const (
 	EventAccessErr                      // responder: R_Key violation, the QP is in Err
 	EventCommEst                        // first packet arrived while in RTR
 	EventSQDrained                      // SQD reached with nothing in flight
-	EventLastWQE                        // SRQ QP in Err: no more receive completions will come
+	EventLastWQE                        // SRQ QP in Err: no more receive completions follow
 )
 
 // Fetch is the answer to FetchSend and FetchRecv.
@@ -206,9 +206,9 @@ type WQE struct {
 
 // Manage holds the operands of a REG_MR, BIND_MW or LOCAL_INV request; only the adapter uses it.
 type Manage struct {
-	Key       translate.Key // of the region or window as it is; REG_MR: as it is to be
-	NewKey    translate.Key // BIND_MW: as it is to be
-	Region    translate.Key // BIND_MW: what to bind to
+	Key       translate.Key // current key of the region or window; REG_MR: its new key
+	NewKey    translate.Key // BIND_MW: the new key
+	Region    translate.Key // BIND_MW: the region
 	Access    translate.Access
 	VA        translate.VA
 	Length    uint64

@@ -102,7 +102,7 @@ type sender struct {
 	step int
 }
 
-// send sends up to n packets: first what is to be sent again, then new ones.
+// send sends up to n packets: first retransmissions, then new ones.
 func (s *sender) send(n int) (psns []uint64) {
 	b, m := &s.b, &s.m
 	for ; n > 0; n-- {

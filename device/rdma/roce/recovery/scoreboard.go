@@ -2,13 +2,13 @@ package recovery
 
 import "github.com/vnicd/vnicd/device/rdma/wire"
 
-// Loss detection follows RFC 8985 (RACK). A packet counts as lost once another packet that was sent later has arrived,
-// and once as much time has passed since it was sent as that one took, plus the reorder window: by how much paths may
-// differ. So neither the order of arrival matters, nor whether a packet is a retransmission.
+// Loss detection follows RFC 8985 (RACK). A packet counts as lost once a packet sent later has arrived and the time
+// since it was sent exceeds that packet's response time plus the reorder window, the delay by which paths may differ.
+// So neither the order of arrival matters, nor whether a packet is a retransmission.
 //
-// Responses to READs and atomics arrive in the order of their PSNs, behind everything that was requested before them:
-// the time of the request says little about when a response is due. A response is lost if a later one, requested no
-// earlier, has been here for the length of the reorder window.
+// Responses to READs and atomics arrive in the order of their PSNs, behind everything requested before them: the time
+// of a request tells little about when its response is due. A response is lost if a later one, requested no earlier,
+// has been here for the length of the reorder window.
 const (
 	reorderWindowMin   = 10e3 // ns; the reorder window is a quarter of the smoothed response time, at least this
 	reorderQuartersMax = 8    // quarters of the smoothed response time
@@ -73,7 +73,7 @@ func (b *Scoreboard) Flags(psn uint64) Flags { return *b.flag(psn) }
 // MarkReceived notes that the response psn is here.
 func (b *Scoreboard) MarkReceived(psn uint64) { *b.flag(psn) |= Received }
 
-// ClearReceived takes MarkReceived back.
+// ClearReceived undoes MarkReceived.
 func (b *Scoreboard) ClearReceived(psn uint64) { *b.flag(psn) &^= Received }
 
 // NoteSent records that the PSNs [psn, end) were sent now.
@@ -185,8 +185,8 @@ func (b *Scoreboard) ResponseQueued(psn, una uint64, now int64) {
 	}
 }
 
-// SelectiveAck takes a selective acknowledgement: the peer expects psn and has the packets of arrivals. It reports
-// whether that says anything new.
+// SelectiveAck records a selective acknowledgement: the peer expects psn and has the packets of arrivals. It reports
+// whether the acknowledgement contains anything new.
 func (b *Scoreboard) SelectiveAck(psn, una, sent uint64, arrivals *wire.Arrivals, now int64) bool {
 	b.Executed = max(b.Executed, psn)
 	end, newest, rtt := uint64(0), int64(0), int64(0)
@@ -216,8 +216,8 @@ func (b *Scoreboard) SelectiveAck(psn, una, sent uint64, arrivals *wire.Arrivals
 	return true
 }
 
-// overdueBefore marks the responses before end that were requested no later than at: all of those that come at all have
-// left the peer.
+// overdueBefore marks the responses before end that were requested no later than at: those that are not lost have left
+// the peer.
 func (b *Scoreboard) overdueBefore(una, end uint64, at, now int64) {
 	queued := false
 	for psn := una; psn < end; psn++ {
@@ -239,7 +239,7 @@ func (b *Scoreboard) markOverdue(psn uint64, now int64) {
 	}
 }
 
-// MarkLost makes psn, the oldest in flight, count as lost: the peer says no more.
+// MarkLost makes psn, the oldest in flight, count as lost: no further reports arrive.
 func (b *Scoreboard) MarkLost(psn uint64) {
 	if *b.time(psn) = 0; *b.flag(psn)&AwaitsResponse != 0 {
 		*b.flag(psn) |= Overdue
@@ -270,7 +270,7 @@ func (b *Scoreboard) NeedsRetransmit(psn uint64, now int64) bool {
 	return at != 0 && now >= at
 }
 
-// ReorderWindow returns by how much packets may be late because paths differ (RFC 8985).
+// ReorderWindow returns the delay that different paths may cause (RFC 8985).
 func (b *Scoreboard) ReorderWindow() int64 {
 	return max(reorderWindowMin, b.RTT.Smoothed*max(b.reorderQuarters, 1)/4)
 }

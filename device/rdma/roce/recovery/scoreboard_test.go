@@ -302,7 +302,7 @@ func TestRepeatedResponses(t *testing.T) {
 		t.Errorf("an overdue response changed the response time, or when another was due: %d", at)
 	}
 	if !b.SelectiveAck(base, base, sent, arrivals(3), 206*us) || b.SelectiveAck(base, base, sent, arrivals(1), 207*us) {
-		t.Error("the report of an overdue request says nothing of the path, any other does")
+		t.Error("the report of an overdue request must not count as new, any other must")
 	}
 	if f := b.Flags(base + 1); f&(Overdue|RequestQueued) != RequestQueued {
 		t.Errorf("flags %b: its request has reached the peer's reorder queue", f)

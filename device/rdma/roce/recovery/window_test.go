@@ -119,7 +119,7 @@ func TestMarks(t *testing.T) {
 	}
 }
 
-// TestMaximumForgets: a window at its maximum takes the next mark for new congestion.
+// TestMaximumForgets: a window at its maximum treats the next mark as new congestion.
 func TestMaximumForgets(t *testing.T) {
 	w := avoidance(60, 64)
 	p := newPath(&w)
@@ -198,7 +198,7 @@ func TestLossGrowth(t *testing.T) {
 	}
 }
 
-// TestSetMax: the maximum follows the peer, and slow start goes on to the new one.
+// TestSetMax: the maximum follows the peer, and slow start continues to the new one.
 func TestSetMax(t *testing.T) {
 	w := NewWindow(128)
 	w.SetMax(256)

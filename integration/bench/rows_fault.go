@@ -140,8 +140,8 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 }
 
 // neighbours measures the rate of one QP's WRITEs of 4 KiB while another QP faults all the time: its page is evicted
-// after each use, and its pager takes a millisecond or never answers. The anchor is the rate while that QP's page stays
-// and it works a millisecond apart: on two cores its driver also takes time from ours. Shown beside the rates is the
+// after each use, and its pager takes a millisecond or never answers. The anchor is the rate while that QP keeps its
+// page and posts once a millisecond: on two cores its driver also takes time from ours. Shown beside the rates is the
 // processor time that the faults cost daemon and driver, without the two threads that the measured QP needs, its own
 // and the engine. On few cores the QP can lose that time.
 func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, error) {

@@ -428,7 +428,7 @@ func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	t.settle(now+int64(wait), c)
 }
 
-// learnIDs records the communication ID that the other side sent in a REP, MRA or REJ.
+// learnIDs records the communication ID that a message's sender gave the connection. A REJ may have none.
 func (t *Table) learnIDs(c *Conn, out bool, m Message) {
 	if m.Kind() == REJ {
 		return
@@ -450,7 +450,7 @@ func (t *Table) learnIDs(c *Conn, out bool, m Message) {
 	}
 }
 
-// settle appends a connection to the list of its state.
+// settle appends a connection to the list of its state and sets when it expires.
 func (t *Table) settle(now int64, c *Conn) {
 	switch {
 	case c.bound:

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Cache directories, locks, host tools and messages, shared by the recipes.
 #
-# An artifact is a directory $CACHE/KIND-HASH. HASH covers the recipe and its parameters, so a changed recipe
-# is another directory. It is built under a temporary name and renamed when complete: what has the final name is whole.
+# An artifact is a directory $CACHE/KIND-HASH. HASH covers the recipe and its parameters, so a changed recipe uses
+# another directory. A build works under a temporary name; a directory with its final name is complete.
 
 export CACHE=${VNICD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vnicd}
 export RELEASE=${RELEASE:-trixie}
@@ -49,14 +49,15 @@ recipe_hash() {
 
 artifact_ready() { [[ -e $1/.complete ]]; }
 
-# need_tools TOOL=PACKAGE...: (TOOL: a command or an absolute file name) install what is missing when we may, else say what to install.
+# need_tools TOOL=PACKAGE...: installs the packages of missing tools, or names them if the caller may not install. TOOL
+# is a command or an absolute file name.
 need_tools() {
 	local spec missing=()
 	for spec in "$@"; do
 		[[ $spec == /* && -r ${spec%%=*} ]] || command -v "${spec%%=*}" >/dev/null || missing+=("${spec#*=}")
 	done
 	((${#missing[@]})) || return 0
-	# Who is root of a user namespace only may not.
+	# Root of a user namespace may not install packages.
 	if [[ ! -w /var/lib/dpkg ]] || ! command -v apt-get >/dev/null; then
 		die "missing on this host: ${missing[*]}. Install with: apt-get install ${missing[*]}"
 	fi
@@ -69,20 +70,20 @@ need_tools() {
 
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
-# need_bootstrap TOOL=PACKAGE...: what every root needs, and more.
+# need_bootstrap TOOL=PACKAGE...: the tools that every root needs, and those given.
 need_bootstrap() {
 	mkdir -p "$CACHE/log"
 	need_tools mmdebstrap=mmdebstrap "$KEYRING=debian-archive-keyring" "$@"
 }
 
-# need_root WHAT: from here on as root, who may chroot and give files away; an ordinary user is that in a user namespace.
+# need_root WHAT: continues as root, which may chroot and chown; an ordinary user gets a user namespace.
 need_root() {
 	[[ $(id -u) != 0 ]] || return 0
-	say "not root: in a user namespace, $1"
+	say "not root: using a user namespace for $1"
 	exec "$HERE/rootless" "$HERE/build" "${ARGV[@]}"
 }
 
-# artifact DIR WHAT FUNCTION: run FUNCTION TMPDIR unless DIR is complete already. One builder at a time per artifact.
+# artifact DIR WHAT FUNCTION: runs FUNCTION TMPDIR unless DIR is complete. One builder at a time per artifact.
 artifact() {
 	local dir=$1 what=$2 fn=$3 tmp lock start=$SECONDS
 	artifact_ready "$dir" && return 0
@@ -97,8 +98,8 @@ artifact() {
 		rm -rf --one-file-system "$dir" "$dir".tmp.*
 		tmp=$(mktemp -d "$dir.tmp.XXXXXX")
 		chmod 755 "$tmp"
-		# A process of its own: bash ignores -e in whatever is called from a condition, even in a subshell. It keeps the
-		# lock, so that nobody starts over while it works on after this one was killed.
+		# A separate process: bash ignores -e in functions called from a condition, even in a subshell. It inherits the
+		# lock, so if this process is killed, no other build starts while the recipe still runs.
 		progress "$what" "$CACHE/log/${dir##*/}.log" {lock}>&- &
 		local ticker=$! rc=0
 		"$BASH" "$HERE/build" _recipe "$fn" "$tmp" >"$CACHE/log/${dir##*/}.log" 2>&1 || rc=$?
@@ -107,7 +108,7 @@ artifact() {
 		if ((rc)); then
 			tail -n 15 "$CACHE/log/${dir##*/}.log" >&2 || true
 			rm -rf --one-file-system "$tmp"
-			die "building $what failed, the whole log is in $CACHE/log/${dir##*/}.log"
+			die "building $what failed; its log is $CACHE/log/${dir##*/}.log"
 		fi
 		touch "$tmp/.complete"
 		mv -T "$tmp" "$dir"
@@ -116,7 +117,7 @@ artifact() {
 	exec {lock}>&-
 }
 
-# progress WHAT LOG: a line every 10 s, so that a long step does not look hung. Ends with this process, however it ends.
+# progress WHAT LOG: prints a line every 10 s, so that a long step does not look hung. Ends when this process ends.
 progress() {
 	local t=0
 	# A sleep that outlives its shell must not hold the caller's pipes open.
@@ -133,7 +134,7 @@ cache_check() {
 
 cache_clean() {
 	cache_check
-	need_root "removing what is there"
+	need_root "cleaning the cache"
 	local d
 	for d in "$CACHE"/{qemu,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
 		[[ -e $d ]] && rm -rf --one-file-system "$d"
@@ -142,10 +143,10 @@ cache_clean() {
 	say "removed the artifacts in $CACHE"
 }
 
-# cache_stale: what other recipes of the current RELEASE left; images with other PACKAGES count as such.
+# cache_stale: removes results of older recipes of this RELEASE, including images with other PACKAGES.
 cache_stale() {
 	cache_check
-	need_root "removing what is there"
+	need_root "cleaning the cache"
 	local d name keep
 	keep=" $(qemu_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
 	for d in "$CACHE"/{qemu,guest,module,container,host}-*; do

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Compiling in the build root. No part of its hash: how it is used does not change what it is.
+# Compiling in the build root. Not part of the root's hash: a change here does not change the root.
 
-# in_root ROOT COMMAND...: with /dev, which a root that was made in a user namespace does not have, and /proc (objtool of recent kernels
-# reads its stack limit there), in a mount namespace that goes with the command.
+# in_root ROOT COMMAND...: runs COMMAND in ROOT with /dev, which a root made in a user namespace lacks, and /proc, where
+# objtool of recent kernels reads its stack limit. Its mount namespace ends with COMMAND.
 in_root() {
 	unshare --mount sh -ec 'mount --rbind /dev "$0/dev"; mount --rbind /proc "$0/proc"; exec chroot "$0" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/ "$@"' "$@"
 }
@@ -15,14 +15,14 @@ module_compile() {
 	need_root "a module"
 	dir=$(module_dir)
 	kver=$(cat "$dir/kver")
-	# A copy inside the root: nothing is mounted, nothing is left in the source tree, and builds may run side by side.
+	# Copied into the root: no mounts, nothing left in the source tree, and builds can run in parallel.
 	work=$(mktemp -d "$dir/root/build.XXXXXX")
 	cp -rL "$src/." "$work/"
 	find "$work" \( -name '*.o' -o -name '*.ko' -o -name '*.mod' -o -name '*.mod.c' -o -name '.*.cmd' \) -delete
 	in_root "$dir/root" make -C "/lib/modules/$kver/build" M="/${work##*/}" -j"$(nproc)" CONFIG_DEBUG_INFO_BTF_MODULES= \
 		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} ${WERROR:+${C:+CF=-Wsparse-error}} modules >&2 || rc=$?
 	if ((rc == 0)) && [[ ! -e $work/vnicd.ko ]]; then
-		say "the build made no vnicd.ko but: $(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')"
+		say "the build made no vnicd.ko. It made: $(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')"
 		rc=1
 	fi
 	if ((rc == 0)); then

@@ -1,5 +1,5 @@
-// Command vnicd is the host daemon that gives QEMU VMs a paravirtual RDMA NIC,
-// and the operator's tool to look into it. See `vnicd --help`.
+// Command vnicd is the host daemon that gives QEMU VMs a paravirtual RDMA NIC, and the operator's command-line tool.
+// See `vnicd --help`.
 package main
 
 import (

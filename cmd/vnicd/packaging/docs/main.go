@@ -1,5 +1,5 @@
-// Command docs writes what is generated from vnicd's command line: manual pages and shell completions, below a
-// directory laid out as a file system.
+// Command docs writes the manual pages and shell completions of vnicd's command line into a directory laid out as a
+// file system.
 package main
 
 import (

@@ -50,7 +50,7 @@ vms:
 	none := parts()
 
 	// Without drivers in the guest everything is undone.
-	attach("no driver in the guest brought up the virtio-net and the HCA (is vnicd.ko loaded in the guest?) within 2s; the devices were taken out again", "--wait", "2s")
+	attach("no driver in the guest brought up the virtio-net and the HCA (is vnicd.ko loaded in the guest?) within 2s; the devices were removed again", "--wait", "2s")
 	if now := parts(); now != none {
 		t.Fatalf("a failed attach left %q", now)
 	}

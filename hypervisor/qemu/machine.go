@@ -102,7 +102,7 @@ func (c *Config) checkHost() error {
 			return fmt.Errorf("qemu: VM %s: vhost-user socket of the %s: %w (is vnicd running?)", c.Name, what, err)
 		}
 		if st.Mode()&os.ModeSocket == 0 {
-			return fmt.Errorf("qemu: VM %s: vhost-user socket of the %s: %s is no socket", c.Name, what, p)
+			return fmt.Errorf("qemu: VM %s: vhost-user socket of the %s: %s is not a socket", c.Name, what, p)
 		}
 	}
 	if c.Netns != "" {

@@ -189,7 +189,7 @@ func TestBootHostChecks(t *testing.T) {
 		want   string
 	}{
 		{func(c *Config) { c.HCA = &HCA{filepath.Join(dir, "none"), 4} }, "is vnicd running?"},
-		{func(c *Config) { c.NICs = []NIC{{Socket: plain, MAC: "52:54:00:00:00:01"}} }, "is no socket"},
+		{func(c *Config) { c.NICs = []NIC{{Socket: plain, MAC: "52:54:00:00:00:01"}} }, "is not a socket"},
 		{func(c *Config) { c.Netns = "vnicd-no-such" }, `network namespace "vnicd-no-such"`},
 		{func(c *Config) { c.Dir = filepath.Join(dir, "none") }, "no such file"},
 		{func(c *Config) { c.Dir = plain }, "is no directory"},

@@ -14,7 +14,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-// askTime is how long the daemon may take to answer.
+// askTime bounds the daemon's time to answer.
 const askTime = 30 * time.Second
 
 const whichSocket = `The control socket is the one given by --control or the configuration, or else
@@ -40,7 +40,7 @@ func (a *app) client(c *cobra.Command) (*daemon.Client, error) {
 	return daemon.NewClient(path), nil
 }
 
-// ask sends one request.
+// ask sends one request to the daemon.
 func (a *app) ask(c *cobra.Command, method, url string, in, out any) error {
 	client, err := a.client(c)
 	if err != nil {
@@ -51,7 +51,7 @@ func (a *app) ask(c *cobra.Command, method, url string, in, out any) error {
 	return client.Do(ctx, method, url, in, out)
 }
 
-// get asks for a list and prints it: as JSON, or by show.
+// get asks for a list and prints it as JSON or with show.
 func get[T any](a *app, c *cobra.Command, url string, show func([]T)) error {
 	var list []T
 	if err := a.ask(c, http.MethodGet, url, nil, &list); err != nil {
@@ -64,7 +64,7 @@ func get[T any](a *app, c *cobra.Command, url string, show func([]T)) error {
 	return nil
 }
 
-// words reads "key value key value ..." and keys without value, as ip does. known says of each key how it is used.
+// wordKind is how a key may be used: once, repeatedly, or without a value.
 type wordKind uint8
 
 const (
@@ -73,6 +73,7 @@ const (
 	flag
 )
 
+// words reads "key value key value ..." and keys without a value, as ip(8) does. known has the kind of each key.
 func words(argv []string, known map[string]wordKind) (map[string][]string, error) {
 	out := map[string][]string{}
 	for i := 0; i < len(argv); i++ {
@@ -87,7 +88,7 @@ func words(argv []string, known map[string]wordKind) (map[string][]string, error
 			slices.Sort(keys)
 			return nil, usageError{fmt.Errorf("unknown word %q; known: %s", k, strings.Join(keys, ", "))}
 		case kind != many && out[k] != nil:
-			return nil, usageError{fmt.Errorf("%q stands twice", k)}
+			return nil, usageError{fmt.Errorf("%q is there twice", k)}
 		case kind == flag:
 			out[k] = []string{"true"}
 		case i+1 == len(argv):
@@ -100,7 +101,7 @@ func words(argv []string, known map[string]wordKind) (map[string][]string, error
 	return out, nil
 }
 
-// one returns the value of a key, "" if it was not there.
+// one returns the value of a key, "" if it is absent.
 func one(w map[string][]string, k string) string {
 	if v := w[k]; len(v) > 0 {
 		return v[0]
@@ -108,7 +109,7 @@ func one(w map[string][]string, k string) string {
 	return ""
 }
 
-// need fails when a key is missing.
+// need returns an error if a key is missing.
 func need(w map[string][]string, keys ...string) error {
 	for _, k := range keys {
 		if w[k] == nil {
@@ -118,8 +119,8 @@ func need(w map[string][]string, keys ...string) error {
 	return nil
 }
 
-// body makes a request's body of the words: lists and single values by their kind. Numbers go as text: the daemon reads
-// the keys as in its configuration.
+// body makes the request's body from the words: lists and single values by their kind. Numbers are sent as text,
+// because the daemon parses the keys as those of its configuration.
 func body(w map[string][]string, known map[string]wordKind, rename map[string]string) map[string]any {
 	m := map[string]any{}
 	for k, v := range w {
@@ -136,7 +137,7 @@ func body(w map[string][]string, known map[string]wordKind, rename map[string]st
 	return m
 }
 
-// group returns a command with sub-commands, which shows if none is given.
+// group returns a command with sub-commands that runs show if no sub-command is given.
 func (a *app) group(use, short, long string, show *cobra.Command, more ...*cobra.Command) *cobra.Command {
 	c := &cobra.Command{Use: use, Short: short, Long: long + "\n\n" + whichSocket, Args: args(cobra.NoArgs),
 		RunE: show.RunE}

@@ -17,10 +17,10 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qmp"
 )
 
-// monitorTime bounds the greeting of QEMU's monitor.
+// monitorTime bounds the wait for the greeting of QEMU's monitor.
 const monitorTime = 10 * time.Second
 
-// releaseTime is how long a guest may take to let the devices go.
+// releaseTime bounds the guest's time to release the devices.
 const releaseTime = time.Minute
 
 const whichMonitor = `SOCKET is a monitor (-qmp unix:SOCKET,server=on,wait=off) without another client:
@@ -62,7 +62,7 @@ with PCI Express needs two free root ports, such as
 				return usageError{err}
 			}
 			if vm.Net.Connected || vm.HCA.Connected {
-				return fmt.Errorf("VM %q is attached to a QEMU already; see `vnicd status %s`, `vnicd detach`", vm.Name, vm.Name)
+				return fmt.Errorf("VM %q is already attached to a QEMU; see `vnicd status %s`, `vnicd detach`", vm.Name, vm.Name)
 			}
 			m, err := monitor(ctx, socket)
 			if err != nil {
@@ -83,9 +83,9 @@ with PCI Express needs two free root ports, such as
 				ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
 				defer cancel()
 				if uerr := undoAttach(ctx, m, socket, vm.Name); uerr != nil {
-					return fmt.Errorf("%w; and taking the devices out again failed: %w", err, uerr)
+					return fmt.Errorf("%w; removing the devices again failed: %w", err, uerr)
 				}
-				return fmt.Errorf("%w; the devices were taken out again", err)
+				return fmt.Errorf("%w; the devices were removed again", err)
 			}
 			fmt.Fprintf(a.out, "%s: net up, hca up\n", vm.Name)
 			return nil
@@ -145,7 +145,7 @@ func monitor(ctx context.Context, socket string) (*qmp.Client, error) {
 	return c, err
 }
 
-// undoAttach uses the monitor, or a new one if an interrupted command has closed it.
+// undoAttach uses the monitor, or opens a new connection if an interrupted command has closed it.
 func undoAttach(ctx context.Context, m *qmp.Client, socket, vm string) error {
 	err := qemu.Detach(ctx, m, vm)
 	if !errors.Is(err, qmp.ErrClosed) {
@@ -158,7 +158,7 @@ func undoAttach(ctx context.Context, m *qmp.Client, socket, vm string) error {
 	return qemu.Detach(ctx, m, vm)
 }
 
-// hotplugHint adds what the user can do.
+// hotplugHint adds advice for the user.
 func hotplugHint(err error) error {
 	switch {
 	case errors.Is(err, qemu.ErrPrivateMemory):

@@ -19,9 +19,10 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/standin"
 )
 
-// backendDevices are the programs for one device: their names are links to vnicd, which begin with backendPrefix.
+// backendDevices are the programs for one device. Their names are links to vnicd and begin with backendPrefix.
 var backendDevices = map[string]struct {
-	// kind is the VhostUserBackendType of docs/interop/vhost-user.json; RDMA has none there, so this is virtio's name.
+	// kind is the VhostUserBackendType of docs/interop/vhost-user.json. It has no type for RDMA, so vnicd uses the name
+	// of the virtio device.
 	kind   string
 	socket func(*config.Config, *config.VM) string
 }{
@@ -34,11 +35,11 @@ const (
 	printCapabilities = "--print-capabilities"
 )
 
-// daemonTime is how long a front end waits for a daemon that is being restarted.
+// daemonTime is how long a front end waits while the daemon restarts.
 const daemonTime = 30 * time.Second
 
-// Args are the words of a command line: a program called by the name of a back end is that sub-command. By the
-// conventions it ignores all else when it is asked what it is.
+// Args returns the words of the command line. A program called by a back end's name is that sub-command; with
+// --print-capabilities it ignores all other options, as QEMU's conventions want.
 func Args(argv []string) []string {
 	device, ok := strings.CutPrefix(filepath.Base(argv[0]), backendPrefix)
 	switch _, known := backendDevices[device]; {

@@ -52,8 +52,8 @@ func TestBackendNames(t *testing.T) {
 	}
 }
 
-// A driver works on the device through the program that stands for it, whichever way that was given its socket; the
-// device ends with it.
+// A driver uses the device through the stand-in process, whichever way the process got its socket; the device ends with
+// the process.
 func TestBackend(t *testing.T) {
 	l := newLab(t)
 	connected := func() bool { return strings.Contains(l.ok("status"), "hca up") }
@@ -148,7 +148,7 @@ func TestBackend(t *testing.T) {
 			}
 			testutil.Eventually(t, "the device ends with its program", func() bool { return !connected() })
 			if _, err := os.Stat(path); x == "--socket-path" && err == nil {
-				t.Error("the socket is left")
+				t.Error("the socket still exists")
 			}
 		})
 	}

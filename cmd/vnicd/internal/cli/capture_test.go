@@ -15,7 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// tshark returns a field of every packet that a filter lets through.
+// tshark returns the fields of every packet that matches a filter.
 func tshark(t *testing.T, file, filter string, fields ...string) []string {
 	t.Helper()
 	args := []string{"-r", file, "-Y", filter, "-T", "fields", "-E", "separator=,", "-E", "aggregator=|"}
@@ -29,7 +29,8 @@ func tshark(t *testing.T, file, filter string, fields ...string) []string {
 	return strings.Fields(string(out))
 }
 
-// What passes a host port and the VTEP, in both directions, until so many packets, or until an interrupt.
+// A capture of a host port and of the VTEP has both directions, and ends after the given number of packets or at an
+// interrupt.
 func TestCapture(t *testing.T) {
 	nstest.Require(t, "tshark", "tshark")
 	l := newLab(t)
@@ -66,7 +67,7 @@ func TestCapture(t *testing.T) {
 					t.Errorf("capture %v: status %d: %s", args, status, out.String())
 				}
 			case <-time.After(30 * time.Second):
-				t.Fatalf("capture %v does not end", args)
+				t.Fatalf("capture %v did not end", args)
 			}
 			return out.String()
 		}

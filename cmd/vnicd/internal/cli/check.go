@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
-// load reads the configuration; its mistakes count as wrong usage (exit 2).
+// load reads the configuration; its mistakes are usage errors (exit status 2).
 func (a *app) load() (*config.Config, error) {
 	c, err := config.Load(a.config)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// DefaultConfig is where the configuration is looked for.
+// DefaultConfig is the default path of the configuration.
 const DefaultConfig = "/etc/vnicd/vnicd.yaml"
 
 // Exit statuses.
@@ -20,7 +20,7 @@ const (
 	exitUsage   = 2 // the command line or the configuration is wrong
 )
 
-// usageError marks mistakes of the command line or the configuration.
+// usageError marks mistakes in the command line or the configuration.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
@@ -28,14 +28,13 @@ func (e usageError) Unwrap() error { return e.error }
 type app struct {
 	version string
 	config  string
-	control string // socket; "" = the configuration's
+	control string // control socket; "": that of the configuration
 	json    bool
 	out     io.Writer
 	err     io.Writer
 }
 
-// Main runs the command line and returns the exit status: 0, 1 (failure) or
-// 2 (wrong usage or configuration).
+// Main runs the command line and returns the exit status: 0, 1 (failure) or 2 (wrong usage or configuration).
 func Main(version string, args []string, stdout, stderr io.Writer) int {
 	a := &app{version: version, out: stdout, err: stderr}
 	root := a.rootCmd()
@@ -84,7 +83,7 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 	return root
 }
 
-// args wraps cobra's checks so that their errors count as wrong usage.
+// args wraps cobra's checks so that their errors are usage errors.
 func args(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(c *cobra.Command, a []string) error {
 		if err := check(c, a); err != nil {

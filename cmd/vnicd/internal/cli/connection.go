@@ -58,7 +58,7 @@ func showConnection(w io.Writer, c *daemon.VMConnection) {
 	fmt.Fprintln(w)
 	t := c.Tuple
 	if t == nil {
-		fmt.Fprintln(w, "    to nowhere known: flooded")
+		fmt.Fprintln(w, "    destination unknown: flooded")
 		return
 	}
 	fmt.Fprintf(w, "    network %s vni %d", t.Network, t.VNI)

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestConnection shows a connection of programs' own making, and how its tuple follows the operator's changes (MT-3,
-// MT-5).
+// TestConnection shows a connection that a program set up without a connection manager, and how its tuple follows the
+// operator's changes (MT-3, MT-5).
 func TestConnection(t *testing.T) {
 	l := newLab(t)
 	says := func(line string, want ...string) {
@@ -59,7 +59,7 @@ func TestConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	says("connection show one", "vm one type RC state direct", "rqpn 0x000077 qp-state RTS",
-		"dst 10.0.0.2 02:00:00:00:00:99", "to nowhere known: flooded")
+		"dst 10.0.0.2 02:00:00:00:00:99", "destination unknown: flooded")
 	l.ok("fdb add 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	says("connection", "network blue vni 100 vtep 192.0.2.2 from 192.0.2.1 port 4789 dscp 26 mtu 1450 moves 0")
 	l.ok("network add-peer blue 192.0.2.3")
@@ -75,5 +75,5 @@ func TestConnection(t *testing.T) {
 		t.Errorf("%+v, tuple %+v", c, c.Tuple)
 	}
 	l.ok("fdb del 02:00:00:00:00:99 network blue")
-	says("connection", "to nowhere known: flooded")
+	says("connection", "destination unknown: flooded")
 }

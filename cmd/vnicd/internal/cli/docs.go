@@ -9,12 +9,12 @@ import (
 	"github.com/spf13/cobra/doc"
 )
 
-// WriteDocs writes manual pages and shell completions below dir, each where Debian has them.
+// WriteDocs writes manual pages and shell completions below dir, at Debian's paths.
 func WriteDocs(version, dir string) error {
 	a := &app{version: version, out: io.Discard, err: io.Discard}
 	root := a.rootCmd()
 	root.InitDefaultCompletionCmd()
-	root.DisableAutoGenTag = true // nothing that differs from day to day
+	root.DisableAutoGenTag = true // no date: output is reproducible
 	man := filepath.Join(dir, "usr/share/man/man8")
 	if err := os.MkdirAll(man, 0o755); err != nil {
 		return err

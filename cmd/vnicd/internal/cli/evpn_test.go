@@ -27,11 +27,11 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// fabric is four hosts on one wire: two vnicds, a Linux host with FRR and the kernel's VXLAN, and an FRR that reflects
-// the routes of all. Endpoint i is a namespace with the address 10.0.0.i, plugged into the tenant's bridge of a host.
+// fabric is four hosts on one wire: two vnicds, a Linux host with FRR and the kernel's VXLAN, and an FRR as route
+// reflector. Endpoint i is a namespace with the address 10.0.0.i, plugged into the tenant's bridge of a host.
 type fabric struct {
-	t       *testing.T // the test in progress
-	all     *testing.T // that the hosts live as long as
+	t       *testing.T // the current subtest
+	all     *testing.T // owns the hosts
 	wire    *nstest.NS
 	hosts   map[string]*fabricHost
 	binary  string
@@ -55,13 +55,13 @@ type daemonProcess struct {
 	ended chan struct{}
 }
 
-// kill ends a process as a crash does.
+// kill ends a process without a clean shutdown.
 func (p *daemonProcess) kill(sig syscall.Signal) {
 	_ = p.cmd.Process.Signal(sig)
 	<-p.ended
 }
 
-// fabricPatience is how long the test waits for what must come: sessions that come back take several seconds.
+// fabricPatience bounds each wait: sessions take several seconds to come back.
 const fabricPatience = 90 * time.Second
 
 func (f *fabric) eventually(what string, ok func() bool) {
@@ -86,12 +86,12 @@ func newFabric(t *testing.T) *fabric {
 	return f
 }
 
-// newWire makes hosts on one wire, on which nothing runs yet. addr has the place of the host's number.
+// newWire makes hosts on one wire, without daemons. addr is a format for the host's number.
 func newWire(t *testing.T, addr string, names ...string) *fabric {
 	t.Helper()
 	nstest.Require(t, "vtysh", "frr")
 	f := &fabric{t: t, all: t, wire: nstest.New(t, "wire"), hosts: map[string]*fabricHost{}}
-	dir, err := os.MkdirTemp("/tmp", "vnicd-evpn-") // sockets have short paths
+	dir, err := os.MkdirTemp("/tmp", "vnicd-evpn-") // a socket's path must be short
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,7 +115,7 @@ func newWire(t *testing.T, addr string, names ...string) *fabric {
 		f.wire.IP("link", "set", name, "master", "sw", "up")
 		h.ns.IP("link", "set", "under", "up")
 		h.ns.Addr("under", at.String())
-		// Real cards do this; veth leaves the checksums of what is in tunnels undone.
+		// Real NICs do this; veth leaves the checksums of encapsulated packets unfinished.
 		h.ns.MustExec("ethtool", "-K", "under", "tx", "off")
 		if name != "rr" {
 			h.ns.IP("link", "add", "tenant", "mtu", "1450", "type", "bridge")
@@ -168,7 +168,7 @@ func (h *fabricHost) start(env []string, argv ...string) *daemonProcess {
 		close(p.ended)
 	}()
 	h.all.Cleanup(func() { p.kill(syscall.SIGKILL) })
-	h.all.Cleanup(func() { // before anything is killed
+	h.all.Cleanup(func() { // runs before anything is killed
 		if h.all.Failed() && !h.dumped {
 			h.dumped = true
 			h.dump()
@@ -206,7 +206,7 @@ func (h *fabricHost) frr() {
 		b.WriteString("  advertise-all-vni\n")
 	}
 	b.WriteString(" exit-address-family\n")
-	nstest.Run(h.t, "chown", "frr:frr", h.dir) // FRR's daemons run as that user
+	nstest.Run(h.t, "chown", "frr:frr", h.dir) // the user of FRR's daemons
 	for name, text := range map[string]string{"bgpd": b.String(), "zebra": ""} {
 		if err := os.WriteFile(filepath.Join(h.dir, name+".conf"), []byte(text), 0o644); err != nil {
 			h.t.Fatal(err)
@@ -240,7 +240,7 @@ func (h *fabricHost) vtysh(command string) string {
 	return h.try("vtysh", "--vty_socket", h.dir, "-c", command)
 }
 
-// vxlan makes the kernel's VXLAN device, which learns nothing: FRR says what is behind it.
+// vxlan makes the kernel's VXLAN device without learning: FRR fills its forwarding table.
 func (h *fabricHost) vxlan() {
 	h.ns.IP("link", "add", "vx100", "mtu", "1450", "type", "vxlan", "id", "100", "local", h.addr, "dstport", "4789",
 		"nolearning")
@@ -254,7 +254,7 @@ func (h *fabricHost) vnicd() *daemonProcess {
 	return h.vnicdWith(fmt.Sprintf("as: 65001, hold-time: %ds, restart-time: 12s, neighbours: [{address: %s, password: %s, ttl-security: 1}]", bgpHold, h.reflectAddr(), bgpPassword))
 }
 
-// vnicdWith starts a vnicd with that in its evpn section.
+// vnicdWith starts a vnicd with the given evpn section.
 func (h *fabricHost) vnicdWith(evpn string) *daemonProcess {
 	h.t.Helper()
 	text := fmt.Sprintf(`
@@ -324,7 +324,7 @@ func (f *fabric) endpoint(n int, at *fabricHost) *endpoint {
 
 func (e *endpoint) plugName() string { return fmt.Sprint("plug", e.n) }
 
-// move takes the endpoint's cable to another host.
+// move moves the endpoint's cable to another host.
 func (e *endpoint) move(to *fabricHost) {
 	e.t.Helper()
 	e.at.ns.IP("link", "set", e.plugName(), "netns", to.ns.Name)
@@ -332,7 +332,7 @@ func (e *endpoint) move(to *fabricHost) {
 	e.at = to
 }
 
-// pinger asks an address all the time and tells how long nobody answered.
+// pinger pings an address continuously and measures the longest gap without an answer.
 type pinger struct {
 	cmd *exec.Cmd
 	log testlog.Log
@@ -353,7 +353,7 @@ func (e *endpoint) ping(addr string) *pinger {
 
 var icmpSeq = regexp.MustCompile(`icmp_seq=(\d+) ttl`)
 
-// answers lists the numbers of the questions that were answered.
+// answers lists the sequence numbers of the answered pings.
 func (p *pinger) answers() (out []int) {
 	for _, m := range icmpSeq.FindAllStringSubmatch(p.log.String(), -1) {
 		n, _ := strconv.Atoi(m[1])
@@ -384,7 +384,7 @@ func (p *pinger) stop() {
 	_ = p.cmd.Wait()
 }
 
-// talker is a TCP connection on which something is asked and answered all the time.
+// talker is a TCP connection with continuous requests and answers.
 type talker struct {
 	ends    [2]net.Conn
 	done    sync.WaitGroup
@@ -442,8 +442,8 @@ func (x *talker) stop() {
 	x.done.Wait()
 }
 
-// Two vnicds and a Linux host with FRR, by a reflector: everybody reaches everybody though unknown unicast is not
-// flooded.
+// Two vnicds and a Linux host with FRR, through a route reflector: all endpoints reach each other although unknown
+// unicast is not flooded.
 func TestEVPN(t *testing.T) {
 	f := newFabric(t)
 	one, two, linux := f.hosts["one"], f.hosts["two"], f.hosts["linux"]
@@ -477,7 +477,7 @@ func TestEVPN(t *testing.T) {
 	t.Run("partition", func(t *testing.T) { f.partition(t, b, c) })
 }
 
-// moves takes an endpoint around all hosts under ping and TCP.
+// moves moves an endpoint through all hosts during ping and TCP.
 func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 	f.t = t
 	defer func() { f.t = f.all }()
@@ -486,7 +486,7 @@ func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 	for _, to := range []*fabricHost{f.hosts["two"], f.hosts["linux"], f.hosts["one"]} {
 		old := e.at
 		var before evpn.RouteStatus
-		f.eventually("it is told of at "+old.name, func() (ok bool) {
+		f.eventually("its route is known at "+old.name, func() (ok bool) {
 			before, ok = f.hosts["one"].route(e.mac, old.addr)
 			return ok
 		})
@@ -495,21 +495,21 @@ func (f *fabric) moves(t *testing.T, e, from *endpoint) {
 		x.goesOn(f, "before the move")
 		x.longest.Store(0)
 		e.move(to)
-		// The endpoint says that it is there, as a VM that has been resumed does.
-		_, _ = e.ns.Exec("ping", "-c1", "-W1", "-b", "10.0.0.255") // nobody answers broadcasts
+		// The endpoint announces itself, as a resumed VM does.
+		_, _ = e.ns.Exec("ping", "-c1", "-W1", "-b", "10.0.0.255") // broadcasts get no answer
 		p.goesOn(f, "ping after the move from "+old.name+" to "+to.name)
 		x.goesOn(f, "after the move from "+old.name+" to "+to.name)
 		p.stop()
 		t.Logf("%s moved from %s to %s: no answer to ping for %v, on the TCP connection for %v", e.addr, old.name, to.name,
 			p.longest(), time.Duration(x.longest.Load()).Round(time.Millisecond))
 		for _, h := range []*fabricHost{f.hosts["one"], f.hosts["two"]} {
-			f.eventually("nothing stays at "+old.name, func() bool { _, stays := h.route(e.mac, old.addr); return !stays })
+			f.eventually("its route is gone at "+old.name, func() bool { _, stays := h.route(e.mac, old.addr); return !stays })
 			var after evpn.RouteStatus
 			f.eventually("it is used at "+to.name, func() (ok bool) {
 				after, ok = h.route(e.mac, to.addr)
 				return ok && after.Active
 			})
-			// FRR begins anew when the old route is gone before it hears the address.
+			// FRR starts a new sequence if the old route is gone before it learns the address.
 			if to.name != "linux" && after.Sequence <= before.Sequence {
 				t.Errorf("sequence number %d at %s, %d at %s", before.Sequence, old.name, after.Sequence, to.name)
 			}
@@ -530,8 +530,8 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 	defer func() { f.t = f.all }()
 	one, two := f.hosts["one"], f.hosts["two"]
 
-	// The reflector crashes. Its routes outlive it between vnicds (graceful restart); FRR keeps none of this address
-	// family.
+	// The reflector crashes. Between vnicds its routes survive (graceful restart); FRR does not keep routes of this
+	// address family.
 	p := a.ping(b.addr)
 	p.goesOn(f, "ping before the crash")
 	f.reflect.daemons[0].kill(syscall.SIGKILL)
@@ -543,7 +543,7 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 		p.goesOn(f, "ping without a reflector")
 	}
 	if gap := p.longest(); gap > 500*time.Millisecond {
-		t.Errorf("without a reflector, nobody answered for %v", gap)
+		t.Errorf("without a reflector: no answer for %v", gap)
 	}
 	f.reflect.bgpd()
 	for _, h := range []*fabricHost{one, two} {
@@ -552,12 +552,12 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 	p.goesOn(f, "ping with the new reflector")
 	p.stop()
 	t.Logf("reflector killed and started again under ping: no answer for %v", p.longest())
-	f.eventually("routes are told anew", func() bool {
+	f.eventually("the routes are advertised again", func() bool {
 		r, ok := two.route(c.mac, f.hosts["linux"].addr)
 		return ok && r.Active
 	})
 
-	// Each of the others crashes and comes back.
+	// Each of the other hosts crashes and comes back.
 	linux := f.hosts["linux"]
 	for _, x := range []struct {
 		host  *fabricHost
@@ -565,11 +565,11 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 		to    *endpoint
 		died  *daemonProcess
 		again func() *daemonProcess
-		asked *fabricHost // who has its routes then
+		asked *fabricHost // has its routes
 	}{
 		{two, c, b, two.daemons[0], two.vnicd, one},
 		{one, c, a, one.daemons[0], one.vnicd, two},
-		{linux, a, c, linux.daemons[1], linux.bgpd, one}, // zebra lives on
+		{linux, a, c, linux.daemons[1], linux.bgpd, one}, // zebra keeps running
 	} {
 		p = x.from.ping(x.to.addr)
 		p.goesOn(f, "ping before the crash")
@@ -591,13 +591,13 @@ func (f *fabric) partition(t *testing.T, b, c *endpoint) {
 	one, two := f.hosts["one"], f.hosts["two"]
 	f.wire.IP("link", "set", "two", "down")
 	f.eventually("host two's routes are gone", func() bool { _, ok := one.route(b.mac, two.addr); return !ok })
-	f.eventually("host two has nobody's any more", func() bool {
+	f.eventually("host two has no routes", func() bool {
 		_, ok := two.route(c.mac, f.hosts["linux"].addr)
 		return !ok
 	})
 	f.wire.IP("link", "set", "two", "up")
 	f.eventually("host two is back", func() bool { r, ok := one.route(b.mac, two.addr); return ok && r.Active })
-	f.eventually("and its endpoint answers", func() bool {
+	f.eventually("host two's endpoint answers", func() bool {
 		_, err := c.ns.Exec("ping", "-c1", "-W1", b.addr)
 		return err == nil
 	})

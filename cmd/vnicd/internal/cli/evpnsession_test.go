@@ -12,12 +12,12 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// secured are the words of a neighbour whose session is signed (RFC 2385) and must come from one hop away (RFC 5082).
+// secured returns a neighbour whose session is signed (RFC 2385) and must come from one hop away (RFC 5082).
 func secured(address, more string) string {
 	return fmt.Sprintf("{address: %q, password: %s, ttl-security: 1%s}", address, bgpPassword, more)
 }
 
-// meet waits until an endpoint of each vnicd reaches the other's.
+// meet waits until the endpoints of the two vnicds reach each other.
 func (f *fabric) meet() (a, b *endpoint) {
 	f.t.Helper()
 	a, b = f.endpoint(11, f.hosts["one"]), f.endpoint(12, f.hosts["two"])
@@ -32,8 +32,8 @@ func (h *fabricHost) session(state string) func() bool {
 	return func() bool { return strings.Contains(h.cli("evpn"), " "+state) }
 }
 
-// Two vnicds in different ASs, neighbours of each other: sessions and VTEPs are IPv6, each session is signed and its
-// TTL is looked at.
+// Two vnicds in different ASs, neighbours of each other. Sessions and VTEPs are IPv6; each session is signed and its
+// TTL is checked.
 func TestEVPNOverIPv6(t *testing.T) {
 	f := newWire(t, "2001:db8::%d/64", "one", "two")
 	one, two := f.hosts["one"], f.hosts["two"]
@@ -50,17 +50,17 @@ func TestEVPNOverIPv6(t *testing.T) {
 	}
 	t.Logf("vnicd evpn on host one:\n%s%s", one.cli("evpn"), one.cli("evpn", "routes", "blue"))
 
-	// From further away: hosts cannot tell but by the TTL.
+	// From further away, which the hosts can tell only by the TTL.
 	two.ns.MustExec("nft",
 		`table ip6 far { chain out { type filter hook output priority 0; tcp dport 179 ip6 hoplimit set 254; tcp sport 179 ip6 hoplimit set 254; }; }`)
 	f.eventually("the session from further away ends", func() bool { return !one.session("established")() })
-	f.eventually("and its routes", func() bool { _, ok := one.route(b.mac, two.addr); return !ok })
+	f.eventually("its routes go", func() bool { _, ok := one.route(b.mac, two.addr); return !ok })
 	two.ns.MustExec("nft", "delete", "table", "ip6", "far")
 	f.eventually("the session is up again", one.session("established"))
 	f.eventually("the endpoints reach each other again",
 		func() bool { _, err := a.ns.Exec("ping", "-c1", "-W1", b.addr); return err == nil })
 
-	// With another password nobody gets in; the kernel refuses the segments.
+	// With another password no session comes up: the kernel refuses the segments.
 	p.kill(syscall.SIGTERM)
 	f.eventually("the session ends", func() bool { return !one.session("established")() })
 	refused := func() string { return one.try("nstat", "-asz", "TcpExtTCPMD5Failure") }
@@ -75,8 +75,8 @@ func TestEVPNOverIPv6(t *testing.T) {
 	f.eventually("the session is up with the right one", one.session("established"))
 }
 
-// Each vnicd in an AS of its own, with an FRR spine between them, over IPv6 sessions: the spine leaves next hops as
-// they are, and route targets that are derived from different ASs meet.
+// Each vnicd in its own AS, with an FRR spine between them, over IPv6 sessions: the spine leaves next hops unchanged,
+// and route targets derived from different ASs match.
 func TestEVPNOverSpine(t *testing.T) {
 	f := newWire(t, "192.0.2.%d/24", "one", "two", "rr")
 	one, two, spine := f.hosts["one"], f.hosts["two"], f.hosts["rr"]

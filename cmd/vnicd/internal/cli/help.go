@@ -6,13 +6,13 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// help is what a command's help says beside its own description.
+// help is the text of a command's help besides its own description.
 type help struct {
-	long    string // of sub-commands
+	long    string // for sub-commands only
 	example string
 }
 
-// helps are by the command's path without "vnicd". A test checks that every command is here.
+// helps is indexed by the command's path without "vnicd". A test checks that every command is in it.
 var helps = map[string]help{
 	"run":    {"", "vnicd run -c vnicd.yaml --log-level debug"},
 	"reload": {"", "vnicd reload"},

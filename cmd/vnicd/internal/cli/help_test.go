@@ -8,7 +8,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// Every command has an example that runs it, or one of its sub-commands.
+// Every command has an example that runs it or one of its sub-commands.
 func TestExamples(t *testing.T) {
 	a := &app{version: "test", out: io.Discard, err: io.Discard}
 	left := map[string]bool{}

@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
-// The parts of a libvirt domain that concern vnicd, in the schema's order.
+// libvirtDomain has the parts of a libvirt domain that concern vnicd, in the schema's order.
 type libvirtDomain struct {
 	XMLName xml.Name `xml:"domain"`
 	Type    string   `xml:"type,attr"`
@@ -60,8 +60,8 @@ type libvirtDriver struct {
 	Queues int `xml:"queues,attr"`
 }
 
-// libvirtOverride sets a property of QEMU's device: libvirt itself would set a <mtu> on the host's end too, and the end
-// of a vhostuser interface is no interface.
+// libvirtOverride sets a property of QEMU's device. libvirt would also set a <mtu> on the host's end, but a vhostuser
+// interface has no interface there.
 type libvirtOverride struct {
 	Alias    string `xml:"alias,attr"`
 	Property struct {
@@ -85,7 +85,7 @@ func newLibvirtDomain(vm, netSocket, mac string, mtu, queues int, hca []string) 
 		i.Driver = &libvirtDriver{queues}
 	}
 	i.Source.Reconnect.Enabled, i.Source.Reconnect.Timeout = "yes", 1
-	// libvirt leaves names to its users that begin so; they have no dots.
+	// libvirt reserves names with this prefix for its users; they may not contain dots.
 	i.Alias.Name = "ua-" + strings.ReplaceAll(qemu.NetID(vm), ".", "_")
 	if mtu > 0 {
 		d.Override = &libvirtOverride{Alias: i.Alias.Name}

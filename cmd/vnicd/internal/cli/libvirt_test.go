@@ -24,7 +24,7 @@ func alone(t *testing.T, yaml string, argv ...string) (status int, out, err stri
 	return status, o.String(), e.String()
 }
 
-// The domain says the same as the command line of `vnicd qemu-args`.
+// The domain has the same devices as the command line of `vnicd qemu-args`.
 func TestLibvirtXML(t *testing.T) {
 	status, out, errText := alone(t, oneVM, "libvirt-xml", "vm1")
 	if status != 0 {

@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// showMemory prints the host level of the VM's paging.
+// showMemory prints the host level of the VM's page faults.
 func showMemory(w io.Writer, m *hostdriver.Status) {
 	fmt.Fprintf(w, "memory %s resident", mib(m.Resident))
 	if m.Budget != 0 {
@@ -22,7 +22,7 @@ func showMemory(w io.Writer, m *hostdriver.Status) {
 	fmt.Fprintf(w, "    evictions %d, second chances %d of %d, taken by balloon or unplug %d, longest drain %v\n",
 		m.Evictions, m.Refaults, m.Withdrawals, m.Discarded, m.LongestDrain)
 	if m.Unlocked != "" {
-		fmt.Fprintf(w, "    NOT LOCKED: what the host swaps out stalls an engine: %s\n", m.Unlocked)
+		fmt.Fprintf(w, "    NOT LOCKED: an engine stalls on memory that the host swaps out: %s\n", m.Unlocked)
 	}
 }
 

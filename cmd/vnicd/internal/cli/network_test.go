@@ -93,11 +93,11 @@ func (l *lab) ok(line string) string {
 	return out
 }
 
-// TestRuntimeChanges goes through everything that can be changed in a running daemon, and what must be refused. After
-// every refusal the daemon is as it was.
+// TestRuntimeChanges makes every change that a running daemon accepts, and changes that it must refuse. A refusal must
+// leave the daemon unchanged.
 func TestRuntimeChanges(t *testing.T) {
 	l := newLab(t)
-	// What does not change by itself.
+	// The part of the state that does not change by itself.
 	state := func() (s string) {
 		for _, line := range []string{"network", "vm", "port", "fdb", "neigh"} {
 			for _, x := range strings.Split(l.ok(line), "\n") {
@@ -114,14 +114,14 @@ func TestRuntimeChanges(t *testing.T) {
 	}
 	for _, step := range []struct {
 		line string
-		want string // of a refusal: its text
-		show string // a command, and
-		says string // what it says then; "-" in front: does not say
+		want string // if refused: the error
+		show string // a command, whose
+		says string // output contains this; "-" in front: does not
 	}{
 		{"network add red vni 200 mtu 1400 peer 192.0.2.3 peer 192.0.2.4", "", "network show red", "red: vni 200 mtu 1400"},
 		{"", "", "network show red", "peer 192.0.2.4 static"},
 		{"network add red vni 201", `network name "red" is already used in an earlier request`, "", ""},
-		{"network add green vni 100", "vni 100 is already the network's of line 5", "", ""},
+		{"network add green vni 100", "vni 100 is already used by the network in line 5", "", ""},
 		{"network add green vni 300 mtu 1480", "larger than the underlay carries", "", ""},
 		{"network add green vni 300 peer 192.0.2.1", "is this host itself", "", ""},
 		{"network add green vni 300 mtu lots", `mtu must be a number`, "", ""},
@@ -199,7 +199,7 @@ func TestRuntimeChanges(t *testing.T) {
 				t.Errorf("vnicd %s: status %d, says %q, want %q", step.line, status, err, step.want)
 			}
 			if step.want != "" && state() != before {
-				t.Errorf("vnicd %s was refused, and changed:\n%s\ninto\n%s", step.line, before, state())
+				t.Errorf("vnicd %s was refused, but changed:\n%s\ninto\n%s", step.line, before, state())
 			}
 		}
 		if step.show != "" {
@@ -218,7 +218,7 @@ func TestRuntimeChanges(t *testing.T) {
 	}
 }
 
-// Errors are JSON with what was wrong and a status by its kind.
+// Errors are JSON with the cause, and a status by their kind.
 func TestAPIErrors(t *testing.T) {
 	l := newLab(t)
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true,
@@ -233,7 +233,7 @@ func TestAPIErrors(t *testing.T) {
 		{"GET", "/v2/status", "", 404, "no GET /v2/status"},
 		{"PATCH", "/v1/networks", "", 404, "no PATCH"},
 		{"POST", "/v1/networks", "{", 400, "not YAML"},
-		{"POST", "/v1/networks", "", 400, "it is empty"},
+		{"POST", "/v1/networks", "", 400, "the body is empty"},
 		{"POST", "/v1/networks", `{"name":"x","vni":1,"colour":1}`, 400, `unknown key "colour"`},
 		{"POST", "/v1/networks", `{"name":"x","vni":0}`, 400, "vni must be a number"},
 		{"POST", "/v1/networks", `[` + strings.Repeat(" ", 2<<20) + `]`, 400, "too large"},

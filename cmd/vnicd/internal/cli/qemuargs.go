@@ -92,7 +92,7 @@ func (a *app) running(c *cobra.Command) *daemon.Status {
 	return s
 }
 
-// knownVM reads the file, asks the daemon (running is nil if none answers), and finds a VM in either.
+// knownVM reads the file, asks the daemon (running is nil if it does not answer), and finds a VM in either.
 func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, running *daemon.Status, vm *config.VM,
 	err error) {
 	if cfg, err = a.load(); err != nil {
@@ -112,12 +112,12 @@ func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, runnin
 	return cfg, running, vm, nil
 }
 
-// errApplication is for commands about VMs.
+// errApplication is the error of commands that accept only VMs.
 func errApplication(name string) error {
 	return fmt.Errorf("%q is a host application, not a VM: a program opens its socket (package guestdrv)", name)
 }
 
-// addedVM finds a VM that the running daemon has and the file does not.
+// addedVM finds a VM of the running daemon that is not in the file.
 func addedVM(s *daemon.Status, name string) (*config.VM, error) {
 	v, err := findVM(s, name)
 	if err != nil {
@@ -130,7 +130,7 @@ func addedVM(s *daemon.Status, name string) (*config.VM, error) {
 	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac, Queues: len(v.Net.Pairs)}, nil
 }
 
-// networkMTU is what the guest is told, 0 = nothing.
+// networkMTU is the MTU to offer to the guest; 0: none.
 func networkMTU(cfg *config.Config, s *daemon.Status, name string) int {
 	if n := cfg.Network(name); n != nil && n.MTU != 0 {
 		return n.MTU
@@ -141,7 +141,7 @@ func networkMTU(cfg *config.Config, s *daemon.Status, name string) int {
 	return 0
 }
 
-// statusMTU is that of a network of the running daemon, 0 if it is not there.
+// statusMTU is the MTU of a network of the running daemon; 0: no such network.
 func statusMTU(s *daemon.Status, name string) int {
 	for _, n := range s.Networks {
 		if n.Name == name {

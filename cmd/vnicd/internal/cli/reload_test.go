@@ -11,8 +11,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestReload goes through everything that the file can change in a running daemon, and what must be refused, after
-// which nothing has changed. A VM that is attached stays attached all the time.
+// TestReload changes everything in the file that a running daemon can reload, and things it must refuse, which must
+// leave it unchanged. An attached VM stays attached throughout.
 func TestReload(t *testing.T) {
 	l := newLab(t)
 	before, err := os.ReadFile(l.config)
@@ -25,16 +25,16 @@ func TestReload(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer guest.Close()
-	l.ok("vm add extra network blue mac 02:00:00:00:00:77") // at run time: stays
+	l.ok("vm add extra network blue mac 02:00:00:00:00:77") // added at run time: stays
 
 	const blue, one = "networks:\n  - {name: blue, vni: 100, peers: [192.0.2.2]}\n",
 		"vms:\n  - {name: one, network: blue, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n"
 	const two = "  - {name: two, network: blue, mac: \"02:00:00:00:00:02\"}\n"
 	for _, step := range []struct {
 		name, head, body string
-		want             string // what is printed, one change a line; of a refusal: its text
+		want             string // the output, one change per line; if refused: the error
 		fails            bool
-		show, says       string // "-" in front: does not say
+		show, says       string // "-" in front: must not contain
 	}{
 		{"nothing", head, blue + one, "", false, "vm", "extra"},
 		{"a mistake", head, "networks: 3\n", "networks must be a list", true, "vm", "one "},
@@ -73,7 +73,7 @@ func TestReload(t *testing.T) {
 			t.Errorf("%s: %q, %q; want %q", step.name, out, errText, step.want)
 		}
 		if step.show != "" {
-			// The file may be one with mistakes: the socket is named.
+			// The file may have mistakes, so name the socket.
 			status, shown, errText := l.run(step.show + " --control " + filepath.Join(l.dir, "vnicd.sock"))
 			says, not := strings.CutPrefix(step.says, "-")
 			if status != 0 || strings.Contains(shown, says) == not {
@@ -85,6 +85,6 @@ func TestReload(t *testing.T) {
 		}
 	}
 	if _, err := net.Dial("unix", filepath.Join(l.dir, "two.hca")); err == nil {
-		t.Error("a removed VM's socket is served")
+		t.Error("a removed VM's socket still accepts connections")
 	}
 }

@@ -43,8 +43,7 @@ short path of TAP ports CAP_BPF at the start. All else runs without privileges.`
 			log := hclog.New(&hclog.LoggerOptions{
 				Name: "vnicd", Level: hclog.LevelFromString(level), Output: a.err, JSONFormat: jsonLog,
 			})
-			// Before the sockets exist, so that no early signal kills the process
-			// with half of it made.
+			// Before the sockets exist, so that an early signal cannot kill the process while it creates them.
 			signals := make(chan os.Signal, 1)
 			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 			defer signal.Stop(signals)
@@ -81,7 +80,7 @@ short path of TAP ports CAP_BPF at the start. All else runs without privileges.`
 	return c
 }
 
-// notify tells systemd, if it waits to be told.
+// notify sends a state to systemd, if it runs this process.
 func notify(state string, log hclog.Logger) {
 	if err := systemd.Notify(state); err != nil {
 		log.Warn("cannot notify systemd", "state", state, "error", err)

@@ -137,7 +137,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	}
 	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
 	if v.HCA.Busy {
-		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are not known")
+		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are unknown")
 	} else {
 		fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs,
 			v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
@@ -169,7 +169,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	showMemory(w, &v.Memory)
 }
 
-// showFaults shows what is absent, who waits for it and how long that takes.
+// showFaults shows absent pages, the queue pairs that wait for them, and fault times.
 func showFaults(w io.Writer, v *daemon.VMStatus) {
 	f := &v.HCA.Faults
 	fmt.Fprintf(w, "faults %d parked now, %d RNR sent, %d packets dropped\n", f.Parked, v.HCA.Stats["tx_rnr"],
@@ -193,7 +193,7 @@ func showFaults(w io.Writer, v *daemon.VMStatus) {
 		f.EpochsFlipped, f.Drains, short(f.LongestDrain))
 }
 
-// showTimes shows how long faults took, from the fastest to the slowest there were.
+// showTimes shows the distribution of fault times.
 func showTimes(w io.Writer, f *hca.FaultStatus) {
 	at := func(b []uint64, i int) uint64 {
 		if i < len(b) {

@@ -39,7 +39,7 @@ func TestShowFaults(t *testing.T) {
 	b.Reset()
 	showVM(&b, v)
 	if s := b.String(); !strings.Contains(s, "    busy: a command waits") || strings.Contains(s, "PDs") {
-		t.Errorf("no word of the command that waits:\n%s", s)
+		t.Errorf("the waiting command is not shown:\n%s", s)
 	}
 	if strings.Contains(b.String(), "below 2µs") {
 		t.Errorf("empty rows before the first fault:\n%s", b.String())

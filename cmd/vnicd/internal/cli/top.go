@@ -47,7 +47,7 @@ the time since the previous view.
 	return c
 }
 
-// clearScreen moves to the upper left corner and erases what follows.
+// clearScreen moves to the upper left corner and erases the screen below.
 const clearScreen = "\x1b[H\x1b[J"
 
 func (a *app) top(ctx context.Context, client *daemon.Client, every time.Duration, rounds int) error {
@@ -111,7 +111,7 @@ func showTop(w io.Writer, before, now *daemon.Status) {
 	t.Flush()
 }
 
-// amount writes a number with three digits and a unit of 1000.
+// amount formats a number with three digits and a unit of 1000.
 func amount(v float64) string {
 	for _, unit := range []string{"", "k", "M", "G"} {
 		if v < 999.5 {

@@ -24,7 +24,7 @@ func TestTop(t *testing.T) {
 			s.Networks[0].Ports = append(s.Networks[0].Ports,
 				vswitch.PortStatus{Name: v.name, Kind: "vm", Totals: vswitch.Totals{InBytes: 4 * v.n, OutBytes: 5 * v.n}})
 		}
-		// A tunnel of the same name is not the VM's port.
+		// A tunnel with the VM's name is not the VM's port.
 		s.Networks[0].Ports = append(s.Networks[0].Ports,
 			vswitch.PortStatus{Name: "busy", Kind: "vtep", Totals: vswitch.Totals{InBytes: 1 << 50 * uint64(uptime)}})
 		return s
@@ -41,9 +41,9 @@ func TestTop(t *testing.T) {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
 	if !strings.HasPrefix(lines[3], "idle") {
-		t.Errorf("the busiest comes first:\n%s", out.String())
+		t.Errorf("the busiest VM is not first:\n%s", out.String())
 	}
-	// Counters that began anew count from 0.
+	// Counters that restarted count from 0.
 	if l := loads(view(10, 500, 1000), view(1, 200, 3000)); l[1].VM.Name != "idle" || l[1].RDMAInBytes != 200 {
 		t.Errorf("after a restart: %+v", l)
 	}
@@ -55,7 +55,7 @@ func TestTop(t *testing.T) {
 	}
 }
 
-// It asks a running daemon, and ends.
+// top shows a running daemon, and ends.
 func TestTopLive(t *testing.T) {
 	l := newLab(t)
 	if out := l.ok("top -d 100ms -n 2"); strings.Count(out, "\none ") != 2 || strings.Contains(out, clearScreen) {

@@ -27,7 +27,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// asVNICD makes the test binary vnicd.
+// asVNICD makes the test binary act as vnicd.
 const asVNICD = "VNICD_TEST_IS_VNICD"
 
 // setting reads a key of the service's unit.
@@ -40,8 +40,8 @@ func setting(t *testing.T, unit, key string) string {
 	return m[1]
 }
 
-// The daemon serves TAP, tunnels and VMs as a user without other rights than those of its unit file; without them it
-// says what is missing.
+// The daemon serves TAP, tunnels and VMs as an ordinary user with no other rights than those of its unit file; without
+// them it names what is missing.
 func TestUnitCapabilities(t *testing.T) {
 	nstest.Require(t, "setpriv", "util-linux")
 	text, err := os.ReadFile("../../packaging/vnicd.service")
@@ -64,7 +64,7 @@ func TestUnitCapabilities(t *testing.T) {
 	far.IP("link", "set", "vx", "up")
 	far.Addr("vx", "10.0.0.2/24")
 
-	// A directory and a binary that nobody can use.
+	// A directory and a binary that the user nobody can use.
 	dir, err := os.MkdirTemp("/tmp", "vnicd-unit-")
 	if err != nil {
 		t.Fatal(err)
@@ -76,7 +76,7 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	binary := filepath.Join(dir, "vnicd")
 	build := exec.Command("go", "build", "-o", binary, "../..")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0") // as it is packaged
+	build.Env = append(os.Environ(), "CGO_ENABLED=0") // as packaged
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -85,7 +85,7 @@ func TestUnitCapabilities(t *testing.T) {
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	// As udev has it on hosts with systemd; where nobody set it up, in a namespace of the test's own.
+	// As udev sets it up on hosts with systemd; elsewhere, in a mount namespace of the test.
 	tun := filepath.Join(dir, "tun")
 	if err := errors.Join(unix.Mknod(tun, unix.S_IFCHR, int(unix.Mkdev(10, 200))), os.Chmod(tun, 0o666)); err != nil {
 		t.Fatal(err)
@@ -113,7 +113,7 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	if out, err := command(ctx, least).CombinedOutput(); err == nil || !strings.Contains(string(out), "short-path") ||
 		!strings.Contains(string(out), "CAP_BPF") {
-		t.Errorf("a short path that cannot be, and must: %v, %s", err, out)
+		t.Errorf("short-path: true where it is not possible: %v, %s", err, out)
 	}
 	if err := os.WriteFile(config, []byte(yaml), 0o644); err != nil {
 		t.Fatal(err)
@@ -124,7 +124,7 @@ func TestUnitCapabilities(t *testing.T) {
 		if err := c.Start(); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = c.Process.Kill() }) // gone already is fine
+		t.Cleanup(func() { _ = c.Process.Kill() }) // it may have ended
 		go func() { ended <- c.Wait() }()
 		testutil.Eventually(t, "the daemon is ready", func() bool {
 			if len(ended) > 0 {
@@ -150,7 +150,7 @@ func TestUnitCapabilities(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// CAP_BPF has been given up, as far as that is possible.
+	// The daemon has dropped CAP_BPF as far as possible.
 	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE)
 	for _, set := range []string{"CapEff", "CapPrm", "CapAmb", "CapInh"} {
 		if !strings.Contains(string(status), set+":\t"+want) {
@@ -162,7 +162,7 @@ func TestUnitCapabilities(t *testing.T) {
 		t.Errorf("status: %s", out)
 	}
 
-	// All that without it the short path needs, it still may. What it has put into the kernel ends with it.
+	// The rights left are enough for the short path, whose kernel state ends with the daemon.
 	under, err := net.InterfaceByName("under")
 	if err != nil {
 		t.Fatal(err)
@@ -203,7 +203,7 @@ func TestUnitCapabilities(t *testing.T) {
 	<-ended
 }
 
-// upload sends so many bytes by TCP from the test's namespace to an address in another.
+// upload sends n bytes by TCP from the test's namespace to an address in another.
 func upload(t *testing.T, to *nstest.NS, addr string, n int) {
 	t.Helper()
 	var ln net.Listener
@@ -255,8 +255,8 @@ func copyFile(t *testing.T, from, to string) {
 	}
 }
 
-// Every command, at any depth, has a short and a useful long text, stands in the help of the one above it, in the
-// manual page that is generated from them and in what a shell completes.
+// Every command, at any depth, has a short and a long text, and appears in its parent's help, in the generated manual
+// page and in shell completion.
 func TestHelp(t *testing.T) {
 	dir := t.TempDir()
 	if err := WriteDocs("v1.2.3", dir); err != nil {
@@ -303,7 +303,7 @@ func TestHelp(t *testing.T) {
 	if seen < 20 {
 		t.Errorf("%d commands", seen)
 	}
-	// These scripts ask the program itself.
+	// These scripts call the program itself.
 	for _, f := range []string{"bash-completion/completions/vnicd", "zsh/vendor-completions/_vnicd",
 		"fish/vendor_completions.d/vnicd.fish"} {
 		if st, err := os.Stat(filepath.Join(dir, "usr/share", f)); err != nil || st.Size() == 0 {

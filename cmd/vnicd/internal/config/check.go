@@ -10,8 +10,8 @@ import (
 
 var nameRule = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_.-]*$`)
 
-// check finds what no single key shows: duplicates, references to what is not
-// there, addresses of two families, paths too long for a socket.
+// check finds mistakes that no single key shows: duplicates, references to undefined things, mixed address families,
+// socket paths that are too long.
 func (c *Config) check(errs *Errors) {
 	c.checkPaths(errs)
 	if n := len(c.EngineCPUs); n > 0 && n != c.Engines {
@@ -23,7 +23,7 @@ func (c *Config) check(errs *Errors) {
 		checkName(errs, n.Line, "network", n.Name, names)
 		if n.VNI != 0 {
 			if line, dup := vnis[n.VNI]; dup {
-				errs.add(n.Line, "vni %d is already the network's of %s; each network needs its own", n.VNI, at(line))
+				errs.add(n.Line, "vni %d is already used by the network in %s; each network needs its own", n.VNI, at(line))
 			} else {
 				vnis[n.VNI] = n.Line
 			}
@@ -73,7 +73,7 @@ func (c *Config) checkPeers(errs *Errors, n *Network) {
 		case a == c.VTEP.Local:
 			errs.add(n.Line, "peer %s of network %q is this host itself (vtep local)", a, n.Name)
 		case seen[a]:
-			errs.add(n.Line, "peer %s stands twice in network %q", a, n.Name)
+			errs.add(n.Line, "peer %s is listed twice in network %q", a, n.Name)
 		}
 		seen[a] = true
 	}
@@ -96,10 +96,10 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 			errs.add(vm.Line, "%s %q is in network %q, which is not defined; defined: %s", vm.What(), vm.Name, vm.Network,
 				orNone(have))
 		}
-		// MT-9: two tenants may use one MAC; inside a network it is a mistake.
+		// MT-9: two tenants may use one MAC; within a network it must be unique.
 		if k := (port{vm.Network, vm.MAC.String()}); vm.MAC != nil {
 			if line, dup := macs[k]; dup {
-				errs.add(vm.Line, "mac %s is already used in network %q by the VM of %s", vm.MAC, vm.Network, at(line))
+				errs.add(vm.Line, "mac %s is already used in network %q by the VM in %s", vm.MAC, vm.Network, at(line))
 			} else {
 				macs[k] = vm.Line
 			}
@@ -109,7 +109,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 		}
 		for _, a := range vm.IPs {
 			if line, dup := ips[host{vm.Network, a}]; dup {
-				errs.add(vm.Line, "ip %s is already used in network %q by the VM of %s", a, vm.Network, at(line))
+				errs.add(vm.Line, "ip %s is already used in network %q by the VM in %s", a, vm.Network, at(line))
 			} else {
 				ips[host{vm.Network, a}] = vm.Line
 			}
@@ -119,7 +119,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 		case !filepath.IsAbs(vm.QMP) || len(vm.QMP) > maxUnixSocketPath:
 			errs.add(vm.Line, "qmp must be an absolute path of at most %d bytes, found %q", maxUnixSocketPath, vm.QMP)
 		case monitors[vm.QMP] != 0:
-			errs.add(vm.Line, "qmp %s is already the VM's of %s; a monitor serves one client", vm.QMP, at(monitors[vm.QMP]))
+			errs.add(vm.Line, "qmp %s is already used by the VM in %s; a monitor serves one client", vm.QMP, at(monitors[vm.QMP]))
 		default:
 			monitors[vm.QMP] = vm.Line
 		}
@@ -131,7 +131,7 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]int) {
 
 func checkName(errs *Errors, line int, what, name string, seen map[string]int) {
 	if name == "" {
-		return // its absence was reported
+		return // already reported as missing
 	}
 	if len(name) > maxNameLength || !nameRule.MatchString(name) {
 		errs.add(line, "%s name %q must be 1 to %d letters, digits, '_', '.' or '-'", what, name, maxNameLength)

@@ -1,10 +1,8 @@
-// Package config reads vnicd's configuration file: YAML, checked key by key, so
-// that every mistake is reported with its line, all of them at once.
+// Package config reads vnicd's configuration file: YAML, checked key by key, so that all mistakes are reported
+// together, each with its line.
 //
-// The file has three stages, each in a file of its own: the YAML tree is walked
-// and every key is either known or refused (parse.go), values are converted to
-// the types below, and what only the whole can show (duplicates, references,
-// address families) is checked last (check.go).
+// Each of the three stages has a file. parse.go walks the YAML tree and refuses unknown keys. It also converts values
+// to the types below. check.go then finds what only the whole shows (duplicates, references, address families).
 package config
 
 import (
@@ -25,7 +23,7 @@ const (
 	DefaultVXLANPort  = 4789 // RFC 7348 section 5
 	DefaultDSCP       = 26   // AF31 (MT-8)
 	DefaultEngines    = 1
-	DefaultEngineNice = -10 // what Open vSwitch has for its own
+	DefaultEngineNice = -10 // as Open vSwitch's threads have
 	DefaultSpin       = 20 * time.Microsecond
 	DefaultSocketMode = 0o660
 	MaxEngines        = 8 // VNICD_MAX_ENGINES of the device ABI
@@ -39,12 +37,12 @@ const (
 	maxAHs            = 1 << 18
 	DefaultBuffers    = 8192
 	defaultAppMemory  = 1 << 30
-	DefaultMonitoring = "127.0.0.1:9469" // with the page; without it nothing is served unless asked for
+	DefaultMonitoring = "127.0.0.1:9469" // only with the page; otherwise `listen` has no default
 )
 
 // Config is one host's configuration.
 type Config struct {
-	// Path of the file it came from, for messages.
+	// Path of the file, for messages.
 	Path string
 	// Host is this host's name in status output. Default: the system's.
 	Host string
@@ -56,27 +54,28 @@ type Config struct {
 	SocketMode uint32
 	// Engines is the number of data-path threads, 1..8.
 	Engines int
-	// EngineCPUs are the processors of the engines, one each, in order. Empty: wherever there is room.
+	// EngineCPUs are the processors of the engines, one each, in order. Empty: not pinned.
 	EngineCPUs []int
-	// EngineNice is the nice value of their threads, as far as the daemon may have it, -20..19.
+	// EngineNice is the nice value of their threads, -20..19, as far as the daemon has the permission.
 	EngineNice int
-	// Spin is how long an engine polls after its last work before it sleeps, at most: less where that was in vain.
+	// Spin bounds how long an engine polls after its last work before it sleeps; it polls less where polling was in
+	// vain.
 	Spin time.Duration
 	// Buffers is the number of frame buffers.
 	Buffers int
 	// ECN makes RC connections ECN-capable: they report and respond to congestion before packets are lost. Default true.
 	ECN bool
-	// ShortPath lets the kernel carry established TCP of host ports, or forbids it. Nil: where the kernel can.
+	// ShortPath lets the kernel carry established TCP of host ports, or forbids it. Nil: used where the kernel can.
 	ShortPath *bool
 	// Debug switches fast paths off.
 	Debug Debug
 	// LogLevel is one of trace, debug, info, warn, error.
 	LogLevel string
-	// Monitoring is where metrics are served. Its zero value: nowhere.
+	// Monitoring is the server for metrics. Zero value: no server.
 	Monitoring Monitoring
 	// VTEP is nil on a host without an underlay: its networks are local.
 	VTEP *VTEP
-	// EVPN is nil where BGP is not spoken.
+	// EVPN is nil if this host does not use BGP.
 	EVPN *EVPN
 	// Networks in the order of the file.
 	Networks []*Network
@@ -84,14 +83,14 @@ type Config struct {
 	VMs []*VM
 }
 
-// Debug has a switch for each fast path that no operator needs to switch off: they serve to find faults, and to test
-// the paths behind them (`make test-ways`). All default to true.
+// Debug has a switch for each fast path that operators need not switch off: to find faults, and to test the paths
+// behind them (`make test-ways`). All default to true.
 type Debug struct {
-	// LocalCopy lets RDMA between VMs of this host be a memory copy instead of frames.
+	// LocalCopy turns RDMA between VMs of this host into a memory copy, without frames.
 	LocalCopy bool
-	// Segmentation lets several tunnel datagrams leave and arrive as one message.
+	// Segmentation passes several tunnel datagrams to and from the kernel as one message.
 	Segmentation bool
-	// SelectiveRepeat lets RC connections between two vnicds retransmit only lost packets.
+	// SelectiveRepeat makes RC connections between two vnicds retransmit only lost packets.
 	SelectiveRepeat bool
 }
 
@@ -124,17 +123,18 @@ type Network struct {
 	VNI   uint32
 	MTU   int // 0: derived from the underlay
 	Peers []netip.Addr
-	// LearnPeers lets frames from VTEPs that are not listed in.
+	// LearnPeers accepts frames from VTEPs that are not listed.
 	LearnPeers bool
-	// Ageing is how long a learnt address is kept; 0: the switch's default.
+	// Ageing is the lifetime of a learnt address; 0: the switch's default.
 	Ageing time.Duration
 	// MaxEntries bounds the forwarding table; 0: the switch's default.
 	MaxEntries int
-	// Storm bounds each port's frames per second without one known receiver; 0: the switch's default, -1: no limit.
+	// Storm bounds each port's frames per second to unknown or several receivers; 0: the switch's default, -1: no
+	// limit.
 	Storm int
-	// FloodUnknown sends frames to unknown unicast addresses into tunnels too. Default true.
+	// FloodUnknown also sends frames to unknown unicast addresses into tunnels. Default true.
 	FloodUnknown bool
-	// EVPN lets the network take part, if the host does. Default true.
+	// EVPN lets the network take part in EVPN, if the host does. Default true.
 	EVPN bool
 	// RouteTargets are those that the network exports and imports in EVPN; nil: AS:VNI.
 	RouteTargets []evpn.RouteTarget
@@ -147,9 +147,9 @@ type TAP struct {
 	Name      string
 	Addresses []netip.Prefix
 	Bridge    string
-	// Rate bounds what the host sends, and what it gets, in bits per second. 0: no limit.
+	// Rate bounds what the host sends, and what it receives, in bits per second. 0: no limit.
 	Rate int64
-	// Offloads leaves checksums and segmentation to whoever is at the other end. Default true.
+	// Offloads leaves checksums and segmentation to the other end. Default true.
 	Offloads bool
 }
 
@@ -163,30 +163,29 @@ type VM struct {
 	IPs []netip.Addr
 	// Queues is the number of virtio-net's queue pairs, 1 by default.
 	Queues int
-	// Rate bounds what the VM sends, and what it gets, in bits per second. 0: no limit.
+	// Rate bounds what the VM sends, and what it receives, in bits per second. 0: no limit.
 	Rate int64
 	// Storm is as in Network, for this VM; 0: the network's.
 	Storm  int
 	Limits Limits
-	// MemoryBudget bounds the bytes of the VM's memory that are kept resident
-	// for its devices (PF-15). 0: no limit.
+	// MemoryBudget bounds the bytes of the VM's memory that are kept resident for its devices (PF-15). 0: no limit.
 	MemoryBudget uint64
 	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
 	QMP string
-	// Application is set if this is no guest but a program of the host (PF-4): it has an HCA and no virtio-net.
+	// Application is set for a program of the host (PF-4), which has an HCA but no virtio-net.
 	Application *Application
 }
 
-// Application is what a host application has besides a VM's keys.
+// Application has the keys of a host application that VMs do not have.
 type Application struct {
-	// Mode and GID are the socket's permissions and group: who may be the application. GID -1: the daemon's own.
+	// Mode and GID are the socket's permissions and group: who may act as the application. GID -1: the daemon's own.
 	Mode uint32
 	GID  int
-	// Memory is how much memory it may share with the device at most.
+	// Memory bounds how much memory it may share with the device.
 	Memory uint64
 }
 
-// What names the kind of port in messages.
+// What returns the kind of port, for messages.
 func (v *VM) What() string {
 	if v.Application != nil {
 		return "application"
@@ -194,7 +193,7 @@ func (v *VM) What() string {
 	return "VM"
 }
 
-// Limits bound what one VM may make the host keep. Zero: the device's default.
+// Limits bound a VM's use of the host's resources. Zero: the device's default.
 type Limits struct {
 	QPs      int
 	CQs      int
@@ -210,7 +209,7 @@ func (c *Config) NetSocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Na
 // HCASocket is the path of the VM's HCA vhost-user socket.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
 
-// VM returns the VM of that name, or an error that lists those there are.
+// VM returns the VM of that name, or an error that lists all VMs.
 func (c *Config) VM(name string) (*VM, error) {
 	var names []string
 	for _, vm := range c.VMs {
@@ -239,14 +238,13 @@ func orNone(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// Errors is every mistake found in one file, in the order of its lines.
+// Errors is every mistake found in one file, in the order of their lines.
 type Errors struct {
 	Path string
 	List []Error
 }
 
-// Error is one mistake: the line it stands in (1-based; 0: the file as a whole)
-// and what is wrong and what was expected.
+// Error is one mistake: its line (1-based; 0: the file as a whole), what is wrong, and what was expected.
 type Error struct {
 	Line int
 	Msg  string

@@ -100,7 +100,7 @@ func TestParseGood(t *testing.T) {
 	}
 }
 
-// Who says nothing of the short path has it where it can be.
+// Without the key, the short path is used where possible.
 func TestShortPath(t *testing.T) {
 	for text, want := range map[string]string{"engines: 1": "nil", "short-path: true": "true",
 		"short-path: off": "false"} {
@@ -142,7 +142,7 @@ func TestApplication(t *testing.T) {
 	}
 }
 
-// Every mistake has its line and says what was expected.
+// Each mistake is reported with its line and what was expected.
 func TestParseMistakes(t *testing.T) {
 	for _, tc := range []struct{ name, text, want string }{
 		{"empty", "", "the file is empty"},
@@ -152,7 +152,7 @@ func TestParseMistakes(t *testing.T) {
 			`x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, debug, ecn, engine-cpus`},
 		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3",
 			`x.yaml:4: unknown key "vlan" in a network`},
-		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" stands twice`},
+		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" is there twice`},
 		{"range", "engines: 99", `x.yaml:1: engines must be a number from 1 to 8, found "99"`},
 		{"type", "engines: [1]", "x.yaml:1: engines needs a value, found a list"},
 		{"null", "engines:", "engines needs a value, found nothing"},
@@ -180,13 +180,13 @@ func TestParseMistakes(t *testing.T) {
 		{"vni", "networks:\n  - name: a\n    vni: 16777216", "x.yaml:3: vni must be a number from 1 to 16777215"},
 		{"vni missing", "networks:\n  - name: a", "x.yaml:2: a network needs `vni`"},
 		{"vni twice", "networks:\n  - {name: a, vni: 7}\n  - {name: b, vni: 7}",
-			"x.yaml:3: vni 7 is already the network's of line 2"},
+			"x.yaml:3: vni 7 is already used by the network in line 2"},
 		{"name twice", "networks:\n  - {name: a, vni: 7}\n  - {name: a, vni: 8}",
 			`x.yaml:3: network name "a" is already used in line 2`},
 		{"mac", "vms:\n  - {name: v, network: n, mac: \"01:00:00:00:00:01\"}",
 			"x.yaml:2: mac must be a unicast Ethernet address"},
 		{"mac twice",
-			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}\n  - {name: w, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:4: mac 02:00:00:00:00:01 is already used in network "n" by the VM of line 3`},
+			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}\n  - {name: w, network: n, mac: \"02:00:00:00:00:01\"}", `x.yaml:4: mac 02:00:00:00:00:01 is already used in network "n" by the VM in line 3`},
 		{"no network", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\"}",
 			`x.yaml:2: VM "v" is in network "n", which is not defined; defined: none`},
 		{"peer family", "vtep: {local: 192.0.2.1}\nnetworks:\n  - {name: a, vni: 1, peers: [\"2001:db8::1\"]}",
@@ -211,12 +211,12 @@ func TestParseMistakes(t *testing.T) {
 		{"budget huge", vm("memory-budget: 8388608TiB"), "memory-budget must be"},
 		{"qmp relative", vm("qmp: vm.qmp"), `x.yaml:3: qmp must be an absolute path of at most 107 bytes, found "vm.qmp"`},
 		{"qmp twice", vm("qmp: /a") + "\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", qmp: /a}",
-			"x.yaml:7: qmp /a is already the VM's of line 3; a monitor serves one client"},
+			"x.yaml:7: qmp /a is already used by the VM in line 3; a monitor serves one client"},
 		{"ageing", "networks:\n  - {name: a, vni: 1, ageing: 300}", `ageing must be a duration from 1s`},
 		{"ip", "vms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [224.0.0.1]}",
 			"x.yaml:2: ips must be a unicast IP address"},
 		{"ip twice",
-			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM of line 3`},
+			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM in line 3`},
 		{"application key", app("queues: 2"),
 			`x.yaml:6: unknown key "queues" in an application; known: group, ips, limits, mac, memory, memory-budget, name, network, rate, socket-mode, storm`},
 		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
@@ -239,7 +239,7 @@ func TestParseMistakes(t *testing.T) {
 			"router-id must be written as an IPv4 address"},
 		{"neighbour twice",
 			"vtep: {local: 192.0.2.1}\nevpn:\n  as: 1\n  neighbours:\n    - {address: 192.0.2.2}\n    - {address: 192.0.2.2}",
-			"x.yaml:6: neighbour 192.0.2.2 stands already in line 5"},
+			"x.yaml:6: neighbour 192.0.2.2 is already listed in line 5"},
 		{"neighbour self", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.1}]}",
 			"neighbour 192.0.2.1 is this host itself"},
 		{"neighbour key", "vtep: {local: 192.0.2.1}\nevpn: {as: 1, neighbours: [{address: 192.0.2.2, secret: x}]}",

@@ -9,15 +9,15 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 )
 
-// EVPN is this host in BGP (RFC 7432, RFC 8365).
+// EVPN is this host as a BGP speaker (RFC 7432, RFC 8365).
 type EVPN struct {
 	Line     int
 	AS       uint32
 	RouterID netip.Addr // default: the VTEP's address, if it is IPv4
-	// Listen is where sessions are accepted, by default the VTEP's address; Port is the TCP port, 0: nowhere.
+	// Listen is where sessions are accepted, by default the VTEP's address. Port is the TCP port; 0: none are accepted.
 	Listen []netip.Addr
 	Port   uint16
-	// HoldTime ends a silent session; RestartTime is how long routes outlive a broken one, 0: not at all.
+	// HoldTime ends a silent session. RestartTime is how long routes survive a broken session; 0: not at all.
 	HoldTime, RestartTime time.Duration
 	Neighbours            []Neighbour
 }
@@ -80,7 +80,7 @@ func (p *parser) neighbour(n *yaml.Node) Neighbour {
 	return x
 }
 
-// prefix accepts an address, or ADDRESS/LENGTH.
+// prefix accepts ADDRESS or ADDRESS/LENGTH.
 func (p *parser) prefix(what string, n *yaml.Node) (netip.Prefix, bool) {
 	s, ok := p.scalar(n, what)
 	if !ok {
@@ -113,7 +113,7 @@ func (p *parser) targets(dst *[]evpn.RouteTarget) func(*yaml.Node) {
 	}
 }
 
-// checkEVPN completes the section from the VTEP's, and finds what no single key shows.
+// checkEVPN completes the section from the VTEP's, and finds mistakes that no single key shows.
 func (c *Config) checkEVPN(errs *Errors) {
 	e := c.EVPN
 	if e == nil {
@@ -146,7 +146,7 @@ func (c *Config) checkEVPN(errs *Errors) {
 		switch {
 		case !n.Address.IsValid():
 		case lines[n.Address] != 0:
-			errs.add(n.Line, "neighbour %s stands already in %s", n.Address, at(lines[n.Address]))
+			errs.add(n.Line, "neighbour %s is already listed in %s", n.Address, at(lines[n.Address]))
 		case n.Address == c.VTEP.Local:
 			errs.add(n.Line, "neighbour %s is this host itself (vtep local)", n.Address)
 		case n.Local.IsValid() && n.Local.Is4() != n.Address.Is4():

@@ -25,10 +25,10 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// maxFileSize bounds what Load reads.
+// maxFileSize bounds the file that Load reads.
 const maxFileSize = 4 << 20
 
-// Load reads and checks the file at path. A file with mistakes yields *Errors.
+// Load reads and checks the file at path. The error for a file with mistakes is *Errors.
 func Load(path string) (*Config, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -93,8 +93,8 @@ func (p *parser) syntax(err error) {
 	p.errs.add(0, "not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: "))
 }
 
-// mapping calls the field function of every key; unknown and repeated keys are
-// mistakes, and so is a node that is no mapping. It returns the keys present.
+// mapping calls the field function of every key. Unknown and repeated keys are mistakes, and so is a node that is not a
+// mapping. It returns the keys present.
 func (p *parser) mapping(n *yaml.Node, what string, fields map[string]func(*yaml.Node)) map[string]bool {
 	seen := map[string]bool{}
 	if n.Kind == yaml.AliasNode {
@@ -113,7 +113,7 @@ func (p *parser) mapping(n *yaml.Node, what string, fields map[string]func(*yaml
 		case !ok:
 			p.errs.add(k.Line, "unknown key %q in %s; known: %s", k.Value, what, knownKeys(fields))
 		case seen[k.Value]:
-			p.errs.add(k.Line, "key %q stands twice in %s", k.Value, what)
+			p.errs.add(k.Line, "key %q is there twice in %s", k.Value, what)
 		default:
 			seen[k.Value] = true
 			f(v)
@@ -390,7 +390,7 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 	case m.Page:
 		m.Listen = DefaultMonitoring
 	default:
-		p.errs.add(n.Line, "monitoring needs `listen`, where to serve it")
+		p.errs.add(n.Line, "monitoring needs `listen`, its address")
 	}
 }
 
@@ -424,7 +424,7 @@ func (p *parser) duration(what string, lo, hi time.Duration, example string, dst
 	}
 }
 
-// storm accepts a limit of frames per second; 0 means none, which is -1 inside.
+// storm accepts a limit of frames per second. 0 means no limit, which is stored as -1.
 func (p *parser) storm(dst *int) func(*yaml.Node) {
 	return func(n *yaml.Node) {
 		number(p, "storm", 0, vswitch.MaxStorm, dst)(n)
@@ -555,7 +555,7 @@ func (p *parser) application(n *yaml.Node) *VM {
 	return vm
 }
 
-// client are the keys that VMs and applications share.
+// client returns the keys that VMs and applications share.
 func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 	return map[string]func(*yaml.Node){
 		"name":    p.str(what+" name", &vm.Name),
@@ -590,7 +590,7 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 	}
 }
 
-// size accepts bytes, from lo on, with a unit that is a power of 1024.
+// size accepts a number of bytes, at least lo, with a unit that is a power of 1024.
 func (p *parser) size(what string, lo uint64, dst *uint64) func(*yaml.Node) {
 	return func(n *yaml.Node) {
 		s, ok := p.scalar(n, what)

@@ -10,13 +10,13 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// Runtime is the line of what did not come from the file but from a request to the running daemon.
+// Runtime is the line of things that came from a request to the running daemon, not from the file.
 const Runtime = -1
 
-// requestName stands for the file's name in messages about a request.
+// requestName replaces the file's name in messages about a request.
 const requestName = "request"
 
-// at names where something is defined.
+// at names the place of a definition.
 func at(line int) string {
 	if line == Runtime {
 		return "an earlier request"
@@ -39,7 +39,7 @@ func parseOne[T any](data []byte, read func(*parser, *yaml.Node) *T) (*T, error)
 	var v *T
 	switch err := yaml.NewDecoder(bytes.NewReader(data)).Decode(&doc); {
 	case errors.Is(err, io.EOF):
-		p.errs.add(0, "it is empty")
+		p.errs.add(0, "the body is empty")
 	case err != nil:
 		p.syntax(err)
 	default:
@@ -51,14 +51,14 @@ func parseOne[T any](data []byte, read func(*parser, *yaml.Node) *T) (*T, error)
 	return v, nil
 }
 
-// Clone returns a copy whose lists may be changed; what is in them is shared and must not be.
+// Clone returns a copy whose lists may be changed. Their elements are shared and must not be changed.
 func (c *Config) Clone() *Config {
 	n := *c
 	n.Networks, n.VMs = slices.Clone(c.Networks), slices.Clone(c.VMs)
 	return &n
 }
 
-// Check finds what is wrong with the whole, after a change; the error is *Errors.
+// Check checks the whole configuration after a change; the error is *Errors.
 func (c *Config) Check() error {
 	errs := Errors{Path: requestName}
 	c.check(&errs)

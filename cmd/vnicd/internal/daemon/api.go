@@ -17,8 +17,8 @@ import (
 )
 
 // The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the
-// configuration file. Errors are {"error": "..."} with the status 400 (the request is wrong), 404 (what it names is not
-// there), 409 (it conflicts with what is there) or 500.
+// configuration file. Errors are {"error": "..."} with status 400 (bad request), 404 (not found), 409 (conflict with
+// the present state) or 500.
 //
 //	GET    /v1/status
 //	POST   /v1/reload                                read the configuration file again: ["what changed", ...]
@@ -40,15 +40,15 @@ import (
 //	GET    /v1/connections                           ?vm= for one
 //	GET    /v1/evpn                                  sessions and networks
 //	GET    /v1/evpn/routes                           ?network= for one
-//	DELETE /v1/networks/{network}/duplicates/{mac}   the duplicate is gone: EVPN takes the MAC up again
+//	DELETE /v1/networks/{network}/duplicates/{mac}   the duplicate is gone: EVPN uses the MAC again
 //	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
 
 const maxBody = 1 << 20
 
-// answerTime bounds how long a client may take to read an answer.
+// answerTime bounds a client's time to read an answer.
 const answerTime = 30 * time.Second
 
-// badRequest marks what the client got wrong.
+// badRequest marks mistakes of the client.
 type badRequest struct{ error }
 
 func (e badRequest) Unwrap() error { return e.error }
@@ -58,7 +58,7 @@ func (d *Daemon) api() http.Handler {
 	handle := func(pattern string, f func(r *http.Request) (any, error)) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(answerTime)) // a unix socket has deadlines
+			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(answerTime)) // unix sockets support deadlines
 			v, err := f(r)
 			if err != nil {
 				d.refuse(w, r, err)
@@ -130,7 +130,7 @@ func (d *Daemon) api() http.Handler {
 	handle("DELETE /v1/capture/{id}", func(r *http.Request) (any, error) {
 		id, err := strconv.Atoi(r.PathValue("id"))
 		if err != nil || id < 1 {
-			return nil, badRequest{fmt.Errorf("%q is no capture's number", r.PathValue("id"))}
+			return nil, badRequest{fmt.Errorf("%q is not the number of a capture", r.PathValue("id"))}
 		}
 		return done(d.endCapture(id))
 	})
@@ -140,10 +140,10 @@ func (d *Daemon) api() http.Handler {
 	return mux
 }
 
-// done is the answer of a change: an empty object.
+// done returns the answer to a change: an empty object.
 func done(err error) (any, error) { return struct{}{}, err }
 
-// with reads a request's body and passes on what it says.
+// with parses a request's body and passes it to do.
 func with[T any](r *http.Request, parse func([]byte) (*T, error), do func(*T) error) error {
 	data, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -165,7 +165,7 @@ func decode(r *http.Request, v any) error {
 	return nil
 }
 
-// readKey reads what a request is about from its path and query.
+// readKey reads the entry that a request names in its path and query.
 func readKey(r *http.Request, kind overlay.Kind) (k overlay.Key, err error) {
 	k.Kind = kind
 	text := r.PathValue("key")
@@ -216,7 +216,7 @@ func (d *Daemon) answer(w http.ResponseWriter, status int, v any) {
 	}
 }
 
-// refuse answers with an error, by its kind.
+// refuse answers with an error, and the status of its kind.
 func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
 	status := http.StatusInternalServerError
 	var bad badRequest

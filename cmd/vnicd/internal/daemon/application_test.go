@@ -49,7 +49,7 @@ func (d *Daemon) application(t *testing.T, name string) VMStatus {
 	return VMStatus{}
 }
 
-// client is a program on an application's socket: a QP, not connected yet, and a region.
+// client is a program on an application's socket, with a QP that is not connected yet, and a region.
 type client struct {
 	*guestdrv.Device
 	gid guestdrv.GID
@@ -92,7 +92,7 @@ func open(t *testing.T, d *Daemon, name, addr string) *client {
 	return c
 }
 
-// to finds the way to another client and connects to its QP.
+// to resolves the address of another client and connects to its QP.
 func (c *client) to(ctx context.Context, o *client) error {
 	path, err := c.Resolve(ctx, o.gid, 0)
 	if err != nil {
@@ -102,7 +102,7 @@ func (c *client) to(ctx context.Context, o *client) error {
 }
 
 // TestApplications: two programs of the host find each other by address and write to each other's memory, under GVMI 0,
-// each with its own keys. What a program leaves when it goes is gone, and its place is another's.
+// each with its own keys. When a program ends, its objects are removed and its place is free for another.
 func TestApplications(t *testing.T) {
 	d := applications(t)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -131,7 +131,7 @@ func TestApplications(t *testing.T) {
 		if n := len(d.gvms.Spaces(0)); n != 2 {
 			t.Errorf("%d memories under GVMI 0, want 2", n)
 		}
-		// The programs end without a word.
+		// The programs end without destroying their objects.
 		_, _ = a.Close(), b.Close()
 		for _, name := range []string{"a", "b"} {
 			for {
@@ -140,7 +140,7 @@ func TestApplications(t *testing.T) {
 					break
 				}
 				if ctx.Err() != nil {
-					t.Fatalf("%s has gone, and left %+v %+v", name, s.HCA, s.Memory)
+					t.Fatalf("%s has ended, and left %+v %+v", name, s.HCA, s.Memory)
 				}
 				time.Sleep(time.Millisecond)
 			}
@@ -151,7 +151,7 @@ func TestApplications(t *testing.T) {
 	}
 }
 
-// TestApplicationQuota: a program that asks for more than it may have is told so, and the one that is there stays.
+// TestApplicationQuota: a program that exceeds its quota gets an error, and the connected program is not disturbed.
 func TestApplicationQuota(t *testing.T) {
 	d := applications(t)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -168,7 +168,7 @@ func TestApplicationQuota(t *testing.T) {
 	}
 	a := open(t, d, "a", "10.0.0.10")
 	if _, err := guestdrv.Open(context.Background(), path, guestdrv.Config{Timeout: 20 * time.Second}); err == nil {
-		t.Error("two programs are one application")
+		t.Error("two programs connected as one application")
 	}
 	for what, f := range map[string]func() error{
 		"QPs": func() error {
@@ -189,7 +189,7 @@ func TestApplicationQuota(t *testing.T) {
 			}
 		}
 		if n > 4 {
-			t.Errorf("%s: %d more; the quota is 4 at most", what, n)
+			t.Errorf("%s: %d more; the quota is 4", what, n)
 		}
 	}
 	big, err := a.Alloc(101 * 4096)
@@ -200,7 +200,7 @@ func TestApplicationQuota(t *testing.T) {
 		guestdrv.StatusNoMemory) {
 		t.Errorf("a region of 101 pages, 100 are allowed: %v", err)
 	}
-	// Another's address: the switch does not let the questions out, so nobody is found.
+	// With a foreign address: the switch drops the ARP requests, so resolution fails.
 	if err := a.SetGID(context.Background(), 1, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")),
 		guestdrv.GIDOptions{}); err != nil {
 		t.Fatal(err)
@@ -209,10 +209,10 @@ func TestApplicationQuota(t *testing.T) {
 	short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 	defer cancel()
 	if p, err := a.Resolve(short, b.gid, 1); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("asked in the name of a foreign address: %+v, %v", p, err)
+		t.Errorf("resolved with a foreign source address: %+v, %v", p, err)
 	}
 	if p, err := a.Resolve(ctx, b.gid, 0); err != nil || p.MAC != b.MAC() {
-		t.Errorf("asked in its own name: %+v, %v", p, err)
+		t.Errorf("resolved with its own address: %+v, %v", p, err)
 	}
 	if err := d.RemoveVM("a"); err != nil {
 		t.Fatal(err)

@@ -14,10 +14,10 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// maxCaptures bounds the captures at once: each has buffers.
+// maxCaptures bounds concurrent captures: each has buffers.
 const maxCaptures = 8
 
-// stall is how long a capture's reader may take no bytes before the capture ends.
+// stall is how long a capture's reader may read nothing before the capture ends.
 const stall = 10 * time.Second
 
 // Trailers of a capture's answer.
@@ -27,15 +27,15 @@ const (
 	headerID       = "Capture-Id"
 )
 
-// captures are those that run. Daemon.capMu guards them; it is a leaf.
+// captures are the running captures. Daemon.capMu guards them; it is a leaf in the lock order.
 type captures struct {
 	serial int
 	stop   map[int]context.CancelFunc
 }
 
-// capture serves GET /v1/capture?port=NAME[&network=NAME][&count=N][&snaplen=N]: the answer is a pcapng stream that
-// lasts until count packets were sent, the client hangs up, or DELETE /v1/capture/ID (of the Capture-Id header) ends it
-// in good order. Port "vtep" is the tunnels' outer side.
+// capture serves GET /v1/capture?port=NAME[&network=NAME][&count=N][&snaplen=N]. The answer is a pcapng stream that
+// lasts until count packets were sent, the client disconnects, or DELETE /v1/capture/ID (ID is in the Capture-Id
+// header) ends it cleanly. Port "vtep" is the outer side of the tunnels.
 func (d *Daemon) capture(w http.ResponseWriter, r *http.Request) {
 	q := r.URL.Query()
 	var count, snap uint64
@@ -82,7 +82,7 @@ func (d *Daemon) capture(w http.ResponseWriter, r *http.Request) {
 	h.Set("Trailer", trailerTaken+", "+trailerDropped)
 	h.Set(headerID, strconv.Itoa(id))
 	w.WriteHeader(http.StatusOK)
-	_ = ctl.Flush() // the header, so that the client knows that it has begun
+	_ = ctl.Flush() // send the header: the client sees that the capture runs
 	d.log.Info("capture begins", "port", name, "id", id)
 	err = k.Run(ctx, deadlineWriter{w, ctl}, func() { _ = ctl.Flush() })
 	h.Set(trailerTaken, strconv.FormatUint(k.Taken(), 10))
@@ -90,7 +90,7 @@ func (d *Daemon) capture(w http.ResponseWriter, r *http.Request) {
 	d.log.Info("capture ends", "port", name, "id", id, "packets", k.Taken(), "dropped", k.Dropped(), "error", err)
 }
 
-// deadlineWriter gives each write its own time.
+// deadlineWriter gives each write its own deadline.
 type deadlineWriter struct {
 	w   io.Writer
 	ctl *http.ResponseController
@@ -135,7 +135,7 @@ func (d *Daemon) capturePort(network, name string, k *capture.Capture) (remove f
 	case len(found) == 0:
 		return nil, fmt.Errorf("%w: no port %q; there are: vtep, %s", errNotFound, name, list(have))
 	case len(found) > 1:
-		return nil, fmt.Errorf("%w: networks %s have a port %q each; say which network", errConflict,
+		return nil, fmt.Errorf("%w: networks %s each have a port %q; name the network", errConflict,
 			strings.Join(where, ", "), name)
 	}
 	if err := found[0].SetMonitor(k); err != nil {
@@ -164,7 +164,7 @@ func (d *Daemon) dismiss(id int) {
 	delete(d.caps.stop, id)
 }
 
-// endCapture ends a capture in good order; id 0: all.
+// endCapture ends a capture cleanly; id 0: all.
 func (d *Daemon) endCapture(id int) error {
 	d.capMu.Lock()
 	defer d.capMu.Unlock()
@@ -179,14 +179,14 @@ func (d *Daemon) endCapture(id int) error {
 	return nil
 }
 
-// CaptureOptions say what to capture; zero values: no limit, or not needed.
+// CaptureOptions select what to capture. Zero values: no limit, or the default.
 type CaptureOptions struct {
 	Port, Network  string
 	Count, SnapLen uint64
 }
 
-// Capture copies a capture's stream to w until it ends: by itself, or when ctx ends. It returns how many packets came
-// and how many were lost in the daemon. began is called when it runs.
+// Capture copies a capture's stream to w until the capture ends or ctx does. It returns the numbers of packets captured
+// and of packets lost in the daemon. It calls began when the capture runs.
 func (c *Client) Capture(ctx context.Context, o CaptureOptions, w io.Writer, began func()) (taken, dropped uint64,
 	err error) {
 	q := url.Values{"port": {o.Port}}
@@ -209,7 +209,7 @@ func (c *Client) Capture(ctx context.Context, o CaptureOptions, w io.Writer, beg
 		late, cancel := context.WithTimeout(context.Background(), stall)
 		defer cancel()
 		if c.Do(late, http.MethodDelete, "/v1/capture/"+resp.Header.Get(headerID), nil, nil) != nil {
-			_ = resp.Body.Close() // then without good order
+			_ = resp.Body.Close() // not a clean end
 		}
 	})
 	defer end()

@@ -12,10 +12,10 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Changes at run time. Each is checked as a whole before anything happens, exactly as the file would be; it takes
-// effect entirely or not at all; and none is written to the file.
+// Changes at run time. Each is checked as a whole before it starts, exactly as the file would be. It takes effect
+// entirely or not at all, and is not written to the file.
 
-// Errors that tell the kind of refusal.
+// Errors that name the kind of refusal.
 var (
 	errNotFound = errors.New("not found")
 	errConflict = errors.New("conflict")
@@ -39,7 +39,7 @@ func list(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-// changeLocked checks what edit makes of the configuration, and adopts it if do succeeds. mu is held.
+// changeLocked checks the configuration that edit produces, and adopts it if do succeeds. mu is held.
 func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error {
 	next := d.cfg.Clone()
 	edit(next)
@@ -56,7 +56,7 @@ func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error 
 // AddNetwork makes a network.
 func (d *Daemon) AddNetwork(c *config.Network) error { return d.addNetwork(c, config.Runtime) }
 
-// addNetwork is AddNetwork for something that stands in a line of the file.
+// addNetwork is AddNetwork for a network from a line of the file.
 func (d *Daemon) addNetwork(c *config.Network, line int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -104,7 +104,7 @@ func (d *Daemon) RemoveNetwork(name string) error {
 	})
 }
 
-// replaceNetwork puts a changed copy of a network's configuration in its place.
+// replaceNetwork replaces a network's configuration by a changed copy.
 func replaceNetwork(next *config.Config, name string, edit func(*config.Network)) {
 	for i, c := range next.Networks {
 		if c.Name == name {
@@ -138,7 +138,7 @@ func (d *Daemon) addTAP(name string, c *config.TAP, line int) error {
 	return err
 }
 
-// RemoveTAP takes the host port of a network away.
+// RemoveTAP removes a network's host port.
 func (d *Daemon) RemoveTAP(name string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -194,14 +194,14 @@ func (d *Daemon) vm(name string) (*vm, error) {
 	return nil, fmt.Errorf("%w: no VM %q; there are: %s", errNotFound, name, list(names))
 }
 
-// beingRemoved says why a VM that is going cannot be used, nor its name.
+// beingRemoved is the error for a VM whose removal is in progress: neither the VM nor its name can be used.
 func beingRemoved(name string) error {
 	return fmt.Errorf("VM %q is being removed: its memory is still in use, see the log", name)
 }
 
-// RemoveVM disconnects a VM and removes its sockets. At once it is off its network and out of the configuration; then
-// its memory is released (EP-3), which takes as long as somebody uses it. Nothing but this call, and who wants the VM's
-// name, waits for that.
+// RemoveVM disconnects a VM and removes its sockets. It leaves its network and the configuration at once; then its
+// memory is released (EP-3), which waits until nothing uses it. Only this call and a request for the VM's name wait for
+// that.
 func (d *Daemon) RemoveVM(name string) error {
 	v, err := d.takeVM(name)
 	if err != nil {
@@ -216,7 +216,7 @@ func (d *Daemon) RemoveVM(name string) error {
 	return nil
 }
 
-// takeVM makes a VM one that is going; its removal is under way.
+// takeVM moves a VM to those that are being removed.
 func (d *Daemon) takeVM(name string) (*vm, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -236,7 +236,7 @@ func (d *Daemon) takeVM(name string) (*vm, error) {
 	})
 }
 
-// MoveVM takes a VM's port to another network, while the VM runs.
+// MoveVM moves a running VM's port to another network.
 func (d *Daemon) MoveVM(name, to string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -262,8 +262,8 @@ func (d *Daemon) MoveVM(name, to string) error {
 	return err
 }
 
-// SetRoute sets an entry of a network's table: a peer, a MAC or an IP address. It replaces an earlier one that was set
-// so.
+// SetRoute sets an entry of a network's table: a peer, a MAC or an IP address. It replaces an entry that an earlier
+// call set.
 func (d *Daemon) SetRoute(name string, r overlay.Route) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -273,9 +273,9 @@ func (d *Daemon) SetRoute(name string, r overlay.Route) error {
 	}
 	before, had := n.table.Said(d.source, r.Key)
 	if err = n.table.Set(d.source, r); err != nil {
-		// An operator who sees an error expects that nothing has changed.
+		// On an error the table must be as before.
 		if n.table.Withdraw(d.source, r.Key); had {
-			_ = n.table.Set(d.source, before) // as good as it was
+			_ = n.table.Set(d.source, before) // the best that can be done
 		}
 		return err
 	}
@@ -286,7 +286,7 @@ func (d *Daemon) SetRoute(name string, r overlay.Route) error {
 	return nil
 }
 
-// RemoveRoute removes what SetRoute has set; a MAC that was learnt is forgotten.
+// RemoveRoute removes an entry that SetRoute has set, or a learnt MAC.
 func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -301,10 +301,10 @@ func (d *Daemon) RemoveRoute(name string, k overlay.Key) error {
 	if n.table.Withdraw(d.source, k) || k.Kind == overlay.MAC && n.sw.Forget(vswitch.Address{MAC: k.MAC, VLAN: k.VLAN}) {
 		return nil
 	}
-	return fmt.Errorf("%w: no such %s was added at run time to network %q (what the configuration or the VMs themselves bring cannot be removed so)", errNotFound, k.Kind, name)
+	return fmt.Errorf("%w: no such %s was added at run time to network %q (entries from the configuration or from VMs cannot be removed)", errNotFound, k.Kind, name)
 }
 
-// FDBEntry is one line of a network's forwarding table, with where it comes from.
+// FDBEntry is one entry of a network's forwarding table, with its source.
 type FDBEntry struct {
 	Network string `json:"network"`
 	vswitch.Entry
@@ -312,7 +312,7 @@ type FDBEntry struct {
 	Source string     `json:"source"` // learnt, port (the port's own MAC), or a table source
 }
 
-// FDB lists the forwarding table of a network, or with an empty name of all.
+// FDB lists the forwarding table of one network, or of all if name is empty.
 func (d *Daemon) FDB(name string) ([]FDBEntry, error) {
 	return each(d, name, func(c *config.Network, n *network) (out []FDBEntry) {
 		behind := map[vswitch.Remote]netip.Addr{}
@@ -346,7 +346,7 @@ type NetworkNeighbour struct {
 	vswitch.Neighbour
 }
 
-// Neighbours lists the IP addresses that a network knows, or with an empty name all do.
+// Neighbours lists the IP addresses that one network knows, or all networks if name is empty.
 func (d *Daemon) Neighbours(name string) ([]NetworkNeighbour, error) {
 	return each(d, name, func(c *config.Network, n *network) (out []NetworkNeighbour) {
 		for _, x := range n.sw.Neighbours() {
@@ -362,7 +362,7 @@ type NetworkPort struct {
 	vswitch.PortStatus
 }
 
-// Ports lists the ports of a network, or with an empty name of all.
+// Ports lists the ports of one network, or of all if name is empty.
 func (d *Daemon) Ports(name string) ([]NetworkPort, error) {
 	return each(d, name, func(c *config.Network, n *network) (out []NetworkPort) {
 		for _, x := range n.sw.Ports() {
@@ -372,13 +372,13 @@ func (d *Daemon) Ports(name string) ([]NetworkPort, error) {
 	})
 }
 
-// NetworkRoute is one entry that a table source has offered to a network.
+// NetworkRoute is one entry that a table source has given to a network.
 type NetworkRoute struct {
 	Network string `json:"network"`
 	overlay.RouteStatus
 }
 
-// Routes lists what table sources say about a network, or with an empty name about all.
+// Routes lists the entries of table sources for one network, or for all if name is empty.
 func (d *Daemon) Routes(name string) ([]NetworkRoute, error) {
 	return each(d, name, func(c *config.Network, n *network) (out []NetworkRoute) {
 		for _, x := range n.table.Routes() {
@@ -388,7 +388,7 @@ func (d *Daemon) Routes(name string) ([]NetworkRoute, error) {
 	})
 }
 
-// each gathers what f lists of one network, or of all; never nil, so that JSON shows an empty list.
+// each collects f's results for one network, or for all. The result is never nil, so that JSON has an empty list.
 func each[T any](d *Daemon, name string, f func(*config.Network, *network) []T) ([]T, error) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()

@@ -11,9 +11,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
-// TestRemovalThatDoesNotEnd: somebody uses a VM's memory and does not let go. Its removal waits for that (EP-3), and
-// nobody else does: it is off its network, what is asked and changed beside it is done, and only its name is taken
-// until it is gone.
+// TestRemovalThatDoesNotEnd: a VM's memory stays in use, so its removal waits (EP-3). Nothing else does: the VM has
+// left its network, other requests and changes are served, and only its name is taken until it is gone.
 func TestRemovalThatDoesNotEnd(t *testing.T) {
 	d := applications(t)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -29,18 +28,18 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 			epochs.Leave(15, token)
 		}
 	}
-	t.Cleanup(leave) // else the daemon's own Close would wait, too
+	t.Cleanup(leave) // otherwise the daemon's Close waits, too
 
 	removed := make(chan error, 1)
 	go func() { removed <- d.RemoveVM("a") }()
 
-	// In time, or whoever removes VMs would have the daemon to himself.
+	// With a time limit: a removal must not block other changes.
 	others := make(chan struct{})
 	go func() {
 		defer close(others)
 		for !d.application(t, "a").Going {
 			if ctx.Err() != nil {
-				t.Error("it is not going")
+				t.Error("not listed as being removed")
 				return
 			}
 			time.Sleep(time.Millisecond)
@@ -54,7 +53,7 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 			t.Errorf("a VM of that name: %v", err)
 		}
 		if err := d.RemoveVM("a"); !errors.Is(err, errNotFound) || !strings.Contains(err.Error(), "is being removed") {
-			t.Errorf("removed once more: %v", err)
+			t.Errorf("removed twice: %v", err)
 		}
 		if err := errors.Join(
 			d.AddVM(&sameMAC), d.AddNetwork(&config.Network{Name: "m", VNI: 2, MTU: 1500}), d.MoveVM("c", "m"), d.RemoveVM("b"),
@@ -67,7 +66,7 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 	select {
 	case <-others:
 	case <-ctx.Done():
-		t.Fatal("others wait for the removal")
+		t.Fatal("other requests wait for the removal")
 	}
 	select {
 	case err := <-removed:
@@ -81,7 +80,7 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 			t.Error(err)
 		}
 	case <-ctx.Done():
-		t.Fatal("nobody uses its memory, and it is not removed")
+		t.Fatal("its memory is unused, but it is not removed")
 	}
 	if len(d.Status().VMs) != 0 {
 		t.Errorf("VMs are left: %+v", d.Status().VMs)
@@ -94,7 +93,7 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 	}
 }
 
-// TestCloseDuringRemoval: the daemon ends when the removal has, and what was removed is not undone twice.
+// TestCloseDuringRemoval: Close waits for the removal, and does not undo it a second time.
 func TestCloseDuringRemoval(t *testing.T) {
 	d := applications(t)
 	open(t, d, "a", "10.0.0.10")

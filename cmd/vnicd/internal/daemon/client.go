@@ -12,13 +12,13 @@ import (
 	"os"
 )
 
-// Client asks the daemon behind a control socket.
+// Client talks to the daemon behind a control socket.
 type Client struct {
 	path string
 	http http.Client
 }
 
-// NewClient makes a client for the socket at path; every request connects anew.
+// NewClient makes a client for the socket at path. Each request opens a connection.
 func NewClient(path string) *Client {
 	return &Client{path: path, http: http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -29,8 +29,8 @@ func NewClient(path string) *Client {
 	}}}
 }
 
-// Do sends a request with in as its JSON body (nil: none) and reads the answer into out (nil: not wanted). An error
-// that the daemon reports is returned with its text.
+// Do sends a request with in as its JSON body (nil: none) and reads the answer into out (nil: discarded). It returns
+// the daemon's errors with their text.
 func (c *Client) Do(ctx context.Context, method, url string, in, out any) error {
 	var body io.Reader
 	if in != nil {
@@ -54,7 +54,7 @@ func (c *Client) Do(ctx context.Context, method, url string, in, out any) error 
 	return nil
 }
 
-// send returns the answer to a request that was granted; the caller closes its body.
+// send returns the response to a successful request; the caller closes its body.
 func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, "http://vnicd"+url, body)
 	if err != nil {

@@ -7,13 +7,13 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
-// VMConnection is one connection of a VM, with where it goes on the underlay.
+// VMConnection is one connection of a VM, with its path on the underlay.
 type VMConnection struct {
 	VM string `json:"vm"`
 	hca.Connection
 }
 
-// Connections lists the connections of a VM, or with an empty name of all.
+// Connections lists the connections of one VM, or of all if name is empty.
 func (d *Daemon) Connections(name string) ([]VMConnection, error) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -38,7 +38,7 @@ func (d *Daemon) Connections(name string) ([]VMConnection, error) {
 	return out, nil
 }
 
-// encapsulation fills in the outer header's part of a tuple that leads to a tunnel.
+// encapsulation fills in the outer header of a tuple that leads to a tunnel.
 func (d *Daemon) encapsulation(t *hca.Tuple, behind map[uint32]map[vswitch.Remote]netip.Addr) {
 	if t.Kind != vswitch.KindVTEP.String() || d.vtep == nil {
 		return

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 )
 
-// control is the HTTP server on the unix socket. Whoever may open the socket may do everything: its permissions (0660,
-// the daemon's user and group) are the only check.
+// control is the HTTP server on the unix socket. The socket's permissions (0660, the daemon's user and group) are the
+// only check: a client that may open it may do everything.
 type control struct {
 	srv  *http.Server
 	done chan struct{}
@@ -49,8 +49,7 @@ func (c *control) close() {
 	<-c.done
 }
 
-// ListenUnix listens at path with mode 0660. A socket file that nobody listens
-// on any more is replaced; one that is alive is an error.
+// ListenUnix listens at path with mode 0660. It replaces a socket file without a listener; a live one is an error.
 func ListenUnix(path string) (net.Listener, error) {
 	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		_ = conn.Close()
@@ -59,7 +58,7 @@ func ListenUnix(path string) (net.Listener, error) {
 	}
 	if fi, err := os.Lstat(path); err == nil {
 		if fi.Mode().Type() != os.ModeSocket {
-			return nil, fmt.Errorf("%s exists and is no socket; remove it or choose another path", path)
+			return nil, fmt.Errorf("%s exists and is not a socket; remove it or choose another path", path)
 		}
 		if err := os.Remove(path); err != nil {
 			return nil, err

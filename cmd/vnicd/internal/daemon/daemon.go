@@ -25,15 +25,14 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// bufferSize holds the largest frame: MTU 9000, Ethernet header and VLAN tags,
-// and the VXLAN header of a received datagram.
+// bufferSize holds the largest frame: MTU 9000, Ethernet header and VLAN tags, and the VXLAN header of a received
+// datagram.
 const bufferSize = 9216
 
 // maxVMs bounds the VMs of one daemon; each has two front ends with memory.
 const maxVMs = 1024
 
-// bigBuffers is the number of buffers for frames of up to 64 KiB that senders leave to be cut: one in so many of the
-// usual ones.
+// There is one buffer for unsegmented frames of up to 64 KiB per bigBuffers normal ones.
 const bigBuffers = 16
 
 // Daemon is a running host.
@@ -43,21 +42,22 @@ type Daemon struct {
 	started time.Time
 
 	loops  []*loop.Loop
-	probes [loop.MaxLoops]probe // of the loops
+	probes [loop.MaxLoops]probe // one per loop
 	pool   *frame.Pool
 	vtep   *vxlan.VTEP         // nil without an underlay
 	gvms   *translate.GVMTable // the memory of every connected front end
-	source *overlay.API        // of the routes that operators set
-	evpn   *evpn.Speaker       // nil: BGP is not spoken
+	source *overlay.API        // the routes that operators set
+	evpn   *evpn.Speaker       // nil: no BGP
 	fronts sync.Map            // VM's name -> func() bool: whether a QEMU is connected to it
 
-	// mu: changes are made one at a time, and readers see none half-made. Taken before every other lock, never by loops.
+	// mu serialises changes, so that readers see none half-made. It is taken before every other lock, and never by
+	// loops.
 	mu     sync.RWMutex
-	cfg    *config.Config // as it is now: replaced by changes, never changed
+	cfg    *config.Config // in force; a change replaces it
 	nets   map[string]*network
 	vms    map[string]*vm
-	going  map[string]*vm // removed, and their memory not released yet
-	placed int            // ports that were given a loop so far
+	going  map[string]*vm // removed, but their memory is not released yet
+	placed int            // ports that got a loop so far
 
 	removals sync.WaitGroup // those of going; added to under mu
 
@@ -66,13 +66,13 @@ type Daemon struct {
 	capMu sync.Mutex
 	caps  captures
 
-	store systemd.Store  // keeps VMs' connections for the vnicd after this one
-	kept  vhostuser.Kept // those of the vnicd before this one
+	store systemd.Store  // keeps VMs' connections for the next vnicd
+	kept  vhostuser.Kept // connections of the previous vnicd
 
 	undo undo
 }
 
-// undo is how to take something down: in reverse order of its making.
+// undo is a list of functions that take something down, run in reverse order.
 type undo []func()
 
 func (u *undo) push(f func()) { *u = append(*u, f) }
@@ -86,12 +86,11 @@ func (u *undo) run() {
 	}
 }
 
-// HCAQueues is the number of virtqueues of each HCA: commands, events, and a
-// completion and a doorbell queue per engine.
+// HCAQueues is the number of virtqueues of each HCA: commands, events, and a completion and a doorbell queue per
+// engine.
 func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.Engines) }
 
-// Start makes everything in cfg and serves it until Close. On an error nothing
-// is left behind.
+// Start sets up everything in cfg and serves it until Close. After an error nothing is left.
 func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{},
 		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
@@ -111,16 +110,15 @@ func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error
 	return d, nil
 }
 
-// Close undoes Start: VMs are disconnected, TAP ports and sockets removed, all
-// threads joined. What systemd keeps of the VMs stays with it: if this is a
-// restart, the next vnicd goes on with it. It may be called twice.
+// Close undoes Start: it disconnects VMs, removes TAP ports and sockets, and joins all threads. systemd keeps the VMs'
+// descriptors for the next vnicd. Close may be called twice.
 func (d *Daemon) Close() error {
 	d.store.Freeze()
 	d.undo.run()
 	return nil
 }
 
-// keeper is where connections are kept, nil without systemd.
+// keeper returns the keeper of connections, nil without systemd.
 func (d *Daemon) keeper() vhostuser.Keeper {
 	if !systemd.Managed() {
 		return nil
@@ -133,7 +131,7 @@ func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 func (d *Daemon) makeRunDir() error {
 	if err := os.MkdirAll(d.cfg.RunDir, 0o755); err != nil {
 		if errors.Is(err, fs.ErrPermission) {
-			return fmt.Errorf("run-dir %s cannot be made: %w; run as root or set `run-dir` to a directory of yours",
+			return fmt.Errorf("cannot create run-dir %s: %w; run as root or set `run-dir` to a directory of yours",
 				d.cfg.RunDir, err)
 		}
 		return fmt.Errorf("run-dir: %w", err)
@@ -171,13 +169,13 @@ func (d *Daemon) makeLoops() (err error) {
 	return nil
 }
 
-// nextLoop spreads VMs and ports over the loops.
+// nextLoop distributes VMs and ports over the loops.
 func (d *Daemon) nextLoop() *loop.Loop {
 	d.placed++
 	return d.loops[(d.placed-1)%len(d.loops)]
 }
 
-// otherLoops are all but one.
+// otherLoops returns all loops but one.
 func (d *Daemon) otherLoops(one *loop.Loop) []*loop.Loop {
 	return slices.DeleteFunc(slices.Clone(d.loops), func(l *loop.Loop) bool { return l == one })
 }
@@ -206,13 +204,13 @@ func (d *Daemon) makeVTEP() error {
 	d.onClose(vt.Close)
 	d.vtep = vt
 	if s := vt.Status().ShortPath; short != nil && *short && s.State != vxlan.ShortPathOn {
-		return fmt.Errorf("`short-path: true` is %s (leave the key out to have it where it can be)", s.State)
+		return fmt.Errorf("`short-path: true` is %s (omit the key to use it only where possible)", s.State)
 	}
 	return nil
 }
 
-// renounce gives up what only the VTEP's programs needed to be loaded: whoever takes this process over is not to load
-// others.
+// renounce drops the capability that was needed only to load the VTEP's programs, so that an attacker in this process
+// cannot load others.
 func (d *Daemon) renounce() error {
 	if err := dropCapability(unix.CAP_BPF); err != nil {
 		d.log.Debug("CAP_BPF stays", "why", err)
@@ -292,7 +290,7 @@ func (d *Daemon) serve() error {
 	return nil
 }
 
-// hint adds what the user can do about the usual reasons.
+// hint adds advice for the usual reasons.
 func hint(err error) string {
 	switch {
 	case errors.Is(err, unix.EPERM):

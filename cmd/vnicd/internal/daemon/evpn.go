@@ -9,7 +9,7 @@ import (
 
 var errNoEVPN = fmt.Errorf("%w: this host has no `evpn` section", errNotFound)
 
-// EVPN tells of the BGP sessions and what networks have from them.
+// EVPN returns the BGP sessions, and what each network gets from them.
 func (d *Daemon) EVPN() (*evpn.Status, error) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -19,7 +19,7 @@ func (d *Daemon) EVPN() (*evpn.Status, error) {
 	return d.evpn.Status(), nil
 }
 
-// EVPNRoutes lists the routes of a network, in and out, or with an empty name all that there are.
+// EVPNRoutes lists received and advertised routes of one network, or of all if name is empty.
 func (d *Daemon) EVPNRoutes(name string) ([]evpn.RouteStatus, error) {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -34,7 +34,7 @@ func (d *Daemon) EVPNRoutes(name string) ([]evpn.RouteStatus, error) {
 	return d.evpn.Routes(name), nil
 }
 
-// ClearDuplicate lets EVPN take up a MAC that was at two places.
+// ClearDuplicate lets EVPN use a MAC again that was held as a duplicate.
 func (d *Daemon) ClearDuplicate(name string, m vswitch.MAC) error {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -43,7 +43,7 @@ func (d *Daemon) ClearDuplicate(name string, m vswitch.MAC) error {
 		return err
 	}
 	if n.evpn == nil || !n.evpn.ClearDuplicate(m) {
-		return fmt.Errorf("%w: %v is no duplicate in network %q", errNotFound, m, name)
+		return fmt.Errorf("%w: %v is not a duplicate in network %q", errNotFound, m, name)
 	}
 	return nil
 }

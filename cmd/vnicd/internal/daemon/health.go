@@ -7,14 +7,14 @@ import (
 	"sync"
 )
 
-// probe asks one engine at a time whether it still takes work; there is never more than one waiting.
+// probe checks whether an engine still accepts work. At most one check per engine is pending.
 type probe struct {
 	mu   sync.Mutex
-	last chan struct{} // closed when the engine has answered; nil = never asked
+	last chan struct{} // closed when the engine has answered; nil: never asked
 }
 
-// ask returns a channel that is closed when do has returned. While an earlier question is not answered, it is that
-// one's.
+// ask returns a channel that is closed when do has returned. While an earlier check is pending, it returns that one's
+// channel.
 func (p *probe) ask(do func()) <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -31,7 +31,7 @@ func (p *probe) ask(do func()) <-chan struct{} {
 	return done
 }
 
-// Healthy returns when every engine has answered; an error names those that have not when ctx ended.
+// Healthy returns when every engine has answered. If ctx ends first, the error names the engines that have not.
 func (d *Daemon) Healthy(ctx context.Context) error {
 	answers := make([]<-chan struct{}, len(d.loops))
 	for i, l := range d.loops {

@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
-// An engine that is stuck is named; asking again and again costs one goroutine; it is healthy again when it goes on.
+// Healthy names a stuck engine; repeated checks cost one goroutine; the engine is healthy again when it continues.
 func TestHealthy(t *testing.T) {
 	cfg, err := config.Parse("test", []byte("engines: 2\nrun-dir: "+t.TempDir()+"\nnetworks: []\n"))
 	if err != nil {
@@ -42,7 +42,7 @@ func TestHealthy(t *testing.T) {
 			alone++
 		}
 		if d.probes[1].ask(nil) != first {
-			t.Error("asked again while a question is open")
+			t.Error("asked again while a check is pending")
 		}
 	}
 	close(hold)

@@ -4,12 +4,12 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Load is what one VM did between two snapshots. Directions are the VM's point of view.
+// Load is a VM's activity between two snapshots. Directions are from the VM's point of view.
 type Load struct {
 	VM *VMStatus // in the later snapshot
 
 	RDMAInBytes, RDMAOutBytes     uint64 // copies between VMs of this host included
-	RDMAInPackets, RDMAOutPackets uint64 // likewise: packets that they would have been
+	RDMAInPackets, RDMAOutPackets uint64 // copies counted as the packets they replace
 	Messages                      uint64 // of the copies
 	EthInBytes, EthOutBytes       uint64 // at the VM's port
 	EthInFrames, EthOutFrames     uint64
@@ -17,7 +17,7 @@ type Load struct {
 	Resent                        uint64 // packets
 	Timeouts                      uint64
 	Drops                         map[string]uint64 // frames at its port, by reason
-	Refused                       map[string]uint64 // RoCE packets that its HCA did not accept, by reason
+	Refused                       map[string]uint64 // RoCE packets that its HCA refused, by reason
 }
 
 // Dropped is the sum of Drops and Refused.
@@ -30,7 +30,7 @@ func sum(m map[string]uint64) (n uint64) {
 	return n
 }
 
-// Since is how far a counter has got; one that began anew counts from 0.
+// Since is the increase of a counter; a counter that restarted counts from 0.
 func Since(before, now uint64) uint64 {
 	if now < before {
 		return now
@@ -38,7 +38,7 @@ func Since(before, now uint64) uint64 {
 	return now - before
 }
 
-// SinceEach is Since for each reason, without those that stood still.
+// SinceEach is Since for each reason, without unchanged ones.
 func SinceEach(before, now map[string]uint64) map[string]uint64 {
 	out := map[string]uint64{}
 	for reason, n := range now {
@@ -49,7 +49,7 @@ func SinceEach(before, now map[string]uint64) map[string]uint64 {
 	return out
 }
 
-// Loads compares two snapshots, for each VM of the later one; a VM that is new counts from 0.
+// Loads compares two snapshots for each VM of the later one. A new VM counts from 0.
 func Loads(before, now *Status) []Load {
 	ports := func(s *Status) map[string]*vswitch.Totals {
 		m := map[string]*vswitch.Totals{}

@@ -10,15 +10,14 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qmp"
 )
 
-// memoryEvents tell that QEMU gave memory of a VM back to the host, or may have.
+// memoryEvents are the events after which QEMU has, or may have, returned memory of a VM to the host.
 var memoryEvents = map[string]bool{"BALLOON_CHANGE": true, "MEMORY_DEVICE_SIZE_CHANGE": true}
 
-// qmpRetry is how long a VM that does not run is left alone.
+// qmpRetry is the time between attempts to connect to a VM that does not run.
 const qmpRetry = 2 * time.Second
 
-// watchMemory listens to the monitor at path, whenever a QEMU serves it, and
-// calls resync then, and after each event that concerns memory. The function that it
-// returns ends that.
+// watchMemory connects to the monitor at path whenever a QEMU serves it, and calls resync after each connect and each
+// event that concerns memory. The returned function ends that.
 func watchMemory(path string, resync func(), log hclog.Logger) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
@@ -29,7 +28,7 @@ func watchMemory(path string, resync func(), log hclog.Logger) (stop func()) {
 				log.Debug("no monitor", "error", err)
 			} else {
 				log.Info("connected to QEMU's monitor", "socket", path, "version", c.Version())
-				resync() // for what came before
+				resync() // for events before the connection
 				followMemory(ctx, c, resync)
 				_ = c.Close()
 			}
@@ -60,9 +59,8 @@ func followMemory(ctx context.Context, c *qmp.Client, resync func()) {
 	}
 }
 
-// raiseLockLimit lets this process lock as much memory as it ever may: guest
-// memory that the device uses is locked. What is missing then is told when it
-// is missed.
+// raiseLockLimit raises the soft limit of locked memory to the hard limit, because guest memory in use by the device is
+// locked. If the limit is too low, the memory's status reports it.
 func raiseLockLimit() {
 	var lim unix.Rlimit
 	if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &lim) == nil && lim.Cur < lim.Max {

@@ -15,8 +15,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// A monitor may come after vnicd, end and come back. Connecting and events that
-// concern memory, and no others, are followed by a Resync.
+// A monitor may appear after vnicd, end and come back. Connecting, and each event that concerns memory, but no others,
+// are followed by a Resync.
 func TestWatchMemory(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "qmp")
 	resyncs := make(chan struct{}, 10)

@@ -13,18 +13,18 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 )
 
-// network is one tenant's segment on this host: its switch, the table that feeds it, and the host's port.
+// network is one tenant's segment on this host: its switch, the table that feeds the switch, and the host's port.
 type network struct {
 	sw     *vswitch.Network
 	table  *overlay.Table
-	static *overlay.Static     // what the file says; Daemon.mu
-	evpn   *evpn.Network       // nil: it takes no part
-	tap    *tap.TAP            // nil = none; Daemon.mu
+	static *overlay.Static     // the file's entries; Daemon.mu
+	evpn   *evpn.Network       // nil: not in EVPN
+	tap    *tap.TAP            // nil: none; Daemon.mu
 	hand   map[netip.Addr]bool // peers that operators have set; Daemon.mu
 	undo   undo
 }
 
-// newNetwork makes a network with its tunnel port and host port, or nothing.
+// newNetwork makes a network with its tunnel port and host port. On an error it makes nothing.
 func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
 	lc := vswitch.Config{
 		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool,
@@ -32,7 +32,7 @@ func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
 	}
 	n := &network{hand: map[netip.Addr]bool{}}
 	if d.evpn != nil && c.EVPN {
-		// As many addresses of others as the switch may learn here, and room for both.
+		// EVPN may bring as many remote addresses as the switch may learn, so the table has room for both.
 		others := cmp.Or(c.MaxEntries, vswitch.DefaultMaxEntries)
 		n.evpn = d.evpn.Network(evpn.NetworkConfig{Import: c.RouteTargets, Export: c.RouteTargets, MaxEntries: others,
 			Present: d.present})
@@ -71,7 +71,7 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 		}
 	}
 	if d.vtep != nil {
-		if err := d.vtep.RefreshMTU(); err != nil { // its peers are known only now
+		if err := d.vtep.RefreshMTU(); err != nil { // its peers are known only from here on
 			return err
 		}
 	}
@@ -85,19 +85,19 @@ func (n *network) open(d *Daemon, c *config.Network) error {
 // maxPeers bounds the VTEPs of one network.
 const maxPeers = 4096
 
-// setTunnels says what tunnels are for. Where EVPN alone says who is behind them, nothing is learnt from what comes
-// out.
+// setTunnels configures the tunnels. If EVPN alone provides the addresses behind them, nothing is learnt from their
+// frames.
 func (n *network) setTunnels(c *config.Network) {
 	n.sw.SetTunnels(c.FloodUnknown, n.evpn == nil || c.LearnPeers || len(c.Peers) > 0 || len(n.hand) > 0)
 }
 
-// present tells whether a VM's port is in use: who waits for its QEMU is not advertised.
+// present reports whether a VM's port is in use. A port that waits for its QEMU is not advertised.
 func (d *Daemon) present(port string) bool {
 	f, ok := d.fronts.Load(port)
 	return ok && f.(func() bool)()
 }
 
-// portsChanged is to be called when a port of a network has come or gone.
+// portsChanged must be called after a port of a network was added or removed.
 func (d *Daemon) portsChanged(n *network) {
 	n.table.Retry()
 	if d.evpn != nil {

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// dropCapability gives a capability up for good, on every thread. It fails in a program that was built with cgo, whose
-// threads Go does not know all.
+// dropCapability drops a capability for good, on every thread. It fails in a program built with cgo, because Go does
+// not know all threads of such a program.
 func dropCapability(c uint) error {
 	h := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var sets [2]unix.CapUserData
@@ -22,7 +22,7 @@ func dropCapability(c uint) error {
 	}
 	s.Permitted &^= bit
 	s.Effective &^= bit
-	s.Inheritable &^= bit // and with it, ambient
+	s.Inheritable &^= bit // clears the ambient bit, too
 	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&h)),
 		uintptr(unsafe.Pointer(&sets[0])), 0)
 	if errno == unix.ENOTSUP {

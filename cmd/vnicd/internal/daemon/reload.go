@@ -14,12 +14,11 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 )
 
-// Reload reads the configuration file again and makes what it brought as the file says now. It returns what it changed,
-// in words.
+// Reload reads the configuration file again and applies its changes. It returns the changes as text.
 //
-// The plan is made first: a file with mistakes, or one that asks for what cannot change in a running daemon, changes
-// nothing. Steps that follow can still fail (an address in use); the error then says so, and the list what was done
-// before. What was added at run time stays, unless the file has something of that name now.
+// It makes a plan first: a file with mistakes, or with changes that a running daemon cannot make, changes nothing. The
+// steps of the plan can still fail (an address in use); the list then has the changes made before the error. Things
+// added at run time stay, unless the file now has something of that name.
 func (d *Daemon) Reload() ([]string, error) {
 	d.reloading.Lock()
 	defer d.reloading.Unlock()
@@ -53,8 +52,8 @@ type step struct {
 	do   func() error
 }
 
-// fixed names the keys of the file's top level that differ and that a running daemon cannot change: all but networks,
-// VMs and log-level.
+// fixed returns the top-level keys that differ and that a running daemon cannot change: all but networks, VMs and
+// log-level.
 func fixed(was, is *config.Config) (keys []string) {
 	a, b := reflect.ValueOf(was).Elem(), reflect.ValueOf(is).Elem()
 	for i := range a.NumField() {
@@ -69,10 +68,10 @@ func fixed(was, is *config.Config) (keys []string) {
 	return keys
 }
 
-// wordStart is where the next word of a field's name begins: RunDir is run-dir.
+// wordStart is where the next word of a field's name begins: RunDir becomes run-dir.
 var wordStart = regexp.MustCompile(`([a-z])([A-Z])`)
 
-// plan compares the file with what is in force. mu is held for reading.
+// plan compares the file with the configuration in force. mu is held for reading.
 func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	var wrong []string
 	for _, k := range fixed(d.cfg, next) {
@@ -178,7 +177,7 @@ func tapChanged(a, b *config.TAP) bool {
 	return !reflect.DeepEqual(x, y)
 }
 
-// setPeer adds or removes a peer that the file names.
+// setPeer adds or removes a peer of the file.
 func (d *Daemon) setPeer(name string, peer netip.Addr, on bool) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

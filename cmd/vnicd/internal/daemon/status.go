@@ -30,31 +30,31 @@ type Status struct {
 	EVPN     *evpn.Status     `json:"evpn,omitempty"`
 }
 
-// IsApplication tells whether this is a host application.
+// IsApplication reports whether this is a host application.
 func (v *VMStatus) IsApplication() bool { return v.NetSocket == "" }
 
-// BufferStatus tells how far the frame buffers go.
+// BufferStatus is the use of frame buffers.
 type BufferStatus struct {
-	Count     int    `json:"count"`     // of the usual size
+	Count     int    `json:"count"`     // of the normal size
 	InUse     int    `json:"in_use"`    // of all sizes
 	Exhausted uint64 `json:"exhausted"` // times that none was free
 }
 
-// VMStatus is one guest, with its two sockets and what is behind them, or a host application, with one.
+// VMStatus is a guest with its two sockets and devices, or a host application with one.
 type VMStatus struct {
 	Name      string      `json:"name"`
 	Network   string      `json:"network"`
 	MAC       string      `json:"mac"`
 	NetSocket string      `json:"net_socket,omitempty"` // "": an application
 	HCASocket string      `json:"hca_socket"`
-	Going     bool        `json:"going,omitempty"` // removed, and its memory not released yet
-	Net       vnet.Status `json:"net"`             // of an application: nothing
+	Going     bool        `json:"going,omitempty"` // removed, but its memory is not released yet
+	Net       vnet.Status `json:"net"`             // zero for an application
 	HCA       hca.Status  `json:"hca"`
 
 	Memory hostdriver.Status `json:"memory"`
 }
 
-// Status gathers a snapshot. It waits for loops and for commands in progress.
+// Status makes a snapshot. It waits for loops and for commands in progress.
 func (d *Daemon) Status() *Status {
 	d.mu.RLock()
 	defer d.mu.RUnlock()

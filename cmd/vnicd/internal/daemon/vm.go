@@ -31,7 +31,7 @@ type vm struct {
 	undo    undo
 }
 
-// newVM makes a VM's devices and sockets, or nothing.
+// newVM makes a VM's devices and sockets. On an error it makes nothing.
 func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 	if d.going[c.Name] != nil {
 		return nil, fmt.Errorf("%w: %w", errConflict, beingRemoved(c.Name))
@@ -49,7 +49,7 @@ func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 	return v, nil
 }
 
-// freeGVMI returns the lowest number that no VM has. 0 is the host's.
+// freeGVMI returns the lowest number that no VM uses. 0 is the host's.
 func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 	used := map[translate.GVMI]bool{}
 	for _, vms := range []map[string]*vm{d.vms, d.going} {
@@ -108,7 +108,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	v.port.SetHCA(v.hca.HCAFace())
 	v.followMTU(sw)
 	v.undo.push(func() { v.stopMTU() })
-	// Undone before the devices close: nothing is delivered to a closed device.
+	// Undone before the devices close, so that no frame reaches a closed device.
 	v.undo.push(func() { v.port.SetHCA(nil); v.port.SetNet(nil) })
 
 	d.fronts.Store(c.Name, v.attached)
@@ -121,8 +121,8 @@ func (v *vm) open(d *Daemon) (err error) {
 		socket.Mode, socket.GID, socket.MaxMemory, socket.Sealed = os.FileMode(a.Mode), a.GID, a.Memory, true
 		return v.listen(socket, v.hca)
 	}
-	// QEMU connects its virtio-net to the next vnicd by itself; the generic device that the HCA is dies with its
-	// connection.
+	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not
+	// survive the end of its connection.
 	plain := socket
 	plain.Path = d.cfg.NetSocket(c)
 	if err := v.listen(plain, v.net); err != nil {
@@ -149,26 +149,26 @@ func (v *vm) kind() vswitch.Kind {
 	return vswitch.KindVM
 }
 
-// attached tells whether a QEMU or an application is connected to one of the sockets.
+// attached reports whether a QEMU or an application is connected to one of the sockets.
 func (v *vm) attached() bool {
 	return v.net != nil && v.net.Attached() || v.hca.Attached()
 }
 
-// firmware is the version as guests see it: they have room for 23 bytes, and no use for a commit's name.
+// firmware is the version as guests see it, without a commit: they have room for 23 bytes.
 func firmware(version string) string {
 	version, _, _ = strings.Cut(version, "-g")
 	return version[:min(len(version), 23)]
 }
 
-// mtu is that of the network that the VM is in now.
+// mtu is the MTU of the VM's present network.
 func (v *vm) mtu() int { return v.port.Attachment().Network().MTU() }
 
-// followMTU lets the HCA's path MTU follow the network's: the driver looks again.
+// followMTU makes the HCA's path MTU follow the network's: the driver reads it again.
 func (v *vm) followMTU(sw *vswitch.Network) {
 	v.stopMTU = sw.OnMTU(func(int) { v.hca.PortChanged() })
 }
 
-// move takes the VM's port to another network, as a cable is put into another switch.
+// move moves the VM's port to another network.
 func (v *vm) move(to *network, c *config.VM) error {
 	if err := v.port.Move(to.sw); err != nil {
 		return err
@@ -180,8 +180,8 @@ func (v *vm) move(to *network, c *config.VM) error {
 	return nil
 }
 
-// slotName names an epoch's reader slot: loops have those of their IDs, the rest
-// is for goroutines that handle commands and vhost-user messages.
+// slotName names an epoch's reader slot. Loops use the slots of their IDs; the others are for goroutines that handle
+// commands and vhost-user messages.
 func (d *Daemon) slotName(slot int) string {
 	if slot < len(d.loops) {
 		return d.loops[slot].String()

@@ -1,6 +1,6 @@
-// Package standin lets a process stand for a vhost-user device that another process serves: what a front end says on
-// the one's socket is handed to the other's, message by message, with its descriptors, and back. Rings, guest memory
-// and eventfds are not among that: they pass directly.
+// Package standin lets a process represent a vhost-user device that another process serves. It relays each message
+// between a front end on its own socket and the serving process, with descriptors, in both directions. Rings, guest
+// memory and eventfds are shared directly.
 package standin
 
 import (
@@ -16,17 +16,17 @@ import (
 	"time"
 )
 
-// Front is where front ends come from: one connection, or a listening socket.
+// Front is the source of front ends: one connection, or a listening socket.
 type Front struct {
 	conn *net.UnixConn
 	ln   *net.UnixListener
 }
 
-// Listen makes a socket. One that nobody listens on any more is replaced; anything else at that path is left alone.
+// Listen makes a socket. It replaces a socket without a listener, and leaves anything else at that path alone.
 func Listen(path string) (*Front, error) {
 	addr := &net.UnixAddr{Name: path, Net: "unix"}
 	ln, err := net.ListenUnix("unix", addr)
-	// What is no socket refuses connections, too.
+	// A file that is not a socket refuses connections, too.
 	if fi, serr := os.Lstat(path); errors.Is(err, syscall.EADDRINUSE) && serr == nil && fi.Mode().Type() == os.ModeSocket {
 		if c, derr := net.DialUnix("unix", nil, addr); derr == nil {
 			_ = c.Close()
@@ -44,10 +44,10 @@ func Listen(path string) (*Front, error) {
 func Passed(fd int) (*Front, error) {
 	listening, err := syscall.GetsockoptInt(fd, syscall.SOL_SOCKET, syscall.SO_ACCEPTCONN)
 	if err != nil {
-		return nil, fmt.Errorf("descriptor %d is no socket: %w", fd, err)
+		return nil, fmt.Errorf("descriptor %d is not a socket: %w", fd, err)
 	}
 	file := os.NewFile(uintptr(fd), "front end")
-	defer file.Close() // what follows makes its own
+	defer file.Close() // net makes its own copy
 	f := &Front{}
 	var ok bool
 	if listening != 0 {
@@ -60,7 +60,7 @@ func Passed(fd int) (*Front, error) {
 		f.conn, ok = c.(*net.UnixConn)
 	}
 	if err == nil && !ok {
-		err = errors.New("it is no unix socket")
+		err = errors.New("it is not a unix socket")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("descriptor %d: %w", fd, err)
@@ -68,8 +68,8 @@ func Passed(fd int) (*Front, error) {
 	return f, nil
 }
 
-// Serve joins front ends, one after the other, to what dial returns, until ctx ends or, with a connection, that does. A
-// front end that could not be served to its end goes to failed.
+// Serve connects front ends, one after the other, to what dial returns, until ctx ends or, if Front is one connection,
+// until it ends. It passes errors of a front end to failed.
 func (f *Front) Serve(ctx context.Context, dial func(context.Context) (*net.UnixConn, error),
 	failed func(error)) error {
 	if f.conn != nil {
@@ -123,7 +123,7 @@ func (f *Front) serve(ctx context.Context, c *net.UnixConn, dial func(context.Co
 	return nil
 }
 
-// Dial connects to the device at path, and tries again for as long as limit where nobody listens.
+// Dial connects to the device at path. While nothing listens there, it tries again until limit has passed.
 func Dial(ctx context.Context, path string, limit time.Duration) (*net.UnixConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -140,15 +140,15 @@ func Dial(ctx context.Context, path string, limit time.Duration) (*net.UnixConn,
 	}
 }
 
-// Bounds of a message (QEMU, docs/interop/vhost-user.rst, "Header": request, flags, size of what follows). The largest
-// that QEMU sends has a few hundred bytes and eight descriptors.
+// Bounds of a message (QEMU, docs/interop/vhost-user.rst, "Header": request, flags, size of the payload). The largest
+// message that QEMU sends has a few hundred bytes and eight descriptors.
 const (
 	headerSize     = 12
 	maxMessage     = 64 << 10
 	maxDescriptors = 64
 )
 
-// pass moves one message. Descriptors belong to the message that they came with, so messages are not run together.
+// pass relays one message. Descriptors belong to the message that they came with, so messages are not merged.
 func pass(to, from *net.UnixConn) error {
 	b, oob := make([]byte, headerSize, 512), make([]byte, syscall.CmsgSpace(4*maxDescriptors))
 	n, oobn, flags, _, err := from.ReadMsgUnix(b, oob)
@@ -176,7 +176,7 @@ func pass(to, from *net.UnixConn) error {
 	return err
 }
 
-// closeAll closes the descriptors that came with a message: whoever they were for has its own.
+// closeAll closes the descriptors that came with a message; the receiver has its own copies.
 func closeAll(oob []byte) {
 	msgs, _ := syscall.ParseSocketControlMessage(oob)
 	for _, m := range msgs {

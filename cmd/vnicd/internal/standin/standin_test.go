@@ -40,7 +40,7 @@ func message(request, size uint32) []byte {
 	return b
 }
 
-// Messages that wait together arrive as they were sent: each with its own descriptors.
+// Messages that wait in the socket together arrive unmerged, each with its own descriptors.
 func TestDescriptorsKeepTheirMessage(t *testing.T) {
 	front, in := pair(t)
 	out, back := pair(t)
@@ -88,11 +88,11 @@ func TestDescriptorsKeepTheirMessage(t *testing.T) {
 		t.Error(err)
 	}
 	if n, err := back.Read(make([]byte, 1)); n != 0 || err != io.EOF {
-		t.Errorf("the end does not arrive: %d, %v", n, err)
+		t.Errorf("the end of the connection does not arrive: %d, %v", n, err)
 	}
 	_ = w.Close()
 	if n, err := r.Read(make([]byte, 1)); n != 0 || err != io.EOF {
-		t.Errorf("a descriptor is left open: %d, %v", n, err)
+		t.Errorf("a descriptor stays open: %d, %v", n, err)
 	}
 	if after := open(t); after > before {
 		t.Errorf("%d descriptors are open, %d before", after, before)
@@ -109,14 +109,14 @@ func open(t *testing.T) int {
 	return len(list)
 }
 
-// A path is taken over from a process that has died, and from nothing else.
+// Listen replaces the socket of a process that has died, and nothing else.
 func TestListen(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Listen(path); !errors.Is(err, syscall.EADDRINUSE) {
-		t.Errorf("in place of a file: %v", err)
+		t.Errorf("at the path of a file: %v", err)
 	}
 	if b, _ := os.ReadFile(path); string(b) != "precious" {
 		t.Error("the file is gone")
@@ -127,28 +127,28 @@ func TestListen(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := Listen(path); !errors.Is(err, syscall.EADDRINUSE) {
-		t.Errorf("in place of one that is served: %v", err)
+		t.Errorf("at the path of a live socket: %v", err)
 	}
 	first.ln.SetUnlinkOnClose(false)
 	_ = first.ln.Close()
 	second, err := Listen(path)
 	if err != nil {
-		t.Fatalf("in place of one whose process died: %v", err)
+		t.Fatalf("at the path of a dead process's socket: %v", err)
 	}
 	_ = second.ln.Close()
 }
 
-// Who may not have the device is told so at once; only a daemon that is not there is waited for.
+// Dial fails at once without permission; it waits only for a daemon that is not running.
 func TestDial(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	if _, err := Dial(t.Context(), filepath.Join(path, "s"), 0); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("nobody there: %v", err)
+		t.Errorf("nothing there: %v", err)
 	}
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Dial(t.Context(), filepath.Join(path, "s"), time.Hour); !errors.Is(err, syscall.ENOTDIR) {
-		t.Errorf("a way that leads nowhere: %v", err)
+		t.Errorf("a path through a missing directory: %v", err)
 	}
 }
 

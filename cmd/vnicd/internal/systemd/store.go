@@ -6,8 +6,8 @@ import (
 	"syscall"
 )
 
-// Store is systemd's file descriptor store (FileDescriptorStoreMax=): what is kept there is passed to the service when
-// it is started again, however it ended. Names have a slash, which tells them from those of sockets.
+// Store is systemd's file descriptor store (FileDescriptorStoreMax=). systemd passes what is kept there to the service
+// at its next start, however the service ended. Names contain a slash, unlike those of sockets.
 type Store struct{ frozen atomic.Bool }
 
 // Keep stores a copy of fd under name.
@@ -15,7 +15,7 @@ func (s *Store) Keep(name string, fd int) error {
 	return notify("FDSTORE=1\nFDNAME="+name, fd)
 }
 
-// Forget drops what is stored under name.
+// Forget removes the descriptors stored under name.
 func (s *Store) Forget(name string) error {
 	if s.frozen.Load() {
 		return nil
@@ -23,10 +23,10 @@ func (s *Store) Forget(name string) error {
 	return notify("FDSTOREREMOVE=1\nFDNAME=" + name)
 }
 
-// Freeze makes Forget do nothing: the service ends, and leaves what it has kept to the next.
+// Freeze makes Forget do nothing: the service is ending and leaves its descriptors to the next.
 func (s *Store) Freeze() { s.frozen.Store(true) }
 
-// Kept are the descriptors that were passed, by name. They belong to the caller.
+// Kept returns the descriptors that were passed, by name. The caller owns them.
 func (s *Store) Kept() map[string]int {
 	kept := map[string]int{}
 	passed(func(fd int, name string) bool {

@@ -13,26 +13,26 @@ import (
 	"time"
 )
 
-// What a service says; several may be joined by newlines.
+// States of a service; several may be joined by newlines.
 const (
 	Ready    = "READY=1"
 	Stopping = "STOPPING=1"
 	alive    = "WATCHDOG=1"
 )
 
-// Managed tells whether there is a service manager that listens.
+// Managed reports whether a service manager listens.
 func Managed() bool { return os.Getenv("NOTIFY_SOCKET") != "" }
 
-// Notify tells the service manager a state.
+// Notify sends a state to the service manager.
 func Notify(state string) error { return notify(state) }
 
-// notify sends a state, and descriptors that go with it.
+// notify sends a state together with descriptors.
 func notify(state string, fds ...int) error {
 	path := os.Getenv("NOTIFY_SOCKET")
 	if path == "" {
 		return nil
 	}
-	// a leading @ is an abstract name there too
+	// a leading @ is an abstract name here too
 	c, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"})
 	if err != nil {
 		return fmt.Errorf("systemd: %w", err)
@@ -46,7 +46,7 @@ func notify(state string, fds ...int) error {
 	if err != nil {
 		return fmt.Errorf("systemd: %w", err)
 	}
-	// net has no way to send descriptors on a connected datagram socket.
+	// Package net cannot send descriptors on a connected datagram socket.
 	var sent error
 	if err := raw.Write(func(fd uintptr) bool {
 		sent = syscall.Sendmsg(int(fd), []byte(state), rights, nil, syscall.MSG_NOSIGNAL)
@@ -60,7 +60,7 @@ func notify(state string, fds ...int) error {
 	return nil
 }
 
-// Watch feeds the watchdog as long as healthy says nil, until ctx ends. It returns at once if there is no watchdog.
+// Watch feeds the watchdog as long as healthy returns nil, until ctx ends. Without a watchdog it returns at once.
 func Watch(ctx context.Context, healthy func(context.Context) error) {
 	usec, err := strconv.ParseInt(os.Getenv("WATCHDOG_USEC"), 10, 64)
 	if err != nil || usec <= 0 {
@@ -89,7 +89,7 @@ func Watch(ctx context.Context, healthy func(context.Context) error) {
 // firstFD is the first of the passed descriptors (SD_LISTEN_FDS_START).
 const firstFD = 3
 
-// passed calls f with each descriptor that systemd passed, and its name, until f says that it has seen enough.
+// passed calls f with each descriptor that systemd passed, and its name, until f returns false.
 func passed(f func(fd int, name string) bool) {
 	n, err := strconv.Atoi(os.Getenv("LISTEN_FDS"))
 	if err != nil || os.Getenv("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
@@ -103,7 +103,7 @@ func passed(f func(fd int, name string) bool) {
 	}
 }
 
-// Listener returns the socket that systemd passed under a name (FileDescriptorName=), nil if it did not.
+// Listener returns the socket that systemd passed under a name (FileDescriptorName=), or nil.
 func Listener(name string) (net.Listener, error) {
 	fd := -1
 	passed(func(n int, is string) bool {
@@ -122,7 +122,7 @@ func Listener(name string) (net.Listener, error) {
 		return nil, fmt.Errorf("systemd: the socket %q: %w", name, err)
 	}
 	if u, ok := l.(*net.UnixListener); ok {
-		u.SetUnlinkOnClose(false) // it is systemd's
+		u.SetUnlinkOnClose(false) // systemd owns it
 	}
 	return l, nil
 }

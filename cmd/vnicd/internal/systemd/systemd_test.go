@@ -56,7 +56,7 @@ func TestNotify(t *testing.T) {
 	}
 }
 
-// The watchdog is fed while the daemon is healthy, and no longer.
+// The watchdog is fed only while the daemon is healthy.
 func TestWatch(t *testing.T) {
 	c := manager(t)
 	t.Setenv("WATCHDOG_USEC", "3000")
@@ -84,13 +84,13 @@ func TestWatch(t *testing.T) {
 	<-done
 	_ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 	if n, err := c.Read(make([]byte, 10)); err == nil {
-		t.Errorf("fed though it was stuck: %d bytes", n)
+		t.Errorf("fed although the daemon was stuck: %d bytes", n)
 	}
 	t.Setenv("WATCHDOG_PID", "1")
-	Watch(context.Background(), nil) // another process's: returns
+	Watch(context.Background(), nil) // the watchdog of another process: returns at once
 }
 
-// A socket that was passed is found by its name; the child of this test is the service.
+// A passed socket is found by its name. A child process of the test is the service.
 func TestListener(t *testing.T) {
 	if os.Getenv("SYSTEMD_TEST_CHILD") != "" {
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
@@ -144,7 +144,7 @@ func TestListener(t *testing.T) {
 	}
 }
 
-// What is kept arrives with its name, and is the same file.
+// A kept descriptor arrives with its name, and is the same file.
 func TestStore(t *testing.T) {
 	c := manager(t)
 	f, err := os.Create(filepath.Join(t.TempDir(), "kept"))
@@ -173,7 +173,7 @@ func TestStore(t *testing.T) {
 	defer got.Close()
 	want, _ := f.Stat()
 	if st, err := got.Stat(); err != nil || !os.SameFile(st, want) {
-		t.Errorf("another file came: %v", err)
+		t.Errorf("a different file arrived: %v", err)
 	}
 	if err := s.Forget("hca/one"); err != nil {
 		t.Fatal(err)
@@ -181,7 +181,7 @@ func TestStore(t *testing.T) {
 	if got := read(t, c); got != "FDSTOREREMOVE=1\nFDNAME=hca/one" {
 		t.Errorf("%q", got)
 	}
-	// A service that ends forgets nothing.
+	// A service that ends keeps its descriptors in the store.
 	s.Freeze()
 	if err := s.Forget("hca/one"); err != nil {
 		t.Fatal(err)

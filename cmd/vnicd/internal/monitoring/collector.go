@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 )
 
-// metric is one family. All families are in the list below: what is exported is declared before it is collected.
+// metric is one family. All families are declared in the list below.
 type metric struct {
 	desc *prometheus.Desc
 	kind prometheus.ValueType
@@ -60,7 +60,7 @@ var (
 	shortEntries = gauge("short_path_entries",
 		"Pairs of addresses whose TCP the kernel carries between host ports and tunnels.")
 	shortFrames = counter("short_path_frames_total",
-		"Frames of the tunnels that the kernel carried so; those of vtep_* have them, too.")
+		"Tunnel frames that the kernel carried between host ports and tunnels; vtep_* counts them, too.")
 )
 
 // Networks and their ports.
@@ -82,7 +82,7 @@ var (
 	portLearned = gauge("port_learned_addresses", "Addresses learnt at a port.", "network", "kind", "port")
 )
 
-// BGP EVPN. Neighbours are labels by their addresses: there are as many as the configuration names.
+// BGP EVPN. Neighbours are labelled by address; the configuration bounds their number.
 var (
 	evpnInfo = gauge("evpn_info", "Always 1; labels: AS, router id and VTEP.", "as", "router_id", "vtep")
 	evpnUp   = gauge("evpn_session_up", "Whether the BGP session with a neighbour is established.", "neighbour",
@@ -106,12 +106,12 @@ var (
 	evpnWaiting = gauge("evpn_network_addresses_waiting", "Remote addresses that wait for room.", "network")
 	evpnOut     = gauge("evpn_network_routes_advertised",
 		"Addresses of this host that are advertised: MACs, and MACs with IP.", "network")
-	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are here and elsewhere, and not updated.", "network")
+	evpnFrozen     = gauge("evpn_network_duplicates", "MACs that are on this host and elsewhere, and not updated.", "network")
 	evpnDuplicates = counter("evpn_network_duplicates_total", "Times that a MAC was detected as duplicate.",
 		"network")
 )
 
-// traffic is what is counted at ports and tunnels alike.
+// traffic is counted at ports and tunnels alike.
 type traffic struct{ inFrames, inBytes, outFrames, outBytes, floods, answered, drops metric }
 
 func newTraffic(prefix, what string, labels ...string) traffic {
@@ -152,9 +152,9 @@ var (
 	hcaCNPSent = counter("hca_np_cnp_sent_total", "Congestion notifications sent.", "vm")
 	hcaCNPs    = counter("hca_rp_cnp_handled_total", "Congestion notifications received and obeyed.", "vm")
 	hcaKept    = counter("hca_kept_packets_total",
-		"RDMA packets, of requests and responses, that came before their turn and were kept.", "vm")
+		"RDMA packets, of requests and responses, that arrived out of order and were kept.", "vm")
 	hcaMapsOut = counter("hca_selective_acks_sent_total",
-		"Selective acknowledgements sent: a packet is missing, others behind it are there.", "vm")
+		"Selective acknowledgements sent: a packet is missing, later ones have arrived.", "vm")
 	hcaMapsIn = counter("hca_selective_acks_received_total", "Selective acknowledgements received.", "vm")
 	hcaLocalB = counter("hca_local_bytes_total", "Bytes of payload copied between VMs of this host, without packets.",
 		"vm")
@@ -195,7 +195,7 @@ var statHelp = [abi.NumStats]string{
 	abi.StatTxRNR:         "Receiver-not-ready answers sent: no receive posted, or a page fault.",
 	abi.StatRxRNR:         "Receiver-not-ready answers received.",
 	abi.StatRetransmits:   "Packets sent again.",
-	abi.StatTimeouts:      "Times that an acknowledgement did not come in time.",
+	abi.StatTimeouts:      "Times that an acknowledgement was not in time.",
 	abi.StatOutOfSequence: "Packets that arrived out of sequence.",
 	abi.StatDuplicates:    "Packets that arrived twice.",
 	abi.StatICRCErrors:    "Packets with a wrong invariant CRC.",
@@ -203,7 +203,7 @@ var statHelp = [abi.NumStats]string{
 	abi.StatAccessErrors:  "Operations refused for their key, range or rights.",
 	abi.StatGuestFaults:   "Page faults raised to the guest's driver.",
 	abi.StatHostFaults:    "Page faults of the HCA raised to the host's driver.",
-	abi.StatInvalidations: "Pages that the guest's driver took away from regions, by request.",
+	abi.StatInvalidations: "Pages that the guest's driver invalidated in regions, by request.",
 	abi.StatFaultsResumed: "Page faults that the guest's driver answered with a page.",
 	abi.StatFaultsFailed:  "Page faults that the guest's driver answered with an error.",
 	abi.StatFaultDrops:    "Packets dropped for a page fault.",
@@ -216,7 +216,7 @@ func newHCAStats() (out [abi.NumStats]metric) {
 	return out
 }
 
-// collector makes metrics of a status, one snapshot per scrape.
+// collector makes metrics from a status, one snapshot per scrape.
 type collector struct{ status func() *daemon.Status }
 
 // Describe implements prometheus.Collector.
@@ -405,7 +405,7 @@ func (e emitter) hca(vm string, h *hca.Status) {
 		e.count(hcaDrops, n, vm, reason)
 	}
 	if h.Busy {
-		return // what follows is not known; zeros would look as if it had begun anew
+		return // the rest is unknown; zeros would look like a restart
 	}
 	for _, o := range []struct {
 		name string
@@ -432,7 +432,7 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	e.time(epochLongest, f.LongestDrain, vm)
 }
 
-// histogramBuckets are those of translate.Histogram without the last, which has no upper bound.
+// histogramBuckets are those of translate.Histogram except the last, which has no upper bound.
 const histogramBuckets = 31
 
 func (e emitter) faults(vm, level string, q *hca.FaultQueue) {

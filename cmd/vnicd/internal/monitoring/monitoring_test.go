@@ -33,7 +33,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// filled returns a status in which every number is different, every list has one element and every text is its place.
+// filled returns a status in which every number is different, every list has one element and every text is its path.
 func filled() *daemon.Status {
 	s := &daemon.Status{}
 	next := int64(1000)
@@ -109,20 +109,20 @@ func filled() *daemon.Status {
 	return s
 }
 
-// notExported are the numbers of a status that no metric tells, and why.
+// notExported are the numbers of a status that are not metrics, and why.
 var notExported = regexp.MustCompile(`^(` + strings.Join([]string{
-	`pid`,                                                      // process_* tell it
+	`pid`,                                                      // process_* has it
 	`engines\.(CPUs|Nice)`,                                     // configuration
-	`networks\.fdb\..*`,                                        // per address: without bound
+	`networks\.fdb\..*`,                                        // per address: unbounded
 	`networks\.(neighbours|flapping)\..*`,                      // likewise
-	`networks\.entries`,                                        // learnt and static apart
-	`networks\.ports\.loop`,                                    // a place, not a figure
-	`vtep\.(source_ports|refused\..*)`,                         // per sender: without bound
+	`networks\.entries`,                                        // exported as learnt and static
+	`networks\.ports\.loop`,                                    // a place, not a measurement
+	`vtep\.(source_ports|refused\..*)`,                         // per sender: unbounded
 	`vtep\.networks\.(vni|peers\..*)`,                          // counted
 	`vms\.hca\.qps\..*`,                                        // per queue pair: counted by state
-	`vms\.hca\.faults\.\w+\.(raised|resumed|failed)`,           // counters of the HCA or of the memory tell it
+	`vms\.hca\.faults\.\w+\.(raised|resumed|failed)`,           // counters of the HCA or the memory have it
 	`vms\.hca\.faults\.invalidations`,                          // likewise
-	`vms\.hca\.faults\.\w+\.(mean|median|p99|max|estimate)_ns`, // a histogram tells more
+	`vms\.hca\.faults\.\w+\.(mean|median|p99|max|estimate)_ns`, // a histogram has more
 	`vms\.memory\.fault_time\..*`,                              // the same faults as those of the HCA's host level
 }, "|") + `)$`)
 
@@ -142,7 +142,7 @@ func numbers(v any, path string, out map[string]float64) {
 	}
 }
 
-// Every number of the status is a metric, or stands in the list of those that are none; so a new one is not forgotten.
+// Every number of the status is a metric or listed in notExported, so that a new number is not forgotten.
 func TestEveryNumberIsExported(t *testing.T) {
 	s := filled()
 	text, err := json.Marshal(s)
@@ -178,7 +178,7 @@ func TestEveryNumberIsExported(t *testing.T) {
 			v = time.Duration(v).Seconds()
 		}
 		found := have[v] || labels[fmt.Sprint(v)]
-		if path == "networks.static" { // entries - static is there too
+		if path == "networks.static" { // exported as entries - static, too
 			found = found && have[want["networks.entries"]-v]
 		}
 		if skip := notExported.MatchString(path); found == skip {
@@ -212,7 +212,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// What a status leaves out because the device was busy is missing, not 0.
+// Values that a status omits because the device was busy are missing in the metrics, not 0.
 func TestBusy(t *testing.T) {
 	s := filled()
 	s.VMs[0].HCA.Busy = true
@@ -260,7 +260,7 @@ func TestHistogram(t *testing.T) {
 	}
 }
 
-// stage is a daemon with a VM whose HCA works, on demand.
+// stage is a daemon with a VM whose HCA works on on-demand memory.
 type stage struct {
 	t      *testing.T
 	d      *daemon.Daemon
@@ -305,7 +305,7 @@ func unixTransport(path string) http.RoundTripper {
 	}}
 }
 
-// traffic has the VM write to itself, through pages that are absent at first.
+// traffic makes the VM write to itself, through pages that are absent at first.
 func (s *stage) traffic(socket string) {
 	must := func(err error) {
 		s.t.Helper()
@@ -365,7 +365,7 @@ func (s *stage) get(method, path string) (int, string) {
 	return resp.StatusCode, string(text)
 }
 
-// What a scrape tells is what `vnicd status -j` tells, for a daemon that has worked.
+// A scrape has the same values as `vnicd status -j`, for a daemon with traffic.
 func TestScrape(t *testing.T) {
 	s := newStage(t, false)
 	status, text := s.get("GET", "/metrics")
@@ -436,7 +436,7 @@ func TestProfiles(t *testing.T) {
 	}
 }
 
-// stuck is a daemon one of whose engines does not answer.
+// stuck is a daemon with an engine that does not answer.
 type stuck struct{ Source }
 
 func (stuck) Healthy(ctx context.Context) error { return errors.New("no answer from engine 1") }
@@ -472,7 +472,7 @@ func TestListenErrors(t *testing.T) {
 	}
 }
 
-// The dashboard and the operators' page speak of metrics that exist.
+// The metrics in the dashboard and in the operators' document exist.
 func TestDocumentedNames(t *testing.T) {
 	s := filled()
 	fams, err := registry(func() *daemon.Status { return s }).Gather()

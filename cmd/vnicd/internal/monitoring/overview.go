@@ -15,8 +15,8 @@ type overview struct {
 	Host    string  `json:"host"`
 	Version string  `json:"version"`
 	Uptime  float64 `json:"uptime_seconds"`
-	At      int64   `json:"at_ms"` // when the figures were gathered, Unix time
-	// how long ago that was: more than a few seconds if the data path does not answer
+	At      int64   `json:"at_ms"` // when the snapshot was made, Unix time
+	// age of the snapshot; more than a few seconds if the data path does not answer
 	Age         int64               `json:"age_ms"`
 	Buffers     daemon.BufferStatus `json:"buffers"`
 	VTEP        *tunnels            `json:"vtep,omitempty"`
@@ -57,16 +57,16 @@ type vmView struct {
 	HCA      string    `json:"hca"`
 	QPs      int       `json:"qps"`
 	MRs      int       `json:"mrs"`
-	Parked   int       `json:"parked"` // sides of QPs that wait for a page
+	Parked   int       `json:"parked"` // requesters and responders that wait for a page
 	Budget   uint64    `json:"budget_bytes"`
 	Resident uint64    `json:"resident_bytes"`
 	Memory   uint64    `json:"memory_bytes"`
-	Faults   [2]uint64 `json:"faults"` // of the guest level and the host level, since the start
-	// Strip is where those were, from the lowest to the highest address of its memory.
+	Faults   [2]uint64 `json:"faults"` // guest level, host level; since the start
+	// Strip is the number of faults by place, from the lowest to the highest address of its memory.
 	Strip []uint64 `json:"strip"`
 }
 
-// vmDetail is what is told of one VM only.
+// vmDetail is sent for one VM only.
 type vmDetail struct {
 	Name  string            `json:"name"`
 	Areas []hostdriver.Area `json:"areas"` // of its memory
@@ -76,9 +76,9 @@ type vmDetail struct {
 
 // levelView is one level of page faults.
 type levelView struct {
-	CellBytes uint64   `json:"cell_bytes"` // 0: there was none
-	BasePA    uint64   `json:"base_pa"`    // where the first cell begins
-	Cells     []uint64 `json:"cells"`      // empty ones at the end are left out
+	CellBytes uint64   `json:"cell_bytes"` // 0: no faults yet
+	BasePA    uint64   `json:"base_pa"`    // address of the first cell
+	Cells     []uint64 `json:"cells"`      // without empty cells at the end
 	Waiting   uint64   `json:"waiting"`
 	Count     uint64   `json:"count"` // of those in Buckets
 	Median    int64    `json:"median_ns"`
@@ -87,10 +87,10 @@ type levelView struct {
 	Buckets   []uint64 `json:"buckets"` // [0]: below 1 us; [i]: 2^(i-1) to 2^i us
 }
 
-// connection is the RDMA connections between a VM and one other place.
+// connection counts the RDMA connections between a VM and one other place.
 type connection struct {
 	VM    string `json:"vm"`
-	Kind  string `json:"kind"` // vm, vtep, tap; "": not known
+	Kind  string `json:"kind"` // vm, vtep, tap; "": unknown
 	To    string `json:"to"`   // VM, underlay address or port
 	Count int    `json:"count"`
 }
@@ -98,7 +98,7 @@ type connection struct {
 // maxConnections bounds the list.
 const maxConnections = 2000
 
-// group adds up connections with the same ends, the most numerous first.
+// group counts connections with the same ends, the most frequent first.
 func group(all []daemon.VMConnection) []connection {
 	counts := map[connection]int{}
 	for _, c := range all {
@@ -122,7 +122,7 @@ func group(all []daemon.VMConnection) []connection {
 	return out[:min(len(out), maxConnections)]
 }
 
-// overview makes an answer: of samples those after since, of the VM of that name the detail.
+// overview makes an answer: the samples after since, and the detail of the named VM.
 func (v *view) overview(now time.Time, since uint64, vm string) *overview {
 	s := v.status
 	o := &overview{
@@ -198,8 +198,8 @@ func state(connected, up, broken bool) string {
 // stripCells is the length of a strip.
 const stripCells = 32
 
-// strip adds up both levels over the VM's memory, holes left out. What lies outside of it, of memory that was
-// unplugged, is left out.
+// strip adds up both levels over the VM's memory, without holes. Faults outside of it, in memory that was unplugged
+// since, are ignored.
 func strip(m *daemon.VMStatus) []uint64 {
 	both := m.Memory.Heat
 	both.Merge(&m.HCA.Faults.GuestHeat)
@@ -217,7 +217,7 @@ func strip(m *daemon.VMStatus) []uint64 {
 		}
 		from, before := uint64(both.Base)+uint64(i)*both.CellSize(), uint64(0)
 		for _, a := range m.Memory.Areas {
-			// A cell that holds the beginning of an area counts there.
+			// A cell that contains the beginning of an area counts there.
 			if at := max(from, a.GuestPA); at < a.GuestPA+a.Size && at < from+both.CellSize() {
 				out[int(float64(before+at-a.GuestPA)/float64(total)*stripCells)] += n
 				break
@@ -228,7 +228,7 @@ func strip(m *daemon.VMStatus) []uint64 {
 	return out
 }
 
-// newDetail returns nil while a command of the guest keeps what it asks for: the reader has the former figures.
+// newDetail returns nil while a command of the guest blocks the values it needs; the reader keeps the previous ones.
 func newDetail(m *daemon.VMStatus) *vmDetail {
 	if m.HCA.Busy {
 		return nil
@@ -253,7 +253,7 @@ func (l *levelView) heat(h *translate.HeatMap) {
 	}
 }
 
-// withoutEnd leaves out zeros at the end.
+// withoutEnd removes zeros at the end.
 func withoutEnd(n []uint64) []uint64 {
 	for len(n) > 0 && n[len(n)-1] == 0 {
 		n = n[:len(n)-1]

@@ -16,17 +16,17 @@ import (
 //go:embed page
 var pageFiles embed.FS
 
-// policy lets the page load its own files and ask this server, and nothing else: no inline script or style, no other
-// origin, no frame around it.
+// policy lets the page load only its own files and connect only to this server: no inline script or style, no other
+// origin, no embedding in frames.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
-// fileTypes are those that the page consists of.
+// fileTypes are the types of the page's files.
 var fileTypes = map[string]string{
 	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
 	".svg": "image/svg+xml",
 }
 
-// servePage adds the page and its figures to mux. where is the address that the server listens at.
+// servePage adds the page and its data to mux. where is the server's address.
 func servePage(mux *http.ServeMux, s *sampler, where string) {
 	files, _ := fs.Sub(pageFiles, "page")
 	entries, _ := fs.ReadDir(files, ".")
@@ -54,7 +54,7 @@ func servePage(mux *http.ServeMux, s *sampler, where string) {
 		}
 		v := s.view()
 		if v == nil {
-			http.Error(w, "the first figures are being gathered", http.StatusServiceUnavailable)
+			http.Error(w, "the first snapshot is not complete", http.StatusServiceUnavailable)
 			return
 		}
 		w.Header().Set("Content-Type", "application/json")
@@ -62,8 +62,8 @@ func servePage(mux *http.ServeMux, s *sampler, where string) {
 	}))
 }
 
-// guarded refuses requests for a name that is not this server's: a page of somebody else's whose name is made to
-// resolve to our address (DNS rebinding) would otherwise be of our origin.
+// guarded refuses requests whose Host is not this server's. Otherwise a foreign page whose name is made to resolve to
+// our address (DNS rebinding) would be of our origin.
 func guarded(where string, h http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		head := w.Header()
@@ -74,7 +74,7 @@ func guarded(where string, h http.HandlerFunc) http.Handler {
 		head.Set("Cross-Origin-Opener-Policy", "same-origin")
 		head.Set("Cache-Control", "no-store")
 		if !ownName(r.Host, where) {
-			http.Error(w, "ask for this server by its IP address, as localhost, or by the name in monitoring.listen",
+			http.Error(w, "address this server by its IP address, as localhost, or by the name in monitoring.listen",
 				http.StatusForbidden)
 			return
 		}
@@ -82,8 +82,8 @@ func guarded(where string, h http.HandlerFunc) http.Handler {
 	})
 }
 
-// ownName tells whether a Host header names this server: by an address, which needs no name service, as localhost, or
-// as where, the configured address, does.
+// ownName reports whether a Host header names this server: by an IP address, which needs no name service, as localhost,
+// or by the name in the configured address.
 func ownName(host, where string) bool {
 	name := host
 	if h, _, err := net.SplitHostPort(host); err == nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// The page's figures are those of the status, and the heat maps have every fault.
+// The page's data are those of the status, and the heat maps have every fault.
 func TestOverview(t *testing.T) {
 	s := newPageStage(t)
 	var o overview
@@ -35,7 +35,7 @@ func TestOverview(t *testing.T) {
 		}
 	}
 	if strings.Contains(text, ":null") {
-		t.Errorf("a list is null, which is none to the page: %s", text)
+		t.Errorf("a list is null, which the page does not expect: %s", text)
 	}
 	vm := s.d.Status().VMs[0]
 	if len(o.VMs) != 1 || o.VMs[0].Name != "one" || o.VMs[0].HCA != "up" || o.VMs[0].Net != "down" || o.VMs[0].QPs != 1 ||
@@ -80,7 +80,7 @@ func TestOverview(t *testing.T) {
 	}
 }
 
-// Every file comes with the policy, and only to those who call the server by a name of its own.
+// Every file is served with the policy, and only if the request uses one of the server's own names.
 func TestPagePolicy(t *testing.T) {
 	s := newPageStage(t)
 	files, _ := fs.Glob(pageFiles, "page/*")
@@ -128,11 +128,11 @@ func TestPagePolicy(t *testing.T) {
 		}
 	}
 	if !ownName("Monitor.example:9469", "monitor.example:9469") || ownName("x.example", ":9469") || ownName("", ":9469") {
-		t.Error("names of the configuration")
+		t.Error("the page is served under a name of the configuration")
 	}
 }
 
-// Without its key there is no page.
+// Without its key, the page is not served.
 func TestNoPage(t *testing.T) {
 	s := newStage(t, false)
 	for _, p := range []string{"/", "/app.js", "/v1/overview"} {
@@ -142,7 +142,7 @@ func TestNoPage(t *testing.T) {
 	}
 }
 
-// healthyVM is a status with one VM that works.
+// healthyVM is a status with one working VM.
 func healthyVM() *daemon.Status {
 	v := daemon.VMStatus{Name: "one", Network: "blue", Net: vnet.Status{Connected: true, Pairs: []string{"rx+tx"}},
 		HCA:    hca.Status{Connected: true, Up: true, Link: true, Stats: map[string]uint64{}, Drops: map[string]uint64{}},
@@ -151,7 +151,7 @@ func healthyVM() *daemon.Status {
 		Ports: []vswitch.PortStatus{{Name: "one", Kind: "vm"}}}}, VMs: []daemon.VMStatus{v}}
 }
 
-// Each thing that goes wrong is found, once, with its severity; what is normal is not.
+// Each problem is found once, with its severity; normal states are not reported.
 func TestFindings(t *testing.T) {
 	drops := func(s *daemon.Status, reason vswitch.Reason) {
 		s.Networks[0].Ports[0].Drops = map[string]uint64{reason.String(): 5}
@@ -226,8 +226,8 @@ func TestFindings(t *testing.T) {
 	}
 }
 
-// A problem has one beginning, is told for a while when it is over, and begins anew after that. The present and the
-// worst come first.
+// A problem has one beginning, stays listed for a while after its end, and then begins anew. Present and severe
+// problems come first.
 func TestWatch(t *testing.T) {
 	var w watch
 	at := time.UnixMilli(1e12)
@@ -245,13 +245,13 @@ func TestWatch(t *testing.T) {
 	}
 	got = look(linger, a)
 	if len(got) != 2 || got[0].VM != "a" || got[1].Present {
-		t.Errorf("one is over: %+v", got)
+		t.Errorf("one has ended: %+v", got)
 	}
 	if got = look(time.Second, a); len(got) != 1 {
 		t.Errorf("one is forgotten: %+v", got)
 	}
 	if got = look(time.Second, a, b); got[0].VM != "b" || got[0].Since != at.UnixMilli() {
-		t.Errorf("it is back: %+v", got)
+		t.Errorf("it has come back: %+v", got)
 	}
 	var many []Problem
 	for i := range 3 * maxProblems {
@@ -262,7 +262,7 @@ func TestWatch(t *testing.T) {
 	}
 }
 
-// The strip has what lies in the VM's memory, however that is cut.
+// The strip has the faults inside the VM's memory, however the memory is divided into areas.
 func TestStrip(t *testing.T) {
 	m := &daemon.VMStatus{}
 	m.Memory.Areas = []hostdriver.Area{{GuestPA: 0, Size: 1 << 30}, {GuestPA: 4 << 30, Size: 1 << 30}}
@@ -277,6 +277,6 @@ func TestStrip(t *testing.T) {
 	}
 	m.Memory.Areas = m.Memory.Areas[:1]
 	if s := strip(m); s[0] != 1 || slices.Max(s[1:]) != 0 {
-		t.Errorf("memory that is gone: %v", s)
+		t.Errorf("memory that was unplugged: %v", s)
 	}
 }

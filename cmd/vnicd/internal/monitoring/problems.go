@@ -16,10 +16,10 @@ import (
 const (
 	severe  = "error"   // something does not work
 	warning = "warning" // something works worse than it should
-	note    = "note"    // something is missing that may be meant to be
+	note    = "note"    // something is missing, perhaps on purpose
 )
 
-// Problem is a condition that an operator should know. OPERATING.md says what to do about each.
+// Problem is a condition that an operator should know of. OPERATING.md has what to do about each.
 type Problem struct {
 	Severity string `json:"severity"`
 	VM       string `json:"vm,omitempty"`
@@ -28,23 +28,23 @@ type Problem struct {
 	// Since is when it was first seen, Last when it was last seen, Unix time.
 	Since int64 `json:"since_ms"`
 	Last  int64 `json:"last_ms"`
-	// Present tells whether it is so now. One that has gone is told for a while.
+	// Present is true while the condition holds. A problem that has ended stays listed for a while.
 	Present bool `json:"present"`
 
-	kind string // with VM and Network what makes two sightings one problem
+	kind string // with VM and Network, the identity of a problem
 }
 
 const (
-	// linger is how long a problem that has gone is told.
+	// linger is how long a problem stays listed after its end.
 	linger = time.Minute
 	// maxProblems bounds the list; the worst and newest are kept.
 	maxProblems = 200
 )
 
-// watch follows problems from their first sighting to their end.
+// watch follows problems from first to last sighting.
 type watch struct{ known []Problem }
 
-// look takes in what was found at now.
+// look records the problems found at now.
 func (w *watch) look(now time.Time, found []Problem) {
 	at := now.UnixMilli()
 	for i := range w.known {
@@ -82,7 +82,7 @@ next:
 
 func (w *watch) list() []Problem { return append([]Problem{}, w.known...) }
 
-// findings tells what is wrong, from two snapshots and what happened between them.
+// findings returns the present problems, from two snapshots and the activity between them.
 func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 	seconds := max(now.Uptime-before.Uptime, 0.001)
 	put := func(severity, kind, vm, network, what string, args ...any) {
@@ -122,14 +122,14 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 	return out
 }
 
-// vmFindings tells what is wrong with one VM.
+// vmFindings returns the problems of one VM.
 func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	put func(severity, kind, what string, args ...any)) {
 	v := l.VM
 	h, m := &v.HCA, &v.Memory
 	if v.Going {
 		if o.Going {
-			put(severe, "going", "it was removed, and its memory is still in use: see the log for what holds it")
+			put(severe, "going", "it was removed, but its memory is still in use: see the log for the holder")
 		}
 		return
 	}
@@ -173,7 +173,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	}
 	if drops := maps.Clone(l.Drops); len(drops) > 0 {
 		if !v.Net.Up() {
-			delete(drops, vswitch.NotReady.String()) // what others send to everybody
+			delete(drops, vswitch.NotReady.String()) // broadcasts before the guest is ready
 		}
 		if len(drops) > 0 {
 			put(warning, "drops", "frames are dropped at its port: %s", perSecond(drops, seconds))
@@ -181,7 +181,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	}
 	refused := maps.Clone(l.Refused)
 	for _, again := range []string{"duplicate", "sequence"} {
-		delete(refused, again) // what loss and page faults bring with them
+		delete(refused, again) // follows from loss and page faults
 	}
 	if len(refused) > 0 {
 		put(warning, "refused", "RoCE packets are refused: %s", perSecond(refused, seconds))
@@ -189,7 +189,7 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	if m.Unlocked != "" {
 		put(warning, "unlocked", "the host may swap memory that its devices use: %s", m.Unlocked)
 	}
-	// Each second chance is memory that was about to go while it was needed.
+	// Each second chance is memory that was nearly evicted while still needed.
 	evicted, again := daemon.Since(o.Memory.Evictions, m.Evictions), daemon.Since(o.Memory.Refaults, m.Refaults)
 	if m.Budget > 0 && float64(min(evicted, again)) > 20*seconds {
 		put(warning, "budget", "its memory budget is too small: %s evictions/s and %s refaults/s",

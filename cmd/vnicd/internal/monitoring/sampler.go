@@ -8,22 +8,22 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-// The page's figures are gathered by one goroutine, however many look: what readers cost does not depend on their
-// number, and who opens the page sees the last minutes at once.
+// One goroutine gathers the page's data, so the cost does not depend on the number of readers, and a newly opened page
+// has the last minutes at once.
 
 const (
 	samplePeriod = 2 * time.Second
-	// Where a snapshot takes long, for there are many VMs or the host is busy, they are made less often: it takes at most
-	// one part in sampleShare of the time, but there is one every maxPeriod.
+	// Where a snapshot takes long (many VMs, a busy host), snapshots are less frequent: they take at most one part in
+	// sampleShare of the time, but there is one every maxPeriod.
 	sampleShare = 50
 	maxPeriod   = 10 * time.Second
 	// historyLen samples are kept, ten minutes at the usual period.
 	historyLen = 300
-	// answerCells bounds the figures of one answer: so many samples times VMs.
+	// answerCells bounds the samples times VMs of one answer.
 	answerCells = 60_000
 )
 
-// A series is one figure of a VM, per second.
+// series are the values per VM, per second.
 var series = []struct {
 	name string
 	of   func(*daemon.Load) uint64
@@ -43,7 +43,7 @@ var series = []struct {
 	{"dropped", (*daemon.Load).Dropped},
 }
 
-// sample is what happened between two snapshots.
+// sample is the activity between two snapshots.
 type sample struct {
 	Seq     uint64               `json:"seq"`
 	At      int64                `json:"at_ms"` // when it ended, Unix time
@@ -51,7 +51,7 @@ type sample struct {
 	VMs     map[string][]float32 `json:"vms"` // per second, in the order of series
 }
 
-// view is the latest that is known.
+// view is the latest data.
 type view struct {
 	at          time.Time
 	status      *daemon.Status
@@ -60,14 +60,14 @@ type view struct {
 	history     []sample // oldest first
 }
 
-// sampler gathers views until close.
+// sampler makes views until close.
 type sampler struct {
 	src    Source
 	now    func() time.Time
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	watch watch // the goroutine's
+	watch watch // used by the goroutine only
 	seq   uint64
 
 	mu   sync.Mutex
@@ -81,7 +81,7 @@ func startSampler(src Source) *sampler {
 	return s
 }
 
-// close ends the goroutine; it waits for a snapshot in progress.
+// close ends the goroutine, after the snapshot in progress.
 func (s *sampler) close() {
 	s.cancel()
 	<-s.done
@@ -123,7 +123,7 @@ func (s *sampler) take() {
 			}
 			n.VMs[loads[i].VM.Name] = rates
 		}
-		// A new array: readers have the old one.
+		// A new array, because readers use the old one.
 		v.history = append(append(make([]sample, 0, historyLen), v.history[max(0, len(v.history)-historyLen+1):]...), n)
 		s.watch.look(v.at, findings(before.status, status, loads))
 	}
@@ -133,7 +133,7 @@ func (s *sampler) take() {
 	s.mu.Unlock()
 }
 
-// view is the latest view, nil before the first.
+// view returns the latest view, nil before the first.
 func (s *sampler) view() *view {
 	s.mu.Lock()
 	defer s.mu.Unlock()

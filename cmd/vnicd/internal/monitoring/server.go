@@ -1,11 +1,11 @@
-// Package monitoring serves what a running daemon does to monitoring systems: Prometheus metrics, a health check and,
-// if asked for, Go's profiles. It only reads. Whoever reaches the address may read all of it.
+// Package monitoring serves a running daemon's state to monitoring systems: Prometheus metrics, a health check and, if
+// enabled, Go's profiles and a web page. It is read-only. Any client that reaches the address may read all of it.
 //
-//	GET /metrics        the figures of `vnicd status`, and those of the process
+//	GET /metrics        the values of `vnicd status`, and the process's
 //	GET /healthz        200 "ok", or 503 with what is stuck
-//	GET /debug/pprof/   profiles, if switched on
-//	GET /               the web page, if switched on
-//	GET /v1/overview    its figures, as JSON
+//	GET /debug/pprof/   profiles, if enabled
+//	GET /               the web page, if enabled
+//	GET /v1/overview    the page's data, as JSON
 package monitoring
 
 import (
@@ -27,7 +27,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 )
 
-// Bounds of what a reader may cost.
+// Bounds of a reader's cost.
 const (
 	scrapes    = 2 // at once
 	scrapeTime = 10 * time.Second
@@ -35,11 +35,11 @@ const (
 	writeTime  = 2 * time.Minute // a profile takes 30 s by default
 )
 
-// Source is the daemon as this package sees it.
+// Source is the daemon, as this package uses it.
 type Source interface {
-	// Status is a snapshot. It may wait for the data path.
+	// Status makes a snapshot. It may wait for the data path.
 	Status() *daemon.Status
-	// Healthy returns when all engines have answered, or with an error that names one that has not when ctx ended.
+	// Healthy returns nil when all engines have answered. If ctx ends first, the error names those that have not.
 	Healthy(ctx context.Context) error
 	// Connections lists the RDMA connections of all VMs, or of one.
 	Connections(vm string) ([]daemon.VMConnection, error)
@@ -52,8 +52,8 @@ type Server struct {
 	done    chan struct{}
 }
 
-// Serve listens where cfg says and serves until Close. Without an address it does nothing and returns nil, which may be
-// closed.
+// Serve listens at the address in cfg and serves until Close. Without an address it does nothing and returns nil, on
+// which Close may be called.
 func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error) {
 	if cfg.Listen == "" {
 		return nil, nil
@@ -84,7 +84,7 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 	return s, nil
 }
 
-// Close ends the server; answers in progress get two seconds.
+// Close ends the server; responses in progress get two seconds.
 func (s *Server) Close() {
 	if s == nil {
 		return

@@ -1,4 +1,4 @@
-// The page asks for /v1/overview every two seconds and shows what it says.
+// The page requests /v1/overview every two seconds and shows the answer.
 
 import { h, text, attribute, byID } from "./dom.js";
 import { bytes, byteRate, clock, count, perSecond, span } from "./format.js";
@@ -6,15 +6,15 @@ import { heat, histogram, lines, span as shown, sparkline, strip } from "./chart
 import { topology } from "./topology.js";
 
 const period = 2000;
-const stale = 20000; // ms after which figures are old: the daemon gathers them every 2 to 10 s
+const stale = 20000; // age in ms of old data: the daemon makes a snapshot every 2 to 10 s
 
 let samples = [];
-let names = []; // of a sample's figures
+let names = []; // of a sample's values
 let last = null; // the latest answer
 let chosen = new URLSearchParams(location.hash.slice(1)).get("vm") || ""; // VM, as in #vm=NAME
 let order = { by: "state", down: false };
 
-// Figures.
+// Values.
 
 const nothing = new Proxy({}, { get: () => 0 });
 
@@ -46,7 +46,7 @@ function showProblems(o) {
   const root = byID("problems");
   root.replaceChildren();
   if (!list.some((p) => p.present && p.severity !== "note")) {
-    root.append(h("div", { class: "problem fine" }, h("span", { class: "mark" }, marks.fine), h("span", { class: "who" }, "All is well"),
+    root.append(h("div", { class: "problem fine" }, h("span", { class: "mark" }, marks.fine), h("span", { class: "who" }, "No problems"),
       h("span", { class: "what" }, `${o.vms.filter((v) => v.hca === "up").length} of ${o.vms.length} VMs use RDMA now`), h("span", { class: "when" }, "")));
   }
   const most = 8;
@@ -99,7 +99,7 @@ function showTiles(o) {
   }
 }
 
-// The table of VMs. pair is two figures, one above the other.
+// The table of VMs. pair is two values, one above the other.
 
 const pair = (a, b) => [a, b];
 const columns = [
@@ -229,7 +229,7 @@ function showDetail(o) {
   if (!v) return;
   text(byID("t-detail"), v.name);
   text(byID("detail-sub"), `network ${v.network}, ${v.mac}; virtio-net ${v.net}, HCA ${v.hca}; ${v.qps} queue pairs, ${v.mrs} memory regions; ` +
-    `memory ${bytes(v.memory_bytes)}, of it ${bytes(v.resident_bytes)} resident for its devices${v.budget_bytes ? ", budget " + bytes(v.budget_bytes) : ""}`);
+    `memory ${bytes(v.memory_bytes)}, ${bytes(v.resident_bytes)} of it resident for its devices${v.budget_bytes ? ", budget " + bytes(v.budget_bytes) : ""}`);
   for (const c of charts) c.chart.update(c.series.map((n) => points(n, v.name)), o.at_ms);
   const d = o.detail;
   if (!d || d.name !== v.name) return; // comes with the next answer
@@ -245,7 +245,7 @@ function showDetail(o) {
       }
     });
   }
-  // Both histograms have one scale, of at least twelve bars, that does not jump with each fault.
+  // Both histograms have the same scale, of at least twelve bars, so that it does not change with each fault.
   if (end < first) [first, end] = [2, 13];
   first = Math.max(0, first - 1);
   end = Math.min(31, Math.max(end + 1, first + 11));
@@ -259,7 +259,7 @@ function choose(name) {
   poll();
 }
 
-// All of it.
+// The whole page.
 
 const map = topology(byID("topology"), choose);
 for (const [colour, words, dot] of [["c-rdma", "RDMA connection"], ["c-eth", "network; dashed: tunnel"], ["c-up", "up", 1], ["c-attached", "attached, no driver", 1], ["c-down", "not attached", 1], ["c-broken", "stopped for an error", 1]]) {
@@ -299,11 +299,11 @@ async function poll() {
     const r = await fetch(`v1/overview?since=${since}&vm=${encodeURIComponent(chosen)}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
     if (!r.ok) throw new Error(await r.text());
     const o = await r.json();
-    if (last && o.uptime_seconds < last.uptime_seconds) samples = []; // another daemon: it numbers anew
+    if (last && o.uptime_seconds < last.uptime_seconds) samples = []; // another daemon: its numbers start again
     names = o.series;
     samples = samples.filter((p) => p.at_ms > o.at_ms - shown && !o.samples.some((n) => n.seq === p.seq)).concat(o.samples);
     last = o;
-    if (o.age_ms > stale) live(`no new figures for ${span(o.age_ms / 1000)}: the data path does not answer`, "bad");
+    if (o.age_ms > stale) live(`no new data for ${span(o.age_ms / 1000)}: the data path does not answer`, "bad");
     else live("live", "ok");
   } catch (e) {
     live(last ? `no answer since ${clock(last.at_ms)}` : "no answer: " + e.message, "bad");

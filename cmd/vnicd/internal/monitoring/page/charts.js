@@ -3,7 +3,7 @@
 import { h, s, text, attribute, tip } from "./dom.js";
 import { bytes, count, duration, hex } from "./format.js";
 
-// span is what line charts show, in ms.
+// span is the time that line charts show, in ms.
 export const span = 10 * 60 * 1000;
 
 // nice is the smallest of 1, 2, 5 times a power of ten that is not below v.
@@ -95,11 +95,11 @@ export function legend(entries) {
   return list;
 }
 
-// The classes of a heat map's cells: the same everywhere and for good, so that colours can be compared.
+// The classes of a heat map's cells are fixed, so that colours can be compared.
 const classes = [1, 10, 100, 1000, 10000];
 const classOf = (n) => classes.filter((c) => n >= c).length;
 
-// heat draws one level's faults over a VM's memory. Cells are as the daemon counts them: of equal size, a power of two.
+// heat draws one level's faults over a VM's memory. The daemon's cells are of equal size, a power of two.
 export function heat(level, title) {
   const svg = s("svg", { role: "img", "aria-label": title, class: level });
   const sub = h("span", { class: "sub" });
@@ -136,7 +136,7 @@ export function heat(level, title) {
     node: figure,
     update(view, areas, fresh) {
       const end = Math.max(...areas.map((a) => a.guest_pa + a.bytes), 0);
-      // The picture begins with the memory's first cell and ends with its last. Before the first fault there is no cell size.
+      // The chart goes from the memory's first cell to its last. Before the first fault the cell size is unknown.
       let size = view.cell_bytes || 65536;
       const first = Math.min(...areas.map((a) => a.guest_pa), end);
       if (!view.cell_bytes) while (size * 256 < end - first) size *= 2;
@@ -151,7 +151,7 @@ export function heat(level, title) {
         layout(width, size, areas, rows, columns, base);
         before = null;
       }
-      // Cells in the order of the picture. Both begin at multiples of the size.
+      // Cells in the order of the chart. Both begin at multiples of the size.
       const skip = (base - view.base_pa) / size;
       figures = Array.from({ length: rows * columns }, (_, i) => view.cells[i + skip] || 0);
       if (fresh) before = null;
@@ -205,12 +205,12 @@ export function histogram(level, title) {
               s("text", { class: "soft small", x: (x + step).toFixed(1), y: height - bottom + 16, "text-anchor": "middle" }, bound(i)));
           }
         }
-        svg.append(s("text", { class: "soft small", x: (left + width) / 2, y: height - 3, "text-anchor": "middle" }, "time from raising to answer; each bar twice as long as the one before"));
+        svg.append(s("text", { class: "soft small", x: (left + width) / 2, y: height - 3, "text-anchor": "middle" }, "time from raising to answer; each bar is twice the one before"));
       }
       figures = view.buckets;
       for (const [i, bar] of bars) {
         const v = figures[i] || 0;
-        // What happened once among millions is still seen.
+        // Rare events stay visible.
         const tall = v ? Math.max(y(0) - y(v), 1.5) : 0;
         attribute(bar, "y", (y(0) - tall).toFixed(1));
         attribute(bar, "height", tall.toFixed(1));
@@ -220,7 +220,7 @@ export function histogram(level, title) {
   };
 }
 
-// strip draws a VM's faults of both levels in a line, for a table.
+// strip draws a VM's faults of both levels in a row, for a table.
 export function strip(width, height) {
   const node = s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "guest", "aria-hidden": "true" });
   let cells = null;

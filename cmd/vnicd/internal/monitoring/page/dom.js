@@ -1,4 +1,4 @@
-// Elements are made by these two only: text goes in as text nodes, never as markup, so names cannot become any.
+// Only these two functions make elements: text becomes text nodes, never markup, so a name cannot inject any.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,7 +16,8 @@ export const h = (tag, attributes = {}, ...children) => fill(document.createElem
 // s(…) makes an SVG element likewise.
 export const s = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-// text and attribute change a node only if there is something to change: nothing is laid out or read aloud anew without need.
+// text and attribute change a node only if its value differs, to avoid layout and repeated announcements by screen
+// readers.
 export function text(node, value) {
   if (node.textContent !== value) node.textContent = value;
 }

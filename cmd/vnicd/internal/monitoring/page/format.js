@@ -1,4 +1,4 @@
-// Numbers as people read them: three digits and a unit.
+// Numbers for people: three digits and a unit.
 
 function scaled(value, base, units) {
   let i = 0;
@@ -12,7 +12,7 @@ function scaled(value, base, units) {
 
 export const count = (n) => scaled(n, 1000, ["", " k", " M", " G", " T"]).join("");
 export const bytes = (n) => scaled(n, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]).join("");
-// byteRate has decimal units, as network people count.
+// byteRate uses decimal units, as usual for networks.
 export const byteRate = (n) => scaled(n, 1000, [" B/s", " kB/s", " MB/s", " GB/s"]).join("");
 export const perSecond = (n) => count(n) + "/s";
 

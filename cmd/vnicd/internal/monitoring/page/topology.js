@@ -1,5 +1,5 @@
-// The topology: this host with its networks, VMs and TAP ports on the left, the other hosts on the right (below, where the window
-// is narrow). It is laid out anew only when something comes or goes; figures change in place.
+// The topology: this host with its networks, VMs and TAP ports on the left, the other hosts on the right (below in a
+// narrow window). Its layout changes only when an object is added or removed; values change in place.
 
 import { s, text, attribute, tip } from "./dom.js";
 import { byteRate } from "./format.js";
@@ -39,12 +39,12 @@ export function topology(root, choose) {
     const lower = s("g"), links = s("g"), upper = s("g");
     svg.append(lower, links, upper);
     let y = 34;
-    const exits = new Map(); // network -> where its bus leaves the host
+    const exits = new Map(); // network -> point where its bus leaves the host
     for (const n of o.networks) {
       const nodes = [...o.vms.filter((v) => v.network === n.name).map((v) => ({ vm: v })), ...n.taps.map((t) => ({ tap: t }))];
       upper.append(s("text", { class: "strong", x: 18, y: y + 12 }, n.name),
         s("text", { class: "soft", x: 24 + Math.min(n.name.length, 32) * 8, y: y + 12 }, `VNI ${n.vni}, MTU ${n.mtu}, ${n.addresses} addresses`));
-      y += 38; // arcs have room
+      y += 38; // room for arcs
       const rows = Math.max(1, Math.ceil(nodes.length / columns));
       for (let r = 0; r < rows; r++) {
         const line = y + chip.h + 12;
@@ -103,7 +103,7 @@ export function topology(root, choose) {
       }
     }
 
-    // RDMA connections, both directions of a pair as one.
+    // RDMA connections; both directions of a pair are one line.
     const pairs = new Map();
     for (const c of o.connections) {
       if (!chips.has(c.vm) || (c.kind === "vm" ? !chips.has(c.to) : !places.has(c.to))) continue;

@@ -30,7 +30,7 @@ func (a *app) evpnCmd() *cobra.Command {
 		},
 	}
 	routes := &cobra.Command{
-		Use: "routes [NETWORK]", Short: "Show routes in and out, and why unused ones are not used", Args: args(cobra.MaximumNArgs(1)),
+		Use: "routes [NETWORK]", Short: "Show routes in and out, and why one is unused", Args: args(cobra.MaximumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return get(a, c, "/v1/evpn/routes"+inNetwork(argv), func(list []evpn.RouteStatus) {
 				for i := range list {

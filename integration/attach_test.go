@@ -118,7 +118,7 @@ func testUnsuitable(ctx context.Context, t *testing.T, l *lab.Lab, h *lab.Host) 
 			"memory-backend-memfd,id=x,size=128M,share=off"}, `memory backend "x" has no share=on`},
 		{"no root port", shared, "does not support hotplugging; start the VM with -device pcie-root-port"},
 		{"one root port", append(shared, "-device", "pcie-root-port,id=rp1,chassis=1"),
-			"all 1 PCIe root ports are taken; two are needed; start the VM with"},
+			"all 1 PCIe root ports are in use; two are needed; start the VM with"},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			monitor := filepath.Join(h.Dir, fmt.Sprintf("u%d.qmp", i))

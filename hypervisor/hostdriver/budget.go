@@ -13,19 +13,18 @@ import (
 // MinBudget is the smallest limit of a Budget.
 const MinBudget = 4 << 20
 
-// ErrBudget says that a Hold asks for more of the budget than may be held.
+// ErrBudget: a Hold exceeds the part of the budget that may be held.
 var ErrBudget = errors.New("memory budget exceeded")
 
-// Budget bounds the bytes of one VM's memory that the device keeps resident
-// (PF-15). The drivers of the VM's sockets share it; memory that two of them
-// have resident counts twice.
+// Budget bounds the bytes of one VM's memory that the device keeps resident (PF-15). The drivers of the VM's sockets
+// share it; memory that two of them have resident counts twice.
 //
-// It is a segmented FIFO. Nothing tells how often the device uses a granule, so
-// the oldest are tried out: taken from the table, but kept resident for a while.
+// It is a segmented FIFO. The device sets no access bits, so the oldest granules are put on probation: removed from the
+// table, but kept resident for a while.
 //
 //	                 oldest of all                    oldest of these, epoch drained
 //	absent ──▶ active ───────────▶ inactive ─────────────────────▶ absent
-//	  fault      ▲   (withdrawn)      │    (given back to the kernel)
+//	  fault      ▲   (withdrawn)      │    (returned to the kernel)
 //	             └────────────────────┘
 //	              fault: second chance, costs a table entry
 //
@@ -33,14 +32,14 @@ var ErrBudget = errors.New("memory budget exceeded")
 type Budget struct {
 	limit uint64 // 0: none
 
-	mu       sync.Mutex    // never held while anything waits; guards all below and the granules
+	mu       sync.Mutex    // never held while waiting; guards the fields below and the granules
 	used     uint64        // resident, or about to be
 	held     uint64        // of these, by Hold
 	huge     uint64        // resident, not counted
 	active   list          // published
 	inactive list          // withdrawn, resident
 	changed  chan struct{} // closed and replaced by changeLocked
-	waiting  int           // who waits for that
+	waiting  int           // number of waiters for changed
 	drivers  map[*Driver]struct{}
 	counters counters
 }
@@ -48,14 +47,13 @@ type Budget struct {
 // counters of a Budget, over all its drivers, present and past.
 type counters struct {
 	evictions, refaults, withdrawals, discarded uint64
-	faults, failed                              uint64 // of drivers that are closed
+	faults, failed                              uint64 // of closed drivers
 	longest                                     time.Duration
 	heat                                        translate.HeatMap
 	unlocked                                    string // why some memory is not locked
 }
 
-// NewBudget returns a Budget of limit bytes, at least MinBudget, or without a
-// limit for 0.
+// NewBudget returns a Budget of limit bytes, at least MinBudget; 0: no limit.
 func NewBudget(limit uint64) *Budget {
 	if limit != 0 {
 		limit = max(limit, MinBudget)
@@ -63,13 +61,13 @@ func NewBudget(limit uint64) *Budget {
 	return &Budget{limit: limit, changed: make(chan struct{}), drivers: make(map[*Driver]struct{})}
 }
 
-// granule is the unit in which memory becomes resident and is given back.
+// granule is the unit in which memory becomes resident and is evicted.
 type granule struct {
 	r     *region
 	index uint64 // within r
 	state state
 	holds int              // > 0: active and on no list
-	drain *translate.Drain // inactive, leaving: who may still use it
+	drain *translate.Drain // inactive, leaving: epoch that may still use it
 
 	prev, next *granule
 	on         *list
@@ -81,10 +79,10 @@ const (
 	filling  state = iota // a goroutine makes it resident
 	active                // resident and published
 	inactive              // resident, not published
-	leaving               // a goroutine gives it back
+	leaving               // a goroutine evicts it
 )
 
-// busy tells that a goroutine works on the granule without the mutex.
+// busy reports that a goroutine works on the granule without the mutex.
 func (g *granule) busy() bool { return g.state == filling || g.state == leaving }
 
 func (g *granule) size() uint64 {
@@ -109,7 +107,7 @@ func (l *list) push(g *granule) {
 	l.bytes += g.size()
 }
 
-// unlist takes g off the list that it is on, if any.
+// unlist removes g from its list, if it is on one.
 func (g *granule) unlist() {
 	l := g.on
 	if l == nil {
@@ -129,8 +127,7 @@ func (g *granule) unlist() {
 	l.bytes -= g.size()
 }
 
-// waitLocked waits for the next change of anything that somebody may wait for:
-// a granule that is no longer busy, room.
+// waitLocked waits for the next change that may end a wait: a granule is no longer busy, or there is room.
 func (b *Budget) waitLocked(ctx context.Context) error {
 	changed := b.changed
 	b.waiting++
@@ -161,14 +158,13 @@ func (b *Budget) giveLocked(n uint64) {
 	}
 }
 
-// bring makes granule i of r resident and published. It may wait, for the
-// kernel or for an epoch to drain. The error is that of the memory
-// (translate.ErrMemoryGone and others), errGone when the slot is being removed,
-// ErrBudget for hold, or ctx's.
+// bring makes granule i of r resident and published. It may wait, for the kernel or for an epoch to drain. It returns
+// the memory's error (translate.ErrMemoryGone and others), errGone if the slot is being removed, ErrBudget for hold, or
+// ctx's error.
 func (b *Budget) bring(ctx context.Context, r *region, i uint64, hold bool) (*granule, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var room uint64 // taken for the granule
+	var room uint64 // reserved for the granule
 	defer func() { b.giveLocked(room) }()
 	for {
 		g := r.granules[i]
@@ -198,8 +194,8 @@ func (b *Budget) bring(ctx context.Context, r *region, i uint64, hold bool) (*gr
 	}
 }
 
-// fillLocked makes g resident; room for it has been taken and is given back on
-// an error. It drops the mutex meanwhile.
+// fillLocked makes g resident. The caller has reserved room for it; on an error the room is released. It drops the
+// mutex meanwhile.
 func (b *Budget) fillLocked(g *granule) error {
 	r := g.r
 	r.granules[g.index] = g
@@ -215,7 +211,7 @@ func (b *Budget) fillLocked(g *granule) error {
 		err = errGone
 	}
 	if err == nil {
-		// Only this package writes the table, so an error is a bug; it is told all the same.
+		// Only this package writes the table, so an error is a bug; it is returned all the same.
 		err = r.publish(g.index)
 	}
 	if err != nil {
@@ -239,8 +235,7 @@ func (b *Budget) forgetLocked(g *granule) {
 	b.changeLocked()
 }
 
-// useLocked publishes g again if it is inactive, puts it on the list or, to
-// hold it, takes it off.
+// useLocked publishes g again if it is inactive, and puts it on the active list, or removes it from there to hold it.
 func (b *Budget) useLocked(g *granule, hold bool) error {
 	if g.state == inactive {
 		if err := g.r.publish(g.index); err != nil {
@@ -257,7 +252,7 @@ func (b *Budget) useLocked(g *granule, hold bool) error {
 	if hold {
 		if n := g.size(); g.holds == 0 && counted {
 			if b.limit != 0 && b.held+n > b.limit/2 {
-				return fmt.Errorf("%d bytes are held, %d more are over half of the budget of %d: %w", b.held, n, b.limit, ErrBudget)
+				return fmt.Errorf("%d bytes are held, %d more exceed half of the budget of %d: %w", b.held, n, b.limit, ErrBudget)
 			}
 			g.unlist()
 			b.held += n
@@ -278,8 +273,8 @@ func (b *Budget) releaseLocked(g *granule) {
 	b.changeLocked()
 }
 
-// takeLocked reserves n bytes, evicting what it must. It may drop the mutex and
-// wait: for an epoch, or for granules that others fill or hold at the moment.
+// takeLocked reserves n bytes, evicting as needed. It may drop the mutex and wait: for an epoch, or for granules that
+// others fill or hold at the moment.
 func (b *Budget) takeLocked(ctx context.Context, n uint64) error {
 	for b.limit != 0 && b.used+n > b.limit {
 		g := b.inactive.head
@@ -300,8 +295,8 @@ func (b *Budget) takeLocked(ctx context.Context, n uint64) error {
 	return nil
 }
 
-// evictLocked gives the memory of g, which is withdrawn, back to the kernel when
-// nobody uses it any more. It drops the mutex meanwhile.
+// evictLocked waits until nothing uses the memory of g, which is withdrawn, and returns it to the kernel. It drops the
+// mutex meanwhile.
 func (b *Budget) evictLocked(ctx context.Context, g *granule) error {
 	g.unlist()
 	g.state = leaving
@@ -328,9 +323,8 @@ func (b *Budget) evictLocked(ctx context.Context, g *granule) error {
 // maxBatch bounds the granules that one flip withdraws.
 const maxBatch = 64
 
-// trimLocked keeps a sixteenth to an eighth of the budget inactive once it is
-// nearly used up: enough that what is used again gets its second chance, and
-// that an eviction finds an epoch that drained long ago.
+// trimLocked keeps a sixteenth to an eighth of the budget inactive once it is nearly used up: enough that memory in use
+// gets its second chance, and that an eviction finds an epoch that drained long ago.
 func (b *Budget) trimLocked() {
 	if b.limit == 0 || b.used < b.limit-b.limit/8 || b.inactive.bytes >= b.limit/16 {
 		return
@@ -338,8 +332,8 @@ func (b *Budget) trimLocked() {
 	b.withdrawLocked()
 }
 
-// withdrawLocked takes the oldest active granules out of the table, up to a
-// sixteenth of the budget, and flips once for all of them. It returns how many.
+// withdrawLocked removes the oldest active granules from the table, up to a sixteenth of the budget, with one flip for
+// all of them. It returns their number.
 func (b *Budget) withdrawLocked() int {
 	var batch [maxBatch]*granule
 	n := 0
@@ -356,8 +350,7 @@ func (b *Budget) withdrawLocked() int {
 	return n
 }
 
-// flip starts the drain of granules that have just been withdrawn, one for each
-// Space among them.
+// flip starts the drain of granules that have just been withdrawn, one per Space.
 func flip(gs []*granule) {
 	var d *translate.Drain
 	var of *Driver
@@ -377,8 +370,7 @@ func flip(gs []*granule) {
 	}
 }
 
-// withdrawAll takes regions of one Driver out of the table and waits until
-// nobody in this package uses their mappings.
+// withdrawAll removes regions of one Driver from the table and waits until nothing in this package uses their mappings.
 func (b *Budget) withdrawAll(rs []*region) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -390,7 +382,7 @@ func (b *Budget) withdrawAll(rs []*region) error {
 		for _, g := range r.granules {
 			g.unlist()
 			if g.holds > 0 && r.counted() {
-				b.held -= g.size() // releases do nothing from now on
+				b.held -= g.size() // later releases do nothing
 			}
 		}
 	}
@@ -403,7 +395,7 @@ func (b *Budget) withdrawAll(rs []*region) error {
 	return nil
 }
 
-// forgetAll takes regions, which are unmapped now, off the books.
+// forgetAll removes unmapped regions from the accounting.
 func (b *Budget) forgetAll(rs []*region) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -1,9 +1,7 @@
-// Package hostdriver owns stage two (PF-2): it maps the memory that a front end
-// hands over, and when the device asks for a page (PF-7) makes it resident, keeps
-// it so, and only then publishes it in the VM's translate.Space. When memory is
-// taken away, or has to be given back because the VM's budget is used up, it
-// removes the entries, waits until no loop uses them, and only then lets go
-// (PF-14, EP-2, EP-3).
+// Package hostdriver owns stage two (PF-2). It maps the memory that a front end sends. When the device needs a page
+// (PF-7), it makes the page resident, locks it, and only then publishes it in the VM's translate.Space. When memory is
+// removed, or must be evicted because the VM's budget is used up, it removes the entries, waits until no loop uses
+// them, and only then releases the memory (PF-14, EP-2, EP-3).
 package hostdriver
 
 import (
@@ -33,7 +31,7 @@ var (
 type Slot struct {
 	GuestPA  uint64
 	Size     uint64 // bytes, > 0
-	UserAddr uint64 // where the front end has it mapped: names it in ring addresses
+	UserAddr uint64 // the front end's address of it, used in ring addresses
 	FD       int    // a memfd, or a file in tmpfs or hugetlbfs; borrowed, see AddSlot
 	Offset   uint64 // of the slot in that file
 }
@@ -43,7 +41,7 @@ func (s *Slot) fits(a uint64) bool { return a+s.Size > a || a+s.Size == 0 }
 
 // Options of a Driver.
 type Options struct {
-	// Budget bounds what is resident; nil: one without a limit.
+	// Budget bounds the resident memory; nil: no limit.
 	Budget *Budget
 }
 
@@ -58,18 +56,17 @@ type Driver struct {
 	cancel  context.CancelFunc
 	servers sync.WaitGroup
 
-	mu       sync.Mutex // guards all below; never held while an epoch drains
+	mu       sync.Mutex // guards the fields below; never held while an epoch drains
 	regions  []*region
 	closed   bool
-	warned   bool // of a file that may shrink
+	warned   bool // about a file that may shrink
 	draining sync.WaitGroup
 }
 
-// servers of one Driver: as many faults may wait for the swap device at once.
+// servers is the number of goroutines per Driver that serve faults, and so of faults that wait for the swap device.
 const servers = 8
 
-// New returns a Driver without memory, which serves the faults of space until
-// Close.
+// New returns a Driver without memory, which serves the faults of space until Close.
 func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 	if opts.Budget == nil {
 		opts.Budget = NewBudget(0)
@@ -83,10 +80,9 @@ func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 	return d
 }
 
-// AddSlot maps the slot; its pages become resident and appear in the Space when
-// they are asked for, so the time this takes does not depend on the size. FD is
-// borrowed for the call: it is neither kept nor closed (the mapping keeps the
-// file). On error nothing has changed.
+// AddSlot maps the slot. Its pages become resident and appear in the Space at their first fault, so the time this takes
+// does not depend on the size. FD is borrowed for the call: it is neither kept nor closed (the mapping keeps the file).
+// On error nothing has changed.
 func (d *Driver) AddSlot(s Slot) error {
 	if err := d.add(s); err != nil {
 		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
@@ -152,9 +148,8 @@ func (d *Driver) checkLocked(s *Slot) error {
 // overlap compares ranges that do not wrap, neither of them empty.
 func overlap(a, an, b, bn uint64) bool { return a <= b+(bn-1) && b <= a+(an-1) }
 
-// RemoveSlot takes away the slot that has exactly these values, or ErrNoSlot.
-// It blocks until no loop uses the memory, then unmaps it. Never call it on a
-// loop.
+// RemoveSlot removes the slot that has exactly these values, or returns ErrNoSlot. It waits until no loop uses the
+// memory, then unmaps it. It must not be called on a loop.
 func (d *Driver) RemoveSlot(guestPA, size, userAddr uint64) error {
 	d.mu.Lock()
 	if d.closed {
@@ -175,10 +170,9 @@ func (d *Driver) RemoveSlot(guestPA, size, userAddr uint64) error {
 	return fmt.Errorf("memory slot at %#x, %#x bytes, user address %#x: %w", guestPA, size, userAddr, ErrNoSlot)
 }
 
-// Close takes all slots away, as RemoveSlot does, and ends the service. Every
-// fault that waits ends with an error. It is idempotent, and when it returns no
-// memory is mapped or locked any more. Whoever raises faults in the Space has to
-// stop before.
+// Close removes all slots, as RemoveSlot does, and ends the service. Waiting faults end with an error. It is
+// idempotent. When it returns, no memory is mapped or locked. Faults must no longer be raised in the Space when it is
+// called.
 func (d *Driver) Close() {
 	d.mu.Lock()
 	rs := d.regions
@@ -200,12 +194,10 @@ func (d *Driver) Close() {
 	d.opts.Budget.leave(d)
 }
 
-// release takes regions out of stage two, waits until nobody uses them, and
-// unmaps them.
+// release removes regions from stage two, waits until nothing uses them, and unmaps them.
 func (d *Driver) release(rs []*region) {
 	if err := d.opts.Budget.withdrawAll(rs); err != nil {
-		// Only this driver writes the table, so this is a bug; the memory
-		// stays mapped rather than be pulled away under a reader.
+		// Only this driver writes the table, so this is a bug. The memory stays mapped, since a reader may use it.
 		d.log.Error("slot is not in the table", "err", err)
 		return
 	}
@@ -217,11 +209,11 @@ func (d *Driver) release(rs []*region) {
 	d.opts.Budget.forgetAll(rs)
 }
 
-// drainPatience is how long an epoch may take before it is reported.
+// drainPatience is how long a drain may take before it is logged.
 const drainPatience = time.Second
 
-// drained waits until nobody uses what was taken away before e's flip. A wait
-// that is long is reported, with who holds it, and never cut short but by ctx.
+// drained waits until nothing uses the memory removed before e's flip. A long wait is logged with its holder; only ctx
+// ends it early.
 func (d *Driver) drained(ctx context.Context, e *translate.Drain) error {
 	return e.WaitWarn(ctx, drainPatience, func(since time.Duration, held []string) {
 		d.log.Warn("release waits: guest memory still in use", "gvmi", d.space.GVMI(), "since", since.Round(time.Millisecond),

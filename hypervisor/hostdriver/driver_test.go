@@ -183,7 +183,7 @@ func TestRemoveWaitsForReaders(t *testing.T) {
 	default:
 	}
 	b[0], b[2<<20-1] = 1, 2 // would be a SIGSEGV
-	// Other slots come and go meanwhile.
+	// Other slots are added and removed meanwhile.
 	if err := d.AddSlot(Slot{GuestPA: 0x40000000, Size: 4096, FD: fd}); err != nil {
 		t.Fatal(err)
 	}
@@ -207,7 +207,7 @@ func TestRemoveWaitsForReaders(t *testing.T) {
 	}
 }
 
-// A file that shrinks under us is an error of one VM, not the daemon's end.
+// A guest memory file that shrinks is an error of one VM and does not end the daemon.
 func TestShrunkFile(t *testing.T) {
 	var log bytes.Buffer
 	s := translate.NewSpace(1)
@@ -261,7 +261,7 @@ func TestTouch(t *testing.T) {
 	}
 }
 
-// A release that takes longer than a second is reported, with who holds it.
+// A release that takes longer than a second is logged with its holder.
 func TestSlowDrainIsReported(t *testing.T) {
 	var log bytes.Buffer
 	var mu sync.Mutex

@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// memfd makes a memory file whose name the mappings of this process show.
+// memfd makes a memory file whose name is visible in the mappings of this process.
 func memfd(t testing.TB, name string, size int64, flags, seals int) int {
 	t.Helper()
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|flags)
@@ -87,14 +87,13 @@ func testContext(t testing.TB) context.Context {
 	return ctx
 }
 
-// fetch does what a parked operation does: it raises the fault and waits.
+// fetch raises a fault and waits for it, as a parked operation does.
 func fetch(ctx context.Context, s *translate.Space, pa translate.PA, n uint64) error {
 	return s.Fetch(ctx, translate.Miss{Kind: translate.HostFault, Where: translate.Where{PA: pa}, Len: n}, true)
 }
 
-// access calls f with the host memory at [pa, pa+n), inside an epoch, as soon as
-// all of it is present. Until then it parks: it leaves the epoch, waits for the
-// fault, and looks afresh.
+// access calls f with the host memory at [pa, pa+n), inside an epoch, as soon as all of it is present. Until then it
+// parks: it leaves the epoch, waits for the fault, and translates again.
 func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, n uint64, f func(b []byte),
 	parked ...func()) error {
 	for {
@@ -121,7 +120,7 @@ func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, 
 	}
 }
 
-// present tells how many bytes of the page at pa an access would find.
+// present reports whether an access finds the page at pa.
 func present(s *translate.Space, pa translate.PA) bool {
 	tok := s.Epochs().Enter(14)
 	defer s.Epochs().Leave(14, tok)
@@ -129,7 +128,7 @@ func present(s *translate.Space, pa translate.PA) bool {
 	return m.OK()
 }
 
-// usage is what the kernel says of all mappings of one memory file, in bytes.
+// usage is the kernel's account of all mappings of one memory file, in bytes.
 type usage struct {
 	rss, locked, swap, huge uint64
 	lockedFlag              bool
@@ -181,9 +180,8 @@ func readUsage(name string) (u usage, err error) {
 	return u, nil
 }
 
-// audit compares the books of b with each other and with the tables. Slots that
-// are being removed and room that was just taken are in the books alone; when
-// quiet there are none.
+// audit compares b's accounting with its lists and with the tables. Slots that are being removed, and room that was
+// just reserved, are only in the accounting; with quiet there are none.
 func audit(b *Budget, quiet bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -197,7 +195,7 @@ func audit(b *Budget, quiet bool) error {
 			for i, g := range r.granules {
 				n := g.size()
 				if g.index != i || g.r != r {
-					return fmt.Errorf("granule %d is under %d", g.index, i)
+					return fmt.Errorf("granule %d is stored at index %d", g.index, i)
 				}
 				if r.counted() {
 					used += n
@@ -242,13 +240,13 @@ func audit(b *Budget, quiet bool) error {
 			n++
 		}
 		if l.tail != last || bytes != l.bytes {
-			return fmt.Errorf("a list ends wrongly, or has %d bytes, not %d", bytes, l.bytes)
+			return fmt.Errorf("a list has a wrong end, or %d bytes, want %d", bytes, l.bytes)
 		}
 	}
 	switch {
 	case listed > n || used > b.used || held > b.held || huge > b.huge,
 		quiet && (listed < n || used < b.used || held < b.held || huge < b.huge):
-		return fmt.Errorf("regions have %d granules, %d bytes, %d held, %d huge; the books %d, %d, %d, %d", listed, used,
+		return fmt.Errorf("regions have %d granules, %d bytes, %d held, %d huge; accounted %d, %d, %d, %d", listed, used,
 			held, huge, n, b.used, b.held, b.huge)
 	case b.limit != 0 && (b.used > b.limit || b.held > b.limit/2):
 		return fmt.Errorf("%d bytes used, %d held of %d", b.used, b.held, b.limit)

@@ -17,11 +17,10 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// A daemon that may not lock memory works all the same, and says so and what
-// can be done about it, once per VM.
+// A daemon without permission to lock memory works, and logs that with the remedy once per VM.
 func TestNotAllowedToLock(t *testing.T) {
 	const capIPCLock = 14
-	// Capabilities belong to a thread; this one is not used for anything else afterwards.
+	// Capabilities belong to a thread; this one is not reused.
 	runtime.LockOSThread()
 	hdr := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var caps [2]unix.CapUserData
@@ -61,7 +60,7 @@ func TestNotAllowedToLock(t *testing.T) {
 	}
 	for _, want := range []string{"RLIMIT_MEMLOCK is 65536", "CAP_IPC_LOCK", "LimitMEMLOCK"} {
 		if st := b.Status(); !strings.Contains(st.Unlocked, want) || strings.Count(log.String(), want) != 1 {
-			t.Errorf("%q is not told, or not once: %q, %s", want, st.Unlocked, log.String())
+			t.Errorf("%q is not reported exactly once: %q, %s", want, st.Unlocked, log.String())
 		}
 	}
 	if err := audit(b, true); err != nil {
@@ -69,8 +68,8 @@ func TestNotAllowedToLock(t *testing.T) {
 	}
 }
 
-// Memory of hugetlbfs comes in its own pages, is not counted, because it is
-// never swapped, and its absence is an error of the fault.
+// Memory of hugetlbfs comes in its own pages. It is not counted, because it is never swapped. If a page is not
+// available, the fault gets an error.
 func TestHugeTLB(t *testing.T) {
 	const (
 		pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
@@ -86,7 +85,7 @@ func TestHugeTLB(t *testing.T) {
 		t.Fatal("cannot reserve huge pages, which takes root: ", err)
 	}
 	defer func() { _ = os.WriteFile(pool, old, 0o600) }()
-	// In vain where memory is fragmented, unless the kernel moves it together.
+	// This may fail where memory is fragmented, unless the kernel compacts it.
 	_ = os.WriteFile("/proc/sys/vm/compact_memory", []byte("1"), 0o600)
 	_ = os.WriteFile(pool, []byte(strconv.Itoa(had+3)), 0o600)
 	if now, err := os.ReadFile(pool); err != nil || strings.TrimSpace(string(now)) != strconv.Itoa(had+3) {
@@ -96,7 +95,7 @@ func TestHugeTLB(t *testing.T) {
 	b := NewBudget(MinBudget)
 	d, s := newDriver(t, Options{Budget: b})
 	fd := memfd(t, name, 4096*page, unix.MFD_HUGETLB|unix.MFD_HUGE_2MB, 0)
-	// The slot begins within a huge page: the mapping has to begin before it.
+	// The slot begins inside a huge page, so the mapping must begin before it.
 	const lead = 0x180000
 	if err := d.AddSlot(Slot{GuestPA: 1 << 32, Size: 4096*page - lead, Offset: lead, FD: fd}); err != nil {
 		t.Fatal(err)
@@ -117,7 +116,7 @@ func TestHugeTLB(t *testing.T) {
 	if st := b.Status(); st.HugeTLB != 2*page || st.Resident != 0 || st.Held != 0 {
 		t.Errorf("%+v", st)
 	}
-	// Others may use huge pages too, so only an error is certain, and soon.
+	// Others may use huge pages too, so only an early error is certain.
 	failed := error(nil)
 	for i := translate.PA(2); i < 4096 && failed == nil; i++ {
 		failed = fetch(ctx, s, 1<<32+i*page, 1)
@@ -130,7 +129,7 @@ func TestHugeTLB(t *testing.T) {
 	}
 	d.Resync()
 	if present(s, 1<<32) || !present(s, 1<<32+page-lead) {
-		t.Error("what was punched should be absent, what is held present")
+		t.Error("punched memory should be absent, held memory present")
 	}
 	h.Release()
 	if err := audit(b, true); err != nil {
@@ -195,8 +194,7 @@ func benchmarkAdd(b *testing.B, size uint64) {
 	}
 }
 
-// From raising to service: 64 KiB that no one has (zeroed), that are in memory,
-// and that were withdrawn a moment ago (second chance).
+// From raising to service: 64 KiB that are new (zeroed), in memory, or just withdrawn (second chance).
 func BenchmarkFault(b *testing.B) {
 	const size = 1 << 30
 	one := func(b *testing.B, budget uint64, prepare func(d *Driver, fd, i int)) {

@@ -13,11 +13,11 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// file is what matters of a memory file.
+// file is what this package needs to know of a memory file.
 type file struct {
 	size      uint64
 	block     uint64 // mmap granularity: the huge page size on hugetlbfs
-	huge      uint64 // page size that the file prefers, 0: the usual one
+	huge      uint64 // the file's preferred page size; 0: the normal one
 	keepsSize bool   // sealed against shrinking
 }
 
@@ -53,9 +53,8 @@ func inspect(fd int) (file, error) {
 // hugePage is the size of a transparent huge page.
 const hugePage = 2 << 20
 
-// transparentHuge tells whether this kernel makes memory files of huge pages
-// where they are asked for by madvise: QEMU does so. Where it always makes them,
-// fstat shows it.
+// transparentHuge reports whether this kernel makes huge pages for memory files on madvise, which QEMU calls. Where the
+// kernel always makes them, fstat shows it.
 func transparentHuge() bool {
 	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 	return err == nil && strings.Contains(string(b), "[advise]")
@@ -67,21 +66,21 @@ type region struct {
 	d     *Driver
 	whole []byte // what mmap returned: may begin before the slot (huge pages)
 	size  uint64 // of whole
-	lead  uint64 // where the slot begins in it
-	base  uint64 // where whole begins in its first granule
+	lead  uint64 // offset of the slot in whole
+	base  uint64 // offset of whole in its first granule
 	shift uint
-	huge  bool // of hugetlbfs: never swapped, so neither counted nor evicted
+	huge  bool // hugetlbfs: never swapped, so neither counted nor evicted
 
 	// Guarded by Budget.mu.
-	granules map[uint64]*granule // all that are not absent
-	users    int                 // who uses the mapping without the mutex
+	granules map[uint64]*granule // all granules that are not absent
+	users    int                 // users of the mapping without the mutex
 	gone     bool                // the slot is being removed
 }
 
-// maxGranules bounds the book-keeping: how many granules may be resident at once.
+// maxGranules bounds the accounting: the number of granules that may be resident.
 const maxGranules = 1 << 17
 
-// minGranule is worth a system call.
+// minGranule is the smallest granule; a smaller one is not worth a system call.
 const minGranule = 64 << 10
 
 // newRegion maps the slot, with whole blocks around it.
@@ -116,7 +115,7 @@ func (d *Driver) newRegion(s Slot, f file) (*region, error) {
 	}
 	r.shift = uint(bits.TrailingZeros64(size))
 	r.base = (s.Offset - lead) & (size - 1)
-	// Guest memory has no place in a core dump of ours; huge pages only help.
+	// Guest memory does not belong in a core dump of vnicd. Huge pages are optional.
 	_ = unix.Madvise(b, unix.MADV_DONTDUMP)
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	if !r.huge {
@@ -127,13 +126,12 @@ func (d *Driver) newRegion(s Slot, f file) (*region, error) {
 	return r, nil
 }
 
-// lock makes the kernel keep every page of b that is mapped, until it is
-// unmapped: what populate brings in stays, what discard drops may be swapped.
-// Nothing is pinned, pages may still be migrated. Unlike locking pages one by
-// one this makes no mappings (vm.max_map_count), and the mapping is not changed
-// while loops and other VMs use the address space.
+// lock makes the kernel keep every mapped page of b until it is unmapped: pages brought in by populate stay, pages
+// dropped by discard may be swapped. Nothing is pinned, and pages may be migrated. Unlike locking single pages, this
+// does not split the mapping (vm.max_map_count), and the mapping does not change while loops and other VMs use the
+// address space.
 func lock(b []byte) error {
-	// Before Linux 5.18 memory that is locked cannot be dropped page by page.
+	// Before Linux 5.18 locked memory cannot be dropped page by page.
 	if err := unix.Madvise(b, unix.MADV_DONTNEED_LOCKED); err != nil {
 		return fmt.Errorf("this kernel does not know MADV_DONTNEED_LOCKED (Linux 5.18): %w", err)
 	}
@@ -146,18 +144,18 @@ func lock(b []byte) error {
 	return fmt.Errorf("mlock of %d bytes: %w; RLIMIT_MEMLOCK is %d: give vnicd CAP_IPC_LOCK, or a limit (systemd: LimitMEMLOCK) of twice the memory of all VMs", len(b), err, lim.Cur)
 }
 
-// counted tells whether the region's memory counts against the budget.
+// counted reports whether the region's memory counts against the budget.
 func (r *region) counted() bool { return !r.huge }
 
 // end is the first PA behind the slot.
 func (r *region) end() translate.PA { return translate.PA(r.GuestPA + r.Size) }
 
-// granule returns the index of the one that holds pa, which is in the slot.
+// granule returns the index of the granule with pa, which is in the slot.
 func (r *region) granule(pa translate.PA) uint64 {
 	return (uint64(pa) - r.GuestPA + r.lead + r.base) >> r.shift
 }
 
-// span returns where granule i begins and ends in whole.
+// span returns the beginning and end of granule i in whole.
 func (r *region) span(i uint64) (from, to uint64) {
 	from, to = i<<r.shift, (i+1)<<r.shift
 	return max(from, r.base) - r.base, min(to-r.base, r.size)
@@ -169,7 +167,7 @@ func (r *region) bytes(i uint64) []byte {
 	return r.whole[from:to:to]
 }
 
-// slot returns what the slot has of granule i, and where.
+// slot returns the part of granule i that is in the slot, and its PA.
 func (r *region) slot(i uint64) (translate.PA, []byte) {
 	from, to := r.span(i)
 	from, to = max(from, r.lead), min(to, r.lead+r.Size)
@@ -189,8 +187,8 @@ func (r *region) withdraw(i uint64) {
 	}
 }
 
-// populate makes granule i resident and writable, without ever raising SIGBUS:
-// memory that cannot be had is an error.
+// populate makes granule i resident and writable without raising SIGBUS: if memory is not available, it returns an
+// error.
 func (r *region) populate(i uint64) error {
 	b := r.bytes(i)
 	err := unix.Madvise(b, unix.MADV_POPULATE_WRITE)
@@ -212,8 +210,7 @@ func (r *region) populate(i uint64) error {
 	return nil
 }
 
-// discard takes granule i out of our page table. The kernel may then swap it;
-// what is in it is the file's and stays.
+// discard removes granule i from our page table. The kernel may then swap it; its content stays in the file.
 func (r *region) discard(i uint64) {
 	b := r.bytes(i)
 	err := unix.Madvise(b, unix.MADV_DONTNEED_LOCKED)
@@ -225,8 +222,8 @@ func (r *region) discard(i uint64) {
 	}
 }
 
-// touch is populate by hand. The guest uses its memory meanwhile, so each page
-// is touched by an atomic that changes nothing.
+// touch replaces MADV_POPULATE_WRITE. The guest uses its memory meanwhile, so each page is touched by an atomic that
+// changes nothing.
 func touch(b []byte) error {
 	s := translate.NewSpace(translate.HostGVMI)
 	if err := s.Map(0, b); err != nil {

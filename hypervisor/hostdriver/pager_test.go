@@ -13,8 +13,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// A slot costs nothing until it is used; then what is used is in the table, and
-// its neighbours are not.
+// A slot costs nothing until it is used. Used pages are in the table, their neighbours are not.
 func TestDemand(t *testing.T) {
 	const name = "vnicd-test-demand"
 	d, s := newDriver(t, Options{})
@@ -34,7 +33,7 @@ func TestDemand(t *testing.T) {
 			t.Errorf("%v present: %v", pa, got)
 		}
 	}
-	// A fault brings in what it asks for, up to 2 MiB, and no more than the slot.
+	// A fault brings in what it asks for, up to 2 MiB, and not beyond the slot.
 	if err := fetch(ctx, s, 1<<32+1<<20, 1<<40); err != nil {
 		t.Fatal(err)
 	}
@@ -51,7 +50,7 @@ func TestDemand(t *testing.T) {
 		st.HostFaults != 3 || st.FailedFaults != 0 || st.FaultTime.Count != 3 {
 		t.Errorf("%+v, %+v, expected %d bytes resident", u, st, want)
 	}
-	// What the device writes is what the file has.
+	// The device's writes arrive in the file.
 	if err := access(ctx, s, 0, 1<<32+8<<20, 5, func(b []byte) { copy(b, "hello") }); err != nil {
 		t.Fatal(err)
 	}
@@ -67,8 +66,8 @@ func TestDemand(t *testing.T) {
 	}
 }
 
-// What is used again while it is inactive comes back without the kernel; what
-// is not is given back, oldest first; what is held stays.
+// An inactive granule that is used again comes back without the kernel. Other inactive ones are evicted, oldest first;
+// held ones stay.
 func TestBudgetOrder(t *testing.T) {
 	const name = "vnicd-test-order"
 	b := NewBudget(MinBudget)
@@ -99,7 +98,7 @@ func TestBudgetOrder(t *testing.T) {
 	if st := b.Status(); st.Refaults != 1 || st.Evictions != 0 {
 		t.Errorf("second chance: %+v", st)
 	}
-	// Many more: the one that was used again outlives its neighbour.
+	// Many more faults: the granule that was used again outlives its neighbour.
 	for i := fit; i < fit+2; i++ {
 		if err := fetch(ctx, s, pa(i), 1); err != nil {
 			t.Fatal(err)
@@ -123,7 +122,7 @@ func TestBudgetOrder(t *testing.T) {
 		}
 	}
 	if !present(s, pa(0)) {
-		t.Error("what is held was withdrawn")
+		t.Error("held memory was withdrawn")
 	}
 	h.Release()
 	h.Release()
@@ -133,12 +132,11 @@ func TestBudgetOrder(t *testing.T) {
 		}
 	}
 	if st := b.Status(); present(s, pa(0)) || st.Held != 0 {
-		t.Errorf("released, and still there: %+v", st)
+		t.Errorf("released, but still present: %+v", st)
 	}
 }
 
-// EP-2, EP-3: memory is given back only when nobody uses it, however full the
-// budget; and who waits for that is not the one who uses it.
+// EP-2, EP-3: memory is evicted only when nothing uses it, even if the budget is full; the evictor waits, not the user.
 func TestEvictionWaitsForReaders(t *testing.T) {
 	const name = "vnicd-test-evict"
 	b := NewBudget(MinBudget)
@@ -170,7 +168,7 @@ func TestEvictionWaitsForReaders(t *testing.T) {
 		}
 	}
 	mem[0], mem[minGranule-1] = 1, 2
-	time.Sleep(20 * time.Millisecond) // whoever evicts too early has the time to do so
+	time.Sleep(20 * time.Millisecond) // time for a premature eviction
 	if u := smaps(t, name); u.rss != MinBudget {
 		t.Errorf("%+v", u)
 	}
@@ -192,7 +190,7 @@ func TestHoldLimits(t *testing.T) {
 		t.Fatal(err, b.Status())
 	}
 	if _, err := d.Hold(ctx, 0, MinBudget/2); !errors.Is(err, ErrBudget) {
-		t.Errorf("more than half: %v", err)
+		t.Errorf("a hold of more than half the budget: %v", err)
 	}
 	if _, err := d.Hold(ctx, 16<<20-1, 2); !errors.Is(err, translate.ErrMiss) {
 		t.Errorf("beyond memory: %v", err)
@@ -208,14 +206,14 @@ func TestHoldLimits(t *testing.T) {
 		t.Fatal(err, b.Status())
 	}
 	h.Release()
-	if err := d.RemoveSlot(0, 8<<20, 0x7f0000000000); err != nil { // held or not
+	if err := d.RemoveSlot(0, 8<<20, 0x7f0000000000); err != nil { // also while held
 		t.Fatal(err)
 	}
 	if _, m := s.Host(8<<20-8, 8); m.Kind != translate.BadAddress {
 		t.Error(m.Kind)
 	}
 	h2.Release()
-	if st := b.Status(); st.Held != 0 || st.Resident != 2*minGranule { // both of the slot that is left
+	if st := b.Status(); st.Held != 0 || st.Resident != 2*minGranule { // both in the remaining slot
 		t.Errorf("%+v", st)
 	}
 	if err := audit(b, true); err != nil {
@@ -223,7 +221,7 @@ func TestHoldLimits(t *testing.T) {
 	}
 }
 
-// A balloon takes pages from under the device: Resync notices.
+// A balloon takes pages that the device has mapped, and Resync finds them.
 func TestResync(t *testing.T) {
 	const name = "vnicd-test-balloon"
 	b := NewBudget(0)
@@ -247,7 +245,7 @@ func TestResync(t *testing.T) {
 	}
 	b.Resync()
 	if !present(s, 0) || present(s, minGranule) || !present(s, 2*minGranule) || present(s, 3*minGranule) {
-		t.Error("withdrawn should be granules 1 and 3; 0 is held, 2 is whole")
+		t.Error("want granules 1 and 3 withdrawn: 0 is held, 2 is complete")
 	}
 	if st := b.Status(); st.Discarded != 2 || st.Resident != 2*minGranule {
 		t.Errorf("%+v", st)
@@ -266,11 +264,11 @@ func TestResync(t *testing.T) {
 	}
 	d.Resync()
 	if st := b.Status(); st.Discarded != 2 {
-		t.Errorf("nothing more was taken: %+v", st)
+		t.Errorf("Resync without new holes: %+v", st)
 	}
 }
 
-// Memory that vanished is an error of the fault, not a SIGBUS (PF-13).
+// If memory vanished, the fault gets an error; there is no SIGBUS (PF-13).
 func TestFaultOnShrunkFile(t *testing.T) {
 	d, s := newDriver(t, Options{})
 	fd := memfd(t, "vnicd-test-gone", 8<<20, 0, 0)
@@ -297,7 +295,7 @@ func TestFaultOnShrunkFile(t *testing.T) {
 	}
 	d.Resync()
 	if present(s, 4<<20) {
-		t.Error("memory that is gone is in the table")
+		t.Error("vanished memory is in the table")
 	}
 	if st := d.Status(); st.Resident != 1<<20 || st.FailedFaults != 2 || st.Held != 0 {
 		t.Errorf("%+v", st)
@@ -307,9 +305,8 @@ func TestFaultOnShrunkFile(t *testing.T) {
 	}
 }
 
-// model runs random operations on two drivers of one budget from several
-// goroutines. What each byte must be is known to its writer alone; slots come
-// and go; pages are held, punched, looked at. The books are audited throughout.
+// model runs random operations on two drivers of one budget from several goroutines. Only its writer knows each byte's
+// value. Slots are added and removed; pages are held, punched, read. The accounting is audited throughout.
 func TestModel(t *testing.T) {
 	const (
 		name    = "vnicd-test-model"
@@ -323,7 +320,7 @@ func TestModel(t *testing.T) {
 		d    *Driver
 		s    *translate.Space
 		fd   [2]int
-		gone [2]sync.RWMutex // held for writing while the slot is away
+		gone [2]sync.RWMutex // held for writing while the slot is removed
 	}
 	var halves [2]half
 	add := func(h *half, i int) error {
@@ -360,7 +357,7 @@ func TestModel(t *testing.T) {
 				k, i := rnd.IntN(2), rnd.IntN(2)
 				page := rnd.IntN(size/4096/workers)*workers + w
 				if rnd.IntN(2) == 0 {
-					page = page % 512 // some are used more than others
+					page = page % 512 // some are used more often
 					page = page/workers*workers + w
 				}
 				h := &halves[k]
@@ -388,13 +385,13 @@ func TestModel(t *testing.T) {
 						}
 					} else if !errors.Is(err, ErrBudget) && !errors.Is(err, translate.ErrMiss) &&
 						!errors.Is(err, translate.ErrMemoryGone) {
-						fail(err) // the second slot may be away, if the range reaches into it
+						fail(err) // the range may reach into the second slot, which may be removed
 					}
 				case op < 17 && len(holds) > 0:
 					x := rnd.IntN(len(holds))
 					holds[x].h.Release()
 					holds = append(holds[:x], holds[x+1:]...)
-				case op == 17: // a balloon takes a page of ours
+				case op == 17: // a balloon takes a page of this worker
 					fail(unix.Fallocate(h.fd[i], unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, int64(page*4096), 4096))
 					delete(value, [3]int{k, i, page})
 					h.d.Resync()
@@ -405,7 +402,7 @@ func TestModel(t *testing.T) {
 					h.gone[i].Lock()
 					fail(h.d.RemoveSlot(uint64(i)*size, size, uint64(i)*size))
 					if err := fetch(ctx, h.s, pa, 1); !errors.Is(err, translate.ErrMiss) {
-						t.Errorf("fault in a slot that is away: %v", err)
+						t.Errorf("fault in a removed slot: %v", err)
 					}
 					fail(add(h, i))
 					h.gone[i].Unlock()
@@ -432,7 +429,7 @@ func TestModel(t *testing.T) {
 			running = false
 		case <-time.After(5 * time.Millisecond):
 		}
-		b.mu.Lock() // the kernel counts one page after the other: nothing moves to where it has not looked yet
+		b.mu.Lock() // the kernel counts page by page, so nothing may move meanwhile
 		if u := smaps(t, name); u.rss > MinBudget {
 			t.Errorf("%+v, budget %d", u, MinBudget)
 		}

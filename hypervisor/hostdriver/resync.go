@@ -7,10 +7,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Resync finds memory that is resident by the books and that its file no longer
-// has, because a balloon took it or a device was unplugged, and withdraws it; what
-// is held is made resident again instead. It waits for an epoch to drain: never
-// on a loop.
+// Resync finds memory that is accounted as resident but missing from its file, because a balloon took it or a device
+// was unplugged. It withdraws that memory, and makes held memory resident again. It waits for an epoch to drain, so it
+// must not be called on a loop.
 func (d *Driver) Resync() {
 	d.mu.Lock()
 	rs := slices.Clone(d.regions)
@@ -50,8 +49,7 @@ func (b *Budget) resync(r *region) {
 	look = r.incomplete(look)
 	b.mu.Lock()
 
-	// What happened meanwhile does not matter: a granule withdrawn for nothing
-	// comes back at the next fault.
+	// Changes meanwhile do not matter: a granule withdrawn needlessly comes back at the next fault.
 	var lost, held []*granule
 	for _, i := range look {
 		switch g := r.granules[i]; {

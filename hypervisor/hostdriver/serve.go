@@ -11,11 +11,11 @@ import (
 
 var errGone = fmt.Errorf("the slot is being removed: %w", translate.ErrMemoryGone)
 
-// maxAround bounds what one fault brings in, however much it asks for.
+// maxAround bounds what one fault brings in, whatever it asks for.
 const maxAround = 2 << 20
 
-// serve takes faults until Close, several at a time (servers), so that one that
-// waits for the swap device does not hold up the others. Each VM has its own.
+// serve serves faults until Close. There are several servers, so that a fault that waits for the swap device does not
+// delay others. Each VM has its own.
 func (d *Driver) serve() {
 	for q := d.space.Faults(); ; {
 		f, err := q.Next(d.ctx)
@@ -26,8 +26,7 @@ func (d *Driver) serve() {
 	}
 }
 
-// pageIn makes the memory that m asks for present: its first granule, and the
-// others as far as that is possible.
+// pageIn makes the memory of m present: its first granule, and the others as far as possible.
 func (d *Driver) pageIn(m translate.Miss) error {
 	r := d.find(m.PA)
 	if r == nil {
@@ -73,12 +72,10 @@ type Hold struct {
 	gs   []*granule
 }
 
-// Hold makes [pa, pa+n) resident and published, and keeps it so until Release:
-// for what a loop must be able to use without a fault, such as rings. It waits
-// for the memory, or until ctx ends. The range must be guest memory, else the
-// error is a *translate.MissError. At most half of the budget may be held
-// (ErrBudget). Never call it on a loop or inside an epoch. A slot that is
-// removed goes all the same, holds or not.
+// Hold makes [pa, pa+n) resident and published, and keeps it so until Release. It is for memory that a loop must be
+// able to use without a fault, such as rings. It waits for the memory, or until ctx ends. If the range is not guest
+// memory, the error is a *translate.MissError. At most half of the budget may be held (ErrBudget). It must not be
+// called on a loop or inside an epoch. A hold does not keep a slot from being removed.
 func (d *Driver) Hold(ctx context.Context, pa translate.PA, n uint64) (*Hold, error) {
 	h := &Hold{b: d.opts.Budget}
 	end, ok := pa.Add(n)
@@ -105,8 +102,8 @@ func (d *Driver) Hold(ctx context.Context, pa translate.PA, n uint64) (*Hold, er
 	return h, nil
 }
 
-// Release ends the hold. It never waits; any goroutine, any number of times,
-// also when the memory is gone.
+// Release ends the hold. It never waits. It may be called from any goroutine, any number of times, also after the
+// memory is gone.
 func (h *Hold) Release() {
 	h.once.Do(func() {
 		h.b.mu.Lock()

@@ -29,7 +29,7 @@ func raise(s *translate.Space, pa translate.PA, n int) []*waiter {
 	return ws
 }
 
-// filling counts the granules that somebody makes resident.
+// fills counts the granules that are being made resident.
 func fills(b *Budget) (n int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -45,8 +45,8 @@ func fills(b *Budget) (n int) {
 	return n
 }
 
-// Close in the midst of faults: those in the kernel's hands, those that wait for
-// them and those not looked at all end with an error, nothing stays.
+// Close during faults: faults in the kernel, faults that wait for them and queued faults all end with an error, and
+// nothing stays.
 func TestCloseAmidFaults(t *testing.T) {
 	const name = "vnicd-test-amid-close"
 	b := NewBudget(MinBudget)
@@ -77,7 +77,7 @@ func TestCloseAmidFaults(t *testing.T) {
 		}
 	}
 	if err := <-held; err == nil {
-		t.Error("held memory of a driver that is closed")
+		t.Error("Hold succeeded on a closed driver")
 	}
 	if n := mappings(t, name); n != 0 {
 		t.Errorf("%d mappings left", n)
@@ -87,7 +87,7 @@ func TestCloseAmidFaults(t *testing.T) {
 	}
 }
 
-// Removal of a slot in the midst of its faults; those of other slots go on.
+// A slot is removed during its faults; faults of other slots are served.
 func TestRemoveAmidFaults(t *testing.T) {
 	const name = "vnicd-test-amid-remove"
 	b := NewBudget(0)
@@ -105,7 +105,7 @@ func TestRemoveAmidFaults(t *testing.T) {
 		t.Error("a fault in another slot:", err)
 	}
 	if err := fetch(testContext(t), s, 0, 1); !errors.Is(err, translate.ErrMiss) {
-		t.Error("a fault in the slot that goes:", err)
+		t.Error("a fault in the removed slot:", err)
 	}
 	release()
 	if err := <-removed; err != nil {
@@ -119,7 +119,7 @@ func TestRemoveAmidFaults(t *testing.T) {
 	if n := mappings(t, name); n != 0 {
 		t.Errorf("%d mappings left", n)
 	}
-	// A fault that found its slot just before that went.
+	// A fault found its slot just before the slot was removed.
 	if _, err := b.bring(context.Background(), r, 100, false); !errors.Is(err, translate.ErrMemoryGone) {
 		t.Error(err)
 	}
@@ -128,7 +128,7 @@ func TestRemoveAmidFaults(t *testing.T) {
 	}
 }
 
-// One VM whose memory never comes does not delay another VM (PF-8, PF-16).
+// One VM whose memory is never served does not delay another VM (PF-8, PF-16).
 func TestFaultsOfOthers(t *testing.T) {
 	stuckB := NewBudget(MinBudget)
 	stuck, stuckS := newDriver(t, Options{Budget: stuckB})
@@ -160,7 +160,7 @@ func TestFaultsOfOthers(t *testing.T) {
 	t.Logf("service beside a stuck VM: mean %v, 99%% within %v", st.FaultTime.Mean(), st.FaultTime.Quantile(0.99))
 }
 
-// A fault whose waiter has gone away, and many faults for the same memory.
+// A fault whose waiter has gone, and many faults for the same memory.
 func TestSameGranule(t *testing.T) {
 	b := NewBudget(0)
 	d, s := newDriver(t, Options{Budget: b})
@@ -179,7 +179,7 @@ func TestSameGranule(t *testing.T) {
 		t.Error(err)
 	}
 	if s.Faults().Raise(&ws[0].Fault) {
-		t.Error("a fault that waits was raised again")
+		t.Error("a waiting fault was raised again")
 	}
 	release()
 	for _, w := range ws {

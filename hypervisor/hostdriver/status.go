@@ -11,46 +11,45 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Status is what the host level of one VM's paging does, in bytes and events
-// since the start.
+// Status is the host level of one VM's paging, in bytes and in events since the start.
 type Status struct {
 	Budget      uint64 `json:"budget_bytes"`       // 0: no limit
-	Resident    uint64 `json:"resident_bytes"`     // for the device, by all sockets of the VM; at most Budget
-	Inactive    uint64 `json:"inactive_bytes"`     // of these, next to be given back
-	Held        uint64 `json:"held_bytes"`         // of these, not to be given back while in use (rings)
-	HugeTLB     uint64 `json:"hugetlb_bytes"`      // resident besides: never swapped, so not counted
-	Evictions   uint64 `json:"evictions"`          // granules given back for others
+	Resident    uint64 `json:"resident_bytes"`     // for the device, over all sockets of the VM; at most Budget
+	Inactive    uint64 `json:"inactive_bytes"`     // of these, next to be evicted
+	Held        uint64 `json:"held_bytes"`         // of these, not evictable while in use (rings)
+	HugeTLB     uint64 `json:"hugetlb_bytes"`      // also resident: never swapped, so not counted
+	Evictions   uint64 `json:"evictions"`          // granules evicted for others
 	Withdrawals uint64 `json:"withdrawals"`        // granules that became inactive
-	Refaults    uint64 `json:"refaults"`           // of these, used again: their second chance
+	Refaults    uint64 `json:"refaults"`           // of these, used again (second chance)
 	Discarded   uint64 `json:"discarded"`          // granules that a balloon or an unplugged device took
-	Unlocked    string `json:"unlocked,omitempty"` // why the kernel may swap memory under the device, if it may
+	Unlocked    string `json:"unlocked,omitempty"` // why the kernel may swap memory that the device uses; "": it may not
 
 	HostFaults   uint64        `json:"host_faults"`   // served, or failed
 	FailedFaults uint64        `json:"failed_faults"` // address invalid, memory gone
 	LongestDrain time.Duration `json:"longest_drain_ns"`
 
-	// Of the faults of sockets that are connected, from raising to service.
+	// Fault times of connected sockets, from raising to service.
 	FaultTime translate.Histogram `json:"fault_time"`
 
-	Heat translate.HeatMap `json:"-"` // where faults were raised
-	// Areas of guest memory, by address; of sockets that are connected.
+	Heat translate.HeatMap `json:"-"` // places of faults
+	// Areas of guest memory of connected sockets, by address.
 	Areas []Area `json:"-"`
 }
 
-// Area is a contiguous piece of guest memory, as the guest's physical addresses go.
+// Area is a contiguous piece of guest physical memory.
 type Area struct {
 	GuestPA uint64 `json:"guest_pa"`
 	Size    uint64 `json:"bytes"`
 }
 
-// Status returns the figures of the VM; the fault times are this driver's.
+// Status returns the VM's status; the fault times are this driver's.
 func (d *Driver) Status() Status {
 	s := d.opts.Budget.Status()
 	s.FaultTime = d.space.Faults().Stats().Time
 	return s
 }
 
-// Status returns the figures of the VM.
+// Status returns the VM's status.
 func (b *Budget) Status() Status {
 	s, drivers := b.status()
 	for _, d := range drivers {
@@ -67,7 +66,7 @@ func (d *Driver) areas() (out []Area) {
 	return out
 }
 
-// joined sorts areas, and makes one of those that touch or overlap: the sockets of a VM share its memory.
+// joined sorts areas and merges those that touch or overlap: the sockets of a VM share its memory.
 func joined(in []Area) (out []Area) {
 	slices.SortFunc(in, func(a, b Area) int { return cmp.Compare(a.GuestPA, b.GuestPA) })
 	for _, a := range in {
@@ -99,7 +98,7 @@ func (b *Budget) status() (Status, []*Driver) {
 	return s, slices.Collect(maps.Keys(b.drivers))
 }
 
-// faultAt notes where a fault was raised, an address in a slot.
+// faultAt records the place of a fault, an address in a slot.
 func (b *Budget) faultAt(pa translate.PA) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -112,7 +111,7 @@ func (b *Budget) join(d *Driver) {
 	b.drivers[d] = struct{}{}
 }
 
-// leave keeps what d has counted.
+// leave adds the counts of d to those of closed drivers.
 func (b *Budget) leave(d *Driver) {
 	f, e := d.space.Faults().Stats(), d.space.Epochs().Stats()
 	b.mu.Lock()
@@ -126,7 +125,7 @@ func (b *Budget) leave(d *Driver) {
 	b.counters.longest = max(b.counters.longest, e.Longest)
 }
 
-// notLocked notes, and says once, that the kernel does not keep memory for us.
+// notLocked records, and logs once, that the kernel may swap the memory.
 func (b *Budget) notLocked(log hclog.Logger, err error) {
 	b.mu.Lock()
 	first := b.counters.unlocked == ""

@@ -20,21 +20,19 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// swapChild in the environment makes this test binary the process that
-// TestSwap runs in a memory cgroup.
+// swapChild in the environment makes this test binary the process that TestSwap runs in a memory cgroup.
 const swapChild = "VNICD_TEST_SWAP_CHILD"
 
 const (
 	swapSize   = 512 << 20 // guest memory
-	swapBudget = 64 << 20  // of it, for the device
+	swapBudget = 64 << 20  // of these, for the device
 	swapLimit  = 224 << 20 // of the cgroup: guest memory and the Go runtime
 	swapFile   = 1 << 30
 )
 
-// PF-14, PF-15: a host with less memory than its VM has. The device writes and
-// reads all of the VM's memory at random through a small budget while the kernel
-// swaps what is not held; every byte is right, and no more than the budget is
-// ever resident for the device.
+// PF-14, PF-15: a host with less memory than its VM. The device writes and reads all of the VM's memory at random
+// through a small budget while the kernel swaps memory that is not held. Every byte is right, and the device's resident
+// memory never exceeds the budget.
 func TestSwap(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes a swap file and a memory cgroup and must be run by root (sudo go test ./hypervisor/...)")
@@ -77,7 +75,7 @@ func TestSwap(t *testing.T) {
 	}
 }
 
-// memoryCgroup makes a cgroup with so many bytes of memory and swap beyond.
+// memoryCgroup makes a cgroup with limit bytes of memory and unlimited swap.
 func memoryCgroup(t *testing.T, limit int) (dir string) {
 	t.Helper()
 	const v1, v2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
@@ -95,7 +93,7 @@ func memoryCgroup(t *testing.T, limit int) (dir string) {
 	}
 	t.Cleanup(func() {
 		err := os.Remove(dir)
-		for i := 0; i < 100 && err != nil; i++ { // the last process is still on its way out
+		for i := 0; i < 100 && err != nil; i++ { // the last process is still ending
 			time.Sleep(20 * time.Millisecond)
 			err = os.Remove(dir)
 		}
@@ -122,9 +120,9 @@ func swapRun() error {
 	const (
 		name    = "vnicd-test-swap"
 		workers = 4
-		block   = 32 << 10 // what one operation touches
+		block   = 32 << 10 // bytes that one operation touches
 		blocks  = swapSize / block
-		random  = 800 // operations of each worker beyond one for each block
+		random  = 800 // operations of each worker after one per block
 	)
 	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
 	if err != nil {
@@ -143,7 +141,7 @@ func swapRun() error {
 	noise := make([]byte, 1<<20)
 	rnd := rand.NewChaCha8([32]byte{1})
 	_, _ = rnd.Read(noise)
-	// contents of block i after so many writes: a number of its own, then noise.
+	// contents of block i after the given number of writes: a unique number, then noise.
 	contents := func(dst []byte, i, writes int) {
 		binary.LittleEndian.PutUint64(dst, uint64(i)<<32|uint64(writes))
 		copy(dst[8:], noise[(i*8191+writes*127)%(len(noise)-block):])
@@ -208,12 +206,12 @@ func swapRun() error {
 		most.rss>>20, most.swap>>20, parked.Load(), st.HostFaults, st.FaultTime.Mean(), st.FaultTime.Quantile(0.99),
 		st.Evictions, st.Refaults)
 	if most.swap < swapSize/4 {
-		return fmt.Errorf("%d bytes of %d were in swap: the test tests nothing", most.swap, swapSize)
+		return fmt.Errorf("%d bytes of %d were in swap: this proves nothing", most.swap, swapSize)
 	}
 	if st.Resident > swapBudget || st.Evictions < swapSize/minGranule || st.FailedFaults != 0 || st.Unlocked != "" {
 		return fmt.Errorf("%+v", st)
 	}
-	// The same bytes as the guest sees them.
+	// The guest sees the same bytes.
 	got, want := make([]byte, block), make([]byte, block)
 	for i, n := range writes {
 		contents(want, i, n)
@@ -224,7 +222,7 @@ func swapRun() error {
 	return nil
 }
 
-// diff tells which pages of got are wrong and how they begin.
+// diff describes the wrong pages of got and their first bytes.
 func diff(got, want []byte) (s string) {
 	for off := 0; off < len(got); off += 4096 {
 		if g := got[off : off+4096]; !bytes.Equal(g, want[off:off+4096]) {

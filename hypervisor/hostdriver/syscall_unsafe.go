@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockOnFault marks b, whole pages of a mapping, so that every page of it that
-// is mapped is unevictable, now and later (mlock2 with MLOCK_ONFAULT).
+// lockOnFault makes every page of b that is mapped, now or later, unevictable (mlock2 with MLOCK_ONFAULT). b is whole
+// pages of a mapping.
 func lockOnFault(b []byte) error {
 	_, _, e := unix.Syscall(unix.SYS_MLOCK2, uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)),
 		unix.MLOCK_ONFAULT)

@@ -16,8 +16,8 @@ const (
 	uffdRegisterMissing = 1
 )
 
-// stall makes every fault that needs a new page of r's mapping hang, as on a
-// dead swap device, until the returned function is called.
+// stall makes every fault that needs a new page of r's mapping hang, as on a dead swap device, until the returned
+// function is called.
 func stall(t *testing.T, r *region) (release func()) {
 	t.Helper()
 	fd, _, e := unix.Syscall(unix.SYS_USERFAULTFD, unix.O_CLOEXEC|unix.O_NONBLOCK, 0, 0)

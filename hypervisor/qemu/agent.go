@@ -14,9 +14,9 @@ import (
 
 // Errors of the guest agent.
 var (
-	// ErrAgentClosed: the agent's socket is gone, QEMU has ended or is being ended.
+	// ErrAgentClosed: the agent's socket is closed, because QEMU has ended or is ending.
 	ErrAgentClosed = errors.New("guest agent: connection is closed")
-	// ErrAgentRestarted: the agent was restarted (the guest rebooted, say) and has forgotten the request.
+	// ErrAgentRestarted: the agent was restarted (for example by a reboot of the guest) and the request is lost.
 	ErrAgentRestarted = errors.New("guest agent: restarted, the request is lost")
 )
 
@@ -31,18 +31,18 @@ func (e *AgentError) Error() string { return fmt.Sprintf("guest agent: %s: %s", 
 // The guest is hostile; a longer message ends the connection.
 const maxAgentLine = 64 << 20
 
-// delimiter makes the agent drop whatever it has of an unfinished request (guest-sync-delimited).
+// delimiter makes the agent drop an unfinished request (guest-sync-delimited).
 const delimiter = 0xff
 
-// agent is a client of qemu-ga on a virtio-serial port. Requests carry ids, so calls may overlap and a late reply to an
-// abandoned call is recognised and dropped. The agent answers in order; a reply to a later guest-sync therefore proves
-// that an earlier request was lost, which is how a restart is noticed.
+// agent is a client of qemu-ga on a virtio-serial port. Requests carry ids, so calls may overlap, and a late reply to
+// an abandoned call is recognised and dropped. The agent answers in order; a reply to a later guest-sync therefore
+// proves that an earlier request was lost, which reveals a restart.
 //
-// One goroutine reads. Lock order: none of the two is taken while holding the other.
+// One goroutine reads. Neither mutex is taken while the other is held.
 type agent struct {
 	conn   net.Conn
 	done   chan struct{} // closed by the reader when the connection ended
-	resync time.Duration // how long a call waits before it asks whether the agent still knows of it
+	resync time.Duration // how long a call waits before it sends a sync
 
 	writeMu sync.Mutex
 	dirty   bool // guarded by writeMu: an incomplete request is in the pipe
@@ -86,7 +86,7 @@ func (a *agent) read() {
 			line = line[i+1:]
 		}
 		var l agentLine
-		// What is no message of the agent, or nobody waits for, is dropped.
+		// Drop lines that are not a message of the agent, or that no call waits for.
 		if json.Unmarshal(line, &l) != nil || l.ID == nil {
 			continue
 		}
@@ -101,7 +101,7 @@ func (a *agent) read() {
 	}
 }
 
-// send writes a request and returns where its reply will come.
+// send writes a request and returns the channel of its reply.
 func (a *agent) send(ctx context.Context, command string, args any) (int64, <-chan agentLine, error) {
 	ch := make(chan agentLine, 1)
 	a.mu.Lock()
@@ -127,7 +127,7 @@ func (a *agent) send(ctx context.Context, command string, args any) (int64, <-ch
 	if a.dirty || command == "guest-sync-delimited" {
 		buf = append([]byte{delimiter}, buf...)
 	}
-	// A guest that does not read must not block us past ctx.
+	// A guest that does not read must not block the caller past ctx.
 	expired := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(expired)
@@ -135,7 +135,7 @@ func (a *agent) send(ctx context.Context, command string, args any) (int64, <-ch
 	})
 	n, err := a.conn.Write(buf)
 	if !stop() {
-		<-expired // else it might set the deadline after we have lifted it
+		<-expired // otherwise it might set the deadline after it was cleared
 		_ = a.conn.SetWriteDeadline(time.Time{})
 	}
 	if err != nil {
@@ -171,7 +171,7 @@ func (a *agent) call(ctx context.Context, command string, args, out any) error {
 		case l := <-reply:
 			return decode(command, l, out)
 		case <-sync:
-			// The two channels may have become ready together.
+			// Both channels may have become ready together.
 			select {
 			case l := <-reply:
 				return decode(command, l, out)
@@ -207,10 +207,10 @@ func decode(command string, l agentLine, out any) error {
 	return nil
 }
 
-// ready waits until the agent answers, which is when the guest is up.
+// ready waits until the agent answers, and so until the guest is up.
 func (a *agent) ready(ctx context.Context) error {
 	for {
-		// What was sent before the agent opened its port may be lost: ask again.
+		// A request sent before the agent opened its port may be lost, so repeat it.
 		try, cancel := context.WithTimeout(ctx, time.Second)
 		err := a.call(try, "guest-sync-delimited", map[string]int64{"id": 1}, nil)
 		cancel()

@@ -16,8 +16,8 @@ import (
 	"go.uber.org/goleak"
 )
 
-// fakeGuest is a qemu-ga that runs a few made-up programs: it answers in order, one request at a time, like the real
-// one.
+// fakeGuest is a qemu-ga that runs a few made-up programs. Like the real one it answers in order, one request at a
+// time.
 type fakeGuest struct {
 	t    *testing.T
 	conn net.Conn
@@ -70,7 +70,7 @@ func (f *fakeGuest) serve() {
 			ID        json.RawMessage `json:"id"`
 		}
 		if err := json.Unmarshal(line, &req); err != nil {
-			continue // as the real one: an error without id
+			continue // like the real one: an error without id
 		}
 		f.mu.Lock()
 		ret, err := f.handle(req.Execute, req.Arguments)
@@ -300,11 +300,11 @@ func TestExecCancelKills(t *testing.T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if len(f.procs) != 0 {
-		t.Errorf("left in the guest: %d processes", len(f.procs))
+		t.Errorf("%d processes left in the guest", len(f.procs))
 	}
 }
 
-// A request that got no answer while a later sync did: the agent was restarted in between.
+// A request without a reply, although a later sync has one: the agent was restarted in between.
 func TestAgentRestart(t *testing.T) {
 	f, a := newFake(t)
 	f.lose["guest-exec"] = 1
@@ -317,7 +317,7 @@ func TestAgentRestart(t *testing.T) {
 	}
 }
 
-// A slow agent is not taken for a restarted one, and noise and replies that nobody waits for are dropped.
+// A slow agent is not mistaken for a restarted one; noise and unexpected replies are dropped.
 func TestAgentSlowAndNoisy(t *testing.T) {
 	host, guest := net.Pipe()
 	a := newAgent(host)
@@ -333,7 +333,7 @@ func TestAgentSlowAndNoisy(t *testing.T) {
 				first = l
 				continue
 			}
-			// Only after a few syncs does the answer to the first request come.
+			// The reply to the first request comes only after a few syncs.
 			if syncs++; syncs == 3 {
 				_ = first
 				fmt.Fprintf(guest,
@@ -356,7 +356,7 @@ func TestAgentReadyTimesOut(t *testing.T) {
 	defer guest.Close()
 	a := newAgent(host)
 	defer a.close()
-	// Nobody reads: not even the write may block past the context.
+	// The guest does not read: the write must not block past the context.
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 	defer cancel()
 	if err := a.ready(ctx); !errors.Is(err, context.DeadlineExceeded) {
@@ -388,7 +388,7 @@ func TestFiles(t *testing.T) {
 	}
 }
 
-// The guest writes what it likes on its port: nothing may crash, and the reader always ends.
+// The guest writes arbitrary data to its port: nothing may crash, and the reader always ends.
 func FuzzAgentReader(f *testing.F) {
 	f.Add([]byte("{\"return\": {\"pid\": 1}, \"id\": 1}\n"))
 	f.Add([]byte("\xff{\"error\": {\"class\": \"C\", \"desc\": \"d\"}, \"id\": 1}\n"))

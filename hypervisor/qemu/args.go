@@ -11,15 +11,15 @@ import (
 	"strings"
 )
 
-// The generic vhost-user device, as QEMU calls it, and the first release that lets a user create it.
+// The generic vhost-user device, by QEMU's name, and the first release in which a user can create it.
 const (
 	HCADevice        = "vhost-user-test-device-pci"
 	HCADeviceRelease = "10.2"
 )
 
-// VirtioID is the virtio device id the guest sees on the HCA. 42 (RDMA in the virtio specification) makes QEMU 11.1
-// abort, its name table has a hole there; 38 has a name and no Linux driver. The guest driver binds both and then
-// insists on its magic number in config space.
+// VirtioID is the virtio device id of the HCA. 42 (RDMA in the virtio specification) makes QEMU 11.1 abort, because its
+// name table has a hole there; 38 has a name and no Linux driver. The guest driver binds both and then requires its
+// magic number in config space.
 const VirtioID = 38
 
 // HCA device shape shared with guestdrv/linux/vnicd_abi.h: entries per virtqueue and bytes of struct vnicd_config.
@@ -28,16 +28,16 @@ const (
 	HCAConfigSize = 128
 )
 
-// ReconnectMS is how often, in milliseconds, QEMU tries to reach the back end of a virtio-net again that has gone. The
-// generic device of the HCA must not be told to: QEMU 11.1 then aborts. Its connection outlives vnicd instead.
+// ReconnectMS is the interval, in milliseconds, in which QEMU tries to reconnect a virtio-net to its back end. The
+// HCA's generic device must not reconnect, because QEMU 11.1 then aborts. Its connection outlives vnicd instead.
 const ReconnectMS = 500
 
 // AgentPort is the virtio-serial port of QEMU's guest agent.
 const AgentPort = "org.qemu.guest_agent.0"
 
-// MemoryArgs makes guest RAM a shared memfd, without which no vhost-user back end can see it. mib is in MiB. huge takes
-// it from the host's huge pages of default size, which must be there (vm.nr_hugepages).
-// The machine option memory-backend=ram must go with it; see MachineType.
+// MemoryArgs makes guest RAM a shared memfd, which vhost-user back ends need to map it. mib is in MiB. huge uses the
+// host's huge pages of default size, which must exist (vm.nr_hugepages). It needs the machine option
+// memory-backend=ram; see MachineType.
 func MemoryArgs(mib int, huge bool) []string {
 	backend := fmt.Sprintf("memory-backend-memfd,id=ram,size=%dM,share=on", mib)
 	if huge {
@@ -46,17 +46,17 @@ func MemoryArgs(mib int, huge bool) []string {
 	return []string{"-m", fmt.Sprintf("%dM", mib), "-object", backend}
 }
 
-// MachineType is the argument of -M that goes with MemoryArgs.
+// MachineType is the argument of -M that MemoryArgs needs.
 const MachineType = "q35,memory-backend=ram"
 
-// HCAArgs attaches the paravirtual HCA that listens on the vhost-user socket. id distinguishes devices of one VM, vqs
-// is the number of virtqueues (command, events, completion queues, doorbells).
+// HCAArgs attaches the paravirtual HCA on the vhost-user socket. id distinguishes devices of one VM; vqs is the number
+// of virtqueues (command, events, completion queues, doorbells).
 func HCAArgs(socket, id string, vqs int) []string {
 	return []string{"-chardev", chardevArg(socket, id), "-device", hcaDevice(id, vqs).arg()}
 }
 
-// HCAArgsJSON is HCAArgs with the device in JSON: QEMU makes the devices that are not in JSON first, and the HCA then
-// has the place that libvirt, which writes JSON, has chosen for another.
+// HCAArgsJSON is HCAArgs with the device in JSON. QEMU creates devices that are not in JSON first; the HCA would then
+// take the PCI slot that libvirt, which writes JSON, has chosen for another device.
 func HCAArgsJSON(socket, id string, vqs int) []string {
 	d, err := json.Marshal(hcaDevice(id, vqs).json(""))
 	if err != nil {
@@ -69,13 +69,13 @@ func chardevArg(socket, id string) string {
 	return fmt.Sprintf("socket,id=%s,path=%s", chardevID(id), escape(socket))
 }
 
-// MonitorArgs make QEMU serve its machine protocol at the socket, which vnicd listens to.
+// MonitorArgs make QEMU serve its machine protocol at the socket, to which vnicd connects.
 func MonitorArgs(socket string) []string {
 	return []string{"-qmp", "unix:" + escape(socket) + ",server=on,wait=off"}
 }
 
-// NetArgs attaches a virtio-net of so many queue pairs (0: one) that is served on the vhost-user socket. mtu is
-// announced to the guest; 0 announces none.
+// NetArgs attaches a virtio-net with that many queue pairs (0: one), served on the vhost-user socket. mtu is announced
+// to the guest; 0: none.
 func NetArgs(socket, id, mac string, mtu, queues int) []string {
 	return []string{
 		"-chardev", fmt.Sprintf("%s,reconnect-ms=%d", chardevArg(socket, id), ReconnectMS),
@@ -92,10 +92,10 @@ func TapArgs(ifname, id, mac string, mtu int) []string {
 	}
 }
 
-// escape protects a value in QEMU's comma-separated options, where a comma is written twice.
+// escape protects a value in QEMU's comma-separated options by doubling its commas.
 func escape(s string) string { return strings.ReplaceAll(s, ",", ",,") }
 
-// Accel is how the guest's instructions are run.
+// Accel is the way in which the guest's instructions run.
 type Accel string
 
 // Accelerators; see ProbeAccel.
@@ -131,7 +131,7 @@ type NIC struct {
 	Gateway   netip.Addr
 }
 
-// Config describes a VM. It is not changed by this package.
+// Config describes a VM. This package does not change it.
 type Config struct {
 	Images *Images
 	Name   string // VM and host name: letters, digits and '-'
@@ -162,10 +162,10 @@ func (c *Config) console() string { return filepath.Join(c.Dir, "console.log") }
 func (c *Config) qmp() string     { return filepath.Join(c.Dir, "qmp.sock") }
 func (c *Config) agent() string   { return filepath.Join(c.Dir, "agent.sock") }
 
-// maxSocketPath is what fits into sun_path with its terminator.
+// maxSocketPath is the size of sun_path without its terminator.
 const maxSocketPath = 107
 
-// Validate reports everything that is wrong with the configuration itself; it does not look at the host.
+// Validate reports every mistake in the configuration; it does not check the host.
 func (c *Config) Validate() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -292,7 +292,7 @@ func (c *Config) Args() []string {
 	a = append(a, MemoryArgs(c.memory(), c.HugePages)...)
 	a = append(a,
 		"-kernel", c.Images.Kernel, "-initrd", c.Images.Initrd, "-append", c.cmdline(),
-		// The image is shared by all VMs and never written: changes go to an unlinked overlay in Dir.
+		// All VMs share the image, which is never written: changes go to an unlinked overlay in Dir.
 		"-drive", fmt.Sprintf("file=%s,format=raw,if=none,id=disk,snapshot=on,cache=unsafe", escape(c.Images.Rootfs)),
 		"-device", "virtio-blk-pci,drive=disk,romfile=",
 		"-chardev", "file,id=console,path="+escape(c.console()),

@@ -65,7 +65,7 @@ func TestArgs(t *testing.T) {
 		case i >= len(got):
 			t.Fatalf("argument %d is missing: %q", i, want[i])
 		case i >= len(want):
-			t.Fatalf("argument %d is too many: %q", i, got[i])
+			t.Fatalf("argument %d is unexpected: %q", i, got[i])
 		case got[i] != want[i]:
 			t.Fatalf("argument %d:\n got %q\nwant %q", i, got[i], want[i])
 		}
@@ -129,7 +129,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// A value with commas must stay one value: otherwise a path could smuggle device options in.
+// A value with commas must stay one value: otherwise a path could inject device options.
 func TestEscape(t *testing.T) {
 	got := fmt.Sprint(HCAArgs("/a,server=on", "h", 3))
 	if !strings.Contains(got, "path=/a,,server=on") {

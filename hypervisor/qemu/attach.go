@@ -10,13 +10,13 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qmp"
 )
 
-// Errors of hot-plug that callers tell apart.
+// Errors of hot-plug.
 var (
 	ErrPrivateMemory = errors.New("the VM's memory is not shared, so vnicd cannot reach it")
 	ErrAttached      = errors.New("already attached")
 	ErrNotAttached   = errors.New("not attached")
 	ErrNoBus         = errors.New("no free place on the PCI bus")
-	ErrGuestHolds    = errors.New("the guest has not let the device go")
+	ErrGuestHolds    = errors.New("the guest has not released the device")
 )
 
 // Attachment is a VM's NIC: both of its faces.
@@ -27,19 +27,19 @@ type Attachment struct {
 	MTU                  int // announced to the guest; 0: none
 	NetQueues            int // queue pairs
 	HCAQueues            int
-	// Buses to plug into. "": free PCIe root ports are looked for, or on a machine that has none, QEMU chooses.
+	// Buses to plug into. "": free PCIe root ports, or on a machine without root ports, QEMU's choice.
 	NetBus, HCABus string
 }
 
-// poll is how long to wait between two looks at what the guest does at its own pace.
+// poll is the interval between checks of the guest's progress.
 const poll = 100 * time.Millisecond
 
 // undoTime bounds the undoing after a failure, which must work when the caller's context has ended. A guest takes 5 s
-// to let a PCIe device go (its slot's button has that much time to be pressed again).
+// to release a PCIe device (during which a second press of the slot's button would cancel).
 const undoTime = 60 * time.Second
 
 // Attach plugs both faces into the running VM behind c. It returns when QEMU has them; the guest's drivers may still be
-// on their way. On an error everything is undone, or the error says what is left.
+// initialising. On an error everything is undone, or the error names what is left.
 func Attach(ctx context.Context, c *qmp.Client, a Attachment) error {
 	if err := checkVM(ctx, c, a.VM); err != nil {
 		return err
@@ -62,7 +62,7 @@ func Attach(ctx context.Context, c *qmp.Client, a Attachment) error {
 	return err
 }
 
-// checkVM finds what would only show later, and less clearly.
+// checkVM finds problems that would otherwise show later and less clearly.
 func checkVM(ctx context.Context, c *qmp.Client, vm string) error {
 	for _, id := range []string{NetID(vm), HCAID(vm)} {
 		if there, err := c.Exists(ctx, "/machine/peripheral/"+id); err != nil {
@@ -86,8 +86,7 @@ func checkVM(ctx context.Context, c *qmp.Client, vm string) error {
 	return nil
 }
 
-// chooseBuses fills in the buses that are not given from free PCIe root ports. On machines without such ports QEMU
-// chooses.
+// chooseBuses fills in the missing buses with free PCIe root ports. On machines without such ports QEMU chooses.
 func (a *Attachment) chooseBuses(ctx context.Context, c *qmp.Client) error {
 	devices, err := c.PCI(ctx)
 	if err != nil {
@@ -111,7 +110,7 @@ func (a *Attachment) chooseBuses(ctx context.Context, c *qmp.Client) error {
 		switch {
 		case *bus != "" || ports == 0:
 		case len(free) == 0:
-			return fmt.Errorf("%w: all %d PCIe root ports are taken; two are needed", ErrNoBus, ports)
+			return fmt.Errorf("%w: all %d PCIe root ports are in use; two are needed", ErrNoBus, ports)
 		default:
 			*bus, free = free[0], free[1:]
 		}
@@ -135,7 +134,7 @@ func (a *Attachment) plug(ctx context.Context, c *qmp.Client) error {
 	return nil
 }
 
-// explain adds what the user can do about the usual refusals.
+// explain adds advice for the usual refusals.
 func explain(err error) error {
 	var refused *qmp.CommandError
 	if !errors.As(err, &refused) {
@@ -150,8 +149,8 @@ func explain(err error) error {
 	return err
 }
 
-// Detach takes both faces out of the running VM behind c and returns when the guest has let them go and QEMU has
-// nothing left of them. Parts that are not there are passed over; ErrNotAttached says that none was.
+// Detach removes both faces from the running VM behind c. It returns when the guest has released them and QEMU has
+// removed them. Absent parts are skipped; ErrNotAttached means that all were absent.
 func Detach(ctx context.Context, c *qmp.Client, vm string) error {
 	found := false
 	var devices []string
@@ -165,7 +164,7 @@ func Detach(ctx context.Context, c *qmp.Client, vm string) error {
 		}
 		found = true
 		devices = append(devices, id)
-		// A second request while the first is pending is refused; then there is only the waiting left.
+		// QEMU refuses a second request while the first is pending; then only the wait remains.
 		if err := c.RemoveDevice(ctx, id); err != nil && !isPending(err) {
 			return explain(err)
 		}
@@ -200,7 +199,7 @@ func isPending(err error) bool {
 	return errors.As(err, &refused) && strings.Contains(refused.Desc, "already in the process of unplug")
 }
 
-// waitGone waits until a device that was asked to go has gone.
+// waitGone waits until a device that is being unplugged is gone.
 func waitGone(ctx context.Context, c *qmp.Client, id string) error {
 	t := time.NewTicker(poll)
 	defer t.Stop()

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// device is one QEMU device: its driver, then its properties in order. The command line and hot-plug are made of the
+// device is one QEMU device: its driver, then its properties in order. The command line and hot-plug are made from the
 // same list, so they cannot differ.
 type device []property
 
@@ -30,8 +30,7 @@ func (d device) arg() string {
 	return strings.Join(words, ",")
 }
 
-// json is the device as arguments of device_add, which insists on the properties' types. bus "" leaves the choice to
-// QEMU.
+// json is the device as arguments of device_add, which needs the properties' types. bus "" leaves the choice to QEMU.
 func (d device) json(bus string) map[string]any {
 	m := map[string]any{}
 	for _, p := range d {
@@ -43,16 +42,16 @@ func (d device) json(bus string) map[string]any {
 	return m
 }
 
-// hcaDevice leaves page-per-vq off: notifications need no page of their own, and a window of 8 MiB does not fit behind
-// a root port.
+// hcaDevice leaves page-per-vq off: notifications need no page each, and a window of 8 MiB does not fit behind a root
+// port.
 func hcaDevice(id string, vqs int) device {
 	return device{{"driver", HCADevice}, {"id", id}, {"chardev", chardevID(id)}, {"virtio-id", VirtioID}, {"num_vqs", vqs},
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
-// netDevice has an interrupt for each queue, for the control queue and for changes of the configuration if there are
-// several pairs. Its rings are as long as QEMU allows if a vhost-user back end serves them: a guest that does not get
-// to run for a moment loses less.
+// netDevice has an interrupt for each queue and, with several queue pairs, for the control queue and for configuration
+// changes. Behind a vhost-user back end its rings have the maximal length, so that a guest without CPU time for a
+// moment loses fewer frames.
 func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 	d := device{{"driver", "virtio-net-pci"}, {"id", id}, {"netdev", netdevID(id)}, {"mac", mac}, {"romfile", ""}}
 	if mtu > 0 {
@@ -67,10 +66,10 @@ func netDevice(id, mac string, mtu, queues int, vhost bool) device {
 	return d
 }
 
-// netQueueSize is the number of entries of a virtio-net's rings, where QEMU lets the user choose: the default is 256.
+// netQueueSize is the number of entries of a virtio-net's rings where QEMU allows a choice; the default is 256.
 const netQueueSize = 1024
 
-// chardevID and netdevID name what stands behind a device.
+// chardevID and netdevID name the host's parts of a device.
 func chardevID(id string) string { return "chr-" + id }
 func netdevID(id string) string  { return "net-" + id }
 

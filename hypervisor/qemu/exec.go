@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// Result is what a finished guest command left.
+// Result is the outcome of a finished guest command.
 type Result struct {
 	Stdout, Stderr string
 	ExitCode       int // 0..255, or 128 + the signal that killed it
 }
 
-// ExitError reports a guest command that ended with a status other than 0.
+// ExitError reports a guest command with an exit status other than 0.
 type ExitError struct {
 	Command string
 	Result  Result
@@ -37,10 +37,10 @@ func tail(s string, n int) string {
 	return s
 }
 
-// ErrTruncated reports that a command printed more than the agent keeps (16 MiB per stream).
+// ErrTruncated reports a command with more output than the agent keeps (16 MiB per stream).
 var ErrTruncated = errors.New("guest agent: output is longer than 16 MiB")
 
-// Command is something to run in the guest, as root.
+// Command is a program to run in the guest, as root.
 type Command struct {
 	Argv  []string // program (found through PATH) and arguments
 	Stdin []byte
@@ -54,7 +54,7 @@ type Process struct {
 	name string
 }
 
-// PID is the process id in the guest, also its session and process group.
+// PID is the process id in the guest, and the id of its session and process group.
 func (p *Process) PID() int { return p.pid }
 
 type execStatus struct {
@@ -67,13 +67,13 @@ type execStatus struct {
 	ErrTruncated bool   `json:"err-truncated"`
 }
 
-// start runs cmd in a session of its own, so that Kill reaches what it started too.
+// start runs cmd in a new session, so that Kill reaches its children, too.
 func (a *agent) start(ctx context.Context, cmd Command) (*Process, error) {
 	if len(cmd.Argv) == 0 || cmd.Argv[0] == "" {
 		return nil, errors.New("guest command: no program given")
 	}
 	args := map[string]any{"path": "/usr/bin/setsid", "arg": cmd.Argv, "capture-output": true}
-	// With env given the agent starts from an empty environment; env(1) adds to the agent's instead.
+	// With env the agent starts the program with an empty environment; env(1) adds to the agent's instead.
 	if len(cmd.Env) > 0 {
 		args["arg"] = append(append([]string{"/usr/bin/env"}, cmd.Env...), cmd.Argv...)
 	}
@@ -92,8 +92,8 @@ func (a *agent) start(ctx context.Context, cmd Command) (*Process, error) {
 	return &Process{a: a, pid: r.PID, name: strings.Join(cmd.Argv, " ")}, nil
 }
 
-// Wait waits until the command has ended and everything that holds its output has closed it. One Wait per process: the
-// agent forgets a process once it has reported its end.
+// Wait waits until the command has ended and no process holds its output open. It may be called once per process: the
+// agent forgets a process after reporting its end.
 func (p *Process) Wait(ctx context.Context) (Result, error) {
 	pause := 5 * time.Millisecond
 	for {
@@ -111,7 +111,7 @@ func (p *Process) Wait(ctx context.Context) (Result, error) {
 			}
 			return r, nil
 		}
-		// Asking costs the guest's CPU, which a benchmark in there would notice.
+		// Polling uses the guest's CPU and would disturb a benchmark.
 		select {
 		case <-time.After(pause):
 		case <-p.a.done:
@@ -121,7 +121,7 @@ func (p *Process) Wait(ctx context.Context) (Result, error) {
 	}
 }
 
-// Signal sends a signal (by name, "KILL") to the command and all it started. That it has ended already is no error.
+// Signal sends a signal (by name, "KILL") to the command and its children. It is not an error if they have ended.
 func (p *Process) Signal(ctx context.Context, sig string) error {
 	k, err := p.a.start(ctx, Command{Argv: []string{"kill", "-s", sig, "--", fmt.Sprintf("-%d", p.pid)}})
 	if err != nil {
@@ -131,13 +131,13 @@ func (p *Process) Signal(ctx context.Context, sig string) error {
 	return err
 }
 
-// Kill ends the command and all it started.
+// Kill ends the command and its children.
 func (p *Process) Kill(ctx context.Context) error { return p.Signal(ctx, "KILL") }
 
-// killGrace is how long a command whose context ended is given to be killed.
+// killGrace bounds the time to kill a command whose context ended.
 const killGrace = 10 * time.Second
 
-// exec runs cmd to its end; when ctx ends first it is killed.
+// exec runs cmd to its end; if ctx ends first, it kills cmd.
 func (a *agent) exec(ctx context.Context, cmd Command) (Result, error) {
 	p, err := a.start(ctx, cmd)
 	if err != nil {
@@ -148,7 +148,7 @@ func (a *agent) exec(ctx context.Context, cmd Command) (Result, error) {
 		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), killGrace)
 		defer cancel()
 		if kerr := p.Kill(late); kerr == nil {
-			// Collect what it printed: the best hint at why it hung.
+			// Collect its output, the best hint at why it hung.
 			if lr, werr := p.Wait(late); werr == nil {
 				r = lr
 			}
@@ -158,7 +158,7 @@ func (a *agent) exec(ctx context.Context, cmd Command) (Result, error) {
 	return r, err
 }
 
-// fileChunk is how much of a file goes into one message.
+// fileChunk is the size of the parts in which files are transferred.
 const fileChunk = 256 << 10
 
 // writeFile creates or replaces a file in the guest.

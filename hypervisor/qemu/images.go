@@ -13,10 +13,10 @@ import (
 	"strings"
 )
 
-// ErrNotBuilt reports that vm-images has not been built (or its recipes changed since).
+// ErrNotBuilt reports that vm-images has not been built, or that its recipes changed since.
 var ErrNotBuilt = errors.New("the VM images are not built: run vm-images/build all")
 
-// Images says where the artifacts of vm-images lie. All paths are absolute.
+// Images has the paths of the artifacts of vm-images. All paths are absolute.
 type Images struct {
 	QEMU       string `json:"QEMU"`        // qemu-system-x86_64, or a wrapper that runs it
 	QEMUImg    string `json:"QEMU_IMG"`    // may be empty
@@ -36,7 +36,7 @@ type Builder struct {
 	Log    io.Writer // progress and compiler messages; nil: dropped
 }
 
-// FindScript looks for vm-images/build in dir and its parents, as a test runs in its package's directory.
+// FindScript looks for vm-images/build in dir and its parents: a test runs in its package's directory.
 func FindScript(dir string) (string, error) {
 	start, err := filepath.Abs(dir)
 	if err != nil {
@@ -53,7 +53,7 @@ func FindScript(dir string) (string, error) {
 	}
 }
 
-// Find returns the artifacts; ErrNotBuilt when some are missing.
+// Find returns the artifacts, or ErrNotBuilt if some are missing.
 func (b *Builder) Find(ctx context.Context) (*Images, error) {
 	out, err := b.run(ctx, "paths", "-j")
 	var exit *exec.ExitError
@@ -76,7 +76,7 @@ func (b *Builder) Find(ctx context.Context) (*Images, error) {
 	return img, nil
 }
 
-// Build builds whatever is missing (minutes on a fresh machine, nothing afterwards) and returns the artifacts.
+// Build builds missing artifacts (minutes on a fresh machine, nothing afterwards) and returns all.
 func (b *Builder) Build(ctx context.Context) (*Images, error) {
 	if img, err := b.Find(ctx); !errors.Is(err, ErrNotBuilt) {
 		return img, err
@@ -93,19 +93,19 @@ func (b *Builder) Module(ctx context.Context, src, out string) error {
 	return err
 }
 
-// Programs runs the Makefile in src in the guest's release, where compiler and libibverbs are; results go to out.
+// Programs runs the Makefile in src in the guest's release, which has a compiler and libibverbs; results go to out.
 func (b *Builder) Programs(ctx context.Context, src, out string) error {
 	_, err := b.run(ctx, "programs", src, out)
 	return err
 }
 
-// Container builds the root of another Debian release, if it is not there, and returns its disk image.
+// Container builds the root of another Debian release if it is missing, and returns its disk image.
 func (b *Builder) Container(ctx context.Context) (string, error) {
 	out, err := b.run(ctx, "container")
 	return strings.TrimSpace(string(out)), err
 }
 
-// Host builds the root of a machine that hosts VMs, if it is not there, and returns its directory.
+// Host builds the root of a VM host if it is missing, and returns its directory.
 func (b *Builder) Host(ctx context.Context) (string, error) {
 	out, err := b.run(ctx, "host")
 	return strings.TrimSpace(string(out)), err

@@ -1,10 +1,10 @@
-// Package qemu starts and drives the VMs: command lines, processes, and commands inside the guest.
+// Package qemu starts and controls VMs: command lines, processes, and commands inside the guest.
 //
-// A Machine owns one QEMU process, its monitor and its guest agent. QEMU is a child in the strict sense: it is killed
-// by the kernel when this process ends, however that happens. Whoever calls Boot must call Kill or Shutdown; both join
-// everything, are idempotent and may be called from several goroutines.
+// A Machine owns one QEMU process, its monitor and its guest agent. The kernel kills QEMU when this process ends,
+// however it ends. A caller of Boot must call Kill or Shutdown; both join everything, are idempotent and may be called
+// from several goroutines.
 //
-//	Boot ──▶ running ──(Shutdown, Kill, QEMU ends by itself)──▶ ended
+// Boot ──▶ running ──(Shutdown, Kill, QEMU ends by itself)──▶ ended
 package qemu
 
 import (
@@ -43,11 +43,11 @@ type Machine struct {
 	stopOnce sync.Once
 }
 
-// startTimeout bounds how long QEMU may take to open its sockets.
+// startTimeout bounds the time until QEMU opens its sockets.
 const startTimeout = 60 * time.Second
 
-// Boot starts the VM and returns once QEMU runs its guest; WaitReady waits for the guest. On error nothing is left.
-// A QEMU that ends at once (a back end that refuses, an unknown device) is an error with QEMU's own message.
+// Boot starts the VM and returns once QEMU runs its guest; WaitReady waits for the guest. On error nothing is left. If
+// QEMU ends at once (a back end that refuses, an unknown device), the error has QEMU's message.
 func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -71,8 +71,8 @@ func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 	return m, nil
 }
 
-// Adopt connects to the guest agent of a VM that somebody else started. Only its guest can be used, and Kill leaves the
-// VM alone.
+// Adopt connects to the guest agent of a VM that another process started. Only commands in its guest work; Kill does
+// not end the VM.
 func Adopt(ctx context.Context, name, agentSocket string) (*Machine, error) {
 	m := &Machine{cfg: Config{Name: name}, done: make(chan struct{})}
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
@@ -85,7 +85,7 @@ func Adopt(ctx context.Context, name, agentSocket string) (*Machine, error) {
 	return m, nil
 }
 
-// checkHost looks for what QEMU would complain about less clearly.
+// checkHost finds problems that QEMU would report less clearly.
 func (c *Config) checkHost() error {
 	sockets := map[string]string{}
 	if c.HCA != nil {
@@ -113,13 +113,13 @@ func (c *Config) checkHost() error {
 	if st, err := os.Stat(c.Dir); err != nil {
 		return fmt.Errorf("qemu: VM %s: %w", c.Name, err)
 	} else if !st.IsDir() {
-		return fmt.Errorf("qemu: VM %s: %s is no directory", c.Name, c.Dir)
+		return fmt.Errorf("qemu: VM %s: %s is not a directory", c.Name, c.Dir)
 	}
 	return nil
 }
 
-// spawn starts QEMU on an OS thread that then waits for it. The thread must live as long as the child, because the
-// parent-death signal is tied to the thread that forked; and it enters the namespace, so it can never be reused.
+// spawn starts QEMU on an OS thread that then waits for it. The thread must live as long as QEMU, because the
+// parent-death signal is tied to the thread that forked. It also enters the namespace, so it can never be reused.
 func (m *Machine) spawn() error {
 	log, err := os.Create(m.logPath())
 	if err != nil {
@@ -128,7 +128,7 @@ func (m *Machine) spawn() error {
 	cmd := exec.Command(m.cfg.Images.QEMU, m.cfg.Args()...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), "TMPDIR="+m.cfg.Dir)
-	// A group of its own: the terminal's ^C is for the program that owns the VM, which then decides.
+	// A separate process group: ^C on the terminal reaches only the VM's owner, which decides.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 
 	started := make(chan error, 1)
@@ -165,7 +165,7 @@ func enterNetns(name string) error {
 	return nil
 }
 
-// connect attaches monitor and agent as soon as QEMU has opened their sockets.
+// connect connects to monitor and agent as soon as QEMU has opened their sockets.
 func (m *Machine) connect(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -174,11 +174,11 @@ func (m *Machine) connect(ctx context.Context) error {
 		return err
 	}
 	m.agent = newAgent(conn)
-	// The monitor's socket stands before the agent's on the command line, so it is there by now; its greeting comes
-	// when the machine is complete.
+	// The monitor precedes the agent on the command line, so its socket exists by now; its greeting comes when the
+	// machine is complete.
 	m.qmp, err = qmp.Dial(ctx, m.cfg.qmp())
 	if err != nil {
-		// Most likely QEMU has just ended over one of its devices: then it says why.
+		// Most likely QEMU has just ended because of a device and printed why.
 		select {
 		case <-m.done:
 			return m.ended()
@@ -205,7 +205,7 @@ func (m *Machine) dial(ctx context.Context, path string) (net.Conn, error) {
 	}
 }
 
-// ended explains the end of the process by its last words.
+// ended returns the error for the end of the process, with its last output.
 func (m *Machine) ended() error {
 	text, _ := os.ReadFile(m.logPath())
 	words := strings.TrimSpace(tail(string(text), 1500))
@@ -223,7 +223,7 @@ func (m *Machine) Name() string { return m.cfg.Name }
 // PID is the process id of QEMU.
 func (m *Machine) PID() int { return m.proc.Pid }
 
-// Console is the path of the file that collects the guest's serial console.
+// Console is the path of the log of the guest's serial console.
 func (m *Machine) Console() string { return m.cfg.console() }
 
 // QMP is the VM's monitor, owned by the machine.
@@ -232,8 +232,8 @@ func (m *Machine) QMP() *qmp.Client { return m.qmp }
 // Done is closed when QEMU has ended.
 func (m *Machine) Done() <-chan struct{} { return m.done }
 
-// WaitReady waits until the guest has booted and runs commands. A guest that does not come up is reported with the end
-// of its console.
+// WaitReady waits until the guest has booted and runs commands. If the guest does not come up, the error has the end of
+// its console log.
 func (m *Machine) WaitReady(ctx context.Context) error {
 	err := m.agent.ready(ctx)
 	if err == nil {
@@ -250,7 +250,7 @@ func (m *Machine) WaitReady(ctx context.Context) error {
 	return fmt.Errorf("qemu: VM %s is not ready: %w; console: %s", m.cfg.Name, err, tail(string(text), 1500))
 }
 
-// Exec runs a program in the guest and waits for it; a status other than 0 is in the result, not an error. When ctx
+// Exec runs a program in the guest and waits for it; an exit status other than 0 is in the result, not an error. If ctx
 // ends first, the command and its children are killed.
 func (m *Machine) Exec(ctx context.Context, argv ...string) (Result, error) {
 	return m.ExecCommand(ctx, Command{Argv: argv})
@@ -262,12 +262,12 @@ func (m *Machine) ExecCommand(ctx context.Context, cmd Command) (Result, error) 
 	return r, m.wrap(err)
 }
 
-// Shell runs a line of /bin/sh in the guest; otherwise like Exec.
+// Shell runs a line of /bin/sh in the guest, otherwise like Exec.
 func (m *Machine) Shell(ctx context.Context, line string) (Result, error) {
 	return m.Exec(ctx, "/bin/sh", "-c", line)
 }
 
-// Run runs a line of /bin/sh and returns its standard output; a status other than 0 is an *ExitError.
+// Run runs a line of /bin/sh and returns its standard output; an exit status other than 0 is an *ExitError.
 func (m *Machine) Run(ctx context.Context, line string) (string, error) {
 	r, err := m.Shell(ctx, line)
 	if err == nil && r.ExitCode != 0 {
@@ -292,7 +292,7 @@ func (m *Machine) WriteFile(ctx context.Context, path string, data []byte) error
 	return m.wrap(m.agent.writeFile(ctx, path, data))
 }
 
-// ReadFile reads a guest file of at most 64 MiB. Files under /proc and /sys are better read with Run: cat.
+// ReadFile reads a guest file of at most 64 MiB. For files under /proc and /sys use Run with cat.
 func (m *Machine) ReadFile(ctx context.Context, path string) ([]byte, error) {
 	data, err := m.agent.readFile(ctx, path, 64<<20)
 	return data, m.wrap(err)
@@ -305,12 +305,12 @@ func (m *Machine) wrap(err error) error {
 	return fmt.Errorf("VM %s: %w", m.cfg.Name, err)
 }
 
-// Reboot lets the guest shut down in good order and waits until it is up again. Guest processes are lost.
+// Reboot shuts the guest down cleanly and waits until it is up again. Guest processes are lost.
 func (m *Machine) Reboot(ctx context.Context) error {
 	return m.restart(ctx, func() error { return m.poweroff(ctx, "reboot") })
 }
 
-// Reset restarts the guest without asking it and waits until it is up again.
+// Reset resets the VM without a clean shutdown and waits until the guest is up again.
 func (m *Machine) Reset(ctx context.Context) error {
 	return m.restart(ctx, func() error { return m.qmp.Reset(ctx) })
 }
@@ -334,7 +334,7 @@ func (m *Machine) restart(ctx context.Context, act func() error) error {
 			if !ok {
 				return m.wrap(ErrEnded)
 			}
-			// Only from here on does an answering agent belong to the new life.
+			// Only after this event does an answer come from the restarted guest's agent.
 			if e.Event == "RESET" {
 				return m.WaitReady(ctx)
 			}
@@ -344,7 +344,7 @@ func (m *Machine) restart(ctx context.Context, act func() error) error {
 	}
 }
 
-// poweroff sends guest-shutdown, which has no reply when it succeeds.
+// poweroff sends guest-shutdown, which has no reply if it succeeds.
 func (m *Machine) poweroff(ctx context.Context, mode string) error {
 	id, reply, err := m.agent.send(ctx, "guest-shutdown", map[string]string{"mode": mode})
 	if err != nil {
@@ -361,8 +361,8 @@ func (m *Machine) poweroff(ctx context.Context, mode string) error {
 	return nil
 }
 
-// Shutdown lets the guest shut down in good order and waits for QEMU to end. When ctx ends first, or the guest does not
-// take the order, the VM is killed and an error says so.
+// Shutdown shuts the guest down cleanly and waits for QEMU to end. If ctx ends first, or the guest refuses, the VM is
+// killed and an error returned.
 func (m *Machine) Shutdown(ctx context.Context) error {
 	var err error
 	select {
@@ -380,11 +380,11 @@ func (m *Machine) Shutdown(ctx context.Context) error {
 	return m.wrap(err)
 }
 
-// Kill ends QEMU with SIGKILL, as kill -9 would, and joins everything. Idempotent.
+// Kill ends QEMU with SIGKILL and joins everything. Idempotent.
 func (m *Machine) Kill() {
 	m.stopOnce.Do(func() {
 		if m.proc != nil {
-			// Fails only if it has ended already.
+			// This fails only if it has ended already.
 			_ = m.proc.Kill()
 			<-m.done
 		} else {
@@ -400,7 +400,7 @@ func (m *Machine) Kill() {
 	<-m.done
 }
 
-// Wait waits for QEMU to end by itself and returns how it did: nil for status 0.
+// Wait waits for QEMU to end by itself. It returns nil for exit status 0.
 func (m *Machine) Wait(ctx context.Context) error {
 	select {
 	case <-m.done:

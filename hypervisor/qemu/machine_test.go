@@ -17,7 +17,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-// TestMain lets the test binary play QEMU: as a real child process with the two sockets that Boot expects.
+// TestMain lets the test binary act as QEMU: a real child process with the two sockets that Boot expects.
 func TestMain(m *testing.M) {
 	if mode := os.Getenv("VNICD_TEST_QEMU"); mode != "" {
 		fakeQEMU(mode)
@@ -97,7 +97,7 @@ func fakeQEMU(mode string) {
 			events <- "RESET"
 		}
 	}
-	select {} // the monitor went, the machine runs on
+	select {} // the monitor has gone, the machine keeps running
 }
 
 func bootFake(t *testing.T, mode string) (*Machine, error) {
@@ -140,9 +140,9 @@ func TestBootAndShutdown(t *testing.T) {
 	if err := m.Wait(ctx); err != nil {
 		t.Error(err)
 	}
-	m.Kill() // again: harmless
+	m.Kill() // a second call is harmless
 	if _, err := m.Run(ctx, "true"); !errors.Is(err, ErrAgentClosed) {
-		t.Errorf("a command after the end: %v", err)
+		t.Errorf("a command after QEMU's end: %v", err)
 	}
 }
 
@@ -157,7 +157,7 @@ func TestShutdownOfStubbornGuest(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	if err := syscall.Kill(m.PID(), 0); !errors.Is(err, syscall.ESRCH) {
-		t.Errorf("process %d is still there: %v", m.PID(), err)
+		t.Errorf("process %d still exists: %v", m.PID(), err)
 	}
 }
 
@@ -192,7 +192,7 @@ func TestBootHostChecks(t *testing.T) {
 		{func(c *Config) { c.NICs = []NIC{{Socket: plain, MAC: "52:54:00:00:00:01"}} }, "is not a socket"},
 		{func(c *Config) { c.Netns = "vnicd-no-such" }, `network namespace "vnicd-no-such"`},
 		{func(c *Config) { c.Dir = filepath.Join(dir, "none") }, "no such file"},
-		{func(c *Config) { c.Dir = plain }, "is no directory"},
+		{func(c *Config) { c.Dir = plain }, "is not a directory"},
 		{func(c *Config) { c.Images.QEMU = "/nonexistent/qemu" }, "/nonexistent/qemu"},
 	} {
 		c := Config{Images: testImages(), Name: "vm", Dir: dir}

@@ -19,7 +19,7 @@ import (
 // ErrNoDevice reports a QEMU that cannot create the HCA device.
 var ErrNoDevice = errors.New("QEMU lacks the device " + HCADevice)
 
-// Probe reports whether the given QEMU offers the generic vhost-user device; ErrNoDevice says which release has it.
+// Probe checks that QEMU has the generic vhost-user device; the error for ErrNoDevice names the release that has it.
 func Probe(ctx context.Context, qemu string) error {
 	out, err := exec.CommandContext(ctx, qemu, "-device", "help").Output()
 	if err != nil {
@@ -32,19 +32,19 @@ func Probe(ctx context.Context, qemu string) error {
 	if v, err := exec.CommandContext(ctx, qemu, "--version").Output(); err == nil {
 		version, _, _ = strings.Cut(string(v), "\n")
 	}
-	return fmt.Errorf("qemu: %s: %w, which QEMU has from %s on (this one: %s); Debian's trixie-backports has such a QEMU, "+
+	return fmt.Errorf("qemu: %s: %w, which QEMU has since %s (this one: %s); Debian's trixie-backports has such a QEMU, "+
 		"and vm-images/build qemu fetches it", qemu, ErrNoDevice, HCADeviceRelease, version)
 }
 
-// probeMessage is what vm-images/guest/initramfs-init prints when the kernel command line holds vnicd.probe.
+// probeMessage is printed by vm-images/guest/initramfs-init if the kernel command line has vnicd.probe.
 const probeMessage = "vnicd: kernel is up"
 
-// kvmProbeTime is how long a kernel may take under KVM to reach user space; it needs about one second where KVM works.
+// kvmProbeTime bounds a kernel's time to reach user space under KVM; it needs about one second where KVM works.
 const kvmProbeTime = 8 * time.Second
 
-// ProbeAccel says how to run guests here: KVM if a kernel really boots with it, else TCG. That /dev/kvm opens proves
-// nothing (it may be something else, or be nested in a way that hangs). The answer is kept in the cache until the host
-// reboots or QEMU or kernel change. The environment variable VNICD_ACCEL (tcg or kvm) overrides.
+// ProbeAccel returns the accelerator for guests on this host: KVM if a kernel really boots with it, otherwise TCG. That
+// /dev/kvm opens proves nothing (it may be another device, or nested in a way that hangs). The result is cached until
+// the host reboots or QEMU or the kernel change. The environment variable VNICD_ACCEL (tcg or kvm) overrides.
 func ProbeAccel(ctx context.Context, img *Images) (Accel, error) {
 	switch v := os.Getenv("VNICD_ACCEL"); v {
 	case "":
@@ -77,7 +77,7 @@ func ProbeAccel(ctx context.Context, img *Images) (Accel, error) {
 	} else if ctx.Err() != nil {
 		return "", fmt.Errorf("qemu: probing the accelerator: %w", ctx.Err())
 	}
-	// Written in one step: several probes may run at once. Without the cache the next run probes again, that is all.
+	// Written atomically, because several probes may run at once. A missing cache only means another probe.
 	tmp := fmt.Sprintf("%s.%d", cached, os.Getpid())
 	if err := os.WriteFile(tmp, []byte(answer+"\n"), 0o644); err == nil {
 		_ = os.Rename(tmp, cached)
@@ -85,7 +85,7 @@ func ProbeAccel(ctx context.Context, img *Images) (Accel, error) {
 	return answer, nil
 }
 
-// bootProbe boots the guest's kernel as far as its initramfs.
+// bootProbe boots the guest's kernel up to its initramfs.
 func bootProbe(ctx context.Context, img *Images, accel Accel, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()

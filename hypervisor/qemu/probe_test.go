@@ -30,7 +30,7 @@ func TestProbe(t *testing.T) {
 	if !errors.Is(err, ErrNoDevice) {
 		t.Fatalf("got %v", err)
 	}
-	for _, want := range []string{"from 10.2 on", "version 7.2.0", "trixie-backports"} {
+	for _, want := range []string{"since 10.2", "version 7.2.0", "trixie-backports"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("no %q in %q", want, err)
 		}
@@ -83,7 +83,7 @@ func TestBuilder(t *testing.T) {
 		t.Errorf("find: %+v, %v", img, err)
 	}
 
-	// Missing at first, there after a build.
+	// Missing at first, present after a build.
 	var log bytes.Buffer
 	b = &Builder{Env: []string{"MARK=" + dir + "/built"}, Log: &log, Script: script(t, `case $1 in
 		paths) [ -e "$MARK" ] || exit 3; echo '`+json+`' ;;

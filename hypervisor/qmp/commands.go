@@ -15,7 +15,7 @@ type Status struct {
 type Chardev struct {
 	Label        string `json:"label"`
 	Filename     string `json:"filename"`
-	FrontendOpen bool   `json:"frontend-open"` // the guest side is there
+	FrontendOpen bool   `json:"frontend-open"` // the front end has it open
 }
 
 // Status asks for the run state of the VM.
@@ -32,7 +32,7 @@ func (c *Client) Chardevs(ctx context.Context) ([]Chardev, error) {
 	return l, err
 }
 
-// Reset pulls the VM's reset line: a reboot that the guest is not asked about.
+// Reset resets the VM without involving the guest.
 func (c *Client) Reset(ctx context.Context) error { return c.Run(ctx, "system_reset", nil, nil) }
 
 // Powerdown presses the VM's power button.
@@ -40,7 +40,7 @@ func (c *Client) Powerdown(ctx context.Context) error {
 	return c.Run(ctx, "system_powerdown", nil, nil)
 }
 
-// Quit ends QEMU at once. That the connection breaks before the reply comes is success too.
+// Quit ends QEMU at once. It is success, too, if the connection breaks before the reply.
 func (c *Client) Quit(ctx context.Context) error {
 	if err := c.Run(ctx, "quit", nil, nil); err != nil && !errors.Is(err, ErrClosed) {
 		return err

@@ -12,9 +12,9 @@ type Memdev struct {
 	Share bool   `json:"share"`
 }
 
-// PCIDevice is a device of query-pci, with what is behind it if it is a bridge.
+// PCIDevice is a device of query-pci, and the devices behind it if it is a bridge.
 type PCIDevice struct {
-	QdevID string `json:"qdev_id"` // "" for those that QEMU made by itself
+	QdevID string `json:"qdev_id"` // "" for QEMU's built-in devices
 	Bridge *struct {
 		Devices []PCIDevice `json:"devices"`
 	} `json:"pci_bridge"`
@@ -40,13 +40,13 @@ func (c *Client) PCI(ctx context.Context) (l []PCIDevice, err error) {
 	return l, nil
 }
 
-// QOMGet returns a property, a string, of an object.
+// QOMGet returns a string property of an object.
 func (c *Client) QOMGet(ctx context.Context, path, property string) (s string, err error) {
 	err = c.Run(ctx, "qom-get", map[string]any{"path": path, "property": property}, &s)
 	return s, err
 }
 
-// Exists tells whether QEMU has an object at path.
+// Exists reports whether QEMU has an object at path.
 func (c *Client) Exists(ctx context.Context, path string) (bool, error) {
 	err := c.Run(ctx, "qom-list", map[string]any{"path": path}, nil)
 	var refused *CommandError
@@ -56,8 +56,8 @@ func (c *Client) Exists(ctx context.Context, path string) (bool, error) {
 	return err == nil, err
 }
 
-// AddUnixChardev makes a character device that connects to the unix socket at path, and every reconnect milliseconds
-// again when that has gone; 0: never again.
+// AddUnixChardev makes a character device that connects to the unix socket at path, and reconnects at intervals of
+// reconnect milliseconds; 0: never.
 func (c *Client) AddUnixChardev(ctx context.Context, id, path string, reconnect int) error {
 	data := map[string]any{"addr": map[string]any{"type": "unix", "data": map[string]any{"path": path}}, "server": false}
 	if reconnect > 0 {
@@ -72,7 +72,7 @@ func (c *Client) RemoveChardev(ctx context.Context, id string) error {
 	return c.Run(ctx, "chardev-remove", map[string]any{"id": id}, nil)
 }
 
-// AddVhostNetdev makes the host side of a virtio-net of so many queue pairs that a vhost-user back end serves.
+// AddVhostNetdev makes the host side of a virtio-net with that many queue pairs, served by a vhost-user back end.
 func (c *Client) AddVhostNetdev(ctx context.Context, id, chardev string, queues int) error {
 	return c.Run(ctx, "netdev_add", map[string]any{"type": "vhost-user", "id": id, "chardev": chardev, "queues": queues},
 		nil)
@@ -88,8 +88,7 @@ func (c *Client) AddDevice(ctx context.Context, props map[string]any) error {
 	return c.Run(ctx, "device_add", props, nil)
 }
 
-// RemoveDevice asks the guest to let a device go. When it has, the device no longer exists; QEMU does not wait for
-// that.
+// RemoveDevice asks the guest to release a device and does not wait. The device no longer exists once the guest has.
 func (c *Client) RemoveDevice(ctx context.Context, id string) error {
 	return c.Run(ctx, "device_del", map[string]any{"id": id}, nil)
 }

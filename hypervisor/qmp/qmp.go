@@ -1,10 +1,10 @@
-// Package qmp speaks QEMU's machine protocol over the monitor socket of one VM.
+// Package qmp implements QEMU's machine protocol over the monitor socket of one VM.
 //
-// It wraps the socket monitor of github.com/digitalocean/go-qemu/qmp and adds what that leaves to its caller:
-// deadlines, a closed state that every caller sees, and events that can never hold up commands.
+// It wraps the socket monitor of github.com/digitalocean/go-qemu/qmp and adds deadlines, a closed state that every
+// caller sees, and events that never block commands.
 //
-// Ownership: Dial starts one goroutine, Close joins it. All methods may be called from several goroutines; commands
-// run one at a time.
+// Ownership: Dial starts one goroutine, Close joins it. All methods may be called from several goroutines; commands run
+// one at a time.
 package qmp
 
 import (
@@ -19,7 +19,7 @@ import (
 	goqmp "github.com/digitalocean/go-qemu/qmp"
 )
 
-// ErrClosed reports that the monitor connection is gone: QEMU ended, Close was called, or an earlier command was
+// ErrClosed reports that the monitor connection is closed: QEMU ended, Close was called, or an earlier command was
 // abandoned (its late reply could not be told from the next one's).
 var ErrClosed = errors.New("qmp: monitor connection is closed")
 
@@ -34,7 +34,7 @@ type CommandError struct {
 
 func (e *CommandError) Error() string { return fmt.Sprintf("qmp: %s: %s", e.Command, e.Desc) }
 
-// eventBacklog bounds the events kept for a reader that is slow or absent; the oldest go first.
+// eventBacklog bounds the events kept for a slow or absent reader; the oldest are dropped.
 const eventBacklog = 256
 
 // Client is a connection to one monitor socket.
@@ -65,11 +65,11 @@ func Dial(ctx context.Context, path string) (*Client, error) {
 	select {
 	case err = <-connected:
 	case <-ctx.Done():
-		// Connect reads without a deadline; closing the socket ends it, whatever it was doing.
+		// Connect reads without a deadline; closing the socket ends it in any state.
 		err = ctx.Err()
 		_ = mon.Disconnect()
 		if cerr := <-connected; cerr == nil {
-			// It won the race and has a listener: let that one end too.
+			// It succeeded before ctx ended and has a listener, which must end, too.
 			drain(mon)
 		}
 		return nil, fmt.Errorf("qmp: negotiating on %s: %w", path, err)
@@ -97,8 +97,7 @@ func drain(mon *goqmp.SocketMonitor) {
 	}
 }
 
-// forward takes every event off the monitor at once: the monitor's reader stalls, and with it all commands, while an
-// event is not taken.
+// forward reads every event at once: while an event is unread, the monitor's reader stalls, and with it all commands.
 func (c *Client) forward(ev <-chan Event) {
 	defer close(c.done)
 	defer close(c.events)
@@ -118,18 +117,18 @@ func (c *Client) forward(ev <-chan Event) {
 	}
 }
 
-// Events yields QEMU's events from the moment of Dial on; closed when the connection ends. At most 256 wait for the
-// reader, older ones are dropped. All callers share the one channel.
+// Events returns the channel of QEMU's events since Dial; it is closed when the connection ends. At most 256 wait for
+// the reader; older ones are dropped. All callers share the channel.
 func (c *Client) Events() <-chan Event { return c.events }
 
-// Done is closed when the connection has ended for whatever reason.
+// Done is closed when the connection has ended for any reason.
 func (c *Client) Done() <-chan struct{} { return c.done }
 
 // Version is QEMU's version as "11.1.3".
 func (c *Client) Version() string { return c.mon.Version.String() }
 
-// Run executes a command with args (nil, or something that encodes to a JSON object) and decodes what it returns into
-// out (nil: ignored). When ctx ends first the connection is closed, because the reply may still come.
+// Run executes a command with args (nil, or a value that encodes to a JSON object) and decodes the reply into out (nil:
+// ignored). If ctx ends first, the connection is closed, because the reply may still come.
 func (c *Client) Run(ctx context.Context, command string, args, out any) error {
 	req, err := json.Marshal(goqmp.Command{Execute: command, Args: args})
 	if err != nil {
@@ -192,14 +191,14 @@ func (c *Client) isClosed() bool {
 	return c.closed
 }
 
-// Close ends the connection and joins its goroutine. Idempotent. QEMU itself goes on.
+// Close ends the connection and joins its goroutine. Idempotent. QEMU keeps running.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	already := c.closed
 	c.closed = true
 	c.mu.Unlock()
 	if !already {
-		// The error only says that the other side was faster.
+		// An error only means that the other side closed first.
 		_ = c.mon.Disconnect()
 	}
 	<-c.done

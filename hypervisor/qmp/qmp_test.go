@@ -18,7 +18,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const greeting = `{"QMP": {"version": {"qemu": {"micro": 3, "minor": 1, "major": 11}, "package": "x"}, "capabilities": ["oob"]}}`
 
-// serve plays QEMU: handle gets each command after the negotiation and writes what it likes.
+// serve acts as QEMU: handle gets each command after the negotiation and writes any reply.
 func serve(t *testing.T, handle func(w net.Conn, command string)) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "qmp.sock")
@@ -103,12 +103,12 @@ func TestCommands(t *testing.T) {
 	}
 }
 
-// Events that nobody reads must not hold up commands, however many there are; the newest stay.
+// Unread events must not block commands, however many there are; the newest are kept.
 func TestEventsNeverBlock(t *testing.T) {
 	const n = 3 * eventBacklog
 	sent := 0
 	c := dial(t, serve(t, func(w net.Conn, command string) {
-		// One reply behind every few events: the client's reader has to get past them.
+		// One reply after every few events: the client's reader must get past them.
 		for range 8 {
 			fmt.Fprintf(w, `{"timestamp": {"seconds": %d, "microseconds": 0}, "event": "E"}`+"\n", sent)
 			sent++

@@ -2,8 +2,8 @@ package translate
 
 import "sync/atomic"
 
-// leaf looks up an address that a present leaf covers. It returns the host address and how many bytes from there on are
-// contiguous at least; run is 0 if no leaf covers it. It is small enough to be inlined.
+// leaf looks up an address that a present leaf covers. It returns the host address and the number of bytes from there
+// on that are contiguous at least; run is 0 if no leaf covers it. It is small enough to be inlined.
 func (s *Space) leaf(pa PA) (h hostAddr, run uint64) {
 	dirs := s.table.Load().dirs
 	if i := uint64(pa >> dirShift); i < uint64(len(dirs)) {
@@ -23,8 +23,8 @@ func (s *Space) find(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	return s.page(pa)
 }
 
-// page is the whole lookup for an address that no leaf covered a moment ago. It
-// reads the leaf anew, before the table beneath: see space_table.go.
+// page is the complete lookup of an address that no leaf covered a moment ago. It reads the leaf again, before the
+// table beneath: see space_table.go.
 func (s *Space) page(pa PA) (h hostAddr, run uint64, kind MissKind) {
 	dirs := s.table.Load().dirs
 	i := uint64(pa >> dirShift)
@@ -102,8 +102,7 @@ func (s *Space) permit(write bool) MissKind {
 	return None
 }
 
-// fast is permit and find where the attribute permits everything and one entry
-// covers all n bytes.
+// fast is permit and find for the case that the attribute permits everything and one entry covers all n bytes.
 func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
 	h, run := s.leaf(pa)
 	if run < n {
@@ -124,8 +123,8 @@ func (s *Space) Host(pa PA, n int) ([]byte, Miss) {
 	return s.hostSlow(pa, n, true)
 }
 
-// HostRead is Host for reading only: it works for a VM that the uplink
-// attribute makes read-only. The result must not be written to.
+// HostRead is Host for reading only, and works for a VM with a read-only uplink attribute. The result must not be
+// written to.
 func (s *Space) HostRead(pa PA, n int) ([]byte, Miss) {
 	if n > 0 {
 		if h, ok := s.fast(pa, uint64(n)); ok {
@@ -178,10 +177,9 @@ func (s *Space) Read(dst []byte, pa PA) Miss {
 	return Miss{}
 }
 
-// Write copies src to pa on, across pages and slots: all of it, or nothing and
-// a miss. (Only if pages are withdrawn during the very call may a part have
-// been written when it reports the miss.) An 8-byte word that is aligned and
-// that src covers is never seen half written.
+// Write copies src to pa on, across pages and slots: all of it, or nothing and a miss. (If pages are withdrawn during
+// the call, a part may have been written when it reports the miss.) An aligned 8-byte word within src is never seen
+// half written.
 func (s *Space) Write(pa PA, src []byte) Miss {
 	n := uint64(len(src))
 	if h, ok := s.fast(pa, n); ok {
@@ -228,8 +226,8 @@ func (s *Space) Prefetch(pa PA, write bool) {
 	}
 }
 
-// Uint32 returns the 4-byte aligned word at pa for atomic use. The pointer is
-// valid within the epoch, like Host's. A misaligned pa is a BadAddress.
+// Uint32 returns the 4-byte aligned word at pa for atomic use. Like Host's result, the pointer is valid within the
+// epoch. A misaligned pa is a BadAddress.
 func (s *Space) Uint32(pa PA) (*atomic.Uint32, Miss) {
 	h, kind := s.word(pa, 4)
 	if kind != None {

@@ -8,13 +8,12 @@ const (
 	PageSize  = 1 << PageShift // bytes
 	pageMask  = PageSize - 1
 
-	// MaxPA bounds guest physical addresses (exclusive). 2^48 also holds front
-	// ends that use their own virtual addresses as guest physical ones, as
-	// DPDK's virtio-user does.
+	// MaxPA bounds guest physical addresses (exclusive). 2^48 also holds front ends that use their own virtual
+	// addresses as guest physical ones, as DPDK's virtio-user does.
 	MaxPA PA = 1 << 48
 )
 
-// PA is a guest physical address: what stage one yields and stage two takes.
+// PA is a guest physical address: the result of stage one, the input of stage two.
 type PA uint64
 
 // Add returns p+n, and false if that wraps around.
@@ -23,10 +22,10 @@ func (p PA) Add(n uint64) (PA, bool) {
 	return q, q >= p
 }
 
-// String gives the address in hexadecimal.
+// String returns the address in hexadecimal.
 func (p PA) String() string { return fmt.Sprintf("PA %#x", uint64(p)) }
 
-// VA is an address as the holder of a memory key names it.
+// VA is an address as users of a memory key write it.
 type VA uint64
 
 // Add returns v+n, and false if that wraps around.
@@ -35,14 +34,14 @@ func (v VA) Add(n uint64) (VA, bool) {
 	return w, w >= v
 }
 
-// String gives the address in hexadecimal.
+// String returns the address in hexadecimal.
 func (v VA) String() string { return fmt.Sprintf("VA %#x", uint64(v)) }
 
 // Key is an L_Key or R_Key (IBTA 10.6.3): 24 bits of index into the memory
 // protection table, 8 bits of variant that change each time the index is reused.
 type Key uint32
 
-// Index returns the key's place in the memory protection table.
+// Index returns the key's index in the memory protection table.
 func (k Key) Index() uint32 { return uint32(k) >> keyVariantBits }
 
 // Variant returns the low 8 bits.
@@ -65,7 +64,7 @@ const HostGVMI GVMI = 0
 // Access is a set of rights: the bits of enum ib_access_flags.
 type Access uint32
 
-// Rights of a region, and what an access needs.
+// Rights of a region, or needed by an access.
 const (
 	LocalWrite   Access = 0x01
 	RemoteWrite  Access = 0x02

@@ -12,9 +12,8 @@ import (
 
 const benchVA = VA(0x7f0000000000)
 
-// benchVM returns a VM with one region, in which n 4 KiB pages from benchVA on
-// are present. Scattered pages have no contiguous neighbours; otherwise they are
-// one physical run. The region is pinned, or implicit.
+// benchVM returns a VM with one region, in which n 4 KiB pages from benchVA on are present. Scattered pages have no
+// contiguous neighbours; otherwise they are one physical run. The region is pinned, or implicit.
 func benchVM(b *testing.B, n uint64, scattered, implicit bool) (*VM, *Region) {
 	b.Helper()
 	s := NewSpace(1)
@@ -51,8 +50,7 @@ func benchVM(b *testing.B, n uint64, scattered, implicit bool) (*VM, *Region) {
 
 var sink byte
 
-// cpuTime reports the processor time per operation beside the elapsed time,
-// which on a shared machine says little.
+// cpuTime reports the processor time per operation beside the elapsed time, which means little on a shared machine.
 func cpuTime(b *testing.B) (stop func()) {
 	now := func() int64 {
 		var r unix.Rusage
@@ -71,9 +69,8 @@ func cpuTime(b *testing.B) (stop func()) {
 	}
 }
 
-// BenchmarkResolve is the whole way from key and VA to host bytes, in a region
-// of so many 4 KiB pages. "warm" goes at random over 256 pages that are spread
-// evenly over the region; "random" over all of its pages.
+// BenchmarkResolve measures the lookup from key and VA to host bytes, in a region with the given number of 4 KiB pages.
+// "warm" accesses 256 pages at random, spread evenly over the region; "random" all of its pages.
 func BenchmarkResolve(b *testing.B) {
 	for _, layout := range []string{"contiguous", "scattered", "implicit-contiguous", "implicit-scattered"} {
 		for _, n := range []uint64{1, 1000, 100_000, 1_000_000, 10_000_000} {
@@ -170,7 +167,7 @@ func BenchmarkRingRead(b *testing.B) {
 	}
 }
 
-// BenchmarkRegister is creating, filling and destroying a region of 1 GiB.
+// BenchmarkRegister creates, fills and destroys a region of 1 GiB.
 func BenchmarkRegister(b *testing.B) {
 	s := NewSpace(1)
 	vm := NewVM(s, Limits{})
@@ -200,8 +197,7 @@ func BenchmarkRegister(b *testing.B) {
 	}
 }
 
-// BenchmarkRegisterDemand is creating and destroying an on-demand region: as
-// fast for 1 TiB as for 1 GiB.
+// BenchmarkRegisterDemand creates and destroys an on-demand region: 1 TiB takes as long as 1 GiB.
 func BenchmarkRegisterDemand(b *testing.B) {
 	for name, size := range map[string]uint64{"1MiB": 1 << 20, "1GiB": 1 << 30, "1TiB": 1 << 40, "implicit": MaxImplicit} {
 		b.Run(name, func(b *testing.B) {
@@ -220,8 +216,8 @@ func BenchmarkRegisterDemand(b *testing.B) {
 	}
 }
 
-// BenchmarkFaultPages is what a fault of one page and its invalidation cost the
-// table, in a region in which a million others are present.
+// BenchmarkFaultPages measures the table's cost of a one-page fault and its invalidation, in a region with a million
+// other present pages.
 func BenchmarkFaultPages(b *testing.B) {
 	vm, r := benchVM(b, 1_000_000, true, true)
 	for name, page := range map[string]uint64{"beside others": uint64(benchVA)>>PageShift + 77, "alone": 1 << 30} {
@@ -240,8 +236,7 @@ func BenchmarkFaultPages(b *testing.B) {
 	}
 }
 
-// BenchmarkGranule is the host driver's part: 64 KiB taken back and published
-// again, amid memory that is present.
+// BenchmarkGranule measures the host driver's part: withdrawing and publishing 64 KiB among present memory.
 func BenchmarkGranule(b *testing.B) {
 	const size, granule = 1 << 30, 64 << 10
 	s := NewSpace(1)
@@ -262,7 +257,7 @@ func BenchmarkGranule(b *testing.B) {
 	}
 }
 
-// BenchmarkReserve declares a memory slot without any page.
+// BenchmarkReserve declares a memory slot without pages.
 func BenchmarkReserve(b *testing.B) {
 	for name, size := range map[string]uint64{"1GiB": 1 << 30, "64GiB": 1 << 36} {
 		b.Run(name, func(b *testing.B) {
@@ -276,7 +271,7 @@ func BenchmarkReserve(b *testing.B) {
 	}
 }
 
-// BenchmarkFault is the queue's own part of a fault: raised, taken, finished.
+// BenchmarkFault measures the queue's part of a fault: raise, take, finish.
 func BenchmarkFault(b *testing.B) {
 	var q FaultQueue
 	f := &Fault{Done: func(*Fault, error) {}}

@@ -7,10 +7,10 @@ import (
 	"sync/atomic"
 )
 
-// ErrBusy means that memory windows are bound to a region.
+// ErrBusy: memory windows are bound to a region.
 var ErrBusy = errors.New("memory windows are bound to it")
 
-// Kind of a key that work requests change.
+// Kind is the kind of a key that work requests change.
 type Kind uint8
 
 // Kinds; windows are numbered as in enum ib_mw_type.
@@ -23,24 +23,24 @@ const (
 // MaxFastPages bounds the pages of a FastRegion.
 const MaxFastPages = mttGroupSize
 
-// Outcome of a request that changes a key.
+// Outcome is the result of a request that changes a key.
 type Outcome uint8
 
 // Outcomes.
 const (
 	Done    Outcome = iota
-	Again           // others still use the key's former memory: ask again soon
+	Again           // others still use the key's former memory: retry soon
 	Refused         // not permitted, or malformed; nothing has changed
 )
 
 // Dynamic is a key that work requests register and invalidate, without a command and without the VM's lock. Its index
 // is fixed; the owner chooses the low byte.
 //
-//	free --Register, Bind--> valid --Invalidate--> draining --nobody reads it--> free
+//	free --Register, Bind--> valid --Invalidate--> draining --no readers--> free
 //	                           any --StartDestroy--> closed
 //
-// While the key is valid, the MPT points to now, like to any region. now is written again only when no reader can see
-// it, so that a registration allocates nothing; an invalidation is Done only then.
+// While the key is valid, the MPT points to now, as to any region. To avoid allocations, now is reused, but only when
+// no reader can see it; an invalidation is Done only then.
 type Dynamic struct {
 	vm     *VM
 	kind   Kind
@@ -49,7 +49,7 @@ type Dynamic struct {
 	slot   *atomic.Pointer[Region] // its place in the MPT
 	pages  uint64                  // a FastRegion's capacity
 
-	mu    sync.Mutex // a leaf, held for one request; guards all below
+	mu    sync.Mutex // a leaf in the lock order, held for one request; guards the fields below
 	state dynamicState
 	key   Key
 	now   Region
@@ -105,7 +105,7 @@ func (vm *VM) dynamic(key Key) *Dynamic {
 
 // FastSpec is a fast registration.
 type FastSpec struct {
-	Key       Key // index of the FastRegion, and the low byte it is to have
+	Key       Key // index of the FastRegion, with the new low byte
 	Access    Access
 	PageShift uint8
 	IOVA      VA
@@ -113,8 +113,8 @@ type FastSpec struct {
 	Offset    uint64 // of the first byte in the first page
 }
 
-// Register gives a free FastRegion of protection domain pd the memory that sp and
-// pas, its pages, describe (IBTA 11.4.4.1). The caller has entered the epoch, by slot.
+// Register gives a free FastRegion of protection domain pd the memory that sp and pas, its pages, describe (IBTA
+// 11.4.4.1). The caller has entered the epoch with slot.
 func (vm *VM) Register(slot int, pd PD, sp *FastSpec, pas []PA) Outcome {
 	d := vm.dynamic(sp.Key)
 	if d == nil || d.kind != FastRegion || d.pd != pd || uint64(len(pas)) > d.pages {
@@ -151,7 +151,7 @@ func (vm *VM) Register(slot int, pd PD, sp *FastSpec, pas []PA) Outcome {
 
 // BindSpec is the binding of a memory window.
 type BindSpec struct {
-	Window Key // as it is
+	Window Key // the present key
 	NewKey Key // its low byte becomes the window's
 	Region Key // L_Key
 	Access Access
@@ -159,13 +159,13 @@ type BindSpec struct {
 	Length uint64 // 0: type 1 only, unbinds
 }
 
-// windowRights are what a window can give. Programs also ask for local write, which a window cannot grant because it is
-// not an L_Key (ibv_bind_mw; IBTA 10.6.7.2.2).
+// windowRights are the rights that a window can grant. Programs also ask for local write, which a window cannot grant
+// because its key is not an L_Key (ibv_bind_mw; IBTA 10.6.7.2.2).
 const windowRights = RemoteWrite | RemoteRead | RemoteAtomic | FlushGlobal
 
-// Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a
-// QP in protection domain pd, whose own domain is qp, to which a type 2 window then belongs. A type 1 window may be
-// bound already. The caller has entered the epoch, by slot.
+// Bind binds a memory window to a part of a region (IBTA 10.6.7.2, 11.4.4.2), for a QP in protection domain pd. qp is
+// the QP's own domain, to which a type 2 window then belongs. A type 1 window may already be bound. The caller has
+// entered the epoch with slot.
 func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
 	d := vm.dynamic(sp.Window)
 	if d == nil || d.kind == FastRegion || d.pd != pd || sp.Access&^(windowRights|LocalWrite|ZeroBased) != 0 {
@@ -209,7 +209,7 @@ func (vm *VM) Bind(slot int, pd, qp PD, sp *BindSpec) Outcome {
 	return Done
 }
 
-// bindable returns the region that a window may be bound to as sp says, or nil.
+// bindable returns the region to which sp can bind a window, or nil.
 func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
 	r, _, kind := vm.lookup(sp.Region, pd, sp.VA, sp.Length, MWBind) // C10-72, C10-73, C10-75
 	switch {
@@ -222,8 +222,8 @@ func (vm *VM) bindable(pd PD, sp *BindSpec) *Region {
 }
 
 // Invalidate makes key invalid (IBTA 10.6.5), for a QP in protection domain pd. If it returns Again, the key is already
-// invalid, and another call reports when its memory is no longer in use. An invalid key is not an error; a key of
-// another kind or domain is Refused. The caller has entered the epoch, by slot.
+// invalid, and another call reports when its memory is no longer in use. An already invalid key is not an error; a key
+// of another kind or domain is Refused. The caller has entered the epoch with slot.
 func (vm *VM) Invalidate(slot int, pd PD, key Key) Outcome {
 	return vm.invalidate(slot, pd, key, func(*Region) bool { return true })
 }
@@ -250,7 +250,7 @@ func (vm *VM) invalidate(slot int, pd PD, key Key, may func(*Region) bool) Outco
 	return d.settleLocked()
 }
 
-// invalidateLocked leaves state dynValid; without a drain if only the caller can be reading.
+// invalidateLocked leaves state dynValid. It needs no drain if the caller is the only reader.
 func (d *Dynamic) invalidateLocked(slot int) Outcome {
 	d.voidLocked()
 	e := &d.vm.space.epochs
@@ -315,8 +315,8 @@ func (r *Region) hold() bool {
 	}
 }
 
-// view makes r a window on a part of base. It shares base's table, so pages appear and disappear for both, and a
-// release waits for readers of both: they use the same epochs.
+// view makes r a window on a part of base. It shares base's table, so pages appear and disappear in both, and a release
+// waits for readers of both, since they use the same epochs.
 func (r *Region) view(base *Region, sp *BindSpec, key Key) {
 	in := uint64(sp.VA - base.iova)
 	r.key, r.access, r.base = key, sp.Access&windowRights, base

@@ -32,7 +32,7 @@ func mustKey(t *testing.T, vm *VM, k Kind, pd PD, pages uint64) Key {
 	return key
 }
 
-// inside runs f as a loop would.
+// inside runs f inside an epoch, as a loop does.
 func inside(vm *VM, slot int, f func() Outcome) Outcome {
 	e := vm.Space().Epochs()
 	tok := e.Enter(slot)
@@ -47,7 +47,7 @@ func want(t *testing.T, what string, got, want Outcome) {
 	}
 }
 
-// TestFastRegion: what a key means comes and goes by requests, low byte included (IBTA 10.6.4).
+// TestFastRegion: work requests make a key valid and invalid, low byte included (IBTA 10.6.4).
 func TestFastRegion(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	key := mustKey(t, vm, FastRegion, 5, 4)
@@ -94,7 +94,7 @@ func TestFastRegion(t *testing.T) {
 	}
 	if !bytes.Equal(mem[9*PageSize+0x123:10*PageSize], src[:PageSize-0x123]) ||
 		!bytes.Equal(mem[2*PageSize:][:PageSize+0x123], src[PageSize-0x123:]) {
-		t.Fatal("bytes are not where the list says")
+		t.Fatal("bytes are not in the listed pages")
 	}
 	for what, m := range map[string]Miss{
 		"another domain": vm.Check(sp.Key, 6, sp.IOVA, 1, 0), "beyond": vm.Check(sp.Key, 5, sp.IOVA, sp.Length+1, 0),
@@ -104,7 +104,7 @@ func TestFastRegion(t *testing.T) {
 			t.Errorf("%s: permitted", what)
 		}
 	}
-	// Commands are not for what work requests own.
+	// Commands cannot change keys that belong to work requests.
 	if err := vm.SetPages(uint32(sp.Key), 0, pas); !errors.Is(err, ErrInvalid) {
 		t.Errorf("SetPages: %v", err)
 	}
@@ -127,8 +127,8 @@ func TestFastRegion(t *testing.T) {
 	if err := vm.DestroyRegion(context.Background(), uint32(key)); err != nil {
 		t.Fatal(err)
 	}
-	want(t, "register what is gone", reg(sp, 5, pas), Refused)
-	want(t, "invalidate what is gone", inv(5, sp.Key), Refused)
+	want(t, "register a destroyed key", reg(sp, 5, pas), Refused)
+	want(t, "invalidate a destroyed key", inv(5, sp.Key), Refused)
 	if m := vm.Check(sp.Key, 5, sp.IOVA, 1, 0); m.Kind != BadKey {
 		t.Fatalf("a destroyed key: %v", m.Err())
 	}
@@ -145,8 +145,8 @@ func TestFastRegion(t *testing.T) {
 	}
 }
 
-// TestInvalidateWaits: a key's meaning is gone at once, and its end is told when
-// nobody can be using the memory any more (EP-3).
+// TestInvalidateWaits: a key is invalid at once, and the invalidation is Done when nothing uses the memory any more
+// (EP-3).
 func TestInvalidateWaits(t *testing.T) {
 	vm, _ := dynVM(t, 4)
 	key := mustKey(t, vm, FastRegion, 5, 1)
@@ -156,28 +156,28 @@ func TestInvalidateWaits(t *testing.T) {
 	register := func() Outcome { return vm.Register(1, 5, &sp, []PA{dynBase}) }
 	invalidate := func() Outcome { return vm.Invalidate(1, 5, key) }
 	want(t, "register", call(register), Done)
-	for _, slot := range []int{2, 1, 17} { // another loop, and others in the caller's slot
+	for _, slot := range []int{2, 1, 17} { // another loop, and other readers in the caller's slot
 		reader := e.Enter(slot)
-		want(t, "invalidate while somebody reads", call(invalidate), Again)
+		want(t, "invalidate with a reader inside", call(invalidate), Again)
 		if m := vm.Check(key, 5, 0x1000, 1, 0); m.Kind != BadKey {
 			t.Fatalf("not void at once: %v", m.Err())
 		}
-		want(t, "register while somebody reads", call(register), Again)
+		want(t, "register with a reader inside", call(register), Again)
 		late := e.Enter(slot)
 		want(t, "still", call(invalidate), Again)
 		e.Leave(slot, reader)
-		want(t, "who came later does not matter", call(invalidate), Done)
+		want(t, "later readers do not matter", call(invalidate), Done)
 		want(t, "register anew", call(register), Done)
 		e.Leave(slot, late)
 	}
-	// Destroyed meanwhile: whoever waits hears that there is no such key.
+	// Destroyed meanwhile: a waiting caller is told that there is no such key.
 	reader := e.Enter(3)
 	want(t, "invalidate", call(invalidate), Again)
 	d, err := vm.StartDestroy(uint32(key))
 	if err != nil {
 		t.Fatal(err)
 	}
-	want(t, "invalidate what was destroyed", call(invalidate), Refused)
+	want(t, "invalidate a key that was destroyed", call(invalidate), Refused)
 	if d.Done() {
 		t.Error("destroyed under a reader")
 	}
@@ -251,7 +251,7 @@ func TestWindows(t *testing.T) {
 			t.Error(m.Err())
 		}
 		if string(mem[5*PageSize-2:5*PageSize]) != "ov" || string(mem[PageSize:PageSize+2]) != "er" {
-			t.Fatal("bytes are not where the region has them")
+			t.Fatal("bytes are not in the region's pages")
 		}
 		for what, m := range map[string]Miss{
 			"as L_Key":          vm.Read(make([]byte, 1), w, domain, 0x7000_0800, LocalRead),
@@ -275,7 +275,7 @@ func TestWindows(t *testing.T) {
 		}
 		want(t, "the peer of another QP", remote(other), Refused)
 		if m := vm.Check(w, domain, 0x7000_0800, 1, RemoteRead); !m.OK() {
-			t.Errorf("a window after another QP's peer tried to take it away: %v", m.Err())
+			t.Errorf("a window that another QP's peer tried to invalidate: %v", m.Err())
 		}
 		if k == Window2 {
 			want(t, "the peer of its QP", remote(qp), Done)
@@ -311,7 +311,7 @@ func TestWindows(t *testing.T) {
 		}
 	}
 	if err := vm.DestroyRegion(context.Background(), r.Handle()); err != nil {
-		t.Errorf("a region whose windows are gone: %v", err)
+		t.Errorf("a region without windows left: %v", err)
 	}
 	if err := vm.DestroyAll(context.Background()); err != nil {
 		t.Fatal(err)
@@ -321,8 +321,8 @@ func TestWindows(t *testing.T) {
 	}
 }
 
-// TestWindowOnDemand: a window on a demand region shows what is present at the moment, and what is not is a fault of
-// the region beneath, by its key and address. Who takes a page away waits for the readers of both (ODP-5).
+// TestWindowOnDemand: a window on a demand region shows the present pages; an absent page is a fault of the region
+// beneath, with its key and address. A release of a page waits for readers of both (ODP-5).
 func TestWindowOnDemand(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	const pd, qp = PD(5), PD(1<<31 | 1)
@@ -368,7 +368,7 @@ func TestWindowOnDemand(t *testing.T) {
 		clear(mem)
 		if m := write(0x7fe, "over"); !m.OK() || string(mem[5*PageSize-2:5*PageSize]) != "ov" ||
 			string(mem[PageSize:PageSize+2]) != "er" {
-			t.Fatalf("bytes are not where the region has them: %v", m.Err())
+			t.Fatalf("bytes are not in the region's pages: %v", m.Err())
 		}
 		if key, va := vm.Beneath(r.LKey(), 0x7000_0800); key != r.LKey() || va != 0x7000_0800 {
 			t.Errorf("beneath a region: %#x of %#x", va, key)
@@ -394,9 +394,8 @@ func TestWindowOnDemand(t *testing.T) {
 	}
 }
 
-// TestFastRegionRace: loops read through keys that others register and invalidate
-// all the time. Whatever a read finds was what the key meant: each page holds its
-// own number, and the low byte of the key, the address and the pages go together.
+// TestFastRegionRace: loops read through keys that others register and invalidate all the time. A read finds only what
+// the key meant: each page holds its own number, and the key's low byte, address and pages match.
 func TestFastRegionRace(t *testing.T) {
 	const pages, keys, readers = 256, 4, 3
 	vm, mem := dynVM(t, pages)
@@ -468,7 +467,7 @@ func TestFastRegionRace(t *testing.T) {
 				for inside(vm, n, func() Outcome { return vm.Invalidate(n, 5, sp.Key) }) != Done {
 					runtime.Gosched()
 				}
-				// Nobody can be reading: a new owner's bytes would show.
+				// No reader may be inside: a new owner's bytes would show.
 				vm.dynamic(k).now.iova = 0xdead
 			}
 		}()

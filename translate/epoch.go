@@ -9,10 +9,10 @@ import (
 	"time"
 )
 
-// Epochs tells when memory that was taken out of the tables is no longer in
-// use (EP-1..5). There is one per Space, so one VM never waits for another.
+// Epochs determines when memory that was removed from the tables is no longer in use (EP-1..5). There is one per Space,
+// so one VM never waits for another.
 //
-// How it works. Each slot (one per loop, on separate cache lines) has a small ring of counters. A reader increments the
+// Each slot (one per loop, on separate cache lines) has a small ring of counters. A reader increments the
 // counter that the current epoch selects, and later decrements the same one. A release is done once every counter has
 // been seen at zero at some moment after the release was requested: all earlier readers have then left, and later
 // readers find the changed tables. This holds whichever counter a reader chose, so a reader that loaded the epoch and
@@ -28,7 +28,7 @@ type Epochs struct {
 
 	slots [epochSlots]epochSlot
 
-	mu     sync.Mutex // guards all below
+	mu     sync.Mutex // guards the fields below
 	drains []*Drain   // not done yet, oldest first
 	namer  func(slot int) string
 	stats  EpochStats
@@ -54,13 +54,12 @@ type epochSlot struct {
 	_ [64]byte
 }
 
-// Token is what Enter returned; Leave takes it back, once.
+// Token is returned by Enter and passed to Leave, once.
 type Token uint8
 
-// Enter counts a batch of operations into the current epoch. slot is a small
-// number, best Loop.ID; it is taken modulo 16 and may be shared. Host memory
-// that a lookup returns may be used until the matching Leave. An operation that has to wait for anything must leave
-// first: a waiting reader would block every release.
+// Enter counts a batch of operations into the current epoch. slot is a small number, preferably Loop.ID; it is taken
+// modulo 16 and may be shared. Host memory that a lookup returns may be used until the matching Leave. An operation
+// that must wait must leave first: a waiting reader blocks every release.
 func (e *Epochs) Enter(slot int) Token {
 	i := e.current.Load() % epochRing
 	e.slots[uint(slot)%epochSlots].n[i].Add(1)
@@ -97,7 +96,7 @@ func (e *Epochs) Flip() *Drain {
 	return d
 }
 
-// begin is Flip with storage of the caller: a Drain that is new or done.
+// begin is Flip with the caller's storage: a Drain that is new or done.
 func (e *Epochs) begin(d *Drain) {
 	*d = Drain{e: e, since: time.Now()}
 	for i := range d.waiting {
@@ -109,9 +108,9 @@ func (e *Epochs) begin(d *Drain) {
 	e.advanceLocked()
 }
 
-// Alone reports whether the caller, which has entered once, by slot, is the only reader. Nothing then uses entries that
-// were removed before the call: true is equivalent to a completed Drain, takes no lock, and may be asked between Enter
-// and Leave.
+// Alone reports whether the caller, which has entered once with slot, is the only reader. If so, nothing uses entries
+// that were removed before the call: true is equivalent to a completed Drain. It takes no lock and may be called
+// between Enter and Leave.
 func (e *Epochs) Alone(slot int) bool {
 	own := uint(slot) % epochSlots
 	n := int64(0)
@@ -207,10 +206,10 @@ func (e *Epochs) advanceLocked() {
 	}
 }
 
-// Wait blocks until Done or until ctx ends, in which case it returns ctx's
-// error and may be called again. Never call it between Enter and Leave.
+// Wait blocks until Done, or until ctx ends; then it returns ctx's error and may be called again. It must not be called
+// between Enter and Leave.
 func (d *Drain) Wait(ctx context.Context) error {
-	// Batches last microseconds, so the first checks come without a timer.
+	// Batches last microseconds, so the first checks use no timer.
 	for range 64 {
 		if d.Done() {
 			return nil
@@ -238,7 +237,7 @@ func (d *Drain) Wait(ctx context.Context) error {
 	}
 }
 
-// WaitWarn is Wait that calls warn after patience, twice that, four times that, and so on, with the time since Flip and
+// WaitWarn is Wait, and calls warn after patience, twice that, four times that, and so on, with the time since Flip and
 // the result of Held.
 func (d *Drain) WaitWarn(ctx context.Context, patience time.Duration,
 	warn func(since time.Duration, held []string)) error {
@@ -256,7 +255,7 @@ func (d *Drain) WaitWarn(ctx context.Context, patience time.Duration,
 	}
 }
 
-// Held names the slots that the release still waits for; none if it is done.
+// Held names the slots that the release waits for; none if it is done.
 func (d *Drain) Held() []string {
 	d.e.mu.Lock()
 	namer := d.e.namer

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// modelReader and modelDrain are the naive model: a drain is done when the
-// readers that were inside at its flip have left.
+// modelReader and modelDrain are the naive model: a drain is done when the readers that were inside at its flip have
+// left.
 type modelReader struct {
 	slot int
 	tok  Token
@@ -25,8 +25,7 @@ type modelDrain struct {
 	before map[*modelReader]bool
 }
 
-// checkHeld: what a release names are slots that it waits for; if exact, those
-// of its readers and no others.
+// checkHeld checks that a release names slots that it waits for; if exact, exactly the slots of its readers.
 func (m *modelDrain) checkHeld(t *testing.T, exact bool) {
 	t.Helper()
 	want := map[string]bool{}
@@ -36,7 +35,7 @@ func (m *modelDrain) checkHeld(t *testing.T, exact bool) {
 	held := m.d.Held()
 	for _, name := range held {
 		if !want[name] && exact {
-			t.Fatalf("%v: slot %s is held by nobody", held, name)
+			t.Fatalf("%v: slot %s is not held", held, name)
 		}
 		delete(want, name)
 	}
@@ -47,8 +46,7 @@ func (m *modelDrain) checkHeld(t *testing.T, exact bool) {
 
 func (m *modelDrain) leave(r *modelReader) { delete(m.before, r) }
 
-// EP-2, EP-3, EP-4: never too early; and, as long as fewer epochs than the ring
-// holds are open, never too late either.
+// EP-2, EP-3, EP-4: never too early, and never too late while fewer epochs are open than the ring holds.
 func TestEpochsModel(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -97,7 +95,7 @@ func TestEpochsModel(t *testing.T) {
 						t.Fatalf("seed %d: done with %d readers inside", seed, len(m.before))
 					}
 					if !done && len(m.before) == 0 && limit < epochRing-1 {
-						t.Fatalf("seed %d: not done, nobody is inside", seed)
+						t.Fatalf("seed %d: not done without readers inside", seed)
 					}
 					if !done {
 						kept = append(kept, m)
@@ -126,13 +124,13 @@ func TestEpochsModel(t *testing.T) {
 	}
 }
 
-// EP-4: readers that keep coming, with no moment without one, starve nobody.
+// EP-4: overlapping readers, with no moment without one, starve no release.
 func TestEpochsNoStarvation(t *testing.T) {
 	var e Epochs
 	tok := e.Enter(0)
 	for i := range 1000 {
 		d := e.Flip()
-		next := e.Enter(0) // overlaps the one before
+		next := e.Enter(0) // overlaps the previous one
 		e.Leave(0, tok)
 		tok = next
 		if !d.Done() {
@@ -142,8 +140,7 @@ func TestEpochsNoStarvation(t *testing.T) {
 	e.Leave(0, tok)
 }
 
-// Releases that had to wait for a free counter are not starved by readers that
-// keep coming once the slow one has left.
+// Releases that had to wait for a free counter are not starved by later readers once the slow one has left.
 func TestEpochsNoStarvationWhenFull(t *testing.T) {
 	var e Epochs
 	slow := e.Enter(0)
@@ -185,18 +182,18 @@ func TestEpochsManyReleases(t *testing.T) {
 			t.Fatal("done with a reader inside")
 		}
 	}
-	late := e.Enter(1) // after all flips were asked for
+	late := e.Enter(1) // after all flips were requested
 	for _, tok := range tokens {
 		e.Leave(1, tok)
 	}
 	for _, d := range drains {
-		d.Done() // lets those flip that could not yet
+		d.Done() // flips the releases that could not flip yet
 	}
 	later := e.Enter(2)
 	e.Leave(1, late)
 	for i, d := range drains {
 		if !d.Done() {
-			t.Fatalf("release %d hangs on a reader that came after it flipped", i)
+			t.Fatalf("release %d waits for a reader that entered after its flip", i)
 		}
 	}
 	e.Leave(2, later)
@@ -225,8 +222,7 @@ func TestEpochsWait(t *testing.T) {
 	}
 }
 
-// A release that takes long names its holder, again and again, and ends as
-// soon as the holder leaves.
+// A release that takes long names its holder repeatedly, and ends as soon as the holder leaves.
 func TestEpochsWaitWarn(t *testing.T) {
 	var e Epochs
 	tok := e.Enter(17)
@@ -269,8 +265,8 @@ func TestLeaveWithoutEnter(t *testing.T) {
 	e.Leave(0, 0)
 }
 
-// Readers use objects that writers replace, release and then spoil with plain
-// stores: the race detector and the check both see a release that is too early.
+// Readers use objects that writers replace, release and then overwrite with plain stores: the race detector and the
+// check both detect a release that is too early.
 func TestEpochsConcurrent(t *testing.T) {
 	type object struct{ valid int }
 	var e Epochs
@@ -292,7 +288,7 @@ func TestEpochsConcurrent(t *testing.T) {
 					}
 				}
 				e.Leave(g, tok)
-				runtime.Gosched() // two cores may be all there is
+				runtime.Gosched() // there may be only two cores
 			}
 		})
 	}
@@ -312,8 +308,8 @@ func TestEpochsConcurrent(t *testing.T) {
 	readers.Wait()
 }
 
-// Who looks at releases only when it hears of readers that left misses none (EP-3), also
-// while more epochs are held than the ring has counters.
+// A caller that checks releases only when signalled misses none (EP-3), also while more epochs are held than the ring
+// has counters.
 func TestEpochsSignal(t *testing.T) {
 	for seed := range uint64(200) {
 		rng := rand.New(rand.NewPCG(seed, 2))
@@ -352,7 +348,7 @@ func TestEpochsSignal(t *testing.T) {
 			}
 			sweep()
 			if len(readers) == 0 && len(waiting) > 0 {
-				t.Fatalf("seed %d: %d releases wait for nobody and do not know", seed, len(waiting))
+				t.Fatalf("seed %d: %d releases are not signalled, without readers", seed, len(waiting))
 			}
 		}
 		for len(readers) > 0 {
@@ -360,13 +356,13 @@ func TestEpochsSignal(t *testing.T) {
 			sweep()
 		}
 		if len(waiting) > 0 {
-			t.Fatalf("seed %d: %d releases wait for nobody and do not know", seed, len(waiting))
+			t.Fatalf("seed %d: %d releases are not signalled, without readers", seed, len(waiting))
 		}
 	}
 }
 
-// The same with the last reader on another thread, who leaves just when the release is
-// looked at: the look and the signal do not miss each other.
+// The same with the last reader on another thread, which leaves during the check: check and signal do not miss each
+// other.
 func TestEpochsSignalConcurrent(t *testing.T) {
 	var e Epochs
 	signals := make(chan struct{}, 1)
@@ -404,7 +400,7 @@ func TestEpochsSignalConcurrent(t *testing.T) {
 			select {
 			case <-signals:
 			case <-time.After(time.Minute):
-				t.Fatalf("round %d: the last has left and did not say so", i)
+				t.Fatalf("round %d: the last reader left without a signal", i)
 			}
 		}
 	}

@@ -29,9 +29,8 @@ type Fault struct {
 // Waiting reports whether the fault is raised and not yet served. It becomes false just before Done is called.
 func (f *Fault) Waiting() bool { return f.waiting.Load() }
 
-// FaultQueue carries faults from the loops to the driver that serves them:
-// oldest first, none lost, none twice. Raising is lock-free; any number of
-// goroutines may serve. The zero value is ready for use.
+// FaultQueue carries faults from the loops to the driver that serves them: oldest first, each exactly once. Raising is
+// lock-free; any number of goroutines may serve. The zero value is ready for use.
 type FaultQueue struct {
 	head     atomic.Pointer[Fault] // raised, not yet sorted, newest first
 	sleepers atomic.Int32          // servers that wait or are about to
@@ -40,7 +39,7 @@ type FaultQueue struct {
 	estimate atomic.Int64 // ns
 
 	mu     sync.Mutex // servers only
-	sorted *Fault     // raised before all that head holds, oldest first
+	sorted *Fault     // raised before those in head, oldest first
 	served uint64
 	failed uint64
 	times  Histogram
@@ -108,7 +107,7 @@ func (q *FaultQueue) TryNext() *Fault {
 func (q *FaultQueue) Next(ctx context.Context) (*Fault, error) {
 	for {
 		if err := ctx.Err(); err != nil {
-			q.wake() // the token that we may have taken belongs to another server
+			q.wake() // we may have taken a token meant for another server
 			return nil, err
 		}
 		if f := q.TryNext(); f != nil {

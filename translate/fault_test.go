@@ -30,7 +30,7 @@ func TestFaultOrder(t *testing.T) {
 		t.Fatal("raise")
 	}
 	if q.TryNext() != a || !q.Raise(c) || q.Raise(a) {
-		t.Fatal("the oldest comes first, and waits until it is finished")
+		t.Fatal("want the oldest fault, still waiting")
 	}
 	gone := errors.New("gone")
 	q.Finish(a, nil)
@@ -56,21 +56,20 @@ func TestFaultOrder(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := q.Next(ctx); !errors.Is(err, context.Canceled) {
-		t.Error("Next serves although its context ended:", err)
+		t.Error("Next returned a fault although its context ended:", err)
 	}
 	if st := q.Stats(); st.Waiting != 1 {
 		t.Errorf("%+v", st)
 	}
 }
 
-// The naive model of a queue with many raisers and servers: for each fault a
-// count of raises and one of Dones. Nothing is lost, nothing comes twice, each
-// raiser's faults come in its order, and no server sleeps while faults wait:
-// every raiser waits for all of its own before it ends, so a lost wake-up hangs.
+// The naive model of a queue with many raisers and servers counts the raises and the Dones of each fault. Nothing is
+// lost, nothing comes twice, each raiser's faults come in its order, and no server sleeps while faults wait: every
+// raiser waits for all of its faults before it ends, so a lost wake-up hangs.
 func TestFaultQueueModel(t *testing.T) {
 	const raisers, perRaiser, rounds = 6, 5, 400
 	for _, servers := range []int{1, 3, -1, -2} {
-		patient := servers < 0 // contexts do not end, which would heal a lost wake-up
+		patient := servers < 0 // contexts do not end, since that would hide a lost wake-up
 		servers = max(servers, -servers)
 		var q FaultQueue
 		type waiter struct {
@@ -84,7 +83,7 @@ func TestFaultQueueModel(t *testing.T) {
 			serving.Go(func() {
 				rng := rand.New(rand.NewPCG(uint64(s), 1))
 				for {
-					// Servers come and go: contexts that end take tokens along.
+					// Servers come and go: contexts that end take tokens with them.
 					turn, end := ctx, func() {}
 					if !patient {
 						turn, end = context.WithTimeout(ctx, time.Duration(rng.IntN(300))*time.Microsecond)
@@ -175,8 +174,8 @@ func serve(ctx context.Context, q *FaultQueue) {
 	}
 }
 
-// A server whose context ends just as it is woken leaves the wake-up to another
-// one, which would sleep for ever.
+// A server whose context ends as it is woken must pass the wake-up on to another one, which would otherwise sleep for
+// ever.
 func TestFaultQueueWakeupPassedOn(t *testing.T) {
 	for range 300 {
 		var q FaultQueue
@@ -188,7 +187,7 @@ func TestFaultQueueWakeupPassedOn(t *testing.T) {
 		testutil.Eventually(t, "one sleeps", func() bool { return q.sleepers.Load() == 1 })
 		servers.Go(func() { serve(ctx, &q) })
 		testutil.Eventually(t, "two sleep", func() bool { return q.sleepers.Load() == 2 })
-		time.Sleep(10 * time.Microsecond) // announced is not yet asleep
+		time.Sleep(10 * time.Microsecond) // it has announced itself but may not sleep yet
 		q.Raise(f)
 		end()
 		testutil.Eventually(t, "the fault is served", func() bool { return !f.Waiting() })
@@ -197,7 +196,7 @@ func TestFaultQueueWakeupPassedOn(t *testing.T) {
 	}
 }
 
-// Each of several servers is woken, so that a slow service delays no other.
+// Each of several servers is woken, so that a slow one delays no other.
 func TestFaultQueueWakesAllServers(t *testing.T) {
 	const servers = 3
 	var q FaultQueue
@@ -236,8 +235,7 @@ func TestFaultQueueWakesAllServers(t *testing.T) {
 	all.Wait()
 }
 
-// Two servers have announced themselves and not yet fallen asleep when two
-// faults are raised: the one token there is goes from hand to hand.
+// Two servers have announced themselves but do not sleep yet when two faults are raised: the one token is passed on.
 func TestFaultQueueTokenIsPassedOn(t *testing.T) {
 	var q FaultQueue
 	token := make(chan struct{}, 1)
@@ -256,7 +254,7 @@ func TestFaultQueueTokenIsPassedOn(t *testing.T) {
 	}
 }
 
-// A server that is about to sleep sees the fault that is raised just then.
+// A server that is about to sleep sees a fault that is raised at that moment.
 func TestFaultQueueNoLostWakeup(t *testing.T) {
 	var q FaultQueue
 	ctx, cancel := context.WithCancel(t.Context())
@@ -280,7 +278,7 @@ func TestFaultQueueNoLostWakeup(t *testing.T) {
 	server.Wait()
 }
 
-// Many raise the same fault: it is taken once until it is served.
+// Many goroutines raise the same fault: it is taken once until it is served.
 func TestFaultRaisedByMany(t *testing.T) {
 	var q FaultQueue
 	var taken, served atomic.Int64

@@ -7,13 +7,13 @@ import (
 	"runtime/debug"
 )
 
-// ErrMemoryGone means that an access to guest memory raised SIGBUS: the file behind it was truncated, or no huge page
-// was available.
+// ErrMemoryGone: an access to guest memory raised SIGBUS, because the file behind it was truncated or no huge page was
+// available.
 var ErrMemoryGone = errors.New("guest memory is gone")
 
-// Guard runs f, which touches guest memory, on a control goroutine, and turns a
-// memory fault into ErrMemoryGone: one VM's memory must never end the daemon. Other panics are passed on. Loops do not
-// use Guard; they recover per batch. f must release what it holds by defer.
+// Guard runs f, which touches guest memory, on a control goroutine, and turns a memory fault into ErrMemoryGone, so
+// that one VM's memory cannot end the daemon. Other panics are passed on. Loops do not use Guard; they recover per
+// batch. f must release its resources by defer.
 func Guard(f func() error) (err error) {
 	old := debug.SetPanicOnFault(true)
 	defer debug.SetPanicOnFault(old)

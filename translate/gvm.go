@@ -31,7 +31,7 @@ var (
 type GVMTable struct {
 	mu   sync.Mutex
 	vms  map[GVMI]*gvmEntry
-	size int // limit of Spaces over all VMs
+	size int // maximum of Spaces over all VMs
 	used int
 }
 
@@ -108,8 +108,8 @@ func (t *GVMTable) Uplink(g GVMI) (Uplink, error) {
 	return 0, fmt.Errorf("GVMI %d: %w", g, ErrUnknownGVMI)
 }
 
-// SetUplink changes g's attribute. It applies to every access that starts after the return; to wait for earlier ones,
-// drain the epochs of Spaces(g). For host applications the attribute stage is off (PF-4).
+// SetUplink changes g's attribute. It applies to every access that starts after SetUplink returns; to wait for earlier
+// ones, drain the epochs of Spaces(g). For host applications the attribute stage is off (PF-4).
 func (t *GVMTable) SetUplink(g GVMI, u Uplink) error {
 	switch {
 	case g == HostGVMI:

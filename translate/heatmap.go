@@ -6,10 +6,10 @@ const HeatCells = 256
 // minHeatShift makes the smallest cell 64 KiB.
 const minHeatShift = 16
 
-// HeatMap counts events by place in guest memory, in cells of equal size (a power of two) from Base on, which is a
-// multiple of the size of all cells. For an address outside, the cells double in size, merging in pairs, until it is
-// inside: a map has the same size for any memory, and no count is lost. The zero value is ready for use. It is not safe
-// for concurrent use.
+// HeatMap counts events by place in guest memory. Its cells have equal size (a power of two) and begin at Base, which
+// is a multiple of their total size. For an address outside, cells double in size, merging in pairs, until it is
+// inside: the map has the same size for any memory, and no count is lost. The zero value is ready for use. It is not
+// safe for concurrent use.
 type HeatMap struct {
 	Base  PA
 	Shift uint8 // log2 of a cell's bytes; 0: empty
@@ -19,7 +19,7 @@ type HeatMap struct {
 // Add counts an event at pa.
 func (h *HeatMap) Add(pa PA) { h.add(pa, minHeatShift, 1) }
 
-// Merge adds what o counted.
+// Merge adds the counts of o.
 func (h *HeatMap) Merge(o *HeatMap) {
 	for i, n := range o.Cells {
 		if n > 0 {
@@ -28,7 +28,7 @@ func (h *HeatMap) Merge(o *HeatMap) {
 	}
 }
 
-// add counts n events in the cell of 1<<shift bytes that holds pa.
+// add counts n events in the cell of 1<<shift bytes that contains pa.
 func (h *HeatMap) add(pa PA, shift uint8, n uint64) {
 	if h.Shift == 0 {
 		h.Shift, h.Base = shift, pa&^(HeatCells<<(shift&63)-1)

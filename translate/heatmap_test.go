@@ -5,8 +5,7 @@ import (
 	"testing"
 )
 
-// A map is what its events are, counted with the cells that it has in the end, and these are no larger than they must
-// be.
+// A map equals its events counted with its final cell size, which is the smallest possible.
 func TestHeatMap(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for round := range 500 {
@@ -32,7 +31,7 @@ func TestHeatMap(t *testing.T) {
 		if h != want {
 			t.Fatalf("round %d: cells of %#x bytes, sums differ", round, h.CellSize())
 		}
-		// Half of it would do only if it were not aligned.
+		// Half of the size is too small except by alignment.
 		half := PA(h.CellSize() * HeatCells / 2)
 		if h.CellSize() < 64<<10 || h.CellSize() > 64<<10 && lowest/half == highest/half {
 			t.Fatalf("round %d: cells of %#x bytes for addresses %v to %v", round, h.CellSize(), lowest, highest)
@@ -40,6 +39,6 @@ func TestHeatMap(t *testing.T) {
 	}
 	var none, h HeatMap
 	if h.Merge(&none); h.CellSize() != 0 {
-		t.Error("nothing has a size")
+		t.Error("an empty map has a cell size")
 	}
 }

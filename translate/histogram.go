@@ -8,8 +8,8 @@ import (
 // HistogramBuckets is the number of buckets of a Histogram.
 const HistogramBuckets = 32
 
-// Histogram counts durations by powers of two: Buckets[0] those below 1 us,
-// Buckets[i] those of [2^(i-1), 2^i) us, the last one all that are longer.
+// Histogram counts durations by powers of two: Buckets[0] below 1 us, Buckets[i] in [2^(i-1), 2^i) us, the last one all
+// longer ones.
 type Histogram struct {
 	Buckets [HistogramBuckets]uint64
 	Count   uint64
@@ -26,7 +26,7 @@ func (h *Histogram) Add(d time.Duration) {
 	h.Max = max(h.Max, d)
 }
 
-// Merge adds what o counted.
+// Merge adds the counts of o.
 func (h *Histogram) Merge(o *Histogram) {
 	for i, n := range o.Buckets {
 		h.Buckets[i] += n

@@ -5,16 +5,15 @@ import (
 	"unsafe"
 )
 
-// hostAddr is an address in vnicd's own address space (the MA of the
-// requirements). It names mapped guest memory outside the Go heap.
+// hostAddr is an address in vnicd's own address space (the MA of the requirements). It points to mapped guest memory
+// outside the Go heap.
 type hostAddr uintptr
 
-// addrOf returns where b begins. b must not be empty.
+// addrOf returns the address of b, which must not be empty.
 func addrOf(b []byte) hostAddr { return hostAddr(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
 
-// The conversions below are exempt from checkptr: the tables hold plain numbers
-// because entries are tagged and change atomically, and what they name is kept
-// mapped by Space and its epochs, not by the garbage collector.
+// The conversions below are exempt from checkptr: the tables hold plain numbers because entries are tagged and change
+// atomically. Space and its epochs, not the garbage collector, keep their targets mapped.
 
 //go:nocheckptr
 func hostBytes(a hostAddr, n int) []byte {

@@ -5,7 +5,7 @@ import (
 	"fmt"
 )
 
-// MissKind says why an address could not be translated.
+// MissKind is the reason why an address could not be translated.
 type MissKind uint8
 
 // Kinds of misses. GuestFault and HostFault can be resolved by their driver (PF-7); all others are errors of the
@@ -51,7 +51,7 @@ type Miss struct {
 	Kind MissKind
 	Key  Key // stage one
 	Where
-	Len uint64 // bytes wanted from Where on; of a HostFault, those that follow it in PA
+	Len uint64 // bytes wanted from Where on; for a HostFault, those contiguous in PA
 }
 
 // Where is the first byte that did not translate.

@@ -2,16 +2,13 @@ package translate
 
 import "sync/atomic"
 
-// The MTT: one word per page in groups of 512. An entry is PA | 1 when present,
-// | 2 if it must not be written through, else 0. If all pages of a group are
-// physically contiguous, run holds the first entry: then a lookup skips the
-// entries, and a region of 10 million such pages is described by 300 KiB. run is a shortcut; the entries are
-// authoritative.
+// The MTT: one word per page in groups of 512. An entry is PA | 1 if present, | 2 if read-only; 0 if absent. If all
+// pages of a group are physically contiguous, run holds the first entry: a lookup then skips the entries, and 300 KiB
+// describe a region of 10 million such pages. run is a shortcut; the entries are authoritative.
 //
-// The groups of a pinned region lie in one slice; their entries are made when
-// first written. Those of a demand region lie in a sparseMTT, and exist while
-// one of their pages is present: creating such a region costs the same however
-// large it is.
+// The groups of a pinned region are in one slice; their entries are made when first written. The groups of a demand
+// region are in a sparseMTT, and exist while one of their pages is present: creating such a region costs the same for
+// any size.
 const (
 	mttGroupShift = 9
 	mttGroupSize  = 1 << mttGroupShift
@@ -29,8 +26,8 @@ type mttGroup struct {
 
 type mttEntries [mttGroupSize]atomic.Uint64
 
-// group returns group n of the table, nil or one without entries if none of its
-// pages is present. n may be beyond the table.
+// group returns group n of the table: nil or one without entries if none of its pages is present. n may be beyond the
+// table.
 func (r *Region) group(n uint64) *mttGroup {
 	if n < uint64(len(r.mtt)) {
 		return &r.mtt[n]
@@ -41,8 +38,7 @@ func (r *Region) group(n uint64) *mttGroup {
 	return r.sparse.find(n)
 }
 
-// page returns the entry of page p, and how many pages from p on are known to
-// be contiguous.
+// page returns the entry of page p, and the number of pages from p on that are known to be contiguous.
 func (r *Region) page(p uint64) (entry, contiguous uint64) {
 	g := r.group(p >> mttGroupShift)
 	if g == nil {
@@ -59,9 +55,8 @@ func (r *Region) page(p uint64) (entry, contiguous uint64) {
 	return t[i].Load(), 1
 }
 
-// toPA translates off, an offset into the region that has been checked, and
-// returns how many of the n bytes from there on are physically contiguous (at least 1). ok is false if the page is
-// absent, or read-only and to be written.
+// toPA translates off, an offset into the region that has been checked. It also returns how many of the n bytes from
+// there on are physically contiguous (at least 1). ok is false if the page is absent, or read-only and write is set.
 func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
 	if r.phys {
 		return PA(uint64(r.iova) + off), n, true
@@ -91,7 +86,7 @@ func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
 
 // Below: the writer's side, under VM.mu.
 
-// chargeLocked returns what the region counts against Limits.MaxPages.
+// chargeLocked returns the region's share of Limits.MaxPages.
 func (r *Region) chargeLocked() uint64 {
 	switch {
 	case r.demand:
@@ -102,8 +97,8 @@ func (r *Region) chargeLocked() uint64 {
 	return r.npages
 }
 
-// eachPart cuts pages [first, first+n) where groups begin: f gets the group's
-// number, the part's first page in it, and the part's place in the whole.
+// eachPart cuts pages [first, first+n) at group boundaries. f gets the group's number, the part's first page in it, and
+// the part's position in the range.
 func eachPart(first, n uint64, f func(group, in, from, to uint64)) {
 	for from := uint64(0); from < n; {
 		in := (first + from) & mttGroupMask
@@ -113,7 +108,7 @@ func eachPart(first, n uint64, f func(group, in, from, to uint64)) {
 	}
 }
 
-// missingLocked returns how much setLocked would add to chargeLocked at most.
+// missingLocked returns an upper bound of what setLocked would add to chargeLocked.
 func (r *Region) missingLocked(first uint64, pas []PA) (pages uint64) {
 	if r.demand {
 		eachPart(first, uint64(len(pas)), func(n, _, from, to uint64) {
@@ -140,8 +135,8 @@ func anyPresent(pas []PA) bool {
 	return false
 }
 
-// setLocked stores pas from page first on; ranges have been checked. It
-// reports whether a present entry was changed or removed. Making the same page writable is not a change for readers.
+// setLocked stores pas from page first on; ranges have been checked. It reports whether a present entry was changed or
+// removed. Making the same page writable is not a change for readers.
 func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 	eachPart(first, uint64(len(pas)), func(n, in, from, to uint64) {
 		g, part := r.group(n), pas[from:to]
@@ -173,8 +168,8 @@ func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 	return lost
 }
 
-// clearLocked removes count entries from page first on, in time that depends
-// on what is there. It reports whether there was any.
+// clearLocked removes count entries from page first on, in time that depends on the present entries. It reports whether
+// there were any.
 func (r *Region) clearLocked(first, count uint64) (lost bool) {
 	clearPart := func(n, in, size uint64) {
 		if !r.existsLocked(n) {
@@ -205,8 +200,8 @@ func (r *Region) clearLocked(first, count uint64) (lost bool) {
 	return lost
 }
 
-// dropEmptyLocked takes group n, whose entries are t, out of a demand region if
-// all of them are absent. Readers that have it still find it empty.
+// dropEmptyLocked removes group n, whose entries are t, from a demand region if all of them are absent. Readers that
+// still have it find it empty.
 func (r *Region) dropEmptyLocked(n uint64, t *mttEntries) {
 	if !r.demand {
 		return
@@ -219,8 +214,8 @@ func (r *Region) dropEmptyLocked(n uint64, t *mttEntries) {
 	r.sparse.dropLocked(n)
 }
 
-// summariseLocked makes run agree with the entries, of which the region has n
-// (the last group may be short; nobody looks beyond).
+// summariseLocked updates run from the entries, of which the region has n (the last group may be short; the rest is
+// never read).
 func (g *mttGroup) summariseLocked(shift uint8, n uint64) {
 	t := g.entries.Load()
 	w := t[0].Load()

@@ -13,9 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The sparse table against a map, with readers beside: pages that are present
-// all the time are never missed, through growth, rebuilding and shrinking, and
-// no page yields another's entry.
+// The sparse table against a map, with concurrent readers: pages that are always present are never missed, through
+// growth, rebuilding and shrinking, and no page yields another's entry.
 func TestSparseModel(t *testing.T) {
 	const anchors = 40
 	vm := NewVM(NewSpace(1), Limits{MaxPages: 1 << 24})
@@ -24,7 +23,7 @@ func TestSparseModel(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A page's PA tells its number (modulo what fits), so any mix-up shows.
+	// A page's PA contains its number (modulo the width), so any mix-up shows.
 	paOf := func(p uint64) PA { return PA(p * 0x9e3779b97f4a7c15 >> 30 << PageShift & uint64(MaxPA-1)) }
 	rng := rand.New(rand.NewPCG(3, 3))
 	fixed := make([]uint64, anchors)
@@ -49,7 +48,7 @@ func TestSparseModel(t *testing.T) {
 						t.Errorf("page %#x: %v, %v", p, pa, ok)
 						stop.Store(true)
 					}
-					p = p&^mttGroupMask + rng.Uint64N(3<<mttGroupShift) // comes and goes
+					p = p&^mttGroupMask + rng.Uint64N(3<<mttGroupShift) // added and removed
 					if pa, _, ok := r.toPA(p%r.npages<<PageShift, 1, true); ok && pa != paOf(p%r.npages) {
 						t.Errorf("page %#x: %v", p, pa)
 						stop.Store(true)
@@ -85,7 +84,7 @@ func TestSparseModel(t *testing.T) {
 			if rng.IntN(2) == 0 {
 				n = min(rng.Uint64N(1<<44), r.npages-first)
 			}
-			for _, f := range fixed { // not over what stays
+			for _, f := range fixed { // leave out the fixed pages
 				if f >= first && f-first < n {
 					n = f - first
 				}
@@ -120,7 +119,7 @@ func TestSparseModel(t *testing.T) {
 			t.Fatalf("page %#x is lost", p)
 		}
 	}
-	// All of it, in one command: as cheap as what is there, and all memory goes.
+	// Clear everything in one command: it costs only the present pages, and frees all memory.
 	if err := vm.ClearPages(t.Context(), r.Handle(), 0, r.npages); err != nil {
 		t.Fatal(err)
 	}
@@ -130,8 +129,7 @@ func TestSparseModel(t *testing.T) {
 	}
 }
 
-// A group that was emptied is used again for the next one, of whatever region, but not while
-// somebody may still read it.
+// An emptied group is reused for the next one, of any region, but not while a reader may still use it.
 func TestSpareGroup(t *testing.T) {
 	vm := NewVM(NewSpace(1), Limits{})
 	var rs [2]*Region
@@ -166,29 +164,29 @@ func TestSpareGroup(t *testing.T) {
 	first := set(rs[0], 7)
 	clear(rs[0], 7)
 	if set(rs[1], 5000) != first {
-		t.Error("new memory, though nobody reads what was emptied")
+		t.Error("new memory, although the emptied group has no reader")
 	}
 	ep := vm.space.Epochs()
 	in := ep.Enter(3)
 	d := clear(rs[1], 5000)
 	second := set(rs[1], 9000)
 	if second == first {
-		t.Error("a group is used again while somebody may read it")
+		t.Error("a group is reused while it may have a reader")
 	}
 	ep.Leave(3, in)
 	if !d.Done() {
 		t.Error("the reader has left")
 	}
 	if set(rs[0], 1) != first {
-		t.Error("new memory, though the reader has left")
+		t.Error("new memory, although the reader has left")
 	}
 	if set(rs[0], 1000) == first {
 		t.Error("one group in two places")
 	}
 }
 
-// What a reader found stays what it was: a slot of the table never changes
-// hands, and a group's run survives the move to a larger table.
+// What a reader found stays valid: a slot of the table never changes its group, and a group's run survives the move to
+// a larger table.
 func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 	vm := NewVM(NewSpace(1), Limits{})
 	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 50, NPages: 1 << 38})
@@ -230,9 +228,8 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 	}
 }
 
-// A guest that touches all of 2^57 bytes, here and there, gets tables up to its
-// quota and no further; what it clears it may use again. No hash multiplier
-// makes searches long.
+// A guest that touches scattered pages of 2^57 bytes gets tables up to its quota and no further; what it clears it may
+// use again. No hash multiplier makes searches long.
 func TestSparseBounded(t *testing.T) {
 	const groups = 1000
 	vm := NewVM(NewSpace(1), Limits{MaxPages: groups << mttGroupShift})
@@ -262,12 +259,12 @@ func TestSparseBounded(t *testing.T) {
 			t.Error("a group that exists may be filled:", err)
 		}
 		if err := vm.SetPages(other.Handle(), 5, []PA{1, 1}); err != nil {
-			t.Error("absent pages cost nothing:", err)
+			t.Error("absent pages must cost nothing:", err)
 		}
 		if n := len(r.sparse.table.Load().slots); n > 16*groups {
 			t.Errorf("%d slots for %d groups", n, groups)
 		}
-		// Churn at the limit: marks of what went must not fill the table.
+		// Churn at the limit: marks of removed groups must not fill the table.
 		for i := range uint64(3 * groups) {
 			if d, err := vm.StartClear(r.Handle(), i*stride, 512); err != nil || d == nil {
 				t.Fatal(i, d, err)
@@ -285,8 +282,8 @@ func TestSparseBounded(t *testing.T) {
 	}
 }
 
-// Granules come and go beside memory that stays: what stays is never missed and
-// what is guest memory is never BadAddress, whatever the leaf goes through.
+// Granules come and go beside permanent memory: the permanent memory is never missed, and guest memory is never
+// BadAddress in any state of the leaf.
 func TestGranulesBesideReaders(t *testing.T) {
 	const size, granule = 4 * leafSize, 64 << 10
 	host := hostMem(t, size)
@@ -294,7 +291,7 @@ func TestGranulesBesideReaders(t *testing.T) {
 	if err := s.Reserve(0, size); err != nil {
 		t.Fatal(err)
 	}
-	mustMap(t, s, 3*granule, host[3*granule:4*granule]) // in the first leaf, stays
+	mustMap(t, s, 3*granule, host[3*granule:4*granule]) // in the first leaf, permanent
 	var stop atomic.Bool
 	var readers sync.WaitGroup
 	for g := range 2 {
@@ -341,11 +338,11 @@ func TestGranulesBesideReaders(t *testing.T) {
 			t.Fatal("a full leaf is not summarised")
 		}
 		switch rng.IntN(3) {
-		case 0: // piece by piece
+		case 0: // granule by granule
 			for _, g := range rng.Perm(perLeaf)[:1+rng.IntN(perLeaf)] {
 				set(leaf+g, false)
 			}
-		case 1: // at one blow, and back at one blow
+		case 1: // all at once, both ways
 			if leaf != 0 {
 				if err := s.Withdraw(PA(leaf*granule), leafSize); err != nil {
 					t.Fatal(err)
@@ -360,12 +357,12 @@ func TestGranulesBesideReaders(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n := len(s.table.Load().dirs); n != 0 {
-		t.Errorf("%d dirs left of nothing", n)
+		t.Errorf("%d dirs left without memory", n)
 	}
 }
 
-// The first piece that is published in 2 MiB replaces "all reserved" by a table:
-// no reader sees "no memory" in between.
+// The first granule that is published in 2 MiB replaces "all reserved" by a table: no reader sees "no memory" in
+// between.
 func TestFirstGranuleBesideReaders(t *testing.T) {
 	const leaves = 500
 	mem := hostMem(t, PageSize)
@@ -401,7 +398,7 @@ func TestFirstGranuleBesideReaders(t *testing.T) {
 	}
 }
 
-// Slots that come and go at ever other addresses leave no tables behind.
+// Slots at ever new addresses leave no tables behind.
 func TestUnmapReturnsTables(t *testing.T) {
 	s := NewSpace(1)
 	mem := hostMem(t, 16*PageSize)
@@ -433,11 +430,10 @@ func TestUnmapReturnsTables(t *testing.T) {
 	}
 }
 
-// Paging at both levels, whole: loops write and check words through a region
-// whose pages come at faults and are taken away all the time, by the guest's
-// driver (clear, drain) and by the host's (withdraw, drain, and then the memory
-// is made inaccessible: a use after the drain is a SIGSEGV). Every access ends,
-// no byte is lost, no fault is lost (PF-7, PF-14, EP-3).
+// Paging at both levels: loops write and check words through a region whose pages come at faults and are withdrawn all
+// the time, by the guest's driver (clear, drain) and by the host's (withdraw, drain, then the memory is made
+// inaccessible: a use after the drain is a SIGSEGV). Every access ends, no byte is lost, no fault is lost (PF-7, PF-14,
+// EP-3).
 func TestPagingBothLevels(t *testing.T) {
 	const pages, budget, perLoop = 64, 20, 3000
 	const region = VA(0x7f1234560000)
@@ -459,7 +455,7 @@ func TestPagingBothLevels(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var servers, loops sync.WaitGroup
 
-	var mu sync.Mutex // of the drivers
+	var mu sync.Mutex // for the drivers
 	resident, order := [pages]bool{}, []int{}
 	protect := func(p, prot int) {
 		if err := unix.Mprotect(host[p<<PageShift:(p+1)<<PageShift], prot); err != nil {
@@ -504,7 +500,7 @@ func TestPagingBothLevels(t *testing.T) {
 		})
 	}
 	page := func(p uint64) uint64 { return uint64(region)>>PageShift + p }
-	servers.Go(func() { // the guest's driver: pages come read-only first, if that will do
+	servers.Go(func() { // the guest's driver: pages are read-only first, if that suffices
 		for {
 			f, err := guest.Next(ctx)
 			if err != nil {

@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 )
 
-// RegionFlags change what a region's table is.
+// RegionFlags select the kind of a region's table.
 type RegionFlags uint32
 
 // Flags of RegionSpec, as in vnicd_abi.h.
@@ -26,13 +26,13 @@ const (
 	MaxPageShift = 30
 )
 
-// RegionSpec says what CreateRegion makes.
+// RegionSpec describes a region to CreateRegion.
 type RegionSpec struct {
 	PD        PD
 	Access    Access
 	Flags     RegionFlags
 	PageShift uint8  // log2 of the MTT's page size, 12..30; unused with Phys
-	IOVA      VA     // first address as the keys' holders name it
+	IOVA      VA     // first address, as users of the key write it
 	Length    uint64 // bytes, > 0
 	Offset    uint64 // of the first byte in the first page; 0 with Phys
 	NPages    uint64 // MTT entries: cover Offset+Length; 0 with Phys
@@ -85,10 +85,10 @@ func (sp *RegionSpec) validate() error {
 	return nil
 }
 
-// Region is a key context with its MTT (PF-1). Its geometry never changes;
-// table entries do, by SetPages and ClearPages of its VM.
+// Region is a key context with its MTT (PF-1). Its geometry never changes; SetPages and ClearPages of its VM change
+// table entries.
 type Region struct {
-	// What a lookup reads, together.
+	// Fields that a lookup reads, kept together.
 	key    Key
 	pd     PD
 	access Access
@@ -100,19 +100,19 @@ type Region struct {
 	mtt    []mttGroup // empty if phys or demand
 	sparse *sparseMTT // nil unless demand
 
-	groupShift uint8  // log2 of the bytes that an mttGroup covers
+	groupShift uint8  // log2 of the bytes of an mttGroup
 	groupMask  uint64 // those bytes - 1
 	pageMask   uint64 // page size - 1
 
 	npages     uint64
 	demand     bool
-	dynamic    bool // what a Dynamic means now: no window is bound to it
+	dynamic    bool // belongs to a Dynamic: no window can be bound to it
 	generation atomic.Uint64
 	windows    atomic.Int32 // bound to it; noWindows: being destroyed
-	base       *Region      // a window's: the region that its pages belong to
+	base       *Region      // of a window: the region with its pages
 }
 
-// setGeometry takes over everything but the key, the domain and the table.
+// setGeometry sets everything but the key, the domain and the table.
 func (r *Region) setGeometry(sp *RegionSpec) {
 	r.access = sp.Access&accessKnown | LocalRead
 	r.shift, r.iova, r.length, r.offset, r.npages = sp.PageShift, sp.IOVA, sp.Length, sp.Offset, sp.NPages
@@ -127,7 +127,7 @@ func (r *Region) LKey() Key { return r.key }
 // RKey returns the remote key.
 func (r *Region) RKey() Key { return r.key }
 
-// Handle names the region in commands.
+// Handle identifies the region in commands.
 func (r *Region) Handle() uint32 { return uint32(r.key) }
 
 // PD returns the protection domain.
@@ -142,13 +142,12 @@ func (r *Region) IOVA() VA { return r.iova }
 // Length returns the region's size in bytes.
 func (r *Region) Length() uint64 { return r.length }
 
-// Demand tells whether the region pages on demand.
+// Demand reports whether the region pages on demand.
 func (r *Region) Demand() bool { return r.demand }
 
-// PageSize returns the bytes that one MTT entry stands for.
+// PageSize returns the bytes per MTT entry.
 func (r *Region) PageSize() uint64 { return r.pageMask + 1 }
 
-// Generation changes each time entries that were present may have changed or
-// gone, before the epoch is flipped: whoever keeps a translation beyond its
-// epoch compares.
+// Generation changes whenever present entries may have changed or been removed, before the epoch is flipped. A user
+// that keeps a translation beyond its epoch compares it.
 func (r *Region) Generation() uint64 { return r.generation.Load() }

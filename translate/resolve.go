@@ -2,7 +2,7 @@ package translate
 
 import "sync/atomic"
 
-// byKey returns the region that key names, or nil.
+// byKey returns the region of key, or nil.
 func (vm *VM) byKey(key Key) *Region {
 	idx := uint32(key) >> keyVariantBits
 	if int(idx>>mptGroupShift) >= len(vm.mpt) {
@@ -32,8 +32,8 @@ func (vm *VM) lookup(key Key, pd PD, va VA, n uint64, need Access) (r *Region, o
 	if r.access&need != need {
 		return nil, 0, BadAccess
 	}
-	// Neither subtraction can mislead: IOVA+Length does not wrap, so a VA below
-	// IOVA gives an offset beyond any length.
+	// Neither subtraction can give a wrong result: IOVA+Length does not wrap, so a VA below IOVA gives an offset beyond
+	// any length.
 	off = uint64(va) - uint64(r.iova)
 	if off > r.length || n > r.length-off {
 		return nil, 0, OutOfRange
@@ -41,8 +41,7 @@ func (vm *VM) lookup(key Key, pd PD, va VA, n uint64, need Access) (r *Region, o
 	return r, off, None
 }
 
-// Check looks at keys, rights and range only, not at pages: what a responder
-// does with the first packet of a message. n may be 0.
+// Check checks key, rights and range, but not pages, as a responder does at the first packet of a message. n may be 0.
 func (vm *VM) Check(key Key, pd PD, va VA, n uint64, need Access) Miss {
 	if _, _, kind := vm.lookup(key, pd, va, n, need); kind != None {
 		return Miss{kind, key, Where{VA: va}, n}
@@ -50,7 +49,7 @@ func (vm *VM) Check(key Key, pd PD, va VA, n uint64, need Access) Miss {
 	return Miss{}
 }
 
-// CheckKey is Check of a region or window as a whole.
+// CheckKey is Check for a whole region or window.
 func (vm *VM) CheckKey(key Key, pd PD, need Access) Miss {
 	va := VA(0)
 	if r := vm.byKey(key); r != nil {
@@ -59,10 +58,9 @@ func (vm *VM) CheckKey(key Key, pd PD, need Access) Miss {
 	return vm.Check(key, pd, va, 0, need)
 }
 
-// locate is lookup and both stages in one piece, for the common case that all
-// n bytes are contiguous in each: calls between the steps would cost as much as
-// the steps. Whatever else there is, misses included, it leaves to the long way
-// by returning false. n > 0.
+// locate is lookup and both stages in one function, for the common case that all n bytes are contiguous in both stages:
+// calls between the steps would cost as much as the steps. It returns false for all other cases, misses included. n >
+// 0.
 func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bool) {
 	r := vm.byKey(key)
 	if r == nil || r.pd != pd || r.access&need != need {
@@ -101,8 +99,8 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 	return h, run >= n
 }
 
-// both translates offset off of r, which has been checked, n > 0: the host
-// address and how many of the n bytes are contiguous there, at least one.
+// both translates offset off of r, which has been checked, n > 0. It returns the host address and how many of the n
+// bytes are contiguous there, at least one.
 func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
 	pa, got, ok := r.toPA(off, n, need.Writes())
 	if !ok {
@@ -118,11 +116,10 @@ func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint6
 	return h, got, Miss{}
 }
 
-// Resolve translates both stages: host bytes for va, at least one and at most
-// n, as far as they are contiguous on the host. The whole of [va, va+n) must lie
-// in the region. Bytes may be used until Leave, and written only if need
-// contains a write. n == 0 yields nil without a lookup: a zero-length access
-// needs no valid key (IBTA chapter 9).
+// Resolve translates both stages. It returns host bytes for va, at least one and at most n, as far as they are
+// contiguous on the host. All of [va, va+n) must be in the region. The bytes may be used until Leave, and written only
+// if need contains a write. n == 0 returns nil without a lookup: a zero-length access needs no valid key (IBTA chapter
+// 9).
 func (vm *VM) Resolve(key Key, pd PD, va VA, n uint64, need Access) ([]byte, Miss) {
 	if n == 0 {
 		return nil, Miss{}
@@ -166,11 +163,9 @@ func (vm *VM) Read(dst []byte, key Key, pd PD, va VA, need Access) Miss {
 	return Miss{}
 }
 
-// Write copies src to va on: all of it, or nothing and a miss. (Only if pages
-// are removed during the very call may a part have been written when it
-// reports the miss.) An 8-byte word that is aligned and that src covers is
-// never seen half written. A need without a write counts as LocalWrite: no
-// caller can write past a read-only entry.
+// Write copies src to va on: all of it, or nothing and a miss. (If pages are removed during the call, a part may have
+// been written when it reports the miss.) An aligned 8-byte word within src is never seen half written. A need without
+// a write counts as LocalWrite: no caller can write past a read-only entry.
 func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	n := uint64(len(src))
 	if n == 0 {
@@ -187,7 +182,7 @@ func (vm *VM) Write(key Key, pd PD, va VA, src []byte, need Access) Miss {
 	if kind != None {
 		return Miss{kind, key, Where{VA: va}, n}
 	}
-	// Look first whether everything is there, then write.
+	// Check first that everything is present, then write.
 	for o := uint64(0); o < n; {
 		_, got, m := vm.both(r, off+o, n-o, need)
 		if !m.OK() {

@@ -5,22 +5,20 @@ import (
 	"sync/atomic"
 )
 
-// Ring is a work or completion queue in guest memory, named by a list of pages.
-// Every access goes through stage two, so a ring may be absent like any other
-// memory (PF-12). Copies of a Ring share the page list. Methods are for use
-// between Enter and Leave, and safe for concurrent use.
+// Ring is a work or completion queue in guest memory, given by a list of pages. Every access goes through stage two, so
+// a ring may be absent like any other memory (PF-12). Copies of a Ring share the page list. Methods are called between
+// Enter and Leave, and are safe for concurrent use.
 type Ring struct {
 	space  *Space
-	pas    []PA   // nil if one contiguous span
+	pas    []PA   // nil if the ring is one contiguous span
 	base   PA     // of the first page
 	shift  uint8  // log2 of the page size
 	length uint64 // bytes
 }
 
-// NewRing describes length bytes that begin with the first of the pages. Pages
-// are 1<<pageShift bytes (12..30), aligned to that, and there are exactly as
-// many as length needs. ErrInvalid otherwise, ErrNotMapped if a page is no guest
-// memory. pas is copied.
+// NewRing describes length bytes that begin with the first of the pages. Pages have 1<<pageShift bytes (12..30) and
+// that alignment, and there are exactly as many as length needs; otherwise the error is ErrInvalid. It is ErrNotMapped
+// if a page is not guest memory. pas is copied.
 func NewRing(s *Space, pas []PA, pageShift uint8, length uint64) (Ring, error) {
 	if pageShift < MinPageShift || pageShift > MaxPageShift {
 		return Ring{}, fmt.Errorf("ring: page shift %d, expected %d..%d: %w", pageShift, MinPageShift, MaxPageShift,
@@ -35,7 +33,7 @@ func NewRing(s *Space, pas []PA, pageShift uint8, length uint64) (Ring, error) {
 	contiguous := true
 	for i, pa := range pas {
 		if uint64(pa)&(size-1) != 0 {
-			return Ring{}, fmt.Errorf("ring: page %d: %v is no multiple of %#x: %w", i, pa, size, ErrInvalid)
+			return Ring{}, fmt.Errorf("ring: page %d: %v is not a multiple of %#x: %w", i, pa, size, ErrInvalid)
 		}
 		if used := min(size, length-uint64(i)<<pageShift); !s.Contains(pa, used) {
 			return Ring{}, fmt.Errorf("ring: page %d: %v, %d bytes: %w", i, pa, used, ErrNotMapped)
@@ -62,8 +60,7 @@ func (r *Ring) at(off uint64) (PA, uint64) {
 
 func (r *Ring) inside(off, n uint64) bool { return off <= r.length && n <= r.length-off }
 
-// Read copies len(dst) bytes from byte off on. OutOfRange beyond the end; the
-// Miss's VA is then the offset.
+// Read copies len(dst) bytes from byte off on. Beyond the end it returns OutOfRange, with the offset as the Miss's VA.
 func (r *Ring) Read(dst []byte, off uint64) Miss {
 	if !r.inside(off, uint64(len(dst))) {
 		return Miss{Kind: OutOfRange, Where: Where{VA: VA(off)}, Len: uint64(len(dst))}

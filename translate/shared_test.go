@@ -13,9 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Readers use regions while their keys are revoked, their pages cleared and
-// their memory slot removed; the memory really goes away, so that a use after
-// the drain is a SIGSEGV here, and a stale translation is seen in the contents.
+// Readers use regions while their keys are revoked, their pages cleared and their memory slot removed. The memory
+// really is unmapped, so a use after the drain is a SIGSEGV here, and a stale translation shows in the contents.
 func TestConcurrentRelease(t *testing.T) {
 	const slotPA, slotSize = PA(8 << 21), 2 << 21
 	s := NewSpace(1)
@@ -75,7 +74,7 @@ func TestConcurrentRelease(t *testing.T) {
 		for before := hits.Load(); hits.Load() < before+50 && !stop.Load(); {
 			runtime.Gosched()
 		}
-		for range 3 { // a page leaves, holds something else, and comes back
+		for range 3 { // a page is withdrawn, gets other contents, and comes back
 			p := rng.Uint64N(uint64(len(pas)))
 			if err := vm.ClearPages(t.Context(), r.Handle(), p, 1); err != nil {
 				t.Fatal(err)
@@ -113,8 +112,7 @@ func TestConcurrentRelease(t *testing.T) {
 	readers.Wait()
 }
 
-// The guest polls the last word of what the device writes: an aligned 8-byte
-// word is either old or new.
+// The guest polls the last word of a device's write: an aligned 8-byte word is either old or new.
 func TestStoresDoNotTear(t *testing.T) {
 	s := NewSpace(1)
 	mustMap(t, s, 0, hostMem(t, 1<<16))
@@ -167,7 +165,7 @@ func TestAtomics(t *testing.T) {
 	if old := CompareSwap(w, 2, 9); old != 2 || w.Load() != 9 {
 		t.Error(old)
 	}
-	// Against other processors: every addition counts, every swap is exclusive.
+	// With concurrent processors: every addition counts, every swap is exclusive.
 	w.Store(0)
 	var won atomic.Int64
 	var all sync.WaitGroup
@@ -295,7 +293,7 @@ func TestRingRefuses(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := NewRing(s, []PA{0}, 16, 4*PageSize); err != nil { // uses only what is there
+	if _, err := NewRing(s, []PA{0}, 16, 4*PageSize); err != nil { // uses only present memory
 		t.Error(err)
 	}
 }
@@ -330,7 +328,7 @@ func TestGuard(t *testing.T) {
 		}()
 	}
 	if _, ok := FaultAddr("text"); ok {
-		t.Error("text is no fault")
+		t.Error("text taken for a memory fault")
 	}
 }
 
@@ -368,8 +366,8 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// FuzzAccess throws arbitrary numbers at region creation and access; whatever
-// is granted must lie in the one mapped page.
+// FuzzAccess uses arbitrary numbers for region creation and access; every granted access must be in the one mapped
+// page.
 func FuzzAccess(f *testing.F) {
 	f.Add(uint64(0x1000), uint64(100), uint64(5), uint64(1), uint8(12), uint64(0x1010), uint64(20), uint32(0))
 	f.Add(^uint64(0)-99, uint64(100), uint64(0), uint64(1), uint8(12), ^uint64(0), uint64(1), uint32(0))

@@ -10,11 +10,11 @@ import (
 // Errors of the table writers. Messages that wrap them name the values.
 var (
 	ErrInvalid   = errors.New("invalid argument")
-	ErrOverlap   = errors.New("range overlaps guest memory that is already there")
+	ErrOverlap   = errors.New("range overlaps existing guest memory")
 	ErrNotMapped = errors.New("range is not guest memory")
 )
 
-// Space is stage two of one guest memory: PA -> host address (PF-1). Only the host driver writes it (PF-2); loops read
+// Space is stage two of one guest memory: PA -> host address (PF-1). Only the host driver writes it (PF-2). Loops read
 // it without locks, between Enter and Leave of Epochs.
 //
 // The table has one entry per 2 MiB of guest physical memory ("leaf"), used if those 2 MiB are all present and
@@ -49,9 +49,8 @@ const (
 	entryReserved = 2 // guest memory whose page is absent: a host fault
 )
 
-// pa2ma is the top of the table: an immutable slice of dirs (noDir where there
-// is no memory), replaced when it has to change. The dirs themselves are shared
-// by old and new tops and change through atomics.
+// pa2ma is the top of the table: an immutable slice of dirs (noDir where there is no memory), replaced when it changes.
+// Old and new tops share the dirs, which change through atomics.
 type pa2ma struct{ dirs []*paDir }
 
 // noDir is never written.
@@ -95,11 +94,10 @@ func (s *Space) Reserve(pa PA, n uint64) error {
 	return nil
 }
 
-// Map publishes host as the guest memory from pa on. pa, host's address and
-// its length are multiples of the page size; host must be memory outside the Go
-// heap that stays mapped until Unmap (or Withdraw) and a drained epoch: the Space does not keep it alive. The range
-// must not be guest memory yet, or be reserved and absent; otherwise Map returns ErrOverlap. On error nothing is
-// changed.
+// Map publishes host as the guest memory from pa on. pa, host's address and its length are multiples of the page size.
+// host must be memory outside the Go heap that stays mapped until Unmap (or Withdraw) and a drained epoch: the Space
+// does not keep it alive. The range must either not be guest memory, or be reserved and absent; otherwise Map returns
+// ErrOverlap. On error nothing is changed.
 func (s *Space) Map(pa PA, host []byte) error {
 	n := uint64(len(host))
 	if err := checkSpan(pa, n); err != nil {
@@ -107,7 +105,7 @@ func (s *Space) Map(pa PA, host []byte) error {
 	}
 	base := addrOf(host)
 	if base&pageMask != 0 {
-		return fmt.Errorf("map %v: host address %#x is no multiple of %d: %w", pa, uint64(base), PageSize, ErrInvalid)
+		return fmt.Errorf("map %v: host address %#x is not a multiple of %d: %w", pa, uint64(base), PageSize, ErrInvalid)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -125,9 +123,8 @@ func (s *Space) Withdraw(pa PA, n uint64) error {
 	return s.remove("withdraw", pa, n, entryReserved)
 }
 
-// Unmap removes [pa, pa+n), all of which must be guest memory (ErrNotMapped).
-// It only clears entries: the caller drains the epoch (EP-3), then unmaps the
-// host memory.
+// Unmap removes [pa, pa+n), all of which must be guest memory (ErrNotMapped). It only clears entries: the caller drains
+// the epoch (EP-3), then unmaps the host memory.
 func (s *Space) Unmap(pa PA, n uint64) error {
 	return s.remove("unmap", pa, n, 0)
 }

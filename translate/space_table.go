@@ -1,16 +1,14 @@
 package translate
 
-// The writer's side of the PA2MA table. All of it runs under Space.mu; pa and n
-// have been checked. Stores are ordered so that a reader at any moment finds
-// either the old or the new entry of each page:
-//   - a lower table is filled before its pointer is stored, and its pointer is
-//     stored before the leaf above becomes 0,
+// The writer's side of the PA2MA table. All of it runs under Space.mu; pa and n have been checked. Stores are ordered
+// so that a reader at any moment finds either the old or the new entry of each page:
+//   - a lower table is filled before its pointer is stored, and its pointer is stored before the leaf above becomes 0,
 //   - entries are set before the leaf that summarises them,
 //   - a leaf is cleared only after its lower table is right,
-//   - and a lower table goes only when nothing there is guest memory any more.
+//   - a lower table is removed only when none of its pages is guest memory.
 //
-// So the states of a leaf whose 2 MiB are guest memory are: (reserved, no
-// table), (present, with or without table), (0, table).
+// The states of a leaf whose 2 MiB are guest memory are therefore: (reserved, no table), (present, with or without
+// table), (0, table).
 
 // dirLocked returns the dir that covers pa, or nil.
 func (s *Space) dirLocked(pa PA) *paDir {
@@ -21,7 +19,7 @@ func (s *Space) dirLocked(pa PA) *paDir {
 	return nil
 }
 
-// makeDirLocked is dirLocked that makes what is missing.
+// makeDirLocked is dirLocked, and makes a missing dir.
 func (s *Space) makeDirLocked(pa PA) *paDir {
 	if d := s.dirLocked(pa); d != nil {
 		return d
@@ -37,8 +35,8 @@ func (s *Space) makeDirLocked(pa PA) *paDir {
 	return dirs[i]
 }
 
-// tableLocked returns the 4 KiB table beneath leaf j of d, made from the leaf
-// if there is none yet. Then the caller stores the leaf anew.
+// tableLocked returns the 4 KiB table beneath leaf j of d, which it makes from the leaf if necessary. The caller then
+// stores the leaf again.
 func (d *paDir) tableLocked(j int) *paTable {
 	t := d.small[j].Load()
 	if t != nil {
@@ -46,7 +44,7 @@ func (d *paDir) tableLocked(j int) *paTable {
 	}
 	t = new(paTable)
 	if w := d.leaf[j].Load(); w != 0 {
-		step := uint64(0) // each reserved page looks the same
+		step := uint64(0) // all reserved pages have the same entry
 		if w&entryPresent != 0 {
 			step = PageSize
 		}
@@ -58,7 +56,7 @@ func (d *paDir) tableLocked(j int) *paTable {
 	return t
 }
 
-// part is the piece of a range that lies under one leaf.
+// part is the part of a range under one leaf.
 type part struct {
 	d    *paDir
 	j    int    // of the leaf
@@ -67,7 +65,7 @@ type part struct {
 
 func (p *part) whole() bool { return p.n == leafPages }
 
-// partsLocked cuts [pa, pa+size) where leaves begin, and makes missing dirs.
+// partsLocked cuts [pa, pa+size) at leaf boundaries, and makes missing dirs.
 func (s *Space) partsLocked(pa PA, size uint64, f func(p part)) {
 	for size > 0 {
 		step := min(size, leafSize-uint64(pa)&(leafSize-1))
@@ -81,8 +79,8 @@ func (s *Space) partsLocked(pa PA, size uint64, f func(p part)) {
 	}
 }
 
-// allLocked reports whether ok holds for each page's entry, of which present
-// ones need not be exact, else the first address for which it does not.
+// allLocked reports whether ok holds for each page's entry; if not, it returns the first address for which it does not.
+// Present entries passed to ok need not be exact.
 func (s *Space) allLocked(pa PA, n uint64, ok func(entry uint64) bool) (PA, bool) {
 	for n > 0 {
 		d := s.dirLocked(pa)
@@ -170,8 +168,8 @@ func (t *paTable) summary() uint64 {
 	return w
 }
 
-// clearLocked sets all entries of [pa, pa+n), which are memory, to entry:
-// entryReserved, or 0, which also gives the tables back.
+// clearLocked sets all entries of [pa, pa+n), which is memory, to entry: entryReserved, or 0, which also frees the
+// tables.
 func (s *Space) clearLocked(pa PA, n, entry uint64) {
 	s.partsLocked(pa, n, func(p part) {
 		if p.whole() && p.d.small[p.j].Load() == nil {
@@ -210,8 +208,7 @@ func (d *paDir) empty() bool {
 	return true
 }
 
-// dropDirsLocked takes out the dirs of [pa, pa+n) that hold nothing any more.
-// Who has found one already sees it empty.
+// dropDirsLocked removes empty dirs of [pa, pa+n). A reader that has found one already sees it empty.
 func (s *Space) dropDirsLocked(pa PA, n uint64) {
 	dirs := append([]*paDir(nil), s.table.Load().dirs...)
 	for i := pa >> dirShift; i <= (pa+PA(n-1))>>dirShift; i++ {

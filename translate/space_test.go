@@ -46,7 +46,7 @@ func (n naiveSpace) check(t *testing.T, s *Space, pa PA, size int) {
 			t.Fatalf("%v: byte %d of %d is not contiguous", pa, o, len(b))
 		}
 	}
-	if len(b) < size { // contiguous as far as it goes
+	if len(b) < size { // must end where contiguity ends
 		if h, kind := n.at(pa + PA(len(b))); kind == None && h == want+hostAddr(len(b)) {
 			t.Fatalf("%v: stops after %d of %d bytes", pa, len(b), size)
 		}
@@ -56,7 +56,7 @@ func (n naiveSpace) check(t *testing.T, s *Space, pa PA, size int) {
 func TestSpaceModel(t *testing.T) {
 	const pages = 1536 // three leaves
 	host := hostMem(t, 2*pages*PageSize)
-	// The window begins off a leaf boundary and crosses one of dirs as well.
+	// The range begins off a leaf boundary and crosses one of dirs as well.
 	const base = PA(1<<32 - 700*PageSize)
 	for seed := range uint64(4) {
 		rng := rand.New(rand.NewPCG(seed, 3))
@@ -230,7 +230,7 @@ func TestSpaceHostileAddresses(t *testing.T) {
 	}
 }
 
-// A write that cannot be done whole is not begun.
+// A write that is not possible as a whole writes nothing.
 func TestSpaceWriteWhole(t *testing.T) {
 	s := NewSpace(1)
 	mem := hostMem(t, 4*PageSize)
@@ -260,8 +260,8 @@ func TestSpaceWriteWhole(t *testing.T) {
 	}
 }
 
-// Whatever the order in which pages come, a whole leaf ends up as one entry,
-// and goes back to pages when one of them leaves.
+// Whatever the order in which pages come, a whole leaf ends up as one entry, and becomes pages again when one of them
+// leaves.
 func TestSpaceLeaves(t *testing.T) {
 	s := NewSpace(1)
 	mem := hostMem(t, leafSize)
@@ -286,7 +286,7 @@ func TestSpaceLeaves(t *testing.T) {
 	}
 }
 
-// DPDK's virtio-user and the like use their own virtual addresses as PAs.
+// DPDK's virtio-user, for example, uses its own virtual addresses as PAs.
 func TestSpaceHighAddresses(t *testing.T) {
 	s := NewSpace(0)
 	mem := hostMem(t, 4<<20)

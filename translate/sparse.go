@@ -6,34 +6,31 @@ import (
 	"sync/atomic"
 )
 
-// sparseMTT holds the groups of a demand region by number: a hash table, so
-// that its size follows what is present and a lookup in 2^57 bytes of address
-// space costs what one in a small region does.
+// sparseMTT holds the groups of a demand region by number. It is a hash table: its size follows the present pages, and
+// a lookup in 2^57 bytes of address space costs as much as in a small region.
 //
-// Readers take no lock and never retry: a group is in one of the sparseProbes
-// slots from its home on, before the first that was never used. A slot belongs
-// to one group number for ever, whether that group exists at the moment or not,
-// so that a reader who found the number finds no other group beneath it. When
-// no slot is left within reach, or half of them are used, the writer (under
-// VM.mu) copies what exists to a new table, which replaces the old one. Who
-// still reads the old one is in an epoch that every later release waits for.
+// Readers take no lock and never retry: a group is in one of the sparseProbes slots from its home on, before the first
+// slot that was never used. A slot belongs to one group number for ever, whether that group exists or not, so a reader
+// that found the number finds no other group in it. When no slot is left within reach, or half of them are used, the
+// writer (under VM.mu) copies existing groups to a new table, which replaces the old one. Readers of the old one are in
+// an epoch that every later release waits for.
 //
-// The multiplier that finds the home is drawn at random for each table, so that
-// no guest can choose numbers that collide.
+// The multiplier that determines the home is drawn at random for each table, so that no guest can choose numbers that
+// collide.
 type sparseMTT struct {
 	table atomic.Pointer[sparseTable]
 	live  int // groups that exist; guarded by VM.mu
 	spare *mttSpare
 }
 
-// mttSpare is the entries of the group of a VM that was emptied last, all of them absent, for the next group
-// that is made: pages that come and go one by one would have new memory each time. Guarded by VM.mu.
+// mttSpare keeps the entries, all absent, of the VM's group that was emptied last, for the next new group: otherwise
+// pages that come and go one by one would allocate each time. Guarded by VM.mu.
 type mttSpare struct {
 	entries *mttEntries
-	after   *Drain // they may be used when it is done, for readers may have them; nil: not begun yet
+	after   *Drain // entries are reusable when it is done, because readers may have them; nil: not begun
 }
 
-// take returns entries, all absent, that nobody else has.
+// take returns unused entries, all absent.
 func (s *mttSpare) take() *mttEntries {
 	if s.after == nil || !s.after.Done() {
 		return new(mttEntries)
@@ -43,7 +40,7 @@ func (s *mttSpare) take() *mttEntries {
 	return e
 }
 
-// put is called with what has been taken out of a table, and begun with a Drain that was begun after that.
+// put stores entries that were removed from a table. The caller then begins a Drain for them.
 func (s *mttSpare) put(e *mttEntries) { *s = mttSpare{entries: e} }
 
 func (s *mttSpare) begun(d *Drain) {
@@ -56,10 +53,10 @@ type sparseTable struct {
 	mul   uint64
 	shift uint8 // 64 - log2 of the number of homes
 	slots []sparseSlot
-	used  int // slots that have a number; guarded by VM.mu
+	used  int // slots with a number; guarded by VM.mu
 }
 
-// sparseSlot is 32 bytes, so that a lookup needs one cache line of it.
+// sparseSlot has 32 bytes, so that a lookup reads one cache line of it.
 type sparseSlot struct {
 	tag atomic.Uint64 // group number + 1; 0: never used. Changes once.
 	mttGroup
@@ -85,16 +82,15 @@ func newSparseTable(homeBits int) *sparseTable {
 	}
 }
 
-// homes returns the number of slots at which a search may begin.
+// homes returns the number of slots at which a search can begin.
 func (t *sparseTable) homes() int { return len(t.slots) - sparseProbes }
 
-// reach returns the slots in which group n may be.
+// reach returns the slots that may contain group n.
 func (t *sparseTable) reach(n uint64) []sparseSlot {
 	return t.slots[n*t.mul>>(t.shift&63):][:sparseProbes]
 }
 
-// find returns group n, or nil. A group that no longer exists may be returned
-// too: it is empty.
+// find returns group n, or nil. It may also return a group that no longer exists, which is empty.
 func (m *sparseMTT) find(n uint64) *mttGroup {
 	reach := m.table.Load().reach(n)
 	for i := range reach {
@@ -108,8 +104,7 @@ func (m *sparseMTT) find(n uint64) *mttGroup {
 	return nil
 }
 
-// put gives group n these entries and this run, and returns it; nil if there
-// is no slot for it.
+// put stores group n with these entries and run, and returns it; nil if it has no slot for it.
 func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) *mttGroup {
 	reach := t.reach(n)
 	for i := range reach {
@@ -146,7 +141,7 @@ func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
 	}
 }
 
-// dropLocked makes group n, which exists and is empty, exist no more.
+// dropLocked removes group n, which exists and is empty.
 func (m *sparseMTT) dropLocked(n uint64) {
 	m.spare.put(m.find(n).entries.Swap(nil))
 	m.live--
@@ -155,14 +150,13 @@ func (m *sparseMTT) dropLocked(n uint64) {
 	}
 }
 
-// rebuildLocked copies what exists to a new table with four to eight homes for
-// each group.
+// rebuildLocked copies existing groups to a new table with four to eight homes per group.
 func (m *sparseMTT) rebuildLocked() {
 	old := m.table.Load().slots
 	homeBits := max(sparseMinBits, bits.Len(uint(4*m.live)))
 build:
 	for try := 1; ; try++ {
-		t := newSparseTable(homeBits + try/4) // more room, should many multipliers be unlucky
+		t := newSparseTable(homeBits + try/4) // more room, in case many multipliers fail
 		for i := range old {
 			if e := old[i].entries.Load(); e != nil && t.put(old[i].tag.Load()-1, e, old[i].run.Load()) == nil {
 				continue build
@@ -173,7 +167,7 @@ build:
 	}
 }
 
-// numbersLocked returns the numbers of the groups that exist.
+// numbersLocked returns the numbers of the existing groups.
 func (m *sparseMTT) numbersLocked() []uint64 {
 	numbers := make([]uint64, 0, m.live)
 	slots := m.table.Load().slots

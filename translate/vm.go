@@ -14,14 +14,14 @@ var (
 	ErrNoRegion = errors.New("no such memory region")
 )
 
-// Marks in lists of PAs: an absent page (VNICD_MTT_ABSENT), and, in regions that
-// page on demand, one whose writes are guest faults (VNICD_MTT_READ_ONLY).
+// Marks in lists of PAs: an absent page (VNICD_MTT_ABSENT), and, in regions with demand paging, a page whose writes are
+// guest faults (VNICD_MTT_READ_ONLY).
 const (
 	absentPA   PA = 1
 	readOnlyPA PA = mttReadOnly
 )
 
-// Limits bound what one VM may make of stage one. Zero fields take defaults.
+// Limits bound a VM's use of stage one. Zero fields take defaults.
 type Limits struct {
 	MaxRegions int // memory regions, 1..2^24-1; default 65536
 	// MTT entries over all regions; default 2^25 (128 GiB of 4 KiB pages). A
@@ -29,21 +29,20 @@ type Limits struct {
 	MaxPages uint64
 }
 
-// VM is stage one over stage two of one HCA function: the memory protection
-// table, whose index is the upper part of a key, the regions with their MTTs,
-// and the Space that their PAs lie in. A key of one VM means nothing in another
-// (PF-5). Lookups are wait-free and belong between Enter and Leave of
-// Space().Epochs(); the commands that change tables take a mutex of the VM.
+// VM is stages one and two of one HCA function: the memory protection table, whose index is the upper part of a key,
+// the regions with their MTTs, and the Space of their PAs. A key of one VM is meaningless in another (PF-5). Lookups
+// are wait-free and are made between Enter and Leave of Space().Epochs(). Commands that change tables take the VM's
+// mutex.
 type VM struct {
 	mpt   []atomic.Pointer[mptGroup]
 	space *Space
 	lim   Limits
 
-	mu      sync.Mutex // guards all below and all stores to tables
+	mu      sync.Mutex // guards the fields below and all stores to tables
 	regions int
 	pages   uint64
 	next    uint32   // lowest index never used
-	free    []uint32 // freed indices, oldest first, so that a variant recurs late
+	free    []uint32 // freed indices, oldest first, to delay the reuse of a variant
 
 	clearing *Drain // of the last removal of entries
 	spare    mttSpare
@@ -84,15 +83,15 @@ func (vm *VM) Space() *Space { return vm.space }
 // Limits returns the limits in force, defaults filled in.
 func (vm *VM) Limits() Limits { return vm.lim }
 
-// Usage returns how many regions and MTT entries are taken.
+// Usage returns the numbers of regions and MTT entries in use.
 func (vm *VM) Usage() (regions int, pages uint64) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	return vm.regions, vm.pages
 }
 
-// CreateRegion makes a region, all of whose pages are absent, and publishes
-// its key. ErrInvalid for a bad spec, ErrLimit if a quota is exhausted.
+// CreateRegion makes a region, all of whose pages are absent, and publishes its key. It returns ErrInvalid for a bad
+// spec, ErrLimit if a quota is exhausted.
 func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	if err := sp.validate(); err != nil {
 		return nil, err
@@ -119,14 +118,14 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	return r, nil
 }
 
-// newKeyLocked takes an index and returns its next key, or ErrLimit if no index is free or there is no room for that
-// many pages.
+// newKeyLocked takes an index and returns its next key, or ErrLimit if there is no free index or no room for that many
+// pages.
 func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err error) {
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
 	if pages > vm.lim.MaxPages-vm.pages {
-		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more asked for: %w", vm.pages, vm.lim.MaxPages, pages,
+		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more requested: %w", vm.pages, vm.lim.MaxPages, pages,
 			ErrLimit)
 	}
 	idx = vm.takeIndexLocked()
@@ -141,14 +140,14 @@ func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err 
 	return g, idx, key, nil
 }
 
-// giveIndexLocked returns an index and its pages.
+// giveIndexLocked frees an index and its pages.
 func (vm *VM) giveIndexLocked(idx uint32, pages uint64) {
 	vm.free = append(vm.free, idx)
 	vm.regions--
 	vm.pages -= pages
 }
 
-// newMPTGroup starts the variants of adjacent indices at different values, so that a key whose index is off by one is
+// newMPTGroup starts the variants of adjacent indices at different values, so that a key with an index off by one is
 // not valid.
 func newMPTGroup(group uint32) *mptGroup {
 	g := new(mptGroup)
@@ -168,7 +167,7 @@ func (vm *VM) takeIndexLocked() uint32 {
 	return idx
 }
 
-// Region returns the region that handle names, or ErrNoRegion.
+// Region returns the region with that handle, or ErrNoRegion.
 func (vm *VM) Region(handle uint32) (*Region, error) {
 	if r := vm.byKey(Key(handle)); r != nil {
 		return r, nil
@@ -219,7 +218,7 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	}
 	for i, pa := range pas {
 		if pa&absentPA == 0 && (pa&mask != 0 || pa >= MaxPA) {
-			return fmt.Errorf("set pages: page %d: %v is no multiple of %#x below %v: %w", first+uint64(i), pa,
+			return fmt.Errorf("set pages: page %d: %v is not a multiple of %#x below %v: %w", first+uint64(i), pa,
 				uint64(1)<<r.shift, MaxPA, ErrInvalid)
 		}
 	}
@@ -242,9 +241,8 @@ func (vm *VM) releaseLocked() {
 	vm.spare.begun(vm.clearing)
 }
 
-// ClearPages makes count entries from first on absent and returns when nothing
-// uses the old ones any more (ODP-5, ODP-6, EP-3). Other pages are untouched.
-// If ctx ends first its error is returned; the entries are absent all the same.
+// ClearPages makes count entries from first on absent and returns when the old ones are no longer in use (ODP-5, ODP-6,
+// EP-3). Other pages are untouched. If ctx ends first it returns ctx's error; the entries are absent all the same.
 func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64) error {
 	d, err := vm.StartClear(handle, first, count)
 	if err != nil || d == nil {
@@ -278,8 +276,8 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 
 // tableLocked returns the region and checks [first, first+count) against its MTT.
 func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
-	if vm.dynamic(Key(handle)) != nil { // its region is accessed by a loop
-		return nil, fmt.Errorf("handle %#x: pages come by work requests: %w", handle, ErrInvalid)
+	if vm.dynamic(Key(handle)) != nil { // a loop changes its region
+		return nil, fmt.Errorf("handle %#x: its pages come from work requests: %w", handle, ErrInvalid)
 	}
 	r, err := vm.Region(handle)
 	switch {
@@ -293,9 +291,8 @@ func (vm *VM) tableLocked(handle uint32, first, count uint64) (*Region, error) {
 	return r, nil
 }
 
-// DestroyRegion revokes the key at once and returns when no operation uses the
-// region any more (EP-3). If ctx ends first its error is returned; the key is
-// revoked all the same. Never call it between Enter and Leave.
+// DestroyRegion revokes the key at once and returns when the region is no longer in use (EP-3). If ctx ends first it
+// returns ctx's error; the key is revoked all the same. It must not be called between Enter and Leave.
 func (vm *VM) DestroyRegion(ctx context.Context, handle uint32) error {
 	d, err := vm.StartDestroy(handle)
 	if err != nil {

@@ -36,7 +36,7 @@ func TestTwoStages(t *testing.T) {
 		t.Fatal("read back", m.Err())
 	}
 	if !bytes.Equal(mem[0x5123:0x6000], src[:0xedd]) || !bytes.Equal(mem[0x2000:0x3123], src[0xedd:]) {
-		t.Fatal("bytes are not where the tables say")
+		t.Fatal("bytes are not in the pages of the tables")
 	}
 	if err := vm.DestroyRegion(context.Background(), r.Handle()); err != nil {
 		t.Fatal(err)
@@ -66,8 +66,8 @@ func (n *naiveRegion) pa(va VA, write bool) (PA, bool) {
 	return pa + PA(off&(1<<n.spec.PageShift-1)), ok
 }
 
-// charge is what the region counts against the quota: its pages, or, paging on
-// demand, 512 for each group of 512 that is not empty (ODP-1).
+// charge is the region's share of the quota: its pages, or with demand paging 512 for each group of 512 that is not
+// empty (ODP-1).
 func (n *naiveRegion) charge() uint64 {
 	if n.spec.Flags&DemandPaging == 0 {
 		return n.spec.NPages
@@ -79,8 +79,7 @@ func (n *naiveRegion) charge() uint64 {
 	return uint64(len(groups)) * 512
 }
 
-// expect says what an access of n bytes must yield: the first miss, by looking
-// at each byte. Pages are too large for that, so it steps to 4 KiB boundaries.
+// expect returns the required result of an access of n bytes: the first miss, in steps to 4 KiB boundaries.
 func expect(regions map[Key]*naiveRegion, s naiveSpace, key Key, pd PD, va VA, n uint64, need Access) (kind MissKind,
 	at VA) {
 	reg := regions[key]
@@ -116,7 +115,7 @@ func TestVMModel(t *testing.T) {
 		LocalWrite | RemoteWrite | RemoteRead | RemoteAtomic}
 	for round := range 2 {
 		s, ms := NewSpace(1), naiveSpace{}
-		for first := uint64(0); first < pages; { // pieces, with reserved and missing ones between
+		for first := uint64(0); first < pages; { // parts, with reserved and missing ones between
 			n := min(uint64(1+rng.IntN(900)), pages-first)
 			pa, piece := base+PA(first<<PageShift), host[first<<PageShift:(first+n)<<PageShift]
 			kind := rng.IntN(8)
@@ -224,7 +223,7 @@ func TestVMModel(t *testing.T) {
 				}
 				gen, lost := r.r.Generation(), false
 				if err := vm.SetPages(r.r.Handle(), first, pas); err != nil {
-					more := map[uint64]bool{} // groups that would have come
+					more := map[uint64]bool{} // groups that would have been added
 					for i, pa := range pas {
 						if pa&absentPA == 0 {
 							more[(first+uint64(i))/512] = true
@@ -246,7 +245,7 @@ func TestVMModel(t *testing.T) {
 					}
 				}
 				if lost != (r.r.Generation() != gen) {
-					t.Fatal("generation does not tell")
+					t.Fatal("the generation did not change")
 				}
 			case 4:
 				if r == nil || r.spec.NPages == 0 {
@@ -269,7 +268,7 @@ func TestVMModel(t *testing.T) {
 					}
 				}
 				if lost != (r.r.Generation() != gen) {
-					t.Fatal("generation does not tell")
+					t.Fatal("the generation did not change")
 				}
 			}
 			for range 20 { // accesses
@@ -279,7 +278,7 @@ func TestVMModel(t *testing.T) {
 				}
 				key, pd, need := r.r.LKey(), r.spec.PD, []Access{0, LocalWrite, RemoteRead, RemoteWrite}[rng.IntN(4)]
 				va, n := r.spec.IOVA+VA(rng.Uint64N(r.spec.Length)), 1+rng.Uint64N(20000)
-				for p := range r.pages { // most often where something is
+				for p := range r.pages { // most often at present pages
 					if at := p<<r.spec.PageShift + rng.Uint64N(1<<r.spec.PageShift) - r.spec.Offset; at < r.spec.Length &&
 						rng.IntN(4) > 0 {
 						va = r.spec.IOVA + VA(at)
@@ -328,7 +327,7 @@ func TestVMModel(t *testing.T) {
 func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace, key Key, pd PD, va VA, n uint64,
 	need Access) {
 	t.Helper()
-	// Large lengths are for keys and ranges; copies are made of small ones.
+	// Large lengths test keys and ranges; only small ones are copied.
 	kind, at := expect(model, ms, key, pd, va, n, need)
 	checkKind := kind
 	if kind == GuestFault || kind == HostFault || kind == BadAddress {
@@ -381,7 +380,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 	if m.Kind != kind || kind != None && m.VA != at {
 		t.Fatalf("read: %+v, model says %v at %v", m, kind, at)
 	}
-	if wkind == None { // the model's byte is where the write put it
+	if wkind == None { // the write is at the model's address
 		for _, o := range []uint64{0, n / 2, n - 1} {
 			pa, _ := model[key].pa(va+VA(o), true)
 			var one [1]byte
@@ -397,7 +396,7 @@ func checkAccess(t *testing.T, vm *VM, model map[Key]*naiveRegion, ms naiveSpace
 		}
 	}
 	w, m := vm.Uint64(key, pd, va, need)
-	// A word that is misaligned and also absent further on may be either.
+	// A word that is misaligned and also absent further on may give either miss.
 	if m.Kind != kind && !(m.Kind == BadAddress && kind != BadKey) {
 		t.Fatalf("word at %v: %v, model says %v", va, m.Kind, kind)
 	}
@@ -459,7 +458,7 @@ func TestCreateRegionRefuses(t *testing.T) {
 	if err != nil || r.Access() != LocalWrite {
 		t.Error(r, err)
 	}
-	good.IOVA, good.Access = VA(^uint64(0)-8191), 0 // ends with the last byte there is
+	good.IOVA, good.Access = VA(^uint64(0)-8191), 0 // ends with the last address
 	if r, err = vm.CreateRegion(good); err != nil {
 		t.Fatal(err)
 	}
@@ -471,8 +470,8 @@ func TestCreateRegionRefuses(t *testing.T) {
 	}
 }
 
-// A read-only page: reads succeed, writes are guest faults until the driver has
-// made it writable, which is no loss to anybody. Only demand regions have them.
+// A read-only page: reads succeed, writes are guest faults until the driver has made it writable, which counts as no
+// loss. Only demand regions have read-only pages.
 func TestReadOnlyPages(t *testing.T) {
 	s := NewSpace(1)
 	mustMap(t, s, 0, hostMem(t, 1<<20))
@@ -510,11 +509,11 @@ func TestReadOnlyPages(t *testing.T) {
 	writes(GuestFault, 0x40008)
 	gen := r.Generation()
 	if err := vm.SetPages(r.Handle(), 0, []PA{0x1000, 0x2000}); err != nil || r.Generation() != gen {
-		t.Error("a page that became writable is no page lost", err)
+		t.Error("a page that became writable counts as lost", err)
 	}
 	writes(None, 0x40008)
 	if err := vm.SetPages(r.Handle(), 0, ro[:1]); err != nil || r.Generation() == gen {
-		t.Error("a page that may no longer be written is lost to writers", err)
+		t.Error("a page that became read-only does not count as lost", err)
 	}
 	if m := vm.Read(buf[:1], r.LKey(), 0, 0x43000, 0); m.Kind != GuestFault {
 		t.Error("absent and read-only is absent:", m.Err())
@@ -528,8 +527,8 @@ func TestReadOnlyPages(t *testing.T) {
 	}
 }
 
-// A fault says what is wanted from the missing byte on: of stage one all that
-// is left, of stage two what follows in physical memory too.
+// A fault has the number of bytes wanted from the missing byte on: for stage one all the rest, for stage two those that
+// follow in physical memory.
 func TestFaultSaysWhatIsWanted(t *testing.T) {
 	s := NewSpace(1)
 	if err := s.Reserve(0, 1<<20); err != nil {
@@ -635,7 +634,7 @@ func TestQuotas(t *testing.T) {
 	}
 }
 
-// Keys of a place come back with another variant, and key 0 (RA-1) never.
+// An index's keys come back with another variant, and key 0 (RA-1) never.
 func TestKeyVariants(t *testing.T) {
 	vm := NewVM(NewSpace(1), Limits{MaxRegions: 2})
 	seen := map[Key]bool{}
@@ -662,7 +661,7 @@ func TestKeyVariants(t *testing.T) {
 	}
 }
 
-// PF-5: keys of one VM, used in another, reach nothing.
+// PF-5: keys of one VM used in another VM reach nothing.
 func TestKeysStayInTheirVM(t *testing.T) {
 	a, b := NewVM(NewSpace(1), Limits{}), NewVM(NewSpace(2), Limits{})
 	r, err := a.CreateRegion(RegionSpec{Flags: Phys, Length: 1 << 40})
@@ -721,8 +720,7 @@ func TestDestroyContext(t *testing.T) {
 	}
 }
 
-// Who clears pages that another call has just cleared is not told that they are free
-// before that is so.
+// A call that clears pages which another call has just cleared must not report them free too early.
 func TestClearOfCleared(t *testing.T) {
 	s := NewSpace(1)
 	vm := NewVM(s, Limits{})
@@ -738,7 +736,7 @@ func TestClearOfCleared(t *testing.T) {
 		t.Fatal(err)
 	}
 	if d, err := vm.StartClear(r.Handle(), 3, 1); err != nil || d == nil || d.Done() {
-		t.Fatalf("clear of what SetPages made absent: %v, %v", d, err)
+		t.Fatalf("clear of pages that SetPages made absent: %v, %v", d, err)
 	}
 	for i := range uint64(2) {
 		d, err := vm.StartClear(r.Handle(), i, 2)
@@ -748,13 +746,13 @@ func TestClearOfCleared(t *testing.T) {
 	}
 	again, err := vm.StartClear(r.Handle(), 0, 3)
 	if err != nil || again == nil || again.Done() {
-		t.Fatalf("clear of what is cleared and still in use: %v, %v", again, err)
+		t.Fatalf("clear of cleared pages still in use: %v, %v", again, err)
 	}
 	s.Epochs().Leave(3, tok)
 	if !again.Done() {
-		t.Error("not done, though nobody is inside")
+		t.Error("not done without readers")
 	}
 	if d, err := vm.StartClear(r.Handle(), 0, 3); d != nil || err != nil {
-		t.Errorf("clear of what has long been cleared: %v, %v", d, err)
+		t.Errorf("clear of pages cleared long ago: %v, %v", d, err)
 	}
 }

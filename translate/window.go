@@ -16,15 +16,14 @@ type Window struct {
 	ok   bool     // host is known; else each access is looked up
 }
 
-// Window returns the window of [pa, pa+n), which must not wrap around. Nothing is
-// looked up yet.
+// Window returns the window of [pa, pa+n), which must not wrap around. It looks nothing up yet.
 func (s *Space) Window(pa PA, n uint64) Window { return Window{space: s, pa: pa, n: n} }
 
-// whole reports whether all of the window is at host.
+// whole reports whether the whole window is contiguous at host.
 func (w *Window) whole() bool { return w.gen == w.space.gen.Load() && w.ok || w.find() }
 
-// find looks the window up if the tables have changed. The generation is read first, so that a later change is noticed
-// at the next access.
+// find looks the window up if the tables have changed. It reads the generation first, so that the next access notices a
+// later change.
 func (w *Window) find() bool {
 	s := w.space
 	if gen := s.gen.Load(); gen != w.gen {
@@ -67,8 +66,8 @@ func (w *Window) Uint32(off uint64) (*atomic.Uint32, Miss) {
 	return w.space.Uint32(w.pa + PA(off))
 }
 
-// Around returns the aligned word that contains the 2 bytes at off, which is a multiple of 2, and by how many bits they
-// are shifted in it (little-endian).
+// Around returns the aligned word that contains the 2 bytes at off, which is a multiple of 2, and their shift in it in
+// bits (little-endian).
 func (w *Window) Around(off uint64) (word *atomic.Uint32, shift uint, m Miss) {
 	shift = uint(w.pa+PA(off)) & 2 * 8
 	if w.whole() && off+2 <= w.n {
@@ -79,7 +78,7 @@ func (w *Window) Around(off uint64) (word *atomic.Uint32, shift uint, m Miss) {
 	return word, shift, m
 }
 
-// Read16 copies in 16 bytes from off on.
+// Read16 copies 16 bytes from off on to dst.
 func (w *Window) Read16(dst *[16]byte, off uint64) Miss {
 	if w.whole() && off+16 <= w.n {
 		h := w.host + hostAddr(off)
@@ -89,7 +88,7 @@ func (w *Window) Read16(dst *[16]byte, off uint64) Miss {
 	return w.space.Read(dst[:], w.pa+PA(off))
 }
 
-// Write8 copies 8 bytes out to off.
+// Write8 copies 8 bytes from src to off.
 func (w *Window) Write8(off uint64, src *[8]byte) Miss {
 	if w.whole() && off+8 <= w.n {
 		h := w.host + hostAddr(off)

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestWindowModel: whatever happens to the tables, a window answers as its space does.
+// TestWindowModel: after any change of the tables a window answers as its space does.
 func TestWindowModel(t *testing.T) {
 	const pages = 8
 	const base = PA(leafSize - pages/2*PageSize) // in two leaves
@@ -34,7 +34,7 @@ func TestWindowModel(t *testing.T) {
 		switch rng.IntN(5) {
 		case 0:
 			_ = s.Reserve(pa, n)
-		case 1: // mostly in one piece
+		case 1: // mostly contiguous
 			h := host[p<<PageShift:][:n]
 			if rng.IntN(4) == 0 {
 				h = host[(pages+p)<<PageShift:][:n]
@@ -113,11 +113,11 @@ func TestWindowModel(t *testing.T) {
 		}
 	}
 	if found < 10000 {
-		t.Errorf("windows were found in one piece %d times only", found)
+		t.Errorf("windows were contiguous only %d times", found)
 	}
 }
 
-// TestWindowRelease: once a release is done, nobody reads through a window any more what was taken away.
+// TestWindowRelease: once a release is done, no window reads the removed memory.
 func TestWindowRelease(t *testing.T) {
 	const n = PageSize
 	host := [2][]byte{hostMem(t, n), hostMem(t, n)}
@@ -139,7 +139,7 @@ func TestWindowRelease(t *testing.T) {
 				e := s.Epochs().Enter(slot)
 				for range 8 {
 					if m := w.Read16(&raw, 64); m.OK() && binary.NativeEndian.Uint32(raw[:]) == gone {
-						t.Error("read what is gone")
+						t.Error("read removed memory")
 						s.Epochs().Leave(slot, e)
 						return
 					}
@@ -155,7 +155,7 @@ func TestWindowRelease(t *testing.T) {
 		for d := s.Epochs().Flip(); !d.Done(); {
 			runtime.Gosched()
 		}
-		// Nobody may look here now; the race detector would tell of who did.
+		// No reader may access it now; the race detector would report one.
 		binary.NativeEndian.PutUint32(host[i%2][64:], gone)
 		binary.NativeEndian.PutUint32(host[1-i%2][64:], uint32(i))
 		mustMap(t, s, 0, host[1-i%2])
@@ -164,7 +164,7 @@ func TestWindowRelease(t *testing.T) {
 	wg.Wait()
 }
 
-// TestPrefetch: no address faults, not even one whose memory has gone.
+// TestPrefetch: no address faults, not even in memory that was unmapped.
 func TestPrefetch(t *testing.T) {
 	s := NewSpace(1)
 	mustMap(t, s, 0, hostMem(t, PageSize))

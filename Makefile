@@ -1,8 +1,8 @@
-# vnicd. The commands to know: `make demo`, `make test`, `make bench`.
+# vnicd. The main commands: `make demo`, `make test`, `make bench`.
 SHELL       := /bin/bash
 GO          ?= go
 BUILD       := build
-# The last tag vX.Y.Z, commits since, the commit; before the first tag: as if v0.1.0 were the beginning.
+# The last tag vX.Y.Z, the number of commits since, the commit; before the first tag, commits count from v0.1.0.
 VERSION     := $(shell git describe --tags --match 'v[0-9]*' --dirty 2>/dev/null || { n=$$(git rev-list --count HEAD 2>/dev/null) && echo v0.1.0-$$n-g$$(git describe --always --exclude '*' --dirty); } || echo v0.1.0)
 FUZZTIME    ?= 10000x
 PACKAGES    ?=
@@ -38,7 +38,7 @@ package: build ## Debian package for hosts: build/vnicd_*.deb
 guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
 	cmd/vnicd/packaging/build guest $(VERSION) $(BUILD)
 
-demo: image build ## two VMs on two "hosts", RDMA between them (no need to be root)
+demo: image build ## two VMs on two "hosts", RDMA between them (root is not needed)
 	$(GO) run -exec 'vm-images/rootless --net' ./integration/demo
 
 test: deps lint test-unit test-fuzz test-module test-vm ## everything: what CI runs
@@ -49,19 +49,19 @@ test-unit: deps ## unit tests with the race detector
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
 
-test-module: image ## the kernel module compiles without a warning, sparse's included
+test-module: image ## the kernel module compiles without warnings of compiler and sparse
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
-# VM tests that would take `make test` beyond half an hour.
+# VM tests that would make `make test` longer than half an hour.
 LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVMMoves)$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
 
-test-long: deps image build ## the VM tests for which `make test` has no time
+test-long: deps image build ## the VM tests that `make test` leaves out
 	$(GO) test -count=1 -timeout 90m -v -run '$(LONG)' ./integration
 
-# Debian 12's kernel and the newest of trixie-backports; what `make test` boots is Debian 13's.
+# Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports
 KERNEL_TESTS = ^(TestBesideRXE|TestConnections|TestKernelConsumers|TestKernelSockets|TestLifecycle|TestLimits|TestODPPrograms|TestODPRelease|TestOneHost|TestPrograms|TestRXE|TestTwoHosts|TestVerbsSuite)$$
 
@@ -71,15 +71,15 @@ test-kernels: deps build ## the module without warnings, and its tests in guests
 	@for r in $(KERNELS); do export RELEASE=$$r && echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && \
 		$(GO) test -count=1 -timeout 150m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
 
-test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests; WAY=3: the third way alone)
+test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests; WAY=3: only the third set)
 	@LONG='$(LONG)' .ci/ways $(or $(WAYS),native) $(WAY)
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
 	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run -pgo cmd/vnicd/default.pgo ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
 
-lint: deps ## gofmt, vet, staticcheck and the rules of the house
+lint: deps ## gofmt, vet, staticcheck and the project's rules
 	@.ci/lint
 
-clean: ## remove what was built here (downloads and images stay: vm-images/build clean)
+clean: ## remove build results (vm-images/build clean removes downloads and images)
 	rm -rf $(BUILD)

@@ -1,13 +1,12 @@
-// Package capture shows what passes a port of a network, or the VTEP, as a pcapng stream that Wireshark reads.
+// Package capture writes the traffic of a network's port, or of the VTEP, as a pcapng stream for Wireshark.
 //
-// Loops copy packets into rings, one per loop, bounded: a slow reader costs packets, which are counted, and never holds
-// a loop up. One goroutine reads the rings and writes the stream. Without a capture a port pays for looking at one
-// pointer.
+// Loops copy packets into bounded rings, one per loop: if the reader is slow, packets are dropped and counted; the loop
+// never waits. One goroutine reads the rings and writes the stream. Without a capture a port checks one pointer.
 //
-// A port's frames are what its device exchanges with the network (inner frames, RoCE included); outbound is what the
-// device sends. At the VTEP it is the datagrams; of these the sockets do not show the outer headers below UDP, so IP
-// and UDP headers are made anew from what is known (addresses, ports, traffic class, lengths; hop limit, identification
-// and UDP checksum are not), and there is no outer Ethernet header.
+// At a port the capture has the frames that its device exchanges with the network (inner frames, RoCE included);
+// outbound means sent by the device. At the VTEP it has datagrams. The sockets do not show their outer headers, so IP
+// and UDP headers are reconstructed from what is known (addresses, ports, traffic class, lengths; not hop limit,
+// identification and UDP checksum), and there is no outer Ethernet header.
 package capture
 
 import (
@@ -24,7 +23,7 @@ import (
 const (
 	DefaultSnapLen = 65535
 	ringSize       = 1 << 20 // bytes per loop
-	// poll is how often the rings are looked at.
+	// poll is the interval between two reads of the rings.
 	poll = 2 * time.Millisecond
 )
 
@@ -33,18 +32,18 @@ type Config struct {
 	Name    string // of the port, for the file
 	Link    uint16 // LinkEthernet for ports, LinkRaw for the VTEP
 	SnapLen int    // bytes kept of each packet; 0 = DefaultSnapLen
-	Count   uint64 // packets after which it ends; 0 = none
-	Program string // who writes the file
+	Count   uint64 // ends after this number of packets; 0 = no limit
+	Program string // program that writes the file
 }
 
-// Capture takes packets from loops. It implements vswitch.Monitor and vxlan.Monitor.
+// Capture records packets of loops. It implements vswitch.Monitor and vxlan.Monitor.
 type Capture struct {
 	cfg   Config
-	rings [loop.MaxLoops]*ring // by loop; nil = that loop brings nothing
-	taken uint64               // written to the stream
+	rings [loop.MaxLoops]*ring // by loop; nil = that loop is not captured
+	taken uint64               // packets written to the stream
 }
 
-// New makes a capture that nothing feeds yet, for the loops that may.
+// New makes a capture for the given loops; it records once it is set as a monitor.
 func New(c Config, loops []*loop.Loop) *Capture {
 	if c.SnapLen == 0 {
 		c.SnapLen = DefaultSnapLen
@@ -63,7 +62,7 @@ func (k *Capture) Frame(l *loop.Loop, out bool, f []byte) {
 	}
 }
 
-// Datagram implements vxlan.Monitor: a UDP datagram, whose payload is header and inner one behind the other.
+// Datagram implements vxlan.Monitor. The datagram's payload is vxlan followed by inner.
 func (k *Capture) Datagram(l *loop.Loop, out bool, src, dst netip.AddrPort, tos uint8, vxlan, inner []byte) {
 	r := k.rings[l.ID()]
 	if r == nil {
@@ -87,10 +86,10 @@ func (k *Capture) Datagram(l *loop.Loop, out bool, src, dst netip.AddrPort, tos 
 	r.put(record{time: time.Now().UnixNano(), out: out}, k.cfg.SnapLen, h[:at+header.UDPLen], vxlan, inner)
 }
 
-// Taken counts packets that were written to the stream; for the goroutine that called Run.
+// Taken returns the number of packets written to the stream. Only the goroutine of Run may call it.
 func (k *Capture) Taken() uint64 { return k.taken }
 
-// Dropped counts packets that were lost because the reader was slow.
+// Dropped returns the number of packets lost because the reader was slow.
 func (k *Capture) Dropped() (n uint64) {
 	for i := range k.rings {
 		if r := k.rings[i]; r != nil {
@@ -100,8 +99,8 @@ func (k *Capture) Dropped() (n uint64) {
 	return n
 }
 
-// Run writes the stream to w until ctx ends, Count is reached, or w fails, whose error it returns. flush, if set, is
-// called whenever nothing more is there.
+// Run writes the stream to w until ctx ends or Count is reached; if w fails, it returns that error. flush, if set, is
+// called whenever the rings have been emptied.
 func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 	p := NewWriter(w, k.cfg.Program)
 	p.Interface(k.cfg.Link, uint32(k.cfg.SnapLen), k.cfg.Name)
@@ -110,11 +109,11 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 	for done := false; !done; {
 		select {
 		case <-ctx.Done():
-			done = true // what is in the rings still goes out
+			done = true // after the packets in the rings
 		case <-t.C:
 		}
 		before := k.taken
-		k.mark() // what comes meanwhile may never end
+		k.mark() // new packets may arrive without end
 		for p.Err() == nil && !k.full() && k.step(p) {
 		}
 		if k.full() {
@@ -135,7 +134,7 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, flush func()) error {
 
 func (k *Capture) full() bool { return k.cfg.Count > 0 && k.taken >= k.cfg.Count }
 
-// mark has step stop at what is in the rings now.
+// mark limits step to the packets that are in the rings now.
 func (k *Capture) mark() {
 	for _, r := range k.rings {
 		if r != nil {
@@ -144,7 +143,7 @@ func (k *Capture) mark() {
 	}
 }
 
-// step writes the oldest packet of all rings; false when there is none up to the mark.
+// step writes the oldest packet of all rings; false if none is left before the mark.
 func (k *Capture) step(p *Writer) bool {
 	var best *ring
 	var rec record

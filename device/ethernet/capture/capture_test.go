@@ -36,11 +36,11 @@ func TestGolden(t *testing.T) {
 		"05000000 34000000 00000000 00000000 01000000 04000800 0700000000000000 05000800 0200000000000000 00000000 34000000",
 	}, "")
 	if got := hex.EncodeToString(b.Bytes()); got != strings.ReplaceAll(want, " ", "") {
-		t.Errorf("got\n%s, want\n%s", got, strings.ReplaceAll(want, " ", ""))
+		t.Errorf("got\n%s\nwant\n%s", got, strings.ReplaceAll(want, " ", ""))
 	}
 }
 
-// The ring against a queue: random packets in and out, in pieces, cut off, dropped when full.
+// The ring against a model queue: random packets in and out, in pieces, truncated, dropped when full.
 func TestRingModel(t *testing.T) {
 	r := newRing(4096)
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -106,8 +106,7 @@ func testLoops(t *testing.T, n int) (loops []*loop.Loop) {
 	return loops
 }
 
-// Several loops at once, a reader that is slow at first: every packet comes or is counted as dropped, each loop's in
-// order.
+// Several loops at once and a reader that is slow at first: every packet is either written or counted as dropped.
 func TestRun(t *testing.T) {
 	loops := testLoops(t, 3)
 	k := New(Config{Name: "x", Link: LinkEthernet, SnapLen: 1000}, loops)
@@ -146,7 +145,7 @@ func TestRunEnds(t *testing.T) {
 	l := testLoops(t, 1)[0]
 	k := New(Config{Name: "x"}, []*loop.Loop{l})
 	if err := k.Run(context.Background(), failing{}, nil); !errors.Is(err, os.ErrClosed) {
-		t.Errorf("a writer that fails: %v", err)
+		t.Errorf("Run with a failing writer: %v", err)
 	}
 	k = New(Config{Name: "x", Count: 5}, []*loop.Loop{l})
 	l.Do(func() {
@@ -159,7 +158,7 @@ func TestRunEnds(t *testing.T) {
 	}
 }
 
-// busy is a port whose traffic is as fast as its reader.
+// busy is a port that gets another frame for every write of the stream.
 type busy struct {
 	l *loop.Loop
 	k *Capture
@@ -173,7 +172,7 @@ func (b *busy) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// A capture that is to end does, also when packets come as fast as they are written.
+// A cancelled capture ends even if packets arrive as fast as they are written.
 func TestRunEndsUnderTraffic(t *testing.T) {
 	l := testLoops(t, 1)[0]
 	w := &busy{l: l, k: New(Config{Name: "x"}, []*loop.Loop{l})}
@@ -187,7 +186,7 @@ func TestRunEndsUnderTraffic(t *testing.T) {
 	}
 }
 
-// What tshark reads out of the file is what went in.
+// tshark decodes the packets that were captured.
 func TestTshark(t *testing.T) {
 	if _, err := exec.LookPath("tshark"); err != nil {
 		t.Fatal("this test needs tshark: apt-get install tshark")

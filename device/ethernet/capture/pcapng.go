@@ -6,10 +6,10 @@ import (
 	"io"
 )
 
-// The file format is pcapng (draft-ietf-opsawg-pcapng), written here in little endian: one section, interfaces,
-// enhanced packet blocks with direction, interface statistics at the end. gopacket's NgWriter writes the same
-// (WritePacketWithOptions carries the direction), but it allocates several times per packet, and the daemon would
-// depend on gopacket, which only tests use, for these four block types.
+// The file format is pcapng (draft-ietf-opsawg-pcapng), written in little endian: one section, interfaces, enhanced
+// packet blocks with direction, interface statistics at the end. gopacket's NgWriter writes the same
+// (WritePacketWithOptions has the direction), but allocates several times per packet, and the daemon would depend on
+// gopacket, which only tests use, for these four block types.
 const (
 	blockSection   = 0x0a0d0d0a
 	blockInterface = 1
@@ -64,7 +64,7 @@ func (p *Writer) Interface(link uint16, snapLen uint32, name string) {
 	p.end()
 }
 
-// Packet adds a packet of original length n, seen at t nanoseconds since 1970, of which data was kept.
+// Packet adds a packet of original length n, seen at t nanoseconds since 1970; data is the part that was kept.
 func (p *Writer) Packet(iface uint32, t int64, out bool, n int, data ...[]byte) {
 	kept := 0
 	for _, d := range data {
@@ -88,7 +88,7 @@ func (p *Writer) Packet(iface uint32, t int64, out bool, n int, data ...[]byte) 
 	p.end()
 }
 
-// Stats adds an interface's statistics at a time.
+// Stats adds an interface's statistics, taken at t nanoseconds since 1970.
 func (p *Writer) Stats(iface uint32, t int64, received, dropped uint64) {
 	p.begin(blockStats)
 	p.u32(iface)
@@ -123,7 +123,7 @@ func (p *Writer) end() {
 func (p *Writer) u32(v uint32) { p.buf = binary.LittleEndian.AppendUint32(p.buf, v) }
 func (p *Writer) u64(v uint64) { p.buf = binary.LittleEndian.AppendUint64(p.buf, v) }
 
-// time goes out with its high half first.
+// time appends a timestamp, high half first.
 func (p *Writer) time(t int64) {
 	p.u32(uint32(uint64(t) >> 32))
 	p.u32(uint32(t))
@@ -135,7 +135,7 @@ func (p *Writer) option(code uint16, v []byte) {
 	p.pad(len(v))
 }
 
-// pad fills up n bytes to a multiple of four.
+// pad appends zeros after n bytes, to a multiple of four.
 func (p *Writer) pad(n int) {
 	for ; n%4 != 0; n++ {
 		p.buf = append(p.buf, 0)

@@ -5,16 +5,16 @@ import (
 	"sync/atomic"
 )
 
-// ring carries packets from one loop to the reader, by copy: one producer, one consumer, no locks, bounded. What does
-// not fit is dropped and counted. Positions only grow; the place in buf is the position modulo its size.
+// ring passes copies of packets from one loop to the reader: one producer, one consumer, no locks, bounded. Packets
+// that do not fit are dropped and counted. Positions only grow; the index into buf is the position modulo its size.
 type ring struct {
 	buf     []byte // its size is a power of two
 	_       [64]byte
-	tail    atomic.Uint64 // the producer's: end of what was written
+	tail    atomic.Uint64 // producer: end of the written packets
 	dropped atomic.Uint64
 	_       [48]byte
-	head    atomic.Uint64 // the consumer's: end of what was read
-	end     uint64        // the consumer's: tail at the mark
+	head    atomic.Uint64 // consumer: end of the read packets
+	end     uint64        // consumer: tail at the mark
 }
 
 // record precedes each packet's bytes.
@@ -29,7 +29,7 @@ const recordLen = 24
 
 func newRing(size int) *ring { return &ring{buf: make([]byte, size)} }
 
-// put appends a packet, whose bytes are the parts one behind the other, cut off at snap bytes.
+// put appends a packet, which is the concatenation of parts, truncated to snap bytes.
 func (r *ring) put(rec record, snap int, parts ...[]byte) {
 	total := 0
 	for _, p := range parts {
@@ -65,7 +65,7 @@ func (r *ring) write(at uint64, p []byte) uint64 {
 	return at + uint64(len(p))
 }
 
-// peek returns the oldest packet, its bytes in up to two pieces that stay valid until next.
+// peek returns the oldest packet; its bytes are in up to two pieces, valid until next.
 func (r *ring) peek() (rec record, a, b []byte, ok bool) {
 	head := r.head.Load()
 	if head == r.tail.Load() {
@@ -80,7 +80,7 @@ func (r *ring) peek() (rec record, a, b []byte, ok bool) {
 	return rec, a, b, true
 }
 
-// next lets go of the packet that peek returned.
+// next removes the packet that peek returned.
 func (r *ring) next(rec record) { r.head.Add(recordLen + uint64(rec.kept)) }
 
 func (r *ring) read(at uint64, n int) (a, b []byte) {

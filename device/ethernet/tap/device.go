@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 )
 
-// Offloads that a TAP device gives us frames with (linux/if_tun.h).
+// Offloads of a TAP device (linux/if_tun.h).
 const (
 	tunCsum  = 0x01
 	tunTSO4  = 0x02
@@ -23,12 +23,12 @@ const (
 	tunClone = "/dev/net/tun"
 )
 
-// device is an open TAP interface: descriptors that only its holder owns.
+// device is an open TAP interface. It owns its descriptors.
 type device struct {
 	fds []int // one for each queue
-	// header tells that every frame has a virtio header in front (IFF_VNET_HDR).
+	// header: every frame is preceded by a virtio header (IFF_VNET_HDR).
 	header bool
-	// takes is what frames from the kernel may still need, and what frames to it may; zero without header.
+	// takes is the work that frames from and to the kernel may leave to the receiver; zero without header.
 	takes frame.Need
 }
 
@@ -40,9 +40,9 @@ func (d *device) close() (err error) {
 	return err
 }
 
-// openDevice makes an interface with so many queues. water makes it, but can neither ask for virtio headers nor give
-// descriptors that Go's poller does not know; so it is made persistent for a moment, opened again for each queue, and
-// made to go with those descriptors. Kernels that refuse virtio headers get an interface without offloads.
+// openDevice creates an interface with the given number of queues. water creates it, but can neither request virtio
+// headers nor give descriptors that Go's poller does not know; so the interface is made persistent for a moment and
+// opened again for each queue, then persistence is cleared. If the kernel refuses virtio headers, there are no offloads.
 func openDevice(name string, pool *frame.Pool, queues int, offloads bool) (d device, err error) {
 	multi := queues > 1
 	ifce, err := water.New(water.Config{DeviceType: water.TAP,
@@ -82,7 +82,7 @@ func openDevice(name string, pool *frame.Pool, queues int, offloads bool) (d dev
 	return d, nil
 }
 
-// attach opens all queues, or none.
+// attach opens all queues or none.
 func (d *device) attach(name string, flags uint16, queues int) error {
 	for range queues {
 		fd, err := attach(name, flags)
@@ -125,14 +125,14 @@ func attach(name string, flags uint16) (fd int, err error) {
 	return fd, nil
 }
 
-// enable asks the kernel for frames with as much left undone as it knows; cut: we have the buffers for large ones. A
-// kernel that gives frames of a kind takes them as well.
-func enable(fd int, cut bool) frame.Need {
+// enable turns on all offloads that the kernel knows; large: the pool has buffers for large frames. An offload applies
+// to both directions.
+func enable(fd int, large bool) frame.Need {
 	try := func(flags int) bool { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, flags) == nil }
 	switch {
-	case cut && try(tunCsum|tunTSO|tunUSO4|tunUSO6): // Linux 6.2
+	case large && try(tunCsum|tunTSO|tunUSO4|tunUSO6): // Linux 6.2
 		return frame.NeedAll
-	case cut && try(tunCsum|tunTSO):
+	case large && try(tunCsum|tunTSO):
 		return frame.NeedAll &^ frame.NeedUSO
 	case try(tunCsum):
 		return frame.NeedCsum

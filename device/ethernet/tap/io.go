@@ -9,21 +9,21 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// readBatch bounds one visit, in frames, so that a busy host leaves time for the loop's other ports; a frame to be cut
-// counts as one for each segmentsPerFrame segments.
+// readBatch bounds the frames read at a time, so that a busy host leaves time for the loop's other ports; a large frame
+// counts as one more per segmentsPerFrame segments.
 const (
 	readBatch        = 64
 	segmentsPerFrame = 8
 )
 
-// ready reads frames from the interface into the network. How large the next one is nobody tells; so where large ones
-// may come they are read into a big buffer, and small ones are copied out of it, lest they occupy the few big buffers.
+// ready reads frames from the interface into the network. The size of the next frame is not known; so where large ones
+// may come, all are read into a big buffer, and small ones are copied out of it: there are few big buffers.
 func (q *queue) ready() {
 	t, l := q.t, q.loop
 	for left := readBatch; left > 0; left-- {
 		b := q.buffer()
 		if b == nil {
-			// The frame must leave the queue all the same, or the loop would spin on it.
+			// The frame must leave the queue, or the loop would spin on it.
 			var lost [vswitch.HeaderLen]byte
 			if _, errno := read(q.fd, lost[:]); errno != 0 {
 				return
@@ -40,7 +40,7 @@ func (q *queue) ready() {
 		case errno == unix.EINTR:
 			b.Reset()
 			continue
-		case errno != 0: // EAGAIN; EBADFD when somebody deleted the interface
+		case errno != 0: // EAGAIN; EBADFD if the interface was deleted
 			b.Reset()
 			q.gone(errno)
 			return
@@ -66,8 +66,8 @@ func (q *queue) ready() {
 	}
 }
 
-// buffer sets cur to what the next frame is read into, and returns it: a big buffer where large frames may come, else,
-// or while there is none, a small one; nil when there is none either.
+// buffer sets cur to the buffer for the next frame, and returns it: a big one where large frames may come, if one is
+// free; otherwise a small one, or nil if none is free.
 func (q *queue) buffer() *frame.Buf {
 	t, pool := q.t, q.t.cfg.Pool
 	if t.dev.takes&frame.NeedGSO != 0 && (q.cur == nil || q.cur.Cap() < frame.BigCapacity) {
@@ -84,8 +84,8 @@ func (q *queue) buffer() *frame.Buf {
 	return q.cur
 }
 
-// accept takes the virtio header off a frame from the kernel. That tells the truth, but the headers behind it may be
-// anybody's, so they are checked as a guest's are.
+// accept removes the virtio header of a frame from the kernel. The header is right, but any program may have written
+// the frame's own headers, so they are checked like a guest's.
 func (t *TAP) accept(b *frame.Buf) bool {
 	if b.Len() < gso.HeaderLen {
 		return false
@@ -99,7 +99,7 @@ func (t *TAP) accept(b *frame.Buf) bool {
 	return true
 }
 
-// done takes our references back: the buffer that is read into serves again if nobody else kept it.
+// done drops our references; the receive buffer is used again unless a port kept a reference to it.
 func (q *queue) done() {
 	if q.small != nil {
 		q.small.Free()
@@ -113,7 +113,7 @@ func (q *queue) done() {
 	}
 }
 
-// gone stops reading when the interface was deleted behind our back: its descriptor would be ready for ever.
+// gone stops reading if the interface was deleted: its descriptor would be ready for ever.
 func (q *queue) gone(errno unix.Errno) {
 	if errno != unix.EAGAIN {
 		q.t.log.Error("host port disappeared", "interface", q.t.cfg.Name, "error", errno)
@@ -121,7 +121,7 @@ func (q *queue) gone(errno unix.Errno) {
 	}
 }
 
-// onFault runs when a port that a frame went to hit a hole in its VM's memory: that frame is lost.
+// onFault runs after a SIGBUS in a port's Deliver, in its VM's memory: the frame is lost.
 func (q *queue) onFault(loop.Fault) {
 	if q.cur != nil {
 		q.done()
@@ -137,7 +137,7 @@ func (t *TAP) Deliver(l *loop.Loop, b *frame.Buf, _ vswitch.Destination) {
 			continue
 		case unix.EAGAIN, unix.ENOBUFS, unix.ENOMEM:
 			t.att.Counters.Drop(l, vswitch.QueueFull, b.Segments())
-		case unix.EIO: // interface is down
+		case unix.EIO: // the interface is down
 			t.att.Counters.Drop(l, vswitch.NotReady, b.Segments())
 		default:
 			t.att.Counters.Drop(l, vswitch.SendError, b.Segments())

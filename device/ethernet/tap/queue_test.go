@@ -14,7 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// tally counts the frames that each loop brings.
+// tally counts the frames that each loop reads.
 type tally struct{ loops [loop.MaxLoops]atomic.Int64 }
 
 func (c *tally) Deliver(l *loop.Loop, b *frame.Buf, _ vswitch.Destination) {
@@ -23,8 +23,8 @@ func (c *tally) Deliver(l *loop.Loop, b *frame.Buf, _ vswitch.Destination) {
 	}
 }
 
-// A TAP with a queue for each of three loops: the host's flows are spread over them, none is lost, and what any loop
-// writes arrives.
+// A TAP with a queue for each of three loops: the host's flows are spread over them, no frame is lost, and frames
+// written by any loop arrive.
 func TestQueues(t *testing.T) {
 	for _, plain := range []bool{false, true} {
 		t.Run(fmt.Sprint("without offloads ", plain), func(t *testing.T) {
@@ -42,7 +42,7 @@ func TestQueues(t *testing.T) {
 				loops = append(loops, l)
 			}
 			if _, err := r.try(tap.Config{Name: "twice", More: []*loop.Loop{r.loop}}); err == nil {
-				t.Error("a loop was taken twice")
+				t.Error("Open accepted a loop listed twice")
 			}
 			p := r.open(tap.Config{Name: "queues", More: loops[1:], NoOffloads: plain,
 				Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}})
@@ -71,7 +71,7 @@ func TestQueues(t *testing.T) {
 			})
 			for i := range loops {
 				if c.loops[i].Load() == 0 {
-					t.Errorf("loop %d brought none of %d flows", i, flows)
+					t.Errorf("loop %d read none of %d flows", i, flows)
 				}
 			}
 			var server net.PacketConn
@@ -97,7 +97,7 @@ func TestQueues(t *testing.T) {
 	}
 }
 
-// udpTo is a datagram of one byte from 10.1.2.9 to 10.1.2.5:9.
+// udpTo returns a datagram of one byte from 10.1.2.9 to 10.1.2.5:9.
 func udpTo(dst, src vswitch.MAC, data byte) []byte {
 	f := append(append(dst[:], src[:]...), 8, 0, 0x45, 0, 0, 29, 0, 0, 0, 0, 64, 17, 0, 0, 10, 1, 2, 9, 10, 1, 2, 5, 0, 7,
 		0, 9, 0, 9, 0, 0, data)

@@ -13,8 +13,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// Traffic in both directions keeps to the port's rate: while the clock stands, as much passes as the burst is, then
-// what the time is worth; the rest is counted. The other direction has a rate of its own.
+// Traffic in each direction keeps to the port's rate: a burst passes while the clock stands, then as much as the rate
+// allows for the time; the rest is dropped and counted. Each direction has its own rate.
 func TestRate(t *testing.T) {
 	const (
 		rate  = 100_000_000
@@ -61,7 +61,7 @@ func TestRate(t *testing.T) {
 			r.inject(frame)
 		}
 		if dropped() == before {
-			t.Error("no frame to the host exceeds the rate")
+			t.Error("no frame to the host exceeded the rate")
 		}
 		var links []struct {
 			Stats struct{ RX struct{ Bytes int } } `json:"stats64"`
@@ -78,7 +78,7 @@ func TestRate(t *testing.T) {
 		received()
 		for what, got := range map[string]int{"from the host": fromHost, "to the host": toHost} {
 			if got < want-8*size || got > want+8*size {
-				t.Errorf("%s %d bits have passed, want %d", what, got, want)
+				t.Errorf("%s: %d bits passed, want %d", what, got, want)
 			}
 		}
 		clock.Advance(7 * time.Millisecond)

@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 )
 
-// The descriptors are non-blocking, so these calls skip the Go scheduler's bookkeeping for calls that might block. That
-// costs about as much as reading a small frame does, and has the runtime's monitor thread awake all the time.
+// The descriptors are non-blocking, so these calls skip the Go scheduler's bookkeeping for calls that might block. It
+// costs about as much as reading a small frame, and keeps the runtime's monitor thread awake.
 
 func read(fd int, p []byte) (int, unix.Errno) {
 	n, _, errno := unix.RawSyscall(unix.SYS_READ, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))),
@@ -23,8 +23,7 @@ func write(fd int, p []byte) unix.Errno {
 	return errno
 }
 
-// outgoing is where a loop puts the virtio header of a frame that it writes; each loop has its own, in its own cache
-// lines.
+// outgoing holds the virtio header of a frame that a loop writes; each loop has its own, in its own cache lines.
 type outgoing struct {
 	header [gso.HeaderLen]byte
 	iov    [2]unix.Iovec

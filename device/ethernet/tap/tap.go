@@ -1,9 +1,8 @@
-// Package tap gives the host a port in a tenant's network: a TAP interface, made by songgao/water, whose frames one
-// loop or several read and to which any loop writes, checksums and segmentation left undone where both sides agree
-// (device.go).
+// Package tap gives the host a port in a tenant's network: a TAP interface, created by songgao/water. One or more loops
+// read it, any loop writes it. Checksums and segmentation are offloaded where both sides agree (device.go).
 //
-// The descriptors are ours alone: non-blocking, each watched by its loop's epoll only. The interface is not persistent,
-// so it goes with them, whatever happens to the daemon.
+// The descriptors are non-blocking, each watched only by its loop's epoll. The interface is not persistent: it
+// disappears when they are closed, also if the daemon crashes.
 package tap
 
 import (
@@ -36,22 +35,22 @@ type Config struct {
 	Network *vswitch.Network
 	// Loop reads the interface.
 	Loop *loop.Loop
-	// More are further loops that read it, each a queue of its own. The kernel spreads flows over queues, and sends a flow
-	// to the queue that wrote its other direction last.
+	// More are further loops that read it, each its own queue. The kernel spreads flows over queues, and sends a flow
+	// to the queue that last wrote its other direction.
 	More []*loop.Loop
 	Pool *frame.Pool
-	// MTU of the interface in bytes; zero = the network's, whenever that changes.
+	// MTU of the interface in bytes; zero = the network's, following its changes.
 	MTU int
 	// MAC of the interface; zero = the kernel picks one.
 	MAC vswitch.MAC
 	// Addrs are the host's addresses in the tenant's network, with their prefix lengths.
 	Addrs []netip.Prefix
-	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs, which belong on the bridge
+	// Bridge is the Linux bridge to put the interface into; it must exist. Excludes Addrs: the bridge has the addresses
 	// then.
 	Bridge string
 	// Rate is the port's limit in bits per second, as in vswitch.PortConfig; zero = none.
 	Rate int64
-	// NoOffloads has frames finished before they come from the kernel or go there.
+	// NoOffloads turns off checksum and segmentation offload in both directions.
 	NoOffloads bool
 	Log        hclog.Logger
 }
@@ -66,10 +65,10 @@ type TAP struct {
 	log   hclog.Logger
 	nl    *netlink.Handle // in the namespace of the interface
 
-	followed func() // ends following the network's MTU; nil if it does not
+	followed func() // stops following the network's MTU; nil if the MTU is fixed
 
 	queues []*queue
-	fds    [loop.MaxLoops]int // that a loop writes to: its queue's, or the first
+	fds    [loop.MaxLoops]int // descriptor that each loop writes to: its queue's, or the first
 	out    [loop.MaxLoops]outgoing
 
 	mu     sync.Mutex
@@ -111,11 +110,11 @@ func (c *Config) check() error {
 	return nil
 }
 
-// maxMTU is what our buffers hold with two VLAN tags. A frame that fills one to the last byte cannot be told from
-// one that was cut off, hence the 1.
+// maxMTU is what our buffers hold with two VLAN tags. The 1: a frame that fills a buffer to the last byte cannot be
+// told from a truncated one.
 func (c *Config) maxMTU() int { return c.Pool.Capacity() - vswitch.HeaderLen - 8 - 1 }
 
-// queue is what one loop reads.
+// queue is the part of a TAP that one loop reads.
 type queue struct {
 	t     *TAP
 	loop  *loop.Loop
@@ -150,7 +149,7 @@ func (t *TAP) open() (err error) {
 	}
 	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, 1+len(t.cfg.More), !t.cfg.NoOffloads); err != nil {
 		if link, lerr := t.nl.LinkByName(t.cfg.Name); lerr == nil && !errors.Is(err, ErrExists) {
-			_ = t.nl.LinkDel(link) // it did not exist before, so it is ours, made and left behind
+			_ = t.nl.LinkDel(link) // it did not exist before, so the failed Open left it
 		}
 		return err
 	}
@@ -164,7 +163,7 @@ func (t *TAP) open() (err error) {
 	}
 	if t.cfg.MTU == 0 {
 		t.followed = t.cfg.Network.OnMTU(t.follow)
-		t.follow(t.cfg.Network.MTU()) // it may have changed before that
+		t.follow(t.cfg.Network.MTU()) // it may have changed before we followed it
 	}
 	return nil
 }
@@ -212,7 +211,7 @@ func (t *TAP) configure() error {
 			return err
 		}
 		if a.Addr().Is6() {
-			addr.Flags |= unix.IFA_F_NODAD // usable at once; the operator vouches for it
+			addr.Flags |= unix.IFA_F_NODAD // usable at once; the operator ensures that it is unique
 		}
 		if err := t.nl.AddrAdd(link, addr); err != nil {
 			return fmt.Errorf("add address %v: %w", a, err)
@@ -285,10 +284,11 @@ func (t *TAP) Index() int { return t.index }
 // MAC returns the interface's address.
 func (t *TAP) MAC() vswitch.MAC { return t.mac }
 
-// Attachment returns the port in the network, for its counters.
+// Attachment returns the port's attachment to the network, for its counters.
 func (t *TAP) Attachment() *vswitch.Attachment { return t.att }
 
-// Offloads returns what the kernel leaves undone in frames of this interface, and takes undone.
+// Offloads returns the work that the kernel leaves undone in frames from this interface, and accepts undone in frames
+// to it.
 func (t *TAP) Offloads() frame.Need { return t.dev.takes }
 
 // SetMTU changes the interface's MTU.
@@ -305,7 +305,7 @@ func (t *TAP) SetMTU(mtu int) error {
 	return t.setMTU(link, mtu)
 }
 
-// setMTU also has TCP make its large frames no larger than what a tunnel sends in one message (64 KiB of UDP): of 46
+// setMTU also limits TCP's large frames to what a tunnel sends in one message (64 KiB of UDP): in a frame of 46
 // segments the last two would cost as much as the others together.
 func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	if err := t.nl.LinkSetMTU(link, mtu); err != nil {
@@ -318,7 +318,7 @@ func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	return nil
 }
 
-// Close takes the port off the network and removes the interface. Twice is harmless.
+// Close takes the port off the network and removes the interface. It may be called twice.
 func (t *TAP) Close() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -30,10 +30,10 @@ type rig struct {
 	att  *vswitch.Attachment
 }
 
-// sink is another port of the network. With keep set it keeps the buffers themselves, too.
+// sink is another port of the network. With keep set it also keeps references to the buffers.
 type sink struct {
 	frames chan string
-	keep   bool // the loop's
+	keep   bool // of the loop
 	kept   []*frame.Buf
 }
 
@@ -50,7 +50,7 @@ func (s *sink) Deliver(_ *loop.Loop, b *frame.Buf, _ vswitch.Destination) {
 
 func newRig(t testing.TB) *rig { return newRigAt(t, nil) }
 
-// newRigAt makes a rig whose time is a clock's, nil: the real one.
+// newRigAt makes a rig with the given clock; nil = the real one.
 func newRigAt(t testing.TB, clock loop.Clock) *rig {
 	t.Helper()
 	r := &rig{t: t, ns: nstest.New(t, "tap"), sink: &sink{frames: make(chan string, 1000)}}
@@ -177,13 +177,13 @@ func TestFollowsMTU(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	n.SetUnderlayMTU(1420) // tells nobody
+	n.SetUnderlayMTU(1420) // no follower is left
 	if err := p.SetMTU(1000); !errors.Is(err, tap.ErrClosed) {
 		t.Errorf("SetMTU after Close: %v", err)
 	}
 }
 
-// ARP is answered by the host's own stack, through both directions.
+// The host's own stack answers ARP, which tests both directions.
 func TestFrames(t *testing.T) {
 	r := newRig(t)
 	p := r.open(tap.Config{Name: "host0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
@@ -198,7 +198,7 @@ func TestFrames(t *testing.T) {
 		r.inject(arp)
 		for limit := time.After(10 * time.Second); ; {
 			select {
-			case f := <-r.sink.frames: // the host also sends its IPv6 router solicitations and such
+			case f := <-r.sink.frames: // the host also sends IPv6 router solicitations
 				if f == want {
 					return
 				}
@@ -211,14 +211,14 @@ func TestFrames(t *testing.T) {
 	if e, ok := r.net.Lookup(hw); !ok || e.Port != "host0" {
 		t.Errorf("%+v %v", e, ok)
 	}
-	// Without buffers frames from the host are counted and lost, and it goes on afterwards.
+	// Without free buffers frames from the host are dropped and counted; afterwards frames pass again.
 	var held []*frame.Buf
 	for b := r.pool.Get(); b != nil; b = r.pool.Get() {
 		held = append(held, b)
 	}
 	question := held[0]
 	question.Append([]byte(arp))
-	r.loop.Do(func() { r.sink.keep = true }) // and takes the buffer that the port still has
+	r.loop.Do(func() { r.sink.keep = true }) // also takes the buffer that the port still has
 	testutil.Eventually(t, "a frame is lost", func() bool {
 		r.loop.Do(func() { r.att.Input(r.loop, question, vswitch.Source{}) })
 		return p.Attachment().Counters.Dropped(vswitch.NoBuffer) > 0
@@ -234,13 +234,13 @@ func TestFrames(t *testing.T) {
 	r.ns.IP("link", "set", "host0", "down")
 	r.inject(arp)
 	if p.Attachment().Counters.Dropped(vswitch.NotReady) == 0 {
-		t.Error("frame to an interface that is down is not counted")
+		t.Error("frame to an interface that is down was not counted")
 	}
 	r.ns.IP("link", "set", "host0", "up")
 	ask()
 }
 
-// Somebody deletes the interface: the loop does not spin, Close still works.
+// The interface is deleted by others: the loop does not spin, and Close still works.
 func TestDeleted(t *testing.T) {
 	r := newRig(t)
 	p := r.open(tap.Config{Name: "host0"})
@@ -253,7 +253,7 @@ func TestDeleted(t *testing.T) {
 	r.inject("\xff\xff\xff\xff\xff\xff\x02\x00\x00\x00\x00\x01\x08\x00")
 	if n := p.Attachment().Counters.Dropped(vswitch.SendError) +
 		p.Attachment().Counters.Dropped(vswitch.NotReady); n == 0 {
-		t.Error("frame to a deleted interface is not counted")
+		t.Error("frame to a deleted interface was not counted")
 	}
 }
 
@@ -324,14 +324,14 @@ func TestErrors(t *testing.T) {
 		}
 	}
 	if !r.has("kept") {
-		t.Error("somebody's persistent interface is gone")
+		t.Error("Open removed a foreign persistent interface")
 	}
 	if n := len(r.net.Status().Ports); n != 1 {
 		t.Errorf("failed Opens left %d ports", n-1)
 	}
 }
 
-// Opening and closing leaves no descriptors.
+// Open and Close leak no descriptors.
 func TestLeaks(t *testing.T) {
 	r := newRig(t)
 	open := func() {
@@ -343,7 +343,7 @@ func TestLeaks(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	open() // Go's poller and netlink have theirs by now
+	open() // now Go's poller and netlink have their descriptors
 	before := nstest.OpenFDs(t)
 	for range 5 {
 		open()

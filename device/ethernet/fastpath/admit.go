@@ -8,7 +8,7 @@ import (
 
 var errMonitored = errors.New("the interface is promiscuous: a capture reads its frames")
 
-// admitLocked makes an entry for an offer if the switch only forwards such frames and the kernel may carry them.
+// admitLocked makes an entry for an offer if the switch forwards such frames unchanged and the kernel may carry them.
 func (c *controller) admitLocked(o *vswitch.Candidate) {
 	out := o.From.Config().Kind == vswitch.KindTAP
 	local, tunnel := o.To, o.From
@@ -20,7 +20,7 @@ func (c *controller) admitLocked(o *vswitch.Candidate) {
 	if n == nil || !ok || out && c.v6 && !c.cfg.ZeroChecksum6 {
 		return // the kernel's segments have no outer checksum, which peers over IPv6 need not accept
 	}
-	gen := n.gen.Load() // first: any later change makes the entry void
+	gen := n.gen.Load() // read first: any later change makes the entry void
 	if c.cfg.Tunnel.Monitored() {
 		return
 	}

@@ -23,7 +23,7 @@ const (
 
 // Return values of a tcx program.
 const (
-	verdictNext = -1 // TCX_NEXT: on as if the program were not attached
+	verdictNext = -1 // TCX_NEXT: continue as if the program were not attached
 	verdictDrop = 2  // TCX_DROP
 )
 
@@ -41,7 +41,7 @@ const (
 const (
 	protoTCP  = 6
 	protoUDP  = 17
-	tcpOpens  = 0x07 // FIN, SYN, RST: the start and the end of a connection pass the switch
+	tcpOpens  = 0x07 // FIN, SYN, RST: the first and last segments of a connection go through the switch
 	fragments = 0x3fff
 	ecnMask   = 3
 )
@@ -70,7 +70,7 @@ func (c *code) add(in ...asm.Instruction) {
 // at sets the label of the next instruction.
 func (c *code) at(label string) {
 	if c.label != "" {
-		c.add(asm.Mov.Reg(asm.R0, asm.R0)) // two labels need two instructions
+		c.add(asm.Mov.Reg(asm.R0, asm.R0)) // an instruction can have only one label
 	}
 	c.label = label
 }
@@ -126,14 +126,14 @@ func (c *code) pull(from, at, n int16) {
 		asm.JNE.Imm(asm.R0, 0, "next"))
 }
 
-// push copies bytes of the stack into the frame, which is past the point where it could be left to vnicd.
+// push copies bytes of the stack into the frame. It drops a shorter frame: it is too late to leave it to vnicd.
 func (c *code) push(to, at, n int16) {
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(to)), asm.Mov.Reg(asm.R3, asm.RFP),
 		asm.Add.Imm(asm.R3, int32(at)), asm.Mov.Imm(asm.R4, int32(n)), asm.Mov.Imm(asm.R5, 0), asm.FnSkbStoreBytes.Call(),
 		asm.JNE.Imm(asm.R0, 0, "drop"))
 }
 
-// room adds room behind the Ethernet header, or removes it.
+// room adds or removes bytes after the Ethernet header.
 func (c *code) room(n int16, flags int64, otherwise string) {
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.Mov.Imm(asm.R2, int32(n)), asm.Mov.Imm(asm.R3, roomMAC),
 		asm.LoadImm(asm.R4, flags, asm.DWord), asm.FnSkbAdjustRoom.Call(), asm.JNE.Imm(asm.R0, 0, otherwise))
@@ -211,7 +211,7 @@ func (c *code) fits(less, length, segments int16) {
 	c.skb(asm.R3, skbGSOSegs)
 	c.skb(asm.R2, skbGSOSize)
 	c.add(asm.JEq.Imm(asm.R2, 0, "uncut"), asm.JNE.Imm(asm.R3, 0, "counted segments"))
-	// The number of segments is not set: a frame of a guest, or one that a program like this has redirected.
+	// gso_segs is not set in a frame of a guest, or one that a program like this has redirected.
 	c.add(asm.Mov.Reg(asm.R3, asm.R1), asm.Add.Reg(asm.R3, asm.R2), asm.Sub.Reg(asm.R3, asm.R7), asm.Sub.Imm(asm.R3, 1),
 		asm.And.Imm(asm.R3, 0xfffff), asm.Div.Reg(asm.R3, asm.R2))
 	c.at("counted segments")
@@ -221,8 +221,8 @@ func (c *code) fits(less, length, segments int16) {
 	c.add(asm.LoadMem(asm.R2, asm.R9, valueMax, asm.Word), asm.JGT.Reg(asm.R1, asm.R2, "next"))
 }
 
-// valid leaves the frame to vnicd if the entry is void, because the network has changed since it was made, or
-// suspended. Otherwise it notes that the entry is in use.
+// valid leaves the frame to vnicd if the entry is suspended, or void because the network has changed since it was made.
+// Otherwise it notes that the entry is in use.
 func (c *code) valid(generations *ebpf.Map, scratch int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueNet, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)
@@ -247,14 +247,14 @@ func (c *code) suspend() {
 // moment sets R0 to the time in moments.
 func (c *code) moment() { c.add(asm.FnKtimeGetCoarseNs.Call(), asm.RSh.Imm(asm.R0, momentShift)) }
 
-// use notes the current tick as that of the entry's last use; R0 holds the moment.
+// use records the current tick as that of the entry's last use; R0 holds the moment.
 func (c *code) use() {
 	c.add(asm.RSh.Imm(asm.R0, tickShift-momentShift))
 	c.mark(valueUsed)
 }
 
-// mark stores R0 in a field of the entry unless it is there already, so that processors do not contend for the cache
-// line.
+// mark stores R0 in a field of the entry unless it has that value already, so that processors do not contend for the
+// cache line.
 func (c *code) mark(field int16) {
 	noted := fmt.Sprintf("noted %d", len(c.Instructions))
 	c.add(asm.LoadMem(asm.R1, asm.R9, field, asm.Word), asm.JEq.Reg32(asm.R0, asm.R1, noted),
@@ -262,13 +262,13 @@ func (c *code) mark(field int16) {
 	c.at(noted)
 }
 
-// plain clears the skb's mark and priority: they have a meaning in the network that the frame leaves, not in the other.
+// plain clears the skb's mark and priority: they have a meaning only in the network that the frame leaves.
 func (c *code) plain() {
 	c.add(asm.Mov.Imm(asm.R1, 0), asm.StoreMem(asm.R6, skbMark, asm.R1, asm.Word),
 		asm.StoreMem(asm.R6, skbPrio, asm.R1, asm.Word))
 }
 
-// count counts the frame as its segments on a wire, each with its headers.
+// count counts a frame as its segments, each with its headers.
 func (c *code) count(counters *ebpf.Map, scratch, length, segments, at int16) {
 	c.add(asm.LoadMem(asm.R1, asm.R9, valueHost, asm.Word))
 	c.store(scratch, asm.R1, asm.Word)

@@ -19,9 +19,9 @@ type flow struct {
 // terms are the values of an entry.
 type terms struct {
 	network    int    // number
-	generation uint64 // of the network; the entry is valid in it only
+	generation uint64 // of the network; in any other the entry is void
 	host       *hostPort
-	underlay   int // interface index of the route to the peer; for out only
+	underlay   int // interface index of the route to the peer; out only
 	maxFrame   int // bytes, Ethernet header included
 	tick       uint32
 }

@@ -1,4 +1,4 @@
 package fastpath
 
-// RenewTicks is how long entries live; set it before a short path is opened.
+// RenewTicks is the maximum lifetime of entries; set it before a short path is opened.
 var RenewTicks = &renewTicks

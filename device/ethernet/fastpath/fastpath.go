@@ -1,5 +1,5 @@
-// Package fastpath implements the short path: the kernel carries established TCP between host ports and tunnels by two
-// eBPF programs, at a host port's egress and at the underlay's ingress, where the switch would forward it unchanged.
+// Package fastpath implements the short path: two eBPF programs, at a host port's egress and at the underlay's ingress,
+// carry established TCP between host ports and tunnels where the switch would forward it unchanged.
 //
 //	loop: the switch forwards a TCP frame      -> Offer, at most 640 per second (offer.go)
 //	controller: does the switch only forward   -> an entry, of the network's generation as it was before the question
@@ -11,8 +11,8 @@
 //	                                              all entries are void
 //	controller, once a minute                  -> all entries are void: frames pass netfilter again first
 //
-// So the switch decides what takes the short path, and a decision ends with the change that ends the reason for it.
-// Frames without a valid entry, and all that the programs do not know for sure, go on to vnicd as if there were no
+// So the switch decides which frames take the short path, and any change of its tables revokes the decision. Frames
+// without a valid entry, and all frames that the programs cannot fully check, go on to vnicd as if there were no
 // programs.
 //
 // Lock order: VTEP.mu, then vswitch's, then controller.mu.
@@ -34,7 +34,7 @@ import (
 )
 
 const (
-	// networkEntries bounds the entries of one network, both directions together, so that none takes all of them.
+	// networkEntries bounds the entries of one network, both directions together, so that no network uses up the table.
 	networkEntries = maxEntries / 8
 	// idleTicks is how long an entry lives without a frame, in ticks of about a second.
 	idleTicks = 30
@@ -42,7 +42,7 @@ const (
 	holdOff = 20 * time.Millisecond
 )
 
-// renewTicks is about how long any entry lives. Tests shorten it.
+// renewTicks is the maximum lifetime of an entry, in ticks. Tests shorten it.
 var renewTicks = uint32(60)
 
 // controller makes, checks and removes the entries of one VTEP. It implements vxlan.ShortPath.
@@ -58,7 +58,7 @@ type controller struct {
 	nl *netlink.Handle // in the network namespace that the VTEP was made in
 	ns netns.NsHandle  // that namespace
 
-	mu      sync.Mutex // nothing is locked inside it; guards the fields below
+	mu      sync.Mutex // innermost lock; guards the fields below
 	table   *table
 	ipsec   *policies
 	renewed uint32                           // tick
@@ -66,7 +66,7 @@ type controller struct {
 	hosts   map[*vswitch.Attachment]*host
 	entries map[flow]*entry
 	routes  map[netip.Addr]route // to the peers of entries
-	past    vswitch.Totals       // of networks that have left
+	past    vswitch.Totals       // counters of networks that have left
 }
 
 // network is one network that has joined. It implements vswitch.ShortPath.
@@ -76,7 +76,7 @@ type network struct {
 	number  int
 	gen     *atomic.Uint64 // entries of another generation are void; the programs read it
 	entries int
-	past    vswitch.Totals // of host ports that have gone, as seen from the tunnel port
+	past    vswitch.Totals // counters of removed host ports, as seen from the tunnel port
 }
 
 // host is a host port that has entries.
@@ -125,7 +125,7 @@ func (c *controller) open() (err error) {
 	return err
 }
 
-// release undoes open, as far as it has come.
+// release undoes a partial or complete Open.
 func (c *controller) release() {
 	if c.nl != nil {
 		c.nl.Close()
@@ -182,7 +182,7 @@ func (c *controller) run() {
 func (c *controller) Recheck() {
 	select {
 	case c.checks <- struct{}{}:
-	default: // one is scheduled
+	default: // a check is pending
 	}
 }
 

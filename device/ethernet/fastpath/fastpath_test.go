@@ -28,7 +28,7 @@ func (blind) Deliver(*loop.Loop, *frame.Buf, vswitch.Destination) {}
 
 func needShort(t *testing.T) {
 	if !ways.ShortPath() {
-		t.Skip("VNICD_WAYS wants no short path")
+		t.Skip("VNICD_WAYS turns the short path off")
 	}
 }
 
@@ -68,7 +68,7 @@ func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
 	return l
 }
 
-// tapTotals are what the network's status says of the host port.
+// tapTotals returns the host port's counters in the network's status.
 func (h *host) tapTotals() (t vswitch.Totals) {
 	for _, p := range h.net.Ports() {
 		if p.Kind == vswitch.KindTAP.String() {
@@ -80,11 +80,11 @@ func (h *host) tapTotals() (t vswitch.Totals) {
 
 func (h *host) short() uint64 { return h.vt.Status().ShortPath.Frames }
 
-// carry transfers until most of a transfer goes the short way at both hosts.
+// carry transfers data until most of a transfer takes the short path at both hosts.
 func (l *shortLab) carry(why string) {
 	l.t.Helper()
 	const size = 8 << 20
-	testutil.Eventually(l.t, "the short path is taken "+why, func() bool {
+	testutil.Eventually(l.t, "most frames take the short path "+why, func() bool {
 		short, all := [2]uint64{l.ha.short(), l.hb.short()}, l.frames()
 		transfer(l.t, l.a, l.b, "10.0.0.2:7000", size)
 		now := l.frames()
@@ -97,7 +97,7 @@ func (l *shortLab) carry(why string) {
 	})
 }
 
-// frames are all of each TAP's.
+// frames counts all frames of each TAP.
 func (l *shortLab) frames() (n [2]uint64) {
 	for i, h := range []*host{l.ha, l.hb} {
 		t := h.tapTotals()
@@ -106,14 +106,14 @@ func (l *shortLab) frames() (n [2]uint64) {
 	return n
 }
 
-// Data arrive intact by the short path, over either underlay, the kernel's and the switch's counters together are those
-// of all frames, and addresses that are used in the kernel alone do not age.
+// Data arrive intact by the short path, over either underlay; the counters of kernel and switch together cover all
+// frames; and addresses used only in the kernel do not age.
 func TestShortPath(t *testing.T) {
 	for _, w := range wires {
 		t.Run(w.name, func(t *testing.T) {
 			l := newShortLab(t, w, 0)
 			l.carry("at first")
-			// One connection for longer than a moment: nothing of it passes the switches.
+			// One connection for longer than a moment: none of its frames passes the switches.
 			var ln net.Listener
 			l.b.Do(func() { ln = must[net.Listener](t)(net.Listen("tcp", "10.0.0.2:7001")) })
 			defer ln.Close()
@@ -141,18 +141,18 @@ func TestShortPath(t *testing.T) {
 			for i, h := range []*host{l.ha, l.hb} {
 				for _, m := range []vswitch.MAC{l.ha.tap.MAC(), l.hb.tap.MAC()} {
 					if e, ok := h.net.Lookup(m); !ok || e.Idle > 3*time.Second {
-						t.Errorf("host %d has not heard of %v for %v", i, m, e.Idle)
+						t.Errorf("host %d: %v was idle for %v", i, m, e.Idle)
 					}
 				}
 				if n := l.frames()[i] - before[i]; n < 1000 {
-					t.Errorf("host %d counts %d frames", i, n)
+					t.Errorf("host %d counted %d frames", i, n)
 				}
 			}
 		})
 	}
 }
 
-// Whatever ends the reason for the short path ends it at once, and it is found again.
+// Any change that forbids the short path ends it at once; when the change is reverted, the short path is used again.
 func TestShortPathLeft(t *testing.T) {
 	l := newShortLab(t, wires[0], 0)
 	att := l.ha.tap.Attachment()
@@ -172,12 +172,12 @@ func TestShortPathLeft(t *testing.T) {
 				MACs: []vswitch.MAC{there}})
 			return err
 		}, func() { elsewhere.Close() }, false},
-		{"the peer gone", func() error { return l.ha.vt.RemovePeer(4711, peer) }, func() {
+		{"the peer removed", func() error { return l.ha.vt.RemovePeer(4711, peer) }, func() {
 			if err := l.ha.vt.AddPeer(4711, peer); err != nil {
 				t.Fatal(err)
 			}
 		}, false},
-		{"the network gone", func() error { return l.ha.vt.RemoveNetwork(4711) }, func() {
+		{"the network removed", func() error { return l.ha.vt.RemoveNetwork(4711) }, func() {
 			l.a.Do(func() {
 				if err := l.ha.vt.AddNetwork(l.ha.net, []netip.Addr{peer}); err != nil {
 					t.Fatal(err)
@@ -201,31 +201,31 @@ func TestShortPathLeft(t *testing.T) {
 			})
 		}
 		if n := l.ha.short() - before; n != 0 {
-			t.Errorf("%s: %d frames by the short path", x.what, n)
+			t.Errorf("%s: %d frames took the short path", x.what, n)
 		}
 		x.undo()
 	}
 	l.carry("at last")
 
-	// An interface that is gone takes its entries along.
+	// An interface's entries are removed with it.
 	if err := l.ha.tap.Close(); err != nil {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
 }
 
-// A port with a rate keeps to the switch, which keeps the rate.
+// Frames of a port with a rate limit stay with the switch, which enforces it.
 func TestShortPathRate(t *testing.T) {
 	l := newShortLab(t, wires[0], 10_000_000_000)
 	for range 3 {
 		transfer(t, l.a, l.b, "10.0.0.2:7000", 8<<20)
 	}
 	if n := l.ha.short() + l.hb.short(); n != 0 {
-		t.Errorf("%d frames by the short path", n)
+		t.Errorf("%d frames took the short path", n)
 	}
 }
 
-// Over IPv6 the kernel's segments have no outer checksum, so nothing is sent so unless that is wanted.
+// Over IPv6 the kernel's segments have no outer checksum, so no frame is sent that way unless ZeroChecksum6 is set.
 func TestShortPathChecksum6(t *testing.T) {
 	if !ways.ShortPath() || os.Geteuid() != 0 {
 		t.Skip("no short path")
@@ -246,13 +246,13 @@ func TestShortPathChecksum6(t *testing.T) {
 		tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	b.IP("link", "set", "brt", "mtu", "1430")
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
-	// What arrives may come by the short path all the same.
+	// Received frames may take the short path.
 	if out := h.vt.Status(); out.OutFrames == 0 || out.ShortPath.State != "on" {
 		t.Errorf("%+v", out)
 	}
 }
 
-// The short path over a tagged underlay; a tenant's own tags are not for it.
+// The short path works over a tagged underlay; a tenant's own tagged frames do not take it.
 func TestVLANShortPath(t *testing.T) {
 	l := newShortLab(t, wireKind{mtu: 1500, vlan: true}, 0)
 	l.carry("over a tagged underlay")
@@ -263,7 +263,7 @@ func TestVLANShortPath(t *testing.T) {
 	}
 	before := l.ha.short() + l.hb.short()
 	transfer(t, l.a, l.b, "10.5.0.2:7000", 1<<20)
-	if n := l.ha.short() + l.hb.short() - before; n > 100 { // of what went before
-		t.Errorf("%d frames with a tag went by the short path", n)
+	if n := l.ha.short() + l.hb.short() - before; n > 100 { // of the traffic before
+		t.Errorf("%d tagged frames took the short path", n)
 	}
 }

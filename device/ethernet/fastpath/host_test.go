@@ -101,7 +101,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 	return h
 }
 
-// wires are the underlays that the short path is tried over.
+// wires are the underlays of the short path tests.
 var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500},
 	{name: "IPv6 jumbo", v6: true, mtu: 9000}}
 
@@ -112,7 +112,7 @@ type wireKind struct {
 	vlan bool // tagged
 }
 
-// addr is host i's address on it.
+// addr is host i's underlay address.
 func (w wireKind) addr(i int) string {
 	if w.v6 {
 		return fmt.Sprint("2001:db8::", i)
@@ -120,7 +120,7 @@ func (w wireKind) addr(i int) string {
 	return fmt.Sprint("192.0.2.", i)
 }
 
-// underlay gives an interface its address.
+// underlay assigns host i's address to an interface.
 func (w wireKind) underlay(ns *nstest.NS, dev string, i int) {
 	plen := "/24"
 	if w.v6 {
@@ -129,7 +129,7 @@ func (w wireKind) underlay(ns *nstest.NS, dev string, i int) {
 	ns.Addr(dev, w.addr(i)+plen)
 }
 
-// transfer sends bytes to an echo service by TCP, and compares what comes back.
+// transfer sends bytes to a TCP echo service, and compares the echo.
 func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 	t.Helper()
 	var l net.Listener
@@ -157,7 +157,7 @@ func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 	}()
 	n, err := io.Copy(back, s)
 	if err != nil || n != size {
-		t.Fatalf("%d of %d bytes came back: %v", n, size, err)
+		t.Fatalf("%d of %d bytes were echoed: %v", n, size, err)
 	}
 	if err := <-done; err != nil {
 		t.Fatal(err)
@@ -166,6 +166,6 @@ func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 		t.Fatal(err)
 	}
 	if [32]byte(sent.Sum(nil)) != [32]byte(back.Sum(nil)) {
-		t.Error("what came back is not what was sent")
+		t.Error("the echo differs from the data sent")
 	}
 }

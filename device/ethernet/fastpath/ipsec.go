@@ -19,11 +19,11 @@ type policies struct {
 	ended  chan struct{}
 	family int
 	all    []netlink.XfrmPolicy
-	err    error // why they are not known
+	err    error // why they could not be read
 }
 
-// watchPolicies reads the policies of the calling thread's network namespace, and calls changed after each notification
-// of a change, on a goroutine of its own.
+// watchPolicies reads the policies of the calling thread's network namespace, and calls changed, on a separate
+// goroutine, after each notification of a change.
 func watchPolicies(v6 bool, changed func()) (*policies, error) {
 	p := &policies{family: netlink.FAMILY_V4, ended: make(chan struct{})}
 	if v6 {
@@ -43,10 +43,10 @@ func watchPolicies(v6 bool, changed func()) (*policies, error) {
 	go func() {
 		defer close(p.ended)
 		for {
-			// ENOBUFS says that notifications were lost, so there was a change.
+			// ENOBUFS: notifications were lost, so something changed.
 			_, _, err := p.events.Receive()
 			if err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
-				return // closed; sweepLocked reads the policies once a second in any case
+				return // closed; sweepLocked reads the policies once a second anyway
 			}
 			changed()
 		}
@@ -72,8 +72,7 @@ func (p *policies) changed() bool {
 	return (p.err == nil) != (wasErr == nil) || !reflect.DeepEqual(was, p.all)
 }
 
-// cover reports whether a policy may do more with datagrams between two addresses than let them pass. Policies that
-// cannot be read may.
+// cover reports whether a policy may not just pass datagrams between two addresses: true if policies cannot be read.
 func (p *policies) cover(local, far netip.Addr) bool {
 	if p.err != nil {
 		return true

@@ -14,7 +14,7 @@ import (
 // route is the route to a peer.
 type route struct {
 	dev int // interface
-	mtu int // for tenants
+	mtu int // of the tenant's network
 }
 
 // routeTo asks the kernel for the route to a peer. ok is false if there is none, if it leads over no Ethernet
@@ -39,7 +39,7 @@ func (c *controller) routeTo(peer netip.Addr) (to route, ok bool) {
 	return route{link.Attrs().Index, c.cfg.Tunnel.InnerMTU(mtu)}, true
 }
 
-// inside runs f on a thread in the VTEP's network namespace, where interface indices mean what the controller means.
+// inside runs f on a thread in the VTEP's network namespace: the controller's interface indices are of that namespace.
 func (c *controller) inside(f func() error) error {
 	here, err := netns.Get()
 	if err != nil {
@@ -66,11 +66,11 @@ var errNoTAP = errors.New("the interface is not in this network namespace")
 // hostState is the state of a host port's interface.
 type hostState struct {
 	mtu       int
-	monitored bool // promiscuous, as captures make it; they would not see the frames that leave by the short path
+	monitored bool // promiscuous, as a capture makes it, which would miss frames on the short path
 }
 
-// hostState asks the kernel for a host port's interface. If that has moved to another namespace, its index here belongs
-// to another interface or to none.
+// hostState asks the kernel for a host port's interface. If the interface has moved to another namespace, its index
+// here belongs to another interface or to none.
 func (c *controller) hostState(index int) (hostState, error) {
 	link, err := c.nl.LinkByIndex(index)
 	if err != nil {

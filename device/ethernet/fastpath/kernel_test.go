@@ -64,17 +64,17 @@ func (zeroes) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// goesOn waits until so many bytes more have arrived.
+// goesOn waits until n more bytes have arrived.
 func (s *stream) goesOn(t *testing.T, what string, n int64) {
 	t.Helper()
 	before := s.arrived.Load()
 	testutil.Eventually(t, "the stream goes on "+what, func() bool { return s.arrived.Load()-before >= n })
 }
 
-// still waits until a host carries nothing by the short path.
+// still waits until no frame of a host takes the short path.
 func (h *host) still(t *testing.T, why string) {
 	t.Helper()
-	testutil.Eventually(t, "nothing goes by the short path: "+why, func() bool {
+	testutil.Eventually(t, "no frame takes the short path: "+why, func() bool {
 		before := h.short()
 		time.Sleep(50 * time.Millisecond)
 		return h.short() == before
@@ -83,15 +83,15 @@ func (h *host) still(t *testing.T, why string) {
 
 func (h *host) carries(t *testing.T, when string) {
 	t.Helper()
-	testutil.Eventually(t, "the short path is taken "+when, func() bool {
+	testutil.Eventually(t, "frames take the short path "+when, func() bool {
 		before := h.short()
 		time.Sleep(50 * time.Millisecond)
 		return h.short() > before+10
 	})
 }
 
-// What the kernel is told to do with the way, or with a host port's frames, ends the short path under a running
-// connection: for a network's tables know nothing of it.
+// A change in the kernel of the route to the peer, of IPsec policies or of the host port's interface ends the short
+// path of an existing connection, although the network's tables do not change.
 func TestShortPathHeedsKernel(t *testing.T) {
 	l := newShortLab(t, wires[0], 0)
 	s := newStream(t, l.a, l.b, "10.0.0.2:7000")
@@ -105,33 +105,33 @@ func TestShortPathHeedsKernel(t *testing.T) {
 		do, undo func()
 		flows    bool
 	}{
-		{"an IPsec policy on what leaves", func() { policy("add", "out", here, peer, "action", "block") },
+		{"an IPsec policy for output", func() { policy("add", "out", here, peer, "action", "block") },
 			func() { policy("del", "out", here, peer) }, false},
-		{"an IPsec policy on what arrives", func() {
+		{"an IPsec policy for input", func() {
 			policy("add", "in", peer, here, "tmpl", "src", peer, "dst", here, "proto", "esp", "mode", "transport")
 		}, func() { policy("del", "in", peer, here) }, false},
-		{"somebody who looks at the TAP", func() { l.a.IP("link", "set", "tap0", "promisc", "on") },
+		{"a promiscuous TAP", func() { l.a.IP("link", "set", "tap0", "promisc", "on") },
 			func() { l.a.IP("link", "set", "tap0", "promisc", "off") }, true},
-		{"a route that leads nowhere", func() { l.a.IP("route", "add", "blackhole", peer) },
+		{"a blackhole route", func() { l.a.IP("route", "add", "blackhole", peer) },
 			func() { l.a.IP("route", "del", "blackhole", peer) }, false},
 	} {
 		l.ha.carries(t, "before "+x.what)
 		x.do()
 		if x.flows {
-			testutil.Eventually(t, "the stream goes on past the short path", func() bool {
+			testutil.Eventually(t, "the stream goes on without the short path", func() bool {
 				before := l.ha.short()
 				s.goesOn(t, x.what, 4<<20)
 				return l.ha.short() == before
 			})
 		} else {
-			// What is on its way may still arrive.
+			// Frames under way may still arrive.
 			testutil.Eventually(t, "the stream stops: "+x.what, func() bool {
 				before := s.arrived.Load()
 				time.Sleep(50 * time.Millisecond)
 				return s.arrived.Load() == before
 			})
 			testutil.Eventually(t, "the entries are gone", func() bool { return l.ha.vt.Status().ShortPath.Entries == 0 })
-			// The switch sees frames of TCP all the same, and offers them.
+			// The switch still sees TCP frames, and offers the flow.
 			l.a.Do(func() {
 				if c, err := net.DialTimeout("tcp", "10.0.0.2:7000", 300*time.Millisecond); err == nil {
 					c.Close()
@@ -144,13 +144,13 @@ func TestShortPathHeedsKernel(t *testing.T) {
 		}
 		x.undo()
 	}
-	// Policies of others, and ones that let pass, are no reason.
+	// Policies for other addresses, and ones that allow the traffic, do not matter.
 	policy("add", "out", "198.51.100.1", peer, "action", "block")
 	policy("add", "out", here, peer, "action", "allow")
 	l.ha.carries(t, "at last")
 	s.goesOn(t, "at last", 1<<20)
 
-	// A TAP in another namespace is another's: its number may be anybody's.
+	// A TAP that moved to another namespace is left alone: its index may belong to another interface here.
 	c := nstest.New(t, "c")
 	l.a.IP("link", "set", "tap0", "netns", c.Name)
 	l.a.IP("link", "add", "other", "index", fmt.Sprint(l.ha.tap.Index()), "type", "bridge")
@@ -163,8 +163,8 @@ func TestShortPathHeedsKernel(t *testing.T) {
 	}
 }
 
-// What the host's firewall comes to forbid ends under a running connection when its entries have come of age, though
-// their frames do not pass it.
+// When the host's firewall starts to drop the datagrams, an existing connection stops when its entries expire, although
+// frames on the short path bypass the firewall.
 func TestShortPathHeedsFirewall(t *testing.T) {
 	nstest.Require(t, "nft", "nftables")
 	was := *fastpath.RenewTicks
@@ -181,11 +181,11 @@ func TestShortPathHeedsFirewall(t *testing.T) {
 		return s.arrived.Load() == before
 	})
 	l.b.MustExec("nft", "delete table inet f")
-	s.goesOn(t, "when it may again", 1<<20)
+	s.goesOn(t, "when it is allowed again", 1<<20)
 	l.hb.carries(t, "at last")
 }
 
-// What the short path counts is what the frames are on a wire, at both ends.
+// The short path counts frames as they are on a wire, at both ends.
 func TestShortPathCounts(t *testing.T) {
 	l := newShortLab(t, wires[0], 0)
 	l.carry("at first")
@@ -208,7 +208,7 @@ func TestShortPathCounts(t *testing.T) {
 	}
 }
 
-// sharedWire makes hosts on one underlay, 192.0.2.1 and so on.
+// sharedWire makes hosts with a common underlay, addresses 192.0.2.1 and so on.
 func sharedWire(t *testing.T, names ...string) (ns []*nstest.NS) {
 	sw := nstest.New(t, "wire")
 	sw.IP("link", "add", "sw", "type", "bridge")
@@ -224,8 +224,8 @@ func sharedWire(t *testing.T, names ...string) (ns []*nstest.NS) {
 	return ns
 }
 
-// A stranger on the underlay forges datagrams of a connection that goes by the short path: what the tunnel would not
-// accept is not accepted, and is counted as ever (MT-6).
+// A third host on the underlay forges datagrams of a connection on the short path. Datagrams that the tunnel would
+// reject are rejected and counted as usual (MT-6).
 func TestShortPathForged(t *testing.T) {
 	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")
@@ -237,7 +237,7 @@ func TestShortPathForged(t *testing.T) {
 			peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
 			tap:   tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
 	}
-	// Another tenant, whose peer is the stranger.
+	// Another tenant, whose peer is the third host.
 	other := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 4712, Name: "other"}))
 	if err := h[1].vt.AddNetwork(other, []netip.Addr{netip.MustParseAddr("192.0.2.3")}); err != nil {
 		t.Fatal(err)
@@ -245,7 +245,7 @@ func TestShortPathForged(t *testing.T) {
 	s := newStream(t, a, b, "10.0.0.2:7000")
 	h[1].carries(t, "before")
 
-	// Who listens at b's TAP as its kernel does.
+	// A reader at b's TAP that sees what its kernel receives.
 	var seen int
 	b.Do(func() {
 		dev := must[*net.Interface](t)(net.InterfaceByName("tap0"))
@@ -293,18 +293,18 @@ func TestShortPathForged(t *testing.T) {
 		}
 	}
 	am, bm := h[0].tap.MAC(), h[1].tap.MAC()
-	// Whoever can send from a's address can send as a: the tunnel is no better than the underlay (SECURITY). It shows that
-	// others would come, too.
-	testutil.Eventually(t, "what is right in everything arrives", func() bool {
+	// A host that can send from a's address can send as a: the tunnel is no safer than the underlay (SECURITY.md). This
+	// datagram shows that the others would arrive, too, if they were accepted.
+	testutil.Eventually(t, "a datagram with all values right arrives", func() bool {
 		forge('9', 1, 4711, bm, am)
 		look()
 		return marks["9"]
 	})
-	testutil.Eventually(t, "the others are counted", func() bool { // some may find a full socket
+	testutil.Eventually(t, "the others are dropped and counted", func() bool { // a full socket may lose some
 		forge('1', 3, 4711, bm, am) // from its own address: no peer of this network
-		forge('2', 3, 4712, bm, am) // in the network whose peer it is
-		forge('3', 1, 4712, bm, am) // as a, in a network that a is no peer of
-		forge('4', 1, 4713, bm, am) // as a, in no network
+		forge('2', 3, 4712, bm, am) // in the network whose peer the third host is
+		forge('3', 1, 4712, bm, am) // as a, in a network of which a is no peer
+		forge('4', 1, 4713, bm, am) // as a, in an unknown network
 		st := h[1].vt.Status()
 		return h[1].net.Status().Drops[vswitch.UnknownPeer.String()] > 0 &&
 			other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
@@ -317,8 +317,8 @@ func TestShortPathForged(t *testing.T) {
 	s.goesOn(t, "after all", 1<<20)
 }
 
-// A container behind a TAP's bridge moves to another host, its connection and all: it goes on, by the short path there,
-// and nothing of it by the short path at the old place.
+// A container behind a TAP's bridge moves to another host with its connection. The connection goes on, by the short
+// path at the new host, and none of its frames takes the short path at the old one.
 func TestShortPathMoves(t *testing.T) {
 	needShort(t)
 	ns := sharedWire(t, "a", "b", "c")

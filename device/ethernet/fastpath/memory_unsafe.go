@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// shared maps an array of the programs into our memory, for good: a loop that changes a network may be about to write
-// to it whenever the table is closed.
+// shared maps an array of the programs into our memory. It is never unmapped: a loop that changes a network may be
+// about to write to it when the table is closed.
 func shared(fd, n int) ([]atomic.Uint64, error) {
 	size := int(unsafe.Sizeof(atomic.Uint64{}))
 	page := unix.Getpagesize()

@@ -8,10 +8,10 @@ import (
 )
 
 const (
-	// offerEvery is the shortest time between two offers by one loop of addresses with the same hash.
+	// offerEvery is the shortest time between two offers by one loop for the same hash of addresses.
 	offerEvery = int64(100 * time.Millisecond)
 	offersHeld = 64  // hashes
-	offerQueue = 256 // offers that wait for the controller; more are dropped
+	offerQueue = 256 // offers waiting for the controller; more are dropped
 )
 
 // recentOffers are the times of one loop's latest offers, by a hash of the addresses. Whatever addresses frames carry,

@@ -13,8 +13,8 @@ type offerSink struct{}
 
 func (offerSink) Deliver(*loop.Loop, *frame.Buf, vswitch.Destination) {}
 
-// Frames with as many addresses as a hostile far end likes lead to a bounded number of offers, and the same addresses
-// come again.
+// Any number of addresses in a peer's frames leads to a bounded number of offers, and the same addresses are offered
+// again later.
 func TestOffersAreBounded(t *testing.T) {
 	clock := loop.NewManualClock(1e9)
 	l, err := loop.New(loop.Config{Clock: clock})

@@ -16,8 +16,8 @@ func outerLen(v6 bool) int16 {
 //
 //	Ethernet | IP TCP ...   ->   Ethernet (the underlay's) | IP UDP VXLAN Ethernet | IP TCP ...
 //
-// The program changes nothing until it makes room, so any frame that it does not know for sure goes on to vnicd. Large
-// frames stay whole: the underlay's card, or the kernel in front of it, cuts them.
+// The program changes nothing before it makes room, so any frame that it cannot fully check goes on to vnicd. Large
+// frames stay whole: the underlay's card, or the kernel's software GSO, segments them.
 func sending(m *maps, v6 bool) asm.Instructions {
 	const (
 		scratch, length, segments = -4, -8, -12
@@ -43,7 +43,7 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	c.add(asm.JGT.Imm(asm.R1, 65535-int32(n), "next")) // the outer lengths have 16 bits
 	c.valid(m.generations, scratch)
 
-	// A source port of the VTEP, by the flow's hash.
+	// A source port of the VTEP, chosen by the flow's hash.
 	c.add(asm.Mov.Reg(asm.R1, asm.R6), asm.FnGetHashRecalc.Call(), asm.LSh.Imm(asm.R0, 32), asm.RSh.Imm(asm.R0, 32),
 		asm.Mul.Imm(asm.R0, int32(m.ports.MaxEntries())), asm.RSh.Imm(asm.R0, 32))
 	c.store(scratch, asm.R0, asm.Word)
@@ -90,11 +90,12 @@ func sending(m *maps, v6 bool) asm.Instructions {
 	return c.end()
 }
 
-// receiving is the program at an underlay interface's ingress, the reverse of sending: to the host port's ingress.
+// receiving is the program at an underlay interface's ingress, the reverse of sending: it redirects frames to the host
+// port's ingress.
 //
-// The entry says that the inner addresses are at exactly this host and at exactly that peer (MT-6). The program checks
-// all that the UDP socket or vnicd would check, or leaves the datagram to them: outer IP checksum, lengths, fragments,
-// a UDP checksum, reserved bits, and congestion marks to be carried over (RFC 6040). A sender may mix datagrams with a
+// The entry says that the inner addresses are at exactly this host and that peer (MT-6). The program checks all that
+// the UDP socket and vnicd would check, or leaves the datagram to them: outer IP checksum, lengths, fragments, a UDP
+// checksum, reserved bits, and congestion marks to be carried over (RFC 6040). A sender may mix datagrams with a
 // checksum, or marked ones, with others: then the entry is suspended, because datagrams that pass through vnicd would
 // be overtaken.
 func receiving(m *maps, cfg *tableConfig) asm.Instructions {
@@ -180,7 +181,7 @@ func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	c.valid(m.generations, scratch)
 
 	// A superframe is either TCP segments that the sender's kernel left whole or datagrams that this host's kernel
-	// coalesced. The latter are to be cut at the outer UDP's boundaries, and may contain frames of several tenants.
+	// coalesced. The latter must be cut at the outer UDP's boundaries, and may contain frames of several tenants.
 	// Without fixedGSO the kernel removes room for the former only, so the program removes 4 bytes and adds them again;
 	// their values do not matter.
 	c.skb(asm.R2, skbGSOSize)

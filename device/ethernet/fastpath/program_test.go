@@ -12,8 +12,7 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// The programs, run by the kernel over frames made by hand and by chance, against a model that says the same in plain
-// words.
+// These tests have the kernel run the programs over handmade and random frames, and compare with a model in Go.
 
 const (
 	lo      = 1 // interface that the kernel runs the programs for
@@ -68,7 +67,7 @@ func newRig(t *testing.T, v6 bool) *rig {
 	return r
 }
 
-// way is there by the host port or back from the far end.
+// way returns the flow from the host port, or back from the peer.
 func (r *rig) way(out bool) flow {
 	w := flow{out: out, host: lo, vni: 100, peer: r.far, dst: here, src: there}
 	if out {
@@ -85,7 +84,7 @@ func (r *rig) put(w flow) {
 	}
 }
 
-// run returns what a program answers and what has become of the frame.
+// run returns a program's verdict and the frame after it.
 func (r *rig) run(p *ebpf.Program, f []byte, gso int) (verdict int32, out []byte) {
 	r.t.Helper()
 	ctx := make([]byte, 192)
@@ -130,7 +129,7 @@ func (h tcp) frame() []byte {
 	return f
 }
 
-// wrap is what the far end sends.
+// wrap encapsulates a frame as the peer does.
 func (r *rig) wrap(f []byte, tos byte) []byte {
 	d := make([]byte, 12, 200)
 	n := uint16(len(f) + 16)
@@ -151,7 +150,7 @@ func (r *rig) wrap(f []byte, tos byte) []byte {
 	return append(d, f...)
 }
 
-// sum writes the checksum of an IPv4 header behind an Ethernet header.
+// sum writes the checksum of an IPv4 header that follows an Ethernet header.
 func (r *rig) sum(d []byte) {
 	d[24], d[25] = 0, 0
 	binary.BigEndian.PutUint16(d[24:], ^sum16(d[14:34]))
@@ -166,7 +165,7 @@ func sum16(b []byte) uint16 {
 	return uint16(s>>16 + s)
 }
 
-// goes is the model of what both programs ask of a tenant's frame.
+// goes is the model of what both programs require of a tenant's frame.
 func goes(f []byte, gso int, whole bool) (ecn byte, ok bool) {
 	if len(f) < 14 {
 		return 0, false
@@ -220,7 +219,7 @@ func (r *rig) received(d []byte, gso int) []byte {
 		ip = 40
 	}
 	n := 14 + ip + 16
-	if gso != 0 || len(d) < n || mac(d) != (mac{}) { // the kernel cannot be given what it would cut as TCP
+	if gso != 0 || len(d) < n || mac(d) != (mac{}) { // a test run cannot be given superframes of TCP
 		return nil
 	}
 	udp := d[14+ip:]
@@ -258,7 +257,7 @@ func (r *rig) received(d []byte, gso int) []byte {
 func (r *rig) check(what string, p *ebpf.Program, f []byte, gso int, want []byte) bool {
 	r.t.Helper()
 	if p == r.receive {
-		r.put(r.way(false)) // it may rest because of the frame before
+		r.put(r.way(false)) // the frame before may have suspended it
 	}
 	verdict, got := r.run(p, f, gso)
 	if want == nil {
@@ -268,7 +267,7 @@ func (r *rig) check(what string, p *ebpf.Program, f []byte, gso int, want []byte
 		}
 		return true
 	}
-	if p == r.send && len(got) == len(want) { // the source port is one of ours
+	if p == r.send && len(got) == len(want) { // the source port is one of the VTEP's
 		at := len(want) - len(f) - 16
 		if port := binary.BigEndian.Uint16(got[at:]); port < ports[0] || int(port-ports[0]) >= len(ports) {
 			r.t.Errorf("%s: source port %d", what, port)
@@ -276,7 +275,7 @@ func (r *rig) check(what string, p *ebpf.Program, f []byte, gso int, want []byte
 		copy(want[at:], got[at:at+2])
 	}
 	if verdict != redirct || !bytes.Equal(got, want) {
-		r.t.Errorf("%s: verdict %d\n%x, want\n%x", what, verdict, got, want)
+		r.t.Errorf("%s: verdict %d\n%x\nwant\n%x", what, verdict, got, want)
 		return false
 	}
 	return true
@@ -290,7 +289,7 @@ func each(t *testing.T, f func(t *testing.T, r *rig)) {
 
 const ack = 0x10
 
-// Every frame of a table goes or is left alone as it should be.
+// Table of frames: those that take the short path, and those that are left alone.
 func TestFrames(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		for _, inner6 := range []bool{false, true} {
@@ -323,8 +322,8 @@ func TestFrames(t *testing.T) {
 					return append(append(append([]byte{}, f[:12]...), 0x81, 0, 0, 5), f[12:]...)
 				}, false},
 				{"ARP", 0, func(f []byte) []byte { f[12], f[13] = 8, 6; return f }, false},
-				{"the other version", 0, func(f []byte) []byte { f[14] ^= 0x20; return f }, false},
-				{"cut off", 0, func(f []byte) []byte { return f[:l4+19] }, false},
+				{"the other IP version", 0, func(f []byte) []byte { f[14] ^= 0x20; return f }, false},
+				{"truncated", 0, func(f []byte) []byte { return f[:l4+19] }, false},
 				{"largest", 0, func(f []byte) []byte { return resized(f, mtu) }, true},
 				{"too large", 0, func(f []byte) []byte { return resized(f, mtu+1) }, false},
 			} {
@@ -341,10 +340,10 @@ func TestFrames(t *testing.T) {
 				}
 				r.check("receiving "+x.what, r.receive, d, x.gso, want)
 			}
-			// What the kernel would not cut as TCP is left alone, so it is not taken from a tunnel when it was put together from
-			// datagrams. (Here it cannot be given frames that it would cut as TCP.)
+			// Superframes other than TCP are left alone, so coalesced datagrams are not taken from a tunnel. (A test
+			// run cannot be given superframes of TCP.)
 			r.check("sending", r.send, resized(base(true), 3000), 1000, nil)
-			r.check("receiving datagrams put together", r.receive, r.wrap(resized(base(false), 3000), 0), 1000, nil)
+			r.check("receiving coalesced datagrams", r.receive, r.wrap(resized(base(false), 3000), 0), 1000, nil)
 			if inner6 {
 				continue
 			}
@@ -354,8 +353,8 @@ func TestFrames(t *testing.T) {
 				change func(d []byte)
 			}{
 				{"for another host's address", func(d []byte) { d[0] = 2 }},
-				{"from elsewhere", func(d []byte) { d[14+map[bool]int{false: 15, true: 23}[r.v6]]++ }},
-				{"to elsewhere", func(d []byte) { d[14+map[bool]int{false: 19, true: 39}[r.v6]]++ }},
+				{"from another source", func(d []byte) { d[14+map[bool]int{false: 15, true: 23}[r.v6]]++ }},
+				{"to another destination", func(d []byte) { d[14+map[bool]int{false: 19, true: 39}[r.v6]]++ }},
 				{"to another port", func(d []byte) { d[len(d)-len(f)-13]++ }},
 				{"with a checksum", func(d []byte) { d[len(d)-len(f)-9] = 1 }},
 				{"without the I flag", func(d []byte) { d[len(d)-len(f)-8] = 0 }},
@@ -366,7 +365,7 @@ func TestFrames(t *testing.T) {
 				{"with another UDP length", func(d []byte) { d[len(d)-len(f)-11]-- }},
 				{"with another IP length", func(d []byte) { d[map[bool]int{false: 17, true: 19}[r.v6]]-- }},
 				{"of another protocol", func(d []byte) { d[map[bool]int{false: 23, true: 20}[r.v6]] = 136 }},
-				{"with congestion", func(d []byte) {
+				{"with a congestion mark", func(d []byte) {
 					if r.v6 {
 						d[15] |= 0x30
 					} else {
@@ -425,7 +424,7 @@ func withProto(f []byte, proto byte) []byte {
 	return f
 }
 
-// resized makes the IP packet of a frame so long.
+// resized returns a frame whose IP packet has n bytes.
 func resized(f []byte, n int) []byte {
 	f = append(f, make([]byte, 14+n)...)[:14+n]
 	if f[14]>>4 == 6 {
@@ -436,7 +435,7 @@ func resized(f []byte, n int) []byte {
 	return f
 }
 
-// Frames with random damage fare as the model says.
+// The programs treat randomly damaged frames as the model does.
 func TestRandomFrames(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		seed := rand.Uint64()
@@ -478,12 +477,12 @@ func TestRandomFrames(t *testing.T) {
 			}
 		}
 		if went < 1000 {
-			t.Errorf("only %d went the short way", went)
+			t.Errorf("only %d frames took the short path", went)
 		}
 	})
 }
 
-// An entry holds until the network changes, is marked when used, counts, and is gone when deleted.
+// An entry is valid until the network changes; its use is recorded; its frames are counted; it can be removed.
 func TestEntry(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		frame := func(out bool) ([]byte, *ebpf.Program) {
@@ -519,7 +518,7 @@ func TestEntry(t *testing.T) {
 				}
 			}
 			if tick, ok := r.used(w); tick != 0 || !ok {
-				t.Error("used before it was", tick, ok)
+				t.Error("an unused entry is marked as used", tick, ok)
 			}
 			takes("fresh", true)
 			// The kernel's coarse clock may be a tick behind.
@@ -534,14 +533,14 @@ func TestEntry(t *testing.T) {
 			r.remove(w)
 			takes("deleted", false)
 			if _, ok := r.used(w); ok {
-				t.Error("there after it was deleted")
+				t.Error("the entry is still there after its removal")
 			}
 			r.put(w)
 			r.gen--
-			r.generations[r.net].Store(r.gen) // as the other direction's entry has it
+			r.generations[r.net].Store(r.gen) // the generation of the other direction's entry
 			r.put(w)
 		}
-		// A table that is full refuses; the programs go on.
+		// A full table refuses entries; the programs still work.
 		var err error
 		for i := 0; i <= maxEntries && err == nil; i++ {
 			w := r.way(false)
@@ -549,7 +548,7 @@ func TestEntry(t *testing.T) {
 			err = r.table.put(w, terms{network: r.net, host: r.host})
 		}
 		if err == nil {
-			t.Error("the table takes more than it may")
+			t.Error("the table accepted more entries than its bound")
 		}
 		f, p := frame(false)
 		if v, _ := r.run(p, f, 0); v != redirct {
@@ -558,7 +557,8 @@ func TestEntry(t *testing.T) {
 	})
 }
 
-// After a datagram of an entry that goes by vnicd, others do for a moment, and no other entry's.
+// After a datagram of an entry that passes through vnicd, all datagrams of that entry do so for a moment, but none of
+// other entries.
 func TestSuspend(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		w, other := r.way(false), r.way(false)
@@ -613,20 +613,20 @@ func TestSuspend(t *testing.T) {
 	})
 }
 
-// A network's number that is used again does not wake old entries.
+// A reused network number does not make old entries valid.
 func TestNumbers(t *testing.T) {
 	r := newRig(t, false)
 	r.giveNetwork(r.net)
 	for range maxNetworks {
 		n, g, ok := r.takeNetwork()
 		if !ok {
-			t.Fatal("numbers are lost")
+			t.Fatal("freed numbers were not reused")
 		}
 		if n == r.net && g.Load() <= r.gen {
-			t.Error("an old generation is back")
+			t.Error("a reused number has an old generation")
 		}
 	}
 	if _, _, ok := r.takeNetwork(); ok {
-		t.Error("more networks than there may be")
+		t.Error("takeNetwork exceeded its bound")
 	}
 }

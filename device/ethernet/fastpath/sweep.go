@@ -27,8 +27,8 @@ func (c *controller) sweepLocked() {
 	}
 }
 
-// checkHostsLocked makes the entries of a host port void if its interface has changed, and forgets ports that have
-// gone.
+// checkHostsLocked makes the entries of a host port void if its interface has changed, and removes the records of
+// deleted ports.
 func (c *controller) checkHostsLocked() {
 	for a, h := range c.hosts {
 		state, err := c.hostState(h.index)
@@ -55,7 +55,7 @@ func (c *controller) checkRoutesLocked() {
 		}
 		used[e.peer] = true
 		if !c.isPeer(e) {
-			continue // it has just left
+			continue // the network has just left
 		}
 		if now, ok := c.routeTo(e.peer); !ok || now != c.routes[e.peer] {
 			c.invalidateLocked()

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Bounds of the tables, for each direction. Flows beyond them pass the switch.
+// Bounds of the tables, for each direction. Flows in excess go through the switch.
 const (
 	maxEntries  = 8192
 	maxNetworks = 4096
@@ -29,17 +29,17 @@ const (
 	suspendMoments = 2
 )
 
-// now returns the current tick, by the kernel's monotonic clock, which the programs read too. The loops have another
+// now returns the current tick, by the kernel's monotonic clock, which the programs also read. The loops use another
 // clock.
 func now() uint32 { return uint32(monotonic() >> tickShift) }
 
 func monotonic() int64 {
 	var ts unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // it is always there
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // cannot fail
 	return ts.Nano()
 }
 
-// tickSeconds is how long ticks are.
+// tickSeconds converts ticks to seconds.
 func tickSeconds(ticks uint32) uint32 { return uint32(uint64(ticks) << tickShift / 1e9) }
 
 // Offsets in the value of an entry; see value.
@@ -64,7 +64,7 @@ type mac = [6]byte
 type tableConfig struct {
 	local       netip.Addr // without zone
 	port        uint16
-	sourcePorts []uint16 // of the datagrams that it sends
+	sourcePorts []uint16 // of the datagrams that the tunnel end sends
 }
 
 // maps are the programs' maps.
@@ -79,7 +79,7 @@ func (m *maps) all() []**ebpf.Map {
 	return []**ebpf.Map{&m.send, &m.receive, &m.generations, &m.counters, &m.ports}
 }
 
-// table is a tunnel end's programs and entries. Only one goroutine may use it at a time.
+// table has the programs and entries of a tunnel end. Only one goroutine may use it at a time.
 type table struct {
 	cfg         tableConfig
 	maps        maps
@@ -157,7 +157,7 @@ func (t *table) open() (err error) {
 	}
 	// Kernels before 6.6 refuse this query.
 	if _, err := link.QueryPrograms(link.QueryOptions{Target: loopback, Attach: ebpf.AttachTCXIngress}); err != nil {
-		return fmt.Errorf("it needs tcx, of Linux 6.6: %w", err)
+		return fmt.Errorf("tcx needs Linux 6.6 or later: %w", err)
 	}
 	return nil
 }
@@ -165,7 +165,7 @@ func (t *table) open() (err error) {
 // loopback is the index of the loopback interface, in every network namespace.
 const loopback = 1
 
-// license of the programs; no helper that they call requires the GPL.
+// license of the programs; none of their helpers requires the GPL.
 const license = "Apache-2.0"
 
 // mmapable is BPF_F_MMAPABLE.
@@ -188,9 +188,9 @@ func (t *table) close() {
 	}
 }
 
-// takeNetwork allocates a number for a network and returns its generation: entries are valid while it has the value
-// that they were made with. It never decreases, not even when another network gets the number. ok is false if there are
-// too many networks.
+// takeNetwork allocates a number for a network and returns its generation: an entry is valid while that equals the
+// entry's own. It never decreases, not even when another network gets the number. ok is false if there are too many
+// networks.
 func (t *table) takeNetwork() (number int, generation *atomic.Uint64, ok bool) {
 	if number, ok = t.networks.take(); !ok {
 		return 0, nil, false
@@ -200,13 +200,13 @@ func (t *table) takeNetwork() (number int, generation *atomic.Uint64, ok bool) {
 	return number, g, true
 }
 
-// giveNetwork frees the number.
+// giveNetwork frees a network's number.
 func (t *table) giveNetwork(number int) {
 	t.generations[number].Add(1)
 	t.networks.give(number)
 }
 
-// attachUnderlay attaches the receiving program to an interface; twice is harmless.
+// attachUnderlay attaches the receiving program to an interface, unless it is attached already.
 func (t *table) attachUnderlay(index int) error {
 	if t.underlay[index] != nil {
 		return nil
@@ -222,10 +222,10 @@ func (t *table) attachUnderlay(index int) error {
 	return nil
 }
 
-// maxUnderlay bounds the interfaces by which the tunnels' datagrams arrive.
+// maxUnderlay bounds the underlay interfaces with the receiving program.
 const maxUnderlay = 16
 
-// detachUnderlay detaches it from the interfaces that are not used.
+// detachUnderlay detaches the program from unused interfaces.
 func (t *table) detachUnderlay(used func(index int) bool) {
 	for i, l := range t.underlay {
 		if !used(i) {
@@ -241,7 +241,7 @@ type hostPort struct {
 	index  int
 	number int
 	link   link.Link
-	before totals // counters when it got its number
+	before totals // counters when the port got its number
 }
 
 // totals counts the frames that took the short path, as frames on a wire.

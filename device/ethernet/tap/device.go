@@ -42,7 +42,8 @@ func (d *device) close() (err error) {
 
 // openDevice creates an interface with the given number of queues. water creates it, but can neither request virtio
 // headers nor give descriptors that Go's poller does not know; so the interface is made persistent for a moment and
-// opened again for each queue, then persistence is cleared. If the kernel refuses virtio headers, there are no offloads.
+// opened again for each queue, then persistence is cleared. If the kernel refuses virtio headers, there are no
+// offloads.
 func openDevice(name string, pool *frame.Pool, queues int, offloads bool) (d device, err error) {
 	multi := queues > 1
 	ifce, err := water.New(water.Config{DeviceType: water.TAP,

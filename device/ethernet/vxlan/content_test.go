@@ -16,7 +16,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// framesGot is how many frames, large ones counted once, the kernel has got from an interface.
+// framesGot returns the number of frames, large ones counted once, that the kernel has received from an interface.
 func framesGot(t *testing.T, ns *nstest.NS, dev string) uint64 {
 	t.Helper()
 	var links []struct {
@@ -30,8 +30,8 @@ func framesGot(t *testing.T, ns *nstest.NS, dev string) uint64 {
 	return links[0].Stats.RX.Packets
 }
 
-// Large frames over a wire inside the machine, which passes messages on as they are, both underlays, both ways: every
-// byte arrives as it was (nobody looks at the checksums of what was put together), and most segments come to the
+// Large frames over a wire inside the machine, which passes messages on unchanged, on both underlays, both ways: every
+// byte arrives intact (coalesced frames have no checksum that a receiver verifies), and most segments reach the
 // receiver's kernel in large frames.
 func TestOffloadsContent(t *testing.T) {
 	for _, c := range []struct{ name, a, b string }{{"IPv4", "192.0.2.1", "192.0.2.2"},
@@ -54,16 +54,16 @@ func TestOffloadsContent(t *testing.T) {
 				transfer(t, a, b, to, 24<<20)
 			}
 			frames, wire := framesGot(t, b, "tenant"), hb.tap.Attachment().Counters.Totals().OutFrames
-			t.Logf("%d segments came in %d frames", wire, frames)
+			t.Logf("%d segments arrived in %d frames", wire, frames)
 			if wire < 2*24<<20/1500 || frames > wire/2 {
-				t.Errorf("%d segments came in %d frames", wire, frames)
+				t.Errorf("%d segments arrived in %d frames", wire, frames)
 			}
 			datagrams(t, a, b)
 		})
 	}
 }
 
-// transfer sends random bytes and has them sent back, and compares.
+// transfer sends random bytes to an echo service, and compares the echo.
 func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 	t.Helper()
 	var l net.Listener
@@ -91,7 +91,7 @@ func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 	}()
 	n, err := io.Copy(back, s)
 	if err != nil || n != size {
-		t.Fatalf("%d of %d bytes came back: %v", n, size, err)
+		t.Fatalf("%d of %d bytes were echoed: %v", n, size, err)
 	}
 	if err := <-done; err != nil {
 		t.Fatal(err)
@@ -100,6 +100,6 @@ func transfer(t *testing.T, from, to *nstest.NS, addr string, size int64) {
 		t.Fatal(err)
 	}
 	if [32]byte(sent.Sum(nil)) != [32]byte(back.Sum(nil)) {
-		t.Error("what came back is not what was sent")
+		t.Error("the echo differs from the data sent")
 	}
 }

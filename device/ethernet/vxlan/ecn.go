@@ -26,9 +26,8 @@ func outerTOS(fl flow, dscp uint8) uint8 {
 }
 
 // decapECN combines the outer ECN field with the inner header's (RFC 6040, section 4.2 and figure 4): a congestion mark
-// on the outer header goes over to the inner one, and so does ECT(1) where the inner one has ECT(0). It returns false
-// when the frame must be dropped: congestion was marked on a flow that would not understand the mark. Only the sole
-// owner of the frame may call this, before anybody else sees it.
+// on the outer header is copied to the inner one, and so is ECT(1) over ECT(0). It returns false if the frame must be
+// dropped: congestion was marked on a flow that is not ECN-capable. The frame must not be shared.
 func decapECN(f []byte, outer uint8) bool {
 	outer &= ecnMask
 	if outer == ecnNot || outer == ecnECT0 {

@@ -15,7 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// holePort copies every frame into memory that is gone, as a VM's device would whose memory file has shrunk.
+// holePort copies every frame into unmapped memory, like the device of a VM whose memory file was truncated.
 type holePort struct {
 	mem    []byte
 	owner  *loop.Owner
@@ -50,15 +50,15 @@ func newHolePort(t *testing.T) *holePort {
 	}
 	p.owner = loop.NewOwner(func(f loop.Fault) {
 		if f.Foreign {
-			t.Error("the owner's own fault is called foreign")
+			t.Error("the owner's own fault is reported as foreign")
 		}
 		p.faults.Add(1)
 	})
 	return p
 }
 
-// One VM's memory vanishes while frames for it and for others arrive in the same batches: its owner hears of it, every
-// frame for the others arrives, no buffer is lost.
+// One VM's memory vanishes while frames for it and for others arrive in the same batches: the fault is reported to its
+// owner, every frame for the others arrives, no buffer is lost.
 func TestFaultInOneVM(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	hole := newHolePort(t)
@@ -66,10 +66,10 @@ func TestFaultInOneVM(t *testing.T) {
 		MACs: []vswitch.MAC{{2, 0, 0, 0, 0, 66}}}); err != nil {
 		t.Fatal(err)
 	}
-	// The sink's address becomes known, so that frames for it are not flooded into the hole.
+	// The switch learns the sink's address, so that frames for it are not flooded into the hole.
 	r.inject(r.loops[0], macs(1, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	const n = 300
-	// Batches need a loop that is busy with something else while they arrive.
+	// Batches form only while the loop is busy with something else.
 	gate := make(chan struct{})
 	for _, l := range r.loops {
 		l.Post(func() { <-gate })

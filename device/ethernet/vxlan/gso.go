@@ -8,18 +8,18 @@ import (
 	"github.com/vnicd/vnicd/device/frame/gso"
 )
 
-// Segmentation on the underlay. The segments of a frame to be cut are datagrams of equal size to one peer; the kernel
-// takes them as one message (UDP_SEGMENT, Linux 4.18) and cuts that where its card cannot. We write each segment's
-// headers, its payload goes out from where it is. Linux wants such datagrams to have a checksum of their own.
+// Segmentation on the underlay. The segments of a large frame are datagrams of equal size to one peer; the kernel takes
+// them as one message (UDP_SEGMENT, Linux 4.18) and segments it where its card cannot. We write each segment's headers;
+// the payload is sent from the frame's buffer. Linux requires UDP checksums for such datagrams.
 
 const (
 	// gsoSegments bounds the segments of one message: the kernel's UDP_MAX_SEGMENTS before Linux 6.9.
 	gsoSegments = 64
-	// gsoBytes bounds the message, which must be a UDP datagram of its own.
+	// gsoBytes bounds the message, which must fit into one UDP datagram.
 	gsoBytes = 65535 - 40 - 8
 )
 
-// gsoSender is what one loop needs for one message. Nothing of it is in use between two.
+// gsoSender holds one loop's buffers for one message. They are free between messages.
 type gsoSender struct {
 	seg     gso.Segmenter
 	headers [gsoSegments][HeaderLen + gso.MaxHeaders]byte
@@ -28,19 +28,19 @@ type gsoSender struct {
 	ctrl    txControl
 }
 
-// canSegment tells whether the kernel knows UDP_SEGMENT.
+// canSegment reports whether the kernel knows UDP_SEGMENT.
 func canSegment(fd int) bool {
 	_, err := unix.GetsockoptInt(fd, unix.SOL_UDP, unix.UDP_SEGMENT)
 	return err == nil
 }
 
-// cannotCut tells whether an error may be one of messages to be cut only: the path has become narrower, or its card
-// cannot.
+// cannotCut reports whether an error may be specific to segmented messages: the path has become narrower, or its card
+// cannot segment.
 func cannotCut(errno unix.Errno) bool {
 	return errno == unix.EINVAL || errno == unix.EIO || errno == unix.EMSGSIZE || errno == unix.EOPNOTSUPP
 }
 
-// together has the port's datagrams leave in messages to be cut from now on, if the VTEP can.
+// together turns segmented messages on for the port, if the VTEP supports them.
 func (p *port) together() {
 	if p.vt.segments {
 		p.segments.Store(true)
@@ -48,18 +48,18 @@ func (p *port) together() {
 	}
 }
 
-// oneByOne ends that, because the kernel refuses; once a minute we try again (refreshLocked).
+// oneByOne turns them off after the kernel has refused one; refreshLocked tries again once a minute.
 func (p *port) oneByOne() {
 	p.segments.Store(false)
 	p.att.SetOffloads(0)
 }
 
-// cut sends a frame that is to be cut to one peer, behind what its flow has sent before. If the kernel does not do it,
-// the switch does; also while somebody captures, who is to see each datagram.
+// cut sends a frame with pending segmentation to one peer, after its flow's earlier frames. If the kernel refuses, the
+// switch segments it; also during a capture, which must see each datagram.
 func (s *sender) cut(b *frame.Buf, p *port, x *peer, fl flow) {
 	k := s.socket(fl)
 	if k.n > 0 {
-		s.send(k) // it stays on the dirty list, empty
+		s.send(k) // its batch is empty then, but it stays on the dirty list
 	}
 	if s.vt.monitor.Load() != nil || !k.checksums(s.vt, true) {
 		p.att.Cut(s.l, b, vswitch.Destination{Remote: x.id})
@@ -90,7 +90,7 @@ func (s *sender) cut(b *frame.Buf, p *port, x *peer, fl flow) {
 			return
 		default:
 			if cannotCut(errno) {
-				// Sent one by one the datagrams find out. What went out already goes out twice.
+				// Single datagrams will show the cause. Those already sent are sent twice.
 				p.oneByOne()
 				p.att.Cut(s.l, b, vswitch.Destination{Remote: x.id})
 				return
@@ -101,7 +101,7 @@ func (s *sender) cut(b *frame.Buf, p *port, x *peer, fl flow) {
 	}
 }
 
-// sendOne sends one message, again if a signal interrupts it.
+// sendOne sends one message, and retries after a signal.
 func sendOne(fd int, m *[1]mmsghdr) unix.Errno {
 	for range 16 {
 		if _, errno := sendmmsg(fd, m[:]); errno != unix.EINTR {
@@ -111,8 +111,8 @@ func sendOne(fd int, m *[1]mmsghdr) unix.Errno {
 	return unix.EAGAIN
 }
 
-// checksums switches outer checksums on for what follows on the socket, or to the VTEP's way (none over IPv4; see
-// Config over IPv6). False: the kernel refuses.
+// checksums turns outer checksums on for the socket, or back to the VTEP's default (none over IPv4; see Config for
+// IPv6). False: the kernel refuses.
 func (k *txSocket) checksums(vt *VTEP, on bool) bool {
 	if vt.v6 && !vt.cfg.ZeroChecksum6 || k.summed == on {
 		return true

@@ -10,7 +10,7 @@ import (
 // HeaderLen is the length of the VXLAN header.
 const HeaderLen = 8
 
-// flagI says that the VNI field is valid; a receiver insists on it and ignores all reserved bits (RFC 7348, section 5).
+// flagI: the VNI field is valid. A receiver requires it and ignores all reserved bits (RFC 7348, section 5).
 const flagI = 0x08
 
 // putHeader writes a VXLAN header: flags, 24 reserved bits, the VNI, 8 reserved bits.
@@ -19,7 +19,7 @@ func putHeader(h *[HeaderLen]byte, vni uint32) {
 	binary.BigEndian.PutUint32(h[4:], vni<<8)
 }
 
-// parseHeader reads the VNI from the start of a datagram; ok is false when it is too short or has no valid VNI.
+// parseHeader reads the VNI at the start of a datagram; ok is false if it is too short or has no valid VNI.
 func parseHeader(p []byte) (vni uint32, ok bool) {
 	if len(p) < HeaderLen || p[0]&flagI == 0 {
 		return 0, false
@@ -29,7 +29,7 @@ func parseHeader(p []byte) (vni uint32, ok bool) {
 
 const protoSCTP = 132
 
-// flow is what the outer headers take from the inner frame.
+// flow is what the outer headers derive from the inner frame.
 type flow struct {
 	hash uint32 // same for all packets of a flow (RFC 7348, section 5, outer UDP source port)
 	tos  uint8  // traffic class of the inner IP header, 0 if there is none
@@ -37,9 +37,9 @@ type flow struct {
 	ip   int // offset of the inner IP header, 0 = none
 }
 
-// classify tells which flow the frame f, located in at, belongs to. Flows are told apart by addresses, protocol and ports; a RoCE v2 QP has a UDP
-// source port of its own (IBTA annex A17), so each QP is a flow. Fragments have no ports to go by. Frames that are not
-// IP go by their MAC addresses and, for RoCE v1, by the global route header's addresses.
+// classify returns the flow of the frame f, located in at. A flow is addresses, protocol and ports; a RoCE v2 QP has its own UDP source
+// port (IBTA annex A17), so each QP is a flow. Fragments have no ports. Frames that are not IP are classified by MAC
+// addresses and, for RoCE v1, by the global route header's addresses.
 func classify(f []byte, at *header.Layout) (fl flow) {
 	if at.L3 == 0 {
 		return fl // shorter than an Ethernet header

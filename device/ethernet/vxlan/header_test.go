@@ -54,7 +54,7 @@ func FuzzHeader(f *testing.F) {
 	})
 }
 
-// ip4 makes an Ethernet frame with a UDP packet in IPv4, header checksum included.
+// ip4 makes an Ethernet frame with an IPv4 packet and its header checksum.
 func ip4(tos uint8, src, dst byte, proto uint8, sport, dport uint16) []byte {
 	f := make([]byte, 14+20+8)
 	f[0], f[6] = 2, 2
@@ -80,7 +80,7 @@ func ip6(tc uint8, src, dst byte, proto uint8, sport, dport uint16) []byte {
 	return f
 }
 
-// sum16 is the Internet checksum's sum, slow and obvious.
+// sum16 is the sum of the Internet checksum, in a plain implementation.
 func sum16(p []byte) uint16 {
 	var s uint32
 	for i := 0; i+1 < len(p); i += 2 {

@@ -17,8 +17,8 @@ import (
 
 const fabricHosts = 3
 
-// fabric is three hosts on one underlay, two tenants on each, whose endpoints have the same addresses: endpoint i of
-// either tenant is 10.0.0.i with MAC 02:00:00:00:00:0i, in a namespace of its own.
+// fabric is three hosts on one underlay, each with two tenants whose endpoints have the same addresses: endpoint i of
+// either tenant is 10.0.0.i with MAC 02:00:00:00:00:0i, in its own namespace.
 type fabric struct {
 	t     *testing.T
 	loops []*loop.Loop
@@ -70,7 +70,7 @@ func newFabric(t *testing.T) *fabric {
 	return f
 }
 
-// start begins a host's tunnels.
+// start creates a host's VTEP.
 func (f *fabric) start(h int) {
 	f.t.Helper()
 	f.under[h].Do(func() {
@@ -111,7 +111,7 @@ func (f *fabric) unplug(h, tenant int) {
 
 func ip(i int) string { return fmt.Sprintf("10.0.0.%d", i) }
 
-// everybody lets each endpoint of a tenant ping the others; where is on which host endpoint i+1 is, -1 = nowhere.
+// everybody pings from each endpoint of a tenant to the others; where[i] is the host of endpoint i+1, -1 = none.
 func (f *fabric) everybody(tenant int, where [fabricHosts]int) {
 	f.t.Helper()
 	for i, from := range where {
@@ -123,8 +123,8 @@ func (f *fabric) everybody(tenant int, where [fabricHosts]int) {
 	}
 }
 
-// Three hosts, two tenants with the same subnet and MACs: full reach inside a tenant and none across, also after an
-// endpoint has moved to another host and a host has gone and come back (MT-9).
+// Three hosts, two tenants with the same subnet and MACs: full reachability inside a tenant and none across, also after
+// an endpoint has moved to another host and after a host has restarted (MT-9).
 func TestThreeHosts(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	f := newFabric(t)
@@ -132,24 +132,24 @@ func TestThreeHosts(t *testing.T) {
 	f.everybody(0, home)
 	f.everybody(1, home)
 
-	// Tenant 1 has no endpoint 3 any more; tenant 0's is still there and must not answer for it.
+	// Tenant 1 has no endpoint 3 any more; tenant 0's still exists and must not answer for it.
 	f.unplug(2, 1)
 	if out, err := f.ends[0][1].Exec("ping", "-c2", "-W1", ip(3)); err == nil {
-		t.Errorf("somebody of another tenant answered:\n%s", out)
+		t.Errorf("an endpoint of another tenant answered:\n%s", out)
 	}
 	f.everybody(0, home)
 
-	// Endpoint 1 of tenant 1 makes room on host 0, and endpoint 3 comes back there instead of on host 2.
+	// Endpoint 1 of tenant 1 leaves host 0, and endpoint 3 returns there instead of on host 2.
 	f.unplug(0, 1)
 	f.plug(0, 1, 3)
 	f.everybody(1, [fabricHosts]int{-1, 1, 0})
 	f.everybody(0, home)
 
-	// A host goes away: the others go on. It comes back: all is as before.
+	// A host is stopped: the others are not affected. After its restart all endpoints are reachable again.
 	f.vt[1].Close()
 	f.ends[0][0].Ping(ip(3))
 	if _, err := f.ends[0][0].Exec("ping", "-c2", "-W1", ip(2)); err == nil {
-		t.Error("a host answers that is gone")
+		t.Error("a stopped host answered")
 	}
 	f.start(1)
 	f.everybody(0, home)
@@ -157,7 +157,7 @@ func TestThreeHosts(t *testing.T) {
 	for h := range fabricHosts {
 		s := f.vt[h].Status()
 		if len(s.Refused) > 0 && h != 1 {
-			t.Errorf("host %d has refused %+v", h, s.Refused)
+			t.Errorf("host %d refused %+v", h, s.Refused)
 		}
 	}
 }

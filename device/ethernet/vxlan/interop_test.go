@@ -57,11 +57,11 @@ type hostConfig struct {
 	opts  []vxlan.NetworkOption
 	zero  bool // IPv6 datagrams without checksum
 	storm int  // frames per second
-	whole bool // no short path: all frames pass the switch
-	alone bool // no segmentation: every datagram is sent and received by itself
+	whole bool // no short path: all frames go through the switch
+	alone bool // no segmentation: every datagram is sent and received on its own
 }
 
-// shortPath returns the short path's constructor, nil if it is to be off.
+// shortPath returns the short path's constructor, or nil.
 func shortPath(on bool) func(vxlan.ShortPathConfig) (vxlan.ShortPath, error) {
 	if !on {
 		return nil
@@ -107,7 +107,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 	return h
 }
 
-// wires are the underlays that peers of other makes are tried over.
+// wires are the underlays of the interoperability tests.
 var wires = []wireKind{{name: "IPv4", mtu: 1500}, {name: "IPv4 jumbo", mtu: 9000}, {name: "IPv6", v6: true, mtu: 1500},
 	{name: "IPv6 jumbo", v6: true, mtu: 9000}}
 
@@ -117,7 +117,7 @@ type wireKind struct {
 	mtu  int
 }
 
-// addr is host i's address on it.
+// addr is host i's underlay address.
 func (w wireKind) addr(i int) string {
 	if w.v6 {
 		return fmt.Sprint("2001:db8::", i)
@@ -125,7 +125,7 @@ func (w wireKind) addr(i int) string {
 	return fmt.Sprint("192.0.2.", i)
 }
 
-// inner is the MTU that it leaves to a network.
+// inner is the MTU that the underlay leaves to a network.
 func (w wireKind) inner() int {
 	if w.v6 {
 		return w.mtu - 70
@@ -133,7 +133,7 @@ func (w wireKind) inner() int {
 	return w.mtu - 50
 }
 
-// underlay gives an interface its address.
+// underlay assigns an address to an interface.
 func underlay(ns *nstest.NS, dev, addr string) {
 	plen := "/24"
 	if strings.Contains(addr, ":") {
@@ -154,14 +154,15 @@ func linuxPeer(ns *nstest.NS, dev, local, remote string, opts ...string) {
 	ns.Addr("brt", "fd00::2/64")
 }
 
-// tooBig lets a host whose interface is wider than the network send full packets: it hears of the network's MTU.
+// tooBig has a host whose interface is wider than the network send full packets: the ICMP error must name the network's
+// MTU.
 func tooBig(t *testing.T, ns *nstest.NS, h *host, mtu int) {
 	t.Helper()
 	ns.IP("link", "set", "tenant", "mtu", fmt.Sprint(mtu+100))
 	for _, c := range []struct{ ip, say string }{{"10.0.0.2", "mtu = %d"}, {"fd00::2", "mtu=%d"}} {
 		out, err := ns.Exec("ping", "-c1", "-W5", "-Mdo", "-s", fmt.Sprint(mtu+20), c.ip)
 		if want := fmt.Sprintf(c.say, mtu); err == nil || !strings.Contains(out, want) {
-			t.Errorf("ping with a packet too big does not say %q: %v\n%s", want, err, out)
+			t.Errorf("ping of a packet that is too big: no %q: %v\n%s", want, err, out)
 		}
 	}
 	if n := h.net.Status().Drops[vswitch.TooBig.String()]; n != 2 {
@@ -170,7 +171,7 @@ func tooBig(t *testing.T, ns *nstest.NS, h *host, mtu int) {
 	ns.IP("link", "set", "tenant", "mtu", fmt.Sprint(mtu))
 }
 
-// A plain Linux vxlan device in a bridge is the remote peer; ping and iperf3 run both ways, over IPv4 and IPv6.
+// The peer is a plain Linux vxlan device in a bridge; ping and iperf3 run both ways, over IPv4 and IPv6.
 func TestLinuxPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
@@ -206,11 +207,11 @@ func TestLinuxPeer(t *testing.T) {
 			b.Ping("10.0.0.1", "-s", full, "-Mdo")
 			a.Ping("fd00::2")
 			b.Ping("fd00::1")
-			// The tenants' own fragments.
+			// Inner fragments.
 			for _, ip := range []string{"10.0.0.2", "fd00::2"} {
 				a.Ping(ip, "-s", fmt.Sprint(2*u.mtu))
 			}
-			// The host has forgotten its neighbours; the switch has not, and nobody else is asked.
+			// The host's neighbour table is flushed; the switch still knows the addresses and answers.
 			a.IP("neigh", "flush", "dev", "tenant")
 			a.Ping("10.0.0.2")
 			a.Ping("fd00::2")
@@ -225,8 +226,8 @@ func TestLinuxPeer(t *testing.T) {
 				t.Logf("TCP %v: %.0f Mbit/s", dir, bitsPerSecond(t, r)/1e6)
 			}
 			udp := runIperf(t, a, "10.0.0.2", "-u", "-b20M", "-l", "1200", "-n1M")
-			// A busy machine loses datagrams in socket buffers; that they pass at all is the point here, and the
-			// drop counters below are ours.
+			// A busy machine loses datagrams in socket buffers. The test is that datagrams pass at all, and that our
+			// drop counters stay zero.
 			if lost := udp.End.Sum.LostPercent; lost > 90 {
 				t.Errorf("iperf3 UDP lost %.1f %%", lost)
 			} else {
@@ -246,7 +247,7 @@ func TestLinuxPeer(t *testing.T) {
 	}
 }
 
-// The underlay is a VLAN: kernel interfaces put the tags on and take them off.
+// The underlay is a VLAN: the kernel's interfaces add and remove the tags.
 func TestVLANUnderlay(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -269,8 +270,8 @@ func TestVLANUnderlay(t *testing.T) {
 	a.Ping("10.0.0.2", "-s", "1418", "-Mdo")
 }
 
-// Two ports of the network are joined outside by a bridge: what is flooded comes back, is counted and dropped, and
-// traffic between others goes on.
+// A bridge outside connects two ports of the network: flooded frames come back, are dropped and counted, and other
+// traffic goes on.
 func TestLoopedBridge(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -279,7 +280,7 @@ func TestLoopedBridge(t *testing.T) {
 	underlay(a, "under", "192.0.2.1")
 	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
 	loops := newLoops(t, 2)
-	const storm = 200 // few enough for a slow machine to get there
+	const storm = 200 // low enough for a slow machine to reach it
 	h := newHost(t, a, loops, hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, storm: storm,
 		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	a.Ping("10.0.0.2")
@@ -293,9 +294,9 @@ func TestLoopedBridge(t *testing.T) {
 		})
 	}
 	start := time.Now()
-	// A broadcast each; nobody needs to answer.
+	// One broadcast each; no answer is needed.
 	_, _ = a.Exec("ping", "-c3", "-i0.1", "-W1", "-b", "10.0.0.255")
-	testutil.Eventually(t, "the loop is noticed", func() bool { return h.net.Status().Drops[vswitch.Looped.String()] > 0 })
+	testutil.Eventually(t, "loop detected", func() bool { return h.net.Status().Drops[vswitch.Looped.String()] > 0 })
 	st, took := h.net.Status(), time.Since(start)
 	var floods uint64
 	for _, p := range st.Ports {
@@ -307,7 +308,7 @@ func TestLoopedBridge(t *testing.T) {
 	a.MustExec("ping", "-c5", "-i0.2", "-w15", "10.0.0.2")
 }
 
-// An underlay of IPv6 link-local addresses, which only mean something together with an interface.
+// An underlay of IPv6 link-local addresses, which need a zone.
 func TestLinkLocalUnderlay(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -324,7 +325,7 @@ func TestLinkLocalUnderlay(t *testing.T) {
 	a.Ping("10.0.0.2")
 }
 
-// Two tenants with the same addresses on the same hosts, both behind one VTEP: each reaches its own peer only (MT-9).
+// Two tenants with the same addresses on the same hosts, both behind one VTEP: each reaches only its own peer (MT-9).
 func TestTwoTenants(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -335,7 +336,7 @@ func TestTwoTenants(t *testing.T) {
 	loops := newLoops(t, 2)
 	first := newHost(t, a, loops, hostConfig{vni: 1, local: "192.0.2.1", peers: []string{"192.0.2.2"},
 		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
-	// Tenant 2's host port lives in a namespace of its own, with tenant 1's addresses.
+	// Tenant 2's host port is in its own namespace, with tenant 1's addresses.
 	second := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 2, Name: "two"}))
 	if err := first.vt.AddNetwork(second, []netip.Addr{netip.MustParseAddr("192.0.2.2")}); err != nil {
 		t.Fatal(err)
@@ -347,7 +348,7 @@ func TestTwoTenants(t *testing.T) {
 			MAC: mac, Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}))
 		t.Cleanup(func() { p.Close() })
 	})
-	// The peer's two tenants: same address, same MAC, in one namespace each.
+	// The peer's two tenants have the same address and MAC, each in its own namespace.
 	far := nstest.New(t, "far")
 	b.IP("link", "add", "vx1", "type", "vxlan", "id", "1", "dstport", "4789", "local", "192.0.2.2", "remote", "192.0.2.1",
 		"dev", "under")
@@ -363,8 +364,9 @@ func TestTwoTenants(t *testing.T) {
 	before := second.Status().Ports
 	a.Ping("10.0.0.2")
 	for i, p := range second.Status().Ports {
-		if p.InFrames > before[i].InFrames+5 { // its own kernel may say something meanwhile
-			t.Errorf("tenant 1's pings show at tenant 2's port %s: %d frames, before %d", p.Name, p.InFrames, before[i].InFrames)
+		if p.InFrames > before[i].InFrames+5 { // its own kernel may send some meanwhile
+			t.Errorf("tenant 1's pings reached tenant 2's port %s: %d frames, before %d", p.Name, p.InFrames,
+				before[i].InFrames)
 		}
 	}
 	far.IP("link", "set", "vx2", "down")
@@ -381,7 +383,7 @@ func waitListen(t *testing.T, ns *nstest.NS, port int) {
 	})
 }
 
-// iperf is what a run of iperf3 tells.
+// iperf is the JSON result of iperf3.
 type iperf struct {
 	Error string `json:"error"`
 	End   struct {
@@ -394,8 +396,8 @@ type iperf struct {
 	} `json:"end"`
 }
 
-// runIperf runs iperf3 against the server at to. That may not listen yet, and it does not between two clients; with -J
-// some versions make no exit status of an error.
+// runIperf runs iperf3 against the server at to, and retries while the server is not ready: at start, and between two
+// clients. With -J some versions exit with status 0 after an error.
 func runIperf(t *testing.T, from *nstest.NS, to string, args ...string) (r iperf) {
 	t.Helper()
 	testutil.Eventually(t, "iperf3 reaches its server", func() bool {
@@ -415,12 +417,12 @@ func runIperf(t *testing.T, from *nstest.NS, to string, args ...string) (r iperf
 	return r
 }
 
-// bitsPerSecond is what TCP brought, more than nothing.
+// bitsPerSecond returns the TCP throughput received, which must not be zero.
 func bitsPerSecond(t *testing.T, r iperf) float64 {
 	t.Helper()
 	v := r.End.SumReceived.BitsPerSecond
 	if v == 0 {
-		t.Fatalf("iperf3 moved nothing: %+v", r)
+		t.Fatalf("iperf3 transferred nothing: %+v", r)
 	}
 	return v
 }

@@ -6,27 +6,27 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Receive coalescing. Frames of one flow that follow each other in a batch go into their network as one large frame, as
-// a sender with TSO or USO would have brought it, if the port that has their destination takes it so; package gso says
-// which frames can be put together. Nothing is kept beyond the batch, and what leaves a flow leaves it in order.
+// Receive coalescing. Consecutive frames of one flow in a batch go into their network as one large frame, as from a
+// sender with TSO or USO, if the destination's port accepts it; package gso decides which frames can be merged. No
+// frame is kept beyond the batch, and the order within a flow is kept.
 
-// mergeFlows bounds the flows that are put together at a time.
+// mergeFlows bounds the flows that are merged at a time.
 const mergeFlows = 8
 
 // merger holds the flows of one loop.
 type merger struct {
 	flows [mergeFlows]mergedFlow
-	next  int // the one to give way when all are used, by turns
+	next  int // index of the next flow to be evicted, round robin
 	used  int
-	last  *mergedFlow // the one that a frame went to last, nil = none
+	last  *mergedFlow // flow of the latest frame, nil = none
 	train train
 
-	// What is on its way out. A memory fault may strike at any of them, and costs that one only.
+	// Finished frames on their way to the network. A memory fault loses only the one in hand.
 	out  [2]output
 	outs int
 }
 
-// output is a large frame, or one that stayed alone.
+// output is a merged or a single frame.
 type output struct {
 	b     *frame.Buf // nil: f
 	f     []byte
@@ -42,19 +42,19 @@ type mergedFlow struct {
 	port  *port
 	peer  *peer
 	hash  uint32
-	takes frame.Need // what the port of the destination takes
+	takes frame.Need // what the destination's port accepts
 	asked bool
 	first []byte // the first part
 	at    header.Layout
 	alone int // see receiver.deliver
 }
 
-// train is RoCE packets that follow each other in one connection of one network and peer. There is one at a time.
+// train is consecutive RoCE packets of one connection, network and peer. There is one at a time.
 type train struct {
 	gso.Train
 	port  *port
 	peer  *peer
-	takes bool // the port of the destination does
+	takes bool // the destination's port accepts trains
 	at    header.Layout
 	alone int // see receiver.deliver
 }
@@ -90,7 +90,7 @@ func (r *receiver) couple(f []byte, at *header.Layout, p *port, x *peer, alone i
 	return true
 }
 
-// uncouple puts the train out.
+// uncouple finishes the train.
 func (g *merger) uncouple() {
 	if t := &g.train; t.Packets() > 0 {
 		f := t.First()
@@ -98,7 +98,7 @@ func (g *merger) uncouple() {
 	}
 }
 
-// merge takes a frame, valid until flush.
+// merge adds a frame, valid until flush.
 func (r *receiver) merge(f []byte, at *header.Layout, p *port, x *peer, alone int) {
 	g := &r.merger
 	part, ok := gso.Parse(f, at)
@@ -110,7 +110,7 @@ func (r *receiver) merge(f []byte, at *header.Layout, p *port, x *peer, alone in
 	r.drain()
 }
 
-// sort adds a frame to its flow, or begins one with it, and puts out what has to leave for that.
+// sort adds a frame to its flow, or starts a flow with it, and finishes what it must not overtake.
 func (r *receiver) sort(f []byte, at *header.Layout, p *port, x *peer, alone int, part gso.Part, ok bool) {
 	g := &r.merger
 	if fl := g.last; ok && fl != nil && fl.Parts() > 0 && fl.port == p && fl.peer == x && r.add(fl, f, part) {
@@ -137,7 +137,7 @@ func (r *receiver) sort(f []byte, at *header.Layout, p *port, x *peer, alone int
 			}
 			return
 		}
-		g.finish(fl) // so that this one does not overtake it
+		g.finish(fl) // so that this frame does not overtake it
 		free = fl
 		break
 	}
@@ -162,7 +162,7 @@ func (r *receiver) add(fl *mergedFlow, f []byte, part gso.Part) bool {
 	return part.Need()&^(fl.takes|frame.NeedCsum) == 0 && fl.Add(r.vt.cfg.Pool, f, part)
 }
 
-// finish puts out what a flow has.
+// finish moves a flow's frame to the output.
 func (g *merger) finish(fl *mergedFlow) {
 	g.used--
 	g.put(output{b: fl.Take(), f: fl.first, at: fl.at, alone: fl.alone, port: fl.port, peer: fl.peer})
@@ -173,7 +173,7 @@ func (g *merger) put(o output) {
 	g.outs++
 }
 
-// drain lets what was put out into its networks.
+// drain delivers the output to its networks.
 func (r *receiver) drain() {
 	for g := &r.merger; g.outs > 0; {
 		o := g.out[0]
@@ -187,7 +187,7 @@ func (r *receiver) drain() {
 	}
 }
 
-// flush ends a batch.
+// flush ends a batch: it finishes and delivers everything.
 func (r *receiver) flush() {
 	r.drain()
 	r.merger.uncouple()
@@ -200,7 +200,7 @@ func (r *receiver) flush() {
 	}
 }
 
-// clear forgets all flows.
+// clear removes all flows.
 func (g *merger) clear() {
 	for i := range g.flows {
 		if fl := &g.flows[i]; fl.Parts() > 0 {

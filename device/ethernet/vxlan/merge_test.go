@@ -18,7 +18,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// tcp4 is a segment of a connection that is told by its source port, from one MAC to another, sums right.
+// tcp4 is a segment with right checksums; the source port identifies the connection.
 func tcp4(dst, src byte, port uint16, seq uint32, payload []byte) []byte {
 	f := macs(dst, src, make([]byte, 54+len(payload)))
 	f[12] = 8
@@ -36,7 +36,7 @@ func tcp4(dst, src byte, port uint16, seq uint32, payload []byte) []byte {
 	return f
 }
 
-// sendAs sends data as one message that the kernel cuts into datagrams of size bytes; over veth it arrives as it is.
+// sendAs sends data as one message that the kernel segments into datagrams of size bytes; over veth it arrives whole.
 func (r *rig) sendAs(from *net.UDPConn, size int, data []byte) {
 	r.t.Helper()
 	c := make([]byte, unix.CmsgSpace(2))
@@ -49,7 +49,7 @@ func (r *rig) sendAs(from *net.UDPConn, size int, data []byte) {
 	}
 }
 
-// inOne sends frames of equal size, the last perhaps shorter, as one message.
+// inOne sends frames of equal size, of which the last may be shorter, as one message.
 func (r *rig) inOne(vni uint32, frames ...[]byte) {
 	r.t.Helper()
 	var data []byte
@@ -67,8 +67,8 @@ func text(n, seed int) []byte {
 	return p
 }
 
-// One message of the kernel's with many segments: one frame for a port that takes it so, with one payload; each as it
-// was for one that does not. Counted is what was on the wire, either way.
+// One message with many segments: a port that accepts it gets one large frame, other ports get the segments. Counters
+// count frames as on the wire in both cases.
 func TestReceiveMerged(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8))) // the sink's address becomes known
@@ -88,11 +88,11 @@ func TestReceiveMerged(t *testing.T) {
 		if takes == 0 {
 			for i := range frames {
 				if f := <-r.sink.frames; f != string(frames[i]) {
-					t.Fatalf("frame %d: %x arrived", i, f)
+					t.Fatalf("frame %d: got %x", i, f)
 				}
 			}
 		} else if f := <-r.sink.frames; len(f) != 54+len(payload) || f[54:] != string(payload) {
-			t.Fatalf("%d bytes arrived", len(f))
+			t.Fatalf("a frame of %d bytes arrived", len(f))
 		}
 		check := func(what string, frames, bytes uint64) {
 			t.Helper()
@@ -101,7 +101,7 @@ func TestReceiveMerged(t *testing.T) {
 			}
 		}
 		for _, l := range r.loops {
-			l.Do(func() {}) // it has left the network: what has passed is counted
+			l.Do(func() {}) // the frame has left the network and is counted
 		}
 		now := r.vt.Attachment(100).Counters.Totals()
 		check("tunnel's port", now.InFrames-in.InFrames, now.InBytes-in.InBytes)
@@ -112,8 +112,8 @@ func TestReceiveMerged(t *testing.T) {
 	}
 }
 
-// RoCE packets of one queue pair in one message: one train for a port that takes it so, each as it was for one that
-// does not; counted is what was on the wire. Others between them come in their place.
+// RoCE packets of one queue pair in one message: a port that accepts trains gets one, other ports get the packets;
+// counters count frames as on the wire. Other frames between them arrive in order.
 func TestReceiveTrain(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8))) // the sink's address becomes known
@@ -152,7 +152,7 @@ func TestReceiveTrain(t *testing.T) {
 		}
 		for i := range want {
 			if f := <-r.sink.frames; f != string(want[i]) {
-				t.Fatalf("takes %#x, frame %d: %x arrived, want %x", takes, i, f, want[i])
+				t.Fatalf("takes %#x, frame %d: got %x, want %x", takes, i, f, want[i])
 			}
 		}
 		for _, l := range r.loops {
@@ -160,13 +160,13 @@ func TestReceiveTrain(t *testing.T) {
 		}
 		now := r.att.Counters.Totals()
 		if f, b := now.OutFrames-out.OutFrames, now.OutBytes-out.OutBytes; f != n || b != uint64(n*len(frames[0])) {
-			t.Errorf("takes %#x: %d frames of %d bytes are counted; want %d of %d", takes, f, b, n, n*len(frames[0]))
+			t.Errorf("takes %#x: counted %d frames of %d bytes; want %d of %d", takes, f, b, n, n*len(frames[0]))
 		}
 	}
 }
 
-// Datagrams that the kernel has put together and that are no segments of one flow: each arrives as it was, in order,
-// wherever in the buffers it lies.
+// Datagrams that the kernel has coalesced, but that are not segments of one flow: each arrives unchanged and in order,
+// wherever it lies in the buffers.
 func TestReceiveSeveral(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.att.SetOffloads(frame.NeedAll)
@@ -181,13 +181,13 @@ func TestReceiveSeveral(t *testing.T) {
 		r.inOne(100, frames...)
 		for i := range frames {
 			if f := <-r.sink.frames; f != string(frames[i]) {
-				t.Fatalf("size %d, frame %d of %d: %x arrived, want %x", size, i, len(frames), f, frames[i])
+				t.Fatalf("size %d, frame %d of %d: got %x, want %x", size, i, len(frames), f, frames[i])
 			}
 		}
 	}
 }
 
-// Messages that lie about what is in them are dropped, counted by datagrams, and the next one is looked at.
+// Messages with invalid contents are dropped, counted by datagrams, and the next message is processed.
 func TestReceiveSeveralHostile(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
@@ -227,18 +227,18 @@ func TestReceiveSeveralHostile(t *testing.T) {
 		testutil.Eventually(t, c.name+" is counted", func() bool { return r.vt.Counters.Dropped(c.why) == before+c.drops })
 		r.send(r.remote, d(100))
 		if f := <-r.sink.frames; f != string(good) {
-			t.Errorf("%s: %x arrived next", c.name, f)
+			t.Errorf("%s: got %x next", c.name, f)
 		}
 	}
 	if len(secret.frames) != 0 {
-		t.Error("a datagram hidden behind one of another network arrived")
+		t.Error("a datagram hidden after one of another network arrived")
 	}
 }
 
 func slicesConcat(s ...[]byte) []byte { return bytes.Join(s, nil) }
 
-// Many connections at once, their segments in any order and in messages of one or several: what arrives, cut again
-// where it was put together, is for each connection what was sent, in that order.
+// Many connections at once, with segments in any order, in messages of one or several: the frames of each connection,
+// merged ones segmented again, are those sent, in that order.
 func TestReceiveMergedModel(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
@@ -259,7 +259,7 @@ func TestReceiveMergedModel(t *testing.T) {
 			return
 		}
 		large++
-		// As a TAP takes it.
+		// Offloads as a TAP accepts them.
 		b := pool.GetFor(len(f))
 		defer b.Free()
 		b.Append([]byte(f))
@@ -288,7 +288,7 @@ func TestReceiveMergedModel(t *testing.T) {
 					fl = 0
 				}
 				if rng.IntN(10) == 0 {
-					seq[fl] += 100 // lost on the way
+					seq[fl] += 100 // a segment lost on the way
 				}
 				f := tcp4(1, 2, uint16(6000+fl), seq[fl], text(100, int(seq[fl])))
 				seq[fl] += 100
@@ -312,7 +312,7 @@ func TestReceiveMergedModel(t *testing.T) {
 		}
 		for i := range want[fl] {
 			if plainID(got[fl][i]) != want[fl][i] {
-				t.Fatalf("connection %d, segment %d:\n%x, want\n%x", fl, i, got[fl][i], want[fl][i])
+				t.Fatalf("connection %d, segment %d:\n%x\nwant\n%x", fl, i, got[fl][i], want[fl][i])
 			}
 		}
 	}
@@ -321,7 +321,7 @@ func TestReceiveMergedModel(t *testing.T) {
 	}
 }
 
-// plainID gives a segment that was cut the IPv4 ID that all have here; it has no meaning (RFC 6864).
+// plainID sets a segment's IPv4 ID to the one used here; it has no meaning (RFC 6864).
 func plainID(s string) string {
 	f := []byte(s)
 	copy(f[18:], []byte{0, 0})
@@ -330,8 +330,8 @@ func plainID(s string) string {
 	return string(f)
 }
 
-// Guests' memory vanishes under large frames and under datagrams in the midst of a message: what is for others arrives,
-// no buffer is lost.
+// Guests' memory vanishes during large frames and in the middle of a message of datagrams: frames for others arrive, no
+// buffer is lost.
 func TestFaultInMessage(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	hole := newHolePort(t)
@@ -350,12 +350,12 @@ func TestFaultInMessage(t *testing.T) {
 			if i%3 == 0 {
 				dst = 66
 			}
-			// Segments of one connection on the even rounds, of many on the odd ones.
+			// Segments of one connection in even rounds, of many in odd ones.
 			frames = append(frames, tcp4(dst, 2, uint16(7000+k+k%2*i*100), uint32(i/3*50), text(50, i)))
 		}
 		r.inOne(100, frames...)
 	}
-	// Connections may overtake each other.
+	// Frames of different connections may overtake each other.
 	missing := map[string]int{}
 	for k := range rounds {
 		for i := range n {

@@ -18,7 +18,7 @@ type mmsghdr struct {
 	_   [4]byte
 }
 
-// control is one control message of one number.
+// control is one control message with an int.
 type control [24]byte // CMSG_SPACE(sizeof(int))
 
 func putRawAddr(r *rawAddr, a netip.AddrPort, scope uint32) (n uint32) {
@@ -64,12 +64,11 @@ func (c *control) putTOS(tos uint8, v6 bool) {
 	binary.NativeEndian.PutUint32(c[16:], uint32(tos))
 }
 
-// rxControl holds the ancillary data of a received message: traffic class and, if the kernel has put several datagrams
-// together, their size.
+// rxControl holds the ancillary data of a received message: traffic class and, if the kernel has coalesced several
+// datagrams, their size.
 type rxControl [24 + 24]byte
 
-// parse reads n bytes of control messages. size is 0 where the message is one datagram; what the kernel says otherwise
-// is for the caller to check.
+// parse reads n bytes of control messages. size is 0 if the message is one datagram; the caller must check it.
 func (c *rxControl) parse(n uint64) (tos uint8, size int) {
 	p := c[:min(n, uint64(len(c)))]
 	for len(p) > unix.SizeofCmsghdr {
@@ -102,7 +101,7 @@ func setIovec(v *unix.Iovec, p []byte) {
 	v.SetLen(len(p))
 }
 
-// setName points a message at an address, which must stay where it is until the call.
+// setName points a message at an address, which must not move before the call.
 func (m *mmsghdr) setName(r *rawAddr, n uint32) {
 	m.hdr.Name = &r[0]
 	m.hdr.Namelen = n
@@ -121,8 +120,8 @@ func (m *mmsghdr) setControl(c []byte) {
 // txControl holds the ancillary data of a message to be sent.
 type txControl [24 + 24]byte
 
-// put writes what is wanted: size, unless 0, has the message cut into datagrams of so many bytes. It returns the part
-// that is used.
+// put writes the control messages; with a size other than 0 the kernel segments the message into datagrams of that
+// size. It returns the used part.
 func (c *txControl) put(tos uint8, v6 bool, size int) []byte {
 	n := 0
 	if size != 0 {
@@ -140,7 +139,7 @@ func (c *txControl) put(tos uint8, v6 bool, size int) []byte {
 }
 
 // recvmmsg and sendmmsg never block (the sockets are non-blocking), so they skip the Go scheduler's bookkeeping for
-// calls that might.
+// blocking calls.
 func recvmmsg(fd int, msgs []mmsghdr) (int, unix.Errno) {
 	n, _, errno := unix.RawSyscall6(unix.SYS_RECVMMSG, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(msgs))),
 		uintptr(len(msgs)), unix.MSG_DONTWAIT, 0, 0)
@@ -153,7 +152,7 @@ func sendmmsg(fd int, msgs []mmsghdr) (int, unix.Errno) {
 	return int(n), errno
 }
 
-// Offsets in what SO_MEMINFO returns (linux/sock_diag.h).
+// Offsets in the result of SO_MEMINFO (linux/sock_diag.h).
 const (
 	skMemInfoDrops = 8
 	skMemInfoVars  = 9

@@ -9,21 +9,21 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// The MTU that tenants get. A network carries what its narrowest path carries: for each of its peers, the route's MTU
-// (a configured one, or what path MTU discovery has found), else that of the interface the route goes out by. Without a
-// peer that can be reached it is the interface of the local address that counts. Interfaces, routes and the kernel's
-// refusals (EMSGSIZE) are followed.
+// The tenants' MTU. A network's MTU is what its narrowest path carries: for each of its peers, the route's MTU
+// (configured, or found by path MTU discovery), otherwise that of the route's interface. Without a reachable peer it is
+// that of the local address's interface. Changes of interfaces and routes and the kernel's refusals (EMSGSIZE) are
+// followed.
 
 const (
 	// settle is how long changes are collected before the MTUs are computed again.
 	settle = 100 * time.Millisecond
-	// recheck is how often they are computed in any case: what path MTU discovery finds expires silently (RFC 1191, 6.3;
-	// net.ipv4.route.mtu_expires).
+	// recheck is how often they are computed without a known change: results of path MTU discovery expire silently (RFC
+	// 1191, 6.3; net.ipv4.route.mtu_expires).
 	recheck = time.Minute
 )
 
-// inner is what encapsulation leaves of an underlay MTU, within our buffers: a received datagram holds VXLAN header,
-// inner Ethernet header and perhaps two VLAN tags in one buffer.
+// inner is what encapsulation leaves of an underlay MTU, within our buffers: one buffer holds a received datagram's
+// VXLAN header, inner Ethernet header and up to two VLAN tags.
 func (vt *VTEP) inner(mtu int) int {
 	if vt.v6 {
 		mtu -= overhead6
@@ -33,8 +33,8 @@ func (vt *VTEP) inner(mtu int) int {
 	return min(mtu, vt.cfg.Pool.Capacity()-HeaderLen-vswitch.HeaderLen-8)
 }
 
-// pathTo asks the kernel for the way to a peer, and returns the largest inner layer-3 packet (of an untagged frame)
-// that it carries; 0 when there is none.
+// pathTo asks the kernel for the route to a peer, and returns the largest inner layer-3 packet (of an untagged frame)
+// that it carries; 0 if there is no route.
 func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 	var opts *netlink.RouteGetOptions
 	if x.scope != 0 {
@@ -61,7 +61,7 @@ func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 	return max(vt.inner(mtu), vswitch.MinMTU)
 }
 
-// narrowest returns the MTU that a set of peers leaves, and adds their paths to paths.
+// narrowest returns the MTU that the paths to a set of peers allow, and adds them to paths.
 func (vt *VTEP) narrowest(s *peerSet, paths map[netip.Addr]int, devs map[int]int) int {
 	mtu := 0
 	for _, x := range s.list {
@@ -99,7 +99,7 @@ func (vt *VTEP) refreshLocked() error {
 	for vni, p := range *vt.nets.Load() {
 		m := vt.narrowest(p.peers.Load(), paths, devs)
 		if want := p.net.ConfiguredMTU(); want > m && m != p.mtu {
-			vt.log.Warn("configured MTU exceeds what the underlay carries", "vni", vni, "mtu", want, "possible", m)
+			vt.log.Warn("configured MTU exceeds the underlay's", "vni", vni, "mtu", want, "possible", m)
 		} else if p.mtu != 0 && m != p.mtu {
 			vt.log.Info("network MTU changed", "vni", vni, "mtu", m, "before", p.mtu)
 		}
@@ -111,13 +111,13 @@ func (vt *VTEP) refreshLocked() error {
 	return nil
 }
 
-// follow starts a goroutine that computes the MTUs again when something has changed, until stopWatch. If the kernel
-// does not tell us of changes, the VTEP works all the same, with the MTUs it found.
+// follow starts a goroutine that computes the MTUs again after each change, until stopWatch. If the kernel sends no
+// notifications, the VTEP works with the MTUs found at start.
 func (vt *VTEP) follow() {
 	done, stopped := make(chan struct{}), make(chan struct{})
 	lost := func(err error) {
 		select {
-		case <-done: // our own doing
+		case <-done: // closed by us
 		default:
 			vt.log.Warn("changes of the underlay are no longer followed", "error", err)
 		}
@@ -191,10 +191,10 @@ func (vt *VTEP) refresh() {
 	}
 }
 
-// recompute asks for a refresh soon. Any goroutine, loops included.
+// recompute schedules a refresh. Any goroutine may call it, loops included.
 func (vt *VTEP) recompute() {
 	select {
 	case vt.kick <- struct{}{}:
-	default: // asked for already
+	default: // already scheduled
 	}
 }

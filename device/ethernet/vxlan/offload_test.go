@@ -24,18 +24,18 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/ways"
 )
 
-// wireCheck looks at the datagrams on an underlay interface, in the background.
+// wireCheck inspects the datagrams on an underlay interface, in the background.
 type wireCheck struct {
 	mu       sync.Mutex
 	tcp, udp int // inner packets with payload
-	summed   int // TCP in datagrams with a checksum, which cut ones have
+	summed   int // TCP in datagrams with a checksum, which segmented ones have
 	wrong    int
 	first    string // the first wrong one
 	largest  int    // inner frame
 	stop     func()
 }
 
-// watchWire checks every VXLAN datagram that passes dev: inner IP and transport checksums.
+// watchWire checks inner IP and transport checksums of every VXLAN datagram on dev.
 func watchWire(t *testing.T, ns *nstest.NS, dev string) *wireCheck {
 	t.Helper()
 	w := &wireCheck{}
@@ -118,15 +118,15 @@ func (w *wireCheck) report(t *testing.T, limit int) {
 	defer w.mu.Unlock()
 	t.Logf("on the wire: %d TCP, %d UDP, largest inner frame %d", w.tcp, w.udp, w.largest)
 	if w.wrong > 0 {
-		t.Errorf("%d inner checksums are wrong on the wire; the first: %s", w.wrong, w.first)
+		t.Errorf("%d wrong inner checksums on the wire; the first: %s", w.wrong, w.first)
 	}
 	if w.tcp < 1000 || w.largest > limit {
 		t.Errorf("%d TCP packets seen, largest inner frame %d, want at most %d", w.tcp, w.largest, limit)
 	}
 }
 
-// Two hosts, offloads on and off on either, against each other and against Linux: TCP both ways, datagrams that the
-// sender leaves to be cut, and every checksum on the wire right.
+// Two hosts, offloads on or off at each, against each other and against Linux: TCP both ways, datagrams that the sender
+// leaves unsegmented, and right checksums on the wire.
 func TestOffloads(t *testing.T) {
 	nstest.Require(t, "iperf3", "iperf3")
 	for _, c := range []struct {
@@ -141,7 +141,7 @@ func TestOffloads(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			a, b := nstest.New(t, "a"), nstest.New(t, "b")
 			nstest.Pair(a, b, "under", 1500)
-			// The wire shows what a real one would: nothing is left to the other end's kernel.
+			// Frames on the wire are complete, as on a real one: no work is left to the peer's kernel.
 			a.NoOffload("under")
 			b.NoOffload("under")
 			underlay(a, "under", "192.0.2.1")
@@ -174,14 +174,14 @@ func TestOffloads(t *testing.T) {
 			}
 			datagrams(t, a, b)
 			w.report(t, ha.net.MTU()+header.EthernetLen)
-			if cut := w.summed >= 100; cut != (c.linux || ways.Segmentation()) { // Linux sums in any case
-				t.Errorf("%d of %d datagrams were cut by the kernel", w.summed, w.tcp)
+			if cut := w.summed >= 100; cut != (c.linux || ways.Segmentation()) { // Linux computes checksums in any case
+				t.Errorf("%d of %d datagrams were segmented by the kernel", w.summed, w.tcp)
 			}
 			for _, p := range ha.net.Status().Ports {
 				for why, n := range p.Drops {
 					t.Logf("port %s: dropped %d as %s", p.Name, n, why)
 					if why == "bad-header" || why == "too-big" {
-						t.Error("that should not be")
+						t.Error("unexpected drops")
 					}
 				}
 			}
@@ -189,7 +189,8 @@ func TestOffloads(t *testing.T) {
 	}
 }
 
-// datagrams sends UDP datagrams, as one that the kernel may leave to be cut (UDP_SEGMENT), and expects each of them.
+// datagrams sends UDP datagrams as one message that the kernel may leave unsegmented (UDP_SEGMENT), and expects each of
+// them.
 func datagrams(t *testing.T, from, to *nstest.NS) {
 	t.Helper()
 	for _, c := range []struct{ network, dst string }{{"udp4", "10.0.0.2:7777"}, {"udp6", "[fd00::2]:7777"}} {
@@ -230,7 +231,7 @@ func datagrams(t *testing.T, from, to *nstest.NS) {
 				}
 				for _, x := range got[:n] {
 					if x != got[0] {
-						t.Fatalf("a datagram of %d bytes is of two pieces", n)
+						t.Fatalf("a datagram of %d bytes mixes two", n)
 					}
 				}
 				seen[got[0]] = n
@@ -247,8 +248,8 @@ func datagrams(t *testing.T, from, to *nstest.NS) {
 	}
 }
 
-// The underlay becomes narrower under a transfer whose frames the kernel cuts: it refuses them, they are cut here,
-// found too big one by one, and the transfer goes on with smaller ones.
+// The underlay becomes narrower during a transfer whose frames the kernel segments: it refuses them, the switch
+// segments them, each datagram is found to be too big, and the transfer goes on with smaller ones.
 func TestOffloadsPathShrinks(t *testing.T) {
 	nstest.Require(t, "iperf3", "iperf3")
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -266,11 +267,11 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	sent := func() uint64 { return h.tapTotals().InBytes }
 	testutil.Eventually(t, "the transfer runs", func() bool { return sent() > 4<<20 })
 	a.IP("link", "set", "under", "mtu", "1300")
-	testutil.Eventually(t, "the network follows", func() bool { return h.net.MTU() == 1250 })
+	testutil.Eventually(t, "the network's MTU follows", func() bool { return h.net.MTU() == 1250 })
 	arrived := func() uint64 { return h.vt.Status().OutBytes }
 	before := arrived()
 	testutil.Eventually(t, "the transfer goes on", func() bool { return arrived() > before+4<<20 })
-	// Who captures sees each datagram as it is on the wire.
+	// A capture sees each datagram as it is on the wire.
 	var m monitor
 	if err := h.vt.SetMonitor(&m); err != nil {
 		t.Fatal(err)
@@ -283,7 +284,7 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	}
 }
 
-// monitor looks at the datagrams that one loop sends.
+// monitor records the datagrams that one loop sends.
 type monitor struct{ frames, largest atomic.Int64 }
 
 func (m *monitor) Datagram(_ *loop.Loop, out bool, _, _ netip.AddrPort, _ uint8, _, inner []byte) {
@@ -293,7 +294,7 @@ func (m *monitor) Datagram(_ *loop.Loop, out bool, _, _ netip.AddrPort, _ uint8,
 	}
 }
 
-// A kernel on the other end of a veth pair sends frames of TCP uncut, also to who receives every datagram by itself.
+// A kernel at the other end of a veth pair sends TCP frames unsegmented, also to a receiver without segmentation.
 func TestUncutWithoutSegmentation(t *testing.T) {
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
 	nstest.Pair(a, b, "under", 1500)

@@ -16,8 +16,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// A network's MTU follows the narrowest path to its peers: routes, interfaces, and what becomes of the peers. Another
-// network with other peers has its own.
+// A network's MTU follows the narrowest path to its peers: routes, interfaces, and changes of the peers. Another
+// network with other peers has its own MTU.
 func TestPathMTU(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		c, peer, other, over := Config{}, remoteIP, "192.0.2.3", 50
@@ -38,19 +38,19 @@ func TestPathMTU(t *testing.T) {
 		}
 		becomes("the interface's", 1500, 1500)
 		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
-		becomes("the route's to the one peer", 1400, 1500)
+		becomes("the MTU of the route to the peer", 1400, 1500)
 		st := r.vt.Status()
 		if got := st.Networks[0].Peers[0].MTU; got != 1400-over {
-			t.Errorf("status shows %d for the path", got)
+			t.Errorf("status shows a path MTU of %d", got)
 		}
 		r.a.IP("link", "set", "under", "mtu", "1450")
 		becomes("the smaller one of both", 1400, 1450)
 		r.a.IP("route", "del", peer, "dev", "under")
 		becomes("the interface's again", 1450, 1450)
-		// Out by another interface than the one that has the address.
+		// The route leaves by another interface than the one with the address.
 		nstest.Pair(r.a, r.b, "narrow", 1350)
 		r.a.IP("route", "add", peer, "dev", "narrow")
-		becomes("that of the interface where the route leaves", 1350, 1450)
+		becomes("that of the route's interface", 1350, 1450)
 		if err := r.vt.SetPeers(100, addrs([]string{other})); err != nil {
 			t.Fatal(err)
 		}
@@ -58,7 +58,7 @@ func TestPathMTU(t *testing.T) {
 		if err := r.vt.SetPeers(100, nil); err != nil {
 			t.Fatal(err)
 		}
-		becomes("without peers, the local address' interface's", 1450, 1450)
+		becomes("without peers, that of the local address's interface", 1450, 1450)
 		third, err := vswitch.NewNetwork(vswitch.Config{VNI: 300, MTU: 1320})
 		if err != nil {
 			t.Fatal(err)
@@ -69,7 +69,7 @@ func TestPathMTU(t *testing.T) {
 	}
 }
 
-// A local address on the loopback interface, as routed fabrics have it: its MTU of 64 KiB says nothing.
+// A local address on the loopback interface, as in routed fabrics: its MTU of 64 KiB does not count.
 func TestLoopbackAddress(t *testing.T) {
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
 	nstest.Pair(a, b, "under", 1500)
@@ -81,11 +81,11 @@ func TestLoopbackAddress(t *testing.T) {
 		t.Errorf("MTU %d", n.MTU())
 	}
 	if vt.MTU() <= 1500 {
-		t.Errorf("the loopback interface's MTU came out as %d", vt.MTU())
+		t.Errorf("MTU %d with a local address on the loopback interface", vt.MTU())
 	}
 }
 
-// plain makes a VTEP with one network, and a port in it that a test sends from.
+// plain makes a VTEP with one network, and a port in it for the test.
 func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *vswitch.Network, *vswitch.Attachment,
 	*sink) {
 	t.Helper()
@@ -130,8 +130,8 @@ func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *
 	return vt, n, att, s
 }
 
-// A router on the way has a narrower link. The kernel learns that from its ICMP; the network's MTU follows, and the
-// sender in the tenant's network is told instead of its frames vanishing.
+// A router on the path has a narrower link. The kernel learns that from the router's ICMP; the network's MTU follows,
+// and the tenant's sender gets an ICMP error instead of silent loss.
 func TestPathMTUDiscovery(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		a, m, b := nstest.New(t, "a"), nstest.New(t, "m"), nstest.New(t, "b")
@@ -166,18 +166,18 @@ func TestPathMTUDiscovery(t *testing.T) {
 				p.Free()
 			})
 		}
-		// Nobody looks at the routes meanwhile: whoever does finds what the ICMP has said, too, and then the switch refuses
-		// the frame before it gets here.
+		// Routes are not checked meanwhile: a check would find the new MTU, too, and then the switch would refuse the
+		// frame before it gets here.
 		vt.mu.Lock()
 		unlock := sync.OnceFunc(vt.mu.Unlock)
 		defer unlock()
-		testutil.Eventually(t, "what is too big is counted", func() bool {
+		testutil.Eventually(t, "the frame is counted as too big", func() bool {
 			send()
 			return vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) > 0
 		})
 		unlock()
 		var mtu int
-		testutil.Eventually(t, "the sender is told", func() bool {
+		testutil.Eventually(t, "the sender gets an answer", func() bool {
 			send()
 			select {
 			case s := <-got.frames:
@@ -191,7 +191,7 @@ func TestPathMTUDiscovery(t *testing.T) {
 			}
 		})
 		if mtu != 1400-over {
-			t.Errorf("told %d, want %d", mtu, 1400-over)
+			t.Errorf("the answer names MTU %d, want %d", mtu, 1400-over)
 		}
 		testutil.Eventually(t, "the network's MTU follows", func() bool { return n.MTU() == 1400-over })
 	}
@@ -199,7 +199,7 @@ func TestPathMTUDiscovery(t *testing.T) {
 
 const ethLen = vswitch.HeaderLen
 
-// Whoever sends what is not accepted is named, with the reason and the VNI; what comes to a source port is counted too.
+// Status names the senders of refused datagrams, with the reason and the VNI; datagrams to a source port are counted.
 func TestRefused(t *testing.T) {
 	r := newRig(t, Config{SourcePorts: 1}, []string{remoteIP})
 	stranger := r.socket("192.0.2.3:4789")
@@ -220,7 +220,7 @@ func TestRefused(t *testing.T) {
 		{From: netip.MustParseAddr(remoteIP), VNI: 77, Reason: "unknown-vni", Count: 1}:      true,
 		{From: netip.MustParseAddr(remoteIP), VNI: 0, Reason: "bad-header", Count: 1}:        true,
 	}
-	testutil.Eventually(t, "three are named", func() bool {
+	testutil.Eventually(t, "three senders are named", func() bool {
 		left := len(want)
 		for _, x := range r.vt.Status().Refused {
 			x.Ago = 0
@@ -248,7 +248,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// What the kernel drops because a receiver is slower than the wire is counted as well.
+// Datagrams that the kernel drops because a receiver is slower than the wire are counted, too.
 func TestSocketOverflow(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	gate := make(chan struct{})

@@ -15,7 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// openVSwitch runs an Open vSwitch with its datapath in user space, which needs no kernel module, in a namespace.
+// openVSwitch is an Open vSwitch with a userspace datapath, which needs no kernel module, in a namespace.
 type openVSwitch struct {
 	t   *testing.T
 	ns  *nstest.NS
@@ -25,7 +25,7 @@ type openVSwitch struct {
 func newOpenVSwitch(t *testing.T, ns *nstest.NS) *openVSwitch {
 	nstest.Require(t, "ovs-vswitchd", "openvswitch-switch")
 	nstest.Require(t, "ovs-vsctl", "openvswitch-switch")
-	// Sockets have short names only.
+	// Socket paths must be short.
 	dir, err := os.MkdirTemp("", "vnicd-ovs")
 	if err != nil {
 		t.Fatal(err)
@@ -52,15 +52,15 @@ func newOpenVSwitch(t *testing.T, ns *nstest.NS) *openVSwitch {
 	return o
 }
 
-// ctl changes the switch's configuration and waits until it is in force.
+// ctl changes the switch's configuration and waits until it is applied.
 func (o *openVSwitch) ctl(args ...string) {
 	o.t.Helper()
 	o.ns.MustExec("ovs-vsctl", append([]string{"--timeout=15", "--db=unix:" + filepath.Join(o.dir, "db.sock")},
 		args...)...)
 }
 
-// Open vSwitch is the remote peer, a VXLAN implementation that is neither ours nor Linux': ping and iperf3 both ways,
-// tagged frames, jumbo frames, over IPv4 and IPv6.
+// The peer is Open vSwitch, a VXLAN implementation that is neither ours nor Linux's: ping and iperf3 both ways, tagged
+// frames, jumbo frames, over IPv4 and IPv6.
 func TestOpenVSwitchPeer(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	nstest.Require(t, "iperf3", "iperf3")
@@ -73,7 +73,7 @@ func TestOpenVSwitchPeer(t *testing.T) {
 			local, remote := u.addr(1), u.addr(2)
 			underlay(a, "under", local)
 			o := newOpenVSwitch(t, b)
-			// The tunnels' bridge has the underlay's address; Open vSwitch looks into the namespace's routes.
+			// The tunnels' bridge has the underlay's address; Open vSwitch uses the namespace's routes.
 			o.ctl("add-br", "phy", "--", "set", "bridge", "phy", "datapath_type=netdev", "--", "add-port", "phy", "under")
 			underlay(b, "phy", remote)
 			b.IP("link", "set", "phy", "mtu", fmt.Sprint(u.mtu), "up")
@@ -111,8 +111,8 @@ func TestOpenVSwitchPeer(t *testing.T) {
 	}
 }
 
-// Four Linux hosts with vxlan devices are peers of one network, which all know each other: everybody reaches everybody,
-// with tagged and with large frames. A frame of one of them is not sent on to the others, who have it already.
+// Four Linux hosts with vxlan devices are the peers of one network and know each other: full reachability with tagged
+// and with large frames. A frame from one of them is not sent on to the others, which have it already.
 func TestManyLinuxPeers(t *testing.T) {
 	nstest.Require(t, "ping", "iputils-ping")
 	const linux = 4
@@ -162,7 +162,7 @@ func TestManyLinuxPeers(t *testing.T) {
 					t.Errorf("%+v", p)
 				}
 			}
-			// The peers' kernels have begun to talk before our VTEP had its network.
+			// The peers' kernels may have sent frames before our VTEP had its network.
 			refused := slices.DeleteFunc(h.vt.Status().Refused,
 				func(r vxlan.Refused) bool { return r.Reason == vswitch.UnknownVNI.String() })
 			if st.Flaps != 0 || len(refused) != 0 {
@@ -172,7 +172,7 @@ func TestManyLinuxPeers(t *testing.T) {
 	}
 }
 
-// macOf is the address of an interface.
+// macOf returns an interface's address.
 func macOf(t *testing.T, ns *nstest.NS, dev string) vswitch.MAC {
 	t.Helper()
 	var m vswitch.MAC

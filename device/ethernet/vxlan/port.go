@@ -25,11 +25,11 @@ type port struct {
 	att        *vswitch.Attachment
 	header     [HeaderLen]byte // the same for all frames of the network
 	learn      atomic.Bool
-	segments   atomic.Bool // messages to be cut are not refused
+	segments   atomic.Bool // segmented messages are not refused
 	maxPeers   int
 	peers      atomic.Pointer[peerSet]
-	configured []netip.Addr // with zones, as they were given; VTEP.mu
-	mtu        int          // that the underlay leaves; VTEP.mu
+	configured []netip.Addr // with zones, as given; guarded by VTEP.mu
+	mtu        int          // that the underlay allows; guarded by VTEP.mu
 }
 
 // peer is another host's VTEP. Immutable.
@@ -38,7 +38,7 @@ type peer struct {
 	id      vswitch.Remote
 	learnt  bool
 	scope   uint32 // interface index of a link-local address
-	retired bool   // its number may not be used again until vswitch has forgotten it
+	retired bool   // its number may not be reused before vswitch has removed it
 	raw     rawAddr
 	rawLen  uint32
 }
@@ -46,8 +46,8 @@ type peer struct {
 // peerSet is an immutable snapshot of a network's peers.
 type peerSet struct {
 	byAddr map[netip.Addr]*peer
-	byID   []*peer // by number; 0 is never used; nil = free
-	list   []*peer // those that are not retired
+	byID   []*peer // by number; 0 is not used; nil = free
+	list   []*peer // without the retired ones
 }
 
 func newPort(vt *VTEP, net *vswitch.Network) *port {
@@ -57,7 +57,7 @@ func newPort(vt *VTEP, net *vswitch.Network) *port {
 	return p
 }
 
-// drop counts frames that were lost in this port.
+// drop counts frames lost in this port.
 func (p *port) drop(l *loop.Loop, r vswitch.Reason, n int) {
 	p.att.Counters.Drop(l, r, n)
 }
@@ -74,7 +74,7 @@ func newPeerSet(byID []*peer) *peerSet {
 	return s
 }
 
-// with returns a copy that has x under the lowest free number; ok is false when there is none below limit.
+// with returns a copy with x under the lowest free number; ok is false if there is none below limit.
 func (s *peerSet) with(x *peer, limit int) (*peerSet, bool) {
 	if len(s.list) >= limit {
 		return nil, false
@@ -118,7 +118,8 @@ func (vt *VTEP) newPeer(a netip.Addr, learnt bool) (*peer, error) {
 	return x, nil
 }
 
-// setPeersLocked makes the configured peers those of want, all or none. vt.mu is held; loops may learn meanwhile.
+// setPeersLocked replaces the configured peers by want, or changes nothing on an error. vt.mu is held; loops may learn
+// peers meanwhile.
 func (p *port) setPeersLocked(want []netip.Addr) error {
 	fresh := make(map[netip.Addr]*peer, len(want))
 	for _, a := range want {
@@ -140,7 +141,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 		for i, x := range byID {
 			switch {
 			case x == nil || x.retired:
-			case todo[x.addr] != nil: // stays, under its number
+			case todo[x.addr] != nil: // keeps its number
 				y := *todo[x.addr]
 				y.id = x.id
 				byID[i] = &y
@@ -167,7 +168,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 	if len(retired) == 0 {
 		return nil
 	}
-	// A handler in progress may still teach vswitch a number that was taken away.
+	// A running handler may still teach vswitch a number that was just freed.
 	p.vt.barrier()
 	for _, x := range retired {
 		p.net.FlushRemote(p.att, x.id)
@@ -184,7 +185,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 	}
 }
 
-// learnPeer adds a host that sent a frame; nil when the limit is reached. Rare, so it may allocate.
+// learnPeer adds the sender of a frame as a peer; nil if the limit is reached. It is rare, so it may allocate.
 func (p *port) learnPeer(a netip.Addr) *peer {
 	for {
 		old := p.peers.Load()
@@ -210,11 +211,11 @@ func (p *port) learnPeer(a netip.Addr) *peer {
 	}
 }
 
-// Deliver implements vswitch.Port: to one peer, or to all (head-end replication).
+// Deliver implements vswitch.Port: it sends to one peer, or to all (head-end replication).
 func (p *port) Deliver(l *loop.Loop, b *frame.Buf, to vswitch.Destination) {
 	s := p.vt.tx[l.ID()]
 	if s == nil || s.l != l {
-		p.drop(l, vswitch.NotReady, 1) // a loop that the VTEP was not told of
+		p.drop(l, vswitch.NotReady, 1) // a loop that the VTEP does not know
 		return
 	}
 	set := p.peers.Load()

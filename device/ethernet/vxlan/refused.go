@@ -9,11 +9,10 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// refusals remembers whose datagrams were not accepted, and why (MT-6): the counters say how many, this says who.
-// Bounded: a newcomer takes the place of whoever was silent longest, so a flood from many addresses shows the latest of
-// them.
+// refusals records the senders of refused datagrams, and the reasons (MT-6); counters have the numbers. It is bounded:
+// a new sender replaces the one that was silent longest, so a flood from many addresses shows its latest ones.
 type refusals struct {
-	busy   atomic.Bool // held for the fields below; loops do not wait for it
+	busy   atomic.Bool // guards the fields below; loops do not wait for it
 	list   [refusedSlots]refusal
 	logged int64
 }
@@ -40,7 +39,7 @@ type Refused struct {
 	Ago    time.Duration `json:"ago"` // since the last one
 }
 
-// refuse notes a datagram that was dropped for what its outer header says.
+// refuse records a datagram that was dropped because of its outer headers.
 func (vt *VTEP) refuse(l *loop.Loop, from netip.Addr, vni uint32, why vswitch.Reason) {
 	r := &vt.refused
 	if !r.busy.CompareAndSwap(false, true) {
@@ -64,7 +63,7 @@ func (vt *VTEP) refuse(l *loop.Loop, from netip.Addr, vni uint32, why vswitch.Re
 		return
 	}
 	r.logged = l.Now()
-	// the log may block
+	// logging may block
 	go vt.log.Warn("datagrams from the underlay refused", "from", from, "vni", vni, "reason", why.String())
 }
 

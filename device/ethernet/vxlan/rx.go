@@ -14,15 +14,16 @@ import (
 
 const (
 	rxBatch = 32
-	// rxRounds bounds one visit to a socket, so that a flooded tunnel leaves time for the loop's other ports.
+	// rxRounds bounds the batches received from a socket at a time, so that a flooded tunnel leaves time for the loop's
+	// other ports.
 	rxRounds = 4
 )
 
 // receiver is the receiving half of one loop.
 //
-// A message is one datagram or, if the kernel has put some of a flow together (UDP_GRO), several of equal size, of
-// which the last may be shorter. It is received into a frame buffer and, what does not fit there, into the message's
-// spill. A datagram alone goes on in that frame buffer; one of several is copied out, or becomes part of a large frame
+// A message is one datagram or, if the kernel has coalesced some of a flow (UDP_GRO), several of equal size, of which
+// the last may be shorter. It is received into a frame buffer and, beyond that buffer's end, into the message's spill.
+// A single datagram stays in that frame buffer; one of several is copied out, or becomes part of a large frame
 // (merge.go).
 type receiver struct {
 	vt    *VTEP
@@ -30,9 +31,9 @@ type receiver struct {
 	fd    int
 	watch *loop.Watch
 
-	have int // messages of the batch in hand
-	pos  int // the one that is looked at
-	off  int // where in it the next datagram begins
+	have int // messages in the batch
+	pos  int // current message
+	off  int // offset of its next datagram
 
 	msgs   [rxBatch]mmsghdr
 	iovs   [rxBatch][2]unix.Iovec
@@ -41,20 +42,20 @@ type receiver struct {
 	bufs   [rxBatch]*frame.Buf // nil where the pool was empty
 	lost   [rxBatch][HeaderLen]byte
 	spills [rxBatch][]byte // nil: messages are single datagrams
-	head   int             // what a spill has room for in front: the part of a datagram whose rest is in the spill
+	head   int             // room in front of a spill, for the start of a datagram whose rest is in the spill
 
 	msg    message
 	merger merger
-	cur    *frame.Buf // a frame that is being handed to a network, other than those in bufs
+	cur    *frame.Buf // frame that is being delivered to a network, if not one in bufs
 
-	resume *loop.Timer // continues a batch that a memory fault has cut short
+	resume *loop.Timer // continues a batch that a memory fault has interrupted
 
-	// The sender of the message before, most often this one's too.
+	// Sender of the message before, usually this one's too.
 	lastAddr rawAddr
 	lastIP   netip.Addr
 }
 
-// message is what is known of the message at pos.
+// message describes the message at pos.
 type message struct {
 	n    int // bytes
 	size int // of each datagram
@@ -62,8 +63,8 @@ type message struct {
 	from netip.AddrPort
 	vni  uint32 // of the first datagram
 
-	// Where the sender's datagram before went, in this message or another of the batch, as most do. port is nil if there
-	// is none.
+	// The port and peer of the sender's datagram before, in this message or another of the batch; most datagrams repeat
+	// them. port is nil if there was none.
 	header [HeaderLen]byte
 	port   *port
 	peer   *peer
@@ -72,11 +73,11 @@ type message struct {
 func newReceiver(vt *VTEP, l *loop.Loop, fd int) *receiver {
 	r := &receiver{vt: vt, l: l, fd: fd, head: vt.cfg.Pool.Capacity()}
 	iovs := 1
-	// Also a datagram alone may be as large: one that a kernel inside this machine has left uncut.
+	// A single datagram may be as large, if a kernel inside this machine has left it unsegmented.
 	if vt.cfg.Pool.Largest() >= frame.BigCapacity &&
 		(!vt.cfg.Segmentation || unix.SetsockoptInt(fd, unix.SOL_UDP, unix.UDP_GRO, 1) == nil) { // Linux 5.0
 		iovs = 2
-		// One piece, of which only what is used becomes memory.
+		// One mapping; only pages that are used become resident.
 		slab := make([]byte, rxBatch*(r.head+gsoBytes))
 		for i := range r.spills {
 			r.spills[i] = slab[:r.head+gsoBytes]
@@ -99,7 +100,7 @@ func (r *receiver) start() (err error) {
 // ready receives a bounded number of batches.
 func (r *receiver) ready() {
 	for range rxRounds {
-		r.batch() // what a memory fault has left over
+		r.batch() // the rest of a batch that a memory fault interrupted
 		for i := range r.msgs {
 			m := &r.msgs[i]
 			if r.bufs[i] == nil {
@@ -108,7 +109,7 @@ func (r *receiver) ready() {
 			if b := r.bufs[i]; b != nil {
 				setIovec(&r.iovs[i][0], b.Room())
 			} else {
-				// The message must leave the socket all the same, or the loop would spin on it.
+				// The message must leave the socket, or the loop would spin on it.
 				setIovec(&r.iovs[i][0], r.lost[i][:])
 			}
 			m.setName(&r.names[i], uint32(len(r.names[i])))
@@ -127,7 +128,8 @@ func (r *receiver) ready() {
 	}
 }
 
-// batch looks at what is in hand. A memory fault may end it at any frame; it goes on behind that one when called again.
+// batch processes the messages in hand. A memory fault may end it at any frame; when called again it continues after
+// that frame.
 func (r *receiver) batch() {
 	r.drain()
 	r.msg.port, r.msg.peer = nil, nil // tables may have changed since a fault
@@ -152,7 +154,7 @@ func (r *receiver) batch() {
 	r.have, r.pos = 0, 0
 }
 
-// done takes our reference back: the buffer serves again if nobody else kept it.
+// done drops our reference; the buffer is used again unless another holder keeps a reference.
 func (r *receiver) done(i int) {
 	b := r.bufs[i]
 	switch {
@@ -165,7 +167,7 @@ func (r *receiver) done(i int) {
 	}
 }
 
-// open begins with a message, and drops it as a whole if there is something wrong with it.
+// open starts with a message, and drops a malformed one as a whole.
 func (r *receiver) open() bool {
 	i, vt := r.pos, r.vt
 	m, b := &r.msgs[i], r.bufs[i]
@@ -199,8 +201,8 @@ func (r *receiver) open() bool {
 	return true
 }
 
-// bytes returns a datagram of message i. One that lies across the end of the frame buffer is made one piece in front of
-// the spill.
+// bytes returns a datagram of message i. If it spans the end of the frame buffer, its start is copied in front of the
+// spill.
 func (r *receiver) bytes(i, from, to int) []byte {
 	room := r.bufs[i].Room()
 	if to <= len(room) {
@@ -255,13 +257,14 @@ func (r *receiver) datagram(i, from, to int) {
 	}
 }
 
-// unfinished takes a frame of TCP that a kernel inside this machine has left undone, as one with a short path does.
+// unfinished delivers a TCP frame that a kernel inside this machine has left unsegmented, for example one with a short
+// path.
 func (r *receiver) unfinished(f []byte, at *header.Layout, p *port, x *peer) bool {
 	o, ok := gso.Unfinished(f, at, p.net.MTU()+vswitch.HeaderLen)
 	if !ok {
 		return false
 	}
-	r.flush() // lest it overtake others of its flow
+	r.flush() // so that it does not overtake others of its flow
 	b := r.vt.cfg.Pool.GetFor(len(f))
 	if b == nil {
 		p.drop(r.l, vswitch.NoBuffer, 1)
@@ -274,7 +277,7 @@ func (r *receiver) unfinished(f []byte, at *header.Layout, p *port, x *peer) boo
 	return true
 }
 
-// look finds the network and the peer that a datagram belongs to; false: it is dropped.
+// look finds the network and the peer of a datagram; false: the datagram is dropped.
 func (r *receiver) look(d []byte) bool {
 	vt, m, addr := r.vt, &r.msg, r.msg.from.Addr()
 	m.port, m.peer = nil, nil
@@ -305,8 +308,7 @@ func (r *receiver) look(d []byte) bool {
 	return true
 }
 
-// deliver lets a frame into its network. One that is alone in its message is there in a buffer already; others are
-// copied.
+// deliver passes a frame to its network. A single datagram of a message is in a buffer already; others are copied.
 func (r *receiver) deliver(f []byte, at *header.Layout, p *port, x *peer, alone int) {
 	if alone >= 0 {
 		b := r.bufs[alone]
@@ -326,7 +328,7 @@ func (r *receiver) deliver(f []byte, at *header.Layout, p *port, x *peer, alone 
 	r.input(b, p, x)
 }
 
-// input lets a frame into its network, and gives up our reference.
+// input passes a frame to its network, and drops our reference.
 func (r *receiver) input(b *frame.Buf, p *port, x *peer) {
 	r.cur = b
 	p.att.Input(r.l, b, vswitch.Source{Remote: x.id})
@@ -334,14 +336,14 @@ func (r *receiver) input(b *frame.Buf, p *port, x *peer) {
 	b.Free()
 }
 
-// onFault runs when a port that a frame went to hit a hole in its VM's memory. The frame is lost, the rest of the
-// batch is not.
+// onFault runs after a SIGBUS in a port's Deliver, in its VM's memory. That frame is lost; the rest of the batch is
+// not.
 func (r *receiver) onFault(loop.Fault) {
 	if r.cur != nil {
 		r.cur.Free()
 		r.cur = nil
 	}
-	r.resume.Arm(r.l.Now()) // one step per fault: this very function may be followed by the next one
+	r.resume.Arm(r.l.Now()) // one step per fault: a nested call could fault again
 }
 
 func (r *receiver) stop() {

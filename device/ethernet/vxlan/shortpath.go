@@ -14,17 +14,17 @@ import (
 type ShortPath interface {
 	// Join lets frames of a network take the short path; tunnel is the VTEP's port of the network.
 	Join(tunnel *vswitch.Attachment)
-	// Leave ends that: once it has returned, no frame of the network takes the short path.
+	// Leave reverts Join: once it has returned, no frame of the network takes the short path.
 	Leave(tunnel *vswitch.Attachment)
-	// Invalidate ends all entries, after a change that no network knows of. They may be offered anew.
+	// Invalidate makes all entries void, after a change outside the networks. Flows may be offered again.
 	Invalidate()
 	// Recheck schedules a check of the interfaces and routes that the entries depend on. It does not block.
 	Recheck()
-	// Entries returns how many entries there are.
+	// Entries returns the number of entries.
 	Entries() int
 	// Carried returns the counters of all frames that took the short path, as seen from the tunnels.
 	Carried() vswitch.Totals
-	// Close releases everything. All networks have left.
+	// Close releases everything. All networks must have left.
 	Close()
 }
 
@@ -32,7 +32,7 @@ type ShortPath interface {
 type ShortPathConfig struct {
 	Local       netip.Addr // without zone
 	Port        uint16
-	SourcePorts []uint16 // of the datagrams that it sends
+	SourcePorts []uint16 // source ports of the tunnel end's datagrams
 	// ZeroChecksum6 permits datagrams over IPv6 without UDP checksum.
 	ZeroChecksum6 bool
 	Tunnel        Tunnel
@@ -43,7 +43,7 @@ type ShortPathConfig struct {
 type Tunnel interface {
 	// Peer returns the address of one of a tunnel port's peers; ok is false if it has left or its address has a zone.
 	Peer(tunnel *vswitch.Attachment, r vswitch.Remote) (addr netip.Addr, ok bool)
-	// InnerMTU returns the MTU for tenants that an underlay MTU leaves.
+	// InnerMTU returns the tenants' MTU for an underlay MTU.
 	InnerMTU(underlay int) int
 	// Monitored reports whether a capture reads the tunnels' datagrams.
 	Monitored() bool
@@ -74,7 +74,8 @@ func (t tunnel) InnerMTU(underlay int) int { return t.vt.inner(underlay) }
 func (t tunnel) Monitored() bool           { return t.vt.monitor.Load() != nil }
 func (t tunnel) RecomputeMTUs()            { t.vt.recompute() }
 
-// openShortPath opens the short path if there is one. Without it, TCP of host ports passes the switch.
+// openShortPath opens the short path, if configured and possible. Without it, TCP of host ports goes through the
+// switch.
 func (vt *VTEP) openShortPath() {
 	if vt.cfg.ShortPath == nil {
 		vt.noShort = "off"
@@ -101,11 +102,11 @@ func (vt *VTEP) openShortPath() {
 // ShortPathOn is the State of a short path in use.
 const ShortPathOn = "on"
 
-// ShortPathStatus says how much takes the short path.
+// ShortPathStatus describes the use of the short path.
 type ShortPathStatus struct {
 	State   string `json:"state"` // ShortPathOn, "off", or why there is none
 	Entries int    `json:"entries,omitempty"`
-	// Frames counts those carried in both directions. The totals include them.
+	// Frames counts frames in both directions. The totals include them.
 	Frames uint64 `json:"frames,omitempty"`
 }
 

@@ -20,7 +20,7 @@ const (
 	lastPort  = 65535
 )
 
-// sockAddr makes the address that bind takes.
+// sockAddr makes the address argument of bind.
 func sockAddr(nl *netlink.Handle, a netip.AddrPort) (unix.Sockaddr, error) {
 	if a.Addr().Is4() {
 		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}, nil
@@ -32,7 +32,7 @@ func sockAddr(nl *netlink.Handle, a netip.AddrPort) (unix.Sockaddr, error) {
 	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16(), ZoneId: scope}, nil
 }
 
-// scopeOf returns the interface index of a link-local address' zone, 0 = none.
+// scopeOf returns the interface index of a link-local address's zone, 0 = none.
 func scopeOf(nl *netlink.Handle, a netip.Addr) (uint32, error) {
 	if a.Zone() == "" {
 		return 0, nil
@@ -49,11 +49,12 @@ type option struct {
 	name              string
 }
 
-// openSocket makes a UDP socket with everything set but its address.
+// openSocket makes a UDP socket with all options set, not yet bound.
 func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
 	family := unix.AF_INET
 	opts := []option{
-		// DF; the kernel refuses what is too large with EMSGSIZE instead of fragmenting (RFC 7348, section 4.3).
+		// DF; the kernel refuses datagrams that are too large with EMSGSIZE instead of fragmenting (RFC 7348, section
+		// 4.3).
 		{unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO, "IP_MTU_DISCOVER"},
 		{unix.IPPROTO_IP, unix.IP_RECVTOS, 1, "IP_RECVTOS"},
 		// Checksum zero: the inner frame has its own (RFC 7348, section 5).
@@ -70,7 +71,7 @@ func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
 			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER"},
 			{unix.IPPROTO_IPV6, unix.IPV6_DONTFRAG, 1, "IPV6_DONTFRAG"},
 			{unix.IPPROTO_IPV6, unix.IPV6_RECVTCLASS, 1, "IPV6_RECVTCLASS"},
-			// RFC 6935 allows zero for tunnels: accept it, send it only if asked to.
+			// RFC 6935 allows zero for tunnels: accept it, send it only if configured.
 			{unix.SOL_UDP, unix.UDP_NO_CHECK6_RX, 1, "UDP_NO_CHECK6_RX"},
 			{unix.SOL_UDP, unix.UDP_NO_CHECK6_TX, zero, "UDP_NO_CHECK6_TX"},
 		}
@@ -108,8 +109,8 @@ func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int) (fds []int, 
 	if err != nil {
 		return nil, err
 	}
-	// SO_REUSEPORT would let another daemon of the same user in on the port, and each would get half of the frames.
-	// A socket without it finds out.
+	// SO_REUSEPORT would let another daemon of the same user bind the port, and each would get half of the frames. A
+	// socket without it detects that.
 	probe, err := openSocket(local.Addr(), false)
 	if err != nil {
 		return nil, err
@@ -146,8 +147,8 @@ func bindError(local netip.AddrPort, err error) error {
 	return fmt.Errorf("vxlan: bind UDP %v: %w", local, err)
 }
 
-// openSender makes a socket for sending only, on some port of the dynamic range. Whatever somebody sends to it
-// is filtered out before it is queued.
+// openSender makes a send-only socket on a port of the dynamic range. Datagrams to that port are filtered out before
+// they are queued.
 func openSender(nl *netlink.Handle, local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err error) {
 	fd, err = openSocket(local, zeroChecksum6)
 	if err != nil {
@@ -184,10 +185,10 @@ func closeAll(fds []int) {
 	}
 }
 
-// underlayMTU returns the MTU and the name of the interface that has the address. virtual: what arrives there may come
-// from a kernel on this machine, which passes messages on as their sender has made them, not as they were put together
-// from a wire; all datagrams of such a message are of one network then. Else somebody could hide datagrams of other
-// networks in what a kernel's vxlan device has sent in one.
+// underlayMTU returns the MTU and the name of the interface that has the address. virtual: frames there may come from a
+// kernel on this machine, which passes messages on as their sender made them, not as coalesced from a wire. Then all
+// datagrams of a message must be of one network; otherwise a tenant could hide datagrams of other networks in a message
+// of a kernel's vxlan device.
 func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, virtual bool, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {

@@ -12,7 +12,7 @@ type PeerStatus struct {
 	Addr   netip.Addr     `json:"addr"`
 	Remote vswitch.Remote `json:"remote"` // the number in the forwarding table's entries
 	Learnt bool           `json:"learnt,omitempty"`
-	MTU    int            `json:"mtu,omitempty"` // inner, of the path to it; 0 = unknown or no route
+	MTU    int            `json:"mtu,omitempty"` // inner, of the path to the peer; 0 = unknown or no route
 }
 
 // NetworkStatus is one network of a VTEP.
@@ -23,13 +23,13 @@ type NetworkStatus struct {
 	Peers []PeerStatus `json:"peers"`
 }
 
-// Status is a snapshot of a VTEP for `vnicd status`. What the tunnel port of a network dropped is in that network's
-// own status; Totals has what belongs to none.
+// Status is a snapshot of a VTEP for `vnicd status`. Drops at a network's tunnel port are in that network's status;
+// Totals has those without a network.
 type Status struct {
 	Local       netip.Addr      `json:"local"`
 	Port        uint16          `json:"port"`
 	Device      string          `json:"device"`
-	MTU         int             `json:"mtu"` // for tenants
+	MTU         int             `json:"mtu"` // for tenants, of the local address's interface
 	SourcePorts []uint16        `json:"source_ports"`
 	Networks    []NetworkStatus `json:"networks"`
 	Refused     []Refused       `json:"refused,omitempty"` // the latest
@@ -71,8 +71,8 @@ func (vt *VTEP) Peers(vni uint32) (out []PeerStatus) {
 	return out
 }
 
-// socketDrops adds what the kernel dropped at our sockets: datagrams that found a receiver's buffer full, and datagrams
-// that somebody sent to a source port of ours, where nothing is accepted (MT-6).
+// socketDrops adds the kernel's drops at our sockets: datagrams that found a receive buffer full, and datagrams to a
+// source port of ours, where none is accepted (MT-6).
 func (vt *VTEP) socketDrops(t *vswitch.Totals) {
 	add := func(name string, fd int) {
 		n, err := socketDrops(fd)
@@ -96,7 +96,7 @@ func (vt *VTEP) socketDrops(t *vswitch.Totals) {
 	}
 }
 
-// Names of drops that the kernel counts for us. It counts modulo 2^32.
+// Names of drops that the kernel counts, modulo 2^32.
 const (
 	SocketOverflow = "socket-overflow"
 	WrongPort      = "wrong-port"

@@ -11,10 +11,10 @@ import (
 )
 
 const (
-	// txBatch is how many datagrams one socket sends with one call.
+	// txBatch is the maximum number of datagrams that one socket sends with one call.
 	txBatch = 128
-	// maxPad bounds the padding by which frames become as long as their neighbours: the first packet of an RDMA WRITE is
-	// so much longer than the others, by its RETH.
+	// maxPad bounds the padding that makes frames equal in size to their neighbours: the first packet of an RDMA WRITE
+	// is longer than the others by its RETH.
 	maxPad = 16
 )
 
@@ -29,7 +29,7 @@ type sender struct {
 	dirty []*txSocket // those with something to send
 	gso   gsoSender
 
-	answering bool // an answer to a frame that was too big is under way
+	answering bool // an answer to a frame that was too big is scheduled
 }
 
 // txSocket is one source port and its batch.
@@ -44,7 +44,7 @@ type txSocket struct {
 	peers [txBatch]*peer // keeps the address that msgs points to
 	tos   [txBatch]uint8
 
-	// Messages, each of one datagram or several: message i ends before datagram ends[i].
+	// Messages of one or more datagrams: message i ends before datagram ends[i].
 	msgs  [txBatch]mmsghdr
 	ctrls [txBatch]txControl
 	ends  [txBatch]int
@@ -68,7 +68,7 @@ func newSender(vt *VTEP, l *loop.Loop) (*sender, error) {
 	return s, nil
 }
 
-// socket is the one of a flow.
+// socket returns the socket of a flow.
 func (s *sender) socket(fl flow) *txSocket { return s.socks[uint64(fl.hash)*uint64(len(s.socks))>>32] }
 
 // put sends a frame to one peer, now or with its batch.
@@ -90,7 +90,7 @@ func (s *sender) push(b *frame.Buf, p *port, x *peer, fl flow) {
 	b.Ref()
 	k.bufs[i], k.ports[i], k.peers[i], k.tos[i] = b, p, x, outerTOS(fl, s.vt.dscp)
 	if k.n++; k.n == txBatch {
-		s.send(k) // stays on the dirty list, empty
+		s.send(k) // its batch is empty then, but it stays on the dirty list
 	}
 }
 
@@ -103,15 +103,15 @@ func (s *sender) flush() {
 	s.dirty = s.dirty[:0]
 }
 
-// run is how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer, all of one
-// size, but that the last may be shorter. Frames that may be padded count as of the size of the longest.
+// run returns how many datagrams, from the batch's i-th on, may leave as one message: of one network to one peer and of
+// one size, except that the last may be shorter. Frames that may be padded count as long as the longest.
 func (k *txSocket) run(i int) (n, size int) {
 	first := k.bufs[i]
 	size = first.Len()
 	if !k.ports[i].segments.Load() {
 		return 1, size
 	}
-	least, pad := size, first.Offload.Pad // of all so far
+	least, pad := size, first.Offload.Pad // shortest so far, and padding that all so far allow
 	for n = 1; n < min(k.n-i, gsoSegments); n++ {
 		j := i + n
 		next := k.bufs[j]
@@ -130,7 +130,8 @@ func (k *txSocket) run(i int) (n, size int) {
 	return n, size
 }
 
-// messages makes the messages for the batch's datagrams from i on and returns their number; together: as few as may be.
+// messages makes the messages for the batch's datagrams from i on and returns their number; together: as few as
+// possible.
 func (k *txSocket) messages(vt *VTEP, i int, together bool) (n int, ok bool) {
 	cut, iovs := false, k.iovs[:0]
 	for ; i < k.n; n++ {
@@ -156,8 +157,8 @@ func (k *txSocket) messages(vt *VTEP, i int, together bool) (n int, ok bool) {
 	return n, k.checksums(vt, cut) || !cut
 }
 
-// datagram appends what datagram i is put together from: one piece if nobody else looks at the frame, for each costs
-// the kernel as much as copying some 200 bytes.
+// datagram appends the pieces of datagram i: one piece if the frame is not shared, because each piece costs the kernel
+// as much as copying some 200 bytes.
 func (k *txSocket) datagram(iovs []unix.Iovec, i, pad int) []unix.Iovec {
 	b, header := k.bufs[i], &k.ports[i].header
 	if !b.Shared() {
@@ -174,7 +175,7 @@ func (k *txSocket) datagram(iovs []unix.Iovec, i, pad int) []unix.Iovec {
 	return iovs
 }
 
-// send hands one socket's batch to the kernel and gives up the references, whatever becomes of the frames.
+// send passes one socket's batch to the kernel and drops the references, whether frames were sent or not.
 func (s *sender) send(k *txSocket) {
 	together := true
 	for done := 0; done < k.n; {
@@ -186,7 +187,7 @@ func (s *sender) send(k *txSocket) {
 		n, errno := sendmmsg(k.fd, k.msgs[:n])
 		switch errno {
 		case 0:
-			if n == 0 { // cannot be; never loop for ever on it
+			if n == 0 { // cannot happen; do not loop forever on it
 				s.drop(k, done, k.n, vswitch.SendError)
 				done = k.n
 				break
@@ -204,7 +205,7 @@ func (s *sender) send(k *txSocket) {
 			s.drop(k, done, k.n, vswitch.QueueFull)
 			done = k.n
 		default:
-			// The error is that of the first message; the others may fare better.
+			// The error is that of the first message; the others may succeed.
 			end := k.ends[0]
 			if end > done+1 && cannotCut(errno) {
 				k.ports[done].oneByOne()
@@ -226,8 +227,8 @@ func (s *sender) send(k *txSocket) {
 }
 
 // tooBig handles a frame that the kernel found too big for the path to its peer, which it has just learnt from the
-// underlay: the network gets its new MTU, and the frame's sender an answer, if we know the MTU by now. The answer waits
-// for the loop's next round, because this one is at its end; a sender has one answer under way at most.
+// underlay: the network gets its new MTU, and the frame's sender an answer, if the MTU is known by now. The answer
+// waits for the loop's next round, because this one is at its end; each sender has at most one answer scheduled.
 func (s *sender) tooBig(b *frame.Buf, p *port, x *peer) {
 	s.vt.recompute()
 	mtu := (*s.vt.paths.Load())[x.addr]
@@ -246,7 +247,7 @@ func (s *sender) tooBig(b *frame.Buf, p *port, x *peer) {
 	}
 }
 
-// show lets a capture see what was sent.
+// show passes the sent datagrams to a capture.
 func (s *sender) show(m Monitor, k *txSocket, from, to int) {
 	c := &s.vt.cfg
 	for i := from; i < to; i++ {
@@ -272,7 +273,7 @@ func (s *sender) drop(k *txSocket, from, to int, r vswitch.Reason) {
 	}
 }
 
-// stop sends what is batched and closes the sockets. No Deliver runs any more.
+// stop sends the pending batches and closes the sockets. No Deliver may be running.
 func (s *sender) stop() {
 	s.l.Do(s.flush)
 	s.hook.Close()

@@ -17,7 +17,7 @@ type sent struct {
 	pad  bool
 }
 
-// fits tells whether frames can be one message.
+// fits reports whether frames can be one message.
 func fits(run []sent) bool {
 	longest := 0
 	for _, f := range run {
@@ -31,7 +31,7 @@ func fits(run []sent) bool {
 	return len(run) <= gsoSegments && len(run)*(HeaderLen+longest) <= gsoBytes
 }
 
-// naiveRuns says how many messages the frames are.
+// naiveRuns returns the number of messages for the frames.
 func naiveRuns(frames []sent) (messages int) {
 	for ; len(frames) > 0; messages++ {
 		n := 1
@@ -43,9 +43,9 @@ func naiveRuns(frames []sent) (messages int) {
 	return messages
 }
 
-// Batches of frames of any sizes leave in as few messages as there may be, and arrive one by one, whole, in order and
-// with no more than padding behind them; over both underlays, and the same when the kernel is not to be asked for that.
-// Some frames somebody else holds as well: nothing is written to them.
+// Batches of frames of any sizes leave in the fewest messages possible, and arrive one by one, whole, in order and with
+// nothing added except padding; over both underlays, and the same without segmentation. Shared frames are not written
+// to.
 func TestBatchesInMessages(t *testing.T) {
 	for _, c := range []struct {
 		name        string
@@ -81,7 +81,7 @@ func TestBatchesInMessages(t *testing.T) {
 					for i, f := range frames {
 						b := r.pool.Get()
 						b.Append(f)
-						for at := range maxPad { // what others have left there
+						for at := range maxPad { // old contents of the buffer
 							b.Room()[len(f)+at] = 0xa5
 						}
 						b.Offload.Pad = sizes[i].pad
@@ -103,7 +103,7 @@ func TestBatchesInMessages(t *testing.T) {
 					p, _ := r.receive(r.remote)
 					pad := len(p) - len(want)
 					if pad < 0 || pad > maxPad || pad > 0 && !sizes[i].pad || !bytes.Equal(p, append(want, make([]byte, pad)...)) {
-						t.Fatalf("frame %d of %v: %d bytes arrived: %x", i, sizes, len(p), p)
+						t.Fatalf("frame %d of %v: got %d bytes: %x", i, sizes, len(p), p)
 					}
 					padded += min(pad, 1)
 				}

@@ -15,12 +15,12 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
-// vlanTags are what tenants put on their frames: nothing, a tag (IEEE 802.1Q), a tag within another (802.1ad).
+// vlanTags are the tags of tenants' frames: none, one (IEEE 802.1Q), two (802.1ad).
 var vlanTags = []string{"", "\x81\x00\x60\x07", "\x88\xa8\x00\x08\x81\x00\x00\x07"}
 
-// tagged has two raw sockets in a tenant's network, at a TAP of ours and behind somebody else's switch, send each other
-// frames that fill the network's MTU, tags included; they must arrive as they are. The first one is flooded, for nobody
-// knows its receiver; the others have one.
+// tagged has two raw sockets in a tenant's network, at our TAP and behind the peer's switch, send each other frames
+// that fill the network's MTU, tags included; they must arrive unchanged. The first frame is flooded, because its
+// receiver is unknown; the others are not.
 func tagged(t *testing.T, h *host, ours, theirs int, number byte) {
 	t.Helper()
 	ends := [2]struct {
@@ -47,7 +47,7 @@ func tagged(t *testing.T, h *host, ours, theirs int, number byte) {
 	}
 }
 
-// Tagged frames of the tenants pass a Linux vxlan device and its bridge as they are, both ways.
+// Tenants' tagged frames pass a Linux vxlan device and its bridge unchanged, both ways.
 func TestVLANGuests(t *testing.T) {
 	for _, u := range wires {
 		t.Run(u.name, func(t *testing.T) {
@@ -66,7 +66,7 @@ func TestVLANGuests(t *testing.T) {
 				t.Logf("this kernel has no VLAN interfaces (TestVLANUnderlay of package integration runs this in a VM): %s", out)
 				return
 			}
-			// With interfaces that put tags on, the tenants' hosts know their MTU.
+			// With VLAN interfaces, the tenants' hosts know their MTU.
 			mtu := u.inner() - 4
 			guest.IP("link", "add", "link", "guest", "name", "guest.7", "type", "vlan", "id", "7")
 			a.IP("link", "set", "tenant.7", "mtu", fmt.Sprint(mtu), "up")
@@ -79,7 +79,7 @@ func TestVLANGuests(t *testing.T) {
 	}
 }
 
-// packetSocket opens a raw socket on an interface, with the tags that the kernel keeps apart.
+// packetSocket opens a raw socket on an interface, with PACKET_AUXDATA for the tags that the kernel strips.
 func packetSocket(t *testing.T, ns *nstest.NS, dev string) (fd int) {
 	t.Helper()
 	ns.Do(func() {
@@ -101,7 +101,7 @@ func packetSocket(t *testing.T, ns *nstest.NS, dev string) (fd int) {
 	return fd
 }
 
-// received looks for a frame among what arrives until nothing does.
+// received looks for a frame among those queued.
 func received(t *testing.T, fd int, want string) bool {
 	t.Helper()
 	p, oob := make([]byte, 1<<14), make([]byte, 128)

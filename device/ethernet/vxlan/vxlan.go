@@ -1,16 +1,16 @@
-// Package vxlan is the VTEP, the end of the tunnels between hosts (RFC 7348): UDP sockets on the loops on one side, one
-// port per tenant network on the other.
+// Package vxlan is the VTEP, the end of the tunnels between hosts (RFC 7348): it has UDP sockets on the loops, and one
+// port in each tenant network.
 //
 // Receiving: every loop has a socket on the VTEP's address and port, and the kernel spreads flows over them. A batch is
-// received straight into frame buffers, then for each datagram: VXLAN header, VNI known, sender a peer of that network,
-// ECN, and on into the network (vswitch checks the inner frame).
+// received straight into frame buffers; then each datagram is checked: VXLAN header, VNI known, sender a peer of that
+// network, ECN. The frame goes on into the network (vswitch checks the inner frame).
 //
-// Sending: Deliver, on any loop, appends to that loop's batch, holding a reference to the frame; the header goes
-// in front by scatter/gather, so frames that go to several peers are never copied. The batch leaves at the loop's
-// flush, or when it is full; a frame to be cut leaves at once, for the kernel to cut (gso.go). What the kernel does not
-// take at once is dropped and counted, as a network card does; sending never waits. Each loop sends from several
-// sockets, whose ports are the flows' entropy for the underlay's equal-cost paths; one flow stays on one socket, so it
-// is not reordered.
+// Sending: Deliver, on any loop, appends to that loop's batch and holds a reference to the frame; the header is
+// prepended by scatter/gather, so frames to several peers are never copied. The batch leaves at the loop's flush, or
+// when it is full; a frame with pending segmentation leaves at once, for the kernel to segment (gso.go). Datagrams that
+// the kernel does not accept at once are dropped and counted, as on a network card; sending never waits. Each loop
+// sends from several sockets, whose ports are the flows' entropy for the underlay's equal-cost paths; a flow stays on
+// one socket, so it is not reordered.
 //
 // Lock order: VTEP.mu, then vswitch's.
 package vxlan
@@ -39,7 +39,7 @@ const (
 	DefaultDSCP = 26   // AF31 (RFC 2597), the lossless class of MT-8
 	BestEffort  = -1
 
-	// DefaultSourcePorts is how many UDP source ports each loop uses.
+	// DefaultSourcePorts is the number of UDP source ports of each loop.
 	DefaultSourcePorts = 16
 	maxSourcePorts     = 64
 
@@ -48,7 +48,7 @@ const (
 	maxMaxPeers     = 1<<16 - 2 // vswitch.Remote
 )
 
-// What encapsulation adds to an inner layer-3 packet: IP, UDP 8, VXLAN 8, inner Ethernet 14.
+// Overhead of encapsulation over an inner layer-3 packet: IP, UDP 8, VXLAN 8, inner Ethernet 14.
 const (
 	overhead4 = 20 + 8 + HeaderLen + vswitch.HeaderLen
 	overhead6 = 40 + 8 + HeaderLen + vswitch.HeaderLen
@@ -58,7 +58,7 @@ const (
 var (
 	ErrDuplicateVNI = errors.New("vxlan: VNI is in use")
 	ErrUnknownVNI   = errors.New("vxlan: no such VNI")
-	ErrPeer         = errors.New("vxlan: not a possible peer")
+	ErrPeer         = errors.New("vxlan: invalid peer")
 	ErrTooManyPeers = errors.New("vxlan: too many peers")
 	ErrPeerFamily   = errors.New("vxlan: peer and local address are of different families")
 	ErrMTU          = errors.New("vxlan: network's MTU is larger than the underlay carries")
@@ -73,25 +73,25 @@ type Config struct {
 	Port uint16
 	// Loops receive and send; at least one.
 	Loops []*loop.Loop
-	// Pool gives buffers for received frames.
+	// Pool provides buffers for received frames.
 	Pool *frame.Pool
 	// DSCP is the traffic class of RoCE frames, 1 to 63; zero = DefaultDSCP, BestEffort = none.
 	DSCP int
 	// SourcePorts is the number of UDP source ports per loop, 1 to 64; zero = DefaultSourcePorts.
 	SourcePorts int
-	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off, as with Linux' own vxlan devices: peers
-	// must be told to accept that. Received datagrams may have any valid checksum or none.
+	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off by default, as in Linux's vxlan devices,
+	// because peers must be configured to accept that. Received datagrams may have a valid checksum or none.
 	ZeroChecksum6 bool
-	// Segmentation lets the kernel or its card cut large frames and messages of several datagrams, and coalesce what
-	// arrives. Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received by itself.
+	// Segmentation lets the kernel or its card segment large frames and messages of several datagrams, and coalesce
+	// received ones. Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received on its own.
 	Segmentation bool
-	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible, on
-	// the way out over IPv6 only with ZeroChecksum6. Nil: all frames pass the switch.
+	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible;
+	// over IPv6 it sends only with ZeroChecksum6. Nil: all frames go through the switch.
 	ShortPath func(ShortPathConfig) (ShortPath, error)
 	Log       hclog.Logger
 }
 
-// VTEP is one tunnel end. Networks and peers come and go at any time.
+// VTEP is one tunnel end. Networks and peers may be added and removed at any time.
 type VTEP struct {
 	cfg      Config
 	dscp     uint8
@@ -105,24 +105,24 @@ type VTEP struct {
 	rx   []*receiver
 	tx   [loop.MaxLoops]*sender
 
-	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as found last; 0 = no way
-	kick  chan struct{}                      // one place: MTUs are to be computed again
+	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as last found; 0 = no route
+	kick  chan struct{}                      // capacity 1: MTUs are to be computed again
 
-	short   ShortPath // nil: there is none, because of noShort
+	short   ShortPath // nil: none, for the reason in noShort
 	noShort string
 
 	refused refusals
-	monitor atomic.Pointer[Monitor] // nil = nobody looks
+	monitor atomic.Pointer[Monitor] // nil = no capture
 
-	// Counters count what belongs to no network: In and Out are datagrams, drops such as unknown VNIs.
+	// Counters has what belongs to no network: In and Out count datagrams, drops such as unknown VNIs.
 	Counters vswitch.Counters
 
 	mu     sync.Mutex // guards the writers of nets and of ports' peers, and the fields below
-	mtu    int        // inner, of the local address' interface
+	mtu    int        // inner, of the local address's interface
 	dev    string     // that interface
 	closed bool
 
-	stopWatch func() // ends following the underlay
+	stopWatch func() // stops following the underlay
 }
 
 // New opens the sockets and starts to receive.
@@ -208,15 +208,15 @@ func (vt *VTEP) open() error {
 func (vt *VTEP) Local() netip.Addr { return vt.cfg.Local }
 
 // MTU returns the largest inner layer-3 packet in bytes that the interface of the local address and our buffers carry:
-// the interface's MTU less 50 (IPv4) or 70 (IPv6). The paths to a network's peers may leave it more or less.
+// the interface's MTU less 50 (IPv4) or 70 (IPv6). The paths to a network's peers may allow more or less.
 func (vt *VTEP) MTU() int {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	return vt.mtu
 }
 
-// RefreshMTU looks at interfaces and routes again and passes the MTUs on to the networks. The VTEP does so by itself
-// when something changes.
+// RefreshMTU checks interfaces and routes again and passes the MTUs on to the networks. The VTEP does so by itself
+// after changes.
 func (vt *VTEP) RefreshMTU() error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -275,7 +275,7 @@ func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...Net
 	return nil
 }
 
-// RemoveNetwork takes the VTEP off a network; frames of its VNI are dropped from then on.
+// RemoveNetwork removes the VTEP's port from a network; frames of its VNI are dropped from then on.
 func (vt *VTEP) RemoveNetwork(vni uint32) error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -298,8 +298,8 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	return nil
 }
 
-// SetPeers replaces the configured peers of a network. What was learnt from peers that are gone is forgotten; learnt
-// peers stay.
+// SetPeers replaces the configured peers of a network. Addresses behind removed peers are removed from the table;
+// learnt peers stay.
 func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -315,7 +315,7 @@ func (vt *VTEP) SetPeers(vni uint32, peers []netip.Addr) error {
 	return nil
 }
 
-// AddPeer makes a host a peer of a network; twice is harmless.
+// AddPeer makes a host a peer of a network, if it is none yet.
 func (vt *VTEP) AddPeer(vni uint32, peer netip.Addr) error {
 	return vt.changePeers(vni, func(now []netip.Addr) []netip.Addr {
 		if peer = peer.Unmap(); slices.Contains(now, peer) {
@@ -325,7 +325,8 @@ func (vt *VTEP) AddPeer(vni uint32, peer netip.Addr) error {
 	})
 }
 
-// RemovePeer ends that; what was learnt from it is forgotten. A host that was none, or was learnt, is left as it is.
+// RemovePeer removes a configured peer, and the addresses behind it from the table. Other hosts, learnt peers included,
+// are left as they are.
 func (vt *VTEP) RemovePeer(vni uint32, peer netip.Addr) error {
 	peer = peer.Unmap().WithZone("")
 	return vt.changePeers(vni, func(now []netip.Addr) []netip.Addr {
@@ -349,7 +350,7 @@ func (vt *VTEP) changePeers(vni uint32, change func([]netip.Addr) []netip.Addr) 
 	return nil
 }
 
-// SetLearnPeers begins or ends to take in hosts that are not configured; those learnt already stay.
+// SetLearnPeers turns the learning of peers on or off; learnt peers stay.
 func (vt *VTEP) SetLearnPeers(vni uint32, on bool) error {
 	p := (*vt.nets.Load())[vni]
 	if p == nil {
@@ -359,8 +360,8 @@ func (vt *VTEP) SetLearnPeers(vni uint32, on bool) error {
 	return nil
 }
 
-// Attachment returns the VTEP's port of a network, nil if there is none, for static entries (vswitch.Network.SetStatic
-// with the number that Remote gives).
+// Attachment returns the VTEP's port in a network, nil if there is none, for static entries (vswitch.Network.SetStatic
+// with the number that Remote returns).
 func (vt *VTEP) Attachment(vni uint32) *vswitch.Attachment {
 	if p := (*vt.nets.Load())[vni]; p != nil {
 		return p.att
@@ -368,7 +369,7 @@ func (vt *VTEP) Attachment(vni uint32) *vswitch.Attachment {
 	return nil
 }
 
-// Remote returns the number by which vswitch knows a peer of a network; ok is false if it is none.
+// Remote returns vswitch's number for a peer of a network; ok is false if it is none.
 func (vt *VTEP) Remote(vni uint32, peer netip.Addr) (r vswitch.Remote, ok bool) {
 	if p := (*vt.nets.Load())[vni]; p != nil {
 		if x := p.peers.Load().byAddr[peer.Unmap().WithZone("")]; x != nil {
@@ -378,15 +379,15 @@ func (vt *VTEP) Remote(vni uint32, peer netip.Addr) (r vswitch.Remote, ok bool) 
 	return 0, false
 }
 
-// Monitor sees a VTEP's datagrams.
+// Monitor receives a VTEP's datagrams.
 type Monitor interface {
 	// Datagram is called for every datagram that was sent (out) and for every one that arrived, before any check. The
-	// payload is header and inner one behind the other. It runs on the loop l, on several loops at once; it must not
-	// block, change or keep the slices.
+	// payload is header followed by inner. It runs on the loop l, on several loops at once; it must not block, nor
+	// change or keep the slices.
 	Datagram(l *loop.Loop, out bool, src, dst netip.AddrPort, tos uint8, header, inner []byte)
 }
 
-// SetMonitor lets m see all datagrams from now on. vswitch.ErrMonitored if somebody does already.
+// SetMonitor passes all datagrams to m from now on. It fails with vswitch.ErrMonitored if there is a monitor already.
 func (vt *VTEP) SetMonitor(m Monitor) error {
 	if !vt.monitor.CompareAndSwap(nil, &m) {
 		return vswitch.ErrMonitored
@@ -397,27 +398,27 @@ func (vt *VTEP) SetMonitor(m Monitor) error {
 	return nil
 }
 
-// RemoveMonitor ends that. Once it has returned, Datagram is not running and will not be called.
+// RemoveMonitor removes the monitor. Once it has returned, Datagram is not running and will not be called.
 func (vt *VTEP) RemoveMonitor() {
 	vt.monitor.Store(nil)
 	vt.barrier()
 }
 
-// barrier returns when no handler that ran when it was called runs any more.
+// barrier returns when all handlers that ran when it was called have returned.
 func (vt *VTEP) barrier() {
 	for _, l := range vt.cfg.Loops {
 		l.Do(func() {})
 	}
 }
 
-// Close removes the VTEP from all networks, sends nothing more and closes the sockets. Twice is harmless.
+// Close removes the VTEP from all networks, stops sending and closes the sockets. It may be called twice.
 func (vt *VTEP) Close() {
 	vt.mu.Lock()
 	stop := vt.stopWatch
 	vt.stopWatch = nil
 	vt.mu.Unlock()
 	if stop != nil {
-		stop() // it may be waiting for mu
+		stop() // the goroutine may be waiting for mu
 	}
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
@@ -426,7 +427,7 @@ func (vt *VTEP) Close() {
 	}
 	vt.closed = true
 	for _, vni := range slices.Collect(maps.Keys(*vt.nets.Load())) {
-		_ = vt.removeLocked(vni) // it is there
+		_ = vt.removeLocked(vni) // cannot fail: it is in the list
 	}
 	vt.shutdown()
 }

@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	// The fuzzing engine's own goroutines may outlive the run by a moment.
+	// The fuzzing engine's own goroutines may end slightly after the run.
 	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {
 		os.Exit(m.Run())
 	}
@@ -37,7 +37,7 @@ const (
 	remoteIP = "192.0.2.2"
 )
 
-// rig is a VTEP in one namespace, and in another a socket that plays its peer byte by byte.
+// rig is a VTEP in one namespace, and in another a socket that acts as its peer, byte by byte.
 type rig struct {
 	t      testing.TB
 	a, b   *nstest.NS
@@ -50,7 +50,7 @@ type rig struct {
 	att    *vswitch.Attachment
 }
 
-// sink is a port of the network that keeps what it gets; loop 0's and others' frames alike.
+// sink is a port of the network that keeps the frames it gets, on any loop.
 type sink struct {
 	frames chan string
 }
@@ -153,7 +153,7 @@ func (r *rig) send(from *net.UDPConn, p []byte) {
 	}
 }
 
-// inject lets the sink's port send a frame, on a loop.
+// inject sends frames from the sink's port, on a loop.
 func (r *rig) inject(l *loop.Loop, frames ...[]byte) {
 	r.t.Helper()
 	l.Do(func() {
@@ -169,7 +169,7 @@ func (r *rig) inject(l *loop.Loop, frames ...[]byte) {
 	})
 }
 
-// receive waits for a datagram at the remote.
+// receive waits for a datagram at the peer.
 func (r *rig) receive(c *net.UDPConn) ([]byte, netip.AddrPort) {
 	r.t.Helper()
 	p := make([]byte, 65536)
@@ -193,7 +193,7 @@ func macs(dst, src byte, f []byte) []byte {
 	return f
 }
 
-// Each check of the receive side, by what it counts; a good frame behind each proves that the loop is alive.
+// Each check of the receive side, by its counter; a good frame after each shows that the loop still works.
 func TestReceiveChecks(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	stranger := r.socket("192.0.2.3:4789")
@@ -223,7 +223,7 @@ func TestReceiveChecks(t *testing.T) {
 			func() bool { return c.count(c.why) == before+1 })
 		r.send(r.remote, datagram(8, 100, good))
 		if f := <-r.sink.frames; f != string(good) {
-			t.Errorf("case %d: %x arrived", i, f)
+			t.Errorf("case %d: got %x", i, f)
 		}
 	}
 	e, ok := r.net.Lookup(vswitch.MAC{2, 0, 0, 0, 0, 2})
@@ -232,7 +232,7 @@ func TestReceiveChecks(t *testing.T) {
 	}
 }
 
-// With learning, a stranger becomes a peer, within the limit, and gets floods from then on.
+// With learning, an unknown host becomes a peer, within the limit, and gets flooded frames from then on.
 func TestLearnPeers(t *testing.T) {
 	r := newRig(t, Config{}, nil, MaxPeers(1))
 	if err := r.vt.SetLearnPeers(100, true); err != nil {
@@ -242,12 +242,12 @@ func TestLearnPeers(t *testing.T) {
 	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	if r.vt.Attachment(100).Counters.Dropped(vswitch.NoPeers) != 1 {
-		t.Error("flood to nobody is not counted")
+		t.Error("flood without peers was not counted")
 	}
 	r.send(r.remote, datagram(8, 100, good))
 	<-r.sink.frames
 	r.send(stranger, datagram(8, 100, good))
-	testutil.Eventually(t, "second stranger is refused",
+	testutil.Eventually(t, "second unknown host is refused",
 		func() bool { return r.vt.Attachment(100).Counters.Dropped(vswitch.UnknownPeer) == 1 })
 	st := r.vt.Status()
 	if len(st.Networks) != 1 || len(st.Networks[0].Peers) != 1 || !st.Networks[0].Peers[0].Learnt ||
@@ -259,7 +259,7 @@ func TestLearnPeers(t *testing.T) {
 	if string(p) != string(datagram(8, 100, macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))) || from.Addr() != r.vt.Local() {
 		t.Errorf("%x from %v", p, from)
 	}
-	// A learnt peer that becomes a configured one keeps its number; one that is removed is forgotten.
+	// A learnt peer that becomes a configured one keeps its number; one that is removed is no longer known.
 	if err := r.vt.SetPeers(100, addrs([]string{remoteIP})); err != nil {
 		t.Fatal(err)
 	}
@@ -281,7 +281,7 @@ func TestSourcePorts(t *testing.T) {
 				t.Errorf("source port %d", from.Port())
 			}
 			if p, ok := first[flow]; ok && p != from.Port() {
-				t.Errorf("flow %d went from port %d, then %d", flow, p, from.Port())
+				t.Errorf("flow %d was sent from port %d, then %d", flow, p, from.Port())
 			}
 			first[flow] = from.Port()
 			seen[from.Port()] = true
@@ -292,7 +292,7 @@ func TestSourcePorts(t *testing.T) {
 	}
 }
 
-// Both loops' sockets get their share of the flows.
+// Both loops' sockets get a share of the flows.
 func TestReusePort(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
@@ -316,7 +316,8 @@ func TestReusePort(t *testing.T) {
 	}
 }
 
-// A batch with frames beyond the underlay's MTU: these are counted, the others arrive in order, nothing is fragmented.
+// A batch with frames larger than the underlay's MTU: these are counted, the others arrive in order, nothing is
+// fragmented.
 func TestUnderlayTooBig(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		c, peer := Config{}, remoteIP
@@ -327,7 +328,7 @@ func TestUnderlayTooBig(t *testing.T) {
 		if want := map[bool]int{false: 1450, true: 1430}[v6]; r.net.MTU() != want || r.vt.MTU() != want {
 			t.Errorf("MTU %d, %d; want %d", r.net.MTU(), r.vt.MTU(), want)
 		}
-		r.vt.stopWatch() // or the network would follow
+		r.vt.stopWatch() // otherwise the network would follow
 		r.vt.stopWatch = nil
 		// The path to the peer is narrower than the device.
 		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
@@ -355,7 +356,7 @@ func TestUnderlayTooBig(t *testing.T) {
 				t.Fatalf("v6 %v frame %d: got %x", v6, i, p)
 			}
 		}
-		// The last one is counted after the last small one has arrived.
+		// The last large one is counted after the last small one has arrived.
 		testutil.Eventually(t, fmt.Sprint("counted as too big: ", want), func() bool {
 			return r.vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) == want
 		})
@@ -365,8 +366,8 @@ func TestUnderlayTooBig(t *testing.T) {
 	}
 }
 
-// A full socket never blocks the loop: what does not fit is dropped and counted, and all references come back. The
-// peer does not answer ARP, so its datagrams stay charged to the socket.
+// A full socket never blocks the loop: datagrams that do not fit are dropped and counted, and all references are
+// dropped. The peer does not answer ARP, so its datagrams stay charged to the socket.
 func TestQueueFull(t *testing.T) {
 	r := newRig(t, Config{SourcePorts: 1}, []string{"192.0.2.99"})
 	if err := unix.SetsockoptInt(r.vt.tx[0].socks[0].fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 1); err != nil { // the minimum
@@ -396,7 +397,7 @@ func TestUnreachable(t *testing.T) {
 	}
 }
 
-// An empty pool: datagrams leave the socket, are counted, and the loop does not spin or stop.
+// With an empty pool datagrams leave the socket and are counted, and the loop neither spins nor stops.
 func TestReceiveWithoutBuffers(t *testing.T) {
 	r := newRig(t, Config{}, []string{remoteIP})
 	good := macs(1, 2, ip4(0, 1, 2, header.ProtoUDP, 7, 8))
@@ -407,7 +408,7 @@ func TestReceiveWithoutBuffers(t *testing.T) {
 	for range 5 {
 		r.send(r.remote, datagram(8, 100, good))
 	}
-	testutil.Eventually(t, "five are counted", func() bool { return r.vt.Counters.Dropped(vswitch.NoBuffer) == 5 })
+	testutil.Eventually(t, "five drops are counted", func() bool { return r.vt.Counters.Dropped(vswitch.NoBuffer) == 5 })
 	for _, b := range held {
 		b.Free()
 	}
@@ -458,7 +459,7 @@ func TestOuterHeader(t *testing.T) {
 				t.Errorf("%+v: traffic class %#x", c, got)
 			}
 			if !c.v6 && p[6]&0x40 == 0 {
-				t.Errorf("%+v: DF is not set", c)
+				t.Errorf("%+v: no DF", c)
 			}
 			if zero := udp[6] == 0 && udp[7] == 0; zero != (!c.v6 || c.zero) {
 				t.Errorf("%+v: checksum %x", c, udp[6:8])
@@ -510,9 +511,9 @@ func TestConfigErrors(t *testing.T) {
 			vt, err := New(bad)
 			if err == nil {
 				vt.Close()
-				t.Errorf("accepted; want an error with %q", c.say)
+				t.Errorf("New accepted it; want an error with %q", c.say)
 			} else if !strings.Contains(err.Error(), c.say) {
-				t.Errorf("%q does not say %q", err, c.say)
+				t.Errorf("%q does not contain %q", err, c.say)
 			}
 		}
 		// A kernel vxlan device on the same port.
@@ -550,8 +551,8 @@ func TestConfigErrors(t *testing.T) {
 	}
 }
 
-// Peers and networks come and go under traffic: frames of removed ones stop, their table entries vanish, numbers
-// are used again, nothing leaks.
+// Peers and networks are added and removed under traffic: frames of removed ones stop, their table entries vanish,
+// numbers are reused, nothing leaks.
 func TestPeerChurn(t *testing.T) {
 	fds := 0
 	t.Cleanup(func() {
@@ -568,7 +569,7 @@ func TestPeerChurn(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, ok := r.net.Lookup(vswitch.MAC{2, 0, 0, 0, 0, 2}); ok {
-		t.Error("what lay behind a removed peer is still in the table")
+		t.Error("an address behind a removed peer is still in the table")
 	}
 	if id, ok := r.vt.Remote(100, netip.MustParseAddr("192.0.2.3")); !ok || id != 2 {
 		t.Errorf("number %d %v", id, ok)
@@ -577,7 +578,7 @@ func TestPeerChurn(t *testing.T) {
 		t.Fatal(err)
 	}
 	if id, _ := r.vt.Remote(100, netip.MustParseAddr(remoteIP)); id != 1 {
-		t.Errorf("the free number was not used again: %d", id)
+		t.Errorf("the free number was not reused: %d", id)
 	}
 	for range 20 {
 		if err := r.vt.RemoveNetwork(100); err != nil {

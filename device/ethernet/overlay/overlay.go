@@ -1,14 +1,14 @@
-// Package overlay is where a tenant network's tables come from. A TableSource (static configuration, the control API,
-// EVPN) offers routes; the Table of a network holds what all sources offer, picks the best for each key, and keeps the
-// switch (vswitch) and the tunnels (vxlan) in step with that. What the data path learns by itself ranks below all of it
-// and stays in the switch.
+// Package overlay maintains the tables of tenant networks. A TableSource (static configuration, the control API, EVPN)
+// provides routes; the Table of a network holds the routes of all sources, selects the best for each key, and installs
+// it in the switch (vswitch) and the tunnels (vxlan). Addresses that the data path learns rank below all sources and
+// exist only in the switch.
 //
 //	Peer   this VTEP serves the network: floods go to it          (EVPN type 3)
 //	MAC    this MAC is behind that VTEP, or at that local port    (EVPN type 2)
 //	IP     this IP address is that MAC's: ARP and ND are answered (EVPN type 2)
 //
-// A route that cannot take effect (its VTEP is no peer, a VM of this host has the MAC) is kept, shown with the reason,
-// and tried again whenever something changes. A Table's methods may be called from any goroutine but loops. Lock order:
+// A route that cannot be installed (its VTEP is no peer, a VM of this host has the MAC) is kept, shown with the reason,
+// and tried again on every change. A Table's methods may be called from any goroutine except loops. Lock order:
 // Table.mu, then vxlan's and vswitch's.
 package overlay
 
@@ -29,16 +29,16 @@ import (
 type TableSource interface {
 	// Name identifies the source: "static", "api".
 	Name() string
-	// Rank orders sources that disagree: the lowest wins.
+	// Rank orders the sources: the lowest wins.
 	Rank() int
 	// Attach begins to feed a network's table: the source calls Set and Withdraw, now and later, until Detach. Routes set
 	// with an error from Attach are withdrawn by the caller.
 	Attach(t *Table) error
-	// Detach ends that. The caller withdraws what is left.
+	// Detach reverts Attach. The caller withdraws the remaining routes.
 	Detach(t *Table)
 }
 
-// Ranks of the sources that there are. What is learnt comes after all of them.
+// Ranks of the sources. Learnt addresses rank below all of them.
 const (
 	RankStatic = 10
 	RankAPI    = 20
@@ -59,7 +59,7 @@ var (
 // MaxRoutes bounds the routes of one network.
 const MaxRoutes = 1 << 20
 
-// Kind says what a route is about.
+// Kind is the kind of a route.
 type Kind uint8
 
 // The kinds of routes.
@@ -92,7 +92,7 @@ func (k *Kind) UnmarshalText(b []byte) error {
 	return nil
 }
 
-// Key is what a route is about; the fields that its kind does not name are zero.
+// Key identifies a route's subject; fields that its kind does not use are zero.
 type Key struct {
 	Kind Kind
 	VTEP netip.Addr  // Peer
@@ -104,9 +104,9 @@ type Key struct {
 // Route is one statement of a source.
 type Route struct {
 	Key
-	Behind netip.Addr  // MAC: the VTEP it is behind; or
-	Port   string      // MAC: the local port it is at
-	At     vswitch.MAC // IP: whose it is
+	Behind netip.Addr  // MAC: the VTEP of the address; or
+	Port   string      // MAC: the local port of the address
+	At     vswitch.MAC // IP: the MAC that has it
 	Yields bool        // ports of this host may take it over; its source then says so (vswitch.Network.SetYielding)
 }
 
@@ -127,26 +127,26 @@ func (r *Route) check() error {
 	return nil
 }
 
-// Table is the routes of one network, and what has become of them.
+// Table has the routes of one network, and their state.
 type Table struct {
 	net *vswitch.Network
-	vt  *vxlan.VTEP // nil: a network of this host only
+	vt  *vxlan.VTEP // nil: the network is on this host only
 
 	mu     sync.Mutex
 	routes map[Key]*entry
 	count  int
-	// Entries that depend on what other entries are about: those whose best offer is behind a VTEP, and those not in
-	// force. So a change costs what depends on it, not a walk of the table.
+	// Entries that depend on others: those whose best offer is behind a VTEP, and those not installed. So a change only
+	// visits the entries that depend on it.
 	behind  map[netip.Addr]map[*entry]struct{}
 	waiting map[*entry]struct{}
 }
 
-// entry is what sources say about one key. installed is what is in force.
+// entry has the routes of all sources for one key. installed is the one in the switch.
 type entry struct {
 	offers    []offer // best first
 	installed *Route
-	why       error      // that offers[0] is not in force
-	under     netip.Addr // the VTEP under which it stands in Table.behind
+	why       error      // why offers[0] is not installed
+	under     netip.Addr // key of the entry in Table.behind
 }
 
 type offer struct {
@@ -154,7 +154,7 @@ type offer struct {
 	Route
 }
 
-// NewTable makes the table of a network whose tunnel port, if the host has a VTEP, exists already.
+// NewTable makes the table of a network. If the host has a VTEP, the network's tunnel port must exist already.
 func NewTable(net *vswitch.Network, vt *vxlan.VTEP) *Table {
 	return &Table{net: net, vt: vt, routes: make(map[Key]*entry), behind: make(map[netip.Addr]map[*entry]struct{}),
 		waiting: make(map[*entry]struct{})}
@@ -166,9 +166,9 @@ func (t *Table) Network() *vswitch.Network { return t.net }
 // Tunnels returns the host's VTEP, nil if it has none.
 func (t *Table) Tunnels() *vxlan.VTEP { return t.vt }
 
-// Set adds a source's route, or replaces what it said about the same key. The error says why the route has not taken
-// effect (errors.Is with this package's and vswitch's errors); it stays in the table all the same. Malformed routes and
-// those beyond the table's limit are refused.
+// Set adds a source's route, or replaces its route for the same key. The error says why the route is not installed
+// (errors.Is with this package's and vswitch's errors); it stays in the table nevertheless. Malformed routes and those
+// beyond the table's limit are refused.
 func (t *Table) Set(src TableSource, r Route) error {
 	r.VTEP, r.Behind, r.IP = unmap(r.VTEP), unmap(r.Behind), unmap(r.IP)
 	if err := r.check(); err != nil {
@@ -198,7 +198,7 @@ func (t *Table) Set(src TableSource, r Route) error {
 	return e.why
 }
 
-// State tells whether a source's route is in force, else why not; false, nil: there is none.
+// State reports whether a source's route is installed, otherwise why not; false, nil: there is none.
 func (t *Table) State(src TableSource, k Key) (active bool, why error) {
 	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
 	t.mu.Lock()
@@ -216,7 +216,7 @@ func (t *Table) State(src TableSource, k Key) (active bool, why error) {
 	return false, errOutranked
 }
 
-// Said returns what a source says about a key.
+// Said returns a source's route for a key.
 func (t *Table) Said(src TableSource, k Key) (Route, bool) {
 	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
 	t.mu.Lock()
@@ -229,7 +229,7 @@ func (t *Table) Said(src TableSource, k Key) (Route, bool) {
 	return Route{}, false
 }
 
-// Withdraw takes back what a source said about a key, and tells whether it had said something.
+// Withdraw removes a source's route for a key, and reports whether there was one.
 func (t *Table) Withdraw(src TableSource, k Key) bool {
 	k.VTEP, k.IP = unmap(k.VTEP), unmap(k.IP)
 	t.mu.Lock()
@@ -243,7 +243,7 @@ func (t *Table) Withdraw(src TableSource, k Key) bool {
 		t.peerChangedLocked(k.VTEP)
 	}
 	tries := 0
-	for w := range t.waiting { // it may have been room that was missing
+	for w := range t.waiting { // the cause may have been a full table
 		if tries++; tries > roomTries {
 			break
 		}
@@ -252,7 +252,7 @@ func (t *Table) Withdraw(src TableSource, k Key) bool {
 	return true
 }
 
-// WithdrawAll takes back everything that a source said.
+// WithdrawAll removes all routes of a source.
 func (t *Table) WithdrawAll(src TableSource) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -266,30 +266,30 @@ func (t *Table) WithdrawAll(src TableSource) {
 	}
 }
 
-// Retry tries the routes again that have not taken effect: a port has come or gone. What yields to ports is its
-// source's affair.
+// Retry tries again to install routes after a port was added or removed. Routes that yield to ports are retried by
+// their source.
 func (t *Table) Retry() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, e := range t.routes {
-		// What is in force may have gone with its port.
+		// An installed entry may have been removed with its port.
 		if e.why != nil || e.installed != nil && e.installed.Kind == MAC && !e.installed.Yields {
 			t.settleLocked(e)
 		}
 	}
 }
 
-// roomTries bounds how many routes are tried again when one goes.
+// roomTries bounds how many routes are retried when one is removed.
 const roomTries = 4
 
-// peerChangedLocked settles what is behind a VTEP that has come or gone.
+// peerChangedLocked updates the entries behind a VTEP that was added or removed.
 func (t *Table) peerChangedLocked(vtep netip.Addr) {
 	for e := range t.behind[vtep] {
 		t.settleLocked(e)
 	}
 }
 
-// fileLocked puts an entry where changes of others find it.
+// fileLocked updates the indices of entries that depend on others.
 func (t *Table) fileLocked(e *entry) {
 	var under netip.Addr
 	if len(e.offers) > 0 && e.offers[0].Kind == MAC {
@@ -326,7 +326,7 @@ func (t *Table) withdrawLocked(k Key, e *entry, src TableSource) {
 	}
 }
 
-// settleLocked makes the best offer of a key the one in force.
+// settleLocked installs the best offer of a key.
 func (t *Table) settleLocked(e *entry) {
 	defer t.fileLocked(e)
 	if e.installed != nil && (len(e.offers) == 0 || e.offers[0].Route != *e.installed &&
@@ -342,13 +342,13 @@ func (t *Table) settleLocked(e *entry) {
 	if e.why = t.install(&r); e.why == nil {
 		e.installed = &r
 	} else if e.installed != nil {
-		// It was installed and its port or peer is gone, or another's entry was to be replaced.
+		// It was installed and its port or peer is gone, or it was to replace another source's entry.
 		t.remove(e.installed)
 		e.installed = nil
 	}
 }
 
-// replaces tells whether one route may be installed over the other: an address that moves from VTEP to VTEP is never
+// replaces reports whether one route may be installed over the other: an address that moves between VTEPs is never
 // unknown in between.
 func (t *Table) replaces(r, old *Route) bool {
 	return r.Kind == MAC && r.Behind.IsValid() && old.Behind.IsValid()
@@ -380,7 +380,7 @@ func (t *Table) install(r *Route) error {
 func (t *Table) remove(r *Route) {
 	switch r.Kind {
 	case Peer:
-		// An error says that it is gone already.
+		// On an error the peer is gone already.
 		_ = t.vt.RemovePeer(t.net.VNI(), r.VTEP)
 	case MAC:
 		if att, _, err := t.place(r); err == nil {
@@ -391,7 +391,7 @@ func (t *Table) remove(r *Route) {
 	}
 }
 
-// place finds where a MAC route leads.
+// place resolves the location of a MAC route.
 func (t *Table) place(r *Route) (*vswitch.Attachment, vswitch.Remote, error) {
 	if r.Port != "" {
 		if a := t.net.Port(r.Port); a != nil {
@@ -418,16 +418,16 @@ func (e *entry) of(src TableSource) int {
 type RouteStatus struct {
 	Kind   Kind        `json:"kind"`
 	Source string      `json:"source"`
-	VTEP   netip.Addr  `json:"vtep,omitzero"` // Peer, or what a MAC is behind
+	VTEP   netip.Addr  `json:"vtep,omitzero"` // Peer, or the location of a MAC
 	MAC    vswitch.MAC `json:"mac,omitzero"`
 	VLAN   uint16      `json:"vlan,omitempty"`
 	Port   string      `json:"port,omitempty"`
 	IP     netip.Addr  `json:"ip,omitzero"`
 	Active bool        `json:"active"`
-	Why    string      `json:"why,omitempty"` // it is not active
+	Why    string      `json:"why,omitempty"` // why it is not active
 }
 
-// Routes lists what all sources say, ordered by kind and address.
+// Routes lists the routes of all sources, ordered by kind and address.
 func (t *Table) Routes() (out []RouteStatus) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

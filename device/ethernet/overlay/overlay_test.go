@@ -39,7 +39,7 @@ func newNetwork(t *testing.T) *vswitch.Network {
 	return n
 }
 
-// other is a source of another rank.
+// other is a source with another rank.
 type other struct {
 	API
 	rank int
@@ -48,7 +48,7 @@ type other struct {
 func (o *other) Name() string { return fmt.Sprint("other", o.rank) }
 func (o *other) Rank() int    { return o.rank }
 
-// The table against a map: sources speak, contradict each other and fall silent, ports come and go.
+// The table against a map: sources add, contradict and withdraw routes, ports are added and removed.
 func TestModel(t *testing.T) {
 	n := newNetwork(t)
 	tab := NewTable(n, nil)
@@ -104,7 +104,7 @@ func TestModel(t *testing.T) {
 			}
 			tab.Retry()
 		}
-		// What is in force: MAC -> port, IP -> MAC.
+		// The installed entries: MAC -> port, IP -> MAC.
 		type place struct {
 			port string
 			mac  vswitch.MAC
@@ -118,7 +118,7 @@ func TestModel(t *testing.T) {
 		}
 		for k, o := range model {
 			total += len(o)
-			for _, s := range sources { // by rank
+			for _, s := range sources { // ordered by rank
 				if r, ok := o[s]; ok {
 					if k.Kind == IP || ports[r.Port] != nil {
 						want[k] = place{r.Port, r.At}
@@ -128,18 +128,18 @@ func TestModel(t *testing.T) {
 			}
 		}
 		if !maps.Equal(got, want) {
-			t.Fatalf("step %d: in force %v, want %v", step, got, want)
+			t.Fatalf("step %d: installed %v, want %v", step, got, want)
 		}
 		if tab.count != total {
 			t.Fatalf("step %d: %d routes counted, %d in the model", step, tab.count, total)
 		}
 	}
 	if !slices.IsSortedFunc(tab.Routes(), func(a, b RouteStatus) int { return cmp.Compare(a.Kind, b.Kind) }) {
-		t.Error("not in order")
+		t.Error("routes are not ordered")
 	}
 }
 
-// With tunnels: peers by several sources, MACs behind them, and what waits for its peer.
+// With tunnels: peers from several sources, MACs behind them, and routes that wait for their peer.
 func TestTunnels(t *testing.T) {
 	ns := nstest.New(t, "a")
 	peer := nstest.New(t, "b")
@@ -183,7 +183,7 @@ func TestTunnels(t *testing.T) {
 	}
 	behind := func(at netip.Addr) Route { return Route{Key: Key{Kind: MAC, MAC: mac(1)}, Behind: at} }
 	if err := tab.Set(api, behind(three)); !errors.Is(err, ErrNoPeer) {
-		t.Errorf("behind a host that is no peer: %v", err)
+		t.Errorf("MAC behind a host that is no peer: %v", err)
 	}
 	if r := tab.Routes(); len(r) != 2 || r[1].Active || !strings.Contains(r[1].Why, "not a peer") {
 		t.Errorf("%+v", r)
@@ -205,13 +205,13 @@ func TestTunnels(t *testing.T) {
 			}
 		}
 	}
-	check("its peer has come", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
+	check("its peer was added", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
 	if err := tab.Set(static, behind(two)); err != nil {
 		t.Fatal(err)
 	}
-	check("a source of lower rank", "192.0.2.2 192.0.2.3 ", "192.0.2.2")
+	check("a route from a source of lower rank", "192.0.2.2 192.0.2.3 ", "192.0.2.2")
 	tab.Withdraw(static, behind(two).Key)
-	check("and its end", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
+	check("its withdrawal", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
 	if err := tab.Set(api, Route{Key: Key{Kind: Peer, VTEP: two}}); err != nil {
 		t.Fatal(err)
 	}
@@ -219,14 +219,14 @@ func TestTunnels(t *testing.T) {
 	tab.WithdrawAll(static)
 	check("a peer of two sources loses one", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
 	if vt.Status().Networks[0].Learn {
-		t.Error("peers are still learnt")
+		t.Error("peers are still being learnt")
 	}
 	tab.Withdraw(api, Key{Kind: Peer, VTEP: three})
-	check("its peer is gone", "192.0.2.2 ", "")
+	check("its peer was removed", "192.0.2.2 ", "")
 	if err := tab.Set(api, Route{Key: Key{Kind: Peer, VTEP: three}}); err != nil {
 		t.Fatal(err)
 	}
-	check("and back", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
+	check("and added again", "192.0.2.2 192.0.2.3 ", "192.0.2.3")
 	tab.WithdrawAll(api)
 	check("silence", "", "")
 	if tab.count != 0 || len(tab.Routes()) != 0 {

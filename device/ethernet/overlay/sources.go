@@ -2,10 +2,10 @@ package overlay
 
 import "net/netip"
 
-// Static is the source of what the configuration says about one network.
+// Static is the source of one network's configuration.
 type Static struct {
 	Peers []netip.Addr
-	// LearnPeers lets the data path take in hosts that no source names.
+	// LearnPeers lets the data path add peers that no source names.
 	LearnPeers bool
 }
 
@@ -15,7 +15,7 @@ func (*Static) Name() string { return "static" }
 // Rank implements TableSource.
 func (*Static) Rank() int { return RankStatic }
 
-// Attach implements TableSource: all or nothing.
+// Attach implements TableSource. It sets all routes or none.
 func (s *Static) Attach(t *Table) error {
 	for _, a := range s.Peers {
 		if err := t.Set(s, Route{Key: Key{Kind: Peer, VTEP: a}}); err != nil {
@@ -38,8 +38,8 @@ func (s *Static) Detach(t *Table) {
 	}
 }
 
-// API is the source of what an operator says at run time. It has nothing to say by itself: the control API calls the
-// table's methods in its name. One serves all networks.
+// API is the source for operators at run time. The control API calls the table's methods on its behalf. One API serves
+// all networks.
 type API struct{}
 
 // Name implements TableSource.

@@ -12,32 +12,31 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// mac is what is known of one address: where others have it, and whether it is here.
+// mac is the state of one MAC: the routes of others that claim it, and its presence here.
 type mac struct {
 	addr   vswitch.MAC
 	routes []*route
 	best   *route // in the table
 	here   presence
-	after  uint32 // above the sequence numbers of claims that were withdrawn
+	after  uint32 // above the sequence numbers of withdrawn claims
 }
 
-// ip is the same for an IP address. A MAC's mobility decides where its IP addresses are; between MACs, who says it
-// last.
+// ip is the same for an IP address. It follows its MAC's mobility; if several MACs claim it, the latest claim wins.
 type ip struct {
 	addr   netip.Addr
 	routes []*route
 	best   *route      // in the table
-	at     vswitch.MAC // at a port of this host; zero: none
-	since  uint64      // as route.arrived
+	at     vswitch.MAC // MAC at a port of this host; zero: none
+	since  uint64      // in the order of route.arrived
 }
 
-// full counts the addresses of one kind that were taken over, and remembers who found no room.
+// full counts the installed addresses of one kind, and records those that found no room.
 type full struct {
 	n, max  int
 	waiting map[any]struct{} // *mac or *ip
 }
 
-// take is for an address that is to be in force, or no more; false: there is no room.
+// take updates the count for an address that was and is now to be installed or not; false: there is no room.
 func (f *full) take(x any, was, is bool) bool {
 	delete(f.waiting, x)
 	switch {
@@ -55,8 +54,8 @@ func (f *full) take(x any, was, is bool) bool {
 	return true
 }
 
-// beats orders claims to one MAC (RFC 7432 sections 15 and 15.2): static addresses do not move, then the later move
-// counts, then the lower address.
+// beats orders claims to one MAC (RFC 7432 sections 15 and 15.2): static addresses do not move; then the higher
+// sequence number wins, then the lower VTEP address.
 func (a mobility) beats(b mobility, vtep, other netip.Addr) bool {
 	switch {
 	case a.sticky != b.sticky:
@@ -67,12 +66,11 @@ func (a mobility) beats(b mobility, vtep, other netip.Addr) bool {
 	return vtep.Less(other)
 }
 
-// maxClaims bounds the routes about one address: every change of one looks at all of them, so whoever makes up a
-// quarter of a million for one MAC must not have that done. More are not kept, and come into consideration when they
-// are told again.
+// maxClaims bounds the routes for one address: every change of one looks at all of them, so a neighbour must not be
+// able to send a quarter of a million for one MAC. Routes in excess are refused until they are advertised again.
 const maxClaims = 1024
 
-// crowded tells whether there is no room for one more route about an address.
+// crowded reports whether there is no room for one more route for an address.
 func (n *Network) crowded(k nlri) bool {
 	if k.kind != bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT {
 		return false
@@ -81,10 +79,10 @@ func (n *Network) crowded(k nlri) bool {
 	return m != nil && len(m.routes) >= maxClaims || x != nil && len(x.routes) >= maxClaims
 }
 
-// takeLocked hears of a path that is gobgp's best now, or is gone.
+// takeLocked processes gobgp's new best path of an NLRI, or its withdrawal.
 func (s *Speaker) takeLocked(p *apiutil.Path) {
 	k, ok := identify(p)
-	if p.Withdrawal || !p.PeerAddress.IsValid() { // what is ours takes another's place
+	if p.Withdrawal || !p.PeerAddress.IsValid() { // our own route has become the best path
 		if ok {
 			s.dropLocked(k)
 		}
@@ -118,7 +116,7 @@ func (s *Speaker) takeLocked(p *apiutil.Path) {
 	s.arrivals++
 	r.arrived = s.arrivals
 	if old != nil && old.vtep == r.vtep && old.mobility == r.mobility {
-		r.arrived = old.arrived // told again
+		r.arrived = old.arrived // advertised again
 	}
 	s.routes[k] = r
 	r.net.replace(old, r)
@@ -131,7 +129,7 @@ func (s *Speaker) dropLocked(k nlri) {
 	}
 }
 
-// replace puts a route in the place of another with the same key; either may be nil.
+// replace replaces a route by another with the same key; either may be nil.
 func (n *Network) replace(old, r *route) {
 	k := old
 	if k == nil {
@@ -168,7 +166,7 @@ func swap(list []*route, old, r *route) []*route {
 	return append(list, r)
 }
 
-// countVTEP keeps the flood list.
+// countVTEP maintains the flood list.
 func (n *Network) countVTEP(r *route, by int) {
 	if r == nil || r.why != nil {
 		return
@@ -195,8 +193,8 @@ func (n *Network) mac(a vswitch.MAC) *mac {
 	return m
 }
 
-// remember keeps the sequence number of a MAC that nobody has any more, so that it rises also when an address is
-// withdrawn at its old place before it is heard at the new one. Of too many, any are forgotten.
+// remember keeps the sequence number of a MAC without claims, so that it rises also if an address is withdrawn at its
+// old location before it is advertised at the new one. If there are too many, arbitrary ones are dropped.
 func (n *Network) remember(m *mac) {
 	if m.after == 0 {
 		return
@@ -219,7 +217,7 @@ func (n *Network) ip(a netip.Addr) *ip {
 	return x
 }
 
-// strongest returns the best claim of others, nil if there is none.
+// strongest returns the best claim of others, or nil.
 func (m *mac) strongest() (best *route) {
 	for _, r := range m.routes {
 		if r.why == nil && (best == nil || r.beats(best.mobility, r.vtep, best.vtep)) {
@@ -229,8 +227,8 @@ func (m *mac) strongest() (best *route) {
 	return best
 }
 
-// next is a sequence number above those of all claims of others, those that do not count included: gobgp compares with
-// them too.
+// next returns a sequence number above all claims of others, unusable ones included, because gobgp compares with them,
+// too.
 func (m *mac) next() uint32 {
 	seq := m.after
 	for _, r := range m.routes {
@@ -239,7 +237,7 @@ func (m *mac) next() uint32 {
 	return seq
 }
 
-// above is the next sequence number, or the last that there is.
+// above returns the next sequence number, or the maximum.
 func above(seq uint32) uint32 {
 	if seq == math.MaxUint32 {
 		return seq
@@ -247,13 +245,13 @@ func above(seq uint32) uint32 {
 	return seq + 1
 }
 
-// electMAC decides where a MAC is.
+// electMAC decides the location of a MAC.
 func (n *Network) electMAC(m *mac) {
 	best := m.strongest()
 	switch h := &m.here; {
 	case h.frozen && best != nil:
 		return
-	case h.frozen: // nobody contests it any more
+	case h.frozen: // the other claim is withdrawn
 		n.thaw(m)
 	case !h.here || best == nil:
 	case h.beats(best.mobility, n.s.cfg.VTEP, best.vtep):
@@ -292,7 +290,7 @@ func (n *Network) electMAC(m *mac) {
 	}
 }
 
-// electIP decides whose an IP address is.
+// electIP decides which MAC has an IP address.
 func (n *Network) electIP(x *ip) {
 	var best *route
 	for _, r := range x.routes {
@@ -323,13 +321,13 @@ func (n *Network) electIP(x *ip) {
 	}
 }
 
-// follows tells whether a route about an IP address comes from where its MAC is.
+// follows reports whether a route for an IP address comes from its MAC's location.
 func (n *Network) follows(r *route) bool {
 	m := n.macs[r.mac]
 	return r.why == nil && m != nil && m.best != nil && m.best.vtep == r.vtep
 }
 
-// admit gives room that has come to one who waits for it.
+// admit gives freed room to addresses that wait for it.
 func (n *Network) admit(f *full) {
 	for x := range f.waiting {
 		delete(f.waiting, x)
@@ -343,7 +341,7 @@ func (n *Network) admit(f *full) {
 	}
 }
 
-// state tells why a route is not in force, nil if it is.
+// state returns why a route is not installed, nil if it is.
 func (r *route) state() error {
 	n := r.net
 	if r.why != nil {

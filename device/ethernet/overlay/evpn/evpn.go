@@ -1,5 +1,5 @@
-// Package evpn feeds the overlay's tables from BGP EVPN (RFC 7432 over VXLAN, RFC 8365), and tells others what is on
-// this host.
+// Package evpn feeds the overlay's tables from BGP EVPN (RFC 7432 over VXLAN, RFC 8365), and advertises the addresses
+// on this host.
 //
 // One Speaker per daemon keeps the BGP sessions (session.go, on osrg/gobgp). One Network per tenant network is its
 // MAC-VRF and the overlay.TableSource of its table:
@@ -7,14 +7,13 @@
 //	sessions ── best path of each NLRI ──▶ decode, judge (route.go) ──▶ elect per MAC and IP (elect.go) ──▶ overlay.Table
 //	vswitch: addresses at this host's ports ──▶ claim, sequence numbers, duplicates (local.go) ──▶ sessions
 //
-// What arrives is from others: every route is checked against this host's networks, VTEP and limits before it counts,
-// and one that does not count is kept with the reason. An address that is at a port of this host and at another is
-// decided by MAC mobility (RFC 7432 section 15): sticky first, then the higher sequence number, then the lower VTEP
-// address.
+// Received routes are untrusted: each is checked against this host's networks, VTEP and limits; one that is not usable
+// is kept with the reason. If an address is both at a port of this host and elsewhere, MAC mobility decides (RFC 7432
+// section 15): sticky first, then the higher sequence number, then the lower VTEP address.
 //
-// Concurrency: Speaker.mu guards all routes and claims; it is taken by the goroutine that hears gobgp, by the one that
-// looks at the ports, and by callers, never by loops. Lock order: Speaker.mu, then gobgp's own, overlay.Table's and
-// vswitch's.
+// Concurrency: Speaker.mu guards all routes and claims; it is taken by the goroutine that receives gobgp's events, by
+// the one that watches the ports, and by callers, never by loops. Lock order: Speaker.mu, then gobgp's own,
+// overlay.Table's and vswitch's.
 package evpn
 
 import (
@@ -36,7 +35,7 @@ import (
 const (
 	DefaultPort        = 179
 	DefaultHoldTime    = 90 * time.Second  // RFC 4271 section 10
-	DefaultRestartTime = 120 * time.Second // RFC 4724 leaves it open; what FRR has
+	DefaultRestartTime = 120 * time.Second // not specified in RFC 4724; FRR's default
 	DefaultMaxRoutes   = 1 << 18
 	DefaultLimitIdle   = 5 * time.Minute
 	MaxMaxRoutes       = 1 << 22
@@ -48,16 +47,16 @@ const (
 type Config struct {
 	AS       uint32
 	RouterID netip.Addr // IPv4
-	VTEP     netip.Addr // this host's end of the tunnels: the next hop of what it advertises
-	// Listen is where sessions are accepted, Port the TCP port; 0: nowhere.
+	VTEP     netip.Addr // this host's tunnel end: the next hop of its routes
+	// Listen are the addresses that accept sessions, Port their TCP port; 0: none.
 	Listen []netip.Addr
 	Port   uint16
-	// HoldTime ends a session on which nothing was heard; zero: DefaultHoldTime.
+	// HoldTime ends a session on which nothing was received; zero: DefaultHoldTime.
 	HoldTime time.Duration
-	// RestartTime is how long others may keep this host's routes when its sessions break (RFC 4724); zero: no graceful
+	// RestartTime is how long others may keep this host's routes after its sessions broke (RFC 4724); zero: no graceful
 	// restart, in either direction.
 	RestartTime time.Duration
-	// LimitIdle is how long a neighbour stays away that has exceeded its MaxRoutes; zero: DefaultLimitIdle.
+	// LimitIdle is how long a neighbour that exceeded its MaxRoutes is kept away; zero: DefaultLimitIdle.
 	LimitIdle  time.Duration
 	Neighbours []Neighbour
 	Clock      func() time.Time // nil: time.Now
@@ -70,16 +69,17 @@ type Neighbour struct {
 	AS      uint32
 	// Password signs the session's segments (RFC 2385); "": no signatures.
 	Password string
-	// Hops is how many hops away the neighbour is at most, by the TTL of what arrives (RFC 5082); 0: not checked.
+	// Hops is the neighbour's maximum distance in hops, checked by the TTL of received packets (RFC 5082); 0: not
+	// checked.
 	Hops uint8
-	// Passive waits for the neighbour to connect. Port is where to connect to; zero: DefaultPort. Local is the address to
-	// do so from.
+	// Passive waits for the neighbour to connect. Otherwise vnicd connects to Port (zero: DefaultPort), from the
+	// address Local.
 	Passive bool
 	Port    uint16
 	Local   netip.Addr
-	// MaxRoutes ends the session when the neighbour sends more; zero: DefaultMaxRoutes.
+	// MaxRoutes ends the session if the neighbour sends more; zero: DefaultMaxRoutes.
 	MaxRoutes int
-	// NextHops are the VTEPs that the neighbour may name. Nil: any.
+	// NextHops are the VTEPs that the neighbour may use as next hops. Nil: any.
 	NextHops []netip.Prefix
 }
 
@@ -92,14 +92,14 @@ type Speaker struct {
 
 	mu       sync.Mutex
 	networks map[uint32]*Network        // by VNI
-	targets  map[RouteTarget][]*Network // those with targets of their own
-	routes   map[nlri]*route            // that are about a network of this host
+	targets  map[RouteTarget][]*Network // those with configured targets
+	routes   map[nlri]*route            // routes for networks of this host
 	arrivals uint64
 	ignored  map[string]uint64 // refusals by reason
 	warn     warnings
 	closed   bool
 
-	kick chan struct{} // one place: ports of this host have changed
+	kick chan struct{} // capacity 1: ports of this host have changed
 	stop context.CancelFunc
 	done sync.WaitGroup
 }
@@ -138,8 +138,7 @@ func New(c Config) (*Speaker, error) {
 	return s, nil
 }
 
-// Close ends all sessions; what was advertised is withdrawn by that. Networks must be detached before. It may be called
-// twice.
+// Close ends all sessions, which withdraws all routes. Networks must be detached before. It may be called twice.
 func (s *Speaker) Close() {
 	s.mu.Lock()
 	closed := s.closed
@@ -153,17 +152,17 @@ func (s *Speaker) Close() {
 	s.bgp.close()
 }
 
-// ErrVNI says that the speaker has a network of that VNI.
-var ErrVNI = errors.New("evpn: the VNI has a network")
+// ErrVNI: the speaker already has a network with that VNI.
+var ErrVNI = errors.New("evpn: VNI is in use")
 
 // NetworkConfig describes a tenant network to the speaker.
 type NetworkConfig struct {
-	// Import and Export are the route targets; nil: derived (RFC 8365 section 5.1.2.1). Derived ones are imported whatever
-	// their AS, so that networks may span several.
+	// Import and Export are the route targets; nil: derived (RFC 8365 section 5.1.2.1). Derived targets of any AS are
+	// imported, so that networks may span several.
 	Import, Export []RouteTarget
-	// MaxEntries bounds the addresses taken over from others, MACs and IPs each; zero: vswitch.DefaultMaxEntries.
+	// MaxEntries bounds the addresses installed from others, MACs and IPs each; zero: vswitch.DefaultMaxEntries.
 	MaxEntries int
-	// Present tells of a VM's port whether it is in use; nil: all are. It must not block.
+	// Present reports whether a VM's port is in use; nil: all are. It must not block.
 	Present func(port string) bool
 }
 
@@ -177,19 +176,19 @@ type Network struct {
 	vni    uint32
 	rd     [8]byte
 	export []RouteTarget
-	vteps  map[netip.Addr]int // type 3 routes in use
+	vteps  map[netip.Addr]int // number of usable type 3 routes
 	macs   map[vswitch.MAC]*mac
 	ips    map[netip.Addr]*ip
-	gone   map[vswitch.MAC]uint32 // mac.after of those that nobody has
+	gone   map[vswitch.MAC]uint32 // mac.after of MACs without claims
 	taken  struct{ macs, ips full }
-	// What is at this host's ports, and what is advertised of it.
+	// The addresses at this host's ports, and what is advertised for them.
 	here       map[vswitch.MAC]*mac
 	hereIPs    map[netip.Addr]*ip
 	said       map[claim]mobility
 	duplicates uint64
 }
 
-// Network makes the source of one network's routes. It speaks once it is attached.
+// Network makes the source of one network's routes. It does nothing before it is attached.
 func (s *Speaker) Network(c NetworkConfig) *Network {
 	if c.MaxEntries == 0 {
 		c.MaxEntries = vswitch.DefaultMaxEntries
@@ -233,7 +232,7 @@ func (n *Network) Attach(t *overlay.Table) error {
 		return err
 	}
 	t.Network().OnChange(s.poke)
-	// What has arrived already was of no interest until now.
+	// Routes that arrived earlier were not kept without the network.
 	if err := s.bgp.each(s.takeLocked); err != nil {
 		return err
 	}
@@ -241,8 +240,8 @@ func (n *Network) Attach(t *overlay.Table) error {
 	return nil
 }
 
-// freeRDLocked makes a route distinguisher: the router id and a number (RFC 7432 section 7.9). The number only tells
-// this host's networks apart; it is the lower half of the VNI, or the next that is free.
+// freeRDLocked makes a route distinguisher: the router id and a number (RFC 7432 section 7.9). The number only
+// distinguishes this host's networks; it is the lower half of the VNI, or the next free number.
 func (s *Speaker) freeRDLocked(vni uint32) (rd [8]byte) {
 	id := s.cfg.RouterID.As4()
 	rd[1] = 1 // IPv4 address and 2 octets
@@ -253,7 +252,7 @@ func (s *Speaker) freeRDLocked(vni uint32) (rd [8]byte) {
 		for _, n := range s.networks {
 			taken = taken || n.rd == rd
 		}
-		if !taken { // a host has fewer networks than there are numbers
+		if !taken { // there are more numbers than networks of a host
 			return rd
 		}
 	}
@@ -275,7 +274,7 @@ func (n *Network) Detach(t *overlay.Table) {
 	s.forgetLocked(n)
 }
 
-// forgetLocked ends a network; its routes in the table are the caller's affair.
+// forgetLocked removes a network from the speaker; the caller withdraws its routes from the table.
 func (s *Speaker) forgetLocked(n *Network) {
 	delete(s.networks, n.vni)
 	for _, rt := range n.cfg.Import {
@@ -291,7 +290,7 @@ func (s *Speaker) forgetLocked(n *Network) {
 	n.table = nil
 }
 
-// poke has the ports looked at soon. Any goroutine, loops included.
+// poke schedules a check of the ports. Any goroutine may call it, loops included.
 func (s *Speaker) poke() {
 	select {
 	case s.kick <- struct{}{}:
@@ -299,10 +298,10 @@ func (s *Speaker) poke() {
 	}
 }
 
-// Retry is to be called when ports have come or gone.
+// Retry must be called after ports were added or removed.
 func (s *Speaker) Retry() { s.poke() }
 
-// warnings lets one line through per second, and counts the rest.
+// warnings admits one line per second, and counts the others.
 type warnings struct {
 	last    time.Time
 	dropped int

@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// Two speakers tell each other what is at their ports: flood lists, MACs, IP addresses; and take it back.
+// Two speakers advertise the addresses at their ports (flood lists, MACs, IP addresses) and withdraw them.
 func TestTwo(t *testing.T) {
 	f := newFabric(t)
 	one, two := f.host(1, f.config(1, 2)), f.host(2, f.config(2, 1))
@@ -23,7 +23,7 @@ func TestTwo(t *testing.T) {
 	testutil.Eventually(t, "flood lists", func() bool {
 		return slices.Equal(a.peers(), []netip.Addr{vtepAddr(2)}) && slices.Equal(b.peers(), []netip.Addr{vtepAddr(1)})
 	})
-	testutil.Eventually(t, "a VM's MAC and one that was learnt",
+	testutil.Eventually(t, "a VM's MAC and a learnt one",
 		func() bool { return b.behind(hwaddr(1)) == vtepAddr(1) && a.behind(hwaddr(2)) == vtepAddr(2) })
 	if st := one.s.Status(); len(st.Sessions) != 1 || st.Sessions[0].State != "established" ||
 		st.Sessions[0].Received != 2 || st.Sessions[0].Advertised != 2 ||
@@ -31,7 +31,7 @@ func TestTwo(t *testing.T) {
 		t.Errorf("status %+v", st)
 	}
 
-	// A network of the same VNI is the same network; others are not told of, in either direction.
+	// The same VNI means the same network; routes of other networks are not installed, in either direction.
 	other := one.tenant(101, NetworkConfig{})
 	other.attach("vm3", hwaddr(3))
 	testutil.Eventually(t, "the foreign route is there, unused", func() bool {
@@ -40,15 +40,15 @@ func TestTwo(t *testing.T) {
 		})
 	})
 	if _, ok := b.net.Lookup(hwaddr(3)); ok {
-		t.Error("a MAC of another network was taken over")
+		t.Error("a MAC of another network was installed")
 	}
 
-	// The network comes later than the routes about it.
+	// A network is added after its routes have arrived.
 	late := two.tenant(101, NetworkConfig{})
-	testutil.Eventually(t, "routes that were there before the network",
+	testutil.Eventually(t, "routes that arrived before the network was added",
 		func() bool { return late.behind(hwaddr(3)) == vtepAddr(1) })
 
-	// What goes is withdrawn.
+	// Removed ports and networks are withdrawn.
 	a.net.Port("vm1").Close()
 	one.s.Retry()
 	testutil.Eventually(t, "withdrawal of a MAC", func() bool { _, ok := b.net.Lookup(hwaddr(1)); return !ok })
@@ -60,9 +60,10 @@ func TestTwo(t *testing.T) {
 	testutil.Eventually(t, "end of the session", func() bool { return len(b.peers()) == 0 })
 }
 
-// What appears while sessions begin is told of: gobgp has a moment between telling all and telling of changes.
+// Addresses that appear while sessions start are advertised: gobgp has a gap between its initial dump and its change
+// notifications.
 func TestBeginning(t *testing.T) {
-	const others, most = 5, 180 // together what a network takes
+	const others, most = 5, 180 // together the maximum of a network
 	f := newFabric(t)
 	var ns []int
 	for n := range others {
@@ -91,13 +92,13 @@ func TestBeginning(t *testing.T) {
 	testutil.Eventually(t, "the sessions are up", func() bool { return up(one) })
 	for n, macs := range told {
 		for _, m := range macs {
-			testutil.Eventually(t, fmt.Sprintf("MAC %v of host %d, which told of %d", m, n, len(macs)),
+			testutil.Eventually(t, fmt.Sprintf("MAC %v of host %d, which advertised %d", m, n, len(macs)),
 				func() bool { return a.behind(m) == vtepAddr(n) })
 		}
 	}
 }
 
-// Speakers that connect to each other at the same moment come together all the same (RFC 4271 section 6.8).
+// Speakers that connect to each other at the same moment establish a session (RFC 4271 section 6.8).
 func TestCollision(t *testing.T) {
 	f := newFabric(t)
 	var hosts []*host
@@ -123,7 +124,8 @@ func TestCollision(t *testing.T) {
 	t.Logf("all sessions up after %v", time.Since(start).Round(time.Millisecond))
 }
 
-// An address moves: by frames of a port, and as a VM's own. Sequence numbers rise, and nothing stays at the old place.
+// An address moves, as a source of frames at a port and as a VM's own. Sequence numbers rise, and nothing remains at
+// the old location.
 func TestMobility(t *testing.T) {
 	f := newFabric(t)
 	one, two := f.host(1, f.config(1, 2, 3)), f.host(2, f.config(2, 1, 3))
@@ -144,6 +146,9 @@ func TestMobility(t *testing.T) {
 			t.Errorf("move %d: route %+v %v", i, r, ok)
 		}
 		old := map[*tenant]*tenant{a: b, b: a}[x]
-		testutil.Eventually(t, "nothing stays at the old place", func() bool { _, ok := c.route(m, vtepAddr(old.n)); return !ok })
+		testutil.Eventually(t, "nothing stays at the old place", func() bool {
+			_, ok := c.route(m, vtepAddr(old.n))
+			return !ok
+		})
 	}
 }

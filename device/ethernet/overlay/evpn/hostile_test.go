@@ -19,8 +19,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// intruder is a BGP speaker that says what it likes, as neighbour 9 of host 1. It must be made before the host has
-// networks: starting a gobgp sets variables of the package that others read when they have routes.
+// intruder is a hostile BGP speaker, as neighbour 9 of host 1. It must be made before the host has networks: starting a
+// gobgp sets variables of the package that others read when they have routes.
 type intruder struct {
 	f   *fabric
 	srv *server.BgpServer
@@ -46,7 +46,7 @@ func (f *fabric) intruder() *intruder {
 	return x
 }
 
-// lie is a type 2 route as the intruder tells it.
+// lie is a type 2 route that the intruder sends.
 type lie struct {
 	rd      string // 192.0.2.N:NUMBER
 	mac     vswitch.MAC
@@ -105,7 +105,7 @@ func (x *intruder) tell(lies ...lie) {
 	}
 }
 
-// serve tells that a VTEP serves a network.
+// serve advertises that a VTEP serves a network.
 func (x *intruder) serve(vtep netip.Addr, vni uint32) {
 	x.f.t.Helper()
 	rd, _ := bgp.ParseRouteDistinguisher(fmt.Sprintf("192.0.2.9:%d", vni))
@@ -125,7 +125,7 @@ func (x *intruder) serve(vtep netip.Addr, vni uint32) {
 	}
 }
 
-// Every kind of route that does not count is refused for its own reason, is shown with it, and changes nothing.
+// Every kind of unusable route is refused for its own reason, is shown with it, and changes nothing.
 func TestHostileRoutes(t *testing.T) {
 	f := newFabric(t)
 	c := f.config(1, 9)
@@ -151,13 +151,13 @@ func TestHostileRoutes(t *testing.T) {
 	for _, l := range lies {
 		x.tell(l)
 	}
-	x.tell(truth(50)) // and one that is right
-	testutil.Eventually(t, "the right one", func() bool { return blue.behind(hwaddr(50)) == vtepAddr(9) })
+	x.tell(truth(50)) // and a usable one
+	testutil.Eventually(t, "the usable route", func() bool { return blue.behind(hwaddr(50)) == vtepAddr(9) })
 	testutil.Eventually(t, "reasons", func() bool {
 		seen := map[string]bool{}
 		for _, r := range h.s.Routes("") {
 			if r.Active && r.Neighbour.IsValid() && r.MAC != hwaddr(50) && r.Type == "mac" {
-				t.Fatalf("in force: %+v", r)
+				t.Fatalf("installed: %+v", r)
 			}
 			seen[r.Why] = true
 		}
@@ -171,7 +171,7 @@ func TestHostileRoutes(t *testing.T) {
 	for why, l := range lies {
 		for _, n := range []*tenant{blue, red} {
 			if _, ok := n.net.Lookup(l.mac); ok {
-				t.Errorf("%v: the MAC is in network %s", why, n.net.Name())
+				t.Errorf("%v: the MAC was installed in network %s", why, n.net.Name())
 			}
 		}
 		if h.s.Status().Refused[why.Error()] == 0 {
@@ -183,12 +183,12 @@ func TestHostileRoutes(t *testing.T) {
 	}
 	if log := h.log.String(); !strings.Contains(log, "EVPN route refused") ||
 		!strings.Contains(log, "neighbour=127.0.1.9") {
-		t.Error("no log line says what was refused")
+		t.Error("no log line for refused routes")
 	}
 }
 
-// A thief claims the MAC of a VM of this host: by higher numbers, by the same key, as static. The VM keeps it; the
-// contest ends.
+// A neighbour claims the MAC of a VM of this host: with higher sequence numbers, with the same key, as static. The VM
+// keeps it; the contest ends.
 func TestTheft(t *testing.T) {
 	f := newFabric(t)
 	h := f.host(1, f.config(1, 9))
@@ -200,45 +200,48 @@ func TestTheft(t *testing.T) {
 	said := func() (r RouteStatus) { r, _ = n.route(m, vtepAddr(1)); return r }
 	mine := func() bool { e, ok := n.net.Lookup(m); return ok && e.Port == "vm1" }
 
-	// The same key, preferred: ours stays the best.
+	// The same key with a higher preference: our route stays the best.
 	l := truth(1)
 	l.rd, l.pref, l.seq = "192.0.2.1:100", 5000, 0
 	x.tell(l)
 	x.tell(truth(50))
-	testutil.Eventually(t, "what came after it", func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
+	testutil.Eventually(t, "the route sent after it", func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
 	if r, ok := n.route(m, vtepAddr(9)); ok {
-		t.Errorf("another's route has the place of this host's own: %+v", r)
+		t.Errorf("a foreign route replaced this host's own: %+v", r)
 	}
 
 	for i := range uint32(3) {
 		l = truth(1)
 		l.seq = 10 * (i + 1)
 		x.tell(l)
-		testutil.Eventually(t, "this host claims it anew", func() bool { return said().Sequence == l.seq+1 })
+		testutil.Eventually(t, "this host claims it again", func() bool { return said().Sequence == l.seq+1 })
 	}
 	for i := range uint32(dupMoves) {
 		l.seq = 100 + 10*i
 		x.tell(l)
-		testutil.Eventually(t, "the claim is heard", func() bool {
+		testutil.Eventually(t, "the claim arrives", func() bool {
 			r, ok := n.route(m, vtepAddr(9))
 			return ok && r.Sequence == l.seq
 		})
 	}
-	testutil.Eventually(t, "the duplicate is found", func() bool { return h.s.Status().Networks[0].Frozen == 1 })
+	testutil.Eventually(t, "the duplicate is detected", func() bool { return h.s.Status().Networks[0].Frozen == 1 })
 	if !strings.Contains(h.log.String(), "duplicate MAC") {
-		t.Error("no log line tells of the duplicate")
+		t.Error("no log line for the duplicate")
 	}
 	before := said()
 	l.seq = math.MaxUint32
 	x.tell(l)
-	testutil.Eventually(t, "the last claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sequence == l.seq })
+	testutil.Eventually(t, "the last claim is heard", func() bool {
+		r, _ := n.route(m, vtepAddr(9))
+		return r.Sequence == l.seq
+	})
 	if after := said(); after != before {
-		t.Errorf("the contest goes on: %+v, %+v", before, after)
+		t.Errorf("the contest has not ended: %+v, %+v", before, after)
 	}
 	if !mine() {
 		t.Error("the VM has lost its MAC")
 	}
-	// An operator ends it; a number beyond all others cannot be beaten, but the VM stays where it is.
+	// An operator clears it; the maximum sequence number cannot be exceeded, but the VM keeps its MAC.
 	if !n.src.ClearDuplicate(m) {
 		t.Error("no duplicate to clear")
 	}
@@ -246,14 +249,17 @@ func TestTheft(t *testing.T) {
 		t.Error("the VM has lost its MAC")
 	}
 	x.tell(l)
-	testutil.Eventually(t, "the static claim is heard", func() bool { r, _ := n.route(m, vtepAddr(9)); return r.Sticky })
+	testutil.Eventually(t, "the static claim is heard", func() bool {
+		r, _ := n.route(m, vtepAddr(9))
+		return r.Sticky
+	})
 	if !mine() {
 		t.Error("the VM has lost its MAC to a static claim")
 	}
 }
 
-// Claims of the same number: the lower VTEP has the address (RFC 7432 section 15). A static one does not move to who
-// speaks here (section 15.2).
+// Claims with equal sequence numbers: the lower VTEP has the address (RFC 7432 section 15). A static one does not move
+// to a host that sends here (section 15.2).
 func TestTies(t *testing.T) {
 	f := newFabric(t)
 	h := f.host(1, f.config(1, 9))
@@ -267,31 +273,34 @@ func TestTies(t *testing.T) {
 	m := hwaddr(1)
 	n.speak(at, m)
 	said := func(m vswitch.MAC) bool { _, ok := n.route(m, vtepAddr(1)); return ok }
-	testutil.Eventually(t, "it is told of", func() bool { return said(m) })
+	testutil.Eventually(t, "it is advertised", func() bool { return said(m) })
 	l := truth(1)
 	x.tell(l)
-	testutil.Eventually(t, "the other claim is heard", func() bool { r, ok := n.route(m, vtepAddr(9)); return ok && !r.Active })
+	testutil.Eventually(t, "the other claim is heard", func() bool {
+		r, ok := n.route(m, vtepAddr(9))
+		return ok && !r.Active
+	})
 	if !said(m) || n.behind(m).IsValid() {
 		t.Error("a claim with the same number from a higher VTEP has taken the address")
 	}
 	l.rd, l.nextHop = "192.0.1.1:100", lower
 	x.tell(l)
-	testutil.Eventually(t, "a lower VTEP has it", func() bool { return n.behind(m) == lower && !said(m) })
+	testutil.Eventually(t, "a lower VTEP gets it", func() bool { return n.behind(m) == lower && !said(m) })
 
 	l = truth(2)
 	l.sticky = true
 	x.tell(l)
-	testutil.Eventually(t, "the static address is there", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
+	testutil.Eventually(t, "the static address is installed", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
 	n.speak(at, hwaddr(2))
 	n.speak(at, hwaddr(3))
-	testutil.Eventually(t, "another that speaks here is told of", func() bool { return said(hwaddr(3)) })
+	testutil.Eventually(t, "another address that sends here is advertised", func() bool { return said(hwaddr(3)) })
 	if said(hwaddr(2)) || n.behind(hwaddr(2)) != vtepAddr(9) {
 		t.Error("a static address has moved")
 	}
 }
 
-// A flood of routes: a network takes what it has room for, and gives room that becomes free; a neighbour beyond its
-// limit loses its session, and with it all that it has said, for some time.
+// A flood of routes: a network installs as many as it has room for, and uses room that becomes free; a neighbour that
+// exceeds its limit loses its session and all its routes, for some time.
 func TestFlood(t *testing.T) {
 	f := newFabric(t)
 	c := f.config(1, 9)
@@ -319,7 +328,10 @@ func TestFlood(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testutil.Eventually(t, "room is given to those who wait", func() bool { s := net(); return s.MACs == 5 && s.Waiting == 0 })
+	testutil.Eventually(t, "waiting addresses get room", func() bool {
+		s := net()
+		return s.MACs == 5 && s.Waiting == 0
+	})
 	for i := range 5 {
 		if got := n.behind(hwaddr(26 + i)); got != vtepAddr(9) {
 			t.Errorf("MAC %d is at %v", 26+i, got)
@@ -332,11 +344,11 @@ func TestFlood(t *testing.T) {
 		s := h.s.Status().Sessions[0]
 		return s.State != "established" && strings.Contains(s.Why, "limit")
 	})
-	testutil.Eventually(t, "nothing of it stays", func() bool {
+	testutil.Eventually(t, "its routes are removed", func() bool {
 		s := net()
 		return s.MACs == 0 && s.VTEPs == 0 && len(n.peers()) == 0
 	})
-	testutil.Eventually(t, "a log line tells of the limit", func() bool {
+	testutil.Eventually(t, "a log line names the limit", func() bool {
 		return strings.Contains(h.log.String(), "exceeds its route limit")
 	})
 	for i := range 80 {
@@ -344,14 +356,13 @@ func TestFlood(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testutil.Eventually(t, "the neighbour is let in again", func() bool {
+	testutil.Eventually(t, "the neighbour is accepted again", func() bool {
 		s := net()
 		return s.MACs == 5 && n.behind(hwaddr(26)) == vtepAddr(9)
 	})
 }
 
-// Routes that never come into consideration (here: they have been through this AS) are kept by gobgp all the same, and
-// count.
+// Routes that can never be best (here: their path has this AS) are kept by gobgp, and count towards the limit.
 func TestFloodUnseen(t *testing.T) {
 	f := newFabric(t)
 	c := f.config(1)
@@ -359,7 +370,7 @@ func TestFloodUnseen(t *testing.T) {
 	h := f.host(1, c)
 	h.tenant(100, NetworkConfig{})
 	x := f.call(t, firstRaw)
-	time.Sleep(2 * watchEvery) // the session's beginning is no longer news
+	time.Sleep(2 * watchEvery) // the start of the session is over
 	through := attribute(0x40, 2, binary.BigEndian.AppendUint32([]byte{2, 1}, testAS)...)
 	for i := range 2 * c.Neighbours[0].MaxRoutes {
 		x.send(update(rawOrigin, through, rawPref, rawReach(x.rawMAC(i)...), rawTarget))
@@ -370,7 +381,7 @@ func TestFloodUnseen(t *testing.T) {
 	})
 }
 
-// Routes without end about one address are not all kept: each change of one looks at all.
+// The routes for one address are bounded, because each change of one looks at all of them.
 func TestCrowd(t *testing.T) {
 	f := newFabric(t)
 	h := f.host(1, f.config(1, 9))
@@ -383,17 +394,17 @@ func TestCrowd(t *testing.T) {
 		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		x.tell(l)
 	}
-	testutil.Eventually(t, "those beyond the bound are refused",
+	testutil.Eventually(t, "routes beyond the bound are refused",
 		func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
 	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
 		t.Errorf("%d routes are kept", got)
 	}
-	testutil.Eventually(t, "the address is heard", func() bool { return n.behind(hwaddr(1)) == vtepAddr(9) })
+	testutil.Eventually(t, "the address is installed", func() bool { return n.behind(hwaddr(1)) == vtepAddr(9) })
 	x.tell(truth(2))
-	testutil.Eventually(t, "another address is heard", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
+	testutil.Eventually(t, "another address is installed", func() bool { return n.behind(hwaddr(2)) == vtepAddr(9) })
 }
 
-// What comes from the wire is decoded by gobgp and judged here; neither may fail, and what counts is as it must be.
+// Routes are decoded by gobgp and checked here; neither may crash, and accepted routes are valid.
 func FuzzRoute(f *testing.F) {
 	for _, l := range []lie{truth(1), {rd: "65001:7", mac: hwaddr(2), ip: netip.MustParseAddr("fd00::1"), vni: 100,
 		target: "1.2.3.4:5", nextHop: vtepAddr(9), encap: 9, seq: 3, sticky: true}} {

@@ -7,15 +7,15 @@ import (
 	"syscall"
 )
 
-// farthest is the TTL that whoever looks at it (RFC 5082) wants to see.
+// farthest is the TTL that a receiver with TTL security (RFC 5082) expects.
 const farthest = 255
 
 var errNoListener = errors.New("no socket listens there")
 
-// sendFar has the sockets of this process that listen on a TCP port answer with the highest TTL. gobgp sets that on
-// connections only when it has accepted them; until then the kernel answers with its default, and a neighbour with TTL
-// security drops that: two gobgps would never meet. It hands out no listener, so they are looked for among this
-// process's descriptors.
+// sendFar has this process's sockets that listen on a TCP port answer with the highest TTL. gobgp sets it on
+// connections only after it has accepted them; until then the kernel answers with its default, and a neighbour with TTL
+// security drops that: two gobgps would never connect. gobgp does not expose its listeners, so they are searched among
+// this process's descriptors.
 func sendFar(port uint16) error {
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
@@ -27,7 +27,7 @@ func sendFar(port uint16) error {
 		if err != nil {
 			continue
 		}
-		// A copy stays what it is, whatever becomes of the number meanwhile.
+		// A duplicate remains the same socket, even if the number is closed and reused meanwhile.
 		syscall.ForkLock.RLock()
 		if fd, err = syscall.Dup(fd); err == nil {
 			syscall.CloseOnExec(fd)
@@ -51,7 +51,7 @@ func sendFar(port uint16) error {
 	return nil
 }
 
-// listens tells whether a descriptor is a socket that listens on a TCP port, and which option is its TTL.
+// listens reports whether a descriptor is a socket that listens on a TCP port, and which option is its TTL.
 func listens(fd int, port uint16) (level, name int, ok bool) {
 	if on, err := syscall.GetsockoptInt(fd, syscall.SOL_SOCKET, syscall.SO_ACCEPTCONN); err != nil || on == 0 {
 		return 0, 0, false

@@ -8,36 +8,36 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Duplicate detection (RFC 7432 section 15.1): an address that has moved to this host so often in that time is at two
-// places.
+// Duplicate detection (RFC 7432 section 15.1): an address that has moved to this host dupMoves times within dupTime is
+// at two places.
 const (
 	dupMoves = 5
 	dupTime  = 180 * time.Second
 )
 
-// How often the ports are looked at: at once when something has come, but not more often than this; and for what has
-// aged.
+// Limits of how often the ports are checked: soon after a change, but no more often than this; and periodically, for
+// aged entries.
 const (
 	lookApart = 20 * time.Millisecond
 	lookEvery = time.Second
 )
 
-// presence is a MAC at a port of this host, and how it got here.
+// presence is the state of a MAC at a port of this host.
 type presence struct {
 	here  bool
-	fixed bool // it is the port's own: frames of others do not take it away
+	fixed bool // it is the port's own: frames from elsewhere do not move it
 	mobility
 	moves  moves
-	frozen bool // a duplicate: nothing is said of it and nothing believed
+	frozen bool // a duplicate: routes of it are neither advertised nor installed
 }
 
-// moves are the last times at which an address came here from elsewhere.
+// moves are the last times at which an address moved here.
 type moves struct {
 	at [dupMoves]time.Time
 	n  int
 }
 
-// add tells whether it has moved too often.
+// add records a move and reports whether there were too many.
 func (m *moves) add(now time.Time) bool {
 	m.at[m.n%dupMoves] = now
 	m.n++
@@ -45,14 +45,13 @@ func (m *moves) add(now time.Time) bool {
 	return m.n >= dupMoves && now.Sub(oldest) < dupTime
 }
 
-// claim is what is advertised: a MAC, or a MAC with an IP address. The zero claim stands for the network itself (type
-// 3).
+// claim is what is advertised: a MAC, or a MAC with an IP address. The zero claim is the network itself (type 3).
 type claim struct {
 	mac vswitch.MAC
 	ip  netip.Addr
 }
 
-// watchPorts looks at this host's ports until ctx ends.
+// watchPorts checks this host's ports until ctx ends.
 func (s *Speaker) watchPorts(ctx context.Context) {
 	tick := time.NewTicker(lookEvery)
 	defer tick.Stop()
@@ -80,7 +79,7 @@ func (s *Speaker) look() {
 	}
 }
 
-// look compares what is at the ports with what was there, and says what has changed.
+// look compares the addresses at the ports with the known ones, and advertises the changes.
 func (n *Network) look() {
 	macs, ips := n.table.Network().Locals()
 	here := make(map[vswitch.MAC]bool, len(macs))
@@ -92,7 +91,7 @@ func (n *Network) look() {
 		here[l.MAC] = true
 		m := n.mac(l.MAC)
 		m.here.fixed = l.Fixed
-		m.here.sticky = l.Fixed && !client // an operator has put it there; VMs move
+		m.here.sticky = l.Fixed && !client // set by an operator; VMs may move
 		if !m.here.here && !m.here.frozen {
 			n.arrive(m)
 		}
@@ -124,11 +123,11 @@ func (n *Network) look() {
 	n.say()
 }
 
-// arrive notes that a MAC is at a port of this host now. If others have it, it has moved here.
+// arrive records that a MAC is now at a port of this host. If others have it, it has moved here.
 func (n *Network) arrive(m *mac) {
 	if best := m.strongest(); best != nil {
 		if best.sticky && !m.here.fixed {
-			return // it does not move; the table's entry does not yield
+			return // a sticky MAC does not move; the table's entry does not yield
 		}
 		if m.here.moves.add(n.s.clock()) {
 			n.freeze(m, best)
@@ -140,7 +139,7 @@ func (n *Network) arrive(m *mac) {
 	n.electMAC(m)
 }
 
-// leave notes that it is no more, or that another has the better claim. What is said of it is withdrawn by say.
+// leave records that a MAC has gone, or that another VTEP has the better claim. say withdraws what was advertised.
 func (n *Network) leave(m *mac) {
 	m.after = max(m.after, m.here.seq)
 	m.here.here, m.here.mobility = false, mobility{}
@@ -164,7 +163,7 @@ func (n *Network) contest(m *mac, other *route) {
 	}
 }
 
-// freeze ends the contest for a MAC that is at two places: what was said and installed stays as it is.
+// freeze ends the contest for a MAC at two places: what was advertised and installed stays unchanged.
 func (n *Network) freeze(m *mac, other *route) {
 	m.here.frozen = true
 	n.duplicates++
@@ -172,7 +171,7 @@ func (n *Network) freeze(m *mac, other *route) {
 		"network", n.table.Network().Name(), "mac", m.addr, "vtep", other.vtep, "moves", dupMoves, "within", dupTime)
 }
 
-// thaw ends that.
+// thaw reverts freeze.
 func (n *Network) thaw(m *mac) {
 	if m.here.frozen {
 		m.here.frozen, m.here.moves = false, moves{}
@@ -180,7 +179,7 @@ func (n *Network) thaw(m *mac) {
 	}
 }
 
-// ClearDuplicate takes up a MAC again that was left alone as a duplicate, and tells whether there was one.
+// ClearDuplicate unfreezes a duplicate MAC, and reports whether it was frozen.
 func (n *Network) ClearDuplicate(a vswitch.MAC) bool {
 	n.s.mu.Lock()
 	defer n.s.mu.Unlock()
@@ -194,7 +193,7 @@ func (n *Network) ClearDuplicate(a vswitch.MAC) bool {
 	return true
 }
 
-// say advertises what is here, and withdraws what is not.
+// say advertises the addresses here, and withdraws the others.
 func (n *Network) say() {
 	want := make(map[claim]mobility, len(n.said))
 	for a, m := range n.here {
@@ -221,7 +220,7 @@ func (n *Network) say() {
 			continue
 		}
 		if err := n.s.bgp.advertise(n, c, mob); err != nil {
-			// A route that does not count here has a higher number: the next look says more.
+			// An unusable route has a higher number: the next check advertises a higher one.
 			n.macs[c.mac].here.seq = n.macs[c.mac].next()
 			n.s.log.Debug("not advertised", "mac", c.mac, "ip", c.ip, "error", err)
 			continue

@@ -17,7 +17,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// raw is a neighbour that sends bytes: its OPEN and KEEPALIVE are right.
+// raw is a neighbour that sends raw bytes, after a valid OPEN and KEEPALIVE.
 type raw struct {
 	t    *testing.T
 	f    *fabric
@@ -25,14 +25,14 @@ type raw struct {
 	conn net.Conn
 }
 
-// firstRaw is the number of the first of them; they call.
+// firstRaw is the number of the first of them; they connect to host 1.
 const firstRaw = 100
 
 func (f *fabric) rawNeighbour(n int) Neighbour {
 	return Neighbour{Address: f.bgpAddr(n), AS: testAS, Port: f.port, Local: f.bgpAddr(1), Passive: true, MaxRoutes: 100}
 }
 
-// call opens a session with host 1, again and again until it is taken.
+// call opens a session with host 1, and retries until it is accepted.
 func (f *fabric) call(t *testing.T, n int) *raw {
 	t.Helper()
 	x := &raw{t: t, f: f, n: n}
@@ -50,7 +50,7 @@ func (f *fabric) call(t *testing.T, n int) *raw {
 		}
 		x.message(open)
 		x.message(bgp.NewBGPKeepAliveMessage())
-		for range 2 { // its OPEN and KEEPALIVE
+		for range 2 { // the host's OPEN and KEEPALIVE
 			if typ, _, err := x.read(5 * time.Second); err != nil || typ == bgp.BGP_MSG_NOTIFICATION {
 				x.conn.Close()
 				return false
@@ -70,7 +70,7 @@ func (x *raw) message(m *bgp.BGPMessage) {
 	x.send(b)
 }
 
-func (x *raw) send(b []byte) { _, _ = x.conn.Write(b) } // who closes early is found by read
+func (x *raw) send(b []byte) { _, _ = x.conn.Write(b) } // read detects that the host has closed the connection
 
 // read returns the next message.
 func (x *raw) read(wait time.Duration) (typ uint8, body []byte, err error) {
@@ -84,7 +84,7 @@ func (x *raw) read(wait time.Duration) (typ uint8, body []byte, err error) {
 	return h[18], body, err
 }
 
-// ended waits for the end of the session and returns the notification that came before, code and sub-code.
+// ended waits for the end of the session and returns the code and sub-code of the notification before it.
 func (x *raw) ended() (code [2]byte) {
 	x.t.Helper()
 	for end := time.Now().Add(patience); time.Now().Before(end); {
@@ -96,11 +96,11 @@ func (x *raw) ended() (code [2]byte) {
 			code = [2]byte(body)
 		}
 	}
-	x.t.Fatal("the session goes on")
+	x.t.Fatal("the session has not ended")
 	return code
 }
 
-// attribute is a path attribute with a length of two bytes.
+// attribute returns a path attribute with a length of two bytes.
 func attribute(flags, typ byte, value ...byte) []byte {
 	return append([]byte{flags | 0x10, typ, byte(len(value) >> 8), byte(len(value))}, value...)
 }
@@ -116,7 +116,7 @@ func update(attributes ...[]byte) []byte {
 	return message(bgp.BGP_MSG_UPDATE, append([]byte{0, 0, byte(len(all) >> 8), byte(len(all))}, all...)...)
 }
 
-// The parts of a right UPDATE.
+// The parts of a valid UPDATE.
 var (
 	rawOrigin = attribute(0x40, 1, 0)
 	rawASPath = attribute(0x40, 2)
@@ -124,7 +124,7 @@ var (
 	rawTarget = attribute(0xc0, 16, 0, 2, 0xfd, 0xe9, 0, 0, 0, 100, 3, 0x0c, 0, 0, 0, 0, 0, 8) // 65001:100, VXLAN
 )
 
-// rawMAC is the type 2 NLRI of MAC n as neighbour x tells it.
+// rawMAC returns neighbour x's type 2 NLRI for MAC n.
 func (x *raw) rawMAC(n int) []byte {
 	m := hwaddr(n)
 	b := append([]byte{2, 33, 0, 1, 10, 0, 0, byte(x.n), 0, 100}, make([]byte, 10+4)...)
@@ -137,21 +137,21 @@ func rawReach(nlri ...byte) []byte {
 	return attribute(0x80, 14, append(append([]byte{0, 25, 70, 4}, append(v[:], 0)...), nlri...)...)
 }
 
-// truth is the UPDATE that says that a MAC is at VTEP 9.
+// truth returns a valid UPDATE for a MAC at VTEP 9.
 func (x *raw) truth(n int) []byte {
 	return update(rawOrigin, rawASPath, rawPref, rawReach(x.rawMAC(n)...), rawTarget)
 }
 
-// with is a copy of b with some bytes replaced.
+// with returns a copy of b with some bytes replaced.
 func with(b []byte, at int, v ...byte) []byte {
 	b = bytes.Clone(b)
 	copy(b[at:], v)
 	return b
 }
 
-// What a neighbour sends that is malformed costs it at most its own session, as RFC 7606 (treat-as-withdraw) and RFC
-// 4271 section 6 (NOTIFICATION) have it; another neighbour's session and what it has told are not touched, and the log
-// says what it was.
+// A malformed message ends at most the session of the neighbour that sent it, as RFC 7606 (treat-as-withdraw) and RFC
+// 4271 section 6 (NOTIFICATION) specify; another neighbour's session and routes are not affected, and the log has the
+// reason.
 func TestMalformed(t *testing.T) {
 	var none [2]byte
 	header, updateError := func(sub byte) [2]byte { return [2]byte{1, sub} },
@@ -159,11 +159,11 @@ func TestMalformed(t *testing.T) {
 	cases := []struct {
 		name      string
 		bytes     func(x *raw, right []byte, mac int) []byte
-		ends      [2]byte // the notification; none: the session goes on
-		withdrawn bool    // what was told of the MAC before counts no more
-		unlogged  bool    // it is no error
+		ends      [2]byte // the notification; none: the session stays up
+		withdrawn bool    // the MAC's earlier route is withdrawn
+		unlogged  bool    // it is no error, so not logged
 	}{
-		{"origin of no meaning", func(x *raw, _ []byte, m int) []byte {
+		{"undefined origin", func(x *raw, _ []byte, m int) []byte {
 			return update(attribute(0x40, 1, 9), rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget)
 		}, none, true, false},
 		{"origin of two bytes", func(x *raw, _ []byte, m int) []byte {
@@ -172,13 +172,13 @@ func TestMalformed(t *testing.T) {
 		{"no origin", func(x *raw, _ []byte, m int) []byte {
 			return update(rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget)
 		}, none, true, false},
-		{"AS path cut off", func(x *raw, _ []byte, m int) []byte {
+		{"truncated AS path", func(x *raw, _ []byte, m int) []byte {
 			return update(rawOrigin, attribute(0x40, 2, 2, 7, 0, 0), rawPref, rawReach(x.rawMAC(m)...), rawTarget)
 		}, none, true, false},
 		{"communities of eleven bytes", func(x *raw, _ []byte, m int) []byte {
 			return update(rawOrigin, rawASPath, rawPref, rawReach(x.rawMAC(m)...), rawTarget[:len(rawTarget)-5])
 		}, none, true, false},
-		// RFC 7606 section 5.4 would pass over it
+		// RFC 7606 section 5.4 would ignore it.
 		{"route type that gobgp does not know", func(x *raw, _ []byte, m int) []byte {
 			return update(rawOrigin, rawASPath, rawPref, rawReach(append([]byte{6, 3, 1, 2, 3}, x.rawMAC(m)...)...), rawTarget)
 		}, updateError(10), true, false},
@@ -202,12 +202,12 @@ func TestMalformed(t *testing.T) {
 			false},
 		{"message of 65535 bytes", func(x *raw, right []byte, _ int) []byte { return with(right, 16, 0xff, 0xff) }, header(2),
 			true, false},
-		{"message of no type", func(x *raw, right []byte, _ int) []byte { return with(right, 18, 77) }, header(3), true,
+		{"message of unknown type", func(x *raw, right []byte, _ int) []byte { return with(right, 18, 77) }, header(3), true,
 			false},
 		{"second OPEN", func(x *raw, right []byte, _ int) []byte {
 			return message(bgp.BGP_MSG_OPEN, 4, 0xfd, 0xe9, 0, 90, 10, 0, 0, 1, 0)
 		}, none, false, true},
-		{"message cut off", func(x *raw, right []byte, _ int) []byte { return right[:len(right)/2] }, none, true, true},
+		{"truncated message", func(x *raw, right []byte, _ int) []byte { return right[:len(right)/2] }, none, true, true},
 	}
 	f := newFabric(t)
 	c := f.config(1, 2)
@@ -217,7 +217,7 @@ func TestMalformed(t *testing.T) {
 	one, two := f.host(1, c), f.host(2, f.config(2, 1))
 	a, b := one.tenant(100, NetworkConfig{}), two.tenant(100, NetworkConfig{})
 	b.attach("vm2", hwaddr(2))
-	testutil.Eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	testutil.Eventually(t, "another neighbour's route", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
 	session := func(n int) (s SessionStatus) {
 		for _, s = range one.s.Status().Sessions {
 			if s.Neighbour == f.bgpAddr(n) {
@@ -243,7 +243,10 @@ func TestMalformed(t *testing.T) {
 				}
 				mac := 1000 + i
 				x.send(x.truth(mac))
-				testutil.Eventually(t, "what is right counts", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return ok })
+				testutil.Eventually(t, "valid routes are installed", func() bool {
+					_, ok := a.route(hwaddr(mac), vtepAddr(9))
+					return ok
+				})
 				x.send(tc.bytes(x, x.truth(mac), mac))
 				if i == len(cases)-1 {
 					x.conn.Close()
@@ -254,22 +257,28 @@ func TestMalformed(t *testing.T) {
 					}
 				} else {
 					x.send(x.truth(2000 + i))
-					testutil.Eventually(t, "the session goes on", func() bool { _, ok := a.route(hwaddr(2000+i), vtepAddr(9)); return ok })
+					testutil.Eventually(t, "the session stays up", func() bool {
+						_, ok := a.route(hwaddr(2000+i), vtepAddr(9))
+						return ok
+					})
 				}
 				if tc.withdrawn {
-					testutil.Eventually(t, "the route is withdrawn", func() bool { _, ok := a.route(hwaddr(mac), vtepAddr(9)); return !ok })
+					testutil.Eventually(t, "the route is withdrawn", func() bool {
+						_, ok := a.route(hwaddr(mac), vtepAddr(9))
+						return !ok
+					})
 				} else if _, ok := a.route(hwaddr(mac), vtepAddr(9)); !ok {
-					t.Error("the route is withdrawn")
+					t.Error("the route was withdrawn")
 				}
 				if said := strings.Contains(one.log.String(), fmt.Sprintf("key=%v ", f.bgpAddr(x.n))); !said && !tc.unlogged {
-					t.Error("no line of the log tells of it")
+					t.Error("no log line for it")
 				}
 			})
 		}
 	})
 	if after := session(2); after.Since != before.Since || after.Flaps != before.Flaps ||
 		a.behind(hwaddr(2)) != vtepAddr(2) {
-		t.Errorf("another neighbour suffers: %+v, was %+v", after, before)
+		t.Errorf("another neighbour is affected: %+v, was %+v", after, before)
 	}
 	for line := range strings.Lines(one.log.String()) {
 		if strings.Contains(line, "[WARN]") {
@@ -278,8 +287,7 @@ func TestMalformed(t *testing.T) {
 	}
 }
 
-// UPDATEs with bytes that are wrong at random: whatever becomes of the sessions, the speaker and its other neighbour go
-// on.
+// UPDATEs with random wrong bytes: whatever becomes of the sessions, the speaker and its other neighbour continue.
 func TestMangled(t *testing.T) {
 	const callers, each = 16, 400
 	f := newFabric(t)
@@ -290,15 +298,15 @@ func TestMangled(t *testing.T) {
 	one, two := f.host(1, c), f.host(2, f.config(2, 1))
 	a, b := one.tenant(100, NetworkConfig{MaxEntries: 50}), two.tenant(100, NetworkConfig{})
 	b.attach("vm2", hwaddr(2))
-	testutil.Eventually(t, "what another neighbour has told", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
+	testutil.Eventually(t, "another neighbour's route", func() bool { return a.behind(hwaddr(2)) == vtepAddr(2) })
 	t.Run("callers", func(t *testing.T) {
 		for i := range callers {
 			t.Run(fmt.Sprint(i), func(t *testing.T) {
 				t.Parallel()
 				rng := rand.New(rand.NewSource(int64(i)))
 				x := f.call(t, firstRaw+i)
-				// Most of them what is in fields of fixed length, which the session outlives; in the end anything behind the
-				// header.
+				// Most change fields of fixed length, which do not end the session; the last ones change anything after
+				// the header.
 				for n := range each {
 					u := x.truth(1000*i + n)
 					fields := u[bytes.Index(u, x.rawMAC(1000*i+n))+2:]
@@ -307,7 +315,7 @@ func TestMangled(t *testing.T) {
 					}
 					for range 1 + rng.Intn(4) {
 						at := rng.Intn(len(fields))
-						// the lengths of MAC and IP; the header of the communities
+						// not the lengths of MAC and IP, nor the header of the communities
 						if n >= each-20 || at != 22 && at != 29 && (at < 33 || at >= 37) {
 							fields[at] = byte(rng.Uint32())
 						}
@@ -321,10 +329,10 @@ func TestMangled(t *testing.T) {
 	})
 	if s := one.s.Status().Sessions[0]; s.Neighbour != f.bgpAddr(2) || s.State != "established" || s.Flaps != 0 ||
 		a.behind(hwaddr(2)) != vtepAddr(2) {
-		t.Errorf("another neighbour suffers: %+v", s)
+		t.Errorf("another neighbour is affected: %+v", s)
 	}
 	b.attach("vm3", hwaddr(3))
-	testutil.Eventually(t, "what it tells afterwards", func() bool { return a.behind(hwaddr(3)) == vtepAddr(2) })
+	testutil.Eventually(t, "its next route", func() bool { return a.behind(hwaddr(3)) == vtepAddr(2) })
 	if st := one.s.Status().Networks[0]; st.MACs > 50 || st.IPs > 50 {
 		t.Errorf("beyond the limit: %+v", st)
 	}

@@ -32,15 +32,15 @@ func TestMain(m *testing.M) {
 		}
 	}
 	flag.Parse()
-	// The fuzzing engine's own goroutines may outlive the run by a moment.
+	// The fuzzing engine's own goroutines may end slightly after the run.
 	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {
 		os.Exit(m.Run())
 	}
-	// gobgp never ends the queue of a neighbour that is gone.
+	// gobgp never closes the queue of a removed neighbour.
 	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("github.com/eapache/channels.(*InfiniteChannel).infiniteBuffer"))
 }
 
-// patience is how long a test waits for what must come.
+// patience is how long a test waits for a condition.
 const patience = 60 * time.Second
 
 func hwaddr(n int) vswitch.MAC { return vswitch.MAC{2, 0, 0, byte(n >> 16), byte(n >> 8), byte(n)} }
@@ -86,7 +86,7 @@ func newFabric(t *testing.T) *fabric {
 	return f
 }
 
-// host is one of them. Its number is in its addresses.
+// host is one of them. Its addresses contain its number.
 type host struct {
 	*fabric
 	n   int
@@ -100,8 +100,8 @@ func vtepAddr(n int) netip.Addr            { return netip.AddrFrom4([4]byte{192,
 
 const testAS = 65001
 
-// config is that of a host which has the others as neighbours. Of two, the higher one waits: gobgp may take long to
-// settle who of two that connect at once gives way.
+// config is the configuration of a host whose neighbours are the others. Of two hosts, the higher one waits: gobgp may
+// take long to resolve a connection collision.
 func (f *fabric) config(n int, others ...int) Config {
 	c := Config{
 		AS: testAS, RouterID: vtepAddr(n), VTEP: vtepAddr(n), Listen: []netip.Addr{f.bgpAddr(n)}, Port: f.port,
@@ -172,7 +172,7 @@ func (x *tenant) remove() {
 	_ = x.vt.RemoveNetwork(x.net.VNI())
 }
 
-// attach gives the network a port; with MACs it is a VM's.
+// attach adds a port to the network; with MACs it is a VM's.
 func (x *tenant) attach(name string, macs ...vswitch.MAC) *vswitch.Attachment {
 	x.t.Helper()
 	pc := vswitch.PortConfig{Name: name, Kind: vswitch.KindTAP, Loop: x.loop}
@@ -188,16 +188,16 @@ func (x *tenant) attach(name string, macs ...vswitch.MAC) *vswitch.Attachment {
 	return at
 }
 
-// speak has a port send a frame of no interest from a MAC.
+// speak has a port send a meaningless frame from a MAC.
 func (x *tenant) speak(a *vswitch.Attachment, m vswitch.MAC) {
 	b := x.pool.Get()
 	defer b.Free()
 	b.Append(append(append([]byte{2, 0xff, 0xff, 0xff, 0xff, 1}, m[:]...), 0x88, 0xb5, byte(x.spoken>>8), byte(x.spoken)))
-	x.spoken++ // the same frame again would be taken for one that has gone round in a loop
+	x.spoken++ // a repeated frame would look like a forwarding loop
 	x.loop.Do(func() { a.Input(x.loop, b, vswitch.Source{}) })
 }
 
-// behind is the VTEP that a MAC is sent to, by the switch's own table.
+// behind returns the VTEP of a MAC in the switch's table.
 func (x *tenant) behind(m vswitch.MAC) netip.Addr {
 	e, ok := x.net.Lookup(m)
 	if !ok || e.Kind != vswitch.KindVTEP.String() {
@@ -219,7 +219,7 @@ func (x *tenant) peers() (out []netip.Addr) {
 	return out
 }
 
-// route finds what a speaker shows of a MAC at a VTEP, without IP address.
+// route returns a speaker's status of a MAC's route at a VTEP, without IP address.
 func (x *tenant) route(m vswitch.MAC, vtep netip.Addr) (RouteStatus, bool) {
 	for _, r := range x.s.Routes(x.net.Name()) {
 		if r.MAC == m && r.VTEP == vtep && !r.IP.IsValid() {

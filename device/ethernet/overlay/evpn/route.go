@@ -10,16 +10,16 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// nlri is what identifies a route (RFC 7432 sections 7.2 and 7.3).
+// nlri is the key of a route (RFC 7432 sections 7.2 and 7.3).
 type nlri struct {
 	kind uint8 // bgp.EVPN_ROUTE_TYPE_*
 	rd   [8]byte
 	etag uint32
 	mac  vswitch.MAC // type 2
-	ip   netip.Addr  // type 2, if it has one; type 3: the originating router
+	ip   netip.Addr  // type 2: may be invalid (no IP address); type 3: the originating router
 }
 
-// route is one route of another speaker that is about a network of this host.
+// route is another speaker's route for a network of this host.
 type route struct {
 	nlri
 	net      *Network
@@ -27,16 +27,16 @@ type route struct {
 	from     netip.Addr // neighbour
 	mobility            // type 2
 	arrived  uint64     // order of arrival
-	why      error      // it does not count at all
+	why      error      // the route is unusable
 }
 
-// mobility is the MAC mobility extended community (RFC 7432 section 7.7); its zero value is its absence.
+// mobility is the MAC mobility extended community (RFC 7432 section 7.7); zero if absent.
 type mobility struct {
 	seq    uint32
 	sticky bool
 }
 
-// Reasons for which a route does not count. They are few and have no detail: counters and metrics are by reason.
+// Reasons why a route is unusable. They are few and without details, because counters and metrics are by reason.
 var (
 	errType    = errors.New("route type is not used here")
 	errTarget  = errors.New("no network imports its route targets")
@@ -53,7 +53,7 @@ var (
 	errTunnel  = errors.New("tunnel of the multicast route is not ingress replication to its next hop")
 )
 
-// Reasons for which one that counts is not in force.
+// Reasons why a usable route is not installed.
 var (
 	errLocal    = errors.New("address is at a port of this host")
 	errStale    = errors.New("another VTEP has it more recently")
@@ -90,11 +90,11 @@ func (k *nlri) setRD(rd bgp.RouteDistinguisherInterface) bool {
 	return err == nil && copy(k.rd[:], b) == len(k.rd)
 }
 
-// attributes are what a path says beside its NLRI.
+// attributes are the used attributes of a path.
 type attributes struct {
 	targets []RouteTarget
-	encaps  int  // encapsulations that it names
-	vxlan   bool // one of them
+	encaps  int  // number of encapsulations that it names
+	vxlan   bool // VXLAN is one of them
 	nextHop netip.Addr
 	mobility
 	pmsi *bgp.PathAttributePmsiTunnel
@@ -133,8 +133,8 @@ func (a *attributes) readCommunity(ec bgp.ExtendedCommunityInterface) {
 	}
 }
 
-// decode reads a path of another speaker and judges it. The route is nil when it is about no network of this host; else
-// why says that it does not count.
+// decode reads and checks another speaker's path. The route is nil if it is for no network of this host; otherwise the
+// error says why it is unusable.
 func (s *Speaker) decode(p *apiutil.Path) (*route, error) {
 	k, ok := identify(p)
 	if !ok {
@@ -154,7 +154,7 @@ func (s *Speaker) decode(p *apiutil.Path) (*route, error) {
 	return r, r.why
 }
 
-// label is the VNI that a route names (RFC 8365 section 5.1.3: all 24 bits).
+// label returns the VNI of a route (RFC 8365 section 5.1.3: all 24 bits).
 func label(p *apiutil.Path, a *attributes) (vni uint32, ok bool) {
 	switch d := p.Nlri.(*bgp.EVPNNLRI).RouteTypeData.(type) {
 	case *bgp.EVPNMacIPAdvertisementRoute:
@@ -169,8 +169,7 @@ func label(p *apiutil.Path, a *attributes) (vni uint32, ok bool) {
 	return 0, false
 }
 
-// importerLocked finds the network that imports a route with those targets: the one with that VNI, if there is, else
-// any.
+// importerLocked finds the network that imports a route with those targets: preferably the one with that VNI.
 func (s *Speaker) importerLocked(targets []RouteTarget, vni uint32) (found *Network, match bool) {
 	for _, rt := range targets {
 		for _, n := range s.targets[rt] {
@@ -191,7 +190,7 @@ func (s *Speaker) importerLocked(targets []RouteTarget, vni uint32) (found *Netw
 	return found, false
 }
 
-// judge tells why a route does not count, whatever other routes there are.
+// judge returns why a route is unusable, regardless of other routes.
 func (s *Speaker) judge(r *route, a *attributes, e *bgp.EVPNNLRI) error {
 	switch {
 	case r.etag != 0:
@@ -226,7 +225,7 @@ func (s *Speaker) judge(r *route, a *attributes, e *bgp.EVPNNLRI) error {
 	return nil
 }
 
-// mayName tells whether a neighbour may name a next hop.
+// mayName reports whether a neighbour may use a next hop.
 func (s *Speaker) mayName(from, vtep netip.Addr) bool {
 	for i := range s.cfg.Neighbours {
 		if x := &s.cfg.Neighbours[i]; x.Address == from {
@@ -244,7 +243,7 @@ func (s *Speaker) mayName(from, vtep netip.Addr) bool {
 	return false
 }
 
-// hostAddr tells whether an address can be that of one host on a network.
+// hostAddr reports whether an address can be that of a host.
 func hostAddr(a netip.Addr) bool {
 	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() &&
 		a != netip.AddrFrom4([4]byte{255, 255, 255, 255}) && a.Zone() == ""
@@ -257,7 +256,7 @@ func unmap(a netip.Addr) netip.Addr {
 	return a
 }
 
-// String names a route for the log.
+// String describes a route for the log.
 func (k nlri) String() string {
 	text := k.typeName() + " rd " + rdName(k.rd)
 	if k.kind == bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT {

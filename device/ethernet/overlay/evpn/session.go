@@ -18,19 +18,19 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/server"
 )
 
-// session is the speaker's BGP: gobgp, with nothing but the EVPN address family.
+// session is the speaker's BGP: gobgp, with only the EVPN address family.
 type session struct {
 	srv  *server.BgpServer
 	s    *Speaker
 	away absent
-	// stirred says that routes or states have changed since the neighbours were looked at.
+	// stirred: routes or states have changed since the neighbours were last checked.
 	stirred atomic.Bool
 	stop    context.CancelFunc
 	done    sync.WaitGroup
 }
 
-// Timers of gobgp that have no key, in seconds: how long it waits before it connects again. A reflector that has been
-// restarted tells others that this host's routes are gone until this host is back (RFC 4724 would have it wait; FRR
+// Timers of gobgp without a configuration key, in seconds: how long it waits before it reconnects. A restarted
+// reflector tells others that this host's routes are gone until this host reconnects (RFC 4724 would have it wait; FRR
 // does not).
 const (
 	connectRetry = 2
@@ -57,7 +57,7 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 	}
 	if s.cfg.Port != 0 {
 		if err := sendFar(s.cfg.Port); err != nil {
-			return fmt.Errorf("evpn: the TTL of answers on port %d: %w", s.cfg.Port, err)
+			return fmt.Errorf("evpn: set TTL of answers on port %d: %w", s.cfg.Port, err)
 		}
 	}
 	if err := b.setPolicy(ctx); err != nil {
@@ -84,8 +84,8 @@ func (b *session) open(ctx context.Context, s *Speaker) error {
 	return nil
 }
 
-// setPolicy makes a host of the router: it passes on nothing but its own routes; and no neighbour's preference puts
-// another's route in the place of this host's with the same key.
+// setPolicy: this host is no router and advertises only its own routes; and no neighbour's preference replaces this
+// host's route by another with the same key.
 func (b *session) setPolicy(ctx context.Context) error {
 	own := &api.Policy{Name: "own", Statements: []*api.Statement{{
 		Name: "own", Conditions: &api.Conditions{RouteType: api.Conditions_ROUTE_TYPE_LOCAL},
@@ -122,7 +122,7 @@ func (b *session) close() {
 	b.done.Wait()
 }
 
-// peer is a neighbour as gobgp wants it.
+// peer returns gobgp's configuration of a neighbour.
 func (s *Speaker) peer(n *Neighbour) *api.Peer {
 	graceful := s.cfg.RestartTime > 0
 	p := &api.Peer{
@@ -145,13 +145,13 @@ func (s *Speaker) peer(n *Neighbour) *api.Peer {
 	switch {
 	case n.Hops > 0:
 		p.TtlSecurity = &api.TtlSecurity{Enabled: true, TtlMin: 256 - uint32(n.Hops)}
-	case n.AS != s.cfg.AS: // loopbacks of another AS are more than one hop away
+	case n.AS != s.cfg.AS: // loopback addresses in another AS are more than one hop away
 		p.EbgpMultihop = &api.EbgpMultihop{Enabled: true, MultihopTtl: 255}
 	}
 	return p
 }
 
-// attrs are the attributes of what this host says of a network.
+// attrs returns the attributes of a claim's route.
 func (n *Network) attrs(c claim, m mobility) (out []bgp.PathAttributeInterface, err error) {
 	communities := []bgp.ExtendedCommunityInterface{bgp.NewEncapExtended(bgp.TUNNEL_TYPE_VXLAN)}
 	for _, rt := range n.export {
@@ -172,7 +172,7 @@ func (n *Network) attrs(c claim, m mobility) (out []bgp.PathAttributeInterface, 
 	return out, nil
 }
 
-// nlri is what a claim is called.
+// nlri returns the NLRI of a claim.
 func (n *Network) nlri(c claim) (bgp.NLRI, error) {
 	rd := bgp.GetRouteDistinguisher(n.rd[:])
 	if c == (claim{}) {
@@ -223,7 +223,7 @@ func (b *session) each(f func(*apiutil.Path)) error {
 		})
 }
 
-// peerChanged logs what operators want to know of sessions.
+// peerChanged logs the start and end of sessions.
 func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Time) {
 	b.stirred.Store(true)
 	if e.Type != apiutil.PEER_EVENT_STATE {
@@ -239,7 +239,7 @@ func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Tim
 	}
 }
 
-// logHandler gives gobgp's log to the daemon's. What gobgp calls information is detail here.
+// logHandler passes gobgp's log to the daemon's. gobgp's information level becomes debug here.
 type logHandler struct {
 	log  hclog.Logger
 	args []any

@@ -15,14 +15,14 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Status is the speaker's sessions and networks.
+// Status has the speaker's sessions and networks.
 type Status struct {
 	AS       uint32          `json:"as"`
 	RouterID netip.Addr      `json:"router_id"`
 	VTEP     netip.Addr      `json:"vtep"`
 	Sessions []SessionStatus `json:"sessions"`
 	Networks []NetworkStatus `json:"networks"`
-	// Refused counts routes that did not count when they arrived, by reason.
+	// Refused counts routes that were unusable when they arrived, by reason.
 	Refused map[string]uint64 `json:"refused,omitempty"`
 }
 
@@ -32,12 +32,12 @@ type SessionStatus struct {
 	AS         uint32     `json:"as"`
 	State      string     `json:"state"`
 	Since      time.Time  `json:"since,omitzero"` // established
-	Received   uint64     `json:"received"`       // routes it has told
-	Advertised uint64     `json:"advertised"`     // routes it was told
+	Received   uint64     `json:"received"`       // routes from the neighbour
+	Advertised uint64     `json:"advertised"`     // routes to the neighbour
 	Updates    uint64     `json:"updates"`        // messages received
 	Flaps      uint32     `json:"flaps"`
 	MaxRoutes  int        `json:"max_routes"`
-	Why        string     `json:"why,omitempty"` // it is down
+	Why        string     `json:"why,omitempty"` // why the session is down
 }
 
 // NetworkStatus is one MAC-VRF.
@@ -48,13 +48,13 @@ type NetworkStatus struct {
 	Import     []RouteTarget `json:"import"`
 	Export     []RouteTarget `json:"export"`
 	VTEPs      int           `json:"vteps"`
-	MACs       int           `json:"macs"` // of others, in force
+	MACs       int           `json:"macs"` // installed, from others
 	IPs        int           `json:"ips"`
 	MaxEntries int           `json:"max_entries"`
-	Waiting    int           `json:"waiting"`    // for room
+	Waiting    int           `json:"waiting"`    // without room
 	Advertised int           `json:"advertised"` // MACs and MACs with IP
-	Frozen     int           `json:"frozen"`     // duplicates now
-	Duplicates uint64        `json:"duplicates"` // found so far
+	Frozen     int           `json:"frozen"`     // current duplicates
+	Duplicates uint64        `json:"duplicates"` // duplicates so far
 }
 
 // RouteStatus is one route, of this host or of another.
@@ -67,16 +67,16 @@ type RouteStatus struct {
 	VTEP      netip.Addr  `json:"vtep"`
 	Sequence  uint32      `json:"sequence"`
 	Sticky    bool        `json:"sticky,omitempty"`
-	Neighbour netip.Addr  `json:"neighbour,omitzero"` // that told it; this host's own: none
+	Neighbour netip.Addr  `json:"neighbour,omitzero"` // that sent it; none for this host's own
 	Active    bool        `json:"active"`
-	Why       string      `json:"why,omitempty"` // it is not
+	Why       string      `json:"why,omitempty"` // why it is not active
 }
 
-// Status gathers a snapshot.
+// Status returns a snapshot.
 func (s *Speaker) Status() *Status {
 	st := &Status{AS: s.cfg.AS, RouterID: s.cfg.RouterID, VTEP: s.cfg.VTEP, Sessions: s.bgp.sessions(),
 		Networks: []NetworkStatus{}}
-	var out uint64 // all sessions are told the same
+	var out uint64 // all sessions get the same routes
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.Refused = maps.Clone(s.ignored)
@@ -106,11 +106,11 @@ func (s *Speaker) Status() *Status {
 	return st
 }
 
-// MaxListed bounds what Routes returns.
+// MaxListed bounds the result of Routes.
 const MaxListed = 1 << 18
 
-// Routes lists what this host advertises and what others have told it, of a network or of all; those that are about no
-// network of this host only in the latter case.
+// Routes lists this host's and the received routes of one network or of all; routes for no network of this host are
+// listed only with all.
 func (s *Speaker) Routes(network string) (out []RouteStatus) {
 	var foreign []*apiutil.Path
 	if network == "" {
@@ -163,7 +163,7 @@ func (r *route) status(why error) RouteStatus {
 	return x
 }
 
-// sessions asks gobgp how they are.
+// sessions returns the status of gobgp's sessions.
 func (b *session) sessions() []SessionStatus {
 	out := []SessionStatus{}
 	limits := map[netip.Addr]int{}
@@ -191,7 +191,7 @@ func (b *session) sessions() []SessionStatus {
 	for _, n := range b.s.cfg.Neighbours {
 		if until, away := b.away.get(n.Address); away {
 			out = append(out, SessionStatus{Neighbour: n.Address, AS: n.AS, State: "idle", MaxRoutes: limits[n.Address],
-				Why: "it has sent more routes than its limit; it may come back in " +
+				Why: "neighbour exceeded its route limit; accepted again in " +
 					until.Sub(b.s.clock()).Round(time.Second).String()})
 		}
 	}

@@ -8,10 +8,10 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
 )
 
-// RouteTarget is a route target as it goes over the wire (RFC 4360 section 4).
+// RouteTarget is a route target in wire format (RFC 4360 section 4).
 type RouteTarget [8]byte
 
-// Types of extended communities that may be route targets, and the sub-type that says so.
+// Types of extended communities that may be route targets, and their sub-type.
 const (
 	twoOctetAS  = 0x00
 	fourOctetAS = 0x02
@@ -20,10 +20,10 @@ const (
 )
 
 // vxlanService marks a VNI in an automatically derived target (RFC 8365 section 5.1.2.1): A = 0, type 1 (VXLAN), domain
-// 0. Linux' FRR leaves it out unless told otherwise, and so does vnicd.
+// 0. FRR omits it by default, and so does vnicd.
 const vxlanService = 1 << 28
 
-// ErrRouteTarget says that a text is no route target.
+// ErrRouteTarget: the text is no route target.
 var ErrRouteTarget = errors.New(`a route target is AS:NUMBER or IPV4:NUMBER such as 65000:100`)
 
 // ParseRouteTarget reads AS:NUMBER or IPV4:NUMBER.
@@ -39,7 +39,8 @@ func ParseRouteTarget(text string) (rt RouteTarget, err error) {
 	return RouteTarget(b), nil
 }
 
-// derived is the target of a network that names none: the AS (its lower 16 bits, if it has more) and the VNI.
+// derived returns the target of a network without configured ones: the AS (its lower 16 bits, if it has more) and the
+// VNI.
 func derived(as, vni uint32) (rt RouteTarget) {
 	rt[0], rt[1] = twoOctetAS, subTarget
 	binary.BigEndian.PutUint16(rt[2:], uint16(as))
@@ -47,7 +48,7 @@ func derived(as, vni uint32) (rt RouteTarget) {
 	return rt
 }
 
-// derivedVNI is the VNI of a target that may be a derived one, of any AS.
+// derivedVNI returns the VNI of a target that may be derived, with any AS.
 func (rt RouteTarget) derivedVNI() (vni uint32, ok bool) {
 	if rt[0] != twoOctetAS || rt[1] != subTarget {
 		return 0, false
@@ -78,11 +79,11 @@ func (rt *RouteTarget) UnmarshalText(b []byte) (err error) {
 	return err
 }
 
-// community is the target for gobgp.
+// community converts the target for gobgp.
 func (rt RouteTarget) community() bgp.ExtendedCommunityInterface {
 	ec, err := bgp.ParseExtended(rt[:])
 	if err != nil {
-		panic(err) // it was made by Serialize, or by derived
+		panic(err) // cannot fail: it was made by Serialize or derived
 	}
 	return ec
 }

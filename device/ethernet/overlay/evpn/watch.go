@@ -10,25 +10,25 @@ import (
 	"github.com/osrg/gobgp/v4/api"
 )
 
-// Neighbours are looked at once in watchEvery, for what gobgp leaves to its user:
-//   - one that sends more routes than its limit is taken out, its routes with it, and let in again after
+// The neighbours are checked every watchEvery, for what gobgp leaves to its user:
+//   - a neighbour that sends more routes than its limit is removed with its routes, and added again after
 //     Config.LimitIdle (RFC 4486). gobgp's own limit counts all routes for each UPDATE, keeps the neighbour down for
-//     ever, and with graceful restart its routes for the restart time;
-//   - of two that connect to each other at the same moment, each may keep the connection that the other gives up (RFC
-//     4271 section 6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not come after handshakeTime
-//     begins anew;
-//   - it tells a neighbour all, and only then begins to tell it of changes: what becomes a route in between would be
-//     kept from it. Each session is told all once more when it is up.
+//     ever, and with graceful restart keeps its routes for the restart time;
+//   - if two speakers connect to each other at the same moment, each may keep the connection that the other closes
+//     (RFC 4271 section 6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not arrived after
+//     handshakeTime is restarted;
+//   - gobgp first sends a neighbour all routes, and only then starts to send changes: changes in between would be
+//     lost. So each new session gets all routes once more.
 //
-// Looking counts all routes. While nothing is heard of any it is done once in watchQuiet: routes that cannot be
-// anybody's best, such as those that have been through this AS, are kept and count, but are not heard of.
+// A check counts all routes. Without events it is done only every watchQuiet: routes that can never be best, such as
+// those whose path has this AS, are kept and count, but cause no event.
 const (
 	watchEvery    = time.Second
 	watchQuiet    = 3 * time.Second
 	handshakeTime = 10 * time.Second
 )
 
-// absent are the neighbours that are kept away, and until when.
+// absent has the neighbours that are kept away, with the end of that time.
 type absent struct {
 	mu    sync.Mutex
 	until map[netip.Addr]time.Time
@@ -61,8 +61,8 @@ func (x *absent) any() bool {
 func (b *session) watchNeighbours(ctx context.Context) {
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
-	greeting := map[netip.Addr]time.Time{} // since when a session is between its connection and its first KEEPALIVE
-	told := map[netip.Addr]time.Time{}     // the beginning of the session that all was told again
+	greeting := map[netip.Addr]time.Time{} // start of sessions that are connected, but without a KEEPALIVE yet
+	told := map[netip.Addr]time.Time{}     // start of the session that got all routes once more
 	for quiet := time.Duration(0); ; {
 		select {
 		case <-ctx.Done():
@@ -90,7 +90,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 			case away && now.Before(until):
 			case away:
 				b.away.set(n.Address, time.Time{})
-				b.again(ctx, n, "BGP neighbour may come back")
+				b.again(ctx, n, "BGP neighbour accepted again")
 			case p == nil:
 			case received(p) > uint64(n.limit()):
 				b.s.log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(),
@@ -99,7 +99,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.remove(ctx, n)
 			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
 				told[n.Address] = begun
-				// it is there
+				// It cannot fail: the neighbour is configured.
 				_ = b.srv.ResetPeer(ctx, &api.ResetPeerRequest{Address: n.Address.String(), Soft: true,
 					Direction: api.ResetPeerRequest_DIRECTION_OUT})
 			case state != api.PeerState_SESSION_STATE_OPENSENT && state != api.PeerState_SESSION_STATE_OPENCONFIRM:
@@ -109,7 +109,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				greeting[n.Address] = since
 			default:
 				b.remove(ctx, n)
-				b.again(ctx, n, "BGP session begins anew: it was not up in time after its connection")
+				b.again(ctx, n, "BGP session restarted: not established in time after connecting")
 			}
 		}
 	}
@@ -127,14 +127,14 @@ func (b *session) again(ctx context.Context, n *Neighbour, why string) {
 	b.s.log.Info(why, "neighbour", n.Address)
 }
 
-// remove takes a neighbour out, and all that it has told.
+// remove removes a neighbour and its routes.
 func (b *session) remove(ctx context.Context, n *Neighbour) {
-	_ = b.srv.DeletePeer(ctx, &api.DeletePeerRequest{Address: n.Address.String()}) // it is there
+	_ = b.srv.DeletePeer(ctx, &api.DeletePeerRequest{Address: n.Address.String()}) // cannot fail: it is configured
 }
 
 func (n *Neighbour) limit() int { return cmp.Or(n.MaxRoutes, DefaultMaxRoutes) }
 
-// received is how many routes of a neighbour gobgp keeps.
+// received returns the number of a neighbour's routes that gobgp keeps.
 func received(p *api.Peer) (n uint64) {
 	for _, f := range p.GetAfiSafis() {
 		n += f.GetState().GetReceived()

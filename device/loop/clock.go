@@ -10,26 +10,26 @@ type Clock interface {
 	Now() int64
 }
 
-// processStart anchors the default clock. One second is subtracted so that no reading is ever zero, which timers
-// use as "not armed".
+// processStart anchors the default clock, minus one second so that no reading is ever zero, which timers use as "not
+// armed".
 var processStart = time.Now().Add(-time.Second)
 
-// Monotonic returns the time of the default clock: monotonic nanoseconds from a moment before the process began.
+// Monotonic returns the time of the default clock: monotonic nanoseconds since a moment before the process started.
 func Monotonic() int64 { return int64(time.Since(processStart)) }
 
 type realClock struct{}
 
 func (realClock) Now() int64 { return Monotonic() }
 
-// ManualClock is a Clock for tests: it moves only by Advance. A started loop with a ManualClock sleeps until it has
-// work or the clock moves.
+// ManualClock is a Clock for tests: only Advance moves it. A started loop with a ManualClock sleeps until it has work
+// or the clock moves.
 type ManualClock struct {
 	mu    sync.Mutex
 	now   int64
 	loops map[*Loop]struct{}
 }
 
-// NewManualClock makes a clock that stands at start nanoseconds; start must be positive.
+// NewManualClock makes a clock that shows start nanoseconds; start must be positive.
 func NewManualClock(start int64) *ManualClock {
 	if start <= 0 {
 		panic("loop: a manual clock starts at a positive time")

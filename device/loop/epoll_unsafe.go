@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// epollNow takes events that are there already. It never blocks, so it skips the Go scheduler's bookkeeping for
-// system calls that might, which would cost more than the call.
+// epollNow returns pending events. It never blocks, so it skips the Go scheduler's bookkeeping for blocking system
+// calls, which would cost more than the call.
 func epollNow(epfd int, events []unix.EpollEvent) int {
 	n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(epfd), uintptr(unsafe.Pointer(&events[0])),
 		uintptr(len(events)), 0, 0, 0)
@@ -18,15 +18,15 @@ func epollNow(epfd int, events []unix.EpollEvent) int {
 	return int(n)
 }
 
-// nap bounds how long a loop that goes to sleep keeps Go's processor. Traffic that lets a loop sleep for some
-// microseconds at a time would else hand it over and claim it back for each, and have the runtime's monitor thread
-// awake all the while, which cost a fifth of what TCP between hosts takes of the daemons. In fact the runtime ends it
-// by a signal, at once to stop the world, and after 10 ms in any case. A bound that is shorter than a tick would have
-// the kernel set a timer for each sleep.
+// nap bounds how long a loop that goes to sleep keeps Go's processor. Under traffic that lets a loop sleep for some
+// microseconds at a time, giving the processor up and reclaiming it each time would keep the runtime's monitor thread
+// awake, which cost a fifth of the daemons' time for TCP between hosts. In practice the runtime ends the nap by a
+// signal, at once to stop the world, and after 10 ms in any case. With a bound shorter than a tick the kernel would set
+// a timer for each sleep.
 const nap = int64(20 * time.Millisecond)
 
 // epollWait blocks until an event or for timeout nanoseconds; negative = for ever. It returns the number of events, 0
-// also when interrupted: the caller looks around and comes back.
+// also when interrupted: the caller checks its queues and calls again.
 func epollWait(epfd int, events []unix.EpollEvent, timeout int64) int {
 	begin, short := Monotonic(), nap
 	if timeout >= 0 {

@@ -2,16 +2,16 @@ package loop
 
 import "fmt"
 
-// Fault reports that the code a loop ran touched memory that was not there: SIGBUS when a guest's memory file
-// shrank or a huge page could not be had, SIGSEGV when a mapping is gone. The loop has unwound that call
-// and goes on; whatever the call had half done stays half done and is the owner's to clean up.
+// Fault reports that a handler accessed memory that was not there: SIGBUS if a guest's memory file was truncated or no
+// huge page was available, SIGSEGV if a mapping is gone. The loop has unwound that call and continues; its owner must
+// clean up what the call left half done.
 type Fault struct {
 	// Addr is the address that could not be accessed.
 	Addr uintptr
 	// Where names the handler that was running, such as "poller".
 	Where string
-	// Foreign is set when the memory belonged to another owner (see Loop.Blame), who has been told first: the handler
-	// was merely interrupted by it, should release what it held, and go on.
+	// Foreign is set if the memory belonged to another owner (see Loop.Blame), which has been notified first: the
+	// handler was only interrupted; it should release what it held, and continue.
 	Foreign bool
 }
 
@@ -20,7 +20,7 @@ func (f Fault) Error() string {
 	return fmt.Sprintf("memory fault at address %#x in %s", f.Addr, f.Where)
 }
 
-// Owner is somebody whose memory a loop touches, for instance a VM's device. See Loop.Blame.
+// Owner is the owner of memory that a loop accesses, for instance a VM's device. See Loop.Blame.
 type Owner struct {
 	onFault func(Fault)
 }
@@ -28,16 +28,16 @@ type Owner struct {
 // NewOwner makes an Owner; onFault runs on the loop that faulted.
 func NewOwner(onFault func(Fault)) *Owner { return &Owner{onFault: onFault} }
 
-// Blame declares whose memory the loop is about to touch, and returns the previous declaration, which the caller
-// restores when it is done:
+// Blame declares whose memory the loop is about to access, and returns the previous declaration, which the caller
+// restores afterwards:
 //
 //	prev := l.Blame(d.owner)
 //	... copy into the guest ...
 //	l.Blame(prev)
 //
-// A fault in between is reported to that owner, and then, as Foreign, to the handler that was running. So a frame that
-// arrives by the handler of one port and hits a hole in another port's VM stops that VM's device and not the first
-// port. The declaration ends with the handler in any case. Loop thread only.
+// A fault in between is reported to that owner, and then, as Foreign, to the handler that was running. So if a frame
+// received by one port's handler hits a hole in another port's VM, that VM's device stops and not the first port. The
+// declaration ends with the handler in any case. Loop thread only.
 func (l *Loop) Blame(o *Owner) (prev *Owner) {
 	prev = l.blamed
 	l.blamed = o
@@ -47,18 +47,18 @@ func (l *Loop) Blame(o *Owner) (prev *Owner) {
 // Option adjusts a handler (Watch, AddPoller, AtFlush, NewTimer, NewMailbox).
 type Option func(*handler)
 
-// OnFault names the function that hears of memory faults in this handler, on the loop's thread. Without one, a handler
-// that faults is removed from the loop and the fault is logged: running it again would most likely fault again.
+// OnFault sets the function that is called on the loop's thread after a memory fault in this handler. Without one, the
+// handler is removed from the loop and the fault is logged, because running it again would probably fault again.
 func OnFault(f func(Fault)) Option { return func(h *handler) { h.onFault = f } }
 
-// Name gives the handler a name for Fault.Where and log lines.
+// Name names the handler in Fault.Where and log lines.
 func Name(name string) Option { return func(h *handler) { h.name = name } }
 
-// handler is what the loop keeps about anything it calls.
+// handler is the loop's record of anything that it calls.
 type handler struct {
 	name    string
 	onFault func(Fault)
-	remove  func() // takes it out of the loop, on the loop's thread; nil where it runs only once anyway
+	remove  func() // removes it from the loop, on the loop's thread; nil if it runs only once
 }
 
 func (h *handler) init(name string, opts []Option) {
@@ -68,8 +68,8 @@ func (h *handler) init(name string, opts []Option) {
 	}
 }
 
-// recoverFault is deferred around every stretch of an iteration. It takes memory faults only; every other panic is a
-// bug and ends the process as usual.
+// recoverFault is deferred around every part of an iteration. It recovers memory faults only; any other panic is a bug
+// and ends the process.
 func (l *Loop) recoverFault() {
 	h, blamed := l.current, l.blamed
 	l.current, l.blamed = nil, nil
@@ -80,7 +80,7 @@ func (l *Loop) recoverFault() {
 	if r == nil {
 		return
 	}
-	// Only faults at a real address carry one (debug.SetPanicOnFault); nil dereferences do not.
+	// Only faults at an address have one (debug.SetPanicOnFault); nil dereferences do not.
 	a, ok := r.(interface {
 		error
 		Addr() uintptr
@@ -98,7 +98,7 @@ func (l *Loop) recoverFault() {
 		f.Foreign = true
 	}
 	if d := l.doing; d != nil {
-		// As if f had been called directly: the fault belongs to the goroutine that called Do, too.
+		// As if f had been called directly: the goroutine that called Do gets the fault, too.
 		l.doing = nil
 		d.fault = a
 		close(d.done)

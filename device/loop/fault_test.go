@@ -12,8 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// hole maps a page of a file and then shrinks the file: what a hostile or broken VM does to us. Touching it is a
-// SIGBUS.
+// hole maps a page of a file and then truncates the file, as a hostile or broken VM may do. Accessing it raises SIGBUS.
 func hole(t *testing.T) []byte {
 	t.Helper()
 	f, err := os.CreateTemp(t.TempDir(), "guest")
@@ -63,7 +62,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 		ran := false
 		l.Do(func() { ran = true })
 		if !ran {
-			t.Errorf("loop is dead after a fault in %s", what)
+			t.Errorf("loop does not run after a fault in %s", what)
 		}
 	}
 
@@ -75,7 +74,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 	kick(t, fd)
 	expect("a watch")
 	kick(t, fd)
-	expect("a watch") // it stays: its owner knows
+	expect("a watch") // it is not removed: it has OnFault
 	w.Close()
 
 	tm := l.NewTimer(func(int64) { touch() }, check("a timer"))
@@ -136,7 +135,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 	}
 }
 
-// A faulting handler does not keep those behind it in the same iteration from running, and without OnFault it goes.
+// A handler that faults does not keep later handlers of the iteration from running, and without OnFault it is removed.
 func TestFaultDoesNotStarve(t *testing.T) {
 	m := hole(t)
 	l := newLoop(t, Config{})
@@ -153,11 +152,11 @@ func TestFaultDoesNotStarve(t *testing.T) {
 	order = nil
 	l.Step()
 	if got := strings.Join(order, " "); got != "good flush" {
-		t.Errorf("the faulting poller is still there: %s", got)
+		t.Errorf("the faulting poller was not removed: %s", got)
 	}
 }
 
-// Blame sends the fault to the owner of the memory and tells the handler only that it was interrupted.
+// Blame reports the fault to the memory's owner; the handler is only told that it was interrupted.
 func TestBlame(t *testing.T) {
 	m := hole(t)
 	l := newLoop(t, Config{})
@@ -179,23 +178,24 @@ func TestBlame(t *testing.T) {
 	if len(owner) != 1 || owner[0].Foreign || len(handler) != 1 || !handler[0].Foreign {
 		t.Fatalf("owner %+v, handler %+v", owner, handler)
 	}
-	blame = false // the declaration must not outlive the handler
+	blame = false // the declaration must end with the handler
 	l.Step()
 	if len(owner) != 1 || len(handler) != 2 || handler[1].Foreign {
 		t.Fatalf("owner %+v, handler %+v", owner, handler)
 	}
 }
 
-// Bugs are not memory faults: a nil dereference still ends the program (here: reaches us, since Step is inline).
+// Bugs are not memory faults: a nil dereference still ends the program (here it reaches the test, because Step runs
+// inline).
 func TestOtherPanicsPass(t *testing.T) {
 	l := newLoop(t, Config{})
 	var nothing *struct{ x int }
 	p := &testPoller{inPoll: func() { nothing.x = 1 }}
-	l.AddPoller(p, OnFault(func(Fault) { t.Error("a bug was taken for a memory fault") }))
+	l.AddPoller(p, OnFault(func(Fault) { t.Error("a bug was reported as a memory fault") }))
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(false))
 	defer func() {
 		if recover() == nil {
-			t.Error("panic was swallowed")
+			t.Error("the panic was recovered")
 		}
 		l.stage, l.index = stageEvents, 0
 	}()

@@ -11,7 +11,7 @@ import (
 // wakeSlot marks the loop's own eventfd in epoll events; real slots are not negative.
 const wakeSlot = -1
 
-// Watch is a descriptor whose read readiness the loop serves.
+// Watch is a descriptor that the loop watches for read readiness.
 type Watch struct {
 	l      *Loop
 	h      handler
@@ -19,12 +19,12 @@ type Watch struct {
 	slot   int
 	gen    int32
 	ready  func()
-	closed bool // loop's state
+	closed bool // loop thread only
 }
 
-// Watch calls ready on the loop whenever fd is readable (level-triggered: ready must read, or it runs again in the
-// next iteration) or has an error or hang-up pending. The caller keeps ownership of fd and closes it only after
-// Close. Callable from anywhere. A descriptor can be watched once per loop: ErrDuplicate.
+// Watch calls ready on the loop whenever fd is readable (level-triggered: ready must read, or it runs again in the next
+// iteration) or has an error or hang-up pending. The caller still owns fd and closes it only after Close. Callable from
+// anywhere. A descriptor can be watched once per loop: ErrDuplicate.
 func (l *Loop) Watch(fd int, ready func(), opts ...Option) (*Watch, error) {
 	w := &Watch{l: l, fd: fd, ready: ready}
 	w.h.init("watch", opts)
@@ -63,8 +63,8 @@ func (l *Loop) addWatch(w *Watch) error {
 	return nil
 }
 
-// Close ends the watch: once it has returned, ready does not run and will not. Callable from anywhere but other loops'
-// threads, ready itself included; twice is harmless.
+// Close ends the watch: once it has returned, ready does not run and will not be called. Callable from anywhere except
+// other loops' threads, also from ready itself, and twice.
 func (w *Watch) Close() { w.l.Do(w.closeOnLoop) }
 
 func (w *Watch) closeOnLoop() {
@@ -76,20 +76,20 @@ func (w *Watch) closeOnLoop() {
 	l.watches[w.slot] = nil
 	l.freeSlots = append(l.freeSlots, w.slot)
 	if l.epfd >= 0 {
-		// The error says only that the descriptor was closed too early; it is out of epoll then anyway.
+		// An error means that the descriptor was closed too early, which removed it from epoll.
 		_ = unix.EpollCtl(l.epfd, unix.EPOLL_CTL_DEL, w.fd, nil)
 	}
 }
 
-// Poller is a source of work without a descriptor of its own while the loop is awake, such as a ring in guest memory
-// (whose kick eventfd, a Watch, serves only to wake the loop).
+// Poller is a source of work that the loop polls while it is awake, such as a ring in guest memory (whose kick eventfd,
+// a Watch, only wakes the loop).
 type Poller interface {
-	// Poll does a bounded amount of work and tells whether there was any.
+	// Poll does a bounded amount of work and reports whether there was any.
 	Poll(now int64) (busy bool)
-	// Prepare is called before the loop sleeps: ask to be woken (publish a flag), then look once more, and return true
-	// if there may be work after all; the loop then does not sleep.
+	// Prepare is called before the loop sleeps: request a wake-up (publish a flag), then check once more, and return
+	// true if there may be work; then the loop does not sleep.
 	Prepare() (mayWork bool)
-	// Resume is called after every Prepare, when the loop is awake again: take the request back.
+	// Resume is called after every Prepare, when the loop is awake again, to withdraw the request.
 	Resume()
 }
 
@@ -99,7 +99,7 @@ type pollerEntry struct {
 	mail interface{ pending() bool }
 }
 
-// AddPoller adds p behind the pollers that are there. Callable from anywhere.
+// AddPoller adds p after the existing pollers. Callable from anywhere.
 func (l *Loop) AddPoller(p Poller, opts ...Option) {
 	l.addPoller(p, nil, opts)
 }
@@ -111,8 +111,8 @@ func (l *Loop) addPoller(p Poller, mail interface{ pending() bool }, opts []Opti
 	l.Do(func() { l.pollers = append(l.pollers, e) })
 }
 
-// RemovePoller removes p: once it has returned, p is not running and will not be called. A p that is not there is
-// ignored. Callable from anywhere but other loops' threads.
+// RemovePoller removes p: once it has returned, p is not running and will not be called. An unknown p is ignored.
+// Callable from anywhere except other loops' threads.
 func (l *Loop) RemovePoller(p Poller) { l.Do(func() { l.removePoller(p) }) }
 
 func (l *Loop) removePoller(p Poller) {
@@ -129,7 +129,7 @@ func (l *Loop) removePoller(p Poller) {
 				}
 				fallthrough
 			case stagePollers:
-				// The walk in progress must not skip the one that moved up.
+				// The walk in progress must not skip the next poller, which moved up.
 				if i < l.index {
 					l.index--
 				}
@@ -146,8 +146,8 @@ type Hook struct {
 	f func()
 }
 
-// AtFlush calls f at the end of every iteration of the loop, where batches of outgoing frames or completions are
-// sent off. f must be cheap when there is nothing to send. Callable from anywhere.
+// AtFlush calls f at the end of every iteration of the loop, to send batches of frames or completions. f must be cheap
+// when there is nothing to send. Callable from anywhere.
 func (l *Loop) AtFlush(f func(), opts ...Option) *Hook {
 	k := &Hook{l: l, f: f}
 	k.h.init("flush", opts)
@@ -156,8 +156,8 @@ func (l *Loop) AtFlush(f func(), opts ...Option) *Hook {
 	return k
 }
 
-// Close removes the hook: once it has returned, the function is not running and will not. Callable from anywhere but
-// other loops' threads; twice is harmless.
+// Close removes the hook: once it has returned, the function is not running and will not be called. Callable from
+// anywhere except other loops' threads, and twice.
 func (k *Hook) Close() { k.l.Do(k.closeOnLoop) }
 
 func (k *Hook) closeOnLoop() {

@@ -1,5 +1,5 @@
-// Package engine is the thread of the data path: a Loop is one goroutine locked to its thread that runs everything
-// its ports, queues and QPs have to do, to completion.
+// Package loop is the thread of the data path: a Loop is one goroutine locked to its thread that does all the work of
+// its ports, queues and QPs.
 //
 // One iteration goes through these stages, in this order:
 //
@@ -12,9 +12,9 @@
 //	sleep    epoll_wait until an event, a wake-up or the next timer
 //	resume   only after prepare: pollers take the "wake me" back
 //
-// Rules. What a loop owns is touched on its thread only; other goroutines go through Do (waits) or Post (does not).
-// A handler must not block, and must not call Do or Close on another loop, since that one might be doing the same.
-// Pollers and hooks run in the order in which they were added.
+// Rules. A loop's state is accessed only on its thread; other goroutines use Do (waits) or Post (does not). A handler
+// must not block, and must not call Do or Close on another loop, because that loop might do the same. Pollers and hooks
+// run in the order in which they were added.
 //
 // The loop's goroutine runs with debug.SetPanicOnFault, see Fault.
 package loop
@@ -34,39 +34,39 @@ import (
 	"github.com/vnicd/vnicd/device/loop/eventfd"
 )
 
-// MaxLoops bounds Config.ID: tables with one slot per loop are this long.
+// MaxLoops bounds Config.ID, and is the length of tables with one slot per loop.
 const MaxLoops = 16
 
 const (
 	maxEvents    = 64   // epoll events taken at once
 	maxPosts     = 64   // posts run per iteration, so that they cannot starve the data path
 	postCapacity = 1024 // posts waiting
-	// How long a loop counts as shared, ns: some turns of everybody, however long those are.
+	// How long a loop counts as shared, in ns: several rounds of all pollers.
 	sharedFor = 2e5
-	// So many times in a row a loop polls for less than it may before it tries whether that has become worth while.
+	// Number of shortened polls before the full time is tried again.
 	maxMisses = 32
-	// While busy with pollers, epoll is looked at once in so many iterations: the call costs more than a poll.
+	// While pollers are busy, epoll is called only every epollEvery iterations: the call costs more than a poll.
 	epollEvery = 8
 )
 
 // Errors that callers test for.
 var (
 	ErrClosed    = errors.New("loop: loop is closed")
-	ErrStarted   = errors.New("loop: loop was started before")
-	ErrDuplicate = errors.New("loop: descriptor is watched already")
+	ErrStarted   = errors.New("loop: loop was already started")
+	ErrDuplicate = errors.New("loop: descriptor is already watched")
 )
 
 // Config describes a loop.
 type Config struct {
-	// ID is 0 to MaxLoops-1 and must differ among the loops that work together: it selects the loop's slot in counters
-	// and epochs.
+	// ID is 0 to MaxLoops-1 and must differ among the loops of a daemon: it selects the loop's slot in counters and
+	// epochs.
 	ID int
-	// SpinFor is how long the loop goes on polling after the last work before it sleeps, at most (see adapt). Zero: sleep
-	// at once.
+	// SpinFor is the maximum time that the loop polls after its last work before it sleeps (see adapt). Zero: sleep at
+	// once.
 	SpinFor time.Duration
-	// CPUs are the processors on which the thread stays. Empty: wherever the process may run.
+	// CPUs are the processors of the thread. Empty: those of the process.
 	CPUs []int
-	// Nice is the thread's nice value, -20 (most urgent) to 19. If the process may not have it, the thread keeps its own.
+	// Nice is the thread's nice value, -20 (most urgent) to 19. Without permission for it, the thread keeps its own.
 	Nice int
 	// Clock defaults to the monotonic clock.
 	Clock Clock
@@ -74,8 +74,8 @@ type Config struct {
 	Log hclog.Logger
 }
 
-// Loop is one thread of the data path. Life: new, Start, running, Close, closed. While it is new or closed, Do runs
-// its function in the caller, so set-up and tear-down code is the same in all states.
+// Loop is one thread of the data path. States: new, Start, running, Close, closed. In the states new and closed, Do
+// runs its function in the caller, so set-up and tear-down code is the same in all states.
 type Loop struct {
 	id    int
 	spin  int64
@@ -87,11 +87,11 @@ type Loop struct {
 	epfd   int
 	wakefd int
 
-	// Owned by the loop's thread from here on.
+	// Owned by the loop's thread.
 	now        int64
 	lastWork   int64
-	patience   int64 // how long it polls now before it sleeps, ns: 0 to spin
-	misses     uint  // polls in vain since patience was whole
+	patience   int64 // current polling time before it sleeps, ns: 0 to spin
+	misses     uint  // polls in vain since patience was at its maximum
 	stage      stage
 	index      int
 	nev        int
@@ -103,13 +103,13 @@ type Loop struct {
 	blamed     *Owner
 	doing      *doCall
 	events     []unix.EpollEvent
-	watches    []*Watch // by slot; the slot and its generation travel in the epoll event
+	watches    []*Watch // by slot; the epoll event has the slot and its generation
 	freeSlots  []int
 	watchGen   int32
 	timers     timerHeap
 	pollers    []*pollerEntry
-	worker     *pollerEntry // who had work last, mailboxes left aside
-	sharedAt   int64        // when that was another one than before
+	worker     *pollerEntry // last poller with work, other than mailboxes
+	sharedAt   int64        // when worker last changed
 	hooks      []*Hook
 
 	// Shared.
@@ -146,7 +146,7 @@ type doCall struct {
 	fault error // the runtime's error value of a memory fault in f
 }
 
-// New makes a loop that is not running yet.
+// New makes a loop; Start runs it.
 func New(c Config) (*Loop, error) {
 	if c.ID < 0 || c.ID >= MaxLoops {
 		return nil, fmt.Errorf("loop: loop ID %d; want 0 to %d", c.ID, MaxLoops-1)
@@ -189,14 +189,14 @@ func (l *Loop) ID() int { return l.id }
 // Now returns the time of the current iteration in nanoseconds. Loop thread only; elsewhere use the clock.
 func (l *Loop) Now() int64 { return l.now }
 
-// Shared tells whether several pollers have had work lately (sharedFor): whoever has much to do then does it in small
-// parts, for the others' sake. Mailboxes do not count, for what they hand over belongs to a poller. Loop thread only.
+// Shared reports whether several pollers had work lately (within sharedFor): a poller with much work then splits it up
+// to let the others run. Mailboxes do not count, because their contents belong to a poller. Loop thread only.
 func (l *Loop) Shared() bool { return l.now-l.sharedAt < sharedFor }
 
-// Clock returns the loop's clock, which is safe to read anywhere.
+// Clock returns the loop's clock, which any goroutine may read.
 func (l *Loop) Clock() Clock { return l.clock }
 
-// Start runs the loop on its own thread. It fails, and changes nothing, if that may not run where it is to.
+// Start runs the loop on its own thread. It fails, without effect, if the thread cannot run on Config.CPUs.
 func (l *Loop) Start() error {
 	l.inlineMu.Lock()
 	defer l.inlineMu.Unlock()
@@ -218,8 +218,8 @@ func (l *Loop) Start() error {
 	return nil
 }
 
-// Close stops the loop, waits for its thread to be gone and releases its descriptors. Watches, pollers and hooks that
-// are still there simply never run again. Calling it twice is harmless; calling it on the loop's own thread is a bug.
+// Close stops the loop, waits for its thread to end and closes its descriptors. Remaining watches, pollers and hooks do
+// not run again. It may be called twice; calling it on the loop's own thread is a bug.
 func (l *Loop) Close() {
 	if l.OnLoop() {
 		panic("loop: Close called on the loop's own thread")
@@ -250,14 +250,14 @@ func (l *Loop) release() {
 	if m, ok := l.clock.(*ManualClock); ok {
 		m.remove(l)
 	}
-	l.lifeMu.Lock() // nobody wakes or watches while the descriptors go
+	l.lifeMu.Lock() // no wake-up or Watch while the descriptors are closed
 	defer l.lifeMu.Unlock()
 	unix.Close(l.epfd)
 	unix.Close(l.wakefd)
 	l.epfd, l.wakefd = -1, -1
 }
 
-// OnLoop tells whether the caller runs on the loop's thread (or inside Do while the loop has no thread).
+// OnLoop reports whether the caller runs on the loop's thread (or inside Do while the loop has no thread).
 func (l *Loop) OnLoop() bool {
 	tid := l.tid.Load()
 	return tid != 0 && tid == int64(unix.Gettid())
@@ -291,7 +291,7 @@ func (l *Loop) Do(f func()) {
 	}
 }
 
-// enqueue reports queued when p was put, inline when there is no thread (inlineMu is then held).
+// enqueue reports queued if p was queued, inline if there is no thread (then it holds inlineMu).
 func (l *Loop) enqueue(p post) (queued, inline bool) {
 	l.lifeMu.RLock()
 	if l.life == lifeRunning {
@@ -301,7 +301,7 @@ func (l *Loop) enqueue(p post) (queued, inline bool) {
 		return queued, false
 	}
 	l.lifeMu.RUnlock()
-	// Start and the end of run take inlineMu too, so the state that we check under it holds while f runs.
+	// Start and the end of run take inlineMu too, so the state checked under it holds while f runs.
 	l.inlineMu.Lock()
 	l.lifeMu.RLock()
 	running := l.life == lifeRunning
@@ -323,8 +323,8 @@ func (l *Loop) inline(f func()) {
 	f()
 }
 
-// Post queues f to run on the loop soon, and returns without waiting. It returns false when too many posts wait
-// already or the loop is closed. For the control plane: f usually is an allocated closure. Frames use a Mailbox.
+// Post queues f to run on the loop soon, and returns without waiting. It returns false if too many posts are pending or
+// the loop is closed. For the control plane: f is usually an allocated closure. Frames use a Mailbox.
 func (l *Loop) Post(f func()) bool {
 	l.lifeMu.RLock()
 	ok := l.life != lifeClosed && l.posts.put(post{f: f})
@@ -335,12 +335,12 @@ func (l *Loop) Post(f func()) bool {
 	return ok
 }
 
-// Wake makes the loop run an iteration soon, if it sleeps. Cheap when it does not. Safe from anywhere.
+// Wake makes a sleeping loop run an iteration soon. It is cheap for a loop that is awake. Callable from anywhere.
 func (l *Loop) Wake() { l.wake() }
 
 func (l *Loop) wake() {
-	// The loop stores sleeping before it looks at its queues for the last time; we store to the queue before
-	// we look at sleeping. One of the two sees the other.
+	// The loop stores sleeping before it checks its queues for the last time; we store to the queue before we check
+	// sleeping. One of the two sees the other.
 	if l.sleeping.Load() == 0 || l.sleeping.Swap(0) == 0 {
 		return
 	}
@@ -359,13 +359,13 @@ func (l *Loop) Step() {
 	l.lifeMu.RUnlock()
 	if life != lifeNew {
 		l.inlineMu.Unlock()
-		panic("loop: Step on a loop that was started")
+		panic("loop: Step on a started loop")
 	}
 	l.inline(func() {
 		old := debug.SetPanicOnFault(true)
 		defer debug.SetPanicOnFault(old)
 		l.stage = stageEvents
-		l.idleRounds = epollEvery // look at descriptors in every step
+		l.idleRounds = epollEvery // check descriptors in every step
 		for !l.pass(false) {
 		}
 	})
@@ -383,7 +383,7 @@ func (l *Loop) run(settled chan<- error) {
 	for !l.stopping.Load() {
 		l.pass(true)
 	}
-	// From here on Do runs inline; what was queued before still runs here.
+	// From here on Do runs inline; functions queued before still run here.
 	l.inlineMu.Lock()
 	l.lifeMu.Lock()
 	l.life = lifeClosed
@@ -412,9 +412,9 @@ func (l *Loop) drainSome() (empty bool) {
 type Stats struct {
 	ID     int
 	Rounds uint64 // iterations
-	Sleeps uint64 // times it went to sleep
+	Sleeps uint64 // number of times that it went to sleep
 	Faults uint64 // memory faults recovered
-	CPUs   []int  // processors on which its thread stays; empty: any
+	CPUs   []int  // processors of its thread; empty: any
 	Nice   int    // its thread's nice value
 }
 
@@ -424,11 +424,11 @@ func (l *Loop) Stats() Stats {
 		Nice: l.nice}
 }
 
-// String says what the loop does, for messages about one that is stuck: an
-// iteration whose number does not change is in a handler that does not return.
+// String describes what the loop does, for messages about one that is stuck: if the number of the iteration does not
+// change, a handler does not return.
 func (l *Loop) String() string {
 	if l.sleeping.Load() != 0 {
-		return fmt.Sprintf("engine %d, asleep", l.id)
+		return fmt.Sprintf("loop %d, asleep", l.id)
 	}
-	return fmt.Sprintf("engine %d, in iteration %d", l.id, l.rounds.Load())
+	return fmt.Sprintf("loop %d, in iteration %d", l.id, l.rounds.Load())
 }

@@ -74,7 +74,7 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-// Loops start and stop without leaving goroutines or descriptors behind, in every state.
+// Loops start and stop without leaking goroutines or descriptors, in every state.
 func TestLifeAndLeaks(t *testing.T) {
 	before := openFDs(t)
 	for i := range 50 {
@@ -136,16 +136,16 @@ func TestDo(t *testing.T) {
 		t.Fatalf("after Close: ran %d", ran)
 	}
 	if l.Post(func() {}) {
-		t.Error("Post after Close was taken")
+		t.Error("Post after Close was accepted")
 	}
 }
 
-// Every Do runs exactly once and alone, whatever Start and Close do meanwhile.
+// Every Do runs exactly once and alone, during any Start and Close.
 func TestDoRacesLife(t *testing.T) {
 	for range 30 {
 		l := newLoop(t, Config{})
 		var wg sync.WaitGroup
-		n := 0 // touched in Do only: the race detector checks that
+		n := 0 // accessed in Do only: the race detector checks that
 		for range 4 {
 			wg.Go(func() {
 				for range 100 {
@@ -219,8 +219,8 @@ func TestWatch(t *testing.T) {
 	testutil.Eventually(t, "level-triggered", func() bool { return runs.Load() == 6 })
 }
 
-// A handler closes another watch whose event is in the same batch, and a new watch takes the slot: neither may run
-// for the old event.
+// A handler closes another watch with an event in the same batch, and a new watch gets the slot: neither may run for
+// the old event.
 func TestWatchClosedInBatch(t *testing.T) {
 	l := newLoop(t, Config{})
 	const n = 8
@@ -311,7 +311,7 @@ func (p *testPoller) Resume() {
 	p.asleep.Store(false)
 }
 
-// A producer that kicks only when the poller has asked for it never waits for ever: the doorbell protocol.
+// With a producer that kicks only on request no wake-up is lost: the doorbell protocol.
 func TestPollerProtocol(t *testing.T) {
 	for _, spin := range []time.Duration{0, 50 * time.Microsecond} {
 		l := startLoop(t, Config{SpinFor: spin})
@@ -335,7 +335,7 @@ func TestPollerProtocol(t *testing.T) {
 		l.RemovePoller(p)
 		l.Do(func() {
 			if p.prepared != 0 {
-				t.Error("removed while prepared, never resumed")
+				t.Error("a prepared poller was removed without Resume")
 			}
 		})
 		polled := p.polled
@@ -354,7 +354,7 @@ func TestPrepareRefusesSleep(t *testing.T) {
 	p.inPrepare = refuse.Load
 	l.AddPoller(p)
 	testutil.Eventually(t, "keeps going", func() bool { return l.Stats().Rounds > 100 })
-	if s := l.Stats().Sleeps; s > 50 { // it may have slept before the poller was there
+	if s := l.Stats().Sleeps; s > 50 { // it may have slept before the poller was added
 		t.Errorf("slept %d times", s)
 	}
 	refuse.Store(false)
@@ -362,7 +362,7 @@ func TestPrepareRefusesSleep(t *testing.T) {
 	testutil.Eventually(t, "sleeps", func() bool { return l.Stats().Sleeps > s })
 }
 
-// Removing pollers, hooks and watches from inside the walk over them skips nobody and runs nobody twice.
+// Removing pollers, hooks and watches during the walk over them neither skips a handler nor runs one twice.
 func TestRemovalDuringWalk(t *testing.T) {
 	l := newLoop(t, Config{})
 	const n = 5
@@ -409,7 +409,7 @@ func TestIdleSleeps(t *testing.T) {
 	NewMailbox(l, 4, func(int) {}, nil)
 	testutil.Eventually(t, "falls asleep", func() bool { return l.sleeping.Load() == 1 })
 	before := l.Stats()
-	time.Sleep(50 * time.Millisecond) // not for a result: a stretch in which nothing may happen
+	time.Sleep(50 * time.Millisecond) // not a wait for a result: an interval in which nothing may happen
 	if after := l.Stats(); after.Rounds > before.Rounds+1 {
 		t.Errorf("%d iterations while idle", after.Rounds-before.Rounds)
 	}
@@ -453,7 +453,7 @@ func TestMailboxFullAndClose(t *testing.T) {
 		}
 	}
 	if m.Put(4) {
-		t.Error("a full mailbox took more")
+		t.Error("a full mailbox accepted a value")
 	}
 	m.Close()
 	l.Step()
@@ -488,7 +488,7 @@ func BenchmarkIteration(b *testing.B) {
 	})
 }
 
-// A loop is shared for some time after a poller had work that is not the one that had it before.
+// A loop is shared for some time after the poller with work has changed.
 func TestShared(t *testing.T) {
 	clock := NewManualClock(1e9)
 	l := newLoop(t, Config{Clock: clock})
@@ -509,25 +509,25 @@ func TestShared(t *testing.T) {
 	}
 	l.Step()
 	clock.Advance(2 * time.Millisecond)
-	step(false, "nobody had work")
-	step(true, "somebody has it for the first time", a)
+	step(false, "no work yet")
+	step(true, "first work", a)
 	clock.Advance(2 * time.Millisecond)
 	mail.Put(1)
-	step(false, "one goes on, and has mail", a)
+	step(false, "the same poller and a mailbox", a)
 	step(true, "both", a, b)
-	step(true, "the other is idle now", a)
+	step(true, "the other is idle", a)
 	clock.Advance(sharedFor - time.Microsecond)
-	step(true, "for a moment", a)
+	step(true, "shortly after", a)
 	clock.Advance(time.Microsecond)
-	step(false, "for longer", a)
-	step(true, "the other alone", b)
+	step(false, "long after", a)
+	step(true, "the other poller", b)
 	clock.Advance(2 * time.Millisecond)
-	step(false, "for longer", b)
+	step(false, "long after", b)
 	l.RemovePoller(b)
-	step(true, "in place of one that was removed", a)
+	step(true, "after the removal of the other poller", a)
 }
 
-// Polling in vain becomes shorter, whole again when work comes in time, and is tried whole now and then.
+// Polling in vain is shortened, restored when work arrives in time, and tried in full length now and then.
 func TestAdaptivePolling(t *testing.T) {
 	clock := NewManualClock(1e9)
 	l := newLoop(t, Config{Clock: clock, SpinFor: 20 * time.Microsecond})
@@ -565,7 +565,7 @@ func TestAdaptivePolling(t *testing.T) {
 			polled(max(1, int(l.patience+999)/1000))
 		}
 		if l.patience != 0 {
-			t.Errorf("polls for %d ns after %d times in vain; want 0", l.patience, maxMisses)
+			t.Errorf("polls for %d ns after %d misses; want 0", l.patience, maxMisses)
 		}
 		polled(1)
 		polled(20)

@@ -1,11 +1,11 @@
 package loop
 
-// mailBatch bounds what one mailbox hands over per iteration, so that a busy neighbour cannot starve the loop's own
-// ports.
+// mailBatch bounds the values that one mailbox delivers per iteration, so that a busy sender cannot starve the loop's
+// own ports.
 const mailBatch = 64
 
-// Mailbox carries values, usually frames, from any thread to a loop: bounded, without locks and without allocation.
-// When it is full, Put refuses, and the sender drops as a network card's queue would.
+// Mailbox passes values, usually frames, from any thread to a loop: bounded, lock-free and without allocation. When it
+// is full, Put fails, and the sender drops the value as with a network card's queue.
 type Mailbox[T any] struct {
 	l       *Loop
 	q       *ring[T]
@@ -14,12 +14,12 @@ type Mailbox[T any] struct {
 	weigh   func(T) int // nil: all weigh 1
 	cur     T
 	holding bool
-	closed  bool // loop's state
+	closed  bool // loop thread only
 }
 
-// NewMailbox makes a mailbox of at least capacity values on l. handle runs on l for each value, in the order in which
-// they were put. release runs after handle, also when a memory fault cut handle short, and for values that remain at
-// Close: it gives the value's resources back (such as a buffer reference). release may be nil.
+// NewMailbox makes a mailbox of at least capacity values on l. handle runs on l for each value, in the order of Put.
+// release runs after handle, also after a memory fault in handle, and for values that remain at Close: it releases the
+// value's resources (such as a buffer reference). release may be nil.
 func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...Option) *Mailbox[T] {
 	if release == nil {
 		release = func(T) {}
@@ -36,7 +36,7 @@ func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...O
 	return m
 }
 
-// Put hands v over; false when the mailbox is full, and v remains the caller's. Safe from any thread.
+// Put appends v; false if the mailbox is full, and v remains the caller's. Callable from any thread.
 func (m *Mailbox[T]) Put(v T) bool {
 	if !m.q.put(v) {
 		return false
@@ -45,8 +45,8 @@ func (m *Mailbox[T]) Put(v T) bool {
 	return true
 }
 
-// Weigh has values count as more than one, 1 at least, of what is handed over per iteration. To be called before the
-// first Put.
+// Weigh sets a function that returns how much a value, at least 1, counts towards the values delivered per iteration.
+// Call it before the first Put.
 func (m *Mailbox[T]) Weigh(f func(T) int) { m.weigh = f }
 
 // Poll implements Poller.
@@ -78,7 +78,7 @@ func (m *Mailbox[T]) finish() {
 	}
 }
 
-// Prepare implements Poller. The last look happens in the loop itself, after it has declared itself asleep.
+// Prepare implements Poller. The loop itself checks once more after it has set sleeping.
 func (m *Mailbox[T]) Prepare() bool { return !m.q.empty() }
 
 // Resume implements Poller.
@@ -86,8 +86,8 @@ func (m *Mailbox[T]) Resume() {}
 
 func (m *Mailbox[T]) pending() bool { return !m.q.empty() }
 
-// Close takes the mailbox off its loop and releases what is in it. The caller sees to it that nobody puts any more:
-// values put later stay inside unreleased until Close is called again.
+// Close removes the mailbox from its loop and releases its values. The caller ensures that Put is not called any more:
+// later values stay unreleased until Close is called again.
 func (m *Mailbox[T]) Close() {
 	m.l.Do(func() {
 		if !m.closed {

@@ -6,8 +6,8 @@ import (
 	"github.com/vnicd/vnicd/device/loop/eventfd"
 )
 
-// stage is where in the iteration the loop is; with index it says what comes next. Both live in the Loop, so that an
-// iteration that a memory fault interrupted continues behind the handler that faulted.
+// stage and index are the position in the iteration. Both are kept in the Loop, so that an iteration interrupted by a
+// memory fault continues after the handler that faulted.
 type stage uint8
 
 const (
@@ -21,8 +21,8 @@ const (
 	stageResume
 )
 
-// pass goes through an iteration from l.stage on and returns true at its end, false when a memory fault cut it short
-// (the next call continues). With block it may sleep.
+// pass runs an iteration from l.stage on and returns true at its end, false if a memory fault interrupted it (the next
+// call continues). With block it may sleep.
 func (l *Loop) pass(block bool) (complete bool) {
 	defer l.recoverFault()
 	for {
@@ -109,7 +109,7 @@ func (l *Loop) pass(block bool) (complete bool) {
 				l.current = nil
 				l.blamed = nil
 			}
-			// A wake-up is followed by a full round of polling, and by spinning if that finds work.
+			// After a wake-up the loop polls once in full, and keeps polling if that finds work.
 			l.enter(stageEvents)
 			return true
 		}
@@ -125,20 +125,21 @@ func (l *Loop) begin() {
 	if l.nev > 0 {
 		return
 	}
-	// Spinning with pollers: look at descriptors only now and then.
+	// While polling, descriptors are checked only now and then.
 	if l.idleRounds++; l.idleRounds < epollEvery && len(l.pollers) > 0 && l.spin > 0 {
 		return
 	}
 	l.idleRounds = 0
 	l.nev = epollNow(l.epfd, l.events)
 	if l.nev > 0 {
-		l.idleRounds = epollEvery // busy descriptors are looked at every time
+		l.idleRounds = epollEvery // busy descriptors are checked every time
 	}
 }
 
-// adapt learns from how long nobody had work, ns, how long to poll before the next sleep. Polling that was in vain is
-// halved, for on few cores it is taken from those for whose work the loop waits. The time includes that of waking up;
-// so after maxMisses it is tried whether work would have come while polling.
+// adapt sets how long to poll before the next sleep, from the time without work, in ns. The time is halved after
+// polling in vain, because on few cores polling takes time from the threads whose work the loop waits for. The time
+// without work includes waking up; so after maxMisses the full time is tried, in case work would now arrive while
+// polling.
 func (l *Loop) adapt(idle int64) {
 	if idle > l.spin {
 		l.patience /= 2
@@ -168,7 +169,7 @@ func (l *Loop) sleep() {
 	l.sleeping.Store(0)
 }
 
-// mailPending looks at the mailboxes again after sleeping was set; see wake.
+// mailPending checks the mailboxes again after sleeping was set; see wake.
 func (l *Loop) mailPending() bool {
 	for _, p := range l.pollers {
 		if p.mail != nil && p.mail.pending() {
@@ -178,7 +179,7 @@ func (l *Loop) mailPending() bool {
 	return false
 }
 
-// manualDue tells whether a manual clock was moved past the next timer before sleeping was set.
+// manualDue reports whether a manual clock was moved past the next timer before sleeping was set.
 func (l *Loop) manualDue() bool {
 	m, ok := l.clock.(*ManualClock)
 	if !ok {
@@ -197,7 +198,7 @@ func (l *Loop) runEvent(ev *unix.EpollEvent) {
 	if int(ev.Fd) >= len(l.watches) {
 		return
 	}
-	// The watch may have been closed by a handler of this same batch, and its slot taken by another.
+	// A handler of this batch may have closed the watch, and a new one may have its slot.
 	w := l.watches[ev.Fd]
 	if w == nil || w.gen != ev.Pad {
 		return
@@ -209,7 +210,7 @@ func (l *Loop) runEvent(ev *unix.EpollEvent) {
 	l.blamed = nil
 }
 
-// runPost runs the oldest post; false when there is none.
+// runPost runs the oldest post; false if there is none.
 func (l *Loop) runPost() bool {
 	p, ok := l.posts.get()
 	if !ok {
@@ -232,7 +233,7 @@ func (l *Loop) runPost() bool {
 
 var postHandler = handler{name: "post"}
 
-// runTimers fires what is due. A timer that re-arms itself for a time that has come waits for the next iteration.
+// runTimers fires the due timers. A timer that arms itself for a time that is due fires in the next iteration.
 func (l *Loop) runTimers() {
 	for limit := len(l.timers); l.index < limit; l.index++ {
 		t := l.timers.due(l.now)

@@ -7,16 +7,16 @@ import (
 
 const cacheLine = 64
 
-// ring is a bounded queue with many producers and one consumer at a time. Each cell has a sequence number that says
-// whose turn it is: equal to the position = free for the producer of that position, position+1 = filled for its
-// consumer, position+size = free for the next lap. Producers contend on tail only; nobody ever waits for anybody.
+// ring is a bounded queue with many producers and one consumer at a time. Each cell has a sequence number: equal to the
+// position = free for the producer of that position, position+1 = filled for its consumer, position+size = free for the
+// next lap. Producers contend only on tail; none ever waits.
 type ring[T any] struct {
 	cells []ringCell[T]
 	mask  uint64
 	_     [cacheLine]byte
 	tail  atomic.Uint64
 	_     [cacheLine - 8]byte
-	head  atomic.Uint64 // written by the consumer only
+	head  atomic.Uint64 // written only by the consumer
 }
 
 type ringCell[T any] struct {
@@ -37,7 +37,7 @@ func newRing[T any](n int) *ring[T] {
 	return r
 }
 
-// put appends v; false when the ring is full. Safe from any goroutine.
+// put appends v; false if the ring is full. Callable from any goroutine.
 func (r *ring[T]) put(v T) bool {
 	pos := r.tail.Load()
 	for {
@@ -50,7 +50,7 @@ func (r *ring[T]) put(v T) bool {
 				return true
 			}
 			pos = r.tail.Load()
-		case seq < pos: // still holds the value of the lap before
+		case seq < pos: // still has the value of the previous lap
 			return false
 		default: // another producer took this position
 			pos = r.tail.Load()
@@ -58,7 +58,7 @@ func (r *ring[T]) put(v T) bool {
 	}
 }
 
-// get removes the oldest value; false when there is none. One consumer at a time.
+// get removes the oldest value; false if there is none. One consumer at a time.
 func (r *ring[T]) get() (v T, ok bool) {
 	pos := r.head.Load()
 	c := &r.cells[pos&r.mask]
@@ -73,7 +73,7 @@ func (r *ring[T]) get() (v T, ok bool) {
 	return v, true
 }
 
-// empty tells whether get would find nothing right now.
+// empty reports whether get would return false now.
 func (r *ring[T]) empty() bool {
 	pos := r.head.Load()
 	return r.cells[pos&r.mask].seq.Load() != pos+1

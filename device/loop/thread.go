@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// settle puts the calling thread, which is the loop's, where Config wants it. That it may not be as urgent as that is
-// no error.
+// settle sets the processors and nice value of the calling thread, which is the loop's. A refused nice value is no
+// error.
 func (l *Loop) settle() error {
 	if len(l.cpus) > 0 {
 		if err := setAffinity(0, l.cpus); err != nil {
@@ -20,9 +20,9 @@ func (l *Loop) settle() error {
 		}
 	}
 	if l.nice != 0 {
-		// PRIO_PROCESS means one thread on Linux.
+		// On Linux PRIO_PROCESS applies to one thread.
 		if err := unix.Setpriority(unix.PRIO_PROCESS, 0, l.nice); err != nil {
-			l.log.Debug("engine thread's nice value unchanged (CAP_SYS_NICE or RLIMIT_NICE would permit it)", "nice", l.nice,
+			l.log.Debug("loop thread's nice value unchanged (CAP_SYS_NICE or RLIMIT_NICE would permit it)", "nice", l.nice,
 				"reason", err)
 			l.nice = 0
 		}
@@ -42,7 +42,7 @@ func setAffinity(tid int, cpus []int) error {
 	return unix.SchedSetaffinity(tid, &set)
 }
 
-// A loop has one of the processors of Go's scheduler to itself, also while it naps; all others keep what they had.
+// A loop occupies one of the Go scheduler's processors, also while it naps; others keep their number.
 func addProcessors(n int) {
 	processors.Lock()
 	defer processors.Unlock()
@@ -51,10 +51,10 @@ func addProcessors(n int) {
 
 var processors sync.Mutex
 
-// KeepOff takes the threads of this process, and those that they will make, off cpus: for processors that loops are to
-// have for themselves. It changes nothing if there would be no processor left. Call it before Start.
+// KeepOff removes cpus from the affinity of this process's threads and of those that they create later, to reserve them
+// for loops. It has no effect if no processor would remain. Call it before Start.
 func KeepOff(cpus []int) error {
-	for again := true; again; { // a thread that was not seen yet may have made another meanwhile
+	for again := true; again; { // a thread not seen yet may have created another meanwhile
 		again = false
 		tasks, err := os.ReadDir("/proc/self/task")
 		if err != nil {
@@ -75,7 +75,7 @@ func KeepOff(cpus []int) error {
 	return nil
 }
 
-// leave takes one thread off cpus.
+// leave removes cpus from a thread's affinity.
 func leave(tid int, cpus []int) (changed bool, err error) {
 	var set unix.CPUSet
 	if err := unix.SchedGetaffinity(tid, &set); err != nil {

@@ -25,7 +25,7 @@ func affinity(t *testing.T) (cpus []int) {
 	return cpus
 }
 
-// A loop's thread stays where it was put and is as urgent as was asked; other threads are not concerned.
+// A loop's thread gets its processors and nice value; other threads are not affected.
 func TestThread(t *testing.T) {
 	all := affinity(t)
 	last := all[len(all)-1:]
@@ -36,7 +36,7 @@ func TestThread(t *testing.T) {
 	var nice int
 	var cpus []int
 	l.Do(func() {
-		raw, err := unix.Getpriority(unix.PRIO_PROCESS, 0) // the system call gives 20 minus the nice value
+		raw, err := unix.Getpriority(unix.PRIO_PROCESS, 0) // the system call returns 20 minus the nice value
 		if err != nil {
 			t.Error(err)
 		}
@@ -53,7 +53,7 @@ func TestThread(t *testing.T) {
 	}
 }
 
-// A loop that cannot be where it is to does not start; it can be closed as ever.
+// A loop whose processors do not exist does not start; its state stays new, and it can be closed.
 func TestNoSuchProcessor(t *testing.T) {
 	for _, cpu := range []int{1023, 1024, -1} {
 		l := newLoop(t, Config{CPUs: []int{cpu}})
@@ -63,13 +63,12 @@ func TestNoSuchProcessor(t *testing.T) {
 		ran := false
 		l.Do(func() { ran = true })
 		if !ran {
-			t.Error("the loop is not as new")
+			t.Error("Do did not run after the failed Start")
 		}
 	}
 }
 
-// TestKeepOff runs in a process of its own, whose threads are to leave the first of two processors; loops may still go
-// there.
+// TestKeepOff runs in its own process, whose threads are kept off the first of two processors; loops may still use it.
 func TestKeepOff(t *testing.T) {
 	const env = "VNICD_TEST_KEEP_OFF"
 	if os.Getenv(env) == "" {
@@ -82,10 +81,10 @@ func TestKeepOff(t *testing.T) {
 	}
 	all := affinity(t)
 	if err := KeepOff(all); err != nil || !slices.Equal(affinity(t), all) {
-		t.Fatalf("%v: this thread may use %v, of %v; nothing was to change", err, affinity(t), all)
+		t.Fatalf("%v: this thread may use %v, of %v; want no change", err, affinity(t), all)
 	}
 	if len(all) == 1 {
-		t.Log("one processor: nobody can be kept off it")
+		t.Log("one processor: no thread can be kept off it")
 		return
 	}
 	if err := KeepOff(all[:1]); err != nil {
@@ -113,6 +112,6 @@ func TestKeepOff(t *testing.T) {
 		}
 	}
 	if apart != 1 {
-		t.Errorf("%d threads may use the loop's processor", apart)
+		t.Errorf("%d other threads may use the loop's processor", apart)
 	}
 }

@@ -1,17 +1,17 @@
 package loop
 
-// Timer calls its function once on its loop when the armed deadline has come. Arm and Stop run on the loop's
-// thread only and do not allocate (the heap grows once per additional timer that is pending at the same time).
+// Timer calls its function once on its loop after the armed deadline. Arm and Stop run only on the loop's thread and do
+// not allocate (the heap grows with the maximum number of pending timers).
 //
-// Re-arming to a later time, which is what a retransmission timer does with every acknowledgement, only writes the
-// new deadline down; the heap learns of it when the old deadline comes.
+// Re-arming to a later time, which a retransmission timer does on every acknowledgement, only stores the new deadline;
+// the heap is updated at the old one.
 type Timer struct {
 	l     *Loop
 	h     handler
 	f     func(now int64)
 	when  int64 // deadline, 0 = not armed
-	key   int64 // deadline under which the heap holds it
-	index int   // place in the heap, -1 = not in it
+	key   int64 // deadline that orders it in the heap
+	index int   // index in the heap, -1 = not in it
 }
 
 // NewTimer makes a timer that is not armed. f runs on the loop with the time of its iteration. NewTimer may be called
@@ -22,8 +22,8 @@ func (l *Loop) NewTimer(f func(now int64), opts ...Option) *Timer {
 	return t
 }
 
-// Arm sets the deadline in nanoseconds of the loop's clock, replacing any earlier one. A deadline that has passed
-// already fires in the next iteration.
+// Arm sets the deadline in nanoseconds of the loop's clock, replacing any earlier one. A deadline in the past fires in
+// the next iteration.
 func (t *Timer) Arm(deadline int64) {
 	if deadline <= 0 {
 		deadline = 1
@@ -39,7 +39,7 @@ func (t *Timer) Arm(deadline int64) {
 	}
 }
 
-// Stop disarms the timer; its function will not run until it is armed again. Stopping a stopped timer is harmless.
+// Stop disarms the timer; its function does not run until it is armed again. It may be called on a stopped timer.
 func (t *Timer) Stop() {
 	t.when = 0
 	if t.index >= 0 {
@@ -47,7 +47,7 @@ func (t *Timer) Stop() {
 	}
 }
 
-// Armed tells whether the timer has a deadline ahead.
+// Armed reports whether the timer is armed.
 func (t *Timer) Armed() bool { return t.when != 0 }
 
 // Deadline returns the armed deadline, or 0.
@@ -116,7 +116,7 @@ func (h *timerHeap) remove(i int) {
 	}
 }
 
-// due takes one timer out whose time has come, or nil. Entries that were re-armed to a later time go back in.
+// due removes and returns a timer that is due, or nil. Timers re-armed to a later time are put back.
 func (h *timerHeap) due(now int64) *Timer {
 	for len(*h) > 0 {
 		t := (*h)[0]
@@ -135,7 +135,7 @@ func (h *timerHeap) due(now int64) *Timer {
 	return nil
 }
 
-// next returns the earliest deadline, or 0 when no timer is pending.
+// next returns the earliest deadline, or 0 if no timer is pending.
 func (h timerHeap) next() int64 {
 	if len(h) == 0 {
 		return 0

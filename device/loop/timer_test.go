@@ -38,7 +38,7 @@ func TestTimerBasics(t *testing.T) {
 	}
 }
 
-// A timer that arms itself for now runs once per iteration and does not capture the loop.
+// A timer that arms itself for now runs once per iteration and does not monopolise the loop.
 func TestTimerRearmsItself(t *testing.T) {
 	l := newLoop(t, Config{Clock: NewManualClock(1)})
 	n := 0
@@ -94,7 +94,7 @@ func TestTimerModel(t *testing.T) {
 		}
 		for j, x := range l.timers {
 			if x.index != j || j > 0 && l.timers[(j-1)/4].key > x.key {
-				t.Fatalf("heap is out of order at %d", j)
+				t.Fatalf("heap is not ordered at %d", j)
 			}
 		}
 	}

@@ -1,7 +1,6 @@
-// Package eventfd has goroutines wait for eventfds in Go's network poller: who waits
-// holds neither a thread nor one of the scheduler's processors. A system call that
-// blocks holds both until the scheduler's monitor takes the processor away, which
-// costs several switches of threads each time, more than most waits are for.
+// Package eventfd lets goroutines wait for eventfds in Go's network poller. A goroutine that waits there holds neither
+// a thread nor one of the scheduler's processors. A blocking system call holds both until the scheduler's monitor takes
+// the processor away, which costs several thread switches each time, more than most waits are worth.
 package eventfd
 
 import (
@@ -14,12 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Waiter waits for signals of an eventfd. One goroutine waits; anybody may set the
-// deadline or close it.
+// Waiter waits for signals of an eventfd. One goroutine waits; any goroutine may set the deadline or close it.
 //
-// The count is never read. The poller asks epoll for edges, of which there is one for
-// each write whatever the count is. Reading would make the eventfd writable, an edge,
-// too, which wakes a thread for nothing in every process that polls it this way.
+// The count is never read. The poller asks epoll for edges, and each write causes one whatever the count is. Reading
+// would make the eventfd writable, which is an edge, too, and wakes a thread for nothing in every process that polls it
+// this way.
 type Waiter struct {
 	fd int
 	f  *os.File
@@ -35,11 +33,11 @@ func New() (*Waiter, error) {
 	return open(fd)
 }
 
-// Dup makes a Waiter for a duplicate of fd, which is an eventfd that does not block.
+// Dup makes a Waiter for a duplicate of fd, which must be a non-blocking eventfd.
 func Dup(fd int) (*Waiter, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("duplicating an eventfd: %w", err)
+		return nil, fmt.Errorf("eventfd: dup: %w", err)
 	}
 	return open(dup)
 }
@@ -54,12 +52,11 @@ func open(fd int) (*Waiter, error) {
 	return w, nil
 }
 
-// FD is the descriptor; it stays the Waiter's.
+// FD returns the descriptor, which the Waiter still owns.
 func (w *Waiter) FD() int { return w.fd }
 
-// Wait calls look, and calls it again after every signal until it returns true. A
-// signal that comes while look runs counts. Wait fails with os.ErrDeadlineExceeded, also
-// before the first look, and with another error once w is closed.
+// Wait calls look, and calls it again after every signal until it returns true. A signal during look is not lost. Wait
+// fails with os.ErrDeadlineExceeded, possibly before the first look, and with another error once w is closed.
 func (w *Waiter) Wait(look func() bool) error {
 	return w.c.Read(func(uintptr) bool { return look() })
 }
@@ -71,8 +68,8 @@ func (w *Waiter) Signal() {
 
 var one = binary.NativeEndian.AppendUint64(nil, 1)
 
-// SetDeadline has Wait end at t; the zero time takes that back.
+// SetDeadline ends Wait at t; the zero time removes the deadline.
 func (w *Waiter) SetDeadline(t time.Time) error { return w.f.SetReadDeadline(t) }
 
-// Close ends Wait. It is idempotent.
+// Close ends Wait. It may be called twice.
 func (w *Waiter) Close() { _ = w.f.Close() }

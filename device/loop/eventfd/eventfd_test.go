@@ -26,8 +26,8 @@ func newWaiter(t *testing.T) *Waiter {
 	return w
 }
 
-// TestSignals: look runs at once, and after every signal, though the count is never
-// taken; signals that come while it runs are not lost. Waits follow each other.
+// TestSignals: look runs at once, and after every signal, though the count is never read; signals during look are not
+// lost. Wait can be called again.
 func TestSignals(t *testing.T) {
 	w := newWaiter(t)
 	for range 3 {
@@ -62,7 +62,7 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// TestDup: a duplicate hears the same signals, and lives on when the first is closed.
+// TestDup: a duplicate gets the same signals, and still works when the first is closed.
 func TestDup(t *testing.T) {
 	w := newWaiter(t)
 	d, err := Dup(w.FD())
@@ -81,11 +81,11 @@ func TestDup(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := Dup(-1); err == nil {
-		t.Fatal("a descriptor that is none was taken")
+		t.Fatal("Dup accepted an invalid descriptor")
 	}
 }
 
-// TestEnds: what ends a wait, before it begins, within look, and from outside.
+// TestEnds: a wait ends by deadline or Close, before it starts, within look, and from outside.
 func TestEnds(t *testing.T) {
 	w := newWaiter(t)
 	never := func() bool { return false }
@@ -118,12 +118,11 @@ func TestEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := w.Wait(never); err == nil {
-		t.Fatal("waited on what was closed")
+		t.Fatal("Wait on a closed Waiter succeeded")
 	}
 }
 
-// TestTake: Take takes the count and does not wait for one, not even of an eventfd that its other owner has made one
-// that blocks.
+// TestTake: Take clears the count and does not block, not even if the eventfd's other owner has made it blocking.
 func TestTake(t *testing.T) {
 	w := newWaiter(t)
 	readable := func() bool {
@@ -140,10 +139,10 @@ func TestTake(t *testing.T) {
 	for range 3 {
 		Add(w.FD())
 		if !readable() {
-			t.Fatal("Add did not count")
+			t.Fatal("Add did not increase the count")
 		}
 		if Take(w.FD()); readable() {
-			t.Fatal("there is a count after Take")
+			t.Fatal("the count is not 0 after Take")
 		}
 		Take(w.FD())
 	}

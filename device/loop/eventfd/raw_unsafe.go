@@ -6,19 +6,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Add and Take are for loops, and for whoever signals often. They skip what Go's scheduler does around system calls
-// that may last: its monitor thread takes the processor away from a goroutine that it finds in one after 10 ms, and
-// then looks every 20 us for a while whether there are more such, which on few cores is a noticeable part of one.
+// Add and Take are for loops, and for frequent signals. They skip the Go scheduler's bookkeeping for blocking system
+// calls: its monitor thread takes the processor away from a goroutine that it finds in such a call after 10 ms, and
+// then polls every 20 us for a while for others, which on few cores takes a noticeable part of one.
 
-// Add adds one to the count of fd, which is an eventfd that does not block.
+// Add adds one to the count of fd, which must be a non-blocking eventfd.
 func Add(fd int) {
-	// EAGAIN means that the count is full, so whoever waits has been woken.
+	// EAGAIN: the count is at its maximum, so the waiter has been woken.
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(one))),
 		uintptr(len(one)))
 }
 
-// Take sets the count of fd to zero. It does not block either if the other side has made the eventfd one that does, and
-// has taken the count first (RWF_NOWAIT).
+// Take sets the count of fd to zero. It does not block (RWF_NOWAIT), even if the other side has made the eventfd
+// blocking and has read the count first.
 func Take(fd int) {
 	var b [8]byte
 	iov := unix.Iovec{Base: &b[0], Len: uint64(len(b))}

@@ -49,7 +49,7 @@ func benchCycle(b *testing.B, packed, indirect bool) {
 	}
 }
 
-// BenchmarkCycle is pop, push and signal of one chain of two buffers.
+// BenchmarkCycle pops, pushes and signals one chain of two buffers.
 func BenchmarkCycle(b *testing.B) {
 	b.Run("direct", func(b *testing.B) { benchCycle(b, false, false) })
 	b.Run("indirect", func(b *testing.B) { benchCycle(b, false, true) })
@@ -92,7 +92,7 @@ func TestCycleAllocatesNothing(t *testing.T) {
 	for i := range 4 {
 		packed, indirect := i&1 != 0, i&2 != 0
 		r := testing.Benchmark(func(b *testing.B) { benchCycle(b, packed, indirect) })
-		if r.N == 0 || r.AllocsPerOp() != 0 { // 0: it failed
+		if r.N == 0 || r.AllocsPerOp() != 0 { // 0: the benchmark failed
 			t.Errorf("packed %v, indirect %v: %d rounds, %d allocations per chain", packed, indirect, r.N, r.AllocsPerOp())
 		}
 	}

@@ -2,50 +2,47 @@ package virtq
 
 import "github.com/vnicd/vnicd/translate"
 
-// MaxChain bounds the segments of one chain, indirect ones included. Virtio
-// forbids chains longer than the queue; drivers that use indirect tables exceed
-// short queues all the same, so the bound is that of the largest usual queue.
+// MaxChain bounds the segments of one chain, indirect ones included. Virtio forbids chains longer than the queue, but
+// drivers with indirect tables exceed short queues, so the bound is the largest usual queue size.
 const MaxChain = 1024
 
-// Seg is one buffer of guest memory, as the descriptor said; the address has
-// been checked for overflow only, so each access may still miss.
+// Seg is one buffer of guest memory as in its descriptor; the address is only checked for overflow, so each access may
+// still miss.
 type Seg struct {
 	PA  translate.PA
 	Len uint32
 }
 
-// Chain is one buffer chain that the driver made available: first the segments
-// that the device may read, then those that it may write. It is filled by
-// Queue.Pop and keeps its storage from one Pop to the next; reuse it.
+// Chain is one buffer chain that the driver made available: first the segments that the device may read, then those
+// that it may write. Queue.Pop fills it and reuses its storage.
 type Chain struct {
 	space    *translate.Space
-	segs     []Seg            // those to be read first
-	reads    int              // how many these are
-	first    translate.Window // of the only segment, if it has been looked up already
+	segs     []Seg            // readable ones first
+	reads    int              // number of readable ones
+	first    translate.Window // the only segment, if it has been looked up already
 	head     uint16
-	at       uint16 // where in the ring it began
-	entries  uint16 // of the ring: 1, or its descriptors in a packed one
+	at       uint16 // place in the ring
+	entries  uint16 // entries in the ring: 1, or the number of descriptors in a packed one
 	readLen  uint64
 	writeLen uint64
 }
 
-// Readable and Writable are valid until the chain is popped into again.
+// Readable and Writable return the chain's buffers; they are valid until the next Pop into the chain.
 func (c *Chain) Readable() []Seg { return c.segs[:c.reads:c.reads] }
 
-// Writable is what the device may write; see Readable.
+// Writable returns the buffers that the device may write; see Readable.
 func (c *Chain) Writable() []Seg { return c.segs[c.reads:] }
 
-// Head is the index of the chain's first descriptor, or its id in a packed ring, for messages.
+// Head is the index of the chain's first descriptor, or its id in a packed ring. It is for messages.
 func (c *Chain) Head() uint16 { return c.head }
 
-// ReadableLen is the number of bytes that the driver gave to the device.
+// ReadableLen is the number of bytes that the device may read.
 func (c *Chain) ReadableLen() uint64 { return c.readLen }
 
 // WritableLen is the number of bytes that the device may write.
 func (c *Chain) WritableLen() uint64 { return c.writeLen }
 
-// ReadAt copies in readable bytes from offset off on, as many as dst takes and
-// the chain has, and returns their number.
+// ReadAt copies readable bytes from offset off on into dst, up to the end of either, and returns their number.
 func (c *Chain) ReadAt(dst []byte, off uint64) (int, translate.Miss) {
 	n := 0
 	for _, s := range c.Readable() {
@@ -72,8 +69,8 @@ func (c *Chain) ReadAt(dst []byte, off uint64) (int, translate.Miss) {
 // ReadAll is ReadAt from the start of the chain.
 func (c *Chain) ReadAll(dst []byte) (int, translate.Miss) { return c.ReadAt(dst, 0) }
 
-// WriteAt copies src to the writable bytes from offset off on, as much as there
-// is room for, and returns the number of bytes written.
+// WriteAt copies src to the writable bytes from offset off on, up to the end of either, and returns the number of bytes
+// written.
 func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 	n := 0
 	for _, s := range c.Writable() {
@@ -100,9 +97,8 @@ func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 // WriteAll is WriteAt from the start of the writable part.
 func (c *Chain) WriteAll(src []byte) (int, translate.Miss) { return c.WriteAt(src, 0) }
 
-// Piece returns the chain's first n bytes where they are on the host, if the chain is one segment and they are in one
-// piece there; else nil. They are the guest's own, which it may change at any time, and may be used until the caller
-// leaves its epoch.
+// Piece returns the chain's first n bytes in place, if the chain is one segment and they are contiguous on the host;
+// otherwise nil. The guest may change them at any time; the caller may use them until it leaves its epoch.
 func (c *Chain) Piece(n int) []byte { return c.first.Bytes(uint64(n)) }
 
 // reset empties the chain and keeps its storage.
@@ -115,7 +111,7 @@ func (c *Chain) reset(space *translate.Space) {
 	c.head, c.at, c.entries = 0, 0, 0
 }
 
-// take makes the chain that of t, which is plain.
+// take fills the chain from t, which is plain.
 func (c *Chain) take(space *translate.Space, t *taken) {
 	c.space, c.head, c.entries, c.first = space, t.head, 1, t.buf
 	c.segs = append(c.segs[:0], Seg{PA: t.desc.addr, Len: t.desc.len})

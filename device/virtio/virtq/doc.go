@@ -1,19 +1,15 @@
-// Package virtq is the device's side of a virtio virtqueue, split or packed
-// (virtio 1.2, sections 2.7 and 2.8), that lies in guest memory: indirect
-// descriptors, event-idx, buffers consumed and returned in any order.
+// Package virtq is the device's side of a virtqueue in guest memory, split or packed (virtio 1.2, sections 2.7 and
+// 2.8), with indirect descriptors, event-idx, and buffers consumed and returned in any order.
 //
-// Every access goes through translate.Space, so a ring or a buffer that is in
-// no memory slot yields a typed error, never a fault of this process's own. The
-// guest writes rings and descriptors at any time: each word is copied in once,
+// Every access goes through translate.Space, so a ring or a buffer outside all memory slots yields a typed error, never
+// a fault of this process. The guest may write rings and descriptors at any time: each word is copied in once,
 // validated, and used from the copy.
 //
 // # Ownership
 //
-// A Queue is used by one goroutine at a time (one loop, or one control
-// goroutine). Only Kick and Fail may be called by others meanwhile. Every method
-// that touches guest memory must run inside an epoch of the queue's space
-// (Queue.Space().Epochs(), EP-1), and on a thread that survives a vanished page
-// (an engine loop, or inside translate.Guard).
+// A Queue is used by one goroutine at a time (one loop, or one control goroutine). Others may only call Kick and Fail
+// meanwhile. Every method that accesses guest memory must run inside an epoch of the queue's space
+// (Queue.Space().Epochs(), EP-1), and on a thread that survives a vanished page (a loop, or inside translate.Guard).
 //
 // # Order of use
 //
@@ -24,5 +20,5 @@
 //	}
 //	q.Signal()                        // publish all staged chains, interrupt if wanted
 //
-// To sleep: SetNotify(true), then Pending once more, then wait for Kick's fd.
+// To sleep: SetNotify(true), Pending once more, then wait for KickFD.
 package virtq

@@ -7,19 +7,17 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// ErrBroken is what every method of a queue returns once its ring has been
-// found to violate the virtio specification. errors.Is(err, ErrBroken) holds
-// for the first report (a *RingError) as well as for all later ones.
+// ErrBroken is returned by every method of a queue once its ring was found to violate the virtio specification.
+// errors.Is(err, ErrBroken) holds for the first report (a *RingError) and for all later ones.
 var ErrBroken = errors.New("virtq: queue is broken")
 
-// RingError says which word of a ring was wrong, what it held, and what would
-// have been right. It wraps ErrBroken.
+// RingError names the wrong word of a ring, its value, and the expected one. It wraps ErrBroken.
 type RingError struct {
 	Queue int    // queue index
 	What  string // the field, e.g. "available index"
-	Index uint32 // which element of What, where there are several
-	Value uint64 // what the guest wrote
-	Want  string // what would have been accepted
+	Index uint32 // index into What, if it has several elements
+	Value uint64 // value that the guest wrote
+	Want  string // expected value
 }
 
 func (e *RingError) Error() string {
@@ -28,9 +26,8 @@ func (e *RingError) Error() string {
 
 func (e *RingError) Unwrap() error { return ErrBroken }
 
-// MissError reports that ring memory could not be reached. A miss of kind
-// HostFault is for the host driver to repair and the operation may be repeated
-// unchanged; every other kind breaks the queue (then ErrBroken is wrapped).
+// MissError reports that ring memory was not accessible. The host driver repairs a miss of kind HostFault, and the
+// operation may be repeated unchanged; any other kind breaks the queue (then ErrBroken is wrapped).
 type MissError struct {
 	Queue int
 	What  string
@@ -49,9 +46,8 @@ func (e *MissError) Unwrap() error {
 	return ErrBroken
 }
 
-// Absent returns the miss of an error that the host driver can repair, after
-// which the same call may be repeated; for every other error, and nil, a miss
-// that is OK.
+// Absent returns the miss of an error that the host driver can repair, after which the same call may be repeated; for
+// any other error, and nil, a miss that is OK.
 func Absent(err error) translate.Miss {
 	if err == nil {
 		return translate.Miss{}

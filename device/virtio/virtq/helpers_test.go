@@ -14,8 +14,8 @@ const (
 	memSize = 1 << 20
 )
 
-// guest is a guest's memory and the driver's side of one ring in it, written
-// apart from the device's code: plain bytes at literal offsets.
+// guest is a guest's memory and the driver's side of one ring in it, independent of the device's code: plain bytes at
+// literal offsets.
 type guest struct {
 	t      testing.TB
 	mem    []byte
@@ -54,7 +54,7 @@ func (g *guest) queue(mod func(*Config)) *Queue {
 	g.t.Helper()
 	c := Config{Index: 3, Size: g.size, Desc: g.desc, Avail: g.avail, Used: g.used, Packed: g.packed, Kick: -1}
 	if g.packed {
-		c.Base = 1 << 15 // wrap counters begin with 1
+		c.Base = 1 << 15 // wrap counters start at 1
 	}
 	if mod != nil {
 		mod(&c)
@@ -80,7 +80,7 @@ func (g *guest) setDesc(table translate.PA, i int, addr uint64, n uint32, flags,
 	binary.LittleEndian.PutUint16(b[14:], next)
 }
 
-// offer puts a head into the available ring as entry number idx and moves the index.
+// offer stores a head as available ring entry number idx and advances the index.
 func (g *guest) offer(idx uint16, head uint16) {
 	g.put16(g.avail+4+translate.PA(2*(int(idx)%g.size)), head)
 	g.put16(g.avail+2, idx+1)
@@ -93,7 +93,7 @@ func (g *guest) usedElem(idx uint16) (id, n uint32) {
 	return g.get32(pa), g.get32(pa + 4)
 }
 
-// event is an eventfd with a notifier on it.
+// event is an eventfd with a notifier.
 type event struct {
 	fd int
 	n  *Notifier
@@ -118,7 +118,7 @@ func newEvent(t testing.TB) *event {
 	return e
 }
 
-// take returns how often the eventfd was signalled since the last look.
+// take returns and clears the number of signals.
 func (e *event) take(t testing.TB) uint64 {
 	t.Helper()
 	var b [8]byte

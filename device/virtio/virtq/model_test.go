@@ -11,9 +11,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// model is a naive driver with an idealised queue beside it: it remembers every
-// chain it offered as plain lists, and checks what the device's side makes of
-// the same ring.
+// model is a naive driver with an idealised queue: it remembers every chain it offered as plain lists, and compares
+// them with the device's side of the ring.
 type model struct {
 	layout
 	g        *guest
@@ -22,41 +21,40 @@ type model struct {
 	q        *Queue
 	call     *event
 	indirect bool
-	ordered  bool // chains are returned as they were taken, so that the device may crash
+	ordered  bool // chains are returned in order, so that the device may crash
 
 	offers []*offered
-	taken  []*offered // popped, in order; pushed ones are removed
-	pops   int        // chains popped, those given back taken off
+	taken  []*offered // popped, in order, not yet pushed
+	pops   int        // chains popped and not given back
 	staged []*offered // pushed, not published
 	done   []*offered // published, not collected
-	fresh  int        // ring entries published since the last decision on an interrupt
-	first  bool       // there was none yet
-	went   int        // chains that came back
+	fresh  int        // ring entries published since the last interrupt decision
+	first  bool       // there was no interrupt decision yet
+	went   int        // chains returned
 }
 
-// layout is the driver's side of one of the two kinds of ring.
+// layout is the driver's side of one layout.
 type layout interface {
-	// put makes a chain available if there is room: out bufs to be read, then others to be written; table: in an indirect
-	// one.
+	// put makes a chain available if there is room: out readable bufs, then writable ones; table: in an indirect table.
 	put(r *rand.Rand, bufs []Seg, out int, table bool) (o *offered, ok bool)
 	full() bool
-	// bufs names places for the buffers of the chain that put would make next.
+	// bufs returns addresses for the buffers of the chain that put would make next.
 	bufs(n int) []translate.PA
-	// get takes the next used chain; o is what the model thinks that it is.
+	// get returns the next used chain; o is the chain that the model expects.
 	get(o *offered) (id, written uint32, ok bool)
-	// ask says at random which interrupts are wanted; wants, whether one is now that n more entries have been
-	// published, of which, and of those before, behind have not been looked at.
+	// ask randomly chooses the interrupts that the driver wants; wants reports whether one is due after n more entries
+	// were published, with behind entries not yet seen by the driver.
 	ask(r *rand.Rand)
 	wants(n, behind int, first bool) bool
 }
 
 type offered struct {
 	head    uint16
-	descs   []int  // split: descriptors; packed: as many
-	seq     int    // among the chains popped
+	descs   []int  // split: descriptors; packed: their number
+	seq     int    // number among the chains popped
 	entries int    // of the ring
-	out     []byte // what the device must read
-	in      []Seg  // where it may write
+	out     []byte // bytes that the device must read
+	in      []Seg  // buffers that it may write
 	inLen   int
 	wrote   []byte
 	length  uint32
@@ -68,18 +66,18 @@ const (
 	maxSegs  = 6
 )
 
-// bufAt is the buffer of segment k of descriptor, or id, d: no two offers share one.
+// bufAt is the buffer of segment k of descriptor (or id) d: chains in the ring never share one.
 func bufAt(d, k int) translate.PA {
 	return memBase + 0x20000 + translate.PA((d*maxSegs+k)*slotSize)
 }
 
 func tableAt(d int) translate.PA { return memBase + 0x8000 + translate.PA(d*16*maxSegs) }
 
-// splitDriver is a split ring's.
+// splitDriver is the layout of a split ring.
 type splitDriver struct {
 	*guest
 	eventIdx    bool
-	free        []int // descriptors
+	free        []int // free descriptors
 	avail, seen uint16
 }
 
@@ -170,7 +168,7 @@ func (m *model) offer() {
 	var bufs []Seg
 	var o offered
 	for k, pa := range places {
-		size := m.r.IntN(slotSize + 1) // empty ones too
+		size := m.r.IntN(slotSize + 1) // including empty ones
 		bufs = append(bufs, Seg{pa, uint32(size)})
 		if k < out {
 			b := m.g.at(pa, size)
@@ -209,7 +207,7 @@ func (m *model) pop(t *testing.T) {
 	}
 	got := make([]byte, len(o.out)+1)
 	if n, miss := c.ReadAll(got); !miss.OK() || !bytes.Equal(got[:n], o.out) {
-		t.Fatal("contents differ", miss)
+		t.Fatal("readable bytes differ", miss)
 	}
 	o.chain, o.seq = c, m.pops
 	m.pops++
@@ -232,7 +230,7 @@ func (m *model) push(t *testing.T) {
 		o.wrote[i] = byte(m.r.Uint32())
 	}
 	o.length = uint32(n)
-	// In two pieces, to try offsets.
+	// In two pieces, to test offsets.
 	cut := m.r.IntN(n + 1)
 	for _, w := range []struct{ a, b int }{{cut, n}, {0, cut}} {
 		if k, miss := o.chain.WriteAt(o.wrote[w.a:w.b], uint64(w.a)); k != w.b-w.a || !miss.OK() {
@@ -245,7 +243,7 @@ func (m *model) push(t *testing.T) {
 	m.staged = append(m.staged, o)
 }
 
-// unpop gives back some of what was popped last, as far as none of that was pushed.
+// unpop gives back some of the chains popped last that were not pushed.
 func (m *model) unpop(t *testing.T) {
 	entries := 0
 	for _, o := range m.taken {
@@ -302,7 +300,7 @@ func (m *model) collect(t *testing.T) {
 		o := m.done[0]
 		id, n, ok := m.get(o)
 		if !ok {
-			t.Fatalf("%d chains were published and are not seen", len(m.done))
+			t.Fatalf("%d published chains were not used", len(m.done))
 		}
 		m.done = m.done[1:]
 		if id != uint32(o.head) || n != o.length {
@@ -319,12 +317,12 @@ func (m *model) collect(t *testing.T) {
 		m.went++
 	}
 	if _, _, ok := m.get(&offered{}); ok {
-		t.Fatal("something was used that was not published")
+		t.Fatal("an unpublished chain was used")
 	}
 	m.ask(m.r)
 }
 
-// crash puts another queue in the place of this one, which knows nothing.
+// crash replaces the queue by a new one without its state.
 func (m *model) crash(t *testing.T) {
 	if p, ok := m.layout.(*packedDriver); ok && m.r.IntN(2) == 0 {
 		m.tear(t, p)
@@ -340,8 +338,8 @@ func (m *model) crash(t *testing.T) {
 	m.fresh, m.first = 0, !changed
 }
 
-// tear lets the queue publish what is staged, and takes back what it wrote last: the first of the descriptors. What was
-// to be told there is lost; nothing else may be.
+// tear publishes the staged chains, and then reverts the last writes, which are the first descriptors, as if the device
+// had crashed. Only what those descriptors had to report may be lost.
 func (m *model) tear(t *testing.T, p *packedDriver) {
 	n, behind := 0, 0
 	for _, o := range m.staged {
@@ -360,7 +358,7 @@ func (m *model) tear(t *testing.T, p *packedDriver) {
 		copy(m.g.at(m.g.desc+translate.PA(16*slot), 16), was[16*slot:])
 	}
 	if torn == n {
-		return // it might as well not have begun
+		return // as if nothing had been published
 	}
 	at := 0
 	for _, o := range m.staged {
@@ -386,7 +384,7 @@ func TestAgainstModel(t *testing.T) {
 				p.eventIdx = eventIdx
 				m.layout, m.g, base = &packedDriver{p, newIDs(m.r, size)}, p.guest, wrapBit
 			} else {
-				// Start close to the indices' wrap-around.
+				// Start close to the wrap-around of the indices.
 				s := &splitDriver{guest: newGuest(t, size), eventIdx: eventIdx, avail: 0xfff0, seen: 0xfff0}
 				for i := range size {
 					s.free = append(s.free, i)
@@ -427,14 +425,13 @@ func TestAgainstModel(t *testing.T) {
 				}
 			}
 			if m.went < 2*size {
-				t.Fatalf("%d chains went through a ring of %d", m.went, size)
+				t.Fatalf("%d chains passed a ring of %d", m.went, size)
 			}
 		})
 	}
 }
 
-// FuzzWalk feeds arbitrary descriptor tables; whatever they say, a chain stays
-// within its bounds and its sums are right.
+// FuzzWalk feeds arbitrary descriptor tables; a chain must stay within its bounds, with right sums.
 func FuzzWalk(f *testing.F) {
 	d := func(addr uint64, n uint32, fl, next uint16) []byte {
 		b := make([]byte, 16)
@@ -469,7 +466,7 @@ func FuzzWalk(f *testing.F) {
 	})
 }
 
-// checkSums: whatever a driver says, a chain stays within its bounds, and its sums are right.
+// checkSums checks a chain's bounds and sums.
 func checkSums(t *testing.T, c *Chain) {
 	t.Helper()
 	var r, w uint64
@@ -484,8 +481,8 @@ func checkSums(t *testing.T, c *Chain) {
 	}
 }
 
-// FuzzPacked lets a driver write anything into a packed ring while the device works: it takes and uses no more than
-// there is, and writes nowhere else.
+// FuzzPacked lets a driver write anything into a packed ring while the device works: the device uses no more
+// descriptors than the ring has, and writes nowhere else.
 func FuzzPacked(f *testing.F) {
 	f.Add([]byte{0, 1, 2, 3, 4}, []byte{}, true)
 	f.Add([]byte{5, 47, 0x80, 5, 46, 2, 0, 0, 1, 1, 2, 3}, []byte{0, 0, 1, 0, 0, 0, 0, 0, 64, 0, 0, 0, 9, 0, 0x81, 0},
@@ -529,7 +526,7 @@ func FuzzPacked(f *testing.F) {
 					_ = q.Unpop(flight[n-1])
 					flight = flight[:n-1]
 				}
-			case 5: // a byte of the ring, or of what the driver asks for
+			case 5: // a byte of the ring, or of the driver event structure
 				if len(ops) > 1 {
 					g.at(g.desc, 16*size+4)[int(ops[0])%(16*size+4)] = ops[1]
 					ops = ops[2:]
@@ -557,7 +554,7 @@ func FuzzPacked(f *testing.F) {
 		}
 		for i, b := range behind {
 			if b != 0xa5 {
-				t.Fatalf("byte %d behind the ring was written", i)
+				t.Fatalf("byte %d after the ring was written", i)
 			}
 		}
 	})

@@ -11,16 +11,14 @@ import (
 	"github.com/vnicd/vnicd/device/loop/eventfd"
 )
 
-// Notifier is an outgoing eventfd whose file the front end may exchange while
-// the data path signals it (vhost-user SET_VRING_CALL: QEMU does so each time a
-// guest masks an interrupt). The descriptor number never changes: Set puts the
-// new file behind it with dup3, so that a loop never writes to a number that
-// was closed and reused.
+// Notifier is an outgoing eventfd whose file the front end may exchange while the data path signals it (vhost-user
+// SET_VRING_CALL: QEMU does so each time a guest masks an interrupt). The descriptor number never changes: Set replaces
+// the file behind it with dup3, so that a loop never writes to a number that was closed and reused.
 type Notifier struct {
 	on atomic.Bool // a file is set
 	fd atomic.Int32
 
-	mu     sync.Mutex // orders Set and Close
+	mu     sync.Mutex // serialises Set and Close
 	closed bool
 }
 
@@ -31,8 +29,8 @@ func NewNotifier() *Notifier {
 	return n
 }
 
-// Set makes fd the file to be signalled; -1 means none (the driver polls). fd
-// remains the caller's. Callable at any time from any goroutine.
+// Set makes fd the file to be signalled; -1 means none (the driver polls). The caller still owns fd. Any goroutine may
+// call it at any time.
 func (n *Notifier) Set(fd int) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -45,12 +43,12 @@ func (n *Notifier) Set(fd int) error {
 	}
 	if cur := n.fd.Load(); cur >= 0 {
 		if err := unix.Dup3(fd, int(cur), unix.O_CLOEXEC); err != nil {
-			return fmt.Errorf("virtq: replacing an eventfd: %w", err)
+			return fmt.Errorf("virtq: replace eventfd: %w", err)
 		}
 	} else {
 		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
-			return fmt.Errorf("virtq: duplicating an eventfd: %w", err)
+			return fmt.Errorf("virtq: duplicate eventfd: %w", err)
 		}
 		n.fd.Store(int32(d))
 	}
@@ -58,9 +56,8 @@ func (n *Notifier) Set(fd int) error {
 	return nil
 }
 
-// Signal adds one to the eventfd. It never blocks for long: a peer that lets
-// its counter overflow has made its own descriptor useless, and Set refuses
-// none but vhost-user makes every descriptor it is given non-blocking.
+// Signal adds one to the eventfd. It does not block: vhost-user makes every received descriptor non-blocking, and if
+// the peer lets its counter overflow, the signal is lost.
 func (n *Notifier) Signal() {
 	if !n.on.Load() {
 		return
@@ -68,8 +65,7 @@ func (n *Notifier) Signal() {
 	eventfd.Add(int(n.fd.Load()))
 }
 
-// Close releases the descriptor. The caller makes sure that nobody signals any
-// more. Idempotent.
+// Close closes the descriptor. The caller ensures that Signal is not called any more. It may be called twice.
 func (n *Notifier) Close() {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cycle offers descriptor 0, pops, pushes and signals.
+// cycle offers descriptor 0, and pops, pushes and signals it.
 func cycle(t *testing.T, g *guest, q *Queue, idx uint16) {
 	t.Helper()
 	g.setDesc(g.desc, 0, uint64(bufArea), 4, 0, 0)
@@ -34,11 +34,11 @@ func TestInterruptFlags(t *testing.T) {
 	g.put16(g.avail, availNoInterrupt)
 	cycle(t, g, q, 1)
 	if call.take(t) != 0 {
-		t.Fatal("interrupt although the driver wanted none")
+		t.Fatal("unwanted interrupt")
 	}
 	g.put16(g.avail, 0)
 	if err := q.Signal(); err != nil || call.take(t) != 0 {
-		t.Fatal("interrupt although nothing was returned", err)
+		t.Fatal("interrupt without a used chain", err)
 	}
 	q.Interrupt()
 	if call.take(t) != 1 {
@@ -56,12 +56,12 @@ func TestInterruptEventIdx(t *testing.T) {
 		event uint16
 		want  uint64
 	}{
-		{0x1234, 1}, // the first is always told: the driver's word may be old
+		{0x1234, 1}, // the first always interrupts: the driver's word may be old
 		{0xfffe, 1}, // returns number 0xfffe
 		{0x0001, 0}, // returns number 0xffff
 		{0x0001, 0}, // returns number 0
 		{0x0001, 1}, // returns number 1
-		{0x0001, 0}, // past it
+		{0x0001, 0}, // the index is past it
 	} {
 		g.put16(usedEvent, step.event)
 		cycle(t, g, q, 0xfffd+uint16(i))
@@ -79,7 +79,7 @@ func TestSetNotify(t *testing.T) {
 	}
 	cycle(t, g, q, 0)
 	if g.get16(g.used) != usedNoNotify || g.usedIdx() != 1 {
-		t.Fatal("publishing lost the flag")
+		t.Fatal("Publish cleared the flag")
 	}
 	if err := q.SetNotify(true); err != nil || g.get16(g.used) != 0 || g.usedIdx() != 1 {
 		t.Fatal("flag not cleared, or index changed", err)
@@ -88,7 +88,7 @@ func TestSetNotify(t *testing.T) {
 	g = newGuest(t, 4)
 	q = g.queue(func(c *Config) { c.EventIdx = true })
 	availEvent := g.used + 4 + 8*4
-	g.put16(availEvent+2, 0xabcd) // behind the ring: somebody else's
+	g.put16(availEvent+2, 0xabcd) // after the ring: not the device's
 	cycle(t, g, q, 0)
 	cycle(t, g, q, 1)
 	if err := q.SetNotify(true); err != nil || g.get16(availEvent) != 2 {
@@ -98,12 +98,12 @@ func TestSetNotify(t *testing.T) {
 		t.Fatal("event index has no off switch", err)
 	}
 	if g.get16(availEvent+2) != 0xabcd {
-		t.Fatal("bytes behind the ring were changed")
+		t.Fatal("bytes after the ring were changed")
 	}
 }
 
-// TestNotifierExchange: files come and go while another goroutine signals; no
-// signal may reach a descriptor that the notifier was never given.
+// TestNotifierExchange: files are exchanged while another goroutine signals; no signal may reach a descriptor that the
+// notifier was not given.
 func TestNotifierExchange(t *testing.T) {
 	n := NewNotifier()
 	n.Signal()
@@ -142,16 +142,16 @@ func TestNotifierExchange(t *testing.T) {
 	a.take(t)
 	n.Signal()
 	if a.take(t) != 1 || other.take(t) != 0 {
-		t.Fatal("signal went astray")
+		t.Fatal("a signal reached another descriptor")
 	}
 	n.Close()
 	n.Close()
 	if n.Set(a.fd) == nil {
-		t.Fatal("closed notifier took a file")
+		t.Fatal("closed notifier accepted a file")
 	}
 	n.Signal()
 	if a.take(t) != 0 {
-		t.Fatal("closed notifier signals")
+		t.Fatal("closed notifier signalled")
 	}
 }
 
@@ -166,7 +166,7 @@ func TestNotifierBadFD(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n.Set(fd) == nil {
-		t.Fatal("closed descriptor taken")
+		t.Fatal("Set accepted a closed descriptor")
 	}
 	n.Signal()
 }

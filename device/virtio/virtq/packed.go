@@ -7,11 +7,10 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The packed ring (virtio 1.2, 2.8): descriptors alone, which the driver makes available and the device overwrites when
-// they are used. Two of their flags say which it is, in terms of a wrap counter that changes with every round.
+// The packed ring (virtio 1.2, 2.8) consists of descriptors only: the driver makes them available, and the device
+// overwrites them as used. Two flags tell which, relative to a wrap counter that changes with every round.
 //
-// A place is the offset of a descriptor and, in bit 15, the wrap counter there, as event structures and vhost-user's
-// bases have it.
+// A place is the offset of a descriptor with the wrap counter in bit 15, as in event structures and vhost-user's bases.
 
 const (
 	descAvail = 1 << 7
@@ -19,16 +18,16 @@ const (
 
 	wrapBit = 1 << 15
 
-	// Flags of the event structures (2.8.10), the upper half of their word; the lower one is a place.
+	// Flags of the event structures (2.8.10), in the upper half of their word; the lower half is a place.
 	eventEnable  = 0 << 16
 	eventDisable = 1 << 16
 	eventDesc    = 2 << 16
 	eventMask    = 3 << 16
-	unknown      = eventMask // is reserved: nothing was written yet
+	unknown      = eventMask // a reserved value: nothing was written yet
 )
 
-// distance is how far place b lies behind a, within two rounds. For a place beyond the ring, which a driver may make
-// up, it is any number.
+// distance returns how far place b is after a, within two rounds. For a place outside the ring, which a driver may
+// write, the result is meaningless.
 func (q *Queue) distance(a, b uint16) int {
 	n := int(b&^wrapBit) - int(a&^wrapBit) + (int(b>>15)-int(a>>15))*int(q.size)
 	if n < 0 {
@@ -37,7 +36,7 @@ func (q *Queue) distance(a, b uint16) int {
 	return n
 }
 
-// forward is the place n descriptors, at most a round, behind p.
+// forward returns the place n descriptors, at most a round, after p.
 func (q *Queue) forward(p uint16, n int) uint16 {
 	at := int(p&^wrapBit) + n
 	if at >= int(q.size) {
@@ -47,8 +46,7 @@ func (q *Queue) forward(p uint16, n int) uint16 {
 	return p&wrapBit | uint16(at)
 }
 
-// availableAt and usedAt are the two flags of a descriptor at place p that has been made available, and that has been
-// used (2.8.1).
+// availableAt and usedAt return the two flags of an available and of a used descriptor at place p (2.8.1).
 func availableAt(p uint16) uint32 {
 	if p&wrapBit != 0 {
 		return descAvail
@@ -63,10 +61,10 @@ func usedAt(p uint16) uint32 {
 	return 0
 }
 
-// tail is where a descriptor's last word, id and flags, lies.
+// tail returns the offset of a descriptor's last word, id and flags.
 func tail(p uint16) uint64 { return descSize*uint64(p&^wrapBit) + 12 }
 
-// pendingPacked looks at the next descriptor, no further.
+// pendingPacked checks only the next descriptor.
 func (q *Queue) pendingPacked() (int, error) {
 	w, m := q.desc.Uint32(tail(q.lastAvail))
 	if !m.OK() {
@@ -76,7 +74,7 @@ func (q *Queue) pendingPacked() (int, error) {
 	if flags&(descAvail|descUsed) != availableAt(q.lastAvail) {
 		return 0, nil
 	}
-	// All are in flight: the driver cannot own one of them.
+	// All are in flight, so none of them can be available.
 	if q.InFlight() == int(q.size) {
 		return 0, q.breakRing("descriptor flags", uint32(q.lastAvail&^wrapBit), uint64(flags),
 			fmt.Sprintf("no more than %d descriptors in flight", q.size))
@@ -84,8 +82,8 @@ func (q *Queue) pendingPacked() (int, error) {
 	return 1, nil
 }
 
-// fetchPacked fills ready, until something is wrong. Where the chain behind one of several descriptors begins is not
-// known before that one is walked, so it is the last.
+// fetchPacked fills ready until it finds an error. After a list of several descriptors it stops, because the next
+// chain's start is only known once the list is walked.
 func (q *Queue) fetchPacked() error {
 	most := min(int(q.size)-q.InFlight(), ahead)
 	if most == 0 {
@@ -99,7 +97,7 @@ func (q *Queue) fetchPacked() error {
 		if !m.OK() {
 			return &MissError{Queue: q.idx, What: "descriptor", Miss: m}
 		}
-		last := le32(w.Load()) // before the others: these are the driver's until it says so
+		last := le32(w.Load()) // before the others: the driver owns them until then
 		if last>>16&(descAvail|descUsed) != availableAt(at) {
 			return nil
 		}
@@ -119,7 +117,7 @@ func (q *Queue) fetchPacked() error {
 	return nil
 }
 
-// used is a chain that was pushed and the driver has not seen.
+// used is a chain that was pushed but not published.
 type used struct {
 	at      uint16 // place of its used descriptor
 	id      uint16
@@ -127,9 +125,8 @@ type used struct {
 	written uint32
 }
 
-// showPacked writes the used descriptors of the staged chains. The driver looks at them one after the other, so it sees
-// none before the first, which is marked last (2.8.9), in a store that orders the others before it, and the reads of
-// event words after it.
+// showPacked writes the used descriptors of the staged chains, the first one last (2.8.9): the driver reads them in
+// order, so it sees none before that. Its store orders the others before it, and the reads of event words after it.
 func (q *Queue) showPacked() translate.Miss {
 	for i := len(q.staged) - 1; i >= 0; i-- {
 		if m := q.show(&q.staged[i], i == 0); !m.OK() {
@@ -141,8 +138,8 @@ func (q *Queue) showPacked() translate.Miss {
 }
 
 func (q *Queue) show(u *used, first bool) translate.Miss {
-	// A list has one used descriptor, and what is behind it is skipped. Drivers do not look there; but marked
-	// as well, all USED flags together tell how far the device is, whatever happens to it: see resumePacked.
+	// A list has one used descriptor; the driver skips the others and does not read them. They are marked as well, so
+	// that the USED flags tell the device's position after a crash: see resumePacked.
 	for n := int(u.entries) - 1; n > 0; n-- {
 		p := q.forward(u.at, n)
 		w, m := q.desc.Uint32(tail(p))
@@ -171,7 +168,7 @@ func (q *Queue) show(u *used, first bool) translate.Miss {
 	return m
 }
 
-// wantedPacked tells whether the driver asked for an interrupt.
+// wantedPacked reports whether the driver asked for an interrupt.
 func (q *Queue) wantedPacked() (bool, error) {
 	w, m := q.avail.Uint32(0)
 	if !m.OK() {
@@ -184,12 +181,12 @@ func (q *Queue) wantedPacked() (bool, error) {
 	return v&eventMask != eventDisable, nil
 }
 
-// notifyPacked is SetNotify.
+// notifyPacked implements SetNotify.
 func (q *Queue) notifyPacked(on bool) error {
 	v := uint32(eventEnable)
 	switch {
 	case !on && q.event&eventMask == eventDesc:
-		return nil // the driver kicks once in two rounds of the ring at most
+		return nil // the driver kicks at most once in two rounds of the ring
 	case !on:
 		v = eventDisable
 	case q.eventIdx:

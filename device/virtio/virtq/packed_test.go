@@ -11,16 +11,16 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// packedGuest is the driver's side of a packed ring, written apart from the device's code.
+// packedGuest is the driver's side of a packed ring, independent of the device's code.
 type packedGuest struct {
 	*guest
 	eventIdx    bool
-	next        int // where the next list is put
+	next        int // index of the next list
 	nextRound   int // odd: the wrap counter is 1
-	seen        int // where the next used descriptor is looked for
+	seen        int // index of the next used descriptor
 	seenRound   int
 	free        int
-	evAt, evRnd int // the place that the driver has asked for
+	evAt, evRnd int // place at which the driver wants an interrupt
 }
 
 func newPackedGuest(t testing.TB, size int) *packedGuest {
@@ -31,7 +31,7 @@ func newPackedGuest(t testing.TB, size int) *packedGuest {
 	return &packedGuest{guest: g, free: size, nextRound: 1, seenRound: 1}
 }
 
-// write makes descriptor i available in a round, seen by the device at once if it looks there.
+// write makes descriptor i available in a round; the device sees it at once.
 func (g *packedGuest) write(i, round int, s Seg, id, flags uint16) {
 	b := g.at(g.desc+translate.PA(16*i), 12)
 	binary.LittleEndian.PutUint64(b, uint64(s.PA))
@@ -52,7 +52,7 @@ func (g *packedGuest) word(pa translate.PA) *atomic.Uint32 {
 	return w
 }
 
-// put makes a list available, out buffers of it to be read; more are flags of them all.
+// put makes a list available, of which out buffers are readable; more are flags of all of them.
 func (g *packedGuest) put(id uint16, bufs []Seg, out int, more uint16) {
 	at, round := g.next, g.nextRound
 	for k := range bufs {
@@ -65,7 +65,7 @@ func (g *packedGuest) put(id uint16, bufs []Seg, out int, more uint16) {
 	g.free -= len(bufs)
 }
 
-// flagsOf is NEXT and WRITE of buffer k of n, of which out are to be read.
+// flagsOf returns NEXT and WRITE for buffer k of n, of which out are readable.
 func flagsOf(k, out, n int) (fl uint16) {
 	if k >= out {
 		fl |= 2
@@ -83,7 +83,7 @@ func (g *packedGuest) step(at, round *int) {
 	}
 }
 
-// take looks at the next used descriptor, of a list of n.
+// take returns the next used descriptor, of a list of n.
 func (g *packedGuest) take(n int) (id, written uint32, ok bool) {
 	pa := g.desc + translate.PA(16*g.seen)
 	last := g.word(pa + 12).Load()
@@ -101,7 +101,7 @@ func (g *packedGuest) take(n int) (id, written uint32, ok bool) {
 	return last & 0xffff, written, true
 }
 
-// packedDriver is a packed ring's for the model. Its ids are any 16 bits.
+// packedDriver is the layout of a packed ring. Its ids are arbitrary 16-bit values.
 type packedDriver struct {
 	*packedGuest
 	ids []int // unused
@@ -115,7 +115,7 @@ func newIDs(r *rand.Rand, size int) (ids []int) {
 	return ids
 }
 
-// idOf is what number i of the model is called in the ring.
+// idOf returns the ring's id for number i of the model.
 func idOf(i int) uint16 { return uint16(i * 40503) }
 
 func (p *packedDriver) full() bool { return p.free == 0 }
@@ -144,7 +144,7 @@ func (p *packedDriver) put(_ *rand.Rand, bufs []Seg, out int, table bool) (*offe
 		return o, true
 	}
 	for k, b := range bufs {
-		// Flags and ids mean nothing here.
+		// Other flags and ids have no meaning here.
 		p.setDesc(tableAt(i), k, uint64(b.PA), b.Len, 0x5aa5, 0x8085|flagsOf(k, out, 1))
 	}
 	p.packedGuest.put(o.head, []Seg{{tableAt(i), uint32(16 * len(bufs))}}, 1, 4)
@@ -185,7 +185,7 @@ func (p *packedDriver) wants(n, behind int, first bool) bool {
 	return first
 }
 
-// TestPackedLiteral: what the device writes, byte for byte.
+// TestPackedLiteral checks what the device writes, byte for byte.
 func TestPackedLiteral(t *testing.T) {
 	g, call := newPackedGuest(t, 4), newEvent(t)
 	q := g.queue(func(c *Config) { c.EventIdx, c.Call = true, call.n })
@@ -223,9 +223,9 @@ func TestPackedLiteral(t *testing.T) {
 	g.put(0x1234, []Seg{{bufArea + 48, 4}}, 1, 0)
 	pop(&a, 0xabcd, 3)
 	do(q.SetNotify(true))
-	want("notification behind what was popped", device(), "03800200")
+	want("notification after the popped chains", device(), "03800200")
 	do(q.SetNotify(false))
-	want("no need to take that back", device(), "03800200")
+	want("no need to withdraw it", device(), "03800200")
 	pop(&b, 0x1234, 1)
 	if n, err := q.Pending(); n != 0 || err != nil || q.InFlight() != 4 {
 		t.Fatalf("%d pending, %v, %d in flight", n, err, q.InFlight())
@@ -245,7 +245,7 @@ func TestPackedLiteral(t *testing.T) {
 	do(q.SetNotify(true))
 	want("notification of the second round", device(), "00000200")
 
-	// In the second round the flags are the other way round, and the list goes over the end.
+	// In the second round the flags are inverted, and the list wraps around.
 	for range 2 {
 		g.take(3)
 		g.take(1)
@@ -265,8 +265,8 @@ func TestPackedLiteral(t *testing.T) {
 	pop(&c, 4, 2)
 	do(q.Push(&c, 16))
 	do(q.Publish())
-	want("used over the end", desc(3)[16:], "1000000004000200")
-	want("skipped over the end", desc(0)[24:], "04008080")
+	want("used across the end", desc(3)[16:], "1000000004000200")
+	want("skipped across the end", desc(0)[24:], "04008080")
 	do(q.SetNotify(true))
 	want("notification in the third round", device(), "01800200")
 	if q.Base() != 0x8001 {
@@ -274,7 +274,7 @@ func TestPackedLiteral(t *testing.T) {
 	}
 }
 
-// TestPackedMisuse: the device gives back what it has, once.
+// TestPackedMisuse: the device cannot return chains that it does not hold, nor return them twice.
 func TestPackedMisuse(t *testing.T) {
 	g := newPackedGuest(t, 4)
 	q := g.queue(nil)
@@ -290,10 +290,10 @@ func TestPackedMisuse(t *testing.T) {
 		t.Fatal(err)
 	}
 	if q.Push(&a, 0) == nil {
-		t.Error("a list was pushed twice")
+		t.Error("Push accepted a list twice")
 	}
 	if q.Unpop(&a) == nil {
-		t.Error("a list was given back that had been pushed")
+		t.Error("Unpop accepted a pushed list")
 	}
 	if err := q.Unpop(&b); err != nil {
 		t.Error(err)
@@ -307,7 +307,7 @@ func TestPackedEvents(t *testing.T) {
 		name   string
 		word   uint32 // the driver event structure
 		desc   bool   // EVENT_IDX
-		before int    // used before, all of them signalled
+		before int    // used and signalled before
 		used   int
 		want   bool
 	}{
@@ -317,13 +317,13 @@ func TestPackedEvents(t *testing.T) {
 		{"a place without EVENT_IDX", 2<<16 | 0x8000, false, 1, 1, true},
 		{"the next", 2<<16 | 0x8001, true, 1, 1, true},
 		{"the last of two", 2<<16 | 0x8002, true, 1, 2, true},
-		{"the one behind them", 2<<16 | 0x8003, true, 1, 2, false},
+		{"the one after them", 2<<16 | 0x8003, true, 1, 2, false},
 		{"the one before them", 2<<16 | 0x8000, true, 1, 2, false},
-		{"over the end", 2 << 16, true, 3, 2, true},
+		{"across the end", 2 << 16, true, 3, 2, true},
 		{"before the end", 2<<16 | 0x8003, true, 3, 2, true},
 		{"the same offset a round ago", 2<<16 | 0x8000, true, 3, 2, false},
 		{"a whole round", 2<<16 | 0x0001, true, 2, 4, true},
-		{"beyond the ring", 2<<16 | 0xffff, true, 1, 1, true}, // a driver's mistake: too often is harmless
+		{"beyond the ring", 2<<16 | 0xffff, true, 1, 1, true}, // too many interrupts are harmless
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			g, call := newPackedGuest(t, size), newEvent(t)
@@ -355,7 +355,7 @@ func TestPackedEvents(t *testing.T) {
 	}
 }
 
-// TestHostilePackedRings: each ring is wrong in one way; the error says which.
+// TestHostilePackedRings: each ring has one error, which the device must name.
 func TestHostilePackedRings(t *testing.T) {
 	const top = ^translate.PA(0)
 	ind := func(c *Config) { c.Indirect = true }
@@ -371,7 +371,7 @@ func TestHostilePackedRings(t *testing.T) {
 				g.put(1, one, 1, 1)
 			}
 		}, "descriptor flags"},
-		{"readable behind writable", nil, func(g *packedGuest) {
+		{"readable after writable", nil, func(g *packedGuest) {
 			g.put(1, one, 0, 1)
 			g.put(1, one, 1, 0)
 		}, "descriptor flags"},
@@ -393,7 +393,7 @@ func TestHostilePackedRings(t *testing.T) {
 			"indirect table address"},
 		{"indirect table outside memory", ind, func(g *packedGuest) { g.put(1, []Seg{{1 << 40, 32}}, 1, 4) },
 			"indirect descriptor"},
-		{"readable behind writable in a table", ind, func(g *packedGuest) {
+		{"readable after writable in a table", ind, func(g *packedGuest) {
 			g.setDesc(bufArea, 0, uint64(bufArea), 1, 0, 2)
 			g.setDesc(bufArea, 1, uint64(bufArea), 1, 0, 0)
 			g.put(1, []Seg{{bufArea, 32}}, 1, 4)
@@ -406,8 +406,7 @@ func TestHostilePackedRings(t *testing.T) {
 	}
 }
 
-// TestOnlyReads: what a device does not write to is read, whatever an indirect table says; elsewhere drivers are taken
-// at their word.
+// TestOnlyReads: with OnlyReads, WRITE in indirect tables is ignored; otherwise it is respected.
 func TestOnlyReads(t *testing.T) {
 	for _, only := range []bool{false, true} {
 		g := newPackedGuest(t, 4)
@@ -425,7 +424,7 @@ func TestOnlyReads(t *testing.T) {
 	}
 }
 
-// TestPackedInFlightBound: a driver that offers a descriptor twice is found out, alone and in a list.
+// TestPackedInFlightBound: a driver that offers a descriptor twice is detected, for single descriptors and lists.
 func TestPackedInFlightBound(t *testing.T) {
 	g := newPackedGuest(t, 4)
 	q := g.queue(nil)
@@ -462,7 +461,7 @@ func TestPackedInFlightBound(t *testing.T) {
 	}
 }
 
-// TestPackedReadAhead: what is wrong with a later chain is told in its turn, and chains that were given back come
+// TestPackedReadAhead: an error in a later chain is reported in its turn, and chains that were given back are popped
 // again.
 func TestPackedReadAhead(t *testing.T) {
 	g := newPackedGuest(t, 64)
@@ -497,21 +496,21 @@ func TestPackedReadAhead(t *testing.T) {
 		}
 	}
 	if q.Broken() != nil {
-		t.Fatal("broken too early")
+		t.Fatal("queue broke before the chain's turn")
 	}
 	if ok, err := q.Pop(&c); ok || !errors.Is(err, ErrBroken) {
 		t.Fatal(ok, err)
 	}
 }
 
-// TestPackedAbsent: each page of a ring that the host has taken away is waited for, in the turn of what is on it;
-// memory that does not exist breaks the queue.
+// TestPackedAbsent: each withdrawn page of a ring is waited for in the turn of its descriptors; memory that does not
+// exist breaks the queue.
 func TestPackedAbsent(t *testing.T) {
 	for _, gone := range []bool{false, true} {
 		g := newPackedGuest(t, 512)
 		g.avail, g.used = bufArea+0x1000, bufArea+0x1004
 		q := g.queue(nil)
-		page := memBase + translate.PageSize // the ring's second
+		page := memBase + translate.PageSize // the ring's second page
 		var c Chain
 		withdraw := func() error { return g.space.Withdraw(page, translate.PageSize) }
 		if gone {
@@ -532,7 +531,7 @@ func TestPackedAbsent(t *testing.T) {
 		for id := range uint16(255) {
 			g.put(id, []Seg{{bufArea, 4}}, 1, 0)
 		}
-		g.put(255, []Seg{{bufArea, 4}, {bufArea, 4}}, 1, 0) // on both pages
+		g.put(255, []Seg{{bufArea, 4}, {bufArea, 4}}, 1, 0) // across both pages
 		g.put(256, []Seg{{bufArea, 4}}, 1, 0)
 		if err := withdraw(); err != nil {
 			t.Fatal(err)
@@ -558,7 +557,7 @@ func TestPackedAbsent(t *testing.T) {
 		if ok, err := q.Pop(&list); !ok || err != nil || list.Head() != 255 {
 			t.Fatal(ok, err)
 		}
-		// Two are used at once, or none.
+		// Either both are used, or none.
 		if err := errors.Join(q.Push(&c, 0), q.Push(&list, 3), withdraw()); err != nil {
 			t.Fatal(err)
 		}
@@ -569,7 +568,7 @@ func TestPackedAbsent(t *testing.T) {
 		}
 		again(q.Signal())
 		if _, _, ok := g.take(1); ok {
-			t.Fatal("used by half")
+			t.Fatal("half of the list is used")
 		}
 		if err := q.Signal(); err != nil {
 			t.Fatal(err)

@@ -19,41 +19,40 @@ const (
 // MaxSize is the largest queue that virtio allows.
 const MaxSize = 32768
 
-// Config describes a ring that is about to start.
+// Config describes a ring.
 type Config struct {
 	Index int // queue index, for messages
 	Size  int // entries: 1..MaxSize, and a power of two unless Packed
 
-	// Guest physical addresses of the three areas (see Areas): the descriptors, what the driver writes
-	// beside them, and what the device writes.
+	// Guest physical addresses of the three areas (see Areas): descriptors, driver area, device area.
 	Desc, Avail, Used translate.PA
 
-	// Base is where the first chain is to be taken (SET_VRING_BASE): the index of an available entry, or, in a packed
-	// ring, a place.
+	// Base is the position of the first chain (SET_VRING_BASE): the index of an available entry, or, in a packed ring,
+	// a place.
 	Base uint16
 
 	Packed   bool // VIRTIO_F_RING_PACKED was negotiated
 	EventIdx bool // VIRTIO_F_EVENT_IDX was negotiated
 	Indirect bool // VIRTIO_F_INDIRECT_DESC was negotiated
 
-	Kick int       // eventfd that the driver signals, -1 if it does not; stays the caller's
+	Kick int       // eventfd that the driver signals, -1 if none; owned by the caller
 	Call *Notifier // to the driver; may be nil
-	Err  *Notifier // told when the queue breaks; may be nil
+	Err  *Notifier // signalled when the queue breaks; may be nil
 }
 
-// Queue is the device's side of one running virtqueue. What the two layouts have in common is here; split.go and
-// packed.go are what they have not. See the package comment for who may call what.
+// Queue is the device's side of one running virtqueue. split.go and packed.go have the parts specific to a layout. See
+// the package comment for who may call what.
 //
-// Where the device stands is said by running indices of the available and used rings, or by places in the packed ring.
+// Positions are running indices of the available and used rings, or places in the packed ring.
 type Queue struct {
 	space     *translate.Space
 	idx       int
-	size      uint16 // MaxSize fits
-	mask      uint16 // of a split ring
+	size      uint16 // also fits MaxSize
+	mask      uint16 // split ring only
 	desc      translate.Window
 	avail     translate.Window
 	used      translate.Window
-	table     translate.Window // the indirect one of the chain that is walked
+	table     translate.Window // the indirect table being walked
 	packed    bool
 	eventIdx  bool
 	indirect  bool
@@ -63,30 +62,29 @@ type Queue struct {
 	errfd     *Notifier
 
 	lastAvail uint16 // next to pop
-	usedNext  uint16 // next used entry to fill
-	usedPub   uint16 // what the driver sees: usedNext as last published
-	round     int    // where the three begin again
+	usedNext  uint16 // next used entry to write
+	usedPub   uint16 // usedNext as last published to the driver
+	round     int    // the three positions wrap around here
 	fresh     int    // published since the last interrupt decision
-	everSig   bool   // there has been one
+	everSig   bool   // there has been an interrupt decision
 
 	availSeen uint16 // split: available index as last read
 	usedFlags uint16 // split
-	staged    []used // packed: from usedPub on; there is room for as many as fit the ring
+	staged    []used // packed: from usedPub on; has room for a whole ring
 	event     uint32 // packed: the device event structure
 
-	ready     [ahead]taken // [pos, have) begin with lastAvail: read before their turn
+	ready     [ahead]taken // chains read ahead: [pos, have), from lastAvail on
 	pos, have int
 
 	broken atomic.Pointer[error]
 
-	// Scratch: passing stack memory through Space would make it escape.
+	// Scratch: stack memory passed through Space would escape to the heap.
 	raw  [descSize]byte
 	elem [8]byte
 }
 
-// New validates a ring's description and returns the queue. It does not touch
-// the ring itself, so it needs neither an epoch nor resident memory; only the
-// addresses are checked, for alignment and overflow.
+// New validates a ring's description and returns the queue. It does not access the ring, so it needs neither an epoch
+// nor resident memory; it checks the addresses' alignment and overflow.
 func New(space *translate.Space, c Config) (*Queue, error) {
 	switch {
 	case c.Size < 1 || c.Size > MaxSize:
@@ -117,8 +115,7 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 		used:   space.Window(c.Used, areas[2].Bytes),
 		packed: c.Packed, eventIdx: c.EventIdx, indirect: c.Indirect,
 		kick: c.Kick, call: c.Call, errfd: c.Err,
-		// In a ring that is being resumed, everything taken has been returned, so
-		// the device reads and writes at the same place.
+		// In a resumed ring, all taken chains have been returned, so the device reads and writes at the same place.
 		lastAvail: c.Base, usedNext: c.Base, usedPub: c.Base, availSeen: c.Base,
 		round: round, event: unknown,
 	}
@@ -128,14 +125,14 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 	return q, nil
 }
 
-// Area is one of the three stretches of memory that a queue consists of.
+// Area is one of the three memory areas of a queue.
 type Area struct {
 	Name         string
 	Bytes, Align uint64
 }
 
 // Areas describes the areas of a queue with size entries, in the order of Config (virtio 1.2, 2.7 and 2.8.10.1). In a
-// packed queue the two behind the descriptors are the event suppression structures.
+// packed queue the second and third are the event suppression structures.
 func Areas(size int, packed bool) [3]Area {
 	desc := descSize * uint64(size)
 	if packed {
@@ -151,26 +148,25 @@ func (q *Queue) Index() int { return q.idx }
 // Size is the number of ring entries.
 func (q *Queue) Size() int { return int(q.size) }
 
-// Space is the guest memory in which the ring and its buffers lie.
+// Space is the guest memory of the ring and its buffers.
 func (q *Queue) Space() *translate.Space { return q.space }
 
-// KickFD is the eventfd by which the driver announces buffers, or -1 if it
-// never does. It is valid until the device's StopQueue returns; the queue's
-// user only reads from it and never closes it.
+// KickFD is the eventfd by which the driver announces buffers, or -1. It is valid until the device's StopQueue returns;
+// the queue's user may read it but must not close it.
 func (q *Queue) KickFD() int { return q.kick }
 
-// OnlyReads says that the device writes into no buffer of this queue. Then WRITE in a packed ring's indirect tables is
-// not believed: DPDK's driver (22.11, and later ones) leaves it set on the headers with which its tables begin.
+// OnlyReads declares that the device never writes to buffers of this queue. Then WRITE in a packed ring's indirect
+// tables is ignored: DPDK's driver (22.11 and later) leaves it set on the headers with which its tables begin.
 func (q *Queue) OnlyReads() { q.onlyReads = true }
 
-// Base is where a queue that takes this one up has to begin, as GET_VRING_BASE reports it: what was popped and not
-// pushed is taken again. Call it only when the queue is no longer in use.
+// Base is the position from which a later queue must continue, as GET_VRING_BASE reports it: chains that were popped
+// and not pushed are taken again. Call it only when the queue is no longer in use.
 func (q *Queue) Base() uint16 { return q.usedNext }
 
-// InFlight is how much of the ring was popped and not yet pushed: chains, or, in a packed ring, their descriptors.
+// InFlight is the number of ring entries popped and not yet pushed: chains, or, in a packed ring, their descriptors.
 func (q *Queue) InFlight() int { return q.between(q.usedNext, q.lastAvail) }
 
-// between is how far b lies behind a.
+// between returns how far b is after a.
 func (q *Queue) between(a, b uint16) int {
 	if q.packed {
 		return q.distance(a, b)
@@ -178,7 +174,7 @@ func (q *Queue) between(a, b uint16) int {
 	return int(b - a)
 }
 
-// after is what lies one chain of n entries behind a.
+// after returns the position after a chain of n entries at a.
 func (q *Queue) after(a, n uint16) uint16 {
 	if q.packed {
 		return q.forward(a, int(n))
@@ -194,9 +190,9 @@ func (q *Queue) Broken() error {
 	return nil
 }
 
-// Fail marks the queue broken for a reason of the device's own (a chain that
-// violates the device's protocol, a page that vanished) and tells the front end
-// through the error eventfd. The first reason stays. Callable from anywhere.
+// Fail marks the queue broken for a reason of the device's own (a chain that violates the device's protocol, a page
+// that vanished) and notifies the front end through the error eventfd. The first reason is kept. Any goroutine may call
+// it.
 func (q *Queue) Fail(err error) {
 	if q.broken.CompareAndSwap(nil, &err) && q.errfd != nil {
 		q.errfd.Signal()
@@ -216,7 +212,7 @@ func (q *Queue) missed(what string, m translate.Miss) error {
 	return q.judge(&MissError{Queue: q.idx, What: what, Miss: m})
 }
 
-// judge breaks the queue for an error that nobody can repair.
+// judge breaks the queue unless the host can repair the error.
 func (q *Queue) judge(err error) error {
 	if Absent(err).Kind != translate.HostFault {
 		q.Fail(err)
@@ -233,9 +229,8 @@ func (q *Queue) check() error {
 	return nil
 }
 
-// load16 reads the little-endian 16-bit word at off of an area. Go has no 16-bit
-// atomics, so the aligned 32-bit word around it is loaded; it lies in the same
-// page since pages are multiples of four.
+// load16 reads the little-endian 16-bit word at off of an area. Go has no 16-bit atomics, so the aligned 32-bit word
+// around it is loaded; it is in the same page because page sizes are multiples of four.
 func (q *Queue) load16(what string, area *translate.Window, off uint64) (uint16, error) {
 	w, shift, m := area.Around(off)
 	if !m.OK() {
@@ -244,8 +239,8 @@ func (q *Queue) load16(what string, area *translate.Window, off uint64) (uint16,
 	return uint16(le32(w.Load()) >> shift), nil
 }
 
-// Pending returns how many chains the driver has made available at least, and Pop has not
-// taken: 0 if there is none. It looks at the ring.
+// Pending returns a lower bound of the number of available chains that Pop has not taken: 0 only if there is none. It
+// reads the ring.
 func (q *Queue) Pending() (int, error) {
 	if err := q.check(); err != nil {
 		return 0, err
@@ -256,9 +251,8 @@ func (q *Queue) Pending() (int, error) {
 	return q.pendingSplit()
 }
 
-// Pop takes the next available chain into c. It returns false without an error
-// when there is none. On an error c holds nothing and the queue has not moved;
-// unless the error is a repairable *MissError the queue is broken from then on.
+// Pop takes the next available chain into c. It returns false without an error if there is none. On an error c is empty
+// and the queue has not advanced; unless the error is a repairable *MissError, the queue is broken from then on.
 func (q *Queue) Pop(c *Chain) (bool, error) {
 	if q.pos == q.have {
 		if ok, err := q.fetch(); !ok {
@@ -283,7 +277,7 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 	return true, nil
 }
 
-// taken is the beginning of a chain: what the ring has at its place.
+// taken is the start of a chain: its ring entry and first descriptor.
 type taken struct {
 	head  uint16
 	plain bool // the chain is this one buffer
@@ -292,15 +286,15 @@ type taken struct {
 }
 
 const (
-	// ahead is how many chains are read at a time: what the driver wrote is in another processor's cache, and one
-	// after the other each would be waited for.
+	// ahead is how many chains are read at a time: the driver's writes are in another processor's cache, and separate
+	// reads would each wait for it.
 	ahead = 16
-	// firstBytes bounds how much of a buffer is looked up before its turn.
+	// firstBytes bounds how much of a buffer is looked up in advance.
 	firstBytes = 128 << 10
 )
 
-// fetch reads the beginnings of the next available chains, and asks for their first buffers. False: there are none.
-// What is wrong with one that is not the next is found again, and reported, in its turn.
+// fetch reads the starts of the next available chains, and prefetches their first buffers. False: there are none. An
+// error in a chain other than the next is found again, and reported, in its turn.
 func (q *Queue) fetch() (ok bool, err error) {
 	q.pos, q.have = 0, 0
 	if err := q.check(); err != nil {
@@ -317,7 +311,7 @@ func (q *Queue) fetch() (ok bool, err error) {
 	return false, q.judge(err)
 }
 
-// lookUp tells whether the chain is its first descriptor alone, and has the processor fetch the buffer.
+// lookUp checks whether the chain is its first descriptor alone, and if so prefetches the buffer.
 func (t *taken) lookUp(s *translate.Space) {
 	d := &t.desc
 	_, inside := d.addr.Add(uint64(d.len))
@@ -329,28 +323,26 @@ func (t *taken) lookUp(s *translate.Space) {
 	}
 }
 
-// Unpop gives back c and all that was popped after it, as if they had not been: the
-// device found that it cannot use them yet. None of them may have been pushed,
-// and no chain popped before them may be pushed out of their order meanwhile.
+// Unpop gives back c and all chains popped after it, as if they had not been popped, because the device cannot use them
+// yet. None of them may have been pushed, and chains popped before them must then be pushed in order.
 func (q *Queue) Unpop(c *Chain) error {
 	if n := q.between(c.at, q.lastAvail); n < 1 || n > q.InFlight() {
-		return fmt.Errorf("virtq: queue %d: a chain is given back that is not in flight", q.idx)
+		return fmt.Errorf("virtq: queue %d: Unpop of a chain that is not in flight", q.idx)
 	}
 	q.lastAvail = c.at
-	q.pos, q.have = 0, 0 // they are read anew
+	q.pos, q.have = 0, 0 // they are read again
 	return nil
 }
 
-// Push stages c as used, with the number of bytes written to its writable part.
-// The driver sees it after the next Publish or Signal. written is clamped to
-// the chain's writable length, so a device's mistake cannot make a driver read
-// stale memory as data.
+// Push stages c as used, with the number of bytes written to its writable part. The driver sees it after the next
+// Publish or Signal. written is limited to the chain's writable length, so that a bug in the device cannot make a
+// driver read stale memory as data.
 func (q *Queue) Push(c *Chain, written uint32) error {
 	if err := q.check(); err != nil {
 		return err
 	}
 	if q.InFlight() < int(c.entries) {
-		return fmt.Errorf("virtq: queue %d: a chain was pushed that was not popped", q.idx)
+		return fmt.Errorf("virtq: queue %d: Push of a chain that was not popped", q.idx)
 	}
 	if uint64(written) > c.writeLen {
 		written = uint32(c.writeLen)
@@ -364,8 +356,7 @@ func (q *Queue) Push(c *Chain, written uint32) error {
 	return nil
 }
 
-// Publish makes all staged chains visible to the driver at once, without an
-// interrupt.
+// Publish makes all staged chains visible to the driver at once, without an interrupt.
 func (q *Queue) Publish() error {
 	if err := q.check(); err != nil {
 		return err
@@ -385,8 +376,8 @@ func (q *Queue) Publish() error {
 	return nil
 }
 
-// Signal publishes all staged chains and interrupts the driver if it asked for
-// that (virtio 1.2, 2.7.7.2, 2.7.10 and 2.8.14).
+// Signal publishes all staged chains and interrupts the driver if it asked for that (virtio 1.2, 2.7.7.2, 2.7.10 and
+// 2.8.14).
 func (q *Queue) Signal() error {
 	if err := q.Publish(); err != nil {
 		return err
@@ -411,7 +402,7 @@ func (q *Queue) Signal() error {
 	return nil
 }
 
-// passed tells whether what was published since the last decision includes the entry ev; nobody knows before the first.
+// passed reports whether the entry ev was published since the last interrupt decision; true if there was none yet.
 func (q *Queue) passed(ev uint16) bool {
 	n := q.between(ev, q.usedPub)
 	if n == 0 {
@@ -420,16 +411,15 @@ func (q *Queue) passed(ev uint16) bool {
 	return n <= q.fresh || !q.everSig
 }
 
-// Interrupt signals the driver whether it asked for that or not.
+// Interrupt signals the driver even if it did not ask for that.
 func (q *Queue) Interrupt() {
 	if q.call != nil {
 		q.call.Signal()
 	}
 }
 
-// SetNotify asks the driver to kick when it makes buffers available (on), or
-// not to bother (off; a hint). After SetNotify(true) look once more with
-// Pending: a chain that was made available just before is not announced.
+// SetNotify asks the driver to kick when it makes buffers available (on), or not to (off; a hint). After
+// SetNotify(true) call Pending: a chain made available just before is not announced.
 func (q *Queue) SetNotify(on bool) error {
 	if err := q.check(); err != nil {
 		return err
@@ -440,6 +430,5 @@ func (q *Queue) SetNotify(on bool) error {
 	return q.notifySplit(on)
 }
 
-// IsRepairable tells whether err is a miss that the host can repair, after
-// which the same call may be repeated.
+// IsRepairable reports whether err is a miss that the host can repair, after which the same call may be repeated.
 func IsRepairable(err error) bool { return Absent(err).Fault() }

@@ -45,7 +45,7 @@ func TestChainRoundTrip(t *testing.T) {
 		t.Fatalf("write: %d, %v", n, m)
 	}
 	if !bytes.Equal(g.at(bufArea+0x200, 3), []byte{0, 'a', 'b'}) || !bytes.Equal(g.at(bufArea+0x300, 4), []byte("cdef")) {
-		t.Fatal("bytes went elsewhere")
+		t.Fatal("bytes were written elsewhere")
 	}
 	if n, m := c.WriteAt(make([]byte, 200), 100); n != 3 || !m.OK() {
 		t.Fatalf("write at the end: %d, %v", n, m)
@@ -74,7 +74,7 @@ func TestIndirect(t *testing.T) {
 	g.setDesc(table, 0, uint64(bufArea), 16, descNext, 2)
 	g.setDesc(table, 2, uint64(bufArea+0x2000), 8, descNext|descWrite, 1)
 	g.setDesc(table, 1, uint64(bufArea+0x3000), 8, descWrite, 0)
-	// 2.7.5.3.2: direct descriptors may stand before the indirect one.
+	// 2.7.5.3.2: direct descriptors may precede the indirect one.
 	g.setDesc(g.desc, 1, uint64(bufArea+0x4000), 4, descNext, 3)
 	g.setDesc(g.desc, 3, uint64(table), 48, descIndirect, 0)
 	g.offer(0, 1)
@@ -89,7 +89,7 @@ func TestIndirect(t *testing.T) {
 	}
 }
 
-// TestHostileRings: each ring is wrong in one way; the error says which.
+// TestHostileRings: each ring has one error, which the device must name.
 func TestHostileRings(t *testing.T) {
 	ind := func(c *Config) { c.Indirect = true }
 	for _, tc := range []struct {
@@ -109,13 +109,13 @@ func TestHostileRings(t *testing.T) {
 			g.setDesc(g.desc, 0, uint64(bufArea), 4, descNext, 0)
 			g.offer(0, 0)
 		}, "descriptor"},
-		{"loop of two behind a head", nil, func(g *guest) {
+		{"loop of two after a head", nil, func(g *guest) {
 			g.setDesc(g.desc, 0, uint64(bufArea), 4, descNext, 1)
 			g.setDesc(g.desc, 1, uint64(bufArea), 4, descNext, 2)
 			g.setDesc(g.desc, 2, uint64(bufArea), 4, descNext, 1)
 			g.offer(0, 0)
 		}, "descriptor"},
-		{"readable behind writable", nil, func(g *guest) {
+		{"readable after writable", nil, func(g *guest) {
 			g.setDesc(g.desc, 0, uint64(bufArea), 4, descNext|descWrite, 1)
 			g.setDesc(g.desc, 1, uint64(bufArea), 4, 0, 0)
 			g.offer(0, 0)
@@ -181,7 +181,7 @@ func TestHostileRings(t *testing.T) {
 	}
 }
 
-// refuses checks that what do has put into the ring breaks the queue, with an error about what.
+// refuses checks that do's change of the ring breaks the queue, with an error that names what.
 func refuses(t *testing.T, g *guest, mod func(*Config), do func(), what string) {
 	t.Helper()
 	errfd := newEvent(t)
@@ -201,10 +201,10 @@ func refuses(t *testing.T, g *guest, mod func(*Config), do func(), what string) 
 		t.Errorf("error %q does not name %q", err, what)
 	}
 	if len(c.Readable())+len(c.Writable()) != 0 || c.ReadableLen() != 0 {
-		t.Error("chain holds something after an error")
+		t.Error("chain is not empty after an error")
 	}
 	if q.Broken() == nil || errfd.take(t) != 1 {
-		t.Error("queue is not marked broken, or the front end was not told once")
+		t.Error("queue is not broken, or the front end was not notified once")
 	}
 	if _, err := q.Pop(&c); !errors.Is(err, ErrBroken) {
 		t.Errorf("second Pop: %v", err)
@@ -244,8 +244,7 @@ func TestRingOutsideMemory(t *testing.T) {
 	}
 }
 
-// TestHostFault: a page that the host has taken away is not the guest's fault;
-// the same call works once the page is back.
+// TestHostFault: an absent page does not break the queue; the same call works once the page is back.
 func TestHostFault(t *testing.T) {
 	g := newGuest(t, 8)
 	q := g.queue(nil)
@@ -316,7 +315,7 @@ func TestUnpopAndMisuse(t *testing.T) {
 		t.Fatal(err)
 	}
 	if q.InFlight() != 1 || q.Unpop(&c) == nil {
-		t.Fatal("Unpop of what is not in flight")
+		t.Fatal("Unpop accepted a chain that is not in flight")
 	}
 	if ok, err := q.Pop(&b); !ok || err != nil || b.Head() != 1 {
 		t.Fatalf("Pop after Unpop: %v %v head %d", ok, err, b.Head())
@@ -324,13 +323,13 @@ func TestUnpopAndMisuse(t *testing.T) {
 	if n, err := q.Pending(); n != 1 || err != nil {
 		t.Fatalf("Pending = %d, %v", n, err)
 	}
-	for _, c := range []*Chain{&b, &a} { // out of order is fine
+	for _, c := range []*Chain{&b, &a} { // out of order is allowed
 		if err := q.Push(c, 0); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := q.Push(&a, 0); err == nil {
-		t.Fatal("pushed what was not popped")
+		t.Fatal("Push accepted a chain that was not popped")
 	}
 	if err := q.Signal(); err != nil {
 		t.Fatal(err)
@@ -340,7 +339,7 @@ func TestUnpopAndMisuse(t *testing.T) {
 	}
 }
 
-// TestPushClampsLength: no device bug may make a driver read what was not written.
+// TestPushClampsLength: a bug in the device cannot make a driver read bytes that were not written.
 func TestPushClampsLength(t *testing.T) {
 	g := newGuest(t, 4)
 	q := g.queue(nil)
@@ -358,7 +357,7 @@ func TestPushClampsLength(t *testing.T) {
 	}
 }
 
-// TestInFlightBound: a driver that offers a descriptor twice is found out.
+// TestInFlightBound: a driver that offers a descriptor twice is detected.
 func TestInFlightBound(t *testing.T) {
 	g := newGuest(t, 4)
 	q := g.queue(nil)
@@ -397,7 +396,7 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestPiece: a chain of one buffer is at hand on the host for as long as that is there, and in one piece.
+// TestPiece: a chain of one buffer is available in place while it is resident and contiguous on the host.
 func TestPiece(t *testing.T) {
 	g := newGuest(t, 8)
 	q := g.queue(nil)
@@ -423,19 +422,19 @@ func TestPiece(t *testing.T) {
 	}
 	pop()
 	if b := c.Piece(50); len(b) != 50 || &b[0] != &g.at(bufArea+200, 1)[0] {
-		t.Errorf("%d bytes to be written", len(b))
+		t.Errorf("%d bytes of a writable buffer", len(b))
 	}
 	if err := g.space.Withdraw(bufArea, 0x1000); err != nil {
 		t.Fatal(err)
 	}
 	if c.Piece(1) != nil {
-		t.Error("a piece of what was withdrawn")
+		t.Error("a piece of withdrawn memory")
 	}
 	if err := g.space.Map(bufArea, g.at(bufArea, 0x1000)); err != nil {
 		t.Fatal(err)
 	}
 	if c.Piece(1) == nil {
-		t.Error("no piece of what is back")
+		t.Error("no piece of restored memory")
 	}
 	pop()
 	if c.Piece(1) != nil {
@@ -443,12 +442,12 @@ func TestPiece(t *testing.T) {
 	}
 	pop()
 	if c.Piece(1) != nil {
-		t.Error("a piece of what reaches beyond memory")
+		t.Error("a piece that exceeds memory")
 	}
 }
 
-// TestReadAhead: the beginnings of chains are read before their turn; what is wrong with one is told in its turn, and
-// chains that were given back come again as they are.
+// TestReadAhead: the starts of chains are read ahead; an error in one is reported in its turn, and chains that were
+// given back are popped again unchanged.
 func TestReadAhead(t *testing.T) {
 	const n, bad = 24, 20
 	g := newGuest(t, 32)
@@ -468,7 +467,7 @@ func TestReadAhead(t *testing.T) {
 			t.Fatalf("chain %+v, want %d", c, want)
 		}
 	}
-	// Given back within what has been read ahead, and beyond it.
+	// Unpop within the chains read ahead, and beyond them.
 	for _, k := range []uint16{10, ahead + 2} {
 		var first Chain
 		for i := range k {
@@ -480,7 +479,7 @@ func TestReadAhead(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The driver does not own them, and what it writes now is as good as what it wrote before.
+	// The driver does not own these descriptors, so its later writes may count or not.
 	g.setDesc(g.desc, 3, uint64(bufArea)+3*64, 4, 0, 9)
 	for i := range uint16(bad) {
 		pop(i)
@@ -491,8 +490,8 @@ func TestReadAhead(t *testing.T) {
 	}
 }
 
-// TestReadAheadOutsideMemory: a descriptor that lies outside of memory ends the queue in its chain's turn, not when it
-// is read ahead.
+// TestReadAheadOutsideMemory: a descriptor outside memory breaks the queue in its chain's turn, not when it is read
+// ahead.
 func TestReadAheadOutsideMemory(t *testing.T) {
 	g := newGuest(t, 1<<15)
 	q := g.queue(func(c *Config) { c.Desc = memBase + memSize - 4*16 })

@@ -1,10 +1,10 @@
 package virtq
 
-// Resume reads from the ring how much of it the device has used, and continues from there. A front end that lost its
-// back end knows no more than that, or less (QEMU's base of a packed ring is the one that was there when it started),
-// and where its base differs, chains were taken and never returned, and they are taken again (the devices here return
-// chains in the order in which they took them). Then the driver is interrupted, too: nobody knows whether it heard of
-// what was returned last. Call it once, before the first Pop. It returns whether the base had to be changed.
+// Resume reads the device's position from the ring, and continues there. A front end that lost its back end may know
+// less (QEMU's base of a packed ring is from its start). If its base differs, chains were taken and never returned;
+// they are taken again (the devices here return chains in the order in which they took them), and the driver is
+// interrupted, because it may not have been notified of the chains returned last. Call it once, before the first Pop.
+// It reports whether the base was changed.
 func (q *Queue) Resume() (changed bool, err error) {
 	from, at := q.lastAvail, uint16(0)
 	if q.packed {
@@ -25,19 +25,19 @@ func (q *Queue) Resume() (changed bool, err error) {
 
 // resumePacked finds the place of the next used descriptor, and sets usedPub and staged.
 //
-// The device alone changes USED flags, and changes all of them once in each round: those before the place have the wrap
-// counter that is valid there, those behind it the other one (a new ring is all zeros, and begins with 1). So they
-// change at one place, except that a device which was killed in the midst of showPacked leaves three: behind p, where
-// it should have ended, there are descriptors that are available, and from x to e some that have been overwritten, and
-// that the driver will not see before the others. They cannot be taken again; those from p to x are returned with
-// nothing written, which for a receiver is a frame too short.
+// Only the device changes USED flags, and it changes all of them once in each round: those before the place have the
+// wrap counter that is valid there, the others have the inverse (a new ring is all zeros, and starts with 1). So they
+// change at one place. But a device killed in showPacked leaves three such places: from p, the true position, to x the
+// descriptors are still available; from x to e they are overwritten, but the driver does not see them before the
+// others. They cannot be taken again; so the chains from p to x are returned with nothing written, which for a receiver
+// is a frame too short.
 func (q *Queue) resumePacked() (uint16, error) {
 	r := usedFlags{q: q}
 	place, x, found := uint16(0), uint16(0), false
 	for i := range q.size {
 		if r.change(i) {
 			place = i
-			// Where nothing is available behind a place, nothing is before it.
+			// If none is available after a place, none is before it.
 			if x, found = i, r.available(q.before(i)) && !r.available(i); found {
 				break
 			}
@@ -70,7 +70,7 @@ func (q *Queue) resumePacked() (uint16, error) {
 			}
 			u.entries++
 		}
-		if u.id = d.next; d.flags&descNext != 0 { // the rest of the list has been marked, with its id
+		if u.id = d.next; d.flags&descNext != 0 { // the rest of the list, with its id, has been overwritten
 			u.id = uint16(r.tail(x))
 		}
 		q.staged = append(q.staged, u)
@@ -83,7 +83,7 @@ func (q *Queue) resumePacked() (uint16, error) {
 	return q.forward(place, n), r.err
 }
 
-// before and behind are the neighbours of a descriptor.
+// before and behind return the neighbours of a descriptor.
 func (q *Queue) before(i uint16) uint16 {
 	if i == 0 {
 		i = q.size
@@ -98,13 +98,13 @@ func (q *Queue) behind(i uint16) uint16 {
 	return i
 }
 
-// usedFlags looks at the flags of a packed ring that nobody but the driver is writing.
+// usedFlags reads the flags of a packed ring that only the driver may be writing.
 type usedFlags struct {
 	q   *Queue
-	err error // the first; what could not be read is 0
+	err error // the first error; flags that could not be read are 0
 }
 
-// tail is id and flags.
+// tail returns a descriptor's id and flags.
 func (r *usedFlags) tail(i uint16) uint32 {
 	w, m := r.q.desc.Uint32(tail(i))
 	if !m.OK() {
@@ -118,13 +118,13 @@ func (r *usedFlags) tail(i uint16) uint32 {
 
 func (r *usedFlags) used(i uint16) uint16 { return uint16(r.tail(i)>>16) & descUsed }
 
-// available tells whether the driver has made i available and the device has not marked it.
+// available reports whether the driver has made i available and the device has not overwritten it.
 func (r *usedFlags) available(i uint16) bool {
 	f := r.tail(i) >> 16
 	return f>>7&1 != f>>15&1
 }
 
-// change tells whether i has not been marked in the round in which the one before it has, or the other way round.
+// change reports whether the USED flags of i and its predecessor are of different rounds.
 func (r *usedFlags) change(i uint16) bool {
 	return (r.used(i) != r.used(r.q.before(i))) != (i == 0)
 }

@@ -7,8 +7,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The split ring (virtio 1.2, 2.7): a descriptor table, and two rings beside it that say what is available and what is
-// used.
+// The split ring (virtio 1.2, 2.7): a descriptor table, and two rings for available and for used chains.
 
 const (
 	availNoInterrupt = 1 // 2.7.6
@@ -17,7 +16,7 @@ const (
 	usedElemSize = 8
 )
 
-// pendingSplit looks at the available index.
+// pendingSplit reads the available index.
 func (q *Queue) pendingSplit() (int, error) {
 	v, err := q.load16("available index", &q.avail, 2)
 	if err != nil {
@@ -27,8 +26,7 @@ func (q *Queue) pendingSplit() (int, error) {
 	if n > q.size {
 		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("at most %d past %#x", q.size, q.lastAvail))
 	}
-	// A driver cannot own a descriptor twice: what is in flight here is not
-	// available again before it has been pushed.
+	// A driver cannot own a descriptor twice: one in flight is not available again before it was pushed.
 	if int(n)+q.InFlight() > int(q.size) {
 		return 0, q.breakRing("available index", 0, uint64(v), fmt.Sprintf("no more than %d chains with %d in flight", q.size,
 			q.InFlight()))
@@ -37,7 +35,7 @@ func (q *Queue) pendingSplit() (int, error) {
 	return int(n), nil
 }
 
-// fetchSplit fills ready, until something is wrong.
+// fetchSplit fills ready until it finds an error.
 func (q *Queue) fetchSplit() (err error) {
 	n := int(q.availSeen - q.lastAvail)
 	if n == 0 {
@@ -55,8 +53,8 @@ func (q *Queue) fetchSplit() (err error) {
 	return nil
 }
 
-// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is in
-// one piece. An error is the caller's to judge: it may not be that chain's turn yet.
+// begin reads an available ring entry and the first descriptor of its chain; ring and table are nil unless each is
+// contiguous on the host. The caller decides about an error, because it may not be that chain's turn yet.
 func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 	slot := at & q.mask
 	if ring != nil {
@@ -81,14 +79,14 @@ func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 	return nil
 }
 
-// useSplit fills the next used entry.
+// useSplit writes the next used entry.
 func (q *Queue) useSplit(c *Chain, written uint32) translate.Miss {
 	binary.LittleEndian.PutUint64(q.elem[:], uint64(written)<<32|uint64(c.head))
 	return q.used.Write8(4+usedElemSize*uint64(q.usedNext&q.mask), &q.elem)
 }
 
-// storeUsed writes flags and index of the used ring, both the device's, in one
-// store that orders the entries before it and the reads of event words after it.
+// storeUsed writes flags and index of the used ring, both owned by the device, in one store that orders the entries
+// before it and the reads of event words after it.
 func (q *Queue) storeUsed(idx uint16) error {
 	w, m := q.used.Uint32(0)
 	if !m.OK() {
@@ -98,7 +96,7 @@ func (q *Queue) storeUsed(idx uint16) error {
 	return nil
 }
 
-// wantedSplit tells whether the driver asked for an interrupt.
+// wantedSplit reports whether the driver asked for an interrupt.
 func (q *Queue) wantedSplit() (bool, error) {
 	if q.eventIdx {
 		ev, err := q.load16("used event index", &q.avail, 4+2*uint64(q.size))
@@ -108,11 +106,11 @@ func (q *Queue) wantedSplit() (bool, error) {
 	return err == nil && fl&availNoInterrupt == 0, err
 }
 
-// notifySplit is SetNotify.
+// notifySplit implements SetNotify.
 func (q *Queue) notifySplit(on bool) error {
 	if q.eventIdx {
 		if !on {
-			return nil // the driver kicks once per round of the index at most
+			return nil // the driver kicks at most once per round of the index
 		}
 		return q.storeAvailEvent(q.lastAvail)
 	}
@@ -127,9 +125,8 @@ func (q *Queue) notifySplit(on bool) error {
 	return q.storeUsed(q.usedPub)
 }
 
-// storeAvailEvent writes the word behind the used entries. The other half of
-// its aligned word is not the device's, hence compare-and-swap; the bound keeps
-// a guest that rewrites its half all the time from holding the loop.
+// storeAvailEvent writes the word after the used entries. The other half of its aligned word is not the device's, hence
+// compare-and-swap; it is bounded, because a guest could rewrite its half all the time.
 func (q *Queue) storeAvailEvent(v uint16) error {
 	w, _, m := q.used.Around(4 + usedElemSize*uint64(q.size))
 	if !m.OK() {
@@ -141,5 +138,5 @@ func (q *Queue) storeAvailEvent(v uint16) error {
 			return nil
 		}
 	}
-	return q.breakRing("available event index", 0, uint64(v), "a word that the driver leaves alone")
+	return q.breakRing("available event index", 0, uint64(v), "a word that the driver does not write")
 }

@@ -19,7 +19,7 @@ func le32(v uint32) uint32 {
 
 var hostBig = binary.NativeEndian.Uint16([]byte{0, 1}) == 1
 
-// descriptor is struct virtq_desc (virtio 1.2, 2.7.5) or struct pvirtq_desc (2.8.13), copied in.
+// descriptor is a copy of struct virtq_desc (virtio 1.2, 2.7.5) or struct pvirtq_desc (2.8.13).
 type descriptor struct {
 	addr  translate.PA
 	len   uint32
@@ -43,7 +43,7 @@ func (d *descriptor) decode(b []byte) {
 	d.len, d.flags, d.next = uint32(last), uint16(last>>32), uint16(last>>48)
 }
 
-// decodePacked takes the two words of a packed ring's descriptor. Whether it is available is no matter any more.
+// decodePacked decodes the two words of a packed ring's descriptor, which is known to be available.
 func (d *descriptor) decodePacked(addr, last uint64) {
 	d.addr, d.len, d.next, d.flags = translate.PA(addr), uint32(last), uint16(last>>32),
 		uint16(last>>48)&^(descAvail|descUsed)
@@ -57,7 +57,7 @@ func (q *Queue) readPacked(table *translate.Window, i uint32, d *descriptor) tra
 	return translate.Miss{}
 }
 
-// walk follows the chain that t begins.
+// walk follows the chain that starts with t.
 func (q *Queue) walk(c *Chain, t *taken) error {
 	switch {
 	case !q.packed:
@@ -68,9 +68,8 @@ func (q *Queue) walk(c *Chain, t *taken) error {
 	return q.walkPacked(c, t.desc)
 }
 
-// walkSplit follows a chain from head on, with descriptor d. The number of steps is bounded by
-// the table's size, so a loop ends as an error; so does everything else that
-// virtio 1.2, 2.7.5 forbids a driver to do.
+// walkSplit follows a chain from head on, with descriptor d. The number of steps is bounded by the table's size, so a
+// loop is an error; so are all other violations of virtio 1.2, 2.7.5.
 func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	c.head, c.entries = head, 1
 	var (
@@ -114,8 +113,8 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	}
 }
 
-// walkPacked follows a list of descriptors, d first, which stand one behind the other (2.8.6). The last one has the id.
-// The ring's size is the bound, as the driver owns none of those that are in flight.
+// walkPacked follows a list of consecutive descriptors, d first (2.8.6). The last one has the id. The ring's size is
+// the bound, because the driver owns none of those in flight.
 func (q *Queue) walkPacked(c *Chain, d descriptor) error {
 	at, limit := q.lastAvail, int(q.size)-q.InFlight()
 	for n := 1; ; n++ {
@@ -142,7 +141,7 @@ func (q *Queue) walkPacked(c *Chain, d descriptor) error {
 	}
 }
 
-// walkTable goes through a packed ring's indirect table, all of it; of its flags only WRITE counts (2.8.7).
+// walkTable reads all of a packed ring's indirect table; only its WRITE flags count (2.8.7).
 func (q *Queue) walkTable(c *Chain, t *taken) error {
 	if err := q.openTable(&t.desc, uint32(q.lastAvail&^wrapBit)); err != nil {
 		return err
@@ -163,7 +162,7 @@ func (q *Queue) walkTable(c *Chain, t *taken) error {
 	return nil
 }
 
-// openTable makes table the one that descriptor i refers to.
+// openTable makes table the indirect table of descriptor i.
 func (q *Queue) openTable(d *descriptor, i uint32) error {
 	switch {
 	case !q.indirect:
@@ -184,10 +183,10 @@ func (q *Queue) openTable(d *descriptor, i uint32) error {
 // addSeg appends a buffer to the chain.
 func (q *Queue) addSeg(c *Chain, d *descriptor, where string, i uint32) error {
 	if d.flags&descWrite == 0 && len(c.segs) != c.reads {
-		return q.breakRing(where+" flags", i, uint64(d.flags), "no readable buffer behind a writable one")
+		return q.breakRing(where+" flags", i, uint64(d.flags), "no readable buffer after a writable one")
 	}
 	if d.len == 0 {
-		return nil // carries nothing; virtio does not forbid it
+		return nil // an empty buffer; virtio does not forbid it
 	}
 	if _, ok := d.addr.Add(uint64(d.len)); !ok {
 		return q.breakRing(where+" address", i, uint64(d.addr), "no wrap-around")

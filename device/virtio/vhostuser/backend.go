@@ -9,12 +9,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// backend is the channel on which the back end speaks first. It sends without
-// ever waiting: notices may come from a loop.
+// backend is the channel for the back end's own messages. Sending never waits, because notices may come from a loop.
 //
-// It speaks only while rings run. QEMU's generic device knows whom to tell from
-// the start of the rings to their stop and dies of what it reads outside of that
-// (as of 11.1); a notice waits for the next start.
+// It sends only while rings run. QEMU's generic device handles the channel only between the start and the stop of the
+// rings, and aborts on a message outside of that (as of 11.1); a notice waits for the next start.
 type backend struct {
 	offered bool // the device has a configuration space
 
@@ -23,7 +21,7 @@ type backend struct {
 	fd      int // valid if open
 	open    bool
 	closed  bool
-	pending bool // a change that could not be told yet
+	pending bool // a change that was not reported yet
 }
 
 // set takes over fd, a connected stream socket.
@@ -50,7 +48,7 @@ func (b *backend) set(fd int, log hclog.Logger) error {
 	return nil
 }
 
-// setLive says that a ring has been started, or is about to be stopped.
+// setLive records that a ring was started, or is about to be stopped.
 func (b *backend) setLive(live bool, log hclog.Logger) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -58,7 +56,7 @@ func (b *backend) setLive(live bool, log hclog.Logger) {
 	b.tellLocked(log)
 }
 
-// isLive tells what setLive said last.
+// isLive returns the value of the last setLive.
 func (b *backend) isLive() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -75,7 +73,7 @@ func (b *backend) configChanged(log hclog.Logger) {
 	b.tellLocked(log)
 }
 
-// tellLocked sends a notice that is due, if it may.
+// tellLocked sends a pending notice, if it may.
 func (b *backend) tellLocked(log hclog.Logger) {
 	if !b.pending || !b.open || !b.live {
 		return
@@ -86,8 +84,8 @@ func (b *backend) tellLocked(log hclog.Logger) {
 	case err == nil:
 		b.pending = false
 	case errors.Is(err, unix.EAGAIN):
-		// The front end has not read the notices before this one; they make it
-		// look at the configuration, and it will find this change too.
+		// The front end has not read earlier notices; when it does, it reads the configuration and finds this change,
+		// too.
 		b.pending = false
 	default:
 		log.Warn("back-end channel failed", "error", err)

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Rings of running queues are held; everything else comes and goes within the
-// VM's budget (PF-15), and nothing stays when the front end has gone.
+// Rings of running queues are held; all other memory is paged within the VM's budget (PF-15), and none stays resident
+// after the front end has disconnected.
 func TestRingsAreHeld(t *testing.T) {
 	dev, budget := newEcho(2), hostdriver.NewBudget(hostdriver.MinBudget)
 	path := filepath.Join(t.TempDir(), "s")
@@ -30,7 +30,7 @@ func TestRingsAreHeld(t *testing.T) {
 	}
 	held := budget.Status().Held
 	if held == 0 {
-		t.Fatal("rings run and nothing is held")
+		t.Fatal("rings run, but no memory is held")
 	}
 	ctx, conn := testContext(t), dev.conn
 	for round := range 2 {
@@ -66,7 +66,7 @@ func TestRingsAreHeld(t *testing.T) {
 	}
 	release()
 	if st := budget.Status(); st.Held != 0 {
-		t.Errorf("stopped, and held: %+v", st)
+		t.Errorf("memory is held after the rings stopped: %+v", st)
 	}
 	if err := d.Close(); err != nil {
 		t.Fatal(err)

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// golden are payloads as a little-endian QEMU sends them.
+// golden are payloads as sent by a little-endian QEMU.
 var golden = []struct {
 	name string
 	hex  string
@@ -84,8 +84,7 @@ func unhex(t testing.TB, s string) []byte {
 	return b
 }
 
-// requireLittleEndian: the protocol is in the host's order, the golden bytes
-// are a little-endian host's.
+// requireLittleEndian: the protocol uses the host's byte order; the golden bytes are of a little-endian host.
 func requireLittleEndian(t testing.TB) {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
 		t.Skip("golden bytes are those of a little-endian host")
@@ -122,7 +121,7 @@ func TestGoldenHeader(t *testing.T) {
 	}
 }
 
-// TestHeaderCheck: what the allow-list refuses, and how it says so.
+// TestHeaderCheck: requests that the allow-list refuses, and the messages.
 func TestHeaderCheck(t *testing.T) {
 	ok := Header{Flags: FlagVersion}
 	for _, tc := range []struct {
@@ -227,12 +226,12 @@ func TestPayloadRefusals(t *testing.T) {
 			t.Errorf("%s: %v, want %q", tc.name, tc.err, tc.want)
 		}
 	}
-	// Room for eight regions although one is there: some front ends do that.
+	// Room for eight regions with only one: some front ends send that.
 	padded := append(table(Region{0, page, 0, 0}), make([]byte, 7*regionSize)...)
 	if rs, err := ParseMemTable(padded, 1); err != nil || len(rs) != 1 {
 		t.Errorf("padded table: %v, %v", rs, err)
 	}
-	// The last page of the address space is a region like any other.
+	// The last page of the address space is a valid region.
 	if _, err := ParseMemReg(region(^uint64(0)-page+1, page, ^uint64(0)-page+1, 0)); err != nil {
 		t.Error(err)
 	}
@@ -240,7 +239,7 @@ func TestPayloadRefusals(t *testing.T) {
 
 func second[T any](_ T, err error) error { return err }
 
-// FuzzPayloads: decoders neither panic nor accept what they would not write.
+// FuzzPayloads: decoders do not panic, and accept only what the encoders would write.
 func FuzzPayloads(f *testing.F) {
 	for i, g := range golden {
 		f.Add(uint8(i), unhex(f, g.hex), 2)
@@ -268,7 +267,7 @@ func FuzzPayloads(f *testing.F) {
 			}
 			w, err := ParseMemTable(AppendMemTable(nil, v), fds)
 			if err != nil || !reflect.DeepEqual(v, w) {
-				t.Fatalf("%+v comes back as %+v, %v", v, w, err)
+				t.Fatalf("%+v is decoded as %+v, %v", v, w, err)
 			}
 		case 5:
 			v, err := ParseMemReg(b)
@@ -276,7 +275,7 @@ func FuzzPayloads(f *testing.F) {
 				return
 			}
 			if w, err := ParseMemReg(AppendMemReg(nil, v)); err != nil || v != w {
-				t.Fatalf("%+v comes back as %+v, %v", v, w, err)
+				t.Fatalf("%+v is decoded as %+v, %v", v, w, err)
 			}
 		case 6:
 			v, err := ParseConfigSpace(b)

@@ -23,8 +23,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// TestMain fails the binary if goroutines, descriptors or mappings of memfds
-// are left over.
+// TestMain fails if goroutines, descriptors or mappings of memfds are leaked.
 func TestMain(m *testing.M) {
 	// The runtime's poller opens its own descriptors with the first pipe.
 	if r, w, err := os.Pipe(); err == nil {
@@ -81,8 +80,8 @@ func guestMappings() int {
 	return n
 }
 
-// echo is a device whose queues all copy what they read to what they may write.
-// Each runs on a goroutine of its own, which StopQueue joins.
+// echo is a device whose queues copy readable buffers to writable ones. Each queue runs on its own goroutine, which
+// StopQueue joins.
 type echo struct {
 	n      int
 	config [64]byte
@@ -94,7 +93,7 @@ type echo struct {
 	features  uint64
 	status    uint8
 	running   map[int]*worker
-	refuse    error // what SetFeatures returns
+	refuse    error // result of SetFeatures
 	startFail error
 }
 
@@ -142,7 +141,7 @@ func (e *echo) calls() []string {
 	return slices.Clone(e.log)
 }
 
-// fail sets what SetFeatures and StartQueue return.
+// fail sets the errors of SetFeatures and StartQueue.
 func (e *echo) fail(features, start error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -358,7 +357,7 @@ func open(t testing.TB, cfg frontend.Config) *frontend.Device {
 	return d
 }
 
-// roundTrip sends text through queue i and checks that it comes back.
+// roundTrip sends text through queue i and checks the echo.
 func roundTrip(t testing.TB, d *frontend.Device, m *frontend.Memory, i int, text string) {
 	t.Helper()
 	pa, err := m.Alloc(8192, 64)

@@ -1,12 +1,9 @@
-// Package vhostuser is a vhost-user back end: it offers one virtio device per
-// Unix socket to front ends such as QEMU, crosvm, DPDK's virtio-user or this
-// project's own user-space driver.
+// Package vhostuser is a vhost-user back end: it offers one virtio device per Unix socket to front ends such as QEMU,
+// crosvm, DPDK's virtio-user or this project's own user-space driver.
 //
-// The protocol is QEMU's docs/interop/vhost-user.rst. Numbers are in the host's
-// byte order, as that document demands.
+// The protocol is QEMU's docs/interop/vhost-user.rst. Numbers are in the host's byte order, as that document requires.
 //
-// A message passes these stages, in this order, and nothing of it takes effect
-// before the last:
+// A message passes these stages, in this order, and has no effect before the last:
 //
 //	header   version, reply bit, known request, size within the request's bounds
 //	fds      as many as the request carries, none cut off

@@ -10,9 +10,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// A connection's memory is bound in the host's table under its GVMI while the
-// connection lasts (PF-1), so the GVMI's uplink attribute reaches it (PF-3): a
-// blocked VM's rings are not served.
+// A connection's memory is bound in the host's table under its GVMI while the connection lasts (PF-1), so the GVMI's
+// uplink attribute applies to it (PF-3): a blocked VM's rings are not served.
 func TestGVMBinding(t *testing.T) {
 	const gvmi = 9
 	dev, vms := newEcho(1), translate.NewGVMTable(1)
@@ -23,7 +22,7 @@ func TestGVMBinding(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = s.Close() })
 	if vms.Spaces(gvmi) != nil {
-		t.Fatal("bound before anybody connected")
+		t.Fatal("bound before a front end connected")
 	}
 	m := memory(t, frontend.Range{PA: 0x100000, Size: 1 << 20})
 	d, err := frontend.Open(testContext(t), frontend.Config{Path: path, Memory: m, Features: echoFeature})

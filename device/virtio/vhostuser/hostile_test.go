@@ -22,7 +22,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// target is a server to be attacked, and its log.
+// target returns a server to attack, and its log.
 func target(t *testing.T) (*echo, string, *testlog.Log) {
 	t.Helper()
 	dev, log := newEcho(3), &testlog.Log{}
@@ -64,8 +64,8 @@ func eventfd(t testing.TB) int {
 	return fd
 }
 
-// TestViolations: each message ends the connection with a line in the log that
-// names the message and what was wrong; the next front end is served.
+// TestViolations: each message ends the connection with a log line that names the message and the error; the next front
+// end is served.
 func TestViolations(t *testing.T) {
 	dev, path, log := target(t)
 	m := memory(t)
@@ -97,7 +97,7 @@ func TestViolations(t *testing.T) {
 		{"not negotiated", message(vhostuser.ReqGetQueueNum, nil), nil, "GET_QUEUE_NUM without protocol feature"},
 		{"features not offered", message(vhostuser.ReqSetFeatures, word(1<<26)), nil, "features 0x4000000 were not offered"},
 		{"protocol features not offered", message(vhostuser.ReqSetProtocolFeatures, word(1<<1)), nil, "were not offered"},
-		{"descriptor without need", header(vhostuser.ReqGetFeatures, 0), []int{ev}, "1 file descriptors, want 0"},
+		{"unexpected descriptor", header(vhostuser.ReqGetFeatures, 0), []int{ev}, "1 file descriptors, want 0"},
 		{"many descriptors", header(vhostuser.ReqGetFeatures, 0), slices.Repeat([]int{ev}, 40),
 			"more than 8 file descriptors"},
 		{"ring index", message(vhostuser.ReqSetVringNum, state(3, 8)), nil, "ring 3, device has 3"},
@@ -122,7 +122,7 @@ func TestViolations(t *testing.T) {
 			[]int{small}, "SET_MEM_TABLE: refused"},
 		{"overlapping table", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, []vhostuser.Region{r, r})),
 			[]int{m.FD(), m.FD()}, "overlap"},
-		{"removing what is not there", slices.Concat(proto, message(vhostuser.ReqRemMemReg, vhostuser.AppendMemReg(nil, r))),
+		{"removing an unknown region", slices.Concat(proto, message(vhostuser.ReqRemMemReg, vhostuser.AppendMemReg(nil, r))),
 			nil, "no memory region"},
 		{"status", slices.Concat(proto, message(vhostuser.ReqSetStatus, word(256))), nil, "device status 0x100"},
 		{"channel of the wrong kind", slices.Concat(proto, message(vhostuser.ReqSetBackendReqFD, nil)), []int{ev},
@@ -137,7 +137,7 @@ func TestViolations(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer c.Close()
-			// Descriptors must come with the message they belong to.
+			// Descriptors must arrive with their message.
 			first := tc.msg
 			if bytes.HasPrefix(first, proto) {
 				if _, err := c.Write(proto); err != nil {
@@ -157,7 +157,7 @@ func TestViolations(t *testing.T) {
 				t.Fatal(err)
 			}
 			if b, err := io.ReadAll(c); len(b) != 0 || (err != nil && !errors.Is(err, unix.ECONNRESET)) {
-				t.Fatalf("connection answers %x, %v", b, err)
+				t.Fatalf("the connection replied %x, %v", b, err)
 			}
 			dev.wait(t, "disconnect", func() bool { return slices.Contains(dev.log, "disconnected") })
 			testutil.Eventually(t, "log line", func() bool { return strings.Contains(log.String(), tc.want) })
@@ -170,8 +170,8 @@ func TestViolations(t *testing.T) {
 	roundTrip(t, d, m, 2, "still alive")
 }
 
-// TestAcknowledgedRefusals: with REPLY_ACK the front end hears of refusals and
-// the connection goes on, with the state it had before.
+// TestAcknowledgedRefusals: with REPLY_ACK the front end is told of refusals and the connection continues, with its
+// state unchanged.
 func TestAcknowledgedRefusals(t *testing.T) {
 	dev := newEcho(3)
 	path, _ := serve(t, dev)
@@ -196,26 +196,26 @@ func TestAcknowledgedRefusals(t *testing.T) {
 	refused("overlap in user addresses", c.AddMemReg(overlap, m.FD()))
 	beyond := far
 	beyond.Offset = 1 << 40
-	refused("offset behind the file", c.AddMemReg(beyond, m.FD()))
+	refused("offset beyond the file", c.AddMemReg(beyond, m.FD()))
 	beyond = far
 	beyond.GuestPA = 1 << 62
 	refused("guest address too far", c.AddMemReg(beyond, m.FD()))
 	refused("removal of half a region", c.RemMemReg(vhostuser.Region{GuestPA: rs[0].GuestPA, Size: 4096,
 		UserAddr: rs[0].UserAddr}))
-	refused("table with a region behind its file", c.SetMemTable([]vhostuser.Region{rs[0], rs[1], beyond}, m.FD(), m.FD(),
+	refused("table with a region beyond its file", c.SetMemTable([]vhostuser.Region{rs[0], rs[1], beyond}, m.FD(), m.FD(),
 		m.FD()))
 	refused("ring outside memory", c.SetVringAddr(vhostuser.VringAddr{Index: 1, Desc: 1 << 50, Avail: 1 << 50,
 		Used: 1 << 50}))
 
-	roundTrip(t, d, m, 1, "the ring runs on where it was")
+	roundTrip(t, d, m, 1, "the ring continues")
 	refused("base of a running ring", c.SetVringBase(1, 0))
 	refused("size of a running ring", c.SetVringNum(1, 8))
 	refused("features under running rings", c.SetFeatures(d.Features()&^echoFeature))
-	if err := c.SetFeatures(d.Features()); err != nil { // the same again is no change
+	if err := c.SetFeatures(d.Features()); err != nil { // an unchanged set is accepted
 		t.Fatal(err)
 	}
 
-	// A ring that cannot be found stays disabled, until it is described well.
+	// A ring with a wrong address stays disabled until it is described correctly.
 	if err := d.StopQueue(1); err != nil {
 		t.Fatal(err)
 	}
@@ -243,8 +243,8 @@ func TestAcknowledgedRefusals(t *testing.T) {
 	}
 }
 
-// TestMemoryChanges: rings in memory that stays are not disturbed; rings in
-// memory that goes are stopped, and come back with it.
+// TestMemoryChanges: rings in unchanged memory are not disturbed; rings in removed memory are stopped, and restart when
+// the memory is added again.
 func TestMemoryChanges(t *testing.T) {
 	dev := newEcho(2)
 	path, _ := serve(t, dev)
@@ -260,7 +260,7 @@ func TestMemoryChanges(t *testing.T) {
 		}
 		dev.clearCalls()
 	}
-	// The whole table again, then without the region that holds no ring.
+	// The whole table again, then without the region that has no ring.
 	if err := c.SetMemTable(rs, fd, fd); err != nil {
 		t.Fatal(err)
 	}
@@ -284,7 +284,7 @@ func TestMemoryChanges(t *testing.T) {
 	expect("start 0", "start 1")
 	roundTrip(t, d, m, 0, "ring is back")
 	roundTrip(t, d, m, 1, "the other too")
-	// The same place, another file: the region is exchanged although its numbers are the same.
+	// The same addresses, another file: the region is replaced.
 	other, err := unix.MemfdCreate("vnicd-guest", unix.MFD_CLOEXEC)
 	if err != nil {
 		t.Fatal(err)
@@ -304,8 +304,7 @@ func TestMemoryChanges(t *testing.T) {
 	expect("stop 0", "stop 1")
 }
 
-// TestSpoiltRing: a ring that breaks the rules stops alone, and the front end
-// learns of it by the error descriptor.
+// TestSpoiltRing: only a ring that breaks the rules stops, and the front end is notified by the error descriptor.
 func TestSpoiltRing(t *testing.T) {
 	dev := newEcho(2)
 	path, _ := serve(t, dev)
@@ -329,9 +328,8 @@ func TestSpoiltRing(t *testing.T) {
 	roundTrip(t, d, m, 1, "the other queue")
 }
 
-// TestMemoryVanishes: the file behind the guest's memory is shrunk under
-// running rings (it was not sealed); the daemon survives and the next front
-// end is served.
+// TestMemoryVanishes: the guest's memory file, which is not sealed, is truncated under running rings; the daemon
+// survives and the next front end is served.
 func TestMemoryVanishes(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -371,7 +369,7 @@ func TestMemoryVanishes(t *testing.T) {
 	if _, err := c.GetVringBase(0); err != nil {
 		t.Fatal(err)
 	}
-	// Started again, the ring cannot be read: refused, not fatal.
+	// Started again, the ring cannot be read: that is refused, and not fatal.
 	must(c.SetVringKick(0, kick))
 	if _, err := c.GetFeatures(); err != nil {
 		t.Fatal(err)
@@ -382,8 +380,8 @@ func TestMemoryVanishes(t *testing.T) {
 	roundTrip(t, d, m, 0, "next")
 }
 
-// TestRandomMessages throws plausible messages in random order with random
-// contents at a server; it must neither crash nor leak nor stop serving.
+// TestRandomMessages sends plausible messages in random order with random contents to a server; it must not crash, leak
+// or stop serving.
 func TestRandomMessages(t *testing.T) {
 	dev := newEcho(3)
 	path, _ := serve(t, dev)
@@ -453,7 +451,7 @@ func TestRandomMessages(t *testing.T) {
 		c.Close()
 	}
 	d := open(t, frontend.Config{Path: path, Memory: m})
-	roundTrip(t, d, m, 0, "after the storm")
+	roundTrip(t, d, m, 0, "after the random messages")
 }
 
 // TestPollingFrontEnd: no kick and no call descriptor.
@@ -479,7 +477,7 @@ func TestPollingFrontEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	q.Kick()
-	// The echo device does not poll; taking the ring up again makes it look.
+	// The echo device does not poll; restarting the ring makes it look.
 	if err := c.SetVringKick(0, -1); err != nil {
 		t.Fatal(err)
 	}

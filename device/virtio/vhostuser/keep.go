@@ -16,21 +16,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Keeper holds copies of descriptors for the process that comes after this one.
-// systemd's file descriptor store is one.
+// Keeper holds copies of descriptors for the next process, such as systemd's file descriptor store.
 type Keeper interface {
 	// Keep stores a copy of fd under name, which fits into a file name.
 	Keep(name string, fd int) error
-	// Forget drops what is stored under name. To forget what is not there is
-	// no error.
+	// Forget removes what is stored under name. An unknown name is no error.
 	Forget(name string) error
 }
 
-// Kept is what a Keeper held when this process began: descriptors by name.
+// Kept is what a Keeper held when this process started: descriptors by name.
 type Kept map[string]int
 
-// of moves what belongs to one connection into a map of its own, nil if there is
-// nothing.
+// of moves the descriptors of one connection into a map of their own, nil if there are none.
 func (k Kept) of(connection string) (part Kept) {
 	for name, fd := range k {
 		if name == connection || strings.HasPrefix(name, connection+"/") {
@@ -44,7 +41,7 @@ func (k Kept) of(connection string) (part Kept) {
 	return part
 }
 
-// take hands a descriptor over to the caller; false if there is none.
+// take passes a descriptor to the caller; false if there is none.
 func (k Kept) take(name string) (int, bool) {
 	fd, ok := k[name]
 	delete(k, name)
@@ -59,7 +56,7 @@ func (k Kept) connection(name string) (*net.UnixConn, error) {
 	}
 	f := os.NewFile(uintptr(fd), name)
 	defer f.Close()
-	c, err := net.FileConn(f) // a copy
+	c, err := net.FileConn(f) // duplicates the descriptor
 	if err != nil {
 		return nil, err
 	}
@@ -71,16 +68,16 @@ func (k Kept) connection(name string) (*net.UnixConn, error) {
 	return u, nil
 }
 
-// drop closes what nobody has taken, here and in the keeper.
+// drop closes the remaining descriptors, and removes them from the keeper.
 func (k Kept) drop(keeper Keeper) {
 	for name, fd := range k {
 		_ = unix.Close(fd)
-		_ = keeper.Forget(name) // at worst the next process finds it as useless
+		_ = keeper.Forget(name) // at worst the next process finds and drops it
 	}
 	clear(k)
 }
 
-// Drop closes what no Listen has taken and returns the names of the connections.
+// Drop closes the descriptors that no Listen has taken, and returns the names of their connections.
 func (k Kept) Drop(keeper Keeper) (connections []string) {
 	for name := range k {
 		if strings.Count(name, "/") == 1 {
@@ -92,21 +89,18 @@ func (k Kept) Drop(keeper Keeper) (connections []string) {
 	return connections
 }
 
-// keeping is a connection's part in a Keeper. QEMU's generic device does not
-// survive the end of its connection (as of 11.1 it neither negotiates anew nor
-// notices what it lacks), so the connection must outlive this process: itself,
-// the back-end channel, the guest's memory, and what was agreed on, which is
-// said only once. Rings are not kept: the driver resets the device as soon as it
-// learns that the device has lost its state, and describes them again.
+// keeping is a connection's use of a Keeper. QEMU's generic device does not survive the end of its connection (as of
+// 11.1 it neither negotiates again nor notices the loss), so the connection must outlive this process: socket, back-end
+// channel, guest memory, and the negotiated state, which QEMU sends only once. Rings are not kept: the driver resets
+// the device as soon as it is told that the device has lost its state, and describes them again.
 type keeping struct {
 	to    Keeper // nil: nothing is kept
-	name  string // of the connection; the others have it as prefix
+	name  string // of the connection; prefix of the others
 	log   hclog.Logger
-	state int // a memory file of keptSize bytes that begins with keptState as JSON
+	state int // a memory file of keptSize bytes that starts with keptState as JSON
 }
 
-// keptState is what was agreed on. Fields are added, never changed: the next
-// process may be of another release.
+// keptState is the negotiated state. Fields may be added but not changed: the next process may be of another release.
 type keptState struct {
 	Protocol uint64       `json:"protocol"` // features
 	Live     bool         `json:"live"`     // rings run; see backend
@@ -130,7 +124,7 @@ func (k *keeping) memory(r Region) string {
 	return k.name + "/memory/" + strconv.FormatUint(r.GuestPA, 16)
 }
 
-// begin keeps a connection from now on.
+// begin starts to keep a connection.
 func (k *keeping) begin(c *net.UnixConn) error {
 	if k.to == nil {
 		return nil
@@ -144,7 +138,7 @@ func (k *keeping) begin(c *net.UnixConn) error {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
-		return fmt.Errorf("a memory file for the connection's state: %w", err)
+		return fmt.Errorf("memory file for the connection's state: %w", err)
 	}
 	k.keep(k.agreed(), fd)
 	raw, err := c.SyscallConn()
@@ -173,7 +167,7 @@ func (k *keeping) forget(name string) {
 	}
 }
 
-// write says where the connection stands.
+// write stores the connection's state.
 func (k *keeping) write(s *keptState) {
 	if k.to == nil {
 		return
@@ -183,8 +177,8 @@ func (k *keeping) write(s *keptState) {
 		err = fmt.Errorf("%d bytes, at most %d fit", len(b), keptSize)
 	}
 	if err == nil {
-		// In one go, and within a page as a rule, so that a process that is killed
-		// leaves the old or the new. What a longer one leaves behind is not read.
+		// One write, usually within a page, so that a process killed meanwhile leaves the old or the new state. Remains
+		// of a longer one are not read.
 		_, err = unix.Pwrite(k.state, b, 0)
 	}
 	if err != nil {
@@ -192,7 +186,7 @@ func (k *keeping) write(s *keptState) {
 	}
 }
 
-// end forgets all of the connection.
+// end removes everything of the connection from the keeper.
 func (k *keeping) end(regions []mapped) {
 	if k.to == nil {
 		return
@@ -206,10 +200,10 @@ func (k *keeping) end(regions []mapped) {
 	if k.state >= 0 {
 		_ = unix.Close(k.state)
 	}
-	k.to = nil // what follows is teardown
+	k.to = nil // teardown follows, which must not be stored
 }
 
-// stateFile reads at offsets.
+// stateFile is an io.Reader of the state file.
 type stateFile int
 
 func (f stateFile) ReadAt(b []byte, off int64) (int, error) {
@@ -220,7 +214,7 @@ func (f stateFile) ReadAt(b []byte, off int64) (int, error) {
 	return max(n, 0), err
 }
 
-// saveState writes where the session stands, for the next process.
+// saveState stores the session's state for the next process.
 func (se *session) saveState() {
 	if se.kept.to == nil {
 		return
@@ -232,9 +226,8 @@ func (se *session) saveState() {
 	se.kept.write(&s)
 }
 
-// adopt brings the session to where the process before this one left it, except
-// for the rings. The driver is told that the device has lost its state, if it
-// runs one.
+// adopt restores the session's state from the previous process, except for the rings. A running driver is told that the
+// device has lost its state.
 func (se *session) adopt(kept Kept) error {
 	fd, ok := kept.take(se.kept.agreed())
 	if !ok {
@@ -277,8 +270,8 @@ func (se *session) adoptRegion(r Region, kept Kept) error {
 	return se.mapRegion(mapped{r, id}, fd)
 }
 
-// announce tells a driver that was there under the process before this one.
-// Requests that came meanwhile go first: QEMU may have stopped the rings.
+// announce tells the previous process's driver that the device has lost its state. Pending requests are handled first,
+// because QEMU may have stopped the rings.
 func (se *session) announce() {
 	if !se.wasLive || se.t.Pending() {
 		return

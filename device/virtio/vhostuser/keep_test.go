@@ -15,8 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
-// store is a Keeper in memory. Once it is frozen, the process is as good as dead:
-// what it gives back stays.
+// store is a Keeper in memory. Once frozen, as after the process's death, it ignores Forget.
 type store struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -38,7 +37,7 @@ func (s *store) Keep(name string, fd int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, twice := s.Kept[name]; twice {
-		s.t.Errorf("%s is kept twice", name)
+		s.t.Errorf("%s was kept twice", name)
 	}
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	s.Kept[name] = dup
@@ -65,7 +64,7 @@ func (s *store) names() (names []string) {
 	return names
 }
 
-// passed is what the next process finds; the store keeps its own.
+// passed returns copies of the descriptors for the next process.
 func (s *store) passed() vhostuser.Kept {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -87,7 +86,7 @@ func (s *store) freeze() {
 	s.frozen = true
 }
 
-// process is a server that keeps its connection, and how it ends without a word.
+// process starts a server that keeps its connection, and returns a function that ends it as a crash would.
 func process(t *testing.T, s *store, kept vhostuser.Kept, path string) (*echo, func()) {
 	t.Helper()
 	dev := newEcho(2)
@@ -104,8 +103,8 @@ func process(t *testing.T, s *store, kept vhostuser.Kept, path string) (*echo, f
 
 var regions = []frontend.Range{{PA: 0x100000, Size: 1 << 20}, {PA: 1 << 32, Size: 1 << 20}}
 
-// A connection outlives the process that served it: the next one has the memory, tells
-// the driver, and serves its rings once they are described again. Twice in a row.
+// A connection outlives the process that served it: the next one has the memory, tells the driver, and serves its rings
+// once they are described again. This is done twice.
 func TestConnectionOutlivesProcess(t *testing.T) {
 	s, path := newStore(t), filepath.Join(t.TempDir(), "s")
 	_, die := process(t, s, nil, path)
@@ -160,11 +159,11 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	testutil.Eventually(t, "nothing is kept of a front end that has gone", func() bool { return len(s.names()) == 0 })
+	testutil.Eventually(t, "nothing is kept of a gone front end", func() bool { return len(s.names()) == 0 })
 }
 
-// What the front end said while no process ran goes before the notice; a driver that
-// has stopped its rings meanwhile must not be told (QEMU would not survive it).
+// Requests sent while no process ran are handled before the notice; a driver that has stopped its rings meanwhile must
+// not be notified (QEMU would abort).
 func TestRingsStoppedMeanwhile(t *testing.T) {
 	s, path := newStore(t), filepath.Join(t.TempDir(), "s")
 	_, die := process(t, s, nil, path)
@@ -176,7 +175,7 @@ func TestRingsStoppedMeanwhile(t *testing.T) {
 		_, err := d.Client().GetVringBase(0)
 		stopped <- err
 	}()
-	time.Sleep(20 * time.Millisecond) // for the request to be there first; else the test shows less
+	time.Sleep(20 * time.Millisecond) // so that the request is there first; otherwise the test shows less
 	process(t, s, s.passed(), path)
 	if err := <-stopped; err != nil {
 		t.Fatal(err)
@@ -191,8 +190,7 @@ func TestRingsStoppedMeanwhile(t *testing.T) {
 	}
 }
 
-// A connection that lacks something cannot be continued: it ends, and nothing of it
-// stays behind.
+// A connection with missing parts cannot be continued: it ends, and nothing of it is kept.
 func TestKeptInParts(t *testing.T) {
 	for _, missing := range []string{"hca/one", "hca/one/state", "hca/one/memory/100000"} {
 		t.Run(strings.ReplaceAll(missing, "/", "-"), func(t *testing.T) {
@@ -209,7 +207,7 @@ func TestKeptInParts(t *testing.T) {
 			select {
 			case <-d.Gone():
 			case <-testContext(t).Done():
-				t.Fatal("the front end waits for ever")
+				t.Fatal("the connection was not closed")
 			}
 			testutil.Eventually(t, "nothing is kept", func() bool { return len(s.names()) == 0 })
 		})

@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// mapped is a region that the host driver has, and the file it came from.
+// mapped is a region known to the host driver, and its file.
 type mapped struct {
 	Region
 	file fileID
@@ -31,10 +31,9 @@ func (se *session) fileOf(fd int) (fileID, error) {
 	return fileID{st.Dev, st.Ino}, nil
 }
 
-// setMemTable replaces the memory. Regions that both tables have (same place,
-// same file) are left in use, so rings and work queues in them run on; a front
-// end sends the whole table for each change of a part. Rings in withdrawn
-// memory are stopped first and started again if the new table has them.
+// setMemTable replaces the memory. Regions in both tables (same place, same file) stay in use, so rings and work queues
+// in them continue; a front end sends the whole table for each partial change. Rings in withdrawn memory are stopped
+// first and restarted if the new table has their memory.
 func (se *session) setMemTable(m *Message) error {
 	table, err := ParseMemTable(m.Body, len(m.FDs))
 	if err != nil {
@@ -48,8 +47,7 @@ func (se *session) setMemTable(m *Message) error {
 		}
 		next[i] = mapped{r, id}
 	}
-	// Everything that can be checked has been; now change, old before new,
-	// since a region may take another's place.
+	// All checks have passed; now change, old regions before new ones, because a new one may take an old one's place.
 	old := slices.Clone(se.regions)
 	removed := false
 	for _, r := range old {
@@ -72,12 +70,11 @@ func (se *session) setMemTable(m *Message) error {
 	return nil
 }
 
-// undo returns to the table before a failed change, if that is possible: what
-// was withdrawn cannot be had back without its file, and a device that lost
-// memory unnoticed is worse than a closed connection.
+// undo restores the table before a failed change, if possible: withdrawn memory cannot be restored without its file,
+// and then the connection must end, because the front end would not know that the device lost memory.
 func (se *session) undo(old []mapped, removed bool, cause error) error {
 	if removed {
-		return fmt.Errorf("memory table half changed, cannot go on: %w", cause)
+		return fmt.Errorf("memory table partly changed, cannot continue: %w", cause)
 	}
 	for _, r := range slices.Clone(se.regions) {
 		if !slices.Contains(old, r) {
@@ -129,7 +126,7 @@ func (se *session) remMemReg(m *Message) error {
 	return refuse("no memory region at PA %#x, size %#x, user address %#x", r.GuestPA, r.Size, r.UserAddr)
 }
 
-// admit maps a region, and keeps it for the next process. fd stays the caller's.
+// admit maps a region, and keeps it for the next process. The caller still owns fd.
 func (se *session) admit(r mapped, fd int) error {
 	if err := se.mapRegion(r, fd); err != nil {
 		return err
@@ -158,8 +155,7 @@ func (se *session) mapRegion(r mapped, fd int) error {
 	return nil
 }
 
-// withdraw stops the rings that lie in a region and unmaps it; the host driver
-// waits until nobody uses it any more (EP-3).
+// withdraw stops the rings in a region and unmaps it; the host driver waits until it is no longer accessed (EP-3).
 func (se *session) withdraw(r mapped) error {
 	for i := range se.rings {
 		if se.rings[i].q == nil {

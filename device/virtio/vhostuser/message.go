@@ -11,8 +11,7 @@ import (
 // Request is the number of a front-end message.
 type Request uint32
 
-// Front-end requests (vhost-user.rst, "Front-end message types"). Those that
-// are missing here belong to features which are not offered.
+// Front-end requests (vhost-user.rst, "Front-end message types"), without those of features that are not offered.
 const (
 	ReqGetFeatures         Request = 1
 	ReqSetFeatures         Request = 2
@@ -43,8 +42,8 @@ const (
 	ReqGetStatus           Request = 40
 )
 
-// BackendConfigChange is VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the one message
-// that the back end sends of its own accord.
+// BackendConfigChange is VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the only message that the back end sends on its own
+// channel.
 const BackendConfigChange Request = 2
 
 // Protocol feature bits ("Protocol features").
@@ -80,8 +79,7 @@ const (
 	maxPayload = max(maxTable, configHeader+MaxConfigSize)
 )
 
-// ErrProtocol marks a message that no correct front end sends. The connection
-// cannot go on after it.
+// ErrProtocol marks a message that no correct front end sends. It ends the connection.
 var ErrProtocol = errors.New("vhost-user protocol violation")
 
 func protoErr(format string, a ...any) error {
@@ -102,7 +100,7 @@ func (h Header) Append(b []byte) []byte {
 	return binary.NativeEndian.AppendUint32(b, h.Size)
 }
 
-// NeedReply tells whether the sender asked for an acknowledgement.
+// NeedReply reports whether the sender asked for an acknowledgement.
 func (h Header) NeedReply() bool { return h.Flags&FlagNeedReply != 0 }
 
 // ParseHeader decodes a header and checks the version.
@@ -121,12 +119,12 @@ func ParseHeader(b []byte) (Header, error) {
 	return h, nil
 }
 
-// rule is what holds for one request whatever the state: an allow-list.
+// rule is an entry of the allow-list: what holds for a request in every state.
 type rule struct {
 	name             string
 	minSize, maxSize uint32
 	minFDs, maxFDs   int
-	proto            uint64 // protocol feature it belongs to, 0 if none
+	proto            uint64 // required protocol feature, 0 if none
 	replies          bool   // has a reply of its own
 }
 

@@ -15,7 +15,7 @@ const (
 
 var ne = binary.NativeEndian
 
-// ParseU64 decodes the payload that is a single number.
+// ParseU64 decodes a payload that is a single number.
 func ParseU64(b []byte) (uint64, error) {
 	if len(b) != u64Size {
 		return 0, protoErr("u64 of %d bytes", len(b))
@@ -23,7 +23,7 @@ func ParseU64(b []byte) (uint64, error) {
 	return ne.Uint64(b), nil
 }
 
-// AppendU64 encodes it.
+// AppendU64 encodes a number.
 func AppendU64(b []byte, v uint64) []byte { return ne.AppendUint64(b, v) }
 
 // VringState is "a vring state description": a queue index and a number.
@@ -44,8 +44,8 @@ func (s VringState) Append(b []byte) []byte {
 	return ne.AppendUint32(ne.AppendUint32(b, s.Index), s.Num)
 }
 
-// VringAddr is "a vring address description"; the addresses are the front end's
-// own (user addresses) except Log, which is a guest address.
+// VringAddr is "a vring address description"; the addresses are user addresses of the front end, except Log, which is a
+// guest address.
 type VringAddr struct {
 	Index, Flags           uint32
 	Desc, Used, Avail, Log uint64
@@ -87,7 +87,7 @@ func (a VringAddr) Append(b []byte) []byte {
 // VringFD is the payload of SET_VRING_KICK, _CALL and _ERR.
 type VringFD struct {
 	Index uint32 // 0..255
-	NoFD  bool   // no descriptor comes along: the other side polls
+	NoFD  bool   // without a descriptor: the other side polls
 }
 
 const vringNoFD = 1 << 8 // VHOST_USER_VRING_NOFD_MASK
@@ -129,8 +129,7 @@ type Region struct {
 
 const pageMask = 4096 - 1
 
-// check verifies one region by itself. Whether the file is that long is found
-// when it is mapped.
+// check verifies one region on its own. The file's length is checked when it is mapped.
 func (r Region) check() error {
 	switch {
 	case r.Size == 0:
@@ -145,8 +144,7 @@ func (r Region) check() error {
 	return nil
 }
 
-// overlaps tells whether two regions meet, in guest or in user addresses. Both
-// have passed check.
+// overlaps reports whether two regions overlap, in guest or in user addresses. Both have passed check.
 func (r Region) overlaps(o Region) bool {
 	meet := func(a, an, b, bn uint64) bool { return a <= b+bn-1 && b <= a+an-1 }
 	return meet(r.GuestPA, r.Size, o.GuestPA, o.Size) || meet(r.UserAddr, r.Size, o.UserAddr, o.Size)
@@ -164,8 +162,7 @@ func (r Region) Append(b []byte) []byte {
 	return ne.AppendUint64(ne.AppendUint64(b, r.UserAddr), r.Offset)
 }
 
-// ParseMemTable decodes SET_MEM_TABLE, which came with fds descriptors, and
-// checks that the regions keep apart.
+// ParseMemTable decodes SET_MEM_TABLE, which came with fds descriptors, and checks that the regions do not overlap.
 func ParseMemTable(b []byte, fds int) ([]Region, error) {
 	if len(b) < tableHeader {
 		return nil, protoErr("memory table of %d bytes, want at least %d", len(b), tableHeader)

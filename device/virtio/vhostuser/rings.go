@@ -11,8 +11,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// controlSlot is the epoch reader slot of connections' goroutines (EP-1). Loops
-// count from 0.
+// controlSlot is the epoch reader slot of connections' goroutines (EP-1). Loops use the slots from 0.
 const controlSlot = 15
 
 // ring is what a front end has said about one virtqueue.
@@ -24,21 +23,21 @@ const controlSlot = 15
 //	   └───────────────────────────────────────────────────┘
 //	    GET_VRING_BASE, disabled, reset, memory withdrawn
 //
-// vhost-user lets a ring be started and yet disabled; such a ring is not handed
-// to the device at all, so buffers stay in it until it is enabled.
+// In vhost-user a ring can be started and yet disabled; the device does not get such a ring, so buffers stay in it
+// until it is enabled.
 type ring struct {
-	num     uint32 // 0: not said
+	num     uint32 // 0: not set
 	base    uint16
 	addr    VringAddr
 	hasAddr bool
-	started bool // SET_VRING_KICK came and GET_VRING_BASE has not
+	started bool // after SET_VRING_KICK, until GET_VRING_BASE
 	enabled bool
 	kick    int // -1: none
 	call    *virtq.Notifier
 	err     *virtq.Notifier
 
 	q     *virtq.Queue // set while the device has it
-	areas [3]area      // of q, in guest memory
+	areas [3]area      // of q
 	holds [3]*hostdriver.Hold
 }
 
@@ -51,7 +50,7 @@ func (r *ring) init() {
 	*r = ring{kick: -1, call: virtq.NewNotifier(), err: virtq.NewNotifier()}
 }
 
-// reset forgets what describes the ring, not whom to notify.
+// reset clears the ring's description, but not its call and error descriptors.
 func (r *ring) reset() {
 	r.dropKick()
 	*r = ring{kick: -1, call: r.call, err: r.err}
@@ -97,7 +96,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		if r.q != nil {
 			return nil, refuse("ring %d: base set while it runs", i)
 		}
-		// A packed ring's upper half is where to use, which is where to take: see virtq.Config.
+		// The upper half of a packed ring's base is the used place, which equals the available one: see virtq.Config.
 		r.base = uint16(s.Num)
 	case ReqGetVringBase:
 		se.wasLive = false
@@ -119,8 +118,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 			return nil, nil
 		}
 		if err := se.start(i); err != nil {
-			// Who hears that it failed will ask again; for who does not, the
-			// ring starts when what is missing comes.
+			// A front end that gets this error will try again; otherwise the ring starts when the missing part arrives.
 			if se.wantsAck(m) {
 				r.enabled = was
 			}
@@ -131,7 +129,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 	return nil, nil
 }
 
-// packed tells which kind of rings the driver has.
+// packed reports whether the driver uses packed rings.
 func (se *session) packed() bool { return se.features&virtio.FeatureRingPacked != 0 }
 
 // isEnabled: without PROTOCOL_FEATURES rings have no disabled state.
@@ -146,7 +144,7 @@ func (se *session) setVringAddr(r *ring, a VringAddr) error {
 			return nil
 		}
 		if _, err := se.resolve(a, int(r.num)); err != nil {
-			return err // the ring runs on where it is
+			return err // the ring continues unchanged
 		}
 		se.stop(i)
 	}
@@ -168,9 +166,8 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 		if err := r.call.Set(fd); err != nil {
 			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
 		}
-		// A front end that masks an interrupt diverts it and looks for what
-		// came meanwhile once, when it unmasks: what arrives between its look
-		// and this message would be lost. One interrupt too many is harmless.
+		// A front end that masks an interrupt diverts it and checks once, when it unmasks, for interrupts in between:
+		// one that arrives between that check and this message would be lost. An additional interrupt is harmless.
 		if r.q != nil {
 			r.call.Signal()
 		}
@@ -190,9 +187,8 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 	return nil
 }
 
-// startReady starts every ring for which everything is known now. A ring that
-// cannot start is logged and left alone: the message that made it try, a memory
-// table say, has succeeded, and the front end may be about to move the ring.
+// startReady starts every ring that is complete. A ring that cannot start is logged and skipped: the message that
+// caused the attempt, for example a memory table, has succeeded, and the front end may be about to move the ring.
 func (se *session) startReady() {
 	for i := range se.rings {
 		se.tryStart(i)
@@ -220,16 +216,15 @@ func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
 	return areas, nil
 }
 
-// start hands ring i to the device if it is complete. A ring that lies in no
-// memory yet waits for it; the order of addresses and memory is the front
-// end's to choose.
+// start passes ring i to the device if it is complete. A ring outside known memory waits for it, because the front end
+// chooses the order of addresses and memory.
 func (se *session) start(i int) error {
 	r := &se.rings[i]
 	if r.q != nil || !r.started || !r.hasAddr || r.num == 0 || !se.negotiated || !se.isEnabled(r) {
 		return nil
 	}
 	if len(se.regions) == 0 {
-		// Legal, memory may follow; but QEMU leaves memory out that it cannot share.
+		// This is legal, because memory may follow; but QEMU omits memory that it cannot share.
 		if !se.warnedMemory {
 			se.warnedMemory = true
 			se.log.Warn("front end starts rings without sharing guest memory; QEMU needs " +
@@ -270,7 +265,7 @@ func (se *session) start(i int) error {
 	return nil
 }
 
-// setLive says that rings run, or that one is about to stop.
+// setLive records that rings run, or that one is about to stop.
 func (se *session) setLive(live bool) {
 	if se.backend.isLive() == live {
 		return
@@ -279,7 +274,7 @@ func (se *session) setLive(live bool) {
 	se.saveState()
 }
 
-// hold makes the ring present until release: a loop looks at it all the time.
+// hold makes the ring resident until release, because a loop accesses it all the time.
 func (se *session) hold(r *ring) (err error) {
 	for k, a := range r.areas {
 		if r.holds[k], err = se.mem.Hold(se.srv.ctx, a.pa, a.n); err != nil {
@@ -289,7 +284,7 @@ func (se *session) hold(r *ring) (err error) {
 	return nil
 }
 
-// release gives the ring's memory back.
+// release ends hold.
 func (r *ring) release() {
 	for k, h := range r.holds {
 		if h != nil {
@@ -299,7 +294,7 @@ func (r *ring) release() {
 	}
 }
 
-// resume brings q to where the ring in memory stands.
+// resume advances q to the position of the ring in memory.
 func (se *session) resume(q *virtq.Queue) error {
 	return translate.Guard(func() error {
 		ep := se.space.Epochs()
@@ -314,8 +309,7 @@ func (se *session) resume(q *virtq.Queue) error {
 	})
 }
 
-// stop takes ring i from the device, if it has it, and remembers where it
-// stands. The description stays, so start can take it up again.
+// stop stops ring i if it runs, and records its position. The description is kept, so that start can resume it.
 func (se *session) stop(i int) {
 	r := &se.rings[i]
 	if r.q == nil {

@@ -18,14 +18,14 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// ErrInUse is wrapped by Listen's error when something serves the path already.
+// ErrInUse is wrapped by Listen's error if the socket is being served already.
 var ErrInUse = errors.New("socket is in use")
 
 // Config of a Server.
 type Config struct {
-	Path string       // where the socket is made
+	Path string       // of the socket
 	Mode os.FileMode  // of the socket; 0 means 0660
-	UID  int          // owner; 0 or less leaves the daemon's own
+	UID  int          // owner; 0 or less: the daemon's own
 	GID  int          // likewise
 	Log  hclog.Logger // nil: silent
 	// VMs, if set, is the host's GVM identifier table: the memory of each
@@ -35,29 +35,26 @@ type Config struct {
 	// Budget, if set, bounds what the device keeps resident of the guest's
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget
-	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed takes memory files that cannot shrink
-	// alone, which are memfds: for front ends that are not trusted with more (a file of a slow or hostile file system
-	// would have the device wait for it).
+	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed accepts only memory files that
+	// cannot shrink, which are memfds: for front ends that are not trusted (with a file of a slow or hostile file
+	// system the device would wait for it).
 	MaxMemory uint64
 	Sealed    bool
-	// SlotName, if set, names an epoch's reader slot, for messages about memory
-	// whose release takes long.
+	// SlotName, if set, names an epoch's reader slot, for messages about memory whose release takes long.
 	SlotName func(slot int) string
-	// Keeper, if set, keeps the connection under the name KeepAs, so that it
-	// outlives this process; see keeping. Kept is what the process before this one
-	// has left: Listen takes what bears that name and goes on with it.
+	// Keeper, if set, keeps the connection under the name KeepAs, so that it outlives this process; see keeping. Kept
+	// has the previous process's descriptors: Listen takes those with that name and continues the connection.
 	Keeper Keeper
 	KeepAs string
 	Kept   Kept
 }
 
-// takeoverPatience is how long a new front end waits for the one before it to
-// be torn down. A QEMU that was killed leaves a device that may have to drain;
-// the next QEMU must not be turned away for that.
+// takeoverPatience is how long a new front end waits for its predecessor's tear-down. A killed QEMU leaves a device
+// that may have to drain; the next QEMU must not be refused for that.
 const takeoverPatience = 3 * time.Second
 
-// Server offers one device on one Unix socket, to one front end at a time. When
-// a front end goes, all it had is stopped and unmapped, and the next is served.
+// Server offers one device on one Unix socket, to one front end at a time. When a front end disconnects, its rings are
+// stopped and its memory is unmapped; then the next is served.
 type Server struct {
 	cfg  Config
 	dev  virtio.Device
@@ -81,9 +78,8 @@ type Server struct {
 	conn *net.UnixConn // being served
 }
 
-// Listen makes the socket and begins to serve dev under gvmi. A socket that a
-// dead process left behind is replaced; one that is served is ErrInUse, and
-// anything else at that path is left alone.
+// Listen makes the socket and serves dev under gvmi. A dead process's socket is replaced; for one that is served the
+// error is ErrInUse, and any other file at that path is left alone.
 func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
 	if cfg.Log == nil {
 		cfg.Log = hclog.NewNullLogger()
@@ -124,7 +120,7 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	return s, nil
 }
 
-// resume goes on with the connection of the process before this one, if it left any.
+// resume continues the previous process's connection, if there is one.
 func (s *Server) resume() {
 	if s.cfg.Keeper == nil {
 		return
@@ -142,7 +138,7 @@ func (s *Server) resume() {
 	s.begin(c, kept)
 }
 
-// begin serves a connection on a goroutine of its own; the caller has the slot.
+// begin serves a connection on its own goroutine; the caller has acquired the slot.
 func (s *Server) begin(c *net.UnixConn, kept Kept) {
 	s.mu.Lock()
 	s.conn = c
@@ -151,8 +147,7 @@ func (s *Server) begin(c *net.UnixConn, kept Kept) {
 	go s.serve(c, kept)
 }
 
-// listen binds next to the path and renames, so that the socket never shows
-// with other rights than the configured ones.
+// listen binds another name and renames it, so that the socket never exists with other permissions than configured.
 func listen(cfg Config) (*net.UnixListener, fileID, error) {
 	fail := func(err error) (*net.UnixListener, fileID, error) {
 		return nil, fileID{}, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
@@ -183,7 +178,7 @@ func listen(cfg Config) (*net.UnixListener, fileID, error) {
 	return ln, fileID{st.Dev, st.Ino}, nil
 }
 
-// orKeep: the zero Config must not mean "root".
+// orKeep maps 0 to "unchanged": the zero Config must not mean root.
 func orKeep(id int) int {
 	if id <= 0 {
 		return -1
@@ -213,12 +208,12 @@ func clearStale(path string) error {
 	return nil // rename replaces it
 }
 
-// Close ends the connection, if any, and removes the socket. It returns when
-// the device has been disconnected. Idempotent.
+// Close ends the connection, if any, and removes the socket. It returns after the device has been disconnected. It may
+// be called twice.
 func (s *Server) Close() error {
 	s.once.Do(func() {
 		s.cancel()
-		// Only remove what is still ours: another daemon may have replaced it.
+		// Another daemon may have replaced the socket.
 		if s.ours() {
 			_ = os.Remove(s.cfg.Path)
 		}
@@ -233,13 +228,13 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// ours tells whether the path still leads to this server's listener.
+// ours reports whether the path still leads to this server's listener.
 func (s *Server) ours() bool {
 	var st unix.Stat_t
 	return unix.Lstat(s.cfg.Path, &st) == nil && fileID{st.Dev, st.Ino} == s.file
 }
 
-// fileID tells files apart.
+// fileID identifies a file.
 type fileID struct{ dev, ino uint64 }
 
 // accept serves one connection after the other.
@@ -251,8 +246,8 @@ func (s *Server) accept() {
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
-			// Out of descriptors, most likely: the socket stays, so try again.
-			s.log.Error("accepting a front end failed", "socket", s.cfg.Path, "error", err)
+			// Probably out of descriptors: the socket stays, so try again.
+			s.log.Error("cannot accept a front end", "socket", s.cfg.Path, "error", err)
 			if !s.pause(time.Second) {
 				return
 			}
@@ -293,7 +288,7 @@ func (s *Server) serve(c *net.UnixConn, kept Kept) {
 		<-s.slot
 	}()
 	select {
-	case <-s.ctx.Done(): // Close may have come before conn was known
+	case <-s.ctx.Done(): // Close may have been called before conn was set
 		_ = c.Close()
 		return
 	default:
@@ -310,7 +305,7 @@ func (s *Server) serve(c *net.UnixConn, kept Kept) {
 	}
 }
 
-// peer names the process at the other end, for the log.
+// peer describes the process at the other end, for the log.
 func peer(c *net.UnixConn) string {
 	raw, err := c.SyscallConn()
 	if err != nil {

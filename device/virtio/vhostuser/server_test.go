@@ -18,7 +18,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// TestWholeDevice goes the way QEMU goes, twice over one server.
+// TestWholeDevice sends QEMU's sequence, twice to one server.
 func TestWholeDevice(t *testing.T) {
 	for name, mod := range map[string]func(*frontend.Config){
 		"all features": func(*frontend.Config) {},
@@ -63,14 +63,14 @@ func TestWholeDevice(t *testing.T) {
 	}
 }
 
-// TestManyInFlight fills a queue and lets it drain, over the index's wrap-around.
+// TestManyInFlight fills a queue and drains it, across the index's wrap-around.
 func TestManyInFlight(t *testing.T) {
 	for name, features := range ringKinds {
 		t.Run(name, func(t *testing.T) { manyInFlight(t, features) })
 	}
 }
 
-// ringKinds are what a driver accepts, by name.
+// ringKinds are the feature bits of each layout.
 var ringKinds = map[string]uint64{"split": 0, "packed": virtio.FeatureRingPacked}
 
 func manyInFlight(t *testing.T, features uint64) {
@@ -131,7 +131,7 @@ func TestConfigSpace(t *testing.T) {
 	if err := d.ReadConfig(b[:3], 40); err != nil || b[0] != 0xaa || b[1] != 0xbb || b[2] != 42 {
 		t.Fatal(b, err)
 	}
-	// Refusals leave the connection in order.
+	// The connection still works after refusals.
 	var refused *frontend.RefusedError
 	if err := c.SetConfig(0, []byte{1}); !errors.As(err, &refused) {
 		t.Fatal(err)
@@ -152,17 +152,17 @@ func TestConfigSpace(t *testing.T) {
 	case <-testContext(t).Done():
 		t.Fatal("no notice of the change")
 	}
-	// While no ring runs QEMU's generic device knows nobody to tell: the notice waits.
+	// While no ring runs QEMU's generic device does not handle the channel: the notice waits.
 	if err := d.StopQueue(0); err != nil {
 		t.Fatal(err)
 	}
 	conn.ConfigChanged()
-	if err := d.ReadConfig(b[:1], 0); err != nil { // a notice would be on its way by now
+	if err := d.ReadConfig(b[:1], 0); err != nil { // by now a notice would have been sent
 		t.Fatal(err)
 	}
 	select {
 	case <-d.ConfigChanged():
-		t.Fatal("a notice without a ring that runs")
+		t.Fatal("a notice without a running ring")
 	case <-time.After(50 * time.Millisecond):
 	}
 	if err := d.StartQueue(0); err != nil {
@@ -173,7 +173,7 @@ func TestConfigSpace(t *testing.T) {
 	case <-testContext(t).Done():
 		t.Fatal("no notice once a ring runs")
 	}
-	// However many notices nobody reads, the device never waits.
+	// The device never waits for notices to be read.
 	for range 100000 {
 		conn.ConfigChanged()
 	}
@@ -182,7 +182,7 @@ func TestConfigSpace(t *testing.T) {
 	}
 }
 
-// TestStopAndResume: GET_VRING_BASE stops a ring, the base takes it up again.
+// TestStopAndResume: GET_VRING_BASE stops a ring, and the base resumes it.
 func TestStopAndResume(t *testing.T) {
 	for name, features := range ringKinds {
 		t.Run(name, func(t *testing.T) { stopAndResume(t, features) })
@@ -206,7 +206,7 @@ func stopAndResume(t *testing.T, features uint64) {
 		if on0 || !on1 {
 			t.Fatal("wrong queue stopped")
 		}
-		// What is offered meanwhile waits.
+		// A chain offered meanwhile waits.
 		pa, err := m.Alloc(16, 16)
 		if err != nil {
 			t.Fatal(err)
@@ -232,8 +232,8 @@ func stopAndResume(t *testing.T, features uint64) {
 	}
 }
 
-// TestPackedBase: a base of a packed ring is two places with their wrap counters, and what the ring says goes before
-// it: a front end that has lost its back end hands over what it knew before (QEMU does).
+// TestPackedBase: the base of a packed ring is two places with their wrap counters. The position in the ring takes
+// precedence: a front end that lost its back end sends an old base (QEMU does).
 func TestPackedBase(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -256,7 +256,7 @@ func TestPackedBase(t *testing.T) {
 		if i%2 != 0 {
 			continue
 		}
-		// The same with a base from the beginning.
+		// The same with the initial base.
 		if _, err := c.GetVringBase(0); err != nil {
 			t.Fatal(err)
 		}
@@ -270,7 +270,7 @@ func TestPackedBase(t *testing.T) {
 	}
 }
 
-// TestStatusReset: status 0 resets, memory and interrupts survive, as QEMU expects.
+// TestStatusReset: status 0 resets; memory and call descriptors are kept, as QEMU expects.
 func TestStatusReset(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -293,7 +293,7 @@ func TestStatusReset(t *testing.T) {
 		if s, err := c.GetStatus(); err != nil || s != 0 {
 			t.Fatal(s, err)
 		}
-		// FEATURES_OK without features does not stick (virtio 1.2, 2.2.2).
+		// FEATURES_OK without features is not set (virtio 1.2, 2.2.2).
 		var refused *frontend.RefusedError
 		if err := c.SetStatus(11); !errors.As(err, &refused) {
 			t.Fatal(err)
@@ -301,7 +301,7 @@ func TestStatusReset(t *testing.T) {
 		if s, err := c.GetStatus(); err != nil || s != 3 {
 			t.Fatal(s, err)
 		}
-		// The guest comes back with new rings, in memory that was not handed over again.
+		// The guest has new rings, in memory that is not passed again.
 		if err := c.SetFeatures(d.Features()); err != nil {
 			t.Fatal(err)
 		}
@@ -337,7 +337,7 @@ func TestLegacyDriverIsNotStarted(t *testing.T) {
 	if got := dev.calls(); len(got) != 0 {
 		t.Fatal(got)
 	}
-	// The same driver may think again.
+	// The same driver may choose other features.
 	if err := c.SetFeatures(d.Features()); err != nil {
 		t.Fatal(err)
 	}
@@ -393,7 +393,7 @@ func TestListen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A socket that another server has put there meanwhile is not removed.
+	// Another server's socket at the path is not removed.
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
@@ -430,7 +430,7 @@ func TestListen(t *testing.T) {
 	}
 }
 
-// TestCloseWhileConnected: the server goes first; the front end notices.
+// TestCloseWhileConnected: the server closes first; the front end notices.
 func TestCloseWhileConnected(t *testing.T) {
 	dev := newEcho(2)
 	path, s := serve(t, dev)
@@ -444,15 +444,15 @@ func TestCloseWhileConnected(t *testing.T) {
 	select {
 	case <-d.Gone():
 	case <-testContext(t).Done():
-		t.Fatal("front end was not told")
+		t.Fatal("front end did not notice")
 	}
 	if _, err := d.Client().GetFeatures(); err == nil {
-		t.Fatal("closed connection answers")
+		t.Fatal("a closed connection replied")
 	}
 }
 
-// TestSuccessor: a front end that comes while another is served waits a little,
-// in case the other is just being torn down, and is served then.
+// TestSuccessor: a front end that connects while another is served waits a little, in case that is being torn down, and
+// is then served.
 func TestSuccessor(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -468,7 +468,7 @@ func TestSuccessor(t *testing.T) {
 	if f, err := c.GetFeatures(); err != nil || f&virtio.FeatureVersion1 == 0 {
 		t.Fatal(f, err)
 	}
-	// While c is served, yet another is turned away, by being closed.
+	// While c is served, another connection is closed.
 	c2, err := frontend.Dial(testContext(t), path)
 	if err != nil {
 		t.Fatal(err)
@@ -482,8 +482,7 @@ func TestSuccessor(t *testing.T) {
 	roundTrip(t, d2, m2, 0, "successor")
 }
 
-// TestMasking: exchanging the call descriptor gives one interrupt to the new
-// one, so that none is lost between the two.
+// TestMasking: exchanging the call descriptor gives one interrupt to the new one, so that none is lost in between.
 func TestMasking(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
@@ -510,10 +509,8 @@ func TestMasking(t *testing.T) {
 	roundTrip(t, d, m, 0, "unmasked")
 }
 
-// TestQEMUOrder replays what QEMU 11.1 sends for a network device from its
-// start over a guest's boot, a pause, a reset and the next boot (recorded with
-// a Linux guest). Note what it does not send again: memory and error
-// descriptors.
+// TestQEMUOrder replays the messages of QEMU 11.1 for a network device over a guest's boot, a pause, a reset and the
+// next boot (recorded with a Linux guest). Memory and error descriptors are sent only once.
 func TestQEMUOrder(t *testing.T) {
 	dev := newEcho(2)
 	path, _ := serve(t, dev)
@@ -532,7 +529,7 @@ func TestQEMUOrder(t *testing.T) {
 	kicks, call, errfd := [2]int{eventfd(t), eventfd(t)}, eventfd(t), eventfd(t)
 	r := m.Regions()[0]
 	features, err := c.GetFeatures()
-	features &^= virtio.FeatureRingPacked // unless asked for (packed=on)
+	features &^= virtio.FeatureRingPacked // unless configured (packed=on)
 	must(err, c.SetProtocolFeatures(vhostuser.ProtoMQ|vhostuser.ProtoReplyAck|vhostuser.ProtoBackendReq|
 		vhostuser.ProtoResetDevice|vhostuser.ProtoConfigureMemSlots|vhostuser.ProtoStatus))
 	_, err = c.QueueNum()
@@ -595,7 +592,7 @@ func TestQEMUOrder(t *testing.T) {
 		enable(true)
 	}
 	start(false)
-	// The error descriptor of the beginning still works.
+	// The first error descriptor still works.
 	avail, err := m.Bytes(translate.PA(r.GuestPA+0x1002), 2)
 	must(err)
 	avail[1] = 0x7f

@@ -15,8 +15,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// session is one connection. All of it belongs to the connection's goroutine,
-// except the back-end channel.
+// session is one connection. The connection's goroutine owns it, except for the back-end channel.
 type session struct {
 	srv *Server
 	dev virtio.Device
@@ -33,25 +32,24 @@ type session struct {
 	status     uint8
 	rings      []ring
 
-	warnedMemory bool // said that no memory was shared
+	warnedMemory bool // logged that no memory is shared
 
 	backend backend
 
 	kept    keeping
-	wasLive bool // the driver that runs does not know yet that the process was replaced
+	wasLive bool // the running driver does not know yet that the process was replaced
 }
 
-// errRefused is wrapped by errors that concern one request only: the state has
-// not changed and the connection is sound. The front end hears of it if it
-// asked for a reply.
+// errRefused is wrapped by errors of one request: the state is unchanged and the connection continues. The front end is
+// told if it asked for an acknowledgement.
 var errRefused = errors.New("refused")
 
 func refuse(format string, a ...any) error {
 	return fmt.Errorf("%w: %s", errRefused, fmt.Sprintf(format, a...))
 }
 
-// errAdvisory is wrapped by refusals after which a front end that asked for no
-// reply may go on unknowing: nothing that it will do next depends on it.
+// errAdvisory is wrapped by refusals after which the connection continues even if the front end did not ask for an
+// acknowledgement: its next messages do not depend on the request.
 var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 
 func newSession(s *Server, c *net.UnixConn) *session {
@@ -66,8 +64,8 @@ func newSession(s *Server, c *net.UnixConn) *session {
 	return se
 }
 
-// run serves the connection until it ends. It returns nil when the front end
-// closed it in good order. kept is not nil if another process began it.
+// run serves the connection until it ends. It returns nil if the front end closed it between two messages. kept is not
+// nil if another process started it.
 func (se *session) run(kept Kept) error {
 	defer se.t.Close()
 	if t := se.srv.cfg.VMs; t != nil {
@@ -102,8 +100,7 @@ func (se *session) run(kept Kept) error {
 	}
 }
 
-// teardown gives everything of this connection back, in the order in which it
-// depends on each other: queues, device, memory, channel.
+// teardown releases everything of this connection, in the order of dependence: queues, device, memory, channel.
 func (se *session) teardown() {
 	se.kept.end(se.regions)
 	se.stopAll()
@@ -112,8 +109,7 @@ func (se *session) teardown() {
 	for i := range se.rings {
 		se.rings[i].close()
 	}
-	// The front end's twin takes this as the sign that its memory is its own
-	// again, so it comes last.
+	// This tells the front end that its memory is no longer accessed, so it comes last.
 	se.backend.close()
 }
 
@@ -135,7 +131,7 @@ func (se *session) Memory() hostdriver.Status { return se.mem.Status() }
 // ConfigChanged implements Conn.
 func (se *session) ConfigChanged() { se.backend.configChanged(se.log) }
 
-// handle carries one request out and answers it. An error ends the connection.
+// handle executes one request and replies. An error ends the connection.
 func (se *session) handle(m *Message) error {
 	ru := rules[m.Request]
 	if ru.proto != 0 && se.proto&ru.proto == 0 {
@@ -150,7 +146,7 @@ func (se *session) handle(m *Message) error {
 	case err != nil && !errors.Is(err, errRefused):
 		return fmt.Errorf("%v: %w", m.Request, err)
 	case ru.replies:
-		if err != nil { // GET_CONFIG alone has a way to say so: an empty payload
+		if err != nil { // GET_CONFIG reports a refusal by an empty payload
 			se.log.Warn("request refused", "request", m.Request, "reason", err)
 			reply = nil
 		}
@@ -171,7 +167,7 @@ func (se *session) handle(m *Message) error {
 	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply)
 }
 
-// wantsAck tells whether the sender of m will learn how it went.
+// wantsAck reports whether the sender of m waits for its result.
 func (se *session) wantsAck(m *Message) bool {
 	return m.NeedReply() && se.proto&ProtoReplyAck != 0
 }
@@ -194,7 +190,7 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	case ReqGetStatus:
 		return AppendU64(nil, uint64(se.status)), nil
 	case ReqSetOwner:
-		return nil, nil // a Unix connection has one owner already
+		return nil, nil // a Unix connection has only one owner
 	case ReqResetOwner:
 		// "Ignore this message, or use it to disable all rings."
 		se.disableAll()
@@ -251,7 +247,7 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		}
 		return nil, se.vringFD(r, f, m)
 	}
-	return nil, protoErr("no handler") // rules and this switch list the same requests
+	return nil, protoErr("no handler") // cannot happen: rules and this switch list the same requests
 }
 
 // setChannel takes over the back-end channel.
@@ -264,7 +260,7 @@ func (se *session) setChannel(fd int) error {
 	return nil
 }
 
-// setWord handles the requests that carry one number.
+// setWord handles the requests whose payload is one number.
 func (se *session) setWord(req Request, v uint64) error {
 	switch req {
 	case ReqSetFeatures:
@@ -290,10 +286,9 @@ func (se *session) setWord(req Request, v uint64) error {
 	return nil
 }
 
-// setFeatures takes the driver's choice. A choice that cannot work keeps the
-// rings from starting and FEATURES_OK from being set, instead of ending the
-// connection: front ends send partial sets before the guest runs, and a guest
-// with an old driver deserves a log line rather than a vanished device.
+// setFeatures accepts the driver's choice. With an unusable choice rings do not start and FEATURES_OK is not set, but
+// the connection continues: front ends send partial sets before the guest runs, and a guest with an old driver should
+// cause a log line, not lose its device.
 func (se *session) setFeatures(v uint64) error {
 	if extra := v &^ se.srv.offer; extra != 0 {
 		return protoErr("features %#x were not offered", extra)
@@ -321,7 +316,7 @@ func (se *session) setFeatures(v uint64) error {
 	return nil
 }
 
-// setStatus follows the virtio device status (virtio 1.2, 2.1).
+// setStatus processes the virtio device status (virtio 1.2, 2.1).
 func (se *session) setStatus(v uint64) error {
 	const known = virtio.StatusAcknowledge | virtio.StatusDriver | virtio.StatusDriverOK | virtio.StatusFeaturesOK |
 		virtio.StatusNeedsReset | virtio.StatusFailed
@@ -335,8 +330,8 @@ func (se *session) setStatus(v uint64) error {
 	s := uint8(v)
 	var err error
 	if s&virtio.StatusFeaturesOK != 0 && !se.negotiated {
-		s &^= virtio.StatusFeaturesOK // 2.2.2: the driver reads it back and gives up
-		err = fmt.Errorf("%w: FEATURES_OK with features %#x, which do not work", errAdvisory, se.features)
+		s &^= virtio.StatusFeaturesOK // 2.2.2: the driver reads it back and fails
+		err = fmt.Errorf("%w: FEATURES_OK with unusable features %#x", errAdvisory, se.features)
 	}
 	se.status = s
 	if w, ok := se.dev.(virtio.StatusWatcher); ok {
@@ -345,8 +340,8 @@ func (se *session) setStatus(v uint64) error {
 	return err
 }
 
-// reset returns the device and its rings to the initial state. Memory and
-// eventfds towards the guest stay: QEMU hands them over once per connection.
+// reset returns the device and its rings to the initial state. Memory, call and error descriptors are kept: QEMU passes
+// them once per connection.
 func (se *session) reset() {
 	se.wasLive = false
 	se.stopAll()

@@ -12,22 +12,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message is one message with its descriptors. The receiver owns them; Close
-// closes those that were not taken.
+// Message is one message with its descriptors. The receiver owns them; Close closes those that were not taken.
 type Message struct {
 	Header
 	Body []byte // valid until the next Recv
 	FDs  []int  // -1 once taken
 }
 
-// TakeFD hands descriptor i to the caller, who closes it.
+// TakeFD passes descriptor i to the caller, who must close it.
 func (m *Message) TakeFD(i int) int {
 	fd := m.FDs[i]
 	m.FDs[i] = -1
 	return fd
 }
 
-// Close closes the descriptors that were not taken. Idempotent.
+// Close closes the descriptors that were not taken. It may be called twice.
 func (m *Message) Close() {
 	for i, fd := range m.FDs {
 		if fd >= 0 {
@@ -38,24 +37,21 @@ func (m *Message) Close() {
 	m.FDs = m.FDs[:0]
 }
 
-// A message follows its header at once: both are one sendmsg. Whoever sends
-// half a message is broken, and must not hold a device for ever.
+// A message follows its header at once, because both are one sendmsg. A peer that sends half a message is broken, and
+// must not hold the device for ever.
 const messageTimeout = 10 * time.Second
 
-// maxRecvFDs leaves room for one more than any message may carry, so that too
-// many are seen as such.
+// maxRecvFDs is one more than any message may carry, so that too many are detected.
 const maxRecvFDs = MaxTableRegions + 1
 
-// Transport sends and receives messages on a Unix stream socket. Recv is for
-// one goroutine; Send is for one goroutine.
+// Transport sends and receives messages on a Unix stream socket. One goroutine may call Recv, and one Send.
 type Transport struct {
 	c    *net.UnixConn
 	oob  []byte
 	body [maxPayload]byte
 	out  []byte
 
-	// Patience bounds how long Recv waits for a message to begin; 0 is for
-	// ever. Set it before the first Recv.
+	// Patience bounds how long Recv waits for the start of a message; 0 is for ever. Set it before the first Recv.
 	Patience time.Duration
 }
 
@@ -67,12 +63,11 @@ func NewTransport(c *net.UnixConn) *Transport {
 // Close closes the socket; a blocked Recv returns.
 func (t *Transport) Close() error { return t.c.Close() }
 
-// CloseWrite tells the peer that nothing more will come.
+// CloseWrite tells the peer that no more messages follow.
 func (t *Transport) CloseWrite() error { return t.c.CloseWrite() }
 
-// Recv reads the next message into m. check sees header and number of
-// descriptors before the body is read. io.EOF means that the peer closed the
-// connection between two messages. On an error m holds no descriptors.
+// Recv reads the next message into m. check gets header and number of descriptors before the body is read. io.EOF means
+// that the peer closed the connection between two messages. On an error m holds no descriptors.
 func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err error) {
 	m.Close()
 	m.Body = nil
@@ -103,7 +98,7 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 			}
 			return protoErr("connection closed within a header, after %d bytes", n)
 		case err != nil:
-			return fmt.Errorf("reading a header: %w", err)
+			return fmt.Errorf("read header: %w", err)
 		case flags&unix.MSG_CTRUNC != 0 || len(m.FDs) > maxRecvFDs:
 			return protoErr("more than %d file descriptors in one message", maxRecvFDs-1)
 		}
@@ -133,12 +128,12 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 			return protoErr("%v: connection closed within the payload of %d bytes", m.Request, m.Size)
 		}
-		return fmt.Errorf("reading the payload of %v: %w", m.Request, err)
+		return fmt.Errorf("read payload of %v: %w", m.Request, err)
 	}
 	return nil
 }
 
-// Pending tells whether something can be received now, be it the end.
+// Pending reports whether a message or the connection's end can be received now.
 func (t *Transport) Pending() bool {
 	raw, err := t.c.SyscallConn()
 	if err != nil {
@@ -153,7 +148,7 @@ func (t *Transport) Pending() bool {
 	return pending
 }
 
-// collect takes over the descriptors in a control message.
+// collect stores the descriptors of a control message.
 func (m *Message) collect(oob []byte) error {
 	if len(oob) == 0 {
 		return nil
@@ -175,8 +170,8 @@ func (m *Message) collect(oob []byte) error {
 	return nil
 }
 
-// Send writes one message whole. The descriptors stay the caller's. A peer that
-// does not read holds it up for a bounded time only.
+// Send writes one whole message. The caller still owns the descriptors. If the peer does not read, Send fails after a
+// timeout.
 func (t *Transport) Send(h Header, body []byte, fds ...int) error {
 	h.Size = uint32(len(body))
 	t.out = append(h.Append(t.out[:0]), body...)
@@ -197,9 +192,8 @@ func (t *Transport) Send(h Header, body []byte, fds ...int) error {
 	return nil
 }
 
-// checkEventFD makes sure that fd is an eventfd and makes it non-blocking. A
-// loop reads and writes it, and some kinds of file block whatever their flags
-// say (a FUSE file, a terminal): a front end could stop all its neighbours.
+// checkEventFD checks that fd is an eventfd and makes it non-blocking. Loops read and write it, and some kinds of file
+// block regardless of their flags (a FUSE file, a terminal): with those a front end could stop other VMs on the loop.
 func checkEventFD(fd int) error {
 	link, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd))
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
-// TestUntrusted: a front end that is only trusted to be a program of the host shares sealed memfds, and no more than it
-// may, however it cuts it up. Whatever it tries, the next one is served.
+// TestUntrusted: an untrusted front end, any program of the host, may only share sealed memfds, up to its limit, in
+// whatever parts. After each attempt, the next front end is served.
 func TestUntrusted(t *testing.T) {
 	dev, log := newEcho(3), &testlog.Log{}
 	path := filepath.Join(t.TempDir(), "s")
@@ -62,7 +62,7 @@ func TestUntrusted(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
 		fd      int
-		regions []vhostuser.Region // the last is refused
+		regions []vhostuser.Region // the last one is refused
 		want    string
 	}{
 		{"a file", disk(t.TempDir()), []vhostuser.Region{region(0, 4096)}, "no memfd that is sealed"},

@@ -25,11 +25,10 @@ func (e *RefusedError) Error() string {
 // ErrClosed is returned when the back end closed the connection.
 var ErrClosed = errors.New("frontend: connection closed by the back end")
 
-// replyTimeout is generous: stopping a ring waits for the device.
+// replyTimeout is long, because stopping a ring waits for the device.
 const replyTimeout = 30 * time.Second
 
-// Client sends single messages and waits for their replies. Its methods may be
-// called from any goroutine; they take turns.
+// Client sends single messages and waits for their replies. Any goroutine may call its methods; calls are serialised.
 type Client struct {
 	mu    sync.Mutex // one request and its reply at a time
 	t     *vhostuser.Transport
@@ -54,15 +53,14 @@ func NewClient(c *net.UnixConn) *Client {
 	return &Client{t: t}
 }
 
-// Close closes the connection. Idempotent.
+// Close closes the connection. It may be called twice.
 func (c *Client) Close() error { return c.t.Close() }
 
-// Finish tells the back end that nothing more will come; it then takes the
-// device down.
+// Finish tells the back end that no more messages follow; it then disconnects the device.
 func (c *Client) Finish() error { return c.t.CloseWrite() }
 
-// Do sends a request. If it has a reply of its own, or an acknowledgement was
-// negotiated, Do waits for it and returns a copy of the reply's payload.
+// Do sends a request. If the request has a reply, or acknowledgements were negotiated, Do waits for it and returns a
+// copy of the reply's payload.
 func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...int) ([]byte, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -131,19 +129,18 @@ func (c *Client) setFD(req vhostuser.Request, index, fd int) error {
 	return err
 }
 
-// GetFeatures and the methods after it are the messages of the same name.
+// GetFeatures sends GET_FEATURES; the methods below likewise send the message of their name.
 func (c *Client) GetFeatures() (uint64, error) { return c.getU64(vhostuser.ReqGetFeatures) }
 
 // SetFeatures acknowledges virtio features.
 func (c *Client) SetFeatures(f uint64) error { return c.setU64(vhostuser.ReqSetFeatures, f) }
 
-// GetProtocolFeatures asks for the protocol features on offer.
+// GetProtocolFeatures returns the offered protocol features.
 func (c *Client) GetProtocolFeatures() (uint64, error) {
 	return c.getU64(vhostuser.ReqGetProtocolFeatures)
 }
 
-// SetProtocolFeatures acknowledges protocol features; REPLY_ACK holds from the
-// next message on.
+// SetProtocolFeatures acknowledges protocol features; REPLY_ACK takes effect with the next message.
 func (c *Client) SetProtocolFeatures(f uint64) error {
 	if err := c.setU64(vhostuser.ReqSetProtocolFeatures, f); err != nil {
 		return err
@@ -154,7 +151,7 @@ func (c *Client) SetProtocolFeatures(f uint64) error {
 	return nil
 }
 
-// SetOwner begins the session.
+// SetOwner starts the session.
 func (c *Client) SetOwner() error { _, err := c.Do(vhostuser.ReqSetOwner, false, nil); return err }
 
 // QueueNum is GET_QUEUE_NUM.
@@ -163,7 +160,7 @@ func (c *Client) QueueNum() (uint64, error) { return c.getU64(vhostuser.ReqGetQu
 // MaxMemSlots is GET_MAX_MEM_SLOTS.
 func (c *Client) MaxMemSlots() (uint64, error) { return c.getU64(vhostuser.ReqGetMaxMemSlots) }
 
-// SetMemTable hands over all of the guest's memory; fds[i] is region i's file.
+// SetMemTable passes all of the guest's memory; fds[i] is region i's file.
 func (c *Client) SetMemTable(t []vhostuser.Region, fds ...int) error {
 	_, err := c.Do(vhostuser.ReqSetMemTable, false, vhostuser.AppendMemTable(nil, t), fds...)
 	return err
@@ -175,7 +172,7 @@ func (c *Client) AddMemReg(r vhostuser.Region, fd int) error {
 	return err
 }
 
-// RemMemReg takes one region away.
+// RemMemReg removes one region.
 func (c *Client) RemMemReg(r vhostuser.Region) error {
 	_, err := c.Do(vhostuser.ReqRemMemReg, false, vhostuser.AppendMemReg(nil, r))
 	return err
@@ -200,13 +197,13 @@ func (c *Client) SetVringEnable(i int, on bool) error {
 	return c.setState(vhostuser.ReqSetVringEnable, i, v)
 }
 
-// SetVringAddr says where a ring lies, in user addresses.
+// SetVringAddr passes a ring's user addresses.
 func (c *Client) SetVringAddr(a vhostuser.VringAddr) error {
 	_, err := c.Do(vhostuser.ReqSetVringAddr, false, a.Append(nil))
 	return err
 }
 
-// GetVringBase stops a ring and returns what SetVringBase takes.
+// GetVringBase stops a ring and returns the base for SetVringBase.
 func (c *Client) GetVringBase(i int) (uint32, error) {
 	b, err := c.Do(vhostuser.ReqGetVringBase, true, vhostuser.VringState{Index: uint32(i)}.Append(nil))
 	if err != nil {
@@ -222,16 +219,16 @@ func (c *Client) GetVringBase(i int) (uint32, error) {
 	return s.Num, nil
 }
 
-// SetVringKick, SetVringCall and SetVringErr hand over an eventfd; -1 is none.
+// SetVringKick, SetVringCall and SetVringErr pass an eventfd; -1 is none.
 func (c *Client) SetVringKick(i, fd int) error { return c.setFD(vhostuser.ReqSetVringKick, i, fd) }
 
-// SetVringCall hands over the eventfd by which the device interrupts.
+// SetVringCall passes the eventfd by which the device interrupts.
 func (c *Client) SetVringCall(i, fd int) error { return c.setFD(vhostuser.ReqSetVringCall, i, fd) }
 
-// SetVringErr hands over the eventfd by which the device reports a broken ring.
+// SetVringErr passes the eventfd by which the device reports a broken ring.
 func (c *Client) SetVringErr(i, fd int) error { return c.setFD(vhostuser.ReqSetVringErr, i, fd) }
 
-// SetBackendReqFD hands over the back end's end of its own channel.
+// SetBackendReqFD passes the back end's end of its own channel.
 func (c *Client) SetBackendReqFD(fd int) error {
 	_, err := c.Do(vhostuser.ReqSetBackendReqFD, false, nil, fd)
 	return err
@@ -268,7 +265,7 @@ func (c *Client) SetConfig(off uint32, src []byte) error {
 // SetStatus sets the virtio device status; 0 resets the device.
 func (c *Client) SetStatus(s uint8) error { return c.setU64(vhostuser.ReqSetStatus, uint64(s)) }
 
-// GetStatus reads it.
+// GetStatus reads the virtio device status.
 func (c *Client) GetStatus() (uint8, error) {
 	v, err := c.getU64(vhostuser.ReqGetStatus)
 	return uint8(v), err

@@ -15,15 +15,15 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 )
 
-// Config says what to connect to and how.
+// Config describes a connection.
 type Config struct {
 	Path   string  // the back end's socket
-	Memory *Memory // stays the caller's; close it after the device
+	Memory *Memory // owned by the caller; close it after the device
 
 	Features  uint64 // device-specific features to accept if offered
-	NoEvents  bool   // do without EVENT_IDX
-	NoIndir   bool   // do without INDIRECT_DESC
-	NumQueues int    // 0: as many as the back end has
+	NoEvents  bool   // do not accept EVENT_IDX
+	NoIndir   bool   // do not accept INDIRECT_DESC
+	NumQueues int    // 0: as many as the back end offers
 	QueueSize int    // 0: 256
 }
 
@@ -36,18 +36,17 @@ type Device struct {
 	queues   []*Queue
 
 	changed chan struct{} // capacity 1: configuration changed
-	gone    chan struct{} // closed when the back end is gone
+	gone    chan struct{} // closed when the back end has closed its channel
 	backend *vhostuser.Transport
 	wg      sync.WaitGroup
 	once    sync.Once
 }
 
-// wantProto are the protocol features that the twin understands.
+// wantProto are the protocol features that this front end understands.
 const wantProto = vhostuser.ProtoMQ | vhostuser.ProtoReplyAck | vhostuser.ProtoBackendReq | vhostuser.ProtoConfig |
 	vhostuser.ProtoResetDevice | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoStatus
 
-// Open connects, negotiates, hands the memory over and starts the queues, in
-// the order in which QEMU does.
+// Open connects, negotiates, passes the memory and starts the queues, in QEMU's order.
 func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
 	c, err := Dial(ctx, cfg.Path)
 	if err != nil {
@@ -86,7 +85,7 @@ func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
 	}
 	for i := range d.queues {
 		if err := d.StartQueue(i); err != nil {
-			return nil, fmt.Errorf("frontend: starting queue %d: %w", i, err)
+			return nil, fmt.Errorf("frontend: start queue %d: %w", i, err)
 		}
 	}
 	return d, d.driverOK()
@@ -177,8 +176,8 @@ func (d *Device) setMemory() error {
 	return d.client.SetMemTable(regions, fds...)
 }
 
-// StartQueue describes queue i to the device and starts it where the ring
-// stands. Open has done so already: this is for after a reset or StopQueue.
+// StartQueue describes queue i to the device and starts it at the ring's position. Open does so for all queues; call it
+// after a reset or StopQueue.
 func (d *Device) StartQueue(i int) error {
 	q, c := d.queues[i], d.client
 	if err := c.SetVringNum(i, uint32(q.size)); err != nil {
@@ -202,7 +201,7 @@ func (d *Device) StartQueue(i int) error {
 	return c.SetVringEnable(i, true)
 }
 
-// openBackend makes the channel on which the back end speaks first.
+// openBackend makes the channel for the back end's own messages.
 func (d *Device) openBackend() error {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -226,7 +225,7 @@ func (d *Device) openBackend() error {
 	return nil
 }
 
-// listen reads what the back end says until the channel closes.
+// listen reads the back end's messages until the channel closes.
 func (d *Device) listen() {
 	defer d.wg.Done()
 	defer close(d.gone)
@@ -266,8 +265,7 @@ func (d *Device) NumQueues() int { return len(d.queues) }
 // Queue returns queue i.
 func (d *Device) Queue(i int) *Queue { return d.queues[i] }
 
-// ConfigChanged delivers one value after one or more changes of the
-// configuration space.
+// ConfigChanged delivers one value after one or more changes of the configuration space.
 func (d *Device) ConfigChanged() <-chan struct{} { return d.changed }
 
 // Gone is closed when the back end has closed its channel.
@@ -288,12 +286,11 @@ func (d *Device) StopQueue(i int) error {
 	return d.queues[i].stoppedAt(base)
 }
 
-// closePatience is how long Close waits for the back end to let go.
+// closePatience is how long Close waits for the back end to stop using the memory.
 const closePatience = 10 * time.Second
 
-// Close closes the connection, joins what Open started and gives the queues'
-// memory back. With a back-end channel it waits until the back end has stopped
-// using the memory, which it shows by closing that channel. Idempotent.
+// Close closes the connection, joins what Open started and frees the queues' memory. With a back-end channel it waits
+// until the back end has stopped using the memory, which then closes that channel. It may be called twice.
 func (d *Device) Close() error {
 	var err error
 	d.once.Do(func() {

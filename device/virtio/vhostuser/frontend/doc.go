@@ -1,10 +1,7 @@
-// Package frontend is the front end's side of vhost-user, the twin of package
-// vhostuser: it owns a guest memory (a memfd), connects to a back end, hands
-// memory, rings and eventfds over and drives split virtqueues. The user-space
-// driver stands on it, and so do tests that need a device without a VM.
+// Package frontend is the front end's side of vhost-user, the counterpart of package vhostuser: it owns a guest memory
+// (a memfd), connects to a back end, passes memory, rings and eventfds, and drives virtqueues. The user-space driver
+// and tests that need a device without a VM use it.
 //
-// Memory is the guest's memory, Client speaks single messages, Device goes
-// through the whole negotiation and keeps the queues, Queue is the driver's
-// side of one ring. Nothing here trusts the back end's indices: a wrong one is
-// an error, not a panic.
+// Memory is the guest's memory, Client sends single messages, Device does the whole negotiation and owns the queues,
+// Queue is the driver's side of one ring. The back end's indices are not trusted: a wrong one is an error, not a panic.
 package frontend

@@ -32,7 +32,7 @@ func newMemory(t testing.TB, ranges ...Range) *Memory {
 	return m
 }
 
-// TestSparse allocates far more than it touches: memory comes with the first touch, also where it has been in use
+// TestSparse allocates far more than it accesses: memory becomes resident on first access, also where it was used
 // before.
 func TestSparse(t *testing.T) {
 	const size = 1 << 40
@@ -60,16 +60,16 @@ func TestSparse(t *testing.T) {
 		t.Fatalf("%v, %v", all, err)
 	}
 	if b[7] != 0 {
-		t.Error("memory that was used is not cleared")
+		t.Error("used memory was not cleared")
 	}
-	if n := resident(); n > 4<<20 { // one huge page, or two
+	if n := resident(); n > 4<<20 { // one huge page or two
 		t.Errorf("%d bytes are resident", n)
 	}
 }
 
 // TestAllocator compares the allocator with a map of bytes.
 func TestAllocator(t *testing.T) {
-	// Two ranges that touch: nothing may span them.
+	// Two adjacent ranges: no allocation may span them.
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x8000}, Range{PA: 0x18000, Size: 0x8000}, Range{PA: 0x40000, Size: 0x4000})
 	r := rand.New(rand.NewPCG(3, 4))
 	type span struct {
@@ -149,7 +149,7 @@ func TestMemoryBounds(t *testing.T) {
 	}
 }
 
-// TestQueueFormat: the ring as virtio 1.2, 2.7 lays it out, byte for byte.
+// TestQueueFormat: the ring's layout of virtio 1.2, 2.7, byte for byte.
 func TestQueueFormat(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
 	q, err := newQueue(m, 0, 4, false, false, false)
@@ -180,11 +180,11 @@ func TestQueueFormat(t *testing.T) {
 		t.Fatal(err)
 	}
 	if q.Add(1, make([]Buf, 5), nil) == nil || q.Add(1, nil, nil) == nil {
-		t.Fatal("impossible chain taken")
+		t.Fatal("invalid chain accepted")
 	}
 }
 
-// TestPackedFormat: the ring as virtio 1.2, 2.8 lays it out, byte for byte.
+// TestPackedFormat: the ring's layout of virtio 1.2, 2.8, byte for byte.
 func TestPackedFormat(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
 	q, err := newQueue(m, 0, 3, true, true, false)
@@ -221,7 +221,7 @@ func TestPackedFormat(t *testing.T) {
 	if q.Pending() {
 		t.Fatal("used")
 	}
-	// The device wants to hear of the second place of the second round.
+	// The device asks for a kick at the second place of the second round.
 	copy(dev, []byte{1, 0, 2, 0})
 	copy(d[8:16], []byte{0x33, 0, 0, 0, 0, 0, 0x82, 0x80})
 	if token, n, ok, err := q.Get(); !ok || err != nil || token != 9 || n != 0x33 {
@@ -235,7 +235,7 @@ func TestPackedFormat(t *testing.T) {
 		}
 	}
 	want("available in the second round", d[12:16], "01000080")
-	// Something that it does not have, or has returned.
+	// A chain that the device does not have, or has returned.
 	for _, id := range []byte{3, 0xff} {
 		d[32+12], d[32+14], d[32+15] = id, 0x80, 0x80
 		if _, _, ok, err := q.Get(); ok || err == nil || !strings.Contains(err.Error(), "did not have") {
@@ -244,7 +244,7 @@ func TestPackedFormat(t *testing.T) {
 	}
 }
 
-// TestBadUsedEntries: a back end that returns what it does not have.
+// TestBadUsedEntries: a back end that returns chains that it does not have.
 func TestBadUsedEntries(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
 	q, err := newQueue(m, 0, 4, false, true, false)
@@ -265,7 +265,7 @@ func TestBadUsedEntries(t *testing.T) {
 			t.Fatalf("id %d: %v", id, err)
 		}
 	}
-	// Links that were spoilt meanwhile do no harm: there is a private copy.
+	// Overwritten links have no effect: the driver has a private copy.
 	desc, _, _ := q.Rings()
 	d, _ := m.Bytes(desc, 64)
 	for i := range d {
@@ -292,7 +292,7 @@ func TestWaitEnds(t *testing.T) {
 		if _, err := unix.Write(q.CallFD(), []byte{1, 0, 0, 0, 0, 0, 0, 0}); err != nil {
 			t.Fatal(err)
 		}
-		// An interrupt without a chain is spurious; the wait goes on.
+		// An interrupt without a chain is spurious; the wait continues.
 		ctx, cancel = context.WithTimeout(context.Background(), 10*time.Millisecond)
 		if err := q.Wait(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Fatal(err)
@@ -302,7 +302,7 @@ func TestWaitEnds(t *testing.T) {
 	}
 }
 
-// TestBadReplies: a back end that answers something else, or nothing.
+// TestBadReplies: a back end that sends a wrong reply, or none.
 func TestBadReplies(t *testing.T) {
 	h := vhostuser.Header{Request: vhostuser.ReqGetFeatures, Flags: vhostuser.FlagVersion | vhostuser.FlagReply, Size: 8}
 	other := h

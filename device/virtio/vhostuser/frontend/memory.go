@@ -12,9 +12,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// userBase makes user addresses out of guest addresses. They are labels that
-// only the two ends of the socket exchange; being different from guest
-// addresses shows any mix-up.
+// userBase makes user addresses out of guest addresses. They are labels used only between the two ends of the socket;
+// they differ from guest addresses, so that a mix-up fails.
 const userBase = 0x7e00_0000_0000
 
 const pageSize = 4096
@@ -28,25 +27,23 @@ type Range struct {
 	Size uint64
 }
 
-// Memory is a guest memory made of one or more ranges, all in one memfd that
-// can neither shrink nor grow. Bytes and Uint32 are safe for any goroutine as
-// long as nobody closes the memory; Alloc and Free lock.
+// Memory is a guest memory of one or more ranges, all in one memfd of fixed size. Bytes and Uint32 are safe for any
+// goroutine until Close; Alloc and Free lock.
 type Memory struct {
 	fd      int
 	regions []region
 
 	mu   sync.Mutex
-	free []Range // sorted, apart from each other
+	free []Range // sorted and disjoint
 }
 
 type region struct {
 	vhostuser.Region
 	data []byte
-	used uint64 // bytes up to the end of what has ever been allocated: those beyond are zero, and need no memory yet
+	used uint64 // end of all memory ever allocated; beyond it memory is zero and not resident
 }
 
-// NewMemory makes a memory with the given ranges (multiples of 4096, apart from
-// each other), zeroed.
+// NewMemory makes a zeroed memory with the given ranges (multiples of 4096, disjoint).
 func NewMemory(ranges ...Range) (*Memory, error) {
 	m := &Memory{fd: -1}
 	var total uint64
@@ -70,14 +67,14 @@ func NewMemory(ranges ...Range) (*Memory, error) {
 	}
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW); err != nil {
 		m.Close()
-		return nil, fmt.Errorf("frontend: sealing the memfd: %w", err)
+		return nil, fmt.Errorf("frontend: seal memfd: %w", err)
 	}
 	for i := range m.regions {
 		r := &m.regions[i]
 		r.data, err = unix.Mmap(fd, int64(r.Offset), int(r.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 		if err != nil {
 			m.Close()
-			return nil, fmt.Errorf("frontend: mapping %d bytes: %w", r.Size, err)
+			return nil, fmt.Errorf("frontend: map %d bytes: %w", r.Size, err)
 		}
 		m.free = append(m.free, Range{PA: translate.PA(r.GuestPA), Size: r.Size})
 	}
@@ -85,7 +82,7 @@ func NewMemory(ranges ...Range) (*Memory, error) {
 	return m, nil
 }
 
-// Close unmaps the memory. Slices from Bytes are invalid from then on.
+// Close unmaps the memory. Slices from Bytes become invalid.
 func (m *Memory) Close() {
 	for i := range m.regions {
 		if m.regions[i].data != nil {
@@ -99,10 +96,10 @@ func (m *Memory) Close() {
 	}
 }
 
-// FD is the memfd; it stays the memory's.
+// FD is the memfd, which the memory still owns.
 func (m *Memory) FD() int { return m.fd }
 
-// Regions describes the memory as a memory table does.
+// Regions returns the memory's regions for a memory table.
 func (m *Memory) Regions() []vhostuser.Region {
 	out := make([]vhostuser.Region, len(m.regions))
 	for i := range m.regions {
@@ -111,7 +108,7 @@ func (m *Memory) Regions() []vhostuser.Region {
 	return out
 }
 
-// Bytes is the n bytes of memory at pa, which must lie in one range.
+// Bytes returns the n bytes of memory at pa, which must be in one range.
 func (m *Memory) Bytes(pa translate.PA, n int) ([]byte, error) {
 	for i := range m.regions {
 		r := &m.regions[i]
@@ -123,14 +120,13 @@ func (m *Memory) Bytes(pa translate.PA, n int) ([]byte, error) {
 	return nil, fmt.Errorf("frontend: %v, %d bytes: %v", pa, n, translate.BadAddress)
 }
 
-// UserAddr is the user address of pa, as SET_VRING_ADDR wants it.
+// UserAddr returns the user address of pa, for SET_VRING_ADDR.
 func (m *Memory) UserAddr(pa translate.PA) uint64 { return userBase + uint64(pa) }
 
-// Alloc takes n bytes of memory, aligned to align (a power of two) and zeroed: the memory must not have been written to
-// while it was nobody's.
+// Alloc returns n zeroed bytes of memory, aligned to align (a power of two). Free memory must not be written to.
 func (m *Memory) Alloc(n, align int) (translate.PA, error) {
 	if n <= 0 || align <= 0 || align&(align-1) != 0 {
-		return 0, fmt.Errorf("frontend: allocating %d bytes aligned to %d", n, align)
+		return 0, fmt.Errorf("frontend: alloc %d bytes aligned to %d", n, align)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -157,7 +153,7 @@ func (m *Memory) Alloc(n, align int) (translate.PA, error) {
 	return 0, fmt.Errorf("%w: %d bytes aligned to %d", ErrNoMemory, n, align)
 }
 
-// zero clears what has been used of the n bytes at pa, so that memory which nobody has touched stays sparse.
+// zero clears the used part of the n bytes at pa; unused memory stays sparse.
 func (m *Memory) zero(pa translate.PA, n int) error {
 	b, err := m.Bytes(pa, n)
 	if err != nil {
@@ -175,7 +171,7 @@ func (m *Memory) zero(pa translate.PA, n int) error {
 	return nil
 }
 
-// Free gives back what Alloc gave: pa and n as they were.
+// Free frees the n bytes at pa that Alloc returned.
 func (m *Memory) Free(pa translate.PA, n int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

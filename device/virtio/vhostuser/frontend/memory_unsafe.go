@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Uint32 is the aligned word of memory at pa, shared with the device.
+// Uint32 returns the aligned word of memory at pa, which is shared with the device.
 func (m *Memory) Uint32(pa translate.PA) (*atomic.Uint32, error) {
 	if pa%4 != 0 {
 		return nil, fmt.Errorf("frontend: %v is no multiple of 4", pa)

@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The packed ring (virtio 1.2, 2.8). A place is an offset and, in bit 15, the wrap counter there. Its arithmetic is the
-// driver's own, though virtq has the like: a mistake made once would otherwise not show between the two.
+// The packed ring (virtio 1.2, 2.8). A place is an offset with the wrap counter in bit 15. Its arithmetic does not use
+// virtq's, so that a mistake in either shows.
 
 const (
 	flagAvail = 1 << 7
@@ -17,16 +17,16 @@ const (
 
 	wrapBit = 1 << 15
 
-	eventDisable = 1 << 16 // 2.8.10: flags above, a place below
+	eventDisable = 1 << 16 // 2.8.10: flags in the upper half, a place in the lower
 	eventDesc    = 2 << 16
 	eventMask    = 3 << 16
 )
 
-// packedRing is what the driver knows of one.
+// packedRing is the driver's state of a packed ring.
 type packedRing struct {
 	tails []*atomic.Uint32 // id and flags of each descriptor
 	room  int              // free descriptors
-	head  uint32           // the tail that Kick stores: nothing staged is seen without it
+	head  uint32           // the tail that Kick stores; the device sees no staged chain before that
 }
 
 // initPacked makes an empty ring.
@@ -43,7 +43,7 @@ func (q *Queue) initPacked() error {
 	return nil
 }
 
-// forward is the place n descriptors behind p, at most a round.
+// forward returns the place n descriptors after p, at most a round.
 func (q *Queue) forward(p uint16, n int) uint16 {
 	at := int(p&^wrapBit) + n
 	if at >= int(q.size) {
@@ -53,7 +53,7 @@ func (q *Queue) forward(p uint16, n int) uint16 {
 	return p&wrapBit | uint16(at)
 }
 
-// distance is how far b lies behind a, within two rounds.
+// distance returns how far b is after a, within two rounds.
 func (q *Queue) distance(a, b uint16) int {
 	n := int(b&^wrapBit) - int(a&^wrapBit) + (int(b>>15)-int(a>>15))*int(q.size)
 	if n < 0 {
@@ -62,7 +62,7 @@ func (q *Queue) distance(a, b uint16) int {
 	return n
 }
 
-// addPacked is Add; n is the number of buffers.
+// addPacked implements Add; n is the number of buffers.
 func (q *Queue) addPacked(token uint64, out, in []Buf, n int) error {
 	p := q.packed
 	table := q.tables != 0 && n > 1 && n <= maxIndirect
@@ -78,7 +78,7 @@ func (q *Queue) addPacked(token uint64, out, in []Buf, n int) error {
 		t := int(id) * maxIndirect * 16
 		for i := range n {
 			b, fl := pick(out, in, i)
-			putDesc(q.tabMem[t+i*16:], b, 0, fl) // the flags stand last
+			putDesc(q.tabMem[t+i*16:], b, 0, fl) // the flags are in the last word
 		}
 		q.write(Buf{PA: q.tables + translate.PA(t), Len: uint32(n * 16)}, id, flagIndirect)
 	} else {
@@ -114,7 +114,7 @@ func (q *Queue) write(b Buf, id, flags uint16) {
 	q.next = q.forward(q.next, 1)
 }
 
-// kickPacked makes available what is staged, and tells whether the device wants to hear of it (2.8.21).
+// kickPacked makes the staged chains available, and reports whether the device wants a kick (2.8.21).
 func (q *Queue) kickPacked() bool {
 	old := q.kicked
 	q.packed.tails[old&^wrapBit].Store(le32(q.packed.head))
@@ -127,7 +127,7 @@ func (q *Queue) kickPacked() bool {
 	return ev&eventMask != eventDisable
 }
 
-// used is the tail of the next used descriptor, if there is one.
+// used returns the tail of the next used descriptor, if there is one.
 func (q *Queue) used() (tail uint32, ok bool) {
 	tail = le32(q.packed.tails[q.seen&^wrapBit].Load())
 	want := uint32(0)
@@ -137,7 +137,7 @@ func (q *Queue) used() (tail uint32, ok bool) {
 	return tail, tail>>16&(flagAvail|flagUsed) == want
 }
 
-// getPacked is Get.
+// getPacked implements Get.
 func (q *Queue) getPacked() (token uint64, written uint32, ok bool, err error) {
 	tail, ok := q.used()
 	if !ok {
@@ -158,7 +158,7 @@ func (q *Queue) getPacked() (token uint64, written uint32, ok bool, err error) {
 	return c.token, written, true, nil
 }
 
-// event is what EnableCall writes.
+// event returns the word that EnableCall writes.
 func (q *Queue) event(on bool) uint32 {
 	switch {
 	case !on:

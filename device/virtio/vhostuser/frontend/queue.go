@@ -24,8 +24,7 @@ type Buf struct {
 	Len uint32
 }
 
-// Queue is the driver's side of one virtqueue, split (virtio 1.2, 2.7) or
-// packed. One goroutine at a time uses it.
+// Queue is the driver's side of one virtqueue, split (virtio 1.2, 2.7) or packed. One goroutine at a time may use it.
 type Queue struct {
 	mem   *Memory
 	index int
@@ -50,9 +49,9 @@ type Queue struct {
 	packed   *packedRing // nil: split
 	free     []uint16    // free descriptors, or ids
 	chains   []chain     // by head, or id
-	links    []uint16    // descriptor -> next one: the ring's own copy can be spoilt
-	next     uint16      // avail index, or place, including what is staged
-	kicked   uint16      // the same at the last kick decision
+	links    []uint16    // descriptor -> next one: the device could overwrite the ring's own copy
+	next     uint16      // avail index, or place, staged chains included
+	kicked   uint16      // value of next at the last kick decision
 	seen     uint16      // next used entry, or place
 	flags    uint16      // avail.flags
 
@@ -65,7 +64,7 @@ type chain struct {
 	n     uint16 // descriptors, 0: free
 }
 
-// maxIndirect is how many buffers an indirect table of this driver holds.
+// maxIndirect is the size of an indirect table of this driver.
 const maxIndirect = 16
 
 func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Queue, err error) {
@@ -73,7 +72,7 @@ func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Q
 	areas := virtq.Areas(size, packed)
 	dn, an, un := int(areas[0].Bytes), int(areas[1].Bytes), int(areas[2].Bytes)
 	aOff := dn
-	uOff := aOff + (an+2+3)&^3 // the word around used_event is ours alone
+	uOff := aOff + (an+2+3)&^3 // the word with used_event is written only by the driver
 	end := uOff + (un+2+3)&^3
 	q.bytes = end
 	tOff := 0
@@ -102,7 +101,7 @@ func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Q
 		p  **atomic.Uint32
 		pa translate.PA
 	}{
-		{&q.aIdx, q.availPA}, {&q.uIdx, q.usedPA}, // of a packed ring, the event structures
+		{&q.aIdx, q.availPA}, {&q.uIdx, q.usedPA}, // in a packed ring, the event structures
 		{&q.aEvent, q.availPA + 4 + 2*translate.PA(size)}, {&q.uEvent, q.usedPA + 4 + 8*translate.PA(size)},
 	}
 	if packed {
@@ -112,7 +111,7 @@ func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Q
 		}
 	}
 	for _, w := range words {
-		// A queue of one entry has its used_event in the upper half of a word.
+		// In a queue of one entry, used_event is in the upper half of a word.
 		if *w.p, err = m.Uint32(w.pa &^ 3); err != nil {
 			return nil, err
 		}
@@ -123,7 +122,7 @@ func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Q
 	for i := range q.free {
 		q.free[i] = uint16(size - 1 - i)
 	}
-	// Whoever polls an eventfd hears of every read and write: the device's alone.
+	// A poller of an eventfd wakes for every read and write, so only the device uses it.
 	if q.kickFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		return nil, fmt.Errorf("frontend: eventfd: %w", err)
 	}
@@ -149,13 +148,13 @@ func (q *Queue) Index() int { return q.index }
 // Size is the number of descriptors.
 func (q *Queue) Size() int { return int(q.size) }
 
-// Rings returns where the three areas lie, for tests that spoil them.
+// Rings returns the addresses of the three areas, for tests that corrupt them.
 func (q *Queue) Rings() (desc, avail, used translate.PA) { return q.descPA, q.availPA, q.usedPA }
 
-// KickFD and CallFD are the queue's eventfds; they stay the queue's.
+// KickFD is the eventfd that the driver signals. The queue still owns it.
 func (q *Queue) KickFD() int { return q.kickFD }
 
-// CallFD is the eventfd that the device signals.
+// CallFD is the eventfd that the device signals. The queue still owns it.
 func (q *Queue) CallFD() int { return q.call.FD() }
 
 func putDesc(b []byte, buf Buf, flags, next uint16) {
@@ -172,9 +171,8 @@ const (
 	flagIndirect = 4
 )
 
-// Add stages a chain: out is what the device reads, in what it writes. The
-// device sees it after Kick. token comes back from Get. ErrFull if there is no
-// room.
+// Add stages a chain: the device reads out and writes in. It sees the chain after Kick. Get returns token. ErrFull if
+// there is no room.
 func (q *Queue) Add(token uint64, out, in []Buf) error {
 	n := len(out) + len(in)
 	if n == 0 || n > int(q.size) {
@@ -239,8 +237,8 @@ func (q *Queue) publish(head uint16, token uint64, n uint16) {
 	q.next++
 }
 
-// Kick makes the staged chains available and notifies the device if it wants
-// that (2.7.13). It reports whether it did.
+// Kick makes the staged chains available and notifies the device if it asked for that (2.7.13). It reports whether it
+// did.
 func (q *Queue) Kick() bool {
 	if q.next == q.kicked {
 		return false
@@ -267,12 +265,12 @@ func (q *Queue) Kick() bool {
 	return true
 }
 
-// Notify signals the kick eventfd, whatever the device wishes.
+// Notify signals the kick eventfd, even if the device did not ask for that.
 func (q *Queue) Notify() {
 	eventfd.Add(q.kickFD)
 }
 
-// Pending tells whether the device has returned chains that Get has not yet.
+// Pending reports whether the device has returned chains that Get has not taken.
 func (q *Queue) Pending() bool {
 	if q.packed != nil {
 		_, ok := q.used()
@@ -281,8 +279,8 @@ func (q *Queue) Pending() bool {
 	return uint16(le32(q.uIdx.Load())>>16) != q.seen
 }
 
-// Get takes the next chain that the device has returned: its token and how many
-// bytes the device wrote. ok is false when there is none.
+// Get takes the next chain that the device has returned: its token and the number of bytes that the device wrote. ok is
+// false if there is none.
 func (q *Queue) Get() (token uint64, written uint32, ok bool, err error) {
 	if q.packed != nil {
 		return q.getPacked()
@@ -307,8 +305,8 @@ func (q *Queue) Get() (token uint64, written uint32, ok bool, err error) {
 	return c.token, written, true, nil
 }
 
-// EnableCall asks the device for interrupts, or to keep quiet (off; a hint).
-// After EnableCall(true) look once more with Pending.
+// EnableCall asks the device for interrupts, or not to interrupt (off; a hint). After EnableCall(true) call Pending
+// once more.
 func (q *Queue) EnableCall(on bool) {
 	if q.packed != nil {
 		q.aIdx.Store(le32(q.event(on)))
@@ -317,10 +315,9 @@ func (q *Queue) EnableCall(on bool) {
 	if q.eventIdx {
 		ev := q.seen
 		if !on {
-			ev-- // as far away as can be
+			ev-- // as far away as possible
 		}
-		// used_event is the first half of its word unless the queue has an odd
-		// number of entries before it, which only size 1 has.
+		// used_event is the first half of its word unless an odd number of entries precedes it, as only with size 1.
 		if q.size == 1 {
 			old := le32(q.aEvent.Load())
 			q.aEvent.Store(le32(old&0xffff | uint32(ev)<<16))
@@ -336,8 +333,8 @@ func (q *Queue) EnableCall(on bool) {
 	q.aIdx.Store(le32(uint32(q.flags) | uint32(q.kicked)<<16))
 }
 
-// resumeAt is where the device has to go on, as far as the driver knows: the used index, or, as VMMs have it, both
-// places of a packed ring.
+// resumeAt returns the position at which the device has to continue, as known to the driver: the used index, or, as
+// VMMs send it, both places of a packed ring.
 func (q *Queue) resumeAt() uint32 {
 	if q.packed != nil {
 		return uint32(q.seen) | uint32(q.seen)<<16
@@ -345,7 +342,7 @@ func (q *Queue) resumeAt() uint32 {
 	return le32(q.uIdx.Load()) >> 16
 }
 
-// stoppedAt checks the base with which the device has stopped.
+// stoppedAt checks the base at which the device has stopped.
 func (q *Queue) stoppedAt(base uint32) error {
 	if q.packed != nil {
 		if base>>16 != base&0xffff || q.distance(q.seen, uint16(base)) > q.distance(q.seen, q.kicked) {
@@ -360,13 +357,12 @@ func (q *Queue) stoppedAt(base uint32) error {
 	return nil
 }
 
-// Await calls look, and calls it again after every signal of the device until it
-// returns true; then it returns true. It returns false once the queue is closed.
-// Unlike other methods it may run beside them: look takes the lock that they share.
+// Await calls look, and calls it again after every signal of the device until it returns true; then Await returns true.
+// It returns false once the queue is closed. Unlike other methods it may run concurrently with them: look takes the
+// lock that they share.
 func (q *Queue) Await(look func() bool) bool { return q.call.Wait(look) == nil }
 
-// Returned is what to wait for with Await: EnableCall, and whether there is
-// something for Get already.
+// Returned is a condition for Await: it enables interrupts and reports whether Get has a chain.
 func (q *Queue) Returned() bool {
 	q.EnableCall(true)
 	return q.Pending()
@@ -392,7 +388,7 @@ func (q *Queue) Wait(ctx context.Context) error {
 		if cerr := ctx.Err(); cerr != nil {
 			return cerr
 		}
-		return fmt.Errorf("frontend: queue %d: waiting for the device: %w", q.index, err)
+		return fmt.Errorf("frontend: queue %d: wait for the device: %w", q.index, err)
 	}
 	return nil
 }

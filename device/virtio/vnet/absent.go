@@ -6,10 +6,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Absent pages (PF-17). A queue that meets a page which the host has taken back
-// waits for the host driver, alone: the other queues of the device, and of the
-// loop, go on. Transmit leaves its chain in the ring; receive keeps a bounded
-// number of frames. The ring memory itself stays present while a queue runs.
+// Absent pages (PF-17). A queue that meets an absent page waits for the host driver, alone: the other queues of the
+// device and of the loop continue. Transmit leaves its chain in the ring; receive keeps a bounded number of frames. The
+// ring memory stays resident while a queue runs.
 
 // heldFrames and heldBytes bound the frames that a waiting receive queue keeps.
 const (
@@ -17,14 +16,14 @@ const (
 	heldBytes  = 1 << 20
 )
 
-// waiter is one queue that may wait. All but the fault is the loop's.
+// waiter is one queue that may wait. The loop owns it, except for the fault.
 type waiter struct {
 	fault   translate.Fault
 	waiting bool
-	resume  func(ok bool) // whether the page is there now
+	resume  func(ok bool) // ok: the page is present now
 }
 
-// served is what the host driver puts into the pair's mailbox.
+// served is the host driver's answer in the pair's mailbox.
 type served struct {
 	w  *waiter
 	ok bool
@@ -33,14 +32,12 @@ type served struct {
 func (w *waiter) init(p *pair, resume func(ok bool)) {
 	w.resume = resume
 	w.fault.Done = func(_ *translate.Fault, err error) {
-		// There is room: each waiter has one fault under way, and one more at most
-		// that a stopped queue left in the mailbox.
+		// There is room: each waiter has at most one fault under way, and one that a stopped queue left in the mailbox.
 		p.wakeups.Put(served{w, err == nil})
 	}
 }
 
-// raise makes the queue wait for m. If the fault of a queue that ran here before
-// is still under way, its end wakes this one.
+// raise makes the queue wait for m. If the fault of an earlier queue is still under way, its end wakes this one.
 func (w *waiter) raise(s *translate.Space, m translate.Miss, write bool) {
 	w.waiting = true
 	if !w.fault.Waiting() {
@@ -57,7 +54,7 @@ func (p *pair) wakeup(s served) {
 	}
 }
 
-// hold keeps a frame until the receive queue goes on.
+// hold keeps a frame until the receive queue resumes.
 func (p *pair) hold(b *frame.Buf) {
 	if len(p.held) == heldFrames || p.heldBytes+b.Len() > heldBytes {
 		p.d.drop(p.loop, vswitch.QueueFull)
@@ -68,8 +65,7 @@ func (p *pair) hold(b *frame.Buf) {
 	p.heldBytes += b.Len()
 }
 
-// resumeRx delivers what was held. If the page cannot be had, that is the end of
-// the frame that needed it.
+// resumeRx delivers the held frames. If the page cannot be restored, the frame that needed it is dropped.
 func (p *pair) resumeRx(ok bool) {
 	if !ok && len(p.held) > 0 {
 		p.d.drop(p.loop, vswitch.Unreachable)
@@ -87,7 +83,7 @@ func (p *pair) resumeRx(ok bool) {
 	}
 }
 
-// unhold takes the oldest frame off the list; the reference is the caller's.
+// unhold removes the oldest frame from the list; the caller gets the reference.
 func (p *pair) unhold() *frame.Buf {
 	b := p.held[0]
 	p.heldBytes -= b.Len()
@@ -95,7 +91,7 @@ func (p *pair) unhold() *frame.Buf {
 	return b
 }
 
-// dropHeld ends the waiting of a receive queue that stops.
+// dropHeld drops the held frames when a receive queue stops.
 func (p *pair) dropHeld() {
 	p.rxWait.waiting = false
 	for _, b := range p.held {
@@ -105,6 +101,6 @@ func (p *pair) dropHeld() {
 	p.held, p.heldBytes = p.held[:0], 0
 }
 
-// resumeTx lets Poll go on. If the page cannot be had, the chain that needed it
-// is given back unsent; if the chain is not even known for that, the queue is broken.
+// resumeTx lets Poll continue. If the page cannot be restored, the chain that needed it is returned unsent; if the
+// chain cannot be read, the queue is broken.
 func (p *pair) resumeTx(ok bool) { p.txSkip = !ok }

@@ -14,8 +14,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// rawGuest is a guest without vhost-user, whose pages the test takes away and
-// gives back, as the host driver does. Rings lie in the first pages, which stay.
+// rawGuest is a guest without vhost-user, whose pages the test withdraws and restores, as the host driver does. Rings
+// are in the first pages, which stay.
 type rawGuest struct {
 	t      *testing.T
 	mem    []byte
@@ -63,7 +63,7 @@ func (g *rawGuest) start(d *Device, queue int) {
 	}
 }
 
-// offer makes page number n (of the buffers) available as the chain number idx. A packed ring is gone through once.
+// offer makes page number n (of the buffers) available as chain number idx. A packed ring is used for one round only.
 func (g *rawGuest) offer(queue int, idx uint16, n int, length uint32, writable bool) {
 	a, slot := rawArea(queue), int(idx)%rawSize
 	d := g.mem[int(a)+16*slot:]
@@ -80,7 +80,7 @@ func (g *rawGuest) offer(queue int, idx uint16, n int, length uint32, writable b
 	}
 	tail.Store(flags)
 	binary.LittleEndian.PutUint16(g.mem[int(a)+0x404+2*slot:], uint16(slot))
-	w, _ := g.space.Uint32(a + 0x400) // flags and index in one: ordered for the device
+	w, _ := g.space.Uint32(a + 0x400) // flags and index in one store, which orders the writes before it
 	w.Store(uint32(idx+1) << 16)
 }
 
@@ -104,7 +104,7 @@ func (g *rawGuest) withdraw(n int) {
 	}
 }
 
-// serve waits for a fault and ends it: with the page back, or with err.
+// serve waits for a fault and ends it: with the page restored, or with err.
 func (g *rawGuest) serve(n int, write bool, err error) {
 	g.t.Helper()
 	var f *translate.Fault
@@ -151,8 +151,8 @@ func absentBuffers(t *testing.T, h *host) {
 	send(0, fr(0))
 	check(0)
 
-	// Transmit: the second chain's page is absent. The third, which is not, stays
-	// behind it; another VM is not held up.
+	// Transmit: the second chain's page is absent. The third chain, whose page is present, waits for it; another VM is
+	// not affected.
 	ga.withdraw(1)
 	send(1, fr(1))
 	send(2, fr(2))
@@ -170,7 +170,7 @@ func absentBuffers(t *testing.T, h *host) {
 	testutil.Eventually(t, "chains", func() bool { return ga.used(1) == 3 })
 	other.send(0, otherFrame)
 
-	// A page that cannot be had costs the frame that needed it, and no more.
+	// A page that cannot be restored loses only the frame that needed it.
 	ga.withdraw(3)
 	copy(ga.buf(3), append(make([]byte, headerLen), fr(3)...))
 	send(3, fr(3))
@@ -188,8 +188,8 @@ func absentBuffers(t *testing.T, h *host) {
 	}
 }
 
-// While it waits a receive queue keeps a bounded number of frames; stopping it
-// gives them back, and a fault that is served later does no harm.
+// A waiting receive queue keeps a bounded number of frames; stopping it frees them, and an answer to the fault after
+// that is harmless.
 func TestAbsentReceiveIsBounded(t *testing.T) { bothRings(t, 1, absentReceiveIsBounded) }
 
 func absentReceiveIsBounded(t *testing.T, h *host) {
@@ -221,7 +221,7 @@ func absentReceiveIsBounded(t *testing.T, h *host) {
 	b.dev.StopQueue(0)
 }
 
-// Descriptors that cannot be had end the queue, not in asking for them for ever.
+// If descriptors cannot be restored, the queue breaks; it does not ask for them for ever.
 func TestAbsentRingIsBroken(t *testing.T) { bothRings(t, 1, absentRingIsBroken) }
 
 func absentRingIsBroken(t *testing.T, h *host) {
@@ -242,7 +242,7 @@ func absentRingIsBroken(t *testing.T, h *host) {
 		}
 		return a.dev.Describe().Broken != ""
 	})
-	// Once for the descriptors, and once for what a loop looks at before it sleeps.
+	// One for the descriptors, and one for the check before the loop sleeps.
 	if faults > 2 {
 		t.Errorf("%d faults for memory that is gone", faults)
 	}

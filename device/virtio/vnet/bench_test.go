@@ -12,8 +12,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// lane is one ring of a guest whose driver does nothing but offer the same buffers again: what is measured is the
-// device.
+// lane is one ring of a guest whose driver only offers the same buffers again, so that the device is measured.
 type lane struct {
 	q     *virtq.Queue
 	mem   []byte
@@ -23,7 +22,7 @@ type lane struct {
 
 const laneSize, laneBuffer = 256, 2048
 
-// newLane makes a ring of buffers of n bytes, filled with raw where the device reads.
+// newLane makes a ring of buffers of n bytes; readable ones contain raw.
 func newLane(t testing.TB, index int, flags uint16, n int, raw []byte) *lane {
 	t.Helper()
 	const base = translate.PA(1 << 30)
@@ -60,7 +59,7 @@ func (l *lane) offer(n int) {
 	binary.LittleEndian.PutUint16(l.mem[l.avail+2:], l.next)
 }
 
-// BenchmarkForward is a frame's way from one guest's ring to another's on one loop, all in the cache.
+// BenchmarkForward forwards a frame from one guest's ring to another's on one loop, with all data in the cache.
 func BenchmarkForward(b *testing.B) {
 	const mergeable, writes = FeatureMrgRxbuf, 2
 	h := newHost(b, 1, false)

@@ -15,21 +15,21 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 )
 
-// Virtio-net feature bits (virtio 1.2, 5.1.3). Those of offloads are in offload.go.
+// Virtio-net feature bits (virtio 1.2, 5.1.3). Offloads are in offload.go.
 const (
 	FeatureMTU      = 1 << 3  // VIRTIO_NET_F_MTU
 	FeatureMrgRxbuf = 1 << 15 // VIRTIO_NET_F_MRG_RXBUF
 	FeatureMQ       = 1 << 22 // VIRTIO_NET_F_MQ
-	FeatureInOrder  = 1 << 35 // VIRTIO_F_IN_ORDER: pairs return chains as they took them
+	FeatureInOrder  = 1 << 35 // VIRTIO_F_IN_ORDER: chains are returned in order
 
-	// FeatureRingPacked is the other layout of rings.
+	// FeatureRingPacked selects packed rings.
 	FeatureRingPacked = virtio.FeatureRingPacked
 )
 
 // MaxPairs bounds the queue pairs of one device.
 const MaxPairs = 8
 
-// Port is where the device's frames go: a *vswitch.VMPort.
+// Port is the device's port of the switch: a *vswitch.VMPort.
 type Port interface {
 	InputNet(l *loop.Loop, b *frame.Buf)
 	Begin(l *loop.Loop) vswitch.Batch
@@ -48,19 +48,18 @@ type Config struct {
 	Log   hclog.Logger // nil: silent
 }
 
-// Device implements virtio.Device, virtio.NetDevice and vswitch.Face. Create
-// it, give it to vswitch.VMPort.SetNet and to vhostuser.Listen; take it back in the
-// opposite order, then Close it.
+// Device implements virtio.Device, virtio.NetDevice and vswitch.Face. Create it and pass it to vswitch.VMPort.SetNet
+// and to vhostuser.Listen; undo that in reverse order, then Close it.
 type Device struct {
 	cfg   Config
 	log   hclog.Logger
 	pairs []*pair
 	owner *loop.Owner
 
-	// The connection's goroutine writes these, status readers look.
+	// Written by the connection's goroutine, read for status.
 	connected atomic.Bool
 	features  atomic.Uint64
-	active    atomic.Int32 // pairs that receive, for spreading flows
+	active    atomic.Int32 // pairs that receive, for distributing flows
 	broken    atomic.Pointer[string]
 }
 
@@ -92,8 +91,7 @@ func New(cfg Config) (*Device, error) {
 	return d, nil
 }
 
-// Close takes the device off its loops. No front end is connected and no frame
-// is delivered to it any more.
+// Close removes the device from its loops. No front end may be connected, and no frame may be delivered to it any more.
 func (d *Device) Close() {
 	for _, p := range d.pairs {
 		p.close()
@@ -109,13 +107,13 @@ func (d *Device) Features() uint64 {
 	return f
 }
 
-// NumQueues implements virtio.Device: receive and transmit by turns.
+// NumQueues implements virtio.Device: receive and transmit queues alternate.
 func (d *Device) NumQueues() int { return 2 * len(d.pairs) }
 
-// ConfigSize implements virtio.Device: the front end keeps MAC, status and MTU.
+// ConfigSize implements virtio.Device: the front end provides MAC, status and MTU.
 func (d *Device) ConfigSize() int { return 0 }
 
-// ReadConfig implements virtio.Device; there is nothing to read.
+// ReadConfig implements virtio.Device; there is no configuration space.
 func (d *Device) ReadConfig([]byte, uint32) error { return errNoConfig }
 
 // WriteConfig implements virtio.Device.
@@ -129,7 +127,7 @@ func (d *Device) Connected(virtio.Conn) {
 	d.connected.Store(true)
 }
 
-// Attached tells whether a front end is connected. Any goroutine.
+// Attached reports whether a front end is connected. Callable from any goroutine.
 func (d *Device) Attached() bool { return d.connected.Load() }
 
 // Disconnected implements virtio.Device.
@@ -174,7 +172,7 @@ func (d *Device) StopQueue(i int) {
 	}
 }
 
-// recount finds how many pairs, from the first on, can receive.
+// recount counts the pairs, from the first on, that can receive.
 func (d *Device) recount() {
 	n := 0
 	for n < len(d.pairs) && d.pairs[n].receiving.Load() {
@@ -183,17 +181,17 @@ func (d *Device) recount() {
 	d.active.Store(int32(n))
 }
 
-// SetMTU implements virtio.NetDevice. More than the network carries is no
-// reason to refuse, for QEMU would leave the guest without a network: the MTU
-// may have shrunk since the VM was started, and too big packets are answered.
+// SetMTU implements virtio.NetDevice. An MTU larger than the network's is accepted, because QEMU would otherwise leave
+// the guest without a network: the MTU may have shrunk since the VM was started, and the sender of a packet that is too
+// big gets an answer.
 func (d *Device) SetMTU(mtu uint16) {
 	if most := d.cfg.Port.Attachment().Network().MTU(); int(mtu) > most {
 		d.log.Warn("guest's MTU exceeds the network's", "vm", d.cfg.Name, "mtu", mtu, "network", most)
 	}
 }
 
-// SendRARP implements virtio.NetDevice: a reverse ARP request from the
-// guest's address, so that switches learn where it is now.
+// SendRARP implements virtio.NetDevice: a reverse ARP request from the guest's address, so that switches learn its new
+// location.
 func (d *Device) SendRARP(mac [6]byte) {
 	p := d.pairs[0]
 	p.loop.Post(func() {
@@ -208,8 +206,7 @@ func (d *Device) SendRARP(mac [6]byte) {
 	})
 }
 
-// rarp is a reverse ARP request (RFC 903) for mac itself, padded to Ethernet's
-// least length.
+// rarp returns a reverse ARP request (RFC 903) for mac itself, padded to Ethernet's minimum length.
 func rarp(mac [6]byte) []byte {
 	f := make([]byte, 0, 60)
 	f = append(f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff)
@@ -243,16 +240,15 @@ func (d *Device) drop(l *loop.Loop, r vswitch.Reason) {
 	d.cfg.Port.Attachment().Counters.Drop(l, r, 1)
 }
 
-// fault hears that this VM's memory has gone under some loop's hands
-// (architecture.md, decision 4). The device stops; the VM has lost its memory.
+// fault is called when this VM's memory has vanished during a loop's access (architecture.md, decision 4). The device
+// stops.
 func (d *Device) fault(f loop.Fault) {
 	for _, p := range d.pairs {
 		p.failAll(f)
 	}
 }
 
-// fail records why a queue broke; the guest's driver sees a dead queue, the
-// operator a log line.
+// fail records why a queue broke; the guest's driver sees a stopped queue, the operator a log line.
 func (d *Device) fail(what string, pair int, err error) {
 	s := fmt.Sprintf("%s queue of pair %d: %v", what, pair, err)
 	if d.broken.CompareAndSwap(nil, &s) {
@@ -261,19 +257,18 @@ func (d *Device) fail(what string, pair int, err error) {
 	}
 }
 
-// Status is a snapshot for `vnicd status`. Frames, bytes and drops are in the
-// port's counters.
+// Status is a snapshot for `vnicd status`. Frames, bytes and drops are in the port's counters.
 type Status struct {
 	Connected bool     `json:"connected"`
 	Features  string   `json:"features,omitempty"`
-	Pairs     []string `json:"pairs"` // "stopped", "rx", "tx" or "rx+tx", each
+	Pairs     []string `json:"pairs"` // each "stopped", "rx", "tx" or "rx+tx"
 	Broken    string   `json:"broken,omitempty"`
 }
 
-// Up tells whether a guest's driver sends and receives.
+// Up reports whether a guest's driver sends and receives.
 func (s *Status) Up() bool { return slices.Contains(s.Pairs, "rx+tx") }
 
-// Describe returns a snapshot. Safe from any goroutine.
+// Describe returns a snapshot. Callable from any goroutine.
 func (d *Device) Describe() Status {
 	s := Status{Connected: d.connected.Load()}
 	if f := d.features.Load(); f != 0 {

@@ -2,8 +2,8 @@ package vnet
 
 import "fmt"
 
-// BufferError reports a receive buffer that cannot hold even a virtio header,
-// or that the device could not write (virtio 1.2, 5.1.6.3.1).
+// BufferError reports a receive buffer that is too small for a virtio header, or that the device must not write (virtio
+// 1.2, 5.1.6.3.1).
 type BufferError struct {
 	Queue              int
 	Readable, Writable uint64 // bytes

@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 
 const mtu = 9000
 
-// ringKinds are the features that say so, by name.
+// ringKinds are the feature bits of each layout.
 var ringKinds = map[string]uint64{"split": 0, "packed": FeatureRingPacked}
 
 // bothRings runs f for guests with split and with packed rings.
@@ -59,7 +59,7 @@ type host struct {
 	loops []*loop.Loop
 	pool  *frame.Pool
 	net   *vswitch.Network
-	rings uint64 // features that say which kind of rings the guests have
+	rings uint64 // feature bits of the guests' ring layout
 }
 
 func newHost(t testing.TB, loops int, started bool) *host {
@@ -205,7 +205,7 @@ func (v *vm) post(pair int, pa translate.PA) {
 	}
 }
 
-// reap takes back what the device has sent.
+// reap takes back the transmitted buffers.
 func (v *vm) reap(pair int) {
 	for {
 		tok, n, ok, err := v.fe.Queue(2*pair + 1).Get()
@@ -219,7 +219,7 @@ func (v *vm) reap(pair int) {
 	}
 }
 
-// sendRaw puts header and frame, as they are, on a transmit queue, in pieces.
+// sendRaw puts header and frame unchanged on a transmit queue, in pieces.
 func (v *vm) sendRaw(pair int, raw []byte, cuts ...int) {
 	t := v.h.t
 	t.Helper()
@@ -273,7 +273,7 @@ func (v *vm) recv(pair int) []byte {
 
 var errNone = errors.New("no frame")
 
-// take returns the next frame, a finished one, without waiting.
+// take returns the next frame, which must be complete, without waiting.
 func (v *vm) take(pair int) ([]byte, error) {
 	h, f, err := v.takeAny(pair)
 	if err == nil && !bytes.Equal(h[:10], make([]byte, 10)) {
@@ -307,7 +307,7 @@ func (v *vm) takeAny(pair int) (h, frame []byte, err error) {
 	for range bufs - 1 {
 		tok, n, ok, err := q.Get()
 		if !ok || err != nil {
-			return nil, nil, fmt.Errorf("frame in %d buffers is not there whole: %v", bufs, err)
+			return nil, nil, fmt.Errorf("frame in %d buffers is incomplete: %v", bufs, err)
 		}
 		frame = append(frame, v.bytes(translate.PA(tok), int(n))...)
 		v.post(pair, translate.PA(tok))
@@ -316,7 +316,7 @@ func (v *vm) takeAny(pair int) (h, frame []byte, err error) {
 	return h, frame, nil
 }
 
-// frame builds an Ethernet frame of n bytes in all.
+// buildFrame builds an Ethernet frame of n bytes.
 func buildFrame(dst, src vswitch.MAC, n int, fill byte) []byte {
 	f := make([]byte, 0, n)
 	f = append(f, dst[:]...)

@@ -9,8 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// TestWakesFromSleep: each frame is sent when the loops are asleep, or just
-// falling asleep; a kick that is lost shows as a timeout.
+// TestWakesFromSleep: each frame is sent when the loops are asleep, or about to sleep; a lost kick shows as a timeout.
 func TestWakesFromSleep(t *testing.T) {
 	for _, plain := range []bool{false, true} {
 		t.Run(fmt.Sprintf("plain=%v", plain), func(t *testing.T) {
@@ -36,7 +35,7 @@ func TestWakesFromSleep(t *testing.T) {
 	}
 }
 
-// TestIdle: attached guests that do nothing cost nothing.
+// TestIdle: the loops of idle guests sleep.
 func TestIdle(t *testing.T) {
 	bothRings(t, 1, idle)
 }

@@ -4,9 +4,8 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 )
 
-// Feature bits of offloads (virtio 1.2, 5.1.3). HOST: what the guest may leave
-// undone in frames that it sends; GUEST: in frames that it gets. Whoever takes
-// frames that the other end of the switch does not finishes them there.
+// Feature bits of offloads (virtio 1.2, 5.1.3). HOST: work that the guest may leave undone in frames that it sends;
+// GUEST: in frames that it receives. If the destination does not accept it, it is done before delivery.
 const (
 	FeatureCsum      = 1 << 0  // VIRTIO_NET_F_CSUM
 	FeatureGuestCsum = 1 << 1  // VIRTIO_NET_F_GUEST_CSUM
@@ -34,8 +33,7 @@ var offloads = []struct {
 	{FeatureHostUSO, FeatureGuestUSO6, frame.NeedUSO6},
 }
 
-// offered are the features that a pool has the buffers for: without big ones
-// there are no frames to be cut.
+// offered returns the features for which a pool has the buffers: without big ones there are no large frames.
 func offered(pool *frame.Pool) (f uint64) {
 	for _, o := range offloads {
 		if o.need == frame.NeedCsum || pool.Largest() >= frame.BigCapacity {
@@ -45,8 +43,8 @@ func offered(pool *frame.Pool) (f uint64) {
 	return f
 }
 
-// hostTakes and guestTakes are what a driver's choice of features means. All
-// else needs checksum offload (5.1.3.1); a driver that forgets it gets nothing.
+// hostTakes and guestTakes translate a driver's features. All others require checksum offload (5.1.3.1); without it a
+// driver gets none.
 func hostTakes(f uint64) (n frame.Need) {
 	for _, o := range offloads {
 		if f&o.host != 0 && f&FeatureCsum != 0 {

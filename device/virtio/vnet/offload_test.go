@@ -20,8 +20,8 @@ const (
 		FeatureGuestUSO6
 )
 
-// ipPacket builds a TCP or UDP packet with n bytes of payload whose checksum is undone, and its virtio header; size =
-// 0: not to be cut.
+// ipPacket builds a TCP or UDP packet with n bytes of payload and a pending checksum, and its virtio header; size is
+// the segment size, 0: none.
 func ipPacket(dst, src vswitch.MAC, v6, tcp bool, n, size int) (h, f []byte) {
 	f = append(append(append(f, dst[:]...), src[:]...), 8, 0)
 	l4 := 14 + header.IPv4Len
@@ -71,7 +71,7 @@ func ipPacket(dst, src vswitch.MAC, v6, tcp bool, n, size int) (h, f []byte) {
 	return h, f
 }
 
-// check finds a finished packet's payload, with its checksums right.
+// check returns a complete packet's payload, and checks its checksums.
 func check(t *testing.T, f []byte) []byte {
 	t.Helper()
 	l4, sum, proto := 14+header.IPv4Len, uint32(0), f[23]
@@ -93,7 +93,7 @@ func check(t *testing.T, f []byte) []byte {
 	return f[l4+8:]
 }
 
-// sendBig sends a frame larger than the usual slots, and waits until it has been taken.
+// sendBig sends a frame larger than the usual slots, and waits until its buffers are returned.
 func (v *vm) sendBig(raw []byte) {
 	t := v.h.t
 	t.Helper()
@@ -119,8 +119,7 @@ func (v *vm) sendBig(raw []byte) {
 	}
 }
 
-// TestOffloads: every kind of frame to every kind of driver: whole to those that
-// take it so, finished to the others.
+// TestOffloads: every kind of frame to every kind of driver: unchanged to drivers that accept it, completed for others.
 func TestOffloads(t *testing.T) {
 	for loops := 1; loops <= 2; loops++ {
 		bothRings(t, loops, offloadsBetween)
@@ -186,14 +185,14 @@ func offloadsBetween(t *testing.T, h *host) {
 				data = append(data, check(t, x)...)
 			}
 			if !bytes.Equal(data, want) {
-				t.Fatalf("%s: %d bytes of payload, want %d, or not the same", name, len(data), len(want))
+				t.Fatalf("%s: %d bytes of payload, want %d with the same contents", name, len(data), len(want))
 			}
 		}
 	}
 }
 
-// TestHostileOffloads: what a guest may not ask for, or asks wrongly, is dropped
-// and counted as bad-header; see gso for all that can be wrong.
+// TestHostileOffloads: offloads that were not negotiated, or are malformed, are dropped and counted as bad-header; gso
+// tests all kinds of errors.
 func TestHostileOffloads(t *testing.T) {
 	h := newHost(t, 1, true)
 	b := h.vm(2, 1).boot(FeatureMrgRxbuf|guestAll, 4096, 64)
@@ -225,7 +224,7 @@ func TestHostileOffloads(t *testing.T) {
 			t.Errorf("case %d: %d refused", i, a.dropped(vswitch.BadHeader))
 		}
 	}
-	// The checksum goes to where the source MAC is: the switch sees what comes out, and refuses it.
+	// The checksum's place is the source MAC: the switch checks the completed frame, and drops it.
 	hdr, f := ipPacket(b.mac, a.mac, false, true, 100, 0)
 	binary.LittleEndian.PutUint16(hdr[6:], 6)
 	binary.LittleEndian.PutUint16(hdr[8:], 0)
@@ -280,7 +279,7 @@ func benchTSO(b *testing.B, dstFeatures uint64) {
 		}
 		rx.Kick()
 	}
-	for range 16 { // until each buffer has had its turn, and its page is there
+	for range 16 { // until each buffer was used, and its page is resident
 		cycle()
 	}
 	b.SetBytes(int64(len(f)))

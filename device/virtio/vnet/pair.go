@@ -12,9 +12,9 @@ import (
 )
 
 const (
-	mailboxSize = 512 // frames on their way from other loops
+	mailboxSize = 512 // frames from other loops
 	txBudget    = 64  // frames per pair and iteration
-	// segmentsPerFrame is how many segments count like one frame against txBudget.
+	// segmentsPerFrame is how many segments count as one frame against txBudget.
 	segmentsPerFrame = 8
 	pollPeriod       = int64(time.Millisecond)
 )
@@ -26,32 +26,32 @@ type pair struct {
 	loop *loop.Loop
 	mail *loop.Mailbox[*frame.Buf]
 	hook *loop.Hook
-	// wakeups carries served faults from the host driver to the loop.
+	// wakeups passes answers to faults from the host driver to the loop.
 	wakeups *loop.Mailbox[served]
 
-	// For other goroutines to see.
+	// Read by other goroutines.
 	receiving, sending atomic.Bool
 
-	// Loop's own from here on.
+	// The fields below belong to the loop.
 	rx, tx           *virtq.Queue
 	mergeable        bool
-	rxTakes, txTakes frame.Need // left undone: what the guest takes, and what we take from it
+	rxTakes, txTakes frame.Need // work that may be left undone: in frames to the guest, and in frames from it
 	rxDirty, txDirty bool       // pushed, not yet signalled
-	rxInside         bool       // the epoch of rx, from an iteration's first frame until flush
+	rxInside         bool       // in the epoch of rx, from an iteration's first frame until flush
 	rxEpoch          translate.Token
 	rxc              [maxMerge]virtq.Chain
-	header           [headerLen]byte // of the frame that is being received
+	header           [headerLen]byte // of the frame being received
 	txc              virtq.Chain
-	txHeader         [headerLen]byte // of the frame that is being sent
+	txHeader         [headerLen]byte // of the frame being sent
 	rxWait, txWait   waiter
 	held             []*frame.Buf // frames for rx while it waits, oldest first
 	heldBytes        int
-	txSkip           bool       // the next chain cannot be read, ever
+	txSkip           bool       // the next chain's page cannot be restored
 	txOpen           bool       // txc is popped and not pushed
-	txCost           int        // of the frame being sent, in frames
-	cur              *frame.Buf // what Poll is sending, or will send next
+	txCost           int        // of the frame being sent, counted in frames
+	cur              *frame.Buf // buffer of the frame that Poll sends, or of the next one
 	watch            *loop.Watch
-	timer            *loop.Timer // instead of watch, when the driver never kicks
+	timer            *loop.Timer // replaces watch if the driver never kicks
 }
 
 func newPair(d *Device, i int, l *loop.Loop) *pair {
@@ -72,15 +72,15 @@ func (p *pair) close() {
 	p.hook.Close()
 }
 
-// ownFault is fault for the device's own handlers, which also hear of other
-// VMs' memory that was hit on their way; those have been told already.
+// ownFault is fault for the device's own handlers, which are also called for faults in other VMs' memory; those VMs
+// have been notified already.
 func (d *Device) ownFault(f loop.Fault) {
 	if !f.Foreign {
 		d.fault(f)
 	}
 }
 
-// guarded runs f on the pair's loop. It may touch guest memory.
+// guarded runs f, which may access guest memory, on the pair's loop.
 func (p *pair) guarded(f func()) {
 	if err := translate.Guard(func() error { p.loop.Do(f); return nil }); err != nil {
 		p.d.fail("control", p.i, err)
@@ -91,7 +91,7 @@ func (p *pair) startRx(q *virtq.Queue, features uint64) {
 	p.guarded(func() {
 		p.rx, p.mergeable, p.rxTakes = q, features&FeatureMrgRxbuf != 0, guestTakes(features)
 		p.receiving.Store(true)
-		// Buffers are looked for when a frame needs one; kicks are of no use.
+		// Buffers are popped when a frame needs one; kicks are not needed.
 		p.inEpoch(q, func() error { return q.SetNotify(false) })
 	})
 }
@@ -111,15 +111,15 @@ func (p *pair) stopRx() {
 func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 	q.OnlyReads()
 	if fd := q.KickFD(); fd >= 0 {
-		// The poller does the work; the kick only wakes the loop for it.
+		// The poller does the work; the kick only wakes the loop.
 		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("vnet kick"))
 		if err != nil {
 			return err
 		}
 		p.watch = w
 	} else {
-		// The driver asks to be polled (SET_VRING_KICK without a descriptor).
-		// Once a millisecond is the compromise with an idle host's processor.
+		// The driver asks to be polled (SET_VRING_KICK without a descriptor). Once a millisecond is a compromise with
+		// the processor time of an idle host.
 		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, loop.Name("vnet poll timer"))
 	}
 	p.guarded(func() {
@@ -130,7 +130,7 @@ func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 		}
 	})
 	p.loop.AddPoller(p, loop.Name("vnet transmit"), loop.OnFault(p.txFault))
-	p.loop.Wake() // what is in the ring already was announced to nobody
+	p.loop.Wake() // chains already in the ring were not announced
 	return nil
 }
 
@@ -156,7 +156,7 @@ func (p *pair) stopTx() {
 	})
 }
 
-// inEpoch runs one operation on a ring outside the data path's own stretches.
+// inEpoch runs one operation on a ring outside the data path.
 func (p *pair) inEpoch(q *virtq.Queue, f func() error) {
 	ep := q.Space().Epochs()
 	t := ep.Enter(p.loop.ID())
@@ -166,8 +166,7 @@ func (p *pair) inEpoch(q *virtq.Queue, f func() error) {
 	}
 }
 
-// broke takes note of an error of a ring. What the host can repair is tried
-// again by whoever comes next.
+// broke handles an error of a ring. An error that the host can repair is left to the next attempt.
 func (p *pair) broke(q *virtq.Queue, err error) {
 	if virtq.IsRepairable(err) {
 		return
@@ -182,7 +181,7 @@ func (p *pair) broke(q *virtq.Queue, err error) {
 	p.d.fail(what, p.i, q.Broken())
 }
 
-// failAll stops the data path of the pair, from whatever loop noticed.
+// failAll stops the data path of the pair. Any loop may call it.
 func (p *pair) failAll(err error) {
 	mark := func() {
 		for _, q := range []*virtq.Queue{p.rx, p.tx} {
@@ -198,15 +197,15 @@ func (p *pair) failAll(err error) {
 	}
 }
 
-// enterRx enters the epoch of the receive queue's memory for what is left of the iteration: for each
-// frame by itself that would cost as much as writing it.
+// enterRx enters the epoch of the receive queue's memory for the rest of the iteration: once per frame would cost as
+// much as writing the frame.
 func (p *pair) enterRx(q *virtq.Queue) {
 	if !p.rxInside {
 		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.ID()), true
 	}
 }
 
-// leaveRx publishes what was received, and leaves.
+// leaveRx publishes the received frames, and leaves the epoch.
 func (p *pair) leaveRx(q *virtq.Queue) {
 	if !p.rxInside {
 		return
@@ -223,7 +222,7 @@ func (p *pair) leaveRx(q *virtq.Queue) {
 	}
 }
 
-// flush ends an iteration: one publication and at most one interrupt per queue.
+// flush ends an iteration with one publication and at most one interrupt per queue.
 func (p *pair) flush() {
 	if p.rxInside {
 		p.leaveRx(p.rx)

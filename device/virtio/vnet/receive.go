@@ -9,12 +9,11 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// maxMerge bounds the guest buffers that one frame may be spread over: 64 KiB
-// in buffers for one Ethernet frame each, which Linux begins with, take 43.
+// maxMerge bounds the guest buffers of one frame: 64 KiB in buffers for one Ethernet frame each, Linux's initial size,
+// take 43.
 const maxMerge = 64
 
-// receive copies a frame into the guest's buffers. On the pair's loop; the
-// frame stays the caller's.
+// receive copies a frame into the guest's buffers, on the pair's loop. The caller still owns the frame.
 func (p *pair) receive(b *frame.Buf) {
 	q := p.rx
 	if q == nil || q.Broken() != nil {
@@ -30,10 +29,9 @@ func (p *pair) receive(b *frame.Buf) {
 	}
 }
 
-// deliver is put with all that surrounds an access to the guest's memory.
+// deliver calls put with the declarations for an access to guest memory.
 func (p *pair) deliver(q *virtq.Queue, b *frame.Buf) (done bool) {
-	// The caller may be another VM's transmit: if this guest's memory has
-	// vanished, it is this device that stops.
+	// The caller may be another VM's transmit: if this guest's memory has vanished, this device must stop.
 	prev := p.loop.Blame(p.d.owner)
 	p.enterRx(q)
 	done = p.put(q, b)
@@ -41,11 +39,11 @@ func (p *pair) deliver(q *virtq.Queue, b *frame.Buf) (done bool) {
 	return done
 }
 
-// put writes a frame to the guest, or drops and counts it. False: the queue
-// waits for an absent page; the frame is for later.
+// put writes a frame to the guest, or drops and counts it. False: the queue waits for an absent page; try the frame
+// again later.
 func (p *pair) put(q *virtq.Queue, b *frame.Buf) (done bool) {
 	if b.Offload.Need&^p.rxTakes != 0 {
-		// On its way when a driver with fewer features took over.
+		// It was under way when a driver with fewer features took over.
 		p.d.drop(p.loop, vswitch.NotReady)
 		return true
 	}
@@ -56,10 +54,9 @@ func (p *pair) put(q *virtq.Queue, b *frame.Buf) (done bool) {
 	}
 	// Without MRG_RXBUF num_buffers is 1 (5.1.6.4.1), and so is n.
 	gso.PutHeader(&p.header, b, p.rxTakes != 0, n)
-	// Write everything before the first push: a frame reaches the guest whole
-	// or not at all.
+	// Write everything before the first push: the guest gets a frame whole or not at all.
 	if all := headerLen + len(frame); n == 1 {
-		if dst := p.rxc[0].Piece(all); dst != nil { // as nearly always
+		if dst := p.rxc[0].Piece(all); dst != nil { // the usual case
 			*(*[headerLen]byte)(dst) = p.header
 			copy(dst[headerLen:], frame)
 			p.push(q, 0, uint32(all))
@@ -94,7 +91,7 @@ func (p *pair) put(q *virtq.Queue, b *frame.Buf) (done bool) {
 	return true
 }
 
-// push gives buffer i back, filled.
+// push returns the filled buffer i.
 func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
 	if err := q.Push(&p.rxc[i], written); err != nil {
 		p.broke(q, err)
@@ -104,9 +101,8 @@ func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
 	return true
 }
 
-// gather pops buffers for n bytes, as many as that takes, into rxc. None: there
-// are too few, which are given back, and the frame is dropped and counted; or, if
-// done is false, one is absent, and the queue waits.
+// gather pops buffers for n bytes into rxc. None: there are too few, which are given back, and the frame is dropped and
+// counted; or, if done is false, one is absent, and the queue waits.
 func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 	var room uint64
 	limit := 1
@@ -135,7 +131,7 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 			return 0, true
 		}
 		bufs++
-		// 5.1.6.3.1: at least a header must fit, or no frame ever would.
+		// 5.1.6.3.1: at least a header must fit, otherwise no frame ever would.
 		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
 			p.giveBack(q, bufs, vswitch.NoBuffer)
 			p.broke(q, &BufferError{Queue: q.Index(), Readable: c.ReadableLen(), Writable: c.WritableLen()})
@@ -146,9 +142,8 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 	return bufs, true
 }
 
-// missed gives all popped buffers back because one cannot be written: absent for
-// now, then the queue waits and done is false; or no memory of the guest's,
-// which breaks the queue.
+// missed gives all popped buffers back because one cannot be written: either it is absent, then the queue waits and
+// done is false; or it is not the guest's memory, which breaks the queue.
 func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) {
 	if m.Fault() {
 		p.unget(q, popped)
@@ -165,22 +160,22 @@ func (p *pair) giveBack(q *virtq.Queue, n int, why vswitch.Reason) {
 	p.unget(q, n)
 }
 
-// unget gives the first n of rxc back, which are all that is popped.
+// unget gives back the first n of rxc, which are all popped chains.
 func (p *pair) unget(q *virtq.Queue, n int) {
 	if n > 0 {
 		p.unpop(q, &p.rxc[0])
 	}
 }
 
-// unpop gives back c and what was popped after it.
+// unpop gives back c and the chains popped after it.
 func (p *pair) unpop(q *virtq.Queue, c *virtq.Chain) {
 	if err := q.Unpop(c); err != nil {
 		p.broke(q, err)
 	}
 }
 
-// flowHash spreads flows over pairs so that one flow stays in order: addresses and ports of IPv4 and IPv6, the MAC
-// addresses of everything else. at is the layout of f.
+// flowHash spreads flows over pairs so that each flow stays in order: by addresses and ports of IPv4 and IPv6, and by
+// MAC addresses of other frames.
 func flowHash(f []byte, at *header.Layout) uint32 {
 	const (
 		basis = 2166136261 // FNV-1a
@@ -192,7 +187,7 @@ func flowHash(f []byte, at *header.Layout) uint32 {
 		if at.Is(header.IsIPv6) {
 			lo, hi = int(at.L3)+8, int(at.L3)+header.IPv6Len
 		}
-		// Ports only where no fragment can lack them, and where they follow the addresses.
+		// Ports only of packets that are not fragments, and where they follow the addresses.
 		ports := at.Proto == header.ProtoTCP || at.Proto == header.ProtoUDP
 		if ports && int(at.L4) == hi && !at.Is(header.IsFragment) && len(f) >= hi+4 {
 			hi += 4

@@ -27,8 +27,8 @@ import (
 var testpmdTime = flag.Duration("testpmd.duration", 200*time.Millisecond,
 	"how long DPDK's driver sends in each combination of features")
 
-// testpmd is DPDK's packet generator with two virtio-net drivers of its own (net_virtio_user), which speak vhost-user
-// to our devices.
+// testpmd is DPDK's packet generator with two of its own virtio-net drivers (net_virtio_user), which are front ends of
+// our devices.
 type testpmd struct {
 	t   *testing.T
 	cmd *exec.Cmd
@@ -45,15 +45,14 @@ func newTestpmd(t *testing.T, vms [2]*vm, dev string, opts ...string) *testpmd {
 	if _, err := exec.LookPath("dpdk-testpmd"); err != nil {
 		t.Fatal("this test needs dpdk-testpmd: apt-get install dpdk-dev")
 	}
-	// It writes prompts at once and the rest when a buffer is full, unless told otherwise.
-	// Threads that no core is reserved for, so that several can run at a time.
+	// By default it flushes its output late. Its threads get all cores, so that several can run at a time.
 	all := fmt.Sprintf("(0-%d)", runtime.NumCPU()-1)
 	args := []string{"-o0", "dpdk-testpmd", "--lcores", "0@" + all + ",1@" + all, "--no-huge", "-m", "256", "--no-pci",
 		"--no-telemetry", "--no-shconf"}
 	for i, v := range vms {
 		args = append(args, fmt.Sprintf("--vdev=net_virtio_user%d,path=%s,mac=%v,%s", i, v.path, v.mac, dev))
 	}
-	// What was fed to it before it starts it would throw away.
+	// By default it discards frames received before it starts.
 	args = append(append(args, "--", "-i", "--no-flush-rx", "--total-num-mbufs=4096", "--forward-mode=mac"), opts...)
 	for i := range vms {
 		args = append(args, fmt.Sprintf("--eth-peer=%d,%v", i, vms[1-i].mac))
@@ -68,7 +67,7 @@ func newTestpmd(t *testing.T, vms [2]*vm, dev string, opts ...string) *testpmd {
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
 	}
-	// It goes with the thread that has started it, so that one must stay.
+	// It ends with the thread that started it, so that thread must stay.
 	started, over := make(chan error), make(chan struct{})
 	t.Cleanup(func() { close(over) })
 	go func() {
@@ -104,7 +103,7 @@ func newTestpmd(t *testing.T, vms [2]*vm, dev string, opts ...string) *testpmd {
 }
 
 func (p *testpmd) kill() {
-	_ = p.cmd.Process.Kill() // gone already is fine
+	_ = p.cmd.Process.Kill() // it may have exited already
 	for range p.out {
 	}
 	_ = p.cmd.Wait()
@@ -113,7 +112,7 @@ func (p *testpmd) kill() {
 	}
 }
 
-// answer waits for the prompt after the echo of a line; stray prompts come, too.
+// answer waits for the prompt after the echo of a line, and ignores stray prompts.
 func (p *testpmd) answer(to string) string {
 	p.t.Helper()
 	deadline := time.After(2 * time.Minute)
@@ -128,7 +127,7 @@ func (p *testpmd) answer(to string) string {
 				return s
 			}
 		case <-deadline:
-			p.t.Fatalf("testpmd does not answer to %q", to)
+			p.t.Fatalf("testpmd does not answer %q", to)
 		}
 	}
 }
@@ -141,7 +140,7 @@ func (p *testpmd) do(line string) string {
 	return p.answer(line)
 }
 
-// quit ends it in good order.
+// quit ends it with its own command.
 func (p *testpmd) quit() {
 	p.t.Helper()
 	fmt.Fprintln(p.in, "quit")
@@ -183,12 +182,12 @@ type pmdCombo struct {
 	opts      []string // of the program
 	setup     []string // commands while the ports are stopped
 	queues    int
-	packets   bool   // TCP and UDP packets go to and fro, too
-	features  uint64 // must have been agreed upon
+	packets   bool   // also forward TCP and UDP packets
+	features  uint64 // must be negotiated
 }
 
-// pmdCombos are all that the driver has: ways to receive and send, numbers of queues, offloads, each with split and
-// with packed rings.
+// pmdCombos are all combinations of the driver: ways to receive and send, numbers of queues, offloads, each with split
+// and with packed rings.
 func pmdCombos() (all []pmdCombo) {
 	bit := func(n, i int) int { return n >> i & 1 }
 	for n := range 16 {
@@ -223,7 +222,7 @@ func pmdCombos() (all []pmdCombo) {
 				"--txpkts=2000,2000,2000,2000", "--total-num-mbufs=3000"}},
 		} {
 			if c.name == "scatter" && mrg == 0 {
-				continue // the driver offers it with mergeable buffers only
+				continue // the driver offers it only with mergeable buffers
 			}
 			c.features |= uint64(mrg) * FeatureMrgRxbuf
 			c.name, c.dev, c.queues = fmt.Sprint(c.name, "-mrg", mrg), fmt.Sprintf("mrg_rxbuf=%d,in_order=0", mrg), 1
@@ -237,7 +236,7 @@ func pmdCombos() (all []pmdCombo) {
 	return all
 }
 
-// feed is a port that sends TCP and UDP packets, finished ones, from one VM to the other.
+// feed is a port that sends complete TCP and UDP packets from one VM to the other.
 func feed(t *testing.T, h *host, vms [2]*vm) {
 	t.Helper()
 	var port *vswitch.Attachment
@@ -268,7 +267,7 @@ func (nowhere) Deliver(*loop.Loop, *frame.Buf, vswitch.Destination) {}
 
 var badSum = regexp.MustCompile(`Bad-(?:ip|l4)csum: [1-9]\d*`)
 
-// whole counts a port's frames as testpmd does: one that is to be cut is one.
+// whole counts a port's frames as testpmd does: a large frame is one.
 type whole struct{ in, out atomic.Uint64 }
 
 func (w *whole) Frame(_ *loop.Loop, in bool, _ []byte) {
@@ -279,10 +278,10 @@ func (w *whole) Frame(_ *loop.Loop, in bool, _ []byte) {
 	}
 }
 
-// TestTestpmd lets a native front end that nobody here wrote drive two devices, with every combination of features that
-// its driver offers, in both directions. Frames go to and fro between two ports of a network, then so many are sent
-// that receive rings run over. Every frame that was sent has been received or is counted as dropped. Combinations run
-// beside each other, each with devices and a driver of its own, as many at a time as -parallel says.
+// TestTestpmd lets a foreign native front end drive two devices, with every combination of its driver's features, in
+// both directions. Frames are forwarded between two ports of a network, then so many are sent that receive rings
+// overflow. Every frame sent is either received or counted as dropped. Combinations run in parallel, each with its own
+// devices and driver; -parallel sets their number.
 func TestTestpmd(t *testing.T) {
 	for _, c := range pmdCombos() {
 		t.Run(c.name, func(t *testing.T) {
@@ -323,7 +322,7 @@ func TestTestpmd(t *testing.T) {
 			}
 			for deadline := time.Now().Add(time.Minute); !goes(); time.Sleep(10 * time.Millisecond) {
 				if time.Now().After(deadline) {
-					t.Errorf("frames do not go to and fro: %+v, %+v", p.stats(0), p.stats(1))
+					t.Errorf("frames are not forwarded both ways: %+v, %+v", p.stats(0), p.stats(1))
 					break
 				}
 			}
@@ -335,7 +334,7 @@ func TestTestpmd(t *testing.T) {
 			p.do("start")
 			time.Sleep(*testpmdTime)
 			p.do("stop")
-			// What is in the rings still is received now.
+			// Frames still in the rings are received now.
 			p.do("set fwd rxonly")
 			p.do("start")
 			var now [2]pmdStats
@@ -352,7 +351,7 @@ func TestTestpmd(t *testing.T) {
 			}
 			for deadline := time.Now().Add(time.Minute); !balanced(); time.Sleep(10 * time.Millisecond) {
 				if time.Now().After(deadline) {
-					t.Errorf("testpmd's figures and ours differ: %+v", now)
+					t.Errorf("testpmd's counters and ours differ: %+v", now)
 					for _, v := range vms {
 						t.Logf("%+v, %+v", v.port.Attachment().Counters.Totals(), v.dev.Describe())
 					}
@@ -362,10 +361,10 @@ func TestTestpmd(t *testing.T) {
 			p.do("stop")
 			p.quit()
 			for i, v := range vms {
-				// Frames to be cut count as what they become.
+				// Our counters count a large frame's segments.
 				cut := v.port.Attachment().Counters.Totals().InFrames > frames[i].in.Load()
 				if cut != (c.features&FeatureHostTSO4 != 0) {
-					t.Errorf("port %d: frames to be cut: %v", i, cut)
+					t.Errorf("port %d: large frames: %v", i, cut)
 				}
 				for r, n := range vms[i].port.Attachment().Counters.Totals().Drops {
 					if r != vswitch.QueueFull.String() {
@@ -373,7 +372,7 @@ func TestTestpmd(t *testing.T) {
 					}
 				}
 			}
-			t.Logf("to and fro %+v, in all %+v", between, now)
+			t.Logf("forwarded %+v, in all %+v", between, now)
 		})
 	}
 }

@@ -9,11 +9,11 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// headerLen is struct virtio_net_hdr_v1, the same in both directions and
-// whatever was negotiated beside VERSION_1 (virtio 1.2, 5.1.6).
+// headerLen is the size of struct virtio_net_hdr_v1, the same in both directions and independent of other features,
+// given VERSION_1 (virtio 1.2, 5.1.6).
 const headerLen = gso.HeaderLen
 
-// Poll implements loop.Poller: the guest's frames, a bounded number of them.
+// Poll implements loop.Poller: it sends a bounded number of the guest's frames.
 func (p *pair) Poll(int64) bool {
 	q := p.tx
 	if q == nil || q.Broken() != nil || p.txWait.waiting {
@@ -64,8 +64,8 @@ func (p *pair) Resume() {
 	}
 }
 
-// transmit takes one chain, sends its frame and returns what that was worth in
-// frames. 0: there was none, or the queue is broken or waits.
+// transmit takes one chain, sends its frame and returns its cost in frames. 0: there was none, or the queue is broken
+// or waits.
 func (p *pair) transmit(q *virtq.Queue, in *vswitch.Batch) (cost int) {
 	ok, err := q.Pop(&p.txc)
 	if err != nil {
@@ -85,7 +85,7 @@ func (p *pair) transmit(q *virtq.Queue, in *vswitch.Batch) (cost int) {
 	return p.txCost
 }
 
-// unreadable is the end, or a pause, of a queue whose next chain cannot be taken.
+// unreadable stops or suspends a queue whose next chain cannot be taken.
 func (p *pair) unreadable(q *virtq.Queue, err error) {
 	m := virtq.Absent(err)
 	switch {
@@ -93,15 +93,14 @@ func (p *pair) unreadable(q *virtq.Queue, err error) {
 		p.broke(q, err)
 	case p.txSkip && m.PA == p.txWait.fault.Miss.PA:
 		p.txSkip = false
-		p.broke(q, m.Err()) // of the ring itself, or an indirect table: no chain can be skipped
+		p.broke(q, m.Err()) // the ring itself, or an indirect table: no chain can be skipped
 	default:
 		p.txWait.raise(q.Space(), m, false)
 	}
 }
 
-// send copies the frame in and lets it into the network. Whatever is wrong with
-// it is the guest's loss alone: dropped and counted. False: a page is absent; the
-// chain is back in the ring, and the queue waits.
+// send copies the frame in and passes it to the network. A malformed frame is dropped and counted. False: a page is
+// absent; the chain is back in the ring, and the queue waits.
 func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
 	c := &p.txc
 	n := c.ReadableLen()
@@ -132,7 +131,7 @@ func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
 			why = vswitch.BadHeader
 			break
 		}
-		// Cutting it up, where that has to be, is work like that for a few frames.
+		// Its segmentation, where necessary, costs as much as a few frames.
 		p.txCost += b.Segments() / segmentsPerFrame
 		in.Input(b)
 		return true
@@ -141,10 +140,10 @@ func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
 	return true
 }
 
-// copyIn copies a frame of n bytes into b, and its header beside it: who looks at either looks at the copy.
+// copyIn copies a frame of n bytes into b, and its virtio header into the pair: both are read only from the copies.
 func (p *pair) copyIn(c *virtq.Chain, b *frame.Buf, n int) translate.Miss {
-	b.SetLen(n)                                    // buffer has seen to the room
-	if src := c.Piece(headerLen + n); src != nil { // as nearly always
+	b.SetLen(n)                                    // buffer has ensured the room
+	if src := c.Piece(headerLen + n); src != nil { // the usual case
 		p.txHeader = [headerLen]byte(src)
 		copy(b.Bytes(), src[headerLen:])
 		return translate.Miss{}
@@ -156,12 +155,12 @@ func (p *pair) copyIn(c *virtq.Chain, b *frame.Buf, n int) translate.Miss {
 	return m
 }
 
-// buffer sets cur to an empty buffer for n bytes and returns it: the one of the frame before, if nobody else has kept
-// that; nil if there is none.
+// buffer sets cur to an empty buffer for n bytes and returns it: the previous frame's, unless that is still referenced;
+// nil if there is none.
 func (p *pair) buffer(n int) *frame.Buf {
 	pool := p.d.cfg.Pool
 	if b := p.cur; b != nil && !b.Shared() {
-		// Small frames do not occupy the few big buffers.
+		// Small frames must not occupy the few big buffers.
 		if b.Reset(); n <= pool.Capacity() && b.Cap() == pool.Capacity() {
 			return b
 		}
@@ -178,7 +177,7 @@ func (p *pair) release() {
 	}
 }
 
-// done gives the chain back.
+// done returns the chain.
 func (p *pair) done(q *virtq.Queue) {
 	p.txOpen = false
 	if err := q.Push(&p.txc, 0); err != nil {
@@ -188,8 +187,8 @@ func (p *pair) done(q *virtq.Queue) {
 	p.txDirty = true
 }
 
-// txFault cleans up after a memory fault cut Poll short. If the hole was in
-// another VM's memory, on the frame's way, this VM's frame counts as sent.
+// txFault cleans up after a memory fault interrupted Poll. If the fault was in another VM's memory, this VM's frame
+// counts as sent.
 func (p *pair) txFault(f loop.Fault) {
 	p.release()
 	open := p.txOpen

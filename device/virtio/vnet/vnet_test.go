@@ -24,8 +24,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// TestFramesBetweenVMs: every kind of driver against every size, on the same
-// loop and across loops.
+// TestFramesBetweenVMs: every kind of driver with every frame size, on one loop and across loops.
 func TestFramesBetweenVMs(t *testing.T) {
 	for _, loops := range []int{1, 2} {
 		for name, g := range map[string]struct {
@@ -63,7 +62,7 @@ func TestFramesBetweenVMs(t *testing.T) {
 	}
 }
 
-// TestBadFrames: dropped and counted one by one, nothing else happens.
+// TestBadFrames: bad frames are dropped and counted, without other effects.
 func TestBadFrames(t *testing.T) {
 	h := newHost(t, 1, true)
 	a := h.vm(1, 1).boot(0, 12000, 4)
@@ -81,7 +80,7 @@ func TestBadFrames(t *testing.T) {
 	}{
 		{"no header", make([]byte, 5), vswitch.ShortFrame},
 		{"header alone", make([]byte, headerLen), vswitch.ShortFrame},
-		{"cut Ethernet header", make([]byte, headerLen+13), vswitch.ShortFrame},
+		{"truncated Ethernet header", make([]byte, headerLen+13), vswitch.ShortFrame},
 		{"checksum offload", with(0, 1), vswitch.BadHeader},
 		{"segmentation offload", with(1, 1), vswitch.BadHeader},
 		{"longer than the MTU", append(make([]byte, headerLen), buildFrame(b.mac, a.mac, mtu+15, 1)...), vswitch.TooBig},
@@ -90,7 +89,7 @@ func TestBadFrames(t *testing.T) {
 	} {
 		before := a.dropped(tc.why)
 		a.sendRaw(0, tc.raw)
-		a.send(0, good) // in order: once this is here, the bad one was dealt with
+		a.send(0, good) // in order: once it arrives, the bad one has been handled
 		if got := b.recv(0); !bytes.Equal(got, good) {
 			t.Fatalf("%s: got %x", tc.name, got)
 		}
@@ -104,7 +103,7 @@ func TestBadFrames(t *testing.T) {
 	}
 }
 
-// TestNoReceiveBuffers: frames are dropped and counted until there are some.
+// TestNoReceiveBuffers: frames are dropped and counted while there are no buffers.
 func TestNoReceiveBuffers(t *testing.T) { bothRings(t, 1, noReceiveBuffers) }
 
 func noReceiveBuffers(t *testing.T, h *host) {
@@ -127,7 +126,7 @@ func noReceiveBuffers(t *testing.T, h *host) {
 	if got := b.recv(0); !bytes.Equal(got, large) {
 		t.Fatal("wrong frame")
 	}
-	// A driver without MRG_RXBUF whose buffers are too small for a frame.
+	// A driver without MRG_RXBUF whose buffers are too small for the frame.
 	c := h.vm(3, 1).boot(0, 1000, 2)
 	large = buildFrame(c.mac, a.mac, 2500, 2)
 	a.send(0, large)
@@ -138,8 +137,8 @@ func noReceiveBuffers(t *testing.T, h *host) {
 	}
 }
 
-// TestBrokenQueues: what a guest does wrong stops its own queue, says why, and
-// is over after a reset. The neighbours go on.
+// TestBrokenQueues: an error of a guest stops only its own queue, is reported with its cause, and is cleared by a
+// reset. Other VMs are not affected.
 func TestBrokenQueues(t *testing.T) { bothRings(t, 1, brokenQueues) }
 
 func brokenQueues(t *testing.T, h *host) {
@@ -153,7 +152,7 @@ func brokenQueues(t *testing.T, h *host) {
 			c.fe.Queue(0).Kick()
 			a.send(0, buildFrame(c.mac, a.mac, 60, 0))
 		}, "0 readable and 11 writable"},
-		"receive buffer to be read": {func(c *vm) {
+		"readable receive buffer": {func(c *vm) {
 			_ = c.fe.Queue(0).Add(0, []frontend.Buf{{PA: 0x200000, Len: 1}}, []frontend.Buf{{PA: 0x200000, Len: 2000}})
 			c.fe.Queue(0).Kick()
 			a.send(0, buildFrame(c.mac, a.mac, 60, 0))
@@ -167,7 +166,7 @@ func brokenQueues(t *testing.T, h *host) {
 			_ = c.fe.Queue(1).Add(0, []frontend.Buf{{PA: 1 << 40, Len: 100}}, nil)
 			c.fe.Queue(1).Kick()
 		}, "not an address of guest memory"},
-		"spoilt ring": {func(c *vm) {
+		"malformed ring": {func(c *vm) {
 			desc, avail, _ := c.fe.Queue(1).Rings()
 			if h.rings == 0 {
 				c.bytes(avail+2, 2)[1] = 0x55
@@ -185,7 +184,7 @@ func brokenQueues(t *testing.T, h *host) {
 			f := buildFrame(b.mac, a.mac, 99, 7)
 			a.send(0, f)
 			if got := b.recv(0); !bytes.Equal(got, f) {
-				t.Fatal("neighbours are disturbed")
+				t.Fatal("other VMs are affected")
 			}
 			if err := c.fe.Close(); err != nil {
 				t.Fatal(err)
@@ -194,15 +193,15 @@ func brokenQueues(t *testing.T, h *host) {
 			f = buildFrame(c.mac, a.mac, 99, 7)
 			a.send(0, f)
 			if got := c.recv(0); !bytes.Equal(got, f) || c.dev.Describe().Broken != "" {
-				t.Fatal("not well after a new start")
+				t.Fatal("the queue does not work after a restart")
 			}
 		})
 	}
 	h.t = t
 }
 
-// TestMemoryVanishes: a guest's memory file shrinks while another sends to it;
-// that device stops, the sender and the daemon go on.
+// TestMemoryVanishes: a guest's memory file is truncated while another guest sends to it; that device stops, the sender
+// and the daemon continue.
 func TestMemoryVanishes(t *testing.T) {
 	h := newHost(t, 1, true)
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
@@ -280,7 +279,7 @@ func TestNetMessages(t *testing.T) {
 		_, err := cl.Do(vhostuser.ReqNetSetMTU, false, vhostuser.AppendU64(nil, v))
 		return err
 	}
-	// One beyond the network's is no reason to leave the guest without a network.
+	// An MTU beyond the network's is accepted.
 	must(t, setMTU(mtu), setMTU(68), setMTU(mtu+1))
 	_, err := cl.Do(vhostuser.ReqSendRARP, false, append(c.mac[:], 0, 0))
 	must(t, err)
@@ -301,7 +300,7 @@ func multiqueue(t *testing.T, h *host) {
 	if b.fe.Features()&FeatureMQ == 0 || b.fe.NumQueues() != 4 {
 		t.Fatal("no multiqueue")
 	}
-	// Some frames per round only, so that none is dropped for want of buffers.
+	// Few frames per round, so that none is dropped for lack of buffers.
 	const flows, rounds = 16, 50
 	next := [flows]uint32{}
 	used := [2]int{}
@@ -339,9 +338,9 @@ func multiqueue(t *testing.T, h *host) {
 		}
 	}
 	if used[0] == 0 || used[1] == 0 {
-		t.Fatal("all on one pair", used)
+		t.Fatal("all flows are on one pair", used)
 	}
-	// With one pair stopped, all goes to the other.
+	// With one pair stopped, all flows use the other.
 	must(t, b.fe.StopQueue(2))
 	f := buildFrame(b.mac, a.mac, 60, 3)
 	a.send(0, f)
@@ -350,7 +349,7 @@ func multiqueue(t *testing.T, h *host) {
 	b.recv(0)
 }
 
-// TestPolledTransmit: a driver that gives no kick descriptor is polled.
+// TestPolledTransmit: a driver without a kick descriptor is polled.
 func TestPolledTransmit(t *testing.T) {
 	h := newHost(t, 1, true)
 	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
@@ -365,7 +364,7 @@ func TestPolledTransmit(t *testing.T) {
 	}
 }
 
-// TestRestartUnderTraffic: rings stop and start while frames come in.
+// TestRestartUnderTraffic: rings stop and start while frames arrive.
 func TestRestartUnderTraffic(t *testing.T) { bothRings(t, 2, restartUnderTraffic) }
 
 func restartUnderTraffic(t *testing.T, h *host) {
@@ -397,8 +396,8 @@ func restartUnderTraffic(t *testing.T, h *host) {
 	}
 	close(stop)
 	<-done
-	// What was still on its way comes first, and may leave no buffer for this
-	// frame: then it is dropped and counted, and has to be sent again.
+	// Frames still under way come first, and may leave no buffer for this one: then it is dropped and counted, and must
+	// be sent again.
 	f := buildFrame(b.mac, a.mac, 2000-headerLen, 9)
 	for arrived := false; !arrived; {
 		before := b.dropped(vswitch.QueueFull)
@@ -431,12 +430,12 @@ func TestFlowHash(t *testing.T) {
 		return append(f, 0x45, 0, 0, 0, 0, 0, frag, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0, port, 0, 7, 0, 0, 0, 0)
 	}
 	if hash(udp(1, 0x40)) == hash(udp(2, 0x40)) {
-		t.Error("ports do not count")
+		t.Error("the hash ignores ports")
 	}
 	if hash(udp(1, 0x20)) != hash(udp(2, 0x20)) {
-		t.Error("fragments go different ways")
+		t.Error("fragments have different hashes")
 	}
-	for n := range 60 { // any length does
+	for n := range 60 { // any length must work
 		hash(udp(1, 0x40)[:min(n, 42)])
 		v6 := make([]byte, n)
 		if n > 13 {
@@ -446,7 +445,7 @@ func TestFlowHash(t *testing.T) {
 	}
 }
 
-// benchSend measures one frame from guest to guest on one loop, driver's work included.
+// benchSend measures one frame from guest to guest on one loop, including the driver's work.
 func benchSend(b *testing.B, rings uint64, size int) {
 	h := newHost(b, 1, false)
 	h.rings = rings
@@ -481,7 +480,7 @@ func benchSend(b *testing.B, rings uint64, size int) {
 		}
 		rx.Kick()
 	}
-	for range 8 { // until each buffer has had its turn, and its page is there
+	for range 8 { // until each buffer was used, and its page is resident
 		cycle()
 	}
 	b.SetBytes(int64(size))
@@ -492,8 +491,8 @@ func benchSend(b *testing.B, rings uint64, size int) {
 	}
 }
 
-// stepUntil returns the next chain that the device has given back, after further steps of the loop if the page of a
-// buffer is still to come.
+// stepUntil returns the next chain that the device has returned, after further steps of the loop if a buffer's page is
+// absent.
 func stepUntil(b *testing.B, l *loop.Loop, q *frontend.Queue) (tok uint64, n uint32) {
 	for deadline := (time.Time{}); ; l.Step() {
 		tok, n, ok, err := q.Get()
@@ -511,7 +510,7 @@ func stepUntil(b *testing.B, l *loop.Loop, q *frontend.Queue) (tok uint64, n uin
 	}
 }
 
-// allocatesNothing runs a benchmark for its allocations; one that fails has none.
+// allocatesNothing checks a benchmark's allocations; one that failed has none.
 func allocatesNothing(t *testing.T, f func(*testing.B)) {
 	t.Helper()
 	if r := testing.Benchmark(f); r.N == 0 || r.AllocsPerOp() != 0 {

@@ -2,8 +2,8 @@ package vswitch
 
 import "net/netip"
 
-// What a control plane for addresses (EVPN) needs of the switch: to say what tunnels are for, to hear that something
-// has changed on this host's ports, and to list what is there.
+// The interface for control planes of addresses (EVPN): they set what tunnels are used for, are notified of changes at
+// this host's ports, and list the addresses there.
 
 // Bits of Network.tunnels.
 const (
@@ -11,8 +11,8 @@ const (
 	noTunnelLearn
 )
 
-// SetTunnels says whether unicast frames to unknown addresses are flooded into tunnels, and whether addresses are
-// learnt from what comes out of them. Both are so at first. Frames are judged as before; what was learnt already ages.
+// SetTunnels sets whether unicast frames to unknown addresses are flooded into tunnels, and whether addresses are
+// learnt from tunnels. Both are on initially. Frames from tunnels are checked as before; learnt addresses age.
 func (n *Network) SetTunnels(floodUnknown, learn bool) {
 	var v uint32
 	if !floodUnknown {
@@ -24,8 +24,8 @@ func (n *Network) SetTunnels(floodUnknown, learn bool) {
 	n.tunnels.Store(v)
 }
 
-// OnChange has f called when an address was learnt on a port of this host, or has moved there, or when such a port has
-// claimed an IP address. It runs on loops and must not block; nil ends it. What ages is not told.
+// OnChange has f called when an address was learnt at a port of this host, or has moved there, or when such a port has
+// claimed an IP address. f runs on loops and must not block; nil removes it. Ageing is not reported.
 func (n *Network) OnChange(f func()) {
 	if f == nil {
 		n.changed.Store(nil)
@@ -54,8 +54,8 @@ type LocalIP struct {
 	MAC
 }
 
-// Locals lists the addresses at ports of this host, each once whatever VLANs it is in, without those that were set
-// static by hand. In no order.
+// Locals lists the addresses at ports of this host, each once for all its VLANs, without those set by SetStatic. They
+// are not ordered.
 func (n *Network) Locals() (macs []Local, ips []LocalIP) {
 	now := n.seconds()
 	t := n.table.Load()

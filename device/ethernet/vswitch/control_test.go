@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Yielding entries: tunnels cannot move them, ports of this host can, by any frame but RoCE; a VM's port takes them
-// when it is attached.
+// Yielding entries: tunnels cannot move them; ports of this host can, by any frame except RoCE; a VM's port takes them
+// over when it is attached.
 func TestYielding(t *testing.T) {
 	b := newBench(t, Config{})
 	tunnel, tap := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}), b.port(PortConfig{Name: "tap", Kind: KindTAP})
@@ -33,12 +33,12 @@ func TestYielding(t *testing.T) {
 	}
 	at(tunnel, 2, true)
 	if told != 0 {
-		t.Errorf("told %d times of what tunnels brought", told)
+		t.Errorf("OnChange called %d times for frames from tunnels", told)
 	}
 	b.input(tap.att, buildFrame(mac(8), m.MAC, "y"), Source{})
 	at(tap, 0, false)
 	if told == 0 {
-		t.Error("not told of an address that has come to a port of this host")
+		t.Error("OnChange not called for an address that moved to a port of this host")
 	}
 	macs, _ := b.net.Locals()
 	if !slices.Contains(macs, Local{MAC: m.MAC, Port: "tap", Kind: KindTAP}) {
@@ -48,7 +48,7 @@ func TestYielding(t *testing.T) {
 		t.Errorf("counts %d static of %d, table %+v", s.Static, s.Entries, s.FDB)
 	}
 
-	// The control plane says that it has gone again, and then a VM with that address starts here.
+	// The control plane reports that it has moved away again, and then a VM with that address starts here.
 	if err := b.net.SetYielding(m, tunnel.att, 3); err != nil {
 		t.Fatal(err)
 	}
@@ -56,15 +56,15 @@ func TestYielding(t *testing.T) {
 	vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{m.MAC}})
 	at(vm, 0, true)
 	if err := b.net.SetYielding(m, tunnel.att, 3); err == nil {
-		t.Error("a VM's address was given to a tunnel")
+		t.Error("a VM's address was moved to a tunnel")
 	}
 	if b.net.RemoveStatic(m, tunnel.att) {
-		t.Error("the VM's entry was removed as the tunnel's")
+		t.Error("the VM's entry was removed with the tunnel's")
 	}
 	at(vm, 0, true)
 }
 
-// An address that yields is the port's who claims it; one that does not stays.
+// A yielding IP address goes to the port that claims it; another one stays.
 func TestYieldingNeighbour(t *testing.T) {
 	b := newBench(t, Config{})
 	b.port(PortConfig{Name: "vxlan", Kind: KindVTEP})
@@ -88,11 +88,11 @@ func TestYieldingNeighbour(t *testing.T) {
 		t.Errorf("local IPs %+v", ips)
 	}
 	if err := b.net.SetYieldingNeighbour(one, Address{MAC: mac(7)}); err != nil {
-		t.Errorf("the control plane takes it back: %v", err)
+		t.Errorf("setting it again: %v", err)
 	}
 }
 
-// Without flooding and learning, a tunnel gets known and group addresses only, and teaches nothing.
+// Without flooding and learning, a tunnel gets only known and group addresses, and no addresses are learnt from it.
 func TestSetTunnels(t *testing.T) {
 	b := newBench(t, Config{})
 	tunnel, tap, other := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}),

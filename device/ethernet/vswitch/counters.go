@@ -6,8 +6,8 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Counters count frames and drops of one port or network. Every loop writes to a part of its own with plain loads and
-// stores, so counting costs no bus traffic; therefore the counting methods are for loop threads only. The zero value
+// Counters count frames and drops of one port or network. Every loop writes to its own part with plain loads and
+// stores, so counting causes no bus traffic; therefore only loop threads may call the counting methods. The zero value
 // is ready.
 type Counters struct {
 	shards [loop.MaxLoops]shard
@@ -21,7 +21,7 @@ type shard struct {
 
 func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
 
-// In counts frames, of so many bytes together, that entered the network.
+// In counts frames, with their total bytes, that entered the network.
 func (c *Counters) In(l *loop.Loop, frames, bytes int) { c.in(l.ID(), frames, bytes) }
 
 func (c *Counters) in(loop, frames, bytes int) {
@@ -30,7 +30,7 @@ func (c *Counters) in(loop, frames, bytes int) {
 	add(&s.inBytes, uint64(bytes))
 }
 
-// Out counts frames, of so many bytes together, that left the network.
+// Out counts frames, with their total bytes, that left the network.
 func (c *Counters) Out(l *loop.Loop, frames, bytes int) { c.out(l.ID(), frames, bytes) }
 
 func (c *Counters) out(loop, frames, bytes int) {
@@ -48,14 +48,14 @@ func (c *Counters) Drop(l *loop.Loop, r Reason, n int) {
 	add(&c.shards[l.ID()].drops[r], uint64(n))
 }
 
-// Totals are the sums of a Counters at one moment. Drops holds only reasons that occurred, by name.
+// Totals are the sums of Counters at one moment. Drops holds only reasons that occurred, by name.
 type Totals struct {
 	InFrames  uint64 `json:"in_frames"`
 	InBytes   uint64 `json:"in_bytes"`
 	OutFrames uint64 `json:"out_frames"`
 	OutBytes  uint64 `json:"out_bytes"`
 	Floods    uint64 `json:"floods,omitempty"`
-	// Answered counts requests and errors that the switch answered in place of others.
+	// Answered counts requests and errors that the switch answered.
 	Answered uint64            `json:"answered,omitempty"`
 	Drops    map[string]uint64 `json:"drops,omitempty"`
 }
@@ -69,7 +69,7 @@ func (c *Counters) Dropped(r Reason) uint64 {
 	return n
 }
 
-// Totals adds up all loops' parts. Safe from any goroutine.
+// Totals adds up all loops' parts. Callable from any goroutine.
 func (c *Counters) Totals() Totals {
 	var t Totals
 	for i := range c.shards {

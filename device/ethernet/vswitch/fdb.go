@@ -7,23 +7,24 @@ import (
 	"sync/atomic"
 )
 
-// fdb is the forwarding database of one network: MAC and VLAN -> port, remote, last seen. Any loop looks up and learns
-// at any time; nobody waits for anybody.
+// fdb is the forwarding database of one network: MAC and VLAN -> port, remote, last seen. Any loop may look up and
+// learn at any time; none waits.
 //
-// It is a set-associative table like a switch chip's: a MAC may be in one of two buckets of seven slots, chosen by
-// a hash with a secret seed, so that a guest that picks its MACs cannot fill the bucket of another. The table has twice
-// as many slots as it may have entries.
+// It is a set-associative table as in switch hardware: a MAC may be in one of two buckets of seven slots, chosen by a
+// hash with a secret seed, so that a guest that chooses its MACs cannot fill the bucket of another MAC. The table has
+// twice as many slots as its maximum of entries.
 //
-// Each bucket is a sequence lock of its own. A reader takes the version, reads, and believes what it read if the
-// version is still the same and even. A writer makes the version odd by compare-and-swap; if another writer is there,
-// a learning loop just does not learn this time (the next frame will), while the control plane tries again. Refreshing
-// an entry's age, the common case, is one compare-and-swap of the value, at most once per second and entry.
+// Each bucket is a sequence lock. A reader reads the version, then the entry, and uses it if the version is still the
+// same and even. A writer makes the version odd by compare-and-swap; if another writer has it, a learning loop skips
+// learning this time (the next frame will do), while the control plane retries. Refreshing an entry's age, the common
+// case, is one compare-and-swap of the value, at most once per second and entry.
 type fdb struct {
 	buckets []bucket
 	mask    uint64
 	seed    uint64
-	hand    atomic.Uint64 // next bucket that sweep looks at
-	// vlans has a bit for each VLAN that a key has ever had: who wants an address in all VLANs need not walk the table.
+	hand    atomic.Uint64 // next bucket to sweep
+	// vlans has a bit for each VLAN that any key had, so that finding an address in all VLANs needs no walk of the
+	// table.
 	vlans [4096 / 64]atomic.Uint64
 }
 
@@ -47,7 +48,7 @@ func makeValue(port uint16, static bool, remote uint16, seen uint32) value {
 	return v
 }
 
-// yielding makes a static value one that gives way to what ports other than tunnels bring.
+// yielding marks a static value as one that ports other than tunnels may take over.
 func (v value) yielding() value { return v | 1<<49 }
 
 func (v value) port() uint16   { return uint16(v >> 50) }
@@ -56,11 +57,11 @@ func (v value) static() bool   { return v>>48&1 != 0 }
 func (v value) remote() uint16 { return uint16(v >> 32) }
 func (v value) seen() uint32   { return uint32(v) }
 
-// place is everything but the age.
+// place returns all of a value but its age.
 func (v value) place() uint64 { return uint64(v) >> 32 }
 
 func (v value) expired(now, maxAge uint32) bool {
-	// now may lag behind seen by a second when another loop refreshed the entry.
+	// now may be a second behind seen if another loop refreshed the entry.
 	return !v.static() && int32(now-v.seen()) > int32(maxAge)
 }
 
@@ -69,14 +70,14 @@ func newFDB(maxEntries int) *fdb {
 	return &fdb{buckets: make([]bucket, n), mask: n - 1, seed: rand.Uint64()}
 }
 
-// pair returns the two buckets of a key (which may be the same one).
+// pair returns the two buckets of a key, which may be the same.
 func (t *fdb) pair(key uint64) (a, b *bucket) {
 	hi, lo := bits.Mul64(key^t.seed, 0x9e3779b97f4a7c15)
 	h := (hi ^ lo) * 0xd6e8feb86659fd93
 	return &t.buckets[h>>32&t.mask], &t.buckets[(h^h>>29)&t.mask]
 }
 
-// find returns the slot and value of key, with ok false when it is not there.
+// find returns the slot and value of key; ok is false if it is not there.
 func (t *fdb) find(key uint64) (b *bucket, slot int, v value, ok bool) {
 	a, c := t.pair(key)
 	if slot, v, ok = a.find(key); ok {
@@ -88,7 +89,8 @@ func (t *fdb) find(key uint64) (b *bucket, slot int, v value, ok bool) {
 	return nil, 0, 0, false
 }
 
-// readRetries bounds a reader that meets writers again and again. Then the entry counts as unknown: the frame floods.
+// readRetries bounds a reader's retries after interference by writers. Then the entry counts as unknown, and the frame
+// is flooded.
 const readRetries = 64
 
 func (b *bucket) find(key uint64) (int, value, bool) {
@@ -115,7 +117,7 @@ func (b *bucket) tryLock() bool {
 	return v&1 == 0 && b.version.CompareAndSwap(v, v+1)
 }
 
-// lock is for the control plane: loops hold a bucket for some nanoseconds only.
+// lock is for the control plane: loops hold a bucket only for some nanoseconds.
 func (b *bucket) lock() {
 	for !b.tryLock() {
 		runtime.Gosched()
@@ -133,8 +135,8 @@ func (b *bucket) slotOf(key uint64) int {
 	return -1
 }
 
-// lockPair locks both buckets of a key for an insertion. Nobody waits for a second lock while holding a first, so
-// there is no order to keep.
+// lockPair locks both buckets of a key for an insertion. It never waits for a second lock while it holds a first, so no
+// lock order is needed.
 func (t *fdb) lockPair(key uint64, wait bool) (a, c *bucket, ok bool) {
 	a, c = t.pair(key)
 	if wait {
@@ -167,14 +169,14 @@ func unlockPair(a, c *bucket) {
 type putResult uint8
 
 const (
-	putDone    putResult = iota // stored; old is what was there, 0 = nothing
+	putDone    putResult = iota // stored; old is the value replaced, 0 = none
 	putBusy                     // another writer holds a bucket
 	putNoSpace                  // both buckets are full of live entries
 	putDenied                   // decide refused
 )
 
-// put stores v under key. decide sees the present value (0 = none) while the buckets are locked and may refuse. Slots
-// whose entries have expired are reused; evict is told of each entry that goes that way.
+// put stores v under key. decide gets the present value (0 = none) while the buckets are locked, and may refuse. Slots
+// with expired entries are reused; evict is called for each entry replaced that way.
 func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, decide func(old value) bool,
 	evict func(value)) putResult {
 	a, c, ok := t.lockPair(key, wait)
@@ -195,7 +197,7 @@ func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, deci
 	if !decide(0) {
 		return putDenied
 	}
-	// The emptier bucket takes it.
+	// Use the emptier bucket.
 	fa, na := a.free(expired)
 	fc, nc := c.free(expired)
 	b, i := a, fa
@@ -218,7 +220,7 @@ func (t *fdb) put(key uint64, v value, wait bool, expired func(value) bool, deci
 	return putDone
 }
 
-// free returns a usable slot (-1 = none) and how many there are; the bucket is locked.
+// free returns a usable slot (-1 = none) and their number; the bucket is locked.
 func (b *bucket) free(expired func(value) bool) (slot, n int) {
 	slot = -1
 	for i := range b.keys {
@@ -233,8 +235,8 @@ func (b *bucket) free(expired func(value) bool) (slot, n int) {
 	return slot, n
 }
 
-// removeIf deletes the entries of one bucket that match, and returns how many; the values are handed to gone. Without
-// wait it gives up when a writer is in the bucket.
+// removeIf deletes the matching entries of one bucket, calls gone with each value, and returns their number. Without
+// wait it gives up if a writer has the bucket.
 func (b *bucket) removeIf(wait bool, match func(key uint64, v value) bool, gone func(value)) (n int) {
 	if wait {
 		b.lock()
@@ -256,7 +258,7 @@ func (b *bucket) removeIf(wait bool, match func(key uint64, v value) bool, gone 
 	return n
 }
 
-// tagged calls f with an address in each VLAN that there has been, but not in none.
+// tagged calls f with an address in each VLAN that was ever used, except 0.
 func (t *fdb) tagged(mac uint64, f func(key uint64)) {
 	for i := range t.vlans {
 		for w := t.vlans[i].Load(); w != 0; w &= w - 1 {
@@ -265,7 +267,7 @@ func (t *fdb) tagged(mac uint64, f func(key uint64)) {
 	}
 }
 
-// each calls f for every entry at a moment of its bucket. Control plane only.
+// each calls f for every entry, with a consistent view of each bucket. Control plane only.
 func (t *fdb) each(f func(key uint64, v value)) {
 	for i := range t.buckets {
 		b := &t.buckets[i]

@@ -6,25 +6,25 @@ import (
 	"time"
 )
 
-// An address that moves flapMoves times within flapWindow flaps: two hosts use it, or two ports of the network are one
-// segment outside it (a looped bridge). Where it was before the first of those moves is its home. It is put back there
-// at once, and held while frames go on bringing it from elsewhere, until its home has been silent for a window: then
-// the next one who speaks has it, and the count begins anew. So of a loop that lasts only the first few frames of a
-// contest pass, and a host that has moved waits a window at most unless a loop repeats what it says from its new place;
-// then it waits until the table forgets the old one.
+// An address that moves flapMoves times within flapWindow flaps: two hosts use it, or two ports of the network belong
+// to one segment outside it (a looped bridge). Its place before the first of those moves is its home. It is returned
+// there at once, and held while frames from elsewhere claim it, until its home has been silent for a window: then the
+// next sender gets it, and the count restarts. So during a lasting loop only the first few frames of a contest pass,
+// and a host that has moved waits at most a window, unless a loop repeats its frames from its new place; then it waits
+// until the old entry has aged.
 const (
 	flapMoves  = 5
 	flapWindow = 10 // seconds
-	// An address that moves more seldom has its home remembered for so many seconds: a loop repeats what a host says that
-	// says little.
+	// The home of an address that moves more slowly is remembered for this many seconds: a loop only repeats what the
+	// host sends, which may be little.
 	flapMemory = 60
 	flapSlots  = 64
 )
 
-// flaps finds addresses that flap. It is exact for the few that a healthy network has; when more than flapSlots move at
-// once they displace each other, which a storm of moving addresses deserves.
+// flaps detects flapping addresses. It is exact for the few that a healthy network has; if more than flapSlots move at
+// once, they displace each other.
 type flaps struct {
-	busy   atomic.Bool // held for the fields below, for some nanoseconds; bucket locks are tried inside
+	busy   atomic.Bool // guards the fields below, for some nanoseconds; bucket locks are only tried while it is held
 	slots  [flapSlots]flap
 	logged uint32 // second of the last log line
 
@@ -33,20 +33,20 @@ type flaps struct {
 
 type flap struct {
 	key   uint64
-	home  value     // with the second in which it was last heard there
-	since uint32    // second of the first move, then of having been found flapping
+	home  value     // with the second of the last frame there
+	since uint32    // second of the first move; once flapping, of the detection
 	last  uint32    // second of the last move or refusal
-	moves uint32    // since then; flapMoves and more: it flaps
+	moves uint32    // since then; from flapMoves on the address flaps
 	ports [2]uint16 // the last move: from, to
 }
 
-// over tells whether nobody contests the address any more.
+// over reports whether the contest for the address has ended.
 func (s *flap) over(now uint32) bool { return s.moves >= flapMoves && ago(now, s.last) > flapWindow }
 
-// ago is how many seconds t lies back; loops' clocks may differ by one.
+// ago returns how many seconds ago t was; loops' clocks may differ by one.
 func ago(now, t uint32) int32 { return int32(now - t) }
 
-// flapTries bounds how often a loop looks whether another one is done.
+// flapTries bounds a loop's attempts to get the lock.
 const flapTries = 64
 
 func (f *flaps) tryLock() bool {
@@ -73,11 +73,11 @@ type verdict uint8
 
 const (
 	moveFree  verdict = iota
-	moveLater         // another loop is deciding: learn nothing from this frame
+	moveLater         // another loop is deciding: do not learn from this frame
 	moveHeld          // drop the frame
 )
 
-// mayFlap tells whether an address may go from one place to another.
+// mayFlap decides whether an address may move from one place to another.
 func (n *Network) mayFlap(key uint64, from, to value, now uint32) verdict {
 	f := &n.flaps
 	if n.cfg.noHold {
@@ -106,15 +106,15 @@ func (n *Network) mayFlap(key uint64, from, to value, now uint32) verdict {
 		s.moves = 0
 		return moveFree
 	}
-	if from.place() != s.home.place() { // it was put there while we found it flapping
+	if from.place() != s.home.place() { // it moved there while we found it flapping
 		n.sendHome(s, from)
 	}
 	s.last = now
 	return moveHeld
 }
 
-// moved counts a move that has been made. It returns true if the address flaps and has been sent home again: the frame
-// that brought it is to be dropped.
+// moved counts a completed move. It returns true if the address flaps and was returned to its home: the frame that
+// moved it must be dropped.
 func (n *Network) moved(key uint64, from, to value, now uint32) bool {
 	n.moves.Add(1)
 	f := &n.flaps
@@ -142,13 +142,13 @@ func (n *Network) moved(key uint64, from, to value, now uint32) bool {
 	return s.moves >= flapMoves && !n.cfg.noHold && s.home.place() != to.place() && n.sendHome(s, to)
 }
 
-// homeless tells whether an address' home has ceased to be, or has been silent for the ageing time.
+// homeless reports whether an address's home is gone, or has been silent for the ageing time.
 func (n *Network) homeless(s *flap, now uint32) bool {
 	h := n.byID(s.home.port())
 	return h == nil || h.closed.Load() || s.home.expired(now, n.age)
 }
 
-// sendHome puts a flapping address that is not homeless back from where it is. It returns false when another loop is at
+// sendHome returns a flapping address with a valid home from its present place. It returns false if another loop holds
 // the entry.
 func (n *Network) sendHome(s *flap, from value) bool {
 	h := n.byID(s.home.port())
@@ -163,15 +163,15 @@ func (n *Network) sendHome(s *flap, from value) bool {
 		return v != 0 && v.place() == from.place()
 	}, n.gone)
 	if res != putDone {
-		n.gone(s.home) // the places that were taken for it
+		n.gone(s.home) // undoes the counts reserved for it
 		return false
 	}
 	n.gone(old)
 	return true
 }
 
-// forgetHomes is called when places or addresses have ceased to be, with what else removes them: nobody is sent home
-// meanwhile.
+// forgetHomes removes the homes that match gone, together with and, which removes the entries: no address is returned
+// home meanwhile.
 func (n *Network) forgetHomes(gone func(*flap) bool, and func()) {
 	f := &n.flaps
 	f.lock()
@@ -184,7 +184,7 @@ func (n *Network) forgetHomes(gone func(*flap) bool, and func()) {
 	and()
 }
 
-// report counts an address that flaps. It logs at most once per window, on a goroutine of its own, because the log may
+// report counts a flapping address. It logs at most once per window, on a separate goroutine, because logging may
 // block.
 func (n *Network) report(s *flap, now uint32) {
 	f := &n.flaps
@@ -199,13 +199,13 @@ func (n *Network) report(s *flap, now uint32) {
 		f.count.Load())
 }
 
-// Flapping is an address that moves to and fro.
+// Flapping is an address that moves back and forth.
 type Flapping struct {
 	MAC   MAC    `json:"mac"`
 	VLAN  uint16 `json:"vlan,omitempty"`
-	Moves uint32 `json:"moves"` // within the last seconds
+	Moves uint32 `json:"moves"` // in the current window
 	Home  string `json:"home"`  // where it is held
-	From  string `json:"from"`  // the last move
+	From  string `json:"from"`  // of the last move
 	To    string `json:"to"`
 }
 
@@ -220,7 +220,7 @@ func (n *Network) flapping(s flap) Flapping {
 		From: name(s.ports[0]), To: name(s.ports[1])}
 }
 
-// Flapping lists the addresses that flap now, ordered by address.
+// Flapping lists the addresses that flap at present, ordered by address.
 func (n *Network) Flapping() (out []Flapping) {
 	n.flaps.lock()
 	slots := n.flaps.slots

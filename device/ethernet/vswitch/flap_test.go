@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// flapBench is a network with an address, mac(1), and places that it comes from.
+// flapBench is a network with one roaming address, mac(1), and several ports.
 type flapBench struct {
 	*bench
 	home, x, y *recPort
@@ -21,7 +21,7 @@ func newFlapBench(t *testing.T, c Config) *flapBench {
 		x: b.port(PortConfig{Name: "x", Kind: KindTAP}), y: b.port(PortConfig{Name: "y", Kind: KindTAP})}
 }
 
-// from sends a new broadcast of mac(1) and tells whether it passed.
+// from sends a new broadcast of mac(1) and reports whether it passed.
 func (b *flapBench) from(p *recPort) bool {
 	before := p.att.Counters.Dropped(FlapHeld)
 	b.serial++
@@ -34,12 +34,12 @@ func (b *flapBench) at() string { e, _ := b.net.Lookup(mac(1)); return e.Port }
 func (b *flapBench) wantAt(want, when string) {
 	b.t.Helper()
 	if at := b.at(); at != want {
-		b.t.Fatalf("%s: it is at %q, want %q", when, at, want)
+		b.t.Fatalf("%s: the address is at %q, want %q", when, at, want)
 	}
 }
 
-// What the network has flooded, and gets back from elsewhere, is dropped and teaches nothing, from the first on; but
-// only for so long, and not what is new.
+// A frame that the network has flooded and gets back from elsewhere is dropped and nothing is learnt from it, from the
+// first one on; but only for some time, and new frames pass.
 func TestEcho(t *testing.T) {
 	b := newFlapBench(t, Config{})
 	send := func(p *recPort, what string) (passed bool) {
@@ -55,31 +55,31 @@ func TestEcho(t *testing.T) {
 	}
 	b.wantAt("home", "after echoes")
 	if !send(b.home, "hello") {
-		t.Error("a host may not repeat itself")
+		t.Error("a repeated frame of the host was dropped")
 	}
 	if n := len(b.x.take()); n != 2 {
-		t.Errorf("%d frames came to x", n)
+		t.Errorf("x got %d frames", n)
 	}
 	if !send(b.x, "I am here now") {
-		t.Error("a host that has moved is not heard")
+		t.Error("a new frame of a host that has moved was dropped")
 	}
 	b.wantAt("x", "moved")
-	// It says again and again what it said at its old place.
+	// It repeats the frames that it sent at its old place.
 	send(b.home, "who has")
 	for range echoWindow + 1 {
 		send(b.x, "who has")
 		b.advance(time.Second)
 	}
 	if !send(b.x, "who has") {
-		t.Error("a host that repeats itself at its new place is not heard")
+		t.Error("repeated frames at the host's new place were all dropped")
 	}
 	b.wantAt("x", "repeating itself")
 }
 
-// Once found flapping an address is at home at once, and at home when the hold ends; the frame that was one too many is
+// A flapping address is returned to its home at once, and is there when the hold ends; the frame that made it flap is
 // dropped.
 func TestFlapHome(t *testing.T) {
-	for _, first := range []int{0, 1} { // whichever port the last move goes to
+	for _, first := range []int{0, 1} { // port of the last move
 		b := newFlapBench(t, Config{})
 		b.from(b.home)
 		if first == 1 {
@@ -102,7 +102,7 @@ func TestFlapHome(t *testing.T) {
 		}
 		for range 10 {
 			if b.from(b.x) || b.from(b.y) {
-				t.Fatal("what comes round passes")
+				t.Fatal("a looped frame passed")
 			}
 			b.wantAt("home", "held")
 		}
@@ -112,18 +112,17 @@ func TestFlapHome(t *testing.T) {
 		b.advance((flapWindow + 2) * time.Second)
 		b.wantAt("home", "at the end of the window")
 		if len(b.net.Flapping()) != 0 {
-			t.Error("it still flaps")
+			t.Error("the address still flaps")
 		}
 		if !b.from(b.x) {
-			t.Error("it may not move any more")
+			t.Error("the address cannot move any more")
 		}
 		b.wantAt("x", "a move later")
 	}
 }
 
-// A loop goes on for minutes, and brings back everything that was ever said, ten times a second at two ports. A host
-// that says something now and then stays where it is all the time; of one that is silent a few frames per window are
-// lost, not its place.
+// A loop lasts for minutes, and returns every frame ever sent, ten times a second at two ports. A host that sends now
+// and then stays at its place all the time; one that is silent loses a few frames per window, but not its place.
 func TestFlapLoopPersists(t *testing.T) {
 	for _, every := range []time.Duration{5 * time.Second, time.Hour} {
 		t.Run(every.String(), func(t *testing.T) {
@@ -149,20 +148,20 @@ func TestFlapLoopPersists(t *testing.T) {
 				limit *= int(lasts/time.Second)/flapWindow + 1
 			}
 			if passed > limit || away > limit {
-				t.Errorf("%d frames came round, %d times it was not at home; want at most %d", passed, away, limit)
+				t.Errorf("%d looped frames passed, the address was %d times not at home; want at most %d", passed, away, limit)
 			}
 			b.wantAt("home", "in the end")
-			// The loop is cut. Then the host moves, and its first word is enough.
+			// The loop ends. Then the host moves, and its first frame is learnt.
 			b.advance((flapWindow + 1) * time.Second)
 			if !b.from(b.y) || b.at() != "y" {
-				t.Error("it cannot move when all is over")
+				t.Error("the address cannot move after the loop has ended")
 			}
 		})
 	}
 }
 
-// A bridge repeats at one port whatever it is given, and the host says little: five moves within a window do not come
-// about, until it says more. Then its home is where it was before all that.
+// A bridge repeats all frames at one port, and the host sends little: there are no five moves within a window, until it
+// sends more. Then its home is the place before all of that.
 func TestFlapSlowLoop(t *testing.T) {
 	b := newFlapBench(t, Config{})
 	say := func() (repeated bool) {
@@ -174,7 +173,7 @@ func TestFlapSlowLoop(t *testing.T) {
 	}
 	for range 10 {
 		say()
-		b.wantAt("x", "a slow loop is not noticed")
+		b.wantAt("x", "a slow loop is not detected")
 		b.advance((flapWindow + 2) * time.Second)
 	}
 	for range flapMoves {
@@ -187,8 +186,7 @@ func TestFlapSlowLoop(t *testing.T) {
 }
 
 // A host that moves is found at once; one that moves too often, or while its address is held, when its old place has
-// been silent for a window; and if a loop repeats what it says from its new place, when the table has forgotten the old
-// one.
+// been silent for a window; and if a loop repeats its frames from the new place, when the old entry has aged.
 func TestFlapMove(t *testing.T) {
 	found := func(t *testing.T, b *flapBench, from, loop *recPort, within int) {
 		t.Helper()
@@ -246,7 +244,7 @@ func TestFlapMove(t *testing.T) {
 	})
 }
 
-// A home that has ceased to be is nobody's home, also when another port takes its number.
+// A home on a closed port is void, even if another port gets its number.
 func TestFlapHomeGone(t *testing.T) {
 	flap := func(b *flapBench) {
 		for range flapMoves {
@@ -285,8 +283,8 @@ func TestFlapHomeGone(t *testing.T) {
 	})
 }
 
-// Under random moves of few addresses between ports that come and go the table's accounts are right, nothing points to
-// a port that has gone, and an address that is listed as flapping is at its home.
+// Under random moves of few addresses between ports that are attached and closed, the table's counts are right, no
+// entry points to a closed port, and an address listed as flapping is at its home.
 func TestFlapModel(t *testing.T) {
 	b := newBench(t, Config{MaxEntries: 64, MaxPortEntries: 64})
 	rng := rand.New(rand.NewPCG(7, 8))

@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// setStatic stores a static entry; what was learnt of the same address, or yields, gives way.
+// setStatic stores a static entry, replacing a learnt or yielding one.
 func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool) error {
 	now := n.seconds()
 	fresh := makeValue(a.id, true, remote, now)
@@ -30,7 +30,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	case res == putNoSpace:
 		return fmt.Errorf("vswitch: forwarding table has no room for static entry %v", m)
 	}
-	if m.VLAN == 0 { // it stands for all VLANs
+	if m.VLAN == 0 { // it applies to all VLANs
 		n.fdb.tagged(m.key(), func(k uint64) { n.remove(k, func(v value) bool { return !v.static() }) })
 	}
 	if old != 0 {
@@ -38,13 +38,13 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	}
 	n.entries.Add(1)
 	n.statics.Add(1)
-	n.advance() // it may be the VLAN's own beside one for all VLANs
+	n.advance() // it may shadow an entry for all VLANs
 	return nil
 }
 
-// SetStatic makes an address reachable by a port, and for tunnel ports by a remote, without learning; it neither ages
-// nor moves. Without a VLAN it stands for all VLANs. It replaces a learnt entry, or an earlier static one of the same
-// port. ErrMACInUse: static for another port.
+// SetStatic makes an address reachable at a port, and for tunnel ports behind a remote, without learning; it neither
+// ages nor moves. Without a VLAN it applies to all VLANs. It replaces a learnt entry, or an earlier static one of the
+// same port. ErrMACInUse: it is static at another port.
 func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
 		return fmt.Errorf("vswitch: network %q: %v cannot be a static entry", n.cfg.Name, m)
@@ -57,8 +57,8 @@ func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 	return n.setStatic(m, a, uint16(remote), false)
 }
 
-// SetYielding is SetStatic for what a control plane says of an address behind a tunnel: no tunnel's frames move it, but
-// a port of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
+// SetYielding is SetStatic for a control plane's entry of an address behind a tunnel: frames from tunnels do not move
+// it, but a port of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
 func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
 		return fmt.Errorf("vswitch: network %q: %v cannot be a static entry", n.cfg.Name, m)
@@ -71,7 +71,7 @@ func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
 	return n.setStatic(m, a, uint16(remote), true)
 }
 
-// RemoveStatic removes a static entry of that port, and tells whether there was one. The port's own addresses stay.
+// RemoveStatic removes a port's static entry, and reports whether there was one. The port's own addresses stay.
 func (n *Network) RemoveStatic(m Address, a *Attachment) bool {
 	if slices.Contains(a.cfg.MACs, m.MAC) {
 		return false
@@ -79,7 +79,7 @@ func (n *Network) RemoveStatic(m Address, a *Attachment) bool {
 	return n.remove(m.key(), func(v value) bool { return v.static() && v.port() == a.id })
 }
 
-// Forget removes a learnt entry and tells whether there was one.
+// Forget removes a learnt entry and reports whether there was one.
 func (n *Network) Forget(m Address) (ok bool) {
 	n.forgetHomes(func(s *flap) bool { return s.key == m.key() }, func() {
 		ok = n.remove(m.key(), func(v value) bool { return !v.static() })
@@ -96,30 +96,30 @@ func (n *Network) remove(key uint64, match func(value) bool) bool {
 	return removed > 0
 }
 
-// FlushRemote forgets everything, static entries included, that lies behind one remote of a tunnel port.
+// FlushRemote removes all entries, static ones included, behind one remote of a tunnel port.
 func (n *Network) FlushRemote(a *Attachment, remote Remote) {
 	gone := func(v value) bool { return v.port() == a.id && v.remote() == uint16(remote) }
 	all := func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) }
 	all()
-	n.Quiesce() // who has just moved an address away from there has noted it
+	n.Quiesce() // a loop that has just moved an address away from there has recorded that
 	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, all)
 }
 
-// FlushPort forgets what was learnt on a port.
+// FlushPort removes the learnt entries of a port.
 func (n *Network) FlushPort(a *Attachment) {
 	gone := func(v value) bool { return v.port() == a.id && !v.static() }
 	n.forgetHomes(func(s *flap) bool { return gone(s.home) },
 		func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) })
 }
 
-// learn notes where a source is. It returns false when the frame must be dropped, counted, because the address belongs
-// to a static entry elsewhere (letting it pass would let one port pose as another), or flaps and is held elsewhere, or
-// because it has come back to us from elsewhere, or is a RoCE frame that teaches nothing.
+// learn records the place of a source address. It returns false if the frame must be dropped, which it counts: because
+// the address has a static entry elsewhere (otherwise one port could pose as another), flaps and is held elsewhere, or
+// because the frame has returned from elsewhere, or is a RoCE frame from which nothing may be learnt.
 //
-// RoCE frames come in numbers, to memory, from whoever can forge an outer header, so they are believed least (MT-6):
-// one from elsewhere than its address is known to be is dropped; an address that moves says so by ARP, neighbour
-// discovery or any other frame, or is moved by a table source. A new address is learnt from a RoCE frame only if its
-// receiver would take the frame.
+// RoCE frames write to memory, and any host that can forge an outer header can send many, so they are trusted least
+// (MT-6): one from another place than its address's known one is dropped; an address moves by ARP, neighbour discovery
+// or any other frame, or by a table source. A new address is learnt from a RoCE frame only if its receiver would accept
+// the frame.
 func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16, now uint32) bool {
 	f, h := b.Bytes(), b.Layout()
 	src := macKey(f[6:]) | vlanKey(h.VLAN)
@@ -134,7 +134,7 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16
 			return true
 		case v.static() && !a.takesOver(v, h):
 			return a.mayMove(l, v, fresh, h)
-		case v.static(): // who set it judges whether it flaps
+		case v.static(): // the table source that set it decides whether it flaps
 			if !n.cfg.noHold && n.echoes.echo(f, now) {
 				a.looped(l, now)
 				return false
@@ -170,18 +170,17 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16
 	return !a.learns() || n.learnSlow(l, a, src, fresh, h, now)
 }
 
-// takesOver tells whether a port may take an address from a static entry by a frame: one that yields, to a port of this
-// host.
+// takesOver reports whether a frame lets a port take over a static entry: a yielding one, by a port of this host.
 func (a *Attachment) takesOver(v value, h *header.Layout) bool {
 	return v.yields() && a.cfg.Kind != KindVTEP && !h.Is(header.IsRoCE)
 }
 
-// learns tells whether addresses are learnt from the port's frames.
+// learns reports whether addresses are learnt from the port's frames.
 func (a *Attachment) learns() bool {
 	return a.cfg.Kind != KindVTEP || a.net.tunnels.Load()&noTunnelLearn == 0
 }
 
-// wanted asks the receiver of a RoCE frame, if it is a port that can tell, whether it takes it.
+// wanted asks the receiver of a RoCE frame, if its port can tell, whether it would accept the frame.
 func (n *Network) wanted(l *loop.Loop, b *frame.Buf, now uint32) bool {
 	out, _ := n.lookup(macKey(b.Bytes()), vlanKey(b.Layout().VLAN), now)
 	if out == nil {
@@ -191,14 +190,15 @@ func (n *Network) wanted(l *loop.Loop, b *frame.Buf, now uint32) bool {
 	return !ok || j.wants(l, b)
 }
 
-// judge is a port that tells of a RoCE frame whether it would take it.
+// judge is a port that can tell whether it would accept a RoCE frame.
 type judge interface {
 	wants(l *loop.Loop, b *frame.Buf) bool
 }
 
 // learnSlow inserts a new address or moves a known one.
 func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value, h *header.Layout, now uint32) bool {
-	// Take the places first and give them back if they are not needed: several loops insert at once and the limits hold.
+	// Count the entry first and undo that if it is not inserted: several loops insert at once, and the limits must
+	// hold.
 	if a.entries.Add(1) > a.maxEntries {
 		a.entries.Add(-1)
 		a.Counters.Drop(l, PortFull, 1)
@@ -244,8 +244,8 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 	return !static || a.mayMove(l, old, fresh, h)
 }
 
-// mayMove tells whether a frame whose source has a static entry may come from where it came: from the entry's port, and
-// if it is RoCE from the entry's remote. Else it is counted.
+// mayMove reports whether a frame whose source has a static entry may come from its place: from the entry's port, and
+// for RoCE also from the entry's remote. Otherwise it counts a drop.
 func (a *Attachment) mayMove(l *loop.Loop, static, from value, h *header.Layout) bool {
 	switch {
 	case static.port() != from.port():
@@ -258,7 +258,7 @@ func (a *Attachment) mayMove(l *loop.Loop, static, from value, h *header.Layout)
 	return false
 }
 
-// sweep removes what has expired from the next stretch of the table, once per second on whichever loop comes first.
+// sweep removes expired entries from the next part of the table, once per second on whichever loop comes first.
 func (n *Network) sweep(now uint32) {
 	last := n.tick.Load()
 	if int32(now-last) <= 0 || !n.tick.CompareAndSwap(last, now) {
@@ -277,11 +277,11 @@ func (n *Network) sweepSome(now uint32, count int) {
 	}
 }
 
-// displaceTries bounds how many buckets displace looks into.
+// displaceTries bounds the buckets that displace examines.
 const displaceTries = 64
 
-// displace makes room for a port that has less than its share of a full table, at the cost of one that has more: a
-// flood of addresses on one port keeps nobody else from being learnt. It returns false when there is no such entry.
+// displace makes room for a port below its share of a full table by removing an entry of a port above it: a flood of
+// addresses at one port does not prevent others from being learnt. It returns false if it finds no such entry.
 func (n *Network) displace(a *Attachment) bool {
 	t := n.table.Load()
 	share := (int64(n.cfg.MaxEntries) - n.statics.Load()) / int64(max(t.learn, 1))

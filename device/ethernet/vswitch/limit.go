@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// DefaultStorm is how many frames per second without one known receiver (broadcast, multicast, unknown unicast) a port
-// may send; a burst may be a second's worth.
+// DefaultStorm is the default limit of frames per second without a known single receiver (broadcast, multicast, unknown
+// unicast) from a port; the burst is one second's worth.
 const DefaultStorm = 10000
 
-// Unlimited turns a limit off that has a default.
+// Unlimited turns off a limit that has a default.
 const Unlimited = -1
 
 // Bounds of the configured rates.
@@ -20,15 +20,15 @@ const (
 	MaxRate  = 1_000_000_000_000
 )
 
-// meter is a token bucket that any loop takes from without a lock. It keeps the moment at which the bucket will be full
-// again (the generic cell rate algorithm, ITU-T I.371): one word, one compare-and-swap. The zero value limits nothing.
+// meter is a token bucket that any loop uses without a lock. It stores the time at which the bucket will be full again
+// (the generic cell rate algorithm, ITU-T I.371): one word, one compare-and-swap. The zero value limits nothing.
 type meter struct {
 	full atomic.Int64
-	unit int64 // nanoseconds that one unit costs, times 2^16; 0 = no limit
-	size int64 // nanoseconds' worth that the bucket holds
+	unit int64 // nanoseconds per unit, times 2^16; 0 = no limit
+	size int64 // burst, in nanoseconds
 }
 
-// set is for a meter that nobody uses yet. rate is in units per second, burst in units.
+// set initialises a meter that is not in use yet. rate is in units per second, burst in units.
 func (m *meter) set(rate, burst int64) {
 	if rate <= 0 {
 		return
@@ -37,11 +37,11 @@ func (m *meter) set(rate, burst int64) {
 	m.size = int64(float64(burst) / float64(rate) * float64(time.Second))
 }
 
-// meterTries bounds how often take tries again when other loops take at the same moment.
+// meterTries bounds the retries of take while other loops take at the same time.
 const meterTries = 16
 
-// take takes n units out of the bucket, or nothing when they are not there. A bucket that is not in debt gives any
-// amount, so that a frame larger than the burst passes once in a while instead of never.
+// take removes n units from the bucket, or nothing if they are not there. A bucket that is not in debt gives any
+// amount, so that a frame larger than the burst passes now and then instead of never.
 func (m *meter) take(now int64, n int) bool {
 	if m.unit == 0 {
 		return true
@@ -60,20 +60,20 @@ func (m *meter) take(now int64, n int) bool {
 	return false
 }
 
-// A tunnel's far ends have storm meters of their own, by number, so that one of them does not use up the others' share.
+// A tunnel's peers have their own storm meters, by number, so that none uses up the others' share.
 const remoteMeters = 64
 
 // limits are the meters of one port.
 type limits struct {
 	in, out meter // bits
 	storm   []meter
-	answers meter // answers that the switch makes itself
+	answers meter // for answers made by the switch
 }
 
-// How many ICMP errors a port may cause per second.
+// Limits of ICMP errors per second and port.
 const answerRate, answerBurst = 100, 50
 
-// set is for limits that nobody uses yet.
+// set initialises limits that are not in use yet.
 func (m *limits) set(p *PortConfig, network int) {
 	storm := p.Storm
 	if storm == 0 {
@@ -86,7 +86,7 @@ func (m *limits) set(p *PortConfig, network int) {
 	for i := range m.storm {
 		m.storm[i].set(int64(storm), int64(storm))
 	}
-	// 20 ms, and two large frames at least.
+	// 20 ms, and at least two large frames.
 	burst := max(p.Rate/50, 2*8*(MaxMTU+HeaderLen))
 	m.in.set(p.Rate, burst)
 	m.out.set(p.Rate, burst)

@@ -9,8 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// A storm on one port passes at its limit, is counted, and leaves known unicast of that port and floods of others
-// alone.
+// A storm on one port passes at its limit and is counted; known unicast of that port and floods of others are not
+// affected.
 func TestStorm(t *testing.T) {
 	b := newBench(t, Config{Storm: 100})
 	p, q := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
@@ -33,11 +33,11 @@ func TestStorm(t *testing.T) {
 	vm.take()
 	b.input(p.att, buildFrame(mac(9), mac(1), ""), Source{})
 	if len(vm.take()) != 1 {
-		t.Error("known unicast suffers from its port's storm")
+		t.Error("a storm affects known unicast of its port")
 	}
 	b.input(q.att, buildFrame(broadcast, mac(2), ""), Source{})
 	if len(p.take()) != 1 {
-		t.Error("another port's broadcast suffers")
+		t.Error("a storm affects another port's broadcast")
 	}
 	b.advance(100 * time.Millisecond)
 	for range 100 {
@@ -54,7 +54,7 @@ func TestStorm(t *testing.T) {
 	}
 }
 
-// A storm from one far end of a tunnel leaves the others' broadcasts alone.
+// A storm from one peer of a tunnel does not affect the others' broadcasts.
 func TestStormPerRemote(t *testing.T) {
 	b := newBench(t, Config{Storm: 10})
 	vtep, vm := b.port(PortConfig{Kind: KindVTEP}), b.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(9)}})
@@ -64,11 +64,11 @@ func TestStormPerRemote(t *testing.T) {
 	vm.take()
 	b.input(vtep.att, buildFrame(broadcast, mac(2), ""), Source{Remote: 2})
 	if len(vm.take()) != 1 {
-		t.Error("remote 2 suffers from remote 1's storm")
+		t.Error("remote 1's storm affects remote 2")
 	}
 }
 
-// The rate holds in each direction by itself, over any second, whatever the frames' sizes.
+// The rate holds in each direction separately, over any second, for all frame sizes.
 func TestRate(t *testing.T) {
 	const rate = 8_000_000 // 1 MB/s
 	b := newBench(t, Config{MTU: 9000})
@@ -102,7 +102,7 @@ func TestRate(t *testing.T) {
 		}
 	}
 	if slow.att.Counters.Dropped(RateLimit) == 0 || fast.att.Counters.Dropped(RateLimit) != 0 {
-		t.Error("not counted at the port that has the limit")
+		t.Error("drops are not counted at the limited port")
 	}
 }
 
@@ -128,8 +128,8 @@ func TestLimitBounds(t *testing.T) {
 	}
 }
 
-// A flood of addresses on some ports, however many, keeps no other port from having its addresses learnt, and takes
-// nothing from ports that keep to their share.
+// A flood of addresses on some ports, however many, does not prevent another port's addresses from being learnt, and
+// displaces none of ports within their share.
 func TestFairTable(t *testing.T) {
 	b := newBench(t, Config{MaxEntries: 400, MaxPortEntries: 300})
 	greedy := []*recPort{b.port(PortConfig{Name: "g1", Kind: KindTAP}), b.port(PortConfig{Name: "g2", Kind: KindTAP})}
@@ -146,7 +146,7 @@ func TestFairTable(t *testing.T) {
 	}
 	for i := range 90 { // its share is 100
 		b.input(late.att, buildFrame(broadcast, mac(800000+i), ""), Source{Remote: 1})
-		for k := range 20 { // the flood goes on
+		for k := range 20 { // while the flood continues
 			b.input(greedy[k%2].att, buildFrame(broadcast, mac(5000+i*20+k), ""), Source{})
 		}
 	}
@@ -164,7 +164,7 @@ func TestFairTable(t *testing.T) {
 	if st.Entries > 400 || st.Displaced != 90 {
 		t.Errorf("%d entries, %d displaced", st.Entries, st.Displaced)
 	}
-	// Beyond its share it has no privilege.
+	// Beyond its share it has no priority.
 	for i := range 200 {
 		b.input(late.att, buildFrame(broadcast, mac(700000+i), ""), Source{Remote: 1})
 	}
@@ -176,7 +176,7 @@ func TestFairTable(t *testing.T) {
 	}
 }
 
-// An address that moves to and fro is counted, named and logged once; one that moves once is not.
+// An address that moves back and forth is counted, listed and logged once; one that moves once is not.
 func TestFlapping(t *testing.T) {
 	var log testlog.Log
 	b := newBench(t, Config{Log: log.Logger()})
@@ -184,7 +184,7 @@ func TestFlapping(t *testing.T) {
 	b.input(p.att, buildFrame(broadcast, mac(1), "p"), Source{})
 	b.input(q.att, buildFrame(broadcast, mac(1), "q"), Source{})
 	if len(b.net.Flapping()) != 0 {
-		t.Error("one move is a flap")
+		t.Error("a single move counts as flapping")
 	}
 	for range 20 { // slower than the window
 		b.advance(flapWindow / flapMoves * 2 * time.Second)
@@ -223,7 +223,7 @@ func TestFlapping(t *testing.T) {
 	}
 }
 
-// One MAC in two VLANs is two addresses; a static one is known in all of them.
+// One MAC in two VLANs is two addresses; a static one is known in all VLANs.
 func TestVLAN(t *testing.T) {
 	b := newBench(t, Config{})
 	p, q := b.port(PortConfig{Name: "p", Kind: KindTAP}), b.port(PortConfig{Name: "q", Kind: KindTAP})
@@ -254,10 +254,10 @@ func TestVLAN(t *testing.T) {
 	}
 	b.input(p.att, tagged(7, buildFrame(broadcast, mac(9), "")), Source{})
 	if p.att.Counters.Dropped(StaticMoved) != 1 || len(q.take()) != 0 {
-		t.Error("a VM's MAC could be claimed in a VLAN")
+		t.Error("a VM's MAC was claimed in a VLAN")
 	}
 	b.input(p.att, append(buildFrame(broadcast, mac(1), "")[:12], 0x81, 0, 1), Source{})
 	if p.att.Counters.Dropped(ShortFrame) != 1 {
-		t.Error("a cut-off tag is not counted")
+		t.Error("a truncated tag is not counted")
 	}
 }

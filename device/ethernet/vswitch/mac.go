@@ -20,10 +20,10 @@ func ParseMAC(s string) (MAC, error) {
 // String returns the address as 52:54:00:12:34:56.
 func (m MAC) String() string { return net.HardwareAddr(m[:]).String() }
 
-// IsGroup tells whether the address names a group (multicast or broadcast).
+// IsGroup reports whether the address is a group address (multicast or broadcast).
 func (m MAC) IsGroup() bool { return m[0]&1 != 0 }
 
-// IsZero tells whether the address is all zeros.
+// IsZero reports whether the address is all zeros.
 func (m MAC) IsZero() bool { return m == MAC{} }
 
 // key packs an address into 48 bits.
@@ -35,15 +35,14 @@ func macKey(b []byte) uint64 {
 	return uint64(b[0])<<40 | uint64(b[1])<<32 | uint64(b[2])<<24 | uint64(b[3])<<16 | uint64(b[4])<<8 | uint64(b[5])
 }
 
-// Address is what the forwarding table goes by: a MAC in a VLAN (the outermost tag's; 0 = untagged, or
-// priority-tagged).
+// Address is a key of the forwarding table: a MAC in a VLAN (of the outermost tag; 0 = untagged, or priority-tagged).
 type Address struct {
 	MAC  MAC
 	VLAN uint16
 }
 
 const (
-	macBits = 1<<48 - 1 // of a packed address; the VLAN stands above
+	macBits = 1<<48 - 1 // of a packed address; the VLAN is above
 	maxVLAN = 4094      // IEEE 802.1Q, table 9-2
 )
 

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// tagged puts a VLAN tag into a frame; VLAN 0 leaves it as it is.
+// tagged inserts a VLAN tag into a frame; with VLAN 0 it returns the frame unchanged.
 func tagged(vlan uint16, f []byte) []byte {
 	if vlan == 0 {
 		return f
@@ -89,7 +89,7 @@ func TestTableModel(t *testing.T) {
 			}
 		case k < 98:
 			e, ok := live(m)
-			if got := b.net.Forget(m); ok && got == e.static { // what has aged may be there or not
+			if got := b.net.Forget(m); ok && got == e.static { // aged entries may still be in the table
 				t.Fatalf("Forget %v: %v, model %+v %v", m, got, e, ok)
 			}
 			if !e.static {

@@ -13,21 +13,21 @@ import (
 	"time"
 )
 
-// DefaultMaxNeighbours bounds the IP addresses that a network knows, MaxMaxNeighbours what may be configured. One port
-// other than a tunnel may fill a quarter by what is snooped from it.
+// DefaultMaxNeighbours bounds the IP addresses that a network knows, MaxMaxNeighbours the configurable bound. Addresses
+// snooped at one port other than a tunnel may fill a quarter.
 const (
 	DefaultMaxNeighbours = 4096
 	MaxMaxNeighbours     = 1 << 18
 )
 
-// ErrIPInUse says that an IP address is static for another MAC of the network.
+// ErrIPInUse: an IP address is static for another MAC of the network.
 var ErrIPInUse = errors.New("vswitch: IP address belongs to another MAC of the network")
 
 // ip is an address as the table has it; IPv4 addresses are mapped (RFC 4291, 2.5.5.2).
 type ip = [16]byte
 
 // neighbours is the table IP address and VLAN -> MAC, for answering ARP and neighbour solicitations. Only ARP and ND
-// frames touch it. Loops try the lock and go on without the table when it is taken.
+// frames use it. Loops try the lock and continue without the table if it is held.
 type neighbours struct {
 	mu      sync.Mutex
 	sets    []neighSet
@@ -36,7 +36,7 @@ type neighbours struct {
 	count   int
 	max     int
 	perPort int
-	ofPort  map[uint16]int // snooped; keys come and go with the ports
+	ofPort  map[uint16]int // number of snooped entries; keys are added and removed with the ports
 }
 
 type neighSet [8]neighbour
@@ -45,10 +45,10 @@ type neighbour struct {
 	ip     ip
 	mac    uint64 // 0: the slot is free
 	seen   uint32 // second
-	port   uint16 // static entries: noPort if no port of ours brought it
+	port   uint16 // static entries: noPort if set without a port
 	vlan   uint16
-	static bool // of all VLANs if vlan is 0
-	yields bool // static, but gives way to what ports other than tunnels say
+	static bool // applies to all VLANs if vlan is 0
+	yields bool // static, but ports other than tunnels may claim it
 	router bool
 }
 
@@ -68,7 +68,7 @@ func (t *neighbours) set(a *ip, vlan uint16) *neighSet {
 	return &t.sets[h>>32&t.mask]
 }
 
-// exact returns the entry of that VLAN, nil if there is none.
+// exact returns the entry of exactly that VLAN, nil if there is none.
 func (t *neighbours) exact(a *ip, vlan uint16) *neighbour {
 	s := t.set(a, vlan)
 	for i := range s {
@@ -79,7 +79,7 @@ func (t *neighbours) exact(a *ip, vlan uint16) *neighbour {
 	return nil
 }
 
-// find returns the entry that counts in a VLAN. Static ones come first.
+// find returns the entry that applies in a VLAN. Static ones take precedence.
 func (t *neighbours) find(a *ip, vlan uint16) *neighbour {
 	e := t.exact(a, vlan)
 	if vlan != 0 && (e == nil || !e.static) {
@@ -90,7 +90,7 @@ func (t *neighbours) find(a *ip, vlan uint16) *neighbour {
 	return e
 }
 
-// slot returns a place for a new entry of a port, nil if there is none: a free one, an expired one, or one of its own.
+// slot returns a slot for a new entry of a port, nil if there is none: a free or expired one, or one of the port's own.
 func (t *neighbours) slot(s *neighSet, port uint16, expired func(*neighbour) bool) (best *neighbour) {
 	rank := func(e *neighbour) int {
 		switch {
@@ -144,8 +144,8 @@ func (n *Network) neighExpired(now uint32) func(*neighbour) bool {
 	return func(e *neighbour) bool { return !e.static && int32(now-e.seen) > int32(n.age) }
 }
 
-// snoop notes that a MAC has said to have an IP address. It returns false if the address is static for another one.
-// Only an advertisement says what its sender is; a solicitation (known false) refreshes.
+// snoop records a MAC's claim to an IP address. It returns false if the address is static for another MAC. Only an
+// advertisement says whether its sender is a router; a solicitation (known false) only refreshes.
 func (n *Network) snoop(a *Attachment, addr ip, vlan uint16, mac uint64, router, known bool, now uint32) bool {
 	t := &n.neigh
 	if !t.mu.TryLock() {
@@ -210,13 +210,13 @@ func (n *Network) neighbourOf(addr ip, vlan uint16, now uint32) (neighbour, bool
 	return *e, true
 }
 
-// SetNeighbour makes an IP address known as that of a MAC, in one VLAN or without VLAN in all: requests for it are
-// answered by the switch, and nobody else may claim it. It does not age. ErrIPInUse: another MAC has it, static.
+// SetNeighbour makes an IP address known as that of a MAC, in one VLAN or, without VLAN, in all: the switch answers
+// requests for it, and other MACs may not claim it. It does not age. ErrIPInUse: it is static for another MAC.
 func (n *Network) SetNeighbour(addr netip.Addr, m Address) error {
 	return n.setNeighbour(addr, m, noPort, false)
 }
 
-// SetYieldingNeighbour is SetNeighbour for what a control plane says: a port of this host may claim the address.
+// SetYieldingNeighbour is SetNeighbour for a control plane's entry: a port of this host may claim the address.
 func (n *Network) SetYieldingNeighbour(addr netip.Addr, m Address) error {
 	return n.setNeighbour(addr, m, noPort, true)
 }
@@ -235,7 +235,7 @@ func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16, yields b
 	e := t.exact(&a, m.VLAN)
 	if e != nil && e.static && !e.yields && (e.mac != m.MAC.key() || e.port != port) {
 		if e.mac == m.MAC.key() {
-			return nil // known already, from elsewhere
+			return nil // already known, from elsewhere
 		}
 		return fmt.Errorf("%w: network %q, %v: %v", ErrIPInUse, n.cfg.Name, addr, keyMAC(e.mac))
 	}
@@ -250,7 +250,7 @@ func (n *Network) setNeighbour(addr netip.Addr, m Address, port uint16, yields b
 	return nil
 }
 
-// RemoveNeighbour removes a static neighbour that SetNeighbour made, and tells whether there was one.
+// RemoveNeighbour removes a static neighbour set by SetNeighbour, and reports whether there was one.
 func (n *Network) RemoveNeighbour(addr netip.Addr, vlan uint16) bool {
 	if !addr.IsValid() {
 		return false
@@ -272,10 +272,10 @@ type Neighbour struct {
 	IP     netip.Addr    `json:"ip"`
 	VLAN   uint16        `json:"vlan,omitempty"` // 0: untagged; of a static entry: all
 	MAC    MAC           `json:"mac"`
-	Port   string        `json:"port,omitempty"` // that it was heard or is configured on
+	Port   string        `json:"port,omitempty"` // where it was snooped or is configured
 	Static bool          `json:"static,omitempty"`
 	Router bool          `json:"router,omitempty"`
-	Idle   time.Duration `json:"idle"` // since it was last heard, whole seconds
+	Idle   time.Duration `json:"idle"` // since the last frame from it, whole seconds
 }
 
 // Neighbours lists the live entries, ordered by address.

@@ -1,18 +1,18 @@
-// Package vswitch is the logical forwarding element, a tenant's Ethernet switch (MT-2). One Network per VNI; each has
-// its own table and its own ports, so tenants with the same addresses never meet (MT-9).
+// Package vswitch is the logical forwarding element, a tenant's Ethernet switch (MT-2). There is one Network per VNI,
+// with its own table and ports, so frames never pass between tenants with the same addresses (MT-9).
 //
-// What happens to a frame, all on the loop that brought it, in Attachment.Input:
+// Processing of a frame, all on the loop that received it, in Attachment.Input:
 //
 //	check    length, MTU, rate, source address, anti-spoofing, reserved groups (input.go)
 //	learn    source MAC and VLAN -> (port, remote) (learn.go, fdb.go)
 //	look up  destination MAC and VLAN: one port, or flood within the port's storm limit
-//	deliver  Port.Deliver on this same loop; a port that lives on another loop hands over by its own mailbox
+//	deliver  Port.Deliver on the same loop; a port on another loop passes the frame through its own mailbox
 //
-// Split horizon: what came from a tunnel (VTEP) never goes to a tunnel, because every peer has sent its own copies
-// to all others (head-end replication, RFC 7348 section 4.2 with unicast in place of the group).
+// Split horizon: a frame from a tunnel (VTEP) never goes to a tunnel, because every peer has sent its own copies to all
+// others (head-end replication, RFC 7348 section 4.2 with unicast in place of the group).
 //
-// Frames are lent: Input lends the buffer to every port, the caller still owns its reference. Nobody changes a
-// frame on its way.
+// Frames are lent: Input lends the buffer to every port, and the caller still owns its reference. A frame is not
+// changed on its way.
 package vswitch
 
 import (
@@ -33,7 +33,7 @@ import (
 // Defaults and bounds of Config.
 const (
 	DefaultMTU         = 1500
-	MinMTU             = 576 // RFC 791: what every IPv4 host must take
+	MinMTU             = 576 // RFC 791: every IPv4 host must accept it
 	MaxMTU             = 65535
 	DefaultMaxEntries  = 16384
 	MaxMaxEntries      = 1 << 20
@@ -44,7 +44,7 @@ const (
 	MaxVNI             = 1<<24 - 1
 )
 
-// How many buckets are swept between two frames: once per second, and for each frame whose source did not fit.
+// Numbers of buckets swept between two frames: once per second, and for each frame whose source did not fit.
 const (
 	maxSweep  = 1024
 	fullSweep = 4
@@ -58,40 +58,42 @@ var (
 	ErrMACInUse     = errors.New("vswitch: MAC address is in use by another port of the network")
 	ErrTooManyPorts = errors.New("vswitch: network has its maximum of ports")
 	ErrClosed       = errors.New("vswitch: port is closed")
-	ErrMonitored    = errors.New("vswitch: port is being captured already")
+	ErrMonitored    = errors.New("vswitch: port is already captured")
 )
 
 // Config describes a network. Zero values take the defaults.
 type Config struct {
 	VNI  uint32 // 1 to MaxVNI
 	Name string
-	// MTU is the largest layer-3 packet in bytes. Zero: as large as the underlay carries (SetUnderlayMTU), else
+	// MTU is the largest layer-3 packet in bytes. Zero: what the underlay carries (SetUnderlayMTU), otherwise
 	// DefaultMTU.
 	MTU int
-	// MaxEntries bounds the forwarding table, MaxPortEntries the part of it that one port other than a tunnel may fill by
-	// sending from many addresses. While the table is full, a port with less than its share of it (an even part for
-	// each port that learns) takes places of ports with more.
+	// MaxEntries bounds the forwarding table, MaxPortEntries the part of it that addresses learnt at one port other
+	// than a tunnel may fill. While the table is full, a port below its share (an even part for each learning port)
+	// displaces entries of ports above theirs.
 	MaxEntries     int
 	MaxPortEntries int
-	// Storm is the ports' limit of frames per second without one known receiver; zero = DefaultStorm, or Unlimited.
+	// Storm is the ports' default limit of frames per second without a known single receiver; zero = DefaultStorm, or
+	// Unlimited.
 	Storm int
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
-	// noHold disables the detection of loops outside, for tests of models that know none: flapping addresses move
-	// freely, and frames that return pass.
+	// noHold turns off the detection of loops outside, for tests of models without it: flapping addresses move freely,
+	// and returning frames pass.
 	noHold bool
 	// MaxNeighbours bounds the IP addresses known for answering ARP and neighbour solicitations.
 	MaxNeighbours int
-	// Pool gives buffers for what the switch says itself: answers to ARP and neighbour solicitations, and ICMP errors for
-	// frames beyond the MTU. Nil: it says nothing, requests are flooded.
+	// Pool provides buffers for frames made by the switch: answers to ARP and neighbour solicitations, and ICMP errors
+	// for frames beyond the MTU. Nil: it sends none, and requests are flooded.
 	Pool *frame.Pool
-	// Clock must be the clock of the loops; it defaults to the engine's.
+	// Clock must be the clock of the loops; the default is loop's.
 	Clock loop.Clock
 	Log   hclog.Logger
 }
 
-// Network is one tenant's switch. Input and lookups run on any loop without locks; ports come and go at any time.
+// Network is one tenant's switch. Input and lookups run on any loop without locks; ports may be attached and closed at
+// any time.
 type Network struct {
 	cfg       Config
 	age       uint32
@@ -109,14 +111,14 @@ type Network struct {
 	log       hclog.Logger
 	tick      atomic.Uint32
 	mtu       atomic.Int32  // in force
-	tunnels   atomic.Uint32 // what tunnels are for: noTunnelFlood, noTunnelLearn
+	tunnels   atomic.Uint32 // noTunnelFlood, noTunnelLearn
 	changed   atomic.Pointer[func()]
 	table     atomic.Pointer[portTable]
-	// gen moves on after every change of the tables by which an address may be elsewhere than before: paths and routes
-	// hold only as long as it stands still. A new address changes nothing for those that are known. It also moves on after
-	// a change of what else Route looks at, before the loops are waited for.
+	// gen changes after every change of the tables by which a known address may be elsewhere: paths and routes are
+	// valid only while it is unchanged. A new address does not affect known ones. It also changes after other changes
+	// that Route depends on, before the loops are waited for.
 	gen   atomic.Uint64
-	short atomic.Pointer[ShortPath] // nil: every frame passes the switch
+	short atomic.Pointer[ShortPath] // nil: every frame goes through the switch
 
 	readers [loop.MaxLoops]reader
 
@@ -131,7 +133,7 @@ type Network struct {
 type portTable struct {
 	byID  []*Attachment // nil = free
 	flood []*Attachment
-	learn int // ports that learn
+	learn int // number of learning ports
 }
 
 func newPortTable(byID, flood []*Attachment) *portTable {
@@ -222,11 +224,11 @@ func (n *Network) Name() string { return n.cfg.Name }
 // MTU returns the largest layer-3 packet in bytes that the network carries now.
 func (n *Network) MTU() int { return int(n.mtu.Load()) }
 
-// ConfiguredMTU returns the MTU that was asked for, 0 = as large as the underlay carries.
+// ConfiguredMTU returns the configured MTU, 0 = what the underlay carries.
 func (n *Network) ConfiguredMTU() int { return n.cfg.MTU }
 
-// SetUnderlayMTU tells the network how large an inner layer-3 packet its tunnels carry, 0 = it has none. Unless the
-// configuration names an MTU, that is the network's.
+// SetUnderlayMTU sets the largest inner layer-3 packet that the tunnels carry, 0 = there are none. It is the network's
+// MTU unless one is configured.
 func (n *Network) SetUnderlayMTU(mtu int) {
 	n.mu.Lock()
 	before := n.MTU()
@@ -245,8 +247,8 @@ func (n *Network) SetUnderlayMTU(mtu int) {
 	}
 }
 
-// OnMTU calls f with the new MTU whenever it has changed, on the goroutine that changed it, until cancel is called.
-// A call may be under way while cancel returns.
+// OnMTU calls f with the new MTU after each change, on the goroutine that changed it, until cancel is called. A call
+// may still be running when cancel returns.
 func (n *Network) OnMTU(f func(mtu int)) (cancel func()) {
 	w := &f
 	n.mu.Lock()
@@ -334,19 +336,19 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 	return a, nil
 }
 
-// detachLocked takes a out, waits until no loop uses it, and removes its entries.
+// detachLocked removes a from the port table, waits until no loop uses it, and removes its entries.
 func (n *Network) detachLocked(a *Attachment) {
 	a.closed.Store(true)
-	n.advance() // routes end; who has entered one is waited for
+	n.advance() // routes end; loops that have entered one are waited for
 	old := n.table.Load()
-	// The number stays taken until the entries that carry it are gone.
+	// The number is not reused before the entries with it are removed.
 	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood),
 		func(x *Attachment) bool { return x == a }))
 	n.table.Store(t)
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
 	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })
-	n.advance() // before the last quiesce: who is inside by an older path has left when this returns
+	n.advance() // before the last quiesce, which waits for loops that entered by an older path
 	t = newPortTable(slices.Clone(t.byID), t.flood)
 	t.byID[a.id] = nil
 	n.table.Store(t)
@@ -365,7 +367,8 @@ func (n *Network) Port(name string) *Attachment {
 	return nil
 }
 
-// Quiesce returns when every Input that was in progress on any loop has ended. Not to be called from inside Deliver.
+// Quiesce returns when every Input that was in progress on any loop has ended. It must not be called from inside
+// Deliver.
 func (n *Network) Quiesce() { n.quiesce(nil) }
 
 func (n *Network) quiesce(own *loop.Loop) {
@@ -380,14 +383,14 @@ func (n *Network) quiesce(own *loop.Loop) {
 	}
 }
 
-// purge removes the entries that match, static ones included.
+// purge removes the matching entries, static ones included.
 func (n *Network) purge(match func(key uint64, v value) bool) {
 	for i := range n.fdb.buckets {
 		n.fdb.buckets[i].removeIf(true, match, n.gone)
 	}
 }
 
-// gone keeps the counts right when an entry has left the table or another has taken its place.
+// gone updates the counts when an entry was removed or replaced.
 func (n *Network) gone(v value) {
 	n.advance()
 	n.entries.Add(-1)

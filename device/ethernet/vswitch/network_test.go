@@ -22,14 +22,14 @@ import (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	// The fuzzing engine's own goroutines may outlive the run by a moment.
+	// The fuzzing engine's own goroutines may end slightly after the run.
 	if f := flag.Lookup("test.fuzz"); f != nil && f.Value.String() != "" {
 		os.Exit(m.Run())
 	}
 	goleak.VerifyTestMain(m)
 }
 
-// bench is a network, a loop that is not started, a clock and buffers.
+// bench is a network with a clock, buffers and a loop that is not started.
 type bench struct {
 	t     testing.TB
 	net   *Network
@@ -64,7 +64,7 @@ func newBench(t testing.TB, c Config) *bench {
 	return b
 }
 
-// recPort records what it is given.
+// recPort records the frames delivered to it.
 type recPort struct {
 	att *Attachment
 	got []record
@@ -104,7 +104,7 @@ func buildFrame(dst, src MAC, payload string) []byte {
 
 var broadcast = MAC{255, 255, 255, 255, 255, 255}
 
-// input sends a frame from a port, tick included.
+// input sends a frame from a port, and advances the clock by a tick.
 func (b *bench) input(a *Attachment, f []byte, from Source) {
 	b.t.Helper()
 	buf := b.pool.Get()
@@ -141,7 +141,7 @@ func TestMTU(t *testing.T) {
 	cancel()
 	b.net.SetUnderlayMTU(1450)
 	if !slices.Equal(told, []int{1450, 9000}) {
-		t.Errorf("told of %v", told)
+		t.Errorf("OnMTU called with %v", told)
 	}
 	if b.net.MTU() != 1450 {
 		t.Errorf("MTU %d after the underlay is known", b.net.MTU())
@@ -226,7 +226,7 @@ func TestAgeing(t *testing.T) {
 	b := newBench(t, Config{Age: 10 * time.Second})
 	p1, p2, p3 := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
 	b.input(p2.att, buildFrame(broadcast, mac(2), ""), Source{})
-	for range 5 { // kept alive by its own frames
+	for range 5 { // refreshed by its own frames
 		b.advance(8 * time.Second)
 		b.input(p2.att, buildFrame(broadcast, mac(2), ""), Source{})
 	}
@@ -243,9 +243,9 @@ func TestAgeing(t *testing.T) {
 		t.Error("not flooded after its age")
 	}
 	if _, ok := b.net.Lookup(mac(2)); ok {
-		t.Error("an old entry is shown")
+		t.Error("an expired entry is listed")
 	}
-	for range 30 { // the sweeper gets everywhere
+	for range 30 { // until the sweep has covered the table
 		b.advance(time.Second)
 		b.input(p1.att, buildFrame(broadcast, mac(1), ""), Source{})
 	}
@@ -257,8 +257,8 @@ func TestAgeing(t *testing.T) {
 	}
 }
 
-// Split horizon and head-end replication: tunnels never talk to tunnels, floods are marked as such, unicasts name their
-// remote.
+// Split horizon and head-end replication: no frame passes from tunnel to tunnel, floods are marked as such, unicasts
+// name their remote.
 func TestSplitHorizon(t *testing.T) {
 	b := newBench(t, Config{})
 	v1, v2 := b.port(PortConfig{Kind: KindVTEP}), b.port(PortConfig{Kind: KindVTEP})
@@ -287,7 +287,7 @@ func TestSplitHorizon(t *testing.T) {
 	if g := v1.take(); len(g) != 1 || g[0].to != (Destination{Remote: 3}) {
 		t.Errorf("unicast to remote 3: %+v", g)
 	}
-	b.input(v1.att, buildFrame(broadcast, mac(5), "here"), Source{Remote: 4}) // moved behind the same tunnel
+	b.input(v1.att, buildFrame(broadcast, mac(5), "here"), Source{Remote: 4}) // moved within the same tunnel
 	b.input(vm.att, buildFrame(mac(5), mac(1), ""), Source{})
 	if g := v1.take(); len(g) != 1 || g[0].to.Remote != 4 {
 		t.Errorf("after the move: %+v", g)
@@ -297,7 +297,7 @@ func TestSplitHorizon(t *testing.T) {
 		t.Error("FlushRemote left an entry")
 	}
 	if _, ok := b.net.Lookup(mac(7)); !ok {
-		t.Error("FlushRemote took another remote's entry")
+		t.Error("FlushRemote removed another remote's entry")
 	}
 }
 
@@ -316,7 +316,7 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 	}
 	b.input(vm2.att, buildFrame(mac(1), mac(3), ""), Source{})
 	if len(vm1.take()) != 1 || len(tap.take()) != 0 {
-		t.Error("static entries are not there from the start")
+		t.Error("a port's static entries are missing")
 	}
 	if _, err := b.net.Attach(&recPort{}, PortConfig{Kind: KindVM, MACs: []MAC{mac(9), mac(2)}}); !errors.Is(err,
 		ErrMACInUse) {
@@ -350,7 +350,7 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 		b.net.RemoveStatic(Address{MAC: mac(1)}, tap.att) {
 		t.Error("RemoveStatic")
 	}
-	// A VM arrives whose address was learnt from elsewhere before: it moved here.
+	// The address of an attached VM was learnt elsewhere before: it moved here.
 	b.input(tap.att, buildFrame(broadcast, mac(60), ""), Source{})
 	vm3 := b.port(PortConfig{Name: "vm3", Kind: KindVM, MACs: []MAC{mac(60)}})
 	if e, _ := b.net.Lookup(mac(60)); e.Port != "vm3" {
@@ -365,7 +365,7 @@ func TestAntiSpoofAndStatic(t *testing.T) {
 	}
 }
 
-// Tenants with the same addresses never meet (MT-9).
+// Frames never pass between tenants with the same addresses (MT-9).
 func TestTenantsAreApart(t *testing.T) {
 	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
 	a1, a2 := a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(1)}}), a.port(PortConfig{Kind: KindVM, MACs: []MAC{mac(2)}})
@@ -401,9 +401,9 @@ func TestLimits(t *testing.T) {
 	p2.take()
 	b.input(p1.att, buildFrame(broadcast, mac(500), ""), Source{})
 	if len(p2.take()) != 1 {
-		t.Error("a frame whose source was not learnt did not go on")
+		t.Error("a frame whose source was not learnt was not delivered")
 	}
-	// Once the flood of addresses is over and has aged, others are learnt again.
+	// Once the flood of addresses is over and has aged, other addresses are learnt again.
 	b.advance(11 * time.Second)
 	for i := range 50 {
 		b.input(p1.att, buildFrame(broadcast, mac(i+5000), ""), Source{})
@@ -428,8 +428,8 @@ func (p *safePort) Deliver(*loop.Loop, *frame.Buf, Destination) {
 	p.frames.Add(1)
 }
 
-// Several loops learn and forward while ports come and go: after Close nothing is delivered, the counts fit the table,
-// and nobody finds an address at a port where it never was.
+// Several loops learn and forward while ports are attached and closed: nothing is delivered after Close, the counts
+// match the table, and no lookup finds an address at a port where it never was.
 func TestConcurrent(t *testing.T) {
 	n, err := NewNetwork(Config{VNI: 9, MaxEntries: 500, MaxPortEntries: 400, Age: time.Second})
 	if err != nil {
@@ -554,7 +554,7 @@ func TestStatusJSON(t *testing.T) {
 		t.Errorf("got  %s\nwant %s", j, want)
 	}
 	if q.att.Counters.Dropped(PortClosed) != 1 || len(p.got) != 1 {
-		t.Error("frame through a closed port")
+		t.Error("a frame passed a closed port")
 	}
 	var s Status
 	if err := json.Unmarshal(j, &s); err != nil || s.FDB[0].MAC != mac(1) {
@@ -576,7 +576,7 @@ func TestReasonNames(t *testing.T) {
 	}
 }
 
-// watcher is a Monitor.
+// watcher is a Monitor that records frames.
 type watcher struct{ in, out []string }
 
 func (w *watcher) Frame(_ *loop.Loop, out bool, f []byte) {
@@ -587,8 +587,8 @@ func (w *watcher) Frame(_ *loop.Loop, out bool, f []byte) {
 	}
 }
 
-// A monitor sees what its port sends, refused frames too, and what it is given; nothing of others, and nothing after
-// its end.
+// A monitor sees the frames that its port sends, refused ones included, and those delivered to it; none of other ports,
+// and none after its removal.
 func TestMonitor(t *testing.T) {
 	b := newBench(t, Config{})
 	p, q := b.port(PortConfig{Kind: KindTAP}), b.port(PortConfig{Kind: KindTAP})
@@ -609,7 +609,7 @@ func TestMonitor(t *testing.T) {
 		t.Errorf("sent %q, got %q", w.out, w.in)
 	}
 	if err := p.att.SetMonitor(w); err != nil {
-		t.Errorf("after the end of the first: %v", err)
+		t.Errorf("after the removal of the first: %v", err)
 	}
 }
 

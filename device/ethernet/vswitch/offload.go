@@ -9,17 +9,17 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Frames keep what their senders have left undone (frame.Offload) on their whole way. Only where one leaves through a
-// port that does not take it so, it is finished in software.
+// Frames keep their senders' pending work (frame.Offload) until delivery. If a port does not accept it, the frame is
+// completed in software at the last moment.
 
-// SetOffloads says what may be left undone in frames that the port is given, from now on; frames on their way may still
-// be as they were agreed on before. At first it is nothing. A port that does not take NeedCsum gets frames to be cut
-// all the same, if it takes those: their checksums are a part of that.
+// SetOffloads sets what may be left undone in frames delivered to the port from now on; frames under way may still be
+// of the earlier setting. Initially it is nothing. A port that accepts large frames, but not NeedCsum, still gets large
+// frames: their checksums are part of segmentation.
 func (a *Attachment) SetOffloads(n frame.Need) { a.offloads.Store(uint32(n)) }
 
-// Accepts returns what may be left undone in a frame from this port that begins with f, located in at: that of the
-// one port that it would go to now, nothing if it is not one. For those who can choose in which form a frame comes.
-// Loop thread only.
+// Accepts returns what may be left undone in a frame from this port that starts with f, located in at: the
+// setting of the one port that it would be delivered to, or nothing if there is not exactly one. For senders that can
+// choose a frame's form. Loop thread only.
 func (a *Attachment) Accepts(l *loop.Loop, f []byte, at *header.Layout) frame.Need {
 	n := a.net
 	r := n.enter(l)
@@ -30,12 +30,12 @@ func (a *Attachment) Accepts(l *loop.Loop, f []byte, at *header.Layout) frame.Ne
 	}
 	need := frame.Need(out.offloads.Load())
 	if !a.unseen() || !out.unseen() || a.limits.in.unit != 0 || out.limits.out.unit != 0 {
-		need &^= frame.NeedTrain // a capture would show its first packet only, and what exceeds a rate would be all of it
+		need &^= frame.NeedTrain // a capture would show only its first packet, and a rate would drop all of it
 	}
 	return need
 }
 
-// takes tells whether the port takes a frame as it is.
+// takes reports whether the port accepts a frame as it is.
 func (a *Attachment) takes(b *frame.Buf) bool {
 	need := b.Offload.Need
 	if b.Offload.GSOSize != 0 {
@@ -44,20 +44,19 @@ func (a *Attachment) takes(b *frame.Buf) bool {
 	return need == 0 || need&^frame.Need(a.offloads.Load()) == 0
 }
 
-// Cut delivers a frame to the port a second time, in segments cut in software: for a port that was given it whole and
-// finds that it cannot use it so.
+// Cut delivers a frame to the port again, segmented in software: for a port that got it whole and could not use it.
 func (a *Attachment) Cut(l *loop.Loop, b *frame.Buf, to Destination) {
 	a.segment(l, b, to, a.port.Deliver)
 }
 
-// finish does what is left to be done to a frame and gives the result to the port.
+// finish completes a frame and delivers the result to the port.
 func (a *Attachment) finish(l *loop.Loop, b *frame.Buf, to Destination) {
 	if b.Offload.GSOSize != 0 {
 		a.segment(l, b, to, a.output)
 		return
 	}
 	if !b.Shared() {
-		// Nobody else sees it: the one reference is that of whoever brought it here, who waits for us.
+		// The frame is not shared: the one reference is the caller's, who waits for us.
 		gso.Complete(b)
 		a.output(l, b, to)
 		return
@@ -67,7 +66,7 @@ func (a *Attachment) finish(l *loop.Loop, b *frame.Buf, to Destination) {
 		a.Counters.Drop(l, NoBuffer, 1)
 		return
 	}
-	defer c.Free() // a port may run into a hole in a guest's memory
+	defer c.Free() // a port may fault in a guest's memory
 	c.CopyFrom(b)
 	gso.Complete(c)
 	a.output(l, c, to)

@@ -12,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// keeper is a port that keeps what it is given.
+// keeper is a port that keeps the buffers delivered to it.
 type keeper struct{ bufs []*frame.Buf }
 
 func (p *keeper) Deliver(_ *loop.Loop, b *frame.Buf, _ Destination) {
@@ -27,7 +27,7 @@ func (p *keeper) free() {
 	p.bufs = nil
 }
 
-// udp4 is a UDP packet whose checksum is undone.
+// udp4 is a UDP packet with a pending checksum.
 func udp4(dst, src MAC, dport uint16, n int) []byte {
 	f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
 	f = append(f, make([]byte, header.IPv4Len+header.UDPLen)...)
@@ -43,7 +43,7 @@ func udp4(dst, src MAC, dport uint16, n int) []byte {
 	return f
 }
 
-// offloaded puts a frame into a buffer, with segments of size bytes (0 = checksum only).
+// offloaded puts a frame with offloads into a buffer, with segments of size bytes (0 = checksum only).
 func (b *bench) offloaded(f []byte, size int) *frame.Buf {
 	b.t.Helper()
 	h := [gso.HeaderLen]byte{0: 1, 6: HeaderLen + header.IPv4Len, 8: 6}
@@ -69,7 +69,7 @@ func sound(f []byte) bool {
 			uint16(n))) == 0
 }
 
-// A frame reaches each port as far finished as that wants it, all others untouched.
+// Each port gets a frame completed as far as it requires, without effect on the others.
 func TestOffloadsPerPort(t *testing.T) {
 	for _, size := range []int{0, 1000} {
 		t.Run(fmt.Sprint("segments of ", size), func(t *testing.T) {
@@ -117,10 +117,10 @@ func TestOffloadsPerPort(t *testing.T) {
 						}
 					case takes[i] == frame.NeedCsum && size == 0:
 						if x.Offload.Need != frame.NeedCsum {
-							t.Errorf("port %d: finished without need", i)
+							t.Errorf("port %d: completed unnecessarily", i)
 						}
 					case x.Offload.Need != 0 || !sound(x.Bytes()):
-						t.Errorf("port %d: not finished: %+v %x", i, x.Offload, x.Bytes())
+						t.Errorf("port %d: not completed: %+v %x", i, x.Offload, x.Bytes())
 					}
 				}
 				if total != len(f)+(want-1)*42 {
@@ -132,7 +132,7 @@ func TestOffloadsPerPort(t *testing.T) {
 	}
 }
 
-// The only copy of a frame is finished where it is.
+// The only reference to a frame: it is completed in place.
 func TestFinishInPlace(t *testing.T) {
 	b := newBench(t, Config{})
 	from, to := b.port(PortConfig{Name: "from", Kind: KindTAP}), b.port(PortConfig{Name: "to", Kind: KindTAP})
@@ -144,8 +144,8 @@ func TestFinishInPlace(t *testing.T) {
 	buf.Free()
 }
 
-// Segments count against the MTU and the storm limit; what there is no buffer for is counted segment by segment; RoCE
-// is not cut.
+// Segments count against the MTU and the storm limit; without buffers each segment is counted as dropped; RoCE is not
+// segmented.
 func TestOffloadLimits(t *testing.T) {
 	b := newBench(t, Config{MTU: 1028, Storm: 5})
 	from := b.port(PortConfig{Name: "from", Kind: KindTAP})
@@ -219,8 +219,7 @@ func TestRoCEIsNotCut(t *testing.T) {
 	}
 }
 
-// A train goes to an HCA as it is, and to everybody else as the packets that it is made of; where somebody captures
-// there are none.
+// An HCA gets a train whole, other ports get its packets; while a port is captured there are no trains.
 func TestTrain(t *testing.T) {
 	const n, size = 3, 100
 	b := newBench(t, Config{})
@@ -280,17 +279,17 @@ func TestTrain(t *testing.T) {
 	in(mac(8))
 	arrived("TAP", tap, mac(8))
 	if got := accepts(mac(9)); got != frame.NeedTrain {
-		t.Errorf("the VM takes %#x", got)
+		t.Errorf("the VM accepts %#x", got)
 	}
 	if got := accepts(mac(8)); got != 0 {
-		t.Errorf("the TAP takes %#x", got)
+		t.Errorf("the TAP accepts %#x", got)
 	}
 	for _, a := range []*Attachment{from.att, vm.Attachment()} {
 		if err := a.SetMonitor(&watcher{}); err != nil {
 			t.Fatal(err)
 		}
 		if got := accepts(mac(9)); got != 0 {
-			t.Errorf("the VM takes %#x while %q is captured", got, a.Config().Name)
+			t.Errorf("the VM accepts %#x while %q is captured", got, a.Config().Name)
 		}
 		a.RemoveMonitor()
 	}
@@ -298,7 +297,7 @@ func TestTrain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := accepts(mac(7)); got != 0 {
-		t.Errorf("a VM with a rate takes %#x", got)
+		t.Errorf("a VM with a rate accepts %#x", got)
 	}
 }
 
@@ -306,7 +305,7 @@ type deliverTo struct{ p *recPort }
 
 func (d deliverTo) Deliver(l *loop.Loop, b *frame.Buf) { d.p.Deliver(l, b, Destination{}) }
 
-// A VM takes its offloads along to another network.
+// A VM keeps its offloads in another network.
 func TestMoveKeepsOffloads(t *testing.T) {
 	b := newBench(t, Config{})
 	other, err := NewNetwork(Config{VNI: 8, Name: "eight", Clock: b.clock})

@@ -8,27 +8,27 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Path is where the frames of one connection go: what the switch has found for one of them, kept until its tables
-// change (MT-5). All frames that are sent on a path have the same Ethernet and IP addresses. The zero value is a path
-// that is not known yet. A path is used on one loop at a time.
+// Path is the destination of one connection's frames: the switch's result for one of them, kept until its tables change
+// (MT-5). All frames sent on a path have the same Ethernet and IP addresses. The zero value is a path not known yet. A
+// path is used on one loop at a time.
 type Path struct {
-	att *Attachment // that it begins at
+	att *Attachment // sending port
 	gen uint64      // Network.gen when it was found
 	l3  int         // length of the frames' Ethernet header
 	out *Attachment // nil: not known
 	to  Destination
 
-	last  *Attachment // the latest that was known, for moves
+	last  *Attachment // the last known one, to detect moves
 	moves uint64
 }
 
-// Known tells whether the path leads to one port; else its frames are flooded.
+// Known reports whether the path leads to one port; otherwise its frames are flooded.
 func (p *Path) Known() bool { return p.out != nil }
 
-// Out returns the port that the path leads to, nil if none is known, and for tunnel ports the far end.
+// Out returns the path's port, nil if none is known, and for tunnel ports the peer.
 func (p *Path) Out() (*Attachment, Remote) { return p.out, p.to.Remote }
 
-// Moves counts how often the path has been found to lead elsewhere than before.
+// Moves counts how often the path's destination has changed.
 func (p *Path) Moves() uint64 { return p.moves }
 
 func (p *Path) set(a, out *Attachment, l3 int, to Destination, gen uint64) {
@@ -49,13 +49,13 @@ func (n *Network) advance() {
 	}
 }
 
-// holds tells whether the path is as the tables of a's network say. Inside enter.
+// holds reports whether the path agrees with the tables of a's network. Inside enter.
 func (p *Path) holds(a *Attachment) bool {
 	return p.att == a && p.gen == a.net.gen.Load() && p.out != nil
 }
 
-// Send lets a frame into the network as Input does, on a path: the first frame finds it, further ones take it without
-// looking into any table until one changes. Loop thread only.
+// Send passes a frame into the network as Input does, on a path: the first frame looks the path up, later ones use it
+// until a table changes. Loop thread only.
 func (a *Attachment) Send(l *loop.Loop, b *frame.Buf, p *Path) {
 	n := a.net
 	r := n.enter(l)
@@ -79,8 +79,8 @@ func (a *Attachment) Send(l *loop.Loop, b *frame.Buf, p *Path) {
 	}
 }
 
-// Resolve finds the path of frames that begin as f does (Ethernet and IP header), without sending one. False: there is
-// none, for the destination is not known, or the port may not send such frames. Loop thread only.
+// Resolve looks up the path of frames that start with f (Ethernet and IP header), without sending one. False: the
+// destination is not known, or the port may not send such frames. Loop thread only.
 func (a *Attachment) Resolve(l *loop.Loop, f []byte, p *Path) bool {
 	n := a.net
 	r := n.enter(l)
@@ -104,7 +104,7 @@ func (a *Attachment) Resolve(l *loop.Loop, f []byte, p *Path) bool {
 	return out != nil
 }
 
-// lookup returns the one port that an address is at, nil if it is a group's or not known. Inside enter.
+// lookup returns the one port of an address, nil for a group or unknown address. Inside enter.
 func (n *Network) lookup(dst, vlan uint64, now uint32) (*Attachment, Destination) {
 	if dst&groupBit != 0 {
 		return nil, Destination{}
@@ -116,8 +116,8 @@ func (n *Network) lookup(dst, vlan uint64, now uint32) (*Attachment, Destination
 	return n.byID(v.port()), Destination{Remote: Remote(v.remote())}
 }
 
-// Owner returns the MAC that an IP address is known to have, IPv4 as mapped IPv6; vlan is 0 for untagged frames. Safe
-// from any goroutine; it may fail to find one while the table changes.
+// Owner returns the MAC of a known IP address (IPv4 as mapped IPv6); vlan is 0 for untagged frames. Callable from any
+// goroutine; it may miss an address while the table changes.
 func (n *Network) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
 	e, ok := n.neighbourOf(addr, vlan, n.seconds())
 	return keyMAC(e.mac), ok

@@ -24,8 +24,8 @@ func (b *bench) send(a *Attachment, f []byte, p *Path) {
 	buf.Free()
 }
 
-// Paths against lookups (MT-5): whatever happens to the tables, a frame on a path comes out where the tables say at
-// that moment.
+// Paths against lookups (MT-5): after any change of the tables, a frame on a path goes where the tables say at that
+// moment.
 func TestPathModel(t *testing.T) {
 	const age = 30
 	b := newBench(t, Config{Age: age * time.Second, MaxEntries: 512, MaxPortEntries: 512, noHold: true, Storm: Unlimited})
@@ -104,11 +104,11 @@ func TestPathModel(t *testing.T) {
 		}
 	}
 	if held < 1000 || flooded < 100 || moved < 100 {
-		t.Errorf("held %d, flooded %d, moved %d: the test tries too little", held, flooded, moved)
+		t.Errorf("held %d, flooded %d, moved %d: the test covers too little", held, flooded, moved)
 	}
 }
 
-// On a path, too, the MTU, rates and counters of both ports, captures and the end of the port are respected.
+// The MTU, rates and counters of both ports, captures and the closing of a port apply to frames on a path, too.
 func TestPathChecks(t *testing.T) {
 	b := newBench(t, Config{MTU: 1000})
 	vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1)}, Rate: MinRate})
@@ -127,7 +127,7 @@ func TestPathChecks(t *testing.T) {
 	vm.att.RemoveMonitor()
 	b.send(vm.att, append(f, make([]byte, 1000)...), &p)
 	if n := vm.att.Counters.Dropped(TooBig); n != 1 {
-		t.Errorf("%d too big", n)
+		t.Errorf("%d dropped as too big", n)
 	}
 	if x := vm.att.Counters.Totals(); m.n != 1 || x.InFrames != 3 || far.att.Counters.Totals().OutFrames != 2 {
 		t.Errorf("%d seen, %+v", m.n, x)
@@ -162,7 +162,7 @@ type seen struct{ n int }
 
 func (s *seen) Frame(*loop.Loop, bool, []byte) { s.n++ }
 
-// A path may not be had with addresses that the port may not use.
+// There is no path for addresses that the port may not use.
 func TestPathSpoofed(t *testing.T) {
 	b := newBench(t, Config{})
 	vm := b.port(PortConfig{Name: "vm", Kind: KindVM, MACs: []MAC{mac(1)}, IPs: []netip.Addr{addr("10.0.0.1")}})
@@ -186,12 +186,12 @@ func TestPathSpoofed(t *testing.T) {
 	var p Path
 	b.loop.Do(func() {
 		if !vm.att.Resolve(b.loop, roce(mac(2), mac(1), [4]byte{10, 0, 0, 1}), &p) {
-			t.Error("not resolved with addresses of its own")
+			t.Error("not resolved with the port's own addresses")
 		}
 	})
 }
 
-// roce is the beginning of a RoCE v2 frame over IPv4.
+// roce is the start of a RoCE v2 frame over IPv4.
 func roce(dst, src MAC, from [4]byte) []byte {
 	f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
 	p := make([]byte, 44)
@@ -203,7 +203,7 @@ func roce(dst, src MAC, from [4]byte) []byte {
 	return append(f, p...)
 }
 
-// choosy is the HCA of a VM that takes RoCE from one IP address.
+// choosy is the HCA of a VM that accepts RoCE from one IP address.
 type choosy struct {
 	from  byte
 	asked int
@@ -218,7 +218,7 @@ func (c *choosy) Wants(_ *loop.Loop, b *frame.Buf) bool {
 	return f[14+15] == c.from
 }
 
-// RoCE frames teach the switch less than others do (MT-6).
+// Fewer addresses are learnt from RoCE frames than from others (MT-6).
 func TestRoCELearning(t *testing.T) {
 	b := newBench(t, Config{})
 	tunnel := b.port(PortConfig{Name: "vtep", Kind: KindVTEP})
@@ -239,14 +239,14 @@ func TestRoCELearning(t *testing.T) {
 	}
 	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 9}), 1)
 	if _, ok := b.net.Lookup(mac(7)); ok || hca.got != 0 {
-		t.Error("an unwanted frame taught an address or arrived")
+		t.Error("the address of an unwanted frame was learnt, or the frame arrived")
 	}
 	drops("unwanted", 0, 1)
 	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 5}), 1)
 	if at(mac(7)) != 1 || hca.got != 1 || hca.asked != 2 {
 		t.Errorf("a wanted frame: at %d, arrived %d, asked %d", at(mac(7)), hca.got, hca.asked)
 	}
-	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 9}), 1) // from where it is: the HCA's business now
+	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 9}), 1) // from the known place: for the HCA to check
 	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 5}), 2)
 	drops("from elsewhere", 1, 1)
 	if at(mac(7)) != 1 || hca.got != 2 || hca.asked != 2 {
@@ -266,10 +266,10 @@ func TestRoCELearning(t *testing.T) {
 	in(roce(mac(1), mac(7), [4]byte{10, 0, 0, 5}), 3)
 	in(tagged(9, roce(mac(1), mac(7), [4]byte{10, 0, 0, 5})), 3)
 	if hca.got != 5 {
-		t.Errorf("from where it was put: arrived %d", hca.got)
+		t.Errorf("from its static place: arrived %d", hca.got)
 	}
 	drops("static", 3, 1)
-	// An address that nobody has heard of for long may be anywhere.
+	// An expired address may be learnt anywhere.
 	in(roce(mac(1), mac(8), [4]byte{10, 0, 0, 5}), 1)
 	b.advance(DefaultAge + 2*time.Second)
 	in(roce(mac(1), mac(8), [4]byte{10, 0, 0, 5}), 2)

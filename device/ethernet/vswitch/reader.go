@@ -7,34 +7,33 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// reader is one loop's own part of a network: whether it is inside, and what it need not do anew for each frame of a
-// burst.
+// reader is one loop's part of a network: whether it is inside, and results that it reuses for the frames of a burst.
 type reader struct {
-	// seq is odd while the loop is inside Input. A writer that has published a new port table waits until every loop that
-	// was inside has left; then nobody uses the old table.
+	// seq is odd while the loop is inside Input. A writer that has published a new port table waits until every loop
+	// that was inside has left; then no loop uses the old table.
 	seq   atomic.Uint64
-	depth int // a port may send from inside Deliver
-	loop  int // whose it is
-	// in and out are what has passed since the loop entered and is not in the ports' counters yet: a counter that others
-	// read costs a store that waits for all stores before it, such as those of a frame to a guest's memory.
+	depth int // a port may call Input from inside Deliver
+	loop  int // number of its loop
+	// in and out are counts since the loop entered that are not in the ports' counters yet: a store to a counter read
+	// by others waits for all stores before it, such as those of a frame to a guest's memory.
 	in, out tally
 	known   [knownPlaces]place
 	_       [64]byte
 }
 
-// tally counts frames of one port, a run of them.
+// tally counts consecutive frames of one port.
 type tally struct {
 	port          *Attachment
 	frames, bytes int
 }
 
-// place is what the forwarding table said of an address.
+// place is the forwarding table's result for an address.
 type place struct {
 	key  uint64 // of the table
 	gen  uint64 // of the network, when it was looked up
 	out  *Attachment
 	to   Destination
-	tick uint32 // the second, for entries age
+	tick uint32 // second of the lookup, because entries age
 }
 
 const knownPlaces = 16
@@ -55,8 +54,8 @@ func (r *reader) leave() {
 	}
 }
 
-// countIn counts a frame, or one that becomes several, that a port sends; it is in the port's counters when the loop
-// has left.
+// countIn counts a frame, or one that becomes several, sent by a port; the port's counters have it when the loop has
+// left.
 func (r *reader) countIn(a *Attachment, frames, bytes int) {
 	if r.in.port != a {
 		r.publishIn()
@@ -66,7 +65,7 @@ func (r *reader) countIn(a *Attachment, frames, bytes int) {
 	r.in.bytes += bytes
 }
 
-// countOut is countIn for what a port is given.
+// countOut is countIn for frames delivered to a port.
 func (r *reader) countOut(a *Attachment, frames, bytes int) {
 	if r.out.port != a {
 		r.publishOut()
@@ -90,8 +89,8 @@ func (r *reader) publishOut() {
 	}
 }
 
-// lookup is Network.lookup, of which the loop remembers what it has found in this second, for as long as no known
-// address may be elsewhere; gen is Network.gen before.
+// lookup is Network.lookup with the loop's results of this second, while no known address may be elsewhere; gen is
+// Network.gen read before.
 func (r *reader) lookup(n *Network, dst, vlan, gen uint64, now uint32) (*Attachment, Destination) {
 	key := dst | vlan
 	p := &r.known[(key^key>>4)%knownPlaces]
@@ -103,8 +102,7 @@ func (r *reader) lookup(n *Network, dst, vlan, gen uint64, now uint32) (*Attachm
 	return out, to
 }
 
-// Batch is a stretch of a loop's work with frames of a VM's network device: what each frame would cost for entering the
-// network and counting is done once.
+// Batch lets a loop process frames of a VM's network device together: entering the network and counting are done once.
 type Batch struct {
 	port *VMPort
 	att  *Attachment
@@ -112,7 +110,7 @@ type Batch struct {
 	r    *reader
 }
 
-// Begin begins a batch; the port may be moved during it. Loop thread only.
+// Begin starts a batch; the port may be moved during it. Loop thread only.
 func (p *VMPort) Begin(l *loop.Loop) Batch {
 	a := p.att.Load()
 	return Batch{p, a, l, a.net.enter(l)}
@@ -127,5 +125,5 @@ func (b *Batch) Input(f *frame.Buf) {
 	b.att.input(b.loop, b.r, f, Source{}, nil)
 }
 
-// End ends the batch. Who changes the network waits for that.
+// End ends the batch. Changes of the network wait for it.
 func (b *Batch) End() { b.r.leave() }

@@ -1,9 +1,9 @@
 package vswitch
 
-// Reason says why a frame was dropped. The table below makes both the enumeration's order and its names.
+// Reason is why a frame was dropped. The table below has the names.
 type Reason uint8
 
-// The reasons. Those from BadHeader on are counted by the ports (vxlan, tap, vnet, hca), not by the switch itself.
+// The reasons. Those from BadHeader on are counted by the ports (vxlan, tap, vnet, hca), not by the switch.
 const (
 	ShortFrame Reason = iota
 	TooBig
@@ -16,7 +16,7 @@ const (
 	NoPort
 	SplitHorizon
 	PortClosed
-	TableFull // not a drop: the frame went on, its source was not learnt
+	TableFull // not a drop: the frame was delivered, but its source not learnt
 	PortFull  // likewise, by the limit of one port
 	Storm
 	RateLimit
@@ -47,25 +47,25 @@ var reasonNames = [NumReasons]string{
 	BadSource:        "bad-source",        // source MAC is a group address or zero
 	Spoofed:          "spoofed",           // source MAC is not one of the port's
 	SpoofedIP:        "spoofed-ip",        // source IP address is not one of the port's
-	SpoofedNeighbour: "spoofed-neighbour", // ARP or ND claims what is another's, or not the port's
+	SpoofedNeighbour: "spoofed-neighbour", // ARP or ND claims another's address, or one that the port may not use
 	StaticMoved:      "static-moved",      // source MAC belongs to a static entry of another port
 	Reserved:         "reserved-group",    // 01:80:c2:00:00:0x is never forwarded (IEEE 802.1Q, 8.6.3)
 	NoPort:           "no-port",           // no port to send it to
-	SplitHorizon:     "split-horizon",     // came from a tunnel or a port and would go back there
+	SplitHorizon:     "split-horizon",     // from a tunnel or a port to which it would be sent back
 	PortClosed:       "port-closed",       // entered through a port that has been closed
 	TableFull:        "table-full",        // source not learnt: the network's limit
 	PortFull:         "port-table-full",   // source not learnt: the port's limit
-	Storm:            "storm",             // beyond the port's limit of frames for everybody
+	Storm:            "storm",             // beyond the port's limit of broadcast, multicast and unknown unicast
 	RateLimit:        "rate-limit",        // beyond the port's rate
-	FlapHeld:         "flapping",          // source flaps and is held where it was first
-	Looped:           "looped",            // the network's own frame has come back from elsewhere
-	Misplaced:        "misplaced-roce",    // RoCE from elsewhere than its source is known to be (MT-6)
-	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not take
-	UnknownUnicast:   "unknown-unicast",   // to an unknown address, and tunnels are not for such (SetTunnels)
+	FlapHeld:         "flapping",          // source flaps and is held at its home
+	Looped:           "looped",            // a frame flooded by the network has returned from elsewhere
+	Misplaced:        "misplaced-roce",    // RoCE from another place than its source's known one (MT-6)
+	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not accept
+	UnknownUnicast:   "unknown-unicast",   // to an unknown address, with flooding into tunnels off (SetTunnels)
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network
-	NoPeers:          "no-peers",          // nobody to flood to
+	NoPeers:          "no-peers",          // no peer to flood to
 	Truncated:        "truncated",         // longer than our buffers
 	NoBuffer:         "no-buffer",         // buffer pool or the guest's receive queue exhausted
 	QueueFull:        "queue-full",        // a queue between loops, or a socket's or device's, was full
@@ -73,7 +73,7 @@ var reasonNames = [NumReasons]string{
 	Unreachable:      "unreachable",       // no route to the peer
 	SendError:        "send-error",        // any other refusal by the kernel
 	NotReady:         "not-ready",         // the device behind the port is down
-	ECNDrop:          "ecn-not-capable",   // congestion mark on a flow that does not understand it (RFC 6040, 4.2)
+	ECNDrop:          "ecn-not-capable",   // congestion mark on a flow that is not ECN-capable (RFC 6040, 4.2)
 }
 
 // String returns the name that status output and metrics use.

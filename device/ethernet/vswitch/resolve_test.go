@@ -73,7 +73,7 @@ func withPool(t testing.TB) Config {
 	return Config{Pool: p}
 }
 
-// Requests for known addresses are answered at the port that asks, and no other port hears of them.
+// Requests for known addresses are answered at the requesting port, and no other port gets them.
 func TestARPSuppression(t *testing.T) {
 	for _, vlan := range []uint16{0, 100} {
 		b := newBench(t, withPool(t))
@@ -106,7 +106,7 @@ func TestARPSuppression(t *testing.T) {
 		in(vtep, who(mac(4), "10.0.0.4", "10.0.0.1"))
 		check("requests from tunnels are not answered", 1, 1, 0)
 		in(tap, who(mac(5), "10.0.0.5", "10.0.0.2"))
-		check("the target is behind the port that asks", 1, 0, 1)
+		check("the target is behind the requesting port", 1, 0, 1)
 		in(tap, who(mac(2), "10.0.0.2", "10.0.0.2"))
 		check("gratuitous", 1, 0, 1)
 		in(tap, arp(header.ARPReply, broadcast, mac(2), "", "10.0.0.2", "10.0.0.2"))
@@ -118,11 +118,11 @@ func TestARPSuppression(t *testing.T) {
 		if n := vm.att.Counters.Totals().Answered; n != 2 {
 			t.Errorf("%d answers to the VM counted", n)
 		}
-		// What is no longer there is asked for.
+		// An address that was removed is requested again.
 		b.net.FlushRemote(vtep.att, 4)
 		in(vm, who(mac(1), "10.0.0.1", "10.0.0.3"))
-		check("its MAC is gone", 0, 1, 1)
-		// The MAC lives on, the address was not heard of for long.
+		check("its MAC was removed", 0, 1, 1)
+		// The MAC is refreshed, the IP address is not.
 		for range 8 {
 			b.advance(time.Minute)
 			in(tap, buildFrame(broadcast, mac(2), ""))
@@ -130,7 +130,7 @@ func TestARPSuppression(t *testing.T) {
 		vm.got, vtep.got = nil, nil
 		in(vm, who(mac(1), "10.0.0.1", "10.0.0.2"))
 		check("too old", 0, 1, 1)
-		// It moved to another MAC: the announcement counts at once.
+		// It moved to another MAC: the announcement takes effect at once.
 		in(tap, who(mac(6), "10.0.0.2", "10.0.0.2"))
 		vm.got, vtep.got = nil, nil
 		in(vm, who(mac(1), "10.0.0.1", "10.0.0.2"))
@@ -141,7 +141,7 @@ func TestARPSuppression(t *testing.T) {
 		tap.got = nil
 		in(tap, who(mac(2), "10.0.0.2", "10.0.0.1"))
 		if len(tap.got) != 0 {
-			t.Error("answered for a VM that is gone")
+			t.Error("answered for a closed port's address")
 		}
 	}
 }
@@ -168,7 +168,7 @@ func TestNDSuppression(t *testing.T) {
 	}
 	b.input(vm.att, solicit(mac(1), "fd00::1", "fd00::2"), Source{})
 	if n := take(); n != [3]int{0, 1, 1} {
-		t.Errorf("a solicitation does not say whether its sender is a router, so it must not be answered for: %v", n)
+		t.Errorf("answered for a node known only from a solicitation, which says nothing of routers: %v", n)
 	}
 	b.input(tap.att, advert(mac(1), mac(2), "fd00::2", "fd00::1", true), Source{})
 	if n := take(); n != [3]int{1, 0, 0} {
@@ -191,7 +191,7 @@ func TestNDSuppression(t *testing.T) {
 	if n := take(); n != [3]int{0, 1, 1} {
 		t.Errorf("duplicate address detection of a snooped address: %v", n)
 	}
-	// A broken message passes, but teaches nothing and is not answered.
+	// A malformed message passes, but nothing is learnt from it and it is not answered.
 	bad := solicit(mac(2), "fd00::2", "fd00::1")
 	bad[len(bad)-1] ^= 1
 	b.input(tap.att, bad, Source{})
@@ -206,7 +206,7 @@ func TestNDSuppression(t *testing.T) {
 	}
 }
 
-// What a port may claim as its own, in every header that carries an address.
+// Addresses that a port may use as its own, in every header with an address.
 func TestGuard(t *testing.T) {
 	b := newBench(t, withPool(t))
 	strict := b.port(PortConfig{Name: "strict", Kind: KindVM, MACs: []MAC{mac(1)},
@@ -245,12 +245,12 @@ func TestGuard(t *testing.T) {
 		{"IPv4, another's, two tags", strict, tagged(7, tagged(8, eth(1, 0x800, v4("10.0.0.2", 17)))), SpoofedIP},
 		{"IPv4, own, two tags", strict, tagged(7, tagged(8, eth(1, 0x800, v4("10.0.0.1", 17)))), NumReasons},
 		{"three tags", strict, tagged(7, tagged(8, tagged(9, eth(1, 0x800, v4("10.0.0.1", 17))))), SpoofedIP},
-		{"IPv4 cut off", strict, eth(1, 0x800, v4("10.0.0.1", 17)[:19]), SpoofedIP},
+		{"truncated IPv4", strict, eth(1, 0x800, v4("10.0.0.1", 17)[:19]), SpoofedIP},
 		{"IPv4 of another version", strict, eth(1, 0x800, v6("fd00::1", 17)), SpoofedIP},
 		{"later fragment", strict, eth(1, 0x800, with(v4("10.0.0.1", 17), 6, 0x20, 7, 9)), NumReasons},
 		{"DHCP", strict, eth(1, 0x800, v4("0.0.0.0", 17, dhcp...)), NumReasons},
-		{"from nowhere", strict, eth(1, 0x800, v4("0.0.0.0", 17, 0, 68, 0, 53, 0, 8, 0, 0)), SpoofedIP},
-		{"from nowhere, a fragment", strict, eth(1, 0x800, with(v4("0.0.0.0", 17, dhcp...), 7, 1)), SpoofedIP},
+		{"from 0.0.0.0", strict, eth(1, 0x800, v4("0.0.0.0", 17, 0, 68, 0, 53, 0, 8, 0, 0)), SpoofedIP},
+		{"from 0.0.0.0, a fragment", strict, eth(1, 0x800, with(v4("0.0.0.0", 17, dhcp...), 7, 1)), SpoofedIP},
 		{"IGMP", strict, eth(1, 0x800, v4("0.0.0.0", 2)), NumReasons},
 		{"IPv6", strict, eth(1, 0x86dd, v6("fd00::1", 17)), NumReasons},
 		{"IPv6, another's", strict, eth(1, 0x86dd, v6("fd00::2", 17)), SpoofedIP},
@@ -263,7 +263,7 @@ func TestGuard(t *testing.T) {
 		{"own has no IPv4", own, eth(2, 0x800, v4("10.0.0.2", 17)), SpoofedIP},
 		{"RoCE v1", strict, eth(1, 0x8915, v6("::ffff:10.0.0.1", 0x1b)), NumReasons},
 		{"RoCE v1, another's GID", strict, eth(1, 0x8915, v6("::ffff:10.0.0.2", 0x1b)), SpoofedIP},
-		{"RoCE v1 cut off", strict, eth(1, 0x8915, v6("::ffff:10.0.0.1", 0x1b)[:39]), SpoofedIP},
+		{"truncated RoCE v1", strict, eth(1, 0x8915, v6("::ffff:10.0.0.1", 0x1b)[:39]), SpoofedIP},
 		{"no IP at all", strict, eth(1, 0x88b5, []byte("x")), NumReasons},
 		{"ARP", strict, arp(1, broadcast, mac(1), "", "10.0.0.1", "10.0.0.9"), NumReasons},
 		{"ARP probe", strict, arp(1, broadcast, mac(1), "", "0.0.0.0", "10.0.0.9"), NumReasons},
@@ -315,7 +315,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A frame beyond the MTU is answered as the network would, never more often than the limit, and never an error by an
+// A frame beyond the MTU is answered as a router would do, within the limit, and an error is never answered by an
 // error.
 func TestTooBigAnswer(t *testing.T) {
 	b := newBench(t, withPool(t))
@@ -359,7 +359,7 @@ func TestTooBigAnswer(t *testing.T) {
 		{"IPv6", v6(6), true},
 		{"IPv6 echo", v6(58, 128), true},
 		{"IPv6 error", v6(58, 2), false},
-		{"IPv6 error behind a header", v6(0, 58, 0, 1, 4, 0, 0, 0, 0, 1), false},
+		{"IPv6 error after an extension header", v6(0, 58, 0, 1, 4, 0, 0, 0, 0, 1), false},
 		{"no IP", append(buildFrame(mac(2), mac(1), ""), make([]byte, 1501)...), false},
 	} {
 		b.advance(time.Second)
@@ -410,19 +410,19 @@ func TestTooBigAnswer(t *testing.T) {
 		b.input(vm.att, v4(6, 0x40), Source{})
 	}
 	if n := len(vm.take()); n < answerBurst/2 || n > answerBurst {
-		t.Errorf("%d answers at once", n)
+		t.Errorf("a burst of %d answers", n)
 	}
 	b.advance(time.Second)
-	// The tunnel found out that the path is narrower still.
+	// The tunnel has found that the path is even narrower.
 	f := v4(6, 0x40)[:1400]
 	b.loop.Do(func() { b.net.AnswerTooBig(b.loop, f, 1300+HeaderLen) })
 	got := vm.take()
 	if len(got) != 1 || binary.BigEndian.Uint16([]byte(got[0].frame)[HeaderLen+26:]) != 1300 {
-		t.Errorf("by order of the tunnel: %+v", got)
+		t.Errorf("for the tunnel: %+v", got)
 	}
 	b.loop.Do(func() { b.net.AnswerTooBig(b.loop, with(f, 11, 77), 1300); b.net.AnswerTooBig(b.loop, nil, 1300) })
 	if len(vm.take())+len(tap.take()) != 0 {
-		t.Error("an answer to a sender that is not known")
+		t.Error("an answer to an unknown sender")
 	}
 }
 
@@ -529,7 +529,7 @@ func TestNeighbourModel(t *testing.T) {
 	}
 }
 
-// One port that claims address after address fills its part and no more; the counts fit the table.
+// A port that claims many addresses fills only its part; the counts match the table.
 func TestNeighbourLimits(t *testing.T) {
 	c := withPool(t)
 	c.MaxNeighbours, c.Storm = 400, Unlimited
@@ -550,11 +550,11 @@ func TestNeighbourLimits(t *testing.T) {
 	}
 	p.att.Close()
 	if len(b.net.Neighbours()) != 1 || b.net.neigh.count != 1 || len(b.net.neigh.ofPort) != 1 {
-		t.Errorf("after the port is gone: %d, %v", b.net.neigh.count, b.net.neigh.ofPort)
+		t.Errorf("after the port was closed: %d, %v", b.net.neigh.count, b.net.neigh.ofPort)
 	}
 }
 
-// Loops resolve while the control plane lists and changes: for the race detector, and nobody waits for ever.
+// Loops resolve while the control plane lists and changes entries: for the race detector, and no call blocks for ever.
 func TestResolveConcurrent(t *testing.T) {
 	c := withPool(t)
 	c.VNI = 3
@@ -602,7 +602,7 @@ func TestResolveConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// Whatever a VM sends, nothing breaks, every frame is accounted for, and nothing passes with a MAC that is not its own.
+// For any frames of a VM, every frame is accounted for, and none passes with a MAC that is not the VM's own.
 func FuzzInput(f *testing.F) {
 	for _, x := range [][]byte{who(mac(1), "10.0.0.1", "10.0.0.2"), solicit(mac(1), "fd00::1", "fd00::2"),
 		tagged(5, advert(mac(2), mac(1), "fd00::1", "fd00::2", true)), eth(0x800, v4RoCE, 0x88a8, 0x8100), {1, 2, 3}} {

@@ -7,32 +7,31 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Flow names untagged RoCE frames by what the switch looks at.
+// Flow describes untagged RoCE frames by the fields that the switch uses.
 type Flow struct {
 	Src, Dst MAC
 	SrcIP    [16]byte // IPv4 as v4-mapped IPv6
-	V1       bool     // RoCE v1: an IPv6 header whatever the address
+	V1       bool     // RoCE v1: an IPv6 header also with IPv4 addresses
 	Size     int      // bytes of the largest frame, without its Ethernet header
 }
 
-// Route is what the switch does with the frames of a flow, for those who would rather do without them. It says so for
-// as long as nothing has changed: ports, static addresses, monitors, MTU, the devices behind the ports. The zero Route
-// was never current.
+// Route is the switch's result for the frames of a flow, for callers that bypass it. It is valid until any change of
+// ports, static addresses, monitors, MTU or the devices behind the ports. The zero Route is never current.
 type Route struct {
 	net *Network
 	gen uint64
 	hca HCAFace
 }
 
-// HCA returns the device that the frames would be given to, if that is the HCA of a VM's port and nobody else has to do
-// with them: no monitor at either port, no rate to be kept, no table entry that may age. Otherwise nil.
+// HCA returns the device that would get the frames, if that is the HCA of a VM's port and nothing else depends on them:
+// no monitor at either port, no rate, no table entry that may age. Otherwise nil.
 func (r *Route) HCA() HCAFace { return r.hca }
 
-// Current tells whether nothing has changed since.
+// Current reports whether nothing has changed since.
 func (r *Route) Current() bool { return r.net != nil && r.net.gen.Load() == r.gen }
 
-// Enter tells whether the route is current, and makes who changes the network wait until Leave, as for a frame on its
-// way. Loop thread only; it may be entered several times.
+// Enter reports whether the route is current; if so, changes of the network wait until Leave, as for a frame in
+// progress. Loop thread only; it may be nested.
 func (r *Route) Enter(l *loop.Loop) bool {
 	if r.net == nil {
 		return false
@@ -45,16 +44,16 @@ func (r *Route) Enter(l *loop.Loop) bool {
 	return true
 }
 
-// Leave is the end of what Enter, which returned true, began.
+// Leave ends a successful Enter.
 func (r *Route) Leave(l *loop.Loop) { r.net.readers[l.ID()].leave() }
 
-// RouteHCA says where frames of the HCA go. Loop thread only.
+// RouteHCA returns the route of the HCA's frames. Loop thread only.
 func (p *VMPort) RouteHCA(l *loop.Loop, f *Flow) Route {
 	a := p.att.Load()
 	n := a.net
 	in := n.enter(l)
 	defer in.leave()
-	r := Route{net: n, gen: n.gen.Load()} // first: what changes from here on is seen
+	r := Route{net: n, gen: n.gen.Load()} // first: later changes are detected
 	dst := f.Dst.key()
 	if a.closed.Load() || !a.unseen() || a.limits.in.unit != 0 || !a.owns(f.Src.key()) || a.ips != nil &&
 		!a.mayUseGID(f) ||

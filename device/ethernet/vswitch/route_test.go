@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// roceFrame is a RoCE v2 frame over IPv4 with size bytes behind the Ethernet header.
+// roceFrame is a RoCE v2 frame over IPv4 with size bytes after the Ethernet header.
 func roceFrame(f *Flow, size int) []byte {
 	p := make([]byte, size)
 	copy(p, v4RoCE)
@@ -22,8 +22,8 @@ func roceFrame(f *Flow, size int) []byte {
 	return b
 }
 
-// Whatever is changed: a route that is still current is what the switch would say
-// now, and if it names a device, a frame goes there and nowhere else.
+// After any change, a route that is still current equals a new one, and if it names a device, a frame goes there and
+// nowhere else.
 func TestRouteRandom(t *testing.T) {
 	for seed := range uint64(8) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -88,7 +88,7 @@ func TestRouteRandom(t *testing.T) {
 			}
 			b.advance(time.Duration(rng.IntN(3)) * time.Second)
 			from := rng.IntN(n)
-			src := rng.IntN(2*n) % (n + 1) // mostly its own
+			src := rng.IntN(2*n) % (n + 1) // usually its own
 			if rng.IntN(4) > 0 {
 				src = from
 			}
@@ -123,7 +123,7 @@ func TestRouteRandom(t *testing.T) {
 					buf.Free()
 					for _, h := range hcas {
 						if want := fresh.HCA() == HCAFace(h); (h.got == 1) != want || h.got > 1 || len(tap.got) > 0 {
-							t.Fatalf("%+v: a frame went to another than the route says", x.flow)
+							t.Fatalf("%+v: a frame went to another device than the route says", x.flow)
 						}
 					}
 				}
@@ -141,7 +141,7 @@ func TestRouteRandom(t *testing.T) {
 	}
 }
 
-// Who captures a port, or takes it away, waits for who has entered a route.
+// Setting a monitor on a port, or closing it, waits for loops that have entered a route.
 func TestRouteEnter(t *testing.T) {
 	b := newBench(t, Config{})
 	var vms [2]*VMPort
@@ -158,11 +158,11 @@ func TestRouteEnter(t *testing.T) {
 		inside <- r.HCA() != nil && r.Enter(b.loop)
 		<-leave
 		if r.Current() {
-			t.Error("a route outlived a capture")
+			t.Error("a route is still current during a capture")
 		}
 		r.Leave(b.loop)
 		if r.Enter(b.loop) {
-			t.Error("entered again")
+			t.Error("a route was entered during a capture")
 		}
 		inside <- false
 	})
@@ -176,7 +176,7 @@ func TestRouteEnter(t *testing.T) {
 	}
 	select {
 	case <-set:
-		t.Error("did not wait")
+		t.Error("RemoveMonitor or Close did not wait")
 	case <-time.After(20 * time.Millisecond):
 	}
 	leave <- true

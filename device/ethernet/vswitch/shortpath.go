@@ -9,24 +9,24 @@ import (
 // ShortPath carries TCP between host ports and a tunnel port of one network outside the switch, where the switch would
 // forward the frames unchanged (package fastpath does so in the kernel). None of its methods may block.
 type ShortPath interface {
-	// Offer names the two ports that a frame passes between. It is called for each such frame, on the frame's loop.
+	// Offer gets the two ports that a frame passes between. It is called for each such frame, on the frame's loop.
 	Offer(l *loop.Loop, c Candidate)
-	// Invalidate ends the validity of every OnlyForwards answer given so far. It is called after each change of the
-	// network's tables, on any goroutine.
+	// Invalidate makes all earlier OnlyForwards answers void. It is called after each change of the network's tables,
+	// on any goroutine.
 	Invalidate()
 	// Carried returns the counters of frames that have passed a port outside the switch. It must not call the network.
 	Carried(a *Attachment) Totals
 }
 
 // Candidate describes untagged TCP frames from one address to another. One port is a host port, the other a tunnel
-// port; Remote is that tunnel's far end.
+// port; Remote is that tunnel's peer.
 type Candidate struct {
 	From, To *Attachment
 	Remote   Remote
 	Dst, Src MAC
 }
 
-// SetShortPath lets p carry frames of the network; nil ends that.
+// SetShortPath lets p carry frames of the network; nil removes it.
 func (n *Network) SetShortPath(p ShortPath) {
 	if p == nil {
 		n.short.Store(nil)
@@ -52,9 +52,9 @@ func offer(p ShortPath, l *loop.Loop, b *frame.Buf, h *header.Layout, a, out *At
 	}
 }
 
-// OnlyForwards reports whether the switch forwards every frame that the candidate describes, if it is within the MTU,
-// unchanged. The answer is valid until the next ShortPath.Invalidate. Both addresses must be known to be at exactly
-// these places (MT-6), and neither port may have a monitor, a rate, or a list of addresses. Safe from any goroutine.
+// OnlyForwards reports whether the switch forwards all of the candidate's frames within the MTU unchanged. The answer
+// is valid until the next ShortPath.Invalidate. Both addresses must be known at exactly these places (MT-6), and
+// neither port may have a monitor, a rate, or a list of addresses. Callable from any goroutine.
 func (n *Network) OnlyForwards(c *Candidate) bool {
 	a, out := c.From, c.To
 	if a.closed.Load() || out.closed.Load() || !a.unseen() || !out.unseen() || a.limits.in.unit != 0 ||
@@ -76,10 +76,10 @@ func (n *Network) OnlyForwards(c *Candidate) bool {
 		return false
 	}
 	src, ok := at(c.Src, a)
-	return ok && (!src.yields() || a.cfg.Kind == KindVTEP) // a host port is about to take a yielding entry over
+	return ok && (!src.yields() || a.cfg.Kind == KindVTEP) // a host port takes over a yielding entry
 }
 
-// Refresh renews the age of an address that was seen ago seconds ago at the place where it has been learnt.
+// Refresh renews the age of an address that was seen ago seconds ago at its learnt place.
 func (n *Network) Refresh(m MAC, a *Attachment, r Remote, ago uint32) {
 	b, slot, v, ok := n.fdb.find(m.key())
 	fresh := makeValue(a.id, false, uint16(r), n.seconds()-ago)
@@ -88,7 +88,7 @@ func (n *Network) Refresh(m MAC, a *Attachment, r Remote, ago uint32) {
 	}
 }
 
-// carried returns what the short path has carried past the port.
+// carried returns the port's counters of the short path.
 func (a *Attachment) carried() Totals {
 	if p := a.net.short.Load(); p != nil {
 		return (*p).Carried(a)

@@ -36,7 +36,7 @@ type PortStatus struct {
 	IPs     []netip.Addr `json:"ips,omitempty"`
 	Loop    int          `json:"loop"` // -1 = no single one
 	Entries int          `json:"learnt"`
-	// ShortPath counts those of the frames that went past vnicd, in the kernel.
+	// ShortPath counts the frames among them that bypassed vnicd, in the kernel.
 	ShortPath uint64 `json:"short_path_frames,omitempty"`
 	Totals
 }
@@ -50,12 +50,12 @@ type Status struct {
 	Static  int    `json:"static"`
 	Moves   uint64 `json:"moves"`
 	Aged    uint64 `json:"aged"`
-	// Displaced counts entries that made room for ports with less than their share of a full table.
+	// Displaced counts entries removed for ports below their share of a full table.
 	Displaced uint64 `json:"displaced,omitempty"`
-	// Flaps counts addresses that moved to and fro; Flapping names those that do so now.
+	// Flaps counts addresses found flapping; Flapping lists the present ones.
 	Flaps      uint64            `json:"flaps,omitempty"`
 	Flapping   []Flapping        `json:"flapping,omitempty"`
-	Drops      map[string]uint64 `json:"drops,omitempty"` // all ports', closed ones included
+	Drops      map[string]uint64 `json:"drops,omitempty"` // of all ports, closed ones included
 	Ports      []PortStatus      `json:"ports"`
 	FDB        []Entry           `json:"fdb"`
 	Neighbours []Neighbour       `json:"neighbours,omitempty"`
@@ -84,7 +84,7 @@ func (n *Network) Status() Status {
 	return s
 }
 
-// Ports returns a snapshot of the ports, in the order of their coming.
+// Ports returns a snapshot of the ports, in the order of attachment.
 func (n *Network) Ports() (out []PortStatus) {
 	for _, a := range n.table.Load().flood {
 		p := PortStatus{Name: a.cfg.Name, Kind: a.cfg.Kind.String(), MACs: a.cfg.MACs, IPs: a.cfg.IPs, Loop: -1,
@@ -100,7 +100,7 @@ func (n *Network) Ports() (out []PortStatus) {
 	return out
 }
 
-// Entries returns the live part of the forwarding table, ordered by address.
+// Entries returns the live entries of the forwarding table, ordered by address.
 func (n *Network) Entries() []Entry {
 	now := n.seconds()
 	var out []Entry
@@ -115,10 +115,10 @@ func (n *Network) Entries() []Entry {
 	return out
 }
 
-// Lookup returns the table's entry that untagged frames to an address follow. Safe from any goroutine.
+// Lookup returns the table's entry for untagged frames to an address. Callable from any goroutine.
 func (n *Network) Lookup(m MAC) (Entry, bool) { return n.LookupIn(Address{MAC: m}) }
 
-// LookupIn is Lookup for frames of any VLAN.
+// LookupIn is Lookup for any VLAN.
 func (n *Network) LookupIn(m Address) (Entry, bool) {
 	now := n.seconds()
 	v, ok := n.find(m.MAC.key(), uint64(m.VLAN)<<48, now)

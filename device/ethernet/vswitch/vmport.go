@@ -16,23 +16,22 @@ type Face interface {
 	Deliver(l *loop.Loop, b *frame.Buf)
 }
 
-// HCAFace is the RDMA device. Up tells whether a driver has brought it up; until then RoCE frames go to the network
-// device, so a software RoCE in the guest works. Up is called for every frame, on any loop.
+// HCAFace is the RDMA device. Up reports whether a driver has brought it up; until then RoCE frames go to the network
+// device, so that software RoCE in the guest works. Up is called for every frame, on any loop.
 type HCAFace interface {
 	Face
 	Up() bool
 }
 
-// Inspector is an HCA that tells of a RoCE frame, of any content, whether it would take it: the switch asks before it
+// Inspector is an HCA that can tell whether it would accept a RoCE frame, of any content: the switch asks before it
 // learns an unknown address from one. Wants is called on any loop.
 type Inspector interface {
 	Wants(l *loop.Loop, b *frame.Buf) bool
 }
 
-// VMPort is a VM's port: a network device and an HCA with one MAC between them. RoCE frames (header.IsRoCE) for the VM go
-// to the HCA if it is up, everything else to the network device. What one of them sends never goes to the
-// other, except frames to the VM's own MAC, which come back as if they had come from outside (a QP may be connected
-// to a QP of the same VM).
+// VMPort is a VM's port: a network device and an HCA with one MAC. RoCE frames (header.IsRoCE) for the VM go to the HCA if
+// it is up, all others to the network device. Frames of one device never go to the other, except frames to the VM's own
+// MAC, which are delivered as if they had come from outside (a QP may be connected to a QP of the same VM).
 type VMPort struct {
 	att atomic.Pointer[Attachment]
 	net atomic.Pointer[Face]
@@ -68,11 +67,11 @@ func NewVMPort(n *Network, c VMPortConfig) (*VMPort, error) {
 	return p, nil
 }
 
-// Attachment returns the port's attachment to the network that it is in now, for its counters.
+// Attachment returns the port's attachment to its present network, for its counters.
 func (p *VMPort) Attachment() *Attachment { return p.att.Load() }
 
-// Move takes the port to another network, with its MAC, IP addresses and limits, as if its cable were put into another
-// switch; counters begin anew. On an error it stays where it is.
+// Move moves the port to another network, with its MAC, IP addresses and limits; counters restart. On an error it stays
+// where it is.
 func (p *VMPort) Move(to *Network) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -83,8 +82,8 @@ func (p *VMPort) Move(to *Network) error {
 	if old.net == to {
 		return nil
 	}
-	// Attached stores the new one, and from then on the port sends there; the old one takes nothing any more when it is
-	// closed.
+	// Attached stores the new attachment, and from then on the port sends there; once closed, the old one accepts no
+	// frames.
 	a, err := to.Attach(p, old.cfg)
 	if err != nil {
 		p.att.Store(old)
@@ -95,16 +94,16 @@ func (p *VMPort) Move(to *Network) error {
 	return nil
 }
 
-// SetOffloads says what may be left undone in frames for the network device, as Attachment.SetOffloads; the port keeps
-// it when it moves. The HCA takes trains.
+// SetOffloads sets what may be left undone in frames for the network device, as Attachment.SetOffloads does; a move
+// keeps it. The HCA accepts trains.
 func (p *VMPort) SetOffloads(n frame.Need) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.att.Load().SetOffloads(n | frame.NeedTrain)
 }
 
-// SetNet connects the network device, or with nil disconnects it. Once it has returned, the device that was connected
-// before gets no more frames.
+// SetNet connects the network device, or with nil disconnects it. Once it has returned, the previous device gets no
+// more frames.
 func (p *VMPort) SetNet(f Face) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -129,16 +128,16 @@ func (p *VMPort) SetHCA(f HCAFace) {
 	p.quiesce()
 }
 
-// InputNet lets a frame of the network device into the network, as Attachment.Input.
+// InputNet passes a frame of the network device into the network, as Attachment.Input.
 func (p *VMPort) InputNet(l *loop.Loop, b *frame.Buf) { p.att.Load().Input(l, b, Source{}) }
 
-// InputHCA lets a frame of the HCA into the network, as Attachment.Input.
+// InputHCA passes a frame of the HCA into the network, as Attachment.Input.
 func (p *VMPort) InputHCA(l *loop.Loop, b *frame.Buf) { p.att.Load().Input(l, b, Source{}) }
 
-// SendHCA lets a frame of the HCA into the network on a path, as Attachment.Send.
+// SendHCA passes a frame of the HCA into the network on a path, as Attachment.Send.
 func (p *VMPort) SendHCA(l *loop.Loop, b *frame.Buf, path *Path) { p.att.Load().Send(l, b, path) }
 
-// ResolveHCA finds the path of frames of the HCA, as Attachment.Resolve.
+// ResolveHCA looks up the path of frames of the HCA, as Attachment.Resolve.
 func (p *VMPort) ResolveHCA(l *loop.Loop, header []byte, path *Path) bool {
 	return p.att.Load().Resolve(l, header, path)
 }
@@ -168,7 +167,7 @@ func (p *VMPort) Deliver(l *loop.Loop, b *frame.Buf, to Destination) {
 		(*h).Deliver(l, b)
 		return
 	}
-	if b.Offload.Need == frame.NeedTrain { // for an HCA that has gone down just now
+	if b.Offload.Need == frame.NeedTrain { // for an HCA that has just gone down
 		p.att.Load().Cut(l, b, to)
 		return
 	}
@@ -179,7 +178,7 @@ func (p *VMPort) Deliver(l *loop.Loop, b *frame.Buf, to Destination) {
 	p.att.Load().Counters.Drop(l, NotReady, 1)
 }
 
-// Close takes the port off the network, as Attachment.Close.
+// Close removes the port from the network, as Attachment.Close.
 func (p *VMPort) Close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -38,7 +38,6 @@ func with(p []byte, changes ...int) []byte {
 	return p
 }
 
-// face records frames, or passes them on as an answer.
 type face struct {
 	up  bool
 	got int
@@ -77,7 +76,7 @@ func TestVMPort(t *testing.T) {
 	b.input(tap.att, roce(mac(1), mac(2)), Source{})
 	check("no faces", 0, 0, 0)
 	if vm.Attachment().Counters.Dropped(NotReady) != 1 {
-		t.Error("frame to nobody is not counted")
+		t.Error("a frame without a face to deliver to was not counted")
 	}
 	vm.SetNet(nic)
 	vm.SetHCA(hca)
@@ -103,13 +102,13 @@ func TestVMPort(t *testing.T) {
 	send(vm.InputHCA, roce(mac(2), mac(1)))
 	check("HCA to the TAP", 0, 0, 1)
 	send(vm.InputHCA, roce(mac(2), mac(3)))
-	check("HCA spoofs", 0, 0, 0)
+	check("HCA with another MAC", 0, 0, 0)
 	vm.SetHCA(nil)
 	b.input(tap.att, roce(mac(1), mac(2)), Source{})
-	check("HCA gone", 1, 0, 0)
+	check("HCA removed", 1, 0, 0)
 	vm.SetNet(nil)
 	b.input(tap.att, roce(mac(1), mac(2)), Source{})
-	check("all gone", 0, 0, 0)
+	check("both removed", 0, 0, 0)
 	if _, err := NewVMPort(b.net, VMPortConfig{Name: "twin", MAC: mac(1)}); err == nil {
 		t.Error("second VM with the same MAC")
 	}
@@ -117,8 +116,8 @@ func TestVMPort(t *testing.T) {
 	vm.Close()
 }
 
-// A port moves between networks: its own address goes along, what it sends arrives there only, and an address that is
-// taken there keeps it where it is.
+// A port moves between networks: its address moves with it, its frames arrive only there, and if the address is in use
+// there the port stays.
 func TestVMPortMove(t *testing.T) {
 	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
 	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: a.loop})
@@ -136,11 +135,11 @@ func TestVMPortMove(t *testing.T) {
 	}
 	taken := b.port(PortConfig{Name: "taken", Kind: KindVM, MACs: []MAC{mac(1)}})
 	if err := vm.Move(b.net); !errors.Is(err, ErrMACInUse) {
-		t.Fatalf("move to where the MAC is taken: %v", err)
+		t.Fatalf("move to a network with the MAC in use: %v", err)
 	}
 	send()
 	if len(oldPort.take()) != 1 || len(newPort.take())+len(taken.take()) != 0 {
-		t.Error("a refused move has changed something")
+		t.Error("a refused move changed the port")
 	}
 	taken.att.Close()
 	if err := vm.Move(b.net); err != nil {
@@ -148,7 +147,7 @@ func TestVMPortMove(t *testing.T) {
 	}
 	send()
 	if len(oldPort.take()) != 0 || len(newPort.take()) != 1 {
-		t.Error("sends into the old network")
+		t.Error("the port sends into the old network")
 	}
 	b.input(newPort.att, buildFrame(mac(1), mac(2), "x"), Source{})
 	a.input(oldPort.att, buildFrame(mac(1), mac(2), "x"), Source{})
@@ -156,7 +155,7 @@ func TestVMPortMove(t *testing.T) {
 		t.Errorf("%d frames arrived, want 1", nic.got)
 	}
 	if _, ok := a.net.Lookup(mac(1)); ok || vm.Attachment().Network() != b.net {
-		t.Error("still in the old network")
+		t.Error("the port is still in the old network")
 	}
 	vm.Close()
 	if err := vm.Move(a.net); !errors.Is(err, ErrClosed) {
@@ -164,8 +163,8 @@ func TestVMPortMove(t *testing.T) {
 	}
 }
 
-// A batch's frames are counted when it ends, each at the port that it was for; once the port has moved they arrive
-// where it is now, in the middle of a batch, too.
+// A batch's frames are counted when it ends, each at its port; after a move, also within a batch, frames go to the new
+// network.
 func TestBatch(t *testing.T) {
 	a, b := newBench(t, Config{VNI: 1}), newBench(t, Config{VNI: 2})
 	vm, err := NewVMPort(a.net, VMPortConfig{Name: "vm", MAC: mac(1)})
@@ -221,7 +220,7 @@ func TestBatch(t *testing.T) {
 	}
 }
 
-// A VM's memory that faults while a frame is delivered to it leaves the network usable: nobody is stuck inside Input.
+// A memory fault in a VM during a delivery leaves the network usable: no loop stays inside Input.
 func TestPanicInDeliver(t *testing.T) {
 	b := newBench(t, Config{})
 	tap := b.port(PortConfig{Kind: KindTAP})
@@ -237,7 +236,7 @@ func TestPanicInDeliver(t *testing.T) {
 		buf.Append(buildFrame(mac(1), mac(2), ""))
 		b.loop.Do(func() { tap.att.Input(b.loop, buf, Source{}) })
 	}()
-	att.Close() // would wait for ever
+	att.Close() // would otherwise wait for ever
 	b.net.Quiesce()
 }
 

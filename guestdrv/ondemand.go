@@ -309,7 +309,7 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 // finds the pages, and nobody waits for the answers. If the device refuses the pages, the operation faults again and
 // the next answer is sent carefully.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
-	set := abi.SetMTT{Handle: r.handle, Count: uint32(len(pas)), First: first}
+	set := abi.SetMTT{Handle: r.handle, Count: uint16(len(pas)), First: first}
 	err := r.d.post(r.d.ctx, request{
 		op: abi.CmdSetMTT, fixed: &set, size: abi.SizeSetMTT, words: pas,
 		onLate: func(_ []byte, err error) {

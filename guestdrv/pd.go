@@ -119,7 +119,7 @@ func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
 	const most = (abi.CmdMax - abi.SizeReq - abi.SizeSetMTT) / 8
 	for len(pas) > 0 {
 		n := min(len(pas), most)
-		req := abi.SetMTT{Handle: m.handle, Count: uint32(n), First: first}
+		req := abi.SetMTT{Handle: m.handle, Count: uint16(n), First: first}
 		if err := m.d.do(ctx, abi.CmdSetMTT, &req, abi.SizeSetMTT, nil, pas[:n]...); err != nil {
 			return err
 		}

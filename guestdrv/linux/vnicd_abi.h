@@ -186,6 +186,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_MW		(1ULL << 8)	/* types 1 and 2B: CREATE_MW, BIND_MW, LOCAL_INV */
 #define VNICD_CAP_ATOMIC_WRITE	(1ULL << 9)	/* ATOMIC WRITE, on RC */
 #define VNICD_CAP_FLUSH_GLOBAL	(1ULL << 10)	/* FLUSH to global visibility, on RC */
+#define VNICD_CAP_SET_MTT_RESUME (1ULL << 11)	/* VNICD_SET_MTT_RESUME */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)
@@ -466,12 +467,25 @@ struct vnicd_create_mr_resp {
 	__le32 reserved;
 };
 
+/*
+ * SET_MTT with VNICD_SET_MTT_RESUME also answers a page fault event, as RESUME_FAULT
+ * with VNICD_OK does after it: the entries are visible before the operation tries
+ * again. If the command fails, the fault is not answered. A token that is unknown or
+ * stale is ignored: the status is about the entries only.
+ *
+ * Only devices with VNICD_CAP_SET_MTT_RESUME know flags. Others take flags for the
+ * upper half of count, which is more than fits into a command: EINVAL.
+ */
 struct vnicd_set_mtt {
 	__le32 handle;
-	__le32 count;		/* entries that follow */
+	__le16 count;		/* entries that follow */
+	__le16 flags;		/* VNICD_SET_MTT_* */
 	__le64 first;		/* index of the first entry */
 	/* __le64 pa[count], VNICD_MTT_* in the low bits */
+	/* __le64 token, with VNICD_SET_MTT_RESUME: that of the event, in 32 bits */
 };
+#define VNICD_SET_MTT_RESUME	(1U << 0)
+
 #define VNICD_MTT_ABSENT	1ULL
 #define VNICD_MTT_READ_ONLY	2ULL		/* on demand only: writes fault */
 
@@ -487,8 +501,8 @@ struct vnicd_clear_mtt {
 };
 
 /*
- * RESUME_FAULT answers a page fault event, exactly once. A token that is unknown
- * or stale is answered ENOENT and harmless.
+ * RESUME_FAULT answers a page fault event, unless SET_MTT has: each is answered
+ * exactly once. A token that is unknown or stale is answered ENOENT and harmless.
  */
 struct vnicd_resume_fault {
 	__le32 token;
@@ -625,8 +639,8 @@ enum vnicd_event_type {
 };
 
 /*
- * A page fault (PF-7) suspends one side of one QP until RESUME_FAULT names its
- * token; if no buffer is posted, it waits with its QP until there is one.
+ * A page fault (PF-7) suspends one side of one QP until RESUME_FAULT, or SET_MTT,
+ * names its token; if no buffer is posted, it waits with its QP until there is one.
  */
 struct vnicd_event {
 	__le32 type;		/* enum vnicd_event_type */

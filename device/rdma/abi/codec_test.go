@@ -31,6 +31,8 @@ func TestGolden(t *testing.T) {
 			GID: [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: 7}},
 			"0100 02 00 ffff 020000000007 00000000 00000000000000000000ffff0a000007"},
 		{"set_mtt", &SetMTT{Handle: 5, Count: 3, First: 0x100000002}, "05000000 03000000 0200000001000000"},
+		{"set_mtt, resume", &SetMTT{Handle: 5, Count: 3, Flags: SetMTTResume, First: 2},
+			"05000000 0300 0100 0200000000000000"},
 		{"clear_mtt", &ClearMTT{Handle: 5, First: 0x100000002, Count: 7},
 			"05000000 00000000 0200000001000000 0700000000000000"},
 		{"resume_fault", &ResumeFault{Token: 0x11223344, Status: StatusFault}, "44332211 06000000"},

@@ -130,6 +130,7 @@ const (
 	CapMW           = 1 << 8  // types 1 and 2B
 	CapAtomicWrite  = 1 << 9  // ATOMIC WRITE, on RC
 	CapFlushGlobal  = 1 << 10 // FLUSH to global visibility, on RC
+	CapSetMTTResume = 1 << 11 // SetMTTResume
 )
 
 // What on-demand paging covers, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum
@@ -205,6 +206,10 @@ const (
 
 // MaxFastReg bounds the pages of a MRFast region: their list lies in one page.
 const MaxFastReg = 512
+
+// SetMTTResume is a flag of SetMTT: the token of a page fault event follows the entries, and the operation that waits
+// for them tries again. Devices with CapSetMTTResume only.
+const SetMTTResume = 1 << 0
 
 // Marks in the low bits of SetMTT's entries.
 const (

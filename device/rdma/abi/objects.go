@@ -446,17 +446,20 @@ func (x *CreateMRResp) Decode(b []byte) error {
 	return c.end("vnicd_create_mr_resp")
 }
 
-// SetMTT is the request of SET_MTT; Count PAs follow, MTTAbsent or MTTReadOnly in their low bits
+// SetMTT is the request of SET_MTT; Count PAs follow, MTTAbsent or MTTReadOnly in their low bits, and with SetMTTResume
+// the token of a page fault event, as a word of 64 bits
 // (struct vnicd_set_mtt).
 type SetMTT struct {
 	Handle uint32 `c:"handle"`
-	Count  uint32 `c:"count"`
+	Count  uint16 `c:"count"`
+	Flags  uint16 `c:"flags"` // SetMTTResume
 	First  uint64 `c:"first"` // index of the first entry
 }
 
 func (x *SetMTT) fields(c *codec) {
 	c.u32(&x.Handle)
-	c.u32(&x.Count)
+	c.u16(&x.Count)
+	c.u16(&x.Flags)
 	c.u64(&x.First)
 }
 

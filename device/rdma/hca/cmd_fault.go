@@ -10,31 +10,41 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// resumeFault is the guest driver's answer to a page fault event.
+// resumeFault is the guest driver's answer to a page fault event that SET_MTT has not answered.
 func resumeFault(c *cmd) error {
 	var r abi.ResumeFault
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	q := c.d.data.qpAt(int(r.Token & qpIndexMask))
-	if q == nil {
+	if !c.d.answerFault(r.Token, r.Status == abi.StatusOK) {
 		return notFound("fault", r.Token)
 	}
-	s := &q.waiters[r.Token>>tokenSideShift&1]
-	from := uint64(r.Token) << tokenShift
+	return nil
+}
+
+// answerFault resumes the operation that waits for the fault that token names. It returns false, and has done nothing,
+// if the driver has no such fault to answer: tokens are looked up among this VM's QPs only (PF-5), and a fault is
+// answered once, after its event was posted. The caller holds d.mu.
+func (d *Device) answerFault(token uint32, ok bool) bool {
+	q := d.data.qpAt(int(token & qpIndexMask))
+	if q == nil {
+		return false
+	}
+	s := &q.waiters[token>>tokenSideShift&1]
+	from := uint64(token) << tokenShift
 	if !s.guest.state.CompareAndSwap(from|faultPosted, from|faultAnswered) {
-		return notFound("fault", r.Token)
+		return false
 	}
 	bit := uint32(answerGuest)
-	if r.Status != abi.StatusOK {
+	if !ok {
 		bit = answerGuestFailed
 	}
-	if pa, ok := c.d.data.vm.Lookup(s.guest.key, s.guest.va); ok {
-		c.d.faults.heat.Add(pa)
+	if pa, ok := d.data.vm.Lookup(s.guest.key, s.guest.va); ok {
+		d.faults.heat.Add(pa)
 	}
-	c.d.countFault(time.Duration(q.engine.loop.Clock().Now()-s.guest.since), r.Status == abi.StatusOK)
+	d.countFault(time.Duration(q.engine.loop.Clock().Now()-s.guest.since), ok)
 	q.engine.postAnswer(&s.answers, bit)
-	return nil
+	return true
 }
 
 // guestFaults counts the faults that the guest's driver served.

@@ -100,11 +100,19 @@ func setMTT(c *cmd) error {
 	if err := r.Decode(c.in); err != nil {
 		return err
 	}
-	list, err := c.pages(abi.SizeSetMTT, r.Count)
+	if r.Flags&^uint16(abi.SetMTTResume) != 0 {
+		return refuse(abi.StatusUnsupported, "flags %#x, known are %#x", r.Flags, abi.SetMTTResume)
+	}
+	list, err := c.pages(abi.SizeSetMTT, uint32(r.Count), uint32(r.Flags)) // SetMTTResume, 1, stands for one word
 	if err != nil {
 		return err
 	}
-	pas := decodePAs(list)
+	pas, token := decodePAs(list[:8*int(r.Count)]), uint64(0)
+	if r.Flags != 0 {
+		if token = abi.PA(list, int(r.Count)); token>>32 != 0 {
+			return refuse(abi.StatusInvalid, "token %#x has more than 32 bits", token)
+		}
+	}
 	for i, pa := range pas {
 		// Every access is checked again; this tells the driver of its mistake at once.
 		if pa&abi.MTTAbsent == 0 && !c.d.data.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
@@ -116,6 +124,11 @@ func setMTT(c *cmd) error {
 	}
 	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
 		c.warm(pas, reg.PageSize())
+	}
+	if r.Flags != 0 {
+		// The entries are visible to the loops from here on. A token that names no fault changes nothing, as in
+		// RESUME_FAULT; it is no error, because the status tells the driver whether the entries are set.
+		c.d.answerFault(uint32(token), true)
 	}
 	return nil
 }

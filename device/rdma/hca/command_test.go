@@ -427,8 +427,14 @@ func (f *fuzzGuest) step() {
 			PageShift: uint8(11 + r.UintN(4)), IOVA: r.Uint64(), Length: r.Uint64N(1 << 16), NPages: r.Uint64N(32)})
 	case abi.CmdSetMTT:
 		n := r.Uint32N(4)
-		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: f.pick(keys(tb.mrs)), Count: n, First: r.Uint64() >> r.UintN(64)},
-			make([]uint64, n)...)
+		words := make([]uint64, n, n+1)
+		flags := uint16(0)
+		if r.IntN(2) == 0 {
+			flags = uint16(r.UintN(3))
+			words = append(words, r.Uint64()>>r.UintN(64))
+		}
+		b = enc(abi.SizeSetMTT, &abi.SetMTT{Handle: f.pick(keys(tb.mrs)), Count: uint16(n), Flags: flags,
+			First: r.Uint64() >> r.UintN(64)}, words...)
 	case abi.CmdAttachMcast, abi.CmdDetachMcast:
 		b = enc(abi.SizeMcast, &abi.Mcast{QPN: qp, GID: [16]byte{0: 0xff, 15: byte(r.UintN(3))}})
 	}

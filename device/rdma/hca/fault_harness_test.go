@@ -19,6 +19,7 @@ type dregion struct {
 	iova   uint64
 	home   translate.PA // page i lives at home + i pages
 	pages  int
+	two    bool // serve answers with two commands, as drivers do that do not know SetMTTResume
 }
 
 const demandAccess = abi.AccessLocalWrite | remoteAll
@@ -39,15 +40,34 @@ func (g *guest) demand(pd uint32, pages int, access uint32) *dregion {
 
 func (r *dregion) bytes(off, n int) []byte { return r.g.at(r.home+translate.PA(off), n) }
 
-// set makes n pages present, with the given mark.
-func (r *dregion) set(first, n int, mark uint64) {
-	r.g.tb.Helper()
+// pas are the addresses of n pages, with the given mark.
+func (r *dregion) pas(first, n int, mark uint64) []uint64 {
 	pas := make([]uint64, n)
 	for i := range pas {
 		pas[i] = uint64(r.home) + uint64(first+i)*4096 | mark
 	}
-	r.g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.handle, Count: uint32(n), First: uint64(first)},
-		pas...))
+	return pas
+}
+
+// set makes n pages present, with the given mark.
+func (r *dregion) set(first, n int, mark uint64) {
+	r.g.tb.Helper()
+	r.g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.handle, Count: uint16(n), First: uint64(first)},
+		r.pas(first, n, mark)...))
+}
+
+// setResume makes n pages present and answers the fault that token names, in one command.
+func (r *dregion) setResume(want abi.Status, first, n int, token uint64) {
+	r.g.tb.Helper()
+	r.g.refused(want, abi.CmdSetMTT, enc(abi.SizeSetMTT,
+		&abi.SetMTT{Handle: r.handle, Count: uint16(n), Flags: abi.SetMTTResume, First: uint64(first)},
+		append(r.pas(first, n, 0), token)...))
+}
+
+// present tells whether page i is in the table.
+func (r *dregion) present(i int) bool {
+	_, ok := r.g.vm.Lookup(translate.Key(r.key), translate.VA(r.iova)+translate.VA(i)*4096)
+	return ok
 }
 
 func (r *dregion) clear(first, n int) {
@@ -62,6 +82,10 @@ func (r *dregion) serve(e abi.Event) {
 	first, last := (e.VA-r.iova)/4096, (e.VA+e.Length-1-r.iova)/4096
 	if e.VA < r.iova || e.Length == 0 || e.Length > maxFaultLen || last >= uint64(r.pages) {
 		r.g.tb.Fatalf("event %+v goes beyond the region", e)
+	}
+	if !r.two {
+		r.setResume(abi.StatusOK, int(first), int(last-first)+1, uint64(e.Token))
+		return
 	}
 	r.set(int(first), int(last-first)+1, 0)
 	r.g.resumeFault(e.Token, abi.StatusOK)

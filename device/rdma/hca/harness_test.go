@@ -554,7 +554,7 @@ func (g *guest) mr(pd uint32, pa translate.PA, n int, access uint32) uint32 {
 	for i := range pas {
 		pas[i] = uint64(pa) + 4096*uint64(i)
 	}
-	g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.Handle, Count: uint32(pages)}, pas...))
+	g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.Handle, Count: uint16(pages)}, pas...))
 	return r.LKey
 }
 

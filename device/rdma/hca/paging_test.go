@@ -107,9 +107,14 @@ func (p *naivePager) serve(e abi.Event) {
 	for i := first; i <= last; i++ {
 		pas = append(pas, uint64(p.at[i])|mark)
 	}
-	p.want(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: p.d.handle, Count: uint32(len(pas)), First: first},
-		pas...))
-	p.want(abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: e.Token}))
+	set := abi.SetMTT{Handle: p.d.handle, Count: uint16(len(pas)), First: first}
+	if p.rng.IntN(2) == 0 {
+		set.Flags = abi.SetMTTResume
+		p.want(abi.CmdSetMTT, enc(abi.SizeSetMTT, &set, append(pas, uint64(e.Token))...))
+	} else {
+		p.want(abi.CmdSetMTT, enc(abi.SizeSetMTT, &set, pas...))
+		p.want(abi.CmdResumeFault, enc(abi.SizeResumeFault, &abi.ResumeFault{Token: e.Token}))
+	}
 	p.served++
 }
 

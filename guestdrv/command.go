@@ -18,20 +18,24 @@ import (
 // the slot stays with the device, and reapLocked returns it to the free slots when the answer arrives. Posted commands
 // are abandoned from the beginning.
 //
-// Interrupts are enabled only while awaited is not zero. Answers to posted commands wait for the next reap.
+// Interrupts are enabled only while awaited is not zero. Answers to posted commands wait for the next reap, which takes
+// place after postedDelay at the latest: an answer may be a refusal.
 type commander struct {
-	mu      sync.Mutex
-	q       *frontend.Queue // guarded by mu, but for Await
-	awaited int             // callers that wait for an answer or a free slot, and late answers; guarded by mu
-	d       *Device
-	slots   chan *cmdSlot // free slots
-	pairs   chan struct{} // limits batches that are collecting slots
-	all     [cmdSlots]*cmdSlot
+	mu       sync.Mutex
+	q        *frontend.Queue // guarded by mu, but for Await
+	awaited  int             // callers that wait for an answer or a free slot, and late answers; guarded by mu
+	posted   int             // posted commands whose answers have not been taken; guarded by mu
+	watching bool            // reapPosted is scheduled; guarded by mu
+	d        *Device
+	slots    chan *cmdSlot // free slots
+	pairs    chan struct{} // limits batches that are collecting slots
+	all      [cmdSlots]*cmdSlot
 }
 
 const (
 	cmdSlots    = 16
 	cmdRespSize = pageSize
+	postedDelay = 10 * time.Millisecond
 )
 
 type cmdSlot struct {
@@ -138,9 +142,30 @@ func (c *commander) reapLocked() error {
 		}
 		if s.late {
 			c.addAwaitedLocked(-1)
+		} else {
+			c.posted--
 		}
 		s.abandoned, s.late, s.onLate = false, false, nil
 		c.slots <- s
+	}
+}
+
+// watchLocked schedules reapPosted if there are posted commands.
+func (c *commander) watchLocked() {
+	if c.posted == 0 || c.watching {
+		return
+	}
+	c.watching = true
+	time.AfterFunc(postedDelay, func() { c.d.late.add(c.reapPosted) })
+}
+
+// reapPosted takes the answers to posted commands.
+func (c *commander) reapPosted() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.watching = false
+	if c.reapLocked() == nil && c.d.closing() == nil {
+		c.watchLocked()
 	}
 }
 
@@ -168,6 +193,12 @@ func (c *commander) submit(slots ...*cmdSlot) error {
 			return err
 		}
 	}
+	for _, s := range slots {
+		if s.abandoned {
+			c.posted++
+		}
+	}
+	c.watchLocked()
 	c.q.Kick()
 	return nil
 }

@@ -40,3 +40,19 @@ func (c Config) SimpleQueues() Config {
 	c.simpleQueues = true
 	return c
 }
+
+// Forget makes a driver believe that the device lacks a capability.
+func (d *Device) Forget(c Caps) { d.attr.Caps &^= uint64(c) }
+
+// LastCommands are the commands that the slots were used for last. It waits until none is under way.
+func (d *Device) LastCommands() map[string]int {
+	ops := map[string]int{}
+	for range cmdSlots {
+		s := <-d.cmds.slots
+		defer func() { d.cmds.slots <- s }()
+		if s.size > 0 {
+			ops[s.op.String()]++
+		}
+	}
+	return ops
+}

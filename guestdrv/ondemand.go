@@ -13,7 +13,7 @@ import (
 // On-demand paging (ODP-1..8): a Pager provides the pages of a region when the device needs them, and the program
 // revokes them with Invalidate.
 //
-//	device: PAGE_FAULT event ─▶ Pager.PageIn ─▶ SET_MTT, RESUME_FAULT ─▶ the operation resumes
+//	device: PAGE_FAULT event ─▶ Pager.PageIn ─▶ SET_MTT with the event's token ─▶ the operation resumes
 //	program: unmaps a page ─▶ Invalidate: CLEAR_MTT ─▶ reuses the page
 //
 // The result of PageIn enters the table only if no Invalidate of these pages began meanwhile; otherwise PageIn is
@@ -69,7 +69,7 @@ type OnDemandMR struct {
 	mu      sync.Mutex
 	windows map[*window]struct{} // guarded by mu
 
-	careful atomic.Bool // a posted SET_MTT was refused: wait for its answer before RESUME_FAULT
+	careful atomic.Bool // a posted SET_MTT was refused: wait for the answer
 	stats   struct{ faults, pages, failed, retries, invalidations, prefetches atomic.Uint64 }
 }
 
@@ -295,29 +295,52 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 		return false, nil
 	}
 	r.stats.pages.Add(uint64(len(pas)))
-	if a == nil || r.careful.Load() {
-		err = r.SetPages(r.d.ctx, w.first, pas)
-		if err == nil && a != nil {
-			err = a.give(r.d, true)
-		}
-		return true, err
+	if a == nil {
+		return true, r.SetPages(r.d.ctx, w.first, pas)
 	}
 	return true, r.setAndResume(w.first, pas, a)
 }
 
-// setAndResume posts SET_MTT and RESUME_FAULT together: the device begins commands in order, so the resumed operation
-// finds the pages, and nobody waits for the answers. If the device refuses the pages, the operation faults again and
-// the next answer is sent carefully.
+// setAndResume sets pages and answers the fault: SET_MTT carries the token, or if the device does not know that,
+// RESUME_FAULT follows it. The commands are posted, as the device begins them in order. If it refuses the pages, the
+// operation is made to fault again, and from then on the region's answers are waited for: a second refusal fails the
+// operation.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
-	set := abi.SetMTT{Handle: r.handle, Count: uint16(len(pas)), First: first}
-	err := r.d.post(r.d.ctx, request{
-		op: abi.CmdSetMTT, fixed: &set, size: abi.SizeSetMTT, words: pas,
-		onLate: func(_ []byte, err error) {
-			if err != nil {
-				r.careful.Store(true)
-			}
-		},
-	}, resume(a.token, true))
+	d, token := r.d, a.token
+	fixed := abi.SetMTT{Handle: r.handle, Count: uint16(len(pas)), First: first}
+	set := request{op: abi.CmdSetMTT, fixed: &fixed, size: abi.SizeSetMTT, words: pas}
+	one := d.attr.Caps&abi.CapSetMTTResume != 0
+	if one {
+		fixed.Flags = abi.SetMTTResume
+		set.words = append(pas[:len(pas):len(pas)], uint64(token))
+	}
+	if r.careful.Load() {
+		_, err := d.call(d.ctx, set, nil)
+		if err != nil {
+			return err
+		}
+		if one {
+			a.given = true
+			return nil
+		}
+		return a.give(d, true)
+	}
+	set.onLate = func(_ []byte, err error) {
+		if err == nil {
+			return
+		}
+		r.careful.Store(true)
+		if one { // SET_MTT that fails resumes nobody
+			d.late.add(func() {
+				_ = d.ResumeFault(d.ctx, token, true) // fails only if the operation or the device is gone
+			})
+		}
+	}
+	reqs := []request{set}
+	if !one {
+		reqs = append(reqs, resume(token, true))
+	}
+	err := d.post(d.ctx, reqs...)
 	a.given = err == nil
 	return err
 }

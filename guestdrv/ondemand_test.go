@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -362,6 +363,77 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	if n := hb.CommandInterrupts(); n == 0 || n > pages/4 {
 		t.Errorf("%d interrupts, expected few", n)
 	}
+}
+
+// answering runs f with a driver that answers faults by one command, and with one that knows nothing of
+// CapSetMTTResume, or finds an older device.
+func answering(t *testing.T, f func(t *testing.T, forget guestdrv.Caps)) {
+	t.Run("SET_MTT", func(t *testing.T) { f(t, 0) })
+	t.Run("SET_MTT, RESUME_FAULT", func(t *testing.T) { f(t, guestdrv.CapSetMTTResume) })
+}
+
+// TestFaultCommands looks at the commands that answer faults: one each if the device can (PF-7, PF-8).
+func TestFaultCommands(t *testing.T) {
+	answering(t, func(t *testing.T, forget guestdrv.Caps) {
+		r := newRig(t, rigConfig{})
+		ha, hb := r.hosts[0], r.hosts[1]
+		if hb.Attr().Caps&guestdrv.CapSetMTTResume == 0 {
+			t.Fatalf("capabilities %v", hb.Attr().Caps)
+		}
+		hb.Forget(forget)
+		a, _ := connect(t, ha, hb, qpDefaults(), faulty)
+		const pages = 40 // all command slots are used
+		far := newArena(t, hb, 1<<30, pages, pages).register(allAccess)
+		buf, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
+		for i := range pages {
+			fill(buf.Bytes(), uint64(i))
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(i * page), RKey: far.mr.RKey()})
+			expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+			far.expect(i*page, buf.Bytes(), "far side")
+		}
+		ops := hb.LastCommands()
+		if ops["SET_MTT"] == 0 || (ops["RESUME_FAULT"] == 0) != (forget == 0) {
+			t.Errorf("commands %v", ops)
+		}
+		if n := hb.stat(t, guestdrv.StatFaultsResumed); n != pages || far.mr.Stats().Faults != pages {
+			t.Errorf("%d faults, %d resumed, want %d of each", far.mr.Stats().Faults, n, pages)
+		}
+	})
+}
+
+// TestRefusedPages has a device that refuses the pages of an answer, as the VM has too many: SET_MTT resumes nobody
+// then, and nobody waits for ever: the operation fails (PF-13), and later ones find room.
+func TestRefusedPages(t *testing.T) {
+	answering(t, func(t *testing.T, forget guestdrv.Caps) {
+		const group = 512 // pages of on-demand regions count by groups
+		r := newRig(t, rigConfig{limits: hca.Limits{MTTs: 2 * group}})
+		ha, hb := r.hosts[0], r.hosts[1]
+		hb.Forget(forget)
+		far := newArena(t, hb, 1<<30, 3*group, 4).register(allAccess)
+		_, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
+		write := func(a *end, i int) guestdrv.WCStatus {
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.va(i * page), RKey: far.mr.RKey()})
+			return await(t, a.scq, 1)[0].Status
+		}
+		for round := range 2 { // the second finds a region that has been refused before
+			a, b := connect(t, ha, hb, qpDefaults(), faulty)
+			for i := range 2 {
+				if s := write(a, i*group); s != guestdrv.WCSuccess {
+					t.Fatalf("round %d, page %d: %s", round, i*group, s)
+				}
+			}
+			if s := write(a, 2*group); s != guestdrv.WCRemAccessErr {
+				t.Errorf("round %d, beyond the limit: %s, want %s", round, s, guestdrv.WCRemAccessErr)
+			}
+			if n := far.mr.Stats().Failed; n != uint64(round+1) {
+				t.Errorf("round %d: %d faults failed", round, n)
+			}
+			destroy(t, a, b)
+			far.evictAll()
+		}
+	})
 }
 
 // TestInvalidAddress has a Pager that says no: the operation ends in the error that

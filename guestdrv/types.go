@@ -240,22 +240,23 @@ type Caps uint64
 
 // The capabilities.
 const (
-	CapAtomic      Caps = abi.CapAtomic
-	CapSRQ         Caps = abi.CapSRQ
-	CapUC          Caps = abi.CapUC
-	CapMcast       Caps = abi.CapMcast
-	CapRoCEv1      Caps = abi.CapRoCEv1
-	CapResizeCQ    Caps = abi.CapResizeCQ
-	CapMemMgt      Caps = abi.CapMemMgt // FastMR, NewLocalInvalidate, NewSendInvalidate
-	CapMW          Caps = abi.CapMW     // windows of types 1 and 2B
-	CapAtomicWrite Caps = abi.CapAtomicWrite
-	CapFlushGlobal Caps = abi.CapFlushGlobal
+	CapAtomic       Caps = abi.CapAtomic
+	CapSRQ          Caps = abi.CapSRQ
+	CapUC           Caps = abi.CapUC
+	CapMcast        Caps = abi.CapMcast
+	CapRoCEv1       Caps = abi.CapRoCEv1
+	CapResizeCQ     Caps = abi.CapResizeCQ
+	CapMemMgt       Caps = abi.CapMemMgt // FastMR, NewLocalInvalidate, NewSendInvalidate
+	CapMW           Caps = abi.CapMW     // windows of types 1 and 2B
+	CapAtomicWrite  Caps = abi.CapAtomicWrite
+	CapFlushGlobal  Caps = abi.CapFlushGlobal
+	CapSetMTTResume Caps = abi.CapSetMTTResume // one command answers a page fault
 )
 
 func (c Caps) String() string {
 	return flagNames(uint64(c), []string{
 		"atomic", "SRQ", "UC", "multicast", "RoCEv1", "resize CQ", "DMA L_Key", "memory management", "MW", "atomic write",
-		"flush global",
+		"flush global", "resume by SET_MTT",
 	})
 }
 

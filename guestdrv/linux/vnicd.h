@@ -424,7 +424,7 @@ int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			struct vnicd_create_mr_resp *resp);
 int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, u32 count);
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
-			    u64 first, u32 count);
+			    u64 first, u32 count, u16 flags);
 /*
  * -EBUSY: windows are bound to it; it stays valid. Else 0; @released as
  * vnicd_cmd_destroy() returns it.

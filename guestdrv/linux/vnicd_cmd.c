@@ -349,7 +349,7 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 {
 	struct vnicd_set_mtt req = {
 		.handle = cpu_to_le32(handle),
-		.count = cpu_to_le32(count),
+		.count = cpu_to_le16(count),
 		.first = cpu_to_le64(first),
 	};
 
@@ -357,15 +357,21 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 			       pas, count * sizeof(*pas), NULL, 0, 0);
 }
 
-/* The same for a short list that follows @buf and is copied: no memory is needed. */
+/*
+ * The same for a short list that follows @buf and is copied: no memory is needed. With
+ * VNICD_SET_MTT_RESUME a token follows the list.
+ */
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
-			    u64 first, u32 count)
+			    u64 first, u32 count, u16 flags)
 {
+	size_t words = count + (flags & VNICD_SET_MTT_RESUME ? 1 : 0);
+
 	buf->handle = cpu_to_le32(handle);
-	buf->count = cpu_to_le32(count);
+	buf->count = cpu_to_le16(count);
+	buf->flags = cpu_to_le16(flags);
 	buf->first = cpu_to_le64(first);
 	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, buf,
-			       sizeof(*buf) + count * sizeof(__le64), NULL, 0, NULL, 0, 0);
+			       sizeof(*buf) + words * sizeof(__le64), NULL, 0, NULL, 0, 0);
 }
 
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)

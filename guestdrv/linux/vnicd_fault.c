@@ -4,8 +4,9 @@
  *
  *	event queue --> region's process (struct vnicd_pager)
  *			  up to VNICD_PAGER_RUNNING at work, the rest waits
- *			    vnicd_odp_fetch(), then RESUME_FAULT
- *	            \-> no region: answered EFAULT
+ *			    vnicd_odp_fetch(): SET_MTT, which resumes who waits
+ *			    nothing to be given: RESUME_FAULT
+ *	            \-> no region: RESUME_FAULT with EFAULT
  *
  * A fault may never end: a userfaultfd pager that does not answer may be behind
  * it. So each process has a share of the workers, a single one when few are
@@ -13,9 +14,9 @@
  * and interrupts the workers, so that they release the address space. Their sleep
  * can be interrupted by SIGKILL only, which a kernel thread may allow.
  *
- * Each event is answered exactly once (RESUME_FAULT), by the context that removes
- * it from its list: the worker, with the gate held for reading, or the
- * deregistration, with the gate held for writing.
+ * Each event is answered exactly once, by SET_MTT or RESUME_FAULT, and by the
+ * context that removes it from its list: the worker, with the gate held for
+ * reading, or the deregistration, with the gate held for writing.
  */
 #include <linux/mm.h>
 #include <linux/sched/mm.h>
@@ -163,21 +164,33 @@ static u32 vnicd_fault_status(int err)
 	return !err || err == -EAGAIN ? VNICD_OK : VNICD_EFAULT;
 }
 
+u32 vnicd_fault_token(const struct vnicd_fault *fault)
+{
+	return fault->token;
+}
+
+void vnicd_fault_answered(struct vnicd_fault *fault)
+{
+	spin_lock(&fault->odp->lock);
+	list_del_init(&fault->list);
+	spin_unlock(&fault->odp->lock);
+}
+
+/* Unless the pages came with the answer, or the region has ended. */
 static void vnicd_fault_answer(struct vnicd_odp *odp, struct vnicd_fault *fault, int err)
 {
 	down_read(&odp->gate);
-	if (odp->vd) {
+	if (odp->vd && !list_empty(&fault->list)) {
 		vnicd_cmd_resume_fault(odp->vd, fault->token, vnicd_fault_status(err));
-		spin_lock(&odp->lock);
-		list_del(&fault->list);
-		spin_unlock(&odp->lock);
+		vnicd_fault_answered(fault);
 	}
 	up_read(&odp->gate);
 }
 
 /* Fetches with the possibility of being interrupted by vnicd_fault_interrupt(). */
-static int vnicd_fault_fetch(struct vnicd_odp *odp, const struct vnicd_fault *fault)
+static int vnicd_fault_fetch(struct vnicd_odp *odp, struct vnicd_fault *fault)
 {
+	bool prefetch = fault->how & VNICD_FETCH_PREFETCH;
 	struct vnicd_worker me = { .task = current };
 	int err = -ECANCELED;
 	bool open;
@@ -189,7 +202,8 @@ static int vnicd_fault_fetch(struct vnicd_odp *odp, const struct vnicd_fault *fa
 	spin_unlock(&odp->lock);
 
 	if (open)
-		err = vnicd_odp_fetch(odp, fault->va, fault->length, fault->how);
+		err = vnicd_odp_fetch(odp, fault->va, fault->length, fault->how,
+				      prefetch ? NULL : fault);
 
 	spin_lock(&odp->lock);
 	list_del(&me.list);

@@ -15,6 +15,7 @@
  *	  read the page table (hmm)		  	(answered when unused, ODP-5)
  *	  gate (read), part->lock
  *	  seq unchanged? SET_MTT : again
+ *	  (the last one with the fault's token)
  *
  * mmap_lock is held throughout, so that a process that keeps forking, mapping and
  * protecting cannot starve its own faults.
@@ -75,7 +76,9 @@ struct vnicd_part {
 
 /* One page: what the kernel says of the pages becomes the command's list in place. */
 struct vnicd_fetch {
-	struct vnicd_set_mtt cmd;
+	struct vnicd_fault *fault;	/* to be answered with the last page, or NULL */
+	unsigned long left;		/* pages up to that one */
+	struct vnicd_set_mtt cmd;	/* the list follows it */
 	union {
 		DECLARE_FLEX_ARRAY(unsigned long, pfns);	/* as HMM has them */
 		DECLARE_FLEX_ARRAY(__le64, ptes);
@@ -387,6 +390,7 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	struct vnicd_odp *odp = part->odp;
 	unsigned int first = to, last = from, got = want, fresh = 0;
 	int err = -EAGAIN;
+	u16 flags = 0;
 
 	down_read(&odp->gate);
 	if (!odp->vd) {
@@ -434,8 +438,16 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	}
 	atomic64_add(fresh, how & VNICD_FETCH_PREFETCH ? &odp->page_prefetches : &odp->page_faults);
 	memmove(f->ptes, f->ptes + (first - from), (last - first + 1) * sizeof(f->ptes[0]));
+	/* Who waits for more would only be back at once. */
+	if (f->fault && got - want == f->left &&
+	    (odp->vd->lim.caps & VNICD_CAP_SET_MTT_RESUME)) {
+		f->ptes[last - first + 1] = cpu_to_le64(vnicd_fault_token(f->fault));
+		flags = VNICD_SET_MTT_RESUME;
+	}
 	err = vnicd_cmd_set_mtt_short(odp->vd, &f->cmd, odp->handle, part->first + first,
-				      last - first + 1);
+				      last - first + 1, flags);
+	if (!err && flags)
+		vnicd_fault_answered(f->fault);
 	if (!err)
 		err = how & VNICD_FETCH_PRESENT ? n : got - want;
 	else if (!vnicd_dead(odp->vd))
@@ -466,7 +478,7 @@ static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 	n = min3(n, part->npages - want, VNICD_FETCH_MAX);
 	from = want & ~(VNICD_FETCH_AROUND - 1);
 	to = min(ALIGN(want + n, VNICD_FETCH_AROUND), part->npages);
-	BUILD_BUG_ON(VNICD_FETCH_MAX + 2 * VNICD_FETCH_AROUND > VNICD_FETCH_ENTRIES);
+	BUILD_BUG_ON(VNICD_FETCH_MAX + 2 * VNICD_FETCH_AROUND + 1 > VNICD_FETCH_ENTRIES);
 
 	seq = mmu_interval_read_begin(&part->notifier);
 	if (write && !(how & VNICD_FETCH_PRESENT)) {
@@ -537,7 +549,8 @@ static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 	return ret;
 }
 
-int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
+int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
+		    struct vnicd_fault *fault)
 {
 	unsigned long addr, end;
 	struct vnicd_fetch *f;
@@ -554,13 +567,15 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
 	if (!mmget_not_zero(odp->mm))
 		return -EFAULT;
 	f = kmalloc(PAGE_SIZE, GFP_KERNEL);
-	if (!f)
+	if (f)
+		f->fault = fault;
+	else
 		ret = -EAGAIN;
 
 	for (bool some = false; !ret && addr < end; some = true) {
-		unsigned int n = min_t(u64, (end - addr) >> PAGE_SHIFT, VNICD_FETCH_MAX);
-
-		ret = vnicd_odp_fetch_some(odp, f, addr, n, how);
+		f->left = (end - addr) >> PAGE_SHIFT;
+		ret = vnicd_odp_fetch_some(odp, f, addr,
+					   min_t(unsigned long, f->left, VNICD_FETCH_MAX), how);
 		if (ret > 0) {
 			addr += (unsigned long)ret << PAGE_SHIFT;
 			ret = 0;

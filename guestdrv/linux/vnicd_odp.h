@@ -20,6 +20,7 @@ struct mm_struct;
 struct vnicd_create_mr;
 struct vnicd_dev;
 struct vnicd_event;
+struct vnicd_fault;
 struct vnicd_pager;
 
 /*
@@ -92,8 +93,12 @@ void vnicd_odp_put(struct vnicd_odp *odp);
  * Gives the device the pages from @va on. 0 if at least the first one is there
  * (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be there next
  * time, another errno if it never will. Sleeps as long as the fault takes.
+ *
+ * @fault: the event that asks for them, or NULL. It is answered together with the last
+ * of the pages, if the device can, and if all of them could be had.
  */
-int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
+int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
+		    struct vnicd_fault *fault);
 
 /* vnicd_fault.c */
 int vnicd_fault_init(void);
@@ -103,6 +108,9 @@ void vnicd_fault_start(struct vnicd_dev *vd);
 /* Events have stopped, and no region exists. */
 void vnicd_fault_stop(struct vnicd_dev *vd);
 void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
+u32 vnicd_fault_token(const struct vnicd_fault *fault);
+/* The device has been told: nobody else is to answer it. The caller holds the gate. */
+void vnicd_fault_answered(struct vnicd_fault *fault);
 /* Answers all pending faults; the caller holds the gate for writing. */
 void vnicd_fault_abandon(struct vnicd_odp *odp);
 /* Wakes the workers of a closed region from whatever they wait for. */
@@ -126,7 +134,8 @@ static inline int vnicd_odp_destroy(struct vnicd_odp *odp) { return 0; }
 static inline struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key) { return NULL; }
 static inline void vnicd_odp_put(struct vnicd_odp *odp) {}
 
-static inline int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how)
+static inline int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
+				  struct vnicd_fault *fault)
 {
 	return -EOPNOTSUPP;
 }

@@ -384,7 +384,7 @@ int vnicd_advise_mr(struct ib_pd *ibpd, enum ib_uverbs_advise_mr_advice advice,
 		else if ((how & VNICD_FETCH_WRITE) && !odp->writable)
 			err = -EPERM;
 		else if (sgl[i].length && flags & IB_UVERBS_ADVISE_MR_FLAG_FLUSH)
-			err = vnicd_odp_fetch(odp, sgl[i].addr, sgl[i].length, how);
+			err = vnicd_odp_fetch(odp, sgl[i].addr, sgl[i].length, how, NULL);
 		else if (sgl[i].length)
 			vnicd_fault_prefetch(odp, sgl[i].addr, sgl[i].length, how);
 		vnicd_odp_put(odp);

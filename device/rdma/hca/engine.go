@@ -80,8 +80,7 @@ type engine struct {
 	heldFrames   int                  // those that wait for what was lost before them
 	keptDrops    uint64               // frames that found no room behind those
 
-	stats  roce.Stats
-	parked int // sides of QPs that wait for a page
+	stats roce.Stats
 	// Faults raised (PF-7).
 	hostFaults, guestFaults uint64
 

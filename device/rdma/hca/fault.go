@@ -16,7 +16,7 @@ import (
 //
 //	host   translate's FaultQueue -> host driver -> Fault.Done, on its goroutine
 //	guest  asynchronous event queue -> VNICD_EVENT_PAGE_FAULT -> the guest's
-//	       driver -> RESUME_FAULT, on the command goroutine
+//	       driver -> SET_MTT with the token, or RESUME_FAULT, on the command goroutine
 //
 // Either answer becomes a bit in a served node, which goes to the engine of whoever
 // waits, and to nobody else's (PF-16). A waiter has at most one fault in each
@@ -34,14 +34,12 @@ const (
 // maxFaultLen bounds the bytes that one page fault event asks for.
 const maxFaultLen = 1 << 20
 
-// faultWaiter is one side of a QP, requester or responder, as a waiter for absent pages.
-// Fields not marked otherwise belong to the QP's loop.
+// faultWaiter is what one side of a QP, requester or responder, has asked of the drivers. What
+// the side waits for now is recorded in the transport (roce.QP.Waits). Fields not marked
+// otherwise belong to the QP's loop.
 type faultWaiter struct {
 	q    *qp
 	side roce.Side
-
-	// want is what the transport waits for now; its Kind is None if it does not wait.
-	want translate.Miss
 
 	host    translate.Fault
 	ring    bool // host is about a work ring
@@ -51,7 +49,7 @@ type faultWaiter struct {
 
 // guestFault is a fault on its way to the guest's driver and back.
 //
-//	idle --ask--> raised --event posted--> posted --RESUME_FAULT--> answered --loop--> idle
+//	idle --ask--> raised --event posted--> posted --SET_MTT, RESUME_FAULT--> answered --loop--> idle
 //
 // state holds the state and, above it, the token that names this very fault: so a
 // command can check and change both at once.
@@ -103,28 +101,13 @@ func (s *faultWaiter) hostDone(_ *translate.Fault, err error) {
 	s.q.engine.postAnswer(&s.answers, answerHostFailed)
 }
 
-// park records that the transport waits for m and raises the fault.
-func (s *faultWaiter) park(m translate.Miss, need translate.Access) {
-	if s.want.OK() {
-		s.q.engine.parked++
+// waits returns the miss that the transport waits for; its Kind is None if it does not wait.
+func (s *faultWaiter) waits() translate.Miss {
+	m, queue := s.q.t.Waits(s.side)
+	if queue {
+		return s.host.Miss
 	}
-	s.want = m
-	if s.side == roce.Responder {
-		s.q.lastFault = m.Kind
-	}
-	if m.Kind == translate.HostFault {
-		s.raiseHost(m, need.Writes(), false)
-	} else {
-		s.raiseGuest(m, need)
-	}
-}
-
-// unpark ends the wait.
-func (s *faultWaiter) unpark() {
-	if !s.want.OK() {
-		s.want = translate.Miss{}
-		s.q.engine.parked--
-	}
+	return m
 }
 
 // raiseHost raises a host fault, unless one is outstanding.
@@ -166,14 +149,15 @@ func (s *faultWaiter) onAnswer(bits uint32) {
 		return
 	}
 	ok := true
+	waits, queue := q.t.Waits(s.side)
 	if bits&(answerGuest|answerGuestFailed) != 0 {
 		// An answer counts for what was asked; the transport may have got on
 		// meanwhile, and what it waits for now is found out by trying.
-		ok = bits&answerGuest != 0 || !sameMiss(&s.guest.miss, &s.want)
+		ok = bits&answerGuest != 0 || !sameMiss(&s.guest.miss, &waits)
 		s.guest.state.Store(faultIdle)
 	}
 	if bits&answerHostFailed != 0 && !s.host.Waiting() {
-		if sameMiss(&s.host.Miss, &s.want) {
+		if s.ring && queue || sameMiss(&s.host.Miss, &waits) {
 			ok = false
 		}
 		switch {
@@ -197,7 +181,6 @@ func sameMiss(a, b *translate.Miss) bool {
 }
 
 func (s *faultWaiter) resume(ok bool) {
-	s.unpark()
 	q := s.q
 	q.engine.current = q
 	q.t.Resume(q.engine.loop.Now(), s.side, ok)
@@ -213,7 +196,15 @@ func (s *faultWaiter) resume(ok bool) {
 
 // Fault implements roce.Adapter.
 func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
-	q.waiters[which].park(m, need)
+	s := &q.waiters[which]
+	if which == roce.Responder {
+		q.lastFault = m.Kind
+	}
+	if m.Kind == translate.HostFault {
+		s.raiseHost(m, need.Writes(), false)
+	} else {
+		s.raiseGuest(m, need)
+	}
 }
 
 // FaultDelay implements roce.Adapter: what faults of the kind that the responder
@@ -227,12 +218,7 @@ func (q *qp) FaultDelay() int64 {
 
 // ringFault raises a fault on a work ring, for which side waits.
 func (q *qp) ringFault(which roce.Side, m translate.Miss) roce.Fetch {
-	s := &q.waiters[which]
-	if s.want.OK() {
-		q.engine.parked++
-	}
-	s.want = m
-	s.raiseHost(m, true, true)
+	q.waiters[which].raiseHost(m, true, true)
 	return roce.FetchFault
 }
 

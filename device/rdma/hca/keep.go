@@ -26,7 +26,7 @@ const (
 
 // Keep implements roce.Adapter.
 func (q *qp) Keep() bool {
-	if q.waiters[roce.Responder].want.Kind != translate.HostFault {
+	if q.waiters[roce.Responder].waits().Kind != translate.HostFault {
 		return false
 	}
 	return q.keepThis()

@@ -29,7 +29,8 @@ func (q *qp) peerEngine() *engine {
 func (q *qp) movable() bool {
 	for i := range q.waiters {
 		s := &q.waiters[i]
-		if !s.want.OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle || s.answers.queued.Load() {
+		if !s.waits().OK() || s.host.Waiting() || s.guest.state.Load()&faultStateMask != faultIdle ||
+			s.answers.queued.Load() {
 			return false
 		}
 	}

@@ -472,9 +472,6 @@ func (q *qp) Event(k roce.EventKind) {
 func (q *qp) close() {
 	q.dev.qps[q.index].Store(nil)
 	q.closed = true
-	for i := range q.waiters {
-		q.waiters[i].unpark()
-	}
 	q.dropKept(len(q.kept))
 	q.t.Close()
 	q.unbind()
@@ -537,14 +534,10 @@ func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 	return err
 }
 
-// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted), and
-// forgets what the transport waited for.
+// discard empties the work queues (IBTA 10.3.1: RESET drops what was posted).
 func (q *qp) discard() error {
 	q.failing, q.draining = false, false
 	q.dropKept(len(q.kept))
-	for i := range q.waiters {
-		q.waiters[i].unpark()
-	}
 	if m := q.sq.discard(); !m.OK() {
 		return &faultError{what: "send queue", miss: m}
 	}

@@ -201,7 +201,7 @@ func (d *Device) Describe() Status {
 			x.Path = net.IP(a.AV.DGID[:]).String()
 		}
 		for i := range q.waiters {
-			if m := q.waiters[i].want; !m.OK() {
+			if m := q.waiters[i].waits(); !m.OK() {
 				x.Waits = append(x.Waits, fmt.Sprintf("%s: %v", [...]string{"requester", "responder"}[i], m.Err()))
 			}
 		}
@@ -209,15 +209,15 @@ func (d *Device) Describe() Status {
 	})
 	slices.SortFunc(s.QPs, func(a, b QPStatus) int { return int(a.QPN) - int(b.QPN) })
 	s.Faults = d.faultStatus(&st)
+	for _, q := range s.QPs {
+		s.Faults.Parked += len(q.Waits)
+	}
 	return s
 }
 
 // faultStatus is called under mu.
 func (d *Device) faultStatus(st *abi.Stats) FaultStatus {
 	f := FaultStatus{Invalidations: d.invalidations.Load(), GuestHeat: d.faults.heat}
-	for _, e := range d.data.engines {
-		e.loop.Do(func() { f.Parked += e.parked })
-	}
 	g := &f.Guest
 	g.Raised, g.Resumed, g.Failed = st.Value[abi.StatGuestFaults], d.faults.resumed.Load(), d.faults.failed.Load()
 	for _, o := range d.tables.qpList {

@@ -126,9 +126,10 @@ type Scheduler interface {
 	ArmTimer(deadline int64)
 	// Fault says that side waits for m, which is one of m.Fault(), to access it with the rights need. m.Len is how
 	// many bytes from m.Where on are known to be needed, 1 to 1 MiB, contiguous in what the work request or the
-	// peer named (m.VA; m.PA if there was no stage one). The scheduler raises the fault, at most one per side at a
-	// time, and calls QP.Resume from the QP's loop when it was served. While one is outstanding, another call on
-	// the same side does nothing.
+	// peer named (m.VA; m.PA if there was no stage one). The scheduler raises the fault, at most one per side and
+	// kind at a time, and calls QP.Resume from the QP's loop when it was served. While one is outstanding, another
+	// call of the same kind on the same side does nothing. What the side waits for is recorded in the QP: see
+	// QP.Waits.
 	Fault(side Side, m translate.Miss, need translate.Access)
 	// FaultDelay returns how long a fault is expected to take, ns (PF-8); 0: not known.
 	FaultDelay() int64

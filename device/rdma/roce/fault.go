@@ -152,6 +152,20 @@ func (q *QP) waitForQueue(side Side) {
 	q.waitFor(side, &q.faults.request, waitQueue, q.resp.epsn, translate.Miss{})
 }
 
+// Waits returns what side waits for: the miss that its outstanding fault is about, if that is still waited for, or else
+// one that is not raised yet. The miss's Kind is None if side does not wait, or if queue is true: it waits for its work
+// queue, whose miss the adapter knows.
+func (q *QP) Waits(side Side) (m translate.Miss, queue bool) {
+	w := &q.faults.send
+	if side == Responder {
+		w = &q.faults.read
+		if !w.raised && (w.cause == waitNone || q.faults.request.raised) {
+			w = &q.faults.request
+		}
+	}
+	return w.miss, w.cause == waitQueue
+}
+
 // Resume is called when the fault that side waits for was served: the operation is tried again. If !ok, the address is
 // invalid and the operation fails (PF-13). The answer to a wait that has ended does nothing.
 func (q *QP) Resume(now int64, side Side, ok bool) {

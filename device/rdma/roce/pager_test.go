@@ -108,6 +108,9 @@ func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 	if !m.Fault() || m.Len == 0 || m.Len > maxFault {
 		n.f.t.Fatalf("%s: fault for %+v", n.name, m)
 	}
+	if w, queue := n.q.Waits(side); queue || !w.Fault() {
+		n.f.t.Fatalf("%s: fault for %+v, but it waits for %+v (queue: %v)", n.name, m, w, queue)
+	}
 	if n.rng != nil && m.Key != 0 {
 		if _, ok := n.regions[m.Key].at(uint64(m.VA), m.Len); !ok {
 			n.f.t.Fatalf("%s: fault for %+v: beyond the region", n.name, m)

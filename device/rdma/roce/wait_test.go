@@ -46,6 +46,15 @@ func (n *node) noFault() {
 	}
 }
 
+// wantWait fails unless side waits for va; 0: it waits for nothing.
+func (n *node) wantWait(side Side, va uint64) {
+	n.f.t.Helper()
+	m, queue := n.q.Waits(side)
+	if queue || m.OK() != (va == 0) || uint64(m.VA) != va {
+		n.f.t.Fatalf("%s: side %d waits for %+v (queue: %v), want %#x", n.name, side, m, queue, va)
+	}
+}
+
 func write(psn uint32, va uint64, data string) craft {
 	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: va, length: uint32(len(data)),
 		data: []byte(data)}
@@ -196,21 +205,25 @@ func TestResponderTwoWaits(t *testing.T) {
 	_, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
 	b.stuck(0x1000, 0x5000)
+	b.wantWait(Responder, 0)
 	b.inject(craft{op: wire.OpRCReadRequest, psn: 10, key: 2, va: 0x1000, length: 8})
 	b.wantResp(sent)
 	b.inject(write(11, 0x5000, "z"))
 	b.wantResp(sent)
+	b.wantWait(Responder, 0x1000) // what was asked for
 	delete(b.pages, pageID{2, 0x1000 / pageBytes})
 	b.open[Responder](true)
 	if b.raised[Responder] != 2 || b.asked[1].VA != 0x5000 {
 		t.Fatalf("raised %v", b.asked)
 	}
+	b.wantWait(Responder, 0x5000)
 	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 10, wire.NoCredits}, rnrOf(11, 9))
 	b.answer(Responder, true)
 	b.wantResp(sent, ackOf(9)) // never the READ's PSN
 	b.inject(write(11, 0x5000, "z"))
 	b.wantResp(sent, ackOf(11))
 	b.noFault()
+	b.wantWait(Responder, 0)
 	// Conversely: a WRITE waits, and a READ is repeated.
 	b.absent(2, 0x5000)
 	b.absent(2, 0x1000)
@@ -218,6 +231,8 @@ func TestResponderTwoWaits(t *testing.T) {
 	b.wantResp(sent, rnrOf(12, 9))
 	b.inject(craft{op: wire.OpRCReadRequest, psn: 10, key: 2, va: 0x1000, length: 8})
 	b.wantResp(sent)
+	b.wantWait(Responder, 0x5000)
+	b.wantWait(Requester, 0)
 	delete(b.pages, pageID{2, 0x5000 / pageBytes})
 	b.open[Responder](true)
 	b.wantResp(sent) // the ACK waits behind the READ

@@ -744,3 +744,54 @@ func TestFaultDelay(t *testing.T) {
 		t.Errorf("%+v", h)
 	}
 }
+
+// A READ waits for the guest's driver, a WRITE behind it for the host's. The host's
+// driver says that there is no such memory: the WRITE fails, not the READ (PF-13).
+func TestAnswerForAnotherWait(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	a, _ := w.pair()
+	ga, gb := w.guests[0], w.guests[1]
+	d := gb.demand(1, 1, demandAccess)
+	dq := gb.faultQueue(4)
+	buf, gone := ga.alloc(4096), gb.alloc(4096)
+	key, goneKey := ga.mr(1, buf, 4096, demandAccess), gb.mr(1, gone, 4096, demandAccess)
+	gb.takeAway(gone, 4096)
+	copy(d.bytes(0, 64), pattern(make([]byte, 64), 7))
+	post := func(id uint64, op uint32, va uint64, rkey uint32) {
+		s := a.wqe()
+		s.SetRequest(id, op, abi.SendSignaled)
+		s.SetRDMA(va, rkey)
+		s.SetSGEs([]abi.SGE{{Addr: uint64(buf), Length: 64, LKey: key}})
+		a.post()
+	}
+	post(1, abi.WRRDMARead, d.iova, d.key)
+	e := dq.awaitEvents(1)[0]
+	post(2, abi.WRRDMAWrite, uint64(gone), goneKey)
+	fail := func() bool {
+		f := gb.space.Faults().TryNext()
+		if f != nil {
+			gb.space.Faults().Finish(f, errAbsent)
+		}
+		return f != nil
+	}
+	if !LocalPath { // there the WRITE begins after the READ
+		w.until("the host fault", fail)
+		w.step(20)
+	}
+	if wcs := a.scq.poll(); len(wcs) > 0 {
+		t.Fatalf("completions %+v, though the guest's driver has not answered", wcs)
+	}
+	d.serve(e)
+	var wcs []abi.WC
+	w.until("both completions", func() bool {
+		fail()
+		wcs = append(wcs, a.scq.poll()...)
+		return len(wcs) == 2
+	})
+	if wcs[0].ID != 1 || wcs[0].Status != abi.WCSuccess || wcs[1].ID != 2 || wcs[1].Status != abi.WCRemAccessErr {
+		t.Errorf("completions %+v", wcs)
+	}
+	if !bytes.Equal(ga.at(buf, 64), pattern(make([]byte, 64), 7)) {
+		t.Error("data differs")
+	}
+}

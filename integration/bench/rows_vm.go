@@ -110,7 +110,7 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 	}
 }
 
-// guestFaultVM measures the mean time of guest faults served by the kernel module in a VM, from raise to RESUME_FAULT
+// guestFaultVM measures the mean time of guest faults served by the kernel module in a VM, from raise to the answer
 // as the device counts it: perftest writes from and to fresh on-demand buffers of 4 MiB.
 func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 	hosts, vms, err := b.guests(ctx, 1)

@@ -12,13 +12,9 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Layer-3 packets, written out byte by byte; port 4791 is 0x12b7.
-var (
-	v4RoCE = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0xc0, 0, 0x12, 0xb7, 0, 8, 0,
-		0}
-	v4Other = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x12, 0xb7, 0, 53, 0, 8, 0, 0}
-	v6RoCE  = slices.Concat([]byte{0x60, 0, 0, 0, 0, 8, 17, 64}, make([]byte, 32), []byte{0xc0, 0, 0x12, 0xb7, 0, 8, 0, 0})
-)
+// v4RoCE is an IPv4 packet, written out byte by byte; port 4791 is 0x12b7.
+var v4RoCE = []byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0xc0, 0, 0x12, 0xb7, 0, 8,
+	0, 0}
 
 func eth(typ uint16, p []byte, tags ...uint16) []byte {
 	f := make([]byte, 12)

@@ -37,9 +37,9 @@ type flow struct {
 	ip   int // offset of the inner IP header, 0 = none
 }
 
-// classify returns the flow of the frame f, located in at. A flow is addresses, protocol and ports; a RoCE v2 QP has its own UDP source
-// port (IBTA annex A17), so each QP is a flow. Fragments have no ports. Frames that are not IP are classified by MAC
-// addresses and, for RoCE v1, by the global route header's addresses.
+// classify returns the flow of the frame f, located in at. A flow is addresses, protocol and ports; a RoCE v2 QP has
+// its own UDP source port (IBTA annex A17), so each QP is a flow. Fragments have no ports. Frames that are not IP are
+// classified by MAC addresses and, for RoCE v1, by the global route header's addresses.
 func classify(f []byte, at *header.Layout) (fl flow) {
 	if at.L3 == 0 {
 		return fl // shorter than an Ethernet header

@@ -134,7 +134,8 @@ func TestClassify(t *testing.T) {
 		tos  uint8
 	}{
 		{base, true, 0}, {tagged(base), true, 0}, {ip6(0x6a, 1, 2, header.ProtoUDP, 1, header.PortRoCE), true, 0x6a},
-		{ip4(0x6a, 1, 2, header.ProtoUDP, header.PortRoCE, 1), false, 0x6a}, {ip4(3, 1, 2, header.ProtoTCP, 1, header.PortRoCE), false, 3},
+		{ip4(0x6a, 1, 2, header.ProtoUDP, header.PortRoCE, 1), false, 0x6a},
+		{ip4(3, 1, 2, header.ProtoTCP, 1, header.PortRoCE), false, 3},
 		{fragment, false, 0},
 	} {
 		if fl := flowOf(c.f); fl.roce != c.roce || fl.tos != c.tos {

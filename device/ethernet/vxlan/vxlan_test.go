@@ -256,7 +256,8 @@ func TestLearnPeers(t *testing.T) {
 	}
 	r.inject(r.loops[0], macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
 	p, from := r.receive(r.remote)
-	if string(p) != string(datagram(8, 100, macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))) || from.Addr() != r.vt.Local() {
+	want := datagram(8, 100, macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)))
+	if string(p) != string(want) || from.Addr() != r.vt.Local() {
 		t.Errorf("%x from %v", p, from)
 	}
 	// A learnt peer that becomes a configured one keeps its number; one that is removed is no longer known.
@@ -452,7 +453,8 @@ func TestOuterHeader(t *testing.T) {
 			if c.v6 {
 				udp = p[40:]
 			}
-			if p[9] != header.ProtoUDP && !c.v6 || c.v6 && p[6] != header.ProtoUDP || binary.BigEndian.Uint16(udp[2:]) != DefaultPort {
+			if p[9] != header.ProtoUDP && !c.v6 || c.v6 && p[6] != header.ProtoUDP ||
+				binary.BigEndian.Uint16(udp[2:]) != DefaultPort {
 				continue
 			}
 			if got := flowOf(f[:n]).tos; got != c.tos {

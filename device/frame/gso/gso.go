@@ -48,8 +48,9 @@ type Segmenter struct {
 // Start begins with a frame whose Offload, from Accept, has a GSOSize.
 func (s *Segmenter) Start(b *frame.Buf) {
 	o, f, at := &b.Offload, b.Bytes(), b.Layout()
-	*s = Segmenter{f: f, l3: int(at.L3), l4: int(at.L4), payload: int(o.Payload), size: int(o.GSOSize), pos: int(o.Payload),
-		v6: o.Need&(frame.NeedTSO6|frame.NeedUSO6) != 0, tcp: o.Need&frame.NeedTSO != 0, train: o.Need&frame.NeedTrain != 0}
+	*s = Segmenter{f: f, l3: int(at.L3), l4: int(at.L4), payload: int(o.Payload), size: int(o.GSOSize),
+		pos: int(o.Payload), v6: o.Need&(frame.NeedTSO6|frame.NeedUSO6) != 0,
+		tcp: o.Need&frame.NeedTSO != 0, train: o.Need&frame.NeedTrain != 0}
 	if s.train {
 		return
 	}

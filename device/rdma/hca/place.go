@@ -76,8 +76,8 @@ func (c *cmd) colocate(o *qpObject) {
 	}
 }
 
-// moveQP moves a QP, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP: frames
-// that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
+// moveQP moves a QP, which has a peer and has sent nothing yet, to another engine. Meanwhile no loop finds the QP:
+// frames that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(o *qpObject, to *engine) {
 	q, from, hidden := o.q, o.q.engine, false
 	from.loop.Do(func() { hidden = q.hide() })

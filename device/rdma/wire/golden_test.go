@@ -197,8 +197,8 @@ func TestRXEFlush(t *testing.T) {
 	f := unhex(t, `020000000001 020000000002 0800  4500 0040 ec92 4000 4011 3a18 0a000002 0a000001  c036 12b7 002c 0000
 		1c 00 ffff 00000003 80000002  00000001  00005612cddea840 0000023c 00000800  91324f4b`)
 	var p RoCE
-	if err := ParseRoCE(f, header.Locate(f), &p); err != nil || p.BTH.Opcode != OpRCFlush || p.FETH() != (FETH{Placement: FlushGlobal}) ||
-		p.RETH() != (RETH{0x5612cddea840, 0x23c, 0x800}) {
+	if err := ParseRoCE(f, header.Locate(f), &p); err != nil || p.BTH.Opcode != OpRCFlush ||
+		p.FETH() != (FETH{Placement: FlushGlobal}) || p.RETH() != (RETH{0x5612cddea840, 0x23c, 0x800}) {
 		t.Fatalf("%v, %+v", err, p)
 	}
 	if CheckICRC(f, &p) {
@@ -244,9 +244,10 @@ func TestGoldenFrames(t *testing.T) {
 			t.Errorf("%s:\n%x, expected\n%x", kind, f[:len(w)], w)
 		}
 		var p RoCE
-		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || !CheckICRC(f, &p) || p.DETH() != (DETH{0x11111111, 0x12}) ||
-			p.V1 != path.V1 ||
-			p.VLAN != path.VLAN || p.SrcIP != path.SrcIP || p.DstIP != path.DstIP || p.TOS != 0x68 || p.TTL != 63 {
+		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || !CheckICRC(f, &p) ||
+			p.DETH() != (DETH{0x11111111, 0x12}) || p.V1 != path.V1 ||
+			p.VLAN != path.VLAN || p.SrcIP != path.SrcIP || p.DstIP != path.DstIP ||
+			p.TOS != 0x68 || p.TTL != 63 {
 			t.Errorf("%s: %v, %+v", kind, err, p)
 		}
 		var grh [GRHLen]byte

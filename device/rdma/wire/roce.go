@@ -38,9 +38,9 @@ type RoCE struct {
 	icrc int // where the ICRC begins
 }
 
-// ParseRoCE parses frame, whose headers are where at says, into p and validates every length against the others. It does
-// not check the ICRC (CheckICRC), the P_Key or addresses. Bytes behind the network packet are ignored (Ethernet padding), and so is the UDP checksum,
-// which A17 permits senders to omit. p is undefined after an error.
+// ParseRoCE parses frame, whose headers are where at says, into p and validates every length against the others. It
+// does not check the ICRC (CheckICRC), the P_Key or addresses. Bytes behind the network packet are ignored (Ethernet
+// padding), and so is the UDP checksum, which A17 permits senders to omit. p is undefined after an error.
 func ParseRoCE(frame []byte, at *header.Layout, p *RoCE) error {
 	n, err := p.network(frame, at)
 	if err != nil {

@@ -7,17 +7,16 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Buf is one frame buffer: a window [off, off+len) into fixed storage, what is still to be done to the frame, and a
-// reference count.
+// Buf is one frame buffer: a window [off, off+len) into fixed storage, the frame's pending work, and a reference count.
 type Buf struct {
-	Offload Offload // read-only as the frame is
+	Offload Offload // read-only like the frame
 	layout  header.Layout
 
 	data  []byte // headroom and capacity; never changes
 	off   int
 	n     int
-	refs  atomic.Int32  // owners; 1 while free, so that taking and freeing a sole reference writes nothing shared
-	free  bool          // in the free list; handed on with the buffer by the list's compare-and-swap
+	refs  atomic.Int32  // owners; 1 while free, so that getting and freeing a sole reference writes nothing shared
+	free  bool          // in the free list; passed on with the buffer by the list's compare-and-swap
 	next  atomic.Uint32 // free list link: index+1, 0 = end
 	index uint32
 	pool  *Pool
@@ -29,18 +28,18 @@ func (b *Buf) Bytes() []byte { return b.data[b.off : b.off+b.n : b.off+b.n] }
 // Len returns the frame's length in bytes.
 func (b *Buf) Len() int { return b.n }
 
-// Room returns all storage from the frame's start to the buffer's end, whatever the length is now: what a receive
-// call fills before SetLen. Only a sole owner may write to it.
+// Room returns all storage from the frame's start to the buffer's end, whatever the frame's length: a receive call
+// fills it before SetLen. Only a sole owner may write to it.
 func (b *Buf) Room() []byte { return b.data[b.off:] }
 
-// Cap returns the largest length that SetLen takes.
+// Cap returns the largest length that SetLen accepts.
 func (b *Buf) Cap() int { return len(b.data) - b.off }
 
 // Headroom returns how many bytes Prepend can still add.
 func (b *Buf) Headroom() int { return b.off }
 
-// SetLen makes the frame n bytes long, uncovering or hiding bytes at its end. It returns false, changing nothing,
-// when n is negative or beyond Cap.
+// SetLen makes the frame n bytes long, exposing or hiding bytes at its end. It returns false, without effect, if n is
+// negative or beyond Cap.
 func (b *Buf) SetLen(n int) bool {
 	if n < 0 || n > len(b.data)-b.off {
 		return false
@@ -50,8 +49,8 @@ func (b *Buf) SetLen(n int) bool {
 	return true
 }
 
-// Prepend moves the frame's start n bytes forward and returns the new front, whose contents are undefined. It
-// returns nil, changing nothing, when the headroom is too small or n is negative.
+// Prepend moves the frame's start n bytes forward and returns the new front, whose contents are undefined. It returns
+// nil, without effect, if the headroom is too small or n is negative.
 func (b *Buf) Prepend(n int) []byte {
 	if n < 0 || n > b.off {
 		return nil
@@ -62,8 +61,8 @@ func (b *Buf) Prepend(n int) []byte {
 	return b.data[b.off : b.off+n : b.off+n]
 }
 
-// TrimFront removes n bytes from the frame's start; they become headroom. It returns false, changing nothing, when
-// the frame is shorter than that or n is negative.
+// TrimFront removes n bytes from the frame's start; they become headroom. It returns false, without effect, if the
+// frame is shorter than that or n is negative.
 func (b *Buf) TrimFront(n int) bool {
 	if n < 0 || n > b.n {
 		return false
@@ -74,7 +73,7 @@ func (b *Buf) TrimFront(n int) bool {
 	return true
 }
 
-// Append copies p behind the frame. It returns false, changing nothing, when p does not fit.
+// Append copies p to the frame's end. It returns false, without effect, if p does not fit.
 func (b *Buf) Append(p []byte) bool {
 	end := b.off + b.n
 	if len(p) > len(b.data)-end {
@@ -86,8 +85,8 @@ func (b *Buf) Append(p []byte) bool {
 	return true
 }
 
-// Around returns the frame with so many bytes in front of it and behind it, whose contents are undefined and which do
-// not become part of it. Only a sole owner may write to them. Nil if there is no such room.
+// Around returns the frame with before bytes in front of it and behind bytes after it. Their contents are undefined,
+// and they do not become part of the frame. Only a sole owner may write to them. Nil if there is no room.
 func (b *Buf) Around(before, behind int) []byte {
 	from, to := b.off-before, b.off+b.n+behind
 	if from < 0 || to > len(b.data) {
@@ -96,7 +95,7 @@ func (b *Buf) Around(before, behind int) []byte {
 	return b.data[from:to:to]
 }
 
-// Reset makes the buffer empty with full headroom again, as Get returns it.
+// Reset empties the buffer and restores the full headroom, as after Get.
 func (b *Buf) Reset() {
 	b.off, b.n = Headroom, 0
 	b.Offload = Offload{}
@@ -104,7 +103,8 @@ func (b *Buf) Reset() {
 }
 
 // Layout returns where the frame's headers are. The first call finds it; it holds until the frame's length or start
-// changes. A frame enters a network located, so whoever shares it only reads.
+// changes. Frames are located before they are shared, so
+// that other owners only read it.
 func (b *Buf) Layout() *header.Layout {
 	if b.layout.L3 == 0 {
 		b.locate()
@@ -127,7 +127,7 @@ func (b *Buf) CopyFrom(src *Buf) bool {
 	return true
 }
 
-// Pool returns the pool to take further buffers from.
+// Pool returns the pool for further buffers.
 func (b *Buf) Pool() *Pool { return b.pool.home }
 
 // Ref adds a reference; the caller must hold one already.
@@ -137,8 +137,8 @@ func (b *Buf) Ref() {
 	}
 }
 
-// Free gives one reference back; with the last one the buffer returns to its pool. Freeing a free buffer panics:
-// it is a bug that would otherwise show up as one frame's bytes inside another's.
+// Free drops one reference; the last one returns the buffer to its pool. Freeing a free buffer panics: otherwise that
+// bug would put one frame's bytes into another frame.
 func (b *Buf) Free() {
 	if b.refs.Load() != 1 {
 		switch n := b.refs.Add(-1); {
@@ -156,5 +156,5 @@ func (b *Buf) Free() {
 	b.pool.put(b)
 }
 
-// Shared tells whether somebody besides the caller holds a reference, so that the frame must not be changed.
+// Shared reports whether there are other references than the caller's, so that the frame must not be changed.
 func (b *Buf) Shared() bool { return b.refs.Load() > 1 }

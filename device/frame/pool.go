@@ -1,10 +1,10 @@
-// Package packet holds the frame buffers of the data path: fixed in size, made once, counted by reference and
-// shared by all loops.
+// Package frame has the frame buffers of the data path: of fixed size, created once, reference-counted and shared by
+// all loops.
 //
-// Ownership. Get returns a buffer with one reference, owned by the caller. Whoever wants to keep a buffer that was
-// lent to it calls Ref, and later Free. A buffer that has more than one owner, or that has been handed to
-// vswitch's Input, is read-only: neither its bytes nor its bounds may change, because other ports, perhaps on other
-// loops, look at it too. What lies around it (Around) belongs to the last owner.
+// Ownership. Get returns a buffer with one reference, owned by the caller. To keep a lent buffer, a borrower calls Ref,
+// and later Free. A buffer that has more than one owner, or that was passed to vswitch's Input, is read-only: neither
+// its bytes nor its bounds may change, because other ports, possibly on other loops, read it too. The bytes around it
+// (Around) belong to the last owner.
 package frame
 
 import (
@@ -12,8 +12,8 @@ import (
 	"sync/atomic"
 )
 
-// Headroom is the number of bytes that stay free in front of a fresh buffer's data, enough for every header that
-// any layer prepends (outer Ethernet 14 + 802.1Q 4 + IPv6 40 + UDP 8 + VXLAN 8, rounded up to cache lines).
+// Headroom is the free space in front of a new buffer's data, enough for all headers that any layer prepends (outer
+// Ethernet 14 + 802.1Q 4 + IPv6 40 + UDP 8 + VXLAN 8, rounded up to cache lines).
 const Headroom = 128
 
 // DefaultCapacity is the frame capacity used when Config.Capacity is zero: a 9000-byte jumbo frame with all headers.
@@ -23,10 +23,10 @@ const DefaultCapacity = 10 << 10
 const DefaultCount = 8192
 
 // BigCapacity is the frame capacity of the big buffers: an IPv6 packet of 64 KiB with its Ethernet header and two tags,
-// and some bytes by which a receiver notices that there was more.
+// and some bytes by which a receiver detects truncation.
 const BigCapacity = 64<<10 + 256
 
-// Limits of what NewPool accepts. They keep a wrong configuration value from becoming an enormous allocation.
+// Limits of Config. They prevent an enormous allocation by a wrong configuration value.
 const (
 	MinCapacity = 256
 	MaxCapacity = 1 << 20
@@ -39,18 +39,18 @@ const cacheLine = 64
 type Config struct {
 	// Count is the number of buffers, at most MaxCount.
 	Count int
-	// Capacity is the largest frame in bytes that one buffer holds behind its headroom, MinCapacity to MaxCapacity.
+	// Capacity is the largest frame in bytes that one buffer holds after its headroom, MinCapacity to MaxCapacity.
 	Capacity int
-	// Big is the number of additional buffers of BigCapacity bytes, for frames yet to be cut into segments; at most
+	// Big is the number of additional buffers of BigCapacity bytes, for frames with pending segmentation; at most
 	// MaxCount. 0 = none.
 	Big int
 }
 
 // Pool is a fixed set of buffers. All methods are safe on any loop and allocate nothing.
 //
-// The free list is a stack of buffer indices (the most recently used buffer is the warmest in the cache). Its head
-// carries a tag that changes with every operation, so that a pop that was overtaken cannot mistake a recycled
-// index for the one it saw (the ABA problem).
+// The free list is a stack of buffer indices (the most recently used buffer is the warmest in the cache). Its head has
+// a tag that changes with every operation, so that a pop that was overtaken does not mistake a recycled index for the
+// one it read (the ABA problem).
 type Pool struct {
 	_    [cacheLine]byte
 	head atomic.Uint64 // tag<<32 | index+1 of the first free buffer; low half 0 = empty
@@ -58,14 +58,14 @@ type Pool struct {
 
 	bufs []Buf
 	cap  int
-	home *Pool // itself, or the pool that these are the big buffers of
+	home *Pool // itself, or the pool whose big buffers these are
 	big  *Pool // nil = none
 
 	exhausted atomic.Uint64
 	kept      atomic.Int64
 }
 
-// NewPool makes a pool. The memory comes from the operating system lazily, page by page, as buffers are first used.
+// NewPool makes a pool. The operating system provides the memory page by page, when buffers are first used.
 func NewPool(c Config) (*Pool, error) {
 	if c.Count == 0 {
 		c.Count = DefaultCount
@@ -110,7 +110,7 @@ func newClass(count, capacity int) *Pool {
 	return p
 }
 
-// Get returns an empty buffer (length 0, Headroom in front) with one reference, or nil when all are in use.
+// Get returns an empty buffer (length 0, Headroom in front) with one reference, or nil if all are in use.
 func (p *Pool) Get() *Buf {
 	for {
 		h := p.head.Load()
@@ -120,7 +120,7 @@ func (p *Pool) Get() *Buf {
 			return nil
 		}
 		b := &p.bufs[i-1]
-		// Another loop may take b now and change next; then head's tag has changed too and the swap fails.
+		// Another loop may take b now and change next; then head's tag has also changed and the swap fails.
 		if p.head.CompareAndSwap(h, nextTag(h)|uint64(b.next.Load())) {
 			b.free = false
 			b.Reset()
@@ -129,7 +129,7 @@ func (p *Pool) Get() *Buf {
 	}
 }
 
-// GetFor is Get for a frame of n bytes: a big buffer if it takes one. Nil also when n is beyond Largest.
+// GetFor is Get for a frame of n bytes, from the big buffers if necessary. Nil also if n is beyond Largest.
 func (p *Pool) GetFor(n int) *Buf {
 	switch {
 	case n <= p.cap:
@@ -153,8 +153,8 @@ func (p *Pool) put(b *Buf) {
 // nextTag returns the upper half of a head word that follows h.
 func nextTag(h uint64) uint64 { return (h>>32 + 1) << 32 }
 
-// Keep asks to keep one more buffer for long, until something outside the data path has happened. Half of the pool may
-// be kept: however many wait, the others go on. True is to be followed by Unkeep.
+// Keep asks to keep one more buffer for a long time, until an event outside the data path. At most half of the pool may
+// be kept, so the other buffers stay available. If it returns true, Unkeep must follow.
 func (p *Pool) Keep() bool {
 	if p.kept.Add(1) > int64(len(p.bufs)/2) {
 		p.kept.Add(-1)
@@ -163,17 +163,17 @@ func (p *Pool) Keep() bool {
 	return true
 }
 
-// Unkeep says that n buffers are kept no longer.
+// Unkeep reports that n buffers are no longer kept.
 func (p *Pool) Unkeep(n int) { p.kept.Add(-int64(n)) }
 
 // KeepBig and UnkeepBig are Keep and Unkeep for one big buffer.
 func (p *Pool) KeepBig() bool { return p.big != nil && p.big.Keep() }
 func (p *Pool) UnkeepBig()    { p.big.Unkeep(1) }
 
-// Capacity returns the largest frame in bytes that fits behind the headroom (at least what Config asked for).
+// Capacity returns the largest frame in bytes that fits after the headroom (at least Config.Capacity).
 func (p *Pool) Capacity() int { return p.cap }
 
-// Largest returns the largest frame in bytes that GetFor has buffers for.
+// Largest returns the largest frame in bytes that GetFor supports.
 func (p *Pool) Largest() int {
 	if p.big != nil {
 		return p.big.cap
@@ -181,7 +181,7 @@ func (p *Pool) Largest() int {
 	return p.cap
 }
 
-// Count returns the number of buffers, free or in use, big ones not included.
+// Count returns the number of buffers, free or in use, without the big ones.
 func (p *Pool) Count() int { return len(p.bufs) }
 
 // Exhausted returns how many times Get found no free buffer.
@@ -193,8 +193,8 @@ func (p *Pool) Exhausted() uint64 {
 	return n
 }
 
-// InUse counts the buffers that have an owner, big ones included, for status output and leak tests. It walks the free
-// list, again and again if loops change it meanwhile, and after some tries settles for an estimate.
+// InUse returns the number of buffers that have an owner, big ones included, for status output and leak tests. It walks
+// the free list, again if loops change it meanwhile, and after some tries returns an estimate.
 func (p *Pool) InUse() int {
 	free := 0
 	for range 16 {

@@ -161,7 +161,7 @@ func TestBufModel(t *testing.T) {
 	}
 }
 
-// Around shows what lies about a frame, as far as the buffer goes, and changes nothing.
+// Around returns the bytes around a frame, as far as the buffer reaches, and changes nothing.
 func TestAround(t *testing.T) {
 	p, err := NewPool(Config{Count: 1, Capacity: 256})
 	if err != nil {
@@ -187,7 +187,7 @@ func TestAround(t *testing.T) {
 	}
 }
 
-// Many goroutines take, share, mark and give back; a buffer that two own at once would be noticed by its mark.
+// Many goroutines get, share, mark and free buffers; a buffer with two unrelated owners would show by its mark.
 func TestPoolConcurrent(t *testing.T) {
 	p := newPool(t, Config{Count: 16, Capacity: MinCapacity})
 	var wg sync.WaitGroup
@@ -251,7 +251,7 @@ func BenchmarkGetFreeParallel(b *testing.B) {
 	})
 }
 
-// Big buffers are for what does not fit the others, a class of their own, and come back to it.
+// Big buffers are a separate class for frames that do not fit the others, and return to it.
 func TestBigBuffers(t *testing.T) {
 	if _, err := NewPool(Config{Big: -1}); err == nil {
 		t.Error("a negative number of big buffers was accepted")

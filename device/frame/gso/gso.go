@@ -1,10 +1,9 @@
-// Package gso does in software what senders leave to network cards: checksums, segmentation and merging of TCP (TSO)
-// and UDP (USO). It is the one place that does so, and the one that decides whether to believe the headers that ask for
-// it.
+// Package gso does in software the work that senders leave to network cards: checksums, segmentation and merging of TCP
+// (TSO) and UDP (USO). Only this package does it, and only this package decides whether to trust the headers that
+// request it.
 //
-// Accept checks a virtio header against its frame; Complete and Segmenter do the work where a frame leaves through a
-// port that cannot; Merger makes large frames of small ones. Nothing here allocates or keeps state beyond the frame in
-// the making.
+// Accept checks a virtio header against its frame; Complete and Segmenter do the work for ports that do not accept it;
+// Merger makes large frames of small ones. Nothing here allocates or keeps state beyond the current frame.
 package gso
 
 import (
@@ -14,15 +13,15 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Complete computes the checksum of a frame that needs just that. Only a sole owner may call it.
+// Complete computes the checksum of a frame that needs only that. Only a sole owner may call it.
 func Complete(b *frame.Buf) {
 	o := &b.Offload
 	complete(b.Bytes(), int(b.Layout().L4), int(o.CsumOff))
 	*o = frame.Offload{Valid: true}
 }
 
-// complete sums up the frame from start on; what the checksum field holds, the pseudo-header's sum, is part of it. A
-// result of 0 would mean "none" in UDP; 0xffff is the same number and harmless in every other protocol.
+// complete sums up the frame from start on, including the checksum field, which holds the pseudo-header's sum. A result
+// of 0 would mean "none" in UDP; 0xffff is the same number and harmless in every other protocol.
 func complete(f []byte, start, off int) {
 	sum := header.Checksum(f[start:], 0)
 	if sum == 0 {
@@ -31,21 +30,21 @@ func complete(f []byte, start, off int) {
 	binary.BigEndian.PutUint16(f[start+off:], sum)
 }
 
-// Segmenter cuts one frame. It reads the frame until the last Next.
+// Segmenter segments one frame. It reads the frame until the last Next.
 type Segmenter struct {
 	f               []byte
 	l3, l4, payload int
-	size, pos       int // payload bytes per segment; where the next one's payload begins
+	size, pos       int // payload bytes per segment; offset of the next segment's payload
 	v6, tcp, train  bool
 	id              uint16
 	seq             uint32
 	flags           byte // TCP, as in the frame
 
-	// Sums of the IP header, and of pseudo-header and L4 header, without the fields that differ from segment to segment.
+	// Sums of the IP header, and of pseudo-header and L4 header, without the fields that differ between segments.
 	ipSum, l4Sum uint32
 }
 
-// Start begins with a frame whose Offload, from Accept, has a GSOSize.
+// Start sets the frame, whose Offload, from Accept, has a GSOSize.
 func (s *Segmenter) Start(b *frame.Buf) {
 	o, f, at := &b.Offload, b.Bytes(), b.Layout()
 	*s = Segmenter{f: f, l3: int(at.L3), l4: int(at.L4), payload: int(o.Payload), size: int(o.GSOSize),
@@ -70,7 +69,7 @@ func (s *Segmenter) Start(b *frame.Buf) {
 	}
 }
 
-// sumWithout is the one's complement sum of a header of even length without some of its words.
+// sumWithout returns the one's complement sum of a header of even length without the given words.
 func sumWithout(h []byte, words ...int) uint32 {
 	sum := uint32(^header.Checksum(h, 0))
 	for _, at := range words {
@@ -79,18 +78,18 @@ func sumWithout(h []byte, words ...int) uint32 {
 	return sum
 }
 
-// Left returns how many segments are still to come.
+// Left returns the number of remaining segments.
 func (s *Segmenter) Left() int { return (len(s.f) - s.pos + s.size - 1) / s.size }
 
-// Next writes the next segment, finished, to the start of dst and returns its length. dst must have room for it
+// Next writes the next complete segment to the start of dst and returns its length. dst must have room for it
 // (Offload's Payload plus GSOSize), and Left must not be 0.
 func (s *Segmenter) Next(dst []byte) int {
 	n, part := s.Header(dst)
 	return n + copy(dst[n:n+len(part)], part)
 }
 
-// Header is Next for who sends from several places: it writes the segment's headers only, Offload's Payload bytes, and
-// returns their length and the payload, which stays where it is in the frame.
+// Header is Next for senders with scatter/gather: it writes only the segment's headers, Offload's Payload bytes, and
+// returns their length and the payload, which stays in the frame.
 func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 	part = s.f[s.pos:]
 	last := len(part) <= s.size
@@ -111,7 +110,7 @@ func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 		binary.BigEndian.PutUint16(ip[4:], uint16(length))
 	} else {
 		binary.BigEndian.PutUint16(ip[2:], uint16(len(ip)+length))
-		// Each segment is a packet of its own (RFC 6864), numbered as a sender would have done.
+		// Each segment is a packet (RFC 6864), numbered as a sender would have done.
 		binary.BigEndian.PutUint16(ip[4:], s.id)
 		binary.BigEndian.PutUint16(ip[10:], header.Checksum(nil, s.ipSum+uint32(len(ip)+length)+uint32(s.id)))
 		s.id++
@@ -135,7 +134,7 @@ func (s *Segmenter) Header(dst []byte) (n int, part []byte) {
 		binary.BigEndian.PutUint16(l4[4:], uint16(length))
 		sum += uint32(length)
 	}
-	// Both headers are of even length, so the sums of the parts add up.
+	// Both headers have even length, so the sums of the parts can be added.
 	csum := header.Checksum(part, sum)
 	if csum == 0 && !s.tcp {
 		csum = 0xffff // RFC 768: 0 is "no checksum"

@@ -29,7 +29,7 @@ func (s shape) String() string {
 	return fmt.Sprintf("tags %d, v6 %v, options %v, udp %v, payload %d", s.tags, s.v6, s.options, s.udp, s.payload)
 }
 
-// build returns the packet of segment i, whose payload is part, complete.
+// build returns the complete packet of segment i, whose payload is part.
 func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*layers.TCP)) []byte {
 	t.Helper()
 	eth := &layers.Ethernet{SrcMAC: net.HardwareAddr{2, 0, 0, 0, 0, 1}, DstMAC: net.HardwareAddr{2, 0, 0, 0, 0, 2},
@@ -94,7 +94,7 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 		append(ls, gopacket.Payload(part))...); err != nil {
 		t.Fatal(err)
 	}
-	// Without the padding of short frames, which is the card's to add.
+	// Without the padding of short frames, which the card adds.
 	f := buf.Bytes()
 	n := header.EthernetLen + s.tags*header.VLANLen
 	if s.v6 {
@@ -105,7 +105,7 @@ func (s shape) build(t testing.TB, i int, at uint32, part []byte, change func(*l
 	return bytes.Clone(f[:n])
 }
 
-// acceptBytes is Accept for a frame in no buffer, which it changes as Accept does.
+// acceptBytes is Accept for a frame that is not in a buffer; it changes the frame as Accept does.
 func acceptBytes(t testing.TB, h, f []byte, allowed frame.Need) (frame.Offload, error) {
 	b := load(t, newPool(t), f)
 	defer b.Free()
@@ -114,8 +114,8 @@ func acceptBytes(t testing.TB, h, f []byte, allowed frame.Need) (frame.Offload, 
 	return b.Offload, err
 }
 
-// undo replaces a finished packet's transport checksum by the sum of the pseudo-header, as a sender does that leaves
-// the rest to its card, and returns the virtio header.
+// undo replaces a complete packet's transport checksum by the sum of the pseudo-header, as a sender with checksum
+// offload does, and returns the virtio header.
 func (s shape) undo(t testing.TB, f []byte, size int) []byte {
 	t.Helper()
 	x, ok := locate(f, header.Locate(f))
@@ -187,7 +187,7 @@ var shapes = func() (all []shape) {
 	return all
 }()
 
-// Segments are, byte by byte, what gopacket makes of the same pieces: lengths, numbers, flags and checksums.
+// Segments equal, byte by byte, those that gopacket builds: lengths, numbers, flags and checksums.
 func TestSegmentsAgainstGopacket(t *testing.T) {
 	pool := newPool(t)
 	for _, s := range shapes {
@@ -234,7 +234,7 @@ func TestSegmentsAgainstGopacket(t *testing.T) {
 	}
 }
 
-// A completed checksum is that of the packet that gopacket finished.
+// A completed checksum equals gopacket's.
 func TestCompleteAgainstGopacket(t *testing.T) {
 	pool := newPool(t)
 	for _, s := range shapes {
@@ -260,7 +260,7 @@ func TestCompleteAgainstGopacket(t *testing.T) {
 	}
 }
 
-// A sum of zero is sent as its other representation, since zero says "none" in UDP.
+// A sum of zero is sent as 0xffff, because zero means "none" in UDP.
 func TestZeroSum(t *testing.T) {
 	s := shape{udp: true}
 	for v := range 1 << 16 {
@@ -293,12 +293,12 @@ func TestZeroSum(t *testing.T) {
 	t.Fatal("found no such payload")
 }
 
-// A checksum where no protocol known here has one is computed at once, before anybody looks at the frame.
+// A checksum at another place than a known protocol's is computed at once, before the switch examines the frame.
 func TestForeignChecksum(t *testing.T) {
 	s := shape{payload: 100}
 	f := s.build(t, 0, 0, pattern(100), nil)
 	h := s.undo(t, f, 0)
-	// The place of the source MAC: a frame that would change its face behind the switch.
+	// The place of the source MAC: completed later, the frame would change its source after the switch's check.
 	binary.LittleEndian.PutUint16(h[atCsumStart:], 6)
 	binary.LittleEndian.PutUint16(h[atCsumOffset:], 0)
 	want := bytes.Clone(f)
@@ -335,7 +335,7 @@ func TestForeignChecksumInHeader(t *testing.T) {
 	}
 }
 
-// What is wrong with a header is found, each by its own error.
+// Each error of a header is detected and has its own error value.
 func TestHostileHeaders(t *testing.T) {
 	tcp := shape{payload: 3000}
 	v6 := shape{payload: 3000, v6: true}
@@ -418,7 +418,7 @@ func TestHostileHeaders(t *testing.T) {
 	}
 }
 
-// PutHeader writes what Accept reads.
+// PutHeader writes headers that Accept reads.
 func TestHeaderRoundTrip(t *testing.T) {
 	for _, s := range shapes {
 		for _, size := range []int{0, 1000} {
@@ -451,8 +451,8 @@ func TestHeaderRoundTrip(t *testing.T) {
 	}
 }
 
-// Whatever a guest says, nothing is read or written outside its frame, and what Accept lets through is cut into
-// segments of the right size with right checksums whose payloads are the frame's.
+// For any header, nothing is read or written outside the frame, and frames that Accept admits are segmented into parts
+// of the right size with right checksums whose payloads are the frame's.
 func FuzzAccept(f *testing.F) {
 	for _, s := range shapes {
 		for _, size := range []int{0, 900} {
@@ -542,8 +542,8 @@ func BenchmarkSegments(b *testing.B) {
 	}
 }
 
-// What a kernel has left undone is found, and finishing it gives what the kernel would have sent; a finished frame is
-// left alone.
+// A kernel's pending work is detected, and completing it gives the frame that the kernel would have sent; a complete
+// frame is left alone.
 func TestUnfinished(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, n := range []int{0, 1, 1000, 20000} {

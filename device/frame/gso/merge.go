@@ -8,15 +8,15 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// Part is a frame that may be one of those that a larger one was cut into: what Parse says about it.
+// Part is a frame that may be part of a large one, as parsed by Parse.
 type Part struct {
 	transport
 	payload int
 	end     int  // of the IP packet, and of the frame
-	last    bool // nothing may follow it in a large frame
+	last    bool // must be the last part of a large frame
 }
 
-// Flags of TCP segments that a large frame is made of, besides FIN and PSH of its last one.
+// Flags that the TCP segments of a large frame may have; the last one may also have FIN and PSH.
 const (
 	flagACK = 0x10
 	flagECE = 0x40
@@ -28,9 +28,9 @@ const (
 	maxIP        = 65535
 )
 
-// Parse tells whether a frame may be a part of a large one: TCP with payload and none but plain flags, or UDP with
-// payload and a checksum (and not RoCE v2, whose packets have a sum each of their own); no IP options or extension
-// headers, no fragment, no padding. It looks at headers only.
+// Parse reports whether a frame may be part of a large one: TCP with payload and only plain flags, or UDP with payload
+// and a checksum (but not RoCE v2, whose packets each have an ICRC); no IP options or extension headers, no fragment,
+// no padding. It reads only headers.
 func Parse(f []byte, at *header.Layout) (p Part, ok bool) {
 	if p.transport, ok = locate(f, at); !ok {
 		return p, false
@@ -51,7 +51,7 @@ func Parse(f []byte, at *header.Layout) (p Part, ok bool) {
 	return p, int(binary.BigEndian.Uint16(l4[4:])) == len(l4) && l4[udpCsum]|l4[udpCsum+1] != 0 && !at.Is(header.IsRoCE)
 }
 
-// Need is what the frame that such parts become needs.
+// Need returns the Need of a large frame of such parts.
 func (p *Part) Need() frame.Need {
 	switch {
 	case p.tcp && p.v6:
@@ -64,10 +64,10 @@ func (p *Part) Need() frame.Need {
 	return frame.NeedCsum | frame.NeedUSO4
 }
 
-// Last tells that no part can follow this one.
+// Last reports that no part may follow this one.
 func (p *Part) Last() bool { return p.last }
 
-// valid tells whether the sums of the part are right. pseudo is that of the pseudo-header without the length.
+// valid reports whether the part's checksums are right. pseudo is the pseudo-header's sum without the length.
 func (p *Part) valid(f []byte, pseudo uint32) bool {
 	if !p.v6 && header.Checksum(f[p.l3:p.l4], 0) != 0 {
 		return false
@@ -86,24 +86,24 @@ func (t *transport) pseudo(f []byte, length int) uint32 {
 	return header.PseudoSum4([4]byte(f[t.l3+12:t.l3+16]), [4]byte(f[t.l3+16:t.l3+20]), proto, uint16(length))
 }
 
-// Merger is the opposite of Segmenter: it makes a large frame of parts that arrive one after the other. The large frame
-// is such that cutting it gives the parts again, but for IPv4 IDs of packets that may not be fragmented anyway.
+// Merger is the inverse of Segmenter: it makes a large frame of consecutive parts. Segmenting the large frame restores
+// the parts, except for IPv4 IDs of packets with DF.
 //
-// The first part stays where it is until a second one fits; so a part that remains alone costs nothing, and its bytes
-// must not change before Take.
+// The first part is not copied before a second one fits; so a part that remains alone costs nothing, and its bytes must
+// not change before Take.
 type Merger struct {
-	b     *frame.Buf // nil while there is one part only
+	b     *frame.Buf // nil while there is only one part
 	first []byte
 	head  Part
 	size  int // payload of the first part
 	n     int // parts
 	seq   uint32
-	done  bool // nothing can follow
+	done  bool // no part may follow
 
 	pseudo uint32 // sum of all parts' pseudo-headers without the length
 }
 
-// Start begins with a part. The Merger must be empty.
+// Start sets the first part. The Merger must be empty.
 func (m *Merger) Start(f []byte, p Part) {
 	*m = Merger{first: f, head: p, size: p.end - p.payload, n: 1, done: p.last, pseudo: p.pseudo(f, 0)}
 	if p.tcp {
@@ -111,14 +111,14 @@ func (m *Merger) Start(f []byte, p Part) {
 	}
 }
 
-// Parts is how many there are; 0 = empty.
+// Parts returns the number of parts; 0 = empty.
 func (m *Merger) Parts() int { return m.n }
 
-// Full tells that nothing more can be added.
+// Full reports that no part can be added.
 func (m *Merger) Full() bool { return m.done }
 
-// Add appends a part, if it continues those that are there; false: it does not, a checksum is wrong, or there is no
-// buffer. Checksums are looked at only of parts that are put together, whose own are gone afterwards.
+// Add appends a part that continues the others; false: it does not, a checksum is wrong, or there is no buffer.
+// Checksums are verified only of parts that are merged, because merging discards them.
 func (m *Merger) Add(pool *frame.Pool, f []byte, p Part) bool {
 	size := p.end - p.payload
 	if m.done || size > m.size || !m.continues(f, &p) {
@@ -127,7 +127,7 @@ func (m *Merger) Add(pool *frame.Pool, f []byte, p Part) bool {
 	length := m.head.payload + m.n*m.size + size
 	limit := MaxSegments
 	if !p.tcp {
-		limit = MaxDatagrams / 2 // what Linux cuts at most, before 6.9
+		limit = MaxDatagrams / 2 // Linux's maximum before 6.9
 	}
 	if m.n == limit || length-p.l3 > maxIP || length > frame.BigCapacity {
 		return false
@@ -151,7 +151,7 @@ func (m *Merger) Add(pool *frame.Pool, f []byte, p Part) bool {
 	return true
 }
 
-// continues compares headers, word by word: it does so for every segment that arrives.
+// continues compares headers, word by word, because it runs for every received segment.
 func (m *Merger) continues(f []byte, p *Part) bool {
 	h, g := &m.head, m.first
 	if h.l3 != p.l3 || h.l4 != p.l4 || h.payload != p.payload || h.tcp != p.tcp || h.v6 != p.v6 ||
@@ -188,8 +188,8 @@ func u16(b []byte) uint16 { return binary.BigEndian.Uint16(b) }
 func u32(b []byte) uint32 { return binary.BigEndian.Uint32(b) }
 func u64(b []byte) uint64 { return binary.BigEndian.Uint64(b) }
 
-// Take empties the Merger. It returns the large frame, whose Offload is set, and a reference to it; or, when there was
-// one part only, nil: that part is whole as it is.
+// Take empties the Merger. It returns the large frame, whose Offload is set, with a reference; or nil if there was only
+// one part, which is still a complete frame.
 func (m *Merger) Take() *frame.Buf {
 	b, h := m.b, &m.head
 	m.b, m.n, m.first = nil, 0, nil
@@ -209,7 +209,7 @@ func (m *Merger) Take() *frame.Buf {
 	if !h.tcp {
 		binary.BigEndian.PutUint16(f[h.l4+4:], uint16(length))
 	}
-	// Whoever finishes the frame adds what lies behind to the sum of the pseudo-header.
+	// Completing the frame adds the sum of the rest to that of the pseudo-header.
 	binary.BigEndian.PutUint16(f[h.l4+h.csumOff:], ^header.Checksum(nil, h.pseudo(f, length)))
 	b.Offload = h.offload(h.Need())
 	b.Offload.GSOSize, b.Offload.Payload = uint16(m.size), uint16(h.payload)

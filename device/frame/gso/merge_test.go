@@ -12,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// cutAll returns the frames that b becomes, or b itself.
+// cutAll returns b's segments, or b itself.
 func cutAll(b *frame.Buf) (out [][]byte) {
 	if b.Offload.GSOSize == 0 {
 		return [][]byte{bytes.Clone(b.Bytes())}
@@ -25,7 +25,7 @@ func cutAll(b *frame.Buf) (out [][]byte) {
 	return out
 }
 
-// parts are the frames of a large one.
+// parts returns the segments of a large frame.
 func (s shape) parts(t testing.TB, pool *frame.Pool, size int) [][]byte {
 	f := s.build(t, 0, 0, pattern(s.payload), func(h *layers.TCP) { h.PSH = true })
 	o, err := acceptBytes(t, s.undo(t, f, size), f, frame.NeedAll)
@@ -38,7 +38,7 @@ func (s shape) parts(t testing.TB, pool *frame.Pool, size int) [][]byte {
 	return cutAll(b)
 }
 
-// What was cut and put together again is what it was, ready for whoever takes frames to be cut.
+// Merging the segments of a frame restores it, with its Offload.
 func TestMergeUndoesCutting(t *testing.T) {
 	pool := newPool(t)
 	for _, s := range shapes {
@@ -85,7 +85,7 @@ func TestMergeUndoesCutting(t *testing.T) {
 	}
 }
 
-// mergeAll puts frames through a Merger as a receiver does and returns what comes out, cut again.
+// mergeAll passes frames through a Merger as a receiver does and returns the result, segmented again.
 func mergeAll(pool *frame.Pool, in [][]byte) (out [][]byte, merged int) {
 	var m Merger
 	var first []byte
@@ -123,8 +123,8 @@ func mergeAll(pool *frame.Pool, in [][]byte) (out [][]byte, merged int) {
 	return out, merged
 }
 
-// plain is a frame in a form in which frames that mean the same are equal: the ID of an IPv4 packet that may not be
-// fragmented has no meaning (RFC 6864), and a sum of 0 can be written in two ways.
+// plain returns a normal form of a frame: the ID of an IPv4 packet with DF has no meaning (RFC 6864), and a sum of 0
+// has two representations.
 func plain(f []byte) []byte {
 	f = bytes.Clone(f)
 	t, ok := locate(f, header.Locate(f))
@@ -161,8 +161,8 @@ func checkMerge(t *testing.T, pool *frame.Pool, in [][]byte) (merged int) {
 	return merged
 }
 
-// Whatever happens to the frames of a flow, bytes changed with and without their sums put right, frames lost, doubled
-// and exchanged: what is put together comes apart into the frames that were there, in their order.
+// For any changes of a flow's frames (bytes changed with and without corrected sums, frames lost, duplicated and
+// reordered), segmenting the merged frames restores the frames in their order.
 func TestMergeLosesNothing(t *testing.T) {
 	pool := newPool(t)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -199,7 +199,7 @@ func TestMergeLosesNothing(t *testing.T) {
 	}
 }
 
-// repair puts a frame's sums right.
+// repair corrects a frame's checksums.
 func repair(f []byte) {
 	t, ok := locate(f, header.Locate(f))
 	if !ok {
@@ -218,7 +218,7 @@ func repair(f []byte) {
 	complete(f, t.l4, t.csumOff)
 }
 
-// What stays as it is, each for a reason of its own; the flow goes on behind it.
+// Frames that are not merged, each for its own reason; the flow is merged again after them.
 func TestMergeRefuses(t *testing.T) {
 	pool := newPool(t)
 	tcp4, udp4, tcp6 := shape{payload: 3000, seq: 1}, shape{udp: true, payload: 3000},
@@ -264,7 +264,7 @@ func TestMergeRefuses(t *testing.T) {
 	}
 }
 
-// Large frames stay within what IP and Linux can say, and without buffers nothing is put together.
+// Large frames stay within the limits of IP and Linux, and without buffers none are made.
 func TestMergeBounds(t *testing.T) {
 	pool := newPool(t)
 	s := shape{payload: 60000, seq: 1}
@@ -296,7 +296,7 @@ func TestMergeBounds(t *testing.T) {
 	b.Free()
 }
 
-// Frames of any content go through; what is put together comes apart again.
+// Frames of any content: segmenting merged frames restores them.
 func FuzzMerge(f *testing.F) {
 	pool := newPool(f)
 	for _, s := range []shape{{payload: 300}, {udp: true, payload: 300},

@@ -10,7 +10,7 @@ import (
 
 const maxTrain = 64 // packets
 
-// Of RoCE a train needs to know only this (IBTA 9.2): a packet has at least BTH and ICRC, and the highest three
+// The properties of RoCE that a train relies on (IBTA 9.2): a packet has at least BTH and ICRC, and the highest three
 // bits of its opcode name the transport.
 const (
 	minRoCE     = 12 + 4
@@ -18,22 +18,22 @@ const (
 	transportUC = 1
 )
 
-// Train couples RoCE v2 packets of one queue pair that follow each other: the first as it is, and of the others what is
-// behind the UDP header, for all in front of that is the same, lengths included. So they pass the switch as one frame
-// (packet.NeedTrain). Nothing is computed; whoever cuts a train has every packet again byte by byte, and each still has
-// its ICRC.
+// Train couples consecutive RoCE v2 packets of one queue pair: the first is whole, and of the others only the part
+// after the UDP header is kept, because their headers up to UDP are equal, lengths included. So they pass the switch as
+// one frame (frame.NeedTrain). Nothing is computed; splitting a train restores every packet byte by byte, with its
+// ICRC.
 //
-// As in a Merger the first packet stays where it is until a second one fits.
+// As in a Merger, the first packet is not copied before a second one fits.
 type Train struct {
-	b     *frame.Buf // nil while there is one packet only
+	b     *frame.Buf // nil while there is only one packet
 	first []byte
 	t     transport
-	bth   int // where BTH begins
+	bth   int // offset of BTH
 	n     int // packets; 0 = empty
 }
 
-// Start begins with a frame; the Train must be empty. False: it can be no part of a train. roce tells whether it is
-// RoCE v2 at least.
+// Start sets the first packet; the Train must be empty. ok is false if the frame cannot be part of a train. roce
+// reports whether it is RoCE v2.
 func (t *Train) Start(f []byte, at *header.Layout) (ok, roce bool) {
 	p, ok := locate(f, at)
 	if !ok || p.tcp || !at.Is(header.IsRoCE) {
@@ -52,15 +52,15 @@ func (t *Train) Start(f []byte, at *header.Layout) (ok, roce bool) {
 	return true, true
 }
 
-// Packets is how many there are; 0 = empty.
+// Packets returns the number of packets; 0 = empty.
 func (t *Train) Packets() int { return t.n }
 
-// First is the first packet.
+// First returns the first packet.
 func (t *Train) First() []byte { return t.first }
 
-// Continues tells whether a packet is of the train's connection, and Add takes it if there is room.
+// Continues reports whether a packet belongs to the train, so that Add accepts it if there is room.
 func (t *Train) Continues(f []byte) bool {
-	// With headers that are equal the packet is as long as the first. More is padding.
+	// With equal headers the packet is as long as the first. Further bytes are padding.
 	return len(f) >= len(t.first) && bytes.Equal(f[:t.bth], t.first[:t.bth]) &&
 		f[t.bth]>>5 == t.first[t.bth]>>5 && u32(f[t.bth+4:])<<8 == u32(t.first[t.bth+4:])<<8
 }
@@ -82,8 +82,8 @@ func (t *Train) Add(pool *frame.Pool, f []byte) bool {
 	return t.b.Append(f[t.bth:])
 }
 
-// Take empties the Train. It returns it and a reference to it; or, when there was one packet only, nil: that one is
-// whole as it is.
+// Take empties the Train. It returns the train with a reference; or nil if there was only one packet, which is still
+// complete.
 func (t *Train) Take() *frame.Buf {
 	b := t.b
 	if b != nil {

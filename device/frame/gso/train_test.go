@@ -12,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// rocePacket is a packet with n bytes of payload.
+// rocePacket returns a packet with n bytes of payload.
 func rocePacket(t testing.TB, v6 bool, vlan uint16, op wire.Opcode, qpn, psn uint32, n int) []byte {
 	t.Helper()
 	p := wire.Path{SMAC: header.MAC{2, 5: 1}, DMAC: header.MAC{2, 5: 2}, VLAN: vlan,
@@ -33,7 +33,7 @@ func rocePacket(t testing.TB, v6 bool, vlan uint16, op wire.Opcode, qpn, psn uin
 	return f
 }
 
-// trains puts frames through a Train as a receiver does and returns what comes out, cut again.
+// trains passes frames through a Train as a receiver does and returns the result, split again.
 func trains(t testing.TB, pool *frame.Pool, in [][]byte) (out [][]byte, coupled int) {
 	t.Helper()
 	var tr Train
@@ -85,7 +85,7 @@ func checkTrains(t testing.TB, pool *frame.Pool, in [][]byte) (coupled int) {
 	return coupled
 }
 
-// Packets of one queue pair and of one size are coupled, as many as fit, and come apart as they were.
+// Packets of one queue pair and of one size are coupled, as many as fit, and are restored unchanged.
 func TestTrain(t *testing.T) {
 	pool := newPool(t)
 	for _, v6 := range []bool{false, true} {
@@ -107,13 +107,13 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// What may not be coupled, each for a reason of its own.
+// Packets that may not be coupled, each for its own reason.
 func TestTrainRefuses(t *testing.T) {
 	pool := newPool(t)
 	const l3, l4, bth = 14, 34, 42
 	for _, c := range []struct {
 		name   string
-		roce   bool // still a RoCE packet
+		roce   bool // it is still a RoCE packet
 		change func(f []byte) []byte
 	}{
 		{"another queue pair", true, func(f []byte) []byte { f[bth+7]++; return f }},
@@ -155,7 +155,7 @@ func TestTrainRefuses(t *testing.T) {
 	}
 }
 
-// Padding is cut off, however much each packet has; what comes out is the packets alone.
+// Padding is removed, however much each packet has; the result is the packets without it.
 func TestTrainPadding(t *testing.T) {
 	pool := newPool(t)
 	for _, v6 := range []bool{false, true} {
@@ -175,7 +175,7 @@ func TestTrainPadding(t *testing.T) {
 	}
 }
 
-// Whatever is changed in packets and their order: what is coupled comes apart into the packets that were there.
+// For any changes of packets and their order, splitting restores the packets that were coupled.
 func TestTrainModel(t *testing.T) {
 	pool := newPool(t)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -205,7 +205,7 @@ func TestTrainModel(t *testing.T) {
 	}
 }
 
-// Nothing is allocated when packets become a train.
+// Making a train does not allocate.
 func TestTrainAllocates(t *testing.T) {
 	pool := newPool(t)
 	var in [][]byte

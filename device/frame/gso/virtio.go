@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// HeaderLen is the length of struct virtio_net_hdr_v1 (virtio 1.2, 5.1.6), which TAP devices speak as well.
+// HeaderLen is the length of struct virtio_net_hdr_v1 (virtio 1.2, 5.1.6), which TAP devices use, too.
 const HeaderLen = 12
 
 // Fields of the header, little-endian.
@@ -28,22 +28,22 @@ const (
 	typeTCPv4 = 1
 	typeTCPv6 = 4
 	typeUDP   = 5
-	typeECN   = 0x80 // beside a TCP type
+	typeECN   = 0x80 // in addition to a TCP type
 )
 
-// MaxHeaders bounds the headers of a frame to be cut, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all
+// MaxHeaders bounds the headers of a large frame, Offload's Payload: Ethernet with two tags, IPv4 and TCP with all
 // options.
 const MaxHeaders = header.EthernetLen + header.MaxTags*header.VLANLen + 60 + 60
 
-// Bounds on frames to be cut.
+// Bounds on large frames.
 const (
-	// MaxSegments bounds the segments that one frame becomes.
+	// MaxSegments bounds the segments of one frame.
 	MaxSegments = 2048
 	// MaxDatagrams is the same for UDP; Linux has the same limit.
 	MaxDatagrams = 128
 )
 
-// What can be wrong with a header.
+// Errors of a header.
 var (
 	ErrNotNegotiated = errors.New("gso: an offload that was not negotiated")
 	ErrType          = errors.New("gso: unknown or contradictory type")
@@ -52,11 +52,11 @@ var (
 	ErrSize          = errors.New("gso: segment size of 0, or too many segments")
 )
 
-// Accept reads the virtio header h (HeaderLen bytes) that came with the frame b from a sender that may leave allowed to
-// us, and sets b's Offload. It trusts neither: what it stores has been checked against the frame, and from then on the
-// frame's bytes up to the payload may not change. The header's hdr_len, a hint, is ignored. The frame must be the
-// caller's own: a checksum in a place that Locate does not know is completed at once, so that what switches inspect is
-// what leaves. After an error b's Offload is empty.
+// Accept reads the virtio header h (HeaderLen bytes) of frame b, whose sender may leave the work in allowed undone, and
+// sets b's Offload. Neither is trusted: the result has been checked against the frame, and from then on the frame's
+// bytes up to the payload must not change. The header's hdr_len, a hint, is ignored. The caller must be b's only owner:
+// a checksum at another place than a known protocol's is completed at once, so that switches inspect the frame as it
+// will leave. After an error b's Offload is zero.
 func Accept(h []byte, b *frame.Buf, allowed frame.Need) error {
 	b.Offload = frame.Offload{}
 	flags, typ := h[atFlags], h[atType]
@@ -125,11 +125,11 @@ func Accept(h []byte, b *frame.Buf, allowed frame.Need) error {
 	return nil
 }
 
-// DataValid tells whether a header says that the frame's checksum was found right. Only the kernel is believed.
+// DataValid reports whether a header declares the frame's checksum right. Only the kernel's headers may be trusted.
 func DataValid(h []byte) bool { return h[atFlags]&(flagDataValid|flagNeedsCsum) == flagDataValid }
 
-// PutHeader writes the virtio header for a frame that stands in bufs guest buffers (0 for a TAP device). valid: the
-// receiver may be told that the checksum is right.
+// PutHeader writes the virtio header of a frame in bufs guest buffers (0 for a TAP device). valid: the receiver may be
+// told that the checksum is right.
 func PutHeader(h *[HeaderLen]byte, b *frame.Buf, valid bool, bufs int) {
 	o := &b.Offload
 	*h = [HeaderLen]byte{}
@@ -161,7 +161,7 @@ func PutHeader(h *[HeaderLen]byte, b *frame.Buf, valid bool, bufs int) {
 	binary.LittleEndian.PutUint16(h[atGSOSize:], o.GSOSize)
 }
 
-// transport is where a frame has its headers.
+// transport has the offsets of a frame's headers.
 type transport struct {
 	at              header.Layout
 	l3, l4, csumOff int
@@ -195,7 +195,7 @@ func locate(f []byte, at *header.Layout) (t transport, ok bool) {
 	return t, false
 }
 
-// unpadded returns the frame without what follows its IP packet (IEEE 802.3, padding).
+// unpadded returns the frame without the padding after its IP packet (IEEE 802.3).
 func (t *transport) unpadded(f []byte) []byte {
 	end := t.l3
 	if t.v6 {
@@ -204,13 +204,13 @@ func (t *transport) unpadded(f []byte) []byte {
 		end += int(binary.BigEndian.Uint16(f[t.l3+2:]))
 	}
 	if end < t.l4+header.UDPLen || end > len(f) {
-		return f // no such packet
+		return f // no IP packet of that length
 	}
 	return f[:end]
 }
 
-// payload finds where the payload of a packet begins that ends with the frame, as those to be cut do; there must be
-// some.
+// payload returns the offset of the payload of a packet that ends with the frame, as large frames do; the payload must
+// not be empty.
 func (t *transport) payload(f []byte) (at int, ok bool) {
 	at = t.l4 + header.UDPLen
 	if t.tcp {
@@ -231,10 +231,10 @@ func (t *transport) offload(n frame.Need) frame.Offload {
 	return frame.Offload{Need: n, CsumOff: uint8(t.csumOff)}
 }
 
-// Unfinished finds what a kernel has left undone in a frame of TCP that comes without a header that says so, as out of
-// a tunnel over a wire inside this machine: the checksum field holds the sum of the pseudo-header alone, and what is
-// beyond limit, the size of the network's frames, is still to be cut. A finished frame may look so once in 65536 times;
-// finishing it again changes nothing.
+// Unfinished detects a kernel's pending work in a TCP frame without a virtio header, as from a tunnel over a wire
+// inside this machine: the checksum field holds only the pseudo-header's sum, and a frame beyond limit, the size of the
+// network's frames, is not segmented yet. A complete frame may look like that once in 65536 times; completing it again
+// changes nothing.
 func Unfinished(f []byte, at *header.Layout, limit int) (o frame.Offload, ok bool) {
 	t, ok := locate(f, at)
 	if !ok || !t.tcp {

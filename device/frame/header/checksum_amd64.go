@@ -9,8 +9,8 @@ var hasAVX2 = cpu.X86.HasAVX2
 //go:noescape
 func sumAVX2(p *byte, n int) uint64
 
-// sumLong adds up the front part of b, longSum bytes at least, as little-endian words, as far as that can be done
-// several at a time, and returns the rest.
+// sumLong adds up the front part of b, of at least longSum bytes, as little-endian words, as far as several can be
+// added at a time, and returns the rest.
 func sumLong(b []byte) (sum uint64, rest []byte) {
 	n := len(b) &^ 31
 	if !hasAVX2 {

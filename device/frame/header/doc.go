@@ -1,7 +1,6 @@
-// Package header encodes and decodes the headers of frames: Ethernet, 802.1Q,
-// ARP, IPv4, IPv6, UDP, ICMPv6 neighbour discovery and VXLAN, and computes the
-// Internet checksum. RoCE's headers are device/rdma/wire's. No I/O, no state, no
-// allocation; errors are fixed values, so that they can be compared and counted.
+// Package header encodes and decodes the headers of frames: Ethernet, 802.1Q, ARP, IPv4, IPv6, UDP, ICMPv6 neighbour
+// discovery and VXLAN, and computes the Internet checksum. Package device/rdma/wire has RoCE's headers. No I/O, no
+// state, no allocation; errors are fixed values, so that they can be compared and counted.
 package header
 
 import "errors"

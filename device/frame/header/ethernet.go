@@ -21,7 +21,7 @@ const (
 	TypeRoCE1 = 0x8915 // IBTA annex A16
 )
 
-// NoVLAN stands for an untagged frame where a VLAN id is expected.
+// NoVLAN is the VLAN of an untagged frame.
 const NoVLAN = 0xffff
 
 // MAC is an Ethernet address.
@@ -30,25 +30,25 @@ type MAC [6]byte
 // Broadcast is ff:ff:ff:ff:ff:ff.
 var Broadcast = MAC{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
 
-// IsMulticast reports the group bit, which broadcast has too.
+// IsMulticast reports whether the group bit is set, as it is in broadcast.
 func (m MAC) IsMulticast() bool { return m[0]&1 != 0 }
 
-// IsZero reports 00:00:00:00:00:00.
+// IsZero reports whether the address is 00:00:00:00:00:00.
 func (m MAC) IsZero() bool { return m == MAC{} }
 
-// String gives aa:bb:cc:dd:ee:ff.
+// String returns the form aa:bb:cc:dd:ee:ff.
 func (m MAC) String() string { return net.HardwareAddr(m[:]).String() }
 
 // Ethernet is an Ethernet header with at most one 802.1Q tag.
 type Ethernet struct {
 	Dst, Src MAC
-	Type     uint16 // of what follows, behind the tag if there is one
+	Type     uint16 // of the payload, after the tag if there is one
 	VLAN     uint16 // 0..4095 (0: priority tag), or NoVLAN
 	PCP      uint8  // priority 0..7, if tagged
 	DEI      bool   // drop eligible, if tagged
 }
 
-// Len is the encoded size: 14, or 18 with a tag.
+// Len returns the encoded size: 14, or 18 with a tag.
 func (h *Ethernet) Len() int {
 	if h.VLAN == NoVLAN {
 		return EthernetLen
@@ -56,8 +56,7 @@ func (h *Ethernet) Len() int {
 	return EthernetLen + VLANLen
 }
 
-// Decode reads the header at the start of b and returns its size. A second tag
-// is not looked at; Type is then TypeVLAN.
+// Decode reads the header at the start of b and returns its size. A second tag is not decoded; Type is then TypeVLAN.
 func (h *Ethernet) Decode(b []byte) (int, error) {
 	if len(b) < EthernetLen {
 		return 0, ErrShort

@@ -14,7 +14,7 @@ type codec interface {
 	Encode([]byte) int
 }
 
-// TestGoldenHeaders compares with literal bytes from the header diagrams of the specifications, in both directions.
+// TestGoldenHeaders compares, in both directions, with literal bytes from the header diagrams of the specifications.
 func TestGoldenHeaders(t *testing.T) {
 	for name, c := range map[string]struct {
 		bytes string
@@ -32,7 +32,7 @@ func TestGoldenHeaders(t *testing.T) {
 			&ARP{Op: ARPReply, SenderMAC: MAC{2, 0, 0, 0, 0, 1}, TargetMAC: MAC{2, 0, 0, 0, 0, 2},
 				SenderIP: [4]byte{10, 0, 0, 1}, TargetIP: [4]byte{10, 0, 0, 2}},
 			func() codec { return new(ARP) }},
-		// The example of many textbooks, checksum b861.
+		// A textbook example, checksum b861.
 		"IPv4": {"45000073 00004000 4011b861 c0a80001 c0a800c7" + strings.Repeat("00", 0x73-20),
 			&IPv4{TotalLen: 0x73, DontFrag: true, TTL: 64, Protocol: 17, Checksum: 0xb861, Src: [4]byte{192, 168, 0, 1},
 				Dst: [4]byte{192, 168, 0, 199}},
@@ -136,7 +136,7 @@ func FuzzHeaders(f *testing.F) {
 			}
 			if ip, ok := pair[0].(*IPv4); ok {
 				if n != IPv4Len {
-					continue // options are not kept
+					continue // options are not encoded
 				}
 				ip.Checksum = 0
 			}
@@ -158,7 +158,7 @@ func FuzzHeaders(f *testing.F) {
 		}
 		src, dst := [16]byte(b[:16]), [16]byte(b[16:32])
 		msg := bytes.Clone(b[32:])
-		if len(msg) > 4 { // else no input has the right checksum
+		if len(msg) > 4 { // otherwise no input has the right checksum
 			msg[2], msg[3] = 0, 0
 			binary.BigEndian.PutUint16(msg[2:], Checksum(msg, PseudoSum6(src, dst, ProtoICMPv6, uint32(len(msg)))))
 		}

@@ -8,7 +8,7 @@ import (
 	"github.com/gopacket/gopacket/layers"
 )
 
-// serialize is what gopacket makes of the layers, lengths and checksums included.
+// serialize returns gopacket's encoding of the layers, with lengths and checksums.
 func serialize(t *testing.T, ls ...gopacket.SerializableLayer) []byte {
 	t.Helper()
 	buf := gopacket.NewSerializeBuffer()
@@ -19,8 +19,7 @@ func serialize(t *testing.T, ls ...gopacket.SerializableLayer) []byte {
 	return buf.Bytes()
 }
 
-// TestAgainstGopacket compares with another implementation: the same values
-// give the same bytes.
+// TestAgainstGopacket compares with another implementation: equal values give equal bytes.
 func TestAgainstGopacket(t *testing.T) {
 	src, dst := MAC{2, 0, 0, 0, 0, 1}, MAC{2, 0, 0, 0, 0, 2}
 	src4, dst4 := [4]byte{192, 0, 2, 1}, [4]byte{192, 0, 2, 2}

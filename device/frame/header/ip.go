@@ -42,7 +42,7 @@ type IPv4 struct {
 	FragOffset uint16 // in units of 8 bytes
 	TTL        uint8
 	Protocol   uint8
-	Checksum   uint16 // of the header, as found; Encode computes it
+	Checksum   uint16 // of the decoded header; Encode computes it
 	Src, Dst   [4]byte
 }
 
@@ -73,8 +73,7 @@ func (h *IPv4) Decode(b []byte) (int, error) {
 	return n, nil
 }
 
-// headerSum is the sum over 20 bytes, not complemented: 0xffff if they contain
-// their checksum.
+// headerSum returns the sum over 20 bytes, not complemented: 0xffff if they contain their checksum.
 func headerSum(b []byte) uint16 {
 	b = b[:IPv4Len]
 	sum := uint64(binary.BigEndian.Uint32(b)) + uint64(binary.BigEndian.Uint32(b[4:])) +
@@ -176,7 +175,7 @@ func (h *UDP) Decode(b []byte) (int, error) {
 	return UDPLen, nil
 }
 
-// Encode writes the header as it is to b (8 bytes).
+// Encode writes the header unchanged to b (8 bytes).
 func (h *UDP) Encode(b []byte) int {
 	b = b[:UDPLen]
 	binary.BigEndian.PutUint16(b, h.SrcPort)
@@ -186,16 +185,14 @@ func (h *UDP) Encode(b []byte) int {
 	return UDPLen
 }
 
-// longSum is from how many bytes on sumLong is worth its call.
+// longSum is the number of bytes from which on calling sumLong pays.
 const longSum = 128
 
-// Checksum is the Internet checksum (RFC 1071) of b, an initial sum from
-// PseudoSum (or 0) included. Over data that contains its own right checksum it
-// is 0. For UDP a result of 0 is sent as 0xffff.
+// Checksum returns the Internet checksum (RFC 1071) of b plus an initial sum from PseudoSum (or 0). Over data that
+// contains its own right checksum it is 0. For UDP a result of 0 is sent as 0xffff.
 func Checksum(b []byte, initial uint32) uint16 {
-	// Eight bytes at a time; what overflows comes round again, as one's
-	// complement wants it. The sum of swapped words is the swapped sum (RFC 1071,
-	// section 2 B), so little-endian machines need not swap each.
+	// Eight bytes at a time, with end-around carry as in one's complement. The sum of swapped words is the swapped sum
+	// (RFC 1071, section 2 B), so little-endian machines need not swap each word.
 	sum, carry := uint64(0), uint64(0)
 	all := b
 	if len(b) >= longSum {
@@ -231,8 +228,7 @@ func Checksum(b []byte, initial uint32) uint16 {
 	return ^fold(uint64(bits.ReverseBytes16(fold(sum+carry))) + uint64(initial))
 }
 
-// PseudoSum4 is the sum over the IPv4 pseudo-header for length bytes of
-// protocol, to be passed to Checksum.
+// PseudoSum4 returns the sum over the IPv4 pseudo-header for length bytes of protocol, for Checksum.
 func PseudoSum4(src, dst [4]byte, protocol uint8, length uint16) uint32 {
 	return Sum16(src[:]) + Sum16(dst[:]) + uint32(protocol) + uint32(length)
 }
@@ -242,8 +238,8 @@ func PseudoSum6(src, dst [16]byte, protocol uint8, length uint32) uint32 {
 	return Sum16(src[:]) + Sum16(dst[:]) + uint32(protocol) + length>>16 + length&0xffff
 }
 
-// Sum16 adds up the big-endian 16-bit words of b, whose length is even; for PseudoSum and headers without carries to
-// fold.
+// Sum16 adds up the big-endian 16-bit words of b, whose length is even; for PseudoSum and headers, whose carries need
+// no folding.
 func Sum16(b []byte) (sum uint32) {
 	for i := 0; i+1 < len(b); i += 2 {
 		sum += uint32(b[i])<<8 | uint32(b[i+1])

@@ -16,20 +16,20 @@ const (
 
 // Neighbor is a neighbour solicitation or advertisement (RFC 4861, 4.3, 4.4).
 type Neighbor struct {
-	Advert    bool // else a solicitation
-	Router    bool // the following three: advertisements only
+	Advert    bool // otherwise a solicitation
+	Router    bool // this and the next two: advertisements only
 	Solicited bool
 	Override  bool
 	Target    [16]byte
 	Link      MAC  // source (solicitation) or target (advertisement) link-layer address
-	HasLink   bool // the option is there
+	HasLink   bool // the option is present
 }
 
 // ndMaxOptions bounds the walk through options.
 const ndMaxOptions = 16
 
-// Decode reads an ICMPv6 message (the payload of the IPv6 packet) and checks
-// its checksum with the given addresses. ErrType if it is another message.
+// Decode reads an ICMPv6 message (the payload of the IPv6 packet) and checks its checksum with the given addresses.
+// ErrType if it is another type of message.
 func (n *Neighbor) Decode(b []byte, src, dst [16]byte) error {
 	if len(b) < ndNeighborFixedLen {
 		return ErrShort
@@ -63,7 +63,7 @@ func (n *Neighbor) Decode(b []byte, src, dst [16]byte) error {
 	return ErrLength
 }
 
-// Len is the encoded size.
+// Len returns the encoded size.
 func (n *Neighbor) Len() int {
 	if n.HasLink {
 		return ndNeighborFixedLen + ndLinkOptLen

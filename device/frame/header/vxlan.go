@@ -16,9 +16,8 @@ type VXLAN struct {
 	VNI uint32 // 24 bits
 }
 
-// Decode reads the header at the start of b and returns its size. The I flag
-// must be set. Reserved bits are ignored, as the RFC demands of receivers, which
-// also admits the extensions that other senders put there.
+// Decode reads the header at the start of b and returns its size. The I flag must be set. Reserved bits are ignored, as
+// the RFC requires of receivers; that also admits other senders' extensions.
 func (h *VXLAN) Decode(b []byte) (int, error) {
 	if len(b) < VXLANLen {
 		return 0, ErrShort

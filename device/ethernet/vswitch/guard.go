@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 )
 
-// MaxIPs bounds PortConfig.IPs: they are searched one by one.
+// MaxIPs bounds PortConfig.IPs, because they are searched one by one.
 const MaxIPs = 64
 
 const (
@@ -18,7 +18,7 @@ const (
 	dhcpServerPort = 67
 )
 
-// setIPs takes over the addresses that a port may use. Link-local IPv6 addresses are free unless some are listed.
+// setIPs sets the addresses that a port may use. Link-local IPv6 addresses are allowed unless some are listed.
 func (a *Attachment) setIPs(list []netip.Addr) error {
 	if len(list) == 0 {
 		return nil
@@ -42,8 +42,8 @@ func (a *Attachment) setIPs(list []netip.Addr) error {
 	return nil
 }
 
-// guard tells whether a frame's layer-3 source is one of the port's. Frames in which it cannot be seen (cut off, more
-// than two tags) are none; Ethernet types that carry no IP address are not its business.
+// guard reports whether a frame's layer-3 source is one of the port's. It refuses frames in which the source cannot be
+// found (truncated, more than two tags), and accepts Ethernet types without IP addresses.
 func (a *Attachment) guard(f []byte, h *header.Layout) bool {
 	p := f[h.L3:]
 	switch h.Type {
@@ -76,7 +76,7 @@ func (a *Attachment) guard(f []byte, h *header.Layout) bool {
 	return true
 }
 
-// withoutAddress4 tells whether an IPv4 packet may come from 0.0.0.0: to a DHCP server (RFC 2131, 4.1), or IGMP.
+// withoutAddress4 reports whether an IPv4 packet may come from 0.0.0.0: to a DHCP server (RFC 2131, 4.1), or IGMP.
 func withoutAddress4(p []byte) bool {
 	if p[9] == protoIGMP {
 		return true

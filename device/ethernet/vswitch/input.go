@@ -8,15 +8,15 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Input lets a frame that came from this port into the network. Loop thread only. The buffer is lent: the caller keeps
-// its reference, and from here on nobody changes the frame.
+// Input passes a frame from this port into the network. Loop thread only. The buffer is lent: the caller keeps its
+// reference, and the frame must not be changed any more.
 func (a *Attachment) Input(l *loop.Loop, b *frame.Buf, from Source) {
 	r := a.net.enter(l)
 	defer r.leave()
 	a.input(l, r, b, from, nil)
 }
 
-// input is Input, inside enter. What it finds is left in p, if there is one.
+// input is Input, inside enter. It stores the result of the lookup in p, if p is not nil.
 func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p *Path) {
 	n := a.net
 	if a.closed.Load() {
@@ -73,7 +73,7 @@ func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p
 	a.flood(l, b, t, macKey(f)&groupBit == 0 && n.tunnels.Load()&noTunnelFlood != 0)
 }
 
-// find looks an address up: in its VLAN, and then among the static entries, which are for all VLANs.
+// find looks up an address in its VLAN, then among the static entries, which apply to all VLANs.
 func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
 	_, _, v, ok := n.fdb.find(mac | vlan)
 	if !ok && vlan != 0 {
@@ -84,7 +84,7 @@ func (n *Network) find(mac, vlan uint64, now uint32) (value, bool) {
 	return v, ok && !v.expired(now, n.age)
 }
 
-// admit checks what can be seen without the tables.
+// admit makes the checks that need no tables.
 func (a *Attachment) admit(l *loop.Loop, b *frame.Buf, f []byte, h *header.Layout) (why Reason, ok bool) {
 	if header.IsTag(h.Type) && len(f) < int(h.L3)+header.VLANLen {
 		return ShortFrame, false
@@ -119,7 +119,7 @@ func (a *Attachment) unicast(l *loop.Loop, b *frame.Buf, out *Attachment, to Des
 	out.output(l, b, to)
 }
 
-// output gives a frame to the port, finished as far as the port wants it so.
+// output delivers a frame to the port, completed as far as the port requires.
 func (a *Attachment) output(l *loop.Loop, b *frame.Buf, to Destination) {
 	if !a.takes(b) {
 		a.finish(l, b, to)
@@ -136,7 +136,7 @@ func (a *Attachment) output(l *loop.Loop, b *frame.Buf, to Destination) {
 	a.port.Deliver(l, b, to)
 }
 
-// flood gives a frame to all ports, without tunnels if it is to stay here.
+// flood delivers a frame to all ports; without tunnels if here is set.
 func (a *Attachment) flood(l *loop.Loop, b *frame.Buf, t *portTable, here bool) {
 	a.Counters.flood(l)
 	sent, none := false, NoPort

@@ -7,18 +7,19 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Address resolution. What ARP and ND messages say about their senders is noted; a request for a known address is
-// answered here instead of being flooded (RFC 9161 describes the same for EVPN). Rules:
+// Address resolution. Claims in ARP and ND messages are recorded; a request for a known address is answered here
+// instead of being flooded (RFC 9161 describes the same for EVPN). Rules:
 //
-//   - Nobody may claim an address that is static for another MAC.
-//   - A port with MACs of its own may claim addresses for those only.
-//   - Requests from tunnels are not answered: the host at their other end has let them pass because it does not know.
-//   - Nothing is answered unless the target's MAC is in the table, on another port than the request's.
-//   - Probes (ARP from 0.0.0.0, RFC 5227; solicitations from ::, RFC 4862 section 5.4) and announcements are about who
-//     has an address. They are answered from static entries only: what was snooped may have gone.
+//   - An address that is static for another MAC cannot be claimed.
+//   - A port with MACs of its own may claim addresses only for those.
+//   - Requests from tunnels are not answered: the host at the other end has let them pass because it does not know the
+//     address.
+//   - A request is answered only if the target's MAC is in the table, at another port than the request's.
+//   - Probes (ARP from 0.0.0.0, RFC 5227; solicitations from ::, RFC 4862 section 5.4) and announcements ask whether an
+//     address is in use. They are answered only from static entries, because snooped ones may be outdated.
 
-// resolve handles the frame if it is about address resolution. Done is true when the frame ends here: answered, or
-// dropped and counted.
+// resolve handles the frame if it is for address resolution. done is true if the frame ends here: answered, or dropped
+// and counted.
 func (a *Attachment) resolve(l *loop.Loop, f []byte, h *header.Layout, from Source, now uint32) (done bool) {
 	switch {
 	case h.Type == header.TypeARP:
@@ -30,7 +31,7 @@ func (a *Attachment) resolve(l *loop.Loop, f []byte, h *header.Layout, from Sour
 			case header.NDNeighborSolicit, header.NDNeighborAdvert:
 				return a.nd(l, f, h, off, from, now)
 			case header.NDRouterAdvert:
-				// Its sender routes; what we answer for it must say so, or its users would drop it.
+				// Its sender is a router; our answers for it must say so, or hosts that use it would drop it.
 				return !a.claim(l, ip(p[8:24]), h, macKey(f[6:]), true, true, now)
 			}
 		}
@@ -38,7 +39,7 @@ func (a *Attachment) resolve(l *loop.Loop, f []byte, h *header.Layout, from Sour
 	return false
 }
 
-// claim notes an address, or counts and refuses.
+// claim records an address; if it may not be claimed, it counts a drop and returns false.
 func (a *Attachment) claim(l *loop.Loop, addr ip, h *header.Layout, mac uint64, router, known bool, now uint32) bool {
 	if a.net.snoop(a, addr, h.VLAN, mac, router, known, now) {
 		return true
@@ -50,7 +51,7 @@ func (a *Attachment) claim(l *loop.Loop, addr ip, h *header.Layout, mac uint64, 
 func (a *Attachment) arp(l *loop.Loop, f []byte, h *header.Layout, from Source, now uint32) (done bool) {
 	var m header.ARP
 	if _, err := m.Decode(f[h.L3:]); err != nil {
-		return false // not about IPv4 over Ethernet
+		return false // not IPv4 over Ethernet
 	}
 	sender := macKey(m.SenderMAC[:])
 	if a.keys != nil && !a.owns(sender) {
@@ -87,7 +88,7 @@ func (a *Attachment) arp(l *loop.Loop, f []byte, h *header.Layout, from Source, 
 	return true
 }
 
-// answers looks for the entry that answers a request of a sender on this port.
+// answers returns the entry for answering a request from this port.
 func (a *Attachment) answers(target ip, h *header.Layout, sender uint64, probe bool, now uint32) (neighbour, bool) {
 	n := a.net
 	if n.cfg.Pool == nil || a.cfg.Kind == KindVTEP {
@@ -110,13 +111,13 @@ func (a *Attachment) owns(mac uint64) bool {
 	return false
 }
 
-// nd handles a neighbour solicitation or advertisement; off is where ICMPv6 begins behind the IPv6 header at h.L3.
+// nd handles a neighbour solicitation or advertisement; off is the offset of ICMPv6 after the IPv6 header at h.L3.
 func (a *Attachment) nd(l *loop.Loop, f []byte, h *header.Layout, off int, from Source, now uint32) (done bool) {
 	p := f[h.L3:]
 	src, dst := ip(p[8:24]), ip(p[24:40])
 	end := header.IPv6Len + int(binary.BigEndian.Uint16(p[4:]))
 	var m header.Neighbor
-	// RFC 4861, 7.1: what a receiver would ignore is not for us either, but it may pass.
+	// RFC 4861, 7.1: a message that receivers would ignore is not used, but may pass.
 	if p[7] != 255 || end < off || end > len(p) || m.Decode(p[off:end], src, dst) != nil || m.Target[0] == 0xff {
 		return false
 	}

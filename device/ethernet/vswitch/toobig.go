@@ -9,20 +9,19 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// A frame beyond the MTU does not vanish: its sender is told, by the ICMP message that a router would send (RFC 1191,
-// RFC 8201). A switch has no address of its own, so the message comes from the packet's destination, as with Linux'
-// tunnels.
+// The sender of a frame beyond the MTU gets the ICMP message that a router would send (RFC 1191, RFC 8201). A switch
+// has no address of its own, so the message comes from the packet's destination, as with Linux's tunnels.
 
-// How much of the packet goes into the message: as much as fits a message of the least MTU (RFC 1812, 4.3.2.3; RFC
+// Bytes of the packet that the message quotes: as many as fit a message of the minimum MTU (RFC 1812, 4.3.2.3; RFC
 // 4443, 3.2).
 const (
 	icmpMax4 = 576
 	icmpMax6 = 1280
 )
 
-// AnswerTooBig tells the sender of a frame, which is still behind the port that the table says, that frames of that
-// length do not get to where it was meant for, but frames of up to limit bytes, tags included, do. Loop thread only;
-// within the sending port's limit of such answers.
+// AnswerTooBig tells the sender of a frame, if it is still at the port in the table, that frames of that length do not
+// reach their destination, but frames of up to limit bytes, tags included, do. Loop thread only; the sending port's
+// limit of such answers applies.
 func (n *Network) AnswerTooBig(l *loop.Loop, f []byte, limit int) {
 	if len(f) < HeaderLen {
 		return
@@ -69,14 +68,14 @@ func (a *Attachment) tooBig(l *loop.Loop, f []byte, h *header.Layout, mtu int, f
 	a.answer(l, b, from)
 }
 
-// answer gives a frame of the switch's own making to the port.
+// answer delivers a frame made by the switch to the port.
 func (a *Attachment) answer(l *loop.Loop, b *frame.Buf, from Source) {
 	a.Counters.answered(l)
 	a.output(l, b, Destination{Remote: from.Remote})
 }
 
-// answerable4 keeps to RFC 1122, 3.2.2: no answer to errors, fragments other than the first, or what was not from one
-// host to another; and none without DF, since a router would have cut the packet up.
+// answerable4 follows RFC 1122, 3.2.2: no answer to errors, to fragments other than the first, or to packets not from
+// one host to another; and none without DF, because a router would have fragmented the packet.
 func answerable4(p []byte) bool {
 	if len(p) < header.IPv4Len || p[0]>>4 != 4 {
 		return false
@@ -101,7 +100,7 @@ func answerable6(p []byte, h *header.Layout) bool {
 		return false
 	}
 	off := int(h.L4 - h.L3)
-	return h.Proto != header.ProtoICMPv6 || len(p) > off && p[off] >= 128 // below are errors
+	return h.Proto != header.ProtoICMPv6 || len(p) > off && p[off] >= 128 // lower types are errors
 }
 
 func fragmentationNeeded4(b *frame.Buf, p []byte, mtu int) {
@@ -110,7 +109,7 @@ func fragmentationNeeded4(b *frame.Buf, p []byte, mtu int) {
 	b.SetLen(at + header.IPv4Len + 8)
 	b.Append(p)
 	out := b.Bytes()[at:]
-	// Internetwork control (RFC 1812, 4.3.2.5).
+	// Precedence: internetwork control (RFC 1812, 4.3.2.5).
 	h := header.IPv4{TOS: 0xc0, TotalLen: uint16(len(out)), TTL: 64, Protocol: protoICMP, Src: [4]byte(p[16:20]),
 		Dst: [4]byte(p[12:16])}
 	h.Encode(out)

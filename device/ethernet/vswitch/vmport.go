@@ -30,8 +30,8 @@ type Inspector interface {
 }
 
 // VMPort is a VM's port: a network device and an HCA with one MAC. RoCE frames (header.IsRoCE) for the VM go to the HCA
-// if it is up, all others to the network device. Frames of one device never go to the other, except frames to the VM's own
-// MAC, which are delivered as if they had come from outside (a QP may be connected to a QP of the same VM).
+// if it is up, all others to the network device. Frames of one device never go to the other, except frames to the VM's
+// own MAC, which are delivered as if they had come from outside (a QP may be connected to a QP of the same VM).
 type VMPort struct {
 	att atomic.Pointer[Attachment]
 	net atomic.Pointer[Face]

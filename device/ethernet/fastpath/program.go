@@ -181,7 +181,7 @@ func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 	c.valid(m.generations, scratch)
 
 	// A superframe is either TCP segments that the sender's kernel left whole or datagrams that this host's kernel
-	// coalesced. The latter must be cut at the outer UDP's boundaries, and may contain frames of several tenants.
+	// coalesced. The latter must be split at the outer UDP's boundaries, and may contain frames of several tenants.
 	// Without fixedGSO the kernel removes room for the former only, so the program removes 4 bytes and adds them again;
 	// their values do not matter.
 	c.skb(asm.R2, skbGSOSize)

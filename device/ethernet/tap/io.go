@@ -121,7 +121,7 @@ func (q *queue) gone(errno unix.Errno) {
 	}
 }
 
-// onFault runs after a SIGBUS in a port's Deliver, in its VM's memory: the frame is lost.
+// onFault runs after a memory fault in another port's Deliver, in its VM's memory: the frame is lost.
 func (q *queue) onFault(loop.Fault) {
 	if q.cur != nil {
 		q.done()

@@ -336,8 +336,8 @@ func (r *receiver) input(b *frame.Buf, p *port, x *peer) {
 	b.Free()
 }
 
-// onFault runs after a SIGBUS in a port's Deliver, in its VM's memory. That frame is lost; the rest of the batch is
-// not.
+// onFault runs after a memory fault in another port's Deliver, in its VM's memory. That frame is lost; the rest of the
+// batch is not.
 func (r *receiver) onFault(loop.Fault) {
 	if r.cur != nil {
 		r.cur.Free()

@@ -203,7 +203,7 @@ func TestPayloadRefusals(t *testing.T) {
 		{"overlap in user", second(ParseMemTable(table(Region{0, 2 * page, 0, 0}, Region{8 * page, page, page, 0}), 2)),
 			"overlap"},
 		{"nine regions", second(ParseMemTable(AppendMemTable(nil, make([]Region, 9)), 9)), "9 regions"},
-		{"cut table", second(ParseMemTable(table(Region{0, page, 0, 0})[:20], 1)), "too short"},
+		{"truncated table", second(ParseMemTable(table(Region{0, page, 0, 0})[:20], 1)), "too short"},
 		{"no table", second(ParseMemTable(nil, 0)), "0 bytes"},
 		{"fds missing", second(ParseMemTable(table(Region{0, page, 0, 0}), 0)), "1 regions and 0 file"},
 		{"fds too many", second(ParseMemTable(table(Region{0, page, 0, 0}), 2)), "1 regions and 2 file"},

@@ -6,7 +6,7 @@
 // A message passes these stages, in this order, and has no effect before the last:
 //
 //	header   version, reply bit, known request, size within the request's bounds
-//	fds      as many as the request carries, none cut off
+//	fds      as many as the request carries, none truncated
 //	body     read whole, then decoded; every field checked
 //	feature  was the feature that the request belongs to negotiated?
 //	dispatch the request's own checks against the connection's state, then the change

@@ -231,7 +231,7 @@ func TestTheft(t *testing.T) {
 	before := said()
 	l.seq = math.MaxUint32
 	x.tell(l)
-	testutil.Eventually(t, "the last claim is heard", func() bool {
+	testutil.Eventually(t, "the last claim arrives", func() bool {
 		r, _ := n.route(m, vtepAddr(9))
 		return r.Sequence == l.seq
 	})
@@ -249,7 +249,7 @@ func TestTheft(t *testing.T) {
 		t.Error("the VM has lost its MAC")
 	}
 	x.tell(l)
-	testutil.Eventually(t, "the static claim is heard", func() bool {
+	testutil.Eventually(t, "the static claim arrives", func() bool {
 		r, _ := n.route(m, vtepAddr(9))
 		return r.Sticky
 	})
@@ -276,7 +276,7 @@ func TestTies(t *testing.T) {
 	testutil.Eventually(t, "it is advertised", func() bool { return said(m) })
 	l := truth(1)
 	x.tell(l)
-	testutil.Eventually(t, "the other claim is heard", func() bool {
+	testutil.Eventually(t, "the other claim arrives", func() bool {
 		r, ok := n.route(m, vtepAddr(9))
 		return ok && !r.Active
 	})

@@ -5,8 +5,8 @@
  * Layers, each calling only downwards:
  *	vnicd_main.c	probe, remove, failure and recovery
  *	vnicd_verbs*.c	the verbs of ib_core, in the user ABI of rdma_rxe
- *	vnicd_fault.c	page fault events: who works for whom
- *	vnicd_odp.c	on-demand regions: which pages the device has
+ *	vnicd_fault.c	page fault events: workers of each process
+ *	vnicd_odp.c	on-demand regions: the device's pages
  *	vnicd_netdev.c	pairing with the VM's virtio-net, port events
  *	vnicd_eq.c	completion and asynchronous event queues
  *	vnicd_ring.c	memory of work rings, mappings into processes
@@ -15,7 +15,7 @@
  *
  * Lifetimes. struct vnicd_dev lives from probe to remove of the virtio device.
  * struct vnicd_ibdev belongs to ib_core: "rmmod rdma_rxe" unregisters every
- * device with its driver id, ours included. So probe takes a reference to it,
+ * device with its driver id, including ours. So probe takes a reference to it,
  * which remove drops, and calls into ib_core from outside a verb hold
  * ib_device_try_get().
  *
@@ -55,13 +55,13 @@
 #include "vnicd_compat.h"
 #include "vnicd_odp.h"
 
-#define VNICD_UVERBS_ABI	2	/* of rdma_rxe */
+#define VNICD_UVERBS_ABI	2	/* as rdma_rxe */
 #define VNICD_PORT		1	/* the only one */
 #define VNICD_GSI_QPN		1
 #define VNICD_PKEY		0xffff	/* the only one */
 #define VNICD_MAX_MSG		0x80000000U
 
-/* QUERY_DEVICE in host byte order, made sane. */
+/* QUERY_DEVICE in host byte order, validated. */
 struct vnicd_limits {
 	__be64 node_guid;
 	u64 max_mr_size;
@@ -91,15 +91,15 @@ struct vnicd_limits {
 };
 
 /*
- * Memory that the device may still touch because it never confirmed having let
- * go of it. It waits here for the reset in remove, and is freed after that.
+ * Memory that the device may still access, because it never confirmed the
+ * release. It is freed after the reset in remove.
  */
 struct vnicd_grave {
 	struct list_head list;
 	void (*release)(struct vnicd_grave *grave);
 };
 
-/* Event queue: a virtqueue full of buffers that the device fills. */
+/* Event queue: a virtqueue of buffers that the device fills. */
 struct vnicd_eq {
 	struct vnicd_dev *vd;
 	struct virtqueue *vq;
@@ -126,7 +126,7 @@ struct vnicd_dev {
 	struct virtio_device *vdev;
 	struct vnicd_ibdev *ib;		/* set once, see Lifetimes */
 	struct mutex reg_lock;		/* guards ib_registered */
-	bool ib_registered;		/* we have to unregister it */
+	bool ib_registered;		/* we must unregister it */
 	bool removing;
 
 	/* From config space, validated. */
@@ -165,7 +165,7 @@ struct vnicd_dev {
 	unsigned long *ah_used;
 	u32 ah_next;
 
-	/* Failure: set once, before any other sign of it. */
+	/* Failure: set once, before anything else. */
 	unsigned long flags;
 #define VNICD_F_DEAD		0
 #define VNICD_F_RECOVERING	1
@@ -178,7 +178,7 @@ struct vnicd_dev {
 	spinlock_t grave_lock;		/* guards graves */
 	struct list_head graves;
 
-	/* Page faults in no region. */
+	/* Page faults outside of regions. */
 	spinlock_t stray_lock;		/* guards strays and num_strays */
 	struct list_head strays;
 	unsigned int num_strays;
@@ -189,13 +189,13 @@ struct vnicd_dev {
 	bool netdev_nb_registered;
 	spinlock_t netdev_lock;		/* guards netdev and netdev_changed */
 	struct net_device *netdev;	/* held */
-	bool netdev_changed;		/* its GIDs are to be looked at */
-	bool link_up;			/* what config space says */
+	bool netdev_changed;		/* its GIDs must be scanned */
+	bool link_up;			/* as in config space */
 	int port_state;			/* as last reported to ib_core */
 	struct work_struct port_work;
 };
 
-/* Memory of one ring, kernel's or process's. */
+/* Memory of one ring of the kernel or a process. */
 struct vnicd_ring_mem {
 	struct rdma_user_mmap_entry entry;	/* processes only */
 	struct vnicd_grave grave;
@@ -232,14 +232,14 @@ struct vnicd_mr {
 	struct vnicd_grave grave;
 	struct ib_umem *umem;		/* pinned: ... */
 	struct vnicd_odp *odp;		/* ... or on demand */
-	__le64 *pages;			/* ... or for fast registration: the list, one page long */
+	__le64 *pages;			/* ... or for fast registration: the list, one page */
 	u32 num_pages;
 	u32 max_pages;
 	u32 handle;
 	bool phys;
 };
 
-/* What regions and windows may grant. */
+/* Rights that regions and windows may grant. */
 #ifdef VNICD_HAVE_FLUSH
 #define VNICD_ACCESS_FLUSH IB_ACCESS_FLUSH_GLOBAL
 #else
@@ -251,10 +251,10 @@ struct vnicd_mr {
 
 struct vnicd_mw {
 	struct ib_mw base;
-	u32 handle;			/* its first key */
+	u32 handle;			/* the first key */
 };
 
-/* Separate, so that it can outlive a CQ that the device did not release. */
+/* Separate, so that it outlives a CQ that the device did not release. */
 struct vnicd_arm {
 	struct vnicd_grave grave;
 	__le32 word ____cacheline_aligned;
@@ -262,25 +262,25 @@ struct vnicd_arm {
 
 struct vnicd_cq {
 	struct ib_cq base;
-	refcount_t refs;		/* events under way hold one */
+	refcount_t refs;		/* pending events hold one */
 	struct completion unused;
 	u32 cqn;
 	bool user;
 	struct vnicd_arm *arm;
-	atomic_t armed;			/* events that the consumer waits for */
+	atomic_t armed;			/* events requested by the consumer */
 	struct mutex resize_lock;	/* guards ring (processes) */
 	struct vnicd_ring_mem *ring;
 
 	spinlock_t lock;		/* guards polling and the lists below */
-	u32 cons;			/* our copy; the header's is for the device */
+	u32 cons;			/* our copy; the one in the header is for the device */
 	struct list_head send_qps;	/* kernel QPs, for flushing */
 	struct list_head recv_qps;
 };
 
 /*
- * One direction of a kernel QP. The device gives back a token in its CQEs, not
- * the consumer's wr_id, which usually is a pointer: a forged one must not
- * reach the consumer. Free-running counters; posted - polled is bounded by max.
+ * One direction of a kernel QP. The device returns a token in its CQEs, not the
+ * consumer's wr_id, which usually is a pointer: a forged one must not reach the
+ * consumer. Free-running counters; posted - polled is bounded by max.
  */
 struct vnicd_wq {
 	struct vnicd_ring_mem *ring;
@@ -306,7 +306,7 @@ static inline u32 vnicd_wq_polled(const struct vnicd_wq *wq)
 	return smp_load_acquire(&wq->polled);
 }
 
-/* Slots below @n may be posted to again; their wr_id has been read. */
+/* Slots below @n may be reused; their wr_id has been read. */
 static inline void vnicd_wq_retire(struct vnicd_wq *wq, u32 n)
 {
 	/* Pairs with the acquire in vnicd_wq_polled(). */
@@ -321,7 +321,7 @@ struct vnicd_srq {
 	bool user;
 	struct mutex resize_lock;	/* guards wq.ring and limits (processes) */
 	struct vnicd_wq wq;
-	/* Completions come in any order: tokens in a free list. */
+	/* Completions come in any order: a free list of tokens. */
 	u32 *next_token;
 	u32 free_token;			/* under wq.lock; VNICD_NO_TOKEN: none */
 	u32 num_tokens;
@@ -334,7 +334,7 @@ struct vnicd_qp {
 	refcount_t refs;
 	struct completion unused;
 	u32 qpn;
-	u32 cookie;			/* tells CQEs of earlier users of the number */
+	u32 cookie;			/* distinguishes CQEs of earlier QPs with this number */
 	u32 db_slot;
 	struct vnicd_engine *engine;
 	bool user;
@@ -369,7 +369,7 @@ VNICD_TO(srq, srq)
 VNICD_TO(qp, qp)
 #undef VNICD_TO
 
-/* ODP-2. The table of an on-demand region is one of 4 KiB pages. */
+/* ODP-2. An on-demand region's table has 4 KiB pages. */
 static inline bool vnicd_odp_supported(const struct vnicd_dev *vd)
 {
 #ifdef VNICD_ODP
@@ -386,16 +386,16 @@ static inline bool vnicd_dead(struct vnicd_dev *vd)
 
 /* vnicd_main.c */
 
-/* The device is lost: logs why, once, and lets everything fail fast. Any context. */
+/* The device is lost: logs why, once, and makes everything fail fast. Any context. */
 void vnicd_fail(struct vnicd_dev *vd, const char *why);
-/* Has a look at config space soon: link, generation. Any context. */
+/* Schedules a check of config space: link, generation. Any context. */
 void vnicd_check_config(struct vnicd_dev *vd);
-/* A device that was given up answers. Any context. */
+/* A lost device has answered: resets it. Any context. */
 void vnicd_revive(struct vnicd_dev *vd);
 void vnicd_bury(struct vnicd_dev *vd, struct vnicd_grave *grave,
 		void (*release)(struct vnicd_grave *grave));
 
-/* vnicd_cmd.c: see there; all may sleep and return 0 or an errno. */
+/* vnicd_cmd.c: all may sleep and return 0 or an errno. */
 int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim);
 int vnicd_cmd_query_port(struct vnicd_dev *vd, struct vnicd_port_attr *attr);
 int vnicd_cmd_query_stats(struct vnicd_dev *vd, u64 *values, unsigned int n);
@@ -426,19 +426,19 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
 			    u64 first, u32 count, u16 flags);
 /*
- * -EBUSY: windows are bound to it; it stays valid. Else 0; @released as
- * vnicd_cmd_destroy() returns it.
+ * -EBUSY: windows are bound to it; it stays valid. Otherwise 0; @released as
+ * the result of vnicd_cmd_destroy().
  */
 int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released);
 int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle);
-/* These two allocate nothing; a slot is kept for the former. */
+/* These two allocate nothing; a slot is reserved for the first. */
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
 int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 		    const union ib_gid *gid);
 /*
- * Destroys object @handle by @opcode. True: the device has released the object's
- * memory. False: unknown; bury the memory.
+ * Destroys object @handle by @opcode. True: the device has released the
+ * object's memory. False: unknown; bury the memory.
  */
 bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle);
 
@@ -446,7 +446,8 @@ bool vnicd_cmd_destroy(struct vnicd_dev *vd, u16 opcode, u32 handle);
 int vnicd_ring_elems(u32 max_wr);
 /*
  * A ring for @num_elems (a power of two) elements of @elem_size bytes (rounded
- * up to one). With @udata it gets an mmap offset in that process's context.
+ * up to a power of two). With @udata it gets an mmap offset in that process's
+ * context.
  */
 struct vnicd_ring_mem *vnicd_ring_create(struct vnicd_dev *vd, u32 num_elems,
 					 u32 elem_size, struct ib_udata *udata);
@@ -561,9 +562,9 @@ void vnicd_flush_processes(struct vnicd_dev *vd);
 /* vnicd_verbs_post.c */
 
 /*
- * Tokens, the wr_id of kernel work requests as the device sees it:
- * bits 63..62 kind, 61..32 the QP's cookie, 31..0 counter or SRQ token. The
- * cookie of SRQ receives is 0: which QP takes one is not known when it is posted.
+ * Tokens, the wr_id of kernel work requests as the device sees it: bits 63..62
+ * kind, 61..32 the QP's cookie, 31..0 counter or SRQ token. The cookie of SRQ
+ * receives is 0, because the QP is not known when they are posted.
  */
 enum vnicd_token_kind {
 	VNICD_TOKEN_SEND = 1,

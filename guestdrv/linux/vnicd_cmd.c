@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * One function per command: byte order, and judgement of what the device
- * answers. Nothing that comes back is used before it was found plausible.
+ * One function per command: conversion of byte order, and validation of the
+ * device's responses before their use.
  */
 #include <linux/io.h>
 #include <linux/log2.h>
@@ -19,7 +19,7 @@ static int vnicd_exec(struct vnicd_dev *vd, u16 opcode, const void *req,
 			       resp, resp_len, 0);
 }
 
-/* A command that names an object and carries nothing else. */
+/* A command with only an object's handle. */
 static int vnicd_exec_handle(struct vnicd_dev *vd, u16 opcode, u32 handle,
 			     void *resp, size_t resp_len)
 {
@@ -28,7 +28,7 @@ static int vnicd_exec_handle(struct vnicd_dev *vd, u16 opcode, u32 handle,
 	return vnicd_exec(vd, opcode, &req, sizeof(req), resp, resp_len);
 }
 
-/* A command that carries the page lists of up to two rings. */
+/* A command with the page lists of up to two rings. */
 static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 			    const void *req, size_t req_len,
 			    struct vnicd_ring_mem *a, struct vnicd_ring_mem *b,
@@ -38,7 +38,7 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 	__le64 *pas = NULL;
 
 	if (n > (VNICD_CMD_MAX - sizeof(struct vnicd_req) - req_len) / sizeof(*pas))
-		return -ENOMEM;	/* a ring this large wants huge pages */
+		return -ENOMEM;	/* a ring of this size needs huge pages */
 	if (n) {
 		pas = kmalloc_array(n, sizeof(*pas), GFP_KERNEL);
 		if (!pas)
@@ -54,7 +54,7 @@ static int vnicd_exec_rings(struct vnicd_dev *vd, u16 opcode,
 
 static int vnicd_bad_answer(struct vnicd_dev *vd, const char *what, u64 value)
 {
-	dev_err(&vd->vdev->dev, "device answered with %s %llu, which cannot be\n",
+	dev_err(&vd->vdev->dev, "malformed response: %s %llu\n",
 		what, value);
 	return -EIO;
 }
@@ -95,7 +95,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 	lim->odp_ud = le32_to_cpu(a.odp_ud) & VNICD_ODP_ALL;
 	lim->max_fast_reg = le32_to_cpu(a.max_fast_reg);
 
-	/* What would break arithmetic here or in ib_core is refused. */
+	/* Refuse values that would break arithmetic here or in ib_core. */
 	if (!lim->max_gid || lim->max_gid > 256)
 		return vnicd_bad_answer(vd, "max_gid", lim->max_gid);
 	if (!lim->max_qp_wr)
@@ -106,7 +106,7 @@ int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim)
 		return vnicd_bad_answer(vd, "max_sge", lim->max_sge);
 	if (lim->max_ah < 2)
 		return vnicd_bad_answer(vd, "max_ah", lim->max_ah);
-	/* ... larger limits are trimmed, because ib_core stores them as int. */
+	/* Trim larger limits, because ib_core stores them as int. */
 	lim->max_qp_wr = min(lim->max_qp_wr, 1U << 20);
 	lim->max_cqe = min(lim->max_cqe, (1U << 22) - 1);
 	lim->max_srq_wr = min(lim->max_srq_wr, 1U << 20);
@@ -286,7 +286,7 @@ int vnicd_cmd_query_srq(struct vnicd_dev *vd, u32 srqn, u32 *limit)
 	return err;
 }
 
-/* A QP whose numbers are unusable is destroyed again here. */
+/* A QP with unusable numbers is destroyed again here. */
 int vnicd_cmd_create_qp(struct vnicd_dev *vd, struct vnicd_create_qp *cmd,
 			struct vnicd_ring_mem *sq, struct vnicd_ring_mem *rq,
 			struct vnicd_create_qp_resp *resp)
@@ -305,7 +305,7 @@ int vnicd_cmd_create_qp(struct vnicd_dev *vd, struct vnicd_create_qp *cmd,
 	qpn = le32_to_cpu(resp->qpn);
 	engine = le32_to_cpu(resp->engine);
 	slot = le32_to_cpu(resp->db_slot);
-	/* QP1 is the GSI's and nobody else's. */
+	/* Only the GSI is QP1. */
 	if (!qpn || qpn >> 24 || (qpn == VNICD_GSI_QPN) != (le32_to_cpu(cmd->type) == VNICD_QPT_GSI))
 		err = vnicd_bad_answer(vd, "QP number", qpn);
 	else if (engine >= vd->num_engines)
@@ -313,9 +313,9 @@ int vnicd_cmd_create_qp(struct vnicd_dev *vd, struct vnicd_create_qp *cmd,
 	else if (slot >= VNICD_DB_SLOTS)
 		err = vnicd_bad_answer(vd, "doorbell slot", slot);
 	if (err) {
-		/* Its rings are still known to the device. */
+		/* The device still uses its rings. */
 		vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_QP, qpn);
-		vnicd_fail(vd, "it gave an impossible QP");
+		vnicd_fail(vd, "it returned an invalid QP");
 	}
 	return err;
 }
@@ -344,7 +344,7 @@ int vnicd_cmd_create_mr(struct vnicd_dev *vd, const struct vnicd_create_mr *cmd,
 			  resp, sizeof(*resp));
 }
 
-/* @pas, its @count addresses, is taken over: see vnicd_cmdq_exec(). */
+/* Takes over @pas, its @count addresses: see vnicd_cmdq_exec(). */
 int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, u32 count)
 {
 	struct vnicd_set_mtt req = {
@@ -358,7 +358,7 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 }
 
 /*
- * The same for a short list that follows @buf and is copied: no memory is needed. With
+ * The same for a short list that follows @buf and is copied: allocates nothing. With
  * VNICD_SET_MTT_RESUME a token follows the list.
  */
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
@@ -425,12 +425,12 @@ int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle)
 
 static bool vnicd_released(struct vnicd_dev *vd, u16 opcode, u32 handle, int err)
 {
-	/* An object that the device does not know holds no memory. */
+	/* An object that the device does not know uses no memory. */
 	if (!err || err == -ENOENT)
 		return true;
 	if (!vnicd_dead(vd))
 		dev_err(&vd->vdev->dev,
-			"destroy command %u for object %u failed (%d); its memory waits for the next reset\n",
+			"destroy command %u for object %u failed (%d); its memory is kept until the next reset\n",
 			opcode, handle, err);
 	return false;
 }

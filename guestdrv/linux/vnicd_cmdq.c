@@ -7,13 +7,13 @@
 
 #include "vnicd.h"
 
-/* How often a waiter looks whether the device has vanished meanwhile. */
+/* Interval in which a waiter checks whether the device is gone. */
 #define VNICD_CMD_SLICE (HZ / 2)
 
 static unsigned int cmd_timeout_ms = 20000;
 module_param(cmd_timeout_ms, uint, 0644);
 MODULE_PARM_DESC(cmd_timeout_ms,
-		 "milliseconds after which an unanswered command means a dead device (default 20000)");
+		 "milliseconds after which an unanswered command means that the device is lost (default 20000)");
 
 static int vnicd_status_errno(u32 status)
 {
@@ -44,7 +44,7 @@ int vnicd_cmdq_init(struct vnicd_cmdq *q, struct vnicd_dev *vd,
 
 	/* A chain has at most three descriptors. */
 	n = min_t(unsigned int, VNICD_CMDQ_SLOTS, virtqueue_get_vring_size(vq) / 3);
-	/* With few there is none to spare. */
+	/* With few slots, half of them are reserved. */
 	q->num_reserved = n >= 2 * VNICD_CMDQ_RESERVED ? VNICD_CMDQ_RESERVED : n / 2;
 	if (!n) {
 		dev_err(&vd->vdev->dev, "command queue has %u entries, need 3\n",
@@ -108,7 +108,7 @@ static void vnicd_cmdq_collect_locked(struct vnicd_cmdq *q)
 			slot->state = VNICD_SLOT_DONE;
 			complete(&slot->done);
 		} else {
-			/* Given up long ago: the device lives after all. */
+			/* The waiter has given up; the device does respond. */
 			vnicd_slot_put_locked(q, slot);
 			vnicd_revive(q->vd);
 		}
@@ -213,13 +213,13 @@ static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	kick = virtqueue_kick_prepare(q->vq);
 	spin_unlock_irqrestore(&q->lock, flags);
 
-	/* Leaves the guest: not with the lock held. */
+	/* Exits to the host, so not with the lock held. */
 	if (kick)
 		virtqueue_notify(q->vq);
 	return 0;
 }
 
-/* 0 if the device answered; else the slot has become an orphan. */
+/* 0 if the device answered; otherwise the slot is an orphan. */
 static int vnicd_slot_wait(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 			   bool *timeout)
 {
@@ -233,7 +233,7 @@ static int vnicd_slot_wait(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 		bool late = time_after(jiffies, end);
 
 		spin_lock_irqsave(&q->lock, flags);
-		/* Also covers an interrupt that went missing. */
+		/* Also covers a lost interrupt. */
 		vnicd_cmdq_collect_locked(q);
 		if (slot->state == VNICD_SLOT_DONE)
 			break;
@@ -249,7 +249,7 @@ static int vnicd_slot_wait(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	return err;
 }
 
-/* The page is shared with the device: each word is read once, then judged. */
+/* The page is shared with the device: read each word once, then validate. */
 static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 			     u16 opcode, void *resp, size_t resp_len)
 {
@@ -258,7 +258,7 @@ static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	u32 status, length;
 
 	if (slot->written < sizeof(hdr) || slot->written > sizeof(hdr) + resp_len) {
-		dev_err(dev, "command %u: answer of %u bytes, expected %zu\n",
+		dev_err(dev, "command %u: response of %u bytes, expected %zu\n",
 			opcode, slot->written, sizeof(hdr) + resp_len);
 		goto malformed;
 	}
@@ -283,7 +283,7 @@ static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	return 0;
 
 malformed:
-	/* What the device has done, and with which memory, is unknown. */
+	/* It is unknown what the device has done, and with which memory. */
 	vnicd_fail(q->vd, "malformed response to a command");
 	return -EIO;
 }
@@ -328,7 +328,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	err = vnicd_slot_wait(q, slot, &timeout);
 	if (err) {
 		if (timeout)
-			vnicd_fail(q->vd, "a command was not answered in time");
+			vnicd_fail(q->vd, "a command timed out");
 		return err;
 	}
 
@@ -337,7 +337,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	vnicd_slot_put_locked(q, slot);
 	spin_unlock_irqrestore(&q->lock, flags);
 
-	/* Perhaps it has lost its state: look at the generation. */
+	/* It may have lost its state: check the generation. */
 	if (err == -EIO || (err == -ENOENT && !(exec & VNICD_EXEC_MAY_MISS)))
 		vnicd_check_config(q->vd);
 	return err;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * Command queue: mechanics only. It knows chains, slots and time-outs, and no
- * command by name (those are in vnicd_cmd.c).
+ * Command queue: only its mechanics: chains, slots and time-outs. The commands
+ * are in vnicd_cmd.c.
  */
 #ifndef VNICD_CMDQ_H
 #define VNICD_CMDQ_H
@@ -16,14 +16,14 @@ struct virtqueue;
 struct vnicd_dev;
 
 /*
- * A slot is one command under way. Its two pages are allocated once: a destroy
- * command must not fail for want of memory.
+ * A slot is one pending command. Its two pages are allocated once, because a
+ * destroy command must not fail for lack of memory.
  *
  *	free -> busy -> done -> free
  *	          \-> orphan (the waiter gave up) -> free when the device answers
  *
- * An orphan's pages, and its list, stay the device's, which may be slow rather than
- * dead and execute the command yet; they return only after a reset.
+ * The device keeps an orphan's pages and list, because it may still execute the
+ * command; they are freed only after a reset.
  */
 enum vnicd_slot_state {
 	VNICD_SLOT_FREE,
@@ -43,12 +43,12 @@ struct vnicd_slot {
 };
 
 #define VNICD_CMDQ_SLOTS 32
-/* Of these, only VNICD_EXEC_RESERVED commands get the last ones. */
+/* The last of these are only for VNICD_EXEC_RESERVED commands. */
 #define VNICD_CMDQ_RESERVED 4
 
 /* Memory reclaim waits for this command. */
 #define VNICD_EXEC_RESERVED	(1U << 0)
-/* -ENOENT is an answer like any other, not a sign of lost state. */
+/* -ENOENT is a normal answer, not a sign of lost state. */
 #define VNICD_EXEC_MAY_MISS	(1U << 1)
 
 struct vnicd_cmdq {
@@ -58,7 +58,7 @@ struct vnicd_cmdq {
 	unsigned int num_slots;
 	unsigned int num_reserved;
 
-	spinlock_t lock;		/* guards what follows, and vq */
+	spinlock_t lock;		/* guards the fields below, and vq */
 	bool dead;
 	unsigned int num_free;
 	struct list_head free;
@@ -75,13 +75,13 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
  * interrupted; returns within a bounded time in any case.
  *
  * @req, @req_len: payload, copied; together with the header up to a page
- * @list, @list_len: more payload, or NULL; from kmalloc() and taken over, whatever
- *	happens: it is freed when the device can read it no more
- * @resp, @resp_len: where the payload of the answer goes; the device must give
- *	exactly so many bytes
+ * @list, @list_len: more payload, or NULL; from kmalloc() and always taken over:
+ *	freed when the device can no longer read it
+ * @resp, @resp_len: buffer for the payload of the response, which must have
+ *	exactly this length
  * @flags: VNICD_EXEC_*
  *
- * Allocates nothing but what virtio asks for atomically, and does without.
+ * Allocates nothing except through virtio, atomically; failure is harmless.
  *
  * 0, or the errno of the device's status, or -EIO: the device is dead.
  */
@@ -90,7 +90,7 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    void *list, size_t list_len,
 		    void *resp, size_t resp_len, unsigned int flags);
 
-/* From now on every command, those under way too, ends with -EIO at once. */
+/* From now on every command, pending ones included, ends with -EIO. */
 void vnicd_cmdq_kill(struct vnicd_cmdq *q);
 
 /* Virtqueue callback: collects answers. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * The kernels this module builds on differ in a few spots of the RDMA, virtio
- * and mm interfaces. Kbuild looks into the headers it is given and sets
- * VNICD_HAVE_*: distributions backport interfaces without changing versions.
+ * Kernels differ in a few interfaces of RDMA, virtio and mm that this module
+ * uses. Kbuild checks the headers and sets VNICD_HAVE_*, because distributions
+ * backport interfaces without changing versions.
  */
 #ifndef VNICD_COMPAT_H
 #define VNICD_COMPAT_H
@@ -60,7 +60,7 @@ static inline void vnicd_vm_flags_set(struct vm_area_struct *vma,
 #endif
 }
 
-/* What a DMA address is without a DMA device: the address of the memory. */
+/* Without a DMA device, a DMA address is the kernel address of the memory. */
 static inline void *vnicd_dma_to_ptr(u64 addr)
 {
 	return (void *)(uintptr_t)addr;
@@ -77,7 +77,7 @@ static inline struct ib_umem *vnicd_umem_get(struct ib_device *ibdev,
 #endif
 }
 
-/* 6.11 gave create_cq the whole bundle. Kernel consumers have neither. */
+/* 6.11 gave create_cq the whole bundle. Kernel consumers have no bundle. */
 #ifdef VNICD_HAVE_CQ_ATTRS
 typedef struct uverbs_attr_bundle *vnicd_cq_attrs;
 #define vnicd_cq_udata(attrs) ((attrs) ? &(attrs)->driver_udata : NULL)
@@ -95,8 +95,8 @@ typedef struct ib_udata *vnicd_cq_attrs;
 
 /*
  * A guest with one processor patches the lock prefix out of set_bit() on x86.
- * The other party of our shared words runs on another processor all the same,
- * so the variant that always locks is needed.
+ * The device runs on another processor and shares these words, so use the
+ * variant that always locks.
  */
 #if defined(CONFIG_X86) || defined(CONFIG_ARM64) || defined(CONFIG_ARM)
 #include <asm/sync_bitops.h>

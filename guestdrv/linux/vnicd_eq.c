@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * Event queues. Completion events are dispatched from a tasklet: handlers of
- * ib_core expect no more than softirq context, and a flood of them must not
- * hold the (shared, INTx) interrupt. Asynchronous events are rare and go
- * through the device's ordered workqueue.
+ * ib_core expect at most softirq context, and a flood of them must not block
+ * the (shared, INTx) interrupt. Asynchronous events are rare and use the
+ * device's ordered workqueue.
  *
- * A buffer is read once, then given back to the device before the event is
- * dispatched, so the device finds room as early as possible.
+ * A buffer is read once, then returned to the device before the event is
+ * dispatched, so that the device gets room as early as possible.
  */
 #include <linux/scatterlist.h>
 #include <linux/slab.h>
@@ -25,8 +25,8 @@ static int vnicd_eq_add_locked(struct vnicd_eq *eq, void *buf)
 }
 
 /*
- * Takes one event into @out, which has eq->buf_size bytes, and gives the buffer
- * back. False: none, with callbacks enabled again.
+ * Copies one event to @out, which has eq->buf_size bytes, and returns the
+ * buffer to the device. False: none, and callbacks are enabled again.
  */
 static bool vnicd_eq_next(struct vnicd_eq *eq, void *out)
 {
@@ -117,7 +117,7 @@ static void vnicd_srq_async(struct vnicd_dev *vd, u32 srqn, struct ib_event *ev)
 	vnicd_srq_put(srq);
 }
 
-/* An object is found, so ib_core's device is there: it outlives its objects. */
+/* An object was found, so ib_core's device exists: it outlives its objects. */
 static void vnicd_aeq_dispatch(struct vnicd_dev *vd, const struct vnicd_event *e)
 {
 	u32 type = le32_to_cpu(e->type);
@@ -201,7 +201,7 @@ void vnicd_ceq_irq(struct virtqueue *vq)
 	tasklet_schedule(&vd->ceqs[vq->index - 2].tasklet);
 }
 
-/* Before the virtqueues exist: their callbacks may run at once. */
+/* Called before the virtqueues exist: their callbacks may run at once. */
 void vnicd_eq_setup(struct vnicd_dev *vd, struct vnicd_eq *eq, bool async)
 {
 	eq->vd = vd;
@@ -236,7 +236,7 @@ int vnicd_eq_start(struct vnicd_eq *eq, struct virtqueue *vq, bool async)
 	return err;
 }
 
-/* When it returns, no event is being dispatched, and none will be. */
+/* After it returns, no event is or will be dispatched. */
 void vnicd_eq_stop(struct vnicd_eq *eq)
 {
 	unsigned long flags;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Completes the work that processes had outstanding when the device died. They
+ * Completes the outstanding work of processes when the device is lost. They
  * poll their CQs in memory, without a system call, so only a completion reaches
  * them: every work request in their rings gets one with flush status (IBTA
  * 10.3.1, error state), and waiters for a CQ's event are woken.
  *
  * The device no longer writes here. A process that changes its rings meanwhile
- * harms its own completions only: indices are masked, and each ring is scanned
+ * harms only its own completions: indices are masked, and each ring is scanned
  * at most once.
  */
 #include <rdma/ib_user_verbs.h>
@@ -58,14 +58,14 @@ static void vnicd_flush_ring(struct vnicd_qp *qp, struct vnicd_ring_mem *ring,
 		vnicd_cq_event(cq);
 }
 
-/* Receives of an SRQ belong to no queue pair until they are taken (IBTA 10.2.9.5). */
+/* Receives of an SRQ belong to no queue pair until consumed (IBTA 10.2.9.5). */
 void vnicd_flush_processes(struct vnicd_dev *vd)
 {
 	struct vnicd_qp *qp;
 	unsigned long qpn;
 
 	xa_for_each(&vd->qps, qpn, qp) {
-		/* What xa_for_each found may be gone; look again, with a reference. */
+		/* The QP may be gone by now; look it up again, with a reference. */
 		qp = vnicd_qp_get(vd, qpn);
 		if (!qp)
 			continue;

@@ -12,8 +12,8 @@
  *
  * Death: from then on every command fails at once, kernel consumers get flush
  * completions, ib_core is notified, and the RDMA device is unregistered, which
- * disassociates the processes. Memory whose release the device has not confirmed
- * stays allocated until the device is reset, which remove does.
+ * disassociates the processes. Memory whose release the device has not
+ * confirmed is kept until the device is reset, which remove does.
  */
 #include <linux/ctype.h>
 #include <linux/etherdevice.h>
@@ -24,7 +24,7 @@
 
 #include "vnicd.h"
 
-/* Recovery outlives the struct vnicd_dev that asks for it. */
+/* Recovery outlives the struct vnicd_dev that requests it. */
 static struct workqueue_struct *vnicd_recovery_wq;
 
 struct vnicd_recovery {
@@ -64,7 +64,7 @@ void vnicd_fail(struct vnicd_dev *vd, const char *why)
 	dev_err(&vd->vdev->dev, "device lost: %s\n", why);
 	vnicd_cmdq_kill(&vd->cmdq);
 	queue_work(vd->wq, &vd->flush_work);
-	/* Not on vd->wq: unregistering waits for what runs there. */
+	/* Not on vd->wq: unregistering waits for its work. */
 	queue_work(system_long_wq, &vd->fail_work);
 }
 
@@ -92,7 +92,7 @@ void vnicd_check_config(struct vnicd_dev *vd)
 	queue_work(vd->wq, &vd->config_work);
 }
 
-/* A device that was given up has given a sign of life. */
+/* A lost device has shown a sign of life. */
 void vnicd_revive(struct vnicd_dev *vd)
 {
 	if (vnicd_dead(vd) && !test_and_set_bit(VNICD_F_REVIVE, &vd->flags))
@@ -112,7 +112,7 @@ static void vnicd_config_work(struct work_struct *work)
 	virtio_cread_le(vd->vdev, struct vnicd_config, link_up, &link_up);
 	virtio_cread_le(vd->vdev, struct vnicd_config, generation, &generation);
 
-	/* All ones, or zeros: nobody there who answers. */
+	/* All ones, or zeros: the device does not answer. */
 	if (!generation || generation == U32_MAX)
 		return;
 	if (generation != vd->generation) {
@@ -202,12 +202,12 @@ static int vnicd_validate(struct virtio_device *vdev)
 			version, VNICD_ABI_VERSION);
 		return -EPROTONOSUPPORT;
 	}
-	/* Everything we name to the device is a guest physical address. */
+	/* All addresses for the device are guest physical ones. */
 	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
 	return 0;
 }
 
-/* At least one character, all of them harmless in file names and messages. */
+/* At least one character, all of them safe in file names and messages. */
 static bool vnicd_text_ok(const char *s, bool spaces)
 {
 	if (!*s)
@@ -258,7 +258,7 @@ static int vnicd_read_config(struct vnicd_dev *vd)
 	memcpy(vd->fw_version, cfg.fw_version, sizeof(cfg.fw_version));
 	if (!vnicd_text_ok(vd->fw_version, true))
 		strscpy(vd->fw_version, "unknown", sizeof(vd->fw_version));
-	/* The suggestion is taken unless it is none. */
+	/* Use the suggested name if it is valid. */
 	memcpy(vd->name, cfg.device_name, sizeof(cfg.device_name));
 	if (!vnicd_text_ok(vd->name, false))
 		strscpy(vd->name, "vnic%d", sizeof(vd->name));
@@ -272,7 +272,7 @@ static void vnicd_cmd_irq(struct virtqueue *vq)
 	vnicd_cmdq_irq(&vd->cmdq);
 }
 
-/* In the order of vnicd_abi.h; see vnicd_ceq_irq, which counts on it. */
+/* In the order of vnicd_abi.h; vnicd_ceq_irq() depends on it. */
 static int vnicd_find_queues(struct vnicd_dev *vd)
 {
 	unsigned int i, n = 2 + vd->num_ceqs + vd->num_engines;
@@ -331,7 +331,7 @@ static void vnicd_stop_events(struct vnicd_dev *vd)
 		vnicd_eq_stop(&vd->ceqs[i]);
 }
 
-/* Limits, doorbells, the AH table: what the device has to know before the rest. */
+/* Limits, doorbells, the AH table: the device needs them first. */
 static int vnicd_start_device(struct vnicd_dev *vd)
 {
 	struct device *dev = &vd->vdev->dev;
@@ -394,8 +394,8 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 }
 
 /*
- * Takes down whatever is there, so it serves remove and a probe that failed.
- * Order: no consumers, no netdev, no events, no device, no memory.
+ * Takes down whatever exists, so it serves remove and a failed probe. Order:
+ * consumers, netdev, events, device, memory.
  */
 static void vnicd_teardown(struct vnicd_dev *vd)
 {
@@ -436,7 +436,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	xa_destroy(&vd->srqs);
 	xa_destroy(&vd->phys_keys);
 	vdev->priv = NULL;
-	/* Last: buried memory refers to it. */
+	/* Last, because buried memory refers to it. */
 	if (vd->ib)
 		put_device(&vd->ib->base.dev);
 	kfree(vd);
@@ -512,7 +512,7 @@ static void vnicd_config_changed(struct virtio_device *vdev)
 }
 
 #ifdef CONFIG_PM_SLEEP
-/* The device's state cannot be saved, nor that of the peers. */
+/* Neither the device's state nor that of its peers can be saved. */
 static int vnicd_freeze(struct virtio_device *vdev)
 {
 	dev_err(&vdev->dev, "cannot be suspended: unbind it or unload vnicd first\n");
@@ -546,7 +546,7 @@ static struct virtio_driver vnicd_driver = {
 #endif
 };
 
-/* Sizes that the device's author counts on; offsets are compared by a test. */
+/* Sizes that the device relies on; a test compares the offsets. */
 static void __maybe_unused vnicd_check_abi(void)
 {
 	BUILD_BUG_ON(sizeof(struct vnicd_config) != 128);
@@ -586,7 +586,7 @@ err_recovery:
 static void __exit vnicd_module_exit(void)
 {
 	unregister_virtio_driver(&vnicd_driver);
-	/* Waits for a recovery under way; it finds no driver to bind. */
+	/* Waits for a recovery in progress, which finds no driver to bind. */
 	destroy_workqueue(vnicd_recovery_wq);
 	vnicd_fault_exit();
 }
@@ -598,5 +598,5 @@ MODULE_DESCRIPTION("vnicd paravirtual RDMA HCA");
 MODULE_AUTHOR("The vnicd authors");
 MODULE_LICENSE("GPL");
 MODULE_VERSION("0.1");
-/* ib_core unregisters by driver id; without uverbs nobody could use us anyway. */
+/* ib_core unregisters by driver id; without uverbs the device has no users. */
 MODULE_SOFTDEP("pre: ib_uverbs");

@@ -3,13 +3,13 @@
  * Pairing with the VM's virtio-net, which shares our MAC, and the state of the
  * port that follows from it.
  *
- * ib_core's GID table for RoCE holds what addresses the netdev has. The core
- * asks for the netdev through .get_netdev; ib_device_set_netdev() would also
- * enter us in the table by which rdma_rxe finds "its" device of a netdev and
- * casts it to its own type, for we bear its driver id. So the core does not
- * know by itself when our netdev comes: we have the GIDs scanned ourselves. When
- * it goes, the core's own notifier clears them, whosever netdev it was. Nor does
- * a core that derives port events from netdev events find us; we raise ours.
+ * ib_core's GID table for RoCE has the netdev's addresses. The core gets the
+ * netdev through .get_netdev. ib_device_set_netdev() would also enter us in the
+ * table by which rdma_rxe finds "its" device of a netdev and casts it to its
+ * own type, because we have its driver id. So the core does not know by itself
+ * when our netdev comes, and we have the GIDs scanned. When it goes, the core's
+ * own notifier clears them. A core that derives port events from netdev events
+ * does not find us either; we raise our own.
  */
 #include <linux/etherdevice.h>
 #include <linux/if_arp.h>
@@ -22,8 +22,8 @@
 
 /*
  * VLANs, bridges, bonds and the like on top of it have the same MAC, but no
- * device underneath. The permanent address counts: renumbering the interface
- * does not make it another one.
+ * device underneath. The permanent address decides, so that an administrator
+ * can change the interface's address.
  */
 static bool vnicd_netdev_matches(struct vnicd_dev *vd, struct net_device *ndev)
 {
@@ -71,7 +71,7 @@ static void vnicd_netdev_pair(struct vnicd_dev *vd, struct net_device *ndev)
 			 netdev_name(ndev), vd->mac);
 }
 
-/* True if it was ours. */
+/* True if it was paired. */
 static bool vnicd_netdev_unpair(struct vnicd_dev *vd, struct net_device *ndev)
 {
 	unsigned long flags;
@@ -135,7 +135,7 @@ static int vnicd_netdev_event(struct notifier_block *nb, unsigned long event,
 	return NOTIFY_DONE;
 }
 
-/* State and largest MTU (enum ib_mtu, 0 without netdev) as the netdev has them. */
+/* State and largest MTU (enum ib_mtu, 0 without netdev) of the netdev. */
 static int vnicd_netdev_port_state(struct vnicd_dev *vd, enum ib_mtu *mtu)
 {
 	struct net_device *ndev;
@@ -163,7 +163,7 @@ int vnicd_query_port(struct ib_device *ibdev, u32 port, struct ib_port_attr *att
 		return -EINVAL;
 
 	attr->state = vnicd_netdev_port_state(vd, &ndev_mtu);
-	/* A dead device has a port too, a down one: the core still asks for it. */
+	/* A dead device's port is down: the core still queries it. */
 	if (!vnicd_dead(vd)) {
 		err = vnicd_cmd_query_port(vd, &dattr);
 		if (err && !vnicd_dead(vd))
@@ -174,14 +174,14 @@ int vnicd_query_port(struct ib_device *ibdev, u32 port, struct ib_port_attr *att
 
 	attr->max_mtu = ib_mtu_int_to_enum(le32_to_cpu(dattr.max_mtu));
 	dev_mtu = ib_mtu_int_to_enum(le32_to_cpu(dattr.active_mtu));
-	/* Packets are to fit the tenant's network, which the netdev knows. */
+	/* Packets must fit the tenant's network, as the netdev does. */
 	attr->active_mtu = ndev_mtu ? min(dev_mtu, ndev_mtu) : dev_mtu;
 	attr->phys_state = attr->state == IB_PORT_ACTIVE ?
 			   IB_PORT_PHYS_STATE_LINK_UP : IB_PORT_PHYS_STATE_DISABLED;
 
 	speed = le32_to_cpu(dattr.active_speed);
 	width = le32_to_cpu(dattr.active_width);
-	/* ib_core warns of anything but one known bit. */
+	/* ib_core warns unless it is exactly one known bit. */
 	attr->active_speed = is_power_of_2(speed) && speed <= IB_SPEED_NDR ?
 			     speed : IB_SPEED_SDR;
 	attr->active_width = is_power_of_2(width) && width <= IB_WIDTH_2X ?
@@ -206,7 +206,7 @@ static void vnicd_port_work(struct work_struct *work)
 	bool changed;
 	int state;
 
-	/* Fails before registration and after unregistration, by whom ever. */
+	/* Fails before registration and after any unregistration. */
 	if (!ib_device_try_get(ibdev))
 		return;
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * On-demand paging: regions whose pages come when the device asks for them and
- * go when the kernel wants them back. See vnicd_odp.c (pages) and vnicd_fault.c
- * (who works for whom, and how much at once).
+ * On-demand paging: regions whose pages are present while the device needs them
+ * and the kernel does not reclaim them. See vnicd_odp.c (pages) and
+ * vnicd_fault.c (workers of each process, and their limits).
  */
 #ifndef VNICD_ODP_H
 #define VNICD_ODP_H
@@ -32,9 +32,9 @@ struct vnicd_odp {
 	struct vnicd_pager *pager;	/* of the process */
 	struct mm_struct *mm;		/* the pager's; grabbed, not gotten */
 	const struct ib_pd *pd;		/* only to compare with */
-	u64 iova;			/* first VA that the device names, */
+	u64 iova;			/* first VA of the device, */
 	u64 length;			/* bytes, */
-	unsigned long start;		/* ... and the address that it stands for */
+	unsigned long start;		/* ... and its address in the process */
 	u32 handle;
 	u32 lkey;
 	u32 rkey;
@@ -42,20 +42,20 @@ struct vnicd_odp {
 
 	/*
 	 * Held for reading to send a command about the region, for writing to
-	 * end the region, until the device has confirmed.
-	 * Taken by the MMU notifier, so no memory is allocated with it.
+	 * end the region, until the device has confirmed. Taken by the MMU
+	 * notifier, so no memory is allocated while it is held.
 	 */
 	struct rw_semaphore gate;
 	struct vnicd_dev *vd;		/* NULL: deregistered */
-	bool released;			/* the address space is gone, and its pages */
+	bool released;			/* the address space and its pages are gone */
 
 	struct xarray parts;		/* struct vnicd_part, by address */
-	atomic_t num_idle;		/* parts that could be forgotten */
+	atomic_t num_idle;		/* parts that could be dropped */
 
-	spinlock_t lock;		/* guards what follows */
+	spinlock_t lock;		/* guards the fields below */
 	bool closed;
-	struct list_head faults;	/* whom the device waits for */
-	struct list_head workers;	/* who must be interrupted at the end */
+	struct list_head faults;	/* faults that the device waits for */
+	struct list_head workers;	/* to interrupt at the end */
 
 	/* In pages, as other drivers count them. */
 	atomic64_t page_faults;
@@ -63,10 +63,10 @@ struct vnicd_odp {
 	atomic64_t page_prefetches;
 };
 
-/* How pages are to be fetched. */
+/* How to fetch pages. */
 #define VNICD_FETCH_WRITE	(1U << 0)	/* they will be written to */
 #define VNICD_FETCH_PRESENT	(1U << 1)	/* only what is present */
-#define VNICD_FETCH_PREFETCH	(1U << 2)	/* nobody waits; all or an error */
+#define VNICD_FETCH_PREFETCH	(1U << 2)	/* no waiter; all or an error */
 
 #ifdef VNICD_ODP
 
@@ -74,28 +74,29 @@ struct vnicd_odp {
 
 /*
  * A region of the calling process, of which the device knows nothing yet, and
- * the description of it for the device. Implicit: start 0, length U64_MAX.
+ * its description for the device. Implicit: start 0, length U64_MAX.
  */
 struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 				  u64 start, u64 length, u64 iova, bool writable,
 				  struct vnicd_create_mr *cmd);
-/* The device knows it now, by the numbers that are set: events may come. */
+/* The device knows it now by its handle: events may come. */
 int vnicd_odp_publish(struct vnicd_odp *odp);
 /*
- * Ends it: the device releases every page, pending faults are answered. The only
- * error is -EBUSY: windows are bound to it; it stays valid.
+ * Ends it: the device releases every page, pending faults are answered. The
+ * only error is -EBUSY: windows are bound to it; it stays valid.
  */
 int vnicd_odp_destroy(struct vnicd_odp *odp);
 /* By key, with a reference; NULL: no such region. May be called in verbs and works. */
 struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key);
 void vnicd_odp_put(struct vnicd_odp *odp);
 /*
- * Gives the device the pages from @va on. 0 if at least the first one is there
- * (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be there next
- * time, another errno if it never will. Sleeps as long as the fault takes.
+ * Gives the device the pages from @va on. 0 if at least the first one is
+ * present (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be
+ * present next time, another errno if it never will. Sleeps as long as the
+ * fault takes.
  *
- * @fault: the event that asks for them, or NULL. It is answered together with the last
- * of the pages, if the device can, and if all of them could be had.
+ * @fault: the event that needs them, or NULL. It is answered together with the last
+ * page, if the device supports that and no page was missing.
  */
 int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 		    struct vnicd_fault *fault);
@@ -113,9 +114,9 @@ u32 vnicd_fault_token(const struct vnicd_fault *fault);
 void vnicd_fault_answered(struct vnicd_fault *fault);
 /* Answers all pending faults; the caller holds the gate for writing. */
 void vnicd_fault_abandon(struct vnicd_odp *odp);
-/* Wakes the workers of a closed region from whatever they wait for. */
+/* Interrupts the workers of a closed region in any wait. */
 void vnicd_fault_interrupt(struct vnicd_odp *odp);
-/* Fetches in the background, if there is not too much of that already. */
+/* Fetches in the background, unless too much of that is pending. */
 void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
 struct vnicd_pager *vnicd_pager_get(struct mm_struct *mm);
 void vnicd_pager_put(struct vnicd_pager *pager);

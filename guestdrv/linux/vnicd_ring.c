@@ -4,10 +4,11 @@
  * processes.
  *
  * A ring is ordinary memory with one reference per page. A process's mapping
- * holds its own references (vm_insert_page), so a process that destroys a QP and
+ * holds its own references (vm_insert_page). A process that destroys a QP and
  * unmaps the ring later, as rdma-core does, or never, keeps only those pages
- * alive, and the driver need not track mappings. Rings are freed after the device
- * has confirmed their release; otherwise they are buried until it is reset.
+ * alive, and the driver need not track mappings. Rings are freed after the
+ * device has confirmed their release; otherwise they are buried until it is
+ * reset.
  */
 #include <linux/io.h>
 #include <linux/log2.h>
@@ -16,7 +17,7 @@
 
 #include "vnicd.h"
 
-/* The mmap size in rxe's ABI is 32 bits wide; the rest is caution. */
+/* The mmap size in rxe's ABI has 32 bits; stay well below. */
 #define VNICD_RING_MAX BIT(30)
 
 static void vnicd_ring_free(struct vnicd_ring_mem *ring)
@@ -58,9 +59,10 @@ static bool vnicd_ring_in_huge_pages(const struct vnicd_ring_mem *ring)
 }
 
 /*
- * One span if it can be had cheaply: the device then maps the ring as one.
- * alloc_pages_exact gives naturally aligned memory, so one large "page" names it.
- * A large ring wants huge pages: the list of small ones may not fit into a command.
+ * One contiguous span if it is cheap: the device then maps the ring as one.
+ * alloc_pages_exact returns naturally aligned memory, so one large "page"
+ * describes it. A large ring needs huge pages: the list of small ones may not
+ * fit into a command.
  */
 static int vnicd_ring_alloc(struct vnicd_ring_mem *ring)
 {
@@ -114,7 +116,7 @@ struct vnicd_ring_mem *vnicd_ring_create(struct vnicd_dev *vd, u32 num_elems,
 		return ERR_PTR(err);
 	}
 
-	/* For the process; the device goes by its command, never by this. */
+	/* For the process; the device uses only the command's value. */
 	ring->buf->log2_elem_size = ring->log2_elem_size;
 	ring->buf->index_mask = num_elems - 1;
 
@@ -137,7 +139,7 @@ void vnicd_ring_destroy(struct vnicd_ring_mem *ring, bool released)
 	if (!ring)
 		return;
 	ring->buried = !released;
-	/* With an offset an mmap() may be under way: the last one out frees. */
+	/* With an offset an mmap() may be in progress: the last user frees. */
 	if (ring->mapped)
 		rdma_user_mmap_entry_remove(&ring->entry);
 	else
@@ -187,11 +189,11 @@ int vnicd_mmap(struct ib_ucontext *ctx, struct vm_area_struct *vma)
 	unsigned long i, n;
 	int err = 0;
 
-	/* A private mapping would part from the device at the first write. */
+	/* A private mapping would diverge from the device at the first write. */
 	if (!(vma->vm_flags & VM_SHARED))
 		return -EINVAL;
 
-	/* Looks in this context only, and insists on the exact length. */
+	/* Searches only this context, and requires the exact length. */
 	entry = rdma_user_mmap_entry_get(ctx, vma);
 	if (!entry)
 		return -EINVAL;

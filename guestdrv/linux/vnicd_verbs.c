@@ -62,7 +62,7 @@ static int vnicd_query_device(struct ib_device *ibdev, struct ib_device_attr *at
 		attr->device_cap_flags |= IB_DEVICE_ATOMIC_WRITE;
 #endif
 #ifdef VNICD_HAVE_FLUSH
-	/* Not persistence: the guest's memory is the host's, which forgets. */
+	/* No persistence: the guest's memory is volatile on the host. */
 	if (lim->caps & VNICD_CAP_FLUSH_GLOBAL)
 		attr->device_cap_flags |= IB_DEVICE_FLUSH_GLOBAL;
 #endif
@@ -170,7 +170,7 @@ static int vnicd_del_gid(const struct ib_gid_attr *attr, void **context)
 	return vnicd_dead(vd) ? 0 : err;
 }
 
-/* The VLAN of the source GID of an address vector; its MAC is the device's. */
+/* The VLAN of an address vector's source GID; its MAC is the device's. */
 int vnicd_gid_l2(const struct rdma_ah_attr *attr, u16 *vlan)
 {
 	const struct ib_gid_attr *sgid = attr->grh.sgid_attr;
@@ -183,7 +183,7 @@ int vnicd_gid_l2(const struct rdma_ah_attr *attr, u16 *vlan)
 	return rdma_read_gid_l2_fields(sgid, vlan, NULL);
 }
 
-/* All of it except the VLAN. */
+/* Everything except the VLAN. */
 void vnicd_fill_av(struct vnicd_av *av, const struct rdma_ah_attr *attr)
 {
 	const struct ib_global_route *grh = rdma_ah_read_grh(attr);
@@ -208,8 +208,8 @@ static void vnicd_dealloc_ucontext(struct ib_ucontext *ctx)
 }
 
 /*
- * Its presence lets ib_core take a process's objects away while the process
- * still runs. There is nothing to do: what remains mapped is ordinary memory.
+ * Its presence lets ib_core revoke a process's objects while the process still
+ * runs. There is nothing to do: what remains mapped is ordinary memory.
  */
 static void vnicd_disassociate_ucontext(struct ib_ucontext *ctx)
 {
@@ -222,7 +222,7 @@ static int vnicd_alloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
 
 static int vnicd_dealloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
 {
-	/* No memory hangs on it, and it is unused, says ib_core. */
+	/* It holds no memory, and ib_core guarantees that it is unused. */
 	vnicd_cmd_destroy(to_vd(ibpd->device), VNICD_CMD_DESTROY_PD, to_vpd(ibpd)->pdn);
 	return 0;
 }
@@ -245,11 +245,11 @@ static int vnicd_detach_mcast(struct ib_qp *ibqp, union ib_gid *gid, u16 lid)
 {
 	int err = vnicd_mcast(ibqp, gid, false);
 
-	/* Must work: nothing is attached to a dead device. */
+	/* Must succeed: nothing is attached to a dead device. */
 	return vnicd_dead(to_vd(ibqp->device)) ? 0 : err;
 }
 
-/* One table makes the counters' names; its order is that of enum vnicd_stat. */
+/* The counters' names, in the order of enum vnicd_stat. */
 static const struct rdma_stat_desc vnicd_stat_descs[VNICD_NUM_STATS] = {
 	[VNICD_STAT_TX_PACKETS].name = "tx_packets",
 	[VNICD_STAT_TX_BYTES].name = "tx_bytes",
@@ -293,9 +293,9 @@ static int vnicd_get_hw_stats(struct ib_device *ibdev, struct rdma_hw_stats *sta
 }
 
 /*
- * ib_core releases the device: on our request, or because rdma_rxe was unloaded,
- * which unregisters every device with its driver id. In that case the virtio
- * device stays bound and idle until it is probed again.
+ * ib_core releases the device: at our request, or because rdma_rxe was
+ * unloaded, which unregisters every device with its driver id. In that case the
+ * virtio device stays bound and idle until it is probed again.
  */
 static void vnicd_dealloc_driver(struct ib_device *ibdev)
 {
@@ -303,7 +303,7 @@ static void vnicd_dealloc_driver(struct ib_device *ibdev)
 
 	if (!READ_ONCE(vd->removing) && !vnicd_dead(vd))
 		dev_warn(&vd->vdev->dev,
-			 "RDMA device %s was unregistered by someone else, probably by unloading rdma_rxe (we share its driver id); unbind and bind %s to get it back\n",
+			 "RDMA device %s was unregistered from outside, probably by unloading rdma_rxe (we share its driver id); unbind and bind %s to get it back\n",
 			 dev_name(&ibdev->dev), dev_name(&vd->vdev->dev));
 }
 
@@ -393,7 +393,7 @@ static const struct ib_device_ops vnicd_resize_ops = {
 #endif
 };
 
-/* vd->ib is allocated and holds a reference of ours. */
+/* vd->ib is allocated, and we hold a reference to it. */
 int vnicd_ib_register(struct vnicd_dev *vd)
 {
 	struct ib_device *ibdev = &vd->ib->base;
@@ -405,9 +405,9 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 	ibdev->num_comp_vectors = vd->num_ceqs;
 	ibdev->local_dma_lkey = VNICD_DMA_LKEY;
 	ibdev->node_guid = vd->lim.node_guid;
-	/* The virtio, not the PCI device: else udev would rename it. */
+	/* The virtio, not the PCI device: otherwise udev would rename it. */
 	ibdev->dev.parent = &vd->vdev->dev;
-	/* These two are off unless asked for; rxe's provider uses both. */
+	/* These two are off by default; rxe's provider uses both. */
 	ibdev->uverbs_cmd_mask |= BIT_ULL(IB_USER_VERBS_CMD_POST_SEND) |
 				  BIT_ULL(IB_USER_VERBS_CMD_REQ_NOTIFY_CQ);
 
@@ -440,7 +440,7 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 	}
 	dev_info(&vd->vdev->dev, "RDMA device %s, firmware %s\n",
 		 dev_name(&ibdev->dev), vd->fw_version);
-	/* ib_core has missed netdev events until here. */
+	/* ib_core has missed earlier netdev events. */
 	vnicd_port_update(vd);
 	return 0;
 }
@@ -452,7 +452,7 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 void vnicd_ib_unregister(struct vnicd_dev *vd)
 {
 	mutex_lock(&vd->reg_lock);
-	/* While their queue pairs are there still. */
+	/* While their queue pairs still exist. */
 	if (vd->ib_registered && vnicd_dead(vd))
 		vnicd_flush_processes(vd);
 	if (vd->ib_registered)

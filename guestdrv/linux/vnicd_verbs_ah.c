@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Address handles: entries of a table in memory that the device reads. No
- * command is needed, so they can be made in atomic context.
+ * Address handles: entries of a table in memory that the device reads. They
+ * need no command, so they can be made in atomic context.
  */
 #include <linux/bitmap.h>
 #include <linux/io.h>
@@ -45,7 +45,7 @@ void vnicd_ah_table_free(struct vnicd_dev *vd)
 	vd->ah_used = NULL;
 }
 
-/* 0: none left. Numbers go round, so that a stale one is noticed. */
+/* 0: none left. Numbers rotate, so that a stale one is detected. */
 static u32 vnicd_ah_alloc(struct vnicd_dev *vd)
 {
 	unsigned long flags, i;
@@ -73,7 +73,7 @@ static void vnicd_ah_free(struct vnicd_dev *vd, u32 i)
 	spin_unlock_irqrestore(&vd->ah_lock, flags);
 }
 
-/* The device may look at any time: "valid" is written last. */
+/* The device may read it at any time: "valid" is written last. */
 static void vnicd_ah_publish(struct vnicd_ah *e, u32 pdn, const struct rdma_ah_attr *attr,
 			     u16 vlan)
 {
@@ -89,7 +89,7 @@ static void vnicd_ah_publish(struct vnicd_ah *e, u32 pdn, const struct rdma_ah_a
 	e->hop_limit = av.hop_limit;
 	e->flow_label = av.flow_label;
 	e->sl = av.sl;
-	/* The entry before the word that makes it valid. */
+	/* Entry first, then the word that makes it valid. */
 	virt_wmb();
 	WRITE_ONCE(e->valid, cpu_to_le32(1));
 }
@@ -97,7 +97,7 @@ static void vnicd_ah_publish(struct vnicd_ah *e, u32 pdn, const struct rdma_ah_a
 static void vnicd_ah_revoke(struct vnicd_ah *e)
 {
 	WRITE_ONCE(e->valid, 0);
-	/* Before the entry is rewritten for another handle. */
+	/* Invalid first, before the entry is reused. */
 	virt_wmb();
 }
 
@@ -111,7 +111,7 @@ int vnicd_create_ah(struct ib_ah *ibah, struct rdma_ah_init_attr *init,
 	u32 i;
 	int err;
 
-	/* Providers before 2021 put addresses into the WQE itself: not for us. */
+	/* Providers before 2021 put addresses into the WQE: not supported. */
 	if (udata && udata->outlen < sizeof(resp))
 		return -EINVAL;
 	err = vnicd_gid_l2(init->ah_attr, &vlan);

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Completion queues. The device writes CQEs in the layout of ib_uverbs_wc, for
- * kernel consumers too; those get them translated, each field judged, because
- * the ring could hold anything.
+ * Completion queues. The device writes CQEs in the layout of ib_uverbs_wc. For
+ * kernel consumers they are translated, and each field is validated, because
+ * the ring could contain anything.
  *
- * When the device is dead, polling a kernel CQ yields what is still in the
- * ring, then a flush completion for every work request outstanding on its QPs,
- * so that ib_drain_qp() and friends end.
+ * When the device is dead, polling a kernel CQ returns the rest of the ring,
+ * then a flush completion for every work request outstanding on its QPs, so
+ * that ib_drain_qp() and similar functions return.
  */
 #include <linux/slab.h>
 #include <rdma/ib_user_verbs.h>
 
 #include "vnicd.h"
 
-/* wc_flags as libibverbs names them (IBV_WC_*); the kernel's INVALIDATE differs. */
+/* wc_flags of libibverbs (IBV_WC_*); the kernel's INVALIDATE differs. */
 #define VNICD_WC_GRH	BIT(0)
 #define VNICD_WC_IMM	BIT(1)
 #define VNICD_WC_INV	BIT(3)
 
 /*
- * Entries of the smallest CQ, where the device allows as many. Hardware rounds up
- * as well, and programs that ask for a single entry rely on it without knowing.
+ * Entries of the smallest CQ, where the device allows as many. Hardware also
+ * rounds up, and programs that request a single entry unknowingly rely on it.
  */
 #define VNICD_CQ_LEAST	31
 
-/* Events that a CQ's consumer can be owed. */
+/* Maximum of requested events of a CQ. */
 #define VNICD_MAX_ARMED 65536
 
 static void vnicd_arm_unbury(struct vnicd_grave *grave)
@@ -60,9 +60,9 @@ void vnicd_cq_put(struct vnicd_cq *cq)
 }
 
 /*
- * Every request for notification permits one event, no matter how many the
- * device sends. Counted, not flagged: the event of one request may still be
- * under way when the consumer makes the next.
+ * Every request for notification permits one event, however many the device
+ * sends. Counted, not flagged: the event of one request may still be pending
+ * when the consumer makes the next.
  */
 void vnicd_cq_event(struct vnicd_cq *cq)
 {
@@ -124,7 +124,7 @@ int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
 	err = xa_insert_irq(&vd->cqs, cq->cqn, cq, GFP_KERNEL);
 	if (err) {
 		if (err == -EBUSY)
-			vnicd_fail(vd, "it gave a CQ number that is in use");
+			vnicd_fail(vd, "it returned a CQ number that is in use");
 		goto err_destroy;
 	}
 
@@ -164,9 +164,9 @@ int vnicd_destroy_cq(struct ib_cq *ibcq, struct ib_udata *udata)
 }
 
 /*
- * Only for processes. rxe's provider holds its own lock meanwhile, so nobody
- * polls; the device moves the CQEs. The old ring stays mapped until the process
- * unmaps it.
+ * Only for processes. rxe's provider holds its own lock meanwhile, so the CQ is
+ * not polled; the device moves the CQEs. The old ring stays mapped until the
+ * process unmaps it.
  */
 #ifdef VNICD_HAVE_RESIZE_USER_CQ
 int vnicd_resize_cq(struct ib_cq *ibcq, unsigned int cqe, struct ib_udata *udata)
@@ -193,7 +193,7 @@ int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata)
 	if (IS_ERR(ring))
 		return PTR_ERR(ring);
 	vnicd_ring_mminfo(ring, &resp.mi);
-	/* Before the step that cannot be undone; no harm if that one fails. */
+	/* Before the irreversible step, whose failure is harmless here. */
 	err = ib_copy_to_udata(udata, &resp, sizeof(resp));
 	if (err) {
 		vnicd_ring_destroy(ring, true);
@@ -209,12 +209,12 @@ int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata)
 		ibcq->cqe = elems - 1;
 	}
 	mutex_unlock(&cq->resize_lock);
-	/* Either the device has left it for good, or it has never known it. */
+	/* The device has released it, or has never used it. */
 	vnicd_ring_destroy(old, !vnicd_dead(vd));
 	return err;
 }
 
-/* The consumer's wr_id for a token, if that is one the QP has outstanding. */
+/* The consumer's wr_id for a token, if the token is outstanding. */
 static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
 {
 	u32 cookie = token >> 32 & VNICD_COOKIE_MASK;
@@ -235,7 +235,7 @@ static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
 	}
 	if (cookie != qp->cookie || !wq->ring)
 		return false;
-	/* Completions come in order; those before it were not signalled. */
+	/* Completions come in order; earlier requests were not signalled. */
 	if (n - wq->polled >= vnicd_wq_posted(wq) - wq->polled)
 		return false;
 	*wr_id = wq->wr_ids[n & (wq->ring->num_elems - 1)];
@@ -250,8 +250,8 @@ static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *c
 	struct vnicd_qp *qp;
 
 	/*
-	 * The QP cannot go away: destroying it takes the CQ's lock, which we
-	 * hold, after it was taken out of the table.
+	 * The QP cannot be freed: destroying it takes the CQ's lock, which we
+	 * hold, after removing it from the table.
 	 */
 	qp = xa_load(&vd->qps, cqe->qp_num);
 	if (!qp || qp->user)
@@ -284,7 +284,7 @@ static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *c
 
 static u32 vnicd_cq_prod(const struct vnicd_cq *cq)
 {
-	/* The index before the CQEs that it announces. */
+	/* Index first, then the CQEs that it announces. */
 	return virt_load_acquire(&cq->ring->buf->producer_index) &
 	       (cq->ring->num_elems - 1);
 }
@@ -298,12 +298,12 @@ static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
 	bool moved = false;
 	int n = 0;
 
-	/* One pass over the ring at most: prod is read once. */
+	/* At most one pass over the ring: prod is read once. */
 	while (n < num && cq->cons != prod) {
 		memcpy(&cqe, vnicd_ring_elem(cq->ring, cq->cons), sizeof(cqe));
 		cq->cons = (cq->cons + 1) & mask;
 		moved = true;
-		/* Those of a QP that is no more are dropped here. */
+		/* CQEs of destroyed QPs are dropped here. */
 		if (vnicd_wc_from_cqe(vd, &cqe, &wc[n]))
 			n++;
 	}
@@ -362,8 +362,8 @@ int vnicd_poll_cq(struct ib_cq *ibcq, int num, struct ib_wc *wc)
 
 /*
  * The arm word is shared with the device, which exchanges it with 0 when it
- * posts the event. A request for any completion is not weakened by a later one
- * for solicited completions only.
+ * posts the event. A later request for solicited completions does not weaken an
+ * earlier one for any completion.
  */
 int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags)
 {
@@ -374,26 +374,26 @@ int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags)
 	int missed = 0;
 
 	spin_lock_irqsave(&cq->lock, irq_flags);
-	/* A process may ask as often as it likes. */
+	/* A process may request any number of events. */
 	atomic_add_unless(&cq->armed, 1, VNICD_MAX_ARMED);
 	if ((flags & IB_CQ_SOLICITED_MASK) != IB_CQ_SOLICITED)
 		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_NEXT));
 	else if (!READ_ONCE(*word))
 		WRITE_ONCE(*word, cpu_to_le32(VNICD_ARM_SOLICITED));
-	/* Arm, then look; the device writes its CQE, then looks at the word. */
+	/* Arm, then check; the device writes its CQE, then checks the word. */
 	virt_mb();
-	/* A process looks itself. */
+	/* A process checks itself. */
 	if ((flags & IB_CQ_REPORT_MISSED_EVENTS) && !cq->user)
 		missed = cq->cons != vnicd_cq_prod(cq);
 	spin_unlock_irqrestore(&cq->lock, irq_flags);
 
-	/* No event will come of a dead device; there may be something to flush. */
+	/* A dead device raises no event; there may be work to flush. */
 	if (vnicd_dead(vd) && !cq->user)
 		queue_work(vd->wq, &vd->flush_work);
 	return missed;
 }
 
-/* Death: consumers of kernel CQs come and collect their flush completions. */
+/* Death: makes consumers of kernel CQs poll their flush completions. */
 void vnicd_flush_work(struct work_struct *work)
 {
 	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, flush_work);
@@ -404,7 +404,7 @@ void vnicd_flush_work(struct work_struct *work)
 	xa_for_each(&vd->cqs, cqn, cq) {
 		struct vnicd_qp *qp;
 
-		/* What xa_for_each found may be gone; look again, with a reference. */
+		/* The CQ may be gone by now; look it up again, with a reference. */
 		cq = vnicd_cq_get(vd, cqn);
 		if (!cq)
 			continue;

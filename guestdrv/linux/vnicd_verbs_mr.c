@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * Memory regions. The driver writes stage one of the translation, key to page
- * to guest physical address (PF-1, PF-2); what lies behind that is the host's.
+ * to guest physical address (PF-1, PF-2); stage two is the host's.
  */
 #include <linux/io.h>
 #include <linux/log2.h>
@@ -12,7 +12,7 @@
 
 #include "vnicd.h"
 
-/* Addresses per command: 32 KiB, if such a piece of memory is to be had. */
+/* Addresses per command: 32 KiB, if that much memory can be allocated. */
 #define VNICD_MTT_BATCH 4096
 
 static int vnicd_mr_create(struct vnicd_mr *mr, struct vnicd_create_mr *cmd)
@@ -42,7 +42,7 @@ static void vnicd_mr_unbury(struct vnicd_grave *grave)
 	vnicd_mr_free(container_of(grave, struct vnicd_mr, grave));
 }
 
-/* Pages stay pinned until the device has confirmed that nothing uses them (EP-3). */
+/* Pages stay pinned until the device confirms that nothing uses them (EP-3). */
 static int vnicd_mr_destroy(struct vnicd_mr *mr)
 {
 	struct vnicd_dev *vd = to_vd(mr->base.device);
@@ -60,7 +60,7 @@ static int vnicd_mr_destroy(struct vnicd_mr *mr)
 }
 
 /*
- * Only for local use. The core would hand out the key of a remotely accessible
+ * Only for local use. The core would pass on the key of a remotely accessible
  * one together with kernel addresses, which the device cannot resolve.
  */
 struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
@@ -99,8 +99,8 @@ struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
 }
 
 /*
- * The umem's DMA addresses are kernel addresses of the pages (no DMA device);
- * blocks keep their alignment in the linear map, so they stay physical blocks.
+ * The umem's DMA addresses are kernel addresses of the pages (no DMA device).
+ * Blocks keep their alignment in the linear map, so they stay physical blocks.
  */
 static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 {
@@ -143,7 +143,7 @@ static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 	return err;
 }
 
-/* Nothing is pinned, or even looked at: the time does not depend on the size (ODP-1). */
+/* Nothing is pinned or even read: takes the same time for any size (ODP-1). */
 static struct ib_mr *vnicd_reg_on_demand(struct ib_pd *ibpd, u64 start, u64 length,
 					 u64 iova, int access)
 {
@@ -177,7 +177,7 @@ static struct ib_mr *vnicd_reg_on_demand(struct ib_pd *ibpd, u64 start, u64 leng
 	mr->odp->rkey = mr->base.rkey;
 	err = vnicd_odp_publish(mr->odp);
 	if (err) {
-		vnicd_odp_destroy(mr->odp);	/* nobody has the key yet */
+		vnicd_odp_destroy(mr->odp);	/* the key is not in use yet */
 		goto err_free;
 	}
 	return &mr->base;
@@ -206,7 +206,7 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 	if (dmah)
 		return ERR_PTR(-EOPNOTSUPP);
 #endif
-	/* That the pages are huge is a promise; we look at them anyway. */
+	/* Huge pages are only a promise, so the pages are checked anyway. */
 	if (access & ~(VNICD_MR_ACCESS | IB_ACCESS_ON_DEMAND | IB_ACCESS_HUGETLB |
 		       IB_ACCESS_OPTIONAL))
 		return ERR_PTR(-EOPNOTSUPP);
@@ -250,7 +250,7 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 	return &mr->base;
 
 err_umem:
-	/* A device that never answered does not know the pages yet. */
+	/* A device that never answered does not use the pages. */
 	ib_umem_release(mr->umem);
 err_free:
 	kfree(mr);
@@ -274,8 +274,8 @@ int vnicd_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 }
 
 /*
- * Fast registration: a region that means nothing until a REG_MR work request
- * gives it the pages which vnicd_map_mr_sg() has listed. The device reads the list
+ * Fast registration: a region without meaning until a REG_MR work request gives
+ * it the pages that vnicd_map_mr_sg() has listed. The device reads the list
  * when it executes the request.
  */
 struct ib_mr *vnicd_alloc_mr(struct ib_pd *ibpd, enum ib_mr_type type, u32 max_num_sg)
@@ -346,12 +346,12 @@ int vnicd_alloc_mw(struct ib_mw *ibmw, struct ib_udata *udata)
 
 int vnicd_dealloc_mw(struct ib_mw *ibmw)
 {
-	/* No memory hangs on it. */
+	/* It holds no memory. */
 	vnicd_cmd_destroy(to_vd(ibmw->device), VNICD_CMD_DESTROY_MW, to_vmw(ibmw)->handle);
 	return 0;
 }
 
-/* ODP-8. With the flush flag it is done now and may fail, else soon and may not be done. */
+/* ODP-8. With the flush flag synchronous, with errors; otherwise best effort. */
 int vnicd_advise_mr(struct ib_pd *ibpd, enum ib_uverbs_advise_mr_advice advice,
 		    u32 flags, struct ib_sge *sgl, u32 num_sge,
 		    struct uverbs_attr_bundle *attrs)

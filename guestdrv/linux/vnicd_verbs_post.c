@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Posting work requests: check, translate into rxe's WQE, publish the producer
- * index, ring the doorbell. A process writes its WQEs itself and comes here for
- * the doorbell only.
+ * Posting work requests: validate, translate into rxe's WQE, publish the
+ * producer index, ring the doorbell. A process writes its WQEs itself and calls
+ * this only for the doorbell.
  *
- * We registered without a DMA device, so ib_core's ib_dma_* hand out kernel
- * virtual addresses. Segments under VNICD_DMA_LKEY are turned into guest
- * physical addresses here (RA-1); memory from vmalloc yields one per page.
+ * We register without a DMA device, so ib_core's ib_dma_* return kernel virtual
+ * addresses. Segments with VNICD_DMA_LKEY are converted to guest physical
+ * addresses here (RA-1); memory from vmalloc yields one per page.
  */
 #include <linux/io.h>
 #include <linux/log2.h>
@@ -19,25 +19,25 @@ static void vnicd_ring_doorbell(struct vnicd_qp *qp)
 {
 	struct vnicd_doorbells *db = qp->engine->db;
 
-	/* WQE and index, a process's too, before the bit. */
+	/* WQE and index, also a process's, before the bit. */
 	virt_mb();
 #ifdef __LITTLE_ENDIAN
 	vnicd_shared_set_bit(qp->db_slot, (unsigned long *)db->bits);
-	/* The bit before the one that makes the engine look at it. */
+	/* The bit before the summary bit that makes the engine check it. */
 	virt_mb();
 	vnicd_shared_set_bit(qp->db_slot / 64, (unsigned long *)db->summary);
 #else
 #error "the rings of rxe's ABI are in host order, the device expects little-endian"
 #endif
-	/* Both before the look; the engine says that it sleeps, then looks at them. */
+	/* Both before the check; the engine announces its sleep, then checks them. */
 	virt_mb();
 	if (READ_ONCE(db->need_wakeup))
 		virtqueue_notify(qp->engine->vq);
 }
 
 /*
- * Appends one consumer's segment as device segments. Returns how many, or a
- * negative errno: it does not fit, or the address is none.
+ * Appends one segment of the consumer as device segments. Returns their number,
+ * or a negative errno: no room, or an invalid address.
  */
 static int vnicd_add_sge(struct vnicd_dev *vd, struct rxe_sge *out, u32 room,
 			 const struct ib_sge *sge)
@@ -213,7 +213,7 @@ static int vnicd_fill_connected(struct rxe_send_wr *out, const struct ib_send_wr
 	}
 }
 
-/* The producer index goes to the device; posted is what we go by. */
+/* The producer index is for the device; the driver uses posted. */
 static void vnicd_wq_publish(struct vnicd_wq *wq)
 {
 	u32 posted = wq->posted + 1;
@@ -277,12 +277,12 @@ int vnicd_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
 	bool posted = false;
 	int err = 0;
 
-	/* No work requests come along: the process wrote them into the ring. */
+	/* Without work requests: the process wrote them into the ring. */
 	if (qp->user) {
 		if (READ_ONCE(qp->state) < IB_QPS_RTS)
 			return -EINVAL;
 		vnicd_ring_doorbell(qp);
-		/* It may have come too late to be flushed. */
+		/* The device may have died after the flush. */
 		return vnicd_dead(vd) ? -EIO : 0;
 	}
 
@@ -345,7 +345,7 @@ int vnicd_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
 	unsigned long flags;
 	int err = 0;
 
-	/* A process posts receives without us. IBTA C10-97.2.1: not in RESET. */
+	/* A process posts receives itself. IBTA C10-97.2.1: not in RESET. */
 	if (qp->user || qp->srq || READ_ONCE(qp->state) == IB_QPS_RESET) {
 		*bad_wr = wr;
 		return -EINVAL;
@@ -363,8 +363,8 @@ int vnicd_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
 	spin_unlock_irqrestore(&qp->rq.lock, flags);
 
 	/*
-	 * The device looks for receives when a packet needs one. In ERR none
-	 * comes, so it has to be told that there is something to flush.
+	 * The device checks for receives when a packet needs one. In ERR no
+	 * packet comes, so it must be told that there is something to flush.
 	 */
 	if (READ_ONCE(qp->state) == IB_QPS_ERR)
 		vnicd_ring_doorbell(qp);
@@ -380,7 +380,7 @@ static int vnicd_post_one_srq_recv(struct vnicd_dev *vd, struct vnicd_srq *srq,
 	u32 token = srq->free_token;
 	int err;
 
-	/* A token per slot: with one free, so is the slot. */
+	/* One token per slot: a free token means a free slot. */
 	if (token == VNICD_NO_TOKEN)
 		return -ENOMEM;
 	err = vnicd_fill_recv(vd, wq, vnicd_token(VNICD_TOKEN_SRQ, 0, token), wr);

@@ -60,7 +60,7 @@ static int vnicd_qp_check_caps(struct vnicd_dev *vd, const struct ib_qp_init_att
 	return 0;
 }
 
-/* A queue has two slots at least: rxe's provider maps it in any case. */
+/* At least two slots: rxe's provider maps the queue in any case. */
 static int vnicd_wq_init(struct vnicd_dev *vd, struct vnicd_wq *wq, u32 max_wr,
 			 u32 elem_size, struct ib_udata *udata)
 {
@@ -104,7 +104,7 @@ static int vnicd_qp_init_sq(struct vnicd_dev *vd, struct vnicd_qp *qp,
 	err = vnicd_wq_init(vd, &qp->sq, cap->max_send_wr, size, udata);
 	if (err)
 		return err;
-	/* Slots are a power of two in size: use the rest for more SGEs. */
+	/* A slot's size is a power of two: use the rest for more SGEs. */
 	room = size - sizeof(struct rxe_send_wqe);
 	qp->sq.max_sge = min_t(u32, room / sizeof(struct rxe_sge), vd->lim.max_sge);
 	qp->sq.max_inline = min(room, vd->lim.max_inline);
@@ -166,7 +166,7 @@ static int vnicd_qp_create_hw(struct vnicd_dev *vd, struct vnicd_qp *qp, int typ
 	qp->qpn = le32_to_cpu(resp.qpn);
 	qp->db_slot = le32_to_cpu(resp.db_slot);
 	qp->engine = &vd->engines[le32_to_cpu(resp.engine)];
-	/* ib_core knows QP1 by this number; the verbs' consumers by the device's. */
+	/* ib_core uses this number for QP1; verbs' consumers the device's. */
 	qp->base.qp_num = qp->qpn;
 	return 0;
 }
@@ -184,7 +184,7 @@ static void vnicd_qp_link(struct vnicd_qp *qp)
 	spin_unlock_irq(&qp->recv_cq->lock);
 }
 
-/* After it nobody polling the CQs uses this QP; it has left the table before. */
+/* Afterwards no poller of the CQs uses this QP, which left the table before. */
 static void vnicd_qp_unlink(struct vnicd_qp *qp)
 {
 	if (qp->user)
@@ -245,7 +245,7 @@ int vnicd_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	err = xa_insert_irq(&vd->qps, qp->qpn, qp, GFP_KERNEL);
 	if (err) {
 		if (err == -EBUSY)
-			vnicd_fail(vd, "it gave a QP number that is in use");
+			vnicd_fail(vd, "it returned a QP number that is in use");
 		goto err_destroy;
 	}
 	vnicd_qp_link(qp);
@@ -351,7 +351,7 @@ static int vnicd_qp_fill_attr(struct vnicd_qp_attr *out, const struct ib_qp_attr
 	return 0;
 }
 
-/* In RESET nothing is outstanding, and CQEs of before are not to be seen again. */
+/* In RESET nothing is outstanding, and earlier CQEs must not be polled. */
 static void vnicd_qp_forget(struct vnicd_dev *vd, struct vnicd_qp *qp)
 {
 	if (qp->user)
@@ -377,14 +377,14 @@ int vnicd_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *attr, int mask,
 	err = vnicd_qp_check_attr(vd, qp, attr, mask);
 	if (err)
 		goto out;
-	/* Not for the device to know. */
+	/* Not an attribute of the device. */
 	mask &= ~IB_QP_PATH_MIG_STATE;
 	out.qpn = cpu_to_le32(qp->qpn);
 	err = vnicd_qp_fill_attr(&out, attr, mask);
 	if (err)
 		goto out;
 	err = vnicd_cmd_modify_qp(vd, &out);
-	/* What a drain asks for must succeed: a dead device flushes in software. */
+	/* A drain must succeed: a dead device is flushed in software. */
 	if (err && vnicd_dead(vd) && (mask & IB_QP_STATE) &&
 	    (attr->qp_state == IB_QPS_ERR || attr->qp_state == IB_QPS_RESET))
 		err = 0;
@@ -425,11 +425,11 @@ int vnicd_query_qp(struct ib_qp *ibqp, struct ib_qp_attr *attr, int mask,
 	if (err) {
 		if (!vnicd_dead(vd))
 			return err;
-		/* Of a dead one at least the state is known. */
+		/* Of a dead device's QP at least the state is known. */
 		in.qp_state = IB_QPS_ERR;
 		in.cur_qp_state = IB_QPS_ERR;
 	} else {
-		/* It may have moved to an error state by itself. */
+		/* The device may have moved it to an error state. */
 		WRITE_ONCE(qp->state, in.qp_state);
 	}
 

@@ -117,7 +117,7 @@ int vnicd_create_srq(struct ib_srq *ibsrq, struct ib_srq_init_attr *init,
 	err = xa_insert_irq(&vd->srqs, srq->srqn, srq, GFP_KERNEL);
 	if (err) {
 		if (err == -EBUSY)
-			vnicd_fail(vd, "it gave an SRQ number that is in use");
+			vnicd_fail(vd, "it returned an SRQ number that is in use");
 		goto err_destroy;
 	}
 
@@ -143,7 +143,7 @@ err_tokens:
 	return err;
 }
 
-/* The device moves receives that nobody has consumed; the provider is locked out. */
+/* The device moves unconsumed receives; the provider holds its lock. */
 static int vnicd_srq_resize(struct vnicd_srq *srq, struct ib_srq_attr *attr,
 			    u32 flags, struct ib_udata *udata)
 {
@@ -169,7 +169,7 @@ static int vnicd_srq_resize(struct vnicd_srq *srq, struct ib_srq_attr *attr,
 	if (IS_ERR(ring))
 		return PTR_ERR(ring);
 	vnicd_ring_mminfo(ring, &mi);
-	/* Before the step that cannot be undone. */
+	/* Before the irreversible step. */
 	if (copy_to_user(u64_to_user_ptr(cmd.mmap_info_addr), &mi, sizeof(mi))) {
 		vnicd_ring_destroy(ring, true);
 		return -EFAULT;

@@ -76,8 +76,8 @@ func pathOf(a *abi.AV) Path {
 	return p
 }
 
-// Resolve returns the path from the GID at sgidIndex to the port with the GID gid. vnicd sends ARP or ND requests into
-// the tenant's network, again and again until a host answers or ctx ends.
+// Resolve returns the path from the GID at sgidIndex to the port with the GID gid. vnicd repeats ARP or ND requests in
+// the tenant's network until a host answers or ctx ends.
 func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, error) {
 	req := abi.Resolve{DGID: gid, SGIDIndex: sgidIndex}
 	for wait := firstRetry; ; wait = min(2*wait, lastRetry) {

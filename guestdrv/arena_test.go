@@ -15,13 +15,12 @@ import (
 
 const (
 	page    = 4096
-	granule = 64 << 10 // what the host driver fetches at once
-	canary  = 0xdb     // fills frames that nobody may write to
+	granule = 64 << 10 // unit of the host driver's paging
+	canary  = 0xdb     // fills frames that must not be written to
 )
 
-// arena is memory of a program that pages: more pages than frames perhaps, the rest
-// in a store. Its Pager brings pages in; evict throws them out. A frame that was
-// released holds canaries, so a write that comes too late is found out.
+// arena is a program's paged memory: it may have more pages than frames, with the rest in a store. Its Pager brings
+// pages in; evict removes them. A released frame holds canaries, which reveal late writes.
 type arena struct {
 	tb     testing.TB
 	h      *host
@@ -32,7 +31,7 @@ type arena struct {
 	hook func(ctx context.Context, f guestdrv.PageFault) error
 
 	mu       sync.Mutex
-	cond     sync.Cond // a page is not leaving any more
+	cond     sync.Cond // a page is no longer leaving
 	mr       *guestdrv.OnDemandMR
 	pages    []arenaPage
 	free     []int // frames
@@ -46,19 +45,19 @@ type arenaPage struct {
 	store   []byte // nil: zeroes
 }
 
-// newArena makes one of so many pages and frames, none of them resident.
+// newArena makes an arena with that many pages and frames, and no resident page.
 func newArena(tb testing.TB, h *host, base uint64, pages, frames int) *arena {
 	tb.Helper()
 	return newSparseArena(tb, h, base, pages, frames, page)
 }
 
-// newSparseArena has its frames stride bytes apart: at a granule each, the host's
-// memory is used as widely as can be.
+// newSparseArena places its frames stride bytes apart; a stride of a granule spreads them over as much host memory as
+// possible.
 func newSparseArena(tb testing.TB, h *host, base uint64, pages, frames, stride int) *arena {
 	tb.Helper()
 	a := &arena{tb: tb, h: h, base: base, stride: stride, pages: make([]arenaPage, pages)}
 	a.cond.L = &a.mu
-	// Granules of its own: whether they are present on the host is nobody else's doing.
+	// It has its own granules, so that no other user affects whether they are present on the host.
 	size := (frames*stride + granule - 1) &^ (granule - 1)
 	var err error
 	if a.frames, err = h.AllocAligned(size, granule); err != nil {
@@ -76,7 +75,7 @@ func newSparseArena(tb testing.TB, h *host, base uint64, pages, frames, stride i
 	return a
 }
 
-// register makes the arena's region, an explicit one that covers it.
+// register registers an explicit region that covers the arena.
 func (a *arena) register(access guestdrv.Access) *arena {
 	a.tb.Helper()
 	mr, err := a.h.pd.RegisterOnDemand(bg, a.base, uint64(len(a.pages)*page), access, a)
@@ -112,7 +111,7 @@ func (a *arena) PageIn(ctx context.Context, f guestdrv.PageFault, pas []uint64) 
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if (f.VA-a.base)/page >= uint64(len(a.pages)) { // the end may be that of the address space
+	if (f.VA-a.base)/page >= uint64(len(a.pages)) { // the end may be the end of the address space
 		return errOutside
 	}
 	first := int((f.VA - a.base) / page)
@@ -132,7 +131,7 @@ func (a *arena) PageIn(ctx context.Context, f guestdrv.PageFault, pas []uint64) 
 			case len(a.resident) > 0:
 				a.evictLocked(a.resident[0])
 			default:
-				a.cond.Wait() // others are on their way out
+				a.cond.Wait() // other evictions are in progress
 			}
 		}
 		pas[i] = a.frames.PA() + uint64(p.frame*a.stride)
@@ -163,8 +162,7 @@ func (a *arena) checkCanaries(f int) {
 	}
 }
 
-// evictLocked takes a resident page from the device and releases its frame. mu is
-// not held meanwhile.
+// evictLocked withdraws a resident page from the device and releases its frame. It drops mu meanwhile.
 func (a *arena) evictLocked(n int) {
 	p := &a.pages[n]
 	f, mr := p.frame, a.mr
@@ -178,7 +176,7 @@ func (a *arena) evictLocked(n int) {
 	a.mu.Unlock()
 	err := mr.Invalidate(bg, a.va(n*page), page)
 	a.mu.Lock()
-	if err == nil { // else the device is gone, or still has the page: the frame stays away
+	if err == nil { // otherwise the device has gone or still has the page: the frame is not reused
 		if p.store == nil {
 			p.store = make([]byte, page)
 		}
@@ -192,7 +190,7 @@ func (a *arena) evictLocked(n int) {
 	a.cond.Broadcast()
 }
 
-// evict throws page n out, if it is resident, and reports whether it was.
+// evict evicts page n if it is resident, and reports whether it was.
 func (a *arena) evict(n int) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -209,8 +207,8 @@ func (a *arena) evictAll() {
 	}
 }
 
-// evictor throws out random pages of an arena until stop, so many for each unit of
-// work that was done: without a bound, operations might never find all their pages.
+// evictor evicts random pages of an arena until stop, a number for each unit of work: without a bound, operations might
+// never find all their pages.
 type evictor struct {
 	credit atomic.Int64
 	stop   func()
@@ -236,7 +234,7 @@ func (a *arena) startEvictor(seed uint64) *evictor {
 	return e
 }
 
-// worked lets e throw out n more pages.
+// worked lets e evict n more pages.
 func (e *evictor) worked(n int64) { e.credit.Store(min(e.credit.Load()+n, 4*n)) }
 
 // va is the address of byte off.
@@ -250,7 +248,7 @@ func (a *arena) settledLocked(n int) *arenaPage {
 	return &a.pages[n]
 }
 
-// read copies n bytes from off on, wherever they are.
+// read copies n bytes from off on, from frames or store.
 func (a *arena) read(off, n int) []byte {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -287,7 +285,7 @@ func (a *arena) write(off int, b []byte) {
 	}
 }
 
-// check looks for late writes in all frames that are free.
+// check looks for late writes in all free frames.
 func (a *arena) check() {
 	a.tb.Helper()
 	a.mu.Lock()
@@ -309,7 +307,7 @@ func (a *arena) expect(off int, want []byte, what string) {
 	}
 }
 
-// warm makes frames present on the host, by having the device touch them.
+// warm makes frames present on the host by letting the device touch them.
 func (a *arena) warm(x *end) {
 	a.tb.Helper()
 	mr, err := a.h.pd.Register(bg, a.frames, allAccess)

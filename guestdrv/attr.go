@@ -51,8 +51,8 @@ type DeviceAttr struct {
 	MaxSRQSGE        uint32
 	MaxAH            uint32
 	MaxGID           uint32 // entries of the GID table, 1..256
-	MaxQPRdAtom      uint32 // READs and atomics at once that a QP answers
-	MaxQPInitRdAtom  uint32 // READs and atomics at once that a QP issues
+	MaxQPRdAtom      uint32 // READs and atomics that a QP answers at once
+	MaxQPInitRdAtom  uint32 // READs and atomics that a QP issues at once
 	MaxMcastGrp      uint32
 	MaxMcastQPAttach uint32
 	MaxMTT           uint64 // pages of all regions together
@@ -122,7 +122,7 @@ func (d *Device) readConfig(ctx context.Context) (c abi.Config, err error) {
 		return c, fmt.Errorf("reading configuration space: %w", r.err)
 	}
 	b := r.b[:]
-	// Magic and version first: with another version the rest may mean anything.
+	// Magic and version first: in another version the other fields have other meanings.
 	if m := le.Uint32(b[0:]); m != abi.Magic {
 		return c, fmt.Errorf("%w: magic %#x, expected %#x", ErrNotVNICD, m, abi.Magic)
 	}

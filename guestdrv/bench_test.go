@@ -8,8 +8,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// benchRig has a network that carries the largest path MTU, and loops that spin
-// as a configured daemon's would.
+// benchRig has a network that carries the largest path MTU, and loops that spin like those of a configured daemon.
 func benchRig(b *testing.B, vxlan bool) (x, y *end) {
 	b.Helper()
 	r := newRig(b, rigConfig{loops: 1, mtu: 9000, vxlan: vxlan, spin: 50 * time.Microsecond,
@@ -36,7 +35,7 @@ func pollSome(b *testing.B, cq *guestdrv.CQ, wcs []guestdrv.Completion) int {
 // BenchmarkWrite keeps 16 WRITEs in flight between two HCAs of one daemon.
 func BenchmarkWrite(b *testing.B) { benchWrite(b, false, 8, 4096, 64<<10, 1<<20) }
 
-// BenchmarkWriteVXLAN does so between two sites with a veth pair between them, MTU 9000.
+// BenchmarkWriteVXLAN does so between two sites joined by a veth pair, MTU 9000.
 func BenchmarkWriteVXLAN(b *testing.B) { benchWrite(b, true, 64<<10, 1<<20) }
 
 func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
@@ -66,7 +65,7 @@ func benchWrite(b *testing.B, vxlan bool, sizes ...int) {
 	}
 }
 
-// BenchmarkWriteRate posts 8-byte WRITEs in batches of 32, of which one is signalled.
+// BenchmarkWriteRate posts 8-byte WRITEs in batches of 32, one of them signalled.
 func BenchmarkWriteRate(b *testing.B) {
 	x, y := benchRig(b, false)
 	_, smr := x.h.region(b, 4096, 0)
@@ -98,8 +97,8 @@ func BenchmarkWriteRate(b *testing.B) {
 	}
 }
 
-// BenchmarkWriteLatency bounces 8 bytes between two hosts: each WRITEs once it
-// sees the other's. One operation is one way.
+// BenchmarkWriteLatency bounces 8 bytes between two hosts: each WRITEs when it sees the other's bytes. One operation is
+// one way.
 func BenchmarkWriteLatency(b *testing.B) {
 	x, y := benchRig(b, false)
 	xb, xm := x.h.region(b, 4096, allAccess)
@@ -130,8 +129,7 @@ func BenchmarkWriteLatency(b *testing.B) {
 	}
 }
 
-// BenchmarkDatapathCalls measures the driver's own part, without a device that
-// takes part: posting and polling must not allocate.
+// BenchmarkDatapathCalls measures the driver's part, without the device: posting and polling must not allocate.
 func BenchmarkDatapathCalls(b *testing.B) {
 	r := newRig(b, rigConfig{hosts: 1})
 	e := r.hosts[0].end(b, qpDefaults(), 0)

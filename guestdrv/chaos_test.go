@@ -10,8 +10,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestChaos runs mixed traffic between all pairs of three HCAs at once, over a bad
-// network, while objects come and go on the same devices.
+// TestChaos runs mixed traffic between all pairs of three HCAs at once, over a bad network, while objects are created
+// and destroyed on the same devices.
 func TestChaos(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 3, driver: guestdrv.Config{Memory: 64 << 20}})
 	for i, h := range r.hosts {
@@ -34,9 +34,8 @@ func TestChaos(t *testing.T) {
 	})
 }
 
-// churn makes connections, breaks them in the midst of their work and in every
-// order, and insists on what must hold: nothing is written once a region's
-// deregistration has returned (EP-3), and every object can be destroyed.
+// churn makes connections and breaks them during their work and in every order. It requires that nothing is written
+// after a region's deregistration has returned (EP-3), and that every object can be destroyed.
 func churn(t *testing.T, ha, hb *host, rounds int) {
 	rng := rand.New(rand.NewPCG(uint64(ha.mac[5]), 7))
 	src, smr := ha.region(t, 100000, 0)
@@ -76,7 +75,7 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 		}
 		clear(dst.Bytes())
 		if rng.IntN(2) == 0 {
-			// Every request ends, one way or another; the queue is then empty.
+			// Every request ends with success or an error; the queue is then empty.
 			for a.qp.Outstanding() > 0 {
 				if wc := await(t, a.scq, 1)[0]; wc.Status != guestdrv.WCSuccess && wc.Status != guestdrv.WCRemAccessErr &&
 					wc.Status != guestdrv.WCRetryExcErr && wc.Status != guestdrv.WCWRFlushErr {
@@ -99,7 +98,7 @@ func churn(t *testing.T, ha, hb *host, rounds int) {
 	}
 }
 
-// TestLimits fills every table of a VM and sees that room made is room to use.
+// TestLimits fills every table of a VM and checks that freed entries can be reused.
 func TestLimits(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1, limits: hca.Limits{PDs: 3, CQs: 3, QPs: 3, MRs: 3, SRQs: 3}})
 	h := r.hosts[0] // has one PD

@@ -15,8 +15,8 @@ import (
 // commands in the order of submission and answers them in any order.
 //
 // A slot belongs to its caller from slot() until the answer is taken. A caller that stops waiting abandons the slot:
-// the slot stays with the device, and reapLocked returns it to the free slots when the answer arrives. Posted commands
-// are abandoned from the beginning.
+// the device keeps it, and reapLocked returns it to the free slots when the answer arrives. Posted commands are
+// abandoned from the beginning.
 //
 // Interrupts are enabled only while awaited is not zero. Answers to posted commands wait for the next reap, which takes
 // place after postedDelay at the latest: an answer may be a refusal.
@@ -354,7 +354,7 @@ func (d *Device) batch(ctx context.Context, awaited int, reqs []request) (*batch
 func (b *batch) submit(ctx context.Context, reqs []request) (err error) {
 	c := b.d.cmds
 	if len(reqs) > 1 {
-		// A batch that holds one slot and waits for another must not find all slots with batches that do the same.
+		// A batch that has one slot and waits for another must not be blocked by batches that do the same.
 		select {
 		case c.pairs <- struct{}{}:
 		case <-ctx.Done():

@@ -8,9 +8,9 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestSharedUnderlay: eight flows over an underlay of 40 Mbit/s with a short queue all end, and no more is sent in vain
-// than is of use. If it marks packets, the mark on the outer header reaches the inner one (RFC 6040), the far HCA tells
-// of it, and the near one hears.
+// TestSharedUnderlay: eight flows over an underlay of 40 Mbit/s with a short queue all end, and at most half of the
+// packets are sent again. If the underlay marks packets, the outer header's mark reaches the inner one (RFC 6040), the
+// far HCA reports it, and the near one responds.
 func TestSharedUnderlay(t *testing.T) {
 	const flows, size = 8, 512 << 10
 	for _, marks := range []bool{true, false} {
@@ -53,7 +53,7 @@ func TestSharedUnderlay(t *testing.T) {
 		}
 		for _, n := range []uint64{far["np_ecn_marked_roce_packets"], far["np_cnp_sent"], near["rp_cnp_handled"]} {
 			if (n > 0) != (marks && ways.ECN()) {
-				t.Errorf("%d in the chain of marks", n)
+				t.Errorf("a counter of marks or notifications is %d", n)
 			}
 		}
 	}

@@ -20,7 +20,7 @@ import (
 
 const gsiQKey = 0x80010000
 
-// manager speaks for a host's connection management, as its kernel would.
+// manager acts as a host's connection manager, as its kernel would.
 type manager struct {
 	*end
 	out, in *guestdrv.Buffer
@@ -38,7 +38,7 @@ func (h *host) manager(tb testing.TB) *manager {
 	return m
 }
 
-// say sends a message to another manager and waits until it is there.
+// say sends a message to another manager and waits until it has arrived.
 func (m *manager) say(tb testing.TB, to *manager, x cmtest.Message) {
 	tb.Helper()
 	if x.Kind == cm.REQ {
@@ -75,7 +75,7 @@ func managed(tb testing.TB, ma, mb *manager, id uint32) (a, b *end) {
 	return a, b
 }
 
-// connectionOf is the one of a queue pair.
+// connectionOf returns the connection of a queue pair.
 func (h *host) connectionOf(tb testing.TB, qpn uint32) hca.Connection {
 	tb.Helper()
 	for _, c := range h.hca.Connections() {
@@ -94,8 +94,8 @@ func (e *end) write(tb testing.TB, id uint64, n int, smr *guestdrv.MR, dst *gues
 	expect(tb, e.scq, id, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 }
 
-// TestConnections: what connection management says is watched on both sides, a connection's packets follow its tuple,
-// also when that changes while the connection is open, and all of it can be seen (MT-3, MT-4, MT-5).
+// TestConnections: messages of connection management are observed on both sides. A connection's packets follow its
+// tuple, also when the tuple changes while the connection is open, and status shows all of it (MT-3, MT-4, MT-5).
 func TestConnections(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true, second: true})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -128,7 +128,7 @@ func TestConnections(t *testing.T) {
 	check("passive", hb.connectionOf(t, b.qp.Number()), want, back)
 	if c := ha.connectionOf(t, direct.qp.Number()); c.State != "direct" || c.Role != "" || c.Tuple == nil ||
 		*c.Tuple != tuple {
-		t.Errorf("a connection of programs' own making: %+v", c)
+		t.Errorf("a connection without a connection manager: %+v", c)
 	}
 
 	src, smr := ha.region(t, 1<<20, guestdrv.AccessLocalWrite)
@@ -136,7 +136,7 @@ func TestConnections(t *testing.T) {
 	fill(src.Bytes(), 1)
 	a.write(t, 1, 1<<20, smr, dst, dmr)
 
-	// B's host is now reached at, and sends from, its other address: another VTEP for A.
+	// B's host is now reached at its other address, and sends from it: another VTEP for A.
 	nft := `table ip moved {
 		chain in { type filter hook prerouting priority -300; ip daddr 192.0.2.12 udp dport 4789 ip daddr set 192.0.2.2; }
 		chain out { type filter hook postrouting priority 300; ip saddr 192.0.2.2 udp dport 4789 ip saddr set 192.0.2.12; }
@@ -195,13 +195,13 @@ func smr2(tb testing.TB, h *host, b *guestdrv.Buffer) *guestdrv.MR {
 	return mr
 }
 
-// forger sends datagrams of its own making to a VTEP, from inside the peer's namespace.
+// forger sends forged datagrams to a VTEP, from inside the peer's namespace.
 type forger struct {
 	tb   testing.TB
 	site *site
 }
 
-// forgery is a packet that comes from a VTEP, right until a test makes something of it wrong.
+// forgery is a packet from a VTEP, correct except for a test's change.
 type forgery struct {
 	from string // the outer source address
 	cmtest.Packet
@@ -226,8 +226,8 @@ func (f *forger) send(p *forgery) {
 	})
 }
 
-// TestForged: a packet or connection request in which anything is forged is dropped and counted by its reason, and
-// nothing is learnt from it (MT-4, MT-6).
+// TestForged: a packet or connection request with any forged part is dropped and counted by its reason, and nothing is
+// learnt from it (MT-4, MT-6).
 func TestForged(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true, second: true})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -236,11 +236,11 @@ func TestForged(t *testing.T) {
 	_, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
 	dst, dmr := hb.region(t, 4096, allAccess)
 	a.write(t, 1, 64, smr, dst, dmr)
-	secret, xmr := hb.region(t, 4096, guestdrv.AccessLocalWrite) // no right of the peer's
+	secret, xmr := hb.region(t, 4096, guestdrv.AccessLocalWrite) // without rights for the peer
 	ud := hb.udEnd(t, udConfig(), 1234)
 	_, umr := hb.region(t, 4096, allAccess)
 	ud.recv(t, 1, umr.SGE(0, 4096))
-	ha.site.ns.Addr("underlay", "192.0.2.99/24") // nobody's peer
+	ha.site.ns.Addr("underlay", "192.0.2.99/24") // not a peer
 	if err := hb.site.net.SetNeighbour(netip.MustParseAddr("10.0.0.1"),
 		vswitch.Address{MAC: vswitch.MAC(ha.mac)}); err != nil {
 		t.Fatal(err)
@@ -278,7 +278,7 @@ func TestForged(t *testing.T) {
 				m[k] += v
 			}
 		}
-		delete(m, "duplicate") // of what an honest end repeats when a forged NAK of ours reached it
+		delete(m, "duplicate") // packets that an honest end repeats after a forged NAK
 		return m
 	}
 	conns := func() string {
@@ -337,11 +337,11 @@ func TestForged(t *testing.T) {
 			t.Errorf("%s: learnt: %s, before %s", tc.name, x, table)
 		}
 		if bytes.IndexByte(dst.Bytes(), 0xee) >= 0 || bytes.IndexByte(secret.Bytes(), 0xee) >= 0 {
-			t.Fatalf("%s: it reached memory", tc.name)
+			t.Fatalf("%s: the forged packet reached memory", tc.name)
 		}
 	}
-	// Whoever is in the peer's place with the right numbers is the peer; a wrong key is answered as IBTA 9.7.4.1 has it,
-	// and the memory is safe.
+	// A sender in the peer's place with the right numbers cannot be told from the peer; a wrong key is answered as IBTA
+	// 9.7.4.1 requires, and the memory is safe.
 	a.write(t, 2, 64, smr, dst, dmr)
 	start := maps.Clone(counts())
 	f.send(write(xmr.RKey(), secret))
@@ -357,7 +357,7 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// places are the addresses a network knows and where they are.
+// places returns the addresses that a network knows, with their places.
 func places(n *vswitch.Network) (out []string) {
 	for _, e := range n.Entries() {
 		out = append(out, fmt.Sprint(e.MAC, e.Port, e.Remote))

@@ -36,7 +36,7 @@ func (d *Device) CreateCQ(ctx context.Context, n int, o CQOptions) (*CQ, error) 
 	if err != nil {
 		return nil, err
 	}
-	// The arm word has a page of its own, as in a guest: rings are mapped into user space there, the arm word is not.
+	// The arm word has its own page, as in a guest: there, rings are mapped into user space and the arm word is not.
 	armBuf, err := d.mem.alloc(4, pageSize)
 	if err != nil {
 		r.free()
@@ -97,7 +97,7 @@ func (c *CQ) Poll(wcs []Completion) int {
 }
 
 // Arm requests one event for the next completion or, with solicitedOnly, for the next that is solicited or failed. It
-// reports whether completions are present already: these may have arrived too early to raise the event, so poll again.
+// reports whether completions are present already: these may have arrived before Arm and raise no event, so poll again.
 func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 	v := uint32(abi.ArmNext)
 	if solicitedOnly {
@@ -107,7 +107,7 @@ func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 	return c.ring.pending() > 0
 }
 
-// Wait waits for the next event of the CQ. One event is kept while nobody waits.
+// Wait waits for the next event of the CQ. One event is kept until the next Wait.
 func (c *CQ) Wait(ctx context.Context) error {
 	select {
 	case <-c.event:
@@ -153,8 +153,9 @@ func (c *CQ) pollArm(wcs []Completion) (n int, again bool, err error) {
 	return n, again, nil
 }
 
-// Resize moves the CQ to a ring for at least n completions. Nobody may poll meanwhile. If Resize ends with its context
-// or with ErrTimeout, it is unknown which ring the device uses: the CQ can only be closed, which releases both.
+// Resize moves the CQ to a ring for at least n completions. The CQ must not be polled meanwhile. If Resize ends with
+// its context or with ErrTimeout, it is unknown which ring the device uses: the CQ can only be closed, which releases
+// both.
 func (c *CQ) Resize(ctx context.Context, n int) error {
 	d := c.d
 	if err := d.users.enter(); err != nil {

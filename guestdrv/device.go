@@ -158,9 +158,9 @@ func (d *Device) startQueues() error {
 	return nil
 }
 
-// Close ends the connection, which destroys every object of the device, and unmaps the memory. Commands and waits under
-// way fail with ErrClosed. Posting, polling and accesses to Buffer.Bytes must have ended before. Close returns when all
-// goroutines of the device have ended. Further calls return nil.
+// Close ends the connection, which destroys every object of the device, and unmaps the memory. Pending commands and
+// waits fail with ErrClosed. Posting, polling and accesses to Buffer.Bytes must have ended before. Close returns when
+// all goroutines of the device have ended. Further calls return nil.
 func (d *Device) Close() error {
 	var err error
 	d.once.Do(func() {
@@ -178,7 +178,7 @@ func (d *Device) Close() error {
 	return err
 }
 
-// fail records a fatal error of the device; the first one stays.
+// fail records a fatal error of the device; the first one is kept.
 func (d *Device) fail(err error) {
 	d.failMu.Lock()
 	if d.failed == nil {

@@ -1,12 +1,10 @@
-// Package guestdrv is a user-space driver for the vnicd HCA: what the kernel
-// module in guestdrv/linux does in a guest, for programs on the host (PF-4,
-// MT-10). It speaks the same device ABI (guestdrv/linux/vnicd_abi.h) over the
-// same vhost-user socket, as the front end, with a sealed memfd of its own in
-// the place of guest memory.
+// Package guestdrv is a user-space driver for the vnicd HCA. It does for programs on the host what the kernel module in
+// guestdrv/linux does in a guest (PF-4, MT-10). It uses the same device ABI (guestdrv/linux/vnicd_abi.h) over the same
+// vhost-user socket, as the front end, with its own sealed memfd in place of guest memory.
 //
-// The daemon offers a socket for each entry of `applications` in its configuration;
-// whoever may open it is that application, one program at a time, within its limits.
-// guestdrv/examples/pingpong is a complete program.
+// The daemon offers a socket for each entry of `applications` in its configuration. A program that may open it acts as
+// that application: one program at a time, within the application's limits. guestdrv/examples/pingpong is a complete
+// program.
 //
 // The interface resembles verbs. An RC sender, without its error checks:
 //
@@ -33,9 +31,8 @@
 //
 // # Memory
 //
-// Data that the device touches must lie in a Buffer from Device.Alloc. Its VA,
-// which work requests name, is the address of its bytes in this process; its PA
-// is its place in the memfd. They differ on purpose, as they do in a guest. A
+// Data that the device accesses must be in a Buffer from Device.Alloc. Its VA, which work requests use, is the address
+// of its bytes in this process; its PA is its place in the memfd. They differ on purpose, as they do in a guest. A
 // Buffer's bytes must not be used after Device.Close.
 //
 // # Concurrency
@@ -47,8 +44,7 @@
 //
 // # Lifetime
 //
-// Open starts one goroutine per command, event and completion event queue;
-// Device.Close stops and joins them, and unmaps the memory: stop posting, polling
-// and using buffers first. Commands and waits may be under way; they fail with
-// ErrClosed. When vnicd goes away, they fail with ErrDisconnected.
+// Open starts one goroutine per command, event and completion event queue; Device.Close stops and joins them, and
+// unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with ErrClosed. If
+// vnicd ends, they fail with ErrDisconnected.
 package guestdrv

@@ -34,7 +34,7 @@ func destroy(tb testing.TB, ends ...*end) {
 	}
 }
 
-// TestRetryExceeded sends to a QP that is not there.
+// TestRetryExceeded sends to a QP that does not exist.
 func TestRetryExceeded(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	_, smr := r.hosts[0].region(t, 4096, 0)
@@ -101,7 +101,7 @@ func TestFlush(t *testing.T) {
 	b.post(t, &request{ID: 70, Opcode: guestdrv.WRSend})
 	expect(t, b.scq, 70, guestdrv.WCWRFlushErr, 0)
 	b.recv(t, 71)
-	// A post to the RQ has no doorbell (rxe's ABI); the next one to the SQ brings it along at the latest.
+	// A post to the RQ has no doorbell (rxe's ABI); the next post to the SQ makes the device read it, too.
 	b.post(t, &request{ID: 72, Opcode: guestdrv.WRSend})
 	expect(t, b.scq, 72, guestdrv.WCWRFlushErr, 0)
 	expect(t, b.rcq, 71, guestdrv.WCWRFlushErr, 0)
@@ -119,7 +119,7 @@ func TestFlush(t *testing.T) {
 	expect(t, b.rcq, 80, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }
 
-// TestCommandErrors sees that commands are refused with the status that says why.
+// TestCommandErrors checks that commands are refused with the right status.
 func TestCommandErrors(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
 	h := r.hosts[0]

@@ -7,14 +7,14 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// operation is an operation of RC and what errors it can meet.
+// operation is an operation of RC and the errors that it can have.
 type operation struct {
 	name string
 	op   guestdrv.Opcode
 	data int             // bytes that it gathers
 	into int             // bytes that it scatters
-	need guestdrv.Access // right at the peer; 0: it names no memory there
-	recv bool            // it takes a receive
+	need guestdrv.Access // right needed at the peer; 0: it accesses no memory there
+	recv bool            // it consumes a receive
 }
 
 var operations = []operation{
@@ -31,10 +31,10 @@ var operations = []operation{
 	{name: "FLUSH", op: guestdrv.WRFlush, need: guestdrv.AccessFlushGlobal},
 }
 
-// managing are the verbs that send nothing: table "memory" has them.
+// managing are the verbs that send nothing: table "memory" has their errors.
 var managing = []guestdrv.Opcode{guestdrv.WRLocalInv, guestdrv.WRBindMW, guestdrv.WRRegMR}
 
-// request makes v's, from and to good memory, with key as R_Key.
+// request makes v's request, from and to good memory, with key as R_Key.
 func (w *badWorld) request(v *operation, key uint32) *request {
 	wr := &request{Opcode: v.op, RemoteAddr: w.dmr.Addr(), RKey: key,
 		Flush: guestdrv.Flush{Length: 64, Placement: guestdrv.FlushGlobal}}
@@ -47,8 +47,8 @@ func (w *badWorld) request(v *operation, key uint32) *request {
 	return wr
 }
 
-// everyVerb crosses verbs with the errors of IBTA 11.6.2 that a program can provoke. What it cannot, and why:
-// impossible. Bad responses and local access errors need a peer that is not this device: device/rdma/roce has them.
+// everyVerb combines verbs with the errors of IBTA 11.6.2 that a program can provoke; impossible names the others, with
+// reasons. Bad responses and local access errors need a peer that is not this device; device/rdma/roce tests them.
 func (w *badWorld) everyVerb() (all []badRequest) {
 	good := w.dmr.RKey()
 	for i := range operations {
@@ -82,7 +82,7 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 				wr.SGL[0].Length = 16
 			case v.into == 8:
 				wr.SGL[0].Length = 7
-			default: // nothing is looked at before
+			default: // nothing is checked before
 				wr.SGL = []guestdrv.SGE{{Addr: w.src.Addr(), Length: 1 << 31, LKey: w.smr.LKey()}, w.smr.SGE(0, 1)}
 			}
 			add("wrong length", badRequest{ibta: "9.7.7, 9.9.2, A19", wr: wr, status: guestdrv.WCLocLenErr})
@@ -106,7 +106,7 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 				{"region without the right", "9.9.3, 10.6.3", w.local.RKey()},
 			} {
 				b := refusedAccess(badRequest{ibta: r.ibta, wr: w.request(v, r.key)})
-				if v.recv { // it was posted, not taken: what a QP in ERR does with those
+				if v.recv { // posted, not consumed: flushed in ERR
 					b.recv = []guestdrv.SGE{}
 				}
 				add(r.what, b)
@@ -137,7 +137,7 @@ func (w *badWorld) everyVerb() (all []badRequest) {
 	return all
 }
 
-// prepare makes of two connected ends what the request is to meet.
+// prepare brings two connected ends into the state for the request.
 func (b *badRequest) prepare(t *testing.T, a, p *end) {
 	t.Helper()
 	ok := func(err error) {
@@ -175,8 +175,8 @@ type cell struct {
 	status guestdrv.WCStatus
 }
 
-// impossible says why a verb of RC cannot end with a status, by verb where it is one's own reason. Every other cell
-// must have been tried.
+// impossible returns why a verb of RC cannot end with a status, with a reason per verb where it differs. Every other
+// cell must have been tested.
 func (v *operation) impossible(status guestdrv.WCStatus) string {
 	switch {
 	case status == abi.WCLocEECOpErr, status == abi.WCLocRDDViolErr, status == abi.WCRemInvRdReqErr,
@@ -187,24 +187,24 @@ func (v *operation) impossible(status guestdrv.WCStatus) string {
 	case status == guestdrv.WCMWBindErr:
 		return "of registration, invalidation and binding"
 	case status == guestdrv.WCBadRespErr:
-		return "a peer that answers wrong: TestRequesterResponses in device/rdma/roce"
+		return "a peer with wrong responses: TestRequesterResponses in device/rdma/roce"
 	case status == guestdrv.WCLocAccessErr:
 		return "of receives: TestResponderImmAccess in device/rdma/roce"
 	case v.data+v.into == 0 && (status == guestdrv.WCLocProtErr || status == guestdrv.WCLocLenErr):
-		return "it has no memory here"
+		return "it accesses no local memory"
 	case status == guestdrv.WCLocQPOpErr && v.into == 0 && v.op != guestdrv.WRAtomicWrite && v.op != guestdrv.WRFlush:
 		return "every RC QP carries it; what does not fit into the ring is refused at posting, or an unknown opcode"
 	case v.need == 0 && v.op != guestdrv.WRSendWithInv && status == guestdrv.WCRemAccessErr:
-		return "it names no memory there"
+		return "it accesses no memory there"
 	case status == guestdrv.WCRemOpErr && (!v.recv || v.need != 0):
-		return "it uses no memory of a receive there"
+		return "it writes to no memory of a receive"
 	case status == guestdrv.WCRNRRetryExcErr && !v.recv && v.op != guestdrv.WRRDMAWrite:
-		return "it takes no receive, and what waits for a page is not told before its timeout"
+		return "it consumes no receive, and a wait for a page ends only with its timeout"
 	}
 	return ""
 }
 
-// complete sees that every cell of the table was tried, or cannot be.
+// complete checks that every cell of the table was tested, or is impossible.
 func (w *badWorld) complete(t *testing.T) {
 	for i := range operations {
 		v := &operations[i]

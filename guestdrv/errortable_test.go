@@ -7,33 +7,32 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// badRequest is a request that must fail: what IBTA volume 1 says of it, and what
-// both sides see.
+// badRequest is a request that must fail, with what IBTA volume 1 requires and what both sides see.
 type badRequest struct {
 	name string
-	ibta string // where it is said; 11.6.2 defines the statuses, 11.6.3 the events, 10.3.1 the states
+	ibta string // sections; 11.6.2 defines the statuses, 11.6.3 the events, 10.3.1 the states
 	wr   *request
-	make func() *request // instead of wr: of the objects made for each request
-	// kernel: posted by a kernel's QP; else by a process's.
+	make func() *request // instead of wr: uses the objects made for each request
+	// kernel: posted by a kernel's QP; otherwise by a process's.
 	kernel  bool
 	flushed bool              // by a QP in ERR
-	access  guestdrv.Access   // of the peer's QP, 0: all
+	access  guestdrv.Access   // of the peer's QP; 0: all
 	recv    []guestdrv.SGE    // posted at the peer; nil: none
-	status  guestdrv.WCStatus // of the request; what is behind it is flushed, unless it is WCSuccess
-	// peer is what becomes of the receive: a status, or still for it stays posted.
+	status  guestdrv.WCStatus // of the request; later requests are flushed, unless it is WCSuccess
+	// peer is the status of the peer's receive, or still if it stays posted.
 	peer guestdrv.WCStatus
-	// event tells the peer's program; 0: it hears nothing.
+	// event is the event at the peer's program; 0: none.
 	event guestdrv.EventType
 	srq   bool // the peer receives from an SRQ
-	alone bool // the peer's QP is gone
+	alone bool // the peer's QP has been destroyed
 	noRd  bool // max_rd_atomic is 0
-	// breaks: the peer's QP is in ERR then, else as before.
+	// breaks: the peer's QP is in ERR afterwards; otherwise its state is unchanged.
 	breaks bool
 }
 
 const still = 0xffffffff
 
-// badWorld is what the requests are made of. The requester is hosts[0].
+// badWorld has the objects that the requests use. The requester is hosts[0].
 type badWorld struct {
 	*rig
 	src, dst, mem                               *guestdrv.Buffer
@@ -110,20 +109,20 @@ func (w *badWorld) atomicWrite(mr *guestdrv.MR, off uint64, n int) *request {
 
 func send(sge ...guestdrv.SGE) *request { return &request{Opcode: guestdrv.WRSend, SGL: sge} }
 
-// refusedAccess: the responder finds a key, a right or bounds violated.
+// refusedAccess: the responder finds a violation of key, rights or bounds.
 func refusedAccess(b badRequest) badRequest {
 	b.status, b.event, b.breaks, b.peer = guestdrv.WCRemAccessErr, guestdrv.EventQPAccessErr, true, guestdrv.WCWRFlushErr
 	return b
 }
 
-// refusedInvalidation: the same, told of the receive as well.
+// refusedInvalidation is refusedAccess that also ends the receive with an error.
 func refusedInvalidation(b badRequest) badRequest {
 	b = refusedAccess(b)
 	b.peer = guestdrv.WCRemAccessErr
 	return b
 }
 
-// refusedRequest: the responder cannot make sense of the request.
+// refusedRequest: the responder finds the request malformed or unsupported.
 func refusedRequest(b badRequest) badRequest {
 	b.status, b.event, b.breaks, b.peer = guestdrv.WCRemInvReqErr, guestdrv.EventQPReqErr, true, guestdrv.WCWRFlushErr
 	return b
@@ -165,7 +164,7 @@ func (w *badWorld) reliable() []badRequest {
 		{name: "write to an absent page that stays so", ibta: "9.7.5.2.8", wr: w.write(w.absent, 4096, 100),
 			status: guestdrv.WCRNRRetryExcErr, event: guestdrv.EventPageFault},
 
-		// What the peer's QP does not do: NAK "invalid request".
+		// Operations that the peer's QP does not support: NAK "invalid request".
 		refusedRequest(badRequest{name: "write, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.write(dmr, 0, 100),
 			access: guestdrv.AccessRemoteRead}), refusedRequest(badRequest{name: "read, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2",
 			wr: w.read(dmr, 0, 100), access: guestdrv.AccessRemoteWrite}),
@@ -192,7 +191,7 @@ func (w *badWorld) reliable() []badRequest {
 			wr:     &request{Opcode: guestdrv.WRRDMAWriteWithImm, RemoteAddr: dmr.Addr(), RKey: dmr.RKey()},
 			status: guestdrv.WCRNRRetryExcErr},
 
-		// The requester's own memory and requests: nothing of it reaches the peer.
+		// The requester's own memory and requests: nothing reaches the peer.
 		{name: "gather beyond the end", ibta: "9.9.2, 10.6.3",
 			wr: send(guestdrv.SGE{Addr: w.src.Addr() + 8000, Length: 500, LKey: smr.LKey()}), recv: []guestdrv.SGE{},
 			status: guestdrv.WCLocProtErr, peer: still},
@@ -214,7 +213,7 @@ func (w *badWorld) reliable() []badRequest {
 	}
 }
 
-// manage are registration, invalidation and binding (10.6, 11.4.4): "memory management operation error".
+// manage returns registration, invalidation and binding (10.6, 11.4.4): "memory management operation error".
 func (w *badWorld) manage() (all []badRequest) {
 	reg := func(name string, f func(*guestdrv.Registration)) badRequest {
 		return badRequest{name: name, ibta: "11.4.4.1, 10.6.4", kernel: true, status: guestdrv.WCMWBindErr,
@@ -266,7 +265,7 @@ func (w *badWorld) manage() (all []badRequest) {
 	}
 }
 
-// unreliable are those of UC (9.8.2): nobody tells the requester what the peer made of its message.
+// unreliable returns requests of UC (9.8.2): the requester gets no response to its message.
 func (w *badWorld) unreliable() []badRequest {
 	return []badRequest{
 		{name: "write beyond the end", ibta: "9.8.2.2", wr: w.write(w.dmr, 8000, 500), recv: []guestdrv.SGE{}, peer: still},
@@ -289,7 +288,7 @@ func (w *badWorld) unreliable() []badRequest {
 	}
 }
 
-// datagrams are those of UD (9.8.3).
+// datagrams returns requests of UD (9.8.3).
 func (w *badWorld) datagrams() []badRequest {
 	to := func(ah *guestdrv.AH, qkey uint32, n int) *request {
 		return &request{Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{w.smr.SGE(0, n)}, AH: ah, QKey: qkey}
@@ -313,8 +312,8 @@ func (w *badWorld) datagrams() []badRequest {
 	}
 }
 
-// TestErrors makes a request fail in every way in which a peer, a key or the request
-// itself can make it fail, and looks at both sides: statuses, states, events, memory.
+// TestErrors makes a request fail in every way that a peer, a key or the request can cause, and checks both sides:
+// statuses, states, events, memory.
 func TestErrors(t *testing.T) {
 	w := newBadWorld(t)
 	for _, x := range []struct {
@@ -406,7 +405,7 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ guestdrv.QPType) {
 	}
 	fill(w.src.Bytes(), 1)
 	before := append([]byte{}, w.dst.Bytes()...)
-	wr.ID, wr.Flags, wr.RemoteQPN = 10, 0, p.qp.Number() // unsignalled: a failure is reported all the same
+	wr.ID, wr.Flags, wr.RemoteQPN = 10, 0, p.qp.Number() // unsignalled: failures are still reported
 	behind := &request{ID: 11, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled}
 	if typ == guestdrv.QPTypeUD {
 		behind.AH, behind.RemoteQPN, behind.QKey = w.ah, 0xfffffe, 5
@@ -444,7 +443,7 @@ func (b *badRequest) try(t *testing.T, w *badWorld, typ guestdrv.QPType) {
 	if b.event != 0 {
 		hb.wantEvent(t, b.event, p.qp.Number())
 	}
-	if b.srq && b.breaks { // what is left in the SRQ is for others (10.2.9.3, 11.6.3.2)
+	if b.srq && b.breaks { // the rest of the SRQ is for other QPs (10.2.9.3, 11.6.3.2)
 		hb.wantEvent(t, guestdrv.EventQPLastWQE, p.qp.Number())
 	}
 	b.goOn(t, w, a, p, typ, local)
@@ -463,7 +462,7 @@ func (h *host) dropped(tb testing.TB) uint64 {
 	return st[guestdrv.StatRxDropped]
 }
 
-// goOn looks at the states, and that they mean what they should.
+// goOn checks the states and their effects.
 func (b *badRequest) goOn(t *testing.T, w *badWorld, a, p *end, typ guestdrv.QPType, local guestdrv.QPState) {
 	t.Helper()
 	good := &request{ID: 13, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled}
@@ -474,7 +473,7 @@ func (b *badRequest) goOn(t *testing.T, w *badWorld, a, p *end, typ guestdrv.QPT
 		t.Errorf("the QP is in state %d, want %d", s, local)
 	}
 	if local == guestdrv.QPErr {
-		a.post(t, good) // what is posted in ERR is flushed as well
+		a.post(t, good) // requests posted in ERR are flushed as well
 		expect(t, a.scq, 13, guestdrv.WCWRFlushErr, 0)
 	}
 	if local == guestdrv.QPSQE {
@@ -483,7 +482,7 @@ func (b *badRequest) goOn(t *testing.T, w *badWorld, a, p *end, typ guestdrv.QPT
 		}
 	}
 	if !b.breaks && local != guestdrv.QPErr {
-		// A good message after the bad one finds the receive that is still there, or this.
+		// A good message after the bad one uses the receive that is still posted, or this one.
 		if b.recv == nil {
 			b.recv = []guestdrv.SGE{w.dmr.SGE(0, 100)}
 			b.receive(t, p)
@@ -491,7 +490,7 @@ func (b *badRequest) goOn(t *testing.T, w *badWorld, a, p *end, typ guestdrv.QPT
 		a.post(t, good)
 		expect(t, a.scq, 13, guestdrv.WCSuccess, guestdrv.WCOpSend)
 		if wc := expect(t, p.rcq, 50, guestdrv.WCSuccess, guestdrv.WCOpRecv); wc.ByteLen > grhLen {
-			t.Errorf("the receive took the bad message: %+v", wc)
+			t.Errorf("the bad message consumed the receive: %+v", wc)
 		}
 	}
 	if b.alone {

@@ -12,10 +12,10 @@ import (
 
 // asyncEvents is the asynchronous event queue. Page faults of on-demand regions are dispatched to their pagers, and
 // their buffers return to the device at once. Other events keep their buffers until NextEvent returns them: while
-// queueSize events wait, the device has no buffer and holds further events, faults included. No event is lost.
+// queueSize events wait, the device has no buffer and holds back further events, faults included. No event is lost.
 type asyncEvents struct {
 	mu   sync.Mutex
-	q    *frontend.Queue // guarded by mu, but for Await
+	q    *frontend.Queue // guarded by mu, except Await
 	d    *Device
 	bufs *Buffer
 
@@ -31,7 +31,7 @@ type Event struct {
 	VA     uint64 // first byte that is needed
 	Length uint64 // bytes
 	Key    uint32 // of the region
-	Access Access // that the operation needs
+	Access Access // needed by the operation
 	Token  uint32 // for Device.ResumeFault
 }
 

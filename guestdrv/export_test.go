@@ -6,7 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// CommandInterrupts is how often the device has signalled the command queue since the last call.
+// CommandInterrupts returns how often the device has signalled the command queue since the last call.
 func (d *Device) CommandInterrupts() uint64 {
 	var b [8]byte
 	if _, err := unix.Read(d.cmds.q.CallFD(), b[:]); err != nil {
@@ -15,10 +15,10 @@ func (d *Device) CommandInterrupts() uint64 {
 	return binary.NativeEndian.Uint64(b[:])
 }
 
-// Armed is the CQ's arm word.
+// Armed returns the CQ's arm word.
 func (c *CQ) Armed() uint32 { return c.arm.Load() }
 
-// RingGeometry changes the geometry in the shared header of the send queue, which the device must not believe.
+// RingGeometry changes the geometry in the shared header of the send queue, which the device must not trust.
 func (q *QP) RingGeometry(log2, mask uint32) {
 	le.PutUint32(q.sq.buf.data[0:], log2)
 	le.PutUint32(q.sq.buf.data[4:], mask)
@@ -30,12 +30,12 @@ func (q *QP) SendIndices(prod, cons uint32) {
 	q.sq.cons.Store(cons)
 }
 
-// RawSendWR makes a request with any opcode, also invalid ones.
+// RawSendWR makes a request with any opcode, valid or not.
 func RawSendWR(id uint64, op Opcode, key uint32, to Datagram) *SendWR {
 	return &SendWR{ID: id, op: op, key: key, to: to}
 }
 
-// SimpleQueues makes a device do without indirect descriptors and event indices.
+// SimpleQueues disables the use of indirect descriptors and event indices.
 func (c Config) SimpleQueues() Config {
 	c.simpleQueues = true
 	return c

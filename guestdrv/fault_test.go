@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// holed registers a buffer of 16 pages at a VA of its own, with every second page absent.
+// holed registers a buffer of 16 pages at its own VA, with every second page absent.
 func (h *host) holed(tb testing.TB, access guestdrv.Access) (*guestdrv.Buffer, *guestdrv.MR, func()) {
 	tb.Helper()
 	const pages = 16
@@ -56,14 +56,13 @@ func (h *host) faulted(tb testing.TB, n uint64) uint64 {
 	}
 }
 
-// TestGuestFaults meets absent pages on both sides of every RC operation. The QP
-// waits until the pages are there (PF-8, PF-10, PF-12); another QP of the same VM
-// goes on meanwhile.
+// TestGuestFaults accesses absent pages on both sides of every RC operation. The QP waits until the pages are present
+// (PF-8, PF-10, PF-12); another QP of the same VM continues meanwhile.
 func TestGuestFaults(t *testing.T) {
 	const n = 50000
 	for _, tc := range []struct {
 		name      string
-		responder bool // whose memory has the holes
+		responder bool // the responder's memory has the holes, not the requester's
 		wr        request
 		wcop      guestdrv.WCOpcode
 	}{

@@ -19,8 +19,8 @@ func testMemory(t *testing.T, size uint64) *memory {
 	return m
 }
 
-// TestMemory hands out and takes back at random and compares with a model: buffers
-// are zeroed, aligned, within the memory and apart from each other.
+// TestMemory allocates and frees at random and compares with a model: buffers are zeroed, aligned, within the memory
+// and disjoint.
 func TestMemory(t *testing.T) {
 	const pages = 256
 	m := testMemory(t, pages<<pageShift)
@@ -56,7 +56,7 @@ func TestMemory(t *testing.T) {
 		}
 		if uint64(b.Len()) != n || b.PA()%align != 0 || b.PA() < uint64(paBase) ||
 			b.PA()+n > uint64(paBase)+pages<<pageShift {
-			t.Fatalf("asked for %d bytes aligned to %#x, got %d at %#x", n, align, b.Len(), b.PA())
+			t.Fatalf("requested %d bytes aligned to %#x, got %d at %#x", n, align, b.Len(), b.PA())
 		}
 		if !bytes.Equal(b.Bytes(), zeros[:n]) {
 			t.Fatal("buffer is not zeroed")
@@ -71,7 +71,7 @@ func TestMemory(t *testing.T) {
 		b.Close()
 	}
 	if _, err := m.alloc(pages<<pageShift, pageSize); err != nil {
-		t.Errorf("all was freed, yet: %v", err)
+		t.Errorf("everything was freed, but: %v", err)
 	}
 }
 
@@ -117,7 +117,7 @@ func TestRing(t *testing.T) {
 				t.Fatalf("%d pending, want %d", r.pending(), len(model))
 			}
 		}
-		// Whatever the device writes into its index, the driver stays inside the ring.
+		// Whatever the device writes to its index, the driver stays inside the ring.
 		for _, c := range []uint32{0xffffffff, 0x80000000, r.mask + 1} {
 			r.cons.Store(c)
 			r.room()
@@ -166,7 +166,7 @@ func TestParseResponse(t *testing.T) {
 	}
 }
 
-// FuzzResponse: whatever the device answers, the driver does not panic.
+// FuzzResponse: no answer of the device makes the driver panic.
 func FuzzResponse(f *testing.F) {
 	f.Add([]byte{}, uint32(0))
 	f.Add(make([]byte, 64), uint32(64))

@@ -10,8 +10,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// stopLoops makes the loops of a site execute nothing until the returned function is called: commands that need a loop,
-// and those queued behind them, are not answered.
+// stopLoops stops the loops of a site until the returned function is called: commands that need a loop, and those
+// queued behind them, get no answer.
 func stopLoops(tb testing.TB, s *site) (release func()) {
 	tb.Helper()
 	gate, stopped := make(chan struct{}), make(chan struct{}, len(s.loops))
@@ -26,7 +26,7 @@ func stopLoops(tb testing.TB, s *site) (release func()) {
 	return func() { close(gate) }
 }
 
-// largest returns the size of the largest buffer that can be allocated, bytes.
+// largest returns the size in bytes of the largest buffer that can be allocated.
 func largest(tb testing.TB, h *host) int {
 	tb.Helper()
 	lo, hi := 0, 64<<20
@@ -48,8 +48,8 @@ func largest(tb testing.TB, h *host) int {
 	return lo
 }
 
-// A command whose context ends, or that takes longer than Config.Timeout, ends alone: the device remains usable, and
-// what the command used or made is released once the device has answered.
+// A command whose context ends, or that exceeds Config.Timeout, affects no other: the device remains usable, and memory
+// and objects of the command are released once the device has answered.
 func TestLateAnswers(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1, driver: guestdrv.Config{Timeout: 200 * time.Millisecond}})
 	h := r.hosts[0]
@@ -72,7 +72,7 @@ func TestLateAnswers(t *testing.T) {
 		if err := qp.Close(); !errors.Is(err, guestdrv.ErrTimeout) || !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("round %d: Close: %v, want %v", round, err, guestdrv.ErrTimeout)
 		}
-		// More than there are command slots, behind the one that waits for the loops.
+		// More commands than slots, behind the one that waits for the loops.
 		for i := range 20 {
 			ctx, cancel := context.WithTimeout(bg, 10*time.Millisecond)
 			var err error
@@ -99,7 +99,7 @@ func TestLateAnswers(t *testing.T) {
 		})
 		testutil.Eventually(t, "their memory is free", func() bool { return largest(t, h) == room })
 	}
-	// All slots are there again, and the device works.
+	// All slots are free again, and the device works.
 	for range 40 {
 		if err := newQP().Close(); err != nil {
 			t.Fatal(err)
@@ -107,7 +107,7 @@ func TestLateAnswers(t *testing.T) {
 	}
 }
 
-// A canceled command ends at once, and Device.Close does not wait for answers that never come, only, for 10 s at most,
+// A canceled command ends at once. Device.Close does not wait for answers that never come; it waits for at most 10 s
 // for the back end to return the memory.
 func TestNoAnswer(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1, driver: guestdrv.Config{Timeout: patience}})
@@ -128,7 +128,7 @@ func TestNoAnswer(t *testing.T) {
 	cause := errors.New("not needed any more")
 	go func() {
 		for {
-			if _, err := h.AllocPD(ctx); err != nil { // the first may be ahead of the destruction
+			if _, err := h.AllocPD(ctx); err != nil { // the first may precede the destruction
 				canceled <- err
 				return
 			}
@@ -143,6 +143,6 @@ func TestNoAnswer(t *testing.T) {
 		t.Error(err)
 	}
 	if err := <-closed; !errors.Is(err, guestdrv.ErrClosed) {
-		t.Errorf("a command under way ends with %v, want %v", err, guestdrv.ErrClosed)
+		t.Errorf("a pending command ends with %v, want %v", err, guestdrv.ErrClosed)
 	}
 }

@@ -20,13 +20,12 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestReopen closes a driver in the midst of traffic, many times; the other side
-// goes on, and nothing is left behind.
+// TestReopen closes a driver during traffic, many times; the other side continues, and nothing is left.
 func TestReopen(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 3})
 	ha, hb, hc := r.hosts[0], r.hosts[1], r.hosts[2]
 	const size = 200000
-	// A connection between two others that must not notice.
+	// A connection between two other hosts that must not be affected.
 	x, y := connect(t, ha, hc, qpDefaults(), guestdrv.ConnectOptions{})
 	_, xm := ha.region(t, size, allAccess)
 	_, ym := hc.region(t, size, allAccess)
@@ -50,7 +49,7 @@ func TestReopen(t *testing.T) {
 		for i := range 20 {
 			expect(t, x.scq, uint64(i), guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		}
-		// Whatever had not arrived fails: first by too many retries, then flushed.
+		// Requests that had not arrived fail: the first by too many retries, the others flushed.
 		failed := false
 		for _, wc := range await(t, a.scq, 19) {
 			switch {
@@ -67,9 +66,9 @@ func TestReopen(t *testing.T) {
 	}
 	_ = y
 	if n := countFDs(t); n > fds {
-		t.Errorf("%d file descriptors are open, %d were", n, fds)
+		t.Errorf("%d file descriptors are open, %d before", n, fds)
 	}
-	if n := countMaps(t); n > maps+4 { // the runtime's own may grow a little
+	if n := countMaps(t); n > maps+4 { // the runtime may add a few
 		t.Errorf("%d mappings, %d were", n, maps)
 	}
 }
@@ -173,7 +172,7 @@ func TestCloseUnderUse(t *testing.T) {
 	}
 }
 
-// TestConcurrentCommands creates and destroys from several goroutines at once.
+// TestConcurrentCommands creates and destroys objects from several goroutines.
 func TestConcurrentCommands(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
 	h := r.hosts[0]
@@ -213,7 +212,7 @@ func TestConcurrentCommands(t *testing.T) {
 	wg.Wait()
 }
 
-// TestLargeRegion needs several SET_MTT commands, out-of-order pages, and crosses pages in its accesses.
+// TestLargeRegion needs several SET_MTT commands, pages out of order, and accesses across pages.
 func TestLargeRegion(t *testing.T) {
 	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 192 << 20}})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -222,7 +221,7 @@ func TestLargeRegion(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Pages in reverse: VA page i is the buffer's page pages-1-i.
+	// Pages in reverse order: VA page i is the buffer's page pages-1-i.
 	pas := make([]uint64, pages)
 	for i := range pas {
 		pas[i] = buf.PA() + uint64(pages-1-i)<<12
@@ -252,7 +251,7 @@ func TestLargeRegion(t *testing.T) {
 	}
 }
 
-// TestPrivileged checks who may name real addresses (RA-1..3).
+// TestPrivileged checks which QPs may use real addresses (RA-1..3).
 func TestPrivileged(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	c := qpDefaults()
@@ -272,8 +271,8 @@ func TestPrivileged(t *testing.T) {
 	expect(t, a.scq, 2, guestdrv.WCLocProtErr, 0)
 }
 
-// TestHostileRing spoils what a guest's user space can reach: the geometry in the
-// ring header and the indices. The device must not follow, nor harm anybody else.
+// TestHostileRing corrupts the parts that a guest's user space can write: the geometry in the ring header and the
+// indices. The device must not use them, and no other guest may be affected.
 func TestHostileRing(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -286,7 +285,7 @@ func TestHostileRing(t *testing.T) {
 	x, _ := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
 	x.qp.SendIndices(0xfffffff0, 0x12345678)
 	x.qp.Ring()
-	// Whatever x does with that, the neighbour goes on.
+	// Whatever x does with that, the other connection continues.
 	for i := range 100 {
 		a.post(t, &request{ID: uint64(i), Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled | sendInline,
 			Inline: []byte("yz"), RemoteAddr: dst.Addr(), RKey: dmr.RKey()})
@@ -297,7 +296,7 @@ func TestHostileRing(t *testing.T) {
 	}
 }
 
-// TestDatapathAllocs posts and polls on a live connection without one allocation.
+// TestDatapathAllocs posts and polls on a live connection without an allocation.
 func TestDatapathAllocs(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -307,7 +306,7 @@ func TestDatapathAllocs(t *testing.T) {
 	rwr := guestdrv.RecvWR{ID: 2, SGL: []guestdrv.SGE{dmr.SGE(0, 64)}}
 	wcs := make([]guestdrv.Completion, 1)
 	ctx := ctxFor(t)
-	// The whole process is counted: driver, device and loops.
+	// This counts the whole process: driver, device and loops.
 	n := testing.AllocsPerRun(200, func() {
 		if b.qp.PostRecv(&rwr) != nil || a.qp.PostSend(wr) != nil {
 			t.Fatal("post failed")
@@ -357,7 +356,7 @@ func TestSecondDriver(t *testing.T) {
 	d, err := guestdrv.Open(bg, r.hosts[0].path, guestdrv.Config{Timeout: patience})
 	if err == nil {
 		_ = d.Close()
-		t.Fatal("two drivers at once")
+		t.Fatal("a second driver could connect")
 	}
 	t.Log(err)
 	if _, err := r.hosts[0].AllocPD(bg); err != nil {
@@ -365,7 +364,7 @@ func TestSecondDriver(t *testing.T) {
 	}
 }
 
-// TestQueryQP reads back what was set.
+// TestQueryQP reads back the attributes that were set.
 func TestQueryQP(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	o := guestdrv.ConnectOptions{Timeout: 13, RetryCnt: 5, RNRRetry: 4, MinRNRTimer: 9, RdAtomic: 3, MTU: guestdrv.MTU512,
@@ -405,7 +404,7 @@ func (w wrongDevice) ReadConfig(dst []byte, off uint32) error {
 	return nil
 }
 
-// TestIdle leaves QPs in every state behind and sees that the loops sleep.
+// TestIdle leaves QPs in every state and checks that the loops sleep.
 func TestIdle(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), quick)
@@ -425,8 +424,8 @@ func TestIdle(t *testing.T) {
 		t.Fatal(err)
 	}
 	a.h.wantEvent(t, guestdrv.EventSQDrained, sqd.qp.Number())
-	// A loop that works for nothing makes tens of thousands of rounds in this time.
-	// ERR QPs look for receives to flush now and then, ever more rarely.
+	// A loop that does not sleep makes tens of thousands of rounds in this time. QPs in ERR check for receives to flush
+	// now and then, at growing intervals.
 	var before [2]loop.Stats
 	for i, l := range r.sites[0].loops {
 		before[i] = l.Stats()
@@ -441,7 +440,7 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// TestOpenErrors opens what is no vnicd HCA.
+// TestOpenErrors opens devices that are not a vnicd HCA.
 func TestOpenErrors(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
 	if err := r.hosts[0].Device.Close(); err != nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// impairment spoils the network behind an HCA: of 1000 frames it drops, doubles,
-// corrupts and holds back (until a few others have passed) so many.
+// impairment is a bad network behind an HCA. Its numbers are how many of 1000 frames it drops, duplicates, corrupts and
+// holds back (until a few others have passed).
 type impairment struct {
 	drop, double, corrupt, delay int
 }
@@ -30,7 +30,7 @@ type impaired struct {
 
 type heldFrame struct {
 	b    *frame.Buf
-	left int // frames that may still pass it
+	left int // frames that may still overtake it
 }
 
 // impair puts the impairment behind host h.
@@ -47,7 +47,7 @@ func (r *rig) impair(h *host, i impairment, seed uint64) {
 	})
 }
 
-// framePort is a Port that carries frames and knows no paths.
+// framePort is a Port that carries frames and has no paths.
 type framePort func(l *loop.Loop, b *frame.Buf)
 
 func (f framePort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
@@ -72,7 +72,7 @@ func (im *impaired) input(l *loop.Loop, b *frame.Buf) {
 		b.Ref()
 		out = append(out, b, b)
 	case take(im.corrupt):
-		// The frame is the sender's: spoil a copy, anywhere behind the Ethernet header.
+		// The frame belongs to the sender: corrupt a copy, anywhere behind the Ethernet header.
 		if c := im.pool.Get(); c != nil {
 			c.Append(b.Bytes())
 			f := c.Bytes()
@@ -102,8 +102,8 @@ func (im *impaired) input(l *loop.Loop, b *frame.Buf) {
 	}
 }
 
-// TestImpairedNetwork runs all operations over networks that lose, double,
-// corrupt and reorder. Every completion must be a success and all data right.
+// TestImpairedNetwork runs all operations over networks that lose, duplicate, corrupt and reorder. Every completion
+// must be a success and all data right.
 func TestImpairedNetwork(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -120,7 +120,7 @@ func TestImpairedNetwork(t *testing.T) {
 			for i, h := range r.hosts {
 				r.impair(h, tc.i, uint64(i))
 			}
-			// A short timeout: the end of a message has nothing behind it that would show its loss.
+			// A short timeout: no later packet reveals the loss of a message's end.
 			a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{Timeout: 12})
 			mixedTraffic(t, a, b, 150, 1)
 			st, err := a.h.Stats(bg)
@@ -133,8 +133,8 @@ func TestImpairedNetwork(t *testing.T) {
 	}
 }
 
-// mixedTraffic runs n operations of all kinds and random sizes from a to b, several at once, and compares
-// both memories with a model at the end.
+// mixedTraffic runs n operations of all kinds and random sizes from a to b, several at once, and compares both memories
+// with a model at the end.
 func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 	t.Helper()
 	const slots, slotSize = 16, 20000
@@ -145,9 +145,8 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 	fill(remote.Bytes(), 2)
 	wantL, wantR := append([]byte{}, local.Bytes()...), append([]byte{}, remote.Bytes()...)
 
-	// The lower half of each memory is the source, the upper half the target, so
-	// that the order among concurrent READs and WRITEs does not matter; each
-	// target slot is used by one operation at a time because RC executes in order.
+	// The lower half of each memory is the source, the upper half the target, so that the order among concurrent READs
+	// and WRITEs does not matter. Each target slot is used by one operation at a time because RC executes in order.
 	ctx := ctxFor(t)
 	type recv struct{ off, n int }
 	var recvs []recv

@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// kernelPair is a connection whose first end is a kernel's.
+// kernelPair is a connection whose first end belongs to a kernel.
 func kernelPair(t *testing.T, r *rig) (a, b *end) {
 	t.Helper()
 	return kernelPairAs(t, r, quick)
@@ -35,8 +35,8 @@ func fastMR(t *testing.T, e *end, pages int) *guestdrv.FastMR {
 	return m
 }
 
-// TestFastRegister: register, use by the peer, invalidate by either side, again under
-// another low byte; the order of the send queue is all that holds it together (IBTA 10.6.4, 10.8.3).
+// TestFastRegister: register, use by the peer, invalidate by either side, then again with another low byte; only the
+// order of the send queue connects the steps (IBTA 10.6.4, 10.8.3).
 func TestFastRegister(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := kernelPair(t, r)
@@ -52,7 +52,7 @@ func TestFastRegister(t *testing.T) {
 		off, low := 1000+100*round, uint8(7*round)
 		reg := m.Map(mem, off, n, low, allAccess)
 		clear(mem.Bytes())
-		// In one go: register, tell the peer, which writes and gives the memory back.
+		// In one batch: register, and send to the peer, which writes and invalidates the key.
 		for _, wr := range []*request{
 			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
 			{ID: 2, Opcode: guestdrv.WRRDMARead, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 4000, LKey: reg.RKey}},
@@ -66,7 +66,7 @@ func TestFastRegister(t *testing.T) {
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRegMR)
 		expect(t, a.scq, 2, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 		if !bytes.Equal(mem.Bytes()[off:off+4000], src.Bytes()[:4000]) {
-			t.Fatal("data differ: a READ behind the registration")
+			t.Fatal("data differ: a READ after the registration")
 		}
 		b.post(t, &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, n)}, RemoteAddr: reg.IOVA,
 			RKey: reg.RKey})
@@ -88,7 +88,7 @@ func TestFastRegister(t *testing.T) {
 			t.Fatal("data differ")
 		}
 	}
-	// What was invalidated is void for the peer.
+	// An invalidated key is invalid for the peer.
 	b.post(t, &request{ID: 7, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 8)}, RemoteAddr: mem.Addr(),
 		RKey: m.Key()})
 	expect(t, b.scq, 7, guestdrv.WCRemAccessErr, 0)
@@ -98,11 +98,11 @@ func TestFastRegister(t *testing.T) {
 	}
 }
 
-// TestLocalInvWaits: an invalidation begins when what stands before it has completed,
-// so a SEND out of the region in front of it is whole.
+// TestLocalInvWaits: an invalidation starts when earlier requests have completed, so an earlier SEND from the region is
+// complete.
 func TestLocalInvWaits(t *testing.T) {
 	r := newRig(t, rigConfig{})
-	a, b := kernelPairAs(t, r, guestdrv.ConnectOptions{}) // waits for a receive as long as it takes
+	a, b := kernelPairAs(t, r, guestdrv.ConnectOptions{}) // waits for a receive without limit
 	mem, err := a.h.Alloc(32 << 10)
 	if err != nil {
 		t.Fatal(err)
@@ -126,7 +126,7 @@ func TestLocalInvWaits(t *testing.T) {
 		a.qp.Ring()
 		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRegMR)
 		if round%2 == 0 {
-			// The SEND is refused for want of a receive meanwhile: it must find its memory afterwards.
+			// The SEND gets RNR NAKs meanwhile; its memory must still be valid afterwards.
 			if wcs := make([]guestdrv.Completion, 1); a.scq.Poll(wcs) != 0 {
 				t.Fatalf("completed without a receive: %+v", wcs)
 			}
@@ -142,7 +142,7 @@ func TestLocalInvWaits(t *testing.T) {
 	}
 }
 
-// TestManageRefused: what is no region and no window.
+// TestManageRefused: invalid regions and windows.
 func TestManageRefused(t *testing.T) {
 	h := newRig(t, rigConfig{hosts: 1}).hosts[0]
 	for _, n := range []int{0, abi.MaxFastReg + 1} {
@@ -188,16 +188,16 @@ func TestMemoryWindows(t *testing.T) {
 		if err := mr.Close(); !errors.Is(err, guestdrv.StatusBusy) {
 			t.Fatalf("a region with a window was deregistered: %v", err)
 		}
-		// Another connection of the same domain: type 1 is for all, type 2B for its QP.
+		// Another connection of the same domain: type 1 is for all QPs, type 2B for its own.
 		x, y := connect(t, ha, hb, c, quick)
 		write(y, 3, map[uint32]guestdrv.WCStatus{1: guestdrv.WCSuccess, 2: guestdrv.WCRemAccessErr}[typ])
 		destroy(t, x, y)
-		if typ == 1 { // bound anew, the key of before is void
+		if typ == 1 { // bound again: the previous key is invalid
 			next := *bind
 			next.Key, next.NewKey = key, key+1
 			a.post(t, &request{ID: 4, Opcode: guestdrv.WRBindMW, Bind: &next})
 			expect(t, a.scq, 4, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
-		} else { // the peer gives it back
+		} else { // the peer invalidates it
 			a.recv(t, 4)
 			b.post(t, &request{ID: 5, Opcode: guestdrv.WRSendWithInv, InvalidateKey: key})
 			expect(t, a.rcq, 4, guestdrv.WCSuccess, guestdrv.WCOpRecv)
@@ -217,7 +217,7 @@ func TestMemoryWindows(t *testing.T) {
 		}
 	}
 	if err := mr.Close(); err != nil {
-		t.Fatalf("a region whose windows are gone: %v", err)
+		t.Fatalf("a region without windows left: %v", err)
 	}
 	if at := ha.Attr(); at.MaxMW == 0 || at.MaxFastReg != abi.MaxFastReg ||
 		at.Caps&(guestdrv.CapMemMgt|guestdrv.CapMW) != guestdrv.CapMemMgt|guestdrv.CapMW {
@@ -225,9 +225,9 @@ func TestMemoryWindows(t *testing.T) {
 	}
 }
 
-// TestWindowsOnDemand: windows on a region whose pages come and go, more of them than there are frames, beneath
-// operations under way. The region's owner is asked by the region's own key and address, however the window names them;
-// and what is evicted nobody writes to through the window either, which the arena looks at (EP-3).
+// TestWindowsOnDemand: windows on a region with more pages than frames, which are evicted during operations. The
+// region's Pager is called with the region's own key and address, however the window names them. After its eviction a
+// page is not written to through the window either, which the arena checks (EP-3).
 func TestWindowsOnDemand(t *testing.T) {
 	const pages, frames, first, n = 32, 8, 3*page + 104, 20 * page
 	for _, tc := range []struct {
@@ -246,7 +246,7 @@ func TestWindowsOnDemand(t *testing.T) {
 				var hold, refuse atomic.Bool
 				asked, answer := make(chan guestdrv.PageFault, 1), make(chan struct{})
 				release := sync.OnceFunc(func() { close(answer) })
-				t.Cleanup(release) // or the device, which a failed test ends, waits for its Pager without end
+				t.Cleanup(release) // otherwise the end of a failed test waits for the Pager for ever
 				far.hook = func(_ context.Context, f guestdrv.PageFault) error {
 					switch {
 					case refuse.Load():
@@ -288,7 +288,8 @@ func TestWindowsOnDemand(t *testing.T) {
 					expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 					bind.Key = bind.NewKey
 				}
-				// The peer's operation, which finds no window now, may take the QP to ERROR before the request is complete.
+				// The peer's operation, which finds no window now, may take the QP to ERR before the request is
+				// complete.
 				unbind := func(a *end) {
 					t.Helper()
 					wr, op := request{ID: 2, Opcode: guestdrv.WRLocalInv, InvalidateKey: bind.Key}, guestdrv.WCOpLocalInv
@@ -340,25 +341,25 @@ func TestWindowsOnDemand(t *testing.T) {
 					t.Fatalf("a region with a window was deregistered: %v", err)
 				}
 				far.evictAll()
-				do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, 0, 0, 8, guestdrv.WCSuccess) // and still has its Pager
+				do(b, guestdrv.WRRDMAWrite, guestdrv.WCOpRDMAWrite, 0, 0, 8, guestdrv.WCSuccess) // the region still has its Pager
 
-				// The window goes while an operation waits for a page of it: nobody waits for the page, and the operation
+				// The window is removed while an operation waits for a page of it. The operation stops waiting and
 				// finds no window afterwards.
 				far.evictAll()
 				hold.Store(true)
 				b.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{mr.SGE(0, page)},
 					RemoteAddr: at(9 * page), RKey: bind.Key})
 				if f := <-asked; f.VA != far.va(first+9*page)&^(page-1) || !f.Write {
-					t.Errorf("the Pager was asked for %#x, write %t", f.VA, f.Write)
+					t.Errorf("the Pager was called for %#x, write %t", f.VA, f.Write)
 				}
 				unbind(a)
 				hold.Store(false)
 				release()
 				expect(t, b.scq, 4, guestdrv.WCRemAccessErr, guestdrv.WCOpRDMAWrite)
-				far.expect(first+9*page, want[9*page:10*page], "a window that was gone")
+				far.expect(first+9*page, want[9*page:10*page], "a removed window")
 				destroy(t, a, b)
 
-				// What the region's owner has no page for is invalid through the window, too (PF-13).
+				// An address for which the region's Pager has no page is invalid through the window, too (PF-13).
 				a, b = connect(t, ha, hb, c, faulty)
 				rebind(a)
 				far.evictAll()
@@ -370,7 +371,7 @@ func TestWindowsOnDemand(t *testing.T) {
 				}
 				far.check()
 				if err := far.mr.Close(); err != nil {
-					t.Errorf("a region whose window is gone: %v", err)
+					t.Errorf("a region without its window: %v", err)
 				}
 			})
 	}

@@ -17,7 +17,7 @@ const (
 	paBase translate.PA = 1 << 40
 )
 
-// memory takes the place of guest memory: a sealed memfd, allocated in pages.
+// memory replaces guest memory: a sealed memfd, allocated in pages.
 type memory struct {
 	*frontend.Memory
 	size uint64

@@ -7,8 +7,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those that its mask names; QP.Query returns
-// all.
+// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those in its mask; QP.Query returns all.
 type QPAttr struct {
 	State            QPState
 	CurState         QPState
@@ -17,8 +16,8 @@ type QPAttr struct {
 	RetryCnt         uint8 // 0..7
 	RNRRetry         uint8 // 0..7; 7: without limit
 	MinRNRTimer      uint8 // 0..31, IBTA table 45
-	MaxRdAtomic      uint8 // READs and atomics at once as requester
-	MaxDestRdAtomic  uint8 // READs and atomics at once as responder
+	MaxRdAtomic      uint8 // concurrent READs and atomics as requester
+	MaxDestRdAtomic  uint8 // concurrent READs and atomics as responder
 	EnSQDAsyncNotify bool  // with State QPSQD: raise EventSQDrained
 	SQDraining       bool  // Query only
 	PKeyIndex        uint16
@@ -31,8 +30,8 @@ type QPAttr struct {
 	Path             Path
 }
 
-// Modify changes the attributes that mask names. The device refuses with StatusInvalid what the QP's state and type do
-// not permit (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change
+// Modify changes the attributes in mask. The device refuses changes that the QP's state and type do not permit with
+// StatusInvalid (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change
 // later. No goroutine may post while State becomes QPReset.
 func (q *QP) Modify(ctx context.Context, attr QPAttr, mask QPAttrMask) error {
 	if err := q.d.users.enter(); err != nil {
@@ -114,7 +113,7 @@ type ConnectOptions struct {
 	RetryCnt    uint8  // 1..7 or NoRetry; 0 means 7
 	RNRRetry    uint8  // 1..7 or NoRetry; 0 means 7, without limit
 	MinRNRTimer uint8  // 0 means 12 (0.64 ms)
-	RdAtomic    uint8  // READs and atomics at once in each direction; 0 means the device's limit, at most 16
+	RdAtomic    uint8  // concurrent READs and atomics in each direction; 0 means the device's limit, at most 16
 }
 
 // NoRetry in RetryCnt or RNRRetry disables retries.
@@ -159,7 +158,7 @@ func (o ConnectOptions) withDefaults(ctx context.Context, d *Device) (ConnectOpt
 	return o, nil
 }
 
-// ToRTR moves an RC or UC QP from INIT to RTR: it receives from peer.
+// ToRTR moves an RC or UC QP from INIT to RTR, in which it receives from peer.
 func (q *QP) ToRTR(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {
@@ -176,7 +175,7 @@ func (q *QP) ToRTR(ctx context.Context, peer Peer, o ConnectOptions) error {
 	return q.Modify(ctx, a, mask)
 }
 
-// ToRTS moves an RC or UC QP from RTR to RTS: it sends, too.
+// ToRTS moves an RC or UC QP from RTR to RTS, in which it also sends.
 func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {
@@ -192,8 +191,8 @@ func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 	return q.Modify(ctx, a, mask)
 }
 
-// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same; a message
-// that arrives before it has done so is sent again (RC) or lost (UC). After an error, Reset the QP before the next
+// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same. A message
+// that arrives before the peer is ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next
 // attempt.
 func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
@@ -203,7 +202,7 @@ func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	if err := q.ToInit(ctx, o.Access, 0); err != nil {
 		return err
 	}
-	// The defaults have been applied: 0 must not become a default once more.
+	// The defaults have been applied: 0 must not become a default again.
 	again := o
 	if again.RetryCnt == 0 {
 		again.RetryCnt = NoRetry

@@ -33,7 +33,7 @@ type creation struct {
 }
 
 // create issues c. If it fails, the memory is released once the device cannot use it: at once after a refusal; after an
-// abandoned command when the device has refused it late, or has made the object and destroyed it again.
+// abandoned command when the late answer is a refusal, or the late object has been destroyed.
 func (d *Device) create(ctx context.Context, c creation) error {
 	free := c.free
 	if free == nil {
@@ -113,7 +113,7 @@ func (o *object) await(pending <-chan struct{}) error {
 	return fmt.Errorf("%v: %w", o.destroy, d.closing())
 }
 
-// lateWork runs functions that issue commands on behalf of late answers, which may not do so themselves.
+// lateWork runs functions that issue commands because of late answers, since a lateFunc may not issue them itself.
 type lateWork struct {
 	mu   sync.Mutex
 	list []func()      // guarded by mu

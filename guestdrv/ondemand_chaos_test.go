@@ -16,11 +16,10 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestOversubscription has fewer frames than pages on both sides of several
-// connections (PF-15), which read, write, send and add at random while other goroutines
-// throw out pages at random. Every operation is compared with a model; frames that
-// were released must not be written to (PF-14, EP-3). With a budget, the host has
-// less memory for the device than the frames take, too.
+// TestOversubscription has fewer frames than pages on both sides of several connections (PF-15), which read, write,
+// send and add at random while other goroutines evict random pages. Every operation is compared with a model; released
+// frames must not be written to (PF-14, EP-3). With a budget, the host's memory for the device is smaller than the
+// frames, too.
 func TestOversubscription(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -137,8 +136,8 @@ func randomOps(t *testing.T, a, b *end, near, far *arena, lo, size, ops int, see
 	far.expect(lo, there, "far side, all")
 }
 
-// TestNoLateWrites streams WRITEs without a pause into pages that are thrown out at
-// random: no write lands in a frame after Invalidate has returned for it (ODP-5, EP-3).
+// TestNoLateWrites streams WRITEs without a pause into pages that are evicted at random: no write reaches a frame after
+// Invalidate has returned for it (ODP-5, EP-3).
 func TestNoLateWrites(t *testing.T) {
 	for _, tc := range []struct {
 		name string
@@ -180,11 +179,11 @@ func TestNoLateWrites(t *testing.T) {
 			far.check()
 			for i, c := range far.read(0, pages*page) {
 				if c != 0 && c != 0x11 {
-					t.Fatalf("byte %d is %#x, which nobody wrote", i, c)
+					t.Fatalf("byte %d is %#x, which was never written", i, c)
 				}
 			}
 			if s := far.mr.Stats(); s.Invalidations < 20 || s.Faults < 20 {
-				t.Errorf("hardly anything happened: %+v", s)
+				t.Errorf("too few faults or invalidations: %+v", s)
 			}
 		})
 	}
@@ -196,10 +195,9 @@ func never(ctx context.Context, _ guestdrv.PageFault) error {
 	return ctx.Err()
 }
 
-// TestNeverAnswered has a Pager that never answers, on either side. Other QPs of the
-// same VMs and of others go on (PF-8, PF-16); regions come and go, and pages are
-// invalidated, the very ones that are waited for included (EP-5). Once the region
-// goes the operation ends in an error.
+// TestNeverAnswered has a Pager that never answers, on either side. Other QPs of the same VMs and of others continue
+// (PF-8, PF-16); regions are created and destroyed, and pages invalidated, including those that are waited for (EP-5).
+// Once the region is destroyed, the operation ends with an error.
 func TestNeverAnswered(t *testing.T) {
 	for _, side := range []string{"near", "far"} {
 		t.Run(side, func(t *testing.T) {
@@ -242,7 +240,7 @@ func TestNeverAnswered(t *testing.T) {
 				mixedTraffic(t, x, y, 40, 1)
 				destroy(t, x, y)
 			}
-			// Other pages of the same region, with faults of their own.
+			// Other pages of the same region, with their own faults.
 			x, _ := connect(t, ha, hb, qpDefaults(), faulty)
 			_, mr := ha.region(t, page, allAccess)
 			wr := &request{ID: 3, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{mr.SGE(0, 8)},
@@ -255,7 +253,7 @@ func TestNeverAnswered(t *testing.T) {
 				x.post(t, wr)
 				expect(t, x.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 				if !stuck.evict(3) {
-					t.Error("the page was not there")
+					t.Error("the page was absent")
 				}
 			}
 			for range 20 {
@@ -287,8 +285,7 @@ func TestNeverAnswered(t *testing.T) {
 	}
 }
 
-// TestDestroyWhileFaulting destroys QPs that wait for pages, at every step; later
-// answers are harmless.
+// TestDestroyWhileFaulting destroys QPs that wait for pages, at every step; later answers have no effect.
 func TestDestroyWhileFaulting(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -311,7 +308,7 @@ func TestDestroyWhileFaulting(t *testing.T) {
 		a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
 			SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
 		testutil.Eventually(t, "a fault", func() bool { return asked.Load() == int32(i+1) })
-		if i%3 == 0 { // a reset in place of destruction, and the fault after that
+		if i%3 == 0 { // a reset in place of destruction, then a fault
 			for _, e := range []*end{b, a} {
 				if err := e.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPReset}, guestdrv.QPAttrState); err != nil {
 					t.Fatal(err)
@@ -321,7 +318,7 @@ func TestDestroyWhileFaulting(t *testing.T) {
 		destroy(t, b, a)
 	}
 	close(release)
-	// Answers to faults of QPs that are gone: the numbers are in use again.
+	// Answers to faults of destroyed QPs, whose numbers are in use again.
 	a, b := connect(t, ha, hb, qpDefaults(), faulty)
 	mixedTraffic(t, a, b, 30, 1)
 	if err := far.mr.Close(); err != nil {
@@ -330,8 +327,7 @@ func TestDestroyWhileFaulting(t *testing.T) {
 	far.check()
 }
 
-// TestStarvedEvents leaves the device without buffers for events: a page fault waits
-// until there is one, and is not lost.
+// TestStarvedEvents leaves the device without buffers for events: a page fault waits for one, and is not lost.
 func TestStarvedEvents(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -343,7 +339,7 @@ func TestStarvedEvents(t *testing.T) {
 		return nil
 	}
 	far.register(allAccess)
-	// One event per QP that is drained; all of them stay unfetched.
+	// One event per drained QP; none of them is fetched.
 	const n = 80
 	cq := hb.cq(t, 8)
 	want := map[uint32]bool{}
@@ -365,7 +361,7 @@ func TestStarvedEvents(t *testing.T) {
 		SGL: []guestdrv.SGE{mr.SGE(0, page)}, RemoteAddr: far.va(100), RKey: far.mr.RKey()})
 	hb.faulted(t, 0)
 	if asked.Load() {
-		t.Error("the fault came before events that are older")
+		t.Error("the fault came before older events")
 	}
 	for len(want) > 0 {
 		e := hb.nextEvent(t)
@@ -378,8 +374,8 @@ func TestStarvedEvents(t *testing.T) {
 	far.expect(100, buf.Bytes(), "far side")
 }
 
-// TestInvalidateWhilePagingIn takes pages away while the Pager is looking for them:
-// what it found before does not get into the table.
+// TestInvalidateWhilePagingIn invalidates pages while the Pager works on them: pages found before the invalidation do
+// not get into the table.
 func TestInvalidateWhilePagingIn(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -399,7 +395,7 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 			if asked++; asked < 5 {
 				return mr.Invalidate(bg, f.VA+8, 1)
 			}
-			return mr.Invalidate(bg, f.VA+page, page) // another one: none of our business
+			return mr.Invalidate(bg, f.VA+page, page) // another page: does not concern this fault
 		}))
 	if err != nil {
 		t.Fatal(err)
@@ -426,13 +422,12 @@ func TestInvalidateWhilePagingIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := mr.Prefetch(ctxFor(t), mr.Addr(), page, false); !errors.Is(err, guestdrv.ErrClosed) {
-		t.Errorf("prefetch of a region that is gone: %v", err)
+		t.Errorf("prefetch of a destroyed region: %v", err)
 	}
 }
 
-// TestDaemonClosesWhileFaulting ends the daemon's side while faults of both levels are
-// under way: nothing is left behind, neither goroutines (TestMain looks), nor mappings,
-// descriptors or locked memory.
+// TestDaemonClosesWhileFaulting ends the daemon's side during faults of both levels: no goroutines (TestMain checks),
+// mappings, descriptors or locked memory are left.
 func TestDaemonClosesWhileFaulting(t *testing.T) {
 	closeOnce := func(t *testing.T) {
 		r := newRig(t, rigConfig{budget: 4 << 20, driver: guestdrv.Config{Memory: 48 << 20}})
@@ -471,17 +466,17 @@ func TestDaemonClosesWhileFaulting(t *testing.T) {
 		t.Run(fmt.Sprint(i), closeOnce)
 	}
 	if n := countFDs(t); n > fds {
-		t.Errorf("%d file descriptors are open, %d were", n, fds)
+		t.Errorf("%d file descriptors are open, %d before", n, fds)
 	}
 	if n := countMaps(t); n > maps {
 		t.Errorf("%d mappings, %d were", n, maps)
 	}
 	if n := lockedMemory(t); n > locked {
-		t.Errorf("%d KiB of memory are locked, %d were", n, locked)
+		t.Errorf("%d KiB of memory are locked, %d before", n, locked)
 	}
 }
 
-// lockedMemory is what this process has locked, in KiB.
+// lockedMemory returns the locked memory of this process, in KiB.
 func lockedMemory(tb testing.TB) int {
 	tb.Helper()
 	b, err := os.ReadFile("/proc/self/status")

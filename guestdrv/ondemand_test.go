@@ -16,12 +16,11 @@ import (
 
 const readOnlyPage = guestdrv.PageReadOnly
 
-// faulty are options for connections that meet faults on a busy machine: only what
-// never comes is to be given up.
+// faulty are options for connections with faults on a busy machine: an operation fails only if its page never comes.
 var faulty = guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
 
-// touch has the device write to one byte of every granule of mr, by an end of the
-// same host that is connected to itself.
+// touch makes the device write to one byte of every granule of mr, from an end of the same host that is connected to
+// itself.
 func touch(tb testing.TB, x *end, mr *guestdrv.MR) {
 	tb.Helper()
 	for off := 0; off < int(mr.Len()); off += granule {
@@ -31,8 +30,8 @@ func touch(tb testing.TB, x *end, mr *guestdrv.MR) {
 	}
 }
 
-// warm makes a region's memory present on the host: without, messages of unreliable
-// services are dropped until it is (PF-11).
+// warm makes a region's memory present on the host: otherwise messages of unreliable services are dropped until it is
+// (PF-11).
 func (h *host) warm(tb testing.TB, mr *guestdrv.MR) {
 	tb.Helper()
 	x := h.selfEnd(tb)
@@ -60,16 +59,15 @@ func (h *host) stat(tb testing.TB, s guestdrv.Stat) uint64 {
 	return st[s]
 }
 
-// verb is an operation between two arenas: n bytes at offset lo of the near one and
-// ro of the far one.
+// verb is an operation between two arenas: n bytes at offset lo of the near one and ro of the far one.
 type verb struct {
 	name     string
 	typ      guestdrv.QPType
 	op       guestdrv.Opcode
 	wcop     guestdrv.WCOpcode
 	n        int
-	recv     bool // takes a receive buffer
-	reverse  bool // data flow to the near side
+	recv     bool // consumes a receive
+	reverse  bool // data flows to the near side
 	readOnly bool // the far side is only read
 }
 
@@ -91,10 +89,9 @@ var verbs = []verb{
 	{name: "UD SEND", typ: guestdrv.QPTypeUD, op: guestdrv.WRSend, wcop: guestdrv.WCOpSend, n: 1000, recv: true},
 }
 
-// TestOnDemand runs every operation of every transport with pages that are absent
-// at stage one, at stage two, or both, on either side or both (PF-8..12, ODP-7). The
-// operation must come to its end with the right data, whatever was absent; the
-// faults must have been raised at the level concerned (PF-7).
+// TestOnDemand runs every operation of every transport with pages that are absent at stage one, at stage two, or both,
+// on either side or both (PF-8..12, ODP-7). The operation must end with the right data whatever was absent; the faults
+// must have been raised at that level (PF-7).
 func TestOnDemand(t *testing.T) {
 	const near, far = 1, 2
 	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 96 << 20}})
@@ -121,7 +118,7 @@ func TestOnDemand(t *testing.T) {
 						}
 					}
 					v.run(t, la, ra, sides, levels)
-					// No memory is given back: what the next ones get is to be absent on the host.
+					// No memory is released: the next arenas' memory must be absent on the host.
 					for _, a := range []*arena{la, ra} {
 						if err := a.mr.Close(); err != nil {
 							t.Error(err)
@@ -133,7 +130,7 @@ func TestOnDemand(t *testing.T) {
 	}
 }
 
-// run does the operation once, or until it arrives, and checks it.
+// run performs the operation once, or until it arrives, and checks it.
 func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	ha, hb := la.h, ra.h
 	guest := []uint64{ha.stat(t, guestdrv.StatGuestFaults), hb.stat(t, guestdrv.StatGuestFaults)}
@@ -169,7 +166,7 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 		defer wr.AH.Close()
 	}
 	if v.recv {
-		// With immediate, no memory of the receive buffer is used.
+		// With immediate data, no memory of the receive buffer is used.
 		b.recv(t, 2, ra.mr.SGEAt(ra.va(ro-grh), v.n+grh))
 	}
 	arrived := func() bool { return bytes.Equal(ra.read(ro, v.n), want) }
@@ -194,7 +191,7 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 			}
 			break
 		}
-		// Messages that meet an absent page are lost, until it has come (PF-11).
+		// Messages that meet an absent page are lost until it is present (PF-11).
 		for tries := 0; tries < 20 && !done; tries++ {
 			if done = arrived(); !done {
 				time.Sleep(time.Millisecond)
@@ -216,7 +213,7 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 		if (g > 0) != (absent && levels&1 != 0) {
 			t.Errorf("side %d: %d guest faults", i, g)
 		}
-		// Work rings are host memory as well and may have been absent.
+		// Work rings are host memory, too, and may have been absent.
 		if absent && levels&2 != 0 && n == 0 {
 			t.Errorf("side %d: no host fault", i)
 		}
@@ -230,7 +227,7 @@ func btoi(b bool) guestdrv.WCOpcode {
 	return 0
 }
 
-// ends makes a pair of QPs of the verb's transport.
+// ends makes a pair of QPs with the verb's transport.
 func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
 	c := qpDefaults()
 	c.Type = v.typ
@@ -240,7 +237,7 @@ func (v *verb) ends(t *testing.T, ha, hb *host) (a, b *end) {
 	return connect(t, ha, hb, c, faulty)
 }
 
-// TestOnDemandCapabilities looks at what the device says it can do (ODP-2).
+// TestOnDemandCapabilities checks the device's capabilities (ODP-2).
 func TestOnDemandCapabilities(t *testing.T) {
 	at := newRig(t, rigConfig{hosts: 1}).hosts[0].Attr()
 	const all = guestdrv.ODPSend | guestdrv.ODPRecv | guestdrv.ODPWrite | guestdrv.ODPRead | guestdrv.ODPAtomic |
@@ -251,7 +248,7 @@ func TestOnDemandCapabilities(t *testing.T) {
 	}
 }
 
-// TestImplicit uses addresses all over the implicit region, the very ends included (ODP-1).
+// TestImplicit uses addresses all over the implicit region, including both ends (ODP-1).
 func TestImplicit(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -284,7 +281,7 @@ func TestImplicit(t *testing.T) {
 			t.Errorf("%#x: data differ", va)
 		}
 	}
-	// A huge invalidation costs what is there.
+	// A huge invalidation costs only the present pages.
 	if err := mr.Invalidate(bg, 0, guestdrv.ImplicitLength); err != nil {
 		t.Fatal(err)
 	}
@@ -300,7 +297,7 @@ func TestImplicit(t *testing.T) {
 	}
 }
 
-// TestReadOnlyPages has pages that are read first, and written later (copy on write).
+// TestReadOnlyPages reads pages first and writes to them later (copy on write).
 func TestReadOnlyPages(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -323,7 +320,7 @@ func TestReadOnlyPages(t *testing.T) {
 	a.post(t, wr)
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMARead)
 	if n := far.mr.Stats().Faults; n != faults {
-		t.Errorf("%d faults by reading a page that is there", n-faults)
+		t.Errorf("%d faults by reading a present page", n-faults)
 	}
 	fill(buf.Bytes(), 4)
 	wr.Opcode = guestdrv.WRRDMAWrite
@@ -335,9 +332,8 @@ func TestReadOnlyPages(t *testing.T) {
 	}
 }
 
-// TestAnswersNobodyWaitsFor: the answers to faults go to the device without an interrupt in
-// return, though there are more of them than commands can be under way; commands whose
-// answer is wanted get it in between.
+// TestAnswersNobodyWaitsFor: answers to faults are sent to the device without an interrupt in return, although there
+// are more of them than command slots. Commands with a waiting caller get their answers in between.
 func TestAnswersNobodyWaitsFor(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -359,7 +355,7 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	if s := far.mr.Stats(); s.Faults < pages || s.Failed != 0 {
 		t.Errorf("%+v, expected a fault for each of %d pages", s, pages)
 	}
-	// One answer was wanted; for others an interrupt comes only if all commands are taken.
+	// One command has a waiting caller; the others cause an interrupt only when all slots are in use.
 	if n := hb.CommandInterrupts(); n == 0 || n > pages/4 {
 		t.Errorf("%d interrupts, expected few", n)
 	}
@@ -498,8 +494,7 @@ func TestInvalidAddress(t *testing.T) {
 	}
 }
 
-// TestOnDemandBounds: what lies outside of a region is an error at once, without a
-// fault, however its end, its address and its key are bent.
+// TestOnDemandBounds: an access outside of a region is an error at once, without a fault, for any end, address and key.
 func TestOnDemandBounds(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 3})
 	ha, hb, hc := r.hosts[0], r.hosts[1], r.hosts[2]
@@ -509,7 +504,7 @@ func TestOnDemandBounds(t *testing.T) {
 	if err := gone.mr.Close(); err != nil {
 		t.Fatal(err)
 	}
-	// The very top of the address space.
+	// The top of the address space.
 	top := newArena(t, hb, 1<<64-4*page, 4, 4)
 	top.register(allAccess)
 	_, mr := ha.region(t, 4*page, allAccess)
@@ -546,7 +541,7 @@ func TestOnDemandBounds(t *testing.T) {
 		})
 	}
 	if n := foreign.mr.Stats().Faults; n != 0 {
-		t.Errorf("%d faults in a VM that nobody talked to", n)
+		t.Errorf("%d faults in a VM without traffic", n)
 	}
 	if n := far.mr.Stats().Faults + top.mr.Stats().Faults; n != 2 {
 		t.Errorf("%d faults, want 2", n)
@@ -558,7 +553,7 @@ func TestOnDemandBounds(t *testing.T) {
 	}
 }
 
-// TestResumeTokens answers faults that nobody raised: harmless (ABI).
+// TestResumeTokens answers faults that were not raised, which has no effect (ABI).
 func TestResumeTokens(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	for _, token := range []uint32{0, 1, 0x10001, 0xffffffff} {
@@ -570,8 +565,8 @@ func TestResumeTokens(t *testing.T) {
 	mixedTraffic(t, a, b, 50, 1)
 }
 
-// TestOnDemandSRQ receives into absent pages through a shared receive queue, by
-// several QPs: a QP that waits for its page does not keep the others waiting (ODP-7).
+// TestOnDemandSRQ receives into absent pages through a shared receive queue, by several QPs: a QP that waits for its
+// page does not delay the others (ODP-7).
 func TestOnDemandSRQ(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -583,7 +578,7 @@ func TestOnDemandSRQ(t *testing.T) {
 	far := newArena(t, hb, 1<<40, 16, 16)
 	release := make(chan struct{})
 	far.hook = func(ctx context.Context, f guestdrv.PageFault) error {
-		if f.VA != far.base { // only the first buffer's page takes its time
+		if f.VA != far.base { // only the first buffer's page is delayed
 			return nil
 		}
 		select {
@@ -595,7 +590,7 @@ func TestOnDemandSRQ(t *testing.T) {
 	}
 	far.register(allAccess)
 	for i := range 8 {
-		off := 2 * i * page // two pages each, the message in two parts
+		off := 2 * i * page // two pages each; the message is in two parts
 		if err := srq.PostRecv(&guestdrv.RecvWR{ID: uint64(i),
 			SGL: []guestdrv.SGE{far.mr.SGEAt(far.va(off+100), 1000), far.mr.SGEAt(far.va(off+page), n)}}); err != nil {
 			t.Fatal(err)

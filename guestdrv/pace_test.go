@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestMessageRate: two queue pairs together send no faster than the VM's limit, both get on, and what is flushed is not
-// slowed.
+// TestMessageRate: two queue pairs together send no faster than the VM's limit, both make progress, and flushed
+// requests are not delayed.
 func TestMessageRate(t *testing.T) {
 	const rate, n = 500, 64
 	r := newRig(t, rigConfig{limits: hca.Limits{Messages: rate}})
@@ -36,7 +36,7 @@ func TestMessageRate(t *testing.T) {
 			expect(t, e.scq, i, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		}
 	}
-	// The first goes at once, and 1 ms may be made up for.
+	// The first message is sent at once, and a delay of 1 ms may be made up for.
 	if d, least := time.Since(start), (2*n-1)*time.Second/rate-time.Millisecond; d < least {
 		t.Errorf("%d messages in %v, at %d a second it is %v", 2*n, d, rate, least)
 	}

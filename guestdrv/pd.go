@@ -88,7 +88,7 @@ func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	faults.add(key, nil)
 	mr.free = func() { faults.forget(key) }
 	if err := mr.SetPages(ctx, 0, s.PAs); err != nil {
-		_ = mr.Close() // the caller learns the first error; Device.Close releases what is left
+		_ = mr.Close() // the caller gets the first error; Device.Close releases the rest
 		return nil, err
 	}
 	return mr, nil

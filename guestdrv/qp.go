@@ -112,7 +112,7 @@ func (q *QP) Number() uint32 { return q.num }
 // Type returns the QP's type.
 func (q *QP) Type() QPType { return q.typ }
 
-// Close destroys the QP. Outstanding requests do not complete. Nobody may post meanwhile or afterwards.
+// Close destroys the QP. Outstanding requests do not complete. No goroutine may post meanwhile or afterwards.
 func (q *QP) Close() error { return q.close() }
 
 // PostSend queues a request and rings the doorbell. It fails with ErrFull if QPConfig.MaxSendWR requests are

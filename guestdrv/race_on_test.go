@@ -2,6 +2,5 @@
 
 package guestdrv_test
 
-// allocsAllowed per message: under the race detector x/sys lets the bytes written
-// to eventfds escape.
+// allocsAllowed per message: with the race detector, the bytes that x/sys writes to eventfds escape.
 const allocsAllowed = 4

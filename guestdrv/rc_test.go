@@ -12,8 +12,8 @@ import (
 
 var le = binary.LittleEndian
 
-// sizes that hit every packet boundary case: none, one byte, around one MTU,
-// several packets, and far more than fits into any window.
+// messageSizes cover every packet boundary: none, one byte, around one MTU, several packets, and far more than any
+// window.
 var messageSizes = []int{0, 1, 2, 3, 4, 7, 255, 256, 1023, 1024, 1025, 4095, 4096, 4097, 65536, 100001, 1 << 20,
 	8 << 20}
 
@@ -24,7 +24,7 @@ func TestRCWrite(t *testing.T) {
 	src, smr := a.h.region(t, room, 0)
 	dst, dmr := b.h.region(t, room, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
 	for i, n := range messageSizes {
-		off := i % 5 // unaligned at both ends, and differently
+		off := i % 5 // differently unaligned at both ends
 		fill(src.Bytes(), uint64(i))
 		clear(dst.Bytes())
 		a.post(t, &request{
@@ -107,7 +107,7 @@ func TestRCWriteWithImm(t *testing.T) {
 	dst, dmr := b.h.region(t, 1<<20, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
 	for i, n := range []int{0, 1, 1024, 1025, 1 << 20} {
 		fill(src.Bytes(), uint64(i))
-		b.recv(t, uint64(i)) // no SGEs: the data go elsewhere
+		b.recv(t, uint64(i)) // no SGEs: the data goes to another place
 		a.post(t, &request{
 			ID: uint64(i), Opcode: guestdrv.WRRDMAWriteWithImm, Flags: guestdrv.SendSignaled, SGL: []guestdrv.SGE{smr.SGE(0, n)},
 			Imm: [4]byte{0, 0, 0, byte(i)}, RemoteAddr: dst.Addr(), RKey: dmr.RKey(),
@@ -147,7 +147,7 @@ func TestRCInline(t *testing.T) {
 	}
 }
 
-// TestRCScatterGather cuts the data into uneven pieces, empty ones included, at both ends.
+// TestRCScatterGather splits the data unevenly at both ends, with empty parts.
 func TestRCScatterGather(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -226,7 +226,7 @@ func TestRCAtomics(t *testing.T) {
 	do(guestdrv.WRAtomicCmpAndSwp, 111, 8, 7, 7)
 	do(guestdrv.WRAtomicFetchAndAdd, ^uint64(0), 0, 7, 6)
 
-	// More than may be in flight at once; each is done exactly once.
+	// More requests than may be in flight; each is executed exactly once.
 	const adds = 200
 	for i := range adds {
 		wr := request{
@@ -247,8 +247,7 @@ func TestRCAtomics(t *testing.T) {
 	}
 }
 
-// TestRCAtomicWrite: 8 bytes at once (IBTA annex A19), gathered or out of the request itself,
-// in order with what stands before.
+// TestRCAtomicWrite: 8 bytes written atomically (IBTA annex A19), gathered or inline, in order with earlier requests.
 func TestRCAtomicWrite(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	if r.hosts[0].Attr().Caps&guestdrv.CapAtomicWrite == 0 {
@@ -273,7 +272,7 @@ func TestRCAtomicWrite(t *testing.T) {
 		t.Fatalf("%x, want %x and nothing else", dst.Bytes()[:32], want)
 	}
 
-	// More than may be in flight at once, behind a long WRITE over the same place.
+	// More requests than may be in flight, behind a long WRITE to the same address.
 	const writes = 200
 	a.post(t, &request{ID: 4, Opcode: guestdrv.WRRDMAWrite, SGL: []guestdrv.SGE{smr.SGE(0, 1<<16)}, RemoteAddr: dst.Addr(),
 		RKey: dmr.RKey()})
@@ -295,7 +294,7 @@ func TestRCAtomicWrite(t *testing.T) {
 }
 
 // TestRCFlush: FLUSH of a range and of a region (IBTA annex A19), more than may be in flight, between WRITEs and ATOMIC
-// WRITEs. Persistence cannot be had.
+// WRITEs. Persistence is not supported.
 func TestRCFlush(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	if r.hosts[0].Attr().Caps&guestdrv.CapFlushGlobal == 0 {
@@ -328,8 +327,8 @@ func TestRCFlush(t *testing.T) {
 	}
 }
 
-// TestRCOrder posts a long mixed sequence, mostly unsignalled, and checks the
-// order of completions and that a fenced WRITE sees the READ before it.
+// TestRCOrder posts a long mixed sequence, mostly unsignalled, and checks the order of completions and that a fenced
+// WRITE sees the data of the READ before it.
 func TestRCOrder(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -351,7 +350,7 @@ func TestRCOrder(t *testing.T) {
 	}
 	ctx := ctxFor(t)
 	for i := range n {
-		// Piece i is read into local i+1, then written, fenced, to remote i+1.
+		// Part i is read into local i+1, then written, fenced, to remote i+1.
 		slot := (i/2)%100 + 1
 		wr := request{ID: uint64(i), SGL: []guestdrv.SGE{lmr.SGE(slot*piece, piece)}, RKey: rmr.RKey()}
 		if i%2 == 0 {
@@ -388,7 +387,7 @@ func TestRCOrder(t *testing.T) {
 	}
 }
 
-// postWhenRoom posts as soon as there is room.
+// postWhenRoom posts as soon as the queue has room.
 func (e *end) postWhenRoom(tb testing.TB, wr *request) {
 	tb.Helper()
 	ctx := ctxFor(tb)
@@ -403,7 +402,7 @@ func (e *end) postWhenRoom(tb testing.TB, wr *request) {
 	}
 }
 
-// TestMTUs runs every path MTU, with networks that carry it.
+// TestMTUs runs every path MTU, on networks that carry it.
 func TestMTUs(t *testing.T) {
 	for mtu := guestdrv.MTU256; mtu <= guestdrv.MTU4096; mtu++ {
 		t.Run(mtu.String(), func(t *testing.T) {
@@ -447,7 +446,7 @@ func TestLoopback(t *testing.T) {
 	}
 }
 
-// TestManyQPs keeps many connections busy at once.
+// TestManyQPs keeps many connections busy.
 func TestManyQPs(t *testing.T) {
 	const qps, rounds, size = 64, 8, 20000
 	r := newRig(t, rigConfig{driver: guestdrv.Config{Memory: 64 << 20}})
@@ -490,8 +489,8 @@ func TestManyQPs(t *testing.T) {
 	}
 }
 
-// Memory that the guest has pinned is brought in on the host when it is registered,
-// not by the first access: a burst of datagrams would lose some to a fault (PF-11).
+// Memory that the guest has pinned is made present on the host at registration, not by the first access: otherwise a
+// burst of datagrams would lose some to a fault (PF-11).
 func TestPinnedIsThereAtOnce(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -505,11 +504,11 @@ func TestPinnedIsThereAtOnce(t *testing.T) {
 		})
 		expect(t, a.scq, id, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	}
-	write(1, 8) // the work queues come by fault
+	write(1, 8) // makes the work queues present
 	faults := func() uint64 { return a.h.hca.Describe().Faults.Host.Raised + b.h.hca.Describe().Faults.Host.Raised }
 	before := faults()
 	write(2, room)
-	// A ring may still meet one; 32 MiB of regions would take 16 or more.
+	// A ring may still have a fault; 32 MiB of regions would have 16 or more.
 	if n := faults() - before; n > 3 {
 		t.Errorf("%d host faults", n)
 	}

@@ -2,7 +2,7 @@ package guestdrv
 
 import "github.com/vnicd/vnicd/device/rdma/abi"
 
-// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region that LKey names. See MR.SGE.
+// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region with LKey. See MR.SGE.
 type SGE struct {
 	Addr   uint64
 	Length uint32
@@ -54,12 +54,12 @@ func (w *SendWR) With(flags SendFlags) *SendWR { w.Flags |= flags; return w }
 // NewSend sends the data of sgl to a receive request of the peer (RC, UC).
 func NewSend(id uint64, sgl ...SGE) *SendWR { return &SendWR{ID: id, op: WRSend, SGL: sgl} }
 
-// NewSendImm is NewSend with immediate data, in network order, which the peer finds in its completion.
+// NewSendImm is NewSend with immediate data, in network order, which the peer's completion contains.
 func NewSendImm(id uint64, imm [4]byte, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSendWithImm, imm: imm, SGL: sgl}
 }
 
-// NewSendInvalidate is NewSend that also invalidates rkey, which names a FastMR or a window of type 2 at the peer (RC).
+// NewSendInvalidate is NewSend that also invalidates rkey, of a FastMR or a window of type 2 at the peer (RC).
 func NewSendInvalidate(id uint64, rkey uint32, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSendWithInv, key: rkey, SGL: sgl}
 }
@@ -90,22 +90,22 @@ func NewRead(id uint64, from Remote, sgl ...SGE) *SendWR {
 }
 
 // NewCompareSwap compares the 8 bytes at the aligned address at with compare, and replaces them by swap if they are
-// equal (RC). What they were before goes to result, in the order of this machine.
+// equal (RC). Their former value goes to result, in the order of this machine.
 func NewCompareSwap(id uint64, at Remote, compare, swap uint64, result ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRAtomicCmpAndSwp, Remote: at, compareAdd: compare, swap: swap, SGL: result}
 }
 
-// NewFetchAdd adds to the 8 bytes at the aligned address at (RC). What they were before goes to result.
+// NewFetchAdd adds to the 8 bytes at the aligned address at (RC). Their former value goes to result.
 func NewFetchAdd(id uint64, at Remote, add uint64, result ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRAtomicFetchAndAdd, Remote: at, compareAdd: add, SGL: result}
 }
 
-// NewAtomicWrite writes 8 bytes of sgl to the aligned address to, at once (RC, CapAtomicWrite; IBTA A19).
+// NewAtomicWrite writes 8 bytes of sgl to the aligned address to, atomically (RC, CapAtomicWrite; IBTA A19).
 func NewAtomicWrite(id uint64, to Remote, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRAtomicWrite, Remote: to, SGL: sgl}
 }
 
-// NewFlush completes once earlier WRITEs of the QP to the peer's memory are visible as f says (RC, CapFlushGlobal).
+// NewFlush completes once earlier WRITEs of the QP to the peer's memory are visible as f requires (RC, CapFlushGlobal).
 func NewFlush(id uint64, at Remote, f Flush) *SendWR {
 	return &SendWR{ID: id, op: WRFlush, Remote: at, flush: f}
 }

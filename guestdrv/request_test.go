@@ -6,15 +6,15 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// bg is for calls that are bounded by Config.Timeout only.
+// bg is for calls that only Config.Timeout bounds.
 var bg = context.Background()
 
-// request describes a send request by fields, for tests that vary the operation or need an invalid one. Its wr makes
-// the SendWR by the operation's constructor.
+// request describes a send request by fields, for tests that vary the operation or need an invalid one. Its wr uses the
+// operation's constructor.
 type request struct {
 	ID     uint64
 	Opcode guestdrv.Opcode
-	Flags  guestdrv.SendFlags // with sendInline: Inline takes the place of SGL
+	Flags  guestdrv.SendFlags // with sendInline: Inline replaces SGL
 	SGL    []guestdrv.SGE
 	Inline []byte
 

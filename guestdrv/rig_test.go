@@ -25,14 +25,13 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// localPath says whether devices of a site may copy instead of sending frames. All
-// tests run both ways.
+// localPath selects whether devices of a site copy or send frames. All tests run both ways.
 var localPath bool
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(ways.Tests{M: m, Local: &localPath}) }
 
-// patience bounds every wait: generous, for a busy machine under the race
-// detector; no test waits that long unless something is broken.
+// patience bounds every wait, with room for a busy machine under the race detector; only a failing test waits that
+// long.
 const patience = 60 * time.Second
 
 // rigConfig describes a rig. The zero value: two hosts on one site with two loops, MTU 1500.
@@ -40,7 +39,7 @@ type rigConfig struct {
 	hosts  int
 	loops  int // per site
 	mtu    int
-	vxlan  bool // two hosts on a site each, joined by VXLAN between network namespaces; needs root
+	vxlan  bool // two sites with one host each, joined by VXLAN between network namespaces; needs root
 	second bool // each site has another underlay address, 192.0.2.11 and .12, that is a peer of the other, too
 	pool   int  // frame buffers per site; 0: 4096
 	limits hca.Limits
@@ -49,8 +48,8 @@ type rigConfig struct {
 	spin   time.Duration
 }
 
-// rig is a network with several HCAs, each with a driver, all in this process
-// but with the real sockets between driver and device, and between sites.
+// rig is a network with several HCAs, each with a driver, in one process but with real sockets between driver and
+// device, and between sites.
 type rig struct {
 	tb    testing.TB
 	cfg   rigConfig
@@ -60,7 +59,7 @@ type rig struct {
 	hosts []*host
 }
 
-// site is what one vnicd has: loops, buffers and its part of the tenant's network.
+// site is the equivalent of one vnicd: loops, buffers and its part of the tenant's network.
 type site struct {
 	loops []*loop.Loop
 	pool  *frame.Pool
@@ -101,7 +100,7 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 		cfg.pool = 4096
 	}
 	r := &rig{tb: tb, cfg: cfg, dir: tb.TempDir()}
-	level := hclog.Error // refused commands and the like are warnings, and meant here
+	level := hclog.Error // tests cause warnings such as refused commands on purpose
 	if os.Getenv("VNICD_TEST_LOG") != "" {
 		level = hclog.Trace
 	}
@@ -153,8 +152,8 @@ func (r *rig) newSite() *site {
 	return s
 }
 
-// joinSites gives every site a network namespace, an underlay address and a VTEP
-// in it, and joins the namespaces by a veth pair. There are two sites.
+// joinSites gives each of the two sites a network namespace with an underlay address and a VTEP, and joins the
+// namespaces by a veth pair.
 func (r *rig) joinSites() {
 	r.tb.Helper()
 	var ns []*nstest.NS
@@ -289,7 +288,7 @@ type end struct {
 	psn      uint32
 }
 
-// qpDefaults are generous enough for most tests.
+// qpDefaults are large enough for most tests.
 func qpDefaults() guestdrv.QPConfig {
 	return guestdrv.QPConfig{Type: guestdrv.QPTypeRC, MaxSendWR: 64, MaxRecvWR: 64, MaxSendSGE: 4, MaxRecvSGE: 4,
 		MaxInline: 128}
@@ -315,7 +314,7 @@ func (h *host) end(tb testing.TB, c guestdrv.QPConfig, psn uint32) *end {
 // connect makes a pair of connected QPs between two hosts (which may be the same).
 func connect(tb testing.TB, ha, hb *host, c guestdrv.QPConfig, o guestdrv.ConnectOptions) (a, b *end) {
 	tb.Helper()
-	// PSNs near the top, so that most tests wrap around.
+	// PSNs near the maximum, so that most tests wrap around.
 	a, b = ha.end(tb, c, 0xfffff0), hb.end(tb, c, 0xfffffe)
 	join(tb, a, b, o)
 	return a, b
@@ -339,7 +338,7 @@ func ctxFor(tb testing.TB) context.Context {
 	return ctx
 }
 
-// await returns the next n completions of cq, by completion events.
+// await returns the next n completions of cq, using completion events.
 func await(tb testing.TB, cq *guestdrv.CQ, n int) []guestdrv.Completion {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -382,7 +381,7 @@ func (e *end) recv(tb testing.TB, id uint64, sgl ...guestdrv.SGE) {
 	}
 }
 
-// fill writes a pattern that depends on seed and on every offset.
+// fill writes a pattern that depends on seed and offset.
 func fill(b []byte, seed uint64) {
 	x := seed*0x9e3779b97f4a7c15 + 1
 	for ; len(b) >= 8; b = b[8:] {

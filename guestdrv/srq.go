@@ -100,8 +100,9 @@ func (s *SRQ) Limit(ctx context.Context) (uint32, error) {
 	return a.Limit, err
 }
 
-// Resize moves the SRQ to a ring for at least n requests. Nobody may post meanwhile. If Resize ends with its context or
-// with ErrTimeout, it is unknown which ring the device uses: the SRQ can only be closed, which releases both.
+// Resize moves the SRQ to a ring for at least n requests. No goroutine may post meanwhile. If Resize ends with its
+// context or with ErrTimeout, it is unknown which ring the device uses: the SRQ can only be closed, which releases
+// both.
 func (s *SRQ) Resize(ctx context.Context, n int) error {
 	d := s.d
 	if err := d.users.enter(); err != nil {

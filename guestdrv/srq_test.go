@@ -33,8 +33,8 @@ func (h *host) wantEvent(tb testing.TB, typ guestdrv.EventType, handle uint32) {
 	}
 }
 
-// TestSRQ shares one receive queue among QPs, takes it over its limit, resizes it
-// while it holds requests, and uses it up.
+// TestSRQ shares one receive queue among QPs, consumes it below its limit, resizes it while it has requests, and uses
+// it up.
 func TestSRQ(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	ha, hb := r.hosts[0], r.hosts[1]
@@ -73,7 +73,7 @@ func TestSRQ(t *testing.T) {
 	if l, err := srq.Limit(bg); err != nil || l != 10 {
 		t.Fatalf("limit %d, %v", l, err)
 	}
-	next := uint64(0) // requests are consumed in order, whichever QP takes them
+	next := uint64(0) // all QPs together consume requests in order
 	send := func(i int) {
 		t.Helper()
 		as[i%3].post(t, &request{ID: uint64(i), Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
@@ -105,9 +105,8 @@ func TestSRQ(t *testing.T) {
 	}
 }
 
-// TestCQEvents checks which completions raise an event. That one is not raised is
-// seen by the arm word, which the device clears when it raises one; the word has
-// been looked at for a completion once the next one is there.
+// TestCQEvents checks which completions raise an event. The device clears the arm word when it raises one, so an
+// unchanged arm word means no event; the device has checked the word for a completion once the next one is present.
 func TestCQEvents(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})

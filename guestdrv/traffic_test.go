@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestBothWays runs mixed traffic in both directions of one connection at once,
-// on one loop and on two, with plenty of buffers and with hardly any.
+// TestBothWays runs mixed traffic in both directions of one connection, on one loop and on two, with many buffers and
+// with few.
 func TestBothWays(t *testing.T) {
 	for _, tc := range []rigConfig{{loops: 1}, {loops: 2}, {loops: 1, pool: 24}, {loops: 2, pool: 24}} {
 		t.Run(fmt.Sprintf("%d loops, %d buffers", tc.loops, tc.pool), func(t *testing.T) {
@@ -29,7 +29,7 @@ func TestBothWays(t *testing.T) {
 	}
 }
 
-// TestSizesOfRequests uses as many SGEs and as much inline data as the device allows.
+// TestSizesOfRequests uses the device's maximum of SGEs and inline data.
 func TestSizesOfRequests(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	at := r.hosts[0].Attr()
@@ -73,7 +73,7 @@ func TestSizesOfRequests(t *testing.T) {
 		t.Error("inline data differ")
 	}
 
-	// More than the queue was made for is refused before it reaches the device.
+	// A request beyond the queue's limits is refused before it reaches the device.
 	if err := postSend(a.qp, &request{SGL: make([]guestdrv.SGE, c.MaxSendSGE+1)}); err == nil {
 		t.Error("too many SGEs were accepted")
 	}
@@ -85,7 +85,7 @@ func TestSizesOfRequests(t *testing.T) {
 	}
 }
 
-// TestDrain stops a send queue in the midst of its work and lets it go on.
+// TestDrain stops a send queue during its work and lets it continue.
 func TestDrain(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -94,10 +94,10 @@ func TestDrain(t *testing.T) {
 	fill(src.Bytes(), 1)
 	const n = 40
 	left := 0
-	// Again, if all were done before the queue could be told to stop.
+	// Retry if all requests completed before the queue could be stopped.
 	for try := 0; left == 0; try++ {
 		if try == 1000 {
-			t.Fatal("the queue is never told in time")
+			t.Fatal("the queue could never be stopped in time")
 		}
 		if try > 0 {
 			if got := a.scqPolled(t, n); got != n {
@@ -126,7 +126,7 @@ func TestDrain(t *testing.T) {
 		t.Fatalf("%d completions, %d of %d requests are left", got, left, n)
 	}
 	if a.qp.Outstanding() != left {
-		t.Fatal("a drained queue went on")
+		t.Fatal("a drained queue continued")
 	}
 	if err := a.qp.Modify(bg, guestdrv.QPAttr{State: guestdrv.QPRTS}, guestdrv.QPAttrState); err != nil {
 		t.Fatal(err)
@@ -139,7 +139,7 @@ func TestDrain(t *testing.T) {
 	}
 }
 
-// scqPolled polls n completions at most, which must be there, in order and good.
+// scqPolled polls at most n completions, which must be present, in order and successful.
 func (e *end) scqPolled(tb testing.TB, n int) int {
 	tb.Helper()
 	wcs := make([]guestdrv.Completion, n+1)
@@ -152,7 +152,7 @@ func (e *end) scqPolled(tb testing.TB, n int) int {
 	return got
 }
 
-// TestLink takes the port down and up; the driver is told.
+// TestLink takes the port down and up; the driver is notified.
 func TestLink(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	h := r.hosts[0]

@@ -113,7 +113,7 @@ type WCFlags uint32
 
 // The flags.
 const (
-	WCFlagGRH     WCFlags = abi.WCFlagGRH     // UD: a GRH stands in the first 40 bytes of the buffer
+	WCFlagGRH     WCFlags = abi.WCFlagGRH     // UD: the first 40 bytes of the buffer are a GRH
 	WCFlagWithImm WCFlags = abi.WCFlagWithImm // Imm is valid
 	// WCFlagWithInvalidate marks a message that invalidated an R_Key, see Completion.InvalidatedKey.
 	WCFlagWithInvalidate WCFlags = abi.WCFlagsInvalidate
@@ -232,7 +232,7 @@ func (a Access) String() string {
 	})
 }
 
-// DMALKey is the reserved L_Key: a segment with it names a PA. Only privileged QPs may use it (RA-2).
+// DMALKey is the reserved L_Key: a segment with it has a PA. Only privileged QPs may use it (RA-2).
 const DMALKey = abi.DMALKey
 
 // Caps are capabilities of the device.
@@ -280,7 +280,7 @@ func (c ODPCaps) String() string {
 // EventType is the kind of an asynchronous event.
 type EventType uint32
 
-// The kinds. Event.Handle is the number of the CQ, QP or SRQ, as the name says.
+// The kinds. Event.Handle is the number of the CQ, QP or SRQ, by the name of the kind.
 const (
 	EventCQErr       = EventType(abi.EventCQErr) // the CQ overflowed and is unusable
 	EventQPFatal     = EventType(abi.EventQPFatal)

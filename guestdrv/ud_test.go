@@ -44,7 +44,7 @@ func TestUD(t *testing.T) {
 	for i, n := range []int{0, 1, 3, 64, 1000, 1024} {
 		fill(src.Bytes(), uint64(i))
 		clear(dst.Bytes())
-		b.recv(t, uint64(i), dmr.SGE(1, 20), dmr.SGE(21, 2000)) // the GRH is cut in two
+		b.recv(t, uint64(i), dmr.SGE(1, 20), dmr.SGE(21, 2000)) // the GRH is split
 		wr := &request{
 			ID: uint64(i), Opcode: guestdrv.WRSendWithImm, Imm: [4]byte{1, 2, 3, byte(i)}, Flags: guestdrv.SendSignaled,
 			SGL: []guestdrv.SGE{smr.SGE(3, n)}, AH: ah, RemoteQPN: b.qp.Number(), QKey: guestdrv.DefaultQKey,
@@ -62,7 +62,7 @@ func TestUD(t *testing.T) {
 			t.Fatalf("%d bytes: completion %+v", n, wc)
 		}
 		got := dst.Bytes()[1:]
-		// RoCEv2 over IPv4: the IP header stands in the last 20 of the 40 bytes.
+		// RoCEv2 over IPv4: the IP header is in the last 20 of the 40 bytes.
 		if got[20] != 0x45 || !bytes.Equal(got[32:36], a.h.gid[12:]) || !bytes.Equal(got[36:40], b.h.gid[12:]) {
 			t.Fatalf("%d bytes: no IPv4 header in %x", n, got[:40])
 		}
@@ -72,7 +72,7 @@ func TestUD(t *testing.T) {
 	}
 }
 
-// TestUDDrops sends what must not arrive, then what must: UD is in order on this network.
+// TestUDDrops sends messages that must be dropped, then one that must arrive: UD is in order on this network.
 func TestUDDrops(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := r.hosts[0].udEnd(t, udConfig(), 5), r.hosts[1].udEnd(t, udConfig(), 6)
@@ -85,12 +85,12 @@ func TestUDDrops(t *testing.T) {
 			AH: ah, RemoteQPN: qpn, QKey: qkey})
 		expect(t, a.scq, id, guestdrv.WCSuccess, guestdrv.WCOpSend)
 	}
-	send(1, b.qp.Number(), 6, 10) // no buffer there yet
+	send(1, b.qp.Number(), 6, 10) // no buffer yet
 	send(2, b.qp.Number(), 5, 10) // wrong Q_Key
 	send(3, b.qp.Number()+1, 6, 10)
-	// The device handles arrivals of one QP in order; a connected pair on the same
-	// two loops tells nothing. So let the last one be the marker: it needs a buffer,
-	// which is posted only when the counters say that the others are gone.
+	// The device handles arrivals of one QP in order; a connected pair on the same two loops proves nothing. So the
+	// last message is the marker: it needs a buffer, which is posted only when the counters show that the others were
+	// dropped.
 	ctx := ctxFor(t)
 	for {
 		st, err := b.h.Stats(bg)
@@ -125,7 +125,7 @@ func TestGSI(t *testing.T) {
 	dst, dmr := b.h.region(t, 4096, allAccess)
 	b.h.warm(t, dmr)
 	fill(src.Bytes(), 1)
-	// Both sides name real addresses (RA-1), as a kernel does.
+	// Both sides use real addresses (RA-1), as a kernel does.
 	b.recv(t, 1, guestdrv.SGE{Addr: dst.PA(), Length: 4096, LKey: guestdrv.DMALKey})
 	a.post(t, &request{
 		ID: 2, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,

@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// TestAcrossVXLAN runs between two sites (MT-1, MT-2), which have nothing in common but the underlay.
+// TestAcrossVXLAN runs between two sites (MT-1, MT-2), which share only the underlay.
 func TestAcrossVXLAN(t *testing.T) {
 	r := newRig(t, rigConfig{vxlan: true})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})
@@ -39,7 +39,7 @@ func TestAcrossVXLAN(t *testing.T) {
 	expect(t, ub.rcq, 1, guestdrv.WCSuccess, guestdrv.WCOpRecv)
 }
 
-// TestAddressing connects by every kind of address.
+// TestAddressing connects with every kind of address.
 func TestAddressing(t *testing.T) {
 	r := newRig(t, rigConfig{mtu: 1600}) // room for a VLAN tag
 	v6 := func(host byte) guestdrv.GID { return guestdrv.GID{0xfd, 0, 1, 15: host} }

@@ -13,17 +13,17 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// identity is what the ends tell each other over TCP, in the form of ibv_rc_pingpong: LID (none in Ethernet), QP
+// identity is what the ends send each other over TCP, in the form of ibv_rc_pingpong: LID (none in Ethernet), QP
 // number, first PSN and GID in hexadecimal.
 type identity struct {
 	qpn, psn uint32
 	gid      guestdrv.GID
 }
 
-// messageSize includes a NUL, as C programs send it.
+// messageSize includes the NUL that C programs send.
 const messageSize = len("0000:000000:000000:00000000000000000000000000000000") + 1
 
-// done is the client's last word.
+// done is the client's last message.
 const done = "done\x00"
 
 func (i identity) String() string {
@@ -37,12 +37,12 @@ func (i identity) encode() []byte {
 func decode(b []byte) (i identity, err error) {
 	f := strings.Split(strings.TrimRight(string(b), "\x00"), ":")
 	if len(f) != 4 || len(f[3]) != 2*len(i.gid) {
-		return i, fmt.Errorf("the other end says %q: not what ibv_rc_pingpong says", b)
+		return i, fmt.Errorf("the other end sent %q, which is not a message of ibv_rc_pingpong", b)
 	}
 	var n [2]uint64
 	for k, s := range f[1:3] {
 		if n[k], err = strconv.ParseUint(s, 16, 24); err != nil {
-			return i, fmt.Errorf("the other end says %q: %w", b, err)
+			return i, fmt.Errorf("the other end sent %q: %w", b, err)
 		}
 	}
 	i.qpn, i.psn = uint32(n[0]), uint32(n[1])
@@ -50,7 +50,8 @@ func decode(b []byte) (i identity, err error) {
 	return i, err
 }
 
-// exchange connects to the server, or waits for a client, and learns who it is. ready ends it.
+// exchange connects to the server, or waits for a client, and receives the peer's identity. ready completes the
+// exchange.
 func exchange(ctx context.Context, o options, mine identity) (_ net.Conn, theirs identity, err error) {
 	conn, err := dial(ctx, o)
 	if err != nil {
@@ -71,13 +72,13 @@ func exchange(ctx context.Context, o options, mine identity) (_ net.Conn, theirs
 	}
 	var b [messageSize]byte
 	if _, err := io.ReadFull(conn, b[:]); err != nil {
-		return nil, theirs, fmt.Errorf("the other end did not say who it is: %w", err)
+		return nil, theirs, fmt.Errorf("the other end did not send its identity: %w", err)
 	}
 	theirs, err = decode(b[:])
 	return conn, theirs, err
 }
 
-// ready tells the other end that this one can receive: a server says only now who it is.
+// ready tells the peer that this end can receive: a server sends its identity only now.
 func ready(conn net.Conn, o options, mine identity) error {
 	if o.peer != "" {
 		_, err := conn.Write([]byte(done))

@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// What ibv_rc_pingpong says, byte for byte, and what nobody should.
+// Messages of ibv_rc_pingpong, byte for byte, and invalid ones.
 func TestIdentity(t *testing.T) {
 	const said = "0000:000011:f42a24:00000000000000000000ffff0a000001\x00"
 	want := identity{qpn: 0x11, psn: 0xf42a24, gid: guestdrv.IPGID(netip.MustParseAddr("10.0.0.1"))}

@@ -1,12 +1,11 @@
-// Pingpong is a host application (PF-4): a program of the host that exchanges messages with a VM through vnicd's RDMA,
-// with ibv_rc_pingpong of ibverbs-utils, or another pingpong, at the other end.
+// Pingpong is a host application (PF-4): a program of the host that exchanges messages with a VM through vnicd's RDMA.
+// The peer is ibv_rc_pingpong of ibverbs-utils, or another pingpong.
 //
 //	host:   pingpong -socket /run/vnicd/app.hca -address 10.0.0.5            # waits, as a server does
 //	guest:  ibv_rc_pingpong -d vnic0 -g INDEX 10.0.0.254                     # the host's address in the tenant's network
 //
-// With an argument it is the client. The two tell each other who they are over TCP, as ibv_rc_pingpong does; the RDMA
-// address (-address) need not be the TCP one. Each message is sent back by the other end, so what arrives is compared
-// with what was sent.
+// With an argument it is the client. The ends exchange their identities over TCP, as ibv_rc_pingpong does; the RDMA
+// address (-address) need not be the TCP one. Each end sends every message back, and the sender compares it.
 package main
 
 import (
@@ -38,8 +37,8 @@ func main() {
 	flag.IntVar(&o.size, "size", 4096, "bytes of a message")
 	flag.IntVar(&o.n, "n", 1000, "messages each way")
 	flag.IntVar(&o.mtu, "mtu", 1024, "path MTU, the same at both ends")
-	flag.BoolVar(&o.onDemand, "on-demand", false, "register memory without pages, which come when they are needed")
-	flag.DurationVar(&o.timeout, "timeout", time.Minute, "how long all of it may take")
+	flag.BoolVar(&o.onDemand, "on-demand", false, "register memory without pages; page faults provide them")
+	flag.DurationVar(&o.timeout, "timeout", time.Minute, "limit for the whole run")
 	flag.Parse()
 	o.peer = flag.Arg(0)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
@@ -64,7 +63,7 @@ func run(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	defer e.dev.Close() // takes everything else along
+	defer e.dev.Close() // destroys all other objects, too
 	mine := identity{qpn: e.qp.Number(), psn: rand.Uint32() & 0xffffff, gid: e.gid}
 	fmt.Println("local:  ", mine)
 	conn, theirs, err := exchange(ctx, o, mine)
@@ -73,7 +72,7 @@ func run(ctx context.Context, o options) error {
 	}
 	defer conn.Close()
 	fmt.Println("remote: ", theirs)
-	// The GID is an IP address: the network knows the MAC.
+	// The GID is an IP address, from which the network finds the MAC.
 	path, err := e.dev.Resolve(ctx, theirs.gid, 0)
 	if err != nil {
 		return err
@@ -97,7 +96,7 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
-// end is this program's end of the connection: one buffer to send from, and one to receive into.
+// end is this program's end of the connection: a buffer to send from and one to receive into.
 type end struct {
 	dev      *guestdrv.Device
 	gid      guestdrv.GID
@@ -106,7 +105,7 @@ type end struct {
 	out, in  *guestdrv.Buffer
 	from, to guestdrv.SGE
 	wcs      [2]guestdrv.Completion
-	done     [recvID + 1]int // completions that nobody has waited for, by ID
+	done     [recvID + 1]int // completions not awaited yet, by ID
 }
 
 func newEnd(ctx context.Context, o options, gid guestdrv.GID) (_ *end, err error) {
@@ -140,7 +139,7 @@ func newEnd(ctx context.Context, o options, gid guestdrv.GID) (_ *end, err error
 	return e, err
 }
 
-// memory makes a buffer and registers it, at once or page by page when the device asks.
+// memory makes a buffer and registers it, at once or page by page on page faults.
 func memory(ctx context.Context, dev *guestdrv.Device, pd *guestdrv.PD, o options) (*guestdrv.Buffer, guestdrv.SGE,
 	error) {
 	buf, err := dev.Alloc(o.size)
@@ -167,7 +166,7 @@ func memory(ctx context.Context, dev *guestdrv.Device, pd *guestdrv.PD, o option
 	return buf, mr.SGEAt(buf.Addr(), o.size), nil
 }
 
-// play sends and receives in turns, and looks whether what was sent comes back.
+// play sends and receives in turns, and checks that every message comes back.
 func (e *end) play(ctx context.Context, o options) error {
 	client := o.peer != ""
 	if err := e.receive(); err != nil {
@@ -178,9 +177,10 @@ func (e *end) play(ctx context.Context, o options) error {
 			if err := e.await(ctx, recvID); err != nil {
 				return fmt.Errorf("message %d: %w", i, err)
 			}
-			// ibv_rc_pingpong sends back what it got last; a pingpong is one ahead. The first message of the former is anything.
+			// ibv_rc_pingpong returns its latest message; a pingpong is one ahead. The first message of the former is
+			// arbitrary.
 			if i > 0 && !is(e.in.Bytes(), i-1) && !is(e.in.Bytes(), i) {
-				return fmt.Errorf("message %d is not what was sent", i)
+				return fmt.Errorf("message %d differs from the one sent", i)
 			}
 			if err := e.receive(); err != nil {
 				return err
@@ -199,7 +199,7 @@ func (e *end) play(ctx context.Context, o options) error {
 				return fmt.Errorf("answer %d: %w", i, err)
 			}
 			if !is(e.in.Bytes(), i) {
-				return fmt.Errorf("answer %d is not what was sent", i)
+				return fmt.Errorf("answer %d differs from the message sent", i)
 			}
 			if err := e.receive(); err != nil {
 				return err
@@ -233,7 +233,7 @@ func (e *end) await(ctx context.Context, id uint64) error {
 	return nil
 }
 
-// pattern is byte at of message i: messages differ, and so do their parts.
+// pattern is byte at of message i: messages and their parts differ.
 func pattern(i, at int) byte { return byte(at*7 + at>>8 + i) }
 
 func fill(b []byte, i int) {

@@ -1,2 +1,2 @@
-// Package docs holds the documents of the project. It has no code: its tests check that what the documents name exists.
+// Package docs has the documents of the project and no code. Its tests check that the names in the documents exist.
 package docs

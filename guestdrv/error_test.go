@@ -53,7 +53,7 @@ func TestRetryExceeded(t *testing.T) {
 	}
 }
 
-// TestRNRRecovers posts the receive only after the sender was told that there is none.
+// TestRNRRecovers posts the receive only after the sender got an RNR NAK.
 func TestRNRRecovers(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	a, b := connect(t, r.hosts[0], r.hosts[1], qpDefaults(), guestdrv.ConnectOptions{})

@@ -36,7 +36,7 @@ func TestMessageRate(t *testing.T) {
 			expect(t, e.scq, i, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 		}
 	}
-	// The first message is sent at once, and a delay of 1 ms may be made up for.
+	// The first message is sent at once, and the sender may catch up on a delay of 1 ms.
 	if d, least := time.Since(start), (2*n-1)*time.Second/rate-time.Millisecond; d < least {
 		t.Errorf("%d messages in %v, at %d a second it is %v", 2*n, d, rate, least)
 	}

@@ -162,7 +162,7 @@ func TestLink(t *testing.T) {
 		select {
 		case <-h.ConfigChanged():
 		case <-ctx.Done():
-			t.Fatal("the driver was not told")
+			t.Fatal("the driver was not notified")
 		}
 		c, err := h.ReadInfo(bg)
 		if err != nil || (c.LinkUp) != up {

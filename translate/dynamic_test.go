@@ -160,14 +160,14 @@ func TestInvalidateWaits(t *testing.T) {
 		reader := e.Enter(slot)
 		want(t, "invalidate with a reader inside", call(invalidate), Again)
 		if m := vm.Check(key, 5, 0x1000, 1, 0); m.Kind != BadKey {
-			t.Fatalf("not void at once: %v", m.Err())
+			t.Fatalf("not invalid at once: %v", m.Err())
 		}
 		want(t, "register with a reader inside", call(register), Again)
 		late := e.Enter(slot)
 		want(t, "still", call(invalidate), Again)
 		e.Leave(slot, reader)
 		want(t, "later readers do not matter", call(invalidate), Done)
-		want(t, "register anew", call(register), Done)
+		want(t, "register again", call(register), Done)
 		e.Leave(slot, late)
 	}
 	// Destroyed meanwhile: a waiting caller is told that there is no such key.
@@ -287,7 +287,7 @@ func TestWindows(t *testing.T) {
 			want(t, "type 1 is not invalidated", inv(w), Refused)
 			want(t, "zero-based", bind(BindSpec{Window: w, Region: r.LKey(), Access: ZeroBased, VA: next.VA, Length: 8}),
 				Refused)
-			want(t, "bound anew", bind(next), Done)
+			want(t, "bound again", bind(next), Done)
 			if m := vm.Check(w, domain, 0x7000_0800, 1, RemoteRead); m.Kind != BadKey {
 				t.Errorf("the binding before: %v", m.Err())
 			}

@@ -17,7 +17,7 @@ import (
 // askTime bounds the daemon's time to answer.
 const askTime = 30 * time.Second
 
-const whichSocket = `The control socket is the one given by --control or the configuration, or else
+const whichSocket = `The control socket is that of --control or of the configuration, by default
 ` + config.DefaultRunDir + `/vnicd.sock.`
 
 // askFlags adds the flags of commands that talk to the running daemon.

@@ -24,8 +24,8 @@ const monitorTime = 10 * time.Second
 const releaseTime = time.Minute
 
 const whichMonitor = `SOCKET is a monitor (-qmp unix:SOCKET,server=on,wait=off) without another client:
-QEMU serves one client per monitor. The daemon uses the one that the configuration names
-as the VM's qmp; give QEMU a second one.`
+QEMU serves one client per monitor. The daemon uses the monitor of the VM's qmp key, so
+give QEMU a second one.`
 
 func (a *app) attachCmd() *cobra.Command {
 	var socket, netBus, hcaBus string

@@ -58,14 +58,14 @@ func (a *app) backendCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "backend {net | hca} --vm VM {--socket-path PATH | --fd NUMBER}",
 		Short: "Represent one device of a VM as a separate process",
-		Long: `For management software that starts one process per device of a VM, as QEMU's
-conventions for vhost-user back ends say (docs/interop/vhost-user.rst), under the names
+		Long: `For management software that starts one process per device of a VM, by QEMU's
+conventions for vhost-user back ends (docs/interop/vhost-user.rst), under the names
 /usr/libexec/vnicd/vnicd-net and /usr/libexec/vnicd/vnicd-hca.
 
 The process creates the device's socket, or receives it (connected or listening), and
-passes each front end to the running vnicd, which does the work: rings and guest memory
-do not pass through the process. SIGTERM ends the process and the device; if a connected
-socket was given, so does the end of the connection. While vnicd restarts, it waits.`,
+relays each front end to the running vnicd, which serves the device: rings and guest
+memory do not pass through the process. SIGTERM ends the process and the device; so does
+the end of the connection if the socket was connected. While vnicd restarts, it waits.`,
 		Args: func(c *cobra.Command, argv []string) error {
 			if len(argv) == 0 || backendDevices[argv[0]].kind == "" || len(argv) > 1 {
 				return usageError{fmt.Errorf("one device is expected, net or hca; usage: %s", c.UseLine())}

@@ -21,7 +21,7 @@ func (a *app) captureCmd() *cobra.Command {
 		Short: "Write a port's frames to a file for Wireshark",
 		Long: `Writes pcapng. At a port (of a VM, the host or a tunnel; see "vnicd port") it captures
 the tenant's frames in both directions, RoCE included; at "vtep" the datagrams of all
-tunnels, with outer IP and UDP headers reconstructed from what the sockets report. It
+tunnels, with outer IP and UDP headers reconstructed from the sockets' information. It
 ends after -n packets or with an interrupt. Packets dropped because the reader was slow
 are counted.
 

@@ -27,7 +27,7 @@ func (a *app) connectionCmd() *cobra.Command {
 	}
 	c := a.group("connection", "Show the VMs' RDMA connections",
 		`Connected queue pairs (RC, UC) of the VMs, and connections that connection management is
-setting up or has just ended. The state is connection management's (req-sent,
+setting up or has just ended. The state is that of connection management (req-sent,
 req-received, rep-sent, rep-received, established, dreq-sent, dreq-received, closed,
 rejected; sidr-* and resolved for datagrams), or direct if the programs exchanged their
 addresses by other means. The last line of each is the overlay tuple of its packets;

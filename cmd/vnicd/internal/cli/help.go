@@ -30,7 +30,7 @@ var helps = map[string]help{
 	"network":      {"", "vnicd network\nvnicd network add green vni 200 peer 192.0.2.2"},
 	"network show": {"Without NAME: all networks.", "vnicd network show blue"},
 	"network add": {`vni          VXLAN network identifier, 1 to 16777215
-mtu          bytes [what the narrowest path to a peer leaves]
+mtu          bytes [that of the narrowest path to a peer, less overhead]
 peer         underlay address of another host of the network; may be repeated
 learn-peers  accept tunnels from hosts that are not listed
 ageing       lifetime of a learnt address, such as 300s [300s]
@@ -38,7 +38,7 @@ max-entries  size of the forwarding table [16384]
 storm        broadcast, multicast and unknown-unicast frames per second and port;
              0: unlimited [10000]`, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3"},
 	"network del": {"The network's tunnels and host port are removed with it.", "vnicd network del green"},
-	"network add-peer": {"The address is IPv4 or IPv6, as the VTEP's own. Adding a peer that is listed changes nothing.",
+	"network add-peer": {"The address is IPv4 or IPv6, as the VTEP's own. Adding a listed peer changes nothing.",
 		"vnicd network add-peer blue 192.0.2.3"},
 	"network del-peer": {"Addresses learnt from this peer are forgotten.", "vnicd network del-peer blue 192.0.2.3"},
 	"network add-tap": {`Creates the TAP interface INTERFACE on the host.
@@ -59,8 +59,8 @@ ip             an address that the VM may use; may be repeated [any]
 queues         queue pairs of virtio-net [1]
 rate           bits per second in each direction, such as 10G [no limit]
 storm          broadcast, multicast and unknown-unicast frames per second; 0: unlimited
-memory-budget  how much of the VM's memory the device keeps resident, such as 256MiB
-qmp            monitor socket from which memory ballooning is learnt`,
+memory-budget  limit of the VM's memory that the device keeps resident, such as 256MiB
+qmp            monitor socket of QEMU, which reports memory ballooning`,
 		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
 	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},
 	"vm move": {"", "vnicd vm move vm1 network green"},

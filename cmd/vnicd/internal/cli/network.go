@@ -208,7 +208,7 @@ func (a *app) neighCmd() *cobra.Command {
 	known := map[string]wordKind{"network": once, "mac": once, "vlan": once}
 	return a.group("neigh", "Show and change the tables for ARP and neighbour discovery",
 		`Which MAC has which IP address. The switch answers ARP and neighbour discovery requests for
-them. Nobody else can claim an added address.`, show,
+them. No other host can claim an added address.`, show,
 		a.entry("add ADDRESS network NAME mac MAC [vlan N]", "Add or change an entry", http.MethodPut, "neighbours",
 			known, "mac"),
 		a.entry("del ADDRESS network NAME [vlan N]", "Remove an added entry", http.MethodDelete, "neighbours",

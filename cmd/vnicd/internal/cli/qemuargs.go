@@ -26,8 +26,8 @@ virtio-net and the HCA. Add them to a QEMU command line that has no -m and -M op
 
     qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2
 
-If the daemon is running, VMs that were added at run time are known too, and the
-virtio-net gets the present MTU of its network, unless the configuration sets one.
+If the daemon is running, VM may be one that was added at run time, and the virtio-net
+gets the present MTU of its network, unless the configuration sets one.
 
 With --no-memory only the two devices are printed; the memory must then be shared
 by other options (-object memory-backend-memfd,share=on with -M memory-backend=).`,

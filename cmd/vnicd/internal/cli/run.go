@@ -27,7 +27,7 @@ serves them until SIGINT or SIGTERM. SIGHUP acts as "vnicd reload". Each VM has 
 sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at any time.
 
 TAP ports need CAP_NET_ADMIN, BGP on its standard port CAP_NET_BIND_SERVICE, and the
-short path of TAP ports CAP_BPF at the start. All else runs without privileges.`,
+short path of TAP ports CAP_BPF at the start. Everything else runs without privileges.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()

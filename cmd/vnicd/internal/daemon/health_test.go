@@ -42,7 +42,7 @@ func TestHealthy(t *testing.T) {
 			alone++
 		}
 		if d.probes[1].ask(nil) != first {
-			t.Error("asked again while a check is pending")
+			t.Error("a second check was sent while one is pending")
 		}
 	}
 	close(hold)

@@ -2,7 +2,7 @@
 // enabled, Go's profiles and a web page. It is read-only. Any client that reaches the address may read all of it.
 //
 //	GET /metrics        the values of `vnicd status`, and the process's
-//	GET /healthz        200 "ok", or 503 with what is stuck
+//	GET /healthz        200 "ok", or 503 with the stuck engine
 //	GET /debug/pprof/   profiles, if enabled
 //	GET /               the web page, if enabled
 //	GET /v1/overview    the page's data, as JSON

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# How every root is made. Part of each recipe's hash, unlike common.sh.
+# Makes every root. Part of each recipe's hash, unlike common.sh.
 
 # bootstrap SUITE DIR VARIANT PACKAGES [mmdebstrap options]: a Debian root in DIR.
 bootstrap() {

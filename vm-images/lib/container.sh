@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# A container of another Debian release, for guests: its own root with its own rdma-core, as a disk.
+# A container of another Debian release, for guests: a disk with its root and its rdma-core.
 
 CONTAINER_RELEASE=bookworm
 

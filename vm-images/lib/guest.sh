@@ -28,8 +28,8 @@ guest_recipe() {
 	if [[ $RELEASE == *-backports ]]; then
 		kernel=(--customize-hook="chroot \"\$1\" apt-get install -y -t $RELEASE linux-image-amd64")
 	fi
-	# The stock initrd is not used: building it takes longer than all the rest.
-	# rdma-core's own tests of verbs are shipped as documentation.
+	# The stock initrd is not used: building it takes longer than everything else.
+	# rdma-core ships its tests of verbs as documentation.
 	bootstrap "$suite" "$root" minbase "$include" \
 		--dpkgopt='path-include=/usr/share/doc/rdma-core/tests/*' \
 		--setup-hook='mkdir -p "$1/etc/initramfs-tools" && echo "update_initramfs=no" >"$1/etc/initramfs-tools/update-initramfs.conf"' \
@@ -65,8 +65,8 @@ guest_recipe() {
 	rm -rf --one-file-system "$root"
 }
 
-# guest_initramfs ROOT KVER OUT: busybox and the few modules between the kernel and its root disk. The stock initrd is
-# twenty times as big, and under emulation unpacking it is most of the boot.
+# guest_initramfs ROOT KVER OUT: busybox and the few modules that the root disk needs. The stock initrd is twenty times
+# as big, and under emulation unpacking it takes most of the boot.
 guest_initramfs() {
 	local root=$1 kver=$2 out=$3 ird=$3/initramfs m f
 	mkdir -p "$ird"/{bin,dev,proc,sys,newroot,modules}
@@ -74,7 +74,7 @@ guest_initramfs() {
 	cp "$HERE/guest/initramfs-init" "$ird/init"
 	chmod 755 "$ird/init"
 	for m in virtio_pci virtio_blk virtio_console ext4; do
-		# crc32c is asked for by name at run time (softdep), so modprobe does not list it.
+		# crc32c is requested by name at run time (softdep), so modprobe does not list it.
 		[[ $m == ext4 ]] && modprobe -d "$root" -S "$kver" --show-depends crc32c_generic 2>/dev/null || true
 		modprobe -d "$root" -S "$kver" --show-depends "$m"
 	done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' | while read -r f; do

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The build root: the guest's release with its compiler, libibverbs and the headers of exactly the guest's kernel.
+# The build root: the guest's release with its compiler, libibverbs and the headers of the guest's kernel.
 
 module_dir() {
 	local guest kver=none
@@ -20,9 +20,9 @@ module_root_build() {
 module_recipe() {
 	local tmp=$1 deb
 	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libibverbs-dev,libssl3,pahole,sparse
-	# Unpacked, not installed: as a package the headers depend on the kernel image, which is 300 MB of no use here.
+	# Unpacked, not installed: as a package the headers need the kernel image, 300 MB that are not used here.
 	for deb in "$(guest_dir)"/headers/*.deb; do
-		# Debian 12 ships /lib/modules where /lib is a link by now: tar must follow it, not replace it.
+		# Debian 12's headers contain /lib/modules, where /lib is a link: tar must follow it, not replace it.
 		dpkg-deb --fsys-tarfile "$deb" | tar -x --keep-directory-symlink -C "$tmp/root"
 	done
 	rm -rf "$tmp"/root/var/{cache,lib/apt}

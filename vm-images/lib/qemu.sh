@@ -7,7 +7,7 @@ qemu_dir() { echo "$CACHE/qemu-$(recipe_hash "$MIRROR" -- "$HERE/lib/bootstrap.s
 
 qemu_has_device() { "$1" -device help 2>/dev/null | grep -q "\"$QEMU_DEVICE\""; }
 
-# qemu_find: sets QEMU and QEMU_IMG when there is a usable QEMU already.
+# qemu_find: sets QEMU and QEMU_IMG if there is a usable QEMU.
 qemu_find() {
 	QEMU='' QEMU_IMG=''
 	if [[ -n ${VNICD_QEMU:-} ]]; then
@@ -44,7 +44,7 @@ qemu_recipe() {
 		--customize-hook='chroot "$1" apt-get install -y -t trixie-backports qemu-system-x86 qemu-utils'
 	rm -rf "$tmp"/root/var/{cache,lib/apt} "$tmp"/root/usr/share/{doc,info,zoneinfo,perl}
 	for tool in qemu-system-x86_64 qemu-img; do
-		# The loader of that root runs the program, so that the host's C library does not matter.
+		# That root's loader runs the program, so the host's C library does not matter.
 		cat >"$tmp/$tool" <<-W
 			#!/bin/sh
 			r='$final/root'
@@ -55,7 +55,7 @@ qemu_recipe() {
 	done
 	sed -i 's| FLAGS | -L "$r/usr/share/qemu" -L "$r/usr/share/seabios" |' "$tmp/qemu-system-x86_64"
 	sed -i 's| FLAGS | |' "$tmp/qemu-img"
-	# Ask the program under its temporary name before it gets the final one.
+	# Test the program under its temporary name before it gets the final one.
 	sed "s|^r=.*|r='$tmp/root'|" "$tmp/qemu-system-x86_64" >"$tmp/try"
 	chmod 755 "$tmp/try"
 	"$tmp/try" --version

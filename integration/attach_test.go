@@ -73,7 +73,7 @@ vms:
 		check(t, lab.WaitRDMA(ctx, m, "vnic0"))
 		run(ctx, t, m, "ping -c 3 -W 10 10.0.0.254")
 		if round == 0 {
-			attach("attached to a QEMU already")
+			attach("already attached to a QEMU")
 		}
 		if _, err := h.CLI(ctx, "detach", "--qmp", monitor, "vm1"); err != nil {
 			t.Fatal(err)

@@ -32,7 +32,8 @@ const bufferSize = 9216
 // maxVMs bounds the VMs of one daemon; each has two front ends with memory.
 const maxVMs = 1024
 
-// There is one buffer for unsegmented frames of up to 64 KiB per bigBuffers normal ones.
+// bigBuffers is the number of normal buffers per buffer of 64 KiB, which takes a frame that its sender left
+// unsegmented.
 const bigBuffers = 16
 
 // Daemon is a running host.

@@ -432,8 +432,8 @@ func TestRefusedPages(t *testing.T) {
 	})
 }
 
-// TestInvalidAddress has a Pager that says no: the operation ends in the error that
-// belongs to it, on both sides (PF-13), locally and across VXLAN.
+// TestInvalidAddress has a Pager that refuses: the operation ends with the right error on both sides (PF-13), locally
+// and across VXLAN.
 func TestInvalidAddress(t *testing.T) {
 	for _, vxlan := range []bool{false, true} {
 		t.Run(map[bool]string{false: "local", true: "VXLAN"}[vxlan], func(t *testing.T) {

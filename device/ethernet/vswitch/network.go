@@ -58,7 +58,7 @@ var (
 	ErrMACInUse     = errors.New("vswitch: MAC address is in use by another port of the network")
 	ErrTooManyPorts = errors.New("vswitch: network has its maximum of ports")
 	ErrClosed       = errors.New("vswitch: port is closed")
-	ErrMonitored    = errors.New("vswitch: port is already captured")
+	ErrMonitored    = errors.New("vswitch: port is being captured already")
 )
 
 // Config describes a network. Zero values take the defaults.

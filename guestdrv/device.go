@@ -23,8 +23,7 @@ type Config struct {
 	// Timeout bounds Open, every command and every Close of an object; 0 means 30 s. A command also ends with its context.
 	Timeout time.Duration
 
-	// simpleQueues disables indirect descriptors and event indices, for tests.
-	simpleQueues bool
+	refuse uint64 // virtio features not to accept, for tests
 }
 
 // Device is an open HCA. All methods may be called from any goroutine.
@@ -89,9 +88,7 @@ func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, cfg.Timeout, ErrTimeout)
 	defer cancel()
-	fc := frontend.Config{
-		Path: path, Memory: d.mem.Memory, QueueSize: queueSize, NoEvents: cfg.simpleQueues, NoIndir: cfg.simpleQueues,
-	}
+	fc := frontend.Config{Path: path, Memory: d.mem.Memory, QueueSize: queueSize, Refuse: cfg.refuse}
 	if d.fe, err = frontend.Open(ctx, fc); err != nil {
 		return nil, fmt.Errorf("connecting to %s: %w", path, err)
 	}

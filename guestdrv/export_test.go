@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio"
 )
 
 // CommandInterrupts returns how often the device has signalled the command queue since the last call.
@@ -37,7 +39,7 @@ func RawSendWR(id uint64, op Opcode, key uint32, to Datagram) *SendWR {
 
 // SimpleQueues disables the use of indirect descriptors and event indices.
 func (c Config) SimpleQueues() Config {
-	c.simpleQueues = true
+	c.refuse = virtio.FeatureEventIdx | virtio.FeatureIndirectDesc
 	return c
 }
 

@@ -59,7 +59,7 @@ func newShortLab(t *testing.T, w wireKind, rate int64) *shortLab {
 	for i, h := range []**host{&l.ha, &l.hb} {
 		ns := []*nstest.NS{l.a, l.b}[i]
 		*h = newHost(t, ns, loops[i:i+1], hostConfig{local: w.addr(1 + i), peers: []string{w.addr(2 - i)}, zero: true,
-			tap: tap.Config{Name: "tap0", Rate: rate,
+			tap: tap.Config{Offloads: true, Name: "tap0", Rate: rate,
 				Addrs: []netip.Prefix{netip.MustParsePrefix([]string{"10.0.0.1/24", "10.0.0.2/24"}[i])}}})
 		if s := (*h).vt.Status().ShortPath; s.State != "on" {
 			t.Fatal("no short path: ", s.State)
@@ -243,7 +243,7 @@ func TestShortPathChecksum6(t *testing.T) {
 	b.IP("link", "set", "brt", "up")
 	b.Addr("brt", "10.0.0.2/24")
 	h := newHost(t, a, newLoops(t, 1), hostConfig{local: "2001:db8::1", peers: []string{"2001:db8::2"},
-		tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	b.IP("link", "set", "brt", "mtu", "1430")
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
 	// Received frames may take the short path.

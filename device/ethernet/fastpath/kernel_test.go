@@ -235,7 +235,8 @@ func TestShortPathForged(t *testing.T) {
 	for i := range h {
 		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1),
 			peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
-			tap:   tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
+			tap:   tap.Config{Offloads: true,
+				Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
 	}
 	// Another tenant, whose peer is the third host.
 	other := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 4712, Name: "other"}))
@@ -331,11 +332,11 @@ func TestShortPathMoves(t *testing.T) {
 				peers = append(peers, fmt.Sprintf("192.0.2.%d", k+1))
 			}
 		}
-		tc := tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}
+		tc := tap.Config{Offloads: true, Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}
 		if i > 0 {
 			x.IP("link", "add", "brt", "type", "bridge")
 			x.IP("link", "set", "brt", "up")
-			tc = tap.Config{Name: "tap0", Bridge: "brt"}
+			tc = tap.Config{Offloads: true, Name: "tap0", Bridge: "brt"}
 		}
 		h[i] = newHost(t, x, loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1), peers: peers, tap: tc})
 	}

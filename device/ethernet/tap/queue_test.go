@@ -41,10 +41,10 @@ func TestQueues(t *testing.T) {
 				}
 				loops = append(loops, l)
 			}
-			if _, err := r.try(tap.Config{Name: "twice", More: []*loop.Loop{r.loop}}); err == nil {
+			if _, err := r.try(tap.Config{Offloads: true, Name: "twice", More: []*loop.Loop{r.loop}}); err == nil {
 				t.Error("Open accepted a loop listed twice")
 			}
-			p := r.open(tap.Config{Name: "queues", More: loops[1:], NoOffloads: plain,
+			p := r.open(tap.Config{Name: "queues", More: loops[1:], Offloads: !plain,
 				Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}})
 			c := &tally{}
 			peer := vswitch.MAC{2, 0, 0, 0, 0, 9}

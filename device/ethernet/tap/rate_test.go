@@ -23,7 +23,8 @@ func TestRate(t *testing.T) {
 	)
 	clock := loop.NewManualClock(1)
 	r := newRigAt(t, clock)
-	p := r.open(tap.Config{Name: "host0", Rate: rate, Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
+	p := r.open(tap.Config{Offloads: true,
+		Name: "host0", Rate: rate, Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
 	r.ns.IP("neigh", "add", "10.1.2.4", "lladdr", "02:00:00:00:00:01", "dev", "host0")
 	dropped := func() uint64 { return p.Attachment().Counters.Dropped(vswitch.RateLimit) }
 	var conn net.Conn

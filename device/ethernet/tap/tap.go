@@ -50,9 +50,9 @@ type Config struct {
 	Bridge string
 	// Rate is the port's limit in bits per second, as in vswitch.PortConfig; zero = none.
 	Rate int64
-	// NoOffloads turns off checksum and segmentation offload in both directions.
-	NoOffloads bool
-	Log        hclog.Logger
+	// Offloads selects checksum and segmentation offload in both directions.
+	Offloads bool
+	Log      hclog.Logger
 }
 
 // TAP is an open host port.
@@ -147,7 +147,7 @@ func (t *TAP) open() (err error) {
 	if _, err := t.nl.LinkByName(t.cfg.Name); err == nil {
 		return fmt.Errorf("%w: %s", ErrExists, t.cfg.Name)
 	}
-	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, 1+len(t.cfg.More), !t.cfg.NoOffloads); err != nil {
+	if t.dev, err = openDevice(t.cfg.Name, t.cfg.Pool, 1+len(t.cfg.More), t.cfg.Offloads); err != nil {
 		if link, lerr := t.nl.LinkByName(t.cfg.Name); lerr == nil && !errors.Is(err, ErrExists) {
 			_ = t.nl.LinkDel(link) // it did not exist before, so the failed Open left it
 		}

@@ -122,7 +122,7 @@ func (r *rig) has(dev string) bool {
 func TestConfigured(t *testing.T) {
 	r := newRig(t)
 	mac := vswitch.MAC{2, 0, 0, 0, 0, 77}
-	p := r.open(tap.Config{Name: "host0", MTU: 1400, MAC: mac, Addrs: []netip.Prefix{
+	p := r.open(tap.Config{Offloads: true, Name: "host0", MTU: 1400, MAC: mac, Addrs: []netip.Prefix{
 		netip.MustParsePrefix("10.1.2.3/24"), netip.MustParsePrefix("fd00::3/64")}})
 	if p.Name() != "host0" || p.MAC() != mac || p.Index() == 0 {
 		t.Errorf("%s %v %d", p.Name(), p.MAC(), p.Index())
@@ -153,7 +153,7 @@ func TestConfigured(t *testing.T) {
 	if len(r.net.Status().Ports) != 1 {
 		t.Error("port is still there")
 	}
-	r.open(tap.Config{Name: "host0"}) // the name is free again
+	r.open(tap.Config{Offloads: true, Name: "host0"}) // the name is free again
 	if out := r.ns.IP("link", "show", "host0"); !strings.Contains(out, "mtu 1450") {
 		t.Errorf("MTU is not the network's\n%s", out)
 	}
@@ -166,8 +166,8 @@ func TestFollowsMTU(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := r.open(tap.Config{Name: "follows", Network: n, Loop: r.loop, Pool: r.pool})
-	r.open(tap.Config{Name: "fixed", Network: n, Loop: r.loop, Pool: r.pool, MTU: 1000})
+	p := r.open(tap.Config{Offloads: true, Name: "follows", Network: n, Loop: r.loop, Pool: r.pool})
+	r.open(tap.Config{Offloads: true, Name: "fixed", Network: n, Loop: r.loop, Pool: r.pool, MTU: 1000})
 	n.SetUnderlayMTU(1430)
 	for dev, want := range map[string]string{"follows": "mtu 1430", "fixed": "mtu 1000"} {
 		if out := r.ns.IP("link", "show", dev); !strings.Contains(out, want) {
@@ -186,7 +186,7 @@ func TestFollowsMTU(t *testing.T) {
 // The host's own stack answers ARP, which tests both directions.
 func TestFrames(t *testing.T) {
 	r := newRig(t)
-	p := r.open(tap.Config{Name: "host0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
+	p := r.open(tap.Config{Offloads: true, Name: "host0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.3/24")}})
 	me := "\x02\x00\x00\x00\x00\x01"
 	arp := "\xff\xff\xff\xff\xff\xff" + me + "\x08\x06\x00\x01\x08\x00\x06\x04\x00\x01" + me + "\x0a\x01\x02\x04" +
 		"\x00\x00\x00\x00\x00\x00" + "\x0a\x01\x02\x03"
@@ -243,7 +243,7 @@ func TestFrames(t *testing.T) {
 // The interface is deleted by others: the loop does not spin, and Close still works.
 func TestDeleted(t *testing.T) {
 	r := newRig(t)
-	p := r.open(tap.Config{Name: "host0"})
+	p := r.open(tap.Config{Offloads: true, Name: "host0"})
 	r.ns.IP("link", "del", "host0")
 	testutil.Eventually(t, "the loop sleeps again", func() bool {
 		before := r.loop.Stats()
@@ -267,7 +267,7 @@ func TestBridgeMember(t *testing.T) {
 	nstest.Pair(r.ns, other, "cable", 1450)
 	r.ns.IP("link", "set", "cable", "master", "bridge0")
 	other.Addr("cable", "10.1.2.4/24")
-	r.open(tap.Config{Name: "member", Bridge: "bridge0"})
+	r.open(tap.Config{Offloads: true, Name: "member", Bridge: "bridge0"})
 	if out := r.ns.IP("link", "show", "member"); !strings.Contains(out, "master bridge0") {
 		t.Errorf("not in the bridge:\n%s", out)
 	}
@@ -275,7 +275,7 @@ func TestBridgeMember(t *testing.T) {
 	var p *tap.TAP
 	far.Do(func() {
 		var err error
-		if p, err = tap.Open(tap.Config{Name: "host1", Network: r.net, Loop: r.loop, Pool: r.pool,
+		if p, err = tap.Open(tap.Config{Offloads: true, Name: "host1", Network: r.net, Loop: r.loop, Pool: r.pool,
 			Addrs: []netip.Prefix{netip.MustParsePrefix("10.1.2.5/24")}}); err != nil {
 			t.Fatal(err)
 		}
@@ -294,21 +294,21 @@ func TestErrors(t *testing.T) {
 		is  error
 		say string
 	}{
-		{tap.Config{Name: ""}, nil, "not an interface name"},
-		{tap.Config{Name: "sixteen-letters-"}, nil, "not an interface name"},
-		{tap.Config{Name: "a/b"}, nil, "not an interface name"},
-		{tap.Config{Name: "tap%d"}, nil, "not an interface name"},
-		{tap.Config{Name: "x", MTU: 1451}, nil, "want 68 to 1450"},
-		{tap.Config{Name: "x", MTU: 20}, nil, "want 68 to 1450"},
-		{tap.Config{Name: "x", MAC: vswitch.MAC{1}}, nil, "group address"},
-		{tap.Config{Name: "x", Bridge: "b", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/8")}}, nil,
+		{tap.Config{Offloads: true, Name: ""}, nil, "not an interface name"},
+		{tap.Config{Offloads: true, Name: "sixteen-letters-"}, nil, "not an interface name"},
+		{tap.Config{Offloads: true, Name: "a/b"}, nil, "not an interface name"},
+		{tap.Config{Offloads: true, Name: "tap%d"}, nil, "not an interface name"},
+		{tap.Config{Offloads: true, Name: "x", MTU: 1451}, nil, "want 68 to 1450"},
+		{tap.Config{Offloads: true, Name: "x", MTU: 20}, nil, "want 68 to 1450"},
+		{tap.Config{Offloads: true, Name: "x", MAC: vswitch.MAC{1}}, nil, "group address"},
+		{tap.Config{Offloads: true, Name: "x", Bridge: "b", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/8")}}, nil,
 			"give them to the bridge"},
-		{tap.Config{Name: "x", Addrs: []netip.Prefix{{}}}, nil, "invalid address"},
-		{tap.Config{Name: "x", Bridge: "absent"}, nil, "absent"},
-		{tap.Config{Name: "x", Bridge: "nobridge0"}, nil, "not a bridge"},
-		{tap.Config{Name: "nobridge0"}, tap.ErrExists, "nobridge0"},
-		{tap.Config{Name: "kept"}, tap.ErrExists, "kept"},
-		{tap.Config{Name: "x", Network: r.net}, nil, "required"},
+		{tap.Config{Offloads: true, Name: "x", Addrs: []netip.Prefix{{}}}, nil, "invalid address"},
+		{tap.Config{Offloads: true, Name: "x", Bridge: "absent"}, nil, "absent"},
+		{tap.Config{Offloads: true, Name: "x", Bridge: "nobridge0"}, nil, "not a bridge"},
+		{tap.Config{Offloads: true, Name: "nobridge0"}, tap.ErrExists, "nobridge0"},
+		{tap.Config{Offloads: true, Name: "kept"}, tap.ErrExists, "kept"},
+		{tap.Config{Offloads: true, Name: "x", Network: r.net}, nil, "required"},
 	} {
 		p, err := r.try(c.c)
 		if err == nil {
@@ -335,7 +335,7 @@ func TestErrors(t *testing.T) {
 func TestLeaks(t *testing.T) {
 	r := newRig(t)
 	open := func() {
-		p, err := r.try(tap.Config{Name: "host0"})
+		p, err := r.try(tap.Config{Offloads: true, Name: "host0"})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -44,7 +44,8 @@ func TestOffloadsContent(t *testing.T) {
 			loops := newLoops(t, 2)
 			mk := func(ns *nstest.NS, l *loop.Loop, local, peer string, i int) *host {
 				return newHost(t, ns, []*loop.Loop{l}, hostConfig{vni: 4711, whole: true, local: local, peers: []string{peer},
-					tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
+					tap: tap.Config{Offloads: true,
+						Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
 						netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			mk(a, loops[0], c.a, c.b, 1)

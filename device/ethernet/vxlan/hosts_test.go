@@ -94,7 +94,7 @@ func (f *fabric) start(h int) {
 func (f *fabric) plug(h, tenant, i int) {
 	f.t.Helper()
 	f.ends[h][tenant].Do(func() {
-		f.taps[h][tenant] = must[*tap.TAP](f.t)(tap.Open(tap.Config{Name: "end", Network: f.nets[h][tenant],
+		f.taps[h][tenant] = must[*tap.TAP](f.t)(tap.Open(tap.Config{Offloads: true, Name: "end", Network: f.nets[h][tenant],
 			Loop: f.loops[h%2], Pool: f.pool, MAC: vswitch.MAC{2, 0, 0, 0, 0, byte(i)},
 			Addrs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 24)}}))
 	})

@@ -197,7 +197,7 @@ func TestLinuxPeer(t *testing.T) {
 			linuxPeer(b, "under", remote, local, u.device...)
 			loops := newLoops(t, 2)
 			h := newHost(t, a, loops, hostConfig{vni: 4711, local: local, peers: []string{remote}, zero: u.zero,
-				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
+				tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
 					netip.MustParsePrefix("fd00::1/64")}}})
 			if got, want := h.net.MTU(), u.inner(); got != want {
 				t.Errorf("network MTU %d, want %d", got, want)
@@ -263,7 +263,7 @@ func TestVLANUnderlay(t *testing.T) {
 	underlay(a, "under.7", "192.0.2.1")
 	linuxPeer(b, "under.7", "192.0.2.2", "192.0.2.1")
 	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"},
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	if h.net.MTU() != 1446 {
 		t.Errorf("MTU %d", h.net.MTU())
 	}
@@ -282,13 +282,13 @@ func TestLoopedBridge(t *testing.T) {
 	loops := newLoops(t, 2)
 	const storm = 200 // low enough for a slow machine to reach it
 	h := newHost(t, a, loops, hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, storm: storm,
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	a.Ping("10.0.0.2")
 	a.IP("link", "add", "loop", "type", "bridge", "stp_state", "0")
 	a.IP("link", "set", "loop", "up")
 	for i := range 2 {
 		a.Do(func() {
-			x := must[*tap.TAP](t)(tap.Open(tap.Config{Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net,
+			x := must[*tap.TAP](t)(tap.Open(tap.Config{Offloads: true, Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net,
 				Loop: loops[i], Pool: h.pool}))
 			t.Cleanup(func() { x.Close() })
 		})
@@ -321,7 +321,7 @@ func TestLinkLocalUnderlay(t *testing.T) {
 	b.IP("link", "set", "vx", "up")
 	b.Addr("vx", "10.0.0.2/24")
 	newHost(t, a, newLoops(t, 1), hostConfig{vni: 7, local: "fe80::a%under", peers: []string{"fe80::b%under"},
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	a.Ping("10.0.0.2")
 }
 
@@ -335,7 +335,7 @@ func TestTwoTenants(t *testing.T) {
 	b.NoOffload("under")
 	loops := newLoops(t, 2)
 	first := newHost(t, a, loops, hostConfig{vni: 1, local: "192.0.2.1", peers: []string{"192.0.2.2"},
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	// Tenant 2's host port is in its own namespace, with tenant 1's addresses.
 	second := must[*vswitch.Network](t)(vswitch.NewNetwork(vswitch.Config{VNI: 2, Name: "two"}))
 	if err := first.vt.AddNetwork(second, []netip.Addr{netip.MustParseAddr("192.0.2.2")}); err != nil {
@@ -344,7 +344,8 @@ func TestTwoTenants(t *testing.T) {
 	c := nstest.New(t, "c")
 	mac := first.tap.MAC()
 	c.Do(func() {
-		p := must[*tap.TAP](t)(tap.Open(tap.Config{Name: "tenant", Network: second, Loop: loops[1], Pool: first.pool,
+		p := must[*tap.TAP](t)(tap.Open(tap.Config{Offloads: true,
+			Name: "tenant", Network: second, Loop: loops[1], Pool: first.pool,
 			MAC: mac, Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}))
 		t.Cleanup(func() { p.Close() })
 	})

@@ -149,7 +149,7 @@ func TestOffloads(t *testing.T) {
 			host := func(ns *nstest.NS, i int, offloads bool) *host {
 				return newHost(t, ns, loops[i-1:i], hostConfig{vni: 4711, whole: true, local: fmt.Sprint("192.0.2.", i),
 					peers: []string{fmt.Sprint("192.0.2.", 3-i)},
-					tap: tap.Config{Name: "tenant", NoOffloads: !offloads,
+					tap: tap.Config{Name: "tenant", Offloads: offloads,
 						Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
 							netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
@@ -259,7 +259,7 @@ func TestOffloadsPathShrinks(t *testing.T) {
 	underlay(a, "under", "192.0.2.1")
 	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
 	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"},
-		tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	a.Ping("10.0.0.2")
 	b.Start("iperf3", "-s")
 	waitListen(t, b, 5201)
@@ -302,7 +302,7 @@ func TestUncutWithoutSegmentation(t *testing.T) {
 	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
 	b.IP("link", "set", "brt", "mtu", "1450")
 	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, whole: true,
-		alone: true, tap: tap.Config{Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		alone: true, tap: tap.Config{Offloads: true, Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
 	if n := h.vt.Status().Drops[vswitch.Truncated.String()]; n != 0 {
 		t.Errorf("%d datagrams were too large", n)

@@ -81,7 +81,7 @@ func TestOpenVSwitchPeer(t *testing.T) {
 				"--",
 				"set", "interface", "vx", "type=vxlan", "options:key=4711", "options:local_ip="+remote, "options:remote_ip="+local)
 			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: local, peers: []string{remote},
-				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
+				tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24"),
 					netip.MustParsePrefix("fd00::1/64")}}})
 			mtu := fmt.Sprint(h.net.MTU())
 			b.IP("link", "set", "tenant", "mtu", mtu, "up")
@@ -144,7 +144,7 @@ func TestManyLinuxPeers(t *testing.T) {
 				peers, ends = append(peers, u.addr(i)), append(ends, ns)
 			}
 			h := newHost(t, a, newLoops(t, 2), hostConfig{vni: 4711, local: u.addr(1), peers: peers,
-				tap: tap.Config{Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+				tap: tap.Config{Offloads: true, Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 			full := fmt.Sprint(u.inner() - 28)
 			ours := packetSocket(t, a, "tenant")
 			for i, ns := range ends {

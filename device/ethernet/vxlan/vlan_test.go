@@ -59,7 +59,7 @@ func TestVLANGuests(t *testing.T) {
 			nstest.Pair(guest, b, "guest", u.inner())
 			b.IP("link", "set", "guest", "master", "brt")
 			h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: u.addr(1), peers: []string{u.addr(2)},
-				tap: tap.Config{Name: "tenant"}})
+				tap: tap.Config{Offloads: true, Name: "tenant"}})
 			tagged(t, h, packetSocket(t, a, "tenant"), packetSocket(t, guest, "guest"), 2)
 			if out, err := a.Exec("ip", "link", "add", "link", "tenant", "name", "tenant.7", "type", "vlan", "id",
 				"7"); err != nil {

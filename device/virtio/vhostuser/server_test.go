@@ -22,14 +22,14 @@ import (
 func TestWholeDevice(t *testing.T) {
 	for name, mod := range map[string]func(*frontend.Config){
 		"all features": func(*frontend.Config) {},
-		"no event-idx": func(c *frontend.Config) { c.NoEvents = true },
-		"no indirect":  func(c *frontend.Config) { c.NoIndir = true },
+		"no event-idx": func(c *frontend.Config) { c.Refuse = virtio.FeatureEventIdx },
+		"no indirect":  func(c *frontend.Config) { c.Refuse = virtio.FeatureIndirectDesc },
 		"tiny queues":  func(c *frontend.Config) { c.QueueSize = 4 },
 		"packed":       func(c *frontend.Config) { c.Features |= virtio.FeatureRingPacked },
 		"packed, odd":  func(c *frontend.Config) { c.Features |= virtio.FeatureRingPacked; c.QueueSize = 5 },
 		"packed, no event-idx, no indirect": func(c *frontend.Config) {
 			c.Features |= virtio.FeatureRingPacked
-			c.NoEvents, c.NoIndir, c.QueueSize = true, true, 3
+			c.Refuse, c.QueueSize = virtio.FeatureEventIdx|virtio.FeatureIndirectDesc, 3
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -238,7 +238,8 @@ func TestPackedBase(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
 	m := memory(t)
-	d := open(t, frontend.Config{Path: path, Memory: m, Features: virtio.FeatureRingPacked, NoIndir: true, QueueSize: 5})
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: virtio.FeatureRingPacked, Refuse: virtio.FeatureIndirectDesc,
+		QueueSize: 5})
 	c := d.Client()
 	place := uint32(0x8000)
 	for i := range 12 {

@@ -103,7 +103,7 @@ type vm struct {
 	mem  *frontend.Memory
 	fe   *frontend.Device
 
-	plain  bool // without EVENT_IDX and INDIRECT_DESC
+	refuse uint64 // virtio features that the driver does not accept
 	rxSize int
 	tx     [MaxPairs]txRing
 }
@@ -159,7 +159,7 @@ func (v *vm) boot(features uint64, rxSize, rxCount int) *vm {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	v.fe, err = frontend.Open(ctx, frontend.Config{Path: v.path, Memory: v.mem, Features: features | v.h.rings,
-		NumQueues: v.dev.NumQueues(), QueueSize: 128, NoEvents: v.plain, NoIndir: v.plain})
+		NumQueues: v.dev.NumQueues(), QueueSize: 128, Refuse: v.refuse})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,15 +7,19 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/testutil"
+	"github.com/vnicd/vnicd/device/virtio"
 )
 
 // TestWakesFromSleep: each frame is sent when the loops are asleep, or about to sleep; a lost kick shows as a timeout.
 func TestWakesFromSleep(t *testing.T) {
+	const ringFeatures = virtio.FeatureEventIdx | virtio.FeatureIndirectDesc
 	for _, plain := range []bool{false, true} {
 		t.Run(fmt.Sprintf("plain=%v", plain), func(t *testing.T) {
 			bothRings(t, 2, func(t *testing.T, h *host) {
 				a, b := h.vm(1, 1), h.vm(2, 1)
-				a.plain, b.plain = plain, plain
+				if plain {
+					a.refuse, b.refuse = ringFeatures, ringFeatures
+				}
 				a.boot(0, 2000, 8)
 				b.boot(0, 2000, 8)
 				for i := range 300 {

@@ -109,7 +109,7 @@ func (n *network) openTAP(d *Daemon, c *config.TAP) (err error) {
 	first := d.nextLoop()
 	n.tap, err = tap.Open(tap.Config{
 		Network: n.sw, Loop: first, More: d.otherLoops(first), Pool: d.pool, Name: c.Name, Addrs: c.Addresses,
-		Bridge: c.Bridge, Rate: c.Rate, NoOffloads: !c.Offloads, Log: d.log.Named("tap"),
+		Bridge: c.Bridge, Rate: c.Rate, Offloads: c.Offloads, Log: d.log.Named("tap"),
 	})
 	if err != nil {
 		n.tap = nil

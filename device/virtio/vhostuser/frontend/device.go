@@ -20,12 +20,14 @@ type Config struct {
 	Path   string  // the back end's socket
 	Memory *Memory // owned by the caller; close it after the device
 
-	Features  uint64 // device-specific features to accept if offered
-	NoEvents  bool   // do not accept EVENT_IDX
-	NoIndir   bool   // do not accept INDIRECT_DESC
+	Features  uint64 // features to accept if offered, beside VERSION_1, EVENT_IDX and INDIRECT_DESC
+	Refuse    uint64 // features not to accept, whatever is offered
 	NumQueues int    // 0: as many as the back end offers
 	QueueSize int    // 0: 256
 }
+
+// ringFeatures are the optional features of virtqueues that Queue implements.
+const ringFeatures = virtio.FeatureEventIdx | virtio.FeatureIndirectDesc
 
 // Device is a connection with all of its queues running.
 type Device struct {
@@ -132,14 +134,8 @@ func (d *Device) negotiate(cfg Config) error {
 			return err
 		}
 	}
-	want := cfg.Features | virtio.FeatureVersion1 | vhostuser.FeatureProtocolFeatures
-	if !cfg.NoEvents {
-		want |= virtio.FeatureEventIdx
-	}
-	if !cfg.NoIndir {
-		want |= virtio.FeatureIndirectDesc
-	}
-	d.features = offered & want
+	want := cfg.Features | virtio.FeatureVersion1 | vhostuser.FeatureProtocolFeatures | ringFeatures
+	d.features = offered & want &^ cfg.Refuse
 	if err := c.SetFeatures(d.features); err != nil {
 		return err
 	}

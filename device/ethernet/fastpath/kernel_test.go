@@ -235,7 +235,7 @@ func TestShortPathForged(t *testing.T) {
 	for i := range h {
 		h[i] = newHost(t, ns[i], loops[i:i+1], hostConfig{local: fmt.Sprintf("192.0.2.%d", i+1),
 			peers: []string{fmt.Sprintf("192.0.2.%d", 2-i)},
-			tap:   tap.Config{Offloads: true,
+			tap: tap.Config{Offloads: true,
 				Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i+1))}}})
 	}
 	// Another tenant, whose peer is the third host.

@@ -46,7 +46,7 @@ func TestOffloadsContent(t *testing.T) {
 				return newHost(t, ns, []*loop.Loop{l}, hostConfig{vni: 4711, whole: true, local: local, peers: []string{peer},
 					tap: tap.Config{Offloads: true,
 						Name: "tenant", Addrs: []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.0.0.%d/24", i)),
-						netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
+							netip.MustParsePrefix(fmt.Sprintf("fd00::%d/64", i))}}})
 			}
 			mk(a, loops[0], c.a, c.b, 1)
 			hb := mk(b, loops[1], c.b, c.a, 2)

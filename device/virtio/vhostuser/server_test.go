@@ -238,8 +238,8 @@ func TestPackedBase(t *testing.T) {
 	dev := newEcho(1)
 	path, _ := serve(t, dev)
 	m := memory(t)
-	d := open(t, frontend.Config{Path: path, Memory: m, Features: virtio.FeatureRingPacked, Refuse: virtio.FeatureIndirectDesc,
-		QueueSize: 5})
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: virtio.FeatureRingPacked,
+		Refuse: virtio.FeatureIndirectDesc, QueueSize: 5})
 	c := d.Client()
 	place := uint32(0x8000)
 	for i := range 12 {

@@ -288,7 +288,8 @@ func TestLoopedBridge(t *testing.T) {
 	a.IP("link", "set", "loop", "up")
 	for i := range 2 {
 		a.Do(func() {
-			x := must[*tap.TAP](t)(tap.Open(tap.Config{Offloads: true, Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net,
+			x := must[*tap.TAP](t)(tap.Open(tap.Config{Offloads: true,
+				Name: fmt.Sprint("loop", i), Bridge: "loop", Network: h.net,
 				Loop: loops[i], Pool: h.pool}))
 			t.Cleanup(func() { x.Close() })
 		})

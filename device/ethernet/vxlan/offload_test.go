@@ -302,7 +302,8 @@ func TestUncutWithoutSegmentation(t *testing.T) {
 	linuxPeer(b, "under", "192.0.2.2", "192.0.2.1")
 	b.IP("link", "set", "brt", "mtu", "1450")
 	h := newHost(t, a, newLoops(t, 1), hostConfig{vni: 4711, local: "192.0.2.1", peers: []string{"192.0.2.2"}, whole: true,
-		alone: true, tap: tap.Config{Offloads: true, Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
+		alone: true, tap: tap.Config{Offloads: true,
+			Name: "tap0", Addrs: []netip.Prefix{netip.MustParsePrefix("10.0.0.1/24")}}})
 	transfer(t, a, b, "10.0.0.2:7000", 8<<20)
 	if n := h.vt.Status().Drops[vswitch.Truncated.String()]; n != 0 {
 		t.Errorf("%d datagrams were too large", n)

@@ -186,8 +186,8 @@ func TestRequirements(t *testing.T) {
 // maxLine bounds the lines of sources and documents, in characters.
 const maxLine = 120
 
-// TestLineLength checks that lines are at most maxLine long: in Go files except where a string literal is long, in
-// documents except tables and blocks.
+// TestLineLength checks that lines are at most maxLine long: in Go and C except where a string literal is long (C has
+// tabs of 8), in documents except tables and blocks.
 func TestLineLength(t *testing.T) {
 	fence := regexp.MustCompile("(?ms)^```.*?^```$")
 	report := func(path string, line int, text string) {
@@ -195,8 +195,11 @@ func TestLineLength(t *testing.T) {
 			t.Errorf("%s:%d: %d characters, want at most %d", path, line, n, maxLine)
 		}
 	}
-	for _, p := range files(t, ".go") {
+	for _, p := range files(t, ".go", ".c", ".h") {
 		text := read(t, p)
+		if filepath.Ext(p) != ".go" {
+			text = strings.ReplaceAll(text, "\t", strings.Repeat(" ", 8))
+		}
 		long := longStrings(t, p, text)
 		for i, line := range strings.Split(text, "\n") {
 			if !long[i+1] {
@@ -216,7 +219,7 @@ func TestLineLength(t *testing.T) {
 	}
 }
 
-// longStrings returns the lines of a Go file that hold string literals of 60 characters or more, or parts of them.
+// longStrings returns the lines of a Go or C file that hold string literals of 60 characters or more, or parts of them.
 func longStrings(t *testing.T, path, text string) map[int]bool {
 	t.Helper()
 	lines := map[int]bool{}

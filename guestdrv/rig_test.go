@@ -43,6 +43,7 @@ type rigConfig struct {
 	second bool // each site has another underlay address, 192.0.2.11 and .12, that is a peer of the other, too
 	pool   int  // frame buffers per site; 0: 4096
 	limits hca.Limits
+	idle   bool   // no driver is opened: the test does that itself
 	budget uint64 // bytes of each host's memory that the device may keep resident; 0: all
 	driver guestdrv.Config
 	spin   time.Duration
@@ -117,7 +118,9 @@ func newRig(tb testing.TB, cfg rigConfig) *rig {
 	}
 	for i := range cfg.hosts {
 		h := r.attach(i, r.sites[i%sites])
-		r.open(h)
+		if !cfg.idle {
+			r.open(h)
+		}
 		r.hosts = append(r.hosts, h)
 	}
 	return r

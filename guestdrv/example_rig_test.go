@@ -1,0 +1,51 @@
+package guestdrv_test
+
+import (
+	"fmt"
+	"os"
+	"testing"
+)
+
+// startApplications takes the place of vnicd in an Example: it starts a network with n applications and returns the
+// paths of their sockets. The Example opens the devices, and closes them before it calls stop.
+func startApplications(n int) (sockets []string, stop func()) {
+	tb := &exampleTB{}
+	for _, h := range newRig(tb, rigConfig{hosts: n, idle: true}).hosts {
+		h.port.SetNet(h.hca.Neighbours()) // answers Device.Resolve of the others
+		tb.Cleanup(func() { h.port.SetNet(nil) })
+		sockets = append(sockets, h.path)
+	}
+	return sockets, tb.cleanup
+}
+
+// exampleTB is the testing.TB of a rig in an Example, which has none. Errors are printed: they are not part of the
+// expected output, so the Example fails.
+type exampleTB struct {
+	testing.TB // nil: rigs without namespaces call only the methods below
+	cleanups   []func()
+}
+
+func (t *exampleTB) Helper()                   {}
+func (t *exampleTB) Error(args ...any)         { fmt.Println(args...) }
+func (t *exampleTB) Errorf(f string, a ...any) { fmt.Printf(f+"\n", a...) }
+func (t *exampleTB) Fatal(args ...any)         { panic(fmt.Sprint(args...)) }
+func (t *exampleTB) Cleanup(f func())          { t.cleanups = append(t.cleanups, f) }
+
+func (t *exampleTB) TempDir() string {
+	dir, err := os.MkdirTemp("", "guestdrv")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+func (t *exampleTB) cleanup() {
+	for i := len(t.cleanups) - 1; i >= 0; i-- {
+		t.cleanups[i]()
+	}
+}

@@ -10,19 +10,20 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// GID is a port address, in network order.
+// GID is a port address, in network order: in RoCEv2 an IP address, see IPGID.
 type GID [16]byte
 
 // IPGID returns the GID of an IP address in RoCEv2: IPv6 unchanged, IPv4 mapped into IPv6 (IBTA A17.4.5).
 func IPGID(a netip.Addr) GID { return a.As16() }
 
-// GIDOptions of SetGID; the zero value is untagged RoCEv2.
+// GIDOptions are options of SetGID. The zero value means untagged RoCEv2.
 type GIDOptions struct {
 	RoCEv1 bool
 	VLAN   uint16 // 1..4094; 0: untagged
 }
 
-// SetGID writes entry index, 0..DeviceAttr.MaxGID-1, of the GID table.
+// SetGID writes entry index, 0..DeviceAttr.MaxGID-1, of the GID table, which has the addresses of this end. vnicd
+// answers ARP and ND requests for them. A Path refers to its source GID by the index (Path.SGIDIndex).
 func (d *Device) SetGID(ctx context.Context, index int, gid GID, o GIDOptions) error {
 	if index < 0 || int64(index) >= int64(d.attr.MaxGID) {
 		return invalid("GID index %d, expected 0..%d", index, int64(d.attr.MaxGID)-1)
@@ -34,7 +35,7 @@ func (d *Device) SetGID(ctx context.Context, index int, gid GID, o GIDOptions) e
 	return d.do(ctx, abi.CmdSetGID, &req, abi.SizeSetGID, nil)
 }
 
-// ClearGID clears an entry of the GID table.
+// ClearGID clears entry index of the GID table.
 func (d *Device) ClearGID(ctx context.Context, index int) error {
 	return d.do(ctx, abi.CmdClearGID, &abi.ClearGID{Index: uint16(index)}, abi.SizeClearGID, nil)
 }
@@ -46,12 +47,12 @@ func vlanID(v uint16) uint16 {
 	return v
 }
 
-// Path describes how to reach a port. See Device.Resolve.
+// Path describes how to reach a port. Device.Resolve returns one; the fields that it leaves 0 may be set then.
 type Path struct {
 	GID          GID
 	MAC          [6]byte // of the port with that GID
 	SGIDIndex    uint16  // source: entry of the GID table
-	VLAN         uint16  // of the source GID; 0: untagged
+	VLAN         uint16  // that of the source GID (GIDOptions.VLAN); 0: untagged
 	TrafficClass uint8
 	HopLimit     uint8 // 0 means 64
 	FlowLabel    uint32
@@ -77,7 +78,8 @@ func pathOf(a *abi.AV) Path {
 }
 
 // Resolve returns the path from the GID at sgidIndex to the port with the GID gid. vnicd repeats ARP or ND requests in
-// the tenant's network until a host answers or ctx ends.
+// the tenant's network until a host answers or ctx ends: Config.Timeout bounds each attempt, not their number. If the
+// source GID has a VLAN, the caller sets Path.VLAN.
 func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, error) {
 	req := abi.Resolve{DGID: gid, SGIDIndex: sgidIndex}
 	for wait := firstRetry; ; wait = min(2*wait, lastRetry) {
@@ -135,7 +137,7 @@ func (d *Device) setupAHs(ctx context.Context) error {
 	return nil
 }
 
-// AH is an address handle, the path of UD requests.
+// AH is an address handle: the path of UD requests, see Datagram.
 type AH struct {
 	d      *Device
 	num    uint32
@@ -187,12 +189,12 @@ func (a *AH) Close() error {
 	return nil
 }
 
-// AttachMulticast makes a UD QP a member of a multicast group.
+// AttachMulticast makes a UD QP a member of the multicast group gid.
 func (q *QP) AttachMulticast(ctx context.Context, gid GID) error {
 	return q.d.do(ctx, abi.CmdAttachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
 }
 
-// DetachMulticast ends the membership.
+// DetachMulticast ends the membership of the group gid.
 func (q *QP) DetachMulticast(ctx context.Context, gid GID) error {
 	return q.d.do(ctx, abi.CmdDetachMcast, &abi.Mcast{QPN: q.num, GID: gid}, abi.SizeMcast, nil)
 }

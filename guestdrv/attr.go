@@ -10,9 +10,9 @@ import (
 
 // Info is the device's configuration space.
 type Info struct {
-	MAC        [6]byte // shared with the application's port in the tenant's network
+	MAC        [6]byte // of the application's port in the tenant's network
 	NumCEQs    int     // completion event queues, see CQOptions.CEQ
-	NumEngines int     // threads of the device
+	NumEngines int     // data-path threads of vnicd that serve the device
 	LinkUp     bool
 	PortMTU    int    // largest RoCE path MTU in bytes, 256..4096
 	Generation uint32 // changes whenever the device lost its state
@@ -51,8 +51,8 @@ type DeviceAttr struct {
 	MaxSRQSGE        uint32
 	MaxAH            uint32
 	MaxGID           uint32 // entries of the GID table, 1..256
-	MaxQPRdAtom      uint32 // READs and atomics that a QP answers at once
-	MaxQPInitRdAtom  uint32 // READs and atomics that a QP issues at once
+	MaxQPRdAtom      uint32 // concurrent READs and atomics of a QP as responder
+	MaxQPInitRdAtom  uint32 // concurrent READs and atomics of a QP as requester
 	MaxMcastGrp      uint32
 	MaxMcastQPAttach uint32
 	MaxMTT           uint64 // pages of all regions together
@@ -83,7 +83,7 @@ type PortAttr struct {
 	ActiveWidth uint32 // bit of enum ib_port_width
 }
 
-// MAC returns the address that the HCA has in the tenant's network.
+// MAC returns the HCA's MAC address in the tenant's network.
 func (d *Device) MAC() [6]byte { return d.conf.MAC }
 
 // Info returns the configuration space as it was when the device was opened.
@@ -135,7 +135,8 @@ func (d *Device) readConfig(ctx context.Context) (c abi.Config, err error) {
 	return c, nil
 }
 
-// ConfigChanged returns a channel that receives a value after one or more changes of the configuration space.
+// ConfigChanged returns a channel that receives a value after one or more changes of the configuration space; see
+// ReadInfo.
 func (d *Device) ConfigChanged() <-chan struct{} { return d.fe.ConfigChanged() }
 
 // Attr returns the device's capabilities and this application's limits.

@@ -7,7 +7,7 @@ type Completion struct {
 	ID        uint64 // of the work request
 	Status    WCStatus
 	Opcode    WCOpcode
-	VendorErr uint32
+	VendorErr uint32 // of a failed request: more about Status, for logs
 	ByteLen   uint32 // bytes received, READ or returned by an atomic; with WCFlagGRH including the 40 bytes of the GRH
 	Flags     WCFlags
 	Imm       [4]byte // WCFlagWithImm: immediate data in network order; otherwise see InvalidatedKey
@@ -32,7 +32,7 @@ func (c *Completion) Err() error {
 	return &CompletionError{ID: c.ID, QPN: c.QPN, Status: c.Status}
 }
 
-// InvalidatedKey returns the R_Key that the message invalidated.
+// InvalidatedKey returns the R_Key that the received message invalidated, and whether it invalidated one.
 func (c *Completion) InvalidatedKey() (key uint32, ok bool) {
 	return le.Uint32(c.Imm[:]), c.Flags&WCFlagWithInvalidate == WCFlagWithInvalidate
 }

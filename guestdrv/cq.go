@@ -17,9 +17,9 @@ type CQ struct {
 	event  chan struct{} // holds one completion event
 }
 
-// CQOptions of a CQ; the zero value is usable.
+// CQOptions are options of CreateCQ. The zero value is usable.
 type CQOptions struct {
-	CEQ int // completion event queue, 0..Info.NumCEQs-1
+	CEQ int // completion event queue that serves Wait, 0..Info.NumCEQs-1
 }
 
 // CreateCQ makes a CQ for at least n unpolled completions, 1..DeviceAttr.MaxCQE. If more arrive, the device raises
@@ -78,10 +78,11 @@ func (c *CQ) freeMemory() {
 // Number returns the CQ's number in the device, as in Event.Handle.
 func (c *CQ) Number() uint32 { return c.handle }
 
-// Cap returns the number of completions that the CQ holds.
+// Cap returns the number of unpolled completions for which the CQ has room, at least what CreateCQ or Resize requested.
 func (c *CQ) Cap() int { return int(c.ring.mask) }
 
-// Poll moves up to len(wcs) completions into wcs and returns their number. It does not wait.
+// Poll moves up to len(wcs) completions into wcs, oldest first, and returns their number. It does not wait. Nor does it
+// notice that the connection to vnicd is lost: NextEvent and Wait do.
 func (c *CQ) Poll(wcs []Completion) int {
 	cons, prod := c.ring.cons.Load()&c.ring.mask, c.ring.prod.Load()&c.ring.mask
 	n := 0
@@ -107,7 +108,8 @@ func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 	return c.ring.pending() > 0
 }
 
-// Wait waits for the next event of the CQ. One event is kept until the next Wait.
+// Wait waits for the event that Arm requested. An event that arrives while no goroutine waits is kept for the next
+// Wait, so the CQ may be empty when Wait returns.
 func (c *CQ) Wait(ctx context.Context) error {
 	select {
 	case <-c.event:
@@ -125,7 +127,8 @@ func (c *CQ) Wait(ctx context.Context) error {
 	return c.d.closing()
 }
 
-// PollWait is Poll, but arms the CQ and waits until there is at least one completion.
+// PollWait is Poll, but arms the CQ and waits until there is at least one completion. It returns nil for completions of
+// failed requests, too: see Completion.Err.
 func (c *CQ) PollWait(ctx context.Context, wcs []Completion) (int, error) {
 	for {
 		n, again, err := c.pollArm(wcs)

@@ -18,7 +18,8 @@ type Config struct {
 	// Memory is the size in bytes of the memory for buffers, rings and queues; 0 means 64 MiB. Pages are allocated by
 	// the kernel when they are first used.
 	Memory uint64
-	// AHEntries is the size of the address handle table; 0 means 1024. The device's limit applies, too.
+	// AHEntries is the size of the address handle table, one entry of which is reserved; 0 means 1024. The limit
+	// DeviceAttr.MaxAH applies, too.
 	AHEntries int
 	// Timeout bounds Open, every command and every Close of an object; 0 means 30 s. A command also ends with its context.
 	Timeout time.Duration

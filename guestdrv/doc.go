@@ -3,8 +3,7 @@
 // vhost-user socket, as the front end, with its own sealed memfd in place of guest memory.
 //
 // The daemon offers a socket for each entry of `applications` in its configuration. A program that may open it acts as
-// that application: one program at a time, within the application's limits. guestdrv/examples/pingpong is a complete
-// program.
+// that application: one program at a time, within the application's limits.
 //
 // The interface resembles verbs. An RC sender, without its error checks:
 //
@@ -18,7 +17,19 @@
 //	path, err := dev.Resolve(ctx, peerGID, 0) // ARP or ND
 //	err = qp.Connect(ctx, guestdrv.Peer{QPN: peerQPN, Path: path}, guestdrv.ConnectOptions{})
 //	err = qp.PostSend(guestdrv.NewSend(1, mr.SGE(0, 4096)).With(guestdrv.SendSignaled))
-//	n, err := cq.PollWait(ctx, wcs) // then wcs[i].Err()
+//	wcs := make([]guestdrv.Completion, 16)
+//	n, err := cq.PollWait(ctx, wcs) // then wcs[i].Err() for i < n
+//
+// The peer does the same with its own device. There is no connection manager: the two exchange GID, QP number and first
+// PSN, and for WRITE, READ and atomics also the Remote, by other means such as TCP. The package's example
+// (guestdrv/example_test.go) has both ends of a connection, with error checks; guestdrv/examples/pingpong is a complete
+// program.
+//
+// # Errors
+//
+// The sentinels are for errors.Is: ErrClosed and others, and each Status, with which the device refuses a command. A
+// posting method fails only if the request cannot be queued. The outcome of the request is in its Completion, see
+// Completion.Err.
 //
 // # Commands
 //
@@ -37,14 +48,13 @@
 //
 // # Concurrency
 //
-// Commands (creation, modification, queries, destruction) may be issued from any
-// goroutine, several at once. Posting and polling take no lock: at most one
-// goroutine at a time posts sends on a QP, one posts receives on it (or on an
+// Commands (creation, modification, queries, destruction) may be issued from any goroutine, several at once. Posting
+// and polling take no lock: at most one goroutine at a time posts sends on a QP, one posts receives on it (or on an
 // SRQ), one polls a CQ. They never allocate and never block.
 //
 // # Lifetime
 //
 // Open starts one goroutine per command, event and completion event queue; Device.Close stops and joins them, and
 // unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with ErrClosed. If
-// vnicd ends, they fail with ErrDisconnected.
+// vnicd ends, they fail with ErrDisconnected; posting methods and Poll do not notice it.
 package guestdrv

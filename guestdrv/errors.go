@@ -16,7 +16,7 @@ var (
 	// ErrDisconnected is returned when vnicd closed the connection. The device has to be opened again.
 	ErrDisconnected = errors.New("connection to vnicd lost")
 	// ErrTimeout is returned for a command that the device did not answer within Config.Timeout. It also matches
-	// context.DeadlineExceeded. The device remains usable.
+	// context.DeadlineExceeded. The device remains usable, and may still execute the command.
 	ErrTimeout = fmt.Errorf("command timed out: %w", context.DeadlineExceeded)
 	// ErrNotVNICD is returned by Open if the device's configuration space lacks vnicd's magic number.
 	ErrNotVNICD = errors.New("not a vnicd HCA")
@@ -34,7 +34,7 @@ var (
 // Status is the device's reason to refuse a command. Each value is a sentinel error for errors.Is.
 type Status uint32
 
-// The statuses, and the errno that they correspond to in a guest's kernel.
+// The statuses, and the errno that they correspond to in a guest's kernel. vnicd's log has the reason of a refusal.
 const (
 	StatusInvalid     = Status(abi.StatusInvalid)     // EINVAL: malformed or contradictory request
 	StatusNoMemory    = Status(abi.StatusNoMemory)    // ENOMEM: a limit of this application is reached
@@ -42,7 +42,7 @@ const (
 	StatusBusy        = Status(abi.StatusBusy)        // EBUSY: the object is in use
 	StatusUnsupported = Status(abi.StatusUnsupported) // EOPNOTSUPP: unknown command or missing capability
 	StatusFault       = Status(abi.StatusFault)       // EFAULT: address outside the driver's memory
-	StatusPermission  = Status(abi.StatusPermission)  // EPERM
+	StatusPermission  = Status(abi.StatusPermission)  // EPERM: not permitted
 	StatusIO          = Status(abi.StatusIO)          // EIO: the device failed
 )
 

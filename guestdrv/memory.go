@@ -88,7 +88,8 @@ func (b *Buffer) pagePAs() []uint64 {
 	return pas
 }
 
-// Close releases the memory. The caller has closed the regions that contain it. It always returns nil.
+// Close releases the memory for the next Alloc. The regions that contain it must be closed before: this is not checked.
+// Close always returns nil.
 func (b *Buffer) Close() error {
 	b.free()
 	return nil

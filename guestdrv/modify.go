@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// QPAttr are the attributes of a QP, as with ibv_modify_qp. QP.Modify sets those in its mask; QP.Query returns all.
+// QPAttr are the attributes of a QP, as in ibv_modify_qp. QP.Modify sets those in its mask; QP.Query returns all.
 type QPAttr struct {
 	State            QPState
 	CurState         QPState
@@ -21,7 +21,7 @@ type QPAttr struct {
 	EnSQDAsyncNotify bool  // with State QPSQD: raise EventSQDrained
 	SQDraining       bool  // Query only
 	PKeyIndex        uint16
-	Port             uint16 // 1
+	Port             uint16 // always 1
 	Access           Access // rights of remote peers
 	QKey             uint32
 	DestQPN          uint32
@@ -104,10 +104,11 @@ type Peer struct {
 	Path
 }
 
-// ConnectOptions of a connection. The zero value is usable.
+// ConnectOptions are options of Connect, ToRTR and ToRTS. The zero value is usable. Timeout and the fields after it
+// concern RC only.
 type ConnectOptions struct {
 	PSN         uint32 // first PSN to send; the peer needs it as Peer.PSN
-	Access      Access // rights of the peer; 0 means all
+	Access      Access // rights of the peer, within those of each region; 0 means all; Connect only
 	MTU         MTU    // 0 means the largest that the port carries
 	Timeout     uint8  // of an ACK: 4.096 us * 2^Timeout; 0 means 14 (67 ms)
 	RetryCnt    uint8  // 1..7 or NoRetry; 0 means 7
@@ -116,7 +117,7 @@ type ConnectOptions struct {
 	RdAtomic    uint8  // concurrent READs and atomics in each direction; 0 means the device's limit, at most 16
 }
 
-// NoRetry in RetryCnt or RNRRetry disables retries.
+// NoRetry in ConnectOptions.RetryCnt or RNRRetry disables retries.
 const NoRetry = 0xff
 
 func retries(n uint8) uint8 {
@@ -191,9 +192,9 @@ func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 	return q.Modify(ctx, a, mask)
 }
 
-// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same. A message
-// that arrives before the peer is ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next
-// attempt.
+// Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same with its QP.
+// Connect exchanges no packet: it succeeds even if there is no such peer. A message that arrives before the peer is
+// ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
 func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {

@@ -22,11 +22,11 @@ import (
 // Pager provides the pages of an on-demand region. PageIn is called from many goroutines at once, for different faults
 // and possibly for the same page.
 //
-// PageIn sets pas[i], which is PageAbsent before, to the PA of page number i counted from f.VA (Buffer.PA, a multiple
-// of 4096), plus PageReadOnly if writes shall fault. pas[0] is required, and must be writable if f.Write is set.
-// Entries after the first absent one are ignored. An error means that the address is invalid: the faulting operation
-// fails (PF-13). PageIn may block; only the faulting operation waits for it. It must return when ctx ends, which
-// happens when the region or the device is closed.
+// On entry every pas[i] is PageAbsent. PageIn sets pas[i] to the PA (Buffer.PA, a multiple of 4096) of the page at VA
+// f.VA + i*4096, plus PageReadOnly if writes to it shall fault. pas[0] is required, and must be writable if f.Write is
+// set. Entries after the first absent one are ignored. An error means that the address is invalid: the faulting
+// operation fails (PF-13). PageIn may block; only the faulting operation waits for it. It must return when ctx ends,
+// which happens when the region or the device is closed.
 type Pager interface {
 	PageIn(ctx context.Context, f PageFault, pas []uint64) error
 }
@@ -41,7 +41,7 @@ func (p PagerFunc) PageIn(ctx context.Context, f PageFault, pas []uint64) error 
 
 // PageFault describes why pages are needed.
 type PageFault struct {
-	VA    uint64 // of the first page: a multiple of 4096
+	VA    uint64 // of pas[0]: a multiple of 4096
 	Write bool   // the operation writes
 	QPN   uint32 // of the operation; 0: Prefetch
 }
@@ -52,7 +52,8 @@ const ImplicitLength = 1 << 57
 // maxPageIn bounds the pages of one call of PageIn. An event requests at most as many.
 const maxPageIn = 1 << 20 >> pageShift
 
-// OnDemandMR is a region with pages on demand.
+// OnDemandMR is a region whose pages a Pager provides when the device needs them. MR.SetPages must not be called on it.
+// MR.Remote and MR.SGE count from the region's first byte, in an implicit region from VA 0.
 type OnDemandMR struct {
 	MR
 	pager  Pager
@@ -153,7 +154,7 @@ func (r *OnDemandMR) Stats() OnDemandStats {
 	}
 }
 
-// SGEAt returns n bytes from VA va on.
+// SGEAt returns an SGE for n bytes from VA va on.
 func (r *OnDemandMR) SGEAt(va uint64, n int) SGE {
 	return SGE{Addr: va, Length: uint32(n), LKey: r.lkey}
 }

@@ -33,7 +33,8 @@ type MR struct {
 	length     uint64
 }
 
-// Register registers the whole of buf at its own VA.
+// Register registers the whole of buf at its own VA. access must have AccessLocalWrite if it has AccessRemoteWrite or
+// AccessRemoteAtomic.
 func (p *PD) Register(ctx context.Context, buf *Buffer, access Access) (*MR, error) {
 	return p.RegisterRange(ctx, buf, 0, buf.Len(), access)
 }
@@ -60,7 +61,7 @@ type PageSpec struct {
 	Length    uint64   // bytes, at least 1
 	Offset    uint64   // of the first byte in the first page
 	PageShift uint8    // log2 of the page size, 12..30
-	PAs       []uint64 // one per page; PageAbsent: a page fault, see NextEvent
+	PAs       []uint64 // one per page, see Buffer.PA; PageAbsent: a page fault, see NextEvent
 	Access    Access
 	Physical  bool // VAs are PAs, and there are no pages
 }
@@ -132,10 +133,10 @@ func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
 // StatusBusy while windows are bound to the region, which then stays registered.
 func (m *MR) Close() error { return m.close() }
 
-// LKey returns the key for local segments.
+// LKey returns the L_Key, for SGEs of this device's requests.
 func (m *MR) LKey() uint32 { return m.lkey }
 
-// RKey returns the key for remote access.
+// RKey returns the R_Key, for requests of a peer; see Remote.
 func (m *MR) RKey() uint32 { return m.rkey }
 
 // Addr returns the VA of the region's first byte.
@@ -144,10 +145,10 @@ func (m *MR) Addr() uint64 { return m.iova }
 // Len returns the region's length in bytes.
 func (m *MR) Len() uint64 { return m.length }
 
-// SGE returns n bytes from offset off on. The device checks the range when it uses the segment.
+// SGE returns an SGE for n bytes of the region from offset off on. The device checks the range when it uses the SGE.
 func (m *MR) SGE(off, n int) SGE {
 	return SGE{Addr: m.iova + uint64(off), Length: uint32(n), LKey: m.lkey}
 }
 
-// Remote returns the place at offset off, for a peer's requests.
+// Remote returns the place at offset off, for a peer's requests: the program sends it to the peer.
 func (m *MR) Remote(off int) Remote { return Remote{Addr: m.iova + uint64(off), RKey: m.rkey} }

@@ -7,13 +7,13 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// QPConfig describes a QP. The limits are those of DeviceAttr.
+// QPConfig describes a QP. Type and the CQs are required. DeviceAttr has the limits of the numbers.
 type QPConfig struct {
 	Type           QPType
-	SendCQ, RecvCQ *CQ
+	SendCQ, RecvCQ *CQ  // may be the same
 	SRQ            *SRQ // takes the place of a receive queue; or nil
-	MaxSendWR      int  // outstanding send requests; 0 means 1
-	MaxRecvWR      int  // outstanding receive requests; 0 means 1
+	MaxSendWR      int  // outstanding send requests, at least; 0 means 1
+	MaxRecvWR      int  // outstanding receive requests, at least; 0 means 1
 	MaxSendSGE     int  // of a request; 0 means 1
 	MaxRecvSGE     int  // of a request; 0 means 1
 	MaxInline      int  // bytes of inline data in a request
@@ -106,7 +106,7 @@ func (q *QP) freeRings() {
 	}
 }
 
-// Number returns the QP's number, which its peers need.
+// Number returns the QP's number, which its peers need: Peer.QPN, Datagram.QPN.
 func (q *QP) Number() uint32 { return q.num }
 
 // Type returns the QP's type.
@@ -115,8 +115,10 @@ func (q *QP) Type() QPType { return q.typ }
 // Close destroys the QP. Outstanding requests do not complete. No goroutine may post meanwhile or afterwards.
 func (q *QP) Close() error { return q.close() }
 
-// PostSend queues a request and rings the doorbell. It fails with ErrFull if QPConfig.MaxSendWR requests are
-// outstanding, or with ErrInvalid. It copies the request, neither blocks nor allocates, and takes no lock.
+// PostSend queues a request and rings the doorbell. It fails with ErrFull if the queue is full, which holds at least
+// QPConfig.MaxSendWR outstanding requests, or with ErrInvalid if the request does not fit the QP. It does not check the
+// QP's state. Errors of the request itself are in its Completion. PostSend copies the request, neither blocks nor
+// allocates, and takes no lock.
 func (q *QP) PostSend(wr *SendWR) error {
 	if err := q.QueueSend(wr); err != nil {
 		return err

@@ -2,14 +2,14 @@ package guestdrv
 
 import "github.com/vnicd/vnicd/device/rdma/abi"
 
-// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region with LKey. See MR.SGE.
+// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region with LKey. MR.SGE makes one.
 type SGE struct {
 	Addr   uint64
 	Length uint32
 	LKey   uint32
 }
 
-// Remote is a place in a peer's memory. See MR.Remote.
+// Remote is a place in a peer's memory. MR.Remote makes it at the peer.
 type Remote struct {
 	Addr uint64 // VA as the peer's region defines it
 	RKey uint32
@@ -18,8 +18,8 @@ type Remote struct {
 // Datagram is the destination of a UD message.
 type Datagram struct {
 	AH   *AH
-	QPN  uint32
-	QKey uint32
+	QPN  uint32 // of the receiver
+	QKey uint32 // of the receiver, see QP.StartUD
 }
 
 // SendWR is a send request. A constructor such as NewWrite makes it; the exported fields may then be changed, also
@@ -48,23 +48,24 @@ type SendWR struct {
 // Opcode returns the operation.
 func (w *SendWR) Opcode() Opcode { return w.op }
 
-// With sets flags, and returns w.
+// With adds flags to Flags, and returns w.
 func (w *SendWR) With(flags SendFlags) *SendWR { w.Flags |= flags; return w }
 
 // NewSend sends the data of sgl to a receive request of the peer (RC, UC).
 func NewSend(id uint64, sgl ...SGE) *SendWR { return &SendWR{ID: id, op: WRSend, SGL: sgl} }
 
-// NewSendImm is NewSend with immediate data, in network order, which the peer's completion contains.
+// NewSendImm is NewSend with immediate data, in network order, which the peer receives as Completion.Imm.
 func NewSendImm(id uint64, imm [4]byte, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSendWithImm, imm: imm, SGL: sgl}
 }
 
-// NewSendInvalidate is NewSend that also invalidates rkey, of a FastMR or a window of type 2 at the peer (RC).
+// NewSendInvalidate is NewSend that also invalidates rkey, which belongs to a FastMR or a window of type 2 of the peer
+// (RC).
 func NewSendInvalidate(id uint64, rkey uint32, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSendWithInv, key: rkey, SGL: sgl}
 }
 
-// NewDatagram sends the data of sgl, at most the port's MTU, to a UD QP.
+// NewDatagram sends the data of sgl, at most Info.PortMTU bytes, to a UD QP.
 func NewDatagram(id uint64, to Datagram, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSend, to: to, SGL: sgl}
 }
@@ -74,12 +75,13 @@ func NewDatagramImm(id uint64, to Datagram, imm [4]byte, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRSendWithImm, to: to, imm: imm, SGL: sgl}
 }
 
-// NewWrite writes the data of sgl to the peer's memory (RC, UC).
+// NewWrite writes the data of sgl to the peer's memory (RC, UC). The peer gets no completion: see NewWriteImm.
 func NewWrite(id uint64, to Remote, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRRDMAWrite, Remote: to, SGL: sgl}
 }
 
-// NewWriteImm is NewWrite that also completes a receive request of the peer, with immediate data in network order.
+// NewWriteImm is NewWrite that also completes a receive request of the peer, with immediate data in network order. The
+// buffer of that receive request is not used.
 func NewWriteImm(id uint64, to Remote, imm [4]byte, sgl ...SGE) *SendWR {
 	return &SendWR{ID: id, op: WRRDMAWriteWithImm, Remote: to, imm: imm, SGL: sgl}
 }
@@ -110,7 +112,7 @@ func NewFlush(id uint64, at Remote, f Flush) *SendWR {
 	return &SendWR{ID: id, op: WRFlush, Remote: at, flush: f}
 }
 
-// NewLocalInvalidate invalidates key, of a FastMR or a window of type 2 of this device.
+// NewLocalInvalidate invalidates key, which belongs to a FastMR or a window of type 2 of this device.
 func NewLocalInvalidate(id uint64, key uint32) *SendWR {
 	return &SendWR{ID: id, op: WRLocalInv, key: key}
 }
@@ -119,7 +121,7 @@ func NewLocalInvalidate(id uint64, key uint32) *SendWR {
 // request is being posted.
 func NewRegister(id uint64, r *Registration) *SendWR { return &SendWR{ID: id, op: WRRegMR, reg: r} }
 
-// NewBind binds a window to part of a region.
+// NewBind binds a window to part of a region, or unbinds it.
 func NewBind(id uint64, b *BindMW) *SendWR { return &SendWR{ID: id, op: WRBindMW, bind: b} }
 
 // Flush describes a FLUSH (IBTA A19).

@@ -40,14 +40,14 @@ type SRQ struct {
 	spare *ring // the other ring of an unanswered Resize, see there
 }
 
-// SRQConfig describes an SRQ. The limits are those of DeviceAttr.
+// SRQConfig describes an SRQ. DeviceAttr has the limits of the numbers.
 type SRQConfig struct {
-	MaxWR  int    // outstanding requests, at least 1
+	MaxWR  int    // outstanding requests, 1 or more
 	MaxSGE int    // of a request
 	Limit  uint32 // see SRQ.SetLimit
 }
 
-// CreateSRQ makes a shared receive queue.
+// CreateSRQ makes a shared receive queue, for QPs with QPConfig.SRQ.
 func (p *PD) CreateSRQ(ctx context.Context, c SRQConfig) (*SRQ, error) {
 	d := p.d
 	if err := d.users.enter(); err != nil {

@@ -10,7 +10,7 @@ import (
 
 // The numbers of all types in this file are those of verbs (include/rdma/ib_verbs.h of Linux).
 
-// Opcode is the operation of a send request.
+// Opcode is the operation of a send request, see SendWR.Opcode.
 type Opcode uint32
 
 // The operations. See the constructors of SendWR.
@@ -39,7 +39,7 @@ var opcodeNames = map[Opcode]string{
 
 func (o Opcode) String() string { return name(opcodeNames, o, "opcode") }
 
-// SendFlags modify a send request.
+// SendFlags modify a send request, see SendWR.With.
 type SendFlags uint32
 
 // The flags. Inline data needs none: it is in SendWR.Inline.
@@ -61,18 +61,20 @@ type WCStatus uint32
 // The statuses (IBTA 11.6.2).
 const (
 	WCSuccess        WCStatus = abi.WCSuccess
-	WCLocLenErr      WCStatus = abi.WCLocLenErr
-	WCLocQPOpErr     WCStatus = abi.WCLocQPOpErr
-	WCLocProtErr     WCStatus = abi.WCLocProtErr
-	WCWRFlushErr     WCStatus = abi.WCWRFlushErr
-	WCMWBindErr      WCStatus = abi.WCMWBindErr
-	WCBadRespErr     WCStatus = abi.WCBadRespErr
-	WCLocAccessErr   WCStatus = abi.WCLocAccessErr
-	WCRemInvReqErr   WCStatus = abi.WCRemInvReqErr
-	WCRemAccessErr   WCStatus = abi.WCRemAccessErr
-	WCRemOpErr       WCStatus = abi.WCRemOpErr
-	WCRetryExcErr    WCStatus = abi.WCRetryExcErr
-	WCRNRRetryExcErr WCStatus = abi.WCRNRRetryExcErr
+	WCLocLenErr      WCStatus = abi.WCLocLenErr      // wrong length, or a message longer than the receive request
+	WCLocQPOpErr     WCStatus = abi.WCLocQPOpErr     // malformed, or not possible on this QP
+	WCLocProtErr     WCStatus = abi.WCLocProtErr     // an SGE's L_Key, range or rights
+	WCWRFlushErr     WCStatus = abi.WCWRFlushErr     // the QP went to ERR or SQE before the request was complete
+	WCMWBindErr      WCStatus = abi.WCMWBindErr      // NewBind, NewRegister or NewLocalInvalidate was refused
+	WCBadRespErr     WCStatus = abi.WCBadRespErr     // malformed response of the peer
+	WCLocAccessErr   WCStatus = abi.WCLocAccessErr   // of a receive: a peer's NewWriteImm was denied access
+	WCRemInvReqErr   WCStatus = abi.WCRemInvReqErr   // the peer rejects the request, such as a message too long for it
+	WCRemAccessErr   WCStatus = abi.WCRemAccessErr   // the peer denies access: R_Key, range or rights
+	WCRemOpErr       WCStatus = abi.WCRemOpErr       // the peer failed to execute the request
+	WCRetryExcErr    WCStatus = abi.WCRetryExcErr    // the peer did not answer, see ConnectOptions.RetryCnt
+	WCRNRRetryExcErr WCStatus = abi.WCRNRRetryExcErr // the peer was not ready, see ConnectOptions.RNRRetry
+
+	// The device does not report these.
 	WCRemAbortErr    WCStatus = abi.WCRemAbortErr
 	WCFatalErr       WCStatus = abi.WCFatalErr
 	WCRespTimeoutErr WCStatus = abi.WCRespTimeoutErr
@@ -232,7 +234,7 @@ func (a Access) String() string {
 	})
 }
 
-// DMALKey is the reserved L_Key: a segment with it has a PA. Only privileged QPs may use it (RA-2).
+// DMALKey is the reserved L_Key: Addr of an SGE with it is a PA (Buffer.PA). Only privileged QPs may use it (RA-2).
 const DMALKey = abi.DMALKey
 
 // Caps are capabilities of the device.
@@ -282,16 +284,16 @@ type EventType uint32
 
 // The kinds. Event.Handle is the number of the CQ, QP or SRQ, by the name of the kind.
 const (
-	EventCQErr       = EventType(abi.EventCQErr) // the CQ overflowed and is unusable
-	EventQPFatal     = EventType(abi.EventQPFatal)
-	EventQPReqErr    = EventType(abi.EventQPReqErr)
-	EventQPAccessErr = EventType(abi.EventQPAccessErr)
-	EventQPCommEst   = EventType(abi.EventQPCommEst) // a packet arrived for a QP in RTR
-	EventSQDrained   = EventType(abi.EventSQDrained)
-	EventQPLastWQE   = EventType(abi.EventQPLastWQE) // a QP in ERR has taken its last request from the SRQ
-	EventSRQErr      = EventType(abi.EventSRQErr)
-	EventSRQLimit    = EventType(abi.EventSRQLimit)  // see SRQ.SetLimit
-	EventPageFault   = EventType(abi.EventPageFault) // see Device.ResumeFault
+	EventCQErr       = EventType(abi.EventCQErr)       // the CQ overflowed and is unusable
+	EventQPFatal     = EventType(abi.EventQPFatal)     // the QP failed for a local reason
+	EventQPReqErr    = EventType(abi.EventQPReqErr)    // the peer sent an invalid request: the QP is in ERR
+	EventQPAccessErr = EventType(abi.EventQPAccessErr) // the peer was denied access: the QP is in ERR
+	EventQPCommEst   = EventType(abi.EventQPCommEst)   // a packet arrived for a QP in RTR
+	EventSQDrained   = EventType(abi.EventSQDrained)   // a QP in SQD has nothing in flight; Handle is the QP
+	EventQPLastWQE   = EventType(abi.EventQPLastWQE)   // a QP in ERR has taken its last request from the SRQ
+	EventSRQErr      = EventType(abi.EventSRQErr)      // the SRQ is unusable
+	EventSRQLimit    = EventType(abi.EventSRQLimit)    // see SRQ.SetLimit
+	EventPageFault   = EventType(abi.EventPageFault)   // see Device.ResumeFault
 )
 
 func (e EventType) String() string { return abi.EventType(e).String() }

@@ -13,7 +13,7 @@ type FastMR struct {
 	list *Buffer
 }
 
-// AllocFast makes a region without memory for up to pages pages, 1..DeviceAttr.MaxFastReg.
+// AllocFast makes a region that has no memory yet, for up to pages pages of 4 KiB, 1..DeviceAttr.MaxFastReg.
 func (p *PD) AllocFast(ctx context.Context, pages int) (*FastMR, error) {
 	list, err := p.d.Alloc(pageSize)
 	if err != nil {
@@ -52,7 +52,9 @@ func (r *Registration) encode(b []byte) {
 }
 
 // Map writes the region's page list for n bytes of buf from offset off on, and returns the registration of these bytes
-// at their own VA, under the key with low byte low. The list must not change before the request is complete.
+// at their own VA, under the key with low byte low. The bytes must be within buf and touch at most as many pages as
+// AllocFast was called with: this is not checked. The list must not change, by another Map, before the request is
+// complete.
 func (m *FastMR) Map(buf *Buffer, off, n int, low uint8, access Access) *Registration {
 	first := (buf.PA() + uint64(off)) &^ (pageSize - 1)
 	inPage := off & (pageSize - 1)
@@ -72,7 +74,7 @@ func (m *FastMR) Close() error { return m.close() }
 // MW is a memory window.
 type MW struct{ *object }
 
-// AllocMW makes an unbound memory window of type 1 or 2.
+// AllocMW makes an unbound memory window of type (typ) 1 or 2. NewBind binds it.
 func (p *PD) AllocMW(ctx context.Context, typ uint32) (*MW, error) {
 	var h abi.Handle
 	err := p.d.create(ctx, creation{
@@ -95,8 +97,8 @@ func (m *MW) Close() error { return m.close() }
 type BindMW struct {
 	Key    uint32 // the window's present key
 	NewKey uint32 // its low byte replaces that of Key
-	Region uint32 // L_Key of the region to bind to
-	Access Access
-	Addr   uint64
+	Region uint32 // L_Key of the region to bind to, which has AccessMWBind
+	Access Access // rights of the window
+	Addr   uint64 // VA of the first byte
 	Length uint64 // bytes; 0 unbinds a window of type 1
 }

@@ -321,22 +321,22 @@ const (
 	StatRxPackets     = Stat(abi.StatRxPackets)
 	StatRxBytes       = Stat(abi.StatRxBytes)
 	StatTxAcks        = Stat(abi.StatTxAcks)
-	StatTxNaks        = Stat(abi.StatTxNaks)
-	StatTxRNR         = Stat(abi.StatTxRNR)
-	StatRxRNR         = Stat(abi.StatRxRNR)
+	StatTxNaks        = Stat(abi.StatTxNaks) // without RNR NAKs
+	StatTxRNR         = Stat(abi.StatTxRNR)  // RNR NAKs sent
+	StatRxRNR         = Stat(abi.StatRxRNR)  // RNR NAKs received
 	StatRetransmits   = Stat(abi.StatRetransmits)
-	StatTimeouts      = Stat(abi.StatTimeouts)
-	StatOutOfSequence = Stat(abi.StatOutOfSequence)
+	StatTimeouts      = Stat(abi.StatTimeouts)      // of the retransmission timer
+	StatOutOfSequence = Stat(abi.StatOutOfSequence) // requests ahead of the expected PSN
 	StatDuplicates    = Stat(abi.StatDuplicates)
 	StatICRCErrors    = Stat(abi.StatICRCErrors)
-	StatRxDropped     = Stat(abi.StatRxDropped)
-	StatAccessErrors  = Stat(abi.StatAccessErrors)
+	StatRxDropped     = Stat(abi.StatRxDropped)     // packets of wrong state, address, key, opcode or size; no room
+	StatAccessErrors  = Stat(abi.StatAccessErrors)  // accesses by peers that were denied
 	StatGuestFaults   = Stat(abi.StatGuestFaults)   // page faults of on-demand regions (PF-7)
 	StatHostFaults    = Stat(abi.StatHostFaults)    // page faults of the host's paging
 	StatInvalidations = Stat(abi.StatInvalidations) // OnDemandMR.Invalidate
-	StatFaultsResumed = Stat(abi.StatFaultsResumed)
-	StatFaultsFailed  = Stat(abi.StatFaultsFailed)
-	StatFaultDrops    = Stat(abi.StatFaultDrops) // packets dropped because of a page fault (PF-8, PF-11)
+	StatFaultsResumed = Stat(abi.StatFaultsResumed) // page faults answered with a page
+	StatFaultsFailed  = Stat(abi.StatFaultsFailed)  // page faults answered with an error
+	StatFaultDrops    = Stat(abi.StatFaultDrops)    // packets dropped because of a page fault (PF-8, PF-11)
 	NumStats          = Stat(abi.NumStats)
 )
 

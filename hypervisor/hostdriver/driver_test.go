@@ -266,13 +266,13 @@ func TestSlowDrainIsReported(t *testing.T) {
 	var log bytes.Buffer
 	var mu sync.Mutex
 	s := translate.NewSpace(7)
-	s.Epochs().SetNamer(func(slot int) string { return fmt.Sprintf("engine %d, in iteration 12", slot) })
+	s.Epochs().SetNamer(func(slot int) string { return fmt.Sprintf("loop %d, in iteration 12", slot) })
 	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: &mu, Level: hclog.Warn}), Options{})
 	slot(t, d, "vnicd-test-slow", 0, 1<<20)
 	tok := s.Epochs().Enter(3)
 	time.AfterFunc(drainPatience+drainPatience/2, func() { s.Epochs().Leave(3, tok) })
 	d.Close()
-	for _, want := range []string{"still in use", "gvmi=7", "engine 3, in iteration 12"} {
+	for _, want := range []string{"still in use", "gvmi=7", "loop 3, in iteration 12"} {
 		if strings.Count(log.String(), want) != 1 {
 			t.Errorf("%q is not in the log, or not once: %s", want, log.String())
 		}

@@ -3,6 +3,7 @@ package daemon
 import (
 	"context"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -11,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
-// Healthy names a stuck engine; repeated checks cost one goroutine; the engine is healthy again when it continues.
+// Healthy names a stuck loop; repeated checks cost one goroutine; the loop is healthy again when it continues.
 func TestHealthy(t *testing.T) {
 	cfg, err := config.Parse("test", []byte("engines: 2\nrun-dir: "+t.TempDir()+"\nnetworks: []\n"))
 	if err != nil {
@@ -28,6 +29,8 @@ func TestHealthy(t *testing.T) {
 		t.Fatal(err)
 	}
 	hold, held := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(hold) })
+	defer release() // before Close, which joins the loops
 	go d.loops[1].Do(func() { close(held); <-hold })
 	<-held
 	first := d.probes[1].ask(func() { d.loops[1].Do(func() {}) })
@@ -35,17 +38,17 @@ func TestHealthy(t *testing.T) {
 		ctx, cancel := context.WithTimeout(patient, 10*time.Millisecond)
 		err := d.Healthy(ctx)
 		cancel()
-		if err == nil || !strings.Contains(err.Error(), "engine 1") || patient.Err() != nil {
-			t.Fatalf("engine 1 is held, health: %v", err)
+		if err == nil || !strings.Contains(err.Error(), "loop 1,") || patient.Err() != nil {
+			t.Fatalf("loop 1 is held, health: %v", err)
 		}
-		if !strings.Contains(err.Error(), "engine 0") { // which a busy machine may keep from answering in time
+		if !strings.Contains(err.Error(), "loop 0,") { // which a busy machine may keep from answering in time
 			alone++
 		}
 		if d.probes[1].ask(nil) != first {
 			t.Error("a second check was sent while one is pending")
 		}
 	}
-	close(hold)
+	release()
 	if err := d.Healthy(patient); err != nil {
 		t.Error(err)
 	}

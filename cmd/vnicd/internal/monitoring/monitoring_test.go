@@ -439,7 +439,7 @@ func TestProfiles(t *testing.T) {
 // stuck is a daemon with an engine that does not answer.
 type stuck struct{ Source }
 
-func (stuck) Healthy(ctx context.Context) error { return errors.New("no answer from engine 1") }
+func (stuck) Healthy(ctx context.Context) error { return errors.New("no answer from loop 1") }
 
 func TestUnhealthy(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "mon")
@@ -450,7 +450,7 @@ func TestUnhealthy(t *testing.T) {
 	defer srv.Close()
 	s := &stage{t: t}
 	s.client.Transport = unixTransport(path)
-	if status, text := s.get("GET", "/healthz"); status != 503 || text != "no answer from engine 1\n" {
+	if status, text := s.get("GET", "/healthz"); status != 503 || text != "no answer from loop 1\n" {
 		t.Errorf("%d %q", status, text)
 	}
 }

@@ -54,7 +54,7 @@ func createCQ(c *cmd) error {
 	return nil
 }
 
-// ring makes a ring that a command must name.
+// ring decodes a ring that the command requires.
 func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error) {
 	if a.NPages == 0 {
 		return ring{}, refuse(abi.StatusInvalid, "the ring has no pages")
@@ -62,8 +62,8 @@ func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error
 	return newRing(c.d.data.space(), a, list, minElem, maxElems)
 }
 
-// onOwner runs f where nobody else touches an object with that owner: on the
-// owner's loop, or right here while it has none.
+// onOwner runs f where no other thread uses an object of that owner: on the
+// owner's loop, or on this goroutine if the object has no owner.
 func (c *cmd) onOwner(e *engine, f func() error) error {
 	if e == nil {
 		return c.epoch(f)
@@ -88,7 +88,7 @@ func resizeCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	// The arm word, held last, stays; what the old ring held goes.
+	// The arm word is held last and stays held; the old ring is released.
 	var h holds
 	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
 		err = c.onOwner(o.owner, func() error { return o.q.resize(ring) })

@@ -7,8 +7,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Commands about the device and its port, and the two tables that loops look
-// things up in: GIDs and address handles.
+// Commands about the device and its port, and the two lookup tables of the
+// loops: GIDs and address handles.
 
 func queryDevice(c *cmd) error {
 	a := c.d.attr()
@@ -18,7 +18,7 @@ func queryDevice(c *cmd) error {
 
 func queryPort(c *cmd) error {
 	mtu := uint32(c.d.data.portMTU())
-	// 25 Gbit/s: what copying by one core comes to, and no promise. Libraries rank
+	// 25 Gbit/s is about what one core copies; it is not a promise. Libraries rank
 	// devices by it.
 	a := abi.PortAttr{State: abi.PortDown, MaxMTU: 4096, ActiveMTU: mtu, ActiveSpeed: abi.SpeedEDR,
 		ActiveWidth: abi.Width1X}
@@ -122,7 +122,7 @@ func setAHTable(c *cmd) error {
 	}
 	switch {
 	case c.d.data.ahs.Load() != nil:
-		return refuse(abi.StatusBusy, "the address handle table was given before")
+		return refuse(abi.StatusBusy, "the address handle table is set already")
 	case r.NumEntries == 0 || r.NPages == 0:
 		return refuse(abi.StatusInvalid, "address handle table of %d entries in %d pages", r.NumEntries, r.NPages)
 	case r.NumEntries > uint32(c.d.lim.AHs):
@@ -184,11 +184,11 @@ func resolveGID(c *cmd) error {
 	return nil
 }
 
-// odpUD is what UD pages on demand (ODP-2, ODP-7). On UC and UD what arrives for
-// absent memory is lost until it is there (PF-11).
+// odpUD is the on-demand paging support of UD (ODP-2, ODP-7). On UC and UD, packets for
+// absent memory are lost until it is present (PF-11).
 const odpUD = abi.ODPSend | abi.ODPRecv | abi.ODPSRQRecv
 
-// attr is QUERY_DEVICE's answer.
+// attr is the response to QUERY_DEVICE.
 func (d *Device) attr() abi.DeviceAttr {
 	l := &d.lim
 	return abi.DeviceAttr{

@@ -22,8 +22,8 @@ func resumeFault(c *cmd) error {
 	return nil
 }
 
-// answerFault resumes the operation that waits for the fault that token names. It returns false, and has done nothing,
-// if the driver has no such fault to answer: tokens are looked up among this VM's QPs only (PF-5), and a fault is
+// answerFault resumes the operation that waits for the fault named by token. It returns false, without effect, if the
+// driver has no such fault to answer: tokens are looked up among this VM's QPs only (PF-5), and a fault is
 // answered once, after its event was posted. The caller holds d.mu.
 func (d *Device) answerFault(token uint32, ok bool) bool {
 	q := d.data.qpAt(int(token & qpIndexMask))

@@ -35,7 +35,7 @@ func destroyPD(c *cmd) error {
 	return nil
 }
 
-// handle decodes a request that is nothing but a handle.
+// handle decodes a request that consists of a handle only.
 func (c *cmd) handle() (uint32, error) {
 	var h abi.Handle
 	err := h.Decode(c.in)
@@ -57,7 +57,7 @@ func createMR(c *cmd) error {
 		return refuse(abi.StatusUnsupported, "region flags %#x, known are %#x, and %#x alone", r.Flags,
 			abi.MRPhys|abi.MROnDemand|abi.MRImplicit, abi.MRFast)
 	case r.Access&abi.AccessOnDemand != 0 && r.Flags&abi.MROnDemand == 0:
-		return refuse(abi.StatusInvalid, "access %#x says on demand, flags %#x do not", r.Access, r.Flags)
+		return refuse(abi.StatusInvalid, "access %#x is on demand, flags %#x are not", r.Access, r.Flags)
 	case r.Flags&abi.MROnDemand != 0 && r.PageShift != translate.PageShift:
 		return refuse(abi.StatusInvalid, "page_shift %d of a region on demand, must be %d", r.PageShift, translate.PageShift)
 	case r.Length > c.d.lim.MRSize && r.Flags&abi.MRImplicit == 0:
@@ -114,7 +114,7 @@ func setMTT(c *cmd) error {
 		}
 	}
 	for i, pa := range pas {
-		// Every access is checked again; this tells the driver of its mistake at once.
+		// Every access is checked again; this check reports the driver's mistake at once.
 		if pa&abi.MTTAbsent == 0 && !c.d.data.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
 			return refuse(abi.StatusFault, "page %d at %v is not in guest memory", r.First+uint64(i), pa)
 		}
@@ -126,20 +126,20 @@ func setMTT(c *cmd) error {
 		c.warm(pas, reg.PageSize())
 	}
 	if r.Flags != 0 {
-		// The entries are visible to the loops from here on. A token that names no fault changes nothing, as in
+		// The loops see the entries from here on. A token that names no fault has no effect, as in
 		// RESUME_FAULT; it is no error, because the status tells the driver whether the entries are set.
 		c.d.answerFault(uint32(token), true)
 	}
 	return nil
 }
 
-// maxWarm bounds the bytes that one command brings in. The guest chooses the pages'
-// size, and the same page as often as it likes: a list could name terabytes.
+// maxWarm bounds the bytes that one command makes present. The guest chooses the page
+// size and may repeat a page: a list could name terabytes.
 const maxWarm = 4 << 30
 
-// warm has the host bring in pages that the guest has pinned, for they will be used
-// soon, and a burst of datagrams into absent ones would lose some (PF-11). What is
-// beyond maxWarm comes by fault; with a budget all does.
+// warm asks the host to make pages present that the guest has pinned: they will be used
+// soon, and a burst of datagrams to absent pages would lose some (PF-11). Pages beyond
+// maxWarm, and all pages under a budget, are left to page faults.
 func (c *cmd) warm(pas []translate.PA, size uint64) {
 	if c.t.conn.Memory().Budget != 0 {
 		return
@@ -154,7 +154,7 @@ func (c *cmd) warm(pas []translate.PA, size uint64) {
 			left -= n
 			release, err := c.t.conn.Hold(c.ctx, pas[0], n)
 			if err != nil {
-				return // it will come by fault, or fail there
+				return // a page fault fetches it, or fails
 			}
 			release()
 		}
@@ -162,8 +162,8 @@ func (c *cmd) warm(pas []translate.PA, size uint64) {
 	}
 }
 
-// clearMTT makes entries absent at once and is answered when nothing uses the pages
-// any more (ODP-5, EP-3): the guest frees them then.
+// clearMTT makes entries absent at once. It is answered when no access uses the pages
+// any more (ODP-5, EP-3); the guest then frees them.
 func clearMTT(c *cmd) error {
 	var r abi.ClearMTT
 	if err := r.Decode(c.in); err != nil {
@@ -177,7 +177,7 @@ func clearMTT(c *cmd) error {
 	return nil
 }
 
-// destroyMR revokes the key at once and is answered when nothing uses the memory any
+// destroyMR revokes the key at once. It is answered when no access uses the memory any
 // more (EP-3).
 func destroyMR(c *cmd) error {
 	h, err := c.handle()
@@ -187,7 +187,7 @@ func destroyMR(c *cmd) error {
 	return c.destroyKey(c.t.mrs, "memory region", h)
 }
 
-// destroyKey destroys what keys, one of tables' maps, has under h.
+// destroyKey destroys the key that has handle h in keys, one of the maps of tables.
 func (c *cmd) destroyKey(keys map[uint32]uint32, what string, h uint32) (err error) {
 	pdn, ok := keys[h]
 	if !ok {

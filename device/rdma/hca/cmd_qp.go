@@ -39,7 +39,7 @@ func (c *cmd) qpParts(r *abi.CreateQP) (p qpParts, err error) {
 		return p, err
 	}
 	if r.RQ.NPages != 0 {
-		return p, refuse(abi.StatusInvalid, "a receive ring beside an SRQ")
+		return p, refuse(abi.StatusInvalid, "a QP with an SRQ has no receive ring")
 	}
 	return p, nil
 }
@@ -60,7 +60,7 @@ func (c *cmd) checkQP(r *abi.CreateQP) error {
 	case r.Type == abi.QPTypeGSI && c.t.qpList[gsiQPN] != nil:
 		return refuse(abi.StatusBusy, "the GSI QP exists already")
 	case r.Type == abi.QPTypeGSI && r.Flags&abi.QPHasSRQ != 0:
-		return refuse(abi.StatusInvalid, "the GSI QP takes no SRQ")
+		return refuse(abi.StatusInvalid, "the GSI QP cannot use an SRQ")
 	}
 	return nil
 }
@@ -90,7 +90,7 @@ func createQP(c *cmd) error {
 		q.srq = parts.srq.q
 	}
 	if q.typ == roce.RC {
-		// An ATOMIC WRITE has its operand there, no matter what was asked for; the smallest slot holds it.
+		// ATOMIC WRITE stores its operand inline, whatever max_inline the guest asked for; the smallest slot holds it.
 		q.maxInline = max(q.maxInline, abi.AtomicLen)
 	}
 	c.t.lastWindowPD = (c.t.lastWindowPD + 1) % firstWindowPD

@@ -16,26 +16,26 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The command queue's goroutine. Commands run one after the other, but those whose
-// answer has to wait for users of guest memory (EP-3) step aside, and are
-// answered in whatever order they come to their end. They are bounded by maxJobs:
-// a guest that has that many waiting has its next ones read when one is through.
+// The command queue's goroutine. Commands run in order, except that commands whose
+// answer waits for users of guest memory (EP-3) step aside and complete in any order.
+// maxJobs bounds them: if that many wait, the next command is read when one of them
+// completes.
 
 const (
-	// maxJobs bounds the commands that were taken and not answered.
+	// maxJobs bounds the commands that were read and not answered.
 	maxJobs = 64
-	// A batch on a loop lasts microseconds: a release is looked at so many times at once,
+	// A batch on a loop lasts microseconds: a release is polled this many times at once,
 	// which takes some 10 microseconds.
 	drainSpins = 64
-	// drainPatience is when a release is first complained of.
+	// drainPatience is the time after which an unfinished release is logged.
 	drainPatience = time.Second
-	// pollQueue is how often a queue is looked at whose driver does not kick.
+	// pollQueue is the polling interval of a queue whose driver does not kick.
 	pollQueue = 2 * time.Millisecond
-	// fetchTries bounds how often one access may find its page gone again.
+	// fetchTries bounds how often one access may find its page absent again.
 	fetchTries = 1000
 )
 
-// job is a command that was taken and is not answered yet.
+// job is a command that was read and is not answered yet.
 type job struct {
 	chain virtq.Chain
 	resp  [abi.SizeResp + maxReply]byte
@@ -43,21 +43,21 @@ type job struct {
 
 	drain *translate.Drain
 	since time.Time
-	warn  time.Duration // since then, when to complain
+	warn  time.Duration // age at which the next warning is logged
 }
 
 // commandLoop is the goroutine of the command queue.
 type commandLoop struct {
 	d      *Device
 	q      *virtq.Queue
-	wake   *eventfd.Waiter // kicks, and readers of guest memory for whom a release waits
+	wake   *eventfd.Waiter // kicks, and the last reader that a release waits for
 	cancel context.CancelFunc
 	done   chan struct{}
 
 	req     []byte
 	free    []*job
 	waiting []*job // oldest first
-	unsent  bool   // answers were returned and not signalled yet
+	unsent  bool   // answers are in the used ring and not signalled yet
 }
 
 // startCommands starts the goroutine.
@@ -78,7 +78,7 @@ func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
 	return c, nil
 }
 
-// stop ends the goroutine and waits for it. Commands that were taken are answered
+// stop ends the goroutine and waits for it. Commands that were read are answered
 // first.
 func (c *commandLoop) stop() {
 	c.cancel()
@@ -100,15 +100,15 @@ func (c *commandLoop) run(ctx context.Context) {
 	}
 }
 
-// round executes and answers what it can, and sets a deadline for the next round
-// where no signal can be relied on. It returns true when the queue stops.
+// round executes and answers all commands that it can, and sets a deadline for the next
+// round if no signal will announce it. It returns true when the queue stops.
 func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 	for ctx.Err() == nil {
 		err := c.serve(ctx)
 		answered := c.answerDrained()
 		c.signal()
 		if answered && err == nil {
-			continue // there may be more to take now
+			continue // more may be ready to read now
 		}
 		var again time.Duration
 		switch {
@@ -117,7 +117,7 @@ func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 		case err != nil || c.q.KickFD() < 0:
 			again = pollQueue
 		case len(c.waiting) > 0:
-			again = drainPatience // to complain, if need be
+			again = drainPatience // to log a late release
 		}
 		if again > 0 {
 			_ = c.wake.SetDeadline(time.Now().Add(again))
@@ -127,8 +127,8 @@ func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 	return true
 }
 
-// serve executes all commands that are there, as far as jobs last. Those that wait are
-// answered in between, for there may be commands without end.
+// serve executes all available commands while jobs are free. Waiting commands are answered
+// in between, because a guest can post commands without end.
 func (c *commandLoop) serve(ctx context.Context) error {
 	if c.q.Broken() != nil {
 		return nil
@@ -157,9 +157,9 @@ func (c *commandLoop) serve(ctx context.Context) error {
 	return nil
 }
 
-// instant tells whether a request neither waits for anything nor takes long: the
-// answer to the command before it, such as the SET_MTT of the same fault, may wait for
-// it, so that both are one interrupt.
+// instant reports whether a request neither waits nor takes long. The answer to the
+// previous command, such as the SET_MTT of the same fault, is then delayed until this
+// one is answered, so that both raise one interrupt.
 func instant(req []byte) bool {
 	var h abi.Req
 	return h.Decode(req) == nil && h.Opcode == abi.CmdResumeFault
@@ -174,8 +174,8 @@ func (c *commandLoop) job() *job {
 	return new(job)
 }
 
-// drainSoon looks whether a release is through, for as long as a batch may take. It does
-// not yield in between: Gosched would have another thread woken up each time.
+// drainSoon polls a release for as long as a batch may take and reports whether it
+// completed. It does not yield: Gosched would wake another thread each time.
 func drainSoon(d *translate.Drain) bool {
 	for range drainSpins {
 		if d.Done() {
@@ -197,14 +197,14 @@ func (c *commandLoop) answerDrained() (answered bool) {
 			return false
 		}
 		answered = true
-		_ = c.answer(j) // a queue that broke says so at the next call
+		_ = c.answer(j) // a broken queue fails at the next call
 		return true
 	})
 	return answered
 }
 
-// finish answers the commands that still wait when the queue stops: it may run again later, and
-// the driver must not see a command executed twice, or not at all.
+// finish answers the waiting commands when the queue stops: it may run again later, and
+// the driver must see each command executed exactly once.
 func (c *commandLoop) finish() {
 	ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 	defer cancel()
@@ -220,9 +220,9 @@ func (c *commandLoop) finish() {
 	c.signal()
 }
 
-// withMemory runs f, which touches the virtqueue and its buffers, in an epoch; if it
-// meets a page that is absent on the host, that is fetched, and f runs again. f
-// leaves the queue as it was when it fails with such a miss.
+// withMemory runs f, which accesses the virtqueue and its buffers, in an epoch. If f
+// meets a page that is absent on the host, the page is fetched and f runs again. If f
+// fails with such a miss it must leave the queue unchanged.
 func (c *commandLoop) withMemory(ctx context.Context, f func() error) error {
 	return c.d.retryMisses(ctx, func() error {
 		err := translate.Guard(func() error {
@@ -232,14 +232,14 @@ func (c *commandLoop) withMemory(ctx context.Context, f func() error) error {
 			return f()
 		})
 		if _, absent := hostMiss(err); absent {
-			c.signal() // fetching may take long
+			c.signal() // the fetch may take long
 		}
 		return err
 	})
 }
 
-// retryMisses runs f until it meets no page that is absent on the host; those that it
-// meets are fetched in between, outside of any epoch (PF-7). Not on loops.
+// retryMisses runs f until it meets no page that is absent on the host. The pages are
+// fetched in between, outside of any epoch (PF-7). Not on loops.
 func (d *Device) retryMisses(ctx context.Context, f func() error) error {
 	for range fetchTries {
 		err := f()
@@ -258,8 +258,8 @@ func (d *Device) retryMisses(ctx context.Context, f func() error) error {
 	return refuse(abi.StatusIO, "guest memory keeps vanishing")
 }
 
-// popRequest pops a chain and copies the request in. It asks for kicks before it looks
-// for the last time.
+// popRequest pops a chain and copies the request in. It enables kicks before its last
+// check for a request.
 func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, err error) {
 	err = c.withMemory(ctx, func() (err error) {
 		if ok, err = c.q.Pop(&j.chain); err == nil && !ok {
@@ -280,7 +280,7 @@ func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, e
 		return fail(fmt.Errorf("request of %d bytes, at most %d are allowed", l, len(c.req)))
 	}
 	if j.chain.WritableLen() < abi.SizeResp {
-		return fail(fmt.Errorf("no room for a response: %d bytes writable, need %d", j.chain.WritableLen(), abi.SizeResp))
+		return fail(fmt.Errorf("response buffer of %d bytes, need %d", j.chain.WritableLen(), abi.SizeResp))
 	}
 	err = c.withMemory(ctx, func() error {
 		var m translate.Miss
@@ -291,15 +291,15 @@ func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, e
 	})
 	switch {
 	case err != nil && ctx.Err() != nil:
-		return 0, false, c.q.Unpop(&j.chain) // it is there when the queue runs again
+		return 0, false, c.q.Unpop(&j.chain) // the queue will find it when it runs again
 	case err != nil:
 		return fail(err)
 	}
 	return n, true, nil
 }
 
-// answer returns a command to the driver, who is yet to be signalled, and j to those that are free. It is not
-// given up when the queue stops: the command has been executed.
+// answer returns a command to the driver, without signalling, and j to the free jobs. A stopping queue does not cancel
+// it: the command has been executed.
 func (c *commandLoop) answer(j *job) error {
 	c.free = append(c.free, j)
 	ctx := context.Background()
@@ -322,7 +322,7 @@ func (c *commandLoop) answer(j *job) error {
 	return nil
 }
 
-// signal tells the driver of the answers that were returned.
+// signal notifies the driver of the returned answers.
 func (c *commandLoop) signal() {
 	if !c.unsent {
 		return

@@ -11,8 +11,8 @@ import (
 )
 
 // commandTable lists every command: the size of the request's fixed part, whether
-// more may follow it (lists of PAs), and the size of the reply's payload. What is
-// not here is refused with EOPNOTSUPP.
+// a list of PAs may follow it, and the size of the reply's payload. Commands that
+// are not listed are refused with EOPNOTSUPP.
 var commandTable = [...]struct {
 	fixed int
 	more  bool
@@ -51,17 +51,17 @@ var commandTable = [...]struct {
 	abi.CmdResolve:      {abi.SizeResolve, false, abi.SizeResolveResp, resolveGID},
 }
 
-const maxReply = 256 // the largest of the table, with room
+const maxReply = 256 // at least the largest of the table
 
 // execute runs one request (header and payload) and writes the response to out,
-// which holds abi.SizeResp + maxReply bytes. room is what the driver's buffers
-// take. It returns the response's length, and what the answer has to wait for
-// (EP-3), nil mostly.
+// which holds abi.SizeResp + maxReply bytes. room is the size of the driver's
+// response buffers. It returns the response's length and the release that the
+// answer has to wait for (EP-3), usually nil.
 func (d *Device) execute(ctx context.Context, req, out []byte, room uint64) (int, *translate.Drain) {
 	c := cmd{d: d, t: &d.tables, ctx: ctx, out: out[abi.SizeResp:]}
 	err := c.dispatch(req, room)
 	s := statusOf(err)
-	// Who wakes faulting operations up too late or too early loses a race, no more.
+	// A RESUME_FAULT that is too late or too early has lost a race; it is not an error of the driver.
 	if err != nil && !(c.op == abi.CmdResumeFault && s == abi.StatusNotFound) {
 		d.data.warn("command refused", "command", c.op, "status", s, "reason", err)
 	}
@@ -82,7 +82,7 @@ func (c *cmd) dispatch(req []byte, room uint64) error {
 	}
 	c.in = req[abi.SizeReq:]
 	if uint64(h.Length) != uint64(len(c.in)) {
-		return refuse(abi.StatusInvalid, "length says %d bytes of payload, there are %d", h.Length, len(c.in))
+		return refuse(abi.StatusInvalid, "length is %d, the payload has %d bytes", h.Length, len(c.in))
 	}
 	if int(c.op) >= len(commandTable) || commandTable[c.op].run == nil {
 		return opcodeError(c.op)
@@ -92,14 +92,14 @@ func (c *cmd) dispatch(req []byte, room uint64) error {
 	case len(c.in) < e.fixed || !e.more && len(c.in) > e.fixed:
 		return refuse(abi.StatusInvalid, "payload of %d bytes, need %d", len(c.in), e.fixed)
 	case room < uint64(abi.SizeResp+e.reply):
-		return refuse(abi.StatusInvalid, "room for a response of %d bytes, need %d", room, abi.SizeResp+e.reply)
+		return refuse(abi.StatusInvalid, "response buffer of %d bytes, need %d", room, abi.SizeResp+e.reply)
 	case c.d.data.broken.Load():
 		return refuse(abi.StatusIO, "the guest's memory vanished earlier")
 	}
 	c.d.mu.Lock()
 	defer c.d.mu.Unlock()
-	// A command touches guest memory here and through Loop.Do; either way a page
-	// that vanished ends here.
+	// A command touches guest memory here and through Loop.Do; Guard catches the
+	// fault of a vanished page from both.
 	err = translate.Guard(func() error { return e.run(c) })
 	if errors.Is(err, translate.ErrMemoryGone) {
 		err = &statusError{status: abi.StatusIO, msg: err.Error()}

@@ -15,16 +15,16 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
-// Connection describes a connection of the VM for people: a connected QP, one that connection management is setting up
-// or has ended, or one of datagrams that a service ID was resolved for.
+// Connection describes a connection of the VM for status output: a connected QP, a connection that connection
+// management is setting up or has ended, or a datagram service whose service ID was resolved.
 type Connection struct {
 	Type string `json:"type"` // RC, UC, UD
-	// State is that of connection management (cm.State), or "direct": programs have exchanged addresses by themselves.
+	// State is that of connection management (cm.State), or "direct" if the programs exchanged addresses themselves.
 	State    string `json:"state"`
 	QPState  string `json:"qp_state,omitempty"`
 	Role     string `json:"role,omitempty"` // active, passive
 	LocalQPN uint32 `json:"lqpn,omitempty"`
-	// RemoteQPN is 0 as long as it is not known.
+	// RemoteQPN is 0 while it is unknown.
 	RemoteQPN    uint32  `json:"rqpn,omitempty"`
 	LocalID      uint32  `json:"local_comm_id,omitempty"`
 	RemoteID     uint32  `json:"remote_comm_id,omitempty"`
@@ -38,7 +38,7 @@ type Connection struct {
 	RoCEv1       bool    `json:"roce_v1,omitempty"`
 	PathMTU      int     `json:"path_mtu,omitempty"`
 	RejectReason uint16  `json:"reject_reason,omitempty"` // IBTA 12.6.7.2
-	Tuple        *Tuple  `json:"tuple,omitempty"`         // none: the peer's place is not known
+	Tuple        *Tuple  `json:"tuple,omitempty"`         // nil: the peer's location is unknown
 	Age          float64 `json:"age_s,omitempty"`         // seconds since connection management began
 }
 
@@ -54,7 +54,7 @@ type Tuple struct {
 	UDPPort uint16         `json:"udp_port,omitempty"`
 	DSCP    uint8          `json:"dscp,omitempty"`
 	MTU     int            `json:"mtu"`
-	// Moves counts how often the place has changed while it was bound.
+	// Moves counts the changes of location while the QP was bound.
 	Moves uint64 `json:"moves"`
 }
 
@@ -68,8 +68,8 @@ func tupleOf(p *vswitch.Path) *Tuple {
 		Moves: p.Moves()}
 }
 
-// Connections lists the VM's connections: those with a QP by QP number, then the others. It visits the loops; any
-// goroutine but theirs. QPs are left out if a command in progress takes long.
+// Connections lists the VM's connections: first those with a QP, by QP number. It visits the loops; call it from any
+// other goroutine. QPs are left out if a command in progress takes long.
 func (d *Device) Connections() []Connection {
 	var out []Connection
 	if d.tryLockTables() {
@@ -83,7 +83,7 @@ func (d *Device) Connections() []Connection {
 		})
 	}
 	slices.SortFunc(out, func(a, b Connection) int { return int(a.LocalQPN) - int(b.LocalQPN) })
-	with := map[uint32]int{} // QP number -> place in out
+	with := map[uint32]int{} // QP number -> index in out
 	for i := range out {
 		with[out[i].LocalQPN] = i
 	}
@@ -102,7 +102,7 @@ func (d *Device) Connections() []Connection {
 	return out
 }
 
-// connectionOf describes a QP that has a peer; on its engine.
+// connectionOf describes a QP that has a peer; on the QP's engine.
 func connectionOf(q *qp) (c Connection, ok bool) {
 	var a roce.Attr
 	q.t.Query(&a)
@@ -119,7 +119,7 @@ func connectionOf(q *qp) (c Connection, ok bool) {
 		Tuple: tupleOf(&q.path)}, true
 }
 
-// managed adds what connection management says.
+// managed adds the information of connection management.
 func (x *Connection) managed(c *cm.Conn, now int64) {
 	x.State, x.Role = c.State.String(), "passive"
 	if c.Active {
@@ -133,7 +133,7 @@ func (x *Connection) managed(c *cm.Conn, now int64) {
 	}
 }
 
-// serviceText reads the service IDs of rdma_cm (IBTA annex A11): port space and port.
+// serviceText decodes the service IDs of rdma_cm (IBTA annex A11): port space and port.
 func serviceText(id uint64) string {
 	if id>>24 != 1 {
 		return ""
@@ -148,7 +148,7 @@ func serviceText(id uint64) string {
 func gidText(g [16]byte) string { return netip.AddrFrom16(g).Unmap().String() }
 func macText(m [6]byte) string  { return net.HardwareAddr(m[:]).String() }
 
-// Drops counts what arrived and was not accepted, by reason (MT-6). It visits the loops; any goroutine but theirs.
+// Drops counts rejected packets by reason (MT-6). It visits the loops; call it from any other goroutine.
 func (d *Device) Drops() map[string]uint64 {
 	out := map[string]uint64{}
 	add := func(name string, n uint64) {

@@ -10,9 +10,9 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// cq is a completion queue. Its producer is the loop of its QPs; if QPs of more
-// than one loop share it, shared is set (on the first one's loop, before the second
-// loop learns of the CQ) and mu orders them.
+// cq is a completion queue. Its producer is the loop of its QPs. If QPs of several
+// loops use it, shared is set (on the first loop, before the second one learns of
+// the CQ) and mu orders the loops.
 //
 // The order of a completion: element, producer index (release and full barrier),
 // arm word. The driver's is the reverse: arm word, barrier, producer index. So
@@ -27,10 +27,10 @@ type cq struct {
 	mu     sync.Mutex
 	r      ring
 	prod   uint32 // next element to write
-	cons   uint32 // the guest's consumer index when last looked at
+	cons   uint32 // the guest's consumer index when last read
 	wc     [abi.SizeWC]byte
 
-	failed atomic.Bool // overrun, or its memory is gone: nothing is written any more
+	failed atomic.Bool // overrun, or its memory is gone: no more CQEs are written
 
 	comp eventNode // for the completion event queue
 	asyn eventNode // for the asynchronous event queue
@@ -44,7 +44,7 @@ func newCQ(d *dataSide, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq
 	return c
 }
 
-// start takes over the producer index that the header has.
+// start adopts the producer index of the header.
 func (c *cq) start() translate.Miss {
 	p, m := c.r.index(abi.RingProducerOff)
 	c.prod, c.cons = p, p
@@ -52,7 +52,7 @@ func (c *cq) start() translate.Miss {
 }
 
 // post writes wc, and raises a completion event if the guest asked for one.
-// solicited: the completion is one that a "solicited only" arm waits for
+// solicited: the completion also triggers a "solicited only" arm
 // (IBTA 11.4.2.2: the sender set the bit, or the request failed).
 func (c *cq) post(wc *abi.WC, solicited bool) {
 	if c.shared {
@@ -98,14 +98,14 @@ func (c *cq) post(wc *abi.WC, solicited bool) {
 	}
 }
 
-// full looks whether one more element would fill the ring. The consumer index, a
+// full reports whether one more element would fill the ring. The consumer index, a
 // cache line that the guest writes at every poll, is reread only when the last
-// known one makes the ring look more than half full.
+// known value makes the ring look more than half full.
 //
-// A consumer moves from where it was at most up to the producer. Some releases of
-// the rxe provider step one over it (rdma-core 44, end_poll after a failed
-// next_poll). Seen from the middle of the ring that cannot be taken for a full
-// one; the guest expects the next completion there, so that is where it goes.
+// The consumer index moves at most up to the producer index. Some releases of the
+// rxe provider move it one beyond (rdma-core 44, end_poll after a failed
+// next_poll). Reread this early, it cannot be mistaken for a full ring; the guest
+// expects the next completion there, so the producer follows.
 func (c *cq) full() (bool, translate.Miss) {
 	used := (c.prod - c.cons) & c.r.mask
 	if used <= c.r.mask/2 {
@@ -139,8 +139,8 @@ func (c *cq) fail(why string, m translate.Miss) {
 }
 
 // resize moves the completions that the guest has not polled to a new ring. It
-// runs where no producer does: on its QPs' loop, or before there is one, and
-// under mu if shared.
+// runs where no producer runs: on the loop of its QPs, or on the caller's goroutine
+// if it has no QP, and under mu if shared.
 func (c *cq) resize(r ring) error {
 	if c.shared {
 		c.mu.Lock()

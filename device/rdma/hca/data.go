@@ -33,8 +33,8 @@ type DataPath struct {
 // DefaultDataPath selects everything.
 func DefaultDataPath() *DataPath { return &DataPath{LocalCopy: true, ECN: true, SelectiveRepeat: true} }
 
-// dataSide is the part of a Device that loops use: engines, queue pairs, the guest's memory, and snapshots of what the
-// control side decides. It implements the HCA face of a vswitch.VMPort.
+// dataSide is the part of a Device that loops use: engines, queue pairs, guest memory, and snapshots of the control
+// side's decisions. It implements the HCA face of a vswitch.VMPort.
 //
 // The data side uses nothing that the control side declares, and never calls it (TestSides). Control makes the data
 // side's objects and reaches them in one of three ways: before they are published, on their loop (Loop.Do), or through
@@ -55,25 +55,25 @@ type dataSide struct {
 
 	// Set by control, read by loops.
 	port       atomic.Pointer[Port]
-	up         atomic.Bool // a driver runs the device; an engine clears it with broken
+	up         atomic.Bool // a driver runs the device; an engine clears it when it sets broken
 	link       atomic.Bool
 	gids       gidTable
 	ahs        atomic.Pointer[ahTable]
 	groups     atomic.Pointer[mcastTable]
-	faultDelay atomic.Int64         // smoothed time that the guest's driver takes for a fault, ns
+	faultDelay atomic.Int64         // smoothed time in which the guest's driver serves a fault, ns
 	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
 
 	// Set by loops, read by control.
-	broken     atomic.Bool // the guest's memory vanished: nothing is done until a reset clears this
+	broken     atomic.Bool // the guest's memory vanished: the device stops until a reset clears this
 	cqFailures atomic.Uint64
 	rejected   rejectCounts
 	conns      connections
-	// faultCounts has a place for each side of each QP index: see guestFault's
-	// token. A place is touched by the engine of the QP that has the index.
+	// faultCounts has an element for each side of each QP index (see guestFault's
+	// token), which belongs to the engine of the QP that has the index.
 	faultCounts []uint32
 	warned      rateLimit
 
-	// The guest's memory: of the connection, set before any queue or object exists.
+	// The guest's memory: set by the connection before any queue or object exists.
 	mem atomic.Pointer[translate.Space]
 	vm  *translate.VM
 }
@@ -83,7 +83,7 @@ var _ interface {
 	vswitch.Inspector
 } = (*dataSide)(nil)
 
-// init makes engines, event queues and tables for so many completion event queues and queue pairs.
+// init creates engines, event queues and tables for the given numbers of completion event queues and queue pairs.
 func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 	for i, l := range loops {
 		e := newEngine(d, i, l)
@@ -100,7 +100,7 @@ func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 	d.link.Store(true)
 }
 
-// Up implements vswitch.HCAFace: it tells whether a driver runs the device. RoCE frames are the HCA's then.
+// Up implements vswitch.HCAFace: it reports whether a driver runs the device, so that the HCA takes RoCE frames.
 func (d *dataSide) Up() bool { return d.up.Load() }
 
 func (d *dataSide) space() *translate.Space { return d.mem.Load() }
@@ -113,7 +113,7 @@ func (d *dataSide) qpAt(i int) *qp {
 	return d.qps[i].Load()
 }
 
-// wakeAll makes every engine look at what concerns all.
+// wakeAll wakes every engine to check device-wide state.
 func (d *dataSide) wakeAll() {
 	for _, e := range d.engines {
 		e.wake()

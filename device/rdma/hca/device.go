@@ -24,8 +24,8 @@ import (
 
 var errReadOnly = errors.New("hca: the configuration space is read-only")
 
-// drainTimeout is how long a reset waits for users of guest memory before it says
-// so. Batches last microseconds; only a stuck loop gets here.
+// drainTimeout is how long a reset waits for users of guest memory before it logs
+// an error. Batches last microseconds; only a stuck loop exceeds it.
 const drainTimeout = 10 * time.Second
 
 // Config describes an adapter.
@@ -36,12 +36,12 @@ type Config struct {
 	// MAC is shared with the VM's virtio-net device; unicast.
 	MAC [6]byte
 	// Loops run the data path; the first abi.MaxEngines of them are used. At least
-	// one, not closed before the device is.
+	// one; they must outlive the device.
 	Loops []*loop.Loop
 	// Pool supplies frame buffers. Its capacity must hold a 4096-byte path MTU.
 	Pool *frame.Pool
-	// MTU gives the tenant network's MTU in bytes (Ethernet payload). Called from
-	// any goroutine. Nil: 1500.
+	// MTU returns the tenant network's MTU in bytes (Ethernet payload). It is called
+	// from any goroutine. Nil: 1500.
 	MTU func() int
 	// CEQs is the number of completion event queues, 1..abi.MaxCEQs; 0: one per loop.
 	CEQs int
@@ -55,7 +55,7 @@ type Config struct {
 	Log hclog.Logger
 }
 
-// Device is the HCA of one VM: its control side, which has the data side in data. It implements virtio.Device (methods
+// Device is the HCA of one VM: its control side; the field data is the data side. It implements virtio.Device (methods
 // for the connection's goroutine). States:
 //
 //	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
@@ -72,7 +72,7 @@ type Device struct {
 	faults        guestFaults
 	portListener  atomic.Pointer[virtio.Conn] // notified when the port changes; nil: no front end
 
-	// Of the connection's goroutine.
+	// Fields of the connection's goroutine.
 	conn     virtio.Conn
 	commands *commandLoop
 	closed   bool
@@ -83,7 +83,7 @@ type Device struct {
 
 var _ virtio.Device = (*Device)(nil)
 
-// New makes an adapter and puts it on its loops. Errors wrap ErrConfig.
+// New creates an adapter and attaches it to its loops. Errors wrap ErrConfig.
 func New(cfg Config) (*Device, error) {
 	d := &Device{cfg: cfg, lim: cfg.Limits, log: cfg.Log}
 	if d.log == nil {
@@ -129,7 +129,7 @@ func New(cfg Config) (*Device, error) {
 		pace: newPacer(d.lim.Messages), log: d.log,
 	}
 	d.data.init(loops, d.cfg.CEQs, d.lim.QPs)
-	d.generation.Store(uint32(time.Now().UnixNano())) // differs from that of an earlier vnicd
+	d.generation.Store(uint32(time.Now().UnixNano())) // differs from the generation of an earlier vnicd
 	d.tables.reset(d)
 	for _, e := range d.data.engines {
 		e.start()
@@ -137,8 +137,8 @@ func New(cfg Config) (*Device, error) {
 	return d, nil
 }
 
-// Close takes the device off its loops. The front end must be disconnected and
-// the port detached from its network: Deliver must not be called any more.
+// Close detaches the device from its loops. The front end must be disconnected, the
+// port must be detached from its network, and Deliver must not be called any more.
 func (d *Device) Close() {
 	if d.closed {
 		return
@@ -152,22 +152,22 @@ func (d *Device) Close() {
 	}
 }
 
-// SetLink sets the port's state and tells the driver. From any goroutine but loops.
+// SetLink sets the port's state and notifies the driver. From any goroutine but loops.
 func (d *Device) SetLink(up bool) {
 	if d.data.link.Swap(up) != up {
 		d.PortChanged()
 	}
 }
 
-// PortChanged tells the driver to look at the port again: the MTU is another. It does
-// not wait for anything: who calls it may hold locks that concern all VMs.
+// PortChanged notifies the driver that the port's MTU has changed. It does not
+// block: the caller may hold locks that all VMs share.
 func (d *Device) PortChanged() {
 	if c := d.portListener.Load(); c != nil {
 		(*c).ConfigChanged()
 	}
 }
 
-// SetPort names where frames go. Nil: nowhere.
+// SetPort sets the port that receives the device's frames. Nil: none.
 func (d *Device) SetPort(p Port) {
 	if p == nil {
 		d.data.port.Store(nil)
@@ -176,11 +176,11 @@ func (d *Device) SetPort(p Port) {
 	d.data.port.Store(&p)
 }
 
-// HCAFace is the HCA face of the device's port (vswitch.VMPort). It is the data side itself: frames pass nothing else.
+// HCAFace is the HCA face of the device's port (vswitch.VMPort). It is the data side itself.
 func (d *Device) HCAFace() vswitch.HCAFace { return d.data }
 
-// Neighbours is the network face of the port of a device that has no network card beside it: it answers who asks for
-// one of the device's GIDs while a driver runs; all else ends there.
+// Neighbours is the network face of the port of a device without a network card. While a driver runs, it answers
+// ARP and ND requests for the device's GIDs; it drops other frames.
 func (d *Device) Neighbours() vswitch.Face { return neighbours{d.data} }
 
 // MAC returns the device's address.
@@ -188,7 +188,7 @@ func (d *Device) MAC() [6]byte { return d.cfg.MAC }
 
 // setUp recomputes up; connection goroutine. A running command queue is the sign of a
 // driver: front ends start queues when the driver sets DRIVER_OK, and QEMU does not
-// pass the status itself on for its generic device.
+// forward the status itself for its generic device.
 func (d *Device) setUp() {
 	d.data.up.Store(d.commands != nil && !d.data.broken.Load())
 }
@@ -263,35 +263,35 @@ func (d *Device) Disconnected() {
 	d.log.Info("front end disconnected")
 }
 
-// Reset implements virtio.Device. If there was state to lose the driver is
-// told to look at the generation: the reset may not have been its own idea (QEMU
-// also resets the device when the VM is stopped and goes on).
+// Reset implements virtio.Device. If state was lost, the driver is notified to check
+// the generation, because the driver may not have caused the reset (QEMU also resets
+// the device when the VM is stopped and continued).
 func (d *Device) Reset() {
 	if d.teardown() && d.conn != nil {
 		d.conn.ConfigChanged()
 	}
 }
 
-// teardown destroys everything the guest made, in the order in which things use
-// each other, and tells whether there was anything. The other VMs are not told;
+// teardown destroys all objects of the guest, users before the objects that they use,
+// and reports whether there were any. The other VMs are not notified;
 // their QPs run into their timeouts.
 func (d *Device) teardown() (lost bool) {
 	for i := range d.NumQueues() {
-		d.StopQueue(i) // stopped already, as the contract says; harmless then
+		d.StopQueue(i) // virtio.Device's contract stops it before; a repetition is harmless
 	}
 	d.data.up.Store(false)
 	d.generation.Add(1)
 	return d.wipe()
 }
 
-// wipe is teardown without the queues.
+// wipe is teardown except for the queues.
 func (d *Device) wipe() (lost bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := &d.tables
 	qps := t.qps
 	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.data.ahs.Load() != nil
-	// QPs first: with them go all users of rings, CQs and memory on the loops.
+	// QPs first: after them no loop uses rings, CQs or memory any more.
 	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for _, o := range t.qpList {
@@ -302,7 +302,7 @@ func (d *Device) wipe() (lost bool) {
 			e.forgetDoorbells()
 		})
 	}
-	// Nobody posts events any more; what is pending concerns objects that are gone.
+	// No thread posts events any more; pending events concern destroyed objects.
 	for _, e := range d.data.engines {
 		e.loop.Do(func() {
 			for _, q := range e.events {
@@ -342,10 +342,10 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	return d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].startDoorbells(q)
 }
 
-// startCommandQueue makes the device run. A queue that begins at its beginning has
-// a new driver: if what an older one made is still there, the front end did not
-// say that the device was reset (it may only have stopped the queues). The
-// generation stays: the new driver has read it already, and has lost nothing.
+// startCommandQueue starts the device. A queue whose indices are 0 has a new driver.
+// If objects of the previous driver still exist, the front end did not report the
+// reset (it may only have stopped the queues). The generation stays: the new driver
+// has read it already and has lost no state.
 func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	if d.commands != nil {
 		return errors.New("hca: the command queue runs already")

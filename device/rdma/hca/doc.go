@@ -1,14 +1,14 @@
 // Side: both
 
 // Package hca is the adapter of one virtual machine: the device that the guest's
-// driver talks to through device/rdma/abi. It owns rings, tables, commands, doorbells
-// and events; the transport (PSNs, acknowledgements, retries) is device/rdma/roce's.
+// driver uses through device/rdma/abi. It owns rings, tables, commands, doorbells
+// and events; device/rdma/roce owns the transport (PSNs, acknowledgements, retries).
 //
-// # Who runs what
+// # Threads
 //
 // The data side (dataSide) runs on loops (device/loop). An engine is this device's share
-// of one loop: the doorbell area, the QPs placed there, their run list, the
-// frames that arrived for them. A QP belongs to one engine. It may move to another
+// of one loop: the doorbell area, the QPs placed there, their run list, and the
+// frames received for them. A QP belongs to one engine. It may move to another
 // once, when it becomes ready to receive (RTR): see place.go.
 //
 // The control side (Device) runs commands in one goroutine per device, fed by virtqueue 0, never
@@ -25,8 +25,7 @@
 //
 // # Lock order
 //
-// Device.mu (tables, held for one command) before cq.mu (a leaf). cq.mu is taken
-// on the data path only by a CQ that QPs of several loops share; one that serves
-// a single loop is that loop's own. Nothing waits for a loop, an epoch or the
-// guest while it holds cq.mu.
+// Device.mu (tables, held for one command) before cq.mu (a leaf). The data path takes
+// cq.mu only for a CQ that QPs of several loops share; any other CQ belongs to its
+// loop. A holder of cq.mu never waits for a loop, an epoch or the guest.
 package hca

@@ -12,13 +12,13 @@ import (
 )
 
 // doorbells is one engine's doorbell area in guest memory (struct vnicd_doorbells).
-// A bit set means only "look at that SQ": spurious bits cost a look, bits of slots
-// without a QP are ignored, and lost bits harm nobody but the guest that lost them.
+// A set bit means only "check that SQ": spurious bits cost one check, bits of slots
+// without a QP are ignored, and lost bits harm only the guest that lost them.
 //
-// While few words of bits have slots with a QP, those are looked at themselves, and the
-// summary keeps the bits that the driver sets there: so its cache line stays with the
-// driver's processor. Bits are cleared only when what they ask for has been done, for
-// that is a cache line to wait for, too.
+// While the slots with a QP lie in few words of bits, these words are scanned directly
+// and the summary bits stay set: so the summary's cache line stays with the driver's
+// processor. Bits are cleared only after their work was done, because clearing, too,
+// waits for a cache line.
 //
 // The engine's loop owns the fields.
 type doorbells struct {
@@ -26,10 +26,10 @@ type doorbells struct {
 	pages [abi.DoorbellPages]translate.PA
 	words int // summary words that slots of this device can reach
 
-	qps   int     // whose doorbells these are
-	users []uint8 // ... by word of bits
-	used  []int   // words that have some, in no order
-	seen  []int   // words that scan has found bits in, and that are not cleared yet
+	qps   int     // QPs that have a slot here
+	users []uint8 // QPs by word of bits
+	used  []int   // words that have QPs, in no order
+	seen  []int   // words in which scan found bits, not cleared yet
 }
 
 const (
@@ -38,7 +38,7 @@ const (
 	wordsPerSum   = 64
 	slotsPerSum   = slotsPerWord * wordsPerSum
 	dbPageOffMask = 1<<dbPageShift - 1
-	// So many words are looked at one by one.
+	// fewWords is the largest number of words that are scanned directly.
 	fewWords = 4
 )
 
@@ -47,11 +47,11 @@ func newDoorbells(space *translate.Space, slots int) doorbells {
 	return doorbells{
 		space: space, words: (slots + slotsPerSum - 1) / slotsPerSum,
 		users: make([]uint8, words), used: make([]int, 0, words),
-		seen: make([]int, 0, (slots+slotsPerSum-1)/slotsPerSum*wordsPerSum), // all that a summary can name
+		seen: make([]int, 0, (slots+slotsPerSum-1)/slotsPerSum*wordsPerSum), // all words of a summary
 	}
 }
 
-// join notes that slot has a QP from now on, leave that it has none any more.
+// join notes that slot has a QP from now on; leave is its inverse.
 func (db *doorbells) join(slot int) {
 	db.qps++
 	i := slot / slotsPerWord
@@ -82,7 +82,7 @@ func (db *doorbells) summary(i int) (*atomic.Uint64, translate.Miss) {
 }
 
 // scan calls ring for every slot whose bit is set, and reports whether there were any; clear must follow.
-// Both are for use inside an epoch. The work is bounded by the number of slots.
+// Both run inside an epoch. The work is bounded by the number of slots.
 func (db *doorbells) scan(ring func(slot int)) (any bool, m translate.Miss) {
 	if len(db.used) <= fewWords {
 		for _, i := range db.used {
@@ -141,7 +141,7 @@ func forEachBit(i int, set uint64, ring func(slot int)) {
 	}
 }
 
-// anySet reports whether a doorbell is set, and clears nothing.
+// anySet reports whether a doorbell is set, without clearing it.
 func (db *doorbells) anySet() bool {
 	if len(db.used) <= fewWords {
 		for _, i := range db.used {

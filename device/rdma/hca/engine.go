@@ -16,28 +16,28 @@ import (
 
 const (
 	// inboxFrames bounds the frames that wait for an engine. Senders keep at most a
-	// window of packets per QP in flight, so an overflow is a burst of many QPs,
+	// window of packets per QP in flight, so an overflow is a burst to many QPs,
 	// which the transport repairs as any loss.
 	inboxFrames = 2048
-	// A poll gives each QP of the run list qpBudget packets or work requests in
-	// turn, until pollBudget is used up: every VM of a loop, and every QP of a VM,
+	// A poll serves the QPs of the run list in turn, each with qpBudget packets or work
+	// requests, until pollBudget is used up: every VM of a loop, and every QP of a VM,
 	// gets its share whatever the others do.
 	qpBudget   = 16
 	pollBudget = 128
-	pollShared = 32 // while other VMs have work for the loop, for their latency: a slice
-	// QPs that may consume nothing of pollBudget still cost a turn each.
+	pollShared = 32 // while other VMs have work for the loop, for their latency
+	// pollTurns bounds the QPs served in a poll: those that use none of pollBudget cost time too.
 	pollTurns = 64
-	// What is copied without packets counts against pollBudget, too, in units of 4 KiB,
-	// and so does what is flushed: a WQE read and a CQE written, which nobody may do
-	// faster than others have data moved (make bench ONLY=fair_flood).
+	// Local copies count against pollBudget too, in units of 4 KiB, and so do flushed
+	// requests, because flushing reads a WQE and writes a CQE and must not be cheaper
+	// than moving data (make bench ONLY=fair_flood).
 	localShift = 12
 	flushCost  = 4
 	// At most one notice is outstanding.
 	noticeSlots = 2
 )
 
-// engine is the device's share of one loop: an engine of the ABI. All fields that
-// are not marked otherwise belong to the loop.
+// engine is the device's share of one loop: an engine of the ABI. Fields not
+// marked otherwise belong to the loop.
 //
 // The pipeline of an iteration, in the order of the loop's pollers:
 //
@@ -45,8 +45,8 @@ const (
 //	engine     doorbells -> run list -> roce.QP.Run -> WQEs in, frames out, CQEs
 //	notices  events for the driver -> event virtqueues
 //
-// Deliver never calls into a QP: a frame that a QP sends may come back to a QP of
-// the same loop within the same call, through the switch, and the transport is
+// Deliver never calls into a QP: through the switch, a frame that a QP sends may reach
+// another QP of the same loop within the same call, and the transport is
 // not re-entrant. So every frame goes through an inbox.
 type engine struct {
 	dev  *dataSide
@@ -55,39 +55,39 @@ type engine struct {
 
 	inbox   *loop.Mailbox[*frame.Buf]
 	notices *loop.Mailbox[struct{}]
-	events  []*eventQueue // fixed; those whose virtqueue is served here
+	events  []*eventQueue // fixed; queues served by this engine
 
-	armed         bool // SET_DOORBELLS was given and the memory is there
+	armed         bool // SET_DOORBELLS was executed and the memory is present
 	db            doorbells
 	dbWatch       *loop.Watch
 	onBell        func(slot int)
 	onBellCleared func(slot int)
 
 	first, last *qp // run list
-	current     *qp // whose turn it is
+	current     *qp // the QP that runs
 	local       localTurn
-	qps         int // QPs that live here
+	qps         int // QPs of this engine
 	cqSeen      uint64
 
-	answers eventStack // to faults: pushed by any thread
-	resume  eventList  // taken from there
+	answers eventStack // answers to faults: pushed by any thread
+	resume  eventList  // collected from answers
 
 	packet       wire.RoCE
-	receiving    *frame.Buf           // that is being received
-	trainPacket  []byte               // the packet in it, if it is a train
-	trainHeaders [gso.MaxHeaders]byte // ... and what each packet of that begins with
+	receiving    *frame.Buf           // the frame that is being received
+	trainPacket  []byte               // the current packet, if receiving is a train
+	trainHeaders [gso.MaxHeaders]byte // the headers of the train's packets
 	kept         int                  // frames that QPs keep
-	heldFrames   int                  // those that wait for what was lost before them
-	keptDrops    uint64               // frames that found no room behind those
+	heldFrames   int                  // frames in reorder queues
+	keptDrops    uint64               // frames dropped instead of kept
 
 	stats roce.Stats
 	// Faults raised (PF-7).
 	hostFaults, guestFaults uint64
 
-	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in, ...
+	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in
 	list    [abi.MaxFastReg]translate.PA
 
-	frozen        bool          // no driver: guest memory is left alone
+	frozen        bool          // no driver: guest memory is not accessed
 	inboxFull     atomic.Uint64 // any thread
 	noticePending atomic.Bool   // any thread: a notice is on its way
 	space         *translate.Space
@@ -99,7 +99,7 @@ func newEngine(d *dataSide, id int, loop *loop.Loop) *engine {
 	return e
 }
 
-// start puts the engine on its loop.
+// start attaches the engine to its loop.
 func (e *engine) start() {
 	fault := e.faultOption()
 	e.inbox = loop.NewMailbox(e.loop, inboxFrames, e.receive, e.releaseBuf, loop.Name("hca inbox"), fault)
@@ -108,7 +108,7 @@ func (e *engine) start() {
 	e.notices = loop.NewMailbox(e.loop, noticeSlots, e.onNotice, nil, loop.Name("hca events"), fault)
 }
 
-// stop takes the engine off its loop; no QP lives here any more.
+// stop detaches the engine from its loop; it has no QP any more.
 func (e *engine) stop() {
 	e.inbox.Close()
 	e.loop.RemovePoller(e)
@@ -118,15 +118,15 @@ func (e *engine) stop() {
 // faultOption reports memory faults in a handler to the engine.
 func (e *engine) faultOption() loop.Option { return loop.OnFault(e.onMemoryFault) }
 
-// onMemoryFault is called when a handler of this engine accessed memory that does not exist. If it
-// is another VM's (a frame was on its way into it), the current QP is scheduled again. If it is
+// onMemoryFault is called when a handler of this engine accessed memory that does not exist. If the memory
+// is another VM's (a frame was being written to it), the current QP is scheduled again. If it is
 // this guest's, the device stops until a reset: its rings may be half written.
 func (e *engine) onMemoryFault(f loop.Fault) {
 	q, far := e.current, e.local.peer
 	e.current, e.local.peer = nil, nil
 	if far != nil && far.space != e.space && !e.space.Holds(f.Addr) {
-		// A copy between two VMs, and it was not this one's page. If it is nobody's any
-		// more, it went just now, and is looked up anew.
+		// A copy between two VMs, and the page was not this VM's. If neither VM has it any more,
+		// it was just removed; the next attempt looks the address up again.
 		if far.space.Holds(f.Addr) {
 			far.onMemoryFault(loop.Fault{Addr: f.Addr, Where: f.Where})
 		}
@@ -136,7 +136,7 @@ func (e *engine) onMemoryFault(f loop.Fault) {
 		if q != nil {
 			e.schedule(q)
 		}
-		e.wake() // for answers behind the one that was cut short
+		e.wake() // for the answers behind the interrupted one
 		return
 	}
 	if !e.dev.broken.Swap(true) {
@@ -146,7 +146,7 @@ func (e *engine) onMemoryFault(f loop.Fault) {
 }
 
 // enter begins a batch that touches guest memory. False: the device has no guest,
-// or one that is paused or whose memory vanished.
+// the guest is paused, or its memory vanished.
 func (e *engine) enter() (translate.Token, bool) {
 	if e.space == nil || e.frozen || e.dev.broken.Load() {
 		return 0, false
@@ -155,7 +155,7 @@ func (e *engine) enter() (translate.Token, bool) {
 }
 
 func (e *engine) leave(t translate.Token) {
-	e.receiving, e.trainPacket = nil, nil // a fault may have cut receive short
+	e.receiving, e.trainPacket = nil, nil // a fault may have interrupted receive
 	e.space.Epochs().Leave(e.loop.ID(), t)
 }
 
@@ -171,7 +171,7 @@ func (e *engine) Poll(now int64) bool {
 	defer e.leave(t)
 	busy := false
 	if e.armed {
-		e.db.clear(e.onBellCleared) // in case that a fault has cut the last pass short
+		e.db.clear(e.onBellCleared) // a memory fault may have interrupted the last pass
 		any, m := e.db.scan(e.onBell)
 		if !m.OK() && !m.Fault() {
 			e.dev.warn("doorbell area unavailable", "engine", e.id, "miss", m)
@@ -211,7 +211,7 @@ func (e *engine) served() uint64 {
 func (e *engine) Prepare() bool {
 	t, ok := e.enter()
 	if !ok {
-		return false // whatever is on the lists waits for thaw or the end
+		return false // queued work waits for thaw or teardown
 	}
 	defer e.leave(t)
 	if e.first != nil || e.dev.cqFailures.Load() != e.cqSeen {
@@ -259,7 +259,7 @@ func (e *engine) thaw() {
 	}
 }
 
-// bellFound schedules the QP of a doorbell slot, if it lives here.
+// bellFound schedules the QP of a doorbell slot, if it belongs to this engine.
 func (e *engine) bellFound(slot int) {
 	if q := e.dev.qpAt(slot); q != nil && q.engine == e {
 		e.schedule(q)
@@ -303,7 +303,7 @@ func (e *engine) nextQP() *qp {
 	return q
 }
 
-// unschedule takes q off the run list.
+// unschedule removes q from the run list.
 func (e *engine) unschedule(q *qp) {
 	if !q.scheduled {
 		return
@@ -327,7 +327,7 @@ func (e *engine) unschedule(q *qp) {
 }
 
 // failQPs sends the QPs of failed CQs to the error state. It walks all QPs of the
-// engine; a CQ fails once, and costs its VM as much as its VM has QPs.
+// engine; a CQ fails only once, so the cost per CQ is bounded by the VM's QPs.
 func (e *engine) failQPs() {
 	for i := range e.dev.qps {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e && (q.scq.failed.Load() || q.rcq.failed.Load()) {
@@ -353,7 +353,7 @@ func (e *engine) runAnswers() {
 	}
 }
 
-// dropAnswers drops all answers: the objects that wait for them are gone.
+// dropAnswers drops all answers: the objects that waited for them are destroyed.
 func (e *engine) dropAnswers() {
 	e.resume.collect(&e.answers)
 	for e.resume.first != nil {
@@ -361,7 +361,7 @@ func (e *engine) dropAnswers() {
 	}
 }
 
-// forgetDoorbells ends the use of the doorbell area: the QPs that had doorbells are gone.
+// forgetDoorbells ends the use of the doorbell area: the QPs that had doorbells are destroyed.
 func (e *engine) forgetDoorbells() { e.armed, e.db = false, doorbells{} }
 
 // wake makes the engine process its event queues and answers, from any thread.

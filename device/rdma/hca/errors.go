@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// limitError says that a VM asked for more than its limits allow.
+// limitError reports that a VM asked for more than its limits allow.
 type limitError struct {
 	what   string
 	n, max uint64
@@ -21,10 +21,10 @@ func (e *limitError) Error() string {
 	return fmt.Sprintf("%s: %d, the limit is %d", e.what, e.n, e.max)
 }
 
-// Unwrap gives the status that the guest sees.
+// Unwrap returns the status that the guest sees.
 func (e *limitError) Unwrap() error { return abi.StatusNoMemory }
 
-// faultError says that an address is not in the guest's memory.
+// faultError reports that an address is not in the guest's memory.
 type faultError struct {
 	what string
 	miss translate.Miss
@@ -32,7 +32,7 @@ type faultError struct {
 
 func (e *faultError) Error() string { return fmt.Sprintf("%s: %v", e.what, e.miss) }
 
-// Unwrap gives the status that the guest sees.
+// Unwrap returns the status that the guest sees.
 func (e *faultError) Unwrap() error { return abi.StatusFault }
 
 // statusError is a refusal with a chosen status.
@@ -48,8 +48,8 @@ func refuse(s abi.Status, format string, args ...any) error {
 	return &statusError{status: s, msg: fmt.Sprintf(format, args...)}
 }
 
-// statusOf finds what to tell the guest about err: the abi.Status that it wraps,
-// EINVAL if it wraps none.
+// statusOf returns the status that the guest sees for err: the abi.Status that it
+// wraps, EINVAL if it wraps none.
 func statusOf(err error) abi.Status {
 	var s abi.Status
 	switch {
@@ -62,7 +62,7 @@ func statusOf(err error) abi.Status {
 	}
 }
 
-// memoryError gives translate's errors the status that the guest sees.
+// memoryError wraps translate's errors with the status that the guest sees.
 func memoryError(err error) error {
 	s := abi.StatusInvalid
 	switch {

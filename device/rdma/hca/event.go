@@ -16,13 +16,13 @@ var errEventBuffer = errors.New("event buffer is too small")
 
 // Events. An event queue (asynchronous, or one of the completion event queues)
 // belongs to one engine, whose loop alone touches the virtqueue: queue number q to
-// engine q modulo the number of engines. Anybody may post: the event becomes a bit in
-// the object's own eventNode, and the node goes on a list if it is not there
+// engine q modulo the number of engines. Any thread may post: the event becomes a bit in
+// the object's own eventNode, and the node is put on a list unless it is on one
 // already. So memory is bounded by the number of objects, posting never waits,
 // and no event is lost while the driver has no buffer; equal events that the
-// driver has not fetched are one.
+// driver has not fetched are merged.
 
-// nodeKind says what an eventNode's handle names.
+// nodeKind tells what an eventNode's handle names.
 type nodeKind uint8
 
 const (
@@ -30,7 +30,7 @@ const (
 	nodeCQ
 	nodeQP
 	nodeSRQ
-	nodeFault   // a QP, one side of which waits for the guest's driver
+	nodeFault   // a QP with a side that waits for the guest's driver
 	nodeAnswers // nothing: answers to faults, for an engine
 )
 
@@ -43,22 +43,22 @@ type eventNode struct {
 	kind   nodeKind
 	bits   atomic.Uint32 // events not posted yet; bit = abi.EventType
 	queued atomic.Bool
-	next   *eventNode // of whichever list holds the node
+	next   *eventNode // in the list that holds the node
 
 	fault *guestFault       // nodeFault
-	wake  func(bits uint32) // nodeServed
+	wake  func(bits uint32) // nodeAnswers
 }
 
 func (n *eventNode) init(handle uint32, k nodeKind) { n.handle, n.kind = handle, k }
 
-// unqueue empties the node, which has left its list: a post from here on queues it anew.
+// unqueue empties a node that has left its list: the next post queues it again.
 func (n *eventNode) unqueue() uint32 {
 	n.next = nil
 	n.queued.Store(false)
 	return n.bits.Swap(0)
 }
 
-// eventStack is what any thread pushes nodes on and one engine takes whole.
+// eventStack is a stack of nodes: any thread pushes, one engine takes all at once.
 type eventStack struct{ head atomic.Pointer[eventNode] }
 
 // push records bits for n; true if n was not queued before.
@@ -76,13 +76,13 @@ func (s *eventStack) push(n *eventNode, bits uint32) bool {
 	}
 }
 
-// pending tells whether there is something to take.
+// pending reports whether the stack has nodes.
 func (s *eventStack) pending() bool { return s.head.Load() != nil }
 
 // eventList is an engine's own list of nodes, oldest first.
 type eventList struct{ first, last *eventNode }
 
-// collect moves what was pushed to the end of the list, in order.
+// collect moves the pushed nodes to the end of the list, in order.
 func (l *eventList) collect(s *eventStack) {
 	newest := s.head.Swap(nil)
 	var rev *eventNode
@@ -102,8 +102,8 @@ func (l *eventList) collect(s *eventStack) {
 	l.last = newest
 }
 
-// pop takes the oldest node off the list, which is not empty. The node counts as
-// queued until its take.
+// pop removes the oldest node of the list, which is not empty. The node counts as
+// queued until unqueue.
 func (l *eventList) pop() *eventNode {
 	n := l.first
 	if l.first = n.next; l.first == nil {
@@ -112,7 +112,7 @@ func (l *eventList) pop() *eventNode {
 	return n
 }
 
-// unpop puts a node back at the head, unless a post has just queued it anew.
+// unpop puts a node back at the head, unless a post has just queued it again.
 func (l *eventList) unpop(n *eventNode, bits uint32) {
 	n.bits.Or(bits)
 	if n.queued.Swap(true) {
@@ -150,22 +150,22 @@ type eventQueue struct {
 	engine   *engine
 	incoming eventStack
 
-	// The rest is the engine's.
+	// The fields below belong to the engine.
 	q       *virtq.Queue // nil while the driver has not started it
 	watch   *loop.Watch
-	waiting eventList // for buffers
+	waiting eventList // nodes that wait for buffers
 	chain   virtq.Chain
 	starved bool // the driver was asked to kick
-	unsent  bool // events were pushed and not signalled yet
+	unsent  bool // events are in the used ring and not signalled yet
 	buf     [abi.SizeEvent]byte
 
-	// A buffer that is absent on the host: the queue waits for it, alone (PF-7).
+	// absent is a fault of a buffer that is absent on the host; only this queue waits for it (PF-7).
 	absent   translate.Fault
-	fetching bool // absent was raised for q, not for one before it
+	fetching bool // absent was raised for q, not for a previous virtqueue
 	served   eventNode
 }
 
-// newEventQueue makes the event queue of virtqueue i and gives it to its engine.
+// newEventQueue creates the event queue of virtqueue i and assigns it to its engine.
 func (d *dataSide) newEventQueue(i int) *eventQueue {
 	e := d.engines[i%len(d.engines)]
 	eq := &eventQueue{dev: d, index: i, engine: e}
@@ -197,10 +197,10 @@ func (eq *eventQueue) post(n *eventNode, bits uint32) {
 	}
 }
 
-// pending tells whether run has something to do.
+// pending reports whether run has work.
 func (eq *eventQueue) pending() bool { return eq.incoming.pending() }
 
-// run posts what it can; engine only, inside an epoch.
+// run posts events until the buffers are used up; engine only, inside an epoch.
 func (eq *eventQueue) run() {
 	eq.waiting.collect(&eq.incoming)
 	if eq.q == nil || eq.absent.Waiting() || eq.waiting.first == nil && !eq.unsent {
@@ -219,8 +219,8 @@ func (eq *eventQueue) run() {
 	}
 }
 
-// emit posts n's events, lowest type first. It returns those that are left and
-// false when the driver has no buffer, or none that is there.
+// emit posts n's events, lowest type first. It returns the events that are left, and
+// false if the driver has no buffer or the next buffer is absent.
 func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 	for t := uint32(0); bits>>t != 0; t++ {
 		if bits&(1<<t) == 0 {
@@ -231,7 +231,7 @@ func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 		}
 		eq.encode(n, abi.EventType(t))
 		if n.kind == nodeFault {
-			n.fault.posting() // what it says has been read: it may be answered, and raised anew, from here on
+			n.fault.posting() // its fields have been read: from here on it may be answered and raised again
 		}
 		if !eq.write(n) && (n.kind != nodeFault || n.fault.unposted()) {
 			return bits, false
@@ -254,7 +254,7 @@ func (eq *eventQueue) encode(n *eventNode, t abi.EventType) {
 	}
 }
 
-// write puts buf into the buffer that take got, and pushes it.
+// write copies buf into the buffer that popBuffer got, and pushes it.
 func (eq *eventQueue) write(n *eventNode) bool {
 	size := abi.SizeEvent
 	if n.kind == nodeCompletion {
@@ -288,7 +288,7 @@ func (eq *eventQueue) write(n *eventNode) bool {
 	return true
 }
 
-// fetch raises a host fault, after which the queue goes on.
+// fetch raises a host fault; its answer restarts the queue.
 func (eq *eventQueue) fetch(m translate.Miss) {
 	if !eq.absent.Waiting() {
 		eq.absent.Miss, eq.fetching = m, true
@@ -304,7 +304,7 @@ func (eq *eventQueue) popBuffer() bool {
 		ok, err := eq.q.Pop(&eq.chain)
 		if err == nil && ok {
 			if eq.starved {
-				eq.starved = eq.q.SetNotify(false) != nil // a hint: later will do
+				eq.starved = eq.q.SetNotify(false) != nil // only a hint: a later attempt suffices
 			}
 			return true
 		}
@@ -321,7 +321,7 @@ func (eq *eventQueue) popBuffer() bool {
 	}
 }
 
-// check handles an error of the virtqueue: an absent page of it is fetched.
+// check handles an error of the virtqueue; if one of its pages is absent, it fetches the page.
 func (eq *eventQueue) check(err error) bool {
 	if err == nil {
 		return true
@@ -334,7 +334,7 @@ func (eq *eventQueue) check(err error) bool {
 	return false
 }
 
-// drop forgets objects that are going away, on the queue's engine.
+// drop removes the nodes of objects that are being destroyed, on the queue's engine.
 func (eq *eventQueue) drop(nodes ...*eventNode) {
 	eq.engine.loop.Do(func() {
 		eq.waiting.collect(&eq.incoming)
@@ -345,7 +345,7 @@ func (eq *eventQueue) drop(nodes ...*eventNode) {
 	})
 }
 
-// clear drops everything: the device was reset; engine only.
+// clear drops all events, for a reset of the device; engine only.
 func (eq *eventQueue) clear() {
 	eq.waiting.collect(&eq.incoming)
 	for eq.waiting.first != nil {

@@ -10,33 +10,33 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Page faults (PF-7). What meets an absent page is parked: it holds no epoch and
-// is looked up afresh when its driver has served the fault. Two queues carry
-// faults away, and each has its own driver, counters and times:
+// Page faults (PF-7). A side of a QP that meets an absent page waits outside of any
+// epoch, and looks the page up again when the fault is served. There are two kinds of
+// faults, each with its own driver, counters and times:
 //
 //	host   translate's FaultQueue -> host driver -> Fault.Done, on its goroutine
 //	guest  asynchronous event queue -> VNICD_EVENT_PAGE_FAULT -> the guest's
 //	       driver -> SET_MTT with the token, or RESUME_FAULT, on the command goroutine
 //
-// Either answer becomes a bit in a served node, which goes to the engine of whoever
-// waits, and to nobody else's (PF-16). A waiter has at most one fault in each
-// queue, and all memory of it lies in the waiter: nothing is allocated, nothing can
-// overflow, nothing is lost while the guest's driver has no buffers posted.
+// Either answer becomes a bit in the waiter's answer node, which goes to the engine of
+// the waiting QP only (PF-16). A waiter has at most one fault in each queue, and all
+// state of it lies in the waiter: nothing is allocated, no list can overflow, and no
+// fault is lost while the guest's driver has no buffers posted.
 
-// Bits of a served node.
+// Bits of an answer node.
 const (
-	answerHost        = 1 << iota // the host's driver: try again
-	answerHostFailed              // the host's driver: there is no such memory
-	answerGuest                   // the guest's driver: try again
-	answerGuestFailed             // the guest's driver: no such address (PF-13)
+	answerHost        = 1 << iota // from the host's driver: try again
+	answerHostFailed              // from the host's driver: no such memory
+	answerGuest                   // from the guest's driver: try again
+	answerGuestFailed             // from the guest's driver: no such address (PF-13)
 )
 
 // maxFaultLen bounds the bytes that one page fault event asks for.
 const maxFaultLen = 1 << 20
 
-// faultWaiter is what one side of a QP, requester or responder, has asked of the drivers. What
-// the side waits for now is recorded in the transport (roce.QP.Waits). Fields not marked
-// otherwise belong to the QP's loop.
+// faultWaiter records the faults that one side of a QP, requester or responder, has raised.
+// The miss that the side waits for now is recorded in the transport (roce.QP.Waits). Fields
+// not marked otherwise belong to the QP's loop.
 type faultWaiter struct {
 	q    *qp
 	side roce.Side
@@ -51,15 +51,15 @@ type faultWaiter struct {
 //
 //	idle --ask--> raised --event posted--> posted --SET_MTT, RESUME_FAULT--> answered --loop--> idle
 //
-// state holds the state and, above it, the token that names this very fault: so a
+// state holds the state and, above it, the token of this fault, so that a
 // command can check and change both at once.
 type guestFault struct {
 	state atomic.Uint64
 	node  eventNode // in the asynchronous event queue
 
-	// Set before raised, left alone until idle.
+	// Set before raised, constant until idle.
 	miss   translate.Miss
-	key    translate.Key // what the driver is told: never a window's
+	key    translate.Key // the key in the event: never a window's
 	va     translate.VA
 	length uint64
 	access translate.Access
@@ -76,7 +76,7 @@ const (
 )
 
 // A token is the QP's index (16 bits) and side (1 bit), and a count of the faults
-// of that place (15 bits), which goes on from one QP to the next of the same index.
+// of that index and side (15 bits), which successive QPs of the index continue.
 const (
 	tokenSideShift  = 16
 	tokenCountShift = 17
@@ -151,8 +151,8 @@ func (s *faultWaiter) onAnswer(bits uint32) {
 	ok := true
 	waits, queue := q.t.Waits(s.side)
 	if bits&(answerGuest|answerGuestFailed) != 0 {
-		// An answer counts for what was asked; the transport may have got on
-		// meanwhile, and what it waits for now is found out by trying.
+		// The answer applies to the miss of the event. If the transport waits for another
+		// miss by now, it tries again.
 		ok = bits&answerGuest != 0 || !sameMiss(&s.guest.miss, &waits)
 		s.guest.state.Store(faultIdle)
 	}
@@ -170,12 +170,12 @@ func (s *faultWaiter) onAnswer(bits uint32) {
 		}
 	}
 	if s.side == roce.Requester && !q.publishSend() {
-		return // raised anew
+		return // raised again
 	}
 	s.resume(ok)
 }
 
-// sameMiss tells whether two misses are about the same byte of the same level.
+// sameMiss reports whether two misses concern the same byte of the same level.
 func sameMiss(a, b *translate.Miss) bool {
 	return a.Kind == b.Kind && a.Key == b.Key && a.Where == b.Where
 }
@@ -186,7 +186,7 @@ func (s *faultWaiter) resume(ok bool) {
 	q.t.Resume(q.engine.loop.Now(), s.side, ok)
 	q.engine.current = nil
 	if s.side == roce.Responder {
-		if !ok && len(q.kept) > 0 { // what needed the memory would only ask for it again
+		if !ok && len(q.kept) > 0 { // the packet that needed the memory would only fault again
 			q.dropKept(1)
 			q.engine.keptDrops++
 		}
@@ -207,8 +207,8 @@ func (q *qp) Fault(which roce.Side, m translate.Miss, need translate.Access) {
 	}
 }
 
-// FaultDelay implements roce.Adapter: what faults of the kind that the responder
-// waits for, or met last, have taken.
+// FaultDelay implements roce.Adapter: the smoothed time of faults of the kind that the
+// responder waits for or met last.
 func (q *qp) FaultDelay() int64 {
 	if q.lastFault == translate.GuestFault {
 		return q.dev.faultDelay.Load()
@@ -216,17 +216,17 @@ func (q *qp) FaultDelay() int64 {
 	return int64(q.engine.space.Faults().Estimate())
 }
 
-// ringFault raises a fault on a work ring, for which side waits.
+// ringFault raises a fault on a work ring on behalf of side which.
 func (q *qp) ringFault(which roce.Side, m translate.Miss) roce.Fetch {
 	q.waiters[which].raiseHost(m, true, true)
 	return roce.FetchFault
 }
 
-// faulting tells whether a fault of q is with the host's driver; any thread.
+// faulting reports whether a fault of q is with the host's driver; any thread.
 func (q *qp) faulting() bool { return q.waiters[0].host.Waiting() || q.waiters[1].host.Waiting() }
 
-// event is what the guest's driver is told. It is called on the engine of the event
-// queue, while the fault is raised.
+// event returns the event for the guest's driver. It is called on the engine of the
+// event queue, while the fault is raised.
 func (g *guestFault) event(qpn uint32) abi.Event {
 	return abi.Event{
 		Type: abi.EventPageFault, Handle: qpn, VA: uint64(g.va), Length: g.length, Key: uint32(g.key),
@@ -234,9 +234,9 @@ func (g *guestFault) event(qpn uint32) abi.Event {
 	}
 }
 
-// posting makes the fault answerable, just before the driver can see it; unposted
-// takes that back, if the event could not be written after all. It fails if there
-// is an answer already, from a driver that guessed the token.
+// posting makes the fault answerable, just before the driver can see it. unposted
+// reverts that if the event could not be written; it fails if an answer came
+// already, from a driver that guessed the token.
 func (g *guestFault) posting() {
 	g.state.Store(g.state.Load()&^faultStateMask | faultPosted)
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// gid is one entry of the GID table. smac is always the device's own MAC, which
-// SET_GID insists on: a guest cannot send under another's.
+// gid is one entry of the GID table. smac is always the device's own MAC: SET_GID
+// refuses others, so a guest cannot send with another MAC.
 type gid struct {
 	set  bool
 	v1   bool // RoCE v1: GRH behind ethertype 0x8915
@@ -21,14 +21,14 @@ type gid struct {
 }
 
 // gidTable is read by every loop and written by the command goroutine, which
-// replaces the whole snapshot: a reader sees an entry complete or not at all.
+// replaces the whole snapshot: a reader sees either the old or the new entry.
 type gidTable struct {
 	snap atomic.Pointer[gidSnap]
 }
 
 type gidSnap struct {
 	all  []gid // by index
-	used []gid // those that are set, for has
+	used []gid // the set entries, for has
 }
 
 func (t *gidTable) reset(n int) { t.snap.Store(&gidSnap{all: make([]gid, n)}) }
@@ -54,7 +54,7 @@ func (t *gidTable) get(i int) (*gid, bool) {
 	return &s[i], true
 }
 
-// has tells whether frames to addr, of the given version and VLAN, are the device's.
+// has reports whether frames to addr, of the given version and VLAN, are for the device.
 func (t *gidTable) has(addr *[16]byte, v1 bool, vlan uint16) bool {
 	s := t.snap.Load().used
 	for i := range s {
@@ -65,7 +65,7 @@ func (t *gidTable) has(addr *[16]byte, v1 bool, vlan uint16) bool {
 	return false
 }
 
-// isV4 tells whether a GID is an IPv4-mapped one (::ffff:a.b.c.d).
+// isV4 reports whether a GID is an IPv4-mapped address (::ffff:a.b.c.d).
 func isV4(a *[16]byte) bool {
 	for _, x := range a[:10] {
 		if x != 0 {
@@ -75,14 +75,14 @@ func isV4(a *[16]byte) bool {
 	return a[10] == 0xff && a[11] == 0xff
 }
 
-// isMulticast tells whether a GID names a group: ff00::/8 or, mapped, 224.0.0.0/4.
+// isMulticast reports whether a GID names a group: ff00::/8 or, mapped, 224.0.0.0/4.
 func isMulticast(a *[16]byte) bool {
 	return a[0] == 0xff || isV4(a) && a[12]&0xf0 == 0xe0
 }
 
-// resolve completes an address handle with what the GID table says about its
-// source. It refuses handles that contradict the table: the VLAN is the tenant
-// administrator's, not the application's.
+// resolve completes an address handle with the GID table's entry for its
+// source. It refuses handles that contradict the table: the tenant's administrator
+// chooses the VLAN, not the application.
 func (d *dataSide) resolve(av *abi.AV, out *roce.AddressVector) error {
 	g, ok := d.gids.get(int(av.SGIDIndex))
 	switch {
@@ -104,19 +104,19 @@ func (d *dataSide) resolve(av *abi.AV, out *roce.AddressVector) error {
 		HopLimit: av.HopLimit, SL: av.SL & 0xf, FlowLabel: av.FlowLabel, RoCEv1: g.v1, SGIDIndex: av.SGIDIndex,
 	}
 	if out.HopLimit == 0 {
-		out.HopLimit = 64 // the kernel's default; 0 would never leave the host
+		out.HopLimit = 64 // the kernel's default; packets with 0 would not leave the host
 	}
 	return nil
 }
 
 // ahTable is the table of address handles in guest memory that SET_AH_TABLE
-// names. Only the guest's kernel writes it, but that is no reason to trust it.
+// names. Only the guest's kernel writes it, but the device does not trust it.
 type ahTable struct {
 	mem translate.Ring
 	n   uint32
 }
 
-// lookup copies entry i in, once, and resolves it for a QP of the given PD.
+// lookup copies entry i in once and resolves it for a QP of the given PD.
 func (d *dataSide) lookup(i uint32, pd uint32, tmp *[abi.SizeAH]byte, out *roce.AddressVector) (translate.Miss, bool) {
 	t := d.ahs.Load()
 	if t == nil || i == 0 || i >= t.n {

@@ -15,13 +15,13 @@ import (
 
 // Connection management datagrams of the GSI QP (queue pair 1), and the paths that they give to connected QPs.
 
-// connections is what the adapter knows of the connection management that passes its queue pair 1 (MT-3, MT-4). The
+// connections is the adapter's record of the connection management that passes its queue pair 1 (MT-3, MT-4). The
 // lock is taken for management datagrams and for changes of QPs, never for data.
 type connections struct {
 	mu      sync.Mutex
 	table   *cm.Table
 	refused [cm.NumReasons]uint64
-	forged  uint64 // not from the MAC that its address is known to have
+	forged  uint64 // datagrams whose source MAC is not the known owner of the source address
 }
 
 func (c *connections) dropped() uint64 {
@@ -51,7 +51,7 @@ func (c *connections) countDrops(add func(reason string, n uint64)) {
 	add("cm-mac", c.forged)
 }
 
-// sentGSI takes note of a frame that the GSI QP sends.
+// sentGSI records a datagram that the GSI QP sends.
 func (d *dataSide) sentGSI(q *qp, b *frame.Buf) {
 	var p wire.RoCE
 	if wire.ParseRoCE(b.Bytes(), b.Layout(), &p) != nil || !p.Info.Is(wire.HasDETH) {
@@ -70,8 +70,8 @@ func (d *dataSide) sentGSI(q *qp, b *frame.Buf) {
 	}
 }
 
-// admitGSI tells whether a packet that has arrived for the GSI QP may reach it. Those without the GSI's Q_Key are the
-// transport's to drop.
+// admitGSI reports whether a received packet may reach the GSI QP. It admits packets without the GSI's Q_Key: the
+// transport drops them.
 func (d *dataSide) admitGSI(q *qp, p *wire.RoCE) bool {
 	h := p.DETH()
 	if !p.Info.Is(wire.HasDETH) || h.QKey != roce.GSIQKey {
@@ -108,8 +108,8 @@ func networkVLAN(vlan uint16) uint16 {
 	return vlan
 }
 
-// bind finds the path of a connected QP that has got its peer (MT-5): its connection's, if connection management has
-// made one, else by its addresses. On its engine.
+// bind finds the path of a connected QP that has got its peer (MT-5): the path of its connection, if connection
+// management made one, else by its addresses. On its engine.
 func (q *qp) bind(a *roce.Attr) {
 	h, loop, port := q.t.Header(), q.engine.loop, q.dev.port.Load()
 	if h == nil {
@@ -135,7 +135,7 @@ func (q *qp) unbind() {
 	c.mu.Unlock()
 }
 
-// copy returns what is known; loops wait for it, so no more is done with it here.
+// copy returns a snapshot. Loops wait for the lock, so the caller processes it outside.
 func (c *connections) copy(now int64) (out []cm.Conn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

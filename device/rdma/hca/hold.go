@@ -10,8 +10,8 @@ import (
 )
 
 // Memory that must not be absent: completion rings and their arm words, doorbells,
-// the table of address handles. Who writes a completion cannot wait for it, and
-// these are small. Work rings are many, and may be absent (PF-12).
+// the table of address handles. Writing a completion cannot wait for a page, and
+// these areas are small. Work rings are many, and may be absent (PF-12).
 
 // holds is the memory that one object holds.
 type holds []func()
@@ -23,7 +23,7 @@ func (h *holds) release() {
 	*h = nil
 }
 
-// holdMemory adds n bytes from pa on to h. It may wait for the host's driver.
+// holdMemory holds n bytes from pa on and adds them to h. It may wait for the host's driver.
 func (c *cmd) holdMemory(h *holds, pa translate.PA, n uint64) error {
 	f, err := c.t.conn.Hold(c.ctx, pa, n)
 	if err != nil {
@@ -37,7 +37,7 @@ func (c *cmd) holdMemory(h *holds, pa translate.PA, n uint64) error {
 	return nil
 }
 
-// holdPages adds the first length bytes of a list of pages, neighbours as one.
+// holdPages adds the first length bytes of a list of pages, adjacent pages as one.
 func (c *cmd) holdPages(h *holds, list []byte, shift uint8, length uint64) error {
 	pas := decodePAs(list)
 	for len(pas) > 0 && length > 0 {

@@ -9,19 +9,20 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The host pages behind its guest's back. A guest that has done all that it must
-// for a message to arrive should not lose the first one to each part of its memory:
-// programs that talk UC or UD over a good network do not expect that at all, and
-// the connection manager waits seconds for its next try. So what meets a page that
-// is absent on the host is kept, and what comes behind it too, in order, until the
-// page is there. What finds no room, and all that meets a page absent in the guest,
-// is dropped (PF-11). What has to wait for an invalidation is kept likewise (manage.go).
+// Host paging is invisible to the guest. A guest that has done everything required
+// for a message to arrive should not lose the first message to each part of its
+// memory: programs that use UC or UD over a reliable network do not expect that, and
+// the connection manager waits seconds before it retries. So a packet that meets a
+// page absent on the host is kept, and the packets behind it too, in order, until the
+// page is present. Packets beyond the bounds, and packets that meet a page absent in
+// the guest, are dropped (PF-11). Packets that wait for an invalidation are kept
+// likewise (manage.go).
 
-// Bounds of what is kept, for buffers are the host's, for all VMs; together they keep half of the pool at most.
+// Bounds of kept frames, because all VMs share the host's buffers; together they keep half of the pool at most.
 const (
 	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
 	maxLaneKept = 256 // by all QPs of an engine
-	maxLaneHeld = 512 // ... ahead of their turn
+	maxLaneHeld = 512 // in reorder queues, by all QPs of an engine
 )
 
 // Keep implements roce.Adapter.
@@ -32,16 +33,16 @@ func (q *qp) Keep() bool {
 	return q.keepThis()
 }
 
-// keepThis keeps the frame that is being received, ahead of all that comes.
+// keepThis keeps the frame that is being received, ahead of all later frames.
 func (q *qp) keepThis() bool {
-	if q.redelivering { // it was the first, and stays so
+	if q.redelivering { // it is the first already
 		q.redelivering = false
 		return true
 	}
 	return q.keep()
 }
 
-// keep keeps the frame that is being received, behind the others.
+// keep keeps the frame that is being received, behind the other kept frames.
 func (q *qp) keep() bool {
 	e := q.engine
 	if len(q.kept) >= maxKept || e.kept >= maxLaneKept {
@@ -56,8 +57,8 @@ func (q *qp) keep() bool {
 	return true
 }
 
-// keepFrame returns the frame that is being received, to be kept, and a reference to it: itself, or a copy if it is one
-// of a train. Nil: it cannot be had.
+// keepFrame returns the frame that is being received, to be kept, with a reference to it: the frame itself, or a copy
+// if it is a packet of a train. Nil: it cannot be kept.
 func (e *engine) keepFrame() *frame.Buf {
 	pool := e.dev.pool
 	if e.receiving == nil || !pool.Keep() {
@@ -79,13 +80,13 @@ func (e *engine) keepFrame() *frame.Buf {
 	return b
 }
 
-// redeliver receives what was kept, until something of it has to be kept again;
+// redeliver receives the kept frames until one of them has to be kept again;
 // inside an epoch.
 func (q *qp) redeliver() {
 	e := q.engine
 	for len(q.kept) > 0 && !q.closed {
 		p := &e.packet
-		if b := q.kept[0]; wire.ParseRoCE(b.Bytes(), b.Layout(), p) == nil { // as it did before
+		if b := q.kept[0]; wire.ParseRoCE(b.Bytes(), b.Layout(), p) == nil { // it parsed before
 			q.redelivering = true
 			e.current, e.receiving = q, q.kept[0]
 			q.t.Receive(e.loop.Now(), p)
@@ -100,7 +101,7 @@ func (q *qp) redeliver() {
 	}
 }
 
-// dropKept gives the first n frames back.
+// dropKept frees the first n frames.
 func (q *qp) dropKept(n int) {
 	for _, b := range q.kept[:n] {
 		b.Free()
@@ -110,8 +111,8 @@ func (q *qp) dropKept(n int) {
 	q.dev.pool.Unkeep(n)
 }
 
-// Hold implements roce.Adapter: what comes ahead of its turn waits for what was lost before it. Bounded by itself, so
-// that it leaves room for what waits for pages.
+// Hold implements roce.Adapter: an out-of-order packet waits for the lost ones before it. It has a bound of its own,
+// which leaves room for packets that wait for pages.
 func (q *qp) Hold() *frame.Buf {
 	e := q.engine
 	if e.heldFrames >= maxLaneHeld {

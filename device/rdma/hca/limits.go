@@ -7,12 +7,12 @@ import (
 	"fmt"
 )
 
-// ErrConfig is wrapped by every complaint of New about its Config.
+// ErrConfig is wrapped by every error of New about its Config.
 var ErrConfig = errors.New("hca: configuration")
 
-// Limits bound what one VM can make the device hold. They are reported by
+// Limits bound the resources that one VM can use. They are reported by
 // QUERY_DEVICE and enforced by every command. A zero field takes its default;
-// the bounds of each field are those that bounds lists.
+// bounds lists the range of each field.
 type Limits struct {
 	QPs          int // queue pairs, the GSI QP included
 	QPWRs        int // elements of a send or receive ring
@@ -38,15 +38,15 @@ type Limits struct {
 // MaxMessages bounds Limits.Messages.
 const MaxMessages = 100_000_000
 
-// DefaultLimits suit a VM that runs a few hundred connections. What a guest can
-// make the host allocate is about 80 KiB per QP (the transport's copies of work
-// requests) and 8 bytes per MTT entry: 300 MiB at most with these; rings and the
+// DefaultLimits suit a VM that runs a few hundred connections. A guest can make the
+// host allocate about 80 KiB per QP (the transport's copies of work
+// requests) and 8 bytes per MTT entry: 300 MiB at most with these limits; rings and the
 // address handle table are the guest's own memory.
 func DefaultLimits() Limits {
 	return Limits{
 		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 22, MRs: 65536, MRSize: 1 << 46,
 		MTTs: 1 << 24, PDs: 4096, SRQs: 1024, SRQWRs: 32768, SRQSGEs: 32, AHs: 16384, GIDs: 256,
-		// As Linux rxe has it: programs (perftest) set the peer's figure on both ends.
+		// Same as Linux rxe: programs (perftest) set the peer's figure on both ends.
 		RdAtomic:    128,
 		McastGroups: 256, McastMembers: 64,
 	}

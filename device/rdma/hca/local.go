@@ -9,26 +9,26 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The local path, as far as it is the device's: who the peer is. A QP's frames go
+// The device's part of the local path: it identifies the peer. A QP's frames go
 // where the tenant's switch sends them (vswitch.Route), to a device that is up, has
 // their GID, and has a QP of their number. All of that is looked up once and then
-// compared: generations of the switch and of the QP's attributes, the snapshot of
-// the peer's GIDs; what is one load is looked up anew. Once per turn and in both
-// directions, for answers must find their way, too.
+// compared: generations of the switch and of the QP's attributes, and the snapshot of
+// the peer's GIDs; values that one load reads are read each time. The check is done once
+// per turn and in both directions, because answers must reach the requester too.
 //
-// During a turn both VMs' epochs and the switch's are held, so whoever takes a key,
-// a page, a QP or a port away waits for the copy in progress, as for a frame.
+// During a turn both VMs' epochs and the switch's are held, so removing a key, a page,
+// a QP or a port waits for the copy in progress, as for a frame.
 
-// localRoute caches where the frames of a QP go. It belongs to the QP's loop, and is
+// localRoute caches the destination of a QP's frames. It belongs to the QP's loop, and is
 // cleared with each change of the QP's attributes.
 type localRoute struct {
 	route vswitch.Route
-	port  *Port     // that said so
-	dev   *dataSide // that has the frames' GID; nil: none on this host
-	gids  *gidSnap  // of dev
+	port  *Port     // the port that was queried
+	dev   *dataSide // the device that has the frames' GID; nil: none on this host
+	gids  *gidSnap  // the GIDs of dev
 }
 
-// localPeer returns the QP that frames of q reach at present, nil if it is not on this
+// localPeer returns the QP that frames of q currently reach, nil if it is not on this
 // host or frames must be sent.
 func (q *qp) localPeer() *qp {
 	n, d := &q.localRoute, q.dev
@@ -72,8 +72,8 @@ type localTurn struct {
 	held  bool
 }
 
-// How many bytes a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, what takes as
-// long as a pass may.
+// Bytes that a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, as much as a
+// pass may take time for.
 const (
 	localSlice      = 64 << 10
 	localSliceAlone = 256 << 10
@@ -83,7 +83,7 @@ const (
 func (q *qp) Peer() (*roce.QP, uint64) {
 	e := q.engine
 	p := q.localPeer()
-	// Whose loop it is comes first: the rest of another loop's QP is not ours to look at.
+	// The loop is compared first: other fields of a QP of another loop must not be read.
 	if p == nil || p == q || p.engine.loop != e.loop || p.closed || p.localPeer() != q || e.local.held ||
 		!q.localRoute.route.Enter(e.loop) {
 		return nil, 0

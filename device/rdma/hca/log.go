@@ -10,7 +10,7 @@ import (
 )
 
 // rateLimit keeps a guest from filling the host's log: burst lines at once, then
-// one per interval, which also says how many were left out.
+// one per interval, which also reports the number of suppressed lines.
 type rateLimit struct {
 	mu      sync.Mutex
 	tokens  int
@@ -23,7 +23,7 @@ const (
 	warnInterval = int64(time.Second)
 )
 
-// allow takes a token at time now (ns) and tells how many lines went unsaid before.
+// allow takes a token at time now (ns) and returns the number of lines suppressed before.
 func (r *rateLimit) allow(now int64) (ok bool, dropped int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -43,8 +43,8 @@ func (r *rateLimit) allow(now int64) (ok bool, dropped int) {
 	return true, dropped
 }
 
-// warn logs what a guest did wrong. Any thread; it is not for the data path, only
-// for what stops an object or refuses a command.
+// warn logs a mistake of the guest. Any thread; it is not for the data path, only
+// for events that stop an object or refuse a command.
 func (d *dataSide) warn(msg string, args ...any) {
 	ok, dropped := d.warned.allow(loop.Monotonic())
 	if !ok {

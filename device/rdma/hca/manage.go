@@ -9,14 +9,13 @@ import (
 )
 
 // Memory management by work requests (IBTA 10.6, 11.4.4): registration,
-// invalidation, memory windows. The tables are translate's; here is what queue
-// pairs add, and how they wait.
+// invalidation, memory windows. The tables are translate's; this file has the part of
+// queue pairs, and how they wait.
 //
-// What takes a key's meaning away is at its end when nobody uses the memory any more
-// (EP-3). Mostly that is at once. Else a request of the send queue is tried again by
-// the transport's timer, and a packet that invalidates is kept, with what comes
-// behind it, and looked at once per iteration of the loop: leaving this loop's own
-// epoch takes one.
+// An invalidation completes when no access uses the memory any more (EP-3), usually at
+// once. Otherwise the transport's timer retries a request of the send queue; a packet
+// that invalidates is kept, with the packets behind it, and retried once per iteration
+// of the loop: leaving this loop's own epoch takes one.
 
 // Manage implements roce.Adapter.
 func (q *qp) Manage(w *roce.WQE) (translate.Outcome, translate.Miss) {
@@ -34,7 +33,7 @@ func (q *qp) Manage(w *roce.WQE) (translate.Outcome, translate.Miss) {
 	return translate.Refused, translate.Miss{}
 }
 
-// register copies the page list in, once, and hands it on; every page is checked
+// register copies the page list in, once, and passes it on; every page is checked
 // again when it is used.
 func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 	const listPage = 1 << translate.PageShift
@@ -58,7 +57,7 @@ func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 // InvalidateRemote implements roce.Adapter.
 func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
 	out := q.dev.vm.InvalidateRemote(q.engine.loop.ID(), q.pd, q.windowPD, key)
-	// Without room the packet is lost; its repetition finds the memory at rest.
+	// If the packet cannot be kept it is dropped; its retransmission finds the memory unused.
 	if out == translate.Again && q.keepThis() {
 		q.draining = true
 		q.engine.schedule(q)
@@ -66,14 +65,14 @@ func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
 	return out
 }
 
-// drainDone receives again what was kept for an invalidation, and tells whether that
-// is at its end.
+// drainDone receives the packets again that were kept for an invalidation, and reports
+// whether the invalidation has completed.
 func (q *qp) drainDone(now int64) bool {
 	if q.drainAt == now {
 		return false
 	}
 	q.drainAt, q.draining = now, false
 	q.redeliver()
-	q.engine.current = q // whose turn it still is
+	q.engine.current = q // redeliver cleared it
 	return !q.draining
 }

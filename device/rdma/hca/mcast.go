@@ -4,8 +4,8 @@ package hca
 
 // mcastTable maps group GIDs to the UD QPs attached (IBTA 10.5). It is a snapshot
 // that the command goroutine replaces; loops read it without locks. QPs leave
-// their groups before they are destroyed, so no snapshot that a loop can still
-// see names a QP that is gone: destruction visits the QP's loop afterwards.
+// their groups before they are destroyed, and destruction visits the QP's loop
+// afterwards, so no snapshot that a loop can still see names a destroyed QP.
 type mcastTable struct {
 	groups map[[16]byte][]*qp
 }

@@ -7,10 +7,10 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
-// A QP moves between engines: the parts of a move that run on loops. place.go decides, and puts them in order.
+// A QP moves between engines: the parts of a move that run on loops. place.go decides and orders them.
 
 // peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same
-// decision, in any order or at once: the lower or the higher of the two loops, as their QP numbers say.
+// decision, in any order or at once: their QP numbers select the lower or the higher of the two loops.
 func (q *qp) peerEngine() *engine {
 	p := q.localPeer()
 	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
@@ -24,7 +24,7 @@ func (q *qp) peerEngine() *engine {
 	return q.dev.byLoop[there]
 }
 
-// movable reports whether q is ready to receive and nothing refers to it from its engine: no fault, no kept frame, no
+// movable reports whether q is ready to receive and its engine has no reference to it: no fault, no kept frame, no
 // completion; on its loop.
 func (q *qp) movable() bool {
 	for i := range q.waiters {
@@ -38,7 +38,7 @@ func (q *qp) movable() bool {
 		len(q.unpostedCQEs) == 0
 }
 
-// hide takes q out of the index of QPs if it is movable; on its loop.
+// hide removes q from the index of QPs if it is movable; on its loop.
 func (q *qp) hide() bool {
 	if !q.movable() {
 		return false
@@ -47,11 +47,11 @@ func (q *qp) hide() bool {
 	return true
 }
 
-// leaveEngine takes q, which is hidden and which no loop has in hand any more, off its engine; on its loop.
+// leaveEngine removes q from its engine; q is hidden and no loop uses it any more. On its loop.
 func (q *qp) leaveEngine() {
 	e := q.engine
 	if t, ok := e.enter(); ok {
-		e.runAnswers() // a doorbell that was passed on
+		e.runAnswers() // a forwarded doorbell
 		e.leave(t)
 	}
 	e.unschedule(q)
@@ -59,7 +59,7 @@ func (q *qp) leaveEngine() {
 	e.qps--
 }
 
-// joinEngine gives q to an engine and puts it back into the index of QPs; on that engine's loop.
+// joinEngine assigns q to an engine and puts it back into the index of QPs; on that engine's loop.
 func (q *qp) joinEngine(e *engine) {
 	q.engine, q.localRoute = e, localRoute{}
 	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption())

@@ -8,11 +8,11 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// Address resolution for drivers that have no network stack beside them: host applications (PF-4). The device asks
-// for others by ARP and ND (RESOLVE), and as the network face of its port answers for its own GIDs. What others say the
-// switch notes, so nothing is kept here.
+// Address resolution for drivers without a network stack: host applications (PF-4). The device resolves others'
+// addresses by ARP and ND (RESOLVE), and as the network face of its port answers for its own GIDs. The switch learns
+// the replies, so no state is kept here.
 
-// sendRequest sends a request for target's MAC in the name of one of the device's GIDs; on a loop.
+// sendRequest sends a request for target's MAC from one of the device's GIDs; on a loop.
 func (d *dataSide) sendRequest(l *loop.Loop, port Port, g *gid, target *[16]byte) {
 	eth := header.Ethernet{Dst: header.Broadcast, Src: d.mac, VLAN: g.vlan}
 	if isV4(target) {
@@ -40,7 +40,8 @@ func (d *dataSide) sendND(l *loop.Loop, port Port, eth header.Ethernet, src, dst
 	})
 }
 
-// sendNeighbour lets a frame with n bytes behind its Ethernet header in. Without a buffer it is lost, as on a wire.
+// sendNeighbour sends a frame with n bytes behind its Ethernet header. If there is no buffer the frame is lost, as on
+// a wire.
 func (d *dataSide) sendNeighbour(l *loop.Loop, port Port, eth *header.Ethernet, n int, payload func([]byte)) {
 	b := d.pool.Get()
 	if b == nil {
@@ -89,14 +90,14 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 		reply := header.Neighbor{Advert: true, Solicited: true, Override: true, Target: m.Target, Link: d.mac,
 			HasLink: true}
 		to := ip.Src
-		if to == ([16]byte{}) { // somebody is about to take the address: all are told (RFC 4861, 7.2.4)
+		if to == ([16]byte{}) { // duplicate address detection: multicast the answer (RFC 4861, 7.2.4)
 			to, eth.Dst, reply.Solicited = [16]byte{0: 0xff, 1: 2, 15: 1}, header.MAC{0x33, 0x33, 0, 0, 0, 1}, false
 		}
 		d.sendND(l, *port, eth, m.Target, to, &reply)
 	}
 }
 
-// hasAddress reports whether an address is one of the device's GIDs, of either version.
+// hasAddress reports whether an address is one of the device's GIDs, of either RoCE version.
 func (d *dataSide) hasAddress(addr [16]byte, vlan uint16) bool {
 	return d.gids.has(&addr, false, vlan) || d.gids.has(&addr, true, vlan)
 }

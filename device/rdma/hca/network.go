@@ -15,24 +15,24 @@ import (
 
 // Port is the tenant's network as the adapter sees it; vswitch.VMPort is one. The methods with a loop are called on it.
 type Port interface {
-	// InputHCA lets a frame in; b is lent.
+	// InputHCA sends a frame into the network; b is lent.
 	InputHCA(l *loop.Loop, b *frame.Buf)
-	// SendHCA lets a frame of a connection in. The path is the connection's alone, and all its frames have the same
-	// Ethernet and IP addresses (MT-5).
+	// SendHCA sends a frame of a connection into the network. Only this connection uses the path, and all its frames
+	// have the same Ethernet and IP addresses (MT-5).
 	SendHCA(l *loop.Loop, b *frame.Buf, p *vswitch.Path)
-	// ResolveHCA finds a connection's path (MT-3): header is what its frames begin with.
+	// ResolveHCA finds a connection's path (MT-3); its frames begin with header.
 	ResolveHCA(l *loop.Loop, header []byte, p *vswitch.Path) bool
-	// RouteHCA says where frames of the HCA go, for a connection that would rather copy.
+	// RouteHCA returns the route of frames of the HCA, for a connection that may copy instead.
 	RouteHCA(l *loop.Loop, f *vswitch.Flow) vswitch.Route
-	// Owner returns the MAC that an IP address is known to have; vlan is 0 for untagged frames.
+	// Owner returns the known owner of an IP address; vlan is 0 for untagged frames.
 	Owner(addr [16]byte, vlan uint16) (vswitch.MAC, bool)
 }
 
-// rejectReason is the reason why an arriving frame reached no QP (MT-6).
+// rejectReason is the reason why a received frame reached no QP (MT-6).
 type rejectReason uint8
 
 const (
-	rejectHeader rejectReason = iota // headers that make no RoCE packet
+	rejectHeader rejectReason = iota // not a valid RoCE packet
 	rejectICRC
 	rejectQPN
 	rejectMAC
@@ -48,14 +48,14 @@ type rejectCounts [numRejects]atomic.Uint64
 
 // sourceFilter is the set of senders that a QP accepts, for loops other than its own.
 type sourceFilter struct {
-	byQKey   bool // anybody who has the Q_Key
+	byQKey   bool // any sender that has the Q_Key
 	qkey     uint32
 	mac      header.MAC
 	src, dst [16]byte
 }
 
-// attributesChanged updates the QP's source filter and path after a change of its attributes (MT-3: by RTR at the
-// latest, whoever exchanged the addresses). On its engine.
+// attributesChanged updates the QP's source filter and path after a change of its attributes (MT-3: at RTR at the
+// latest, no matter how the addresses were exchanged). On its engine.
 func (q *qp) attributesChanged(mask roce.Mask) {
 	if mask&(roce.MaskState|roce.MaskAV|roce.MaskQKey) == 0 {
 		return
@@ -82,8 +82,8 @@ func (q *qp) attributesChanged(mask roce.Mask) {
 	q.source.Store(p)
 }
 
-// Wants implements vswitch.Inspector: what it refuses teaches the switch nothing. It is for frames of sources that the
-// switch does not know, so it may take its time.
+// Wants implements vswitch.Inspector: the switch does not learn from frames that it refuses. It is called only for
+// frames of sources that the switch does not know, so it may be slow.
 func (d *dataSide) Wants(_ *loop.Loop, b *frame.Buf) bool {
 	why, ok := d.checkSource(b)
 	if !ok {
@@ -119,7 +119,7 @@ func (d *dataSide) checkSource(b *frame.Buf) (rejectReason, bool) {
 	return rejectSource, p.SMAC == x.mac && p.SrcIP == x.src && p.DstIP == x.dst
 }
 
-// ownsAddress reports whether a MAC may use an IP address: the address is known to be its own, or has no known owner.
+// ownsAddress reports whether a MAC may use an IP address: the address has no known owner, or the MAC is it.
 func (d *dataSide) ownsAddress(mac header.MAC, addr [16]byte, vlan uint16) bool {
 	port := d.port.Load()
 	if port == nil {

@@ -7,15 +7,15 @@ import (
 	"time"
 )
 
-// pacer spreads the send requests of a VM's queue pairs over time, whatever loops they live on: each takes the next
-// free moment (ITU-T I.371's generic cell rate algorithm, with reservations instead of refusals). So queue pairs
-// that wait have their turns in the order in which they asked, and none looks twice.
+// pacer spreads the send requests of a VM's queue pairs over time, across loops: each request reserves the next
+// free time slot (ITU-T I.371's generic cell rate algorithm, with reservations instead of refusals). So waiting
+// queue pairs send in the order in which they asked, and each asks once.
 type pacer struct {
-	unit int64        // ns that a request takes
-	next atomic.Int64 // the moment that is free
+	unit int64        // ns per request
+	next atomic.Int64 // the next free slot
 }
 
-// paceBurst is how much a VM that was idle may be ahead.
+// paceBurst is how much sending time a VM accumulates while it is idle.
 const paceBurst = int64(time.Millisecond)
 
 // newPacer allows rate requests a second; nil: any number.
@@ -26,7 +26,7 @@ func newPacer(rate int) *pacer {
 	return &pacer{unit: int64(time.Second) / int64(rate)}
 }
 
-// reserve returns when the request that is at hand may go: at now or later.
+// reserve returns when the current request may be sent: at now or later.
 func (p *pacer) reserve(now int64) int64 {
 	for {
 		next := p.next.Load()
@@ -37,7 +37,7 @@ func (p *pacer) reserve(now int64) int64 {
 	}
 }
 
-// mayFetch tells whether q may take its next send request now. If not, it gets a turn when it may.
+// mayFetch reports whether q may fetch its next send request now. If not, it arms the timer for the reserved time.
 func (q *qp) mayFetch(p *pacer) bool {
 	now := q.engine.loop.Now()
 	if q.paceAt == 0 {

@@ -6,11 +6,11 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
-// Which engine a QP lives on. It gets one when it is created, and may get another once: when it is told its peer, and
-// that lives on another loop of this host. On one loop they need no frames (local.go).
+// Placement of QPs on engines. A QP gets an engine when it is created. It may get another once: when its peer is set
+// and belongs to another loop of this host. On one loop they need no frames (local.go).
 
-// place chooses the engine of a new QP: where its SRQ or CQs are produced already,
-// so that they need no lock, else the engines in turn.
+// place chooses the engine of a new QP: that of its SRQ or CQs, so that they need
+// no lock, else the engines in turn.
 func (c *cmd) place(p qpParts) *engine {
 	switch {
 	case p.srq != nil && p.srq.owner != nil:
@@ -26,7 +26,7 @@ func (c *cmd) place(p qpParts) *engine {
 }
 
 // addUser counts a QP on engine e as a user of its CQs and SRQ, and makes CQs that
-// another engine uses too take their lock from now on.
+// another engine also uses take their lock from now on.
 func (c *cmd) addUser(p *qpParts, e *engine) {
 	for _, o := range []*cqObject{p.scq, p.rcq} {
 		o.refs++
@@ -38,18 +38,18 @@ func (c *cmd) addUser(p *qpParts, e *engine) {
 	}
 }
 
-// usedOn notes that a QP of engine e is about to use the CQ.
+// usedOn records that a QP of engine e will use the CQ.
 func (o *cqObject) usedOn(e *engine) {
 	switch {
 	case o.owner == nil:
 		o.owner = e
 	case o.owner != e && !o.q.shared:
-		// On the owner's loop it takes effect before the other loop's QP is there.
+		// On the owner's loop it takes effect before the other loop's QP exists.
 		o.owner.loop.Do(func() { o.q.shared = true })
 	}
 }
 
-// removeUser is its counterpart. An object without users has no owner and no lock.
+// removeUser is the inverse of addUser. An object without users has no owner and no lock.
 func (c *cmd) removeUser(p *qpParts) {
 	for _, o := range []*cqObject{p.scq, p.rcq} {
 		if o.refs--; o.refs == 0 {
@@ -67,7 +67,7 @@ func (c *cmd) removeUser(p *qpParts) {
 func (c *cmd) colocate(o *qpObject) {
 	q := o.q
 	if len(c.d.data.engines) == 1 || q.typ != roce.RC && q.typ != roce.UC || q.srq != nil {
-		return // the QPs of an SRQ live together
+		return // the QPs of an SRQ share one engine
 	}
 	var to *engine
 	q.engine.loop.Do(func() { to = q.peerEngine() })
@@ -84,14 +84,14 @@ func (c *cmd) moveQP(o *qpObject, to *engine) {
 	if !hidden {
 		return
 	}
-	// Whoever has found it has done with it after that: only loops look for QPs.
+	// Only loops look QPs up: after this visit no loop uses one that it found before.
 	for _, e := range c.d.data.engines {
 		e.loop.Do(func() {})
 	}
 	from.loop.Do(q.leaveEngine)
 	for _, x := range []*cqObject{o.uses.scq, o.uses.rcq} {
 		if x.refs == 1 || x.refs == 2 && q.scq == q.rcq {
-			x.owner = to // nobody else's
+			x.owner = to // the QP is the only user
 		}
 		x.usedOn(to)
 	}

@@ -14,10 +14,10 @@ import (
 )
 
 // QP numbers. The low 16 bits are the index in dataSide.qps, which is also the
-// doorbell slot; the upper 8 count how often the index was used, so that a packet
-// or an event for a QP that is gone does not meet its successor. 0xff is left out
-// there: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not exist
-// with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
+// doorbell slot; the upper 8 count the uses of the index, so that a packet
+// or an event for a destroyed QP does not reach the next QP of its index. The count
+// 0xff is left out: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not
+// exist with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
 const (
 	qpIndexes    = 1 << 16
 	qpIndexMask  = qpIndexes - 1
@@ -28,16 +28,16 @@ const (
 )
 
 // qp is a queue pair: rings and memory on this side, the transport's state in t.
-// It implements roce.Adapter. After it is published everything in it belongs to
-// its engine's loop, but for what never changes.
+// It implements roce.Adapter. After it is published all fields that change belong to
+// its engine's loop.
 type qp struct {
 	dev      *dataSide
 	engine   *engine
 	n        uint32 // QP number
-	index    int    // place in dataSide.qps, doorbell slot
+	index    int    // index in dataSide.qps, doorbell slot
 	typ      roce.Type
 	pd       translate.PD
-	windowPD translate.PD // domain of the type 2 memory windows that it bound
+	windowPD translate.PD // domain of the type 2B memory windows that it bound
 
 	privileged bool // RA-2: may use abi.DMALKey
 	sigAll     bool
@@ -54,29 +54,29 @@ type qp struct {
 	timer      *loop.Timer
 	localRoute localRoute
 
-	deadline int64 // the transport's
-	paceAt   int64 // when the next send request may be taken, reserved; 0: not asked (pace.go)
+	deadline int64 // of the transport's timer
+	paceAt   int64 // reserved time of the next send request; 0: none (pace.go)
 
 	path   vswitch.Path                 // RC, UC: to the peer (MT-5)
-	source atomic.Pointer[sourceFilter] // nil: takes nothing
+	source atomic.Pointer[sourceFilter] // nil: accepts no packet
 
 	scheduled bool // on the engine's run list
 	next      *qp
 	running   bool // within Run: the SQ's consumer index is written when it ends
-	failing   bool // to be sent to the error state at the next turn
+	failing   bool // enters the error state at the next turn
 	closed    bool // destroyed
 
-	bellNode     eventNode          // of one that has moved: rung on the engine it came from
+	bellNode     eventNode          // of a moved QP: doorbells rung on its first engine
 	waiters      [2]faultWaiter     // by roce.Side: faults
 	lastFault    translate.MissKind // of the responder
 	kept         []*frame.Buf       // UC and UD: received again when their page is there
-	heldFrames   int                // frames ahead of their turn
+	heldFrames   int                // frames in the reorder queue
 	redelivering bool               // the first of them is being received again
-	draining     bool               // it waits for the end of what it invalidated (manage.go)
-	drainAt      int64              // when that was looked at last
+	draining     bool               // it waits for its invalidation to complete (manage.go)
+	drainAt      int64              // when that was last checked
 
 	// Completions whose consumer index could not be written yet: the page of the
-	// SQ's header is absent, and who polls a completion counts on its slot.
+	// SQ's header is absent, and a program that polls a completion expects its slot to be free.
 	unpostedCQEs []abi.WC
 
 	asyn    eventNode
@@ -87,7 +87,7 @@ type qp struct {
 
 var _ roce.Adapter = (*qp)(nil)
 
-// run gives the transport a turn. True: it wants another.
+// run runs the transport for one turn. True: it has more work.
 func (q *qp) run(now int64, budget int) bool {
 	if q.failing {
 		q.failing = false
@@ -107,8 +107,8 @@ func (q *qp) run(now int64, budget int) bool {
 	return more || waits
 }
 
-// fail sends the QP to the error state, not at once, for the caller may be inside
-// the transport, but at its next turn.
+// fail sends the QP to the error state at its next turn, because the caller may be
+// inside the transport.
 func (q *qp) fail(why string) {
 	if q.failing || q.closed || q.t.State() == roce.Err || q.t.State() == roce.Reset {
 		return
@@ -118,7 +118,7 @@ func (q *qp) fail(why string) {
 	q.engine.schedule(q)
 }
 
-// ringMiss judges a miss on ring memory: absent for now (PF-12), or gone.
+// ringMiss handles a miss on ring memory: absent for now (PF-12), or not guest memory.
 func (q *qp) ringMiss(which roce.Side, what string, m translate.Miss) roce.Fetch {
 	if m.Fault() {
 		return q.ringFault(which, m)
@@ -141,7 +141,7 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 			return roce.FetchEmpty
 		}
 	}
-	// What is flushed has cost nobody anything.
+	// Flushed requests are not paced: they are never sent.
 	if p := q.dev.pace; p != nil && q.t.State() == roce.RTS && !q.mayFetch(p) {
 		return roce.FetchEmpty
 	}
@@ -149,8 +149,8 @@ func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
 	return q.fetchSend(w)
 }
 
-// CompleteSend implements roce.Adapter. The consumer index goes first: whoever
-// polls the completion may post again at once.
+// CompleteSend implements roce.Adapter. The consumer index is written first: a program
+// that polls the completion may post again at once.
 func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 	q.sq.release()
 	quiet := !w.Signaled && c.Status == roce.StatusSuccess
@@ -200,7 +200,7 @@ func (q *qp) postUnposted() {
 	q.unpostedCQEs = q.unpostedCQEs[:0]
 }
 
-// vendorErr gives failed completions a number that tells vnicd's from others'.
+// vendorErr returns the vendor error of failed completions; its values are specific to vnicd.
 func vendorErr(s roce.Status) uint32 {
 	if s == roce.StatusSuccess {
 		return 0
@@ -255,10 +255,10 @@ func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
 	q.rcq.post(&q.wc, c.Solicited || c.Status != roce.StatusSuccess)
 }
 
-// wcSL is the service level of a receive completion. RoCE has none (IBTA A16.4), while
-// a UD completion shall tell what kind of packet came (A17.4.5.1), for which ibv_wc has no
-// field. So processes get it there, coded as ConnectX does, which programs rely on (UCX up to
-// 1.18 takes packets for someone else's without). A kernel gets the 802.1p priority.
+// wcSL is the service level of a receive completion. RoCE has none (IBTA A16.4), but
+// a UD completion must report the packet type (A17.4.5.1), for which ibv_wc has no
+// field. Processes get it here, encoded as ConnectX does, which programs rely on (UCX up to
+// 1.18 otherwise takes packets for foreign ones). A kernel gets the 802.1p priority.
 func (q *qp) wcSL(c *roce.Completion) uint8 {
 	switch {
 	case q.privileged || c.Flags&roce.FlagGRH == 0:
@@ -271,7 +271,7 @@ func (q *qp) wcSL(c *roce.Completion) uint8 {
 	return abi.WCSLIPv6
 }
 
-// phys tells whether a local segment skips stage one: the reserved key of a
+// phys reports whether a local segment skips stage one: the reserved key of a
 // privileged QP names guest-physical memory (RA-1, RA-2); elsewhere it is no key.
 func (q *qp) phys(k translate.Key) bool { return k == abi.DMALKey && q.privileged }
 
@@ -384,7 +384,7 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 	return m
 }
 
-// AtomicRemote implements roce.Adapter. It is atomic against the guest's own
+// AtomicRemote implements roce.Adapter. It is atomic with respect to the guest's own
 // processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64,
 	translate.Miss) {
@@ -410,7 +410,7 @@ func (q *qp) GetBuf() *frame.Buf { return q.dev.pool.Get() }
 
 // Transmit implements roce.Adapter.
 func (q *qp) Transmit(b *frame.Buf) {
-	defer b.Free() // also when the frame hits a hole in the receiver's memory
+	defer b.Free() // also if the receiver's memory vanished
 	q.dev.transmit(q, b)
 }
 
@@ -420,7 +420,7 @@ func (q *qp) ArmTimer(deadline int64) {
 	q.arm()
 }
 
-// arm sets the timer to what comes first.
+// arm sets the timer to the earliest deadline.
 func (q *qp) arm() {
 	at := q.deadline
 	if q.paceAt != 0 && (at == 0 || q.paceAt < at) {
@@ -448,7 +448,7 @@ func (q *qp) onTimer(now int64) {
 	}
 	q.deadline = 0
 	q.engine.current = q
-	q.t.Timer(now) // arms it again if it has a deadline
+	q.t.Timer(now) // arms the timer again if a deadline remains
 	q.engine.current = nil
 	if q.deadline == 0 && q.paceAt > now {
 		q.arm()
@@ -468,7 +468,7 @@ func (q *qp) Event(k roce.EventKind) {
 	q.dev.async.post(&q.asyn, 1<<eventTypes[k])
 }
 
-// close ends the QP: loop only. No loop finds it any more, and nothing of it is left on this one afterwards.
+// close destroys the QP; loop only. Afterwards no loop finds it, and this loop has no reference to it.
 func (q *qp) close() {
 	q.dev.qps[q.index].Store(nil)
 	q.closed = true
@@ -480,7 +480,7 @@ func (q *qp) close() {
 	q.engine.qps--
 }
 
-// recvSGEs is how many segments a receive request of the QP may have.
+// recvSGEs is the maximum number of segments of a receive request of the QP.
 func (q *qp) recvSGEs() int {
 	if q.srq != nil {
 		return q.srq.maxSGE
@@ -499,11 +499,11 @@ func (q *qp) init() {
 	q.bellNode.wake = func(uint32) { q.engine.schedule(q) }
 }
 
-// start makes the transport's half and publishes the QP; on its engine.
+// start creates the transport's part and publishes the QP; on its engine.
 func (q *qp) start() error {
 	d := q.dev
 	if !q.engine.armed {
-		return refuse(abi.StatusInvalid, "engine %d has no doorbells: SET_DOORBELLS comes first", q.engine.id)
+		return refuse(abi.StatusInvalid, "engine %d has no doorbells; SET_DOORBELLS must come first", q.engine.id)
 	}
 	if m := q.sq.start(); !m.OK() {
 		return &faultError{what: "send queue", miss: m}
@@ -525,7 +525,7 @@ func (q *qp) start() error {
 	return nil
 }
 
-// modify is on the QP's engine.
+// modify changes attributes; on the QP's engine.
 func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 	err := q.t.Modify(q.engine.loop.Now(), a, mask)
 	if err == nil {

@@ -11,7 +11,7 @@ import (
 )
 
 // The virtqueues that loops serve: event queues (buffers from the driver) and
-// doorbell queues (kicks alone). Their kick eventfd is watched on the engine's loop.
+// doorbell queues (kicks only). Their kick eventfd is watched on the engine's loop.
 
 // start begins to serve the queue; control goroutine.
 func (eq *eventQueue) start(q *virtq.Queue) (err error) {
@@ -44,8 +44,8 @@ func (eq *eventQueue) kicked() {
 	}
 }
 
-// stop ends service; nobody touches the virtqueue when it returns. Pending events
-// stay with their objects.
+// stop ends service; when it returns no thread accesses the virtqueue any more.
+// Pending events stay with their objects.
 func (eq *eventQueue) stop() {
 	eq.engine.loop.Do(func() {
 		if eq.watch != nil {

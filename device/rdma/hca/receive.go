@@ -13,24 +13,24 @@ import (
 )
 
 const (
-	// frameOverhead is what a RoCE frame has around its payload at most: Ethernet
+	// frameOverhead is the largest overhead of a RoCE frame around its payload: Ethernet
 	// with one tag, IPv6, UDP, BTH, the largest extension headers (AtomicETH), ICRC.
 	frameOverhead = 18 + mtuOverhead
-	// mtuOverhead is the same seen from the network's MTU. Linux's rxe reckons with
-	// the same sum (iboe_get_mtu), so that both ends come to the same path MTU.
+	// mtuOverhead is the part of it that counts towards the network's MTU. Linux's rxe
+	// uses the same sum (iboe_get_mtu), so that both ends choose the same path MTU.
 	mtuOverhead = 40 + 8 + wire.BTHLen + 4 + wire.AtomicLen + wire.ICRCLen
 )
 
 // portMTU is the largest path MTU that the tenant's network carries: 256..4096.
-// A network too small even for 256 bytes still gets that: the frames are dropped
-// where they do not fit, as on any link.
+// It is 256 even if the network is too small for that: frames that do not fit are
+// dropped, as on any link.
 func (d *dataSide) portMTU() int {
 	return abi.MTUBytes(max(abi.MTUFromBytes(d.mtu()-mtuOverhead), abi.MTU256))
 }
 
 // Deliver takes a RoCE frame that arrived for this VM (vswitch.HCAFace). It runs on
-// any loop and only lends b; the frame goes to the inbox of the engine whose QP it
-// is for. Frames that nobody can use are dropped and counted there.
+// any loop and b is only lent; the frame goes to the inbox of its QP's engine.
+// Frames without a QP are dropped and counted there.
 func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
 	if !d.up.Load() || !d.link.Load() {
 		return
@@ -45,7 +45,7 @@ func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
 	}
 	var p wire.RoCE
 	if err := wire.ParseRoCE(b.Bytes(), b.Layout(), &p); err != nil {
-		home.enqueue(b) // it counts what is wrong
+		home.enqueue(b) // it counts the error
 		return
 	}
 	if p.BTH.DestQP == mcastQPN {
@@ -62,8 +62,8 @@ func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
 	home.enqueue(b)
 }
 
-// enqueue puts a frame into the engine's inbox; any thread. Trains are in big buffers, which are few and for all: half
-// of those may wait in inboxes. Beyond that a train is taken apart here.
+// enqueue puts a frame into the engine's inbox; any thread. Trains use big buffers, which are few and shared by all
+// VMs: half of those may wait in inboxes. Beyond that a train is split here.
 func (e *engine) enqueue(b *frame.Buf) {
 	pool := e.dev.pool
 	if b.Offload.GSOSize == 0 || pool.KeepBig() {
@@ -118,8 +118,8 @@ func (d *dataSide) qpFor(n uint32) *qp {
 	return nil
 }
 
-// dispatch gives a parsed frame, whose ICRC holds, to its QP or group (MT-6: what
-// arrives is for this VM's MAC, one of its GIDs, and a QP of it, or is dropped).
+// dispatch passes a parsed frame, whose ICRC is valid, to its QP or group (MT-6: a frame
+// is for this VM's MAC, one of its GIDs, and one of its QPs, or it is dropped).
 func (e *engine) dispatch(p *wire.RoCE) {
 	d := e.dev
 	vlan := p.VLAN
@@ -165,9 +165,9 @@ func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
 	e.current = nil
 }
 
-// transmit lets a frame of q into the network. A datagram to a group also goes to
-// the members on this port, which the switch, rightly, does not send it back to
-// (IBTA 10.5). A sender that is a member hears itself.
+// transmit sends a frame of q into the network. A datagram to a group also goes to
+// the members on this port, because the switch does not send it back to the port
+// (IBTA 10.5). A sender that is a member receives its own datagram.
 func (d *dataSide) transmit(q *qp, b *frame.Buf) {
 	port := d.port.Load()
 	if port == nil || !d.link.Load() {
@@ -199,11 +199,11 @@ func (e *engine) receive(b *frame.Buf) {
 	} else {
 		e.receiveFrame(b, nil)
 	}
-	e.packet = wire.RoCE{} // no reference to the buffer outlives the call
+	e.packet = wire.RoCE{} // keep no reference to the buffer
 }
 
-// receiveTrain handles a train (gso.Train). Where the packets have no headers of their own, those of the first are put
-// in front of them, over what has been received already: nobody else reads the frame, or it is copied.
+// receiveTrain handles a train (gso.Train). It writes the first packet's headers in front of each of the others, over
+// data that was received already. So it works on a copy if the frame has other readers.
 func (e *engine) receiveTrain(b *frame.Buf) {
 	if b.Shared() {
 		c := e.dev.pool.GetFor(b.Len())
@@ -224,7 +224,7 @@ func (e *engine) receiveTrain(b *frame.Buf) {
 	}
 }
 
-// receiveFrame handles a frame, which is b or, of a train, single.
+// receiveFrame handles a frame: b, or single if that is a packet of the train b.
 func (e *engine) receiveFrame(b *frame.Buf, single []byte) {
 	frame := single
 	if single == nil {

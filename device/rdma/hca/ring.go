@@ -11,16 +11,16 @@ import (
 )
 
 // ring is a work or completion ring in guest memory (device/rdma/abi's Ring). Its
-// geometry is the one that the command gave; the header that the guest's user
-// space can write is never believed.
+// geometry is that of the command; the header, which the guest's user space can
+// write, is not trusted.
 type ring struct {
 	mem   translate.Ring
 	mask  uint32 // number of elements - 1
 	shift uint8  // log2 of the element's size
 }
 
-// newRing checks a ring that a command names. minElem is the size in bytes that
-// an element needs, maxElems the VM's limit; pages is the list of PAs.
+// newRing checks a ring that a command names. minElem is the required element size
+// in bytes, maxElems the VM's limit; pages is the list of PAs.
 func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElems int) (ring, error) {
 	switch {
 	case a.PageShift < 12 || a.PageShift > 30:
@@ -69,7 +69,7 @@ func (r *ring) index(off uint64) (uint32, translate.Miss) {
 }
 
 // setIndex publishes an index that the device owns. It is a release store and a
-// full barrier: what was written before is visible first.
+// full barrier: earlier writes are visible first.
 func (r *ring) setIndex(off uint64, v uint32) translate.Miss {
 	p, m := r.mem.Uint32(off)
 	if m.OK() {
@@ -79,37 +79,37 @@ func (r *ring) setIndex(off uint64, v uint32) translate.Miss {
 }
 
 // workRing is a ring that the device consumes: SQ, RQ or SRQ. An element is
-// taken (copied in) and later released, when the consumer index moves over it;
-// for receive rings both happen at once. The device keeps its own indices and
-// only ever writes the consumer index out.
+// fetched (copied in) and later released, when the consumer index passes it;
+// for receive rings both happen at once. The device keeps its own indices; of the
+// header it writes only the consumer index.
 type workRing struct {
 	ring
-	next uint32 // next element to take
+	next uint32 // next element to fetch
 	done uint32 // consumer index: next element to release
-	have uint32 // elements from next on that are known to be posted
+	have uint32 // known posted elements from next on
 	// The guest does not see done yet.
 	stale bool
 }
 
-// start takes over the indices that the header has: an empty ring normally, or
-// one whose WQEs were posted before the device got it.
+// start adopts the indices of the header: an empty ring normally, or a ring
+// whose WQEs were posted before the device got it.
 func (w *workRing) start() translate.Miss {
 	c, m := w.index(abi.RingConsumerOff)
 	w.next, w.done, w.have, w.stale = c, c, 0, false
 	return m
 }
 
-// errIndex says that the producer index jumped over what the device holds: the
-// guest wrote garbage.
+// errIndex reports that the producer index moved over elements that the device holds:
+// the guest wrote an invalid value.
 var errIndex = fmt.Errorf("producer index moved back over elements in use")
 
-// posted looks for new elements and reports how many can be taken.
+// posted checks for new elements and returns how many can be fetched.
 func (w *workRing) posted() (uint32, translate.Miss, error) {
 	p, m := w.index(abi.RingProducerOff)
 	if !m.OK() {
 		return 0, m, nil
 	}
-	// One slot stays empty, so that all that is taken or posted is at most mask elements.
+	// One slot stays empty, so at most mask elements are fetched or posted.
 	n := (p - w.next) & w.mask
 	if held := (w.next - w.done) & w.mask; n+held > w.mask {
 		return 0, m, errIndex
@@ -118,19 +118,19 @@ func (w *workRing) posted() (uint32, translate.Miss, error) {
 	return n, m, nil
 }
 
-// maybeMore tells whether there are elements that posted has not found yet; yes, if that cannot be seen now.
+// maybeMore reports whether there are elements that posted has not found yet; true if the index cannot be read now.
 func (w *workRing) maybeMore() bool {
 	p, m := w.index(abi.RingProducerOff)
 	return !m.OK() || p != (w.next+w.have)&w.mask
 }
 
-// consume counts the element at next as taken.
+// consume counts the element at next as fetched.
 func (w *workRing) consume() {
 	w.next = (w.next + 1) & w.mask
 	w.have--
 }
 
-// release gives the oldest taken element back; publish lets the guest know.
+// release returns the oldest fetched element; publish tells the guest.
 func (w *workRing) release() {
 	w.done = (w.done + 1) & w.mask
 	w.stale = true
@@ -139,7 +139,7 @@ func (w *workRing) release() {
 // publish writes the consumer index out.
 func (w *workRing) publish() translate.Miss { return w.setIndex(abi.RingConsumerOff, w.done) }
 
-// discard drops everything posted and taken: the QP went to RESET (IBTA 10.3.1).
+// discard drops all posted and fetched elements: the QP went to RESET (IBTA 10.3.1).
 func (w *workRing) discard() translate.Miss {
 	p, m := w.index(abi.RingProducerOff)
 	if !m.OK() {

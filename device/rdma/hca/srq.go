@@ -10,7 +10,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// srq is a shared receive queue. All its QPs live on one engine (place sees to that),
+// srq is a shared receive queue. All its QPs belong to one engine (see place),
 // so it needs no lock.
 type srq struct {
 	dev    *dataSide
@@ -63,7 +63,7 @@ func (s *srq) fetch(w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
 }
 
 // checkLimit raises the limit event once when fewer than limit requests are left.
-// If the producer index has just become absent, those that were known count.
+// If the producer index has just become absent, the last known count is used.
 func (s *srq) checkLimit() {
 	if s.wr.have >= s.limit {
 		return
@@ -74,7 +74,7 @@ func (s *srq) checkLimit() {
 	}
 }
 
-// fail stops the SRQ: its memory is gone or its indices are garbage.
+// fail stops the SRQ: its memory is gone or its indices are invalid.
 func (s *srq) fail(m translate.Miss) (roce.Fetch, translate.Miss) {
 	if !s.failed.Swap(true) {
 		s.dev.warn("shared receive queue failed", "srq", s.n, "miss", m)
@@ -83,8 +83,8 @@ func (s *srq) fail(m translate.Miss) (roce.Fetch, translate.Miss) {
 	return roce.FetchEmpty, translate.Miss{}
 }
 
-// resize moves the requests that are not consumed yet to a new ring; called where no
-// QP consumes: on its QPs' loop, or before there is one.
+// resize moves the requests that are not consumed yet to a new ring. It runs where no
+// QP consumes: on the loop of its QPs, or on the caller's goroutine if it has none.
 func (s *srq) resize(r ring) error {
 	prod, m := s.wr.index(abi.RingProducerOff)
 	if !m.OK() {

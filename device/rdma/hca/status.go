@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Status describes a device for people (`vnicd status`) and metrics.
+// Status describes a device for `vnicd status` and metrics.
 type Status struct {
 	Name      string      `json:"name"`
 	MAC       string      `json:"mac"`
@@ -21,7 +21,7 @@ type Status struct {
 	Up        bool        `json:"up"`
 	Link      bool        `json:"link"`
 	Failed    bool        `json:"failed,omitempty"` // the guest's memory vanished
-	Busy      bool        `json:"busy,omitempty"`   // a command waits for the host's memory; what it guards is left out
+	Busy      bool        `json:"busy,omitempty"`   // a command waits for host memory; some fields are left out
 	PortMTU   int         `json:"port_mtu"`
 	GIDs      []string    `json:"gids,omitempty"`
 	PDs       int         `json:"pds"`
@@ -31,16 +31,16 @@ type Status struct {
 	MTTs      uint64      `json:"mtt_entries"`
 	QPs       []QPStatus  `json:"qps,omitempty"`
 	Faults    FaultStatus `json:"faults"`
-	// Stats are the driver's, and local_messages and local_bytes: requests that were
-	// copies to another VM's memory instead of frames, which count as packets, too; and
-	// of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
+	// Stats are the driver's counters; local_messages and local_bytes (requests that were
+	// copied to another VM's memory instead of sent as frames; they count as packets, too);
+	// and of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
 	Stats map[string]uint64 `json:"stats"`
-	// Drops counts what arrived and was not accepted, by reason (MT-6).
+	// Drops counts rejected packets by reason (MT-6).
 	Drops map[string]uint64 `json:"drops,omitempty"`
 }
 
-// FaultStatus describes page faults and the releases of guest memory. What is
-// counted since the front end connected says so.
+// FaultStatus describes page faults and the releases of guest memory. Fields that
+// count since the front end connected are marked.
 type FaultStatus struct {
 	Parked        int           `json:"parked"` // sides of QPs that wait now
 	Guest         FaultQueue    `json:"guest"`
@@ -49,7 +49,7 @@ type FaultStatus struct {
 	EpochsFlipped uint64        `json:"epochs_flipped"`   // since connected
 	Drains        uint64        `json:"drains"`           // since connected
 	LongestDrain  time.Duration `json:"longest_drain_ns"` // since connected
-	// GuestHeat counts faults of the guest level by where the driver put the page.
+	// GuestHeat counts faults of the guest level by the address of the page that the driver supplied.
 	GuestHeat translate.HeatMap `json:"-"`
 }
 
@@ -59,14 +59,14 @@ type FaultQueue struct {
 	Resumed  uint64        `json:"resumed"`
 	Failed   uint64        `json:"failed"`
 	Waiting  uint64        `json:"waiting"`
-	Sum      time.Duration `json:"sum_ns"`  // over those in Buckets
+	Sum      time.Duration `json:"sum_ns"`  // of the faults in Buckets
 	Mean     time.Duration `json:"mean_ns"` // from raising to the answer
 	Median   time.Duration `json:"median_ns"`
 	P99      time.Duration `json:"p99_ns"`
 	Max      time.Duration `json:"max_ns"`
-	Estimate time.Duration `json:"estimate_ns"` // smoothed: what RNR timers follow (PF-8)
+	Estimate time.Duration `json:"estimate_ns"` // smoothed; RNR timers follow it (PF-8)
 	// Buckets[0] counts faults that took less than 1 us, Buckets[i] those of
-	// [2^(i-1), 2^i) us; empty ones at the end are left out.
+	// [2^(i-1), 2^i) us; trailing zeros are left out.
 	Buckets []uint64 `json:"buckets,omitempty"`
 }
 
@@ -87,12 +87,12 @@ type QPStatus struct {
 	Engine int    `json:"engine"`
 	Dest   uint32 `json:"dest_qpn,omitempty"`
 	Path   string `json:"path,omitempty"` // remote GID
-	// Absent pages that it waits for, in words.
+	// Waits describes the absent pages that the QP waits for.
 	Waits []string `json:"waits,omitempty"`
 }
 
-// Stats returns the counters, over all QPs since the device was made. It visits
-// the loops; any goroutine but theirs.
+// Stats returns the counters, over all QPs since the device was created. It visits
+// the loops; call it from any other goroutine.
 func (d *Device) Stats() abi.Stats { return d.stats() }
 
 func (d *Device) stats() (s abi.Stats) {
@@ -114,8 +114,8 @@ func (d *Device) stats() (s abi.Stats) {
 	return s
 }
 
-// describePatience is how long who looks at the tables waits for a command in
-// progress: those that wait for the host's swap device take as long as that does.
+// describePatience is how long readers of the tables wait for a command in
+// progress: a command may wait for the host's swap device.
 const describePatience = time.Second
 
 // tryLockTables locks mu, unless a command holds it for longer than describePatience.
@@ -128,11 +128,11 @@ func (d *Device) tryLockTables() bool {
 	return true
 }
 
-// visit is how many QPs eachQP looks at in one go.
+// visit is how many QPs eachQP visits in one Loop.Do.
 const visit = 64
 
-// eachQP calls f for every QP, on its loop; under mu. Between some and the next the
-// loop does its work: it is other VMs' too.
+// eachQP calls f for every QP, on its loop; under mu. Between batches the loop, which
+// other VMs share, does its work.
 func (d *Device) eachQP(f func(q *qp)) {
 	of := map[*engine][]*qp{}
 	for _, o := range d.tables.qpList {
@@ -149,9 +149,9 @@ func (d *Device) eachQP(f func(q *qp)) {
 	}
 }
 
-// Describe gathers the device's status. It visits the loops; any goroutine but
-// theirs. What a command in progress guards is left out if that takes long, so that
-// one VM's slow memory does not keep the others from being looked at.
+// Describe gathers the device's status. It visits the loops; call it from any other
+// goroutine. Fields under mu are left out if a command in progress takes long, so that
+// one VM's slow memory does not delay the status of the others.
 func (d *Device) Describe() Status {
 	st := d.stats()
 	s := Status{

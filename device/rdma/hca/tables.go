@@ -17,13 +17,13 @@ type pd struct {
 	refs int // QPs, SRQs, MRs and MWs
 }
 
-// An object below is what a handle of the guest names: the data side's queue, and what only the control side keeps
-// about it.
+// An object below belongs to a handle of the guest: the data side's queue, and the fields that only the control side
+// needs.
 
 // cqObject is a completion queue.
 type cqObject struct {
 	q     *cq
-	owner *engine // whose loop completes into it; nil until the first QP uses it
+	owner *engine // its loop writes the completions; nil until the first QP uses it
 	refs  int     // QPs
 	holds holds   // the ring and the arm word
 }
@@ -32,7 +32,7 @@ type cqObject struct {
 type srqObject struct {
 	q     *srq
 	pdn   uint32
-	owner *engine // whose loop fetches from it; nil until the first QP uses it
+	owner *engine // its loop fetches the requests; nil until the first QP uses it
 	refs  int     // QPs
 }
 
@@ -40,11 +40,11 @@ type srqObject struct {
 type qpObject struct {
 	q     *qp
 	uses  qpParts
-	bells *engine // whose doorbells it has: where it was created
+	bells *engine // the engine of its doorbell: where it was created
 	mcast int     // groups
 }
 
-// tables are what the guest made, by number. Device.mu guards them; only the
+// tables are the guest's objects, by number. Device.mu guards them; only the
 // command goroutine and Reset change them.
 type tables struct {
 	conn virtio.Conn
@@ -53,7 +53,7 @@ type tables struct {
 	pds  map[uint32]*pd
 	cqs  map[uint32]*cqObject
 	srqs map[uint32]*srqObject
-	// mrs and mws remember the PD of every region and window, for its reference count.
+	// mrs and mws map every region and window to its PD, for the PD's reference count.
 	mrs, mws map[uint32]uint32
 
 	lastPD, lastCQ, lastSRQ uint32
@@ -67,11 +67,11 @@ type tables struct {
 
 	nextLane int
 
-	// QPs that were destroyed while faults of theirs were with the host's driver:
-	// they count as QPs until it has let go of them, also after a reset.
+	// Destroyed QPs with faults that the host's driver still holds: they count against
+	// the limit of QPs until the driver releases them, also after a reset.
 	lingering []*qp
 
-	// What is held for the doorbell areas, by engine, and for the table of
+	// Memory held for the doorbell areas, by engine, and for the table of
 	// address handles.
 	dbHeld [abi.MaxEngines]holds
 	ahHeld holds
@@ -106,7 +106,7 @@ func (t *tables) reset(d *Device) {
 // Protection domains from here on have one member, a QP: they hold the type 2B memory windows that it bound.
 const firstWindowPD = 1 << 31
 
-// newID finds a number below firstWindowPD that is not in use, never 0, and late to come back.
+// newID finds an unused number below firstWindowPD, never 0, that is not reused soon.
 func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	for {
 		*last = (*last + 1) % firstWindowPD
@@ -191,9 +191,9 @@ type cmd struct {
 	op  abi.Opcode
 	in  []byte // the request's payload, copied in
 	out []byte // room for the reply's payload
-	n   int    // bytes of it used
+	n   int    // bytes used of out
 
-	drain *translate.Drain // what the answer has to wait for (EP-3)
+	drain *translate.Drain // the answer waits for it (EP-3)
 }
 
 // reply reserves n bytes of the reply.
@@ -214,8 +214,8 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 	return c.in[fixed:], nil
 }
 
-// epoch runs f inside an epoch of the guest's memory, again if it met a page that
-// was absent on the host. f must not wait.
+// epoch runs f inside an epoch of the guest's memory, and again if it met a page that
+// was absent on the host. f must not block.
 func (c *cmd) epoch(f func() error) error {
 	return c.d.retryMisses(c.ctx, func() error {
 		e := c.d.data.space().Epochs()
@@ -233,7 +233,7 @@ func (c *cmd) on(e *engine, f func() error) error {
 // commandSlot is the epoch slot of control goroutines; loops use theirs.
 const commandSlot = 15
 
-// epochSlot names a slot for those who wait for it (EP-3).
+// epochSlot names a slot for messages about waiting for it (EP-3).
 func epochSlot(slot int) string {
 	if slot == commandSlot {
 		return "a command or the connection"
@@ -241,7 +241,7 @@ func epochSlot(slot int) string {
 	return fmt.Sprintf("loop %d", slot)
 }
 
-// opcodeError says that a command is not in the table.
+// opcodeError reports a command that is not in the table.
 type opcodeError abi.Opcode
 
 func (e opcodeError) Error() string { return fmt.Sprintf("unknown opcode %d", uint16(e)) }

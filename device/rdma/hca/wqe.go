@@ -10,14 +10,14 @@ import (
 )
 
 // Work request decoding. A slot of a work ring stays writable by the guest at
-// all times: its parts are copied out once, each byte once, and only the copy
-// is looked at. What the rxe provider leaves stale (iova, state, psn, resid) is
-// not read at all; dma.length serves inline data only, because some releases
+// all times: each byte is copied out once, and only the copy is decoded.
+// Fields that the rxe provider leaves stale (iova, state, psn, resid) are
+// not read; dma.length serves inline data only, because some releases
 // miscompute it for gather lists.
 
-// opAllowed says which operations a QP type carries (IBTA 10.7.2).
-// What is missing here is not offered in the capabilities and completes with a
-// local QP operation error, as does REG_MR on a QP that is not privileged.
+// opAllowed lists the operations of each QP type (IBTA 10.7.2). Other operations
+// are not offered in the capabilities and complete with a local QP operation error,
+// as does REG_MR on a QP that is not privileged.
 var opAllowed = [...]uint64{
 	roce.GSI: 1<<abi.WRSend | 1<<abi.WRSendWithImm,
 	roce.UD:  1<<abi.WRSend | 1<<abi.WRSendWithImm,
@@ -28,16 +28,16 @@ var opAllowed = [...]uint64{
 		1<<abi.WRSendWithInv | 1<<abi.WRLocalInv | 1<<abi.WRBindMW | 1<<abi.WRRegMR | 1<<abi.WRAtomicWrite | 1<<abi.WRFlush,
 }
 
-// sendWQESize and recvWQESize are what an element must hold.
+// sendWQESize and recvWQESize are the required sizes of an element.
 func sendWQESize(sges, inline int) int {
 	return abi.SizeSendWQE + max(sges*abi.SizeSGE, inline)
 }
 
 func recvWQESize(sges int) int { return abi.SizeRecvWQE + sges*abi.SizeSGE }
 
-// decodeSend fills w from raw, the fixed part of a slot (abi.SizeSendWQE bytes),
-// except for what follows the fixed part. tail is the number of bytes that do,
-// to be handed to decodeTail. False: the request is malformed, w.Status says how.
+// decodeSend fills w from raw, the fixed part of a slot (abi.SizeSendWQE bytes).
+// tail is the number of bytes that follow the fixed part, for decodeTail.
+// False: the request is malformed, w.Status has the reason.
 func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 	s := abi.SendWQE(raw)
 	op, flags := s.Opcode(), s.Flags()
@@ -86,7 +86,7 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 	}
 	n, nsge := s.DMALength(), s.NumSGE()
 	// The builder verbs (ibv_wr_set_inline_data) of the rxe provider leave the flag
-	// to the application; no SGE but a length is inline data all the same.
+	// to the application; a length without SGEs is inline data too.
 	if flags&abi.SendInline != 0 || nsge == 0 && n > 0 && !reads {
 		if reads {
 			return 0, false
@@ -104,7 +104,7 @@ func (q *qp) decodeSend(raw []byte, w *roce.WQE) (tail int, ok bool) {
 	return int(nsge) * abi.SizeSGE, true
 }
 
-// decodeManage fills in what a memory management request asks for; it has no data.
+// decodeManage decodes a memory management request; it has no data.
 func (q *qp) decodeManage(s abi.SendWQE, m *roce.Manage) bool {
 	switch s.Opcode() {
 	case abi.WRLocalInv:
@@ -129,7 +129,7 @@ func (q *qp) decodeManage(s abi.SendWQE, m *roce.Manage) bool {
 	return true
 }
 
-// decodeTail fills w's segments or inline data from what follows the fixed part.
+// decodeTail fills w's segments or inline data from the bytes behind the fixed part.
 func decodeTail(tail []byte, w *roce.WQE) {
 	if w.Inline {
 		w.SGEs = w.SGEs[:0]
@@ -141,8 +141,8 @@ func decodeTail(tail []byte, w *roce.WQE) {
 	w.SGEs, w.Length = decodeSGEs(tail, w.SGEs[:0])
 }
 
-// decodeSGEs appends the segments in b to sg, those of length zero left out:
-// nothing is accessed there, so their keys do not matter. It returns the sum of the lengths, which cannot overflow.
+// decodeSGEs appends the segments in b to sg, except those of length zero: nothing is
+// accessed there, so their keys do not matter. It returns the sum of the lengths, which cannot overflow.
 func decodeSGEs(b []byte, sg []roce.SGE) ([]roce.SGE, uint64) {
 	total := uint64(0)
 	for ; len(b) >= abi.SizeSGE; b = b[abi.SizeSGE:] {
@@ -191,7 +191,7 @@ func (q *qp) fetchSend(w *roce.WQE) roce.Fetch {
 	return roce.FetchReady
 }
 
-// decodeRecv fills w from the fixed part of a receive request and tells how many
+// decodeRecv fills w from the fixed part of a receive request and returns how many
 // bytes of SGEs follow. False: malformed.
 func decodeRecv(raw []byte, maxSGE int, w *roce.RecvWQE) (tail int, ok bool) {
 	r := abi.RecvWQE(raw)
@@ -204,9 +204,9 @@ func decodeRecv(raw []byte, maxSGE int, w *roce.RecvWQE) (tail int, ok bool) {
 	return int(n) * abi.SizeSGE, true
 }
 
-// fetchRecv takes the element at wr.next of a receive ring: it is copied in and
-// given back to the guest in one go, good or bad. On a miss nothing has changed:
-// the page of the consumer index is looked at before the element is taken.
+// fetchRecv fetches the element at wr.next of a receive ring: it copies the element in and
+// returns it to the guest at once, valid or not. On a miss nothing has changed:
+// the page of the consumer index is checked before the element is fetched.
 func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
 	cons, m := wr.mem.Uint32(abi.RingConsumerOff)
 	if !m.OK() {

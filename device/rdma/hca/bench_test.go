@@ -10,7 +10,7 @@ import (
 )
 
 // benchQP is a QP whose SQ slot 0 holds the given request; the benchmark fetches
-// it over and over.
+// it repeatedly.
 func benchFetch(b *testing.B, fill func(g *guest, s abi.SendWQE)) {
 	w := newWorld(b, 1, 1, Limits{})
 	g := w.guests[0]
@@ -37,7 +37,7 @@ func benchFetch(b *testing.B, fill func(g *guest, s abi.SendWQE)) {
 }
 
 // A posted request is fetched, decoded and completed unsignalled: the adapter's
-// own share of a work request.
+// share of a work request.
 func BenchmarkFetchSend(b *testing.B) {
 	b.Run("sge1", func(b *testing.B) {
 		benchFetch(b, func(g *guest, s abi.SendWQE) {
@@ -81,7 +81,7 @@ func BenchmarkCQPost(b *testing.B) {
 	}
 }
 
-// Everything between doorbell and completion, both ends, on one loop: WRITE of
+// The whole path from doorbell to completion, both ends on one loop: WRITE of
 // size bytes, 32 posted per doorbell, the last one signalled.
 func benchWrite(b *testing.B, size int) {
 	for _, local := range []bool{false, true} {
@@ -130,8 +130,7 @@ func benchWriteOn(b *testing.B, w *world, size int) {
 	}
 }
 
-// cpuTime is what this process has used, ns: on a machine that others use, too, it says more than the time that has
-// passed.
+// cpuTime is the CPU time of this process, ns: on a shared machine it is a better measure than elapsed time.
 func cpuTime(b *testing.B) int64 {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -155,7 +154,7 @@ func BenchmarkWrite8(b *testing.B)    { benchWrite(b, 8) }
 func BenchmarkWrite4096(b *testing.B) { benchWrite(b, 4096) }
 func BenchmarkWrite64K(b *testing.B)  { benchWrite(b, 65536) }
 
-// The engine's poll with nothing to do: what an idle VM costs a busy loop.
+// The engine's poll without work: the cost of an idle VM on a busy loop.
 func BenchmarkIdlePoll(b *testing.B) {
 	w := newWorld(b, 1, 1, Limits{})
 	e := w.guests[0].engines[0]

@@ -29,7 +29,7 @@ type drvcq struct {
 
 const cmdBuf = 256
 
-// commandQueue starts the device's command queue; the goroutine behind it is real.
+// commandQueue starts the device's command queue with its goroutine.
 func (g *guest) commandQueue(size uint16) *drvcq {
 	g.tb.Helper()
 	d := &drvcq{g: g, size: size, desc: g.alloc(int(size) * 32), avail: g.alloc(4096), used: g.alloc(4096),
@@ -57,7 +57,7 @@ func (g *guest) commandQueue(size uint16) *drvcq {
 	if err := g.StartQueue(abi.CommandQueue, d.q); err != nil {
 		g.tb.Fatal(err)
 	}
-	g.setUpDriver() // a new driver: what there was is gone
+	g.setUpDriver() // a new driver: earlier objects are destroyed
 	return d
 }
 
@@ -94,7 +94,7 @@ func (d *drvcq) submit(op abi.Opcode, payload []byte) uint16 {
 	return i
 }
 
-// done takes the answers that are there.
+// done takes the available answers.
 func (d *drvcq) done() (out []uint16) {
 	for d.got != uint16(d.g.u32(d.used).Load()>>16) {
 		i := uint16(binary.LittleEndian.Uint32(d.g.at(d.used+4+8*translate.PA(d.got%d.size), 8))) / 2
@@ -129,16 +129,16 @@ func (d *drvcq) await(n int) (out []uint16) {
 	return out
 }
 
-// patienceHere is when a test gives up on what happens by itself.
+// patienceHere is how long a test waits for asynchronous work.
 const patienceHere = 60 * time.Second
 
 func clearOf(r *dregion, first int) []byte {
 	return enc(abi.SizeClearMTT, &abi.ClearMTT{Handle: r.handle, First: uint64(first), Count: 1})
 }
 
-// A release that does not drain delays its own answer and no other: commands behind
-// it run, up to a bound of those that wait, and other VMs know nothing of it (EP-4,
-// EP-5). When it drains, all are answered, in whatever order.
+// A release that does not drain delays its own answer and no other: later commands
+// run, up to the bound of waiting commands, and other VMs are unaffected (EP-4,
+// EP-5). When it drains, all are answered, in any order.
 func TestCommandsWaitApart(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	g := w.guests[0]
@@ -149,13 +149,13 @@ func TestCommandsWaitApart(t *testing.T) {
 	keys := []uint32{g.pd()}
 	mr := g.mr(keys[0], r.home, 4096, demandAccess)
 
-	tok := g.space.Epochs().Enter(3) // somebody is using the pages
+	tok := g.space.Epochs().Enter(3) // a loop uses the pages
 	var slow []uint16
 	for i := range maxJobs - 2 {
 		slow = append(slow, d.submit(abi.CmdClearMTT, clearOf(r, i)))
 	}
 	slow = append(slow, d.submit(abi.CmdDestroyMR, handle(mr)))
-	// Page 0 is absent already, but not yet free: who asks for it waits, too.
+	// Page 0 is absent already but not yet free, so a second request for it waits, too.
 	slow = append(slow, d.submit(abi.CmdClearMTT, clearOf(r, 0)))
 	for range 3 {
 		q := d.submit(abi.CmdQueryPort, nil)
@@ -164,7 +164,7 @@ func TestCommandsWaitApart(t *testing.T) {
 		}
 		_ = q
 	}
-	// As many as may wait do: the queries come when one of them is through.
+	// The maximum number waits: the queries run when one of them completes.
 	time.Sleep(20 * time.Millisecond)
 	if n := d.done(); len(n) != 0 {
 		t.Fatalf("answered with %d releases pending: %v", len(slow), n)
@@ -203,7 +203,7 @@ func TestCommandsWaitApart(t *testing.T) {
 	}
 }
 
-// A release that is through is answered before the commands behind it, however many
+// A completed release is answered before the commands behind it, however many
 // there are: a reclaiming guest waits for it, while its other processors go on.
 func TestReleaseBetweenCommands(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
@@ -231,7 +231,7 @@ func TestReleaseBetweenCommands(t *testing.T) {
 	}
 }
 
-// The queue stops while releases drain: all that was taken is answered first, once.
+// The queue stops while releases drain: every command read is answered first, once.
 func TestStopWithReleasesPending(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -259,8 +259,8 @@ func TestStopWithReleasesPending(t *testing.T) {
 	}
 }
 
-// Command buffers that are absent on the host are fetched (PF-7), wherever they are
-// met: descriptors and rings, request, response.
+// Command buffers that are absent on the host are fetched (PF-7) at every access:
+// descriptors and rings, request, response.
 func TestAbsentCommandBuffers(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -285,8 +285,8 @@ func TestAbsentCommandBuffers(t *testing.T) {
 	}
 }
 
-// A release that does not drain within a second is complained of, and what holds it
-// is named.
+// A release that does not drain within a second is logged with the name of its
+// holder.
 func TestReleaseWatchdog(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -299,7 +299,7 @@ func TestReleaseWatchdog(t *testing.T) {
 	d.submit(abi.CmdClearMTT, clearOf(r, 0))
 	for end := time.Now().Add(patienceHere); !strings.Contains(log.String(), "loop 3"); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("no complaint in %q", log.String())
+			t.Fatalf("no warning in %q", log.String())
 		}
 	}
 	g.space.Epochs().Leave(3, tok)
@@ -309,9 +309,9 @@ func TestReleaseWatchdog(t *testing.T) {
 	}
 }
 
-// BenchmarkClearMTT is the round trip of an invalidation, as a guest's MMU notifier
-// waits for it: kick to answer, 4 KiB page, with an idle loop and with one that is
-// in and out of the epoch all the time.
+// BenchmarkClearMTT is the round trip of an invalidation, for which a guest's MMU
+// notifier waits: kick to answer, 4 KiB page, with an idle loop and with a loop that
+// enters and leaves the epoch all the time.
 func BenchmarkClearMTT(b *testing.B) {
 	for _, busy := range []bool{false, true} {
 		name := "idle"
@@ -360,8 +360,8 @@ func BenchmarkClearMTT(b *testing.B) {
 	}
 }
 
-// The answer to a RESUME_FAULT and that to the command before it are one interrupt;
-// nothing else waits for what comes behind it.
+// The answers to a RESUME_FAULT and to the command before it raise one interrupt;
+// no other command's answer waits for the next command.
 func TestResumeSharesInterrupt(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -374,7 +374,7 @@ func TestResumeSharesInterrupt(t *testing.T) {
 		{abi.CmdQueryPort, nil, 3},
 	} {
 		d := g.commandQueue(64)
-		g.mu.Lock() // the first waits here, so that the others are there when it is through
+		g.mu.Lock() // the first waits here until the others are posted
 		d.submit(abi.CmdQueryPort, nil)
 		d.submit(abi.CmdQueryPort, nil)
 		d.submit(c.op, c.payload)
@@ -385,7 +385,7 @@ func TestResumeSharesInterrupt(t *testing.T) {
 			}
 			time.Sleep(time.Millisecond)
 		}
-		g.StopQueue(abi.CommandQueue) // what was answered has been signalled
+		g.StopQueue(abi.CommandQueue) // all answers have been signalled
 		var b [8]byte
 		if _, err := unix.Read(d.call, b[:]); err != nil {
 			t.Fatal(err)

@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// Every command is refused with the right status, and nothing changes, when its
-// envelope is wrong.
+// Every command with an invalid envelope is refused with the right status, and
+// nothing changes.
 func TestCommandEnvelope(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{}).guests[0]
 	req := func(op, reserved uint16, length uint32, payload int) []byte {
@@ -31,21 +31,21 @@ func TestCommandEnvelope(t *testing.T) {
 		{"empty", nil, abi.StatusInvalid},
 		{"header cut short", req(1, 0, 0, 0)[:7], abi.StatusInvalid},
 		{"reserved field", req(1, 1, 0, 0), abi.StatusInvalid},
-		{"length says more", req(1, 0, 8, 0), abi.StatusInvalid},
-		{"length says less", req(8, 0, 0, 8), abi.StatusInvalid},
+		{"length too large", req(1, 0, 8, 0), abi.StatusInvalid},
+		{"length too small", req(8, 0, 0, 8), abi.StatusInvalid},
 		{"huge length", req(8, 0, 0xffffffff, 8), abi.StatusInvalid},
 		{"opcode 0", req(0, 0, 0, 0), abi.StatusUnsupported},
 		{"opcode past the table", req(uint16(len(commandTable)), 0, 0, 0), abi.StatusUnsupported},
 		{"opcode 65535", req(65535, 0, 0, 0), abi.StatusUnsupported},
 		{"payload too short", req(8, 0, 4, 4), abi.StatusInvalid},
 		{"payload too long", req(8, 0, 16, 16), abi.StatusInvalid},
-		{"payload where none belongs", req(7, 0, 8, 8), abi.StatusInvalid},
+		{"payload of a command that has none", req(7, 0, 8, 8), abi.StatusInvalid},
 	} {
 		if s, r := g.raw(c.req); s != c.want || len(r) != 0 {
 			t.Errorf("%s: %v with %d bytes, want %v", c.name, s, len(r), c.want)
 		}
 	}
-	// Too little room for the reply: refused before anything happens.
+	// A response buffer too small for the reply: refused without effect.
 	b := req(uint16(abi.CmdCreatePD), 0, 0, 0)
 	if n, _ := g.execute(context.Background(), b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
 		t.Errorf("response of %d bytes", n)
@@ -78,7 +78,7 @@ func TestCommandReserved(t *testing.T) {
 	}
 }
 
-// What uses an object keeps it alive; counts come back to zero.
+// References keep an object alive; counts return to zero.
 func TestReferences(t *testing.T) {
 	g := newWorld(t, 2, 1, Limits{}).guests[0]
 	pd := g.pd()
@@ -110,7 +110,7 @@ func TestReferences(t *testing.T) {
 	g.refused(abi.StatusNotFound, abi.CmdDestroyPD, handle(pd))
 }
 
-// Limits hold, and what was refused was not counted: after one object goes, one
+// Limits hold, and refused objects are not counted: after one object is destroyed, one
 // more fits.
 func TestLimits(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{QPs: 3, CQs: 2, PDs: 2, SRQs: 1, MRs: 2, MTTs: 8, QPWRs: 64, CQEs: 64, SGEs: 4,
@@ -139,7 +139,7 @@ func TestLimits(t *testing.T) {
 	g.must(abi.CmdDestroyQP, handle(old))
 	q := g.qp(qpSpec{pd: pd, scq: cq})
 	if q.n == old || q.slot != old&qpIndexMask {
-		t.Errorf("QP number %#x in slot %d after %#x was destroyed: the index comes back, the number does not", q.n, q.slot,
+		t.Errorf("QP number %#x in slot %d after %#x was destroyed: want its index, a new number", q.n, q.slot,
 			old)
 	}
 	for _, mod := range []func(r *abi.CreateQP){
@@ -168,7 +168,7 @@ func TestLimits(t *testing.T) {
 	g.refused(abi.StatusNoMemory, abi.CmdCreateMR, enc(abi.SizeCreateMR, &mr))
 }
 
-// What a command says of rings is checked in full.
+// The ring description of a command is checked in full.
 func TestRingChecks(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{}).guests[0]
 	good := g.ring(64, 6)
@@ -219,7 +219,7 @@ func TestRingChecks(t *testing.T) {
 	try("no such event queue", abi.StatusInvalid, keep(func(r *abi.CreateCQ) { r.CEQ = 1 }))
 }
 
-// Queue pairs: what does not fit together is refused.
+// Queue pairs: inconsistent requests are refused.
 func TestQPChecks(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{}).guests[0]
 	pd := g.pd()
@@ -289,7 +289,7 @@ func TestQPChecks(t *testing.T) {
 	mod("to RTR", abi.StatusOK, av(func(*abi.AV) {}))
 }
 
-// A sender's identity is not its own to choose.
+// A sender cannot choose its own identity.
 func TestGIDChecks(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{}).guests[0]
 	good := abi.SetGID{Index: 1, Type: abi.GIDRoCEv1, VLANID: 7, SMAC: g.cfg.MAC, GID: [16]byte{0: 0xfe, 1: 0x80, 15: 1}}
@@ -312,7 +312,7 @@ func TestGIDChecks(t *testing.T) {
 	}
 	g.must(abi.CmdClearGID, enc(abi.SizeClearGID, &abi.ClearGID{Index: 1}))
 	if g.gids.has(&good.GID, true, 7) {
-		t.Error("a cleared GID is still there")
+		t.Error("a cleared GID still matches")
 	}
 }
 
@@ -347,7 +347,7 @@ func TestTableChecks(t *testing.T) {
 	ah(abi.StatusBusy, 64, 1, pa)
 }
 
-// fuzzGuest drives random commands, most of them nearly right.
+// fuzzGuest issues random commands, most of them nearly right.
 type fuzzGuest struct {
 	*guest
 	r    *rand.Rand
@@ -356,10 +356,10 @@ type fuzzGuest struct {
 
 func (f *fuzzGuest) step() {
 	r, tb := f.r, &f.tables
-	// Numbers of objects, mostly of such as exist.
+	// Handles, mostly of existing objects.
 	pd, cq, srq, qp := f.pick(keys(tb.pds)), f.pick(keys(tb.cqs)), f.pick(keys(tb.srqs)), f.pick(keys(tb.qpList))
 	op := abi.Opcode(r.UintN(28))
-	if len(tb.qpList) == 0 || r.IntN(4) == 0 { // what QPs need, and QPs
+	if len(tb.qpList) == 0 || r.IntN(4) == 0 { // QPs and the objects that they need
 		op = []abi.Opcode{abi.CmdCreatePD, abi.CmdCreateCQ, abi.CmdCreateSRQ, abi.CmdCreateQP, abi.CmdModifyQP}[r.IntN(5)]
 	}
 	b := make([]byte, r.IntN(128))
@@ -414,7 +414,7 @@ func (f *fuzzGuest) step() {
 			var at abi.QPAttr
 			_ = at.Decode(f.must(abi.CmdQueryQP, handle(qp)))
 			switch r.IntN(4) {
-			case 0, 1: // the next state in line, with all that any transition needs
+			case 0, 1: // the next state, with the attributes of all transitions
 				a.QPState = at.QPState + 1
 				a.AttrMask = []uint32{0x39, 0x1a1181, 0x12e01, 1, 1, 1, 1}[at.QPState%7]
 			case 2:
@@ -444,7 +444,7 @@ func (f *fuzzGuest) step() {
 	f.do(op, b)
 }
 
-// pick is one of them, or any number.
+// pick returns one of them, or a random number.
 func (f *fuzzGuest) pick(of []uint32) uint32 {
 	if len(of) == 0 || f.r.IntN(16) == 0 {
 		return f.r.Uint32() >> f.r.UintN(32)
@@ -452,10 +452,10 @@ func (f *fuzzGuest) pick(of []uint32) uint32 {
 	return of[f.r.IntN(len(of))]
 }
 
-// keys are those of m in order, so that a seed always gives the same run.
+// keys returns the keys of m in order, so that a seed always gives the same run.
 func keys[V any](m map[uint32]V) []uint32 { return slices.Sorted(maps.Keys(m)) }
 
-// check compares the tables with what can be counted afresh.
+// check compares the tables with fresh counts.
 func (f *fuzzGuest) check(t testing.TB) {
 	t.Helper()
 	tb := &f.tables
@@ -494,11 +494,11 @@ func (f *fuzzGuest) check(t testing.TB) {
 	}
 	for _, e := range f.engines {
 		if e.qps != engines[e] {
-			t.Fatalf("engine %d: %d QPs counted, %d there", e.id, e.qps, engines[e])
+			t.Fatalf("engine %d: %d QPs counted, %d exist", e.id, e.qps, engines[e])
 		}
 	}
 	if r, _ := f.vm.Usage(); r != len(tb.mrs) {
-		t.Fatalf("%d regions, %d remembered", r, len(tb.mrs))
+		t.Fatalf("%d regions, %d in mrs", r, len(tb.mrs))
 	}
 }
 
@@ -509,7 +509,7 @@ func runFuzzCommands(t testing.TB, seed uint64, steps int) {
 		f.step()
 		if i%16 == 0 {
 			f.check(t)
-			// The rings hold whatever the guest left there, and bells ring.
+			// The rings hold random data, and doorbells ring.
 			f.ring.prod().Store(f.r.Uint32())
 			if f.r.IntN(4) > 0 {
 				f.ring.prod().Store(f.ring.cons().Load() + f.r.Uint32N(8))

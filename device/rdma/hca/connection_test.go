@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Connections come with the queue pair's peer and go with the queue pair.
+// A connection is listed from when the QP gets its peer until the QP is destroyed.
 func TestConnectionsLife(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
 	a, b := w.pair()
@@ -27,13 +27,13 @@ func TestConnectionsLife(t *testing.T) {
 	}
 }
 
-// What the adapter wants is what it would take: the switch learns from nothing else (MT-6).
+// Wants accepts exactly the frames that Deliver accepts: the switch learns from no others (MT-6).
 func TestWants(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	good := w.frames()
 	g := w.guests[1]
 	if !w.wants(g, good[0]) {
-		t.Fatal("it does not want what it takes")
+		t.Fatal("Wants refuses a frame that Deliver accepts")
 	}
 	for name, x := range map[string]struct {
 		why rejectReason

@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 )
 
-// New says what is wrong.
+// New reports each mistake of its Config.
 func TestConfigErrors(t *testing.T) {
 	w := newWorld(t, 1, 0, Limits{})
 	good := Config{Name: "x", MAC: [6]byte{2, 0, 0, 0, 0, 1}, Loops: w.loops, Pool: w.pool}
@@ -35,13 +35,13 @@ func TestConfigErrors(t *testing.T) {
 	}
 }
 
-// The configuration space, and who may change it.
+// The configuration space is read-only.
 func TestConfigSpace(t *testing.T) {
 	w := newWorld(t, 2, 1, Limits{})
 	g := w.guests[0]
 	read := func() (c abi.Config) {
 		b := make([]byte, abi.SizeConfig)
-		for i := 0; i < len(b); i += 8 { // as drivers do, piece by piece
+		for i := 0; i < len(b); i += 8 { // in pieces, as drivers read it
 			if err := g.ReadConfig(b[i:i+8], uint32(i)); err != nil {
 				t.Fatal(err)
 			}
@@ -76,11 +76,11 @@ func TestConfigSpace(t *testing.T) {
 	}
 	g.SetLink(true)
 
-	// A reset that loses state says so; one that does not keeps quiet.
+	// A reset that loses state notifies the driver; one that does not raises no notice.
 	g.notes = 0
 	g.Reset()
 	if g.notes != 0 {
-		t.Error("a notice though nothing was lost")
+		t.Error("a notice though no state was lost")
 	}
 	g.pd()
 	g.Reset()
@@ -105,7 +105,7 @@ func TestPortMTU(t *testing.T) {
 func TestUp(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{}).guests[0]
 	g.up.Store(false)
-	dq := g.eventQueue(abi.EventQueue, 4, 64) // any queue will do as a command queue
+	dq := g.eventQueue(abi.EventQueue, 4, 64) // any queue works as a command queue
 	g.StopQueue(abi.EventQueue)
 	step := func(what string, want bool) {
 		t.Helper()
@@ -133,9 +133,9 @@ func TestUp(t *testing.T) {
 	}
 }
 
-// While the command queue is stopped the guest's memory is left alone, whatever
-// arrives or expires; afterwards everything goes on, unless the queue begins anew:
-// then a new driver finds an empty device.
+// While the command queue is stopped, guest memory is not accessed, whatever packets
+// arrive or timers expire. Afterwards everything continues, unless the queue starts at
+// index 0: then a new driver finds an empty device.
 func TestPause(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
@@ -161,7 +161,7 @@ func TestPause(t *testing.T) {
 	s.SetRequest(4, abi.WRRDMAWrite, abi.SendSignaled)
 	b.post()
 	w.losing(func([]byte) bool { return true })
-	w.step(5) // on its way, and lost
+	w.step(5) // sent and lost
 	w.lose = nil
 	g.StopQueue(abi.CommandQueue)
 	before := string(g.mem)
@@ -172,7 +172,7 @@ func TestPause(t *testing.T) {
 	a.post()
 	for range 20 {
 		w.step(5)
-		w.clock.Advance(5 * time.Millisecond) // timers of both ends expire, not too often
+		w.clock.Advance(5 * time.Millisecond) // timers of both ends expire, within their retry limits
 	}
 	if string(g.mem) != before {
 		t.Fatal("guest memory changed during the pause")
@@ -182,7 +182,7 @@ func TestPause(t *testing.T) {
 	}
 	start(7)
 	if wc := b.scq.await(1)[0]; wc.ID != 4 || wc.Status != 0 {
-		t.Errorf("request of before the pause: %+v", wc)
+		t.Errorf("the request from before the pause: %+v", wc)
 	}
 	if wc := a.scq.await(1)[0]; wc.ID != 5 || wc.Status != 0 || string(g.at(dst, 5)) != "hello" {
 		t.Errorf("the peer's request: %+v", wc)
@@ -194,11 +194,11 @@ func TestPause(t *testing.T) {
 	gen := g.generation.Load()
 	start(0)
 	if len(g.tables.pds)+g.tables.qps != 0 || g.generation.Load() != gen {
-		t.Error("a new driver found an old one's objects, or lost something")
+		t.Error("a new driver found its predecessor's objects, or the generation changed")
 	}
 }
 
-// Log lines about a guest come at a bounded rate, and say what was left out.
+// Log lines about a guest are rate-limited, and report the number of suppressed lines.
 func TestRateLimit(t *testing.T) {
 	var r rateLimit
 	said := 0
@@ -212,7 +212,7 @@ func TestRateLimit(t *testing.T) {
 	}
 	ok, dropped := r.allow(1 + warnInterval)
 	if !ok || dropped != 100-warnBurst {
-		t.Errorf("a second later: %v, %d left out", ok, dropped)
+		t.Errorf("a second later: %v, %d suppressed", ok, dropped)
 	}
 	if ok, _ := r.allow(1 + warnInterval); ok {
 		t.Error("two lines within a second")

@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The bitmap against a set: every ring of a slot with a QP is seen once, whatever the slot, while QPs come and go: few,
-// whose words are looked at themselves, and many.
+// The bitmap against a set: every doorbell of a slot with a QP is seen once, whatever the slot, while QPs are created
+// and destroyed: few, whose words are scanned directly, and many.
 func TestDoorbellScan(t *testing.T) {
 	g := newWorld(t, 1, 1, Limits{QPs: 65000}).guests[0]
 	e := g.engines[0]
@@ -43,7 +43,7 @@ func TestDoorbellScan(t *testing.T) {
 			}
 		}
 		modes[len(e.db.used) <= fewWords]++
-		bell(r.IntN(len(g.qps))) // has hardly ever a QP
+		bell(r.IntN(len(g.qps))) // rarely has a QP
 		for slot := range live {
 			if r.IntN(3) == 0 {
 				bell(slot)
@@ -56,7 +56,7 @@ func TestDoorbellScan(t *testing.T) {
 			}
 		}
 		if want > 0 && !e.db.anySet() {
-			t.Fatalf("round %d: %d slots, but rung says no", round, want)
+			t.Fatalf("round %d: %d slots, but rung reports none", round, want)
 		}
 		got := map[int]bool{}
 		any, m := e.db.scan(func(s int) {
@@ -79,7 +79,7 @@ func TestDoorbellScan(t *testing.T) {
 				t.Fatalf("round %d: slot %d was not seen", round, s)
 			}
 		}
-		// Bells that are rung before the bits are cleared, anew or for the first time, are not lost.
+		// Doorbells that are rung before the bits are cleared, again or for the first time, are not lost.
 		late, settled := map[int]bool{}, map[int]bool{}
 		for slot := range live {
 			if r.IntN(3) == 0 {
@@ -112,14 +112,14 @@ func TestDoorbellScan(t *testing.T) {
 			t.Fatalf("round %d: %d bells are lost", round, len(late))
 		}
 		e.db.clear(func(int) {})
-		// The summary may name words that have been cleared already, once.
-		none := func(s int) { t.Fatalf("slot %d again", s) }
+		// The summary may still name, once, words that have been cleared already.
+		none := func(s int) { t.Fatalf("slot %d is seen twice", s) }
 		if any, _ = e.db.scan(none); any && len(e.db.used) <= fewWords {
-			t.Fatalf("round %d: there is something after a scan", round)
+			t.Fatalf("round %d: doorbells remain after a scan", round)
 		}
 		e.db.clear(none)
 		if any, _ = e.db.scan(none); any || e.db.anySet() {
-			t.Fatalf("round %d: there is something after two scans", round)
+			t.Fatalf("round %d: doorbells remain after two scans", round)
 		}
 	}
 	if modes[true] < 100 || modes[false] < 100 {
@@ -127,8 +127,8 @@ func TestDoorbellScan(t *testing.T) {
 	}
 }
 
-// Bits of slots without a QP, and the guest's summary without bits, do no harm;
-// need_wakeup follows Prepare and Resume, and a bell between them is seen.
+// Bits of slots without a QP, and summary bits without doorbell bits, are harmless;
+// need_wakeup follows Prepare and Resume, and a doorbell between them is seen.
 func TestDoorbellWakeup(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -148,7 +148,7 @@ func TestDoorbellWakeup(t *testing.T) {
 	q := g.qp(qpSpec{pd: g.pd()})
 	q.bell()
 	if !e.Prepare() {
-		t.Error("Prepare overlooked a bell")
+		t.Error("Prepare missed a doorbell")
 	}
 	e.Resume()
 	if flag.Load() != 0 {
@@ -199,8 +199,8 @@ func TestFairness(t *testing.T) {
 	})
 }
 
-// Requests that are flushed are not free: a VM that posts to QPs in the error state gets no more of a pass than one
-// whose requests are carried out.
+// Flushed requests count against the budget: a VM that posts to QPs in the error state gets no more of a pass than one
+// whose requests are executed.
 func TestFlushedShare(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -227,7 +227,7 @@ func TestFlushedShare(t *testing.T) {
 		w.step(1)
 		was := n
 		if n = flushed(); n-was > pollBudget/flushCost {
-			t.Fatalf("%d requests were flushed in one pass, the budget is for %d", n-was, pollBudget/flushCost)
+			t.Fatalf("%d requests were flushed in one pass, the budget allows %d", n-was, pollBudget/flushCost)
 		}
 	}
 }

@@ -58,7 +58,7 @@ func (d *drvq) start() {
 	}
 }
 
-// add makes n buffers available, and kicks if the device wishes.
+// add makes n buffers available, and kicks if the device asks for it.
 func (d *drvq) add(n int) {
 	for range n {
 		i := d.free[0]
@@ -73,7 +73,7 @@ func (d *drvq) add(n int) {
 	}
 }
 
-// get takes what the device returned: the buffers' contents.
+// get returns the contents of the buffers that the device returned.
 func (d *drvq) get() (out [][]byte) {
 	for d.got != uint16(d.g.u32(d.used).Load()>>16) {
 		e := d.g.at(d.used+4+8*translate.PA(d.got%d.size), 8)
@@ -146,7 +146,7 @@ func TestEventsWait(t *testing.T) {
 		g.tables.cqs[cqs[i].n].q.post(&abi.WC{}, false)
 		g.space.Epochs().Leave(0, tok)
 	}
-	for _, i := range []int{3, 0, 3, 4, 1, 0} { // before the queue exists at all
+	for _, i := range []int{3, 0, 3, 4, 1, 0} { // before the queue exists
 		fire(i)
 	}
 	w.step(3)
@@ -164,7 +164,7 @@ func TestEventsWait(t *testing.T) {
 	if len(got) != 4 || [4]uint32(got) != [4]uint32(want) {
 		t.Fatalf("events for %v, want %v", got, want)
 	}
-	// A stopped queue keeps them too; a destroyed CQ takes its own along.
+	// A stopped queue keeps the events too; a destroyed CQ's events are dropped.
 	g.StopQueue(abi.CEQQueue(0))
 	fire(2)
 	fire(1)
@@ -178,7 +178,7 @@ func TestEventsWait(t *testing.T) {
 }
 
 // Random posts, buffers, destruction and restarts against a model: a set of
-// (object, type) that the driver has not been told of.
+// (object, type) that have not been delivered to the driver.
 func TestEventsModel(t *testing.T) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 3))
@@ -189,15 +189,15 @@ func TestEventsModel(t *testing.T) {
 		for i := range nodes {
 			nodes[i].init(uint32(i), nodeQP)
 		}
-		owed := map[[2]uint32]bool{}
+		pending := map[[2]uint32]bool{}
 		running := true
 		take := func() {
 			for _, e := range dq.events() {
 				k := [2]uint32{e.Handle, uint32(e.Type)}
-				if !owed[k] {
-					t.Fatalf("seed %d: event %v of %d was not owed", seed, e.Type, e.Handle)
+				if !pending[k] {
+					t.Fatalf("seed %d: event %v of %d was not pending", seed, e.Type, e.Handle)
 				}
-				delete(owed, k)
+				delete(pending, k)
 			}
 		}
 		for range 2000 {
@@ -205,9 +205,9 @@ func TestEventsModel(t *testing.T) {
 			switch r.IntN(8) {
 			case 0, 1, 2, 3:
 				ev := 1 + r.Uint32N(9)
-				take() // what was posted before is not this one
+				take() // earlier events must not be taken for this one
 				g.async.post(&nodes[i], 1<<ev)
-				owed[[2]uint32{i, ev}] = true
+				pending[[2]uint32{i, ev}] = true
 			case 4:
 				if len(dq.free) > 0 {
 					dq.add(1 + r.IntN(len(dq.free)))
@@ -219,9 +219,9 @@ func TestEventsModel(t *testing.T) {
 				if r.IntN(4) == 0 {
 					take()
 					g.async.drop(&nodes[i])
-					for k := range owed {
+					for k := range pending {
 						if k[0] == i {
-							delete(owed, k)
+							delete(pending, k)
 						}
 					}
 				}
@@ -246,13 +246,13 @@ func TestEventsModel(t *testing.T) {
 			w.step(3)
 			take()
 		}
-		if len(owed) != 0 {
-			t.Fatalf("seed %d: %d events were lost: %v", seed, len(owed), owed)
+		if len(pending) != 0 {
+			t.Fatalf("seed %d: %d events were lost: %v", seed, len(pending), pending)
 		}
 	}
 }
 
-// A buffer too small, or outside memory, breaks the queue and nothing else.
+// A buffer that is too small, or outside memory, breaks only its queue.
 func TestEventBadBuffer(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -266,11 +266,11 @@ func TestEventBadBuffer(t *testing.T) {
 		t.Fatal("the queue is not broken")
 	}
 	w.step(3)
-	g.pd() // commands go on
+	g.pd() // the command queue still works
 }
 
-// A full CQ is a CQ error: one event, and its QPs, on whatever engine, end in the
-// error state; other QPs go on.
+// A full CQ is a CQ error: one event, and its QPs on all engines enter the
+// error state; other QPs continue.
 func TestOverrun(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -279,7 +279,7 @@ func TestOverrun(t *testing.T) {
 	dq.add(16)
 	small, big := ga.cq(8), ga.cq(256)
 	a := ga.qp(qpSpec{pd: pa, scq: small})
-	// other starts on another engine (its send CQ is new there) and shares small.
+	// other is placed on another engine, where its send CQ is new, and shares small.
 	other := ga.qp(qpSpec{pd: pa, scq: big, rcq: small})
 	bystander := ga.qp(qpSpec{pd: pa})
 	b, b2 := gb.qp(qpSpec{pd: pb}), gb.qp(qpSpec{pd: pb})
@@ -318,7 +318,7 @@ func TestOverrun(t *testing.T) {
 }
 
 // The rxe provider of rdma-core 44 may step its consumer over the producer. That
-// is no overrun, and once the device has noticed it goes on where the guest looks.
+// is no overrun; the device then continues at the guest's index.
 func TestConsumerPassesProducer(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]

@@ -11,20 +11,20 @@ import (
 )
 
 // dregion is an on-demand region as a guest's driver keeps it: page i of it, once
-// it is there, is page at[i] of the guest.
+// present, is page at[i] of the guest.
 type dregion struct {
 	g      *guest
 	handle uint32
 	key    uint32
 	iova   uint64
-	home   translate.PA // page i lives at home + i pages
+	home   translate.PA // page i is loaded at home + i pages
 	pages  int
-	two    bool // serve answers with two commands, as drivers do that do not know SetMTTResume
+	two    bool // serve answers with two commands, like drivers that do not know SetMTTResume
 }
 
 const demandAccess = abi.AccessLocalWrite | remoteAll
 
-// demand registers pages of memory, none of which is there yet.
+// demand registers a region of absent pages.
 func (g *guest) demand(pd uint32, pages int, access uint32) *dregion {
 	g.tb.Helper()
 	r := &dregion{g: g, iova: 0x7f1200000000, home: g.alloc(pages * 4096), pages: pages}
@@ -40,7 +40,7 @@ func (g *guest) demand(pd uint32, pages int, access uint32) *dregion {
 
 func (r *dregion) bytes(off, n int) []byte { return r.g.at(r.home+translate.PA(off), n) }
 
-// pas are the addresses of n pages, with the given mark.
+// pas returns the addresses of n pages, with the given flag.
 func (r *dregion) pas(first, n int, mark uint64) []uint64 {
 	pas := make([]uint64, n)
 	for i := range pas {
@@ -49,14 +49,14 @@ func (r *dregion) pas(first, n int, mark uint64) []uint64 {
 	return pas
 }
 
-// set makes n pages present, with the given mark.
+// set makes n pages present, with the given flag.
 func (r *dregion) set(first, n int, mark uint64) {
 	r.g.tb.Helper()
 	r.g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.handle, Count: uint16(n), First: uint64(first)},
 		r.pas(first, n, mark)...))
 }
 
-// setResume makes n pages present and answers the fault that token names, in one command.
+// setResume makes n pages present and answers the fault named by token, in one command.
 func (r *dregion) setResume(want abi.Status, first, n int, token uint64) {
 	r.g.tb.Helper()
 	r.g.refused(want, abi.CmdSetMTT, enc(abi.SizeSetMTT,
@@ -64,7 +64,7 @@ func (r *dregion) setResume(want abi.Status, first, n int, token uint64) {
 		append(r.pas(first, n, 0), token)...))
 }
 
-// present tells whether page i is in the table.
+// present reports whether page i is in the table.
 func (r *dregion) present(i int) bool {
 	_, ok := r.g.vm.Lookup(translate.Key(r.key), translate.VA(r.iova)+translate.VA(i)*4096)
 	return ok
@@ -76,7 +76,7 @@ func (r *dregion) clear(first, n int) {
 		Count: uint64(n)}))
 }
 
-// serve brings in what an event asks for and resumes who waits.
+// serve makes the pages of an event present and resumes the QP that waits.
 func (r *dregion) serve(e abi.Event) {
 	r.g.tb.Helper()
 	first, last := (e.VA-r.iova)/4096, (e.VA+e.Length-1-r.iova)/4096
@@ -106,7 +106,7 @@ func (g *guest) faultQueue(n int) *drvq {
 	return d
 }
 
-// awaitEvents collects n events and gives the buffers back.
+// awaitEvents collects n events and returns the buffers to the device.
 func (d *drvq) awaitEvents(n int) []abi.Event {
 	d.g.tb.Helper()
 	var out []abi.Event
@@ -145,7 +145,7 @@ func (g *guest) bringBack(f *translate.Fault) {
 	g.space.Faults().Finish(f, nil)
 }
 
-// hostServe serves all host faults that are there.
+// hostServe serves all pending host faults.
 func (g *guest) hostServe() (n int) {
 	for f := g.space.Faults().TryNext(); f != nil; f = g.space.Faults().TryNext() {
 		g.bringBack(f)
@@ -182,7 +182,7 @@ func (g *guest) restartFaultQueue(d *drvq, n int) *drvq {
 
 var errAbsent = errors.New("no such memory")
 
-// endFaults ends host faults of a memory that has gone, as its driver does.
+// endFaults fails the host faults of memory that was removed, as its driver does.
 func endFaults(s *translate.Space, out []*translate.Fault) {
 	for _, f := range out {
 		s.Faults().Finish(f, errAbsent)
@@ -192,7 +192,7 @@ func endFaults(s *translate.Space, out []*translate.Fault) {
 // bringAll makes all memory present.
 func (g *guest) bringAll() {
 	for pa := memBase; pa < memBase+memSize; pa += translate.PageSize {
-		_ = g.space.Map(pa, g.mem[pa-memBase:][:translate.PageSize:translate.PageSize]) // there already
+		_ = g.space.Map(pa, g.mem[pa-memBase:][:translate.PageSize:translate.PageSize]) // present already
 	}
 	g.hostServe()
 }

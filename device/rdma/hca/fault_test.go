@@ -10,8 +10,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// A guest's memory file shrinks under traffic: that device stops and says so, its
-// loop and the other VMs go on, and after a reset, with the memory back, it works.
+// A guest's memory file shrinks under traffic: that device stops with an error, its
+// loop and the other VMs continue, and after a reset, with the memory restored, it works.
 func TestMemoryVanishes(t *testing.T) {
 	w := newWorld(t, 1, 3, Limits{})
 	a, b := w.pair() // guests 0 and 2
@@ -65,7 +65,7 @@ func TestMemoryVanishes(t *testing.T) {
 	}
 }
 
-// The hole may be found by a command, too.
+// A command, too, may meet the missing memory.
 func TestMemoryVanishesCommand(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -78,11 +78,11 @@ func TestMemoryVanishesCommand(t *testing.T) {
 	if n := len(g.tables.cqs); n != 0 {
 		t.Errorf("%d CQs", n)
 	}
-	// Nobody is left in an epoch, or disconnect would hang.
+	// No epoch is left open, or disconnect would hang.
 }
 
-// A frame on its way into another VM meets a hole there: the sender loses the
-// frame, as on any network, and repairs that by its timer.
+// A frame is delivered to missing memory of another VM: the sender loses the
+// frame, as on any network, and retransmits it after a timeout.
 func TestForeignFault(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()

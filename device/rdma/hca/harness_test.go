@@ -19,15 +19,15 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// LocalPath says whether devices may copy instead of sending frames. All tests run
+// LocalPath tells whether devices may copy instead of sending frames. All tests run
 // both ways.
 var LocalPath bool
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(ways.Tests{M: m, Local: &LocalPath}) }
 
 // world is a set of guests whose frames reach each other, on loops that the test
-// steps by hand: nothing runs but what the test runs, and time stands still unless
-// it is moved.
+// steps by hand: only steps run code, and time stands still unless
+// the test advances it.
 type world struct {
 	tb      testing.TB
 	loops   []*loop.Loop
@@ -37,23 +37,23 @@ type world struct {
 	lose    func(frame []byte) bool // frames that are lost
 	carried int
 	train   *train           // nil: frames go one by one
-	net     *vswitch.Network // knows the ways; frames do not pass it
+	net     *vswitch.Network // for routes only; frames do not pass it
 }
 
-// guest is a device and its guest's memory, which the test plays the driver in.
+// guest is a device and its guest's memory; the test is its driver.
 type guest struct {
 	*Device
-	*dataSide // the device's
+	*dataSide // the device's data side
 	w         *world
 	tb        testing.TB
 	mem       []byte
 	memfd     int
 	space     *translate.Space
-	view      *translate.Space // the guest's own view: nothing is ever absent
+	view      *translate.Space // the guest's own view: no page is ever absent
 	next      translate.PA
 	resp      [abi.SizeResp + maxReply]byte
 	notes     int                             // config change notices
-	hold      func(pa translate.PA, n uint64) // nil, or what Hold does
+	hold      func(pa translate.PA, n uint64) // implements Hold; nil: no effect
 	port      *vswitch.VMPort
 }
 
@@ -118,7 +118,7 @@ func (w *world) newGuest(id byte, lim Limits) *guest {
 	return g
 }
 
-// shortcut is a port that knows the ways, but whose frames go to carry.
+// shortcut is a port with the network's routes, but whose frames go to carry.
 type shortcut struct {
 	*vswitch.VMPort
 	w *world
@@ -127,7 +127,7 @@ type shortcut struct {
 func (s *shortcut) InputHCA(l *loop.Loop, b *frame.Buf)                 { s.w.carry(l, b) }
 func (s *shortcut) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path) { s.w.carry(l, b) }
 
-// framePort is a Port that carries frames and knows no paths.
+// framePort is a Port that carries frames and has no routes.
 type framePort func(l *loop.Loop, b *frame.Buf)
 
 func (f framePort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
@@ -136,7 +136,7 @@ func (f framePort) ResolveHCA(*loop.Loop, []byte, *vswitch.Path) bool    { retur
 func (f framePort) RouteHCA(*loop.Loop, *vswitch.Flow) (r vswitch.Route) { return r }
 func (f framePort) Owner([16]byte, uint16) (mac vswitch.MAC, ok bool)    { return mac, false }
 
-// losing makes the network lose frames; from then on everything is frames.
+// losing makes the network lose frames; from then on the local path is off.
 func (w *world) losing(lose func(frame []byte) bool) {
 	w.lose = lose
 	for _, g := range w.guests {
@@ -144,7 +144,7 @@ func (w *world) losing(lose func(frame []byte) bool) {
 	}
 }
 
-// carry is the network: a frame goes to whom it names, or to all others.
+// carry is the network: a frame goes to the guest that it addresses, or to all others.
 func (w *world) carry(l *loop.Loop, b *frame.Buf) {
 	f := b.Bytes()
 	w.carried++
@@ -172,7 +172,7 @@ type fakeConn struct{ g *guest }
 func (c fakeConn) Space() *translate.Space { return c.g.space }
 func (c fakeConn) ConfigChanged()          { c.g.notes++ }
 
-// Hold: all of the guest's memory is mapped for good.
+// Hold: all of the guest's memory is always mapped.
 func (c fakeConn) Hold(_ context.Context, pa translate.PA, n uint64) (release func(), err error) {
 	if c.g.hold != nil {
 		c.g.hold(pa, n)
@@ -181,7 +181,7 @@ func (c fakeConn) Hold(_ context.Context, pa translate.PA, n uint64) (release fu
 }
 func (c fakeConn) Memory() hostdriver.Status { return hostdriver.Status{} }
 
-// connect gives the device a fresh memory and what every driver sets up first.
+// connect gives the device fresh memory and the objects that every driver creates first.
 func (g *guest) connect() {
 	g.tb.Helper()
 	fd, err := unix.MemfdCreate("guest", unix.MFD_CLOEXEC)
@@ -224,7 +224,7 @@ func (g *guest) gid() [16]byte {
 	return [16]byte{10: 0xff, 11: 0xff, 12: 10, 13: 0, 14: 0, 15: g.cfg.MAC[5]}
 }
 
-// disconnect takes the memory away, which must find nobody using it.
+// disconnect removes the memory, which must not be in use.
 func (g *guest) disconnect() {
 	g.tb.Helper()
 	if g.mem == nil {
@@ -262,7 +262,7 @@ func (g *guest) remove() {
 	g.Close()
 }
 
-// alloc takes zeroed pages.
+// alloc returns zeroed pages.
 func (g *guest) alloc(n int) translate.PA {
 	g.tb.Helper()
 	pa := g.next
@@ -273,7 +273,7 @@ func (g *guest) alloc(n int) translate.PA {
 	return pa
 }
 
-// at is n bytes of guest memory.
+// at returns n bytes of guest memory.
 func (g *guest) at(pa translate.PA, n int) []byte { return g.mem[pa-memBase:][:n:n] }
 
 func (g *guest) u32(pa translate.PA) *atomic.Uint32 {
@@ -303,7 +303,7 @@ func enc(size int, e encoder, pas ...uint64) []byte {
 	return b
 }
 
-// raw runs a request as it stands.
+// raw runs a request unchanged.
 func (g *guest) raw(req []byte) (abi.Status, []byte) {
 	n, drain := g.execute(context.Background(), req, g.resp[:], uint64(len(g.resp)))
 	if drain != nil {
@@ -353,7 +353,7 @@ func (g *guest) pd() uint32 {
 	return g.mustHandle(abi.CmdCreatePD, nil)
 }
 
-// tring is a ring as the driver sees it.
+// tring is a ring from the driver's side.
 type tring struct {
 	g    *guest
 	base translate.PA
@@ -417,7 +417,7 @@ type tqp struct {
 	scq, rcq *tcq
 }
 
-// qpSpec is what tests vary of a QP.
+// qpSpec has the attributes of a QP that tests vary.
 type qpSpec struct {
 	typ      uint32
 	flags    uint32
@@ -464,7 +464,7 @@ func (g *guest) qp(s qpSpec) *tqp {
 	return q
 }
 
-// modify changes state with the attributes that the transition needs.
+// modify changes the state, with the attributes that the transition requires.
 func (q *tqp) modify(state uint8, mask uint32, a abi.QPAttr) {
 	q.g.tb.Helper()
 	a.QPN, a.QPState, a.AttrMask = q.n, state, mask|abi.QPAttrState
@@ -487,7 +487,7 @@ func (g *guest) av() abi.AV {
 	return abi.AV{DGID: g.gid(), DMAC: g.cfg.MAC, VLANID: abi.NoVLAN, HopLimit: 64}
 }
 
-// connectRC takes a QP to RTS.
+// connectRC moves a QP to RTS.
 func (q *tqp) connectRC(peer *tqp) {
 	q.g.tb.Helper()
 	q.modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
@@ -498,7 +498,7 @@ func (q *tqp) connectRC(peer *tqp) {
 		abi.QPAttr{SQPSN: 7, Timeout: 14, RetryCnt: 3, RNRRetry: 7, MaxRdAtomic: 4})
 }
 
-// connectUD takes a UD QP to RTS.
+// connectUD moves a UD QP to RTS.
 func (q *tqp) connectUD(qkey uint32) {
 	q.g.tb.Helper()
 	q.modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrQKey, abi.QPAttr{QKey: qkey})
@@ -527,7 +527,7 @@ func (q *tqp) bell() {
 	q.g.u64(db + abi.DoorbellSummaryOff + translate.PA(8*(q.slot/4096))).Or(1 << (q.slot / 64 % 64))
 }
 
-// wqe is the next free slot of the SQ.
+// wqe returns the next free slot of the SQ.
 func (q *tqp) wqe() abi.SendWQE { return abi.SendWQE(q.sq.elem(q.sq.prod().Load())) }
 
 func (q *tqp) recv(id uint64, sgl ...abi.SGE) {
@@ -535,7 +535,7 @@ func (q *tqp) recv(id uint64, sgl ...abi.SGE) {
 	q.rq.push()
 }
 
-// post makes what wqe was filled with visible and rings.
+// post publishes the filled slot and rings the doorbell.
 func (q *tqp) post() {
 	q.sq.push()
 	q.bell()
@@ -582,10 +582,10 @@ func (w *world) until(what string, cond func() bool) {
 		if i < steps {
 			w.clock.Advance(time.Millisecond)
 		} else {
-			time.Sleep(time.Millisecond) // the host's driver, a goroutine, has not had its turn
+			time.Sleep(time.Millisecond) // the host's driver, a goroutine, has not run yet
 		}
 	}
-	w.tb.Fatalf("gave up waiting for %s", what)
+	w.tb.Fatalf("timeout waiting for %s", what)
 }
 
 // await collects n completions.

@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// Three VMs: the first two are connected, the third is up to no good.
+// Three VMs: the first two are connected, the third attacks them.
 type trio struct {
 	w      *world
 	a, b   *tqp
@@ -25,7 +25,7 @@ func newTrio(t *testing.T) *trio {
 	x := &trio{w: w, a: ga.qp(qpSpec{pd: ga.pd()}), b: gb.qp(qpSpec{pd: gb.pd()}), evil: w.guests[2]}
 	x.a.connectRC(x.b)
 	x.b.connectRC(x.a)
-	gb.mr(1, gb.alloc(4096), 4096, demandAccess) // so that the key below is one that the evil guest does not have
+	gb.mr(1, gb.alloc(4096), 4096, demandAccess) // so that the evil guest does not have the key below
 	gb.mr(1, gb.alloc(4096), 4096, demandAccess)
 	x.secret = gb.alloc(4096)
 	x.key = gb.mr(1, x.secret, 4096, demandAccess)
@@ -33,7 +33,7 @@ func newTrio(t *testing.T) *trio {
 	return x
 }
 
-// intact tells whether the secret is as it was, and nowhere in the evil guest.
+// intact checks that the secret is unchanged and was not copied into the evil guest.
 func (x *trio) intact(t *testing.T, what string) {
 	t.Helper()
 	want := pattern(make([]byte, secretLen), 77)
@@ -45,7 +45,7 @@ func (x *trio) intact(t *testing.T, what string) {
 	}
 }
 
-// run posts a request and returns how it ended.
+// run posts a request and returns its status.
 func (q *tqp) run(op uint32, sge abi.SGE, rva uint64, rkey uint32) uint32 {
 	q.g.tb.Helper()
 	s := q.wqe()
@@ -58,7 +58,7 @@ func (q *tqp) run(op uint32, sge abi.SGE, rva uint64, rkey uint32) uint32 {
 	return q.scq.await(1)[0].Status
 }
 
-// loop is a connection from the guest to itself; the end that requests.
+// loop connects the guest to itself and returns the requester's QP.
 func (g *guest) loop(pd uint32) *tqp {
 	g.tb.Helper()
 	a, b := g.qp(qpSpec{pd: pd}), g.qp(qpSpec{pd: pd})
@@ -67,7 +67,7 @@ func (g *guest) loop(pd uint32) *tqp {
 	return a
 }
 
-// A key of another VM is no key, whichever way it is used (PF-5).
+// A key of another VM is invalid in every use (PF-5).
 func TestForeignKeys(t *testing.T) {
 	for _, op := range []uint32{abi.WRRDMAWrite, abi.WRRDMARead} {
 		x := newTrio(t)
@@ -77,7 +77,7 @@ func TestForeignKeys(t *testing.T) {
 		mine := g.alloc(4096)
 		own := g.mr(1, mine, 4096, demandAccess)
 		if own == x.key {
-			t.Fatal("the test needs another key")
+			t.Fatal("test set-up: the evil guest has the same key")
 		}
 		if s := p.run(op, abi.SGE{Addr: uint64(x.secret), Length: 8, LKey: x.key}, uint64(mine), own); s != abi.WCLocProtErr {
 			t.Errorf("as a local key: status %d", s)
@@ -91,7 +91,7 @@ func TestForeignKeys(t *testing.T) {
 	}
 }
 
-// The same number may be a key in two VMs; each reaches its own memory with it.
+// The same number may be a key in two VMs; in each it reaches that VM's memory.
 func TestEqualKeys(t *testing.T) {
 	x := newTrio(t)
 	g := x.evil
@@ -101,7 +101,7 @@ func TestEqualKeys(t *testing.T) {
 		own = g.mr(pd, g.alloc(4096), 4096, demandAccess)
 	}
 	if own != x.key {
-		t.Fatalf("keys %#x and %#x: the test needs equal ones", own, x.key)
+		t.Fatalf("keys %#x and %#x: test set-up: want equal keys", own, x.key)
 	}
 	p := g.qp(qpSpec{pd: pd})
 	p.connectRC(p)
@@ -112,8 +112,8 @@ func TestEqualKeys(t *testing.T) {
 	x.intact(t, "equal keys")
 }
 
-// Who guesses a QP number, PSN and key of a connection that is not its own is not
-// heard: its address is another.
+// Packets that guess QP number, PSN and key of another VM's connection are
+// dropped: their source address is wrong.
 func TestForeignQPNumber(t *testing.T) {
 	x := newTrio(t)
 	g := x.evil
@@ -130,14 +130,14 @@ func TestForeignQPNumber(t *testing.T) {
 		p.connectRC(x.b)
 	}
 	x.intact(t, "QP number")
-	// The connection itself is none the worse for it.
+	// The connection itself is unaffected.
 	buf := x.a.g.alloc(4096)
 	k := x.a.g.mr(1, buf, 4096, demandAccess)
 	if s := x.a.run(abi.WRRDMARead, abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}, uint64(x.secret),
 		x.key); s != abi.WCSuccess {
 		t.Errorf("the rightful peer: status %d", s)
 	}
-	// Nor do commands reach what another VM has.
+	// Commands cannot reach another VM's objects either.
 	for _, op := range []abi.Opcode{abi.CmdQueryQP, abi.CmdDestroyQP} {
 		g.refused(abi.StatusNotFound, op, handle(x.b.n+0x10000*3))
 	}
@@ -146,7 +146,7 @@ func TestForeignQPNumber(t *testing.T) {
 	g.refused(abi.StatusNotFound, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: x.key, Count: 1}, uint64(mine)))
 }
 
-// Addresses outside a VM's own memory lead nowhere, by whatever table they are named.
+// Addresses outside a VM's own memory are refused in every table.
 func TestForeignAddresses(t *testing.T) {
 	x := newTrio(t)
 	g := x.evil
@@ -158,7 +158,7 @@ func TestForeignAddresses(t *testing.T) {
 		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1}, pa))
 		g.refused(abi.StatusFault, abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: d.handle, Count: 1},
 			pa|abi.MTTReadOnly))
-		// RA-1: real addresses, of a QP that may use them.
+		// RA-1: real addresses, on a QP that may use them.
 		p := g.qp(qpSpec{pd: pd, flags: abi.QPPrivileged})
 		p.connectRC(p)
 		if s := p.run(abi.WRRDMAWrite, abi.SGE{Addr: pa, Length: 8, LKey: abi.DMALKey}, uint64(mine),
@@ -179,8 +179,8 @@ func TestForeignAddresses(t *testing.T) {
 	x.intact(t, "address")
 }
 
-// The uplink attribute accompanies every access of a VM's memory (PF-3): read-only
-// memory is not written, blocked memory not read either, and nobody else notices.
+// The uplink attribute applies to every access of a VM's memory (PF-3): read-only
+// memory is not written, blocked memory is not read either, and other VMs are unaffected.
 func TestUplinkAttribute(t *testing.T) {
 	for _, u := range []translate.Uplink{translate.UplinkReadOnly, translate.UplinkBlocked} {
 		x := newTrio(t)
@@ -196,16 +196,16 @@ func TestUplinkAttribute(t *testing.T) {
 		sge := abi.SGE{Addr: uint64(buf), Length: secretLen, LKey: k}
 		if u == translate.UplinkReadOnly {
 			if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCSuccess {
-				t.Errorf("reading what is read-only: status %d", s)
+				t.Errorf("reading read-only memory: status %d", s)
 			}
 			clear(x.a.g.at(buf, secretLen))
-			// Its QP may fail before, since its rings cannot be written either.
+			// Its QP may fail earlier, because its rings cannot be written either.
 			if s := x.a.run(abi.WRRDMAWrite, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr && s != abi.WCRetryExcErr {
-				t.Errorf("writing what is read-only: status %d", s)
+				t.Errorf("writing read-only memory: status %d", s)
 			}
 		} else if s := x.a.run(abi.WRRDMARead, sge, uint64(x.secret), x.key); s != abi.WCRemAccessErr &&
 			s != abi.WCRetryExcErr {
-			t.Errorf("reading what is blocked: status %d", s)
+			t.Errorf("reading blocked memory: status %d", s)
 		}
 		x.intact(t, "uplink")
 		if u == translate.UplinkBlocked && bytes.Equal(x.a.g.at(buf, 8), x.b.g.at(x.secret, 8)) {

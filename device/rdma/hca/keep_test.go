@@ -13,7 +13,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// connectUC makes a connection of two UC QPs; either may write into the other's memory.
+// connectUC connects two UC QPs; either may write to the other's memory.
 func connectUC(a, b *tqp) {
 	for _, x := range [][2]*tqp{{a, b}, {b, a}} {
 		x[0].modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags,
@@ -24,9 +24,9 @@ func connectUC(a, b *tqp) {
 	}
 }
 
-// What UC and UD receive in pages absent on the host arrives, in order, when the
-// pages are there; what finds no room meanwhile is dropped and counted. Frame
-// buffers are the host's: those of a QP that goes are given back.
+// UC and UD packets to pages absent on the host are delivered, in order, when the
+// pages are present; packets beyond the bounds are dropped and counted. A destroyed
+// QP frees its frame buffers.
 func TestKept(t *testing.T) {
 	for _, typ := range []uint32{abi.QPTypeUD, abi.QPTypeUC} {
 		w := newWorld(t, 1, 2, Limits{})
@@ -96,7 +96,7 @@ func TestKept(t *testing.T) {
 		}
 		gb.takeAway(dst, size)
 		b.recv(1, abi.SGE{Addr: uint64(dst), Length: uint32(head + n), LKey: kb})
-		others := 0 // keep as many as there may be: nothing is left for b
+		others := 0 // keep the maximum: nothing is left for b
 		for w.pool.Keep() {
 			others++
 		}
@@ -129,8 +129,8 @@ func TestKept(t *testing.T) {
 	}
 }
 
-// Memory that the host cannot have ends the packets that need it, not in asking for
-// it for ever.
+// If the host cannot provide memory, the packets that need it are dropped, and the
+// fault is not raised for ever.
 func TestKeptGone(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -142,7 +142,7 @@ func TestKeptGone(t *testing.T) {
 	fill(ga.at(src, 4096), 7)
 	used := w.pool.InUse()
 	gb.takeAway(dst, 4096)
-	const lost = 3 // WRITEs to the page that is gone; one more to the page behind it
+	const lost = 3 // WRITEs to the missing page; one more to the next page
 	for i := range uint64(lost + 1) {
 		s := a.wqe()
 		s.SetRequest(i, abi.WRRDMAWrite, abi.SendSignaled)
@@ -160,20 +160,20 @@ func TestKeptGone(t *testing.T) {
 		return bytes.Equal(gb.at(dst+4096, 100), ga.at(src, 100))
 	})
 	if n := gb.Stats().Value[abi.StatFaultDrops]; asked != lost || n != lost {
-		t.Errorf("%d WRITEs to memory that is gone: %d faults, %d drops", lost, asked, n)
+		t.Errorf("%d WRITEs to missing memory: %d faults, %d drops", lost, asked, n)
 	}
 	if n := w.pool.InUse(); n != used {
 		t.Errorf("%d frame buffers are in use, %d were", n, used)
 	}
 }
 
-// train has the network couple packets, as a VTEP does.
+// train has the network join packets to trains, as a VTEP does.
 type train struct {
 	w *world
 	gso.Train
-	packets, sent int        // that came in trains, and the trains
-	shared        *frame.Buf // every third is in somebody else's hands as well, for a while, ...
-	was           []byte     // ... who reads it
+	packets, sent int        // packets that arrived in trains, and trains
+	shared        *frame.Buf // every third train has another reader for a while
+	was           []byte     // the contents that it must keep
 }
 
 func (t *train) take(l *loop.Loop, f []byte) {
@@ -195,11 +195,11 @@ func (t *train) alone(l *loop.Loop, f []byte) {
 	b.Free()
 }
 
-// leave sends what is coupled.
+// leave sends the train.
 func (t *train) leave(l *loop.Loop) {
 	if t.shared != nil {
 		if !bytes.Equal(t.shared.Bytes(), t.was) {
-			t.w.tb.Error("a train was changed under somebody's hands")
+			t.w.tb.Error("a train was changed while it had another reader")
 		}
 		t.shared.Free()
 		t.shared = nil
@@ -222,8 +222,8 @@ func (t *train) leave(l *loop.Loop) {
 	b.Free()
 }
 
-// What comes in trains arrives as if it had come one by one: in order, or held or kept by itself if its turn or its
-// page is not there yet. Packets that are not what they claim cost themselves only.
+// Packets of trains are received as if they had arrived one by one: in order, or kept alone if they are out of order
+// or their page is absent. An invalid packet does not affect the others.
 func TestTrain(t *testing.T) {
 	const size = 1 << 20
 	w := newWorld(t, 1, 2, Limits{})
@@ -262,11 +262,11 @@ func TestTrain(t *testing.T) {
 		loss = lossy
 		write(byte(round))
 		if n := ga.Stats().Value[abi.StatRetransmits]; lossy != (n > 0) {
-			t.Errorf("lossy %v: %d packets were repeated", lossy, n)
+			t.Errorf("lossy %v: %d packets were retransmitted", lossy, n)
 		}
 	}
 	if n := gb.rejected[rejectHeader].Load(); n != 0 {
-		t.Errorf("%d packets are none", n)
+		t.Errorf("%d packets have invalid headers", n)
 	}
 	big := 0
 	for w.pool.KeepBig() {
@@ -277,17 +277,17 @@ func TestTrain(t *testing.T) {
 	}
 	before, repeated := w.train.packets, ga.Stats().Value[abi.StatRetransmits]
 	loss = false
-	write(3) // there is no room for trains
+	write(3) // no buffers for trains are left
 	for ; big > 0; big-- {
 		w.pool.UnkeepBig()
 	}
 	if n := gb.rejected[rejectHeader].Load(); n != 0 || w.train.packets == before ||
 		ga.Stats().Value[abi.StatRetransmits] != repeated {
-		t.Errorf("without room for trains: %d packets are none, %d came, some were repeated", n, w.train.packets-before)
+		t.Errorf("no train buffers: %d invalid headers, %d packets came, some retransmitted", n, w.train.packets-before)
 	}
 	st, icrc := gb.Describe().Stats, gb.rejected[rejectICRC].Load()
 	if w.train.packets < size/4096 || w.train.sent < 20 || st["kept_packets"] == 0 || icrc == 0 {
-		t.Errorf("%d packets came in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent,
+		t.Errorf("%d packets arrived in %d trains, %d were kept, %d had a wrong ICRC", w.train.packets, w.train.sent,
 			st["kept_packets"], icrc)
 	}
 	w.step(10)
@@ -296,8 +296,8 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// What comes ahead of its turn on RC, requests at the responder and answers to READs at the requester, is held until
-// what was lost has been repeated, within bounds, and given back whatever becomes of the QP or of its peer.
+// Out-of-order packets on RC, requests at the responder and READ responses at the requester, are held until the lost
+// packets were retransmitted, within bounds, and freed whatever happens to the QP or its peer.
 func TestHeld(t *testing.T) {
 	for _, read := range []bool{false, true} {
 		t.Run(map[bool]string{false: "requests", true: "answers"}[read], func(t *testing.T) { testHeld(t, read) })
@@ -318,7 +318,7 @@ func testHeld(t *testing.T, read bool) {
 	pairs, lose, opcode, holder := uint64(6), wire.Write, uint32(abi.WRRDMAWrite), gb
 	if read {
 		want = bytes.Clone(gb.at(mb, size))
-		pairs, lose, opcode, holder = 24, wire.ReadResponse, abi.WRRDMARead, ga // a QP asks for less at once
+		pairs, lose, opcode, holder = 24, wire.ReadResponse, abi.WRRDMARead, ga // a QP requests less at once
 	}
 	used, lossy := w.pool.InUse(), true
 	w.losing(func(f []byte) bool {
@@ -341,7 +341,7 @@ func testHeld(t *testing.T, read bool) {
 		a.post()
 	}
 	e := holder.engines[0]
-	w.until("all that may be held", func() bool { return e.heldFrames == min(maxLaneHeld, w.pool.Count()/2) })
+	w.until("the maximum of held frames", func() bool { return e.heldFrames == min(maxLaneHeld, w.pool.Count()/2) })
 	w.step(10)
 	if e.heldFrames > maxLaneHeld || e.kept != 0 {
 		t.Errorf("%d frames are held, %d kept", e.heldFrames, e.kept)

@@ -12,7 +12,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// budgeted opens device i with that much memory in use by the guest.
+// budgeted opens device i; the guest uses the given amount of memory.
 func (s *site) budgeted(i, size int) (*client, *guestdrv.Buffer, *guestdrv.MR) {
 	s.t.Helper()
 	c := s.open(i)
@@ -28,9 +28,9 @@ func (s *site) budgeted(i, size int) (*client, *guestdrv.Buffer, *guestdrv.MR) {
 	return c, b, mr
 }
 
-// VMs whose memory is far larger than what the host may keep resident of it (PF-15):
-// transfers all over it arrive whole, within the budget, with the real host driver.
-// Then the guests go in the midst of it, and take everything along.
+// VMs whose memory is far larger than the part that the host may keep resident (PF-15):
+// transfers all over it succeed, within the budget, with the real host driver.
+// Then the guests disconnect under traffic, and all their memory is released.
 func TestBudget(t *testing.T) {
 	const (
 		size   = 24 << 20
@@ -97,16 +97,16 @@ func TestBudget(t *testing.T) {
 			st := h.dev.Describe()
 			return !st.Connected && st.Faults.Parked == 0
 		})
-		// What the guests had is neither held nor resident any more.
-		testutil.Eventually(t, "its memory is given back", func() bool {
+		// The guests' memory is neither held nor resident any more.
+		testutil.Eventually(t, "its memory is released", func() bool {
 			m := h.budget.Status()
 			return m.Held == 0 && m.Resident == 0
 		})
 	}
 }
 
-// BenchmarkGuestFault is a WRITE of 8 bytes to a page that its guest brings in at
-// once and takes back afterwards. The metrics are the device's own: from raising the
+// BenchmarkGuestFault is a WRITE of 8 bytes to a page that its guest makes present at
+// once and clears afterwards. The metrics are the device's own: from raising the
 // fault to RESUME_FAULT.
 func BenchmarkGuestFault(b *testing.B) {
 	s := newSite(b, 2, 1, hca.Limits{}, 0)

@@ -9,8 +9,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// One CQ is filled from two loops at once: every completion arrives once, and
-// those of one QP in order.
+// Two loops fill one CQ: every completion arrives once, and those of one QP in
+// order.
 func TestCQBetweenLoops(t *testing.T) {
 	s := newSiteOf(t, 2, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
@@ -33,7 +33,7 @@ func TestCQBetweenLoops(t *testing.T) {
 	first, second := cq(b, 64), cq(b, 256)
 	qp(b, first, first)        // binds first to one loop
 	y := qp(b, second, second) // and second to the other
-	x := qp(b, first, second)  // lives with first, receives into second
+	x := qp(b, first, second)  // placed with first, receives into second
 	px, py := qp(a, cq(a, 128), cq(a, 16)), qp(a, cq(a, 128), cq(a, 16))
 	px.cq, py.cq = nil, nil
 	join(t, px, x)
@@ -43,7 +43,7 @@ func TestCQBetweenLoops(t *testing.T) {
 		engines[q.QPN] = q.Engine
 	}
 	if engines[x.qp.Number()] == engines[y.qp.Number()] {
-		t.Fatal("both QPs are on one loop: the test does not test sharing")
+		t.Fatal("both QPs are on one loop: test set-up: they must share a CQ between loops")
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -91,7 +91,7 @@ func TestCQBetweenLoops(t *testing.T) {
 	}
 }
 
-// QPs of two loops are told their peers, at both ends at once and while others work, and meet: no request fails, and
+// QPs of two loops get their peers, at both ends at once and under traffic, and move to one loop: no request fails, and
 // with the local path both ends are on one loop afterwards.
 func TestMeeting(t *testing.T) {
 	s := newSiteOf(t, 2, 3, hca.Limits{}, 0)
@@ -119,7 +119,7 @@ func TestMeeting(t *testing.T) {
 						t.Error(err)
 						return
 					}
-					ready.Wait() // or it would be refused by a peer that is not ready
+					ready.Wait() // a peer that is not ready would refuse it
 					wcs := make([]guestdrv.Completion, 8)
 					for id := range uint64(50) {
 						wr := requests[id%2](id, p[1].c.mr.Remote(0), p[0].c.mr.SGE(0, 9000)).With(guestdrv.SendSignaled)

@@ -27,7 +27,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
-// These tests run devices as vnicd does: loops on their threads, real sockets,
+// These tests run devices as vnicd does: loops on their own threads, real sockets,
 // drivers in other goroutines.
 
 const patience = 60 * time.Second
@@ -49,14 +49,14 @@ type host struct {
 	budget *hostdriver.Budget
 }
 
-// newSite makes devices; budget bounds what the host keeps resident of each guest's
-// memory, 0 does not.
+// newSite creates devices; budget bounds each guest's memory that the host keeps
+// resident; 0: no bound.
 func newSite(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
 	t.Helper()
 	return newSiteOf(t, hosts, ways.Engines(loops), lim, budget)
 }
 
-// newSiteOf has as many loops as it says.
+// newSiteOf is newSite with the given number of loops.
 func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *site {
 	t.Helper()
 	s := &site{t: t}
@@ -116,7 +116,7 @@ func newSiteOf(t testing.TB, hosts, loops int, lim hca.Limits, budget uint64) *s
 	return s
 }
 
-// client is an open driver with what traffic needs.
+// client is an open driver with the objects that traffic needs.
 type client struct {
 	*guestdrv.Device
 	h  *host
@@ -173,7 +173,7 @@ func (c *client) end(t testing.TB) *end {
 
 func join(t testing.TB, a, b *end) {
 	t.Helper()
-	// A second in all: a busy machine may leave a loop waiting for its turn that long.
+	// A second in all: on a busy machine a loop may wait that long for a processor.
 	o := guestdrv.ConnectOptions{Timeout: 15}
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
@@ -214,8 +214,8 @@ func (e *end) write(ctx context.Context, peer *end) (done int, last guestdrv.WCS
 	return done, last
 }
 
-// QPs, CQs and regions come and go under traffic, on two loops, while people look
-// at the status. Whatever is destroyed, the connections of others go on.
+// QPs, CQs and regions are created and destroyed under traffic, on two loops, while
+// the status is read. Other connections continue, whatever is destroyed.
 func TestDestroyUnderTraffic(t *testing.T) {
 	s := newSite(t, 2, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
@@ -235,7 +235,7 @@ func TestDestroyUnderTraffic(t *testing.T) {
 					t.Errorf("status %+v", st)
 				}
 			}
-			time.Sleep(time.Millisecond) // spares the loops; nothing waits for it
+			time.Sleep(time.Millisecond) // leaves the processor to the loops
 		}
 	})
 	for round := range 12 {
@@ -292,8 +292,8 @@ func TestDestroyUnderTraffic(t *testing.T) {
 }
 
 // A front end vanishes under traffic, both as sender and as target: its peers run
-// into their timeouts, others notice nothing, and the next front end gets a clean
-// device. Several times, to meet the races.
+// into their timeouts, other VMs are unaffected, and the next front end gets a clean
+// device. Repeated several times, to meet the races.
 func TestDisconnectUnderTraffic(t *testing.T) {
 	s := newSite(t, 3, 2, hca.Limits{}, 0)
 	a, b := s.open(0), s.open(1)
@@ -320,7 +320,7 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 		})
 		wctx, wstop := context.WithCancel(ctx)
 		ww.Go(func() { cout.write(wctx, out) })
-		// Both directions are under way before the plug is pulled.
+		// Both directions run before the front end disconnects.
 		for {
 			st, err := a.Stats(context.Background())
 			if err != nil {
@@ -336,7 +336,7 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 		wstop()
 		ww.Wait()
 		if f := guestdrv.WCStatus(failed.Load()); f != guestdrv.WCRetryExcErr {
-			t.Errorf("the peer of the front end that went ended with %q", f)
+			t.Errorf("the peer of the lost front end ended with %q", f)
 		}
 		for _, e := range []*end{in, out} {
 			if err := e.qp.Close(); err != nil {
@@ -375,8 +375,8 @@ func (s *site) raw(i int) (*frontend.Device, *frontend.Memory) {
 	return d, mem
 }
 
-// Chains that make no command break the command queue and nothing more: the
-// device goes down cleanly, and the next front end is served.
+// Chains that are not a command break only the command queue: the device
+// goes down cleanly, and the next front end is served.
 func TestHostileCommandChains(t *testing.T) {
 	s := newSite(t, 1, 1, hca.Limits{}, 0)
 	good := func(q *frontend.Queue, mem *frontend.Memory) bool {
@@ -401,7 +401,7 @@ func TestHostileCommandChains(t *testing.T) {
 	for name, c := range map[string]struct{ out, in []frontend.Buf }{
 		"request too long": {[]frontend.Buf{{PA: 0x100000, Len: abi.CmdMax + 1}},
 			[]frontend.Buf{{PA: 0x180000, Len: 64}}},
-		"no room for a response":    {[]frontend.Buf{{PA: 0x100000, Len: 8}}, nil},
+		"response buffer too small": {[]frontend.Buf{{PA: 0x100000, Len: 8}}, nil},
 		"little room":               {[]frontend.Buf{{PA: 0x100000, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 7}}},
 		"request outside memory":    {[]frontend.Buf{{PA: 0x10, Len: 8}}, []frontend.Buf{{PA: 0x180000, Len: 64}}},
 		"response outside memory":   {[]frontend.Buf{{PA: 0x100000, Len: 8}}, []frontend.Buf{{PA: 1 << 40, Len: 64}}},
@@ -412,7 +412,7 @@ func TestHostileCommandChains(t *testing.T) {
 			defer mem.Close()
 			q := d.Queue(abi.CommandQueue)
 			if !good(q, mem) {
-				t.Error("a good command failed")
+				t.Error("a valid command failed")
 			}
 			if err := q.Add(7, c.out, c.in); err == nil {
 				q.Kick()

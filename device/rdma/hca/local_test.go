@@ -14,7 +14,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// localWorld is a world with the local path, whatever the rest of the run does.
+// localWorld is a world with the local path, whatever LocalPath is.
 func localWorld(t *testing.T, loops, guests int) *world {
 	t.Helper()
 	defer func(old bool) { LocalPath = old }(LocalPath)
@@ -40,7 +40,7 @@ func newMover(t *testing.T, a, b *tqp, size int) *mover {
 	return m
 }
 
-// move WRITEs once and returns the status and how many frames that took.
+// move WRITEs once and returns the status and the number of frames.
 func (m *mover) move() (status uint32, frames int) {
 	m.t.Helper()
 	m.n++
@@ -61,7 +61,7 @@ func (m *mover) move() (status uint32, frames int) {
 	return wc.Status, m.a.g.w.carried - before
 }
 
-// expect moves once; the request succeeds, as frames or not.
+// expect moves once; the request must succeed, with or without frames.
 func (m *mover) expect(what string, asFrames bool) {
 	m.t.Helper()
 	if st, n := m.move(); st != abi.WCSuccess || (n > 0) != asFrames {
@@ -73,9 +73,9 @@ type watcher struct{}
 
 func (watcher) Frame(*loop.Loop, bool, []byte) {}
 
-// Between two VMs of a loop there are no frames, unless somebody wants to see them,
-// they would be refused or held up, or go elsewhere. It is noticed with the next
-// turn, and so is the end of it.
+// Between two VMs of a loop there are no frames, unless a capture needs them, or they
+// would be refused, delayed, or delivered elsewhere. The change takes effect at the
+// next turn, and so does its end.
 func TestLocalPath(t *testing.T) {
 	w := localWorld(t, 1, 3)
 	ga, gb := w.guests[0], w.guests[2]
@@ -88,7 +88,7 @@ func TestLocalPath(t *testing.T) {
 		}
 		m.expect("a capture", true)
 		g.port.Attachment().RemoveMonitor()
-		m.expect("no capture any more", false)
+		m.expect("capture ended", false)
 	}
 	for _, g := range []*guest{ga, gb} {
 		g.port.SetHCA(nil)
@@ -127,11 +127,11 @@ func TestLocalPath(t *testing.T) {
 	}
 	m.expect("frames beyond the MTU", true)
 	if ga.Stats().Value[abi.StatTxPackets] == 0 {
-		t.Error("nothing was counted")
+		t.Error("no frame was counted")
 	}
 }
 
-// What ends a connection over the wire ends it here.
+// Events that end a connection over the wire end it on the local path.
 func TestLocalPeerGone(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -172,8 +172,8 @@ func TestLocalPeerGone(t *testing.T) {
 	}
 }
 
-// QPs of different loops come together, QPs of one VM copy, too, and a QP that is its own peer sends frames. Whoever
-// has a receive queue with others stays.
+// QPs of different loops move together, QPs of one VM also copy, and a QP that is its own peer sends frames. A QP
+// with an SRQ stays.
 func TestLocalPlaces(t *testing.T) {
 	w := localWorld(t, 3, 2)
 	g, h := w.guests[0], w.guests[1]
@@ -214,10 +214,10 @@ func TestLocalPlaces(t *testing.T) {
 	}
 }
 
-// where is the engine that the QP lives on.
+// where returns the QP's engine.
 func (q *tqp) where() int { return q.g.qpFor(q.n).engine.id }
 
-// A completion queue that a QP leaves behind is locked if others use it, and follows if nobody does.
+// When a QP moves, its completion queue gets a lock if other QPs use it, and moves too if none does.
 func TestMoveLeavesCQ(t *testing.T) {
 	for _, shared := range []bool{false, true} {
 		w := localWorld(t, 2, 2)
@@ -231,7 +231,7 @@ func TestMoveLeavesCQ(t *testing.T) {
 		var y *tqp
 		for range 4 {
 			if y = h.qp(qpSpec{pd: hpd}); y.where() != x.where() && (x.n+y.n)>>1&1 == uint32(1-x.where()) {
-				break // to where y is
+				break // to y's engine
 			}
 		}
 		from := x.where()
@@ -249,8 +249,8 @@ func TestMoveLeavesCQ(t *testing.T) {
 	}
 }
 
-// While a copy goes on both VMs' releases wait (EP-1, EP-3), and so does who
-// changes the switch; not any longer.
+// During a copy the releases of both VMs wait (EP-1, EP-3), and so do changes
+// of the switch; afterwards they complete.
 func TestLocalHolds(t *testing.T) {
 	w := localWorld(t, 1, 2)
 	a, b := w.pair()
@@ -274,11 +274,11 @@ func TestLocalHolds(t *testing.T) {
 			t.Error("own memory is still in use")
 		}
 	})
-	w.net.Quiesce() // or would wait for ever
+	w.net.Quiesce() // hangs if the switch is still in use
 }
 
-// A hole in one VM's memory stops that VM's device and no other, whichever side of
-// a copy it is on.
+// Missing memory of a VM stops that VM's device and no other, on either side of
+// a copy.
 func TestLocalHole(t *testing.T) {
 	for _, own := range []bool{true, false} {
 		t.Run(fmt.Sprintf("own=%v", own), func(t *testing.T) {
@@ -290,7 +290,7 @@ func TestLocalHole(t *testing.T) {
 			if !own {
 				victim, other, at = b.g, a.g, m.dst
 			}
-			// What lies behind is gone; rings and tables lie before.
+			// The memory behind is missing; rings and tables lie before.
 			if err := unix.Ftruncate(victim.memfd, int64(at-memBase)+8192); err != nil {
 				t.Fatal(err)
 			}
@@ -313,7 +313,7 @@ func TestLocalHole(t *testing.T) {
 	}
 }
 
-// Copies are made in slices, and a pass is one while another VM has work for the loop. Nobody waits for more.
+// Copies are made in slices; a pass makes one slice while another VM has work for the loop, so that it waits no longer.
 func TestLocalSlices(t *testing.T) {
 	w := localWorld(t, 1, 2)
 	a, b := w.pair()

@@ -8,7 +8,7 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// fast makes a region for fast registration with one page, list its list.
+// fast creates a region for fast registration with one page; list is its page list.
 func (g *guest) fast(pd uint32) (key uint32, list translate.PA) {
 	g.tb.Helper()
 	var r abi.CreateMRResp
@@ -19,9 +19,9 @@ func (g *guest) fast(pd uint32) (key uint32, list translate.PA) {
 	return r.LKey, g.alloc(4096)
 }
 
-// TestInvalidationWaits: another loop is in the midst of using what is invalidated,
-// by the peer and then by a request of one's own. The key is void at once; the
-// completion comes when the other is through (EP-3), and what is behind it after that.
+// TestInvalidationWaits: another loop uses memory that is invalidated, first by the
+// peer, then by a local request. The key is void at once; the
+// completion comes when the other loop has finished (EP-3), and later completions after it.
 func TestInvalidationWaits(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -65,7 +65,7 @@ func TestInvalidationWaits(t *testing.T) {
 	s.SetRDMA(1<<40, k)
 	s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: 4096, LKey: kb}})
 	b.post()
-	for id := range uint32(2) { // the second is behind the one that waits
+	for id := range uint32(2) { // the second is behind the waiting one
 		s = b.wqe()
 		s.SetRequest(uint64(3+id), []uint32{abi.WRSendWithInv, abi.WRSend}[id], abi.SendSignaled)
 		s.SetInvalidateRKey(k)
@@ -104,7 +104,7 @@ func TestInvalidationWaits(t *testing.T) {
 		t.Fatalf("invalidation %+v", wc)
 	}
 
-	// A QP that is destroyed while it waits leaves nothing behind.
+	// A QP that is destroyed while it waits releases everything.
 	k = register(7)
 	other = epochs.Enter(busy)
 	s = b.wqe()

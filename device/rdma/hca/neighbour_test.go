@@ -11,7 +11,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// station is a host of the network that hears everything and says what it is told to.
+// station is a host of the network that records all frames and sends what the test injects.
 type station struct {
 	att *vswitch.Attachment
 	got [][]byte
@@ -27,8 +27,8 @@ func (s *station) take() [][]byte {
 	return got
 }
 
-// TestNeighbours: two devices without a network card find each other and a host by ARP and ND, are found by it, and
-// answer for nobody else.
+// TestNeighbours: two devices without a network card resolve each other and a host by ARP and ND, are resolved by the
+// host, and answer only for their own addresses.
 func TestNeighbours(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	net, err := vswitch.NewNetwork(vswitch.Config{VNI: 2, MTU: 1500, Clock: w.clock, Pool: w.pool})
@@ -85,16 +85,16 @@ func TestNeighbours(t *testing.T) {
 		if got := resolve(c.a); got != a.cfg.MAC {
 			t.Errorf("its own address %s: %x", c.a, got)
 		}
-		// The neighbour answers within the question, so that the second look finds it.
+		// The neighbour answers within the request, so that the second lookup finds it.
 		resolve(c.b)
 		if got := resolve(c.b); got != b.cfg.MAC {
 			t.Errorf("%s is at %x, want %x", c.b, got, b.cfg.MAC)
 		}
-		// A host that says nothing stays unknown; each look asks it.
+		// A silent host stays unknown; each lookup sends a request.
 		host.take()
 		for range 2 {
 			if got := resolve(c.host); got != [6]byte{} {
-				t.Fatalf("%s is at %x before it has said a word", c.host, got)
+				t.Fatalf("%s is at %x before it sent a frame", c.host, got)
 			}
 		}
 		asked := host.take()
@@ -119,7 +119,7 @@ func TestNeighbours(t *testing.T) {
 		if got := resolve(c.host); got != hostMAC {
 			t.Errorf("%s is at %x, want %x", c.host, got, hostMAC)
 		}
-		// The host asks, to the device itself so that the switch does not answer: for its address, for nobody's.
+		// The host asks the device directly, so that the switch does not answer: for its address, and for an unused one.
 		ask := func(target string) [][]byte {
 			t.Helper()
 			host.take()
@@ -156,13 +156,13 @@ func TestNeighbours(t *testing.T) {
 		{SGIDIndex: 9, DGID: [16]byte{15: 1}},
 		{},
 		{DGID: [16]byte{0: 0xff, 1: 2, 15: 1}},
-		{DGID: netip.MustParseAddr("10.0.0.1").As16()}, // the GID is an IPv6 address by now
+		{DGID: netip.MustParseAddr("10.0.0.1").As16()}, // the GID is an IPv6 address now
 	} {
 		a.refused(abi.StatusInvalid, abi.CmdResolve, enc(abi.SizeResolve, &bad))
 	}
 }
 
-// claims tells whether a frame says that a MAC has an address.
+// claims reports whether a frame announces that a MAC has an address.
 func claims(f []byte, mac header.MAC, addr [16]byte) bool {
 	var eth header.Ethernet
 	n, err := eth.Decode(f)

@@ -17,8 +17,8 @@ func pattern(b []byte, seed byte) []byte {
 	return b
 }
 
-// Every way to meet a page that the guest has not brought in: the event says what
-// is wanted, the operation goes on when it is there (PF-7, PF-8, PF-10, ODP-3), whether
+// Every access that can meet a page absent in the guest: the event names the access,
+// the operation continues when the page is present (PF-7, PF-8, PF-10, ODP-3), whether
 // the driver answers with one command or with two.
 func TestGuestFaultEvents(t *testing.T) {
 	t.Run("SET_MTT", func(t *testing.T) { testGuestFaultEvents(t, false) })
@@ -31,7 +31,7 @@ func testGuestFaultEvents(t *testing.T, two bool) {
 		name   string
 		op     uint32
 		local  bool   // the local buffer is on demand, else the remote one
-		access uint32 // that the event names
+		access uint32 // access in the event
 		size   int
 	}{
 		{"gather", abi.WRRDMAWrite, true, 0, n},
@@ -114,7 +114,7 @@ func testGuestFaultEvents(t *testing.T, two bool) {
 	}
 }
 
-// A write to a page that is read-only is a fault, a read is none.
+// A write to a read-only page faults, a read does not.
 func TestReadOnlyPage(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
@@ -141,9 +141,9 @@ func TestReadOnlyPage(t *testing.T) {
 	}
 }
 
-// Work rings that are absent on the host (PF-12), each page of them, again and
-// again: requests and completions are neither lost nor doubled, and the consumer
-// index comes out right in the end.
+// Work rings that are absent on the host (PF-12), each page of them,
+// repeatedly: no request or completion is lost or doubled, and the consumer
+// index is right in the end.
 func TestAbsentRings(t *testing.T) {
 	for _, what := range []string{"SQ", "RQ", "SRQ"} {
 		t.Run(what, func(t *testing.T) {
@@ -188,7 +188,7 @@ func TestAbsentRings(t *testing.T) {
 					}
 					sent++
 					if n := (uint32(sent) - a.sq.cons().Load()) & 63; n != 0 && n < 32 {
-						t.Fatalf("completion %d was there before its slot was free", sent)
+						t.Fatalf("completion %d came before its slot was free", sent)
 					}
 				}
 				for _, wc := range b.rcq.poll() {
@@ -213,14 +213,14 @@ func TestAbsentRings(t *testing.T) {
 				t.Errorf("only %d host faults", n)
 			}
 			if g.Describe().Faults.Parked != 0 {
-				t.Error("somebody is parked")
+				t.Error("a side of a QP still waits")
 			}
 		})
 	}
 }
 
-// crowd is n connections from guest 0 to guest 1, each of which writes to a page of
-// its own of an on-demand region.
+// crowd is n connections from guest 0 to guest 1, each of which writes to its own
+// page of an on-demand region.
 type crowd struct {
 	d    *dregion
 	a, b []*tqp
@@ -249,7 +249,7 @@ func (w *world) crowd(n int) *crowd {
 }
 
 // The driver posts few buffers, or none: every fault waits with its QP, none is
-// lost, none comes twice, and those of QPs that are gone do not come.
+// lost or delivered twice, and those of destroyed QPs are not delivered.
 func TestFaultsWithoutBuffers(t *testing.T) {
 	const n = 40
 	w := newWorld(t, 2, 2, Limits{})
@@ -278,7 +278,7 @@ func TestFaultsWithoutBuffers(t *testing.T) {
 	w.until("all events", func() bool {
 		for _, e := range dq.events() {
 			if seen[e.Handle] || gone[e.Handle] {
-				t.Fatalf("event for QP %#x again, or though it is gone", e.Handle)
+				t.Fatalf("duplicate event for QP %#x, or event of a destroyed QP", e.Handle)
 			}
 			seen[e.Handle] = true
 			c.d.serve(e)
@@ -302,8 +302,8 @@ func TestFaultsWithoutBuffers(t *testing.T) {
 	}
 }
 
-// Tokens are answered once, by who was asked: everything else is ENOENT and changes
-// nothing (PF-5). SET_MTT with such a token sets its entries, and resumes nobody.
+// Only the driver that got the event can answer a token, and only once: other answers get ENOENT and change
+// no state (PF-5). SET_MTT with such a token sets its entries and resumes no operation.
 func TestHostileTokens(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -334,11 +334,11 @@ func TestHostileTokens(t *testing.T) {
 			try(g, i*2654435761)
 		}
 	}
-	all(gb) // events are not posted yet: even the right number is no token
+	all(gb) // events are not posted yet: even the right number is not valid
 	dq := gb.faultQueue(3)
 	events := dq.awaitEvents(3)
 	for _, e := range events {
-		try(ga, e.Token) // another VM's
+		try(ga, e.Token) // the token of another VM
 		for bit := range 32 {
 			if x := e.Token ^ 1<<bit; x != events[0].Token && x != events[1].Token && x != events[2].Token {
 				try(gb, x)
@@ -347,7 +347,7 @@ func TestHostileTokens(t *testing.T) {
 	}
 	w.step(50)
 	if f := gb.Describe().Faults; f.Parked != 3 || f.Guest.Resumed+f.Guest.Failed != 0 {
-		t.Fatalf("somebody was resumed: %+v", f)
+		t.Fatalf("an operation was resumed: %+v", f)
 	}
 	gb.must(abi.CmdDestroyQP, handle(c.b[0].n))
 	for _, e := range events {
@@ -365,8 +365,8 @@ func TestHostileTokens(t *testing.T) {
 	}
 }
 
-// The guest's driver says that an address is not valid: the operation fails as its
-// table says, and nobody else's (PF-13).
+// The guest's driver answers "no such address": that operation fails as its
+// table requires, and no other operation fails (PF-13).
 func TestInvalidAddress(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	gb := w.guests[1]
@@ -391,8 +391,8 @@ func TestInvalidAddress(t *testing.T) {
 	}
 }
 
-// A region whose pages the guest clears is written again only after they came back;
-// what CLEAR_MTT was answered for is not touched (ODP-5).
+// A region whose pages the guest clears is written again only after they are present
+// again; pages are not accessed after CLEAR_MTT was answered (ODP-5).
 func TestClearedPagesFault(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	gb := w.guests[1]
@@ -409,7 +409,7 @@ func TestClearedPagesFault(t *testing.T) {
 		e := dq.awaitEvents(1)[0]
 		w.step(20)
 		if !bytes.Equal(c.d.bytes(0, 100), pattern(make([]byte, 100), 9)) {
-			t.Fatal("a page was written that the guest had taken back")
+			t.Fatal("a page was written after CLEAR_MTT")
 		}
 		c.d.serve(e)
 		if wc := c.a[0].scq.await(1)[0]; wc.Status != abi.WCSuccess {
@@ -421,8 +421,8 @@ func TestClearedPagesFault(t *testing.T) {
 	}
 }
 
-// Host faults are served by a goroutine while both VMs' memory is taken away again
-// and again, command buffers excepted: traffic of all kinds ends well.
+// A goroutine serves host faults while the pages of both VMs are evicted repeatedly,
+// except command buffers: traffic of all kinds succeeds.
 func TestHostFaults(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
 	a, b := w.pair()
@@ -473,8 +473,8 @@ func TestHostFaults(t *testing.T) {
 	}
 }
 
-// Event buffers, and the event queue's rings, that are absent on the host: the queue
-// waits for them, alone; no event is lost and none comes twice.
+// Event buffers, and the event queue's rings, that are absent on the host: only this
+// queue waits for them; no event is lost or delivered twice.
 func TestAbsentEventBuffers(t *testing.T) {
 	const n = 24
 	w := newWorld(t, 2, 2, Limits{})
@@ -490,7 +490,7 @@ func TestAbsentEventBuffers(t *testing.T) {
 		}
 		for _, e := range dq.events() {
 			if seen[e.Handle] {
-				t.Fatalf("event for QP %#x again", e.Handle)
+				t.Fatalf("duplicate event for QP %#x", e.Handle)
 			}
 			seen[e.Handle] = true
 			c.d.serve(e)
@@ -515,8 +515,8 @@ func TestAbsentEventBuffers(t *testing.T) {
 	}
 }
 
-// QPs end, are reset, and start anew while faults of theirs are out, at both levels:
-// whatever the drivers answer later, and in whatever way, concerns nobody any more.
+// QPs are destroyed, reset and restarted while their faults are outstanding, at both
+// levels: later answers of the drivers, whatever they are, have no effect.
 func TestFaultsOutliveTheirQPs(t *testing.T) {
 	for _, how := range []string{"destroyed", "reset", "error", "disconnected", "device reset"} {
 		for _, level := range []string{"guest", "host"} {
@@ -587,7 +587,7 @@ func TestFaultsOutliveTheirQPs(t *testing.T) {
 				}
 				switch how {
 				case "reset":
-					// The QP serves again, and its new fault is answered for itself.
+					// The QP works again, and its new fault is answered separately.
 					b.connectRC(c.a[0])
 					c.d.set(0, 3, 0)
 					gb.bringAll()
@@ -608,8 +608,8 @@ func TestFaultsOutliveTheirQPs(t *testing.T) {
 	}
 }
 
-// While the device is frozen (the VM is paused) faults may be served: what waits for
-// them goes on when the VM does.
+// While the device is frozen (the VM is paused) faults may be served: waiting operations
+// continue when the VM does.
 func TestFaultsServedWhileFrozen(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	gb := w.guests[1]
@@ -630,7 +630,7 @@ func TestFaultsServedWhileFrozen(t *testing.T) {
 	}
 }
 
-// A guest that destroys QPs whose faults the host still serves cannot have more of
+// A guest that destroys QPs whose faults the host still serves cannot accumulate more of
 // them than its limit allows.
 func TestLingeringQPs(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{QPs: 4})
@@ -648,7 +648,7 @@ func TestLingeringQPs(t *testing.T) {
 	gb.must(abi.CmdCreateQP, payload)
 	gb.refused(abi.StatusNoMemory, abi.CmdCreateQP, payload)
 
-	// A reset frees all QPs but three: they have faults with the host's driver.
+	// A reset frees all QPs but three, whose faults are with the host's driver.
 	gb.Reset()
 	gb.setUpDriver()
 	for i := range 2 {
@@ -663,8 +663,8 @@ func TestLingeringQPs(t *testing.T) {
 	gb.must(abi.CmdCreateQP, payload)
 }
 
-// The whole address space as one region (ODP-1): what is not there yet is asked for,
-// at whatever address, and bounds are the guest's driver's business (PF-13).
+// The whole address space as one region (ODP-1): absent pages fault at any address;
+// the guest's driver checks the bounds (PF-13).
 func TestImplicitRegion(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
@@ -709,8 +709,8 @@ func TestImplicitRegion(t *testing.T) {
 	}
 }
 
-// What the transport tells a peer to wait follows the driver that serves the kind of
-// fault that was met (PF-8).
+// The RNR timer sent to a peer follows the service time of the driver that serves the
+// kind of fault met last (PF-8).
 func TestFaultDelay(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	gb := w.guests[1]
@@ -745,8 +745,8 @@ func TestFaultDelay(t *testing.T) {
 	}
 }
 
-// A READ waits for the guest's driver, a WRITE behind it for the host's. The host's
-// driver says that there is no such memory: the WRITE fails, not the READ (PF-13).
+// A READ waits for the guest's driver, the WRITE behind it for the host's. The host's
+// driver answers that there is no such memory: the WRITE fails, not the READ (PF-13).
 func TestAnswerForAnotherWait(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, _ := w.pair()

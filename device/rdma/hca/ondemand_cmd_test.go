@@ -6,7 +6,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
 
-// What CREATE_MR, SET_MTT, CLEAR_MTT and RESUME_FAULT refuse, and with what.
+// Invalid CREATE_MR, SET_MTT, CLEAR_MTT and RESUME_FAULT commands, and their status.
 func TestOnDemandRefusals(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{MTTs: 4096})
 	g := w.guests[0]
@@ -20,15 +20,15 @@ func TestOnDemandRefusals(t *testing.T) {
 			t.Errorf("%s: %v, want %v", name, s, want)
 		}
 	}
-	mr("as it should be", abi.StatusOK, func(*abi.CreateMR) {})
+	mr("valid", abi.StatusOK, func(*abi.CreateMR) {})
 	mr("offset in the first page", abi.StatusOK, func(r *abi.CreateMR) {
 		r.IOVA, r.Offset, r.Length = 0x10010, 0x10, 8192-0x10
 	})
-	mr("larger than the quota, as nothing is there", abi.StatusOK,
+	mr("larger than the quota, but all absent", abi.StatusOK,
 		func(r *abi.CreateMR) { r.Length, r.NPages = 1<<40, 1<<28 })
 	mr("large pages", abi.StatusInvalid, func(r *abi.CreateMR) { r.PageShift, r.NPages = 21, 1 })
 	mr("physical, too", abi.StatusInvalid, func(r *abi.CreateMR) { r.Flags |= abi.MRPhys })
-	mr("access says on demand, flags do not", abi.StatusInvalid, func(r *abi.CreateMR) { r.Flags = 0 })
+	mr("access is on demand, flags are not", abi.StatusInvalid, func(r *abi.CreateMR) { r.Flags = 0 })
 	mr("unknown flag", abi.StatusUnsupported, func(r *abi.CreateMR) { r.Flags |= 1 << 3 })
 	mr("no such PD", abi.StatusNotFound, func(r *abi.CreateMR) { r.PDN = 99 })
 	implicit := func(r *abi.CreateMR) {
@@ -41,7 +41,7 @@ func TestOnDemandRefusals(t *testing.T) {
 		r.Flags, r.Access = abi.MRImplicit, demandAccess
 	})
 	mr("implicit, too large", abi.StatusInvalid, func(r *abi.CreateMR) { implicit(r); r.Length, r.NPages = 1<<58, 1<<46 })
-	mr("implicit, not from 0 on", abi.StatusInvalid, func(r *abi.CreateMR) { implicit(r); r.IOVA = 4096 })
+	mr("implicit, not from address 0", abi.StatusInvalid, func(r *abi.CreateMR) { implicit(r); r.IOVA = 4096 })
 	mr("implicit, pages and length differ", abi.StatusInvalid, func(r *abi.CreateMR) { implicit(r); r.NPages-- })
 
 	d := g.demand(pd, 4, demandAccess)
@@ -53,7 +53,7 @@ func TestOnDemandRefusals(t *testing.T) {
 			pas...))
 	}
 	set("read-only", abi.StatusOK, d.handle, 3, pa|abi.MTTReadOnly)
-	set("absent, and whatever else", abi.StatusOK, d.handle, 3, abi.MTTAbsent|abi.MTTReadOnly)
+	set("absent, with another flag", abi.StatusOK, d.handle, 3, abi.MTTAbsent|abi.MTTReadOnly)
 	set("read-only, not on demand", abi.StatusInvalid, pinned, 0, pa|abi.MTTReadOnly)
 	set("unknown mark", abi.StatusInvalid, d.handle, 0, pa|4)
 	set("beyond the region", abi.StatusInvalid, d.handle, 4, pa)
@@ -79,7 +79,7 @@ func TestOnDemandRefusals(t *testing.T) {
 	}
 }
 
-// SET_MTT that fails resumes nobody: the fault is still there to be answered, by SET_MTT
+// A SET_MTT that fails resumes no operation: the fault can still be answered, by SET_MTT
 // or by RESUME_FAULT, once (PF-5, PF-8).
 func TestFailedSetMTTDoesNotResume(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{MTTs: 1024})
@@ -122,18 +122,18 @@ func TestFailedSetMTTDoesNotResume(t *testing.T) {
 		}
 		w.step(5)
 		if f := gb.Describe().Faults; f.Parked != 3 || f.Guest.Waiting != 3 || f.Guest.Resumed+f.Guest.Failed != 0 {
-			t.Fatalf("%s: somebody was resumed: %+v", x.name, f)
+			t.Fatalf("%s: an operation was resumed: %+v", x.name, f)
 		}
 	}
 	for i, e := range events {
 		page := int(e.VA-c.d.iova) / 4096
 		switch i {
-		case 0: // pages and answer in one
+		case 0: // pages and answer in one command
 			c.d.setResume(abi.StatusOK, page, 1, uint64(e.Token))
-		case 1: // none are missing any more: no entry comes with the answer
+		case 1: // all are present: the answer has no entries
 			c.d.set(page, 1, 0)
 			c.d.setResume(abi.StatusOK, 0, 0, uint64(e.Token))
-		default: // as drivers answer that know no flags
+		default: // like drivers that know no flags
 			c.d.set(page, 1, 0)
 			gb.resumeFault(e.Token, abi.StatusOK)
 		}
@@ -145,7 +145,7 @@ func TestFailedSetMTTDoesNotResume(t *testing.T) {
 			t.Errorf("%+v", wc)
 		}
 	}
-	// Whoever was resumed has found its page.
+	// Every resumed operation found its page.
 	if f := gb.Describe().Faults; f.Parked != 0 || f.Guest.Resumed != 3 || gb.Stats().Value[abi.StatGuestFaults] != 3 {
 		t.Errorf("at the end: %+v", f)
 	}

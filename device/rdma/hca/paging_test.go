@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// naivePager is a guest's memory management without any cleverness: one lock, pages
-// that move, come and go at random, and old places that nobody must write to again.
+// naivePager is a simple memory manager of a guest: one lock; pages move, appear and
+// disappear at random; released pages must not be written any more.
 type naivePager struct {
 	t   *testing.T
 	g   *guest
@@ -22,8 +22,8 @@ type naivePager struct {
 	rng *rand.Rand
 
 	mu    sync.Mutex
-	at    []translate.PA // where each page's contents are
-	spare []translate.PA // places that are free: all canary
+	at    []translate.PA // the location of each page's contents
+	spare []translate.PA // free pages, filled with a canary
 	resp  [abi.SizeResp + maxReply]byte
 
 	served, moved int
@@ -51,7 +51,7 @@ func paint(b []byte) {
 	}
 }
 
-// do issues a command as a driver's thread does, and waits for its answer.
+// do issues a command from a driver's thread and waits for its answer.
 func (p *naivePager) do(op abi.Opcode, payload []byte) abi.Status {
 	b := make([]byte, abi.SizeReq, abi.SizeReq+len(payload))
 	(&abi.Req{Opcode: op, Length: uint32(len(payload))}).Encode(b)
@@ -101,7 +101,7 @@ func (p *naivePager) serve(e abi.Event) {
 	}
 	first, last := (e.VA-p.d.iova)/4096, (e.VA+e.Length-1-p.d.iova)/4096
 	if p.rng.IntN(3) == 0 {
-		last = first // less than asked for will do
+		last = first // fewer pages than requested are sufficient
 	}
 	var pas []uint64
 	for i := first; i <= last; i++ {
@@ -118,8 +118,8 @@ func (p *naivePager) serve(e abi.Event) {
 	p.served++
 }
 
-// move takes page i away and puts it elsewhere: from the answer to CLEAR_MTT on
-// nobody may touch the old place (ODP-5).
+// move unmaps page i and moves it: after the answer to CLEAR_MTT no thread may access
+// the old page (ODP-5).
 func (p *naivePager) move(i int) {
 	p.want(abi.CmdClearMTT, enc(abi.SizeClearMTT, &abi.ClearMTT{Handle: p.d.handle, First: uint64(i), Count: 1}))
 	old, k := p.at[i], p.rng.IntN(len(p.spare))
@@ -150,7 +150,7 @@ func (p *naivePager) each(off, n int, f func(b []byte)) {
 	}
 }
 
-// warm tells whether enough has happened for a test to mean something.
+// warm reports whether enough events have happened to make the test meaningful.
 func (p *naivePager) warm() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -166,7 +166,7 @@ func (p *naivePager) put(off int, data []byte) {
 	p.each(off, len(data), func(b []byte) { data = data[copy(b, data):] })
 }
 
-// evictor takes memory away on the host, at random: from first on, and the rings.
+// evictor evicts memory on the host at random: from first on, and the rings.
 func (g *guest) evictor(ctx context.Context, rng *rand.Rand, first translate.PA, rings []*tring) {
 	var pages []translate.PA
 	for pa := first; pa < g.next; pa += 4096 {
@@ -186,9 +186,9 @@ func (g *guest) evictor(ctx context.Context, rng *rand.Rand, first translate.PA,
 	}
 }
 
-// Both levels fault at once, in both VMs, under every operation: pages move and go
-// while they are used, and in the end every byte is where it belongs, none was written
-// to a page that had been released, and nobody waits any more.
+// Both levels fault at once, in both VMs, under every operation: pages move and are
+// evicted while they are used. In the end every byte is at its place, no
+// released page was written, and no operation waits any more.
 func TestRandomPaging(t *testing.T) {
 	const (
 		links  = 5
@@ -304,8 +304,8 @@ func TestRandomPaging(t *testing.T) {
 			t.Fatalf("stuck: %+v, %+v", ga.Describe().Faults, gb.Describe().Faults)
 		}
 	}
-	// Who waited for what is not needed any more (a copy of a packet) has its answer, too.
-	w.until("nobody waits", func() bool {
+	// Faults of operations that do not need them any more (a copy of a packet) are answered too.
+	w.until("no operation waits", func() bool {
 		a, b := ga.Describe().Faults, gb.Describe().Faults
 		return a.Parked+b.Parked == 0 && a.Guest.Waiting+a.Host.Waiting+b.Guest.Waiting+b.Host.Waiting == 0
 	})

@@ -19,21 +19,21 @@ func (w *world) buf(f []byte) *frame.Buf {
 	return b
 }
 
-// deliver hands a frame to a guest.
+// deliver delivers a frame to a guest.
 func (w *world) deliver(g *guest, f []byte) {
 	b := w.buf(f)
 	g.Deliver(w.loops[0], b)
 	b.Free()
 }
 
-// wants asks a guest's device whether it takes a frame.
+// wants calls Wants of a guest's device.
 func (w *world) wants(g *guest, f []byte) bool {
 	b := w.buf(f)
 	defer b.Free()
 	return g.data.Wants(w.loops[0], b)
 }
 
-// frames records the frames of some traffic.
+// frames records the frames of the given traffic.
 func (w *world) frames() (out [][]byte) {
 	a, b := w.pair()
 	w.losing(func(f []byte) bool { out = append(out, append([]byte(nil), f...)); return false })
@@ -48,8 +48,8 @@ func (w *world) frames() (out [][]byte) {
 	return out
 }
 
-// Frames that lie about anything: dropped and counted, each once, and the guest's
-// memory stays as it is.
+// Invalid frames of all kinds: dropped and counted, each once, and the guest's
+// memory is unchanged.
 func TestHostileFrames(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
 	good := w.frames()
@@ -78,7 +78,7 @@ func TestHostileFrames(t *testing.T) {
 		w.deliver(g, f)
 		w.step(3)
 		// A flip in a field that the ICRC leaves out (TTL, checksums, the source MAC)
-		// makes a valid duplicate; all else must be counted.
+		// makes a valid duplicate; other frames must be counted.
 		if n := drops() - before; n > 1 {
 			t.Fatalf("one frame was counted %d times", n)
 		}
@@ -88,7 +88,7 @@ func TestHostileFrames(t *testing.T) {
 	}
 }
 
-// Who a frame is for is checked in full (MT-6).
+// All destination fields of a frame are checked (MT-6).
 func TestAddresses(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	good := w.frames()
@@ -106,8 +106,8 @@ func TestAddresses(t *testing.T) {
 		}},
 		"an unused QP":   {rejectQPN, func(f []byte) { f[14+20+8+7] = 77 }},
 		"QP 0":           {rejectQPN, func(f []byte) { f[14+20+8+7] = 0 }},
-		"an old QP":      {rejectQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
-		"a group nobody": {rejectGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
+		"a destroyed QP": {rejectQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
+		"an empty group": {rejectGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
 	} {
 		f := append([]byte(nil), good[0]...)
 		if [6]byte(f[:6]) != g.cfg.MAC {
@@ -130,7 +130,7 @@ func TestAddresses(t *testing.T) {
 	if e.stats.RxPackets != before+1 {
 		t.Error("the unmodified frame did not reach its QP")
 	}
-	// A device that is down, or whose link is, takes nothing.
+	// A device that is down, or whose link is down, accepts no frame.
 	g.up.Store(false)
 	w.deliver(g, good[0])
 	g.up.Store(true)

@@ -18,8 +18,8 @@ import (
 	"testing"
 )
 
-// sides are the sides that a file's first line names. A file may use what files of its own side and of those before it
-// declare.
+// sides are the sides that a file's first line names. A file may use declarations of its own side and of the sides
+// before it.
 var sides = []string{"both", "data", "control"}
 
 // sidedPackage is a type-checked package whose files name their sides.
@@ -31,7 +31,7 @@ type sidedPackage struct {
 	side  map[string]int // file name -> index in sides
 }
 
-// checkSides type-checks files. What is wrong with their sides is in the list.
+// checkSides type-checks files and returns the violations.
 func checkSides(sources map[string]string, imports types.Importer) (problems []string, err error) {
 	p := sidedPackage{fset: token.NewFileSet(), side: map[string]int{},
 		info: types.Info{Defs: map[*ast.Ident]types.Object{}, Uses: map[*ast.Ident]types.Object{}}}
@@ -68,7 +68,7 @@ func (p *sidedPackage) sideOf(n ast.Node) int { return p.side[p.fset.Position(n.
 // declared returns the side that declares an object of the package.
 func (p *sidedPackage) declared(o types.Object) int { return p.side[p.fset.Position(o.Pos()).Filename] }
 
-// foreignUses lists what a file uses of a side that it must not use.
+// foreignUses lists a file's uses of sides that it must not use.
 func (p *sidedPackage) foreignUses(f *ast.File) (problems []string) {
 	ast.Inspect(f, func(n ast.Node) bool {
 		id, ok := n.(*ast.Ident)
@@ -125,7 +125,7 @@ func sources(t *testing.T) map[string]string {
 	return all
 }
 
-// buildImporter imports what the go command has built for the package.
+// buildImporter imports the packages that the go command has built.
 func buildImporter(t *testing.T) types.Importer {
 	var stderr bytes.Buffer
 	list := exec.Command("go", "list", "-export", "-deps", "-f", "{{.ImportPath}} {{.Export}}", ".")
@@ -144,8 +144,8 @@ func buildImporter(t *testing.T) types.Importer {
 	})
 }
 
-// TestSides checks that the data side uses nothing of the control side, that methods are declared where their types
-// are, and that README.md lists each file on its side.
+// TestSides checks that the data side uses nothing of the control side, that methods are declared on the side of their
+// types, and that README.md lists each file on its side.
 func TestSides(t *testing.T) {
 	files := sources(t)
 	problems, err := checkSides(files, buildImporter(t))
@@ -180,7 +180,7 @@ func TestSides(t *testing.T) {
 	}
 }
 
-// TestSidesFinds shows what TestSides finds.
+// TestSidesFinds shows the violations that TestSides finds.
 func TestSidesFinds(t *testing.T) {
 	const (
 		both = "// Side: both\n\npackage hca\n\nfunc helper() {}\n"

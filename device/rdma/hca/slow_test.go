@@ -9,9 +9,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// A command that waits for the host's swap device keeps nobody else waiting: who
-// tells the port of another MTU holds the tunnels' lock, and who asks for the status
-// asks for that of all VMs.
+// A command that waits for the host's swap device blocks no other caller: the caller that
+// changes the port's MTU holds the tunnels' lock, and status queries are for all VMs.
 func TestSlowCommand(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -46,7 +45,7 @@ func TestSlowCommand(t *testing.T) {
 	}
 }
 
-// Who looks at many QPs lets their loop, which is other VMs' too, work in between.
+// While eachQP visits many QPs, their loop, which other VMs share, does other work in between.
 func TestManyQPsAreVisitedInTurns(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
@@ -72,7 +71,7 @@ func TestManyQPsAreVisitedInTurns(t *testing.T) {
 	}
 }
 
-// Whatever a list of pages says, what it has the host bring in is bounded.
+// The memory that a list of pages makes the host bring in is bounded, whatever the list.
 func TestWarmBounded(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]

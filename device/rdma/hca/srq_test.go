@@ -28,15 +28,15 @@ func TestSRQ(t *testing.T) {
 	dq.add(8)
 	n, r := gb.srq(pb, 16, 4)
 	rcq := gb.cq(64)
-	// The first QP binds the SRQ to an engine; the second comes to it from the engine
-	// that its send CQ is on already.
+	// The first QP binds the SRQ to an engine; the second is placed there although its send
+	// CQ belongs to another engine.
 	anchor := gb.cq(64)
 	first := gb.qp(qpSpec{pd: pb, scq: gb.cq(64), rcq: rcq, flags: abi.QPHasSRQ, srq: n})
 	gb.qp(qpSpec{pd: pb, scq: anchor})
 	if gb.tables.cqs[anchor.n].owner == gb.qpFor(first.n).engine {
-		t.Fatal("both engines are the same: the test does not test sharing")
+		t.Fatal("test set-up: both engines are the same")
 	}
-	// Placement follows the SRQ, so a QP with that anchor shares the anchor instead.
+	// Placement follows the SRQ, so a QP with that anchor shares the anchor.
 	second := gb.qp(qpSpec{pd: pb, scq: anchor, rcq: rcq, flags: abi.QPHasSRQ, srq: n})
 	if !gb.tables.cqs[anchor.n].q.shared || gb.qpFor(second.n).engine != gb.qpFor(first.n).engine {
 		t.Error("the QPs of an SRQ are not on one engine, or the CQ between two engines has no lock")
@@ -80,7 +80,7 @@ func TestSRQ(t *testing.T) {
 	if ev := dq.events(); len(ev) != 1 || ev[0].Type != abi.EventSRQLimit || ev[0].Handle != n {
 		t.Fatalf("events %+v, want one SRQ limit", ev)
 	}
-	// The event disarms; MODIFY arms anew.
+	// The event disarms the limit; MODIFY arms it again.
 	var a abi.SRQAttr
 	_ = a.Decode(gb.must(abi.CmdQuerySRQ, handle(n)))
 	if a.Limit != 0 {
@@ -92,7 +92,7 @@ func TestSRQ(t *testing.T) {
 	if ev := dq.events(); len(ev) != 1 {
 		t.Fatalf("events %+v", ev)
 	}
-	// Too small a ring for what is posted.
+	// The new ring is too small for the posted requests.
 	for i := range 20 {
 		r.postRecv(uint64(100 + i))
 	}
@@ -104,7 +104,7 @@ func TestSRQ(t *testing.T) {
 	gb.refused(abi.StatusInvalid, abi.CmdModifySRQ, enc(abi.SizeModifySRQ, &abi.ModifySRQ{SRQN: n, Flags: 4}))
 }
 
-// RESIZE_CQ moves what is not polled, in order, whichever way the ring is wrapped.
+// RESIZE_CQ moves the completions not polled yet, in order, however the ring is wrapped.
 func TestResizeCQ(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]

@@ -24,7 +24,7 @@ func (g *guest) ahTable() ahs {
 
 func (a ahs) set(i uint32, ah abi.AH) { ah.Encode(a.g.at(a.base+translate.PA(64*i), 64)) }
 
-// to is a valid handle for peer.
+// to returns a valid handle for peer.
 func to(peer *guest, pd uint32) abi.AH {
 	v := peer.av()
 	return abi.AH{Valid: 1, PDN: pd, DGID: v.DGID, DMAC: v.DMAC, VLANID: v.VLANID, HopLimit: 64}
@@ -83,7 +83,7 @@ func TestUD(t *testing.T) {
 	}
 }
 
-// What the table says is believed only if it holds together and is the QP's own.
+// An address handle is used only if it is valid and belongs to the QP's PD.
 func TestBadAH(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	g := w.guests[0]
@@ -129,8 +129,8 @@ func TestBadAH(t *testing.T) {
 	try("no table at all", 1)
 }
 
-// A group's members hear a datagram wherever their engines are, the sender's own VM
-// included, and nobody else does.
+// The members of a group receive a datagram on all engines, those of the sender's own VM
+// included, and no other QP does.
 func TestMulticast(t *testing.T) {
 	w := newWorld(t, 2, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -172,7 +172,7 @@ func TestMulticast(t *testing.T) {
 	}
 }
 
-// A process learns from the service level what kind of packet came, a kernel its priority.
+// In the service level, a process gets the packet type, a kernel the priority.
 func TestUDServiceLevel(t *testing.T) {
 	for _, x := range []struct {
 		c                roce.Completion
@@ -192,8 +192,8 @@ func TestUDServiceLevel(t *testing.T) {
 	}
 }
 
-// RA-1, RA-2, RA-3: the reserved key names guest-physical memory for privileged
-// QPs' local segments, and nothing anywhere else.
+// RA-1, RA-2, RA-3: the reserved key names guest-physical memory in local segments of
+// privileged QPs, and is invalid elsewhere.
 func TestDMAKey(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -218,7 +218,7 @@ func TestDMAKey(t *testing.T) {
 	if !bytes.Equal(ga.at(src, 4096), gb.at(dst, 4096)) {
 		t.Fatal("data differ")
 	}
-	// Physical memory that is not the guest's.
+	// Physical memory outside the guest.
 	s = a.wqe()
 	s.SetRequest(2, abi.WRSend, abi.SendSignaled)
 	s.SetSGEs([]abi.SGE{{Addr: 0x1000, Length: 4096}})
@@ -226,7 +226,7 @@ func TestDMAKey(t *testing.T) {
 	if wc := a.scq.await(1)[0]; wc.Status != abi.WCLocProtErr {
 		t.Fatalf("PA outside memory: %+v", wc)
 	}
-	// As R_Key it is no key, not even for kernel QPs.
+	// As R_Key it is invalid, even for kernel QPs.
 	a, _ = pair(abi.QPPrivileged)
 	s = a.wqe()
 	s.SetRequest(3, abi.WRRDMAWrite, abi.SendSignaled)
@@ -236,7 +236,7 @@ func TestDMAKey(t *testing.T) {
 	if wc := a.scq.await(1)[0]; wc.Status != abi.WCRemAccessErr {
 		t.Fatalf("reserved key as R_Key: %+v", wc)
 	}
-	// Users may not.
+	// Unprivileged QPs must not use it.
 	a, _ = pair(0)
 	s = a.wqe()
 	s.SetRequest(4, abi.WRSend, abi.SendSignaled)
@@ -256,7 +256,7 @@ func TestDMAKey(t *testing.T) {
 	}
 }
 
-// Keys, PDs and rights: one VM's key, or another PD's, opens nothing (PF-5).
+// Keys, PDs and rights: a key of another VM or PD gives no access (PF-5).
 func TestKeysAndDomains(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	ga, gb := w.guests[0], w.guests[1]
@@ -281,7 +281,7 @@ func TestKeysAndDomains(t *testing.T) {
 	}
 }
 
-// RESET drops what is posted and taken; the QP works again afterwards.
+// RESET drops posted and fetched requests; the QP works again afterwards.
 func TestQPReset(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()

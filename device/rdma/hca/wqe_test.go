@@ -13,7 +13,7 @@ func decodeQP(typ roce.Type) *qp {
 	return &qp{typ: typ, maxSendSGE: 4, maxInline: 64}
 }
 
-// A send request as bytes: every field from the place that rdma_user_rxe.h gives it.
+// A send request as bytes: every field at its offset in rdma_user_rxe.h.
 func TestDecodeSendGolden(t *testing.T) {
 	raw := make([]byte, 256)
 	p64 := binary.LittleEndian.PutUint64
@@ -24,7 +24,7 @@ func TestDecodeSendGolden(t *testing.T) {
 	copy(raw[20:], []byte{0xde, 0xad, 0xbe, 0xef})
 	p64(raw[24:], 0xaabbccddeeff0011)
 	p32(raw[32:], 0x99887766)
-	// Stale leftovers of the slot's last use, which must not matter.
+	// Stale data of the slot's last use, which must not matter.
 	for i := 144; i < 184; i++ {
 		raw[i] = 0xff
 	}
@@ -53,7 +53,7 @@ func TestDecodeSendGolden(t *testing.T) {
 	}
 }
 
-// The traps of the user ABI, and what each QP type carries.
+// The traps of the user ABI, and the operations of each QP type.
 func TestDecodeSendRules(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -78,9 +78,9 @@ func TestDecodeSendRules(t *testing.T) {
 		{"read, stale length", roce.RC, abi.WRRDMARead, 0, 9, 0, true, 0, 0},
 		{"inline read", roce.RC, abi.WRRDMARead, abi.SendInline, 9, 0, false, 0, roce.StatusLocQPOp},
 		{"inline atomic", roce.RC, abi.WRAtomicFetchAndAdd, abi.SendInline, 8, 1, false, 0, roce.StatusLocQPOp},
-		{"atomic write as rdma-core's builder has it", roce.RC, abi.WRAtomicWrite, 0, 8, 0, true, 8, 0},
-		{"atomic write out of a segment", roce.RC, abi.WRAtomicWrite, 0, 8, 1, true, 16, 0},
-		{"flush as rdma-core's builder has it", roce.RC, abi.WRFlush, 0, 8, 0, true, 0, 0},
+		{"atomic write as rdma-core's builder encodes it", roce.RC, abi.WRAtomicWrite, 0, 8, 0, true, 8, 0},
+		{"atomic write from a segment", roce.RC, abi.WRAtomicWrite, 0, 8, 1, true, 16, 0},
+		{"flush as rdma-core's builder encodes it", roce.RC, abi.WRFlush, 0, 8, 0, true, 0, 0},
 		{"flush on UC", roce.UC, abi.WRFlush, 0, 8, 0, false, 0, roce.StatusLocQPOp},
 		{"atomic write on UC", roce.UC, abi.WRAtomicWrite, 0, 8, 0, false, 0, roce.StatusLocQPOp},
 		{"unknown flags", roce.RC, abi.WRSend, 0xfffffff0, 0, 1, true, 16, 0},
@@ -120,8 +120,8 @@ func TestDecodeSendRules(t *testing.T) {
 	}
 }
 
-// A malformed request completes with an error and takes the QP along; the peer,
-// and the other QPs of the VM, go on.
+// A malformed request completes with an error and its QP enters the error state; the peer,
+// and the other QPs of the VM, continue.
 func TestBadSendRequest(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
@@ -133,7 +133,7 @@ func TestBadSendRequest(t *testing.T) {
 		t.Fatalf("completion %+v", wc)
 	}
 	w.until("the error state", func() bool { return a.state() == abi.QPErr })
-	// What is posted later is flushed, sends and receives.
+	// Later requests are flushed, sends and receives.
 	a.recv(78)
 	s = a.wqe()
 	s.SetRequest(79, abi.WRSend, 0)
@@ -148,8 +148,8 @@ func TestBadSendRequest(t *testing.T) {
 	}
 }
 
-// Garbage in indices: nothing is taken that was not posted, nothing outside the
-// ring is touched, and the QP either goes on or fails.
+// Invalid indices: no request is fetched that was not posted, no memory outside the
+// ring is accessed, and the QP either continues or fails.
 func TestHostileIndices(t *testing.T) {
 	for _, bad := range []uint32{0xffffffff, 0x80000000, 63, 1 << 20} {
 		w := newWorld(t, 1, 2, Limits{})
@@ -162,7 +162,7 @@ func TestHostileIndices(t *testing.T) {
 			t.Errorf("producer %#x: consumer %#x", bad, c)
 		}
 	}
-	// The producer jumps back over requests that were taken and are not complete.
+	// The producer index moves back over requests that were fetched and are not complete.
 	w := newWorld(t, 1, 2, Limits{})
 	a, _ := w.pair()
 	w.losing(func([]byte) bool { return true })
@@ -182,8 +182,8 @@ func TestHostileIndices(t *testing.T) {
 	}
 }
 
-// The consumer index in shared memory is the device's to write: garbage there
-// changes nothing.
+// The device owns the consumer index in shared memory: values that the guest writes there
+// have no effect.
 func TestHostileConsumer(t *testing.T) {
 	w := newWorld(t, 1, 2, Limits{})
 	a, b := w.pair()
@@ -203,8 +203,8 @@ func TestHostileConsumer(t *testing.T) {
 	}
 }
 
-// Random bytes in every slot, bells, time: no panic, no frame for others than the
-// peer, no guest memory written outside what is registered.
+// Random bytes in every slot, doorbells, time: no panic, no frame to another QP than the
+// peer, no write to guest memory outside the registered memory.
 func TestGarbageRings(t *testing.T) {
 	for seed := range uint64(8) {
 		r := rand.New(rand.NewPCG(seed, 2))
@@ -219,7 +219,7 @@ func TestGarbageRings(t *testing.T) {
 					for i := range e {
 						e[i] = byte(r.Uint32())
 					}
-					if r.IntN(2) == 0 { // plausible enough to get further
+					if r.IntN(2) == 0 { // plausible enough to pass the first checks
 						if ring == &q.sq {
 							binary.LittleEndian.PutUint32(e[abi.SendWQEOpcodeOff:], r.Uint32N(8))
 							binary.LittleEndian.PutUint32(e[abi.SendWQENumSGEOff:], r.Uint32N(5))
@@ -246,7 +246,7 @@ func TestGarbageRings(t *testing.T) {
 				continue
 			}
 			c := a.g.qp(qpSpec{pd: a.g.pd()})
-			for _, state := range []uint8{abi.QPErr, abi.QPReset, abi.QPInit, abi.QPErr} { // nor without a connection
+			for _, state := range []uint8{abi.QPErr, abi.QPReset, abi.QPInit, abi.QPErr} { // also without a connection
 				c.modify(state, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
 				garbage(c)
 				w.step(20)
@@ -256,7 +256,7 @@ func TestGarbageRings(t *testing.T) {
 		want := make([]byte, 4096)
 		fill(want, 9)
 		if string(a.g.at(canary, 4096)) != string(want) {
-			t.Fatalf("seed %d: memory that no key names was written", seed)
+			t.Fatalf("seed %d: memory outside all regions was written", seed)
 		}
 	}
 }

@@ -119,7 +119,7 @@ func TestNeighbours(t *testing.T) {
 		if got := resolve(c.host); got != hostMAC {
 			t.Errorf("%s is at %x, want %x", c.host, got, hostMAC)
 		}
-		// The host asks the device directly, so that the switch does not answer: for its address, and for an unused one.
+		// The host asks the device directly, so that the switch does not answer: for its own and an unused address.
 		ask := func(target string) [][]byte {
 			t.Helper()
 			host.take()

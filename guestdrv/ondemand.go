@@ -104,8 +104,8 @@ func (p *PD) RegisterOnDemand(ctx context.Context, iova, length uint64, access A
 	}, pager)
 }
 
-// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1): every VA is valid for which pager
-// has a page.
+// RegisterImplicit registers the whole address space up to ImplicitLength (ODP-1): a VA is valid if pager has a page
+// for it.
 func (p *PD) RegisterImplicit(ctx context.Context, access Access, pager Pager) (*OnDemandMR, error) {
 	return p.onDemand(ctx, abi.CreateMR{
 		Access: uint32(access), Flags: abi.MROnDemand | abi.MRImplicit, PageShift: pageShift, Length: ImplicitLength,
@@ -302,9 +302,9 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	return true, r.setAndResume(w.first, pas, a)
 }
 
-// setAndResume sets pages and answers the fault: SET_MTT carries the token, or if the device does not know that,
+// setAndResume sets pages and answers the fault: SET_MTT carries the token; if the device does not support that,
 // RESUME_FAULT follows it. The commands are posted, as the device begins them in order. If it refuses the pages, the
-// operation is made to fault again, and from then on the region's answers are waited for: a second refusal fails the
+// operation is resumed and faults again. From then on the region's answers are awaited: a second refusal fails the
 // operation.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 	d, token := r.d, a.token
@@ -331,7 +331,7 @@ func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 			return
 		}
 		r.careful.Store(true)
-		if one { // SET_MTT that fails resumes nobody
+		if one { // a SET_MTT that fails does not resume the operation
 			d.late.add(func() {
 				_ = d.ResumeFault(d.ctx, token, true) // fails only if the operation or the device is gone
 			})

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Apache-2.0 */
 /*
- * vnicd device ABI: what the guest driver and the device (vnicd on the host)
- * say to each other. The Go mirror is device/rdma/abi; a test compiles this header
+ * vnicd device ABI: the interface between the guest driver and the device (vnicd on
+ * the host). The Go mirror is device/rdma/abi; a test compiles this header
  * and compares every size, offset and constant.
  *
  * Rules:
@@ -130,10 +130,10 @@ struct vnicd_resp {
 };
 
 /*
- * Where a ring lies: npages PAs of (1 << page_shift) bytes each cover length
+ * Location of a ring: npages PAs of (1 << page_shift) bytes each cover length
  * bytes from the start of the first page. The PA list stands in the request's
  * payload after the command's fixed part; lists of several rings follow each
- * other in the order in which the rings stand in the command.
+ * other in the order of the rings in the command.
  */
 struct vnicd_ring {
 	__le64 length;		/* bytes, header (384) included */
@@ -261,10 +261,10 @@ struct vnicd_set_doorbells {
 };
 
 /*
- * Address handles live in a table in guest memory that only the guest kernel
+ * Address handles are in a table in guest memory that only the guest kernel
  * writes; a UD work request names an entry by its number. The device copies an
  * entry once per use and validates it. Entry 0 is never valid. SET_AH_TABLE
- * is followed by npages PAs (4 KiB pages); it is given once, before any UD QP.
+ * is followed by npages PAs (4 KiB pages); it is executed once, before any UD QP.
  */
 struct vnicd_ah {
 	__le32 valid;		/* 1: in use. Written last, cleared first */
@@ -294,9 +294,9 @@ struct vnicd_handle {		/* generic: create replies, destroy requests */
 /* CREATE_PD: no request payload, reply vnicd_handle. DESTROY_PD: vnicd_handle */
 
 /*
- * Completion queues. Arming is a word in guest kernel memory, apart from the
+ * Completion queues. The arm word is in guest kernel memory, apart from the
  * ring that a user process can write:
- *   driver: *arm = VNICD_ARM_*; smp_mb(); if the ring is not empty, say so
+ *   driver: *arm = VNICD_ARM_*; smp_mb(); if the ring is not empty, report it
  *   device: write CQE, producer index, full barrier; if *arm asks for this CQE,
  *           exchange it with 0 and, if it was still set, post one event.
  */
@@ -314,7 +314,7 @@ struct vnicd_create_cq {
 
 /*
  * RESIZE_CQ: the device stops producing, copies unpolled CQEs to the new ring
- * (in order), sets its producer and consumer, and goes on there. The driver
+ * (in order), sets its producer and consumer, and continues there. The driver
  * holds its CQ lock meanwhile. Fails with EINVAL if they do not fit.
  */
 struct vnicd_resize_cq {
@@ -379,15 +379,15 @@ struct vnicd_create_qp {
 
 struct vnicd_create_qp_resp {
 	__le32 qpn;		/* 24 bits; 1 for the GSI QP */
-	__le32 engine;		/* whose doorbell area */
-	__le32 db_slot;		/* which bit */
+	__le32 engine;		/* its doorbell area has the QP's doorbell */
+	__le32 db_slot;		/* doorbell bit */
 	__le32 reserved;
 };
 
 /*
  * MODIFY_QP and QUERY_QP. attr_mask and the values are those of enum
- * ib_qp_attr_mask, ib_qp_state, ib_mtu etc. Which attributes a transition needs
- * and permits is checked by the device as well (IBTA 10.3.1, ib_modify_qp_is_ok).
+ * ib_qp_attr_mask, ib_qp_state, ib_mtu etc. The device also checks the attributes that
+ * a transition requires and permits (IBTA 10.3.1, ib_modify_qp_is_ok).
  */
 struct vnicd_av {
 	__u8   dgid[16];	/* network order */
@@ -432,20 +432,20 @@ struct vnicd_qp_attr {
 /*
  * Memory regions (stage one: key -> MTT -> PA; PF-1, PF-2). CREATE_MR makes the
  * region without any page present; SET_MTT fills the table, in as many commands
- * as it takes. A VNICD_MR_PHYS region has no table: its VAs are PAs.
+ * as necessary. A VNICD_MR_PHYS region has no table: its VAs are PAs.
  *
- * On demand (ODP-1): page_shift is 12. Pages come by SET_MTT, mostly in answer to
- * a page fault event, and go by CLEAR_MTT; both act on parts. A write to an entry
- * that is read-only is a fault, too: the driver makes the page writable first.
+ * On demand (ODP-1): page_shift is 12. SET_MTT sets pages, usually in answer to
+ * a page fault event, and CLEAR_MTT removes them; both act on parts. A write to an
+ * entry that is read-only also faults: the driver makes the page writable first.
  * The limit max_mtt counts populated entries, not the range.
  */
 #define VNICD_MR_PHYS		(1U << 0)
-#define VNICD_MR_ON_DEMAND	(1U << 1)	/* pages come by page fault events, go by CLEAR_MTT */
+#define VNICD_MR_ON_DEMAND	(1U << 1)	/* set after page faults, removed by CLEAR_MTT */
 #define VNICD_MR_IMPLICIT	(1U << 2)	/* with ON_DEMAND: the whole address space: iova 0,
 						 * offset 0, page_shift 12, length = npages << 12,
 						 * at most 2^57 */
-#define VNICD_MR_FAST		(1U << 3)	/* means nothing until a work request registers it, see
-						 * struct vnicd_reg_wr; npages: how many it may have;
+#define VNICD_MR_FAST		(1U << 3)	/* unusable until a work request registers it, see
+						 * struct vnicd_reg_wr; npages: the maximum;
 						 * access, iova, length and offset are 0, page_shift 12 */
 
 struct vnicd_create_mr {
@@ -454,7 +454,7 @@ struct vnicd_create_mr {
 	__le32 flags;		/* VNICD_MR_* */
 	__u8   page_shift;	/* 12..30 */
 	__u8   reserved[3];
-	__le64 iova;		/* first VA as the keys' holders name it */
+	__le64 iova;		/* first VA of the region */
 	__le64 length;		/* bytes, > 0; VNICD_MR_FAST: 0 */
 	__le64 offset;		/* of the first byte in the first page */
 	__le64 npages;		/* MTT entries: covers offset + length */
@@ -468,12 +468,12 @@ struct vnicd_create_mr_resp {
 };
 
 /*
- * SET_MTT with VNICD_SET_MTT_RESUME also answers a page fault event, as RESUME_FAULT
- * with VNICD_OK does after it: the entries are visible before the operation tries
+ * SET_MTT with VNICD_SET_MTT_RESUME also answers a page fault event, as a later RESUME_FAULT
+ * with VNICD_OK does: the entries are visible before the operation tries
  * again. If the command fails, the fault is not answered. A token that is unknown or
  * stale is ignored: the status is about the entries only.
  *
- * Only devices with VNICD_CAP_SET_MTT_RESUME know flags. Others take flags for the
+ * Only devices with VNICD_CAP_SET_MTT_RESUME support flags. Others read flags as the
  * upper half of count, which is more than fits into a command: EINVAL.
  */
 struct vnicd_set_mtt {
@@ -490,7 +490,7 @@ struct vnicd_set_mtt {
 #define VNICD_MTT_READ_ONLY	2ULL		/* on demand only: writes fault */
 
 /*
- * CLEAR_MTT: entries become absent; answered when nothing uses the pages any
+ * CLEAR_MTT: entries become absent; answered when no access uses the pages any
  * more (ODP-5, EP-3). Commands behind it are not delayed.
  */
 struct vnicd_clear_mtt {
@@ -502,7 +502,7 @@ struct vnicd_clear_mtt {
 
 /*
  * RESUME_FAULT answers a page fault event, unless SET_MTT has: each is answered
- * exactly once. A token that is unknown or stale is answered ENOENT and harmless.
+ * exactly once. A token that is unknown or stale is refused with ENOENT, without effect.
  */
 struct vnicd_resume_fault {
 	__le32 token;
@@ -512,22 +512,22 @@ struct vnicd_resume_fault {
 };
 
 /*
- * DESTROY_MR: request vnicd_handle. Completes when nothing uses the memory (EP-3).
+ * DESTROY_MR: request vnicd_handle. Completes when no access uses the memory (EP-3).
  * EBUSY while memory windows are bound to it.
  */
 
 /*
- * Keys whose meaning work requests change. Their upper 24 bits stay, the low 8 are
+ * Keys that work requests change. Their upper 24 bits stay, the low 8 are
  * the consumer's. All of it happens in the order of the send queue:
- *  - REG_MR, privileged QPs only: what follows is registered already. The region
+ *  - REG_MR, privileged QPs only: later requests can use the registration. The region
  *    must be free: new, or invalidated;
- *  - BIND_MW (struct rxe_send_wr, mw): as IBTA 10.6.7 has it; it and LOCAL_INV
+ *  - BIND_MW (struct rxe_send_wr, mw): as in IBTA 10.6.7; it and LOCAL_INV
  *    begin when everything before them has completed;
- *  - LOCAL_INV, and the receive that a SEND_WITH_INV ends, complete when nothing
+ *  - LOCAL_INV, and the receive that a SEND_WITH_INV ends, complete when no access
  *    uses the memory any more.
  * A request that is not permitted completes with IB_WC_MW_BIND_ERR.
  *
- * REG_MR's own part stands in rxe_send_wqe where struct rxe_send_wr has wr. The page
+ * REG_MR's own part is in rxe_send_wqe where struct rxe_send_wr has wr. The page
  * list is read once, while the request executes.
  */
 #define VNICD_WR_REG_MR		0x20
@@ -540,15 +540,15 @@ struct vnicd_reg_wr {
 	__le64 page_list;	/* PA of npages __le64 PAs: 8-byte aligned, in one 4 KiB page */
 	__le32 npages;
 	__le32 offset;		/* of the first byte in the first page */
-	__le32 rkey;		/* the key that it is to have, as L_Key and R_Key */
+	__le32 rkey;		/* its new key, as L_Key and R_Key */
 	__le32 access;		/* enum ib_access_flags */
 	__u8   page_shift;	/* 12..30 */
 	__u8   reserved[7];
 };
 
 /*
- * FLUSH: address, length, R_Key, type and level as in struct rxe_send_wr, where kernels
- * have it. The rxe provider leaves length 0 there and puts it into dma.length.
+ * FLUSH: address, length, R_Key, type and level as in the kernel's struct rxe_send_wr.
+ * The rxe provider leaves length 0 there and puts it into dma.length.
  */
 #define VNICD_WR_FLUSH_OFFSET	24
 
@@ -559,9 +559,9 @@ struct vnicd_create_mw {
 };
 
 /*
- * RESOLVE: the MAC of a GID's holder, for a driver that has no network stack beside it. While
- * the reply's MAC is zero it is not known: the device has asked the network, in the name of the
- * GID at sgid_index, so ask again in a while.
+ * RESOLVE: the MAC of a GID, for a driver without a network stack. If
+ * the reply's MAC is zero it is unknown: the device has sent a request from the
+ * GID at sgid_index, so try again later.
  */
 struct vnicd_resolve {
 	__u8   dgid[16];	/* network order */
@@ -649,7 +649,7 @@ struct vnicd_event {
 	__le64 length;		/* bytes wanted from va on: 1..1 MiB, within the region */
 	__le32 key;		/* the region's, also if a window on it was used */
 	__le32 access;		/* enum ib_access_flags needed; 0: read for local use */
-	__le32 token;		/* names the operation that waits */
+	__le32 token;		/* names the waiting operation */
 	__le32 reserved;
 	__le64 reserved2[3];	/* to 64 bytes */
 };

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Page fault events: which workers serve them, and how many at once.
+ * Page fault events: the workers that serve them, and their limits.
  *
  *	event queue --> region's process (struct vnicd_pager)
- *			  up to VNICD_PAGER_RUNNING at work, the rest waits
- *			    vnicd_odp_fetch(): SET_MTT, which resumes who waits
- *			    nothing to be given: RESUME_FAULT
+ *			  up to VNICD_PAGER_RUNNING are served, the others wait
+ *			    vnicd_odp_fetch(): SET_MTT, which resumes the QP
+ *			    no pages: RESUME_FAULT
  *	            \-> no region: RESUME_FAULT with EFAULT
  *
- * A fault may never end: a userfaultfd pager that does not answer may be behind
- * it. So each process has a share of the workers, a single one when few are
- * left, and nothing waits for a fault: deregistering a region answers its faults
- * and interrupts the workers, so that they release the address space. Their sleep
- * can be interrupted by SIGKILL only, which a kernel thread may allow.
+ * A fault may never end: it may depend on a userfaultfd pager that does not
+ * answer. So each process has a share of the workers (one worker if few are
+ * left), and no call waits for a fault: deregistering a region answers its faults
+ * and interrupts the workers, so that they release the address space. Only SIGKILL
+ * interrupts their sleep, and a kernel thread may allow it.
  *
- * Each event is answered exactly once, by SET_MTT or RESUME_FAULT, and by the
- * context that removes it from its list: the worker, with the gate held for
+ * Each event is answered exactly once, by SET_MTT or RESUME_FAULT. The context
+ * that removes it from its list answers it: the worker, with the gate held for
  * reading, or the deregistration, with the gate held for writing.
  */
 #include <linux/mm.h>
@@ -25,18 +25,18 @@
 
 #include "vnicd.h"
 
-/* Faults of one process that are worked on at once: they may all be stuck. */
+/* Faults of one process that are served at once: they may all be stuck. */
 #define VNICD_PAGER_RUNNING	16
-/* Faults of all that are worked on at once: beyond half of it a process gets one. */
+/* Faults of all processes that are served at once: beyond half of it a process gets one. */
 #define VNICD_WORKERS		WQ_MAX_ACTIVE
-/* ... that may wait, several of each queue pair of a large device. */
+/* Faults of one process that may wait: several of each QP of a large device. */
 #define VNICD_PAGER_WAITING	65536
 /* Prefetches of one process that may wait: they are only advice. */
 #define VNICD_PAGER_PREFETCHES	64
 /* Events for no region: there are a few when regions end, not thousands. */
 #define VNICD_MAX_STRAYS	4096
 
-/* A fault, or a prefetch in the background, which nobody waits for. */
+/* A fault, or a prefetch in the background, which has no waiter. */
 struct vnicd_fault {
 	struct work_struct work;
 	struct list_head queue;		/* in vnicd_pager.waiting */
@@ -58,7 +58,7 @@ struct vnicd_worker {
 struct vnicd_pager {
 	refcount_t refs;		/* its regions */
 	struct mm_struct *mm;		/* grabbed */
-	spinlock_t lock;		/* guards what follows */
+	spinlock_t lock;		/* guards the fields below */
 	unsigned int running;
 	unsigned int num_waiting;
 	struct list_head waiting;
@@ -107,7 +107,7 @@ void vnicd_pager_put(struct vnicd_pager *pager)
 	kfree(pager);
 }
 
-/* A place among those at work. A process that has none always gets one. */
+/* Takes one of the places for running faults. A process without one always gets one. */
 static bool vnicd_pager_enter(struct vnicd_pager *pager)
 {
 	bool few = atomic_read(&vnicd_workers) >= VNICD_WORKERS / 2;
@@ -119,7 +119,7 @@ static bool vnicd_pager_enter(struct vnicd_pager *pager)
 	return true;
 }
 
-/* False: too many wait already. */
+/* False: too many faults wait already. */
 static bool vnicd_pager_submit(struct vnicd_pager *pager, struct vnicd_fault *fault,
 			       unsigned int max_waiting)
 {
@@ -140,7 +140,7 @@ static bool vnicd_pager_submit(struct vnicd_pager *pager, struct vnicd_fault *fa
 	return taken;
 }
 
-/* One is done: others may begin. */
+/* A fault was served: starts others. */
 static void vnicd_pager_next(struct vnicd_pager *pager)
 {
 	struct vnicd_fault *fault, *next;
@@ -158,7 +158,7 @@ static void vnicd_pager_next(struct vnicd_pager *pager)
 	spin_unlock(&pager->lock);
 }
 
-/* The answer for an errno: what may work next time is tried again by the device. */
+/* The answer for an errno: the device retries transient errors. */
 static u32 vnicd_fault_status(int err)
 {
 	return !err || err == -EAGAIN ? VNICD_OK : VNICD_EFAULT;
@@ -176,7 +176,7 @@ void vnicd_fault_answered(struct vnicd_fault *fault)
 	spin_unlock(&fault->odp->lock);
 }
 
-/* Unless the pages came with the answer, or the region has ended. */
+/* Does nothing if SET_MTT was the answer or the region has ended. */
 static void vnicd_fault_answer(struct vnicd_odp *odp, struct vnicd_fault *fault, int err)
 {
 	down_read(&odp->gate);
@@ -187,7 +187,7 @@ static void vnicd_fault_answer(struct vnicd_odp *odp, struct vnicd_fault *fault,
 	up_read(&odp->gate);
 }
 
-/* Fetches with the possibility of being interrupted by vnicd_fault_interrupt(). */
+/* vnicd_fault_interrupt() can interrupt the fetch. */
 static int vnicd_fault_fetch(struct vnicd_odp *odp, struct vnicd_fault *fault)
 {
 	bool prefetch = fault->how & VNICD_FETCH_PREFETCH;
@@ -301,7 +301,7 @@ static void vnicd_stray_work(struct work_struct *work)
 	}
 }
 
-/* Not in the caller's context: there the device's state is watched, too. */
+/* Not in the caller's context, which also watches the device's state. */
 static void vnicd_fault_stray(struct vnicd_dev *vd, struct vnicd_fault *fault)
 {
 	bool many;
@@ -311,11 +311,11 @@ static void vnicd_fault_stray(struct vnicd_dev *vd, struct vnicd_fault *fault)
 	many = ++vd->num_strays > VNICD_MAX_STRAYS;
 	spin_unlock(&vd->stray_lock);
 	if (many)
-		vnicd_fail(vd, "it reports page faults that nobody can have");
+		vnicd_fail(vd, "it reports too many page faults outside of regions");
 	queue_work(vnicd_fault_wq, &vd->stray_work);
 }
 
-/* On the region's list, and in the hands of a worker; or neither. */
+/* Either lists the fault with the region and gives it to a worker, or does neither. */
 static bool vnicd_fault_start_one(struct vnicd_odp *odp, struct vnicd_fault *fault)
 {
 	bool open;
@@ -344,7 +344,7 @@ void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event)
 	struct vnicd_odp *odp = vnicd_odp_get(vd, le32_to_cpu(event->key));
 	struct vnicd_fault *fault;
 
-	/* Small, and the device waits for an answer in any case. */
+	/* The allocation is small, and the device waits for an answer in any case. */
 	fault = vnicd_fault_alloc(odp, le64_to_cpu(event->va), length,
 				  write ? VNICD_FETCH_WRITE : 0, GFP_KERNEL | __GFP_NOFAIL);
 	fault->token = le32_to_cpu(event->token);
@@ -377,7 +377,7 @@ void vnicd_fault_stop(struct vnicd_dev *vd)
 
 int vnicd_fault_init(void)
 {
-	/* The worker of a stuck fault is lost for long, so as many as there can be. */
+	/* A stuck fault blocks its worker for long: allow the maximum. */
 	vnicd_fault_wq = alloc_workqueue("vnicd_fault", WQ_UNBOUND, VNICD_WORKERS);
 	return vnicd_fault_wq ? 0 : -ENOMEM;
 }

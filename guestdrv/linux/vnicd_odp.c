@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * On-demand regions: which pages the device has.
+ * On-demand regions: the pages that the device has.
  *
- * The address space of a region is cut into parts. A part exists once a page in
- * it was asked for; it watches its addresses (mmu_interval_notifier) and knows
- * which of its pages the device has. So changes elsewhere in the process cost
+ * The address space of a region is divided into parts. A part is created when a
+ * page in it is first needed; it watches its addresses (mmu_interval_notifier) and
+ * knows which of its pages the device has. So changes elsewhere in the process cost
  * nothing, an implicit region needs memory only for the parts in use, and an
  * invalidation affects the faults of its own part only.
  *
@@ -21,19 +21,19 @@
  * protecting cannot starve its own faults.
  *
  * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
- * a page stays where it is because the kernel cannot get past the notifier.
+ * the kernel cannot move a page, because it waits for the notifier.
  *
- * Under gate and part->lock nothing allocates memory in a way that could enter
- * reclaim, which calls the notifier. Commands do not: their slots are allocated
+ * Under gate and part->lock, no allocation may enter reclaim, which calls the
+ * notifier. Commands allocate nothing: their slots are allocated
  * in advance, and some are reserved for CLEAR_MTT.
  *
  * Dirty pages. The device's writes do not set the dirty bit of a page table
- * entry, so a page is given writable only if the kernel already thinks that it
- * has been written to: a fault for writing is handled as a write, which leaves
- * the entry dirty, within the same sequence number. Nothing makes such an entry
- * clean again without calling the notifier first. Neighbours that come along are
- * read-only, unless they are anonymous and have no copy in swap: those would have
- * to be written there in any case.
+ * entry, so the device gets a page as writable only if the kernel already considers
+ * it dirty: a fault for writing is handled as a write, which leaves
+ * the entry dirty, within the same sequence number. The kernel calls the notifier
+ * before it makes such an entry clean again. Other pages of the range are
+ * read-only, unless they are anonymous and have no copy in swap: reclaim has to
+ * write those to swap in any case.
  */
 #include <linux/bitmap.h>
 #include <linux/delay.h>
@@ -48,39 +48,39 @@
 
 #define VNICD_PART_SHIFT	24		/* 16 MiB: */
 #define VNICD_PART_PAGES	(1U << (VNICD_PART_SHIFT - PAGE_SHIFT))
-/* Pages that one command brings in at most, and the range examined around them. */
+/* Pages that one command sets at most, and the range examined around them. */
 #define VNICD_FETCH_MAX		256U		/* 1 MiB, as in an event */
 #define VNICD_FETCH_AROUND	64U		/* 256 KiB, aligned */
-/* How often a page that keeps going away is tried before the device is asked again. */
+/* Attempts for a page that is repeatedly invalidated; then the device must fault again. */
 #define VNICD_FETCH_ROUNDS	16
 /* Pages that are cleared ahead of reclaim, at most. */
 #define VNICD_CLEAR_AHEAD	256U
-/* Idle parts that are worth a sweep. */
+/* Number of idle parts that starts a sweep. */
 #define VNICD_SWEEP		32
 
 struct vnicd_part {
 	struct mmu_interval_notifier notifier;
 	struct vnicd_odp *odp;		/* outlives the notifier */
-	refcount_t refs;		/* the table's, and of who works on it */
+	refcount_t refs;		/* the table and users of the part */
 	unsigned long start;		/* address, page-aligned */
 	u64 first;			/* index of its first page in the MTT */
 	unsigned int npages;
 
-	struct mutex lock;		/* guards what follows; orders SET and CLEAR */
-	bool gone;			/* watches no longer */
-	bool idle;			/* nothing is given; in num_idle */
-	unsigned int next;		/* page after those cleared last, */
-	unsigned int ahead;		/* ... and how many may be cleared with it */
+	struct mutex lock;		/* guards the fields below; orders SET and CLEAR */
+	bool gone;			/* no longer watches */
+	bool idle;			/* the device has none of its pages; in num_idle */
+	unsigned int next;		/* page after those cleared last */
+	unsigned int ahead;		/* pages that may be cleared with it */
 	DECLARE_BITMAP(given, VNICD_PART_PAGES);
 };
 
-/* One page: what the kernel says of the pages becomes the command's list in place. */
+/* One page: HMM's page list becomes the command's list in place. */
 struct vnicd_fetch {
-	struct vnicd_fault *fault;	/* to be answered with the last page, or NULL */
-	unsigned long left;		/* pages up to that one */
+	struct vnicd_fault *fault;	/* answered with the last page, or NULL */
+	unsigned long left;		/* pages up to the last one */
 	struct vnicd_set_mtt cmd;	/* the list follows it */
 	union {
-		DECLARE_FLEX_ARRAY(unsigned long, pfns);	/* as HMM has them */
+		DECLARE_FLEX_ARRAY(unsigned long, pfns);	/* HMM's format */
 		DECLARE_FLEX_ARRAY(__le64, ptes);
 	};
 };
@@ -106,14 +106,14 @@ static void vnicd_part_put(struct vnicd_part *part)
 	kfree(part);
 }
 
-/* Out of the table already. Waits for invalidations, so no lock of theirs is held. */
+/* The part is not in the table. Waits for invalidations: the caller holds none of their locks. */
 static void vnicd_part_remove(struct vnicd_part *part)
 {
 	mmu_interval_notifier_remove(&part->notifier);
 	vnicd_part_put(part);
 }
 
-/* The device forgets @count pages of the region from @first on (ODP-5, ODP-6). */
+/* Revokes @count pages of the region from @first on (ODP-5, ODP-6). */
 static void vnicd_odp_clear(struct vnicd_odp *odp, u64 first, u64 count)
 {
 	struct vnicd_dev *vd = odp->vd;
@@ -121,10 +121,10 @@ static void vnicd_odp_clear(struct vnicd_odp *odp, u64 first, u64 count)
 
 	/* A device that has lost its state knows neither region nor pages. */
 	if (err && err != -ENOENT && !vnicd_dead(vd))
-		vnicd_fail(vd, "it does not let go of pages");
+		vnicd_fail(vd, "it did not revoke pages");
 }
 
-/* Both locks are held. False: it would have to sleep, and must not. */
+/* Both locks are held. False: it would have to sleep, which the range forbids. */
 static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 					 const struct mmu_notifier_range *range)
 {
@@ -145,8 +145,8 @@ static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 		return false;
 
 	/*
-	 * Reclaim comes page by page, mostly upwards, and each command costs it a
-	 * wait: the longer it has done so, the more is cleared ahead of it.
+	 * Reclaim unmaps page by page, mostly upwards, and waits for each command:
+	 * the longer it continues, the more pages are cleared ahead of it.
 	 */
 	if (find_next_bit(part->given, part->npages, part->next) == from)
 		part->ahead = clamp(2 * part->ahead, 1U, VNICD_CLEAR_AHEAD);
@@ -162,7 +162,7 @@ static bool vnicd_part_invalidate_locked(struct vnicd_part *part,
 	}
 
 	if (range->event == MMU_NOTIFY_RELEASE) {
-		/* Every part is about to come: one command for all of them. */
+		/* Every part will follow: one command for all of them. */
 		vnicd_odp_clear(odp, 0, vnicd_odp_npages(odp));
 		odp->released = true;
 		return true;
@@ -206,7 +206,7 @@ static const struct mmu_interval_notifier_ops vnicd_part_ops = {
 	.invalidate = vnicd_part_invalidate,
 };
 
-/* Parts with nothing in them are forgotten: address spaces are large. */
+/* Frees parts without pages, because address spaces are large. */
 static void vnicd_odp_sweep(struct vnicd_odp *odp)
 {
 	struct vnicd_part *part;
@@ -268,7 +268,7 @@ static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long
 	return part;
 }
 
-/* The part that @addr lies in, with a reference. The address space is gotten. */
+/* The part that contains @addr, with a reference. The address space is gotten. */
 static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long addr)
 {
 	unsigned long index = addr >> VNICD_PART_SHIFT;
@@ -284,7 +284,7 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 	if (part)
 		return part;
 
-	/* Addresses that do not exist must not take memory. */
+	/* Addresses that do not exist must not use memory. */
 	mmap_read_lock(odp->mm);
 	exists = vma_lookup(odp->mm, addr);
 	mmap_read_unlock(odp->mm);
@@ -298,14 +298,14 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 	refcount_inc(&part->refs);	/* the caller's */
 	err = xa_insert(&odp->parts, index, part, GFP_KERNEL);
 	if (err) {
-		/* -EBUSY: somebody else was faster. */
+		/* -EBUSY: another thread inserted the part first. */
 		atomic_dec(&odp->num_idle);
 		vnicd_part_remove(part);
 		vnicd_part_put(part);
 		return ERR_PTR(-EAGAIN);
 	}
 
-	/* Either we see that the region has ended, or its end sees the part. */
+	/* Either this function sees that the region ended, or the region's end sees the part. */
 	down_read(&odp->gate);
 	closed = !odp->vd;
 	up_read(&odp->gate);
@@ -315,9 +315,9 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 }
 
 /*
- * Whether the kernel counts on this page being written to, so that nothing is
- * lost if the device does; see Dirty pages above. No sleeping, no allocation:
- * that is true of anonymous pages only.
+ * Reports whether the kernel considers the page dirty, so that the device's writes
+ * are not lost; see Dirty pages above. It must neither sleep nor allocate, which
+ * is possible for anonymous pages only.
  */
 static bool vnicd_page_dirty(unsigned long pfn)
 {
@@ -329,7 +329,7 @@ static bool vnicd_page_dirty(unsigned long pfn)
 	return true;
 }
 
-/* Pages of the part as the process has them now: offsets @from to @to. mmap_lock is held. */
+/* The current pages of the part, offsets @from to @to. mmap_lock is held. */
 static int vnicd_part_look(struct vnicd_part *part, struct vnicd_fetch *f,
 			   unsigned long seq, unsigned int from, unsigned int to)
 {
@@ -355,9 +355,9 @@ static bool vnicd_pfn_ok(unsigned long pfn, bool write)
 }
 
 /*
- * Has the kernel bring in @n pages from @addr on, those that @pfns has not got
- * already. HMM could, but not from a userfaultfd pager. Returns how many can be
- * had, at least one, or an error. mmap_lock is held, but not while it waits.
+ * Makes the kernel fault in those of @n pages from @addr on that @pfns lacks. HMM
+ * could do that, but not from a userfaultfd pager. Returns the number of available
+ * pages, at least one, or an error. mmap_lock is held, except while it waits.
  */
 static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 		       bool write, const unsigned long *pfns)
@@ -380,8 +380,8 @@ static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 }
 
 /*
- * Gives the device what @f shows of the pages @from to @to, if that is still
- * true. Returns how many of the @n pages from @want on it has got, at least one.
+ * Gives the device the pages @from to @to as read into @f, if they are still
+ * current. Returns the number that it got of the @n pages from @want on, at least one.
  */
 static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 			   unsigned long seq, unsigned int from, unsigned int to,
@@ -428,7 +428,7 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	if (first == to)
 		goto out;
 
-	/* Before the device has them: whatever it answers, they will be cleared. */
+	/* Set before the command: whatever the device answers, the pages will be cleared. */
 	for (unsigned int i = first; i <= last; i++)
 		if (!(f->ptes[i - from] & cpu_to_le64(VNICD_MTT_ABSENT)))
 			fresh += !__test_and_set_bit(i, part->given);
@@ -438,7 +438,7 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	}
 	atomic64_add(fresh, how & VNICD_FETCH_PREFETCH ? &odp->page_prefetches : &odp->page_faults);
 	memmove(f->ptes, f->ptes + (first - from), (last - first + 1) * sizeof(f->ptes[0]));
-	/* Who waits for more would only be back at once. */
+	/* An operation that needs further pages would fault again at once. */
 	if (f->fault && got - want == f->left &&
 	    (odp->vd->lim.caps & VNICD_CAP_SET_MTT_RESUME)) {
 		f->ptes[last - first + 1] = cpu_to_le64(vnicd_fault_token(f->fault));
@@ -462,8 +462,8 @@ out_gate:
 }
 
 /*
- * One try for up to @n pages from @addr on, with mmap_lock held. Returns how many
- * were dealt with, or an errno.
+ * One attempt for up to @n pages from @addr on, with mmap_lock held. Returns the
+ * number of pages that need no further attempt, or an errno.
  */
 static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 			  unsigned long addr, unsigned int n, unsigned int how)
@@ -482,7 +482,7 @@ static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 
 	seq = mmu_interval_read_begin(&part->notifier);
 	if (write && !(how & VNICD_FETCH_PRESENT)) {
-		/* All of them: writable pages must become dirty, too. */
+		/* Fault in all of them: writable pages must become dirty, too. */
 		ret = vnicd_touch(mm, addr, n, true, NULL);
 		if (ret < 0)
 			return ret;
@@ -507,13 +507,13 @@ static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 				return ret;
 		}
 	}
-	/* There, but nothing that could be given away: a device's memory, mostly. */
+	/* Present, but not usable by the device: device memory, usually. */
 	if (!(how & VNICD_FETCH_PRESENT) && (f->pfns[want - from] & HMM_PFN_ERROR))
 		return -EFAULT;
 	return vnicd_part_give(part, f, seq, from, to, want, n, how);
 }
 
-/* The same until it works, or cannot, or has been tried often enough. */
+/* Repeats the attempt until it succeeds, fails, or the attempts are used up. */
 static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 				unsigned long addr, unsigned int n, unsigned int how)
 {
@@ -530,7 +530,7 @@ static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 		if (!IS_ERR(part)) {
 			mmap_read_lock(odp->mm);
 			ret = vnicd_part_try(part, f, addr, n, how);
-			/* Our own copy on write invalidates, too: that is over now. */
+			/* Our own copy on write also invalidates: it is complete now. */
 			if (ret == -EAGAIN)
 				ret = vnicd_part_try(part, f, addr, n, how);
 			mmap_read_unlock(odp->mm);
@@ -540,7 +540,7 @@ static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 		}
 		if (ret != -EAGAIN && ret != -ENOMEM)
 			return ret;
-		/* Under pressure pages go as fast as they come: take fewer. */
+		/* Under memory pressure pages are soon reclaimed again: take fewer. */
 		if (round >= 2) {
 			n = max(n / 2, 1U);
 			usleep_range(50 << min(round, 8U), 100 << min(round, 8U));
@@ -563,7 +563,7 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 	end = PAGE_ALIGN(addr + length);
 	addr &= PAGE_MASK;
 
-	/* Its process is gone, and nobody else has these addresses. */
+	/* The process has exited, and no other process has these addresses. */
 	if (!mmget_not_zero(odp->mm))
 		return -EFAULT;
 	f = kmalloc(PAGE_SIZE, GFP_KERNEL);
@@ -581,7 +581,7 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 			ret = 0;
 			cond_resched();
 		} else if (some && !(how & VNICD_FETCH_PREFETCH)) {
-			/* The device will come back for the rest, if it needs it. */
+			/* The device faults again for the rest, if it needs it. */
 			ret = 0;
 			break;
 		}
@@ -690,7 +690,7 @@ int vnicd_odp_destroy(struct vnicd_odp *odp)
 	int err;
 
 	/*
-	 * Invalidations wait meanwhile: the pages are in use until the answer. A
+	 * Invalidations wait here: the pages are in use until the answer. A
 	 * device that does not answer is dead, and no invalidation waits for it.
 	 */
 	down_write(&odp->gate);

@@ -31,10 +31,10 @@ struct vnicd_odp {
 	refcount_t refs;		/* the registration and its workers */
 	struct vnicd_pager *pager;	/* of the process */
 	struct mm_struct *mm;		/* the pager's; grabbed, not gotten */
-	const struct ib_pd *pd;		/* only to compare with */
-	u64 iova;			/* first VA of the device, */
-	u64 length;			/* bytes, */
-	unsigned long start;		/* ... and its address in the process */
+	const struct ib_pd *pd;		/* for comparison only */
+	u64 iova;			/* first VA of the device */
+	u64 length;			/* bytes */
+	unsigned long start;		/* its address in the process */
 	u32 handle;
 	u32 lkey;
 	u32 rkey;
@@ -73,27 +73,27 @@ struct vnicd_odp {
 /* vnicd_odp.c */
 
 /*
- * A region of the calling process, of which the device knows nothing yet, and
- * its description for the device. Implicit: start 0, length U64_MAX.
+ * Allocates a region of the calling process, not yet known to the device, and
+ * fills in its description for the device. Implicit: start 0, length U64_MAX.
  */
 struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 				  u64 start, u64 length, u64 iova, bool writable,
 				  struct vnicd_create_mr *cmd);
-/* The device knows it now by its handle: events may come. */
+/* The device knows the region by its handle from now on: events may come. */
 int vnicd_odp_publish(struct vnicd_odp *odp);
 /*
- * Ends it: the device releases every page, pending faults are answered. The
- * only error is -EBUSY: windows are bound to it; it stays valid.
+ * Ends the region: the device releases every page, pending faults are answered. The
+ * only error is -EBUSY: memory windows are bound to the region; it stays valid.
  */
 int vnicd_odp_destroy(struct vnicd_odp *odp);
-/* By key, with a reference; NULL: no such region. May be called in verbs and works. */
+/* Looks up by key, with a reference; NULL: no such region. May be called in verbs and works. */
 struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key);
 void vnicd_odp_put(struct vnicd_odp *odp);
 /*
  * Gives the device the pages from @va on. 0 if at least the first one is
  * present (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be
- * present next time, another errno if it never will. Sleeps as long as the
- * fault takes.
+ * present at the next attempt, another errno if it never will. Sleeps until the
+ * page fault is handled.
  *
  * @fault: the event that needs them, or NULL. It is answered together with the last
  * page, if the device supports that and no page was missing.
@@ -110,13 +110,13 @@ void vnicd_fault_start(struct vnicd_dev *vd);
 void vnicd_fault_stop(struct vnicd_dev *vd);
 void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
 u32 vnicd_fault_token(const struct vnicd_fault *fault);
-/* The device has been told: nobody else is to answer it. The caller holds the gate. */
+/* SET_MTT has answered the fault: it must not be answered again. The caller holds the gate. */
 void vnicd_fault_answered(struct vnicd_fault *fault);
 /* Answers all pending faults; the caller holds the gate for writing. */
 void vnicd_fault_abandon(struct vnicd_odp *odp);
 /* Interrupts the workers of a closed region in any wait. */
 void vnicd_fault_interrupt(struct vnicd_odp *odp);
-/* Fetches in the background, unless too much of that is pending. */
+/* Fetches in the background, unless too many prefetches are pending. */
 void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
 struct vnicd_pager *vnicd_pager_get(struct mm_struct *mm);
 void vnicd_pager_put(struct vnicd_pager *pager);

@@ -193,7 +193,7 @@ func (v *operation) impossible(status guestdrv.WCStatus) string {
 	case v.data+v.into == 0 && (status == guestdrv.WCLocProtErr || status == guestdrv.WCLocLenErr):
 		return "it accesses no local memory"
 	case status == guestdrv.WCLocQPOpErr && v.into == 0 && v.op != guestdrv.WRAtomicWrite && v.op != guestdrv.WRFlush:
-		return "every RC QP carries it; what does not fit into the ring is refused at posting, or an unknown opcode"
+		return "every RC QP carries it; posting refuses requests that do not fit into the ring, or an unknown opcode"
 	case v.need == 0 && v.op != guestdrv.WRSendWithInv && status == guestdrv.WCRemAccessErr:
 		return "it accesses no memory there"
 	case status == guestdrv.WCRemOpErr && (!v.recv || v.need != 0):

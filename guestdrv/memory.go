@@ -76,7 +76,7 @@ func (b *Buffer) Addr() uint64 { return b.va }
 func (b *Buffer) PA() uint64 { return b.pa }
 
 // Load64 reads the 8 bytes at off, a multiple of 8, in the order of this machine. A program that polls memory written
-// by a peer uses it: what the peer wrote before is visible to later reads.
+// by a peer uses it: the peer's earlier writes are visible to later reads.
 func (b *Buffer) Load64(off int) uint64 { return atomic64(b.data, off).Load() }
 
 // pagePAs returns the PAs of the buffer's 4 KiB pages.

@@ -202,7 +202,7 @@ func (v *verb) run(t *testing.T, la, ra *arena, sides, levels int) {
 	case v.reverse:
 		la.expect(lo, want, "near side")
 	case v.op == guestdrv.WRAtomicCmpAndSwp || v.op == guestdrv.WRAtomicFetchAndAdd:
-		la.expect(lo, old, "near side, what the atomic returned")
+		la.expect(lo, old, "near side, result of the atomic")
 		ra.expect(ro, want, "far side")
 	default:
 		ra.expect(ro, want, "far side")
@@ -398,8 +398,8 @@ func TestFaultCommands(t *testing.T) {
 	})
 }
 
-// TestRefusedPages has a device that refuses the pages of an answer, as the VM has too many: SET_MTT resumes nobody
-// then, and nobody waits for ever: the operation fails (PF-13), and later ones find room.
+// TestRefusedPages has a device that refuses the pages of an answer, as the VM has too many: SET_MTT does
+// not resume the operation then, but no operation waits for ever: it fails (PF-13), and later ones succeed.
 func TestRefusedPages(t *testing.T) {
 	answering(t, func(t *testing.T, forget guestdrv.Caps) {
 		const group = 512 // pages of on-demand regions count by groups

@@ -8,8 +8,8 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// inContainer runs a command in a root of another Debian release, with its own namespaces and with what a container
-// runtime provides: the RDMA device nodes and a read-only /sys. It uses the guest's network.
+// inContainer runs a command in a root of another Debian release, with its own namespaces and with the parts that a
+// container runtime provides: the RDMA device nodes and a read-only /sys. It uses the guest's network.
 const inContainer = `unshare --mount --uts --ipc --pid --fork sh -ec '
 mount --bind /mnt/container /mnt/container
 cd /mnt/container

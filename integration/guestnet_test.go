@@ -14,7 +14,7 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-// TestGuestNetwork: what a VM's owner does with a network card: checksum and segmentation offloads on and off, one
+// TestGuestNetwork: operations of a VM's owner on a network card: checksum and segmentation offloads on and off, one
 // queue pair and two, another MTU, a network whose MTU shrinks, a reboot, rebinding the driver, and packed rings, with
 // which vnicd is killed too. After each step TCP and UDP run in both directions between the VM and a container on
 // another host, and transferred data is compared.

@@ -16,8 +16,7 @@ import (
 
 var allPrograms = flag.Bool("programs.all", false, "run every combination of perftest's programs, not one of each kind")
 
-// TestPrograms runs all of the distribution's verbs programs between two hosts, and our programs for what they do not
-// cover.
+// TestPrograms runs all of the distribution's verbs programs between two hosts, and our programs for other cases.
 func TestPrograms(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)

@@ -53,7 +53,7 @@ type Dynamic struct {
 	state dynamicState
 	key   Key
 	now   Region
-	base  *Region // what a window is bound to
+	base  *Region // the region that a window is bound to
 	drain Drain
 }
 

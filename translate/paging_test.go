@@ -185,8 +185,8 @@ func TestSpareGroup(t *testing.T) {
 	}
 }
 
-// What a reader found stays valid: a slot of the table never changes its group, and a group's run survives the move to
-// a larger table.
+// An entry that a reader found stays valid: a slot of the table never changes its group, and a group's run survives
+// the move to a larger table.
 func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 	vm := NewVM(NewSpace(1), Limits{})
 	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging, PageShift: 12, Length: 1 << 50, NPages: 1 << 38})
@@ -228,8 +228,8 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 	}
 }
 
-// A guest that touches scattered pages of 2^57 bytes gets tables up to its quota and no further; what it clears it may
-// use again. No hash multiplier makes searches long.
+// A guest that touches scattered pages of 2^57 bytes gets tables up to its quota; cleared entries are
+// available again. No hash multiplier makes searches long.
 func TestSparseBounded(t *testing.T) {
 	const groups = 1000
 	vm := NewVM(NewSpace(1), Limits{MaxPages: groups << mttGroupShift})

@@ -117,7 +117,7 @@ func (b *Buf) locate() { b.layout.Locate(b.Bytes()) }
 // SetLayout spares Layout the search: for a caller that has located these headers, or has written them.
 func (b *Buf) SetLayout(l *header.Layout) { b.layout = *l }
 
-// CopyFrom makes the empty buffer b a copy of a frame, with what is known of it. It returns false, changing nothing,
+// CopyFrom makes the empty buffer b a copy of a frame and its metadata. It returns false, changing nothing,
 // if the frame does not fit.
 func (b *Buf) CopyFrom(src *Buf) bool {
 	if !b.Append(src.Bytes()) {

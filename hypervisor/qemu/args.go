@@ -125,7 +125,7 @@ type NIC struct {
 	MTU    int    // announced and set in the guest; 0: the driver's default
 	Queues int    // queue pairs behind Socket; 0: one
 
-	// What the guest configures at boot; all optional.
+	// Settings that the guest applies at boot; all optional.
 	IfName    string // name of the interface in the guest
 	Addresses []netip.Prefix
 	Gateway   netip.Addr

@@ -20,7 +20,7 @@ import (
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
 // tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short enables
-// the short path (the default) and, over IPv6, what it needs.
+// the short path (the default) and, over IPv6, its prerequisites.
 func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {

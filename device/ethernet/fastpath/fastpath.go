@@ -95,8 +95,8 @@ type entry struct {
 	peer netip.Addr
 }
 
-// Open loads the programs and starts the controller, in the network namespace of the calling thread. The error says
-// what the kernel or the process lacks.
+// Open loads the programs and starts the controller, in the network namespace of the calling thread. The error names
+// the kernel feature or permission that is missing.
 func Open(cfg vxlan.ShortPathConfig) (vxlan.ShortPath, error) {
 	c := &controller{cfg: cfg, v6: cfg.Local.Is6(), offers: make(chan vswitch.Candidate, offerQueue),
 		checks: make(chan struct{}, 1), done: make(chan struct{}), renewed: now(), nets: map[*vswitch.Attachment]*network{},

@@ -121,7 +121,7 @@ type queue struct {
 	fd    int
 	watch *loop.Watch
 
-	cur, small *frame.Buf // what is read into, and a frame being handed to the network that was copied out of it
+	cur, small *frame.Buf // the read buffer, and a frame copied out of it for the network
 }
 
 // Open creates the interface, configures it, brings it up and connects it to the network. It works in the network
@@ -305,7 +305,7 @@ func (t *TAP) SetMTU(mtu int) error {
 	return t.setMTU(link, mtu)
 }
 
-// setMTU also limits TCP's large frames to what a tunnel sends in one message (64 KiB of UDP): in a frame of 46
+// setMTU also limits TCP's large frames to the size of one tunnel message (64 KiB of UDP): in a frame of 46
 // segments the last two would cost as much as the others together.
 func (t *TAP) setMTU(link netlink.Link, mtu int) error {
 	if err := t.nl.LinkSetMTU(link, mtu); err != nil {

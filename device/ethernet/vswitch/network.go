@@ -65,7 +65,7 @@ var (
 type Config struct {
 	VNI  uint32 // 1 to MaxVNI
 	Name string
-	// MTU is the largest layer-3 packet in bytes. Zero: what the underlay carries (SetUnderlayMTU), otherwise
+	// MTU is the largest layer-3 packet in bytes. Zero: the underlay's limit (SetUnderlayMTU), otherwise
 	// DefaultMTU.
 	MTU int
 	// MaxEntries bounds the forwarding table, MaxPortEntries the part of it that addresses learnt at one port other

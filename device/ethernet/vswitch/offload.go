@@ -56,7 +56,7 @@ func (a *Attachment) finish(l *loop.Loop, b *frame.Buf, to Destination) {
 		return
 	}
 	if !b.Shared() {
-		// The frame is not shared: the one reference is the caller's, who waits for us.
+		// The frame is not shared: only the caller has a reference, and waits for this call.
 		gso.Complete(b)
 		a.output(l, b, to)
 		return

@@ -42,7 +42,7 @@ type mergedFlow struct {
 	port  *port
 	peer  *peer
 	hash  uint32
-	takes frame.Need // what the destination's port accepts
+	takes frame.Need // of the destination's port
 	asked bool
 	first []byte // the first part
 	at    header.Layout

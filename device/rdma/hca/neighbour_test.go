@@ -61,7 +61,7 @@ func TestNeighbours(t *testing.T) {
 	}
 	hostMAC := header.MAC{2, 0, 0, 0, 0, 0x77}
 	a, b := w.guests[0], w.guests[1]
-	for _, c := range []struct{ a, b, host, nobody string }{
+	for _, c := range []struct{ a, b, host, unused string }{
 		{"10.0.0.1", "10.0.0.2", "10.0.0.9", "10.0.0.55"},
 		{"2001:db8::1", "2001:db8::2", "2001:db8::9", "2001:db8::55"},
 	} {
@@ -143,8 +143,8 @@ func TestNeighbours(t *testing.T) {
 		if got := ask(c.a); len(got) != 1 || !claims(got[0], a.cfg.MAC, gid(c.a)) {
 			t.Errorf("asked for %s: %x", c.a, got)
 		}
-		if got := ask(c.nobody); len(got) != 0 {
-			t.Errorf("answers for %s, which is not its own: %x", c.nobody, got)
+		if got := ask(c.unused); len(got) != 0 {
+			t.Errorf("answers for %s, which is not its own: %x", c.unused, got)
 		}
 		a.up.Store(false)
 		if got := ask(c.a); len(got) != 0 {

@@ -210,7 +210,7 @@ func TestResponderTwoWaits(t *testing.T) {
 	b.wantResp(sent)
 	b.inject(write(11, 0x5000, "z"))
 	b.wantResp(sent)
-	b.wantWait(Responder, 0x1000) // what was asked for
+	b.wantWait(Responder, 0x1000) // the requested page
 	delete(b.pages, pageID{2, 0x1000 / pageBytes})
 	b.open[Responder](true)
 	if b.raised[Responder] != 2 || b.asked[1].VA != 0x5000 {

@@ -119,7 +119,7 @@ func ParseHeader(b []byte) (Header, error) {
 	return h, nil
 }
 
-// rule is an entry of the allow-list: what holds for a request in every state.
+// rule is an entry of the allow-list: the properties of a request that hold in every state.
 type rule struct {
 	name             string
 	minSize, maxSize uint32

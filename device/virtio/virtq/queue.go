@@ -41,7 +41,7 @@ type Config struct {
 }
 
 // Queue is the device's side of one running virtqueue. split.go and packed.go have the parts specific to a layout. See
-// the package comment for who may call what.
+// the package comment for the permitted callers.
 //
 // Positions are running indices of the available and used rings, or places in the packed ring.
 type Queue struct {

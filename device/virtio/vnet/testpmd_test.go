@@ -279,7 +279,7 @@ func (w *whole) Frame(_ *loop.Loop, in bool, _ []byte) {
 }
 
 // TestTestpmd lets a foreign native front end drive two devices, with every combination of its driver's features, in
-// both directions. Frames are forwarded between two ports of a network, then so many are sent that receive rings
+// both directions. Frames are forwarded between two ports of a network, then a flood makes receive rings
 // overflow. Every frame sent is either received or counted as dropped. Combinations run in parallel, each with its own
 // devices and driver; -parallel sets their number.
 func TestTestpmd(t *testing.T) {

@@ -24,7 +24,7 @@
 
 enum op { WRITE, WRITE_IMM, SEND, SEND_INV, READ, ADD, SWAP, PUT, FLUSH, BIND, INVALIDATE };
 
-/* What a key names: the row's region, or an unsuitable one. */
+/* The region of a key: the row's, or an unsuitable one. */
 enum key { GOOD, NONE, OTHER_PD, GONE, WEAK };
 
 struct row {

@@ -163,7 +163,7 @@ func (n *Network) contest(m *mac, other *route) {
 	}
 }
 
-// freeze ends the contest for a MAC at two places: what was advertised and installed stays unchanged.
+// freeze ends the contest for a MAC at two places: its advertised and installed routes stay unchanged.
 func (n *Network) freeze(m *mac, other *route) {
 	m.here.frozen = true
 	n.duplicates++

@@ -317,7 +317,7 @@ func (b *Scoreboard) CutWindow(oldest, sent uint64) bool {
 // QueueBuilt reports whether the newest response time says that the queue on the path is longer than usual.
 func (b *Scoreboard) QueueBuilt() bool { return b.lastRTT > b.RTT.Min+b.RTT.Min/2 }
 
-// InFlight returns how many PSNs are in flight; what is lost, or has arrived at the peer, is not.
+// InFlight returns how many PSNs are in flight; PSNs that are lost, or have arrived at the peer, are not.
 func (b *Scoreboard) InFlight(una, nxt, sent uint64) uint64 {
 	if b.Active && (b.Retransmitting || nxt == sent) {
 		return sent - una - b.delivered - b.lost

@@ -345,7 +345,7 @@ func TestQueuedRequests(t *testing.T) {
 	if lost, oldest := detect(b, base, sent, 1e9); lost != 1 || oldest != base {
 		t.Errorf("%d lost from %d on, want packet 0", lost, oldest-base)
 	}
-	// The gap is filled. What was queued is executed: its responses can be missing.
+	// The gap is filled. The queued requests are executed: their responses can be missing.
 	b.Acknowledged(base, base+2, sent, 190*us)
 	queue(b, base+4, base+2, sent, 195*us)
 	if lost, oldest := detect(b, base+2, sent, 195*us+b.ReorderWindow()); lost != 2 || oldest != base+2 {
@@ -387,7 +387,7 @@ func TestClear(t *testing.T) {
 	}
 	b.Start(base)
 	if lost, _ := detect(b, base, base+10, 1e9); lost != 0 || b.CheckAt != 0 {
-		t.Errorf("%d lost by what was reported before", lost)
+		t.Errorf("%d lost according to earlier reports", lost)
 	}
 	b.Reset()
 	if b.RTT != (RTT{}) || b.recoveryEnd != 0 {

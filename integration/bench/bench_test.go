@@ -78,15 +78,17 @@ func TestReport(t *testing.T) {
 		t.Fatal(err)
 	}
 	row := Row{Name: "some_row", What: "speed", Anchor: "light", Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}}
-	rep.add(row, &Result{Ours: []float64{5, 4, 6}, Anchor: []float64{10, 10, 10},
+	rep.add(row, &Result{Ours: []float64{5, 4, 6, 5, 5}, Anchor: []float64{10, 10, 10, 10, 10},
 		Extra: map[string]float64{"p99": 123456}})
 	rep.add(Row{Name: "idle", What: "nothing", Anchor: "nothing", Unit: "%", Goals: []Goal{atMost(1)}},
-		&Result{Ours: []float64{0.5}, Anchor: []float64{0}})
+		&Result{Ours: []float64{0.5, 0.5, 0.5, 0.5, 0.5}, Anchor: []float64{0, 0, 0, 0, 0}})
+	rep.add(Row{Name: "chance", What: "a coin", Unit: "heads/s", Goals: []Goal{atLeast(1)}},
+		&Result{Ours: []float64{2, 2, 2, 0, 2}})
 	rep.failure(Row{Name: "broken"}, os.ErrNotExist)
 	if err := rep.close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"some_row", "0.50x", "no, off by 47%", "speed / light", "p99 123k", "<= 1 ", "broken",
+	for _, want := range []string{"some_row", "0.50x", "missed by 47%", "0.40..0.60x", "not decided    0.00..2.00", "speed / light", "p99 123k", "<= 1 ", "broken",
 		"FAILED"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, out.String())
@@ -104,7 +106,8 @@ func TestReport(t *testing.T) {
 		}
 		lines = append(lines, m)
 	}
-	if len(lines) != 4 || lines[1]["met"] != false || lines[1]["ratio"] != 0.5 || lines[2]["met"] != true {
+	if len(lines) != 5 || lines[1]["verdict"] != "missed" || lines[1]["ratio"] != 0.5 || lines[2]["verdict"] != "met" ||
+		lines[3]["verdict"] != "not decided" {
 		t.Errorf("lines: %v", lines)
 	}
 	if _, has := lines[2]["ratio"]; has {

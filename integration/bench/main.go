@@ -5,7 +5,8 @@
 // would and drive it with package guestdrv, the native driver: no VM, so that no CPU emulator is measured.
 //
 // Every round runs the anchor and the measurement, in alternating order; the first round only warms up. The table shows
-// medians; the spread is half the distance between the best and the worst round, in percent of the median.
+// medians; the spread is half the distance between the best and the worst round, in percent of the median. A goal that
+// the rounds do not agree on is "not decided" (verdict.go).
 package main
 
 import (

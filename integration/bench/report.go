@@ -66,9 +66,9 @@ type line struct {
 	AnchorWhat   string             `json:"anchor_what,omitempty"`
 	Anchor       float64            `json:"anchor,omitempty"`
 	Ratio        float64            `json:"ratio,omitempty"`
-	Goal         string             `json:"goal,omitempty"`
-	Met          *bool              `json:"met,omitempty"`
-	Short        float64            `json:"short,omitempty"` // how far the goal is missed, as a part of it
+	Verdict      verdict            `json:"verdict,omitempty"`
+	Short        float64            `json:"short,omitempty"` // how far the median misses a goal, as a part of it
+	Goals        []goalLine         `json:"goals,omitempty"`
 	Spread       float64            `json:"spread"`
 	AnchorSpread float64            `json:"anchor_spread,omitempty"`
 	Extra        map[string]float64 `json:"extra,omitempty"`
@@ -76,7 +76,16 @@ type line struct {
 	AnchorRounds []float64          `json:"anchor_rounds,omitempty"`
 }
 
-const format = "%-22s %-11s %8s %8s %7s  %-18s %-17s %-11s %s\n"
+// goalLine is the JSON of one goal.
+type goalLine struct {
+	Goal       string   `json:"goal"`
+	Low        *float64 `json:"low,omitempty"` // absent: not finite
+	High       *float64 `json:"high,omitempty"`
+	Confidence float64  `json:"confidence"`
+	Verdict    verdict  `json:"verdict"`
+}
+
+const format = "%-22s %-11s %8s %8s %7s  %-18s %-14s %-14s %-11s %s\n"
 
 func newReport(path string, out io.Writer) (*report, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -99,7 +108,7 @@ func newReport(path string, out io.Writer) (*report, error) {
 		r.printf("Figures show time but no cycles, which are not counted here (%s).\n", m.Cycles)
 	}
 	r.printf("\n")
-	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "met?", "spread +-%", "what / anchor")
+	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "verdict", "interval", "spread +-%", "what / anchor")
 	return r, nil
 }
 
@@ -122,21 +131,20 @@ func (r *report) add(row Row, res *Result) {
 		what += " / " + row.Anchor
 		anchor, ratio, sp = number(l.Anchor), times(l.Ratio), sp+" "+percent(l.AnchorSpread)
 	}
-	met := ""
+	var goals []string
+	shown, bounds := "", ""
 	if len(row.Goals) > 0 {
-		var goals []string
-		for _, g := range row.Goals {
-			goals = append(goals, g.describe())
+		all, v, decisive := res.judge(row.Goals)
+		for i := range all {
+			j := &all[i]
+			goals = append(goals, j.Goal.describe())
+			l.Goals = append(l.Goals, goalLine{j.Goal.describe(), finiteOnly(j.Low), finiteOnly(j.High), j.Confidence,
+				j.Verdict})
 		}
-		l.Goal = strings.Join(goals, ", ")
-		l.Short = finite(res.short(row.Goals))
-		ok := l.Short == 0
-		l.Met = &ok
-		if met = "yes"; !ok {
-			met = "no, off by " + percent(l.Short) + "%"
-		}
+		l.Verdict, l.Short = v, finite(res.short(row.Goals))
+		shown, bounds = v.shows(l.Short), all[decisive].describe()
 	}
-	r.printf(format, row.Name, row.Unit, number(l.Ours), anchor, ratio, l.Goal, met, sp, what)
+	r.printf(format, row.Name, row.Unit, number(l.Ours), anchor, ratio, strings.Join(goals, ", "), shown, bounds, sp, what)
 	if len(res.Extra) > 0 {
 		var extras []string
 		for k, v := range res.Extra {
@@ -161,6 +169,14 @@ func finite(v float64) float64 {
 		return 0
 	}
 	return v
+}
+
+// finiteOnly returns nil for infinities and NaN, which JSON omits.
+func finiteOnly(v float64) *float64 {
+	if math.IsInf(v, 0) || math.IsNaN(v) {
+		return nil
+	}
+	return &v
 }
 
 func times(ratio float64) string {

@@ -79,7 +79,10 @@ func TestReport(t *testing.T) {
 	}
 	row := Row{Name: "some_row", What: "speed", Anchor: "light", Unit: "GB/s", Goals: []Goal{ratioAtLeast(0.95)}}
 	rep.add(row, &Result{Ours: []float64{5, 4, 6, 5, 5}, Anchor: []float64{10, 10, 10, 10, 10},
-		Extra: map[string]float64{"p99": 123456}})
+		Extra: map[string]float64{"p99": 123456},
+		OursWork: []work{{"KiB", 1000, machineTime{busy: 50 * time.Microsecond, stolen: 50 * time.Microsecond}},
+			{"KiB", 1000, machineTime{busy: 70 * time.Microsecond}}},
+		AnchorWork: []work{{"KiB", 1000, machineTime{busy: 40 * time.Microsecond}}}})
 	rep.add(Row{Name: "idle", What: "nothing", Anchor: "nothing", Unit: "%", Goals: []Goal{atMost(1)}},
 		&Result{Ours: []float64{0.5, 0.5, 0.5, 0.5, 0.5}, Anchor: []float64{0, 0, 0, 0, 0}})
 	rep.add(Row{Name: "chance", What: "a coin", Unit: "heads/s", Goals: []Goal{atLeast(1)}},
@@ -88,8 +91,9 @@ func TestReport(t *testing.T) {
 	if err := rep.close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"some_row", "0.50x", "missed by 47%", "0.40..0.60x", "not decided    0.00..2.00", "speed / light", "p99 123k", "<= 1 ", "broken",
-		"FAILED"} {
+	for _, want := range []string{"some_row", "0.50x", "missed by 47%", "0.40..0.60x",
+		"not decided    0.00..2.00", "speed / light", "p99 123k", "<= 1 ", "broken", "FAILED",
+		"60.0 40.0 /KiB", "took up to 50%"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, out.String())
 		}
@@ -107,7 +111,7 @@ func TestReport(t *testing.T) {
 		lines = append(lines, m)
 	}
 	if len(lines) != 5 || lines[1]["verdict"] != "missed" || lines[1]["ratio"] != 0.5 || lines[2]["verdict"] != "met" ||
-		lines[3]["verdict"] != "not decided" {
+		lines[3]["verdict"] != "not decided" || lines[1]["cpu_ns"] != 60.0 || lines[1]["stolen"] != 0.5 {
 		t.Errorf("lines: %v", lines)
 	}
 	if _, has := lines[2]["ratio"]; has {
@@ -236,7 +240,8 @@ func TestRound(t *testing.T) {
 			}
 			order += who
 			n++
-			return Sample{Value: n, Extra: map[string]float64{who: 2 * n}}, nil
+			return Sample{Value: n, Extra: map[string]float64{who: 2 * n},
+				Work: work{"message", n, machineTime{busy: time.Duration(n)}}}, nil
 		}
 	}
 	m := Meter{Ours: sample("o"), Anchor: sample("a"), Turns: 2}
@@ -244,5 +249,30 @@ func TestRound(t *testing.T) {
 	if err != nil || order != "oaao" || ours.Value != 2.5 || anchor.Value != 2.5 || ours.Extra["o"] != 5 ||
 		anchor.Extra["a"] != 5 {
 		t.Errorf("%v: %v %v %v", order, ours, anchor, err)
+	}
+	// The round's work is the sum of its turns'.
+	if ours.Work != (work{"message", 5, machineTime{busy: 5}}) || anchor.Work.units != 5 {
+		t.Errorf("work: %+v, %+v", ours.Work, anchor.Work)
+	}
+}
+
+// A sample without work, or in another unit than the anchor's, is an error: every row accounts for the machine's time.
+func TestRoundNeedsWork(t *testing.T) {
+	sample := func(w work) func(context.Context, time.Duration) (Sample, error) {
+		return func(context.Context, time.Duration) (Sample, error) { return Sample{Value: 1, Work: w}, nil }
+	}
+	some := work{unit: "message", units: 1}
+	for _, m := range []Meter{
+		{Ours: sample(work{})}, {Ours: sample(some), Anchor: sample(work{})},
+		{Ours: sample(work{unit: "message"})}, {Ours: sample(some), Anchor: sample(work{unit: "KiB", units: 1})},
+	} {
+		_, _, err := m.round(context.Background(), time.Second, true)
+		if err == nil || !strings.Contains(err.Error(), "work") {
+			t.Error(err)
+		}
+	}
+	if _, _, err := (&Meter{Ours: sample(some), Anchor: sample(some)}).round(context.Background(), time.Second,
+		true); err != nil {
+		t.Error(err)
 	}
 }

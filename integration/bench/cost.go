@@ -81,8 +81,8 @@ func ran(hosts []*lab.Host) (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// costing adds to a sample the processor time in ns that the hosts' daemons used per unit, and cycles if perf counts
-// them.
+// costing is working that also adds the processor time in ns that the hosts' daemons used per unit, and cycles if perf
+// counts them.
 func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) (s Sample, err error) {
 	var cycles counter
 	if cyclesCounted() == nil {
@@ -99,10 +99,11 @@ func costing(hosts []*lab.Host, unit string, f func() (Sample, float64, error)) 
 	if err != nil {
 		return s, err
 	}
-	s, n, err := f()
+	s, err = working(unit, f)
 	if err != nil {
 		return s, err
 	}
+	n := s.Work.units
 	after, err := ran(hosts)
 	if err != nil {
 		return s, err

@@ -70,11 +70,11 @@ func registry() []Row {
 		},
 		{
 			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts", Anchor: "rxe in the same VMs",
-			Unit: "MiB/s", Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536", "-n 500"),
+			Unit: "MiB/s", Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536"),
 		},
 		{
 			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical", Anchor: "rxe in the same VMs",
-			Unit: "us", Open: perftest(lab.Latency, "ib_send_lat", "-s 2", "-n 500"),
+			Unit: "us", Open: perftest(lab.Latency, "ib_send_lat", "-s 2"),
 		},
 		{
 			Name: "host_tcp", What: "TCP from TAP to TAP, two hosts, underlay MTU 1500",

@@ -59,21 +59,29 @@ func thisMachine() machine {
 
 // line is the JSON of one row.
 type line struct {
-	Row          string             `json:"row"`
-	What         string             `json:"what"`
-	Unit         string             `json:"unit"`
-	Ours         float64            `json:"ours"`
-	AnchorWhat   string             `json:"anchor_what,omitempty"`
-	Anchor       float64            `json:"anchor,omitempty"`
-	Ratio        float64            `json:"ratio,omitempty"`
-	Verdict      verdict            `json:"verdict,omitempty"`
-	Short        float64            `json:"short,omitempty"` // how far the median misses a goal, as a part of it
-	Goals        []goalLine         `json:"goals,omitempty"`
-	Spread       float64            `json:"spread"`
-	AnchorSpread float64            `json:"anchor_spread,omitempty"`
+	Row          string     `json:"row"`
+	What         string     `json:"what"`
+	Unit         string     `json:"unit"`
+	Ours         float64    `json:"ours"`
+	AnchorWhat   string     `json:"anchor_what,omitempty"`
+	Anchor       float64    `json:"anchor,omitempty"`
+	Ratio        float64    `json:"ratio,omitempty"`
+	Verdict      verdict    `json:"verdict,omitempty"`
+	Short        float64    `json:"short,omitempty"` // how far the median misses a goal, as a part of it
+	Goals        []goalLine `json:"goals,omitempty"`
+	Spread       float64    `json:"spread"`
+	AnchorSpread float64    `json:"anchor_spread,omitempty"`
+	// Processor time of the whole machine per unit of work.
+	Per          string             `json:"per"`
+	CPU          float64            `json:"cpu_ns"`
+	AnchorCPU    float64            `json:"anchor_cpu_ns,omitempty"`
+	Stolen       float64            `json:"stolen"` // the largest part of the machine's time in a round
 	Extra        map[string]float64 `json:"extra,omitempty"`
 	Rounds       []float64          `json:"rounds"`
 	AnchorRounds []float64          `json:"anchor_rounds,omitempty"`
+	CPURounds    []float64          `json:"cpu_ns_rounds"`
+	// Of the anchor.
+	AnchorCPURounds []float64 `json:"anchor_cpu_ns_rounds,omitempty"`
 }
 
 // goalLine is the JSON of one goal.
@@ -85,7 +93,7 @@ type goalLine struct {
 	Verdict    verdict  `json:"verdict"`
 }
 
-const format = "%-22s %-11s %8s %8s %7s  %-18s %-14s %-14s %-11s %s\n"
+const format = "%-22s %-11s %8s %8s %7s  %-18s %-14s %-14s %-11s %-26s %s\n"
 
 func newReport(path string, out io.Writer) (*report, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -108,7 +116,8 @@ func newReport(path string, out io.Writer) (*report, error) {
 		r.printf("Figures show time but no cycles, which are not counted here (%s).\n", m.Cycles)
 	}
 	r.printf("\n")
-	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "verdict", "interval", "spread +-%", "what / anchor")
+	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "verdict", "interval", "spread +-%",
+		"machine, ns per unit", "what / anchor")
 	return r, nil
 }
 
@@ -124,6 +133,7 @@ func (r *report) add(row Row, res *Result) {
 		Row: row.Name, What: row.What, Unit: row.Unit, Ours: median(res.Ours), Spread: spread(res.Ours),
 		Extra: res.Extra, Rounds: res.Ours, AnchorRounds: res.Anchor,
 	}
+	cpu := l.account(res)
 	what, anchor, ratio, sp := row.What, "", "", percent(l.Spread)
 	if len(res.Anchor) > 0 {
 		l.AnchorWhat, l.Anchor, l.Ratio, l.AnchorSpread = row.Anchor, median(res.Anchor), finite(median(res.ratios())),
@@ -144,16 +154,43 @@ func (r *report) add(row Row, res *Result) {
 		l.Verdict, l.Short = v, finite(res.short(row.Goals))
 		shown, bounds = v.shows(l.Short), all[decisive].describe()
 	}
-	r.printf(format, row.Name, row.Unit, number(l.Ours), anchor, ratio, strings.Join(goals, ", "), shown, bounds, sp, what)
+	r.printf(format, row.Name, row.Unit, number(l.Ours), anchor, ratio, strings.Join(goals, ", "), shown, bounds, sp,
+		cpu, what)
+	var extras []string
+	if l.Stolen >= 0.01 {
+		extras = append(extras, fmt.Sprintf("the hypervisor took up to %s%% of a round", percent(l.Stolen)))
+	}
 	if len(res.Extra) > 0 {
-		var extras []string
 		for k, v := range res.Extra {
 			extras = append(extras, k+" "+number(v))
 		}
 		slices.Sort(extras)
+	}
+	if len(extras) > 0 {
 		r.printf("%-22s %s\n", "", strings.Join(extras, ", "))
 	}
 	r.json(l)
+}
+
+// account fills in the machine's processor time and returns it for the table: ours, the anchor's, the unit.
+func (l *line) account(res *Result) string {
+	each := func(all []work) (ns []float64) {
+		for i := range all {
+			ns = append(ns, all[i].perUnit())
+			l.Per, l.Stolen = all[i].unit, max(l.Stolen, all[i].stolen())
+		}
+		return ns
+	}
+	l.CPURounds, l.AnchorCPURounds = each(res.OursWork), each(res.AnchorWork)
+	if len(l.CPURounds) == 0 {
+		return ""
+	}
+	l.CPU = median(l.CPURounds)
+	if len(l.AnchorCPURounds) == 0 {
+		return number(l.CPU) + " /" + l.Per
+	}
+	l.AnchorCPU = median(l.AnchorCPURounds)
+	return number(l.CPU) + " " + number(l.AnchorCPU) + " /" + l.Per
 }
 
 func (r *report) failure(row Row, err error) {

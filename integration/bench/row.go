@@ -21,7 +21,7 @@ type Row struct {
 	Section func(ctx context.Context, o options, r *report) error
 }
 
-// Meter's functions each take one sample, in about d. Anchor is nil if the row has none.
+// Meter's functions each take one sample, in about d, and count its work. Anchor is nil if the row has none.
 type Meter struct {
 	Ours, Anchor func(ctx context.Context, d time.Duration) (Sample, error)
 	// Turns is the number of alternations within a round, whose figures are the means; 0: once. More alternations
@@ -40,6 +40,11 @@ func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (our
 		if s, err = f(ctx, d/time.Duration(turns)); err != nil {
 			return
 		}
+		if s.Work.units <= 0 || to.Work.unit != "" && to.Work.unit != s.Work.unit {
+			err = fmt.Errorf("a sample of %v %q: it must count its work (working)", s.Work.units, s.Work.unit)
+			return
+		}
+		to.Work.add(s.Work)
 		to.Value += s.Value / float64(turns)
 		for k, v := range s.Extra {
 			if to.Extra == nil {
@@ -58,6 +63,9 @@ func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (our
 		}
 		oursFirst = !oursFirst
 	}
+	if err == nil && m.Anchor != nil && ours.Work.unit != anchor.Work.unit {
+		err = fmt.Errorf("the work is counted in %q and the anchor's in %q", ours.Work.unit, anchor.Work.unit)
+	}
 	return ours, anchor, err
 }
 
@@ -65,6 +73,7 @@ func (m *Meter) round(ctx context.Context, d time.Duration, oursFirst bool) (our
 type Sample struct {
 	Value float64
 	Extra map[string]float64
+	Work  work // of the measured phase; see working
 }
 
 // Goal is a bound on the median of ours, or of the ratio ours/anchor of each round.
@@ -100,8 +109,9 @@ func (g Goal) missing(v float64) float64 {
 
 // Result holds the figures of a row's rounds.
 type Result struct {
-	Ours, Anchor []float64
-	Extra        map[string]float64 // medians
+	Ours, Anchor         []float64
+	OursWork, AnchorWork []work
+	Extra                map[string]float64 // medians
 }
 
 func (r *Result) ratios() []float64 {
@@ -150,8 +160,10 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 			continue // warm-up
 		}
 		res.Ours = append(res.Ours, ours.Value)
+		res.OursWork = append(res.OursWork, ours.Work)
 		if m.Anchor != nil {
 			res.Anchor = append(res.Anchor, anchor.Value)
+			res.AnchorWork = append(res.AnchorWork, anchor.Work)
 		}
 		for _, x := range []map[string]float64{ours.Extra, anchor.Extra} {
 			for k, v := range x {

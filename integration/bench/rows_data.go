@@ -45,13 +45,15 @@ func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
 		})
 	}
 	m.Anchor = func(_ context.Context, d time.Duration) (Sample, error) {
-		n, start := 0, time.Now()
-		for time.Since(start) < d {
-			at = (at + 1) % slots
-			copy(dst.Bytes()[at*size:][:size], src.Bytes()[at*size:][:size])
-			n++
-		}
-		return Sample{Value: float64(n) * size / giga / time.Since(start).Seconds()}, nil
+		return working("KiB", func() (Sample, float64, error) {
+			n, start := 0, time.Now()
+			for time.Since(start) < d {
+				at = (at + 1) % slots
+				copy(dst.Bytes()[at*size:][:size], src.Bytes()[at*size:][:size])
+				n++
+			}
+			return Sample{Value: float64(n) * size / giga / time.Since(start).Seconds()}, float64(n) * size / 1024, nil
+		})
 	}
 	return m, nil
 }
@@ -67,9 +69,10 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 		return m, err
 	}
 	m.Ours = bounce
+	puts := b.ucx("ucp_put_lat", 8, 200_000)
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		r, err := b.ucx(ctx, "ucp_put_lat", 8, 200_000)
-		return Sample{Value: r["50.0_percentile_lat"] * 1e3}, err
+		r, w, err := puts.run(ctx, d)
+		return Sample{Value: r["50.0_percentile_lat"] * 1e3, Work: w}, err
 	}
 	return m, nil
 }
@@ -97,6 +100,10 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		times = times[:0]
+		p, err := begin()
+		if err != nil {
+			return Sample{}, err
+		}
 		last := time.Now()
 		for stop := last.Add(d); last.Before(stop) && len(times) < cap(times); {
 			for i := range ends {
@@ -120,9 +127,11 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 			times = append(times, float64(now.Sub(last))/2)
 			last = now
 		}
+		w, err := p.end("message", 2*float64(len(times)))
 		slices.Sort(times)
 		at := func(q float64) float64 { return times[int(q*float64(len(times)-1))] }
-		return Sample{at(0.5), map[string]float64{"p99": at(0.99), "p99.9": at(0.999), "max": at(1)}}, nil
+		extra := map[string]float64{"p99": at(0.99), "p99.9": at(0.999), "max": at(1)}
+		return Sample{Value: at(0.5), Extra: extra, Work: w}, err
 	}, nil
 }
 
@@ -147,9 +156,10 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 			return Sample{Value: rate}, rate * d.Seconds(), err
 		})
 	}
+	puts := b.ucx("ucp_put_bw", 8, 4_000_000)
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		r, err := b.ucx(ctx, "ucp_put_bw", 8, 4_000_000)
-		return Sample{Value: r["overall_mr"]}, err
+		r, w, err := puts.run(ctx, d)
+		return Sample{Value: r["overall_mr"], Work: w}, err
 	}
 	return m, nil
 }
@@ -190,23 +200,27 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 		set(guestdrv.NewWrite(0, dmr.Remote(i*size), sgl...))
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, err := x.stream(ctx, d, slots, 1, wr, func(i int) { write(i%slots, src.PA(), guestdrv.DMALKey) })
-		return Sample{Value: rate}, err
+		return working("message", func() (Sample, float64, error) {
+			rate, err := x.stream(ctx, d, slots, 1, wr, func(i int) { write(i%slots, src.PA(), guestdrv.DMALKey) })
+			return Sample{Value: rate}, rate * d.Seconds(), err
+		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		const requests = 3
-		rate, err := x.stream(ctx, d, slots*requests, requests, wr, func(n int) {
-			i := n / requests % slots
-			switch n % requests {
-			case 0:
-				set(guestdrv.NewRegister(0, regs[i]))
-			case 1:
-				write(i, src.Addr(), regs[i].RKey)
-			case 2:
-				set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
-			}
+		return working("message", func() (Sample, float64, error) {
+			rate, err := x.stream(ctx, d, slots*requests, requests, wr, func(n int) {
+				i := n / requests % slots
+				switch n % requests {
+				case 0:
+					set(guestdrv.NewRegister(0, regs[i]))
+				case 1:
+					write(i, src.Addr(), regs[i].RKey)
+				case 2:
+					set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
+				}
+			})
+			return Sample{Value: rate / requests}, rate / requests * d.Seconds(), err
 		})
-		return Sample{Value: rate / requests}, err
 	}
 	return m, nil
 }
@@ -227,8 +241,10 @@ func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 			})
 		}
 		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-			r, err := iperf(ctx, hosts[0], kernelAddr(1), d)
-			return Sample{Value: r.End.Received.BitsPerSecond / giga}, err
+			return working("KiB", func() (Sample, float64, error) {
+				r, err := iperf(ctx, hosts[0], kernelAddr(1), d)
+				return Sample{Value: r.End.Received.BitsPerSecond / giga}, r.End.Received.Bytes / 1024, err
+			})
 		}
 		return m, nil
 	}
@@ -248,11 +264,14 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		r, err := iperf(ctx, hosts[0], kernelAddr(1), d, "-u", "-b", "0", "-l", "1400")
-		return Sample{
-			Value: (r.End.Sum.Packets - r.End.Sum.Lost) / r.End.Sum.Seconds,
-			Extra: map[string]float64{"lost by UDP, %": 100 * r.End.Sum.Lost / r.End.Sum.Packets},
-		}, err
+		return working("packet", func() (Sample, float64, error) {
+			r, err := iperf(ctx, hosts[0], kernelAddr(1), d, "-u", "-b", "0", "-l", "1400")
+			arrived := r.End.Sum.Packets - r.End.Sum.Lost
+			return Sample{
+				Value: arrived / r.End.Sum.Seconds,
+				Extra: map[string]float64{"lost by UDP, %": 100 * r.End.Sum.Lost / r.End.Sum.Packets},
+			}, arrived, err
+		})
 	}
 	return m, nil
 }

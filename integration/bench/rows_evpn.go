@@ -276,7 +276,15 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 			cpu1, e := cpuTime(h.Proc)
 			return took, cpu1 - cpu0, errors.Join(err, e)
 		}
+		p, err := begin()
+		if err != nil {
+			return s, err
+		}
 		took, cpu, err := step(script.full, all)
+		if err != nil {
+			return s, err
+		}
+		w, err := p.end("route", all)
 		if err != nil {
 			return s, err
 		}
@@ -292,7 +300,7 @@ func evpnScale(ctx context.Context, b *Bench) (m Meter, err error) {
 		return Sample{Value: took.Seconds(), Extra: map[string]float64{
 			"cpu_us_per_route": cpu.Seconds() * 1e6 / all, "bytes_per_route": (full - empty) / all,
 			"us_per_move": moved.Seconds() * 1e6 / evpnMoves, "withdrawal_s": gone.Seconds(),
-		}}, err
+		}, Work: w}, err
 	}
 	m.Anchor, err = b.gobgpAlone(ctx, script)
 	return m, err
@@ -359,11 +367,14 @@ func (b *Bench) gobgpAlone(ctx context.Context, script *evpnScript) (func(contex
 		return int(t.NumPath), nil
 	}
 	return func(ctx context.Context, _ time.Duration) (s Sample, err error) {
-		start := time.Now()
-		if _, err = alone.conn.Write(script.full); err == nil {
-			err = until(ctx, evpnHosts*(evpnPerHost+1), count)
-		}
-		s.Value = time.Since(start).Seconds()
+		s, err = working("route", func() (Sample, float64, error) {
+			start := time.Now()
+			_, err := alone.conn.Write(script.full)
+			if err == nil {
+				err = until(ctx, evpnHosts*(evpnPerHost+1), count)
+			}
+			return Sample{Value: time.Since(start).Seconds()}, evpnHosts * evpnPerHost, err
+		})
 		if err == nil {
 			_, err = alone.conn.Write(script.gone)
 		}

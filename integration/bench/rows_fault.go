@@ -93,17 +93,22 @@ func guestFault(far bool) func(context.Context, *Bench) (Meter, error) {
 					return nil
 				}
 				if !fault {
-					if err := writes(); err != nil {
-						return Sample{}, err
+					return working("WRITE", func() (Sample, float64, error) {
+						if err := writes(); err != nil {
+							return Sample{}, 0, err
+						}
+						return Sample{Value: median(took)}, float64(len(took)), nil
+					})
+				}
+				return working("WRITE", func() (Sample, float64, error) {
+					f, err := served(ctx, h, writes)
+					if err != nil {
+						return Sample{}, 0, err
 					}
-					return Sample{Value: median(took)}, nil
-				}
-				f, err := served(ctx, h, writes)
-				if err != nil {
-					return Sample{}, err
-				}
-				return Sample{f.median(), map[string]float64{"mean": f.mean(), "post to completion": median(took),
-					"post to completion, p99": took[len(took)*99/100]}}, nil
+					return Sample{Value: f.median(), Extra: map[string]float64{"mean": f.mean(),
+						"post to completion": median(took), "post to completion, p99": took[len(took)*99/100]},
+					}, float64(len(took)), nil
+				})
 			}
 		}
 		return Meter{Ours: sample(true), Anchor: sample(false)}, nil
@@ -121,19 +126,21 @@ func registration(ctx context.Context, b *Bench) (m Meter, err error) {
 	})
 	sample := func(size uint64) func(context.Context, time.Duration) (Sample, error) {
 		return func(_ context.Context, d time.Duration) (Sample, error) {
-			var took []float64
-			for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
-				start := time.Now()
-				mr, err := nodes[0].pd.RegisterOnDemand(context.Background(), onDemand, size, allAccess, never)
-				if err != nil {
-					return Sample{}, err
+			return working("region", func() (Sample, float64, error) {
+				var took []float64
+				for stop := time.Now().Add(d); len(took) == 0 || time.Now().Before(stop); {
+					start := time.Now()
+					mr, err := nodes[0].pd.RegisterOnDemand(context.Background(), onDemand, size, allAccess, never)
+					if err != nil {
+						return Sample{}, 0, err
+					}
+					took = append(took, float64(time.Since(start))/1e3)
+					if err := mr.Close(); err != nil {
+						return Sample{}, 0, err
+					}
 				}
-				took = append(took, float64(time.Since(start))/1e3)
-				if err := mr.Close(); err != nil {
-					return Sample{}, err
-				}
-			}
-			return Sample{Value: median(took)}, nil
+				return Sample{Value: median(took)}, float64(len(took)), nil
+			})
 		}
 	}
 	return Meter{Ours: sample(1 << 30), Anchor: sample(pageSize)}, nil
@@ -191,7 +198,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		work := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, pageSize))
+		write := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, pageSize))
 		beside := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
 				g := make(chan struct{})
@@ -217,7 +224,13 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 						}
 					}
 				})
-				rate, spent, err := apart(h.Proc.PID(), func() (float64, error) { return x.stream(ctx, d, 16, 1, work, nil) })
+				var spent time.Duration
+				s, err := working("message", func() (Sample, float64, error) {
+					rate, others, err := apart(h.Proc.PID(),
+						func() (float64, error) { return x.stream(ctx, d, 16, 1, write, nil) })
+					spent = others
+					return Sample{Value: rate}, rate * d.Seconds(), err
+				})
 				faults := float64(mr.Stats().Faults - before)
 				stop.Store(true)
 				if fault {
@@ -227,7 +240,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 				if err == nil {
 					err = ferr
 				}
-				s := Sample{Value: rate, Extra: map[string]float64{}}
+				s.Extra = map[string]float64{}
 				if fault {
 					s.Extra["faults/s"] = faults / d.Seconds()
 					s.Extra["beside, % of a core"] = 100 * spent.Seconds() / d.Seconds()

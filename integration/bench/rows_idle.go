@@ -46,18 +46,21 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	share := func(p *harness.Process) func(context.Context, time.Duration) (Sample, error) {
 		return func(ctx context.Context, d time.Duration) (Sample, error) {
-			before, err := cpuTime(p)
-			if err != nil {
-				return Sample{}, err
-			}
-			start := time.Now()
-			select {
-			case <-ctx.Done():
-				return Sample{}, ctx.Err()
-			case <-time.After(2 * d):
-			}
-			after, err := cpuTime(p)
-			return Sample{Value: 100 * float64(after-before) / float64(time.Since(start))}, err
+			return working("s", func() (Sample, float64, error) {
+				before, err := cpuTime(p)
+				if err != nil {
+					return Sample{}, 0, err
+				}
+				start := time.Now()
+				select {
+				case <-ctx.Done():
+					return Sample{}, 0, ctx.Err()
+				case <-time.After(2 * d):
+				}
+				after, err := cpuTime(p)
+				took := time.Since(start)
+				return Sample{Value: 100 * float64(after-before) / float64(took)}, took.Seconds(), err
+			})
 		}
 	}
 	return Meter{Ours: share(full.Proc), Anchor: share(empty.Proc)}, nil
@@ -86,14 +89,17 @@ func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, n
 			if err != nil {
 				return s, err
 			}
-			if err := create(b, h, nodes, n); err != nil {
+			if s, err = working("object", func() (Sample, float64, error) {
+				return Sample{}, float64(n), create(b, h, nodes, n)
+			}); err != nil {
 				return s, err
 			}
 			after, err := privateMemory(h.Proc)
 			if err != nil {
 				return s, err
 			}
-			return Sample{Value: (after - before) / float64(n) / 1024}, b.stop(ctx, h)
+			s.Value = (after - before) / float64(n) / 1024
+			return s, b.stop(ctx, h)
 		}
 		return m, nil
 	}
@@ -140,6 +146,10 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 		return m, err
 	}
 	m.Ours = func(ctx context.Context, _ time.Duration) (Sample, error) {
+		begun, err := begin()
+		if err != nil {
+			return Sample{}, err
+		}
 		start := time.Now()
 		p, err := h.Launch()
 		if err != nil {
@@ -167,12 +177,15 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 			return Sample{}, err
 		}
 		s := Sample{Value: float64(time.Since(start)) / 1e6}
-		return s, errors.Join(d.Close(), p.Stop(ctx))
+		s.Work, err = begun.end("start", 1)
+		return s, errors.Join(err, d.Close(), p.Stop(ctx))
 	}
 	m.Anchor = func(ctx context.Context, _ time.Duration) (Sample, error) {
-		start := time.Now()
-		_, err := h.CLI(ctx, "--version")
-		return Sample{Value: float64(time.Since(start)) / 1e6}, err
+		return working("start", func() (Sample, float64, error) {
+			start := time.Now()
+			_, err := h.CLI(ctx, "--version")
+			return Sample{Value: float64(time.Since(start)) / 1e6}, 1, err
+		})
 	}
 	return m, nil
 }

@@ -79,7 +79,11 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 		if err != nil {
 			return Sample{}, err
 		}
-		t, err := f(ctx, addr, d)
+		var t transfer
+		s, err := working(unit, func() (_ Sample, _ float64, err error) {
+			t, err = f(ctx, addr, d)
+			return Sample{}, t.units, err
+		})
 		if err != nil {
 			return Sample{}, err
 		}
@@ -87,9 +91,8 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 		if t.units == 0 {
 			return Sample{}, fmt.Errorf("nothing arrived at %s", addr)
 		}
-		s := Sample{Value: t.value, Extra: map[string]float64{
-			who + ", all ns/" + unit: float64(after-before+t.programs) / t.units,
-		}}
+		s.Value = t.value
+		s.Extra = map[string]float64{who + ", all ns/" + unit: float64(after-before+t.programs) / t.units}
 		if who == "ours" {
 			s.Extra["daemons, ns/"+unit] = float64(after-before) / t.units
 		}

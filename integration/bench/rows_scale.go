@@ -44,6 +44,12 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 		return sum / d.Seconds(), err
 	}
+	sample := func(ctx context.Context, n int, d time.Duration) (Sample, error) {
+		return working("message", func() (Sample, float64, error) {
+			v, err := rate(ctx, n, d)
+			return Sample{Value: v}, v * d.Seconds(), err
+		})
+	}
 	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
 		s.Extra = map[string]float64{}
 		for _, n := range []int{10, 100} {
@@ -51,13 +57,11 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 				return s, err
 			}
 		}
-		s.Value, err = rate(ctx, most, d)
-		return s, err
+		all, err := sample(ctx, most, d)
+		all.Extra = s.Extra
+		return all, err
 	}
-	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		v, err := rate(ctx, 1, d)
-		return Sample{Value: v}, err
-	}
+	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) { return sample(ctx, 1, d) }
 	return m, nil
 }
 
@@ -120,12 +124,16 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		if s.Extra["1 GiB"], err = toMiddle(ctx, d/2); err != nil {
 			return s, err
 		}
-		s.Value, err = toLarge(ctx, d)
-		return s, err
+		return working("message", func() (Sample, float64, error) {
+			s.Value, err = toLarge(ctx, d)
+			return s, s.Value * d.Seconds(), err
+		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		v, err := toSmall(ctx, d)
-		return Sample{Value: v}, err
+		return working("message", func() (Sample, float64, error) {
+			v, err := toSmall(ctx, d)
+			return Sample{Value: v}, v * d.Seconds(), err
+		})
 	}
 	return m, nil
 }

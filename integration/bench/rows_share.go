@@ -142,7 +142,8 @@ func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, erro
 		}
 		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 			s, err := quiet(ctx, d)
-			return Sample{Value: s.Value, Extra: map[string]float64{"anchor, p99.9": s.Extra["p99.9"]}}, err
+			s.Extra = map[string]float64{"anchor, p99.9": s.Extra["p99.9"]}
+			return s, err
 		}
 		return m, nil
 	}
@@ -211,12 +212,12 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 			case !collects && n > 0:
 				return s, fmt.Errorf("%s: garbage was collected with GOGC=off", h.Name)
 			case !collects:
-				return Sample{Value: value}, nil
+				return Sample{Value: value, Work: s.Work}, nil
 			case n == 0:
 				return s, fmt.Errorf("no garbage was collected in %v: choose a longer TIME", d)
 			}
-			return Sample{value, map[string]float64{"collections/s": n / d.Seconds(), "median": s.Value, "max": s.Extra["max"]}},
-				nil
+			extra := map[string]float64{"collections/s": n / d.Seconds(), "median": s.Value, "max": s.Extra["max"]}
+			return Sample{Value: value, Extra: extra, Work: s.Work}, nil
 		}, nil
 	}
 	if m.Ours, err = open(true); err == nil {
@@ -258,18 +259,20 @@ func fairShares(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		served, err := feedAll(ctx, all, d, nothing)
-		if err != nil {
-			return Sample{}, err
-		}
-		shares, sum := make([]float64, vms), 0.0
-		for i, n := range served {
-			shares[owner[i]] += n
-			sum += n
-		}
-		return Sample{Value: slices.Min(shares) / sum * vms, Extra: map[string]float64{
-			"largest": slices.Max(shares) / sum * vms, "GB/s": sum * message / giga / d.Seconds(),
-		}}, nil
+		return working("message", func() (Sample, float64, error) {
+			served, err := feedAll(ctx, all, d, nothing)
+			if err != nil {
+				return Sample{}, 0, err
+			}
+			shares, sum := make([]float64, vms), 0.0
+			for i, n := range served {
+				shares[owner[i]] += n
+				sum += n
+			}
+			return Sample{Value: slices.Min(shares) / sum * vms, Extra: map[string]float64{
+				"largest": slices.Max(shares) / sum * vms, "GB/s": sum * message / giga / d.Seconds(),
+			}}, sum, nil
+		})
 	}
 	return m, nil
 }
@@ -314,22 +317,24 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 		dead.qp.Ring()
 		return nil
 	}
+	rate := func(ctx context.Context, d time.Duration, all []*demand, beside func() error) (Sample, error) {
+		return working("KiB", func() (Sample, float64, error) {
+			served, err := feedAll(ctx, all, d, beside)
+			if err != nil {
+				return Sample{}, 0, err
+			}
+			return Sample{Value: served[0] * message / giga / d.Seconds()}, served[0] * message / 1024, nil
+		})
+	}
 	m.Turns = 10
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		before := flushed
-		served, err := feedAll(ctx, []*demand{honest}, d, flood)
-		if err != nil {
-			return Sample{}, err
-		}
-		return Sample{Value: served[0] * message / giga / d.Seconds(),
-			Extra: map[string]float64{"flushed/s": float64(flushed-before) / d.Seconds()}}, nil
+		s, err := rate(ctx, d, []*demand{honest}, flood)
+		s.Extra = map[string]float64{"flushed/s": float64(flushed-before) / d.Seconds()}
+		return s, err
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		served, err := feedAll(ctx, []*demand{honest, equal}, d, nothing)
-		if err != nil {
-			return Sample{}, err
-		}
-		return Sample{Value: served[0] * message / giga / d.Seconds()}, nil
+		return rate(ctx, d, []*demand{honest, equal}, nothing)
 	}
 	return m, nil
 }

@@ -70,20 +70,22 @@ func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 func (r *resolver) run(_ context.Context, d time.Duration) (Sample, error) {
 	set := min(r.n, inSet)
 	stride := r.n / set
-	x := uint64(1)
-	n, start := 0, time.Now()
-	for time.Since(start) < d {
-		for range 1 << 16 {
-			x = x*6364136223846793005 + 1442695040888963407
-			p := (x >> 32) * set >> 32 * stride
-			if _, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64,
-				translate.RemoteWrite); !m.OK() {
-				return Sample{}, m.Err()
+	return working("look-up", func() (Sample, float64, error) {
+		x := uint64(1)
+		n, start := 0, time.Now()
+		for time.Since(start) < d {
+			for range 1 << 16 {
+				x = x*6364136223846793005 + 1442695040888963407
+				p := (x >> 32) * set >> 32 * stride
+				if _, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64,
+					translate.RemoteWrite); !m.OK() {
+					return Sample{}, 0, m.Err()
+				}
 			}
+			n += 1 << 16
 		}
-		n += 1 << 16
-	}
-	return Sample{Value: float64(time.Since(start)) / float64(n)}, nil
+		return Sample{Value: float64(time.Since(start)) / float64(n)}, float64(n), nil
+	})
 }
 
 // translation returns the row for a region of n pages; the anchor is a region of one.

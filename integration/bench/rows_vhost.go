@@ -37,8 +37,8 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 		anchors[i] = filepath.Join(h.Dir, fmt.Sprintf("dpdk%d", i))
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		rate, perCore, err := b.guestPorts(ctx, h, h.Proc, sockets, d)
-		return Sample{Value: perCore, Extra: map[string]float64{"frames/s": rate}}, err
+		rate, perCore, w, err := b.guestPorts(ctx, h, h.Proc, sockets, d)
+		return Sample{Value: perCore, Extra: map[string]float64{"frames/s": rate}, Work: w}, err
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		var ports []string
@@ -59,7 +59,7 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err := waitFor(ctx, p, forwards); err != nil {
 			return Sample{}, err
 		}
-		rate, _, err := b.guestPorts(ctx, h, p, anchors, d)
+		rate, _, w, err := b.guestPorts(ctx, h, p, anchors, d)
 		if err != nil {
 			return Sample{}, err
 		}
@@ -77,7 +77,7 @@ func vhostFrames(ctx context.Context, b *Bench) (m Meter, err error) {
 			return Sample{}, err
 		}
 		perCore, err := parseCycles(string(text))
-		return Sample{Value: perCore, Extra: map[string]float64{"DPDK's frames/s": rate}}, err
+		return Sample{Value: perCore, Extra: map[string]float64{"DPDK's frames/s": rate}, Work: w}, err
 	}
 	return m, nil
 }
@@ -98,10 +98,10 @@ func parseCycles(s string) (float64, error) {
 	return mhz * 1e6 / each, err
 }
 
-// guestPorts circulates frames for d, at least two seconds, and returns the rate and the rate per core of processor
-// time of the process in the middle.
+// guestPorts circulates frames for d, at least two seconds, and returns the rate, the rate per core of processor time
+// of the process in the middle, and the machine's work.
 func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Process, sockets [2]string,
-	d time.Duration) (rate, perCore float64, err error) {
+	d time.Duration) (rate, perCore float64, w work, err error) {
 	var ports, peers []string
 	for i, path := range sockets {
 		ports = append(ports, fmt.Sprintf("--vdev=net_virtio_user%d,path=%s,mac=%s,queue_size=1024", i, path, vmMAC(i)))
@@ -109,7 +109,7 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 	}
 	p, log, err := b.testpmd(h, "virtio", "0@0,1@1", append(append(append(ports, "--"), peers...), "--tx-first"))
 	if err != nil {
-		return 0, 0, err
+		return 0, 0, w, err
 	}
 	defer p.Kill()
 	// the first second is incomplete and includes the start
@@ -117,7 +117,8 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 	var (
 		seen         int
 		total, first float64
-		begin, ran   time.Duration
+		start, ran   time.Duration
+		measured     phase
 		failed       error
 	)
 	err = waitFor(ctx, p, func() bool {
@@ -134,16 +135,21 @@ func (b *Bench) guestPorts(ctx context.Context, h *lab.Host, middle *harness.Pro
 			return true
 		}
 		if seen, total = len(seconds), n; first == 0 {
-			first, begin = n, ran
-			return false
+			first, start = n, ran
+			measured, failed = begin()
+			return failed != nil
 		}
 		rate = max(rate, seconds[seen-1])
-		return seen > want
+		if seen <= want {
+			return false
+		}
+		w, failed = measured.end("frame", total-first)
+		return true
 	})
 	if err = errors.Join(err, failed); err != nil {
-		return 0, 0, err
+		return 0, 0, w, err
 	}
-	return rate, (total - first) / (ran - begin).Seconds(), nil
+	return rate, (total - first) / (ran - start).Seconds(), w, nil
 }
 
 // testpmd starts DPDK's test program, whose second thread forwards; cores places the threads (--lcores). It needs no

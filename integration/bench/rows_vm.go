@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
+	"strconv"
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
@@ -61,9 +63,12 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 }
 
 // perftest measures a program of perftest between two VMs on two hosts. The anchor is the same program over rxe in the
-// same VMs, with our module unloaded: while it is loaded the HCA receives all RoCE frames.
+// same VMs, with our module unloaded: while it is loaded the HCA receives all RoCE frames. The work includes the start
+// of the programs.
 func perftest(value func(out string) (float64, error), program string, opts ...string) func(context.Context,
 	*Bench) (Meter, error) {
+	const iterations = 500
+	opts = append(slices.Clone(opts), "-n", strconv.Itoa(iterations))
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		_, vms, err := b.guests(ctx, 2)
 		if err != nil {
@@ -98,12 +103,14 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 					}
 				}
 				loaded = load
-				out, err := lab.Perftest(ctx, ends[0], ends[1], program, opts...)
-				if err != nil {
-					return s, err
-				}
-				s.Value, err = value(out)
-				return s, err
+				return working("message", func() (s Sample, n float64, err error) {
+					out, err := lab.Perftest(ctx, ends[0], ends[1], program, opts...)
+					if err != nil {
+						return s, 0, err
+					}
+					s.Value, err = value(out)
+					return s, iterations, err
+				})
 			}
 		}
 		return Meter{Ours: by(lab.Device), Anchor: by(rxe)}, nil
@@ -122,14 +129,16 @@ func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return Sample{}, err
 		}
-		f, err := served(ctx, hosts[0], func() error {
-			for stop := time.Now().Add(d); ; {
-				if err := writeOnDemand(ctx, end); err != nil || time.Now().After(stop) {
-					return err
+		return working("fault", func() (Sample, float64, error) {
+			f, err := served(ctx, hosts[0], func() error {
+				for stop := time.Now().Add(d); ; {
+					if err := writeOnDemand(ctx, end); err != nil || time.Now().After(stop) {
+						return err
+					}
 				}
-			}
+			})
+			return Sample{Value: f.mean(), Extra: map[string]float64{"faults": float64(f.n)}}, float64(f.n), err
 		})
-		return Sample{f.mean(), map[string]float64{"faults": float64(f.n)}}, err
 	}
 	return m, nil
 }

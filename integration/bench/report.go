@@ -57,7 +57,7 @@ func thisMachine() machine {
 	return m
 }
 
-// line is the JSON of one row.
+// line is the JSON of one row. docs/benchmarks.md describes the fields.
 type line struct {
 	Row          string     `json:"row"`
 	What         string     `json:"what"`
@@ -75,7 +75,7 @@ type line struct {
 	Per          string             `json:"per"`
 	CPU          float64            `json:"cpu_ns"`
 	AnchorCPU    float64            `json:"anchor_cpu_ns,omitempty"`
-	Stolen       float64            `json:"stolen"` // the largest part of the machine's time in a round
+	Stolen       float64            `json:"stolen,omitempty"` // the largest part of the machine's time in a round
 	Extra        map[string]float64 `json:"extra,omitempty"`
 	Rounds       []float64          `json:"rounds"`
 	AnchorRounds []float64          `json:"anchor_rounds,omitempty"`
@@ -91,6 +91,12 @@ type goalLine struct {
 	High       *float64 `json:"high,omitempty"`
 	Confidence float64  `json:"confidence"`
 	Verdict    verdict  `json:"verdict"`
+}
+
+// failureLine is the JSON of a row that could not be measured.
+type failureLine struct {
+	Row   string `json:"row"`
+	Error string `json:"error"`
 }
 
 const format = "%-22s %-11s %8s %8s %7s  %-18s %-14s %-14s %-11s %-26s %s\n"
@@ -195,7 +201,7 @@ func (l *line) account(res *Result) string {
 
 func (r *report) failure(row Row, err error) {
 	r.printf("%-22s FAILED: %v\n", row.Name, err)
-	r.json(map[string]string{"row": row.Name, "error": err.Error()})
+	r.json(failureLine{row.Name, err.Error()})
 }
 
 func (r *report) close() error { return errors.Join(r.err, r.file.Close()) }

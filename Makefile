@@ -74,7 +74,7 @@ test-kernels: deps build ## the module without warnings, and its tests in guests
 test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests; WAY=3: only the third set)
 	@LONG='$(LONG)' .ci/ways $(or $(WAYS),native) $(WAY)
 
-bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl)
+bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl and a plot, build/bench.svg)
 	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run -pgo cmd/vnicd/default.pgo ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
 

@@ -27,7 +27,8 @@ func main() {
 		"rows to run, separated by commas or spaces; a name also selects the rows that begin with it [all]")
 	flag.IntVar(&o.rounds, "rounds", 5, "rounds, besides one that warms up")
 	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
-	flag.StringVar(&o.out, "json", "build/bench.jsonl", "file for the results, one JSON object per line; it is overwritten")
+	flag.StringVar(&o.out, "json", "build/bench.jsonl",
+		"file for the results, one JSON object per line; it is overwritten, as is the plot beside it, .svg")
 	flag.StringVar(&o.vnicd, "vnicd", "build/vnicd", "the daemon's binary")
 	flag.StringVar(&o.profiles, "profile", "",
 		"directory for a processor profile of each process and row, taken in an additional measurement [none]")

@@ -14,11 +14,12 @@ import (
 	"strings"
 )
 
-// report prints the table as results arrive and writes them as JSON lines.
+// report prints the table as results arrive and writes them as JSON lines, and in the end as a plot.
 type report struct {
 	out  io.Writer
 	file *os.File
 	enc  *json.Encoder
+	rows []plotted
 	err  error // first write error
 }
 
@@ -149,8 +150,9 @@ func (r *report) add(row Row, res *Result) {
 	}
 	var goals []string
 	shown, bounds := "", ""
-	if len(row.Goals) > 0 {
-		all, v, decisive := res.judge(row.Goals)
+	all, v, decisive := res.judge(row.Goals)
+	r.rows = append(r.rows, plotted{row: row, res: res, goals: all})
+	if len(all) > 0 {
 		for i := range all {
 			j := &all[i]
 			goals = append(goals, j.Goal.describe())
@@ -201,10 +203,14 @@ func (l *line) account(res *Result) string {
 
 func (r *report) failure(row Row, err error) {
 	r.printf("%-22s FAILED: %v\n", row.Name, err)
+	r.rows = append(r.rows, plotted{row: row, failed: err.Error()})
 	r.json(failureLine{row.Name, err.Error()})
 }
 
-func (r *report) close() error { return errors.Join(r.err, r.file.Close()) }
+// close writes the plot, too.
+func (r *report) close() error {
+	return errors.Join(r.err, r.file.Close(), writePlot(plotPath(r.file.Name()), r.rows))
+}
 
 // finite replaces infinities and NaN by 0, which JSON omits.
 func finite(v float64) float64 {

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench bench-compare lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,14 @@ test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl and a plot, build/bench.svg)
 	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run -pgo cmd/vnicd/default.pgo ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
+
+bench-compare: ROUNDS := 10
+bench-compare: HEAD := HEAD
+bench-compare: ## two commits in turns (BASE=commit, HEAD=commit, ONLY="row …", ROUNDS=10, TIME=1s; build/compare.jsonl)
+	@[ -n "$(BASE)" ] || { echo 'BASE is missing: make bench-compare BASE=commit' >&2; exit 2; }
+	@.ci/deps --tests ucx_perftest=ucx-utils
+	$(GO) run ./integration/bench -compare "$(BASE)" -head "$(HEAD)" -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) \
+		-json $(BUILD)/compare.jsonl
 
 lint: deps ## gofmt, vet, staticcheck and the project's rules
 	@.ci/lint

@@ -22,6 +22,10 @@ var described = map[string]any{
 	"A goal of a row":           goalLine{},
 	"A row that failed":         failureLine{},
 	"A Go benchmark of `micro`": benchmark{},
+
+	"First line of a comparison":     compareHead{},
+	"A row that both commits have":   compareLine{},
+	"A row that only one commit has": onlyLine{},
 }
 
 const documentation = "../../docs/benchmarks.md"

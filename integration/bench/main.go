@@ -33,8 +33,15 @@ func main() {
 	flag.StringVar(&o.profiles, "profile", "",
 		"directory for a processor profile of each process and row, taken in an additional measurement [none]")
 	list := flag.Bool("list", false, "list the rows")
+	base := flag.String("compare", "",
+		"commit to compare with, in turns; -rounds is the number of turns of each commit [no comparison]")
+	head := flag.String("head", "HEAD", "commit that is compared")
 	flag.Parse()
-	rows, err := pick(o.only)
+	var rows []Row
+	var err error
+	if *base == "" {
+		rows, err = pick(o.only) // the commits have their own rows
+	}
 	if err == nil && (o.rounds < 1 || o.time <= 0 || flag.NArg() > 0) {
 		err = errors.New("expected at least one round, a positive time and no arguments")
 	}
@@ -50,7 +57,12 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, o, rows); err != nil {
+	if *base != "" {
+		err = compare(ctx, o, *base, *head, os.Stdout)
+	} else {
+		err = run(ctx, o, rows)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
@@ -62,10 +74,15 @@ type options struct {
 	time                       time.Duration
 }
 
+// fields splits a list of names.
+func fields(only string) []string {
+	return strings.FieldsFunc(only, func(r rune) bool { return r == ',' || r == ' ' })
+}
+
 // pick returns the rows that only selects, in registry order.
 func pick(only string) ([]Row, error) {
 	all := registry()
-	names := strings.FieldsFunc(only, func(r rune) bool { return r == ',' || r == ' ' })
+	names := fields(only)
 	if len(names) == 0 {
 		return all, nil
 	}

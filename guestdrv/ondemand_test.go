@@ -361,7 +361,7 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	}
 }
 
-// answering runs f with a driver that answers faults by one command, and with one that knows nothing of
+// answering runs f with a driver that answers faults by one command, and with one that does not know
 // CapSetMTTResume, or finds an older device.
 func answering(t *testing.T, f func(t *testing.T, forget guestdrv.Caps)) {
 	t.Run("SET_MTT", func(t *testing.T) { f(t, 0) })

@@ -600,7 +600,7 @@ enum vnicd_stat {
 	VNICD_STAT_GUEST_FAULTS,	/* raised to the guest's driver (PF-7) */
 	VNICD_STAT_HOST_FAULTS,		/* raised to the host's driver */
 	VNICD_STAT_INVALIDATIONS,	/* CLEAR_MTT */
-	VNICD_STAT_FAULTS_RESUMED,	/* guest faults answered: go on */
+	VNICD_STAT_FAULTS_RESUMED,	/* guest faults answered: try again */
 	VNICD_STAT_FAULTS_FAILED,	/* guest faults answered: no such address */
 	VNICD_STAT_FAULT_DROPS,		/* packets dropped for a fault (PF-8, PF-11) */
 	VNICD_NUM_STATS

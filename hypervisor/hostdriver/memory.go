@@ -64,7 +64,7 @@ func transparentHuge() bool {
 type region struct {
 	Slot
 	d     *Driver
-	whole []byte // what mmap returned: may begin before the slot (huge pages)
+	whole []byte // the mapping: may begin before the slot (huge pages)
 	size  uint64 // of whole
 	lead  uint64 // offset of the slot in whole
 	base  uint64 // offset of whole in its first granule

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*
- * What an owner does to its memory while the peer writes it. Memory that has left the region is parked: nothing may
- * change it.
+ * Operations of an owner on its memory while the peer writes it. Memory that has left the region must not change any
+ * more.
  */
 #define _GNU_SOURCE
 #include <dirent.h>

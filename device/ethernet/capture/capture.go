@@ -5,7 +5,7 @@
 //
 // At a port the capture has the frames that its device exchanges with the network (inner frames, RoCE included);
 // outbound means sent by the device. At the VTEP it has datagrams. The sockets do not show their outer headers, so IP
-// and UDP headers are reconstructed from what is known (addresses, ports, traffic class, lengths; not hop limit,
+// and UDP headers are reconstructed from the known fields (addresses, ports, traffic class, lengths; not hop limit,
 // identification and UDP checksum), and there is no outer Ethernet header.
 package capture
 

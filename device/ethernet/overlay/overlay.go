@@ -107,7 +107,7 @@ type Route struct {
 	Behind netip.Addr  // MAC: the VTEP of the address; or
 	Port   string      // MAC: the local port of the address
 	At     vswitch.MAC // IP: the MAC that has it
-	Yields bool        // ports of this host may take it over; its source then says so (vswitch.Network.SetYielding)
+	Yields bool        // ports of this host may take it over; its source then reports it (vswitch.Network.SetYielding)
 }
 
 func (r *Route) check() error {

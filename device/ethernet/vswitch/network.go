@@ -152,7 +152,7 @@ func NewNetwork(c Config) (*Network, error) {
 		return nil, fmt.Errorf("vswitch: network %q: VNI %d; want 1 to %d", c.Name, c.VNI, MaxVNI)
 	}
 	if c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU) {
-		return nil, fmt.Errorf("vswitch: network %q: MTU %d; want %d to %d, or 0 for what the underlay carries", c.Name,
+		return nil, fmt.Errorf("vswitch: network %q: MTU %d; want %d to %d, or 0 for the underlay's limit", c.Name,
 			c.MTU, MinMTU, MaxMTU)
 	}
 	def(&c.MaxEntries, DefaultMaxEntries)
@@ -224,7 +224,7 @@ func (n *Network) Name() string { return n.cfg.Name }
 // MTU returns the largest layer-3 packet in bytes that the network carries now.
 func (n *Network) MTU() int { return int(n.mtu.Load()) }
 
-// ConfiguredMTU returns the configured MTU, 0 = what the underlay carries.
+// ConfiguredMTU returns the configured MTU, 0: the underlay's limit.
 func (n *Network) ConfiguredMTU() int { return n.cfg.MTU }
 
 // SetUnderlayMTU sets the largest inner layer-3 packet that the tunnels carry, 0 = there are none. It is the network's

@@ -133,7 +133,7 @@ const (
 	CapSetMTTResume = 1 << 11 // SetMTTResume
 )
 
-// What on-demand paging covers, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum
+// Operations with on-demand paging, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum
 // ib_odp_transport_cap_bits).
 const (
 	ODPSend    = 1 << 0

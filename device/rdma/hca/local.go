@@ -72,8 +72,8 @@ type localTurn struct {
 	held  bool
 }
 
-// Bytes that a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, as much as a
-// pass may take time for.
+// Bytes that a turn may copy: a slice, or, if no other QP waits and no other VM has had work lately, a larger one
+// that takes the time limit of a pass.
 const (
 	localSlice      = 64 << 10
 	localSliceAlone = 256 << 10

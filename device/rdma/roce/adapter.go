@@ -51,7 +51,7 @@ type Queues interface {
 }
 
 // Memory is guest memory as seen by a QP: by its own segments (the requester's and the receive WQEs') and by R_Keys
-// (the peer's requests). Every call checks keys, rights, PD and range anew, so memory may be deregistered between any
+// (the peer's requests). Every call checks keys, rights, PD and range again, so memory may be deregistered between any
 // two.
 //
 // The local path calls the methods with Remote in their name, and ScatterSpan, within the Run of the peer.

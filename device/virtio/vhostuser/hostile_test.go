@@ -170,7 +170,7 @@ func TestViolations(t *testing.T) {
 	roundTrip(t, d, m, 2, "still alive")
 }
 
-// TestAcknowledgedRefusals: with REPLY_ACK the front end is told of refusals and the connection continues, with its
+// TestAcknowledgedRefusals: with REPLY_ACK the front end gets refusals as replies; the connection continues with its
 // state unchanged.
 func TestAcknowledgedRefusals(t *testing.T) {
 	dev := newEcho(3)

@@ -461,8 +461,7 @@ func TestPackedInFlightBound(t *testing.T) {
 	}
 }
 
-// TestPackedReadAhead: an error in a later chain is reported in its turn, and chains that were given back are popped
-// again.
+// TestPackedReadAhead: an error in a later chain is reported in order, and returned chains are popped again.
 func TestPackedReadAhead(t *testing.T) {
 	g := newPackedGuest(t, 64)
 	q := g.queue(nil)

@@ -294,7 +294,7 @@ const (
 )
 
 // fetch reads the starts of the next available chains, and prefetches their first buffers. False: there are none. An
-// error in a chain other than the next is found again, and reported, in its turn.
+// error in a later chain is found again, and reported, when that chain is the next.
 func (q *Queue) fetch() (ok bool, err error) {
 	q.pos, q.have = 0, 0
 	if err := q.check(); err != nil {

@@ -446,8 +446,8 @@ func TestPiece(t *testing.T) {
 	}
 }
 
-// TestReadAhead: the starts of chains are read ahead; an error in one is reported in its turn, and chains that were
-// given back are popped again unchanged.
+// TestReadAhead: the starts of chains are read ahead; an error in one is reported in order, and returned chains are
+// popped again unchanged.
 func TestReadAhead(t *testing.T) {
 	const n, bad = 24, 20
 	g := newGuest(t, 32)

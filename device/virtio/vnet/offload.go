@@ -20,7 +20,7 @@ const (
 	FeatureHostUSO   = 1 << 56 // VIRTIO_NET_F_HOST_USO
 )
 
-// offloads maps features to what they allow.
+// offloads maps features to the offloads that they allow.
 var offloads = []struct {
 	host, guest uint64
 	need        frame.Need

@@ -226,7 +226,7 @@ func TestFindings(t *testing.T) {
 	}
 }
 
-// A problem has one beginning, stays listed for a while after its end, and then begins anew. Present and severe
+// A problem has one beginning, stays listed for a while after its end, and may begin again. Present and severe
 // problems come first.
 func TestWatch(t *testing.T) {
 	var w watch

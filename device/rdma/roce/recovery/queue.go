@@ -2,8 +2,8 @@ package recovery
 
 import "github.com/vnicd/vnicd/device/frame"
 
-// Queue is a reorder queue: a ring of frames by PSN that arrived before their turn. It does not own the frames: what it
-// returns is the caller's to release.
+// Queue is a reorder queue: a ring of frames by PSN that arrived out of order. It does not own the frames: the caller
+// releases those that it returns.
 type Queue struct {
 	frames []*frame.Buf
 	n      int

@@ -178,7 +178,7 @@ func (b *Scoreboard) Acknowledged(from, una, sent uint64, now int64) {
 	}
 }
 
-// ResponseQueued records that everything up to psn, which is here before its turn, has left the peer.
+// ResponseQueued records that the peer has sent all PSNs up to psn, which has arrived out of order.
 func (b *Scoreboard) ResponseQueued(psn, una uint64, now int64) {
 	if *b.flag(psn)&Overdue == 0 { // else it is itself late
 		b.overdueBefore(una, psn, *b.time(psn), now)
@@ -231,7 +231,7 @@ func (b *Scoreboard) overdueBefore(una, end uint64, at, now int64) {
 	}
 }
 
-// markOverdue notes that psn, if it is a response, should have been here by now.
+// markOverdue records that psn, if it is a response, should have arrived already.
 func (b *Scoreboard) markOverdue(psn uint64, now int64) {
 	if f := b.flag(psn); *f&(AwaitsResponse|Overdue|Received) == AwaitsResponse {
 		*f |= Overdue

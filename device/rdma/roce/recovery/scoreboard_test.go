@@ -52,7 +52,7 @@ func queue(b *Scoreboard, psn, una, sent uint64, now int64) {
 	b.Extend(sent)
 }
 
-// detect runs DetectLosses anew.
+// detect runs DetectLosses again.
 func detect(b *Scoreboard, una, sent uint64, now int64) (lost, oldest uint64) {
 	b.ClearCounts()
 	return b.DetectLosses(una, sent, now)

@@ -14,7 +14,7 @@ const (
 	maxGrowth   = 8
 
 	initialWindow      = 16 // packets; slow start doubles it per window until the first sign of congestion
-	restartWindow      = 4  // packets; slow start after a loss, up to half of what was in flight
+	restartWindow      = 4  // packets; slow start after a loss, up to half of the packets that were in flight
 	minWindowSelective = 2  // packets; the minimum after a loss that is repaired selectively
 	chanceLoss         = 16 // at most one loss among this many packets may be chance
 )

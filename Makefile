@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench bench-compare lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench bench-compare profile lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -76,7 +76,17 @@ test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests 
 
 bench: build ## measurements beside their anchors (ONLY="row …", ROUNDS=5, TIME=1s, PROFILE=directory; results: build/bench.jsonl and a plot, build/bench.svg)
 	@.ci/deps --tests ucx_perftest=ucx-utils
-	$(GO) run -pgo cmd/vnicd/default.pgo ./integration/bench -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
+	$(GO) build -pgo cmd/vnicd/default.pgo -o $(BUILD)/bench ./integration/bench
+	$(GO) build -pgo off -o $(BUILD)/plain/bench ./integration/bench
+	CGO_ENABLED=0 $(GO) build -trimpath -pgo off -o $(BUILD)/plain/vnicd ./cmd/vnicd
+	$(BUILD)/bench -plain $(BUILD)/plain -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) -profile "$(PROFILE)"
+
+profile: ## train the compiler's profile anew, cmd/vnicd/default.pgo (ONLY="row …" for fewer rows)
+	rm -rf $(BUILD)/profiles
+	$(MAKE) bench PROFILE=$(BUILD)/profiles ROUNDS=1
+	$(GO) tool pprof -proto $(BUILD)/profiles/*.h?.pprof >$(BUILD)/default.pgo
+	mv $(BUILD)/default.pgo cmd/vnicd/default.pgo
+	ls $(BUILD)/profiles/*.h?.pprof | sed -E 's|.*/(.*)\.h.\.pprof|\1|' | sort -u >cmd/vnicd/default.pgo.rows
 
 bench-compare: ROUNDS := 10
 bench-compare: HEAD := HEAD

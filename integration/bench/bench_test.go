@@ -69,6 +69,23 @@ func TestStatistics(t *testing.T) {
 	}
 }
 
+// With -anchors=false goals on the ratio are not decided.
+func TestWithoutAnchor(t *testing.T) {
+	r := &Result{Ours: []float64{1, 1, 1, 1, 1}}
+	goals := []Goal{atMost(2), ratioAtMost(8)}
+	if _, v, _ := r.judge(goals); v != undecided || r.short(goals) != 0 {
+		t.Errorf("%s, short by %v", v, r.short(goals))
+	}
+	rep, err := newReport(filepath.Join(t.TempDir(), "x.jsonl"), new(bytes.Buffer))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rep.add(Row{Name: "x", Unit: "ns", Goals: goals}, r)
+	if err := rep.close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestReport checks the table's columns and that every line of the file is JSON.
 func TestReport(t *testing.T) {
 	var out bytes.Buffer

@@ -17,11 +17,12 @@ import (
 
 // described are the kinds of lines by their headings in the documentation.
 var described = map[string]any{
-	"First line: the machine":   machine{},
-	"A row":                     line{},
-	"A goal of a row":           goalLine{},
-	"A row that failed":         failureLine{},
-	"A Go benchmark of `micro`": benchmark{},
+	"First line: the machine":              machine{},
+	"A row":                                line{},
+	"A goal of a row":                      goalLine{},
+	"A row that failed":                    failureLine{},
+	"A row without the compiler's profile": plainLine{},
+	"A Go benchmark of `micro`":            benchmark{},
 
 	"First line of a comparison":     compareHead{},
 	"A row that both commits have":   compareLine{},

@@ -32,6 +32,8 @@ type machine struct {
 	Go     string `json:"go"`
 	Commit string `json:"commit,omitempty"`
 	Cycles string `json:"cycles,omitempty"` // why perf does not count them
+	// Rows that trained the compiler's profile.
+	Trained []string `json:"trained,omitempty"`
 }
 
 func thisMachine() machine {
@@ -52,6 +54,7 @@ func thisMachine() machine {
 	if err := cyclesCounted(); err != nil {
 		m.Cycles = err.Error()
 	}
+	m.Trained, _ = trainedRows(trainedPath) // none if the file cannot be read
 	if out, err := exec.Command("git", "describe", "--always", "--dirty").Output(); err == nil {
 		m.Commit = strings.TrimSpace(string(out))
 	}
@@ -122,10 +125,17 @@ func newReport(path string, out io.Writer) (*report, error) {
 	if m.Cycles != "" {
 		r.printf("Figures show time but no cycles, which are not counted here (%s).\n", m.Cycles)
 	}
+	if len(m.Trained) > 0 {
+		r.printf("Rows that trained the compiler's profile:\n%s\n", wrapped(m.Trained, 118))
+	}
+	return r, nil
+}
+
+// columns ends the head.
+func (r *report) columns() {
 	r.printf("\n")
 	r.printf(format, "row", "unit", "ours", "anchor", "ratio", "goal", "verdict", "interval", "spread +-%",
 		"machine, ns per unit", "what / anchor")
-	return r, nil
 }
 
 func (r *report) printf(format string, args ...any) {

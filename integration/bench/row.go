@@ -122,15 +122,17 @@ func (r *Result) ratios() []float64 {
 	return out
 }
 
-// short returns the part by which the worst goal is missed; 0: all are met.
+// short returns the part by which the worst goal is missed; 0: all are met. Goals on the ratio count only if the anchor
+// was measured.
 func (r *Result) short(goals []Goal) float64 {
 	worst := 0.0
 	for _, g := range goals {
-		v := median(r.Ours)
-		if g.OnRatio {
-			v = median(r.ratios())
+		switch {
+		case !g.OnRatio:
+			worst = max(worst, g.missing(median(r.Ours)))
+		case len(r.Anchor) > 0:
+			worst = max(worst, g.missing(median(r.ratios())))
 		}
-		worst = max(worst, g.missing(v))
 	}
 	return worst
 }
@@ -148,6 +150,9 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 	m, err := row.Open(ctx, b)
 	if err != nil {
 		return nil, err
+	}
+	if o.alone {
+		m.Anchor = nil
 	}
 	res := &Result{}
 	extra := map[string][]float64{}

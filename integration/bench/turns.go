@@ -27,6 +27,7 @@ type side struct {
 	dir    string // working directory
 	bench  string // the benchmark program, relative to dir
 	vnicd  string // the daemon, relative to dir; "": the program's default
+	alone  bool   // without anchors
 }
 
 // checkout builds a commit in a work tree of its own at dir.
@@ -176,6 +177,9 @@ func (s *side) turn(ctx context.Context, row string, d time.Duration) (*line, er
 	if s.vnicd != "" {
 		args = append(args, "-vnicd", s.vnicd)
 	}
+	if s.alone {
+		args = append(args, "-anchors=false")
+	}
 	var log bytes.Buffer
 	c := exec.CommandContext(ctx, s.bench, args...)
 	c.Dir, c.Stdout, c.Stderr = s.dir, &log, &log
@@ -197,7 +201,7 @@ func (s *side) turn(ctx context.Context, row string, d time.Duration) (*line, er
 			return l, err
 		}
 		if over {
-			return nil, fmt.Errorf("%s gave no figure of %s: %s", s.bench, row, lastLine(log.String()))
+			return nil, fmt.Errorf("%s gave no figure of %s: %s", s.bench, row, tail(log.String()))
 		}
 		select {
 		case <-ended:
@@ -237,7 +241,5 @@ func findRow(path, row string) (*line, error) {
 	return nil, nil
 }
 
-func lastLine(s string) string {
-	s = strings.TrimSpace(s)
-	return s[strings.LastIndexByte(s, '\n')+1:]
-}
+// tail returns the end of a program's output.
+func tail(s string) string { return strings.TrimSpace(s[max(0, len(s)-1000):]) }

@@ -19,8 +19,8 @@ type machineTime struct {
 	stolen time.Duration // the hypervisor ran something else
 }
 
-// tick is the unit of /proc/stat, USER_HZ; it is 100 Hz on every architecture that vnicd runs on.
-const tick = time.Second / 100
+// statTick is the unit of /proc/stat, USER_HZ; it is 100 Hz on every architecture that vnicd runs on.
+const statTick = time.Second / 100
 
 const procStat = "/proc/stat"
 
@@ -49,7 +49,7 @@ func parseStat(s string) (m machineTime, err error) {
 			if err != nil {
 				return m, fmt.Errorf("%s: %w", procStat, err)
 			}
-			*sum += time.Duration(n) * tick
+			*sum += time.Duration(n) * statTick
 		}
 		return m, nil
 	}

@@ -17,7 +17,7 @@ ctxt 1
 
 func TestParseStat(t *testing.T) {
 	m, err := parseStat(fakeStat)
-	want := machineTime{busy: 163 * tick, idle: 4050 * tick, stolen: 80 * tick}
+	want := machineTime{busy: 163 * statTick, idle: 4050 * statTick, stolen: 80 * statTick}
 	if err != nil || m != want {
 		t.Errorf("%+v, %v, want %+v", m, err, want)
 	}
@@ -47,7 +47,7 @@ func TestPhase(t *testing.T) {
 	// 1 user, 2 nice, 3 system, 4 irq and 5 softirq more, 84 idle, iowait goes backwards, 1 stolen.
 	write("cpu  101 22 33 4085 49 10 12 81 91 11\n")
 	w, err := p.end("message", 3000)
-	if err != nil || w.unit != "message" || w.cost != (machineTime{15 * tick, 84 * tick, tick}) {
+	if err != nil || w.unit != "message" || w.cost != (machineTime{15 * statTick, 84 * statTick, statTick}) {
 		t.Fatalf("%+v, %v", w, err)
 	}
 	if ns := w.perUnit(); ns != 50_000 { // 150 ms for 3000 messages
@@ -56,7 +56,7 @@ func TestPhase(t *testing.T) {
 	if part := w.stolen(); part != 0.01 {
 		t.Errorf("%v of the machine's time is stolen", part)
 	}
-	w.add(work{"message", 1000, machineTime{busy: 85 * tick}})
+	w.add(work{"message", 1000, machineTime{busy: 85 * statTick}})
 	if ns := w.perUnit(); ns != 250_000 {
 		t.Errorf("%v ns per message of two phases", ns)
 	}
@@ -83,10 +83,10 @@ func TestWorkOfAnotherProcess(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if used < 10*tick {
+	if used < 10*statTick {
 		t.Fatalf("the process used only %v", used)
 	}
-	if got := s.Work.cost; got.busy+got.stolen < used*9/10-4*tick {
+	if got := s.Work.cost; got.busy+got.stolen < used*9/10-4*statTick {
 		t.Errorf("the machine worked for %v while one process used %v", got.busy, used)
 	}
 }

@@ -155,17 +155,6 @@ func TestParsers(t *testing.T) {
 	}
 }
 
-func TestParseUnread(t *testing.T) {
-	snmp := "Tcp: A\nTcp: 1\nUdp: InDatagrams InErrors RcvbufErrors\nUdp: 5 9 100\nUdpLite: RcvbufErrors\nUdpLite: 7\n"
-	sockets := "  sl  local_address rem_address drops\n 1: 00000000:12B5 00000000:0000 07 30\n 2: 00000000:1451 00000000:0000 07 70\n"
-	if n, err := parseUnread(snmp, sockets); n != 70 || err != nil {
-		t.Error(n, err)
-	}
-	if n, err := parseUnread("Udp: A\nUdp: 1\n", sockets); err == nil {
-		t.Error(n)
-	}
-}
-
 func TestFaultTimes(t *testing.T) {
 	for _, tc := range []struct {
 		buckets []uint64

@@ -4,10 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
-	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/vnicd/vnicd/integration/harness"
@@ -60,17 +56,17 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 	return hosts, b.iperfServer(hosts[1])
 }
 
-// transfer is the result of one run of iperf3.
+// transfer is the result of one measurement of a path.
 type transfer struct {
 	value    float64       // the row's figure
 	units    float64       // packets or KiB received
-	programs time.Duration // processor time of iperf3, both ends
+	programs time.Duration // processor time of sender and receiver
 	extra    map[string]float64
 }
 
 // both measures the same transfer over our addresses and over the kernel's. Beside the rates it shows the processor
-// time per received packet (or other unit): of our daemons only, and of the whole path, which is iperf3 at both ends
-// with the kernel work charged to it and, for ours, the daemons. Unlike rates, these figures hardly depend on the
+// time per received packet (or other unit): of our daemons only, and of the whole path, which is the programs at both ends
+// with the kernel work charged to them and, for ours, the daemons. Unlike rates, these figures hardly depend on the
 // machine's other load.
 func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer,
 	error)) Meter {
@@ -121,75 +117,39 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	}
 }
 
-// hostUDP measures iperf3 sending datagrams at full speed. The figure counts datagrams that reach the receiving host's
-// UDP, that is, the path from interface to interface. How many iperf3 reads from its socket in time depends on
-// scheduling and is shown beside it: a TAP does not slow the sender down, while the kernel's path runs on the sender's
-// own time.
+// hostUDP searches for the highest rate of datagrams with at most 0.1 % lost, as the receiving program reads them. The
+// same programs use both paths. A search offers many rates; the processor time per packet is that of all of them.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
-	return func(ctx context.Context, b *Bench) (Meter, error) {
+	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		hosts, err := b.tenants(ctx, false, true)
-		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
-			before, err := unread(hosts[1].NS)
-			if err != nil {
-				return transfer{}, err
-			}
-			r, err := iperf(ctx, hosts[0], addr, d, "-u", "-b", "0", "-l", strconv.Itoa(size))
-			if err != nil {
-				return transfer{}, err
-			}
-			after, err := unread(hosts[1].NS)
-			u := r.End.Sum
-			read := u.Packets - u.Lost
-			n := read + after - before
-			return transfer{value: n / u.Seconds, units: n, programs: r.ran(u.Seconds),
-				extra: map[string]float64{"read/s": read / u.Seconds}}, err
-		}), err
-	}
-}
-
-// unread returns the number of datagrams that the kernel dropped in a namespace for full sockets, without VTEP sockets.
-func unread(ns *harness.Namespace) (n float64, err error) {
-	var snmp, sockets []byte
-	if err := ns.Do(func() (err error) {
-		// These files belong to the calling thread's namespace.
-		if snmp, err = os.ReadFile("/proc/thread-self/net/snmp"); err != nil {
-			return err
-		}
-		sockets, err = os.ReadFile("/proc/thread-self/net/udp")
-		return err
-	}); err != nil {
-		return 0, err
-	}
-	return parseUnread(string(snmp), string(sockets))
-}
-
-// parseUnread subtracts the drops of sockets on port 4789 from all RcvbufErrors.
-func parseUnread(snmp, sockets string) (n float64, err error) {
-	var names []string
-	for l := range strings.Lines(snmp) {
-		f := strings.Fields(l)
-		switch i := slices.Index(names, "RcvbufErrors"); {
-		case f[0] != "Udp:":
-		case names == nil:
-			names = f
-		case i < 0 || i >= len(f):
-			return 0, fmt.Errorf("no RcvbufErrors in %q", snmp)
-		default:
-			if n, err = strconv.ParseFloat(f[i], 64); err != nil {
-				return 0, err
-			}
-		}
-	}
-	for l := range strings.Lines(sockets) {
-		f := strings.Fields(l)
-		if len(f) < 3 || !strings.HasSuffix(f[1], fmt.Sprintf(":%04X", 4789)) {
-			continue
-		}
-		drops, err := strconv.ParseFloat(f[len(f)-1], 64)
 		if err != nil {
-			return 0, err
+			return m, err
 		}
-		n -= drops
+		paths := map[string]*datagramPath{}
+		found := map[string]float64{}
+		for _, addr := range []string{tapAddr(1), kernelAddr(1)} {
+			p, err := newDatagramPath(hosts[0].NS, hosts[1].NS, netip.MustParseAddr(addr), size, socketBuffer)
+			if err != nil {
+				return m, err
+			}
+			b.Add(p.close)
+			if err := p.reach(ctx); err != nil {
+				return m, err
+			}
+			paths[addr], found[addr] = p, 100e3
+		}
+		return both(hosts, "packet", func(ctx context.Context, addr string, d time.Duration) (t transfer, err error) {
+			probes := 0.0
+			t.value, err = highestRate(found[addr], func(rate float64) (probe, error) {
+				r, programs, err := paths[addr].try(ctx, rate, probeTime(rate, d/4))
+				t.programs += programs
+				t.units += float64(r.read)
+				probes++
+				return r, err
+			})
+			found[addr] = t.value
+			t.extra = map[string]float64{"probes": probes}
+			return t, err
+		}), nil
 	}
-	return n, nil
 }

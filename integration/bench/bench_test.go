@@ -13,6 +13,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
 )
 
 func TestPick(t *testing.T) {
@@ -280,5 +283,20 @@ func TestRoundNeedsWork(t *testing.T) {
 	if _, _, err := (&Meter{Ours: sample(some), Anchor: sample(some)}).round(context.Background(), time.Second,
 		true); err != nil {
 		t.Error(err)
+	}
+}
+
+// A look-up all over the region translates every page that it draws, and the loads cover their memory.
+func TestColdTranslation(t *testing.T) {
+	var b Bench
+	b.Lab = &lab.Lab{Env: &harness.Env{}}
+	defer b.Run()
+	m, err := coldTranslation(10_000)(context.Background(), &b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, anchor, err := m.round(context.Background(), 10*time.Millisecond, true)
+	if err != nil || ours.Value <= 0 || ours.Extra["overlapped"] <= 0 || anchor.Value <= 0 {
+		t.Errorf("%+v, %+v, %v", ours, anchor, err)
 	}
 }

@@ -110,6 +110,12 @@ func registry() []Row {
 		translationRow("1m", 1_000_000, "2 MiB"), translationRow("10m", 10_000_000, "2 MiB"),
 		translationRow("10m_4k", 10_000_000, "4 KiB"),
 		{
+			Name:   "translate_10m_cold",
+			What:   "both stages, random over 10M scattered pages, 2 MiB pages on the host, one look-up after the other",
+			Anchor: "a load from 80 MB of memory (the table's size), one after the other", Unit: "ns",
+			Open: coldTranslation(10_000_000),
+		},
+		{
 			Name: "guest_fault", What: "guest fault of a WRITE 8 B, source page absent, raise to resume, median",
 			Anchor: "the WRITE with the page present", Unit: "us", Goals: []Goal{atMost(30)}, Open: guestFault(false),
 		},

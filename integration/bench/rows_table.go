@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -67,25 +68,83 @@ func (b *Bench) resolver(n uint64, large bool) (*resolver, error) {
 }
 
 // run looks up random pages of the warm set for d and returns ns per look-up, without the epoch.
-func (r *resolver) run(_ context.Context, d time.Duration) (Sample, error) {
-	set := min(r.n, inSet)
+func (r *resolver) run(ctx context.Context, d time.Duration) (Sample, error) {
+	return r.lookUp(ctx, d, min(r.n, inSet), false)
+}
+
+// The pages looked up, or words loaded, are those of this sequence.
+const multiplier, increment = 6364136223846793005, 1442695040888963407
+
+// lookUp looks up random pages for d, of a set that is spread over the region. If dependent, each look-up needs the
+// result of the one before it; otherwise the processor can overlap them.
+func (r *resolver) lookUp(_ context.Context, d time.Duration, set uint64, dependent bool) (Sample, error) {
 	stride := r.n / set
 	return working("look-up", func() (Sample, float64, error) {
 		x := uint64(1)
 		n, start := 0, time.Now()
 		for time.Since(start) < d {
 			for range 1 << 16 {
-				x = x*6364136223846793005 + 1442695040888963407
+				x = x*multiplier + increment
 				p := (x >> 32) * set >> 32 * stride
-				if _, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64,
-					translate.RemoteWrite); !m.OK() {
+				h, m := r.vm.Resolve(r.key, 1, firstVA+translate.VA(p<<translate.PageShift)+64, 64, translate.RemoteWrite)
+				if !m.OK() {
 					return Sample{}, 0, m.Err()
+				}
+				if dependent {
+					x += addressOf(h) >> 63 // 0 for addresses of user space, which the processor cannot know
 				}
 			}
 			n += 1 << 16
 		}
 		return Sample{Value: float64(time.Since(start)) / float64(n)}, float64(n), nil
 	})
+}
+
+// loads returns a measurement of ns per load of random words of n. Each load needs the result of the one before it.
+func loads(n uint64) func(context.Context, time.Duration) (Sample, error) {
+	words := make([]uint64, n)
+	for i := range words {
+		words[i] = 1 // pages that were never written would all be one
+	}
+	return func(_ context.Context, d time.Duration) (Sample, error) {
+		return working("look-up", func() (Sample, float64, error) {
+			x := uint64(1)
+			count, start := 0, time.Now()
+			for time.Since(start) < d {
+				for range 1 << 16 {
+					x = x*multiplier + increment
+					x += words[(x>>32)*n>>32] >> 1
+				}
+				count += 1 << 16
+			}
+			if x == 0 {
+				return Sample{}, 0, errors.New("the sequence ended") // keeps the loads
+			}
+			return Sample{Value: float64(time.Since(start)) / float64(count)}, float64(count), nil
+		})
+	}
+}
+
+// coldTranslation returns the row of look-ups all over a region of n pages, each of which needs the result of the one
+// before it. The anchor is a load from memory of the size of the table, a word for each page.
+func coldTranslation(n uint64) func(context.Context, *Bench) (Meter, error) {
+	return func(_ context.Context, b *Bench) (m Meter, err error) {
+		r, err := b.resolver(n, true)
+		if err != nil {
+			return m, err
+		}
+		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+			overlapped, err := r.lookUp(ctx, d/2, n, false)
+			if err != nil {
+				return Sample{}, err
+			}
+			s, err := r.lookUp(ctx, d/2, n, true)
+			s.Extra = map[string]float64{"overlapped": overlapped.Value}
+			return s, err
+		}
+		m.Anchor = loads(n)
+		return m, nil
+	}
 }
 
 // translation returns the row for a region of n pages; the anchor is a region of one.

@@ -65,7 +65,8 @@ func newDatagramPath(from, to *harness.Namespace, addr netip.Addr, size, buffer 
 		}
 		patience := unix.NsecToTimeval(silence.Nanoseconds())
 		if err := errors.Join(unix.SetsockoptInt(p.to, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, buffer),
-			unix.SetsockoptTimeval(p.to, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience), unix.Bind(p.to, &at)); err != nil {
+			unix.SetsockoptTimeval(p.to, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience),
+			unix.Bind(p.to, &at)); err != nil {
 			return err
 		}
 		name, err := unix.Getsockname(p.to)

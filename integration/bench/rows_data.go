@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"runtime"
 	"slices"
 	"time"
@@ -16,44 +17,47 @@ const giga = 1e9
 // localWrite1M streams WRITEs of 1 MiB between two VMs of one daemon. Source and destination cycle through more memory
 // than caches hold.
 func localWrite1M(ctx context.Context, b *Bench) (m Meter, err error) {
-	const size, slots = 1 << 20, 160
-	nodes, x, _, err := b.localPair(ctx, 2, slots*size+16<<20)
+	const size, count = 1 << 20, 160
+	nodes, x, _, err := b.localPair(ctx, 2, count*size+16<<20)
 	if err != nil {
 		return m, err
 	}
-	src, smr, err := nodes[0].region(slots * size)
+	src, smr, err := nodes[0].region(count * size)
 	if err != nil {
 		return m, err
 	}
-	dst, dmr, err := nodes[1].region(slots * size)
+	dst, dmr, err := nodes[1].region(count * size)
 	if err != nil {
 		return m, err
 	}
-	for i := range src.Bytes() {
-		src.Bytes()[i] = byte(i)
-	}
-	clear(dst.Bytes())
+	proof := proofOf(slots(src.Bytes(), dst.Bytes(), size)...)
 	at := 0
 	wr := guestdrv.NewWrite(0, dmr.Remote(0), make([]guestdrv.SGE, 1)...)
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return costing([]*lab.Host{x.host}, "KiB", func() (Sample, float64, error) {
+		proof.prepare()
+		s, err := costing([]*lab.Host{x.host}, "KiB", func() (Sample, float64, error) {
 			rate, err := x.stream(ctx, d, 8, 1, wr, func(int) {
-				at = (at + 1) % slots
+				at = (at + 1) % count
 				wr.SGL[0], wr.Remote = smr.SGE(at*size, size), dmr.Remote(at*size)
 			})
 			return Sample{Value: rate * size / giga}, rate * d.Seconds() * size / 1024, err
 		})
+		return s, errors.Join(err, proof.verify(x.streamed))
 	}
 	m.Anchor = func(_ context.Context, d time.Duration) (Sample, error) {
-		return working("KiB", func() (Sample, float64, error) {
-			n, start := 0, time.Now()
+		proof.prepare()
+		n := 0
+		s, err := working("KiB", func() (Sample, float64, error) {
+			start := time.Now()
 			for time.Since(start) < d {
-				at = (at + 1) % slots
+				at = (at + 1) % count
 				copy(dst.Bytes()[at*size:][:size], src.Bytes()[at*size:][:size])
 				n++
 			}
-			return Sample{Value: float64(n) * size / giga / time.Since(start).Seconds()}, float64(n) * size / 1024, nil
+			took := time.Since(start)
+			return Sample{Value: float64(n) * size / giga / took.Seconds()}, float64(n) * size / 1024, nil
 		})
+		return s, errors.Join(err, proof.verify(n))
 	}
 	return m, nil
 }
@@ -141,18 +145,21 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	_, smr, err := nodes[0].region(4096)
+	src, smr, err := nodes[0].region(4096)
 	if err != nil {
 		return m, err
 	}
-	_, dmr, err := nodes[1].region(4096)
+	dst, dmr, err := nodes[1].region(4096)
 	if err != nil {
 		return m, err
 	}
+	proof := proofOf(piece{src.Bytes()[:8], dst.Bytes()[:8]})
 	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing([]*lab.Host{x.host}, "message", func() (Sample, float64, error) {
-			rate, err := x.stream(ctx, d, depth-depth/8, 32, wr, nil)
+			rate, err := x.proved(proof, 1, func() (float64, error) {
+				return x.stream(ctx, d, depth-depth/8, 32, wr, nil)
+			})
 			return Sample{Value: rate}, rate * d.Seconds(), err
 		})
 	}
@@ -167,7 +174,7 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 // realAddresses streams WRITEs of 4 KiB as a guest kernel's block or file driver does, from memory named by real
 // addresses (RA-1). The anchor registers each buffer, writes and invalidates it, in the same queue.
 func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
-	const size, slots = 4096, 64
+	const size, count = 4096, 64
 	_, nodes, err := b.local(ctx, 2, 32<<20)
 	if err != nil {
 		return m, err
@@ -176,15 +183,16 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	src, err := nodes[0].Alloc(slots * size)
+	src, err := nodes[0].Alloc(count * size)
 	if err != nil {
 		return m, err
 	}
-	_, dmr, err := nodes[1].region(slots * size)
+	dst, dmr, err := nodes[1].region(count * size)
 	if err != nil {
 		return m, err
 	}
-	var regs [slots]*guestdrv.Registration
+	proof := proofOf(slots(src.Bytes(), dst.Bytes(), size)...)
+	var regs [count]*guestdrv.Registration
 	for i := range regs {
 		f, err := nodes[0].pd.AllocFast(context.Background(), 1)
 		if err != nil {
@@ -201,23 +209,27 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return working("message", func() (Sample, float64, error) {
-			rate, err := x.stream(ctx, d, slots, 1, wr, func(i int) { write(i%slots, src.PA(), guestdrv.DMALKey) })
+			rate, err := x.proved(proof, 1, func() (float64, error) {
+				return x.stream(ctx, d, count, 1, wr, func(i int) { write(i%count, src.PA(), guestdrv.DMALKey) })
+			})
 			return Sample{Value: rate}, rate * d.Seconds(), err
 		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		const requests = 3
 		return working("message", func() (Sample, float64, error) {
-			rate, err := x.stream(ctx, d, slots*requests, requests, wr, func(n int) {
-				i := n / requests % slots
-				switch n % requests {
-				case 0:
-					set(guestdrv.NewRegister(0, regs[i]))
-				case 1:
-					write(i, src.Addr(), regs[i].RKey)
-				case 2:
-					set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
-				}
+			rate, err := x.proved(proof, requests, func() (float64, error) {
+				return x.stream(ctx, d, count*requests, requests, wr, func(n int) {
+					i := n / requests % count
+					switch n % requests {
+					case 0:
+						set(guestdrv.NewRegister(0, regs[i]))
+					case 1:
+						write(i, src.Addr(), regs[i].RKey)
+					case 2:
+						set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
+					}
+				})
 			})
 			return Sample{Value: rate / requests}, rate / requests * d.Seconds(), err
 		})
@@ -293,17 +305,18 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size,
 		return nil, hosts, err
 	}
 	x.events = true
-	_, smr, err := nodes[0].region(size)
+	src, smr, err := nodes[0].region(size)
 	if err != nil {
 		return nil, hosts, err
 	}
-	_, dmr, err := nodes[1].region(size)
+	dst, dmr, err := nodes[1].region(size)
 	if err != nil {
 		return nil, hosts, err
 	}
+	proof := proofOf(piece{src.Bytes(), dst.Bytes()})
 	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, size))
 	f := func(ctx context.Context, d time.Duration) (float64, error) {
-		return x.stream(ctx, d, window, signalled, wr, nil)
+		return x.proved(proof, 1, func() (float64, error) { return x.stream(ctx, d, window, signalled, wr, nil) })
 	}
 	return f, hosts, b.iperfServer(hosts[1])
 }

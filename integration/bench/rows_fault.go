@@ -190,17 +190,19 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 		if err != nil {
 			return m, err
 		}
-		_, smr, err := from.region(pageSize)
+		sent, smr, err := from.region(pageSize)
 		if err != nil {
 			return m, err
 		}
-		_, dmr, err := to.region(pageSize)
+		received, dmr, err := to.region(pageSize)
 		if err != nil {
 			return m, err
 		}
+		proof := proofOf(piece{sent.Bytes(), received.Bytes()})
 		write := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, pageSize))
 		beside := func(fault bool) func(context.Context, time.Duration) (Sample, error) {
 			return func(ctx context.Context, d time.Duration) (Sample, error) {
+				proof.prepare()
 				g := make(chan struct{})
 				if !fault {
 					close(g) // pages evicted by the last measurement come in at once
@@ -238,7 +240,7 @@ func neighbours(sameVM, answered bool) func(context.Context, *Bench) (Meter, err
 				}
 				wg.Wait()
 				if err == nil {
-					err = ferr
+					err = errors.Join(ferr, proof.verify(x.streamed))
 				}
 				s.Extra = map[string]float64{}
 				if fault {

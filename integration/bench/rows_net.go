@@ -105,12 +105,15 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 	}
 }
 
-// hostTCP measures one iperf3 connection.
+// hostTCP measures one iperf3 connection. Afterwards another one over the same path compares its data.
 func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, v6, short)
 		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			r, err := iperf(ctx, hosts[0], addr, d)
+			if err == nil {
+				err = proveTCP(ctx, hosts[0].NS, hosts[1].NS, netip.MustParseAddr(addr))
+			}
 			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024,
 				programs: r.ran(r.End.Sent.Seconds)}, err
 		}), err

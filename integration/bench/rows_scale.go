@@ -17,11 +17,11 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	_, src, err := nodes[0].region(pageSize)
+	from, src, err := nodes[0].region(pageSize)
 	if err != nil {
 		return m, err
 	}
-	_, dst, err := nodes[1].region(pageSize)
+	to, dst, err := nodes[1].region(pageSize)
 	if err != nil {
 		return m, err
 	}
@@ -32,6 +32,7 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 			return m, err
 		}
 		all = append(all, demandOf(e, src, dst, message, queue))
+		all[len(all)-1].proof = proofOf(slots(from.Bytes(), to.Bytes(), message)...)
 	}
 	rate := func(ctx context.Context, n int, d time.Duration) (float64, error) {
 		served, err := feedAll(ctx, all[:n], d, nothing)
@@ -79,7 +80,7 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	_, src, err := n.region(pageSize)
+	from, src, err := n.region(pageSize)
 	if err != nil {
 		return m, err
 	}
@@ -100,10 +101,16 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 		wr := guestdrv.NewWrite(0, dst.Remote(0), src.SGE(0, 8))
 		at, stride := uint64(0), uint64(size/touched)
+		proof := proofOf()
+		for i := range touched {
+			proof.pieces = append(proof.pieces, piece{from.Bytes()[:8], buf.Bytes()[i*(size/touched):][:8]})
+		}
 		return func(ctx context.Context, d time.Duration) (float64, error) {
-			return x.stream(ctx, d, depth-depth/8, 32, wr, func(int) {
-				at = (at + 97) % touched
-				wr.Remote.Addr = dst.Addr() + at*stride
+			return x.proved(proof, 1, func() (float64, error) {
+				return x.stream(ctx, d, depth-depth/8, 32, wr, func(int) {
+					at = (at + 97) % touched
+					wr.Remote.Addr = dst.Addr() + at*stride
+				})
 			})
 		}, nil
 	}

@@ -28,6 +28,7 @@ type demand struct {
 	src     *guestdrv.MR
 	dst     *guestdrv.MR
 	message int
+	proof   *proof // of both memories
 }
 
 // newDemand connects x with y for messages of that size, in memory bytes on both sides.
@@ -36,15 +37,17 @@ func newDemand(x, y *node, message, memory, window int) (*demand, error) {
 	if err != nil {
 		return nil, err
 	}
-	_, src, err := x.region(memory)
+	from, src, err := x.region(memory)
 	if err != nil {
 		return nil, err
 	}
-	_, dst, err := y.region(memory)
+	to, dst, err := y.region(memory)
 	if err != nil {
 		return nil, err
 	}
-	return demandOf(e, src, dst, message, window), nil
+	d := demandOf(e, src, dst, message, window)
+	d.proof = proofOf(slots(from.Bytes(), to.Bytes(), message)...)
+	return d, nil
 }
 
 // demandOf returns e's stream of messages from src to dst, scattered over both, which have equal size.
@@ -78,13 +81,14 @@ func (d *demand) drain(ctx context.Context) error {
 	return err
 }
 
-// feedAll feeds all streams for d and returns the number of completed requests of each.
+// feedAll feeds all streams for d and returns the number of completed requests of each. It compares their data.
 func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() error) ([]float64, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	served := make([]float64, len(all))
 	for i, x := range all {
 		served[i] = -float64(x.done)
+		x.proof.prepare()
 	}
 	for stop := time.Now().Add(d); time.Now().Before(stop); {
 		for _, x := range all {
@@ -99,6 +103,11 @@ func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() 
 	for i, x := range all {
 		served[i] += float64(x.done)
 		if err := x.drain(ctx); err != nil {
+			return nil, err
+		}
+	}
+	for i, x := range all {
+		if err := x.proof.verify(int(served[i])); err != nil {
 			return nil, err
 		}
 	}
@@ -132,13 +141,17 @@ func busyLatency(message, memory int) func(context.Context, *Bench) (Meter, erro
 			return m, err
 		}
 		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+			load.proof.prepare()
 			before, start := load.done, time.Now()
 			s, err := busy(ctx, d)
 			if err != nil {
 				return s, err
 			}
 			s.Extra["load, GB/s"] = float64(load.done-before) * float64(message) / giga / time.Since(start).Seconds()
-			return s, load.drain(ctx)
+			if err := load.drain(ctx); err != nil {
+				return s, err
+			}
+			return s, load.proof.verify(load.done - before)
 		}
 		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 			s, err := quiet(ctx, d)

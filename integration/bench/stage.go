@@ -199,6 +199,8 @@ type end struct {
 	cq  *guestdrv.CQ
 	wcs [32]guestdrv.Completion
 
+	streamed int // requests completed by the last stream
+
 	// With events the end sleeps until there are completions. A polling end occupies a core, which two busy daemons on
 	// two cores would lack; the anchors' programs do not poll.
 	events bool
@@ -326,5 +328,16 @@ func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr
 			return 0, errStuck
 		}
 	}
+	e.streamed = done
 	return float64(done) / time.Since(start).Seconds(), nil
+}
+
+// proved is a stream that prepares the memory before it and compares it afterwards. A message takes that many requests.
+func (e *end) proved(p *proof, requests int, stream func() (float64, error)) (float64, error) {
+	p.prepare()
+	rate, err := stream()
+	if err != nil {
+		return 0, err
+	}
+	return rate, p.verify(e.streamed / requests)
 }

@@ -116,7 +116,7 @@ func registry() []Row {
 			Open: coldTranslation(10_000_000),
 		},
 		{
-			Name: "guest_fault", What: "guest fault of a WRITE 8 B, source page absent, raise to resume, median",
+			Name: "guest_fault", What: "WRITE 8 B with a guest fault, source page absent, post to completion, median",
 			Anchor: "the WRITE with the page present", Unit: "us", Goals: []Goal{atMost(30)}, Open: guestFault(false),
 		},
 		{

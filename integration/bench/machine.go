@@ -84,6 +84,12 @@ func (w *work) stolen() float64 {
 	return float64(w.cost.stolen) / float64(all)
 }
 
+// of returns the same work in another unit, of which each of w has that many.
+func (w work) of(unit string, each float64) work {
+	w.unit, w.units = unit, w.units*each
+	return w
+}
+
 // phase is a measured phase that has begun.
 type phase struct {
 	path   string
@@ -106,7 +112,8 @@ func (p phase) end(unit string, units float64) (work, error) {
 	}}, err
 }
 
-// working runs f, a measured phase, and adds its work to the sample. f also returns the number of units that it did.
+// working runs f, a measured phase, and adds its work to the sample. f also returns the number of units that it did. If
+// only a part of f is measured, such as a stream without the comparison of its data, f sets the sample's work.
 func working(unit string, f func() (Sample, float64, error)) (Sample, error) {
 	p, err := begin()
 	if err != nil {
@@ -116,6 +123,8 @@ func working(unit string, f func() (Sample, float64, error)) (Sample, error) {
 	if err != nil {
 		return s, err
 	}
-	s.Work, err = p.end(unit, n)
+	if s.Work.unit == "" {
+		s.Work, err = p.end(unit, n)
+	}
 	return s, err
 }

@@ -56,6 +56,9 @@ func TestPhase(t *testing.T) {
 	if part := w.stolen(); part != 0.01 {
 		t.Errorf("%v of the machine's time is stolen", part)
 	}
+	if kib := w.of("KiB", 0.5); kib.unit != "KiB" || kib.perUnit() != 100_000 || w.unit != "message" {
+		t.Errorf("in KiB: %+v", kib)
+	}
 	w.add(work{"message", 1000, machineTime{busy: 85 * statTick}})
 	if ns := w.perUnit(); ns != 250_000 {
 		t.Errorf("%v ns per message of two phases", ns)
@@ -65,6 +68,15 @@ func TestPhase(t *testing.T) {
 	}
 	if w, err := p.end("message", 1); err == nil {
 		t.Errorf("no file: %+v", w)
+	}
+}
+
+// A sample that brings its own work, of a part of the phase, keeps it.
+func TestWorkingKeepsWork(t *testing.T) {
+	own := work{"message", 7, machineTime{busy: 1}}
+	s, err := working("KiB", func() (Sample, float64, error) { return Sample{Work: own}, 9, nil })
+	if err != nil || s.Work != own {
+		t.Errorf("%+v, %v", s.Work, err)
 	}
 }
 

@@ -160,7 +160,7 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 			rate, err := x.proved(proof, 1, func() (float64, error) {
 				return x.stream(ctx, d, depth-depth/8, 32, wr, nil)
 			})
-			return Sample{Value: rate}, rate * d.Seconds(), err
+			return Sample{Value: rate, Work: x.worked}, x.worked.units, err
 		})
 	}
 	puts := b.ucx("ucp_put_bw", 8, 4_000_000)
@@ -208,31 +208,27 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 		set(guestdrv.NewWrite(0, dmr.Remote(i*size), sgl...))
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return working("message", func() (Sample, float64, error) {
-			rate, err := x.proved(proof, 1, func() (float64, error) {
-				return x.stream(ctx, d, count, 1, wr, func(i int) { write(i%count, src.PA(), guestdrv.DMALKey) })
-			})
-			return Sample{Value: rate}, rate * d.Seconds(), err
+		rate, err := x.proved(proof, 1, func() (float64, error) {
+			return x.stream(ctx, d, count, 1, wr, func(i int) { write(i%count, src.PA(), guestdrv.DMALKey) })
 		})
+		return Sample{Value: rate, Work: x.worked}, err
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		const requests = 3
-		return working("message", func() (Sample, float64, error) {
-			rate, err := x.proved(proof, requests, func() (float64, error) {
-				return x.stream(ctx, d, count*requests, requests, wr, func(n int) {
-					i := n / requests % count
-					switch n % requests {
-					case 0:
-						set(guestdrv.NewRegister(0, regs[i]))
-					case 1:
-						write(i, src.Addr(), regs[i].RKey)
-					case 2:
-						set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
-					}
-				})
+		rate, err := x.proved(proof, requests, func() (float64, error) {
+			return x.stream(ctx, d, count*requests, requests, wr, func(n int) {
+				i := n / requests % count
+				switch n % requests {
+				case 0:
+					set(guestdrv.NewRegister(0, regs[i]))
+				case 1:
+					write(i, src.Addr(), regs[i].RKey)
+				case 2:
+					set(guestdrv.NewLocalInvalidate(0, regs[i].RKey))
+				}
 			})
-			return Sample{Value: rate / requests}, rate / requests * d.Seconds(), err
 		})
+		return Sample{Value: rate / requests, Work: x.worked}, err
 	}
 	return m, nil
 }
@@ -248,8 +244,9 @@ func remoteWrite(mtu int) func(ctx context.Context, b *Bench) (Meter, error) {
 		}
 		m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 			return costing(hosts, "KiB", func() (Sample, float64, error) {
-				rate, err := ours(ctx, d)
-				return Sample{Value: rate * size * 8 / giga}, rate * d.Seconds() * size / 1024, err
+				rate, w, err := ours(ctx, d)
+				w = w.of("KiB", size/1024)
+				return Sample{Value: rate * size * 8 / giga, Work: w}, w.units, err
 			})
 		}
 		m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
@@ -271,8 +268,9 @@ func remotePackets(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing(hosts, "packet", func() (Sample, float64, error) {
-			rate, err := ours(ctx, d)
-			return Sample{Value: rate}, rate * d.Seconds(), err
+			rate, w, err := ours(ctx, d)
+			w = w.of("packet", 1)
+			return Sample{Value: rate, Work: w}, w.units, err
 		})
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
@@ -295,7 +293,7 @@ const signalled = 4
 // remoteStream prepares a stream of WRITEs between two daemons and an iperf3 server at the far end. It returns the
 // hosts; the first one sends.
 func (b *Bench) remoteStream(ctx context.Context, mtu, size,
-	window int) (func(context.Context, time.Duration) (float64, error), []*lab.Host, error) {
+	window int) (func(context.Context, time.Duration) (float64, work, error), []*lab.Host, error) {
 	hosts, nodes, err := b.remote(ctx, mtu, 32<<20)
 	if err != nil {
 		return nil, hosts, err
@@ -315,8 +313,9 @@ func (b *Bench) remoteStream(ctx context.Context, mtu, size,
 	}
 	proof := proofOf(piece{src.Bytes(), dst.Bytes()})
 	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, size))
-	f := func(ctx context.Context, d time.Duration) (float64, error) {
-		return x.proved(proof, 1, func() (float64, error) { return x.stream(ctx, d, window, signalled, wr, nil) })
+	f := func(ctx context.Context, d time.Duration) (float64, work, error) {
+		rate, err := x.proved(proof, 1, func() (float64, error) { return x.stream(ctx, d, window, signalled, wr, nil) })
+		return rate, x.worked, err
 	}
 	return f, hosts, b.iperfServer(hosts[1])
 }

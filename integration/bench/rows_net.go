@@ -60,6 +60,7 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 type transfer struct {
 	value    float64       // the row's figure
 	units    float64       // packets or KiB received
+	work     work          // of the transfer alone; if not set, all of it is measured
 	programs time.Duration // processor time of sender and receiver
 	extra    map[string]float64
 }
@@ -78,7 +79,7 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 		var t transfer
 		s, err := working(unit, func() (_ Sample, _ float64, err error) {
 			t, err = f(ctx, addr, d)
-			return Sample{}, t.units, err
+			return Sample{Work: t.work}, t.units, err
 		})
 		if err != nil {
 			return Sample{}, err
@@ -110,11 +111,15 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
 		hosts, err := b.tenants(ctx, v6, short)
 		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
-			r, err := iperf(ctx, hosts[0], addr, d)
+			var r iperfResult
+			s, err := working("KiB", func() (_ Sample, _ float64, err error) {
+				r, err = iperf(ctx, hosts[0], addr, d)
+				return Sample{}, r.End.Received.Bytes / 1024, err
+			})
 			if err == nil {
 				err = proveTCP(ctx, hosts[0].NS, hosts[1].NS, netip.MustParseAddr(addr))
 			}
-			return transfer{value: r.End.Received.BitsPerSecond / giga, units: r.End.Received.Bytes / 1024,
+			return transfer{value: r.End.Received.BitsPerSecond / giga, units: s.Work.units, work: s.Work,
 				programs: r.ran(r.End.Sent.Seconds)}, err
 		}), err
 	}

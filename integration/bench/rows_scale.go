@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
@@ -34,29 +35,21 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 		all = append(all, demandOf(e, src, dst, message, queue))
 		all[len(all)-1].proof = proofOf(slots(from.Bytes(), to.Bytes(), message)...)
 	}
-	rate := func(ctx context.Context, n int, d time.Duration) (float64, error) {
-		served, err := feedAll(ctx, all[:n], d, nothing)
-		sum := 0.0
-		for _, s := range served {
-			if s == 0 && err == nil {
-				err = errors.New("a queue pair made no progress")
-			}
-			sum += s
-		}
-		return sum / d.Seconds(), err
-	}
 	sample := func(ctx context.Context, n int, d time.Duration) (Sample, error) {
-		return working("message", func() (Sample, float64, error) {
-			v, err := rate(ctx, n, d)
-			return Sample{Value: v}, v * d.Seconds(), err
-		})
+		served, w, err := feedAll(ctx, all[:n], d, nothing)
+		if err == nil && slices.Contains(served, 0) {
+			err = errors.New("a queue pair made no progress")
+		}
+		return Sample{Value: w.units / d.Seconds(), Work: w}, err
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
 		s.Extra = map[string]float64{}
 		for _, n := range []int{10, 100} {
-			if s.Extra[fmt.Sprintf("%d QPs", n)], err = rate(ctx, n, d/2); err != nil {
+			some, err := sample(ctx, n, d/2)
+			if err != nil {
 				return s, err
 			}
+			s.Extra[fmt.Sprintf("%d QPs", n)] = some.Value
 		}
 		all, err := sample(ctx, most, d)
 		all.Extra = s.Extra
@@ -131,16 +124,13 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		if s.Extra["1 GiB"], err = toMiddle(ctx, d/2); err != nil {
 			return s, err
 		}
-		return working("message", func() (Sample, float64, error) {
-			s.Value, err = toLarge(ctx, d)
-			return s, s.Value * d.Seconds(), err
-		})
+		s.Value, err = toLarge(ctx, d)
+		s.Work = x.worked
+		return s, err
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return working("message", func() (Sample, float64, error) {
-			v, err := toSmall(ctx, d)
-			return Sample{Value: v}, v * d.Seconds(), err
-		})
+		v, err := toSmall(ctx, d)
+		return Sample{Value: v, Work: x.worked}, err
 	}
 	return m, nil
 }

@@ -81,37 +81,50 @@ func (d *demand) drain(ctx context.Context) error {
 	return err
 }
 
-// feedAll feeds all streams for d and returns the number of completed requests of each. It compares their data.
-func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() error) ([]float64, error) {
+// feedAll feeds all streams for d and returns the number of completed requests of each, and the work in messages. It
+// compares their data.
+func feedAll(ctx context.Context, all []*demand, d time.Duration, beside func() error) (served []float64, w work,
+	err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	served := make([]float64, len(all))
+	served = make([]float64, len(all))
 	for i, x := range all {
 		served[i] = -float64(x.done)
 		x.proof.prepare()
 	}
+	begun, err := begin()
+	if err != nil {
+		return nil, w, err
+	}
 	for stop := time.Now().Add(d); time.Now().Before(stop); {
 		for _, x := range all {
 			if err := x.feed(); err != nil {
-				return nil, err
+				return nil, w, err
 			}
 		}
 		if err := beside(); err != nil {
-			return nil, err
+			return nil, w, err
 		}
 	}
+	sum := 0.0
 	for i, x := range all {
 		served[i] += float64(x.done)
+		sum += served[i]
+	}
+	if w, err = begun.end("message", sum); err != nil {
+		return nil, w, err
+	}
+	for _, x := range all {
 		if err := x.drain(ctx); err != nil {
-			return nil, err
+			return nil, w, err
 		}
 	}
 	for i, x := range all {
 		if err := x.proof.verify(int(served[i])); err != nil {
-			return nil, err
+			return nil, w, err
 		}
 	}
-	return served, nil
+	return served, w, nil
 }
 
 func nothing() error { return nil }
@@ -272,20 +285,17 @@ func fairShares(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return working("message", func() (Sample, float64, error) {
-			served, err := feedAll(ctx, all, d, nothing)
-			if err != nil {
-				return Sample{}, 0, err
-			}
-			shares, sum := make([]float64, vms), 0.0
-			for i, n := range served {
-				shares[owner[i]] += n
-				sum += n
-			}
-			return Sample{Value: slices.Min(shares) / sum * vms, Extra: map[string]float64{
-				"largest": slices.Max(shares) / sum * vms, "GB/s": sum * message / giga / d.Seconds(),
-			}}, sum, nil
-		})
+		served, w, err := feedAll(ctx, all, d, nothing)
+		if err != nil {
+			return Sample{}, err
+		}
+		shares := make([]float64, vms)
+		for i, n := range served {
+			shares[owner[i]] += n
+		}
+		return Sample{Value: slices.Min(shares) / w.units * vms, Extra: map[string]float64{
+			"largest": slices.Max(shares) / w.units * vms, "GB/s": w.units * message / giga / d.Seconds(),
+		}, Work: w}, nil
 	}
 	return m, nil
 }
@@ -331,13 +341,12 @@ func flooded(ctx context.Context, b *Bench) (m Meter, err error) {
 		return nil
 	}
 	rate := func(ctx context.Context, d time.Duration, all []*demand, beside func() error) (Sample, error) {
-		return working("KiB", func() (Sample, float64, error) {
-			served, err := feedAll(ctx, all, d, beside)
-			if err != nil {
-				return Sample{}, 0, err
-			}
-			return Sample{Value: served[0] * message / giga / d.Seconds()}, served[0] * message / 1024, nil
-		})
+		served, w, err := feedAll(ctx, all, d, beside)
+		if err != nil {
+			return Sample{}, err
+		}
+		w.unit, w.units = "KiB", served[0]*message/1024 // of ours, as the figure
+		return Sample{Value: served[0] * message / giga / d.Seconds(), Work: w}, nil
 	}
 	m.Turns = 10
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {

@@ -199,7 +199,8 @@ type end struct {
 	cq  *guestdrv.CQ
 	wcs [32]guestdrv.Completion
 
-	streamed int // requests completed by the last stream
+	streamed int  // requests completed by the last stream
+	worked   work // in messages, by the last stream that proved ran
 
 	// With events the end sleeps until there are completions. A polling end occupies a core, which two busy daemons on
 	// two cores would lack; the anchors' programs do not poll.
@@ -335,8 +336,15 @@ func (e *end) stream(ctx context.Context, d time.Duration, window, every int, wr
 // proved is a stream that prepares the memory before it and compares it afterwards. A message takes that many requests.
 func (e *end) proved(p *proof, requests int, stream func() (float64, error)) (float64, error) {
 	p.prepare()
+	begun, err := begin()
+	if err != nil {
+		return 0, err
+	}
 	rate, err := stream()
 	if err != nil {
+		return 0, err
+	}
+	if e.worked, err = begun.end("message", float64(e.streamed/requests)); err != nil {
 		return 0, err
 	}
 	return rate, p.verify(e.streamed / requests)

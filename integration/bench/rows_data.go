@@ -72,7 +72,7 @@ func localLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	m.Ours = bounce
+	m.Ours = byDistance(bounce)
 	puts := b.ucx("ucp_put_lat", 8, 200_000)
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		r, w, err := puts.run(ctx, d)
@@ -155,14 +155,14 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	}
 	proof := proofOf(piece{src.Bytes()[:8], dst.Bytes()[:8]})
 	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
-	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
+	m.Ours = byDistance(func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing([]*lab.Host{x.host}, "message", func() (Sample, float64, error) {
 			rate, err := x.proved(proof, 1, func() (float64, error) {
 				return x.stream(ctx, d, depth-depth/8, 32, wr, nil)
 			})
 			return Sample{Value: rate, Work: x.worked}, x.worked.units, err
 		})
-	}
+	})
 	puts := b.ucx("ucp_put_bw", 8, 4_000_000)
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		r, w, err := puts.run(ctx, d)

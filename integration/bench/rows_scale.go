@@ -42,7 +42,7 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 		}
 		return Sample{Value: w.units / d.Seconds(), Work: w}, err
 	}
-	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
+	m.Ours = byDistance(func(ctx context.Context, d time.Duration) (s Sample, err error) {
 		s.Extra = map[string]float64{}
 		for _, n := range []int{10, 100} {
 			some, err := sample(ctx, n, d/2)
@@ -54,7 +54,7 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 		all, err := sample(ctx, most, d)
 		all.Extra = s.Extra
 		return all, err
-	}
+	})
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) { return sample(ctx, 1, d) }
 	return m, nil
 }
@@ -119,7 +119,7 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err != nil {
 		return m, err
 	}
-	m.Ours = func(ctx context.Context, d time.Duration) (s Sample, err error) {
+	m.Ours = byDistance(func(ctx context.Context, d time.Duration) (s Sample, err error) {
 		s.Extra = map[string]float64{}
 		if s.Extra["1 GiB"], err = toMiddle(ctx, d/2); err != nil {
 			return s, err
@@ -127,7 +127,7 @@ func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 		s.Value, err = toLarge(ctx, d)
 		s.Work = x.worked
 		return s, err
-	}
+	})
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		v, err := toSmall(ctx, d)
 		return Sample{Value: v, Work: x.worked}, err

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -299,5 +300,15 @@ func TestColdTranslation(t *testing.T) {
 	ours, anchor, err := m.round(context.Background(), 10*time.Millisecond, true)
 	if err != nil || ours.Value <= 0 || ours.Extra["overlapped"] <= 0 || anchor.Value <= 0 {
 		t.Errorf("%+v, %+v, %v", ours, anchor, err)
+	}
+}
+
+// Samples of emulated guests say so, others do not.
+func TestEmulated(t *testing.T) {
+	var tcg, kvm Sample
+	accel(qemu.TCG).mark(&tcg)
+	accel(qemu.KVM).mark(&kvm)
+	if tcg.Extra[emulated] != 1 || kvm.Extra != nil {
+		t.Errorf("TCG: %v, KVM: %v", tcg.Extra, kvm.Extra)
 	}
 }

@@ -18,17 +18,17 @@ import (
 func guestAddr(i int) string { return fmt.Sprintf("10.0.0.%d/24", i+1) }
 
 // guests boots n VMs with our kernel module, each on its own host with a vnicd. n is 1, or 2 joined by an underlay.
-// Images and module are built first if needed.
-func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qemu.Machine, err error) {
+// Images and module are built first if needed. kind completes the rows' samples.
+func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qemu.Machine, kind accel, err error) {
 	l, err := lab.New(context.WithoutCancel(ctx), os.Stderr, true)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, "", err
 	}
 	b.Add(l.Run)
 	for i := range n {
 		h, err := l.Host(fmt.Sprintf("g%d", i+1))
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 		hosts = append(hosts, h)
 	}
@@ -36,31 +36,48 @@ func (b *Bench) guests(ctx context.Context, n int) (hosts []*lab.Host, vms []*qe
 	if n == 2 {
 		if err := l.Underlay(hosts[0], netip.PrefixFrom(underlayAddr(0), 24), hosts[1], netip.PrefixFrom(underlayAddr(1), 24),
 			1500); err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 		network = peered
 	}
 	var cfgs []qemu.Config
 	for i, h := range hosts {
 		if err := b.daemon(ctx, h, i, 1, network(i)); err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 		cfg, err := h.Config(ctx, lab.VM{Name: vmName(i), MAC: vmMAC(i), Addr: guestAddr(i), CPUs: 3 - n})
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 		cfgs = append(cfgs, cfg)
 	}
 	if vms, err = l.Boot(ctx, cfgs...); err != nil {
-		return nil, nil, err
+		return nil, nil, "", err
 	}
 	for _, vm := range vms {
 		if err := lab.LoadModule(ctx, vm); err != nil {
-			return nil, nil, err
+			return nil, nil, "", err
 		}
 	}
-	return hosts, vms, nil
+	return hosts, vms, accel(l.Accel), nil
 }
+
+// accel is the way in which the guests' instructions run.
+type accel qemu.Accel
+
+// mark adds to a sample that its guests are emulated, if they are: most of the figure is then the emulator's.
+func (a accel) mark(s *Sample) {
+	if qemu.Accel(a) == qemu.KVM {
+		return
+	}
+	if s.Extra == nil {
+		s.Extra = map[string]float64{}
+	}
+	s.Extra[emulated] = 1
+}
+
+// emulated marks figures of emulated guests in the table and in the file of results.
+const emulated = "guests emulated (TCG, no KVM)"
 
 // perftest measures a program of perftest between two VMs on two hosts. The anchor is the same program over rxe in the
 // same VMs, with our module unloaded: while it is loaded the HCA receives all RoCE frames. The work includes the start
@@ -70,7 +87,7 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 	const iterations = 500
 	opts = append(slices.Clone(opts), "-n", strconv.Itoa(iterations))
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		_, vms, err := b.guests(ctx, 2)
+		_, vms, kind, err := b.guests(ctx, 2)
 		if err != nil {
 			return m, err
 		}
@@ -109,6 +126,7 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 						return s, 0, err
 					}
 					s.Value, err = value(out)
+					kind.mark(&s)
 					return s, iterations, err
 				})
 			}
@@ -120,7 +138,7 @@ func perftest(value func(out string) (float64, error), program string, opts ...s
 // guestFaultVM measures the mean time of guest faults served by the kernel module in a VM, from raise to the answer
 // as the device counts it: perftest writes from and to fresh on-demand buffers of 4 MiB.
 func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
-	hosts, vms, err := b.guests(ctx, 1)
+	hosts, vms, kind, err := b.guests(ctx, 1)
 	if err != nil {
 		return m, err
 	}
@@ -137,7 +155,9 @@ func guestFaultVM(ctx context.Context, b *Bench) (m Meter, err error) {
 					}
 				}
 			})
-			return Sample{Value: f.mean(), Extra: map[string]float64{"faults": float64(f.n)}}, float64(f.n), err
+			s := Sample{Value: f.mean(), Extra: map[string]float64{"faults": float64(f.n)}}
+			kind.mark(&s)
+			return s, float64(f.n), err
 		})
 	}
 	return m, nil

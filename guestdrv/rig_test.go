@@ -216,6 +216,7 @@ func (r *rig) attach(i int, s *site) *host {
 		r.tb.Fatal(err)
 	}
 	h.hca.SetPort(h.port)
+	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"),
 		Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
@@ -227,6 +228,7 @@ func (r *rig) attach(i int, s *site) *host {
 			r.tb.Error(err)
 		}
 		h.port.SetHCA(nil)
+		h.port.SetNet(nil)
 		h.hca.Close()
 		h.port.Close()
 	})

@@ -121,7 +121,7 @@ func newEnd(ctx context.Context, o options, gid guestdrv.GID) (_ *end, err error
 	if err = e.dev.SetGID(ctx, 0, gid, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}
-	pd, err := e.dev.AllocPD(context.Background())
+	pd, err := e.dev.AllocPD(ctx)
 	if err != nil {
 		return nil, err
 	}

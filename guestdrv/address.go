@@ -22,22 +22,75 @@ type GIDOptions struct {
 	VLAN   uint16 // 1..4094; 0: untagged
 }
 
-// SetGID writes entry index, 0..DeviceAttr.MaxGID-1, of the GID table, which has the addresses of this end. vnicd
-// answers ARP and ND requests for them. A Path refers to its source GID by the index (Path.SGIDIndex).
-func (d *Device) SetGID(ctx context.Context, index int, gid GID, o GIDOptions) error {
+// gidTable has the VLAN of each entry of the device's GID table that has one.
+type gidTable struct {
+	mu    sync.Mutex
+	vlans map[int]uint16 // by index; guarded by mu
+}
+
+func (t *gidTable) set(index int, vlan uint16) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if vlan == 0 {
+		delete(t.vlans, index)
+		return
+	}
+	if t.vlans == nil {
+		t.vlans = map[int]uint16{}
+	}
+	t.vlans[index] = vlan
+}
+
+// vlan returns the VLAN of entry index, 0 if it is untagged or empty.
+func (t *gidTable) vlan(index int) uint16 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.vlans[index]
+}
+
+// checkGIDIndex fails unless the GID table has an entry index. Every index passes it before it becomes a uint16.
+func (d *Device) checkGIDIndex(index int) error {
 	if index < 0 || int64(index) >= int64(d.attr.MaxGID) {
 		return invalid("GID index %d, expected 0..%d", index, int64(d.attr.MaxGID)-1)
+	}
+	return nil
+}
+
+// changeGID issues a command that gives entry index another VLAN.
+func (d *Device) changeGID(ctx context.Context, index int, vlan uint16, r request) error {
+	r.onLate = func(_ []byte, err error) {
+		if err == nil {
+			d.gids.set(index, vlan)
+		}
+	}
+	_, err := d.call(ctx, r, nil)
+	if err == nil {
+		d.gids.set(index, vlan)
+	}
+	return err
+}
+
+// SetGID writes entry index, 0..DeviceAttr.MaxGID-1, of the GID table, which has the addresses of this end. vnicd
+// answers ARP and ND requests for them. A Path refers to its source GID by the index (Path.SGIDIndex). Another index
+// is ErrInvalid here and wherever an index is an argument.
+func (d *Device) SetGID(ctx context.Context, index int, gid GID, o GIDOptions) error {
+	if err := d.checkGIDIndex(index); err != nil {
+		return err
 	}
 	req := abi.SetGID{Index: uint16(index), Type: abi.GIDRoCEv2, VLANID: vlanID(o.VLAN), SMAC: d.conf.MAC, GID: gid}
 	if o.RoCEv1 {
 		req.Type = abi.GIDRoCEv1
 	}
-	return d.do(ctx, abi.CmdSetGID, &req, abi.SizeSetGID, nil)
+	return d.changeGID(ctx, index, o.VLAN, request{op: abi.CmdSetGID, fixed: &req, size: abi.SizeSetGID})
 }
 
 // ClearGID clears entry index of the GID table.
 func (d *Device) ClearGID(ctx context.Context, index int) error {
-	return d.do(ctx, abi.CmdClearGID, &abi.ClearGID{Index: uint16(index)}, abi.SizeClearGID, nil)
+	if err := d.checkGIDIndex(index); err != nil {
+		return err
+	}
+	req := abi.ClearGID{Index: uint16(index)}
+	return d.changeGID(ctx, index, 0, request{op: abi.CmdClearGID, fixed: &req, size: abi.SizeClearGID})
 }
 
 func vlanID(v uint16) uint16 {
@@ -47,11 +100,11 @@ func vlanID(v uint16) uint16 {
 	return v
 }
 
-// Path describes how to reach a port. Device.Resolve returns one; the fields that it leaves 0 may be set then.
+// Path describes how to reach a port. Device.Resolve returns one; TrafficClass and the fields after it may be set then.
 type Path struct {
 	GID          GID
 	MAC          [6]byte // of the port with that GID
-	SGIDIndex    uint16  // source: entry of the GID table
+	SGIDIndex    int     // source: entry of the GID table, 0..DeviceAttr.MaxGID-1
 	VLAN         uint16  // that of the source GID (GIDOptions.VLAN); 0: untagged
 	TrafficClass uint8
 	HopLimit     uint8 // 0 means 64
@@ -59,16 +112,17 @@ type Path struct {
 	SL           uint8
 }
 
+// av returns the path for a command. The caller has checked SGIDIndex.
 func (p *Path) av() abi.AV {
 	return abi.AV{
-		DGID: p.GID, DMAC: p.MAC, SGIDIndex: p.SGIDIndex, VLANID: vlanID(p.VLAN), TrafficClass: p.TrafficClass,
+		DGID: p.GID, DMAC: p.MAC, SGIDIndex: uint16(p.SGIDIndex), VLANID: vlanID(p.VLAN), TrafficClass: p.TrafficClass,
 		HopLimit: p.hopLimit(), FlowLabel: p.FlowLabel, SL: p.SL,
 	}
 }
 
 func pathOf(a *abi.AV) Path {
 	p := Path{
-		GID: a.DGID, MAC: a.DMAC, SGIDIndex: a.SGIDIndex, VLAN: a.VLANID, TrafficClass: a.TrafficClass,
+		GID: a.DGID, MAC: a.DMAC, SGIDIndex: int(a.SGIDIndex), VLAN: a.VLANID, TrafficClass: a.TrafficClass,
 		HopLimit: a.HopLimit, FlowLabel: a.FlowLabel, SL: a.SL,
 	}
 	if p.VLAN == abi.NoVLAN {
@@ -77,18 +131,21 @@ func pathOf(a *abi.AV) Path {
 	return p
 }
 
-// Resolve returns the path from the GID at sgidIndex to the port with the GID gid. vnicd repeats ARP or ND requests in
-// the tenant's network until a host answers or ctx ends: Config.Timeout bounds each attempt, not their number. If the
-// source GID has a VLAN, the caller sets Path.VLAN.
-func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex uint16) (Path, error) {
-	req := abi.Resolve{DGID: gid, SGIDIndex: sgidIndex}
+// Resolve returns the path from the GID at sgidIndex, in its VLAN, to the port with the GID gid. vnicd repeats ARP or ND
+// requests in the tenant's network until a host answers or ctx ends: Config.Timeout bounds each attempt, not their
+// number.
+func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex int) (Path, error) {
+	if err := d.checkGIDIndex(sgidIndex); err != nil {
+		return Path{}, err
+	}
+	req := abi.Resolve{DGID: gid, SGIDIndex: uint16(sgidIndex)}
 	for wait := firstRetry; ; wait = min(2*wait, lastRetry) {
 		var resp abi.ResolveResp
 		if err := d.do(ctx, abi.CmdResolve, &req, abi.SizeResolve, &resp); err != nil {
 			return Path{}, err
 		}
 		if resp.MAC != ([6]byte{}) {
-			return Path{GID: gid, MAC: resp.MAC, SGIDIndex: sgidIndex}, nil
+			return Path{GID: gid, MAC: resp.MAC, SGIDIndex: sgidIndex, VLAN: d.gids.vlan(sgidIndex)}, nil
 		}
 		select {
 		case <-time.After(wait):
@@ -147,6 +204,9 @@ type AH struct {
 // CreateAH makes an address handle. It issues no command, so it does not wait. It fails with ErrNoMemory if the table
 // (Config.AHEntries) is full.
 func (p *PD) CreateAH(path Path) (*AH, error) {
+	if err := p.d.checkGIDIndex(path.SGIDIndex); err != nil {
+		return nil, err
+	}
 	if err := p.d.users.enter(); err != nil {
 		return nil, err
 	}
@@ -160,7 +220,7 @@ func (p *PD) CreateAH(path Path) (*AH, error) {
 	n := t.free[len(t.free)-1]
 	t.free = t.free[:len(t.free)-1]
 	e := abi.AH{
-		PDN: p.handle, DGID: path.GID, DMAC: path.MAC, SGIDIndex: path.SGIDIndex, VLANID: vlanID(path.VLAN),
+		PDN: p.handle, DGID: path.GID, DMAC: path.MAC, SGIDIndex: uint16(path.SGIDIndex), VLANID: vlanID(path.VLAN),
 		TrafficClass: path.TrafficClass, HopLimit: path.hopLimit(), FlowLabel: path.FlowLabel, SL: path.SL,
 	}
 	b := t.buf.data[n*abi.SizeAH:][:abi.SizeAH]

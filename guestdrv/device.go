@@ -40,6 +40,7 @@ type Device struct {
 
 	async *asyncEvents
 	ahs   ahTable
+	gids  gidTable
 
 	mu  sync.Mutex
 	cqs map[uint32]*CQ // by number, for completion events; guarded by mu

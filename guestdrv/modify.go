@@ -34,6 +34,11 @@ type QPAttr struct {
 // StatusInvalid (IBTA 10.3.1). If Modify ends with its context or with ErrTimeout, the device may execute the change
 // later. No goroutine may post while State becomes QPReset.
 func (q *QP) Modify(ctx context.Context, attr QPAttr, mask QPAttrMask) error {
+	if mask&QPAttrAV != 0 {
+		if err := q.d.checkGIDIndex(attr.Path.SGIDIndex); err != nil {
+			return fmt.Errorf("QP %d: %w", q.num, err)
+		}
+	}
 	if err := q.d.users.enter(); err != nil {
 		return err
 	}

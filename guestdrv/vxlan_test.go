@@ -64,7 +64,7 @@ func TestAddressing(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			index := i + 1
 			path := func(k int) guestdrv.Path {
-				return guestdrv.Path{GID: tc.gid(byte(k + 1)), MAC: r.hosts[k].mac, SGIDIndex: uint16(index), VLAN: tc.o.VLAN,
+				return guestdrv.Path{GID: tc.gid(byte(k + 1)), MAC: r.hosts[k].mac, SGIDIndex: index, VLAN: tc.o.VLAN,
 					TrafficClass: 0x68, FlowLabel: 0x12345}
 			}
 			for k, h := range r.hosts {

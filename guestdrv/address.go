@@ -3,18 +3,11 @@ package guestdrv
 import (
 	"context"
 	"fmt"
-	"net/netip"
 	"sync"
 	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
-
-// GID is a port address, in network order: in RoCEv2 an IP address, see IPGID.
-type GID [16]byte
-
-// IPGID returns the GID of an IP address in RoCEv2: IPv6 unchanged, IPv4 mapped into IPv6 (IBTA A17.4.5).
-func IPGID(a netip.Addr) GID { return a.As16() }
 
 // GIDOptions are options of SetGID. The zero value means untagged RoCEv2.
 type GIDOptions struct {
@@ -103,9 +96,9 @@ func vlanID(v uint16) uint16 {
 // Path describes how to reach a port. Device.Resolve returns one; TrafficClass and the fields after it may be set then.
 type Path struct {
 	GID          GID
-	MAC          [6]byte // of the port with that GID
-	SGIDIndex    int     // source: entry of the GID table, 0..DeviceAttr.MaxGID-1
-	VLAN         uint16  // that of the source GID (GIDOptions.VLAN); 0: untagged
+	MAC          MAC    // of the port with that GID
+	SGIDIndex    int    // source: entry of the GID table, 0..DeviceAttr.MaxGID-1
+	VLAN         uint16 // that of the source GID (GIDOptions.VLAN); 0: untagged
 	TrafficClass uint8
 	HopLimit     uint8 // 0 means 64
 	FlowLabel    uint32
@@ -150,7 +143,7 @@ func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex int) (Path, err
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
-			return Path{}, fmt.Errorf("no host in the network has the address %v: %w", netip.AddrFrom16(gid).Unmap(), ctx.Err())
+			return Path{}, fmt.Errorf("no host in the network has the address %v: %w", gid, ctx.Err())
 		}
 	}
 }

@@ -10,9 +10,9 @@ import (
 
 // Info is the device's configuration space.
 type Info struct {
-	MAC        [6]byte // of the application's port in the tenant's network
-	NumCEQs    int     // completion event queues, see CQOptions.CEQ
-	NumEngines int     // data-path threads of vnicd that serve the device
+	MAC        MAC // of the application's port in the tenant's network
+	NumCEQs    int // completion event queues, see CQOptions.CEQ
+	NumEngines int // data-path threads of vnicd that serve the device
 	LinkUp     bool
 	PortMTU    int    // largest RoCE path MTU in bytes, 256..4096
 	Generation uint32 // changes whenever the device lost its state
@@ -84,7 +84,7 @@ type PortAttr struct {
 }
 
 // MAC returns the HCA's MAC address in the tenant's network.
-func (d *Device) MAC() [6]byte { return d.conf.MAC }
+func (d *Device) MAC() MAC { return d.conf.MAC }
 
 // Info returns the configuration space as it was when the device was opened.
 func (d *Device) Info() Info { return infoOf(&d.conf) }

@@ -24,7 +24,8 @@ const (
 	WCSLIPv4   = abi.WCSLIPv4 // RoCEv2
 )
 
-// Err returns nil for a successful completion and a *CompletionError for any other.
+// Err returns nil for a successful completion. For any other it returns a *CompletionError, which matches its Status:
+// errors.Is(err, WCRemAccessErr).
 func (c *Completion) Err() error {
 	if c.Status == WCSuccess {
 		return nil

@@ -27,9 +27,9 @@
 //
 // # Errors
 //
-// The sentinels are for errors.Is: ErrClosed and others, and each Status, with which the device refuses a command. A
-// posting method fails only if the request cannot be queued. The outcome of the request is in its Completion, see
-// Completion.Err.
+// The sentinels are for errors.Is: ErrClosed and others; each Status, with which the device refuses a command; and each
+// WCStatus, with which a work request fails. A posting method fails only if the request cannot be queued. The outcome
+// of the request is in its Completion, see Completion.Err.
 //
 // # Commands
 //

@@ -3,6 +3,7 @@ package guestdrv_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/vnicd/vnicd/guestdrv"
@@ -176,5 +177,25 @@ func TestCommandErrors(t *testing.T) {
 	check("MR closed twice", mr.Close(), nil)
 	if err := h.pd.Close(); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// TestCompletionError: the error of a completion matches its status and no other.
+func TestCompletionError(t *testing.T) {
+	all := []guestdrv.WCStatus{guestdrv.WCLocLenErr, guestdrv.WCWRFlushErr, guestdrv.WCRemAccessErr,
+		guestdrv.WCRNRRetryExcErr, guestdrv.WCGeneralErr, 999}
+	for _, s := range all {
+		err := fmt.Errorf("wrapped: %w", (&guestdrv.Completion{ID: 1, QPN: 2, Status: s}).Err())
+		for _, other := range all {
+			if errors.Is(err, other) != (s == other) {
+				t.Errorf("%v: matches %v: %t", err, other, s != other)
+			}
+		}
+		if errors.Is(err, guestdrv.WCSuccess) || s.Error() != s.String() {
+			t.Errorf("%v: success, or printed as %q", err, s.Error())
+		}
+	}
+	if err := (&guestdrv.Completion{}).Err(); err != nil {
+		t.Errorf("success: %v", err)
 	}
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // Sentinel errors, for errors.Is. A refusal by the device is a *CommandError, which matches its Status: see StatusBusy
-// and its like. An operation whose context ends first fails with the context's error.
+// and its like. The failure of a work request is a *CompletionError, which matches its WCStatus. An operation whose context ends first fails with the context's error.
 var (
 	// ErrClosed is returned by operations on a closed device.
 	ErrClosed = errors.New("device is closed")
@@ -70,6 +70,9 @@ type CompletionError struct {
 func (e *CompletionError) Error() string {
 	return fmt.Sprintf("QP %d, work request %d: %v", e.QPN, e.ID, e.Status)
 }
+
+// Unwrap returns the WCStatus, so that errors.Is(err, WCRemAccessErr) works.
+func (e *CompletionError) Unwrap() error { return e.Status }
 
 func invalid(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))

@@ -71,11 +71,15 @@ func ExampleCompletion_Err() {
 	wc := guestdrv.Completion{ID: 7, QPN: 17, Status: guestdrv.WCRemAccessErr} // as from CQ.Poll
 	err := wc.Err()
 	fmt.Println(err)
+	if errors.Is(err, guestdrv.WCRemAccessErr) {
+		fmt.Println("the peer did not grant access")
+	}
 	var failed *guestdrv.CompletionError
-	if errors.As(err, &failed) && failed.Status == guestdrv.WCRemAccessErr {
-		fmt.Println("the peer did not grant access to request", failed.ID)
+	if errors.As(err, &failed) {
+		fmt.Println("request", failed.ID, "of QP", failed.QPN)
 	}
 	// Output:
 	// QP 17, work request 7: remote access error
-	// the peer did not grant access to request 7
+	// the peer did not grant access
+	// request 7 of QP 17
 }

@@ -81,6 +81,9 @@ const (
 	WCGeneralErr     WCStatus = abi.WCGeneralErr
 )
 
+// Error describes the status. Every value but WCSuccess is a sentinel error for errors.Is, see Completion.Err.
+func (s WCStatus) Error() string { return s.String() }
+
 func (s WCStatus) String() string { return abi.WCStatusString(uint32(s)) }
 
 // WCOpcode is the operation that a completion reports. It is valid if the status is WCSuccess.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/netip"
 	"strconv"
 	"strings"
 
@@ -27,7 +26,7 @@ const messageSize = len("0000:000000:000000:00000000000000000000000000000000") +
 const done = "done\x00"
 
 func (i identity) String() string {
-	return fmt.Sprintf("QPN %#06x PSN %#06x GID %v", i.qpn, i.psn, netip.AddrFrom16(i.gid).Unmap())
+	return fmt.Sprintf("QPN %#06x PSN %#06x GID %v", i.qpn, i.psn, i.gid)
 }
 
 func (i identity) encode() []byte {

@@ -52,10 +52,10 @@ const ImplicitLength = 1 << 57
 // maxPageIn bounds the pages of one call of PageIn. An event requests at most as many.
 const maxPageIn = 1 << 20 >> pageShift
 
-// OnDemandMR is a region whose pages a Pager provides when the device needs them. MR.SetPages must not be called on it.
-// MR.Remote and MR.SGE count from the region's first byte, in an implicit region from VA 0.
+// OnDemandMR is a region whose pages a Pager provides when the device needs them. SGE and Remote count from the region's
+// first byte, in an implicit region from VA 0; SGEAt and RemoteAt take a VA.
 type OnDemandMR struct {
-	MR
+	region
 	pager  Pager
 	ctx    context.Context // ends with the region and with the device
 	cancel context.CancelFunc
@@ -118,12 +118,12 @@ func (p *PD) onDemand(ctx context.Context, req abi.CreateMR, pager Pager) (*OnDe
 	r := &OnDemandMR{pager: pager, base: req.IOVA - req.Offset, pages: req.NPages, windows: map[*window]struct{}{}}
 	r.ctx, r.cancel = context.WithCancel(d.ctx)
 	req.PDN = p.handle
-	mr, err := d.createMR(ctx, &req)
+	base, err := d.createMR(ctx, &req)
 	if err != nil {
 		r.cancel()
 		return nil, err
 	}
-	r.MR = *mr
+	r.region = *base
 	d.faults.add(r.lkey, r)
 	r.free = func() {
 		d.faults.forget(r.lkey)
@@ -136,7 +136,7 @@ func (p *PD) onDemand(ctx context.Context, req abi.CreateMR, pager Pager) (*OnDe
 // PageIn is under way. Operations that wait for pages fail. It fails with StatusBusy while windows are bound to the
 // region.
 func (r *OnDemandMR) Close() error {
-	err := r.MR.Close()
+	err := r.close()
 	if errors.Is(err, StatusBusy) || errors.Is(err, ErrTimeout) {
 		return err // still registered, or unknown
 	}
@@ -158,6 +158,9 @@ func (r *OnDemandMR) Stats() OnDemandStats {
 func (r *OnDemandMR) SGEAt(va uint64, n int) SGE {
 	return SGE{Addr: va, Length: uint32(n), LKey: r.lkey}
 }
+
+// RemoteAt returns the place at VA va, for a peer's requests.
+func (r *OnDemandMR) RemoteAt(va uint64) Remote { return Remote{Addr: va, RKey: r.rkey} }
 
 // span returns the first index and the number of the region's pages that contain part of [va, va+n).
 func (r *OnDemandMR) span(va, n uint64) (first, count uint64) {
@@ -297,7 +300,7 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 	}
 	r.stats.pages.Add(uint64(len(pas)))
 	if a == nil {
-		return true, r.SetPages(r.d.ctx, w.first, pas)
+		return true, r.setPages(r.d.ctx, w.first, pas)
 	}
 	return true, r.setAndResume(w.first, pas, a)
 }

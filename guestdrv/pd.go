@@ -25,13 +25,17 @@ func (p *PD) Number() uint32 { return p.handle }
 // Close destroys the PD. It fails with StatusBusy while an object of the PD exists.
 func (p *PD) Close() error { return p.close() }
 
-// MR is a registered memory region.
-type MR struct {
+// region is what MR and OnDemandMR have in common. SetPages is not part of it: the pages of an OnDemandMR change only
+// in step with its Pager and Invalidate.
+type region struct {
 	*object
 	lkey, rkey uint32
 	iova       uint64
 	length     uint64
 }
+
+// MR is a registered memory region.
+type MR struct{ region }
 
 // Register registers the whole of buf at its own VA. access must have AccessLocalWrite if it has AccessRemoteWrite or
 // AccessRemoteAtomic.
@@ -81,10 +85,11 @@ func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	if s.Physical {
 		req.Flags = abi.MRPhys
 	}
-	mr, err := p.d.createMR(ctx, &req)
+	base, err := p.d.createMR(ctx, &req)
 	if err != nil {
 		return nil, err
 	}
+	mr := &MR{*base}
 	faults, key := &p.d.faults, mr.lkey
 	faults.add(key, nil)
 	mr.free = func() { faults.forget(key) }
@@ -95,7 +100,7 @@ func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	return mr, nil
 }
 
-func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*MR, error) {
+func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*region, error) {
 	var resp abi.CreateMRResp
 	err := d.create(ctx, creation{
 		request: request{op: abi.CmdCreateMR, fixed: req, size: abi.SizeCreateMR},
@@ -108,7 +113,7 @@ func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*MR, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &MR{
+	return &region{
 		object: &object{d: d, destroy: abi.CmdDestroyMR, handle: resp.Handle},
 		lkey:   resp.LKey, rkey: resp.RKey, iova: req.IOVA, length: req.Length,
 	}, nil
@@ -116,7 +121,9 @@ func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*MR, error) {
 
 // SetPages replaces the region's pages from number first on. A long list takes several commands; if one fails, the
 // pages of earlier ones are set.
-func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
+func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error { return m.setPages(ctx, first, pas) }
+
+func (m *region) setPages(ctx context.Context, first uint64, pas []uint64) error {
 	const most = (abi.CmdMax - abi.SizeReq - abi.SizeSetMTT) / 8
 	for len(pas) > 0 {
 		n := min(len(pas), most)
@@ -134,21 +141,21 @@ func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
 func (m *MR) Close() error { return m.close() }
 
 // LKey returns the L_Key, for SGEs of this device's requests.
-func (m *MR) LKey() uint32 { return m.lkey }
+func (m *region) LKey() uint32 { return m.lkey }
 
 // RKey returns the R_Key, for requests of a peer; see Remote.
-func (m *MR) RKey() uint32 { return m.rkey }
+func (m *region) RKey() uint32 { return m.rkey }
 
 // Addr returns the VA of the region's first byte.
-func (m *MR) Addr() uint64 { return m.iova }
+func (m *region) Addr() uint64 { return m.iova }
 
 // Len returns the region's length in bytes.
-func (m *MR) Len() uint64 { return m.length }
+func (m *region) Len() uint64 { return m.length }
 
 // SGE returns an SGE for n bytes of the region from offset off on. The device checks the range when it uses the SGE.
-func (m *MR) SGE(off, n int) SGE {
+func (m *region) SGE(off, n int) SGE {
 	return SGE{Addr: m.iova + uint64(off), Length: uint32(n), LKey: m.lkey}
 }
 
 // Remote returns the place at offset off, for a peer's requests: the program sends it to the peer.
-func (m *MR) Remote(off int) Remote { return Remote{Addr: m.iova + uint64(off), RKey: m.rkey} }
+func (m *region) Remote(off int) Remote { return Remote{Addr: m.iova + uint64(off), RKey: m.rkey} }

@@ -218,7 +218,7 @@ func (w *badWorld) manage() (all []badRequest) {
 	reg := func(name string, f func(*guestdrv.Registration)) badRequest {
 		return badRequest{name: name, ibta: "11.4.4.1, 10.6.4", kernel: true, status: guestdrv.WCMWBindErr,
 			make: func() *request {
-				x := w.fast.Map(w.mem, 100, 8192, 9, allAccess)
+				x := mapped(w.tb, w.fast, w.mem, 100, 8192, 9, allAccess)
 				f(x)
 				return &request{Opcode: guestdrv.WRRegMR, Reg: x}
 			}}

@@ -35,6 +35,17 @@ func fastMR(t *testing.T, e *end, pages int) *guestdrv.FastMR {
 	return m
 }
 
+// mapped is FastMR.Map that must succeed.
+func mapped(tb testing.TB, m *guestdrv.FastMR, buf *guestdrv.Buffer, off, n int, low uint8,
+	access guestdrv.Access) *guestdrv.Registration {
+	tb.Helper()
+	reg, err := m.Map(buf, off, n, low, access)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return reg
+}
+
 // TestFastRegister: register, use by the peer, invalidate by either side, then again with another low byte; only the
 // order of the send queue connects the steps (IBTA 10.6.4, 10.8.3).
 func TestFastRegister(t *testing.T) {
@@ -50,7 +61,7 @@ func TestFastRegister(t *testing.T) {
 	n := 20000
 	for round := range 20 {
 		off, low := 1000+100*round, uint8(7*round)
-		reg := m.Map(mem, off, n, low, allAccess)
+		reg := mapped(t, m, mem, off, n, low, allAccess)
 		clear(mem.Bytes())
 		// In one batch: register, and send to the peer, which writes and invalidates the key.
 		for _, wr := range []*request{
@@ -111,7 +122,7 @@ func TestLocalInvWaits(t *testing.T) {
 	m := fastMR(t, a, 8)
 	for round := range 10 {
 		fill(mem.Bytes(), uint64(round))
-		reg := m.Map(mem, 0, 32<<10, uint8(round), guestdrv.AccessLocalWrite)
+		reg := mapped(t, m, mem, 0, 32<<10, uint8(round), guestdrv.AccessLocalWrite)
 		for _, wr := range []*request{
 			{ID: 1, Opcode: guestdrv.WRRegMR, Reg: reg},
 			{ID: 2, Opcode: guestdrv.WRSend, SGL: []guestdrv.SGE{{Addr: reg.IOVA, Length: 32 << 10, LKey: reg.RKey}}},

@@ -154,13 +154,11 @@ func (r *OnDemandMR) Stats() OnDemandStats {
 	}
 }
 
-// SGEAt returns an SGE for n bytes from VA va on.
-func (r *OnDemandMR) SGEAt(va uint64, n int) SGE {
-	return SGE{Addr: va, Length: uint32(n), LKey: r.lkey}
-}
+// SGEAt returns an SGE for n bytes from VA va on. It panics as SGE does.
+func (r *OnDemandMR) SGEAt(va uint64, n int) SGE { return r.sgeAt(va, n) }
 
-// RemoteAt returns the place at VA va, for a peer's requests.
-func (r *OnDemandMR) RemoteAt(va uint64) Remote { return Remote{Addr: va, RKey: r.rkey} }
+// RemoteAt returns the place at VA va, for a peer's requests. It panics as Remote does.
+func (r *OnDemandMR) RemoteAt(va uint64) Remote { return r.remoteAt(va) }
 
 // span returns the first index and the number of the region's pages that contain part of [va, va+n).
 func (r *OnDemandMR) span(va, n uint64) (first, count uint64) {

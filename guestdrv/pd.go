@@ -2,6 +2,8 @@ package guestdrv
 
 import (
 	"context"
+	"fmt"
+	"math"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
@@ -121,7 +123,9 @@ func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*region, erro
 
 // SetPages replaces the region's pages from number first on. A long list takes several commands; if one fails, the
 // pages of earlier ones are set.
-func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error { return m.setPages(ctx, first, pas) }
+func (m *MR) SetPages(ctx context.Context, first uint64, pas []uint64) error {
+	return m.setPages(ctx, first, pas)
+}
 
 func (m *region) setPages(ctx context.Context, first uint64, pas []uint64) error {
 	const most = (abi.CmdMax - abi.SizeReq - abi.SizeSetMTT) / 8
@@ -152,10 +156,25 @@ func (m *region) Addr() uint64 { return m.iova }
 // Len returns the region's length in bytes.
 func (m *region) Len() uint64 { return m.length }
 
-// SGE returns an SGE for n bytes of the region from offset off on. The device checks the range when it uses the SGE.
-func (m *region) SGE(off, n int) SGE {
-	return SGE{Addr: m.iova + uint64(off), Length: uint32(n), LKey: m.lkey}
+// SGE returns an SGE for n bytes of the region from offset off on. Like a slice expression, it panics if the range is
+// not within the region; also if n is greater than math.MaxUint32, the most that an SGE can describe.
+func (m *region) SGE(off, n int) SGE { return m.sgeAt(m.iova+uint64(off), n) }
+
+func (m *region) sgeAt(va uint64, n int) SGE {
+	// A negative number becomes one that is greater than any length.
+	if off := va - m.iova; off > m.length || uint64(n) > m.length-off || uint64(n) > math.MaxUint32 {
+		panic(fmt.Sprintf("guestdrv: SGE of %d bytes at offset %d of a region of %d bytes", n, int64(off), m.length))
+	}
+	return SGE{Addr: va, Length: uint32(n), LKey: m.lkey}
 }
 
-// Remote returns the place at offset off, for a peer's requests: the program sends it to the peer.
-func (m *region) Remote(off int) Remote { return Remote{Addr: m.iova + uint64(off), RKey: m.rkey} }
+// Remote returns the place at offset off, for a peer's requests: the program sends it to the peer. It panics if off is
+// not within the region.
+func (m *region) Remote(off int) Remote { return m.remoteAt(m.iova + uint64(off)) }
+
+func (m *region) remoteAt(va uint64) Remote {
+	if off := va - m.iova; off > m.length {
+		panic(fmt.Sprintf("guestdrv: place at offset %d of a region of %d bytes", int64(off), m.length))
+	}
+	return Remote{Addr: va, RKey: m.rkey}
+}

@@ -1,8 +1,13 @@
 package guestdrv
 
-import "github.com/vnicd/vnicd/device/rdma/abi"
+import (
+	"math"
 
-// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region with LKey. MR.SGE makes one.
+	"github.com/vnicd/vnicd/device/rdma/abi"
+)
+
+// SGE is a scatter/gather element: Length bytes from VA Addr on, in the region with LKey. MR.SGE makes one, and checks
+// that it is within the region. The device checks that again when it uses the SGE.
 type SGE struct {
 	Addr   uint64
 	Length uint32
@@ -180,7 +185,10 @@ func (w *SendWR) encode(q *QP, slot []byte) error {
 		e.SetInline(w.Inline)
 		return nil
 	}
-	n := putSGEs(e[abi.SendWQESGEOff:], w.SGL)
+	n, err := putSGEs(e[abi.SendWQESGEOff:], w.SGL)
+	if err != nil {
+		return err
+	}
 	le.PutUint32(e[abi.SendWQEDMALengthOff:], n)
 	le.PutUint32(e[abi.SendWQEResidOff:], n)
 	le.PutUint32(e[abi.SendWQENumSGEOff:], uint32(len(w.SGL)))
@@ -197,29 +205,38 @@ type RecvWR struct {
 func NewRecv(id uint64, sgl ...SGE) *RecvWR { return &RecvWR{ID: id, SGL: sgl} }
 
 // encode writes the request into a free slot.
-func (w *RecvWR) encode(slot []byte) {
+func (w *RecvWR) encode(slot []byte) error {
 	clear(slot[:abi.SizeRecvWQE])
 	le.PutUint64(slot[abi.RecvWQEIDOff:], w.ID)
-	n := putSGEs(slot[abi.RecvWQESGEOff:], w.SGL)
+	n, err := putSGEs(slot[abi.RecvWQESGEOff:], w.SGL)
+	if err != nil {
+		return err
+	}
 	le.PutUint32(slot[abi.RecvWQEDMALengthOff:], n)
 	le.PutUint32(slot[abi.RecvWQEDMALengthOff+4:], n)
 	le.PutUint32(slot[abi.RecvWQENumSGEOff:], uint32(len(w.SGL)))
+	return nil
 }
 
-// putSGEs writes sgl and returns its total length.
-func putSGEs(b []byte, sgl []SGE) (total uint32) {
+// putSGEs writes sgl and returns its total length, which has 32 bits in a request.
+func putSGEs(b []byte, sgl []SGE) (uint32, error) {
+	var total uint64
 	for i, s := range sgl {
 		e := b[i*abi.SizeSGE:][:abi.SizeSGE]
 		le.PutUint64(e, s.Addr)
 		le.PutUint32(e[8:], s.Length)
 		le.PutUint32(e[12:], s.LKey)
-		total += s.Length
+		total += uint64(s.Length)
 	}
-	return total
+	if total > math.MaxUint32 {
+		return 0, errTooLong
+	}
+	return uint32(total), nil
 }
 
 var (
 	errTooManySGEs = invalid("more SGEs than the queue was created for")
+	errTooLong     = invalid("the SGEs have 4 GiB or more together")
 	errInlineLen   = invalid("more inline data than the queue was created for")
 	errNoAH        = invalid("a UD request needs an address handle")
 )

@@ -17,9 +17,9 @@ func newRecvQueue(mem *memory, n, maxSGE int) (recvQueue, error) {
 	return recvQueue{r, maxSGE}, err
 }
 
-// PostRecv queues a receive request. It fails with ErrFull, or with ErrInvalid if there are too many SGEs. There is no
-// doorbell: the device reads the queue when a message arrives. PostRecv copies the request, neither blocks nor
-// allocates, and takes no lock.
+// PostRecv queues a receive request. It fails with ErrFull, or with ErrInvalid if there are too many SGEs or they have
+// 4 GiB or more together. There is no doorbell: the device reads the queue when a message arrives. PostRecv copies the
+// request, neither blocks nor allocates, and takes no lock.
 func (q *recvQueue) PostRecv(wr *RecvWR) error {
 	if len(wr.SGL) > q.maxSGE {
 		return errTooManySGEs
@@ -28,7 +28,9 @@ func (q *recvQueue) PostRecv(wr *RecvWR) error {
 	if e == nil {
 		return ErrFull
 	}
-	wr.encode(e)
+	if err := wr.encode(e); err != nil {
+		return err
+	}
 	q.ring.publish()
 	return nil
 }

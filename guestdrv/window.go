@@ -10,7 +10,8 @@ import (
 // NewSendInvalidate). The low byte of its key is the program's to choose.
 type FastMR struct {
 	*object
-	list *Buffer
+	list  *Buffer
+	pages int // room of the region
 }
 
 // AllocFast makes a region that has no memory yet, for up to pages pages of 4 KiB, 1..DeviceAttr.MaxFastReg.
@@ -25,7 +26,8 @@ func (p *PD) AllocFast(ctx context.Context, pages int) (*FastMR, error) {
 		list.free()
 		return nil, err
 	}
-	return &FastMR{object: &object{d: p.d, destroy: abi.CmdDestroyMR, handle: mr.lkey, free: list.free}, list: list}, nil
+	return &FastMR{object: &object{d: p.d, destroy: abi.CmdDestroyMR, handle: mr.lkey, free: list.free}, list: list,
+		pages: pages}, nil
 }
 
 // Key returns the region's first key.
@@ -52,20 +54,26 @@ func (r *Registration) encode(b []byte) {
 }
 
 // Map writes the region's page list for n bytes of buf from offset off on, and returns the registration of these bytes
-// at their own VA, under the key with low byte low. The bytes must be within buf and touch at most as many pages as
-// AllocFast was called with: this is not checked. The list must not change, by another Map, before the request is
-// complete.
-func (m *FastMR) Map(buf *Buffer, off, n int, low uint8, access Access) *Registration {
+// at their own VA, under the key with low byte low. It fails with ErrInvalid if n is not positive, the bytes are not
+// within buf, or touch more pages than AllocFast was called with; the list does not change then. The list must not
+// change, by another Map, before the request is complete.
+func (m *FastMR) Map(buf *Buffer, off, n int, low uint8, access Access) (*Registration, error) {
+	if off < 0 || n <= 0 || off > buf.Len() || n > buf.Len()-off {
+		return nil, invalid("registration of %d bytes at %d in a buffer of %d", n, off, buf.Len())
+	}
 	first := (buf.PA() + uint64(off)) &^ (pageSize - 1)
 	inPage := off & (pageSize - 1)
 	pages := (inPage + n + pageSize - 1) >> pageShift
+	if pages > m.pages {
+		return nil, invalid("registration of %d pages in a region for %d", pages, m.pages)
+	}
 	for i := range pages {
 		le.PutUint64(m.list.Bytes()[8*i:], first+uint64(i)<<pageShift)
 	}
 	return &Registration{
 		IOVA: buf.Addr() + uint64(off), Length: uint64(n), PageList: m.list.PA(), NPages: uint32(pages),
 		Offset: uint32(inPage), RKey: m.handle&^0xff | uint32(low), Access: access, PageShift: pageShift,
-	}
+	}, nil
 }
 
 // Close destroys the region. When it returns nil, the device has stopped using the memory (EP-3).

@@ -198,7 +198,9 @@ func realAddresses(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return m, err
 		}
-		regs[i] = f.Map(src, i*size, size, 1, guestdrv.AccessLocalWrite)
+		if regs[i], err = f.Map(src, i*size, size, 1, guestdrv.AccessLocalWrite); err != nil {
+			return m, err
+		}
 	}
 	sgl := make([]guestdrv.SGE, 1)
 	wr := new(guestdrv.SendWR)

@@ -142,6 +142,8 @@ func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex int) (Path, err
 		}
 		select {
 		case <-time.After(wait):
+		case <-d.done:
+			return Path{}, fmt.Errorf("resolving %v: %w", gid, d.Err())
 		case <-ctx.Done():
 			return Path{}, fmt.Errorf("no host in the network has the address %v: %w", gid, ctx.Err())
 		}

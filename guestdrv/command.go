@@ -164,7 +164,7 @@ func (c *commander) reapPosted() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.watching = false
-	if c.reapLocked() == nil && c.d.closing() == nil {
+	if c.reapLocked() == nil && c.d.Err() == nil {
 		c.watchLocked()
 	}
 }
@@ -206,7 +206,7 @@ func (c *commander) submit(slots ...*cmdSlot) error {
 // slot waits for a free slot.
 func (c *commander) slot(ctx context.Context, op abi.Opcode, timeout *time.Timer) (*cmdSlot, error) {
 	d := c.d
-	err := d.closing()
+	err := d.Err()
 	if err == nil {
 		err = context.Cause(ctx)
 	}
@@ -228,10 +228,9 @@ func (c *commander) slot(ctx context.Context, op abi.Opcode, timeout *time.Timer
 	case <-timeout.C:
 		timeout.Reset(0) // for later waits with the same timer
 		return nil, fmt.Errorf("%v: %w", op, ErrTimeout)
-	case <-d.ctx.Done():
-	case <-d.fe.Gone():
+	case <-d.done:
 	}
-	return nil, fmt.Errorf("%v: %w", op, d.closing())
+	return nil, fmt.Errorf("%v: %w", op, d.Err())
 }
 
 // request is a command: fixed is encoded into size bytes, words follow it as a list of pages.
@@ -271,10 +270,11 @@ func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer,
 	case <-timeout.C:
 		err = ErrTimeout
 		timeout.Reset(0) // for the next command of the batch
-	case <-d.ctx.Done():
-		return false, fmt.Errorf("%v: %w", op, d.closing())
-	case <-d.fe.Gone():
-		return false, fmt.Errorf("%v: %w", op, d.closing())
+	case <-d.done:
+		if err = d.Err(); d.ctx.Err() != nil || d.gone() {
+			return false, fmt.Errorf("%v: %w", op, err)
+		}
+		// The device is connected and may still use the memory of the command.
 	}
 	if !answered {
 		if written, answered = c.abandon(s); !answered {
@@ -286,8 +286,8 @@ func (c *commander) finish(ctx context.Context, s *cmdSlot, timeout *time.Timer,
 }
 
 // call issues a command and waits for its answer, whose payload is decoded into resp unless that is nil. If abandoned
-// is true, ctx ended or Config.Timeout passed first: the device may execute the command later, and r.onLate receives
-// the answer.
+// is true, ctx ended, Config.Timeout passed or the device violated the protocol first: the device may execute the
+// command later, and r.onLate receives the answer.
 func (d *Device) call(ctx context.Context, r request, resp decoder) (abandoned bool, err error) {
 	b, err := d.begin(ctx, r)
 	if err != nil {
@@ -362,6 +362,8 @@ func (b *batch) submit(ctx context.Context, reqs []request) (err error) {
 		case <-b.timeout.C:
 			b.timeout.Reset(0)
 			return fmt.Errorf("%v: %w", reqs[0].op, ErrTimeout)
+		case <-b.d.done:
+			return fmt.Errorf("%v: %w", reqs[0].op, b.d.Err())
 		}
 		defer func() { <-c.pairs }()
 	}

@@ -82,7 +82,7 @@ func (c *CQ) Number() uint32 { return c.handle }
 func (c *CQ) Cap() int { return int(c.ring.mask) }
 
 // Poll moves up to len(wcs) completions into wcs, oldest first, and returns their number. It does not wait. Nor does it
-// notice that the connection to vnicd is lost: NextEvent and Wait do.
+// notice that the connection to vnicd is lost: see Device.Done.
 func (c *CQ) Poll(wcs []Completion) int {
 	cons, prod := c.ring.cons.Load()&c.ring.mask, c.ring.prod.Load()&c.ring.mask
 	n := 0
@@ -109,7 +109,7 @@ func (c *CQ) Arm(solicitedOnly bool) (missed bool) {
 }
 
 // Wait waits for the event that Arm requested. An event that arrives while no goroutine waits is kept for the next
-// Wait, so the CQ may be empty when Wait returns.
+// Wait, so the CQ may be empty when Wait returns. When the device becomes unusable, Wait fails with Device.Err.
 func (c *CQ) Wait(ctx context.Context) error {
 	select {
 	case <-c.event:
@@ -121,10 +121,9 @@ func (c *CQ) Wait(ctx context.Context) error {
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
-	case <-c.d.ctx.Done():
-	case <-c.d.fe.Gone():
+	case <-c.d.done:
+		return c.d.Err()
 	}
-	return c.d.closing()
 }
 
 // PollWait is Poll, but arms the CQ and waits until there is at least one completion. It returns nil for completions of

@@ -52,8 +52,9 @@ type Device struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	once   sync.Once
+	done   chan struct{} // closed when failed is set
 	failMu sync.Mutex
-	failed error // first fatal error; guarded by failMu
+	failed error // first fatal error, ErrDisconnected and ErrClosed included; guarded by failMu
 }
 
 const (
@@ -76,7 +77,7 @@ func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 		cfg.AHEntries = defaultAHs
 	}
 	d := &Device{
-		cfg: cfg, cqs: map[uint32]*CQ{}, late: lateWork{wake: make(chan struct{}, 1)},
+		cfg: cfg, done: make(chan struct{}), cqs: map[uint32]*CQ{}, late: lateWork{wake: make(chan struct{}, 1)},
 		faults: faultServer{work: make(chan fault), regions: map[uint32]*OnDemandMR{}},
 	}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
@@ -135,6 +136,7 @@ func (d *Device) checkConfig() error {
 // startQueues fills the queues and starts their goroutines.
 func (d *Device) startQueues() error {
 	var err error
+	d.wg.Go(d.watch)
 	d.wg.Go(func() { d.late.run(d.ctx) })
 	if d.cmds, err = newCommander(d); err != nil {
 		return err
@@ -165,6 +167,7 @@ func (d *Device) Close() error {
 	d.once.Do(func() {
 		idle := d.users.close()
 		d.cancel()
+		d.fail(ErrClosed)
 		if d.fe != nil {
 			err = d.fe.Close()
 		}
@@ -177,19 +180,55 @@ func (d *Device) Close() error {
 	return err
 }
 
-// fail records a fatal error of the device; the first one is kept.
+// fail records a fatal error of the device and ends all waits; the first one is kept.
 func (d *Device) fail(err error) {
 	d.failMu.Lock()
+	defer d.failMu.Unlock()
 	if d.failed == nil {
 		d.failed = err
+		close(d.done)
 	}
-	d.failMu.Unlock()
 }
 
-func (d *Device) err() error {
+// watch waits for the end of the connection.
+func (d *Device) watch() {
+	select {
+	case <-d.fe.Gone():
+		d.fail(ErrDisconnected)
+	case <-d.ctx.Done():
+	}
+}
+
+// Done returns a channel that is closed when the device has become unusable: vnicd has ended or closed the connection,
+// it has violated the protocol, or Close was called. Err has the reason. A program that only polls, which notices
+// nothing of it, waits for Done.
+func (d *Device) Done() <-chan struct{} { return d.done }
+
+// Err returns nil while the device is usable, then the error with which commands and waits fail: ErrClosed after Close,
+// ErrDisconnected if vnicd has gone, and another error if the device violated the protocol. After the latter two, too,
+// Close releases the memory.
+func (d *Device) Err() error {
+	select {
+	case <-d.ctx.Done():
+		return ErrClosed
+	default:
+	}
+	if d.gone() {
+		return ErrDisconnected
+	}
 	d.failMu.Lock()
 	defer d.failMu.Unlock()
 	return d.failed
+}
+
+// gone reports whether vnicd has closed the connection.
+func (d *Device) gone() bool {
+	select {
+	case <-d.fe.Gone():
+		return true
+	default:
+		return false
+	}
 }
 
 // Alloc allocates n bytes of zeroed memory that the device can access. It fails with ErrNoMemory if Config.Memory is
@@ -209,19 +248,4 @@ func (d *Device) AllocAligned(n, align int) (*Buffer, error) {
 	}
 	defer d.users.leave()
 	return d.mem.alloc(uint64(n), uint64(align))
-}
-
-// closing returns the reason why operations fail, nil if the device is usable.
-func (d *Device) closing() error {
-	select {
-	case <-d.ctx.Done():
-		return ErrClosed
-	default:
-	}
-	select {
-	case <-d.fe.Gone():
-		return ErrDisconnected
-	default:
-		return d.err()
-	}
 }

@@ -54,7 +54,7 @@
 //
 // # Lifetime
 //
-// Open starts one goroutine per command, event and completion event queue; Device.Close stops and joins them, and
-// unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with ErrClosed. If
-// vnicd ends, they fail with ErrDisconnected; posting methods and Poll do not notice it.
+// Open starts one goroutine per command, event and completion event queue, and two more; Device.Close stops and joins
+// them, and unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with
+// ErrClosed. If vnicd ends, they fail with ErrDisconnected. Posting methods and Poll do not notice it: Device.Done does.
 package guestdrv

@@ -149,6 +149,7 @@ func (a *asyncEvents) next() (keptEvent, bool) {
 
 // NextEvent waits for an asynchronous event. Page faults of on-demand regions are handled by their pagers and not
 // returned; those of regions with PageAbsent entries (RegisterPages) are, and the caller answers them with ResumeFault.
+// When the device becomes unusable, NextEvent fails with Device.Err.
 func (d *Device) NextEvent(ctx context.Context) (Event, error) {
 	if err := d.users.enter(); err != nil {
 		return Event{}, err
@@ -163,10 +164,9 @@ func (d *Device) NextEvent(ctx context.Context) (Event, error) {
 			continue
 		case <-ctx.Done():
 			return Event{}, ctx.Err()
-		case <-d.ctx.Done():
-		case <-d.fe.Gone():
+		case <-d.done:
+			return Event{}, d.Err()
 		}
-		return Event{}, d.closing()
 	}
 }
 

@@ -46,6 +46,9 @@ func (c Config) SimpleQueues() Config {
 // Forget makes a driver believe that the device lacks a capability.
 func (d *Device) Forget(c Caps) { d.attr.Caps &^= uint64(c) }
 
+// Fail makes a driver behave as if the device had violated the protocol.
+func (d *Device) Fail(err error) { d.fail(err) }
+
 // LastCommands are the commands that the slots were used for last. It waits until none is under way.
 func (d *Device) LastCommands() map[string]int {
 	ops := map[string]int{}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -97,7 +98,7 @@ func TestDaemonGone(t *testing.T) {
 	r := newRig(t, rigConfig{hosts: 1})
 	h := r.hosts[0]
 	cq := h.cq(t, 10)
-	done := make(chan error, 2)
+	done := make(chan error, 3)
 	go func() {
 		_, err := cq.PollWait(context.Background(), make([]guestdrv.Completion, 1))
 		done <- err
@@ -106,10 +107,26 @@ func TestDaemonGone(t *testing.T) {
 		_, err := h.NextEvent(context.Background())
 		done <- err
 	}()
+	go func() {
+		_, err := h.Resolve(context.Background(), guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")), 0)
+		done <- err
+	}()
+	select {
+	case <-h.Done():
+		t.Error("the device is done before the daemon")
+	default:
+	}
+	if err := h.Err(); err != nil {
+		t.Errorf("error of a usable device: %v", err)
+	}
 	if err := h.srv.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for range 2 {
+	<-h.Done()
+	if err := h.Err(); !errors.Is(err, guestdrv.ErrDisconnected) {
+		t.Errorf("the device ended with %v", err)
+	}
+	for range 3 {
 		if err := <-done; !errors.Is(err, guestdrv.ErrDisconnected) {
 			t.Errorf("waiting ended with %v", err)
 		}
@@ -122,6 +139,69 @@ func TestDaemonGone(t *testing.T) {
 	}
 	if _, err := h.AllocPD(bg); !errors.Is(err, guestdrv.ErrClosed) {
 		t.Errorf("command on a closed device: %v", err)
+	}
+	if err := h.Err(); !errors.Is(err, guestdrv.ErrClosed) {
+		t.Errorf("error of a closed device: %v", err)
+	}
+}
+
+// TestDone: a device that violates the protocol, or is closed, ends all waits with Err. A command that it has not
+// answered keeps its memory, because the device may still use that.
+func TestDone(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 2, driver: guestdrv.Config{Timeout: patience}})
+	broken := errors.New("protocol violation")
+	for i, tc := range []struct {
+		end  func(*host)
+		want error
+	}{
+		{func(h *host) { h.Fail(broken); h.Fail(errors.New("second")) }, broken},
+		{func(h *host) { go h.Device.Close() }, guestdrv.ErrClosed},
+	} {
+		h := r.hosts[i]
+		cq := h.cq(t, 10)
+		qp, err := h.pd.CreateQP(bg, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: cq, RecvCQ: cq})
+		if err != nil {
+			t.Fatal(err)
+		}
+		room := largest(t, h)
+		release := stopLoops(t, h.site)
+		waits := []func() error{
+			func() error { return qp.Close() },
+			func() error { return qp.Close() }, // waits for the other's answer
+			func() error { _, err := cq.PollWait(bg, make([]guestdrv.Completion, 1)); return err },
+			func() error { _, err := h.NextEvent(bg); return err },
+			func() error {
+				_, err := h.Resolve(bg, guestdrv.IPGID(netip.MustParseAddr("10.0.0.99")), 0)
+				return err
+			},
+		}
+		ended := make(chan error, len(waits))
+		for _, w := range waits {
+			go func() { ended <- w() }()
+		}
+		time.Sleep(20 * time.Millisecond) // for most of them to wait
+		tc.end(h)
+		<-h.Done()
+		for range waits {
+			if err := <-ended; !errors.Is(err, tc.want) {
+				t.Errorf("waiting ended with %v, want %v", err, tc.want)
+			}
+		}
+		if err := h.Err(); !errors.Is(err, tc.want) {
+			t.Errorf("error %v, want %v", err, tc.want)
+		}
+		if _, err := h.AllocPD(bg); !errors.Is(err, tc.want) {
+			t.Errorf("command: %v, want %v", err, tc.want)
+		}
+		if tc.want == broken {
+			if n := largest(t, h); n > room {
+				t.Errorf("memory of a QP was released before its answer: %d bytes, %d before", n, room)
+			}
+		}
+		release()
+		if err := h.Device.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }
 

@@ -107,10 +107,9 @@ func (o *object) await(pending <-chan struct{}) error {
 		return o.err
 	case <-timeout.C:
 		return fmt.Errorf("%v: %w", o.destroy, ErrTimeout)
-	case <-d.ctx.Done():
-	case <-d.fe.Gone():
+	case <-d.done:
+		return fmt.Errorf("%v: %w", o.destroy, d.Err())
 	}
-	return fmt.Errorf("%v: %w", o.destroy, d.closing())
 }
 
 // lateWork runs functions that issue commands because of late answers, since a lateFunc may not issue them itself.

@@ -91,7 +91,8 @@ func registry() []Row {
 			Anchor: "kernel bridge and vxlan", Unit: "Gbit/s", Open: hostTCP(false, true),
 		},
 		{
-			Name: "host_tcp_kernel_v6", What: "the same, IPv6 underlay, `zero-checksum6: true`", Anchor: "kernel bridge and vxlan",
+			Name: "host_tcp_kernel_v6", What: "the same, IPv6 underlay, `zero-checksum6: true`",
+			Anchor: "kernel bridge and vxlan",
 			Unit: "Gbit/s", Open: hostTCP(true, true),
 		},
 		{

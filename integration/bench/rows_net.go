@@ -66,9 +66,9 @@ type transfer struct {
 }
 
 // both measures the same transfer over our addresses and over the kernel's. Beside the rates it shows the processor
-// time per received packet (or other unit): of our daemons only, and of the whole path, which is the programs at both ends
-// with the kernel work charged to them and, for ours, the daemons. Unlike rates, these figures hardly depend on the
-// machine's other load.
+// time per received packet (or other unit): of our daemons only, and of the whole path, which is the programs at both
+// ends with the kernel work charged to them and, for ours, the daemons. Unlike rates, these figures hardly depend on
+// the machine's other load.
 func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr string, d time.Duration) (transfer,
 	error)) Meter {
 	measure := func(ctx context.Context, who, addr string, d time.Duration) (Sample, error) {

@@ -93,7 +93,7 @@ func registry() []Row {
 		{
 			Name: "host_tcp_kernel_v6", What: "the same, IPv6 underlay, `zero-checksum6: true`",
 			Anchor: "kernel bridge and vxlan",
-			Unit: "Gbit/s", Open: hostTCP(true, true),
+			Unit:   "Gbit/s", Open: hostTCP(true, true),
 		},
 		{
 			Name: "host_udp_64", What: "UDP 64 B from TAP to TAP, highest rate read with at most 0.1 % lost",

@@ -6,7 +6,6 @@ package abi
 //
 // The header is shared with a guest's user space: the device uses only the geometry given by command, and masks every
 // index that it reads.
-// geometry given by command, and masks whatever index it reads.
 const (
 	RingLog2ElemSizeOff = 0
 	RingIndexMaskOff    = 4

@@ -2,11 +2,11 @@ package hca
 
 import (
 	"bytes"
-	"github.com/vnicd/vnicd/device/frame/header"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/frame/gso"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/wire"

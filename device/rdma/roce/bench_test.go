@@ -1,11 +1,11 @@
 package roce
 
 import (
-	"github.com/vnicd/vnicd/device/frame/header"
 	"math/rand"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )

@@ -2,9 +2,9 @@ package roce
 
 import (
 	"bytes"
-	"github.com/vnicd/vnicd/device/frame/header"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )

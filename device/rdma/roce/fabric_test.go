@@ -5,11 +5,11 @@ import (
 	"container/heap"
 	"encoding/binary"
 	"fmt"
-	"github.com/vnicd/vnicd/device/frame/header"
 	"math/rand"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"

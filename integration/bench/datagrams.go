@@ -63,10 +63,8 @@ func newDatagramPath(from, to *harness.Namespace, addr netip.Addr, size, buffer 
 		if p.to, err = unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0); err != nil {
 			return err
 		}
-		patience := unix.NsecToTimeval(silence.Nanoseconds())
 		if err := errors.Join(unix.SetsockoptInt(p.to, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, buffer),
-			unix.SetsockoptTimeval(p.to, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience),
-			unix.Bind(p.to, &at)); err != nil {
+			p.patience(silence), unix.Bind(p.to, &at)); err != nil {
 			return err
 		}
 		name, err := unix.Getsockname(p.to)
@@ -96,6 +94,12 @@ func newDatagramPath(from, to *harness.Namespace, addr netip.Addr, size, buffer 
 		p.receiver[i].point(in)
 	}
 	return p, nil
+}
+
+// patience sets how long the receiver waits for another datagram.
+func (p *datagramPath) patience(d time.Duration) error {
+	t := unix.NsecToTimeval(d.Nanoseconds())
+	return unix.SetsockoptTimeval(p.to, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &t)
 }
 
 func (p *datagramPath) close() {

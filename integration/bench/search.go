@@ -37,11 +37,13 @@ const (
 	lowestRate = 1000
 	mostProbes = 100
 	precision  = 1.03 // ratio of the bounds at which the search ends
-	confirmed  = 2    // probes in succession that must carry the rate found
+	// Factors from the guess on: the rate of the last search is a good guess.
+	firstStep, longestStep = 1.25, 4.0
+	confirmed              = 2 // probes in succession that must carry the rate found
 )
 
-// highestRate searches for the highest rate that try carries: it doubles or halves the guess until the rate is between
-// two bounds, and bisects on a geometric scale. A rate must fail twice, since other load of the machine can fail a
+// highestRate searches for the highest rate that try carries: it goes up or down from the guess, by growing factors,
+// until the rate is between two bounds, and bisects on a geometric scale. A rate must fail twice, since other load of the machine can fail a
 // probe. The rate found is confirmed by further probes, and lowered until it is. The result is the mean rate at which
 // these were read.
 func highestRate(guess float64, try func(rate float64) (probe, error)) (float64, error) {
@@ -62,6 +64,7 @@ func highestRate(guess float64, try func(rate float64) (probe, error)) (float64,
 		return ok, err
 	}
 	low, high := 0.0, 0.0 // 0: unknown
+	step := firstStep
 	for rate := guess; low == 0 || high == 0 || high/low > precision; {
 		ok, err := carried(rate)
 		if err != nil {
@@ -74,9 +77,9 @@ func highestRate(guess float64, try func(rate float64) (probe, error)) (float64,
 		}
 		switch {
 		case high == 0:
-			rate = 2 * low
+			rate, step = low*step, min(step*step, longestStep)
 		case low == 0:
-			rate = high / 2
+			rate, step = high/step, min(step*step, longestStep)
 		default:
 			rate = math.Sqrt(low * high)
 		}

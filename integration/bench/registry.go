@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"math"
 
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -69,15 +70,19 @@ func registry() []Row {
 			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
 		},
 		{
-			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts", Anchor: "rxe in the same VMs",
-			Unit: "MiB/s", Goals: []Goal{ratioAtLeast(20)}, Open: perftest(lab.Bandwidth, "ib_write_bw", "-s 65536"),
+			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts",
+			Anchor: "rxe in the same VMs, over our virtio-net or a TAP, the better", Unit: "MiB/s",
+			Goals: []Goal{ratioAtLeast(20)},
+			Open:  perftest(lab.Bandwidth, math.Max, "ib_write_bw", "-s 65536"),
 		},
 		{
-			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical", Anchor: "rxe in the same VMs",
-			Unit: "us", Open: perftest(lab.Latency, "ib_send_lat", "-s 2"),
+			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical",
+			Anchor: "rxe in the same VMs, over our virtio-net or a TAP, the better", Unit: "us",
+			Open: perftest(lab.Latency, math.Min, "ib_send_lat", "-s 2"),
 		},
 		{
-			Name: "host_tcp_switch", What: "TCP from TAP to TAP through vnicd (`short-path: false`), two hosts, underlay MTU 1500",
+			Name:   "host_tcp_switch",
+			What:   "TCP from TAP to TAP through vnicd (`short-path: false`), two hosts, underlay MTU 1500",
 			Anchor: "kernel bridge and vxlan", Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)}, Open: hostTCP(false, false),
 		},
 		{

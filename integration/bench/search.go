@@ -43,9 +43,9 @@ const (
 )
 
 // highestRate searches for the highest rate that try carries: it goes up or down from the guess, by growing factors,
-// until the rate is between two bounds, and bisects on a geometric scale. A rate must fail twice, since other load of the machine can fail a
-// probe. The rate found is confirmed by further probes, and lowered until it is. The result is the mean rate at which
-// these were read.
+// until the rate is between two bounds, and bisects on a geometric scale. A rate must fail twice, since other load of
+// the machine can fail a probe. The rate found is confirmed by further probes, and lowered until it is. The result is
+// the mean rate at which these were read.
 func highestRate(guess float64, try func(rate float64) (probe, error)) (float64, error) {
 	probes := 0
 	once := func(rate float64) (p probe, ok bool, err error) {

@@ -124,8 +124,8 @@ func pathOf(a *abi.AV) Path {
 	return p
 }
 
-// Resolve returns the path from the GID at sgidIndex, in its VLAN, to the port with the GID gid. vnicd repeats ARP or ND
-// requests in the tenant's network until a host answers or ctx ends: Config.Timeout bounds each attempt, not their
+// Resolve returns the path from the GID at sgidIndex, in its VLAN, to the port with the GID gid. vnicd repeats ARP or
+// ND requests in the tenant's network until a host answers or ctx ends: Config.Timeout bounds each attempt, not their
 // number.
 func (d *Device) Resolve(ctx context.Context, gid GID, sgidIndex int) (Path, error) {
 	if err := d.checkGIDIndex(sgidIndex); err != nil {

@@ -67,7 +67,7 @@ func TestResolve(t *testing.T) {
 func TestGIDIndex(t *testing.T) {
 	r := newRig(t, rigConfig{})
 	h, to := r.hosts[0], r.hosts[1]
-	qp := h.end(t, qpDefaults(), 0).qp
+	qp, none := h.end(t, qpDefaults(), 0).qp, guestdrv.ConnectOptions{}
 	if err := qp.ToInit(bg, 0, 0); err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +80,7 @@ func TestGIDIndex(t *testing.T) {
 			"ClearGID": func() error { return h.ClearGID(bg, index) },
 			"Resolve":  func() error { _, err := h.Resolve(bg, to.gid, index); return err },
 			"CreateAH": func() error { _, err := h.pd.CreateAH(path); return err },
-			"ToRTR":    func() error { return qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: path}, guestdrv.ConnectOptions{}) },
+			"ToRTR":    func() error { return qp.ToRTR(bg, guestdrv.Peer{QPN: 5, Path: path}, none) },
 		} {
 			if err := op(); !errors.Is(err, guestdrv.ErrInvalid) || !strings.Contains(err.Error(), "expected 0..") {
 				t.Errorf("%s with index %d: %v", what, index, err)

@@ -56,5 +56,6 @@
 //
 // Open starts one goroutine per command, event and completion event queue, and two more; Device.Close stops and joins
 // them, and unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with
-// ErrClosed. If vnicd ends, they fail with ErrDisconnected. Posting methods and Poll do not notice it: Device.Done does.
+// ErrClosed. If vnicd ends, they fail with ErrDisconnected. Posting methods and Poll do not notice it: see
+// Device.Done.
 package guestdrv

@@ -9,7 +9,8 @@ import (
 )
 
 // Sentinel errors, for errors.Is. A refusal by the device is a *CommandError, which matches its Status: see StatusBusy
-// and its like. The failure of a work request is a *CompletionError, which matches its WCStatus. An operation whose context ends first fails with the context's error.
+// and its like. The failure of a work request is a *CompletionError, which matches its WCStatus. An operation whose
+// context ends first fails with the context's error.
 var (
 	// ErrClosed is returned by operations on a closed device.
 	ErrClosed = errors.New("device is closed")
@@ -31,7 +32,8 @@ var (
 	ErrInvalid = errors.New("invalid argument")
 )
 
-// Status is the device's reason to refuse a command. Each value is a sentinel error for errors.Is.
+// Status is the device's reason to refuse a command. Each value is a sentinel error for errors.Is. Buffer.Close, which
+// issues no command, uses StatusBusy, too.
 type Status uint32
 
 // The statuses, and the errno that they correspond to in a guest's kernel. vnicd's log has the reason of a refusal.

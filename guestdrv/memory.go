@@ -3,6 +3,7 @@ package guestdrv
 import (
 	"errors"
 	"fmt"
+	"sync"
 
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 	"github.com/vnicd/vnicd/translate"
@@ -61,6 +62,9 @@ type Buffer struct {
 	va   uint64
 	size int
 	data []byte
+
+	mu      sync.Mutex
+	regions int // registered by PD.Register and RegisterRange; guarded by mu
 }
 
 // Bytes returns the buffer's memory.
@@ -88,11 +92,35 @@ func (b *Buffer) pagePAs() []uint64 {
 	return pas
 }
 
-// Close releases the memory for the next Alloc. The regions that contain it must be closed before: this is not checked.
-// Close always returns nil.
+// Close releases the memory for the next Alloc. It fails with StatusBusy while regions that PD.Register or RegisterRange
+// made in the buffer exist: the device could write to what Alloc returns next. Pages that the device was given by their
+// PAs (PD.RegisterPages, MR.SetPages, a Pager, DMALKey) or by FastMR.Map are not known to the buffer: it must not be
+// closed before the device has stopped using them.
 func (b *Buffer) Close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.regions > 0 {
+		return fmt.Errorf("buffer of %d bytes with %d registered regions: %w", len(b.data), b.regions, StatusBusy)
+	}
 	b.free()
 	return nil
+}
+
+// use makes Close fail until release, and returns the buffer's length.
+func (b *Buffer) use() (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.data == nil {
+		return 0, invalid("the buffer is closed")
+	}
+	b.regions++
+	return len(b.data), nil
+}
+
+func (b *Buffer) release() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.regions--
 }
 
 func (b *Buffer) free() {

@@ -52,8 +52,8 @@ const ImplicitLength = 1 << 57
 // maxPageIn bounds the pages of one call of PageIn. An event requests at most as many.
 const maxPageIn = 1 << 20 >> pageShift
 
-// OnDemandMR is a region whose pages a Pager provides when the device needs them. SGE and Remote count from the region's
-// first byte, in an implicit region from VA 0; SGEAt and RemoteAt take a VA.
+// OnDemandMR is a region whose pages a Pager provides when the device needs them. SGE and Remote count from the
+// region's first byte, in an implicit region from VA 0; SGEAt and RemoteAt take a VA.
 type OnDemandMR struct {
 	region
 	pager  Pager
@@ -118,7 +118,7 @@ func (p *PD) onDemand(ctx context.Context, req abi.CreateMR, pager Pager) (*OnDe
 	r := &OnDemandMR{pager: pager, base: req.IOVA - req.Offset, pages: req.NPages, windows: map[*window]struct{}{}}
 	r.ctx, r.cancel = context.WithCancel(d.ctx)
 	req.PDN = p.handle
-	base, err := d.createMR(ctx, &req)
+	base, err := d.createMR(ctx, &req, nil)
 	if err != nil {
 		r.cancel()
 		return nil, err

@@ -39,26 +39,41 @@ type region struct {
 // MR is a registered memory region.
 type MR struct{ region }
 
-// Register registers the whole of buf at its own VA. access must have AccessLocalWrite if it has AccessRemoteWrite or
-// AccessRemoteAtomic.
+// Register registers the whole of buf at its own VA. While the region exists, Buffer.Close fails. access must have
+// AccessLocalWrite if it has AccessRemoteWrite or AccessRemoteAtomic.
 func (p *PD) Register(ctx context.Context, buf *Buffer, access Access) (*MR, error) {
-	return p.RegisterRange(ctx, buf, 0, buf.Len(), access)
+	size, err := buf.use()
+	if err != nil {
+		return nil, err
+	}
+	return p.registerRange(ctx, buf, 0, size, access)
 }
 
-// RegisterRange registers n bytes of buf from offset off on, at their own VA.
+// RegisterRange registers n bytes of buf from offset off on, at their own VA. While the region exists, Buffer.Close
+// fails.
 func (p *PD) RegisterRange(ctx context.Context, buf *Buffer, off, n int, access Access) (*MR, error) {
-	if off < 0 || n <= 0 || off > buf.Len() || n > buf.Len()-off {
-		return nil, invalid("region of %d bytes at %d in a buffer of %d", n, off, buf.Len())
+	size, err := buf.use()
+	if err != nil {
+		return nil, err
 	}
+	if off < 0 || n <= 0 || off > size || n > size-off {
+		buf.release()
+		return nil, invalid("region of %d bytes at %d in a buffer of %d", n, off, size)
+	}
+	return p.registerRange(ctx, buf, off, n, access)
+}
+
+// registerRange registers part of a buffer that is in use, see Buffer.use.
+func (p *PD) registerRange(ctx context.Context, buf *Buffer, off, n int, access Access) (*MR, error) {
 	first := (buf.PA() + uint64(off)) &^ (pageSize - 1)
 	inPage := uint64(off) & (pageSize - 1)
 	pas := make([]uint64, (inPage+uint64(n)+pageSize-1)>>pageShift)
 	for i := range pas {
 		pas[i] = first + uint64(i)<<pageShift
 	}
-	return p.RegisterPages(ctx, PageSpec{
+	return p.registerPages(ctx, PageSpec{
 		IOVA: buf.Addr() + uint64(off), Length: uint64(n), Offset: inPage, PageShift: pageShift, PAs: pas, Access: access,
-	})
+	}, buf.release)
 }
 
 // PageSpec describes a region page by page.
@@ -80,6 +95,11 @@ const (
 
 // RegisterPages registers a region from any pages of the driver's memory, in any order.
 func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
+	return p.registerPages(ctx, s, func() {})
+}
+
+// registerPages is RegisterPages. It calls release once the device cannot use the pages any more, see object.free.
+func (p *PD) registerPages(ctx context.Context, s PageSpec, release func()) (*MR, error) {
 	req := abi.CreateMR{
 		PDN: p.handle, Access: uint32(s.Access), PageShift: s.PageShift, IOVA: s.IOVA, Length: s.Length,
 		Offset: s.Offset, NPages: uint64(len(s.PAs)),
@@ -87,14 +107,14 @@ func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	if s.Physical {
 		req.Flags = abi.MRPhys
 	}
-	base, err := p.d.createMR(ctx, &req)
+	base, err := p.d.createMR(ctx, &req, release)
 	if err != nil {
 		return nil, err
 	}
 	mr := &MR{*base}
 	faults, key := &p.d.faults, mr.lkey
 	faults.add(key, nil)
-	mr.free = func() { faults.forget(key) }
+	mr.free = func() { faults.forget(key); release() }
 	if err := mr.SetPages(ctx, 0, s.PAs); err != nil {
 		_ = mr.Close() // the caller gets the first error; Device.Close releases the rest
 		return nil, err
@@ -102,11 +122,12 @@ func (p *PD) RegisterPages(ctx context.Context, s PageSpec) (*MR, error) {
 	return mr, nil
 }
 
-func (d *Device) createMR(ctx context.Context, req *abi.CreateMR) (*region, error) {
+// createMR makes a region. If that fails, it calls release, unless that is nil, as create does.
+func (d *Device) createMR(ctx context.Context, req *abi.CreateMR, release func()) (*region, error) {
 	var resp abi.CreateMRResp
 	err := d.create(ctx, creation{
 		request: request{op: abi.CmdCreateMR, fixed: req, size: abi.SizeCreateMR},
-		resp:    &resp, destroy: abi.CmdDestroyMR, handle: func(payload []byte) uint32 {
+		resp:    &resp, destroy: abi.CmdDestroyMR, free: release, handle: func(payload []byte) uint32 {
 			var r abi.CreateMRResp
 			_ = r.Decode(payload) // handle 0 does not exist
 			return r.Handle

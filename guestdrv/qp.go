@@ -116,8 +116,8 @@ func (q *QP) Type() QPType { return q.typ }
 func (q *QP) Close() error { return q.close() }
 
 // PostSend queues a request and rings the doorbell. It fails with ErrFull if the queue is full, which holds at least
-// QPConfig.MaxSendWR outstanding requests, or with ErrInvalid if the request does not fit the QP, or its SGEs have 4 GiB
-// or more together. It does not check the QP's state. Errors of the request itself are in its Completion. PostSend
+// QPConfig.MaxSendWR outstanding requests, or with ErrInvalid if the request does not fit the QP, or its SGEs have 4
+// GiB or more together. It does not check the QP's state. Errors of the request itself are in its Completion. PostSend
 // copies the request, neither blocks nor allocates, and takes no lock.
 func (q *QP) PostSend(wr *SendWR) error {
 	if err := q.QueueSend(wr); err != nil {

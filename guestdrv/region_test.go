@@ -5,8 +5,11 @@ import (
 	"context"
 	"errors"
 	"math"
+	"strings"
 	"testing"
+	"time"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -40,7 +43,8 @@ func TestRemoteAt(t *testing.T) {
 	a, _ := connect(t, ha, hb, qpDefaults(), faulty)
 	src, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
 	fill(src.Bytes(), 1)
-	if err := a.qp.PostSend(guestdrv.NewWrite(1, far.RemoteAt(at), mr.SGE(0, 1000)).With(guestdrv.SendSignaled)); err != nil {
+	wr := guestdrv.NewWrite(1, far.RemoteAt(at), mr.SGE(0, 1000)).With(guestdrv.SendSignaled)
+	if err := a.qp.PostSend(wr); err != nil {
 		t.Fatal(err)
 	}
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
@@ -164,6 +168,90 @@ func TestFastRange(t *testing.T) {
 		}
 		if err != nil || reg.NPages != tc.pages || reg.Length != uint64(tc.n) || reg.IOVA != buf.Addr()+uint64(tc.off) {
 			t.Errorf("Map(%d, %d): %+v, %v, want %d pages", tc.off, tc.n, reg, err, tc.pages)
+		}
+	}
+}
+
+// TestBufferInUse: a buffer with regions in it cannot be closed, and keeps its contents.
+func TestBufferInUse(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1, driver: guestdrv.Config{Timeout: 200 * time.Millisecond}})
+	h := r.hosts[0]
+	buf, first := h.region(t, 3*page, allAccess)
+	second, err := h.pd.RegisterRange(bg, buf, 100, 5000, guestdrv.AccessLocalWrite)
+	if err != nil {
+		t.Fatal(err)
+	}
+	busy := func(want string) {
+		t.Helper()
+		if err := buf.Close(); !errors.Is(err, guestdrv.StatusBusy) || !strings.Contains(err.Error(), want) {
+			t.Errorf("Close: %v, want %q", err, want)
+		}
+		if buf.Len() != 3*page {
+			t.Fatalf("the buffer has %d bytes", buf.Len())
+		}
+	}
+	// A refused registration leaves nothing.
+	if _, err := h.pd.Register(bg, buf, guestdrv.AccessRemoteWrite); !errors.Is(err, guestdrv.StatusInvalid) {
+		t.Errorf("remote write without local write: %v", err)
+	}
+	if _, err := h.pd.RegisterRange(bg, buf, page, 3*page, 0); !errors.Is(err, guestdrv.ErrInvalid) {
+		t.Errorf("beyond the buffer: %v", err)
+	}
+	busy("2 registered regions")
+	for range 2 { // the second has no effect
+		if err := first.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	busy("1 registered regions")
+	if err := second.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	// A registration that the driver does not wait for any more counts until the device has undone it.
+	qp := h.end(t, qpDefaults(), 0).qp
+	release := stopLoops(t, h.site)
+	if err := qp.Close(); !errors.Is(err, guestdrv.ErrTimeout) {
+		t.Errorf("closing a QP: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(bg, 10*time.Millisecond)
+	defer cancel()
+	if _, err := h.pd.Register(ctx, buf, allAccess); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Register: %v", err)
+	}
+	busy("1 registered regions")
+	release()
+	testutil.Eventually(t, "the buffer can be closed", func() bool { return buf.Close() == nil })
+	if err := buf.Close(); err != nil {
+		t.Errorf("closed twice: %v", err)
+	}
+	if _, err := h.pd.Register(bg, buf, allAccess); !errors.Is(err, guestdrv.ErrInvalid) {
+		t.Errorf("Register in a closed buffer: %v", err)
+	}
+}
+
+// TestBufferRace closes a buffer while it is being registered: one of the two fails.
+func TestBufferRace(t *testing.T) {
+	h := newRig(t, rigConfig{hosts: 1}).hosts[0]
+	for range 50 {
+		buf, err := h.Alloc(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		closed := make(chan error, 1)
+		go func() { closed <- buf.Close() }()
+		mr, rerr := h.pd.Register(bg, buf, allAccess)
+		if cerr := <-closed; (cerr == nil) == (rerr == nil) {
+			t.Fatalf("Close: %v, Register: %v", cerr, rerr)
+		}
+		if rerr != nil {
+			continue
+		}
+		if err := mr.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := buf.Close(); err != nil {
+			t.Fatal(err)
 		}
 	}
 }

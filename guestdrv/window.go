@@ -21,7 +21,7 @@ func (p *PD) AllocFast(ctx context.Context, pages int) (*FastMR, error) {
 		return nil, err
 	}
 	mr, err := p.d.createMR(ctx, &abi.CreateMR{PDN: p.handle, Flags: abi.MRFast, PageShift: pageShift,
-		NPages: uint64(pages)})
+		NPages: uint64(pages)}, nil)
 	if err != nil {
 		list.free()
 		return nil, err

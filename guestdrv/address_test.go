@@ -91,3 +91,42 @@ func TestGIDIndex(t *testing.T) {
 		t.Errorf("entry 0: %v", err)
 	}
 }
+
+// TestNoRights: without ConnectOptions.Access a peer can send messages and nothing else, whatever the region permits.
+func TestNoRights(t *testing.T) {
+	r := newRig(t, rigConfig{})
+	ha, hb := r.hosts[0], r.hosts[1]
+	_, smr := ha.region(t, page, allAccess)
+	dst, dmr := hb.region(t, page, allAccess)
+	for _, op := range []*guestdrv.SendWR{
+		guestdrv.NewWrite(1, dmr.Remote(0), smr.SGE(0, 8)),
+		guestdrv.NewRead(1, dmr.Remote(0), smr.SGE(0, 8)),
+		guestdrv.NewFetchAdd(1, dmr.Remote(0), 1, smr.SGE(0, 8)),
+	} {
+		a, b := ha.end(t, qpDefaults(), 1), hb.end(t, qpDefaults(), 2)
+		for _, x := range [][2]*end{{a, b}, {b, a}} {
+			if err := x[0].qp.Connect(bg, guestdrv.Peer{QPN: x[1].qp.Number(), PSN: x[1].psn, Path: x[1].h.at()},
+				guestdrv.ConnectOptions{PSN: x[0].psn}); err != nil {
+				t.Fatal(err)
+			}
+			if q, err := x[0].qp.Query(bg); err != nil || q.Access != 0 {
+				t.Errorf("rights %v, %v", q.Access, err)
+			}
+		}
+		b.recv(t, 2, dmr.SGE(100, 8))
+		a.post(t, &request{ID: 3, Opcode: guestdrv.WRSend, Flags: guestdrv.SendSignaled,
+			SGL: []guestdrv.SGE{smr.SGE(0, 8)}})
+		expect(t, a.scq, 3, guestdrv.WCSuccess, guestdrv.WCOpSend)
+		expect(t, b.rcq, 2, guestdrv.WCSuccess, guestdrv.WCOpRecv)
+		if err := a.qp.PostSend(op); err != nil {
+			t.Fatal(err)
+		}
+		if wc := await(t, a.scq, 1)[0]; !errors.Is(wc.Err(), guestdrv.WCRemInvReqErr) {
+			t.Errorf("%v: %v, want %v", op.Opcode(), wc.Err(), guestdrv.WCRemInvReqErr)
+		}
+		if dst.Load64(0) != 0 {
+			t.Errorf("%v was executed", op.Opcode())
+		}
+		destroy(t, a, b)
+	}
+}

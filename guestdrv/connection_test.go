@@ -62,7 +62,7 @@ func managed(tb testing.TB, ma, mb *manager, id uint32) (a, b *end) {
 	join := func(x, to *end) {
 		tb.Helper()
 		if err := x.qp.Connect(bg, guestdrv.Peer{QPN: to.qp.Number(), PSN: to.psn, Path: to.h.at()},
-			guestdrv.ConnectOptions{PSN: x.psn, Timeout: 12}); err != nil {
+			guestdrv.ConnectOptions{PSN: x.psn, Access: peerAccess, Timeout: 12}); err != nil {
 			tb.Fatal(err)
 		}
 	}

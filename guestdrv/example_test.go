@@ -107,5 +107,7 @@ func (a *application) connect(ctx context.Context, gid guestdrv.GID, qpn uint32)
 	if err != nil {
 		return err
 	}
-	return a.qp.Connect(ctx, guestdrv.Peer{QPN: qpn, Path: path}, guestdrv.ConnectOptions{})
+	// Without Access the peer could only send messages.
+	o := guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite}
+	return a.qp.Connect(ctx, guestdrv.Peer{QPN: qpn, Path: path}, o)
 }

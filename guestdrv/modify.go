@@ -113,7 +113,7 @@ type Peer struct {
 // concern RC only.
 type ConnectOptions struct {
 	PSN         uint32 // first PSN to send; the peer needs it as Peer.PSN
-	Access      Access // rights of the peer, within those of each region; 0 means all; Connect only
+	Access      Access // rights of the peer, within those of each region; 0: it can only send messages; Connect only
 	MTU         MTU    // 0 means the largest that the port carries
 	Timeout     uint8  // of an ACK: 4.096 us * 2^Timeout; 0 means 14 (67 ms)
 	RetryCnt    uint8  // 1..7 or NoRetry; 0 means 7
@@ -136,12 +136,6 @@ func retries(n uint8) uint8 {
 }
 
 func (o ConnectOptions) withDefaults(ctx context.Context, d *Device) (ConnectOptions, error) {
-	if o.Access == 0 {
-		o.Access = AccessRemoteRead | AccessRemoteWrite | AccessRemoteAtomic
-		if d.attr.Caps&abi.CapFlushGlobal != 0 {
-			o.Access |= AccessFlushGlobal
-		}
-	}
 	if o.MTU == 0 {
 		c, err := d.readConfig(ctx)
 		if err != nil {
@@ -198,7 +192,8 @@ func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 }
 
 // Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same with its QP.
-// Connect exchanges no packet: it succeeds even if there is no such peer. A message that arrives before the peer is
+// A peer that is to access regions of this end needs rights in ConnectOptions.Access: without them its requests fail
+// with WCRemInvReqErr. Connect exchanges no packet: it succeeds even if there is no such peer. A message that arrives before the peer is
 // ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
 func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)

@@ -44,7 +44,7 @@ func (h *host) selfEnd(tb testing.TB) *end {
 	tb.Helper()
 	e := h.end(tb, qpDefaults(), 77)
 	if err := e.qp.Connect(bg, guestdrv.Peer{QPN: e.qp.Number(), PSN: 77, Path: h.at()},
-		guestdrv.ConnectOptions{PSN: 77}); err != nil {
+		guestdrv.ConnectOptions{PSN: 77, Access: peerAccess}); err != nil {
 		tb.Fatal(err)
 	}
 	return e

@@ -430,7 +430,7 @@ func TestLoopback(t *testing.T) {
 	a, b := connect(t, r.hosts[0], r.hosts[0], qpDefaults(), guestdrv.ConnectOptions{})
 	self := r.hosts[0].end(t, qpDefaults(), 77)
 	if err := self.qp.Connect(bg, guestdrv.Peer{QPN: self.qp.Number(), PSN: self.psn, Path: self.h.at()},
-		guestdrv.ConnectOptions{PSN: self.psn}); err != nil {
+		guestdrv.ConnectOptions{PSN: self.psn, Access: peerAccess}); err != nil {
 		t.Fatal(err)
 	}
 	src, smr := a.h.region(t, 100000, guestdrv.AccessLocalWrite)

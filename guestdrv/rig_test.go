@@ -325,9 +325,16 @@ func connect(tb testing.TB, ha, hb *host, c guestdrv.QPConfig, o guestdrv.Connec
 	return a, b
 }
 
-// join connects two ends.
+// peerAccess are all rights that a QP can grant its peer.
+const peerAccess = guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guestdrv.AccessRemoteAtomic |
+	guestdrv.AccessFlushGlobal
+
+// join connects two ends. They have all rights unless o restricts them.
 func join(tb testing.TB, a, b *end, o guestdrv.ConnectOptions) {
 	tb.Helper()
+	if o.Access == 0 {
+		o.Access = peerAccess
+	}
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		o := o
 		o.PSN = x[0].psn

@@ -74,11 +74,11 @@ func TestAddressing(t *testing.T) {
 			}
 			a, b := r.hosts[0].end(t, qpDefaults(), 1), r.hosts[1].end(t, qpDefaults(), 2)
 			if err := a.qp.Connect(bg, guestdrv.Peer{QPN: b.qp.Number(), PSN: 2, Path: path(1)},
-				guestdrv.ConnectOptions{PSN: 1}); err != nil {
+				guestdrv.ConnectOptions{PSN: 1, Access: peerAccess}); err != nil {
 				t.Fatal(err)
 			}
 			if err := b.qp.Connect(bg, guestdrv.Peer{QPN: a.qp.Number(), PSN: 1, Path: path(0)},
-				guestdrv.ConnectOptions{PSN: 2}); err != nil {
+				guestdrv.ConnectOptions{PSN: 2, Access: peerAccess}); err != nil {
 				t.Fatal(err)
 			}
 			src, smr := a.h.region(t, 16384, guestdrv.AccessLocalWrite)

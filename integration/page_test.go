@@ -65,7 +65,7 @@ func (p *player) qp(t *testing.T) *guestdrv.QP {
 func play(t *testing.T, stop <-chan struct{}, a, b *player) (done <-chan error) {
 	t.Helper()
 	x, y := a.qp(t), b.qp(t)
-	o := guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}
+	o := guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite, MinRNRTimer: 5, Timeout: 18}
 	check(t, x.Connect(context.Background(), guestdrv.Peer{QPN: y.Number(),
 		Path: guestdrv.Path{GID: b.gid, MAC: b.dev.MAC()}}, o))
 	check(t, y.Connect(context.Background(), guestdrv.Peer{QPN: x.Number(),

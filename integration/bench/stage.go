@@ -229,9 +229,11 @@ func connectAs(x, y *node, queue int, privileged bool) (a, b *end, err error) {
 		}
 	}
 	a, b = ends[0], ends[1]
+	o := guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead |
+		guestdrv.AccessRemoteAtomic}
 	for _, p := range [][2]*end{{a, b}, {b, a}} {
 		if err = p[0].qp.Connect(context.Background(), guestdrv.Peer{QPN: p[1].qp.Number(), Path: p[1].path},
-			guestdrv.ConnectOptions{}); err != nil {
+			o); err != nil {
 			return
 		}
 	}

@@ -113,7 +113,7 @@ func TestMeeting(t *testing.T) {
 			for _, p := range both {
 				wg.Go(func() {
 					peer := guestdrv.Peer{QPN: p[1].qp.Number(), Path: guestdrv.Path{GID: p[1].c.h.gid, MAC: p[1].c.h.mac}}
-					err := p[0].qp.Connect(context.Background(), peer, guestdrv.ConnectOptions{Timeout: 15})
+					err := p[0].qp.Connect(context.Background(), peer, peerOptions)
 					ready.Done()
 					if err != nil {
 						t.Error(err)

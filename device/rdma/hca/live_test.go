@@ -171,13 +171,15 @@ func (c *client) end(t testing.TB) *end {
 	return &end{c, cq, qp}
 }
 
+// peerOptions let peers write and read. The timeout is a second in all: a busy machine may leave a loop waiting for its
+// turn that long.
+var peerOptions = guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead, Timeout: 15}
+
 func join(t testing.TB, a, b *end) {
 	t.Helper()
-	// A second in all: on a busy machine a loop may wait that long for a processor.
-	o := guestdrv.ConnectOptions{Timeout: 15}
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
-		if err := x[0].qp.Connect(context.Background(), p, o); err != nil {
+		if err := x[0].qp.Connect(context.Background(), p, peerOptions); err != nil {
 			t.Fatal(err)
 		}
 	}

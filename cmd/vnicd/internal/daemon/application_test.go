@@ -98,7 +98,8 @@ func (c *client) to(ctx context.Context, o *client) error {
 	if err != nil {
 		return err
 	}
-	return c.qp.Connect(context.Background(), guestdrv.Peer{QPN: o.qp.Number(), Path: path}, guestdrv.ConnectOptions{})
+	return c.qp.Connect(context.Background(), guestdrv.Peer{QPN: o.qp.Number(), Path: path},
+		guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite})
 }
 
 // TestApplications: two programs of the host find each other by address and write to each other's memory, under GVMI 0,

@@ -326,7 +326,7 @@ func (s *stage) traffic(socket string) {
 		MaxSendSGE: 1, MaxRecvSGE: 1, SendCQ: cq, RecvCQ: cq})
 	must(err)
 	must(qp.Connect(context.Background(), guestdrv.Peer{QPN: qp.Number(), Path: guestdrv.Path{GID: gid, MAC: dev.MAC()}},
-		guestdrv.ConnectOptions{MinRNRTimer: 5, Timeout: 18}))
+		guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite, MinRNRTimer: 5, Timeout: 18}))
 	buf, err := dev.Alloc(64 << 10)
 	must(err)
 	const access = guestdrv.AccessLocalWrite | guestdrv.AccessRemoteWrite

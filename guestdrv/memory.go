@@ -92,10 +92,10 @@ func (b *Buffer) pagePAs() []uint64 {
 	return pas
 }
 
-// Close releases the memory for the next Alloc. It fails with StatusBusy while regions that PD.Register or RegisterRange
-// made in the buffer exist: the device could write to what Alloc returns next. Pages that the device was given by their
-// PAs (PD.RegisterPages, MR.SetPages, a Pager, DMALKey) or by FastMR.Map are not known to the buffer: it must not be
-// closed before the device has stopped using them.
+// Close releases the memory for the next Alloc. It fails with StatusBusy while regions that PD.Register or
+// RegisterRange made in the buffer exist: the device could write to what Alloc returns next. Pages that the device was
+// given by their PAs (PD.RegisterPages, MR.SetPages, a Pager, DMALKey) or by FastMR.Map are not known to the buffer: it
+// must not be closed before the device has stopped using them.
 func (b *Buffer) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -193,8 +193,8 @@ func (q *QP) ToRTS(ctx context.Context, o ConnectOptions) error {
 
 // Connect moves a new RC or UC QP through INIT and RTR to RTS, connected to peer. The peer does the same with its QP.
 // A peer that is to access regions of this end needs rights in ConnectOptions.Access: without them its requests fail
-// with WCRemInvReqErr. Connect exchanges no packet: it succeeds even if there is no such peer. A message that arrives before the peer is
-// ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
+// with WCRemInvReqErr. Connect exchanges no packet: it succeeds even if there is no such peer. A message that arrives
+// before the peer is ready is sent again (RC) or lost (UC). After an error, Reset the QP before the next attempt.
 func (q *QP) Connect(ctx context.Context, peer Peer, o ConnectOptions) error {
 	o, err := o.withDefaults(ctx, q.d)
 	if err != nil {

@@ -70,6 +70,14 @@ func registry() []Row {
 			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
 		},
 		{
+			Name: "remote_lat_polled", What: "RDMA WRITE 8 B between two hosts, one way, median, programs poll",
+			Anchor: "UDP over kernel VXLAN, programs poll", Unit: "us", Open: remoteLatency(false),
+		},
+		{
+			Name: "remote_lat_asleep", What: "the same, programs sleep on completion events",
+			Anchor: "UDP over kernel VXLAN, programs block", Unit: "us", Open: remoteLatency(true),
+		},
+		{
 			Name: "vm_write_64k", What: "ib_write_bw 64 KiB between VMs on two hosts",
 			Anchor: "rxe in the same VMs, over our virtio-net or a TAP, the better", Unit: "MiB/s",
 			Goals: []Goal{ratioAtLeast(20)},

@@ -66,6 +66,10 @@ func registry() []Row {
 			Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(1)}, Open: remoteWrite(9000),
 		},
 		{
+			Name: "wire_write_64k", What: "remote_write_64k without segmentation offloads (TSO, GSO, UDP) of the wire",
+			Anchor: "iperf3 TCP over kernel VXLAN, likewise", Unit: "Gbit/s", Open: wireWithoutOffloads,
+		},
+		{
 			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts",
 			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
 		},

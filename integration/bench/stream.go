@@ -1,0 +1,75 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// checkedStream is a stream of WRITEs whose data is compared after each sample. Message i goes from slot i to slot i of
+// as many slots as messages may be in flight.
+type checkedStream struct {
+	*end
+	wr           *guestdrv.SendWR
+	smr, dmr     *guestdrv.MR
+	src, dst     *guestdrv.Buffer
+	size, window int
+	every        int    // one in so many WRITEs is signalled
+	salt         uint64 // of the last sample's data
+}
+
+// newCheckedStream connects x with y by a QP whose driver sleeps until there are completions.
+func newCheckedStream(x, y *node, size, window, every int) (s *checkedStream, err error) {
+	s = &checkedStream{size: size, window: window, every: every}
+	if s.end, _, err = connect(x, y); err != nil {
+		return nil, err
+	}
+	s.events = true
+	if s.src, s.smr, err = x.region(window * size); err != nil {
+		return nil, err
+	}
+	if s.dst, s.dmr, err = y.region(window * size); err != nil {
+		return nil, err
+	}
+	s.wr = guestdrv.NewWrite(0, s.dmr.Remote(0), s.smr.SGE(0, size))
+	return s, nil
+}
+
+// sample streams for d, compares the data and returns the messages per second.
+func (s *checkedStream) sample(ctx context.Context, d time.Duration) (float64, error) {
+	s.salt++
+	fill(s.src.Bytes(), s.salt)
+	clear(s.dst.Bytes())
+	posted := 0
+	rate, err := s.stream(ctx, d, s.window, s.every, s.wr, func(i int) {
+		at := i % s.window * s.size
+		s.wr.SGL[0], s.wr.Remote = s.smr.SGE(at, s.size), s.dmr.Remote(at)
+		posted = i + 1
+	})
+	if err != nil {
+		return 0, err
+	}
+	return rate, compareData(s.dst.Bytes()[:min(posted, s.window)*s.size], s.salt)
+}
+
+// fill writes data that differ at each place and by salt.
+func fill(b []byte, salt uint64) {
+	for i := 0; i+8 <= len(b); i += 8 {
+		binary.LittleEndian.PutUint64(b[i:], word(i, salt))
+	}
+}
+
+func word(i int, salt uint64) uint64 { return (uint64(i) + 1) * 0x9e3779b97f4a7c15 * (2*salt + 1) }
+
+// compareData compares b with what fill wrote.
+func compareData(b []byte, salt uint64) error {
+	for i := 0; i+8 <= len(b); i += 8 {
+		if got := binary.LittleEndian.Uint64(b[i:]); got != word(i, salt) {
+			return fmt.Errorf("data differ: at %d arrived %#x, sent was %#x", i, got, word(i, salt))
+		}
+	}
+	return nil
+}

@@ -69,6 +69,7 @@ func registry() []Row {
 			Name: "wire_write_64k", What: "remote_write_64k without segmentation offloads (TSO, GSO, UDP) of the wire",
 			Anchor: "iperf3 TCP over kernel VXLAN, likewise", Unit: "Gbit/s", Open: wireWithoutOffloads,
 		},
+		lossRow("01", 0.001), lossRow("1", 0.01), lossLatencyRow("01", 0.001), lossLatencyRow("1", 0.01),
 		{
 			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts",
 			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
@@ -195,5 +196,21 @@ func neighbourRow(name string, sameVM, answered bool) Row {
 		Name: "fault_" + name, What: "WRITE 4 KiB while a QP of " + who + " faults all the time, " + pager,
 		Anchor: "that QP does not fault", Unit: "msg/s", Goals: []Goal{ratioAtLeast(0.95)},
 		Open: neighbours(sameVM, answered),
+	}
+}
+
+func lossRow(name string, share float64) Row {
+	return Row{
+		Name:   "loss_" + name,
+		What:   fmt.Sprintf("goodput of wire_write_64k with %g %% of frames lost, as a part of that without loss", 100*share),
+		Anchor: "TCP with SACK over kernel VXLAN", Unit: "of lossless", Open: lossGoodput(share),
+	}
+}
+
+func lossLatencyRow(name string, share float64) Row {
+	return Row{
+		Name:   "loss_lat_" + name,
+		What:   fmt.Sprintf("RDMA WRITE 8 B between two hosts, one way, 99.9th percentile, %g %% of frames lost", 100*share),
+		Anchor: "TCP with SACK over kernel VXLAN", Unit: "us", Open: lossLatency(share),
 	}
 }

@@ -115,7 +115,7 @@ func wireWithoutOffloads(ctx context.Context, b *Bench) (m Meter, err error) {
 		return watched("frame, B", func() (Sample, error) {
 			return costing(hosts, "KiB", func() (Sample, float64, error) {
 				rate, err := s.sample(ctx, d)
-				return Sample{Value: rate * size * 8 / giga}, rate * d.Seconds() * size / 1024, err
+				return Sample{Value: rate * size * 8 / giga}, s.moved(), err
 			})
 		})
 	}

@@ -19,6 +19,7 @@ type checkedStream struct {
 	size, window int
 	every        int    // one in so many WRITEs is signalled
 	salt         uint64 // of the last sample's data
+	posted       int    // messages of the last sample
 }
 
 // newCheckedStream connects x with y by a QP whose driver sleeps until there are completions.
@@ -43,17 +44,20 @@ func (s *checkedStream) sample(ctx context.Context, d time.Duration) (float64, e
 	s.salt++
 	fill(s.src.Bytes(), s.salt)
 	clear(s.dst.Bytes())
-	posted := 0
+	s.posted = 0
 	rate, err := s.stream(ctx, d, s.window, s.every, s.wr, func(i int) {
 		at := i % s.window * s.size
 		s.wr.SGL[0], s.wr.Remote = s.smr.SGE(at, s.size), s.dmr.Remote(at)
-		posted = i + 1
+		s.posted = i + 1
 	})
 	if err != nil {
 		return 0, err
 	}
-	return rate, compareData(s.dst.Bytes()[:min(posted, s.window)*s.size], s.salt)
+	return rate, compareData(s.dst.Bytes()[:min(s.posted, s.window)*s.size], s.salt)
 }
+
+// moved returns the KiB of the last sample.
+func (s *checkedStream) moved() float64 { return float64(s.posted) * float64(s.size) / 1024 }
 
 // fill writes data that differ at each place and by salt.
 func fill(b []byte, salt uint64) {

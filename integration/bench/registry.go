@@ -71,6 +71,16 @@ func registry() []Row {
 		},
 		lossRow("01", 0.001), lossRow("1", 0.01), lossLatencyRow("01", 0.001), lossLatencyRow("1", 0.01),
 		{
+			Name:   "incast_8",
+			What:   "8 hosts WRITE 16 KiB to one, through a switch with 500 Mbit/s and 256 KiB: what arrives",
+			Anchor: "TCP over kernel VXLAN", Unit: "of the link", Open: incast(8),
+		},
+		{
+			Name:   "fair_tenants",
+			What:   "smaller share of two tenants that WRITE 64 KiB between two hosts, with 1 and 16 QPs",
+			Anchor: "1 and 16 TCP connections over kernel VXLANs", Unit: "of 1/2", Open: fairTenants,
+		},
+		{
 			Name: "remote_packets", What: "RDMA WRITE 1 KiB (one packet) between two hosts",
 			Anchor: "iperf3 UDP 1400 B over kernel VXLAN", Unit: "packet/s", Open: remotePackets,
 		},

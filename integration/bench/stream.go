@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
@@ -41,19 +42,55 @@ func newCheckedStream(x, y *node, size, window, every int) (s *checkedStream, er
 
 // sample streams for d, compares the data and returns the messages per second.
 func (s *checkedStream) sample(ctx context.Context, d time.Duration) (float64, error) {
-	s.salt++
-	fill(s.src.Bytes(), s.salt)
-	clear(s.dst.Bytes())
-	s.posted = 0
-	rate, err := s.stream(ctx, d, s.window, s.every, s.wr, func(i int) {
-		at := i % s.window * s.size
-		s.wr.SGL[0], s.wr.Remote = s.smr.SGE(at, s.size), s.dmr.Remote(at)
-		s.posted = i + 1
-	})
+	s.prepare()
+	rate, err := s.stream(ctx, d, s.window, s.every, s.wr, s.aim)
 	if err != nil {
 		return 0, err
 	}
-	return rate, compareData(s.dst.Bytes()[:min(s.posted, s.window)*s.size], s.salt)
+	return rate, s.compare()
+}
+
+// prepare gives the next messages other data than before.
+func (s *checkedStream) prepare() {
+	s.salt++
+	s.posted = 0
+	fill(s.src.Bytes(), s.salt)
+	clear(s.dst.Bytes())
+}
+
+// aim prepares message i.
+func (s *checkedStream) aim(i int) {
+	at := i % s.window * s.size
+	s.wr.SGL[0], s.wr.Remote = s.smr.SGE(at, s.size), s.dmr.Remote(at)
+	s.posted = i + 1
+}
+
+// compare compares the data of the messages since prepare.
+func (s *checkedStream) compare() error {
+	return compareData(s.dst.Bytes()[:min(s.posted, s.window)*s.size], s.salt)
+}
+
+// until streams until stop is set and all messages have completed; it adds the bytes that complete to done.
+func (s *checkedStream) until(ctx context.Context, stop *atomic.Bool, done *atomic.Uint64) error {
+	s.prepare()
+	for completed := 0; ; {
+		for !stop.Load() && s.posted-completed < s.window {
+			s.aim(s.posted)
+			s.wr.Flags |= guestdrv.SendSignaled
+			if err := s.qp.PostSend(s.wr); err != nil {
+				return err
+			}
+		}
+		if completed == s.posted {
+			return nil
+		}
+		n, err := s.next(ctx)
+		if err != nil {
+			return err
+		}
+		completed += n
+		done.Add(uint64(n * s.size))
+	}
 }
 
 // moved returns the KiB of the last sample.

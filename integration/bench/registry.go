@@ -161,6 +161,18 @@ func registry() []Row {
 			Name: "register_1g", What: "registration of 1 GiB on demand, median", Anchor: "of one page", Unit: "us",
 			Goals: []Goal{atMost(1000), ratioAtMost(1.25)}, Open: registration,
 		},
+		{
+			Name: "register_pinned_1g", What: "mlock of 1 GiB of resident memory and registration of its pages, median",
+			Anchor: "mlock alone", Unit: "us", Open: pinnedRegistration,
+		},
+		{
+			Name: "fault_storm", What: "guest faults of 64 QPs at once, target pages absent: faults served",
+			Anchor: "of one QP", Unit: "fault/s", Open: faultStorm,
+		},
+		{
+			Name: "fault_storm_lat", What: "local WRITE 8 B between two other VMs beside the 64 QPs, one way, median",
+			Anchor: "their pages are present", Unit: "us", Open: besideStorm,
+		},
 		neighbourRow("same_slow", true, true), neighbourRow("other_slow", false, true),
 		neighbourRow("same_never", true, false), neighbourRow("other_never", false, false),
 		{

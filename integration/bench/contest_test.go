@@ -61,3 +61,15 @@ func TestContest(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestQueue(t *testing.T) {
+	q, err := parseQueue(`[{"kind":"tbf","root":true,"options":{"rate":62500000},"bytes":9,"packets":110,"drops":13}]`)
+	if err != nil || q != (queue{110, 13}) || q.dropped(queue{20, 3}) != 10 || q.dropped(q) != 0 {
+		t.Error(q, err)
+	}
+	for _, bad := range []string{"", "[]", "nonsense"} {
+		if q, err := parseQueue(bad); err == nil {
+			t.Error(bad, q)
+		}
+	}
+}

@@ -76,6 +76,10 @@ func registry() []Row {
 			Anchor: "TCP over kernel VXLAN", Unit: "of the link", Open: incast(8),
 		},
 		{
+			Name: "incast_32", What: "the same, 32 hosts", Anchor: "TCP over kernel VXLAN", Unit: "of the link",
+			Open: incast(32),
+		},
+		{
 			Name:   "fair_tenants",
 			What:   "smaller share of two tenants that WRITE 64 KiB between two hosts, with 1 and 16 QPs",
 			Anchor: "1 and 16 TCP connections over kernel VXLANs", Unit: "of 1/2", Open: fairTenants,

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -19,48 +20,56 @@ const (
 )
 
 // star joins n hosts by a switch, a kernel bridge in a namespace of its own. Host 0's link has the rate and the buffer
-// of the constants above, towards the host. The kernel's VXLAN of each host sends to all others.
-func (b *Bench) star(ctx context.Context, n int) ([]*lab.Host, error) {
-	hosts, err := b.hosts(n)
-	if err != nil {
-		return nil, err
+// of the constants above, towards the host.
+func (b *Bench) star(ctx context.Context, n int) (hosts []*lab.Host, sw *harness.Namespace, err error) {
+	if hosts, err = b.hosts(n); err != nil {
+		return
 	}
-	sw, err := harness.NewNamespace("vnicd-switch")
-	if err != nil {
-		return nil, err
+	if sw, err = harness.NewNamespace("vnicd-switch"); err != nil {
+		return
 	}
 	b.Add(func() { _ = sw.Close() })
-	if _, err := sw.Shell(ctx, "ip link add sw type bridge && ip link set sw up"); err != nil {
-		return nil, err
+	if _, err = sw.Shell(ctx, "ip link add sw type bridge && ip link set sw up"); err != nil {
+		return
 	}
 	for i, h := range hosts {
 		port := fmt.Sprintf("p%d", i)
-		if err := harness.AddVeth(h.NS, "ul", sw, port, 1500); err != nil {
-			return nil, err
+		if err = harness.AddVeth(h.NS, "ul", sw, port, 1500); err != nil {
+			return
 		}
-		if err := h.NS.AddAddress("ul", netip.PrefixFrom(underlayAddr(i), 24)); err != nil {
-			return nil, err
+		if err = h.NS.AddAddress("ul", netip.PrefixFrom(underlayAddr(i), 24)); err != nil {
+			return
 		}
-		if _, err := sw.Run(ctx, "ip", "link", "set", port, "master", "sw"); err != nil {
-			return nil, err
+		if _, err = sw.Run(ctx, "ip", "link", "set", port, "master", "sw"); err != nil {
+			return
 		}
 		var peers strings.Builder
-		for j := range n {
-			if j != i {
-				fmt.Fprintf(&peers, " && bridge fdb append 00:00:00:00:00:00 dev kvx dst %s", underlayAddr(j))
-			}
+		for _, p := range starPeers(i, n) {
+			fmt.Fprintf(&peers, " && bridge fdb append 00:00:00:00:00:00 dev kvx dst %s", p)
 		}
 		// Port 4789 belongs to vnicd.
-		if _, err := h.NS.Shell(ctx, fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s dstport 4790 && "+
+		if _, err = h.NS.Shell(ctx, fmt.Sprintf("ip link add kvx type vxlan id 4242 dev ul local %s dstport 4790 && "+
 			"ip addr add %s/24 dev kvx && ip link set kvx up%s", underlayAddr(i), kernelAddr(i), peers.String())); err != nil {
-			return nil, err
+			return
 		}
 	}
-	if _, err := sw.Shell(ctx, fmt.Sprintf("tc qdisc add dev p0 root tbf rate %.0fbit burst 16k limit %d", incastRate,
+	if _, err = sw.Shell(ctx, fmt.Sprintf("tc qdisc add dev p0 root tbf rate %.0fbit burst 16k limit %d", incastRate,
 		incastBuffer)); err != nil {
-		return nil, err
+		return
 	}
-	return hosts, withoutOffloads(ctx, hosts)
+	return hosts, sw, withoutOffloads(ctx, hosts)
+}
+
+// starPeers returns the underlay addresses of host i's peers: all others for host 0, host 0 for all others. With every
+// other host as a peer 33 hosts would exceed the kernel's neighbour table, which namespaces share.
+func starPeers(i, n int) (peers []string) {
+	if i > 0 {
+		return []string{underlayAddr(0).String()}
+	}
+	for j := 1; j < n; j++ {
+		peers = append(peers, underlayAddr(j).String())
+	}
+	return peers
 }
 
 // incast measures senders that stream to one receiver at the same time: the part of the receiver's link that carries
@@ -68,7 +77,7 @@ func (b *Bench) star(ctx context.Context, n int) ([]*lab.Host, error) {
 func incast(senders int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		const size, window = 16 << 10, 32
-		hosts, err := b.star(ctx, senders+1)
+		hosts, sw, err := b.star(ctx, senders+1)
 		if err != nil {
 			return m, err
 		}
@@ -76,15 +85,8 @@ func incast(senders int) func(context.Context, *Bench) (Meter, error) {
 		var streams []*checkedStream
 		var flows []tcpFlow
 		for i, h := range hosts {
-			peers := []string{underlayAddr(0).String()}
-			if i == 0 {
-				peers = nil
-				for j := range senders {
-					peers = append(peers, underlayAddr(j+1).String())
-				}
-			}
 			if err := b.daemon(ctx, h, i, 1, fmt.Sprintf("vtep: {local: %s}\nnetworks: [{name: blue, vni: 100, peers: [%s]}]\n",
-				underlayAddr(i), strings.Join(peers, ", "))); err != nil {
+				underlayAddr(i), strings.Join(starPeers(i, len(hosts)), ", "))); err != nil {
 				return m, err
 			}
 			n, err := b.open(h, i, 32<<20)
@@ -112,8 +114,54 @@ func incast(senders int) func(context.Context, *Bench) (Meter, error) {
 					who + fmt.Sprintf("smallest share, of 1/%d", senders): smallest, who + "largest": largest}}
 			}
 		}
-		return Meter{Ours: rdmaContest(streams).sample(figures("")), Anchor: tcp.sample(figures("anchor, "))}, nil
+		// Without drops the switch is not the bottleneck.
+		dropping := func(c *contest, who string) func(context.Context, time.Duration) (Sample, error) {
+			f := c.sample(figures(who))
+			return func(ctx context.Context, d time.Duration) (Sample, error) {
+				before, err := queued(ctx, sw)
+				if err != nil {
+					return Sample{}, err
+				}
+				s, err := f(ctx, d)
+				if err != nil {
+					return s, err
+				}
+				after, err := queued(ctx, sw)
+				s.Extra[who+"dropped, %"] = after.dropped(before)
+				return s, err
+			}
+		}
+		return Meter{Ours: dropping(rdmaContest(streams), ""), Anchor: dropping(tcp, "anchor, ")}, nil
 	}
+}
+
+// queue is what the switch's queue for the receiver has passed on and dropped.
+type queue struct{ Packets, Drops float64 }
+
+func queued(ctx context.Context, sw *harness.Namespace) (q queue, err error) {
+	out, err := sw.Run(ctx, "tc", "-s", "-j", "qdisc", "show", "dev", "p0")
+	if err != nil {
+		return q, err
+	}
+	return parseQueue(out)
+}
+
+// parseQueue reads tc's statistics of one queueing discipline.
+func parseQueue(out string) (q queue, err error) {
+	var all []queue
+	if err := json.Unmarshal([]byte(out), &all); err != nil {
+		return q, fmt.Errorf("tc's statistics: %w", err)
+	}
+	if len(all) != 1 {
+		return q, fmt.Errorf("%d queueing disciplines, expected was one: %q", len(all), out)
+	}
+	return all[0], nil
+}
+
+// dropped returns the share of the frames since before that were dropped, in percent.
+func (q queue) dropped(before queue) float64 {
+	drops := q.Drops - before.Drops
+	return 100 * drops / max(drops+q.Packets-before.Packets, 1)
 }
 
 // fairTenants runs two tenants on two hosts, one with one QP and one with 16, each of which alone could use the whole

@@ -14,40 +14,10 @@ import (
 // Tests with kernel consumers. They need fast registration, invalidation by either side, and the reserved key for real
 // addresses (RA-1 to RA-3), which no other program in a guest uses.
 
-// nvmeTarget exports a RAM disk as an NVMe subsystem that listens on addr over RDMA.
-const nvmeTarget = `set -e
-modprobe brd rd_nr=1 rd_size=65536
-modprobe -a nvmet nvmet-rdma
-mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
-cd /sys/kernel/config/nvmet
-mkdir -p subsystems/vnicd/namespaces/1 ports/1
-echo 1 > subsystems/vnicd/attr_allow_any_host
-echo /dev/ram0 > subsystems/vnicd/namespaces/1/device_path
-echo 1 > subsystems/vnicd/namespaces/1/enable
-echo rdma > ports/1/addr_trtype
-echo ipv4 > ports/1/addr_adrfam
-echo %s > ports/1/addr_traddr
-echo 4420 > ports/1/addr_trsvcid
-ln -s /sys/kernel/config/nvmet/subsystems/vnicd ports/1/subsystems/vnicd`
-
-// nvmeTargetEnd removes it all.
-const nvmeTargetEnd = `set -e
-cd /sys/kernel/config/nvmet
-rm ports/1/subsystems/vnicd
-rmdir ports/1
-echo 0 > subsystems/vnicd/namespaces/1/enable
-rmdir subsystems/vnicd/namespaces/1 subsystems/vnicd
-cd /
-until rmmod nvmet-rdma; do sleep 0.1; done
-rmmod nvmet brd`
-
 // nvmeUse creates a file system on the target's disk, has fio write and verify, and reads everything again after
 // remounting.
 const nvmeUse = `set -e
-modprobe nvme-rdma
-nvme connect -t rdma -a %s -s 4420 -n vnicd -i 2 -Q 32 \
-	--hostid=6b9a2f80-0000-4000-8000-000000000001 --hostnqn=nqn.2014-08.org.nvmexpress:uuid:6b9a2f80-0000-4000-8000-000000000001
-until [ -b /dev/nvme0n1 ]; do sleep 0.05; done
+%s
 mkfs.ext4 -q -E lazy_itable_init=0 /dev/nvme0n1
 mkdir -p /mnt/nvme
 mount /dev/nvme0n1 /mnt/nvme
@@ -61,16 +31,18 @@ fsck.ext4 -fn /dev/nvme0n1 >/dev/null
 mount /dev/nvme0n1 /mnt/nvme
 cmp /tmp/random /mnt/nvme/random
 umount /mnt/nvme
-nvme disconnect -n vnicd >/dev/null
-rmmod nvme-rdma`
+%s`
 
-// nvme runs these scripts with one guest as host and the other as target.
+// nvme runs this script with one guest as host and the other as target.
 func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr string) {
 	t.Helper()
 	a, _, _ := strings.Cut(addr, "/")
-	run(ctx, t, target, fmt.Sprintf(nvmeTarget, a))
-	run(ctx, t, host, fmt.Sprintf(nvmeUse, a))
-	run(ctx, t, target, nvmeTargetEnd)
+	way := lab.NVMe{Transport: "rdma", Addr: a}
+	end := must[func() error](t)(lab.ExportNVMe(ctx, target, way))
+	run(ctx, t, host, fmt.Sprintf(nvmeUse, way.Connect(0), way.Disconnect()))
+	if err := end(); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // nfsServer exports a directory over RDMA. The grace time is short: no client has locks to reclaim, and newer kernels

@@ -32,6 +32,21 @@ func registry() []Row {
 			Unit: "msg/s", Open: muchMemory,
 		},
 		{
+			Name: "sizes_cached", What: "local WRITE 4 KiB, and 64 B to 256 KiB beside it, buffers in the caches",
+			Anchor: "memcpy on the same buffers", Unit: "GB/s", Open: messageSizes(true),
+		},
+		{
+			Name: "sizes_uncached", What: "the same, messages all over 160 MiB", Anchor: "memcpy on the same buffers",
+			Unit: "GB/s", Open: messageSizes(false),
+		},
+		{
+			Name: "engines_2", What: "local WRITE 4 KiB of 4 pairs of VMs, 2 engines", Anchor: "1 engine", Unit: "msg/s",
+			Open: manyEngines(2),
+		},
+		{
+			Name: "engines_4", What: "the same, 4 engines", Anchor: "1 engine", Unit: "msg/s", Open: manyEngines(4),
+		},
+		{
 			Name: "real_addresses", What: "local RDMA WRITE 4 KiB of a guest's kernel, by real addresses (RA-1)",
 			Anchor: "each registered and invalidated", Unit: "msg/s", Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
 		},
@@ -48,6 +63,19 @@ func registry() []Row {
 			Name:   "latency_collected",
 			What:   "local WRITE 8 B, one way, 99.9th percentile, while the daemon collects garbage again and again",
 			Anchor: "while it never does", Unit: "ns", Goals: []Goal{ratioAtMost(1.25)}, Open: collectedLatency,
+		},
+		{
+			Name: "latency_1000_vms", What: "local WRITE 8 B, one way, median, beside 998 VMs that are attached and idle",
+			Anchor: "beside 6", Unit: "ns", Open: amongIdle(1000),
+		},
+		{
+			Name: "latency_100k_qps", What: "the same, beside 100,000 idle QPs of 50 VMs", Anchor: "beside none", Unit: "ns",
+			Open: amongQPs(100_000),
+		},
+		{
+			Name:   "latency_mixed",
+			What:   "the same, beside WRITEs of 1 MiB, guest faults and TCP to another host, all at once",
+			Anchor: "nothing beside it", Unit: "ns", Open: mixedWork,
 		},
 		{
 			Name: "fair_8vms", What: "smallest share of 8 VMs with 1 to 8 QPs that WRITE 16 KiB through one engine",
@@ -106,6 +134,14 @@ func registry() []Row {
 			Name: "vm_send_lat", What: "ib_send_lat 2 B between VMs on two hosts, typical",
 			Anchor: "rxe in the same VMs, over our virtio-net or a TAP, the better", Unit: "us",
 			Open: perftest(lab.Latency, math.Min, "ib_send_lat", "-s 2"),
+		},
+		{
+			Name: "vm_tcp", What: "one TCP connection between VMs on two hosts, over our virtio-net",
+			Anchor: "over QEMU's TAP, kernel bridge and vxlan", Unit: "Mbit/s", Open: guestTCP,
+		},
+		{
+			Name: "vm_nvme", What: "NVMe over RDMA between VMs on two hosts, random reads of 4 KiB, 16 at once",
+			Anchor: "NVMe over TCP, QEMU's TAP, kernel bridge and vxlan", Unit: "read/s", Open: guestNVMe,
 		},
 		{
 			Name:   "host_tcp_switch",
@@ -189,9 +225,15 @@ func registry() []Row {
 			Open: growth(100, 2, 256<<20, makeQPs)},
 		{Name: "memory_per_mr", What: "daemon's private memory per region of 1 MiB", Unit: "KiB",
 			Open: growth(2000, 2, 64<<20, makeMRs)},
+		{Name: "memory_1m_entries", What: "daemon's private memory for a million entries of translation", Unit: "KiB",
+			Open: growth(1, 1, millionEntries*pageSize+64<<20, makeEntries)},
 		{
 			Name: "start_up", What: "from starting a daemon with 8 VMs until a driver has its device",
 			Anchor: "`vnicd --version`", Unit: "ms", Open: startUp,
+		},
+		{
+			Name: "start_100", What: "from starting a daemon with 100 VMs until drivers of all have their devices",
+			Anchor: "with 1 VM", Unit: "ms", Open: startMany(100),
 		},
 		{
 			Name:   "evpn_100k",

@@ -44,26 +44,28 @@ func idle(ctx context.Context, b *Bench) (m Meter, err error) {
 	if err := b.daemon(ctx, empty, 0, 8, ""); err != nil {
 		return m, err
 	}
-	share := func(p *harness.Process) func(context.Context, time.Duration) (Sample, error) {
-		return func(ctx context.Context, d time.Duration) (Sample, error) {
-			return working("s", func() (Sample, float64, error) {
-				before, err := cpuTime(p)
-				if err != nil {
-					return Sample{}, 0, err
-				}
-				start := time.Now()
-				select {
-				case <-ctx.Done():
-					return Sample{}, 0, ctx.Err()
-				case <-time.After(2 * d):
-				}
-				after, err := cpuTime(p)
-				took := time.Since(start)
-				return Sample{Value: 100 * float64(after-before) / float64(took)}, took.Seconds(), err
-			})
-		}
+	return Meter{Ours: shareOf(full.Proc), Anchor: shareOf(empty.Proc)}, nil
+}
+
+// shareOf measures the processor share of a process in percent of a core.
+func shareOf(p *harness.Process) func(context.Context, time.Duration) (Sample, error) {
+	return func(ctx context.Context, d time.Duration) (Sample, error) {
+		return working("s", func() (Sample, float64, error) {
+			before, err := cpuTime(p)
+			if err != nil {
+				return Sample{}, 0, err
+			}
+			start := time.Now()
+			select {
+			case <-ctx.Done():
+				return Sample{}, 0, ctx.Err()
+			case <-time.After(2 * d):
+			}
+			after, err := cpuTime(p)
+			took := time.Since(start)
+			return Sample{Value: 100 * float64(after-before) / float64(took)}, took.Seconds(), err
+		})
 	}
-	return Meter{Ours: share(full.Proc), Anchor: share(empty.Proc)}, nil
 }
 
 // growth measures how much a new daemon's private memory grows per object, in KiB, when n objects are created. attached
@@ -132,6 +134,14 @@ func makeMRs(_ *Bench, _ *lab.Host, nodes []*node, n int) error {
 	return nil
 }
 
+// makeEntries registers 4 GiB of memory that nobody has touched, by their pages.
+func makeEntries(_ *Bench, _ *lab.Host, nodes []*node, _ int) error {
+	_, _, err := nodes[0].region(millionEntries * pageSize)
+	return err
+}
+
+const millionEntries = 1 << 20
+
 // startUp measures the time from starting a daemon with 8 VMs until a driver has its device; the anchor is a process
 // that prints its version.
 func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
@@ -156,21 +166,8 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 			return Sample{}, err
 		}
 		defer p.Kill()
-		for {
-			c, err := net.Dial("unix", hcaSocket(h, 7))
-			if err == nil {
-				if err := c.Close(); err != nil {
-					return Sample{}, err
-				}
-				break
-			}
-			select {
-			case <-p.Done():
-				return Sample{}, fmt.Errorf("vnicd exited: %s", p.LogTail())
-			case <-ctx.Done():
-				return Sample{}, ctx.Err()
-			case <-time.After(100 * time.Microsecond):
-			}
+		if err := awaitSocket(ctx, p, hcaSocket(h, 7)); err != nil {
+			return Sample{}, err
 		}
 		d, err := guestdrv.Open(context.Background(), hcaSocket(h, 0), guestdrv.Config{Memory: 16 << 20})
 		if err != nil {
@@ -188,4 +185,21 @@ func startUp(ctx context.Context, b *Bench) (m Meter, err error) {
 		})
 	}
 	return m, nil
+}
+
+// awaitSocket waits until the process p accepts connections at path.
+func awaitSocket(ctx context.Context, p *harness.Process, path string) error {
+	for {
+		c, err := net.Dial("unix", path)
+		if err == nil {
+			return c.Close()
+		}
+		select {
+		case <-p.Done():
+			return fmt.Errorf("vnicd exited: %s", p.LogTail())
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(100 * time.Microsecond):
+		}
+	}
 }

@@ -15,9 +15,9 @@ import (
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-// tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay. short enables
-// the short path (the default) and, over IPv6, its prerequisites.
-func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host, err error) {
+// tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay; the first has that
+// many VMs, too. short enables the short path (the default) and, over IPv6, its prerequisites.
+func (b *Bench) tenants(ctx context.Context, v6, short bool, vms int) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {
 			return netip.MustParseAddr(fmt.Sprintf("fd01::%d", i+1))
@@ -49,9 +49,10 @@ func (b *Bench) tenants(ctx context.Context, v6, short bool) (hosts []*lab.Host,
 		}
 		if err = b.start(ctx, h,
 			fmt.Sprintf("%svtep: {local: %q, zero-checksum6: %v}\nnetworks: [{name: blue, vni: 100, peers: [%q], tap: {name: blue0, addresses: [%s/24]}}]\n",
-				way, addr(i), short, addr(1-i), tapAddr(i))); err != nil {
+				way, addr(i), short, addr(1-i), tapAddr(i))+vmList(0, vms)); err != nil {
 			return
 		}
+		vms = 0
 	}
 	return hosts, b.iperfServer(hosts[1])
 }
@@ -109,7 +110,7 @@ func both(hosts []*lab.Host, unit string, f func(ctx context.Context, addr strin
 // hostTCP measures one iperf3 connection. Afterwards another one over the same path compares its data.
 func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (Meter, error) {
-		hosts, err := b.tenants(ctx, v6, short)
+		hosts, err := b.tenants(ctx, v6, short, 0)
 		return both(hosts, "KiB", func(ctx context.Context, addr string, d time.Duration) (transfer, error) {
 			var r iperfResult
 			s, err := working("KiB", func() (_ Sample, _ float64, err error) {
@@ -129,7 +130,7 @@ func hostTCP(v6, short bool) func(context.Context, *Bench) (Meter, error) {
 // same programs use both paths. A search offers many rates; the processor time per packet is that of all of them.
 func hostUDP(size int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
-		hosts, err := b.tenants(ctx, false, true)
+		hosts, err := b.tenants(ctx, false, true, 0)
 		if err != nil {
 			return m, err
 		}

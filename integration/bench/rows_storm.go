@@ -79,6 +79,35 @@ func (s *storm) blow(n int, fault bool, wait func(*end) error) error {
 	return nil
 }
 
+// keepBlowing lets all QPs write again and again, in a goroutine of its own, which leaves the processors to others while
+// it waits. stop ends it and returns the number of waves.
+func (s *storm) keepBlowing(ctx context.Context, fault bool) (stop func() (waves int, err error)) {
+	var stopped atomic.Bool
+	var blowing sync.WaitGroup
+	var err error
+	waves := 0
+	blowing.Go(func() {
+		for err == nil && !stopped.Load() {
+			err = s.blow(len(s.ends), fault, func(e *end) error {
+				for {
+					n, err := e.poll()
+					if n > 0 || err != nil || ctx.Err() != nil {
+						return err
+					}
+					time.Sleep(time.Millisecond)
+				}
+			})
+			waves++
+			time.Sleep(time.Millisecond)
+		}
+	})
+	return func() (int, error) {
+		stopped.Store(true)
+		blowing.Wait()
+		return waves, err
+	}
+}
+
 const stormQPs = 64
 
 // faultStorm measures the rate of guest faults of 64 QPs. The anchor is one QP.
@@ -145,28 +174,9 @@ func besideStorm(ctx context.Context, b *Bench) (m Meter, err error) {
 	p := newBouncer(w[0], w[1], false)
 	sample := func(fault bool, who string) func(context.Context, time.Duration) (Sample, error) {
 		return func(ctx context.Context, d time.Duration) (Sample, error) {
-			var stop atomic.Bool
-			var blowing sync.WaitGroup
-			var stormErr error
-			waves := 0
-			blowing.Go(func() {
-				for stormErr == nil && !stop.Load() {
-					stormErr = s.blow(stormQPs, fault, func(e *end) error {
-						for {
-							n, err := e.poll()
-							if n > 0 || err != nil || ctx.Err() != nil {
-								return err
-							}
-							time.Sleep(time.Millisecond) // no spinning: two cores are few
-						}
-					})
-					waves++
-					time.Sleep(time.Millisecond)
-				}
-			})
+			stop := s.keepBlowing(ctx, fault)
 			t, w, err := p.sample(ctx, d)
-			stop.Store(true)
-			blowing.Wait()
+			waves, stormErr := stop()
 			if err == nil {
 				err = stormErr
 			}
@@ -174,7 +184,7 @@ func besideStorm(ctx context.Context, b *Bench) (m Meter, err error) {
 				return Sample{}, err
 			}
 			extra := t.percentiles(who)
-			extra[who+"WRITEs beside/s"] = float64(waves*stormQPs) / d.Seconds()
+			extra[who+"WRITEs beside/s"] = float64(waves*len(s.ends)) / d.Seconds()
 			return Sample{Value: t.at(0.5), Extra: extra, Work: w}, nil
 		}
 	}

@@ -49,21 +49,28 @@ func vmName(i int) string { return fmt.Sprintf("vm%d", i) }
 
 func hcaSocket(h *lab.Host, i int) string { return filepath.Join(h.Dir, vmName(i)+".hca") }
 
-func vmMAC(i int) string { return fmt.Sprintf("02:00:00:00:01:%02x", i) }
+func vmMAC(i int) string { return fmt.Sprintf("02:00:00:00:%02x:%02x", 1+i>>8, i&0xff) }
+
+// vmList returns the configuration of VMs first..first+n-1 on network blue.
+func vmList(first, n int) string {
+	if n == 0 {
+		return ""
+	}
+	var y strings.Builder
+	y.WriteString("vms:\n")
+	for i := first; i < first+n; i++ {
+		fmt.Fprintf(&y, "  - {name: %s, network: blue, mac: \"%s\"}\n", vmName(i), vmMAC(i))
+	}
+	return y.String()
+}
 
 // daemon starts a vnicd with one engine that serves VMs first..first+n-1 on one network; vtep precedes the VMs in its
 // configuration.
 func (b *Bench) daemon(ctx context.Context, h *lab.Host, first, n int, vtep string) error {
-	var y strings.Builder
-	y.WriteString(vtep)
 	if vtep == "" {
-		y.WriteString("networks: [{name: blue, vni: 100}]\n")
+		vtep = "networks: [{name: blue, vni: 100}]\n"
 	}
-	y.WriteString("vms:\n")
-	for i := range n {
-		fmt.Fprintf(&y, "  - {name: %s, network: blue, mac: \"%s\"}\n", vmName(first+i), vmMAC(first+i))
-	}
-	return b.start(ctx, h, y.String())
+	return b.start(ctx, h, vtep+vmList(first, n))
 }
 
 func (b *Bench) host() (*lab.Host, error) {
@@ -171,7 +178,8 @@ func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
 	}
 	b.Add(func() { _ = d.Close() })
 	n := &node{Device: d, host: h,
-		path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})), MAC: d.MAC()}}
+		path: guestdrv.Path{GID: guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, byte((i + 1) >> 8), byte(i + 1)})),
+			MAC: d.MAC()}}
 	if err := d.SetGID(context.Background(), 0, n.path.GID, guestdrv.GIDOptions{}); err != nil {
 		return nil, err
 	}

@@ -163,6 +163,16 @@ func (p *Pool) Keep() bool {
 	return true
 }
 
+// KeepLong is Keep for a buffer that is kept until somebody acts who may never do so. own is how many buffers the
+// caller keeps already. The fewer are left of those that may be kept, the fewer any caller may keep this way, so that n
+// callers of KeepLong leave at least a share of 1/(n+1) to others.
+func (p *Pool) KeepLong(own int) bool {
+	if p.kept.Load()+int64(own) >= int64(len(p.bufs)/2) {
+		return false
+	}
+	return p.Keep()
+}
+
 // Unkeep reports that n buffers are no longer kept.
 func (p *Pool) Unkeep(n int) { p.kept.Add(-int64(n)) }
 

@@ -63,6 +63,35 @@ func TestPoolExhaustion(t *testing.T) {
 	}
 }
 
+// However many callers keep as much as they may for long, others have room.
+func TestKeepLong(t *testing.T) {
+	for _, callers := range []int{1, 3} {
+		p := newPool(t, Config{Count: 40, Capacity: MinCapacity})
+		own := make([]int, callers)
+		for range 40 {
+			for i := range own {
+				if p.KeepLong(own[i]) {
+					own[i]++
+				}
+			}
+		}
+		left := 0
+		for p.Keep() {
+			left++
+		}
+		if want := 20 / (callers + 1); left < want || own[callers-1] < want || p.KeepLong(0) {
+			t.Errorf("%v are kept, %d are left", own, left)
+		}
+		p.Unkeep(left)
+		for _, n := range own {
+			p.Unkeep(n)
+		}
+		if !p.KeepLong(19) || p.KeepLong(19) {
+			t.Error("the bound")
+		}
+	}
+}
+
 func TestRefs(t *testing.T) {
 	p := newPool(t, Config{Count: 1, Capacity: MinCapacity})
 	b := p.Get()

@@ -31,6 +31,20 @@ const (
 	SelectiveMark = 0x35
 )
 
+// Patience is the value of the six reserved bits beside BECN in the BTH of a request: what its sender does after RNR
+// NAKs. Other implementations send zeros there and ignore them (IBTA 9.2). The ICRC does not cover these bits, so no
+// two values differ in fewer than three.
+type Patience uint8
+
+// The values. Any other is the same as PatienceUnknown.
+const (
+	PatienceUnknown Patience = 0
+	PatienceEnds    Patience = 0x15 // it gives up after rnr_retry of them
+	PatienceForever Patience = 0x2a // rnr_retry 7
+
+	patienceMask = 0x3f
+)
+
 // BTH is the base transport header (IBTA 9.2). The header version is 0.
 type BTH struct {
 	Opcode    Opcode
@@ -40,7 +54,8 @@ type BTH struct {
 	PKey      uint16
 	FECN      bool // congestion bits: not covered by the ICRC
 	BECN      bool
-	DestQP    uint32 // 24 bits
+	Patience  Patience // of a request's sender; only vnicd sets it
+	DestQP    uint32   // 24 bits
 	AckReq    bool
 	// Selective: the sender of a request understands OpRCSelectiveAck; the sender of a response repeats READ
 	// responses one by one. Only vnicd sets it.
@@ -62,6 +77,7 @@ func (h *BTH) Decode(b []byte) (int, error) {
 	h.PKey = binary.BigEndian.Uint16(b[pkeyOffset:])
 	w := binary.BigEndian.Uint32(b[4:])
 	h.FECN, h.BECN, h.DestQP = w>>31 != 0, w>>30&1 != 0, w&QPNMask
+	h.Patience = Patience(w >> 24 & patienceMask)
 	w = binary.BigEndian.Uint32(b[8:])
 	h.AckReq, h.Selective, h.PSN = w>>31 != 0, w>>24&0x7f == SelectiveMark, w&PSNMask
 	return BTHLen, nil
@@ -74,7 +90,7 @@ func (h *BTH) Encode(b []byte) int {
 	b[1] = bit(h.Solicited, 0x80) | bit(h.Migrated, 0x40) | h.Pad&3<<4
 	binary.BigEndian.PutUint16(b[pkeyOffset:], h.PKey)
 	binary.BigEndian.PutUint32(b[4:], h.DestQP&QPNMask)
-	b[4] = bit(h.FECN, 0x80) | bit(h.BECN, 0x40)
+	b[4] = bit(h.FECN, 0x80) | bit(h.BECN, 0x40) | byte(h.Patience)&patienceMask
 	binary.BigEndian.PutUint32(b[8:], h.PSN&PSNMask)
 	b[8] = bit(h.AckReq, 0x80) | bit(h.Selective, SelectiveMark)
 	return BTHLen

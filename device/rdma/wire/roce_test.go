@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"math/bits"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame/header"
@@ -135,5 +136,26 @@ func TestTemplateAddresses(t *testing.T) {
 	p.DstIP = [16]byte{0x20, 1}
 	if _, err := p.Template(); !errors.Is(err, ErrAddresses) {
 		t.Fatal(err)
+	}
+}
+
+// Patience is outside of the ICRC (A17.3.2, A16.3.2), so one or two wrong bits make no value of another.
+func TestPatience(t *testing.T) {
+	values := []Patience{PatienceUnknown, PatienceEnds, PatienceForever}
+	for i, v := range values {
+		f := build(t, testPath("v4"), BTH{Opcode: OpRCSendOnly, PKey: 0xffff, Patience: v}, nil, []byte("data"))
+		var p RoCE
+		if err := ParseRoCE(f, header.Locate(f), &p); err != nil || p.BTH.Patience != v || p.BTH.FECN || p.BTH.BECN {
+			t.Fatalf("%#x: %v, %+v", v, err, p.BTH)
+		}
+		at := len(f) - ICRCLen - len(p.Payload) - BTHLen + 4
+		if f[at] &^= patienceMask; !CheckICRC(f, &p) {
+			t.Errorf("%#x is covered by the ICRC", v)
+		}
+		for _, w := range values[:i] {
+			if n := bits.OnesCount8(uint8(v ^ w)); n < 3 {
+				t.Errorf("%#x and %#x differ in %d bits", v, w, n)
+			}
+		}
 	}
 }

@@ -27,7 +27,7 @@ func TestGolden(t *testing.T) {
 	}
 	x := cmtest.Of(m)
 	want := cmtest.Message{Kind: cm.REQ, Transaction: 0x0102030405060708, LocalID: 0xa1a2a3a4, Service: 0x01061c06,
-		QPN: 0x112233, PSN: 0xabcdef, Transport: 1, PathMTU: 3, PKey: 0xffff}
+		QPN: 0x112233, PSN: 0xabcdef, Transport: 1, PathMTU: 3, RNRRetry: 7, PKey: 0xffff}
 	for i := range 16 {
 		want.Local[i], want.Remote[i] = byte(i+1), byte(i+17)
 	}
@@ -38,8 +38,8 @@ func TestGolden(t *testing.T) {
 		body []byte
 		want cmtest.Message
 	}{
-		{[]byte{1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0x11, 0x22, 0x33, 0, 0, 0, 0, 0, 0xab, 0xcd, 0xef, 0},
-			cmtest.Message{Kind: cm.REP, QPN: 0x112233, PSN: 0xabcdef}},
+		{[]byte{1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0x11, 0x22, 0x33, 0, 0, 0, 0, 0, 0xab, 0xcd, 0xef, 0, 16, 16, 0xff, 0xd0},
+			cmtest.Message{Kind: cm.REP, QPN: 0x112233, PSN: 0xabcdef, RNRRetry: 6}},
 		{[]byte{1, 2, 3, 4, 5, 6, 7, 8, 0x40, 0, 0, 28}, cmtest.Message{Kind: cm.REJ, Reason: 28}},
 		{[]byte{1, 2, 3, 4, 5, 6, 7, 8, 0x40, 20 << 3}, cmtest.Message{Kind: cm.MRA, ServiceTimeout: 20}},
 		{[]byte{1, 2, 3, 4, 5, 6, 7, 8}, cmtest.Message{Kind: cm.RTU}},

@@ -43,6 +43,11 @@ func (s State) String() string { return stateNames[s] }
 // Bound reports whether the connection belongs to a local queue pair (Bind).
 func (c *Conn) Bound() bool { return c.bound }
 
+// PeerWaits reports whether the peer's queue pair retries RNR NAKs for ever. The VM's own message says so: an RNR retry
+// count is what its sender asks of the receiver. But there are programs that use their own count for their own queue
+// pair, so both messages must name 7.
+func (c *Conn) PeerWaits() bool { return c.localForever && c.remoteForever }
+
 func (s State) over() bool { return s == Closed || s == Rejected }
 
 // Conn is one connection. The Table owns it: callers change nothing but Path.
@@ -65,6 +70,9 @@ type Conn struct {
 	// Path is the overlay tuple of the connection; the caller sets it.
 	Path vswitch.Path
 
+	// Whether the newest REQ or REP of the VM, and of the peer, named an RNR retry count without limit.
+	localForever, remoteForever bool
+
 	haveLocal, haveRemote bool // the IDs are known
 	sidr, bound           bool
 	expires               int64 // 0: never
@@ -82,6 +90,7 @@ const (
 	// Over is how long an ended connection is shown.
 	Over = 10 * time.Second
 
+	rnrForever = 7                // RNR retry count without limit
 	maxService = 10 * time.Minute // longest delay that an MRA may request
 
 	// maxLoose bounds the connections without a queue pair, which any host in the network can begin.
@@ -269,6 +278,7 @@ func (t *Table) request(now int64, d *Datagram, m Message) (*Conn, Reason) {
 	}
 	if !sidr {
 		fresh.Transport, fresh.PathMTU = m.Transport(), m.PathMTU()
+		*fresh.forever(d.Out) = m.RNRRetry() == rnrForever
 	}
 	if old != nil && !old.State.over() {
 		if old.repeats(fresh) {
@@ -377,6 +387,14 @@ func (c *Conn) qpn(local bool) *uint32 {
 	return &c.RemoteQPN
 }
 
+// forever returns the flag of the messages of one end.
+func (c *Conn) forever(local bool) *bool {
+	if local {
+		return &c.localForever
+	}
+	return &c.remoteForever
+}
+
 // apply updates the connection by a valid message.
 func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	k := m.Kind()
@@ -387,6 +405,7 @@ func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	switch k {
 	case REP:
 		*c.qpn(out) = m.QPN()
+		*c.forever(out) = m.RNRRetry() == rnrForever
 		if !out {
 			t.byPeerQP[peerKey{c.Remote, idKey{id: c.RemoteQPN}}] = c
 		}

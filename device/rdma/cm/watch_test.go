@@ -110,6 +110,32 @@ func TestLife(t *testing.T) {
 	}
 }
 
+// The peer is taken for one that retries RNR NAKs for ever only if both REQ and REP name 7, in their newest copies
+// (HF-1).
+func TestPeerWaits(t *testing.T) {
+	for _, tc := range []struct {
+		req, rep uint8
+		want     bool
+	}{{7, 7, true}, {7, 6, false}, {0, 7, false}, {0, 0, false}} {
+		a, b := newSide(1), newSide(2)
+		req := cmtest.Message{Kind: cm.REQ, LocalID: 11, QPN: 0x101, RNRRetry: tc.req}
+		x, y := carry(t, 0, a, b, req)
+		if x.PeerWaits() || y.PeerWaits() {
+			t.Errorf("%+v: known before the REP", tc)
+		}
+		b.table.Bind(0x202, gid(1), 0x101)
+		rep := cmtest.Message{Kind: cm.REP, LocalID: 22, RemoteID: 11, QPN: 0x202, RNRRetry: tc.rep}
+		carry(t, 0, b, a, rep)
+		if x.PeerWaits() != tc.want || y.PeerWaits() != tc.want {
+			t.Errorf("%+v: %v and %v", tc, x.PeerWaits(), y.PeerWaits())
+		}
+		rep.RNRRetry = 1
+		if carry(t, 0, b, a, rep); x.PeerWaits() || y.PeerWaits() {
+			t.Errorf("%+v: another REP is ignored", tc)
+		}
+	}
+}
+
 func TestRejectAndSIDR(t *testing.T) {
 	a, b := newSide(1), newSide(2)
 	carry(t, 0, a, b, cmtest.Message{Kind: cm.REQ, LocalID: 1, QPN: 5})

@@ -16,6 +16,7 @@ type Message struct {
 	QPN, PSN          uint32
 	Transport         uint8
 	PathMTU           uint8
+	RNRRetry          uint8 // of REQ and REP
 	PKey              uint16
 	Local, Remote     [16]byte // GIDs
 	Reason            uint16
@@ -35,8 +36,9 @@ func Of(m cm.Message) Message {
 		x.Service, x.QPN, x.PSN, x.Transport, x.PathMTU, x.PKey = m.ServiceID(), m.QPN(), m.PSN(), m.Transport(), m.PathMTU(),
 			m.PKey()
 		x.Local, x.Remote = m.GIDs()
+		x.RNRRetry = m.RNRRetry()
 	case cm.REP:
-		x.QPN, x.PSN = m.QPN(), m.PSN()
+		x.QPN, x.PSN, x.RNRRetry = m.QPN(), m.PSN(), m.RNRRetry()
 	case cm.DREQ, cm.LAP:
 		x.QPN = m.QPN()
 	case cm.REJ:
@@ -70,12 +72,13 @@ func (x *Message) Bytes() []byte {
 		d[43] = x.Transport << 1
 		be.PutUint32(d[44:], x.PSN<<8)
 		be.PutUint16(d[48:], x.PKey)
-		d[50] = x.PathMTU << 4
+		d[50] = x.PathMTU<<4 | x.RNRRetry&7
 		copy(d[56:], x.Local[:])
 		copy(d[72:], x.Remote[:])
 	case cm.REP:
 		be.PutUint32(d[12:], x.QPN<<8)
 		be.PutUint32(d[20:], x.PSN<<8)
+		d[27] = x.RNRRetry << 5
 	case cm.REJ:
 		be.PutUint16(d[10:], x.Reason)
 	case cm.MRA:

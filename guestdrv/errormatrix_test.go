@@ -198,8 +198,8 @@ func (v *operation) impossible(status guestdrv.WCStatus) string {
 		return "it accesses no memory there"
 	case status == guestdrv.WCRemOpErr && (!v.recv || v.need != 0):
 		return "it writes to no memory of a receive"
-	case status == guestdrv.WCRNRRetryExcErr && !v.recv && v.op != guestdrv.WRRDMAWrite:
-		return "it consumes no receive, and a wait for a page ends only with its timeout"
+	case status == guestdrv.WCRNRRetryExcErr && !v.recv:
+		return "it consumes no receive, and a wait for a page uses up no rnr_retry (HF-1)"
 	}
 	return ""
 }

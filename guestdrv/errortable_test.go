@@ -161,8 +161,9 @@ func (w *badWorld) reliable() []badRequest {
 			wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: w.peerFast.Key()}, recv: []guestdrv.SGE{}}),
 		refusedInvalidation(badRequest{name: "invalidate nothing of the peer", ibta: "10.6.5, 9.9.3",
 			wr: &request{Opcode: guestdrv.WRSendWithInv, InvalidateKey: 0xfffff00}, recv: []guestdrv.SGE{}}),
-		{name: "write to an absent page that stays so", ibta: "9.7.5.2.8", wr: w.write(w.absent, 4096, 100),
-			status: guestdrv.WCRNRRetryExcErr, event: guestdrv.EventPageFault},
+		// No RNR NAK: rnr_retry may run out (HF-1). So it is the ACK that does not come.
+		{name: "write to an absent page that stays so", ibta: "9.7.6.1.3", wr: w.write(w.absent, 4096, 100),
+			status: guestdrv.WCRetryExcErr, event: guestdrv.EventPageFault},
 
 		// Operations that the peer's QP does not support: NAK "invalid request".
 		refusedRequest(badRequest{name: "write, QP forbids", ibta: "9.7.4.1.5, 11.2.5.2", wr: w.write(dmr, 0, 100),

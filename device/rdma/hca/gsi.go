@@ -64,6 +64,7 @@ func (d *dataSide) sentGSI(q *qp, b *frame.Buf) {
 		Out: true, Local: p.SrcIP, Remote: p.DstIP, RemoteMAC: p.DMAC, VLAN: networkVLAN(p.VLAN), RemoteQPN: p.BTH.DestQP,
 		MAD: p.Payload,
 	})
+	d.notePatience(x)
 	// The connection's packets will have the addresses of its datagrams.
 	if port := d.port.Load(); x != nil && port != nil {
 		(*port).ResolveHCA(q.engine.loop, b.Bytes(), &x.Path)
@@ -91,6 +92,7 @@ func (d *dataSide) admitGSI(q *qp, p *wire.RoCE) bool {
 		c.refused[why]++
 		return false
 	}
+	d.notePatience(x)
 	if x != nil && port != nil {
 		back := wire.Path{SMAC: p.DMAC, DMAC: p.SMAC, VLAN: p.VLAN, V1: p.V1, SrcIP: p.DstIP, DstIP: p.SrcIP}
 		if t, err := back.Template(); err == nil {
@@ -98,6 +100,17 @@ func (d *dataSide) admitGSI(q *qp, p *wire.RoCE) bool {
 		}
 	}
 	return true
+}
+
+// notePatience tells the queue pair of connection x, nil if none, what the peer does after RNR NAKs. The caller holds
+// the lock of d.conns.
+func (d *dataSide) notePatience(x *cm.Conn) {
+	if x == nil || !x.Bound() {
+		return
+	}
+	if q := d.qpFor(x.LocalQPN); q != nil {
+		q.peerWaits.Store(x.PeerWaits())
+	}
 }
 
 // networkVLAN converts a frame's VLAN to the network's: 0 is untagged.
@@ -119,6 +132,7 @@ func (q *qp) bind(a *roce.Attr) {
 	c.mu.Lock()
 	if x := c.table.Bind(q.n, a.AV.DGID, a.DestQPN); x != nil && x.RemoteMAC == a.AV.DMAC {
 		q.path = x.Path
+		q.peerWaits.Store(x.PeerWaits())
 	}
 	c.mu.Unlock()
 	if port != nil {
@@ -132,6 +146,7 @@ func (q *qp) unbind() {
 	c := &q.dev.conns
 	c.mu.Lock()
 	c.table.Release(q.engine.loop.Now(), q.n)
+	q.peerWaits.Store(false)
 	c.mu.Unlock()
 }
 

@@ -490,12 +490,18 @@ func (g *guest) av() abi.AV {
 // connectRC moves a QP to RTS.
 func (q *tqp) connectRC(peer *tqp) {
 	q.g.tb.Helper()
+	q.connectRNR(peer, 7)
+}
+
+// connectRNR is connectRC with an rnr_retry.
+func (q *tqp) connectRNR(peer *tqp, rnr uint8) {
+	q.g.tb.Helper()
 	q.modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{AccessFlags: remoteAll})
 	q.modify(abi.QPRTR,
 		abi.QPAttrAV|abi.QPAttrPathMTU|abi.QPAttrDestQPN|abi.QPAttrRQPSN|abi.QPAttrMaxDestRdAtomic|abi.QPAttrMinRNRTimer,
 		abi.QPAttr{PathMTU: abi.MTU4096, DestQPN: peer.n, RQPSN: 7, MaxDestRdAtomic: 4, MinRNRTimer: 1, AV: peer.g.av()})
 	q.modify(abi.QPRTS, abi.QPAttrSQPSN|abi.QPAttrTimeout|abi.QPAttrRetryCnt|abi.QPAttrRNRRetry|abi.QPAttrMaxQPRdAtomic,
-		abi.QPAttr{SQPSN: 7, Timeout: 14, RetryCnt: 3, RNRRetry: 7, MaxRdAtomic: 4})
+		abi.QPAttr{SQPSN: 7, Timeout: 14, RetryCnt: 3, RNRRetry: rnr, MaxRdAtomic: 4})
 }
 
 // connectUD moves a UD QP to RTS.

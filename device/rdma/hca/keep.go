@@ -16,13 +16,13 @@ import (
 // page absent on the host is kept, and the packets behind it too, in order, until the
 // page is present. Packets beyond the bounds, and packets that meet a page absent in
 // the guest, are dropped (PF-11). Packets that wait for an invalidation are kept
-// likewise (manage.go).
+// likewise (manage.go). This is for UC and UD: the transport keeps those of RC itself, in its reorder queue.
 
 // Bounds of kept frames, because all VMs share the host's buffers; together they keep half of the pool at most.
 const (
 	maxKept     = 64  // by one QP: a message of 64 KiB in packets of 1 KiB
 	maxLaneKept = 256 // by all QPs of an engine
-	maxLaneHeld = 512 // in reorder queues, by all QPs of an engine
+	maxLaneHeld = 512 // in reorder queues of RC, by all QPs of an engine
 )
 
 // Keep implements roce.Adapter.
@@ -45,7 +45,7 @@ func (q *qp) keepThis() bool {
 // keep keeps the frame that is being received, behind the other kept frames.
 func (q *qp) keep() bool {
 	e := q.engine
-	if len(q.kept) >= maxKept || e.kept >= maxLaneKept {
+	if len(q.kept) >= maxKept || e.kept >= maxLaneKept || !e.dev.pool.Keep() {
 		return false
 	}
 	b := e.keepFrame()
@@ -57,27 +57,25 @@ func (q *qp) keep() bool {
 	return true
 }
 
-// keepFrame returns the frame that is being received, to be kept, with a reference to it: the frame itself, or a copy
-// if it is a packet of a train. Nil: it cannot be kept.
+// keepFrame returns the frame that is being received, which the pool lets the caller keep, with a reference to it: the
+// frame itself, or a copy if it is a packet of a train. Nil: it is not kept.
 func (e *engine) keepFrame() *frame.Buf {
 	pool := e.dev.pool
-	if e.receiving == nil || !pool.Keep() {
-		return nil
-	}
-	if e.trainPacket == nil {
+	if e.receiving != nil && e.trainPacket == nil {
 		e.receiving.Ref()
 		return e.receiving
 	}
-	b := pool.Get()
-	if b == nil || !b.Append(e.trainPacket) {
-		if b != nil {
+	if e.receiving != nil {
+		if b := pool.Get(); b != nil {
+			if b.Append(e.trainPacket) {
+				b.SetLayout(e.receiving.Layout())
+				return b
+			}
 			b.Free()
 		}
-		pool.Unkeep(1)
-		return nil
 	}
-	b.SetLayout(e.receiving.Layout())
-	return b
+	pool.Unkeep(1)
+	return nil
 }
 
 // redeliver receives the kept frames until one of them has to be kept again;
@@ -111,11 +109,18 @@ func (q *qp) dropKept(n int) {
 	q.dev.pool.Unkeep(n)
 }
 
-// Hold implements roce.Adapter: an out-of-order packet waits for the lost ones before it. It has a bound of its own,
-// which leaves room for packets that wait for pages.
-func (q *qp) Hold() *frame.Buf {
-	e := q.engine
-	if e.heldFrames >= maxLaneHeld {
+// Hold implements roce.Adapter: an out-of-order packet waits for the lost ones before it, or a request for a page. The
+// bound is not that of UC and UD. Requests that wait for pages take what is left of it only in part, each queue pair as
+// much as it leaves to all others, and likewise of the pool: a guest that never provides its pages takes no room from
+// others, nor from packets that wait for lost ones.
+func (q *qp) Hold(absent bool) *frame.Buf {
+	e, pool := q.engine, q.dev.pool
+	switch {
+	case e.heldFrames >= maxLaneHeld:
+		return nil
+	case absent && (q.heldFrames+e.heldFrames >= maxLaneHeld || !pool.KeepLong(e.heldFrames)):
+		return nil
+	case !absent && !pool.Keep():
 		return nil
 	}
 	b := e.keepFrame()
@@ -133,6 +138,9 @@ func (q *qp) Release(b *frame.Buf) {
 	q.heldFrames--
 	q.dev.pool.Unkeep(1)
 }
+
+// PeerWaits implements roce.Adapter.
+func (q *qp) PeerWaits() bool { return q.peerWaits.Load() }
 
 // InHand implements roce.Adapter.
 func (q *qp) InHand(b *frame.Buf) { q.engine.receiving, q.engine.trainPacket = b, nil }

@@ -31,7 +31,16 @@ func (s *site) budgeted(i, size int) (*client, *guestdrv.Buffer, *guestdrv.MR) {
 // VMs whose memory is far larger than the part that the host may keep resident (PF-15):
 // transfers all over it succeed, within the budget, with the real host driver.
 // Then the guests disconnect under traffic, and all their memory is released.
-func TestBudget(t *testing.T) {
+func TestBudget(t *testing.T) { testBudget(t, peerOptions) }
+
+// The same if no end retries RNR NAKs (HF-1).
+func TestBudgetNoRetries(t *testing.T) {
+	o := peerOptions
+	o.RNRRetry = guestdrv.NoRetry
+	testBudget(t, o)
+}
+
+func testBudget(t *testing.T, o guestdrv.ConnectOptions) {
 	const (
 		size   = 24 << 20
 		budget = 6 << 20
@@ -41,7 +50,7 @@ func TestBudget(t *testing.T) {
 	ca, ba, ma := s.budgeted(0, size)
 	cb, bb, mb := s.budgeted(1, size)
 	a, b := ca.end(t), cb.end(t)
-	join(t, a, b)
+	joinWith(t, a, b, o)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	rng := rand.New(rand.NewPCG(1, 2))

@@ -177,9 +177,14 @@ var peerOptions = guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite | g
 
 func join(t testing.TB, a, b *end) {
 	t.Helper()
+	joinWith(t, a, b, peerOptions)
+}
+
+func joinWith(t testing.TB, a, b *end, o guestdrv.ConnectOptions) {
+	t.Helper()
 	for _, x := range [][2]*end{{a, b}, {b, a}} {
 		p := guestdrv.Peer{QPN: x[1].qp.Number(), Path: guestdrv.Path{GID: x[1].c.h.gid, MAC: x[1].c.h.mac}}
-		if err := x[0].qp.Connect(context.Background(), p, peerOptions); err != nil {
+		if err := x[0].qp.Connect(context.Background(), p, o); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -57,8 +57,9 @@ type qp struct {
 	deadline int64 // of the transport's timer
 	paceAt   int64 // reserved time of the next send request; 0: none (pace.go)
 
-	path   vswitch.Path                 // RC, UC: to the peer (MT-5)
-	source atomic.Pointer[sourceFilter] // nil: accepts no packet
+	path      vswitch.Path                 // RC, UC: to the peer (MT-5)
+	peerWaits atomic.Bool                  // RC: connection management says that the peer retries RNR NAKs for ever
+	source    atomic.Pointer[sourceFilter] // nil: accepts no packet
 
 	scheduled bool // on the engine's run list
 	next      *qp
@@ -70,7 +71,7 @@ type qp struct {
 	waiters      [2]faultWaiter     // by roce.Side: faults
 	lastFault    translate.MissKind // of the responder
 	kept         []*frame.Buf       // UC and UD: received again when their page is there
-	heldFrames   int                // frames in the reorder queue
+	heldFrames   int                // frames in the reorder queues
 	redelivering bool               // the first of them is being received again
 	draining     bool               // it waits for its invalidation to complete (manage.go)
 	drainAt      int64              // when that was last checked

@@ -247,7 +247,7 @@ func (q *QP) receiverNotReady(timer uint8) {
 	if q.req.rnrUntil != 0 {
 		return // a copy of the NAK
 	}
-	if q.attr.RNRRetry != 7 {
+	if q.attr.RNRRetry != rnrForever {
 		if q.req.rnrLeft == 0 {
 			q.failHead(StatusRNRRetryExc)
 			return
@@ -269,7 +269,7 @@ func (q *QP) receiverReady() {
 		return
 	}
 	q.req.rnrUntil = 0
-	if q.attr.RNRRetry != 7 {
+	if q.attr.RNRRetry != rnrForever {
 		q.req.rnrLeft = min(q.req.rnrLeft+1, q.attr.RNRRetry)
 	}
 	q.wake()

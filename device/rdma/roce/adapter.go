@@ -109,11 +109,16 @@ type Link interface {
 	// responder's Resume. False: the packet is dropped (PF-11).
 	Keep() bool
 	// Hold returns the frame of the packet that is being received, for a reorder queue, and a reference to it. The
-	// frame does not change until Release. Nil: no more frames may be held.
-	Hold() *frame.Buf
+	// frame does not change until Release. Nil: no more frames may be held. absent: the packet is a request that has met
+	// an absent page, or is behind such a request, so its memory's owner decides how long it is held.
+	Hold(absent bool) *frame.Buf
 	Release(b *frame.Buf)
 	// InHand tells the adapter that the held frame b is being received from now on; nil: no held frame is.
 	InHand(b *frame.Buf)
+
+	// PeerWaits reports whether connection management shows that the peer retries RNR NAKs for ever (rnr_retry 7). It
+	// is called when a request has met an absent page and its packet does not say so (wire.Patience).
+	PeerWaits() bool
 }
 
 // Scheduler runs a QP on its loop: it raises the faults that a QP waits for, and calls Run, Timer and Resume.

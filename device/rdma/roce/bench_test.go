@@ -119,10 +119,11 @@ func (n *benchNode) Transmit(b *frame.Buf)                              { n.out 
 func (n *benchNode) ArmTimer(at int64)                                  { n.timer = at }
 func (n *benchNode) Fault(s Side, _ translate.Miss, _ translate.Access) { n.served[s] = true }
 func (n *benchNode) Keep() bool                                         { return false }
-func (n *benchNode) Hold() *frame.Buf {
+func (n *benchNode) Hold(bool) *frame.Buf {
 	n.hand.Ref()
 	return n.hand
 }
+func (n *benchNode) PeerWaits() bool      { return false }
 func (n *benchNode) Release(b *frame.Buf) { b.Free() }
 func (n *benchNode) InHand(b *frame.Buf)  { n.hand = b }
 func (n *benchNode) FaultDelay() int64    { return 200e3 }

@@ -116,11 +116,7 @@ func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
 		count = 80
 	}
 	for _, n := range []*node{a, b} {
-		n.reg(1, chTarget, 32<<10, allAccess)
-		n.reg(2, chAtomics, 32, allAccess)
-		n.reg(3, chSource, chPer, allAccess)
-		n.reg(4, chLocal, count*chPer, allAccess)
-		n.reg(5, chRecv, count*chRecvPer, allAccess)
+		n.chaosRegions(count)
 	}
 	sides := []*chaosSide{{x: a, y: b}, {x: b, y: a}}
 	for _, s := range sides {
@@ -173,11 +169,7 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	a.q.attr.RetryCnt, a.q.recovery.retryLeft = 255, 255
 	const count = 25
 	for _, n := range []*node{a, b} {
-		n.reg(1, chTarget, 32<<10, allAccess)
-		n.reg(2, chAtomics, 32, allAccess)
-		n.reg(3, chSource, chPer, allAccess)
-		n.reg(4, chLocal, count*chPer, allAccess)
-		n.reg(5, chRecv, count*chRecvPer, allAccess)
+		n.chaosRegions(count)
 		n.chaosFaults(seed)
 	}
 	s := &chaosSide{x: a, y: b}
@@ -253,6 +245,15 @@ func chaosInvalid(t *testing.T, im impair, m localMode, seed int64) {
 	if node.failed < 1 || node.failed > 20 {
 		t.Errorf("%d faults answered as invalid", node.failed)
 	}
+}
+
+// chaosRegions registers the regions for count requests.
+func (n *node) chaosRegions(count int) {
+	n.reg(1, chTarget, 32<<10, allAccess)
+	n.reg(2, chAtomics, 32, allAccess)
+	n.reg(3, chSource, chPer, allAccess)
+	n.reg(4, chLocal, count*chPer, allAccess)
+	n.reg(5, chRecv, count*chRecvPer, allAccess)
 }
 
 // chaosFaults makes n's memory come and go at both stages, its work queues too, with service times from 0 to more than

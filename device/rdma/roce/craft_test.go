@@ -34,6 +34,7 @@ type craft struct {
 	feth   wire.FETH
 	tos    uint8
 	sel    bool
+	wait   wire.Patience
 	there  wire.Arrivals
 }
 
@@ -65,7 +66,7 @@ func (n *node) frame(c craft) []byte {
 		c.qpn = n.q.QPN()
 	}
 	h := wire.BTH{Opcode: c.op, PSN: c.psn & psnMask, AckReq: c.ack, Selective: c.sel, Solicited: c.se, PKey: c.pkey,
-		DestQP: c.qpn, Pad: uint8(pad)}
+		DestQP: c.qpn, Pad: uint8(pad), Patience: c.wait}
 	o += h.Encode(f[o:])
 	if info.Is(wire.HasDETH) {
 		h := wire.DETH{QKey: c.qkey, SrcQP: c.srcqp}

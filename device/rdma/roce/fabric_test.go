@@ -59,6 +59,8 @@ type node struct {
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
+	waits    bool // connection management says that its peer retries RNR NAKs for ever
+	unmarked bool // its packets do not say what it does after RNR NAKs: rxe, an older vnicd
 	slow     bool // its frames go through the link
 	pad      bool // the frame being sent may be padded
 	seen     map[uint32]bool
@@ -378,7 +380,7 @@ func (n *node) GetBuf() *frame.Buf {
 	return n.f.pool.Get()
 }
 
-func (n *node) Hold() *frame.Buf {
+func (n *node) Hold(bool) *frame.Buf {
 	b := n.f.held.Get()
 	if b != nil && !b.Append(n.f.frame) {
 		n.f.t.Fatal("no room for a frame")
@@ -387,6 +389,7 @@ func (n *node) Hold() *frame.Buf {
 }
 
 func (n *node) Release(b *frame.Buf) { b.Free() }
+func (n *node) PeerWaits() bool      { return n.waits }
 
 func (n *node) InHand(b *frame.Buf) {
 	if n.f.frame = nil; b != nil {
@@ -411,6 +414,9 @@ func (n *node) Transmit(b *frame.Buf) {
 	}
 	if !wire.CheckICRC(frame, &p) {
 		f.t.Fatalf("%s sent a frame with a wrong ICRC", n.name)
+	}
+	if n.unmarked {
+		frame[len(frame)-wire.ICRCLen-len(p.Payload)-int(p.BTH.Pad)-len(p.Ext)-wire.BTHLen+4] &^= 0x3f
 	}
 	if n.onTx != nil && n.onTx(&p, frame) {
 		return

@@ -10,12 +10,15 @@ import (
 //
 //	requester   send queue, gather, result   none: it is merely slow
 //	responder   READ, atomic                 none, unless the peer repeats the request
-//	            SEND, WRITE                  RNR NAK, and an ACK when the page is present
+//	            SEND, WRITE                  none while they are kept; else RNR NAK, and an ACK when the page is
+//	                                         present (suspend.go)
 //	            UC, UD                       none: dropped and counted
 //
 // A requester that repeats a READ or atomic after its timeout would soon use up retry_cnt. It gets an RNR NAK for the
 // response that it waits for, as if the responder had had no resources for the request (IBTA 9.7.5.2.8), and counts it
 // against rnr_retry only. Requests that executed behind the READ were not acknowledged and will be duplicates.
+//
+// A requester whose rnr_retry may run out gets no RNR NAK for an absent page at all (HF-1).
 //
 // One fault per side is outstanding at a time (faultWaits.raised). Its answer belongs to the wait that raised it
 // (wait.raised). If that wait has ended, by a reset or because the page became present otherwise, the answer only
@@ -60,7 +63,7 @@ type faultWaits struct {
 	raised    [2]bool // by Side: a fault is outstanding, Resume follows
 	send      wait    // Requester
 	read      wait    // Responder: the oldest READ to be answered
-	request   wait    // Responder: the request at epsn, which is dropped, or an atomic
+	request   wait    // Responder: the request at epsn
 	sqInvalid bool    // the queue's memory is invalid: no more is fetched
 	rqInvalid bool
 }
@@ -229,7 +232,9 @@ func (q *QP) resumeResponder(ok bool) {
 	for _, w := range [...]*wait{&q.faults.read, &q.faults.request} {
 		if w.cause != waitNone && !q.faults.raised[Responder] {
 			if w.cause == waitQueue { // only looking for a receive raises it
+				refused := w.rnrSent
 				w.clear()
+				q.resumeQueue(refused)
 				q.wake()
 				continue
 			}
@@ -238,7 +243,7 @@ func (q *QP) resumeResponder(ok bool) {
 	}
 }
 
-// resumeRequest ends the wait of a request. Its packet was dropped at the miss, unless it was an atomic.
+// resumeRequest ends the wait of a request. Its packet was kept or dropped at the miss.
 func (q *QP) resumeRequest(w *wait, ok bool) {
 	if w.cause == waitQueue {
 		if !ok {
@@ -273,10 +278,8 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 		q.applyVerdict(vRemAccess)
 	case w.cause == waitAtomic:
 		q.retryAtomic()
-	case w.rnrSent && q.resp.epsn-q.resp.ackPSN < psnHalf/2:
-		// PF-9: the sender need not wait until its RNR timer expires.
-		q.resp.ackPending = true
-		q.wake()
+	default:
+		q.resumeQueue(w.rnrSent)
 	}
 }
 
@@ -284,8 +287,9 @@ func (q *QP) resumeRequest(w *wait, ok bool) {
 func (q *QP) retryAtomic() {
 	q.applyVerdict(q.executeAtomic())
 	if q.resp.reorder.expiresAt != 0 {
-		q.executeQueuedRequests()
+		q.executeQueuedRequests(false)
 	}
+	q.askForMissing()
 }
 
 // queueInvalid fails a QP whose work queue lies in invalid memory.
@@ -314,6 +318,8 @@ func (q *QP) retryFaults() {
 	case !due(w):
 	case w.cause == waitAtomic:
 		q.retryAtomic()
+	case q.resp.reorder.arrived.Has(0):
+		q.executeQueuedRequests(true)
 	default:
 		q.raiseFault(Responder, w)
 	}

@@ -41,6 +41,7 @@ type bth struct {
 	solicited bool
 	ackReq    bool
 	selective bool
+	patience  wire.Patience
 	destQP    uint32
 	psn       uint64 // low 24 bits go out
 }
@@ -69,7 +70,7 @@ func (q *QP) newFrame(h *wire.Template, t *bth, ext, n int) (buf *frame.Buf, ext
 		b[1] |= bthSolicited
 	}
 	binary.BigEndian.PutUint16(b[2:], wire.DefaultPKey)
-	binary.BigEndian.PutUint32(b[4:], t.destQP&psnMask)
+	binary.BigEndian.PutUint32(b[4:], uint32(t.patience)<<24|t.destQP&psnMask)
 	binary.BigEndian.PutUint32(b[8:], uint32(t.psn&psnMask))
 	if t.ackReq {
 		b[8] |= bthAckReq

@@ -148,7 +148,9 @@ func runHostile(t *testing.T, data []byte) {
 		if h.byte() == 0 {
 			c.va |= 1 << 63
 		}
-		if c.sel = h.byte()&3 != 0; op == wire.OpRCSelectiveAck {
+		k := h.byte()
+		c.wait = [...]wire.Patience{wire.PatienceUnknown, wire.PatienceEnds, wire.PatienceForever, 0x3f}[k>>2&3]
+		if c.sel = k&3 != 0; op == wire.OpRCSelectiveAck {
 			c.there = wire.Arrivals{uint64(h.u32()), uint64(h.byte())}
 		}
 		if !op.Info().Is(wire.HasPayload) {

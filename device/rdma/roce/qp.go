@@ -18,6 +18,7 @@ const (
 	maxWindow          = 4096
 	minWindow          = 8
 	maxMessage         = 1 << 31    // IBTA 9.7.7: largest RC and UC message
+	rnrForever         = 7          // rnr_retry without limit (IBTA 9.7.5.2.8)
 	GSIQKey            = 0x80010000 // Q_Key of every QP 1 (IBTA 10.2.5)
 )
 
@@ -236,7 +237,10 @@ func (q *QP) applyAttr(a *Attr, mask Mask) {
 	}
 	if mask&MaskRNRRetry != 0 {
 		t.RNRRetry = a.RNRRetry
-		q.req.rnrLeft = a.RNRRetry
+		q.req.rnrLeft, q.req.patience = a.RNRRetry, wire.PatienceEnds
+		if a.RNRRetry == rnrForever {
+			q.req.patience = wire.PatienceForever
+		}
 	}
 	if mask&MaskMinRNRTimer != 0 {
 		t.MinRNRTimer = a.MinRNRTimer
@@ -358,7 +362,7 @@ func (q *QP) Timer(now int64) {
 		q.detectLosses()
 	}
 	if due(&q.resp.reorder.expiresAt) {
-		q.resp.reorder.drop(q.link)
+		q.expireRequests()
 	}
 	if due(&q.recovery.responses.expiresAt) {
 		q.recovery.cwnd.OnSilence()

@@ -20,7 +20,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	w := &s.w
 	t := bth{
 		opcode: s.info.ops.only, destQP: q.attr.DestQPN, psn: q.req.nxt,
-		ackReq: true, selective: q.cfg.SelectiveRepeat,
+		ackReq: true, selective: q.cfg.SelectiveRepeat, patience: q.req.patience,
 	}
 	ext, n := wire.RETHLen, 0
 	switch s.info.kind {

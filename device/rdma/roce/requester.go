@@ -30,10 +30,11 @@ type requester struct {
 	readHead, readTail uint32
 
 	sinceAckReq uint32 // packets sent since the last AckReq
-	rnrLeft     uint8  // RNR NAKs left before the WQE fails
-	blocked     bool   // Run stopped for a reason that an acknowledgement removes
-	rnrUntil    int64  // RNR wait: nothing is sent before; 0: no wait
-	stallUntil  int64  // no buffer, or a drain in progress: try again then; 0: not stalled
+	patience    wire.Patience
+	rnrLeft     uint8 // RNR NAKs left before the WQE fails
+	blocked     bool  // Run stopped for a reason that an acknowledgement removes
+	rnrUntil    int64 // RNR wait: nothing is sent before; 0: no wait
+	stallUntil  int64 // no buffer, or a drain in progress: try again then; 0: not stalled
 
 	localPeer *QP            // the peer, if this Run may use the local path
 	localMiss translate.Miss // miss in the QP's own memory, on the local path
@@ -371,7 +372,7 @@ func (q *QP) sendPacket(s *sendSlot, i uint64) *frame.Buf {
 	if q.typ == UC {
 		t.opcode += ucOpcode
 	} else {
-		t.selective = q.cfg.SelectiveRepeat
+		t.selective, t.patience = q.cfg.SelectiveRepeat, q.req.patience
 		q.req.sinceAckReq++
 		t.ackReq = last || q.req.localPeer != nil || q.req.sinceAckReq >= ackEvery ||
 			q.recovery.scoreboard.Retransmitting || q.inFlight()+1 >= q.recovery.cwnd.Packets()

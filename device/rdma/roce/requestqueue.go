@@ -15,8 +15,9 @@ import (
 // packet does not carry the mark that its sender understands selective acknowledgements, the answer is a plain NAK. So
 // nothing is negotiated, and no agreement can become stale when the peer changes.
 //
-// Packets are queued only because of a gap. Any other event that stops the responder (RNR, an absent page, an error)
-// makes the sender go back and send everything again, so the queue is emptied.
+// The queue also keeps the request at the expected PSN that waits for an absent page, with the requests behind it, of
+// any sender (suspend.go). Any other event that stops the responder (RNR, an error) makes the sender go back and send
+// everything again, so the queue is emptied.
 const (
 	reorderSpan = wire.ArrivalsSpan
 	// reorderTimeout is how long a reorder queue is kept without progress, ns.
@@ -26,19 +27,24 @@ const (
 	sackEvery = 8
 )
 
-// requestQueue holds requests ahead of the expected PSN.
+// requestQueue holds requests from the expected PSN on.
 type requestQueue struct {
 	recovery.Queue
-	arrived   wire.Arrivals // relative to the expected PSN; bit 0 is set only while queued requests are executed
-	sackDue   bool          // a selective acknowledgement is to be sent
-	sinceSACK uint8         // packets queued since the last one
-	expiresAt int64         // when the queue is emptied; 0: it is empty
+	// arrived is relative to the expected PSN. Bit 0 is set only while that request waits for an absent page, and while
+	// queued requests are executed.
+	arrived   wire.Arrivals
+	sackDue   bool  // a selective acknowledgement is to be sent
+	paused    bool  // requests were queued because of an absent page: gaps have not been reported
+	sinceSACK uint8 // packets queued since the last selective acknowledgement
+	expiresAt int64 // when the queue is emptied; 0: it is empty
 }
 
 // queueRequest queues p, which is ahead of epsn. If it returns false, p is dropped, and the sender goes back.
 func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
 	h := &q.resp.reorder
-	if !p.BTH.Selective || !q.cfg.SelectiveRepeat || q.resp.nakSent || q.faults.request.cause != waitNone {
+	paused := q.faults.request.cause != waitNone
+	if paused && !q.keepsBehind() ||
+		!paused && (!p.BTH.Selective || !q.cfg.SelectiveRepeat || q.resp.nakSent) {
 		return false
 	}
 	first, d := !h.arrived.Any(), psn-q.resp.epsn
@@ -48,9 +54,14 @@ func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
 	default:
 		var b *frame.Buf
 		if d < reorderSpan {
-			b = q.link.Hold()
+			b = q.link.Hold(paused)
 		}
 		if b == nil {
+			if paused {
+				q.stats.FaultDrops++
+				q.resp.missing = max(q.resp.missing, psn+1)
+				return true
+			}
 			if first {
 				return false
 			}
@@ -65,6 +76,10 @@ func (q *QP) queueRequest(p *wire.RoCE, psn uint64) bool {
 		h.arrived.Set(d, n)
 		h.sinceSACK++
 		q.stats.Kept++
+	}
+	if paused {
+		q.pauseQueue()
+		return true
 	}
 	if first {
 		h.expiresAt = q.now + reorderTimeout
@@ -97,10 +112,11 @@ func (h *requestQueue) drop(link Link) {
 	*h = requestQueue{Queue: h.Queue}
 }
 
-// executeQueuedRequests executes the queued requests that are in order: at most reorderSpan packets.
-func (q *QP) executeQueuedRequests() {
+// executeQueuedRequests executes the queued requests that are in order: at most reorderSpan packets. If retry, it tries
+// the one that waits for a page again.
+func (q *QP) executeQueuedRequests(retry bool) {
 	h := &q.resp.reorder
-	for h.arrived.Has(0) && q.faults.request.cause == waitNone {
+	for ; h.arrived.Has(0) && (retry || q.faults.request.cause == waitNone); retry = false {
 		b, psn := h.Peek(q.resp.epsn), q.resp.epsn
 		var p wire.RoCE
 		if b == nil || wire.ParseRoCE(b.Bytes(), b.Layout(), &p) != nil { // a PSN within a READ: the peer contradicts itself
@@ -112,7 +128,11 @@ func (q *QP) executeQueuedRequests() {
 			break
 		}
 	}
-	if q.link.InHand(nil); !h.arrived.Any() {
+	q.link.InHand(nil)
+	if h.paused && q.faults.request.cause == waitNone {
+		q.askForMissing()
+	}
+	if !h.arrived.Any() {
 		h.sackDue, h.sinceSACK, h.expiresAt = false, 0, 0
 	}
 }

@@ -27,9 +27,10 @@ type responder struct {
 	accepted  uint64     // READs and atomics accepted so far
 	pending   int        // resources with responses to send
 
-	emptyDue      psnSet // FLUSHes and ATOMIC WRITEs whose responses are due
-	repeatsDue    psnSet // READ responses to send again, each alone
-	peerSelective bool   // the sender of the newest request understands selective acknowledgements
+	emptyDue      psnSet        // FLUSHes and ATOMIC WRITEs whose responses are due
+	repeatsDue    psnSet        // READ responses to send again, each alone
+	peerSelective bool          // the sender of the newest request understands selective acknowledgements
+	patience      wire.Patience // of the newest request
 
 	ackPending bool
 	// ackPSN is the newest SEND or WRITE packet executed. An ACK must never name the PSN of a READ or atomic: some
@@ -37,6 +38,7 @@ type responder struct {
 	ackPSN  uint64
 	nak     wire.Syndrome // to be sent; 0: none; may be nakFault
 	nakSent bool          // packets ahead of epsn are dropped without an answer (IBTA 9.7.5.2.4)
+	missing uint64        // end of the PSNs that were dropped in silence because of an absent page (suspend.go)
 	fatal   failure
 
 	rnrRead uint64 // PSN at which the waiting READ was requested again: an RNR NAK is due; 0: none
@@ -48,7 +50,7 @@ type responder struct {
 		compare, swapAdd uint64
 	}
 
-	reorder requestQueue // requests ahead of epsn
+	reorder requestQueue // requests ahead of epsn, and the one at epsn that waits for a page
 	cnpDue  bool         // marked packets have arrived
 	cnpAt   int64        // no CNP before
 
@@ -138,7 +140,7 @@ func (r *responder) dropResponses(link Link) {
 	}
 	r.pending = 0
 	r.ackPending, r.nak = false, 0
-	r.rnrRead = 0
+	r.rnrRead, r.missing = 0, 0
 	r.fatal = failure{}
 	r.emptyDue, r.repeatsDue = psnSet{}, psnSet{}
 	r.cnpDue = false
@@ -154,32 +156,28 @@ func (q *QP) receiveRC(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
-	q.resp.peerSelective = p.BTH.Selective && q.cfg.SelectiveRepeat
+	q.resp.peerSelective, q.resp.patience = p.BTH.Selective && q.cfg.SelectiveRepeat, p.BTH.Patience
 	psn := extend(q.resp.epsn, p.BTH.PSN)
 	switch {
 	case psn > q.resp.epsn:
 		q.stats.OutOfSequence++
 		if !q.queueRequest(p, psn) && !q.resp.nakSent {
-			q.resp.reorder.drop(q.link)
-			q.resp.nakSent, q.resp.nak = true, wire.NAKSequence
-			if q.faults.request.cause == waitAtomic {
-				q.resp.nak = nakFault // nothing was lost
-			}
-			q.wake()
+			q.refuseAhead(psn)
 		}
 		return
 	case psn < q.resp.epsn:
 		q.stats.Duplicates++
 		q.handleDuplicate(p, psn)
 		if q.resp.reorder.expiresAt != 0 {
-			q.executeQueuedRequests()
+			q.executeQueuedRequests(false)
 		}
 		return
 	}
-	q.executeRequest(p)
 	if q.resp.reorder.expiresAt != 0 {
-		q.executeQueuedRequests()
+		q.receiveBeforeQueue(p)
+		return
 	}
+	q.executeRequest(p)
 }
 
 // executeRequest executes p, the request with the expected PSN.
@@ -227,8 +225,8 @@ func (q *QP) applyVerdict(v verdict) {
 	case vOK, vParked:
 		return
 	case vFault:
-		q.stats.FaultDrops++
-		q.resp.nak, q.resp.nakSent = nakFault, true
+		q.suspendRequest()
+		return
 	case vNotReady:
 		q.resp.nak, q.resp.nakSent = wire.SyndromeRNR|wire.Syndrome(q.attr.MinRNRTimer&0x1f), true
 	case vInvReq:

@@ -71,7 +71,7 @@ func (q *QP) queueResponse(psn uint64, p *wire.RoCE) bool {
 	} else {
 		var f *frame.Buf
 		if psn-q.req.una < r.Span() && b.Flags(psn)&recovery.AwaitsResponse != 0 {
-			f = q.link.Hold()
+			f = q.link.Hold(false)
 		}
 		if f == nil {
 			if r.Len() == 0 {

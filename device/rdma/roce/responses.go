@@ -119,7 +119,7 @@ func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 }
 
 // executeAtomic executes resp.atomic, the request with the expected PSN. If its page is absent, the request is kept and
-// no message is sent (PF-10). Requests behind it must not overtake it: the first to arrive is answered by an RNR NAK.
+// no message is sent (PF-10). Requests behind it must not overtake it: see keepsBehind.
 func (q *QP) executeAtomic() verdict {
 	a := &q.resp.atomic
 	var r *resource // stays nil for an ATOMIC WRITE
@@ -212,7 +212,7 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
 		// The original responses have not been sent yet, and answer this request too.
-		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() {
+		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() && q.peerWaits() {
 			q.resp.rnrRead = psn
 			q.wake()
 		}
@@ -356,7 +356,8 @@ func (q *QP) respond(budget int) (more bool) {
 		syn, psn = q.faults.request.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.epsn
 	case q.resp.nak != 0:
 		syn, psn = q.resp.nak, q.resp.epsn
-	case q.resp.reorder.arrived.Any() && (q.resp.ackPending || q.resp.reorder.sackDue):
+	case q.resp.reorder.arrived.Any() && (q.resp.ackPending || q.resp.reorder.sackDue) &&
+		q.faults.request.cause == waitNone: // else the request at epsn is not missing
 		sacked = q.sendSelectiveAck()
 	case q.resp.ackPending:
 		syn, psn = wire.NoCredits, q.resp.ackPSN

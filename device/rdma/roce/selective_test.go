@@ -169,6 +169,7 @@ func TestKeepEnds(t *testing.T) {
 		"absent page": func(f *fabric, b *node) {
 			b.paging(1, 0, 0)
 			b.absent(2, 0)
+			b.waits = true
 			b.inject(marked(0, true))
 		},
 		"wrong key": func(f *fabric, b *node) {

@@ -13,7 +13,7 @@ type Stats struct {
 	TxCNP, RxCNP                     uint64 // congestion notifications
 	OutOfSequence                    uint64 // requests ahead of the expected PSN
 	Duplicates                       uint64
-	Kept                             uint64 // requests (of OutOfSequence) and responses put in a reorder queue
+	Kept                             uint64 // requests and responses put in a reorder queue
 	TxSelectiveAcks, RxSelectiveAcks uint64
 	RxDropped                        uint64           // packets with a wrong state, address, key, opcode or size
 	Drops                            [NumDrops]uint64 // those of RxDropped that Drop counts by reason

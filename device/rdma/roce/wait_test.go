@@ -55,6 +55,7 @@ func (n *node) wantWait(side Side, va uint64) {
 	}
 }
 
+// write is a WRITE of a peer that does not say what it does after RNR NAKs.
 func write(psn uint32, va uint64, data string) craft {
 	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: va, length: uint32(len(data)),
 		data: []byte(data)}
@@ -70,6 +71,7 @@ func TestResponderRNR(t *testing.T) {
 	f, b, sent := lone(t, o)
 	mem := b.reg(2, 0, 1<<16, allAccess)
 	b.stuck(0x1000)
+	b.waits = true
 	b.inject(write(10, 0, "a"))
 	b.wantResp(sent, ackOf(10))
 	b.inject(write(11, 0x1000, "b"))
@@ -125,6 +127,7 @@ func TestResponderRNRLate(t *testing.T) {
 	_, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
 	b.stuck(0x1000)
+	b.waits = true
 	b.inject(write(10, 0x1000, "a"))
 	b.answer(Responder, true)
 	b.wantResp(sent, rnrOf(10, 1))
@@ -146,6 +149,7 @@ func TestResponderReadWaits(t *testing.T) {
 	f, b, sent := lone(t, o)
 	mem := b.reg(2, 0, 1<<16, allAccess)
 	b.stuck(0x1400)
+	b.waits = true
 	read := func(psn uint32, va uint64, n uint32) craft {
 		return craft{op: wire.OpRCReadRequest, psn: psn, key: 2, va: va, length: n}
 	}
@@ -205,6 +209,7 @@ func TestResponderTwoWaits(t *testing.T) {
 	_, b, sent := lone(t, o)
 	b.reg(2, 0, 1<<16, allAccess)
 	b.stuck(0x1000, 0x5000)
+	b.waits = true
 	b.wantWait(Responder, 0)
 	b.inject(craft{op: wire.OpRCReadRequest, psn: 10, key: 2, va: 0x1000, length: 8})
 	b.wantResp(sent)
@@ -248,6 +253,7 @@ func TestResponderAtomicWaits(t *testing.T) {
 	mem := b.reg(2, 0, 1<<16, allAccess)
 	clear(mem.buf)
 	b.stuck(0x1000)
+	b.waits = true
 	add := func(psn uint32) craft { return craft{op: wire.OpRCFetchAdd, psn: psn, key: 2, va: 0x1000, swap: 5} }
 	b.inject(add(10))
 	b.wantResp(sent)

@@ -71,6 +71,7 @@ func TestODPPrograms(t *testing.T) {
 	t.Run("verified-implicit", func(t *testing.T) {
 		stress(ctx, t, a, "-w atomic,send -m implicit -l implicit", b, "-m implicit -l implicit")
 	})
+	t.Run("no-rnr-retries", func(t *testing.T) { stress(ctx, t, a, "-R 0 -w atomic", b, "-R 0") })
 	accessErrors(ctx, t, a, b)
 	t.Run("tool", func(t *testing.T) { toolDetects(ctx, t, a, b) })
 	quietKernels(ctx, t, w.vms...)
@@ -103,6 +104,9 @@ func TestODPPrograms(t *testing.T) {
 		})
 	}
 	t.Run("rxe-verified", func(t *testing.T) { stress(ctx, t, a, "-r 16 -w rdma,send", rxe, "-r 16 -m pinned -l pinned") })
+	t.Run("rxe-no-rnr-retries", func(t *testing.T) {
+		stress(ctx, t, a, "-R 0 -r 16 -w rdma", rxe, "-R 0 -r 16 -m pinned -l pinned")
+	})
 	quietKernels(ctx, t, w.vms...)
 }
 
@@ -205,6 +209,10 @@ vms:
 	t.Run("all", func(t *testing.T) { stress(ctx, t, a, "-w rdma,send,ud -c all", b, "-c all") })
 	t.Run("all-implicit", func(t *testing.T) {
 		stress(ctx, t, a, "-m implicit -l implicit -c all", b, "-m implicit -l implicit -c all")
+	})
+	// Pinned regions beyond vm2's budget: the host pages them, and no queue pair retries RNR NAKs (HF-1).
+	t.Run("host", func(t *testing.T) {
+		stress(ctx, t, a, "-R 0 -w atomic -m pinned -l pinned -r 128 -C", b, "-R 0 -m pinned -l pinned -r 128")
 	})
 	t.Run("pager", func(t *testing.T) { stuckPager(ctx, t, h, a, b) })
 	noneHeld(ctx, t, h, "vm1", "vm2")

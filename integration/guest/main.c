@@ -13,6 +13,7 @@
 struct options opt = {
 	.device = "vnic0", .port = 18600, .memory = ON_DEMAND, .local = ON_DEMAND, .region = 64u << 20,
 	.chunk = 256u << 10, .pager_ms = -2, .patience = 60, .seconds = 5, .qps = 2, .depth = 8, .seed = 1,
+	.rnr_retry = 7,
 	.message = 64u << 10,
 };
 
@@ -29,6 +30,7 @@ static int usage(void)
 		"             hole, or%s\n"
 		"  -P MS      a pager provides the region's pages in MS ms each; never: it does not answer\n"
 		"  -H SECONDS after which an operation counts as hung [60]\n"
+		"  -R COUNT   rnr_retry of this side's queue pairs [7]\n"
 		"client only, applies to both sides:\n"
 		"  -w LIST    rdma, atomic, send, ud [rdma]; or access: invalid accesses\n"
 		"  -t SECONDS [5]   -C  continue until all of the region was written and read   -S SEED [1]\n"
@@ -77,7 +79,7 @@ static void parse(int argc, char **argv)
 {
 	int c;
 
-	while ((c = getopt(argc, argv, "d:x:p:m:l:r:c:P:H:w:t:CS:s:q:k:h")) != -1)
+	while ((c = getopt(argc, argv, "d:x:p:m:l:r:c:P:H:R:w:t:CS:s:q:k:h")) != -1)
 		switch (c) {
 		case 'd': opt.device = optarg; break;
 		case 'x': opt.gid_index = atoi(optarg); break;
@@ -88,6 +90,7 @@ static void parse(int argc, char **argv)
 		case 'c': opt.chaos = chaos_parse(optarg); break;
 		case 'P': opt.pager_ms = strcmp(optarg, "never") ? atoi(optarg) : -1; break;
 		case 'H': opt.patience = atoi(optarg); break;
+		case 'R': opt.rnr_retry = atoi(optarg); break;
 		case 'w': words(optarg); break;
 		case 't': opt.seconds = atoi(optarg); break;
 		case 'C': opt.cover = true; break;

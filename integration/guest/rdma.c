@@ -92,8 +92,8 @@ void qp_connect(struct nic *n, struct ibv_qp *qp, const struct remote *to, uint3
 
 	/* Swapping is slow: 4.3 s * 7 until the peer is given up. */
 	a = (struct ibv_qp_attr){
-		.qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = 20, .retry_cnt = 7, .rnr_retry = 7,
-		.max_rd_atomic = 16,
+		.qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = 20, .retry_cnt = 7,
+		.rnr_retry = opt.rnr_retry, .max_rd_atomic = 16,
 	};
 	err = ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN |
 			    (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));

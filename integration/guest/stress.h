@@ -45,6 +45,7 @@ struct options {
 	unsigned long chaos;	/* bits of chaos_ops[] */
 	int pager_ms;		/* userfaultfd: delay per fault; -1: never answer; -2: no pager */
 	int patience;		/* seconds after which an operation counts as hung */
+	int rnr_retry;
 	/* The client chooses the rest. */
 	unsigned seconds, qps, depth, seed;
 	uint32_t message;	/* maximum, in bytes */

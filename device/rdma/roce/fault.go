@@ -245,6 +245,7 @@ func (q *QP) resumeResponder(ok bool) {
 
 // resumeRequest ends the wait of a request. Its packet was kept or dropped at the miss.
 func (q *QP) resumeRequest(w *wait, ok bool) {
+	q.resp.waitDue = false
 	if w.cause == waitQueue {
 		if !ok {
 			q.queueInvalid(&q.faults.rqInvalid)

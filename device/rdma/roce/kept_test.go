@@ -136,7 +136,11 @@ func TestKeptForPage(t *testing.T) {
 				b.inject(w(0xffffff, 0x1000, "b"))
 				b.inject(w(0, 0, "c"))
 				b.inject(w(1, 1, "d"))
-				b.wantResp(sent, ackOf(0xfffffe))
+				if sel && level == hostAbsent {
+					b.wantSACK(sent, 0xffffff, 0)
+				} else {
+					b.wantResp(sent, ackOf(0xfffffe))
+				}
 			}
 			f.wantHeld(5)
 			if mem.buf[0] != 'a' || mem.buf[1] != 0 || b.raised[Responder] != 1 {
@@ -255,6 +259,72 @@ func TestPatience(t *testing.T) {
 	}
 }
 
+// Between vnicds a page of the host may take as long as it takes: retry_cnt 1 and a timeout of 2 ms survive seconds,
+// the window stays as it was, and the request is repeated once per timeout only. A page of the guest that takes as long
+// ends the connection, because its owner may never provide it.
+func TestHostTakesLong(t *testing.T) {
+	for _, tc := range []struct {
+		level   absence
+		service int64
+	}{{hostAbsent, keepTime / 2}, {hostAbsent, 5 * keepTime}, {guestAbsent, keepTime / 2}} {
+		for _, x := range []struct {
+			name string
+			w    WQE
+		}{
+			{"write", WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 50000)}}},
+			{"send", WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 50000)}}},
+			{"read", WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 50000)}}},
+			{"atomic", WQE{Opcode: WRFetchAdd, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}},
+		} {
+			t.Run(fmt.Sprintf("%s/%d/%d", x.name, tc.level, tc.service), func(t *testing.T) {
+				f := newFabric(t, 1)
+				o := opts()
+				o.retry, o.timeout, o.rnr = 1, 9, 0
+				a, b := f.pair(o)
+				a.reg(1, 0, 1<<18, allAccess)
+				b.reg(2, 0, 1<<18, allAccess)
+				for range 23 {
+					b.postRecv(sge(2, 0, 1<<18))
+				}
+				want := []Status{}
+				for range 20 {
+					a.post(x.w)
+					want = append(want, 0)
+				}
+				f.until("warm", 10e9, func() bool { return len(a.sends) == 20 })
+				before, sent := a.q.recovery.cwnd.Size, f.frames
+				b.paging(1, 0, 0)
+				b.whole = true
+				b.service = func() int64 { return tc.service }
+				b.allGone(2, tc.level)
+				for range 3 {
+					a.post(x.w)
+				}
+				f.until("the page", 60e9, func() bool { return len(a.sends) == 23 })
+				if tc.level == guestAbsent {
+					a.wantSends(append(want, StatusRetryExc, StatusFlush, StatusFlush)...)
+					return
+				}
+				a.wantSends(append(want, 0, 0, 0)...)
+				f.settle(1e9)
+				if x.w.Opcode != WRFetchAdd {
+					same(t, "data", b.regions[2].buf[:50000], a.regions[1].buf[:50000])
+				}
+				// What was dropped after keepTime counts as lost.
+				if w := &a.q.recovery.cwnd; tc.service < keepTime && (w.Size < before || w.Ssthresh != w.Max) {
+					t.Errorf("the window is %+v, it was %d", w, before)
+				}
+				if a.q.recovery.retryLeft != 1 || b.q.Stats().TxRNR != 0 {
+					t.Errorf("%d retries left, %d RNR NAKs", a.q.recovery.retryLeft, b.q.Stats().TxRNR)
+				}
+				if n := f.frames - sent; int64(n) > 400+tc.service/2e6*200 {
+					t.Errorf("%d frames were sent", n)
+				}
+			})
+		}
+	}
+}
+
 // What finds no room is dropped in silence and asked for once, when the page is present: by a NAK, or by a selective
 // acknowledgement if requests behind the gap are queued.
 func TestKeptOverflow(t *testing.T) {
@@ -282,6 +352,9 @@ func TestKeptOverflow(t *testing.T) {
 					b.inject(w(10, 0x1000))
 					for psn := uint32(11); psn < 40; psn++ {
 						b.inject(w(psn, uint64(psn)))
+					}
+					if sel && room == 0 && what == "write" {
+						b.wantSACK(sent, 10, 0)
 					}
 					b.wantResp(sent)
 					end := 10 + uint32(room) // of what is executed

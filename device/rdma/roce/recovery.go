@@ -16,6 +16,7 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
+	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
 )
 
 // lossRecovery is the part of a QP that detects lost packets and makes the requester send them again.
@@ -85,7 +86,7 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 		if l.scoreboard.Active && l.probes <= maxGapProbes {
 			d = max(gapProbeMin, 2*rtt+l.scoreboard.ReorderWindow())
 		}
-		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, 16))
+		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, maxProbes))
 	}
 }
 

@@ -140,17 +140,28 @@ func (q *QP) executeQueuedRequests(retry bool) {
 // sendSelectiveAck reports which packets ahead of epsn have arrived.
 func (q *QP) sendSelectiveAck() bool {
 	h := &q.resp.reorder
-	t := bth{opcode: wire.OpRCSelectiveAck, destQP: q.attr.DestQPN, psn: q.resp.epsn, selective: q.resp.peerSelective}
+	arrived := h.arrived
+	arrived[0] &^= 1
+	if !q.sendArrivals(q.resp.epsn, &arrived) {
+		return false
+	}
+	h.sackDue, h.sinceSACK = false, 0
+	return true
+}
+
+// sendWaits tells a requester that its request psn has arrived and waits for a page.
+func (q *QP) sendWaits(psn uint64) bool { return q.sendArrivals(psn, &wire.Arrivals{1}) }
+
+// sendArrivals sends a selective acknowledgement. It returns false if there is no buffer.
+func (q *QP) sendArrivals(psn uint64, arrived *wire.Arrivals) bool {
+	t := bth{opcode: wire.OpRCSelectiveAck, destQP: q.attr.DestQPN, psn: psn, selective: q.resp.peerSelective}
 	buf, hdr, _ := q.newFrame(&q.tx, &t, wire.AETHLen+wire.ArrivalsLen, 0)
 	if buf == nil {
 		q.resp.stallUntil = q.now + bufferDelay
 		return false
 	}
 	a := wire.AETH{Syndrome: wire.NAKSequence, MSN: q.resp.msn}
-	arrived := h.arrived
-	arrived[0] &^= 1
 	arrived.Encode(hdr[a.Encode(hdr):])
-	h.sackDue, h.sinceSACK = false, 0
 	q.stats.TxSelectiveAcks++
 	q.transmit(&q.tx, buf)
 	return true

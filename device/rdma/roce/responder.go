@@ -41,7 +41,8 @@ type responder struct {
 	missing uint64        // end of the PSNs that were dropped in silence because of an absent page (suspend.go)
 	fatal   failure
 
-	rnrRead uint64 // PSN at which the waiting READ was requested again: an RNR NAK is due; 0: none
+	rnrRead uint64 // PSN at which the waiting READ was requested again: an answer is due; 0: none
+	waitDue bool   // a report is due that the request at epsn waits for a page
 
 	atomic struct { // the newest atomic request, executed once its page is present
 		op               wire.Operation
@@ -140,7 +141,7 @@ func (r *responder) dropResponses(link Link) {
 	}
 	r.pending = 0
 	r.ackPending, r.nak = false, 0
-	r.rnrRead, r.missing = 0, 0
+	r.rnrRead, r.missing, r.waitDue = 0, 0, false
 	r.fatal = failure{}
 	r.emptyDue, r.repeatsDue = psnSet{}, psnSet{}
 	r.cnpDue = false
@@ -216,6 +217,7 @@ func (q *QP) advanceEPSN(psn uint64) {
 	q.resp.nakSent, q.resp.nak = false, 0
 	if q.faults.request.cause != waitNone {
 		q.faults.request.clear()
+		q.resp.waitDue = false
 	}
 }
 

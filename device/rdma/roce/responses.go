@@ -212,7 +212,8 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
 		// The original responses have not been sent yet, and answer this request too.
-		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() && q.peerWaits() {
+		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() &&
+			(q.peerWaits() || q.resp.peerSelective && w.ofHost()) {
 			q.resp.rnrRead = psn
 			q.wake()
 		}
@@ -356,6 +357,11 @@ func (q *QP) respond(budget int) (more bool) {
 		syn, psn = q.faults.request.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.epsn
 	case q.resp.nak != 0:
 		syn, psn = q.resp.nak, q.resp.epsn
+	case q.resp.waitDue && q.faults.request.cause != waitNone:
+		if !q.sendWaits(q.resp.epsn) {
+			return false
+		}
+		sacked, q.resp.waitDue = true, false
 	case q.resp.reorder.arrived.Any() && (q.resp.ackPending || q.resp.reorder.sackDue) &&
 		q.faults.request.cause == waitNone: // else the request at epsn is not missing
 		sacked = q.sendSelectiveAck()
@@ -393,7 +399,13 @@ func (q *QP) respondWhileWaiting(r *resource) {
 	if q.resp.stallUntil != 0 {
 		return
 	}
-	if syn := q.faults.read.rnrSyndrome(q.now, q.sched.FaultDelay()); q.sendAck(syn, q.resp.rnrRead) {
+	sent := false
+	if q.peerWaits() {
+		sent = q.sendAck(q.faults.read.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.rnrRead)
+	} else {
+		sent = q.sendWaits(q.resp.rnrRead)
+	}
+	if sent {
 		q.resp.rnrRead = 0
 	}
 }

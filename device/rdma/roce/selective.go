@@ -30,11 +30,15 @@ func (q *QP) clearScoreboard() {
 // receiveSelectiveAck handles a report of a gap at psn and of the packets that have arrived behind it.
 func (q *QP) receiveSelectiveAck(psn uint64, p *wire.RoCE) {
 	arrivals := p.Arrivals()
-	if !q.cfg.SelectiveRepeat || arrivals.Has(0) {
+	if !q.cfg.SelectiveRepeat {
 		q.stats.RxDropped++
 		return
 	}
 	q.stats.RxSelectiveAcks++
+	if arrivals.Has(0) {
+		q.requestWaits(psn)
+		return
+	}
 	if !q.acknowledge(psn) && !(q.requesterActive() && q.keepsResponses(p)) {
 		if q.requesterActive() { // the response to a READ is missing
 			q.gapDetected()
@@ -49,6 +53,20 @@ func (q *QP) receiveSelectiveAck(psn uint64, p *wire.RoCE) {
 	if b.SelectiveAck(psn, q.req.una, q.req.sent, &arrivals, q.now) {
 		q.restartTimers()
 	}
+}
+
+// requestWaits handles a report that the request at psn has arrived and waits there for a page that is absent on the
+// host (suspend.go). The peer is alive, and its silence is neither congestion nor a measure of the path. No probes
+// follow, and the timeout begins again.
+func (q *QP) requestWaits(psn uint64) {
+	l := &q.recovery
+	if !q.acknowledge(psn) || q.req.rnrUntil != 0 {
+		return
+	}
+	l.retryLeft, l.timedPSN = q.attr.RetryCnt, 0
+	l.cwnd.Restore()
+	l.rtxAt, l.timeoutAt, l.probes = 0, 0, maxProbes
+	l.arm(q.now, q.attr.RetryCnt)
 }
 
 // restartTimers restarts the retransmission timer after a report that packets have arrived behind the gap.

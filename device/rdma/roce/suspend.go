@@ -20,8 +20,11 @@ import (
 // What finds no room is dropped in silence if its sender must not be refused. When the page is present the peer is
 // asked for it, once: by a NAK for a sequence error, or by a selective acknowledgement if requests behind the gap are
 // queued.
+//
 // A kept request that its sender repeats is answered by an RNR NAK if the sender retries for ever. This keeps it from
-// using up retry_cnt.
+// using up retry_cnt. A vnicd that does not is told that its request waits if the page is absent on the host: what the
+// host does must not end the connection. A guest may leave its page absent for ever, and a peer that has limited its
+// retries wants to notice.
 
 // keepTime bounds how long requests are kept for one page, ns. After it they are dropped and asked for later, so that
 // memory that never comes occupies no buffers. It is longer than a busy swap device takes.
@@ -39,11 +42,13 @@ func (q *QP) peerWaits() bool {
 	return q.link.PeerWaits()
 }
 
+// ofHost reports whether w waits for the host.
+func (w *wait) ofHost() bool { return w.miss.Kind == translate.HostFault || w.cause == waitQueue }
+
 // keepsRequest reports whether the request at epsn, which waits for a page, is to be kept if there is room.
 func (q *QP) keepsRequest() bool {
 	w := &q.faults.request
-	host := w.miss.Kind == translate.HostFault || w.cause == waitQueue
-	return (host || !q.peerWaits()) && q.now-w.refusedAt < keepTime
+	return (w.ofHost() || !q.peerWaits()) && q.now-w.refusedAt < keepTime
 }
 
 // keepsBehind reports whether requests behind the one that waits for a page are to be kept if there is room. An atomic
@@ -62,7 +67,7 @@ func (q *QP) suspendRequest() {
 	case q.faults.request.cause == waitAtomic: // a repetition
 		q.stats.Duplicates++
 		r.nakSent = r.nakSent || !q.keepsBehind()
-		q.refuseRepeated()
+		q.answerWaiting()
 		return
 	case q.keepsRequest():
 		if b := q.link.Hold(true); b != nil {
@@ -76,12 +81,10 @@ func (q *QP) suspendRequest() {
 	q.stats.FaultDrops++
 	r.reorder.drop(q.link)
 	r.nakSent = true
-	if q.peerWaits() {
-		r.nak = nakFault
-		q.wake()
-		return
+	if !q.peerWaits() {
+		r.missing = max(r.missing, r.epsn+1)
 	}
-	r.missing = max(r.missing, r.epsn+1)
+	q.answerWaiting()
 }
 
 // pauseQueue records that requests are queued because the one at epsn waits for a page. Repetitions do not prolong
@@ -91,12 +94,18 @@ func (q *QP) pauseQueue() {
 	q.resp.reorder.expiresAt = q.faults.request.refusedAt + keepTime
 }
 
-// refuseRepeated answers the repetition of a request that is kept.
-func (q *QP) refuseRepeated() {
-	if q.peerWaits() {
+// answerWaiting answers the request at epsn, which waits for a page, after it was repeated or dropped: by an RNR NAK, a
+// report that it waits, or not at all.
+func (q *QP) answerWaiting() {
+	switch {
+	case q.peerWaits():
 		q.resp.nak = nakFault
-		q.wake()
+	case q.resp.peerSelective && q.faults.request.ofHost():
+		q.resp.waitDue = true
+	default:
+		return
 	}
+	q.wake()
 }
 
 // receiveBeforeQueue executes p, the request at epsn, while requests are queued. If p is the repetition of the one that
@@ -108,7 +117,7 @@ func (q *QP) receiveBeforeQueue(p *wire.RoCE) {
 		q.executeQueuedRequests(false)
 	} else if q.faults.request.cause != waitNone {
 		q.stats.Duplicates++
-		q.refuseRepeated()
+		q.answerWaiting()
 	}
 }
 

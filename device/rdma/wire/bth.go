@@ -283,7 +283,8 @@ const ArrivalsSpan = 256
 
 // Arrivals is the extension header of OpRCSelectiveAck, vnicd's own. Bit i (of word i/64, lowest bit first) says that
 // the packet with the PSN i after the expected one, which is the BTH's, has arrived and is in the reorder queue. A READ
-// request sets the bits of the PSNs of all its responses.
+// request sets the bits of the PSNs of all its responses. Bit 0 alone says that the packet with the expected PSN itself
+// has arrived and waits for a page that is absent on the host. vnicds before this meaning drop such a packet.
 type Arrivals [ArrivalsSpan / 64]uint64
 
 // Decode reads the header at the start of b and returns its size, 32.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 )
@@ -25,8 +26,9 @@ import (
 // On entry every pas[i] is PageAbsent. PageIn sets pas[i] to the PA (Buffer.PA, a multiple of 4096) of the page at VA
 // f.VA + i*4096, plus PageReadOnly if writes to it shall fault. pas[0] is required, and must be writable if f.Write is
 // set. Entries after the first absent one are ignored. An error means that the address is invalid: the faulting
-// operation fails (PF-13). PageIn may block; only the faulting operation waits for it. It must return when ctx ends,
-// which happens when the region or the device is closed.
+// operation fails (PF-13). An error that matches ErrNoMemory or StatusNoMemory means that there is no page now: the
+// operation faults again after a pause (HF-2). PageIn may block; only the faulting operation waits for it. It must
+// return when ctx ends, which happens when the region or the device is closed.
 type Pager interface {
 	PageIn(ctx context.Context, f PageFault, pas []uint64) error
 }
@@ -70,9 +72,16 @@ type OnDemandMR struct {
 	mu      sync.Mutex
 	windows map[*window]struct{} // guarded by mu
 
-	careful atomic.Bool // a posted SET_MTT was refused: wait for the answer
-	stats   struct{ faults, pages, failed, retries, invalidations, prefetches atomic.Uint64 }
+	careful atomic.Bool  // a posted SET_MTT was refused: wait for the answers until one succeeds
+	pause   atomic.Int64 // before the next answer "later", in ns; 0: shortest
+	stats   struct{ faults, pages, failed, later, retries, invalidations, prefetches atomic.Uint64 }
 }
+
+// Bounds of OnDemandMR.pause.
+const (
+	shortestPause = time.Millisecond
+	longestPause  = 100 * time.Millisecond
+)
 
 // window is a range of pages for which a call of PageIn is under way.
 type window struct {
@@ -85,6 +94,7 @@ type OnDemandStats struct {
 	Faults        uint64 // events
 	Pages         uint64 // set in the device's table
 	Failed        uint64 // faults that ended with an error
+	Later         uint64 // faults that met a shortage and were raised again after a pause
 	Retries       uint64 // results of PageIn that an Invalidate made stale
 	Invalidations uint64
 	Prefetches    uint64
@@ -149,8 +159,8 @@ func (r *OnDemandMR) Close() error {
 func (r *OnDemandMR) Stats() OnDemandStats {
 	s := &r.stats
 	return OnDemandStats{
-		Faults: s.faults.Load(), Pages: s.pages.Load(), Failed: s.failed.Load(), Retries: s.retries.Load(),
-		Invalidations: s.invalidations.Load(), Prefetches: s.prefetches.Load(),
+		Faults: s.faults.Load(), Pages: s.pages.Load(), Failed: s.failed.Load(), Later: s.later.Load(),
+		Retries: s.retries.Load(), Invalidations: s.invalidations.Load(), Prefetches: s.prefetches.Load(),
 	}
 }
 
@@ -211,7 +221,7 @@ func (r *OnDemandMR) startInvalidate(ctx context.Context, first, count uint64) (
 }
 
 // Prefetch calls the Pager for the pages that contain part of [va, va+n) and sets them in the device's table (ODP-8).
-// It fails at the first page that the Pager does not provide.
+// It fails at the first page that the Pager does not provide, and with StatusNoMemory if the device has no room now.
 func (r *OnDemandMR) Prefetch(ctx context.Context, va, n uint64, write bool) error {
 	if !r.d.faults.use(r) {
 		return fmt.Errorf("prefetch: %w", ErrClosed)
@@ -305,8 +315,8 @@ func (r *OnDemandMR) publishWindow(w *window, pas []uint64, a *answer) (done boo
 
 // setAndResume sets pages and answers the fault: SET_MTT carries the token; if the device does not support that,
 // RESUME_FAULT follows it. The commands are posted, as the device begins them in order. If it refuses the pages, the
-// operation is resumed and faults again. From then on the region's answers are awaited: a second refusal fails the
-// operation.
+// operation is resumed and faults again. From then on the region's answers are awaited, until one succeeds: the reason
+// of a second refusal decides whether the operation fails or waits.
 func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 	d, token := r.d, a.token
 	fixed := abi.SetMTT{Handle: r.handle, Count: uint16(len(pas)), First: first}
@@ -321,6 +331,7 @@ func (r *OnDemandMR) setAndResume(first uint64, pas []uint64, a *answer) error {
 		if err != nil {
 			return err
 		}
+		r.careful.Store(false)
 		if one {
 			a.given = true
 			return nil
@@ -470,9 +481,37 @@ func (r *OnDemandMR) serve(e *abi.Event) {
 			Write: e.Access&(abi.AccessLocalWrite|abi.AccessRemoteWrite|abi.AccessRemoteAtomic) != 0}
 		_, err = r.pageIn(r.ctx, first, f, make([]uint64, min(count, maxPageIn)), &a)
 	}
-	if err != nil {
+	switch {
+	case err == nil:
+		r.pause.Store(0)
+	case later(err) && r.backOff():
+		r.stats.later.Add(1)
+		_ = a.give(r.d, true)
+	default:
 		r.stats.failed.Add(1)
 		_ = a.give(r.d, false)
+	}
+}
+
+// later reports whether err is a shortage that may pass (HF-2): the operation faults again. For every other reason the
+// address counts as invalid (PF-13).
+func later(err error) bool {
+	return errors.Is(err, StatusNoMemory) || errors.Is(err, StatusBusy) || errors.Is(err, ErrNoMemory) ||
+		errors.Is(err, ErrTimeout)
+}
+
+// backOff waits before an answer "later", twice as long each time while the shortage lasts. It returns false when
+// the region is being closed.
+func (r *OnDemandMR) backOff() bool {
+	pause := max(time.Duration(r.pause.Load()), shortestPause)
+	r.pause.Store(int64(min(2*pause, longestPause)))
+	t := time.NewTimer(pause)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-r.ctx.Done():
+		return false
 	}
 }
 

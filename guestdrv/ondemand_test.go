@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -398,37 +399,46 @@ func TestFaultCommands(t *testing.T) {
 	})
 }
 
-// TestRefusedPages has a device that refuses the pages of an answer, as the VM has too many: SET_MTT does
-// not resume the operation then, but no operation waits for ever: it fails (PF-13), and later ones succeed.
+// TestRefusedPages has a device that refuses the pages of an answer, as pinned regions use all of the VM's quota:
+// SET_MTT does not resume the operation then. It is a shortage that may pass, so the operation waits (HF-2), and ends
+// well once there is room.
 func TestRefusedPages(t *testing.T) {
 	answering(t, func(t *testing.T, forget guestdrv.Caps) {
-		const group = 512 // pages of on-demand regions count by groups
-		r := newRig(t, rigConfig{limits: hca.Limits{MTTs: 2 * group}})
+		const quota, rest = 1024, 150 // a table costs 144, a page in it 64
+		r := newRig(t, rigConfig{limits: hca.Limits{MTTs: quota}})
 		ha, hb := r.hosts[0], r.hosts[1]
 		hb.Forget(forget)
-		far := newArena(t, hb, 1<<30, 3*group, 4).register(allAccess)
+		far := newArena(t, hb, 1<<30, 4, 4).register(allAccess)
 		_, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
-		write := func(a *end, i int) guestdrv.WCStatus {
-			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
-				SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.va(i * page), RKey: far.mr.RKey()})
-			return await(t, a.scq, 1)[0].Status
+		a, b := connect(t, ha, hb, qpDefaults(), faulty)
+		buf, err := hb.Alloc(page)
+		if err != nil {
+			t.Fatal(err)
 		}
+		pas := slices.Repeat([]uint64{buf.PA()}, quota-rest)
 		for round := range 2 { // the second finds a region that has been refused before
-			a, b := connect(t, ha, hb, qpDefaults(), faulty)
-			for i := range 2 {
-				if s := write(a, i*group); s != guestdrv.WCSuccess {
-					t.Fatalf("round %d, page %d: %s", round, i*group, s)
-				}
+			all, err := hb.pd.RegisterPages(bg, guestdrv.PageSpec{PageShift: 12, Length: (quota - rest) * page, PAs: pas})
+			if err != nil {
+				t.Fatal(err)
 			}
-			if s := write(a, 2*group); s != guestdrv.WCRemAccessErr {
-				t.Errorf("round %d, beyond the limit: %s, want %s", round, s, guestdrv.WCRemAccessErr)
+			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,
+				SGL: []guestdrv.SGE{mr.SGE(0, 8)}, RemoteAddr: far.base, RKey: far.mr.RKey()})
+			before := far.mr.Stats().Later
+			testutil.Eventually(t, "several pauses", func() bool { return far.mr.Stats().Later >= before+4 })
+			var wcs [1]guestdrv.Completion
+			if a.scq.Poll(wcs[:]) != 0 {
+				t.Errorf("round %d: completed without its page: %+v", round, wcs[0])
 			}
-			if n := far.mr.Stats().Failed; n != uint64(round+1) {
+			if err := all.Close(); err != nil {
+				t.Fatal(err)
+			}
+			expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+			if n := far.mr.Stats().Failed; n != 0 {
 				t.Errorf("round %d: %d faults failed", round, n)
 			}
-			destroy(t, a, b)
 			far.evictAll()
 		}
+		destroy(t, a, b)
 	})
 }
 

@@ -4,9 +4,10 @@ import "sync/atomic"
 
 // The MTT: one word per page in groups of 512. An entry is PA | 1 if present, | 2 if read-only; 0 if absent. If all
 // pages of a group are physically contiguous, run holds the first entry: a lookup then skips the entries, and 300 KiB
-// describe a region of 10 million such pages. run is a shortcut; the entries are authoritative.
+// describe a region of 10 million such pages. run is a shortcut; the entries are authoritative. A group with one present
+// page has no entries: run holds that page's entry and index.
 //
-// The groups of a pinned region are in one slice; their entries are made when first written. The groups of a demand
+// The groups of a pinned region are in one slice; their entries are made when first needed. The groups of a demand
 // region are in a sparseMTT, and exist while one of their pages is present: creating such a region costs the same for
 // any size.
 const (
@@ -17,8 +18,19 @@ const (
 	mttPresent  = 1
 	mttReadOnly = 2
 	mttFlags    = mttPresent | mttReadOnly
+
+	// Only in run. PAs are multiples of 4 KiB below 2^48, so these bits are free.
+	mttAlone      = 1 << 11 // the entry of one page, whose index is in the bits below
+	mttIndexShift = 2
+	mttIdle       = 1 << 63 // no lookup since the reclaimer passed (reclaim.go)
 )
 
+// mttGroup is the state of 512 pages. What a reader finds, in this order:
+//
+//	run, whole       every page
+//	run, mttAlone    one page
+//	entries          each page; readers that load run before and entries after such a change find the page in both
+//	neither          none
 type mttGroup struct {
 	run     atomic.Uint64
 	entries atomic.Pointer[mttEntries]
@@ -26,8 +38,19 @@ type mttGroup struct {
 
 type mttEntries [mttGroupSize]atomic.Uint64
 
-// group returns group n of the table: nil or one without entries if none of its pages is present. n may be beyond the
-// table.
+// alone returns the entry of page i from run, which has mttAlone.
+func alone(run, i uint64) uint64 {
+	if run>>mttIndexShift&mttGroupMask != i {
+		return 0
+	}
+	return run &^ (mttAlone | mttGroupMask<<mttIndexShift)
+}
+
+// use clears mttIdle and returns run without it. Lookups that find the mark call it, so an access stores nothing unless
+// the reclaimer has passed since the last one.
+func (g *mttGroup) use() uint64 { return g.run.And(^uint64(mttIdle)) &^ mttIdle }
+
+// group returns group n of the table: nil or an empty one if none of its pages is present. n may be beyond the table.
 func (r *Region) group(n uint64) *mttGroup {
 	if n < uint64(len(r.mtt)) {
 		return &r.mtt[n]
@@ -45,7 +68,14 @@ func (r *Region) page(p uint64) (entry, contiguous uint64) {
 		return 0, 0
 	}
 	i := p & mttGroupMask
-	if w := g.run.Load(); w != 0 {
+	w := g.run.Load()
+	if w&mttIdle != 0 {
+		w = g.use()
+	}
+	switch {
+	case w&mttAlone != 0:
+		return alone(w, i), 1
+	case w != 0:
 		return w + i<<(r.shift&63), mttGroupSize - i
 	}
 	t := g.entries.Load()
@@ -90,7 +120,7 @@ func (r *Region) toPA(off, n uint64, write bool) (pa PA, got uint64, ok bool) {
 func (r *Region) chargeLocked() uint64 {
 	switch {
 	case r.demand:
-		return uint64(r.sparse.live) << mttGroupShift
+		return r.sparse.chargeLocked()
 	case r.phys:
 		return 0
 	}
@@ -108,82 +138,160 @@ func eachPart(first, n uint64, f func(group, in, from, to uint64)) {
 	}
 }
 
-// missingLocked returns an upper bound of what setLocked would add to chargeLocked.
+// missingLocked returns what setLocked would add to chargeLocked at most.
 func (r *Region) missingLocked(first uint64, pas []PA) (pages uint64) {
-	if r.demand {
-		eachPart(first, uint64(len(pas)), func(n, _, from, to uint64) {
-			if !r.existsLocked(n) && anyPresent(pas[from:to]) {
-				pages += mttGroupSize
-			}
-		})
+	if !r.demand {
+		return 0
+	}
+	made := false
+	eachPart(first, uint64(len(pas)), func(n, in, from, to uint64) {
+		run, t := r.stateLocked(n)
+		if t != nil {
+			return
+		}
+		present, _ := presentAfter(run, in, pas[from:to])
+		if present > 0 && run == 0 {
+			pages += sparseGroupCharge
+			made = true
+		}
+		if present > 1 {
+			pages += mttGroupSize
+		}
+	})
+	if made && r.sparse.table.Load() == noGroups {
+		pages += sparseTableCharge
 	}
 	return pages
 }
 
-// existsLocked reports whether group n has entries.
-func (r *Region) existsLocked(n uint64) bool {
+// stateLocked returns run and entries of group n; 0 and nil if none of its pages is present.
+func (r *Region) stateLocked(n uint64) (run uint64, t *mttEntries) {
 	g := r.group(n)
-	return g != nil && g.entries.Load() != nil
+	if g == nil {
+		return 0, nil
+	}
+	return g.run.Load() &^ mttIdle, g.entries.Load()
 }
 
-func anyPresent(pas []PA) bool {
-	for _, pa := range pas {
-		if pa&absentPA == 0 {
-			return true
+// presentAfter returns how many pages of a group without entries are present once part is set from page in on: 0, 1, or
+// 2 for more; and run for one page.
+func presentAfter(run, in uint64, part []PA) (present int, after uint64) {
+	if run != 0 {
+		if i := run >> mttIndexShift & mttGroupMask; i-in >= uint64(len(part)) { // not replaced
+			present, after = 1, run
 		}
 	}
-	return false
+	for k, pa := range part {
+		if pa&absentPA != 0 {
+			continue
+		}
+		if present++; present > 1 {
+			return present, 0
+		}
+		after = entryOf(pa) | mttAlone | (in+uint64(k))<<mttIndexShift
+	}
+	return present, after
 }
 
+func entryOf(pa PA) uint64 {
+	if pa&absentPA != 0 {
+		return 0
+	}
+	return uint64(pa) | mttPresent // readOnlyPA is mttReadOnly
+}
+
+// lostBy reports whether readers of old lose something by w. Making the same page writable is not a change for them.
+func lostBy(old, w uint64) bool { return old != 0 && old != w && old != w|mttReadOnly }
+
 // setLocked stores pas from page first on; ranges have been checked. It reports whether a present entry was changed or
-// removed. Making the same page writable is not a change for readers.
+// removed.
 func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 	eachPart(first, uint64(len(pas)), func(n, in, from, to uint64) {
-		g, part := r.group(n), pas[from:to]
-		if !r.existsLocked(n) {
-			switch {
-			case !anyPresent(part):
+		run, t := r.stateLocked(n)
+		part := pas[from:to]
+		if t == nil {
+			present, after := presentAfter(run, in, part)
+			if present <= 1 {
+				lost = r.setAloneLocked(n, run, after) || lost
 				return
-			case r.demand:
-				g = r.sparse.makeLocked(n)
-			default:
-				g.entries.Store(new(mttEntries))
 			}
+			t = r.newEntriesLocked(n, run)
 		}
-		t := g.entries.Load()
 		for k, pa := range part {
-			w := uint64(0)
-			if pa&absentPA == 0 {
-				w = uint64(pa) | mttPresent // readOnlyPA is mttReadOnly
-			}
-			e := &t[in+uint64(k)]
+			w, e := entryOf(pa), &t[in+uint64(k)]
 			if old := e.Load(); old != w {
-				lost = lost || old != 0 && old != w|mttReadOnly
+				lost = lost || lostBy(old, w)
 				e.Store(w)
 			}
 		}
-		g.summariseLocked(r.shift, r.npages-n<<mttGroupShift)
+		g := r.group(n)
+		if g == nil || g.entries.Load() == nil {
+			r.addEntriesLocked(n, t)
+			g = r.group(n)
+		}
+		g.summariseLocked(t, r.shift, r.npages-n<<mttGroupShift)
 		r.dropEmptyLocked(n, t)
 	})
 	return lost
+}
+
+// setAloneLocked replaces run of group n, which has no entries, by after: 0, or that of one page.
+func (r *Region) setAloneLocked(n, run, after uint64) (lost bool) {
+	switch {
+	case run == 0 && after == 0:
+	case after == 0:
+		r.dropLocked(n)
+	case run == 0 && r.demand:
+		r.sparse.makeLocked(n, nil, after)
+	default:
+		r.group(n).run.Store(after)
+	}
+	return run != 0 && (run^after)>>mttIndexShift&mttGroupMask != 0 || lostBy(run, after)
+}
+
+// newEntriesLocked returns entries for group n, with the page of run, which readers do not see yet.
+func (r *Region) newEntriesLocked(n, run uint64) *mttEntries {
+	var t *mttEntries
+	if r.demand {
+		t = r.sparse.pool.spare.take()
+	} else {
+		t = new(mttEntries)
+	}
+	if run != 0 {
+		i := run >> mttIndexShift & mttGroupMask
+		t[i].Store(alone(run, i))
+	}
+	return t
+}
+
+// addEntriesLocked makes t the entries of group n. They contain the page of its run, so readers find it throughout.
+func (r *Region) addEntriesLocked(n uint64, t *mttEntries) {
+	if r.demand {
+		r.sparse.addEntriesLocked(n, t)
+	} else {
+		r.group(n).entries.Store(t)
+	}
 }
 
 // clearLocked removes count entries from page first on, in time that depends on the present entries. It reports whether
 // there were any.
 func (r *Region) clearLocked(first, count uint64) (lost bool) {
 	clearPart := func(n, in, size uint64) {
-		if !r.existsLocked(n) {
+		run, t := r.stateLocked(n)
+		if t == nil {
+			if run != 0 && run>>mttIndexShift&mttGroupMask-in < size {
+				lost = true
+				r.dropLocked(n)
+			}
 			return
 		}
-		g := r.group(n)
-		t := g.entries.Load()
 		for k := in; k < in+size; k++ {
 			if t[k].Load() != 0 {
 				lost = true
 				t[k].Store(0)
 			}
 		}
-		g.run.Store(0)
+		r.group(n).run.Store(0)
 		r.dropEmptyLocked(n, t)
 	}
 	if r.demand && count>>mttGroupShift > uint64(r.sparse.live) {
@@ -211,13 +319,21 @@ func (r *Region) dropEmptyLocked(n uint64, t *mttEntries) {
 			return
 		}
 	}
-	r.sparse.dropLocked(n)
+	r.dropLocked(n)
 }
 
-// summariseLocked updates run from the entries, of which the region has n (the last group may be short; the rest is
+// dropLocked removes the pages of group n, which is not empty, and has no entries if the region is pinned.
+func (r *Region) dropLocked(n uint64) {
+	if r.demand {
+		r.sparse.dropLocked(n)
+	} else {
+		r.group(n).run.Store(0)
+	}
+}
+
+// summariseLocked updates run from the entries t, of which the region has n (the last group may be short; the rest is
 // never read).
-func (g *mttGroup) summariseLocked(shift uint8, n uint64) {
-	t := g.entries.Load()
+func (g *mttGroup) summariseLocked(t *mttEntries, shift uint8, n uint64) {
 	w := t[0].Load()
 	for k := range min(n, mttGroupSize) {
 		if w == 0 || t[k].Load() != w+k<<shift {

@@ -3,7 +3,6 @@ package translate
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"math/rand/v2"
 	"runtime"
 	"sync"
@@ -107,9 +106,10 @@ func TestSparseModel(t *testing.T) {
 			for p := range model {
 				groups[p>>mttGroupShift] = true
 			}
-			if _, used := vm.Usage(); used != uint64(len(groups))<<mttGroupShift {
-				t.Fatalf("%d pages charged, model has %d groups", used, len(groups))
+			if r.sparse.live != len(groups) {
+				t.Fatalf("%d groups exist, model has %d", r.sparse.live, len(groups))
 			}
+			checkAccount(t, vm)
 		}
 	}
 	stop.Store(true)
@@ -124,8 +124,62 @@ func TestSparseModel(t *testing.T) {
 		t.Fatal(err)
 	}
 	table := r.sparse.table.Load()
-	if _, used := vm.Usage(); used != 0 || r.sparse.live != 0 || len(table.slots) > 64 {
+	if _, used := vm.Usage(); used != sparseTableCharge || r.sparse.live != 0 || len(table.slots) > 64 {
 		t.Errorf("%d pages charged, %d groups, %d slots left", used, r.sparse.live, len(table.slots))
+	}
+	checkAccount(t, vm)
+}
+
+// checkAccount compares the VM's account with the memory that its tables really have (HF-3): 8 bytes a page.
+func checkAccount(t *testing.T, vm *VM) {
+	t.Helper()
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	var account, words uint64
+	groups, leaves, listed := 0, 0, 0
+	for i := range vm.mpt {
+		g := vm.mpt[i].Load()
+		for k := 0; g != nil && k < len(g.region); k++ {
+			r := g.region[k].Load()
+			if r == nil {
+				continue
+			}
+			account += r.chargeLocked()
+			if !r.demand {
+				continue
+			}
+			m, live := r.sparse, 0
+			if m.table.Load() != noGroups {
+				words += uint64(len(m.table.Load().slots)) * sparseSlotWords
+			}
+			for _, n := range m.numbersLocked() {
+				live++
+				if run, entries := r.stateLocked(n); entries != nil {
+					leaves++
+					words += mttGroupSize
+				} else if run&mttAlone == 0 {
+					t.Errorf("group %d has neither entries nor a page", n)
+				}
+			}
+			if live != m.live {
+				t.Errorf("%d groups, counted as %d", live, m.live)
+			}
+			if groups += live; live > 0 {
+				if listed++; vm.demand.regions[m.place] != m {
+					t.Error("a region is not in the reclaimer's list")
+				}
+			}
+		}
+	}
+	if p := &vm.demand; p.groups != groups || p.leaves != leaves || len(p.regions) != listed {
+		t.Errorf("reclaimer knows %d groups, %d with entries, in %d regions; there are %d, %d, %d", p.groups, p.leaves,
+			len(p.regions), groups, leaves, listed)
+	}
+	if account > vm.pages || vm.pages > vm.lim.MaxPages { // keys for fast registration count, too
+		t.Errorf("account %d of %d, regions have %d", vm.pages, vm.lim.MaxPages, account)
+	}
+	if words > account {
+		t.Errorf("%d words charged, %d allocated", account, words)
 	}
 }
 
@@ -142,12 +196,12 @@ func TestSpareGroup(t *testing.T) {
 	}
 	set := func(r *Region, page uint64) *mttEntries {
 		t.Helper()
-		if err := vm.SetPages(r.Handle(), page, []PA{0x5000}); err != nil {
+		if err := vm.SetPages(r.Handle(), page, []PA{0x5000, 0x9000}); err != nil { // one page needs no entries
 			t.Fatal(err)
 		}
 		e := r.sparse.find(page >> mttGroupShift).entries.Load()
 		for k := range e {
-			if w := e[k].Load(); (w != 0) != (uint64(k) == page&mttGroupMask) {
+			if w := e[k].Load(); (w != 0) != (uint64(k)-page&mttGroupMask < 2) {
 				t.Fatalf("page %d: entry %d is %#x", page, k, w)
 			}
 		}
@@ -155,7 +209,7 @@ func TestSpareGroup(t *testing.T) {
 	}
 	clear := func(r *Region, page uint64) *Drain {
 		t.Helper()
-		d, err := vm.StartClear(r.Handle(), page, 1)
+		d, err := vm.StartClear(r.Handle(), page, 2)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -201,12 +255,13 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 		t.Fatal(err)
 	}
 	for n := uint64(1); n < 500; n++ {
-		if err := vm.SetPages(r.Handle(), n<<mttGroupShift, run[:1]); err != nil {
+		pages := 1 + n%4/2 // without entries, and with
+		if err := vm.SetPages(r.Handle(), n<<mttGroupShift, []PA{0, 2 << PageShift}[:pages]); err != nil {
 			t.Fatal(err)
 		}
 		g, table := r.sparse.find(n), r.sparse.table.Load()
 		if n%2 == 0 {
-			if err := vm.ClearPages(t.Context(), r.Handle(), n<<mttGroupShift, 1); err != nil {
+			if err := vm.ClearPages(t.Context(), r.Handle(), n<<mttGroupShift, pages); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -215,7 +270,13 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 			if err := vm.SetPages(r.Handle(), at, run[5:6]); err != nil {
 				t.Fatal(err)
 			}
-			if e := g.entries.Load(); n%2 == 0 && e != nil || n%2 != 0 && e[0].Load() != mttPresent {
+			first := uint64(0)
+			if e := g.entries.Load(); e != nil {
+				first = e[0].Load()
+			} else if w := g.run.Load(); w != 0 {
+				first = alone(w, 0)
+			}
+			if want := n % 2 * mttPresent; first != want || (g.entries.Load() != nil) != (n%2 != 0 && pages > 1) {
 				t.Fatalf("group %d became another, table moved: %v", n, table != r.sparse.table.Load())
 			}
 			if err := vm.ClearPages(t.Context(), r.Handle(), at, 1); err != nil {
@@ -228,11 +289,11 @@ func TestSparseSlotsKeepTheirGroup(t *testing.T) {
 	}
 }
 
-// A guest that touches scattered pages of 2^57 bytes gets tables up to its quota; cleared entries are
-// available again. No hash multiplier makes searches long.
+// A guest that touches scattered pages of 2^57 bytes gets tables up to its quota, and then its least recently used
+// groups are reclaimed (HF-3). No hash multiplier makes searches long.
 func TestSparseBounded(t *testing.T) {
 	const groups = 1000
-	vm := NewVM(NewSpace(1), Limits{MaxPages: groups << mttGroupShift})
+	vm := NewVM(NewSpace(1), Limits{MaxPages: groups*sparseGroupCharge + 2*sparseTableCharge})
 	r, err := vm.CreateRegion(RegionSpec{Flags: DemandPaging | Implicit, PageShift: 12, Length: MaxImplicit,
 		NPages: MaxImplicit >> 12})
 	if err != nil {
@@ -243,20 +304,24 @@ func TestSparseBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, stride := range []uint64{512, 1 << 20, 0x1003 << 9, 1 << 32} {
-		made := uint64(0)
-		for ; made < 2*groups; made++ {
-			if err = vm.SetPages(r.Handle(), made*stride, []PA{0}); err != nil {
-				break
+		present := func(i uint64) bool {
+			run, entries := r.stateLocked(i * stride >> mttGroupShift)
+			return run != 0 || entries != nil
+		}
+		made := vm.Reclaimed()
+		for i := range uint64(3 * groups) {
+			if err = vm.SetPages(r.Handle(), i*stride, []PA{0}); err != nil {
+				t.Fatal(i, err)
+			}
+			if !present(i) {
+				t.Fatalf("stride %#x: page %d is absent although its command succeeded", stride, i)
 			}
 		}
-		if made != groups || !errors.Is(err, ErrLimit) {
-			t.Fatalf("stride %#x: %d groups made, then %v", stride, made, err)
+		if n := vm.Reclaimed() - made; n < 2*groups-2 || n > 2*groups || r.sparse.live < groups {
+			t.Errorf("stride %#x: %d groups reclaimed, %d exist", stride, n, r.sparse.live)
 		}
-		if err := vm.SetPages(other.Handle(), 5, []PA{0}); !errors.Is(err, ErrLimit) {
-			t.Error("the quota is not the VM's:", err)
-		}
-		if err := vm.SetPages(r.Handle(), stride, []PA{1, PageSize}); err != nil {
-			t.Error("a group that exists may be filled:", err)
+		if err := vm.SetPages(other.Handle(), 5, []PA{0}); err != nil || other.sparse.live != 1 {
+			t.Error("another region got no room:", err)
 		}
 		if err := vm.SetPages(other.Handle(), 5, []PA{1, 1}); err != nil {
 			t.Error("absent pages must cost nothing:", err)
@@ -266,8 +331,8 @@ func TestSparseBounded(t *testing.T) {
 		}
 		// Churn at the limit: marks of removed groups must not fill the table.
 		for i := range uint64(3 * groups) {
-			if d, err := vm.StartClear(r.Handle(), i*stride, 512); err != nil || d == nil {
-				t.Fatal(i, d, err)
+			if _, err := vm.StartClear(r.Handle(), i*stride, 512); err != nil {
+				t.Fatal(i, err)
 			}
 			if err := vm.SetPages(r.Handle(), (i+groups)*stride, []PA{0}); err != nil {
 				t.Fatal(i, err)
@@ -276,6 +341,7 @@ func TestSparseBounded(t *testing.T) {
 		if n := len(r.sparse.table.Load().slots); n > 16*groups {
 			t.Errorf("%d slots for %d groups after churn", n, groups)
 		}
+		checkAccount(t, vm)
 		if err := vm.ClearPages(t.Context(), r.Handle(), 0, r.npages); err != nil {
 			t.Fatal(err)
 		}

@@ -19,29 +19,57 @@ import (
 // collide.
 type sparseMTT struct {
 	table atomic.Pointer[sparseTable]
-	live  int // groups that exist; guarded by VM.mu
-	spare *mttSpare
+
+	// Guarded by VM.mu.
+	r      *Region
+	pool   *demandPool
+	live   int // groups that exist
+	leaves int // of these, with entries
+	place  int // in pool.regions
 }
 
-// mttSpare keeps the entries, all absent, of the VM's group that was emptied last, for the next new group: otherwise
-// pages that come and go one by one would allocate each time. Guarded by VM.mu.
+// Memory is charged in words of 8 bytes, like MTT entries. A group costs its share of the slots, and 512 words if it
+// has entries. The share is an upper bound: there are at most 16 homes for each group (dropLocked), else four.
+const (
+	sparseSlotWords   = 4
+	sparseGroupCharge = 16 * sparseSlotWords
+	sparseTableCharge = (1<<sparseMinBits + sparseProbes) * sparseSlotWords
+)
+
+func (m *sparseMTT) chargeLocked() uint64 {
+	if m.table.Load() == noGroups {
+		return 0
+	}
+	return sparseTableCharge + uint64(m.live)*sparseGroupCharge + uint64(m.leaves)*mttGroupSize
+}
+
+// mttSpare keeps the entries of a group of the VM that was removed, for the next new group: otherwise pages that come
+// and go one by one would allocate each time. Guarded by VM.mu.
 type mttSpare struct {
 	entries *mttEntries
 	after   *Drain // entries are reusable when it is done, because readers may have them; nil: not begun
 }
 
+func (s *mttSpare) ready() bool { return s.after != nil && s.after.Done() }
+
 // take returns unused entries, all absent.
 func (s *mttSpare) take() *mttEntries {
-	if s.after == nil || !s.after.Done() {
+	if !s.ready() {
 		return new(mttEntries)
 	}
 	e := s.entries
 	*s = mttSpare{}
+	clear(e[:])
 	return e
 }
 
-// put stores entries that were removed from a table. The caller then begins a Drain for them.
-func (s *mttSpare) put(e *mttEntries) { *s = mttSpare{entries: e} }
+// put stores entries that were removed from a table, unless it has some that are reusable. The caller then begins a
+// Drain for them.
+func (s *mttSpare) put(e *mttEntries) {
+	if !s.ready() {
+		*s = mttSpare{entries: e}
+	}
+}
 
 func (s *mttSpare) begun(d *Drain) {
 	if s.entries != nil && s.after == nil {
@@ -63,15 +91,24 @@ type sparseSlot struct {
 	_ uint64
 }
 
+// existsLocked reports whether a page of the slot's group is present.
+func (s *sparseSlot) existsLocked() bool {
+	return s.entries.Load() != nil || s.run.Load()&^mttIdle != 0
+}
+
 const (
-	sparseProbes  = 16
+	// sparseProbes is so large that a table with four homes for each of millions of groups finds a place for all of them.
+	sparseProbes  = 32
 	sparseMinBits = 2
 )
 
-func newSparseMTT(spare *mttSpare) *sparseMTT {
-	t := &sparseMTT{spare: spare}
-	t.table.Store(newSparseTable(sparseMinBits))
-	return t
+// noGroups is the table of regions that never had a present page. It is never written.
+var noGroups = newSparseTable(sparseMinBits)
+
+func newSparseMTT(r *Region, pool *demandPool) *sparseMTT {
+	m := &sparseMTT{r: r, pool: pool}
+	m.table.Store(noGroups)
+	return m
 }
 
 func newSparseTable(homeBits int) *sparseTable {
@@ -104,8 +141,8 @@ func (m *sparseMTT) find(n uint64) *mttGroup {
 	return nil
 }
 
-// put stores group n with these entries and run, and returns it; nil if it has no slot for it.
-func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) *mttGroup {
+// put stores group n with these entries and run, and reports whether it has a slot for it.
+func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) bool {
 	reach := t.reach(n)
 	for i := range reach {
 		s := &reach[i]
@@ -119,33 +156,56 @@ func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) *mttGroup {
 		s.entries.Store(entries)
 		s.run.Store(run)
 		s.tag.Store(n + 1)
-		return &s.mttGroup
+		return true
 	}
-	return nil
+	return false
 }
 
-// makeLocked returns group n, which does not exist, with all entries absent.
-func (m *sparseMTT) makeLocked(n uint64) *mttGroup {
+// makeLocked adds group n, which does not exist.
+func (m *sparseMTT) makeLocked(n uint64, entries *mttEntries, run uint64) {
+	if m.live == 0 {
+		m.pool.listLocked(m)
+	}
 	m.live++
-	entries := m.spare.take()
-	if t := m.table.Load(); t.used < t.homes()/2 {
-		if g := t.put(n, entries, 0); g != nil {
-			return g
-		}
+	m.pool.groups++
+	if t := m.table.Load(); t != noGroups && t.used < t.homes()/2 && t.put(n, entries, run) {
+		return
 	}
 	for {
 		m.rebuildLocked()
-		if g := m.table.Load().put(n, entries, 0); g != nil {
-			return g
+		if m.table.Load().put(n, entries, run) {
+			return
 		}
 	}
 }
 
-// dropLocked removes group n, which exists and is empty.
+// addEntriesLocked gives group n, which has none, these entries.
+func (m *sparseMTT) addEntriesLocked(n uint64, t *mttEntries) {
+	m.leaves++
+	m.pool.leaves++
+	if g := m.find(n); g != nil && g.run.Load()&^mttIdle != 0 {
+		g.entries.Store(t)
+		return
+	}
+	m.makeLocked(n, t, 0)
+}
+
+// dropLocked removes group n, which exists. Readers that still have it find it empty, or its former pages until the
+// next release.
 func (m *sparseMTT) dropLocked(n uint64) {
-	m.spare.put(m.find(n).entries.Swap(nil))
+	g := m.find(n)
+	g.run.Store(0)
+	if e := g.entries.Swap(nil); e != nil {
+		m.pool.spare.put(e)
+		m.leaves--
+		m.pool.leaves--
+	}
 	m.live--
-	if homes := m.table.Load().homes(); homes > 1<<sparseMinBits && m.live < homes/32 {
+	m.pool.groups--
+	if m.live == 0 {
+		m.pool.unlistLocked(m)
+	}
+	if homes := m.table.Load().homes(); homes > 1<<sparseMinBits && homes > 16*m.live {
 		m.rebuildLocked()
 	}
 }
@@ -158,7 +218,8 @@ build:
 	for try := 1; ; try++ {
 		t := newSparseTable(homeBits + try/4) // more room, in case many multipliers fail
 		for i := range old {
-			if e := old[i].entries.Load(); e != nil && t.put(old[i].tag.Load()-1, e, old[i].run.Load()) == nil {
+			s := &old[i]
+			if s.existsLocked() && !t.put(s.tag.Load()-1, s.entries.Load(), s.run.Load()) {
 				continue build
 			}
 		}
@@ -172,7 +233,7 @@ func (m *sparseMTT) numbersLocked() []uint64 {
 	numbers := make([]uint64, 0, m.live)
 	slots := m.table.Load().slots
 	for i := range slots {
-		if slots[i].entries.Load() != nil {
+		if slots[i].existsLocked() {
 			numbers = append(numbers, slots[i].tag.Load()-1)
 		}
 	}

@@ -24,8 +24,9 @@ const (
 // Limits bound a VM's use of stage one. Zero fields take defaults.
 type Limits struct {
 	MaxRegions int // memory regions, 1..2^24-1; default 65536
-	// MTT entries over all regions; default 2^25 (128 GiB of 4 KiB pages). A
-	// demand region counts 512 for each group of 512 pages with a present one.
+	// MaxPages is in MTT entries of 8 bytes over all regions; default 2^25 (128 GiB of 4 KiB pages). A pinned region
+	// counts its pages. A demand region counts the memory of its table: 64 for a group of 512 pages with a present one,
+	// and 512 more if it has several. When the limit is reached, groups of demand regions are reclaimed.
 	MaxPages uint64
 }
 
@@ -44,8 +45,9 @@ type VM struct {
 	next    uint32   // lowest index never used
 	free    []uint32 // freed indices, oldest first, to delay the reuse of a variant
 
-	clearing *Drain // of the last removal of entries
-	spare    mttSpare
+	clearing  *Drain // of the last removal of entries that was flipped for
+	undrained bool   // entries were reclaimed since
+	demand    demandPool
 }
 
 const (
@@ -109,7 +111,7 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	r := &Region{key: key, pd: sp.PD, phys: sp.Flags&Phys != 0, demand: demand}
 	r.setGeometry(&sp)
 	if demand {
-		r.sparse = newSparseMTT(&vm.spare)
+		r.sparse = newSparseMTT(r, &vm.demand)
 	} else {
 		r.mtt = make([]mttGroup, (sp.NPages+mttGroupMask)>>mttGroupShift)
 	}
@@ -124,7 +126,7 @@ func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err 
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
-	if pages > vm.lim.MaxPages-vm.pages {
+	if !vm.roomLocked(pages, groupRange{}) {
 		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more requested: %w", vm.pages, vm.lim.MaxPages, pages,
 			ErrLimit)
 	}
@@ -202,9 +204,9 @@ func (vm *VM) Lookup(key Key, va VA) (PA, bool) {
 
 // SetPages writes MTT entries from first on. Each PA is a multiple of the
 // region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
-// paging only): a write to it is a GuestFault. Nothing is changed on
-// error (ErrNoRegion, ErrInvalid, and ErrLimit for demand regions). Replacing present entries does not wait for readers
-// of the old ones: use ClearPages first if those pages are going to be released.
+// paging only): a write to it is a GuestFault. On error the entries are unchanged (ErrNoRegion, ErrInvalid, and ErrLimit
+// for demand regions if reclaiming the entries of others made too little room). Replacing present entries does not wait
+// for readers of the old ones: use ClearPages first if those pages are going to be released.
 func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -222,7 +224,8 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 				uint64(1)<<r.shift, MaxPA, ErrInvalid)
 		}
 	}
-	if more := r.missingLocked(first, pas); more > vm.lim.MaxPages-vm.pages {
+	keep := groupRange{r, first >> mttGroupShift, (first + uint64(len(pas))) >> mttGroupShift}
+	if more := r.missingLocked(first, pas); !vm.roomLocked(more, keep) {
 		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed: %w", vm.pages, vm.lim.MaxPages, more,
 			ErrLimit)
 	}
@@ -238,7 +241,8 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 // releaseLocked begins the release of removed entries.
 func (vm *VM) releaseLocked() {
 	vm.clearing = vm.space.epochs.Flip()
-	vm.spare.begun(vm.clearing)
+	vm.undrained = false
+	vm.demand.spare.begun(vm.clearing)
 }
 
 // ClearPages makes count entries from first on absent and returns when the old ones are no longer in use (ODP-5, ODP-6,
@@ -252,8 +256,8 @@ func (vm *VM) ClearPages(ctx context.Context, handle uint32, first, count uint64
 }
 
 // StartClear is ClearPages without the wait: the old entries are out of use when the Drain is done. The Drain is nil if
-// nothing was removed and entries that earlier calls removed are out of use too, so that a caller that finds a page
-// absent may release it.
+// nothing was removed and entries that earlier calls removed or reclaimed are out of use too, so that a caller that
+// finds a page absent may release it.
 func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
@@ -264,9 +268,11 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	vm.pages -= r.chargeLocked()
 	lost := r.clearLocked(first, count)
 	vm.pages += r.chargeLocked()
-	switch {
-	case lost:
+	if lost {
 		r.generation.Add(1)
+	}
+	switch {
+	case lost || vm.undrained:
 		vm.releaseLocked()
 	case vm.clearing != nil && vm.clearing.Done():
 		vm.clearing = nil
@@ -335,6 +341,9 @@ func (vm *VM) revokeLocked(r *Region) {
 	idx := r.key.Index()
 	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
 	vm.giveIndexLocked(idx, r.chargeLocked())
+	if r.demand {
+		vm.demand.forgetLocked(r.sparse)
+	}
 	r.generation.Add(1)
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"maps"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -51,6 +52,10 @@ type naiveRegion struct {
 	spec  RegionSpec
 	r     *Region
 	pages map[uint64]PA // with readOnlyPA
+	// Of a demand region: the groups that have had several present pages since they were empty, and whether any page was
+	// ever present.
+	leaves map[uint64]bool
+	used   bool
 }
 
 // pa translates one byte.
@@ -66,17 +71,93 @@ func (n *naiveRegion) pa(va VA, write bool) (PA, bool) {
 	return pa + PA(off&(1<<n.spec.PageShift-1)), ok
 }
 
-// charge is the region's share of the quota: its pages, or with demand paging 512 for each group of 512 that is not
-// empty (ODP-1).
-func (n *naiveRegion) charge() uint64 {
+// charge is the region's share of the quota (HF-3): its pages, or with demand paging the memory of its table.
+func (n *naiveRegion) charge() (sum uint64) {
 	if n.spec.Flags&DemandPaging == 0 {
 		return n.spec.NPages
 	}
+	if n.used {
+		sum = sparseTableCharge
+	}
+	for g := range n.groups() {
+		sum += n.groupCharge(g)
+	}
+	return sum
+}
+
+func (n *naiveRegion) groupCharge(g uint64) uint64 {
+	if n.leaves[g] {
+		return sparseGroupCharge + mttGroupSize
+	}
+	return sparseGroupCharge
+}
+
+// groups are those of a demand region that have a present page.
+func (n *naiveRegion) groups() map[uint64]bool {
 	groups := map[uint64]bool{}
 	for p := range n.pages {
 		groups[p/512] = true
 	}
-	return uint64(len(groups)) * 512
+	return groups
+}
+
+// set stores pas and reports whether a present page was changed or removed.
+func (n *naiveRegion) set(first uint64, pas []PA) (lost bool) {
+	for i, pa := range pas {
+		old, had := n.pages[first+uint64(i)]
+		lost = lost || had && old != pa && old != pa|readOnlyPA
+		if n.pages[first+uint64(i)] = pa; pa&1 != 0 {
+			delete(n.pages, first+uint64(i))
+		}
+	}
+	n.settle()
+	return lost
+}
+
+// settle follows a change of pages.
+func (n *naiveRegion) settle() {
+	if n.spec.Flags&DemandPaging == 0 {
+		return
+	}
+	n.used = n.used || len(n.pages) > 0
+	count := map[uint64]int{}
+	for p := range n.pages {
+		count[p/512]++
+	}
+	for g, k := range count {
+		if k > 1 {
+			n.leaves[g] = true
+		}
+	}
+	for g := range n.leaves {
+		if count[g] == 0 {
+			delete(n.leaves, g)
+		}
+	}
+}
+
+// reclaim removes the groups that the table has lost from the model, and returns how many. Those of keep must be there.
+func (n *naiveRegion) reclaim(t *testing.T, keep groupRange) (lost int) {
+	t.Helper()
+	if n.spec.Flags&DemandPaging == 0 {
+		return 0
+	}
+	for g := range n.groups() {
+		if run, entries := n.r.stateLocked(g); run != 0 || entries != nil {
+			continue
+		}
+		if keep.contains(n.r, g) {
+			t.Fatalf("group %d was reclaimed for its own pages", g)
+		}
+		lost++
+		for p := range n.pages {
+			if p/512 == g {
+				delete(n.pages, p)
+			}
+		}
+	}
+	n.settle()
+	return lost
 }
 
 // expect returns the required result of an access of n bytes: the first miss, in steps to 4 KiB boundaries.
@@ -154,6 +235,33 @@ func TestVMModel(t *testing.T) {
 			}
 			return n
 		}
+		// reclaimed brings the model up to date after a command that may have reclaimed groups, and returns those of r.
+		before := uint64(0)
+		reclaimed := func(r *naiveRegion, keep groupRange) (own int) {
+			all := 0
+			for _, x := range model {
+				k := x.reclaim(t, keep)
+				if all += k; x == r {
+					own = k
+				}
+			}
+			if before += uint64(all); before != vm.Reclaimed() {
+				t.Fatalf("%d groups are gone, %d were reclaimed", before, vm.Reclaimed())
+			}
+			return own
+		}
+		// least is the usage if all groups but those of keep were reclaimed.
+		least := func(keep groupRange) (n uint64) {
+			for _, x := range model {
+				n += x.charge()
+				for g := range x.groups() {
+					if x.spec.Flags&DemandPaging != 0 && !keep.contains(x.r, g) {
+						n -= x.groupCharge(g)
+					}
+				}
+			}
+			return n
+		}
 		for range 350 {
 			switch r := pick(); rng.IntN(6) {
 			case 0:
@@ -176,17 +284,21 @@ func TestVMModel(t *testing.T) {
 					sp.NPages = (sp.Offset+sp.Length-1)>>sp.PageShift + 1 + uint64(rng.IntN(2))
 				}
 				reg, err := vm.CreateRegion(sp)
+				reclaimed(nil, groupRange{})
 				if err != nil {
 					_, fits := sp.IOVA.Add(sp.Length - 1)
 					if fits && !errors.Is(err, ErrLimit) || !fits && !errors.Is(err, ErrInvalid) {
 						t.Fatal(err)
+					}
+					if fits && len(model) < 20 && sp.NPages+least(groupRange{}) <= vm.lim.MaxPages {
+						t.Fatalf("%d pages refused beside %d: %v", sp.NPages, least(groupRange{}), err)
 					}
 					break
 				}
 				if model[reg.LKey()] != nil {
 					t.Fatal("key given twice")
 				}
-				model[reg.LKey()] = &naiveRegion{spec: sp, r: reg, pages: map[uint64]PA{}}
+				model[reg.LKey()] = &naiveRegion{spec: sp, r: reg, pages: map[uint64]PA{}, leaves: map[uint64]bool{}}
 			case 1:
 				if r == nil || rng.IntN(3) > 0 {
 					break
@@ -222,28 +334,36 @@ func TestVMModel(t *testing.T) {
 					at += 1 << r.spec.PageShift
 				}
 				gen, lost := r.r.Generation(), false
-				if err := vm.SetPages(r.r.Handle(), first, pas); err != nil {
-					more := map[uint64]bool{} // groups that would have been added
-					for i, pa := range pas {
-						if pa&absentPA == 0 {
-							more[(first+uint64(i))/512] = true
+				err := vm.SetPages(r.r.Handle(), first, pas)
+				keep := groupRange{r.r, first / 512, (first + n) / 512}
+				own := reclaimed(r, keep)
+				if err != nil {
+					after := naiveRegion{spec: r.spec, pages: maps.Clone(r.pages), leaves: maps.Clone(r.leaves), used: r.used}
+					after.set(first, pas)
+					need := least(keep)
+					if after.used && !r.used {
+						need += sparseTableCharge
+					}
+					had := r.groups()
+					for g := range after.groups() {
+						switch {
+						case !keep.contains(r.r, g):
+						case had[g]:
+							need += after.groupCharge(g) - r.groupCharge(g)
+						default:
+							need += after.groupCharge(g)
 						}
 					}
-					for p := range r.pages {
-						delete(more, p/512)
+					if !errors.Is(err, ErrLimit) || need <= vm.lim.MaxPages {
+						t.Fatalf("need %d of %d: %v", need, vm.lim.MaxPages, err)
 					}
-					if used := usage(); !errors.Is(err, ErrLimit) || used+512*uint64(len(more)) <= vm.lim.MaxPages {
-						t.Fatalf("%d pages used, %d groups more: %v", used, len(more), err)
+					if own > 0 != (r.r.Generation() != gen) {
+						t.Fatal("the generation did not change")
 					}
 					break
 				}
-				for i, pa := range pas {
-					old, had := r.pages[first+uint64(i)]
-					lost = lost || had && old != pa && old != pa|readOnlyPA
-					if r.pages[first+uint64(i)] = pa; pa&1 != 0 {
-						delete(r.pages, first+uint64(i))
-					}
-				}
+				lost = own > 0
+				lost = r.set(first, pas) || lost
 				if lost != (r.r.Generation() != gen) {
 					t.Fatal("the generation did not change")
 				}
@@ -267,6 +387,7 @@ func TestVMModel(t *testing.T) {
 						delete(r.pages, p)
 					}
 				}
+				r.settle()
 				if lost != (r.r.Generation() != gen) {
 					t.Fatal("the generation did not change")
 				}

@@ -437,7 +437,10 @@ struct vnicd_qp_attr {
  * On demand (ODP-1): page_shift is 12. SET_MTT sets pages, usually in answer to
  * a page fault event, and CLEAR_MTT removes them; both act on parts. A write to an
  * entry that is read-only also faults: the driver makes the page writable first.
- * The limit max_mtt counts populated entries, not the range.
+ * The limit max_mtt counts pages, and for regions on demand the memory of the populated
+ * part, in entries. At the limit the device makes entries on demand absent that were not
+ * used lately: the next access faults, the driver sets the page again. Such a page still
+ * needs CLEAR_MTT before it is freed. ENOMEM from SET_MTT on demand means later, not never.
  */
 #define VNICD_MR_PHYS		(1U << 0)
 #define VNICD_MR_ON_DEMAND	(1U << 1)	/* set after page faults, removed by CLEAR_MTT */

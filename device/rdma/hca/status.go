@@ -15,22 +15,24 @@ import (
 
 // Status describes a device for `vnicd status` and metrics.
 type Status struct {
-	Name      string      `json:"name"`
-	MAC       string      `json:"mac"`
-	Connected bool        `json:"connected"`
-	Up        bool        `json:"up"`
-	Link      bool        `json:"link"`
-	Failed    bool        `json:"failed,omitempty"` // the guest's memory vanished
-	Busy      bool        `json:"busy,omitempty"`   // a command waits for host memory; some fields are left out
-	PortMTU   int         `json:"port_mtu"`
-	GIDs      []string    `json:"gids,omitempty"`
-	PDs       int         `json:"pds"`
-	CQs       int         `json:"cqs"`
-	SRQs      int         `json:"srqs"`
-	MRs       int         `json:"mrs"`
-	MTTs      uint64      `json:"mtt_entries"`
-	QPs       []QPStatus  `json:"qps,omitempty"`
-	Faults    FaultStatus `json:"faults"`
+	Name      string   `json:"name"`
+	MAC       string   `json:"mac"`
+	Connected bool     `json:"connected"`
+	Up        bool     `json:"up"`
+	Link      bool     `json:"link"`
+	Failed    bool     `json:"failed,omitempty"` // the guest's memory vanished
+	Busy      bool     `json:"busy,omitempty"`   // a command waits for host memory; some fields are left out
+	PortMTU   int      `json:"port_mtu"`
+	GIDs      []string `json:"gids,omitempty"`
+	PDs       int      `json:"pds"`
+	CQs       int      `json:"cqs"`
+	SRQs      int      `json:"srqs"`
+	MRs       int      `json:"mrs"`
+	MTTs      uint64   `json:"mtt_entries"`
+	// MTTsReclaimed counts the groups of up to 512 entries that were removed to make room since the front end connected.
+	MTTsReclaimed uint64      `json:"mtt_groups_reclaimed,omitempty"`
+	QPs           []QPStatus  `json:"qps,omitempty"`
+	Faults        FaultStatus `json:"faults"`
 	// Stats are the driver's counters; local_messages and local_bytes (requests that were
 	// copied to another VM's memory instead of sent as frames; they count as packets, too);
 	// and of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
@@ -192,6 +194,7 @@ func (d *Device) Describe() Status {
 	s.PDs, s.CQs, s.SRQs, s.MRs = len(t.pds), len(t.cqs), len(t.srqs), len(t.mrs)
 	if t.vm != nil {
 		_, s.MTTs = t.vm.Usage()
+		s.MTTsReclaimed = t.vm.Reclaimed()
 	}
 	d.eachQP(func(q *qp) {
 		var a roce.Attr

@@ -29,8 +29,8 @@ type Fault struct {
 // Waiting reports whether the fault is raised and not yet served. It becomes false just before Done is called.
 func (f *Fault) Waiting() bool { return f.waiting.Load() }
 
-// FaultQueue carries faults from the loops to the driver that serves them: oldest first, each exactly once. Raising is
-// lock-free; any number of goroutines may serve. The zero value is ready for use.
+// FaultQueue carries faults from the loops to the driver that serves them: oldest first, each exactly once unless the
+// server returns it. Raising is lock-free; any number of goroutines may serve. The zero value is ready for use.
 type FaultQueue struct {
 	head     atomic.Pointer[Fault] // raised, not yet sorted, newest first
 	sleepers atomic.Int32          // servers that wait or are about to
@@ -62,6 +62,15 @@ func (q *FaultQueue) Raise(f *Fault) bool {
 	}
 	f.raised = time.Now()
 	q.raised.Add(1)
+	q.push(f)
+	return true
+}
+
+// Return queues f, which came from Next or TryNext, once more: its server could not serve it yet (HF-2). To its owner
+// it has been waiting all the time.
+func (q *FaultQueue) Return(f *Fault) { q.push(f) }
+
+func (q *FaultQueue) push(f *Fault) {
 	for {
 		f.next = q.head.Load()
 		if q.head.CompareAndSwap(f.next, f) {
@@ -69,7 +78,6 @@ func (q *FaultQueue) Raise(f *Fault) bool {
 		}
 	}
 	q.wake()
-	return true
 }
 
 // wake wakes one sleeping server, if there is one. No wake-up is lost: a server announces itself before its last check,

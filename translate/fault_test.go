@@ -394,3 +394,31 @@ func TestHistogram(t *testing.T) {
 		t.Error("empty")
 	}
 }
+
+// A fault that its server returns is served after those that wait already. Its owner notices nothing, and it counts once.
+func TestReturn(t *testing.T) {
+	var q FaultQueue
+	ended := 0
+	done := func(*Fault, error) { ended++ }
+	a, b := Fault{Done: done}, Fault{Done: done}
+	q.Raise(&a)
+	q.Raise(&b)
+	f := q.TryNext()
+	q.Return(f)
+	if f != &a || !a.Waiting() || q.Raise(&a) {
+		t.Fatal("a returned fault does not wait any more")
+	}
+	for i, want := range []*Fault{&b, &a, nil} {
+		if got := q.TryNext(); got != want {
+			t.Fatalf("fault %d: %p, want %p", i, got, want)
+		}
+	}
+	if st := q.Stats(); st.Raised != 2 || st.Waiting != 2 || ended != 0 {
+		t.Errorf("%+v, %d ended", st, ended)
+	}
+	q.Finish(&b, nil)
+	q.Finish(&a, ErrMemoryGone)
+	if st := q.Stats(); st.Served != 1 || st.Failed != 1 || st.Waiting != 0 || ended != 2 || a.Waiting() {
+		t.Errorf("%+v, %d ended", st, ended)
+	}
+}

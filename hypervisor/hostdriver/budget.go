@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -16,31 +17,42 @@ const MinBudget = 4 << 20
 // ErrBudget: a Hold exceeds the part of the budget that may be held.
 var ErrBudget = errors.New("memory budget exceeded")
 
-// Budget bounds the bytes of one VM's memory that the device keeps resident (PF-15). The drivers of the VM's sockets
-// share it; memory that two of them have resident counts twice.
+// Budget is the account of one VM's memory that the device keeps resident, and bounds it (PF-15). The drivers of the
+// VM's sockets share it, and with it the mappings of the memory that they have in common: a granule is resident, and
+// counted, once, however many of them have published it.
+//
+// Two bounds apply: the limit, which is configured, is never exceeded. The target, which a Host sets while memory is
+// short, is approached by evicting more than is brought in.
 //
 // It is a segmented FIFO. The device sets no access bits, so the oldest granules are put on probation: removed from the
-// table, but kept resident for a while.
+// tables, but kept resident for a while.
 //
-//	                 oldest of all                    oldest of these, epoch drained
+//	                 oldest of all                    oldest of these, epochs drained
 //	absent ──▶ active ───────────▶ inactive ─────────────────────▶ absent
 //	  fault      ▲   (withdrawn)      │    (returned to the kernel)
 //	             └────────────────────┘
 //	              fault: second chance, costs a table entry
 //
-// Lock order: Driver.mu, Budget.mu, then translate's.
+// Lock order: Driver.mu, Host.mu, Budget.mu, then translate's.
 type Budget struct {
 	limit uint64 // 0: none
+	host  *Host  // nil: none; set before the first Driver
+	fill  func(b []byte) (read bool, err error)
 
-	mu       sync.Mutex    // never held while waiting; guards the fields below and the granules
+	mu       sync.Mutex    // never held while waiting; guards the fields below, mappings and granules
+	target   uint64        // 0: none
 	used     uint64        // resident, or about to be
 	held     uint64        // of these, by Hold
 	huge     uint64        // resident, not counted
+	unit     uint64        // size of the largest granule so far
+	swapped  float64       // smoothed part of the granules that had to be read from the swap device
 	active   list          // published
 	inactive list          // withdrawn, resident
 	changed  chan struct{} // closed and replaced by changeLocked
 	waiting  int           // number of waiters for changed
 	drivers  map[*Driver]struct{}
+	mappings map[mappingKey]*mapping // that another connection may share
+	files    map[fileKey]*keptFile
 	counters counters
 }
 
@@ -48,6 +60,7 @@ type Budget struct {
 type counters struct {
 	evictions, refaults, withdrawals, discarded uint64
 	faults, failed                              uint64 // of closed drivers
+	delayed                                     uint64 // faults, and holds, that found memory short
 	longest                                     time.Duration
 	heat                                        translate.HeatMap
 	unlocked                                    string // why some memory is not locked
@@ -58,16 +71,18 @@ func NewBudget(limit uint64) *Budget {
 	if limit != 0 {
 		limit = max(limit, MinBudget)
 	}
-	return &Budget{limit: limit, changed: make(chan struct{}), drivers: make(map[*Driver]struct{})}
+	return &Budget{limit: limit, fill: populate, changed: make(chan struct{}), drivers: make(map[*Driver]struct{}),
+		mappings: make(map[mappingKey]*mapping), files: make(map[fileKey]*keptFile)}
 }
 
 // granule is the unit in which memory becomes resident and is evicted.
 type granule struct {
-	r     *region
-	index uint64 // within r
+	m     *mapping
+	index uint64 // within m
+	in    uint32 // views in whose tables it is published
 	state state
-	holds int              // > 0: active and on no list
-	drain *translate.Drain // inactive, leaving: epoch that may still use it
+	holds int    // > 0: active and on no list
+	drain *drain // inactive, leaving: epochs that may still use it
 
 	prev, next *granule
 	on         *list
@@ -86,7 +101,7 @@ const (
 func (g *granule) busy() bool { return g.state == filling || g.state == leaving }
 
 func (g *granule) size() uint64 {
-	from, to := g.r.span(g.index)
+	from, to := g.m.span(g.index)
 	return to - from
 }
 
@@ -158,64 +173,71 @@ func (b *Budget) giveLocked(n uint64) {
 	}
 }
 
-// bring makes granule i of r resident and published. It may wait, for the kernel or for an epoch to drain. It returns
-// the memory's error (translate.ErrMemoryGone and others), errGone if the slot is being removed, ErrBudget for hold, or
+// bring makes granule i of r resident and published. It may wait, for the kernel or for epochs to drain. It returns
+// the memory's error (translate.ErrMemoryGone, ErrShort), errGone if the slot is being removed, ErrBudget for hold, or
 // ctx's error.
 func (b *Budget) bring(ctx context.Context, r *region, i uint64, hold bool) (*granule, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var room uint64 // reserved for the granule
 	defer func() { b.giveLocked(room) }()
-	for {
-		g := r.granules[i]
+	for m := r.m; ; {
+		g := m.granules[i]
 		switch {
 		case r.gone:
 			return nil, errGone
-		case g == nil && room == 0 && r.counted():
-			n := uint64(len(r.bytes(i)))
+		case g == nil && room == 0 && m.counted():
+			n := uint64(len(m.bytes(i)))
 			if err := b.takeLocked(ctx, n); err != nil {
 				return nil, err
 			}
 			room = n
 		case g == nil:
-			g = &granule{r: r, index: i, state: filling}
+			g = &granule{m: m, index: i, state: filling}
 			room = 0
-			if err := b.fillLocked(g); err != nil {
+			if err := b.fillLocked(r, g); err != nil {
 				return nil, err
 			}
-			return g, b.useLocked(g, hold)
+			return g, b.useLocked(r, g, hold)
 		case g.busy():
 			if err := b.waitLocked(ctx); err != nil {
 				return nil, err
 			}
 		default:
-			return g, b.useLocked(g, hold)
+			return g, b.useLocked(r, g, hold)
 		}
 	}
 }
 
-// fillLocked makes g resident. The caller has reserved room for it; on an error the room is released. It drops the
-// mutex meanwhile.
-func (b *Budget) fillLocked(g *granule) error {
-	r := g.r
-	r.granules[g.index] = g
-	if !r.counted() {
+// fillLocked makes g resident, for r. The caller has reserved room for it; on an error the room is released. It drops
+// the mutex meanwhile.
+func (b *Budget) fillLocked(r *region, g *granule) error {
+	m := g.m
+	m.granules[g.index] = g
+	if !m.counted() {
 		b.huge += g.size()
 	}
-	r.users++
+	m.users++
 	b.mu.Unlock()
-	err := r.populate(g.index)
+	err := b.host.admit(g)
+	read := false
+	if err == nil {
+		read, err = m.populate(g.index)
+	}
 	b.mu.Lock()
-	r.users--
+	m.users--
+	if err == nil {
+		b.readLocked(read)
+	}
 	if err == nil && r.gone {
 		err = errGone
 	}
 	if err == nil {
 		// Only this package writes the table, so an error is a bug; it is returned all the same.
-		err = r.publish(g.index)
+		err = r.publish(g)
 	}
 	if err != nil {
-		r.discard(g.index)
+		m.discard(g.index)
 		b.forgetLocked(g)
 		return err
 	}
@@ -226,8 +248,8 @@ func (b *Budget) fillLocked(g *granule) error {
 
 // forgetLocked removes g, which is on no list.
 func (b *Budget) forgetLocked(g *granule) {
-	delete(g.r.granules, g.index)
-	if n := g.size(); g.r.counted() {
+	delete(g.m.granules, g.index)
+	if n := g.size(); g.m.counted() {
 		b.used -= n
 	} else {
 		b.huge -= n
@@ -235,17 +257,19 @@ func (b *Budget) forgetLocked(g *granule) {
 	b.changeLocked()
 }
 
-// useLocked publishes g again if it is inactive, and puts it on the active list, or removes it from there to hold it.
-func (b *Budget) useLocked(g *granule, hold bool) error {
-	if g.state == inactive {
-		if err := g.r.publish(g.index); err != nil {
+// useLocked publishes g for r if it is not, and puts it on the active list, or removes it from there to hold it.
+func (b *Budget) useLocked(r *region, g *granule, hold bool) error {
+	if g.in&r.view == 0 {
+		if err := r.publish(g); err != nil {
 			return err
 		}
+	}
+	if g.state == inactive {
 		g.unlist()
 		g.state, g.drain = active, nil
 		b.counters.refaults++
 	}
-	counted := g.r.counted()
+	counted := g.m.counted()
 	if counted && g.on == nil && g.holds == 0 {
 		b.active.push(g)
 	}
@@ -258,14 +282,18 @@ func (b *Budget) useLocked(g *granule, hold bool) error {
 			b.held += n
 		}
 		g.holds++
+		r.held[g]++
 	}
 	b.trimLocked()
 	return nil
 }
 
-// releaseLocked ends one hold of g.
-func (b *Budget) releaseLocked(g *granule) {
-	if g.holds--; g.holds > 0 || g.r.gone || !g.r.counted() {
+// releaseLocked ends n holds of g by r.
+func (b *Budget) releaseLocked(r *region, g *granule, n int) {
+	if r.held[g] -= n; r.held[g] == 0 {
+		delete(r.held, g)
+	}
+	if g.holds -= n; g.holds > 0 || !g.m.counted() {
 		return
 	}
 	b.held -= g.size()
@@ -273,135 +301,108 @@ func (b *Budget) releaseLocked(g *granule) {
 	b.changeLocked()
 }
 
-// takeLocked reserves n bytes, evicting as needed. It may drop the mutex and wait: for an epoch, or for granules that
-// others fill or hold at the moment.
-func (b *Budget) takeLocked(ctx context.Context, n uint64) error {
-	for b.limit != 0 && b.used+n > b.limit {
-		g := b.inactive.head
-		if g == nil {
-			if b.withdrawLocked() == 0 {
-				if err := b.waitLocked(ctx); err != nil {
-					return err
-				}
-			}
-			continue
-		}
-		if err := b.evictLocked(ctx, g); err != nil {
-			return err
-		}
-		b.counters.evictions++
-	}
-	b.used += n
-	return nil
-}
-
-// evictLocked waits until nothing uses the memory of g, which is withdrawn, and returns it to the kernel. It drops the
-// mutex meanwhile.
-func (b *Budget) evictLocked(ctx context.Context, g *granule) error {
-	g.unlist()
-	g.state = leaving
-	g.r.users++
-	b.mu.Unlock()
-	err := g.r.d.drained(ctx, g.drain)
-	if err == nil {
-		g.r.discard(g.index)
-	}
+// abandon ends a region that was never in a table.
+func (b *Budget) abandon(r *region) {
 	b.mu.Lock()
-	g.r.users--
-	if err != nil {
-		g.state = inactive
-		if !g.r.gone {
-			b.inactive.push(g)
-		}
-		b.changeLocked()
-		return err
+	m := r.m
+	m.drop(r)
+	for m.gone && m.users > 0 {
+		_ = b.waitLocked(context.Background()) // another connection is removing it
 	}
-	b.forgetLocked(g)
-	return nil
-}
-
-// maxBatch bounds the granules that one flip withdraws.
-const maxBatch = 64
-
-// trimLocked keeps a sixteenth to an eighth of the budget inactive once it is nearly used up: enough that memory in use
-// gets its second chance, and that an eviction finds an epoch that drained long ago.
-func (b *Budget) trimLocked() {
-	if b.limit == 0 || b.used < b.limit-b.limit/8 || b.inactive.bytes >= b.limit/16 {
-		return
-	}
-	b.withdrawLocked()
-}
-
-// withdrawLocked removes the oldest active granules from the table, up to a sixteenth of the budget, with one flip for
-// all of them. It returns their number.
-func (b *Budget) withdrawLocked() int {
-	var batch [maxBatch]*granule
-	n := 0
-	for first := b.inactive.bytes; n < maxBatch && b.active.head != nil && b.inactive.bytes-first < b.limit/16; n++ {
-		g := b.active.head
-		g.unlist()
-		g.r.withdraw(g.index)
-		g.state = inactive
-		b.inactive.push(g)
-		batch[n] = g
-	}
-	b.counters.withdrawals += uint64(n)
-	flip(batch[:n])
-	return n
-}
-
-// flip starts the drain of granules that have just been withdrawn, one per Space.
-func flip(gs []*granule) {
-	var d *translate.Drain
-	var of *Driver
-	for _, g := range gs {
-		g.drain = nil
-	}
-	for i, g := range gs {
-		if g.drain != nil {
-			continue
-		}
-		of, d = g.r.d, g.r.d.space.Epochs().Flip()
-		for _, o := range gs[i:] {
-			if o.r.d == of {
-				o.drain = d
-			}
-		}
+	b.mu.Unlock()
+	if m.gone {
+		b.finish(removal{last: []*mapping{m}})
 	}
 }
 
-// withdrawAll removes regions of one Driver from the table and waits until nothing in this package uses their mappings.
-func (b *Budget) withdrawAll(rs []*region) error {
+// removal is the end of some regions of one Driver.
+type removal struct {
+	last    []*mapping // that no connection has any more
+	shared  []*mapping // that others still have
+	orphans []*granule // of these, published by nobody any more: discarded after the drain
+	drain   *drain     // of the Driver
+}
+
+// withdrawAll removes regions of one Driver from its table. It waits until nothing in this package uses mappings that
+// no other connection has.
+func (b *Budget) withdrawAll(d *Driver, rs []*region) (rm removal, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, r := range rs {
 		r.gone = true
-		if err := r.d.space.Unmap(translate.PA(r.GuestPA), r.Size); err != nil {
-			return err
+		if err := d.space.Unmap(translate.PA(r.GuestPA), r.Size); err != nil {
+			return removal{}, err
 		}
-		for _, g := range r.granules {
-			g.unlist()
-			if g.holds > 0 && r.counted() {
-				b.held -= g.size() // later releases do nothing
+		for g, n := range r.held {
+			b.releaseLocked(r, g, n) // later releases do nothing
+		}
+		for _, g := range r.m.granules {
+			g.in &^= r.view
+		}
+		r.m.drop(r)
+	}
+	rm.drain = new(drain)
+	rm.drain.add(d)
+	rm.drain.flip()
+	for _, r := range rs {
+		switch m := r.m; {
+		case slices.Contains(rm.last, m) || slices.Contains(rm.shared, m):
+		case m.gone:
+			rm.last = append(rm.last, m)
+			for _, g := range m.granules {
+				g.unlist()
+			}
+		default:
+			// Until the drain has ended, loops may use the memory by the removed entries: it stays mapped, and evictions
+			// wait for this drain, too.
+			rm.shared = append(rm.shared, m)
+			m.users++
+			m.parting = append(m.parting, rm.drain)
+			for _, g := range m.granules {
+				if g.in == 0 && g.state == active {
+					g.unlist()
+					g.state = leaving
+					rm.orphans = append(rm.orphans, g)
+				}
 			}
 		}
 	}
 	b.changeLocked()
-	for _, r := range rs {
-		for r.users > 0 {
+	for _, m := range rm.last {
+		for m.users > 0 {
 			_ = b.waitLocked(context.Background())
 		}
 	}
-	return nil
+	return rm, nil
 }
 
-// forgetAll removes unmapped regions from the accounting.
-func (b *Budget) forgetAll(rs []*region) {
+// drop removes a view.
+func (m *mapping) drop(r *region) {
+	m.views = slices.DeleteFunc(m.views, func(v *region) bool { return v == r })
+	if m.gone = len(m.views) == 0; m.gone && m.b.mappings[m.key] == m {
+		delete(m.b.mappings, m.key)
+	}
+}
+
+// finish ends a removal that has drained: memory that nobody uses any more is returned to the kernel and forgotten.
+func (b *Budget) finish(rm removal) {
+	for _, m := range rm.last {
+		m.close()
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for _, r := range rs {
-		for _, g := range r.granules {
+	for _, m := range rm.last {
+		for _, g := range m.granules {
 			b.forgetLocked(g)
 		}
 	}
+	for _, g := range rm.orphans {
+		g.m.discard(g.index)
+		b.forgetLocked(g)
+	}
+	for _, m := range rm.shared {
+		m.users--
+		m.parting = slices.DeleteFunc(m.parting, func(d *drain) bool { return d == rm.drain })
+	}
+	b.changeLocked()
 }

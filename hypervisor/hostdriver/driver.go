@@ -1,7 +1,7 @@
 // Package hostdriver owns stage two (PF-2). It maps the memory that a front end sends. When the device needs a page
 // (PF-7), it makes the page resident, locks it, and only then publishes it in the VM's translate.Space. When memory is
-// removed, or must be evicted because the VM's budget is used up, it removes the entries, waits until no loop uses
-// them, and only then releases the memory (PF-14, EP-2, EP-3).
+// removed, or must be evicted because the VM's budget is used up or the host is short of memory, it removes the
+// entries, waits until no loop uses them, and only then releases the memory (PF-14, EP-2, EP-3).
 package hostdriver
 
 import (
@@ -41,8 +41,25 @@ func (s *Slot) fits(a uint64) bool { return a+s.Size > a || a+s.Size == 0 }
 
 // Options of a Driver.
 type Options struct {
-	// Budget bounds the resident memory; nil: no limit.
+	// Budget bounds the resident memory, and is shared by the connections of a VM; nil: no limit.
 	Budget *Budget
+	// Clock is replaced by tests; nil: the system's.
+	Clock Clock
+}
+
+// Clock is the time, and timers.
+type Clock interface {
+	Now() time.Time
+	// AfterFunc calls f on another goroutine after that time, unless stop is called before.
+	AfterFunc(after time.Duration, f func()) (stop func() bool)
+}
+
+type systemClock struct{}
+
+func (systemClock) Now() time.Time { return time.Now() }
+
+func (systemClock) AfterFunc(after time.Duration, f func()) func() bool {
+	return time.AfterFunc(after, f).Stop
 }
 
 // Driver maps the memory of one front end into one Space and serves that
@@ -61,6 +78,8 @@ type Driver struct {
 	closed   bool
 	warned   bool // about a file that may shrink
 	draining sync.WaitGroup
+
+	late late
 }
 
 // servers is the number of goroutines per Driver that serve faults, and so of faults that wait for the swap device.
@@ -71,8 +90,12 @@ func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 	if opts.Budget == nil {
 		opts.Budget = NewBudget(0)
 	}
+	if opts.Clock == nil {
+		opts.Clock = systemClock{}
+	}
 	d := &Driver{space: space, log: log.Named("memory"), opts: opts}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
+	d.late.init(d.opts.Clock, d.space.Faults(), d.log)
 	d.opts.Budget.join(d)
 	for range servers {
 		d.servers.Go(d.serve)
@@ -80,9 +103,9 @@ func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 	return d
 }
 
-// AddSlot maps the slot. Its pages become resident and appear in the Space at their first fault, so the time this takes
-// does not depend on the size. FD is borrowed for the call: it is neither kept nor closed (the mapping keeps the file).
-// On error nothing has changed.
+// AddSlot maps the slot, or shares the mapping of another connection of the VM. Its pages become resident and appear in
+// the Space at their first fault, so the time this takes does not depend on the size. FD is borrowed for the call. On
+// error nothing has changed.
 func (d *Driver) AddSlot(s Slot) error {
 	if err := d.add(s); err != nil {
 		return fmt.Errorf("memory slot at %#x, %#x bytes: %w", s.GuestPA, s.Size, err)
@@ -114,7 +137,7 @@ func (d *Driver) add(s Slot) error {
 		return err
 	}
 	if err := d.space.Reserve(translate.PA(s.GuestPA), s.Size); err != nil {
-		r.munmap()
+		d.opts.Budget.abandon(r)
 		return err
 	}
 	d.regions = append(d.regions, r)
@@ -163,6 +186,7 @@ func (d *Driver) RemoveSlot(guestPA, size, userAddr uint64) error {
 			d.mu.Unlock()
 			defer d.draining.Done()
 			d.release([]*region{r})
+			d.late.hurry() // faults of the slot end now
 			return nil
 		}
 	}
@@ -184,6 +208,7 @@ func (d *Driver) Close() {
 	}
 	d.draining.Wait()
 	d.servers.Wait()
+	d.late.close()
 	for q := d.space.Faults(); ; {
 		f := q.TryNext()
 		if f == nil {
@@ -196,17 +221,17 @@ func (d *Driver) Close() {
 
 // release removes regions from stage two, waits until nothing uses them, and unmaps them.
 func (d *Driver) release(rs []*region) {
-	if err := d.opts.Budget.withdrawAll(rs); err != nil {
+	rm, err := d.opts.Budget.withdrawAll(d, rs)
+	if err != nil {
 		// Only this driver writes the table, so this is a bug. The memory stays mapped, since a reader may use it.
 		d.log.Error("slot is not in the table", "err", err)
 		return
 	}
-	_ = d.drained(context.Background(), d.space.Epochs().Flip())
+	_ = rm.drain.wait(context.Background())
+	d.opts.Budget.finish(rm)
 	for _, r := range rs {
-		r.munmap()
 		d.log.Debug("slot removed", "guest_pa", hclog.Fmt("%#x", r.GuestPA), "size", hclog.Fmt("%#x", r.Size))
 	}
-	d.opts.Budget.forgetAll(rs)
 }
 
 // drainPatience is how long a drain may take before it is logged.

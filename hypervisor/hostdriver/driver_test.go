@@ -245,8 +245,8 @@ func TestTouch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.munmap()
-	if err := touch(r.whole); err != nil {
+	defer d.opts.Budget.abandon(r)
+	if err := touch(r.m.whole); err != nil {
 		t.Fatal(err)
 	}
 	var st unix.Stat_t
@@ -256,7 +256,7 @@ func TestTouch(t *testing.T) {
 	if err := unix.Ftruncate(fd, 0); err != nil {
 		t.Fatal(err)
 	}
-	if err := touch(r.whole); !errors.Is(err, translate.ErrMemoryGone) {
+	if err := touch(r.m.whole); !errors.Is(err, translate.ErrMemoryGone) {
 		t.Error(err)
 	}
 }

@@ -3,7 +3,9 @@ package hostdriver
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -20,6 +22,9 @@ import (
 func TestMain(m *testing.M) {
 	if os.Getenv(swapChild) != "" {
 		os.Exit(swapMain())
+	}
+	if o := os.Getenv(crowdChild); o != "" {
+		os.Exit(crowdMain(o))
 	}
 	code := m.Run()
 	if code == 0 {
@@ -62,6 +67,11 @@ func mappings(t *testing.T, name string) int {
 		t.Fatal(err)
 	}
 	return strings.Count(string(maps), "memfd:"+name)
+}
+
+// testLog drops messages below error.
+func testLog(t testing.TB) hclog.Logger {
+	return hclog.New(&hclog.LoggerOptions{Output: t.Output(), Level: hclog.Error})
 }
 
 func newDriver(t testing.TB, o Options) (*Driver, *translate.Space) {
@@ -184,45 +194,69 @@ func readUsage(name string) (u usage, err error) {
 // just reserved, are only in the accounting; with quiet there are none.
 func audit(b *Budget, quiet bool) error {
 	b.mu.Lock()
+	ds := slices.Collect(maps.Keys(b.drivers))
+	b.mu.Unlock()
+	ms := map[*mapping]bool{}
+	for _, d := range ds {
+		d.mu.Lock()
+		for _, r := range d.regions {
+			ms[r.m] = true
+		}
+		d.mu.Unlock()
+	}
+	b.mu.Lock()
 	defer b.mu.Unlock()
 	var used, held, huge uint64
 	listed := 0
-	for d := range b.drivers {
-		d.mu.Lock()
-		rs := append([]*region(nil), d.regions...)
-		d.mu.Unlock()
-		for _, r := range rs {
-			for i, g := range r.granules {
-				n := g.size()
-				if g.index != i || g.r != r {
-					return fmt.Errorf("granule %d is stored at index %d", g.index, i)
-				}
-				if r.counted() {
-					used += n
-				} else {
-					huge += n
-				}
-				if g.holds > 0 && r.counted() {
-					held += n
-				}
-				var want *list
-				switch {
-				case g.state == active && g.holds == 0 && r.counted():
-					want = &b.active
-				case g.state == inactive:
-					want = &b.inactive
-				}
-				if g.on != want {
-					return fmt.Errorf("granule %d in state %d with %d holds is on the wrong list", i, g.state, g.holds)
-				}
-				if want != nil {
-					listed++
-				}
+	for m := range ms {
+		if m.gone {
+			continue
+		}
+		holds := map[*granule]int{}
+		for _, r := range m.views {
+			for g, n := range r.held {
+				holds[g] += n
+			}
+		}
+		for i, g := range m.granules {
+			n := g.size()
+			if g.index != i || g.m != m {
+				return fmt.Errorf("granule %d is stored at index %d", g.index, i)
+			}
+			if m.counted() {
+				used += n
+			} else {
+				huge += n
+			}
+			if g.holds != holds[g] {
+				return fmt.Errorf("granule %d has %d holds, its views %d", i, g.holds, holds[g])
+			}
+			if g.holds > 0 && m.counted() {
+				held += n
+			}
+			var want *list
+			switch {
+			case g.state == active && g.holds == 0 && m.counted():
+				want = &b.active
+			case g.state == inactive:
+				want = &b.inactive
+			}
+			if g.on != want {
+				return fmt.Errorf("granule %d in state %d with %d holds is on the wrong list", i, g.state, g.holds)
+			}
+			if want != nil {
+				listed++
+			}
+			if (g.state == active) != (g.in != 0) {
+				return fmt.Errorf("granule %d in state %d is in the tables of %#b", i, g.state, g.in)
+			}
+			for _, r := range m.views {
 				pa, mem := r.slot(i)
 				for off := 0; off < len(mem); off += translate.PageSize {
-					h, m := d.space.Host(pa+translate.PA(off), 1)
-					if m.OK() != (g.state == active) || m.OK() && &h[0] != &mem[off] {
-						return fmt.Errorf("granule %d in state %d, page %d: %v", i, g.state, off/translate.PageSize, m.Kind)
+					h, miss := r.d.space.Host(pa+translate.PA(off), 1)
+					if miss.OK() != (g.in&r.view != 0) || miss.OK() && &h[0] != &mem[off] {
+						return fmt.Errorf("granule %d in state %d, page %d, view %#b of %#b: %v", i, g.state, off/translate.PageSize,
+							r.view, g.in, miss.Kind)
 					}
 				}
 			}

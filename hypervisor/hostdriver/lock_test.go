@@ -14,6 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -116,16 +117,23 @@ func TestHugeTLB(t *testing.T) {
 	if st := b.Status(); st.HugeTLB != 2*page || st.Resident != 0 || st.Held != 0 {
 		t.Errorf("%+v", st)
 	}
-	// Others may use huge pages too, so only an early error is certain.
-	failed := error(nil)
-	for i := translate.PA(2); i < 4096 && failed == nil; i++ {
-		failed = fetch(ctx, s, 1<<32+i*page, 1)
+	// Others may use huge pages too, so it is only certain that there are not as many. A fault that finds none waits
+	// (HF-2), and gets the one that the balloon returns.
+	var w *waiter
+	for i := 2; i < 4096 && b.Status().Short == 0; i++ {
+		w = raise(s, 1<<32+translate.PA(i)*page, 1)[0]
+		testutil.Eventually(t, "the end of the fault, or of the pool", func() bool {
+			return !w.Waiting() || b.Status().Short > 0
+		})
 	}
-	if failed == nil || !strings.Contains(failed.Error(), "huge page") {
-		t.Errorf("4096 huge pages of a pool of %d: %v", had+3, failed)
+	if st := b.Status(); st.Short != 1 || !strings.Contains(st.ShortReason, "huge page") {
+		t.Errorf("4096 huge pages of a pool of %d: %+v", had+3, st)
 	}
 	if err := unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, page); err != nil {
 		t.Fatal(err)
+	}
+	if err := <-w.done; err != nil {
+		t.Error(err)
 	}
 	d.Resync()
 	if present(s, 1<<32) || !present(s, 1<<32+page-lead) {

@@ -105,9 +105,9 @@ func TestBudgetOrder(t *testing.T) {
 		}
 	}
 	b.mu.Lock()
-	r := d.regions[0]
-	if r.granules[1] == nil || r.granules[2] != nil || r.granules[3] != nil {
-		t.Errorf("granules 1..3: %v %v %v, expected 1 to be there", r.granules[1], r.granules[2], r.granules[3])
+	gs := d.regions[0].m.granules
+	if gs[1] == nil || gs[2] != nil || gs[3] != nil {
+		t.Errorf("granules 1..3: %v %v %v, expected 1 to be there", gs[1], gs[2], gs[3])
 	}
 	b.mu.Unlock()
 	for i := range 3 * fit {

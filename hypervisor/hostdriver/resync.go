@@ -2,9 +2,8 @@ package hostdriver
 
 import (
 	"context"
+	"maps"
 	"slices"
-
-	"github.com/vnicd/vnicd/translate"
 )
 
 // Resync finds memory that is accounted as resident but missing from its file, because a balloon took it or a device
@@ -12,92 +11,86 @@ import (
 // must not be called on a loop.
 func (d *Driver) Resync() {
 	d.mu.Lock()
-	rs := slices.Clone(d.regions)
+	ms := map[*mapping]bool{}
+	for _, r := range d.regions {
+		ms[r.m] = true
+	}
 	d.mu.Unlock()
-	for _, r := range rs {
-		d.opts.Budget.resync(r)
+	for m := range ms {
+		d.opts.Budget.resync(m)
 	}
 }
 
 // Resync is Driver.Resync for all drivers of the budget.
 func (b *Budget) Resync() {
 	b.mu.Lock()
-	var ds []*Driver
-	for d := range b.drivers {
-		ds = append(ds, d)
-	}
+	ds := slices.Collect(maps.Keys(b.drivers))
 	b.mu.Unlock()
+	ms := map[*mapping]bool{}
 	for _, d := range ds {
-		d.Resync()
+		d.mu.Lock()
+		for _, r := range d.regions {
+			ms[r.m] = true
+		}
+		d.mu.Unlock()
+	}
+	for m := range ms {
+		b.resync(m)
 	}
 }
 
-func (b *Budget) resync(r *region) {
+func (b *Budget) resync(m *mapping) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if r.gone {
+	if m.gone {
 		return
 	}
 	var look []uint64
-	for i, g := range r.granules {
+	for i, g := range m.granules {
 		if !g.busy() {
 			look = append(look, i)
 		}
 	}
-	r.users++
+	m.users++
 	b.mu.Unlock()
-	look = r.incomplete(look)
+	look = m.incomplete(look...)
 	b.mu.Lock()
 
 	// Changes meanwhile do not matter: a granule withdrawn needlessly comes back at the next fault.
 	var lost, held []*granule
+	withdrawn := new(drain)
 	for _, i := range look {
-		switch g := r.granules[i]; {
-		case r.gone || g == nil || g.busy():
+		switch g := m.granules[i]; {
+		case m.gone || g == nil || g.busy():
 		case g.holds > 0:
 			held = append(held, g)
 		default:
-			if g.state == active {
-				r.withdraw(i)
+			before := g.drain
+			withdrawn.withdraw(g)
+			if g.state == inactive {
+				g.drain = before // it is in no table any more
 			}
 			g.unlist()
 			g.state = leaving
 			lost = append(lost, g)
 		}
 	}
-	flip(lost)
+	withdrawn.flip()
 	b.mu.Unlock()
 	for _, g := range held {
-		if err := r.populate(g.index); err != nil {
-			r.d.log.Warn("memory held by the device disappeared", "err", err)
+		if _, err := m.populate(g.index); err != nil {
+			m.log.Warn("memory held by the device disappeared", "err", err)
 		}
 	}
 	for _, g := range lost {
-		_ = r.d.drained(context.Background(), g.drain)
-		r.discard(g.index)
+		_ = g.drain.wait(context.Background())
+		m.discard(g.index)
 	}
 	b.mu.Lock()
 	for _, g := range lost {
 		b.forgetLocked(g)
 	}
 	b.counters.discarded += uint64(len(lost))
-	r.users--
+	m.users--
 	b.changeLocked()
-}
-
-// incomplete returns those granules of which the file lacks a page.
-func (r *region) incomplete(is []uint64) (holes []uint64) {
-	vec := make([]byte, max(1<<r.shift, translate.PageSize)/translate.PageSize)
-	for _, i := range is {
-		b := r.bytes(i)
-		v := vec[:len(b)/translate.PageSize]
-		if err := mincore(b, v); err != nil {
-			r.d.log.Warn("mincore", "err", err)
-			return nil
-		}
-		if slices.ContainsFunc(v, func(x byte) bool { return x&1 == 0 }) {
-			holes = append(holes, i)
-		}
-	}
-	return holes
 }

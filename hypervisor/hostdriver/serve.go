@@ -15,14 +15,20 @@ var errGone = fmt.Errorf("the slot is being removed: %w", translate.ErrMemoryGon
 const maxAround = 2 << 20
 
 // serve serves faults until Close. There are several servers, so that a fault that waits for the swap device does not
-// delay others. Each VM has its own.
+// delay others. Each VM has its own. A fault that finds memory short occupies none while it waits: see late.
 func (d *Driver) serve() {
 	for q := d.space.Faults(); ; {
 		f, err := q.Next(d.ctx)
 		if err != nil {
 			return
 		}
-		q.Finish(f, d.pageIn(f.Miss))
+		err = d.pageIn(f.Miss)
+		if errors.Is(err, ErrShort) {
+			d.late.add(f, err)
+			continue
+		}
+		d.late.settle(f, err)
+		q.Finish(f, err)
 	}
 }
 
@@ -34,8 +40,8 @@ func (d *Driver) pageIn(m translate.Miss) error {
 	}
 	d.opts.Budget.faultAt(m.PA)
 	around := uint64(maxAround)
-	if limit := d.opts.Budget.limit; limit != 0 {
-		around = min(around, limit/16)
+	if bound := d.opts.Budget.bound(); bound != 0 {
+		around = min(around, bound/16)
 	}
 	last := m.PA + translate.PA(max(min(m.Len, around, uint64(r.end()-m.PA)), 1)-1)
 	first := r.granule(m.PA)
@@ -69,7 +75,12 @@ func (d *Driver) find(pa translate.PA) *region {
 type Hold struct {
 	b    *Budget
 	once sync.Once
-	gs   []*granule
+	gs   []heldGranule
+}
+
+type heldGranule struct {
+	r *region
+	g *granule
 }
 
 // Hold makes [pa, pa+n) resident and published, and keeps it so until Release. It is for memory that a loop must be
@@ -90,12 +101,12 @@ func (d *Driver) Hold(ctx context.Context, pa translate.PA, n uint64) (*Hold, er
 		}
 		to := min(end, r.end())
 		for i := r.granule(at); i <= r.granule(to-1); i++ {
-			g, err := h.b.bring(ctx, r, i, true)
+			g, err := d.hold(ctx, h, r, i)
 			if err != nil {
 				h.Release()
 				return nil, fmt.Errorf("holding %v, %d bytes: %w", pa, n, err)
 			}
-			h.gs = append(h.gs, g)
+			h.gs = append(h.gs, heldGranule{r, g})
 		}
 		at = to
 	}
@@ -108,8 +119,10 @@ func (h *Hold) Release() {
 	h.once.Do(func() {
 		h.b.mu.Lock()
 		defer h.b.mu.Unlock()
-		for _, g := range h.gs {
-			h.b.releaseLocked(g)
+		for _, x := range h.gs {
+			if !x.r.gone {
+				h.b.releaseLocked(x.r, x.g, 1)
+			}
 		}
 		h.gs = nil
 	})

@@ -35,7 +35,7 @@ func fills(b *Budget) (n int) {
 	defer b.mu.Unlock()
 	for d := range b.drivers {
 		for _, r := range d.regions {
-			for _, g := range r.granules {
+			for _, g := range r.m.granules {
 				if g.state == filling {
 					n++
 				}

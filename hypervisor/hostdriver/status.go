@@ -14,7 +14,8 @@ import (
 // Status is the host level of one VM's paging, in bytes and in events since the start.
 type Status struct {
 	Budget      uint64 `json:"budget_bytes"`       // 0: no limit
-	Resident    uint64 `json:"resident_bytes"`     // for the device, over all sockets of the VM; at most Budget
+	Target      uint64 `json:"target_bytes"`       // what the VM may keep while the host is short of memory; 0: any amount
+	Resident    uint64 `json:"resident_bytes"`     // for the device, by any socket of the VM; at most Budget
 	Inactive    uint64 `json:"inactive_bytes"`     // of these, next to be evicted
 	Held        uint64 `json:"held_bytes"`         // of these, not evictable while in use (rings)
 	HugeTLB     uint64 `json:"hugetlb_bytes"`      // also resident: never swapped, so not counted
@@ -24,8 +25,16 @@ type Status struct {
 	Discarded   uint64 `json:"discarded"`          // granules that a balloon or an unplugged device took
 	Unlocked    string `json:"unlocked,omitempty"` // why the kernel may swap memory that the device uses; "": it may not
 
-	HostFaults   uint64        `json:"host_faults"`   // served, or failed
-	FailedFaults uint64        `json:"failed_faults"` // address invalid, memory gone
+	HostFaults   uint64 `json:"host_faults"`   // served, or failed
+	FailedFaults uint64 `json:"failed_faults"` // address invalid, memory gone
+
+	// Faults and holds of connected sockets that found memory short: those that wait at present, for how long the oldest
+	// has waited, and why; and all of them since the start (HF-2).
+	Short       int           `json:"short"`
+	ShortFor    time.Duration `json:"short_for_ns"`
+	ShortReason string        `json:"short_reason,omitempty"`
+	Delayed     uint64        `json:"delayed_faults"`
+
 	LongestDrain time.Duration `json:"longest_drain_ns"`
 
 	// Fault times of connected sockets, from raising to service.
@@ -84,9 +93,10 @@ func (b *Budget) status() (Status, []*Driver) {
 	defer b.mu.Unlock()
 	c := b.counters
 	s := Status{
-		Budget: b.limit, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
+		Budget: b.limit, Target: b.target, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
 		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded,
 		Unlocked: c.unlocked, HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest, Heat: c.heat,
+		Delayed: c.delayed,
 	}
 	for d := range b.drivers {
 		f := d.space.Faults().Stats()
@@ -94,6 +104,12 @@ func (b *Budget) status() (Status, []*Driver) {
 		s.FailedFaults += f.Failed
 		s.LongestDrain = max(s.LongestDrain, d.space.Epochs().Stats().Longest)
 		s.FaultTime.Merge(&f.Time)
+		short := d.late.status()
+		s.Short += short.waiting
+		s.Delayed += short.total
+		if short.oldest >= s.ShortFor && short.reason != "" {
+			s.ShortFor, s.ShortReason = short.oldest, short.reason
+		}
 	}
 	return s, slices.Collect(maps.Keys(b.drivers))
 }
@@ -122,6 +138,7 @@ func (b *Budget) leave(d *Driver) {
 	delete(b.drivers, d)
 	b.counters.faults += f.Served + f.Failed
 	b.counters.failed += f.Failed
+	b.counters.delayed += d.late.status().total
 	b.counters.longest = max(b.counters.longest, e.Longest)
 }
 

@@ -37,13 +37,22 @@ func TestSwap(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes a swap file and a memory cgroup and must be run by root (sudo go test ./hypervisor/...)")
 	}
+	withSwap(t, swapFile)
+	if err := inCgroup(t, memoryCgroup(t, swapLimit), swapChild+"=1"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// withSwap gives the host a swap file until the test ends.
+func withSwap(t testing.TB, size int64) {
+	t.Helper()
 	dir := t.TempDir()
 	swap := filepath.Join(dir, "swap")
 	f, err := os.OpenFile(swap, os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = unix.Fallocate(int(f.Fd()), 0, 0, swapFile)
+	err = unix.Fallocate(int(f.Fd()), 0, 0, size)
 	_ = f.Close()
 	if err != nil {
 		t.Fatalf("no room for a swap file in %s (set TMPDIR): %v", dir, err)
@@ -54,12 +63,17 @@ func TestSwap(t *testing.T) {
 	if out, err := exec.Command("swapon", swap).CombinedOutput(); err != nil {
 		t.Fatalf("swapon %s: %v: %s (the file system has to allow swap files: set TMPDIR)", swap, err, out)
 	}
-	defer func() {
+	t.Cleanup(func() {
 		if out, err := exec.Command("swapoff", swap).CombinedOutput(); err != nil {
 			t.Errorf("swapoff: %v: %s", err, out)
 		}
-	}()
-	cgroup := memoryCgroup(t, swapLimit)
+	})
+}
+
+// inCgroup runs this test binary in a cgroup, with env in its environment, logs what it prints, and returns how it
+// ended.
+func inCgroup(t testing.TB, cgroup, env string) error {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	self, err := os.Executable()
@@ -67,16 +81,14 @@ func TestSwap(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.CommandContext(ctx, "sh", "-c", `echo $$ > "$0/cgroup.procs" && exec "$1"`, cgroup, self)
-	cmd.Env = append(os.Environ(), swapChild+"=1", "GOMEMLIMIT=80MiB")
+	cmd.Env = append(os.Environ(), env, "GOMEMLIMIT=80MiB")
 	out, err := cmd.CombinedOutput()
 	t.Logf("%s", out)
-	if err != nil {
-		t.Fatal(err)
-	}
+	return err
 }
 
 // memoryCgroup makes a cgroup with limit bytes of memory and unlimited swap.
-func memoryCgroup(t *testing.T, limit int) (dir string) {
+func memoryCgroup(t testing.TB, limit int) (dir string) {
 	t.Helper()
 	const v1, v2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
 	name := fmt.Sprintf("vnicd-test-%d", os.Getpid())

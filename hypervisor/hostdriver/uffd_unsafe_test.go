@@ -32,7 +32,7 @@ func stall(t *testing.T, r *region) (release func()) {
 		t.Fatal("UFFDIO_API:", e)
 	}
 	reg := struct{ start, len, mode, ioctls uint64 }{
-		start: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(r.whole)))), len: uint64(len(r.whole)),
+		start: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(r.m.whole)))), len: uint64(len(r.m.whole)),
 		mode: uffdRegisterMissing,
 	}
 	if _, _, e := unix.Syscall(unix.SYS_IOCTL, fd, uffdioRegister, uintptr(unsafe.Pointer(&reg))); e != 0 {

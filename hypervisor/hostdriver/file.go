@@ -1,0 +1,63 @@
+package hostdriver
+
+import (
+	"fmt"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/translate"
+)
+
+// file is what this package needs to know of a memory file.
+type file struct {
+	size      uint64
+	block     uint64 // mmap granularity: the huge page size on hugetlbfs
+	huge      uint64 // the file's preferred page size; 0: the normal one
+	keepsSize bool   // sealed against shrinking
+	dev, ino  uint64 // its identity, while something maps it
+	writable  bool   // the descriptor permits writing
+}
+
+// inspect checks that fd can be shared guest memory.
+func inspect(fd int) (file, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return file{}, fmt.Errorf("fstat of fd %d: %w", fd, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return file{}, fmt.Errorf("fd %d has file mode %#o, expected a memfd or a regular file: %w", fd, st.Mode, ErrFile)
+	}
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(fd, &fs); err != nil {
+		return file{}, fmt.Errorf("fstatfs of fd %d: %w", fd, err)
+	}
+	f := file{size: uint64(st.Size), block: translate.PageSize, dev: st.Dev, ino: st.Ino}
+	if fs.Type == unix.HUGETLBFS_MAGIC {
+		f.block = uint64(fs.Bsize)
+		if f.block < translate.PageSize || f.block&(f.block-1) != 0 {
+			return file{}, fmt.Errorf("fd %d has pages of %#x bytes: %w", fd, f.block, ErrFile)
+		}
+	} else if st.Blksize == hugePage || transparentHuge() {
+		f.huge = hugePage
+	}
+	// EINVAL where the file system has no seals.
+	if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err == nil {
+		f.keepsSize = seals&unix.F_SEAL_SHRINK != 0
+	}
+	if mode, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0); err == nil {
+		f.writable = mode&unix.O_ACCMODE == unix.O_RDWR
+	}
+	return f, nil
+}
+
+// hugePage is the size of a transparent huge page.
+const hugePage = 2 << 20
+
+// transparentHuge reports whether this kernel makes huge pages for memory files on madvise, which QEMU calls. Where the
+// kernel always makes them, fstat shows it.
+func transparentHuge() bool {
+	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+	return err == nil && strings.Contains(string(b), "[advise]")
+}

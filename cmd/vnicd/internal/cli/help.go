@@ -60,6 +60,7 @@ queues         queue pairs of virtio-net [1]
 rate           bits per second in each direction, such as 10G [no limit]
 storm          broadcast, multicast and unknown-unicast frames per second; 0: unlimited
 memory-budget  limit of the VM's memory that the device keeps resident, such as 256MiB
+memory-weight  share of memory under pressure, 1 to 10000 [100]
 qmp            monitor socket of QEMU, which reports memory ballooning`,
 		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
 	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},

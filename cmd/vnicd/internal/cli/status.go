@@ -106,6 +106,9 @@ func showAll(w io.Writer, s *daemon.Status) {
 				r.Ago.Round(time.Second))
 		}
 	}
+	if s.Memory != nil {
+		showHost(w, s.Memory)
+	}
 	for _, n := range s.Networks {
 		fmt.Fprintf(w, "network %s vni %d mtu %d, %d addresses%s\n", n.Name, n.VNI, n.MTU, n.Entries, drops(n.Drops))
 		t := table(w)

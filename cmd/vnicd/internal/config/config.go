@@ -38,6 +38,10 @@ const (
 	DefaultBuffers    = 8192
 	defaultAppMemory  = 1 << 30
 	DefaultMonitoring = "127.0.0.1:9469" // only with the page; otherwise `listen` has no default
+
+	DefaultPressureLimit = 10  // percent of time
+	DefaultMemoryWeight  = 100 // as cgroup weights
+	maxMemoryWeight      = 10000
 )
 
 // Config is one host's configuration.
@@ -73,6 +77,8 @@ type Config struct {
 	LogLevel string
 	// Monitoring is the server for metrics. Zero value: no server.
 	Monitoring Monitoring
+	// MemoryPressure returns guest memory to the host while it is short of memory (HF-4).
+	MemoryPressure MemoryPressure
 	// VTEP is nil on a host without an underlay: its networks are local.
 	VTEP *VTEP
 	// EVPN is nil if this host does not use BGP.
@@ -102,6 +108,14 @@ type Monitoring struct {
 	PProf bool
 	// Page serves the web page too.
 	Page bool
+}
+
+// MemoryPressure is the watch on the host's memory.
+type MemoryPressure struct {
+	// Watch is true by default.
+	Watch bool
+	// Limit is the percentage of time in which tasks wait for memory before VMs keep less of it, 1..100.
+	Limit int
 }
 
 // VTEP is this host's end of the VXLAN tunnels (RFC 7348).
@@ -170,6 +184,8 @@ type VM struct {
 	Limits Limits
 	// MemoryBudget bounds the bytes of the VM's memory that are kept resident for its devices (PF-15). 0: no limit.
 	MemoryBudget uint64
+	// MemoryWeight is the VM's share of memory under pressure, 1..10000, relative to the others'. Default 100.
+	MemoryWeight int
 	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
 	QMP string
 	// Application is set for a program of the host (PF-4), which has an HCA but no virtio-net.

@@ -52,6 +52,7 @@ func Parse(path string, data []byte) (*Config, error) {
 		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true,
 		Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true}, EngineNice: DefaultEngineNice,
 		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
+		MemoryPressure: MemoryPressure{Watch: true, Limit: DefaultPressureLimit},
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
@@ -318,6 +319,12 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"spin":        p.duration("spin", 0, time.Second, "20us", &c.Spin),
 		"ecn":         p.boolean("ecn", &c.ECN),
 		"debug":       func(n *yaml.Node) { p.debug(n, &c.Debug) },
+		"memory-pressure": func(n *yaml.Node) {
+			p.mapping(n, "memory-pressure", map[string]func(*yaml.Node){
+				"watch": p.boolean("memory-pressure watch", &c.MemoryPressure.Watch),
+				"limit": p.percent("memory-pressure limit", &c.MemoryPressure.Limit),
+			})
+		},
 		"short-path": func(n *yaml.Node) {
 			c.ShortPath = new(bool)
 			p.boolean("short-path", c.ShortPath)(n)
@@ -521,7 +528,7 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{Line: n.Line, Queues: 1}
+	vm := &VM{Line: n.Line, Queues: 1, MemoryWeight: DefaultMemoryWeight}
 	keys := p.client("VM", vm)
 	keys["queues"] = number(p, "queues", 1, vnet.MaxPairs, &vm.Queues)
 	keys["qmp"] = p.str("qmp", &vm.QMP)
@@ -531,7 +538,7 @@ func (p *parser) vm(n *yaml.Node) *VM {
 
 func (p *parser) application(n *yaml.Node) *VM {
 	a := &Application{GID: -1, Memory: defaultAppMemory}
-	vm := &VM{Line: n.Line, Application: a}
+	vm := &VM{Line: n.Line, MemoryWeight: DefaultMemoryWeight, Application: a}
 	keys := p.client("application", vm)
 	keys["memory"] = p.size("memory", 1<<20, &a.Memory)
 	keys["socket-mode"] = number(p, "socket-mode", 1, 0o777, &a.Mode)
@@ -577,6 +584,7 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 		"storm": p.storm(&vm.Storm),
 
 		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
+		"memory-weight": number(p, "memory-weight", 1, maxMemoryWeight, &vm.MemoryWeight),
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
 				"qps":      number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
@@ -587,6 +595,23 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 				"messages": number(p, "limits messages", 1, hca.MaxMessages, &vm.Limits.Messages),
 			})
 		},
+	}
+}
+
+// percent accepts 1% to 100%.
+func (p *parser) percent(what string, dst *int) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		digits, ok := strings.CutSuffix(s, "%")
+		v, err := strconv.ParseUint(digits, 10, 32)
+		if !ok || err != nil || v < 1 || v > 100 {
+			p.errs.add(n.Line, "%s must be a whole percentage, 1%% to 100%%, such as 10%%, found %q", what, s)
+			return
+		}
+		*dst = int(v)
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -49,6 +50,7 @@ type Daemon struct {
 	gvms   *translate.GVMTable // the memory of every connected front end
 	source *overlay.API        // the routes that operators set
 	evpn   *evpn.Speaker       // nil: no BGP
+	memory *hostdriver.Host    // nil: the host's memory is not watched
 	fronts sync.Map            // VM's name -> func() bool: whether a QEMU is connected to it
 
 	// mu serialises changes, so that readers see none half-made. It is taken before every other lock, and never by
@@ -97,7 +99,8 @@ func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error
 		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
 	d.kept = d.store.Kept()
 	steps := []func() error{
-		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.makeVMs, d.serve,
+		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
+		d.serve,
 	}
 	for _, step := range steps {
 		if err := step(); err != nil {

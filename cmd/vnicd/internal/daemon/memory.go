@@ -7,6 +7,8 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/pressure"
 	"github.com/vnicd/vnicd/hypervisor/qmp"
 )
 
@@ -57,6 +59,35 @@ func followMemory(ctx context.Context, c *qmp.Client, resync func()) {
 			return
 		}
 	}
+}
+
+// watchHost starts to watch the host's memory (HF-4). Where that is impossible vnicd works, without.
+func (d *Daemon) watchHost() error {
+	c := d.cfg.MemoryPressure
+	if !c.Watch {
+		return nil
+	}
+	r := pressure.NewReader("/")
+	log := d.log.Named("memory")
+	h, err := hostdriver.NewHost(hostdriver.HostOptions{Read: r.Read, Watch: r.Stalls(), Limit: float64(c.Limit) / 100,
+		Log: log})
+	if err != nil {
+		log.Warn("the host's memory cannot be watched: VMs without memory-budget keep what their devices touched",
+			"reason", err)
+		return nil
+	}
+	d.memory = h
+	d.onClose(h.Close)
+	return nil
+}
+
+// share makes the host bound the VM's memory; the returned function ends that.
+func (v *vm) share(h *hostdriver.Host) (end func()) {
+	if h == nil {
+		return func() {}
+	}
+	h.Add(v.budget, v.cfg.MemoryWeight)
+	return func() { h.Remove(v.budget) }
 }
 
 // raiseLockLimit raises the soft limit of locked memory to the hard limit, because guest memory in use by the device is

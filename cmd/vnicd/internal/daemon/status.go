@@ -28,6 +28,8 @@ type Status struct {
 	Networks []vswitch.Status `json:"networks"`
 	VMs      []VMStatus       `json:"vms"`
 	EVPN     *evpn.Status     `json:"evpn,omitempty"`
+
+	Memory *hostdriver.HostStatus `json:"memory,omitempty"` // of the host; nil: not watched
 }
 
 // IsApplication reports whether this is a host application.
@@ -69,6 +71,10 @@ func (d *Daemon) Status() *Status {
 	}
 	if d.evpn != nil {
 		s.EVPN = d.evpn.Status()
+	}
+	if d.memory != nil {
+		m := d.memory.Status()
+		s.Memory = &m
 	}
 	for _, n := range d.cfg.Networks {
 		s.Networks = append(s.Networks, d.nets[n.Name].sw.Status())

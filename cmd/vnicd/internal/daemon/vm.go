@@ -67,6 +67,7 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 
 func (v *vm) open(d *Daemon) (err error) {
 	c, home, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
+	v.undo.push(v.share(d.memory))
 	log := d.log.With("vm", c.Name)
 	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs,
 		Rate: c.Rate, Storm: c.Storm, Loop: home, Kind: v.kind()})

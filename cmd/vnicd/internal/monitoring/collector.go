@@ -1,6 +1,7 @@
 package monitoring
 
 import (
+	"slices"
 	"strconv"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // metric is one family. All families are declared in the list below.
@@ -168,6 +170,23 @@ var (
 	epochDrains  = counter("epoch_drains_total", "Releases of guest memory that waited for operations to end.", "vm")
 	epochLongest = gauge("epoch_drain_longest_seconds", "The longest wait of a release of guest memory.", "vm")
 
+	hostLevel = gauge("host_memory_level",
+		"Pressure on the host's memory: 0 calm, 1 steady, 2 pressed, 3 critical. The zone is the host or a memory cgroup.",
+		"zone")
+	hostTotal   = gauge("host_memory_total_bytes", "Memory of the host, or limit of the memory cgroup, that is short.")
+	hostFree    = gauge("host_memory_free_bytes", "Of it, available without swapping.")
+	hostReserve = gauge("host_memory_reserve_bytes", "Of it, available with swapping.")
+	hostSwap    = gauge("host_memory_swap_free_bytes", "Free swap space.")
+	hostStalled = gauge("host_memory_stalled_ratio", "Share of time in which tasks waited for memory.")
+	hostTarget  = gauge("host_memory_target_bytes",
+		"Guest memory that all VMs may keep resident under memory pressure; 0: any amount.")
+	hostShrinks = counter("host_memory_shrinks_total", "Times that this target was lowered.")
+	hostFull    = gauge("host_memory_full", "Whether operations that need new memory wait until the host has some.")
+
+	memTarget   = gauge("memory_target_bytes", "What a VM may keep resident under memory pressure; 0: any amount.", "vm")
+	memShort    = gauge("memory_short_faults", "Page faults of the host level that wait because memory is short.", "vm")
+	memShortFor = gauge("memory_short_seconds", "How long the oldest of them has waited.", "vm")
+	memDelayed  = counter("memory_delayed_faults_total", "Page faults of the host level that found memory short.", "vm")
 	memBudget   = gauge("memory_budget_bytes", "Limit of memory kept resident for a VM's devices; 0: no limit.", "vm")
 	memResident = gauge("memory_resident_bytes", "Guest memory kept resident for a VM's devices.", "vm")
 	memInactive = gauge("memory_inactive_bytes", "Resident memory that is released next.", "vm")
@@ -243,6 +262,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.count(buffersExhausted, s.Buffers.Exhausted)
 	e.vtep(s)
 	e.evpn(s.EVPN)
+	e.hostMemory(s.Memory)
 	for i := range s.Networks {
 		e.network(&s.Networks[i])
 	}
@@ -338,6 +358,21 @@ func (e emitter) evpn(s *evpn.Status) {
 	}
 }
 
+func (e emitter) hostMemory(m *hostdriver.HostStatus) {
+	if m == nil {
+		return
+	}
+	e.put(hostLevel, float64(slices.Index(hostdriver.Levels, m.Level)), m.Zone)
+	e.count(hostTotal, m.Total)
+	e.count(hostFree, m.Free)
+	e.count(hostReserve, m.Reserve)
+	e.count(hostSwap, m.Swap)
+	e.put(hostStalled, m.Stalled)
+	e.count(hostTarget, m.Target)
+	e.count(hostShrinks, m.Shrinks)
+	e.yes(hostFull, m.Full != "")
+}
+
 func (e emitter) network(n *vswitch.Status) {
 	e.put(networkInfo, 1, n.Name, strconv.FormatUint(uint64(n.VNI), 10))
 	e.put(networkMTU, float64(n.MTU), n.Name)
@@ -370,6 +405,10 @@ func (e emitter) vm(v *daemon.VMStatus) {
 	e.hca(v.Name, &v.HCA)
 
 	m := &v.Memory
+	e.count(memTarget, m.Target, v.Name)
+	e.put(memShort, float64(m.Short), v.Name)
+	e.time(memShortFor, m.ShortFor, v.Name)
+	e.count(memDelayed, m.Delayed, v.Name)
 	e.count(memBudget, m.Budget, v.Name)
 	e.count(memResident, m.Resident, v.Name)
 	e.count(memInactive, m.Inactive, v.Name)

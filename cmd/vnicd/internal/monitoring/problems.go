@@ -100,6 +100,12 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 			put(warning, "vtep", "", "", "tunnels drop datagrams: %s", perSecond(d, seconds))
 		}
 	}
+	if m, was := now.Memory, before.Memory; m != nil && was != nil && m.Target != 0 && was.Target != 0 {
+		put(note, "pressure", "", "", "the host is short of memory (%s): VMs keep less of it resident for their devices", m.Zone)
+	}
+	if m := now.Memory; m != nil && m.Full != "" {
+		put(severe, "full", "", "", "the host is out of memory; operations that need more wait: %s", m.Full)
+	}
 	for i := range now.Networks {
 		if n := &now.Networks[i]; len(n.Flapping) > 0 {
 			put(warning, "flapping", "", n.Name, "%d addresses flap between ports", len(n.Flapping))
@@ -161,7 +167,11 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 		}
 	}
 	if n := daemon.Since(o.Memory.FailedFaults, m.FailedFaults); n > 0 {
-		put(severe, "host-failed", "%d page faults of the host level failed: memory was not available", n)
+		put(severe, "host-failed", "%d page faults of the host level failed: memory has disappeared, or was never there", n)
+	}
+	if m.Short > 0 && o.Memory.Short > 0 {
+		put(severe, "host-short", "%d page faults wait until the host has memory, the oldest for %v: %s", m.Short,
+			m.ShortFor.Round(time.Millisecond), m.ShortReason)
 	}
 	if n := daemon.Since(o.HCA.Stats["faults_failed"], h.Stats["faults_failed"]); n > 0 {
 		put(warning, "guest-failed",

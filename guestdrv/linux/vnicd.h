@@ -338,8 +338,8 @@ struct vnicd_qp {
 	u32 db_slot;
 	struct vnicd_engine *engine;
 	bool user;
-	struct mutex lock;		/* serialises modify and destroy */
-	enum ib_qp_state state;		/* as last set by us; read without lock */
+	struct mutex lock;		/* serialises modify and query */
+	enum ib_qp_state state;		/* written under lock, read without it */
 	bool sig_all;
 	struct vnicd_wq sq;
 	struct vnicd_wq rq;		/* no ring with an SRQ */

@@ -421,16 +421,19 @@ int vnicd_query_qp(struct ib_qp *ibqp, struct ib_qp_attr *attr, int mask,
 
 	memset(attr, 0, sizeof(*attr));
 	memset(init, 0, sizeof(*init));
+	/* Otherwise the answer could be older than a transition that ends meanwhile. */
+	mutex_lock(&qp->lock);
 	err = vnicd_cmd_query_qp(vd, qp->qpn, &in);
+	/* The device may have moved it to an error state. */
+	if (!err)
+		WRITE_ONCE(qp->state, in.qp_state);
+	mutex_unlock(&qp->lock);
 	if (err) {
 		if (!vnicd_dead(vd))
 			return err;
 		/* Of a dead device's QP at least the state is known. */
 		in.qp_state = IB_QPS_ERR;
 		in.cur_qp_state = IB_QPS_ERR;
-	} else {
-		/* The device may have moved it to an error state. */
-		WRITE_ONCE(qp->state, in.qp_state);
 	}
 
 	attr->qp_state = in.qp_state;

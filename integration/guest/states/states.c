@@ -2,12 +2,14 @@
 /*
  * states DEVICE GID-INDEX: functions of queue pairs, CQs and SRQs other than data transfer, on two queue pairs of this
  * process: drain (IBTA 10.3.1.5), solicited events (11.4.2.2), an SRQ's limit (10.2.9.2), CQ overrun (10.2.4,
- * 11.6.3.2), resizing with entries inside (11.2.8.3), and refusals with their errno. Exit status 0: all was right;
- * otherwise a line says what was wrong.
+ * 11.6.3.2), resizing with entries inside (11.2.8.3), queries during transitions, and refusals with their errno. Exit
+ * status 0: all was right; otherwise a line says what was wrong.
  */
 #include "../common.h"
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
 
 #define SIZE 65536
@@ -348,6 +350,64 @@ static void refusals(void)
 	destroy(x, y);
 }
 
+#define QUERIERS 3
+
+static struct ibv_qp *queried_qp;
+static atomic_int querying, idle;
+
+static void *querier(void *arg)
+{
+	for (;;) {
+		struct ibv_qp_init_attr init;
+		struct ibv_qp_attr a;
+		int on = atomic_load(&querying);
+
+		if (on < 0)
+			return arg;
+		if (!on) {
+			sched_yield();
+			continue;
+		}
+		atomic_fetch_sub(&idle, 1);
+		if (atomic_load(&querying) > 0)
+			check(!ibv_query_qp(queried_qp, &a, IBV_QP_STATE, &init), "ibv_query_qp");
+		atomic_fetch_add(&idle, 1);
+	}
+}
+
+/* A query that meets a transition does not undo it: in RTS requests can be posted. */
+static void queried(void)
+{
+	struct ibv_qp_attr reset = { .qp_state = IBV_QPS_RESET };
+	pthread_t threads[QUERIERS];
+	struct ibv_qp *x, *y;
+	struct ibv_wc wc;
+	int i;
+
+	pair(&x, &y, scq, NULL);
+	queried_qp = x;
+	atomic_store(&idle, QUERIERS);
+	for (i = 0; i < QUERIERS; i++)
+		check(!pthread_create(&threads[i], NULL, querier, NULL), "pthread_create");
+	for (i = 0; i < 300; i++) {
+		check(!ibv_modify_qp(x, &reset, IBV_QP_STATE), "to RESET");
+		atomic_store(&querying, 1);
+		connect_qp(x, y);
+		atomic_store(&querying, 0);
+		while (atomic_load(&idle) != QUERIERS)
+			sched_yield();
+		errno = send_to(x, IBV_WR_RDMA_WRITE, 64, IBV_SEND_INLINE);
+		check(!errno, "ibv_post_send in RTS, after a query during the transition");
+	}
+	atomic_store(&querying, -1);
+	for (i = 0; i < QUERIERS; i++)
+		check(!pthread_join(threads[i], NULL), "pthread_join");
+	check(!ibv_modify_qp(x, &reset, IBV_QP_STATE), "to RESET");
+	while (ibv_poll_cq(scq, 1, &wc) == 1)
+		;
+	destroy(x, y);
+}
+
 int main(int argc, char **argv)
 {
 	check(argc == 3, "usage: states DEVICE GID-INDEX");
@@ -369,6 +429,7 @@ int main(int argc, char **argv)
 	srq_limit();
 	overrun();
 	resize();
+	queried();
 	refusals();
 	no_event("an unexpected event");
 	puts("states: all right");

@@ -530,6 +530,7 @@ int vnicd_poll_cq(struct ib_cq *ibcq, int num, struct ib_wc *wc);
 int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags);
 /* Completion event of this CQ: notifies a waiting consumer. */
 void vnicd_cq_event(struct vnicd_cq *cq);
+void vnicd_cq_clean(struct vnicd_cq *cq, struct vnicd_qp *qp);
 struct vnicd_cq *vnicd_cq_get(struct vnicd_dev *vd, u32 cqn);
 void vnicd_cq_put(struct vnicd_cq *cq);
 void vnicd_flush_work(struct work_struct *work);

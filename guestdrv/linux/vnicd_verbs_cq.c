@@ -214,8 +214,11 @@ int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata)
 	return err;
 }
 
-/* The consumer's wr_id for a token, if the token is outstanding. */
-static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
+/*
+ * The consumer's wr_id for a token, if the token is outstanding and its completions
+ * belong to @cq. Otherwise the CQE is forged.
+ */
+static bool vnicd_wc_wr_id(struct vnicd_cq *cq, struct vnicd_qp *qp, u64 token, u64 *wr_id)
 {
 	u32 cookie = token >> 32 & VNICD_COOKIE_MASK;
 	struct vnicd_wq *wq;
@@ -223,11 +226,15 @@ static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
 
 	switch (token >> 62) {
 	case VNICD_TOKEN_SRQ:
-		return qp->srq && vnicd_srq_complete(qp->srq, n, wr_id);
+		return qp->recv_cq == cq && qp->srq && vnicd_srq_complete(qp->srq, n, wr_id);
 	case VNICD_TOKEN_SEND:
+		if (qp->send_cq != cq)
+			return false;
 		wq = &qp->sq;
 		break;
 	case VNICD_TOKEN_RECV:
+		if (qp->recv_cq != cq)
+			return false;
 		wq = &qp->rq;
 		break;
 	default:
@@ -244,23 +251,24 @@ static bool vnicd_wc_wr_id(struct vnicd_qp *qp, u64 token, u64 *wr_id)
 }
 
 /* The status and opcode values of user space and of the kernel are the same. */
-static bool vnicd_wc_from_cqe(struct vnicd_dev *vd, const struct ib_uverbs_wc *cqe,
+static bool vnicd_wc_from_cqe(struct vnicd_cq *cq, const struct ib_uverbs_wc *cqe,
 			      struct ib_wc *wc)
 {
+	struct vnicd_dev *vd = to_vd(cq->base.device);
 	struct vnicd_qp *qp;
+	bool ok;
 
-	/*
-	 * The QP cannot be freed: destroying it takes the CQ's lock, which we
-	 * hold, after removing it from the table.
-	 */
-	qp = xa_load(&vd->qps, cqe->qp_num);
-	if (!qp || qp->user)
+	/* With a reference, because it may be any QP until we know that it is of this CQ. */
+	qp = vnicd_qp_get(vd, cqe->qp_num);
+	if (!qp)
 		return false;
-
 	memset(wc, 0, sizeof(*wc));
-	if (!vnicd_wc_wr_id(qp, cqe->wr_id, &wc->wr_id))
-		return false;
+	ok = !qp->user && vnicd_wc_wr_id(cq, qp, cqe->wr_id, &wc->wr_id);
+	/* Destroying a QP of this CQ also takes the CQ's lock, which we hold. */
 	wc->qp = &qp->base;
+	vnicd_qp_put(qp);
+	if (!ok)
+		return false;
 	wc->status = cqe->status > IB_WC_GENERAL_ERR ? IB_WC_GENERAL_ERR : cqe->status;
 	wc->opcode = cqe->opcode == VNICD_WC_REG_MR ? IB_WC_REG_MR : cqe->opcode & 0xff;
 	wc->vendor_err = cqe->vendor_err;
@@ -291,7 +299,6 @@ static u32 vnicd_cq_prod(const struct vnicd_cq *cq)
 
 static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
 {
-	struct vnicd_dev *vd = to_vd(cq->base.device);
 	u32 mask = cq->ring->num_elems - 1;
 	u32 prod = vnicd_cq_prod(cq);
 	struct ib_uverbs_wc cqe;
@@ -304,7 +311,7 @@ static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
 		cq->cons = (cq->cons + 1) & mask;
 		moved = true;
 		/* CQEs of destroyed QPs are dropped here. */
-		if (vnicd_wc_from_cqe(vd, &cqe, &wc[n]))
+		if (vnicd_wc_from_cqe(cq, &cqe, &wc[n]))
 			n++;
 	}
 	if (moved) {
@@ -312,6 +319,30 @@ static int vnicd_poll_ring(struct vnicd_cq *cq, int num, struct ib_wc *wc)
 		virt_store_release(&cq->ring->buf->consumer_index, cq->cons);
 	}
 	return n;
+}
+
+/*
+ * The device has ended @qp, a kernel QP with an SRQ: its CQEs in the ring will not be
+ * polled, so their tokens become free here, and a later QP with its number must not
+ * get them.
+ */
+void vnicd_cq_clean(struct vnicd_cq *cq, struct vnicd_qp *qp)
+{
+	struct ib_uverbs_wc *cqe;
+	u32 mask, prod, i;
+	u64 wr_id;
+
+	spin_lock_irq(&cq->lock);
+	mask = cq->ring->num_elems - 1;
+	prod = vnicd_cq_prod(cq);
+	for (i = cq->cons; i != prod; i = (i + 1) & mask) {
+		cqe = vnicd_ring_elem(cq->ring, i);
+		if (READ_ONCE(cqe->qp_num) != qp->qpn)
+			continue;
+		vnicd_wc_wr_id(cq, qp, READ_ONCE(cqe->wr_id), &wr_id);
+		WRITE_ONCE(cqe->qp_num, 0);
+	}
+	spin_unlock_irq(&cq->lock);
 }
 
 static int vnicd_flush_wq(struct vnicd_qp *qp, struct vnicd_wq *wq, bool recv,

@@ -271,6 +271,23 @@ err_rq:
 	return err;
 }
 
+/*
+ * Frees the SRQ's tokens of receives that completed and were not polled. In RESET the
+ * QP completes nothing more, and its number is not used again before it is destroyed.
+ */
+static void vnicd_qp_leave_srq(struct vnicd_dev *vd, struct vnicd_qp *qp)
+{
+	struct vnicd_qp_attr reset = {
+		.qpn = cpu_to_le32(qp->qpn),
+		.attr_mask = cpu_to_le32(IB_QP_STATE),
+		.qp_state = IB_QPS_RESET,
+		.port_num = cpu_to_le16(VNICD_PORT),
+	};
+
+	if (!vnicd_cmd_modify_qp(vd, &reset))
+		vnicd_cq_clean(qp->recv_cq, qp);
+}
+
 int vnicd_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata)
 {
 	struct vnicd_dev *vd = to_vd(ibqp->device);
@@ -282,6 +299,8 @@ int vnicd_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata)
 	vnicd_qp_put(qp);
 	wait_for_completion(&qp->unused);
 	vnicd_qp_unlink(qp);
+	if (!qp->user && qp->srq)
+		vnicd_qp_leave_srq(vd, qp);
 
 	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_QP, qp->qpn);
 	vnicd_wq_destroy(&qp->sq, released);

@@ -181,9 +181,9 @@ int vnicd_query_port(struct ib_device *ibdev, u32 port, struct ib_port_attr *att
 
 	speed = le32_to_cpu(dattr.active_speed);
 	width = le32_to_cpu(dattr.active_width);
-	/* ib_core warns unless it is exactly one known bit. */
-	attr->active_speed = is_power_of_2(speed) && speed <= IB_SPEED_NDR ?
-			     speed : IB_SPEED_SDR;
+	/* ib_core warns unless it is exactly one known bit. NDR stands for all faster ones. */
+	attr->active_speed = is_power_of_2(speed) ? min_t(u32, speed, IB_SPEED_NDR) :
+						    IB_SPEED_SDR;
 	attr->active_width = is_power_of_2(width) && width <= IB_WIDTH_2X ?
 			     width : IB_WIDTH_1X;
 

@@ -99,9 +99,19 @@ struct ib_mr *vnicd_get_dma_mr(struct ib_pd *ibpd, int access)
 }
 
 /*
- * The umem's DMA addresses are kernel addresses of the pages (no DMA device).
- * Blocks keep their alignment in the linear map, so they stay physical blocks.
+ * The umem's DMA addresses are kernel addresses of the pages (no DMA device). Blocks
+ * of these sizes have the same alignment there and in physical memory. Not every
+ * architecture's linear map has the alignment of the largest blocks (RISC-V).
  */
+static unsigned long vnicd_block_sizes(const struct ib_umem *umem)
+{
+	const struct page *page = sg_page(umem->sgt_append.sgt.sgl);
+	unsigned long skew = (unsigned long)page_address(page) - page_to_phys(page);
+
+	return GENMASK(skew ? min_t(unsigned long, 30, __ffs(skew)) : 30, PAGE_SHIFT);
+}
+
+/* The blocks of the linear map are physical blocks: see vnicd_block_sizes(). */
 static int vnicd_mr_fill(struct vnicd_mr *mr, unsigned long pgsz)
 {
 	struct vnicd_dev *vd = to_vd(mr->base.device);
@@ -225,7 +235,7 @@ struct ib_mr *vnicd_reg_user_mr(struct ib_pd *ibpd, u64 start, u64 length,
 		err = PTR_ERR(mr->umem);
 		goto err_free;
 	}
-	pgsz = ib_umem_find_best_pgsz(mr->umem, GENMASK(30, PAGE_SHIFT), iova);
+	pgsz = ib_umem_find_best_pgsz(mr->umem, vnicd_block_sizes(mr->umem), iova);
 	if (!pgsz) {
 		err = -EINVAL;
 		goto err_umem;

@@ -279,6 +279,7 @@ int vnicd_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
 
 	/* Without work requests: the process wrote them into the ring. */
 	if (qp->user) {
+		*bad_wr = wr;
 		if (READ_ONCE(qp->state) < IB_QPS_RTS)
 			return -EINVAL;
 		vnicd_ring_doorbell(qp);

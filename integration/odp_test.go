@@ -223,23 +223,41 @@ vms:
 // their releases drain, and the process that owns the region can be killed (PF-8, PF-16, EP-5). A slow pager only
 // delays.
 func stuckPager(ctx context.Context, t *testing.T, h *lab.Host, a, b lab.End) {
-	server := must[*qemu.Process](t)(lab.Listen(ctx, b.VM, lab.StressCommand(b, "-p 18601 -r 4 -P never", ""), 18601))
-	client := must[*qemu.Process](t)(a.VM.StartShell(ctx, "exec timeout -k 5 200 "+
-		lab.StressCommand(a, "-p 18601 -r 4 -t 180 -H 200 -q 4", b.Addr)))
-	eventually(ctx, t, "QPs wait for the pager", func() bool { return hcaStatus(ctx, t, h, "vm2").Faults.Parked >= 4 })
-
+	server, client := stick(ctx, t, h, a, b, "never")
 	stress(ctx, t, a, "-r 8 -c release", b, "-r 8 -c release")
 	stress(ctx, t, a, "-r 1", b, "-r 1 -P 5")
 	must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "100"))
 	if n := hcaStatus(ctx, t, h, "vm2").Faults.Parked; n < 4 {
 		t.Errorf("%d QPs wait: the pager was not stuck all the time", n)
 	}
-	check(t, server.Signal(ctx, "KILL"))
-	_, err := server.Wait(ctx)
-	check(t, err)
-	check(t, client.Signal(ctx, "KILL"))
-	_, err = client.Wait(ctx)
-	check(t, err)
+	killBoth(ctx, t, h, server, client)
+
+	// A pager in another process goes on after the kill, and so would the fault: it keeps the process's memory, whose
+	// mappings keep the queue pairs.
+	server, client = stick(ctx, t, h, a, b, "elsewhere")
+	killBoth(ctx, t, h, server, client)
+	run(ctx, t, b.VM, "pkill -x sleep")
+}
+
+// stick starts odpstress at both ends, with a pager that does not answer behind b's region, and returns when QPs wait.
+func stick(ctx context.Context, t *testing.T, h *lab.Host, a, b lab.End, pager string) (server, client *qemu.Process) {
+	t.Helper()
+	server = must[*qemu.Process](t)(lab.Listen(ctx, b.VM, lab.StressCommand(b, "-p 18601 -r 4 -P "+pager, ""), 18601))
+	client = must[*qemu.Process](t)(a.VM.StartShell(ctx, "exec timeout -k 5 200 "+
+		lab.StressCommand(a, "-p 18601 -r 4 -t 180 -H 200 -q 4", b.Addr)))
+	eventually(ctx, t, "QPs wait for the pager", func() bool { return hcaStatus(ctx, t, h, "vm2").Faults.Parked >= 4 })
+	return server, client
+}
+
+// killBoth kills the programs of stick and waits until their queue pairs are gone. `timeout`, by which they run, is
+// killed as well as its child.
+func killBoth(ctx context.Context, t *testing.T, h *lab.Host, ps ...*qemu.Process) {
+	t.Helper()
+	for _, p := range ps {
+		check(t, p.Signal(ctx, "KILL"))
+		_, err := p.Wait(ctx)
+		check(t, err)
+	}
 	eventually(ctx, t, "the killed programs' QPs are gone", func() bool {
 		return rdmaQPs(ctx, t, h, "vm1") == 1 && rdmaQPs(ctx, t, h, "vm2") == 1
 	})

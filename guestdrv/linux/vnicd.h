@@ -431,9 +431,9 @@ int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32
  */
 int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released);
 int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle);
-/* These two allocate nothing; a slot is reserved for the first. */
+/* These two allocate nothing; a slot is reserved for the first. @exec: VNICD_EXEC_*. */
 int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
-int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status);
+int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status, unsigned int exec);
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 		    const union ib_gid *gid);
 /*

@@ -359,7 +359,7 @@ int vnicd_cmd_set_mtt(struct vnicd_dev *vd, __le64 *pas, u32 handle, u64 first, 
 
 /*
  * The same for a short list that follows @buf and is copied: allocates nothing. With
- * VNICD_SET_MTT_RESUME a token follows the list.
+ * VNICD_SET_MTT_RESUME a token follows the list. -ENOBUFS: no slot is free.
  */
 int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32 handle,
 			    u64 first, u32 count, u16 flags)
@@ -371,10 +371,11 @@ int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32
 	buf->flags = cpu_to_le16(flags);
 	buf->first = cpu_to_le64(first);
 	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_SET_MTT, buf,
-			       sizeof(*buf) + words * sizeof(__le64), NULL, 0, NULL, 0, 0);
+			       sizeof(*buf) + words * sizeof(__le64), NULL, 0, NULL, 0,
+			       VNICD_EXEC_NO_SLOT_WAIT);
 }
 
-int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
+void vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
 {
 	struct vnicd_clear_mtt req = {
 		.handle = cpu_to_le32(handle),
@@ -387,7 +388,7 @@ int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
 }
 
 /* -ENOENT: the fault is no longer outstanding. */
-int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status)
+int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status, unsigned int exec)
 {
 	struct vnicd_resume_fault req = {
 		.token = cpu_to_le32(token),
@@ -395,7 +396,7 @@ int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status)
 	};
 
 	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_RESUME_FAULT, &req, sizeof(req),
-			       NULL, 0, NULL, 0, VNICD_EXEC_MAY_MISS);
+			       NULL, 0, NULL, 0, VNICD_EXEC_MAY_MISS | exec);
 }
 
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,

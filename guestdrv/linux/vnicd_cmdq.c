@@ -166,15 +166,17 @@ static struct vnicd_slot *vnicd_slot_get(struct vnicd_cmdq *q, unsigned int flag
 	bool dead = false;
 
 	while (!(slot = vnicd_slot_try_get(q, keep, &dead)) && !dead) {
+		if (flags & VNICD_EXEC_NO_SLOT_WAIT)
+			return ERR_PTR(-ENOBUFS);
 		if (time_after(jiffies, end))
-			return NULL;
+			return ERR_PTR(-EIO);
 		wait_event_timeout(q->wait,
 				   (slot = vnicd_slot_try_get(q, keep, &dead)) || dead,
 				   VNICD_CMD_SLICE);
 		if (slot)
 			return slot;
 	}
-	return slot;
+	return slot ? slot : ERR_PTR(-EIO);
 }
 
 static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
@@ -307,10 +309,11 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	err = -E2BIG;
 	if (sizeof(*hdr) + req_len + list_len > VNICD_CMD_MAX)
 		goto err_list;
-	err = -EIO;
 	slot = vnicd_slot_get(q, exec);
-	if (!slot)
+	if (IS_ERR(slot)) {
+		err = PTR_ERR(slot);
 		goto err_list;
+	}
 
 	slot->list = list;
 	hdr = slot->req;

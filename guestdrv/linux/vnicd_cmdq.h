@@ -50,6 +50,8 @@ struct vnicd_slot {
 #define VNICD_EXEC_RESERVED	(1U << 0)
 /* -ENOENT is a normal answer, not a sign of lost state. */
 #define VNICD_EXEC_MAY_MISS	(1U << 1)
+/* The caller holds locks: -ENOBUFS if no slot is free; nothing has happened then. */
+#define VNICD_EXEC_NO_SLOT_WAIT	(1U << 3)
 
 struct vnicd_cmdq {
 	struct vnicd_dev *vd;

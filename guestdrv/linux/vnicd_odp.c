@@ -14,17 +14,22 @@
  *	  fault the pages in			  pages of the device: CLEAR_MTT
  *	  read the page table (hmm)		  	(answered when unused, ODP-5)
  *	  gate (read), part->lock
- *	  seq unchanged? SET_MTT : again
- *	  (the last one with the fault's token)
+ *	  seq unchanged? no: again
+ *	  mmap_lock released
+ *	  SET_MTT (the last one with the
+ *	  fault's token)
  *
- * mmap_lock is held throughout, so that a process that keeps forking, mapping and
- * protecting cannot starve its own faults.
+ * mmap_lock is held until the sequence number was checked, so that a process that
+ * keeps forking, mapping and protecting cannot starve its own faults. It is not held
+ * while this or another fetch waits for the device, which may take long: others need
+ * it for mmap() and /proc.
  *
  * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
  * the kernel cannot move a page, because it waits for the notifier.
  *
  * Under gate and part->lock, no allocation may enter reclaim, which calls the
- * notifier. Commands allocate nothing: their slots are allocated
+ * notifier, and no command waits for a slot that others use: an invalidation of the
+ * same part would wait for them. Commands allocate nothing: their slots are allocated
  * in advance, and some are reserved for CLEAR_MTT.
  *
  * Dirty pages. The device's writes do not set the dirty bit of a page table
@@ -78,6 +83,7 @@ struct vnicd_part {
 struct vnicd_fetch {
 	struct vnicd_fault *fault;	/* answered with the last page, or NULL */
 	unsigned long left;		/* pages up to the last one */
+	bool locked;			/* mmap_lock is held */
 	struct vnicd_set_mtt cmd;	/* the list follows it */
 	union {
 		DECLARE_FLEX_ARRAY(unsigned long, pfns);	/* HMM's format */
@@ -122,6 +128,13 @@ static void vnicd_odp_clear(struct vnicd_odp *odp, u64 first, u64 count)
 	/* A device that has lost its state knows neither region nor pages. */
 	if (err && err != -ENOENT && !vnicd_dead(vd))
 		vnicd_fail(vd, "it did not revoke pages");
+}
+
+static void vnicd_fetch_unlock(struct vnicd_odp *odp, struct vnicd_fetch *f)
+{
+	if (f->locked)
+		mmap_read_unlock(odp->mm);
+	f->locked = false;
 }
 
 /* Both locks are held. False: it would have to sleep, which the range forbids. */
@@ -285,7 +298,8 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 		return part;
 
 	/* Addresses that do not exist must not use memory. */
-	mmap_read_lock(odp->mm);
+	if (mmap_read_lock_killable(odp->mm))
+		return ERR_PTR(-EINTR);
 	exists = vma_lookup(odp->mm, addr);
 	mmap_read_unlock(odp->mm);
 	if (!exists)
@@ -306,9 +320,9 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 	}
 
 	/* Either this function sees that the region ended, or the region's end sees the part. */
-	down_read(&odp->gate);
-	closed = !odp->vd;
-	up_read(&odp->gate);
+	spin_lock(&odp->lock);
+	closed = odp->closed;
+	spin_unlock(&odp->lock);
 	if (closed && xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)
 		vnicd_part_remove(part);
 	return part;
@@ -380,8 +394,29 @@ static int vnicd_touch(struct mm_struct *mm, unsigned long addr, unsigned int n,
 }
 
 /*
+ * Takes gate and part->lock. Their holders may wait for the device, so mmap_lock is
+ * released if that takes longer; the sequence number then shows what has changed.
+ */
+static void vnicd_part_lock(struct vnicd_part *part, struct vnicd_fetch *f)
+{
+	struct vnicd_odp *odp = part->odp;
+
+	if (down_read_trylock(&odp->gate)) {
+		if (mutex_trylock(&part->lock))
+			return;
+		up_read(&odp->gate);
+	}
+	vnicd_fetch_unlock(odp, f);
+	down_read(&odp->gate);
+	mutex_lock(&part->lock);
+}
+
+/*
  * Gives the device the pages @from to @to as read into @f, if they are still
  * current. Returns the number that it got of the @n pages from @want on, at least one.
+ * Releases mmap_lock before it waits for others or for the command.
+ *
+ * Pages that the device has already are given again: it may have dropped them.
  */
 static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 			   unsigned long seq, unsigned int from, unsigned int to,
@@ -392,12 +427,11 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 	int err = -EAGAIN;
 	u16 flags = 0;
 
-	down_read(&odp->gate);
-	if (!odp->vd) {
+	vnicd_part_lock(part, f);
+	if (!odp->vd || odp->released) {
 		err = -ECANCELED;
-		goto out_gate;
+		goto out;
 	}
-	mutex_lock(&part->lock);
 	if (part->gone || mmu_interval_read_retry(&part->notifier, seq))
 		goto out;
 
@@ -444,26 +478,27 @@ static int vnicd_part_give(struct vnicd_part *part, struct vnicd_fetch *f,
 		f->ptes[last - first + 1] = cpu_to_le64(vnicd_fault_token(f->fault));
 		flags = VNICD_SET_MTT_RESUME;
 	}
+	/* From here on part->lock stops invalidations. */
+	vnicd_fetch_unlock(odp, f);
 	err = vnicd_cmd_set_mtt_short(odp->vd, &f->cmd, odp->handle, part->first + first,
 				      last - first + 1, flags);
 	if (!err && flags)
 		vnicd_fault_answered(f->fault);
 	if (!err)
 		err = how & VNICD_FETCH_PRESENT ? n : got - want;
-	else if (!vnicd_dead(odp->vd))
+	else if (err != -ENOBUFS && !vnicd_dead(odp->vd))
 		dev_warn_ratelimited(&odp->vd->vdev->dev,
 				     "device refused pages of an on-demand region: %d\n",
 				     err);
 out:
 	mutex_unlock(&part->lock);
-out_gate:
 	up_read(&odp->gate);
 	return err;
 }
 
 /*
- * One attempt for up to @n pages from @addr on, with mmap_lock held. Returns the
- * number of pages that need no further attempt, or an errno.
+ * One attempt for up to @n pages from @addr on, with mmap_lock held at first. Returns
+ * the number of pages that need no further attempt, or an errno.
  */
 static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 			  unsigned long addr, unsigned int n, unsigned int how)
@@ -513,13 +548,34 @@ static int vnicd_part_try(struct vnicd_part *part, struct vnicd_fetch *f,
 	return vnicd_part_give(part, f, seq, from, to, want, n, how);
 }
 
-/* Repeats the attempt until it succeeds, fails, or the attempts are used up. */
+static int vnicd_part_fetch(struct vnicd_part *part, struct vnicd_fetch *f,
+			    unsigned long addr, unsigned int n, unsigned int how)
+{
+	int ret;
+
+	/* An invalidation in progress waits for the device: not with mmap_lock. */
+	mmu_interval_read_begin(&part->notifier);
+	if (mmap_read_lock_killable(part->odp->mm))
+		return -EINTR;
+	f->locked = true;
+	ret = vnicd_part_try(part, f, addr, n, how);
+	/* Our own copy on write also invalidates: it is complete now. */
+	if (ret == -EAGAIN && f->locked)
+		ret = vnicd_part_try(part, f, addr, n, how);
+	vnicd_fetch_unlock(part->odp, f);
+	return ret;
+}
+
+/*
+ * Repeats the attempt until it succeeds, fails, or the attempts are used up. One that
+ * found no slot for its command does not count: slots become free, or the device dies.
+ */
 static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 				unsigned long addr, unsigned int n, unsigned int how)
 {
 	int ret = -EAGAIN;
 
-	for (unsigned int round = 0; round < VNICD_FETCH_ROUNDS; round++) {
+	for (unsigned int round = 0; round < VNICD_FETCH_ROUNDS; ) {
 		struct vnicd_part *part;
 
 		if (fatal_signal_pending(current))
@@ -528,20 +584,20 @@ static int vnicd_odp_fetch_some(struct vnicd_odp *odp, struct vnicd_fetch *f,
 			return -ECANCELED;
 		part = vnicd_part_get(odp, addr);
 		if (!IS_ERR(part)) {
-			mmap_read_lock(odp->mm);
-			ret = vnicd_part_try(part, f, addr, n, how);
-			/* Our own copy on write also invalidates: it is complete now. */
-			if (ret == -EAGAIN)
-				ret = vnicd_part_try(part, f, addr, n, how);
-			mmap_read_unlock(odp->mm);
+			ret = vnicd_part_fetch(part, f, addr, n, how);
 			vnicd_part_put(part);
 		} else {
 			ret = PTR_ERR(part);
 		}
+		if (ret == -ENOBUFS) {
+			usleep_range(50, 100);
+			continue;
+		}
 		if (ret != -EAGAIN && ret != -ENOMEM)
 			return ret;
+		round++;
 		/* Under memory pressure pages are soon reclaimed again: take fewer. */
-		if (round >= 2) {
+		if (round > 2) {
 			n = max(n / 2, 1U);
 			usleep_range(50 << min(round, 8U), 100 << min(round, 8U));
 		}
@@ -563,8 +619,8 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 	end = PAGE_ALIGN(addr + length);
 	addr &= PAGE_MASK;
 
-	/* The process has exited, and no other process has these addresses. */
-	if (!mmget_not_zero(odp->mm))
+	/* No other process has these addresses. */
+	if (!vnicd_pager_begin(odp->pager))
 		return -EFAULT;
 	f = kmalloc(PAGE_SIZE, GFP_KERNEL);
 	if (f)
@@ -587,7 +643,7 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 		}
 	}
 	kfree(f);
-	mmput(odp->mm);
+	vnicd_pager_end(odp->pager);
 	return ret;
 }
 
@@ -632,7 +688,6 @@ struct vnicd_odp *vnicd_odp_alloc(struct vnicd_dev *vd, const struct ib_pd *pd,
 	xa_init(&odp->parts);
 	spin_lock_init(&odp->lock);
 	INIT_LIST_HEAD(&odp->faults);
-	INIT_LIST_HEAD(&odp->workers);
 
 	cmd->flags = cpu_to_le32(VNICD_MR_ON_DEMAND | (implicit ? VNICD_MR_IMPLICIT : 0));
 	cmd->page_shift = PAGE_SHIFT;
@@ -686,28 +741,34 @@ int vnicd_odp_destroy(struct vnicd_odp *odp)
 	struct vnicd_dev *vd = odp->vd;
 	struct vnicd_part *part;
 	unsigned long index;
-	bool released;
+	bool released, pending;
 	int err;
 
-	/*
-	 * Invalidations wait here: the pages are in use until the answer. A
-	 * device that does not answer is dead, and no invalidation waits for it.
-	 */
+	/* Invalidations wait here: the pages are in use until the answer. */
 	down_write(&odp->gate);
 	err = vnicd_cmd_destroy_mr(vd, odp->handle, &released);
 	if (err) {
 		up_write(&odp->gate);
 		return err;
 	}
+	odp->released = true;
 	xa_cmpxchg(&vd->odps, odp->lkey, odp, NULL, 0);
 	xa_cmpxchg(&vd->odps, odp->rkey, odp, NULL, 0);
 	spin_lock(&odp->lock);
 	WRITE_ONCE(odp->closed, true);
 	spin_unlock(&odp->lock);
-	vnicd_fault_abandon(odp);
-	odp->vd = NULL;
 	up_write(&odp->gate);
 	vnicd_fault_interrupt(odp);
+
+	/* Without the gate: there may be many. A worker may put its fault back. */
+	do {
+		vnicd_fault_abandon(odp, vd);
+		down_write(&odp->gate);
+		pending = !list_empty(&odp->faults);
+		if (!pending)
+			odp->vd = NULL;
+		up_write(&odp->gate);
+	} while (pending);
 
 	xa_for_each(&odp->parts, index, part)
 		if (xa_cmpxchg(&odp->parts, index, part, NULL, 0) == part)

@@ -46,8 +46,8 @@ struct vnicd_odp {
 	 * notifier, so no memory is allocated while it is held.
 	 */
 	struct rw_semaphore gate;
-	struct vnicd_dev *vd;		/* NULL: deregistered */
-	bool released;			/* the address space and its pages are gone */
+	struct vnicd_dev *vd;		/* NULL: deregistered, and all faults answered */
+	bool released;			/* the device has no pages and gets no more */
 
 	struct xarray parts;		/* struct vnicd_part, by address */
 	atomic_t num_idle;		/* parts that could be dropped */
@@ -55,7 +55,6 @@ struct vnicd_odp {
 	spinlock_t lock;		/* guards the fields below */
 	bool closed;
 	struct list_head faults;	/* faults that the device waits for */
-	struct list_head workers;	/* to interrupt at the end */
 
 	/* In pages, as other drivers count them. */
 	atomic64_t page_faults;
@@ -112,14 +111,17 @@ void vnicd_fault_event(struct vnicd_dev *vd, const struct vnicd_event *event);
 u32 vnicd_fault_token(const struct vnicd_fault *fault);
 /* SET_MTT has answered the fault: it must not be answered again. The caller holds the gate. */
 void vnicd_fault_answered(struct vnicd_fault *fault);
-/* Answers all pending faults; the caller holds the gate for writing. */
-void vnicd_fault_abandon(struct vnicd_odp *odp);
+/* Answers the pending faults of a closed region. The caller does not hold the gate. */
+void vnicd_fault_abandon(struct vnicd_odp *odp, struct vnicd_dev *vd);
 /* Interrupts the workers of a closed region in any wait. */
 void vnicd_fault_interrupt(struct vnicd_odp *odp);
 /* Fetches in the background, unless too many prefetches are pending. */
 void vnicd_fault_prefetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how);
 struct vnicd_pager *vnicd_pager_get(struct mm_struct *mm);
 void vnicd_pager_put(struct vnicd_pager *pager);
+/* Uses the address space for a fetch. False: its processes have exited. */
+bool vnicd_pager_begin(struct vnicd_pager *pager);
+void vnicd_pager_end(struct vnicd_pager *pager);
 
 #else
 

@@ -12,7 +12,7 @@
 
 struct options opt = {
 	.device = "vnic0", .port = 18600, .memory = ON_DEMAND, .local = ON_DEMAND, .region = 64u << 20,
-	.chunk = 256u << 10, .pager_ms = -2, .patience = 60, .seconds = 5, .qps = 2, .depth = 8, .seed = 1,
+	.chunk = 256u << 10, .pager_ms = PAGER_NONE, .patience = 60, .seconds = 5, .qps = 2, .depth = 8, .seed = 1,
 	.rnr_retry = 7,
 	.message = 64u << 10,
 };
@@ -28,7 +28,8 @@ static int usage(void)
 		"  -m MEMORY  of the region: pinned, odp or implicit [odp]     -l MEMORY  of local buffers [odp]\n"
 		"  -r MIB     size of the region [64]    -c LIST  what its owner does [none]: all, keep, release,\n"
 		"             hole, or%s\n"
-		"  -P MS      a pager provides the region's pages in MS ms each; never: it does not answer\n"
+		"  -P MS      a pager provides the region's pages in MS ms each; never: it does not answer;\n"
+		"             elsewhere: it is in another process, outlives this one, and does not answer\n"
 		"  -H SECONDS after which an operation counts as hung [60]\n"
 		"  -R COUNT   rnr_retry of this side's queue pairs [7]\n"
 		"client only, applies to both sides:\n"
@@ -88,7 +89,7 @@ static void parse(int argc, char **argv)
 		case 'l': opt.local = memory_kind(optarg); break;
 		case 'r': opt.region = (size_t)atoi(optarg) << 20; break;
 		case 'c': opt.chaos = chaos_parse(optarg); break;
-		case 'P': opt.pager_ms = strcmp(optarg, "never") ? atoi(optarg) : -1; break;
+		case 'P': opt.pager_ms = pager_parse(optarg); break;
 		case 'H': opt.patience = atoi(optarg); break;
 		case 'R': opt.rnr_retry = atoi(optarg); break;
 		case 'w': words(optarg); break;

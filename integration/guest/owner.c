@@ -40,7 +40,7 @@ struct owner *owner_make(struct nic *n)
 	/* Aligned to pages only. */
 	o->base = (char *)map_pages(opt.region + 8 * PAGE) + 3 * PAGE;
 	o->counters = map_pages(COUNTER_BYTES);
-	if (opt.pager_ms > -2)
+	if (opt.pager_ms != PAGER_NONE)
 		pager_start(o->base, opt.region, opt.pager_ms);
 	start = now_ms();
 	o->mr = nic_register(n, opt.memory, o->base, opt.region, access);
@@ -93,7 +93,7 @@ static void verify_all(struct owner *o, uint64_t seed)
 		if (!(s % 1024))
 			pulse_begin(&o->chaos.pulse, "the owner's check of its region");
 		/* Reading sectors that were never written would only fill memory with zero pages. */
-		if (opt.pager_ms > -2 && !gen[s])
+		if (opt.pager_ms != PAGER_NONE && !gen[s])
 			continue;
 		if (!pattern_is(o->base + (size_t)s * SECTOR, seed, s, gen[s]))
 			pattern_blame("final check by the owner", o->base + (size_t)s * SECTOR, seed, s, gen[s]);

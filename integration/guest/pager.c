@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,6 +40,30 @@ static void *pager(void *arg)
 	return NULL;
 }
 
+int pager_parse(const char *s)
+{
+	return !strcmp(s, "never") ? PAGER_NEVER : !strcmp(s, "elsewhere") ? PAGER_ELSEWHERE : atoi(s);
+}
+
+/* Another program, in a session of its own, keeps the descriptor and nothing else of this process. */
+static void pager_away(void)
+{
+	pid_t pid = fork();
+	int i;
+
+	if (pid < 0)
+		fail(EXIT_SETUP, "fork: %m");
+	if (pid)
+		return;
+	setsid();
+	for (i = 0; i < 1024; i++)
+		if (i != uffd)
+			close(i);
+	fcntl(uffd, F_SETFD, 0);
+	execlp("sleep", "sleep", "1000", NULL);
+	_exit(1);
+}
+
 void pager_start(char *p, size_t n, int delay_ms)
 {
 	struct uffdio_api api = { .api = UFFD_API };
@@ -48,6 +74,10 @@ void pager_start(char *p, size_t n, int delay_ms)
 	uffd = syscall(SYS_userfaultfd, O_CLOEXEC);
 	if (uffd < 0 || ioctl(uffd, UFFDIO_API, &api) || ioctl(uffd, UFFDIO_REGISTER, &reg))
 		fail(EXIT_SETUP, "userfaultfd: %m");
+	if (delay == PAGER_ELSEWHERE) {
+		pager_away();
+		return;
+	}
 	if (pthread_create(&t, NULL, pager, NULL))
 		fail(EXIT_SETUP, "no thread");
 	pthread_detach(t);

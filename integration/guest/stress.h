@@ -43,7 +43,7 @@ struct options {
 	size_t region;		/* bytes, multiple of chunk */
 	size_t chunk;		/* unit of the protocol between owner and hammer */
 	unsigned long chaos;	/* bits of chaos_ops[] */
-	int pager_ms;		/* userfaultfd: delay per fault; -1: never answer; -2: no pager */
+	int pager_ms;		/* userfaultfd: delay per fault, or PAGER_* */
 	int patience;		/* seconds after which an operation counts as hung */
 	int rnr_retry;
 	/* The client chooses the rest. */
@@ -51,6 +51,8 @@ struct options {
 	uint32_t message;	/* maximum, in bytes */
 	bool rdma, atomics, send, ud, cover;
 };
+
+enum { PAGER_NONE = -1, PAGER_NEVER = -2, PAGER_ELSEWHERE = -3 };
 
 extern struct options opt;
 
@@ -187,6 +189,7 @@ void chaos_finish(struct chaos *c);	/* checks the memory still parked */
 void chaos_list(char *buf, size_t len);
 
 /* pager.c */
+int pager_parse(const char *s);
 void pager_start(char *p, size_t n, int delay_ms);
 
 /* talk.c: SEND and RECV */

@@ -25,6 +25,7 @@
  *	vnicd_qp.lock, vnicd_cq.resize_lock, vnicd_srq.resize_lock (mutexes)
  *	mmap_lock, reclaim, the MMU notifiers' own
  *	vnicd_odp.gate, then vnicd_part.lock: no allocation that may enter reclaim
+ *	vnicd_dev.reset_lock
  *	vnicd_odp.lock, vnicd_pager.lock, vnicd_dev.stray_lock (leaves)
  *	vnicd_cq.lock
  *	vnicd_wq.lock
@@ -117,6 +118,8 @@ struct vnicd_engine {
 	struct vnicd_doorbells *db;
 };
 
+struct vnicd_recovery;
+
 struct vnicd_ibdev {
 	struct ib_device base;		/* first: ib_core frees it */
 	struct vnicd_dev *vd;
@@ -165,15 +168,22 @@ struct vnicd_dev {
 	unsigned long *ah_used;
 	u32 ah_next;
 
-	/* Failure: set once, before anything else. */
+	/* Failure. Each flag is set once and never cleared. */
 	unsigned long flags;
-#define VNICD_F_DEAD		0
-#define VNICD_F_RECOVERING	1
-#define VNICD_F_REVIVE		2
+#define VNICD_F_DEAD		0	/* before anything else */
+#define VNICD_F_RECOVERING	1	/* alive again: probed after its reset */
+#define VNICD_F_QUIET		2	/* was reset: it accesses no memory any more */
 	struct work_struct fail_work;
 	struct work_struct config_work;
 	struct work_struct flush_work;
-	struct workqueue_struct *wq;	/* ordered: events keep their order */
+	struct workqueue_struct *wq;	/* may wait for rtnl_lock and the like */
+	struct workqueue_struct *event_wq;	/* ordered: events keep their order */
+
+	/* The fence, see vnicd_main.c. */
+	struct mutex reset_lock;	/* only spinlocks are taken under it */
+	struct delayed_work fence_work;
+	wait_queue_head_t fence_wait;	/* for VNICD_F_QUIET */
+	struct vnicd_recovery *recovery;	/* taken by xchg() */
 
 	spinlock_t grave_lock;		/* guards graves */
 	struct list_head graves;
@@ -384,13 +394,27 @@ static inline bool vnicd_dead(struct vnicd_dev *vd)
 	return test_bit(VNICD_F_DEAD, &vd->flags);
 }
 
+/* The device can access no memory any more: it was reset. */
+static inline bool vnicd_quiet(struct vnicd_dev *vd)
+{
+	return test_bit_acquire(VNICD_F_QUIET, &vd->flags);
+}
+
 /* vnicd_main.c */
 
 /* The device is lost: logs why, once, and makes everything fail fast. Any context. */
 void vnicd_fail(struct vnicd_dev *vd, const char *why);
+/* The same for one that does not answer: it has more time until it is reset. */
+void vnicd_time_out(struct vnicd_dev *vd);
+/*
+ * Fails the device, if it is not dead yet, and waits until it can access no memory
+ * any more (TR-5). Bounded by fence_timeout_ms and the time that the reset takes.
+ * May be called with any lock but reset_lock, also from reclaim.
+ */
+void vnicd_fence(struct vnicd_dev *vd, const char *why);
 /* Schedules a check of config space: link, generation. Any context. */
 void vnicd_check_config(struct vnicd_dev *vd);
-/* A lost device has answered: resets it. Any context. */
+/* A lost device has answered: resets it at once, then probes it. Any context. */
 void vnicd_revive(struct vnicd_dev *vd);
 void vnicd_bury(struct vnicd_dev *vd, struct vnicd_grave *grave,
 		void (*release)(struct vnicd_grave *grave));
@@ -431,8 +455,12 @@ int vnicd_cmd_set_mtt_short(struct vnicd_dev *vd, struct vnicd_set_mtt *buf, u32
  */
 int vnicd_cmd_destroy_mr(struct vnicd_dev *vd, u32 handle, bool *released);
 int vnicd_cmd_create_mw(struct vnicd_dev *vd, u32 pdn, u32 type, u32 *handle);
-/* These two allocate nothing; a slot is reserved for the first. @exec: VNICD_EXEC_*. */
-int vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
+/*
+ * These two allocate nothing. A slot is reserved for the first, which returns when the
+ * device does not use the pages any more, whatever it answers. @exec of the second:
+ * VNICD_EXEC_*.
+ */
+void vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count);
 int vnicd_cmd_resume_fault(struct vnicd_dev *vd, u32 token, u32 status, unsigned int exec);
 int vnicd_cmd_mcast(struct vnicd_dev *vd, bool attach, u32 qpn,
 		    const union ib_gid *gid);

@@ -382,9 +382,12 @@ void vnicd_cmd_clear_mtt(struct vnicd_dev *vd, u32 handle, u64 first, u64 count)
 		.first = cpu_to_le64(first),
 		.count = cpu_to_le64(count),
 	};
+	int err = vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_CLEAR_MTT, &req, sizeof(req),
+				  NULL, 0, NULL, 0, VNICD_EXEC_RESERVED | VNICD_EXEC_RELEASE);
 
-	return vnicd_cmdq_exec(&vd->cmdq, VNICD_CMD_CLEAR_MTT, &req, sizeof(req),
-			       NULL, 0, NULL, 0, VNICD_EXEC_RESERVED);
+	/* A device that has lost its state knows neither region nor pages. */
+	if (err && err != -ENOENT)
+		vnicd_fence(vd, "it did not revoke pages");
 }
 
 /* -ENOENT: the fault is no longer outstanding. */

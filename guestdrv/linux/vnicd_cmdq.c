@@ -108,10 +108,12 @@ static void vnicd_cmdq_collect_locked(struct vnicd_cmdq *q)
 			slot->state = VNICD_SLOT_DONE;
 			complete(&slot->done);
 		} else {
-			/* The waiter has given up; the device does respond. */
+			/* The waiter has given up. */
 			vnicd_slot_put_locked(q, slot);
-			vnicd_revive(q->vd);
 		}
+		/* A lost device that does respond. */
+		if (q->dead)
+			vnicd_revive(q->vd);
 	}
 }
 
@@ -127,18 +129,45 @@ void vnicd_cmdq_irq(struct vnicd_cmdq *q)
 	spin_unlock_irqrestore(&q->lock, flags);
 }
 
-void vnicd_cmdq_kill(struct vnicd_cmdq *q)
+/* Their waiters look at the state of slot and device. */
+static void vnicd_cmdq_wake_locked(struct vnicd_cmdq *q)
 {
-	unsigned long flags;
 	unsigned int i;
 
-	spin_lock_irqsave(&q->lock, flags);
-	q->dead = true;
 	for (i = 0; i < q->num_slots; i++)
 		if (q->slots[i].state == VNICD_SLOT_BUSY)
 			complete(&q->slots[i].done);
+}
+
+void vnicd_cmdq_kill(struct vnicd_cmdq *q)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&q->lock, flags);
+	q->dead = true;
+	vnicd_cmdq_wake_locked(q);
 	spin_unlock_irqrestore(&q->lock, flags);
 	wake_up_all(&q->wait);
+}
+
+void vnicd_cmdq_after_reset(struct vnicd_cmdq *q)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&q->lock, flags);
+	vnicd_cmdq_collect_locked(q);
+	vnicd_cmdq_wake_locked(q);
+	spin_unlock_irqrestore(&q->lock, flags);
+}
+
+/*
+ * A broken queue is one that a malformed used ring or the removal of the device has
+ * ended. It says nothing about what the device does with the commands in it.
+ */
+static void vnicd_cmdq_check_broken(struct vnicd_cmdq *q)
+{
+	if (virtqueue_is_broken(q->vq))
+		vnicd_fail(q->vd, "its command queue is broken");
 }
 
 static struct vnicd_slot *vnicd_slot_try_get(struct vnicd_cmdq *q, unsigned int keep,
@@ -168,15 +197,23 @@ static struct vnicd_slot *vnicd_slot_get(struct vnicd_cmdq *q, unsigned int flag
 	while (!(slot = vnicd_slot_try_get(q, keep, &dead)) && !dead) {
 		if (flags & VNICD_EXEC_NO_SLOT_WAIT)
 			return ERR_PTR(-ENOBUFS);
-		if (time_after(jiffies, end))
+		if (time_after(jiffies, end)) {
+			/* The commands before it were not answered either. */
+			if (flags & VNICD_EXEC_RELEASE)
+				vnicd_time_out(q->vd);
 			return ERR_PTR(-EIO);
+		}
 		wait_event_timeout(q->wait,
 				   (slot = vnicd_slot_try_get(q, keep, &dead)) || dead,
 				   VNICD_CMD_SLICE);
 		if (slot)
 			return slot;
 	}
-	return slot ? slot : ERR_PTR(-EIO);
+	if (!slot) {
+		vnicd_cmdq_check_broken(q);
+		return ERR_PTR(-EIO);
+	}
+	return slot;
 }
 
 static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
@@ -210,6 +247,7 @@ static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	if (err) {
 		vnicd_slot_put_locked(q, slot);
 		spin_unlock_irqrestore(&q->lock, flags);
+		vnicd_cmdq_check_broken(q);
 		return -EIO;
 	}
 	kick = virtqueue_kick_prepare(q->vq);
@@ -221,34 +259,36 @@ static int vnicd_slot_submit(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	return 0;
 }
 
-/* 0 if the device answered; otherwise the slot is an orphan. */
-static int vnicd_slot_wait(struct vnicd_cmdq *q, struct vnicd_slot *slot,
-			   bool *timeout)
+/*
+ * 0 if the device answered; otherwise it is dead, and the slot an orphan. If
+ * @release, it was also reset.
+ */
+static int vnicd_slot_wait(struct vnicd_cmdq *q, struct vnicd_slot *slot, bool release)
 {
 	unsigned long end = jiffies + msecs_to_jiffies(cmd_timeout_ms);
 	unsigned long flags;
-	int err = 0;
 
-	*timeout = false;
 	for (;;) {
-		bool woken = wait_for_completion_timeout(&slot->done, VNICD_CMD_SLICE);
-		bool late = time_after(jiffies, end);
+		bool answered, over;
 
+		wait_for_completion_timeout(&slot->done, VNICD_CMD_SLICE);
 		spin_lock_irqsave(&q->lock, flags);
 		/* Also covers a lost interrupt. */
 		vnicd_cmdq_collect_locked(q);
-		if (slot->state == VNICD_SLOT_DONE)
-			break;
-		if (woken || late || q->dead || virtqueue_is_broken(q->vq)) {
-			*timeout = late;
+		answered = slot->state == VNICD_SLOT_DONE;
+		over = release ? vnicd_quiet(q->vd) : q->dead;
+		if (!answered && over)
 			slot->state = VNICD_SLOT_ORPHAN;
-			err = -EIO;
-			break;
-		}
 		spin_unlock_irqrestore(&q->lock, flags);
+
+		if (answered)
+			return 0;
+		if (over)
+			return -EIO;
+		vnicd_cmdq_check_broken(q);
+		if (time_after(jiffies, end))
+			vnicd_time_out(q->vd);
 	}
-	spin_unlock_irqrestore(&q->lock, flags);
-	return err;
 }
 
 /* The page is shared with the device: read each word once, then validate. */
@@ -299,7 +339,6 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	struct vnicd_slot *slot;
 	struct vnicd_req *hdr;
 	unsigned long flags;
-	bool timeout;
 	int err;
 
 	might_sleep();
@@ -328,12 +367,9 @@ int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 	if (err)
 		return err;
 
-	err = vnicd_slot_wait(q, slot, &timeout);
-	if (err) {
-		if (timeout)
-			vnicd_fail(q->vd, "a command timed out");
+	err = vnicd_slot_wait(q, slot, exec & VNICD_EXEC_RELEASE);
+	if (err)
 		return err;
-	}
 
 	err = vnicd_slot_result(q, slot, opcode, resp, resp_len);
 	spin_lock_irqsave(&q->lock, flags);

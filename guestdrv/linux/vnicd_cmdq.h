@@ -23,7 +23,8 @@ struct vnicd_dev;
  *	          \-> orphan (the waiter gave up) -> free when the device answers
  *
  * The device keeps an orphan's pages and list, because it may still execute the
- * command; they are freed only after a reset.
+ * command; they are freed only after a reset. The waiter for a release
+ * (VNICD_EXEC_RELEASE) gives up only after the reset.
  */
 enum vnicd_slot_state {
 	VNICD_SLOT_FREE,
@@ -50,6 +51,8 @@ struct vnicd_slot {
 #define VNICD_EXEC_RESERVED	(1U << 0)
 /* -ENOENT is a normal answer, not a sign of lost state. */
 #define VNICD_EXEC_MAY_MISS	(1U << 1)
+/* Pages become free by the answer: it is waited for until the device is reset. */
+#define VNICD_EXEC_RELEASE	(1U << 2)
 /* The caller holds locks: -ENOBUFS if no slot is free; nothing has happened then. */
 #define VNICD_EXEC_NO_SLOT_WAIT	(1U << 3)
 
@@ -74,7 +77,8 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
 
 /*
  * Sends one command and waits for its answer. May sleep, and cannot be
- * interrupted; returns within a bounded time in any case.
+ * interrupted; returns within a bounded time in any case. If the device does not
+ * answer, or its queue is broken, it counts as lost (vnicd_dead()).
  *
  * @req, @req_len: payload, copied; together with the header up to a page
  * @list, @list_len: more payload, or NULL; from kmalloc() and always taken over:
@@ -85,15 +89,18 @@ void vnicd_cmdq_free(struct vnicd_cmdq *q);
  *
  * Allocates nothing except through virtio, atomically; failure is harmless.
  *
- * 0, or the errno of the device's status, or -EIO: the device is dead.
+ * 0, or the errno of the device's status, or -EIO: the device is dead. An error of
+ * a device that is not dead means that it does not execute the command any more.
  */
 int vnicd_cmdq_exec(struct vnicd_cmdq *q, u16 opcode,
 		    const void *req, size_t req_len,
 		    void *list, size_t list_len,
 		    void *resp, size_t resp_len, unsigned int flags);
 
-/* From now on every command, pending ones included, ends with -EIO. */
+/* From now on every command, except pending releases, ends with -EIO. */
 void vnicd_cmdq_kill(struct vnicd_cmdq *q);
+/* The device was reset: collects its last answers and ends the pending releases. */
+void vnicd_cmdq_after_reset(struct vnicd_cmdq *q);
 
 /* Virtqueue callback: collects answers. */
 void vnicd_cmdq_irq(struct vnicd_cmdq *q);

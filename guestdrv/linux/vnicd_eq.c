@@ -2,8 +2,8 @@
 /*
  * Event queues. Completion events are dispatched from a tasklet: handlers of
  * ib_core expect at most softirq context, and a flood of them must not block
- * the (shared, INTx) interrupt. Asynchronous events are rare and use the
- * device's ordered workqueue.
+ * the (shared, INTx) interrupt. Asynchronous events are rare and use an ordered
+ * workqueue of their own: a page fault waits neither for rtnl_lock nor for memory.
  *
  * A buffer is read once, then returned to the device before the event is
  * dispatched, so that the device gets room as early as possible.
@@ -181,7 +181,7 @@ static void vnicd_aeq_work(struct work_struct *work)
 			return;
 		vnicd_aeq_dispatch(eq->vd, &event);
 	}
-	queue_work(eq->vd->wq, work);
+	queue_work(eq->vd->event_wq, work);
 }
 
 void vnicd_aeq_irq(struct virtqueue *vq)
@@ -189,7 +189,7 @@ void vnicd_aeq_irq(struct virtqueue *vq)
 	struct vnicd_dev *vd = vq->vdev->priv;
 
 	virtqueue_disable_cb(vq);
-	queue_work(vd->wq, &vd->aeq.work);
+	queue_work(vd->event_wq, &vd->aeq.work);
 }
 
 void vnicd_ceq_irq(struct virtqueue *vq)
@@ -236,7 +236,10 @@ int vnicd_eq_start(struct vnicd_eq *eq, struct virtqueue *vq, bool async)
 	return err;
 }
 
-/* After it returns, no event is or will be dispatched. */
+/*
+ * After it returns, no event is or will be dispatched. Interrupts may still schedule
+ * the tasklet or work, to no effect: stop again when they have ended.
+ */
 void vnicd_eq_stop(struct vnicd_eq *eq)
 {
 	unsigned long flags;

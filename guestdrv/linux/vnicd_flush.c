@@ -5,9 +5,9 @@
  * them: every work request in their rings gets one with flush status (IBTA
  * 10.3.1, error state), and waiters for a CQ's event are woken.
  *
- * The device no longer writes here. A process that changes its rings meanwhile
- * harms only its own completions: indices are masked, and each ring is scanned
- * at most once.
+ * A process that changes its rings meanwhile harms only its own completions: indices
+ * are masked, and each ring is scanned at most once. So does a device that is only
+ * slow and goes on before it is reset: the rings are not freed until then.
  */
 #include <rdma/ib_user_verbs.h>
 

@@ -8,12 +8,26 @@
  *	       vnicd_fail()   v    remove              |  | probe
  *	                    dead ----------------------+  v
  *	                      |   a new generation in config space, or a
- *	                      +-> late answer: unbind, reset, bind
+ *	                      +-> late answer: reset, unbind, bind
  *
- * Death: from then on every command fails at once, kernel consumers get flush
- * completions, ib_core is notified, and the RDMA device is unregistered, which
- * disassociates the processes. Memory whose release the device has not
- * confirmed is kept until the device is reset, which remove does.
+ * Death: from then on every command fails at once, ib_core is notified, and the
+ * RDMA device is unregistered, which disassociates the processes.
+ *
+ * The fence (TR-5). A dead device may still write to memory: it may only be slow, or
+ * stopped. So memory goes back to the kernel when one of these is certain:
+ *  - The device has answered the command that releases it, however late.
+ *  - The device was reset. virtio_reset_device() returns when the device's side has
+ *    stopped to access the VM's memory, or has lost its connection and thus its
+ *    mapping of that memory: QEMU asks vnicd to stop each queue, and waits.
+ * A device that has failed otherwise than by silence is reset at once, a silent one
+ * after fence_timeout_ms, so that a short stop of vnicd does not stop the VM: a
+ * reset blocks QEMU until vnicd answers. Until then
+ *  - invalidations of on-demand memory wait (vnicd_cmd_clear_mtt()),
+ *  - kernel consumers get no flush completions, and their QPs and fast registrations
+ *    are not destroyed: they free their buffers afterwards,
+ *  - rings and pinned memory are kept (vnicd_bury()), in fact until remove.
+ * The work that resets takes no locks of others and allocates nothing, because reclaim
+ * waits for it.
  */
 #include <linux/ctype.h>
 #include <linux/etherdevice.h>
@@ -23,6 +37,14 @@
 #include <linux/virtio_pci.h>
 
 #include "vnicd.h"
+
+static unsigned int fence_timeout_ms = 60000;
+module_param(fence_timeout_ms, uint, 0644);
+MODULE_PARM_DESC(fence_timeout_ms,
+		 "milliseconds after which a lost device that stays silent is reset, which blocks the VM while vnicd is stopped (default 60000)");
+
+/* For resets: with a rescuer. */
+static struct workqueue_struct *vnicd_fence_wq;
 
 /* Recovery outlives the struct vnicd_dev that requests it. */
 static struct workqueue_struct *vnicd_recovery_wq;
@@ -36,36 +58,128 @@ static void vnicd_recover_work(struct work_struct *work)
 {
 	struct vnicd_recovery *rec = container_of(work, struct vnicd_recovery, work);
 
-	/* Calls remove, which resets the device, then probe. */
-	if (device_reprobe(rec->dev) < 0)
+	/* Calls remove, then probe, whose errors are not returned. */
+	if (device_reprobe(rec->dev) < 0 || !READ_ONCE(rec->dev->driver))
 		dev_err(rec->dev, "device did not recover after its reset\n");
 	put_device(rec->dev);
 	kfree(rec);
 }
 
-static void vnicd_recover(struct vnicd_dev *vd)
+/* Allocated in advance: recovery may be due because memory is short. */
+static int vnicd_recovery_init(struct vnicd_dev *vd)
 {
-	struct vnicd_recovery *rec;
+	struct vnicd_recovery *rec = kzalloc(sizeof(*rec), GFP_KERNEL);
 
-	if (READ_ONCE(vd->removing) || test_and_set_bit(VNICD_F_RECOVERING, &vd->flags))
-		return;
-	rec = kzalloc(sizeof(*rec), GFP_KERNEL);
 	if (!rec)
-		return;
+		return -ENOMEM;
 	INIT_WORK(&rec->work, vnicd_recover_work);
 	rec->dev = get_device(&vd->vdev->dev);
-	queue_work(vnicd_recovery_wq, &rec->work);
+	vd->recovery = rec;
+	return 0;
 }
 
-void vnicd_fail(struct vnicd_dev *vd, const char *why)
+static void vnicd_recovery_free(struct vnicd_dev *vd)
+{
+	struct vnicd_recovery *rec = xchg(&vd->recovery, NULL);
+
+	if (!rec)
+		return;
+	put_device(rec->dev);
+	kfree(rec);
+}
+
+static void vnicd_fence_now(struct vnicd_dev *vd)
+{
+	mod_delayed_work(vnicd_fence_wq, &vd->fence_work, 0);
+}
+
+void vnicd_revive(struct vnicd_dev *vd)
+{
+	if (vnicd_dead(vd) && !test_and_set_bit(VNICD_F_RECOVERING, &vd->flags))
+		vnicd_fence_now(vd);
+}
+
+static void vnicd_die(struct vnicd_dev *vd, const char *why, unsigned int fence_ms)
 {
 	if (test_and_set_bit(VNICD_F_DEAD, &vd->flags))
 		return;
 	dev_err(&vd->vdev->dev, "device lost: %s\n", why);
+	/*
+	 * Does not delay a reset that is due earlier. Remove sets its flag, then looks
+	 * whether the device is dead.
+	 */
+	queue_delayed_work(vnicd_fence_wq, &vd->fence_work,
+			   READ_ONCE(vd->removing) ? 0 : msecs_to_jiffies(fence_ms));
 	vnicd_cmdq_kill(&vd->cmdq);
-	queue_work(vd->wq, &vd->flush_work);
 	/* Not on vd->wq: unregistering waits for its work. */
 	queue_work(system_long_wq, &vd->fail_work);
+}
+
+void vnicd_fail(struct vnicd_dev *vd, const char *why)
+{
+	vnicd_die(vd, why, 0);
+}
+
+void vnicd_time_out(struct vnicd_dev *vd)
+{
+	vnicd_die(vd, "a command timed out", fence_timeout_ms);
+}
+
+/* A device that was unplugged answers nothing, not even that it was reset. */
+static bool vnicd_unplugged(struct virtio_device *vdev)
+{
+	struct device *parent = vdev->dev.parent;
+
+	return parent && dev_is_pci(parent) && !pci_device_is_present(to_pci_dev(parent));
+}
+
+/* Afterwards the device accesses no memory. Idempotent. */
+static void vnicd_reset(struct vnicd_dev *vd)
+{
+	mutex_lock(&vd->reset_lock);
+	if (!vnicd_quiet(vd)) {
+		if (!vnicd_unplugged(vd->vdev))
+			virtio_reset_device(vd->vdev);
+		/* Pairs with the acquire in vnicd_quiet(). */
+		smp_mb__before_atomic();
+		set_bit(VNICD_F_QUIET, &vd->flags);
+		/* May find late answers, which ask for recovery. */
+		if (vd->cmdq.vq)
+			vnicd_cmdq_after_reset(&vd->cmdq);
+	}
+	mutex_unlock(&vd->reset_lock);
+	wake_up_all(&vd->fence_wait);
+}
+
+static void vnicd_fence_work(struct work_struct *work)
+{
+	struct vnicd_dev *vd = container_of(to_delayed_work(work), struct vnicd_dev, fence_work);
+	bool first = !vnicd_quiet(vd);
+	struct vnicd_recovery *rec;
+
+	if (first)
+		dev_warn(&vd->vdev->dev, "resetting the device, so that its memory can be freed\n");
+	vnicd_reset(vd);
+	/* Kernel consumers get their flush completions. */
+	if (first)
+		queue_work(vd->wq, &vd->flush_work);
+	if (READ_ONCE(vd->removing))
+		return;
+	if (!test_bit(VNICD_F_RECOVERING, &vd->flags)) {
+		if (first)
+			dev_err(&vd->vdev->dev, "RDMA is off until %s is unbound and bound\n",
+				dev_name(&vd->vdev->dev));
+		return;
+	}
+	rec = xchg(&vd->recovery, NULL);
+	if (rec)
+		queue_work(vnicd_recovery_wq, &rec->work);
+}
+
+void vnicd_fence(struct vnicd_dev *vd, const char *why)
+{
+	vnicd_fail(vd, why);
+	wait_event(vd->fence_wait, vnicd_quiet(vd));
 }
 
 static void vnicd_fail_work(struct work_struct *work)
@@ -82,21 +196,11 @@ static void vnicd_fail_work(struct work_struct *work)
 		ib_device_put(ibdev);
 	}
 	vnicd_ib_unregister(vd);
-	dev_err(&vd->vdev->dev,
-		"RDMA is off until the device responds again, or %s is unbound and bound\n",
-		dev_name(&vd->vdev->dev));
 }
 
 void vnicd_check_config(struct vnicd_dev *vd)
 {
 	queue_work(vd->wq, &vd->config_work);
-}
-
-/* A lost device has shown a sign of life. */
-void vnicd_revive(struct vnicd_dev *vd)
-{
-	if (vnicd_dead(vd) && !test_and_set_bit(VNICD_F_REVIVE, &vd->flags))
-		queue_work(vd->wq, &vd->config_work);
 }
 
 static void vnicd_config_work(struct work_struct *work)
@@ -105,10 +209,8 @@ static void vnicd_config_work(struct work_struct *work)
 	u32 generation;
 	u16 link_up;
 
-	if (test_bit(VNICD_F_REVIVE, &vd->flags)) {
-		vnicd_recover(vd);
+	if (READ_ONCE(vd->removing))
 		return;
-	}
 	virtio_cread_le(vd->vdev, struct vnicd_config, link_up, &link_up);
 	virtio_cread_le(vd->vdev, struct vnicd_config, generation, &generation);
 
@@ -116,8 +218,9 @@ static void vnicd_config_work(struct work_struct *work)
 	if (!generation || generation == U32_MAX)
 		return;
 	if (generation != vd->generation) {
+		set_bit(VNICD_F_RECOVERING, &vd->flags);
 		vnicd_fail(vd, "it has lost its state (new generation)");
-		vnicd_recover(vd);
+		vnicd_fence_now(vd);
 		return;
 	}
 	WRITE_ONCE(vd->link_up, link_up == 1);
@@ -376,6 +479,8 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 
 	vd->vdev = vdev;
 	mutex_init(&vd->reg_lock);
+	mutex_init(&vd->reset_lock);
+	init_waitqueue_head(&vd->fence_wait);
 	xa_init_flags(&vd->qps, XA_FLAGS_LOCK_IRQ);
 	xa_init_flags(&vd->cqs, XA_FLAGS_LOCK_IRQ);
 	xa_init_flags(&vd->srqs, XA_FLAGS_LOCK_IRQ);
@@ -386,6 +491,7 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 	INIT_WORK(&vd->fail_work, vnicd_fail_work);
 	INIT_WORK(&vd->config_work, vnicd_config_work);
 	INIT_WORK(&vd->flush_work, vnicd_flush_work);
+	INIT_DELAYED_WORK(&vd->fence_work, vnicd_fence_work);
 	vnicd_netdev_init(vd);
 	vnicd_fault_start(vd);
 	vnicd_eq_setup(vd, &vd->aeq, true);
@@ -403,23 +509,35 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	unsigned int i;
 
 	WRITE_ONCE(vd->removing, true);
+	/* Either this sees that the device is dead, or vnicd_die() that it is removed. */
+	smp_mb();
+	if (vnicd_dead(vd))
+		vnicd_fence_now(vd);
 	vnicd_ib_unregister(vd);
 	vnicd_netdev_stop(vd);
 	vnicd_stop_events(vd);
 	vnicd_fault_stop(vd);
 
-	virtio_reset_device(vdev);
-	/* Interrupts have stopped, so nothing queues work. */
-	cancel_work_sync(&vd->fail_work);
-	if (vd->wq) {
-		cancel_work_sync(&vd->config_work);
-		cancel_work_sync(&vd->flush_work);
-		cancel_work_sync(&vd->port_work);
-		destroy_workqueue(vd->wq);
-	}
+	vnicd_reset(vd);
 	if (vd->vqs)
 		vdev->config->del_vqs(vdev);
 	kfree(vd->vqs);
+	/*
+	 * Interrupts have stopped; until now they could schedule tasklets and works,
+	 * which do nothing. A work is cancelled after those that can queue it.
+	 */
+	vnicd_stop_events(vd);
+	if (vd->wq) {
+		cancel_work_sync(&vd->config_work);
+		cancel_work_sync(&vd->port_work);
+		cancel_delayed_work_sync(&vd->fence_work);
+		cancel_work_sync(&vd->fail_work);
+		cancel_work_sync(&vd->flush_work);
+		destroy_workqueue(vd->wq);
+	}
+	if (vd->event_wq)
+		destroy_workqueue(vd->event_wq);
+	vnicd_recovery_free(vd);
 
 	vnicd_empty_graves(vd);
 	vnicd_ah_table_free(vd);
@@ -460,7 +578,9 @@ static int vnicd_probe(struct virtio_device *vdev)
 
 	err = -ENOMEM;
 	vd->wq = alloc_ordered_workqueue("vnicd/%s", 0, dev_name(&vdev->dev));
-	if (!vd->wq)
+	vd->event_wq = alloc_ordered_workqueue("vnicd/%s/ev", WQ_MEM_RECLAIM,
+					       dev_name(&vdev->dev));
+	if (!vd->wq || !vd->event_wq || vnicd_recovery_init(vd))
 		goto err;
 	vd->ib = ib_alloc_device(vnicd_ibdev, base);
 	if (!vd->ib)
@@ -565,9 +685,13 @@ static int __init vnicd_module_init(void)
 {
 	int err;
 
+	vnicd_fence_wq = alloc_workqueue("vnicd_fence", WQ_UNBOUND | WQ_MEM_RECLAIM, 0);
+	if (!vnicd_fence_wq)
+		return -ENOMEM;
+	err = -ENOMEM;
 	vnicd_recovery_wq = alloc_workqueue("vnicd_recovery", WQ_UNBOUND, 0);
 	if (!vnicd_recovery_wq)
-		return -ENOMEM;
+		goto err_fence;
 	err = vnicd_fault_init();
 	if (err)
 		goto err_recovery;
@@ -580,6 +704,8 @@ err_fault:
 	vnicd_fault_exit();
 err_recovery:
 	destroy_workqueue(vnicd_recovery_wq);
+err_fence:
+	destroy_workqueue(vnicd_fence_wq);
 	return err;
 }
 
@@ -588,6 +714,7 @@ static void __exit vnicd_module_exit(void)
 	unregister_virtio_driver(&vnicd_driver);
 	/* Waits for a recovery in progress, which finds no driver to bind. */
 	destroy_workqueue(vnicd_recovery_wq);
+	destroy_workqueue(vnicd_fence_wq);
 	vnicd_fault_exit();
 }
 

@@ -25,7 +25,9 @@
  * it for mmap() and /proc.
  *
  * Pages are neither pinned nor referenced (ODP-4): between SET_MTT and CLEAR_MTT
- * the kernel cannot move a page, because it waits for the notifier.
+ * the kernel cannot move a page, because it waits for the notifier. The notifier waits
+ * until the device has answered CLEAR_MTT, or was lost and reset (vnicd_fence()); it
+ * fails only if it must not sleep.
  *
  * Under gate and part->lock, no allocation may enter reclaim, which calls the
  * notifier, and no command waits for a slot that others use: an invalidation of the
@@ -122,12 +124,7 @@ static void vnicd_part_remove(struct vnicd_part *part)
 /* Revokes @count pages of the region from @first on (ODP-5, ODP-6). */
 static void vnicd_odp_clear(struct vnicd_odp *odp, u64 first, u64 count)
 {
-	struct vnicd_dev *vd = odp->vd;
-	int err = vnicd_cmd_clear_mtt(vd, odp->handle, first, count);
-
-	/* A device that has lost its state knows neither region nor pages. */
-	if (err && err != -ENOENT && !vnicd_dead(vd))
-		vnicd_fail(vd, "it did not revoke pages");
+	vnicd_cmd_clear_mtt(odp->vd, odp->handle, first, count);
 }
 
 static void vnicd_fetch_unlock(struct vnicd_odp *odp, struct vnicd_fetch *f)
@@ -751,6 +748,12 @@ int vnicd_odp_destroy(struct vnicd_odp *odp)
 		up_write(&odp->gate);
 		return err;
 	}
+	/*
+	 * Nothing will revoke the pages later, so they must be revoked now, whatever the
+	 * device keeps of the region (TR-5). Of a dead device this waits for the reset.
+	 */
+	if (!released && !odp->released)
+		vnicd_odp_clear(odp, 0, vnicd_odp_npages(odp));
 	odp->released = true;
 	xa_cmpxchg(&vd->odps, odp->lkey, odp, NULL, 0);
 	xa_cmpxchg(&vd->odps, odp->rkey, odp, NULL, 0);

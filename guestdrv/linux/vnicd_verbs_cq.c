@@ -4,9 +4,10 @@
  * kernel consumers they are translated, and each field is validated, because
  * the ring could contain anything.
  *
- * When the device is dead, polling a kernel CQ returns the rest of the ring,
- * then a flush completion for every work request outstanding on its QPs, so
- * that ib_drain_qp() and similar functions return.
+ * When the device was lost and reset, polling a kernel CQ returns the rest of the
+ * ring, then a flush completion for every work request outstanding on its QPs, so
+ * that ib_drain_qp() and similar functions return. Not before the reset: consumers
+ * reuse their buffers (TR-5).
  */
 #include <linux/slab.h>
 #include <rdma/ib_user_verbs.h>
@@ -85,6 +86,7 @@ int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
 	struct vnicd_dev *vd = to_vd(ibcq->device);
 	struct vnicd_cq *cq = to_vcq(ibcq);
 	struct rxe_create_cq_resp resp = {};
+	bool released;
 	u32 elems;
 	int err;
 
@@ -117,8 +119,10 @@ int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
 
 	err = vnicd_cmd_create_cq(vd, cq->ring, &cq->arm->word,
 				  attr->comp_vector % vd->num_ceqs, &cq->cqn);
-	if (err)
+	if (err) {
+		released = !vnicd_dead(vd);
 		goto err_ring;
+	}
 	ibcq->cqe = elems - 1;
 
 	err = xa_insert_irq(&vd->cqs, cq->cqn, cq, GFP_KERNEL);
@@ -139,10 +143,10 @@ int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
 	return 0;
 
 err_destroy:
-	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_CQ, cq->cqn);
+	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_CQ, cq->cqn);
 err_ring:
-	vnicd_ring_destroy(cq->ring, !vnicd_dead(vd));
-	vnicd_arm_destroy(vd, cq->arm, !vnicd_dead(vd));
+	vnicd_ring_destroy(cq->ring, released);
+	vnicd_arm_destroy(vd, cq->arm, released);
 	return err;
 }
 
@@ -385,7 +389,7 @@ int vnicd_poll_cq(struct ib_cq *ibcq, int num, struct ib_wc *wc)
 		return -EINVAL;
 	spin_lock_irqsave(&cq->lock, flags);
 	n = vnicd_poll_ring(cq, num, wc);
-	if (n < num && vnicd_dead(vd))
+	if (n < num && vnicd_quiet(vd))
 		n += vnicd_flush_cq(cq, num - n, wc + n);
 	spin_unlock_irqrestore(&cq->lock, flags);
 	return n;
@@ -424,7 +428,7 @@ int vnicd_req_notify_cq(struct ib_cq *ibcq, enum ib_cq_notify_flags flags)
 	return missed;
 }
 
-/* Death: makes consumers of kernel CQs poll their flush completions. */
+/* After the reset of a dead device: makes consumers of kernel CQs poll their flush completions. */
 void vnicd_flush_work(struct work_struct *work)
 {
 	struct vnicd_dev *vd = container_of(work, struct vnicd_dev, flush_work);
@@ -432,6 +436,9 @@ void vnicd_flush_work(struct work_struct *work)
 	unsigned long cqn, flags;
 	bool pending;
 
+	/* The reset queues this work again. */
+	if (!vnicd_quiet(vd))
+		return;
 	xa_for_each(&vd->cqs, cqn, cq) {
 		struct vnicd_qp *qp;
 

@@ -52,6 +52,11 @@ static int vnicd_mr_destroy(struct vnicd_mr *mr)
 	err = vnicd_cmd_destroy_mr(vd, mr->handle, &released);
 	if (err)
 		return err;
+	/* Of a fast registration the pages belong to the consumer, which frees them (TR-5). */
+	if (!released && mr->pages) {
+		vnicd_fence(vd, "it did not release a fast registration");
+		released = true;
+	}
 	if (released)
 		vnicd_mr_free(mr);
 	else

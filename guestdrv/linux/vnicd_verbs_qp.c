@@ -208,6 +208,7 @@ int vnicd_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	struct vnicd_dev *vd = to_vd(ibqp->device);
 	struct vnicd_qp *qp = to_vqp(ibqp);
 	struct rxe_create_qp_resp resp = {};
+	bool released = true;
 	int type, err;
 
 	err = vnicd_udata_empty(udata);
@@ -240,8 +241,10 @@ int vnicd_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	if (err)
 		goto err_rq;
 	err = vnicd_qp_create_hw(vd, qp, type);
-	if (err)
+	if (err) {
+		released = !vnicd_dead(vd);
 		goto err_sq;
+	}
 	err = xa_insert_irq(&vd->qps, qp->qpn, qp, GFP_KERNEL);
 	if (err) {
 		if (err == -EBUSY)
@@ -263,11 +266,11 @@ int vnicd_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	return 0;
 
 err_destroy:
-	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_QP, qp->qpn);
+	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_QP, qp->qpn);
 err_sq:
-	vnicd_wq_destroy(&qp->sq, !vnicd_dead(vd));
+	vnicd_wq_destroy(&qp->sq, released);
 err_rq:
-	vnicd_wq_destroy(&qp->rq, !vnicd_dead(vd));
+	vnicd_wq_destroy(&qp->rq, released);
 	return err;
 }
 
@@ -303,6 +306,11 @@ int vnicd_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata)
 		vnicd_qp_leave_srq(vd, qp);
 
 	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_QP, qp->qpn);
+	/* The kernel's consumer frees its buffers next (TR-5). */
+	if (!released && !qp->user) {
+		vnicd_fence(vd, "it did not release a queue pair");
+		released = true;
+	}
 	vnicd_wq_destroy(&qp->sq, released);
 	vnicd_wq_destroy(&qp->rq, released);
 	return 0;
@@ -405,8 +413,12 @@ int vnicd_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *attr, int mask,
 	err = vnicd_cmd_modify_qp(vd, &out);
 	/* A drain must succeed: a dead device is flushed in software. */
 	if (err && vnicd_dead(vd) && (mask & IB_QP_STATE) &&
-	    (attr->qp_state == IB_QPS_ERR || attr->qp_state == IB_QPS_RESET))
+	    (attr->qp_state == IB_QPS_ERR || attr->qp_state == IB_QPS_RESET)) {
+		/* In RESET nothing is outstanding, and the buffers are free. */
+		if (!qp->user && attr->qp_state == IB_QPS_RESET)
+			vnicd_fence(vd, "it did not reset a queue pair");
 		err = 0;
+	}
 	if (err)
 		goto out;
 	if (mask & IB_QP_STATE) {

@@ -79,6 +79,7 @@ int vnicd_create_srq(struct ib_srq *ibsrq, struct ib_srq_init_attr *init,
 	struct vnicd_srq *srq = to_vsrq(ibsrq);
 	struct rxe_create_srq_resp resp = {};
 	struct ib_srq_attr *attr = &init->attr;
+	bool released;
 	u32 elems;
 	int err;
 
@@ -112,8 +113,10 @@ int vnicd_create_srq(struct ib_srq *ibsrq, struct ib_srq_init_attr *init,
 	}
 	err = vnicd_cmd_create_srq(vd, to_vpd(ibsrq->pd)->pdn, srq->wq.max_sge,
 				   attr->srq_limit, srq->wq.ring, &srq->srqn);
-	if (err)
+	if (err) {
+		released = !vnicd_dead(vd);
 		goto err_ring;
+	}
 	err = xa_insert_irq(&vd->srqs, srq->srqn, srq, GFP_KERNEL);
 	if (err) {
 		if (err == -EBUSY)
@@ -135,9 +138,9 @@ int vnicd_create_srq(struct ib_srq *ibsrq, struct ib_srq_init_attr *init,
 	return 0;
 
 err_destroy:
-	vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_SRQ, srq->srqn);
+	released = vnicd_cmd_destroy(vd, VNICD_CMD_DESTROY_SRQ, srq->srqn);
 err_ring:
-	vnicd_ring_destroy(srq->wq.ring, !vnicd_dead(vd));
+	vnicd_ring_destroy(srq->wq.ring, released);
 err_tokens:
 	vnicd_srq_free_tokens(srq);
 	return err;

@@ -94,14 +94,6 @@ func (s *Space) Holds(addr uintptr) bool {
 	return false
 }
 
-// permit checks the uplink attribute (PF-3).
-func (s *Space) permit(write bool) MissKind {
-	if u := Uplink(s.uplink.Load()); u != 0 && (u&UplinkBlocked != 0 || write) {
-		return Blocked
-	}
-	return None
-}
-
 // fast is permit and find for the case that the attribute permits everything and one entry covers all n bytes.
 func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
 	h, run := s.leaf(pa)
@@ -109,6 +101,15 @@ func (s *Space) fast(pa PA, n uint64) (hostAddr, bool) {
 		h, run, _ = s.page(pa)
 	}
 	return h, run >= n && s.uplink.Load() == 0
+}
+
+// ringFast is fast for a ring, which the attribute does not concern.
+func (s *Space) ringFast(pa PA, n uint64) (hostAddr, bool) {
+	h, run := s.leaf(pa)
+	if run < n {
+		h, run, _ = s.page(pa)
+	}
+	return h, run >= n
 }
 
 // Host returns host memory for reading and writing, from pa on: at least one byte and at most n, as far as it is
@@ -166,6 +167,20 @@ func (s *Space) Read(dst []byte, pa PA) Miss {
 	if kind := s.permit(false); kind != None {
 		return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
 	}
+	return s.readParts(dst, pa)
+}
+
+// RingRead is Read of a ring.
+func (s *Space) RingRead(dst []byte, pa PA) Miss {
+	if h, ok := s.ringFast(pa, uint64(len(dst))); ok {
+		copy(dst, hostBytes(h, len(dst)))
+		return Miss{}
+	}
+	return s.readParts(dst, pa)
+}
+
+// readParts is Read piece by piece.
+func (s *Space) readParts(dst []byte, pa PA) Miss {
 	for len(dst) > 0 {
 		h, got, kind := s.span(pa, uint64(len(dst)))
 		if kind != None {
@@ -192,8 +207,22 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 	if kind := s.permit(true); kind != None {
 		return Miss{Kind: kind, Where: Where{PA: pa}, Len: n}
 	}
+	return s.writeParts(pa, src)
+}
+
+// RingWrite is Write to a ring.
+func (s *Space) RingWrite(pa PA, src []byte) Miss {
+	if h, ok := s.ringFast(pa, uint64(len(src))); ok {
+		copy(hostBytes(h, len(src)), src)
+		return Miss{}
+	}
+	return s.writeParts(pa, src)
+}
+
+// writeParts is Write piece by piece.
+func (s *Space) writeParts(pa PA, src []byte) Miss {
 	// Check first that everything is present, then write.
-	for at, left := pa, n; left > 0; {
+	for at, left := pa, uint64(len(src)); left > 0; {
 		_, got, kind := s.span(at, left)
 		if kind != None {
 			return Miss{Kind: kind, Where: Where{PA: at}, Len: left}
@@ -226,9 +255,9 @@ func (s *Space) Prefetch(pa PA, write bool) {
 	}
 }
 
-// Uint32 returns the 4-byte aligned word at pa for atomic use. Like Host's result, the pointer is valid within the
-// epoch. A misaligned pa is a BadAddress.
-func (s *Space) Uint32(pa PA) (*atomic.Uint32, Miss) {
+// RingUint32 returns the 4-byte aligned word of a ring at pa for atomic use. Like Host's result, the pointer is valid
+// within the epoch. A misaligned pa is a BadAddress.
+func (s *Space) RingUint32(pa PA) (*atomic.Uint32, Miss) {
 	h, kind := s.word(pa, 4)
 	if kind != None {
 		return nil, Miss{Kind: kind, Where: Where{PA: pa}, Len: 4}
@@ -236,8 +265,8 @@ func (s *Space) Uint32(pa PA) (*atomic.Uint32, Miss) {
 	return hostUint32(h), Miss{}
 }
 
-// Uint64 is Uint32 for 8 bytes.
-func (s *Space) Uint64(pa PA) (*atomic.Uint64, Miss) {
+// RingUint64 is RingUint32 for 8 bytes.
+func (s *Space) RingUint64(pa PA) (*atomic.Uint64, Miss) {
 	h, kind := s.word(pa, 8)
 	if kind != None {
 		return nil, Miss{Kind: kind, Where: Where{PA: pa}, Len: 8}
@@ -248,9 +277,6 @@ func (s *Space) Uint64(pa PA) (*atomic.Uint64, Miss) {
 func (s *Space) word(pa PA, size uint64) (hostAddr, MissKind) {
 	if uint64(pa)&(size-1) != 0 {
 		return 0, BadAddress
-	}
-	if kind := s.permit(true); kind != None {
-		return 0, kind
 	}
 	h, _, kind := s.find(pa)
 	return h, kind

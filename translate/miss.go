@@ -19,7 +19,7 @@ const (
 	BadAddress                 // PA in no memory slot, or misaligned for an atomic
 	GuestFault                 // stage one: the MTT entry is absent
 	HostFault                  // stage two: the PA2MA entry is absent
-	Blocked                    // the GVMI's uplink attribute forbids it (PF-3)
+	Blocked                    // the VM's uplink attribute forbids it (PF-3)
 )
 
 var missNames = [...]string{
@@ -84,8 +84,8 @@ func (m Miss) Err() error {
 // Error names the kind and the address.
 func (e *MissError) Error() string {
 	m := e.Miss
-	switch m.Kind {
-	case BadAddress, HostFault, Blocked:
+	switch {
+	case m.Kind == BadAddress, m.Kind == HostFault, m.Kind == Blocked && m.Key == 0:
 		return fmt.Sprintf("%v: %v, %d bytes", m.PA, m.Kind, m.Len)
 	}
 	return fmt.Sprintf("key %#x, %v: %v, %d bytes", uint32(m.Key), m.VA, m.Kind, m.Len)

@@ -108,14 +108,15 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 // both translates offset off of r, which has been checked, n > 0. It returns the host address and how many of the n
 // bytes are contiguous there, at least one.
 func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint64, m Miss) {
+	// Before the lookups: an access that is refused must not raise a fault.
+	if kind := vm.space.permit(need.Writes()); kind != None {
+		return 0, 0, Miss{kind, r.key, Where{VA: r.iova + VA(off)}, n}
+	}
 	pa, got, ok := r.toPA(off, n, need.Writes())
 	if !ok {
 		return 0, 0, Miss{GuestFault, r.key, Where{VA: r.iova + VA(off)}, n}
 	}
-	kind := vm.space.permit(need.Writes())
-	if kind == None {
-		h, got, kind = vm.space.span(pa, got)
-	}
+	h, got, kind := vm.space.span(pa, got)
 	if kind != None {
 		return 0, 0, Miss{kind, r.key, Where{r.iova + VA(off), pa}, got}
 	}

@@ -68,7 +68,7 @@ func (r *Ring) Read(dst []byte, off uint64) Miss {
 	for len(dst) > 0 {
 		pa, n := r.at(off)
 		n = min(n, uint64(len(dst)))
-		if m := r.space.Read(dst[:n], pa); !m.OK() {
+		if m := r.space.RingRead(dst[:n], pa); !m.OK() {
 			return m
 		}
 		dst, off = dst[n:], off+n
@@ -84,7 +84,7 @@ func (r *Ring) Write(off uint64, src []byte) Miss {
 	for len(src) > 0 {
 		pa, n := r.at(off)
 		n = min(n, uint64(len(src)))
-		if m := r.space.Write(pa, src[:n]); !m.OK() {
+		if m := r.space.RingWrite(pa, src[:n]); !m.OK() {
 			return m
 		}
 		src, off = src[n:], off+n
@@ -99,5 +99,5 @@ func (r *Ring) Uint32(off uint64) (*atomic.Uint32, Miss) {
 		return nil, Miss{Kind: OutOfRange, Where: Where{VA: VA(off)}, Len: 4}
 	}
 	pa, _ := r.at(off)
-	return r.space.Uint32(pa)
+	return r.space.RingUint32(pa)
 }

@@ -120,7 +120,7 @@ func TestStoresDoNotTear(t *testing.T) {
 		var words [3]*atomic.Uint64
 		for i, off := range [...]int{0, n / 2 &^ 7, n - 8} {
 			var m Miss
-			if words[i], m = s.Uint64(PA(512 + off)); !m.OK() {
+			if words[i], m = s.RingUint64(PA(512 + off)); !m.OK() {
 				t.Fatal(m.Err())
 			}
 		}
@@ -149,7 +149,7 @@ func TestStoresDoNotTear(t *testing.T) {
 func TestAtomics(t *testing.T) {
 	s := NewSpace(1)
 	mustMap(t, s, 0, hostMem(t, PageSize))
-	w, m := s.Uint64(8)
+	w, m := s.RingUint64(8)
 	if !m.OK() {
 		t.Fatal(m.Err())
 	}

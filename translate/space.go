@@ -31,6 +31,8 @@ type Space struct {
 	faults FaultQueue
 
 	mu sync.Mutex // writers only; guards all table stores
+
+	refused [2]atomic.Uint64 // accesses that the attribute forbade: reads, writes
 }
 
 const (

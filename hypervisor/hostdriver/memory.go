@@ -373,7 +373,7 @@ func touch(b []byte) error {
 	}
 	return translate.Guard(func() error {
 		for off := 0; off < len(b); off += translate.PageSize {
-			w, m := s.Uint32(translate.PA(off))
+			w, m := s.RingUint32(translate.PA(off))
 			if !m.OK() {
 				return m.Err()
 			}

@@ -36,7 +36,7 @@ func createCQ(c *cmd) error {
 	}
 	if err == nil {
 		err = c.epoch(func() error {
-			if _, m := c.d.data.space().Uint32(q.arm); !m.OK() {
+			if _, m := c.d.data.space().RingUint32(q.arm); !m.OK() {
 				return &faultError{what: "arm word", miss: m}
 			}
 			if m := q.start(); !m.OK() {

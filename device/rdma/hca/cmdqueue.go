@@ -284,7 +284,7 @@ func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, e
 	}
 	err = c.withMemory(ctx, func() error {
 		var m translate.Miss
-		if n, m = j.chain.ReadAll(c.req); !m.OK() {
+		if n, m = j.chain.ReadMessage(c.req); !m.OK() {
 			return &faultError{what: "request buffer", miss: m}
 		}
 		return nil
@@ -306,7 +306,7 @@ func (c *commandLoop) answer(j *job) error {
 	n := 0
 	err := c.withMemory(ctx, func() error {
 		var m translate.Miss
-		if n, m = j.chain.WriteAll(j.resp[:min(j.n, int(min(j.chain.WritableLen(), maxReply+abi.SizeResp)))]); !m.OK() {
+		if n, m = j.chain.WriteMessage(j.resp[:min(j.n, int(min(j.chain.WritableLen(), maxReply+abi.SizeResp)))]); !m.OK() {
 			return &faultError{what: "response buffer", miss: m}
 		}
 		return nil

@@ -80,7 +80,7 @@ func (c *cq) post(wc *abi.WC, solicited bool) {
 		c.fail("its ring is gone", m)
 		return
 	}
-	arm, m := c.dev.space().Uint32(c.arm)
+	arm, m := c.dev.space().RingUint32(c.arm)
 	if !m.OK() {
 		c.fail("its arm word is gone", m)
 		return

@@ -70,7 +70,7 @@ func (db *doorbells) leave(slot int) {
 }
 
 func (db *doorbells) word(off uint64) (*atomic.Uint64, translate.Miss) {
-	return db.space.Uint64(db.pages[off>>dbPageShift] + translate.PA(off&dbPageOffMask))
+	return db.space.RingUint64(db.pages[off>>dbPageShift] + translate.PA(off&dbPageOffMask))
 }
 
 func (db *doorbells) bits(i int) (*atomic.Uint64, translate.Miss) {
@@ -161,7 +161,7 @@ func (db *doorbells) anySet() bool {
 
 // setWakeup writes the flag that asks the driver for a notification; it is a full barrier.
 func (db *doorbells) setWakeup(on bool) translate.Miss {
-	p, m := db.space.Uint32(db.pages[0] + abi.DoorbellNeedWakeupOff)
+	p, m := db.space.RingUint32(db.pages[0] + abi.DoorbellNeedWakeupOff)
 	if m.OK() {
 		v := uint32(0)
 		if on {

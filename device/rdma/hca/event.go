@@ -265,7 +265,7 @@ func (eq *eventQueue) write(n *eventNode) bool {
 		eq.q.Fail(errEventBuffer)
 		return false
 	}
-	w, m := eq.chain.WriteAll(eq.buf[:size])
+	w, m := eq.chain.WriteMessage(eq.buf[:size])
 	if m.Kind == translate.HostFault {
 		if eq.check(eq.q.Unpop(&eq.chain)) {
 			eq.fetch(m)

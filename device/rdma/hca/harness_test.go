@@ -277,7 +277,7 @@ func (g *guest) alloc(n int) translate.PA {
 func (g *guest) at(pa translate.PA, n int) []byte { return g.mem[pa-memBase:][:n:n] }
 
 func (g *guest) u32(pa translate.PA) *atomic.Uint32 {
-	p, m := g.view.Uint32(pa)
+	p, m := g.view.RingUint32(pa)
 	if !m.OK() {
 		g.tb.Fatal(m)
 	}
@@ -285,7 +285,7 @@ func (g *guest) u32(pa translate.PA) *atomic.Uint32 {
 }
 
 func (g *guest) u64(pa translate.PA) *atomic.Uint64 {
-	p, m := g.view.Uint64(pa)
+	p, m := g.view.RingUint64(pa)
 	if !m.OK() {
 		g.tb.Fatal(m)
 	}

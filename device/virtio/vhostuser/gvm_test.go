@@ -10,13 +10,17 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// A connection's memory is bound in the host's table under its GVMI while the connection lasts (PF-1), so the GVMI's
-// uplink attribute applies to it (PF-3): a blocked VM's rings are not served.
+// A connection's memory is bound in the host's table under its GVMI while the connection lasts (PF-1), and the VM's
+// attribute applies to it (PF-3), from the beginning if it was set before.
 func TestGVMBinding(t *testing.T) {
 	const gvmi = 9
 	dev, vms := newEcho(1), translate.NewGVMTable(1)
 	path := filepath.Join(t.TempDir(), "s")
-	s, err := vhostuser.Listen(vhostuser.Config{Path: path, VMs: vms}, dev, gvmi)
+	var attribute translate.Attribute
+	if _, err := attribute.Set(translate.UplinkReadOnly); err != nil {
+		t.Fatal(err)
+	}
+	s, err := vhostuser.Listen(vhostuser.Config{Path: path, VMs: vms, Attribute: &attribute}, dev, gvmi)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,19 +33,26 @@ func TestGVMBinding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	roundTrip(t, d, m, 0, "open")
 	bound := vms.Spaces(gvmi)
 	if len(bound) != 1 {
 		t.Fatalf("%d spaces bound, want 1", len(bound))
 	}
-	if err := vms.SetUplink(gvmi, translate.UplinkBlocked); err != nil {
-		t.Fatal(err)
+	for _, u := range []translate.Uplink{translate.UplinkReadOnly, translate.UplinkBlocked, translate.UplinkReadWrite} {
+		if drains, err := attribute.Set(u); err != nil || len(drains) != 1 {
+			t.Fatalf("%d releases, %v", len(drains), err)
+		}
+		_, write := bound[0].Host(0x100000, 8)
+		_, read := bound[0].HostRead(0x100000, 8)
+		if write.OK() != (u == translate.UplinkReadWrite) || read.OK() == (u == translate.UplinkBlocked) {
+			t.Errorf("%v: writes %v, reads %v", u, write.Kind, read.Kind)
+		}
 	}
-	if _, miss := bound[0].Host(0x100000, 8); miss.Kind != translate.Blocked {
-		t.Errorf("a blocked VM's memory: %v", miss.Kind)
-	}
+	roundTrip(t, d, m, 0, "open")
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, "the binding ends with the connection", func() bool { return vms.Spaces(gvmi) == nil })
+	if drains, err := attribute.Set(translate.UplinkBlocked); err != nil || len(drains) != 0 {
+		t.Errorf("the attribute is still bound: %d releases, %v", len(drains), err)
+	}
 }

@@ -28,10 +28,10 @@ type Config struct {
 	UID  int          // owner; 0 or less: the daemon's own
 	GID  int          // likewise
 	Log  hclog.Logger // nil: silent
-	// VMs, if set, is the host's GVM identifier table: the memory of each
-	// connection is bound there while it lasts, so that it carries its GVMI's
-	// uplink attribute (PF-1, PF-3).
+	// VMs, if set, is the host's GVM identifier table: the memory of each connection is bound there while it lasts (PF-1).
 	VMs *translate.GVMTable
+	// Attribute, if set, applies to the memory of each connection (PF-3); the servers of one VM share it.
+	Attribute *translate.Attribute
 	// Budget, if set, bounds what the device keeps resident of the guest's
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget

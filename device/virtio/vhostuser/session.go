@@ -74,6 +74,10 @@ func (se *session) run(kept Kept) error {
 		}
 		defer t.Release(se.space)
 	}
+	if a := se.srv.cfg.Attribute; a != nil {
+		a.Bind(se.space)
+		defer a.Release(se.space)
+	}
 	se.backend.offered = se.dev.ConfigSize() > 0
 	se.dev.Connected(se)
 	defer se.teardown()

@@ -97,8 +97,36 @@ func (c *Chain) WriteAt(src []byte, off uint64) (int, translate.Miss) {
 // WriteAll is WriteAt from the start of the writable part.
 func (c *Chain) WriteAll(src []byte) (int, translate.Miss) { return c.WriteAt(src, 0) }
 
+// ReadMessage is ReadAll for a message to the device itself, such as a command: it is part of the queue, so that the
+// VM's uplink attribute does not apply to it (PF-3).
+func (c *Chain) ReadMessage(dst []byte) (int, translate.Miss) {
+	n := 0
+	for _, s := range c.Readable() {
+		part := dst[n:min(uint64(len(dst)), uint64(n)+uint64(s.Len))]
+		if m := c.space.RingRead(part, s.PA); !m.OK() {
+			return n, m
+		}
+		n += len(part)
+	}
+	return n, translate.Miss{}
+}
+
+// WriteMessage is WriteAll for a message of the device itself; see ReadMessage.
+func (c *Chain) WriteMessage(src []byte) (int, translate.Miss) {
+	n := 0
+	for _, s := range c.Writable() {
+		part := src[n:min(uint64(len(src)), uint64(n)+uint64(s.Len))]
+		if m := c.space.RingWrite(s.PA, part); !m.OK() {
+			return n, m
+		}
+		n += len(part)
+	}
+	return n, translate.Miss{}
+}
+
 // Piece returns the chain's first n bytes in place, if the chain is one segment and they are contiguous on the host;
-// otherwise nil. The guest may change them at any time; the caller may use them until it leaves its epoch.
+// otherwise, or if the VM's attribute restricts accesses (PF-3), nil. The guest may change them at any time; the caller
+// may use them until it leaves its epoch.
 func (c *Chain) Piece(n int) []byte { return c.first.Bytes(uint64(n)) }
 
 // reset empties the chain and keeps its storage.

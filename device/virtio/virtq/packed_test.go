@@ -45,7 +45,7 @@ func (g *packedGuest) write(i, round int, s Seg, id, flags uint16) {
 }
 
 func (g *packedGuest) word(pa translate.PA) *atomic.Uint32 {
-	w, m := g.space.Uint32(pa)
+	w, m := g.space.RingUint32(pa)
 	if !m.OK() {
 		g.t.Fatal(m)
 	}

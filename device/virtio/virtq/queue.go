@@ -49,10 +49,10 @@ type Queue struct {
 	idx       int
 	size      uint16 // also fits MaxSize
 	mask      uint16 // split ring only
-	desc      translate.Window
-	avail     translate.Window
-	used      translate.Window
-	table     translate.Window // the indirect table being walked
+	desc      translate.RingWindow
+	avail     translate.RingWindow
+	used      translate.RingWindow
+	table     translate.RingWindow // the indirect table being walked
 	packed    bool
 	eventIdx  bool
 	indirect  bool
@@ -110,9 +110,9 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 	}
 	q := &Queue{
 		space: space, idx: c.Index, size: uint16(c.Size), mask: uint16(c.Size - 1),
-		desc:   space.Window(c.Desc, areas[0].Bytes),
-		avail:  space.Window(c.Avail, areas[1].Bytes),
-		used:   space.Window(c.Used, areas[2].Bytes),
+		desc:   space.RingWindow(c.Desc, areas[0].Bytes),
+		avail:  space.RingWindow(c.Avail, areas[1].Bytes),
+		used:   space.RingWindow(c.Used, areas[2].Bytes),
 		packed: c.Packed, eventIdx: c.EventIdx, indirect: c.Indirect,
 		kick: c.Kick, call: c.Call, errfd: c.Err,
 		// In a resumed ring, all taken chains have been returned, so the device reads and writes at the same place.
@@ -231,7 +231,7 @@ func (q *Queue) check() error {
 
 // load16 reads the little-endian 16-bit word at off of an area. Go has no 16-bit atomics, so the aligned 32-bit word
 // around it is loaded; it is in the same page because page sizes are multiples of four.
-func (q *Queue) load16(what string, area *translate.Window, off uint64) (uint16, error) {
+func (q *Queue) load16(what string, area *translate.RingWindow, off uint64) (uint16, error) {
 	w, shift, m := area.Around(off)
 	if !m.OK() {
 		return 0, q.missed(what, m)

@@ -27,7 +27,7 @@ type descriptor struct {
 	next  uint16 // packed: the buffer's id
 }
 
-func (q *Queue) readDesc(table *translate.Window, i uint32, d *descriptor) translate.Miss {
+func (q *Queue) readDesc(table *translate.RingWindow, i uint32, d *descriptor) translate.Miss {
 	if m := table.Read16(&q.raw, descSize*uint64(i)); !m.OK() {
 		return m
 	}
@@ -49,7 +49,7 @@ func (d *descriptor) decodePacked(addr, last uint64) {
 		uint16(last>>48)&^(descAvail|descUsed)
 }
 
-func (q *Queue) readPacked(table *translate.Window, i uint32, d *descriptor) translate.Miss {
+func (q *Queue) readPacked(table *translate.RingWindow, i uint32, d *descriptor) translate.Miss {
 	if m := table.Read16(&q.raw, descSize*uint64(i)); !m.OK() {
 		return m
 	}
@@ -176,7 +176,7 @@ func (q *Queue) openTable(d *descriptor, i uint32) error {
 	if _, ok := d.addr.Add(uint64(d.len)); !ok {
 		return q.breakRing("indirect table address", i, uint64(d.addr), "no wrap-around")
 	}
-	q.table = q.space.Window(d.addr, uint64(d.len))
+	q.table = q.space.RingWindow(d.addr, uint64(d.len))
 	return nil
 }
 

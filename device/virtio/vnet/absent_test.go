@@ -73,25 +73,25 @@ func (g *rawGuest) offer(queue int, idx uint16, n int, length uint32, writable b
 	if writable {
 		flags = 2
 	}
-	tail, _ := g.space.Uint32(a + translate.PA(16*slot+12))
+	tail, _ := g.space.RingUint32(a + translate.PA(16*slot+12))
 	if g.packed {
 		tail.Store(uint32(slot) | (flags|0x80)<<16)
 		return
 	}
 	tail.Store(flags)
 	binary.LittleEndian.PutUint16(g.mem[int(a)+0x404+2*slot:], uint16(slot))
-	w, _ := g.space.Uint32(a + 0x400) // flags and index in one store, which orders the writes before it
+	w, _ := g.space.RingUint32(a + 0x400) // flags and index in one store, which orders the writes before it
 	w.Store(uint32(idx+1) << 16)
 }
 
 func (g *rawGuest) used(queue int) (n uint16) {
 	if g.packed {
-		for w, _ := g.space.Uint32(rawArea(queue) + 12); w.Load()>>16&0x8080 == 0x8080 && n < rawSize; n++ {
-			w, _ = g.space.Uint32(rawArea(queue) + translate.PA(16*(n+1)+12))
+		for w, _ := g.space.RingUint32(rawArea(queue) + 12); w.Load()>>16&0x8080 == 0x8080 && n < rawSize; n++ {
+			w, _ = g.space.RingUint32(rawArea(queue) + translate.PA(16*(n+1)+12))
 		}
 		return n
 	}
-	w, _ := g.space.Uint32(rawArea(queue) + 0x800)
+	w, _ := g.space.RingUint32(rawArea(queue) + 0x800)
 	return uint16(w.Load() >> 16)
 }
 

@@ -37,6 +37,7 @@ const (
 	Unreachable
 	SendError
 	NotReady
+	Forbidden
 	ECNDrop
 	NumReasons
 )
@@ -73,6 +74,7 @@ var reasonNames = [NumReasons]string{
 	Unreachable:      "unreachable",       // no route to the peer
 	SendError:        "send-error",        // any other refusal by the kernel
 	NotReady:         "not-ready",         // the device behind the port is down
+	Forbidden:        "dma-forbidden",     // the VM's `dma` forbids the device to access the frame's memory (PF-3)
 	ECNDrop:          "ecn-not-capable",   // congestion mark on a flow that is not ECN-capable (RFC 6040, 4.2)
 }
 

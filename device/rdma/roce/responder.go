@@ -100,6 +100,7 @@ const (
 	vRecvBad           // the receive WQE is malformed; its Status says how
 	vImmAccess         // R_Key violation with the receive WQE of immediate data taken
 	vNoRoom            // no room to record an empty response
+	vForbidden         // UD: the VM's attribute forbids the device to write the datagram (PF-3)
 )
 
 // reset returns to the state of a new QP and keeps the storage.
@@ -324,6 +325,9 @@ func (q *QP) scatterRecv(off uint64, data []byte, want uint64) verdict {
 		m.Len = min(segmentRest(q.resp.recv.SGEs, off, m), want)
 		q.waitFor(Responder, &q.faults.request, waitRecv, q.resp.epsn, m)
 		return vFault
+	}
+	if m.Kind == translate.Blocked && q.typ.class() == classUD {
+		return vForbidden
 	}
 	q.stats.LocalErrors++
 	return vRecvProt

@@ -68,7 +68,7 @@ func (q *QP) sendDatagram(s *sendSlot) bool {
 
 // receiveUD copies a datagram behind the 40 bytes of its GRH area. If there is no receive WQE or it is too small, the
 // datagram is dropped and the receive WQE kept: anyone who knows the Q_Key can be the sender, and must not be able to
-// end the QP.
+// end the QP. The same if the VM's attribute forbids the write: the GSI QP must outlive a quarantine (PF-3).
 func (q *QP) receiveUD(p *wire.RoCE) {
 	d := p.DETH()
 	want := q.attr.QKey

@@ -143,12 +143,17 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 }
 
 // missed gives all popped buffers back because one cannot be written: either it is absent, then the queue waits and
-// done is false; or it is not the guest's memory, which breaks the queue.
+// done is false; or the VM's attribute forbids the write (PF-3), then the frame is dropped; or it is not the guest's
+// memory, which breaks the queue.
 func (p *pair) missed(q *virtq.Queue, m translate.Miss, popped int) (done bool) {
 	if m.Fault() {
 		p.unget(q, popped)
 		p.rxWait.raise(q.Space(), m, true)
 		return false
+	}
+	if m.Kind == translate.Blocked {
+		p.giveBack(q, popped, vswitch.Forbidden)
+		return true
 	}
 	p.giveBack(q, popped, vswitch.Unreachable)
 	p.broke(q, m.Err())

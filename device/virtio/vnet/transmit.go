@@ -122,6 +122,9 @@ func (p *pair) send(q *virtq.Queue, in *vswitch.Batch) bool {
 			p.unpop(q, c)
 			p.txWait.raise(q.Space(), m, false)
 			return false
+		} else if m.Kind == translate.Blocked {
+			why = vswitch.Forbidden
+			break
 		} else if !m.OK() {
 			p.d.drop(p.loop, vswitch.Unreachable)
 			p.broke(q, m.Err())

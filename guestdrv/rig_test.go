@@ -23,6 +23,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // localPath selects whether devices of a site copy or send frames. All tests run both ways.
@@ -80,6 +81,8 @@ type host struct {
 	mac  [6]byte
 	gid  guestdrv.GID
 	pd   *guestdrv.PD
+
+	attribute translate.Attribute
 }
 
 func newRig(tb testing.TB, cfg rigConfig) *rig {
@@ -219,7 +222,7 @@ func (r *rig) attach(i int, s *site) *host {
 	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"),
-		Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
+		Attribute: &h.attribute, Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}
@@ -291,6 +294,7 @@ type end struct {
 	scq, rcq *guestdrv.CQ
 	srq      *guestdrv.SRQ // or nil
 	psn      uint32
+	received []guestdrv.WCStatus // by repost
 }
 
 // qpDefaults are large enough for most tests.

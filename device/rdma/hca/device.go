@@ -159,6 +159,18 @@ func (d *Device) SetLink(up bool) {
 	}
 }
 
+// Quarantine takes the port down, or up again, and notifies the driver. Going down it ends the RC and UC connections:
+// their QPs enter the error state and flush their work requests, so that no program waits for a peer that it cannot
+// reach. UD QPs continue, the GSI QP among them: drivers do not make it anew. From any goroutine but loops.
+func (d *Device) Quarantine(on bool) {
+	d.SetLink(!on)
+	for _, e := range d.data.engines {
+		if on {
+			e.loop.Do(e.disconnect)
+		}
+	}
+}
+
 // PortChanged notifies the driver that the port's MTU has changed. It does not
 // block: the caller may hold locks that all VMs share.
 func (d *Device) PortChanged() {

@@ -336,6 +336,16 @@ func (e *engine) failQPs() {
 	}
 }
 
+// disconnect sends the connected QPs to the error state; see Device.Quarantine.
+func (e *engine) disconnect() {
+	for i := range e.dev.qps {
+		q := e.dev.qps[i].Load()
+		if q != nil && q.engine == e && (q.typ == roce.RC || q.typ == roce.UC) && q.t.State() >= roce.RTR {
+			q.fail("the VM is quarantined")
+		}
+	}
+}
+
 // postAnswer queues the answer to a fault for the engine; any thread.
 func (e *engine) postAnswer(n *eventNode, bit uint32) {
 	if e.answers.push(n, bit) {

@@ -39,10 +39,13 @@ const (
 	rejectGID
 	rejectGroup
 	rejectSource // an unknown source, and the QP is not its peer
+	rejectLink   // the port is down
+	rejectUnsent // a frame of the device itself, while the port is down
 	numRejects
 )
 
-var rejectNames = [numRejects]string{"header", "icrc", "qp-number", "own-mac", "own-gid", "group", "unknown-source"}
+var rejectNames = [numRejects]string{"header", "icrc", "qp-number", "own-mac", "own-gid", "group", "unknown-source",
+	"link-down", "link-down-sent"}
 
 type rejectCounts [numRejects]atomic.Uint64
 

@@ -32,7 +32,11 @@ func (d *dataSide) portMTU() int {
 // any loop and b is only lent; the frame goes to the inbox of its QP's engine.
 // Frames without a QP are dropped and counted there.
 func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
-	if !d.up.Load() || !d.link.Load() {
+	if !d.up.Load() {
+		return
+	}
+	if !d.link.Load() {
+		d.rejected[rejectLink].Add(uint64(b.Segments()))
 		return
 	}
 	if len(d.engines) == 1 {
@@ -170,7 +174,11 @@ func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
 // (IBTA 10.5). A sender that is a member receives its own datagram.
 func (d *dataSide) transmit(q *qp, b *frame.Buf) {
 	port := d.port.Load()
-	if port == nil || !d.link.Load() {
+	if port == nil {
+		return
+	}
+	if !d.link.Load() {
+		d.rejected[rejectUnsent].Add(1)
 		return
 	}
 	l := q.engine.loop

@@ -102,9 +102,11 @@ func (d *Device) stats() (s abi.Stats) {
 		e.loop.Do(func() { e.statistics(&s) })
 	}
 	for i := range d.data.rejected {
-		if n := d.data.rejected[i].Load(); rejectReason(i) == rejectICRC {
+		switch n := d.data.rejected[i].Load(); rejectReason(i) {
+		case rejectICRC:
 			s.Value[abi.StatICRCErrors] += n
-		} else {
+		case rejectUnsent:
+		default:
 			s.Value[abi.StatRxDropped] += n
 		}
 	}

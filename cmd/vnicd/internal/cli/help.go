@@ -61,10 +61,22 @@ rate           bits per second in each direction, such as 10G [no limit]
 storm          broadcast, multicast and unknown-unicast frames per second; 0: unlimited
 memory-budget  limit of the VM's memory that the device keeps resident, such as 256MiB
 memory-weight  share of memory under pressure, 1 to 10000 [100]
+dma            what the devices may do to the VM's memory: rw, ro, blocked [rw]
 qmp            monitor socket of QEMU, which reports memory ballooning`,
 		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
 	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},
 	"vm move": {"", "vnicd vm move vm1 network green"},
+	"vm quarantine": {`From then on no device reads or writes data of the VM (dma blocked). Its RDMA connections
+end, its HCA's port is down, and frames from it and to it are dropped. With --read-only the
+devices still read the memory (dma ro): the VM sends, and what it would receive ends with
+protection errors, or is dropped. Rings, commands and events work in both cases.
+
+The command returns when the last access that began before has ended. It may be repeated. A
+VM that is not attached is restricted from the moment it attaches. "vnicd reload" leaves the
+quarantine, unless ` + "`dma`" + ` has changed in the file; a restart of the daemon applies the file.
+Host applications can be quarantined as well.`, "vnicd vm quarantine vm1\nvnicd vm quarantine --read-only vm1"},
+	"vm release": {`The devices read and write the VM's memory again (dma rw), and the HCA's port comes up.
+Connections that have ended stay so; new ones work.`, "vnicd vm release vm1"},
 
 	"port":      {"", "vnicd port"},
 	"port show": {"Without NETWORK: the ports of all networks.", "vnicd port show blue"},

@@ -15,6 +15,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/translate"
 )
 
 func (a *app) statusCmd() *cobra.Command {
@@ -120,8 +121,8 @@ func showAll(w io.Writer, s *daemon.Status) {
 	}
 	t := table(w)
 	for _, v := range s.VMs {
-		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s\n", what(&v), v.Name, v.Network, v.MAC,
-			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs, going(&v))
+		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s%s\n", what(&v), v.Name, v.Network, v.MAC,
+			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs, dmaState(&v), going(&v))
 	}
 	t.Flush()
 }
@@ -133,12 +134,23 @@ func going(v *daemon.VMStatus) string {
 	return ""
 }
 
+// dmaState is "" unless the VM's devices are restricted.
+func dmaState(v *daemon.VMStatus) string {
+	if v.DMA.Attribute == translate.UplinkReadWrite {
+		return ""
+	}
+	return " dma " + v.DMA.Attribute.String()
+}
+
 func showVM(w io.Writer, v *daemon.VMStatus) {
 	fmt.Fprintf(w, "%s %s network %s mac %s%s\n", what(v), v.Name, v.Network, v.MAC, going(v))
 	if !v.IsApplication() {
 		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
 	}
 	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
+	if r := v.DMA.Refused; v.DMA.Attribute != translate.UplinkReadWrite || r != (translate.Denied{}) {
+		fmt.Fprintf(w, "dma %v, refused %d reads, %d writes\n", v.DMA.Attribute, r.Reads, r.Writes)
+	}
 	if v.HCA.Busy {
 		fmt.Fprintln(w, "    busy: a command waits for the host's memory; objects and faults are unknown")
 	} else {

@@ -7,10 +7,12 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/translate"
 )
 
 func TestShowFaults(t *testing.T) {
-	v := &daemon.VMStatus{Name: "vm1", HCA: hca.Status{
+	dma := daemon.DMAStatus{Attribute: translate.UplinkReadOnly, Refused: translate.Denied{Reads: 1, Writes: 23}}
+	v := &daemon.VMStatus{Name: "vm1", DMA: dma, HCA: hca.Status{
 		QPs:   []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
 		Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
 		Faults: hca.FaultStatus{
@@ -24,6 +26,7 @@ func TestShowFaults(t *testing.T) {
 	var b strings.Builder
 	showVM(&b, v)
 	for _, want := range []string{
+		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",
 		"    guest  5 raised  3 resumed  1 failed  1 waiting  mean 12.3µs  median 0s  99% 0s  max 2ms\n",

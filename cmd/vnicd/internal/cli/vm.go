@@ -8,10 +8,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/translate"
 )
 
 var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once,
-	"memory-budget": once, "memory-weight": once, "qmp": once}
+	"memory-budget": once, "memory-weight": once, "qmp": once, "dma": once}
 
 func (a *app) vmCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -26,14 +27,15 @@ func (a *app) vmCmd() *cobra.Command {
 			}
 			t := table(a.out)
 			for _, v := range s.VMs {
-				fmt.Fprintf(t, "%s\tnetwork %s\tmac %s\tnet %s\thca %s\n", v.Name, v.Network, v.MAC,
-					netState(&v), state(v.HCA.Connected, v.HCA.Up))
+				fmt.Fprintf(t, "%s\tnetwork %s\tmac %s\tnet %s\thca %s%s\n", v.Name, v.Network, v.MAC,
+					netState(&v), state(v.HCA.Connected, v.HCA.Up), dmaState(&v))
 			}
 			return t.Flush()
 		},
 	}
 	add := &cobra.Command{
-		Use:   "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] [memory-weight N] [qmp PATH]",
+		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] " +
+			"[memory-weight N] [qmp PATH] [dma rw|ro|blocked]",
 		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)
@@ -68,7 +70,42 @@ fail when their retries are used up.`,
 				map[string]string{"network": one(w, "network")}, nil)
 		},
 	}
-	return a.group("vm", "Show, add, move and remove VMs",
+	readOnly := false
+	quarantine := &cobra.Command{
+		Use: "quarantine VM", Short: "Forbid a VM's devices to access its memory", Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			to := translate.UplinkBlocked
+			if readOnly {
+				to = translate.UplinkReadOnly
+			}
+			return a.setDMA(c, argv[0], to)
+		},
+	}
+	quarantine.Flags().BoolVar(&readOnly, "read-only", false, "let the devices read the memory (dma ro)")
+	release := &cobra.Command{
+		Use: "release VM", Short: "End a VM's quarantine", Args: args(cobra.ExactArgs(1)),
+		RunE: func(c *cobra.Command, argv []string) error { return a.setDMA(c, argv[0], translate.UplinkReadWrite) },
+	}
+	return a.group("vm", "Show, add, move, quarantine and remove VMs",
 		`VMs of the running daemon. Arguments after NAME are named like the keys of the
-configuration file. Changes last until the daemon ends.`, show, add, del, move)
+configuration file. Changes last until the daemon ends.`, show, add, del, move, quarantine, release)
+}
+
+// setDMA changes a VM's attribute and prints when it was in force.
+func (a *app) setDMA(c *cobra.Command, name string, to translate.Uplink) error {
+	var x daemon.DMAChange
+	err := a.ask(c, http.MethodPut, "/v1/vms/"+url.PathEscape(name)+"/dma", map[string]any{"dma": to}, &x)
+	switch {
+	case err != nil:
+		return err
+	case a.json:
+		return a.printJSON(&x)
+	}
+	fmt.Fprintf(a.out, "%s: dma %v, was %v; ", x.VM, x.DMA, x.Was)
+	if x.Attached {
+		fmt.Fprintf(a.out, "no access under %v is in progress any more, after %v\n", x.Was, short(x.Took))
+	} else {
+		fmt.Fprintln(a.out, "not attached: it applies as soon as it attaches")
+	}
+	return nil
 }

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Defaults of the optional keys.
@@ -188,6 +189,9 @@ type VM struct {
 	MemoryWeight int
 	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
 	QMP string
+	// DMA is what the VM's devices may do to its memory (PF-3). FileDMA is its value in the file: a reload leaves DMA,
+	// which an operator may have changed since, unless that differs.
+	DMA, FileDMA translate.Uplink
 	// Application is set for a program of the host (PF-4), which has an HCA but no virtio-net.
 	Application *Application
 }

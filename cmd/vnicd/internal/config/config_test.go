@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/vnicd/vnicd/translate"
 )
 
 const good = `
@@ -40,7 +42,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
 `
 
 func TestParseGood(t *testing.T) {
@@ -64,14 +66,16 @@ func TestParseGood(t *testing.T) {
 	if err != nil || b.Limits.QPs != 64 || b.Limits != (Limits{QPs: 64, AHs: 32, Pages: 1000, Messages: 10000}) {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
-	if a, err := c.VM("a"); err != nil || a.Queues != 1 || a.MemoryWeight != 100 {
+	if a, err := c.VM("a"); err != nil || a.Queues != 1 || a.MemoryWeight != 100 ||
+		a.DMA != translate.UplinkReadWrite {
 		t.Errorf("VM a: %+v, %v", a, err)
 	}
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
 		t.Errorf("HCA socket %q", got)
 	}
 	if len(b.IPs) != 2 || b.Queues != 4 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 ||
-		b.MemoryWeight != 400 || b.QMP != "/run/b.qmp" {
+		b.MemoryWeight != 400 || b.QMP != "/run/b.qmp" || b.DMA != translate.UplinkReadOnly ||
+		b.FileDMA != b.DMA {
 		t.Errorf("VM b: %+v", b)
 	}
 	if n := c.Network("red"); n.Ageing != 10*time.Second || n.MaxEntries != 100 || n.Storm != 500 {
@@ -230,6 +234,11 @@ func TestParseMistakes(t *testing.T) {
 			`x.yaml:1: memory-pressure limit must be a whole percentage, 1% to 100%, such as 10%, found "10"`},
 		{"pressure limit 0", "memory-pressure: {limit: 0%}", "must be a whole percentage"},
 		{"pressure limit 101", "memory-pressure: {limit: 101%}", "must be a whole percentage"},
+		{"dma", vm("dma: read-only"), `x.yaml:6: dma must be rw, ro or blocked, found "read-only"`},
+		{"dma list", vm("dma: [ro]"), "x.yaml:6: dma needs a value"},
+		{"dma empty", vm("dma:"), "x.yaml:6: dma needs a value"},
+		{"dma switched off", vm("dma: false"), `x.yaml:6: dma must be rw, ro or blocked, found "false"`},
+		{"application dma", app("dma: none"), `x.yaml:6: dma must be rw, ro or blocked, found "none"`},
 		{"qmp relative", vm("qmp: vm.qmp"), `x.yaml:3: qmp must be an absolute path of at most 107 bytes, found "vm.qmp"`},
 		{"qmp twice", vm("qmp: /a") + "\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", qmp: /a}",
 			"x.yaml:7: qmp /a is already used by the VM in line 3; a monitor serves one client"},
@@ -239,7 +248,7 @@ func TestParseMistakes(t *testing.T) {
 		{"ip twice",
 			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM in line 3`},
 		{"application key", app("queues: 2"),
-			`x.yaml:6: unknown key "queues" in an application; known: group, ips, limits, mac, memory, memory-budget, memory-weight, name, network, rate, socket-mode, storm`},
+			`x.yaml:6: unknown key "queues" in an application; known: dma, group, ips, limits, mac, memory, memory-budget, memory-weight, name, network, rate, socket-mode, storm`},
 		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
 		{"application group", app("group: no such group"),
 			`x.yaml:6: group must be a group of this host or its number, found "no such group"`},

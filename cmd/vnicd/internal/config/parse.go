@@ -23,6 +23,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // maxFileSize bounds the file that Load reads.
@@ -585,6 +586,18 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 
 		"memory-budget": p.size("memory-budget", hostdriver.MinBudget, &vm.MemoryBudget),
 		"memory-weight": number(p, "memory-weight", 1, maxMemoryWeight, &vm.MemoryWeight),
+		"dma": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "dma")
+			if !ok {
+				return
+			}
+			u, err := translate.ParseUplink(s)
+			if err != nil {
+				p.errs.add(n.Line, "dma must be rw, ro or blocked, found %q", s)
+				return
+			}
+			vm.DMA, vm.FileDMA = u, u
+		},
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
 				"qps":      number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),

@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the
@@ -35,6 +36,8 @@ import (
 //	POST   /v1/vms                                   a VM
 //	DELETE /v1/vms/{vm}
 //	PUT    /v1/vms/{vm}/network                      {"network": name}
+//	PUT    /v1/vms/{vm}/dma                          {"dma": "rw", "ro" or "blocked"}: answered when accesses under the
+//	                                                 previous attribute have ended, with a DMAChange
 //	GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
 //	DELETE /v1/capture/{id}
 //	GET    /v1/connections                           ?vm= for one
@@ -106,6 +109,17 @@ func (d *Daemon) api() http.Handler {
 			return nil, err
 		}
 		return done(d.MoveVM(r.PathValue("vm"), to.Network))
+	})
+
+	handle("PUT /v1/vms/{vm}/dma", func(r *http.Request) (any, error) {
+		var to struct{ DMA *translate.Uplink }
+		if err := decode(r, &to); err != nil {
+			return nil, err
+		}
+		if to.DMA == nil {
+			return nil, badRequest{errors.New("`dma` is missing")}
+		}
+		return d.SetDMA(r.PathValue("vm"), *to.DMA)
 	})
 
 	for kind, pattern := range map[overlay.Kind]string{

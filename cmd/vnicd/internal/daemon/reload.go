@@ -77,7 +77,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	for _, k := range fixed(d.cfg, next) {
 		wrong = append(wrong, fmt.Sprintf("`%s` cannot change while vnicd runs", k))
 	}
-	var levels, delVMs, addNets, moves, delNets, nets, addVMs []step
+	var levels, dmas, delVMs, addNets, moves, delNets, nets, addVMs []step
 	if next.LogLevel != d.cfg.LogLevel {
 		levels = append(levels, step{"log level " + next.LogLevel, func() error { return d.setLogLevel(next.LogLevel) }})
 	}
@@ -112,16 +112,27 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 			addVMs = append(addVMs, step{"VM " + v.Name + " added", func() error { return d.addVM(v, v.Line) }})
 			continue
 		}
+		if v.FileDMA == old.FileDMA {
+			v.DMA = old.DMA // an operator's change stays
+		}
 		a, b := *old, *v
 		a.Line, a.Network, b.Line, b.Network = 0, "", 0, ""
+		a.DMA, a.FileDMA = b.DMA, b.FileDMA
 		switch {
-		case reflect.DeepEqual(a, b) && old.Network == v.Network:
 		case reflect.DeepEqual(a, b):
-			moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network,
-				func() error { return d.MoveVM(v.Name, v.Network) }})
+			if old.Network != v.Network {
+				moves = append(moves, step{"VM " + v.Name + " moved to network " + v.Network,
+					func() error { return d.MoveVM(v.Name, v.Network) }})
+			}
+			if old.FileDMA != v.FileDMA {
+				dmas = append(dmas, step{"VM " + v.Name + " dma " + v.DMA.String(), func() error {
+					_, err := d.setDMA(v.Name, v.DMA, true)
+					return err
+				}})
+			}
 		case d.vms[v.Name].attached():
-			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network can change now", v.Line, v.What(),
-				v.Name))
+			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network and dma can change now", v.Line,
+				v.What(), v.Name))
 		default:
 			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
 			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.Line) }})
@@ -136,7 +147,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		slices.Sort(wrong)
 		return nil, fmt.Errorf("%w: nothing was changed: %s", errConflict, strings.Join(wrong, "; "))
 	}
-	return slices.Concat(levels, delVMs, addNets, moves, delNets, nets, addVMs), nil
+	return slices.Concat(levels, dmas, delVMs, addNets, moves, delNets, nets, addVMs), nil
 }
 
 func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {

@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Status is what `vnicd status` shows and `vnicd status -j` prints.
@@ -54,6 +55,13 @@ type VMStatus struct {
 	HCA       hca.Status  `json:"hca"`
 
 	Memory hostdriver.Status `json:"memory"`
+	DMA    DMAStatus         `json:"dma"`
+}
+
+// DMAStatus is what a VM's devices may do to its memory (PF-3), and what was refused.
+type DMAStatus struct {
+	Attribute translate.Uplink `json:"attribute"`
+	Refused   translate.Denied `json:"refused"`
 }
 
 // Status makes a snapshot. It waits for loops and for commands in progress.
@@ -94,6 +102,7 @@ func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
 		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
 		HCA: v.hca.Describe(), Memory: v.budget.Status(),
+		DMA: DMAStatus{v.attribute.Uplink(), v.attribute.Refused()},
 	}
 	if v.net != nil {
 		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"sync"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
@@ -25,7 +26,9 @@ type vm struct {
 	net  *vnet.Device // nil: an application
 	hca  *hca.Device
 
-	budget *hostdriver.Budget // of both sockets
+	budget    *hostdriver.Budget  // of both sockets
+	attribute translate.Attribute // likewise
+	changing  sync.Mutex          // one change of the attribute at a time; before Daemon.mu
 
 	stopMTU func() // ends following the network's MTU
 	undo    undo
@@ -99,6 +102,10 @@ func (v *vm) open(d *Daemon) (err error) {
 		return err
 	}
 	v.undo.push(v.hca.Close)
+	if _, err := v.attribute.Set(c.DMA); err != nil {
+		return err
+	}
+	v.hca.Quarantine(c.DMA == translate.UplinkBlocked)
 
 	v.hca.SetPort(v.port)
 	if v.net != nil {
@@ -116,7 +123,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
 	socket := vhostuser.Config{
 		Path: d.cfg.HCASocket(c), Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms,
-		Budget: v.budget, SlotName: d.slotName,
+		Attribute: &v.attribute, Budget: v.budget, SlotName: d.slotName,
 	}
 	if a := c.Application; a != nil {
 		socket.Mode, socket.GID, socket.MaxMemory, socket.Sealed = os.FileMode(a.Mode), a.GID, a.Memory, true

@@ -137,7 +137,12 @@ var (
 	vmBroken   = gauge("vm_broken", "Whether a face of the VM's NIC has stopped because of an error.",
 		"vm", "face")
 
-	hcaLink = gauge("hca_link_up", "Whether the guest's driver holds the HCA's port up.", "vm")
+	vmDMA = gauge("vm_dma_info", "Always 1; label dma: what the devices may do to the VM's memory: rw, ro, blocked.",
+		"vm", "dma")
+	vmRefused = counter("vm_dma_refused_total", "Accesses to the VM's memory that its dma forbade: read, write.",
+		"vm", "access")
+
+	hcaLink = gauge("hca_link_up", "Whether the HCA's port is up: 0 while the VM's dma is blocked.", "vm")
 	hcaMTU  = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
 	hcaGIDs = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
 	hcaBusy = gauge("hca_busy",
@@ -396,6 +401,9 @@ func (e emitter) network(n *vswitch.Status) {
 
 func (e emitter) vm(v *daemon.VMStatus) {
 	e.put(vmInfo, 1, v.Name, v.Network, v.MAC)
+	e.put(vmDMA, 1, v.Name, v.DMA.Attribute.String())
+	e.count(vmRefused, v.DMA.Refused.Reads, v.Name, "read")
+	e.count(vmRefused, v.DMA.Refused.Writes, v.Name, "write")
 	e.yes(vmAttached, v.Net.Connected, v.Name, "net")
 	e.yes(vmAttached, v.HCA.Connected, v.Name, "hca")
 	e.yes(vmUp, v.Net.Up(), v.Name, "net")

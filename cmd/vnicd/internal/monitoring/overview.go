@@ -55,6 +55,7 @@ type vmView struct {
 	MAC      string    `json:"mac"`
 	Net      string    `json:"net"` // down, attached, up, broken
 	HCA      string    `json:"hca"`
+	DMA      string    `json:"dma"` // rw, ro, blocked
 	QPs      int       `json:"qps"`
 	MRs      int       `json:"mrs"`
 	Parked   int       `json:"parked"` // requesters and responders that wait for a page
@@ -172,7 +173,8 @@ func (v *view) overview(now time.Time, since uint64, vm string) *overview {
 func newVMView(m *daemon.VMStatus) vmView {
 	x := vmView{
 		Name: m.Name, Network: m.Network, MAC: m.MAC, Net: state(m.Net.Connected, m.Net.Up(), m.Net.Broken != ""),
-		HCA: state(m.HCA.Connected, m.HCA.Up, m.HCA.Failed), QPs: len(m.HCA.QPs), MRs: m.HCA.MRs, Parked: m.HCA.Faults.Parked,
+		HCA: state(m.HCA.Connected, m.HCA.Up, m.HCA.Failed), DMA: m.DMA.Attribute.String(), QPs: len(m.HCA.QPs),
+		MRs: m.HCA.MRs, Parked: m.HCA.Faults.Parked,
 		Budget: m.Memory.Budget, Resident: m.Memory.Resident,
 		Faults: [2]uint64{m.HCA.Stats["guest_faults"], m.Memory.HostFaults},
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // The page's data are those of the status, and the heat maps have every fault.
@@ -170,6 +171,12 @@ func TestFindings(t *testing.T) {
 		{name: "half", want: "warning half", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.Net.Connected = false }},
 		{name: "no driver", want: "note driver", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Up = false }},
 		{name: "no link", want: "warning link", is: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Link = false }},
+		{name: "read-only", want: "warning dma", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.DMA.Attribute = translate.UplinkReadOnly
+		}},
+		{name: "blocked", want: "warning dma", is: func(_ *daemon.Status, v *daemon.VMStatus) {
+			v.DMA.Attribute, v.HCA.Link = translate.UplinkBlocked, false
+		}},
 		{name: "stuck in the guest", want: "error guest-stuck",
 			was: func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 1 },
 			is:  func(_ *daemon.Status, v *daemon.VMStatus) { v.HCA.Faults.Guest.Waiting = 2 }},

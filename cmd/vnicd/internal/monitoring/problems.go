@@ -10,6 +10,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Severities, the worst first.
@@ -150,8 +151,14 @@ func vmFindings(o *daemon.VMStatus, l *daemon.Load, seconds float64,
 	if h.Failed {
 		put(severe, "hca", "its HCA has stopped until the guest resets it: guest memory disappeared")
 	}
-	if h.Up && !h.Link && o.HCA.Up {
+	if h.Up && !h.Link && o.HCA.Up && v.DMA.Attribute != translate.UplinkBlocked {
 		put(warning, "link", "the HCA's port is down: in the guest, its virtio-net is missing or down")
+	}
+	switch v.DMA.Attribute {
+	case translate.UplinkReadOnly:
+		put(warning, "dma", "it is quarantined: its devices do not write to its memory (dma ro)")
+	case translate.UplinkBlocked:
+		put(warning, "dma", "it is quarantined: its devices do not access its memory (dma blocked)")
 	}
 	if h.Busy && o.HCA.Busy {
 		put(warning, "busy", "a command of the guest waits for the host's memory")

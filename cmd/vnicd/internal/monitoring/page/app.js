@@ -102,8 +102,9 @@ function showTiles(o) {
 // The table of VMs. pair is two values, one above the other.
 
 const pair = (a, b) => [a, b];
+const restricted = (v) => (v.dma === "rw" ? "" : `, dma ${v.dma}`);
 const columns = [
-  { id: "name", label: "VM", class: "name", key: (v) => v.name, cell: (v) => pair(v.name, v.network) },
+  { id: "name", label: "VM", class: "name", key: (v) => v.name, cell: (v) => pair(v.name, v.network + restricted(v)) },
   { id: "state", label: "State", key: (v) => (v.hca === "down" && v.net === "down" ? 1 : 0), state: true },
   { id: "rdma", label: "RDMA in, out", key: (v, r) => r.rdma_in_bytes + r.rdma_out_bytes, cell: (v, r) => pair(byteRate(r.rdma_in_bytes), byteRate(r.rdma_out_bytes)) },
   { id: "trend", label: "last 10 min", class: "wide", spark: true },
@@ -228,7 +229,7 @@ function showDetail(o) {
   byID("detail").hidden = !v;
   if (!v) return;
   text(byID("t-detail"), v.name);
-  text(byID("detail-sub"), `network ${v.network}, ${v.mac}; virtio-net ${v.net}, HCA ${v.hca}; ${v.qps} queue pairs, ${v.mrs} memory regions; ` +
+  text(byID("detail-sub"), `network ${v.network}, ${v.mac}${restricted(v)}; virtio-net ${v.net}, HCA ${v.hca}; ${v.qps} queue pairs, ${v.mrs} memory regions; ` +
     `memory ${bytes(v.memory_bytes)}, ${bytes(v.resident_bytes)} of it resident for its devices${v.budget_bytes ? ", budget " + bytes(v.budget_bytes) : ""}`);
   for (const c of charts) c.chart.update(c.series.map((n) => points(n, v.name)), o.at_ms);
   const d = o.detail;

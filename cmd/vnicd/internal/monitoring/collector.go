@@ -148,11 +148,13 @@ var (
 	hcaBusy = gauge("hca_busy",
 		"Whether a command of the guest waits for the host's memory; objects, queue pairs and fault times are missing then.",
 		"vm")
-	hcaObjects = gauge("hca_objects", "Objects of the guest: pd, cq, srq, mr.", "vm", "type")
-	hcaPages   = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
-	hcaQPs     = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
-	hcaDrops   = counter("hca_refused_packets_total", "RoCE packets that the HCA refused.", "vm", "reason")
-	hcaLocal   = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.",
+	hcaObjects   = gauge("hca_objects", "Objects of the guest: pd, cq, srq, mr.", "vm", "type")
+	hcaPages     = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
+	hcaReclaimed = counter("hca_reclaimed_groups_total",
+		"Groups of up to 512 translation entries of on-demand regions that were dropped to make room for others.", "vm")
+	hcaQPs   = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
+	hcaDrops = counter("hca_refused_packets_total", "RoCE packets that the HCA refused.", "vm", "reason")
+	hcaLocal = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.",
 		"vm")
 	hcaMarked = counter("hca_np_ecn_marked_roce_packets_total", "RoCE packets received with an ECN congestion mark.",
 		"vm")
@@ -461,6 +463,7 @@ func (e emitter) hca(vm string, h *hca.Status) {
 		e.put(hcaObjects, float64(o.n), vm, o.name)
 	}
 	e.count(hcaPages, h.MTTs, vm)
+	e.count(hcaReclaimed, h.MTTsReclaimed, vm)
 	type key struct{ kind, state string }
 	qps := map[key]int{}
 	for _, q := range h.QPs {

@@ -29,22 +29,21 @@ func createCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
+	h, err := c.hold(append(ringSpans(&r.Ring, list), span{translate.PA(r.ArmPA), 4}))
+	if err != nil {
+		return err
+	}
 	q := newCQ(c.d.data, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.data.ceqs[r.CEQ])
-	o := &cqObject{q: q}
-	if err = c.holdPages(&o.holds, list, r.Ring.PageShift, r.Ring.Length); err == nil {
-		err = c.holdMemory(&o.holds, q.arm, 4)
-	}
-	if err == nil {
-		err = c.epoch(func() error {
-			if _, m := c.d.data.space().RingUint32(q.arm); !m.OK() {
-				return &faultError{what: "arm word", miss: m}
-			}
-			if m := q.start(); !m.OK() {
-				return &faultError{what: "completion ring", miss: m}
-			}
-			return nil
-		})
-	}
+	o := &cqObject{q: q, holds: h}
+	err = c.epoch(func() error {
+		if _, m := c.d.data.space().RingUint32(q.arm); !m.OK() {
+			return &faultError{what: "arm word", miss: m}
+		}
+		if m := q.start(); !m.OK() {
+			return &faultError{what: "completion ring", miss: m}
+		}
+		return nil
+	})
 	if err != nil {
 		o.holds.release()
 		return err
@@ -60,6 +59,11 @@ func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error
 		return ring{}, refuse(abi.StatusInvalid, "the ring has no pages")
 	}
 	return newRing(c.d.data.space(), a, list, minElem, maxElems)
+}
+
+// ringSpans returns the memory of a ring that has been checked.
+func ringSpans(a *abi.Ring, list []byte) []span {
+	return spansOf(decodePAs(list), 1<<a.PageShift, a.Length)
 }
 
 // onOwner runs f where no other thread uses an object of that owner: on the
@@ -88,15 +92,15 @@ func resizeCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	// The arm word is held last and stays held; the old ring is released.
-	var h holds
-	if err = c.holdPages(&h, list, r.Ring.PageShift, r.Ring.Length); err == nil {
-		err = c.onOwner(o.owner, func() error { return o.q.resize(ring) })
-	}
+	h, err := c.hold(ringSpans(&r.Ring, list))
 	if err != nil {
+		return err
+	}
+	if err := c.onOwner(o.owner, func() error { return o.q.resize(ring) }); err != nil {
 		h.release()
 		return err
 	}
+	// The arm word is held last and stays held; the old ring is released.
 	if n := len(o.holds); n > 0 {
 		old := o.holds[:n-1]
 		o.holds = append(h, o.holds[n-1])

@@ -85,14 +85,11 @@ func setDoorbells(c *cmd) error {
 		db.pages[i] = translate.PA(pa)
 	}
 	e := c.d.data.engines[r.Engine]
-	var h holds
-	for _, pa := range db.pages {
-		if err := c.holdMemory(&h, pa, 1<<dbPageShift); err != nil {
-			h.release()
-			return err
-		}
+	h, err := c.hold(spansOf(db.pages[:], 1<<dbPageShift, uint64(len(db.pages))<<dbPageShift))
+	if err != nil {
+		return err
 	}
-	err := c.on(e, func() error {
+	err = c.on(e, func() error {
 		if n := e.db.qps; n > 0 {
 			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", e.id, n)
 		}
@@ -132,8 +129,7 @@ func setAHTable(c *cmd) error {
 	if err != nil {
 		return memoryError(err)
 	}
-	if err := c.holdPages(&c.t.ahHeld, list, 12, uint64(r.NumEntries)*abi.SizeAH); err != nil {
-		c.t.ahHeld.release()
+	if c.t.ahHeld, err = c.hold(spansOf(decodePAs(list), 1<<12, uint64(r.NumEntries)*abi.SizeAH)); err != nil {
 		return err
 	}
 	c.d.data.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})

@@ -3,6 +3,8 @@
 package hca
 
 import (
+	"slices"
+
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -113,6 +115,9 @@ func setMTT(c *cmd) error {
 			return refuse(abi.StatusInvalid, "token %#x has more than 32 bits", token)
 		}
 	}
+	if c.overtaken(r.Handle) {
+		return refuse(abi.StatusNoMemory, "a CLEAR_MTT of region %#x overtook it, as its request was absent", r.Handle)
+	}
 	for i, pa := range pas {
 		// Every access is checked again; this check reports the driver's mistake at once.
 		if pa&abi.MTTAbsent == 0 && !c.d.data.space().Contains(pa&^abi.MTTReadOnly, translate.PageSize) {
@@ -133,33 +138,42 @@ func setMTT(c *cmd) error {
 	return nil
 }
 
-// maxWarm bounds the bytes that one command makes present. The guest chooses the page
-// size and may repeat a page: a list could name terabytes.
-const maxWarm = 4 << 30
+const (
+	// maxWarm bounds the bytes that one command makes present. The guest chooses the page
+	// size and may repeat a page: a list could name terabytes.
+	maxWarm = 4 << 30
+	// maxPresent bounds the lookups by which a command finds out that nothing has to be made present.
+	maxPresent = 1 << 14
+)
 
 // warm asks the host to make pages present that the guest has pinned: they will be used
 // soon, and a burst of datagrams to absent pages would lose some (PF-11). Pages beyond
-// maxWarm, and all pages under a budget, are left to page faults.
+// maxWarm, and all pages under a budget, are left to page faults. The command is answered when they are present.
 func (c *cmd) warm(pas []translate.PA, size uint64) {
 	if c.t.conn.Memory().Budget != 0 {
 		return
 	}
-	for left := uint64(maxWarm); len(pas) > 0 && left > 0; {
-		k := 1
-		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)*size) {
-			k++
-		}
-		if pas[0]&abi.MTTAbsent == 0 {
-			n := min(uint64(k)*size, left)
-			left -= n
-			release, err := c.t.conn.Hold(c.ctx, pas[0], n)
-			if err != nil {
-				return // a page fault fetches it, or fails
-			}
-			release()
-		}
-		pas = pas[k:]
+	pas = slices.DeleteFunc(pas, func(pa translate.PA) bool { return pa&abi.MTTAbsent != 0 })
+	absent, lookups := spansOf(pas, size, maxWarm), maxPresent
+	_ = c.epoch(func() error {
+		absent = slices.DeleteFunc(absent, func(x span) bool { return c.present(x, &lookups) })
+		return nil
+	})
+	if len(absent) > 0 {
+		c.warming = &hostWait{ranges: absent, warm: true} // what fails is left to page faults
 	}
+}
+
+// present reports whether all of x is present on the host, as far as lookups suffice to know; inside an epoch.
+func (c *cmd) present(x span, lookups *int) bool {
+	for ; x.n > 0 && *lookups > 0; *lookups-- {
+		b, m := c.d.data.space().HostRead(x.pa, int(min(x.n, maxWarm)))
+		if !m.OK() {
+			return false
+		}
+		x.pa, x.n = x.pa+translate.PA(len(b)), x.n-uint64(len(b))
+	}
+	return x.n == 0
 }
 
 // clearMTT makes entries absent at once. It is answered when no access uses the pages
@@ -174,6 +188,7 @@ func clearMTT(c *cmd) error {
 		return memoryError(err)
 	}
 	c.d.invalidations.Add(1)
+	c.cleared, c.clears = r.Handle, true
 	return nil
 }
 

@@ -105,11 +105,14 @@ func createQP(c *cmd) error {
 		}
 		q.hasRQ = true
 	}
-	q.engine = c.place(parts)
-
 	if err := c.t.checkQPLimit(c.d); err != nil {
 		return err
 	}
+	// The command may step aside for the rings, and must not take an engine's turn or a number each time.
+	if err := c.epoch(q.adoptIndices); err != nil {
+		return err
+	}
+	q.engine = c.place(parts)
 	if q.typ == roce.GSI {
 		q.index, q.n = gsiQPN, gsiQPN
 	} else if q.index, q.n, err = c.t.allocQPIndex(c.d); err != nil {
@@ -169,15 +172,41 @@ func modifyQP(c *cmd) error {
 	err = q.engine.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
-		if err := c.on(q.engine, q.discard); err != nil {
-			c.d.data.warn("work queue not flushed", "qp", q.n, "reason", err)
-		}
+		return c.discard(q)
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.RTR:
 		c.colocate(o)
 	case err != nil && !errors.Is(err, roce.ErrModify) && statusOf(err) == abi.StatusInvalid:
 		return &statusError{status: abi.StatusIO, msg: err.Error()}
 	}
 	return err
+}
+
+// discard empties the work queues of a QP that has just entered RESET. If their memory is absent the command steps
+// aside; the new state has taken effect then.
+func (c *cmd) discard(q *qp) error {
+	err := c.on(q.engine, func() error {
+		var a roce.Attr
+		if q.t.Query(&a); a.State != roce.Reset {
+			return nil // another command has changed the state meanwhile
+		}
+		return q.discard()
+	})
+	if m, absent := hostMiss(err); absent {
+		return &waitError{&hostWait{miss: m}, func(c *cmd, failed error) error {
+			switch o := c.t.qpList[q.n]; {
+			case o == nil || o.q != q: // destroyed meanwhile
+			case failed != nil:
+				c.d.data.warn("work queue not flushed", "qp", q.n, "reason", failed)
+			default:
+				return c.discard(q)
+			}
+			return nil
+		}}
+	}
+	if err != nil {
+		c.d.data.warn("work queue not flushed", "qp", q.n, "reason", err)
+	}
+	return nil
 }
 
 func queryQP(c *cmd) error {

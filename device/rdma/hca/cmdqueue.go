@@ -8,18 +8,20 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
 
-// The command queue's goroutine. Commands run in order, except that commands whose
-// answer waits for users of guest memory (EP-3) step aside and complete in any order.
-// maxJobs bounds them: if that many wait, the next command is read when one of them
-// completes.
+// The command queue's goroutine. Commands begin in order. Commands whose answer waits for users of guest memory (EP-3),
+// and those that need host memory (aside.go), step aside and complete in any order. maxJobs bounds them: if that many
+// wait, the next command is read when one of them completes.
 
 const (
 	// maxJobs bounds the commands that were read and not answered.
@@ -35,34 +37,77 @@ const (
 	fetchTries = 1000
 )
 
-// job is a command that was read and is not answered yet.
+// job is a command that was popped and is not answered yet.
 type job struct {
 	chain virtq.Chain
+	seq   uint64 // number of the chain, in the order of the queue
+	room  uint64 // bytes of the response buffer
+	req   []byte // a copy of the request; until the job steps aside, in commandLoop.req
 	resp  [abi.SizeResp + maxReply]byte
 	n     int // bytes of resp
 
 	drain *translate.Drain
 	since time.Time
 	warn  time.Duration // age at which the next warning is logged
+
+	// Waiting for host memory (aside.go).
+	stage  stage
+	wait   *hostWait
+	tries  int
+	waited *hostWait               // whose memory the next run takes over
+	again  func(*cmd, error) error // the next run; nil: from the beginning
+
+	overtaken []uint32 // regions of which a later CLEAR_MTT has removed pages before the request was read
+	cleared   uint32   // the region of which this command has removed pages, if clears is set
+	clears    bool
+}
+
+// respond encodes a response with n bytes of payload, which are in place.
+func (j *job) respond(s abi.Status, n int) {
+	(&abi.Resp{Status: s, Length: uint32(n)}).Encode(j.resp[:])
+	j.n = abi.SizeResp + n
+}
+
+// wasOvertaken reports whether a later command may have removed pages of the region already.
+func (j *job) wasOvertaken(region uint32) bool {
+	return len(j.overtaken) >= maxOvertaken || slices.Contains(j.overtaken, region)
 }
 
 // commandLoop is the goroutine of the command queue.
 type commandLoop struct {
 	d      *Device
 	q      *virtq.Queue
-	wake   *eventfd.Waiter // kicks, and the last reader that a release waits for
+	conn   virtio.Conn
+	wake   *eventfd.Waiter // kicks, the last reader that a release waits for, and the end of waits for host memory
+	ctx    context.Context // ends when the queue is stopped
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	req     []byte
+	req     []byte // of the command that is being executed for the first time
 	free    []*job
-	waiting []*job // oldest first
+	waiting []*job // for releases, oldest first
+	aside   []*job // for host memory
+	popped  uint64 // job.seq of the last chain
 	unsent  bool   // answers are in the used ring and not signalled yet
+	// stopping is set while the last commands are answered: it bounds the time that this may take.
+	stopping context.Context
+
+	waits   sync.WaitGroup // goroutines that wait for host memory
+	holding chan struct{}  // has a token of each that is in Conn.Hold
+	arrived arrivals
+
+	// While memory of the queue itself is fetched, no chain can be popped.
+	popWait *hostWait
+	popErr  error       // the miss
+	popDone atomic.Bool // popWait has ended
+
+	reported bool // the queue's failure has been logged
 }
 
 // startCommands starts the goroutine.
 func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
-	c = &commandLoop{d: d, q: q, done: make(chan struct{}), req: make([]byte, abi.CmdMax)}
+	c = &commandLoop{d: d, q: q, conn: d.conn, done: make(chan struct{}), req: make([]byte, abi.CmdMax),
+		holding: make(chan struct{}, maxHolding)}
 	if q.KickFD() >= 0 {
 		c.wake, err = eventfd.Dup(q.KickFD())
 	} else {
@@ -71,30 +116,29 @@ func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("hca: command queue: %w", err)
 	}
-	var ctx context.Context
-	ctx, c.cancel = context.WithCancel(context.Background())
+	c.ctx, c.cancel = context.WithCancel(context.Background())
 	q.Space().Epochs().SetSignal(c.wake.Signal)
-	go c.run(ctx)
+	go c.loop()
 	return c, nil
 }
 
-// stop ends the goroutine and waits for it. Commands that were read are answered
-// first.
+// stop ends the goroutine and waits for it, and for those that wait for host memory. Commands that were popped are
+// answered or returned to the queue first.
 func (c *commandLoop) stop() {
 	c.cancel()
 	c.wake.Close()
 	<-c.done
 }
 
-func (c *commandLoop) run(ctx context.Context) {
+func (c *commandLoop) loop() {
 	defer close(c.done)
 	defer c.finish()
 	for {
-		err := c.wake.Wait(func() bool { return c.round(ctx) })
+		err := c.wake.Wait(c.round)
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			err = c.wake.SetDeadline(time.Time{})
 		}
-		if err != nil || ctx.Err() != nil {
+		if err != nil || c.ctx.Err() != nil {
 			return
 		}
 	}
@@ -102,22 +146,28 @@ func (c *commandLoop) run(ctx context.Context) {
 
 // round executes and answers all commands that it can, and sets a deadline for the next
 // round if no signal will announce it. It returns true when the queue stops.
-func (c *commandLoop) round(ctx context.Context) (stopped bool) {
-	for ctx.Err() == nil {
-		err := c.serve(ctx)
-		answered := c.answerDrained()
+func (c *commandLoop) round() (stopped bool) {
+	for c.ctx.Err() == nil {
+		err := c.serve()
+		progress := c.complete()
 		c.signal()
-		if answered && err == nil {
+		if progress && err == nil {
 			continue // more may be ready to read now
+		}
+		if err == nil {
+			err = c.q.Broken()
 		}
 		var again time.Duration
 		switch {
 		case err != nil && !virtq.IsRepairable(err):
-			c.d.log.Error("command queue broken; device stopped until reset", "error", err)
+			if !c.reported {
+				c.reported = true
+				c.d.log.Error("command queue broken; device stopped until reset", "error", err)
+			}
 		case err != nil || c.q.KickFD() < 0:
 			again = pollQueue
-		case len(c.waiting) > 0:
-			again = drainPatience // to log a late release
+		case len(c.waiting)+len(c.aside) > 0:
+			again = drainPatience // to log what is late
 		}
 		if again > 0 {
 			_ = c.wake.SetDeadline(time.Now().Add(again))
@@ -127,34 +177,113 @@ func (c *commandLoop) round(ctx context.Context) (stopped bool) {
 	return true
 }
 
-// serve executes all available commands while jobs are free. Waiting commands are answered
+// serve executes all available commands while jobs are free. Waiting commands are completed
 // in between, because a guest can post commands without end.
-func (c *commandLoop) serve(ctx context.Context) error {
-	if c.q.Broken() != nil {
-		return nil
-	}
-	for ctx.Err() == nil && len(c.waiting) < maxJobs {
-		c.answerDrained()
+func (c *commandLoop) serve() error {
+	for c.ctx.Err() == nil && len(c.waiting)+len(c.aside) < maxJobs {
+		c.complete()
+		if err := c.q.Broken(); err != nil {
+			return err
+		}
 		j := c.job()
-		n, ok, err := c.popRequest(ctx, j)
-		if err != nil || !ok {
+		if ok, err := c.pop(j); err != nil || !ok {
 			c.free = append(c.free, j)
 			return err
 		}
-		if c.unsent && !instant(c.req[:n]) {
-			c.signal()
-		}
-		j.n, j.drain = c.d.execute(ctx, c.req[:n], j.resp[:], j.chain.WritableLen())
-		if j.drain != nil && !drainSoon(j.drain) {
-			j.since, j.warn = time.Now(), drainPatience
-			c.waiting = append(c.waiting, j)
-			continue
-		}
-		if err := c.answer(j); err != nil {
-			return err
-		}
+		c.begin(j)
 	}
 	return nil
+}
+
+// complete goes on with all commands whose release or wait has ended, and reports whether there were any.
+func (c *commandLoop) complete() bool {
+	drained := c.answerDrained()
+	return c.continueArrived() || drained
+}
+
+// begin reads and executes the command of a chain that was popped.
+func (c *commandLoop) begin(j *job) {
+	n := 0
+	err := c.inEpoch(func() error {
+		var m translate.Miss
+		if n, m = j.chain.ReadMessage(c.req); !m.OK() {
+			return &faultError{what: "request buffer", miss: m}
+		}
+		return nil
+	})
+	if m, absent := hostMiss(err); absent {
+		c.signal() // the fetch may take long
+		if err = c.mayWait(j); err == nil {
+			c.stepAside(j, stageRead, &hostWait{miss: m})
+		} else {
+			c.refuse(j, err)
+		}
+		return
+	}
+	if err != nil {
+		c.drop(j, err)
+		return
+	}
+	j.req = c.req[:n]
+	if c.unsent && !instant(j.req) {
+		c.signal()
+	}
+	c.run(j)
+}
+
+// run executes j. Its answer is returned, or it waits.
+func (c *commandLoop) run(j *job) {
+	next, w := c.d.execute(j)
+	if w != nil && next == stageRun {
+		if err := c.mayWait(j); err != nil { // it fails, or completes what has taken effect
+			j.waited = &hostWait{err: err}
+			next, w = c.d.execute(j)
+		}
+	}
+	if j.clears {
+		j.clears = false
+		c.overtake(j)
+	}
+	switch {
+	case w != nil && (next == stageRun || len(c.aside) < maxAside):
+		if next == stageRun {
+			j.req = slices.Clone(j.req)
+		}
+		c.stepAside(j, next, w)
+	case j.drain != nil && !drainSoon(j.drain):
+		j.since, j.warn = time.Now(), drainPatience
+		c.waiting = append(c.waiting, j)
+	default:
+		c.answer(j)
+	}
+}
+
+// overtake records in jobs whose request is not read yet that j, a later command, has removed pages.
+func (c *commandLoop) overtake(j *job) {
+	for _, x := range c.aside {
+		if x.stage == stageRead && x.seq < j.seq && !x.wasOvertaken(j.cleared) {
+			x.overtaken = append(x.overtaken, j.cleared)
+		}
+	}
+}
+
+// refuse answers j, which has had no effect, with the status of err.
+func (c *commandLoop) refuse(j *job, err error) {
+	c.d.data.warn("command refused", "status", statusOf(err), "reason", err)
+	j.respond(statusOf(err), 0)
+	c.answer(j)
+}
+
+// drop gives a job up, and breaks the queue.
+func (c *commandLoop) drop(j *job, err error) {
+	c.q.Fail(err)
+	c.recycle(j)
+}
+
+// recycle makes j a free job.
+func (c *commandLoop) recycle(j *job) {
+	*j = job{chain: j.chain} // its segments are reused
+	c.free = append(c.free, j)
 }
 
 // instant reports whether a request neither waits nor takes long. The answer to the
@@ -187,6 +316,7 @@ func drainSoon(d *translate.Drain) bool {
 
 // answerDrained answers the commands whose release has completed.
 func (c *commandLoop) answerDrained() (answered bool) {
+	c.warnAside()
 	c.waiting = slices.DeleteFunc(c.waiting, func(j *job) bool {
 		if !j.drain.DoneOrSignal() {
 			if t := time.Since(j.since); t >= j.warn {
@@ -197,71 +327,76 @@ func (c *commandLoop) answerDrained() (answered bool) {
 			return false
 		}
 		answered = true
-		_ = c.answer(j) // a broken queue fails at the next call
+		c.answer(j)
 		return true
 	})
 	return answered
 }
 
-// finish answers the waiting commands when the queue stops: it may run again later, and
+// finish answers the commands under way when the queue stops: it may run again later, and
 // the driver must see each command executed exactly once.
 func (c *commandLoop) finish() {
 	ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 	defer cancel()
+	c.stopping = ctx
+	c.finishAside()
 	for _, j := range c.waiting {
 		if err := j.drain.Wait(ctx); err != nil {
 			c.d.log.Error("guest memory is still in use", "held_by", j.drain.Held())
-			(&abi.Resp{Status: abi.StatusIO}).Encode(j.resp[:])
-			j.n = abi.SizeResp
+			j.respond(abi.StatusIO, 0)
 		}
-		_ = c.answer(j)
+		c.answer(j)
 	}
 	c.waiting = nil
 	c.signal()
 }
 
-// withMemory runs f, which accesses the virtqueue and its buffers, in an epoch. If f
-// meets a page that is absent on the host, the page is fetched and f runs again. If f
-// fails with such a miss it must leave the queue unchanged.
-func (c *commandLoop) withMemory(ctx context.Context, f func() error) error {
-	return c.d.retryMisses(ctx, func() error {
-		err := translate.Guard(func() error {
-			e := c.q.Space().Epochs()
-			t := e.Enter(commandSlot)
-			defer e.Leave(commandSlot, t)
-			return f()
-		})
-		if _, absent := hostMiss(err); absent {
-			c.signal() // the fetch may take long
-		}
-		return err
+// inEpoch runs f, which accesses the virtqueue and its buffers, in an epoch. If f fails as a page is absent on the
+// host, it must leave the queue unchanged.
+func (c *commandLoop) inEpoch(f func() error) error {
+	return translate.Guard(func() error {
+		e := c.q.Space().Epochs()
+		t := e.Enter(commandSlot)
+		defer e.Leave(commandSlot, t)
+		return f()
 	})
 }
 
-// retryMisses runs f until it meets no page that is absent on the host. The pages are
-// fetched in between, outside of any epoch (PF-7). Not on loops.
-func (d *Device) retryMisses(ctx context.Context, f func() error) error {
+// withRing is inEpoch for the used ring, which the transport holds while the queue runs. If a page of it is absent all
+// the same, it is fetched and f runs again.
+func (c *commandLoop) withRing(f func() error) error { return c.fetching(context.Background(), f) }
+
+// fetching is inEpoch, and waits for pages that are absent.
+func (c *commandLoop) fetching(ctx context.Context, f func() error) error {
 	for range fetchTries {
-		err := f()
-		m, ok := hostMiss(err)
-		if !ok {
+		err := c.inEpoch(f)
+		m, absent := hostMiss(err)
+		if !absent {
 			return err
 		}
-		d.fetches.Add(1)
+		c.d.fetches.Add(1)
 		fctx, cancel := context.WithTimeout(ctx, drainTimeout)
-		ferr := d.data.space().Fetch(fctx, m, true)
+		ferr := c.q.Space().Fetch(fctx, m, true)
 		cancel()
 		if ferr != nil {
 			return fmt.Errorf("%w: %w", err, ferr)
 		}
 	}
-	return refuse(abi.StatusIO, "guest memory keeps vanishing")
+	return errVanishes
 }
 
-// popRequest pops a chain and copies the request in. It enables kicks before its last
-// check for a request.
-func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, err error) {
-	err = c.withMemory(ctx, func() (err error) {
+// pop pops a chain, whose request can then be read. It enables kicks before its last check for a chain. While pages of
+// the queue itself or of a table of indirect descriptors are fetched, nothing can be popped.
+func (c *commandLoop) pop(j *job) (ok bool, err error) {
+	if w := c.popWait; w != nil {
+		if !c.popDone.Load() {
+			return false, nil
+		}
+		if c.popWait = nil; w.err != nil {
+			return false, fmt.Errorf("%w: %w", c.popErr, w.err)
+		}
+	}
+	err = c.inEpoch(func() (err error) {
 		if ok, err = c.q.Pop(&j.chain); err == nil && !ok {
 			if err = c.q.SetNotify(true); err == nil {
 				ok, err = c.q.Pop(&j.chain)
@@ -269,57 +404,61 @@ func (c *commandLoop) popRequest(ctx context.Context, j *job) (n int, ok bool, e
 		}
 		return err
 	})
+	if m, absent := hostMiss(err); absent {
+		c.signal() // the fetch may take long
+		c.d.fetches.Add(1)
+		c.popWait, c.popErr = &hostWait{miss: m}, err
+		c.popDone.Store(false)
+		c.wait(c.popWait, func() { c.popDone.Store(true) })
+		return false, nil
+	}
 	if err != nil || !ok {
-		return 0, false, err
+		return false, err
 	}
-	fail := func(err error) (int, bool, error) {
-		c.q.Fail(err)
-		return 0, false, err
-	}
-	if l := j.chain.ReadableLen(); l > uint64(len(c.req)) {
-		return fail(fmt.Errorf("request of %d bytes, at most %d are allowed", l, len(c.req)))
-	}
-	if j.chain.WritableLen() < abi.SizeResp {
-		return fail(fmt.Errorf("response buffer of %d bytes, need %d", j.chain.WritableLen(), abi.SizeResp))
-	}
-	err = c.withMemory(ctx, func() error {
-		var m translate.Miss
-		if n, m = j.chain.ReadMessage(c.req); !m.OK() {
-			return &faultError{what: "request buffer", miss: m}
-		}
-		return nil
-	})
-	switch {
-	case err != nil && ctx.Err() != nil:
-		return 0, false, c.q.Unpop(&j.chain) // the queue will find it when it runs again
-	case err != nil:
-		return fail(err)
-	}
-	return n, true, nil
-}
-
-// answer returns a command to the driver, without signalling, and j to the free jobs. A stopping queue does not cancel
-// it: the command has been executed.
-func (c *commandLoop) answer(j *job) error {
-	c.free = append(c.free, j)
-	ctx := context.Background()
-	n := 0
-	err := c.withMemory(ctx, func() error {
-		var m translate.Miss
-		if n, m = j.chain.WriteMessage(j.resp[:min(j.n, int(min(j.chain.WritableLen(), maxReply+abi.SizeResp)))]); !m.OK() {
-			return &faultError{what: "response buffer", miss: m}
-		}
-		return nil
-	})
-	if err == nil {
-		err = c.withMemory(ctx, func() error { return c.q.Push(&j.chain, uint32(n)) })
+	c.popped++
+	j.seq, j.room = c.popped, j.chain.WritableLen()
+	switch l := j.chain.ReadableLen(); {
+	case l > uint64(len(c.req)):
+		err = fmt.Errorf("request of %d bytes, at most %d are allowed", l, len(c.req))
+	case j.room < abi.SizeResp:
+		err = fmt.Errorf("response buffer of %d bytes, need %d", j.room, abi.SizeResp)
 	}
 	if err != nil {
 		c.q.Fail(err)
-		return err
+		return false, err
+	}
+	return true, nil
+}
+
+// answer returns a command to the driver, without signalling. A stopping queue does not cancel it: the command has been
+// executed.
+func (c *commandLoop) answer(j *job) {
+	n := 0
+	write := func() error {
+		var m translate.Miss
+		if n, m = j.chain.WriteMessage(j.resp[:min(j.n, int(min(j.room, maxReply+abi.SizeResp)))]); !m.OK() {
+			return &faultError{what: "response buffer", miss: m}
+		}
+		return nil
+	}
+	err := c.inEpoch(write)
+	if m, absent := hostMiss(err); absent {
+		if c.stopping == nil {
+			c.signal() // the fetch may take long
+			c.stepAside(j, stageAnswer, &hostWait{miss: m})
+			return
+		}
+		err = c.fetching(c.stopping, write)
+	}
+	if err == nil {
+		err = c.withRing(func() error { return c.q.Push(&j.chain, uint32(n)) })
+	}
+	if err != nil {
+		c.drop(j, err)
+		return
 	}
 	c.unsent = true
-	return nil
+	c.recycle(j)
 }
 
 // signal notifies the driver of the returned answers.
@@ -328,7 +467,7 @@ func (c *commandLoop) signal() {
 		return
 	}
 	c.unsent = false
-	if err := c.withMemory(context.Background(), c.q.Signal); err != nil {
+	if err := c.withRing(c.q.Signal); err != nil {
 		c.q.Fail(err)
 	}
 }

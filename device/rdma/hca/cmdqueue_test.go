@@ -208,24 +208,21 @@ func TestCommandsWaitApart(t *testing.T) {
 func TestReleaseBetweenCommands(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
-	ring, arm := g.ring(16, abi.WCLog2ElemSize), g.alloc(4)
-	inside, goOn := make(chan struct{}), make(chan translate.Token)
-	g.hold = func(pa translate.PA, _ uint64) {
-		if pa == arm {
-			close(inside)
-			g.space.Epochs().Leave(3, <-goOn)
-		}
-	}
 	d := g.commandQueue(64)
 	r := g.demand(g.pd(), 2, demandAccess)
 	r.set(0, 2, 0)
+	pa := g.alloc(4096)
+	mr := g.mr(1, pa, 4096, demandAccess)
 	tok := g.space.Epochs().Enter(3)
-	want := []uint16{2: d.submit(abi.CmdClearMTT, clearOf(r, 0))}
-	want[0] = d.submit(abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: ring.desc, ArmPA: uint64(arm)},
-		ring.pas...))
+	want := []uint16{1: d.submit(abi.CmdClearMTT, clearOf(r, 0))}
+	inside, goOn := make(chan struct{}), make(chan struct{})
+	stay := func() { close(inside); <-goOn }
+	g.onMemory.Store(&stay)
+	want[0] = d.submit(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: mr, Count: 1}, uint64(pa)))
 	<-inside // the release waits, the command behind it is being executed
-	want[1], want[2] = want[2], d.submit(abi.CmdQueryPort, nil)
-	goOn <- tok
+	want = append(want, d.submit(abi.CmdQueryPort, nil))
+	g.space.Epochs().Leave(3, tok)
+	close(goOn)
 	if got := d.await(3); !slices.Equal(got, want) {
 		t.Errorf("answered in the order %v, want %v", got, want)
 	}

@@ -3,7 +3,6 @@
 package hca
 
 import (
-	"context"
 	"errors"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -53,27 +52,40 @@ var commandTable = [...]struct {
 
 const maxReply = 256 // at least the largest of the table
 
-// execute runs one request (header and payload) and writes the response to out,
-// which holds abi.SizeResp + maxReply bytes. room is the size of the driver's
-// response buffers. It returns the response's length and the release that the
-// answer has to wait for (EP-3), usually nil.
-func (d *Device) execute(ctx context.Context, req, out []byte, room uint64) (int, *translate.Drain) {
-	c := cmd{d: d, t: &d.tables, ctx: ctx, out: out[abi.SizeResp:]}
-	err := c.dispatch(req, room)
+// execute runs the request of j and encodes the response. If the command needs host memory that is absent, or has just
+// run, it returns what to wait for and where to go on (aside.go); j.drain is the release that the answer has to wait
+// for (EP-3), usually nil.
+func (d *Device) execute(j *job) (next stage, w *hostWait) {
+	c := cmd{d: d, t: &d.tables, out: j.resp[abi.SizeResp:], overtaken: j.wasOvertaken, waited: j.waited}
+	again := j.again
+	j.waited, j.again = nil, nil
+	err := c.dispatch(j.req, j.room, again)
+	if c.waited != nil { // it needs them no more
+		c.waited.holds.release()
+	}
+	var aside *waitError
+	switch m, absent := hostMiss(err); {
+	case errors.As(err, &aside):
+		j.again = aside.again
+		return stageRun, aside.wait
+	case absent:
+		return stageRun, &hostWait{miss: m}
+	}
 	s := statusOf(err)
 	// A RESUME_FAULT that is too late or too early has lost a race; it is not an error of the driver.
 	if err != nil && !(c.op == abi.CmdResumeFault && s == abi.StatusNotFound) {
 		d.data.warn("command refused", "command", c.op, "status", s, "reason", err)
 	}
 	if err != nil {
-		c.n, c.drain = 0, nil
+		c.n, c.drain, c.warming, c.clears = 0, nil, nil, false
 	}
-	(&abi.Resp{Status: s, Length: uint32(c.n)}).Encode(out)
-	return abi.SizeResp + c.n, c.drain
+	j.respond(s, c.n)
+	j.drain, j.cleared, j.clears = c.drain, c.cleared, c.clears
+	return stageWarm, c.warming
 }
 
-// dispatch checks a request against the table and runs it.
-func (c *cmd) dispatch(req []byte, room uint64) error {
+// dispatch checks a request against the table and runs it, or continues it by again.
+func (c *cmd) dispatch(req []byte, room uint64, again func(*cmd, error) error) error {
 	var h abi.Req
 	err := h.Decode(req)
 	c.op = h.Opcode
@@ -96,11 +108,22 @@ func (c *cmd) dispatch(req []byte, room uint64) error {
 	case c.d.data.broken.Load():
 		return refuse(abi.StatusIO, "the guest's memory vanished earlier")
 	}
+	run := e.run
+	if w := c.waited; w != nil && (w.err != nil || again != nil) {
+		var failed error
+		if w.err != nil {
+			failed = w.failure()
+		}
+		run = func(c *cmd) error { return failed }
+		if again != nil {
+			run = func(c *cmd) error { return again(c, failed) }
+		}
+	}
 	c.d.mu.Lock()
 	defer c.d.mu.Unlock()
 	// A command touches guest memory here and through Loop.Do; Guard catches the
 	// fault of a vanished page from both.
-	err = translate.Guard(func() error { return e.run(c) })
+	err = translate.Guard(func() error { return run(c) })
 	if errors.Is(err, translate.ErrMemoryGone) {
 		err = &statusError{status: abi.StatusIO, msg: err.Error()}
 	}

@@ -1,7 +1,6 @@
 package hca
 
 import (
-	"context"
 	"encoding/binary"
 	"maps"
 	"math/rand/v2"
@@ -47,7 +46,7 @@ func TestCommandEnvelope(t *testing.T) {
 	}
 	// A response buffer too small for the reply: refused without effect.
 	b := req(uint16(abi.CmdCreatePD), 0, 0, 0)
-	if n, _ := g.execute(context.Background(), b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
+	if n := g.runHere(b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
 		t.Errorf("response of %d bytes", n)
 	}
 	if n := len(g.tables.pds); n != 0 {

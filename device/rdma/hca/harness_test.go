@@ -3,6 +3,7 @@ package hca
 import (
 	"context"
 	"encoding/binary"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -52,8 +53,12 @@ type guest struct {
 	view      *translate.Space // the guest's own view: no page is ever absent
 	next      translate.PA
 	resp      [abi.SizeResp + maxReply]byte
-	notes     int                             // config change notices
-	hold      func(pa translate.PA, n uint64) // implements Hold; nil: no effect
+	notes     int                                         // config change notices
+	hold      func(pa translate.PA, n uint64)             // called by Hold; nil: no effect
+	block     atomic.Pointer[func(context.Context) error] // makes Hold wait; nil: it does not
+	blocked   atomic.Int32                                // calls of block
+	held      atomic.Int32                                // holds that were not released
+	onMemory  atomic.Pointer[func()]                      // called by Memory; nil: no effect
 	port      *vswitch.VMPort
 }
 
@@ -173,13 +178,27 @@ func (c fakeConn) Space() *translate.Space { return c.g.space }
 func (c fakeConn) ConfigChanged()          { c.g.notes++ }
 
 // Hold: all of the guest's memory is always mapped.
-func (c fakeConn) Hold(_ context.Context, pa translate.PA, n uint64) (release func(), err error) {
+func (c fakeConn) Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error) {
+	if block := c.g.block.Load(); block != nil {
+		c.g.blocked.Add(1)
+		err := (*block)(ctx)
+		c.g.blocked.Add(-1)
+		if err != nil {
+			return nil, err
+		}
+	}
 	if c.g.hold != nil {
 		c.g.hold(pa, n)
 	}
-	return func() {}, nil
+	c.g.held.Add(1)
+	return sync.OnceFunc(func() { c.g.held.Add(-1) }), nil
 }
-func (c fakeConn) Memory() hostdriver.Status { return hostdriver.Status{} }
+func (c fakeConn) Memory() hostdriver.Status {
+	if f := c.g.onMemory.Load(); f != nil {
+		(*f)()
+	}
+	return hostdriver.Status{}
+}
 
 // connect gives the device fresh memory and the objects that every driver creates first.
 func (g *guest) connect() {
@@ -303,14 +322,34 @@ func enc(size int, e encoder, pas ...uint64) []byte {
 	return b
 }
 
-// raw runs a request unchanged.
-func (g *guest) raw(req []byte) (abi.Status, []byte) {
-	n, drain := g.execute(context.Background(), req, g.resp[:], uint64(len(g.resp)))
-	if drain != nil {
-		if err := drain.Wait(context.Background()); err != nil {
-			g.tb.Fatal(err)
+// runHere executes a request on the caller's goroutine, waits for host memory and releases as the command queue does,
+// and returns the response's length.
+func (g *guest) runHere(req, out []byte, room uint64) int {
+	j := &job{req: req, room: room}
+	for {
+		next, w := g.execute(j)
+		if w != nil {
+			if len(w.ranges) == 0 {
+				g.fetches.Add(1)
+			}
+			w.do(context.Background(), fakeConn{g})
+		}
+		if w == nil || next != stageRun {
+			break
+		}
+		j.waited = w
+	}
+	if j.drain != nil {
+		if err := j.drain.Wait(context.Background()); err != nil {
+			g.tb.Error(err)
 		}
 	}
+	return copy(out, j.resp[:j.n])
+}
+
+// raw runs a request unchanged.
+func (g *guest) raw(req []byte) (abi.Status, []byte) {
+	n := g.runHere(req, g.resp[:], uint64(len(g.resp)))
 	var r abi.Resp
 	if err := r.Decode(g.resp[:n]); err != nil || int(r.Length) != n-abi.SizeResp {
 		g.tb.Fatalf("response % x: %v", g.resp[:n], err)

@@ -2,12 +2,7 @@
 
 package hca
 
-import (
-	"errors"
-
-	"github.com/vnicd/vnicd/device/rdma/abi"
-	"github.com/vnicd/vnicd/translate"
-)
+import "github.com/vnicd/vnicd/translate"
 
 // Memory that must not be absent: completion rings and their arm words, doorbells,
 // the table of address handles. Writing a completion cannot wait for a page, and
@@ -23,33 +18,16 @@ func (h *holds) release() {
 	*h = nil
 }
 
-// holdMemory holds n bytes from pa on and adds them to h. It may wait for the host's driver.
-func (c *cmd) holdMemory(h *holds, pa translate.PA, n uint64) error {
-	f, err := c.t.conn.Hold(c.ctx, pa, n)
-	if err != nil {
-		s := abi.StatusNoMemory // hostdriver.ErrBudget, or the host has none
-		if errors.Is(err, translate.ErrMiss) {
-			s = abi.StatusFault
-		}
-		return &statusError{status: s, msg: err.Error()}
-	}
-	*h = append(*h, f)
-	return nil
-}
-
-// holdPages adds the first length bytes of a list of pages, adjacent pages as one.
-func (c *cmd) holdPages(h *holds, list []byte, shift uint8, length uint64) error {
-	pas := decodePAs(list)
+// spansOf returns the first length bytes of a list of pages, adjacent pages as one.
+func spansOf(pas []translate.PA, size, length uint64) (spans []span) {
 	for len(pas) > 0 && length > 0 {
 		k := 1
-		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)<<shift) {
+		for k < len(pas) && pas[k] == pas[0]+translate.PA(uint64(k)*size) {
 			k++
 		}
-		n := min(uint64(k)<<shift, length)
-		if err := c.holdMemory(h, pas[0], n); err != nil {
-			return err
-		}
+		n := min(uint64(k)*size, length)
+		spans = append(spans, span{pas[0], n})
 		pas, length = pas[k:], length-n
 	}
-	return nil
+	return spans
 }

@@ -55,12 +55,7 @@ func paint(b []byte) {
 func (p *naivePager) do(op abi.Opcode, payload []byte) abi.Status {
 	b := make([]byte, abi.SizeReq, abi.SizeReq+len(payload))
 	(&abi.Req{Opcode: op, Length: uint32(len(payload))}).Encode(b)
-	n, drain := p.g.execute(context.Background(), append(b, payload...), p.resp[:], uint64(len(p.resp)))
-	if drain != nil {
-		if err := drain.Wait(context.Background()); err != nil {
-			p.t.Error(err)
-		}
-	}
+	n := p.g.runHere(append(b, payload...), p.resp[:], uint64(len(p.resp)))
 	var r abi.Resp
 	if err := r.Decode(p.resp[:n]); err != nil {
 		p.t.Error(err)

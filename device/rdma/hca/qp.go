@@ -506,13 +506,8 @@ func (q *qp) start() error {
 	if !q.engine.armed {
 		return refuse(abi.StatusInvalid, "engine %d has no doorbells; SET_DOORBELLS must come first", q.engine.id)
 	}
-	if m := q.sq.start(); !m.OK() {
-		return &faultError{what: "send queue", miss: m}
-	}
-	if q.hasRQ {
-		if m := q.rq.start(); !m.OK() {
-			return &faultError{what: "receive queue", miss: m}
-		}
+	if err := q.adoptIndices(); err != nil {
+		return err
 	}
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
 	q.t = roce.NewQP(roce.Config{
@@ -523,6 +518,19 @@ func (q *qp) start() error {
 	d.qps[q.index].Store(q)
 	q.engine.qps++
 	q.engine.db.join(q.index)
+	return nil
+}
+
+// adoptIndices reads the indices of the QP's rings.
+func (q *qp) adoptIndices() error {
+	if m := q.sq.start(); !m.OK() {
+		return &faultError{what: "send queue", miss: m}
+	}
+	if q.hasRQ {
+		if m := q.rq.start(); !m.OK() {
+			return &faultError{what: "receive queue", miss: m}
+		}
+	}
 	return nil
 }
 

@@ -21,7 +21,7 @@ type Status struct {
 	Up        bool     `json:"up"`
 	Link      bool     `json:"link"`
 	Failed    bool     `json:"failed,omitempty"` // the guest's memory vanished
-	Busy      bool     `json:"busy,omitempty"`   // a command waits for host memory; some fields are left out
+	Busy      bool     `json:"busy,omitempty"`   // a command takes long; some fields are left out
 	PortMTU   int      `json:"port_mtu"`
 	GIDs      []string `json:"gids,omitempty"`
 	PDs       int      `json:"pds"`
@@ -119,7 +119,7 @@ func (d *Device) stats() (s abi.Stats) {
 }
 
 // describePatience is how long readers of the tables wait for a command in
-// progress: a command may wait for the host's swap device.
+// progress, which may wait for a busy loop or for a reset's release.
 const describePatience = time.Second
 
 // tryLockTables locks mu, unless a command holds it for longer than describePatience.

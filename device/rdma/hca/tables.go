@@ -3,7 +3,6 @@
 package hca
 
 import (
-	"context"
 	"fmt"
 	"slices"
 
@@ -187,13 +186,18 @@ func (t *tables) qp(n uint32) (*qpObject, error) {
 type cmd struct {
 	d   *Device
 	t   *tables
-	ctx context.Context // ends when the command queue is stopped
 	op  abi.Opcode
 	in  []byte // the request's payload, copied in
 	out []byte // room for the reply's payload
 	n   int    // bytes used of out
 
-	drain *translate.Drain // the answer waits for it (EP-3)
+	drain   *translate.Drain // the answer waits for it (EP-3)
+	warming *hostWait        // the answer waits for it
+	cleared uint32           // handle of the region whose pages the command has made absent, if clears is set
+	clears  bool
+
+	waited    *hostWait // memory for which the command has stepped aside; nil: none, or it was taken over
+	overtaken func(region uint32) bool
 }
 
 // reply reserves n bytes of the reply.
@@ -214,21 +218,17 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 	return c.in[fixed:], nil
 }
 
-// epoch runs f inside an epoch of the guest's memory, and again if it met a page that
-// was absent on the host. f must not block.
+// epoch runs f inside an epoch of the guest's memory. f must not block. If it fails as a page is absent on the host,
+// the command returns that error without an effect, and runs again when the page is present (aside.go).
 func (c *cmd) epoch(f func() error) error {
-	return c.d.retryMisses(c.ctx, func() error {
-		e := c.d.data.space().Epochs()
-		t := e.Enter(commandSlot)
-		defer e.Leave(commandSlot, t)
-		return f()
-	})
+	e := c.d.data.space().Epochs()
+	t := e.Enter(commandSlot)
+	defer e.Leave(commandSlot, t)
+	return f()
 }
 
 // on is epoch on an engine's loop.
-func (c *cmd) on(e *engine, f func() error) error {
-	return c.d.retryMisses(c.ctx, func() error { return e.on(f) })
-}
+func (c *cmd) on(e *engine, f func() error) error { return e.on(f) }
 
 // commandSlot is the epoch slot of control goroutines; loops use theirs.
 const commandSlot = 15

@@ -23,9 +23,9 @@ json_escape() {
 # suite_of RELEASE: the Debian suite that the root is bootstrapped from.
 suite_of() {
 	case $1 in
-	trixie | trixie-backports) echo trixie ;;
+	trixie | trixie-backports | trixie-debug | trixie-kcsan) echo trixie ;;
 	bookworm) echo bookworm ;;
-	*) die "unknown RELEASE '$1': expected trixie, bookworm or trixie-backports" ;;
+	*) die "unknown RELEASE '$1': expected trixie, bookworm, trixie-backports, trixie-debug or trixie-kcsan" ;;
 	esac
 }
 
@@ -136,7 +136,7 @@ cache_clean() {
 	cache_check
 	need_root "cleaning the cache"
 	local d
-	for d in "$CACHE"/{qemu,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
+	for d in "$CACHE"/{qemu,kernel,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
 		[[ -e $d ]] && rm -rf --one-file-system "$d"
 	done
 	rm -rf --one-file-system "$CACHE/log"
@@ -148,10 +148,10 @@ cache_stale() {
 	cache_check
 	need_root "cleaning the cache"
 	local d name keep
-	keep=" $(qemu_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
-	for d in "$CACHE"/{qemu,guest,module,container,host}-*; do
+	keep=" $(qemu_dir) $(kernel_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
+	for d in "$CACHE"/{qemu,kernel,guest,module,container,host}-*; do
 		name=${d##*/}
-		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
+		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(kernel|guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
 		say "removing $d"
 		rm -rf --one-file-system "$d"
 	done

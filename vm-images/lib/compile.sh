@@ -9,7 +9,7 @@ in_root() {
 
 # module_compile SRC OUT
 module_compile() {
-	local src=$1 out=$2 dir kver work rc=0
+	local src=$1 out=$2 dir kver work ko rc=0
 	[[ -d $src ]] || die "no directory '$src' with the module's source"
 	[[ -e $src/Kbuild || -e $src/Makefile ]] || die "'$src' has neither Kbuild nor Makefile"
 	need_root "a module"
@@ -21,17 +21,19 @@ module_compile() {
 	find "$work" \( -name '*.o' -o -name '*.ko' -o -name '*.mod' -o -name '*.mod.c' -o -name '.*.cmd' \) -delete
 	in_root "$dir/root" make -C "/lib/modules/$kver/build" M="/${work##*/}" -j"$(nproc)" CONFIG_DEBUG_INFO_BTF_MODULES= \
 		${W:+W="$W"} ${C:+C="$C"} ${WERROR:+KCFLAGS=-Werror} ${WERROR:+${C:+CF=-Wsparse-error}} modules >&2 || rc=$?
-	if ((rc == 0)) && [[ ! -e $work/vnicd.ko ]]; then
-		say "the build made no vnicd.ko. It made: $(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')"
+	ko=$(cd "$work" && ls -- *.ko 2>/dev/null | tr '\n' ' ')
+	ko=${ko% }
+	if ((rc == 0)) && [[ -z $ko || $ko == *' '* ]]; then
+		say "the build should have made one module. It made: ${ko:-none}"
 		rc=1
 	fi
 	if ((rc == 0)); then
 		mkdir -p "$out"
-		cp "$work/vnicd.ko" "$out/.vnicd.ko.$$" && mv "$out/.vnicd.ko.$$" "$out/vnicd.ko" || rc=$?
+		cp "$work/$ko" "$out/.$ko.$$" && mv "$out/.$ko.$$" "$out/$ko" || rc=$?
 	fi
 	rm -rf --one-file-system "$work"
 	((rc == 0)) || die "compiling the module in $src for $kver failed"
-	say "built $out/vnicd.ko for $kver"
+	say "built $out/$ko for $kver"
 }
 
 # programs_compile SRC OUT: user-space programs for the guest.

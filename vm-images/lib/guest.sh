@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The guest: kernel, a small initramfs and an ext4 root disk, all from Debian packages.
+# The guest: kernel, a small initramfs and an ext4 root disk, all from Debian packages. Some releases have a kernel that
+# kernel.sh compiles.
 
 guest_packages() {
 	sed 's/#.*//' "$HERE/guest/packages"
@@ -7,7 +8,7 @@ guest_packages() {
 }
 
 guest_dir() {
-	echo "$CACHE/guest-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$(guest_packages)" -- "$HERE/guest" "$HERE/lib/bootstrap.sh" "$HERE/lib/guest.sh")"
+	echo "$CACHE/guest-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$(guest_packages)" "$(kernel_hash)" -- "$HERE/guest" "$HERE/lib/bootstrap.sh" "$HERE/lib/guest.sh")"
 }
 
 guest_build() {
@@ -16,16 +17,27 @@ guest_build() {
 	dir=$(guest_dir)
 	artifact_ready "$dir" && return 0
 	need_root guest
+	kernel_build
 	need_bootstrap mke2fs=e2fsprogs cpio=cpio xz=xz-utils modprobe=kmod
 	artifact "$dir" "guest image ($RELEASE${PACKAGES:+, with $PACKAGES})" guest_recipe
 }
 
 guest_recipe() {
-	local tmp=$1 root=$1/root kver suite include
+	local tmp=$1 root=$1/root kver suite include own
 	suite=$(suite_of "$RELEASE")
 	include=$(guest_packages | grep . | paste -sd,)
-	local kernel=(--include=linux-image-amd64)
-	if [[ $RELEASE == *-backports ]]; then
+	own=$(kernel_dir)
+	# The archive may drop the headers once a newer kernel is out, and a module must match its kernel exactly.
+	local kernel=(--include=linux-image-amd64) headers=(
+		--customize-hook='mkdir -p "$1/headers" && chroot "$1" sh -ec "
+			cd /headers
+			kver=\$(ls /lib/modules | sort -V | tail -n 1)
+			apt-get download linux-headers-\$kver \$(apt-cache depends --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances linux-headers-\$kver |
+				sed -n \"s/^ *Depends: \\(linux-.*\\)/\\1/p\" | grep -v linux-image | sort -u)"'
+	)
+	if [[ -n $own ]]; then
+		kernel=() headers=()
+	elif [[ $RELEASE == *-backports ]]; then
 		kernel=(--customize-hook="chroot \"\$1\" apt-get install -y -t $RELEASE linux-image-amd64")
 	fi
 	# The stock initrd is not used: building it takes longer than everything else.
@@ -33,17 +45,16 @@ guest_recipe() {
 	bootstrap "$suite" "$root" minbase "$include" \
 		--dpkgopt='path-include=/usr/share/doc/rdma-core/tests/*' \
 		--setup-hook='mkdir -p "$1/etc/initramfs-tools" && echo "update_initramfs=no" >"$1/etc/initramfs-tools/update-initramfs.conf"' \
-		"${kernel[@]}" \
-		--customize-hook='mkdir -p "$1/headers" && chroot "$1" sh -ec "
-			cd /headers
-			kver=\$(ls /lib/modules | sort -V | tail -n 1)
-			apt-get download linux-headers-\$kver \$(apt-cache depends --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances linux-headers-\$kver |
-				sed -n \"s/^ *Depends: \\(linux-.*\\)/\\1/p\" | grep -v linux-image | sort -u)"'
+		"${kernel[@]}" "${headers[@]}"
 
+	if [[ -n $own ]]; then
+		mkdir -p "$root/lib/modules"
+		cp -r "$own/modules/." "$root/lib/modules/"
+		cp "$own/vmlinuz" "$root/boot/vmlinuz-$(ls "$own/modules")"
+	fi
 	kver=$(ls "$root/lib/modules" | sort -V | tail -n 1)
 	echo "$kver" >"$tmp/kver"
-	# The archive may drop these once a newer kernel is out, and a module must match its kernel exactly.
-	mv "$root/headers" "$tmp/headers"
+	[[ -n $own ]] || mv "$root/headers" "$tmp/headers"
 	cp "$root/boot/vmlinuz-$kver" "$tmp/vmlinuz"
 	dpkg-query --admindir="$root/var/lib/dpkg" -W -f '${Package} ${Version}\n' >"$tmp/packages.txt"
 
@@ -73,6 +84,7 @@ guest_initramfs() {
 	cp "$root/bin/busybox" "$ird/bin/busybox"
 	cp "$HERE/guest/initramfs-init" "$ird/init"
 	chmod 755 "$ird/init"
+	: >"$ird/modules/order" # it stays empty if the kernel has all of them built in
 	for m in virtio_pci virtio_blk virtio_console ext4; do
 		# crc32c is requested by name at run time (softdep), so modprobe does not list it.
 		[[ $m == ext4 ]] && modprobe -d "$root" -S "$kver" --show-depends crc32c_generic 2>/dev/null || true

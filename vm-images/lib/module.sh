@@ -5,7 +5,7 @@ module_dir() {
 	local guest kver=none
 	guest=$(guest_dir)
 	artifact_ready "$guest" && kver=$(cat "$guest/kver")
-	echo "$CACHE/module-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$kver" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/module.sh")"
+	echo "$CACHE/module-$RELEASE-$(recipe_hash "$RELEASE" "$MIRROR" "$kver" "$(kernel_hash)" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/module.sh")"
 }
 
 module_root_build() {
@@ -18,13 +18,19 @@ module_root_build() {
 }
 
 module_recipe() {
-	local tmp=$1 deb
+	local tmp=$1 deb own kver
 	bootstrap "$(suite_of "$RELEASE")" "$tmp/root" minbase make,gcc,libc6-dev,libelf1,libibverbs-dev,libssl3,pahole,sparse
-	# Unpacked, not installed: as a package the headers need the kernel image, 300 MB that are not used here.
-	for deb in "$(guest_dir)"/headers/*.deb; do
-		# Debian 12's headers contain /lib/modules, where /lib is a link: tar must follow it, not replace it.
-		dpkg-deb --fsys-tarfile "$deb" | tar -x --keep-directory-symlink -C "$tmp/root"
-	done
+	own=$(kernel_dir) kver=$(cat "$(guest_dir)/kver")
+	if [[ -n $own ]]; then
+		mkdir -p "$tmp/root/lib/modules/$kver"
+		cp -r "$own/build" "$tmp/root/lib/modules/$kver/"
+	else
+		# Unpacked, not installed: as a package the headers need the kernel image, 300 MB that are not used here.
+		for deb in "$(guest_dir)"/headers/*.deb; do
+			# Debian 12's headers contain /lib/modules, where /lib is a link: tar must follow it, not replace it.
+			dpkg-deb --fsys-tarfile "$deb" | tar -x --keep-directory-symlink -C "$tmp/root"
+		done
+	fi
 	rm -rf "$tmp"/root/var/{cache,lib/apt}
-	cp "$(guest_dir)/kver" "$tmp/kver"
+	echo "$kver" >"$tmp/kver"
 }

@@ -17,7 +17,7 @@ import (
 )
 
 // guestCmdline enables checks of the guest kernels. Debian's kernels have SLUB's and the page allocator's checks and
-// KFENCE, but neither KASAN nor lockdep.
+// KFENCE; KASAN and lockdep are in those of `make test-debug`.
 var guestCmdline = flag.String("guest-cmdline", "",
 	"arguments to append to the kernel command line of every guest, such as \"slub_debug=FZPU page_poison=1 kfence.sample_interval=20\"")
 
@@ -70,7 +70,7 @@ func testTimeout() time.Duration {
 	if *allPrograms {
 		d += 25 * time.Minute
 	}
-	return d
+	return harness.Patience(d)
 }
 
 func newLab(t *testing.T) (*lab.Lab, context.Context) {
@@ -93,8 +93,8 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Run)
-	// On a busy machine a guest may stand still for longer than its kernel's watchdogs allow.
-	l.KernelArgs = append(strings.Fields(*guestCmdline), "rcupdate.rcu_cpu_stall_timeout=300", "watchdog_thresh=60")
+	l.KernelArgs = append(strings.Fields(*guestCmdline), harness.KernelArgs()...)
+	l.Complain = func(vm, what string) { t.Errorf("at the end of %s:\n%s", vm, what) }
 	return l, ctx
 }
 
@@ -184,7 +184,7 @@ func both(f, g func() error) error {
 // eventually waits for a condition, generously.
 func eventually(ctx context.Context, t *testing.T, what string, cond func() bool) {
 	t.Helper()
-	deadline := time.Now().Add(3 * time.Minute)
+	deadline := time.Now().Add(harness.Patience(3 * time.Minute))
 	for !cond() {
 		if time.Now().After(deadline) || ctx.Err() != nil {
 			t.Fatalf("timed out waiting for: %s", what)

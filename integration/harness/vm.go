@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"sync"
 	"time"
@@ -90,7 +89,7 @@ func (e *Env) Boot(ctx context.Context, cfg qemu.Config) (*qemu.Machine, error) 
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, BootTimeout)
+	ctx, cancel := context.WithTimeout(ctx, Patience(BootTimeout))
 	defer cancel()
 	if err := m.WaitReady(ctx); err != nil {
 		m.Kill()
@@ -144,31 +143,4 @@ func WaitGuest(ctx context.Context, m *qemu.Machine, cond string) error {
 		return fmt.Errorf("waiting for %q: %w", cond, err)
 	}
 	return nil
-}
-
-// complaint matches the kernel's messages about defects.
-var complaint = regexp.MustCompile(`\b(WARNING:|BUG:|BUG [\w-]+ \(|pagealloc:|Oops|general protection fault|[Kk]ernel panic|Call Trace:|` +
-	`refcount_t:|UBSAN:|KASAN:|KCSAN:|INFO: task .* blocked|soft lockup|rcu: INFO|unregister_netdevice: waiting|leaked|Tainted: .*W)`)
-
-// KernelLog is the guest's kernel log.
-func KernelLog(ctx context.Context, m *qemu.Machine) (string, error) { return m.Run(ctx, "dmesg") }
-
-// KernelComplaints returns the lines of the guest's kernel log that report a defect.
-func KernelComplaints(ctx context.Context, m *qemu.Machine) ([]string, error) {
-	text, err := KernelLog(ctx, m)
-	if err != nil {
-		return nil, err
-	}
-	return Complaints(text), nil
-}
-
-// Complaints returns the lines of a kernel log or console log that report a defect.
-func Complaints(log string) []string {
-	var bad []string
-	for l := range strings.Lines(log) {
-		if complaint.MatchString(l) {
-			bad = append(bad, strings.TrimRight(l, "\n"))
-		}
-	}
-	return bad
 }

@@ -33,6 +33,8 @@ type Lab struct {
 	Share string
 	// KernelArgs are appended to the kernel command line of every VM.
 	KernelArgs []string
+	// Complain, if set, is called at the end of a VM with a debugging kernel if that reports a defect.
+	Complain func(vm, what string)
 }
 
 // New prepares images, binary and, on request, the kernel module; progress goes to log.
@@ -216,11 +218,11 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		}
 		nic.Addresses = []netip.Prefix{p}
 	}
-	cfg := qemu.Config{Name: v.Name, CPUs: v.CPUs, MemoryMiB: 768, HostShare: h.lab.Share, Netns: h.NS.Name,
-		KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
-	if v.MemoryMiB != 0 {
-		cfg.MemoryMiB = v.MemoryMiB
+	if v.MemoryMiB == 0 {
+		v.MemoryMiB = 768
 	}
+	cfg := qemu.Config{Name: v.Name, CPUs: harness.CPUs(v.CPUs), MemoryMiB: harness.MemoryMiB(v.MemoryMiB),
+		HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
 	if v.SwapMiB != 0 {
 		disk := filepath.Join(h.Dir, v.Name+".swap")
 		if err := makeSparse(disk, v.SwapMiB); err != nil {
@@ -274,7 +276,37 @@ func makeSparse(path string, mib int) error {
 func (l *Lab) Boot(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine, error) {
 	ms, err := l.BootAll(ctx, cfgs...)
 	for _, m := range ms {
-		l.Add(m.Kill)
+		l.Add(func() { l.end(m) })
 	}
 	return ms, err
+}
+
+// end kills a VM. If it has a debugging kernel, that is asked for its last complaints first, and the console is
+// searched, which also has those from before a reboot and from after the test's own look at the kernel log.
+func (l *Lab) end(m *qemu.Machine) {
+	defer m.Kill()
+	if l.Complain == nil || !harness.Debugging() {
+		return
+	}
+	select {
+	case <-m.Done():
+	default:
+		bad, err := harness.LastComplaints(context.Background(), m)
+		if err != nil {
+			bad = append(bad, err.Error())
+		}
+		l.complain(m, bad)
+	}
+	m.Kill()
+	console, err := os.ReadFile(m.Console())
+	if err != nil {
+		l.complain(m, []string{err.Error()})
+	}
+	l.complain(m, harness.Complaints(string(console)))
+}
+
+func (l *Lab) complain(m *qemu.Machine, bad []string) {
+	if len(bad) > 0 {
+		l.Complain(m.Name(), strings.Join(bad, "\n"))
+	}
 }

@@ -27,7 +27,7 @@ func LoadModule(ctx context.Context, m *qemu.Machine) error {
 
 // WaitRDMA waits until the RDMA device's port is active and has an IPv4 RoCEv2 GID.
 func WaitRDMA(ctx context.Context, m *qemu.Machine, device string) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, harness.Patience(time.Minute))
 	defer cancel()
 	cond := fmt.Sprintf("grep -q ACTIVE /sys/class/infiniband/%[1]s/ports/1/state && grep -q ^0000:0000:0000:0000:0000:ffff: /sys/class/infiniband/%[1]s/ports/1/gids/*", device)
 	if err := harness.WaitGuest(ctx, m, cond); err != nil {
@@ -55,14 +55,14 @@ func GIDIndex(ctx context.Context, m *qemu.Machine, device string) (int, error) 
 // limit bounds a program's run time by default.
 const limit = 4 * time.Minute
 
-// limited ends a program that hangs (status 124), so that no test waits for ever.
-func limited(d time.Duration, cmd string) string {
-	return fmt.Sprintf("exec timeout -k 5 %d %s", int(d.Seconds()), cmd)
+// Limited ends a program that hangs (status 124), so that no test waits for ever.
+func Limited(d time.Duration, cmd string) string {
+	return fmt.Sprintf("exec timeout -k 5 %d %s", int(harness.Patience(d).Seconds()), cmd)
 }
 
 // Listen starts a server program in a guest and waits until it listens on the TCP port (0: an rdma_cm listener).
 func Listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
-	return listen(ctx, server, limited(limit, cmd), port)
+	return listen(ctx, server, Limited(limit, cmd), port)
 }
 
 func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*qemu.Process, error) {
@@ -70,7 +70,7 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 	if err != nil {
 		return nil, err
 	}
-	wctx, cancel := context.WithTimeout(ctx, time.Minute)
+	wctx, cancel := context.WithTimeout(ctx, harness.Patience(time.Minute))
 	defer cancel()
 	// The wait ends early if the server exits.
 	listens := fmt.Sprintf("ss -ltnH | grep -q :%d", port)
@@ -88,7 +88,7 @@ func listen(ctx context.Context, server *qemu.Machine, cmd string, port int) (*q
 
 // finish waits a minute for a program to exit; then it reports the state of the queue pairs and kills the program.
 func finish(ctx context.Context, m *qemu.Machine, p *qemu.Process) (qemu.Result, error) {
-	wctx, cancel := context.WithTimeout(ctx, time.Minute)
+	wctx, cancel := context.WithTimeout(ctx, harness.Patience(time.Minute))
 	defer cancel()
 	r, err := p.Wait(wctx)
 	if err != nil {
@@ -108,11 +108,11 @@ func Pair(ctx context.Context, server *qemu.Machine, serverCmd string, client *q
 // PairFor is Pair with a given time limit.
 func PairFor(ctx context.Context, d time.Duration, server *qemu.Machine, serverCmd string, client *qemu.Machine,
 	clientCmd string, port int) (serverOut, clientOut string, err error) {
-	p, err := listen(ctx, server, limited(d, serverCmd), port)
+	p, err := listen(ctx, server, Limited(d, serverCmd), port)
 	if err != nil {
 		return "", "", err
 	}
-	cr, cerr := client.Shell(ctx, limited(d, clientCmd))
+	cr, cerr := client.Shell(ctx, Limited(d, clientCmd))
 	if cerr != nil || cr.ExitCode != 0 {
 		_ = p.Signal(ctx, "TERM")
 	}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
 )
 
 // StressPort is odpstress's TCP port.
@@ -20,7 +21,8 @@ func InstallPrograms(ctx context.Context, m *qemu.Machine) error {
 
 // StressCommand returns odpstress's command line for one end; to is "" for the server.
 func StressCommand(e End, opts, to string) string {
-	return fmt.Sprintf("odpstress -d %s -x %d %s %s", e.Device, e.GID, opts, to)
+	return fmt.Sprintf("odpstress -d %s -x %d -H %d %s %s", e.Device, e.GID, int(harness.Patience(time.Minute).Seconds()),
+		opts, to)
 }
 
 // Stress runs odpstress for d between two ends with options for each (see its README: the client's options choose the

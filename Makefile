@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-ways bench bench-compare profile lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-debug test-ways bench bench-compare profile lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,18 @@ test-kernels: deps build ## the module without warnings, and its tests in guests
 		WERROR=1 W=1 vm-images/build module guestdrv/linux $(BUILD)/module-$$r || exit 1; done
 	@for r in $(KERNELS); do export RELEASE=$$r && echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && \
 		$(GO) test -count=1 -timeout 150m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
+
+# Kernels with checks that Debian's lack (vm-images/kernel), and the tests of the module that run in them. KCSAN watches
+# few accesses at a time, so only the tests run that use the module from several processors for long.
+DEBUG_KERNELS = trixie-debug trixie-kcsan
+DEBUG_TESTS = ^(TestInjectedFailures|TestKernelChecks)$$|$(KERNEL_TESTS)
+KCSAN_TESTS = ^(TestKernelChecks|TestLifecycle|TestODPPrograms|TestODPRelease|TestRXE|TestTwoHosts)$$
+
+test-debug: deps build ## the module's tests in guests with KASAN, lockdep, kmemleak and others, then with KCSAN (DEBUG_KERNELS=trixie-kcsan)
+	@for r in $(DEBUG_KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && \
+		case $$r in *-kcsan) tests='$(KCSAN_TESTS)';; *) tests='$(DEBUG_TESTS)';; esac && \
+		echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && \
+		$(GO) test -count=1 -timeout 24h -v -run "$$tests" ./integration || exit 1; done
 
 test-ways: deps $(if $(filter vm,$(WAYS)),image build) ## the data path's tests with one engine and two, polling and not, each fast path on and off (WAYS=vm: the VM tests; WAY=3: only the third set)
 	@LONG='$(LONG)' .ci/ways $(or $(WAYS),native) $(WAY)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/harness"
@@ -138,11 +139,11 @@ func sockets(ctx context.Context, t *testing.T, kind, modules string, a, b *qemu
 	sent := func() int { return counter(ctx, t, lab.End{VM: a, Device: lab.Device}, "tx_bytes") }
 	before := sent()
 	srv := must[*qemu.Process](t)(b.StartShell(ctx,
-		fmt.Sprintf("exec timeout -k 5 180 python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA)))
+		lab.Limited(3*time.Minute, fmt.Sprintf("python3 /tmp/echo.py %s serve %s %s", kind, addrB, addrA))))
 	// SMC listens on its own TCP socket; an RDS socket is bound once it is in the list.
 	check(t, harness.WaitGuest(ctx, b, fmt.Sprintf("ss -ltnH | grep -q :5000 || [ %s = rds ] && sleep 1 || ! kill -0 %d",
 		kind, srv.PID())))
-	run(ctx, t, a, fmt.Sprintf("exec timeout -k 5 120 python3 /tmp/echo.py %s ask %s %s", kind, addrA, addrB))
+	run(ctx, t, a, lab.Limited(2*time.Minute, fmt.Sprintf("python3 /tmp/echo.py %s ask %s %s", kind, addrA, addrB)))
 	if r, err := srv.Wait(ctx); err != nil || r.ExitCode != 0 {
 		t.Errorf("server: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
 	}
@@ -240,7 +241,7 @@ func TestBesideRXE(t *testing.T) {
 		client := must[*qemu.Process](t)(m.StartShell(ctx,
 			fmt.Sprintf("exec timeout -k 5 240 ibv_rc_pingpong -e -d %s -g %d -n 10000000 %s", e.Device, e.GID, e.Addr)))
 		check(t, harness.WaitGuest(ctx, m, "[ $(rdma resource show qp link "+lab.Device+"/1 | grep -c RTS) -ge 2 ]"))
-		run(ctx, t, m, "exec timeout -k 5 120 rmmod rdma_rxe")
+		run(ctx, t, m, lab.Limited(2*time.Minute, "rmmod rdma_rxe"))
 		if left := run(ctx, t, m, "ls /sys/class/infiniband"); strings.TrimSpace(left) != "" {
 			t.Fatalf("after rmmod rdma_rxe there is still %s: has the kernel changed?", left)
 		}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"regexp"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -36,7 +37,7 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01", limits: {qps: %d, mrs
 		}
 	}
 	check(t, l.Programs(ctx, l.Share))
-	t.Log("\n" + run(ctx, t, ms[0], fmt.Sprintf("exec timeout -k 5 900 /host/many %s %d %d %d", a.Device, a.GID, qps,
-		mrs)))
+	t.Log("\n" + run(ctx, t, ms[0], lab.Limited(15*time.Minute, fmt.Sprintf("/host/many %s %d %d %d", a.Device, a.GID, qps,
+		mrs))))
 	quietKernels(ctx, t, ms...)
 }

@@ -72,6 +72,9 @@ func TestODPPrograms(t *testing.T) {
 		stress(ctx, t, a, "-w atomic,send -m implicit -l implicit", b, "-m implicit -l implicit")
 	})
 	t.Run("no-rnr-retries", func(t *testing.T) { stress(ctx, t, a, "-R 0 -w atomic", b, "-R 0") })
+	t.Run("prefetch", func(t *testing.T) {
+		t.Log(run(ctx, t, a.VM, lab.Limited(4*time.Minute, fmt.Sprintf("/host/prefetch %s %d kernel", a.Device, a.GID))))
+	})
 	accessErrors(ctx, t, a, b)
 	t.Run("tool", func(t *testing.T) { toolDetects(ctx, t, a, b) })
 	quietKernels(ctx, t, w.vms...)

@@ -139,7 +139,8 @@ func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.
 	t.Run("errors", func(t *testing.T) { verbsErrors(ctx, t, client, server) })
 	for _, alone := range []string{"states", "windows"} {
 		t.Run(alone, func(t *testing.T) {
-			t.Log(run(ctx, t, client.VM, fmt.Sprintf("exec timeout -k 5 120 /host/%s %s %d", alone, client.Device, client.GID)))
+			t.Log(run(ctx, t, client.VM, lab.Limited(2*time.Minute,
+				fmt.Sprintf("/host/%s %s %d", alone, client.Device, client.GID))))
 		})
 	}
 	t.Run("placement", func(t *testing.T) { placement(ctx, t, client, server, l.Images.Release != debian12) })
@@ -178,7 +179,7 @@ func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Ma
 	t.Helper()
 	line := func(s string) string {
 		s = strings.NewReplacer("SERVER", serverAddr, "CLIENT", clientAddr).Replace(s)
-		return "exec timeout -k 5 120 " + s
+		return lab.Limited(2*time.Minute, s)
 	}
 	srv := must[*qemu.Process](t)(server.StartShell(ctx, line(p.server)))
 	ready := p.ready

@@ -285,7 +285,7 @@ func verifiedUnderLoss(ctx context.Context, t *testing.T, a, b lab.End) {
 	t.Helper()
 	p, err := lab.Listen(ctx, b.VM, "rping -s -a 0.0.0.0 -V -S 60000 -C 30", 0)
 	check(t, err)
-	run(ctx, t, a.VM, "timeout -k 5 240 rping -c -a "+b.Addr+" -V -S 60000 -C 30")
+	run(ctx, t, a.VM, lab.Limited(4*time.Minute, "rping -c -a "+b.Addr+" -V -S 60000 -C 30"))
 	wctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	if r, err := p.Wait(wctx); err != nil {
@@ -350,7 +350,8 @@ func placement(ctx context.Context, t *testing.T, client, server lab.End, flush 
 	}
 	start := func(e lab.End, to string) func() error {
 		return func() error {
-			r, err := e.VM.Shell(ctx, fmt.Sprintf("exec timeout -k 5 300 /host/placement %s %d %s %s", e.Device, e.GID, how, to))
+			r, err := e.VM.Shell(ctx, lab.Limited(5*time.Minute,
+				fmt.Sprintf("/host/placement %s %d %s %s", e.Device, e.GID, how, to)))
 			if err == nil && (r.ExitCode != 0 || !strings.Contains(r.Stdout, want)) {
 				err = fmt.Errorf("placement at %s: exit status %d\n%s%s", e.Device, r.ExitCode, r.Stdout, r.Stderr)
 			}

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/integration/lab"
@@ -95,8 +96,8 @@ vms: [{name: vm1, network: blue, mac: "02:00:00:00:00:01"}]
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
-			out := must[qemu.Result](t)(vm.Shell(ctx, fmt.Sprintf("exec timeout -k 5 300 python3 /tmp/suite.py /tmp %s %s",
-				lab.Device, name)))
+			out := must[qemu.Result](t)(vm.Shell(ctx, lab.Limited(5*time.Minute,
+				fmt.Sprintf("python3 /tmp/suite.py /tmp %s %s", lab.Device, name))))
 			ended := false
 			for line := range bytes.Lines([]byte(out.Stdout)) {
 				var r struct{ What, Test, Why string }

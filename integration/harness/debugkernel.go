@@ -55,6 +55,9 @@ func KernelArgs() []string {
 	if Debugging() {
 		args = append(args, "sysctl.kernel.hung_task_timeout_secs=600", "workqueue.watchdog_thresh=300")
 	}
+	if os.Getenv("RELEASE") == Debug {
+		args = append(args, "kasan_multi_shot") // by default KASAN falls silent after its first report
+	}
 	return args
 }
 

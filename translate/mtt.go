@@ -237,13 +237,18 @@ func (r *Region) setLocked(first uint64, pas []PA) (lost bool) {
 
 // setAloneLocked replaces run of group n, which has no entries, by after: 0, or that of one page.
 func (r *Region) setAloneLocked(n, run, after uint64) (lost bool) {
-	switch {
-	case run == 0 && after == 0:
-	case after == 0:
-		r.dropLocked(n)
-	case run == 0 && r.demand:
+	if after == 0 {
+		if run != 0 {
+			r.dropLocked(n)
+		}
+		return run != 0
+	}
+	if r.npages-n<<mttGroupShift == 1 {
+		after &^= mttAlone // the region has only this page of the group: the run is whole
+	}
+	if run == 0 && r.demand {
 		r.sparse.makeLocked(n, nil, after)
-	default:
+	} else {
 		r.group(n).run.Store(after)
 	}
 	return run != 0 && (run^after)>>mttIndexShift&mttGroupMask != 0 || lostBy(run, after)

@@ -82,16 +82,17 @@ func (vm *VM) locate(key Key, pd PD, va VA, n uint64, need Access) (hostAddr, bo
 	}
 	in, size := off&r.groupMask, r.groupMask+1
 	w := group.run.Load()
-	if w&mttIdle != 0 {
-		w = group.use()
-	}
-	if w == 0 {
+	switch {
+	case w&(mttAlone|mttIdle) != 0:
+		if w&mttIdle != 0 {
+			return 0, false // page clears the mark
+		}
+		w = alone(w, in>>(r.shift&63))
+		in, size = off&r.pageMask, r.pageMask+1
+	case w == 0:
 		if t := group.entries.Load(); t != nil {
 			w = t[in>>(r.shift&63)&mttGroupMask].Load()
 		}
-		in, size = off&r.pageMask, r.pageMask+1
-	} else if w&mttAlone != 0 {
-		w = alone(w, in>>(r.shift&63))
 		in, size = off&r.pageMask, r.pageMask+1
 	}
 	if w == 0 || size-in < n || vm.space.uplink.Load() != 0 || w&mttReadOnly != 0 && need.Writes() {

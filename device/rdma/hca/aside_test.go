@@ -98,8 +98,8 @@ func (s *slowHost) createCQ() []byte {
 	return enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: r.desc, ArmPA: uint64(s.alloc(4))}, r.pas...)
 }
 
-// No command waits behind one that needs host memory, whatever that command is and wherever the memory is missing (TR-5,
-// EP-3). When the memory comes, the command has its effect.
+// No command waits behind one that needs host memory, whatever that command is and wherever the memory is missing
+// (TR-5, EP-3). When the memory comes, the command has its effect.
 func TestReleasesDoNotWaitForHostMemory(t *testing.T) {
 	type slowCommand struct {
 		op      abi.Opcode

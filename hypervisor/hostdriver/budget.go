@@ -389,6 +389,9 @@ func (b *Budget) finish(rm removal) {
 	for _, m := range rm.last {
 		m.close()
 	}
+	for _, g := range rm.orphans {
+		g.m.discard(g.index)
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, m := range rm.last {
@@ -397,7 +400,6 @@ func (b *Budget) finish(rm removal) {
 		}
 	}
 	for _, g := range rm.orphans {
-		g.m.discard(g.index)
 		b.forgetLocked(g)
 	}
 	for _, m := range rm.shared {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -298,18 +299,19 @@ func TestZones(t *testing.T) {
 func TestExhausted(t *testing.T) {
 	s := newStand(t)
 	b, space := s.vm(t, 0, 100, 0)
-	left := int64(gib)
+	var left atomic.Int64
+	left.Store(gib)
 	s.zone.Swap, s.zone.Stall = 0, -1
 	s.opts.Read = func() ([]pressure.Zone, error) {
 		s.reads++
 		z := s.zone
-		z.Reserve = uint64(left - int64(b.Status().Resident))
+		z.Reserve = uint64(left.Load() - int64(b.Status().Resident))
 		z.Free = z.Reserve
 		return []pressure.Zone{z}, nil
 	}
 	s.step()
 	s.reads = 0
-	left = 64 << 20
+	left.Store(64 << 20)
 	s.step()
 	touchAll(t, space, 32<<20)
 	if s.reads < 2 || s.reads > 200 {
@@ -326,8 +328,8 @@ func TestExhausted(t *testing.T) {
 		return b.Status().Short == len(ws)-ended && ended < len(ws)
 	})
 	st := b.Status()
-	if _, _, exhausted := marks(gib); st.Resident > uint64(left)-exhausted+2<<20 || st.FailedFaults != 0 {
-		t.Errorf("%d bytes of %d: %+v", st.Resident, left, st)
+	if _, _, exhausted := marks(gib); st.Resident > 64<<20-exhausted+2<<20 || st.FailedFaults != 0 {
+		t.Errorf("%d bytes of %d: %+v", st.Resident, 64<<20, st)
 	}
 	if s.Status().Full == "" || st.ShortReason == "" {
 		t.Errorf("%+v, %+v", s.Status(), st)
@@ -340,7 +342,7 @@ func TestExhausted(t *testing.T) {
 	if err := fetch(testContext(t), space, 200<<20, 1); err != nil {
 		t.Errorf("memory that the file has: %v", err)
 	}
-	left = gib
+	left.Store(gib)
 	for i, w := range ws {
 		if err := <-w.done; err != nil {
 			t.Fatal(i, err)

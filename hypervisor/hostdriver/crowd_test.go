@@ -187,9 +187,12 @@ func (c crowd) run() (r crowdResult, err error) {
 		b := NewBudget(0)
 		host.Add(b, 100)
 		vms = append(vms, b)
-		fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+		fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 		if err == nil {
 			err = unix.Ftruncate(fd, int64(size))
+		}
+		if err == nil {
+			_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
 		}
 		if err != nil {
 			return r, err

@@ -395,7 +395,8 @@ func TestHistogram(t *testing.T) {
 	}
 }
 
-// A fault that its server returns is served after those that wait already. Its owner notices nothing, and it counts once.
+// A fault that its server returns is served after those that wait already. Its owner notices nothing, and it counts
+// once.
 func TestReturn(t *testing.T) {
 	var q FaultQueue
 	ended := 0

@@ -4,8 +4,8 @@ import "sync/atomic"
 
 // The MTT: one word per page in groups of 512. An entry is PA | 1 if present, | 2 if read-only; 0 if absent. If all
 // pages of a group are physically contiguous, run holds the first entry: a lookup then skips the entries, and 300 KiB
-// describe a region of 10 million such pages. run is a shortcut; the entries are authoritative. A group with one present
-// page has no entries: run holds that page's entry and index.
+// describe a region of 10 million such pages. run is a shortcut; the entries are authoritative. A group with one
+// present page has no entries: run holds that page's entry and index.
 //
 // The groups of a pinned region are in one slice; their entries are made when first needed. The groups of a demand
 // region are in a sparseMTT, and exist while one of their pages is present: creating such a region costs the same for

@@ -202,11 +202,11 @@ func (vm *VM) Lookup(key Key, va VA) (PA, bool) {
 	return pa, ok
 }
 
-// SetPages writes MTT entries from first on. Each PA is a multiple of the
-// region's page size; bit 0 set makes the entry absent, bit 1 read-only (demand
-// paging only): a write to it is a GuestFault. On error the entries are unchanged (ErrNoRegion, ErrInvalid, and ErrLimit
-// for demand regions if reclaiming the entries of others made too little room). Replacing present entries does not wait
-// for readers of the old ones: use ClearPages first if those pages are going to be released.
+// SetPages writes MTT entries from first on. Each PA is a multiple of the region's page size; bit 0 set makes the entry
+// absent, bit 1 read-only (demand paging only): a write to it is a GuestFault. On error the entries are unchanged
+// (ErrNoRegion, ErrInvalid, and ErrLimit for demand regions if reclaiming the entries of others made too little room).
+// Replacing present entries does not wait for readers of the old ones: use ClearPages first if those pages are going to
+// be released.
 func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// manyEngines measures the rate of WRITEs of 4 KiB between four pairs of VMs by a daemon with n engines. The anchor is a
-// daemon with one engine. One thread posts for all, so that the engines have the other processors.
+// manyEngines measures the rate of WRITEs of 4 KiB between four pairs of VMs by a daemon with n engines. The anchor is
+// a daemon with one engine. One thread posts for all, so that the engines have the other processors.
 func manyEngines(n int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		const pairs, message, memory = 4, 4 << 10, 1 << 20

@@ -58,8 +58,9 @@ func amongIdle(vms int) func(context.Context, *Bench) (Meter, error) {
 	}
 }
 
-// amongQPs measures the latency of one connection while the daemon's VMs have that many idle QPs. The anchor is the same
-// in a daemon without them. Beside it stand the daemon's private memory per idle QP and its collections of garbage.
+// amongQPs measures the latency of one connection while the daemon's VMs have that many idle QPs. The anchor is the
+// same in a daemon without them. Beside it stand the daemon's private memory per idle QP and its collections of
+// garbage.
 func amongQPs(qps int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		const vms, queue = 50, 16 // a VM has at most 2,048 QPs
@@ -157,8 +158,8 @@ func idlePairs(nodes []*node, n, queue int) error {
 	return nil
 }
 
-// startMany measures the time from starting a daemon with that many VMs until a driver of each has its device. Beside it
-// stands the same after the daemon was killed: until all have a device again. The anchor is one VM.
+// startMany measures the time from starting a daemon with that many VMs until a driver of each has its device. Beside
+// it stands the same after the daemon was killed: until all have a device again. The anchor is one VM.
 func startMany(vms int) func(context.Context, *Bench) (Meter, error) {
 	return func(ctx context.Context, b *Bench) (m Meter, err error) {
 		open := func(vms int, who string) (func(context.Context, time.Duration) (Sample, error), error) {

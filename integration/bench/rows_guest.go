@@ -69,8 +69,8 @@ type fioResult struct {
 	} `json:"jobs"`
 }
 
-// guestNVMe measures random reads of 4 KiB by NVMe over RDMA between VMs on two hosts. The anchor is NVMe over TCP to the
-// same target over QEMU's TAP and the kernel's bridge. Before the reads of each connection fio writes and verifies.
+// guestNVMe measures random reads of 4 KiB by NVMe over RDMA between VMs on two hosts. The anchor is NVMe over TCP to
+// the same target over QEMU's TAP and the kernel's bridge. Before the reads of each connection fio writes and verifies.
 func guestNVMe(ctx context.Context, b *Bench) (m Meter, err error) {
 	_, vms, kind, err := b.guests(ctx, 2)
 	if err != nil {

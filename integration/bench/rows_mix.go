@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// mixedWork measures the latency between two VMs while everything else is going on in the same daemon at once: two other
-// VMs stream WRITEs of 1 MiB, QPs of two more meet guest faults, and a TCP connection runs from a host port to another
-// host through vnicd. The anchor is the latency while nothing else is going on.
+// mixedWork measures the latency between two VMs while everything else is going on in the same daemon at once: two
+// other VMs stream WRITEs of 1 MiB, QPs of two more meet guest faults, and a TCP connection runs from a host port to
+// another host through vnicd. The anchor is the latency while nothing else is going on.
 func mixedWork(ctx context.Context, b *Bench) (m Meter, err error) {
 	const size, memory = 1 << 20, 64 << 20
 	hosts, err := b.tenants(ctx, false, false, 6)

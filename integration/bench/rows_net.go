@@ -15,8 +15,8 @@ import (
 
 func tapAddr(i int) string { return fmt.Sprintf("10.98.0.%d", i+1) }
 
-// tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay; the first has that
-// many VMs, too. short enables the short path (the default) and, over IPv6, its prerequisites.
+// tenants returns two hosts with a TAP and with the kernel's bridge and vxlan, over the same underlay; the first has
+// that many VMs, too. short enables the short path (the default) and, over IPv6, its prerequisites.
 func (b *Bench) tenants(ctx context.Context, v6, short bool, vms int) (hosts []*lab.Host, err error) {
 	addr := func(i int) netip.Addr {
 		if v6 {

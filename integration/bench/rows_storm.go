@@ -79,8 +79,8 @@ func (s *storm) blow(n int, fault bool, wait func(*end) error) error {
 	return nil
 }
 
-// keepBlowing lets all QPs write again and again, in a goroutine of its own, which leaves the processors to others while
-// it waits. stop ends it and returns the number of waves.
+// keepBlowing lets all QPs write again and again, in a goroutine of its own, which leaves the processors to others
+// while it waits. stop ends it and returns the number of waves.
 func (s *storm) keepBlowing(ctx context.Context, fault bool) (stop func() (waves int, err error)) {
 	var stopped atomic.Bool
 	var blowing sync.WaitGroup

@@ -560,7 +560,8 @@ static int inject(const struct verb *v)
 			again = 0;
 		}
 		if (again) {
-			fprintf(stderr, "inject: %s after failure %d (errno %d): %s\n", v->name, n, err, strerror(again));
+			fprintf(stderr, "inject: %s after failure %d (errno %d): %s\n", v->name, n, err,
+				strerror(again));
 			return 1;
 		}
 		if (v->undo)

@@ -130,8 +130,8 @@ func (m Message) Transport() uint8 { return m.u8(43) >> 1 & 3 }
 // PathMTU returns the MTU code of a REQ: 1 (256 bytes) to 5 (4096 bytes), others are reserved.
 func (m Message) PathMTU() uint8 { return m.u8(50) >> 4 }
 
-// RNRRetry returns the RNR retry count of REQ and REP, 7 for no limit: that with which the sender asks the receiver's
-// queue pair to send (IBTA 12.7; Linux does so).
+// RNRRetry returns the RNR retry count of REQ and REP, 7 for no limit. It is the count that the sender asks the
+// receiver's queue pair to use (IBTA 12.7; Linux obeys).
 func (m Message) RNRRetry() uint8 {
 	if m.Kind() == REQ {
 		return m.u8(50) & 7

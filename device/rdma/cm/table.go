@@ -70,7 +70,7 @@ type Conn struct {
 	// Path is the overlay tuple of the connection; the caller sets it.
 	Path vswitch.Path
 
-	// Whether the newest REQ or REP of the VM, and of the peer, named an RNR retry count without limit.
+	// Whether the REQ or REP of the VM, and of the peer, names an RNR retry count without limit.
 	localForever, remoteForever bool
 
 	haveLocal, haveRemote bool // the IDs are known

@@ -130,10 +130,11 @@ func (q *qp) bind(a *roce.Attr) {
 	}
 	c := &q.dev.conns
 	c.mu.Lock()
+	waits := false
 	if x := c.table.Bind(q.n, a.AV.DGID, a.DestQPN); x != nil && x.RemoteMAC == a.AV.DMAC {
-		q.path = x.Path
-		q.peerWaits.Store(x.PeerWaits())
+		q.path, waits = x.Path, x.PeerWaits()
 	}
+	q.peerWaits.Store(waits)
 	c.mu.Unlock()
 	if port != nil {
 		(*port).ResolveHCA(loop, h, &q.path)

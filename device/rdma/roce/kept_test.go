@@ -295,7 +295,8 @@ func TestHostTakesLong(t *testing.T) {
 				before, sent := a.q.recovery.cwnd.Size, f.frames
 				b.paging(1, 0, 0)
 				b.whole = true
-				b.service = func() int64 { return tc.service }
+				served := int64(0)
+				b.service = func() int64 { served = f.now + tc.service; return tc.service }
 				b.allGone(2, tc.level)
 				for range 3 {
 					a.post(x.w)
@@ -306,6 +307,9 @@ func TestHostTakesLong(t *testing.T) {
 					return
 				}
 				a.wantSends(append(want, 0, 0, 0)...)
+				if d := f.now - served; d > 1e6 {
+					t.Errorf("done %d us after the page came", d/1e3)
+				}
 				f.settle(1e9)
 				if x.w.Opcode != WRFetchAdd {
 					same(t, "data", b.regions[2].buf[:50000], a.regions[1].buf[:50000])

@@ -64,6 +64,7 @@ func (q *QP) requestWaits(psn uint64) {
 		return
 	}
 	l.retryLeft, l.timedPSN = q.attr.RetryCnt, 0
+	l.gapReported = false // a NAK that follows asks for what the peer could not keep
 	l.cwnd.Restore()
 	l.rtxAt, l.timeoutAt, l.probes = 0, 0, maxProbes
 	l.arm(q.now, q.attr.RetryCnt)

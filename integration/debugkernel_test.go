@@ -92,9 +92,12 @@ for f in failslab fail_page_alloc; do
 	echo $6 >$f/require-start
 	printf "0x%x" $(($6 + $2)) >$f/require-end
 	echo 32 >$f/stacktrace-depth
-	echo -1 >$f/times
+	echo 1000000 >$f/times
 	echo 5 >$f/probability
 done'`
+
+// mostFailures is that number of failures, more than there are. The kernel counts down.
+const mostFailures = 1000000
 
 const noInjection = `set -e
 cd /sys/kernel/debug
@@ -151,7 +154,13 @@ vms:
 	t.Run("page faults", func(t *testing.T) {
 		stress(ctx, t, a, "-w atomic,send -r 8 -c release", b, "-r 8 -c release")
 		for _, m := range ms {
-			t.Log(strings.TrimSpace(run(ctx, t, m, "grep -H . /sys/kernel/debug/fail*/times")))
+			var slab, pages int
+			_, err := fmt.Sscan(run(ctx, t, m, "cd /sys/kernel/debug && cat failslab/times fail_page_alloc/times"), &slab, &pages)
+			check(t, err)
+			t.Logf("%s: %d slab and %d page allocations of the module failed", m.Name(), mostFailures-slab, mostFailures-pages)
+			if slab == mostFailures {
+				t.Errorf("%s: nothing failed: the test shows nothing", m.Name())
+			}
 		}
 	})
 	for _, m := range ms {

@@ -13,6 +13,7 @@ module_root_build() {
 	dir=$(module_dir)
 	artifact_ready "$dir" && return 0
 	need_root "the build root"
+	kernel_build
 	need_bootstrap
 	artifact "$dir" "build root ($RELEASE, kernel $(cat "$(guest_dir)/kver"))" module_recipe
 }

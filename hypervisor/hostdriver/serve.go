@@ -38,7 +38,6 @@ func (d *Driver) pageIn(m translate.Miss) error {
 	if r == nil {
 		return translate.Miss{Kind: translate.BadAddress, Where: m.Where, Len: m.Len}.Err()
 	}
-	d.opts.Budget.faultAt(m.PA)
 	around := uint64(maxAround)
 	if bound := d.opts.Budget.bound(); bound != 0 {
 		around = min(around, bound/16)
@@ -46,7 +45,11 @@ func (d *Driver) pageIn(m translate.Miss) error {
 	last := m.PA + translate.PA(max(min(m.Len, around, uint64(r.end()-m.PA)), 1)-1)
 	first := r.granule(m.PA)
 	for i := first; i <= r.granule(last); i++ {
-		if _, err := d.opts.Budget.bring(d.ctx, r, i, false); err != nil {
+		_, err := d.opts.Budget.bring(d.ctx, r, i, false)
+		if i == first && !errors.Is(err, ErrShort) {
+			d.opts.Budget.faultAt(m.PA) // once, however often it is served
+		}
+		if err != nil {
 			if errors.Is(err, context.Canceled) {
 				err = ErrClosed
 			}

@@ -35,6 +35,8 @@ type Lab struct {
 	KernelArgs []string
 	// Complain, if set, is called at the end of a VM with a debugging kernel if that reports a defect.
 	Complain func(vm, what string)
+
+	vms []*qemu.Machine // whose consoles were not searched
 }
 
 // New prepares images, binary and, on request, the kernel module; progress goes to log.
@@ -274,7 +276,14 @@ func makeSparse(path string, mib int) error {
 
 // Boot starts the guests, in parallel, and waits until they answer.
 func (l *Lab) Boot(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine, error) {
+	// The console of a VM that a test has killed is replaced by that of its successor.
+	for _, m := range l.vms {
+		if slices.ContainsFunc(cfgs, func(c qemu.Config) bool { return c.Name == m.Name() }) {
+			l.searchConsole(m)
+		}
+	}
 	ms, err := l.BootAll(ctx, cfgs...)
+	l.vms = append(l.vms, ms...)
 	for _, m := range ms {
 		l.Add(func() { l.end(m) })
 	}
@@ -284,28 +293,41 @@ func (l *Lab) Boot(ctx context.Context, cfgs ...qemu.Config) ([]*qemu.Machine, e
 // end kills a VM. If it has a debugging kernel, that is asked for its last complaints first, and the console is
 // searched, which also has those from before a reboot and from after the test's own look at the kernel log.
 func (l *Lab) end(m *qemu.Machine) {
-	defer m.Kill()
-	if l.Complain == nil || !harness.Debugging() {
-		return
-	}
 	select {
 	case <-m.Done():
 	default:
-		bad, err := harness.LastComplaints(context.Background(), m)
-		if err != nil {
-			bad = append(bad, err.Error())
+		if l.Complain != nil && harness.Debugging() {
+			bad, err := harness.LastComplaints(context.Background(), m)
+			l.complain(m, bad, err)
 		}
-		l.complain(m, bad)
 	}
 	m.Kill()
-	console, err := os.ReadFile(m.Console())
-	if err != nil {
-		l.complain(m, []string{err.Error()})
-	}
-	l.complain(m, harness.Complaints(string(console)))
+	l.searchConsole(m)
 }
 
-func (l *Lab) complain(m *qemu.Machine, bad []string) {
+// searchConsole searches the console of a VM with a debugging kernel, once, if the VM has ended.
+func (l *Lab) searchConsole(m *qemu.Machine) {
+	select {
+	case <-m.Done():
+	default:
+		return
+	}
+	i := slices.Index(l.vms, m)
+	if i < 0 {
+		return
+	}
+	l.vms = slices.Delete(slices.Clone(l.vms), i, i+1)
+	if l.Complain == nil || !harness.Debugging() {
+		return
+	}
+	console, err := os.ReadFile(m.Console())
+	l.complain(m, harness.Complaints(string(console)), err)
+}
+
+func (l *Lab) complain(m *qemu.Machine, bad []string, err error) {
+	if err != nil {
+		bad = append(bad, err.Error())
+	}
 	if len(bad) > 0 {
 		l.Complain(m.Name(), strings.Join(bad, "\n"))
 	}

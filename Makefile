@@ -53,7 +53,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestService|TestTenants|TestVerbsSuite|TestVMMoves|TestVMQuarantine)$$
+LONG = ^(TestBesideRXE|TestConnections|TestContainer|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestLimits|TestOrdinaryUser|TestPrograms|TestProgramsOnOneHost|TestREADME|TestReleaseWhileLost|TestService|TestTenants|TestVerbsSuite|TestVMMoves|TestVMQuarantine)$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
@@ -63,7 +63,7 @@ test-long: deps image build ## the VM tests that `make test` leaves out
 
 # Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports
-KERNEL_TESTS = ^(TestBesideRXE|TestConnections|TestKernelConsumers|TestKernelSockets|TestLifecycle|TestLimits|TestODPPrograms|TestODPRelease|TestOneHost|TestPrograms|TestRXE|TestTwoHosts|TestVerbsSuite)$$
+KERNEL_TESTS = ^(TestBesideRXE|TestConnections|TestKernelConsumers|TestKernelSockets|TestLifecycle|TestLimits|TestODPPrograms|TestODPRelease|TestOneHost|TestPrograms|TestReleaseWhileLost|TestRXE|TestTwoHosts|TestVerbsSuite)$$
 
 test-kernels: deps build ## the module without warnings, and its tests in guests with other kernels (KERNELS="bookworm trixie-backports")
 	@for r in trixie $(KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && \

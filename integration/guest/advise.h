@@ -17,7 +17,7 @@ static inline int advise_mr(struct ibv_pd *pd, uint64_t advice, uint32_t flags, 
 		struct ib_uverbs_ioctl_hdr h;
 		struct ib_uverbs_attr a[4];
 	} c = { .h = { .length = sizeof(c), .object_id = UVERBS_OBJECT_MR, .method_id = UVERBS_METHOD_ADVISE_MR,
-		       .num_attrs = 4 } };
+		       .num_attrs = 4, .driver_id = RDMA_DRIVER_RXE } };
 	const uint64_t values[4][3] = {
 		{ UVERBS_ATTR_ADVISE_MR_PD_HANDLE, 0, pd->handle },
 		{ UVERBS_ATTR_ADVISE_MR_ADVICE, sizeof(uint64_t), advice },

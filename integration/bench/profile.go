@@ -23,6 +23,16 @@ const profileTime = 5 * time.Second
 // monitoringSocket is the path of the socket where a daemon serves profiles or metrics.
 func monitoringSocket(h *lab.Host) string { return filepath.Join(h.Dir, "monitoring.sock") }
 
+// monitored returns the beginning of a configuration, for daemon, with metrics at monitoringSocket. With -profile start
+// enables them.
+func (b *Bench) monitored(h *lab.Host) string {
+	const network = "networks: [{name: blue, vni: 100}]\n"
+	if b.profiles != "" {
+		return network
+	}
+	return network + fmt.Sprintf("monitoring: {listen: %q}\n", monitoringSocket(h))
+}
+
 // start runs a daemon with configuration y. With -profile it enables the daemon's profiles.
 func (b *Bench) start(ctx context.Context, h *lab.Host, y string) error {
 	if b.profiles != "" {

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -69,11 +68,7 @@ func amongQPs(qps int) func(context.Context, *Bench) (Meter, error) {
 			if err != nil {
 				return nil, err
 			}
-			config := "networks: [{name: blue, vni: 100}]\n"
-			if b.profiles == "" {
-				config += fmt.Sprintf("monitoring: {listen: %q}\n", monitoringSocket(h))
-			}
-			if err := b.daemon(ctx, h, 0, 2+vms, config); err != nil {
+			if err := b.daemon(ctx, h, 0, 2+vms, b.monitored(h)); err != nil {
 				return nil, err
 			}
 			nodes, err := b.attach(h, 0, 2+vms, 256<<20)

@@ -184,15 +184,11 @@ func collectedLatency(ctx context.Context, b *Bench) (m Meter, err error) {
 		if err != nil {
 			return nil, err
 		}
-		config := "networks: [{name: blue, vni: 100}]\n"
-		if b.profiles == "" {
-			config += fmt.Sprintf("monitoring: {listen: %q}\n", monitoringSocket(h))
-		}
 		h.Env = []string{"GOGC=off"}
 		if collects {
 			h.Env = []string{"GOGC=2"}
 		}
-		if err := b.daemon(ctx, h, 0, 2, config); err != nil {
+		if err := b.daemon(ctx, h, 0, 2, b.monitored(h)); err != nil {
 			return nil, err
 		}
 		nodes, err := b.attach(h, 0, 2, 16<<20)

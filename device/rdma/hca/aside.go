@@ -184,7 +184,11 @@ func (c *commandLoop) mayWait(j *job) error {
 
 // continueArrived goes on with the jobs whose wait has ended, and reports whether there were any.
 func (c *commandLoop) continueArrived() (any bool) {
-	for _, j := range c.arrived.take() {
+	arrived := c.arrived.take()
+	if c.ctx.Err() != nil {
+		return false // the stop has ended these waits: finishAside goes on
+	}
+	for _, j := range arrived {
 		any = true
 		c.aside = slices.DeleteFunc(c.aside, func(x *job) bool { return x == j })
 		w := j.wait

@@ -95,6 +95,7 @@ type echo struct {
 	running   map[int]*worker
 	refuse    error // result of SetFeatures
 	startFail error
+	hold      chan struct{} // if not nil, Disconnected returns when it is closed
 }
 
 type worker struct {
@@ -176,6 +177,9 @@ func (e *echo) Disconnected() {
 		e.note("DISCONNECTED WITH QUEUES RUNNING")
 	}
 	e.note("disconnected")
+	if e.hold != nil {
+		<-e.hold
+	}
 }
 
 func (e *echo) SetFeatures(f uint64) error {

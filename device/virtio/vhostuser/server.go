@@ -75,7 +75,7 @@ type Server struct {
 	once     sync.Once
 
 	mu   sync.Mutex
-	conn *net.UnixConn // being served
+	conn *Transport // being served
 }
 
 // Listen makes the socket and serves dev under gvmi. A dead process's socket is replaced; for one that is served the
@@ -140,11 +140,12 @@ func (s *Server) resume() {
 
 // begin serves a connection on its own goroutine; the caller has acquired the slot.
 func (s *Server) begin(c *net.UnixConn, kept Kept) {
+	t := NewTransport(c)
 	s.mu.Lock()
-	s.conn = c
+	s.conn = t
 	s.mu.Unlock()
 	s.wg.Add(1)
-	go s.serve(c, kept)
+	go s.serve(t, kept)
 }
 
 // listen binds another name and renames it, so that the socket never exists with other permissions than configured.
@@ -220,7 +221,8 @@ func (s *Server) Close() error {
 		_ = s.ln.Close()
 		s.mu.Lock()
 		if s.conn != nil {
-			_ = s.conn.Close()
+			// A front end that sees its connection closed may take its memory for unmapped, so the session closes it.
+			s.conn.Stop()
 		}
 		s.mu.Unlock()
 	})
@@ -278,7 +280,7 @@ func (s *Server) pause(d time.Duration) bool {
 	}
 }
 
-func (s *Server) serve(c *net.UnixConn, kept Kept) {
+func (s *Server) serve(t *Transport, kept Kept) {
 	defer s.wg.Done()
 	defer kept.drop(s.cfg.Keeper)
 	defer func() {
@@ -289,12 +291,12 @@ func (s *Server) serve(c *net.UnixConn, kept Kept) {
 	}()
 	select {
 	case <-s.ctx.Done(): // Close may have been called before conn was set
-		_ = c.Close()
+		_ = t.Close()
 		return
 	default:
 	}
-	s.log.Debug("front end connected", "socket", s.cfg.Path, "peer", peer(c))
-	err := newSession(s, c).run(kept)
+	s.log.Debug("front end connected", "socket", s.cfg.Path, "peer", peer(t.c))
+	err := newSession(s, t).run(kept)
 	switch {
 	case err == nil:
 		s.log.Debug("front end disconnected", "socket", s.cfg.Path)

@@ -452,6 +452,43 @@ func TestCloseWhileConnected(t *testing.T) {
 	}
 }
 
+// TestCloseAfterDisconnect: a server that ends closes the connection after the device has let the memory go, not before:
+// a front end takes the end of the connection for a proof of that (TR-5).
+func TestCloseAfterDisconnect(t *testing.T) {
+	dev := newEcho(1)
+	dev.hold = make(chan struct{})
+	path, s := serve(t, dev)
+	m := memory(t)
+	d := open(t, frontend.Config{Path: path, Memory: m})
+	roundTrip(t, d, m, 0, "hello")
+	closed, asked := make(chan struct{}), make(chan error, 1)
+	go func() {
+		s.Close()
+		close(closed)
+	}()
+	dev.wait(t, "the end of the device", func() bool { return slices.Contains(dev.log, "disconnected") })
+	go func() { // asks a server that does not answer any more
+		_, err := d.Client().GetFeatures()
+		asked <- err
+	}()
+	var err error
+	select {
+	case <-d.Gone():
+		t.Error("the back-end channel was closed before the device had ended")
+	case err = <-asked:
+		t.Errorf("the connection was closed before the device had ended: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	close(dev.hold)
+	<-closed
+	if err == nil {
+		err = <-asked
+	}
+	if err == nil {
+		t.Error("a closed connection replied")
+	}
+}
+
 // TestSuccessor: a front end that connects while another is served waits a little, in case that is being torn down, and
 // is then served.
 func TestSuccessor(t *testing.T) {

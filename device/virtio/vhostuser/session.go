@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
@@ -52,8 +51,8 @@ func refuse(format string, a ...any) error {
 // acknowledgement: its next messages do not depend on the request.
 var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 
-func newSession(s *Server, c *net.UnixConn) *session {
-	se := &session{srv: s, dev: s.dev, log: s.log, t: NewTransport(c), space: translate.NewSpace(s.gvmi)}
+func newSession(s *Server, t *Transport) *session {
+	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi)}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
 	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget})
 	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -53,6 +54,8 @@ type Transport struct {
 
 	// Patience bounds how long Recv waits for the start of a message; 0 is for ever. Set it before the first Recv.
 	Patience time.Duration
+
+	stopped atomic.Bool
 }
 
 // NewTransport takes over c.
@@ -62,6 +65,30 @@ func NewTransport(c *net.UnixConn) *Transport {
 
 // Close closes the socket; a blocked Recv returns.
 func (t *Transport) Close() error { return t.c.Close() }
+
+// Stop makes Recv and Send, also blocked ones, fail with net.ErrClosed, while the peer sees no change yet. It may be
+// called on any goroutine.
+func (t *Transport) Stop() {
+	t.stopped.Store(true)
+	_ = t.c.SetDeadline(time.Unix(1, 0))
+}
+
+// until sets a deadline with set, unless Stop has set the last one.
+func (t *Transport) until(set func(time.Time) error, deadline time.Time) error {
+	err := set(deadline)
+	if t.stopped.Load() {
+		return net.ErrClosed
+	}
+	return err
+}
+
+// stop returns net.ErrClosed in place of err after Stop, which causes other errors.
+func (t *Transport) stop(err error) error {
+	if err != nil && t.stopped.Load() {
+		return net.ErrClosed
+	}
+	return err
+}
 
 // CloseWrite tells the peer that no more messages follow.
 func (t *Transport) CloseWrite() error { return t.c.CloseWrite() }
@@ -74,6 +101,7 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 	defer func() {
 		if err != nil {
 			m.Close()
+			err = t.stop(err)
 		}
 	}()
 	var (
@@ -83,7 +111,7 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 	if t.Patience > 0 {
 		deadline = time.Now().Add(t.Patience)
 	}
-	if err := t.c.SetReadDeadline(deadline); err != nil {
+	if err := t.until(t.c.SetReadDeadline, deadline); err != nil {
 		return err
 	}
 	for n := 0; n < HeaderSize; {
@@ -103,7 +131,7 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 			return protoErr("more than %d file descriptors in one message", maxRecvFDs-1)
 		}
 		if n += k; n < HeaderSize {
-			if err := t.c.SetReadDeadline(time.Now().Add(messageTimeout)); err != nil {
+			if err := t.until(t.c.SetReadDeadline, time.Now().Add(messageTimeout)); err != nil {
 				return err
 			}
 		}
@@ -120,7 +148,7 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 	if m.Size == 0 {
 		return nil
 	}
-	if err := t.c.SetReadDeadline(time.Now().Add(messageTimeout)); err != nil {
+	if err := t.until(t.c.SetReadDeadline, time.Now().Add(messageTimeout)); err != nil {
 		return err
 	}
 	m.Body = t.body[:m.Size]
@@ -179,7 +207,7 @@ func (t *Transport) Send(h Header, body []byte, fds ...int) error {
 	if len(fds) > 0 {
 		oob = unix.UnixRights(fds...)
 	}
-	if err := t.c.SetWriteDeadline(time.Now().Add(messageTimeout)); err != nil {
+	if err := t.until(t.c.SetWriteDeadline, time.Now().Add(messageTimeout)); err != nil {
 		return err
 	}
 	n, _, err := t.c.WriteMsgUnix(t.out, oob, nil)
@@ -187,7 +215,7 @@ func (t *Transport) Send(h Header, body []byte, fds ...int) error {
 		_, err = t.c.Write(t.out[n:])
 	}
 	if err != nil {
-		return fmt.Errorf("sending %v: %w", h.Request, err)
+		return fmt.Errorf("sending %v: %w", h.Request, t.stop(err))
 	}
 	return nil
 }

@@ -452,8 +452,8 @@ func TestCloseWhileConnected(t *testing.T) {
 	}
 }
 
-// TestCloseAfterDisconnect: a server that ends closes the connection after the device has let the memory go, not before:
-// a front end takes the end of the connection for a proof of that (TR-5).
+// TestCloseAfterDisconnect: a server that ends closes the connection after the device has let the memory go, not
+// before: a front end takes the end of the connection for a proof of that (TR-5).
 func TestCloseAfterDisconnect(t *testing.T) {
 	dev := newEcho(1)
 	dev.hold = make(chan struct{})

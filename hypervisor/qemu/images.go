@@ -99,9 +99,9 @@ func (b *Builder) Programs(ctx context.Context, src, out string) error {
 	return err
 }
 
-// Container builds the root of another Debian release if it is missing, and returns its disk image.
-func (b *Builder) Container(ctx context.Context) (string, error) {
-	out, err := b.run(ctx, "container")
+// Container builds the root of another Debian release, bookworm or forky, if it is missing, and returns its disk image.
+func (b *Builder) Container(ctx context.Context, release string) (string, error) {
+	out, err := b.run(ctx, "container", release)
 	return strings.TrimSpace(string(out)), err
 }
 

@@ -148,7 +148,8 @@ cache_stale() {
 	cache_check
 	need_root "cleaning the cache"
 	local d name keep
-	keep=" $(qemu_dir) $(kernel_dir) $(guest_dir) $(module_dir) $(container_dir) $(host_dir) "
+	keep=" $(qemu_dir) $(kernel_dir) $(guest_dir) $(module_dir) $(host_dir) "
+	for d in "${CONTAINER_RELEASES[@]}"; do keep+="$(container_dir "$d") "; done
 	for d in "$CACHE"/{qemu,kernel,guest,module,container,host}-*; do
 		name=${d##*/}
 		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(kernel|guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue

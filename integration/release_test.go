@@ -77,7 +77,9 @@ func releaseWhileStopped(ctx context.Context, t *testing.T, h *lab.Host, m *qemu
 	})
 	time.Sleep(stop)
 	check(t, h.Proc.Signal(syscall.SIGCONT))
-	eventually(ctx, t, "the guest's console shows: "+sign, func() bool { return strings.Count(console(t, m), sign) > signs })
+	eventually(ctx, t, "the guest's console shows: "+sign, func() bool {
+		return strings.Count(console(t, m), sign) > signs
+	})
 
 	eventually(ctx, t, "the HCA is back", func() bool {
 		log := run(ctx, t, m, "dmesg")

@@ -2,9 +2,10 @@
 /*
  * released DEVICE GID-INDEX: a process writes by RDMA into its own on-demand region, without end, and releases parts
  * of the region meanwhile. Canaries that are allocated right after a release get the pages that it freed, and must not
- * change, whatever happens to the device (TR-5). /tmp/released.ready appears when writes and releases are going on; on
- * SIGTERM the program ends: with status 2 if a canary has changed, with 0 otherwise, and prints how long the longest
- * release took.
+ * change, whatever happens to the device (TR-5). /tmp/released.ready appears when writes and releases are going on. On
+ * SIGUSR1 the program deregisters the region and goes on; after a round of canaries /tmp/released.gone appears. On
+ * SIGTERM it ends: with status 2 if a canary has changed, with 0 otherwise, and prints how long the longest release
+ * took.
  */
 #include "../common.h"
 #include <fcntl.h>
@@ -25,12 +26,15 @@ static struct ibv_qp *qp, *peer;
 static struct ibv_mr *mr, *source;
 static char *region, *canaries[CANARIES];
 static atomic_ullong written;
-static volatile sig_atomic_t stop;
+static uint32_t rkey;
+static volatile sig_atomic_t stop, deregister;
 
-static void on_term(int sig)
+static void on_signal(int sig)
 {
-	(void)sig;
-	stop = 1;
+	if (sig == SIGUSR1)
+		deregister = 1;
+	else
+		stop = 1;
 }
 
 static char *pages(size_t n, int flags)
@@ -51,7 +55,7 @@ static void *writer(void *arg)
 		struct ibv_sge sge = { .addr = (uintptr_t)source->addr, .length = PART, .lkey = source->lkey };
 		struct ibv_send_wr *bad, wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
 			.send_flags = IBV_SEND_SIGNALED,
-			.wr.rdma = { .remote_addr = (uintptr_t)region + next * PART, .rkey = mr->rkey } };
+			.wr.rdma = { .remote_addr = (uintptr_t)region + next * PART, .rkey = rkey } };
 
 		while (outstanding < DEPTH) {
 			if (ibv_post_send(qp, &wr, &bad))
@@ -99,16 +103,17 @@ static void make_qps(struct ibv_context *ctx, struct ibv_pd *pd, int gid_index)
 
 int main(int argc, char **argv)
 {
-	unsigned long long releases = 0, checked = 0;
+	unsigned long long releases = 0, checked = 0, gone = 0;
 	struct ibv_context *ctx;
 	struct ibv_pd *pd;
 	double longest = 0;
 	pthread_t thread;
 	unsigned i, j = 0;
-	bool ready = false;
+	bool ready = false, told = false;
 
 	check(argc == 3, "usage: released DEVICE GID-INDEX");
-	signal(SIGTERM, on_term);
+	signal(SIGTERM, on_signal);
+	signal(SIGUSR1, on_signal);
 	ctx = open_device(argv[1]);
 	pd = ibv_alloc_pd(ctx);
 	cq = ibv_create_cq(ctx, 2 * DEPTH, NULL, NULL, 0);
@@ -119,6 +124,7 @@ int main(int argc, char **argv)
 	mr = ibv_reg_mr(pd, region, REGION,
 			IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_ON_DEMAND);
 	check(source && mr, "ibv_reg_mr");
+	rkey = mr->rkey;
 	check(!pthread_create(&thread, NULL, writer, NULL), "pthread_create");
 
 	for (i = 0; !stop; i = (i + 1) % CANARIES) {
@@ -137,6 +143,16 @@ int main(int argc, char **argv)
 		if (++releases > 200 && written > 200 && !ready) {
 			ready = open("/tmp/released.ready", O_CREAT | O_WRONLY, 0644) >= 0;
 			check(ready, "/tmp/released.ready");
+		}
+		if (deregister && mr) {
+			if (ibv_dereg_mr(mr))	/* with the device, it was taken away */
+				perror("ibv_dereg_mr");
+			mr = NULL;
+			gone = releases;
+		}
+		if (!mr && releases > gone + CANARIES && !told) {
+			told = open("/tmp/released.gone", O_CREAT | O_WRONLY, 0644) >= 0;
+			check(told, "/tmp/released.gone");
 		}
 	}
 	for (i = 0; i < CANARIES; i++)

@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,12 +32,29 @@ static void must(int err, const char *what)
 		fail(EXIT_SETUP, "%s: %m", what);
 }
 
+#define PARKED (sizeof(((struct chaos *)0)->parked) / sizeof(struct parked))
+
+/* An operation holds the lock. */
+static pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
+static struct chaos *started;
+
+void chaos_start(struct chaos *c)
+{
+	started = c;
+	pulse_add(&c->pulse);
+}
+
+static void examine(const struct parked *k)
+{
+	if (k->p && checksum(k->p, k->n) != k->sum)
+		fail(EXIT_DATA, "a write landed in memory that was released before: %zu bytes now at %p", k->n, k->p);
+}
+
 static void unpark(struct chaos *c, struct parked *k)
 {
+	examine(k);
 	if (!k->p)
 		return;
-	if (checksum(k->p, k->n) != k->sum)
-		fail(EXIT_DATA, "a write landed in memory that was released before: %zu bytes now at %p", k->n, k->p);
 	munmap(k->p, k->n);
 	k->p = NULL;
 	c->parked_checked++;
@@ -44,7 +62,7 @@ static void unpark(struct chaos *c, struct parked *k)
 
 void chaos_park(struct chaos *c, char *p, size_t n)
 {
-	struct parked *k = &c->parked[c->parked_next++ % (sizeof(c->parked) / sizeof(c->parked[0]))];
+	struct parked *k = &c->parked[c->parked_next++ % PARKED];
 
 	unpark(c, k);
 	*k = (struct parked){ p, n, checksum(p, n) };
@@ -54,8 +72,26 @@ void chaos_finish(struct chaos *c)
 {
 	unsigned i;
 
-	for (i = 0; i < sizeof(c->parked) / sizeof(c->parked[0]); i++)
+	pthread_mutex_lock(&running);
+	for (i = 0; i < PARKED; i++)
 		unpark(c, &c->parked[i]);
+	pthread_mutex_unlock(&running);
+}
+
+void chaos_watch(void)
+{
+	uint64_t end;
+	unsigned i;
+
+	if (!opt.watch || !started)
+		return;
+	/* Waits for an operation that waits for the device. Not unlocked: other threads wait for the exit. */
+	pthread_mutex_lock(&running);
+	for (end = now_ms() + opt.watch * 1000ull; now_ms() < end; nap_us(100000))
+		for (i = 0; i < PARKED; i++)
+			examine(&started->parked[i]);
+	say("watched released memory for %d s; longest operation %llu ms", opt.watch,
+	    (unsigned long long)started->longest);
 }
 
 /* Pages just freed are reused first: a mapping filled at once gets the same memory, and a late write shows in it. */
@@ -277,8 +313,14 @@ unsigned long chaos_parse(const char *list)
 
 void chaos_do(struct chaos *c, unsigned op, char *p, size_t n)
 {
+	uint64_t start;
+
+	pthread_mutex_lock(&running);
+	start = now_ms();
 	chaos_ops[op].run(c, p, n);
+	c->longest = now_ms() - start > c->longest ? now_ms() - start : c->longest;
 	c->done[op]++;
+	pthread_mutex_unlock(&running);
 }
 
 void chaos_list(char *buf, size_t len)

@@ -32,6 +32,7 @@ static int usage(void)
 		"             elsewhere: it is in another process, outlives this one, and does not answer\n"
 		"  -H SECONDS after which an operation counts as hung [60]\n"
 		"  -R COUNT   rnr_retry of this side's queue pairs [7]\n"
+		"  -L SECONDS for which it watches released memory when the device or the other side is lost [0]\n"
 		"client only, applies to both sides:\n"
 		"  -w LIST    rdma, atomic, send, ud [rdma]; or access: invalid accesses\n"
 		"  -t SECONDS [5]   -C  continue until all of the region was written and read   -S SEED [1]\n"
@@ -80,7 +81,7 @@ static void parse(int argc, char **argv)
 {
 	int c;
 
-	while ((c = getopt(argc, argv, "d:x:p:m:l:r:c:P:H:R:w:t:CS:s:q:k:h")) != -1)
+	while ((c = getopt(argc, argv, "d:x:p:m:l:r:c:P:H:R:L:w:t:CS:s:q:k:h")) != -1)
 		switch (c) {
 		case 'd': opt.device = optarg; break;
 		case 'x': opt.gid_index = atoi(optarg); break;
@@ -92,6 +93,7 @@ static void parse(int argc, char **argv)
 		case 'P': opt.pager_ms = pager_parse(optarg); break;
 		case 'H': opt.patience = atoi(optarg); break;
 		case 'R': opt.rnr_retry = atoi(optarg); break;
+		case 'L': opt.watch = atoi(optarg); break;
 		case 'w': words(optarg); break;
 		case 't': opt.seconds = atoi(optarg); break;
 		case 'C': opt.cover = true; break;

@@ -54,7 +54,7 @@ struct owner *owner_make(struct nic *n)
 	o->chaos.base = o->base;
 	o->chaos.length = opt.region;
 	o->chaos.random = opt.seed + (opt.server ? 100 : 200);
-	pulse_add(&o->chaos.pulse);
+	chaos_start(&o->chaos);
 	return o;
 }
 

@@ -46,6 +46,7 @@ struct options {
 	int pager_ms;		/* userfaultfd: delay per fault, or PAGER_* */
 	int patience;		/* seconds after which an operation counts as hung */
 	int rnr_retry;
+	int watch;		/* seconds for which an ending side watches memory that it released */
 	/* The client chooses the rest. */
 	unsigned seconds, qps, depth, seed;
 	uint32_t message;	/* maximum, in bytes */
@@ -174,6 +175,7 @@ struct chaos {
 	} parked[32];
 	unsigned parked_next;
 	unsigned long long parked_checked;
+	uint64_t longest;	/* ms of an operation */
 };
 struct chaos_op {
 	const char *name;
@@ -185,7 +187,10 @@ extern const unsigned chaos_count;
 unsigned long chaos_parse(const char *list);
 void chaos_do(struct chaos *c, unsigned op, char *p, size_t n);
 void chaos_park(struct chaos *c, char *p, size_t n);
+void chaos_start(struct chaos *c);
 void chaos_finish(struct chaos *c);	/* checks the memory still parked */
+/* Fails if it changes within opt.watch seconds. No operation begins any more. */
+void chaos_watch(void);
 void chaos_list(char *buf, size_t len);
 
 /* pager.c */

@@ -39,6 +39,8 @@ void fail(int status, const char *fmt, ...)
 	vsnprintf(line, sizeof(line), fmt, ap);
 	va_end(ap);
 	fprintf(stderr, "%s: FAILED: %s\n", role(), line);
+	if (status == EXIT_VERBS || status == EXIT_PEER)
+		chaos_watch();
 	fflush(NULL);
 	_exit(status);	/* other threads still run: no destructors */
 }

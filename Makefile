@@ -59,7 +59,7 @@ test-vm: deps image build ## boots VMs: the whole path from guest application to
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
 
 test-long: deps image build ## the VM tests that `make test` leaves out
-	$(GO) test -count=1 -timeout 90m -v -run '$(LONG)' ./integration
+	$(GO) test -count=1 -timeout 170m -v -run '$(LONG)' ./integration
 
 # Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports
@@ -69,7 +69,7 @@ test-kernels: deps build ## the module without warnings, and its tests in guests
 	@for r in trixie $(KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && \
 		WERROR=1 W=1 vm-images/build module guestdrv/linux $(BUILD)/module-$$r || exit 1; done
 	@for r in $(KERNELS); do export RELEASE=$$r && echo "== guest kernel $$(vm-images/build paths | sed -n s/KVER=//p)" && \
-		$(GO) test -count=1 -timeout 150m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
+		$(GO) test -count=1 -timeout 240m -v -run '$(KERNEL_TESTS)' ./integration || exit 1; done
 
 # Kernels with checks that Debian's lack (vm-images/kernel), and the tests of the module that run in them. KCSAN watches
 # few accesses at a time, so only the tests run that use the module from several processors for long.

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
 // State is the state of a connection as the observed messages show it. An observed message may still be lost in the
@@ -43,10 +44,15 @@ func (s State) String() string { return stateNames[s] }
 // Bound reports whether the connection belongs to a local queue pair (Bind).
 func (c *Conn) Bound() bool { return c.bound }
 
-// PeerWaits reports whether the peer's queue pair retries RNR NAKs for ever. The VM's own message says so: an RNR retry
-// count is what its sender asks of the receiver. But there are programs that use their own count for their own queue
-// pair, so both messages must name 7.
-func (c *Conn) PeerWaits() bool { return c.localForever && c.remoteForever }
+// PeerPatience tells whether the peer's queue pair retries RNR NAKs for ever. The VM's own message says so: an RNR
+// retry count is what its sender asks of the receiver. But there are programs that use their own count for their own
+// queue pair, so both messages must name 7.
+func (c *Conn) PeerPatience() wire.Patience {
+	if c.localForever && c.remoteForever {
+		return wire.PatienceForever
+	}
+	return wire.PatienceEnds
+}
 
 func (s State) over() bool { return s == Closed || s == Rejected }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
 func gid(n byte) [16]byte { return [16]byte{10: 0xff, 11: 0xff, 12: 10, 15: n} }
@@ -110,9 +111,11 @@ func TestLife(t *testing.T) {
 	}
 }
 
+func waits(c *cm.Conn) bool { return c.PeerPatience() == wire.PatienceForever }
+
 // The peer is taken for one that retries RNR NAKs for ever only if both REQ and REP name 7, in their newest copies
 // (HF-1).
-func TestPeerWaits(t *testing.T) {
+func TestPeerPatience(t *testing.T) {
 	for _, tc := range []struct {
 		req, rep uint8
 		want     bool
@@ -120,17 +123,17 @@ func TestPeerWaits(t *testing.T) {
 		a, b := newSide(1), newSide(2)
 		req := cmtest.Message{Kind: cm.REQ, LocalID: 11, QPN: 0x101, RNRRetry: tc.req}
 		x, y := carry(t, 0, a, b, req)
-		if x.PeerWaits() || y.PeerWaits() {
+		if waits(x) || waits(y) {
 			t.Errorf("%+v: known before the REP", tc)
 		}
 		b.table.Bind(0x202, gid(1), 0x101)
 		rep := cmtest.Message{Kind: cm.REP, LocalID: 22, RemoteID: 11, QPN: 0x202, RNRRetry: tc.rep}
 		carry(t, 0, b, a, rep)
-		if x.PeerWaits() != tc.want || y.PeerWaits() != tc.want {
-			t.Errorf("%+v: %v and %v", tc, x.PeerWaits(), y.PeerWaits())
+		if waits(x) != tc.want || waits(y) != tc.want {
+			t.Errorf("%+v: %v and %v", tc, waits(x), waits(y))
 		}
 		rep.RNRRetry = 1
-		if carry(t, 0, b, a, rep); x.PeerWaits() || y.PeerWaits() {
+		if carry(t, 0, b, a, rep); waits(x) || waits(y) {
 			t.Errorf("%+v: another REP is ignored", tc)
 		}
 	}

@@ -56,6 +56,7 @@ type dataSide struct {
 	// Set by control, read by loops.
 	port       atomic.Pointer[Port]
 	up         atomic.Bool // a driver runs the device; an engine clears it when it sets broken
+	paused     atomic.Bool // the VM is paused with queue pairs: engines are frozen, and hold the peers (CO-3)
 	link       atomic.Bool
 	gids       gidTable
 	ahs        atomic.Pointer[ahTable]
@@ -100,8 +101,9 @@ func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 	d.link.Store(true)
 }
 
-// Up implements vswitch.HCAFace: it reports whether a driver runs the device, so that the HCA takes RoCE frames.
-func (d *dataSide) Up() bool { return d.up.Load() }
+// Up implements vswitch.HCAFace: it reports whether a driver runs the device, so that the HCA takes RoCE frames. A
+// paused VM has a driver.
+func (d *dataSide) Up() bool { return d.up.Load() || d.paused.Load() }
 
 func (d *dataSide) space() *translate.Space { return d.mem.Load() }
 

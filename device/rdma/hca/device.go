@@ -203,6 +203,7 @@ func (d *Device) MAC() [6]byte { return d.cfg.MAC }
 // forward the status itself for its generic device.
 func (d *Device) setUp() {
 	d.data.up.Store(d.commands != nil && !d.data.broken.Load())
+	d.data.paused.Store(false)
 }
 
 // Features implements virtio.Device: the ABI has no feature bits yet.
@@ -292,6 +293,7 @@ func (d *Device) teardown() (lost bool) {
 		d.StopQueue(i) // virtio.Device's contract stops it before; a repetition is harmless
 	}
 	d.data.up.Store(false)
+	d.data.paused.Store(false)
 	d.generation.Add(1)
 	return d.wipe()
 }
@@ -389,6 +391,9 @@ func (d *Device) StopQueue(i int) {
 			for _, e := range d.data.engines {
 				e.loop.Do(e.freeze)
 			}
+			d.mu.Lock()
+			d.data.paused.Store(d.tables.qps > 0)
+			d.mu.Unlock()
 		}
 	default:
 		if eq := d.eventQueueAt(i); eq != nil {

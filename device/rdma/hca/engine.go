@@ -237,7 +237,17 @@ func (e *engine) Resume() {
 
 // freeze keeps the engine off guest memory: the front end has stopped the command queue, so
 // the VM is paused (its memory must not change) or the driver is gone (its memory is reused soon).
-func (e *engine) freeze() { e.frozen = true }
+func (e *engine) freeze() {
+	e.frozen = true
+	for i := range e.dev.qps {
+		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+			q.t.Freeze(e.loop.Now())
+		}
+	}
+}
+
+// answersFrozen reports whether frames for a frozen engine are answered, without guest memory (CO-3).
+func (e *engine) answersFrozen() bool { return e.frozen && e.space != nil && !e.dev.broken.Load() }
 
 // thaw ends freeze, and processes timers, doorbells and events that were missed.
 func (e *engine) thaw() {
@@ -249,6 +259,7 @@ func (e *engine) thaw() {
 	defer e.leave(t)
 	for i := range e.dev.qps {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+			q.t.Thaw(e.loop.Now())
 			q.t.Timer(e.loop.Now())
 			e.schedule(q)
 		}

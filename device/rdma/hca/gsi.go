@@ -109,7 +109,7 @@ func (d *dataSide) notePatience(x *cm.Conn) {
 		return
 	}
 	if q := d.qpFor(x.LocalQPN); q != nil {
-		q.peerWaits.Store(x.PeerWaits())
+		q.patience.Store(uint32(x.PeerPatience()))
 	}
 }
 
@@ -130,11 +130,11 @@ func (q *qp) bind(a *roce.Attr) {
 	}
 	c := &q.dev.conns
 	c.mu.Lock()
-	waits := false
+	patience := wire.PatienceUnknown
 	if x := c.table.Bind(q.n, a.AV.DGID, a.DestQPN); x != nil && x.RemoteMAC == a.AV.DMAC {
-		q.path, waits = x.Path, x.PeerWaits()
+		q.path, patience = x.Path, x.PeerPatience()
 	}
-	q.peerWaits.Store(waits)
+	q.patience.Store(uint32(patience))
 	c.mu.Unlock()
 	if port != nil {
 		(*port).ResolveHCA(loop, h, &q.path)
@@ -147,7 +147,7 @@ func (q *qp) unbind() {
 	c := &q.dev.conns
 	c.mu.Lock()
 	c.table.Release(q.engine.loop.Now(), q.n)
-	q.peerWaits.Store(false)
+	q.patience.Store(uint32(wire.PatienceUnknown))
 	c.mu.Unlock()
 }
 

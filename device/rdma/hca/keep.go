@@ -139,8 +139,8 @@ func (q *qp) Release(b *frame.Buf) {
 	q.dev.pool.Unkeep(1)
 }
 
-// PeerWaits implements roce.Adapter.
-func (q *qp) PeerWaits() bool { return q.peerWaits.Load() }
+// PeerPatience implements roce.Adapter.
+func (q *qp) PeerPatience() wire.Patience { return wire.Patience(q.patience.Load()) }
 
 // InHand implements roce.Adapter.
 func (q *qp) InHand(b *frame.Buf) { q.engine.receiving, q.engine.trainPacket = b, nil }

@@ -62,7 +62,7 @@ func (x neighbours) Deliver(l *loop.Loop, b *frame.Buf) {
 	port := d.port.Load()
 	var eth header.Ethernet
 	n, err := eth.Decode(f)
-	if err != nil || port == nil || !d.up.Load() || !d.link.Load() || eth.Src.IsMulticast() {
+	if err != nil || port == nil || !d.Up() || !d.link.Load() || eth.Src.IsMulticast() {
 		return
 	}
 	p, asker := f[n:], eth.Src

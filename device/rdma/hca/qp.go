@@ -57,9 +57,9 @@ type qp struct {
 	deadline int64 // of the transport's timer
 	paceAt   int64 // reserved time of the next send request; 0: none (pace.go)
 
-	path      vswitch.Path                 // RC, UC: to the peer (MT-5)
-	peerWaits atomic.Bool                  // RC: connection management says that the peer retries RNR NAKs for ever
-	source    atomic.Pointer[sourceFilter] // nil: accepts no packet
+	path     vswitch.Path                 // RC, UC: to the peer (MT-5)
+	patience atomic.Uint32                // RC: wire.Patience of the peer as connection management shows it
+	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
 	scheduled bool // on the engine's run list
 	next      *qp

@@ -32,7 +32,7 @@ func (d *dataSide) portMTU() int {
 // any loop and b is only lent; the frame goes to the inbox of its QP's engine.
 // Frames without a QP are dropped and counted there.
 func (d *dataSide) Deliver(l *loop.Loop, b *frame.Buf) {
-	if !d.up.Load() {
+	if !d.Up() {
 		return
 	}
 	if !d.link.Load() {
@@ -151,13 +151,17 @@ func (e *engine) dispatch(p *wire.RoCE) {
 		d.rejected[rejectMAC].Add(1)
 	case !d.gids.has(&p.DstIP, p.V1, vlan):
 		d.rejected[rejectGID].Add(1)
-	case q.typ == roce.GSI && !d.admitGSI(q, p):
+	case q.typ == roce.GSI && (e.frozen || !d.admitGSI(q, p)):
 	default:
 		e.receiveOn(q, p)
 	}
 }
 
 func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
+	if e.frozen {
+		q.t.ReceiveFrozen(e.loop.Now(), p)
+		return
+	}
 	if len(q.kept) > 0 {
 		if !q.keep() {
 			e.keptDrops++
@@ -197,11 +201,11 @@ func (d *dataSide) transmit(q *qp, b *frame.Buf) {
 
 // receive handles a frame from the inbox.
 func (e *engine) receive(b *frame.Buf) {
-	t, ok := e.enter()
-	if !ok {
+	if t, ok := e.enter(); ok {
+		defer e.leave(t)
+	} else if !e.answersFrozen() {
 		return
 	}
-	defer e.leave(t)
 	if b.Offload.GSOSize != 0 {
 		e.receiveTrain(b)
 	} else {

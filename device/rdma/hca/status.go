@@ -20,6 +20,7 @@ type Status struct {
 	Connected bool     `json:"connected"`
 	Up        bool     `json:"up"`
 	Link      bool     `json:"link"`
+	Paused    bool     `json:"paused,omitempty"` // the VM is paused, or its driver has gone and left queue pairs
 	Failed    bool     `json:"failed,omitempty"` // the guest's memory vanished
 	Busy      bool     `json:"busy,omitempty"`   // a command takes long; some fields are left out
 	PortMTU   int      `json:"port_mtu"`
@@ -160,8 +161,8 @@ func (d *Device) Describe() Status {
 	st := d.stats()
 	s := Status{
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
-		Up: d.data.up.Load(), Link: d.data.link.Load(), Failed: d.data.broken.Load(), PortMTU: d.data.portMTU(),
-		Stats: map[string]uint64{},
+		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
+		PortMTU: d.data.portMTU(), Stats: map[string]uint64{},
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {

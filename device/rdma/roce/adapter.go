@@ -2,6 +2,7 @@ package roce
 
 import (
 	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -116,9 +117,9 @@ type Link interface {
 	// InHand tells the adapter that the held frame b is being received from now on; nil: no held frame is.
 	InHand(b *frame.Buf)
 
-	// PeerWaits reports whether connection management shows that the peer retries RNR NAKs for ever (rnr_retry 7). It
-	// is called when a request has met an absent page and its packet does not say so (wire.Patience).
-	PeerWaits() bool
+	// PeerPatience returns what connection management shows about the peer: whether it retries RNR NAKs for ever
+	// (rnr_retry 7). It is called when a request cannot be executed yet and its packet does not say so.
+	PeerPatience() wire.Patience
 }
 
 // Scheduler runs a QP on its loop: it raises the faults that a QP waits for, and calls Run, Timer and Resume.

@@ -123,12 +123,12 @@ func (n *benchNode) Hold(bool) *frame.Buf {
 	n.hand.Ref()
 	return n.hand
 }
-func (n *benchNode) PeerWaits() bool      { return false }
-func (n *benchNode) Release(b *frame.Buf) { b.Free() }
-func (n *benchNode) InHand(b *frame.Buf)  { n.hand = b }
-func (n *benchNode) FaultDelay() int64    { return 200e3 }
-func (n *benchNode) Schedule()            { n.run = true }
-func (n *benchNode) Event(EventKind)      {}
+func (n *benchNode) PeerPatience() wire.Patience { return wire.PatienceUnknown }
+func (n *benchNode) Release(b *frame.Buf)        { b.Free() }
+func (n *benchNode) InHand(b *frame.Buf)         { n.hand = b }
+func (n *benchNode) FaultDelay() int64           { return 200e3 }
+func (n *benchNode) Schedule()                   { n.run = true }
+func (n *benchNode) Event(EventKind)             {}
 
 func benchPair(b testing.TB, typ Type) (x, y *benchNode) {
 	pool, err := frame.NewPool(frame.Config{Count: 1024, Capacity: 8192})

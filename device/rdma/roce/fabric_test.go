@@ -59,7 +59,10 @@ type node struct {
 	invalid  []translate.Key                      // keys invalidated by the peer
 	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
-	waits    bool // connection management says that its peer retries RNR NAKs for ever
+	// What connection management says of its peer: that it retries RNR NAKs for ever, or anything.
+	waits    bool
+	patience wire.Patience
+	paused   bool // its VM is paused: guest memory must not be accessed
 	unmarked bool // its packets do not say what it does after RNR NAKs: rxe, an older vnicd
 	slow     bool // its frames go through the link
 	pad      bool // the frame being sent may be padded
@@ -151,7 +154,15 @@ func (n *node) enter() func() {
 	return func() { n.inCall = false }
 }
 
+// awake fails the test if guest memory is accessed during a pause.
+func (n *node) awake() {
+	if n.paused {
+		n.f.t.Fatalf("%s: guest memory accessed while the VM is paused", n.name)
+	}
+}
+
 func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
+	n.awake()
 	if n.fault != nil && n.fault("fetchsend") != 0 {
 		n.raise(Requester, translate.Miss{})
 		return FetchFault
@@ -179,6 +190,7 @@ func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 }
 
 func (n *node) CompleteSend(w *WQE, c *Completion) {
+	n.awake()
 	if int(w.Seq) != len(n.sends) {
 		n.f.t.Fatalf("%s: send WQE %d completed, want %d", n.name, w.Seq, len(n.sends))
 	}
@@ -186,6 +198,7 @@ func (n *node) CompleteSend(w *WQE, c *Completion) {
 }
 
 func (n *node) FetchRecv(w *RecvWQE) Fetch {
+	n.awake()
 	if n.recvMiss != nil {
 		if r := n.recvMiss(); r != FetchReady {
 			if r == FetchFault {
@@ -208,9 +221,13 @@ func (n *node) FetchRecv(w *RecvWQE) Fetch {
 	return FetchReady
 }
 
-func (n *node) CompleteRecv(w *RecvWQE, c *Completion) { n.recvs = append(n.recvs, cqe{w.ID, *c}) }
+func (n *node) CompleteRecv(w *RecvWQE, c *Completion) {
+	n.awake()
+	n.recvs = append(n.recvs, cqe{w.ID, *c})
+}
 
 func (n *node) miss(what string) (m translate.Miss) {
+	n.awake()
 	if n.fault != nil {
 		if m.Kind = n.fault(what); m.Kind != 0 {
 			m.Len = 8
@@ -389,7 +406,12 @@ func (n *node) Hold(bool) *frame.Buf {
 }
 
 func (n *node) Release(b *frame.Buf) { b.Free() }
-func (n *node) PeerWaits() bool      { return n.waits }
+func (n *node) PeerPatience() wire.Patience {
+	if n.waits {
+		return wire.PatienceForever
+	}
+	return n.patience
+}
 
 func (n *node) InHand(b *frame.Buf) {
 	if n.f.frame = nil; b != nil {
@@ -482,7 +504,11 @@ func (f *fabric) deliver(d *delivery) {
 	if to := f.byQPN(f.p.BTH.DestQP); to != nil {
 		f.frame = d.frame
 		leave := to.enter()
-		to.q.Receive(f.now, &f.p)
+		if to.paused {
+			to.q.ReceiveFrozen(f.now, &f.p)
+		} else {
+			to.q.Receive(f.now, &f.p)
+		}
 		leave()
 	}
 }
@@ -496,7 +522,7 @@ func (f *fabric) step() bool {
 	// A busy loop: frames that arrive within lag may be received before a QP runs.
 	busy := f.lag > 0 && len(f.queue) > 0 && f.queue[0].at <= f.now+f.lag && f.rng.Intn(2) == 0
 	for _, n := range f.nodes {
-		if n.run && !busy {
+		if n.run && !busy && !n.paused {
 			n.run = false
 			leave := n.enter()
 			if n.q.Run(f.now, f.budget) {
@@ -512,7 +538,7 @@ func (f *fabric) step() bool {
 	}
 	var timed *node
 	for _, n := range f.nodes {
-		if n.timer != 0 && (best < 0 && timed == nil || n.timer < next) {
+		if n.timer != 0 && !n.paused && (best < 0 && timed == nil || n.timer < next) {
 			timed, next = n, n.timer
 		}
 	}
@@ -536,7 +562,7 @@ func (f *fabric) step() bool {
 // watched fails if the requester has requests in flight and no timer or schedule to continue without an answer.
 func (n *node) watched() {
 	q := n.q
-	if q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
+	if !n.paused && q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
 		q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
 		q.faults.send.cause == waitNone && !n.run && !q.scheduled {
 		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)

@@ -51,6 +51,7 @@ type QP struct {
 	recovery lossRecovery // detects losses and resends (recovery.go, selective.go)
 	resp     responder    // executes the peer's requests (responder.go)
 	faults   faultWaits   // operations that wait for absent pages (fault.go)
+	frozen   frozen       // the VM is paused (frozen.go)
 
 	flushAt    int64 // Err: when to look again for posted receives
 	flushDelay int64
@@ -93,6 +94,7 @@ func (q *QP) reset() {
 	q.recovery.reset(min(q.cfg.Window, goBackNWindow))
 	q.resp.reset(q.link)
 	q.faults = faultWaits{raised: q.faults.raised}
+	q.frozen = frozen{}
 	if q.timerAt != 0 {
 		q.timerAt = 0
 		q.sched.ArmTimer(0)

@@ -30,17 +30,17 @@ import (
 // memory that never comes occupies no buffers. It is longer than a busy swap device takes.
 const keepTime = 1e9
 
-// peerWaits reports whether the peer is known to retry RNR NAKs for ever: from its newest request, or else from
-// connection management.
-func (q *QP) peerWaits() bool {
-	switch q.resp.patience {
-	case wire.PatienceForever:
-		return true
-	case wire.PatienceEnds:
-		return false
+// patience returns what the peer does after RNR NAKs: from its newest request, or else from connection management.
+func (q *QP) patience() wire.Patience {
+	switch p := q.resp.patience; p {
+	case wire.PatienceForever, wire.PatienceEnds:
+		return p
 	}
-	return q.link.PeerWaits()
+	return q.link.PeerPatience()
 }
+
+// peerWaits reports whether the peer is known to retry RNR NAKs for ever.
+func (q *QP) peerWaits() bool { return q.patience() == wire.PatienceForever }
 
 // ofHost reports whether w waits for the host.
 func (w *wait) ofHost() bool { return w.miss.Kind == translate.HostFault || w.cause == waitQueue }

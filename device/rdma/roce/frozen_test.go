@@ -1,0 +1,137 @@
+package roce
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// pause freezes the QP of n for d ns of virtual time.
+func (f *fabric) pause(n *node, d int64) {
+	n.paused = true
+	n.q.Freeze(f.now)
+	f.after(d, func() {
+		n.paused = false
+		n.q.Thaw(f.now)
+		n.timer = 0
+		n.q.Timer(f.now)
+		n.run = true
+	})
+}
+
+// mixed posts one request of each kind, k times, and returns their number. The regions are 1 at a and 2 at b.
+func (f *fabric) mixed(a, b *node, k int) int {
+	n := 0
+	for range k {
+		for _, op := range []WROpcode{WRWrite, WRSend, WRRead, WRFetchAdd, WRAtomicWrite} {
+			size := 1 + f.rng.Intn(20000)
+			if op == WRFetchAdd || op == WRAtomicWrite {
+				size = 8
+			}
+			b.postRecv(sge(2, 0, 1<<15))
+			a.post(WQE{Opcode: op, RKey: 2, RemoteVA: 1 << 15, SGEs: []SGE{sge(1, 0, size)}})
+			n++
+		}
+	}
+	return n
+}
+
+// A pause of either end or of both loses no connection whose peer waits, however long it is, whatever was in flight
+// (CO-3): between vnicds whatever rnr_retry is, and with other peers that retry RNR NAKs for ever, also if this is not
+// known. fabric fails the test if a paused QP accesses guest memory.
+func TestPause(t *testing.T) {
+	for _, x := range []struct {
+		name string
+		set  func(o *pairOpt, a, b *node)
+		opt  func(o *pairOpt)
+	}{
+		{"vnicd", nil, func(o *pairOpt) { o.rnr, o.retry = 0, 1 }},
+		{"go-back-N", nil, func(o *pairOpt) { o.backA, o.backB, o.retry = true, true, 1 }},
+		{"rxe", func(_ *pairOpt, a, b *node) { a.unmarked, b.unmarked = true, true },
+			func(o *pairOpt) { o.backA, o.backB = true, true }},
+	} {
+		for _, who := range []string{"a", "b", "ab"} {
+			for _, d := range []int64{1e6, 300e6, 60e9} {
+				t.Run(fmt.Sprintf("%s/%s/%d ms", x.name, who, d/1e6), func(t *testing.T) {
+					for seed := range int64(40) {
+						f := newFabric(t, seed)
+						o := opts()
+						x.opt(&o)
+						a, b := f.pair(o)
+						if x.set != nil {
+							x.set(&o, a, b)
+						}
+						a.reg(1, 0, 1<<16, allAccess)
+						b.reg(2, 0, 1<<16, allAccess)
+						n := f.mixed(a, b, 4)
+						done := func() bool { return len(a.sends) == n }
+						at := f.now + f.rng.Int63n(400e3)
+						for f.now < at && !done() && f.step() {
+						}
+						for _, p := range []*node{a, b} {
+							if who == "ab" || who == p.name {
+								f.pause(p, d)
+							}
+						}
+						n += f.mixed(a, b, 1) // posts of a paused end are seen afterwards
+						f.until("all requests", d+60e9, done)
+						a.wantSends(slices.Repeat([]Status{StatusSuccess}, n)...)
+						a.wantState(RTS)
+						b.wantState(RTS)
+					}
+				})
+			}
+		}
+	}
+}
+
+// A paused responder answers duplicates and requests without guest memory.
+func TestFrozenResponder(t *testing.T) {
+	o := opts()
+	o.psnA = 100
+	f, b, sent := lone(t, o)
+	b.reg(2, 0, 1<<16, allAccess)
+	write := func(psn uint32) craft {
+		return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, length: 4, data: []byte("data")}
+	}
+	b.inject(write(100))
+	b.wantResp(sent, ackOf(100))
+	b.paused = true
+	b.q.Freeze(f.now)
+	f.now += 3e6
+	frozen := func(c craft) {
+		t.Helper()
+		fr := b.frame(c)
+		if err := wire.ParseRoCE(fr, header.Locate(fr), &f.p); err != nil {
+			t.Fatal(err)
+		}
+		b.q.ReceiveFrozen(f.now, &f.p)
+	}
+	frozen(write(100)) // executed before
+	b.wantResp(sent, ackOf(100))
+	for range silentRepeats + 1 { // nothing is known of the peer
+		frozen(write(101))
+		b.wantResp(sent)
+	}
+	frozen(write(101))
+	b.wantResp(sent, nakOf(101, wire.SyndromeRNR|rnrCode(3e6)))
+	frozen(write(102)) // not without the one before it
+	frozen(craft{op: wire.OpRCAck, psn: 0, syn: wire.NoCredits})
+	b.wantResp(sent)
+	b.patience = wire.PatienceEnds
+	frozen(write(101)) // an RNR NAK might end the connection
+	b.wantResp(sent)
+	b.patience = wire.PatienceForever
+	f.now += 10e9
+	frozen(write(101))
+	b.wantResp(sent, nakOf(101, wire.SyndromeRNR|rnrCode(maxFrozenWait)))
+	b.paused = false
+	b.q.Thaw(f.now)
+	b.runAll()
+	b.wantResp(sent, ackOf(100)) // PF-9: it may continue at once
+	b.inject(write(101))
+	b.wantResp(sent, ackOf(101))
+}

@@ -122,7 +122,7 @@ func showAll(w io.Writer, s *daemon.Status) {
 	t := table(w)
 	for _, v := range s.VMs {
 		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s%s\n", what(&v), v.Name, v.Network, v.MAC,
-			netState(&v), state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), v.HCA.MRs, dmaState(&v), going(&v))
+			netState(&v), hcaState(&v.HCA), len(v.HCA.QPs), v.HCA.MRs, dmaState(&v), going(&v))
 	}
 	t.Flush()
 }
@@ -147,7 +147,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	if !v.IsApplication() {
 		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
 	}
-	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", state(v.HCA.Connected, v.HCA.Up), v.HCASocket, v.HCA.PortMTU)
+	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", hcaState(&v.HCA), v.HCASocket, v.HCA.PortMTU)
 	if r := v.DMA.Refused; v.DMA.Attribute != translate.UplinkReadWrite || r != (translate.Denied{}) {
 		fmt.Fprintf(w, "dma %v, refused %d reads, %d writes\n", v.DMA.Attribute, r.Reads, r.Writes)
 	}
@@ -248,6 +248,13 @@ func netState(v *daemon.VMStatus) string {
 		return "none"
 	}
 	return state(v.Net.Connected, v.Net.Up())
+}
+
+func hcaState(h *hca.Status) string {
+	if h.Paused {
+		return "paused"
+	}
+	return state(h.Connected, h.Up)
 }
 
 func state(connected, up bool) string {

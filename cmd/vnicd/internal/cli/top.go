@@ -104,7 +104,7 @@ func showTop(w io.Writer, before, now *daemon.Status) {
 	for _, l := range loads(before, now) {
 		v := l.VM
 		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%s\t%s\t%s\n", v.Name, state(v.Net.Connected, v.Net.Up()),
-			state(v.HCA.Connected, v.HCA.Up), len(v.HCA.QPs), rate(l.RDMAInBytes), rate(l.RDMAOutBytes), rate(l.EthInBytes),
+			hcaState(&v.HCA), len(v.HCA.QPs), rate(l.RDMAInBytes), rate(l.RDMAOutBytes), rate(l.EthInBytes),
 			rate(l.EthOutBytes), rate(l.GuestFaults+l.HostFaults), v.HCA.Faults.Parked, rate(l.Resent), rate(l.Dropped()),
 			mib(v.Memory.Resident))
 	}

@@ -28,7 +28,7 @@ func (a *app) vmCmd() *cobra.Command {
 			t := table(a.out)
 			for _, v := range s.VMs {
 				fmt.Fprintf(t, "%s\tnetwork %s\tmac %s\tnet %s\thca %s%s\n", v.Name, v.Network, v.MAC,
-					netState(&v), state(v.HCA.Connected, v.HCA.Up), dmaState(&v))
+					netState(&v), hcaState(&v.HCA), dmaState(&v))
 			}
 			return t.Flush()
 		},

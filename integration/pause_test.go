@@ -1,0 +1,112 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/integration/lab"
+)
+
+// TestPausedVM: QEMU's `stop` and `cont` for longer than any retry limit, of either end of a connection or of both,
+// with the other end on the same host, on another, or on Linux rxe: programs go on (CO-3).
+func TestPausedVM(t *testing.T) {
+	l, ctx := newLab(t)
+	w := wiredHosts(t, l)
+	vmC := lab.VM{Name: "vm3", MAC: "02:00:00:00:00:03", Addr: "10.0.0.3/24"}
+	vmD := lab.VM{Name: "vm4", MAC: "02:00:00:00:00:04", Addr: "10.0.0.4/24", NoHCA: true}
+	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", vmA, vmC)))
+	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vmB, vmD)))
+	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
+	var err error
+	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, vmA)), must[qemu.Config](t)(w.b.Config(ctx, vmB)),
+		must[qemu.Config](t)(w.a.Config(ctx, vmC)), must[qemu.Config](t)(w.b.Config(ctx, vmD)))
+	check(t, err)
+	var ends []lab.End
+	for i, v := range []lab.VM{vmA, vmB, vmC} {
+		check(t, lab.LoadModule(ctx, w.vms[i]))
+		ends = append(ends, must[lab.End](t)(lab.NewEnd(ctx, w.vms[i], lab.Device, v.Addr)))
+	}
+	check(t, harness.AddRXE(ctx, w.vms[3], "rxe0", "eth0"))
+	check(t, lab.WaitRDMA(ctx, w.vms[3], "rxe0"))
+	ends = append(ends, must[lab.End](t)(lab.NewEnd(ctx, w.vms[3], "rxe0", vmD.Addr)))
+
+	for _, p := range []pausedRun{
+		{"the responder, the other host writes", 1, 0, []int{0}, time.Minute},
+		{"the requester, to the other host", 0, 1, []int{0}, 20 * time.Second},
+		{"the responder, on its host", 2, 0, []int{0}, 20 * time.Second},
+		{"both ends, on one host", 0, 2, []int{0, 2}, 20 * time.Second},
+		{"the responder, rxe writes", 3, 0, []int{0}, 20 * time.Second},
+		{"the requester, to rxe", 0, 3, []int{0}, 20 * time.Second},
+	} {
+		t.Run(p.name, func(t *testing.T) { w.pause(ctx, t, ends, &p) })
+	}
+	quietKernels(ctx, t, w.vms...)
+}
+
+// pausedRun is a stream of WRITEs and one of READs from client to server, during which VMs are paused.
+type pausedRun struct {
+	name           string
+	client, server int   // of the ends
+	paused         []int // VMs
+	time           time.Duration
+}
+
+func (w *twoHosts) pause(ctx context.Context, t *testing.T, ends []lab.End, p *pausedRun) {
+	const line = "exec timeout -k 5 400 %s -F -p %d -d %s -x %d --run_infinitely -D 1 %s"
+	c, s := ends[p.client], ends[p.server]
+	packets := func() uint64 {
+		st := hcaStatus(ctx, t, w.a, "vm1").Stats
+		return st["rx_packets"] + st["tx_packets"] // local messages count, too
+	}
+	moves := func(when string) {
+		t.Helper()
+		before := packets()
+		eventually(ctx, t, "traffic "+when, func() bool { return packets() > before+1000 })
+	}
+	type program struct {
+		name string
+		vm   *qemu.Machine
+		*qemu.Process
+	}
+	var running []program
+	start := func(e lab.End, name, line string) {
+		t.Helper()
+		running = append(running, program{name, e.VM, must[*qemu.Process](t)(e.VM.StartShell(ctx, line))})
+	}
+	for i, name := range []string{"ib_write_bw", "ib_read_bw"} {
+		port := 18515 + i
+		start(s, name+", the server", fmt.Sprintf(line, name, port, s.Device, s.GID, ""))
+		check(t, harness.WaitGuest(ctx, s.VM, fmt.Sprintf("ss -ltn | grep -q :%d", port)))
+		start(c, name, fmt.Sprintf(line, name, port, c.Device, c.GID, s.Addr))
+	}
+	moves("at first")
+
+	for _, i := range p.paused {
+		check(t, w.vms[i].QMP().Run(ctx, "stop", nil, nil))
+	}
+	eventually(ctx, t, "`vnicd status` says paused", func() bool {
+		return strings.Contains(must[string](t)(w.a.CLI(ctx, "status", "vm1")), "hca paused")
+	})
+	time.Sleep(p.time)
+	for _, i := range slices.Backward(p.paused) {
+		check(t, w.vms[i].QMP().Run(ctx, "cont", nil, nil))
+	}
+	began := time.Now()
+	moves("after the pause")
+	t.Logf("traffic %v after `cont`", time.Since(began))
+	for _, x := range running {
+		if r := must[qemu.Result](t)(x.vm.Shell(ctx, fmt.Sprintf("kill -0 %d", x.PID()))); r.ExitCode != 0 {
+			r = must[qemu.Result](t)(x.Wait(ctx))
+			t.Errorf("%s ended with status %d: %s", x.name, r.ExitCode, tail(r.Stdout+r.Stderr, 500))
+		}
+	}
+	for _, x := range running {
+		check(t, x.Kill(ctx))
+	}
+}

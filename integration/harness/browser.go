@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -167,6 +168,11 @@ func (b *Browser) listen() {
 		case m.Method == "Runtime.exceptionThrown":
 			b.errors = append(b.errors, p.ExceptionDetails.Text+" "+p.ExceptionDetails.Exception.Description)
 		case m.Method == "Log.entryAdded" && (p.Entry.Level == "error" || p.Entry.Level == "warning"):
+			// Chromium ends its requests when an interface of the namespace gets an address, as some do when a test
+			// begins. The page asks again.
+			if strings.Contains(p.Entry.Text, "ERR_NETWORK_CHANGED") {
+				break
+			}
 			b.errors = append(b.errors, p.Entry.Text+" "+p.Entry.URL)
 		case m.Method == "Network.requestWillBeSent":
 			b.requests = append(b.requests, p.Request.URL)

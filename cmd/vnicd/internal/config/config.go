@@ -105,6 +105,8 @@ type Debug struct {
 type Monitoring struct {
 	// Listen is HOST:PORT, or the absolute path of a unix socket. "": no server.
 	Listen string
+	// Names are host names by which clients may address the server, besides that in Listen, IP addresses and localhost.
+	Names []string
 	// PProf serves Go's profiles too.
 	PProf bool
 	// Page serves the web page too.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -19,7 +20,7 @@ engines: 2
 spin: 5us
 engine-cpus: 3,0
 engine-nice: 5
-monitoring: {listen: "[::1]:9469", pprof: yes}
+monitoring: {listen: "[::1]:9469", pprof: yes, names: [host1, host1.example]}
 vtep:
   local: 192.0.2.1
   dscp: af41
@@ -96,7 +97,8 @@ func TestParseGood(t *testing.T) {
 	if c.Control != "/run/v/vnicd.sock" {
 		t.Errorf("control %q", c.Control)
 	}
-	if want := (Monitoring{Listen: "[::1]:9469", PProf: true}); c.Monitoring != want {
+	mon := Monitoring{Listen: "[::1]:9469", PProf: true, Names: []string{"host1", "host1.example"}}
+	if !reflect.DeepEqual(c.Monitoring, mon) {
 		t.Errorf("monitoring %+v", c.Monitoring)
 	}
 	if _, err := c.VM("z"); err == nil || !strings.Contains(err.Error(), "a, b") {
@@ -193,6 +195,8 @@ func TestParseMistakes(t *testing.T) {
 		{"monitoring port", "monitoring: {listen: \"localhost:0\"}", "monitoring listen must be HOST:PORT"},
 		{"monitoring page", "monitoring: {page: perhaps}", "x.yaml:1: monitoring page must be"},
 		{"monitoring nowhere", "monitoring: {pprof: true}", "x.yaml:1: monitoring needs `listen`"},
+		{"monitoring names", "monitoring: {page: true, names: [\"host1:9469\"]}",
+			"x.yaml:1: monitoring names must be host names such as host1.example, without port, found \"host1:9469\""},
 		{"monitoring path", "monitoring: {listen: /" + strings.Repeat("x", 120) + "}", "monitoring listen is 121 bytes long"},
 		{"relative", "run-dir: here", "run-dir must be an absolute path"},
 		{"vni", "networks:\n  - name: a\n    vni: 16777216", "x.yaml:3: vni must be a number from 1 to 16777215"},

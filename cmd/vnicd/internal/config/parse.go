@@ -390,6 +390,19 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 			}
 			m.Listen = s
 		},
+		"names": func(n *yaml.Node) {
+			p.sequence(n, "monitoring names", func(e *yaml.Node) {
+				s, ok := p.scalar(e, "a name of the server")
+				if !ok {
+					return
+				}
+				if len(s) > 253 || !nameRule.MatchString(s) {
+					p.errs.add(e.Line, "monitoring names must be host names such as host1.example, without port, found %q", s)
+					return
+				}
+				m.Names = append(m.Names, s)
+			})
+		},
 		"pprof": p.boolean("monitoring pprof", &m.PProf),
 		"page":  p.boolean("monitoring page", &m.Page),
 	})

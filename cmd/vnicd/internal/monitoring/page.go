@@ -4,12 +4,9 @@ import (
 	"embed"
 	"encoding/json"
 	"io/fs"
-	"net"
 	"net/http"
-	"net/netip"
 	"path"
 	"strconv"
-	"strings"
 	"time"
 )
 
@@ -26,8 +23,8 @@ var fileTypes = map[string]string{
 	".svg": "image/svg+xml",
 }
 
-// servePage adds the page and its data to mux. where is the server's address.
-func servePage(mux *http.ServeMux, s *sampler, where string) {
+// servePage adds the page and its data to mux.
+func servePage(mux *http.ServeMux, s *sampler) {
 	files, _ := fs.Sub(pageFiles, "page")
 	entries, _ := fs.ReadDir(files, ".")
 	for _, e := range entries {
@@ -37,12 +34,12 @@ func servePage(mux *http.ServeMux, s *sampler, where string) {
 		if name == "index.html" {
 			pattern = "GET /{$}"
 		}
-		mux.Handle(pattern, guarded(where, func(w http.ResponseWriter, _ *http.Request) {
+		mux.Handle(pattern, withPolicy(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", fileTypes[path.Ext(name)])
 			_, _ = w.Write(text)
 		}))
 	}
-	mux.Handle("GET /v1/overview", guarded(where, func(w http.ResponseWriter, r *http.Request) {
+	mux.Handle("GET /v1/overview", withPolicy(func(w http.ResponseWriter, r *http.Request) {
 		q := r.URL.Query()
 		var since uint64
 		if t := q.Get("since"); t != "" {
@@ -62,37 +59,20 @@ func servePage(mux *http.ServeMux, s *sampler, where string) {
 	}))
 }
 
-// guarded refuses requests whose Host is not this server's. Otherwise a foreign page whose name is made to resolve to
-// our address (DNS rebinding) would be of our origin.
-func guarded(where string, h http.HandlerFunc) http.Handler {
+// withPolicy sends a file or data of the page.
+func withPolicy(h http.HandlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		head := w.Header()
-		head.Set("Content-Security-Policy", policy)
-		head.Set("X-Content-Type-Options", "nosniff")
-		head.Set("Referrer-Policy", "no-referrer")
-		head.Set("Cross-Origin-Resource-Policy", "same-origin")
-		head.Set("Cross-Origin-Opener-Policy", "same-origin")
-		head.Set("Cache-Control", "no-store")
-		if !ownName(r.Host, where) {
-			http.Error(w, "address this server by its IP address, as localhost, or by the name in monitoring.listen",
-				http.StatusForbidden)
-			return
-		}
+		setPolicy(w.Header())
 		h(w, r)
 	})
 }
 
-// ownName reports whether a Host header names this server: by an IP address, which needs no name service, as localhost,
-// or by the name in the configured address.
-func ownName(host, where string) bool {
-	name := host
-	if h, _, err := net.SplitHostPort(host); err == nil {
-		name = h
-	}
-	name = strings.Trim(name, "[]")
-	if _, err := netip.ParseAddr(name); err == nil || strings.EqualFold(name, "localhost") {
-		return true
-	}
-	own, _, err := net.SplitHostPort(where)
-	return err == nil && own != "" && strings.EqualFold(name, own)
+// setPolicy sets the headers that confine the page.
+func setPolicy(head http.Header) {
+	head.Set("Content-Security-Policy", policy)
+	head.Set("X-Content-Type-Options", "nosniff")
+	head.Set("Referrer-Policy", "no-referrer")
+	head.Set("Cross-Origin-Resource-Policy", "same-origin")
+	head.Set("Cross-Origin-Opener-Policy", "same-origin")
+	head.Set("Cache-Control", "no-store")
 }

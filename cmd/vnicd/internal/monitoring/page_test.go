@@ -108,8 +108,8 @@ func TestPagePolicy(t *testing.T) {
 	}
 	for _, p := range paths {
 		for host, want := range map[string]int{"127.0.0.1:9469": 200, "[::1]:9469": 200, "localhost": 200,
-			"LOCALHOST:80": 200, "203.0.113.9": 200, "evil.example": 403, "evil.example:9469": 403,
-			"127.0.0.1.evil.example": 403, "": 403} {
+			"LOCALHOST:80": 200, "203.0.113.9": 200, "evil.example": 421, "evil.example:9469": 421,
+			"127.0.0.1.evil.example": 421, "": 421} {
 			req, _ := http.NewRequest("GET", "http://vnicd"+p, nil)
 			if req.Host = host; host == "" {
 				req.Host = "vnicd"
@@ -128,7 +128,8 @@ func TestPagePolicy(t *testing.T) {
 			}
 		}
 	}
-	if !ownName("Monitor.example:9469", "monitor.example:9469") || ownName("x.example", ":9469") || ownName("", ":9469") {
+	if own := []string{"monitor.example"}; !ownName("Monitor.example:9469", own) || ownName("x.example", own) ||
+		ownName("x.example", nil) || ownName("", own) || ownName("", []string{""}) {
 		t.Error("the page is served under a name of the configuration")
 	}
 }

@@ -6,6 +6,8 @@
 //	GET /debug/pprof/   profiles, if enabled
 //	GET /               the web page, if enabled
 //	GET /v1/overview    the page's data, as JSON
+//
+// Requests for other host names than the server's own are refused, whatever their path; see ownHost.
 package monitoring
 
 import (
@@ -65,14 +67,14 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 	mux := handler(src, cfg.PProf, log)
 	s := &Server{
 		srv: &http.Server{
-			Handler: mux, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+			Handler: ownHost(cfg, mux), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
 			WriteTimeout: writeTime, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10,
 		},
 		done: make(chan struct{}),
 	}
 	if cfg.Page {
 		s.sampler = startSampler(src)
-		servePage(mux, s.sampler, cfg.Listen)
+		servePage(mux, s.sampler)
 	}
 	go func() {
 		defer close(s.done)

@@ -22,6 +22,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if os.Getenv(noCapset) != "" {
+		withoutCapset(os.Args[1:])
+	}
 	if os.Getenv(asVNICD) != "" {
 		os.Exit(Main("test", os.Args[1:], os.Stdout, os.Stderr))
 	}

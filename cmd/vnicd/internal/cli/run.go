@@ -27,7 +27,9 @@ serves them until SIGINT or SIGTERM. SIGHUP acts as "vnicd reload". Each VM has 
 sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at any time.
 
 TAP ports need CAP_NET_ADMIN, BGP on its standard port CAP_NET_BIND_SERVICE, and the
-short path of TAP ports CAP_BPF at the start. Everything else runs without privileges.`,
+short path of TAP ports CAP_BPF at the start, which vnicd then drops. Everything else runs
+without privileges. Once started, the process cannot start programs, load others into the
+kernel, mount, trace or use keyrings (seccomp(2)).`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()
@@ -48,7 +50,7 @@ short path of TAP ports CAP_BPF at the start. Everything else runs without privi
 			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 			defer signal.Stop(signals)
 
-			d, err := daemon.Start(cfg, a.version, log)
+			d, err := daemon.Start(cfg, a.version, log, daemon.Confined)
 			if err != nil {
 				return err
 			}

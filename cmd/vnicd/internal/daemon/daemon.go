@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/confine"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
@@ -39,9 +40,10 @@ const bigBuffers = 16
 
 // Daemon is a running host.
 type Daemon struct {
-	version string
-	log     hclog.Logger
-	started time.Time
+	version  string
+	log      hclog.Logger
+	started  time.Time
+	confined bool
 
 	loops  []*loop.Loop
 	probes [loop.MaxLoops]probe // one per loop
@@ -93,10 +95,18 @@ func (u *undo) run() {
 // engine.
 func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.Engines) }
 
+// Option changes what Start does.
+type Option uint8
+
+// Confined makes Start forbid the system calls that vnicd does not need once it serves (confine.AfterStart), before
+// anybody can connect: for the whole process and for good, so it must not start programs either.
+const Confined Option = 1
+
 // Start sets up everything in cfg and serves it until Close. After an error nothing is left.
-func Start(cfg *config.Config, version string, log hclog.Logger) (*Daemon, error) {
+func Start(cfg *config.Config, version string, log hclog.Logger, options ...Option) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{},
-		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs),
+		confined: slices.Contains(options, Confined)}
 	d.kept = d.store.Kept()
 	steps := []func() error{
 		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
@@ -213,11 +223,26 @@ func (d *Daemon) makeVTEP() error {
 	return nil
 }
 
-// renounce drops the capability that was needed only to load the VTEP's programs, so that an attacker in this process
-// cannot load others.
+// renounce drops the rights that were needed only to load the VTEP's programs, so that an attacker in this process
+// cannot load others or start a program. A daemon that keeps them does not start.
 func (d *Daemon) renounce() error {
-	if err := dropCapability(unix.CAP_BPF); err != nil {
-		d.log.Debug("CAP_BPF stays", "why", err)
+	err := confine.Drop(unix.CAP_BPF)
+	if errors.Is(err, confine.ErrCgo) && confine.Holds(unix.CAP_SYS_ADMIN) {
+		// CAP_SYS_ADMIN includes CAP_BPF (capabilities(7)): without the one, the other would remain.
+		d.log.Warn("vnicd runs with CAP_SYS_ADMIN, and so with the right to load programs into the kernel; use the package's unit")
+		err = nil
+	}
+	if err != nil {
+		return fmt.Errorf("cannot drop CAP_BPF, with which a compromised vnicd could load programs into the kernel: %w; to run "+
+			"without the short path, set `short-path: false` and start vnicd without this capability (with systemd: drop-in of "+
+			"vnicd.service, see SECURITY.md)", err)
+	}
+	if !d.confined {
+		return nil
+	}
+	if err := confine.Forbid(confine.AfterStart); err != nil {
+		return fmt.Errorf("cannot forbid system calls that vnicd does not need, which would let a compromised vnicd start "+
+			"programs: %w; the kernel needs CONFIG_SECCOMP_FILTER, and a container's own filter must allow seccomp(2)", err)
 	}
 	return nil
 }

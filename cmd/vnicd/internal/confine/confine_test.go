@@ -1,0 +1,152 @@
+package confine
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// role makes the test binary act as a process that gives up rights, because a test cannot get them back.
+const role = "VNICD_TEST_CONFINE"
+
+var roles = map[string]func() error{"filter": filtered, "drop": dropped, "refused": refused}
+
+func TestMain(m *testing.M) {
+	if f := roles[os.Getenv(role)]; f != nil {
+		if err := f(); err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+func as(t *testing.T, name string) string {
+	t.Helper()
+	c := exec.Command(os.Args[0])
+	c.Env = append(os.Environ(), role+"="+name)
+	out, err := c.CombinedOutput()
+	if err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	return string(out)
+}
+
+// onThreads runs f on n threads that exist before change, on the one that calls change, and on one that it creates.
+func onThreads(n int, change, f func() error) error {
+	var ready, done sync.WaitGroup
+	changed := make(chan struct{})
+	errs := make([]error, n+2)
+	ready.Add(n)
+	for i := range n {
+		done.Go(func() {
+			runtime.LockOSThread()
+			ready.Done()
+			<-changed
+			errs[i] = f()
+		})
+	}
+	ready.Wait()
+	err := change()
+	close(changed)
+	if err != nil {
+		done.Wait()
+		return err
+	}
+	errs[n] = f()
+	done.Go(func() {
+		runtime.LockOSThread()
+		errs[n+1] = f()
+	})
+	done.Wait()
+	return errors.Join(errs...)
+}
+
+// TestForbid: what vnicd does not need once it serves fails on every thread; the rest works.
+func TestForbid(t *testing.T) { as(t, "filter") }
+
+func filtered() error {
+	tries := func() error {
+		var errs []error
+		for _, c := range AfterStart {
+			var args [2]uintptr
+			if c.Except != nil {
+				args[0] = unix.BPF_PROG_LOAD
+			}
+			if _, _, errno := unix.Syscall(c.Number, args[0], 0, 0); errno != unix.EPERM {
+				errs = append(errs, fmt.Errorf("system call %d: %v", c.Number, errno))
+			}
+			for _, x := range c.Except {
+				// As root: another error, about the missing arguments.
+				if _, _, errno := unix.Syscall(c.Number, uintptr(x), 0, 0); errno == unix.EPERM || errno == 0 {
+					errs = append(errs, fmt.Errorf("system call %d with %d: %v", c.Number, x, errno))
+				}
+			}
+		}
+		if runtime.GOARCH == "amd64" {
+			if _, _, errno := unix.Syscall(x32|unix.SYS_EXECVE, 0, 0, 0); errno != unix.EPERM {
+				errs = append(errs, fmt.Errorf("execve of the x32 ABI: %v", errno))
+			}
+		}
+		if err := exec.Command("/bin/true").Run(); !errors.Is(err, unix.EPERM) {
+			errs = append(errs, fmt.Errorf("a program: %w", err))
+		}
+		if _, err := os.ReadFile("/proc/self/status"); err != nil {
+			errs = append(errs, err)
+		}
+		return errors.Join(errs...)
+	}
+	return onThreads(4, func() error { return Forbid(AfterStart) }, tries)
+}
+
+// TestDrop: no thread keeps a capability that was dropped; with cgo, which the race detector needs, Drop says that it
+// cannot.
+func TestDrop(t *testing.T) { as(t, "drop") }
+
+func dropped() error {
+	none := func() error {
+		if Holds(unix.CAP_BPF) {
+			return errors.New("a thread holds it")
+		}
+		// It cannot come back.
+		sets, err := capabilities(0)
+		if err != nil {
+			return err
+		}
+		sets[1].Permitted |= 1 << (unix.CAP_BPF - 32)
+		h := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		if err := unix.Capset(&h, &sets[0]); !errors.Is(err, unix.EPERM) {
+			return fmt.Errorf("taking it back: %w", err)
+		}
+		return nil
+	}
+	err := onThreads(4, func() error { return Drop(unix.CAP_BPF) }, none)
+	if errors.Is(err, ErrCgo) {
+		return nil
+	}
+	return errors.Join(err, Drop(unix.CAP_BPF)) // nothing is left to drop
+}
+
+// TestDropRefused: Drop fails if the kernel refuses, and verifyDropped finds the threads that have the capability.
+func TestDropRefused(t *testing.T) { as(t, "refused") }
+
+func refused() error {
+	if err := verifyDropped(unix.CAP_BPF); err == nil || !strings.Contains(err.Error(), "still has it") {
+		return fmt.Errorf("a capability that all threads have: %w", err)
+	}
+	if err := Forbid([]Call{{Number: unix.SYS_CAPSET}}); err != nil {
+		return err
+	}
+	if err := Drop(unix.CAP_BPF); !errors.Is(err, unix.EPERM) && !errors.Is(err, ErrCgo) {
+		return fmt.Errorf("capset is refused, but Drop returns %w", err)
+	}
+	return nil
+}

@@ -4,30 +4,30 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net"
 	"os"
 	"sync"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
 // ErrInUse is wrapped by Listen's error if the socket is being served already.
-var ErrInUse = errors.New("socket is in use")
+var ErrInUse = localsocket.ErrInUse
 
 // Config of a Server.
 type Config struct {
 	Path string       // of the socket
 	Mode os.FileMode  // of the socket; 0 means 0660
-	UID  int          // owner; 0 or less: the daemon's own
-	GID  int          // likewise
 	Log  hclog.Logger // nil: silent
+	// Owner, if set, are the only processes besides root's that may open the socket. The server also asks who each front
+	// end is (SO_PEERCRED), those of the previous process too, and refuses others.
+	Owner *localsocket.Owner
 	// VMs, if set, is the host's GVM identifier table: the memory of each connection is bound there while it lasts (PF-1).
 	VMs *translate.GVMTable
 	// Attribute, if set, applies to the memory of each connection (PF-3); the servers of one VM share it.
@@ -60,8 +60,7 @@ type Server struct {
 	dev  virtio.Device
 	gvmi translate.GVMI
 	log  hclog.Logger
-	ln   *net.UnixListener
-	file fileID // of the socket in the file system
+	ln   *localsocket.Listener
 
 	offer  uint64 // virtio features
 	protos uint64 // protocol features
@@ -94,9 +93,9 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	if c := dev.ConfigSize(); c < 0 || c > MaxConfigSize {
 		return nil, fmt.Errorf("vhostuser: a device with %d bytes of configuration, want at most %d", c, MaxConfigSize)
 	}
-	ln, id, err := listen(cfg)
+	ln, err := localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
 	}
 	s := &Server{
 		cfg: cfg, dev: dev, gvmi: gvmi, log: cfg.Log, ln: ln,
@@ -105,7 +104,6 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 		queues:   n,
 		patience: takeoverPatience,
 		slot:     make(chan struct{}, 1),
-		file:     id,
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	if dev.ConfigSize() > 0 {
@@ -127,7 +125,14 @@ func (s *Server) resume() {
 	}
 	kept := s.cfg.Kept.of(s.cfg.KeepAs)
 	c, err := kept.connection(s.cfg.KeepAs)
+	if c != nil && !s.admits(c) {
+		_ = c.Close()
+		c = nil
+	}
 	if c == nil {
+		if kept != nil {
+			_ = s.cfg.Keeper.Forget(s.cfg.KeepAs) // at worst the next process finds and drops it
+		}
 		if err != nil {
 			s.log.Error("connection of the previous vnicd cannot be resumed", "socket", s.cfg.Path, "error", err)
 		}
@@ -148,76 +153,11 @@ func (s *Server) begin(c *net.UnixConn, kept Kept) {
 	go s.serve(t, kept)
 }
 
-// listen binds another name and renames it, so that the socket never exists with other permissions than configured.
-func listen(cfg Config) (*net.UnixListener, fileID, error) {
-	fail := func(err error) (*net.UnixListener, fileID, error) {
-		return nil, fileID{}, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
-	}
-	if err := clearStale(cfg.Path); err != nil {
-		return fail(err)
-	}
-	tmp := fmt.Sprintf("%s.%d", cfg.Path, os.Getpid())
-	if room := len(unix.RawSockaddrUnix{}.Path) - 1; len(tmp) > room {
-		return fail(fmt.Errorf("path is %d bytes too long for a socket", len(tmp)-room))
-	}
-	_ = os.Remove(tmp)
-	ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: tmp, Net: "unix"})
-	if err != nil {
-		return fail(err)
-	}
-	ln.SetUnlinkOnClose(false)
-	var st unix.Stat_t
-	err = errors.Join(os.Chmod(tmp, cfg.Mode), os.Chown(tmp, orKeep(cfg.UID), orKeep(cfg.GID)), unix.Lstat(tmp, &st))
-	if err == nil {
-		err = os.Rename(tmp, cfg.Path)
-	}
-	if err != nil {
-		_ = ln.Close()
-		_ = os.Remove(tmp)
-		return fail(err)
-	}
-	return ln, fileID{st.Dev, st.Ino}, nil
-}
-
-// orKeep maps 0 to "unchanged": the zero Config must not mean root.
-func orKeep(id int) int {
-	if id <= 0 {
-		return -1
-	}
-	return id
-}
-
-func clearStale(path string) error {
-	st, err := os.Lstat(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if st.Mode()&fs.ModeSocket == 0 {
-		return errors.New("exists and is not a socket")
-	}
-	c, err := net.DialTimeout("unix", path, time.Second)
-	if err == nil {
-		_ = c.Close()
-		return ErrInUse
-	}
-	if !errors.Is(err, unix.ECONNREFUSED) {
-		return fmt.Errorf("cannot tell whether the socket is in use: %w", err)
-	}
-	return nil // rename replaces it
-}
-
 // Close ends the connection, if any, and removes the socket. It returns after the device has been disconnected. It may
 // be called twice.
 func (s *Server) Close() error {
 	s.once.Do(func() {
 		s.cancel()
-		// Another daemon may have replaced the socket.
-		if s.ours() {
-			_ = os.Remove(s.cfg.Path)
-		}
 		_ = s.ln.Close()
 		s.mu.Lock()
 		if s.conn != nil {
@@ -228,12 +168,6 @@ func (s *Server) Close() error {
 	})
 	s.wg.Wait()
 	return nil
-}
-
-// ours reports whether the path still leads to this server's listener.
-func (s *Server) ours() bool {
-	var st unix.Stat_t
-	return unix.Lstat(s.cfg.Path, &st) == nil && fileID{st.Dev, st.Ino} == s.file
 }
 
 // fileID identifies a file.
@@ -253,6 +187,10 @@ func (s *Server) accept() {
 			if !s.pause(time.Second) {
 				return
 			}
+			continue
+		}
+		if !s.admits(c) {
+			_ = c.Close()
 			continue
 		}
 		t := time.NewTimer(s.patience)
@@ -307,20 +245,26 @@ func (s *Server) serve(t *Transport, kept Kept) {
 	}
 }
 
+// admits reports whether the process at the other end may be the front end. The answer is of when it connected, so it
+// is the same for a connection that another process has accepted.
+func (s *Server) admits(c *net.UnixConn) bool {
+	if s.cfg.Owner == nil {
+		return true
+	}
+	p, err := localsocket.PeerOf(c)
+	if err == nil && s.cfg.Owner.Admits(p) {
+		return true
+	}
+	s.log.Warn("front end refused: it is not the owner of the device", "socket", s.cfg.Path, "uid", p.UID, "gid", p.GID,
+		"pid", p.PID, "expected", s.cfg.Owner.String(), "error", err)
+	return false
+}
+
 // peer describes the process at the other end, for the log.
 func peer(c *net.UnixConn) string {
-	raw, err := c.SyscallConn()
+	p, err := localsocket.PeerOf(c)
 	if err != nil {
 		return "unknown"
 	}
-	var (
-		cred *unix.Ucred
-		cerr error
-	)
-	if err := raw.Control(func(fd uintptr) {
-		cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); err != nil || cerr != nil {
-		return "unknown"
-	}
-	return fmt.Sprintf("pid %d uid %d", cred.Pid, cred.Uid)
+	return p.String()
 }

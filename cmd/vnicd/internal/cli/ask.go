@@ -18,7 +18,8 @@ import (
 const askTime = 30 * time.Second
 
 const whichSocket = `The control socket is that of --control or of the configuration, by default
-` + config.DefaultRunDir + `/vnicd.sock.`
+` + config.DefaultRunDir + `/vnicd.sock; a user who may not open it asks at the status socket,
+` + config.DefaultRunDir + `/vnicd-status.sock, which permits no changes and no captures.`
 
 // askFlags adds the flags of commands that talk to the running daemon.
 func (a *app) askFlags(c *cobra.Command) {
@@ -28,16 +29,17 @@ func (a *app) askFlags(c *cobra.Command) {
 
 // client finds the daemon's socket.
 func (a *app) client(c *cobra.Command) (*daemon.Client, error) {
-	path := a.control
-	if path == "" {
-		path = config.DefaultRunDir + "/vnicd.sock"
-		if cfg, err := config.Load(a.config); err == nil {
-			path = cfg.Control
-		} else if c.Flags().Changed("config") {
-			return nil, usageError{err}
-		}
+	if a.control != "" {
+		return daemon.NewClient(a.control), nil
 	}
-	return daemon.NewClient(path), nil
+	cfg, err := config.Load(a.config)
+	if err == nil {
+		return daemon.NewClient(cfg.Control, cfg.Status), nil
+	}
+	if c.Flags().Changed("config") {
+		return nil, usageError{err}
+	}
+	return daemon.NewClient(config.DefaultRunDir+"/vnicd.sock", config.DefaultRunDir+"/vnicd-status.sock"), nil
 }
 
 // ask sends one request to the daemon.

@@ -62,8 +62,10 @@ A VM attaches through two vhost-user sockets, NAME.net and NAME.hca. "vnicd qemu
 NAME" prints the options for its QEMU command line, "vnicd libvirt-xml NAME" the
 elements for its libvirt domain; "vnicd attach" plugs both devices into a running VM.
 
-The commands network, vm, fdb and neigh change a running daemon, for every user who
-may open its control socket. They do not change the configuration file.
+The commands network, vm, fdb and neigh change a running daemon, for root and members of
+the group of its control socket (vnicd-admin). They do not change the configuration file.
+What only shows something also works for members of the status socket's group
+(vnicd-status).
 
 Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 		Version:       a.version,

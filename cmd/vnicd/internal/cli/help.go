@@ -62,7 +62,8 @@ storm          broadcast, multicast and unknown-unicast frames per second; 0: un
 memory-budget  limit of the VM's memory that the device keeps resident, such as 256MiB
 memory-weight  share of memory under pressure, 1 to 10000 [100]
 dma            what the devices may do to the VM's memory: rw, ro, blocked [rw]
-qmp            monitor socket of QEMU, which reports memory ballooning`,
+qmp            monitor socket of QEMU, which reports memory ballooning
+user, group    who may open the sockets, by name or number [whom socket-mode permits]`,
 		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
 	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},
 	"vm move": {"", "vnicd vm move vm1 network green"},

@@ -50,7 +50,7 @@ func newLab(t *testing.T) *lab {
 	nstest.Pair(l.ns, l.far, "under", 1500)
 	l.ns.Addr("under", "192.0.2.1/24")
 	l.config = filepath.Join(l.dir, "vnicd.yaml")
-	text := fmt.Sprintf(`
+	text := fmt.Sprintf(`control-group: root
 run-dir: %s
 vtep: {local: 192.0.2.1}
 networks:
@@ -166,6 +166,7 @@ func TestRuntimeChanges(t *testing.T) {
 		{"vm add three network red mac 02:00:00:00:00:01", "mac 02:00:00:00:00:01 is already used", "", ""},
 		{"vm add three network none mac 02:00:00:00:00:03", `network "none", which is not defined; defined: blue, red`, "",
 			""},
+		{"vm add three network red mac 02:00:00:00:00:03 user nobody-at-all", "user must be a user of this host", "", ""},
 		{"vm add three network red mac 02:00:00:00:00:03 rate fast", "rate must be bits per second", "", ""},
 		{"vm add three network red mac 02:00:00:00:00:03 queues 9", "queues must be a number from 1 to 8", "", ""},
 		{"vm add three network red mac 02:00:00:00:00:03 queues 4", "", "port show red", "three: network red kind vm"},

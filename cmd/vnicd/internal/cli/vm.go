@@ -12,7 +12,7 @@ import (
 )
 
 var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once,
-	"memory-budget": once, "memory-weight": once, "qmp": once, "dma": once}
+	"memory-budget": once, "memory-weight": once, "qmp": once, "dma": once, "user": once, "group": once}
 
 func (a *app) vmCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -35,7 +35,7 @@ func (a *app) vmCmd() *cobra.Command {
 	}
 	add := &cobra.Command{
 		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] " +
-			"[memory-weight N] [qmp PATH] [dma rw|ro|blocked]",
+			"[memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
 		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)

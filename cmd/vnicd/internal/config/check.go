@@ -45,12 +45,16 @@ func (c *Config) check(errs *Errors) {
 }
 
 func (c *Config) checkPaths(errs *Errors) {
-	for _, x := range []struct{ key, path string }{{"run-dir", c.RunDir}, {"control", c.Control}} {
+	if c.Control == c.Status {
+		errs.add(0, "control and status must be different sockets, found %q for both", c.Control)
+	}
+	for _, x := range []struct{ key, path string }{{"run-dir", c.RunDir}, {"control", c.Control}, {"status", c.Status}} {
 		if !filepath.IsAbs(x.path) {
 			errs.add(0, "%s must be an absolute path, found %q", x.key, x.path)
 		}
 	}
-	for _, x := range []struct{ key, path string }{{"control", c.Control}, {"monitoring listen", c.Monitoring.Listen}} {
+	for _, x := range []struct{ key, path string }{{"control", c.Control}, {"status", c.Status},
+		{"monitoring listen", c.Monitoring.Listen}} {
 		if len(x.path) > maxUnixSocketPath {
 			errs.add(0, "%s is %d bytes long; a unix socket's path has at most %d", x.key, len(x.path), maxUnixSocketPath)
 		}

@@ -9,12 +9,14 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"sort"
 	"strings"
 	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -27,6 +29,10 @@ const (
 	DefaultEngineNice = -10 // as Open vSwitch's threads have
 	DefaultSpin       = 20 * time.Microsecond
 	DefaultSocketMode = 0o660
+
+	DefaultControlGroup = "vnicd-admin"
+	DefaultStatusGroup  = "vnicd-status"
+
 	MaxEngines        = 8 // VNICD_MAX_ENGINES of the device ABI
 	MaxVNI            = 1<<24 - 1
 	maxInterfaceName  = 15 // IFNAMSIZ less the NUL
@@ -53,9 +59,14 @@ type Config struct {
 	Host string
 	// RunDir holds the sockets. Default /run/vnicd.
 	RunDir string
-	// Control is the path of the status socket. Default RunDir/vnicd.sock.
+	// Control is the path of the control socket, which gives full control. Default RunDir/vnicd.sock.
 	Control string
-	// SocketMode is the permission of the VM sockets: who may attach a VM.
+	// Status is the path of the control socket that only answers questions. Default RunDir/vnicd-status.sock.
+	Status string
+	// ControlGroup and StatusGroup may open these sockets, besides root and the daemon's user; -1: nobody else. Default:
+	// the groups vnicd-admin and vnicd-status, if the host has them.
+	ControlGroup, StatusGroup int
+	// SocketMode is the permission of the VM sockets: who may attach a VM that has no Owner.
 	SocketMode uint32
 	// Engines is the number of data-path threads, 1..8.
 	Engines int
@@ -105,6 +116,8 @@ type Debug struct {
 type Monitoring struct {
 	// Listen is HOST:PORT, or the absolute path of a unix socket. "": no server.
 	Listen string
+	// Group may read from a unix socket, besides root and the daemon's user: Config.StatusGroup.
+	Group int
 	// Names are host names by which clients may address the server, besides that in Listen, IP addresses and localhost.
 	Names []string
 	// PProf serves Go's profiles too.
@@ -189,6 +202,8 @@ type VM struct {
 	MemoryBudget uint64
 	// MemoryWeight is the VM's share of memory under pressure, 1..10000, relative to the others'. Default 100.
 	MemoryWeight int
+	// Owner are the only processes, besides root's, that may open the VM's sockets. Nil: those that SocketMode permits.
+	Owner *localsocket.Owner
 	// QMP is the path of a monitor socket of the VM's QEMU. "": none.
 	QMP string
 	// DMA is what the VM's devices may do to its memory (PF-3). FileDMA is its value in the file: a reload leaves DMA,
@@ -200,9 +215,8 @@ type VM struct {
 
 // Application has the keys of a host application that VMs do not have.
 type Application struct {
-	// Mode and GID are the socket's permissions and group: who may act as the application. GID -1: the daemon's own.
+	// Mode is the socket's permission: who may act as the application. With an Owner, only its part for them counts.
 	Mode uint32
-	GID  int
 	// Memory bounds how much memory it may share with the device.
 	Memory uint64
 }
@@ -227,6 +241,14 @@ type Limits struct {
 
 // NetSocket is the path of the VM's virtio-net vhost-user socket.
 func (c *Config) NetSocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".net") }
+
+// SocketPermission is the mode of a VM's sockets, as far as its Owner leaves it.
+func (c *Config) SocketPermission(vm *VM) os.FileMode {
+	if vm.Application != nil {
+		return os.FileMode(vm.Application.Mode)
+	}
+	return os.FileMode(c.SocketMode)
+}
 
 // HCASocket is the path of the VM's HCA vhost-user socket.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -97,7 +98,8 @@ func TestParseGood(t *testing.T) {
 	if c.Control != "/run/v/vnicd.sock" {
 		t.Errorf("control %q", c.Control)
 	}
-	mon := Monitoring{Listen: "[::1]:9469", PProf: true, Names: []string{"host1", "host1.example"}}
+	mon := Monitoring{Listen: "[::1]:9469", PProf: true, Names: []string{"host1", "host1.example"},
+		Group: c.StatusGroup}
 	if !reflect.DeepEqual(c.Monitoring, mon) {
 		t.Errorf("monitoring %+v", c.Monitoring)
 	}
@@ -153,12 +155,43 @@ func TestApplication(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if a := c.VMs[0]; *a.Application != (Application{Mode: 0o640, GID: -1, Memory: 1 << 30}) || a.Limits.QPs != 4 ||
-		a.What() != "application" {
+	if a := c.VMs[0]; *a.Application != (Application{Mode: 0o640, Memory: 1 << 30}) || a.Limits.QPs != 4 ||
+		a.Owner != nil || a.What() != "application" {
 		t.Errorf("%+v %+v", a, a.Application)
 	}
-	if a := c.VMs[1]; *a.Application != (Application{Mode: 0o600, GID: 7, Memory: 64 << 20}) {
-		t.Errorf("%+v", a.Application)
+	if a := c.VMs[1]; *a.Application != (Application{Mode: 0o600, Memory: 64 << 20}) ||
+		*a.Owner != (localsocket.Owner{UID: localsocket.None, GID: 7}) {
+		t.Errorf("%+v %+v", a.Application, a.Owner)
+	}
+}
+
+// Owners of sockets are users and groups by name or number, and absent by default.
+func TestOwners(t *testing.T) {
+	c, err := Parse("x.yaml", []byte("control-group: 0\nstatus-group: root\nstatus: /run/s\nsocket-mode: 0o640\n"+vm("user: root")+
+		"\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", user: 7, group: root}"+
+		"\n  - {name: x, network: n, mac: \"02:00:00:00:00:03\"}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.ControlGroup != 0 || c.StatusGroup != 0 || c.Status != "/run/s" {
+		t.Errorf("control: groups %d and %d, status at %s", c.ControlGroup, c.StatusGroup, c.Status)
+	}
+	for i, want := range []*localsocket.Owner{{UID: 0, GID: localsocket.None}, {UID: 7, GID: 0}, nil} {
+		v := c.VMs[i]
+		if !reflect.DeepEqual(v.Owner, want) || c.SocketPermission(v) != 0o640 {
+			t.Errorf("VM %s: %v, mode %o", v.Name, v.Owner, c.SocketPermission(v))
+		}
+	}
+	c, err = Parse("x.yaml", []byte("run-dir: /run/v\n"+vm("queues: 1")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Status != "/run/v/vnicd-status.sock" || c.ControlGroup != groupOr(DefaultControlGroup, localsocket.None) ||
+		c.StatusGroup != groupOr(DefaultStatusGroup, localsocket.None) {
+		t.Errorf("defaults: groups %d and %d, status at %s", c.ControlGroup, c.StatusGroup, c.Status)
+	}
+	if groupOr("no such group", -5) != -5 || groupOr("root", -5) != 0 {
+		t.Error("default groups are those that the host has")
 	}
 }
 
@@ -169,7 +202,7 @@ func TestParseMistakes(t *testing.T) {
 		{"syntax", "a: [1\nb: 2", "x.yaml:"},
 		{"two documents", "engines: 1\n---\nengines: 2\n", "one YAML document"},
 		{"unknown key", "engine: 1",
-			`x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, debug, ecn, engine-cpus`},
+			`x.yaml:1: unknown key "engine" in the configuration; known: applications, buffers, control, control-group, debug, ecn, engine-cpus`},
 		{"unknown nested key", "networks:\n  - name: a\n    vni: 1\n    vlan: 3",
 			`x.yaml:4: unknown key "vlan" in a network`},
 		{"twice", "engines: 1\nengines: 2", `x.yaml:2: key "engines" is there twice`},
@@ -252,8 +285,17 @@ func TestParseMistakes(t *testing.T) {
 		{"ip twice",
 			"networks: [{name: n, vni: 1}]\nvms:\n  - {name: v, network: n, mac: \"02:00:00:00:00:01\", ips: [10.0.0.1]}\n  - {name: w, network: n, mac: \"02:00:00:00:00:02\", ips: [10.0.0.1]}", `x.yaml:4: ip 10.0.0.1 is already used in network "n" by the VM in line 3`},
 		{"application key", app("queues: 2"),
-			`x.yaml:6: unknown key "queues" in an application; known: dma, group, ips, limits, mac, memory, memory-budget, memory-weight, name, network, rate, socket-mode, storm`},
+			`x.yaml:6: unknown key "queues" in an application; known: dma, group, ips, limits, mac, memory, memory-budget, memory-weight, name, network, rate, socket-mode, storm, user`},
 		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
+		{"user", vm("user: nobody at all"), `x.yaml:6: user must be a user of this host or its number, found "nobody at all"`},
+		{"negative user", vm("user: -1"), `x.yaml:6: user must be a user of this host or its number, found "-1"`},
+		{"empty user", vm("user:"), `x.yaml:6: user needs a value, found nothing`},
+		{"group", vm("group: [a]"), `x.yaml:6: group needs a value, found a list`},
+		{"control group", "control-group: no such group",
+			`x.yaml:1: control-group must be a group of this host or its number, found "no such group"`},
+		{"status group", "status-group: 4294967295", `x.yaml:1: status-group must be a group of this host or its number`},
+		{"status", "status: here", "status must be an absolute path"},
+		{"one socket", "control: /run/s\nstatus: /run/s", "control and status must be different sockets"},
 		{"application group", app("group: no such group"),
 			`x.yaml:6: group must be a group of this host or its number, found "no such group"`},
 		{"application memory", app("memory: 1000"), "x.yaml:6: memory must be a whole number of KiB"},

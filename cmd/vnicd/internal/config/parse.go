@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"os/user"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -23,6 +22,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -54,6 +54,8 @@ func Parse(path string, data []byte) (*Config, error) {
 		Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true}, EngineNice: DefaultEngineNice,
 		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 		MemoryPressure: MemoryPressure{Watch: true, Limit: DefaultPressureLimit},
+		ControlGroup:   groupOr(DefaultControlGroup, localsocket.None),
+		StatusGroup:    groupOr(DefaultStatusGroup, localsocket.None),
 	}
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
@@ -72,6 +74,10 @@ func Parse(path string, data []byte) (*Config, error) {
 	if c.Control == "" {
 		c.Control = c.RunDir + "/vnicd.sock"
 	}
+	if c.Status == "" {
+		c.Status = c.RunDir + "/vnicd-status.sock"
+	}
+	c.Monitoring.Group = c.StatusGroup
 	if c.Host == "" {
 		c.Host, _ = os.Hostname()
 	}
@@ -309,9 +315,14 @@ func (p *parser) dscp(dst *uint8) func(*yaml.Node) {
 func (p *parser) top(n *yaml.Node, c *Config) {
 	mode := uint32(c.SocketMode)
 	p.mapping(n, topLevel, map[string]func(*yaml.Node){
-		"host":        p.str("host", &c.Host),
-		"run-dir":     p.str("run-dir", &c.RunDir),
-		"control":     p.str("control", &c.Control),
+		"host":    p.str("host", &c.Host),
+		"run-dir": p.str("run-dir", &c.RunDir),
+		"control": p.str("control", &c.Control),
+		"status":  p.str("status", &c.Status),
+
+		"control-group": func(n *yaml.Node) { c.ControlGroup = p.group("control-group", n) },
+		"status-group":  func(n *yaml.Node) { c.StatusGroup = p.group("status-group", n) },
+
 		"socket-mode": number(p, "socket-mode", 0, 0o777, &mode),
 		"engines":     number(p, "engines", 1, MaxEngines, &c.Engines),
 		"engine-cpus": func(n *yaml.Node) { c.EngineCPUs = p.cpus("engine-cpus", n) },
@@ -551,27 +562,11 @@ func (p *parser) vm(n *yaml.Node) *VM {
 }
 
 func (p *parser) application(n *yaml.Node) *VM {
-	a := &Application{GID: -1, Memory: defaultAppMemory}
+	a := &Application{Memory: defaultAppMemory}
 	vm := &VM{Line: n.Line, MemoryWeight: DefaultMemoryWeight, Application: a}
 	keys := p.client("application", vm)
 	keys["memory"] = p.size("memory", 1<<20, &a.Memory)
 	keys["socket-mode"] = number(p, "socket-mode", 1, 0o777, &a.Mode)
-	keys["group"] = func(n *yaml.Node) {
-		s, ok := p.scalar(n, "group")
-		if !ok {
-			return
-		}
-		id := s
-		if g, err := user.LookupGroup(s); err == nil {
-			id = g.Gid
-		}
-		v, err := strconv.ParseUint(id, 10, 31)
-		if err != nil {
-			p.errs.add(n.Line, "group must be a group of this host or its number, found %q", s)
-			return
-		}
-		a.GID = int(v)
-	}
 	p.need(n, p.mapping(n, "an application", keys), "an application", "name", "network", "mac")
 	return vm
 }
@@ -593,6 +588,8 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 			}
 			vm.MAC = m
 		},
+		"user":  func(n *yaml.Node) { vm.owner().UID = p.user("user", n) },
+		"group": func(n *yaml.Node) { vm.owner().GID = p.group("group", n) },
 		"ips":   p.addrs("ips", &vm.IPs),
 		"rate":  p.rate(&vm.Rate),
 		"storm": p.storm(&vm.Storm),

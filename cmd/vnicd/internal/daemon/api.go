@@ -14,37 +14,40 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
 // The control API: HTTP with JSON on the control socket. Bodies of networks, TAPs and VMs have the keys of the
-// configuration file. Errors are {"error": "..."} with status 400 (bad request), 404 (not found), 409 (conflict with
-// the present state) or 500.
+// configuration file. Errors are {"error": "..."} with status 400 (bad request), 403 (the socket does not give the
+// right), 404 (not found), 409 (conflict with the present state) or 500.
 //
-//	GET    /v1/status
-//	POST   /v1/reload                                read the configuration file again: ["what changed", ...]
-//	POST   /v1/networks                              a network
-//	DELETE /v1/networks/{network}
-//	PUT    /v1/networks/{network}/tap                a TAP
-//	DELETE /v1/networks/{network}/tap
-//	PUT    /v1/networks/{network}/peers/{address}
-//	DELETE /v1/networks/{network}/peers/{address}
-//	PUT    /v1/networks/{network}/fdb/{mac}?vlan=    {"vtep": address} or {"port": name}
-//	DELETE /v1/networks/{network}/fdb/{mac}?vlan=
-//	PUT    /v1/networks/{network}/neighbours/{address}?vlan=   {"mac": mac}
-//	DELETE /v1/networks/{network}/neighbours/{address}?vlan=
-//	POST   /v1/vms                                   a VM
-//	DELETE /v1/vms/{vm}
-//	PUT    /v1/vms/{vm}/network                      {"network": name}
-//	PUT    /v1/vms/{vm}/dma                          {"dma": "rw", "ro" or "blocked"}: answered when accesses under the
-//	                                                 previous attribute have ended, with a DMAChange
-//	GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
-//	DELETE /v1/capture/{id}
-//	GET    /v1/connections                           ?vm= for one
-//	GET    /v1/evpn                                  sessions and networks
-//	GET    /v1/evpn/routes                           ?network= for one
-//	DELETE /v1/networks/{network}/duplicates/{mac}   the duplicate is gone: EVPN uses the MAC again
-//	GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
+// The status socket answers the requests marked with *, the control socket all.
+//
+//	* GET    /v1/status
+//	  POST   /v1/reload                                read the configuration file again: ["what changed", ...]
+//	  POST   /v1/networks                              a network
+//	  DELETE /v1/networks/{network}
+//	  PUT    /v1/networks/{network}/tap                a TAP
+//	  DELETE /v1/networks/{network}/tap
+//	  PUT    /v1/networks/{network}/peers/{address}
+//	  DELETE /v1/networks/{network}/peers/{address}
+//	  PUT    /v1/networks/{network}/fdb/{mac}?vlan=    {"vtep": address} or {"port": name}
+//	  DELETE /v1/networks/{network}/fdb/{mac}?vlan=
+//	  PUT    /v1/networks/{network}/neighbours/{address}?vlan=   {"mac": mac}
+//	  DELETE /v1/networks/{network}/neighbours/{address}?vlan=
+//	  POST   /v1/vms                                   a VM
+//	  DELETE /v1/vms/{vm}
+//	  PUT    /v1/vms/{vm}/network                      {"network": name}
+//	  PUT    /v1/vms/{vm}/dma                          {"dma": "rw", "ro" or "blocked"}: answered when accesses under the
+//	                                                   previous attribute have ended, with a DMAChange
+//	  GET    /v1/capture?port=[&network=][&count=][&snaplen=]    a pcapng stream; see capture
+//	  DELETE /v1/capture/{id}
+//	* GET    /v1/connections                           ?vm= for one
+//	* GET    /v1/evpn                                  sessions and networks
+//	* GET    /v1/evpn/routes                           ?network= for one
+//	  DELETE /v1/networks/{network}/duplicates/{mac}   the duplicate is gone: EVPN uses the MAC again
+//	* GET    /v1/ports, /v1/fdb, /v1/neighbours, /v1/routes     ?network= for one
 
 const maxBody = 1 << 20
 
@@ -56,10 +59,24 @@ type badRequest struct{ error }
 
 func (e badRequest) Unwrap() error { return e.error }
 
-func (d *Daemon) api() http.Handler {
+// errNoRight is the refusal of a request to which the socket gives no right.
+var errNoRight = errors.New("no right")
+
+// api serves the requests that a right includes: with mayRead, those that are registered by ask. control is the socket
+// that gives every right.
+func (d *Daemon) api(has right, control string) http.Handler {
 	mux := http.NewServeMux()
-	handle := func(pattern string, f func(r *http.Request) (any, error)) {
-		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+	need := func(needs right, pattern string, f http.HandlerFunc) {
+		if needs > has {
+			f = func(w http.ResponseWriter, r *http.Request) {
+				d.refuse(w, r, fmt.Errorf("%w for %s %s on this socket, which only answers questions: full control is needed. Use %s, "+
+					"as root or as %s", errNoRight, r.Method, r.URL.Path, control, localsocket.MayOpen(control)))
+			}
+		}
+		mux.HandleFunc(pattern, f)
+	}
+	serve := func(needs right, pattern string, f func(r *http.Request) (any, error)) {
+		need(needs, pattern, func(w http.ResponseWriter, r *http.Request) {
 			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
 			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(answerTime)) // unix sockets support deadlines
 			v, err := f(r)
@@ -70,14 +87,16 @@ func (d *Daemon) api() http.Handler {
 			d.answer(w, http.StatusOK, v)
 		})
 	}
-	handle("GET /v1/status", func(*http.Request) (any, error) { return d.Status(), nil })
-	handle("GET /v1/ports", func(r *http.Request) (any, error) { return d.Ports(r.URL.Query().Get("network")) })
-	handle("GET /v1/fdb", func(r *http.Request) (any, error) { return d.FDB(r.URL.Query().Get("network")) })
-	handle("GET /v1/neighbours", func(r *http.Request) (any, error) { return d.Neighbours(r.URL.Query().Get("network")) })
-	handle("GET /v1/routes", func(r *http.Request) (any, error) { return d.Routes(r.URL.Query().Get("network")) })
+	ask := func(pattern string, f func(r *http.Request) (any, error)) { serve(mayRead, pattern, f) }
+	handle := func(pattern string, f func(r *http.Request) (any, error)) { serve(mayChange, pattern, f) }
+	ask("GET /v1/status", func(*http.Request) (any, error) { return d.Status(), nil })
+	ask("GET /v1/ports", func(r *http.Request) (any, error) { return d.Ports(r.URL.Query().Get("network")) })
+	ask("GET /v1/fdb", func(r *http.Request) (any, error) { return d.FDB(r.URL.Query().Get("network")) })
+	ask("GET /v1/neighbours", func(r *http.Request) (any, error) { return d.Neighbours(r.URL.Query().Get("network")) })
+	ask("GET /v1/routes", func(r *http.Request) (any, error) { return d.Routes(r.URL.Query().Get("network")) })
 
-	handle("GET /v1/evpn", func(*http.Request) (any, error) { return d.EVPN() })
-	handle("GET /v1/evpn/routes", func(r *http.Request) (any, error) { return d.EVPNRoutes(r.URL.Query().Get("network")) })
+	ask("GET /v1/evpn", func(*http.Request) (any, error) { return d.EVPN() })
+	ask("GET /v1/evpn/routes", func(r *http.Request) (any, error) { return d.EVPNRoutes(r.URL.Query().Get("network")) })
 	handle("DELETE /v1/networks/{network}/duplicates/{mac}", func(r *http.Request) (any, error) {
 		m, err := vswitch.ParseMAC(r.PathValue("mac"))
 		if err != nil {
@@ -86,7 +105,7 @@ func (d *Daemon) api() http.Handler {
 		return done(d.ClearDuplicate(r.PathValue("network"), m))
 	})
 
-	handle("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
+	ask("GET /v1/connections", func(r *http.Request) (any, error) { return d.Connections(r.URL.Query().Get("vm")) })
 
 	handle("POST /v1/reload", func(*http.Request) (any, error) { return d.Reload() })
 	handle("POST /v1/networks", func(r *http.Request) (any, error) {
@@ -140,7 +159,7 @@ func (d *Daemon) api() http.Handler {
 			return done(d.RemoveRoute(r.PathValue("network"), key))
 		})
 	}
-	mux.HandleFunc("GET /v1/capture", d.capture)
+	need(mayChange, "GET /v1/capture", d.capture)
 	handle("DELETE /v1/capture/{id}", func(r *http.Request) (any, error) {
 		id, err := strconv.Atoi(r.PathValue("id"))
 		if err != nil || id < 1 {
@@ -238,6 +257,8 @@ func (d *Daemon) refuse(w http.ResponseWriter, r *http.Request, err error) {
 	switch {
 	case errors.As(err, &bad), errors.As(err, &wrong), isAny(err, overlay.ErrInvalid, vxlan.ErrPeer, vxlan.ErrPeerFamily):
 		status = http.StatusBadRequest
+	case errors.Is(err, errNoRight):
+		status = http.StatusForbidden
 	case errors.Is(err, errNotFound), errors.Is(err, overlay.ErrNoPort):
 		status = http.StatusNotFound
 	case isAny(err, errConflict, vswitch.ErrMonitored, vswitch.ErrMACInUse, vswitch.ErrIPInUse, vswitch.ErrTooManyPorts,

@@ -10,20 +10,33 @@ import (
 	"net"
 	"net/http"
 	"os"
+
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 )
 
 // Client talks to the daemon behind a control socket.
 type Client struct {
-	path string
-	http http.Client
+	path   string
+	others []string
+	http   http.Client
 }
 
-// NewClient makes a client for the socket at path. Each request opens a connection.
-func NewClient(path string) *Client {
-	return &Client{path: path, http: http.Client{Transport: &http.Transport{
+// NewClient makes a client for the socket at path, or at the first of others that it can open. Each request opens a
+// connection.
+func NewClient(path string, others ...string) *Client {
+	return &Client{path: path, others: others, http: http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			var d net.Dialer
-			return d.DialContext(ctx, "unix", path)
+			c, err := d.DialContext(ctx, "unix", path)
+			for _, other := range others {
+				if err == nil {
+					break
+				}
+				if o, oerr := d.DialContext(ctx, "unix", other); oerr == nil {
+					c, err = o, nil
+				}
+			}
+			return c, err
 		},
 		DisableKeepAlives: true,
 	}}}
@@ -65,7 +78,11 @@ func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (
 	case errors.Is(err, os.ErrNotExist):
 		return nil, fmt.Errorf("no vnicd at %s: start it with `vnicd run`, or name its socket with --control", c.path)
 	case errors.Is(err, os.ErrPermission):
-		return nil, fmt.Errorf("no permission for %s: run as root or as a member of the socket's group", c.path)
+		text := fmt.Sprintf("no permission for %s: run as root or as %s", c.path, localsocket.MayOpen(c.path))
+		for _, other := range c.others {
+			text += fmt.Sprintf("; to ask questions only, for %s, as %s", other, localsocket.MayOpen(other))
+		}
+		return nil, errors.New(text + "; a group's new member has to log in again")
 	case err != nil:
 		return nil, fmt.Errorf("asking vnicd at %s: %w", c.path, err)
 	case resp.StatusCode != http.StatusOK:

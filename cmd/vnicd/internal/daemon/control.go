@@ -7,34 +7,47 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
+
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 )
 
-// control is the HTTP server on the unix socket. The socket's permissions (0660, the daemon's user and group) are the
-// only check: a client that may open it may do everything.
+// Rights of a control socket's clients. The permissions of the socket decide who has them.
+type right uint8
+
+const (
+	mayRead   right = iota // questions: states, counters, tables, connections; no packets
+	mayChange              // everything
+)
+
+// control is the HTTP server on a control socket.
 type control struct {
 	srv  *http.Server
 	done chan struct{}
 }
 
-func startControl(d *Daemon, path string) (*control, error) {
-	l, err := systemd.Listener("control")
+// startControl serves api on the socket path, or on the one that systemd passed under name. Besides root and the
+// daemon's user, members of gid may open it, if that is a group.
+func startControl(name, path string, gid int, api http.Handler, log hclog.Logger) (*control, error) {
+	l, err := systemd.Listener(name)
 	if err == nil && l == nil {
-		l, err = ListenUnix(path)
+		l, err = ListenUnix(path, gid)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("control socket: %w", err)
+		return nil, fmt.Errorf("%s socket: %w", name, err)
 	}
 	c := &control{
-		srv: &http.Server{Handler: d.api(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
+		srv: &http.Server{Handler: api, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
 			MaxHeaderBytes: 64 << 10}, done: make(chan struct{}),
 	}
 	go func() {
 		defer close(c.done)
 		if err := c.srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			d.log.Error("control socket failed", "error", err)
+			log.Error("control socket failed", "socket", path, "error", err)
 		}
 	}()
 	return c, nil
@@ -49,28 +62,34 @@ func (c *control) close() {
 	<-c.done
 }
 
-// ListenUnix listens at path with mode 0660. It replaces a socket file without a listener; a live one is an error.
-func ListenUnix(path string) (net.Listener, error) {
-	if conn, err := net.DialTimeout("unix", path, time.Second); err == nil {
-		_ = conn.Close()
+// ListenUnix listens at path for root, this process's user and the group gid (localsocket.None: no group). It replaces
+// a socket file without a listener; a live one is an error.
+func ListenUnix(path string, gid int) (net.Listener, error) {
+	l, err := localsocket.Listen(path, 0o660, &localsocket.Owner{UID: localsocket.None, GID: gid})
+	switch {
+	case errors.Is(err, localsocket.ErrInUse):
 		return nil,
 			fmt.Errorf("%s is in use: another vnicd is running with this path; stop it or choose another `control` and `run-dir`", path)
-	}
-	if fi, err := os.Lstat(path); err == nil {
-		if fi.Mode().Type() != os.ModeSocket {
-			return nil, fmt.Errorf("%s exists and is not a socket; remove it or choose another path", path)
-		}
-		if err := os.Remove(path); err != nil {
-			return nil, err
-		}
-	}
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		return nil, err
-	}
-	if err := os.Chmod(path, 0o660); err != nil {
-		_ = l.Close()
-		return nil, err
+	case err != nil:
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	return l, nil
+}
+
+// warnShared warns if those who may attach a VM have full control of the host, too.
+func (d *Daemon) warnShared() {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	groups := localsocket.Groups(d.cfg.Control)
+	for _, v := range d.cfg.VMs {
+		gid := os.Getegid()
+		if v.Owner != nil {
+			gid = v.Owner.GID
+		}
+		if gid > 0 && slices.Contains(groups, gid) && d.cfg.SocketPermission(v)&0o020 != 0 {
+			d.log.Warn("a process that may attach this VM has full control of this vnicd: give the control socket another group",
+				"vm", v.Name, "group", localsocket.GroupName(gid), "control", d.cfg.Control)
+			return
+		}
+	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -143,6 +144,8 @@ func (d *Daemon) keeper() vhostuser.Keeper {
 func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 
 func (d *Daemon) makeRunDir() error {
+	_, err := os.Stat(d.cfg.RunDir)
+	made := errors.Is(err, fs.ErrNotExist)
 	if err := os.MkdirAll(d.cfg.RunDir, 0o755); err != nil {
 		if errors.Is(err, fs.ErrPermission) {
 			return fmt.Errorf("cannot create run-dir %s: %w; run as root or set `run-dir` to a directory of yours",
@@ -150,11 +153,33 @@ func (d *Daemon) makeRunDir() error {
 		}
 		return fmt.Errorf("run-dir: %w", err)
 	}
+	if made { // whatever the umask: the sockets have permissions of their own
+		if err := os.Chmod(d.cfg.RunDir, 0o755); err != nil {
+			return fmt.Errorf("run-dir: %w", err)
+		}
+	}
 	if err := unix.Access(d.cfg.RunDir, unix.W_OK|unix.X_OK); err != nil {
 		return fmt.Errorf("run-dir %s is not writable: %w; run as root or set `run-dir` to a directory of yours",
 			d.cfg.RunDir, err)
 	}
+	d.checkWay()
 	return nil
+}
+
+// checkWay warns if the owners of sockets cannot reach them.
+func (d *Daemon) checkWay() {
+	if !slices.ContainsFunc(d.cfg.VMs, func(v *config.VM) bool { return v.Owner != nil }) {
+		return
+	}
+	for dir := d.cfg.RunDir; ; dir = filepath.Dir(dir) {
+		if fi, err := os.Stat(dir); err == nil && fi.Mode()&0o001 == 0 {
+			d.log.Warn("a directory on the way to the sockets is closed to other users: those of `user` and `group` may be unable "+
+				"to open theirs", "directory", dir, "mode", fi.Mode().Perm().String())
+		}
+		if dir == filepath.Dir(dir) {
+			return
+		}
+	}
 }
 
 func (d *Daemon) makeLoops() (err error) {
@@ -310,11 +335,19 @@ func (d *Daemon) makeVMs() error {
 }
 
 func (d *Daemon) serve() error {
-	c, err := startControl(d, d.cfg.Control)
-	if err != nil {
-		return err
+	cfg := d.cfg // from the first socket on, clients replace it
+	for _, x := range []struct {
+		name, path string
+		gid        int
+		gives      right
+	}{{"control", cfg.Control, cfg.ControlGroup, mayChange}, {"status", cfg.Status, cfg.StatusGroup, mayRead}} {
+		c, err := startControl(x.name, x.path, x.gid, d.api(x.gives, cfg.Control), d.log)
+		if err != nil {
+			return err
+		}
+		d.onClose(c.close)
 	}
-	d.onClose(c.close)
+	d.warnShared()
 	d.onClose(func() { _ = d.endCapture(0) })
 	return nil
 }

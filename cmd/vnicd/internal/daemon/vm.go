@@ -2,7 +2,6 @@ package daemon
 
 import (
 	"fmt"
-	"os"
 	"strings"
 	"sync"
 
@@ -122,11 +121,11 @@ func (v *vm) open(d *Daemon) (err error) {
 	d.fronts.Store(c.Name, v.attached)
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
 	socket := vhostuser.Config{
-		Path: d.cfg.HCASocket(c), Mode: os.FileMode(d.cfg.SocketMode), UID: -1, GID: -1, Log: log, VMs: d.gvms,
+		Path: d.cfg.HCASocket(c), Mode: d.cfg.SocketPermission(c), Owner: c.Owner, Log: log, VMs: d.gvms,
 		Attribute: &v.attribute, Budget: v.budget, SlotName: d.slotName,
 	}
 	if a := c.Application; a != nil {
-		socket.Mode, socket.GID, socket.MaxMemory, socket.Sealed = os.FileMode(a.Mode), a.GID, a.Memory, true
+		socket.MaxMemory, socket.Sealed = a.Memory, true
 		return v.listen(socket, v.hca)
 	}
 	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not

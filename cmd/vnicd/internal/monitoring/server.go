@@ -60,7 +60,7 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 	if cfg.Listen == "" {
 		return nil, nil
 	}
-	l, err := listen(cfg.Listen)
+	l, err := listen(cfg.Listen, cfg.Group)
 	if err != nil {
 		return nil, fmt.Errorf("monitoring: %w", err)
 	}
@@ -102,9 +102,10 @@ func (s *Server) Close() {
 	}
 }
 
-func listen(where string) (net.Listener, error) {
+// listen listens at where; if that is a path, for the group gid.
+func listen(where string, gid int) (net.Listener, error) {
 	if filepath.IsAbs(where) {
-		return daemon.ListenUnix(where)
+		return daemon.ListenUnix(where, gid)
 	}
 	return net.Listen("tcp", where)
 }

@@ -127,12 +127,12 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"make module":                 inSource("BUILD=%s"),
 	"make package guest-packages": inSource("BUILD=%s"),
 
-	"sudo apt-get install ./build/vnicd_*.deb": asIs,
-	"sudoedit /etc/vnicd/vnicd.yaml":           asIs,
-	"sudo vnicd check":                         asIs,
-	"sudo systemctl enable --now vnicd":        asIs,
-	"sudo adduser $USER vnicd":                 asIs,
-	"sudo adduser libvirt-qemu vnicd":          asIs,
+	"sudo apt-get install ./build/vnicd_*.deb":  asIs,
+	"sudoedit /etc/vnicd/vnicd.yaml":            asIs,
+	"sudo vnicd check":                          asIs,
+	"sudo systemctl enable --now vnicd":         asIs,
+	"sudo usermod -aG vnicd,vnicd-status $USER": asIs,
+	"sudo adduser libvirt-qemu vnicd":           asIs,
 
 	"qemu-system-x86_64 … $(vnicd qemu-args vm1)": func(u *user, t *testing.T, command string) {
 		u.startQEMU(t, "vm1", strings.Replace(command, "…", u.machineArgs("vm1"), 1))
@@ -194,19 +194,19 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 		u.run(t, command+" /usr/bin/qemu-system-x86_64 vm1")
 	},
 	"vnicd qemu-args": func(u *user, t *testing.T, command string) { u.run(t, command+" vm1") },
-	"vnicd fdb add": func(u *user, t *testing.T, command string) {
+	"sudo vnicd fdb add": func(u *user, t *testing.T, command string) {
 		u.run(t, command+" 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	},
-	"vnicd check":      asIs,
-	"vnicd reload":     asIs,
-	"vnicd connection": asIs,
+	"vnicd check":       asIs,
+	"sudo vnicd reload": asIs,
+	"vnicd connection":  asIs,
 	"vnicd network|vm|fdb|neigh --help": func(u *user, t *testing.T, command string) {
 		for _, what := range []string{"network", "vm", "fdb", "neigh"} {
 			u.run(t, "vnicd "+what+" --help")
 		}
 	},
 	"vnicd status VM": func(u *user, t *testing.T, command string) { u.run(t, strings.Replace(command, "VM", "vm1", 1)) },
-	"vnicd capture vm1 -w - | wireshark -k -i -": func(u *user, t *testing.T, command string) {
+	"sudo vnicd capture vm1 -w - | wireshark -k -i -": func(u *user, t *testing.T, command string) {
 		ping := must[*qemu.Process](t)(u.vms["vm1"].StartShell(u.ctx, "ping -i 0.2 10.0.0.254"))
 		defer ping.Kill(u.ctx)
 		out := filepath.Join(t.TempDir(), "packets")

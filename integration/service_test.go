@@ -25,7 +25,7 @@ func TestService(t *testing.T) {
 	_, configuration := readme(t)
 	u := newUser(t, configuration)
 	for _, c := range []string{"make package guest-packages", "sudo apt-get install ./build/vnicd_*.deb",
-		"sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo adduser $USER vnicd"} {
+		"sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo usermod -aG vnicd,vnicd-status $USER"} {
 		readmeSteps[c](u, t, c)
 	}
 	u.look(t)
@@ -128,8 +128,23 @@ func testService(u *user, t *testing.T) {
 			t.Errorf("in the daemon's mounts, `%s`: %s", line, got)
 		}
 	}
+	// The user belongs to the groups vnicd and vnicd-status.
+	for line, want := range map[string]string{
+		"stat -c %U:%G:%a /run/vnicd/vnicd.sock":                               "vnicd:vnicd-admin:660",
+		"stat -c %U:%G:%a /run/vnicd/vnicd-status.sock":                        "vnicd:vnicd-status:660",
+		"stat -c %U:%G:%a /run/vnicd/vm1.hca":                                  "vnicd:vnicd:660",
+		"vnicd reload 2>&1; true":                                              "full control is needed.*vnicd-admin",
+		"vnicd capture vm1 -n 1 -w - 2>&1; true":                               "full control is needed.*vnicd-admin",
+		"sudo runuser -u vnicd -- vnicd reload 2>&1":                           "",
+		"sudo runuser -u libvirt-qemu -g vnicd -- vnicd vm del vm1 2>&1; true": "no permission for /run/vnicd/vnicd.sock",
+		"sudo runuser -u libvirt-qemu -g vnicd -- vnicd status vm1 2>&1; true": "no permission for /run/vnicd/vnicd.sock",
+	} {
+		if got := u.run(t, line); !regexp.MustCompile(want).MatchString(got) {
+			t.Errorf("`%s`: %s, want %s", line, got, want)
+		}
+	}
 	if out := u.run(t,
-		"systemd-analyze verify /usr/lib/systemd/system/vnicd.service /usr/lib/systemd/system/vnicd.socket 2>&1"); strings.Contains(out, "vnicd") {
+		"systemd-analyze verify /usr/lib/systemd/system/vnicd.service /usr/lib/systemd/system/vnicd.socket /usr/lib/systemd/system/vnicd-status.socket 2>&1"); strings.Contains(out, "vnicd") {
 		t.Errorf("systemd-analyze verify: %s", out)
 	}
 	security := u.run(t, "sudo systemd-analyze security --no-pager vnicd.service | tail -n 1")

@@ -32,6 +32,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/loop/eventfd"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // MaxLoops bounds Config.ID, and is the length of tables with one slot per loop.
@@ -155,12 +156,10 @@ func New(c Config) (*Loop, error) {
 		return nil, fmt.Errorf("loop: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
 	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
-		log: c.Log, events: make([]unix.EpollEvent, maxEvents), posts: newRing[post](postCapacity), done: make(chan struct{})}
+		log: loglimit.New(c.Log), events: make([]unix.EpollEvent, maxEvents),
+		posts: newRing[post](postCapacity), done: make(chan struct{})}
 	if l.clock == nil {
 		l.clock = realClock{}
-	}
-	if l.log == nil {
-		l.log = hclog.NewNullLogger()
 	}
 	var err error
 	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -93,7 +94,7 @@ func New(space *translate.Space, log hclog.Logger, opts Options) *Driver {
 	if opts.Clock == nil {
 		opts.Clock = systemClock{}
 	}
-	d := &Driver{space: space, log: log.Named("memory"), opts: opts}
+	d := &Driver{space: space, log: loglimit.New(log).Named("memory"), opts: opts}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	d.late.init(d.opts.Clock, d.space.Faults(), d.log)
 	d.opts.Budget.join(d)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/hypervisor/pressure"
 )
 
@@ -145,9 +146,7 @@ func newHost(o HostOptions) *Host {
 	if o.Clock == nil {
 		o.Clock = systemClock{}
 	}
-	if o.Log == nil {
-		o.Log = hclog.NewNullLogger()
-	}
+	o.Log = loglimit.New(o.Log)
 	h := &Host{opts: o, wake: make(chan struct{}, 1), done: make(chan struct{}), vms: make(map[*Budget]uint64),
 		zones: make(map[string]*zoneState)}
 	return h

@@ -31,6 +31,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // Defaults of Config.
@@ -154,9 +155,7 @@ func New(c Config) (*VTEP, error) {
 	if c.SourcePorts < 1 || c.SourcePorts > maxSourcePorts {
 		return nil, fmt.Errorf("vxlan: %d source ports; want 1 to %d", c.SourcePorts, maxSourcePorts)
 	}
-	if c.Log == nil {
-		c.Log = hclog.NewNullLogger()
-	}
+	c.Log = loglimit.New(c.Log)
 	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log, kick: make(chan struct{}, 1)}
 	vt.paths.Store(&map[netip.Addr]int{})
 	vt.nets.Store(&map[uint32]*port{})

@@ -72,7 +72,6 @@ type dataSide struct {
 	// faultCounts has an element for each side of each QP index (see guestFault's
 	// token), which belongs to the engine of the QP that has the index.
 	faultCounts []uint32
-	warned      rateLimit
 
 	// The guest's memory: set by the connection before any queue or object exists.
 	mem atomic.Pointer[translate.Space]

@@ -19,6 +19,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -85,10 +86,7 @@ var _ virtio.Device = (*Device)(nil)
 
 // New creates an adapter and attaches it to its loops. Errors wrap ErrConfig.
 func New(cfg Config) (*Device, error) {
-	d := &Device{cfg: cfg, lim: cfg.Limits, log: cfg.Log}
-	if d.log == nil {
-		d.log = hclog.NewNullLogger()
-	}
+	d := &Device{cfg: cfg, lim: cfg.Limits, log: loglimit.New(cfg.Log)}
 	if err := d.lim.complete(); err != nil {
 		return nil, err
 	}

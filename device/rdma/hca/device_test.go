@@ -2,11 +2,14 @@ package hca
 
 import (
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // New reports each mistake of its Config.
@@ -201,26 +204,20 @@ func TestPause(t *testing.T) {
 	}
 }
 
-// Log lines about a guest are rate-limited, and report the number of suppressed lines.
-func TestRateLimit(t *testing.T) {
-	var r rateLimit
-	said := 0
+// Log lines about a guest are limited, and tell the number of suppressed lines (loglimit).
+func TestLogLimit(t *testing.T) {
+	w, out, begin := newWorld(t, 1, 0, Limits{}), &testlog.Log{}, time.Now()
+	d, err := New(Config{Name: "x", MAC: [6]byte{2, 0, 0, 0, 0, 1}, Loops: w.loops, Pool: w.pool, Log: out.Logger()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
 	for range 100 {
-		if ok, _ := r.allow(1); ok {
-			said++
-		}
+		d.data.warn("mistake")
+		d.log.Warn("another")
 	}
-	if said != warnBurst {
-		t.Errorf("%d lines at once, want %d", said, warnBurst)
-	}
-	ok, dropped := r.allow(1 + warnInterval)
-	if !ok || dropped != 100-warnBurst {
-		t.Errorf("a second later: %v, %d suppressed", ok, dropped)
-	}
-	if ok, _ := r.allow(1 + warnInterval); ok {
-		t.Error("two lines within a second")
-	}
-	if ok, dropped := r.allow(1 << 60); !ok || dropped != 1 {
-		t.Errorf("much later: %v, %d", ok, dropped)
+	lines, most := strings.Count(out.String(), "\n"), loglimit.Burst+int(time.Since(begin)/loglimit.Interval)+1
+	if lines == 0 || lines > most {
+		t.Errorf("%d lines about 200 mistakes, want 1 to %d", lines, most)
 	}
 }

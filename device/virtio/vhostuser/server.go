@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -24,7 +25,7 @@ var ErrInUse = localsocket.ErrInUse
 type Config struct {
 	Path string       // of the socket
 	Mode os.FileMode  // of the socket; 0 means 0660
-	Log  hclog.Logger // nil: silent
+	Log  hclog.Logger // made to limit its lines, see loglimit; nil: silent
 	// Owner, if set, are the only processes besides root's that may open the socket. The server also asks who each front
 	// end is (SO_PEERCRED), those of the previous process too, and refuses others.
 	Owner *localsocket.Owner
@@ -80,9 +81,7 @@ type Server struct {
 // Listen makes the socket and serves dev under gvmi. A dead process's socket is replaced; for one that is served the
 // error is ErrInUse, and any other file at that path is left alone.
 func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
-	if cfg.Log == nil {
-		cfg.Log = hclog.NewNullLogger()
-	}
+	cfg.Log = loglimit.New(cfg.Log)
 	if cfg.Mode == 0 {
 		cfg.Mode = 0o660
 	}
@@ -106,6 +105,9 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 		slot:     make(chan struct{}, 1),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
+	if cfg.Keeper != nil {
+		s.cfg.Keeper = newPacer(s.ctx, cfg.Keeper)
+	}
 	if dev.ConfigSize() > 0 {
 		s.protos |= ProtoConfig
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // Virtio-net feature bits (virtio 1.2, 5.1.3). Offloads are in offload.go.
@@ -80,9 +81,7 @@ func New(cfg Config) (*Device, error) {
 	case len(cfg.Loops) == 0 || cfg.Pool == nil || cfg.Port == nil:
 		return nil, fmt.Errorf("vnet: %s: needs loops, a buffer pool and a port", cfg.Name)
 	}
-	if cfg.Log == nil {
-		cfg.Log = hclog.NewNullLogger()
-	}
+	cfg.Log = loglimit.New(cfg.Log)
 	d := &Device{cfg: cfg, log: cfg.Log}
 	d.owner = loop.NewOwner(d.fault)
 	for i := range cfg.Pairs {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	stdlog "log"
 	"net"
 	"net/http"
 	"os"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // Rights of a control socket's clients. The permissions of the socket decide who has them.
@@ -42,7 +44,7 @@ func startControl(name, path string, gid int, api http.Handler, log hclog.Logger
 	}
 	c := &control{
 		srv: &http.Server{Handler: api, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,
-			MaxHeaderBytes: 64 << 10}, done: make(chan struct{}),
+			MaxHeaderBytes: 64 << 10, ErrorLog: ErrorLog(log)}, done: make(chan struct{}),
 	}
 	go func() {
 		defer close(c.done)
@@ -51,6 +53,11 @@ func startControl(name, path string, gid int, api http.Handler, log hclog.Logger
 		}
 	}()
 	return c, nil
+}
+
+// ErrorLog returns the log of an HTTP server for mistakes of its clients, of which each could fill it otherwise.
+func ErrorLog(log hclog.Logger) *stdlog.Logger {
+	return loglimit.New(log).StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn})
 }
 
 func (c *control) close() {

@@ -13,6 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -70,7 +71,7 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 func (v *vm) open(d *Daemon) (err error) {
 	c, home, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
 	v.undo.push(v.share(d.memory))
-	log := d.log.With("vm", c.Name)
+	log := loglimit.New(d.log.With("vm", c.Name)) // one for all devices and connections of the VM
 	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs,
 		Rate: c.Rate, Storm: c.Storm, Loop: home, Kind: v.kind()})
 	if err != nil {

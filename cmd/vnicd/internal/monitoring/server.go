@@ -69,6 +69,7 @@ func Serve(cfg config.Monitoring, src Source, log hclog.Logger) (*Server, error)
 		srv: &http.Server{
 			Handler: ownHost(cfg, mux), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
 			WriteTimeout: writeTime, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10,
+			ErrorLog: daemon.ErrorLog(log),
 		},
 		done: make(chan struct{}),
 	}
@@ -120,7 +121,7 @@ func registry(status func() *daemon.Status) *prometheus.Registry {
 func handler(src Source, profiles bool, log hclog.Logger) *http.ServeMux {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry(src.Status), promhttp.HandlerOpts{
-		ErrorLog: log.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn}), MaxRequestsInFlight: scrapes,
+		ErrorLog: daemon.ErrorLog(log), MaxRequestsInFlight: scrapes,
 		Timeout: scrapeTime,
 	}))
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {

@@ -29,6 +29,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // Defaults and bounds of Config.
@@ -115,9 +116,7 @@ func New(c Config) (*Speaker, error) {
 	if c.Clock == nil {
 		c.Clock = time.Now
 	}
-	if c.Log == nil {
-		c.Log = hclog.NewNullLogger()
-	}
+	c.Log = loglimit.New(c.Log)
 	c.VTEP = c.VTEP.Unmap()
 	if c.AS == 0 || !c.RouterID.Is4() || !hostAddr(c.VTEP) {
 		return nil, fmt.Errorf("evpn: needs an AS, an IPv4 router id and a VTEP; found %d, %v, %v", c.AS, c.RouterID, c.VTEP)

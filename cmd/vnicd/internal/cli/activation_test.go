@@ -38,7 +38,8 @@ func TestPackagedGroups(t *testing.T) {
 		}
 	}
 	unit := read("vnicd.service")
-	if groups := setting(t, unit, "SupplementaryGroups"); groups != config.DefaultControlGroup+" "+config.DefaultStatusGroup {
+	want := config.DefaultControlGroup + " " + config.DefaultStatusGroup
+	if groups := setting(t, unit, "SupplementaryGroups"); groups != want {
 		t.Errorf("the daemon cannot give its sockets away as a member of %q", groups)
 	}
 	if setting(t, read("vnicd-status.socket"), "Service") != "vnicd.service" ||

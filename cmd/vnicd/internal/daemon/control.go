@@ -33,14 +33,17 @@ type control struct {
 }
 
 // startControl serves api on the socket path, or on the one that systemd passed under name. Besides root and the
-// daemon's user, members of gid may open it, if that is a group.
-func startControl(name, path string, gid int, api http.Handler, log hclog.Logger) (*control, error) {
+// daemon's user, members of gid may open it, if that is a group. most bounds the connections; 0: no bound.
+func startControl(name, path string, gid, most int, api http.Handler, log hclog.Logger) (*control, error) {
 	l, err := systemd.Listener(name)
 	if err == nil && l == nil {
 		l, err = ListenUnix(path, gid)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s socket: %w", name, err)
+	}
+	if most > 0 {
+		l = newFew(l, most)
 	}
 	c := &control{
 		srv: &http.Server{Handler: api, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,

@@ -338,10 +338,11 @@ func (d *Daemon) serve() error {
 	cfg := d.cfg // from the first socket on, clients replace it
 	for _, x := range []struct {
 		name, path string
-		gid        int
+		gid, most  int
 		gives      right
-	}{{"control", cfg.Control, cfg.ControlGroup, mayChange}, {"status", cfg.Status, cfg.StatusGroup, mayRead}} {
-		c, err := startControl(x.name, x.path, x.gid, d.api(x.gives, cfg.Control), d.log)
+	}{{"control", cfg.Control, cfg.ControlGroup, 0, mayChange},
+		{"status", cfg.Status, cfg.StatusGroup, statusClients, mayRead}} {
+		c, err := startControl(x.name, x.path, x.gid, x.most, d.api(x.gives, cfg.Control), d.log)
 		if err != nil {
 			return err
 		}

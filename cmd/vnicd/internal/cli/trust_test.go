@@ -179,7 +179,8 @@ func TestControlRights(t *testing.T) {
 			}
 			continue
 		}
-		for _, want := range []string{"full control is needed", full, fmt.Sprintf("group %d", adminGroup)} {
+		for _, want := range []string{"full control is needed", full, fmt.Sprintf("group %d", adminGroup),
+			fmt.Sprintf("usermod -aG %d", adminGroup)} {
 			if status != http.StatusForbidden || !strings.Contains(text, want) {
 				t.Errorf("%s %s: %d %s, want 403 with %q", method, url, status, text, want)
 			}
@@ -213,7 +214,8 @@ func TestControlRights(t *testing.T) {
 		t.Errorf("vnicd network del by status alone: %s %v", out, err)
 	}
 	out, err := vnicd(vmsGroup, "status")
-	for _, want := range []string{"no permission for " + full, fmt.Sprint(adminGroup), ask, fmt.Sprint(statusGroup)} {
+	for _, want := range []string{"no permission for " + full, fmt.Sprint(adminGroup), ask, fmt.Sprint(statusGroup),
+		fmt.Sprintf("usermod -aG %d", statusGroup)} {
 		if err == nil || !strings.Contains(out, want) {
 			t.Errorf("vnicd status without any right, no %q: %s %v", want, out, err)
 		}

@@ -14,7 +14,6 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
-	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -69,8 +68,8 @@ func (d *Daemon) api(has right, control string) http.Handler {
 	need := func(needs right, pattern string, f http.HandlerFunc) {
 		if needs > has {
 			f = func(w http.ResponseWriter, r *http.Request) {
-				d.refuse(w, r, fmt.Errorf("%w for %s %s on this socket, which only answers questions: full control is needed. Use %s, "+
-					"as root or as %s", errNoRight, r.Method, r.URL.Path, control, localsocket.MayOpen(control)))
+				d.refuse(w, r, fmt.Errorf("%w for %s %s on this socket, which only answers questions: full control is needed. Use %s, %s",
+					errNoRight, r.Method, r.URL.Path, control, asWhom(control)))
 			}
 		}
 		mux.HandleFunc(pattern, f)

@@ -10,6 +10,8 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/user"
+	"strconv"
 
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 )
@@ -78,11 +80,11 @@ func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (
 	case errors.Is(err, os.ErrNotExist):
 		return nil, fmt.Errorf("no vnicd at %s: start it with `vnicd run`, or name its socket with --control", c.path)
 	case errors.Is(err, os.ErrPermission):
-		text := fmt.Sprintf("no permission for %s: run as root or as %s", c.path, localsocket.MayOpen(c.path))
+		text := fmt.Sprintf("no permission for %s: run %s", c.path, asWhom(c.path))
 		for _, other := range c.others {
-			text += fmt.Sprintf("; to ask questions only, for %s, as %s", other, localsocket.MayOpen(other))
+			text += fmt.Sprintf("; to ask questions only, use %s %s", other, asWhom(other))
 		}
-		return nil, errors.New(text + "; a group's new member has to log in again")
+		return nil, errors.New(text)
 	case err != nil:
 		return nil, fmt.Errorf("asking vnicd at %s: %w", c.path, err)
 	case resp.StatusCode != http.StatusOK:
@@ -94,6 +96,19 @@ func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (
 		return nil, fmt.Errorf("vnicd at %s answered %s", c.path, resp.Status)
 	}
 	return resp, nil
+}
+
+// asWhom says as whom a socket can be opened, and how to become that.
+func asWhom(path string) string {
+	text := "as root or as " + localsocket.MayOpen(path)
+	for _, gid := range localsocket.Groups(path) {
+		name := strconv.Itoa(gid)
+		if g, err := user.LookupGroupId(name); err == nil {
+			name = g.Name
+		}
+		text += fmt.Sprintf(" (`sudo usermod -aG %s $USER`, then log in again)", name)
+	}
+	return text
 }
 
 // Status asks for the daemon's status.

@@ -14,6 +14,10 @@ type Call struct {
 	Number uintptr // SYS_...
 	// Except are the values of the first argument, an int, with which the call stays allowed.
 	Except []uint32
+	// Flags, if not 0, are bits of the first argument: without any of them the call stays allowed.
+	Flags uint32
+	// Errno is the error; 0: EPERM.
+	Errno unix.Errno
 }
 
 // AfterStart are the calls that vnicd never makes once it serves: it starts no program, and what it maps, mounts or
@@ -29,7 +33,9 @@ var AfterStart = []Call{
 	{Number: unix.SYS_MOUNT}, {Number: unix.SYS_UMOUNT2}, {Number: unix.SYS_PIVOT_ROOT}, {Number: unix.SYS_CHROOT},
 	{Number: unix.SYS_OPEN_TREE}, {Number: unix.SYS_MOVE_MOUNT}, {Number: unix.SYS_FSOPEN}, {Number: unix.SYS_FSCONFIG},
 	{Number: unix.SYS_FSMOUNT}, {Number: unix.SYS_FSPICK}, {Number: unix.SYS_MOUNT_SETATTR},
-	{Number: unix.SYS_UNSHARE}, {Number: unix.SYS_SETNS},
+	{Number: unix.SYS_UNSHARE}, {Number: unix.SYS_SETNS}, {Number: unix.SYS_CLONE, Flags: namespaces},
+	// Its flags are in memory, where a filter cannot see them. The C library uses clone(2) in its place then.
+	{Number: unix.SYS_CLONE3, Errno: unix.ENOSYS},
 	// The kernel's code, and interfaces with a history of bugs.
 	{Number: unix.SYS_INIT_MODULE}, {Number: unix.SYS_FINIT_MODULE}, {Number: unix.SYS_DELETE_MODULE},
 	{Number: unix.SYS_KEXEC_LOAD}, {Number: unix.SYS_KEXEC_FILE_LOAD}, {Number: unix.SYS_REBOOT},
@@ -40,7 +46,11 @@ var AfterStart = []Call{
 		unix.BPF_PROG_QUERY}},
 }
 
-// Forbid makes system calls fail with EPERM, on all threads and for good, also in the programs that they start. On an
+// namespaces are the flags of clone(2) that make them.
+const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
+	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
+
+// Forbid makes system calls fail, on all threads and for good, also in the programs that they start. On an
 // error nothing has changed but that the caller can gain no privileges from a program that it starts
 // (PR_SET_NO_NEW_PRIVS).
 func Forbid(calls []Call) error {
@@ -85,10 +95,13 @@ func program(calls []Call) (f []unix.SockFilter, err error) {
 	if !ok {
 		return nil, errors.New("not known how to filter system calls on " + runtime.GOARCH)
 	}
-	const (
-		allow = unix.SECCOMP_RET_ALLOW
-		deny  = unix.SECCOMP_RET_ERRNO | uint32(unix.EPERM)
-	)
+	const allow = unix.SECCOMP_RET_ALLOW
+	deny := func(e unix.Errno) uint32 {
+		if e == 0 {
+			e = unix.EPERM
+		}
+		return unix.SECCOMP_RET_ERRNO | uint32(e)
+	}
 	load := func(at uint32) { f = append(f, unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: at}) }
 	ret := func(v uint32) { f = append(f, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: v}) }
 	// skip continues after the next n instructions unless the loaded value compares to k.
@@ -97,27 +110,34 @@ func program(calls []Call) (f []unix.SockFilter, err error) {
 	}
 	load(atArch)
 	f = append(f, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: arch, Jt: 1})
-	ret(deny)
+	ret(deny(0))
 	load(atNumber)
 	skip(unix.BPF_JGE, x32, 1)
-	ret(deny)
+	ret(deny(0))
 	for _, c := range calls {
 		if len(c.Except) > 100 {
 			return nil, fmt.Errorf("system call %d: %d exceptions, at most 100", c.Number, len(c.Except))
 		}
 		n := 1
-		if len(c.Except) > 0 {
+		if len(c.Except) > 0 || c.Flags != 0 {
 			n += 1 + 2*len(c.Except)
 		}
+		if c.Flags != 0 {
+			n += 2
+		}
 		skip(unix.BPF_JEQ, uint32(c.Number), n)
-		if len(c.Except) > 0 {
+		if n > 1 {
 			load(atArgument)
 		}
 		for _, v := range c.Except {
 			skip(unix.BPF_JEQ, v, 1)
 			ret(allow)
 		}
-		ret(deny)
+		if c.Flags != 0 {
+			f = append(f, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JSET | unix.BPF_K, K: c.Flags, Jt: 1})
+			ret(allow)
+		}
+		ret(deny(c.Errno))
 	}
 	ret(allow)
 	return f, nil

@@ -37,11 +37,11 @@ func (v VA) Add(n uint64) (VA, bool) {
 // String returns the address in hexadecimal.
 func (v VA) String() string { return fmt.Sprintf("VA %#x", uint64(v)) }
 
-// Key is an L_Key or R_Key (IBTA 10.6.3): 24 bits of index into the memory
-// protection table, 8 bits of variant that change each time the index is reused.
+// Key is an L_Key or R_Key (IBTA 10.6.3): 24 bits of index, 8 bits of variant that change each time the index is reused.
+// The low bits of the index are the place in the memory protection table. All bits are random.
 type Key uint32
 
-// Index returns the key's index in the memory protection table.
+// Index returns the key's upper 24 bits.
 func (k Key) Index() uint32 { return uint32(k) >> keyVariantBits }
 
 // Variant returns the low 8 bits.

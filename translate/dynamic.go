@@ -90,17 +90,18 @@ func (vm *VM) CreateDynamic(k Kind, pd PD, pages uint64) (Key, error) {
 	return key, nil
 }
 
-// dynamic returns the object at key's index, or nil.
+// dynamic returns the object with key's index, or nil.
 func (vm *VM) dynamic(key Key) *Dynamic {
-	idx := key.Index()
-	if int(idx>>mptGroupShift) >= len(vm.mpt) {
-		return nil
-	}
+	idx := vm.place(key)
 	g := vm.mpt[idx>>mptGroupShift].Load()
 	if g == nil {
 		return nil
 	}
-	return g.dynamic[idx&mptGroupMask].Load()
+	d := g.dynamic[idx&mptGroupMask].Load()
+	if d == nil || d.handle.Index() != key.Index() {
+		return nil
+	}
+	return d
 }
 
 // FastSpec is a fast registration.

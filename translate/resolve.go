@@ -2,12 +2,12 @@ package translate
 
 import "sync/atomic"
 
+// place returns the place of a key in the table.
+func (vm *VM) place(key Key) uint32 { return key.Index() & vm.mask }
+
 // byKey returns the region of key, or nil.
 func (vm *VM) byKey(key Key) *Region {
-	idx := uint32(key) >> keyVariantBits
-	if int(idx>>mptGroupShift) >= len(vm.mpt) {
-		return nil
-	}
+	idx := vm.place(key)
 	g := vm.mpt[idx>>mptGroupShift].Load()
 	if g == nil {
 		return nil

@@ -2,8 +2,11 @@ package translate
 
 import (
 	"context"
+	crand "crypto/rand"
 	"errors"
 	"fmt"
+	"math/bits"
+	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 )
@@ -36,14 +39,14 @@ type Limits struct {
 // mutex.
 type VM struct {
 	mpt   []atomic.Pointer[mptGroup]
+	mask  uint32 // of the bits of a key's index that are a place in mpt; the others only have to match
 	space *Space
 	lim   Limits
 
 	mu      sync.Mutex // guards the fields below and all stores to tables
 	regions int
 	pages   uint64
-	next    uint32   // lowest index never used
-	free    []uint32 // freed indices, oldest first, to delay the reuse of a variant
+	random  *rand.ChaCha8
 
 	clearing  *Drain // of the last removal of entries that was flipped for
 	undrained bool   // entries were reclaimed since
@@ -51,7 +54,7 @@ type VM struct {
 }
 
 const (
-	mptGroupShift = 10
+	mptGroupShift = 7
 	mptGroupSize  = 1 << mptGroupShift
 	mptGroupMask  = mptGroupSize - 1
 )
@@ -71,12 +74,24 @@ func NewVM(s *Space, lim Limits) *VM {
 	if lim.MaxPages == 0 {
 		lim.MaxPages = 1 << 25
 	}
+	// At most two thirds of the places are in use, so that a free one is found at random.
+	places := min(1<<bits.Len32(uint32(lim.MaxRegions)*3/2), maxKeyIndex+1)
+	var seed [32]byte
+	_, _ = crand.Read(seed[:]) // never fails
 	return &VM{
-		mpt:   make([]atomic.Pointer[mptGroup], lim.MaxRegions>>mptGroupShift+1),
-		space: s,
-		lim:   lim,
-		next:  1, // index 0 would make key 0, which is reserved (RA-1)
+		mpt:    make([]atomic.Pointer[mptGroup], (places+mptGroupMask)>>mptGroupShift),
+		mask:   uint32(places - 1),
+		space:  s,
+		lim:    lim,
+		random: rand.NewChaCha8(seed),
 	}
+}
+
+// SeedKeys makes the keys to come predictable, for tests that need two VMs with equal ones.
+func (vm *VM) SeedKeys(seed [32]byte) {
+	vm.mu.Lock()
+	defer vm.mu.Unlock()
+	vm.random.Seed(seed)
 }
 
 // Space returns stage two.
@@ -132,41 +147,50 @@ func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err 
 	}
 	idx = vm.takeIndexLocked()
 	if g = vm.mpt[idx>>mptGroupShift].Load(); g == nil {
-		g = newMPTGroup(idx >> mptGroupShift)
+		g = vm.newMPTGroup()
 		vm.mpt[idx>>mptGroupShift].Store(g)
 	}
 	v := &g.variant[idx&mptGroupMask]
-	key = Key(idx<<keyVariantBits | uint32(*v))
-	*v++
+	index := uint32(vm.random.Uint64())&maxKeyIndex&^vm.mask | idx
+	key = Key(index<<keyVariantBits | uint32(*v))
+	*v++ // the next key of this place is another one, whatever its random bits are
 	vm.regions++
 	return g, idx, key, nil
 }
 
 // giveIndexLocked frees an index and its pages.
-func (vm *VM) giveIndexLocked(idx uint32, pages uint64) {
-	vm.free = append(vm.free, idx)
+func (vm *VM) giveIndexLocked(pages uint64) {
 	vm.regions--
 	vm.pages -= pages
 }
 
-// newMPTGroup starts the variants of adjacent indices at different values, so that a key with an index off by one is
-// not valid.
-func newMPTGroup(group uint32) *mptGroup {
+// newMPTGroup starts the variants at random.
+func (vm *VM) newMPTGroup() *mptGroup {
 	g := new(mptGroup)
-	for i := range g.variant {
-		g.variant[i] = uint8((group*mptGroupSize + uint32(i)) * 2654435761 >> 24)
-	}
+	_, _ = vm.random.Read(g.variant[:]) // never fails
 	return g
 }
 
+// takeIndexLocked returns a free place of the table, chosen at random: whoever does not have a key must not be able to
+// compute it (TR-3, TR-4). Place 0 stays empty, because it could make key 0, which is reserved (RA-1). The loop ends: at
+// most MaxRegions places are in use, which are fewer than there are.
 func (vm *VM) takeIndexLocked() uint32 {
-	if vm.next <= uint32(vm.lim.MaxRegions) {
-		vm.next++
-		return vm.next - 1
+	for range 128 {
+		if idx := uint32(vm.random.Uint64()) & vm.mask; idx != 0 && vm.emptyLocked(idx) {
+			return idx
+		}
 	}
-	idx := vm.free[0]
-	vm.free = vm.free[1:]
+	// Nearly all are in use: MaxRegions is close to 2^24.
+	idx := uint32(vm.random.Uint64()) & vm.mask
+	for idx == 0 || !vm.emptyLocked(idx) {
+		idx = (idx + 1) & vm.mask
+	}
 	return idx
+}
+
+func (vm *VM) emptyLocked(idx uint32) bool {
+	g := vm.mpt[idx>>mptGroupShift].Load()
+	return g == nil || g.region[idx&mptGroupMask].Load() == nil && g.dynamic[idx&mptGroupMask].Load() == nil
 }
 
 // Region returns the region with that handle, or ErrNoRegion.
@@ -332,15 +356,15 @@ func (vm *VM) StartDestroy(handle uint32) (*Drain, error) {
 
 func (vm *VM) closeLocked(d *Dynamic) {
 	d.close()
-	idx := d.handle.Index()
+	idx := vm.place(d.handle)
 	vm.mpt[idx>>mptGroupShift].Load().dynamic[idx&mptGroupMask].Store(nil)
-	vm.giveIndexLocked(idx, d.pages)
+	vm.giveIndexLocked(d.pages)
 }
 
 func (vm *VM) revokeLocked(r *Region) {
-	idx := r.key.Index()
+	idx := vm.place(r.key)
 	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
-	vm.giveIndexLocked(idx, r.chargeLocked())
+	vm.giveIndexLocked(r.chargeLocked())
 	if r.demand {
 		vm.demand.forgetLocked(r.sparse)
 	}

@@ -296,6 +296,107 @@ func TestKeyVariants(t *testing.T) {
 	}
 }
 
+// Whoever does not have a key cannot compute it from others (TR-3, TR-4): neither from the keys that another VM's
+// regions, windows and fast registrations got in the same order, nor from the ones before it.
+func TestKeysAreRandom(t *testing.T) {
+	const n = 256
+	keys := func() (k [n]Key) {
+		vm := NewVM(NewSpace(1), Limits{})
+		for i := range k {
+			if i%2 == 0 {
+				r, err := vm.CreateRegion(RegionSpec{Flags: Phys, Length: 1})
+				if err != nil {
+					t.Fatal(err)
+				}
+				k[i] = r.RKey()
+				continue
+			}
+			var err error
+			if k[i], err = vm.CreateDynamic(Window2, 1, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return k
+	}
+	a, b := keys(), keys()
+	same, steps := 0, map[Key]bool{}
+	var ones [32]int
+	for i := range n {
+		if a[i] == b[i] {
+			same++
+		}
+		if i > 0 {
+			steps[a[i]-a[i-1]] = true
+		}
+		for bit := range ones {
+			ones[bit] += int(a[i] >> bit & 1)
+		}
+	}
+	// With random keys each of these fails less often than once in 10^12 runs.
+	if same > 3 {
+		t.Errorf("%d of %d keys are the same in another VM", same, n)
+	}
+	if len(steps) < n-16 {
+		t.Errorf("only %d different steps between %d keys", len(steps), n)
+	}
+	for bit, k := range ones {
+		if k < n/4 || k > n*3/4 {
+			t.Errorf("bit %d is set in %d of %d keys", bit, k, n)
+		}
+	}
+}
+
+// A key matches in all its bits, those that are no place in the table, too: for a fast registration or an invalidation
+// the upper 24 (the consumer owns the others).
+func TestKeyMatchesWhole(t *testing.T) {
+	vm := NewVM(NewSpace(1), Limits{MaxRegions: 8})
+	r, err := vm.CreateRegion(RegionSpec{Flags: Phys, Length: 1, PD: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fast, err := vm.CreateDynamic(FastRegion, 1, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec := FastSpec{Access: RemoteWrite | LocalWrite, PageShift: PageShift, Length: PageSize}
+	for bit := range 32 {
+		if m := vm.Check(r.RKey()^1<<bit, 1, 0, 1, 0); m.Kind != BadKey {
+			t.Errorf("bit %d of a region's key does not matter: %v", bit, m.Err())
+		}
+		if bit < keyVariantBits {
+			continue
+		}
+		spec.Key = fast ^ 1<<bit
+		if vm.Register(0, 1, &spec, []PA{0}) != Refused {
+			t.Errorf("registered with bit %d wrong", bit)
+		}
+	}
+	spec.Key = fast ^ 1
+	if got := vm.Register(0, 1, &spec, []PA{0}); got != Done {
+		t.Errorf("with another variant: %v", got)
+	}
+}
+
+// All places can be used, and no key is given twice.
+func TestKeysToTheLast(t *testing.T) {
+	const n = 1000
+	vm := NewVM(NewSpace(1), Limits{MaxRegions: n})
+	seen := map[Key]bool{}
+	for range n {
+		r, err := vm.CreateRegion(RegionSpec{Flags: Phys, Length: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if seen[r.RKey()] || vm.byKey(r.RKey()) != r {
+			t.Fatalf("key %#x", r.RKey())
+		}
+		seen[r.RKey()] = true
+	}
+	if _, err := vm.CreateRegion(RegionSpec{Flags: Phys, Length: 1}); !errors.Is(err, ErrLimit) {
+		t.Error(err)
+	}
+}
+
 // PF-5: keys of one VM used in another VM reach nothing.
 func TestKeysStayInTheirVM(t *testing.T) {
 	a, b := NewVM(NewSpace(1), Limits{}), NewVM(NewSpace(2), Limits{})

@@ -137,9 +137,9 @@ func TestLimits(t *testing.T) {
 	old := qps[0].n
 	g.must(abi.CmdDestroyQP, handle(old))
 	q := g.qp(qpSpec{pd: pd, scq: cq})
-	if q.n == old || q.slot != old&qpIndexMask {
-		t.Errorf("QP number %#x in slot %d after %#x was destroyed: want its index, a new number", q.n, q.slot,
-			old)
+	if q.n == old || q.slot != qps[0].slot {
+		t.Errorf("QP number %#x in slot %d after %#x was destroyed: want its index, %d, a new number", q.n, q.slot,
+			old, qps[0].slot)
 	}
 	for _, mod := range []func(r *abi.CreateQP){
 		func(r *abi.CreateQP) { r.MaxSendSGE = 5 }, func(r *abi.CreateQP) { r.MaxRecvSGE = 5 },
@@ -165,6 +165,52 @@ func TestLimits(t *testing.T) {
 		0))
 	mr := abi.CreateMR{PDN: pd, PageShift: 12, Length: 9 * 4096, NPages: 9}
 	g.refused(abi.StatusNoMemory, abi.CmdCreateMR, enc(abi.SizeCreateMR, &mr))
+}
+
+// Whoever does not have a QP number cannot compute it (TR-3, TR-4), and finds no QP by one that differs in any bit;
+// doorbell slots stay dense.
+func TestQPNumbersAreRandom(t *testing.T) {
+	const n = 64
+	w := newWorld(t, 1, 2, Limits{QPs: n})
+	var nums [2][n]uint32
+	for i := range nums {
+		g := w.guests[i]
+		pd, cq := g.pd(), g.cq(64)
+		for k := range nums[i] {
+			q := g.qp(qpSpec{typ: abi.QPTypeUC, pd: pd, scq: cq, elems: 2})
+			if q.slot != uint32(firstQPIndex+k) || q.n <= gsiQPN || q.n >= mcastQPN {
+				t.Fatalf("QP %#x in slot %d", q.n, q.slot)
+			}
+			nums[i][k] = q.n
+		}
+		for _, qpn := range nums[i] {
+			for bit := range 24 {
+				if x := qpn ^ 1<<bit; g.qpFor(x) != nil && !slices.Contains(nums[i][:], x) {
+					t.Errorf("QP %#x is found by %#x", qpn, x)
+				}
+			}
+		}
+	}
+	// With random numbers each of these fails less often than once in 10^12 runs.
+	same, steps := 0, map[uint32]bool{}
+	for k := range n {
+		if nums[0][k] == nums[1][k] {
+			same++
+		}
+		if k > 0 {
+			steps[nums[0][k]-nums[0][k-1]] = true
+		}
+	}
+	if same > 2 || len(steps) < n-8 {
+		t.Errorf("%d of %d numbers are the same in another VM; %d different steps between them", same, n, len(steps))
+	}
+	or, and := uint32(0), uint32(mcastQPN)
+	for _, x := range append(nums[0][:], nums[1][:]...) {
+		or, and = or|x, and&x
+	}
+	if or != mcastQPN || and != 0 {
+		t.Errorf("bits %#x are never set, bits %#x always", mcastQPN&^or, and)
+	}
 }
 
 // The ring description of a command is checked in full.

@@ -4,6 +4,7 @@ package hca
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"sync/atomic"
 
 	"github.com/hashicorp/go-hclog"
@@ -62,7 +63,8 @@ type dataSide struct {
 	ahs        atomic.Pointer[ahTable]
 	groups     atomic.Pointer[mcastTable]
 	faultDelay atomic.Int64         // smoothed time in which the guest's driver serves a fault, ns
-	qps        []atomic.Pointer[qp] // by index: the low 16 bits of the QP number
+	qps        []atomic.Pointer[qp] // by index
+	numbers    []atomic.Pointer[qp] // the same, by the low bits of the QP number; the length is a power of two
 
 	// Set by loops, read by control.
 	broken     atomic.Bool // the guest's memory vanished: the device stops until a reset clears this
@@ -95,6 +97,8 @@ func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
 	}
 	d.qps = make([]atomic.Pointer[qp], qps+firstQPIndex)
+	// Not more than two thirds full, so that a free place is found at random.
+	d.numbers = make([]atomic.Pointer[qp], 1<<bits.Len(uint(len(d.qps)*3/2)))
 	d.faultCounts = make([]uint32, 2*len(d.qps))
 	d.conns.table = cm.NewTable(2 * qps)
 	d.link.Store(true)
@@ -113,6 +117,20 @@ func (d *dataSide) qpAt(i int) *qp {
 	}
 	return d.qps[i].Load()
 }
+
+// publish lets loops find the QP, withdraw ends that.
+func (d *dataSide) publish(q *qp) {
+	d.qps[q.index].Store(q)
+	d.numbers[d.numberPlace(q.n)].Store(q)
+}
+
+func (d *dataSide) withdraw(q *qp) {
+	d.numbers[d.numberPlace(q.n)].Store(nil)
+	d.qps[q.index].Store(nil)
+}
+
+// numberPlace returns the place of a QP number in numbers.
+func (d *dataSide) numberPlace(n uint32) int { return int(n) & (len(d.numbers) - 1) }
 
 // wakeAll wakes every engine to check device-wide state.
 func (d *dataSide) wakeAll() {

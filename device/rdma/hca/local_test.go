@@ -230,7 +230,7 @@ func TestMoveLeavesCQ(t *testing.T) {
 		g.qp(qpSpec{pd: pd})
 		var y *tqp
 		for range 4 {
-			if y = h.qp(qpSpec{pd: hpd}); y.where() != x.where() && (x.n+y.n)>>1&1 == uint32(1-x.where()) {
+			if y = h.qp(qpSpec{pd: hpd}); y.where() != x.where() && (x.slot+y.slot)>>1&1 == uint32(1-x.where()) {
 				break // to y's engine
 			}
 		}

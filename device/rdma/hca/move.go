@@ -10,14 +10,14 @@ import (
 // A QP moves between engines: the parts of a move that run on loops. place.go decides and orders them.
 
 // peerEngine returns the engine that q should move to, nil if it should stay; on its loop. Both QPs reach the same
-// decision, in any order or at once: their QP numbers select the lower or the higher of the two loops.
+// decision, in any order or at once: their indices select the lower or the higher of the two loops.
 func (q *qp) peerEngine() *engine {
 	p := q.localPeer()
 	if p == nil || p == q || p.dev.byLoop[q.engine.loop.ID()] == nil {
 		return nil
 	}
 	here, there := q.engine.loop.ID(), p.engine.loop.ID()
-	low := (q.n+p.n)>>1&1 == 0
+	low := (q.index+p.index)>>1&1 == 0
 	if here == there || p.srq == nil && low == (here < there) {
 		return nil
 	}
@@ -38,12 +38,12 @@ func (q *qp) movable() bool {
 		len(q.unpostedCQEs) == 0
 }
 
-// hide removes q from the index of QPs if it is movable; on its loop.
+// hide removes q from the tables of QPs if it is movable; on its loop.
 func (q *qp) hide() bool {
 	if !q.movable() {
 		return false
 	}
-	q.dev.qps[q.index].Store(nil)
+	q.dev.withdraw(q)
 	return true
 }
 
@@ -59,12 +59,12 @@ func (q *qp) leaveEngine() {
 	e.qps--
 }
 
-// joinEngine assigns q to an engine and puts it back into the index of QPs; on that engine's loop.
+// joinEngine assigns q to an engine and puts it back into the tables of QPs; on that engine's loop.
 func (q *qp) joinEngine(e *engine) {
 	q.engine, q.localRoute = e, localRoute{}
 	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption())
 	e.qps++
-	q.dev.qps[q.index].Store(q)
+	q.dev.publish(q)
 	q.t.Moved(e.loop.Now(), &e.stats)
 	e.schedule(q)
 }

@@ -13,18 +13,16 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// QP numbers. The low 16 bits are the index in dataSide.qps, which is also the
-// doorbell slot; the upper 8 count the uses of the index, so that a packet
-// or an event for a destroyed QP does not reach the next QP of its index. The count
-// 0xff is left out: 0xffffff is the multicast QP number (IBTA 10.5). QP 0 does not
-// exist with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
+// A QP has an index and a number. The index is the place in dataSide.qps and the doorbell slot; indices are dense, so
+// that doorbells are few words of memory. The number is random, because whoever does not know it must not be able to
+// compute it (TR-3, TR-4); its low bits are the place in dataSide.numbers. 0xffffff is the multicast QP number (IBTA
+// 10.5). QP 0 does not exist with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
 const (
 	qpIndexes    = 1 << 16
 	qpIndexMask  = qpIndexes - 1
 	gsiQPN       = 1
 	firstQPIndex = 2
-	mcastQPN     = 0xffffff
-	maxQPGen     = 0xff
+	mcastQPN     = 0xffffff // of 24 bits
 )
 
 // qp is a queue pair: rings and memory on this side, the transport's state in t.
@@ -471,7 +469,7 @@ func (q *qp) Event(k roce.EventKind) {
 
 // close destroys the QP; loop only. Afterwards no loop finds it, and this loop has no reference to it.
 func (q *qp) close() {
-	q.dev.qps[q.index].Store(nil)
+	q.dev.withdraw(q)
 	q.closed = true
 	q.dropKept(len(q.kept))
 	q.t.Close()
@@ -515,7 +513,7 @@ func (q *qp) start() error {
 		HasSRQ: q.srq != nil, MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: &q.engine.stats, ECN: d.options.ECN,
 		SelectiveRepeat: d.options.SelectiveRepeat,
 	}, q)
-	d.qps[q.index].Store(q)
+	d.publish(q)
 	q.engine.qps++
 	q.engine.db.join(q.index)
 	return nil

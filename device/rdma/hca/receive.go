@@ -116,7 +116,7 @@ func (t *mcastTable) hasMember(gid *[16]byte, e *engine) bool {
 
 // qpFor finds a QP by its number.
 func (d *dataSide) qpFor(n uint32) *qp {
-	if q := d.qpAt(int(n & qpIndexMask)); q != nil && q.n == n {
+	if q := d.numbers[d.numberPlace(n)].Load(); q != nil && q.n == n {
 		return q
 	}
 	return nil

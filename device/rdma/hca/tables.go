@@ -3,7 +3,9 @@
 package hca
 
 import (
+	crand "crypto/rand"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -60,9 +62,10 @@ type tables struct {
 
 	qps    int
 	qpList map[uint32]*qpObject // by QP number
-	gen    []uint8              // next generation of each index
 	free   []uint16             // indices, least recently used first
 	nextQP int                  // lowest index never used
+	random *rand.ChaCha8        // QP numbers
+	last   []uint32             // by place in dataSide.numbers: the number that was there last
 
 	nextLane int
 
@@ -77,7 +80,7 @@ type tables struct {
 }
 
 func (t *tables) reset(d *Device) {
-	conn, vm, gen, lingering := t.conn, t.vm, t.gen, t.lingering
+	conn, vm, random, last, lingering := t.conn, t.vm, t.random, t.last, t.lingering
 	for _, o := range t.qpList {
 		if o.q.faulting() {
 			lingering = append(lingering, o.q)
@@ -90,13 +93,15 @@ func (t *tables) reset(d *Device) {
 		t.dbHeld[i].release()
 	}
 	t.ahHeld.release()
-	if gen == nil {
-		gen = make([]uint8, len(d.data.qps))
+	if random == nil {
+		var seed [32]byte
+		_, _ = crand.Read(seed[:]) // never fails
+		random, last = rand.NewChaCha8(seed), make([]uint32, len(d.data.numbers))
 	}
 	*t = tables{
 		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cqObject{}, srqs: map[uint32]*srqObject{},
 		mrs: map[uint32]uint32{}, mws: map[uint32]uint32{}, qpList: map[uint32]*qpObject{},
-		gen: gen, nextQP: firstQPIndex, lingering: lingering,
+		random: random, last: last, nextQP: firstQPIndex, lingering: lingering,
 	}
 	d.data.gids.reset(d.lim.GIDs)
 	d.data.groups.Store(newMcastTable())
@@ -118,7 +123,7 @@ func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	}
 }
 
-// allocQPIndex picks an index and makes the QP number from it.
+// allocQPIndex picks an index and a number for a QP.
 func (t *tables) allocQPIndex(d *Device) (index int, qpn uint32, err error) {
 	switch {
 	case t.nextQP < len(d.data.qps):
@@ -130,9 +135,22 @@ func (t *tables) allocQPIndex(d *Device) (index int, qpn uint32, err error) {
 	default:
 		return 0, 0, &limitError{what: "queue pairs", n: uint64(t.qps) + 1, max: uint64(d.lim.QPs)}
 	}
-	g := t.gen[index]
-	t.gen[index] = (g + 1) % maxQPGen
-	return index, uint32(g)<<16 | uint32(index), nil
+	return index, t.newQPN(d.data), nil
+}
+
+// newQPN returns a random number whose place is free. It differs from the last number there, so that a packet or an
+// event for a destroyed QP does not reach the next one. The loop ends, because a third of the places is free; each
+// number is taken with a probability of at least 0.3.
+func (t *tables) newQPN(d *dataSide) uint32 {
+	for {
+		n := uint32(t.random.Uint64()) & mcastQPN
+		place := d.numberPlace(n)
+		if n == 0 || n == mcastQPN || place == gsiQPN || d.numbers[place].Load() != nil || t.last[place] == n {
+			continue
+		}
+		t.last[place] = n
+		return n
+	}
 }
 
 func (t *tables) freeQPIndex(i int) {

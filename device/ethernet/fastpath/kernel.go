@@ -9,6 +9,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 )
 
 // route is the route to a peer.
@@ -24,7 +26,8 @@ func (c *controller) routeTo(peer netip.Addr) (to route, ok bool) {
 	if c.ipsec.cover(c.cfg.Local, peer) {
 		return route{}, false
 	}
-	routes, err := c.nl.RouteGetWithOptions(peer.AsSlice(), &netlink.RouteGetOptions{SrcAddr: c.cfg.Local.AsSlice()})
+	opts := netlink.RouteGetOptions{SrcAddr: c.cfg.Local.AsSlice()}
+	routes, err := c.nl.RouteGetWithOptions(peer.AsSlice(), &opts)
 	if err != nil || len(routes) == 0 || routes[0].Type != unix.RTN_UNICAST || routes[0].Encap != nil {
 		return route{}, false
 	}
@@ -33,7 +36,7 @@ func (c *controller) routeTo(peer netip.Addr) (to route, ok bool) {
 		return route{}, false
 	}
 	mtu := link.Attrs().MTU
-	if m := routes[0].MTU; m > 0 {
+	if m := vxlan.RouteMTU(c.nl, peer, opts); m > 0 {
 		mtu = min(mtu, m)
 	}
 	return route{link.Attrs().Index, c.cfg.Tunnel.InnerMTU(mtu)}, true

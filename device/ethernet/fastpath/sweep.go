@@ -45,8 +45,8 @@ func (c *controller) checkHostsLocked() {
 	}
 }
 
-// checkRoutesLocked makes all entries void if a route to a peer has changed. It asks for every route: path MTU
-// discovery, for one, causes no notification. Programs are detached from underlay interfaces that no entry uses.
+// checkRoutesLocked makes all entries void if a route to a peer has changed. It asks for every route: which of them a
+// notification concerns is not known. Programs are detached from underlay interfaces that no entry uses.
 func (c *controller) checkRoutesLocked() {
 	used := map[netip.Addr]bool{}
 	for _, e := range c.entries {

@@ -9,16 +9,17 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// The tenants' MTU. A network's MTU is what its narrowest path carries: for each of its peers, the route's MTU
-// (configured, or found by path MTU discovery), otherwise that of the route's interface. Without a reachable peer it is
-// that of the local address's interface. Changes of interfaces and routes and the kernel's refusals (EMSGSIZE) are
-// followed.
+// The tenants' MTU. A network's MTU is what its narrowest path carries: for each of its peers, the MTU that is configured
+// for the route (`ip route ... mtu`), otherwise that of the route's interface. Without a reachable peer it is that of the
+// local address's interface. Changes of interfaces and routes and the kernel's refusals (EMSGSIZE) are followed.
+//
+// Path MTU discovery is not: one forged ICMP error would lower the MTU of every network with that peer for ten minutes
+// (TR-3; RFC 8201 section 6, RFC 8900 section 4.1). The sockets ignore what it finds (socket.go), and so does this file.
 
 const (
 	// settle is how long changes are collected before the MTUs are computed again.
 	settle = 100 * time.Millisecond
-	// recheck is how often they are computed without a known change: results of path MTU discovery expire silently (RFC
-	// 1191, 6.3; net.ipv4.route.mtu_expires).
+	// recheck is how often they are computed without a known change: a notification may have been lost.
 	recheck = time.Minute
 )
 
@@ -36,11 +37,8 @@ func (vt *VTEP) inner(mtu int) int {
 // pathTo asks the kernel for the route to a peer, and returns the largest inner layer-3 packet (of an untagged frame)
 // that it carries; 0 if there is no route.
 func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
-	var opts *netlink.RouteGetOptions
-	if x.scope != 0 {
-		opts = &netlink.RouteGetOptions{OifIndex: int(x.scope)}
-	}
-	routes, err := vt.nl.RouteGetWithOptions(x.addr.AsSlice(), opts)
+	opts := netlink.RouteGetOptions{OifIndex: int(x.scope)}
+	routes, err := vt.nl.RouteGetWithOptions(x.addr.AsSlice(), &opts)
 	if err != nil || len(routes) == 0 {
 		return 0
 	}
@@ -52,13 +50,24 @@ func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 		}
 		devs[r.LinkIndex] = mtu
 	}
-	if r.MTU > 0 && (mtu == 0 || r.MTU < mtu) {
-		mtu = r.MTU
+	if m := RouteMTU(vt.nl, x.addr, opts); m > 0 && (mtu == 0 || m < mtu) {
+		mtu = m
 	}
 	if mtu == 0 {
 		return 0
 	}
 	return max(vt.inner(mtu), vswitch.MinMTU)
+}
+
+// RouteMTU returns the MTU that the operator has configured for the route to an address (`ip route ... mtu`), 0 if none;
+// what path MTU discovery has found is not in it.
+func RouteMTU(nl *netlink.Handle, to netip.Addr, opts netlink.RouteGetOptions) int {
+	opts.FIBMatch = true // the route itself, not the kernel's cache with its exceptions
+	routes, err := nl.RouteGetWithOptions(to.AsSlice(), &opts)
+	if err != nil || len(routes) == 0 {
+		return 0
+	}
+	return routes[0].MTU
 }
 
 // narrowest returns the MTU that the paths to a set of peers allow, and adds them to paths.

@@ -4,9 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"net/netip"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
@@ -130,70 +134,204 @@ func plain(t *testing.T, ns *nstest.NS, local string, peers ...string) (*VTEP, *
 	return vt, n, att, s
 }
 
-// A router on the path has a narrower link. The kernel learns that from the router's ICMP; the network's MTU follows,
-// and the tenant's sender gets an ICMP error instead of silent loss.
-func TestPathMTUDiscovery(t *testing.T) {
+// routed is a VTEP on host a, a router m, and a peer b behind a link of MTU 1400.
+type routed struct {
+	a, m, b *nstest.NS
+	vt      *VTEP
+	net     *vswitch.Network
+	att     *vswitch.Attachment
+	got     *sink
+	peer    string
+	via     string // a's next hop
+	over    int    // of encapsulation
+	frame   []byte // TCP with DF, larger than MTU 1400 allows
+}
+
+func newRouted(t *testing.T, v6 bool) *routed {
+	t.Helper()
+	r := &routed{a: nstest.New(t, "a"), m: nstest.New(t, "m"), b: nstest.New(t, "b")}
+	nstest.Pair(r.a, r.m, "left", 1500)
+	nstest.Pair(r.m, r.b, "right", 1400)
+	local, via, bits := "192.0.2.1", []string{"192.0.2.2", "198.51.100.1"}, "/24"
+	r.peer, r.over = "198.51.100.2", 50
+	if v6 {
+		local, via, bits = "2001:db8:1::1", []string{"2001:db8:1::2", "2001:db8:2::1"}, "/64"
+		r.peer, r.over = "2001:db8:2::2", 70
+	}
+	r.via = via[0]
+	r.a.Addr("left", local+bits)
+	r.m.Addr("left", via[0]+bits)
+	r.m.Addr("right", via[1]+bits)
+	r.b.Addr("right", r.peer+bits)
+	r.m.MustExec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+	r.a.IP("route", "add", "default", "via", via[0])
+	r.b.IP("route", "add", "default", "via", via[1])
+	r.vt, r.net, r.att, r.got = plain(t, r.a, local, r.peer)
+	if r.net.MTU() != 1500-r.over {
+		t.Fatalf("MTU %d at first", r.net.MTU())
+	}
+	r.frame = macs(9, 1, append(ip4(0, 1, 2, header.ProtoTCP, 7, 8), make([]byte, 1380)...))
+	r.frame[ethLen+6] |= 0x40 // DF
+	return r
+}
+
+func (r *routed) send() {
+	l := r.att.Config().Loop
+	l.Do(func() {
+		p := r.vt.cfg.Pool.Get()
+		p.Append(r.frame)
+		r.att.Input(l, p, vswitch.Source{})
+		p.Free()
+	})
+}
+
+// answered waits for the ICMP error to the frame's sender, which names the tenants' MTU.
+func (r *routed) answered(t *testing.T, want int) {
+	t.Helper()
+	var mtu int
+	testutil.Eventually(t, "the sender gets an answer", func() bool {
+		r.send()
+		select {
+		case s := <-r.got.frames:
+			if s[ethLen+9] != 1 || s[ethLen+20] != 3 || s[ethLen+21] != 4 {
+				t.Fatalf("got %x", s)
+			}
+			mtu = int(binary.BigEndian.Uint16([]byte(s)[ethLen+26:]))
+			return true
+		default:
+			return false
+		}
+	})
+	if mtu != want {
+		t.Errorf("the answer names MTU %d, want %d", mtu, want)
+	}
+}
+
+// The underlay's interface becomes narrower, and a frame is sent before the VTEP knows: the network's MTU follows, and
+// the tenant's sender gets an ICMP error instead of silent loss.
+func TestNarrowerInterface(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
-		a, m, b := nstest.New(t, "a"), nstest.New(t, "m"), nstest.New(t, "b")
-		nstest.Pair(a, m, "left", 1500)
-		nstest.Pair(m, b, "right", 1400)
-		local, peer, over := "192.0.2.1", "198.51.100.2", 50
-		addr := func(s string) string { return s + "/24" }
-		via := []string{"192.0.2.2", "198.51.100.1"}
-		if v6 {
-			local, peer, over, via = "2001:db8:1::1", "2001:db8:2::2", 70, []string{"2001:db8:1::2", "2001:db8:2::1"}
-			addr = func(s string) string { return s + "/64" }
-		}
-		a.Addr("left", addr(local))
-		m.Addr("left", addr(via[0]))
-		m.Addr("right", addr(via[1]))
-		b.Addr("right", addr(peer))
-		m.MustExec("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
-		a.IP("route", "add", "default", "via", via[0])
-		b.IP("route", "add", "default", "via", via[1])
-		vt, n, att, got := plain(t, a, local, peer)
-		l := att.Config().Loop
-		if n.MTU() != 1500-over {
-			t.Fatalf("MTU %d at first", n.MTU())
-		}
-		f := macs(9, 1, append(ip4(0, 1, 2, header.ProtoTCP, 7, 8), make([]byte, 1380)...))
-		f[ethLen+6] |= 0x40 // DF
-		send := func() {
-			l.Do(func() {
-				p := vt.cfg.Pool.Get()
-				p.Append(f)
-				att.Input(l, p, vswitch.Source{})
-				p.Free()
-			})
-		}
-		// Routes are not checked meanwhile: a check would find the new MTU, too, and then the switch would refuse the
-		// frame before it gets here.
-		vt.mu.Lock()
-		unlock := sync.OnceFunc(vt.mu.Unlock)
+		r := newRouted(t, v6)
+		// Changes are not followed meanwhile: otherwise the switch would refuse the frame before it gets here.
+		r.vt.mu.Lock()
+		unlock := sync.OnceFunc(r.vt.mu.Unlock)
 		defer unlock()
+		r.a.IP("link", "set", "left", "mtu", "1400")
 		testutil.Eventually(t, "the frame is counted as too big", func() bool {
-			send()
-			return vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) > 0
+			r.send()
+			return r.vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig) > 0
 		})
 		unlock()
-		var mtu int
-		testutil.Eventually(t, "the sender gets an answer", func() bool {
-			send()
-			select {
-			case s := <-got.frames:
-				if s[ethLen+9] != 1 || s[ethLen+20] != 3 || s[ethLen+21] != 4 {
-					t.Fatalf("got %x", s)
-				}
-				mtu = int(binary.BigEndian.Uint16([]byte(s)[ethLen+26:]))
-				return true
-			default:
-				return false
-			}
+		r.answered(t, 1400-r.over)
+		testutil.Eventually(t, "the network's MTU follows", func() bool { return r.net.MTU() == 1400-r.over })
+	}
+}
+
+// A router on the path has a narrower link and says so by ICMP, which is not believed, because anybody can send it
+// (TR-3). The operator's route is: the network's MTU follows, and the tenant's sender gets an ICMP error.
+func TestRouteMTU(t *testing.T) {
+	for _, v6 := range []bool{false, true} {
+		r := newRouted(t, v6)
+		before := icmpErrors(t, r.a, v6)
+		testutil.Eventually(t, "the router's ICMP arrives", func() bool {
+			r.send()
+			return icmpErrors(t, r.a, v6) > before
 		})
-		if mtu != 1400-over {
-			t.Errorf("the answer names MTU %d, want %d", mtu, 1400-over)
+		r.stays(t, 1500-r.over)
+		r.a.IP("route", "add", r.peer, "via", r.via, "mtu", "lock", "1400")
+		testutil.Eventually(t, "the network's MTU follows the route", func() bool { return r.net.MTU() == 1400-r.over })
+		r.answered(t, 1400-r.over)
+		r.a.IP("route", "change", r.peer, "via", r.via, "mtu", "1390")
+		testutil.Eventually(t, "and its change", func() bool { return r.net.MTU() == 1390-r.over })
+		r.a.IP("route", "del", r.peer)
+		testutil.Eventually(t, "and its end", func() bool { return r.net.MTU() == 1500-r.over })
+	}
+}
+
+// stays checks that the network's MTU is unchanged, in the kernel's eyes too: a frame of that size leaves.
+func (r *routed) stays(t *testing.T, mtu int) {
+	t.Helper()
+	if err := r.vt.RefreshMTU(); err != nil {
+		t.Fatal(err)
+	}
+	if n := r.net.MTU(); n != mtu {
+		t.Errorf("the network's MTU became %d, want %d", n, mtu)
+	}
+	if n := r.vt.Peers(100)[0].MTU; n != mtu {
+		t.Errorf("the path's MTU became %d, want %d", n, mtu)
+	}
+	sent := r.vt.Status().OutFrames
+	r.send()
+	testutil.Eventually(t, "the frame leaves", func() bool { return r.vt.Status().OutFrames > sent })
+	if n := r.vt.Attachment(100).Counters.Dropped(vswitch.UnderlayTooBig); n != 0 {
+		t.Errorf("%d frames refused as too big", n)
+	}
+}
+
+// icmpErrors returns how often the kernel of ns was told by ICMP that a datagram was too big.
+func icmpErrors(t *testing.T, ns *nstest.NS, v6 bool) (n int) {
+	t.Helper()
+	if v6 {
+		for line := range strings.Lines(ns.MustExec("cat", "/proc/self/net/snmp6")) {
+			if f := strings.Fields(line); f[0] == "Icmp6InPktTooBigs" {
+				n, _ = strconv.Atoi(f[1])
+			}
 		}
-		testutil.Eventually(t, "the network's MTU follows", func() bool { return n.MTU() == 1400-over })
+		return n
+	}
+	var names []string
+	for line := range strings.Lines(ns.MustExec("cat", "/proc/self/net/snmp")) {
+		f := strings.Fields(line)
+		if i := slices.Index(names, "InDestUnreachs"); f[0] == "Icmp:" && i >= 0 {
+			n, _ = strconv.Atoi(f[i])
+		}
+		if f[0] == "Icmp:" {
+			names = f
+		}
+	}
+	return n
+}
+
+// A host that is neither peer nor router sends one ICMP error "fragmentation needed" about a datagram of the VTEP, whose
+// contents it need not know: that is not believed (TR-3).
+func TestForgedICMP(t *testing.T) {
+	for _, v6 := range []bool{false, true} {
+		r := newRouted(t, v6)
+		before := icmpErrors(t, r.a, v6)
+		r.m.Do(func() { forgeICMP(t, r.vt.Local(), netip.MustParseAddr(r.peer)) })
+		testutil.Eventually(t, "the error arrives", func() bool { return icmpErrors(t, r.a, v6) > before })
+		r.stays(t, 1500-r.over)
+	}
+}
+
+// forgeICMP sends an ICMP error to host a: its datagram from port 4789 to port 4789 of peer exceeds an MTU of 576, over
+// IPv6 of 1280.
+func forgeICMP(t *testing.T, a, peer netip.Addr) {
+	udp := []byte{4789 >> 8, 4789 & 0xff, 4789 >> 8, 4789 & 0xff, 1400 >> 8, 1400 & 0xff, 0, 0}
+	family, proto := unix.AF_INET, unix.IPPROTO_ICMP
+	var to unix.Sockaddr
+	var b []byte
+	if a.Is4() {
+		to = &unix.SockaddrInet4{Addr: a.As4()}
+		b = []byte{3, 4, 0, 0, 0, 0, 576 >> 8, 576 & 0xff}
+		b = append(b, 0x45, 0, 1420>>8, 1420&0xff, 0, 1, 0x40, 0, 64, unix.IPPROTO_UDP, 0, 0)
+		b = append(append(b, a.AsSlice()...), peer.AsSlice()...)
+		binary.BigEndian.PutUint16(b[18:], header.Checksum(b[8:28], 0))
+		b = append(b, udp...)
+		binary.BigEndian.PutUint16(b[2:], header.Checksum(b, 0))
+	} else {
+		family, proto, to = unix.AF_INET6, unix.IPPROTO_ICMPV6, &unix.SockaddrInet6{Addr: a.As16()}
+		b = []byte{2, 0, 0, 0, 0, 0, 1280 >> 8, 1280 & 0xff, 0x60, 0, 0, 0, 1400 >> 8, 1400 & 0xff, unix.IPPROTO_UDP, 64}
+		b = append(append(append(b, a.AsSlice()...), peer.AsSlice()...), udp...) // the kernel adds the checksum
+	}
+	fd, err := unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, proto)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer unix.Close(fd)
+	if err := unix.Sendto(fd, b, 0, to); err != nil {
+		t.Error(err)
 	}
 }
 

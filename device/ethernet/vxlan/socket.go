@@ -53,9 +53,10 @@ type option struct {
 func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
 	family := unix.AF_INET
 	opts := []option{
-		// DF; the kernel refuses datagrams that are too large with EMSGSIZE instead of fragmenting (RFC 7348, section
-		// 4.3).
-		{unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO, "IP_MTU_DISCOVER"},
+		// DF, and no path MTU discovery: anybody can send the ICMP error that would lower the MTU (TR-3). The kernel
+		// refuses datagrams that exceed the interface's MTU with EMSGSIZE instead of fragmenting (RFC 7348, section 4.3).
+		// IP_PMTUDISC_INTERFACE would not let the kernel note the error at all, but sends without DF (ip(7)).
+		{unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_PROBE, "IP_MTU_DISCOVER"},
 		{unix.IPPROTO_IP, unix.IP_RECVTOS, 1, "IP_RECVTOS"},
 		// Checksum zero: the inner frame has its own (RFC 7348, section 5).
 		{unix.SOL_SOCKET, unix.SO_NO_CHECK, 1, "SO_NO_CHECK"},
@@ -68,7 +69,7 @@ func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
 		}
 		opts = []option{
 			{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1, "IPV6_V6ONLY"},
-			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER"},
+			{unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_INTERFACE, "IPV6_MTU_DISCOVER"},
 			{unix.IPPROTO_IPV6, unix.IPV6_DONTFRAG, 1, "IPV6_DONTFRAG"},
 			{unix.IPPROTO_IPV6, unix.IPV6_RECVTCLASS, 1, "IPV6_RECVTCLASS"},
 			// RFC 6935 allows zero for tunnels: accept it, send it only if configured.

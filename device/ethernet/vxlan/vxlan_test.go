@@ -331,8 +331,7 @@ func TestUnderlayTooBig(t *testing.T) {
 		}
 		r.vt.stopWatch() // otherwise the network would follow
 		r.vt.stopWatch = nil
-		// The path to the peer is narrower than the device.
-		r.a.IP("route", "add", peer, "dev", "under", "mtu", "1400")
+		r.a.IP("link", "set", "under", "mtu", "1400")
 		small, big := macs(9, 1, ip4(0, 1, 2, header.ProtoUDP, 7, 8)),
 			macs(9, 1, append(ip4(0, 1, 2, header.ProtoUDP, 7, 8), make([]byte, 1380)...))
 		var frames [][]byte

@@ -2,6 +2,7 @@ package guestdrv_test
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"maps"
 	"net"
@@ -205,6 +206,7 @@ type forger struct {
 type forgery struct {
 	from string // the outer source address
 	cmtest.Packet
+	port int // outer source port; 0: one that only root may send from
 }
 
 func (f *forger) send(p *forgery) {
@@ -214,7 +216,7 @@ func (f *forger) send(p *forgery) {
 		f.tb.Fatal(err)
 	}
 	f.site.ns.Do(func() {
-		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(p.from)},
+		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(p.from), Port: cmp.Or(p.port, 500)},
 			&net.UDPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 4789})
 		if err != nil {
 			f.tb.Fatal(err)
@@ -251,7 +253,7 @@ func TestForged(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p := &forgery{"192.0.2.1", cmtest.Packet{VNI: 7,
+		p := &forgery{from: "192.0.2.1", Packet: cmtest.Packet{VNI: 7,
 			Path: wire.Path{SMAC: ha.mac, DMAC: hb.mac, VLAN: header.NoVLAN, SrcIP: ha.gid, DstIP: hb.gid, SrcPort: 0xc001}}}
 		p.Write(b.qp.Number(), attr.SQPSN, key, at.Addr(), bytes.Repeat([]byte{0xee}, 64))
 		return p
@@ -295,6 +297,7 @@ func TestForged(t *testing.T) {
 		p            *forgery
 	}{
 		{"VTEP, unknown", "unknown-peer", with(write(dmr.RKey(), dst), func(p *forgery) { p.from = "192.0.2.99" })},
+		{"outer source port", "source-port", with(write(dmr.RKey(), dst), func(p *forgery) { p.port = 50000 })},
 		{"VTEP, another peer's", "misplaced-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.from = "192.0.2.11" })},
 		{"VNI", "unknown-vni", with(write(dmr.RKey(), dst), func(p *forgery) { p.VNI = 8 })},
 		{"inner source MAC", "unwanted-roce", with(write(dmr.RKey(), dst), func(p *forgery) { p.Path.SMAC = strange })},

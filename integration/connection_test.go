@@ -289,7 +289,7 @@ func forged(ctx context.Context, t *testing.T, h1, h2 *lab.Host, c vmConnection)
 	}
 }
 
-// inject sends a packet with any source address on a host's underlay through a raw socket.
+// inject sends a packet with any source address on a host's underlay through a raw socket, as root can.
 func inject(h *lab.Host, from, to netip.Addr, p *cmtest.Packet) error {
 	inner, err := p.Bytes()
 	if err != nil {
@@ -300,7 +300,7 @@ func inject(h *lab.Host, from, to netip.Addr, p *cmtest.Packet) error {
 		Dst: to.As4()}
 	ip.Encode(b)
 	udp := b[header.IPv4Len:]
-	binary.BigEndian.PutUint16(udp, 55555)
+	binary.BigEndian.PutUint16(udp, 500) // reserved, as the peer's own
 	binary.BigEndian.PutUint16(udp[2:], 4789)
 	binary.BigEndian.PutUint16(udp[4:], uint16(header.UDPLen+len(inner)))
 	b = append(b, inner...)

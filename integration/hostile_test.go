@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -272,7 +273,9 @@ func TestHostile(t *testing.T) {
 	w.ip(stranger, "addr add 192.0.2.99/24 dev ul")
 	underlay := func(ns *harness.Namespace) func([]byte) {
 		var c net.Conn
-		check(t, ns.Do(func() (err error) { c, err = net.Dial("udp", hostIP(0)+":4789"); return err }))
+		// From a reserved port: otherwise all would be refused for that.
+		to := net.UDPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr(hostIP(0)), 4789))
+		check(t, ns.Do(func() (err error) { c, err = net.DialUDP("udp", &net.UDPAddr{Port: 500}, to); return err }))
 		t.Cleanup(func() { c.Close() })
 		return func(p []byte) { _, _ = c.Write(p) }
 	}

@@ -24,7 +24,7 @@ func (c *controller) admitLocked(o *vswitch.Candidate) {
 	if c.cfg.Tunnel.Monitored() {
 		return
 	}
-	peer, ok := c.cfg.Tunnel.Peer(tunnel, o.Remote)
+	peer, lastPort, ok := c.cfg.Tunnel.Peer(tunnel, o.Remote)
 	if !ok {
 		return
 	}
@@ -40,18 +40,19 @@ func (c *controller) admitLocked(o *vswitch.Candidate) {
 		}
 		c.routes[peer] = to
 	}
-	if err := c.putLocked(f, n, local, to, gen); err != nil {
+	if err := c.putLocked(f, n, local, to, gen, lastPort); err != nil {
 		c.cfg.Log.Debug("no short path for a flow", "vni", f.vni, "to", o.Dst, "from", o.Src, "error", err)
 		return
 	}
 	if e == nil {
 		n.entries++
 	}
-	c.entries[f] = &entry{net: n, gen: gen, from: o.From, far: o.Remote, peer: peer}
+	c.entries[f] = &entry{net: n, gen: gen, from: o.From, far: o.Remote, peer: peer, lastPort: lastPort}
 }
 
 // putLocked writes an entry to the table, with its programs attached to the interfaces concerned.
-func (c *controller) putLocked(f flow, n *network, port *vswitch.Attachment, to route, gen uint64) error {
+func (c *controller) putLocked(f flow, n *network, port *vswitch.Attachment, to route, gen uint64,
+	lastPort uint16) error {
 	h := c.hosts[port]
 	if h == nil {
 		state, err := c.hostState(f.host)
@@ -80,7 +81,7 @@ func (c *controller) putLocked(f flow, n *network, port *vswitch.Attachment, to 
 		}
 	}
 	return c.table.put(f, terms{network: n.number, generation: gen, host: h.hostPort, underlay: to.dev,
-		maxFrame: mtu + vswitch.HeaderLen, tick: now()})
+		maxFrame: mtu + vswitch.HeaderLen, lastPort: lastPort, tick: now()})
 }
 
 func (c *controller) removeLocked(f flow, e *entry) {

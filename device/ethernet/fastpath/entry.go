@@ -21,8 +21,9 @@ type terms struct {
 	network    int    // number
 	generation uint64 // of the network; in any other the entry is void
 	host       *hostPort
-	underlay   int // interface index of the route to the peer; out only
-	maxFrame   int // bytes, Ethernet header included
+	underlay   int    // interface index of the route to the peer; out only
+	maxFrame   int    // bytes, Ethernet header included
+	lastPort   uint16 // highest UDP source port that is accepted; back only
 	tick       uint32
 }
 
@@ -30,6 +31,7 @@ const (
 	sendKeyLen    = 16
 	sendValueLen  = valueOuter + 56
 	receiveKeyLen = 32
+	receiveValLen = valuePort + 8
 	ttl           = 64
 )
 
@@ -60,7 +62,8 @@ func (t *table) value(f *flow, x *terms) []byte {
 	ne.PutUint32(v[valueHost:], uint32(x.host.number))
 	if !f.out {
 		ne.PutUint32(v[valueIf:], uint32(x.host.index))
-		return v[:valueOuter]
+		ne.PutUint32(v[valuePort:], uint32(x.lastPort))
+		return v[:receiveValLen]
 	}
 	ne.PutUint32(v[valueIf:], uint32(x.underlay))
 	// The outer headers, except lengths, source port, ECN and IPv4 checksum, which the program writes. They equal those of

@@ -93,6 +93,8 @@ type entry struct {
 	from *vswitch.Attachment
 	far  vswitch.Remote // the peer's number in its network
 	peer netip.Addr
+
+	lastPort uint16 // highest source port that is accepted from the peer
 }
 
 // Open loads the programs and starts the controller, in the network namespace of the calling thread. The error names

@@ -274,6 +274,7 @@ func TestShortPathForged(t *testing.T) {
 		raw = must[int](t)(unix.Socket(unix.AF_INET, unix.SOCK_RAW, unix.IPPROTO_RAW))
 	})
 	defer unix.Close(raw)
+	sport := uint16(500) // only root may send from it
 	forge := func(mark byte, from byte, vni uint32, dst, src vswitch.MAC) {
 		t.Helper()
 		text := "forged by " + string(mark)
@@ -287,7 +288,7 @@ func TestShortPathForged(t *testing.T) {
 		f = append(f, 0, 7, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0)
 		f = append(f, text...)
 		d := []byte{0x45, 0, 0, byte(36 + len(f)), 0, 0, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, from, 192, 0, 2, 2}
-		d = append(d, 0xc3, 0x50, 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8),
+		d = append(d, byte(sport>>8), byte(sport), 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8),
 			byte(vni), 0)
 		if err := unix.Sendto(raw, append(d, f...), 0, &unix.SockaddrInet4{Addr: [4]byte{192, 0, 2, 2}}); err != nil {
 			t.Fatal(err)
@@ -310,8 +311,14 @@ func TestShortPathForged(t *testing.T) {
 		return h[1].net.Status().Drops[vswitch.UnknownPeer.String()] > 0 &&
 			other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
 	})
+	// As a with all values right, but from a port that any user of a's host may use (TR-3).
+	sport = 50000
+	testutil.Eventually(t, "it is refused and counted", func() bool {
+		forge('5', 1, 4711, bm, am)
+		return h[1].net.Status().Drops[vswitch.SourcePort.String()] > 0
+	})
 	look()
-	if marks["1"] || marks["2"] || marks["3"] || marks["4"] {
+	if marks["5"] || marks["1"] || marks["2"] || marks["3"] || marks["4"] {
 		t.Errorf("forged frames arrived: %v", marks)
 	}
 	h[1].carries(t, "after all")

@@ -172,6 +172,8 @@ func receiving(m *maps, cfg *tableConfig) asm.Instructions {
 		c.copy(key+20, frame, 12)
 		c.find(m.receive, key, "next")
 		c.add(asm.Mov.Reg(asm.R9, asm.R0))
+		c.load16(asm.R2, udp)
+		c.add(asm.LoadMem(asm.R1, asm.R9, valuePort, asm.Word), asm.JGT.Reg(asm.R2, asm.R1, "next"))
 	}
 	find()
 	c.load(asm.R2, ecn, asm.Word)

@@ -79,7 +79,7 @@ func (r *rig) way(out bool) flow {
 func (r *rig) put(w flow) {
 	r.t.Helper()
 	if err := r.table.put(w, terms{network: r.net, generation: r.gen, host: r.host, underlay: lo,
-		maxFrame: mtu + 14}); err != nil {
+		maxFrame: mtu + 14, lastPort: 1023}); err != nil {
 		r.t.Fatal(err)
 	}
 }
@@ -146,7 +146,7 @@ func (r *rig) wrap(f []byte, tos byte) []byte {
 	if !r.v6 {
 		r.sum(d)
 	}
-	d = append(d, 0xc3, 0x50, 4789>>8, 4789&0xff, byte(n>>8), byte(n), 0, 0, 8, 0, 0, 0, 0, 0, 100, 0)
+	d = append(d, 0x01, 0x2c, 4789>>8, 4789&0xff, byte(n>>8), byte(n), 0, 0, 8, 0, 0, 0, 0, 0, 100, 0)
 	return append(d, f...)
 }
 
@@ -240,7 +240,7 @@ func (r *rig) received(d []byte, gso int) []byte {
 		}
 		tos = d[15]
 	}
-	if binary.BigEndian.Uint16(udp[2:]) != 4789 || int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 ||
+	if binary.BigEndian.Uint16(udp) > 1023 || binary.BigEndian.Uint16(udp[2:]) != 4789 || int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 ||
 		udp[7] != 0 ||
 		!bytes.Equal(udp[8:16], []byte{8, 0, 0, 0, 0, 0, 100, 0}) {
 		return nil
@@ -355,6 +355,7 @@ func TestFrames(t *testing.T) {
 				{"for another host's address", func(d []byte) { d[0] = 2 }},
 				{"from another source", func(d []byte) { d[14+map[bool]int{false: 15, true: 23}[r.v6]]++ }},
 				{"to another destination", func(d []byte) { d[14+map[bool]int{false: 19, true: 39}[r.v6]]++ }},
+				{"from a port that any user may use", func(d []byte) { d[len(d)-len(f)-16] = 4 }},
 				{"to another port", func(d []byte) { d[len(d)-len(f)-13]++ }},
 				{"with a checksum", func(d []byte) { d[len(d)-len(f)-9] = 1 }},
 				{"without the I flag", func(d []byte) { d[len(d)-len(f)-8] = 0 }},
@@ -610,6 +611,35 @@ func TestSuspend(t *testing.T) {
 			goes("later", w, nil, redirct)
 		}
 		r.remove(other)
+	})
+}
+
+// Datagrams from ports that are not accepted from the peer pass through vnicd, which refuses them, and suspend nothing;
+// where all ports are accepted, they take the short path (TR-3).
+func TestSourcePort(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		w := r.way(false)
+		f := tcp{dst: w.dst, src: w.src, flags: ack, payload: 10}.frame()
+		goes := func(what string, port uint16, sum byte, want int32) {
+			t.Helper()
+			d := r.wrap(f, 0)
+			udp := d[len(d)-len(f)-16:]
+			binary.BigEndian.PutUint16(udp, port)
+			udp[6] = sum
+			if v, _ := r.run(r.receive, d, 0); v != want {
+				t.Errorf("%s: verdict %d, want %d", what, v, want)
+			}
+		}
+		goes("the last reserved port", 1023, 0, redirct)
+		goes("the first other port", 1024, 0, verdictNext)
+		goes("another port, with a checksum", 65535, 1, verdictNext)
+		goes("a reserved port afterwards", 300, 0, redirct)
+		if err := r.table.put(w, terms{network: r.net, generation: r.gen, host: r.host, underlay: lo,
+			maxFrame: mtu + 14, lastPort: 65535}); err != nil {
+			t.Fatal(err)
+		}
+		goes("any port where all are accepted", 65535, 0, redirct)
+		goes("a reserved port where all are accepted", 300, 0, redirct)
 	})
 }
 

@@ -21,7 +21,7 @@ func (c *controller) sweepLocked() {
 			}
 			e.net.tunnel.Network().Refresh(f.src, e.from, far, tickSeconds(idle))
 		}
-		if !ok || idle > idleTicks || e.gen != e.net.gen.Load() {
+		if !ok || idle > idleTicks || e.gen != e.net.gen.Load() || !c.believesLocked(e) {
 			c.removeLocked(f, e)
 		}
 	}
@@ -74,8 +74,14 @@ func (c *controller) checkRoutesLocked() {
 	c.table.detachUnderlay(func(index int) bool { return devs[index] })
 }
 
+// believesLocked reports whether an entry's check of the source port is the one that its peer has now.
+func (c *controller) believesLocked(e *entry) bool {
+	_, lastPort, _ := c.cfg.Tunnel.Peer(e.net.tunnel, e.far)
+	return lastPort == e.lastPort
+}
+
 // isPeer reports whether an entry's peer still belongs to its network.
 func (c *controller) isPeer(e *entry) bool {
-	addr, ok := c.cfg.Tunnel.Peer(e.net.tunnel, e.far)
+	addr, _, ok := c.cfg.Tunnel.Peer(e.net.tunnel, e.far)
 	return ok && addr == e.peer
 }

@@ -51,7 +51,8 @@ const (
 	valueMax       = 20
 	valueHost      = 24
 	valueSuspended = 28 // when it was last suspended
-	valueOuter     = 32
+	valueOuter     = 32 // out only
+	valuePort      = 32 // back only: highest source port
 
 	countSent     = 0
 	countReceived = 16
@@ -130,7 +131,7 @@ func openTable(c tableConfig) (*table, error) {
 func (t *table) open() (err error) {
 	for i, s := range []ebpf.MapSpec{
 		{Name: "vnicd_send", Type: ebpf.Hash, KeySize: sendKeyLen, ValueSize: sendValueLen, MaxEntries: maxEntries},
-		{Name: "vnicd_receive", Type: ebpf.Hash, KeySize: receiveKeyLen, ValueSize: valueOuter, MaxEntries: maxEntries},
+		{Name: "vnicd_receive", Type: ebpf.Hash, KeySize: receiveKeyLen, ValueSize: receiveValLen, MaxEntries: maxEntries},
 		{Name: "vnicd_gens", Type: ebpf.Array, KeySize: 4, ValueSize: 8, MaxEntries: maxNetworks, Flags: mmapable},
 		{Name: "vnicd_counters", Type: ebpf.PerCPUArray, KeySize: 4, ValueSize: 32, MaxEntries: maxHosts},
 		{Name: "vnicd_ports", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: uint32(len(t.cfg.sourcePorts))},

@@ -29,6 +29,7 @@ const (
 	BadHeader
 	UnknownVNI
 	UnknownPeer
+	SourcePort
 	NoPeers
 	Truncated
 	NoBuffer
@@ -66,6 +67,7 @@ var reasonNames = [NumReasons]string{
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network
+	SourcePort:       "source-port",       // from a peer's address, but a UDP port that any user there may use (TR-3)
 	NoPeers:          "no-peers",          // no peer to flood to
 	Truncated:        "truncated",         // longer than our buffers
 	NoBuffer:         "no-buffer",         // buffer pool or the guest's receive queue exhausted

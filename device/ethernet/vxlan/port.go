@@ -35,6 +35,7 @@ type port struct {
 // peer is another host's VTEP. Immutable.
 type peer struct {
 	addr    netip.Addr // without zone
+	origin  *origin    // shared by the peers of that address
 	id      vswitch.Remote
 	learnt  bool
 	scope   uint32 // interface index of a link-local address
@@ -132,12 +133,15 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 	if len(fresh) > p.maxPeers {
 		return fmt.Errorf("%w: network %q: %d peers; want at most %d", ErrTooManyPeers, p.net.Name(), len(fresh), p.maxPeers)
 	}
-	var retired []*peer
+	for _, x := range fresh {
+		x.origin = p.vt.origins.use(x.addr)
+	}
+	var retired, kept []*peer
 	for {
 		old := p.peers.Load()
 		byID := slices.Clone(old.byID)
 		todo := maps.Clone(fresh)
-		retired = retired[:0]
+		retired, kept = retired[:0], kept[:0]
 		for i, x := range byID {
 			switch {
 			case x == nil || x.retired:
@@ -145,6 +149,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 				y := *todo[x.addr]
 				y.id = x.id
 				byID[i] = &y
+				kept = append(kept, x)
 				delete(todo, x.addr)
 			case !x.learnt:
 				y := *x
@@ -158,6 +163,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 			x := *todo[a]
 			var ok bool
 			if s, ok = s.with(&x, p.maxPeers); !ok {
+				p.vt.origins.drop(slices.Collect(maps.Values(fresh))...)
 				return fmt.Errorf("%w: network %q: more than %d, configured and learnt", ErrTooManyPeers, p.net.Name(), p.maxPeers)
 			}
 		}
@@ -165,6 +171,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 			break
 		}
 	}
+	p.vt.origins.drop(kept...) // the new ones use them
 	if len(retired) == 0 {
 		return nil
 	}
@@ -180,6 +187,7 @@ func (p *port) setPeersLocked(want []netip.Addr) error {
 			byID[x.id] = nil
 		}
 		if p.peers.CompareAndSwap(old, newPeerSet(byID)) {
+			p.vt.origins.drop(retired...)
 			return nil
 		}
 	}
@@ -203,11 +211,13 @@ func (p *port) learnPeer(a netip.Addr) *peer {
 		if !ok {
 			return nil
 		}
+		x.origin = p.vt.origins.use(a)
 		if p.peers.CompareAndSwap(old, s) {
 			p.vt.recompute()
 			go p.vt.log.Info("learnt a peer", "vni", p.net.VNI(), "peer", a)
 			return x
 		}
+		p.vt.origins.drop(x)
 	}
 }
 

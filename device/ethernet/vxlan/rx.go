@@ -63,6 +63,8 @@ type message struct {
 	from netip.AddrPort
 	vni  uint32 // of the first datagram
 
+	reserved bool // from a port below 1024
+
 	// The port and peer of the sender's datagram before, in this message or another of the batch; most datagrams repeat
 	// them. port is nil if there was none.
 	header [HeaderLen]byte
@@ -194,10 +196,13 @@ func (r *receiver) open() bool {
 		vt.refuse(r.l, r.lastIP, 0, vswitch.BadHeader)
 		return false
 	}
-	if r.lastIP != r.msg.from.Addr() {
+	port := r.names[i].port()
+	reserved := port < reservedPorts
+	if r.lastIP != r.msg.from.Addr() || reserved != r.msg.reserved {
 		r.msg.port = nil
 	}
-	r.msg.n, r.msg.size, r.msg.tos, r.msg.from = n, size, tos, netip.AddrPortFrom(r.lastIP, r.names[i].port())
+	r.msg.n, r.msg.size, r.msg.tos, r.msg.from = n, size, tos, netip.AddrPortFrom(r.lastIP, port)
+	r.msg.reserved = reserved
 	return true
 }
 
@@ -295,7 +300,7 @@ func (r *receiver) look(d []byte) bool {
 	}
 	x := p.peers.Load().byAddr[addr]
 	if x == nil {
-		if p.learn.Load() {
+		if p.learn.Load() && (m.reserved || vt.cfg.PeerPorts != PeerPortsReserved) {
 			x = p.learnPeer(addr)
 		}
 		if x == nil {
@@ -303,6 +308,11 @@ func (r *receiver) look(d []byte) bool {
 			vt.refuse(r.l, addr, vni, vswitch.UnknownPeer)
 			return false
 		}
+	}
+	if !vt.believes(x, m.reserved) {
+		p.drop(r.l, vswitch.SourcePort, 1)
+		vt.refuse(r.l, addr, vni, vswitch.SourcePort)
+		return false
 	}
 	m.header, m.port, m.peer = [HeaderLen]byte(d), p, x
 	return true

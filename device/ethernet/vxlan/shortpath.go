@@ -41,8 +41,9 @@ type ShortPathConfig struct {
 
 // Tunnel answers a short path's questions about its VTEP. Its methods take no lock.
 type Tunnel interface {
-	// Peer returns the address of one of a tunnel port's peers; ok is false if it has left or its address has a zone.
-	Peer(tunnel *vswitch.Attachment, r vswitch.Remote) (addr netip.Addr, ok bool)
+	// Peer returns the address of one of a tunnel port's peers, and the highest UDP port from which its datagrams are
+	// accepted; ok is false if it has left or its address has a zone.
+	Peer(tunnel *vswitch.Attachment, r vswitch.Remote) (addr netip.Addr, lastPort uint16, ok bool)
 	// InnerMTU returns the tenants' MTU for an underlay MTU.
 	InnerMTU(underlay int) int
 	// Monitored reports whether a capture reads the tunnels' datagrams.
@@ -54,20 +55,20 @@ type Tunnel interface {
 // tunnel implements Tunnel.
 type tunnel struct{ vt *VTEP }
 
-func (t tunnel) Peer(a *vswitch.Attachment, r vswitch.Remote) (netip.Addr, bool) {
+func (t tunnel) Peer(a *vswitch.Attachment, r vswitch.Remote) (addr netip.Addr, lastPort uint16, ok bool) {
 	p, ok := a.Port().(*port)
 	if !ok {
-		return netip.Addr{}, false
+		return netip.Addr{}, 0, false
 	}
 	set := p.peers.Load()
 	if int(r) >= len(set.byID) {
-		return netip.Addr{}, false
+		return netip.Addr{}, 0, false
 	}
 	x := set.byID[r]
 	if x == nil || x.retired || x.scope != 0 {
-		return netip.Addr{}, false
+		return netip.Addr{}, 0, false
 	}
-	return x.addr, true
+	return x.addr, t.vt.lastPort(x), true
 }
 
 func (t tunnel) InnerMTU(underlay int) int { return t.vt.inner(underlay) }

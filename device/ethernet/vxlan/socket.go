@@ -3,7 +3,6 @@ package vxlan
 import (
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 
@@ -14,10 +13,6 @@ import (
 const (
 	rcvBuf = 8 << 20
 	sndBuf = 4 << 20
-
-	// Source ports come from the dynamic range (RFC 7348, section 5; RFC 6335).
-	firstPort = 49152
-	lastPort  = 65535
 )
 
 // sockAddr makes the address argument of bind.
@@ -148,36 +143,28 @@ func bindError(local netip.AddrPort, err error) error {
 	return fmt.Errorf("vxlan: bind UDP %v: %w", local, err)
 }
 
-// openSender makes a send-only socket on a port of the dynamic range. Datagrams to that port are filtered out before
-// they are queued.
-func openSender(nl *netlink.Handle, local netip.Addr, zeroChecksum6 bool) (fd int, port uint16, err error) {
-	fd, err = openSocket(local, zeroChecksum6)
+// openSender makes a send-only socket. Datagrams to its port are filtered out before they are queued.
+func openSender(nl *netlink.Handle, from netip.AddrPort, zeroChecksum6 bool) (fd int, err error) {
+	sa, err := sockAddr(nl, from)
 	if err != nil {
-		return -1, 0, err
+		return -1, err
+	}
+	if fd, err = openSocket(from.Addr(), zeroChecksum6); err != nil {
+		return -1, err
 	}
 	setBuffer(fd, unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sndBuf)
 	filter := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
-	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+	if err = unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
 		&unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
+		err = fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
+	} else if err = unix.Bind(fd, sa); err != nil {
+		err = fmt.Errorf("vxlan: bind UDP source port %v: %w", from, err)
+	}
+	if err != nil {
 		unix.Close(fd)
-		return -1, 0, fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
+		return -1, err
 	}
-	const tries = 64
-	for range tries {
-		port = uint16(firstPort + rand.IntN(lastPort-firstPort+1))
-		var sa unix.Sockaddr
-		if sa, err = sockAddr(nl, netip.AddrPortFrom(local, port)); err != nil {
-			break
-		}
-		if err = unix.Bind(fd, sa); err == nil {
-			return fd, port, nil
-		}
-		if !errors.Is(err, unix.EADDRINUSE) {
-			break
-		}
-	}
-	unix.Close(fd)
-	return -1, 0, fmt.Errorf("vxlan: no source port of %v from %d up: %w", local, firstPort, err)
+	return fd, nil
 }
 
 func closeAll(fds []int) {

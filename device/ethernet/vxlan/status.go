@@ -13,6 +13,8 @@ type PeerStatus struct {
 	Remote vswitch.Remote `json:"remote"` // the number in the forwarding table's entries
 	Learnt bool           `json:"learnt,omitempty"`
 	MTU    int            `json:"mtu,omitempty"` // inner, of the path to the peer; 0 = unknown or no route
+	// ReservedPort: datagrams are accepted only from UDP ports below 1024.
+	ReservedPort bool `json:"reserved_port,omitempty"`
 }
 
 // NetworkStatus is one network of a VTEP.
@@ -65,7 +67,8 @@ func (vt *VTEP) Status() Status {
 func (vt *VTEP) Peers(vni uint32) (out []PeerStatus) {
 	if p := (*vt.nets.Load())[vni]; p != nil {
 		for _, x := range p.peers.Load().list {
-			out = append(out, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr]})
+			out = append(out, PeerStatus{Addr: x.addr, Remote: x.id, Learnt: x.learnt, MTU: (*vt.paths.Load())[x.addr],
+				ReservedPort: vt.lastPort(x) < reservedPorts})
 		}
 	}
 	return out

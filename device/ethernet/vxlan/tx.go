@@ -51,17 +51,11 @@ type txSocket struct {
 	iovs  [3 * txBatch]unix.Iovec
 }
 
-func newSender(vt *VTEP, l *loop.Loop) (*sender, error) {
+func newSender(vt *VTEP, l *loop.Loop, from *supply) (*sender, error) {
 	s := &sender{vt: vt, l: l}
-	for range vt.cfg.SourcePorts {
-		fd, port, err := openSender(vt.nl, vt.cfg.Local, vt.cfg.ZeroChecksum6)
-		if err != nil {
-			for _, k := range s.socks {
-				unix.Close(k.fd)
-			}
-			return nil, err
-		}
-		s.socks = append(s.socks, &txSocket{fd: fd, port: port})
+	var err error
+	if s.socks, err = from.sockets(); err != nil {
+		return nil, err
 	}
 	s.dirty = make([]*txSocket, 0, len(s.socks))
 	s.hook = l.AtFlush(s.flush, loop.Name("vxlan send"))

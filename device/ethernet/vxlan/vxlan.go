@@ -78,8 +78,11 @@ type Config struct {
 	Pool *frame.Pool
 	// DSCP is the traffic class of RoCE frames, 1 to 63; zero = DefaultDSCP, BestEffort = none.
 	DSCP int
-	// SourcePorts is the number of UDP source ports per loop, 1 to 64; zero = DefaultSourcePorts.
+	// SourcePorts is the number of UDP source ports per loop, 1 to 64; zero = DefaultSourcePorts. They are below 1024 if
+	// the process may bind such ports (then all loops together have at most 171), otherwise above 49151.
 	SourcePorts int
+	// PeerPorts is from which UDP ports peers must send.
+	PeerPorts PeerPorts
 	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935). Off by default, as in Linux's vxlan devices,
 	// because peers must be configured to accept that. Received datagrams may have a valid checksum or none.
 	ZeroChecksum6 bool
@@ -112,6 +115,7 @@ type VTEP struct {
 	short   ShortPath // nil: none, for the reason in noShort
 	noShort string
 
+	origins origins
 	refused refusals
 	monitor atomic.Pointer[Monitor] // nil = no capture
 
@@ -177,11 +181,12 @@ func New(c Config) (*VTEP, error) {
 }
 
 func (vt *VTEP) open() error {
+	ports := newSupply(vt)
 	for _, l := range vt.cfg.Loops {
 		if vt.tx[l.ID()] != nil {
 			return fmt.Errorf("vxlan: two loops with ID %d", l.ID())
 		}
-		s, err := newSender(vt, l)
+		s, err := newSender(vt, l, ports)
 		if err != nil {
 			return err
 		}
@@ -294,6 +299,7 @@ func (vt *VTEP) removeLocked(vni uint32) error {
 	}
 	p.att.Close()
 	p.net.SetUnderlayMTU(0)
+	vt.origins.drop(p.peers.Load().list...)
 	return nil
 }
 

@@ -121,6 +121,9 @@ func (a *app) showNetworks(c *cobra.Command, argv []string) error {
 					if p.MTU > 0 {
 						fmt.Fprintf(a.out, " mtu %d", p.MTU)
 					}
+					if p.ReservedPort {
+						fmt.Fprint(a.out, " reserved-port")
+					}
 					fmt.Fprintln(a.out)
 				}
 			}

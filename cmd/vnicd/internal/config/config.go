@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -144,6 +145,8 @@ type VTEP struct {
 	DSCP uint8
 	// ZeroChecksum6 sends IPv6 datagrams without UDP checksum (RFC 6935).
 	ZeroChecksum6 bool
+	// PeerPorts is from which UDP ports peers must send (TR-3). Default auto.
+	PeerPorts vxlan.PeerPorts
 }
 
 // Network is one tenant's L2 segment.

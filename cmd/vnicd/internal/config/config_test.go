@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -25,6 +26,7 @@ monitoring: {listen: "[::1]:9469", pprof: yes, names: [host1, host1.example]}
 vtep:
   local: 192.0.2.1
   dscp: af41
+  peer-ports: reserved
 evpn:
   as: 65001
   neighbours:
@@ -52,7 +54,8 @@ func TestParseGood(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.VTEP.DSCP != 34 || c.VTEP.Port != 4789 || c.Engines != 2 || c.Spin != 5*time.Microsecond {
+	if c.VTEP.DSCP != 34 || c.VTEP.Port != 4789 || c.VTEP.PeerPorts != vxlan.PeerPortsReserved || c.Engines != 2 ||
+		c.Spin != 5*time.Microsecond {
 		t.Errorf("VTEP %+v, engines %d, spin %v", c.VTEP, c.Engines, c.Spin)
 	}
 	if !slices.Equal(c.EngineCPUs, []int{3, 0}) || c.EngineNice != 5 {
@@ -105,6 +108,19 @@ func TestParseGood(t *testing.T) {
 	}
 	if _, err := c.VM("z"); err == nil || !strings.Contains(err.Error(), "a, b") {
 		t.Errorf("an unknown VM's error must list the known ones: %v", err)
+	}
+}
+
+// By default, what a peer has sent from decides.
+func TestPeerPorts(t *testing.T) {
+	for text, want := range map[string]vxlan.PeerPorts{"": vxlan.PeerPortsAuto, ", peer-ports: auto": vxlan.PeerPortsAuto,
+		", peer-ports: reserved": vxlan.PeerPortsReserved, ", peer-ports: any": vxlan.PeerPortsAny} {
+		c, err := Parse("x.yaml", []byte("vtep: {local: 192.0.2.1"+text+"}"))
+		if err != nil {
+			t.Errorf("%q: %v", text, err)
+		} else if c.VTEP.PeerPorts != want {
+			t.Errorf("%q: %v", text, c.VTEP.PeerPorts)
+		}
 	}
 }
 
@@ -251,6 +267,7 @@ func TestParseMistakes(t *testing.T) {
 		{"peer without vtep", "networks:\n  - {name: a, vni: 1, peers: [192.0.2.1]}", "there is no `vtep` section"},
 		{"vtep local", "vtep: {port: 4789}", "vtep needs `local`"},
 		{"dscp", "vtep: {local: 192.0.2.1, dscp: af99}", "dscp must be 0 to 63"},
+		{"peer-ports", "vtep: {local: 192.0.2.1, peer-ports: 1023}", `x.yaml:1: peer-ports must be auto, reserved or any, found "1023"`},
 		{"tap name", "networks:\n  - {name: a, vni: 1, tap: {name: a-name-far-too-long}}", "is not an interface name"},
 		{"tap address", "networks:\n  - {name: a, vni: 1, tap: {name: t, addresses: [10.0.0.1]}}",
 			"an address must be IP/LENGTH"},

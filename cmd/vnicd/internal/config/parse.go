@@ -19,6 +19,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -433,11 +434,25 @@ func (p *parser) vtep(n *yaml.Node) *VTEP {
 		"port":           number(p, "vtep port", 1, 65535, &v.Port),
 		"dscp":           p.dscp(&v.DSCP),
 		"zero-checksum6": p.boolean("zero-checksum6", &v.ZeroChecksum6),
+		"peer-ports":     p.peerPorts(&v.PeerPorts),
 	})
 	if !seen["local"] {
 		p.errs.add(n.Line, "vtep needs `local`, the underlay address of this host")
 	}
 	return v
+}
+
+// peerPorts accepts the ports that peers must send from.
+func (p *parser) peerPorts(dst *vxlan.PeerPorts) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		s, ok := p.scalar(n, "peer-ports")
+		if !ok {
+			return
+		}
+		if *dst, ok = vxlan.ParsePeerPorts(s); !ok {
+			p.errs.add(n.Line, "peer-ports must be auto, reserved or any, found %q", s)
+		}
+	}
 }
 
 // duration accepts lo..hi with a unit.

@@ -231,7 +231,7 @@ func (d *Daemon) makeVTEP() error {
 	short := d.cfg.ShortPath
 	c := vxlan.Config{
 		Local: v.Local, Port: v.Port, Loops: d.loops, Pool: d.pool, DSCP: dscp, ZeroChecksum6: v.ZeroChecksum6,
-		Segmentation: d.cfg.Debug.Segmentation, Log: d.log.Named("vxlan"),
+		PeerPorts: v.PeerPorts, Segmentation: d.cfg.Debug.Segmentation, Log: d.log.Named("vxlan"),
 	}
 	if short == nil || *short {
 		c.ShortPath = fastpath.Open

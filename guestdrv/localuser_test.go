@@ -13,9 +13,9 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// A user without rights on the peer host, who knows all numbers of a connection of a tenant there, sends its WRITEs from
-// the VTEP's address. They are refused for their source port and counted, and the memory is as it was (TR-3, TR-4). The
-// same packets from a reserved port, which only root can send, show that nothing else was wrong with them.
+// A user without rights on the peer host, who knows all numbers of a connection of a tenant there, sends its WRITEs
+// from the VTEP's address. They are refused for their source port and counted, and the memory is as it was (TR-3,
+// TR-4). The same packets from a reserved port, which only root can send, show that nothing else was wrong with them.
 func TestForgedByLocalUser(t *testing.T) {
 	for _, typ := range []guestdrv.QPType{guestdrv.QPTypeRC, guestdrv.QPTypeUC} {
 		t.Run(fmt.Sprint(typ), func(t *testing.T) {
@@ -27,7 +27,6 @@ func TestForgedByLocalUser(t *testing.T) {
 			_, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
 			dst, dmr := hb.region(t, 4096, allAccess)
 			a.write(t, 1, 64, smr, dst, dmr)
-			testutil.Eventually(t, "the connection works", func() bool { return bytes.Equal(dst.Bytes()[:64], make([]byte, 64)) })
 
 			f := &forger{t, ha.site}
 			forge := func(port int) {

@@ -172,8 +172,8 @@ func (vm *VM) newMPTGroup() *mptGroup {
 }
 
 // takeIndexLocked returns a free place of the table, chosen at random: whoever does not have a key must not be able to
-// compute it (TR-3, TR-4). Place 0 stays empty, because it could make key 0, which is reserved (RA-1). The loop ends: at
-// most MaxRegions places are in use, which are fewer than there are.
+// compute it (TR-3, TR-4). Place 0 stays empty, because it could make key 0, which is reserved (RA-1). The loop ends:
+// at most MaxRegions places are in use, which are fewer than there are.
 func (vm *VM) takeIndexLocked() uint32 {
 	for range 128 {
 		if idx := uint32(vm.random.Uint64()) & vm.mask; idx != 0 && vm.emptyLocked(idx) {

@@ -288,8 +288,8 @@ func TestShortPathForged(t *testing.T) {
 		f = append(f, 0, 7, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0)
 		f = append(f, text...)
 		d := []byte{0x45, 0, 0, byte(36 + len(f)), 0, 0, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, from, 192, 0, 2, 2}
-		d = append(d, byte(sport>>8), byte(sport), 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0, byte(vni>>16), byte(vni>>8),
-			byte(vni), 0)
+		d = append(d, byte(sport>>8), byte(sport), 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0,
+			byte(vni>>16), byte(vni>>8), byte(vni), 0)
 		if err := unix.Sendto(raw, append(d, f...), 0, &unix.SockaddrInet4{Addr: [4]byte{192, 0, 2, 2}}); err != nil {
 			t.Fatal(err)
 		}

@@ -240,8 +240,8 @@ func (r *rig) received(d []byte, gso int) []byte {
 		}
 		tos = d[15]
 	}
-	if binary.BigEndian.Uint16(udp) > 1023 || binary.BigEndian.Uint16(udp[2:]) != 4789 || int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 ||
-		udp[7] != 0 ||
+	if binary.BigEndian.Uint16(udp) > 1023 || binary.BigEndian.Uint16(udp[2:]) != 4789 ||
+		int(binary.BigEndian.Uint16(udp[4:])) != len(udp) || udp[6] != 0 || udp[7] != 0 ||
 		!bytes.Equal(udp[8:16], []byte{8, 0, 0, 0, 0, 0, 100, 0}) {
 		return nil
 	}

@@ -59,6 +59,7 @@ type hostConfig struct {
 	storm int  // frames per second
 	whole bool // no short path: all frames go through the switch
 	alone bool // no segmentation: every datagram is sent and received on its own
+	ports vxlan.PeerPorts
 }
 
 // shortPath returns the short path's constructor, or nil.
@@ -81,7 +82,7 @@ func newHost(t testing.TB, ns *nstest.NS, loops []*loop.Loop, c hostConfig) *hos
 	}
 	ns.Do(func() {
 		h.vt = must[*vxlan.VTEP](t)(vxlan.New(vxlan.Config{Local: netip.MustParseAddr(c.local), Loops: loops, Pool: h.pool,
-			ZeroChecksum6: c.zero, Segmentation: !c.alone && ways.Segmentation(),
+			ZeroChecksum6: c.zero, PeerPorts: c.ports, Segmentation: !c.alone && ways.Segmentation(),
 			ShortPath: shortPath(!c.whole && ways.ShortPath())}))
 		if err := h.vt.AddNetwork(h.net, peers, c.opts...); err != nil {
 			t.Fatal(err)

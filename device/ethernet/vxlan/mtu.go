@@ -9,12 +9,13 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// The tenants' MTU. A network's MTU is what its narrowest path carries: for each of its peers, the MTU that is configured
-// for the route (`ip route ... mtu`), otherwise that of the route's interface. Without a reachable peer it is that of the
-// local address's interface. Changes of interfaces and routes and the kernel's refusals (EMSGSIZE) are followed.
+// The tenants' MTU. A network's MTU is what its narrowest path carries: for each of its peers, the MTU that is
+// configured for the route (`ip route ... mtu`), otherwise that of the route's interface. Without a reachable peer it
+// is that of the local address's interface. Changes of interfaces and routes and the kernel's refusals (EMSGSIZE) are
+// followed.
 //
 // Path MTU discovery is not: one forged ICMP error would lower the MTU of every network with that peer for ten minutes
-// (TR-3; RFC 8201 section 6, RFC 8900 section 4.1). The sockets ignore what it finds (socket.go), and so does this file.
+// (TR-3; RFC 8201, section 6). The sockets ignore what it finds (socket.go), and so does this file.
 
 const (
 	// settle is how long changes are collected before the MTUs are computed again.
@@ -59,8 +60,8 @@ func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 	return max(vt.inner(mtu), vswitch.MinMTU)
 }
 
-// RouteMTU returns the MTU that the operator has configured for the route to an address (`ip route ... mtu`), 0 if none;
-// what path MTU discovery has found is not in it.
+// RouteMTU returns the MTU that the operator has configured for the route to an address (`ip route ... mtu`), 0 if
+// none; what path MTU discovery has found is not in it.
 func RouteMTU(nl *netlink.Handle, to netip.Addr, opts netlink.RouteGetOptions) int {
 	opts.FIBMatch = true // the route itself, not the kernel's cache with its exceptions
 	routes, err := nl.RouteGetWithOptions(to.AsSlice(), &opts)

@@ -292,8 +292,8 @@ func icmpErrors(t *testing.T, ns *nstest.NS, v6 bool) (n int) {
 	return n
 }
 
-// A host that is neither peer nor router sends one ICMP error "fragmentation needed" about a datagram of the VTEP, whose
-// contents it need not know: that is not believed (TR-3).
+// A host that is neither peer nor router sends one ICMP error "fragmentation needed" about a datagram of the VTEP,
+// whose contents it need not know: that is not believed (TR-3).
 func TestForgedICMP(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		r := newRouted(t, v6)

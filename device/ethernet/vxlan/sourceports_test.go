@@ -149,6 +149,13 @@ func TestPeerPortsAuto(t *testing.T) {
 		}
 		r.accepts("a user's port of a new peer", r.user)
 		r.accepts("a reserved port", r.reserved)
+		wide, err := vswitch.NewNetwork(vswitch.Config{VNI: 300, MTU: 9000})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := r.vt.AddNetwork(wide, addrs(peers)); !errors.Is(err, ErrMTU) {
+			t.Errorf("a network that does not fit: %v", err)
+		}
 		if err := r.vt.RemoveNetwork(100); err != nil {
 			t.Fatal(err)
 		}

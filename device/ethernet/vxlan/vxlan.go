@@ -237,7 +237,7 @@ func mtuError(dev string, under, mtu int) error {
 
 // AddNetwork makes the VTEP a port of a network, with the hosts that serve the same VNI as peers. The network's MTU
 // follows the underlay's unless it is configured; one that does not fit is refused (ErrMTU).
-func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...NetworkOption) error {
+func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...NetworkOption) (err error) {
 	vt.mu.Lock()
 	defer vt.mu.Unlock()
 	if vt.closed {
@@ -257,6 +257,11 @@ func (vt *VTEP) AddNetwork(net *vswitch.Network, peers []netip.Addr, opts ...Net
 	if err := p.setPeersLocked(peers); err != nil {
 		return err
 	}
+	defer func() {
+		if err != nil {
+			vt.origins.drop(p.peers.Load().list...)
+		}
+	}()
 	p.configured = slices.Clone(peers)
 	p.mtu = vt.narrowest(p.peers.Load(), make(map[netip.Addr]int), make(map[int]int))
 	if want := net.ConfiguredMTU(); want > p.mtu {

@@ -1,8 +1,6 @@
 package fastpath_test
 
 import (
-	"bytes"
-	"encoding/binary"
 	"fmt"
 	"io"
 	"net"
@@ -10,8 +8,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/tap"
@@ -246,54 +242,9 @@ func TestShortPathForged(t *testing.T) {
 	s := newStream(t, a, b, "10.0.0.2:7000")
 	h[1].carries(t, "before")
 
-	// A reader at b's TAP that sees what its kernel receives.
-	var seen int
-	b.Do(func() {
-		dev := must[*net.Interface](t)(net.InterfaceByName("tap0"))
-		seen = must[int](t)(unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_NONBLOCK, 0))
-		if err := unix.Bind(seen, &unix.SockaddrLinklayer{Protocol: 0x0300, Ifindex: dev.Index}); err != nil {
-			t.Fatal(err)
-		}
-	})
-	defer unix.Close(seen)
-	marks := map[string]bool{}
-	look := func() {
-		buf := make([]byte, 1<<16)
-		for {
-			n, _, err := unix.Recvfrom(seen, buf, 0)
-			if err != nil {
-				return
-			}
-			if i := bytes.Index(buf[:n], []byte("forged by ")); i >= 0 {
-				marks[string(buf[i+10])] = true
-			}
-		}
-	}
-	var raw int
-	c.Do(func() {
-		raw = must[int](t)(unix.Socket(unix.AF_INET, unix.SOCK_RAW, unix.IPPROTO_RAW))
-	})
-	defer unix.Close(raw)
-	sport := uint16(500) // only root may send from it
-	forge := func(mark byte, from byte, vni uint32, dst, src vswitch.MAC) {
-		t.Helper()
-		text := "forged by " + string(mark)
-		f := append(append(append([]byte{}, dst[:]...), src[:]...), 8, 0)
-		f = append(f, 0x45, 0, 0, byte(40+len(text)), 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2)
-		sum := uint32(0)
-		for i := 14; i < 34; i += 2 {
-			sum += uint32(binary.BigEndian.Uint16(f[i:]))
-		}
-		binary.BigEndian.PutUint16(f[24:], ^uint16(sum+sum>>16))
-		f = append(f, 0, 7, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x10, 1, 0, 0, 0, 0, 0)
-		f = append(f, text...)
-		d := []byte{0x45, 0, 0, byte(36 + len(f)), 0, 0, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, from, 192, 0, 2, 2}
-		d = append(d, byte(sport>>8), byte(sport), 4789>>8, 4789&0xff, 0, byte(16+len(f)), 0, 0, 8, 0, 0, 0,
-			byte(vni>>16), byte(vni>>8), byte(vni), 0)
-		if err := unix.Sendto(raw, append(d, f...), 0, &unix.SockaddrInet4{Addr: [4]byte{192, 0, 2, 2}}); err != nil {
-			t.Fatal(err)
-		}
-	}
+	f := newForger(t, b, c)
+	forge, marks, look := f.send, f.marks, f.look
+	f.port = 500 // only root may send from it
 	am, bm := h[0].tap.MAC(), h[1].tap.MAC()
 	// A host that can send from a's address can send as a: the tunnel is no safer than the underlay (SECURITY.md). This
 	// datagram shows that the others would arrive, too, if they were accepted.
@@ -312,7 +263,7 @@ func TestShortPathForged(t *testing.T) {
 			other.Status().Drops[vswitch.UnknownPeer.String()] > 1 && st.Drops[vswitch.UnknownVNI.String()] > 0
 	})
 	// As a with all values right, but from a port that any user of a's host may use (TR-3).
-	sport = 50000
+	f.port = 50000
 	testutil.Eventually(t, "it is refused and counted", func() bool {
 		forge('5', 1, 4711, bm, am)
 		return h[1].net.Status().Drops[vswitch.SourcePort.String()] > 0

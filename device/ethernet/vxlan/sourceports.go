@@ -89,7 +89,10 @@ func (s *supply) sockets() (list []*txSocket, err error) {
 		}
 		return nil, err
 	}
-	return list, nil // fewer if others use the ports
+	if err != nil {
+		s.vt.log.Warn("other programs use source ports: flows to a peer have fewer paths", "ports", len(list), "want", s.share)
+	}
+	return list, nil
 }
 
 // open opens a socket on a port that is free: reserved if this process may.

@@ -12,7 +12,7 @@
 // sends from several sockets, whose ports are the flows' entropy for the underlay's equal-cost paths; a flow stays on
 // one socket, so it is not reordered.
 //
-// Lock order: VTEP.mu, then vswitch's.
+// Lock order: VTEP.mu, then vswitch's, then origins.mu.
 package vxlan
 
 import (

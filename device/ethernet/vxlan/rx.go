@@ -300,7 +300,7 @@ func (r *receiver) look(d []byte) bool {
 	}
 	x := p.peers.Load().byAddr[addr]
 	if x == nil {
-		if p.learn.Load() && (m.reserved || vt.cfg.PeerPorts != PeerPortsReserved) {
+		if p.learn.Load() && vt.mayLearn(addr, m.reserved) {
 			x = p.learnPeer(addr)
 		}
 		if x == nil {

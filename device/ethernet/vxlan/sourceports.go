@@ -200,6 +200,25 @@ func (vt *VTEP) believes(x *peer, reserved bool) bool {
 	return true
 }
 
+// mayLearn reports whether a host that is no peer of the network may become one by a datagram.
+func (vt *VTEP) mayLearn(a netip.Addr, reserved bool) bool {
+	if reserved || vt.cfg.PeerPorts == PeerPortsAny {
+		return true
+	}
+	return vt.cfg.PeerPorts == PeerPortsAuto && !vt.origins.reserved(a)
+}
+
+// reserved reports whether a host is known, from other networks, to send from reserved ports. It does not wait: if
+// peers are coming or going it returns true, and the host's next datagram decides.
+func (s *origins) reserved(a netip.Addr) bool {
+	if !s.mu.TryLock() {
+		return true
+	}
+	defer s.mu.Unlock()
+	o := s.m[a]
+	return o != nil && o.reserved.Load()
+}
+
 // lastPort returns the highest source port that is accepted from a peer.
 func (vt *VTEP) lastPort(x *peer) uint16 {
 	if vt.cfg.PeerPorts == PeerPortsAny || vt.cfg.PeerPorts == PeerPortsAuto && !x.origin.reserved.Load() {

@@ -139,6 +139,26 @@ func TestPeerPortsAuto(t *testing.T) {
 			t.Fatal(err)
 		}
 		r.refuses("a user's port of a peer of another network", r.user, 100, vswitch.SourcePort)
+		// Nor does a user's port make it a peer of a network that learns peers; a reserved one does.
+		if err := r.vt.SetPeers(100, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.vt.SetLearnPeers(100, true); err != nil {
+			t.Fatal(err)
+		}
+		r.refuses("a user's port of a peer of another network that learns", r.user, 100, vswitch.UnknownPeer)
+		if x := r.vt.Peers(100); len(x) != 0 {
+			t.Errorf("learnt %+v", x)
+		}
+		r.accepts("a reserved port of a peer of another network that learns", r.reserved)
+		r.refuses("a user's port of a learnt peer", r.user, 100, vswitch.SourcePort)
+		if err := r.vt.SetLearnPeers(100, false); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.vt.SetPeers(100, addrs(peers[:1])); err != nil { // it is configured again
+			t.Fatal(err)
+		}
+
 		for _, vni := range []uint32{100, 200} {
 			if err := r.vt.RemovePeer(vni, netip.MustParseAddr(peers[0])); err != nil {
 				t.Fatal(err)

@@ -14,6 +14,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -147,9 +148,8 @@ func TestApplications(t *testing.T) {
 			}
 		}
 	}
-	if n := len(d.gvms.Spaces(0)); n != 0 {
-		t.Errorf("%d memories are left under GVMI 0", n)
-	}
+	// A connection's memory leaves the table last.
+	testutil.Eventually(t, "no memory is left under GVMI 0", func() bool { return len(d.gvms.Spaces(0)) == 0 })
 }
 
 // TestApplicationQuota: a program that exceeds its quota gets an error, and the connected program is not disturbed.

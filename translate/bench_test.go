@@ -135,7 +135,7 @@ func BenchmarkEnterLeave(b *testing.B) {
 	var e Epochs
 	defer cpuTime(b)()
 	for range b.N {
-		e.Leave(1, e.Enter(1))
+		e.Leave(1, e.Enter(ByLoop(1)))
 	}
 }
 
@@ -146,7 +146,7 @@ func BenchmarkEnterLeaveParallel(b *testing.B) {
 	b.RunParallel(func(pb *testing.PB) {
 		slot := int(next.Add(1))
 		for pb.Next() {
-			e.Leave(slot, e.Enter(slot))
+			e.Leave(slot, e.Enter(ByLoop(slot)))
 		}
 	})
 }

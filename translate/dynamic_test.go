@@ -35,7 +35,7 @@ func mustKey(t *testing.T, vm *VM, k Kind, pd PD, pages uint64) Key {
 // inside runs f inside an epoch, as a loop does.
 func inside(vm *VM, slot int, f func() Outcome) Outcome {
 	e := vm.Space().Epochs()
-	tok := e.Enter(slot)
+	tok := e.Enter(ByLoop(slot))
 	defer e.Leave(slot, tok)
 	return f()
 }
@@ -157,13 +157,13 @@ func TestInvalidateWaits(t *testing.T) {
 	invalidate := func() Outcome { return vm.Invalidate(1, 5, key) }
 	want(t, "register", call(register), Done)
 	for _, slot := range []int{2, 1, 17} { // another loop, and other readers in the caller's slot
-		reader := e.Enter(slot)
+		reader := e.Enter(ByLoop(slot))
 		want(t, "invalidate with a reader inside", call(invalidate), Again)
 		if m := vm.Check(key, 5, 0x1000, 1, 0); m.Kind != BadKey {
 			t.Fatalf("not invalid at once: %v", m.Err())
 		}
 		want(t, "register with a reader inside", call(register), Again)
-		late := e.Enter(slot)
+		late := e.Enter(ByLoop(slot))
 		want(t, "still", call(invalidate), Again)
 		e.Leave(slot, reader)
 		want(t, "later readers do not matter", call(invalidate), Done)
@@ -171,7 +171,7 @@ func TestInvalidateWaits(t *testing.T) {
 		e.Leave(slot, late)
 	}
 	// Destroyed meanwhile: a waiting caller is told that there is no such key.
-	reader := e.Enter(3)
+	reader := e.Enter(ByLoop(3))
 	want(t, "invalidate", call(invalidate), Again)
 	d, err := vm.StartDestroy(uint32(key))
 	if err != nil {
@@ -343,7 +343,7 @@ func TestWindowOnDemand(t *testing.T) {
 			VA: 0x7000_0800, Length: 4096}
 		want(t, "bind", inside(vm, 1, func() Outcome { return vm.Bind(1, pd, qp, &bind) }), Done)
 		write := func(va VA, b string) Miss {
-			tok := vm.Space().Epochs().Enter(1)
+			tok := vm.Space().Epochs().Enter(ByLoop(1))
 			defer vm.Space().Epochs().Leave(1, tok)
 			return vm.Write(w, qp, va, []byte(b), RemoteWrite)
 		}
@@ -373,7 +373,7 @@ func TestWindowOnDemand(t *testing.T) {
 		if key, va := vm.Beneath(r.LKey(), 0x7000_0800); key != r.LKey() || va != 0x7000_0800 {
 			t.Errorf("beneath a region: %#x of %#x", va, key)
 		}
-		reader := vm.Space().Epochs().Enter(2)
+		reader := vm.Space().Epochs().Enter(ByLoop(2))
 		d, err := vm.StartClear(r.Handle(), first, 1)
 		if err != nil || d.Done() {
 			t.Errorf("a page was released beneath a reader: %v", err)
@@ -490,7 +490,7 @@ func BenchmarkFastRegister(b *testing.B) {
 		pas[i] = PA(i*7) << 12
 	}
 	sp := FastSpec{Key: key, PageShift: 12, IOVA: 1 << 30, Length: 1 << 20}
-	tok := s.Epochs().Enter(1)
+	tok := s.Epochs().Enter(ByLoop(1))
 	defer s.Epochs().Leave(1, tok)
 	b.ReportAllocs()
 	for range b.N {

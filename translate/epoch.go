@@ -57,12 +57,16 @@ type epochSlot struct {
 // Token is returned by Enter and passed to Leave, once.
 type Token uint8
 
-// Enter counts a batch of operations into the current epoch. slot is a small number, preferably Loop.ID; it is taken
-// modulo 16 and may be shared. Host memory that a lookup returns may be used until the matching Leave. An operation
-// that must wait must leave first: a waiting reader blocks every release.
-func (e *Epochs) Enter(slot int) Token {
+// Enter counts a batch of operations into the current epoch, in the caller's reader slot: a small number, Loop.ID for a
+// loop, taken modulo 16, that may be shared. It panics if the caller is not guarded against memory faults. Host memory
+// that a lookup returns may be used until the matching Leave. An operation that must wait must leave first: a waiting
+// reader blocks every release.
+func (e *Epochs) Enter(g Guarded) Token {
+	if g.slot == 0 {
+		panic("translate: Epochs.Enter by a caller that is not guarded")
+	}
 	i := e.current.Load() % epochRing
-	e.slots[uint(slot)%epochSlots].n[i].Add(1)
+	e.slots[(g.slot-1)%epochSlots].n[i].Add(1)
 	return Token(i)
 }
 

@@ -60,7 +60,7 @@ func TestEpochsModel(t *testing.T) {
 			switch rng.IntN(4) {
 			case 0:
 				r := &modelReader{slot: rng.IntN(40)}
-				r.tok = e.Enter(r.slot)
+				r.tok = e.Enter(ByLoop(r.slot))
 				readers = append(readers, r)
 			case 1:
 				if len(readers) == 0 {
@@ -127,10 +127,10 @@ func TestEpochsModel(t *testing.T) {
 // EP-4: overlapping readers, with no moment without one, starve no release.
 func TestEpochsNoStarvation(t *testing.T) {
 	var e Epochs
-	tok := e.Enter(0)
+	tok := e.Enter(ByLoop(0))
 	for i := range 1000 {
 		d := e.Flip()
-		next := e.Enter(0) // overlaps the previous one
+		next := e.Enter(ByLoop(0)) // overlaps the previous one
 		e.Leave(0, tok)
 		tok = next
 		if !d.Done() {
@@ -143,12 +143,12 @@ func TestEpochsNoStarvation(t *testing.T) {
 // Releases that had to wait for a free counter are not starved by later readers once the slow one has left.
 func TestEpochsNoStarvationWhenFull(t *testing.T) {
 	var e Epochs
-	slow := e.Enter(0)
+	slow := e.Enter(ByLoop(0))
 	var drains []*Drain
 	for range 3 * epochRing {
 		drains = append(drains, e.Flip())
 	}
-	tok := e.Enter(0)
+	tok := e.Enter(ByLoop(0))
 	e.Leave(0, slow)
 	left := len(drains)
 	for range epochRing {
@@ -158,7 +158,7 @@ func TestEpochsNoStarvationWhenFull(t *testing.T) {
 				left++
 			}
 		}
-		next := e.Enter(0)
+		next := e.Enter(ByLoop(0))
 		e.Leave(0, tok)
 		tok = next
 	}
@@ -174,7 +174,7 @@ func TestEpochsManyReleases(t *testing.T) {
 	var tokens []Token
 	var drains []*Drain
 	for range 5 * epochRing {
-		tokens = append(tokens, e.Enter(1))
+		tokens = append(tokens, e.Enter(ByLoop(1)))
 		drains = append(drains, e.Flip())
 	}
 	for _, d := range drains {
@@ -182,14 +182,14 @@ func TestEpochsManyReleases(t *testing.T) {
 			t.Fatal("done with a reader inside")
 		}
 	}
-	late := e.Enter(1) // after all flips were requested
+	late := e.Enter(ByLoop(1)) // after all flips were requested
 	for _, tok := range tokens {
 		e.Leave(1, tok)
 	}
 	for _, d := range drains {
 		d.Done() // flips the releases that could not flip yet
 	}
-	later := e.Enter(2)
+	later := e.Enter(ByLoop(2))
 	e.Leave(1, late)
 	for i, d := range drains {
 		if !d.Done() {
@@ -204,7 +204,7 @@ func TestEpochsWait(t *testing.T) {
 	if err := e.Flip().Wait(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	tok := e.Enter(5)
+	tok := e.Enter(ByLoop(5))
 	d := e.Flip()
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -225,7 +225,7 @@ func TestEpochsWait(t *testing.T) {
 // A release that takes long names its holder repeatedly, and ends as soon as the holder leaves.
 func TestEpochsWaitWarn(t *testing.T) {
 	var e Epochs
-	tok := e.Enter(17)
+	tok := e.Enter(ByLoop(17))
 	d := e.Flip()
 	if held := d.Held(); len(held) != 1 || held[0] != "slot 1" {
 		t.Error(held)
@@ -247,7 +247,7 @@ func TestEpochsWaitWarn(t *testing.T) {
 	if held := d.Held(); len(held) != 0 {
 		t.Error(held)
 	}
-	tok = e.Enter(0)
+	tok = e.Enter(ByLoop(0))
 	defer e.Leave(0, tok)
 	ctx, cancel := context.WithCancel(t.Context())
 	if err := e.Flip().WaitWarn(ctx, 0, func(time.Duration, []string) { cancel() }); !errors.Is(err, context.Canceled) {
@@ -280,7 +280,7 @@ func TestEpochsConcurrent(t *testing.T) {
 		readers.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(g), 2))
 			for !stop.Load() {
-				tok := e.Enter(g)
+				tok := e.Enter(ByLoop(g))
 				for range rng.IntN(8) {
 					if o := table[rng.IntN(len(table))].Load(); o.valid != 1 {
 						t.Error("used after release")
@@ -337,7 +337,7 @@ func TestEpochsSignal(t *testing.T) {
 			switch k := rng.IntN(5); {
 			case k < 2:
 				r := reader{slot: rng.IntN(20)}
-				r.tok = e.Enter(r.slot)
+				r.tok = e.Enter(ByLoop(r.slot))
 				readers = append(readers, r)
 			case k < 4 && len(readers) > 0:
 				leave(rng.IntN(len(readers)))
@@ -379,7 +379,7 @@ func TestEpochsSignalConcurrent(t *testing.T) {
 	defer out.Store(rounds)
 	wg.Go(func() {
 		for i := range int64(rounds) {
-			tok := e.Enter(3)
+			tok := e.Enter(ByLoop(3))
 			inside.Store(i + 1)
 			for out.Load() <= i {
 				runtime.Gosched()

@@ -40,7 +40,7 @@ func TestSparseModel(t *testing.T) {
 		readers.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(g), 7))
 			for !stop.Load() {
-				tok := vm.Space().Epochs().Enter(g)
+				tok := vm.Space().Epochs().Enter(ByLoop(g))
 				for range 50 {
 					p := fixed[rng.IntN(anchors)]
 					if pa, _, ok := r.toPA(p<<PageShift, 1, true); !ok || pa != paOf(p) {
@@ -221,7 +221,7 @@ func TestSpareGroup(t *testing.T) {
 		t.Error("new memory, although the emptied group has no reader")
 	}
 	ep := vm.space.Epochs()
-	in := ep.Enter(3)
+	in := ep.Enter(ByLoop(3))
 	d := clear(rs[1], 5000)
 	second := set(rs[1], 9000)
 	if second == first {
@@ -604,7 +604,7 @@ func TestPagingBothLevels(t *testing.T) {
 			f.Done = func(_ *Fault, err error) { done <- err }
 			access := func(write bool, try func() Miss) {
 				for {
-					tok := s.Epochs().Enter(loop)
+					tok := s.Epochs().Enter(ByLoop(loop))
 					m := try()
 					s.Epochs().Leave(loop, tok)
 					if m.OK() {

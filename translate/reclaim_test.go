@@ -200,7 +200,7 @@ func TestClearCoversReclaimedEntries(t *testing.T) {
 		rng := rand.New(rand.NewPCG(uint64(round), 1))
 		var toks []Token
 		for slot := range 3 {
-			toks = append(toks, ep.Enter(slot)) // may use every group that exists now
+			toks = append(toks, ep.Enter(ByLoop(slot))) // may use every group that exists now
 			for range 1 + rng.IntN(3) {
 				setGroup(t, vm, r, next)
 				next = (next + 1) % 1000
@@ -252,7 +252,7 @@ func TestReclaimModel(t *testing.T) {
 		readers.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(slot), 21))
 			for !stop.Load() {
-				tok := vm.Space().Epochs().Enter(slot)
+				tok := vm.Space().Epochs().Enter(ByLoop(slot))
 				for range 40 {
 					r := rng.IntN(regions)
 					p := rng.Uint64N(pages)

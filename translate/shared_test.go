@@ -27,7 +27,7 @@ func TestConcurrentRelease(t *testing.T) {
 		readers.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(slot), 4))
 			for !stop.Load() {
-				tok := s.Epochs().Enter(slot)
+				tok := s.Epochs().Enter(ByLoop(slot))
 				for range 8 {
 					va := VA(rng.IntN(slotSize - 64))
 					b, m := vm.Resolve(Key(key.Load()), 1, va, 64, LocalWrite)
@@ -358,7 +358,7 @@ func TestNoAllocations(t *testing.T) {
 		"Host":    func() { _, _ = s.Host(0x1ff000, 1<<20) },
 		"Space":   func() { s.Write(0x1ff000, buf); s.Read(buf, 0x1ff000) },
 		"Ring":    func() { ring.Write(1000, buf); ring.Read(buf, 1000); _, _ = ring.Uint32(4096) },
-		"Epochs":  func() { s.Epochs().Leave(1, s.Epochs().Enter(1)) },
+		"Epochs":  func() { s.Epochs().Leave(1, s.Epochs().Enter(ByLoop(1))) },
 	} {
 		if n := testing.AllocsPerRun(100, f); n != 0 {
 			t.Errorf("%s: %v allocations", name, n)

@@ -233,7 +233,7 @@ func TestAttributeDrain(t *testing.T) {
 				}
 				at := phase.Load()
 				in := Uplink(at & 3)
-				tok := x.space.Epochs().Enter(slot)
+				tok := x.space.Epochs().Enter(ByLoop(slot))
 				for range 4 {
 					c := &uplinkAccesses[i%len(uplinkAccesses)]
 					if c.ring {

@@ -444,7 +444,7 @@ func TestDestroyContext(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tok := vm.Space().Epochs().Enter(0)
+	tok := vm.Space().Epochs().Enter(ByLoop(0))
 	defer vm.Space().Epochs().Leave(0, tok)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -467,7 +467,7 @@ func TestClearOfCleared(t *testing.T) {
 	if err := vm.SetPages(r.Handle(), 0, []PA{0x1000, 0x2000, 0x3000, 0x4000}); err != nil {
 		t.Fatal(err)
 	}
-	tok := s.Epochs().Enter(3)
+	tok := s.Epochs().Enter(ByLoop(3))
 	if err := vm.SetPages(r.Handle(), 3, []PA{absentPA}); err != nil {
 		t.Fatal(err)
 	}

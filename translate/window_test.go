@@ -152,7 +152,7 @@ func TestWindowRelease(t *testing.T) {
 					return
 				default:
 				}
-				e := s.Epochs().Enter(slot)
+				e := s.Epochs().Enter(ByLoop(slot))
 				for range 8 {
 					if m := w.Read16(&raw, 64); m.OK() && binary.NativeEndian.Uint32(raw[:]) == gone {
 						t.Error("read removed memory")

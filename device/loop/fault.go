@@ -1,6 +1,11 @@
 package loop
 
-import "fmt"
+import (
+	"fmt"
+	"runtime/debug"
+
+	"github.com/vnicd/vnicd/translate"
+)
 
 // Fault reports that a handler accessed memory that was not there: SIGBUS if a guest's memory file was truncated or no
 // huge page was available, SIGSEGV if a mapping is gone. The loop has unwound that call and continues; its owner must
@@ -15,6 +20,9 @@ type Fault struct {
 	Foreign bool
 }
 
+// Unwrap makes a Fault a translate.ErrMemoryGone.
+func (f Fault) Unwrap() error { return translate.ErrMemoryGone }
+
 // Error implements error.
 func (f Fault) Error() string {
 	return fmt.Sprintf("memory fault at address %#x in %s", f.Addr, f.Where)
@@ -25,7 +33,8 @@ type Owner struct {
 	onFault func(Fault)
 }
 
-// NewOwner makes an Owner; onFault runs on the loop that faulted.
+// NewOwner makes an Owner; onFault runs on the loop that faulted. As all fault handlers, it must not access guest
+// memory: it sets flags and schedules work.
 func NewOwner(onFault func(Fault)) *Owner { return &Owner{onFault: onFault} }
 
 // Blame declares whose memory the loop is about to access, and returns the previous declaration, which the caller
@@ -47,8 +56,9 @@ func (l *Loop) Blame(o *Owner) (prev *Owner) {
 // Option adjusts a handler (Watch, AddPoller, AtFlush, NewTimer, NewMailbox).
 type Option func(*handler)
 
-// OnFault sets the function that is called on the loop's thread after a memory fault in this handler. Without one, the
-// handler is removed from the loop and the fault is logged, because running it again would probably fault again.
+// OnFault sets the function that is called on the loop's thread after a memory fault in this handler. It must not
+// access guest memory; it sets flags and schedules work. Without one, the handler is removed from the loop and the
+// fault is logged, because running it again would probably fault again; likewise if the function itself faults.
 func OnFault(f func(Fault)) Option { return func(h *handler) { h.onFault = f } }
 
 // Name names the handler in Fault.Where and log lines.
@@ -73,45 +83,74 @@ func (h *handler) init(name string, opts []Option) {
 func (l *Loop) recoverFault() {
 	h, blamed := l.current, l.blamed
 	l.current, l.blamed = nil, nil
-	if h == nil && l.doing == nil {
+	if h == nil {
 		return
 	}
 	r := recover()
 	if r == nil {
 		return
 	}
-	// Only faults at an address have one (debug.SetPanicOnFault); nil dereferences do not.
-	a, ok := r.(interface {
-		error
-		Addr() uintptr
-	})
-	if !ok {
-		panic(r)
-	}
-	l.faults.Add(1)
-	f := Fault{Addr: a.Addr(), Where: "Do"}
-	if h != nil {
-		f.Where = h.name
-	}
-	if blamed != nil && blamed.onFault != nil {
-		blamed.onFault(f)
-		f.Foreign = true
-	}
-	if d := l.doing; d != nil {
-		// As if f had been called directly: the goroutine that called Do gets the fault, too.
-		l.doing = nil
-		d.fault = a
-		close(d.done)
-		return
-	}
+	f := l.fault(r, h.name, blamed)
 	switch {
 	case h.onFault != nil:
-		h.onFault(f)
+		if l.notify(h.onFault, f) {
+			return
+		}
 	case f.Foreign:
+		return
 	default:
 		l.log.Error("handler removed after a memory fault", "handler", h.name, "address", fmt.Sprintf("%#x", f.Addr))
-		if h.remove != nil {
-			h.remove()
-		}
 	}
+	if h.remove != nil {
+		h.remove()
+	}
+}
+
+// protect runs f on the thread that has the loop's state, and returns the memory fault that interrupted it, or nil.
+func (l *Loop) protect(f func()) (err error) {
+	outer := l.blamed
+	old := debug.SetPanicOnFault(true) // before Start and after Close the goroutine is the caller's
+	defer func() {
+		debug.SetPanicOnFault(old)
+		blamed := l.blamed
+		l.blamed = outer
+		if r := recover(); r != nil {
+			err = l.fault(r, "Do", blamed)
+		}
+	}()
+	f()
+	return nil
+}
+
+// fault turns a recovered value into a Fault, and notifies the owner of the memory. It passes other panics on.
+func (l *Loop) fault(recovered any, where string, blamed *Owner) Fault {
+	addr, ok := translate.FaultAddr(recovered) // nil dereferences, for one, have no address
+	if !ok {
+		panic(recovered)
+	}
+	l.faults.Add(1)
+	f := Fault{Addr: addr, Where: where}
+	if blamed != nil && blamed.onFault != nil {
+		l.notify(blamed.onFault, f)
+		f.Foreign = true
+	}
+	return f
+}
+
+// notify calls a fault handler. It runs while the iteration is being unwound, so a memory fault in it would otherwise
+// end the process. False: there was one.
+func (l *Loop) notify(onFault func(Fault), f Fault) (ok bool) {
+	defer func() {
+		if r := recover(); r != nil {
+			addr, is := translate.FaultAddr(r)
+			if !is {
+				panic(r)
+			}
+			l.faults.Add(1)
+			l.log.Error("fault handler accessed memory that is gone, which it must not do", "handler", f.Where, "address",
+				fmt.Sprintf("%#x", addr))
+		}
+	}()
+	onFault(f)
+	return true
 }

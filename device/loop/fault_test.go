@@ -1,6 +1,7 @@
 package loop
 
 import (
+	"errors"
 	"os"
 	"runtime/debug"
 	"strings"
@@ -10,6 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/testutil"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // hole maps a page of a file and then truncates the file, as a hostile or broken VM may do. Accessing it raises SIGBUS.
@@ -60,8 +63,7 @@ func TestFaultInEveryHandler(t *testing.T) {
 		want++
 		testutil.Eventually(t, what+" reports its fault", func() bool { return faults.Load() == want })
 		ran := false
-		l.Do(func() { ran = true })
-		if !ran {
+		if err := l.Do(func() { ran = true }); err != nil || !ran {
 			t.Errorf("loop does not run after a fault in %s", what)
 		}
 	}
@@ -122,14 +124,11 @@ func TestFaultInEveryHandler(t *testing.T) {
 	}
 	mb.Close()
 
-	func() {
-		defer func() {
-			if r := recover(); r == nil {
-				t.Error("a fault in Do did not reach the caller")
-			}
-		}()
-		l.Do(touch)
-	}()
+	var f Fault
+	err = l.Do(touch)
+	if !errors.As(err, &f) || f.Where != "Do" || f.Addr == 0 || !errors.Is(err, translate.ErrMemoryGone) {
+		t.Errorf("a fault in Do did not reach the caller: %v", err)
+	}
 	if n := l.Stats().Faults; n != uint64(want)+1 {
 		t.Errorf("%d faults counted, want %d", n, want+1)
 	}
@@ -200,4 +199,84 @@ func TestOtherPanicsPass(t *testing.T) {
 		l.stage, l.index = stageEvents, 0
 	}()
 	l.Step()
+}
+
+// TestDoReturnsFaults: a memory fault is Do's error wherever f runs, and neither the caller, a handler that called Do,
+// nor the loop is unwound (TR-6).
+func TestDoReturnsFaults(t *testing.T) {
+	m := hole(t)
+	touch := func() { m[5000]++ }
+	check := func(what string, err error) {
+		t.Helper()
+		var f Fault
+		if !errors.As(err, &f) || f.Foreign || !errors.Is(err, translate.ErrMemoryGone) {
+			t.Errorf("%s: error %v, want a Fault", what, err)
+		}
+	}
+	l := newLoop(t, Config{})
+	check("before Start", l.Do(touch))
+	if err := l.Start(); err != nil {
+		t.Fatal(err)
+	}
+	check("from another goroutine", l.Do(touch))
+	var nested error
+	if err := l.Do(func() { nested = l.Do(touch) }); err != nil {
+		t.Errorf("the fault of an inner Do reached the outer one: %v", err)
+	}
+	check("on the loop", nested)
+
+	// In a handler, the owner that the inner function declares is notified; the handler's own declaration stays.
+	var of []string
+	outer := NewOwner(func(Fault) { of = append(of, "outer") })
+	inner := NewOwner(func(Fault) { of = append(of, "inner") })
+	var f Fault
+	done := make(chan struct{})
+	l.Post(func() {
+		defer close(done)
+		l.Blame(outer)
+		err := l.Do(func() { l.Blame(inner); touch() })
+		if !errors.As(err, &f) || l.Blame(nil) != outer {
+			t.Errorf("error %v, or the declaration was lost", err)
+		}
+	})
+	<-done
+	if strings.Join(of, " ") != "inner" || !f.Foreign {
+		t.Errorf("notified: %v; %+v", of, f)
+	}
+	l.Close()
+	check("after Close", l.Do(touch))
+	if n := l.Stats().Faults; n != 5 {
+		t.Errorf("%d faults counted, want 5", n)
+	}
+}
+
+// TestFaultInFaultHandler: fault handlers must not touch guest memory. One that does so all the same, an owner's or a
+// handler's, does not end the loop: it is logged, and the handler is removed.
+func TestFaultInFaultHandler(t *testing.T) {
+	m := hole(t)
+	log := &testlog.Log{}
+	l := newLoop(t, Config{Log: log.Logger()})
+	touch := func() { m[5000]++ }
+	owner := NewOwner(func(Fault) { touch() })
+	runs := 0
+	p := &testPoller{inPoll: func() { runs++; l.Blame(owner); touch() }}
+	l.AddPoller(p, Name("bad"), OnFault(func(f Fault) {
+		if !f.Foreign {
+			t.Errorf("%+v", f)
+		}
+		touch()
+	}))
+	flushed := 0
+	l.AtFlush(func() { flushed++ })
+	l.Step()
+	l.Step()
+	if runs != 1 || flushed != 2 {
+		t.Errorf("the poller ran %d times, want 1; the flush hook %d, want 2", runs, flushed)
+	}
+	if n := l.Stats().Faults; n != 3 {
+		t.Errorf("%d faults counted, want 3", n)
+	}
+	if !strings.Contains(log.String(), "fault handler accessed memory") {
+		t.Error("nothing was logged")
+	}
 }

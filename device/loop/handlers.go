@@ -30,7 +30,7 @@ func (l *Loop) Watch(fd int, ready func(), opts ...Option) (*Watch, error) {
 	w.h.init("watch", opts)
 	w.h.remove = w.closeOnLoop
 	var err error
-	l.Do(func() { err = l.addWatch(w) })
+	l.Visit(func() { err = l.addWatch(w) })
 	if err != nil {
 		return nil, err
 	}
@@ -65,7 +65,7 @@ func (l *Loop) addWatch(w *Watch) error {
 
 // Close ends the watch: once it has returned, ready does not run and will not be called. Callable from anywhere except
 // other loops' threads, also from ready itself, and twice.
-func (w *Watch) Close() { w.l.Do(w.closeOnLoop) }
+func (w *Watch) Close() { w.l.Visit(w.closeOnLoop) }
 
 func (w *Watch) closeOnLoop() {
 	if w.closed {
@@ -108,12 +108,12 @@ func (l *Loop) addPoller(p Poller, mail interface{ pending() bool }, opts []Opti
 	e := &pollerEntry{p: p, mail: mail}
 	e.h.init("poller", opts)
 	e.h.remove = func() { l.removePoller(p) }
-	l.Do(func() { l.pollers = append(l.pollers, e) })
+	l.Visit(func() { l.pollers = append(l.pollers, e) })
 }
 
 // RemovePoller removes p: once it has returned, p is not running and will not be called. An unknown p is ignored.
 // Callable from anywhere except other loops' threads.
-func (l *Loop) RemovePoller(p Poller) { l.Do(func() { l.removePoller(p) }) }
+func (l *Loop) RemovePoller(p Poller) { l.Visit(func() { l.removePoller(p) }) }
 
 func (l *Loop) removePoller(p Poller) {
 	for i, e := range l.pollers {
@@ -152,13 +152,13 @@ func (l *Loop) AtFlush(f func(), opts ...Option) *Hook {
 	k := &Hook{l: l, f: f}
 	k.h.init("flush", opts)
 	k.h.remove = k.closeOnLoop
-	l.Do(func() { l.hooks = append(l.hooks, k) })
+	l.Visit(func() { l.hooks = append(l.hooks, k) })
 	return k
 }
 
 // Close removes the hook: once it has returned, the function is not running and will not be called. Callable from
 // anywhere except other loops' threads, and twice.
-func (k *Hook) Close() { k.l.Do(k.closeOnLoop) }
+func (k *Hook) Close() { k.l.Visit(k.closeOnLoop) }
 
 func (k *Hook) closeOnLoop() {
 	l := k.l

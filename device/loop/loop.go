@@ -16,7 +16,8 @@
 // must not block, and must not call Do or Close on another loop, because that loop might do the same. Pollers and hooks
 // run in the order in which they were added.
 //
-// The loop's goroutine runs with debug.SetPanicOnFault, see Fault.
+// A memory fault of a handler ends that handler's call, see Fault; one of a function given to Do is Do's error. Any
+// other panic on a loop is a bug, and ends the process: a loop serves all VMs, and nobody knows what it left half done.
 package loop
 
 import (
@@ -33,6 +34,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // MaxLoops bounds Config.ID, and is the length of tables with one slot per loop.
@@ -84,6 +86,7 @@ type Loop struct {
 	nice  int
 	clock Clock
 	log   hclog.Logger
+	guard translate.Guarded
 
 	epfd   int
 	wakefd int
@@ -102,7 +105,6 @@ type Loop struct {
 	prepared   int
 	current    *handler
 	blamed     *Owner
-	doing      *doCall
 	events     []unix.EpollEvent
 	watches    []*Watch // by slot; the epoll event has the slot and its generation
 	freeSlots  []int
@@ -142,9 +144,9 @@ type post struct {
 }
 
 type doCall struct {
-	f     func()
-	done  chan struct{}
-	fault error // the runtime's error value of a memory fault in f
+	f    func()
+	done chan struct{}
+	err  error // a memory fault in f
 }
 
 // New makes a loop; Start runs it.
@@ -156,7 +158,7 @@ func New(c Config) (*Loop, error) {
 		return nil, fmt.Errorf("loop: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
 	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
-		log: loglimit.New(c.Log), events: make([]unix.EpollEvent, maxEvents),
+		log: loglimit.New(c.Log), guard: translate.ByLoop(c.ID), events: make([]unix.EpollEvent, maxEvents),
 		posts: newRing[post](postCapacity), done: make(chan struct{})}
 	if l.clock == nil {
 		l.clock = realClock{}
@@ -262,22 +264,24 @@ func (l *Loop) OnLoop() bool {
 	return tid != 0 && tid == int64(unix.Gettid())
 }
 
+// Guarded returns the right to enter epochs on this loop, whose handlers survive memory faults. Loop thread only.
+func (l *Loop) Guarded() translate.Guarded { return l.guard }
+
 // Do runs f on the loop and returns when it has run. On the loop's own thread it runs f at once. Before Start and after
-// Close it runs f in the caller, one caller at a time. If f hits a memory fault, Do panics in the caller with the
-// runtime's fault error, as if the caller had run f itself under debug.SetPanicOnFault.
+// Close it runs f in the caller, one caller at a time. The error, if any, is the Fault of f, which accessed memory that
+// was not there: f was interrupted there, and what it left half done is the caller's to clean up. An owner that f has
+// declared (Blame) has been notified, and Foreign is set. Use Visit where f accesses no guest memory.
 //
 // Do may wait for the iteration in progress, so it must not be called on another loop's thread.
-func (l *Loop) Do(f func()) {
+func (l *Loop) Do(f func()) error {
 	if l.OnLoop() {
-		f()
-		return
+		return l.protect(f)
 	}
 	d := &doCall{f: f, done: make(chan struct{})}
 	for {
 		queued, inline := l.enqueue(post{d: d})
 		if inline {
-			l.inline(f)
-			return
+			return l.inline(f)
 		}
 		if queued {
 			break
@@ -285,8 +289,14 @@ func (l *Loop) Do(f func()) {
 		runtime.Gosched() // queue full: the loop is draining it
 	}
 	<-d.done
-	if d.fault != nil {
-		panic(d.fault)
+	return d.err
+}
+
+// Visit is Do for an f that accesses no guest memory, such as the loop's own lists. A memory fault of f is then a bug
+// of the caller, and panics there.
+func (l *Loop) Visit(f func()) {
+	if err := l.Do(f); err != nil {
+		panic(err)
 	}
 }
 
@@ -312,14 +322,14 @@ func (l *Loop) enqueue(p post) (queued, inline bool) {
 	return false, true
 }
 
-func (l *Loop) inline(f func()) {
+func (l *Loop) inline(f func()) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	defer l.inlineMu.Unlock()
 	l.tid.Store(int64(unix.Gettid()))
 	defer l.tid.Store(0)
 	l.now = l.clock.Now()
-	f()
+	return l.protect(f)
 }
 
 // Post queues f to run on the loop soon, and returns without waiting. It returns false if too many posts are pending or
@@ -360,9 +370,8 @@ func (l *Loop) Step() {
 		l.inlineMu.Unlock()
 		panic("loop: Step on a started loop")
 	}
-	l.inline(func() {
-		old := debug.SetPanicOnFault(true)
-		defer debug.SetPanicOnFault(old)
+	// Faults of handlers are pass's; the loop's own code accesses no guest memory.
+	_ = l.inline(func() {
 		l.stage = stageEvents
 		l.idleRounds = epollEvery // check descriptors in every step
 		for !l.pass(false) {

@@ -19,7 +19,7 @@ type Mailbox[T any] struct {
 
 // NewMailbox makes a mailbox of at least capacity values on l. handle runs on l for each value, in the order of Put.
 // release runs after handle, also after a memory fault in handle, and for values that remain at Close: it releases the
-// value's resources (such as a buffer reference). release may be nil.
+// value's resources (such as a buffer reference), and accesses no guest memory. release may be nil.
 func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...Option) *Mailbox[T] {
 	if release == nil {
 		release = func(T) {}
@@ -89,7 +89,7 @@ func (m *Mailbox[T]) pending() bool { return !m.q.empty() }
 // Close removes the mailbox from its loop and releases its values. The caller ensures that Put is not called any more:
 // later values stay unreleased until Close is called again.
 func (m *Mailbox[T]) Close() {
-	m.l.Do(func() {
+	m.l.Visit(func() {
 		if !m.closed {
 			m.closed = true
 			m.l.removePoller(m)

@@ -217,10 +217,7 @@ func (l *Loop) runPost() bool {
 		return false
 	}
 	if d := p.d; d != nil {
-		l.doing = d
-		d.f()
-		l.doing = nil
-		l.blamed = nil
+		d.err = l.protect(d.f)
 		close(d.done)
 		return true
 	}

@@ -46,6 +46,9 @@ type Options struct {
 	Budget *Budget
 	// Clock is replaced by tests; nil: the system's.
 	Clock Clock
+	// Broken, if set, is called after a bug that a goroutine of the Driver met and survived, and logged: the connection
+	// should end. It does not wait, and may be called more than once.
+	Broken func()
 }
 
 // Clock is the time, and timers.

@@ -165,7 +165,7 @@ func TestRemoveWaitsForReaders(t *testing.T) {
 	if err := fetch(testContext(t), s, 0, 2<<20); err != nil {
 		t.Fatal(err)
 	}
-	tok := s.Epochs().Enter(3)
+	tok := s.Epochs().Enter(translate.ByLoop(3))
 	b, m := s.Host(0, 2<<20)
 	if !m.OK() {
 		t.Fatal(m.Err())
@@ -269,7 +269,7 @@ func TestSlowDrainIsReported(t *testing.T) {
 	s.Epochs().SetNamer(func(slot int) string { return fmt.Sprintf("loop %d, in iteration 12", slot) })
 	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &log, Mutex: &mu, Level: hclog.Warn}), Options{})
 	slot(t, d, "vnicd-test-slow", 0, 1<<20)
-	tok := s.Epochs().Enter(3)
+	tok := s.Epochs().Enter(translate.ByLoop(3))
 	time.AfterFunc(drainPatience+drainPatience/2, func() { s.Epochs().Leave(3, tok) })
 	d.Close()
 	for _, want := range []string{"still in use", "gvmi=7", "loop 3, in iteration 12"} {

@@ -129,7 +129,7 @@ func TestFaceLeaves(t *testing.T) {
 			}
 		}
 	}
-	tok := s[0].Epochs().Enter(3)
+	tok := s[0].Epochs().Enter(translate.ByLoop(3))
 	mem, miss := s[0].Host(pa, minGranule)
 	both, miss2 := s[0].Host(pa+2<<20, minGranule)
 	if !miss.OK() || !miss2.OK() {

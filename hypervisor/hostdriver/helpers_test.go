@@ -107,7 +107,7 @@ func fetch(ctx context.Context, s *translate.Space, pa translate.PA, n uint64) e
 func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, n uint64, f func(b []byte),
 	parked ...func()) error {
 	for {
-		tok := s.Epochs().Enter(slot)
+		tok := s.Epochs().Enter(translate.ByLoop(slot))
 		b, m := s.Host(pa, int(n))
 		ok := m.OK() && uint64(len(b)) == n
 		if ok {
@@ -132,7 +132,7 @@ func access(ctx context.Context, s *translate.Space, slot int, pa translate.PA, 
 
 // present reports whether an access finds the page at pa.
 func present(s *translate.Space, pa translate.PA) bool {
-	tok := s.Epochs().Enter(14)
+	tok := s.Epochs().Enter(translate.ByLoop(14))
 	defer s.Epochs().Leave(14, tok)
 	_, m := s.Host(pa, 1)
 	return m.OK()

@@ -146,7 +146,7 @@ func TestEvictionWaitsForReaders(t *testing.T) {
 	if err := fetch(ctx, s, 0, 1); err != nil {
 		t.Fatal(err)
 	}
-	tok := s.Epochs().Enter(2)
+	tok := s.Epochs().Enter(translate.ByLoop(2))
 	mem, _ := s.Host(0, minGranule)
 	var after atomic.Bool
 	done := make(chan error, 1)

@@ -247,7 +247,7 @@ func (t *TAP) connect() error {
 	for i, l := range append([]*loop.Loop{t.cfg.Loop}, t.cfg.More...) {
 		q := &queue{t: t, loop: l, fd: t.dev.fds[i]}
 		// On the loop, so that ready does not run before watch is known.
-		l.Do(func() {
+		l.Visit(func() {
 			q.watch, err = l.Watch(q.fd, q.ready, loop.Name("tap "+t.cfg.Name), loop.OnFault(q.onFault))
 		})
 		if err != nil {
@@ -266,7 +266,7 @@ func (t *TAP) disconnect() {
 	}
 	t.att.Close()
 	for _, q := range t.queues {
-		q.loop.Do(func() {
+		q.loop.Visit(func() {
 			if q.cur != nil {
 				q.cur.Free()
 				q.cur = nil

@@ -361,7 +361,7 @@ func (r *receiver) stop() {
 		r.watch.Close()
 	}
 	unix.Close(r.fd)
-	r.l.Do(func() {
+	r.l.Visit(func() {
 		r.resume.Stop()
 		r.have, r.pos, r.off = 0, 0, 0
 		r.merger.clear()

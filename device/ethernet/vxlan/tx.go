@@ -269,7 +269,7 @@ func (s *sender) drop(k *txSocket, from, to int, r vswitch.Reason) {
 
 // stop sends the pending batches and closes the sockets. No Deliver may be running.
 func (s *sender) stop() {
-	s.l.Do(s.flush)
+	s.l.Visit(s.flush)
 	s.hook.Close()
 	for _, k := range s.socks {
 		unix.Close(k.fd)

@@ -156,7 +156,10 @@ func (c *commandLoop) wait(w *hostWait, done func()) {
 		if len(w.ranges) > 0 {
 			c.holding <- struct{}{} // Hold ends with ctx, so this does, too
 		}
-		w.do(c.ctx, c.conn)
+		if err := translate.Contain(func() error { w.do(c.ctx, c.conn); return nil }); err != nil {
+			w.err = err
+			c.d.data.stopped(err, "stack", translate.StackOf(err))
+		}
 		if len(w.ranges) > 0 {
 			<-c.holding
 		}

@@ -429,7 +429,7 @@ func TestOvertakenSetMTT(t *testing.T) {
 // The descriptors of a command are absent: the queue cannot go on, but releases that were read before are answered.
 func TestAbsentDescriptors(t *testing.T) {
 	s := newSlowHost(t, Limits{})
-	tok := s.space.Epochs().Enter(3)
+	tok := s.space.Epochs().Enter(translate.ByLoop(3))
 	release := s.d.submit(abi.CmdClearMTT, clearOf(s.r, 0))
 	testutil.Eventually(t, "CLEAR_MTT is executed", func() bool { return !s.r.present(0) })
 	if err := s.space.Withdraw(s.d.desc, uint64(s.d.size)*16); err != nil {

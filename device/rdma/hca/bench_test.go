@@ -7,6 +7,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // benchQP is a QP whose SQ slot 0 holds the given request; the benchmark fetches
@@ -68,7 +69,7 @@ func BenchmarkCQPost(b *testing.B) {
 	q := g.tables.cqs[c.n].q
 	wc := abi.WC{ID: 1}
 	e := g.space.Epochs()
-	t := e.Enter(0)
+	t := e.Enter(translate.ByLoop(0))
 	defer e.Leave(0, t)
 	prod, cons := c.prod(), c.cons()
 	b.ReportAllocs()

@@ -172,8 +172,9 @@ func resolveGID(c *cmd) error {
 		if mac, known := (*port).Owner(r.DGID, networkVLAN(g.vlan)); known {
 			resp.MAC = mac
 		} else {
-			l := c.d.data.engines[0].loop
-			l.Do(func() { c.d.data.sendRequest(l, *port, g, &r.DGID) })
+			// The request may reach other VMs' memory at once. Their faults are their own: the driver asks again.
+			e := c.d.data.engines[0]
+			_ = e.visit(func() { c.d.data.sendRequest(e.loop, *port, g, &r.DGID) })
 		}
 	}
 	resp.Encode(c.reply(abi.SizeResolveResp))

@@ -219,7 +219,7 @@ func queryQP(c *cmd) error {
 		return err
 	}
 	var a roce.Attr
-	o.q.engine.loop.Do(func() { o.q.t.Query(&a) })
+	o.q.engine.loop.Visit(func() { o.q.t.Query(&a) })
 	r := abi.QPAttr{
 		QPN: n, QPState: uint8(a.State), CurQPState: uint8(a.CurState), PathMTU: a.PathMTU, Timeout: a.Timeout,
 		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
@@ -253,14 +253,14 @@ func destroyQP(c *cmd) error {
 		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, o.mcast)
 	}
 	q := o.q
-	q.engine.loop.Do(func() {
+	q.engine.loop.Visit(func() {
 		q.close()
 		if o.bells == q.engine {
 			o.bells.db.leave(q.index)
 		}
 	})
 	if o.bells != q.engine {
-		o.bells.loop.Do(func() { o.bells.db.leave(q.index) })
+		o.bells.loop.Visit(func() { o.bells.db.leave(q.index) })
 	}
 	c.d.data.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	if q.faulting() {

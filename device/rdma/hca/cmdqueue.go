@@ -132,7 +132,25 @@ func (c *commandLoop) stop() {
 
 func (c *commandLoop) loop() {
 	defer close(c.done)
-	defer c.finish()
+	err := translate.Contain(func() error { c.rounds(); return nil })
+	if err == nil {
+		err = translate.Contain(func() error { c.finish(); return nil })
+	}
+	if err != nil {
+		c.crash(err)
+	}
+}
+
+// crash stops the device after a panic (TR-6), until a reset. Commands under way get no answer.
+func (c *commandLoop) crash(err error) {
+	c.d.data.stopped(err, "stack", translate.StackOf(err))
+	c.q.Fail(err)
+	c.cancel()
+	c.waits.Wait()
+}
+
+// rounds serves the queue until it is stopped.
+func (c *commandLoop) rounds() {
 	for {
 		err := c.wake.Wait(c.round)
 		if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -354,12 +372,7 @@ func (c *commandLoop) finish() {
 // inEpoch runs f, which accesses the virtqueue and its buffers, in an epoch. If f fails as a page is absent on the
 // host, it must leave the queue unchanged.
 func (c *commandLoop) inEpoch(f func() error) error {
-	return translate.Guard(func() error {
-		e := c.q.Space().Epochs()
-		t := e.Enter(commandSlot)
-		defer e.Leave(commandSlot, t)
-		return f()
-	})
+	return c.q.Space().Epochs().Within(commandSlot, f)
 }
 
 // withRing is inEpoch for the used ring, which the transport holds while the queue runs. If a page of it is absent all

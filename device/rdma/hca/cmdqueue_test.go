@@ -1,6 +1,7 @@
 package hca
 
 import (
+	"context"
 	"encoding/binary"
 	"slices"
 	"strings"
@@ -149,7 +150,7 @@ func TestCommandsWaitApart(t *testing.T) {
 	keys := []uint32{g.pd()}
 	mr := g.mr(keys[0], r.home, 4096, demandAccess)
 
-	tok := g.space.Epochs().Enter(3) // a loop uses the pages
+	tok := g.space.Epochs().Enter(translate.ByLoop(3)) // a loop uses the pages
 	var slow []uint16
 	for i := range maxJobs - 2 {
 		slow = append(slow, d.submit(abi.CmdClearMTT, clearOf(r, i)))
@@ -180,7 +181,7 @@ func TestCommandsWaitApart(t *testing.T) {
 	}
 
 	// Fewer than the bound: commands behind them are answered at once.
-	tok = g.space.Epochs().Enter(3)
+	tok = g.space.Epochs().Enter(translate.ByLoop(3))
 	slow = slow[:0]
 	for i := range 10 {
 		slow = append(slow, d.submit(abi.CmdClearMTT, clearOf(r, maxJobs+i)))
@@ -213,7 +214,7 @@ func TestReleaseBetweenCommands(t *testing.T) {
 	r.set(0, 2, 0)
 	pa := g.alloc(4096)
 	mr := g.mr(1, pa, 4096, demandAccess)
-	tok := g.space.Epochs().Enter(3)
+	tok := g.space.Epochs().Enter(translate.ByLoop(3))
 	want := []uint16{1: d.submit(abi.CmdClearMTT, clearOf(r, 0))}
 	inside, goOn := make(chan struct{}), make(chan struct{})
 	stay := func() { close(inside); <-goOn }
@@ -235,7 +236,7 @@ func TestStopWithReleasesPending(t *testing.T) {
 	d := g.commandQueue(64)
 	r := g.demand(g.pd(), 8, demandAccess)
 	r.set(0, 8, 0)
-	tok := g.space.Epochs().Enter(3)
+	tok := g.space.Epochs().Enter(translate.ByLoop(3))
 	for i := range 8 {
 		d.submit(abi.CmdClearMTT, clearOf(r, i))
 	}
@@ -292,7 +293,7 @@ func TestReleaseWatchdog(t *testing.T) {
 	d := g.commandQueue(64)
 	r := g.demand(g.pd(), 1, demandAccess)
 	r.set(0, 1, 0)
-	tok := g.space.Epochs().Enter(3)
+	tok := g.space.Epochs().Enter(translate.ByLoop(3))
 	d.submit(abi.CmdClearMTT, clearOf(r, 0))
 	for end := time.Now().Add(patienceHere); !strings.Contains(log.String(), "loop 3"); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -331,7 +332,7 @@ func BenchmarkClearMTT(b *testing.B) {
 					default:
 					}
 					e := g.space.Epochs()
-					t := e.Enter(0)
+					t := e.Enter(translate.ByLoop(0))
 					for at := time.Now(); time.Since(at) < 5*time.Microsecond; {
 					}
 					e.Leave(0, t)
@@ -390,5 +391,54 @@ func TestResumeSharesInterrupt(t *testing.T) {
 		if n := binary.NativeEndian.Uint64(b[:]); n != c.want {
 			t.Errorf("two commands and %v: %d interrupts, want %d", c.op, n, c.want)
 		}
+	}
+}
+
+// TestBugInCommand: a panic in the command goroutine, or in one that waits for host memory, stops that device until a
+// reset, with its stack in the log, and nothing else (TR-6).
+func TestBugInCommand(t *testing.T) {
+	for name, inject := range map[string]func(g *guest, bug func()){
+		"command": func(g *guest, bug func()) { g.onMemory.Store(&bug) },
+		"wait": func(g *guest, bug func()) {
+			block := func(context.Context) error { bug(); return nil }
+			g.block.Store(&block)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, 1, 2, Limits{})
+			g, log := w.guests[0], &testlog.Log{}
+			g.dataSide.log = log.Logger()
+			d := g.commandQueue(64)
+			var nothing *struct{ x int }
+			pa := g.alloc(4096)
+			mr := g.mr(g.pd(), pa, 4096, demandAccess)
+			inject(g, func() { nothing.x = 1 })
+			if name == "command" {
+				d.submit(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: mr, Count: 1}, uint64(pa)))
+			} else {
+				r := g.ring(64, 6)
+				d.submit(abi.CmdCreateCQ, enc(abi.SizeCreateCQ, &abi.CreateCQ{Ring: r.desc, ArmPA: uint64(g.alloc(4))},
+					r.pas...))
+			}
+			for end := time.Now().Add(patienceHere); !g.broken.Load(); time.Sleep(time.Millisecond) {
+				if time.Now().After(end) {
+					t.Fatal("the device did not stop")
+				}
+			}
+			g.StopQueue(abi.CommandQueue)
+			if s := log.String(); g.Up() || !strings.Contains(s, "bug in vnicd") || !strings.Contains(s, "cmdqueue_test.go") {
+				t.Errorf("up: %v; log:\n%s", g.Up(), s)
+			}
+			w.guests[1].must(abi.CmdQueryPort, nil)
+
+			g.onMemory.Store(nil)
+			g.block.Store(nil)
+			g.Reset()
+			d = g.commandQueue(64)
+			q := d.submit(abi.CmdQueryPort, nil)
+			if d.await(1); d.status(q) != abi.StatusOK {
+				t.Errorf("after the reset: %v", d.status(q))
+			}
+		})
 	}
 }

@@ -157,7 +157,7 @@ func (d *Device) Drops() map[string]uint64 {
 		}
 	}
 	for _, e := range d.data.engines {
-		e.loop.Do(func() {
+		e.loop.Visit(func() {
 			for i, n := range e.stats.Drops {
 				add(roce.Drop(i).String(), n)
 			}

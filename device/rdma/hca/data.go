@@ -4,6 +4,7 @@ package hca
 
 import (
 	"encoding/binary"
+	"errors"
 	"math/bits"
 	"sync/atomic"
 
@@ -67,7 +68,7 @@ type dataSide struct {
 	numbers    []atomic.Pointer[qp] // the same, by the low bits of the QP number; the length is a power of two
 
 	// Set by loops, read by control.
-	broken     atomic.Bool // the guest's memory vanished: the device stops until a reset clears this
+	broken     atomic.Bool // see stopped; a reset clears it
 	cqFailures atomic.Uint64
 	rejected   rejectCounts
 	conns      connections
@@ -116,6 +117,20 @@ func (d *dataSide) qpAt(i int) *qp {
 		return nil
 	}
 	return d.qps[i].Load()
+}
+
+// stopped stops the device until a reset: the guest's memory has vanished, or a control goroutine met a bug. Any
+// thread.
+func (d *dataSide) stopped(why error, args ...any) {
+	if d.broken.Swap(true) {
+		return
+	}
+	d.up.Store(false)
+	if errors.Is(why, translate.ErrMemoryGone) {
+		d.log.Error("guest memory disappeared; device stopped until reset", append([]any{"fault", why}, args...)...)
+		return
+	}
+	d.log.Error("device stopped until reset by a bug in vnicd; please report it", append([]any{"error", why}, args...)...)
 }
 
 // publish lets loops find the QP, withdraw ends that.

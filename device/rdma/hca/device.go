@@ -164,7 +164,7 @@ func (d *Device) Quarantine(on bool) {
 	d.SetLink(!on)
 	for _, e := range d.data.engines {
 		if on {
-			e.loop.Do(e.disconnect)
+			_ = e.visit(e.disconnect) // a device without memory has stopped
 		}
 	}
 }
@@ -247,7 +247,7 @@ func (d *Device) Connected(c virtio.Conn) {
 	d.data.mem.Store(s)
 	d.data.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
 	for _, e := range d.data.engines {
-		e.loop.Do(func() { e.space = s })
+		e.loop.Visit(func() { e.space = s })
 	}
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = c, d.data.vm
@@ -267,7 +267,7 @@ func (d *Device) Disconnected() {
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
 	for _, e := range d.data.engines {
-		e.loop.Do(func() { e.space = nil })
+		e.loop.Visit(func() { e.space = nil })
 	}
 	d.data.mem.Store(nil)
 	d.data.vm, d.conn = nil, nil
@@ -305,7 +305,7 @@ func (d *Device) wipe() (lost bool) {
 	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.data.ahs.Load() != nil
 	// QPs first: after them no loop uses rings, CQs or memory any more.
 	for _, e := range d.data.engines {
-		e.loop.Do(func() {
+		e.loop.Visit(func() {
 			for _, o := range t.qpList {
 				if o.q.engine == e {
 					o.q.close()
@@ -316,7 +316,7 @@ func (d *Device) wipe() (lost bool) {
 	}
 	// No thread posts events any more; pending events concern destroyed objects.
 	for _, e := range d.data.engines {
-		e.loop.Do(func() {
+		e.loop.Visit(func() {
 			for _, q := range e.events {
 				q.clear()
 			}
@@ -371,7 +371,10 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	}
 	d.commands = c
 	for _, e := range d.data.engines {
-		e.loop.Do(e.thaw)
+		if err := e.visit(e.thaw); err != nil {
+			d.StopQueue(abi.CommandQueue)
+			return fmt.Errorf("hca: engine %d: %w", e.id, err)
+		}
 	}
 	d.setUp()
 	return nil
@@ -387,7 +390,7 @@ func (d *Device) StopQueue(i int) {
 			d.commands.stop()
 			d.commands = nil
 			for _, e := range d.data.engines {
-				e.loop.Do(e.freeze)
+				e.loop.Visit(e.freeze)
 			}
 			d.mu.Lock()
 			d.data.paused.Store(d.tables.qps > 0)

@@ -3,6 +3,7 @@
 package hca
 
 import (
+	"errors"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/frame"
@@ -118,7 +119,8 @@ func (e *engine) stop() {
 // faultOption reports memory faults in a handler to the engine.
 func (e *engine) faultOption() loop.Option { return loop.OnFault(e.onMemoryFault) }
 
-// onMemoryFault is called when a handler of this engine accessed memory that does not exist. If the memory
+// onMemoryFault is called when a handler of this engine accessed memory that does not exist. It accesses no guest
+// memory. If the memory
 // is another VM's (a frame was being written to it), the current QP is scheduled again. If it is
 // this guest's, the device stops until a reset: its rings may be half written.
 func (e *engine) onMemoryFault(f loop.Fault) {
@@ -139,10 +141,7 @@ func (e *engine) onMemoryFault(f loop.Fault) {
 		e.wake() // for the answers behind the interrupted one
 		return
 	}
-	if !e.dev.broken.Swap(true) {
-		e.dev.up.Store(false)
-		e.dev.log.Error("guest memory disappeared; device stopped until reset", "fault", f)
-	}
+	e.dev.stopped(f)
 }
 
 // enter begins a batch that touches guest memory. False: the device has no guest,
@@ -151,7 +150,7 @@ func (e *engine) enter() (translate.Token, bool) {
 	if e.space == nil || e.frozen || e.dev.broken.Load() {
 		return 0, false
 	}
-	return e.space.Epochs().Enter(e.loop.ID()), true
+	return e.space.Epochs().Enter(e.loop.Guarded()), true
 }
 
 func (e *engine) leave(t translate.Token) {
@@ -430,7 +429,7 @@ func (e *engine) statistics(s *abi.Stats) {
 
 // on runs f on an engine's loop inside an epoch.
 func (e *engine) on(f func() error) (err error) {
-	e.loop.Do(func() {
+	gone := e.visit(func() {
 		t, ok := e.enter()
 		if !ok {
 			err = refuse(abi.StatusIO, "the guest's memory is gone")
@@ -439,5 +438,20 @@ func (e *engine) on(f func() error) (err error) {
 		defer e.leave(t)
 		err = f()
 	})
+	if gone != nil {
+		return gone
+	}
+	return err
+}
+
+// visit runs f, which may access guest memory, on the engine's loop for a control goroutine. If the memory is gone, the
+// device stops as after a fault in a handler; the error is a translate.ErrMemoryGone. What f has left half done lasts
+// until the reset, so f leaves nothing that wipe cannot remove.
+func (e *engine) visit(f func()) error {
+	err := e.loop.Do(f)
+	var fault loop.Fault
+	if errors.As(err, &fault) {
+		e.loop.Visit(func() { e.onMemoryFault(fault) })
+	}
 	return err
 }

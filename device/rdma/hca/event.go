@@ -336,7 +336,7 @@ func (eq *eventQueue) check(err error) bool {
 
 // drop removes the nodes of objects that are being destroyed, on the queue's engine.
 func (eq *eventQueue) drop(nodes ...*eventNode) {
-	eq.engine.loop.Do(func() {
+	eq.engine.loop.Visit(func() {
 		eq.waiting.collect(&eq.incoming)
 		for _, n := range nodes {
 			eq.waiting.remove(n)

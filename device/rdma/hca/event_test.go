@@ -28,6 +28,14 @@ type drvq struct {
 
 func (g *guest) eventQueue(index int, size uint16, bufLen int) *drvq {
 	g.tb.Helper()
+	d := g.newEventQueue(index, size, bufLen)
+	d.start()
+	return d
+}
+
+// newEventQueue is eventQueue without the start.
+func (g *guest) newEventQueue(index int, size uint16, bufLen int) *drvq {
+	g.tb.Helper()
 	d := &drvq{g: g, index: index, size: size, desc: g.alloc(4096), avail: g.alloc(4096), used: g.alloc(4096),
 		buf: g.alloc(int(size) * bufLen), bufLen: bufLen}
 	for i := range size {
@@ -47,7 +55,6 @@ func (g *guest) eventQueue(index int, size uint16, bufLen int) *drvq {
 	if err != nil {
 		g.tb.Fatal(err)
 	}
-	d.start()
 	return d
 }
 
@@ -117,7 +124,7 @@ func TestArm(t *testing.T) {
 		{abi.ArmSolicited, true, true}, {abi.ArmNext, true, true}, {0xffffffff, false, true},
 	} {
 		arm.Store(s.arm)
-		tok := g.space.Epochs().Enter(0)
+		tok := g.space.Epochs().Enter(translate.ByLoop(0))
 		q.post(&abi.WC{ID: uint64(i)}, s.solicited)
 		g.space.Epochs().Leave(0, tok)
 		w.step(2)
@@ -142,7 +149,7 @@ func TestEventsWait(t *testing.T) {
 	}
 	fire := func(i int) {
 		g.u32(cqs[i].arm).Store(abi.ArmNext)
-		tok := g.space.Epochs().Enter(0)
+		tok := g.space.Epochs().Enter(translate.ByLoop(0))
 		g.tables.cqs[cqs[i].n].q.post(&abi.WC{}, false)
 		g.space.Epochs().Leave(0, tok)
 	}
@@ -324,7 +331,7 @@ func TestConsumerPassesProducer(t *testing.T) {
 	g := w.guests[0]
 	c := g.cq(8)
 	q := g.tables.cqs[c.n].q
-	tok := g.space.Epochs().Enter(0)
+	tok := g.space.Epochs().Enter(translate.ByLoop(0))
 	defer g.space.Epochs().Leave(0, tok)
 	for i := range uint64(100) {
 		for range 4 { // half full

@@ -1,6 +1,7 @@
 package hca
 
 import (
+	"errors"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -8,6 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // A guest's memory file shrinks under traffic: that device stops with an error, its
@@ -120,5 +123,77 @@ func TestForeignFault(t *testing.T) {
 	}
 	if a.g.broken.Load() || b.g.broken.Load() || told == 0 {
 		t.Fatalf("stopped: %v, %v; the owner was told %d times", a.g.broken.Load(), b.g.broken.Load(), told)
+	}
+}
+
+// TestMemoryVanishesBeforeQueue: the memory file is truncated before a queue is started for which events wait, and
+// before the command queue is, which lets the engines go on. The start fails, the device stops, and neither the
+// goroutine of the connection nor the other VMs are harmed (TR-6).
+func TestMemoryVanishesBeforeQueue(t *testing.T) {
+	for name, start := range map[string]func(g *guest, q *drvq) error{
+		"event queue": func(g *guest, q *drvq) error { return g.StartQueue(q.index, q.q) },
+		"command queue": func(g *guest, q *drvq) error {
+			q.start()
+			q.g.engines[0].freeze()
+			g.fire()
+			must(g.tb, unix.Ftruncate(g.memfd, 0))
+			cq, err := virtq.New(g.space, virtq.Config{Index: abi.CommandQueue, Size: 8, Desc: q.desc, Avail: q.avail,
+				Used: q.used, Base: 1, Kick: q.kick})
+			must(g.tb, err)
+			return g.StartQueue(abi.CommandQueue, cq)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, 1, 3, Limits{})
+			a, b := w.pair() // guests 0 and 2
+			g := w.guests[1]
+			q := g.newEventQueue(abi.CEQQueue(0), 8, abi.SizeCEQE)
+			q.add(4)
+			if name == "event queue" {
+				g.fire()
+				must(t, unix.Ftruncate(g.memfd, 0))
+			}
+			if err := start(g, q); !errors.Is(err, translate.ErrMemoryGone) {
+				t.Fatalf("error %v, want %v", err, translate.ErrMemoryGone)
+			}
+			if !g.broken.Load() || g.Up() || g.commands != nil {
+				t.Error("the device did not stop")
+			}
+			if eq := g.eventQueueAt(q.index); name == "event queue" && (eq.q != nil || eq.watch != nil) {
+				t.Error("the device keeps a queue whose start failed")
+			}
+			s := a.wqe()
+			s.SetRequest(1, abi.WRRDMAWrite, abi.SendSignaled)
+			a.post()
+			if wc := a.scq.await(1)[0]; wc.Status != 0 {
+				t.Errorf("another VM: %+v", wc)
+			}
+			b.g.must(abi.CmdQueryPort, nil)
+
+			must(t, unix.Ftruncate(g.memfd, memSize))
+			g.StopQueue(q.index)
+			g.Reset()
+			g.engines[0].frozen = false // no command queue runs here
+			g.next = memBase
+			g.up.Store(true)
+			g.setUpDriver()
+			g.must(abi.CmdQueryPort, nil)
+		})
+	}
+}
+
+// fire makes an event for the first completion event queue.
+func (g *guest) fire() {
+	c := g.cq(16)
+	g.u32(c.arm).Store(abi.ArmNext)
+	tok := g.space.Epochs().Enter(translate.ByLoop(0))
+	g.tables.cqs[c.n].q.post(&abi.WC{}, false)
+	g.space.Epochs().Leave(0, tok)
+}
+
+func must(tb testing.TB, errs ...error) {
+	tb.Helper()
+	if err := errors.Join(errs...); err != nil {
+		tb.Fatal(err)
 	}
 }

@@ -59,7 +59,7 @@ func TestInvalidationWaits(t *testing.T) {
 	for id := range uint64(3) {
 		a.recv(20+id, abi.SGE{})
 	}
-	other := epochs.Enter(busy)
+	other := epochs.Enter(translate.ByLoop(busy))
 	s := b.wqe()
 	s.SetRequest(2, abi.WRRDMAWrite, abi.SendSignaled)
 	s.SetRDMA(1<<40, k)
@@ -89,7 +89,7 @@ func TestInvalidationWaits(t *testing.T) {
 	b.scq.await(2)
 
 	k = register(6)
-	other = epochs.Enter(busy)
+	other = epochs.Enter(translate.ByLoop(busy))
 	s = a.wqe()
 	s.SetRequest(7, abi.WRLocalInv, abi.SendSignaled)
 	s.SetInvalidateRKey(k)
@@ -106,7 +106,7 @@ func TestInvalidationWaits(t *testing.T) {
 
 	// A QP that is destroyed while it waits releases everything.
 	k = register(7)
-	other = epochs.Enter(busy)
+	other = epochs.Enter(translate.ByLoop(busy))
 	s = b.wqe()
 	s.SetRequest(8, abi.WRSendWithInv, abi.SendSignaled)
 	s.SetInvalidateRKey(k)

@@ -50,13 +50,15 @@ func (q *qp) hide() bool {
 // leaveEngine removes q from its engine; q is hidden and no loop uses it any more. On its loop.
 func (q *qp) leaveEngine() {
 	e := q.engine
+	defer func() {
+		e.unschedule(q)
+		q.timer.Stop()
+		e.qps--
+	}()
 	if t, ok := e.enter(); ok {
+		defer e.leave(t)
 		e.runAnswers() // a forwarded doorbell
-		e.leave(t)
 	}
-	e.unschedule(q)
-	q.timer.Stop()
-	e.qps--
 }
 
 // joinEngine assigns q to an engine and puts it back into the tables of QPs; on that engine's loop.

@@ -45,7 +45,7 @@ func (o *cqObject) usedOn(e *engine) {
 		o.owner = e
 	case o.owner != e && !o.q.shared:
 		// On the owner's loop it takes effect before the other loop's QP exists.
-		o.owner.loop.Do(func() { o.q.shared = true })
+		o.owner.loop.Visit(func() { o.q.shared = true })
 	}
 }
 
@@ -70,7 +70,7 @@ func (c *cmd) colocate(o *qpObject) {
 		return // the QPs of an SRQ share one engine
 	}
 	var to *engine
-	q.engine.loop.Do(func() { to = q.peerEngine() })
+	q.engine.loop.Visit(func() { to = q.peerEngine() })
 	if to != nil {
 		c.moveQP(o, to)
 	}
@@ -80,20 +80,21 @@ func (c *cmd) colocate(o *qpObject) {
 // frames that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(o *qpObject, to *engine) {
 	q, from, hidden := o.q, o.q.engine, false
-	from.loop.Do(func() { hidden = q.hide() })
+	from.loop.Visit(func() { hidden = q.hide() })
 	if !hidden {
 		return
 	}
 	// Only loops look QPs up: after this visit no loop uses one that it found before.
 	for _, e := range c.d.data.engines {
-		e.loop.Do(func() {})
+		e.loop.Visit(func() {})
 	}
-	from.loop.Do(q.leaveEngine)
+	// A memory fault stops the device; the QP goes to its new engine, where a reset finds it.
+	_ = from.visit(q.leaveEngine)
 	for _, x := range []*cqObject{o.uses.scq, o.uses.rcq} {
 		if x.refs == 1 || x.refs == 2 && q.scq == q.rcq {
 			x.owner = to // the QP is the only user
 		}
 		x.usedOn(to)
 	}
-	to.loop.Do(func() { q.joinEngine(to) })
+	_ = to.visit(func() { q.joinEngine(to) })
 }

@@ -15,7 +15,7 @@ import (
 
 // start begins to serve the queue; control goroutine.
 func (eq *eventQueue) start(q *virtq.Queue) (err error) {
-	eq.engine.loop.Do(func() {
+	gone := eq.engine.visit(func() {
 		if eq.q != nil {
 			err = fmt.Errorf("hca: queue %d runs already", eq.index)
 			return
@@ -33,6 +33,10 @@ func (eq *eventQueue) start(q *virtq.Queue) (err error) {
 			eq.run() // events may have waited for the queue
 		}
 	})
+	if gone != nil {
+		eq.stop()
+		return gone
+	}
 	return err
 }
 
@@ -47,7 +51,7 @@ func (eq *eventQueue) kicked() {
 // stop ends service; when it returns no thread accesses the virtqueue any more.
 // Pending events stay with their objects.
 func (eq *eventQueue) stop() {
-	eq.engine.loop.Do(func() {
+	eq.engine.loop.Visit(func() {
 		if eq.watch != nil {
 			eq.watch.Close()
 			eq.watch = nil
@@ -58,7 +62,7 @@ func (eq *eventQueue) stop() {
 
 // startDoorbells watches the doorbell queue's kick; control goroutine.
 func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
-	e.loop.Do(func() {
+	e.loop.Visit(func() {
 		switch fd := q.KickFD(); {
 		case e.dbWatch != nil:
 			err = fmt.Errorf("hca: doorbell queue %d runs already", q.Index())
@@ -71,7 +75,7 @@ func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
 }
 
 func (e *engine) stopDoorbells() {
-	e.loop.Do(func() {
+	e.loop.Visit(func() {
 		if e.dbWatch != nil {
 			e.dbWatch.Close()
 			e.dbWatch = nil

@@ -50,7 +50,7 @@ func TestManyQPsAreVisitedInTurns(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
 	pd, cq := g.pd(), g.cq(16)
-	const n = 3 * visit
+	const n = 3 * visitQPs
 	for range n {
 		g.qp(qpSpec{pd: pd, scq: cq, rcq: cq, elems: 2})
 	}
@@ -66,7 +66,7 @@ func TestManyQPsAreVisitedInTurns(t *testing.T) {
 		}
 		seen[q.n] = true
 	})
-	if len(seen) != n || between == 0 || between > n-visit {
+	if len(seen) != n || between == 0 || between > n-visitQPs {
 		t.Errorf("%d QPs of %d visited; the loop did other work after %d", len(seen), n, between)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
 )
 
 func (g *guest) srq(pd, elems, limit uint32) (uint32, *tring) {
@@ -111,7 +112,7 @@ func TestResizeCQ(t *testing.T) {
 	c := g.cq(8)
 	q := g.tables.cqs[c.n].q
 	post := func(id uint64) {
-		tok := g.space.Epochs().Enter(0)
+		tok := g.space.Epochs().Enter(translate.ByLoop(0))
 		defer g.space.Epochs().Leave(0, tok)
 		q.post(&abi.WC{ID: id}, false)
 	}

@@ -100,7 +100,7 @@ func (d *Device) Stats() abi.Stats { return d.stats() }
 
 func (d *Device) stats() (s abi.Stats) {
 	for _, e := range d.data.engines {
-		e.loop.Do(func() { e.statistics(&s) })
+		e.loop.Visit(func() { e.statistics(&s) })
 	}
 	for i := range d.data.rejected {
 		switch n := d.data.rejected[i].Load(); rejectReason(i) {
@@ -133,10 +133,10 @@ func (d *Device) tryLockTables() bool {
 	return true
 }
 
-// visit is how many QPs eachQP visits in one Loop.Do.
-const visit = 64
+// visitQPs is how many QPs eachQP visits at a time.
+const visitQPs = 64
 
-// eachQP calls f for every QP, on its loop; under mu. Between batches the loop, which
+// eachQP calls f, which accesses no guest memory, for every QP, on its loop; under mu. Between batches the loop, which
 // other VMs share, does its work.
 func (d *Device) eachQP(f func(q *qp)) {
 	of := map[*engine][]*qp{}
@@ -144,8 +144,8 @@ func (d *Device) eachQP(f func(q *qp)) {
 		of[o.q.engine] = append(of[o.q.engine], o.q)
 	}
 	for e, qs := range of {
-		for some := range slices.Chunk(qs, visit) {
-			e.loop.Do(func() {
+		for some := range slices.Chunk(qs, visitQPs) {
+			e.loop.Visit(func() {
 				for _, q := range some {
 					f(q)
 				}
@@ -169,7 +169,7 @@ func (d *Device) Describe() Status {
 		s.Stats[abi.Stat(i).String()] = v
 	}
 	for _, e := range d.data.engines {
-		e.loop.Do(func() {
+		e.loop.Visit(func() {
 			s.Stats["local_messages"] += e.stats.LocalMessages
 			s.Stats["local_bytes"] += e.stats.LocalBytes
 			s.Stats["np_ecn_marked_roce_packets"] += e.stats.ECNMarked

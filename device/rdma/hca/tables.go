@@ -239,10 +239,7 @@ func (c *cmd) pages(fixed int, n ...uint32) ([]byte, error) {
 // epoch runs f inside an epoch of the guest's memory. f must not block. If it fails as a page is absent on the host,
 // the command returns that error without an effect, and runs again when the page is present (aside.go).
 func (c *cmd) epoch(f func() error) error {
-	e := c.d.data.space().Epochs()
-	t := e.Enter(commandSlot)
-	defer e.Leave(commandSlot, t)
-	return f()
+	return c.d.data.space().Epochs().Within(commandSlot, f)
 }
 
 // on is epoch on an engine's loop.

@@ -296,10 +296,7 @@ func (r *ring) release() {
 
 // resume advances q to the position of the ring in memory.
 func (se *session) resume(q *virtq.Queue) error {
-	return translate.Guard(func() error {
-		ep := se.space.Epochs()
-		tok := ep.Enter(controlSlot)
-		defer ep.Leave(controlSlot, tok)
+	return se.space.Epochs().Within(controlSlot, func() error {
 		from := q.Base()
 		changed, err := q.Resume()
 		if changed {

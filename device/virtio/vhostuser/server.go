@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -73,6 +74,7 @@ type Server struct {
 	cancel   context.CancelFunc
 	wg       sync.WaitGroup
 	once     sync.Once
+	wrecked  atomic.Bool // the device cannot be used any more: slot stays taken
 
 	mu   sync.Mutex
 	conn *Transport // being served
@@ -200,7 +202,11 @@ func (s *Server) accept() {
 		case s.slot <- struct{}{}:
 			s.begin(c, nil)
 		case <-t.C:
-			s.log.Warn("front end refused: device in use by another", "socket", s.cfg.Path, "peer", peer(c))
+			why := "device in use by another"
+			if s.wrecked.Load() {
+				why = "device was left unusable by a bug; restart vnicd"
+			}
+			s.log.Warn("front end refused: "+why, "socket", s.cfg.Path, "peer", peer(c))
 			_ = c.Close()
 		case <-s.ctx.Done():
 			_ = c.Close()
@@ -227,7 +233,9 @@ func (s *Server) serve(t *Transport, kept Kept) {
 		s.mu.Lock()
 		s.conn = nil
 		s.mu.Unlock()
-		<-s.slot
+		if !s.wrecked.Load() {
+			<-s.slot
+		}
 	}()
 	select {
 	case <-s.ctx.Done(): // Close may have been called before conn was set
@@ -240,6 +248,11 @@ func (s *Server) serve(t *Transport, kept Kept) {
 	switch {
 	case err == nil:
 		s.log.Debug("front end disconnected", "socket", s.cfg.Path)
+	case translate.StackOf(err) != "":
+		var w *wreckError
+		s.wrecked.Store(errors.As(err, &w))
+		s.log.Error("connection to front end ended by a bug in vnicd; please report it", "socket", s.cfg.Path, "error", err,
+			"stack", translate.StackOf(err))
 	case errors.Is(err, net.ErrClosed):
 		s.log.Debug("connection closed", "socket", s.cfg.Path)
 	default:

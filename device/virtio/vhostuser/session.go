@@ -54,7 +54,8 @@ var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 func newSession(s *Server, t *Transport) *session {
 	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi)}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
-	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget})
+	// A bug met by one of its goroutines ends the connection.
+	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Broken: t.Stop})
 	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1}
 	se.rings = make([]ring, s.queues)
 	for i := range se.rings {
@@ -64,7 +65,7 @@ func newSession(s *Server, t *Transport) *session {
 }
 
 // run serves the connection until it ends. It returns nil if the front end closed it between two messages. kept is not
-// nil if another process started it.
+// nil if another process started it. A panic ends the connection and not the process (TR-6): the error has its stack.
 func (se *session) run(kept Kept) error {
 	defer se.t.Close()
 	if t := se.srv.cfg.VMs; t != nil {
@@ -77,9 +78,29 @@ func (se *session) run(kept Kept) error {
 		a.Bind(se.space)
 		defer a.Release(se.space)
 	}
+	err := translate.Contain(func() error { return se.converse(kept) })
+	// A device that cannot be torn down may still access the memory: neither of them is used again.
+	if bad := translate.Contain(func() error { se.teardown(); return nil }); bad != nil {
+		return &wreckError{err: errors.Join(err, bad)}
+	}
+	return err
+}
+
+// wreckError ends a connection whose device could not be disconnected.
+type wreckError struct{ err error }
+
+// Error implements error.
+func (e *wreckError) Error() string {
+	return fmt.Sprintf("device cannot be disconnected, and is not offered any more until vnicd restarts: %v", e.err)
+}
+
+// Unwrap returns the cause.
+func (e *wreckError) Unwrap() error { return e.err }
+
+// converse handles requests until the connection ends.
+func (se *session) converse(kept Kept) error {
 	se.backend.offered = se.dev.ConfigSize() > 0
 	se.dev.Connected(se)
-	defer se.teardown()
 	if kept != nil {
 		if err := se.adopt(kept); err != nil {
 			return fmt.Errorf("connection of the previous vnicd cannot be resumed: %w", err)

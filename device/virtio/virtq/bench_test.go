@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/vnicd/vnicd/translate"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -35,7 +37,7 @@ func benchCycle(b *testing.B, packed, indirect bool) {
 	b.ResetTimer()
 	for i := range b.N {
 		g.offer(uint16(i), uint16(i*2)&0xfe)
-		t := ep.Enter(0)
+		t := ep.Enter(translate.ByLoop(0))
 		if ok, err := q.Pop(&c); !ok || err != nil {
 			b.Fatal(ok, err)
 		}
@@ -74,7 +76,7 @@ func benchPacked(b *testing.B, indirect bool) {
 		} else {
 			g.put(7, list, 2, 0)
 		}
-		t := ep.Enter(0)
+		t := ep.Enter(translate.ByLoop(0))
 		if ok, err := q.Pop(&c); !ok || err != nil {
 			b.Fatal(ok, err)
 		}

@@ -9,7 +9,7 @@
 //
 // A Queue is used by one goroutine at a time (one loop, or one control goroutine). Others may only call Kick and Fail
 // meanwhile. Every method that accesses guest memory must run inside an epoch of the queue's space
-// (Queue.Space().Epochs(), EP-1), and on a thread that survives a vanished page (a loop, or inside translate.Guard).
+// (Queue.Space().Epochs(), EP-1), and so on a thread that survives a vanished page (a loop, or Epochs.Within).
 //
 // # Order of use
 //

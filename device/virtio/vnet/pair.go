@@ -48,6 +48,7 @@ type pair struct {
 	heldBytes        int
 	txSkip           bool       // the next chain's page cannot be restored
 	txOpen           bool       // txc is popped and not pushed
+	txSent           bool       // txc is to be pushed: see txFault
 	txCost           int        // of the frame being sent, counted in frames
 	cur              *frame.Buf // buffer of the frame that Poll sends, or of the next one
 	watch            *loop.Watch
@@ -80,15 +81,16 @@ func (d *Device) ownFault(f loop.Fault) {
 	}
 }
 
-// guarded runs f, which may access guest memory, on the pair's loop.
-func (p *pair) guarded(f func()) {
-	if err := translate.Guard(func() error { p.loop.Do(f); return nil }); err != nil {
+// visit runs f, which may access guest memory, on the pair's loop. If the memory is gone, the pair's queues are broken.
+func (p *pair) visit(f func()) {
+	if err := p.loop.Do(f); err != nil {
 		p.d.fail("control", p.i, err)
+		p.failAll(err)
 	}
 }
 
 func (p *pair) startRx(q *virtq.Queue, features uint64) {
-	p.guarded(func() {
+	p.visit(func() {
 		p.rx, p.mergeable, p.rxTakes = q, features&FeatureMrgRxbuf != 0, guestTakes(features)
 		p.receiving.Store(true)
 		// Buffers are popped when a frame needs one; kicks are not needed.
@@ -97,7 +99,7 @@ func (p *pair) startRx(q *virtq.Queue, features uint64) {
 }
 
 func (p *pair) stopRx() {
-	p.guarded(func() {
+	p.visit(func() {
 		q := p.rx
 		p.rx = nil
 		p.receiving.Store(false)
@@ -122,7 +124,7 @@ func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 		// the processor time of an idle host.
 		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, loop.Name("vnet poll timer"))
 	}
-	p.guarded(func() {
+	p.visit(func() {
 		p.tx, p.txTakes = q, hostTakes(features)
 		p.sending.Store(true)
 		if p.timer != nil {
@@ -140,7 +142,7 @@ func (p *pair) stopTx() {
 		p.watch.Close()
 		p.watch = nil
 	}
-	p.guarded(func() {
+	p.visit(func() {
 		if p.timer != nil {
 			p.timer.Stop()
 			p.timer = nil
@@ -149,17 +151,27 @@ func (p *pair) stopTx() {
 		p.tx = nil
 		p.sending.Store(false)
 		p.txWait.waiting, p.txSkip = false, false
-		if p.txDirty {
-			p.txDirty = false
-			p.inEpoch(q, q.Signal)
-		}
+		p.publishTx(q)
+	})
+}
+
+// publishTx returns sent chains to the driver, outside Poll.
+func (p *pair) publishTx(q *virtq.Queue) {
+	if !p.txDirty && !p.txSent {
+		return
+	}
+	p.txDirty = false // also if this faults
+	p.inEpoch(q, func() error {
+		p.returnSent(q)
+		p.txDirty = false
+		return q.Signal()
 	})
 }
 
 // inEpoch runs one operation on a ring outside the data path.
 func (p *pair) inEpoch(q *virtq.Queue, f func() error) {
 	ep := q.Space().Epochs()
-	t := ep.Enter(p.loop.ID())
+	t := ep.Enter(p.loop.Guarded())
 	defer ep.Leave(p.loop.ID(), t)
 	if err := f(); err != nil {
 		p.broke(q, err)
@@ -201,7 +213,7 @@ func (p *pair) failAll(err error) {
 // much as writing the frame.
 func (p *pair) enterRx(q *virtq.Queue) {
 	if !p.rxInside {
-		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.ID()), true
+		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.Guarded()), true
 	}
 }
 
@@ -227,8 +239,5 @@ func (p *pair) flush() {
 	if p.rxInside {
 		p.leaveRx(p.rx)
 	}
-	if p.txDirty {
-		p.txDirty = false
-		p.inEpoch(p.tx, p.tx.Signal)
-	}
+	p.publishTx(p.tx)
 }

@@ -20,8 +20,9 @@ func (p *pair) Poll(int64) bool {
 		return false
 	}
 	ep := q.Space().Epochs()
-	t := ep.Enter(p.loop.ID())
+	t := ep.Enter(p.loop.Guarded())
 	defer ep.Leave(p.loop.ID(), t)
+	p.returnSent(q)
 	in := p.d.cfg.Port.Begin(p.loop)
 	defer in.End()
 	n := 0
@@ -43,7 +44,7 @@ func (p *pair) Prepare() bool {
 		return false
 	}
 	ep := q.Space().Epochs()
-	t := ep.Enter(p.loop.ID())
+	t := ep.Enter(p.loop.Guarded())
 	defer ep.Leave(p.loop.ID(), t)
 	err := q.SetNotify(true)
 	n := 0
@@ -191,16 +192,21 @@ func (p *pair) done(q *virtq.Queue) {
 }
 
 // txFault cleans up after a memory fault interrupted Poll. If the fault was in another VM's memory, this VM's frame
-// counts as sent.
+// counts as sent; its chain is returned by flush, because a fault handler accesses no guest memory.
 func (p *pair) txFault(f loop.Fault) {
 	p.release()
-	open := p.txOpen
-	p.txOpen = false
-	if !f.Foreign {
+	if f.Foreign {
+		p.txSent = p.txOpen
+	} else {
 		p.d.fault(f)
-		return
 	}
-	if q := p.tx; open && q != nil {
-		p.inEpoch(q, func() error { p.done(q); return nil })
+	p.txOpen = false
+}
+
+// returnSent returns the chain of a frame that another VM's fault interrupted, inside an epoch.
+func (p *pair) returnSent(q *virtq.Queue) {
+	if p.txSent {
+		p.txSent = false
+		p.done(q)
 	}
 }

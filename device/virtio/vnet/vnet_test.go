@@ -535,3 +535,60 @@ func TestDataPathAllocatesNothing(t *testing.T) {
 var _ interface {
 	Deliver(*loop.Loop, *frame.Buf)
 } = (*Device)(nil)
+
+// vanishing is a port whose owner's memory is gone. Delivering a frame to it takes another guest's memory away, too.
+type vanishing struct {
+	owner *loop.Owner
+	hole  []byte
+	also  int // a memory file
+}
+
+func (v *vanishing) Deliver(l *loop.Loop, _ *frame.Buf) {
+	_ = unix.Ftruncate(v.also, 0)
+	l.Blame(v.owner)
+	v.hole[0] = 1
+}
+
+// TestMemoryVanishesTwice: a frame meets memory of another guest that is gone, and meanwhile the sender's own memory
+// vanishes, too. The sender's chain is returned under the loop's guard, so that its device stops and nothing else.
+func TestMemoryVanishesTwice(t *testing.T) {
+	h := newHost(t, 1, true)
+	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
+	c := h.vm(3, 1).boot(0, 2000, 8)
+	file, err := unix.MemfdCreate("hole", unix.MFD_CLOEXEC)
+	must(t, err)
+	defer unix.Close(file)
+	hole, err := unix.Mmap(file, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	must(t, err)
+	defer func() { _ = unix.Munmap(hole) }()
+
+	// The sender has a file that can be truncated.
+	s := h.vm(4, 1)
+	cl, fd := rawClient(t, s.path)
+	kick := newEventfd(t)
+	mem, err := unix.Mmap(fd, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	must(t, err)
+	defer func() { _ = unix.Munmap(mem) }()
+	const desc, avail, used, buf = 0x4000, 0x5000, 0x6000, 0x8000
+	raw := append(make([]byte, headerLen), buildFrame(c.mac, s.mac, 60, 0)...)
+	copy(mem[buf:], raw)
+	binary.LittleEndian.PutUint64(mem[desc:], buf)
+	binary.LittleEndian.PutUint32(mem[desc+8:], uint32(len(raw)))
+	binary.LittleEndian.PutUint16(mem[avail+2:], 1)
+
+	told := make(chan struct{}, 1)
+	c.port.SetNet(&vanishing{hole: hole, also: fd, owner: loop.NewOwner(func(loop.Fault) { told <- struct{}{} })})
+	must(t, cl.SetVringNum(1, 8),
+		cl.SetVringAddr(vhostuser.VringAddr{Index: 1, Desc: 1<<30 + desc, Avail: 1<<30 + avail, Used: 1<<30 + used}),
+		cl.SetVringKick(1, kick))
+	<-told
+	testutil.Eventually(t, "fault", func() bool { return strings.Contains(s.dev.Describe().Broken, "memory fault") })
+	c.port.SetNet(c.dev)
+	for i := range 5 {
+		f := buildFrame(b.mac, a.mac, 100, byte(i))
+		a.send(0, f)
+		if got := b.recv(0); !bytes.Equal(got, f) {
+			t.Fatal("wrong frame")
+		}
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // TestRemovalThatDoesNotEnd: a VM's memory stays in use, so its removal waits (EP-3). Nothing else does: the VM has
@@ -20,7 +21,7 @@ func TestRemovalThatDoesNotEnd(t *testing.T) {
 	open(t, d, "a", "10.0.0.10")
 	was := d.cfg.VMs[0]
 	epochs := d.gvms.Spaces(0)[0].Epochs()
-	token := epochs.Enter(15)
+	token := epochs.Enter(translate.ByLoop(15))
 	left := false
 	leave := func() {
 		if !left {
@@ -98,7 +99,7 @@ func TestCloseDuringRemoval(t *testing.T) {
 	d := applications(t)
 	open(t, d, "a", "10.0.0.10")
 	epochs := d.gvms.Spaces(0)[0].Epochs()
-	token := epochs.Enter(15)
+	token := epochs.Enter(translate.ByLoop(15))
 	removed, closed := make(chan error, 1), make(chan struct{})
 	go func() { removed <- d.RemoveVM("a") }()
 	for !d.application(t, "a").Going {

@@ -113,7 +113,7 @@ func TestQuarantineWaits(t *testing.T) {
 	d := applications(t)
 	open(t, d, "a", "10.0.0.10")
 	epochs := d.gvms.Spaces(0)[0].Epochs()
-	token := epochs.Enter(15)
+	token := epochs.Enter(translate.ByLoop(15))
 	answered := make(chan *DMAChange, 1)
 	go func() {
 		c, err := d.SetDMA("a", translate.UplinkBlocked)

@@ -219,11 +219,13 @@ func (b *Budget) fillLocked(r *region, g *granule) error {
 	}
 	m.users++
 	b.mu.Unlock()
-	err := b.host.admit(g)
 	read := false
-	if err == nil {
-		read, err = m.populate(g.index)
-	}
+	err := r.d.contain(func() (err error) {
+		if err = b.host.admit(g); err == nil {
+			read, err = m.populate(g.index)
+		}
+		return err
+	})
 	b.mu.Lock()
 	m.users--
 	if err == nil {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -46,8 +47,8 @@ type Options struct {
 	Budget *Budget
 	// Clock is replaced by tests; nil: the system's.
 	Clock Clock
-	// Broken, if set, is called after a bug that a goroutine of the Driver met and survived, and logged: the connection
-	// should end. It does not wait, and may be called more than once.
+	// Broken, if set, is called after a bug that the Driver met and survived, and logged: the connection should end. It
+	// does not wait.
 	Broken func()
 }
 
@@ -76,6 +77,7 @@ type Driver struct {
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
 	servers sync.WaitGroup
+	broken  atomic.Bool // a bug was met
 
 	mu       sync.Mutex // guards the fields below; never held while an epoch drains
 	regions  []*region
@@ -84,6 +86,19 @@ type Driver struct {
 	draining sync.WaitGroup
 
 	late late
+}
+
+// contain runs f, work for this connection. A panic of f, or an error of one, ends the connection and not the process
+// (TR-6).
+func (d *Driver) contain(f func() error) error {
+	err := translate.Contain(f)
+	if stack := translate.StackOf(err); stack != "" && !d.broken.Swap(true) {
+		d.log.Error("device ended by a bug in vnicd; please report it", "gvmi", d.space.GVMI(), "error", err, "stack", stack)
+		if d.opts.Broken != nil {
+			d.opts.Broken()
+		}
+	}
+	return err
 }
 
 // servers is the number of goroutines per Driver that serve faults, and so of faults that wait for the swap device.

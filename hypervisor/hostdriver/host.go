@@ -438,16 +438,20 @@ func (h *Host) admit(g *granule) error {
 	if h == nil || !g.m.counted() || h.credit.Add(-int64(g.size())) >= 0 {
 		return nil
 	}
-	h.mu.Lock()
-	// Another fault may have taken a reading meanwhile.
-	if h.credit.Load() < 0 {
-		h.stepLocked()
-		h.hurry()
-	}
-	h.mu.Unlock()
+	h.readAgain()
 	why := h.exhausted.Load()
 	if why == nil || len(g.m.incomplete(g.index)) == 0 {
 		return nil
 	}
 	return fmt.Errorf("%w: %s", ErrShort, *why)
+}
+
+// readAgain takes a reading, unless another fault has taken one meanwhile.
+func (h *Host) readAgain() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.credit.Load() < 0 {
+		h.stepLocked()
+		h.hurry()
+	}
 }

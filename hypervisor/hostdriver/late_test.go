@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/testutil"
@@ -332,5 +333,43 @@ func TestCloseAmidShortage(t *testing.T) {
 	}
 	if st := b.Status(); st.Resident != 0 || st.Held != 0 || st.Delayed != uint64(len(ws)+2) {
 		t.Errorf("%+v", st)
+	}
+}
+
+// TestBugInPager: a panic while memory is made resident ends that connection, with its stack in the log, and nothing
+// else: the operation that waits fails, and the memory is released as always (TR-6).
+func TestBugInPager(t *testing.T) {
+	b := NewBudget(0)
+	fill := b.fill
+	b.fill = func(mem []byte) (bool, error) {
+		var nothing *struct{ x int }
+		nothing.x = 1
+		return fill(mem)
+	}
+	var out strings.Builder
+	broken := 0
+	s := translate.NewSpace(1)
+	d := New(s, hclog.New(&hclog.LoggerOptions{Output: &out}), Options{Budget: b, Broken: func() { broken++ }})
+	other, theirs := newDriver(t, Options{})
+	slot(t, d, "vnicd-test-bug", 0, 1<<20)
+	slot(t, other, "vnicd-test-ok", 0, 1<<20)
+	ctx := testContext(t)
+	for range 3 {
+		if err := fetch(ctx, s, 0x1000, 8); err == nil {
+			t.Error("the fault was served")
+		}
+	}
+	if _, err := d.Hold(ctx, 0x2000, 8); err == nil {
+		t.Error("memory is held that is not resident")
+	}
+	if err := fetch(ctx, theirs, 0x1000, 8); err != nil {
+		t.Error(err)
+	}
+	d.Close()
+	if s := out.String(); broken != 1 || strings.Count(s, "bug in vnicd") == 0 || !strings.Contains(s, "late_test.go") {
+		t.Errorf("connection ended %d times; log:\n%s", broken, s)
+	}
+	if n := mappings(t, "vnicd-test-bug"); n != 0 {
+		t.Errorf("%d mappings are left", n)
 	}
 }

@@ -22,7 +22,7 @@ func (d *Driver) serve() {
 		if err != nil {
 			return
 		}
-		err = d.contained(f.Miss)
+		err = d.contain(func() error { return d.pageIn(f.Miss) })
 		if errors.Is(err, ErrShort) {
 			d.late.add(f, err)
 			continue
@@ -30,19 +30,6 @@ func (d *Driver) serve() {
 		d.late.settle(f, err)
 		q.Finish(f, err)
 	}
-}
-
-// contained is pageIn; a panic ends this VM's connection and not the process (TR-6).
-func (d *Driver) contained(m translate.Miss) error {
-	err := translate.Contain(func() error { return d.pageIn(m) })
-	if stack := translate.StackOf(err); stack != "" {
-		d.log.Error("device stopped by a bug in vnicd; please report it", "gvmi", d.space.GVMI(), "error", err, "stack",
-			stack)
-		if d.opts.Broken != nil {
-			d.opts.Broken()
-		}
-	}
-	return err
 }
 
 // pageIn makes the memory of m present: its first granule, and the others as far as possible.

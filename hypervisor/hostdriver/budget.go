@@ -33,14 +33,21 @@ var ErrBudget = errors.New("memory budget exceeded")
 //	             └────────────────────┘
 //	              fault: second chance, costs a table entry
 //
-// Lock order: Driver.mu, Host.mu, Budget.mu, then translate's.
+// Lock order: Driver.mu, Budget.making, Host.mu, Budget.mu, then mappedTotal.mu and translate's.
 type Budget struct {
-	limit uint64 // 0: none
-	host  *Host  // nil: none; set before the first Driver
-	fill  func(b []byte) (read bool, err error)
+	limit  uint64 // 0: none
+	shared uint64 // bound of mapped, 0: none; set before the first Driver
+	host   *Host  // nil: none; likewise
+	space  *mappedTotal
+	fill   func(b []byte) (read bool, err error)
+
+	// making serialises new mappings, so that two connections of the VM do not map, and charge, the same memory. It is
+	// taken before mu.
+	making sync.Mutex
 
 	mu       sync.Mutex    // never held while waiting; guards the fields below, mappings and granules
 	target   uint64        // 0: none
+	mapped   uint64        // bytes of all mappings
 	used     uint64        // resident, or about to be
 	held     uint64        // of these, by Hold
 	huge     uint64        // resident, not counted
@@ -71,7 +78,8 @@ func NewBudget(limit uint64) *Budget {
 	if limit != 0 {
 		limit = max(limit, MinBudget)
 	}
-	return &Budget{limit: limit, fill: populate, changed: make(chan struct{}), drivers: make(map[*Driver]struct{}),
+	return &Budget{limit: limit, space: addressSpace, fill: populate,
+		changed: make(chan struct{}), drivers: make(map[*Driver]struct{}),
 		mappings: make(map[mappingKey]*mapping), files: make(map[fileKey]*keptFile)}
 }
 

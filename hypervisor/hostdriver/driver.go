@@ -146,6 +146,13 @@ func (d *Driver) add(s Slot) error {
 	if end := s.Offset + s.Size; end < s.Size || end > f.size {
 		return fmt.Errorf("file has %#x bytes, slot begins at offset %#x: %w", f.size, s.Offset, ErrFile)
 	}
+	have := uint64(0)
+	for _, r := range d.regions {
+		have += r.Size
+	}
+	if err := d.opts.Budget.checkShared(s.Size, have); err != nil {
+		return err
+	}
 	if !f.keepsSize && !d.warned {
 		d.warned = true
 		d.log.Warn("guest memory file is not sealed against shrinking; if it shrinks, the VM loses its device", "guest_pa",

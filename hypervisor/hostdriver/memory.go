@@ -76,6 +76,8 @@ func (d *Driver) newRegion(s Slot, f file) (*region, error) {
 	fd := s.FD
 	s.FD = -1
 	r := &region{Slot: s, d: d, held: make(map[*granule]int)}
+	b.making.Lock()
+	defer b.making.Unlock()
 	// A descriptor that permits less than a mapping must not share it.
 	if f.writable && b.share(key, r, nil) {
 		return r, nil
@@ -90,7 +92,7 @@ func (d *Driver) newRegion(s Slot, f file) (*region, error) {
 			b.notLocked(d.log, err)
 		}
 	}
-	if b.share(key, r, m) && r.m != m { // another connection was faster
+	if b.share(key, r, m); r.m != m {
 		m.close()
 	}
 	return r, nil
@@ -126,15 +128,20 @@ func (b *Budget) newMapping(key mappingKey, fd int, f file) (*mapping, error) {
 	if length < key.size || length > maxInt || key.offset > maxInt {
 		return nil, fmt.Errorf("offset %#x is too large: %w", key.offset, translate.ErrInvalid)
 	}
+	if err := b.chargeMapping(length); err != nil {
+		return nil, err
+	}
 	from := int64(key.offset - lead)
 	whole, err := unix.Mmap(fd, from, int(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
 	if err != nil {
+		b.releaseMapping(length)
 		return nil, fmt.Errorf("mmap of fd %d: %w", fd, err)
 	}
 	m := &mapping{key: key, b: b, from: from, whole: whole, size: length, lead: lead, block: f.block,
 		huge: f.block > translate.PageSize, granules: make(map[uint64]*granule)}
 	if m.file, err = b.keep(fileKey{f.dev, f.ino}, fd); err != nil {
 		_ = unix.Munmap(whole)
+		b.releaseMapping(length)
 		return nil, err
 	}
 	size := f.block
@@ -185,6 +192,7 @@ func (m *mapping) close() {
 		m.log.Error("munmap", "mapping", hclog.Fmt("%+v", m.key), "err", err)
 	}
 	m.whole = nil
+	m.b.releaseMapping(m.size)
 	if m.file == nil {
 		return
 	}

@@ -19,6 +19,8 @@ type Status struct {
 	Inactive    uint64 `json:"inactive_bytes"`     // of these, next to be evicted
 	Held        uint64 `json:"held_bytes"`         // of these, not evictable while in use (rings)
 	HugeTLB     uint64 `json:"hugetlb_bytes"`      // also resident: never swapped, so not counted
+	Mapped      uint64 `json:"mapped_bytes"`       // that the VM shares, resident or not
+	Shared      uint64 `json:"shared_limit_bytes"` // bound of Mapped; 0: that of all VMs together
 	Evictions   uint64 `json:"evictions"`          // granules evicted for others
 	Withdrawals uint64 `json:"withdrawals"`        // granules that became inactive
 	Refaults    uint64 `json:"refaults"`           // of these, used again (second chance)
@@ -94,6 +96,7 @@ func (b *Budget) status() (Status, []*Driver) {
 	c := b.counters
 	s := Status{
 		Budget: b.limit, Target: b.target, Resident: b.used, Inactive: b.inactive.bytes, Held: b.held, HugeTLB: b.huge,
+		Mapped: b.mapped, Shared: b.shared,
 		Evictions: c.evictions, Withdrawals: c.withdrawals, Refaults: c.refaults, Discarded: c.discarded,
 		Unlocked: c.unlocked, HostFaults: c.faults, FailedFaults: c.failed, LongestDrain: c.longest, Heat: c.heat,
 		Delayed: c.delayed,

@@ -2,6 +2,7 @@ package vhostuser
 
 import (
 	"fmt"
+	"math"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -46,6 +47,9 @@ func (se *session) setMemTable(m *Message) error {
 			return err
 		}
 		next[i] = mapped{r, id}
+	}
+	if err := se.fits(table); err != nil {
+		return fmt.Errorf("%w: %w", errRefused, err)
 	}
 	// All checks have passed; now change, old regions before new ones, because a new one may take an old one's place.
 	old := slices.Clone(se.regions)
@@ -136,13 +140,29 @@ func (se *session) admit(r mapped, fd int) error {
 	return nil
 }
 
+// fits returns an error if these regions alone are more than the front end may share. Files that have a hole for each
+// of their bytes cost it nothing.
+func (se *session) fits(regions []Region) error {
+	var sum uint64
+	for _, r := range regions {
+		if sum += r.Size; sum < r.Size {
+			sum = math.MaxUint64
+			break
+		}
+	}
+	if most := se.srv.cfg.MaxMemory; most > 0 && sum > most {
+		return fmt.Errorf("%d bytes of memory: this front end may share %d in all", sum, most)
+	}
+	return se.mem.CheckShared(sum)
+}
+
 func (se *session) mapRegion(r mapped, fd int) error {
 	if most := se.srv.cfg.MaxMemory; most > 0 {
 		var have uint64
 		for _, o := range se.regions {
 			have += o.Size
 		}
-		if r.Size > most-have {
+		if r.Size > most-min(have, most) {
 			return fmt.Errorf("%d bytes of memory beside %d: this front end may share %d in all", r.Size, have, most)
 		}
 	}

@@ -21,6 +21,12 @@ func showMemory(w io.Writer, m *hostdriver.Status) {
 	if m.HugeTLB != 0 {
 		fmt.Fprintf(w, ", %s in huge pages", mib(m.HugeTLB))
 	}
+	if m.Mapped != 0 {
+		fmt.Fprintf(w, "; shares %s", mib(m.Mapped))
+		if m.Shared != 0 {
+			fmt.Fprintf(w, " of %s", mib(m.Shared))
+		}
+	}
 	fmt.Fprintf(w, "\n    host faults %d, failed %d, served within %v (half), %v (99%%), %v (all)\n", m.HostFaults,
 		m.FailedFaults, m.FaultTime.Quantile(0.5), m.FaultTime.Quantile(0.99), m.FaultTime.Max)
 	fmt.Fprintf(w, "    evictions %d, second chances %d of %d, taken by balloon or unplug %d, longest drain %v\n",

@@ -240,6 +240,8 @@ type Limits struct {
 	AHs      int
 	Pages    uint64 // MTT entries over all regions
 	Messages int    // send requests a second; 0: any number
+	// Memory bounds the bytes that the VM's QEMU, or the application, may share with the devices.
+	Memory uint64
 }
 
 // NetSocket is the path of the VM's virtio-net vhost-user socket.

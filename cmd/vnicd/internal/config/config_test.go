@@ -46,7 +46,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
 `
 
 func TestParseGood(t *testing.T) {
@@ -68,10 +68,10 @@ func TestParseGood(t *testing.T) {
 		t.Errorf("network red: %+v", n)
 	}
 	b, err := c.VM("b")
-	if err != nil || b.Limits.QPs != 64 || b.Limits != (Limits{QPs: 64, AHs: 32, Pages: 1000, Messages: 10000}) {
+	if want := (Limits{QPs: 64, AHs: 32, Pages: 1000, Messages: 10000, Memory: 64 << 30}); err != nil || b.Limits != want {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
-	if a, err := c.VM("a"); err != nil || a.Queues != 1 || a.MemoryWeight != 100 ||
+	if a, err := c.VM("a"); err != nil || a.Queues != 1 || a.MemoryWeight != 100 || a.Limits.Memory != 0 ||
 		a.DMA != translate.UplinkReadWrite {
 		t.Errorf("VM a: %+v, %v", a, err)
 	}
@@ -280,6 +280,9 @@ func TestParseMistakes(t *testing.T) {
 		{"budget fraction", vm("memory-budget: 1.5GiB"), "memory-budget must be"},
 		{"budget small", vm("memory-budget: 4095KiB"), "memory-budget must be"},
 		{"budget sign", vm("memory-budget: -1GiB"), "memory-budget must be"},
+		{"shared memory unit", vm("limits: {memory: 64}"),
+			`x.yaml:6: limits memory must be a whole number of KiB, MiB, GiB or TiB, at least 1 MiB, such as 256MiB, found "64"`},
+		{"shared memory small", vm("limits: {memory: 512KiB}"), "limits memory must be"},
 		{"budget huge", vm("memory-budget: 8388608TiB"), "memory-budget must be"},
 		{"weight", vm("memory-weight: 0"), "x.yaml:6: memory-weight must be a number from 1 to 10000"},
 		{"pressure", "memory-pressure: off", "x.yaml:1: memory-pressure must be a mapping of keys"},

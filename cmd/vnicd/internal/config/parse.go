@@ -631,6 +631,7 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 				"ahs":      number(p, "limits ahs", 2, maxAHs, &vm.Limits.AHs),
 				"pages":    number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
 				"messages": number(p, "limits messages", 1, hca.MaxMessages, &vm.Limits.Messages),
+				"memory":   p.size("limits memory", 1<<20, &vm.Limits.Memory),
 			})
 		},
 	}

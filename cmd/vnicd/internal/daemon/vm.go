@@ -40,6 +40,11 @@ func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 		return nil, fmt.Errorf("%w: %w", errConflict, beingRemoved(c.Name))
 	}
 	v = &vm{cfg: c, budget: hostdriver.NewBudget(c.MemoryBudget)}
+	shared := c.Limits.Memory
+	if shared == 0 {
+		shared = hostdriver.DefaultShared()
+	}
+	v.budget.SetShared(shared)
 	if c.Application != nil {
 		v.gvmi = translate.HostGVMI
 	} else if v.gvmi, err = d.freeGVMI(); err != nil {

@@ -200,6 +200,8 @@ var (
 	memHeld     = gauge("memory_held_bytes", "Resident memory that cannot be released while it is in use.",
 		"vm")
 	memHuge      = gauge("memory_hugetlb_bytes", "Guest memory in huge pages, which is not counted as resident.", "vm")
+	memMapped    = gauge("memory_mapped_bytes", "Memory that a VM shares with its devices, resident or not.", "vm")
+	memMappedMax = gauge("memory_mapped_limit_bytes", "Limit of the memory that a VM may share; 0: that of all VMs.", "vm")
 	memUnlocked  = gauge("memory_unlocked", "Whether the host's kernel may swap memory that the device uses.", "vm")
 	memEvictions = counter("memory_evictions_total", "Pieces of memory released to make room for others.", "vm")
 	memWithdrawn = counter("memory_withdrawals_total", "Pieces of memory that became inactive.", "vm")
@@ -424,6 +426,8 @@ func (e emitter) vm(v *daemon.VMStatus) {
 	e.count(memInactive, m.Inactive, v.Name)
 	e.count(memHeld, m.Held, v.Name)
 	e.count(memHuge, m.HugeTLB, v.Name)
+	e.count(memMapped, m.Mapped, v.Name)
+	e.count(memMappedMax, m.Shared, v.Name)
 	e.yes(memUnlocked, m.Unlocked != "", v.Name)
 	e.count(memEvictions, m.Evictions, v.Name)
 	e.count(memWithdrawn, m.Withdrawals, v.Name)

@@ -114,7 +114,7 @@ type keptRegion struct {
 	Offset   uint64 `json:"offset"`
 }
 
-// keptSize bounds the JSON: MaxMemSlots regions of at most 128 bytes.
+// keptSize bounds the JSON, MaxMemSlots regions of at most 128 bytes, and the mark behind it.
 const keptSize = 32 << 10
 
 func (k *keeping) connection() string { return k.name }
@@ -173,8 +173,8 @@ func (k *keeping) write(s *keptState) {
 		return
 	}
 	b, err := json.Marshal(s)
-	if err == nil && len(b) > keptSize {
-		err = fmt.Errorf("%d bytes, at most %d fit", len(b), keptSize)
+	if err == nil && len(b) > markOff {
+		err = fmt.Errorf("%d bytes, at most %d fit", len(b), markOff)
 	}
 	if err == nil {
 		// One write, usually within a page, so that a process killed meanwhile leaves the old or the new state. Remains
@@ -226,8 +226,8 @@ func (se *session) saveState() {
 	se.kept.write(&s)
 }
 
-// adopt restores the session's state from the previous process, except for the rings. A running driver is told that the
-// device has lost its state.
+// adopt restores the session's state from the previous process, except for the rings. It is checked as if the front end
+// had sent it, for it did. A running driver is told that the device has lost its state.
 func (se *session) adopt(kept Kept) error {
 	fd, ok := kept.take(se.kept.agreed())
 	if !ok {
@@ -235,14 +235,20 @@ func (se *session) adopt(kept Kept) error {
 	}
 	se.kept.state = fd
 	var s keptState
-	if err := json.NewDecoder(io.NewSectionReader(stateFile(fd), 0, keptSize)).Decode(&s); err != nil {
+	if err := json.NewDecoder(io.NewSectionReader(stateFile(fd), 0, markOff)).Decode(&s); err != nil {
 		return fmt.Errorf("the state: %w", err)
 	}
 	if extra := s.Protocol &^ se.srv.protos; extra != 0 {
 		return fmt.Errorf("protocol features %#x are not offered any more", extra)
 	}
 	se.proto = s.Protocol
+	if len(s.Regions) > MaxMemSlots {
+		return fmt.Errorf("%d memory regions, want at most %d", len(s.Regions), MaxMemSlots)
+	}
 	for _, r := range s.Regions {
+		if err := Region(r).check(); err != nil {
+			return err
+		}
 		if err := se.adoptRegion(Region(r), kept); err != nil {
 			return fmt.Errorf("memory at PA %#x: %w", r.GuestPA, err)
 		}
@@ -264,10 +270,13 @@ func (se *session) adoptRegion(r Region, kept Kept) error {
 	}
 	defer unix.Close(fd)
 	id, err := se.fileOf(fd)
-	if err != nil {
-		return err
+	if err == nil {
+		err = se.mapRegion(mapped{r, id}, fd)
 	}
-	return se.mapRegion(mapped{r, id}, fd)
+	if err != nil {
+		se.kept.forget(se.kept.memory(r)) // teardown forgets the regions that are mapped
+	}
+	return err
 }
 
 // announce tells the previous process's driver that the device has lost its state. Pending requests are handled first,

@@ -89,8 +89,14 @@ func (s *store) freeze() {
 // process starts a server that keeps its connection, and returns a function that ends it as a crash would.
 func process(t *testing.T, s *store, kept vhostuser.Kept, path string) (*echo, func()) {
 	t.Helper()
+	return processOf(t, s, kept, vhostuser.Config{Path: path, KeepAs: "hca/one"})
+}
+
+func processOf(t *testing.T, s *store, kept vhostuser.Kept, cfg vhostuser.Config) (*echo, func()) {
+	t.Helper()
 	dev := newEcho(2)
-	srv, err := vhostuser.Listen(vhostuser.Config{Path: path, Keeper: s, KeepAs: "hca/one", Kept: kept}, dev, 9)
+	cfg.Keeper, cfg.Kept = s, kept
+	srv, err := vhostuser.Listen(cfg, dev, 9)
 	if err != nil {
 		t.Fatal(err)
 	}

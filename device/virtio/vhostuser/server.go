@@ -244,7 +244,20 @@ func (s *Server) serve(t *Transport, kept Kept) {
 	default:
 	}
 	s.log.Debug("front end connected", "socket", s.cfg.Path, "peer", peer(t.c))
-	err := newSession(s, t).run(kept)
+	var resumed *trial
+	if kept != nil {
+		var err error
+		if resumed, err = s.try(kept); err != nil {
+			s.refuseKept(t, err)
+			return
+		}
+	}
+	se := newSession(s, t)
+	se.trial = resumed
+	err := se.run(kept)
+	if resumed != nil {
+		resumed.end(true)
+	}
 	switch {
 	case err == nil:
 		s.log.Debug("front end disconnected", "socket", s.cfg.Path)
@@ -273,6 +286,20 @@ func (s *Server) admits(c *net.UnixConn) bool {
 	s.log.Warn("front end refused: it is not the owner of the device", "socket", s.cfg.Path, "uid", p.UID, "gid", p.GID,
 		"pid", p.PID, "expected", s.cfg.Owner.String(), "error", err)
 	return false
+}
+
+// refuseKept ends a connection of the previous process that is not resumed.
+func (s *Server) refuseKept(t *Transport, err error) {
+	_ = t.Close()
+	_ = s.cfg.Keeper.Forget(s.cfg.KeepAs) // serve drops the rest
+	switch {
+	case errors.Is(err, errGuilty):
+		s.log.Error("connection of the previous vnicd dropped: the VM has lost this device until it is attached again",
+			"socket", s.cfg.Path, "reason", err)
+	case errors.Is(err, context.Canceled):
+	default:
+		s.log.Error("connection of the previous vnicd cannot be resumed", "socket", s.cfg.Path, "error", err)
+	}
 }
 
 // peer describes the process at the other end, for the log.

@@ -36,7 +36,8 @@ type session struct {
 	backend backend
 
 	kept    keeping
-	wasLive bool // the running driver does not know yet that the process was replaced
+	trial   *trial // nil: the connection is not resumed
+	wasLive bool   // the running driver does not know yet that the process was replaced
 }
 
 // errRefused is wrapped by errors of one request: the state is unchanged and the connection continues. The front end is
@@ -104,6 +105,9 @@ func (se *session) converse(kept Kept) error {
 	if kept != nil {
 		if err := se.adopt(kept); err != nil {
 			return fmt.Errorf("connection of the previous vnicd cannot be resumed: %w", err)
+		}
+		if se.trial != nil {
+			se.trial.adopted()
 		}
 	} else if err := se.kept.begin(se.t.c); err != nil {
 		return err

@@ -40,6 +40,29 @@ func setting(t *testing.T, unit, key string) string {
 	return m[1]
 }
 
+// TestUnitRestarts: the service manager never gives the daemon up, and the kernel does not choose it first when memory
+// is short.
+func TestUnitRestarts(t *testing.T) {
+	text, err := os.ReadFile("../../packaging/vnicd.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unit := string(text)
+	before, _, _ := strings.Cut(unit, "[Service]")
+	if setting(t, before, "StartLimitIntervalSec") != "0" { // a key of [Unit]
+		t.Error("systemd gives up after some crashes")
+	}
+	if n, err := strconv.Atoi(setting(t, unit, "OOMScoreAdjust")); err != nil || n > -500 {
+		t.Errorf("OOMScoreAdjust %d: guest memory counts as the daemon's", n)
+	}
+	if setting(t, unit, "Restart") != "on-failure" || setting(t, unit, "OOMPolicy") != "continue" {
+		t.Error("the unit does not say what follows a crash")
+	}
+	if n, err := strconv.Atoi(setting(t, unit, "RestartSec")); err != nil || n < 1 {
+		t.Errorf("RestartSec %d does not bound the rate of restarts", n)
+	}
+}
+
 // The daemon serves TAP, tunnels and VMs as an ordinary user with no other rights than those of its unit file; without
 // them it names what is missing.
 func TestUnitCapabilities(t *testing.T) {

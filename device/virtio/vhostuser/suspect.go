@@ -1,0 +1,169 @@
+package vhostuser
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// What a process keeps was given by front ends, and a state that ends one process would end the next, too, until the
+// service manager gives up. So the state has a mark, which is written before anything else is read of it:
+//
+//	         adopted beside others           crash          adopted alone            crash
+//	served ────────────────────────▶ together ────▶ (waits) ─────────────▶ alone ──────────▶ dropped
+//	   ▲                                │  ▲                                │
+//	   └────────────────────────────────┘  └────────────────────────────────┘
+//	     after settleTime, or orderly end       after aloneTime
+//
+// After a crash all connections that were being resumed, or had been for less than settleTime, are suspects. Each is
+// resumed alone, one after the other, so that a second crash tells which one is guilty. The others keep their devices.
+type mark byte
+
+const (
+	markServed   mark = iota // served well; or kept by a release without marks
+	markTogether             // resumed lately
+	markAlone                // being resumed alone
+)
+
+// markOff is the place of the mark: the last byte of the state's file.
+const markOff = keptSize - 1
+
+// Times for which a connection must be served before it is cleared of suspicion; changed by tests.
+var (
+	settleTime = 10 * time.Second
+	aloneTime  = 2 * time.Second
+)
+
+// alone has a token of the suspect that is being resumed.
+var alone = make(chan struct{}, 1)
+
+// errGuilty ends the connection of which two processes have died.
+var errGuilty = errors.New("vnicd ended twice while it resumed this VM")
+
+// trial is a connection that is being resumed, until it is cleared of suspicion.
+type trial struct {
+	fd int // of the state, its own
+
+	mu    sync.Mutex // guards the fields below
+	turn  bool       // it has the token
+	timer *time.Timer
+	over  bool
+}
+
+// try marks a connection that is about to be resumed; of a suspect, it waits until no other suspect is being resumed.
+// The error is errGuilty if the connection must not be resumed.
+func (s *Server) try(kept Kept) (*trial, error) {
+	fd, ok := kept[s.cfg.KeepAs+"/state"]
+	if !ok {
+		return nil, nil // which adopt reports
+	}
+	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("state of the connection: %w", err)
+	}
+	t := &trial{fd: own}
+	was, err := t.read()
+	if err == nil && was == markAlone {
+		err = errGuilty
+	}
+	if err == nil && was == markTogether {
+		s.log.Warn("vnicd ended while it resumed this VM, or soon after: the VM is resumed when no other is", "socket",
+			s.cfg.Path)
+		err = t.wait(s)
+	} else if err == nil {
+		err = t.write(markTogether)
+	}
+	if err != nil {
+		t.end(false)
+		return nil, err
+	}
+	return t, nil
+}
+
+// wait takes the token. Before the first suspect, connections above suspicion are resumed, and cause no doubt later.
+func (t *trial) wait(s *Server) error {
+	if !s.pause(aloneTime) {
+		return s.ctx.Err()
+	}
+	select {
+	case alone <- struct{}{}:
+	case <-s.ctx.Done():
+		return s.ctx.Err()
+	}
+	t.mu.Lock()
+	t.turn = true
+	t.mu.Unlock()
+	return t.write(markAlone)
+}
+
+// adopted begins the time after which the connection is cleared.
+func (t *trial) adopted() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	after, then := settleTime, t.settled
+	if t.turn {
+		after, then = aloneTime, t.endTurn
+	}
+	t.timer = time.AfterFunc(after, then)
+}
+
+func (t *trial) endTurn() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.over {
+		return
+	}
+	_ = t.write(markTogether)
+	t.releaseLocked()
+	t.timer = time.AfterFunc(settleTime, t.settled)
+}
+
+func (t *trial) settled() { t.end(true) }
+
+// end ends the trial, if it has not ended: the connection is cleared, or has ended, or the process ends in good order.
+func (t *trial) end(cleared bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.over {
+		return
+	}
+	t.over = true
+	if t.timer != nil {
+		t.timer.Stop()
+	}
+	if cleared {
+		_ = t.write(markServed)
+	}
+	t.releaseLocked()
+	_ = unix.Close(t.fd)
+}
+
+func (t *trial) releaseLocked() {
+	if t.turn {
+		t.turn = false
+		<-alone
+	}
+}
+
+func (t *trial) read() (mark, error) {
+	var b [1]byte
+	n, err := unix.Pread(t.fd, b[:], markOff)
+	if err == nil && n == 0 {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return 0, fmt.Errorf("state of the connection: %w", err)
+	}
+	return mark(b[0]), nil
+}
+
+func (t *trial) write(m mark) error {
+	if _, err := unix.Pwrite(t.fd, []byte{byte(m)}, markOff); err != nil {
+		return fmt.Errorf("state of the connection: %w", err)
+	}
+	return nil
+}

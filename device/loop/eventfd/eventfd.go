@@ -19,9 +19,11 @@ import (
 // would make the eventfd writable, which is an edge, too, and wakes a thread for nothing in every process that polls it
 // this way.
 type Waiter struct {
-	fd int
-	f  *os.File
-	c  syscall.RawConn
+	fd     int
+	f      *os.File
+	c      syscall.RawConn
+	shared bool // with another process
+	hint   Hint
 }
 
 // New makes an eventfd.
@@ -33,13 +35,18 @@ func New() (*Waiter, error) {
 	return open(fd)
 }
 
-// Dup makes a Waiter for a duplicate of fd, which must be a non-blocking eventfd.
+// Dup makes a Waiter for a duplicate of fd, a non-blocking eventfd that another process may have, too.
 func Dup(fd int) (*Waiter, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("eventfd: dup: %w", err)
 	}
-	return open(dup)
+	_ = Prepare()
+	w, err := open(dup)
+	if err == nil {
+		w.shared = true
+	}
+	return w, err
 }
 
 func open(fd int) (*Waiter, error) {
@@ -63,7 +70,14 @@ func (w *Waiter) Wait(look func() bool) error {
 
 // Signal signals. It neither blocks nor allocates, and may be called at any time.
 func (w *Waiter) Signal() {
-	_ = w.c.Write(func(fd uintptr) bool { Add(int(fd)); return true })
+	_ = w.c.Write(func(fd uintptr) bool {
+		if w.shared {
+			Raise(int(fd), &w.hint)
+		} else {
+			Add(int(fd))
+		}
+		return true
+	})
 }
 
 var one = binary.NativeEndian.AppendUint64(nil, 1)

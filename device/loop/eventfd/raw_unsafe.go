@@ -10,7 +10,7 @@ import (
 // calls: its monitor thread takes the processor away from a goroutine that it finds in such a call after 10 ms, and
 // then polls every 20 us for a while for others, which on few cores takes a noticeable part of one.
 
-// Add adds one to the count of fd, which must be a non-blocking eventfd.
+// Add adds one to the count of fd, which must be a non-blocking eventfd of this process alone: see Raise.
 func Add(fd int) {
 	// EAGAIN: the count is at its maximum, so the waiter has been woken.
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(one))),

@@ -15,8 +15,9 @@ import (
 // SET_VRING_CALL: QEMU does so each time a guest masks an interrupt). The descriptor number never changes: Set replaces
 // the file behind it with dup3, so that a loop never writes to a number that was closed and reused.
 type Notifier struct {
-	on atomic.Bool // a file is set
-	fd atomic.Int32
+	on   atomic.Bool // a file is set
+	fd   atomic.Int32
+	hint eventfd.Hint
 
 	mu     sync.Mutex // serialises Set and Close
 	closed bool
@@ -24,6 +25,7 @@ type Notifier struct {
 
 // NewNotifier returns a notifier with no file: Signal does nothing.
 func NewNotifier() *Notifier {
+	_ = eventfd.Prepare() // the daemon logs why that failed
 	n := &Notifier{}
 	n.fd.Store(-1)
 	return n
@@ -56,13 +58,13 @@ func (n *Notifier) Set(fd int) error {
 	return nil
 }
 
-// Signal adds one to the eventfd. It does not block: vhost-user makes every received descriptor non-blocking, and if
-// the peer lets its counter overflow, the signal is lost.
+// Signal adds one to the eventfd. It does not block, whatever the front end does to the file. If the front end lets its
+// counter overflow, the signal is lost.
 func (n *Notifier) Signal() {
 	if !n.on.Load() {
 		return
 	}
-	eventfd.Add(int(n.fd.Load()))
+	eventfd.Raise(int(n.fd.Load()), &n.hint)
 }
 
 // Close closes the descriptor. The caller ensures that Signal is not called any more. It may be called twice.

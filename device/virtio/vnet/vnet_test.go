@@ -592,3 +592,54 @@ func TestMemoryVanishesTwice(t *testing.T) {
 		}
 	}
 }
+
+// TestFrontEndBlocksEventfd: a front end makes the eventfd of its interrupts blocking and fills it. Frames for its
+// guest raise interrupts, which block nobody: the other guests of the loop go on (TR-2).
+func TestFrontEndBlocksEventfd(t *testing.T) {
+	h := newHost(t, 1, true)
+	a, b := h.vm(1, 1).boot(0, 2000, 8), h.vm(2, 1).boot(0, 2000, 8)
+	c := h.vm(3, 1)
+	cl, fd := rawClient(t, c.path)
+	kick, call := newEventfd(t), newEventfd(t)
+	mem, err := unix.Mmap(fd, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	must(t, err)
+	defer func() { _ = unix.Munmap(mem) }()
+	const desc, avail, used, buf = 0x4000, 0x5000, 0x6000, 0x8000
+	for i := range 8 {
+		binary.LittleEndian.PutUint64(mem[desc+16*i:], buf+2048*uint64(i))
+		binary.LittleEndian.PutUint32(mem[desc+16*i+8:], 2048)
+		binary.LittleEndian.PutUint16(mem[desc+16*i+12:], 2) // VIRTQ_DESC_F_WRITE
+		binary.LittleEndian.PutUint16(mem[avail+4+2*i:], uint16(i))
+	}
+	binary.LittleEndian.PutUint16(mem[avail+2:], 8)
+	must(t, cl.SetVringNum(0, 8), cl.SetVringCall(0, call),
+		cl.SetVringAddr(vhostuser.VringAddr{Index: 0, Desc: 1<<30 + desc, Avail: 1<<30 + avail, Used: 1<<30 + used}),
+		cl.SetVringKick(0, kick))
+	testutil.Eventually(t, "start", func() bool { return c.dev.Describe().Pairs[0] == "rx" })
+	must(t, unix.SetNonblock(call, false)) // vnicd had set it; the flag is that of the open file, which both have
+	_, err = unix.Write(call, []byte{0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
+	must(t, err)
+	passed := make(chan struct{})
+	go func() {
+		defer close(passed)
+		for i := range 5 {
+			a.send(0, buildFrame(c.mac, a.mac, 60, 0))
+			f := buildFrame(b.mac, a.mac, 100, byte(i))
+			a.send(0, f)
+			wait(t, b.fe.Queue(0))
+			if got, err := b.take(0); err != nil || !bytes.Equal(got, f) {
+				t.Error("wrong frame", err)
+			}
+		}
+	}()
+	select {
+	case <-passed:
+	case <-time.After(10 * time.Second):
+		t.Error("the loop is blocked")
+		_, _ = unix.Read(call, make([]byte, 8)) // so that it goes on
+		<-passed
+	}
+	if n := binary.LittleEndian.Uint16(mem[used+2:]); n != 5 {
+		t.Errorf("the hostile guest got %d frames, want 5", n)
+	}
+}

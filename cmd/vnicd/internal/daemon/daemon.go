@@ -22,6 +22,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -189,6 +190,10 @@ func (d *Daemon) makeLoops() (err error) {
 	}
 	if err := loop.KeepOff(d.cfg.EngineCPUs); err != nil {
 		return err
+	}
+	if err := eventfd.Prepare(); err != nil {
+		d.log.Warn("eventfds are signalled by write(2), since the kernel's asynchronous I/O cannot be used: a QEMU or an "+
+			"application that was taken over can block an engine", "reason", err)
 	}
 	for i := range d.cfg.Engines {
 		c := loop.Config{ID: i, SpinFor: d.cfg.Spin, Nice: d.cfg.EngineNice, Log: d.log.Named("engine")}

@@ -16,6 +16,7 @@ type file struct {
 	block     uint64 // mmap granularity: the huge page size on hugetlbfs
 	huge      uint64 // the file's preferred page size; 0: the normal one
 	keepsSize bool   // sealed against shrinking
+	closed    bool   // sealed against new writable mappings
 	dev, ino  uint64 // its identity, while something maps it
 	writable  bool   // the descriptor permits writing
 }
@@ -45,11 +46,42 @@ func inspect(fd int) (file, error) {
 	// EINVAL where the file system has no seals.
 	if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err == nil {
 		f.keepsSize = seals&unix.F_SEAL_SHRINK != 0
+		f.closed = seals&(unix.F_SEAL_WRITE|sealFutureWrite) != 0
 	}
 	if mode, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0); err == nil {
 		f.writable = mode&unix.O_ACCMODE == unix.O_RDWR
 	}
 	return f, nil
+}
+
+// sealFutureWrite is F_SEAL_FUTURE_WRITE (Linux 5.1).
+const sealFutureWrite = 0x10
+
+// Seal makes sure that nobody takes pages out of the memory files of all slots. A file of fixed size can still get
+// holes (fallocate, MADV_REMOVE). Then an access waits while the hole is being made, has a page cleared, of up to a
+// gigabyte, or, on hugetlbfs, raises SIGBUS as the page may be another's by now. F_SEAL_WRITE and F_SEAL_FUTURE_WRITE
+// forbid holes; the first is not possible while the memory is mapped, and the second forbids new writable mappings. So
+// it is set after mapping, and a file cannot be mapped again: not by later slots, nor by another connection.
+func (d *Driver) Seal() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b := d.opts.Budget
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, r := range d.regions {
+		f := r.m.file
+		switch {
+		case f == nil:
+			return fmt.Errorf("the memory is in more than %d files: %w", maxFiles, ErrFile)
+		case f.sealed:
+			continue
+		}
+		if _, err := unix.FcntlInt(uintptr(f.fd), unix.F_ADD_SEALS, sealFutureWrite); err != nil {
+			return fmt.Errorf("memory file cannot be sealed against holes (F_SEAL_FUTURE_WRITE): %w: %w", err, ErrFile)
+		}
+		f.sealed = true
+	}
+	return nil
 }
 
 // hugePage is the size of a transparent huge page.

@@ -6,7 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -73,25 +72,10 @@ func TestNotAllowedToLock(t *testing.T) {
 // available, the fault gets an error.
 func TestHugeTLB(t *testing.T) {
 	const (
-		pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
 		name = "vnicd-test-hugetlb"
 		page = 2 << 20
 	)
-	old, err := os.ReadFile(pool)
-	if err != nil {
-		t.Skip("this kernel has no 2 MiB huge pages")
-	}
-	had, _ := strconv.Atoi(strings.TrimSpace(string(old)))
-	if err := os.WriteFile(pool, []byte(strconv.Itoa(had+3)), 0o600); err != nil {
-		t.Fatal("cannot reserve huge pages, which takes root: ", err)
-	}
-	defer func() { _ = os.WriteFile(pool, old, 0o600) }()
-	// This may fail where memory is fragmented, unless the kernel compacts it.
-	_ = os.WriteFile("/proc/sys/vm/compact_memory", []byte("1"), 0o600)
-	_ = os.WriteFile(pool, []byte(strconv.Itoa(had+3)), 0o600)
-	if now, err := os.ReadFile(pool); err != nil || strings.TrimSpace(string(now)) != strconv.Itoa(had+3) {
-		t.Fatal("the host has no three huge pages to spare: ", string(now), err)
-	}
+	testutil.HugePages(t, 3)
 
 	b := NewBudget(MinBudget)
 	d, s := newDriver(t, Options{Budget: b})
@@ -127,7 +111,7 @@ func TestHugeTLB(t *testing.T) {
 		})
 	}
 	if st := b.Status(); st.Short != 1 || !strings.Contains(st.ShortReason, "huge page") {
-		t.Errorf("4096 huge pages of a pool of %d: %+v", had+3, st)
+		t.Errorf("4096 huge pages: %+v", st)
 	}
 	if err := unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, page); err != nil {
 		t.Fatal(err)

@@ -53,7 +53,10 @@ type mapping struct {
 type mappingKey struct{ dev, ino, offset, size uint64 }
 
 // keptFile is a descriptor of a memory file. The mappings of a VM share it, by Budget.mu.
-type keptFile struct{ fd, users int }
+type keptFile struct {
+	fd, users int
+	sealed    bool // see Driver.Seal
+}
 
 // fileKey identifies a file.
 type fileKey struct{ dev, ino uint64 }
@@ -135,6 +138,9 @@ func (b *Budget) newMapping(key mappingKey, fd int, f file) (*mapping, error) {
 	whole, err := unix.Mmap(fd, from, int(length), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
 	if err != nil {
 		b.releaseMapping(length)
+		if f.closed {
+			return nil, fmt.Errorf("file is sealed against new writable mappings, as one is that a vnicd has used: %w", ErrFile)
+		}
 		return nil, fmt.Errorf("mmap of fd %d: %w", fd, err)
 	}
 	m := &mapping{key: key, b: b, from: from, whole: whole, size: length, lead: lead, block: f.block,

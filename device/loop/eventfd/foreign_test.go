@@ -55,8 +55,8 @@ func returns(tb testing.TB, what string, fd int, f func()) {
 	}
 }
 
-// TestRaiseDoesNotBlock: an eventfd that its other owner has made blocking and filled blocks nobody, by Raise or through
-// a Waiter, and who waits for it is woken (TR-2). Signals that fit are counted.
+// TestRaiseDoesNotBlock: an eventfd that its other owner has made blocking and filled blocks nobody, by Raise or
+// through a Waiter, and who waits for it is woken (TR-2). Signals that fit are counted.
 func TestRaiseDoesNotBlock(t *testing.T) {
 	if err := Prepare(); err != nil {
 		t.Fatal(err)

@@ -24,9 +24,9 @@ import (
 //	io_uring                            an eventfd is signalled without blocking only if it belongs to the ring: a ring
 //	                                    for each; and hosts switch io_uring off
 //
-// What the kernel itself signals, it signals by eventfd_signal, which never waits: the count stays at its maximum. So the
-// kernel is asked to complete a request of asynchronous I/O that is complete at once (0 bytes of /dev/null), with the
-// eventfd as what is signalled on completion (IOCB_FLAG_RESFD, io_submit(2)). That is one system call, as write is.
+// What the kernel itself signals, it signals by eventfd_signal, which never waits: the count stays at its maximum. So
+// the kernel is asked to complete a request of asynchronous I/O that is complete at once (0 bytes of /dev/null), with
+// the eventfd as what is signalled on completion (IOCB_FLAG_RESFD, io_submit(2)). That is one system call, as write is.
 //
 // A context of asynchronous I/O is used by one thread at a time. A caller that finds one in use takes another, so that
 // none waits.
@@ -135,9 +135,9 @@ func prepare(want int) error {
 //go:nocheckptr
 func eventsAt(handle uintptr) *events { return (*events)(unsafe.Add(unsafe.Pointer(nil), handle)) }
 
-// Raise adds one to the count of fd, an eventfd that another process may have made blocking and filled. It never blocks,
-// and allocates nothing. A count at its maximum stays there: who waits has been woken. Without Prepare, or where that
-// failed, it is Add.
+// Raise adds one to the count of fd, an eventfd that another process may have made blocking and filled. It never
+// blocks, and allocates nothing. A count at its maximum stays there: who waits has been woken. Without Prepare, or
+// where that failed, it is Add.
 func Raise(fd int, h *Hint) {
 	n := ready.Load()
 	if n == 0 {

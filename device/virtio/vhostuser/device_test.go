@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	eventfds "github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
@@ -30,6 +31,7 @@ func TestMain(m *testing.M) {
 		_ = r.Close()
 		_ = w.Close()
 	}
+	_ = eventfds.Prepare() // has a descriptor from then on
 	before := openFiles()
 	code := m.Run()
 	if code == 0 && os.Getenv(leaksEnv) == "" {

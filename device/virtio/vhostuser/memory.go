@@ -1,6 +1,7 @@
 package vhostuser
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -25,8 +26,12 @@ func (se *session) fileOf(fd int) (fileID, error) {
 		return fileID{}, protoErr("memory file has mode %#o, want a regular file", st.Mode)
 	}
 	if se.srv.cfg.Sealed {
-		if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || seals&unix.F_SEAL_SHRINK == 0 {
+		seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+		if err != nil || seals&unix.F_SEAL_SHRINK == 0 {
 			return fileID{}, protoErr("memory file is no memfd that is sealed against shrinking")
+		}
+		if id := (fileID{st.Dev, st.Ino}); seals&unix.F_SEAL_SEAL != 0 && !se.knows(id) {
+			return fileID{}, protoErr("memory file has F_SEAL_SEAL, so it cannot be sealed against holes; leave that seal out")
 		}
 	}
 	return fileID{st.Dev, st.Ino}, nil
@@ -140,6 +145,11 @@ func (se *session) admit(r mapped, fd int) error {
 	return nil
 }
 
+// knows reports whether a region is in that file.
+func (se *session) knows(id fileID) bool {
+	return slices.ContainsFunc(se.regions, func(r mapped) bool { return r.file == id })
+}
+
 // fits returns an error if these regions alone are more than the front end may share. Files that have a hole for each
 // of their bytes cost it nothing.
 func (se *session) fits(regions []Region) error {
@@ -171,8 +181,23 @@ func (se *session) mapRegion(r mapped, fd int) error {
 	if err != nil {
 		return err
 	}
+	if se.sealed {
+		if err := se.mem.Seal(); err != nil {
+			return errors.Join(err, se.mem.RemoveSlot(r.GuestPA, r.Size, r.UserAddr))
+		}
+	}
 	se.regions = append(se.regions, r)
 	return nil
+}
+
+// seal makes the memory safe to use, once rings start: until then regions in the same file can be added.
+func (se *session) seal() error {
+	if !se.srv.cfg.Sealed || se.sealed {
+		return nil
+	}
+	err := se.mem.Seal()
+	se.sealed = err == nil
+	return err
 }
 
 // withdraw stops the rings in a region and unmaps it; the host driver waits until it is no longer accessed (EP-3).

@@ -248,7 +248,9 @@ func (se *session) start(i int) error {
 		return fmt.Errorf("%w: %w", errAdvisory, err)
 	}
 	r.areas = areas
-	err = se.hold(r)
+	if err = se.seal(); err == nil {
+		err = se.hold(r)
+	}
 	if err == nil {
 		err = se.resume(q)
 	}

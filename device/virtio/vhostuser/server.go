@@ -38,8 +38,9 @@ type Config struct {
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget
 	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed accepts only memory files that
-	// cannot shrink, which are memfds: for front ends that are not trusted (with a file of a slow or hostile file
-	// system the device would wait for it).
+	// cannot shrink, which are memfds, and seals them against holes and new writable mappings when the first ring
+	// starts: for front ends that are not trusted (with a file of a slow or hostile file system, or one from which
+	// pages are taken, the device would wait).
 	MaxMemory uint64
 	Sealed    bool
 	// SlotName, if set, names an epoch's reader slot, for messages about memory whose release takes long.

@@ -32,6 +32,7 @@ type session struct {
 	rings      []ring
 
 	warnedMemory bool // logged that no memory is shared
+	sealed       bool // the memory files are sealed against holes, see seal
 
 	backend backend
 

@@ -26,28 +26,24 @@ import (
 //
 // What the kernel itself signals, it signals by eventfd_signal, which never waits: the count stays at its maximum. So
 // the kernel is asked to complete a request of asynchronous I/O that is complete at once (0 bytes of /dev/null), with
-// the eventfd as what is signalled on completion (IOCB_FLAG_RESFD, io_submit(2)). That is one system call, as write is.
+// the eventfd as what is signalled on completion (IOCB_FLAG_RESFD, io_submit(2)). That is one system call, as write is,
+// and costs 0.56 us where a write costs 0.22 (BenchmarkRaise, BenchmarkAdd).
 //
 // A context of asynchronous I/O is used by one thread at a time. A caller that finds one in use takes another, so that
 // none waits.
 
-// maxContexts bounds the contexts. There is one for each thread that runs Go code, up to that.
+// maxContexts bounds the contexts. There is one for each thread that runs Go code, up to that; so one is free.
 const maxContexts = 64
 
 // iocb is the kernel's struct iocb.
 type iocb struct {
-	data      uint64
-	key       uint32
-	rwFlags   uint32
-	opcode    uint16
-	reqprio   int16
-	fd        uint32
-	buf       uint64
-	nbytes    uint64
-	offset    int64
-	reserved2 uint64
-	flags     uint32
-	resfd     uint32
+	_      [2]uint64 // aio_data, aio_key, aio_rw_flags
+	opcode uint16
+	_      int16 // aio_reqprio
+	fd     uint32
+	_      [4]uint64 // aio_buf, aio_nbytes, aio_offset, aio_reserved2
+	flags  uint32
+	resfd  uint32
 }
 
 const (
@@ -58,11 +54,12 @@ const (
 // events is the kernel's struct aio_ring, which io_setup maps at the address that is the context's handle. The process
 // may take completions from it without a system call, as libaio and QEMU do.
 type events struct {
-	id, nr             uint32
-	head, tail         atomic.Uint32
-	magic              uint32
-	compat, incompat   uint32
-	headerLength, _pad uint32
+	_          [2]uint32 // id, nr
+	head, tail atomic.Uint32
+	magic      uint32
+	_          uint32 // compat_features
+	incompat   uint32
+	_          uint32 // header_length
 }
 
 const eventsMagic = 0xa10a10a1
@@ -80,35 +77,32 @@ var (
 	contexts [maxContexts]aio
 	ready    atomic.Int32 // contexts that may be used
 
-	prepareMu  sync.Mutex // guards the fields below
-	prepareErr error
-	null       int // /dev/null
+	prepareMu sync.Mutex // taken by Prepare
 )
 
 // Hint remembers the context that a caller used last. The zero value is valid.
 type Hint struct{ at atomic.Int32 }
 
-// Prepare makes the contexts that Raise uses, unless they exist. The error says why Raise must write instead, which the
-// eventfd's other owner can block.
+// Prepare makes the contexts that Raise uses, unless there are some. After an error Raise writes, which the eventfd's
+// other owner can block; or, with fewer contexts than threads, threads may wait for each other.
 func Prepare() error {
 	prepareMu.Lock()
 	defer prepareMu.Unlock()
 	if ready.Load() > 0 {
 		return nil
 	}
-	prepareErr = prepare(min(runtime.GOMAXPROCS(0)+1, maxContexts))
-	if ready.Load() > 0 {
-		prepareErr = nil // fewer than wanted are enough
+	want := min(runtime.GOMAXPROCS(0)+1, maxContexts)
+	if err := prepare(want); err != nil {
+		return fmt.Errorf("%d of %d contexts of asynchronous I/O: %w", ready.Load(), want, err)
 	}
-	return prepareErr
+	return nil
 }
 
 func prepare(want int) error {
-	fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0) // stays open
 	if err != nil {
 		return fmt.Errorf("/dev/null: %w", err)
 	}
-	null = fd
 	for i := range want {
 		c := &contexts[i]
 		if _, _, e := unix.Syscall(unix.SYS_IO_SETUP, 1, uintptr(unsafe.Pointer(&c.handle)), 0); e != 0 {
@@ -146,7 +140,7 @@ func Raise(fd int, h *Hint) {
 	}
 	at := h.at.Load() % n
 	for !contexts[at].busy.CompareAndSwap(false, true) {
-		at = (at + 1) % n // as many as threads run, so one is free
+		at = (at + 1) % n
 	}
 	h.at.Store(at)
 	c := &contexts[at]

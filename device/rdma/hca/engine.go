@@ -120,9 +120,8 @@ func (e *engine) stop() {
 func (e *engine) faultOption() loop.Option { return loop.OnFault(e.onMemoryFault) }
 
 // onMemoryFault is called when a handler of this engine accessed memory that does not exist. It accesses no guest
-// memory. If the memory
-// is another VM's (a frame was being written to it), the current QP is scheduled again. If it is
-// this guest's, the device stops until a reset: its rings may be half written.
+// memory itself. If the memory is another VM's (a frame was being written to it), the current QP is scheduled again. If
+// it is this guest's, the device stops until a reset: its rings may be half written.
 func (e *engine) onMemoryFault(f loop.Fault) {
 	q, far := e.current, e.local.peer
 	e.current, e.local.peer = nil, nil

@@ -192,8 +192,8 @@ func (d *Daemon) makeLoops() (err error) {
 		return err
 	}
 	if err := eventfd.Prepare(); err != nil {
-		d.log.Warn("eventfds are signalled by write(2), since the kernel's asynchronous I/O cannot be used: a QEMU or an "+
-			"application that was taken over can block an engine", "reason", err)
+		d.log.Warn("the kernel's asynchronous I/O is not available for signals: a QEMU or an application that was taken "+
+			"over can make engines wait (see fs.aio-max-nr)", "reason", err)
 	}
 	for i := range d.cfg.Engines {
 		c := loop.Config{ID: i, SpinFor: d.cfg.Spin, Nice: d.cfg.EngineNice, Log: d.log.Named("engine")}

@@ -371,13 +371,25 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	}
 	d.commands = c
 	for _, e := range d.data.engines {
-		if err := e.visit(e.thaw); err != nil {
+		if err := d.thaw(e); err != nil {
 			d.StopQueue(abi.CommandQueue)
 			return fmt.Errorf("hca: engine %d: %w", e.id, err)
 		}
 	}
 	d.setUp()
 	return nil
+}
+
+// thaw lets an engine go on. If another VM's memory vanishes meanwhile, that VM's device stops and this one goes on, as
+// often as there may be such VMs.
+func (d *Device) thaw(e *engine) error {
+	const others = 1024
+	for tries := 0; ; tries++ {
+		err := e.visit(e.thaw)
+		if err == nil || d.data.broken.Load() || tries == others {
+			return err
+		}
+	}
 }
 
 // StopQueue implements virtio.Device.

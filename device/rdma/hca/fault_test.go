@@ -182,6 +182,48 @@ func TestMemoryVanishesBeforeQueue(t *testing.T) {
 	}
 }
 
+// TestForeignFaultAtStart: while the engines go on, as the command queue starts, another VM's memory vanishes. The start
+// succeeds, and what was interrupted is done.
+func TestForeignFaultAtStart(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	q := g.newEventQueue(abi.CEQQueue(0), 8, abi.SizeCEQE)
+	q.add(4)
+	q.start()
+	hole, err := unix.MemfdCreate("hole", unix.MFD_CLOEXEC)
+	must(t, err)
+	defer unix.Close(hole)
+	gone, err := unix.Mmap(hole, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	must(t, err)
+	defer func() { _ = unix.Munmap(gone) }()
+	told := 0
+	owner := loop.NewOwner(func(loop.Fault) { told++ })
+	e := g.engines[0]
+	e.freeze()
+	g.fire()
+	for range 3 { // answers to faults, of which each meets other memory
+		n := &eventNode{}
+		n.init(0, nodeAnswers)
+		n.wake = func(uint32) { e.loop.Blame(owner); gone[0] = 1 }
+		e.answers.push(n, 1)
+	}
+	ring := g.newEventQueue(abi.CEQQueue(1), 8, abi.SizeCEQE) // serves as the command queue
+	cq, err := virtq.New(g.space, virtq.Config{Index: abi.CommandQueue, Size: 8, Desc: ring.desc, Avail: ring.avail,
+		Used: ring.used, Base: 1, Kick: ring.kick}) // not 0: the same driver goes on
+	must(t, err)
+	if err := g.StartQueue(abi.CommandQueue, cq); err != nil {
+		t.Fatal(err)
+	}
+	if told != 3 || g.broken.Load() || !g.Up() {
+		t.Errorf("the owner was told %d times, want 3; stopped: %v, up: %v", told, g.broken.Load(), g.Up())
+	}
+	if n := len(q.get()); n != 1 {
+		t.Errorf("%d events, want 1", n)
+	}
+	g.StopQueue(abi.CommandQueue)
+	g.StopQueue(q.index)
+}
+
 // fire makes an event for the first completion event queue.
 func (g *guest) fire() {
 	c := g.cq(16)

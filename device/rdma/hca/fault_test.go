@@ -182,8 +182,8 @@ func TestMemoryVanishesBeforeQueue(t *testing.T) {
 	}
 }
 
-// TestForeignFaultAtStart: while the engines go on, as the command queue starts, another VM's memory vanishes. The start
-// succeeds, and what was interrupted is done.
+// TestForeignFaultAtStart: while the engines go on, as the command queue starts, another VM's memory vanishes. The
+// start succeeds, and what was interrupted is done.
 func TestForeignFaultAtStart(t *testing.T) {
 	w := newWorld(t, 1, 1, Limits{})
 	g := w.guests[0]
